@@ -50,7 +50,7 @@ class _Files:
     def save(self, path): # A file that ends in `.json` or `.toml`
         "Write the record to `path`."
         values, path = self.to_dict(), Path(path)
-        toml = "".join(f"{k} = {json.dumps(v)}\n" for k,v in values.items() if v is not None)
+        toml = "".join(f"{k} = {json.dumps(v, ensure_ascii=False)}\n" for k,v in values.items() if v is not None)
         path.write_text(toml if _suffix(path) == ".toml" else json.dumps(values, indent=2) + "\n", encoding="utf-8")
 
     @classmethod

@@ -26,7 +26,7 @@ def _estimate(
 )->np.ndarray: # Probabilities of the last M positions (M,)
     first = np.unique(gram, return_index=True)[1]                    # a position of each gram
     once, twice = (counts == 1).sum(), (counts == 2).sum()
-    discount = once/(once + 2*twice) if once else 0.
+    discount = once/(once + 2*twice) if once else 0.5
     total = np.bincount(context[first], counts)
     kinds = np.bincount(context[first], counts > 0)
     h, g = context[-len(lower):], gram[-len(lower):]

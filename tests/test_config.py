@@ -1,0 +1,59 @@
+"Configs: what is saved comes back, what makes no sense is refused."
+import typing
+from dataclasses import fields, replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lmcourse.tools.config import ModelConfig, TrainConfig, describe
+
+
+def values(hint):
+    if typing.get_origin(hint) is typing.Literal: return st.sampled_from(typing.get_args(hint))
+    if hint is bool: return st.booleans()
+    if hint is float: return st.floats(1e-6, 0.5)
+    if hint is str: return st.text(max_size=8)
+    return st.integers(1, 1000)
+
+
+@pytest.mark.parametrize("cls", [ModelConfig, TrainConfig])
+@pytest.mark.parametrize("suffix", ["json", "toml"])
+@given(data=st.data())
+def test_any_field_survives_a_file(tmp_path_factory, cls, suffix, data):
+    hints = typing.get_type_hints(cls)
+    changes = {f.name: data.draw(values(hints[f.name])) for f in fields(cls)}
+    try: config = cls.from_dict(changes)
+    except ValueError: return
+    path = tmp_path_factory.mktemp("c")/f"config.{suffix}"
+    config.save(path)
+    assert cls.load(path) == config
+
+
+@pytest.mark.parametrize("cls", [ModelConfig, TrainConfig])
+def test_every_field_has_its_comment(cls):
+    text = str(describe(cls()))
+    assert all(f.name in text for f in fields(cls))
+
+
+@pytest.mark.parametrize("name", sorted(ModelConfig.presets()))
+def test_presets_are_valid_and_derived_sizes_follow(name):
+    config = ModelConfig.preset(name)
+    wider = replace(config, d_model=2*config.d_model)
+    assert wider.K == 2*config.K and wider.G == config.G
+    if config.d_ff is None: assert wider.F > config.F
+
+
+@pytest.mark.parametrize("changes, words", [
+    (dict(d_model=100, num_heads=16), "d_model = 100 is not a multiple of num_heads = 16"),
+    (dict(num_kv_heads=3), "num_heads = 16 is not a multiple of num_kv_heads = 3"),
+    (dict(window=0), "window = 0, expected more than 0"),
+    (dict(norm="batch"), "expected one of rmsnorm, layernorm, none"),
+    (dict(rope_theta=float("nan")), "rope_theta = nan, expected more than 0"),
+    (dict(z_loss=-1.0), "z_loss = -1.0, expected 0 or more"),
+    (dict(bias=1), "bias = 1, expected bool"),
+    (dict(num_layers=True), "num_layers = True, expected int"),
+    (dict(position="sinusoidal", d_model=5, num_heads=1), "even d_model"),
+])
+def test_what_does_not_fit_is_refused(changes, words):
+    with pytest.raises(ValueError, match=words): ModelConfig(**changes)
