@@ -1,0 +1,186 @@
+"Attention: against torch's own, against the formula, and what must not change."
+import copy
+import pickle
+from dataclasses import replace
+from functools import partial
+
+import pytest
+
+torch = pytest.importorskip("torch")
+import torch.nn.functional as F
+from hypothesis import given, settings, strategies as st
+
+from lmcourse.architecture.attention_torch import (CausalSelfAttention, RoPE, apply_rope, causal_attention, causal_mask, rope_tables,
+    scaled_dot_product_attention)
+from lmcourse.architecture.layers_torch import check_same
+from lmcourse.tools.checks import check_close, expect_error
+from lmcourse.tools.config import ModelConfig
+
+few = settings(max_examples=25, deadline=None)
+leads = st.lists(st.integers(1, 3), max_size=3).map(tuple)
+sizes, seeds = st.integers(1, 7), st.integers(0, 1000)
+
+
+def randn(*shape, seed=0, dtype=torch.float64): return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+@few
+@given(leads, sizes, sizes, sizes, st.booleans(), seeds)
+def test_formula_is_torchs(lead, T, S, K, masked, seed):
+    q, k, v = (randn(*lead, n, K, seed=seed + i) for i, n in enumerate((T, S, S)))
+    mask = torch.rand(T, S, generator=torch.Generator().manual_seed(seed)) < .6 if masked else None
+    check_same(partial(scaled_dot_product_attention, mask=mask), partial(F.scaled_dot_product_attention, attn_mask=mask), q, k, v)
+
+
+@few
+@given(leads, st.sampled_from([(1, 1), (4, 1), (4, 2), (6, 3), (3, 3)]), sizes, sizes, st.one_of(st.none(), sizes), seeds)
+def test_fast_form_is_the_formula(lead, heads, T, more, window, seed):
+    (H, G), S, K = heads, T + more - 1, 4
+    q, k, v = randn(*lead, H, T, K, seed=seed), randn(*lead, G, S, K, seed=seed + 1), randn(*lead, G, S, K, seed=seed + 2)
+    mask = torch.tensor([[j <= i + S - T and (window is None or j > i + S - T - window) for j in range(S)] for i in range(T)])
+    assert torch.equal(mask, causal_mask(T, S, window))
+    def formula(q, k, v): return scaled_dot_product_attention(q, k.repeat_interleave(H//G, -3), v.repeat_interleave(H//G, -3), mask)
+    check_same(formula, partial(causal_attention, window=window), q, k, v)
+
+
+def test_masks_broadcast_and_are_checked():
+    q, k, v = randn(2, 3, 4, 8), randn(2, 3, 5, 8), randn(2, 3, 5, 8)
+    for shape in ((5,), (4, 5), (4, 1), (2, 1, 1, 5), (2, 3, 4, 5)):
+        mask = torch.ones(shape, dtype=torch.bool)
+        check_close(scaled_dot_product_attention(q, k, v, mask), scaled_dot_product_attention(q, k, v))
+    for shape in ((5, 4), (3, 4, 4), (7, 2, 3, 4, 5)):
+        with expect_error(ValueError, str(shape)): scaled_dot_product_attention(q, k, v, torch.ones(shape, dtype=torch.bool))
+    with expect_error(TypeError, "torch.int64"): scaled_dot_product_attention(q, k, v, torch.ones(4, 5, dtype=torch.long))
+    with expect_error(ValueError, "5 queries at the end of 4 keys"): causal_mask(5, 4)
+
+
+@few
+@given(leads, st.integers(1, 9), st.integers(1, 5), st.sampled_from([10., 10_000., 1e6]), seeds)
+def test_rope_is_a_complex_multiplication(lead, T, pairs, theta, seed):
+    x = randn(*lead, T, 2*pairs, seed=seed)
+    angle = torch.outer(torch.arange(T).double(), theta**(-torch.arange(pairs).double()/pairs))
+    z = torch.view_as_complex(x.unflatten(-1, (-1, 2)))*torch.polar(torch.ones_like(angle), angle)
+    cos, sin = rope_tables(T, 2*pairs, theta, torch.float64)
+    check_close(apply_rope(x, cos, sin), torch.view_as_real(z).flatten(-2))
+    check_same(lambda x: apply_rope(x, cos, sin), RoPE(T + 2, 2*pairs, theta, dtype=torch.float64), x)
+    check_close(apply_rope(x, cos, sin).norm(dim=-1), x.norm(dim=-1))
+
+
+@few
+@given(st.integers(0, 40), st.integers(0, 40), st.integers(0, 50), seeds)
+def test_rope_scores_know_distances_only(t, s, shift, seed):
+    rope = RoPE(100, 8, dtype=torch.float64)
+    q, k = randn(1, 8, seed=seed), randn(1, 8, seed=seed + 1)
+    at = lambda x, position: rope(x, torch.tensor([position]))
+    check_close(at(q, t)@at(k, s).T, at(q, t + shift)@at(k, s + shift).T, atol=1e-12)
+
+
+@pytest.mark.parametrize("view", [lambda x: x, lambda x: x.transpose(1, 2).contiguous().transpose(1, 2), lambda x: x.mT.contiguous().mT,
+                                  lambda x: F.pad(x, (1, 0))[..., 1:], lambda x: F.pad(x, (0, 1))[..., :-1]])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+def test_rope_takes_any_memory_layout(view, dtype):
+    x, rope = randn(2, 3, 5, 8).to(dtype), RoPE(9, 8)
+    y = rope(view(x))
+    assert y.dtype == dtype
+    check_close(y, apply_rope(x, *rope_tables(5, 8)), rtol=1e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-6)
+
+
+def test_rope_positions():
+    rope, x = RoPE(20, 8), randn(2, 3, 4, 8)
+    whole = rope(x)
+    check_close(rope(x, torch.arange(4)), whole)
+    check_close(rope(x, torch.arange(4).expand(2, 1, 4)), whole)
+    own = torch.tensor([[0, 1, 2, 3], [9, 3, 11, 19]])
+    for b in range(2): check_close(rope(x, own[:, None])[b], rope(x[b], own[b]))
+    with expect_error(ValueError, "21 positions, but RoPE was made for 20"): rope(randn(21, 8))
+    with expect_error(IndexError): rope(x, torch.arange(17, 21))
+    with expect_error(ValueError, "head_dim = 7 is odd"): RoPE(20, 7)
+
+
+def test_tables_follow_their_module_unrounded():
+    exact = torch.stack(rope_tables(500, 8, dtype=torch.float64), -1)
+    for move in (lambda m: m, lambda m: m.bfloat16(), lambda m: m.half().float(), lambda m: m.to(torch.bfloat16), copy.deepcopy,
+                 lambda m: pickle.loads(pickle.dumps(m)), lambda m: m.to("meta").to_empty(device="cpu")):
+        check_close(move(RoPE(500, 8)).table, exact.float(), 0, 0)
+    check_close(RoPE(500, 8).float().double().table, exact, 0, 0)
+    assert RoPE(500, 8, device="meta").table.is_meta and not RoPE(500, 8).state_dict()
+
+
+config = ModelConfig(vocab_size=10, context_length=12, d_model=24, num_heads=6, head_dim=4)
+VARIANTS = [dict(), dict(num_kv_heads=1), dict(num_kv_heads=2), dict(window=1), dict(window=3), dict(qk_norm=True), dict(bias=True), dict(position="none"),
+            dict(num_kv_heads=3, window=5, qk_norm=True, bias=True, head_dim=8)]
+
+
+def layer_of(**changes):
+    layer = CausalSelfAttention(replace(config, **changes), dtype=torch.float64)
+    for i, p in enumerate(layer.parameters()): p.data += .3*randn(*p.shape, seed=i)
+    return layer
+
+
+@pytest.mark.parametrize("changes", VARIANTS, ids=str)
+def test_layer(changes):
+    layer, x = layer_of(**changes), randn(2, 12, 24)
+    c = replace(config, **changes)
+    shapes = {"q_proj": (c.num_heads*c.K, 24), "k_proj": (c.G*c.K, 24), "v_proj": (c.G*c.K, 24), "output_proj": (24, c.num_heads*c.K)}
+    expected = {f"{n}.weight": s for n, s in shapes.items()}
+    if c.bias: expected |= {f"{n}.bias": s[:1] for n, s in shapes.items()}
+    if c.qk_norm: expected |= {"q_norm.weight": (c.K,), "k_norm.weight": (c.K,)}
+    check_close({n: tuple(w.shape) for n, w in layer.state_dict().items()}, expected)
+    y = layer(x)
+    check_close(layer(x[1]), y[1])                                      # Without a batch
+    check_close(layer(x, torch.arange(12).expand(2, 12)), y)
+    check_close(layer(x, torch.arange(12))[:, :7], layer(x[:, :7]))     # A shorter text
+    for t in (0, 5, 11):
+        other = x.clone(); other[:, t] += 1
+        changed = (layer(other) != y).any(-1).any(0).tolist()
+        assert changed == [t <= s and (c.window is None or s < t + c.window) for s in range(12)]
+
+
+@pytest.mark.parametrize("changes", VARIANTS, ids=str)
+def test_gradients_reach_all(changes):
+    layer, x = layer_of(**changes), randn(2, 12, 24).requires_grad_()
+    layer(x).square().sum().backward()
+    assert x.grad.abs().sum(-1).min() > 0
+    for name, p in layer.named_parameters():
+        assert p.grad.abs().max() > 0, name
+    assert torch.autograd.gradcheck(layer, randn(1, 3, 24).requires_grad_())
+
+
+def test_order_of_heads_does_not_matter():
+    layer, x = layer_of(num_kv_heads=3), randn(2, 12, 24)
+    y, w = layer(x), layer.state_dict()
+    order = torch.tensor([2, 0, 1])                                     # Of key/value heads; each brings its two query heads
+    rows = lambda m, n: m.unflatten(0, (3, n))[order].flatten(0, 1)
+    layer.load_state_dict({"q_proj.weight": rows(w["q_proj.weight"], 8), "k_proj.weight": rows(w["k_proj.weight"], 4),
+                           "v_proj.weight": rows(w["v_proj.weight"], 4), "output_proj.weight": rows(w["output_proj.weight"].T, 8).T})
+    check_close(layer(x), y)
+
+
+def test_rope_is_shared_when_given():
+    rope = RoPE(12, 4)
+    assert CausalSelfAttention(config, rope).rope is rope and CausalSelfAttention(config).rope is not rope
+    assert CausalSelfAttention(replace(config, position="learned"), rope).rope is None
+
+
+class Kept:
+    def __init__(self): self.kv = None
+    def update(self, *kv):
+        self.kv = kv if self.kv is None else tuple(torch.cat(pair, -2) for pair in zip(self.kv, kv))
+        return self.kv
+
+
+@pytest.mark.parametrize("changes", VARIANTS, ids=str)
+@pytest.mark.parametrize("cuts", [(0, 12), (0, 1, 2, 3, 12), (0, 6, 7, 8, 10, 12)], ids=str)
+def test_parts_with_a_cache_are_the_whole(changes, cuts):
+    layer, x, kept = layer_of(**changes), randn(2, 12, 24), Kept()
+    parts = [layer(x[:, a:b], torch.arange(a, b), kept) for a, b in zip(cuts, cuts[1:])]
+    check_close(torch.cat(parts, 1), layer(x))
+
+
+@pytest.mark.parametrize("changes", VARIANTS, ids=str)
+def test_bfloat16(changes):
+    layer, x = layer_of(**changes).float(), randn(2, 12, 24).float()
+    y = layer(x)
+    half = layer.bfloat16()(x.bfloat16())
+    assert half.dtype == torch.bfloat16
+    check_close(half.float(), y, rtol=.05, atol=.05*y.abs().max().item())

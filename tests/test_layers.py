@@ -1,0 +1,155 @@
+"The layers that treat each token by itself: over shapes, types and devices, in values and gradients."
+import math
+from functools import partial
+
+import pytest
+
+torch = pytest.importorskip("torch")
+import torch.nn.functional as F
+from hypothesis import given, settings, strategies as st
+
+from lmcourse.architecture.layers_torch import (Embedding, FeedForward, LayerNorm, Linear, RMSNorm, check_same, cross_entropy, gelu, layernorm, relu,
+    rmsnorm, silu, softmax, token_losses, truncated_normal)
+from lmcourse.tools.checks import check_close, expect_error
+
+few = settings(max_examples=25, deadline=None)
+shapes = st.lists(st.integers(1, 4), max_size=3).map(tuple)
+seeds = st.integers(0, 1000)
+
+
+def randn(*shape, seed=0, dtype=torch.float64): return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+@few
+@given(shapes, st.integers(1, 9), st.integers(1, 9), st.booleans(), seeds)
+def test_linear_is_torchs(lead, n_in, n_out, bias, seed):
+    ours = Linear(n_in, n_out, bias, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    theirs = torch.nn.Linear(n_in, n_out, bias, dtype=torch.float64)
+    if bias: ours.bias.data.normal_()
+    theirs.load_state_dict(ours.state_dict())
+    check_same(ours, theirs, randn(*lead, n_in, seed=seed))
+
+
+@few
+@given(shapes, st.integers(2, 9), st.sampled_from([1e-5, .1]), seeds)
+def test_norms_are_torchs(lead, d, eps, seed):
+    x, gain, bias = randn(*lead, d, seed=seed), randn(d, seed=seed + 1), randn(d, seed=seed + 2)
+    check_same(partial(rmsnorm, eps=eps), lambda x, g: F.rms_norm(x, (d,), g, eps), x, gain)
+    check_same(partial(layernorm, eps=eps), lambda x, g, b: F.layer_norm(x, (d,), g, b, eps), x, gain, bias)
+    for norm, formula, weights in ((RMSNorm(d, eps), partial(rmsnorm, eps=eps), dict(weight=gain)),
+                                   (LayerNorm(d, eps), partial(layernorm, eps=eps), dict(weight=gain, bias=bias))):
+        names = list(weights)
+        check_same(formula, lambda x, *w: torch.func.functional_call(norm, dict(zip(names, w)), x), x, *weights.values())
+
+
+@few
+@given(shapes.filter(len), seeds)
+def test_functions_are_torchs(shape, seed):
+    x = 3*randn(*shape, seed=seed)
+    for ours, theirs in ((relu, F.relu), (silu, F.silu), (gelu, partial(F.gelu, approximate="tanh")), (partial(gelu, approximate="none"), F.gelu)):
+        check_same(ours, theirs, x)
+    for dim in range(-len(shape), len(shape)): check_same(partial(softmax, dim=dim), partial(F.softmax, dim=dim), x)
+
+
+@few
+@given(shapes.filter(len), st.integers(2, 9), st.sampled_from([0., .1]), seeds)
+def test_cross_entropy_is_the_mean_of_token_losses(shape, V, z_loss, seed):
+    logits, rng = 3*randn(*shape, V, seed=seed), torch.Generator().manual_seed(seed)
+    targets = torch.randint(V, shape, generator=rng)
+    counts = torch.rand(shape, generator=rng) < .7
+    counts.view(-1)[0] = True
+    def formula(z): return (token_losses(z, targets) + z_loss*z.logsumexp(-1)**2)[counts].mean()
+    for ignored in (-100, -1, V): check_same(formula, lambda z: cross_entropy(z, targets.where(counts, ignored), ignored, z_loss), logits)
+    check_same(lambda z: cross_entropy(z, targets), lambda z: F.cross_entropy(z.flatten(0, -2), targets.flatten()), logits)
+
+
+def test_gradients_are_right_by_finite_differences():
+    x, gain, bias = (t.requires_grad_() for t in (randn(3, 5), randn(5, seed=1), randn(5, seed=2)))
+    targets = torch.tensor([1, -100, 4])
+    for f, inputs in ((rmsnorm, (x, gain)), (layernorm, (x, gain, bias)), (softmax, (x,)), (silu, (x,)), (gelu, (x,)),
+                      (lambda z: cross_entropy(z, targets, z_loss=.1), (x,))):
+        assert torch.autograd.gradcheck(f, inputs)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str)
+def test_types_come_back_and_sums_are_wide(dtype):
+    x = randn(4, 512, dtype=torch.float32).to(dtype)*40                 # The sum of squares is beyond float16
+    y = x.double()
+    rtol = 2*torch.finfo(dtype).eps if dtype.itemsize == 2 else 1e-5
+    for f in (lambda x: rmsnorm(x, torch.ones(512, dtype=x.dtype)), RMSNorm(512), lambda x: layernorm(x, torch.ones(512, dtype=x.dtype)),
+              LayerNorm(512), LayerNorm(512, bias=False), softmax):
+        assert f(x).dtype == dtype
+        check_close(f(x).double(), f(y), rtol, 1e-6)
+    for module in (RMSNorm(512), LayerNorm(512)): assert module.to(dtype)(x).dtype == dtype
+    assert cross_entropy(x, torch.zeros(4, dtype=torch.long), z_loss=1e-4).dtype == (dtype if dtype == torch.float64 else torch.float32)
+
+
+def test_losses_of_any_size_are_finite():
+    z = torch.tensor([[1e30, -1e30, 0.], [0., -1e4, 1e4]], requires_grad=True)
+    loss = cross_entropy(z, torch.tensor([0, 2]))
+    loss.backward()
+    assert loss == 0 and z.grad.isfinite().all()
+    check_close(token_losses(z, torch.tensor([1, 1])), torch.tensor([2e30, 2e4]))
+
+
+@pytest.mark.parametrize("std", [.02, 1., 5.])
+def test_truncated_normal(std):
+    w = truncated_normal((300, 300), std, generator=torch.Generator().manual_seed(0))
+    assert w.abs().max() <= 3*std and w.abs().max() > 2.9*std
+    check_close(w.std().item(), std*math.sqrt(.9733), rtol=.02)
+    check_close(w.mean().item(), 0., atol=.02*std)
+
+
+def test_initial_sizes():
+    check_close(Linear(300, 100).weight.var().item(), 2/400*.9733, rtol=.05)
+    check_close(Embedding(300, 100, std=.5).weight.var().item(), .25*.9733, rtol=.05)
+    assert not Linear(3, 2, bias=True).bias.any() and Linear(3, 2).bias is None
+
+
+def test_a_seed_gives_the_same_weights_and_disturbs_nobody():
+    def weights(seed): return FeedForward(4, 6, generator=torch.Generator().manual_seed(seed)).state_dict()
+    before = torch.get_rng_state()
+    check_close(weights(3), weights(3), 0, 0)
+    assert not torch.equal(weights(3)["w1.weight"], weights(4)["w1.weight"]) and torch.equal(before, torch.get_rng_state())
+    half = Linear(4, 6, dtype=torch.bfloat16, generator=torch.Generator().manual_seed(3)).weight
+    check_close(half, Linear(4, 6, generator=torch.Generator().manual_seed(3)).weight.bfloat16(), 0, 0)
+
+
+def test_meta_has_shapes_only():
+    with torch.device("meta"): inside = Linear(10**6, 10**6)
+    for m in (inside, Linear(10**6, 10**6, device="meta"), Embedding(10**6, 10**6, device="meta"), FeedForward(10**5, 10**6, device="meta")):
+        assert all(p.is_meta for p in m.parameters())
+
+
+@pytest.mark.parametrize("kind", ["swiglu", "geglu", "reglu", "silu", "gelu", "relu"])
+@pytest.mark.parametrize("bias", [False, True])
+def test_feed_forward(kind, bias):
+    a = dict(swiglu=silu, geglu=gelu, reglu=relu, silu=silu, gelu=gelu, relu=relu)[kind]
+    net = FeedForward(4, 6, kind, bias, dtype=torch.float64)
+    for p in net.parameters(): p.data.normal_(generator=torch.Generator().manual_seed(p.numel()))
+    w = net.state_dict()
+    names = ["w1", "w2"] + ["w3"]*kind.endswith("glu")
+    assert set(w) == {f"{n}.weight" for n in names} | {f"{n}.bias" for n in names if bias}
+    line = lambda n, x: x@w[f"{n}.weight"].T + w.get(f"{n}.bias", 0)
+    x = randn(2, 3, 4)
+    check_close(net(x), line("w2", a(line("w1", x))*(line("w3", x) if "w3" in names else 1)))
+
+
+@pytest.mark.parametrize("ids, kind, words", [
+    (torch.tensor([5]), ValueError, "ids from 5 to 5, expected 0 to 4"), (torch.tensor([0, -3]), ValueError, "ids from -3 to 0"),
+    (torch.tensor([1.]), TypeError, "torch.float32"), (torch.tensor([True]), TypeError, "torch.bool")])
+def test_ids_that_are_refused(ids, kind, words):
+    with expect_error(kind, words): Embedding(5, 2)(ids)
+
+
+def test_other_bad_input():
+    assert Embedding(5, 2)(torch.zeros(0, dtype=torch.long)).shape == (0, 2)
+    with expect_error(ValueError, "targets (3,) don't fit logits (2, 4), expected (2,)"): cross_entropy(torch.zeros(2, 4), torch.zeros(3, dtype=torch.long))
+    with expect_error(ValueError, "unknown feed-forward network 'tanh'"): FeedForward(2, 2, "tanh")
+    with expect_error(ValueError, "unknown approximation of gelu 'erf'"): gelu(torch.ones(1), "erf")
+
+
+def test_check_same_can_fail():
+    x = randn(3)
+    for wrong in (lambda x: x*x + 1e-3, lambda x: x*x.detach(), lambda x: (x*x)[None], lambda x: (x*x).float()):
+        with expect_error(AssertionError): check_same(wrong, torch.square, x)

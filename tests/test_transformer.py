@@ -1,0 +1,240 @@
+"The whole model: every field of its config builds, learns, keeps the future out, and changes something."
+import copy
+import math
+import typing
+from dataclasses import replace
+
+import pytest
+
+torch = pytest.importorskip("torch")
+from hypothesis import given, settings, strategies as st
+
+from lmcourse.architecture.layers_torch import cross_entropy
+from lmcourse.architecture.transformer_torch import (InputEmbeddings, SinusoidalPositions, TransformerBlock, TransformerLM, count_parameters,
+    parameter_tree)
+from lmcourse.tools.checks import check_close, expect_error
+from lmcourse.tools.config import ModelConfig
+
+base = ModelConfig(vocab_size=20, context_length=12, d_model=16, num_layers=2, num_heads=4)
+CHANGES = dict(vocab_size=[7], context_length=[20], d_model=[24], num_layers=[1, 3], num_heads=[2], num_kv_heads=[1, 2], head_dim=[2, 8], d_ff=[8, 40],
+               norm=["layernorm", "none"], norm_position=["post", "sublayer"], norm_eps=[.1], position=["learned", "sinusoidal", "none"], rope_theta=[10.],
+               ffn=["geglu", "reglu", "silu", "gelu", "relu"], window=[1, 3], qk_norm=[True], bias=[True], tie_embeddings=[True],
+               scale_embeddings=[True], z_loss=[.1])
+ONE = [{k: v} for k, vs in CHANGES.items() for v in vs]
+BOTH = [dict(tie_embeddings=True, scale_embeddings=True), dict(tie_embeddings=True, scale_embeddings=True, position="learned"),
+        dict(norm="layernorm", bias=True, norm_position="post"), dict(norm="none", norm_position="sublayer"), dict(norm="layernorm", norm_position="sublayer"),
+        dict(num_kv_heads=2, window=4, qk_norm=True, head_dim=6, bias=True, tie_embeddings=True),
+        dict(norm="layernorm", position="learned", ffn="gelu", bias=True, tie_embeddings=True)]
+
+
+def ids_of(c, B=2, seed=0): return torch.randint(c.vocab_size, (B, c.context_length), generator=torch.Generator().manual_seed(seed))
+
+
+def keys(c):
+    "The names of DESIGN.md, written down a second time"
+    norm = ["weight"] + ["bias"]*(c.norm == "layernorm" and c.bias)
+    norm, line = norm*(c.norm != "none"), ["weight"] + ["bias"]*c.bias
+    names = ["token_embeddings.weight", "lm_head.weight"] + ["position_embeddings.weight"]*(c.position == "learned")
+    if c.norm_position != "post": names += [f"ln_final.{n}" for n in norm]
+    for i in range(c.num_layers):
+        names += [f"layers.{i}.{ln}.{n}" for ln in ("ln1", "ln2") for n in norm]
+        names += [f"layers.{i}.attn.{p}_proj.{n}" for p in ("q", "k", "v", "output") for n in line]
+        names += [f"layers.{i}.attn.{p}_norm.weight" for p in "qk" if c.qk_norm]
+        names += [f"layers.{i}.ffn.{w}.{n}" for w in ("w1", "w2", "w3") if w != "w3" or c.gated for n in line]
+    return set(names)
+
+
+def formula(c):
+    "Parameters, counted on paper"
+    D, F, V = c.d_model, c.F, c.vocab_size
+    norm = 0 if c.norm == "none" else D*(2 if c.norm == "layernorm" and c.bias else 1)
+    attn = D*c.K*(2*c.num_heads + 2*c.G) + c.bias*(c.K*(c.num_heads + 2*c.G) + D) + 2*c.K*c.qk_norm
+    ffn = D*F*(3 if c.gated else 2) + c.bias*(F*(2 if c.gated else 1) + D)
+    return V*D*(1 if c.tie_embeddings else 2) + c.context_length*D*(c.position == "learned") + c.num_layers*(attn + ffn + 2*norm) + norm*(c.norm_position != "post")
+
+
+def test_all_fields_are_tried(): assert CHANGES.keys() == typing.get_type_hints(ModelConfig).keys()
+
+
+@pytest.mark.parametrize("changes", [{}] + ONE + BOTH, ids=str)
+def test_variant(changes):
+    c = replace(base, **changes)
+    model, ids = TransformerLM(c), ids_of(c)
+    for p in model.parameters(): p.data += .05*torch.randn(p.shape, generator=torch.Generator().manual_seed(p.numel()))
+    logits = model(ids)
+    assert logits.shape == (*ids.shape, c.vocab_size) and logits.dtype == torch.float32 and logits.isfinite().all()
+    assert set(model.state_dict()) == keys(c) and count_parameters(model) == formula(c)
+    cross_entropy(logits[:, :-1], ids[:, 1:], z_loss=c.z_loss).backward()
+    dead = {n for n, p in model.named_parameters() if not p.grad.any()}
+    if c.window == 1: dead = {n for n in dead if not any(w in n for w in ("q_proj", "k_proj"))}     # A softmax over one key
+    assert not dead
+    for t in (0, 7, 11):
+        other = ids.clone(); other[:, t] = (ids[:, t] + 1) % c.vocab_size
+        changed = (model(other) != logits).any(-1)
+        assert not changed[:, :t].any() and changed[:, t].all()
+        reach = c.context_length if c.window is None else t + 1 + c.num_layers*(c.window - 1)
+        assert not changed[:, reach:].any()
+    check_close(model(ids[0]), logits[0], 1e-4, 1e-5)
+    check_close(model(ids[:, :5]), logits[:, :5], 1e-4, 1e-5)
+    check_close(model(ids, torch.arange(c.context_length).expand(2, -1)), logits, 1e-4, 1e-5)
+
+
+@pytest.mark.parametrize("changes", [{}] + ONE + BOTH, ids=str)
+def test_bfloat16(changes):
+    c = replace(base, **changes)
+    ids, exact = ids_of(c), TransformerLM(c)
+    logits = exact(ids)
+    for half in (TransformerLM(c, dtype=torch.bfloat16)(ids), copy.deepcopy(exact).bfloat16()(ids)):
+        assert half.dtype == torch.bfloat16
+        assert (half.float() - logits).square().mean() < .001*logits.square().mean()
+    with torch.autocast("cpu", torch.bfloat16): mixed = exact(ids)
+    assert mixed.dtype == torch.bfloat16 and (mixed.float() - logits).square().mean() < .001*logits.square().mean()
+
+
+@pytest.mark.parametrize("changes", ONE, ids=str)
+def test_no_field_is_dead(changes):
+    "With the old weights wherever they fit, the new model differs in its parameters, its logits, its loss or its reach"
+    (field, value), = changes.items()
+    c, ids = replace(base, **changes), ids_of(base) % 7
+    new, old = TransformerLM(c), TransformerLM(base)
+    own = new.state_dict()
+    new.load_state_dict({n: w for n, w in old.state_dict().items() if n in own and own[n].shape == w.shape}, strict=False)
+    if field == "context_length":
+        with expect_error(ValueError, "20 tokens, but the model's context_length is 12"): old(ids_of(c))
+        assert new(ids_of(c)).shape == (2, 20, 20)
+        check_close(new(ids), old(ids))
+    elif field == "z_loss":
+        check_close(new(ids), old(ids), 0, 0)
+        assert cross_entropy(new(ids), ids, z_loss=c.z_loss) > cross_entropy(old(ids), ids, z_loss=base.z_loss) + .1
+    elif field == "bias":
+        check_close(new(ids), old(ids), 0, 0)                           # They start at 0
+        for n, p in new.named_parameters():
+            if n.endswith("bias"): p.data += 1
+        assert not torch.allclose(new(ids), old(ids), atol=1e-3)
+    elif field != "vocab_size": assert not torch.allclose(new(ids), old(ids), atol=1e-4), "the logits are the same"
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.data())
+def test_any_config_has_the_parameters_that_paper_gives(data):
+    draw = lambda s: data.draw(s)
+    G, group, K = draw(st.integers(1, 4)), draw(st.integers(1, 3)), 2*draw(st.integers(1, 20))
+    words = {n: draw(st.sampled_from(typing.get_args(h))) for n, h in typing.get_type_hints(ModelConfig).items() if typing.get_origin(h) is typing.Literal}
+    flags = {n: draw(st.booleans()) for n in ("qk_norm", "bias", "tie_embeddings", "scale_embeddings")}
+    c = ModelConfig(vocab_size=draw(st.integers(1, 300)), context_length=draw(st.integers(1, 50)), d_model=2*draw(st.integers(1, 100)), head_dim=K,
+                    num_layers=draw(st.integers(1, 3)), num_heads=G*group, num_kv_heads=G, d_ff=draw(st.none() | st.integers(1, 300)), **words, **flags)
+    model = TransformerLM(c, device="meta")
+    assert count_parameters(model) == formula(c) and set(model.state_dict()) == keys(c)
+    ids = torch.zeros(2, c.context_length, dtype=torch.long, device="meta")
+    assert model(ids).shape == (2, c.context_length, c.vocab_size)
+
+
+@pytest.mark.parametrize("preset, count", [("gpt2-small", 124_439_808), ("gpt2-medium", 354_823_168), ("gpt2-large", 774_030_080), ("gpt2-xl", 1_557_611_200),
+    ("cs336-gpt2-small", 190_460_160), ("cs336-gpt2-medium", 505_629_696), ("cs336-gpt2-large", 1_072_469_760), ("cs336-gpt2-xl", 2_127_057_600),
+    ("cs336-tinystories", 22_696_448), ("report-tinystories", 35_938_816), ("report-openwebtext", 58_466_816)])
+def test_published_counts(preset, count):
+    assert count_parameters(TransformerLM(ModelConfig.preset(preset), device="meta")) == count
+
+
+@pytest.mark.parametrize("preset", ModelConfig.presets())
+def test_presets_build(preset):
+    c = ModelConfig.preset(preset)
+    model = TransformerLM(c, device="meta")
+    assert count_parameters(model) == formula(c) and set(model.state_dict()) == keys(c)
+
+
+def test_norm_positions_are_their_formulas():
+    x = torch.randn(2, 5, 16, generator=torch.Generator().manual_seed(0))
+    for where, step in dict(pre=lambda x, f, n: x + f(n(x)), post=lambda x, f, n: n(x + f(x)), sublayer=lambda x, f, n: x + n(f(x))).items():
+        b = TransformerBlock(replace(base, norm_position=where))
+        for p in (b.ln1.weight, b.ln2.weight): p.data.normal_()
+        check_close(b(x), step(step(x, b.attn, b.ln1), b.ffn, b.ln2))
+
+
+def test_tied_weights_stay_tied():
+    c = replace(base, tie_embeddings=True)
+    for move in (lambda m: m, lambda m: m.double().float(), copy.deepcopy, lambda m: m.to("meta").to_empty(device="cpu")):
+        model = move(TransformerLM(c))
+        assert model.lm_head.weight is model.token_embeddings.weight
+        assert len(list(model.parameters())) == len(model.state_dict()) - 1
+    filled = TransformerLM(c, device="meta").to_empty(device="cpu")
+    filled.load_state_dict(TransformerLM(c, seed=3).state_dict())
+    check_close(filled(ids_of(c)), TransformerLM(c, seed=3)(ids_of(c)))
+    assert TransformerLM(base).lm_head.weight is not TransformerLM(base).token_embeddings.weight
+
+
+@pytest.mark.parametrize("changes", [{}, dict(position="learned"), dict(tie_embeddings=True), dict(bias=True)], ids=str)
+def test_seeds(changes):
+    c, before = replace(base, **changes), torch.get_rng_state()
+    one, same, other = TransformerLM(c), TransformerLM(c, seed=0), TransformerLM(c, seed=1)
+    check_close(one.state_dict(), same.state_dict(), 0, 0)
+    assert torch.equal(before, torch.get_rng_state())
+    for (n, p), q in zip(one.named_parameters(), other.parameters()): assert torch.equal(p, q) == (p.ndim == 1), n
+
+
+def test_learned_positions_start_as_large_as_tokens():
+    for tied, scaled in ((False, False), (False, True), (True, False), (True, True)):
+        m = InputEmbeddings(replace(base, vocab_size=999, context_length=999, position="learned", tie_embeddings=tied, scale_embeddings=scaled))
+        size = (16**-.5 if tied else 1)*(4 if scaled else 1)
+        check_close([(m.token_embeddings.weight*m.scale).std().item(), m.position_embeddings.weight.std().item()], [size*.9866]*2, rtol=.03)
+
+
+def test_sinusoids():
+    places, t = SinusoidalPositions(300, 6, dtype=torch.float64), 217
+    expected = [f(t*10_000**(-2*i/6)) for i in range(3) for f in (math.sin, math.cos)]
+    check_close(places(torch.tensor([t])), torch.tensor([expected], dtype=torch.float64))
+    model = TransformerLM(replace(base, position="sinusoidal"))
+    check_close(model.bfloat16().position_embeddings.table, SinusoidalPositions(12, 16).table, 0, 0)
+
+
+@pytest.mark.parametrize("changes", [dict(vocab_size=1000), dict(vocab_size=1000, norm="layernorm"), dict(vocab_size=1000, d_model=64, norm_position="post"),
+                                     dict(vocab_size=1000, position="learned", ffn="gelu")], ids=str)
+def test_loss_at_the_start(changes):
+    c = replace(base, context_length=64, **changes)
+    ids = ids_of(c, B=17)
+    with torch.no_grad(): logits = TransformerLM(c)(ids[:-1])
+    check_close(cross_entropy(logits, ids[1:]).item(), math.log(1000) + logits.var().item()/2, rtol=.005)
+
+
+def test_a_few_steps_learn():
+    c = replace(base, tie_embeddings=True, scale_embeddings=True)
+    model, ids = TransformerLM(c), ids_of(c)
+    opt, losses = torch.optim.AdamW(model.parameters(), lr=1e-2), []
+    for _ in range(60):
+        losses.append(cross_entropy(model(ids[:, :-1]), ids[:, 1:]))
+        opt.zero_grad(); losses[-1].backward(); opt.step()
+    assert losses[-1] < .1 < 2 < losses[0]
+
+
+class Kept:
+    def __init__(self): self.kv = None
+    def update(self, *kv):
+        self.kv = kv if self.kv is None else tuple(torch.cat(pair, -2) for pair in zip(self.kv, kv))
+        return self.kv
+
+
+@pytest.mark.parametrize("changes", [{}, dict(position="learned"), dict(position="sinusoidal"), dict(num_kv_heads=2, window=3, qk_norm=True)], ids=str)
+def test_parts_with_a_cache_are_the_whole(changes):
+    c = replace(base, **changes)
+    model, ids, cache = TransformerLM(c), ids_of(c), [Kept() for _ in range(c.num_layers)]
+    parts = [model(ids[:, a:b], torch.arange(a, b), cache) for a, b in ((0, 4), (4, 5), (5, 6), (6, 12))]
+    check_close(torch.cat(parts, 1), model(ids), 1e-4, 1e-5)
+
+
+def test_bad_input():
+    model = TransformerLM(base)
+    with expect_error(ValueError, "13 tokens, but the model's context_length is 12"): model(torch.zeros(1, 13, dtype=torch.long))
+    with expect_error(ValueError, "ids from 0 to 20, expected 0 to 19"): model(torch.tensor([[0, 20]]))
+    with expect_error(ValueError, "ids from -1 to 3"): model(torch.tensor([[3, -1]]))
+    with expect_error(TypeError, "ids are torch.float32"): model(torch.zeros(1, 3))
+    assert model(torch.zeros(2, 0, dtype=torch.long)).shape == (2, 0, 20)
+
+
+def test_parameter_tree_adds_up():
+    for c in (base, replace(base, tie_embeddings=True, bias=True, norm="layernorm", qk_norm=True)):
+        model = TransformerLM(c)
+        *rows, total = parameter_tree(model).rows
+        assert sum(r["parameters"] for r in rows) == total["parameters"] == count_parameters(model)
+        assert sum(r["tensors"] for r in rows) == len(model.state_dict())
+        shared = [r["parameter"] for r in rows if "shared" in r["shape"]]
+        assert shared == (["lm_head.weight"] if c.tie_embeddings else [])
