@@ -12,7 +12,7 @@ from hypothesis import given, settings, strategies as st
 
 from lmcourse.architecture.attention_torch import (CausalSelfAttention, RoPE, apply_rope, causal_attention, causal_mask, rope_tables,
     scaled_dot_product_attention)
-from lmcourse.architecture.layers_torch import check_same
+from lmcourse.architecture.layers_torch import check_same, rmsnorm
 from lmcourse.tools.checks import check_close, expect_error
 from lmcourse.tools.config import ModelConfig
 
@@ -41,6 +41,14 @@ def test_fast_form_is_the_formula(lead, heads, T, more, window, seed):
     assert torch.equal(mask, causal_mask(T, S, window))
     def formula(q, k, v): return scaled_dot_product_attention(q, k.repeat_interleave(H//G, -3), v.repeat_interleave(H//G, -3), mask)
     check_same(formula, partial(causal_attention, window=window), q, k, v)
+
+
+def test_a_query_that_sees_nothing_gets_nothing():
+    q, k, v = (randn(2, 3, 4, seed=i).requires_grad_() for i in range(3))
+    mask = torch.tensor([[True, True, False], [False, False, False], [False, True, True]])
+    y = scaled_dot_product_attention(q, k, v, mask)
+    y.sum().backward()
+    assert not y[:, 1].any() and y[:, 0].all() and not q.grad[:, 1].any() and all(z.grad.isfinite().all() for z in (q, k, v))
 
 
 def test_masks_broadcast_and_are_checked():
@@ -76,7 +84,8 @@ def test_rope_scores_know_distances_only(t, s, shift, seed):
 
 
 @pytest.mark.parametrize("view", [lambda x: x, lambda x: x.transpose(1, 2).contiguous().transpose(1, 2), lambda x: x.mT.contiguous().mT,
-                                  lambda x: F.pad(x, (1, 0))[..., 1:], lambda x: F.pad(x, (0, 1))[..., :-1]])
+                                  lambda x: F.pad(x, (1, 0))[..., 1:], lambda x: F.pad(x, (0, 1))[..., :-1],
+                                  lambda x: F.pad(x, (1, 1))[..., 1:-1], lambda x: x.repeat_interleave(2, -1)[..., ::2]])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
 def test_rope_takes_any_memory_layout(view, dtype):
     x, rope = randn(2, 3, 5, 8).to(dtype), RoPE(9, 8)
@@ -144,6 +153,16 @@ def test_gradients_reach_all(changes):
     for name, p in layer.named_parameters():
         assert p.grad.abs().max() > 0, name
     assert torch.autograd.gradcheck(layer, randn(1, 3, 24).requires_grad_())
+
+
+def test_layer_is_its_formula():
+    layer, x = layer_of(rope_theta=10., norm_eps=.1, qk_norm=True, num_kv_heads=2, window=5, bias=True), randn(2, 12, 24)
+    line = lambda name, x: x@getattr(layer, name).weight.T + getattr(layer, name).bias
+    q, k, v = (line(f"{n}_proj", x).unflatten(-1, (-1, 4)).transpose(1, 2) for n in "qkv")
+    cos, sin = rope_tables(12, 4, 10., torch.float64)
+    q, k = (apply_rope(rmsnorm(z, norm.weight, .1), cos, sin) for z, norm in ((q, layer.q_norm), (k, layer.k_norm)))
+    y = scaled_dot_product_attention(q, k.repeat_interleave(3, 1), v.repeat_interleave(3, 1), causal_mask(12, window=5))
+    check_close(layer(x), line("output_proj", y.transpose(1, 2).flatten(2)))
 
 
 def test_order_of_heads_does_not_matter():

@@ -180,6 +180,7 @@ def train_to_the_end(
     from lmcourse.training.trainer import Interrupted, read_run
     data = run/read_run(run)[2]["folder"]
     tokenizer = Tokenizer.load(data/"tokenizer")
+    if tokenizer.digest != trainer.train.info["tokenizer"]: raise ValueError(f"{data}: the tokens were made by another tokenizer than {data/'tokenizer'}")
     try: result = trainer.fit(run, report=_report, sample=lambda model: story(model, tokenizer, seed=trainer.step))
     except Interrupted as e: raise Interrupted(f"{e}; go on with: lmcourse train --resume {run}") from None
     say("", result_line(result), ngram_line(data), "", loss_plot(run), "")
@@ -372,6 +373,7 @@ def main(
     args:list|None=None, # Words of the command line; those of this process if none
 ):
     "The command `lmcourse`."
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE") # torch's threads give their core away while they wait: others may need it
     try: parse(sys.argv[1:] if args is None else args).run()
     except KeyboardInterrupt as e: status, line = 130, str(e) or "interrupted"
     except (ValueError, OSError) as e: status, line = 2, str(e)

@@ -137,7 +137,7 @@ def causal_attention(
     "Attention with `causal_mask`, by torch's fused function."
     T, S = q.shape[-2], k.shape[-2]
     narrow = window is not None and window < S
-    mask = causal_mask(T, S, window, q.device) if narrow or T != S > 1 < T else None
+    mask = causal_mask(T, S, window, q.device) if narrow or 1 < T != S else None
     shared = q.shape[-3] != k.shape[-3]
     return F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None and T > 1, enable_gqa=shared)
 

@@ -60,7 +60,7 @@ def check_close(
         if odd := actual.keys() ^ expected.keys(): raise AssertionError(f"{place}only one side has {sorted(map(repr, odd))}")
         for k in expected: check_close(actual[k], expected[k], rtol, atol, f"{name}[{k!r}]")
     elif isinstance(expected, (list, tuple)) or isinstance(actual, (list, tuple)):
-        if not (isinstance(expected, (list, tuple)) and isinstance(actual, (list, tuple))): raise AssertionError(place + _kinds(actual, expected))
+        if not all(isinstance(v, (list, tuple)) for v in (actual, expected)): raise AssertionError(place + _kinds(actual, expected))
         if len(actual) != len(expected): raise AssertionError(f"{place}{len(actual)} members, expected {len(expected)}")
         for i,(a,e) in enumerate(zip(actual, expected)): check_close(a, e, rtol, atol, f"{name}[{i}]")
     elif actual is None or expected is None or isinstance(actual, (str, bytes)) or isinstance(expected, (str, bytes)):

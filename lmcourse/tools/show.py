@@ -55,7 +55,7 @@ def _plain(v): # NumPy and torch scalars as Python ones
 def _number(v)->bool: return isinstance(v, (int, float)) and not isinstance(v, bool)
 
 def _column(values:list)->list: # The text of each cell
-    sizes = [abs(v) for v in values if isinstance(v, float) and math.isfinite(v) and v]
+    sizes = [abs(v) for v in values if isinstance(v, float) and 1e-5 <= abs(v) < 1e15] # The others are powers of ten
     typed = [_typed(v) for v in sizes]
     spread = max(sizes)/min(sizes) if sizes else 1
     exact = None not in typed
@@ -80,7 +80,8 @@ class Table:
             if not isinstance(r, dict): raise TypeError(f"Table: a row is a {type(r).__name__}, expected a dict")
         self.rows, self.units = list(rows), dict(units or {})
         self.columns = list(dict.fromkeys(k for r in self.rows for k in r))
-        if odd := [u for u in self.units if u not in self.columns]: raise ValueError(f"Table: a unit for {odd}, but the columns are {self.columns}")
+        odd = [u for u in self.units if u not in self.columns]
+        if odd: raise ValueError(f"Table: a unit for {odd}, but the columns are {self.columns}")
         values = [[_plain(r.get(c)) for r in self.rows] for c in self.columns]
         self.right = [any(map(_number, v)) and all(x is None or _number(x) for x in v) for v in values]
         self.headings = [f"{c} ({self.units[c]})" if c in self.units else str(c) for c in self.columns]
@@ -95,10 +96,12 @@ class Table:
 # %% ../../nbs/00b_show.ipynb #cb94ed7f
 def _html(table:Table)->str:
     def row(tag, cells):
-        styled = ((c, "right" if r else "left", "" if " " in c or len(c) > 30 else "; white-space: nowrap") for c,r in zip(cells, table.right))
+        wraps = ("" if " " in c or len(c) > 30 else "; white-space: nowrap" for c in cells)
+        styled = ((c, "right" if r else "left", w) for c,r,w in zip(cells, table.right, wraps))
         return "<tr>" + "".join(f'<{tag} style="text-align: {side}{wrap}">{html.escape(c)}</{tag}>' for c,side,wrap in styled) + "</tr>"
     body = "\n".join(row("td", c) for c in table.cells)
-    return f'<table style="font-variant-numeric: tabular-nums">\n<thead>{row("th", table.headings)}</thead>\n<tbody>\n{body}\n</tbody>\n</table>'
+    head = row("th", table.headings)
+    return f'<table style="font-variant-numeric: tabular-nums">\n<thead>{head}</thead>\n<tbody>\n{body}\n</tbody>\n</table>'
 
 def _markdown(table:Table)->str: # Signs that mean something in markdown are escaped
     def row(cells): return "| " + " | ".join(re.sub(r"([\\`*_$|<\[])", r"\\\1", c).replace("\n", " ") for c in cells) + " |"

@@ -1,0 +1,61 @@
+"""Everything a change must pass, in an environment that is ready. Usage: tools/check.py [--slow]
+
+`--slow` adds the long tier: notebook cells and tests that are marked `slow`.
+"""
+import argparse, os, shutil, signal, subprocess, sys, tempfile, time
+from pathlib import Path
+
+ROOT, BIN = Path(__file__).resolve().parent.parent, Path(sys.executable).parent
+# One thread a process: nbdev_test runs a notebook on each core.
+ENV = os.environ | {"PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
+
+
+def run(*command, cwd=ROOT, seconds=600):
+    "Run `command` in a process group of its own, and end all of it after `seconds`."
+    process = subprocess.Popen(command, cwd=cwd, env=ENV, start_new_session=True)
+    try: code = process.wait(seconds)
+    except BaseException as e:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        if isinstance(e, subprocess.TimeoutExpired): sys.exit(f"{command[0]} took more than {seconds} s and was ended")
+        raise
+    if code: sys.exit(f"failed ({code}): {' '.join(command)}")
+
+
+def files(top):
+    "The content of every file under `top` that counts, by relative path."
+    skip = {"__pycache__", ".ipynb_checkpoints", ".last_checked"}
+    paths = [p for name in ("lmcourse", "nbs") for p in (top / name).rglob("*") if p.is_file() and not skip & set(p.parts)]
+    return {p.relative_to(top): p.read_bytes() for p in paths}
+
+
+def in_sync():
+    "Export and clean a copy: nothing may change."
+    with tempfile.TemporaryDirectory(prefix="lmcourse-") as tmp:
+        copy = Path(tmp).resolve()
+        for name in ("lmcourse", "nbs"): shutil.copytree(ROOT / name, copy / name, symlinks=True)
+        for name in ("settings.ini", "_quarto.yml"): shutil.copy(ROOT / name, copy)
+        for command in ("nbdev_export", "nbdev_clean"): run(command, cwd=copy)
+        run(sys.executable, "-c", "from nbdev.quarto import refresh_quarto_yml; refresh_quarto_yml()", cwd=copy)
+        ours, theirs = files(ROOT), files(copy)
+    if odd := sorted(str(p) for p in ours.keys() | theirs.keys() if ours.get(p) != theirs.get(p)):
+        sys.exit("not what nbdev_export and nbdev_clean would write: " + ", ".join(odd))
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--slow", action="store_true", help="add the long tier")
+    slow = parser.parse_args().slow
+    python = (sys.executable, "-m")
+    steps = {
+        "installed packages fit": lambda: run(*python, "pip", "check"),
+        "notebooks and library in sync": in_sync,
+        "notebooks": lambda: run("nbdev_test", "--timing", *(["--flags", "slow"] if slow else []), seconds=3600 if slow else 900),
+        "tests": lambda: run(*python, "pytest", "-q", "tests", *(["-m", "not bench"] if slow else []), seconds=3600 if slow else 900),
+        "site": lambda: run(sys.executable, "tools/build_docs.py", "--force"),
+    }
+    for name, step in steps.items():
+        print(f"== {name}", flush=True)
+        start = time.time()
+        step()
+        print(f"   {time.time() - start:.0f} s", flush=True)
