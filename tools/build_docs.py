@@ -26,7 +26,7 @@ IPythonRenderer.block_math = lambda self, body: rf"<span>\[{self.escape_html(bod
 def sidebar(cfg, found):
     "Sections [(title, [notebook, ...])] from _quarto.yml, which must name every notebook and no other."
     items = yaml.safe_load((cfg.config_path / "_quarto.yml").read_text(encoding="utf-8"))["website"]["sidebar"]["contents"]
-    nav = [("", [o]) if isinstance(o, str) else (o["section"], o["contents"]) for o in items]
+    nav = [("", [o]) if isinstance(o, str) else (o["section"], o["contents"] or []) for o in items]
     if odd := {n for _, s in nav for n in s} ^ set(found): sys.exit(f"in only one of _quarto.yml and nbs: {', '.join(sorted(odd))}")
     return nav
 

@@ -6,10 +6,10 @@
 __all__ = ['COMMANDS', 'TokenizerCommand', 'PrepareCommand', 'say', 'refuse_existing', 'prepare', 'count_ngrams', 'ngram_line',
            'TrainCommand', 'new_trainer', 'open_data', 'go_on', 'model_table', 'cost_line', 'train_to_the_end',
            'result_line', 'loss_plot', 'draw', 'story', 'GenerateCommand', 'PlotCommand', 'QuickstartCommand',
-           'get_ready', 'plan', 'keep', 'one_line', 'parse', 'main']
+           'get_ready', 'plan', 'keep', 'one_line', 'keep_freed_memory', 'parse', 'main']
 
-# %% ../../nbs/90c_cli.ipynb #03e99694
-import contextlib, io, json, math, os, platform, re, shutil, sys, time
+# %% ../../nbs/90c_cli.ipynb #51bb55bc
+import contextlib, ctypes, io, json, math, os, platform, re, shutil, sys, time
 from dataclasses import dataclass, field, replace
 from datetime import date
 from itertools import islice
@@ -169,7 +169,7 @@ def cost_line(trainer)->str: # What the run will take, from a few timed steps
     c, window = trainer.config, trainer.config.batch_size*trainer.model_config.context_length
     memory = peak_memory()
     return (f"{c.steps:,} steps of {c.batch_size} x {trainer.model_config.context_length} tokens at {1e3*seconds:.0f} ms: "
-            f"{duration(c.steps*seconds)}, {window/seconds:,.0f} tokens/s, {si(c.steps*window, 'tokens')} in all" + (f", {si(memory, 'B')} of memory" if memory else ""))
+            f"{duration(c.steps*seconds)}, {window/seconds:,.0f} tokens/s, {c.steps*window:,} tokens in all" + (f", {si(memory, 'B')} of memory" if memory else ""))
 
 # %% ../../nbs/90c_cli.ipynb #d8445952
 def train_to_the_end(
@@ -221,7 +221,7 @@ def story(
     seed:int=0,
     prompt:str="",             # The beginning; empty for a document from its start
     max_tokens:int=400,
-    temperature:float=1.,
+    temperature:float=0.8,
     top_p:float|None=None,
 )->str:
     "A document written by a model, with its beginning."
@@ -236,7 +236,7 @@ class GenerateCommand:
     prompt: str = ""            # How each begins
     number: int = 1             # Stories
     max_tokens: int = 400       # Tokens of a story at most
-    temperature: float = 1.     # 0 for the likeliest token always
+    temperature: float = 0.8    # Below 1 for the likelier words; 0 for the likeliest token always
     top_p: float|None = None    # Draw from the smallest set of tokens with this probability
     seed: int = 0               # The first story's; the next has the next
 
@@ -332,10 +332,10 @@ def keep(
 ):
     "Write a model for reading: weights as float16, its tokenizer, and how it was made."
     from lmcourse.training.trainer import read_run, save_model
-    config, train, data = read_run(run)
+    _, train, data = read_run(run)
     made = dict(command=command, date=str(date.today()), machine=f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores",
                 training=train.to_dict(), result=vars(result))
-    save_model(folder, model, config, Tokenizer.load(run/data["folder"]/"tokenizer"), made)
+    save_model(folder, model, Tokenizer.load(run/data["folder"]/"tokenizer"), made)
     say(f"the model is in {folder}")
 
 # %% ../../nbs/90c_cli.ipynb #8af4bc06
@@ -346,6 +346,12 @@ def one_line(
     lines = re.sub(r"\x1b\[[\d;]*m", "", box).split("\n")[1:]     # without colours and the title
     words = re.sub(r"\s+", " ", " ".join(line.strip("│╰─╯ ") for line in lines if line.strip(" -")))
     return re.split("For full helptext|Argument helptext", re.sub(r"Error parsing __tyro\S+ ", "", words))[0].strip()
+
+def keep_freed_memory():
+    "Have glibc keep what was freed for the next step, and not give it back to the system page by page. Does nothing elsewhere."
+    try: mallopt = ctypes.CDLL(None).mallopt
+    except (AttributeError, OSError, TypeError): return
+    for option,size in ((-3, 2**30 - 1), (-1, 2**31 - 1)): mallopt(option, size)   # M_MMAP_THRESHOLD, M_TRIM_THRESHOLD: bytes
 
 COMMANDS = dict(quickstart=QuickstartCommand, tokenizer=TokenizerCommand, prepare=PrepareCommand, train=TrainCommand,
                 generate=GenerateCommand, plot=PlotCommand)
@@ -373,7 +379,7 @@ def main(
     args:list|None=None, # Words of the command line; those of this process if none
 ):
     "The command `lmcourse`."
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE") # torch's threads give their core away while they wait: others may need it
+    keep_freed_memory()
     try: parse(sys.argv[1:] if args is None else args).run()
     except KeyboardInterrupt as e: status, line = 130, str(e) or "interrupted"
     except (ValueError, OSError) as e: status, line = 2, str(e)

@@ -1,0 +1,49 @@
+# Needs Python 3.11 or newer and make; everything else is installed into $(VENV).
+#   PYTHON=/path/to/python3.12   the Python to make the environment with
+#   VENV=/path/to/folder         where the environment lies
+#   ARGS="--minutes 2"           options for `lmcourse quickstart`
+#   PIP_EXTRA="..."              more options for pip. On Linux, PyPI's torch brings several GB of CUDA libraries;
+#                                the CPU build is smaller and does the same:
+#   make quickstart PIP_EXTRA="--extra-index-url https://download.pytorch.org/whl/cpu"
+VENV ?= .venv
+BIN   = $(VENV)/bin
+READY = $(VENV)/.ready
+
+help: ## this list
+	@echo "lmcourse: build a language model from scratch"
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' Makefile
+
+quickstart: $(READY) ## from text to a trained model and its stories, in about five minutes
+	$(BIN)/lmcourse quickstart $(ARGS)
+
+test: $(READY) ## everything a change must pass
+	$(BIN)/python tools/check.py
+
+test-all: $(READY) ## the same with the long tier
+	$(BIN)/python tools/check.py --slow
+
+docs: $(READY) ## the site, in _docs (with Quarto where it is installed)
+	@if command -v quarto >/dev/null; then PATH="$(abspath $(BIN)):$$PATH" nbdev_docs; else $(BIN)/python tools/build_docs.py; fi
+
+lab: $(READY) ## the notebooks in JupyterLab
+	$(BIN)/jupyter lab --notebook-dir=nbs
+
+bench: $(READY) ## speeds on this machine
+	$(BIN)/python -m pytest tests -m bench -s -q
+
+clean: ## remove what was built; the environment, runs and data stay
+	rm -rf _docs _proc build dist lmcourse.egg-info .pytest_cache .hypothesis
+	find lmcourse nbs tests tools -name __pycache__ -o -name .ipynb_checkpoints | xargs rm -rf
+
+# The environment: made once, brought up to date when one of these files changes.
+$(READY): settings.ini setup.py pyproject.toml constraints.txt
+	@$(BIN)/python -m pip --version >/dev/null 2>&1 || { \
+	  for p in $(PYTHON) python3 python3.13 python3.12 python3.11; do \
+	    $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && exec $$p -m venv $(VENV); \
+	  done; \
+	  echo "lmcourse needs Python 3.11 or newer, but python3 is `python3 --version 2>&1`. Name one: make PYTHON=/path/to/python3.12" >&2; exit 1; }
+	@echo "installing into $(VENV) (a minute or two)"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_EXTRA) -c constraints.txt -e '.[dev]'
+	@touch $@
+
+.PHONY: help quickstart test test-all docs lab bench clean
