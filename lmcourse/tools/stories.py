@@ -18,22 +18,24 @@ class Slot(NamedTuple):
     name:str             # The rule to draw from, or what was remembered
     kind:str             # `draw`, `again` (what was remembered) or `attribute` (of it)
     remember:str|None    # The name under which a draw is remembered
-    key:str|None         # Draw from the rule `name:value`, value being the `attribute` of what is remembered as `key`
-    attribute:str|None
+    key:str|None         # Draw from `name:value`, with the `attribute` of what `key` remembers
+    attribute:str|None   # Say `his`
     article:bool         # With "a" or "an"
     capital:bool         # With a capital first letter
 
+# %% ../../nbs/00e_stories.ipynb #5195b72c
 class Rule(NamedTuple):
     "A list of entries, or a choice between templates."
-    name:str
+    name:str             # As it stands in the file
     attributes:dict      # Of every entry, say `{'he': 'she'}`
     entries:tuple        # The entries of a list, all equally likely; empty for a choice
     options:tuple        # The templates of a choice, each a tuple of words and `Slot`s
     shares:tuple         # Their probabilities
 
+# %% ../../nbs/00e_stories.ipynb #e4064642
 class Value(NamedTuple):
     "Something remembered."
-    text:str
+    text:str             # The entry
     rule:Rule            # The list that it came from, which holds its attributes
 
 # %% ../../nbs/00e_stories.ipynb #5a6ba2d5
