@@ -1,7 +1,6 @@
 "The corpus: exact probabilities, the same text everywhere, speed."
 import hashlib
 import math
-import time
 from itertools import islice
 
 import pytest
@@ -99,12 +98,3 @@ def test_words_of_the_grammar_are_plain_and_no_rule_is_unused():
 ])
 def test_a_broken_grammar_is_refused(grammar, words):
     with pytest.raises(ValueError, match=words): read_grammar(grammar)
-
-
-@pytest.mark.bench
-def test_stories_are_written_at_two_megabytes_a_second():
-    start, size, stories = time.perf_counter(), 0, Stories(0)
-    while size < 10_000_000: size += len(next(stories))
-    rate = size/(time.perf_counter() - start)/1e6
-    print(f"\nstories: {rate:.1f} MB/s")
-    assert rate > 2

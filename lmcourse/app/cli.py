@@ -181,11 +181,12 @@ def train_to_the_end(
     data = run/read_run(run)[2]["folder"]
     tokenizer = Tokenizer.load(data/"tokenizer")
     if tokenizer.digest != trainer.train.info["tokenizer"]: raise ValueError(f"{data}: the tokens were made by another tokenizer than {data/'tokenizer'}")
-    try: result = trainer.fit(run, report=_report, sample=lambda model: story(model, tokenizer, seed=trainer.step))
+    begin = "" if trainer.config.windows == "documents" else "\n"          # where no window began at a start, begin at a line
+    try: result = trainer.fit(run, report=_report, sample=lambda model: story(model, tokenizer, trainer.step, begin, 120))
     except Interrupted as e: raise Interrupted(f"{e}; go on with: lmcourse train --resume {run}") from None
     say("", result_line(result), ngram_line(data), "", loss_plot(run), "")
     draw({run.name: run}, run/"loss.png")
-    for seed in range(3): say(story(trainer.model, tokenizer, seed), "")
+    for seed in range(3): say(story(trainer.model, tokenizer, seed, begin).strip(), "")
     say(f"everything is in {run}: loss.png, metrics.jsonl, samples.txt, checkpoints; more stories: lmcourse generate {run}")
     return result
 
