@@ -22,7 +22,7 @@ def _shifted(logits:torch.Tensor)->torch.Tensor: # The same distribution with th
 # %% ../../nbs/05a_sampling.ipynb #91bf6a72
 def temperature(
     logits:torch.Tensor, # Logits `(..., V)`; `-inf` for a token that can't come
-    value:float,         # T, 0 or more; 0 is greedy: the largest logit, of equal ones the lowest id
+    value:float,         # τ, 0 or more; 0 is greedy: the largest logit, of equal ones the lowest id
 )->torch.Tensor: # Probabilities `(..., V)`, float32 or float64
     "Softmax of `logits / value`. `ValueError` for a negative `value` or logits that are no numbers. Ackley et al. 1985."
     logits = _shifted(logits)

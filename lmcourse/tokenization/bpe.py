@@ -114,7 +114,7 @@ def _vocab(merges:list, special_tokens:list, wanted:int)->dict:
 # %% ../../nbs/01a_bpe.ipynb #987640ad
 def train_bpe_slow(
     texts:Iterable[str],   # Documents
-    vocab_size:int,        # Of the result: 256 bytes, merges and special tokens
+    vocab_size:int,        # Of the result: special tokens, 256 bytes and merges
     special_tokens:Iterable[str]|None=("<|endoftext|>",), # One id each, and no merge across them
 )->tuple: # `vocab`, id to bytes, and `merges`, pairs of byte strings in order
     "The reference: count all pairs anew for each merge. `ValueError` as for `train_bpe`."
@@ -129,7 +129,7 @@ def train_bpe_slow(
 # %% ../../nbs/01a_bpe.ipynb #f2c7e395
 def train_bpe(
     texts:Iterable[str],   # Documents; a generator will do
-    vocab_size:int,        # Of the result: 256 bytes, merges and special tokens
+    vocab_size:int,        # Of the result: special tokens, 256 bytes and merges
     special_tokens:Iterable[str]|None=("<|endoftext|>",), # One id each, and no merge across them
 )->tuple: # `vocab`, id to bytes (special tokens, then the 256 bytes, then merges), and `merges`, pairs of byte strings in order
     "Learn a byte-level BPE vocabulary. `ValueError` if it is too small for bytes and special tokens, or too large for the texts."

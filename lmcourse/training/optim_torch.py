@@ -45,7 +45,7 @@ def _step_all_(params:list, states:list, lr:float, betas:tuple, eps:float, weigh
 
 # %% ../../nbs/04c_optim_torch.ipynb #1a7e9f0c
 class AdamW(Optimizer):
-    "AdamW in torch's form. `ValueError` for numbers out of range; the defaults are those of the course and of torch."
+    "AdamW in torch's form, with torch's defaults. `ValueError` for numbers out of range."
     def __init__(self,
         params:Iterable,             # Parameters, or dicts of `params` and what differs for them
         lr:float=1e-3,               # Learning rate
