@@ -8,11 +8,20 @@ from lmcourse.tools.documents import documents, split_text
 from lmcourse.tools.ngram import ngram_losses
 
 
-@given(st.text())
+@given(st.lists(st.sampled_from(["<|endoftext|>", "\n", " ", "a", "é", "bc"])).map("".join))
 def test_the_two_parts_of_a_text_are_the_text(text):
-    parts = [split_text(text, split) for split in ("train", "valid")]
-    joined = "".join(d for part in parts for d in part)
-    assert joined.replace("\n", "").strip() in text.replace("\n", "") or "<|endoftext|>" in text
+    parts = [d for split in ("train", "valid") for d in split_text(text, split)]
+    assert all(d.strip() and "<|endoftext|>" not in d for d in parts)
+    assert "".join("".join(parts).split()) == "".join(text.replace("<|endoftext|>", "").split())
+
+
+@pytest.mark.parametrize("most", [1, 5, 6, 7, 50, 99, 10_000])
+def test_a_text_is_not_longer_than_asked_for(tmp_path, most):
+    (tmp_path/"book.txt").write_text("\u00e9t\u00e9 un\n"*30 + "<|endoftext|>" + "\u00e9t\u00e9 deux\n"*30, encoding="utf-8")
+    name = f"text:{tmp_path}/book.txt"
+    whole, part = ("".join(documents(name, max_bytes=m)) for m in (None, most))
+    assert whole.startswith(part) and len(part.encode()) <= most
+    if most > 9: assert part == whole or part.endswith("\n") and len(part.encode()) > most - 12
 
 
 def test_a_line_is_never_cut(tmp_path):

@@ -27,15 +27,20 @@ def read_text(
     if not text.strip(): raise ValueError(f"{path}: the file is empty")
     return text
 
+# %% ../../nbs/00f_documents.ipynb #719c4969
+def _last_end(text:str, most:int)->int: # Where the last document, else line, else word ends that is among the first `most` characters
+    across = text.find(END_OF_TEXT, max(0, most-len(END_OF_TEXT)+1), most+len(END_OF_TEXT)-1)
+    if across >= 0: most = across + len(END_OF_TEXT)            # no mark is cut in two
+    ends = [text.rfind(mark, 0, most) + len(mark) for mark in (END_OF_TEXT, "\n", " ") if mark in text[:most]]
+    return next((e for e in ends if text[:e].replace(END_OF_TEXT, "").strip()), most)
+
 # %% ../../nbs/00f_documents.ipynb #103ead21
 def split_text(
     text:str,  # Documents with `<|endoftext|>` between them, or one document
     split:str, # `train`: the first nine tenths, `valid`: the rest
 )->list: # The documents of that part
-    "Cut a text in two at the end of a line or document, and into its documents."
-    cut = len(text)*9//10
-    ends = [text.rfind(mark, 0, cut) + len(mark) for mark in (END_OF_TEXT, "\n", " ") if mark in text[:cut]]
-    cut = ends[0] if ends else cut
+    "Cut a text in two at the end of a document, else of a line, and into its documents."
+    cut = _last_end(text, len(text)*9//10)
     part = text[:cut] if split == "train" else text[cut:]
     return [d for d in part.split(END_OF_TEXT) if d.strip()]
 
@@ -43,21 +48,32 @@ def split_text(
 def documents(
     name:str,           # `stories` or `text:PATH`
     split:str="train",  # `train` or `valid`
-    max_bytes:int|None=None, # Stop after the document that reaches it; `stories` never ends without
-)->Iterator[str]: # Whole documents, without `<|endoftext|>`
+    max_bytes:int|None=None, # Stop after the story that reaches it (`stories` never ends without); a text is cut before it, at a line
+)->Iterator[str]: # Documents, without `<|endoftext|>`
     "The documents of a corpus. `ValueError` for a name that is not one, before anything is read."
+    if max_bytes is not None and not max_bytes > 0: raise ValueError(f"max_bytes = {max_bytes}, expected more than 0")
     kind, _, rest = name.partition(":")
     if kind not in ("stories", "text"): raise unknown("corpus", name, ["stories", "text:PATH"])
     if split not in SPLITS: raise unknown("split", split, SPLITS)
     if kind == "stories" and rest: raise ValueError(f"corpus {name!r}: stories takes nothing after its name")
     if kind == "text" and not rest: raise ValueError("corpus 'text:' needs a path, as in text:book.txt")
-    source = Stories(seed=SPLITS.index(split)) if kind == "stories" else iter(split_text(read_text(rest), split))
-    return _at_most(source, max_bytes)
+    if kind == "text": return _first_bytes(split_text(read_text(rest), split), max_bytes)
+    return _at_least(Stories(seed=SPLITS.index(split)), max_bytes)
 
-# %% ../../nbs/00f_documents.ipynb #8fba045e
-def _at_most(source:Iterator[str], max_bytes:int|None)->Iterator[str]:
-    size = 0
+# %% ../../nbs/00f_documents.ipynb #3b6e6e7e
+def _at_least(source:Iterator[str], size:int|None)->Iterator[str]: # Until that many bytes are reached
     for document in source:
         yield document
-        size += len(document.encode())
-        if max_bytes is not None and size >= max_bytes: return
+        if size is None: continue
+        size -= len(document.encode())
+        if size <= 0: return
+
+def _first_bytes(source:list, size:int|None)->Iterator[str]: # Not more than that many bytes
+    for document in source:
+        data = document.encode()
+        if size is not None and len(data) > size:
+            text = data[:size].decode(errors="ignore")          # without the half of a character
+            yield text[:_last_end(text, len(text))]
+            return
+        yield document
+        if size is not None: size -= len(data)

@@ -8,7 +8,7 @@ __all__ = ['Slot', 'Rule', 'Value', 'read_grammar', 'form', 'Entropy', 'Stories'
 # %% ../../nbs/00e_stories.ipynb #c3e0e436
 import math, random, re
 from collections import defaultdict
-from functools import cache, cached_property
+from functools import cache
 from importlib.resources import files
 from typing import Iterator, NamedTuple
 
@@ -81,6 +81,7 @@ def read_grammar(
         if len(set(options)) < len(options): raise ValueError(f"grammar: something stands twice in {name!r}")
         entries = tuple(o[0] for o in options if len(o) == 1 and isinstance(o[0], str))
         if len(entries) < len(options): entries = ()              # a choice of templates
+        elif max(weights, default=1) > 1: raise ValueError(f"grammar: {name!r} is a list, and its entries are equally likely; expected no 3*")
         rules[name] = Rule(name, dict(pair.split("=") for pair in (attributes or "").split()), entries,
                            () if entries else tuple(options), tuple(w/sum(weights) for w in weights))
     _check_references(rules)
@@ -118,12 +119,12 @@ class _Writer:
         return option
 
     def draw(self, slot:Slot, env:dict)->Value: # Something to be remembered, different from what was
-        rule = self.rules[_rule_name(slot, env)]
+        rule = _rule(self.rules, slot, env)
         while not rule.entries:                 # a choice of lists
             slot = self.choose(rule)[0]
-            if slot.kind == "again": return env[slot.name]
+            if slot.kind == "again": return _recall(env, slot.name)
             rule = self.rules[slot.name]
-        taken = [v.text for v in env.values() if v.rule is rule]
+        _left(rule, len(taken := [v.text for v in env.values() if v.rule is rule]))
         while (text := rule.entries[int(self.uniform()*len(rule.entries))]) in taken: pass
         return Value(text, rule)
 
@@ -134,17 +135,34 @@ class _Writer:
             elif part.remember:
                 value = env[part.remember] = self.draw(part, env)
                 out.append(form(value.text, part.article, part.capital))
-            elif entries := (rule := self.rules[_rule_name(part, env)]).entries:
+            elif entries := (rule := _rule(self.rules, part, env)).entries:
                 out.append(form(entries[int(self.uniform()*len(entries))], part.article, part.capital))
             else: self.write(self.choose(rule), env, out)
 
-# %% ../../nbs/00e_stories.ipynb #9e46b03e
-def _rule_name(slot:Slot, env:dict)->str: # The rule that a slot draws from
-    return f"{slot.name}:{env[slot.key].rule.attributes[slot.attribute]}" if slot.key else slot.name
+# %% ../../nbs/00e_stories.ipynb #af2be31a
+def _start(name:str)->tuple: return (Slot(name, "draw", None, None, None, False, False),) # A template of one rule
+
+def _recall(env:dict, name:str)->Value: # What is remembered as `name`
+    if name not in env: raise ValueError(f"grammar: {{{name}}} is used where nothing is remembered by this name")
+    return env[name]
+
+def _attribute(env:dict, name:str, attribute:str)->str: # Of what is remembered as `name`
+    rule = _recall(env, name).rule
+    if attribute not in rule.attributes: raise ValueError(f"grammar: {{{name}.{attribute}}}, but the list {rule.name!r} has no {attribute!r}")
+    return rule.attributes[attribute]
+
+def _rule(rules:dict, slot:Slot, env:dict)->Rule: # The rule that a slot draws from
+    name = f"{slot.name}:{_attribute(env, slot.key, slot.attribute)}" if slot.key else slot.name
+    if name not in rules: raise ValueError(f"grammar: the rule {name!r} does not exist")
+    return rules[name]
+
+def _left(rule:Rule, taken:int)->int: # How many of its entries are still to be had
+    if taken == len(rule.entries): raise ValueError(f"grammar: all {taken} entries of {rule.name!r} are remembered already")
+    return len(rule.entries) - taken
 
 def _known(slot:Slot, env:dict)->str: # The words of a slot that needs no choice
-    value = env[slot.name]
-    return form(value.rule.attributes[slot.attribute] if slot.kind == "attribute" else value.text, slot.article, slot.capital)
+    words = _attribute(env, slot.name, slot.attribute) if slot.kind == "attribute" else _recall(env, slot.name).text
+    return form(words, slot.article, slot.capital)
 
 # %% ../../nbs/00e_stories.ipynb #17e815f7
 class _Reader:
@@ -162,7 +180,7 @@ class _Reader:
         for end,then,more in self.drawn(part, at, env): yield from self.read(parts[i+1:], end, then, logp + more)
 
     def drawn(self, slot:Slot, at:int, env:dict):
-        rule = self.rules[_rule_name(slot, env)]
+        rule = _rule(self.rules, slot, env)
         if rule.entries:
             taken = {v.text for v in env.values() if v.rule is rule} if slot.remember else ()
             forms, lengths = _forms(rule.name, rule.entries, slot.article, slot.capital)
@@ -205,14 +223,14 @@ class _Counter:
 
     def outcomes(self, part, env:tuple)->dict: # The same for one part
         if isinstance(part, str): return {env: (1., 0., float(len(part.encode())))}
-        known = {name: Value(draw, self.rules[rule]) for name,rule,draw in env}
-        if part.kind == "attribute": return {env: (1., 0., float(len(_known(part, known))))}
-        if part.kind == "again": return {env: (1., 0., _mean_bytes(known[part.name].rule.entries, part.article, part.capital))}
-        rule = self.rules[_rule_name(part, known)]
+        known = {name: Value(draw, self.rules[rule]) for name,rule,draw in env}   # the number of a draw stands for its text
+        if part.kind == "attribute": return {env: (1., 0., float(len(_known(part, known).encode())))}
+        if part.kind == "again": return {env: (1., 0., _mean_bytes(_recall(known, part.name).rule.entries, part.article, part.capital))}
+        rule = _rule(self.rules, part, known)
         if rule.entries:
             taken = {v.text for v in known.values() if v.rule is rule} if part.remember else ()
             new = tuple(sorted({*env, (part.remember, rule.name, len(taken))})) if part.remember else env
-            return {new: (1., math.log(len(rule.entries)-len(taken)), _mean_bytes(rule.entries, part.article, part.capital))}
+            return {new: (1., math.log(_left(rule, len(taken))), _mean_bytes(rule.entries, part.article, part.capital))}
         return self.choice(part, rule, env)
 
 # %% ../../nbs/00e_stories.ipynb #b472b1fd
@@ -235,8 +253,8 @@ def _mean_bytes(entries:tuple, article:bool, capital:bool)->float:
 # %% ../../nbs/00e_stories.ipynb #4f68f45b
 class Entropy(NamedTuple):
     "The entropy of a source of documents."
-    document:float # Nats in a document
-    byte:float     # Nats in a byte
+    document:float # Nats in a document, on average
+    byte:float     # Nats in a byte: `document` over the mean length
     bytes:float    # Mean length of a document in bytes
 
 # %% ../../nbs/00e_stories.ipynb #b63826dd
@@ -247,7 +265,7 @@ class Stories:
         grammar:str|None=None, # Another grammar as text; its first rule is the document
     ):
         self.rules = read_grammar(grammar) if grammar else _course_rules()
-        self.start = (Slot(next(iter(self.rules)), "draw", None, None, None, False, False),)
+        self.start = _start(next(iter(self.rules)))
         self.writer = _Writer(self.rules, seed)
 
     def __iter__(self)->Iterator[str]: return self
@@ -266,7 +284,7 @@ class Stories:
         return max(ways) + math.log(sum(math.exp(w - max(ways)) for w in ways))
 
     def entropy(self)->Entropy: # In closed form
-        "The mean of -`log_prob` over all documents, weighted by their probability."
+        "The mean of -log p over all derivations, which is that over all documents if none has two."
         _, nats, size = map(sum, zip(*_Counter(self.rules).flow(self.start, ()).values()))
         return Entropy(nats, nats/size, size)
 
