@@ -93,9 +93,15 @@ def broken(work, whole):
     (work/"empty.txt").write_text("")
     (work/"binary.txt").write_bytes(bytes(range(256))*20)
     (work/"short.txt").write_text("a few words\nand a few more\n")
+    (work/"letter.txt").write_text("a")
     (work/"small.txt").write_text("".join(f"line {i} of a text that is too small for a window\n" for i in range(30)))
-    for name in ("cut", "swapped"): subprocess.run(["cp", "-r", "data", name], cwd=work, check=True)
+    for name in ("cut", "swapped", "other-tokenizer", "no-ngrams"): subprocess.run(["cp", "-r", "data", name], cwd=work, check=True)
     (work/"cut/train.bin").write_bytes((work/"data/train.bin").read_bytes()[:-100])
+    assert lmcourse("tokenizer", "stories", "tok2", "--vocab-size", 500, "--max-mb", 0.1, cwd=work).returncode == 0
+    subprocess.run("rm -r other-tokenizer/tokenizer no-ngrams/ngram.json; cp -r tok2 other-tokenizer/tokenizer", shell=True, cwd=work, check=True)
+    (work/"not-weights").mkdir()
+    (work/"not-weights/model.safetensors").write_bytes(b"weights")
+    (work/"not-weights/config.json").write_text((work/"whole/config.json").read_text())
     (work/"swapped/train.bin").write_bytes((work/"data/train.bin").read_bytes()[::-1])
     subprocess.run(["cp", "-r", "whole", "another"], cwd=work, check=True)
     config = json.loads((work/"another/config.json").read_text())
@@ -112,6 +118,10 @@ def broken(work, whole):
     ("quickstart --data text:empty.txt", "empty.txt: the file is empty"),
     ("quickstart --data text:binary.txt", "binary.txt: not UTF-8 text (byte 0x80 at 128)"),
     ("quickstart --data text:short.txt", "vocab_size can be at most"),
+    ("quickstart --data text:letter.txt", "nothing is left for training"),
+    ("prepare text:letter.txt new --tokenizer tok", "nothing is left for training"),
+    ("prepare stories new --tokenizer tok --max-mb nan", "max_mb = nan, expected more than 0"),
+    ("prepare stories new --tokenizer tok --valid-documents 0", "valid_documents = 0, expected 1 or more"),
     ("tokenizer text:small.txt new", "vocab_size can be at most"),
     ("tokenizer stories new --vocab-size 100", "vocab_size = 100, expected at least 257"),
     ("tokenizer storys new", "did you mean 'stories'"),
@@ -125,6 +135,10 @@ def broken(work, whole):
     ("train data new --device tpu", "device = 'tpu', expected auto, cpu, cuda or mps"),
     ("train data whole", "whole exists"),
     ("train nowhere new", "nowhere/train.json: no such file"),
+    ("train other-tokenizer new", "made by another tokenizer"),
+    ("train no-ngrams new", "no-ngrams/ngram.json"),
+    ("train data new --d-model 10000000000 --num-heads 1", "not enough memory"),
+    ("train data --resume whole", "takes no DATA and no OUT"),
     ("train cut new", "bytes, but train.json says"),
     ("train swapped new", "another file, or damaged"),
     ("train --resume data", "data: no run folder"),
@@ -132,16 +146,36 @@ def broken(work, whole):
     ("train --resume unknown", "unknown field of ModelConfig 'layers'"),
     ("train", "train needs DATA and OUT, or --resume RUN"),
     ("generate data", "data: no run folder"),
+    ("generate whole --number 0", "number = 0, expected 1 or more"),
+    ("generate not-weights", "not-weights: no model that can be read"),
     ("generate whole --temperature -1", "temperature = -1.0"),
     ("plot nowhere", "nowhere: no run folder"),
     ("no-such-command", "quickstart, tokenizer, prepare, train, generate, plot"),
 ])
 def test_a_mistake_is_one_line_and_leaves_nothing(broken, words, answer):
-    before = sorted(p.relative_to(broken) for p in broken.rglob("*"))
+    before = sorted(broken.rglob("*"))
     done = lmcourse(*words.split(), cwd=broken)
     assert done.returncode == 2, done.stdout + done.stderr
     assert done.stderr.startswith("lmcourse: ") and done.stderr.count("\n") == 1 and answer in done.stderr, done.stderr
-    assert sorted(p.relative_to(broken) for p in broken.rglob("*")) == [p for p in before] or words.startswith("quickstart") and not list((broken/"runs").iterdir())
+    assert sorted(broken.rglob("*")) == before
+
+
+@pytest.mark.parametrize("words", ["quickstart --minutes 1", "prepare stories new --tokenizer tok --max-mb 50"])
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
+def test_what_is_stopped_before_the_training_leaves_nothing(work, words, how):
+    before = sorted(work.rglob("*"))
+    process = start(*words.split(), cwd=work)
+    deadline = time.time() + 60
+    while sorted(work.rglob("*")) == before and time.time() < deadline: time.sleep(0.02)
+    process.send_signal(how)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130 and err == "lmcourse: interrupted\n"
+    assert sorted(work.rglob("*")) == before
+
+
+def test_the_command_answers_before_torch_is_loaded():
+    done = subprocess.run([sys.executable, "-c", "import sys, lmcourse.app.cli; sys.exit('torch' in sys.modules)"])
+    assert done.returncode == 0
 
 
 def test_quickstart_from_end_to_end(tmp_path):

@@ -230,7 +230,7 @@ def cross_entropy(
     "The training loss. `ValueError` if the shapes don't fit."
     if targets.shape != logits.shape[:-1]:
         raise ValueError(f"targets {tuple(targets.shape)} don't fit logits {tuple(logits.shape)}, expected {tuple(logits.shape[:-1])}")
-    logits, targets = at_least_float32(logits).flatten(0, -2), targets.flatten()
+    logits, targets = at_least_float32(logits).reshape(-1, logits.shape[-1]), targets.flatten()
     loss = F.cross_entropy(logits, targets, ignore_index=ignore_index)
     if not z_loss: return loss
     counts = targets != ignore_index

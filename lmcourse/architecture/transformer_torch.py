@@ -127,6 +127,7 @@ class TransformerLM(InputEmbeddings):
         cache=None,       # For generation, an entry a layer: see `CausalSelfAttention`
     )->torch.Tensor: # Logits `(..., T, V)`
         _check_length(ids, self.config)
+        if cache is not None and positions is None: raise ValueError("a cache needs positions: after earlier tokens, the new ones don't stand at 0")
         x = self.embed(ids, positions)
         for i,layer in enumerate(self.layers): x = layer(x, positions, None if cache is None else cache[i])
         return self.lm_head(self.ln_final(x))

@@ -11,7 +11,7 @@ import torch
 
 # %% ../../nbs/05a_sampling.ipynb #c5263c7a
 def _shifted(logits:torch.Tensor)->torch.Tensor: # The same distribution with the largest logit at 0, at least float32
-    if not torch.is_tensor(logits) or not logits.is_floating_point(): raise TypeError(f"logits: {type(logits)}, expected a tensor of floats")
+    if not torch.is_tensor(logits) or not logits.is_floating_point(): raise TypeError(f"logits: {getattr(logits, 'dtype', type(logits))}, expected a tensor of floats")
     if not logits.ndim or not logits.shape[-1]: raise ValueError(f"logits of shape {tuple(logits.shape)}, expected (..., V) with V > 0")
     logits = logits.float() if logits.dtype.itemsize < 4 else logits
     largest = logits.amax(-1, keepdim=True)

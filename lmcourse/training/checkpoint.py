@@ -64,6 +64,7 @@ def save_checkpoint(
 )->Path: # The new folder in `folder`
     "Save a run as `folder`/step_000500. Whenever this is interrupted, the last whole checkpoint is still there."
     if keep < 1: raise ValueError(f"save_checkpoint: keep = {keep}, expected 1 or more")
+    if step < 0: raise ValueError(f"save_checkpoint: step = {step}, expected 0 or more")
     (folder := Path(folder)).mkdir(parents=True, exist_ok=True)
     for leftover in folder.glob("step_*.tmp"): shutil.rmtree(leftover)
     path = folder/f"step_{step:06d}"
@@ -161,6 +162,7 @@ def _read_state(path:Path)->dict:
 
 def _intact(path:Path, name:str, saved:dict)->Path: # The file, if it is as it was written
     if not (file := path/name).is_file(): raise FileNotFoundError(f"{file}: no such file")
+    if name not in saved["files"]: raise ValueError(f"{path/'state.json'}: says nothing of {name}")
     wanted, size = saved["files"][name], file.stat().st_size
     if size != wanted["bytes"]: raise ValueError(f"{file}: {size:,} bytes, but {wanted['bytes']:,} were written")
     if sha256(file) != wanted["sha256"]: raise ValueError(f"{file}: its SHA-256 is not that of the file that was written: damaged or changed")

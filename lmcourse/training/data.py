@@ -38,6 +38,7 @@ def write_tokens(
     nats:Callable[[str], float]=None, # -log p of a document, its end included, where the source is known exactly
 )->dict: # What was written to `prefix`.json
     "Tokenize documents once, into `prefix`.bin, .idx and .json. `ValueError` if there are none; what fails leaves no files."
+    if isinstance(texts, str): raise TypeError("texts: one string, expected documents, as in [text]")
     files = _files(prefix)
     partial = [f.with_name(f.name + ".tmp") for f in files]
     files[0].parent.mkdir(parents=True, exist_ok=True)
@@ -121,8 +122,9 @@ def _open(bin_file:Path, idx_file:Path, json_file:Path)->tuple: # Tokens and sta
         if not f.is_file(): raise FileNotFoundError(f"{f}: no such file")
     try: info = json.loads(json_file.read_text(encoding="utf-8"))
     except ValueError: raise ValueError(f"{json_file}: not a JSON file") from None
-    wanted = ("dtype", "tokens", "documents", "end_of_text", "vocab_size", "sha256")
-    if not isinstance(info, dict) or any(k not in info for k in wanted) or info["dtype"] != _dtype(info["vocab_size"]).name:
+    wanted = dict(dtype=str, tokens=int, documents=int, end_of_text=int, vocab_size=int, sha256=list)
+    if not isinstance(info, dict) or any(not isinstance(info.get(k), kind) for k,kind in wanted.items()) or info["documents"] < 1 \
+            or len(info["sha256"]) != 2 or info["dtype"] != _dtype(info["vocab_size"]).name:
         raise ValueError(f"{json_file}: not written by write_tokens, which notes {', '.join(wanted)}")
     dtypes = (_dtype(info["vocab_size"]), np.dtype("<i8"))
     for f,dtype,count in zip((bin_file, idx_file), dtypes, (info["tokens"], info["documents"])):

@@ -54,17 +54,19 @@ class AdamW(Optimizer):
         weight_decay:float=0.01,     # Share of a weight that is taken off in a step, times the learning rate
     ):
         super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay))
-        for group in self.param_groups:
-            for name in ("lr", "eps", "weight_decay"):
-                if not group[name] >= 0: raise ValueError(f"AdamW: {name} = {group[name]}, expected 0 or more")
-            if not all(0 <= b < 1 for b in group["betas"]): raise ValueError(f"AdamW: betas = {group['betas']}, expected 0 <= beta < 1")
+
+    def add_param_group(self, group:dict): # Torch calls it for every group, also for the first
+        "Take one more group of parameters."
+        numbers = self.defaults | group
+        for name in ("lr", "eps", "weight_decay"):
+            if not numbers[name] >= 0: raise ValueError(f"AdamW: {name} = {numbers[name]}, expected 0 or more")
+        if not all(0 <= b < 1 for b in numbers["betas"]): raise ValueError(f"AdamW: betas = {numbers['betas']}, expected 0 <= beta < 1")
+        super().add_param_group(group)
 
     @torch.no_grad()
     def step(self, closure=None):
         "Move every parameter that has a gradient. Returns the loss, if a `closure` is given to compute it again."
-        loss = None
-        if closure is not None:
-            with torch.enable_grad(): loss = closure()
+        loss = None if closure is None else torch.enable_grad()(closure)()
         for group in self.param_groups:
             params = [p for p in group["params"] if p.grad is not None]
             numbers = (group[k] for k in ("lr", "betas", "eps", "weight_decay"))

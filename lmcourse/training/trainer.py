@@ -5,10 +5,10 @@
 # %% auto #0
 __all__ = ['pick_device', 'autocast', 'Evaluation', 'evaluate', 'summarize', 'write_run', 'read_run', 'read_metrics', 'Trainer',
            'train_step', 'peak_memory', 'measure_step', 'Interrupted', 'stop_signals', 'resume', 'fit', 'save_model',
-           'load_model', 'plot_runs']
+           'load_model', 'training_of', 'plot_runs']
 
-# %% ../../nbs/04e_trainer.ipynb #6d29ad0a
-import json, math, os, shutil, signal, statistics, sys, time
+# %% ../../nbs/04e_trainer.ipynb #a8ea902c
+import json, math, os, re, shutil, signal, statistics, sys, time
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from importlib.resources import files
@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Callable, Iterator
 import numpy as np
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from .. import __version__
 from ..architecture.layers_torch import cross_entropy
@@ -55,7 +56,7 @@ class Evaluation:
     bits_per_byte:float     # The same loss, independent of the tokenizer
     floor:float|None = None # Nats per token of the source itself; none where it is unknown
     excess:float|None = None # loss - floor
-    error:float|None = None # Standard error of the excess over documents
+    error:float|None = None # Standard error of the excess over documents; none for one document
 
 # %% ../../nbs/04e_trainer.ipynb #81e8bbb8
 def evaluate(
@@ -92,31 +93,41 @@ def summarize(
     if "document_nats" not in dataset.info: return Evaluation(**result)
     extra = nats - np.array(dataset.info["document_nats"][:count])
     excess = math.fsum(extra)/n
-    error = math.sqrt(((extra - excess*tokens)**2).sum())/n
+    error = math.sqrt(count/(count-1)*((extra - excess*tokens)**2).sum())/n if count > 1 else None
     return Evaluation(**result, floor=result["loss"] - excess, excess=excess, error=error)
 
 # %% ../../nbs/04e_trainer.ipynb #a0fb55ec
 def write_run(
     run:Path,           # The run's folder
-    model:ModelConfig,
-    train:TrainConfig,
-    data:dict,          # Paths of the token files and of the tokenizer
+    model:ModelConfig,  # Of the run's model
+    train:TrainConfig,  # Of its training
+    data:Path,          # The folder with its tokens; where it lies is told from the run's folder
 ):
     "Write `config.json`, whole or not at all."
-    text = json.dumps(dict(model=model.to_dict(), train=train.to_dict(), data=data, lmcourse=__version__), indent=2)
-    (run/"config.json.part").write_text(text + "\n", encoding="utf-8")
-    os.replace(run/"config.json.part", run/"config.json")
+    values = dict(model=model.to_dict(), train=train.to_dict(), data=os.path.relpath(data, run), lmcourse=__version__)
+    _write_whole(run/"config.json", json.dumps(values, indent=2) + "\n")
 
 def read_run(
     run, # The run's folder; `FileNotFoundError` or `ValueError` if it is not one
-)->tuple: # `ModelConfig`, `TrainConfig` and the data's paths
+)->tuple: # `ModelConfig`, `TrainConfig` and the folder with the tokens
     "What `write_run` wrote."
     path = Path(run)/"config.json"
     if not path.is_file(): raise FileNotFoundError(f"{run}: no run folder (it has no config.json)")
-    try: values = json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as e: raise ValueError(f"{path}: not JSON ({e})") from None
+    values = _read_json(path)
     if missing := [k for k in ("model", "train", "data") if k not in values]: raise ValueError(f"{path}: {' and '.join(missing)} not found")
-    return ModelConfig.from_dict(values["model"]), TrainConfig.from_dict(values["train"]), values["data"]
+    return ModelConfig.from_dict(values["model"]), TrainConfig.from_dict(values["train"]), Path(run)/values["data"]
+
+# %% ../../nbs/04e_trainer.ipynb #336b85f0
+def _write_whole(path:Path, text:str): # Or not at all
+    part = path.with_name(path.name + ".part")
+    part.write_text(text, encoding="utf-8")
+    os.replace(part, path)
+
+def _read_json(path:Path)->dict:
+    try: values = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as e: raise ValueError(f"{path}: not JSON ({e})") from None
+    if not isinstance(values, dict): raise ValueError(f"{path}: expected an object, not {values!r:.60}")
+    return values
 
 # %% ../../nbs/04e_trainer.ipynb #f50d3a94
 def read_metrics(
@@ -132,8 +143,8 @@ def read_metrics(
 class Trainer:
     "A model, its optimizer and its data, at some step of a run."
     def __init__(self,
-        model_config:ModelConfig,
-        config:TrainConfig,
+        model_config:ModelConfig, # Of the model that is made
+        config:TrainConfig,  # Of all that happens to it
         train:TokenDataset,  # What batches are made of
         valid:TokenDataset,  # Whole documents to evaluate on
     ):
@@ -235,16 +246,17 @@ Trainer._write_line, Trainer._log, Trainer._evaluate, Trainer._save = _write_lin
 
 # %% ../../nbs/04e_trainer.ipynb #c73e511d
 def resume(self,
-    run, # Folder of a run that was cut off; its metrics after the last checkpoint are taken back
+    run, # Folder of a run that was cut off; metrics and samples after the last checkpoint are taken back
 ):
     "Go back to the last checkpoint of `run`, or to the start if there is none."
     run = Path(run)
     if path := latest_checkpoint(run/"checkpoints"):
         state = load_checkpoint(path, self.model, self.optimizer, self.model_config.to_dict())
         self.step, self.elapsed, self.recent = state["step"], state["elapsed"], state["recent"]
-    lines = [json.dumps(m) + "\n" for m in read_metrics(run) if m["step"] <= self.step and not m.get("final")]
-    (run/"metrics.jsonl.part").write_text("".join(lines), encoding="utf-8")
-    os.replace(run/"metrics.jsonl.part", run/"metrics.jsonl")
+    _write_whole(run/"metrics.jsonl", "".join(json.dumps(m) + "\n" for m in read_metrics(run) if m["step"] <= self.step and not m.get("final")))
+    if (samples := run/"samples.txt").exists():
+        parts = re.split(r"^(?=--- step (\d+)$)", samples.read_text(encoding="utf-8"), flags=re.M)  # text, step, text, step, text
+        _write_whole(samples, "".join(text for step,text in zip(parts[1::2], parts[2::2]) if int(step) <= self.step and int(step) < self.config.steps))
 
 Trainer.resume = resume
 
@@ -267,6 +279,7 @@ def fit(self,
             if noted or self.step % c.checkpoint_every == 0 or self.step == c.steps: self._save(run)
             if noted: raise Interrupted(f"stopped by {noted[0]} after step {self.step:,} of {c.steps:,}")
         result = self._evaluate(run, None, final=True)
+        if noted: raise Interrupted(f"stopped by {noted[0]} in the last evaluation")
     if sample: self.write_sample(run, sample)
     return result
 
@@ -291,11 +304,12 @@ Trainer.look, Trainer.headline, Trainer.write_sample = _look, _headline, _write_
 # %% ../../nbs/04e_trainer.ipynb #37a17548
 def save_model(
     folder,              # New
-    model:TransformerLM,
-    tokenizer:Tokenizer,
-    made:dict,           # How it was made: command, machine, result
+    model:TransformerLM, # In any number format
+    tokenizer:Tokenizer, # With which it was trained
+    train:TrainConfig,   # How it was trained
+    made:dict,           # And more about it: command, machine, result
 ):
-    "Write weights as float16, the config and the tokenizer, all or nothing."
+    "Write weights as float16, the configs and the tokenizer, all or nothing."
     folder = Path(folder)
     if folder.exists(): raise FileExistsError(f"{folder} exists; name a folder that does not")
     part = folder.with_name(folder.name + ".part")
@@ -303,32 +317,50 @@ def save_model(
     try:
         tokenizer.save(part)
         save_file(weights, part/"model.safetensors")
-        (part/"config.json").write_text(json.dumps(dict(model=model.config.to_dict(), made=made), indent=2) + "\n", encoding="utf-8")
+        _write_whole(part/"config.json", json.dumps(dict(model=model.config.to_dict(), train=train.to_dict(), made=made), indent=2) + "\n")
         os.replace(part, folder)
     finally: shutil.rmtree(part, ignore_errors=True)
 
 # %% ../../nbs/04e_trainer.ipynb #e20b90c3
 def load_model(
     folder=None, # Of `save_model`, or a run; none for the model that comes with the course
-    device:str="cpu",
+    device:str="cpu", # As for `pick_device`
 )->tuple: # `TransformerLM` in float32, and its `Tokenizer`
-    "A trained model, ready to write. `FileNotFoundError` if there is none."
-    folder = Path(folder or files("lmcourse").joinpath("data/quickstart"))
-    if (folder/"model.safetensors").is_file():
-        config = ModelConfig.from_dict(json.loads((folder/"config.json").read_text(encoding="utf-8"))["model"])
-        model = TransformerLM(config)
-        model.load_state_dict({k: w.float() for k,w in load_file(folder/"model.safetensors").items()}, strict=not config.tie_embeddings)
-        return model.to(pick_device(device)).eval(), Tokenizer.load(folder)
-    config, _, data = read_run(folder)
-    path = latest_checkpoint(folder/"checkpoints")
-    if path is None: raise FileNotFoundError(f"{folder}: no checkpoint yet")
+    "A trained model, ready to write. `FileNotFoundError` if there is none, `ValueError` if it can't be read."
+    folder = _model_folder(folder)
+    read = _read_small if (folder/"model.safetensors").is_file() else _read_latest
+    try: model, tokenizer = read(folder)
+    except (KeyError, TypeError, RuntimeError, SafetensorError) as e:
+        raise ValueError(f"{folder}: no model that can be read ({str(e).splitlines()[0]})") from None
+    return model.to(pick_device(device)).eval(), tokenizer
+
+# %% ../../nbs/04e_trainer.ipynb #2972a8f7
+def training_of(
+    folder=None, # As for `load_model`
+)->TrainConfig:
+    "How a model was trained."
+    return TrainConfig.from_dict(_read_json(_model_folder(folder)/"config.json")["train"])
+
+# %% ../../nbs/04e_trainer.ipynb #21d67420
+def _model_folder(folder)->Path: return Path(folder or files("lmcourse").joinpath("data/quickstart"))
+
+def _read_small(folder:Path)->tuple: # What `save_model` wrote
+    model = TransformerLM(ModelConfig.from_dict(_read_json(folder/"config.json")["model"]))
+    weights = {name: w.float() for name,w in load_file(folder/"model.safetensors").items()}
+    if other := weights.keys() ^ dict(model.named_parameters()).keys(): raise RuntimeError(f"not the weights of this config: {min(other)}")
+    model.load_state_dict(weights, strict=False)            # tied weights stand in the file once
+    return model, Tokenizer.load(folder)
+
+def _read_latest(run:Path)->tuple: # The last checkpoint of a run
+    config, _, data = read_run(run)
+    if (path := latest_checkpoint(run/"checkpoints")) is None: raise FileNotFoundError(f"{run}: no checkpoint yet")
     model = TransformerLM(config)
     load_checkpoint(path, model)
-    return model.to(pick_device(device)).eval(), Tokenizer.load(folder/data["folder"]/"tokenizer")
+    return model, Tokenizer.load(data/"tokenizer")
 
 # %% ../../nbs/04e_trainer.ipynb #11995c6a
 def plot_runs(
-    runs:dict,    # Name to run folder
+    runs:dict,       # Name to run folder
     floor:bool=True, # Draw the floor where it is known
 ):
     "Training and validation loss over tokens, with the floor: the `Axes`."
