@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from importlib.resources import files
 
 import pytest
 
@@ -85,6 +86,15 @@ def test_generate_and_plot(work, whole):
     assert one.returncode == 0 and one.stdout == two.stdout and one.stdout.startswith("Once")
     done = lmcourse("plot", "whole", "--out", "both.png", cwd=work)
     assert done.returncode == 0 and "nats per token" in done.stdout and (work/"both.png").exists()
+
+
+def test_the_model_that_comes_with_the_course_tells_a_story(tmp_path):
+    done = lmcourse("generate", "--prompt", "Once there was", "--max-tokens", 30, cwd=tmp_path)
+    assert done.returncode == 0 and done.stdout.startswith("Once there was a"), done.stderr
+    folder = files("lmcourse").joinpath("data/quickstart")
+    assert folder.joinpath("model.safetensors").stat().st_size < 2e6
+    made = json.loads(folder.joinpath("config.json").read_text())["made"]
+    assert made["command"].startswith("lmcourse quickstart") and 0 < made["result"]["excess"] < 0.25
 
 
 @pytest.fixture(scope="module")

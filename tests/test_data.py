@@ -193,7 +193,7 @@ def test_floor(tmp_path):
 
 
 def test_a_batch_is_cheap():
-    batches = Batches(corpus([250] * 2000), TrainConfig(batch_size=2, windows="documents"), 288)
+    batches = Batches(corpus([250] * 2000), TrainConfig(batch_size=2, windows="documents"), 256)
     times = []
     for t in range(100):
         start = time.perf_counter()

@@ -346,7 +346,7 @@ def plan(
     model = ModelConfig.preset("quickstart", vocab_size=train.info["vocab_size"])
     stories = reach_of_starts(train, model.context_length) > 0.5
     config = TrainConfig.preset("quickstart", windows="documents" if stories else "random")
-    seconds = measure_step(Trainer(model, config, train, valid), 30)
+    seconds = measure_step(Trainer(model, config, train, valid), 100)     # long enough to outlast a moment when the machine is busy
     most = 12*train.num_tokens/config.batch_size/model.context_length
     steps = max(1, int(min(60*minutes/seconds, most)))
     every = -(-steps//8)

@@ -200,9 +200,9 @@ _MODELS |= {
     "report-openwebtext": _REPORT | dict(vocab_size=32_000),
     "numpy-report": dict(vocab_size=256, context_length=16, d_model=64, num_layers=1, num_heads=4, d_ff=128, norm="layernorm",
                          norm_position="post", position="learned", ffn="relu", bias=True, tie_embeddings=True),
-    "quickstart": dict(vocab_size=2048, context_length=288, d_model=128, num_layers=3, num_heads=4, d_ff=320,
-                       tie_embeddings=True, scale_embeddings=True)}
-_TRAINING = {"quickstart": dict(batch_size=2, windows="documents", lr=2e-3, min_lr=4e-5)}
+    "quickstart": dict(vocab_size=2048, context_length=256, d_model=128, num_layers=3, num_heads=4, d_ff=320,
+                       rope_theta=1e6, qk_norm=True, tie_embeddings=True, scale_embeddings=True)}
+_TRAINING = {"quickstart": dict(batch_size=2, windows="documents", lr=2.5e-3, min_lr=5e-5, seed=1)}
 
 ModelConfig.presets = staticmethod(lambda: _MODELS)
 TrainConfig.presets = staticmethod(lambda: _TRAINING)
