@@ -1,6 +1,5 @@
 "Attention: against torch's own, against the formula, and what must not change."
 import copy
-import copy
 from dataclasses import replace
 from functools import partial
 
