@@ -63,7 +63,8 @@ def test_chapter_number_is_the_subpackage_and_the_notebook_is_named_as_its_modul
     for module, name in HOMES:
         package, _, last = module.rpartition(".")
         assert re.fullmatch(rf"\d\d[a-z]?_{last}", name), f"{name} writes {module}"
-        assert chapters.setdefault(name[:2], package) == package, f"{name}: chapter {name[:2]} is {chapters[name[:2]]}"
+        if name[2] == "z": assert package == "exercises", name      # of any chapter
+        else: assert chapters.setdefault(name[:2], package) == package, f"{name}: chapter {name[:2]} is {chapters[name[:2]]}"
 
 
 @modules
@@ -110,7 +111,13 @@ def test_first_cell_is_title_and_sentence_alone(name):
 def test_cells_are_short_and_have_stable_ids(name):
     ids = [c["id"] for c in CELLS[name]]
     assert len(ids) == len(set(ids))
-    for src in CODE[name]: assert len(src.strip().splitlines()) <= 30, src
+    for src in CODE[name]: assert len(src.strip().splitlines()) <= 30 or one_kernel(src), src
+
+
+def one_kernel(src):
+    "A loop that is compiled whole can't be split without cost: a cell may be one such function, and nothing else."
+    body = ast.parse(src).body
+    return len(body) == 1 and isinstance(body[0], ast.FunctionDef) and body[0].decorator_list and len(src.strip().splitlines()) <= 45
 
 
 @notebooks

@@ -3,19 +3,26 @@ import copy
 import json
 import os
 import random
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from lmcourse.tokenization.bpe import PRETOKENIZE
-from lmcourse.tokenization.tokenizer import Tokenizer, byte_alphabet, read_merges, read_vocab, text_to_token, token_to_text
+from lmcourse.tokenization.bpe import PRETOKENIZE, byte_alphabet, count_words, learn_heap, make_vocab
+from lmcourse.tokenization.tokenizer import ReadableEncoder, Rules, Tokenizer, read_merges, read_vocab, text_to_token, token_to_text, train_bpe
 from lmcourse.tools.stories import Stories
 
 END = "<|endoftext|>"
 STORIES = list(islice(Stories(0), 60))
 TOKENIZER = Tokenizer.train(STORIES + ["Ünïcödé naïve 你好 你好 🙂🙂 été l'été\n\n\t  12 123"], 800, [END, END*2, "<|ünï cöde|>"])
+LLAMA3 = Rules(r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+", whole_words=True)
+QWEN = Rules(LLAMA3.pattern.replace("{1,3}", ""), nfc=True)
 TEXT = st.lists(st.text(st.characters(codec="utf-8"), max_size=20) | st.sampled_from([END, END[:5], "<|ünï cöde|>", " the", "'s", "  ", "\n\n"])).map("".join)
 HARD = ["", " ", "\n", "   three", "tabs\t\tand \u00a0nbsp \u2003 em \u3000", "isn't ISN'T 'S ''s 'llama", "x²½Ⅷ٣४ 12,345.67", "e\u0301 é \u200d👩‍👩‍👧‍👧",
         "\x00\x1c\x1d\x1e\x1f\x85\u2028\u2029", "الكل جميعا ไทย हिन्दी 한국어 русский", "a" * 300, "<|endoftext", f"{END}{END}{END} x {END}", "\ufeffbom\ufffd",
@@ -37,25 +44,91 @@ def test_any_ids_can_be_shown(ids):
     assert TOKENIZER.decode(ids) == expected
 
 
-@settings(deadline=None)
-@given(st.lists(TEXT, max_size=4))
-def test_iterable_is_each_text_by_itself(texts):
-    assert list(TOKENIZER.encode_iterable(iter(texts))) == [i for t in texts for i in TOKENIZER.encode(t)]
+@settings(max_examples=200, deadline=None)
+@given(st.binary(max_size=60) | st.lists(st.sampled_from([b"\xff", b"\xc3", b"\xa9", b"\xe5\xa5", b"\xbd", b"\xed\xa0\x80", b"\xc1\x81", b" ", b"a", b"'s"])).map(b"".join))
+def test_all_bytes_come_back(data):
+    ids = TOKENIZER.encode_bytes(data)
+    assert TOKENIZER.decode_bytes(ids) == data
+    assert ids == ReadableEncoder(TOKENIZER).encode(data).tolist()
+
+
+@settings(max_examples=300, deadline=None)
+@given(TEXT)
+def test_compiled_and_readable_are_equal(text):
+    ids = TOKENIZER.encode(text)
+    assert ReadableEncoder(TOKENIZER).encode(text.encode()).tolist() == ids
+    for threads in (1, 3): assert TOKENIZER.encode_array(text*200, threads).tolist() == ReadableEncoder(TOKENIZER).encode(text.encode()*200).tolist()
+    array = TOKENIZER.encode_array(text.encode())
+    assert array.dtype == np.uint16 and array.tolist() == ids
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(TEXT, max_size=6), st.integers(1, 3))
+def test_batch_is_each_text_by_itself(texts, threads):
+    ids, offsets = TOKENIZER.encode_batch(texts, threads)
+    assert len(offsets) == len(texts) + 1 and [ids[i:j].tolist() for i, j in zip(offsets, offsets[1:])] == [TOKENIZER.encode(t) for t in texts]
+
+
+@settings(max_examples=100, deadline=None)
+@given(TEXT, st.data())
+def test_iterable_is_the_chunks_put_together(text, data):
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=5)))
+    chunks = [text[i:j] for i, j in zip([0, *cuts], [*cuts, len(text)])]
+    assert list(TOKENIZER.encode_iterable(iter(chunks))) == TOKENIZER.encode(text)
+
+
+@pytest.mark.parametrize("rules", [Rules(), LLAMA3])
+def test_iterable_over_long_texts(rules):
+    t = Tokenizer(TOKENIZER.vocab, TOKENIZER.merges, TOKENIZER.special_tokens, rules)
+    rng = random.Random(0)
+    for text in ["".join(rng.choices(HARD + STORIES, k=400)), "a"*200_000 + " b"*50_000, "好"*100_000, "\u3000 "*60_000, "<|ünï cöde|>"*9_000, " <|ünï cöde|"*9_000]:
+        for size in (1, 999, 70_000):
+            if size == 1: text = text[:70_000]
+            data = text.encode()
+            expected = t.encode_bytes(data)
+            assert list(t.encode_iterable(text[i:i+size] for i in range(0, len(text), size))) == expected
+            assert list(t.encode_iterable(data[i:i+size] for i in range(0, len(data), size))) == expected     # characters cut in two
 
 
 def test_iterable_is_lazy():
     def endless():
         while True: yield "the end "
-    ids = TOKENIZER.encode("the end ")
-    assert list(islice(TOKENIZER.encode_iterable(endless()), 2*len(ids))) == ids*2
+    ids = TOKENIZER.encode("the end "*5)
+    assert list(islice(TOKENIZER.encode_iterable(endless()), 10)) == ids[:10]
+
+
+def test_iterable_holds_little():
+    script = """
+import resource, sys
+from itertools import repeat
+from lmcourse.tokenization.tokenizer import Tokenizer
+t = Tokenizer.from_folder(sys.argv[1])
+text = "Once upon a time there was a clever hen. " * 2000
+for _ in t.encode_iterable([text]*5): pass
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+for n, _ in enumerate(t.encode_iterable(repeat(text, 100_000_000//len(text)))): pass
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)/1024, n)
+"""
+    resource = pytest.importorskip("resource")
+    with tempfile.TemporaryDirectory() as tmp:
+        TOKENIZER.save(f"{tmp}/t")
+        done = subprocess.run([sys.executable, "-c", script, f"{tmp}/t"], capture_output=True, text=True, check=True)
+    grown, last = done.stdout.split()
+    assert float(grown) < 50 and int(last) > 10_000_000
 
 
 def test_a_full_store_of_words_changes_nothing():
-    small = Tokenizer(TOKENIZER.vocab, TOKENIZER.merges, TOKENIZER.special_tokens)
-    small._words.limit = 3
+    small = ReadableEncoder(TOKENIZER)
+    small.words.limit = 3
     for text in STORIES[:5]:
-        assert small.encode(text) == TOKENIZER.encode(text) and len(small._words) <= 3
-    assert small.encode("a"*500) == TOKENIZER.encode("a"*500) and "a"*500 not in small._words
+        assert small.encode(text.encode()).tolist() == TOKENIZER.encode(text) and len(small.words) <= 3
+    assert small.encode(b"a"*500).tolist() == TOKENIZER.encode("a"*500) and "a"*500 not in small.words
+
+
+def test_threads_share_a_tokenizer():
+    t, texts = copy.deepcopy(TOKENIZER), STORIES*20 + HARD*20
+    with ThreadPoolExecutor(8) as pool: found = list(pool.map(t.encode, texts))
+    assert found == [TOKENIZER.encode(text) for text in texts]
 
 
 def test_special_tokens():
@@ -85,6 +158,8 @@ def test_texts_that_are_none():
     with pytest.raises(TypeError, match="is a bytes"): TOKENIZER.encode(b"a")
     with pytest.raises(TypeError, match="is a NoneType"): TOKENIZER.encode(None)
     with pytest.raises(TypeError, match="expected an iterable"): next(TOKENIZER.encode_iterable("a"))
+    with pytest.raises(TypeError, match="expected an iterable"): TOKENIZER.encode_batch("a")
+    with pytest.raises(TypeError, match="is a int"): TOKENIZER.encode_batch(["a", 1])
 
 
 def test_arguments_are_not_changed():
@@ -123,7 +198,7 @@ def test_vocabularies_of_other_types(vocab):
 
 def test_every_saved_field_comes_back(tmp_path):
     TOKENIZER.save(tmp_path/"a"/"b")
-    again = Tokenizer.load(tmp_path/"a"/"b")
+    again = Tokenizer.from_folder(tmp_path/"a"/"b")
     assert sorted(p.name for p in (tmp_path/"a"/"b").iterdir()) == ["merges.txt", "tokenizer.json", "vocab.json"]
     assert [p.name for p in (tmp_path/"a").iterdir()] == ["b"]
     assert (again.vocab, again.merges, again.special_tokens) == (TOKENIZER.vocab, TOKENIZER.merges, TOKENIZER.special_tokens)
@@ -143,7 +218,7 @@ def test_digest_is_of_the_content_and_not_of_the_format(tmp_path):
         path.write_text(json.dumps(json.loads(path.read_text(encoding="utf-8")), indent=3, sort_keys=True), encoding="utf-8")
     merges = tmp_path/"t/merges.txt"
     merges.write_bytes(merges.read_bytes().split(b"\n", 1)[1].replace(b"\n", b"\r\n"))
-    assert Tokenizer.load(tmp_path/"t").digest == TOKENIZER.digest
+    assert Tokenizer.from_folder(tmp_path/"t").digest == TOKENIZER.digest
     base = (TOKENIZER.vocab, TOKENIZER.merges, TOKENIZER.special_tokens)
     swapped = {**base[0], 600: base[0][601], 601: base[0][600]}
     others = [Tokenizer(swapped, *base[1:]), Tokenizer(base[0], base[1][::-1], base[2]), Tokenizer(base[0], base[1][:-1], base[2]), Tokenizer(*base[:2], [END])]
@@ -175,7 +250,7 @@ def test_special_tokens_that_can_not_be_told_apart(tmp_path):
     with pytest.raises(ValueError, match="'é' reads like another token"): t.save(tmp_path/"t")
     assert not list(tmp_path.iterdir())
     Tokenizer(BYTES, [], ["éé", "a b", "Ġ"*3]).save(tmp_path/"t")
-    assert Tokenizer.load(tmp_path/"t").encode("ééa bé") == [256, 257, 195, 169]
+    assert Tokenizer.from_folder(tmp_path/"t").encode("ééa bé") == [256, 257, 195, 169]
 
 
 def test_damaged_folders(tmp_path):
@@ -189,13 +264,13 @@ def test_damaged_folders(tmp_path):
     for name, old, new, words in [
             ("vocab.json", "{", "", "vocab.json: not JSON"), ("vocab.json", ': 300,', ': 301,', "both have the id 301"), ("vocab.json", ': 300,', ': "300",', "expected an integer"),
             ("vocab.json", ': 300,', ': 3000,', "3000 among them and 300 not"), ("merges.txt", "\n", "\nno such token\n", "line 2: 'no such token'"),
-            ("merges.txt", "\n", "\nq zq\n", "not in vocab"), ("tokenizer.json", "added_tokens", "added", "no added_tokens"), ("tokenizer.json", "{", "[", "not JSON"),
+            ("merges.txt", "\n", "\nq zq\n", "not in vocab"), ("tokenizer.json", "added_tokens", "added", "not a whole tokenizer.json"), ("tokenizer.json", "{", "[", "not JSON"),
             ("tokenizer.json", f'"{END}": 0', f'"{END}": 1', "not of the same tokenizer")]:
-        with pytest.raises(ValueError, match=words): Tokenizer.load(damaged(name, old, new))
+        with pytest.raises(ValueError, match=words): Tokenizer.from_folder(damaged(name, old, new))
     folder = damaged("vocab.json", "{", "{")
     (folder/"merges.txt").unlink()
-    with pytest.raises(FileNotFoundError, match="merges.txt not found"): Tokenizer.load(folder)
-    with pytest.raises(FileNotFoundError, match="no tokenizer"): Tokenizer.load(tmp_path/"nowhere")
+    with pytest.raises(FileNotFoundError, match="merges.txt not found"): Tokenizer.from_folder(folder)
+    with pytest.raises(FileNotFoundError, match="no tokenizer"): Tokenizer.from_folder(tmp_path/"nowhere")
 
 
 def test_files_that_are_something_else(tmp_path):
@@ -219,6 +294,49 @@ def test_byte_alphabet(token):
     assert len(byte_alphabet()) == 256
 
 
+# Training
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_training_is_the_readable_one(tmp_path, threads):
+    texts = STORIES + ["<|ünï cöde|>".join(["été "*30, "好 "*30])]*3
+    special = [END, "<|ünï cöde|>"]
+    merges = learn_heap(count_words(texts, special), 700)
+    file = tmp_path/"texts.txt"
+    file.write_text(END.join(texts), encoding="utf-8")
+    for source, order in ((file, False), (str(file), True), (texts, True), (iter(texts), False)):
+        assert train_bpe(source, 958, special, gpt2_order=order, threads=threads) == (make_vocab(merges, special, order), merges)
+
+
+def test_too_few_pairs_are_said():
+    with pytest.warns(UserWarning, match="pairs for 10 merges and not for 143: the vocabulary has 267 tokens and not 400"):
+        vocab, merges = train_bpe(["ten tents then tend the tent"], 400, [END])
+    assert (len(vocab), len(merges)) == (267, 10)
+    for empty in ([], [""], ["", END]):
+        with pytest.warns(UserWarning, match="pairs for 0 merges"): assert train_bpe(empty, 258) == (make_vocab([], [END]), [])
+
+
+@pytest.mark.parametrize("size, special, error, words", [
+    (256, [END], ValueError, "vocab_size = 256, expected at least 257"), (-1, [], ValueError, "expected at least 256"), (300., [], TypeError, "expected an int"),
+    ("300", [], TypeError, "expected an int"), (300, [""], ValueError, "a special token is empty"), (300, [END]*2, ValueError, "given twice"),
+    (300, ["a"], ValueError, "single byte"), (300, END, TypeError, "expected a list of strings"), (300, ["\ud800"], ValueError, "surrogate")])
+def test_bad_settings_are_refused_before_anything_is_read(size, special, error, words):
+    def texts():
+        raise AssertionError("read")
+        yield
+    with pytest.raises(error, match=words): train_bpe(texts(), size, special)
+
+
+def test_bad_files(tmp_path):
+    with pytest.raises(FileNotFoundError, match="a text itself is given as"): train_bpe("ten tents then", 300)
+    file = tmp_path/"file"
+    file.write_bytes(b"a "*3_000_000 + b"\xc3(")
+    with pytest.raises(ValueError, match="byte 0xc3 at 6000000 is not UTF-8"): train_bpe(file, 258)
+    with pytest.raises(ValueError, match="errors = 'surrogateescape'"): train_bpe(file, 258, errors="surrogateescape")
+    with pytest.raises(ValueError, match="threads = 0"): train_bpe(file, 258, threads=0)
+    assert train_bpe(file, 258, errors="ignore")[1] == [(b" ", b"a")]
+    with pytest.warns(UserWarning): assert train_bpe(file, 300, errors="replace")[1] == [(b" ", b"a"), (b"\xef", b"\xbf"), (b"\xef\xbf", b"\xbd")] + train_bpe(file, 300, errors="replace")[1][3:]
+
+
 # Other libraries
 
 def hard_texts(seed=0, n=300):
@@ -227,15 +345,40 @@ def hard_texts(seed=0, n=300):
     return HARD + ["".join(rng.choices(alphabet, k=rng.randrange(60))) for _ in range(n)]
 
 
-def test_hugging_face_gives_the_same_ids(tmp_path):
+@pytest.mark.parametrize("rules", [Rules(), LLAMA3, QWEN])
+def test_hugging_face_gives_the_same_ids(tmp_path, rules):
     tokenizers = pytest.importorskip("tokenizers")
-    TOKENIZER.save(tmp_path/"t")
+    ours = Tokenizer(TOKENIZER.vocab, TOKENIZER.merges, TOKENIZER.special_tokens, rules)
+    ours.save(tmp_path/"t")
     other = tokenizers.Tokenizer.from_file(str(tmp_path/"t/tokenizer.json"))
     for text in hard_texts():
-        ids = TOKENIZER.encode(text)
+        ids = ours.encode(text)
         assert other.encode(text).ids == ids, text
-        assert other.decode(ids, skip_special_tokens=False) == text
-    assert other.get_vocab_size() == TOKENIZER.vocab_size
+        if not rules.nfc: assert other.decode(ids, skip_special_tokens=False) == text
+    assert other.get_vocab_size() == ours.vocab_size
+    other.save(str(tmp_path/"again.json"))           # as that library writes it
+    again = Tokenizer.from_tokenizer_json(tmp_path/"again.json")
+    assert again.digest == ours.digest and again.rules == rules
+
+
+def test_whole_words_come_before_merges():
+    vocab = make_vocab([(b"a", b"b"), (b"c", b"d"), (b"b", b"c"), (b"ab", b"cd")])
+    short = [(b"b", b"c"), (b"a", b"b"), (b"c", b"d"), (b"ab", b"cd")]
+    assert len(Tokenizer(vocab, short).encode("abcd")) == 3 and Tokenizer(vocab, short, rules=Rules(whole_words=True)).encode("abcd") == [259]
+
+
+@pytest.mark.parametrize("change, words", [
+    (dict(normalizer=dict(type="Lowercase")), "normalizer"), (dict(model=dict(type="WordPiece")), "a model of type WordPiece"),
+    (dict(pre_tokenizer=dict(type="Metaspace")), "the pre-tokenizer Metaspace"), (dict(pre_tokenizer=None), "the pre-tokenizer None"),
+    (dict(pre_tokenizer=dict(type="ByteLevel", add_prefix_space=True)), "add_prefix_space"), (dict(model=dict(type="BPE")), "not a whole tokenizer.json"),
+    (dict(pre_tokenizer=dict(type="ByteLevel", use_regex=False)), "a second pattern"), (dict(added_tokens=[dict(id=0, content="<s>", lstrip=True)]), "with a condition"),
+    (dict(pre_tokenizer=dict(type="Sequence", pretokenizers=[dict(type="Digits"), dict(type="ByteLevel")])), "Digits"), (dict(added_tokens=3), "not a whole")])
+def test_other_kinds_of_tokenizer_are_refused_by_name(tmp_path, change, words):
+    TOKENIZER.save(tmp_path/"t")
+    file = tmp_path/"t/tokenizer.json"
+    file.write_text(json.dumps(json.loads(file.read_text(encoding="utf-8")) | change), encoding="utf-8")
+    for f in (lambda: Tokenizer.from_tokenizer_json(file), lambda: Tokenizer.from_folder(tmp_path/"t")):
+        with pytest.raises(ValueError, match=words): f()
 
 
 def gpt2():
@@ -250,8 +393,9 @@ def test_gpt2(tmp_path):
     assert (t.vocab_size, len(t.merges), t.end_of_text) == (50257, 50000, 50256)
     assert t.encode("Hello, world!") == [15496, 11, 995, 0] and t.encode(f" the{END}") == [262, 50256]
     for text in hard_texts(): assert t.decode(t.encode(text)) == text
+    assert [t.token_bytes(i) for i in range(256)] == list(make_vocab([], gpt2_order=True).values())
     t.save(tmp_path/"gpt2")
-    assert Tokenizer.load(tmp_path/"gpt2").digest == t.digest
+    assert Tokenizer.from_folder(tmp_path/"gpt2").digest == t.digest
     if tokenizers := pytest.importorskip("tokenizers"):
         other = tokenizers.Tokenizer.from_file(str(tmp_path/"gpt2/tokenizer.json"))
         for text in hard_texts(1): assert other.encode(text).ids == t.encode(text), text

@@ -58,7 +58,7 @@ class PrepareCommand:
     def run(self):
         refuse_existing(self.out)
         if self.valid_documents < 1: raise ValueError(f"valid_documents = {self.valid_documents}, expected 1 or more")
-        prepare(self.data, self.out, Tokenizer.load(self.tokenizer), in_bytes(self.max_mb), self.valid_documents)
+        prepare(self.data, self.out, Tokenizer.from_folder(self.tokenizer), in_bytes(self.max_mb), self.valid_documents)
         say(f"in {self.out}: train, valid and tokenizer")
 
 # %% ../../nbs/90c_cli.ipynb #49c70ac4
@@ -175,7 +175,7 @@ def open_data(data:Path)->list: # Training and validation documents of a folder 
     return [TokenDataset.open(data/name) for name in ("train", "valid")]
 
 def matching_tokenizer(data:Path, *sets)->Tokenizer: # Of a folder of `prepare`; `ValueError` if the tokens are not its own
-    tokenizer = Tokenizer.load(data/"tokenizer")
+    tokenizer = Tokenizer.from_folder(data/"tokenizer")
     for tokens in sets:
         if tokens.info["tokenizer"] != tokenizer.digest: raise ValueError(f"{data}: the tokens were made by another tokenizer than {data/'tokenizer'}")
     return tokenizer
@@ -369,7 +369,7 @@ def keep(
     _, train, data = read_run(run)
     made = dict(command=command, date=str(date.today()), machine=f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores",
                 result=vars(result))
-    save_model(folder, model, Tokenizer.load(data/"tokenizer"), train, made)
+    save_model(folder, model, Tokenizer.from_folder(data/"tokenizer"), train, made)
     say(f"the model is in {folder}")
 
 # %% ../../nbs/90c_cli.ipynb #8af4bc06

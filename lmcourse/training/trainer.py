@@ -349,14 +349,14 @@ def _read_small(folder:Path)->tuple: # What `save_model` wrote
     weights = {name: w.float() for name,w in load_file(folder/"model.safetensors").items()}
     if other := weights.keys() ^ dict(model.named_parameters()).keys(): raise RuntimeError(f"not the weights of this config: {min(other)}")
     model.load_state_dict(weights, strict=False)            # tied weights stand in the file once
-    return model, Tokenizer.load(folder)
+    return model, Tokenizer.from_folder(folder)
 
 def _read_latest(run:Path)->tuple: # The last checkpoint of a run
     config, _, data = read_run(run)
     if (path := latest_checkpoint(run/"checkpoints")) is None: raise FileNotFoundError(f"{run}: no checkpoint yet")
     model = TransformerLM(config)
     load_checkpoint(path, model)
-    return model, Tokenizer.load(data/"tokenizer")
+    return model, Tokenizer.from_folder(data/"tokenizer")
 
 # %% ../../nbs/04e_trainer.ipynb #11995c6a
 def plot_runs(

@@ -1,0 +1,279 @@
+"The compiled tokenizer against the readable one, against `regex`, and at the edge of memory."
+import os
+import random
+import subprocess
+import sys
+import unicodedata
+from collections import Counter
+from itertools import accumulate, islice
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from lmcourse.tokenization.bpe import count_words, encode_word, learn_heap, make_vocab, pretokenize
+from lmcourse.tokenization.fast_bpe import (BETWEEN, Encoder, FilePieces, Specials, Words, character_classes, count_words_fast, cut_segments, first_invalid,
+                                            last_cut, learn_fast, pretoken_ends)
+from lmcourse.tools.stories import Stories
+
+END = "<|endoftext|>"
+STORIES = list(islice(Stories(0), 200))
+CHARACTERS = "aabc sdtmrvel'  \n\t.1٣é好🙂\u3000\xa0\u2003\x1c\x85\u0301ªʰⅧ²\0"
+TEXT = st.text(st.sampled_from(CHARACTERS) | st.characters(codec="utf-8"), max_size=150)
+
+
+def ends(data):
+    found = np.empty(len(data) + 64, np.int64)
+    return found[:pretoken_ends(np.frombuffer(data, np.uint8), character_classes(), found)].tolist()
+
+
+def expected_ends(text): return list(accumulate(len(w.encode("utf-8", "surrogateescape")) for w in pretokenize(text)))
+
+
+# Cuts
+
+@settings(max_examples=1000, deadline=None)
+@given(TEXT, TEXT)
+def test_cuts(text, more):
+    for t in (text, text + more*3): assert ends(t.encode()) == expected_ends(t)
+
+
+@settings(max_examples=500, deadline=None)
+@given(st.lists(st.binary(max_size=6) | st.sampled_from([b"\xe2\x80", b"\xf0\x9f\x99\x82", b"\xed\xb0\x80", b"\xf4\x90\x80\x80", b"\xc0\xa0", b"\xe0\x80\xa0", b" the end, isn't it?"])).map(b"".join))
+def test_cuts_of_any_bytes(data):
+    assert ends(data) == expected_ends(data.decode("utf-8", "surrogateescape"))
+    try: data.decode(); bad = -1
+    except UnicodeDecodeError as e: bad = e.start
+    assert first_invalid(np.frombuffer(data, np.uint8), character_classes()) == bad
+
+
+def test_every_code_point_in_context():
+    points = [c for c in range(0x110000) if not 0xD800 <= c < 0xE000]
+    for form in ("a{0}{0} {0}  ", "1{0}a '{0}"):
+        for i in range(0, len(points), 100_000):
+            text = "".join(form.format(chr(c)) for c in points[i:i+100_000])
+            assert ends(text.encode()) == expected_ends(text)
+
+
+def mixed_text(size, seed=0): # Stories, sources of the running Python, names of characters, noise
+    rng, parts, total = random.Random(seed), [], 0
+    files = sorted(Path(os.__file__).parent.glob("**/*.py"))
+    rng.shuffle(files)
+    stories = Stories(seed)
+    letters = [chr(c) for c in range(0x30000) if unicodedata.category(chr(c)) not in ("Cn", "Cs")]
+    while total < size:
+        try: source = files.pop().read_text(encoding="utf-8")[:100_000]
+        except UnicodeDecodeError: continue
+        noise = "".join(rng.choices(CHARACTERS, k=2000)) + "".join(rng.choices(letters, k=2000)) + " ".join("".join(rng.choices(letters, k=4)) for _ in range(500))
+        parts += [source, *islice(stories, 20), noise]
+        total += sum(len(p.encode()) for p in parts[-22:])
+    return "".join(parts)
+
+
+def test_cuts_of_ten_megabytes():
+    text = mixed_text(10_000_000)
+    assert len(text.encode()) > 10_000_000 and ends(text.encode()) == expected_ends(text)
+
+
+# Special tokens and pieces
+
+SPECIALS = st.lists(st.text(st.sampled_from("ab< >"), min_size=1, max_size=4), max_size=4, unique=True)
+SMALL = st.text(st.sampled_from("ab<> \n好\u3000"), max_size=40)
+
+
+@settings(max_examples=1000, deadline=None)
+@given(SMALL, SPECIALS)
+def test_special_tokens_are_found_as_by_a_pattern(text, special):
+    from lmcourse.tokenization.bpe import special_pattern
+    for t in (text, " "*70 + text*3):
+        data = t.encode()
+        found = Specials([s.encode() for s in special])
+        starts, stops, numbers = found.segments(np.frombuffer(data, np.uint8))
+        parts = [data[i:j].decode() for i, j in zip(starts, stops)]
+        marks = [found.tokens[n].decode() for n in numbers[:-1]]
+        assert special_pattern(special).split(t) == [x for pair in zip(parts, marks) for x in pair] + parts[-1:]
+
+
+@settings(max_examples=2000, deadline=None)
+@given(SMALL, SPECIALS, st.booleans())
+def test_a_cut_changes_nothing(text, special, spaces):
+    data = text.encode()
+    cut = last_cut(data, [s.encode() for s in special], spaces)
+    assert 0 <= cut < max(len(data), 1)
+    assert count_words([data[:cut].decode()], special) + count_words([data[cut:].decode()], special) == count_words([text], special)
+
+
+@settings(max_examples=300, deadline=None)
+@given(SMALL, SPECIALS, st.integers(1, 30))
+def test_a_file_in_pieces_is_the_file(tmp_path_factory, text, special, size):
+    file = tmp_path_factory.getbasetemp()/"pieces.txt"
+    file.write_bytes(text.encode())
+    pieces, buffer, found, counts = FilePieces(file, [s.encode() for s in special], size=size), np.empty(0, np.uint8), b"", Counter()
+    while True:
+        piece, buffer = pieces.read(buffer)
+        if not len(piece): break
+        found += piece.tobytes()
+        counts += count_words([piece.tobytes().decode()], special)
+    assert found == text.encode() and counts == count_words([text], special)
+
+
+def test_a_file_is_counted_as_its_text(tmp_path):
+    text = mixed_text(9_000_000, 1).replace("the end", END)
+    (tmp_path/"text").write_bytes(text.encode())
+    expected = count_words([text], [END])
+    for threads in (1, 3): assert count_words_fast(tmp_path/"text", [END], threads).counter() == expected
+    (tmp_path/"empty").write_bytes(b"")
+    assert count_words_fast(tmp_path/"empty").counter() == {}
+
+
+def test_a_text_without_white_space(tmp_path):
+    text = "好"*3_000_000 + END + "a"*3_000_000 + "\u3000"*3_000_000
+    (tmp_path/"text").write_bytes(text.encode())
+    assert count_words_fast(tmp_path/"text", [END], 2).counter() == count_words([text], [END])
+
+
+def test_many_words_and_long_ones():
+    rng = random.Random(0)
+    texts = [" ".join(str(rng.random()) + "x"*rng.randrange(40) for _ in range(200)) for _ in range(200)] + ["y"*n for n in range(1, 2000, 7)]
+    for threads in (1, 4): assert count_words_fast(texts, threads=threads).counter() == count_words(texts)
+
+
+@pytest.mark.parametrize("parts", [2, 3, 8])
+def test_segments_are_cut_where_nothing_reaches_across(parts):
+    data = (END.join(STORIES) + "a"*50_000 + " "*1000 + "好"*1000).encode()
+    found = Specials([END.encode()])
+    starts, stops, numbers = found.segments(np.frombuffer(data, np.uint8))
+    new = cut_segments(data, starts, stops, numbers, parts)
+    assert len(new[3]) == parts + 1 and all(i <= j for i, j in zip(new[3], new[3][1:]))
+    whole = Counter(); split = Counter()
+    for i, j in zip(starts, stops): whole += count_words([data[i:j].decode()])
+    for i, j in zip(new[0], new[1]): split += count_words([data[i:j].decode()])
+    assert whole == split and np.array_equal(new[2][new[2] >= 0], numbers[numbers >= 0])
+
+
+# Merges
+
+@settings(max_examples=500, deadline=None)
+@given(st.dictionaries(st.binary(min_size=1, max_size=20) | st.text(st.sampled_from("ab\0"), min_size=1, max_size=30).map(str.encode), st.integers(1, 5), max_size=12), st.integers(0, 80))
+def test_merges(counts, n): assert learn_fast(Words.of(counts), n) == learn_heap(counts, n)
+
+
+def test_ties_go_to_the_greatest_pair_of_byte_strings():
+    for counts, best in (({b"ab": 1, b"ac": 1, b"bb": 1}, (b"b", b"b")), ({b"\xffa": 1, b"az": 1}, (b"\xff", b"a")), ({b"a\0": 1, b"a\1": 1}, (b"a", b"\1"))):
+        assert learn_fast(Words.of(counts), 1) == [best] == learn_heap(counts, 1)
+    long = {b"abcdefghij" + x: 1 for x in (b"x", b"xy", b"xyz", b"a", b"\0", b"\0\0")}          # alike in the first eight bytes
+    assert learn_fast(Words.of(long), 50) == learn_heap(long, 50)
+
+
+def test_more_room_is_made():
+    rng = random.Random(0)
+    many = {rng.randbytes(12): rng.randrange(1, 9) for _ in range(15_000)}                      # more than 2**16 pairs
+    assert learn_fast(Words.of(many), 2000) == learn_heap(many, 2000)
+    long = {b"ab"*70_000: 3, b"abab"*5: 1}                                                      # tokens of more than 2**16 bytes
+    assert learn_fast(Words.of(long), 40) == learn_heap(long, 40)
+
+
+def test_too_much_is_refused():
+    words = Words.of({b"ab": 1})
+    with pytest.raises(OverflowError, match="expected less than 2\\*\\*29 and 2\\*\\*37"): learn_fast(words._replace(counts=np.array([1 << 36], np.uint64)), 1)
+    assert learn_fast(words._replace(counts=np.array([1 << 35], np.uint64)), 1) == [(b"a", b"b")]
+
+
+# Ids
+
+MERGES = learn_heap(count_words(STORIES + [CHARACTERS*3, "ééé 好好 🙂🙂"*3]), 900)
+VOCAB = make_vocab(MERGES, [END, END*2])
+RANKS = {pair: rank for rank, pair in enumerate(MERGES)}
+NUMBER = {token: i for i, token in VOCAB.items()}
+
+
+def encoder(bits=18): return Encoder(VOCAB, MERGES, {END.encode(): 0, (END*2).encode(): 1}, bits)
+
+
+def ids_slowly(text):
+    return [NUMBER[token] for word in pretokenize(text) for token in encode_word(word.encode("utf-8", "surrogateescape"), RANKS)]
+
+
+BIG, TIGHT = encoder(), encoder(5)
+
+
+@settings(max_examples=1000, deadline=None)
+@given(TEXT)
+def test_ids(text):
+    assert BIG.encode(text.encode()).tolist() == TIGHT.encode(text.encode()).tolist() == ids_slowly(text)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.text(st.sampled_from("theand"), min_size=60, max_size=400) | st.text(st.sampled_from("é好"), min_size=30, max_size=200))
+def test_ids_of_long_words(word): assert BIG.encode(word.encode()).tolist() == ids_slowly(word)
+
+
+def test_a_million_letters_in_a_row():
+    data = b"the"*300_000                                                                       # in the square of that time it would take days
+    assert b"".join(VOCAB[i] for i in BIG.encode(data).tolist()) == data
+
+
+def test_a_full_cache_starts_anew():
+    rng, small = random.Random(0), encoder(12)
+    text = " ".join("".join(rng.choices("abcdefgh", k=rng.randrange(1, 70))) for _ in range(60_000))     # more than the table, the store and the pool hold
+    expected = small.encode(text.encode()).tolist()
+    assert expected == BIG.encode(text.encode()).tolist() and expected[:3000] == ids_slowly(text[:20_000])[:3000]
+
+
+def test_many_ids_need_four_bytes():
+    vocab = VOCAB | {i: b"<%d>" % i for i in range(len(VOCAB), 70_000)}
+    wide = Encoder(vocab, MERGES, {b"<69999>": 69_999})
+    assert BIG.encode(b"a").dtype == np.uint16 and wide.encode(b"a").dtype == np.uint32
+    assert wide.encode(b"the end<69999>").tolist() == ids_slowly("the end") + [69_999]
+
+
+# At the edge of memory: the kernels read 8, 16 and 64 bytes at once, and must not read behind the text
+
+EDGE = """
+import ctypes, mmap, random, sys
+import numpy as np
+from lmcourse.tokenization import fast_bpe as F
+from lmcourse.tokenization.bpe import make_vocab
+page, size = mmap.PAGESIZE, 4*mmap.PAGESIZE
+area = mmap.mmap(-1, size + page)
+address = ctypes.addressof(ctypes.c_char.from_buffer(area))
+libc = ctypes.CDLL(None, use_errno=True)
+assert libc.mprotect(ctypes.c_void_p(address + size), page, 0) == 0
+if len(sys.argv) > 1: print(area[size])                       # the page behind the text can't be read
+rng, merges = random.Random(0), [(b"t", b"h"), (b"th", b"e"), (b" ", b"the")]
+encoder = F.Encoder(make_vocab(merges, ["<|end|>"]), merges, {b"<|end|>": 0})
+pieces = ["the", " ", "'s", "'ll", "é", "好", "🙂", "x"*17, "\\n", "<|end|>", "<|en", "1", "a"*70, "'", "\\u3000"]
+for n in range(4000):
+    data = "".join(rng.choices(pieces, k=rng.randrange(1, 30))).encode()[:rng.randrange(1, 200)]
+    area[size - len(data):size] = data
+    text = np.frombuffer(area, np.uint8)[size - len(data):size]
+    text.flags.writeable = False
+    plain = np.frombuffer(data, np.uint8)
+    assert F.first_invalid(text, F.character_classes()) == F.first_invalid(plain, F.character_classes())
+    tables = []
+    for t in (text, plain):
+        starts, stops, numbers = encoder.specials.segments(t)
+        out, places = np.empty(len(t), np.uint16), np.empty(len(starts) + 1, np.int64)
+        table = F.WordTable()
+        table.count(t, starts, stops)
+        tables.append((out[:encoder.inner.run(t, starts, stops, np.full(len(starts), -1), out, places)].tolist(), table.words().counter()))
+    assert tables[0] == tables[1]
+print("done")
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="mprotect as on Linux")
+def test_nothing_is_read_behind_the_text():
+    run = lambda *args: subprocess.run([sys.executable, "-c", EDGE, *args], capture_output=True, text=True)
+    assert run("look").returncode == -11                       # the guard works
+    done = run()
+    assert done.returncode == 0 and done.stdout == "done\n", done.stderr[-2000:]
+
+
+@pytest.mark.slow
+def test_every_index_is_within_its_array(tmp_path):
+    env = os.environ | dict(NUMBA_BOUNDSCHECK="1", NUMBA_CACHE_DIR=str(tmp_path))
+    tests = ["test_merges", "test_ids", "test_ids_of_long_words", "test_more_room_is_made", "test_many_words_and_long_ones", "test_a_full_cache_starts_anew", "test_cuts"]
+    done = subprocess.run([sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__, "-k", " or ".join(tests)], capture_output=True, text=True, env=env)
+    assert done.returncode == 0, done.stdout[-3000:]
