@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from lmcourse.tokenization.bpe import count_words, encode_word, learn_heap, make_vocab, pretokenize
-from lmcourse.tokenization.fast_bpe import (BETWEEN, Encoder, FilePieces, Specials, Words, character_classes, count_words_fast, cut_segments, first_invalid,
+from lmcourse.tokenization.fast_bpe import (BETWEEN, Encoder, FilePieces, Specials, WordTable, Words, character_classes, count_words_fast, cut_segments, first_invalid,
                                             last_cut, learn_fast, pretoken_ends)
 from lmcourse.tools.stories import Stories
 
@@ -46,6 +46,16 @@ def test_cuts_of_any_bytes(data):
     try: data.decode(); bad = -1
     except UnicodeDecodeError as e: bad = e.start
     assert first_invalid(np.frombuffer(data, np.uint8), character_classes()) == bad
+
+
+def test_valid_utf8_is_what_python_says():
+    for first in range(0x80, 0x100):
+        for second in range(256):
+            for rest in (b"", b"\x80", b"\xbf\xbf", b"\x80\x80 ", b"\xc0\x80"):
+                data = bytes([first, second]) + rest
+                try: data.decode(); bad = -1
+                except UnicodeDecodeError as e: bad = e.start
+                assert first_invalid(np.frombuffer(data, np.uint8), character_classes()) == bad, data
 
 
 def test_every_code_point_in_context():
@@ -152,6 +162,17 @@ def test_segments_are_cut_where_nothing_reaches_across(parts):
     assert whole == split and np.array_equal(new[2][new[2] >= 0], numbers[numbers >= 0])
 
 
+def test_long_words_with_the_same_hash_are_two():
+    def mixed(h, block): h = (h ^ block)*0x9E3779B97F4A7C15 % 2**64; return h ^ h >> 29
+    start, one, two, second = 24*0x9E3779B97F4A7C15 % 2**64, 1, 2, 3
+    words = [b"".join(x.to_bytes(8, "little") for x in blocks) for blocks in
+             ((one, second, 9), (two, second ^ mixed(start, one) ^ mixed(start, two), 9))]
+    table = WordTable()
+    table.add(Words.of({words[0]: 5, words[1]: 7}))
+    used = table.rows[table.rows[:, 1] != 0]
+    assert len(used) == 2 and (used[0, :2] == used[1, :2]).all() and table.words().counter() == {words[0]: 5, words[1]: 7}
+
+
 # Merges
 
 @settings(max_examples=500, deadline=None)
@@ -164,6 +185,8 @@ def test_ties_go_to_the_greatest_pair_of_byte_strings():
         assert learn_fast(Words.of(counts), 1) == [best] == learn_heap(counts, 1)
     long = {b"abcdefghij" + x: 1 for x in (b"x", b"xy", b"xyz", b"a", b"\0", b"\0\0")}          # alike in the first eight bytes
     assert learn_fast(Words.of(long), 50) == learn_heap(long, 50)
+    last = {b"abcdefghij" + bytes([x]) + end: n for x in b"XZWYUV" for end, n in ((b"", 2), (b"1", 1))}  # tokens that differ in the last byte alone
+    assert learn_fast(Words.of(last), 50) == learn_heap(last, 50)
 
 
 def test_more_room_is_made():

@@ -7,7 +7,7 @@ __all__ = ['COMMANDS', 'TokenizerCommand', 'PrepareCommand', 'say', 'wrapped', '
            'prepare', 'training_documents', 'count_ngrams', 'ngram_line', 'TrainCommand', 'new_trainer', 'open_data',
            'matching_tokenizer', 'go_on', 'model_table', 'cost_line', 'train_to_the_end', 'result_line', 'loss_plot',
            'draw', 'story', 'beginning', 'GenerateCommand', 'PlotCommand', 'QuickstartCommand', 'get_ready', 'plan',
-           'keep', 'one_line', 'keep_freed_memory', 'parse', 'main', 'kill_as_ctrl_c']
+           'keep', 'BenchCommand', 'one_line', 'keep_freed_memory', 'parse', 'main', 'kill_as_ctrl_c']
 
 # %% ../../nbs/90c_cli.ipynb #0f5ceea2
 import contextlib, ctypes, io, json, math, os, platform, re, shutil, signal, sys, textwrap, time
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Annotated, Union
 import tyro
 from .. import __version__
-from ..tools.config import ModelConfig, TrainConfig
+from ..tools.config import ModelConfig, TrainConfig, unknown
 from ..tools.documents import documents
 from ..tools.ngram import ngram_losses
 from ..tools.show import Table, duration, si, text_plot
@@ -372,6 +372,22 @@ def keep(
     save_model(folder, model, Tokenizer.from_folder(data/"tokenizer"), train, made)
     say(f"the model is in {folder}")
 
+# %% ../../nbs/90c_cli.ipynb #8f6acb52
+@dataclass
+class BenchCommand:
+    "Measure a part of the course beside other libraries, in turns and in one run."
+    part: word(str, "PART")                     # What is measured: tokenizer
+    data: tuple[str, ...] = ("stories", "web")  # Corpora: stories, web (texts of this Python installation), text:PATH
+    max_mb: float|None = None                   # Megabytes of each corpus; by default 80 of stories, 30 of others
+    threads: int = 2                            # Set beside one thread
+    rounds: int = 3                             # How often each is measured
+    out: Path|None = None                       # New file for all measurements, as JSON
+
+    def run(self):
+        from lmcourse.app.bench import bench_tokenizer
+        if self.part != "tokenizer": raise unknown("part", self.part, ["tokenizer"])
+        for part in bench_tokenizer(self.data, self.max_mb, self.threads, self.rounds, self.out): say(str(part), *[""]*isinstance(part, Table))
+
 # %% ../../nbs/90c_cli.ipynb #8af4bc06
 def one_line(
     box:str, # What tyro printed, with or without colours and lines
@@ -389,7 +405,7 @@ def keep_freed_memory():
     mallopt(-3, 2**30 - 1) or mallopt(-3, 2**25)        # M_MMAP_THRESHOLD; older versions take no more than 32 MB
 
 COMMANDS = dict(quickstart=QuickstartCommand, tokenizer=TokenizerCommand, prepare=PrepareCommand, train=TrainCommand,
-                generate=GenerateCommand, plot=PlotCommand)
+                generate=GenerateCommand, plot=PlotCommand, bench=BenchCommand)
 
 # %% ../../nbs/90c_cli.ipynb #75c30046
 def parse(
