@@ -73,7 +73,8 @@ def web_text(
 )->list: # Documents without `<|endoftext|>`, the same in every call
     "Text as the web has it, from the files of the running Python."
     if not max_bytes > 0: raise ValueError(f"max_bytes = {max_bytes}, expected more than 0")
-    turns = itertools.zip_longest(*map(_texts, installed_files().values()), _locales())
+    locales = itertools.chain.from_iterable((text, None) for text in _locales()) # in every second turn: they are long lists of names
+    turns = itertools.zip_longest(*map(_texts, installed_files().values()), locales)
     found, size = {}, 0                                         # a dict keeps the order
     for text in itertools.chain.from_iterable(turns):
         if not text or text in found or END_OF_TEXT in text: continue

@@ -151,6 +151,7 @@ class ReadableEncoder:
             else:
                 if self.rules.nfc: part = unicodedata.normalize("NFC", part)
                 for word in self.cut.finditer(part): yield from self.words[word[0]]
+    def encode_list(self, data:bytes)->list: return list(self._ids(data))
     def encode(self, data:bytes, threads:int=1)->np.ndarray: return np.fromiter(self._ids(data), self.dtype)
     def encode_batch(self, texts:list, threads:int=1)->tuple: # As `Encoder.encode_batch`
         parts = [self.encode(data) for data in texts]
@@ -167,7 +168,7 @@ class TextEncoder(VocabularyFiles):
 
     def encode(self, text:str)->list: # Ids; a special token in `text` becomes its one id
         "The ids of a text. `ValueError` if it holds half of a surrogate pair."
-        return self._encoder.encode(_utf8(text)).tolist()
+        return self._encoder.encode_list(_utf8(text))
     def encode_bytes(self, data:bytes)->list: # Whatever the bytes are, `decode_bytes` gives them back
         "The ids of bytes, which need not be UTF-8."
         return self.encode_array(data).tolist()
@@ -182,7 +183,8 @@ class TextEncoder(VocabularyFiles):
 # %% ../../nbs/01c_tokenizer.ipynb #dceea947
 def _utf8(text)->bytes:
     if not isinstance(text, str): raise TypeError(f"encode: text is a {type(text).__name__}, expected a str")
-    return utf8(text)
+    try: return text.encode()
+    except UnicodeEncodeError: return utf8(text)   # says what is wrong
 
 # %% ../../nbs/01c_tokenizer.ipynb #7c25e69a
 def cut_chunks(
