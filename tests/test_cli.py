@@ -127,12 +127,11 @@ def broken(work, whole):
     ("quickstart --data text:nowhere.txt", "nowhere.txt: no such file"),
     ("quickstart --data text:empty.txt", "empty.txt: the file is empty"),
     ("quickstart --data text:binary.txt", "binary.txt: not UTF-8 text (byte 0x80 at 128)"),
-    ("quickstart --data text:short.txt", "vocab_size can be at most"),
+    ("quickstart --data text:short.txt", "one window needs 256"),
     ("quickstart --data text:letter.txt", "nothing is left for training"),
     ("prepare text:letter.txt new --tokenizer tok", "nothing is left for training"),
     ("prepare stories new --tokenizer tok --max-mb nan", "max_mb = nan, expected more than 0"),
     ("prepare stories new --tokenizer tok --valid-documents 0", "valid_documents = 0, expected 1 or more"),
-    ("tokenizer text:small.txt new", "vocab_size can be at most"),
     ("tokenizer stories new --vocab-size 100", "vocab_size = 100, expected at least 257"),
     ("tokenizer storys new", "did you mean 'stories'"),
     ("tokenizer stories tok", "tok exists"),
@@ -168,6 +167,12 @@ def test_a_mistake_is_one_line_and_leaves_nothing(broken, words, answer):
     assert done.returncode == 2, done.stdout + done.stderr
     assert done.stderr.startswith("lmcourse: ") and done.stderr.count("\n") == 1 and answer in done.stderr, done.stderr
     assert sorted(broken.rglob("*")) == before
+
+
+def test_a_text_with_few_pairs_gives_a_smaller_vocabulary(broken, tmp_path):
+    done = lmcourse("tokenizer", f"text:{broken/'small.txt'}", "few", cwd=tmp_path)
+    assert done.returncode == 0 and not done.stderr and "merges and not for 1,791: the vocabulary has" in done.stdout
+    assert (tmp_path/"few/tokenizer.json").exists()
 
 
 @pytest.mark.parametrize("words", ["quickstart --minutes 1", "prepare stories new --tokenizer tok --max-mb 50"])
