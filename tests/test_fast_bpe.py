@@ -137,6 +137,13 @@ def test_a_file_is_counted_as_its_text(tmp_path):
     assert count_words_fast(tmp_path/"empty").counter() == {}
 
 
+def test_a_special_token_is_not_cut_where_only_its_end_is_looked_at(tmp_path):
+    (tmp_path/"text").write_text("x"*65_534 + "<|a b|>" + "y"*100_000)                         # the last 64 KiB of the first piece begin inside it
+    pieces, found, buffer = FilePieces(tmp_path/"text", [b"<|a b|>"], size=1 << 17), [], np.empty(0, np.uint8)
+    while len((read := pieces.read(buffer))[0]): found.append(read[0].tobytes()); buffer = read[1]
+    assert sum(piece.count(b"<|a b|>") for piece in found) == 1
+
+
 def test_a_text_without_white_space(tmp_path):
     text = "好"*3_000_000 + END + "a"*3_000_000 + "\u3000"*3_000_000
     (tmp_path/"text").write_bytes(text.encode())

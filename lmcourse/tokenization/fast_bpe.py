@@ -475,7 +475,7 @@ def offer(heap, h, p, floor, pairs, prefixes, offsets, token_text):
 
 @inner
 def refill(heap, pairs, prefixes, offsets, token_text):
-    "Fill an empty heap with the pairs that have a quarter of the highest count. Returns its size and the floor."
+    "Fill an empty heap with the pairs that have at least a quarter of the highest count. Returns its size and the floor."
     most, h = ONE, 0
     for p in range(len(pairs)): most = max(most, pairs[p,1])
     floor = max(most >> U(2), ONE)
@@ -567,7 +567,7 @@ def learn_fast(
     words:Words, # As `count_words_fast` gives
     n:int,       # Merges wanted
 )->list: # Pairs of byte strings in the order in which they were learnt; fewer than `n` if no pair is left
-    "The merges that `learn_heap` learns. `OverflowError` from 137 GB of text, 2**29 bytes of distinct words or 2**26 pairs on."
+    "The merges that `learn_heap` learns. `OverflowError` from 137 GB of text, 2**29 bytes of distinct words or some 2**26 pairs on."
     size, total = len(words.text), int(words.counts @ np.diff(words.offsets).astype(U))
     if size >= 1 << 29 or total >= 1 << 37: raise OverflowError(f"{size:,} bytes of distinct words, {total:,} with their counts: expected less than 2**29 and 2**37")
     symbols, words_at = np.empty((2, size + len(words.counts) + 1), np.int32)
@@ -581,7 +581,7 @@ def learn_fast(
     while short := learn_kernel(merges, symbols, words_at, words.counts, lengths, pairs, places, heap, new_pairs, prefixes, offsets, token_text, state):
         if short == TEXT: token_text = np.concatenate([token_text, np.empty_like(token_text)])
         else:
-            if len(pairs) > PAIR: raise OverflowError(f"more than {int(PAIR)//2:,} pairs")
+            if len(pairs) > PAIR: raise OverflowError(f"more than {2*len(pairs)//3:,} pairs")
             move_pairs(pairs, larger := np.zeros((2*len(pairs), 4), U))
             pairs, heap, new_pairs = larger, np.empty(len(larger), U), np.empty(len(larger), np.int64)
             state[3:] = 0, EMPTY                                           # the rows have moved, so the heap is filled anew
@@ -659,6 +659,7 @@ class FilePieces:
     "A file, piece by piece. Several threads may ask."
     def __init__(self, path, specials:list, errors:str="strict", size:int=1<<22): # Bytes of a piece, unless it can't be cut there
         self.path, self.specials, self.errors, self.size = Path(path), specials, errors, size
+        self.longest = max(map(len, specials), default=0) # the end of a piece can't show a special token that began before it
         self.file, self.rest, self.at, self.lock = open(path, "rb", buffering=0), b"", 0, threading.Lock()
 
     def read(self, buffer:np.ndarray)->tuple: # The piece as an array, in `buffer` if it fits; an empty one at the end; and the buffer for next time
@@ -670,7 +671,7 @@ class FilePieces:
             while got := self.file.readinto(memoryview(buffer)[n:]):
                 n += got
                 if n < len(buffer): continue
-                if cut := last_cut(buffer[-(1 << 16):].tobytes(), self.specials): cut += max(n - (1 << 16), 0)
+                if (cut := last_cut(buffer[-(1 << 16):].tobytes(), self.specials)) > self.longest: cut += max(n - (1 << 16), 0)
                 elif not (cut := last_cut(buffer.tobytes(), self.specials)):
                     buffer = np.concatenate([buffer, np.empty_like(buffer)])
                     continue
