@@ -733,24 +733,20 @@ def count_words_fast(
 NO_PAIR, MOST = np.int64(2**63 - 1), 64
 
 ID = np.int64(2**32 - 1)
+SHORT, BYTE = 1 << 12, np.dtype(np.uint8) # bytes of a text that is called short
 
 @inner
 def find_pair(pairs, shift, a, b):
     "Rank (high 32 bits) and id (low) of what a and b are joined to, or NO_PAIR."
-    key = U(a + 1) << U(32) | U(b)
-    r = np.int64((key*GOLD) >> shift)
-    while pairs[r,0] != key:
-        if not pairs[r,0]: return NO_PAIR
-        r = (r + 1) & (len(pairs) - 1)
-    return np.int64(pairs[r,1])
+    r = pair_row(pairs, shift, pair_key(a, b))
+    return np.int64(pairs[r,1]) if pairs[r,0] else NO_PAIR
 
 @kernel
 def fill_pairs(merges, pairs):
     "Rows of left id, right id and joined id, by rank, into the table that `find_pair` reads."
     for rank in range(len(merges)):
-        key = U(merges[rank,0] + 1) << U(32) | U(merges[rank,1])
-        r = np.int64((key*GOLD) >> shift_of(pairs))
-        while pairs[r,0]: r = (r + 1) & (len(pairs) - 1)
+        key = pair_key(merges[rank,0], merges[rank,1])
+        r = pair_row(pairs, shift_of(pairs), key)
         pairs[r,0], pairs[r,1] = key, U(rank) << U(32) | U(merges[rank,2])
 
 # %% ../../nbs/01b_fast_bpe.ipynb #7bf7ab88
@@ -894,9 +890,7 @@ def encode_short(text_, tables):
     "The ids of one segment into the last of the tables. Returns how many."
     return encode_span(borrow(text_), 0, len(text_), tables, borrow(tables[7]), 0)
 
-# %% ../../nbs/01b_fast_bpe.ipynb #aa9a4b27
-SHORT, BYTE = 1 << 12, np.dtype(np.uint8)
-
+# %% ../../nbs/01b_fast_bpe.ipynb #8682bbb9
 class SegmentEncoder:
     "Runs the kernel on segments of a text without special tokens. Safe to use from several threads."
     def __init__(self,
@@ -904,6 +898,7 @@ class SegmentEncoder:
         merges:list,    # Pairs of byte strings in the order in which they were learnt
         cache_bits:int=19, # A cache has 2**19 rows of 32 bytes; memory that no word needed is not touched
     ):
+        if len(vocab) > 1 << 24: raise ValueError(f"{len(vocab):,} tokens, expected at most 2**24: a cached id has 24 bits")
         ids = {token: i for i,token in vocab.items()}
         self.dtype, self.cache_bits, self._free = np.uint16 if len(vocab) <= 1 << 16 else np.uint32, cache_bits, []
         self.byte_ids = np.full(256 + (1 << 16), NO_PAIR)                  # of single bytes, and what `find_pair` gives for two
