@@ -4,14 +4,16 @@
 
 # %% auto #0
 __all__ = ['check_same', 'truncated_normal', 'Linear', 'Embedding', 'at_least_float32', 'rmsnorm', 'RMSNorm', 'layernorm',
-           'LayerNorm', 'relu', 'silu', 'gelu', 'FeedForward', 'softmax', 'token_losses', 'cross_entropy']
+           'LayerNorm', 'relu', 'silu', 'gelu', 'FeedForward', 'softmax', 'token_losses', 'cross_entropy',
+           'linear_cross_entropy', 'vectors_idle', 'onednn_products']
 
-# %% ../../nbs/03b_layers_torch.ipynb #454d1182
-import math
+# %% ../../nbs/03b_layers_torch.ipynb #2b457d44
+import contextlib, math, platform, warnings
 import torch
 import torch.nn.functional as F
 from torch import nn
 from functools import partial
+from pathlib import Path
 from ..tools.checks import check_close
 from ..tools.config import unknown
 
@@ -235,3 +237,80 @@ def cross_entropy(
     if not z_loss: return loss
     counts = targets != ignore_index
     return loss + z_loss*(logits.logsumexp(-1).square()*counts).sum()/counts.sum()
+
+# %% ../../nbs/03b_layers_torch.ipynb #5b32d69b
+def _some_tokens(x, weight, targets, shares, z_loss): # Loss, and gradients of `x` and `weight`, of tokens with those shares in the mean
+    z = (x@weight.T).float() if x.dtype.itemsize < 4 else x@weight.T
+    top, at = z.amax(-1, keepdim=True), z.gather(-1, targets[:, None])
+    p = z.sub_(top).exp_()
+    total = p.sum(-1, keepdim=True)
+    log_z = total.log() + top
+    loss = ((log_z - at + z_loss*log_z.square())*shares).sum()
+    p.mul_((1 + 2*z_loss*log_z)*shares/total).scatter_add_(-1, targets[:, None], -shares)
+    p = p.to(x.dtype)
+    return loss, p@weight, p.T@x
+
+# %% ../../nbs/03b_layers_torch.ipynb #e3a3d004
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, targets, ignore_index, z_loss, tokens):
+        counts = targets != ignore_index
+        shares, targets = (counts/counts.sum()).to(at_least_float32(x).dtype)[:, None], targets.where(counts, 0)
+        loss, dweight, dxs = 0, None, []
+        for some in zip(x.split(tokens), targets.split(tokens), shares.split(tokens)):
+            part, dx, dw = _some_tokens(some[0], weight, *some[1:], z_loss)
+            loss, dweight = loss + part, at_least_float32(dw) if dweight is None else dweight.add_(dw)
+            dxs.append(dx)
+        ctx.save_for_backward(torch.cat(dxs), dweight.to(weight.dtype))
+        return loss
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, dloss): return *(g*dloss for g in ctx.saved_tensors), None, None, None, None
+
+# %% ../../nbs/03b_layers_torch.ipynb #d32e3ca2
+def linear_cross_entropy(
+    x:torch.Tensor,         # What the head reads `(..., D)`
+    weight:torch.Tensor,    # Of the head `(V, D)`
+    targets:torch.Tensor,   # Ids `(...)` from 0 to V - 1, or `ignore_index`
+    ignore_index:int=-100,  # A target that does not count
+    z_loss:float=0.0,       # Weight of the mean of `log(Z)**2`
+    tokens:int|None=None,   # Tokens at a time: none for what fits a CPU's cache, or makes a GPU busy
+)->torch.Tensor: # As `cross_entropy(x@weight.T, ...)`
+    "The training loss without all logits at once. `ValueError` if the shapes don't fit."
+    if targets.shape != x.shape[:-1]: raise ValueError(f"targets {tuple(targets.shape)} don't fit x {tuple(x.shape)}, expected {tuple(x.shape[:-1])}")
+    if torch.is_autocast_enabled(x.device.type): x, weight = (a.to(torch.get_autocast_dtype(x.device.type)) for a in (x, weight))
+    tokens = tokens or max(256, (2**21 if x.device.type == "cpu" else 2**27)//len(weight))
+    with torch.autocast(x.device.type, enabled=False):
+        return _LinearCrossEntropy.apply(x.reshape(-1, x.shape[-1]), weight, targets.flatten(), ignore_index, z_loss, tokens)
+
+# %% ../../nbs/03b_layers_torch.ipynb #884a2d8e
+def vectors_idle()->bool:
+    "Whether torch's float32 products use half of this CPU: it has AVX-512, but another maker than the one that MKL knows."
+    cpuinfo = Path("/proc/cpuinfo")
+    maker = cpuinfo.read_text() if cpuinfo.exists() else platform.processor()
+    known = hasattr(torch.ops.mkldnn, "_linear_pointwise") and torch.backends.mkl.is_available()
+    return known and "AuthenticAMD" in maker and torch.backends.cpu.get_cpu_capability() == "AVX512"
+
+# %% ../../nbs/03b_layers_torch.ipynb #04970a8d
+def _mm(a, b, out=None): # What stands in for `aten::mm`
+    if a.dtype == torch.float32 and a.numel() and b.numel(): y = torch.ops.mkldnn._linear_pointwise(a, b.t(), None, "none", [], "")
+    else: y = torch.addmm(a.new_zeros(1), a, b, beta=0)     # Other types and empty products go on as they did
+    return y if out is None else out.resize_(y.shape).copy_(y)
+
+def _mm_out(a, b, *, out): return _mm(a, b, out)
+
+# %% ../../nbs/03b_layers_torch.ipynb #cc29af94
+@contextlib.contextmanager
+def onednn_products(
+    use:bool|None=None, # Whether to: none for where they are faster
+):
+    "Inside, float32 matrix products on the CPU are oneDNN's. The numbers differ in rounding alone."
+    with contextlib.ExitStack() as stack:
+        if vectors_idle() if use is None else use:
+            library = torch.library.Library("aten", "IMPL")
+            stack.callback(library._destroy)
+            with warnings.catch_warnings():                 # Torch tells everybody that a kernel was replaced
+                warnings.simplefilter("ignore")
+                for name,kernel in (("mm", _mm), ("mm.out", _mm_out)): library.impl(name, kernel, "CPU", allow_override=True)
+        yield
