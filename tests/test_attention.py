@@ -9,9 +9,9 @@ torch = pytest.importorskip("torch")
 import torch.nn.functional as F
 from hypothesis import given, settings, strategies as st
 
-from lmcourse.architecture.attention_torch import (CausalSelfAttention, RoPE, apply_rope, causal_attention, causal_mask, rope_tables,
-    scaled_dot_product_attention)
-from lmcourse.architecture.layers_torch import check_same, rmsnorm
+from lmcourse.architecture.attention_torch import (CausalSelfAttention, RoPE, apply_rope, apply_rope_half, causal_attention, causal_mask,
+    rope_tables, scaled_dot_product_attention)
+from lmcourse.architecture.layers_torch import check_same, rmsnorm, check_index
 from lmcourse.tools.checks import check_close, expect_error
 from lmcourse.tools.config import ModelConfig
 
@@ -58,7 +58,22 @@ def test_masks_broadcast_and_are_checked():
     for shape in ((5, 4), (3, 4, 4), (7, 2, 3, 4, 5)):
         with expect_error(ValueError, str(shape)): scaled_dot_product_attention(q, k, v, torch.ones(shape, dtype=torch.bool))
     with expect_error(TypeError, "torch.int64"): scaled_dot_product_attention(q, k, v, torch.ones(4, 5, dtype=torch.long))
+    with expect_error(TypeError, "torch.float64"): scaled_dot_product_attention(q, k, v, randn(4, 5))
     with expect_error(ValueError, "5 queries at the end of 4 keys"): causal_mask(5, 4)
+
+
+@pytest.mark.parametrize("H, G", [(6, 4), (4, 6), (1, 2)])
+def test_heads_that_do_not_divide_are_refused(H, G):
+    q, k = randn(2, H, 3, 4), randn(2, G, 3, 4)
+    with expect_error(ValueError, f"{H} query heads can't be shared out among {G} key/value heads"): causal_attention(q, k, k)
+    with expect_error(ValueError, f"num_heads = {H} is not a multiple of num_kv_heads = {G}"): ModelConfig(d_model=24, num_heads=H, num_kv_heads=G)
+
+
+@pytest.mark.parametrize("window", [0, -1])
+def test_windows_that_see_nothing_are_refused(window):
+    q = randn(2, 3, 5, 4)
+    with expect_error(ValueError, f"window = {window}, expected 1 or more"): causal_mask(5, window=window)
+    with expect_error(ValueError, f"window = {window}, expected 1 or more"): causal_attention(q, q, q, window)
 
 
 @few
@@ -82,6 +97,39 @@ def test_rope_scores_know_distances_only(t, s, shift, seed):
     check_close(at(q, t)@at(k, s).T, at(q, t + shift)@at(k, s + shift).T, atol=1e-12)
 
 
+def half_order(K): return torch.tensor([*range(0, K, 2), *range(1, K, 2)])
+
+
+@few
+@given(leads, st.integers(1, 9), st.integers(1, 5), st.sampled_from([10., 10_000., 1e6]), seeds)
+def test_both_layouts_are_one_function(lead, T, pairs, theta, seed):
+    x, order, tables = randn(*lead, T, 2*pairs, seed=seed), half_order(2*pairs), rope_tables(T, 2*pairs, theta, torch.float64)
+    check_close(apply_rope_half(x[..., order], *tables), apply_rope(x, *tables)[..., order])
+    check_same(lambda x: apply_rope(x, *tables), lambda x: apply_rope_half(x[..., order], *tables)[..., order.argsort()], x)
+    for half in (torch.bfloat16, torch.float16):
+        y = apply_rope_half(x.to(half), *(t.float() for t in tables))
+        assert y.dtype == half
+        check_close(y.double(), apply_rope_half(x, *tables), rtol=.02, atol=.02)
+
+
+@pytest.mark.parametrize("changes", [dict(), dict(num_kv_heads=2), dict(num_kv_heads=1, qk_norm=True, bias=True, head_dim=8)], ids=str)
+def test_a_layer_in_the_other_layout(changes):
+    "The rows of query and key weights in the other order, head by head, gains and biases too; then the half-split rotation gives the same layer"
+    layer, x = layer_of(**changes), randn(2, 12, 24)
+    c = replace(config, **changes)
+    y, order = layer(x), half_order(c.K)
+    moved = copy.deepcopy(layer)
+    for name, w in moved.named_parameters():
+        if name[:6] in ("q_proj", "k_proj"): w.data = w.data.unflatten(0, (-1, c.K))[:, order].flatten(0, 1)
+        if name[:6] in ("q_norm", "k_norm"): w.data = w.data[order]
+    q, k, v = (getattr(moved, f"{n}_proj")(x).unflatten(-1, (-1, c.K)).transpose(1, 2) for n in "qkv")
+    if c.qk_norm: q, k = moved.q_norm(q), moved.k_norm(k)
+    tables = rope_tables(12, c.K, dtype=torch.float64)
+    out = causal_attention(apply_rope_half(q, *tables), apply_rope_half(k, *tables), v)
+    check_close(moved.output_proj(out.transpose(1, 2).flatten(2)), y)
+    assert not torch.allclose(moved(x), y, atol=1e-3), "the order of the rows did not matter"
+
+
 @pytest.mark.parametrize("view", [lambda x: x, lambda x: x.transpose(1, 2).contiguous().transpose(1, 2), lambda x: x.mT.contiguous().mT,
                                   lambda x: F.pad(x, (1, 0))[..., 1:], lambda x: F.pad(x, (0, 1))[..., :-1],
                                   lambda x: F.pad(x, (1, 1))[..., 1:-1], lambda x: x.repeat_interleave(2, -1)[..., ::2]])
@@ -101,8 +149,42 @@ def test_rope_positions():
     own = torch.tensor([[0, 1, 2, 3], [9, 3, 11, 19]])
     for b in range(2): check_close(rope(x, own[:, None])[b], rope(x[b], own[b]))
     with expect_error(ValueError, "21 positions, but RoPE was made for 20"): rope(randn(21, 8))
-    with expect_error(IndexError): rope(x, torch.arange(17, 21))
+    check_close(rope(x, torch.tensor([3])), rope(x, torch.tensor([3]*4)))           # Broadcasts
+    check_close(rope(x, torch.arange(4, dtype=torch.int32)), whole)
+    for T in (3, 5):
+        with expect_error(ValueError, f"positions ({T},) don't fit 4 tokens"): rope(x, torch.arange(T))
+    with expect_error(IndexError, "position 20 is not in a table of 20: expected 0 to 19"): rope(x, torch.arange(17, 21))
+    with expect_error(IndexError, "position -2 is not in a table of 20"): rope(x, torch.arange(-2, 2))
+    with expect_error(TypeError, "positions are torch.float32"): rope(x, torch.arange(4.))
     with expect_error(ValueError, "head_dim = 7 is odd"): RoPE(20, 7)
+
+
+@pytest.mark.parametrize("index, size, worst", [([0, 7], 8, None), ([], 8, None), ([8], 8, 8), ([-1], 8, -1), ([-1, 9], 8, 9), ([-3, 9], 8, -3),
+                                                ([-2, 9], 8, 9), ([0], 0, 0)], ids=str)
+def test_check_index_names_the_worst(index, size, worst):
+    for dtype in (torch.int64, torch.int32):
+        bad = torch.tensor(index, dtype=dtype)
+        if worst is None: check_index(bad, size, "token id", "a vocabulary")
+        else:
+            with expect_error(IndexError, f"token id {worst} is not in a vocabulary of {size}: expected 0 to {size - 1}"):
+                check_index(bad, size, "token id", "a vocabulary")
+    for dtype in (torch.float32, torch.bool, torch.uint8, torch.int16):
+        with expect_error(TypeError, f"token ids are {dtype}, expected torch.int64"): check_index(torch.zeros(2, dtype=dtype), size, "token id", "a vocabulary")
+
+
+class OnGpu:
+    "As much of a GPU tensor as the check may touch without waiting for it"
+    dtype, device = torch.int64, torch.device("cuda")
+    def numel(self): return 1
+
+
+def test_check_index_does_not_look_where_it_should_not(monkeypatch):
+    for index in (torch.tensor([9], device="meta"), OnGpu()): check_index(index, 8, "position", "a table")
+    with monkeypatch.context() as m:
+        m.setattr(torch.jit, "is_tracing", lambda: True)
+        check_index(torch.tensor([9]), 8, "position", "a table")
+    seen = torch.vmap(lambda i: (check_index(i, 8, "position", "a table"), i + 1)[1])(torch.tensor([[1], [9]]))
+    check_close(seen, torch.tensor([[2], [10]]))
 
 
 def test_tables_follow_their_module_unrounded():
@@ -162,6 +244,24 @@ def test_layer_is_its_formula():
     q, k = (apply_rope(rmsnorm(z, norm.weight, .1), cos, sin) for z, norm in ((q, layer.q_norm), (k, layer.k_norm)))
     y = scaled_dot_product_attention(q, k.repeat_interleave(3, 1), v.repeat_interleave(3, 1), causal_mask(12, window=5))
     check_close(layer(x), line("output_proj", y.transpose(1, 2).flatten(2)))
+
+
+@pytest.mark.parametrize("changes", VARIANTS, ids=str)
+def test_shifted_positions_give_the_same(changes):
+    layer, x, at = layer_of(**changes), randn(2, 7, 24), torch.arange(7)
+    for shift in (1, 5): check_close(layer(x, at + shift), layer(x, at), 1e-6, 1e-9)
+    own = torch.stack((at, at + 3))                                     # Each sequence by its own
+    check_close(layer(x, own), layer(x, at), 1e-6, 1e-9)
+    if layer.rope is not None and layer.window != 1:                    # A window of 1 sees no distances
+        assert not torch.allclose(layer(x, at*11//7), layer(x, at), atol=1e-3)
+        with expect_error(IndexError, "position 12 is not in a table of 12"): layer(x, at + 6)
+
+
+@pytest.mark.parametrize("G", [1, 2, 6])
+def test_the_cache_holds_what_the_formula_says(G):
+    layer, kept = CausalSelfAttention(replace(config, num_kv_heads=G), device="meta", dtype=torch.bfloat16), Kept()
+    assert layer(torch.empty(3, 12, 24, device="meta", dtype=torch.bfloat16), None, kept).shape == (3, 12, 24)
+    assert sum(z.nbytes for z in kept.kv) == 3*12*2*G*4*2              # B T · keys and values · G K · bytes
 
 
 def test_order_of_heads_does_not_matter():

@@ -1,5 +1,6 @@
 "The whole model: every field of its config builds, learns, keeps the future out, and changes something."
 import copy
+import itertools
 import math
 import typing
 from dataclasses import replace
@@ -77,6 +78,70 @@ def test_variant(changes):
     check_close(model(ids[0]), logits[0], 1e-4, 1e-5)
     check_close(model(ids[:, :5]), logits[:, :5], 1e-4, 1e-5)
     check_close(model(ids, torch.arange(c.context_length).expand(2, -1)), logits, 1e-4, 1e-5)
+
+
+WORDS = {n: typing.get_args(h) for n, h in typing.get_type_hints(ModelConfig).items() if typing.get_origin(h) is typing.Literal}
+WORDS |= dict(window=(None, 3), num_kv_heads=(None, 1))
+
+
+def shaken(c):
+    "A model in float64 whose biases and gains are no longer 0 and 1"
+    model = TransformerLM(c, dtype=torch.float64)
+    for i, p in enumerate(model.parameters()): p.data += .05*torch.randn(p.shape, generator=torch.Generator().manual_seed(i))
+    return model
+
+
+@pytest.mark.parametrize("position", WORDS["position"])
+@pytest.mark.parametrize("norm", WORDS["norm"])
+def test_the_future_never_changes_the_past(position, norm):
+    "Bit for bit, for every combination of the words of a config; and in the gradients"
+    for values in itertools.product(*(WORDS[n] for n in WORDS if n not in ("position", "norm"))):
+        c = replace(base, position=position, norm=norm, **dict(zip([n for n in WORDS if n not in ("position", "norm")], values)))
+        model, ids = shaken(c), ids_of(c, B=1)
+        with torch.no_grad(): logits = model(ids)
+        for t in (4, 11):
+            other = ids.clone(); other[:, t:] = (ids[:, t:] + 1 + torch.arange(12 - t)) % c.vocab_size
+            with torch.no_grad(): assert torch.equal(model(other)[:, :t], logits[:, :t]), (c, t)
+        model.zero_grad()
+        rows = model.embed(ids).detach().requires_grad_()
+        model.embed = lambda *_: rows
+        grad, = torch.autograd.grad(model(ids)[:, 4].sum(), rows)
+        assert not grad[:, 5:].any() and grad[:, 4].any(), c
+
+
+SHIFTED = [{}, dict(norm="layernorm"), dict(norm="none"), dict(norm_position="post"), dict(norm_position="sublayer"), dict(window=3), dict(num_kv_heads=2),
+           dict(qk_norm=True), dict(rope_theta=10.), dict(position="none"), dict(ffn="gelu", bias=True)]
+
+
+@pytest.mark.parametrize("changes", SHIFTED, ids=str)
+def test_shifted_positions_leave_the_logits(changes):
+    c = replace(base, **changes)
+    model, ids, at = shaken(c), ids_of(c)[:, :7], torch.arange(7)
+    logits = model(ids)
+    for positions in (at + 5, torch.stack((at, at + 2))): check_close(model(ids, positions), logits, 1e-6, 1e-8)
+    for absolute in ("learned", "sinusoidal"):
+        other = shaken(replace(c, position=absolute))
+        assert not torch.allclose(other(ids, at + 5), other(ids, at), atol=1e-3)
+    if c.position == "rope": assert not torch.allclose(model(ids, at*11//7), logits, atol=1e-4)
+
+
+@pytest.mark.parametrize("changes", [{}, dict(num_kv_heads=2), dict(num_kv_heads=1), dict(position="learned", bias=True), dict(qk_norm=True, window=3)],
+                         ids=str)
+def test_order_of_heads_does_not_matter(changes):
+    "Key/value heads in another order, each with its query heads, and these in another order among themselves"
+    c = replace(base, **changes)
+    model, ids, rng = shaken(c), ids_of(c), torch.Generator().manual_seed(0)
+    logits = model(ids)
+    for layer in model.layers:
+        groups = torch.randperm(c.G, generator=rng).roll(1)
+        heads = torch.cat([g*(c.num_heads//c.G) + torch.randperm(c.num_heads//c.G, generator=rng) for g in groups])
+        for name, order in (("q", heads), ("k", groups), ("v", groups)):
+            for p in getattr(layer.attn, f"{name}_proj").parameters(): p.data = p.data.unflatten(0, (-1, c.K))[order].flatten(0, 1)
+        w = layer.attn.output_proj.weight
+        w.data = w.data.unflatten(1, (-1, c.K))[:, heads].flatten(1, 2)
+    check_close(model(ids), logits)
+    w.data = w.data.roll(c.K, 1)                                        # With the heads out of step it is another model
+    assert not torch.allclose(model(ids), logits, atol=1e-3)
 
 
 @pytest.mark.parametrize("changes", [{}] + ONE + BOTH, ids=str)
@@ -224,10 +289,33 @@ def test_parts_with_a_cache_are_the_whole(changes):
 def test_bad_input():
     model = TransformerLM(base)
     with expect_error(ValueError, "13 tokens, but the model's context_length is 12"): model(torch.zeros(1, 13, dtype=torch.long))
-    with expect_error(ValueError, "ids from 0 to 20, expected 0 to 19"): model(torch.tensor([[0, 20]]))
-    with expect_error(ValueError, "ids from -1 to 3"): model(torch.tensor([[3, -1]]))
-    with expect_error(TypeError, "ids are torch.float32"): model(torch.zeros(1, 3))
+    with expect_error(IndexError, "id 20 is not in a table of 20: expected 0 to 19"): model(torch.tensor([[0, 20]]))
+    with expect_error(IndexError, "id -1 is not in a table of 20"): model(torch.tensor([[3, -1]]))
+    with expect_error(IndexError, "id -7 is not in a table of 20"): model(torch.tensor([[22, -7]]))
+    for dtype in (torch.float32, torch.bfloat16, torch.bool, torch.uint8):
+        with expect_error(TypeError, f"ids are {dtype}, expected torch.int64"): model(torch.zeros(1, 3, dtype=dtype))
+    with expect_error(ValueError, "ids have no dimension"): model(torch.tensor(3))
+    with expect_error(ValueError, "a cache needs positions"): model(torch.zeros(1, 3, dtype=torch.long), cache=[Kept(), Kept()])
     assert model(torch.zeros(2, 0, dtype=torch.long)).shape == (2, 0, 20)
+    assert model(torch.zeros(2, 3, dtype=torch.int32)).shape == (2, 3, 20)
+
+
+@pytest.mark.parametrize("position", ["rope", "learned", "sinusoidal"])
+def test_positions_beyond_the_context(position):
+    model, ids = TransformerLM(replace(base, position=position)), torch.zeros(1, 4, dtype=torch.long)
+    assert model(ids, torch.arange(8, 12)).shape == (1, 4, 20)
+    for positions, worst in ((torch.arange(9, 13), 12), (torch.arange(-1, 3), -1)):
+        with pytest.raises((IndexError, ValueError), match=str(worst)): model(ids, positions)
+    with pytest.raises(TypeError, match="torch.float32"): model(ids, torch.arange(4.))
+
+
+def test_the_checks_leave_compiler_and_exporter_alone():
+    model, ids, at = TransformerLM(base), ids_of(base)[:, :7], torch.arange(2, 9)
+    compiled = torch.compile(model, backend="eager", fullgraph=True)    # `fullgraph`: an error where Python has to look at a number
+    check_close(compiled(ids), model(ids), 1e-4, 1e-5)
+    check_close(compiled(ids, at), model(ids, at), 1e-4, 1e-5)
+    torch._dynamo.reset()
+    check_close(torch.export.export(model, (ids,)).module()(ids), model(ids), 1e-4, 1e-5)
 
 
 def test_parameter_tree_adds_up():

@@ -72,6 +72,8 @@ def _kernels_fit(x)->bool: return type(x) is np.ndarray and x.dtype == np.float3
 
 def _rows(x): return x.reshape(-1, x.shape[-1])
 
+def _readable(result:tuple)->tuple: return *result[:-1], (None, result[-1])  # Marks the cache of a readable pair
+
 # %% ../../nbs/03h_fast_np.ipynb #65b5424c
 def fast_add_norm_forward(
     x:np.ndarray,           # The stream `(..., D)`
@@ -80,7 +82,7 @@ def fast_add_norm_forward(
     config:ModelConfig,     # Says which norm
 )->tuple: # As `add_norm_forward`
     "Add and normalise in one pass."
-    if config.norm == "none" or not _kernels_fit(x): return add_norm_forward(x, branch, params, config)
+    if config.norm == "none" or not _kernels_fit(x): return _readable(add_norm_forward(x, branch, params, config))
     s, h = x if branch is None else np.empty_like(x), np.empty_like(x)
     centre, (shift, inv) = config.norm == "layernorm", np.empty((2, x.size//x.shape[-1]), x.dtype)
     norm_rows(_rows(x), None if branch is None else _rows(branch), params["weight"], params.get("bias"), np.float32(config.norm_eps), centre,
@@ -93,7 +95,7 @@ def fast_add_norm_backward(
     cache:tuple,        # From `fast_add_norm_forward`
 )->tuple: # As `add_norm_backward`
     "Back through both in one pass."
-    if len(cache) == 2: return add_norm_backward(ds, dh, cache)
+    if cache[0] is None: return add_norm_backward(ds, dh, cache[1])
     s, shift, inv, params, centre = cache
     dx, dweight, dbias = np.empty_like(s), np.zeros_like(params["weight"]), np.zeros_like(params["weight"])
     norm_rows_backward(None if ds is None else _rows(ds), _rows(dh), _rows(s), shift, inv, params["weight"], centre, _rows(dx), dweight, dbias)
@@ -150,7 +152,7 @@ def fast_ffn_forward(
     kind:str,     # As `ModelConfig.ffn`
 )->tuple: # As `ffn_forward`
     "Products by BLAS, the exponential by NumPy's vectors, all else in one pass."
-    if not _kernels_fit(x): return ffn_forward(x, params, kind)
+    if not _kernels_fit(x): return _readable(ffn_forward(x, params, kind))
     linear = lambda name, x: linear_forward(x, params[f"{name}.weight"], params.get(f"{name}.bias"))
     (a, first), (b, third) = linear("w1", x), linear("w3", x) if kind.endswith("glu") else (None, None)
     e, y, gelu = None if kind.startswith("re") else np.empty_like(a), np.empty_like(a), kind in ("geglu", "gelu")
@@ -167,7 +169,7 @@ def fast_ffn_backward(
     cache:tuple,   # From `fast_ffn_forward`
 )->tuple: # As `ffn_backward`
     "Back through `fast_ffn_forward`."
-    if len(cache) != 7: return ffn_backward(dy, cache)
+    if cache[0] is None: return ffn_backward(dy, cache[1])
     a, b, e, gelu, first, second, third = cache
     da, *second = linear_backward(dy, second)                   # In front of w2; it becomes the gradient of `a` in its place
     db = None if b is None else np.empty_like(b)
@@ -306,7 +308,7 @@ def fast_multihead_forward(
     tables:tuple|None=None, # Cosines and sines for RoPE `(T, K/2)`
 )->tuple: # As `multihead_forward`
     "Projections, norms of queries and keys, RoPE in place, attention in pieces."
-    if not _kernels_fit(x): return multihead_forward(x, params, config, tables)
+    if not _kernels_fit(x): return _readable(multihead_forward(x, params, config, tables))
     c, (T, D), shape = config, x.shape[-2:], x.shape
     linear = lambda name, x: linear_forward(x, params[f"{name}_proj.weight"], params.get(f"{name}_proj.bias"))
     made = {n: linear(n, x) for n in "qkv"}
@@ -329,7 +331,7 @@ def fast_multihead_backward(
     cache:tuple,   # From `fast_multihead_forward`
 )->tuple: # As `multihead_backward`
     "Back through `fast_multihead_forward`."
-    if not isinstance(cache[0], dict): return multihead_backward(dy, cache)
+    if cache[0] is None: return multihead_backward(dy, cache[1])
     made, norms, tables, attended, last = cache
     dout, *output = linear_backward(dy, last)
     heads = dict(zip("qkv", fast_attention_backward(dout.reshape(attended[0].shape), attended)))

@@ -13,7 +13,7 @@ from torch import nn
 from functools import partial
 from ..tools.config import ModelConfig
 from ..tools.show import Table
-from .layers_torch import Embedding, FeedForward, LayerNorm, Linear, RMSNorm
+from .layers_torch import Embedding, FeedForward, LayerNorm, Linear, RMSNorm, linear_cross_entropy
 from .attention_torch import CausalSelfAttention, FixedTable, RoPE
 
 # %% ../../nbs/03f_transformer_torch.ipynb #69cb417e
@@ -76,7 +76,7 @@ class SinusoidalPositions(FixedTable):
         return torch.stack((angles.sin(), angles.cos()), -1).flatten(-2)
 
     def forward(self, positions:torch.Tensor)->torch.Tensor: # `(...)` whole numbers to `(..., D)`
-        return self.table[positions]
+        return self.rows(positions)
 
 # %% ../../nbs/03f_transformer_torch.ipynb #b79c5140
 class InputEmbeddings(nn.Module):
@@ -105,7 +105,7 @@ class InputEmbeddings(nn.Module):
 
 # %% ../../nbs/03f_transformer_torch.ipynb #b47d6c4e
 class TransformerLM(InputEmbeddings):
-    "Ids in, logits of the next id out; `cross_entropy` makes a loss of them."
+    "Ids in, logits of the next id out; or, with the ids that come next, the loss."
     def __init__(self,
         config:ModelConfig, # Sizes and variant
         seed:int=0,         # Of the initial weights
@@ -126,21 +126,38 @@ class TransformerLM(InputEmbeddings):
         positions:torch.Tensor|None=None, # Of the tokens, `(T,)` or `(..., T)`: none for 0 to T - 1
         cache=None,       # For generation, an entry a layer: see `CausalSelfAttention`
     )->torch.Tensor: # Logits `(..., T, V)`
-        _check_length(ids, self.config)
-        if cache is not None and positions is None: raise ValueError("a cache needs positions: after earlier tokens, the new ones don't stand at 0")
+        return self.lm_head(self.stream(ids, positions, cache))
+
+    def stream(self, ids:torch.Tensor, positions:torch.Tensor|None=None, cache=None)->torch.Tensor: # What the head reads `(..., T, D)`
+        _check_input(ids, self.config, positions, cache)
         x = self.embed(ids, positions)
         for i,layer in enumerate(self.layers): x = layer(x, positions, None if cache is None else cache[i])
-        return self.lm_head(self.ln_final(x))
+        return self.ln_final(x)
 
-    def _apply(self, fn, recurse=True): return _tie(super()._apply(fn, recurse))
-
-# %% ../../nbs/03f_transformer_torch.ipynb #21070108
-def _check_length(ids:torch.Tensor, c:ModelConfig):
+# %% ../../nbs/03f_transformer_torch.ipynb #62cd8392
+def _check_input(ids:torch.Tensor, c:ModelConfig, positions, cache): # `Embedding` looks at the ids themselves
+    if not ids.ndim: raise ValueError("ids have no dimension, expected (..., T): a single token is a row of length 1")
     if ids.shape[-1] > c.context_length: raise ValueError(f"{ids.shape[-1]} tokens, but the model's context_length is {c.context_length}")
+    if cache is not None and positions is None: raise ValueError("a cache needs positions: after earlier tokens, the new ones don't stand at 0")
 
 def _tie(model:TransformerLM)->TransformerLM: # Again after each move: torch makes two tensors of one when it fills a model made on `meta`
     if model.config.tie_embeddings: model.lm_head.weight = model.token_embeddings.weight
     return model
+
+def _apply(self, fn, recurse=True): return _tie(InputEmbeddings._apply(self, fn, recurse))
+
+TransformerLM._apply = _apply
+
+# %% ../../nbs/03f_transformer_torch.ipynb #7c81e88c
+def _loss(self,
+    ids:torch.Tensor,      # `(..., T)`
+    targets:torch.Tensor,  # The ids that come next `(..., T)`, or `ignore_index`
+    ignore_index:int=-100, # A target that does not count
+)->torch.Tensor: # Mean in nats a token, with the config's z-loss
+    "What training minimises."
+    return linear_cross_entropy(self.stream(ids), self.lm_head.weight, targets, ignore_index, self.config.z_loss)
+
+TransformerLM.loss = _loss
 
 # %% ../../nbs/03f_transformer_torch.ipynb #cce208eb
 def count_parameters(

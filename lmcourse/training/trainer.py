@@ -19,7 +19,6 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from .. import __version__
-from ..architecture.layers_torch import cross_entropy
 from ..architecture.transformer_torch import TransformerLM
 from ..tokenization.tokenizer import Tokenizer
 from ..tools.config import ModelConfig, TrainConfig
@@ -155,7 +154,7 @@ class Trainer:
         self.model = TransformerLM(model_config, seed=config.seed).to(self.device)
         self.optimizer = AdamW(parameter_groups(self.model, config.weight_decay), lr=config.lr,
                                betas=(config.beta1, config.beta2), eps=config.eps)
-        self.forward = torch.compile(self.model) if config.compile else self.model
+        self.loss = torch.compile(self.model.loss) if config.compile else self.model.loss
         self.step, self.elapsed, self.recent = 0, 0., []  # steps done, seconds they took, losses since the last line
 
 # %% ../../nbs/04e_trainer.ipynb #7f43d1f5
@@ -171,7 +170,7 @@ def train_step(self)->float: # The loss of the batch, in nats per token
     x, y = to_tensors(self.batches[self.step], self.device)
     lr = cosine_lr(self.step + 1, c.lr, c.min_lr, min(c.warmup_steps, c.steps), c.steps)
     for group in self.optimizer.param_groups: group["lr"] = lr
-    with autocast(self.device, c.dtype): loss = cross_entropy(self.forward(x), y, z_loss=self.model_config.z_loss)
+    with autocast(self.device, c.dtype): loss = self.loss(x, y)
     loss.backward()
     self.norm = clip_grad_norm(self.model.parameters(), c.grad_clip or math.inf)
     self.optimizer.step()
