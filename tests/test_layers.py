@@ -8,8 +8,8 @@ torch = pytest.importorskip("torch")
 import torch.nn.functional as F
 from hypothesis import given, settings, strategies as st
 
-from lmcourse.architecture.layers_torch import (Embedding, FeedForward, LayerNorm, Linear, RMSNorm, check_same, cross_entropy, gelu, layernorm, relu,
-    rmsnorm, silu, softmax, token_losses, truncated_normal)
+from lmcourse.architecture.layers_torch import (Embedding, FeedForward, LayerNorm, Linear, RMSNorm, check_same, cross_entropy, gelu, layernorm,
+    linear_cross_entropy, onednn_products, relu, rmsnorm, silu, softmax, token_losses, truncated_normal)
 from lmcourse.tools.checks import check_close, expect_error
 
 few = settings(max_examples=25, deadline=None)
@@ -153,3 +153,61 @@ def test_check_same_can_fail():
     x = randn(3)
     for wrong in (lambda x: x*x + 1e-3, lambda x: x*x.detach(), lambda x: (x*x)[None], lambda x: (x*x).float()):
         with expect_error(AssertionError): check_same(wrong, torch.square, x)
+
+
+@settings(max_examples=40, deadline=None)
+@given(N=st.integers(1, 9), D=st.integers(1, 5), V=st.integers(1, 9), tokens=st.sampled_from([1, 2, 5, None]), z_loss=st.sampled_from([0., .05]),
+       ignored=st.integers(0, 9), seed=st.integers(0, 9), dtype=st.sampled_from([torch.float64, torch.float32]))
+def test_head_and_loss_in_one(N, D, V, tokens, z_loss, ignored, seed, dtype):
+    rng = torch.Generator().manual_seed(seed)
+    x, head = torch.randn(N, D, generator=rng, dtype=dtype), 3*torch.randn(V, D, generator=rng, dtype=dtype)
+    targets = torch.randint(V, (N,), generator=rng).masked_fill(torch.arange(N) >= max(1, ignored), -100)
+    one = lambda x, W: linear_cross_entropy(x, W, targets, z_loss=z_loss, tokens=tokens)
+    check_same(lambda x, W: cross_entropy(x@W.T, targets, z_loss=z_loss), one, x, head, rtol=1e-4, atol=1e-5)
+
+
+def test_head_and_loss_in_one_under_autocast():
+    rng = torch.Generator().manual_seed(0)
+    x, head = torch.randn(3, 7, 16, generator=rng, requires_grad=True), torch.randn(50, 16, generator=rng, requires_grad=True)
+    targets = torch.randint(50, (3, 7), generator=rng)
+    exact = torch.autograd.grad(cross_entropy(x@head.T, targets), (x, head))
+    with torch.autocast("cpu", torch.bfloat16): loss = linear_cross_entropy(x, head, targets, tokens=4)
+    assert loss.dtype == torch.float32
+    grads = torch.autograd.grad(loss, (x, head))
+    assert all(g.dtype == torch.float32 for g in grads)
+    for g, e in zip(grads, exact): check_close(g, e, rtol=.05, atol=.02*e.abs().max().item())
+    check_close(loss, cross_entropy(x@head.T, targets), rtol=.01)
+
+
+def test_head_and_loss_in_one_holds_no_logits():
+    V, N = 20_000, 2048
+    x, head, targets = torch.randn(N, 4), torch.randn(V, 4), torch.zeros(N, dtype=torch.long)
+    with torch.profiler.profile(profile_memory=True) as record: linear_cross_entropy(x, head, targets)
+    largest = max(e.cpu_memory_usage for e in record.events())
+    assert largest < 4*V*N/4
+
+
+def test_products_by_onednn():
+    rng = torch.Generator().manual_seed(0)
+    draw = lambda *shape: torch.randn(shape, generator=rng, dtype=torch.float64)
+    with onednn_products(True):
+        for m, k, n in ((1, 1, 1), (3, 5, 2), (64, 7, 33), (300, 4, 5), (4, 300, 2)):
+            for a in (draw(m, k), draw(k, m).T, draw(2*m, k)[::2], draw(m, 2*k)[:, ::2]):
+                for b in (draw(k, n), draw(n, k).T, draw(k, 2*n)[:, ::2]):
+                    y = a.float()@b.float()
+                    assert y.is_contiguous()
+                    check_close(y, (a.numpy()@b.numpy()).astype("float32"), rtol=1e-4, atol=1e-4)
+        line, x = torch.nn.Linear(5, 3, bias=False), torch.randn(2, 4, 5, requires_grad=True)
+        line(x).square().sum().backward()
+        with pytest.raises(RuntimeError): torch.ones(2, 3)@torch.ones(2, 3)
+    expected = torch.autograd.grad(line(x).square().sum(), (x, line.weight))
+    check_close((x.grad, line.weight.grad), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_products_by_onednn_end_with_the_block():
+    a = torch.randn(64, 64)
+    before = a@a
+    with pytest.raises(KeyError):
+        with onednn_products(True), onednn_products(True): raise KeyError
+    with onednn_products(False): check_close(a@a, before, 0, 0)
+    check_close(a@a, before, 0, 0)

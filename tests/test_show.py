@@ -58,6 +58,7 @@ def test_numbers_in_a_column():
     assert column(1e-6, 0.5, 12345.678) == ["1e-6", "0.5", "12,346"]               # too far apart to share decimals
     assert column(True, False, None) == ["yes", "no", "–"]
     assert column(math.nan, math.inf, 0.0) == ["nan", "inf", "0"]
+    assert column(1.5, 1e9, math.nan)[2] == "nan"               # Where the others are far apart
     assert column(0.0, 7e-234, 1/3) == ["0.0000", "7e-234", "0.3333"]              # what is tiny leaves the others alone
 
 

@@ -108,6 +108,16 @@ def test_runs_on_another_array_module(change): # As CuPy would: nothing of NumPy
     run = lambda params, ids, targets: [(loss, dense(grads)) for loss, grads in [loss_and_grads(params, ids, targets, config)]][0]
     check_close(strict_array.on_strict(run)(params, ids, targets), run(params, ids, targets), rtol=1e-10, atol=1e-12)
 
+@pytest.mark.parametrize("change", CHANGES, ids=name_of)
+def test_runs_on_cupy(change):
+    cupy = pytest.importorskip("cupy")
+    config = replace(SMALL, **change)
+    params, (ids, targets) = shaken(config), batch(config)
+    loss, grads = loss_and_grads({name: cupy.asarray(w) for name, w in params.items()}, cupy.asarray(ids), cupy.asarray(targets), config)
+    expected, by_numpy = loss_and_grads(params, ids, targets, config)
+    check_close(float(loss), float(expected), rtol=1e-10)
+    check_close({name: g.get() for name, g in dense(grads).items()}, dense(by_numpy), rtol=1e-8, atol=1e-11)
+
 @pytest.mark.parametrize("recompute", (False, True))
 def test_the_fast_engine_leaves_other_arrays_to_the_readable_one(recompute):
     params, (ids, targets) = shaken(SMALL), batch(SMALL)

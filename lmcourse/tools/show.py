@@ -64,7 +64,7 @@ def _column(values:list)->list: # The text of each cell
         if v is None: return "–"
         if isinstance(v, bool): return "yes" if v else "no"
         if isinstance(v, int): return f"{v:,}"
-        if not isinstance(v, float): return str(v)
+        if not isinstance(v, float) or not math.isfinite(v): return str(v)
         if shared is not None: return _fixed(v, shared)
         return _fixed(v, _decimals(v, 4) if _typed(v) is None else _typed(v))
     return [text(v) for v in values]

@@ -50,8 +50,10 @@ class AdamWNp:
         eps:float=1e-8,   # Added to the root
         weight_decay:float=.01, # Share of a matrix taken off a step, times `lr`
     ):
+        if not all(0 <= b < 1 for b in betas): raise ValueError(f"AdamWNp: betas = {betas}, expected 0 <= beta < 1")
+        if not (eps >= 0 and weight_decay >= 0): raise ValueError(f"AdamWNp: {eps = }, {weight_decay = }, expected 0 or more")
         self.params, self.betas, self.eps, self.weight_decay, self.t = params, betas, eps, weight_decay, 0
-        self.m, self.v = ({name: np.zeros_like(p) for name,p in params.items()} for _ in "mv")
+        self.m, self.v = ({name: array_module(p).zeros_like(p) for name,p in params.items()} for _ in "mv")
 
     def step(self,
         grads:dict,      # Name to gradient, for the parameters that have one

@@ -19,6 +19,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from .. import __version__
+from ..architecture.layers_torch import onednn_products
 from ..architecture.transformer_torch import TransformerLM
 from ..tokenization.tokenizer import Tokenizer
 from ..tools.config import ModelConfig, TrainConfig
@@ -196,10 +197,11 @@ def measure_step(
     "How long one step takes on this machine."
     copy = Trainer(trainer.model_config, trainer.config, trainer.train, trainer.valid)
     times = []
-    for _ in range(min(steps + steps//3 + 1, trainer.config.steps)):
-        before = copy.elapsed
-        copy.train_step()
-        times.append(copy.elapsed - before)
+    with onednn_products():
+        for _ in range(min(steps + steps//3 + 1, trainer.config.steps)):
+            before = copy.elapsed
+            copy.train_step()
+            times.append(copy.elapsed - before)
     return statistics.median(times[-steps:])
 
 # %% ../../nbs/04e_trainer.ipynb #d28a9886
@@ -267,7 +269,7 @@ def fit(self,
 )->Evaluation: # On all validation documents
     "Train to the end. `Interrupted` if a signal came, with a checkpoint of the last whole step."
     run, c = Path(run), self.config
-    with stop_signals() as noted, progress(total=c.steps, desc="training") as bar:
+    with stop_signals() as noted, onednn_products(), progress(total=c.steps, desc="training") as bar:
         bar.initial = bar.n = self.step
         while self.step < c.steps:
             self.train_step()
