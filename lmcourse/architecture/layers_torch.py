@@ -267,7 +267,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, targets, ignore_index, z_loss, tokens):
         counts = targets != ignore_index
-        shares, targets = (counts/counts.sum()).to(at_least_float32(x).dtype)[:, None], targets.where(counts, 0)
+        shares, targets = (at_least_float32(counts.to(x.dtype))/counts.sum())[:, None], targets.where(counts, 0)
         loss, dweight, dxs = 0, None, []
         for some in zip(x.split(tokens), targets.split(tokens), shares.split(tokens)):
             part, dx, dw = _some_tokens(some[0], weight, *some[1:], z_loss)
