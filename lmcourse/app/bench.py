@@ -8,13 +8,14 @@ __all__ = ['KINDS', 'SIZES', 'MEGABYTES', 'VOCAB_SIZES', 'LEARNERS', 'PEERS', 'E
            'write_corpus', 'timed', 'interleaved', 'spread', 'ratios', 'Learner', 'file_documents', 'present',
            'missing_line', 'cut_lines', 'Sample', 'Task', 'flat_ids', 'require_equal_ids', 'perform', 'serve', 'Worker',
            'warm_up_text', 'run_training', 'run_encoding', 'run_counting', 'run_first_use', 'run_import', 'peak_bytes',
-           'measure_training', 'sample_bytes', 'encoding_jobs', 'measure_encoding', 'compare_ids', 'save_tokenizer',
-           'measure_counting', 'quarter', 'measure_memory', 'measure_first_use', 'faster', 'training_table', 'speeds',
-           'encoding_table', 'threads_table', 'memory_table', 'corpora_table', 'first_use_table', 'machine',
-           'machine_line', 'check_bench', 'bench_tokenizer']
+           'keep_freed_memory', 'measure_training', 'sample_bytes', 'encoding_jobs', 'measure_encoding', 'compare_ids',
+           'save_tokenizer', 'measure_counting', 'quarter', 'measure_memory', 'measure_first_use', 'faster',
+           'training_table', 'speeds', 'encoding_table', 'threads_table', 'memory_table', 'corpora_table',
+           'first_use_table', 'machine', 'machine_line', 'check_bench', 'check_new_file', 'bench_tokenizer',
+           'write_whole']
 
-# %% ../../nbs/90a_bench.ipynb #049ce1c6
-import contextlib, importlib.metadata, importlib.util, itertools, json, math, os, platform, random, re, statistics
+# %% ../../nbs/90a_bench.ipynb #9f76e18a
+import contextlib, ctypes, importlib.metadata, importlib.util, itertools, json, math, os, platform, random, re, statistics
 import subprocess, sys, sysconfig, tempfile, time, warnings
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, lru_cache, partial
@@ -326,29 +327,34 @@ def require_equal_ids(
 
 # %% ../../nbs/90a_bench.ipynb #357424ef
 def perform(
-    action:str,  # A name in `ACTIONS`
-    **arguments, # Of that function
+    actions:dict, # Functions by name
+    action:str,   # One of the names
+    **arguments,  # Of that function
 )->dict: # What it gave, or `error`
     "One request."
-    try: return ACTIONS[action](**arguments)
+    try: return actions[action](**arguments)
     except Exception as e: return dict(error=str(e) if isinstance(e, (ValueError, OSError)) else f"{type(e).__name__}: {e}")
 
-def serve():
+def serve(
+    module:str="lmcourse.app.bench", # Whose `ACTIONS` are done
+):
     "Answer requests until standard input ends. What a `Worker` runs."
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
-    for line in sys.stdin: print(json.dumps(perform(**json.loads(line))), file=answers, flush=True)
+    actions = importlib.import_module(module).ACTIONS
+    for line in sys.stdin: print(json.dumps(perform(actions, **json.loads(line))), file=answers, flush=True)
 
 # %% ../../nbs/90a_bench.ipynb #90550824
 class Worker:
     "A Python process that does one thing at a time. Use it in a `with` block: it ends with the block."
     def __init__(self,
         threads:int=1, # For libraries that ask the environment
+        module:str="lmcourse.app.bench", # Whose `ACTIONS` it can be asked for
         **environment, # More variables
     ):
         env = os.environ | dict(RAYON_NUM_THREADS=str(threads), TOKENIZERS_PARALLELISM="true") | environment
-        self.process = subprocess.Popen([sys.executable, "-c", "from lmcourse.app.bench import serve; serve()"], env=env, stdin=subprocess.PIPE,
-                                        stdout=subprocess.PIPE, text=True, encoding="utf-8", start_new_session=True)
+        self.process = subprocess.Popen([sys.executable, "-c", f"from lmcourse.app.bench import serve; serve({module!r})"], env=env,
+                                        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, encoding="utf-8", start_new_session=True)
 
     def ask(self, action:str, **arguments)->dict: # As for `perform`; `ValueError` with the error that it met
         "Have a request done."
@@ -423,6 +429,14 @@ def peak_bytes()->int|None: # None where the system does not tell
     except ImportError: return None
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss*(1 if sys.platform == "darwin" else 1024)
 
+def keep_freed_memory():
+    "Have glibc keep what was freed for the next step, and not give it back to the system page by page. Does nothing elsewhere."
+    try: mallopt = ctypes.CDLL(None).mallopt
+    except (AttributeError, OSError, TypeError): return
+    mallopt(-1, 2**31 - 1)                              # M_TRIM_THRESHOLD in bytes
+    mallopt(-3, 2**30 - 1) or mallopt(-3, 2**25)        # M_MMAP_THRESHOLD; older versions take no more than 32 MB
+
+# %% ../../nbs/90a_bench.ipynb #e1af6a44
 ACTIONS = {f.__name__: f for f in (run_training, run_encoding, run_counting, run_first_use, run_import)}
 
 # %% ../../nbs/90a_bench.ipynb #5f51f7d4
@@ -652,10 +666,12 @@ def first_use_table(
                    "first encoding": m["encode_s"], "in all": m["total_s"]} for m in measured],
                  units={c: "s" for c in ("start and import", "first training", "first encoding", "in all")})
 
-# %% ../../nbs/90a_bench.ipynb #51a78f80
-def machine()->dict: # Processor, cores, load and versions
+# %% ../../nbs/90a_bench.ipynb #a965b90d
+def machine(
+    packages=("numba", "numpy", *PEERS), # Whose versions matter, where they are installed
+)->dict: # Processor, cores, load and versions
     "What all this was measured on."
-    names = ["lmcourse", "numba", "numpy", *present(PEERS)]
+    names = ["lmcourse", *present(packages)]
     try: processor = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())[1]
     except (OSError, TypeError): processor = platform.processor() or platform.machine()
     return dict(processor=processor, cores=os.cpu_count(), load=round(os.getloadavg()[0], 2), system=platform.system(),
@@ -678,6 +694,10 @@ def check_bench(corpora, max_mb, threads, rounds, file): # As for `bench_tokeniz
     if max_mb is not None and not 0.01 <= max_mb <= 1e5: raise ValueError(f"max_mb = {max_mb}, expected 0.01 or more")
     for name,number in dict(threads=threads, rounds=rounds).items():
         if number < 1: raise ValueError(f"{name} = {number}, expected 1 or more")
+    check_new_file(file)
+
+def check_new_file(file:Path|None): # None is right too: nothing will be written
+    "`OSError` for a file that exists, or whose folder does not."
     if not file: return
     if file.exists(): raise FileExistsError(f"{file} exists; name a file that does not, or remove it")
     if not file.parent.is_dir(): raise FileNotFoundError(f"{file.parent}: no such folder")
@@ -705,7 +725,7 @@ def bench_tokenizer(
         yield from ("Memory at its peak", memory_table(measured))
         measured += measure_first_use(str(warm_up))
         yield from ("First use of the compiled code", first_use_table(measured[-2:]))
-    if file: _write_whole(file, json.dumps(dict(machine=here, corpora=list(map(asdict, written)), measured=measured), indent=1) + "\n")
+    if file: write_whole(file, json.dumps(dict(machine=here, corpora=list(map(asdict, written)), measured=measured), indent=1) + "\n")
 
 # %% ../../nbs/90a_bench.ipynb #12c36761
 def _bench_corpus(corpus, folder, warm_up, numbers, rounds, measured): # Adds to `measured`, yields titles and tables
@@ -719,8 +739,12 @@ def _bench_corpus(corpus, folder, warm_up, numbers, rounds, measured): # Adds to
     yield from (encoding_table(encoded, peer) for peer in peers or [None])
     measured += found + encoded + measure_memory(corpus, folder, numbers[-1])
 
-# %% ../../nbs/90a_bench.ipynb #8f1e0b16
-def _write_whole(file:Path, text:str): # Or not at all
+# %% ../../nbs/90a_bench.ipynb #9e23d357
+def write_whole(
+    file:Path, # Its folder must be there
+    text:str,  # What comes into it
+):
+    "Write a file whole or not at all."
     part = file.with_name(f".{file.name}.part")
     try:
         part.write_text(text, encoding="utf-8")

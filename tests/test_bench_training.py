@@ -1,0 +1,265 @@
+"`lmcourse bench training`: that all do the same step, that its tables say what was measured, and what it refuses."
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from lmcourse.app import bench_training as bench, cli
+from lmcourse.app.bench import present
+from lmcourse.tools.checks import expect_error
+from lmcourse.tools.config import ModelConfig
+
+TINY = bench.Setting(ModelConfig(vocab_size=61, context_length=16, d_model=32, num_layers=2, num_heads=4), batch_size=4, gemm=64, steps=2, products=3)
+
+
+def two_steps(name, setting=TINY):
+    step = bench.CONTENDERS[name].start(setting)
+    losses, norms = zip(step(), step())
+    return dict(loss=losses, norm=norms)
+
+
+# The work
+
+@settings(max_examples=12, deadline=None)
+@given(st.sampled_from(["swiglu", "reglu", "gelu", "relu"]), st.sampled_from([1, 2, 4]), st.sampled_from([None, 6]), st.booleans(), st.integers(1, 3))
+def test_operations_are_those_that_torch_counts(ffn, heads, head_dim, tied, batch):
+    torch = pytest.importorskip("torch")
+    from torch.utils.flop_counter import FlopCounterMode
+
+    from lmcourse.architecture.transformer_torch import TransformerLM
+    config = replace(TINY.config, ffn=ffn, num_kv_heads=heads, head_dim=head_dim, tie_embeddings=tied, num_layers=batch)
+    ids = torch.zeros(batch, config.context_length, dtype=torch.int64)
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH), FlopCounterMode(display=False) as counted:
+        TransformerLM(config).loss(ids, ids).backward()
+    assert counted.get_total_flops() == bench.training_step_flops(config, batch)
+
+
+def test_a_setting_goes_to_another_process_and_back():
+    for setting in (TINY, bench.SETTING, bench.LARGE): assert bench.Setting.from_json(setting.to_json()) == setting
+    c = bench.SETTING.config
+    assert (c.d_model, c.num_layers, c.num_heads, c.context_length, c.vocab_size, bench.SETTING.batch_size) == (256, 4, 8, 256, 4096, 8)
+    c = bench.LARGE.config
+    assert (c.vocab_size, c.d_model, c.num_heads, c.num_layers, c.F, c.tie_embeddings, bench.LARGE.tokens) == (151_669, 512, 4, 4, 2048, True, 16*512)
+
+
+@pytest.fixture(scope="module")
+def reference():
+    pytest.importorskip("torch")
+    return two_steps("torch")
+
+
+@pytest.mark.parametrize("name", ["torch, own products", "torch, bf16", "transformers", "NumPy", "NumPy, readable"])
+def test_everybody_does_the_same_step(reference, name):
+    if name == "transformers": pytest.importorskip("transformers")
+    bench.require_same_steps(dict(torch=reference) | {name: two_steps(name)})
+
+
+@pytest.mark.parametrize("change, message", [
+    (dict(lr=1e-3), "loss of step 2"),
+    (dict(lr=-1e-4), "loss of step 2"),
+    (dict(weight_decay=50.), "gradient norm of step 2"),
+    (None, "loss of step 1"),
+])
+def test_who_does_something_else_is_noticed(reference, monkeypatch, change, message):
+    if change: monkeypatch.setattr(bench, "OPTIMIZER", bench.OPTIMIZER | change)
+    else: monkeypatch.setattr(bench, "first_batch", lambda setting: (setting.config.vocab_size - 1 - bench.np.ones((2, 4, 16), int)))
+    with expect_error(ValueError, "by NumPy"):
+        try: bench.require_same_steps(dict(torch=reference, NumPy=two_steps("NumPy")))
+        except ValueError as e:
+            assert message in str(e) or change and "step 2" in str(e)
+            raise
+
+
+# Processes
+
+def test_without_a_compiler_the_others_go_on(monkeypatch):
+    def start(setting):
+        def step(): raise RuntimeError("no compiler\nand a long story")
+        return step
+    for name, compiler in (("compiled", True), ("plain", False)):
+        monkeypatch.setitem(bench.CONTENDERS, name, bench.Contender(start, compiler=compiler))
+    assert bench.run_first("compiled", TINY.to_json()) == dict(left_out="RuntimeError: no compiler")
+    with expect_error(RuntimeError, "long story"): bench.run_first("plain", TINY.to_json())
+
+
+def test_a_burst_has_one_call_before_the_clock(monkeypatch):
+    monkeypatch.setattr(bench, "REST_S", 0)
+    calls = []
+    seconds = bench.burst(lambda: calls.append(time.sleep(0.2 if not calls else 0.01)), 3)
+    assert len(calls) == 4 and 0.03 <= seconds["wall_s"] < 0.2
+
+
+def test_contenders_take_turns_each_with_its_product():
+    class Fake:
+        def __init__(self, name): self.name = name
+        def ask(self, action, name, setting):
+            assert name == self.name and bench.Setting.from_json(setting) == TINY
+            order.append(f"{name}:{action[4:]}")
+            return dict(wall_s=1., cpu_s=1., count=2)
+    order, names = [], ["NumPy", "transformers"]
+    measured = bench.measure_training_steps({n: Fake(n) for n in names}, TINY, 2)
+    assert order == ["NumPy:steps", "NumPy:products", "transformers:steps"]*2
+    assert [(m["task"], m["name"], m["count"], m["wall_s"]) for m in measured] == [
+        ("step", "NumPy", 2, [1, 1]), ("product", "NumPy", 2, [1, 1]), ("step", "transformers", 2, [1, 1])]
+    assert [m["flops"] for m in measured[:2]] == [bench.training_step_flops(TINY.config, 4), 2*64**3] and measured[0]["tokens"] == 64
+
+
+def test_every_process_has_the_same_number_of_threads(monkeypatch):
+    seen = []
+    monkeypatch.setattr(bench, "Worker", lambda *words, **environment: seen.append((words, environment)))
+    for name in bench.CONTENDERS: bench.contender_process(name, 3)
+    assert all(words == (3, "lmcourse.app.bench_training") for words, _ in seen)
+    assert all({v for k, v in e.items() if k.endswith("_NUM_THREADS")} == {"3"} for _, e in seen)
+    assert [name for name, (_, e) in zip(bench.CONTENDERS, seen) if "OPENBLAS_CORETYPE" in e] == ["NumPy, AVX-512"]
+
+
+@pytest.mark.parametrize("words, threads", [("3", 3), ("2,1", 2), ("", None), ("0", None), ("many", None)])
+def test_the_environment_says_how_many_threads(monkeypatch, words, threads):
+    from lmcourse.tokenization.fast_bpe import cores
+    monkeypatch.setenv("OMP_NUM_THREADS", words)
+    assert bench.threads_here() == (threads or cores())
+
+
+def test_who_is_not_there_is_told(monkeypatch):
+    monkeypatch.setattr(bench, "present", lambda names: [])
+    found = bench.left_out(dict(bf16=False, idle=False), dict(blas="mkl", kernels=None))
+    assert set(found) == {"transformers", "torch, bf16", "torch, bf16, compiled", "NumPy, AVX-512"} and "lmcourse[interop]" in found["transformers"]
+
+
+def test_one_difference_ends_the_bench_and_leaves_nothing(tmp_path, monkeypatch):
+    workers = []
+    process = bench.contender_process
+    monkeypatch.setattr(bench, "contender_process", lambda *a: workers.append(process(*a)) or workers[-1])
+    monkeypatch.setitem(bench.TOLERANCE, "float32", -1.)
+    with expect_error(ValueError, "loss of step 1"):
+        list(bench.bench_training(1, 1, file=tmp_path/"results.json", setting=TINY, names=("torch", "NumPy")))
+    assert len(workers) == 2 and all(w.process.poll() is not None for w in workers) and not list(tmp_path.iterdir())
+
+
+def test_the_whole_bench(tmp_path):
+    pytest.importorskip("torch")
+    names = ("torch", "torch, bf16", "transformers", "NumPy")
+    lines = list(bench.bench_training(2, 1, file=tmp_path/"results.json", setting=TINY, names=names))
+    tables = [line for line in lines if isinstance(line, bench.Table)]
+    saved = json.loads((tmp_path/"results.json").read_text())
+    here = [name for name in names if name not in saved["left_out"]]
+    assert saved["left_out"].keys() <= {"transformers", "torch, bf16"} and ("transformers" in here) == bool(present(["transformers"]))
+    assert all(f"not measured: {name} ({why})" in lines for name, why in saved["left_out"].items())
+    steps = [m for m in saved["measured"] if m["task"] == "step"]
+    assert [m["name"] for m in steps] == here == [row["step"] for row in tables[1].rows]
+    assert [m["name"] for m in saved["measured"] if m["task"] == "product"] == [n for n in here if bench.CONTENDERS[n].product]
+    assert {len(m["wall_s"]) for m in saved["measured"]} == {2} and {m["count"] for m in steps} == {2}
+    assert [(r["step"], r["beside"]) for r in tables[2].rows] == [(a, b) for a, b in bench.COMPARED if a in here and b in here]
+    assert {"torch", "numpy"} <= saved["machine"]["versions"].keys() and [p.name for p in tmp_path.iterdir()] == ["results.json"]
+
+
+# Tables
+
+def measurement(task, name, seconds, dtype="float32", **more):
+    return dict(task=task, name=name, dtype=dtype, flops=10**10, tokens=100, count=2, wall_s=seconds, cpu_s=seconds) | more
+
+
+def test_ratios_and_shares_are_taken_within_a_round():
+    measured = [measurement("step", "torch", [1., 10., 2.]), measurement("step", "transformers", [2., 20., 4.]),
+                measurement("product", "torch", [.5, 5., 1.]), measurement("product", "NumPy", [.6, 6., 1.2])]
+    assert bench.step_ratios_table(measured).rows == [{"step": "torch", "beside": "transformers", "times as fast": "2.00 [2.00..2.00]"}]
+    row = bench.steps_table(measured).rows[0]
+    assert row["of the peak"] == "50.0 [50.0..50.0]" and row["tokens"] == 100 and row["rate"] == 10. and row["time"] == "1,000 [500..5,000]"
+    assert bench.products_table(measured).rows[0] == {"product": "torch", "type": "float32", "rate": "20.0 [4.0..40.0]"}
+
+
+def test_a_share_is_of_the_best_product_of_the_same_type():
+    measured = [measurement("step", "torch", [1.]), measurement("step", "torch, bf16", [.5], "bfloat16"), measurement("product", "torch", [.8]),
+                measurement("product", "torch, own products", [.9]), measurement("product", "NumPy", [.5]),
+                measurement("product", "torch, bf16", [.1], "bfloat16")]
+    first, second = bench.steps_table(measured).rows
+    assert first["of the peak"].startswith("50.0") and round(first["of torch's own"], 9) == 90 and second["of the peak"].startswith("20.0")
+    assert "of torch's own" not in second
+
+
+# The large vocabulary
+
+def test_the_large_step_is_measured_between_two_products():
+    table = bench.large_table(bench.measure_large(1, ["NumPy"], TINY))
+    assert table.rows[0]["step"] == "NumPy" and 0.03 < table.rows[0]["memory"] < 2 and table.rows[0]["time"] > 0
+
+
+def test_memory_is_looked_at_first(monkeypatch, tmp_path):
+    free = bench.available_bytes()
+    assert free is None or 0 < free < 1e14
+    monkeypatch.setattr(bench, "available_bytes", lambda: 4_900_000_000)
+    with expect_error(ValueError, "needs 5 GB of memory, and 4.9 GB are free"): next(bench.bench_training(threads=2, large_vocabulary=True))
+    bench.check_bench_training(1, 1, True, None)
+    bench.check_bench_training(1, 1, False, None)
+    monkeypatch.setattr(bench, "available_bytes", lambda: None)
+    bench.check_bench_training(1, 1, True, None)
+
+
+# The command
+
+def lmcourse(*words, cwd):
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    return subprocess.run([sys.executable, "-m", "lmcourse", *map(str, words)], cwd=cwd, env=env, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize("words, answer", [
+    ("bench", "bench needs a PART: tokenizer, training"),
+    ("bench trainin", "did you mean 'training'"),
+    ("bench --rounds 3", "unknown part '--rounds'"),
+    ("bench training --data web", "--data web"),
+    ("bench training --max-mb 1", "--max-mb"),
+    ("bench tokenizer --large-vocabulary", "--large-vocabulary"),
+    ("bench training --rounds 0", "rounds = 0, expected 1 or more"),
+    ("bench training --rounds few", "--rounds"),
+    ("bench training --threads 0", "threads = 0, expected 1 or more"),
+    ("bench training --out letter.txt", "letter.txt exists"),
+    ("bench training --out none/results.json", "none: no such folder"),
+])
+def test_a_mistake_is_one_line_and_leaves_nothing(tmp_path, words, answer):
+    (tmp_path/"letter.txt").write_text("a")
+    with contextlib.chdir(tmp_path), pytest.MonkeyPatch.context() as patch:
+        said = []
+        patch.setattr(cli, "print", lambda *line, **more: said.append(" ".join(map(str, line))), raising=False)
+        with pytest.raises(SystemExit) as ended: cli.main(words.split())
+    assert ended.value.code == 2 and len(said) == 1 and said[0].startswith("lmcourse: ") and "\n" not in said[0] and answer in said[0], said
+    assert [p.name for p in tmp_path.iterdir()] == ["letter.txt"]
+
+
+def test_options_reach_the_bench(monkeypatch, capsys):
+    from lmcourse.app import bench as tokenizer
+    asked = []
+    monkeypatch.setattr(bench, "bench_training", lambda *a: asked.append(a) or ["a line"])
+    monkeypatch.setattr(tokenizer, "bench_tokenizer", lambda *a: asked.append(a) or [bench.Table([dict(a=1)])])
+    cli.main("bench training --rounds 2 --threads 3 --large-vocabulary --out x.json".split())
+    cli.main("bench training".split())
+    cli.main("bench tokenizer --data web stories --max-mb 2 --threads 1 --rounds 4 --out y.json".split())
+    assert asked == [(2, 3, True, Path("x.json")), (5, None, False, None), (("web", "stories"), 2., 1, 4, Path("y.json"))]
+    assert capsys.readouterr().out.startswith("a line\na line\n")
+
+
+def test_help_is_of_the_part(tmp_path):
+    done = lmcourse("bench", "training", "--help", cwd=tmp_path)
+    assert done.returncode == 0 and "--large-vocabulary" in done.stdout and "--max-mb" not in done.stdout
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
+def test_what_is_stopped_leaves_nothing(tmp_path, how):
+    pytest.importorskip("torch")
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen([sys.executable, "-m", "lmcourse", "bench", "training", "--out", "results.json"], cwd=tmp_path, env=env,
+                               stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    while "GFLOP" not in process.stdout.readline(): assert process.poll() is None
+    time.sleep(1)                                               # its processes are importing now
+    workers = list(map(int, Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split())) if Path("/proc/self/task").exists() else []
+    os.killpg(process.pid, how)                                 # as a terminal does
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130 and err == "lmcourse: interrupted\n"
+    assert not list(tmp_path.iterdir()) and not [w for w in workers if Path(f"/proc/{w}").exists()]
