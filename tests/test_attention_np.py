@@ -181,6 +181,13 @@ def test_blocks_are_the_whole(lead, heads, T, more, window, block, dtype, seed):
     check_close(ours, torch_ways(partial(causal_attention, window=window), *arrays), *CLOSE[dtype])
 
 
+@pytest.mark.parametrize("attend", ATTEND)
+def test_nothing_in_nothing_out(attend):
+    for lead, H, G, T, S in (((0,), 4, 2, 3, 5), ((2, 0), 2, 2, 3, 3), ((2,), 4, 2, 0, 3)):
+        arrays = qkv(lead, H, G, T, S)
+        assert [z.shape for z in both_ways(*ATTEND[attend], *arrays)] == [arrays[0].shape, *(z.shape for z in arrays)]
+
+
 def test_blocks_of_the_usual_size():
     for S, window in ((200, None), (200, 70), (300, 100)):
         arrays = qkv((2,), 4, 2, 200, S, 16)
@@ -406,6 +413,7 @@ def test_bad_input_is_refused():
     for forward, _ in ATTEND.values():
         with expect_error(ValueError, "4 query heads cannot share 3 key/value heads"): forward(q, *randn(2, 2, 3, 5, 4))
         with expect_error(ValueError, "5 queries at the end of 4 keys"): forward(q, k[:, :, :4], v[:, :, :4])
+        with expect_error(ValueError, "4 query heads cannot share 0 key/value heads"): forward(q, k[:, :0], v[:, :0])
         with expect_error(ValueError, "window = 0"): forward(q, k, v, 0)
         for bad in ((q[0, 0], k[0, 0], v[0, 0]), (q, k[:1], v[:1]), (q, k, v[..., :3]), (q, k[..., :3], v[..., :3])):
             with expect_error(ValueError, f"queries {bad[0].shape}, keys {bad[1].shape}, values {bad[2].shape}"): forward(*bad)
@@ -413,10 +421,13 @@ def test_bad_input_is_refused():
         with expect_error(TypeError, "float32, float64"): forward(q, k, v.astype(np.float32))
     with expect_error(ValueError, "block = 0"): blockwise_attention_forward(q, k, v, block=0)
     with expect_error(ValueError, "5 queries at the end of 4 keys"): causal_mask_np(5, 4)
+    with expect_error(ValueError, "keys (2, 2, 0, 4)"): attention_forward(k, k[:, :, :0], v[:, :, :0])
     with expect_error(ValueError, "head_dim = 7 is odd"): rope_tables_np(5, 7)
+    with expect_error(ValueError, "theta = 0.0, expected more than 0"): rope_tables_np(5, 4, 0.0)
     with expect_error(ValueError, "head_dim = 7 is odd"): half_split_order(7)
     for forward in (rope_forward, rope_half_forward):
         with expect_error(ValueError, "has 6 positions, but RoPE's tables end after 5"): forward(randn(6, 4), *tables)
+        with expect_error(ValueError, "cosines (5, 2) and sines (1, 2)"): forward(randn(5, 4), tables[0], tables[1][:1])
         for K in (3, 6):
             with expect_error(ValueError, f"for head_dim = 4, not for x (5, {K})"): forward(randn(5, K), *tables)
         with expect_error(TypeError, "int64"): forward(np.ones((5, 4), np.int64), *tables)

@@ -437,6 +437,8 @@ ROWS = dict(rows=np.array([0, 2]), shape=(4, 3))
     (lambda: ffn_forward(X, {"w1.weight": W}, "swiglu"), ValueError, "swiglu: w2.weight is missing, w3.weight is missing"),
     (lambda: ffn_forward(X, {f"w{i}.weight": W for i in (1, 2, 3, 4)}, "gelu"), ValueError, "gelu: w3.weight does not belong, w4.weight does not"),
     (lambda: ffn_forward(X, {"w1.weight": W, "w2.weight": W}, "gelu"), ValueError, "weight (4, 3) does not fit x (2, 4)"),
+    (lambda: ffn_forward(X, {"w1.weight": W, "w2.weight": W.T, "w3.weight": W[:1]}), ValueError, "w3.weight (1, 3) does not fit w1.weight (4, 3)"),
+    (lambda: ffn_forward(X, {"w1.weight": W[:1], "w2.weight": W.T, "w3.weight": W}), ValueError, "w3.weight (4, 3) does not fit w1.weight (1, 3)"),
     (lambda: cross_entropy_forward(X, np.array([[0, 1]])), ValueError, "targets (1, 2) don't fit logits (2, 3), expected (2,)"),
     (lambda: cross_entropy_forward(X, np.array([0, 3])), IndexError, "target 3 is out of range, expected 0 to 2 for V = 3"),
     (lambda: cross_entropy_forward(X, np.array([0, -100]), ignore_index=-1), IndexError, "target -100"),
@@ -447,6 +449,8 @@ ROWS = dict(rows=np.array([0, 2]), shape=(4, 3))
     (lambda: cross_entropy_forward(np.ones((2, 3), int), np.array([0, 1])), TypeError, "int64"),
     (lambda: truncated_normal_np((2, 2), 1., 0), TypeError, "rng is a int"),
     (lambda: truncated_normal_np((2, 2), -1., np.random.default_rng(0)), ValueError, "std = -1.0, expected 0 or more"),
+    (lambda: truncated_normal_np((2, 2), 1., np.random.default_rng(0), np.int64), TypeError, "dtype is int64, expected a floating-point type"),
+    (lambda: relu_forward(IDS), TypeError, "int64"),
     (lambda: at_least_float32_np(IDS), TypeError, "an array of int64"),
 ])
 def test_bad_input(f, kind, words):

@@ -11,7 +11,8 @@ __all__ = ['rope_tables_np', 'rope_forward', 'rope_backward', 'rope_half_forward
 # %% ../../nbs/03c_attention_np.ipynb #b5c78fde
 import numpy as np
 from ..tools.config import ModelConfig
-from .layers_np import array_module, at_least_float32_np, linear_backward, linear_forward
+from .layers_np import _check_dy, _check_types, _line, _line_backward
+from .layers_np import array_module, at_least_float32_np
 from .layers_np import rmsnorm_backward, rmsnorm_forward, softmax_backward, softmax_forward
 
 # %% ../../nbs/03c_attention_np.ipynb #3824ea98
@@ -24,6 +25,7 @@ def rope_tables_np(
 )->tuple: # Cosines and sines `(T, K/2)`
     "The angle of each position and pair. Su et al. 2021, section 3.2.2."
     if head_dim % 2: raise ValueError(f"RoPE turns pairs, but head_dim = {head_dim} is odd")
+    if not theta > 0: raise ValueError(f"RoPE: {theta = }, expected more than 0")
     pairs = xp.arange(0, head_dim, 2, dtype=xp.float64)
     angles_TK = xp.outer(xp.arange(context_length, dtype=xp.float64), theta**(-pairs/head_dim))
     return xp.cos(angles_TK).astype(dtype), xp.sin(angles_TK).astype(dtype)
@@ -32,6 +34,7 @@ def rope_tables_np(
 def _turn(x, cos, sin, first:slice, second:slice): # Turn the pairs made of the coordinates `first` and `second`
     T, K = x.shape[-2:]
     if K != 2*cos.shape[-1]: raise ValueError(f"RoPE's tables are for head_dim = {2*cos.shape[-1]}, not for x {x.shape}")
+    if cos.shape != sin.shape: raise ValueError(f"RoPE's tables differ in shape: cosines {cos.shape} and sines {sin.shape}")
     if T > cos.shape[-2]: raise ValueError(f"x {x.shape} has {T} positions, but RoPE's tables end after {cos.shape[-2]}")
     cos, sin, y, wide = cos[..., :T, :], sin[..., :T, :], array_module(x, cos, sin).empty_like(x), at_least_float32_np(x)
     a, b = wide[..., first], wide[..., second]
@@ -92,23 +95,15 @@ def _product(a, b, like): # `a@b`, laid out in memory as `like` is, summed over 
     shared = tuple(i for i, (n, whole) in enumerate(zip(like.shape[:-2], a.shape[:-2])) if n != whole)
     return xp.sum(a@b, axis=shared, keepdims=True, out=out) if shared else xp.matmul(a, b, out=out)
 
-# %% ../../nbs/03c_attention_np.ipynb #712253c8
-def _check_dout(dout, shape:tuple, dtype): # The gradient must look like the output
-    if dout.shape != shape: raise ValueError(f"attention: dout has shape {dout.shape}, expected {shape} like the output")
-    if dout.dtype != dtype: raise TypeError(f"attention: dout is {dout.dtype}, expected {dtype} like the output")
-
-def _check_types(q, k, v):
-    types = sorted({str(z.dtype) for z in (q, k, v)})
-    if len(types) > 1 or q.dtype.kind != "f": raise TypeError(f"attention: arrays of {', '.join(types)}, expected one floating-point type")
-
 # %% ../../nbs/03c_attention_np.ipynb #73798e44
 def _fits(shape:tuple, whole:tuple)->bool: # Whether `shape` broadcasts to `whole`
     return len(shape) <= len(whole) and all(n in (1, m) for n, m in zip(shape[::-1], whole[::-1]))
 
 def _check_attention(q, k, v, mask):
-    _check_types(q, k, v)
-    if k.shape != v.shape or k.ndim != q.ndim or k.shape[-1] != q.shape[-1] or not _fits(k.shape[:-2], q.shape[:-2]):
-        raise ValueError(f"attention: queries {q.shape}, keys {k.shape}, values {v.shape}: expected (..., T, K) and twice (..., S, K)")
+    _check_types("attention", q, k, v)
+    fit = q.ndim == k.ndim >= 2 and k.shape == v.shape and k.shape[-1] == q.shape[-1] and _fits(k.shape[:-2], q.shape[:-2])
+    if not fit or not k.shape[-2]:
+        raise ValueError(f"attention: queries {q.shape}, keys {k.shape}, values {v.shape}: expected (..., T, K) and twice (..., S, K), S > 0")
     if mask is None: return
     if mask.dtype != bool: raise TypeError(f"mask is {mask.dtype}, expected bool: True where a query may see a key")
     scores = *q.shape[:-1], k.shape[-2]
@@ -138,7 +133,7 @@ def attention_backward(
 )->tuple: # Gradients of `q`, `k` and `v`, in their shapes, types and memory orders
     "Through the mean, the softmax and the scores."
     q, k, v, mask, probs_TS, softmax_cache = cache
-    _check_dout(dout, q.shape, q.dtype)
+    _check_dy(dout, q.shape, q.dtype, "dout")
     (wide_q, wide_k, wide_v, dout), scale = map(at_least_float32_np, (q, k, v, dout)), q.shape[-1]**-.5
     if mask is not None: dout = dout*mask.any(-1, keepdims=True)
     dscores_TS = softmax_backward(dout@wide_v.swapaxes(-1, -2), softmax_cache)
@@ -153,7 +148,7 @@ def _sees(query, key, window:int|None): # Whether the query at position `query` 
 
 def _check_counts(T:int, S:int, window:int|None):
     if T > S: raise ValueError(f"{T} queries at the end of {S} keys: there must be at least as many keys")
-    if window is not None and window < 1: raise ValueError(f"window = {window}: a query sees at least itself, so 1 or more")
+    if window is not None and not window >= 1: raise ValueError(f"window = {window}: a query sees at least itself, so 1 or more")
 
 # %% ../../nbs/03c_attention_np.ipynb #c34a1c8f
 def causal_mask_np(
@@ -169,15 +164,18 @@ def causal_mask_np(
 
 # %% ../../nbs/03c_attention_np.ipynb #0789b01f
 def _grouped(q, k, v)->list: # Views `(..., G, H/G, T, K)` of the queries, `(..., G, 1, S, K)` of keys and values
-    _check_types(q, k, v)
+    _check_types("attention", q, k, v)
     if not (q.ndim == k.ndim >= 3 and k.shape == v.shape and (q.shape[:-3], q.shape[-1]) == (k.shape[:-3], k.shape[-1])):
         raise ValueError(f"attention: queries {q.shape}, keys {k.shape}, values {v.shape}: expected (..., H, T, K) and twice (..., G, S, K)")
     H, G = q.shape[-3], k.shape[-3]
-    if H % G: raise ValueError(f"{H} query heads cannot share {G} key/value heads: {H} is not a multiple of {G}")
+    if not G or H % G: raise ValueError(f"{H} query heads cannot share {G} key/value heads: {H} is not a multiple of {G}")
     return [_group(z, G) for z in (q, k, v)]
 
 def _group(z, G:int): # A view `(..., G, heads/G, rows, K)`
     return z.reshape(*z.shape[:-3], G, z.shape[-3]//G, *z.shape[-2:])
+
+def _ungrouped(shape:tuple)->tuple: # `(..., heads, rows, K)`
+    return *shape[:-4], shape[-4]*shape[-3], *shape[-2:]
 
 # %% ../../nbs/03c_attention_np.ipynb #bf01dbf4
 def causal_attention_forward(
@@ -197,9 +195,9 @@ def causal_attention_backward(
     cache:tuple,     # From `causal_attention_forward`
 )->tuple: # Gradients of `q`, `k` and `v`, in their shapes, types and memory orders
     "The same way back; what several heads share gets the sum of their gradients."
-    G, per, *size = cache[0].shape[-4:]
-    _check_dout(dout, (*cache[0].shape[:-4], G*per, *size), cache[0].dtype)
-    return tuple(dz.reshape(*dz.shape[:-4], -1, *dz.shape[-2:]) for dz in attention_backward(_group(dout, G), cache))
+    grouped = cache[0]
+    _check_dy(dout, _ungrouped(grouped.shape), grouped.dtype, "dout")
+    return tuple(dz.reshape(_ungrouped(dz.shape)) for dz in attention_backward(_group(dout, grouped.shape[-4]), cache))
 
 # %% ../../nbs/03c_attention_np.ipynb #3d5b0ca1
 def _block_scores(q_TK, k_SK, first:int, cols:slice, window:int|None): # Of scaled queries from position `first` on with the keys `cols`
@@ -262,13 +260,13 @@ def blockwise_attention_backward(
     dout:np.ndarray, # Gradient of the output `(..., H, T, K)`
     cache:tuple,     # From `blockwise_attention_forward`
 )->tuple: # Gradients of `q`, `k` and `v`, in their shapes, types and memory orders
-    "Each block's probabilities are computed again from the saved log-sum. Dao et al. 2022, algorithm 4."
+    "The probabilities of each block are computed again from the saved log-sum. Dao et al. 2022, algorithm 4."
     q, k, v, out, log_sum, window, plan = cache
-    _check_dout(dout, q.shape, q.dtype)
+    _check_dy(dout, q.shape, q.dtype, "dout")
     xp, scale, dout = array_module(q), q.shape[-1]**-.5, at_least_float32_np(_group(dout, k.shape[-3]))
     queries, keys, values = map(at_least_float32_np, _grouped(q, k, v))
     dq, dk, dv = map(xp.zeros_like, (queries, keys, values))
-    queries, mean = queries*scale, (dout*out).sum(-1, keepdims=True)            # `mean` is D
+    queries, mean = queries*scale, (dout*out).sum(-1, keepdims=True)            # `mean` is μ
     for rows, first, parts in plan:
         q_TK, dout_TK, log_sum_T1, mean_T1 = (z[..., rows, :] for z in (queries, dout, log_sum, mean))
         for cols in parts:
@@ -301,30 +299,22 @@ def _check_params(params:dict, config:ModelConfig):
     wrong = [f"{n} is {got.get(n, 'missing')}, expected {want.get(n, 'no such parameter')}" for n in want | got if got.get(n) != want.get(n)]
     if wrong: raise ValueError("multihead: " + "; ".join(wrong))
 
-# %% ../../nbs/03c_attention_np.ipynb #4755bd04
-def _linear(name:str, x, params:dict)->tuple:
-    return linear_forward(x, params[f"{name}.weight"], params.get(f"{name}.bias"))
-
-def _linear_back(name:str, dy, cache, grads:dict): # Gradient of the input; those of the parameters go to `grads`
-    dx, grads[f"{name}.weight"], dbias = linear_backward(dy, cache)
-    if dbias is not None: grads[f"{name}.bias"] = dbias
-    return dx
-
 # %% ../../nbs/03c_attention_np.ipynb #3f287bd3
 def _to_heads(name:str, x, params:dict, config:ModelConfig, tables)->tuple: # `(..., heads, T, K)` and the caches
-    rows, linear = _linear(f"{name}_proj", x, params)
+    rows, linear = _line(x, params, f"{name}_proj")
     z, norm, rope = rows.reshape(*rows.shape[:-1], -1, config.K), None, None
     if config.qk_norm and name != "v": z, norm = rmsnorm_forward(z, params[f"{name}_norm.weight"], config.norm_eps)
     z = z.swapaxes(-2, -3)
     if config.position == "rope" and name != "v": z, rope = rope_forward(z, *tables)
     return z, (linear, norm, rope)
 
-def _from_heads(name:str, dz, cache:tuple, grads:dict): # This one's part of `dx`; gradients of parameters go to `grads`
+def _from_heads(name:str, dz, cache:tuple)->tuple: # This one's part of `dx`, and the gradients of its parameters
     linear, norm, rope = cache
     if rope is not None: dz = rope_backward(dz, rope)
-    dz = dz.swapaxes(-2, -3)
+    dz, grads = dz.swapaxes(-2, -3), {}
     if norm is not None: dz, grads[f"{name}_norm.weight"] = rmsnorm_backward(dz, norm)
-    return _linear_back(f"{name}_proj", dz.reshape(*dz.shape[:-2], -1), linear, grads)
+    dx, dlinear = _line_backward(dz.reshape(*dz.shape[:-2], -1), linear, f"{name}_proj")
+    return dx, grads | dlinear
 
 # %% ../../nbs/03c_attention_np.ipynb #0fea1cb2
 def multihead_forward(
@@ -340,7 +330,7 @@ def multihead_forward(
     heads, caches = zip(*(_to_heads(name, x, params, config, tables) for name in "qkv"))
     out, attend_cache = attend[0](*heads, config.window)
     rows = out.swapaxes(-2, -3).reshape(*x.shape[:-1], -1)
-    y, output_cache = _linear("output_proj", rows, params)
+    y, output_cache = _line(rows, params, "output_proj")
     return y, (caches, attend_cache, output_cache, attend[1], config.K)
 
 # %% ../../nbs/03c_attention_np.ipynb #49653a60
@@ -349,9 +339,9 @@ def multihead_backward(
     cache:tuple,   # From `multihead_forward`
 )->tuple: # Gradient of `x`, and those of the parameters by name
     "From the output projection through the heads to x, which gets the sum of three gradients."
-    (caches, attend_cache, output_cache, attend_backward, K), grads = cache, {}
-    drows = _linear_back("output_proj", dy, output_cache, grads)
+    caches, attend_cache, output_cache, attend_backward, K = cache
+    drows, grads = _line_backward(dy, output_cache, "output_proj")
     dout = drows.reshape(*drows.shape[:-1], -1, K).swapaxes(-2, -3)
     dheads = attend_backward(dout, attend_cache)
-    dx_q, dx_k, dx_v = (_from_heads(name, dz, c, grads) for name, dz, c in zip("qkv", dheads, caches))
-    return dx_q + dx_k + dx_v, grads
+    (dx_q, dq), (dx_k, dk), (dx_v, dv) = map(_from_heads, "qkv", dheads, caches)
+    return dx_q + dx_k + dx_v, grads | dq | dk | dv

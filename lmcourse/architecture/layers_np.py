@@ -43,18 +43,22 @@ def at_least_float32_np(
 def _check_shape(name:str, a, shape:tuple):
     if a.shape != shape: raise ValueError(f"{name} has shape {a.shape}, expected {shape}")
 
-def _check_dy(dy, shape:tuple, dtype): # The gradient must look like the output
-    _check_shape("dy", dy, shape)
-    if dy.dtype != dtype: raise TypeError(f"dy is {dy.dtype}, expected {dtype} like the output")
+def _check_dy(dy, shape:tuple, dtype, name:str="dy"): # The gradient must look like the output
+    _check_shape(name, dy, shape)
+    if dy.dtype != dtype: raise TypeError(f"{name} is {dy.dtype}, expected {dtype} like the output")
+
+def _check_types(layer:str, *arrays): # One floating-point type for all; `None` is passed over
+    types = sorted({str(a.dtype) for a in arrays if a is not None})
+    if len(types) > 1 or arrays[0].dtype.kind != "f": raise TypeError(f"{layer}: arrays of {', '.join(types)}, expected one floating-point type")
 
 def _check_ids(name:str, ids, V:int): # Two numbers are looked at; on a GPU the program waits for them
     if ids.dtype.kind not in "iu": raise TypeError(f"{name}s are {ids.dtype}, expected whole numbers")
     for bad in (int(ids.min()), int(ids.max())) if ids.size else ():
         if not 0 <= bad < V: raise IndexError(f"{name} {bad} is out of range, expected 0 to {V - 1} for V = {V}")
 
+# %% ../../nbs/03a_layers_np.ipynb #10dd4022
 def _rows(x): return x.reshape(-1, x.shape[-1]) # `(..., D)` as `(N, D)`
 
-# %% ../../nbs/03a_layers_np.ipynb #e67e3aa3
 def _like(a, x): return a.astype(x.dtype, copy=False) # `a` in the type of `x`
 
 def _sum_rows(a): return at_least_float32_np(_rows(a)).sum(0) # `(..., D)` to `(D,)`
@@ -69,6 +73,7 @@ def truncated_normal_np(
     "Normal numbers around 0, none beyond three standard deviations."
     if not isinstance(rng, np.random.Generator): raise TypeError(f"rng is a {type(rng).__name__}, expected np.random.default_rng(seed)")
     if not std >= 0: raise ValueError(f"{std = }, expected 0 or more")
+    if np.dtype(dtype).kind != "f": raise TypeError(f"dtype is {np.dtype(dtype)}, expected a floating-point type")
     w = np.empty(shape, np.float32)
     rng.standard_normal(out=w, dtype=np.float32)
     while (far := np.abs(w) > 3).any(): w[far] = rng.standard_normal(np.count_nonzero(far), np.float32)
@@ -103,8 +108,7 @@ def _check_linear(x, weight, bias):
     if weight.ndim != 2 or x.shape[-1:] != weight.shape[1:]:
         raise ValueError(f"linear: weight {weight.shape} does not fit x {x.shape}, expected (out, {x.shape[-1] if x.ndim else 'in'})")
     if bias is not None: _check_shape("linear: bias", bias, weight.shape[:1])
-    types = sorted({str(a.dtype) for a in (x, weight, bias) if a is not None})
-    if len(types) > 1 or x.dtype.kind != "f": raise TypeError(f"linear: arrays of {', '.join(types)}, expected one floating-point type")
+    _check_types("linear", x, weight, bias)
 
 # %% ../../nbs/03a_layers_np.ipynb #6caa92e5
 def linear_backward(
@@ -233,8 +237,8 @@ def relu_forward(
     x:np.ndarray, # Any shape
 )->tuple: # Output (shape and type of `x`) and the cache for `relu_backward`
     "`x` where it is above 0, else 0."
-    xp = array_module(x)
-    return xp.maximum(x, 0), (x > 0, x.dtype)
+    at_least_float32_np(x)                                  # Refuses whole numbers
+    return array_module(x).maximum(x, 0), (x > 0, x.dtype)
 
 def relu_backward(
     dy:np.ndarray, # Gradient of the output
@@ -314,8 +318,8 @@ def gelu_backward(
     else: slope = gate*(1 - gate)*(2*math.sqrt(2/math.pi)*(1 + 3*0.044715*near*near))
     return _like(dy*(gate + wide*slope), x)
 
-# %% ../../nbs/03a_layers_np.ipynb #d36b7a0a
-_BENDS = dict(silu=(silu_forward, silu_backward), gelu=(gelu_forward, gelu_backward), relu=(relu_forward, relu_backward))
+# %% ../../nbs/03a_layers_np.ipynb #98d7b679
+_ACTIVATIONS = dict(silu=(silu_forward, silu_backward), gelu=(gelu_forward, gelu_backward), relu=(relu_forward, relu_backward))
 _GATED = dict(swiglu="silu", geglu="gelu", reglu="relu")
 
 def _line(x, params, name): return linear_forward(x, params[f"{name}.weight"], params.get(f"{name}.bias"))
@@ -330,22 +334,24 @@ def ffn_forward(
     params:dict,       # `w1.weight` `(F, D)`, `w2.weight` `(D, F)`; gated: `w3.weight` `(F, D)`; and `w1.bias` and so on, if any
     kind:str="swiglu", # `swiglu`, `geglu`, `reglu`; or without a gate `silu`, `gelu`, `relu`
 )->tuple: # Output `(..., D)` and the cache for `ffn_backward`
-    "Widen, bend, narrow. Shazeer 2020. `ValueError` if a parameter is missing or one too many."
+    "Widen, activate, narrow. Shazeer 2020. `ValueError` if a parameter is missing, one too many or misshapen."
     _check_ffn(params, kind)
     wide, cache1 = _line(x, params, "w1")                   # (..., F)
-    a, bend_cache = _BENDS[_GATED.get(kind, kind)][0](wide)
+    a, act_cache = _ACTIVATIONS[_GATED.get(kind, kind)][0](wide)
     u, cache3 = _line(x, params, "w3") if kind in _GATED else (None, None)
     y, cache2 = _line(a if u is None else a*u, params, "w2")
-    return y, (kind, cache1, cache2, cache3, bend_cache, a, u)
+    return y, (kind, cache1, cache2, cache3, act_cache, a, u)
 
 # %% ../../nbs/03a_layers_np.ipynb #26135900
 def _check_ffn(params:dict, kind:str):
-    if kind not in _GATED | _BENDS: raise unknown("feed-forward network", kind, _GATED | _BENDS)
+    if kind not in _GATED | _ACTIVATIONS: raise unknown("feed-forward network", kind, _GATED | _ACTIVATIONS)
     names = ["w1", "w2", "w3"][:3 if kind in _GATED else 2]
     missing = [f"{n}.weight" for n in names if f"{n}.weight" not in params]
     extra = sorted(params.keys() - {f"{n}.{part}" for n in names for part in ("weight", "bias")})
     odd = [f"{n} is missing" for n in missing] + [f"{n} does not belong" for n in extra]
     if odd: raise ValueError(f"{kind}: " + ", ".join(odd))
+    w1, last = params["w1.weight"].shape, params[f"{names[-1]}.weight"].shape
+    if kind in _GATED and last != w1: raise ValueError(f"{kind}: w3.weight {last} does not fit w1.weight {w1}, expected the same shape")
 
 # %% ../../nbs/03a_layers_np.ipynb #48b8f804
 def ffn_backward(
@@ -353,17 +359,17 @@ def ffn_backward(
     cache:tuple,   # From `ffn_forward`
 )->tuple: # `dx`, and a dict of gradients with the names of the parameters
     "Back through each part, last part first."
-    kind, cache1, cache2, cache3, bend_cache, a, u = cache
+    kind, cache1, cache2, cache3, act_cache, a, u = cache
     dp, grads = _line_backward(dy, cache2, "w2")            # (..., F)
     da = dp if u is None else dp*u
-    dx, grads1 = _line_backward(_BENDS[_GATED.get(kind, kind)][1](da, bend_cache), cache1, "w1")
+    dx, grads1 = _line_backward(_ACTIVATIONS[_GATED.get(kind, kind)][1](da, act_cache), cache1, "w1")
     if u is None: return dx, grads1 | grads
     dx3, grads3 = _line_backward(dp*a, cache3, "w3")
     return dx + dx3, grads1 | grads | grads3
 
 # %% ../../nbs/03a_layers_np.ipynb #009aea4f
 def softmax_forward(
-    x:np.ndarray, # Logits
+    x:np.ndarray, # Logits, any shape
     axis:int=-1,  # Along which probabilities add up to 1
 )->tuple: # Output (shape and type of `x`) and the cache for `softmax_backward`
     "Exponentials over their sum."

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Callable
 from ..tools.config import ModelConfig
-from .layers_np import (RowGradient, array_module, cross_entropy_backward, cross_entropy_forward, embedding_backward,
-    embedding_forward, ffn_backward, ffn_forward, layernorm_backward, layernorm_forward, linear_backward, linear_forward,
+from .layers_np import (RowGradient, array_module, at_least_float32_np, cross_entropy_backward, cross_entropy_forward,
+    embedding_backward, embedding_forward, ffn_backward, ffn_forward, layernorm_backward, layernorm_forward, linear_backward, linear_forward,
     rmsnorm_backward, rmsnorm_forward, truncated_normal_np)
 from .attention_np import multihead_backward, multihead_forward, multihead_shapes, rope_tables_np
 
@@ -81,6 +81,7 @@ def sinusoidal_table(
     dtype=np.float32,   # Of the table
 )->np.ndarray: # `(T, D)`
     "Sine, cosine, sine, cosine of the position at ever longer wavelengths. Vaswani et al. 2017, section 3.5."
+    if d_model % 2: raise ValueError(f"sinusoidal positions come in pairs, but {d_model = } is odd")
     angles = np.outer(np.arange(context_length), 10_000**(-np.arange(0, d_model, 2)/d_model))
     return np.stack((np.sin(angles), np.cos(angles)), -1).reshape(context_length, d_model).astype(dtype)
 
@@ -107,7 +108,7 @@ def embed_backward(
     grads = {"token_embeddings.weight": embedding_backward(dx*c.d_model**.5 if c.scale_embeddings else dx, rows)}
     if c.position == "learned":
         T, D = dx.shape[-2:]
-        values = dx.reshape(-1, T, D).sum(0)
+        values = at_least_float32_np(dx.reshape(-1, T, D)).sum(0).astype(dx.dtype, copy=False)
         grads["position_embeddings.weight"] = RowGradient(array_module(dx).arange(T), values, (c.context_length, D))
     return grads
 
@@ -162,7 +163,7 @@ class Ops:
     add_norm:tuple = add_norm_forward, add_norm_backward
     attention:tuple = multihead_forward, multihead_backward
     ffn:tuple = ffn_forward, ffn_backward
-    head:Callable = None # `head_loss`, below, if none is given
+    head:Callable|None = None # `head_loss`, below, if none is given
 
 # %% ../../nbs/03e_transformer_np.ipynb #077a35f6
 def sublayer_forward(
@@ -236,12 +237,10 @@ def block_backward(
     dx, dbranch, dattn, dln1 = sublayer_backward(dx, dbranch, ops.attention[1], first, config, ops)
     return dx, dbranch, _above(dln1, "ln1.") | _above(dattn, "attn.") | _above(dln2, "ln2.") | _above(dffn, "ffn.")
 
-# %% ../../nbs/03e_transformer_np.ipynb #22821129
-def _check_ids(
-    ids:np.ndarray,     # `(..., T)`
-    config:ModelConfig, # Of the model that they are for
-):
-    "`ValueError` if there are none, or too many in a row. The embedding looks at the ids themselves."
+# %% ../../nbs/03e_transformer_np.ipynb #1de8c494
+def _check_length(ids, config:ModelConfig): # The embedding looks at the ids themselves
+    array_module(ids)                                       # Refuses lists
+    if not ids.ndim: raise ValueError("ids of shape (), expected (..., T)")
     if ids.size == 0: raise ValueError(f"ids of shape {ids.shape}: there are none")
     if ids.shape[-1] > config.context_length:
         raise ValueError(f"{ids.shape[-1]} tokens, but the model's context_length is {config.context_length}")
@@ -256,7 +255,7 @@ def stream_forward(
 )->tuple: # What the head reads `(..., T, D)`, and the cache for `stream_backward`
     "From ids to the last norm."
     check_params(params, config)
-    _check_ids(ids, config)
+    _check_length(ids, config)
     x, rows = embed_forward(ids, params, config)
     tables, branch, blocks = _rope(x, config), None, []
     for i in range(config.num_layers):
@@ -271,16 +270,15 @@ def stream_forward(
 # %% ../../nbs/03e_transformer_np.ipynb #924b6e35
 def stream_backward(
     dh:np.ndarray, # Gradient of what the head reads
-    cache:tuple,   # From `stream_forward`; its blocks are given up one by one
+    cache:tuple,   # From `stream_forward`
 )->dict: # Name to gradient: an array, or a `RowGradient` for embeddings
     "From the last norm back to the embeddings."
     rows, blocks, last, config, ops = cache
     dx, grads = (dh, {}) if last is None else ops.add_norm[1](None, dh, last)
-    dbranch, grads, blocks = None if last is None else dx, _above(grads, "ln_final."), list(blocks)
-    while blocks:
-        block = blocks.pop()
-        dx, dbranch, dblock = block_backward(dx, dbranch, block()[2] if callable(block) else block)
-        grads |= _above(dblock, f"layers.{len(blocks)}.")
+    dbranch, grads = None if last is None else dx, _above(grads, "ln_final.")
+    for i in reversed(range(len(blocks))):
+        dx, dbranch, dblock = block_backward(dx, dbranch, blocks[i]()[2] if callable(blocks[i]) else blocks[i])
+        grads |= _above(dblock, f"layers.{i}.")
     return grads | embed_backward(dx, rows)
 
 # %% ../../nbs/03e_transformer_np.ipynb #a7533ef7
@@ -343,7 +341,9 @@ def loss_and_grads(
     recompute:bool=False, # Keep only each block's input
     ignore_index:int=-100, # A target that does not count
 )->tuple: # The mean loss in nats per token, and name to gradient
-    "What a training step needs."
+    "What a training step needs. `ValueError` if ids, targets or parameters don't fit."
+    array_module(ids, targets)
+    if targets.shape != ids.shape: raise ValueError(f"targets {targets.shape} don't fit ids {ids.shape}, expected the same shape")
     h, cache = stream_forward(params, ids, config, ops, recompute)
     loss, dh, dweight = (ops.head or head_loss)(h, params[_head_name(config)], targets, ignore_index, config.z_loss)
     return loss, _with_head(stream_backward(dh, cache), dweight, config)
