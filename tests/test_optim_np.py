@@ -46,6 +46,33 @@ def test_rows_are_the_dense_gradient_to_the_bit():
         other.step(dict(p=g.dense()), .1)
     check_close(by_rows, dense, 0, 0)
 
+LAYOUTS = dict(matrix=lambda d: d(4, 3), fortran=lambda d: np.asfortranarray(d(4, 3)), strided=lambda d: d(4, 6)[:, ::2], vector=lambda d: d(5), every_other=lambda d: d(8)[::2],
+               three=lambda d: d(2, 3, 4), turned=lambda d: d(4, 3, 2).T, number=lambda d: d(1)[0:1].reshape(()))
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("betas", ((.9, .999), (.999, .99999)))
+def test_every_layout_moves_by_the_formula(layout, betas):
+    rng = np.random.default_rng(0)
+    p = LAYOUTS[layout](lambda *shape: rng.standard_normal(shape, dtype=np.float32))
+    exact, m, v, params = p.astype(np.float64), 0, 0, dict(p=p)
+    optimizer = AdamWNp(params, betas)
+    for t in range(1, 4):
+        g = rng.standard_normal(p.shape, dtype=np.float32)
+        optimizer.step(dict(p=g), .1)
+        exact, m, v = adamw_step_np(exact, g.astype(np.float64), m, v, t, .1, betas, 1e-8, .01 if p.ndim > 1 else 0.)
+    assert params["p"] is p
+    check_close(p, exact.astype(np.float32), rtol=1e-5, atol=2e-6)
+
+@pytest.mark.parametrize("shape", ((7, 3), (7,), (7, 2, 3)))
+def test_rows_of_any_shape(shape):
+    rng = np.random.default_rng(0)
+    start, values = rng.standard_normal(shape, dtype=np.float32), rng.standard_normal((2, *shape[1:]), dtype=np.float32)
+    g = RowGradient(np.array([2, 5]), values, shape)
+    by_rows, dense = dict(p=start.copy()), dict(p=start.copy())
+    AdamWNp(by_rows).step(dict(p=g), .1)
+    AdamWNp(dense).step(dict(p=g.dense()), .1)
+    check_close(by_rows, dense, 0, 0)
+
 def test_a_lazy_optimizer_is_noticed(): # One that leaves rows without a gradient alone is another one
     p = dict(p=np.ones((3, 2), np.float32))
     optimizer = AdamWNp(p, weight_decay=0)
@@ -89,3 +116,5 @@ def test_bad_gradients_move_nothing():
     assert optimizer.t == 0 and (params["p"] == 1).all()
     for numbers, words in ((dict(betas=(1., .9)), "betas"), (dict(eps=-1.), "eps"), (dict(weight_decay=-1.), "weight_decay")):
         with expect_error(ValueError, words): AdamWNp(params, **numbers)
+    for dtype in (np.float16, np.int64):
+        with expect_error(TypeError, "q is"): AdamWNp(params | dict(q=np.ones(3, dtype)))

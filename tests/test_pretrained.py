@@ -193,6 +193,23 @@ def test_other_types(config, tmp_path):
         check_close({n: torch.from_numpy(a).float() for n, a in params_of(model).items()}, wide, 0, 0)
 
 
+def test_a_model_of_two_types_loses_no_digit(tmp_path):
+    model = ours(llama).bfloat16()
+    model.ln_final.weight.data = model.ln_final.weight.data.float() + 1e-5
+    for source in (to_hf(model), save_hf(model, tmp_path/"model")):
+        check_close(from_hf(source).state_dict(), {n: t.float() for n, t in model.state_dict().items()}, 0, 0)
+    assert json.loads((tmp_path/"model/config.json").read_text())["dtype"] == "float32"
+
+
+def test_models_of_theirs_as_they_come():
+    there = theirs(qwen3)
+    check_close(from_hf(torch.compile(there)).state_dict(), from_hf(there).state_dict(), 0, 0)
+    broken = ours(gpt2)
+    broken.token_embeddings.weight.data[3, 2] = math.nan        # A run that diverged can be looked at
+    assert from_hf(to_hf(broken)).token_embeddings.weight.isnan().sum() == 1
+    with expect_error(TypeError, "Linear"): from_hf(nn.Linear(2, 2))
+
+
 # The order of rows
 
 @given(st.integers(1, 5), st.integers(1, 8), st.integers(0, 3))
@@ -672,6 +689,17 @@ def test_load_weights_and_a_tied_head(tmp_path):
     with expect_error(ValueError, "lm_head.weight differs from token_embeddings.weight, but the head is tied"): load_weights(model, full | {"lm_head.weight": torch.zeros(40, 32)})
     check_close(model.state_dict(), before, 0, 0)
     with expect_error(ValueError, "missing: lm_head.weight"): load_weights(TransformerLM(replace(gpt2, tie_embeddings=False)), params_of(model))
+    nan = full | {n: torch.where(torch.arange(32) == 3, math.nan, full[n]) for n in ("lm_head.weight", "token_embeddings.weight")}
+    load_weights(model, nan)
+    with expect_error(ValueError, "lm_head.weight differs"): load_weights(model, nan | {"lm_head.weight": full["lm_head.weight"]})
+
+
+def test_names_that_are_one_without_their_prefix():
+    model, weights = TransformerLM(course), solution().state_dict()
+    before = {n: t.clone() for n, t in model.state_dict().items()}
+    with expect_error(ValueError, "has some names twice, with and without a prefix: ln_final.weight"):
+        load_weights(model, weights | {"module.ln_final.weight": torch.zeros(48)})
+    check_close(model.state_dict(), before, 0, 0)
 
 
 def test_a_checkpoint_of_the_course_is_a_file_of_weights(tmp_path):

@@ -1,5 +1,9 @@
 "The NumPy engine beside torch's on the same weights, for every field of the config, and its fast form beside the readable one."
+import os
+import signal
+import time
 import tracemalloc
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 
@@ -8,10 +12,13 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 import strict_array
-from lmcourse.architecture.fast_np import FAST, blas_threads, fast_loss_and_grads
-from lmcourse.architecture.layers_np import RowGradient
-from lmcourse.architecture.transformer_np import (Ops, check_params, init_params, loss_and_grads, parameter_shapes, stream_forward,
-                                                  transformer_backward, transformer_forward)
+from lmcourse.architecture import fast_np
+from lmcourse.architecture.attention_np import causal_attention_backward, causal_attention_forward, rope_tables_np
+from lmcourse.architecture.fast_np import (FAST, blas_threads, fast_add_norm_backward, fast_add_norm_forward, fast_attention_backward, fast_attention_forward,
+                                           fast_ffn_forward, fast_head_loss, fast_loss_and_grads, fast_multihead_forward)
+from lmcourse.architecture.layers_np import RowGradient, ffn_forward
+from lmcourse.architecture.transformer_np import (Ops, check_params, embed_backward, embed_forward, init_params, loss_and_grads, parameter_shapes,
+                                                  sinusoidal_table, stream_forward, transformer_backward, transformer_forward)
 from lmcourse.tools.checks import check_close, expect_error
 from lmcourse.tools.config import ModelConfig
 
@@ -177,6 +184,19 @@ def test_fast_with_long_texts(): # Several blocks of queries and of keys, and a 
         config = replace(SMALL, context_length=150, num_kv_heads=2, window=window)
         check_fast(fast_loss_and_grads, config, *batch(config, 2, 150))
 
+@pytest.mark.filterwarnings("error")
+def test_fast_with_large_numbers(): # Scores and gates beyond what an exponential holds
+    rng = np.random.default_rng(0)
+    q, k, v, dout = (s*rng.standard_normal((2, 70, 2, 8), np.float32) for s in (8, 8, 1, 1))
+    turned = lambda *arrays: [np.ascontiguousarray(a.swapaxes(1, 2)) for a in arrays]
+    for window in (None, 3):
+        out, cache = fast_attention_forward(q, k, v, window)
+        expected, readable = causal_attention_forward(*turned(q, k, v), window)
+        grads, expected_grads = fast_attention_backward(dout, cache), causal_attention_backward(*turned(dout), readable)
+        check_close(turned(out, *grads), [expected, *expected_grads], rtol=1e-3, atol=1e-3)
+    params = {n: 100*rng.standard_normal(shape, np.float32) for n, shape in {"w1.weight": (6, 4), "w2.weight": (4, 6)}.items()}
+    for kind in ("silu", "gelu"): check_close(fast_ffn_forward(10*q[0, 0, :, :4], params, kind)[0], ffn_forward(10*q[0, 0, :, :4], params, kind)[0], rtol=1e-4)
+
 def test_other_leading_dimensions():
     config, (ids, targets) = replace(SMALL, position="learned"), batch(SMALL, 4)
     params = shaken(config, np.float32)
@@ -186,6 +206,106 @@ def test_other_leading_dimensions():
         check_close(folded[0], flat[0], rtol=1e-6)
         check_close(dense(folded[1]), dense(flat[1]), rtol=1e-4, atol=1e-6)
         assert single[0].ndim == 0
+
+def test_a_long_batch_of_float16_is_added_up_in_float32():
+    "A sum in float16 stops at 2048, where 1 is no longer a step."
+    config = replace(SMALL, position="learned")
+    cache = embed_forward(np.zeros((5000, 1), int), init_params(config, dtype=np.float16), config)[1]
+    grads = embed_backward(np.ones((5000, 1, 16), np.float16), cache)
+    for grad in grads.values(): check_close(grad.values, np.full((1, 16), 5000, np.float16), 1e-3)
+
+
+@pytest.mark.parametrize("dtype", (np.float64, np.float16))
+def test_fast_equals_readable_in_other_types(dtype): # A part that divides by its own targets would double the loss
+    params, (ids, targets) = shaken(SMALL, dtype), batch(SMALL, 4)
+    targets[:2] = -100
+    (loss, grads), (expected, readable) = fast_loss_and_grads(params, ids, targets, SMALL, 2), loss_and_grads(params, ids, targets, SMALL)
+    check_close((loss, dense(grads)), (expected, dense(readable)), 1e-3 if dtype == np.float16 else 1e-10, 1e-12)
+
+def test_fast_takes_ids_and_weights_as_they_come():
+    params, (ids, targets) = shaken(SMALL, np.float32), batch(SMALL, 5)
+    same = lambda *batch, params=params: check_close(fast_loss_and_grads(params, *batch, SMALL, 2)[0], loss_and_grads(params, *batch, SMALL)[0], rtol=1e-6)
+    for dtype in (np.int32, np.int8, np.int64): same(ids.astype(dtype), targets.astype(dtype))
+    file = np.arange(42, dtype=np.uint16)%23                    # As from a memmap of tokens
+    file.flags.writeable = False
+    same(file[:40].reshape(5, 8), file[1:41].reshape(5, 8))
+    same(np.asfortranarray(ids), targets[:, ::-1])
+    for ids, targets in ((ids[0], targets[0]), (ids[:4].reshape(2, 2, 8), targets[:4].reshape(2, 2, 8))): same(ids, targets)
+    for change in (np.asfortranarray, lambda w: np.repeat(w, 2, -1)[..., ::2]): same(*batch(SMALL, 5), params={n: change(w) for n, w in params.items()})
+
+def test_fast_refuses_what_the_readable_one_refuses():
+    params, (ids, targets) = init_params(SMALL), batch(SMALL, 4)
+    for threads in (1, 2):
+        run = lambda ids=ids, targets=targets, params=params: fast_loss_and_grads(params, ids, targets, SMALL, threads)
+        for bad in (-1, -5, 23):
+            with expect_error(IndexError, f"target {bad} is out of range, expected 0 to 22"): run(targets=np.full_like(targets, bad))
+        with expect_error(TypeError, "targets are float64"): run(targets=targets.astype(float))
+        with expect_error(TypeError, "got builtins.list"): run(ids.tolist())
+        with expect_error(ValueError, "(8, 4)"): run(targets=targets.reshape(8, 4))
+        with expect_error(ValueError, "there are none"): run(ids[:0], targets[:0])
+        with expect_error(IndexError, "id 23 is out of range"): run(np.where(np.arange(4)[:, None] == 3, 23, ids))
+        with expect_error(TypeError, "float32, float64"): run(params=params | {"lm_head.weight": params["lm_head.weight"].astype(float)})
+        with expect_error(ValueError, "ln_final.weight is missing"): run(params={n: w for n, w in params.items() if n != "ln_final.weight"})
+    for threads in (0, -1):
+        with expect_error(ValueError, f"threads = {threads}, expected 1 or more"): fast_loss_and_grads(params, ids, targets, SMALL, threads)
+
+def test_no_kernel_reads_beyond_an_array():
+    x, params, c = np.ones((2, 8, 16), np.float32), shaken(SMALL, np.float32), SMALL
+    attn, ffn = ({n.removeprefix(p): w for n, w in params.items() if n.startswith(p)} for p in ("layers.0.attn.", "layers.0.ffn."))
+    gain, cos = np.ones(16, np.float32), np.ones((9, 2), np.float32)
+    for bad in (lambda: fast_add_norm_forward(x, None, dict(weight=gain[:8]), c), lambda: fast_add_norm_forward(x, x[:1], dict(weight=gain), c),
+                lambda: fast_ffn_forward(x, ffn, "swigul"), lambda: fast_ffn_forward(x, ffn | {"w3.weight": ffn["w3.weight"][:5]}, "swiglu"),
+                lambda: fast_multihead_forward(x, attn, c), lambda: fast_multihead_forward(x, attn, c, (cos[:7], cos[:7])),
+                lambda: fast_multihead_forward(x, attn, c, (cos[:, :1],)*2), lambda: fast_multihead_forward(x, attn | {"k_proj.weight": x[0]}, c, (cos, cos)),
+                lambda: fast_attention_forward(*[x[..., None]]*3, 0), lambda: fast_attention_forward(*[x[..., None]]*3, block=0),
+                lambda: fast_attention_forward(x[:, :5, :, None], *[x[..., None]]*2), lambda: fast_attention_forward(x[..., None], *[x[..., :3, None]]*2),
+                lambda: fast_head_loss(x, x[0], np.zeros((8, 2), int))):
+        with pytest.raises(ValueError): bad()
+    with expect_error(TypeError, "float64"): fast_head_loss(x.astype(float), x[0].astype(float), np.zeros((2, 8), int), count=3)
+    cache = fast_add_norm_forward(x, None, dict(weight=gain), c)[2]
+    for bad in ((x, x[:1]), (x[:1], x), (None, x[..., :8])):
+        with pytest.raises(ValueError): fast_add_norm_backward(*bad, cache)
+    with pytest.raises(ValueError): fast_attention_backward(x[:1, ..., None], fast_attention_forward(*[x[..., None]]*3)[1])
+    none = replace(c, position="none")                          # Tables are not for it
+    check_close(fast_multihead_forward(x, attn, none, rope_tables_np(8, 4))[0], fast_multihead_forward(x, attn, none)[0], 0, 0)
+
+@pytest.fixture
+def blas_at_two(): # A function that tells BLAS's number of threads, which is two whatever the environment says
+    threadpoolctl = pytest.importorskip("threadpoolctl")
+    libraries = threadpoolctl.ThreadpoolController().select(user_api="blas").lib_controllers
+    def set_all(n):
+        for library in libraries:
+            library.set_num_threads(n)
+            getattr(library, "clear_controlling_thread", lambda: None)()    # Else other threads could not set it
+    before = libraries[0].num_threads
+    set_all(2)
+    yield lambda: {library.num_threads for library in libraries}
+    set_all(before)
+
+def test_calls_from_several_threads(blas_at_two, monkeypatch):
+    params, batches = shaken(SMALL, np.float32), [batch(SMALL, 4, seed=i) for i in range(12)]
+    run = lambda batch: (lambda loss, grads: (loss, dense(grads)))(*fast_loss_and_grads(params, *batch, SMALL, 2))
+    expected = [run(b) for b in batches]
+    with ThreadPoolExecutor(4) as mine: check_close(list(mine.map(run, batches*3)), expected*3, 0, 0)
+    with pytest.raises(IndexError): run((batches[0][0] + 23, batches[0][1]))
+    assert blas_at_two() == {2}
+    def slow(*args, **more):
+        time.sleep(.05)
+        return loss_and_grads(*args, **more)
+    monkeypatch.setattr(fast_np, "loss_and_grads", slow)
+    with ThreadPoolExecutor(2) as mine: list(mine.map(lambda wait: (time.sleep(wait), run(batches[0])), (0, .02))) # One begins within the other
+    assert blas_at_two() == {2}
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.filterwarnings("ignore:.*fork")
+def test_a_forked_process_has_threads_of_its_own():
+    params, some = shaken(SMALL, np.float32), batch(SMALL, 4)
+    expected = fast_loss_and_grads(params, *some, SMALL, 2)[0]
+    if not (child := os.fork()):
+        signal.alarm(20)
+        try: os._exit(int(fast_loss_and_grads(params, *some, SMALL, 2)[0] != expected))
+        finally: os._exit(1)
+    assert os.waitpid(child, 0)[1] == 0
 
 def test_blas_threads_come_back():
     threadpoolctl = pytest.importorskip("threadpoolctl")
@@ -237,8 +357,15 @@ def test_bad_input_is_refused():
     with expect_error(TypeError, "ids are float64"): run(ids.astype(float))
     with expect_error(IndexError, "id -1 is out of range"): run(np.where(ids == ids[0, 0], -1, ids))
     with expect_error(IndexError, "expected 0 to 22"): run(ids + 22)
-    with expect_error(ValueError, "9 tokens, but the model's context_length is 8"): run(np.zeros((1, 9), int))
-    with expect_error(ValueError, "there are none"): run(np.zeros((1, 0), int))
+    with expect_error(ValueError, "9 tokens, but the model's context_length is 8"): run(*np.zeros((2, 1, 9), int))
+    with expect_error(ValueError, "there are none"): run(*np.zeros((2, 1, 0), int))
+    with expect_error(ValueError, "ids of shape (), expected (..., T)"): run(ids[0, 0], targets[0, 0])
+    for f in (lambda ids: run(ids), lambda ids: transformer_forward(params, ids, SMALL)):
+        with expect_error(TypeError, "got builtins.list"): f(ids.tolist())
+    with expect_error(ValueError, "d_model = 5 is odd"): sinusoidal_table(3, 5)
+    def never(*args): raise RuntimeError("work has begun")
+    with expect_error(ValueError, "targets (2, 7) don't fit ids (2, 8)"):
+        loss_and_grads(params, ids, targets[:, 1:], SMALL, Ops(add_norm=(never, never)))
     with expect_error(ValueError, "(8, 2)"): run(targets=targets.T)
     with expect_error(IndexError, "23"): run(targets=np.full_like(targets, 23))
 

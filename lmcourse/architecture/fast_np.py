@@ -6,22 +6,24 @@
 __all__ = ['fused', 'FAST', 'norm_rows', 'norm_rows_backward', 'fast_add_norm_forward', 'fast_add_norm_backward',
            'fast_norm_forward', 'fast_norm_backward', 'exponents', 'gate', 'gate_backward', 'fast_ffn_forward',
            'fast_ffn_backward', 'turn_pairs', 'shift_scores', 'divide_rows', 'less_log_sum', 'scores_backward',
-           'fast_attention_forward', 'fast_attention_backward', 'fast_multihead_forward', 'RMS',
+           'fast_attention_forward', 'fast_attention_backward', 'RMS', 'fast_multihead_forward',
            'fast_multihead_backward', 'less_top', 'entropy_rows', 'fast_head_loss', 'pool', 'blas_threads',
            'fast_loss_and_grads']
 
-# %% ../../nbs/03h_fast_np.ipynb #aacfbe6d
-import math
+# %% ../../nbs/03h_fast_np.ipynb #83f4c3f8
+import math, os
 import numpy as np
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cache, partial
 from numba import njit
+from threading import Lock
 from ..tools.config import ModelConfig
 from ..tokenization.fast_bpe import cores
-from .layers_np import RowGradient, embedding_backward, ffn_backward, ffn_forward, linear_backward, linear_forward
-from .attention_np import multihead_backward, multihead_forward
-from lmcourse.architecture.transformer_np import (Ops, add_norm_backward, add_norm_forward, head_loss, loss_and_grads, norm_backward,
+from .layers_np import (RowGradient, _check_dy, _check_ffn, _check_linear, _check_norm, _check_shape, _check_targets,
+    array_module, embedding_backward, ffn_backward, ffn_forward, linear_backward, linear_forward)
+from .attention_np import _check_params, multihead_backward, multihead_forward
+from lmcourse.architecture.transformer_np import (Ops, add_norm_backward, add_norm_forward, check_params, head_loss, loss_and_grads, norm_backward,
     norm_forward)
 
 # %% ../../nbs/03h_fast_np.ipynb #f3f15cb4
@@ -31,7 +33,7 @@ _ZERO, _ONE, _TWO = map(np.float32, (0, 1, 2))
 # %% ../../nbs/03h_fast_np.ipynb #1df16c49
 @fused
 def norm_rows(x, branch, weight, bias, eps, centre, s, h, shift, inv):
-    "`s = x + branch` and its norm `h`, row by row. `branch` and `bias` may be none; `s` is then `x` itself."
+    "Fills `s = x + branch`, its norm `h`, and each row's mean `shift` and `inv`, 1 over its root. Without a `branch`, `s` is `x` itself."
     N, D = x.shape
     for n in range(N):
         if branch is not None:
@@ -83,6 +85,8 @@ def fast_add_norm_forward(
 )->tuple: # As `add_norm_forward`
     "Add and normalise in one pass."
     if config.norm == "none" or not _kernels_fit(x): return _readable(add_norm_forward(x, branch, params, config))
+    _check_norm(config.norm, x, **params)
+    if branch is not None: _check_shape("branch", branch, x.shape)
     s, h = x if branch is None else np.empty_like(x), np.empty_like(x)
     centre, (shift, inv) = config.norm == "layernorm", np.empty((2, x.size//x.shape[-1]), x.dtype)
     norm_rows(_rows(x), None if branch is None else _rows(branch), params["weight"], params.get("bias"), np.float32(config.norm_eps), centre,
@@ -97,6 +101,7 @@ def fast_add_norm_backward(
     "Back through both in one pass."
     if cache[0] is None: return add_norm_backward(ds, dh, cache[1])
     s, shift, inv, params, centre = cache
+    for d in (dh,) if ds is None else (dh, ds): _check_dy(d, s.shape, s.dtype)
     dx, dweight, dbias = np.empty_like(s), np.zeros_like(params["weight"]), np.zeros_like(params["weight"])
     norm_rows_backward(None if ds is None else _rows(ds), _rows(dh), _rows(s), shift, inv, params["weight"], centre, _rows(dx), dweight, dbias)
     return dx, dict(weight=dweight) | (dict(bias=dbias) if "bias" in params else {})
@@ -153,6 +158,7 @@ def fast_ffn_forward(
 )->tuple: # As `ffn_forward`
     "Products by BLAS, the exponential by NumPy's vectors, all else in one pass."
     if not _kernels_fit(x): return _readable(ffn_forward(x, params, kind))
+    _check_ffn(params, kind)
     linear = lambda name, x: linear_forward(x, params[f"{name}.weight"], params.get(f"{name}.bias"))
     (a, first), (b, third) = linear("w1", x), linear("w3", x) if kind.endswith("glu") else (None, None)
     e, y, gelu = None if kind.startswith("re") else np.empty_like(a), np.empty_like(a), kind in ("geglu", "gelu")
@@ -232,7 +238,7 @@ def less_log_sum(z, scale, first, low, window, log_sum):
             start, stop, level = max(0, first + r - window + 1 - low), min(S, first + r + 1 - low), log_sum[m, first + r]
             for c in range(min(start, S)): z[m, r, c] = -np.inf
             for c in range(start, stop): z[m, r, c] = z[m, r, c]*scale - level
-            for c in range(max(stop, 0), S): z[m, r, c] = -np.inf
+            for c in range(stop, S): z[m, r, c] = -np.inf
 
 @fused
 def scores_backward(p, dp, scale, first, delta):
@@ -249,6 +255,11 @@ def _heads(x, G:int): # `(B, T, H, K)` as `(B, G, R, T, K)`, nothing copied
 
 def _piece(buffer, *shape): return buffer[:math.prod(shape)].reshape(shape)
 
+def _check_pieces(q, k, v, window, block):
+    if k.shape != v.shape or q.shape[:2] + q.shape[3:] != k.shape[:2] + k.shape[3:] or q.shape[2] % k.shape[2]:
+        raise ValueError(f"attention: queries {q.shape}, keys {k.shape}, values {v.shape}: expected (B, T, H, K) and twice (B, T, G, K)")
+    if block < 1 or window is not None and window < 1: raise ValueError(f"attention: {window = }, {block = }, expected 1 or more")
+
 # %% ../../nbs/03h_fast_np.ipynb #dc683717
 def fast_attention_forward(
     q:np.ndarray,    # Queries `(B, T, H, K)`
@@ -258,6 +269,7 @@ def fast_attention_forward(
     block:int=64,    # Queries at a time
 )->tuple: # `(B, T, H, K)` and the cache for `fast_attention_backward`
     "Causal attention, some queries of one sequence at a time, with the keys that they see."
+    _check_pieces(q, k, v, window, block)
     (B, T, H, K), G, window = q.shape, k.shape[2], window or q.shape[1]
     out, log_sum, buffer = np.empty_like(q), np.empty((B, H, T), q.dtype), np.empty(H*block*T, q.dtype)
     qs, ks, vs, outs = _heads(q, G), _heads(k, G), _heads(v, G), _heads(out, G)
@@ -280,6 +292,7 @@ def fast_attention_backward(
 )->tuple: # Gradients of `q`, `k`, `v`
     "Some keys of one sequence at a time, with the queries that see them; probabilities are computed again."
     q, k, v, out, log_sum, window, block = cache
+    _check_dy(dout, q.shape, q.dtype)
     (B, T, H, K), G = q.shape, k.shape[2]
     dq, dk, dv, buffers = np.zeros_like(q), np.empty_like(k), np.empty_like(v), np.empty((2, H*block*T), q.dtype)
     delta = np.ascontiguousarray(np.einsum("bthk,bthk->bht", dout, out))
@@ -300,6 +313,16 @@ def fast_attention_backward(
             dqs[:, :, i:end] += np.matmul(dp, ks[:, :, i:j])
     return dq, dk, dv
 
+# %% ../../nbs/03h_fast_np.ipynb #2986da07
+class RMS:
+    "What `fast_norm_forward` asks of a config, for the norm of queries and keys."
+    def __init__(self, norm_eps): self.norm, self.norm_eps = "rmsnorm", norm_eps
+
+# %% ../../nbs/03h_fast_np.ipynb #c7b89e51
+def _check_tables(tables, T:int, K:int): # Cosines and sines for T positions at least
+    if tables is None or any(len(t) < T or t.shape[1:] != (K//2,) for t in tables):
+        raise ValueError(f"RoPE needs tables of ({T}, {K//2}): rope_tables_np({T}, {K}, theta)")
+
 # %% ../../nbs/03h_fast_np.ipynb #25d6ac22
 def fast_multihead_forward(
     x:np.ndarray,        # `(..., T, D)`
@@ -309,7 +332,10 @@ def fast_multihead_forward(
 )->tuple: # As `multihead_forward`
     "Projections, norms of queries and keys, RoPE in place, attention in pieces."
     if not _kernels_fit(x): return _readable(multihead_forward(x, params, config, tables))
-    c, (T, D), shape = config, x.shape[-2:], x.shape
+    c, T, shape = config, x.shape[-2], x.shape
+    _check_params(params, c)
+    if c.position != "rope": tables = None
+    else: _check_tables(tables, T, c.K)
     linear = lambda name, x: linear_forward(x, params[f"{name}_proj.weight"], params.get(f"{name}_proj.bias"))
     made = {n: linear(n, x) for n in "qkv"}
     heads, norms = {n: y.reshape(-1, T, y.shape[-1]//c.K, c.K) for n,(y,_) in made.items()}, {}
@@ -319,11 +345,6 @@ def fast_multihead_forward(
     out, attended = fast_attention_forward(*heads.values(), c.window)
     y, last = linear("output", out.reshape(*shape[:-1], -1))
     return y, ({n: m for n,(_,m) in made.items()}, norms, tables, attended, last)
-
-# %% ../../nbs/03h_fast_np.ipynb #2986da07
-class RMS:
-    "What `fast_norm_forward` asks of a config, for the norm of queries and keys."
-    def __init__(self, norm_eps): self.norm, self.norm_eps = "rmsnorm", norm_eps
 
 # %% ../../nbs/03h_fast_np.ipynb #495a2971
 def fast_multihead_backward(
@@ -348,17 +369,17 @@ def fast_multihead_backward(
 # %% ../../nbs/03h_fast_np.ipynb #3ede6abd
 @fused
 def less_top(z, targets, at):
-    "Each row less its largest number; `at` takes the target's place in it."
+    "Each row less its largest number. `at[0]` takes that number, `at[1]` what is left of the target's."
     for n in range(len(z)):
         top = z[n, 0]
         for c in range(z.shape[1]): top = max(top, z[n, c])
         for c in range(z.shape[1]): z[n, c] -= top
-        at[n] = top
+        at[0, n], at[1, n] = top, z[n, targets[n]]
 
 # %% ../../nbs/03h_fast_np.ipynb #252c9958
 @fused
 def entropy_rows(z, e, targets, top, ignore_index, z_loss, count):
-    "`e` `= exp(z)` becomes the gradient of the logits; the sum of the losses comes back."
+    "`e = exp(logits - top)` becomes the gradient of the logits, `z` is the target's `logit - top`; the sum of the losses comes back."
     loss = 0.
     for n in range(len(e)):
         y, total = targets[n], _ZERO
@@ -367,7 +388,7 @@ def entropy_rows(z, e, targets, top, ignore_index, z_loss, count):
             continue
         for c in range(e.shape[1]): total += e[n, c]
         log_z = np.log(total) + top[n]
-        loss += log_z - z[n] + z_loss*log_z*log_z
+        loss += np.log(total) - z[n] + z_loss*log_z*log_z
         share = (_ONE + _TWO*z_loss*log_z)/(total*count)
         for c in range(e.shape[1]): e[n, c] *= share
         e[n, y] -= _ONE/count
@@ -380,23 +401,25 @@ def fast_head_loss(
     targets:np.ndarray, # Ids `(...)`, or `ignore_index`
     ignore_index:int=-100, # A target that does not count
     z_loss:float=0.0,   # Weight of the mean of `log(Z)**2`
-    count:int|None=None, # Divide by it: none for the number of targets that count
+    count:int|None=None, # Divide by it (float32 alone): none for the number of targets that count
 )->tuple: # As `head_loss`
     "Logits of some rows at a time: their loss, their gradient in their place, and on."
-    if not _kernels_fit(h): return head_loss(h, weight, targets, ignore_index, z_loss)
-    rows, targets, V = _rows(h), targets.ravel(), len(weight)
-    count = np.count_nonzero(targets != ignore_index) if count is None else count
-    step = max(256, 2**21//V)
-    dh, dweight, some, z = np.empty_like(rows), None, np.empty_like(weight), np.empty((min(step, len(rows)), V), h.dtype)
-    loss, top = 0., np.empty(len(rows), h.dtype)
+    if not _kernels_fit(h):
+        if count is not None: raise TypeError(f"count = {count} needs a contiguous float32 h, got {h.dtype}")
+        return head_loss(h, weight, targets, ignore_index, z_loss)
+    _check_linear(h, weight, None)
+    counts, targets = _check_targets(np.broadcast_to(h[..., :1], (*h.shape[:-1], len(weight))), targets, ignore_index, z_loss)
+    count, used = np.count_nonzero(counts) if count is None else count, np.where(counts, targets, -1)
+    rows, step = _rows(h), max(256, 2**21//len(weight))
+    dh, dweight, some, z = np.empty_like(rows), None, np.empty_like(weight), np.empty((min(step, len(rows)), len(weight)), h.dtype)
+    loss, at = 0., np.empty((2, len(z)), h.dtype)
     for i in range(0, len(rows), step):
-        x, y, t = rows[i:i + step], targets[i:i + step], top[i:i + step]
+        x, y = rows[i:i + step], slice(i, i + step)
         logits = np.matmul(x, weight.T, out=z[:len(x)])
-        right = logits[np.arange(len(x)), np.where(y == ignore_index, 0, y)]
-        less_top(logits, y, t)
+        less_top(logits, targets[y], at)
         np.exp(logits, out=logits)
-        loss += entropy_rows(right, logits, y, t, ignore_index, np.float32(z_loss), np.float32(count))
-        np.matmul(logits, weight, out=dh[i:i + step])
+        loss += entropy_rows(at[1], logits, used[y], at[0], -1, np.float32(z_loss), np.float32(count))
+        np.matmul(logits, weight, out=dh[y])
         if dweight is None: dweight = logits.T@x
         else: dweight += np.matmul(logits.T, x, out=some)
     return np.float32(loss/count) if count else np.float32(np.nan), dh.reshape(h.shape), dweight
@@ -413,22 +436,26 @@ def pool(
     "Threads that stay."
     return ThreadPoolExecutor(threads)
 
+if hasattr(os, "register_at_fork"): os.register_at_fork(after_in_child=pool.cache_clear)  # Threads don't survive a fork
+
 @cache
 def _libraries(): # NumPy has no call for the number of BLAS's threads
     from threadpoolctl import ThreadpoolController
-    return ThreadpoolController()
+    return ThreadpoolController().select(user_api="blas")
 
 def blas_threads(
     threads:int, # For each product
 ): # A context manager
-    "Let BLAS use so many cores."
+    "Let BLAS use so many cores, for the whole process."
     return _libraries().limit(limits=threads, user_api="blas")
 
-# %% ../../nbs/03h_fast_np.ipynb #004d099f
+# %% ../../nbs/03h_fast_np.ipynb #58c7f1ce
+_TURN = Lock()
+
 def _add(a, b): # Two gradients of one parameter; the first is used up
     if not isinstance(a, RowGradient): return np.add(a, b, out=a)
     rows, values = (np.concatenate((getattr(a, n), getattr(b, n))) for n in ("rows", "values"))
-    return embedding_backward(values, (rows, np.broadcast_to(values[:1, :1], a.shape)))
+    return embedding_backward(values, (rows, np.broadcast_to(values[:1, :1], a.shape)))   # Of the weight it asks shape and type alone
 
 # %% ../../nbs/03h_fast_np.ipynb #f6bcc3e6
 def fast_loss_and_grads(
@@ -436,16 +463,20 @@ def fast_loss_and_grads(
     ids:np.ndarray,      # `(B, T)`, from 0 to V - 1
     targets:np.ndarray,  # The ids that come next `(B, T)`; `ignore_index` where none counts
     config:ModelConfig,  # Sizes and variant
-    threads:int|None=None, # How many parts of the batch: none for one a core
+    threads:int|None=None, # How many parts of the batch, at most: none for one a core
     recompute:bool=False, # Keep only each block's input
     ignore_index:int=-100, # A target that does not count
 )->tuple: # As `loss_and_grads`
     "The loss and every gradient, a thread for each part of the batch."
-    threads = min(threads or cores(), len(ids))
+    if threads is not None and threads < 1: raise ValueError(f"threads = {threads}, expected 1 or more")
+    check_params(params, config)
+    array_module(ids, targets)                              # Refuses lists
+    parts = min(threads or cores(), len(ids)) if ids.ndim > 1 and _kernels_fit(params["token_embeddings.weight"]) else 1
+    run = partial(loss_and_grads, params, config=config, recompute=recompute, ignore_index=ignore_index)
+    if parts < 2: return run(ids, targets, ops=FAST)        # BLAS may then have all cores
+    if targets.shape != ids.shape: raise ValueError(f"targets {targets.shape} don't fit ids {ids.shape}, expected the same shape")
     ops = replace(FAST, head=partial(fast_head_loss, count=np.count_nonzero(targets != ignore_index)))
-    run = lambda part: loss_and_grads(params, *part, config, ops, recompute, ignore_index)
-    if threads == 1: return run((ids, targets))             # BLAS may then have all cores
-    parts = zip(np.array_split(ids, threads), np.array_split(targets, threads))
-    with blas_threads(1): (loss, grads), *others = pool(threads).map(run, parts)
+    cut = (np.array_split(a, parts) for a in (ids, targets))
+    with _TURN, blas_threads(1): (loss, grads), *others = pool(parts).map(partial(run, ops=ops), *cut)
     for more,added in others: loss, grads = loss + more, {name: _add(g, added[name]) for name,g in grads.items()}
     return loss, grads

@@ -250,35 +250,40 @@ def cross_entropy(
     counts = targets != ignore_index
     return loss + z_loss*(logits.logsumexp(-1).square()*counts).sum()/counts.sum()
 
-# %% ../../nbs/03b_layers_torch.ipynb #5b32d69b
-def _some_tokens(x, weight, targets, shares, z_loss): # Loss, and gradients of `x` and `weight`, of tokens with those shares in the mean
+# %% ../../nbs/03b_layers_torch.ipynb #1f7bdc3f
+def _some_tokens(x, weight, targets, counts, z_loss, wants): # Sums of the losses of some tokens, and of their gradients by `x` and `weight`
     z = (x@weight.T).float() if x.dtype.itemsize < 4 else x@weight.T
-    top, at = z.amax(-1, keepdim=True), z.gather(-1, targets[:, None])
-    p = z.sub_(top).exp_()
+    top = z.amax(-1, keepdim=True)
+    at = z.sub_(top).gather(-1, targets[:, None])
+    p = z.exp_()
     total = p.sum(-1, keepdim=True)
     log_z = total.log() + top
-    loss = ((log_z - at + z_loss*log_z.square())*shares).sum()
-    p.mul_((1 + 2*z_loss*log_z)*shares/total).scatter_add_(-1, targets[:, None], -shares)
+    loss = ((total.log() - at + z_loss*log_z.square())*counts).sum()
+    if not any(wants): return loss, None, None
+    p.mul_((1 + 2*z_loss*log_z)*counts/total).scatter_add_(-1, targets[:, None], -counts)
     p = p.to(x.dtype)
-    return loss, p@weight, p.T@x
+    return loss, p@weight if wants[0] else None, p.T@x if wants[1] else None
 
 # %% ../../nbs/03b_layers_torch.ipynb #e3a3d004
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, targets, ignore_index, z_loss, tokens):
+    def forward(ctx, x, weight, targets, ignore_index, z_loss, tokens, wants): # `wants`: whether a gradient of `x`, of `weight`
         counts = targets != ignore_index
-        shares, targets = (at_least_float32(counts.to(x.dtype))/counts.sum())[:, None], targets.where(counts, 0)
-        loss, dweight, dxs = 0, None, []
-        for some in zip(x.split(tokens), targets.split(tokens), shares.split(tokens)):
-            part, dx, dw = _some_tokens(some[0], weight, *some[1:], z_loss)
-            loss, dweight = loss + part, at_least_float32(dw) if dweight is None else dweight.add_(dw)
+        targets, n = targets.where(counts, 0), counts.sum()
+        loss, dxs, dweight = 0, [], None
+        for some in zip(x.split(tokens), targets.split(tokens), at_least_float32(counts.to(x.dtype))[:, None].split(tokens)):
+            part, dx, dw = _some_tokens(some[0], weight, *some[1:], z_loss, wants)
+            loss = loss + part
             dxs.append(dx)
-        ctx.save_for_backward(torch.cat(dxs), dweight.to(weight.dtype))
-        return loss
+            if wants[1]: dweight = at_least_float32(dw) if dweight is None else dweight.add_(dw)
+        ctx.save_for_backward(torch.cat(dxs) if wants[0] else None, dweight.to(weight.dtype) if wants[1] else None, n.clamp(min=1))
+        return loss/n
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx, dloss): return *(g*dloss for g in ctx.saved_tensors), None, None, None, None
+    def backward(ctx, dloss):
+        *grads, n = ctx.saved_tensors
+        return *(g if g is None else g*(dloss/n) for g in grads), None, None, None, None, None
 
 # %% ../../nbs/03b_layers_torch.ipynb #d32e3ca2
 def linear_cross_entropy(
@@ -293,12 +298,13 @@ def linear_cross_entropy(
     if targets.shape != x.shape[:-1]: raise ValueError(f"targets {tuple(targets.shape)} don't fit x {tuple(x.shape)}, expected {tuple(x.shape[:-1])}")
     if torch.is_autocast_enabled(x.device.type): x, weight = (a.to(torch.get_autocast_dtype(x.device.type)) for a in (x, weight))
     tokens = tokens or max(256, (2**21 if x.device.type == "cpu" else 2**27)//len(weight))
+    wants = tuple(torch.is_grad_enabled() and a.requires_grad for a in (x, weight))
     with torch.autocast(x.device.type, enabled=False):
-        return _LinearCrossEntropy.apply(x.reshape(-1, x.shape[-1]), weight, targets.flatten(), ignore_index, z_loss, tokens)
+        return _LinearCrossEntropy.apply(x.reshape(-1, x.shape[-1]), weight, targets.flatten(), ignore_index, z_loss, tokens, wants)
 
 # %% ../../nbs/03b_layers_torch.ipynb #884a2d8e
 def vectors_idle()->bool:
-    "Whether torch's float32 products use half of this CPU: it has AVX-512, but another maker than the one that MKL knows."
+    "Whether torch's float32 products leave AVX-512 unused: the CPU has it, but is not from the maker that MKL knows."
     cpuinfo = Path("/proc/cpuinfo")
     maker = cpuinfo.read_text() if cpuinfo.exists() else platform.processor()
     known = hasattr(torch.ops.mkldnn, "_linear_pointwise") and torch.backends.mkl.is_available()
@@ -307,20 +313,25 @@ def vectors_idle()->bool:
 # %% ../../nbs/03b_layers_torch.ipynb #e9f5a383
 def _product(a, b): return torch.ops.mkldnn._linear_pointwise(a, b.t(), None, "none", [], "")
 
-def _mm(a, b, out=None): # What stands in for `aten::mm`
-    if a.dtype != torch.float32 or not a.numel() or not b.numel(): y = torch.addmm(a.new_zeros(1), a, b, beta=0)   # As it was
-    elif a.is_contiguous() or a.numel() < b.numel() + len(a)*b.shape[1]: y = _product(a, b)
-    else: y = _product(b.t(), a.t()).t().contiguous()       # oneDNN copies a first factor that is turned round: here the other is smaller
-    return y if out is None else out.resize_(y.shape).copy_(y)
+def _ours(a, b): return a.dtype == b.dtype == torch.float32 and a.ndim == b.ndim == 2 and a.shape[1] == len(b) and a.numel() and b.numel()
 
-def _mm_out(a, b, *, out): return _mm(a, b, out)
+def _torchs(a, b, **out): return torch.addmm(a.new_zeros(1), a, b, beta=0, **out)   # As it was, with torch's errors
+
+def _mm(a, b): # What stands in for `aten::mm`
+    if not _ours(a, b): return _torchs(a, b)
+    if a.is_contiguous() or a.numel() < b.numel() + len(a)*b.shape[1]: return _product(a, b)
+    return _product(b.t(), a.t()).t().contiguous()          # oneDNN copies a first factor that is turned round: here the other is smaller
+
+def _mm_out(a, b, *, out):
+    if not _ours(a, b) or out.dtype != a.dtype or out.shape != (len(a), b.shape[1]): return _torchs(a, b, out=out)
+    return out.copy_(_mm(a, b))
 
 # %% ../../nbs/03b_layers_torch.ipynb #cc29af94
 @contextlib.contextmanager
 def onednn_products(
     use:bool|None=None, # Whether to: none for where they are faster
 ):
-    "Inside, float32 matrix products on the CPU are oneDNN's. The numbers differ in rounding alone."
+    "Inside, `mm` in float32 on the CPU is oneDNN's, for all threads; enter and leave while no other thread multiplies. Only rounding differs."
     with contextlib.ExitStack() as stack:
         if vectors_idle() if use is None else use:
             library = torch.library.Library("aten", "IMPL")

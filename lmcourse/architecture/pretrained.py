@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import reduce
 from pathlib import Path
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
@@ -89,7 +90,7 @@ class Link:
 
 # %% ../../nbs/03g_pretrained.ipynb #3ed8c1cc
 def links(
-    model:TransformerLM, # Of the family; `meta` will do
+    model:TransformerLM, # Of the family; one on `meta` will do
     family:str,          # `llama`, `qwen3` or `gpt2`
 )->list: # A `Link` for each tensor of theirs
     "How the names of a model go together."
@@ -221,8 +222,8 @@ def _weights_out(model:TransformerLM, link:Link)->torch.Tensor: # A copy, on the
     if link.ours == ("token_embeddings.weight",): parts = [parts[0]*model.scale]
     return pack(link, parts, model.config.K).cpu().clone(memory_format=torch.contiguous_format)
 
-def _dtype_name(model:TransformerLM)->str:
-    return str(model.token_embeddings.weight.dtype).removeprefix("torch.")
+def _dtype_name(model:TransformerLM)->str: # Of the type that holds all weights
+    return str(reduce(torch.promote_types, (p.dtype for p in model.parameters()))).removeprefix("torch.")
 
 # %% ../../nbs/03g_pretrained.ipynb #5d2b718c
 def to_hf(
@@ -330,10 +331,10 @@ def _check_fit(found:dict, wanted:dict, where:str): # Name to shape and type the
     wrong = [f"{what}: {', '.join(names)}" for what,names in wrong.items() if names]
     if wrong: raise ValueError(f"{where} does not fit the model; {'; '.join(wrong)}")
 
-def _check_tied(source, head:str, embedding:str, where:str): # A file may hold the tied head, but only as what it is
+def _check_tied(source, head:str, embedding:str, where:str): # A file may hold the tied head, but only as what it is, NaN for NaN
     values = dict(_values(source, {head, embedding}))
     a, b = values[head], values[embedding]
-    if a.shape != b.shape or (a != b).any(): raise ValueError(f"{where}: {head} differs from {embedding}, but the head is tied")
+    if a.shape != b.shape or ((a != b) & ((a == a) | (b == b))).any(): raise ValueError(f"{where}: {head} differs from {embedding}, but the head is tied")
 
 # %% ../../nbs/03g_pretrained.ipynb #c0843628
 def _weight_files(folder:Path)->list:
@@ -365,7 +366,8 @@ def _download(name:str, revision:str|None)->Path:
 
 # %% ../../nbs/03g_pretrained.ipynb #b11153f8
 def _open_source(source, revision:str|None)->tuple: # What config.json says, the weights, and a name for errors
-    if hasattr(source, "state_dict"): return source.config.to_dict(), source.state_dict(), type(source).__name__
+    source = getattr(source, "_orig_mod", source)       # Of a compiled model
+    if hasattr(source, "state_dict") and hasattr(source, "config"): return source.config.to_dict(), source.state_dict(), type(source).__name__
     folder = Path(source)
     if not folder.is_dir():
         if not re.fullmatch(r"[\w.-]+/[\w.-]+", str(source)): raise FileNotFoundError(f"{source}: no such folder, and no name like openai-community/gpt2")
@@ -425,6 +427,8 @@ def load_weights(
     where, source = ("the dictionary", weights) if isinstance(weights, dict) else (str(weights), [_safetensors(weights)])
     own, found = dict(model.named_parameters(remove_duplicate=False)), _headers(source)
     names = {_WRAPPED.sub("", name): name for name in found}
+    if twice := [name for name in found if names[_WRAPPED.sub("", name)] != name]:
+        raise ValueError(f"{where} has some names twice, with and without a prefix: {', '.join(twice)}")
     tied = own["lm_head.weight"] is own["token_embeddings.weight"]
     if tied and "lm_head.weight" not in names: del own["lm_head.weight"]
     _check_fit({name: found[there] for name,there in names.items()}, {name: p.shape for name,p in own.items()}, where)

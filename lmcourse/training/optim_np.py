@@ -13,10 +13,10 @@ from ..architecture.fast_np import fused
 
 # %% ../../nbs/04b_optim_np.ipynb #2ce3e161
 def adamw_step_np(
-    p:np.ndarray,     # Parameter
-    g:np.ndarray,     # Its gradient
-    m:np.ndarray,     # Running mean of gradients
-    v:np.ndarray,     # Running mean of their squares
+    p:np.ndarray,     # Parameter, any shape
+    g:np.ndarray,     # Its gradient, of that shape
+    m:np.ndarray,     # Running mean of gradients, likewise
+    v:np.ndarray,     # Running mean of their squares, likewise
     t:int,            # Number of this step, from 1
     lr:float,         # Step size
     betas:tuple=(.9, .999), # Decays of the two means
@@ -31,27 +31,29 @@ def adamw_step_np(
 # %% ../../nbs/04b_optim_np.ipynb #9e9f5ab8
 @fused
 def adamw_kernel(p, g, slots, m, v, b1, b2, keep, step, root, eps, scale):
-    "One pass over the rows of `p`. Row r has the gradient `g[slots[r]]`, none where that is -1; without `slots`, `g[r]`."
-    o1, o2, zero = np.float32(1) - b1, np.float32(1) - b2, np.float32(0)
+    "One pass over the rows of `p`. Row r has the gradient `g[slots[r]]`, none where that is -1; without `slots`, `g[r]`. The betas are float64."
+    d1, d2, o1, o2, zero = np.float32(b1), np.float32(b2), np.float32(1 - b1), np.float32(1 - b2), np.float32(0)
     for r in range(p.shape[0]):
         at = r if slots is None else slots[r]
         for d in range(p.shape[1]):
             x = g[at, d]*scale if at >= 0 else zero
-            m[r, d] = b1*m[r, d] + o1*x
-            v[r, d] = b2*v[r, d] + o2*x*x
+            m[r, d] = d1*m[r, d] + o1*x
+            v[r, d] = d2*v[r, d] + o2*x*x
             p[r, d] = p[r, d]*keep - step*m[r, d]/(np.sqrt(v[r, d])*root + eps)
 
 # %% ../../nbs/04b_optim_np.ipynb #9d0db072
 class AdamWNp:
     "AdamW for a dictionary of arrays, which it changes in place. Gradients may be `RowGradient`s."
     def __init__(self,
-        params:dict,      # Name to array; matrices decay, vectors don't
+        params:dict,      # Name to array of float32 or float64; matrices decay, vectors don't
         betas:tuple=(.9, .999), # Decays of the two means
         eps:float=1e-8,   # Added to the root
         weight_decay:float=.01, # Share of a matrix taken off a step, times `lr`
     ):
         if not all(0 <= b < 1 for b in betas): raise ValueError(f"AdamWNp: betas = {betas}, expected 0 <= beta < 1")
         if not (eps >= 0 and weight_decay >= 0): raise ValueError(f"AdamWNp: {eps = }, {weight_decay = }, expected 0 or more")
+        odd = [f"{name} is {p.dtype}" for name,p in params.items() if str(p.dtype) not in ("float32", "float64")]
+        if odd: raise TypeError(f"AdamWNp: {', '.join(odd)}, expected float32 or float64: squares of gradients are too small for less")
         self.params, self.betas, self.eps, self.weight_decay, self.t = params, betas, eps, weight_decay, 0
         self.m, self.v = ({name: array_module(p).zeros_like(p) for name,p in params.items()} for _ in "mv")
 
@@ -71,17 +73,17 @@ class AdamWNp:
 def _move(self, name:str, g, lr:float, scale:float): # One parameter
     p, m, v, (b1, b2) = self.params[name], self.m[name], self.v[name], self.betas
     decay = self.weight_decay if p.ndim > 1 else 0.
-    if not (type(p) is np.ndarray and p.dtype == np.float32):    # CuPy, float64: the formula
+    if not (type(p) is np.ndarray and p.dtype == np.float32 and p.flags.c_contiguous): # CuPy, float64, a transposed matrix: the formula
         g = scale*(g.dense() if isinstance(g, RowGradient) else g)
         p[...], m[...], v[...] = adamw_step_np(p, g, m, v, self.t, lr, self.betas, self.eps, decay)
         return
-    slots, values = None, g
+    slots, values, width = None, g, p.size                       # A gradient without rows is one long row
     if isinstance(g, RowGradient):
-        slots, values = np.full(len(p), -1), g.values
+        slots, values, width = np.full(len(p), -1), g.values, p.size//len(p)
         slots[g.rows] = np.arange(len(g.rows))
-    numbers = b1, b2, 1 - lr*decay, lr/(1 - b1**self.t), (1 - b2**self.t)**-.5, self.eps, scale
-    rows = lambda a: a.reshape(-1, a.shape[-1])
-    adamw_kernel(rows(p), rows(values), slots, rows(m), rows(v), *map(np.float32, numbers))
+    numbers = 1 - lr*decay, lr/(1 - b1**self.t), (1 - b2**self.t)**-.5, self.eps, scale
+    rows = lambda a: a.reshape(-1, width)
+    adamw_kernel(rows(p), rows(values), slots, rows(m), rows(v), float(b1), float(b2), *map(np.float32, numbers))
 
 AdamWNp.move = _move
 
