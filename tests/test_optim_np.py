@@ -73,6 +73,19 @@ def test_rows_of_any_shape(shape):
     AdamWNp(dense).step(dict(p=g.dense()), .1)
     check_close(by_rows, dense, 0, 0)
 
+@pytest.mark.parametrize("dtype", (np.float32, np.float64))
+def test_a_scale_is_that_of_the_gradients(dtype): # One that never changes would cancel between the two means
+    rng = np.random.default_rng(0)
+    start = rng.standard_normal((5, 3)).astype(dtype)
+    by_scale, by_hand = dict(p=start.copy()), dict(p=start.copy())
+    one, other = AdamWNp(by_scale), AdamWNp(by_hand)
+    for scale in (1., .1, 3.):
+        g = rng.standard_normal((5, 3)).astype(dtype)
+        one.step(dict(p=g), .1, scale)
+        other.step(dict(p=g*dtype(scale)), .1)
+    check_close(by_scale, by_hand, 1e-6, 1e-6)
+    assert abs(by_scale["p"] - start).max() > .1
+
 def test_a_lazy_optimizer_is_noticed(): # One that leaves rows without a gradient alone is another one
     p = dict(p=np.ones((3, 2), np.float32))
     optimizer = AdamWNp(p, weight_decay=0)

@@ -17,7 +17,7 @@ from lmcourse.architecture.attention_np import causal_attention_backward, causal
 from lmcourse.architecture.fast_np import (FAST, blas_threads, fast_add_norm_backward, fast_add_norm_forward, fast_attention_backward, fast_attention_forward,
                                            fast_ffn_forward, fast_head_loss, fast_loss_and_grads, fast_multihead_forward)
 from lmcourse.architecture.layers_np import RowGradient, ffn_forward
-from lmcourse.architecture.transformer_np import (Ops, check_params, embed_backward, embed_forward, init_params, loss_and_grads, parameter_shapes,
+from lmcourse.architecture.transformer_np import (Ops, check_params, embed_backward, embed_forward, head_loss, init_params, loss_and_grads, parameter_shapes,
                                                   sinusoidal_table, stream_forward, transformer_backward, transformer_forward)
 from lmcourse.tools.checks import check_close, expect_error
 from lmcourse.tools.config import ModelConfig
@@ -196,6 +196,23 @@ def test_fast_with_large_numbers(): # Scores and gates beyond what an exponentia
         check_close(turned(out, *grads), [expected, *expected_grads], rtol=1e-3, atol=1e-3)
     params = {n: 100*rng.standard_normal(shape, np.float32) for n, shape in {"w1.weight": (6, 4), "w2.weight": (4, 6)}.items()}
     for kind in ("silu", "gelu"): check_close(fast_ffn_forward(10*q[0, 0, :, :4], params, kind)[0], ffn_forward(10*q[0, 0, :, :4], params, kind)[0], rtol=1e-4)
+    h, weight, targets = q[0, :, 0].copy(), 10*rng.standard_normal((30, 8), np.float32), rng.integers(0, 30, 70)
+    check_close(fast_head_loss(h, weight, targets), head_loss(h, weight, targets), rtol=1e-4, atol=1e-4)
+
+@pytest.mark.parametrize("z_loss", (0., .02))
+def test_the_head_in_several_parts(z_loss):
+    rng = np.random.default_rng(0)
+    h, weight, targets = rng.standard_normal((1100, 4), np.float32), rng.standard_normal((4200, 4), np.float32), rng.integers(0, 4200, 1100)
+    targets[rng.random(1100) < .3] = -100                       # 499 rows in a part, so there are three
+    check_close(fast_head_loss(h, weight, targets, -100, z_loss), head_loss(h, weight, targets, -100, z_loss), rtol=1e-4, atol=1e-6)
+
+def test_what_the_window_hides_from_a_piece_is_not_touched(): # Else a window would save no time, and 0 times NaN be NaN
+    q, k, v, dout = np.random.default_rng(0).standard_normal((4, 1, 200, 2, 8), np.float32)
+    v[:, 0], dout[:, -1] = np.nan, np.nan
+    out, cache = fast_attention_forward(q, k, v, 3)
+    assert np.isnan(out[:, 0]).all() and np.isfinite(out[:, 66:]).all()
+    dq, dk, dv = fast_attention_backward(dout, fast_attention_forward(q, k, np.nan_to_num(v), 3)[1])
+    for d in (dk, dv): assert np.isnan(d[:, -1]).all() and np.isfinite(d[:, :120]).all()
 
 def test_other_leading_dimensions():
     config, (ids, targets) = replace(SMALL, position="learned"), batch(SMALL, 4)
@@ -290,6 +307,7 @@ def test_calls_from_several_threads(blas_at_two, monkeypatch):
     with pytest.raises(IndexError): run((batches[0][0] + 23, batches[0][1]))
     assert blas_at_two() == {2}
     def slow(*args, **more):
+        assert blas_at_two() == {1}
         time.sleep(.05)
         return loss_and_grads(*args, **more)
     monkeypatch.setattr(fast_np, "loss_and_grads", slow)
