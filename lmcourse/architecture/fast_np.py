@@ -236,7 +236,7 @@ def less_log_sum(z, scale, first, low, window, log_sum):
     for m in range(M):
         for r in range(Q):
             start, stop, level = max(0, first + r - window + 1 - low), min(S, first + r + 1 - low), log_sum[m, first + r]
-            for c in range(min(start, S)): z[m, r, c] = -np.inf
+            for c in range(start): z[m, r, c] = -np.inf
             for c in range(start, stop): z[m, r, c] = z[m, r, c]*scale - level
             for c in range(stop, S): z[m, r, c] = -np.inf
 
