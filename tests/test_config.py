@@ -57,3 +57,9 @@ def test_presets_are_valid_and_derived_sizes_follow(name):
 ])
 def test_what_does_not_fit_is_refused(changes, words):
     with pytest.raises(ValueError, match=words): ModelConfig(**changes)
+
+
+def test_a_character_that_toml_does_not_take_is_written_otherwise(tmp_path):
+    config = TrainConfig(device='a\x7fb"\\u007f\n\x00ü')
+    config.save(tmp_path/"c.toml")
+    assert TrainConfig.load(tmp_path/"c.toml") == config

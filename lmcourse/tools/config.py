@@ -51,6 +51,7 @@ class _Files:
         "Write the record to `path`."
         values, path = self.to_dict(), Path(path)
         toml = "".join(f"{k} = {json.dumps(v, ensure_ascii=False)}\n" for k,v in values.items() if v is not None)
+        toml = toml.replace("\x7f", r"\u007f")             # The one character that JSON takes as it is and TOML does not
         path.write_text(toml if _suffix(path) == ".toml" else json.dumps(values, indent=2) + "\n", encoding="utf-8")
 
     @classmethod
