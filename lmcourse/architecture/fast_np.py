@@ -6,9 +6,8 @@
 __all__ = ['fused', 'FAST', 'norm_rows', 'norm_rows_backward', 'fast_add_norm_forward', 'fast_add_norm_backward',
            'fast_norm_forward', 'fast_norm_backward', 'exponents', 'gate', 'gate_backward', 'fast_ffn_forward',
            'fast_ffn_backward', 'turn_pairs', 'shift_scores', 'divide_rows', 'less_log_sum', 'scores_backward',
-           'fast_attention_forward', 'fast_attention_backward', 'RMS', 'fast_multihead_forward',
-           'fast_multihead_backward', 'less_top', 'entropy_rows', 'fast_head_loss', 'pool', 'blas_threads',
-           'fast_loss_and_grads']
+           'fast_attention_forward', 'fast_attention_backward', 'fast_multihead_forward', 'fast_multihead_backward',
+           'less_top', 'entropy_rows', 'fast_head_loss', 'pool', 'blas_threads', 'fast_loss_and_grads']
 
 # %% ../../nbs/03h_fast_np.ipynb #83f4c3f8
 import math, os
@@ -313,11 +312,6 @@ def fast_attention_backward(
             dqs[:, :, i:end] += np.matmul(dp, ks[:, :, i:j])
     return dq, dk, dv
 
-# %% ../../nbs/03h_fast_np.ipynb #2986da07
-class RMS:
-    "What `fast_norm_forward` asks of a config, for the norm of queries and keys."
-    def __init__(self, norm_eps): self.norm, self.norm_eps = "rmsnorm", norm_eps
-
 # %% ../../nbs/03h_fast_np.ipynb #c7b89e51
 def _check_tables(tables, T:int, K:int): # Cosines and sines for T positions at least
     if tables is None or any(len(t) < T or t.shape[1:] != (K//2,) for t in tables):
@@ -339,8 +333,8 @@ def fast_multihead_forward(
     linear = lambda name, x: linear_forward(x, params[f"{name}_proj.weight"], params.get(f"{name}_proj.bias"))
     made = {n: linear(n, x) for n in "qkv"}
     heads, norms = {n: y.reshape(-1, T, y.shape[-1]//c.K, c.K) for n,(y,_) in made.items()}, {}
-    for n in "qk" if c.qk_norm else "":
-        heads[n], norms[n] = fast_norm_forward(heads[n], dict(weight=params[f"{n}_norm.weight"]), RMS(c.norm_eps))
+    for n in "qk" if c.qk_norm else "":                         # Always RMSNorm, whatever the stream has
+        heads[n], norms[n] = fast_norm_forward(heads[n], dict(weight=params[f"{n}_norm.weight"]), replace(c, norm="rmsnorm"))
     for n in "qk" if tables else "": turn_pairs(heads[n], *tables, _ONE)
     out, attended = fast_attention_forward(*heads.values(), c.window)
     y, last = linear("output", out.reshape(*shape[:-1], -1))

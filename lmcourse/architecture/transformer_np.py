@@ -208,7 +208,8 @@ def sublayer_backward(
         return dsum + dy, None, grads, dgain
     dy, dgain = ops.norm[1](dbranch, norm)
     dy, grads = backward(dy, cache)
-    return dx + dy, dx + dy, grads, dgain
+    dx = dx + dy
+    return dx, dx, grads, dgain
 
 # %% ../../nbs/03e_transformer_np.ipynb #c1b8efa4
 def block_forward(

@@ -91,7 +91,7 @@ AdamWNp.move = _move
 def grad_norm_np(
     grads:dict, # Name to gradient; rows that got none add nothing
 )->float: # Length of all of them together
-    "The root of the sum of all squares, added up in float64."
+    "The root of the sum of all squares: within an array in its own type, over the arrays in float64."
     flat = (g.values if isinstance(g, RowGradient) else g for g in grads.values())
     return math.sqrt(math.fsum(float(array_module(g).vdot(g, g)) for g in flat))
 
