@@ -40,7 +40,7 @@ def test_every_field_has_its_comment(cls):
 def test_presets_are_valid_and_derived_sizes_follow(name):
     config = ModelConfig.preset(name)
     wider = replace(config, d_model=2*config.d_model)
-    assert wider.K == 2*config.K and wider.G == config.G
+    assert wider.K == (config.head_dim or 2*config.K) and wider.G == config.G
     if config.d_ff is None: assert wider.F > config.F
 
 

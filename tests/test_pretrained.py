@@ -20,7 +20,8 @@ import lmcourse.architecture.pretrained as pretrained
 from lmcourse.architecture.pretrained import (FAMILIES, config_from_hf, config_to_hf, family_of, from_hf, halves_to_pairs, links, load_weights, pack,
     pairs_to_halves, params_of, save_hf, to_hf, unpack, untie)
 from lmcourse.architecture.transformer_np import init_params, transformer_forward
-from lmcourse.architecture.transformer_torch import TransformerLM, count_parameters
+from lmcourse.accounting.memory import count_parameters
+from lmcourse.architecture.transformer_torch import TransformerLM
 from lmcourse.tools.checks import check_close, expect_error
 from lmcourse.tools.config import ModelConfig
 
@@ -295,7 +296,7 @@ def test_untie():
     model = ours(quickstart)
     free = untie(model)
     check_close(free(ids_of(quickstart)), model(ids_of(quickstart)), 0, 0)
-    assert count_parameters(free) == count_parameters(model) + 50*128 and free.lm_head.weight.data_ptr() != model.token_embeddings.weight.data_ptr()
+    assert count_parameters(free).unique == count_parameters(model).unique + 50*128 and free.lm_head.weight.data_ptr() != model.token_embeddings.weight.data_ptr()
     same_logits(to_hf(free), model, quickstart)
     check_close(untie(ours(llama)).state_dict(), ours(llama).state_dict(), 0, 0)
     assert untie(ours(gpt2, dtype=torch.float64)).lm_head.weight.dtype == torch.float64
@@ -372,7 +373,7 @@ def test_files_of_well_known_models():
                           num_hidden_layers=22, num_key_value_heads=4, pretraining_tp=1, rms_norm_eps=1e-5, tie_word_embeddings=False, vocab_size=32000),
         134_515_008: common | dict(model_type="llama", hidden_size=576, intermediate_size=1536, max_position_embeddings=8192, num_attention_heads=9,
                           num_hidden_layers=30, num_key_value_heads=3, rms_norm_eps=1e-5, rope_interleaved=False, rope_theta=100000, tie_word_embeddings=True, vocab_size=49152)}
-    for count, file in known.items(): assert count_parameters(TransformerLM(config_from_hf(file), device="meta")) == count
+    for count, file in known.items(): assert count_parameters(TransformerLM(config_from_hf(file), device="meta")).unique == count
 
 
 # Files
@@ -480,7 +481,7 @@ def test_shards(tmp_path):
         files = sorted(folder.glob("*.safetensors"))
         read = {f.name: load_file(f) for f in files}
         total = sum(t.nbytes for tensors in read.values() for t in tensors.values())
-        assert total == 4*count_parameters(model)
+        assert total == 4*count_parameters(model).unique
         for tensors in read.values(): assert sum(t.nbytes for t in tensors.values()) <= most or len(tensors) == 1
         if most == 10**9: assert [f.name for f in folder.iterdir() if f.suffix != ".json"] == ["model.safetensors"] and not (folder/"model.safetensors.index.json").exists()
         else:
@@ -551,7 +552,7 @@ def test_the_hub_fails_in_one_line(monkeypatch, error, words):
 def test_loading_takes_little_more_than_one_copy(tmp_path):
     from torch.profiler import ProfilerActivity, profile
     model = ours(ModelConfig(vocab_size=3000, context_length=8, d_model=128, num_layers=4, num_heads=4))
-    size = 4*count_parameters(model)
+    size = 4*count_parameters(model).unique
     folder = save_hf(model, tmp_path/"model", max_shard_bytes=size//8)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as p: back = from_hf(folder)
     changes = sorted((e for e in p.profiler.kineto_results.events() if e.name() == "[memory]"), key=lambda e: e.start_ns())
@@ -670,7 +671,7 @@ def test_numpy_and_back(config, tmp_path):
     model = ours(config)
     params = params_of(model)
     assert all(isinstance(a, np.ndarray) and a.dtype == np.float32 and a.flags.owndata for a in params.values())
-    assert set(params) == set(dict(model.named_parameters())) and sum(a.size for a in params.values()) == count_parameters(model)
+    assert set(params) == set(dict(model.named_parameters())) and sum(a.size for a in params.values()) == count_parameters(model).unique
     again = TransformerLM(config, seed=1)
     for a in params.values(): a.flags.writeable = False
     load_weights(again, params)

@@ -11,8 +11,8 @@ torch = pytest.importorskip("torch")
 from hypothesis import given, settings, strategies as st
 
 from lmcourse.architecture.layers_torch import cross_entropy
-from lmcourse.architecture.transformer_torch import (InputEmbeddings, SinusoidalPositions, TransformerBlock, TransformerLM, count_parameters,
-    parameter_tree)
+from lmcourse.architecture.transformer_torch import (InputEmbeddings, SinusoidalPositions, TransformerBlock, TransformerLM)
+from lmcourse.accounting.memory import count_parameters, parameter_table
 from lmcourse.tools.checks import check_close, expect_error
 from lmcourse.tools.config import ModelConfig
 
@@ -64,7 +64,7 @@ def test_variant(changes):
     for p in model.parameters(): p.data += .05*torch.randn(p.shape, generator=torch.Generator().manual_seed(p.numel()))
     logits = model(ids)
     assert logits.shape == (*ids.shape, c.vocab_size) and logits.dtype == torch.float32 and logits.isfinite().all()
-    assert set(model.state_dict()) == keys(c) and count_parameters(model) == formula(c)
+    assert set(model.state_dict()) == keys(c) and count_parameters(model).unique == formula(c)
     cross_entropy(logits[:, :-1], ids[:, 1:], z_loss=c.z_loss).backward()
     dead = {n for n, p in model.named_parameters() if not p.grad.any()}
     if c.window == 1: dead = {n for n in dead if not any(w in n for w in ("q_proj", "k_proj"))}     # A softmax over one key
@@ -189,7 +189,7 @@ def test_any_config_has_the_parameters_that_paper_gives(data):
     c = ModelConfig(vocab_size=draw(st.integers(1, 300)), context_length=draw(st.integers(1, 50)), d_model=2*draw(st.integers(1, 100)), head_dim=K,
                     num_layers=draw(st.integers(1, 3)), num_heads=G*group, num_kv_heads=G, d_ff=draw(st.none() | st.integers(1, 300)), **words, **flags)
     model = TransformerLM(c, device="meta")
-    assert count_parameters(model) == formula(c) and set(model.state_dict()) == keys(c)
+    assert count_parameters(model).unique == formula(c) and set(model.state_dict()) == keys(c)
     ids = torch.zeros(2, c.context_length, dtype=torch.long, device="meta")
     assert model(ids).shape == (2, c.context_length, c.vocab_size)
 
@@ -198,14 +198,14 @@ def test_any_config_has_the_parameters_that_paper_gives(data):
     ("cs336-gpt2-small", 190_460_160), ("cs336-gpt2-medium", 505_629_696), ("cs336-gpt2-large", 1_072_469_760), ("cs336-gpt2-xl", 2_127_057_600),
     ("cs336-tinystories", 22_696_448), ("report-tinystories", 35_938_816), ("report-openwebtext", 58_466_816)])
 def test_published_counts(preset, count):
-    assert count_parameters(TransformerLM(ModelConfig.preset(preset), device="meta")) == count
+    assert count_parameters(TransformerLM(ModelConfig.preset(preset), device="meta")).unique == count
 
 
 @pytest.mark.parametrize("preset", ModelConfig.presets())
 def test_presets_build(preset):
     c = ModelConfig.preset(preset)
     model = TransformerLM(c, device="meta")
-    assert count_parameters(model) == formula(c) and set(model.state_dict()) == keys(c)
+    assert count_parameters(model).unique == formula(c) and set(model.state_dict()) == keys(c)
 
 
 def test_norm_positions_are_their_formulas():
@@ -318,11 +318,11 @@ def test_the_checks_leave_compiler_and_exporter_alone():
     check_close(torch.export.export(model, (ids,)).module()(ids), model(ids), 1e-4, 1e-5)
 
 
-def test_parameter_tree_adds_up():
+def test_parameter_table_adds_up():
     for c in (base, replace(base, tie_embeddings=True, bias=True, norm="layernorm", qk_norm=True)):
         model = TransformerLM(c)
-        *rows, total = parameter_tree(model).rows
-        assert sum(r["parameters"] for r in rows) == total["parameters"] == count_parameters(model)
+        *rows, total = parameter_table(model).rows
+        assert sum(r["parameters"] for r in rows) == total["parameters"] == count_parameters(model).unique
         assert sum(r["tensors"] for r in rows) == len(model.state_dict())
         shared = [r["parameter"] for r in rows if "shared" in r["shape"]]
         assert shared == (["lm_head.weight"] if c.tie_embeddings else [])

@@ -4,12 +4,12 @@
 
 # %% auto #0
 __all__ = ['SETTING', 'OPTIMIZER', 'MAX_NORM', 'CONTENDERS', 'REST_S', 'TOLERANCE', 'COMPARED', 'LARGE', 'LARGE_BYTES', 'Setting',
-           'training_step_flops', 'first_weights', 'first_batch', 'torch_step', 'start_torch', 'start_transformers',
-           'start_numpy', 'threads_here', 'start_product_torch', 'start_product_numpy', 'best_products', 'Contender',
-           'run_first', 'burst', 'run_steps', 'run_products', 'run_peak', 'run_facts_torch', 'run_facts_numpy',
-           'contender_process', 'require_same_steps', 'left_out', 'open_contenders', 'measure_training_steps',
-           'per_second', 'quotients', 'of_task', 'best_product', 'products_table', 'steps_table', 'step_ratios_table',
-           'available_bytes', 'measure_large', 'large_table', 'check_bench_training', 'bench_training']
+           'first_weights', 'first_batch', 'torch_step', 'start_torch', 'start_transformers', 'start_numpy',
+           'threads_here', 'start_product_torch', 'start_product_numpy', 'best_products', 'Contender', 'run_first',
+           'burst', 'run_steps', 'run_products', 'run_peak', 'run_facts_torch', 'run_facts_numpy', 'contender_process',
+           'require_same_steps', 'left_out', 'open_contenders', 'measure_training_steps', 'per_second', 'quotients',
+           'of_task', 'best_product', 'products_table', 'steps_table', 'step_ratios_table', 'available_bytes',
+           'measure_large', 'large_table', 'check_bench_training', 'bench_training']
 
 # %% ../../nbs/90b_bench_training.ipynb #034389f1
 import contextlib, json, os, re, statistics, time
@@ -20,6 +20,7 @@ from typing import Callable, Iterator
 import numpy as np
 from ..tools.config import ModelConfig
 from ..tools.show import Table, progress
+from ..accounting.flops import training_flops
 from .bench import (Worker, check_new_file, interleaved, keep_freed_memory, machine, machine_line, peak_bytes, present, spread,
     timed, write_whole)
 
@@ -35,6 +36,8 @@ class Setting:
 
     @property
     def tokens(self)->int: return self.batch_size*self.config.context_length
+    @property
+    def flops(self)->int: return sum(training_flops(self.config, self.batch_size).values())
 
     def to_json(self)->str: return json.dumps(asdict(self))
 
@@ -48,17 +51,6 @@ SETTING = Setting(ModelConfig(vocab_size=4096, context_length=256, d_model=256, 
                   batch_size=8, gemm=2048, steps=5, products=5)
 OPTIMIZER = dict(lr=1e-4, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
 MAX_NORM = 1.0 # Of all gradients together
-
-# %% ../../nbs/90b_bench_training.ipynb #0d24c1bd
-def training_step_flops(
-    config:ModelConfig, # Sizes and variant
-    batch_size:int,     # Windows of the context's length, B
-)->int: # Operations of the matrix products; attention without regard to its mask
-    "The loss and its gradients."
-    c, T = config, config.context_length
-    weights = 2*c.d_model*(c.num_heads + c.G)*c.K + (3 if c.gated else 2)*c.d_model*c.F
-    products = 2*batch_size*T*(c.num_layers*weights + c.vocab_size*c.d_model)
-    return 3*(products + c.num_layers*batch_size*4*T*T*c.num_heads*c.K)
 
 # %% ../../nbs/90b_bench_training.ipynb #8599c1a0
 def first_weights(
@@ -328,7 +320,7 @@ def measure_training_steps(
     "Steps and products of all, in turns."
     jobs = {(task, name): partial(workers[name].ask, f"run_{task}s", name=name, setting=setting.to_json())
             for name in workers for task in ("step", "product") if task == "step" or CONTENDERS[name].product}
-    flops = dict(step=training_step_flops(setting.config, setting.batch_size), product=2*setting.gemm**3)
+    flops = dict(step=setting.flops, product=2*setting.gemm**3)
     return [dict(task=task, name=name, dtype=CONTENDERS[name].dtype, flops=flops[task], tokens=setting.tokens if task == "step" else None,
                  count=m.pop("count")[0], **m) for (task,name),m in interleaved(jobs, rounds, "training").items()]
 
@@ -419,7 +411,7 @@ def measure_large(
     setting:Setting=LARGE, # What is measured
 )->list: # Measurements, the peak of memory among them
     "A step of the NumPy engine, its second, between two products."
-    records, flops = [], training_step_flops(setting.config, setting.batch_size)
+    records, flops = [], setting.flops
     for name in names:
         with contender_process(name, threads) as worker:
             ask = partial(worker.ask, name=name, setting=setting.to_json())
@@ -466,7 +458,7 @@ def bench_training(
     check_bench_training(rounds, threads, large_vocabulary, file)
     threads, here, large = threads or threads_here(), machine(("numba", "numpy", "torch", "transformers")), []
     yield machine_line(here)
-    yield f"a step of {setting.tokens:,} tokens: {training_step_flops(setting.config, setting.batch_size)/1e9:.1f} GFLOP; {threads} threads"
+    yield f"a step of {setting.tokens:,} tokens: {setting.flops/1e9:.1f} GFLOP; {threads} threads"
     with contextlib.ExitStack() as stack:
         workers, reasons = open_contenders(stack, setting, threads, names)
         yield from (f"not measured: {name} ({why})" for name,why in reasons.items())

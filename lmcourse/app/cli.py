@@ -201,8 +201,8 @@ def go_on(run:Path): # `FileNotFoundError` if it is no run
 
 # %% ../../nbs/90c_cli.ipynb #bb5cf175
 def model_table(model)->Table: # Parameters by part, and in all
-    from lmcourse.architecture.transformer_torch import parameter_tree
-    return parameter_tree(model)
+    from lmcourse.accounting.memory import parameter_table
+    return parameter_table(model)
 
 def cost_line(trainer)->str: # What the run will take, from a few timed steps
     from lmcourse.training.trainer import measure_step, peak_memory

@@ -17,6 +17,7 @@ from copy import deepcopy
 from functools import partial
 from numbers import Real
 from torch import Tensor, nn
+from ..accounting.memory import count_parameters
 from ..architecture import attention_torch, layers_np, layers_torch, transformer_torch
 from ..tools.checks import check_close, gradcheck
 from ..tools.config import ModelConfig
@@ -527,7 +528,7 @@ def check_parameters(
     answer:dict, # 'attention', 'ffn', 'model', 'tied' and 'longer', each with a whole number
 ):
     "`AssertionError` unless the numbers are those of the assignment's model."
-    count, c = transformer_torch.count_parameters, ModelConfig(d_ff=1344)
+    count, c = lambda module: count_parameters(module).unique, ModelConfig(d_ff=1344)
     (V, D, d_ff, L), model = (c.vocab_size, c.d_model, c.F, c.num_layers), transformer_torch.TransformerLM(c, device="meta")
     n, tied = count(model), count(model) - V*D
     right = dict(attention=count(model.layers[0].attn), ffn=count(model.layers[0].ffn), model=n, tied=tied, longer=n)

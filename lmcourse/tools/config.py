@@ -189,6 +189,7 @@ TrainConfig.validate = _check_train
 # %% ../../nbs/00c_config.ipynb #f14bf9e0
 _GPT2 = dict(small=(768, 12, 12), medium=(1024, 24, 16), large=(1280, 36, 20), xl=(1600, 48, 25))
 _OPENAI = dict(norm="layernorm", position="learned", ffn="gelu", bias=True, tie_embeddings=True)
+_QWEN3 = dict(vocab_size=151_936, context_length=40_960, num_kv_heads=8, head_dim=128, rope_theta=1e6, norm_eps=1e-6, qk_norm=True)
 _REPORT = dict(context_length=256, d_model=512, num_layers=8, num_heads=8, d_ff=1408)
 
 _MODELS = {f"gpt2-{k}": dict(vocab_size=50257, context_length=1024, d_model=d, num_layers=l, num_heads=h, **_OPENAI)
@@ -201,6 +202,10 @@ _MODELS |= {
     "report-openwebtext": _REPORT | dict(vocab_size=32_000),
     "numpy-report": dict(vocab_size=256, context_length=16, d_model=64, num_layers=1, num_heads=4, d_ff=128, norm="layernorm",
                          norm_position="post", position="learned", ffn="relu", bias=True, tie_embeddings=True),
+    "llama-2-7b": dict(vocab_size=32_000, context_length=4096, d_model=4096, num_layers=32, num_heads=32, d_ff=11_008),
+    "llama-3-8b": dict(vocab_size=128_256, context_length=8192, d_model=4096, num_layers=32, num_heads=32, num_kv_heads=8, d_ff=14_336, rope_theta=5e5),
+    "qwen3-0.6b": _QWEN3 | dict(d_model=1024, num_layers=28, num_heads=16, d_ff=3072, tie_embeddings=True),
+    "qwen3-8b": _QWEN3 | dict(d_model=4096, num_layers=36, num_heads=32, d_ff=12_288),
     "quickstart": dict(vocab_size=2048, context_length=256, d_model=128, num_layers=3, num_heads=4, d_ff=320,
                        rope_theta=1e6, qk_norm=True, tie_embeddings=True, scale_embeddings=True)}
 _TRAINING = {"quickstart": dict(batch_size=2, windows="documents", lr=2.5e-3, min_lr=5e-5, seed=1)}
