@@ -159,7 +159,7 @@ def broken(work, whole):
     ("generate not-weights", "not-weights: no model that can be read"),
     ("generate whole --temperature -1", "temperature = -1.0"),
     ("plot nowhere", "nowhere: no run folder"),
-    ("no-such-command", "quickstart, tokenizer, prepare, train, generate, plot, bench"),
+    ("no-such-command", "quickstart, tokenizer, prepare, train, generate, plot, account, bench"),
 ])
 def test_a_mistake_is_one_line_and_leaves_nothing(broken, words, answer):
     before = sorted(broken.rglob("*"))

@@ -170,10 +170,10 @@ def saved_tensors(
 
 # %% ../../nbs/02a_memory.ipynb #80944fbf
 def dtype_bytes(
-    name:str, # `float32`, `bfloat16` and so on, or `int8`
+    name:str, # `float32`, `bfloat16` and so on, `float8` in either form, or `int8`
 )->int:
     "Bytes of a number. `ValueError` for a type that is not known."
-    known = {f.name: f.bytes for f in FLOAT_FORMATS.values()} | dict(int8=1)
+    known = {f.name: f.bytes for f in FLOAT_FORMATS.values()} | dict(float8=1, int8=1)
     if name not in known: raise unknown("dtype", name, known)
     return known[name]
 

@@ -5,10 +5,10 @@
 # %% auto #0
 __all__ = ['BENCHES', 'COMMANDS', 'TokenizerCommand', 'PrepareCommand', 'say', 'wrapped', 'refuse_existing', 'learn_tokenizer',
            'in_bytes', 'all_or_nothing', 'prepare', 'training_documents', 'count_ngrams', 'ngram_line', 'TrainCommand',
-           'new_trainer', 'open_data', 'matching_tokenizer', 'go_on', 'model_table', 'cost_line', 'train_to_the_end',
-           'result_line', 'loss_plot', 'draw', 'story', 'beginning', 'GenerateCommand', 'PlotCommand',
-           'QuickstartCommand', 'get_ready', 'plan', 'keep', 'BenchTokenizerCommand', 'BenchTrainingCommand',
-           'BenchCommand', 'one_line', 'parse', 'main', 'kill_as_ctrl_c']
+           'new_trainer', 'open_data', 'matching_tokenizer', 'go_on', 'model_table', 'cost_lines', 'device_here',
+           'train_to_the_end', 'result_line', 'loss_plot', 'draw', 'story', 'beginning', 'GenerateCommand',
+           'PlotCommand', 'QuickstartCommand', 'get_ready', 'plan', 'keep', 'AccountCommand', 'BenchTokenizerCommand',
+           'BenchTrainingCommand', 'BenchCommand', 'one_line', 'parse', 'main', 'kill_as_ctrl_c']
 
 # %% ../../nbs/90c_cli.ipynb #ae94adfa
 import contextlib, io, json, math, os, platform, re, shutil, signal, sys, textwrap, time, warnings
@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from datetime import date
 from itertools import islice
 from pathlib import Path
-from typing import Annotated, Union
+from typing import Annotated, Literal, Union
 import tyro
 from .. import __version__
 from ..tools.config import ModelConfig, TrainConfig, unknown
@@ -159,7 +159,7 @@ class TrainCommand:
         refuse_existing(self.out)
         with all_or_nothing(self.out):
             trainer = new_trainer(self.data, self.out, self.model, self.train)
-            say(str(model_table(trainer.model)), "", cost_line(trainer), "")
+            say(str(model_table(trainer.model)), "", *cost_lines(trainer), "")
         train_to_the_end(trainer, self.out)
 
 # %% ../../nbs/90c_cli.ipynb #8ae672b7
@@ -204,13 +204,27 @@ def model_table(model)->Table: # Parameters by part, and in all
     from lmcourse.accounting.memory import parameter_table
     return parameter_table(model)
 
-def cost_line(trainer)->str: # What the run will take, from a few timed steps
+# %% ../../nbs/90c_cli.ipynb #f8a92226
+def cost_lines(trainer)->list: # What the run will take: counted, then from a few timed steps
+    from lmcourse.accounting.hardware import mfu, price
     from lmcourse.training.trainer import measure_step, peak_memory
-    seconds = measure_step(trainer)
-    c, window = trainer.config, trainer.config.batch_size*trainer.model_config.context_length
-    memory = peak_memory()
-    return (f"{c.steps:,} steps of {c.batch_size} x {trainer.model_config.context_length} tokens at {1e3*seconds:.0f} ms: "
-            f"{duration(c.steps*seconds)}, {window/seconds:,.0f} tokens/s, {c.steps*window:,} tokens in all" + (f", {si(memory, 'B')} of memory" if memory else ""))
+    c, model, device = trainer.config, trainer.model_config, device_here(trainer.device.type)
+    seconds, memory, window = measure_step(trainer), peak_memory(), c.batch_size*model.context_length
+    measured = (f"{c.steps:,} steps of {c.batch_size} x {model.context_length} tokens at {1e3*seconds:.0f} ms: {duration(c.steps*seconds)}, "
+                f"{window/seconds:,.0f} tokens/s, {c.steps*window:,} tokens in all" + (f", {si(memory, 'B')} of memory" if memory else ""))
+    if device is None: return [measured]
+    p = price(model, c, device)
+    return [f"counted: {si(p.step_flops, 'FLOPs')} a step; {si(p.memory_bytes, 'B')} for weights, gradients, moments and activations"
+            + (f", but there are only {si(device.memory_bytes, 'B')}" if not p.fits else ""),
+            f"a large product in {c.dtype} reaches {si(device.peak(c.dtype), 'FLOP/s')} here; at half of that a step would take {1e3*p.step_seconds:.0f} ms",
+            f"measured: {measured}: {100*mfu(p.step_flops, seconds, device, c.dtype):.0f} % of that rate"]
+
+def device_here(kind:str): # The `Device` that trains, measured in another process; none where that can't be done
+    if kind not in ("cpu", "cuda"): return None
+    from concurrent.futures import ProcessPoolExecutor
+    from multiprocessing import get_context
+    from lmcourse.accounting.hardware import measure_device
+    with ProcessPoolExecutor(1, get_context("spawn")) as pool: return pool.submit(measure_device, 0.3, kind).result()
 
 # %% ../../nbs/90c_cli.ipynb #d8445952
 def train_to_the_end(
@@ -344,7 +358,7 @@ def get_ready(data:str, minutes:float, out:Path): # The trainer, after everythin
     prepare(data, out/"data", tokenizer, size, 400)
     say("   " + ngram_line(out/"data"), "")
     trainer = new_trainer(out/"data", out, *plan(out/"data", minutes))
-    say("4. Model:", str(model_table(trainer.model)), "", "5. Cost:", "   " + cost_line(trainer), "", "6. Training:")
+    say("4. Model:", str(model_table(trainer.model)), "", "5. Cost:", *("   " + line for line in cost_lines(trainer)), "", "6. Training:")
     return trainer
 
 # %% ../../nbs/90c_cli.ipynb #09c9a91a
@@ -383,6 +397,30 @@ def keep(
 
 # %% ../../nbs/90c_cli.ipynb #8f6acb52
 @dataclass
+class AccountCommand:
+    "Count a model before it runs: parameters, memory, FLOPs and, on a device, the time."
+    preset: str = "quickstart"              # Model to start from
+    batch: int = 1                          # Sequences of a training step
+    context: int|None = None                # Tokens of each; by default as many as the model takes
+    device: str|None = None                 # Say a100 or h100, or this for a measurement; without it no times
+    dtype: Literal["float32", "bfloat16"] = "float32"   # Of the matrix products
+    attention: Literal["fused", "explicit"] = "fused"   # Explicit keeps all probabilities
+    recompute: bool = False                 # Blocks keep only their inputs
+    logits: bool = False                    # The loss is computed from all logits at once
+    mfu: float = 0.5                        # Share of the peak that is reached
+    json: bool = False                      # For programs: everything as JSON
+    model: ModelConfig = field(default_factory=ModelConfig)
+
+    def run(self):
+        from lmcourse.accounting.account import account, account_tables, on_device
+        counted = account(self.model, self.batch, self.context, self.dtype, self.attention, self.recompute, self.logits)
+        placed = on_device(counted, self.device, self.mfu) if self.device else None
+        if self.json: return say(json.dumps(counted | ({"device": placed} if placed else {})))
+        say(f"{self.preset}: {self.batch} x {counted['tokens']//self.batch:,} tokens, products in {self.dtype}, {self.attention} attention", "")
+        for table in account_tables(counted, placed): say(str(table), "")
+
+# %% ../../nbs/90c_cli.ipynb #b9dae631
+@dataclass
 class BenchTokenizerCommand:
     "Learning, encoding, memory and the first use, beside tiktoken, tokenizers and rustbpe."
     data: tuple[str, ...] = ("stories", "web")  # Corpora: stories, web (texts of this Python installation), text:PATH
@@ -395,7 +433,7 @@ class BenchTokenizerCommand:
         from lmcourse.app.bench import bench_tokenizer
         return bench_tokenizer(self.data, self.max_mb, self.threads, self.rounds, self.out)
 
-# %% ../../nbs/90c_cli.ipynb #b9dae631
+# %% ../../nbs/90c_cli.ipynb #87cd5c58
 @dataclass
 class BenchTrainingCommand:
     "A training step of each engine, beside transformers and beside the fastest matrix product of this machine."
@@ -430,7 +468,7 @@ def one_line(
     return re.split("For full helptext|Argument helptext", re.sub(r"Error parsing __tyro\S+ ", "", words))[0].strip()
 
 COMMANDS = dict(quickstart=QuickstartCommand, tokenizer=TokenizerCommand, prepare=PrepareCommand, train=TrainCommand,
-                generate=GenerateCommand, plot=PlotCommand, bench=BenchCommand)
+                generate=GenerateCommand, plot=PlotCommand, account=AccountCommand, bench=BenchCommand)
 
 # %% ../../nbs/90c_cli.ipynb #75c30046
 def parse(
@@ -440,10 +478,11 @@ def parse(
     defaults = {}
     if args == ["bench"]: raise ValueError(f"bench needs a PART: {', '.join(BENCHES)}")
     if args[:1] == ["bench"] and args[1] not in [*BENCHES, "-h", "--help"]: raise unknown("part", args[1], BENCHES)
-    if args[:1] == ["train"]:
+    if args[:1] in (["train"], ["account"]):
         name = (re.findall(r"--preset[ =](\S+)", " ".join(args)) or ["quickstart"])[-1]
         training = TrainConfig.preset(name) if name in TrainConfig.presets() else TrainConfig()
         defaults["train"] = TrainCommand(preset=name, model=ModelConfig.preset(name), train=training)
+        defaults["account"] = AccountCommand(preset=name, model=ModelConfig.preset(name))
     kinds = [Annotated[cls, tyro.conf.subcommand(name, **({"default": defaults[name]} if name in defaults else {}))] for name,cls in COMMANDS.items()]
     with contextlib.redirect_stderr(io.StringIO()) as box:
         try: return tyro.cli(Union[tuple(kinds)], args=args, prog="lmcourse", description="Build a language model from scratch.",

@@ -173,6 +173,7 @@ class TrainConfig(Config):
     device:str = "auto"             # cpu, cuda, mps, or auto for the best there is
     dtype:Literal["float32", "bfloat16"] = "float32"        # Of the matrix products; weights stay float32
     compile:bool = False            # Use torch.compile
+    recompute:bool = False          # Keep only the inputs of blocks and run them again: less memory, a third more work at most
 
 # %% ../../nbs/00c_config.ipynb #46b7f55a
 def _check_train(c:TrainConfig):

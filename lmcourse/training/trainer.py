@@ -155,6 +155,7 @@ class Trainer:
         self.model = TransformerLM(model_config, seed=config.seed).to(self.device)
         self.optimizer = AdamW(parameter_groups(self.model, config.weight_decay), lr=config.lr,
                                betas=(config.beta1, config.beta2), eps=config.eps)
+        self.model.recompute = config.recompute
         self.loss = torch.compile(self.model.loss) if config.compile else self.model.loss
         self.step, self.elapsed, self.recent = 0, 0., []  # steps done, seconds they took, losses since the last line
 

@@ -1,0 +1,83 @@
+"The account of a model, and the command that prints it."
+import json
+import subprocess
+import sys
+
+import pytest
+
+from lmcourse.accounting.account import account, account_tables, on_device
+from lmcourse.accounting.flops import training_flops
+from lmcourse.accounting.hardware import device
+from lmcourse.accounting.memory import activation_bytes, count_parameters, kv_cache_bytes, training_bytes
+from lmcourse.tools.config import ModelConfig
+
+
+def lmcourse(*words):
+    return subprocess.run([sys.executable, "-m", "lmcourse", "account", *map(str, words)], capture_output=True, text=True, timeout=120)
+
+
+@pytest.mark.parametrize("preset", ModelConfig.presets())
+def test_the_parts_add_up_and_are_those_of_the_chapter(preset):
+    c = ModelConfig.preset(preset)
+    T = min(1024, c.context_length)
+    a = account(c, 3, T, dtype="bfloat16", recompute=True)
+    assert sum(a["parameters"]["parts"].values()) == a["parameters"]["unique"] == count_parameters(c).unique
+    parts = a["memory"]["parts"]
+    assert sum(parts.values()) == a["memory"]["activations"] == activation_bytes(c, 3, T, dtype="bfloat16", recompute=True)
+    assert a["memory"]["training"] == sum(training_bytes(c, 3, T, dtype="bfloat16", recompute=True).values())
+    assert a["memory"]["cache"] == kv_cache_bytes(c, 3, T, "bfloat16")
+    assert a["flops"]["training"] == sum(training_flops(c, 3, T, recompute=True, fused=True).values()) and a["tokens"] == 3*T
+    for table in account_tables(a, on_device(a, "h100")): assert str(table)
+
+
+def test_a_step_takes_as_long_as_its_useful_flops():
+    a = account(ModelConfig.preset("gpt2-small"), 8, recompute=True, dtype="bfloat16")
+    placed, d = on_device(a, "a100", mfu=.4), device("a100")
+    assert placed["step_seconds"] == pytest.approx(3*sum(a["flops"]["forward"].values())/(.4*d.peak("bfloat16")))
+    assert placed["fits"] and placed["largest_batch"] >= 8 and placed["memory_bytes"] == 80*10**9
+    read = 2*a["parameters"]["matmul"] + a["memory"]["cache"]
+    assert placed["token_seconds"] == read/d.bytes_per_s
+    assert not on_device(account(ModelConfig.preset("llama-3-8b"), 8), "a100")["fits"]
+
+
+def test_the_command_prints_what_the_function_counts():
+    words = ("--preset", "cs336-gpt2-xl", "--batch", 1, "--context", 1024, "--device", "a100", "--logits", "--attention", "explicit")
+    out = lmcourse(*words, "--json")
+    counted = json.loads(out.stdout)
+    assert out.returncode == 0 and not out.stderr
+    c = ModelConfig.preset("cs336-gpt2-xl")
+    assert counted["parameters"]["unique"] == 2_127_057_600 and sum(counted["flops"]["forward"].values()) == 4_513_336_524_800
+    assert counted["memory"]["activations"] == activation_bytes(c, 1, 1024, attention="explicit", logits=True)
+    a = account(c, 1, 1024, attention="explicit", logits=True)
+    assert counted == json.loads(json.dumps(a | dict(device=on_device(a, "a100"))))
+    shown = lmcourse(*words).stdout
+    for number in (2_127_057_600, 4_513_336_524_800, counted["memory"]["activations"]): assert f"{number:,}" in shown
+    assert "NVIDIA A100" in shown
+
+
+def test_fields_of_the_model_are_options():
+    out = json.loads(lmcourse("--preset", "llama-3-8b", "--num-kv-heads", 1, "--context", 100, "--json").stdout)
+    assert out["model"]["num_kv_heads"] == 1 and out["memory"]["cache"] == 2*32*128*100*4
+    longer = json.loads(lmcourse("--preset", "gpt2-small", "--context", 2048, "--json").stdout)
+    assert longer["parameters"]["unique"] == 124_439_808 + 1024*768 and longer["model"]["context_length"] == 2048
+
+
+@pytest.mark.parametrize("words, answer", [
+    ("--batch 0", "batch_size = 0, expected 1 or more"),
+    ("--context -3", "context_length = -3, expected 1 or more"),
+    ("--device a10", "unknown device 'a10': did you mean 'a100'?"),
+    ("--device m2 --dtype bfloat16", "m2 has no peak rate for bfloat16"),
+    ("--device a100 --mfu 0", "mfu = 0.0, expected a share above 0 and at most 1"),
+    ("--dtype fp8", "invalid choice 'fp8' for argument '--dtype'"),
+    ("--preset gpt2-smal", "did you mean 'gpt2-small'?"),
+    ("--num-heads 7", "d_model = 128 is not a multiple of num_heads = 7"),
+    ("--batch many", "--batch"),
+])
+def test_a_mistake_is_one_line(words, answer):
+    out = lmcourse(*words.split())
+    assert out.returncode == 2 and not out.stdout and answer in out.stderr and len(out.stderr.splitlines()) == 1
+
+
+def test_the_command_answers_without_torch():
+    code = "import sys; from lmcourse.app.cli import main; main(['account', '--preset', 'gpt2-xl', '--device', 'h100']); assert 'torch' not in sys.modules"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).returncode == 0
