@@ -40,6 +40,18 @@ def test_a_step_takes_as_long_as_its_useful_flops():
     assert not on_device(account(ModelConfig.preset("llama-3-8b"), 8), "a100")["fits"]
 
 
+def test_what_depends_on_what():
+    c = ModelConfig.preset("gpt2-small")
+    explicit, short = account(c, 2, attention="explicit"), account(c, 2, 128)
+    assert explicit["flops"]["training"] == sum(training_flops(c, 2).values()) < account(c, 2)["flops"]["training"]
+    assert short["flops"]["causal"] < sum(short["flops"]["forward"].values()) and short["flops"]["adamw"] == 14*124_439_808
+    assert on_device(short, device("l4"))["largest_batch"] > on_device(account(c, 2), "l4")["largest_batch"]
+    rows = {r["part"]: r for table in account_tables(short) for r in table.rows}
+    assert rows["6 N D, for comparison"]["FLOPs"] == 6*124_439_808*256
+    forward = short["flops"]["forward"]
+    assert rows["ffn"]["share"] == pytest.approx(100*forward["ffn"]/sum(forward.values()))
+
+
 def test_the_command_prints_what_the_function_counts():
     words = ("--preset", "cs336-gpt2-xl", "--batch", 1, "--context", 1024, "--device", "a100", "--logits", "--attention", "explicit")
     out = lmcourse(*words, "--json")

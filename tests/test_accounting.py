@@ -244,10 +244,65 @@ def test_the_largest_batch(recompute):
 
 
 def test_a_recomputed_block_is_one_block():
-    c = replace(CASES[0][0], num_layers=3)
+    c = replace(CASES[0][0], num_layers=3, context_length=9)
     parts = activation_parts(c, 2)
     outer = memory._outer_bytes(c, 2, c.context_length, 4, False)
     assert training_bytes(c, 2, recompute=True)["recomputed block"]*3 == sum(n for k, n in parts.items() if k not in outer)
+
+
+def test_a_need_is_not_less_than_the_measured_peak():
+    "Parameters, moments, activations and working space, beside a whole step of the course's own model and optimizer"
+    wide = [(ModelConfig(vocab_size=V, context_length=64, d_model=64, num_layers=2, num_heads=4, tie_embeddings=tied), 8, 64,
+             dict(dtype=dtype, attention="fused", recompute=recompute, logits=logits))
+            for V in (2048, 20_000) for tied in (False, True) for dtype in HOW["dtype"] for recompute, logits in ((False, False), (False, True), (True, False))]
+    for c, B, T, how in CASES[:60] + wide:
+        model = TransformerLM(c)
+        model.recompute = how["recompute"]
+        optimizer = AdamW(model.parameters())
+        ids, targets = (torch.zeros(B, T, dtype=torch.int64) for _ in range(2))
+        def step():
+            backend = sdpa_kernel(SDPBackend.MATH) if how["attention"] == "explicit" else nullcontext()
+            with backend:
+                with torch.autocast("cpu", torch.bfloat16, enabled=how["dtype"] == "bfloat16"):
+                    loss = cross_entropy(model(ids), targets) if how["logits"] else model.loss(ids, targets)
+                loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        step()
+        state = [t for s in optimizer.state.values() for t in s.values() if torch.is_tensor(t)]
+        with MemoryTimeline(*model.parameters(), *state, ids, targets) as line: step()
+        need, tables = sum(training_bytes(c, B, T, **how).values()), sum(b.nbytes for b in model.buffers())
+        assert max(line.history) <= need + tables + 1000, (c, B, T, how)
+        if c.vocab_size > 1000: assert max(line.history) > .45*need, (c, B, T, how)
+
+
+def test_more_than_one_way_to_be_counted():
+    shared = torch.nn.Linear(4, 4, bias=False)
+    model = torch.nn.ModuleDict(dict(a=shared, b=shared, c=torch.nn.Linear(4, 4, bias=False), table=torch.nn.Embedding(3, 4)))
+    assert vars(count_parameters(model)) == dict(stored=16*3 + 12, unique=16*2 + 12, non_embedding=32, matmul=32)
+    rows = parameter_table(model).rows
+    assert [r["parameters"] for r in rows] == [16, 0, 16, 12, 44] and rows[-1]["tensors"] == 3 and "shared" in rows[1]["shape"]
+    assert [r["parameters"] for r in parameter_tree(model).rows] == [44, 16, 0, 16, 12]
+
+
+def test_numbers_that_stand_on_their_own():
+    c = ModelConfig(context_length=9, d_model=32, num_heads=4)
+    assert [memory.dtype_bytes(n) for n in ("float64", "float32", "bfloat16", "float16", "float8", "float8_e5m2", "int8")] == [8, 4, 2, 2, 1, 1, 1]
+    assert training_flops(c, causal=True)["forward"] == sum(forward_flops(c, causal=True).values()) < training_flops(c)["forward"]
+    assert forward_flops(c, past=6) == forward_flops(c, 1, 3, past=6)
+    assert largest_batch(c, 10**8, 3) > largest_batch(c, 10**8) > 0
+    x = Counted(4., {})
+    for value, right in ((lambda t: 2 - t, -2), (lambda t: 2/t, .5), (lambda t: 3*t, 12), (lambda t: t - 1, 3), (lambda t: t**2, 16), (lambda t: -t, -4)):
+        assert value(Counted(4., __import__("collections").Counter())).value == right
+    assert activation_bytes(c, np.int32(2)) == activation_bytes(c, 2) and attention_pairs(np.int64(5)) == 15
+
+
+def test_memory_of_dead_tensors_is_not_counted_twice():
+    "Storages that come and go while autograd keeps others"
+    w = torch.nn.Parameter(torch.ones(4, 4))
+    with saved_tensors() as kept:
+        for _ in range(50): (torch.ones(4, 4)*1.)@w
+    assert len(kept) == 50
 
 
 def test_instruments_leave_nothing_behind():
@@ -284,6 +339,11 @@ def test_an_attention_that_cannot_be_counted_is_refused():
     (lambda c: kv_cache_bytes(c, 1, dtype="float"), "unknown dtype 'float'"),
     (lambda c: largest_batch(c, 0), "memory_bytes = 0, expected more than 0"),
     (lambda c: largest_batch(c, -1.), "memory_bytes = -1.0, expected more than 0"),
+    (lambda c: largest_batch(c, float("inf")), "memory_bytes = inf, expected more than 0"),
+    (lambda c: forward_flops(c, past=9), "past = 9, but the model's context_length is 9"),
+    (lambda c: attention_pairs(-3), "num_queries = -3, expected 1 or more"),
+    (lambda c: attention_pairs(5, 0, -2), "window = -2, expected 1 or more"),
+    (lambda c: flops.matmul_flops(-1, 2, 3), "m = -1, expected 1 or more"),
     (lambda c: adamw_flops(-1), "parameters = -1, expected 0 or more"),
     (lambda c: ModelConfig(num_heads=7), "d_model = 512 is not a multiple of num_heads = 7"),
 ])
@@ -295,6 +355,9 @@ def test_nonsense_is_refused(call, words):
     (lambda c: activation_bytes(c, 1.), "batch_size = 1.0, expected a whole number"),
     (lambda c: forward_flops(c, True), "batch_size = True, expected a whole number"),
     (lambda c: kv_cache_bytes(c, 1, "9"), "context_length = '9', expected a whole number"),
+    (lambda c: adamw_flops(1.5), "parameters = 1.5, expected a whole number"),
+    (lambda c: forward_flops(c, past=True), "past = True, expected a whole number"),
+    (lambda c: forward_flops("gpt2-xl"), "a str"),
     (lambda c: count_parameters("gpt2-small"), "parameters of a str: expected a ModelConfig, a torch module or a dict"),
 ])
 def test_other_types_are_refused(call, words):

@@ -1,11 +1,15 @@
 "Token files, windows and batches: properties and round trips"
+import gc
+import itertools
 import json
 import math
-import signal
+import random
 import subprocess
 import sys
+import threading
 import time
 import tracemalloc
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,10 +18,12 @@ torch = pytest.importorskip("torch")
 
 from hypothesis import given, settings, strategies as st
 
+from lmcourse.tokenization.tokenizer import Tokenizer
 from lmcourse.tools.config import TrainConfig
-from lmcourse.training import data
-from lmcourse.training.data import (Batches, TokenDataset, document_batch, document_windows, evaluation_batches, floor, get_batch,
-                                    reach_of_starts, row_spans, write_tokens)
+from lmcourse.tools.documents import documents
+from lmcourse.training.data import (WINDOWS, BatchPrefetcher, Batches, TokenDataset, count_windows, document_batch, document_batches, document_windows,
+                                    evaluation_batches, floor, get_batch, reach_of_starts, row_spans, sequential_windows, share_within, unfinished,
+                                    windows_within, write_tokens)
 
 
 class Bytes:
@@ -31,11 +37,10 @@ class Bytes:
 
 
 @pytest.mark.parametrize("vocab_size, dtype", [(257, "uint16"), (65_536, "uint16"), (65_537, "uint32")])
-@pytest.mark.parametrize("buffer", [1, 7, 1 << 20])
-def test_round_trip(tmp_path, monkeypatch, vocab_size, dtype, buffer):
-    monkeypatch.setattr(data, "BUFFER", buffer)
+@pytest.mark.parametrize("batch_bytes", [1, 7, 1 << 20])
+def test_round_trip(tmp_path, vocab_size, dtype, batch_bytes):
     texts = ["Tom ran.", "", "naïve \n 🙂", "x" * 30]
-    info = write_tokens(tmp_path / "sub/a", iter(texts), Bytes(vocab_size), "here", meta=dict(made="today", tokens=-1))
+    info = write_tokens(tmp_path / "sub/a", iter(texts), Bytes(vocab_size), "here", meta=dict(made="today", tokens=-1), batch_bytes=batch_bytes)
     dataset = TokenDataset.open(tmp_path / "sub/a")
     assert [bytes(dataset.document(i)[:-1].tolist()).decode() for i in range(4)] == texts
     assert all(dataset.document(i)[-1] == 256 for i in range(4)) and dataset.tokens.dtype == dtype
@@ -56,38 +61,240 @@ def test_ids_past_sixteen_bits(tmp_path):
     assert not list(tmp_path.glob("b*"))
 
 
-def test_memory_is_bounded(tmp_path, monkeypatch):
-    monkeypatch.setattr(data, "BUFFER", 1 << 12)
+@pytest.fixture(scope="module")
+def learnt():
+    return Tokenizer.train(list(documents("stories", max_bytes=200_000)), 400)
+
+
+def traced_peak(*args, **kw):
     tracemalloc.start()
-    write_tokens(tmp_path / "a", ("abcdefgh" * 50 for _ in range(3000)), Bytes(), "here")
+    write_tokens(*args, **kw)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert (tmp_path / "a.bin").stat().st_size == 3000 * 401 * 2
-    assert peak < 1_000_000
+    return peak
 
 
-def test_a_kill_leaves_the_old_files(tmp_path):
-    write_tokens(tmp_path / "a", ["old"], Bytes(), "here")
-    code = f"""
-import itertools, sys
-sys.path[:0] = {sys.path!r}
-from lmcourse.training import data
-class T: end_of_text, vocab_size, digest, encode = 256, 257, '', lambda self, text: list(text.encode())
-data.BUFFER = 1
+def test_memory_is_bounded(tmp_path, learnt):
+    "Eight times the text needs no more memory, with either kind of tokenizer."
+    learnt.encode_batch(["a"])
+    def texts(n): return ("abcdefgh " * 50 + str(i) for i in range(n))
+    for tokenizer in (Bytes(), learnt):
+        peaks = [traced_peak(tmp_path / "a", texts(n), tokenizer, "here", nats=len, batch_bytes=1 << 14, threads=2) for n in (500, 4000)]
+        assert (tmp_path / "a.idx").stat().st_size == 4000 * 8
+        assert peaks[1] < peaks[0] + 400_000 < peaks[0] + 4000 * 450    # 4000 floors in the JSON are a part of it
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.lists(st.text(max_size=30), min_size=1, max_size=20), st.integers(1, 60))
+def test_batches_of_documents_are_the_documents(texts, most):
+    batches = list(document_batches(iter(texts), most))
+    assert [t for b in batches for t in b] == texts and all(batches)
+    for b in batches[:-1]: assert sum(len(t.encode()) for t in b) >= most > sum(len(t.encode()) for t in b[:-1])
+
+
+# A kill at any moment
+
+def same_files(a, b):
+    return all((a.parent / f"{a.name}{s}").read_bytes() == (b.parent / f"{b.name}{s}").read_bytes() for s in (".bin", ".idx", ".json"))
+
+
+@settings(deadline=None, max_examples=25)
+@given(st.lists(st.text(st.characters(exclude_categories=["Cs"]), max_size=30), min_size=1, max_size=20), st.integers(1, 60), st.integers(1, 3))
+def test_threads_and_batches_change_no_byte(tmp_path_factory, learnt, texts, batch_bytes, threads):
+    folder = tmp_path_factory.mktemp("a")
+    serial = SimpleNamespace(encode=learnt.encode, end_of_text=learnt.end_of_text, vocab_size=learnt.vocab_size, digest=learnt.digest)
+    texts = [t for t in texts if "<|endoftext|>" not in t] or ["a"]
+    write_tokens(folder / "a", texts, serial, "here", nats=len)
+    write_tokens(folder / "b", texts, learnt, "here", nats=len, threads=threads, batch_bytes=batch_bytes)
+    assert same_files(folder / "a", folder / "b")
+
+
+WRITE = """
+import itertools, os, sys, time
+sys.path[:0] = {path!r}
+from lmcourse.training.data import write_tokens
+class T:
+    end_of_text, vocab_size, digest = 256, 257, ''
+    def encode(self, text): return list(text.encode())
 def texts():
-    for i in itertools.count():
-        yield 'new'
-        if i == 10_000: print('going', flush=True)
-data.write_tokens({str(tmp_path / "a")!r}, texts(), T(), 'there')
+    for i in range({documents}):
+        yield f'document {{i}} ' * (i % 7)
+        if i % 50 == 0: print(i, flush=True), time.sleep(0.002)
+{more}
+write_tokens({prefix!r}, texts(), T(), 'there', nats=len, batch_bytes={batch_bytes})
+print('done', flush=True)
 """
-    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
-    assert process.stdout.readline() == b"going\n"
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    assert (tmp_path / "a.bin.tmp").stat().st_size > 0
-    assert bytes(TokenDataset.open(tmp_path / "a").document(0)[:-1].tolist()) == b"old"
-    write_tokens(tmp_path / "a", ["new"], Bytes(), "here")
+
+
+def start_writing(prefix, documents=1500, batch_bytes=2000, more=""):
+    code = WRITE.format(path=sys.path, prefix=str(prefix), documents=documents, batch_bytes=batch_bytes, more=more)
+    return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+
+
+class Seen(Bytes):
+    def __init__(self):
+        super().__init__()
+        self.digest, self.seen = "", []
+
+    def encode(self, text):
+        self.seen.append(text)
+        return super().encode(text)
+
+
+def some_texts(n):
+    return [f"document {i} " * (i % 7) for i in range(n)]
+
+
+def kill_again_and_again(tmp_path, kills, seed):
+    "Kill at random moments, each time going on, until one process comes to the end."
+    rng, done, prefix = random.Random(seed), 0, tmp_path / "a"
+    write_tokens(tmp_path / "whole", some_texts(1500), Bytes(), "there", nats=len)
+    write_tokens(prefix, ["old"], Bytes(), "old")
+    for kill in range(kills):
+        with start_writing(prefix) as process:
+            for _ in range(rng.randrange(30)): process.stdout.readline()
+            time.sleep(rng.random() * 0.02)
+            process.kill()
+        now = unfinished(prefix).get("documents", 0)
+        assert now >= done or not unfinished(prefix)            # nothing that was noted is lost
+        done = now
+        try: assert TokenDataset.open(prefix).num_documents in (1, 1500)        # the old files or the new ones, whole
+        except ValueError: assert (tmp_path / "a.json.whole").exists()          # the kill came between the renames
+    seen = Seen()
+    seen.digest = "bytes"
+    write_tokens(tmp_path / "whole", some_texts(1500), seen, "there", nats=len)
+    again = Seen()
+    write_tokens(prefix, iter(some_texts(1500)), again, "there", nats=len, batch_bytes=2000)
+    assert again.seen == some_texts(1500)[done:]
+    info = json.loads((tmp_path / "a.json").read_text())
+    assert info == json.loads((tmp_path / "whole.json").read_text()) | dict(tokenizer="")
+    assert (tmp_path / "a.bin").read_bytes() == (tmp_path / "whole.bin").read_bytes()
+    assert sorted(f.name for f in tmp_path.glob("a.*")) == ["a.bin", "a.idx", "a.json"]
+    return done
+
+
+def test_kills_lose_nothing_that_was_noted(tmp_path):
+    kill_again_and_again(tmp_path, 3, 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(1, 11))
+def test_many_kills(tmp_path, seed):
+    kill_again_and_again(tmp_path, 6, seed)
+
+
+@pytest.mark.parametrize("at", range(8))
+def test_a_kill_between_any_two_renames(tmp_path, at):
+    "The process ends itself at a rename or removal, before it or after it; the texts are not tokenized again."
+    die = """
+real, calls = os.replace, itertools.count()
+def replace(a, b):
+    last = str(b).endswith('.json') or '.part' not in str(b)
+    n = next(calls) if last else -1
+    if n == {before}: os._exit(9)
+    real(a, b)
+    if n == {after}: os._exit(9)
+os.replace = replace
+""".format(before=at // 2 if at % 2 == 0 else -2, after=at // 2 if at % 2 else -2)
+    write_tokens(tmp_path / "whole", some_texts(100), Seen(), "there", nats=len)
+    with start_writing(tmp_path / "a", 100, more=die) as process: process.stdout.read()
+    assert process.returncode == 9
+    try: assert TokenDataset.open(tmp_path / "a").num_documents == 100
+    except FileNotFoundError: pass                              # never anything between
+    whole, again = (tmp_path / "a.json").exists(), Seen()
+    write_tokens(tmp_path / "a", some_texts(100), again, "there", nats=len)
+    assert same_files(tmp_path / "a", tmp_path / "whole") and len(list(tmp_path.glob("a.*"))) == 3
+    assert again.seen == (some_texts(100) if whole else [])     # what is whole is written anew when asked for
+
+
+def cut_off(prefix, texts, **kw):
+    "Leave `prefix` unfinished after these texts."
+    def lost():
+        yield from texts
+        raise ConnectionError("lost")
+    with pytest.raises(ConnectionError): write_tokens(prefix, lost(), kw.pop("tokenizer", Bytes()), kw.pop("source", "here"), batch_bytes=1, **kw)
+
+
+@pytest.mark.parametrize("change", [dict(source="there"), dict(meta=dict(a=1)), dict(tokenizer="other"), dict(nats=len)])
+def test_another_job_starts_anew(tmp_path, change):
+    cut_off(tmp_path / "a", ["one", "two", "three"])
+    assert unfinished(tmp_path / "a") == dict(documents=2, bytes=6)
+    tokenizer = Seen()
+    tokenizer.digest = change.pop("tokenizer", "bytes")
+    write_tokens(tmp_path / "a", ["one", "two"], tokenizer, change.pop("source", "here"), **change)
+    assert tokenizer.seen == ["one", "two"] and TokenDataset.open(tmp_path / "a").num_documents == 2
+    assert not unfinished(tmp_path / "a") and len(list(tmp_path.iterdir())) == 3
+
+
+@pytest.mark.parametrize("texts", [["one", "TWO", "three"], ["one"], [], ["onetw", "o", "three"], ["one", "tw", "o"]])
+def test_other_documents_are_refused(tmp_path, texts):
+    cut_off(tmp_path / "a", ["one", "two", "three"])
+    with pytest.raises(ValueError, match="the first 2 documents are not those of the unfinished files, which are removed now: run it again"):
+        write_tokens(tmp_path / "a", texts, Bytes(), "here")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("suffix", [".bin", ".idx", ".nats", ".json"])
+@pytest.mark.parametrize("damage", [lambda b: b[:-1], lambda b: bytes([b[0] ^ 1]) + b[1:], lambda b: b"", lambda b: None])
+def test_a_damaged_part_is_not_gone_on_with(tmp_path, suffix, damage):
+    cut_off(tmp_path / "a", ["one", "two", "three"], nats=len)
+    part, tokenizer = tmp_path / f"a{suffix}.part", Seen()
+    tokenizer.digest = "bytes"
+    if (left := damage(part.read_bytes())) is None: part.unlink()
+    else: part.write_bytes(left)
+    write_tokens(tmp_path / "a", ["one", "two", "three"], tokenizer, "here", nats=len)
+    write_tokens(tmp_path / "b", ["one", "two", "three"], Bytes(), "here", nats=len)
+    assert same_files(tmp_path / "a", tmp_path / "b")
+    if not (suffix == ".json" and part.suffix == ".part" and left and left.strip().endswith(b"}")): assert tokenizer.seen == ["one", "two", "three"]
+
+
+def test_what_is_beyond_the_note_is_cut_off(tmp_path):
+    cut_off(tmp_path / "a", ["one", "two", "three"])
+    with open(tmp_path / "a.bin.part", "ab") as f: f.write(b"half a batch")
+    write_tokens(tmp_path / "a", ["one", "two", "three"], Bytes(), "here")
+    write_tokens(tmp_path / "b", ["one", "two", "three"], Bytes(), "here")
+    assert same_files(tmp_path / "a", tmp_path / "b")
+
+
+def test_unfinished_files_are_no_corpus(tmp_path):
+    cut_off(tmp_path / "a", ["one", "two", "three"])
+    assert all(".part" in f.name for f in tmp_path.iterdir())
+    with pytest.raises(FileNotFoundError, match=r"a\.json: no such file"): TokenDataset.open(tmp_path / "a")
+
+
+def test_bad_input_leaves_nothing_even_after_a_cut(tmp_path):
+    cut_off(tmp_path / "a", ["one", "two", "three"])
+    with pytest.raises(TypeError, match="a document is a NoneType"): write_tokens(tmp_path / "a", ["one", "two", None], Bytes(), "here")
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(ValueError, match="half of a surrogate pair"): write_tokens(tmp_path / "a", ["\ud800"], Bytes(), "here")
+    with pytest.raises(TypeError, match="one string"): write_tokens(tmp_path / "a", "one", Bytes(), "here")
+    with pytest.raises(TypeError, match="not JSON serializable"): write_tokens(tmp_path / "a", ["one"], Bytes(), "here", meta=dict(a=tmp_path))
+    assert not list(tmp_path.iterdir())
+
+
+def test_ctrl_c_can_be_gone_on_from(tmp_path):
+    def texts():
+        yield from ("one", "two")
+        raise KeyboardInterrupt
+    with pytest.raises(KeyboardInterrupt): write_tokens(tmp_path / "a", texts(), Bytes(), "here", batch_bytes=1)
+    assert unfinished(tmp_path / "a") == dict(documents=1, bytes=3)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no locks of this kind")
+def test_two_processes_do_not_write_the_same_files(tmp_path):
+    with start_writing(tmp_path / "a", more="import time\nreal = texts\ndef texts():\n    yield from real()\n    time.sleep(60)") as process:
+        assert process.stdout.readline() == "0\n"
+        with pytest.raises(BlockingIOError, match="another process is writing these files"): write_tokens(tmp_path / "a", ["one"], Bytes(), "here")
+        process.kill()
+    write_tokens(tmp_path / "a", ["one"], Bytes(), "here")
     assert len(list(tmp_path.iterdir())) == 3
+
+
+def test_documents_are_numbered_from_the_first(tmp_path):
+    tokenizer = SimpleNamespace(encode=lambda text: [int(text)], end_of_text=9, vocab_size=10, digest="")
+    for bad in ("9", "10", "-1"):
+        with pytest.raises(ValueError, match="document 5"): write_tokens(tmp_path / "a", [*"01234", bad], tokenizer, "here", batch_bytes=2)
+    assert not list(tmp_path.iterdir())
 
 
 def test_swapped_file_is_refused(tmp_path):
@@ -170,14 +377,14 @@ def test_reach_is_a_count(lengths, context):
     assert reach_of_starts(dataset, context) == pytest.approx(len(reached) / dataset.num_tokens)
 
 
-@pytest.mark.parametrize("windows", ["random", "documents"])
+@pytest.mark.parametrize("windows", WINDOWS)
 def test_batches_depend_on_seed_and_step_alone(windows):
-    dataset, config = corpus([11, 7, 13, 30, 8, 9] * 20), TrainConfig(batch_size=3, windows=windows, seed=5)
+    dataset, config = corpus([11, 7, 13, 30, 8, 9] * 20), SimpleNamespace(batch_size=3, windows=windows, seed=5, stride=5)
     batches = Batches(dataset, config, 16)
     there = [batches[t] for t in range(50)]
     back = [Batches(dataset, config, 16)[t] for t in reversed(range(50))][::-1]
     assert all((a == b).all() for x, y in zip(there, back) for a, b in zip(x, y))
-    assert len({x.tobytes() for x, _ in there}) > 30
+    assert len({x.tobytes() for x, _ in there}) > 25
     assert there[0][0].shape == (3, 16) and there[0][0].dtype == np.int64
     with pytest.raises(ValueError):
         batches[-1]
@@ -200,3 +407,178 @@ def test_a_batch_is_cheap():
         batches[t]
         times.append(time.perf_counter() - start)
     assert sorted(times)[50] < 1e-3
+
+
+@settings(deadline=None, max_examples=60)
+@given(lengths, st.integers(1, 45), st.integers(0, 10**6))
+def test_windows_within_never_cross(lengths, context, seed):
+    dataset = corpus(lengths)
+    rows = {(x.tobytes(), y.tobytes()) for x, y in ((np.append(0, d)[:-1].astype(np.int64), d.astype(np.int64)) for d in map(dataset.document, range(len(lengths))))}
+    inputs, targets = windows_within(dataset, 6, context, np.random.default_rng(seed))
+    assert inputs.shape == targets.shape == (6, context) and inputs.dtype == targets.dtype == np.int64
+    for x, y in zip(inputs, targets):
+        n = (y != -100).sum()
+        assert n and (y[:n] != -100).all() and (x[n:] == 0).all()
+        pieces = [(a[i:i + n], b[i:i + n]) for a, b in ((np.frombuffer(p, np.int64), np.frombuffer(q, np.int64)) for p, q in rows) for i in range(len(a) - n + 1)]
+        assert any((x[:n] == a).all() and (y[:n] == b).all() for a, b in pieces)
+        assert n == context or any(len(b) == n and (y[:n] == b).all() for _, b in pieces)       # a short row is a whole document
+
+
+def test_windows_within_draw_documents_by_their_length():
+    dataset = corpus([3, 7, 15])            # 4, 8 and 16 targets
+    _, targets = windows_within(dataset, 28_000, 6, np.random.default_rng(0))
+    assert abs((targets[:, 4] == -100).sum() - 4000) < 250          # only the first document is shorter than the window
+    assert abs((targets != -100).mean() - share_within(dataset, 6)) < 0.005
+    firsts = np.bincount(targets[:, 0])
+    assert abs(firsts[1] - 4000 - 8000/3 - 16000/11) < 300 and abs(firsts[11] - 16000/11) < 200
+
+
+@settings(deadline=None)
+@given(st.integers(2, 60), st.integers(1, 20), st.integers(1, 25), st.integers(1, 4))
+def test_a_pass_in_order(tokens, context, stride, batch_size):
+    row = np.arange(tokens, dtype=np.uint16)
+    if tokens <= context:
+        with pytest.raises(ValueError, match="one window needs"): count_windows(tokens, context, stride)
+        return
+    windows = count_windows(tokens, context, stride)
+    assert windows == len([s for s in range(0, tokens, stride) if s + context + 1 <= tokens])
+    batches = [sequential_windows(row, t, batch_size, context, stride) for t in range(windows)]         # `batch_size` passes
+    starts = np.concatenate([x[:, 0] for x, _ in batches])
+    assert starts.tolist() == [s * stride for s in range(windows)] * batch_size
+    assert all((y == x + 1).all() and (x == x[:, :1] + np.arange(context)).all() for x, y in batches)
+
+
+# Batches ahead of time
+
+def our_threads():
+    return [t for t in threading.enumerate() if t.name == "BatchPrefetcher"]
+
+
+@pytest.fixture
+def no_thread_left():
+    assert not our_threads()
+    yield
+    gc.collect()
+    assert not our_threads()
+
+
+class Numbered:
+    "The batch of a step is its number; what was made is written down."
+    def __init__(self, delay=lambda step: 0, fails=None):
+        self.delay, self.fails, self.made = delay, fails, []
+
+    def __getitem__(self, step):
+        time.sleep(self.delay(step))
+        if step == self.fails: raise OSError(f"no batch {step}")
+        self.made.append(step)
+        return np.full((2, 3), step), np.full((2, 3), step + 1)
+
+
+@pytest.mark.parametrize("depth", [1, 3, 50])
+@pytest.mark.parametrize("slow", ["neither", "thread", "loop", "both"])
+def test_the_order_does_not_depend_on_time(no_thread_left, depth, slow):
+    rng = random.Random(0)
+    pause = lambda *_: rng.random() * 0.003
+    seen = []
+    with BatchPrefetcher(Numbered(pause if slow in ("thread", "both") else lambda step: 0), range(7, 47), depth) as ahead:
+        for x, y in ahead:
+            seen.append(int(x[0, 0]))
+            assert x.shape == (2, 3) and torch.equal(y, x + 1) and x.dtype == torch.int64
+            if slow in ("loop", "both"): time.sleep(pause())
+        assert seen == list(range(7, 47)) and not our_threads()
+        assert list(ahead) == []
+
+
+def test_prefetched_batches_are_those_of_the_steps(no_thread_left):
+    batches = Batches(corpus([30] * 50), TrainConfig(batch_size=3, seed=5), 16)
+    for step, (x, y) in zip(itertools.count(700), BatchPrefetcher(batches, range(700, 720)), strict=False):
+        assert (x.numpy() == batches[step][0]).all() and (y.numpy() == batches[step][1]).all()
+
+
+@pytest.mark.parametrize("depth", [1, 4])
+def test_the_queue_is_bounded(no_thread_left, depth):
+    batches = Numbered()
+    with BatchPrefetcher(batches, itertools.count(), depth) as ahead:
+        for taken in range(1, 4):
+            next(ahead)
+            time.sleep(0.05)
+            assert len(batches.made) == taken + depth + 1       # in the queue, and one in the thread's hand
+
+
+def test_an_error_in_a_batch_comes_up_in_the_loop(no_thread_left):
+    seen = []
+    with pytest.raises(OSError, match="no batch 5") as caught:
+        for x, _ in (ahead := BatchPrefetcher(Numbered(fails=5), itertools.count(), 2)): seen.append(int(x[0, 0]))
+    assert seen == [0, 1, 2, 3, 4] and list(ahead) == []
+    assert "__getitem__" in [f.name for f in caught.traceback]          # and with the place where it arose
+    def steps():
+        yield 0
+        raise RuntimeError("no more steps")
+    with pytest.raises(RuntimeError, match="no more steps"): list(BatchPrefetcher(Numbered(), steps()))
+
+
+def test_leaving_early_ends_the_thread(no_thread_left):
+    for taken in (0, 1, 5):
+        with BatchPrefetcher(Numbered(lambda step: 0.001), itertools.count(), 2) as ahead:
+            for _ in range(taken): next(ahead)
+        assert not our_threads() and list(ahead) == []
+        ahead.close()
+    with pytest.raises(ZeroDivisionError):
+        with BatchPrefetcher(Numbered(), itertools.count()) as ahead: next(ahead), 1/0
+    assert not our_threads()
+
+
+def test_letting_go_ends_the_thread(no_thread_left):
+    ahead = BatchPrefetcher(Numbered(), itertools.count(), 2)
+    next(ahead)
+    assert our_threads()
+    del ahead
+    gc.collect()
+    assert not our_threads()
+    for _ in BatchPrefetcher(Numbered(), itertools.count(), 2): break
+    gc.collect()
+    assert not our_threads()
+
+
+def test_many_prefetchers_leave_no_thread(no_thread_left):
+    rng = random.Random(0)
+    for _ in range(100):
+        ahead = BatchPrefetcher(Numbered(fails=rng.choice([None, 3])), range(rng.randrange(6)), rng.randrange(1, 4))
+        try:
+            for _ in range(rng.randrange(8)): next(ahead, None)
+        except OSError: pass
+    del ahead
+
+
+def test_a_program_can_end_while_the_thread_is_at_work():
+    code = f"""
+import itertools, sys
+sys.path[:0] = {sys.path!r}
+import numpy as np
+from lmcourse.training.data import BatchPrefetcher
+class B:
+    def __getitem__(self, step): return np.zeros((2, 3)), np.zeros((2, 3))
+ahead = BatchPrefetcher(B(), itertools.count())
+next(ahead)
+print('end')
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "end\n", "")
+
+
+def test_waiting_is_measured(no_thread_left):
+    with BatchPrefetcher(Numbered(lambda step: 0.02), range(10)) as slow: list(slow)
+    assert 0.2 <= slow.waited_s < 2
+    with BatchPrefetcher(Numbered(), range(10), 20) as quick:
+        time.sleep(0.2)
+        list(quick)
+    assert quick.waited_s < 0.1
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_batches_reach_the_gpu(no_thread_left):
+    batches = Batches(corpus([30] * 500), TrainConfig(batch_size=64, seed=5), 16)
+    for step, (x, y) in enumerate(BatchPrefetcher(batches, range(200), device="cuda")):
+        assert x.device.type == y.device.type == "cuda"
+        assert (x.cpu().numpy() == batches[step][0]).all() and (y.cpu().numpy() == batches[step][1]).all()
+    assert next(BatchPrefetcher(batches, range(1), device="cuda")._queue.take()[0].__iter__()).is_pinned()

@@ -1,10 +1,17 @@
 "Corpora by name, and the n-grams beside them."
+import json
+import os
+import socket
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmcourse.tools.documents import documents, split_text
+from little_hub import LittleHub, parquet
+from lmcourse.tools.documents import HUB, documents, held_out, hub_documents, split_text, text_column
 from lmcourse.tools.ngram import ngram_losses
 
 
@@ -49,3 +56,145 @@ def test_an_ngram_knows_what_always_follows():
 
 def test_bad_ids_are_refused():
     with pytest.raises(ValueError, match="ids from -1 to 1, expected 0 to 3"): ngram_losses(np.array([1, -1]), np.array([0]), 4, 0)
+
+
+# Repositories of the hub: a server on this machine stands for it
+
+STORIES = [f"Story {i}." for i in range(3000)]
+CONFIGS = b"---\nconfigs:\n- config_name: a\n  data_files: a.parquet\n- config_name: b\n  data_files: b.parquet\n---\n"
+REPOSITORIES = {
+    "roneneldan/TinyStories": {"data/train-00000-of-00002.parquet": parquet(text=STORIES[:2000]), "data/train-00001-of-00002.parquet": parquet(text=STORIES[2000:]),
+                               "data/validation-00000-of-00001.parquet": parquet(text=["One.", "Two."]), "TinyStories-train.txt": b"not this"},
+    "Skylion007/openwebtext": {"plain_text/train-00000-of-00001.parquet": parquet(text=[*STORIES, *STORIES[:500]]), "README.md":
+                               b"---\nconfigs:\n- config_name: plain_text\n  data_files:\n  - split: train\n    path: plain_text/train-*\n  default: true\n---\n"},
+    "own/configs": {"README.md": CONFIGS, "a.parquet": parquet(text=["of a"]), "b.parquet": parquet(text=["of b"])},
+    "own/texts": {"data/train.parquet": parquet(id=[1, 2, 3, 4], story=["a<|endoftext|>b", None, " \n", "<|endoftext|>c"])},
+    "own/jsonl": {"train.jsonl": b'{"text": "one"}\n{"text": "two"}\n', "test.jsonl": b'{"text": "three"}\n'},
+    "own/closed": LittleHub.GATED,
+    "own/nothing": {"image.bin": b"a"},
+    "own/script": {"script.py": b"a"},
+    "own/columns": {"data/train.parquet": parquet(question=["a"], answer=["b"])},
+    "own/numbers": {"data/train.parquet": parquet(id=[1])},
+    "own/empty": {"train.csv": b"text\n"},
+    "own/test-only": {"data/test.parquet": parquet(text=["a"])},
+    "own/damaged": {"data/train.parquet": b"PAR1" + b"x"*100},
+}
+ASK = """
+import json, sys
+from lmcourse.tools.documents import documents
+def ask(*question):
+    texts = []
+    try:
+        for text in documents(*question): texts.append(text)
+    except Exception as e: return [type(e).__name__, str(e), len(texts)]
+    return texts
+for line in sys.stdin: print("ANSWER", json.dumps(ask(*json.loads(line))), flush=True)
+"""
+
+
+def ask(folder, endpoint, *questions, before="", **environment):
+    "What another process gets for calls of `documents`: its texts, or the name and the words of its error and how many texts came before."
+    environment = os.environ | dict(HF_HOME=str(folder), HF_ENDPOINT=endpoint, PYTHONPATH=os.pathsep.join(sys.path), OMP_NUM_THREADS="1") | environment
+    done = subprocess.run([sys.executable, "-c", before + ASK], input="".join(json.dumps(q) + "\n" for q in questions), env=environment,
+                          capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line[7:]) for line in done.stdout.splitlines() if line.startswith("ANSWER")]
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory):
+    "One process asks everything, since it needs some seconds to load `datasets`."
+    names = ["tinystories", "openwebtext", *(f"hf:{r}" for r in REPOSITORIES), "hf:own/configs:b", "hf:own/configs:c", "hf:own/none", "hf:stories", "hf:a/b/c"]
+    questions = [(name, split) for name in names for split in ("train", "valid")] + [("tinystories", "train", 100)]
+    with LittleHub(REPOSITORIES, HUB.values()) as hub:         # their branch main is not to be asked for
+        found = ask(tmp_path_factory.mktemp("home"), hub.url, *questions)
+    return dict(zip(questions, found, strict=True)), hub.requests
+
+
+def test_named_repositories_are_read_at_their_commits(answers):
+    answers, requests = answers
+    assert answers["tinystories", "train"] == STORIES and answers["tinystories", "valid"] == ["One.", "Two."]
+    assert answers["tinystories", "train", 100] == STORIES[:13]          # 12 are 10*8 + 2*9 bytes, too few
+    assert f"GET /datasets/roneneldan/TinyStories/resolve/{HUB['tinystories'][1]}/data/train-00000-of-00002.parquet" in requests
+    assert f"GET /datasets/Skylion007/openwebtext/resolve/{HUB['openwebtext'][1]}/plain_text/train-00000-of-00001.parquet" in requests
+
+
+def test_documents_that_stand_twice_are_held_out_twice_or_not_at_all(answers):
+    train, valid = (answers[0]["openwebtext", split] for split in ("train", "valid"))
+    assert sorted(train + valid) == sorted(STORIES + STORIES[:500]) and not set(train) & set(valid)
+    assert valid == [s for s in STORIES + STORIES[:500] if held_out(s)] and 5 <= len(valid) <= 35
+
+
+def test_documents_of_rows(answers):
+    assert answers[0]["hf:own/texts", "train"] == ["a", "b", "c"]
+    assert answers[0]["hf:own/jsonl", "train"] == ["one", "two"]
+    assert answers[0]["hf:own/configs:b", "train"] == ["of b"]
+
+
+@pytest.mark.parametrize("name, error, words", [
+    ("hf:own/closed", "PermissionError", "ask for access on https://huggingface.co/datasets/own/closed, then log in with `hf auth login`"),
+    ("hf:own/none", "FileNotFoundError", "expected a dataset repository OWNER/NAME of the hub that you may read, or a folder (Dataset 'own/none' doesn't exist"),
+    ("hf:stories", "FileNotFoundError", "expected a dataset repository OWNER/NAME"),
+    ("hf:a/b/c", "FileNotFoundError", "expected a dataset repository OWNER/NAME"),
+    ("hf:own/nothing", "FileNotFoundError", "No (supported) data files found in own/nothing"),
+    ("hf:own/script", "ValueError", "Dataset scripts are no longer supported"),
+    ("hf:own/columns", "ValueError", "no column called text among question, answer, and 2 with strings"),
+    ("hf:own/numbers", "ValueError", "no column called text among id, and 0 with strings"),
+    ("hf:own/empty", "ValueError", "it has no rows"),
+    ("hf:own/test-only", "ValueError", "no split called train, but test"),
+    ("hf:own/damaged", "ValueError", "can't be read (Parquet magic bytes not found"),
+    ("hf:own/configs", "ValueError", "Please pick one among the available configs: ['a', 'b']"),
+    ("hf:own/configs:c", "ValueError", "BuilderConfig 'c' not found. Available: ['a', 'b']"),
+])
+def test_what_is_no_corpus_is_told_in_one_line(answers, name, error, words):
+    for split in ("train", "valid"):
+        kind, message, texts = answers[0][name, split]
+        assert kind == error and not texts and message.startswith(f"{name}: ") and words in message and "\n" not in message
+
+
+def test_without_the_network_the_error_comes_at_once(tmp_path):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))                                     # a port where nobody answers
+        found = ask(tmp_path, f"http://127.0.0.1:{free.getsockname()[1]}", ["tinystories"], ["hf:own/repo"])
+    found += ask(tmp_path, "http://127.0.0.1:9", ["openwebtext"], HF_HUB_OFFLINE="1")
+    for kind, message, texts in found:
+        assert not texts and kind == "ConnectionError" and "the Hugging Face hub can't be reached" in message and "stories and text:PATH need no network" in message
+        assert "\n" not in message
+
+
+def test_a_connection_that_is_lost_on_the_way(tmp_path):
+    two = {"own/two": {f"data/train-0000{i}-of-00002.parquet": parquet(text=STORIES[i::2]) for i in range(2)}}
+    at_once = "import time\ntime.sleep = lambda seconds: None\n"       # no waiting between attempts
+    with LittleHub(two, most_reads=2) as hub: (kind, message, texts), = ask(tmp_path, hub.url, ["hf:own/two"], before=at_once)
+    assert 1000 < texts < 1500
+    assert kind == "ConnectionError" and "can't be reached, or not any more" in message
+
+
+def test_other_corpora_ask_nothing_of_the_network(tmp_path):
+    (tmp_path/"book.txt").write_text("one\ntwo\n"*10)
+    code = f"""
+import socket, sys
+def refuse(*args, **kw): raise AssertionError("a socket")
+socket.socket = socket.create_connection = socket.getaddrinfo = refuse
+from lmcourse.tools.documents import documents
+assert list(documents("stories", max_bytes=100)) and list(documents("text:{tmp_path}/book.txt"))
+for name in ("storys", "hf:", "tinystories:1"):
+    try: documents(name)
+    except ValueError: pass
+assert not {{"datasets", "huggingface_hub", "pyarrow", "httpx"}} & set(sys.modules)
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, env=os.environ | dict(PYTHONPATH=os.pathsep.join(sys.path)))
+
+
+def test_a_folder_is_a_repository(tmp_path):
+    (tmp_path/"train.parquet").write_bytes(parquet(text=STORIES))
+    train, valid = (list(hub_documents(f"hf:{tmp_path}", split)) for split in ("train", "valid"))
+    assert sorted(train + valid) == sorted(STORIES) and valid == [s for s in STORIES if held_out(s)]
+    assert list(documents(f"hf:{tmp_path}", max_bytes=30)) == [s for s in STORIES if not held_out(s)][:4]
+
+
+@given(st.dictionaries(st.text(max_size=5), st.one_of(st.text(), st.integers(), st.none()), max_size=5))
+def test_a_column_is_text_or_the_only_one(row):
+    strings = {k for k, v in row.items() if isinstance(v, str)}
+    try: assert text_column(row) in strings and (text_column(row) == "text" or len(strings) == 1)
+    except ValueError: assert "text" not in strings and len(strings) != 1

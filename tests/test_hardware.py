@@ -111,6 +111,43 @@ def test_prices_need_no_torch():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+def test_a_measurement_is_what_the_clock_says(monkeypatch):
+    "With known times every rate is known"
+    torch = pytest.importorskip("torch")
+    from lmcourse.accounting import hardware
+    streams = dict(read=(4, 1.), copy=(8, 1.), triad=(12, 1.), update=(12, 1.))
+    monkeypatch.setattr(hardware, "_products", lambda kind, longest: {("float32", "torch", 10): None, ("float32", "NumPy", 20): None, ("bfloat16", "torch", 10): None})
+    monkeypatch.setattr(hardware, "best_seconds", lambda calls, *rest: {k: 1e-3 if isinstance(k, tuple) else .2 if k == "empty" else .5 for k in calls})
+    sizes = {k: n for k, (n, _) in hardware._streams("cpu").items()}
+    assert sizes == {k: n*2**25 for k, (n, _) in streams.items()}
+    d = measure_device(.1, "cpu")
+    assert d.peak_flop_per_s == {"float32": 2*20**3/1e-3, "bfloat16": 2*10**3/1e-3} and "float32 by NumPy" in d.remark
+    assert d.bytes_per_s == 12*2**25/.5 and d.overhead_s == pytest.approx(.2/200)
+
+
+def test_the_best_time_counts(monkeypatch):
+    ticks = iter(range(10**6))
+    slow = iter([0, 5, 1, 7, 3, 9]*10**4)
+    clock = dict(now=0.)
+    def call(): clock["now"] += next(slow) + 1
+    monkeypatch.setattr("time.perf_counter", lambda: clock["now"])
+    assert best_seconds(dict(f=call), 30.)["f"] == 1
+
+
+def test_a_price_knows_recomputation():
+    c, t = ModelConfig.preset("quickstart"), TrainConfig(steps=3, batch_size=8)
+    plain, again = price(c, t, "a100"), price(c, replace(t, recompute=True), "a100")
+    assert again.step_flops == plain.step_flops == sum(training_flops(c, 8).values()) and again.memory_bytes < plain.memory_bytes
+    assert again.memory_bytes == sum(training_bytes(c, 8, recompute=True).values()) and again.largest_batch > plain.largest_batch > 8
+
+
+def test_names_and_whole_numbers_in_other_clothes():
+    assert device("A100") == device("a100-80GB") == device(device("a100"))
+    assert mfu(np.int64(10**12), np.float64(1), TOY, "float32") == 10 and matmul_cost(np.int64(2), 3, 4) == matmul_cost(2, 3, 4)
+    for past in (-1, 1.5):
+        with pytest.raises((ValueError, TypeError), match="past"): decoding(1, 1, 64, 4, past=past)
+
+
 # Utilization
 
 def test_mfu_and_mbu():

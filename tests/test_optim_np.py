@@ -118,6 +118,7 @@ def test_length_and_clipping():
     check_close(grad_norm_np(grads), norm)
     check_close(clip_scale(norm, norm/2), .5, rtol=1e-5)
     assert clip_scale(norm, 2*norm) == 1 and clip_scale(0., 1.) == 1
+    assert clip_scale(math.nan, 1.) == clip_scale(math.inf, 1.) == 1    # Such a step must not be made; the gradients stay as they are
     for bad in (0, -1, math.nan):
         with expect_error(ValueError, "expected more than 0"): clip_scale(1., bad)
 

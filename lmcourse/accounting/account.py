@@ -10,7 +10,7 @@ from dataclasses import replace
 from ..tools.config import ModelConfig
 from ..tools.show import Table, duration, si
 from .flops import adamw_flops, forward_flops, training_flops
-from .hardware import device as device_called, training_time
+from .hardware import Device, device_of, training_time
 from lmcourse.accounting.memory import (activation_parts, count_parameters, dtype_bytes, kv_cache_bytes, largest_batch, parameter_parts,
     training_bytes)
 
@@ -40,11 +40,11 @@ def account(
 # %% ../../nbs/02d_account.ipynb #3cdcc316
 def on_device(
     counted:dict,       # What `account` gave
-    name:str,           # As `device` knows it, or `this`
+    device:Device|str,  # Where, as a device or its name
     mfu:float=0.5,      # Share of the peak that is reached, above 0 and at most 1
 )->dict: # `device`, `source`, `fits`, `largest_batch`, `step_seconds`, `token_seconds`
     "What a device makes of it. `ValueError` for a device or a number type that is not known."
-    d, a = device_called(name), counted
+    d, a = device_of(device), counted
     config, how = ModelConfig.from_dict(a["model"]), {k: a[k] for k in ("dtype", "attention", "recompute", "logits")}
     useful = a["flops"]["step"]["forward"] + a["flops"]["step"]["backward"]
     read = a["parameters"]["matmul"]*dtype_bytes(a["dtype"]) + a["memory"]["cache"]
@@ -76,5 +76,5 @@ _SENSES = {"each tensor once": "unique", "by all names": "stored", "without inpu
 def _placed_table(d:dict)->Table:
     rows = {"device": d["device"], "source": d["source"], "peak": f"{si(d['peak_flop_per_s'], 'FLOP/s')} in {d['dtype']}, dense",
             "memory": f"{si(d['memory_bytes'], 'B')}: the step {'fits' if d['fits'] else 'does not fit'}", "largest batch": f"{d['largest_batch']:,}",
-            "a step": f"{duration(d['step_seconds'])} at {100*d['mfu']:g} % of the peak", "a token, written with a full cache": f"{duration(d['token_seconds'])} at least"}
+            "a step": f"{duration(d['step_seconds'])} at {100*d['mfu']:g} % of the peak", "a token of each sequence, written with a full cache": f"{duration(d['token_seconds'])} at least"}
     return Table([dict(what=k, value=v) for k,v in rows.items()])

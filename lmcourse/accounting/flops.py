@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from typing import Callable
 import numpy as np
 from ..tools.config import ModelConfig
-from .memory import checked_length
+from .memory import checked_length, whole_number
 
 # %% ../../nbs/02b_flops.ipynb #08fb9b91
 class Counted:
@@ -31,6 +31,8 @@ for _name in ("add", "sub", "mul", "truediv", "pow"):
     setattr(Counted, f"__{_name}__", _counting(_name, getattr(operator, _name)))
     setattr(Counted, f"__r{_name}__", _counting(_name, lambda a, b, f=getattr(operator, _name): f(b, a)))
 for _name in ("sqrt", "exp", "tanh"): setattr(Counted, _name, _counting(_name, getattr(np, _name)))
+for _name in ("__lt__", "__le__", "__gt__", "__ge__"): setattr(Counted, _name, lambda a, b, f=getattr(operator, _name): f(a.value, getattr(b, "value", b)))
+Counted.__neg__ = lambda self: Counted(-self.value, self.tally)
 
 # %% ../../nbs/02b_flops.ipynb #97c87244
 def count_operations(
@@ -47,8 +49,8 @@ def count_operations(
 
 # %% ../../nbs/02b_flops.ipynb #822725ec
 def matmul_flops(m:int, k:int, n:int)->int: # Rows of the first, rows of the second, columns of the second
-    "FLOPs of a product `(m, k) @ (k, n)`."
-    return 2*m*k*n
+    "FLOPs of a product `(m, k) @ (k, n)`. `ValueError` for a size below 1."
+    return 2*whole_number("m", m)*whole_number("k", k)*whole_number("n", n)
 
 # %% ../../nbs/02b_flops.ipynb #94b025c0
 def attention_pairs(
@@ -56,7 +58,9 @@ def attention_pairs(
     past:int=0,           # Keys that were there before them
     window:int|None=None, # How many latest keys a query sees, itself included: none for all
 )->int: # Pairs of a query and a key that it sees
-    "Entries of the causal mask that are `True`."
+    "Entries of the causal mask that are `True`. `ValueError` for sizes that make no sense."
+    num_queries, past = whole_number("num_queries", num_queries), whole_number("past", past, 0)
+    window = None if window is None else whole_number("window", window)
     grow = num_queries if window is None else min(num_queries, max(0, window - past)) # Queries that see all keys so far
     return grow*past + grow*(grow + 1)//2 + (num_queries - grow)*(window or 0)
 
@@ -69,10 +73,12 @@ def forward_flops(
     causal:bool=False,    # Whether to count only the pairs of queries and keys that are used
 )->dict: # `projections`, `scores`, `values`, `ffn`, `head`, in FLOPs
     "The matrix products from ids to logits. `ValueError` for sizes that make no sense."
-    c, T = config, config.context_length - past if context_length is None else context_length
-    if past < 0: raise ValueError(f"past = {past}, expected 0 or more")
-    checked_length(c, batch_size, T)
+    most = checked_length(config, batch_size)
+    c, past = config, whole_number("past", past, 0)
+    if context_length is None and past >= most: raise ValueError(f"past = {past}, but the model's context_length is {most}: nothing is left for new tokens")
+    T = checked_length(c, batch_size, most - past if context_length is None else context_length)
     checked_length(c, batch_size, past + T)
+    batch_size = int(batch_size)
     n, pairs = batch_size*T, batch_size*c.num_heads*(attention_pairs(T, past, c.window) if causal else T*(past + T))
     return {"projections": c.num_layers*matmul_flops(n, c.d_model, 2*(c.num_heads + c.G)*c.K),
             "scores": c.num_layers*2*pairs*c.K,
@@ -96,8 +102,9 @@ def training_flops(
     return (dict(forward=total, backward=2*total) | ({"recomputed blocks": total - parts["head"] - last} if recompute else {})
             | ({"recomputed scores": parts["scores"]} if fused else {}))
 
-# %% ../../nbs/02b_flops.ipynb #8d1b93d8
-_MULTIPLIES = re.compile(r"attention|[._]\w*(mm|mv|matmul|dot)$|[._](linear|conv|einsum|lstm|gru)")
+# %% ../../nbs/02b_flops.ipynb #2a8030ac
+_MULTIPLIES = re.compile(r"attention|transformer|trilinear|rnn|cdist|cholesky|solve|svd|eig|[._]\w*(mm|mv|matmul|dot|addr)_?$|pack_mm|"
+                         r"[._](linear|conv|einsum|lstm|gru)(?!alg)")
 
 def _cpu_attention()->dict: # Operation to its formula; what comes first are the shapes of the tensors
     import torch
@@ -117,7 +124,7 @@ def flop_counter(): # Yields torch's counter: ask `get_total_flops()` of it afte
         def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
             packet = getattr(operation, "_overloadpacket", operation)
             if packet not in counter.flop_registry and _MULTIPLIES.search(str(packet)):
-                raise NotImplementedError(f"{packet} can't be counted; attention can be written out with sdpa_kernel(SDPBackend.MATH)")
+                raise NotImplementedError(f"{packet} can't be counted" + "; write attention out with sdpa_kernel(SDPBackend.MATH)"*("attention" in str(packet)))
             return operation(*args, **kwargs or {})
     with Refuse(), counter: yield counter
 
@@ -126,6 +133,5 @@ def adamw_flops(
     parameters:int,       # Unique ones
     corrected:bool=False, # Whether the means are corrected one by one, not by the learning rate
 )->int:
-    "FLOPs of a step of AdamW. Loshchilov and Hutter 2017, algorithm 2."
-    if parameters < 0: raise ValueError(f"parameters = {parameters}, expected 0 or more")
-    return (16 if corrected else 14)*parameters
+    "FLOPs of a step of AdamW. Loshchilov and Hutter 2017, algorithm 2. `ValueError` for a number below 0."
+    return (16 if corrected else 14)*whole_number("parameters", parameters, 0)

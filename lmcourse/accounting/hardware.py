@@ -7,14 +7,14 @@ __all__ = ['DTYPES', 'Device', 'devices', 'device', 'best_seconds', 'measure_dev
            'add_cost', 'silu_cost', 'rmsnorm_cost', 'softmax_cost', 'embedding_cost', 'attention_cost', 'adamw_cost',
            'roofline', 'Waves', 'tile_waves', 'decoding', 'training_time', 'Price', 'price']
 
-# %% ../../nbs/02c_hardware.ipynb #27c6b114
-import functools, math, os, platform, time
+# %% ../../nbs/02c_hardware.ipynb #108f5277
+import functools, math, numbers, os, platform, time
 import numpy as np
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from .flops import adamw_flops, matmul_flops, training_flops
-from .memory import dtype_bytes, training_bytes
+from .flops import adamw_flops, training_flops
+from .memory import dtype_bytes, largest_batch, training_bytes, whole_number
 from ..tools.config import ModelConfig, TrainConfig, unknown
 from ..tools.ledger import find
 from ..tools.show import COLORS, GREY, Table, duration, figure, si
@@ -46,12 +46,11 @@ class Device:
         "The intensity at which operations and bytes take equally long."
         return self.peak(dtype)/self.bytes_per_s
 
-# %% ../../nbs/02c_hardware.ipynb #2dff7684
-def _positive(what:str, value, kind=(int, float)): # `ValueError` unless it is a finite number above 0
+# %% ../../nbs/02c_hardware.ipynb #fd9266df
+def _positive(what:str, value, kind=numbers.Real): # `ValueError` unless it is a finite number above 0
     if isinstance(value, bool) or not isinstance(value, kind) or not 0 < value < math.inf:
-        raise ValueError(f"{what} = {value!r}, expected {'a whole number' if kind is int else 'a number'} above 0")
+        raise ValueError(f"{what} = {value!r}, expected {'a whole number' if kind is numbers.Integral else 'a number'} above 0")
 
-# %% ../../nbs/02c_hardware.ipynb #9dbd2a09
 def _check_device(d:Device):
     for field,value in dict(name=d.name, source=d.source).items():
         if not isinstance(value, str) or not value.strip(): raise ValueError(f"Device: {field} = {value!r}, expected words")
@@ -60,7 +59,7 @@ def _check_device(d:Device):
         if dtype not in DTYPES: raise unknown(f"number type of {d.name}", dtype, DTYPES)
         _positive(f"Device {d.name}: peak_flop_per_s[{dtype!r}]", rate)
     _positive(f"Device {d.name}: bytes_per_s", d.bytes_per_s)
-    _positive(f"Device {d.name}: memory_bytes", d.memory_bytes, int)
+    _positive(f"Device {d.name}: memory_bytes", d.memory_bytes, numbers.Integral)
     if d.overhead_s is not None: _positive(f"Device {d.name}: overhead_s", d.overhead_s)
 
 # %% ../../nbs/02c_hardware.ipynb #ff16f983
@@ -72,11 +71,12 @@ def devices()->dict: # Name to `Device`, without the machine at hand
 
 # %% ../../nbs/02c_hardware.ipynb #667427fa
 def device(
-    name:str, # One of `devices()`, `a100` for the one with 80 GB, or `this` for the machine at hand, which is measured once
-)->Device: # `ValueError` with the nearest name for one that does not exist
+    name:str|Device, # One of `devices()`, `a100` for the one with 80 GB, or `this` for the machine at hand, which is measured once
+)->Device: # `ValueError` with the nearest name for one that does not exist; a `Device` as it is
     "A device by its name."
+    if isinstance(name, Device): return name
+    known, name = devices(), str(name).lower()
     if name == "this": return _this()
-    known = devices()
     name = _SHORT.get(name, name)
     if name not in known: raise unknown("device", name, [*known, *_SHORT, "this"])
     return known[name]
@@ -89,6 +89,8 @@ def _device(name:str, entries:dict)->Device: # From the ledger's units (TFLOP/s,
     source = "; ".join(dict.fromkeys(e.where for e in entries.values()))
     setup = "; ".join(dict.fromkeys(e.setup for e in entries.values()))
     return Device(name, peaks, entries["bandwidth"].best*1e9, round(entries["memory"].best*1e9), source, setup)
+
+device_of = device # Where an argument is called `device` too
 
 @functools.cache
 def _this()->Device: return measure_device()
@@ -131,7 +133,7 @@ def _products(kind:str, longest:float)->dict: # (dtype, library, n) -> a product
 # %% ../../nbs/02c_hardware.ipynb #04ce92dc
 def _streams(kind:str)->dict: # Name -> (bytes, call)
     import torch
-    n = 2**25 if kind == "cpu" else 2**28
+    n = 2**25 if kind == "cpu" else min(2**28, torch.cuda.mem_get_info()[0]//4//6)     # Half of what is free
     a, b, c = (torch.full((n,), 1., device=kind) for _ in range(3))
     return {"read": (4*n, partial(torch.sum, a)), "copy": (8*n, partial(a.copy_, b)),
             "triad": (12*n, partial(torch.add, b, c, alpha=3., out=a)), "update": (12*n, partial(a.add_, b))}
@@ -203,7 +205,7 @@ def mfu(
 )->float: # Share of the peak
     "Model FLOPs utilization."
     for what,value in (("flops", flops), ("seconds", seconds)): _positive(f"mfu: {what}", value)
-    return flops/(seconds*_as_device(device).peak(dtype))
+    return flops/(seconds*device_of(device).peak(dtype))
 
 # %% ../../nbs/02c_hardware.ipynb #0246c37b
 def mbu(
@@ -213,10 +215,7 @@ def mbu(
 )->float: # Share of the bandwidth
     "Memory bandwidth utilization."
     for what,value in (("bytes", nbytes), ("seconds", seconds)): _positive(f"mbu: {what}", value)
-    return nbytes/(seconds*_as_device(device).bytes_per_s)
-
-# %% ../../nbs/02c_hardware.ipynb #bb1abe84
-def _as_device(d:Device|str)->Device: return d if isinstance(d, Device) else device(d)
+    return nbytes/(seconds*device_of(device).bytes_per_s)
 
 # %% ../../nbs/02c_hardware.ipynb #5c6a9bf0
 @dataclass(frozen=True)
@@ -231,14 +230,14 @@ class Operation:
         return self.flops/self.bytes
 
     def seconds(self, device:Device|str, dtype:str)->float:
-        "No program is faster on this device."
-        device = _as_device(device)
+        "No program is faster on this device, if the operands come from its memory and not from a cache."
+        device = device_of(device)
         return max(self.flops/device.peak(dtype), self.bytes/device.bytes_per_s)
 
 # %% ../../nbs/02c_hardware.ipynb #07500912
 def matmul_cost(m:int, k:int, n:int, dtype:str="bfloat16")->Operation: # Rows of the first, rows and columns of the second matrix
     "The product of an m x k matrix with a k x n one."
-    return _cost("matmul", matmul_flops(m, k, n), m*k + k*n + m*n, dtype, m=m, k=k, n=n)
+    return _cost("matmul", 2*m*k*n, m*k + k*n + m*n, dtype, m=m, k=k, n=n)
 
 def add_cost(n:int, dtype:str="bfloat16")->Operation: # Numbers in each array
     "The sum of two arrays of n numbers."
@@ -279,13 +278,13 @@ def attention_cost(
 # %% ../../nbs/02c_hardware.ipynb #4b7a63b7
 def adamw_cost(parameters:int, dtype:str="float32")->Operation: # Of the model; type of weights, gradients and moments
     "A step of AdamW, in one pass."
-    _positive("adamw: parameters", parameters, int)
+    _positive("adamw: parameters", parameters, numbers.Integral)
     return _cost("adamw", adamw_flops(parameters), 7*parameters, dtype)
 
-# %% ../../nbs/02c_hardware.ipynb #e3609e77
-def _cost(name:str, flops:int, numbers:int, dtype:str, more_bytes:int=0, **sizes)->Operation: # `ValueError` for sizes that make no sense
-    for what,size in sizes.items(): _positive(f"{name}: {what}", size, int)
-    return Operation(name, flops, numbers*dtype_bytes(dtype) + more_bytes)
+# %% ../../nbs/02c_hardware.ipynb #20c272ae
+def _cost(name:str, flops:int, moved:int, dtype:str, more_bytes:int=0, **sizes)->Operation: # `ValueError` for sizes that make no sense
+    for what,size in sizes.items(): _positive(f"{name}: {what}", size, numbers.Integral)
+    return Operation(name, flops, moved*dtype_bytes(dtype) + more_bytes)
 
 # %% ../../nbs/02c_hardware.ipynb #329c1dff
 def roofline(
@@ -294,9 +293,10 @@ def roofline(
     points:dict,       # Label to (intensity in FLOPs/byte, measured FLOP/s)
 ):                     # The axes
     "The limits of a device, and what was measured under them."
-    device = _as_device(device)
+    device = device_of(device)
     fig, ax = figure(width=7, height=4)
     at = [x for x,_ in points.values()] + [device.ridge(dtype)]
+    for label,(px, py) in points.items(): _positive(f"roofline: intensity of {label}", px), _positive(f"roofline: rate of {label}", py)
     x = np.geomspace(min(at)/2, max(at)*4, 200)
     ax.plot(x, np.minimum(device.peak(dtype), x*device.bytes_per_s), color=GREY)
     ax.axvline(device.ridge(dtype), color=GREY, linestyle=":", linewidth=1)
@@ -324,7 +324,7 @@ def tile_waves(
 )->Waves:
     "Tiles and waves of an m x n product, one tile for a multiprocessor at a time."
     sizes = dict(m=m, n=n, tile_rows=tile[0], tile_columns=tile[1], processors=processors)
-    for what,size in sizes.items(): _positive(f"tile_waves: {what}", size, int)
+    for what,size in sizes.items(): _positive(f"tile_waves: {what}", size, numbers.Integral)
     tiles = math.ceil(m/tile[0])*math.ceil(n/tile[1])
     waves = math.ceil(tiles/processors)
     return Waves(tiles, waves, m*n/(waves*processors*tile[0]*tile[1]))
@@ -342,8 +342,8 @@ def decoding(
     "One attention layer with its projections over some steps of decoding with a cache."
     n, b, d, h = steps, batch_size, d_model, num_heads
     g = h if num_kv_heads is None else num_kv_heads
-    for what,size in dict(steps=n, batch_size=b, d_model=d, num_heads=h, num_kv_heads=g).items(): _positive(f"decoding: {what}", size, int)
-    if past: _positive("decoding: past", past, int)
+    for what,size in dict(steps=n, batch_size=b, d_model=d, num_heads=h, num_kv_heads=g).items(): _positive(f"decoding: {what}", size, numbers.Integral)
+    whole_number("decoding: past", past, 0)
     if d % h or h % g: raise ValueError(f"decoding: d_model = {d}, num_heads = {h}, num_kv_heads = {g}: expected each a multiple of the next")
     kv, keys = d//h*g, n*past + n*(n + 1)//2                    # Numbers in a key; keys read by a sequence in all steps
     flops = 4*n*b*d*(d + kv) + 4*b*d*keys
@@ -360,7 +360,7 @@ def training_time(
     flops = sum(flops.values()) if isinstance(flops, dict) else flops
     _positive("training_time: flops", flops)
     if not 0 < mfu <= 1: raise ValueError(f"training_time: mfu = {mfu}, expected a share above 0 and at most 1")
-    return flops/(mfu*_as_device(device).peak(dtype))
+    return flops/(mfu*device_of(device).peak(dtype))
 
 # %% ../../nbs/02c_hardware.ipynb #6cb42a3f
 @dataclass(frozen=True)
@@ -374,8 +374,9 @@ class Price:
     flops:int           # Of the run
     step_seconds:float  # Of one step
     seconds:float       # Of the run
-    memory_bytes:int    # Weights, gradients, moments and activations of a step
+    memory_bytes:int    # That a step needs, as `training_bytes` says
     fits:bool           # Whether the device has as much
+    largest_batch:int   # Of which the device has as much; 0 for none
     usd:float|None      # Of the run, where the price of an hour was given
 
     def table(self)->Table:
@@ -383,7 +384,7 @@ class Price:
         rows = {"device": self.device, "products in": self.dtype, "share of the peak (assumed)": f"{100*self.mfu:g}%", "tokens": si(self.tokens),
                 "a step": f"{si(self.step_flops, 'FLOPs')}, {duration(self.step_seconds)}",
                 "the run": f"{si(self.flops, 'FLOPs')}, {duration(self.seconds)}",
-                "memory": f"{si(self.memory_bytes, 'B')}, {'fits' if self.fits else 'does not fit'}"}
+                "memory": f"{si(self.memory_bytes, 'B')}, {'fits' if self.fits else 'does not fit'}; the largest batch that does has {self.largest_batch:,}"}
         if self.usd is not None: rows["cost"] = f"${self.usd:,.2f}"
         return Table([dict(quantity=k, value=v) for k,v in rows.items()])
 
@@ -396,11 +397,12 @@ def price(
     usd_per_hour:float|None=None, # Of the device
 )->Price: # `ValueError` for a number type whose peak is not known
     "What a run takes, before it starts."
-    device, t = _as_device(device), train_config
+    device, t = device_of(device), train_config
     if usd_per_hour is not None: _positive("price: usd_per_hour", usd_per_hour)
     step = sum(training_flops(model_config, t.batch_size).values())
     step_seconds = training_time(step, device, t.dtype, mfu)
-    memory = sum(training_bytes(model_config, t.batch_size, dtype=t.dtype, recompute=t.recompute).values())
+    how = dict(dtype=t.dtype, recompute=t.recompute)
+    memory = sum(training_bytes(model_config, t.batch_size, **how).values())
     seconds = t.steps*step_seconds
     return Price(device.name, t.dtype, mfu, t.steps*t.batch_size*model_config.context_length, step, t.steps*step, step_seconds, seconds,
-                 memory, memory <= device.memory_bytes, None if usd_per_hour is None else seconds/3600*usd_per_hour)
+                 memory, memory <= device.memory_bytes, largest_batch(model_config, device.memory_bytes, **how), None if usd_per_hour is None else seconds/3600*usd_per_hour)

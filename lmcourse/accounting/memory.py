@@ -4,11 +4,12 @@
 
 # %% auto #0
 __all__ = ['FLOAT_FORMATS', 'storage_bytes', 'FloatFormat', 'ParameterCount', 'parameter_parts', 'count_parameters',
-           'parameter_table', 'parameter_tree', 'saved_tensors', 'dtype_bytes', 'checked_length', 'activation_parts',
-           'activation_bytes', 'training_bytes', 'largest_batch', 'MemoryTimeline', 'kv_cache_bytes']
+           'parameter_table', 'parameter_tree', 'saved_tensors', 'dtype_bytes', 'whole_number', 'checked_length',
+           'activation_parts', 'activation_bytes', 'training_bytes', 'largest_batch', 'MemoryTimeline',
+           'kv_cache_bytes']
 
-# %% ../../nbs/02a_memory.ipynb #f5be6900
-import math, re, weakref
+# %% ../../nbs/02a_memory.ipynb #9f0e5ba4
+import math, operator, re, weakref
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from ..tools.config import ModelConfig, unknown
@@ -86,6 +87,10 @@ def _named(model)->list: # (name, tensor), a tensor with two names twice
     if hasattr(model, "named_parameters"): return list(model.named_parameters(remove_duplicate=False))
     raise TypeError(f"parameters of a {type(model).__name__}: expected a ModelConfig, a torch module or a dict of arrays")
 
+def _torch_tables(model)->list: # Names of the weights of torch's own embeddings
+    inner = model.named_modules() if hasattr(model, "named_modules") else ()
+    return [f"{name}.weight".lstrip(".") for name,m in inner if type(m).__module__ == "torch.nn.modules.sparse"]
+
 def _size(tensor)->int:
     n = 1
     for s in tensor.shape: n *= s
@@ -93,14 +98,15 @@ def _size(tensor)->int:
 
 # %% ../../nbs/02a_memory.ipynb #105e6f0b
 def count_parameters(
-    model, # `ModelConfig`, for the formula; or a torch module or a dict of name to array, for the count
+    model, # `ModelConfig`, for the formula; or a torch module or a dict of name to array, for the count (a tied head in it under its own name)
 )->ParameterCount:
     "How many numbers a model learns. `TypeError` for anything else."
     if isinstance(model, ModelConfig): return _by_formula(model)
     named = _named(model)
     once = {id(t): _size(t) for _,t in named}
-    tables = {id(t) for name,t in named if _LOOKED_UP.search(name)}
-    multiplied = {id(t) for name,t in named if len(t.shape) > 1 and not _LOOKED_UP.search(name)}
+    looked_up = [name for name,_ in named if _LOOKED_UP.search(name)] + _torch_tables(model)
+    tables = {id(t) for name,t in named if name in looked_up}
+    multiplied = {id(t) for name,t in named if len(t.shape) > 1 and name not in looked_up}
     return ParameterCount(sum(_size(t) for _,t in named), sum(once.values()),
                           sum(n for i,n in once.items() if i not in tables), sum(once[i] for i in multiplied))
 
@@ -177,16 +183,28 @@ def dtype_bytes(
     if name not in known: raise unknown("dtype", name, known)
     return known[name]
 
+def whole_number(
+    name:str,  # Of what is checked, for the message
+    n,         # An integer of Python or NumPy
+    least:int=1, # The smallest that will do
+)->int:
+    "`n` as a Python integer. `TypeError` unless it is one, `ValueError` unless it is at least `least`."
+    try: value = operator.index(n)
+    except TypeError: value = None
+    if value is None or isinstance(n, bool): raise TypeError(f"{name} = {n!r}, expected a whole number")
+    if value < least: raise ValueError(f"{name} = {n}, expected {least} or more")
+    return value
+
+# %% ../../nbs/02a_memory.ipynb #ef0836ac
 def checked_length(
-    config:ModelConfig, # Whose context is the default and, for learned and sinusoidal positions, the limit
+    config:ModelConfig, # Whose context is the default and the limit
     batch_size:int,     # Sequences
     context_length:int|None=None, # Tokens of each: none for the config's
 )->int: # Tokens of each
     "`TypeError` unless both are whole numbers, `ValueError` unless they are 1 or more and within the model's context."
-    T = config.context_length if context_length is None else context_length
-    for name,n in dict(batch_size=batch_size, context_length=T).items():
-        if isinstance(n, bool) or not isinstance(n, int): raise TypeError(f"{name} = {n!r}, expected a whole number")
-        if n < 1: raise ValueError(f"{name} = {n}, expected 1 or more")
+    if not isinstance(config, ModelConfig): raise TypeError(f"config is a {type(config).__name__}, expected a ModelConfig")
+    whole_number("batch_size", batch_size)
+    T = whole_number("context_length", config.context_length if context_length is None else context_length)
     if T > config.context_length: raise ValueError(f"context_length = {T}, but the model's is {config.context_length}")
     return T
 
@@ -234,8 +252,8 @@ def activation_parts(
     recompute:bool=False,     # Whether blocks keep only their inputs
     logits:bool=False,        # Whether the loss is computed from all logits at once
 )->dict: # Part to bytes, summed over the blocks
-    "What autograd keeps from the forward pass of the training loss. `ValueError` for sizes and words that make no sense."
-    T = checked_length(config, batch_size, context_length)
+    "What torch on a CPU keeps from the forward pass of the training loss. `ValueError` for sizes and words that make no sense."
+    T, batch_size = checked_length(config, batch_size, context_length), int(batch_size)
     if dtype not in ("float32", "bfloat16"): raise unknown("dtype of the products", dtype, ("float32", "bfloat16"))
     if attention not in ("fused", "explicit"): raise unknown("attention", attention, ("fused", "explicit"))
     size = dtype_bytes(dtype)
@@ -248,19 +266,28 @@ def activation_bytes(config:ModelConfig, batch_size:int, context_length:int|None
     "All of what autograd keeps, in bytes."
     return sum(activation_parts(config, batch_size, context_length, **how).values())
 
+# %% ../../nbs/02a_memory.ipynb #99c2cb29
+def _working_bytes(c:ModelConfig, n:int, size:int, logits:bool, kept:int)->int: # The most that is needed beside what is kept, for n tokens
+    rows = n if logits else min(n, max(256, 2**21//c.vocab_size))   # Of logits at a time: chapter 03's loss takes what fits a cache
+    loss = rows*c.vocab_size*(10 if logits and size < 4 else 8) + 4*c.vocab_size*c.d_model*(size < 4 and not logits)
+    return max(loss, 4*count_parameters(c).unique - kept)
+
 # %% ../../nbs/02a_memory.ipynb #723468ca
 def training_bytes(
     config:ModelConfig,       # Sizes and variant
     batch_size:int,           # Sequences of a step, B
     context_length:int|None=None, # Tokens of each, T: none for the config's
     **how,                    # `dtype`, `attention`, `recompute`, `logits`: as for `activation_parts`
-)->dict: # `parameters`, `gradients`, `optimizer`, `activations` and, with recomputation, `recomputed block`, in bytes
-    "What a training step with AdamW holds, weights in float32. Not all of it is there at once."
+)->dict: # `parameters`, `gradients`, `optimizer`, `activations`, with recomputation `recomputed block`, and `working space`, in bytes
+    "What a training step with AdamW needs, weights in float32: not less than its peak, since gradients come while activations go."
     each = 4*count_parameters(config).unique
-    parts = dict(parameters=each, gradients=each, optimizer=2*each, activations=activation_bytes(config, batch_size, context_length, **how))
-    if not how.get("recompute"): return parts
-    one, two = (activation_bytes(replace(config, num_layers=n), batch_size, context_length, **how | dict(recompute=False)) for n in (1, 2))
-    return parts | {"recomputed block": two - one}
+    parts = dict(activations=activation_bytes(config, batch_size, context_length, **how))
+    if how.get("recompute"):
+        one, two = (activation_bytes(replace(config, num_layers=n), batch_size, context_length, **how | dict(recompute=False)) for n in (1, 2))
+        parts["recomputed block"] = two - one
+    n = batch_size*checked_length(config, batch_size, context_length)
+    working = _working_bytes(config, n, dtype_bytes(how.get("dtype", "float32")), how.get("logits", False), sum(parts.values()))
+    return dict(parameters=each, gradients=each, optimizer=2*each, **parts) | {"working space": working}
 
 # %% ../../nbs/02a_memory.ipynb #54b1ae8e
 def largest_batch(
@@ -269,10 +296,15 @@ def largest_batch(
     context_length:int|None=None, # Tokens of a sequence: none for the config's
     **how,                  # As for `training_bytes`
 )->int: # Sequences; 0 if not even one fits
-    "The largest batch whose training step holds no more than `memory_bytes`. `ValueError` if that is not above 0."
-    if not memory_bytes > 0: raise ValueError(f"memory_bytes = {memory_bytes}, expected more than 0")
-    one, two = (sum(training_bytes(config, batch, context_length, **how).values()) for batch in (1, 2))
-    return max(0, 1 + int((memory_bytes - one)//(two - one)))
+    "The largest batch whose training step needs no more than `memory_bytes`. `ValueError` if that is not above 0."
+    if not 0 < memory_bytes < math.inf: raise ValueError(f"memory_bytes = {memory_bytes}, expected more than 0")
+    fits = lambda batch: sum(training_bytes(config, batch, context_length, **how).values()) <= memory_bytes
+    low, high = 0, 1
+    while fits(high): low, high = high, 2*high
+    while high - low > 1:
+        middle = (low + high)//2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
 
 # %% ../../nbs/02a_memory.ipynb #b2456aa1
 class MemoryTimeline:
@@ -327,4 +359,4 @@ def kv_cache_bytes(
     "Memory of the keys and values of all layers. `ValueError` for sizes and words that make no sense."
     T = checked_length(config, batch_size, context_length)
     c, seen = config, min(T, config.window or T)
-    return 2*c.num_layers*batch_size*c.G*seen*c.K*dtype_bytes(dtype)
+    return 2*c.num_layers*int(batch_size)*c.G*seen*c.K*dtype_bytes(dtype)

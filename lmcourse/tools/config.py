@@ -93,8 +93,8 @@ def describe(
 )->Table: # One row a field: its name, its value here, what it means
     "What is in `config`, with the comments of its fields."
     source = files("lmcourse").joinpath("tools/config.py").read_text(encoding="utf-8")
-    source = re.search(rf"^class {type(config).__name__}\(.*?(?=^\S)", source, flags=re.M|re.S)[0]
-    comments = dict(re.findall(r"^    (\w+):.*?  # (.*)$", source, flags=re.M))
+    classes = [re.search(rf"^class {c.__name__}\b.*?(?=^\S)", source, flags=re.M|re.S) for c in type(config).__mro__]
+    comments = {k: v for c in classes if c for k,v in re.findall(r"^    (\w+):.*? # (.*)$", c[0], flags=re.M)}
     return Table([dict(field=k, value=v, meaning=comments[k]) for k,v in config.to_dict().items()])
 
 # %% ../../nbs/00c_config.ipynb #169d05cc
@@ -151,24 +151,42 @@ ModelConfig.validate = _check_model
 
 # %% ../../nbs/00c_config.ipynb #10581bc1
 @dataclass(frozen=True)
-class TrainConfig(Config):
-    "How a model is trained. `ValueError` where the values make no sense."
+class _Descent(Config):
+    "What happens to the weights."
     steps:int = 1000                # Optimizer steps in all
     batch_size:int = 8              # Windows of the context's length in a step, B
-    windows:Literal["random", "documents"] = "random"       # Training windows start anywhere, or at the start of a document
+    tokens_per_step:int|None = None # Tokens of a step, instead of batch_size: none for batch_size windows
+    micro_batch:int|None = None     # Windows that a process computes at a time: none for its whole share
     lr:float = 1e-3                 # Highest learning rate
-    min_lr:float = 0.0              # Learning rate at the end of the cosine
+    min_lr:float = 0.0              # Lowest learning rate, at the end of the schedule
+    schedule:Literal["cosine", "constant"] = "cosine"       # How the learning rate falls
     warmup_steps:int = 50           # Steps in which the learning rate rises from 0
+    cooldown_steps:int = 0          # Last steps, in which it falls to min_lr in a straight line
+    plateau_patience:int = 0        # Evaluations without a new best before it is multiplied by plateau_factor: 0 for never
+    plateau_factor:float = 0.5      # See plateau_patience
+    early_stop_patience:int = 0     # Evaluations without a new best before the run ends: 0 for never
+    early_stop_min_delta:float = 0.0 # By how much a new best must be better, in nats per token
+    target_loss:float|None = None   # Validation loss at which the run ends
     beta1:float = 0.9               # AdamW: decay of the mean of the gradients
     beta2:float = 0.98              # AdamW: decay of the mean of their squares
     eps:float = 1e-8                # AdamW: added to the root of the second mean
     weight_decay:float = 0.1        # AdamW: share of a matrix taken off a step, times the learning rate
     grad_clip:float = 1.0           # Largest norm of all gradients together: 0 for no limit
+
+# %% ../../nbs/00c_config.ipynb #181e8431
+@dataclass(frozen=True)
+class TrainConfig(_Descent):
+    "How a model is trained. `ValueError` where the values make no sense."
+    engine:Literal["torch", "numpy"] = "torch"              # Who computes the gradients
+    windows:Literal["random", "sequential", "within", "documents"] = "random" # Windows start anywhere, in order, anywhere within a document, or at its start
+    stride:int|None = None          # Tokens between two sequential windows: none for the context's length
+    prefetch:int = 2                # Batches made ahead of their step: 0 for none
     eval_every:int = 200            # Steps between two looks at the validation documents
     eval_documents:int = 100        # Validation documents in such a look
     checkpoint_every:int = 500      # Steps between two checkpoints
-    keep_checkpoints:int = 2        # Latest checkpoints that are kept
+    keep_checkpoints:int = 2        # Latest checkpoints that are kept, beside the best
     log_every:int = 10              # Steps between two lines of metrics.jsonl
+    log_to:Literal["file", "tensorboard", "wandb", "trackio"] = "file" # Where the lines also go
     seed:int = 0                    # Of the initial weights and of the order of the windows
     device:str = "auto"             # cpu, cuda, mps, or auto for the best there is
     dtype:Literal["float32", "bfloat16"] = "float32"        # Of the matrix products; weights stay float32
@@ -177,12 +195,14 @@ class TrainConfig(Config):
 
 # %% ../../nbs/00c_config.ipynb #46b7f55a
 def _check_train(c:TrainConfig):
-    for name in "steps batch_size lr eps eval_every eval_documents checkpoint_every keep_checkpoints log_every".split():
-        if not getattr(c, name) > 0: raise ValueError(f"TrainConfig: {name} = {getattr(c, name)}, expected more than 0")
-    for name in "min_lr warmup_steps weight_decay grad_clip seed".split():
+    for name in "steps batch_size tokens_per_step micro_batch lr eps stride eval_every eval_documents checkpoint_every keep_checkpoints log_every".split():
+        if getattr(c, name) is not None and not getattr(c, name) > 0: raise ValueError(f"TrainConfig: {name} = {getattr(c, name)}, expected more than 0")
+    at_least_0 = "min_lr warmup_steps cooldown_steps plateau_patience early_stop_patience early_stop_min_delta weight_decay grad_clip prefetch seed"
+    for name in at_least_0.split():
         if not getattr(c, name) >= 0: raise ValueError(f"TrainConfig: {name} = {getattr(c, name)}, expected 0 or more")
     for name in ("beta1", "beta2"):
         if not 0 <= getattr(c, name) < 1: raise ValueError(f"TrainConfig: {name} = {getattr(c, name)}, expected 0 <= {name} < 1")
+    if not 0 < c.plateau_factor < 1: raise ValueError(f"TrainConfig: plateau_factor = {c.plateau_factor}, expected 0 < plateau_factor < 1")
     if c.min_lr > c.lr: raise ValueError(f"TrainConfig: min_lr = {c.min_lr} is above lr = {c.lr}")
 
 TrainConfig.validate = _check_train

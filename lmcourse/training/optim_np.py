@@ -99,6 +99,6 @@ def clip_scale(
     norm:float,     # Length of all gradients together
     max_norm:float, # Largest length that is wanted
 )->float: # For `AdamWNp.step`
-    "What to multiply gradients with. `ValueError` unless `max_norm` is positive."
+    "What to multiply gradients with: 1 if their length is not finite. `ValueError` unless `max_norm` is positive."
     if not max_norm > 0: raise ValueError(f"clip_scale: max_norm = {max_norm}, expected more than 0")
-    return min(1., max_norm/(norm + 1e-6))
+    return min(1., max_norm/(norm + 1e-6)) if math.isfinite(norm) else 1.
