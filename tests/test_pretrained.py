@@ -706,9 +706,9 @@ def test_names_that_are_one_without_their_prefix():
 def test_a_checkpoint_of_the_course_is_a_file_of_weights(tmp_path):
     from lmcourse.training.checkpoint import save_checkpoint
     model = TransformerLM(gpt2)
-    path = save_checkpoint(tmp_path, 3, model, torch.optim.AdamW(model.parameters()), dict(model=gpt2.to_dict()))
+    save_checkpoint(model, torch.optim.AdamW(model.parameters()), 3, tmp_path/"step_000003", dict(model=gpt2.to_dict()))
     again = TransformerLM(gpt2, seed=1)
-    load_weights(again, path/"model.safetensors")
+    load_weights(again, tmp_path/"step_000003/model.safetensors")
     check_close(again.state_dict(), model.state_dict(), 0, 0)
 
 

@@ -17,14 +17,14 @@ from typing import Callable, Iterator
 import numpy as np
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from .. import __version__
 from ..architecture.layers_torch import onednn_products
 from ..architecture.transformer_torch import TransformerLM
 from ..tokenization.tokenizer import Tokenizer
 from ..tools.config import ModelConfig, TrainConfig
 from ..tools.show import figure, progress
-from .checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
+from .checkpoint import Checkpoints, load_checkpoint, read_state, write_safetensors
 from .data import Batches, TokenDataset, evaluation_batches, to_tensors
 from .optim_torch import AdamW, clip_grad_norm, cosine_lr, parameter_groups
 
@@ -240,9 +240,10 @@ def _evaluate(self, run:Path, documents:int|None, **more)->Evaluation: # And a l
     self._write_line(run, step=self.step, valid_loss=result.loss, **values, elapsed_s=round(self.elapsed, 3), **more)
     return result
 
-def _save(self, run:Path): # A checkpoint
-    save_checkpoint(run/"checkpoints", self.step, self.model, self.optimizer, self.model_config.to_dict(),
-                    dict(elapsed=self.elapsed, recent=self.recent), keep=self.config.keep_checkpoints)
+def _save(self, run:Path): # A checkpoint; with the validation loss if this step has one
+    loss = self.last.loss if getattr(self, "looked", None) == self.step else None
+    Checkpoints(run/"checkpoints", self.config.keep_checkpoints).save(self.model, self.optimizer, self.step, loss,
+        state=dict(elapsed=self.elapsed, recent=self.recent), config=self.model_config.to_dict())
 
 Trainer._write_line, Trainer._log, Trainer._evaluate, Trainer._save = _write_line, _log, _evaluate, _save
 
@@ -252,9 +253,9 @@ def resume(self,
 ):
     "Go back to the last checkpoint of `run`, or to the start if there is none."
     run = Path(run)
-    if path := latest_checkpoint(run/"checkpoints"):
-        state = load_checkpoint(path, self.model, self.optimizer, self.model_config.to_dict())
-        self.step, self.elapsed, self.recent = state["step"], state["elapsed"], state["recent"]
+    if path := Checkpoints(run/"checkpoints").latest():
+        self.step, state = load_checkpoint(path, self.model, self.optimizer, self.model_config.to_dict()), read_state(path)
+        self.elapsed, self.recent = state["elapsed"], state["recent"]
     _write_whole(run/"metrics.jsonl", "".join(json.dumps(m) + "\n" for m in read_metrics(run) if m["step"] <= self.step and not m.get("final")))
     if (samples := run/"samples.txt").exists():
         parts = re.split(r"^(?=--- step (\d+)$)", samples.read_text(encoding="utf-8"), flags=re.M)  # text, step, text, step, text
@@ -289,7 +290,7 @@ Trainer.fit = fit
 
 # %% ../../nbs/04e_trainer.ipynb #1b9352d9
 def _look(self, run:Path, report, sample): # Evaluate on the first few documents, tell and show
-    self.last = self._evaluate(run, self.config.eval_documents)
+    self.last, self.looked = self._evaluate(run, self.config.eval_documents), self.step
     if report: report(self, self.last)
     if sample: self.write_sample(run, sample)
 
@@ -318,7 +319,7 @@ def save_model(
     weights = {name: p.detach().half().cpu().contiguous() for name,p in model.named_parameters()}
     try:
         tokenizer.save(part)
-        save_file(weights, part/"model.safetensors")
+        write_safetensors(part/"model.safetensors", weights)
         _write_whole(part/"config.json", json.dumps(dict(model=model.config.to_dict(), train=train.to_dict(), made=made), indent=2) + "\n")
         os.replace(part, folder)
     finally: shutil.rmtree(part, ignore_errors=True)
@@ -355,7 +356,7 @@ def _read_small(folder:Path)->tuple: # What `save_model` wrote
 
 def _read_latest(run:Path)->tuple: # The last checkpoint of a run
     config, _, data = read_run(run)
-    if (path := latest_checkpoint(run/"checkpoints")) is None: raise FileNotFoundError(f"{run}: no checkpoint yet")
+    if (path := Checkpoints(run/"checkpoints").latest()) is None: raise FileNotFoundError(f"{run}: no checkpoint yet")
     model = TransformerLM(config)
     load_checkpoint(path, model)
     return model, Tokenizer.from_folder(data/"tokenizer")
