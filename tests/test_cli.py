@@ -9,6 +9,10 @@ from importlib.resources import files
 
 import pytest
 
+from lmcourse.app import cli
+from lmcourse.tokenization.tokenizer import Tokenizer
+from lmcourse.training.data import TokenDataset, unfinished
+
 TINY = ("--context-length 64 --d-model 32 --num-layers 1 --windows random --eval-documents 5 "
         "--eval-every 40 --checkpoint-every 20 --log-every 5").split()
 
@@ -104,6 +108,10 @@ def broken(work, whole):
     (work/"binary.txt").write_bytes(bytes(range(256))*20)
     (work/"short.txt").write_text("a few words\nand a few more\n")
     (work/"letter.txt").write_text("a")
+    (work/"same.txt").write_text("a line\n"*2)
+    for name, text in (("begun", '{"corpus": "stories", "max_bytes": 1000000}\n'), ("foreign", "[3]")):
+        (work/name).mkdir()
+        (work/name/"prepare.part").write_text(text)
     (work/"small.txt").write_text("".join(f"line {i} of a text that is too small for a window\n" for i in range(30)))
     for name in ("cut", "swapped", "other-tokenizer", "no-ngrams"): subprocess.run(["cp", "-r", "data", name], cwd=work, check=True)
     (work/"cut/train.bin").write_bytes((work/"data/train.bin").read_bytes()[:-100])
@@ -132,6 +140,11 @@ def broken(work, whole):
     ("prepare text:letter.txt new --tokenizer tok", "nothing is left for training"),
     ("prepare stories new --tokenizer tok --max-mb nan", "max_mb = nan, expected more than 0"),
     ("prepare stories new --tokenizer tok --valid-documents 0", "valid_documents = 0, expected 1 or more"),
+    ("prepare stories new --tokenizer tok --threads 0", "threads = 0, expected 1 or more"),
+    ("prepare stories data --tokenizer tok", "data exists"),
+    ("prepare text:same.txt new --tokenizer tok", "nothing is left for training"),
+    ("prepare stories begun --tokenizer tok --max-mb 2", "begun: begun with max_bytes = 1000000, here 2000000"),
+    ("prepare stories foreign --tokenizer tok", "not written by `lmcourse prepare`"),
     ("tokenizer stories new --vocab-size 100", "vocab_size = 100, expected at least 257"),
     ("tokenizer storys new", "did you mean 'stories'"),
     ("tokenizer stories tok", "tok exists"),
@@ -159,7 +172,10 @@ def broken(work, whole):
     ("generate not-weights", "not-weights: no model that can be read"),
     ("generate whole --temperature -1", "temperature = -1.0"),
     ("plot nowhere", "nowhere: no run folder"),
-    ("no-such-command", "quickstart, tokenizer, prepare, train, generate, plot, account, bench"),
+    ("plot whole --width 1", "width = 1, expected 2 to 1000"),
+    ("plot whole --height 0", "height = 0, expected 2 to 1000"),
+    ("smoke --seed -1", "seed = -1, expected 0 or more"),
+    ("no-such-command", "quickstart, tokenizer, prepare, train, generate, plot, account, bench, smoke"),
 ])
 def test_a_mistake_is_one_line_and_leaves_nothing(broken, words, answer):
     before = sorted(broken.rglob("*"))
@@ -175,17 +191,150 @@ def test_a_text_with_few_pairs_gives_a_smaller_vocabulary(broken, tmp_path):
     assert (tmp_path/"few/tokenizer.json").exists()
 
 
-@pytest.mark.parametrize("words", ["quickstart --minutes 1", "prepare stories new --tokenizer tok --max-mb 50"])
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
-def test_what_is_stopped_before_the_training_leaves_nothing(work, words, how):
+def test_a_quickstart_that_is_stopped_before_the_training_leaves_nothing(work, how):
     before = sorted(work.rglob("*"))
-    process = start(*words.split(), cwd=work)
+    process = start(*"quickstart --minutes 1".split(), cwd=work)
     deadline = time.time() + 60
     while sorted(work.rglob("*")) == before and time.time() < deadline: time.sleep(0.02)
     process.send_signal(how)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 130 and err == "lmcourse: interrupted\n"
     assert sorted(work.rglob("*")) == before
+
+
+PREPARE = "prepare text:corpus.txt {} --tokenizer long-words --max-mb 100 --valid-documents 20 --threads 1"
+
+
+def contents(folder):
+    return {str(f.relative_to(folder)): f.read_bytes() for f in folder.rglob("*") if f.is_file()}
+
+
+@pytest.fixture(scope="module")
+def corpus(work):
+    "Documents of 10 MB in all, tokenized in three batches, and what one uninterrupted call makes of them."
+    words = "uncharacteristically incomprehensibilities counterrevolutionaries "   # a token each, so that there are few to count
+    (work/"corpus.txt").write_text("<|endoftext|>".join(f"Day {i}: " + words*20 for i in range(8000)))
+    for line in ("tokenizer text:corpus.txt long-words --vocab-size 320 --max-mb 0.1", PREPARE.format("uncut")):
+        done = lmcourse(*line.split(), cwd=work)
+        assert done.returncode == 0, done.stderr
+    return contents(work/"uncut")
+
+
+@pytest.mark.parametrize("how, when", [(signal.SIGTERM, "train.json.part"), (signal.SIGKILL, "prepare.part"), (signal.SIGKILL, "train.json.part"),
+                                       (signal.SIGKILL, "train.json")])
+def test_an_interrupted_prepare_goes_on(work, corpus, how, when):
+    words = PREPARE.format(f"{how.name}-{when}").split()
+    out = work/words[2]
+    process = start(*words, cwd=work)
+    deadline = time.time() + 60
+    while not (out/when).exists() and time.time() < deadline: time.sleep(0.002)
+    process.send_signal(how)
+    _, err = process.communicate(timeout=60)
+    if how == signal.SIGKILL: assert process.returncode == -how
+    else: assert process.returncode == 130 and err == "lmcourse: interrupted; go on with the same command\n"
+    assert (out/"prepare.part").exists()
+    cut = unfinished(out/"train")
+    done = lmcourse(*words, cwd=work)
+    assert done.returncode == 0 and not done.stderr and f"{out.name}: going on" in done.stdout, done.stderr
+    assert not cut or f"going on after {cut['documents']:,} training documents" in done.stdout
+    assert contents(out) == corpus
+    assert lmcourse(*words, cwd=work).stderr.count("exists; name a folder that does not") == 1
+
+
+@pytest.mark.parametrize("when", ["train.json.part", "valid.json"])
+def test_two_prepares_of_one_folder_do_not_meet(work, corpus, when):
+    both = work/f"both-{when}"
+    words = PREPARE.format(both.name).split()
+    first = start(*words, cwd=work)
+    while not (both/when).exists() and first.poll() is None: time.sleep(0.002)
+    first.send_signal(signal.SIGSTOP)
+    second = lmcourse(*words, cwd=work)
+    first.send_signal(signal.SIGCONT)
+    assert second.returncode == 2 and "another process is writing these files" in second.stderr
+    first.communicate(timeout=60)
+    assert first.returncode == 0 and contents(both) == corpus
+
+
+def failing(error, after):
+    "Documents of which one cannot be had."
+    def documents(name, split="train", max_bytes=None):
+        for i in range(210):
+            if split == "train" and i == after: raise error
+            yield f"{split} {i}: " + "a bird sat on the wall "*2000
+    return documents
+
+
+@pytest.mark.parametrize("error, left", [(ConnectionResetError("the hub can't be reached"), True), (TimeoutError("too slow"), True), (KeyboardInterrupt(), True),
+                                         (OSError(28, "No space left on device"), False), (ValueError("no such column"), False)])
+def test_what_fails_leaves_nothing_and_what_is_cut_off_goes_on(work, tmp_path, monkeypatch, capsys, error, left):
+    words = ["prepare", "hf:a/b", str(tmp_path/"new/out"), "--tokenizer", str(work/"tok"), "--max-mb", "100", "--valid-documents", "9"]
+    monkeypatch.setattr(cli, "count_ngrams", lambda out: None)          # they take the longest
+    monkeypatch.setattr(cli, "documents", failing(error, 200))
+    with pytest.raises(SystemExit): cli.main(words)
+    err = capsys.readouterr().err
+    assert (tmp_path/"new").exists() == left and err.endswith("; go on with the same command\n") == left and err.count("\n") == 1
+    assert (str(error) or "interrupted") in err
+    monkeypatch.setattr(cli, "documents", failing(error, None))
+    cli.main(words)
+    assert ("going on after" in capsys.readouterr().out) == left
+    words[2] = str(tmp_path/"uncut")
+    cli.main(words)
+    assert contents(tmp_path/"new/out") == contents(tmp_path/"uncut")
+
+
+def test_prepare_holds_few_documents_and_leaves_out_those_for_validation(work, tmp_path, monkeypatch):
+    class Document(str):
+        alive = most = 0
+        def __new__(cls, text):
+            cls.alive += 1
+            cls.most = max(cls.most, cls.alive)
+            return super().__new__(cls, text)
+        def __del__(self): type(self).alive -= 1
+
+    text = "a bird sat on the wall "*2000
+    def documents(name, split="train", max_bytes=None):
+        return (f"{i} {text}" for i in range(5, 8)) if split == "valid" else (Document(f"{i} {text}") for i in range(700))
+
+    monkeypatch.setattr(cli, "count_ngrams", lambda out: None)
+    monkeypatch.setattr(cli, "documents", documents)
+    cli.prepare("hf:a/b", tmp_path/"out", tokenizer := Tokenizer.from_folder(work/"tok"), 10**9, 400, 1)
+    train, valid = (TokenDataset.open(tmp_path/"out"/name) for name in ("train", "valid"))
+    assert (train.num_documents, valid.num_documents) == (697, 3) and Document.most < 500
+    assert [tokenizer.decode(train.document(i)[:20].tolist()).split()[0] for i in (4, 5)] == ["4", "8"]
+
+
+def test_help_names_every_corpus():
+    for command in ("tokenizer", "prepare"):
+        out = " ".join(lmcourse(command, "--help", cwd=".").stdout.replace("│", " ").split())
+        assert "stories, text:PATH, tinystories, openwebtext or hf:REPO" in out
+
+
+def test_a_model_begins_where_its_windows_did():
+    assert [cli.beginning(w) for w in ("documents", "within", "random", "sequential")] == ["", "", "\n", "\n"]
+
+
+def test_smoke_falls_as_the_published_run_without_torch():
+    code = "import sys; from lmcourse.app.cli import main; main(['smoke']); sys.exit('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    _, _, theirs, ours = (line.split() for line in done.stdout.splitlines()[:4])
+    assert theirs == ["published", "5.5629", "2.3235", "3.2394"] and float(ours[3]) > 3.2394 and abs(float(ours[1]) - 5.5452) < 1
+    again = lmcourse("smoke", cwd=".")
+    assert again.returncode == 0 and again.stdout == done.stdout and lmcourse("smoke", "--seed", 1, cwd=".").stdout != done.stdout
+
+
+def test_smoke_that_does_not_learn_is_told(monkeypatch, capsys):
+    monkeypatch.setattr(cli, "smoke", lambda seed: [5.5, 5.4])
+    with pytest.raises(SystemExit) as end: cli.main(["smoke"])
+    assert end.value.code == 2 and "fell from 5.5000 to 5.4000, which is less than the published fall" in capsys.readouterr().err
+
+
+def test_the_size_of_the_plot_in_the_terminal(work, whole):
+    for width, height, words in ((64, 12, []), (120, 20, ["--width", 120, "--height", 20])):
+        lines = lmcourse("plot", "whole", "--out", "sized.png", *words, cwd=work).stdout.splitlines()
+        assert sum("┤" in line or "│" in line for line in lines) == height
+        assert next(line for line in lines if "└" in line).count("─") == width
 
 
 def test_the_command_answers_before_torch_is_loaded():

@@ -44,6 +44,32 @@ def test_presets_are_valid_and_derived_sizes_follow(name):
     if config.d_ff is None: assert wider.F > config.F
 
 
+RUNS = {"ts-36m": (35_938_816, 163_840_000), "owt-58m": (58_466_816, 327_680_000), "leaderboard-42m": (42_082_816, 1_310_720_000),
+        "ts-17m": (22_696_448, 327_680_000), "ts-17m-cpu": (22_696_448, 40_960_000)}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_the_runs_of_the_reports_have_their_parameters_and_tokens(name):
+    from lmcourse.accounting.memory import count_parameters
+    model, train = ModelConfig.preset(name), TrainConfig.preset(name)
+    assert (count_parameters(model).unique, train.steps*train.batch_size*model.context_length) == RUNS[name]
+    assert (train.beta1, train.beta2, train.weight_decay, train.grad_clip, train.warmup_steps, train.min_lr) == (0.9, 0.999, 0.01, 1.0, 200, 1e-4)
+    assert (train.dtype == "bfloat16") == model.tie_embeddings == (name == "leaderboard-42m")
+
+
+def test_the_configuration_of_the_numpy_report():
+    theirs = dict(d_model=512, num_heads=4, num_layers=4, d_ff=2048, vocab_size=151_669, context_length=512, tie_embeddings=True, seed=42, lr=3e-4,
+                  beta1=0.9, beta2=0.95, weight_decay=0.01, grad_clip=1.0, batch_size=16, steps=1000, warmup_steps=0, eval_every=50, log_every=10,
+                  prefetch=8, min_lr=1e-6, plateau_patience=5, plateau_factor=0.5, cooldown_steps=0, early_stop_patience=10,
+                  early_stop_min_delta=0.001, target_loss=None, engine="numpy", schedule="constant")
+    ours = ModelConfig.preset("hinterland-np").to_dict() | TrainConfig.preset("hinterland-np").to_dict()
+    assert {k: ours[k] for k in theirs} == theirs
+
+
+def test_a_training_preset_has_a_model():
+    assert set(TrainConfig.presets()) <= set(ModelConfig.presets())
+
+
 @pytest.mark.parametrize("changes, words", [
     (dict(d_model=100, num_heads=16), "d_model = 100 is not a multiple of num_heads = 16"),
     (dict(num_kv_heads=3), "num_heads = 16 is not a multiple of num_kv_heads = 3"),

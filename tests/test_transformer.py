@@ -196,7 +196,7 @@ def test_any_config_has_the_parameters_that_paper_gives(data):
 
 @pytest.mark.parametrize("preset, count", [("gpt2-small", 124_439_808), ("gpt2-medium", 354_823_168), ("gpt2-large", 774_030_080), ("gpt2-xl", 1_557_611_200),
     ("cs336-gpt2-small", 190_460_160), ("cs336-gpt2-medium", 505_629_696), ("cs336-gpt2-large", 1_072_469_760), ("cs336-gpt2-xl", 2_127_057_600),
-    ("cs336-tinystories", 22_696_448), ("report-tinystories", 35_938_816), ("report-openwebtext", 58_466_816)])
+    ("ts-17m", 22_696_448), ("ts-17m-cpu", 22_696_448), ("ts-36m", 35_938_816), ("owt-58m", 58_466_816), ("leaderboard-42m", 42_082_816)])
 def test_published_counts(preset, count):
     assert count_parameters(TransformerLM(ModelConfig.preset(preset), device="meta")).unique == count
 

@@ -211,25 +211,46 @@ TrainConfig.validate = _check_train
 _GPT2 = dict(small=(768, 12, 12), medium=(1024, 24, 16), large=(1280, 36, 20), xl=(1600, 48, 25))
 _OPENAI = dict(norm="layernorm", position="learned", ffn="gelu", bias=True, tie_embeddings=True)
 _QWEN3 = dict(vocab_size=151_936, context_length=40_960, num_kv_heads=8, head_dim=128, rope_theta=1e6, norm_eps=1e-6, qk_norm=True)
-_REPORT = dict(context_length=256, d_model=512, num_layers=8, num_heads=8, d_ff=1408)
-
 _MODELS = {f"gpt2-{k}": dict(vocab_size=50257, context_length=1024, d_model=d, num_layers=l, num_heads=h, **_OPENAI)
            for k,(d,l,h) in _GPT2.items()}
 _MODELS |= {f"cs336-gpt2-{k}": dict(vocab_size=50257, context_length=1024, d_model=d, num_layers=l, num_heads=h, d_ff=4*d)
             for k,(d,l,h) in _GPT2.items()}
 _MODELS |= {
-    "cs336-tinystories": dict(d_ff=1344),
-    "report-tinystories": _REPORT,
-    "report-openwebtext": _REPORT | dict(vocab_size=32_000),
-    "numpy-report": dict(vocab_size=256, context_length=16, d_model=64, num_layers=1, num_heads=4, d_ff=128, norm="layernorm",
-                         norm_position="post", position="learned", ffn="relu", bias=True, tie_embeddings=True),
     "llama-2-7b": dict(vocab_size=32_000, context_length=4096, d_model=4096, num_layers=32, num_heads=32, d_ff=11_008),
     "llama-3-8b": dict(vocab_size=128_256, context_length=8192, d_model=4096, num_layers=32, num_heads=32, num_kv_heads=8, d_ff=14_336, rope_theta=5e5),
     "qwen3-0.6b": _QWEN3 | dict(d_model=1024, num_layers=28, num_heads=16, d_ff=3072, tie_embeddings=True),
     "qwen3-8b": _QWEN3 | dict(d_model=4096, num_layers=36, num_heads=32, d_ff=12_288),
     "quickstart": dict(vocab_size=2048, context_length=256, d_model=128, num_layers=3, num_heads=4, d_ff=320,
                        rope_theta=1e6, qk_norm=True, tie_embeddings=True, scale_embeddings=True)}
-_TRAINING = {"quickstart": dict(batch_size=2, windows="documents", lr=2.5e-3, min_lr=5e-5, seed=1)}
 
+# %% ../../nbs/00c_config.ipynb #ad6f4a88
+_REPORT = dict(d_model=512, num_layers=8, num_heads=8, d_ff=1408)
+_NUMPY = dict(norm="layernorm", norm_position="post", position="learned", bias=True, tie_embeddings=True)
+
+_MODELS |= {
+    "ts-17m": dict(d_ff=1344),
+    "ts-17m-cpu": dict(d_ff=1344),
+    "ts-36m": _REPORT,
+    "owt-58m": _REPORT | dict(vocab_size=32_000),
+    "leaderboard-42m": _REPORT | dict(vocab_size=32_000, tie_embeddings=True),
+    "numpy-report": _NUMPY | dict(vocab_size=256, context_length=16, d_model=64, num_layers=1, num_heads=4, d_ff=128, ffn="relu"),
+    "hinterland-np": _NUMPY | dict(vocab_size=151_669, context_length=512, d_model=512, num_layers=4, num_heads=4, d_ff=2048, ffn="gelu")}
+
+# %% ../../nbs/00c_config.ipynb #0357a451
+_ADAMW = dict(batch_size=128, lr=2e-3, min_lr=1e-4, warmup_steps=200, beta2=0.999, weight_decay=0.01, eval_every=500, checkpoint_every=1000)
+_BY_HAND = dict(engine="numpy", schedule="constant", warmup_steps=0, weight_decay=0.01)
+
+_TRAINING = {
+    "quickstart": dict(batch_size=2, windows="documents", lr=2.5e-3, min_lr=5e-5, seed=1),
+    "ts-17m": _ADAMW | dict(steps=10_000),
+    "ts-17m-cpu": _ADAMW | dict(steps=5000, batch_size=32, lr=1e-3),
+    "ts-36m": _ADAMW | dict(steps=5000, compile=True),
+    "owt-58m": _ADAMW | dict(steps=10_000, compile=True),
+    "leaderboard-42m": _ADAMW | dict(steps=40_000, dtype="bfloat16", compile=True),
+    "numpy-report": _BY_HAND | dict(steps=20, lr=3e-3, beta2=0.999, log_every=1),
+    "hinterland-np": _BY_HAND | dict(steps=1000, batch_size=16, lr=3e-4, min_lr=1e-6, beta2=0.95, eval_every=50, prefetch=8, seed=42,
+                                     plateau_patience=5, early_stop_patience=10, early_stop_min_delta=1e-3)}
+
+# %% ../../nbs/00c_config.ipynb #a26b9de9
 ModelConfig.presets = staticmethod(lambda: _MODELS)
 TrainConfig.presets = staticmethod(lambda: _TRAINING)

@@ -1,0 +1,267 @@
+"The loop and its engines: parts, processes, engines and interruptions change nothing but rounding."
+import importlib.machinery
+import json
+import math
+import os
+import subprocess
+import sys
+import types
+from dataclasses import replace
+from itertools import islice
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from lmcourse.tokenization.tokenizer import Tokenizer
+from lmcourse.tools.checks import check_close
+from lmcourse.tools.config import ModelConfig, TrainConfig
+from lmcourse.tools.stories import Stories
+from lmcourse.training.data import TokenDataset, write_tokens
+from lmcourse.training.engines import NumpyEngine, TorchEngine, World, noise_scale, plan_batch
+from lmcourse.training.trainer import Diverged, Trainer, read_metrics, write_run
+
+MODEL = ModelConfig(vocab_size=400, context_length=32, d_model=32, num_layers=2, num_heads=2)
+SHORT = TrainConfig(steps=12, batch_size=6, lr=5e-3, warmup_steps=3, eval_every=4, eval_documents=4, checkpoint_every=5, log_every=1, device="cpu")
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("data")
+    texts = list(islice(Stories(seed=3), 40))
+    tokenizer = Tokenizer.train(texts, 400)
+    for name, part in (("train", texts[:30]), ("valid", texts[30:])): write_tokens(folder/name, part, tokenizer, "stories")
+    return folder
+
+
+def sets(data): return [TokenDataset.open(data/name) for name in ("train", "valid")]
+
+
+def run(data, folder, model=MODEL, config=SHORT, **changes):
+    "A whole run: the trainer, and its lines without the times"
+    config = replace(config, **changes)
+    folder.mkdir(parents=True)
+    write_run(folder, model, config, data)
+    trainer = Trainer(model, config, *sets(data))
+    trainer.fit(folder)
+    return trainer, lines(folder)
+
+
+def lines(folder): return [{k: v for k, v in m.items() if k != "elapsed_s"} for m in read_metrics(folder)]
+def weights(trainer): return {n: p.detach() for n, p in trainer.model.named_parameters()}
+
+
+# One step
+
+@pytest.mark.parametrize("engine", [TorchEngine, NumpyEngine])
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_batch_may_be_cut_in_any_way(engine, tied):
+    c = replace(MODEL, tie_embeddings=tied)
+    ids = torch.randint(400, (8, 33), generator=torch.Generator().manual_seed(0))
+    def moved(times):
+        e = engine(c, replace(SHORT, grad_clip=.1))
+        loss = sum(e.add_gradients(part[:, :-1], part[:, 1:], 1/times) for part in ids.chunk(times))
+        norm = e.update(1e-2)
+        return float(loss), norm, {n: p.detach().clone() for n, p in e.model.named_parameters()}
+    whole = moved(1)
+    for times in (2, 4, 8): check_close(moved(times), whole, rtol=2e-3, atol=2e-5)
+
+
+def test_the_loss_begins_at_ln_v_and_a_batch_can_be_learnt_by_heart(data):
+    trainer = Trainer(MODEL, replace(SHORT, steps=200, lr=1e-2, min_lr=1e-2, weight_decay=0., batch_size=2), *sets(data))
+    one = trainer.batches[0]
+    trainer.batches = [one]*200
+    losses = [trainer.train_step() for _ in range(150)]
+    assert losses[0] == pytest.approx(math.log(400), rel=.05) and losses[-1] < .1
+
+
+@pytest.mark.parametrize("change", [{}, dict(tie_embeddings=True, scale_embeddings=True), dict(norm="layernorm", position="learned", ffn="gelu", bias=True),
+                                    dict(num_kv_heads=1, qk_norm=True, window=7, z_loss=1e-3)])
+def test_both_engines_follow_the_same_curve(data, change):
+    c = replace(MODEL, **change)
+    a, b = (Trainer(c, replace(SHORT, engine=name), *sets(data)) for name in ("torch", "numpy"))
+    a.model.load_state_dict({n: torch.from_numpy(w.copy()) for n, w in b.engine.params.items()}, strict=False)
+    for _ in range(SHORT.steps):
+        check_close(a.train_step(), b.train_step(), rtol=1e-3)
+        check_close(float(a.norm), float(b.norm), rtol=2e-2)
+
+
+def test_windows_that_count_differently_are_weighed(data):
+    "Parts of `within` batches have different numbers of targets"
+    a, b = (Trainer(MODEL, replace(SHORT, windows="within", micro_batch=m, steps=4), *sets(data)) for m in (None, 1))
+    for _ in range(4): check_close(a.train_step(), b.train_step(), rtol=1e-4)
+    check_close(weights(a), weights(b), rtol=1e-2, atol=1e-4)
+
+
+@pytest.mark.parametrize("config, processes, words", [
+    (TrainConfig(tokens_per_step=1000), 1, "tokens_per_step by context_length: 1000 is no multiple of 32; 992 or 1024 would do"),
+    (TrainConfig(tokens_per_step=10), 1, "10 is no multiple of 32; 32 or 32 would do"),
+    (TrainConfig(batch_size=4), 3, "windows of a step by processes: 4 is no multiple of 3; 3 or 6 would do"),
+    (TrainConfig(batch_size=2), 3, "2 is no multiple of 3; 3 or 3 would do"),
+    (TrainConfig(batch_size=8, micro_batch=3), 2, "windows of a process by micro_batch: 4 is no multiple of 3; 3 or 6 would do")])
+def test_numbers_that_do_not_divide(config, processes, words):
+    with pytest.raises(ValueError, match=words): plan_batch(config, 32, processes)
+
+
+def test_a_plan_in_words():
+    assert str(plan_batch(TrainConfig(tokens_per_step=1024, micro_batch=4), 32, 4)) == "1,024 tokens a step = 4 processes x 2 times x 4 windows of 32"
+    assert plan_batch(TrainConfig(batch_size=6), 32).tokens == 192
+    assert [World(r, 2).part(torch.arange(6)).tolist() for r in range(2)] == [[0, 1, 2], [3, 4, 5]]
+
+
+def test_the_noise_scale_is_exact_where_both_lengths_are():
+    for signal, noise, b, B in ((1., 10., 1, 64), (5., .5, 2, 8)):
+        assert noise_scale(signal + noise/b, signal + noise/B, b, B) == pytest.approx(noise/signal)
+    assert math.isnan(noise_scale(10., .1, 1, 2))
+
+
+# Runs
+
+@pytest.mark.parametrize("changes", [dict(engine="numpy"), dict(plateau_patience=1, early_stop_min_delta=10., schedule="constant"),
+                                     dict(windows="within", micro_batch=2), dict(windows="sequential", stride=5), dict(recompute=True, cooldown_steps=4)])
+def test_a_run_that_is_cut_goes_on_bit_for_bit(data, tmp_path, changes):
+    whole, expected = run(data, tmp_path/"whole", **changes)
+    config = replace(SHORT, **changes)
+    (cut := tmp_path/"cut").mkdir()
+    write_run(cut, MODEL, config, data)
+    victim = Trainer(MODEL, config, *sets(data))
+    real = victim.train_step
+    def dies(batch):
+        if victim.step == 7: raise MemoryError
+        return real(batch)
+    victim.train_step = dies
+    with pytest.raises(MemoryError): victim.fit(cut)
+    again = Trainer(MODEL, config, *sets(data))
+    again.resume(cut)
+    assert again.step == 5
+    again.fit(cut)
+    assert lines(cut) == expected
+    check_close(weights(again), weights(whole), 0, 0)
+
+
+def test_recomputation_and_prefetching_change_no_bit(data, tmp_path):
+    expected = run(data, tmp_path/"a")[1]
+    assert run(data, tmp_path/"b", recompute=True)[1] == run(data, tmp_path/"c", prefetch=0)[1] == run(data, tmp_path/"d", prefetch=7)[1] == expected
+
+
+def test_no_thread_is_left(data, tmp_path):
+    import threading
+    before = threading.active_count()
+    run(data, tmp_path/"a")
+    (tmp_path/"b").mkdir()
+    write_run(tmp_path/"b", MODEL, SHORT, data)
+    trainer = Trainer(MODEL, SHORT, *sets(data))
+    with torch.no_grad(): trainer.model.layers[0].attn.v_proj.weight[0] = 3e38
+    with pytest.raises(Diverged, match=r"step 1: the loss is .*; the output of layers.0.attn.* is not finite"): trainer.fit(tmp_path/"b")
+    assert threading.active_count() == before
+
+
+def test_the_plateau_lowers_the_rate_and_stops(data, tmp_path):
+    trainer, found = run(data, tmp_path/"a", steps=100, warmup_steps=0, schedule="constant", plateau_patience=1, plateau_factor=.1, early_stop_patience=3,
+                         early_stop_min_delta=10.)
+    rates = [m["lr"] for m in found if "lr" in m]
+    assert trainer.step == 16 and rates[:8] == [5e-3]*8 and rates[8:12] == pytest.approx([5e-4]*4) and rates[12:] == pytest.approx([5e-5]*4)
+    assert found[-1].get("final") and (tmp_path/"a/checkpoints/step_000016").exists()
+    again = Trainer(*[MODEL, replace(SHORT, steps=100, warmup_steps=0, schedule="constant", plateau_patience=1, plateau_factor=.1, early_stop_patience=3,
+                                     early_stop_min_delta=10.)], *sets(data))
+    again.resume(tmp_path/"a")
+    again.fit(tmp_path/"a")
+    assert again.step == 16 and lines(tmp_path/"a") == found
+
+
+@pytest.mark.parametrize("name", ["wandb", "trackio", "tensorboard"])
+def test_lines_also_go_elsewhere(data, tmp_path, monkeypatch, name):
+    seen = []
+    fake = types.ModuleType(name)
+    fake.__spec__ = importlib.machinery.ModuleSpec(name, None)
+    class Log:
+        def log(self, values, step): seen.append((step, values))
+        def add_scalar(self, key, value, step): seen.append((step, {key: value}))
+        def finish(self): seen.append("end")
+        close = finish
+    fake.init = lambda **settings: seen.append(settings) or Log()
+    monkeypatch.setitem(sys.modules, name, fake)
+    if name == "tensorboard":
+        writer = types.ModuleType("torch.utils.tensorboard")
+        writer.SummaryWriter = lambda folder: seen.append(dict(project="lmcourse", name=folder.parent.name, config=dict(lr=5e-3))) or Log()
+        monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", writer)
+    _, found = run(data, tmp_path/"a", log_to=name)
+    assert seen[0]["project"] == "lmcourse" and seen[0]["name"] == "a" and seen[0]["config"]["lr"] == 5e-3 and seen[-1] == "end"
+    losses = [(step, values["loss"]) for step, values in seen[1:-1] if "loss" in values]
+    assert losses == [(m["step"], m["loss"]) for m in found if "loss" in m]
+
+
+def test_a_log_that_is_not_installed_is_refused(data, monkeypatch):
+    monkeypatch.setattr("lmcourse.training.trainer.find_spec", lambda name: None)
+    with pytest.raises(ValueError, match="log_to = wandb: the package wandb is not installed"): Trainer(MODEL, replace(SHORT, log_to="wandb"), *sets(data))
+
+
+@pytest.mark.parametrize("changes, words", [
+    (dict(engine="numpy", dtype="bfloat16"), "engine = numpy with dtype = bfloat16"), (dict(engine="numpy", compile=True), "engine = numpy with compile = True"),
+    (dict(engine="numpy", device="cuda"), "cuda"), (dict(micro_batch=4), "6 is no multiple of 4; 4 or 8 would do"), (dict(tokens_per_step=31), "31 is no multiple of 32")])
+def test_what_does_not_go_together_is_refused(data, changes, words):
+    with pytest.raises(ValueError, match=words): Trainer(MODEL, replace(SHORT, **changes), *sets(data))
+
+
+# Processes
+
+SCRIPT = """
+import json, sys, torch
+from pathlib import Path
+from lmcourse.training.data import TokenDataset
+from lmcourse.training.trainer import Trainer, read_run
+run = Path(sys.argv[1])
+model, config, data = read_run(run)
+trainer = Trainer(model, config, *(TokenDataset.open(data/n) for n in ("train", "valid")))
+trainer.resume(run)
+trainer.fit(run)
+digest = [float(p.double().sum()) for p in trainer.model.parameters()]
+Path(f"{run}/digest{trainer.world.rank}.json").write_text(json.dumps(digest))
+if trainer.world.size > 1: torch.distributed.destroy_process_group()
+"""
+
+
+def torchrun(folder, processes):
+    (folder/"script.py").write_text(SCRIPT)
+    words = ["-m", "torch.distributed.run", "--nproc-per-node", str(processes), "--master-port", str(29500 + os.getpid() % 2000 + processes)]
+    done = subprocess.run([sys.executable, *words, str(folder/"script.py"), str(folder)], env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [json.loads((folder/f"digest{r}.json").read_text()) for r in range(processes)]
+
+
+@pytest.mark.parametrize("processes, changes", [(2, dict(micro_batch=1)), (3, dict(windows="within"))])
+def test_processes_train_the_model_that_one_trains(data, tmp_path, processes, changes):
+    one, expected = run(data, tmp_path/"one", **changes)
+    (many := tmp_path/"many").mkdir()
+    write_run(many, MODEL, replace(SHORT, **changes), data)
+    digests = torchrun(many, processes)
+    assert all(d == digests[0] for d in digests)
+    found = lines(many)
+    assert [sorted(m) for m in found] == [sorted(m) for m in expected]
+    for a, b in zip(found, expected): check_close(a, b, rtol=2e-3, atol=1e-6)
+    # What several wrote, one goes on with
+    config = replace(SHORT, **changes)
+    again = Trainer(MODEL, config, *sets(data))
+    again.resume(many)
+    assert again.step == 12
+    check_close([float(p.detach().double().sum()) for p in again.model.parameters()], digests[0], rtol=1e-9)
+
+
+def test_the_command_with_two_processes(tmp_path):
+    "torchrun -m lmcourse train: one speaks and writes, and a single process can go on"
+    def lmcourse(*words, processes=None):
+        start = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(31500 + os.getpid() % 2000)] if processes else []
+        return subprocess.run([sys.executable, *start, "-m", "lmcourse", *map(str, words)], cwd=tmp_path, env=os.environ | {"OMP_NUM_THREADS": "1"},
+                              capture_output=True, text=True, timeout=300)
+    assert lmcourse("tokenizer", "stories", "tok", "--vocab-size", 500, "--max-mb", .1).returncode == 0
+    assert lmcourse("prepare", "stories", "data", "--tokenizer", "tok", "--max-mb", .2, "--valid-documents", 10).returncode == 0
+    words = "--steps 20 --context-length 32 --d-model 16 --num-layers 1 --windows random --eval-documents 2 --eval-every 10 --checkpoint-every 20 --tokens-per-step 256".split()
+    two = lmcourse("train", "data", "two", *words, "--micro-batch", 2, processes=2)
+    assert two.returncode == 0, two.stderr[-2000:]
+    assert two.stdout.count("256 tokens = 2 processes x 2 times x 2 windows of 32") == 1 and two.stdout.count("validation loss") == 2
+    one = lmcourse("train", "data", "one", *words)
+    assert one.returncode == 0 and "256 tokens = 1 process x 1 time x 8 windows of 32" in one.stdout
+    for a, b in zip(lines(tmp_path/"two"), lines(tmp_path/"one"), strict=True): check_close(a, b, rtol=5e-3, atol=1e-5)
+    assert lmcourse("generate", "two", "--max-tokens", 5).returncode == 0
+    again = lmcourse("train", "data", "two", *words, processes=2)
+    assert again.returncode != 0 and "two exists" in again.stderr
