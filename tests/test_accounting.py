@@ -1,6 +1,7 @@
 "Chapter 02 on the course's own models: parameters, bytes and FLOPs by formula equal what is counted, over mixtures of all fields."
 import random
 import typing
+from collections import Counter
 from contextlib import nullcontext
 from dataclasses import replace
 
@@ -293,7 +294,7 @@ def test_numbers_that_stand_on_their_own():
     assert largest_batch(c, 10**8, 3) > largest_batch(c, 10**8) > 0
     x = Counted(4., {})
     for value, right in ((lambda t: 2 - t, -2), (lambda t: 2/t, .5), (lambda t: 3*t, 12), (lambda t: t - 1, 3), (lambda t: t**2, 16), (lambda t: -t, -4)):
-        assert value(Counted(4., __import__("collections").Counter())).value == right
+        assert value(Counted(4., Counter())).value == right
     assert activation_bytes(c, np.int32(2)) == activation_bytes(c, 2) and attention_pairs(np.int64(5)) == 15
 
 

@@ -228,7 +228,8 @@ def test_an_interrupted_prepare_goes_on(work, corpus, how, when):
     out = work/words[2]
     process = start(*words, cwd=work)
     deadline = time.time() + 60
-    while not (out/when).exists() and time.time() < deadline: time.sleep(0.002)
+    there = lambda: (out/when).exists() and (out/"prepare.part").stat().st_size   # an empty note is one that nothing was begun for
+    while not there() and time.time() < deadline: time.sleep(0.002)
     process.send_signal(how)
     _, err = process.communicate(timeout=60)
     if how == signal.SIGKILL: assert process.returncode == -how

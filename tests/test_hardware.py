@@ -141,6 +141,14 @@ def test_a_price_knows_recomputation():
     assert again.memory_bytes == sum(training_bytes(c, 8, recompute=True).values()) and again.largest_batch > plain.largest_batch > 8
 
 
+def test_a_price_knows_how_a_batch_is_cut():
+    c = ModelConfig.preset("quickstart")
+    whole = price(c, TrainConfig(steps=3, batch_size=32), "a100")
+    parts = price(c, TrainConfig(steps=3, tokens_per_step=32*256, batch_size=1, micro_batch=4), "a100")
+    assert (parts.tokens, parts.step_flops, parts.flops) == (whole.tokens, whole.step_flops, whole.flops) == (3*32*256, whole.step_flops, 3*whole.step_flops)
+    assert parts.memory_bytes == sum(training_bytes(c, 4).values()) < whole.memory_bytes == sum(training_bytes(c, 32).values())
+
+
 def test_names_and_whole_numbers_in_other_clothes():
     assert device("A100") == device("a100-80GB") == device(device("a100"))
     assert mfu(np.int64(10**12), np.float64(1), TOY, "float32") == 10 and matmul_cost(np.int64(2), 3, 4) == matmul_cost(2, 3, 4)

@@ -156,6 +156,24 @@ def test_no_thread_is_left(data, tmp_path):
     assert threading.active_count() == before
 
 
+def test_nothing_moves_when_the_loss_is_no_number(data):
+    "Not even where the gradient is one; and the part of the batch is found that brought it"
+    trainer = Trainer(MODEL, replace(SHORT, micro_batch=2), *sets(data))
+    real, before = trainer.model.loss, {n: w.clone() for n, w in weights(trainer).items()}
+    calls = []
+    def loss(*batch):
+        calls.append(1)
+        return real(*batch) + (math.inf if len(calls) == 3 else 0.)
+    trainer.engine.loss = loss
+    with pytest.raises(Diverged, match="step 1: the loss is inf, .*computed again, all is finite"): trainer.train_step()
+    check_close(weights(trainer), before, 0, 0)
+    with torch.no_grad(): trainer.model.token_embeddings.weight[399] = 3e38
+    ids = torch.zeros(6, 32, dtype=torch.int64)
+    ids[5] = 399
+    trainer.engine.loss = real
+    with pytest.raises(Diverged, match="the output of layers.0.* is not finite"): trainer.train_step((ids, ids))
+
+
 def test_the_plateau_lowers_the_rate_and_stops(data, tmp_path):
     trainer, found = run(data, tmp_path/"a", steps=100, warmup_steps=0, schedule="constant", plateau_patience=1, plateau_factor=.1, early_stop_patience=3,
                          early_stop_min_delta=10.)

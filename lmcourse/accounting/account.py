@@ -11,8 +11,8 @@ from ..tools.config import ModelConfig
 from ..tools.show import Table, duration, si
 from .flops import adamw_flops, forward_flops, training_flops
 from .hardware import Device, device_of, training_time
-from lmcourse.accounting.memory import (activation_parts, count_parameters, dtype_bytes, kv_cache_bytes, largest_batch, parameter_parts,
-    training_bytes)
+from .memory import activation_parts, count_parameters, dtype_bytes, kv_cache_bytes, largest_batch
+from .memory import parameter_parts, training_bytes, whole_number
 
 # %% ../../nbs/02d_account.ipynb #856c92c6
 def account(
@@ -25,7 +25,7 @@ def account(
     logits:bool=False,      # Whether the loss is computed from all logits at once
 )->dict: # `model`, `parameters`, `memory` in bytes, `flops`
     "What a model has, holds and computes. `ValueError` for sizes and words that make no sense."
-    T = config.context_length if context_length is None else context_length
+    T = config.context_length if context_length is None else whole_number("context_length", context_length)
     c = replace(config, context_length=T) if T > config.context_length else config
     how = dict(dtype=dtype, attention=attention, recompute=recompute, logits=logits)
     memory = training_bytes(c, batch_size, T, **how)

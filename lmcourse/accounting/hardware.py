@@ -376,7 +376,7 @@ class Price:
     seconds:float       # Of the run
     memory_bytes:int    # That a step needs, as `training_bytes` says
     fits:bool           # Whether the device has as much
-    largest_batch:int   # Of which the device has as much; 0 for none
+    largest_batch:int   # Windows at a time for which it has enough; 0 for none
     usd:float|None      # Of the run, where the price of an hour was given
 
     def table(self)->Table:
@@ -391,7 +391,7 @@ class Price:
 # %% ../../nbs/02c_hardware.ipynb #4dad6f2e
 def price(
     model_config:ModelConfig, # What is trained
-    train_config:TrainConfig, # Steps, batch and number type
+    train_config:TrainConfig, # Steps, batch (in one process) and number type
     device:Device|str,        # Where, one of it
     mfu:float=0.5,            # Share of the peak, above 0 and at most 1
     usd_per_hour:float|None=None, # Of the device
@@ -399,10 +399,12 @@ def price(
     "What a run takes, before it starts."
     device, t = device_of(device), train_config
     if usd_per_hour is not None: _positive("price: usd_per_hour", usd_per_hour)
-    step = sum(training_flops(model_config, t.batch_size).values())
+    windows = t.tokens_per_step//model_config.context_length if t.tokens_per_step else t.batch_size
+    step = sum(training_flops(model_config, windows).values())
     step_seconds = training_time(step, device, t.dtype, mfu)
     how = dict(dtype=t.dtype, recompute=t.recompute)
-    memory = sum(training_bytes(model_config, t.batch_size, **how).values())
+    memory = sum(training_bytes(model_config, t.micro_batch or windows, **how).values())
     seconds = t.steps*step_seconds
-    return Price(device.name, t.dtype, mfu, t.steps*t.batch_size*model_config.context_length, step, t.steps*step, step_seconds, seconds,
-                 memory, memory <= device.memory_bytes, largest_batch(model_config, device.memory_bytes, **how), None if usd_per_hour is None else seconds/3600*usd_per_hour)
+    return Price(device.name, t.dtype, mfu, t.steps*windows*model_config.context_length, step, t.steps*step, step_seconds, seconds,
+                 memory, memory <= device.memory_bytes, largest_batch(model_config, device.memory_bytes, **how),
+                 None if usd_per_hour is None else seconds/3600*usd_per_hour)

@@ -146,10 +146,10 @@ def begun(out:Path)->bool: # Is this a folder that `prepare` has not finished?
 
 @contextlib.contextmanager
 def unfinished_job(out:Path, job:dict): # `NotThisJob` if the folder was begun for another; at the end all that is unfinished is removed
-    from lmcourse.training.data import _only_one
+    from lmcourse.training.data import lock_file
     out.mkdir(parents=True, exist_ok=True)
     with open(out/"prepare.part", "a+", encoding="utf-8") as file:
-        _only_one(file)
+        lock_file(file)
         file.seek(0)
         if before := file.read(): _check_job(out, before, job)
         else: print(json.dumps(job), file=file, flush=True)
@@ -270,11 +270,11 @@ def cost_lines(trainer)->list: # What the run will take: counted, then from a fe
     measured = (f"{c.steps:,} steps of {str(plan).replace(' a step', '')} at {1e3*seconds:.0f} ms: {duration(c.steps*seconds)}, {plan.tokens/seconds:,.0f} tokens/s, "
                 f"{c.steps*plan.tokens:,} tokens in all" + (f", {si(memory, 'B')} of memory" if memory else ""))
     if device is None: return [measured]
-    share, part = (price(trainer.model_config, replace(c, batch_size=n), device) for n in (plan.windows//plan.processes, plan.micro_batch))
-    return [f"counted: {si(share.step_flops, 'FLOPs')} a step; {si(part.memory_bytes, 'B')} for weights, gradients, moments and activations"
-            + (f", but there are only {si(device.memory_bytes, 'B')}" if not part.fits else ""),
-            f"a large product in {c.dtype} reaches {si(device.peak(c.dtype), 'FLOP/s')} here; at half of that a step would take {1e3*share.step_seconds:.0f} ms",
-            f"measured: {measured}; {100*mfu(share.step_flops, seconds, device, c.dtype):.0f} % of that rate"]
+    p = price(trainer.model_config, replace(c, tokens_per_step=None, batch_size=plan.windows//plan.processes, micro_batch=plan.micro_batch), device)
+    return [f"counted: {si(p.step_flops, 'FLOPs')} a step; {si(p.memory_bytes, 'B')} for weights, gradients, moments, activations and room to work"
+            + (f", but there are only {si(device.memory_bytes, 'B')}" if not p.fits else ""),
+            f"a large product in {c.dtype} reaches {si(device.peak(c.dtype), 'FLOP/s')} here; at half of that a step would take {1e3*p.step_seconds:.0f} ms",
+            f"measured: {measured}; {100*mfu(p.step_flops, seconds, device, c.dtype):.0f} % of that rate"]
 
 def speed_line(trainer)->str: # What the run took, after it
     from lmcourse.training.trainer import peak_memory

@@ -92,7 +92,7 @@ class TokenWriter:
         self.parts, self.note = [_part(f) for f in self.names], _part(f"{prefix}.json")
         self.names[0].parent.mkdir(parents=True, exist_ok=True)
         self.lock = open(_part(f"{prefix}.lock"), "w")
-        _only_one(self.lock)
+        lock_file(self.lock)
         found = self._recover()
         self.files = [open(f, "a+b") for f in self.parts]
         if not self._check(found): self._check(dict(lengths=[0]*len(dtypes)))
@@ -109,7 +109,7 @@ def _read_note(prefix)->dict: # Empty if there is none
     note = _read_json(_part(f"{prefix}.json"))
     return note if note.keys() >= {"job", "documents", "bytes", "texts", "lengths", "sha256"} else {}
 
-def _only_one(file): # Lock a file for this process while it is open
+def lock_file(file): # Lock a file for this process while it is open
     try: import fcntl
     except ImportError: return          # Windows
     try: fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -207,7 +207,7 @@ def first_fault(
     model:TransformerLM,  # Whose loss or gradient is not finite
     inputs:torch.Tensor,  # The batch, `(B, T)`
     targets:torch.Tensor, # `(B, T)`
-)->str: # In words
+)->str|None: # In words; none if all is finite
     "The weight, module or gradient that is the first to be infinite or NaN."
     for name,p in model.named_parameters():
         if not p.isfinite().all(): return f"the weights {name} are not finite"
@@ -223,7 +223,7 @@ def first_fault(
     if not loss.isfinite(): return "the loss is not finite, though all that it is computed from is"
     grads = torch.autograd.grad(loss, list(model.parameters()))
     bad = [name for (name, _),g in zip(model.named_parameters(), grads) if not g.isfinite().all()]
-    return f"the gradient of {bad[-1]} is not finite, and {len(bad) - 1} before it" if bad else "it did not happen again"
+    return f"the gradient of {bad[-1]} is not finite, and {len(bad) - 1} before it" if bad else None
 
 # %% ../../nbs/04e_engines.ipynb #643465a5
 def noise_scale(

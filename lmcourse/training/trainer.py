@@ -27,7 +27,7 @@ from ..tools.config import ModelConfig, TrainConfig
 from ..tools.show import figure, progress
 from .checkpoint import Checkpoints, load_checkpoint, read_state, write_safetensors
 from .data import Batches, BatchPrefetcher, TokenDataset, evaluation_batches, to_tensors
-from .engines import ENGINES, World, autocast, first_fault, join_world, pick_device, plan_batch
+from .engines import ENGINES, autocast, first_fault, join_world, pick_device, plan_batch
 from .optim_torch import EarlyStop, Plateau, learning_rate
 
 # %% ../../nbs/04e_trainer.ipynb #3f3c3b40
@@ -148,11 +148,9 @@ class Trainer:
     @property
     def weights(self): return self.model if self.config.engine == "torch" else self.engine.params  # As a checkpoint takes them
 
-# %% ../../nbs/04e_trainer.ipynb #64e826eb
-_LOGS = dict(tensorboard="tensorboard", wandb="wandb", trackio="trackio") # Word of the config to the package
-
-def _check_log(name:str): # Before any work
-    if name != "file" and find_spec(_LOGS[name]) is None: raise ValueError(f"log_to = {name}: the package {_LOGS[name]} is not installed, pip install {_LOGS[name]}")
+# %% ../../nbs/04e_trainer.ipynb #bb265cc4
+def _check_log(name:str): # Before any work; a log has the name of its package
+    if name != "file" and find_spec(name) is None: raise ValueError(f"log_to = {name}: the package {name} is not installed, pip install {name}")
 
 def _check_vocabulary(model_config:ModelConfig, *datasets):
     for data in datasets:
@@ -172,13 +170,12 @@ def train_step(self,
     parts = list(zip(*(self.world.part(t).split(self.plan.micro_batch) for t in (inputs, targets))))
     shares = _shares(parts, targets, c.windows)
     loss = sum(self.engine.add_gradients(*part, share, i == len(parts) - 1) for i,(part,share) in enumerate(zip(parts, shares)))
-    self.lr = self.rate(self.step + 1)
-    self.norm = self.engine.update(self.lr)
     loss, signals = self.world.sums(float(loss), float(len(self.noted)))
     self.agreed = signals > 0
     if signals and not self.noted: self.noted.append("a signal to another process")
-    if not math.isfinite(loss + self.norm):
-        raise Diverged(f"step {self.step + 1:,}: the loss is {loss:g}, its gradient {self.norm:g} long; {first_fault(self.model, *parts[0])}")
+    self.lr = self.rate(self.step + 1)
+    self.norm = self.engine.update(self.lr) if math.isfinite(loss) else math.nan
+    if not math.isfinite(self.norm): raise Diverged(f"step {self.step + 1:,}: the loss is {loss:g}, its gradient {self.norm:g} long; {self.fault(parts)}")
     self.step += 1
     self.recent.append(loss)
     self.elapsed += time.perf_counter() - start
@@ -198,7 +195,11 @@ def _rate(self, step:int)->float: # The learning rate of a step, from 1
     warmup = min(c.warmup_steps, c.steps - cooldown)
     return learning_rate(step, c.lr, c.min_lr, warmup, c.steps, cooldown, self.plateau.scale if self.plateau else 1., c.schedule)
 
-Trainer.rate = _rate
+def _fault(self, parts:list)->str: # In which part of the batch it is
+    with autocast(self.device, self.config.dtype): found = [first_fault(self.model, *part) for part in parts]
+    return next(filter(None, found), "computed again, all is finite")
+
+Trainer.rate, Trainer.fault = _rate, _fault
 
 # %% ../../nbs/04e_trainer.ipynb #4b31eed1
 def peak_memory()->int|None: # Bytes; none where the system does not tell
@@ -260,7 +261,7 @@ def _evaluate(self, run:Path, documents:int|None, **more)->Evaluation: # And a l
 def _save(self, run:Path): # A checkpoint, by one process for all
     if self.world.rank: return
     loss = self.last.loss if getattr(self, "looked", None) == self.step else None
-    state = dict(elapsed=self.elapsed, recent=self.recent, stop=self.stop.state(), plateau=self.plateau.state() if self.plateau else None)
+    state = dict(elapsed=self.elapsed, waited=self.waited, recent=self.recent, stop=self.stop.state(), plateau=self.plateau.state() if self.plateau else None)
     Checkpoints(run/"checkpoints", self.config.keep_checkpoints).save(self.weights, self.engine.optimizer, self.step, loss,
                                                                       state=state, config=self.model_config.to_dict())
 
@@ -274,7 +275,7 @@ def resume(self,
     run = Path(run)
     if path := Checkpoints(run/"checkpoints").latest():
         self.step, state = load_checkpoint(path, self.weights, self.engine.optimizer, self.model_config.to_dict()), read_state(path)
-        self.elapsed, self.recent = state["elapsed"], state["recent"]
+        self.elapsed, self.waited, self.recent = state["elapsed"], state["waited"], state["recent"]
         self.stop.load(state["stop"])
         if self.plateau and state["plateau"]: self.plateau.load(state["plateau"])
     if self.world.rank: return
