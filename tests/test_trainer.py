@@ -47,6 +47,20 @@ def run(data, folder, model=MODEL, config=SHORT, **changes):
     return trainer, lines(folder)
 
 
+def cut_off(data, folder, model, config):
+    "A run that ends in its eighth step, with a checkpoint of the fifth."
+    folder.mkdir()
+    write_run(folder, model, config, data)
+    victim = Trainer(model, config, *sets(data))
+    real = victim.train_step
+    def dies(batch):
+        if victim.step == 7: raise MemoryError
+        return real(batch)
+    victim.train_step = dies
+    with pytest.raises(MemoryError): victim.fit(folder)
+    return folder
+
+
 def lines(folder): return [{k: v for k, v in m.items() if k != "elapsed_s"} for m in read_metrics(folder)]
 def weights(trainer): return {n: p.detach() for n, p in trainer.model.named_parameters()}
 
@@ -122,15 +136,7 @@ def test_the_noise_scale_is_exact_where_both_lengths_are():
 def test_a_run_that_is_cut_goes_on_bit_for_bit(data, tmp_path, changes):
     whole, expected = run(data, tmp_path/"whole", **changes)
     config = replace(SHORT, **changes)
-    (cut := tmp_path/"cut").mkdir()
-    write_run(cut, MODEL, config, data)
-    victim = Trainer(MODEL, config, *sets(data))
-    real = victim.train_step
-    def dies(batch):
-        if victim.step == 7: raise MemoryError
-        return real(batch)
-    victim.train_step = dies
-    with pytest.raises(MemoryError): victim.fit(cut)
+    cut = cut_off(data, tmp_path/"cut", MODEL, config)
     again = Trainer(MODEL, config, *sets(data))
     again.resume(cut)
     assert again.step == 5
@@ -233,7 +239,7 @@ model, config, data = read_run(run)
 trainer = Trainer(model, config, *(TokenDataset.open(data/n) for n in ("train", "valid")))
 trainer.resume(run)
 trainer.fit(run)
-digest = [float(p.double().sum()) for p in trainer.model.parameters()]
+digest = [float(p.double().sum()) for p in trainer.engine.whole_model().parameters()]
 Path(f"{run}/digest{trainer.world.rank}.json").write_text(json.dumps(digest))
 if trainer.world.size > 1: torch.distributed.destroy_process_group()
 """
@@ -247,19 +253,24 @@ def torchrun(folder, processes):
     return [json.loads((folder/f"digest{r}.json").read_text()) for r in range(processes)]
 
 
-@pytest.mark.parametrize("processes, changes", [(2, dict(micro_batch=1)), (3, dict(windows="within"))])
+@pytest.mark.parametrize("processes, changes", [(2, dict(micro_batch=1)), (3, dict(windows="within")), (2, dict(shard=True, micro_batch=1, recompute=True)),
+                                                (3, dict(shard=True, dtype="bfloat16"))])
 def test_processes_train_the_model_that_one_trains(data, tmp_path, processes, changes):
-    one, expected = run(data, tmp_path/"one", **changes)
-    (many := tmp_path/"many").mkdir()
-    write_run(many, MODEL, replace(SHORT, **changes), data)
+    "From the start, or, where the model is shared out, from what one process left; and what several wrote, one goes on with"
+    alone, close = {k: v for k, v in changes.items() if k != "shard"}, 2e-2 if "dtype" in changes else 2e-3
+    shared, model, config = "shard" in changes, replace(MODEL, tie_embeddings=processes == 3), replace(SHORT, **alone)
+    _, expected = run(data, tmp_path/"one", model, config)
+    many = tmp_path/"many"
+    if shared: cut_off(data, many, model, config)
+    else: many.mkdir()
+    write_run(many, model, replace(SHORT, **changes), data)
     digests = torchrun(many, processes)
     assert all(d == digests[0] for d in digests)
     found = lines(many)
     assert [sorted(m) for m in found] == [sorted(m) for m in expected]
-    for a, b in zip(found, expected): check_close(a, b, rtol=2e-3, atol=1e-6)
-    # What several wrote, one goes on with
-    config = replace(SHORT, **changes)
-    again = Trainer(MODEL, config, *sets(data))
+    for a, b in zip(found, expected): check_close(a, b, rtol=close, atol=1e-6)
+    if shared: assert found[:5] == expected[:5] and found[9:] != expected[9:]
+    again = Trainer(model, config, *sets(data))
     again.resume(many)
     assert again.step == 12
     check_close([float(p.detach().double().sum()) for p in again.model.parameters()], digests[0], rtol=1e-9)

@@ -6,11 +6,11 @@
 __all__ = ['CUT_OFF', 'BENCHES', 'COMMANDS', 'TokenizerCommand', 'PrepareCommand', 'say', 'wrapped', 'refuse_existing',
            'learn_tokenizer', 'in_bytes', 'all_or_nothing', 'prepare', 'validation_documents', 'training_documents',
            'NotThisJob', 'begun', 'unfinished_job', 'told_to_go_on', 'count_ngrams', 'ngram_line', 'TrainCommand',
-           'new_trainer', 'open_data', 'matching_tokenizer', 'go_on', 'model_table', 'cost_lines', 'speed_line',
+           'new_trainer', 'open_data', 'matching_tokenizer', 'go_on', 'model_table', 'cost_lines', 'speed_lines',
            'device_here', 'train_to_the_end', 'result_line', 'loss_plot', 'draw', 'story', 'beginning',
            'GenerateCommand', 'PlotCommand', 'QuickstartCommand', 'get_ready', 'plan', 'keep', 'AccountCommand',
-           'smoke', 'SmokeCommand', 'BenchTokenizerCommand', 'BenchTrainingCommand', 'BenchCommand', 'one_line',
-           'parse', 'main', 'kill_as_ctrl_c']
+           'smoke', 'SmokeCommand', 'BenchTokenizerCommand', 'BenchTrainingCommand', 'BenchLoopCommand', 'BenchCommand',
+           'one_line', 'parse', 'main', 'kill_as_ctrl_c']
 
 # %% ../../nbs/90c_cli.ipynb #dab6aaa2
 import contextlib, hashlib, io, json, math, os, platform, re, shutil, signal, sys, textwrap, time, warnings
@@ -266,21 +266,29 @@ def cost_lines(trainer)->list: # What the run will take: counted, then from a fe
     from lmcourse.training.trainer import measure_step, peak_memory
     c, plan = trainer.config, trainer.plan
     device = None if trainer.world.rank else device_here(trainer.device.type)
-    seconds, memory = measure_step(trainer), peak_memory()
+    before = peak_memory(trainer.device)
+    seconds, memory = measure_step(trainer), peak_memory(trainer.device)
     measured = (f"{c.steps:,} steps of {str(plan).replace(' a step', '')} at {1e3*seconds:.0f} ms: {duration(c.steps*seconds)}, {plan.tokens/seconds:,.0f} tokens/s, "
                 f"{c.steps*plan.tokens:,} tokens in all" + (f", {si(memory, 'B')} of memory" if memory else ""))
     if device is None: return [measured]
     p = price(trainer.model_config, replace(c, tokens_per_step=None, batch_size=plan.windows//plan.processes, micro_batch=plan.micro_batch), device)
+    trainer.predicted = seconds, p.memory_bytes, before
     return [f"counted: {si(p.step_flops, 'FLOPs')} a step; {si(p.memory_bytes, 'B')} for weights, gradients, moments, activations and room to work"
+            + (f", of which weights, gradients and moments are shared out among {plan.processes} processes" if c.shard else "")
             + (f", but there are only {si(device.memory_bytes, 'B')}" if not p.fits else ""),
             f"a large product in {c.dtype} reaches {si(device.peak(c.dtype), 'FLOP/s')} here; at half of that a step would take {1e3*p.step_seconds:.0f} ms",
             f"measured: {measured}; {100*mfu(p.step_flops, seconds, device, c.dtype):.0f} % of that rate"]
 
-def speed_line(trainer)->str: # What the run took, after it
+# %% ../../nbs/90c_cli.ipynb #6dc57978
+def speed_lines(trainer)->list: # What the run took, and what had been predicted
     from lmcourse.training.trainer import peak_memory
-    done, memory = trainer.step*trainer.plan.tokens, peak_memory()
-    return (f"{trainer.step:,} steps, {done:,} tokens in {duration(trainer.elapsed)}: {done/trainer.elapsed:,.0f} tokens/s, "
+    done, memory = trainer.step*trainer.plan.tokens, peak_memory(trainer.device)
+    line = (f"{trainer.step:,} steps, {done:,} tokens in {duration(trainer.elapsed)}: {done/trainer.elapsed:,.0f} tokens/s, "
             f"{100*trainer.waited/trainer.elapsed:.1f} % of the time waiting for data" + (f"; {si(memory, 'B')} of memory at most" if memory else ""))
+    if trainer.predicted is None: return [line]
+    seconds, counted, before = trainer.predicted
+    grown = f"; {si(counted, 'B')} had been counted, and with evaluation and samples memory grew by {si(memory - before, 'B')}" if memory else ""
+    return [line, f"{duration(trainer.step*seconds)} had been predicted for these steps: it was {trainer.elapsed/trainer.step/seconds:.2f} times that{grown}"]
 
 def device_here(kind:str): # The `Device` that trains, measured in another process; none where that can't be done
     if kind not in ("cpu", "cuda"): return None
@@ -300,11 +308,12 @@ def train_to_the_end(
     tokenizer, begin = matching_tokenizer(data, trainer.train, trainer.valid), beginning(trainer.config.windows)
     try: result = trainer.fit(run, report=_report, sample=lambda model: story(model, tokenizer, trainer.step, begin, 120))
     except Interrupted as e: raise Interrupted(f"{e}; go on with: lmcourse train --resume {run}") from None
+    model = trainer.engine.whole_model()
     trainer.world.leave()
     if trainer.world.rank: return result
-    say("", speed_line(trainer), *([f"ended early: {trainer.stop.reason}"] if trainer.stop.reason else []), "", result_line(result), ngram_line(data), "", loss_plot(run), "")
+    say("", *speed_lines(trainer), *([f"ended early: {trainer.stop.reason}"] if trainer.stop.reason else []), "", result_line(result), ngram_line(data), "", loss_plot(run), "")
     draw([run], run/"loss.png")
-    for seed in range(3): say(wrapped(story(trainer.model, tokenizer, seed, begin).strip()), "")
+    for seed in range(3): say(wrapped(story(model, tokenizer, seed, begin).strip()), "")
     say(f"everything is in {run}: loss.png, metrics.jsonl, samples.txt, checkpoints; more stories: lmcourse generate {run}")
     return result
 
@@ -547,8 +556,24 @@ class BenchTrainingCommand:
         from lmcourse.app.bench_training import bench_training
         return bench_training(self.rounds, self.threads, self.large_vocabulary, self.out)
 
-# %% ../../nbs/90c_cli.ipynb #61874ca2
-BENCHES = dict(tokenizer=BenchTokenizerCommand, training=BenchTrainingCommand)
+# %% ../../nbs/90c_cli.ipynb #b5242fdd
+@dataclass
+class BenchLoopCommand:
+    "The trainer's loop beside bare steps, one setting changed at a time."
+    preset: str|None = None                     # Model and batch; by default those of `bench training`
+    device: Literal["cpu", "cuda"] = "cpu"      # Where
+    steps: int = 8                              # Of one variant before it is the next one's turn
+    rounds: int = 5                             # How often it is each one's turn
+    threads: int|None = None                    # For each; by default all cores
+    only: tuple[str, ...] = ()                  # Variants beside the first; by default all
+    out: Path|None = None                       # New file for all measurements, as JSON
+
+    def lines(self):
+        from lmcourse.app.throughput import bench_throughput
+        return bench_throughput(self.preset, self.device, self.steps, self.rounds, self.threads, self.only, self.out)
+
+# %% ../../nbs/90c_cli.ipynb #b67a5828
+BENCHES = dict(tokenizer=BenchTokenizerCommand, training=BenchTrainingCommand, loop=BenchLoopCommand)
 
 @dataclass
 class BenchCommand:

@@ -192,6 +192,7 @@ class TrainConfig(_Descent):
     dtype:Literal["float32", "bfloat16"] = "float32"        # Of the matrix products; weights stay float32
     compile:bool = False            # Use torch.compile
     recompute:bool = False          # Keep only the inputs of blocks and run them again: less memory, a third more work at most
+    shard:bool = False              # Share out weights, gradients and moments among the processes, not only the batch (FSDP2)
 
 # %% ../../nbs/00c_config.ipynb #46b7f55a
 def _check_train(c:TrainConfig):

@@ -7,6 +7,7 @@ __all__ = ['ngram_losses']
 
 # %% ../../nbs/00g_ngram.ipynb #6342a10d
 import numpy as np
+from .show import progress
 
 # %% ../../nbs/00g_ngram.ipynb #354b4cc8
 def _back(ids:np.ndarray, k:int, end_of_text:int)->np.ndarray: # (N,): the token k places earlier in the same document
@@ -45,14 +46,16 @@ def ngram_losses(
     ids = np.concatenate([train, valid]).astype(np.int64)
     if not len(train) or not len(valid): raise ValueError(f"ngram: {len(train)} training and {len(valid)} validation tokens; both need one")
     if ids.min() < 0 or ids.max() >= vocab_size: raise ValueError(f"ngram: ids from {ids.min()} to {ids.max()}, expected 0 to {vocab_size-1}")
-    contexts = [np.zeros(len(ids), np.int64)]
-    for k in range(1, order): contexts.append(_number(contexts[-1], _back(ids, k, end_of_text)))
-    grams = [_number(c, ids) for c in contexts]
-    seen = [np.bincount(g[:len(train)], minlength=g.max()+1) for g in grams]
-    lower, losses = np.full(len(valid), 1/vocab_size), []
-    for n,(c,g) in enumerate(zip(contexts, grams)):
-        losses.append(-np.log(_estimate(c, g, seen[n], lower)))      # as the longest: true counts
-        if n+1 == order: break
-        longer, first = np.unique(grams[n+1][:len(train)], return_index=True)
-        lower = _estimate(c, g, np.bincount(g[first], minlength=len(seen[n])), lower) # as a shorter one: continuations
+    with progress(total=3*order - 1, desc="n-grams", unit="pass") as bar:
+        def tick(result): bar.update(); return result
+        contexts = [np.zeros(len(ids), np.int64)]
+        for k in range(1, order): contexts.append(tick(_number(contexts[-1], _back(ids, k, end_of_text))))
+        grams = [tick(_number(c, ids)) for c in contexts]
+        seen = [np.bincount(g[:len(train)], minlength=g.max()+1) for g in grams]
+        lower, losses = np.full(len(valid), 1/vocab_size), []
+        for n,(c,g) in enumerate(zip(contexts, grams)):
+            losses.append(-np.log(tick(_estimate(c, g, seen[n], lower))))  # as the longest: true counts
+            if n+1 == order: break
+            longer, first = np.unique(grams[n+1][:len(train)], return_index=True)
+            lower = _estimate(c, g, np.bincount(g[first], minlength=len(seen[n])), lower) # as a shorter one: continuations
     return np.array(losses)

@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['GREY', 'COLORS', 'si', 'duration', 'Table', 'figure', 'text_plot', 'progress']
 
-# %% ../../nbs/00b_show.ipynb #b21134e7
-import functools, html, math, re, shutil, sys, textwrap, unicodedata
+# %% ../../nbs/00b_show.ipynb #16c802e4
+import functools, html, math, os, re, shutil, sys, textwrap, unicodedata
 from decimal import Decimal
 from itertools import zip_longest
 import numpy as np
@@ -226,8 +226,8 @@ def progress(
     desc:str="",       # What stands in front of the bar
     unit:str="step",   # What is counted; `B` is shown with SI prefixes
 ): # A `tqdm` bar: iterate over it, or use `update`, `set_postfix_str` and `close`
-    "A progress bar that is silent unless the error stream is a terminal."
+    "A progress bar that is silent unless the error stream is a terminal; of several processes of `torchrun` the first one has it."
     from tqdm import tqdm
-    quiet = not (sys.stderr and sys.stderr.isatty())
+    quiet = not (sys.stderr and sys.stderr.isatty()) or os.environ.get("RANK", "0") != "0"
     return tqdm(iterable, total=total, desc=desc, unit=unit if unit == "B" else " " + unit, unit_scale=unit == "B", dynamic_ncols=True,
                 disable=quiet, file=sys.stderr)

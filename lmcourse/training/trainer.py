@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['Evaluation', 'evaluate', 'summarize', 'write_run', 'read_run', 'read_metrics', 'Trainer', 'Diverged', 'train_step',
            'peak_memory', 'measure_step', 'Interrupted', 'stop_signals', 'resume', 'fit', 'save_model', 'load_model',
-           'training_of', 'plot_runs']
+           'training_of', 'plot_runs', 'live_plot']
 
 # %% ../../nbs/04e_trainer.ipynb #a8ea902c
 import json, math, os, re, shutil, signal, statistics, sys, time
@@ -52,10 +52,10 @@ def evaluate(
     "The loss of `model` on the documents of `dataset`, each token once."
     device, training = next(model.parameters()).device, model.training
     count = dataset.num_documents if documents is None else min(documents, dataset.num_documents)
-    nats = np.zeros(count)
+    nats, rows = np.zeros(count), max(1, min(16, 2**25//(context_length*dataset.info["vocab_size"]))) # logits of 128 MB at most, or of one row
     model.eval()
     with torch.inference_mode(), autocast(device, dtype):
-        for inputs,targets,document in evaluation_batches(dataset, context_length, count):
+        for inputs,targets,document in evaluation_batches(dataset, context_length, count, rows):
             x, y = to_tensors((inputs, targets), device)
             losses = torch.nn.functional.cross_entropy(model(x).float().flatten(0, 1), y.flatten(), reduction="none", ignore_index=-100)
             np.add.at(nats, document, losses.view(y.shape).double().sum(1).cpu().numpy())
@@ -144,9 +144,7 @@ class Trainer:
         self.stop = EarlyStop(config.early_stop_patience or None, config.early_stop_min_delta, config.target_loss)
         self.step, self.elapsed, self.recent = 0, 0., []  # steps done, seconds they took, losses since the last line
         self.waited, self.lr, self.norm, self.noted, self.agreed = 0., 0., 0., [], False # seconds without a batch; of the last step; signals
-
-    @property
-    def weights(self): return self.model if self.config.engine == "torch" else self.engine.params  # As a checkpoint takes them
+        self.predicted = None                              # seconds a step, bytes, and the peak before: where somebody measured
 
 # %% ../../nbs/04e_trainer.ipynb #bb265cc4
 def _check_log(name:str): # Before any work; a log has the name of its package
@@ -196,14 +194,18 @@ def _rate(self, step:int)->float: # The learning rate of a step, from 1
     return learning_rate(step, c.lr, c.min_lr, warmup, c.steps, cooldown, self.plateau.scale if self.plateau else 1., c.schedule)
 
 def _fault(self, parts:list)->str: # In which part of the batch it is
-    with autocast(self.device, self.config.dtype): found = [first_fault(self.model, *part) for part in parts]
+    model = self.engine.whole_model()
+    with autocast(self.device, self.config.dtype): found = [first_fault(model, *part) for part in parts]
     return next(filter(None, found), "computed again, all is finite")
 
 Trainer.rate, Trainer.fault = _rate, _fault
 
-# %% ../../nbs/04e_trainer.ipynb #4b31eed1
-def peak_memory()->int|None: # Bytes; none where the system does not tell
-    "The most memory this process has held so far."
+# %% ../../nbs/04e_trainer.ipynb #495d9aa7
+def peak_memory(
+    device="cpu", # `cpu`, or the card
+)->int|None: # Bytes; none where the system does not tell
+    "The most memory that has been held so far: by this process, or by its tensors on a card."
+    if torch.device(device).type == "cuda": return torch.cuda.max_memory_allocated(device)
     try: import resource
     except ImportError: return None
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss*(1 if sys.platform == "darwin" else 1024)
@@ -259,10 +261,11 @@ def _evaluate(self, run:Path, documents:int|None, **more)->Evaluation: # And a l
     return result
 
 def _save(self, run:Path): # A checkpoint, by one process for all
+    weights, optimizer = self.engine.saved()
     if self.world.rank: return
     loss = self.last.loss if getattr(self, "looked", None) == self.step else None
     state = dict(elapsed=self.elapsed, waited=self.waited, recent=self.recent, stop=self.stop.state(), plateau=self.plateau.state() if self.plateau else None)
-    Checkpoints(run/"checkpoints", self.config.keep_checkpoints).save(self.weights, self.engine.optimizer, self.step, loss,
+    Checkpoints(run/"checkpoints", self.config.keep_checkpoints).save(weights, optimizer, self.step, loss,
                                                                       state=state, config=self.model_config.to_dict())
 
 Trainer._write_line, Trainer._log, Trainer._evaluate, Trainer._save = _write_line, _log, _evaluate, _save
@@ -274,7 +277,7 @@ def resume(self,
     "Go back to the last checkpoint of `run`, or to the start if there is none."
     run = Path(run)
     if path := Checkpoints(run/"checkpoints").latest():
-        self.step, state = load_checkpoint(path, self.weights, self.engine.optimizer, self.model_config.to_dict()), read_state(path)
+        self.step, state = self.engine.load(path, self.model_config.to_dict()), read_state(path)
         self.elapsed, self.waited, self.recent = state["elapsed"], state["waited"], state["recent"]
         self.stop.load(state["stop"])
         if self.plateau and state["plateau"]: self.plateau.load(state["plateau"])
@@ -450,3 +453,18 @@ def plot_runs(
 def _tokens_per_step(run)->int:
     model, train, _ = read_run(run)
     return plan_batch(train, model.context_length).tokens
+
+# %% ../../nbs/04e_trainer.ipynb #7039553a
+def live_plot(
+    run, # The run's folder
+)->Callable: # For `Trainer.fit(run, report=live_plot(run))`, in a notebook
+    "A picture of a run that is drawn again after each evaluation."
+    from IPython.display import display
+    from matplotlib.pyplot import close
+    place = []
+    def report(trainer, evaluation):
+        axes = plot_runs({f"step {trainer.step:,} of {trainer.config.steps:,}": run})
+        if place: place[0].update(axes.figure)
+        else: place.append(display(axes.figure, display_id=True))
+        close(axes.figure)                      # else the notebook would show it once more at the end of the cell
+    return report
