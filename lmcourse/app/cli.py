@@ -562,7 +562,7 @@ class BenchLoopCommand:
     "The trainer's loop beside bare steps, one setting changed at a time."
     preset: str|None = None                     # Model and batch; by default those of `bench training`
     device: Literal["cpu", "cuda"] = "cpu"      # Where
-    steps: int = 8                              # Of one variant before it is the next one's turn
+    steps: int = 5                              # Of one variant before it is the next one's turn
     rounds: int = 5                             # How often it is each one's turn
     threads: int|None = None                    # For each; by default all cores
     only: tuple[str, ...] = ()                  # Variants beside the first; by default all

@@ -179,7 +179,7 @@ def throughput_table(
 def bench_throughput(
     preset:str|None=None,    # Model and batch of that name; none for those of the bench of a step
     device:str="cpu",        # `cpu` or `cuda`
-    steps:int=8,             # Of one variant before it is the next one's turn
+    steps:int=5,             # Of one variant before it is the next one's turn
     rounds:int=5,            # How often it is everybody's turn
     threads:int|None=None,   # For each: none for all cores that this process may use
     only:tuple=(),           # Names of variants beside the first; all if none
