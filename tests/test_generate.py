@@ -1,6 +1,8 @@
-"The loop, its window and its seeds; streams that never break a character; what is refused."
+"The loop, its window and its seeds; batches; streams that never break a character or show a stop string; what is refused; right stories and wrong ones."
 import itertools
 import math
+import subprocess
+import sys
 
 import pytest
 
@@ -8,11 +10,13 @@ torch = pytest.importorskip("torch")
 from hypothesis import given, settings, strategies as st
 
 from lmcourse.architecture.transformer_torch import TransformerLM
-from lmcourse.generation.generate import complete, generate, log_probs, prompt_ids, stream_text
+from lmcourse.generation.generate import (RecomputingDecoder, check_story, complete, complete_stream, generate, generate_batch, generate_scored, log_probs,
+                                          measure_stories, measure_story, prompt_ids, story_slips, stream_text)
 from lmcourse.generation.sampling import next_token_probs, sample
 from lmcourse.tokenization.tokenizer import Tokenizer
 from lmcourse.tools.checks import check_close
 from lmcourse.tools.config import ModelConfig
+from lmcourse.tools.stories import Stories
 
 CONTEXT, END = 6, 256
 BYTES = Tokenizer({i: bytes([i]) for i in range(256)}, [], ["<|endoftext|>"])
@@ -176,10 +180,14 @@ def test_complete(model):
 @pytest.mark.parametrize("change,words", [
     (dict(ids=[]), "ids are empty"), (dict(ids=[257]), "id 257"), (dict(ids=[0, -1]), "id -1"), (dict(max_tokens=-1), "max_tokens = -1"),
     (dict(temperature=-0.5), "temperature = -0.5"), (dict(temperature=math.nan), "temperature = nan"), (dict(top_k=0), "top_k = 0"),
-    (dict(top_p=0.0), "top_p = 0.0"), (dict(top_p=1.5), "top_p = 1.5"), (dict(min_p=2), "min_p = 2"), (dict(stop=[300]), "stop: id 300"),
+    (dict(top_p=0.0), "top_p = 0.0"), (dict(top_p=1.5), "top_p = 1.5"), (dict(min_p=2), "min_p = 2"), (dict(repetition_penalty=0), "repetition_penalty = 0"),
+    (dict(repetition_penalty=math.nan), "repetition_penalty = nan"), (dict(stop=[300]), "stop: id 300"),
     (dict(context_length=0), "context_length = 0"), (dict(context_length=CONTEXT + 1), f"expected 1 to {CONTEXT}")])
 def test_refused_at_once(model, change, words):
-    with pytest.raises(ValueError, match=words): generate(**dict(model=model, ids=[0], max_tokens=5) | change)
+    given = dict(model=model, ids=[0], max_tokens=5) | change
+    for f in (generate, generate_scored):
+        with pytest.raises(ValueError, match=words): f(**given)
+    with pytest.raises(ValueError, match=words): generate_batch(model, [[0], given.pop("ids")], **{k: v for k,v in given.items() if k != "model"})
 
 
 @pytest.mark.parametrize("change", [dict(ids=[0.5]), dict(ids=["a"]), dict(ids="ab"), dict(ids=3), dict(max_tokens=2.5), dict(top_k=1.5), dict(stop=5),
@@ -193,3 +201,222 @@ def test_other_errors(model):
     with pytest.raises(ValueError, match="at least two"): log_probs(model, [0])
     with pytest.raises(ValueError, match="300 ids, the model's vocabulary 257"): complete(model, MERGED, "a")
     with pytest.raises(ValueError, match="id 257"): list(stream_text(BYTES, [257]))
+
+
+def test_decoder(model):
+    decoder, ids = RecomputingDecoder(model), [256, 65, 66, 67, 68]
+    with torch.no_grad(): want = model(torch.tensor([ids]))[0]
+    assert decoder.room == CONTEXT and decoder.length == 0
+    check_close(decoder.feed(ids[:2]), want[1], rtol=1e-4, atol=1e-5)
+    check_close(decoder.feed(ids[2:], all=True), want[2:], rtol=1e-4, atol=1e-5)
+    assert decoder.length == 5 and decoder.feed(iter([1])).shape == (257,) and decoder.length == 6
+    decoder.rewind(1)
+    check_close(decoder.feed([65]), want[1], rtol=1e-4, atol=1e-5)
+    decoder.rewind(2)
+    assert decoder.length == 2
+    half = RecomputingDecoder(TransformerLM(model.config).bfloat16())
+    assert half.feed([1]).dtype == torch.float32 and not half.feed([2]).requires_grad
+
+
+@pytest.mark.parametrize("ids,words", [([], "ids are empty"), ([257], "id 257"), ([-1], "id -1"), ([1]*5, f"5 ids after 2, but the decoder has room for {CONTEXT}")])
+def test_decoder_refuses_and_nothing_changes(model, ids, words):
+    decoder = RecomputingDecoder(model)
+    decoder.feed([7, 8])
+    with pytest.raises(ValueError, match=words): decoder.feed(ids)
+    for n in (-1, 3):
+        with pytest.raises(ValueError, match=f"rewind to {n}, expected 0 to 2"): decoder.rewind(n)
+    assert decoder.ids == [7, 8]
+
+
+class Careful(RecomputingDecoder):
+    "What the loop may ask of a decoder: only what is new, and the whole window when it slides"
+    made, calls = [], []
+    def __init__(self, model):
+        super().__init__(model)
+        Careful.made.append(self)
+    def feed(self, ids, all=False):
+        Careful.calls.append((self.length, len(ids)))
+        return super().feed(ids, all)
+
+
+@pytest.mark.parametrize("prompt", [1, CONTEXT - 1, CONTEXT, CONTEXT + 3])
+def test_loop_and_decoder(model, prompt):
+    ids = [256, *range(prompt - 1)]
+    Careful.calls.clear()
+    got = list(generate(model, ids, 9, seed=2, decoder=Careful))
+    assert got == list(generate(model, ids, 9, seed=2))
+    lengths = [min(prompt + k, CONTEXT) for k in range(9)]
+    want = [(0, lengths[0])] + [(0, CONTEXT) if prompt + k > CONTEXT else (prompt + k - 1, 1) for k in range(1, 9)]
+    assert Careful.calls == want
+    small = type("Small", (RecomputingDecoder,), dict(room=4, __init__=lambda self, model: vars(self).update(model=model, ids=[])))
+    assert list(generate(model, [256], 4, seed=2, decoder=small)) == list(generate(model, [256], 4, seed=2))
+    assert list(generate(model, [256], 9, seed=2, decoder=small, context_length=4)) == list(generate(model, [256], 9, seed=2, context_length=4))
+    with pytest.raises(ValueError, match="room for 4 tokens, but 5 must be held"): generate(model, [256], 5, decoder=small)
+
+
+@pytest.mark.parametrize("settings", [dict(), dict(temperature=0), dict(temperature=0.5, top_p=0.8, repetition_penalty=1.2)])
+def test_scored(model, settings):
+    whole = list(generate_scored(model, [END], 20, seed=3, **settings))
+    assert [d.id for d in whole] == list(generate(model, [END], 20, seed=3, **settings))
+    check_close(torch.tensor([d.log_prob for d in whole]), log_probs(model, [END, *[d.id for d in whole]]), rtol=1e-4, atol=1e-5)
+    stop = whole[8].id
+    cut = list(generate_scored(model, [END], 20, seed=3, stop=[stop], **settings))
+    assert cut == whole[:[d.id for d in whole].index(stop) + 1]
+
+
+def test_penalty_in_the_loop():
+    ids = [0]
+    for t in range(8):
+        logits, seen = torch.tensor([1.0, 3.0, 2.0, 0.5]), set(ids[1:])
+        ids.append(max(range(4), key=lambda i: (logits[i]/(1.7 if i in seen else 1)).item()))
+    flat = lambda rows: torch.tensor([1.0, 3.0, 2.0, 0.5]).expand(*rows.shape, 4)
+    assert list(generate(flat, [0], 8, temperature=0, repetition_penalty=1.7)) == ids[1:]
+    assert generate_batch(flat, [[0], [0, 0]], 8, temperature=0, repetition_penalty=1.7) == [ids[1:]]*2
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.lists(st.lists(st.integers(0, 256), min_size=1, max_size=9), max_size=5), st.integers(0, 9), st.sets(st.integers(0, 256), max_size=60),
+       st.integers(0, 99), st.sampled_from([None, 1, 3]), st.sampled_from([dict(), dict(temperature=0.8, top_k=30), dict(top_p=0.9, repetition_penalty=1.3)]))
+def test_batch_equals_each_alone(model, prompts, max_tokens, stop, seed, context, chosen):
+    before = [list(p) for p in prompts]
+    got = generate_batch(model, prompts, max_tokens, stop=stop, seed=seed, context_length=context, **chosen)
+    assert got == [list(generate(model, p, max_tokens, stop=stop, seed=seed + k, context_length=context, **chosen)) for k,p in enumerate(prompts)]
+    assert prompts == before
+
+
+def test_batch_computes_only_what_is_alive():
+    sizes = []
+    def count(ids): sizes.append(tuple(ids.shape)); return table(ids)
+    got = generate_batch(count, [[1], [2, 1], [0]], 6, stop=[0], seed=1)
+    steps = [min(6, len(ids) + 1) for ids in got]
+    assert [n for n,_ in sizes] == [sum(s > t for s in steps) for t in range(max(steps))]
+    assert sorted(steps) != [6, 6, 6]
+
+
+@pytest.mark.parametrize("code", ["from lmcourse.generation.generate import complete; from test_generate import BYTES, TransformerLM, ModelConfig;"
+                                  "print(ascii(complete(TransformerLM(ModelConfig(vocab_size=257, context_length=6, d_model=16, num_layers=2, num_heads=2)), BYTES, 'a', 40, seed=11)))"])
+def test_a_seed_is_the_same_text_in_another_process(model, code, tmp_path):
+    import os
+    environment = os.environ | dict(PYTHONPATH=os.pathsep.join(["tests", *filter(None, [os.environ.get("PYTHONPATH")])]), PYTHONHASHSEED="5")
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment).stdout.strip()
+    assert told == ascii(complete(model, BYTES, "a", 40, seed=11))
+
+
+def until(text, stops):
+    "The text up to the first stop string, a character at a time"
+    for n in range(len(text) + 1):
+        ends = [s for s in stops if text[:n].endswith(s)]
+        if ends: return text[:n - max(map(len, ends))], n
+    return text, None
+
+
+@settings(deadline=None, max_examples=300)
+@given(st.text("ab🙂#", max_size=20), st.lists(st.text("ab🙂#", min_size=1, max_size=4), max_size=3), st.lists(st.integers(0, 60), max_size=12))
+def test_stop_strings(text, stops, cuts):
+    "However the bytes are cut into tokens: nothing of a stop string is shown, what can be shown is shown, and no more is asked for"
+    data = text.encode()
+    cuts = sorted({c % (len(data) + 1) for c in cuts} | {0, len(data)})
+    tokens = [data[a:b] for a,b in itertools.pairwise(cuts)]
+    class Cut:
+        def token_bytes(self, i): return tokens[i]
+    asked, shown = 0, ""
+    def watched():
+        nonlocal asked
+        for i in range(len(tokens)): asked += 1; yield i
+    want, end = until(text, stops)
+    for piece in stream_text(Cut(), watched(), stops):
+        shown += piece
+        assert piece and want.startswith(shown)
+        if end is None and asked < len(tokens):           # held back is only what may still become a stop string
+            known = b"".join(tokens[:asked]).decode(errors="ignore")
+            rest = known[len(shown):]
+            assert not rest or any(s.startswith(rest) and s != rest for s in stops)
+    assert shown == want
+    if end is not None: assert len(b"".join(tokens[:asked - 1]).decode(errors="ignore")) < end
+
+
+def test_complete_stream(model):
+    pieces = complete_stream(model, BYTES, "ab", 40, temperature=0.9, seed=4)
+    text = complete(model, BYTES, "ab", 40, temperature=0.9, seed=4)
+    assert "".join(pieces) == text and len(text) > 6
+    stop = text[3:5]
+    assert complete(model, BYTES, "ab", 40, temperature=0.9, seed=4, stop_strings=[stop]) == text[:text.index(stop)]
+
+
+@pytest.mark.parametrize("bad,error,words", [([""], ValueError, "at least one character"), (["a", ""], ValueError, "at least one character"),
+                                             ([5], ValueError, "expected strings"), ("ab", TypeError, "a list of strings")])
+def test_stop_strings_refused_at_once(model, bad, error, words):
+    for f in (lambda: stream_text(BYTES, [], bad), lambda: complete_stream(model, BYTES, stop_strings=bad), lambda: complete(model, BYTES, stop_strings=bad)):
+        with pytest.raises(error, match=words): f()
+
+
+def test_another_tokenizer(model):
+    other = Tokenizer({**{i: bytes([i]) for i in range(256)}, 0: b"\x01", 1: b"\x00"}, [], ["<|endoftext|>"])
+    assert other.vocab_size == BYTES.vocab_size and other.digest != BYTES.digest
+    told = TransformerLM(model.config)
+    told.tokenizer_digest = BYTES.digest
+    assert complete(told, BYTES, "a", 3) == complete(model, BYTES, "a", 3)
+    for f in (complete, complete_stream):
+        with pytest.raises(ValueError, match=f"{other.digest[:12]}.*expected {BYTES.digest[:12]}"): f(told, other, "a", 3)
+        with pytest.raises(ValueError, match="300 ids, the model's vocabulary 257"): f(told, MERGED, "a")
+    complete(model, other, "a", 3)          # a model that knows no digest
+
+
+STORIES = list(itertools.islice(Stories(seed=21), 60))
+RIGHT = dict.fromkeys(("form", "people", "things", "consistent"), True)
+
+
+def test_true_stories_are_right():
+    for d in STORIES: assert check_story(d) == RIGHT
+    for d in STORIES[:10]: assert story_slips(d) == []
+
+
+def swapped(story, old, new):
+    "The last `old` as `new`; the story itself if it stands there only once"
+    head, found, tail = story.rpartition(old)
+    return head + new + tail if old in head else story
+
+
+def test_a_wrong_name_a_wrong_tree():
+    "A hero's name that changes is people's, a tree that changes is a thing's, and the form stays right"
+    count = 0
+    for d in STORIES:
+        rules = Stories().rules
+        hero = next(n for n in rules["girl"].entries + rules["boy"].entries if n in d.replace(",", " ").replace(".", " ").split())
+        kind = rules["girl"] if hero in rules["girl"].entries else rules["boy"]
+        new = next(n for n in kind.entries if n not in d)
+        wrong = swapped(d, hero + " ", new + " ")
+        if wrong != d:
+            count += 1
+            assert check_story(wrong) == RIGHT | dict(people=False, consistent=False) and "name" in story_slips(wrong)
+        tree = next((t for t in rules["tree"].entries if f"{t} tree" in d), None)
+        wrong = swapped(d, f"{tree} tree", f"{'oak' if tree != 'oak' else 'elm'} tree")
+        if wrong != d:
+            assert check_story(wrong) == RIGHT | dict(things=False, consistent=False) and story_slips(wrong) == ["tree"]
+        for broken in (d[:-1], d + " ", d.replace(" the ", " a the ", 1), d.replace(". ", ".  ", 1), ""):
+            assert broken == d or not any(check_story(broken).values())
+    assert count > 40
+
+
+def test_no_form_no_slips():
+    with pytest.raises(ValueError, match="no sentences of the grammar: 'Once upon'"): story_slips("Once upon")
+
+
+def test_measure_story():
+    "A model that recites a true story gets its exact numbers; one that never ends gets none"
+    story = STORIES[0]
+    ids = [END, *BYTES.encode(story), END]
+    def recite(rows): return 30*torch.nn.functional.one_hot(torch.tensor([ids[1:rows.shape[1] + 1]]), 257).float()
+    got = measure_story(recite, BYTES, max_tokens=len(ids))
+    assert {k: got[k] for k in RIGHT} == RIGHT and got["text"] == story and got["tokens"] == len(ids) - 1
+    check_close(got["source"], -Stories().log_prob(story), rtol=1e-12)
+    assert got["forgetful"] > got["source"] and 0 <= got["model"] < 1e-3
+    got = measure_story(recite, BYTES, max_tokens=len(ids) - 2)         # the end is missing
+    assert not any(got[k] for k in RIGHT) and got["source"] is None and got["forgetful"] is None and got["text"] == story
+
+
+def test_measure_stories():
+    def noise(rows): return torch.zeros(*rows.shape, 257)
+    got, told = measure_stories(noise, BYTES, 3, max_tokens=9), [measure_story(noise, BYTES, seed, max_tokens=9) for seed in range(3)]
+    assert got["settings"] == dict(max_tokens=9) and got["slips"] == {} and got["form"] == [False]*3 and got["source"] == [None]*3
+    assert got["tokens"] == [t["tokens"] for t in told] and got["model"] == [round(t["model"], 3) for t in told]

@@ -1,12 +1,15 @@
-"Properties of the sampling functions over random logits, ties and masked tokens."
+"Properties of the sampling functions over random logits, ties and masked tokens; the NumPy twins; beam search by enumeration."
+import itertools
 import math
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
 from hypothesis import given, settings, strategies as st
 
-from lmcourse.generation.sampling import chi_squared, min_p, next_token_probs, sample, temperature, top_k, top_p
+from lmcourse.generation.sampling import (beam_search, chi_squared, min_p, next_token_probs, next_token_probs_np, repetition_penalty, sample, sample_np,
+                                          temperature, top_k, top_p, uniforms)
 from lmcourse.tools.checks import check_close
 
 # Few distinct values, so that ties are common; -inf is a token that can't come
@@ -138,26 +141,32 @@ def test_global_random_state_is_left_alone():
 
 
 @pytest.mark.parametrize("change", [dict(temperature=-0.1), dict(temperature=math.nan), dict(temperature=math.inf), dict(top_k=0), dict(top_k=-3),
-                                    dict(top_p=0), dict(top_p=-0.5), dict(top_p=1.0001), dict(top_p=math.nan), dict(min_p=1.1), dict(min_p=math.nan)])
-def test_settings_out_of_range(change):
+                                    dict(top_p=0), dict(top_p=-0.5), dict(top_p=1.0001), dict(top_p=math.nan), dict(min_p=1.1), dict(min_p=math.nan),
+                                    dict(repetition_penalty=0), dict(repetition_penalty=-1.2), dict(repetition_penalty=math.nan), dict(repetition_penalty=math.inf)])
+@pytest.mark.parametrize("rule,logits", [(next_token_probs, torch.zeros(4)), (next_token_probs_np, np.zeros(4))], ids=["torch", "numpy"])
+def test_settings_out_of_range(rule, logits, change):
     (name, value), = change.items()
-    with pytest.raises(ValueError, match=f"{name} = {value}"): next_token_probs(torch.zeros(4), **change)
+    with pytest.raises(ValueError, match=f"{name} = {value}"): rule(logits, **change)
 
 
 @pytest.mark.parametrize("logits", [[1.0, math.nan], [1.0, math.inf], [-math.inf, -math.inf], []])
 def test_logits_that_are_no_numbers(logits):
-    for f in (next_token_probs, lambda z: top_k(z, 1), lambda z: top_p(z, 0.5), lambda z: min_p(z, 0.5)):
+    for f in (next_token_probs, lambda z: top_k(z, 1), lambda z: top_p(z, 0.5), lambda z: min_p(z, 0.5), lambda z: repetition_penalty(z, 1.5)):
         with pytest.raises(ValueError, match="logits"): f(torch.tensor(logits, dtype=torch.float32))
+    with pytest.raises(ValueError, match="logits"): next_token_probs_np(np.array(logits, np.float32))
 
 
 def test_wrong_types():
     with pytest.raises(TypeError): next_token_probs([1.0, 2.0])
     with pytest.raises(TypeError): top_k(torch.zeros(3), 1.5)
+    for logits in ([1.0, 2.0], np.array([1, 2]), torch.zeros(2)):
+        with pytest.raises(TypeError, match="array of floats"): next_token_probs_np(logits)
 
 
 @pytest.mark.parametrize("probs", [[0.5, 0.6], [1.5, -0.5], [math.nan, 1.0], [0.0, 0.0]])
 def test_sample_refuses_what_is_no_distribution(probs):
     with pytest.raises(ValueError, match="probs"): sample(torch.tensor(probs), torch.Generator())
+    with pytest.raises(ValueError, match="probs"): sample_np(np.array(probs), uniforms(0))
 
 
 def test_chi_squared():
@@ -166,3 +175,135 @@ def test_chi_squared():
     # One degree of freedom: 60 of 100 is two standard deviations off, 2*(1 - Phi(2)) = erfc(sqrt 2)
     check_close(chi_squared(torch.tensor([60, 40]), torch.tensor([0.5, 0.5])), math.erfc(2**0.5), rtol=1e-9)
     with pytest.raises(ValueError, match="5 is the least"): chi_squared(torch.tensor([4, 4]), torch.tensor([0.5, 0.5]))
+
+
+@given(LOGITS, st.floats(0.1, 10), st.lists(st.integers(0, 11), max_size=5))
+def test_repetition_penalty_by_its_definition(logits, value, seen):
+    seen = [i % len(logits) for i in seen]
+    want = [z if i not in seen else z/value if z > 0 else z*value for i,z in enumerate(logits.tolist())]
+    before = logits.clone()
+    check_close(repetition_penalty(logits, value, seen), torch.tensor(want, dtype=torch.float64).softmax(-1), rtol=1e-9, atol=1e-12)
+    assert torch.equal(before, logits)
+    for other in (tuple(seen), iter(seen), torch.tensor(seen, dtype=torch.int64), set(seen)):
+        check_close(repetition_penalty(logits, value, other), repetition_penalty(logits, value, seen), rtol=0, atol=0)
+
+
+def test_a_penalty_never_makes_a_repetition_likelier():
+    logits = torch.tensor([3.0, 0.0, -2.0, -torch.inf])
+    for i in range(3): assert repetition_penalty(logits, 1.3, [i])[i] <= logits.softmax(-1)[i] + 1e-7
+    assert repetition_penalty(logits, 1.3, [3])[3] == 0
+
+
+@pytest.mark.parametrize("seen", [[4], [-1], [0, 9]])
+def test_seen_out_of_range(seen):
+    for rule, logits in ((next_token_probs, torch.zeros(4)), (next_token_probs_np, np.zeros(4))):
+        with pytest.raises(ValueError, match=f"id {seen[-1]} is not in the vocabulary, expected 0 to 3"): rule(logits, repetition_penalty=1.5, seen=seen)
+
+
+SETTINGS = st.fixed_dictionaries({}, optional=dict(CUTS, temperature=st.one_of(st.just(0), st.floats(0.1, 5)), repetition_penalty=st.floats(0.5, 2)))
+
+
+def clear(logits, settings, seen):
+    "Whether no token stands at the edge of a cut, where the last digit decides"
+    steps = [(k, settings[k]) for k in ("top_k", "top_p", "min_p") if k in settings]
+    for n in range(len(steps)):
+        first = {k: v for k,v in settings.items() if k not in dict(steps[n:])}
+        p = next_token_probs(logits, **first, seen=seen).sort(descending=True).values
+        edges = {"top_k": torch.tensor([1.0]), "top_p": p.cumsum(-1) - p - steps[n][1], "min_p": p/p[0] - steps[n][1]}[steps[n][0]]
+        if edges.abs().min() < 1e-6: return False
+    gaps = (logits.sort().values.diff()/max(1, settings.get("temperature", 1)))
+    return bool(((gaps > 1e-6) | (gaps == 0) | gaps.isnan()).all())
+
+
+@settings(deadline=None)
+@given(LOGITS, SETTINGS, st.lists(st.integers(0, 11), max_size=4), st.integers(0, 2**32))
+def test_numpy_twin(logits, chosen, seen, seed):
+    seen = [i % len(logits) for i in seen]
+    if "repetition_penalty" in chosen: logits = logits.round(decimals=3)
+    if not clear(logits, chosen, seen): return
+    before, p, q = logits.clone(), next_token_probs(logits, **chosen, seen=seen), next_token_probs_np(logits.numpy(), **chosen, seen=seen)
+    check_close(q, p.numpy(), rtol=1e-6, atol=1e-9)
+    assert torch.equal(before, logits)
+    assert sample(p.expand(20, -1), torch.Generator().manual_seed(seed)).tolist() == sample_np(np.broadcast_to(q, (20, len(q))), uniforms(seed)).tolist()
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
+def test_numpy_dtypes_and_rows(dtype):
+    logits = np.random.default_rng(0).normal(size=(2, 3, 7)).astype(dtype)
+    for s in ({}, dict(temperature=0), dict(top_k=2), dict(top_p=0.5), dict(min_p=0.1)):
+        probs = next_token_probs_np(logits, **s)
+        assert probs.dtype == np.promote_types(dtype, np.float32) and probs.shape == logits.shape
+        check_close(probs[1, 2], next_token_probs_np(logits[1, 2], **s), rtol=1e-6)
+    ids = sample_np(probs, uniforms(0))
+    assert ids.shape == (2, 3) and ids.dtype == np.int64
+
+
+@given(st.integers(-2**63, 2**63 - 1))
+def test_uniforms_are_those_of_torch(seed):
+    generator = torch.Generator().manual_seed(seed)
+    one, many = torch.rand(1, dtype=torch.float64, generator=generator), torch.rand(30, dtype=torch.float64, generator=generator)
+    assert list(itertools.islice(uniforms(seed), 31)) == [*one.tolist(), *many.tolist()]
+
+
+def test_sample_np_never_draws_the_impossible():
+    probs = np.array([0.0, 0.3, 0.0, 0.7, 0.0])
+    for u, want in ((0.0, 1), (1 - 2**-53, 3)):
+        for scale in (0.999, 1, 1.001): assert sample_np(probs*scale, iter([u])) == want
+
+
+@pytest.mark.parametrize("chosen", [dict(), dict(temperature=0.6), dict(temperature=1.7), dict(top_k=4), dict(top_p=0.7), dict(min_p=0.2),
+                                    dict(repetition_penalty=1.6), dict(repetition_penalty=1.3, temperature=0.8, top_k=6, top_p=0.9, min_p=0.05)])
+def test_many_draws_follow_the_distribution(chosen):
+    "The truth is computed here, in plain Python"
+    logits, seen, n = [2.0, 1.5, 1.0, 0.5, 0.2, -0.3, -0.8], [0, 5], 100_000
+    z = [v if i not in seen else v/chosen.get("repetition_penalty", 1) if v > 0 else v*chosen.get("repetition_penalty", 1) for i,v in enumerate(logits)]
+    p = [math.exp(v/chosen.get("temperature", 1)) for v in z]
+    order = sorted(range(7), key=lambda i: -p[i])
+    kept = order[:chosen.get("top_k", 7)]
+    total, sums = sum(p[i] for i in kept), list(itertools.accumulate(p[i] for i in kept))
+    kept = [i for i,before in zip(kept, [0, *sums]) if before < chosen.get("top_p", 2)*total]
+    kept = [i for i in kept if p[i] >= chosen.get("min_p", 0)*p[order[0]]]
+    want = torch.tensor([p[i]/sum(p[j] for j in kept) if i in kept else 0 for i in range(7)])
+    ids = sample(next_token_probs(torch.tensor(logits), **chosen, seen=seen).expand(n, -1), torch.Generator().manual_seed(1))
+    assert chi_squared(torch.bincount(ids, minlength=7), want) > 0.001
+    probs = next_token_probs_np(np.array(logits), **chosen, seen=seen)
+    ids_np = sample_np(np.broadcast_to(probs, (20_000, 7)), uniforms(2))
+    assert chi_squared(torch.from_numpy(np.bincount(ids_np, minlength=7)), want) > 0.001
+    assert chi_squared(torch.bincount(ids, minlength=7), next_token_probs(torch.tensor(logits), 1.2, top_p=0.999)) < 0.001
+
+
+def enumerate_all(logits, max_tokens, stop):
+    "Each text and its log-probability, the likeliest first"
+    done, live = [], [(0.0, [])]
+    for _ in range(max_tokens):
+        grown = [(s + p, [*t, i]) for s,t in live for i,p in enumerate(logits([0, *t]).double().log_softmax(-1).tolist()) if p > -math.inf]
+        done, live = done + [g for g in grown if g[1][-1] in stop], [g for g in grown if g[1][-1] not in stop]
+    return sorted(done + live, key=lambda t: -t[0])
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.integers(0, 2**31), st.integers(2, 4), st.integers(1, 4), st.booleans())
+def test_beam_search(seed, vocab_size, max_tokens, stops):
+    table, stop = 2*torch.randn(vocab_size, vocab_size, vocab_size, generator=torch.Generator().manual_seed(seed)), [1]*stops
+    def logits(ids): return table[ids[-1], ids[-2] if len(ids) > 1 else 0]
+    every = enumerate_all(logits, max_tokens, stop)
+    for width in (1, 2, 3, len(every)):
+        found = beam_search(logits, [0], max_tokens, width, stop=stop)
+        scores = {tuple(t): s for s,t in every}
+        assert 1 <= len(found) <= width and len({tuple(t) for _,t in found}) == len(found)
+        assert [s for s,_ in found] == sorted((s for s,_ in found), reverse=True)
+        for s,t in found: assert abs(scores[tuple(t)] - s) < 1e-9           # complete texts with their own probability
+    assert len(found) == len(every) and abs(found[0][0] - every[0][0]) < 1e-9
+    greedy = [0]
+    while len(greedy) <= max_tokens and not (len(greedy) > 1 and greedy[-1] in stop): greedy.append(logits(greedy).argmax().item())
+    assert beam_search(logits, [0], max_tokens, 1, stop=stop)[0][1] == greedy[1:]
+
+
+def test_beam_search_stops_and_refuses():
+    calls = []
+    def logits(ids): calls.append(ids); return torch.tensor([0.0, 5.0])
+    assert [t for _,t in beam_search(logits, [0], 50, 1, stop=[1])] == [[1]] and len(calls) == 1
+    assert beam_search(logits, [0], 0, 3) == [(0.0, [])]
+    for bad in (dict(width=0), dict(max_tokens=-1)):
+        with pytest.raises(ValueError, match=f"{[*bad][0]} = {[*bad.values()][0]}"): beam_search(**dict(next_logits=logits, ids=[0], max_tokens=2, width=2) | bad)
+    assert [t for _,t in beam_search(lambda ids: torch.tensor([0.0, -math.inf]), [0], 3, 5)] == [[0, 0, 0]]     # the impossible is left out

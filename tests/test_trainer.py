@@ -19,7 +19,7 @@ from lmcourse.tools.config import ModelConfig, TrainConfig
 from lmcourse.tools.stories import Stories
 from lmcourse.training.data import TokenDataset, write_tokens
 from lmcourse.training.engines import NumpyEngine, TorchEngine, World, noise_scale, plan_batch
-from lmcourse.training.trainer import Diverged, Trainer, read_metrics, write_run
+from lmcourse.training.trainer import Diverged, Trainer, live_plot, read_metrics, write_run
 
 MODEL = ModelConfig(vocab_size=400, context_length=32, d_model=32, num_layers=2, num_heads=2)
 SHORT = TrainConfig(steps=12, batch_size=6, lr=5e-3, warmup_steps=3, eval_every=4, eval_documents=4, checkpoint_every=5, log_every=1, device="cpu")
@@ -30,7 +30,8 @@ def data(tmp_path_factory):
     folder = tmp_path_factory.mktemp("data")
     texts = list(islice(Stories(seed=3), 40))
     tokenizer = Tokenizer.train(texts, 400)
-    for name, part in (("train", texts[:30]), ("valid", texts[30:])): write_tokens(folder/name, part, tokenizer, "stories")
+    short = [t.split(".")[0] for t in islice(Stories(seed=4), 200)]      # of which no document fills a window
+    for name, part in (("train", texts[:20] + short), ("valid", texts[30:])): write_tokens(folder/name, part, tokenizer, "stories")
     return folder
 
 
@@ -103,6 +104,8 @@ def test_both_engines_follow_the_same_curve(data, change):
 def test_windows_that_count_differently_are_weighed(data):
     "Parts of `within` batches have different numbers of targets"
     a, b = (Trainer(MODEL, replace(SHORT, windows="within", micro_batch=m, steps=4), *sets(data)) for m in (None, 1))
+    counts = (a.batches[0][1] != -100).sum(1)
+    assert counts.min() < counts.max() == 32
     for _ in range(4): check_close(a.train_step(), b.train_step(), rtol=1e-4)
     check_close(weights(a), weights(b), rtol=1e-2, atol=1e-4)
 
@@ -132,7 +135,7 @@ def test_the_noise_scale_is_exact_where_both_lengths_are():
 # Runs
 
 @pytest.mark.parametrize("changes", [dict(engine="numpy"), dict(plateau_patience=1, early_stop_min_delta=10., schedule="constant"),
-                                     dict(windows="within", micro_batch=2), dict(windows="sequential", stride=5), dict(recompute=True, cooldown_steps=4)])
+                                     dict(windows="within", micro_batch=2, log_every=3), dict(windows="sequential", stride=5), dict(recompute=True, cooldown_steps=4)])
 def test_a_run_that_is_cut_goes_on_bit_for_bit(data, tmp_path, changes):
     whole, expected = run(data, tmp_path/"whole", **changes)
     config = replace(SHORT, **changes)
@@ -148,6 +151,36 @@ def test_a_run_that_is_cut_goes_on_bit_for_bit(data, tmp_path, changes):
 def test_recomputation_and_prefetching_change_no_bit(data, tmp_path):
     expected = run(data, tmp_path/"a")[1]
     assert run(data, tmp_path/"b", recompute=True)[1] == run(data, tmp_path/"c", prefetch=0)[1] == run(data, tmp_path/"d", prefetch=7)[1] == expected
+
+
+def test_the_rates_of_a_run_are_those_of_its_schedule(data, tmp_path):
+    from lmcourse.training.optim_torch import learning_rate
+    found = run(data, tmp_path/"a", cooldown_steps=4)[1]
+    assert [m["lr"] for m in found if "lr" in m] == [learning_rate(t, SHORT.lr, SHORT.min_lr, 3, 12, 4) for t in range(1, 13)]
+
+
+def test_a_line_is_the_mean_since_the_last_one(data, tmp_path):
+    each, some = ([m["loss"] for m in run(data, tmp_path/str(n), log_every=n)[1] if "loss" in m] for n in (1, 4))
+    check_close(some, [sum(each[i:i + 4])/4 for i in range(0, 12, 4)], rtol=1e-6)
+
+
+def test_the_plateau_does_not_disturb_the_way_down(data, tmp_path):
+    scales = [run(data, tmp_path/str(n), plateau_patience=1, early_stop_min_delta=10., cooldown_steps=n)[0].plateau.scale for n in (0, 4, 5)]
+    assert scales == [.5, .5, 1]
+
+
+def test_a_picture_is_drawn_once_and_then_again(data, tmp_path, monkeypatch):
+    display, drawn = pytest.importorskip("IPython.display"), []
+    class Place:
+        def update(self, figure): drawn.append(("again", len(figure.axes[0].lines)))
+    def show(figure, display_id):
+        drawn.append(("new", len(figure.axes[0].lines)))
+        return Place()
+    monkeypatch.setattr(display, "display", show)
+    (folder := tmp_path/"a").mkdir()
+    write_run(folder, MODEL, SHORT, data)
+    Trainer(MODEL, SHORT, *sets(data)).fit(folder, report=live_plot(folder))
+    assert [kind for kind, _ in drawn] == ["new", "again"]
 
 
 def test_no_thread_is_left(data, tmp_path):

@@ -1,0 +1,311 @@
+"The engine: answers that don't depend on company, blocks that are never lost, and what is refused."
+import random
+from dataclasses import replace
+from importlib.util import find_spec
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from lmcourse.architecture.transformer_torch import TransformerLM
+from lmcourse.generation.generate import generate, log_probs
+from lmcourse.generation.sampling import next_token_probs, sample
+from lmcourse.inference.engine import (BlockPool, Engine, PackedProduct, PagedModel, Request, Sequence, Waste, chunk_name, draw_tokens,
+                                       gathered_attention, replay, rows_of, sample_rows, timing)
+from lmcourse.tools.checks import check_close, expect_error
+from lmcourse.tools.config import ModelConfig
+
+SMALL = ModelConfig(vocab_size=97, context_length=64, d_model=32, num_layers=2, num_heads=4, d_ff=64)
+VARIANTS = [dict(), dict(num_kv_heads=1), dict(num_kv_heads=2, head_dim=6), dict(window=5), dict(position="learned"), dict(position="sinusoidal"),
+            dict(position="none"), dict(norm="layernorm", bias=True, ffn="gelu"), dict(norm="none", ffn="relu"), dict(norm_position="post"),
+            dict(norm_position="sublayer"), dict(qk_norm=True, rope_theta=1e6), dict(tie_embeddings=True, scale_embeddings=True), dict(ffn="geglu"),
+            dict(ffn="reglu", bias=True), dict(ffn="silu", window=1), dict(bias=True, norm="layernorm", position="learned", tie_embeddings=True)]
+SETTINGS = [dict(temperature=0.), dict(), dict(temperature=.7, top_p=.9), dict(top_k=5), dict(min_p=.1), dict(repetition_penalty=1.3, temperature=.8)]
+packed = pytest.mark.skipif(not hasattr(torch.ops.mkldnn, "_reorder_linear_weight"), reason="no packed weights in this torch")
+
+
+def small(dtype=torch.float64, seed=0, **changes): return TransformerLM(replace(SMALL, **changes), seed, dtype=dtype).eval()
+
+
+def load(count, seed, V=97, prompts=(1, 20), answers=(1, 20), shared=0):
+    rng = random.Random(seed)
+    beginning = tuple(rng.randrange(V) for _ in range(20))
+    def ids(): return tuple(rng.randrange(V) for _ in range(rng.randint(*prompts)))
+    return [Request((beginning[:rng.randint(1, shared)] + ids() if shared and rng.random() < .7 else ids())[:30], rng.randint(*answers), seed=rng.randrange(10**6),
+                    stop=(rng.randrange(V),), **SETTINGS[k % len(SETTINGS)]) for k in range(count)]
+
+
+def alone(model, r): return list(generate(model, r.ids, r.max_tokens, stop=r.stop, seed=r.seed, **r.settings))
+
+
+def check_pool(engine):
+    "Free and used are all; a block has as many users as tables that name it; names and blocks are each other's reverse."
+    pool = engine.pool
+    users = [0] * len(pool.users)
+    for s in engine.running:
+        assert len(set(s.blocks)) == len(s.blocks) and len(s.blocks) * pool.block_size >= s.computed
+        for b in s.blocks: users[b] += 1
+    assert users == pool.users
+    assert {b for b, n in enumerate(users) if not n} == set(pool.free)
+    assert {name: b for b, names in enumerate(pool.names) for name in names} == pool.blocks
+    assert all(not s.blocks and not s.computed for s in engine.waiting)
+    assert not set(map(id, engine.waiting)) & set(map(id, engine.running)) and len(engine.running) <= engine.max_running
+
+
+@pytest.mark.parametrize("changes", VARIANTS, ids=str)
+def test_answers_are_those_of_generate_for_every_variant(changes):
+    model, requests = small(**changes), load(6, 1, shared=12)
+    engine = Engine(model, num_blocks=16, block_size=4, max_running=4, token_budget=9)
+    answers = replay(engine, requests, [0, 0, 2, 3, 9, 9], check_pool)
+    assert [s.tokens for s in answers] == [alone(model, r) for r in requests]
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_any_order_of_arrival_any_blocks_any_budget(seed):
+    rng, model = random.Random(seed), small(num_kv_heads=2, num_layers=1)
+    requests = load(14, seed, shared=20)
+    truth = [alone(model, r) for r in requests]
+    size = rng.choice([1, 2, 3, 4, 8, 16])
+    running = rng.randint(1, 6)
+    engine = Engine(model, -(-50 // size) + rng.randint(0, 20), size, running, rng.randint(running, 60), rng.random() < .8, rng.random() < .8)
+    answers = replay(engine, requests, [rng.randrange(40) for _ in requests], check_pool)
+    assert [s.tokens for s in answers] == truth
+    assert all(s.reason == ("length" if len(s.tokens) == s.request.max_tokens else "stop") for s in answers)
+    assert len(engine.pool.free) == len(engine.pool.users)
+
+
+def test_blocks_that_run_out_are_taken_away_and_nothing_is_lost():
+    model, requests = small(), load(10, 5, prompts=(5, 20), answers=(15, 20))
+    engine = Engine(model, num_blocks=12, block_size=4, max_running=8)
+    answers = replay(engine, requests, [0] * 10, check_pool)
+    assert sum(s.preempted for s in answers) > 3
+    assert [s.tokens for s in answers] == [alone(model, r) for r in requests]
+
+
+@packed
+@pytest.mark.parametrize("changes", [dict(), dict(d_model=64, num_kv_heads=2, d_ff=96, window=9), dict(norm="layernorm", bias=True, ffn="gelu", position="learned"),
+                                     dict(ffn="relu", norm_position="post", qk_norm=True)], ids=str)
+def test_bits_don_t_depend_on_company_pieces_or_a_second_time(changes):
+    model = small(torch.float32, **changes)
+    watched, others = Request(tuple(range(30)), 30, temperature=.8, seed=3, log_probs=3), load(20, 8)
+    single = Engine(model, block_size=4).run([watched])[0]
+    for seed in range(6):
+        rng, order = random.Random(seed), [watched] + others
+        rng.shuffle(order)
+        engine = Engine(model, 20, rng.choice([2, 4, 8]), 6, rng.choice([6, 10, 64]), share=seed % 2 == 0)
+        s = replay(engine, order, [rng.randrange(20) for _ in order])[order.index(watched)]
+        assert s.tokens == single.tokens and s.log_probs == single.log_probs
+
+
+@packed
+def test_packed_rows_are_equal_in_bits_and_right():
+    model = small(torch.float32, d_model=64, d_ff=160, bias=True)
+    for linears in ([model.layers[0].attn.q_proj, model.layers[0].attn.k_proj], [model.layers[1].ffn.w2], [model.lm_head]):
+        product, x = PackedProduct(*linears), torch.randn(40, linears[0].weight.shape[1], generator=torch.Generator().manual_seed(0))
+        for l in linears:
+            if l.bias is not None: l.bias.data.normal_(generator=torch.Generator().manual_seed(1))
+        product = PackedProduct(*linears)
+        check_close(product(x), torch.cat([l(x) for l in linears], -1).detach(), 1e-4, 1e-5)
+        assert all(torch.equal(product(x[i:i+n]), product(x)[i:i+n]) for i in range(0, 40, 7) for n in range(1, 40 - i))
+
+
+def test_logits_equal_the_model_and_both_attentions_agree():
+    for changes in VARIANTS:
+        model = small(**changes)
+        ids = [[(7*k + 3*j) % 97 for j in range(n)] for k, n in enumerate((1, 5, 11))]
+        for attend in (None, gathered_attention):
+            paged, sequences = PagedModel(model, 12, 4), [Sequence(Request(tuple(i))) for i in ids]
+            paged.attend = attend or paged.attend
+            free = list(range(12))
+            random.Random(1).shuffle(free)
+            for s in sequences: s.blocks = [free.pop() for _ in range(-(-len(s.ids) // 4))]
+            sequences[2].computed = 0
+            paged.forward(rows_of({sequences[2]: 6}, 4))
+            sequences[2].computed = 6
+            logits = paged.forward(rows_of({s: s.missing for s in sequences}, 4))
+            check_close(logits.double(), torch.stack([model(torch.tensor(i))[-1] for i in ids]).detach(), 1e-5, 1e-5)
+
+
+def test_bfloat16_runs_and_is_near():
+    model, exact = small(torch.bfloat16), small(torch.float32)
+    s = Engine(model).run([Request((1, 2, 3), 5, temperature=0., log_probs=0)])[0]
+    want = log_probs(exact.to(torch.bfloat16).float(), s.ids)[2:]
+    check_close(torch.tensor([p for p, _ in s.log_probs]), want, 0, .1)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_answers_on_a_gpu():
+    model, requests = small(torch.float64), load(8, 3)
+    truth = [alone(model, r) for r in requests]
+    assert [s.tokens for s in Engine(model.cuda(), 40, 4).run(requests)] == truth
+
+
+# Sharing
+
+def test_one_prompt_many_answers_are_computed_once_and_copied_when_written():
+    model = small()
+    for length in (8, 10):
+        requests = [Request(tuple(range(length)), 6, seed=k) for k in range(4)]
+        engine = Engine(model, block_size=4)
+        copies = []
+        engine.copy = lambda old, new, copy=engine.copy: (copies.append((old, new)), copy(old, new))
+        answers = replay(engine, requests, [0] * 4, check_pool)
+        assert [s.tokens for s in answers] == [alone(model, r) for r in requests]
+        assert engine.computed == length + 3 + 4*5 and copies
+
+
+def test_a_beginning_is_found_again_after_its_owner_left_until_it_is_overwritten():
+    model, prompt = small(), tuple(range(16))
+    engine = Engine(model, num_blocks=8, block_size=4)
+    engine.run([Request(prompt, 4)])
+    before = engine.computed
+    engine.run([Request(prompt + (50,), 1)])
+    assert engine.computed == before + 1
+    engine.run([Request(tuple(range(60, 90)), 3)])                  # takes all blocks
+    before = engine.computed
+    engine.run([Request(prompt + (50,), 1)])
+    assert engine.computed == before + 17
+
+
+def test_names_depend_on_everything_before():
+    assert chunk_name(b"", [1, 2]) != chunk_name(chunk_name(b"", [3]), [1, 2]) != chunk_name(b"", [2, 1])
+    model = small()
+    a, b = Request((1,)*4 + (9,)*4, 3), Request((2,)*4 + (9,)*4, 3)
+    engine = Engine(model, block_size=4)
+    assert [s.tokens for s in engine.run([a])] + [s.tokens for s in engine.run([b])] == [alone(model, a), alone(model, b)]
+
+
+def test_without_sharing_everything_is_computed():
+    engine = Engine(small(), block_size=4, share=False)
+    engine.run([Request(tuple(range(8)), 1)] * 3)
+    assert engine.computed == 24 and not engine.pool.blocks
+
+
+def test_pool_by_hand():
+    pool = BlockPool(2, 4)
+    a, b = pool.take(), pool.take()
+    with expect_error(IndexError, "all 2 blocks are in use"): pool.take()
+    pool.name(a, b"x"); pool.name(b, b"x")
+    assert pool.blocks == {b"x": a} and not pool.names[b]
+    pool.release(a)
+    with expect_error(ValueError, f"block {a} has no users"): pool.release(a)
+    pool.share(a)
+    assert pool.users == [1, 1] and not pool.free
+    for size in ((0, 4), (4, 0)):
+        with expect_error(ValueError, "expected 1 or more"): BlockPool(*size)
+
+
+# A machine of random steps
+
+@pytest.mark.parametrize("seed", range(8))
+def test_no_block_is_lost_whatever_is_done(seed):
+    rng, model = random.Random(seed), small(num_layers=1, d_model=16, d_ff=32)
+    engine, alive, done = Engine(model, rng.randint(16, 24), 4, rng.randint(1, 5), rng.randint(5, 20)), [], []
+    prompts = [tuple(rng.randrange(97) for _ in range(rng.randint(1, 40))) for _ in range(6)]
+    for _ in range(150):
+        what = rng.random()
+        if what < .35: alive.append(engine.add(Request(rng.choice(prompts)[:rng.randint(1, 40)] + tuple(rng.choices(range(97), k=rng.randint(0, 3))), rng.randint(0, 18), seed=rng.randrange(99))))
+        elif what < .45 and alive: engine.end(rng.choice(alive))
+        else: engine.step()
+        check_pool(engine)
+        done += [s for s in alive if s.reason]
+        alive = [s for s in alive if not s.reason]
+    while engine.busy: engine.step(); check_pool(engine)
+    done += alive
+    assert len(engine.pool.free) == len(engine.pool.users)
+    for s in done:
+        truth = alone(model, s.request)
+        assert s.tokens == (truth if s.reason == "length" else truth[:len(s.tokens)])
+
+
+def test_abort_frees_the_blocks_of_waiting_and_running_and_others_go_on():
+    model, requests = small(), load(6, 2, prompts=(5, 9), answers=(20, 20))
+    requests = [replace(r, stop=()) for r in requests]
+    engine = Engine(model, block_size=4, max_running=3)
+    sequences = [engine.add(r) for r in requests]
+    for _ in range(4): engine.step()
+    for k in (0, 5): engine.end(sequences[k]); check_pool(engine)
+    engine.end(sequences[0])                                        # a second time: nothing
+    while engine.busy: engine.step()
+    assert [s.reason for s in sequences] == ["abort"] + ["length"]*4 + ["abort"]
+    assert [s.tokens for s in sequences[1:5]] == [alone(model, r) for r in requests[1:5]] and len(sequences[0].tokens) == 4
+
+
+# Log-probabilities, draws, times, waste
+
+@pytest.mark.parametrize("budget", [3, 100])
+def test_log_probs_of_prompt_and_answer(budget):
+    model = small()
+    r = Request((5, 6, 7, 8, 9, 10), 6, temperature=.9, log_probs=2, echo=True)
+    engine = Engine(model, block_size=4, max_running=2, token_budget=budget)
+    engine.run([replace(r, echo=False)])                            # its blocks may not hide the prompt's logits
+    s = engine.run([r, replace(r, seed=4)])[0]
+    told = s.prompt_log_probs + s.log_probs
+    check_close(torch.tensor([p for p, _ in told]), log_probs(model, s.ids).float(), 1e-4, 1e-5)
+    for t, (_, best) in enumerate(told):
+        want = model(torch.tensor(s.ids[:t + 1]))[-1].log_softmax(-1).topk(2)
+        assert list(best) == want.indices.tolist()
+        check_close(torch.tensor(list(best.values())), want.values.float().detach(), 1e-4, 1e-5)
+
+
+def test_rows_are_drawn_as_sample_draws_one():
+    logits = torch.randn(7, 50, generator=torch.Generator().manual_seed(0))*3
+    make = lambda: [torch.Generator().manual_seed(k) for k in range(7)]
+    probs = next_token_probs(logits, .9, top_p=.8)
+    for _ in range(3): assert sample_rows(probs, make()).tolist() == [sample(p, g).item() for p, g in zip(probs, make())]
+    sequences = [Sequence(Request((1, 2), seed=k, **SETTINGS[k % 6])) for k in range(7)]
+    for s in sequences: s.ids += [3, 3]
+    want = [sample(next_token_probs(l, **s.request.settings, seen=[3, 3]), torch.Generator().manual_seed(s.request.seed)).item() for l, s in zip(logits, sequences)]
+    assert draw_tokens(logits, sequences) == want
+
+
+def test_static_batches_wait_and_continuous_ones_don_t():
+    model, requests = small(), [Request((k + 1,), 20 if k % 4 == 0 else 2) for k in range(8)]
+    steps = {}
+    for continuous in (False, True):
+        engine = Engine(model, max_running=4, continuous=continuous)
+        steps[continuous] = (engine.run(requests), engine.steps)[1]
+    assert steps == {False: 40, True: 22}
+
+
+def test_a_long_prompt_does_not_hold_up_the_others():
+    engine = Engine(small(), block_size=4, max_running=4, token_budget=8)
+    short = engine.add(Request((1, 2), 30))
+    engine.step()
+    long = engine.add(Request(tuple(range(50)), 2))
+    for _ in range(7): engine.step()
+    assert len(short.tokens) == 8 and not long.tokens and long.computed == 49
+    engine.step()
+    assert len(short.tokens) == 9 and len(long.tokens) == 1
+
+
+def test_waste_by_hand():
+    engine, waste = Engine(small(), block_size=4), Waste()
+    replay(engine, [Request((1, 2, 3, 4, 5), 3)], [0], waste)       # after two steps 5 and 6 tokens in 2 blocks; then it is gone
+    assert (waste.held, waste.owned, waste.asked, waste.longest) == (11, 16, 14, 128)
+    assert waste.shares()["owned"] == 5/16
+
+
+def test_timing_needs_tokens():
+    with expect_error(ValueError, "none of 1 sequences has a token"): timing([Sequence(Request((1,)))])
+
+
+# What is refused
+
+@pytest.mark.parametrize("changes, words", [
+    (dict(ids=()), "ids are empty"), (dict(ids=(97,)), "id 97"), (dict(ids=(-1,)), "id -1"), (dict(stop=(97,)), "stop: id 97"), (dict(max_tokens=-1), "max_tokens = -1"),
+    (dict(max_tokens=64), "need room for 66, but the model's context_length is 64"), (dict(max_tokens=40), "need room for 42, but the room in all blocks is 40"),
+    (dict(temperature=-.1), "temperature = -0.1"), (dict(temperature=float("nan")), "temperature = nan"), (dict(top_p=0.), "top_p = 0"), (dict(top_p=1.5), "top_p = 1.5"),
+    (dict(top_k=0), "top_k = 0"), (dict(min_p=2.), "min_p = 2"), (dict(repetition_penalty=0.), "repetition_penalty = 0"), (dict(log_probs=-1), "log_probs = -1"), (dict(log_probs=98), "log_probs = 98")])
+def test_what_can_t_be_answered_is_refused_and_nothing_changes(changes, words):
+    engine = Engine(small(), num_blocks=10, block_size=4)
+    with expect_error(ValueError, words): engine.add(Request(**dict(ids=(1, 2, 3)) | changes))
+    assert not engine.busy and len(engine.pool.free) == 10
+
+
+def test_what_just_fits_is_answered():
+    model = small()
+    assert len(Engine(model, num_blocks=16, block_size=4).run([Request((1, 2, 3), 62)])[0].tokens) == 62
+    assert Engine(model).run([Request((1,), 0)])[0].reason == "length"
+    for wrong in (dict(max_running=0), dict(max_running=5, token_budget=4)):
+        with expect_error(ValueError, "expected 1 or more"): Engine(model, **wrong)
