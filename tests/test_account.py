@@ -8,7 +8,7 @@ import pytest
 from lmcourse.accounting.account import account, account_tables, on_device
 from lmcourse.accounting.flops import training_flops
 from lmcourse.accounting.hardware import device
-from lmcourse.accounting.memory import activation_bytes, count_parameters, kv_cache_bytes, training_bytes
+from lmcourse.accounting.memory import activation_bytes, count_parameters, kv_cache_bytes, largest_batch, training_bytes
 from lmcourse.tools.config import ModelConfig
 
 
@@ -48,6 +48,12 @@ def test_what_depends_on_what():
     assert on_device(short, device("l4"))["largest_batch"] > on_device(account(c, 2), "l4")["largest_batch"]
     rows = {r["part"]: r for table in account_tables(short) for r in table.rows}
     assert rows["6 N D, for comparison"]["FLOPs"] == 6*124_439_808*256
+    assert rows["AdamW"]["FLOPs"] == short["flops"]["adamw"]
+    again = account(c, 2, recompute=True)
+    assert on_device(again, "l4")["largest_batch"] == largest_batch(c, device("l4").memory_bytes, recompute=True) > on_device(account(c, 2), "l4")["largest_batch"]
+    for batch, words in ((2, ": the step fits"), (2000, ": the step does not fit")):
+        a = account(c, batch)
+        assert next(r["value"] for r in account_tables(a, on_device(a, "l4"))[-1].rows if r["what"] == "memory").endswith(words)
     forward = short["flops"]["forward"]
     assert rows["ffn"]["share"] == pytest.approx(100*forward["ffn"]/sum(forward.values()))
 

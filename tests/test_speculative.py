@@ -80,7 +80,7 @@ def test_law_with_stop_ids(stop):
     for draft in drafts().values(): check_law(little, draft, stop=stop)
 
 
-@pytest.mark.parametrize("prompt", [[0], [2, 1], [1, 0, 2, 1]])
+@pytest.mark.parametrize("prompt", [[0], [2], [2, 1], [1, 0, 2, 1]])
 @pytest.mark.parametrize("context", [1, 2, 3, 4])
 def test_law_where_the_window_slides(prompt, context):
     for draft in drafts().values(): check_law(little, draft, prompt, context=context)
