@@ -1,6 +1,7 @@
 "The loop, its window and its seeds; batches; streams that never break a character or show a stop string; what is refused; right stories and wrong ones."
 import itertools
 import math
+import os
 import subprocess
 import sys
 
@@ -226,6 +227,10 @@ def test_decoder_refuses_and_nothing_changes(model, ids, words):
     for n in (-1, 3):
         with pytest.raises(ValueError, match=f"rewind to {n}, expected 0 to 2"): decoder.rewind(n)
     assert decoder.ids == [7, 8]
+    def broken(rows): raise RuntimeError("broken")
+    decoder.model = broken
+    with pytest.raises(RuntimeError): decoder.feed([9])
+    assert decoder.ids == [7, 8]
 
 
 class Careful(RecomputingDecoder):
@@ -293,12 +298,15 @@ def test_batch_computes_only_what_is_alive():
     assert sorted(steps) != [6, 6, 6]
 
 
-@pytest.mark.parametrize("code", ["from lmcourse.generation.generate import complete; from test_generate import BYTES, TransformerLM, ModelConfig;"
-                                  "print(ascii(complete(TransformerLM(ModelConfig(vocab_size=257, context_length=6, d_model=16, num_layers=2, num_heads=2)), BYTES, 'a', 40, seed=11)))"])
-def test_a_seed_is_the_same_text_in_another_process(model, code, tmp_path):
-    import os
-    environment = os.environ | dict(PYTHONPATH=os.pathsep.join(["tests", *filter(None, [os.environ.get("PYTHONPATH")])]), PYTHONHASHSEED="5")
-    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment).stdout.strip()
+OTHER = """from lmcourse.generation.generate import complete
+from test_generate import BYTES, ModelConfig, TransformerLM
+model = TransformerLM(ModelConfig(vocab_size=257, context_length=6, d_model=16, num_layers=2, num_heads=2))
+print(ascii(complete(model, BYTES, 'a', 40, seed=11)))"""
+
+
+def test_a_seed_is_the_same_text_in_another_process(model):
+    environment = os.environ | dict(PYTHONPATH=os.pathsep.join([os.path.dirname(__file__), *filter(None, [os.environ.get("PYTHONPATH")])]), PYTHONHASHSEED="5")
+    told = subprocess.run([sys.executable, "-c", OTHER], capture_output=True, text=True, check=True, env=environment).stdout.strip()
     assert told == ascii(complete(model, BYTES, "a", 40, seed=11))
 
 
@@ -333,6 +341,14 @@ def test_stop_strings(text, stops, cuts):
             assert not rest or any(s.startswith(rest) and s != rest for s in stops)
     assert shown == want
     if end is not None: assert len(b"".join(tokens[:asked - 1]).decode(errors="ignore")) < end
+
+
+@pytest.mark.parametrize("pieces", [["abc"], ["a", "bc"], ["ab", "c"], ["a", "b", "c"]])
+def test_of_two_stop_strings_the_one_that_is_complete_first(pieces):
+    class Cut:
+        def token_bytes(self, i): return pieces[i].encode()
+    assert "".join(stream_text(Cut(), range(len(pieces)), ["abc", "b"])) == "a"
+    assert "".join(stream_text(Cut(), range(len(pieces)), ["c", "bc", "abcd"])) == "a"
 
 
 def test_complete_stream(model):

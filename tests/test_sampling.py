@@ -177,6 +177,7 @@ def test_chi_squared():
     with pytest.raises(ValueError, match="5 is the least"): chi_squared(torch.tensor([4, 4]), torch.tensor([0.5, 0.5]))
 
 
+@settings(deadline=None)
 @given(LOGITS, st.floats(0.1, 10), st.lists(st.integers(0, 11), max_size=5))
 def test_repetition_penalty_by_its_definition(logits, value, seen):
     seen = [i % len(logits) for i in seen]
@@ -238,6 +239,7 @@ def test_numpy_dtypes_and_rows(dtype):
     assert ids.shape == (2, 3) and ids.dtype == np.int64
 
 
+@settings(deadline=None)
 @given(st.integers(-2**63, 2**63 - 1))
 def test_uniforms_are_those_of_torch(seed):
     generator = torch.Generator().manual_seed(seed)

@@ -7,7 +7,7 @@ __all__ = ['CUT_OFF', 'BENCHES', 'COMMANDS', 'TokenizerCommand', 'PrepareCommand
            'learn_tokenizer', 'in_bytes', 'all_or_nothing', 'prepare', 'validation_documents', 'training_documents',
            'NotThisJob', 'begun', 'unfinished_job', 'told_to_go_on', 'count_ngrams', 'ngram_line', 'TrainCommand',
            'new_trainer', 'open_data', 'matching_tokenizer', 'go_on', 'model_table', 'cost_lines', 'speed_lines',
-           'device_here', 'train_to_the_end', 'result_line', 'loss_plot', 'draw', 'story', 'beginning',
+           'device_here', 'train_to_the_end', 'result_line', 'loss_plot', 'draw', 'story', 'decoder_for', 'beginning',
            'GenerateCommand', 'PlotCommand', 'QuickstartCommand', 'get_ready', 'plan', 'keep', 'AccountCommand',
            'smoke', 'SmokeCommand', 'BenchTokenizerCommand', 'BenchTrainingCommand', 'BenchLoopCommand', 'BenchCommand',
            'one_line', 'parse', 'main', 'kill_as_ctrl_c']
@@ -357,6 +357,10 @@ def story(
     from lmcourse.generation.generate import complete
     return prompt + complete(model, tokenizer, prompt, max_tokens, temperature=temperature, top_p=top_p, seed=seed)
 
+def decoder_for(model): # The fastest that there is, as `generate` wants it
+    from lmcourse.inference.kv_cache import CachedDecoder, FastDecoder
+    return FastDecoder if next(model.parameters()).device.type == "cpu" else CachedDecoder
+
 def beginning(windows:str)->str: # Where no window of the training began after an end of text, begin at the start of a line
     return "" if windows in ("documents", "within") else "\n"
 
@@ -369,16 +373,24 @@ class GenerateCommand:
     number: int = 1             # Stories
     max_tokens: int = 400       # Tokens of a story at most
     temperature: float = 0.8    # Below 1 for the likelier words; 0 for the likeliest token always
+    top_k: int|None = None      # Draw from so many likeliest tokens
     top_p: float|None = None    # Draw from the smallest set of tokens with this probability
+    min_p: float|None = None    # Draw from tokens with this share of the likeliest one's probability
+    repetition_penalty: float|None = None # Above 1 against tokens that were drawn before
+    stop: tuple[str, ...] = ()  # Texts that end a story; they are not shown
     seed: int = 0               # The first story's; the next has the next
 
     def run(self):
+        from lmcourse.generation.generate import complete_stream
         from lmcourse.training.trainer import load_model, training_of
         if self.number < 1: raise ValueError(f"number = {self.number}, expected 1 or more")
         model, tokenizer = load_model(self.folder)
-        prompt = self.prompt or beginning(training_of(self.folder).windows)
+        prompt, decoder = self.prompt or beginning(training_of(self.folder).windows), decoder_for(model)
+        settings = {k: getattr(self, k) for k in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")}
         for seed in range(self.seed, self.seed + self.number):
-            say(story(model, tokenizer, seed, prompt, self.max_tokens, self.temperature, self.top_p).strip("\n"), "")
+            pieces = complete_stream(model, tokenizer, prompt, self.max_tokens, self.stop, seed=seed, decoder=decoder, **settings)
+            for piece in chain([self.prompt], pieces): print(piece, end="", flush=True)
+            say("", "")
 
 # %% ../../nbs/90c_cli.ipynb #4a79cd7c
 @dataclass

@@ -87,7 +87,9 @@ def write_run(
     data:Path,          # The folder with its tokens; where it lies is told from the run's folder
 ):
     "Write `config.json`, whole or not at all."
-    values = dict(model=model.to_dict(), train=train.to_dict(), data=os.path.relpath(data, run), lmcourse=__version__)
+    tokens = Path(data)/"train.json"
+    digest = _read_json(tokens).get("tokenizer") if tokens.is_file() else None      # of the tokenizer that made them
+    values = dict(model=model.to_dict(), train=train.to_dict(), data=os.path.relpath(data, run), tokenizer=digest, lmcourse=__version__)
     _write_whole(run/"config.json", json.dumps(values, indent=2) + "\n")
 
 def read_run(
@@ -388,10 +390,11 @@ def save_model(
     if folder.exists(): raise FileExistsError(f"{folder} exists; name a folder that does not")
     part = folder.with_name(folder.name + ".part")
     weights = {name: p.detach().half().cpu().contiguous() for name,p in model.named_parameters()}
+    about = dict(model=model.config.to_dict(), train=train.to_dict(), tokenizer=tokenizer.digest, made=made)
     try:
         tokenizer.save(part)
         write_safetensors(part/"model.safetensors", weights)
-        _write_whole(part/"config.json", json.dumps(dict(model=model.config.to_dict(), train=train.to_dict(), made=made), indent=2) + "\n")
+        _write_whole(part/"config.json", json.dumps(about, indent=2) + "\n")
         os.replace(part, folder)
     finally: shutil.rmtree(part, ignore_errors=True)
 
@@ -406,6 +409,9 @@ def load_model(
     try: model, tokenizer = read(folder)
     except (KeyError, TypeError, RuntimeError, SafetensorError) as e:
         raise ValueError(f"{folder}: no model that can be read ({str(e).splitlines()[0]})") from None
+    wanted = model.tokenizer_digest = _read_json(folder/"config.json").get("tokenizer")     # `complete` refuses another one, too
+    if wanted not in (None, tokenizer.digest):
+        raise ValueError(f"{folder}: trained with the tokenizer {wanted[:12]}…, but the one that is there is {tokenizer.digest[:12]}…")
     return model.to(pick_device(device)).eval(), tokenizer
 
 # %% ../../nbs/04e_trainer.ipynb #2972a8f7
