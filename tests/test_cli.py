@@ -175,7 +175,7 @@ def broken(work, whole):
     ("plot whole --width 1", "width = 1, expected 2 to 1000"),
     ("plot whole --height 0", "height = 0, expected 2 to 1000"),
     ("smoke --seed -1", "seed = -1, expected 0 or more"),
-    ("no-such-command", "quickstart, tokenizer, prepare, train, generate, plot, account, bench, smoke"),
+    ("no-such-command", "quickstart, tokenizer, prepare, train, generate, plot, account, serve, bench, smoke"),
 ])
 def test_a_mistake_is_one_line_and_leaves_nothing(broken, words, answer):
     before = sorted(broken.rglob("*"))

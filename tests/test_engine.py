@@ -92,7 +92,8 @@ def test_bits_don_t_depend_on_company_pieces_or_a_second_time(changes):
     for seed in range(6):
         rng, order = random.Random(seed), [watched] + others
         rng.shuffle(order)
-        engine = Engine(model, 20, rng.choice([2, 4, 8]), 6, rng.choice([6, 10, 64]), share=seed % 2 == 0)
+        size = rng.choice([2, 4, 8])
+        engine = Engine(model, 80//size, size, 6, rng.choice([6, 10, 64]), share=seed % 2 == 0)
         s = replay(engine, order, [rng.randrange(20) for _ in order])[order.index(watched)]
         assert s.tokens == single.tokens and s.log_probs == single.log_probs
 
@@ -152,6 +153,12 @@ def test_one_prompt_many_answers_are_computed_once_and_copied_when_written():
         answers = replay(engine, requests, [0] * 4, check_pool)
         assert [s.tokens for s in answers] == [alone(model, r) for r in requests]
         assert engine.computed == length + 3 + 4*5 and copies
+
+
+def test_a_copy_needs_a_free_block_and_waits_for_it():
+    model, request = small(), Request((1, 2, 3, 4, 5, 6), 3)
+    answers = replay(Engine(model, num_blocks=2, block_size=4), [request]*3, [0, 1, 1], check_pool)
+    assert [s.tokens for s in answers] == [alone(model, request)]*3
 
 
 def test_a_beginning_is_found_again_after_its_owner_left_until_it_is_overwritten():

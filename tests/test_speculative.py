@@ -176,7 +176,7 @@ def tiny():
     return remembered
 
 
-def p_value(model, draft, length=4, times=1000, **kw):
+def p_value(model, draft, length=4, times=700, **kw):
     truth, generator = true_law(model, 4, [0], length, **kw), torch.Generator().manual_seed(0)
     counts = Counter(tuple(speculate(model, draft, [0], length, 3, generator=generator, **kw)) for _ in range(times))
     if counts.keys() - truth.keys(): return 0.
@@ -218,7 +218,7 @@ def test_greedy_equals_generate(model, prompt, decoder):
     for kw in ({}, dict(context_length=7), dict(stop=[3, 5])):
         plain = list(generate(model, prompt, 25, temperature=0, decoder=decoder, **kw))
         for draft in greedy_drafts(model):
-            for lookahead in (1, 4, 20):
+            for lookahead in (3, 20):
                 assert list(speculate(model, draft, prompt, 25, lookahead, temperature=0, decoder=decoder, **kw)) == plain
 
 
@@ -327,6 +327,7 @@ def test_ngrams_fit_the_largest_vocabulary_said_to_fit():
     draft = NgramDraft([size - 1, size - 1, 5], size, order=2)
     assert [len(keys) for keys, _ in draft.grams] == [2, 2] and draft.grams[1][0].tolist() == [(size - 1)*size + 5, size*size - 1]
     with pytest.raises(ValueError, match="order = 3, expected 1 to 2 for 2147483648 ids"): NgramDraft([0], size, order=3)
+    with pytest.raises(ValueError, match="order = 3, expected 1 to 2 for 2097152 ids"): NgramDraft([0], 2**21, order=3)  # 63 bits: one too many
 
 
 # Formulas

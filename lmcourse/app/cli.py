@@ -8,14 +8,15 @@ __all__ = ['CUT_OFF', 'BENCHES', 'COMMANDS', 'TokenizerCommand', 'PrepareCommand
            'NotThisJob', 'begun', 'unfinished_job', 'told_to_go_on', 'count_ngrams', 'ngram_line', 'TrainCommand',
            'new_trainer', 'open_data', 'matching_tokenizer', 'go_on', 'model_table', 'cost_lines', 'speed_lines',
            'device_here', 'train_to_the_end', 'result_line', 'loss_plot', 'draw', 'story', 'decoder_for', 'beginning',
-           'GenerateCommand', 'PlotCommand', 'QuickstartCommand', 'get_ready', 'plan', 'keep', 'AccountCommand',
-           'smoke', 'SmokeCommand', 'BenchTokenizerCommand', 'BenchTrainingCommand', 'BenchLoopCommand', 'BenchCommand',
-           'one_line', 'parse', 'main', 'kill_as_ctrl_c']
+           'GenerateCommand', 'ServeCommand', 'PlotCommand', 'QuickstartCommand', 'get_ready', 'plan', 'keep',
+           'AccountCommand', 'smoke', 'SmokeCommand', 'BenchTokenizerCommand', 'BenchTrainingCommand',
+           'BenchLoopCommand', 'BenchGenerationCommand', 'BenchCommand', 'one_line', 'parse', 'main', 'kill_as_ctrl_c']
 
 # %% ../../nbs/90c_cli.ipynb #dab6aaa2
 import contextlib, hashlib, io, json, math, os, platform, re, shutil, signal, sys, textwrap, time, warnings
 from dataclasses import dataclass, field, replace
 from datetime import date
+from importlib.util import find_spec
 from itertools import chain, islice
 from pathlib import Path
 from typing import Annotated, Iterator, Literal, Union
@@ -394,6 +395,33 @@ class GenerateCommand:
 
 # %% ../../nbs/90c_cli.ipynb #4a79cd7c
 @dataclass
+class ServeCommand:
+    "Answer requests over HTTP as OpenAI's completions do; without RUN with the model that comes with the course."
+    folder: word(Path|None, "RUN") = None # A run
+    host: str = "127.0.0.1"     # Who may ask: by default programs on this machine
+    port: int = 8000            # Where it listens
+    name: str = "lmcourse"      # Of the model, for clients
+    max_open: int = 64          # Answers running or waiting; more are refused
+    max_running: int = 16       # Answers computed together
+    max_tokens: int|None = None # Of an answer; by default what the context has room for
+    max_body: int = 1_000_000   # Bytes of a request
+    grace: float = 10.          # Seconds for requests in flight when the server is stopped
+
+    def run(self):
+        from lmcourse.app.serve import serve_model
+        from lmcourse.training.trainer import load_model
+        for name in ("fastapi", "uvicorn"):
+            if find_spec(name) is None: raise ValueError(f"serve: the package {name} is not installed, pip install 'lmcourse[serve]'")
+        if not 1 <= self.port <= 65_535: raise ValueError(f"port = {self.port}, expected 1 to 65535")
+        if not 0 <= self.grace <= 3600: raise ValueError(f"grace = {self.grace}, expected 0 to 3600")
+        model, tokenizer = load_model(self.folder)
+        say(f"serving {self.name!r} on http://{self.host}:{self.port}/v1; stop with Ctrl-C")
+        limits = {k: getattr(self, k) for k in ("name", "max_open", "max_running", "max_tokens", "max_body")}
+        with contextlib.suppress(KeyboardInterrupt): serve_model(model, tokenizer, self.host, self.port, self.grace, **limits)
+        say("stopped")
+
+# %% ../../nbs/90c_cli.ipynb #cfe7c373
+@dataclass
 class PlotCommand:
     "Draw the losses of one or more runs."
     runs: word(tuple[Path, ...], "RUN")  # Run folders
@@ -411,7 +439,7 @@ class PlotCommand:
         draw(self.runs, self.out)
         say(f"in {self.out}")
 
-# %% ../../nbs/90c_cli.ipynb #cfe7c373
+# %% ../../nbs/90c_cli.ipynb #8f6acb52
 @dataclass
 class QuickstartCommand:
     "Text to tokenizer to model to stories, in a few minutes on two cores."
@@ -485,7 +513,7 @@ def keep(
     save_model(folder, model, Tokenizer.from_folder(data/"tokenizer"), train, made)
     say(f"the model is in {folder}")
 
-# %% ../../nbs/90c_cli.ipynb #8f6acb52
+# %% ../../nbs/90c_cli.ipynb #b9dae631
 @dataclass
 class AccountCommand:
     "Count a model before it runs: parameters, memory, FLOPs and, on a device, the time."
@@ -527,7 +555,7 @@ def smoke(
         losses.append(float(loss))
     return losses
 
-# %% ../../nbs/90c_cli.ipynb #b9dae631
+# %% ../../nbs/90c_cli.ipynb #87cd5c58
 @dataclass
 class SmokeCommand:
     "Train the NumPy engine for a second, beside the published run of the same size."
@@ -541,7 +569,7 @@ class SmokeCommand:
         say(str(Table(rows)), "", f"{len(losses)} steps on one batch, in nats per token; {math.log(256):.4f} is a guess among 256")
         if not losses[0] - losses[-1] >= theirs[0] - theirs[1]: raise ValueError(f"the loss fell from {losses[0]:.4f} to {losses[-1]:.4f}, which is less than the published fall")
 
-# %% ../../nbs/90c_cli.ipynb #87cd5c58
+# %% ../../nbs/90c_cli.ipynb #5c92a90b
 @dataclass
 class BenchTokenizerCommand:
     "Learning, encoding, memory and the first use, beside tiktoken, tokenizers and rustbpe."
@@ -555,7 +583,7 @@ class BenchTokenizerCommand:
         from lmcourse.app.bench import bench_tokenizer
         return bench_tokenizer(self.data, self.max_mb, self.threads, self.rounds, self.out)
 
-# %% ../../nbs/90c_cli.ipynb #5c92a90b
+# %% ../../nbs/90c_cli.ipynb #b5242fdd
 @dataclass
 class BenchTrainingCommand:
     "A training step of each engine, beside transformers and beside the fastest matrix product of this machine."
@@ -568,7 +596,7 @@ class BenchTrainingCommand:
         from lmcourse.app.bench_training import bench_training
         return bench_training(self.rounds, self.threads, self.large_vocabulary, self.out)
 
-# %% ../../nbs/90c_cli.ipynb #b5242fdd
+# %% ../../nbs/90c_cli.ipynb #9fec4938
 @dataclass
 class BenchLoopCommand:
     "The trainer's loop beside bare steps, one setting changed at a time."
@@ -584,8 +612,21 @@ class BenchLoopCommand:
         from lmcourse.app.throughput import bench_throughput
         return bench_throughput(self.preset, self.device, self.steps, self.rounds, self.threads, self.only, self.out)
 
-# %% ../../nbs/90c_cli.ipynb #b67a5828
-BENCHES = dict(tokenizer=BenchTokenizerCommand, training=BenchTrainingCommand, loop=BenchLoopCommand)
+# %% ../../nbs/90c_cli.ipynb #8ebae005
+@dataclass
+class BenchGenerationCommand:
+    "Writing token by token, beside transformers and beside the time of reading all weights."
+    rounds: int = 5                             # How often it is each one's turn
+    threads: int|None = None                    # For each; by default all cores
+    models: tuple[str, ...] = ("36M", "5M")     # Which sizes
+    out: Path|None = None                       # New file for all measurements, as JSON
+
+    def lines(self):
+        from lmcourse.app.bench_generation import bench_generation
+        return bench_generation(self.rounds, self.threads, self.models, self.out)
+
+# %% ../../nbs/90c_cli.ipynb #59d2f213
+BENCHES = dict(tokenizer=BenchTokenizerCommand, training=BenchTrainingCommand, loop=BenchLoopCommand, generation=BenchGenerationCommand)
 
 @dataclass
 class BenchCommand:
@@ -606,7 +647,7 @@ def one_line(
     return re.split("For full helptext|Argument helptext", re.sub(r"Error parsing __tyro\S+ ", "", words))[0].strip()
 
 COMMANDS = dict(quickstart=QuickstartCommand, tokenizer=TokenizerCommand, prepare=PrepareCommand, train=TrainCommand,
-                generate=GenerateCommand, plot=PlotCommand, account=AccountCommand, bench=BenchCommand, smoke=SmokeCommand)
+                generate=GenerateCommand, plot=PlotCommand, account=AccountCommand, serve=ServeCommand, bench=BenchCommand, smoke=SmokeCommand)
 
 # %% ../../nbs/90c_cli.ipynb #75c30046
 def parse(

@@ -1,0 +1,415 @@
+"The server: OpenAI's answers and errors, and nothing that stays behind, whoever asks what and leaves when."
+import asyncio
+import json
+import random
+import socket
+import threading
+import time
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("fastapi")
+pytest.importorskip("uvicorn")
+
+from lmcourse.app.serve import (Choice, EngineThread, Job, Refused, Service, joined, make_app, make_server, read_body, read_prompts,
+                                token_text)
+from lmcourse.architecture.transformer_torch import TransformerLM
+from lmcourse.generation.generate import complete, log_probs, prompt_ids, stream_text
+from lmcourse.inference.engine import Engine, Request
+from lmcourse.tokenization.tokenizer import Tokenizer
+from lmcourse.tools.checks import check_close, expect_error
+from lmcourse.tools.config import ModelConfig
+
+TOKENIZER = Tokenizer.train(["the cat sat on the mat, the dog sat on the cat. Zoë 日本 🙂 " * 3], 280)
+MODEL = TransformerLM(ModelConfig(vocab_size=280, context_length=64, d_model=32, num_layers=1, num_heads=2, d_ff=64), 1).eval()
+
+
+@pytest.fixture
+def service():
+    made = Service(MODEL, TOKENIZER, name="m", max_open=8, max_body=20_000)
+    yield made
+    made.worker.close()
+    assert not made.worker.thread.is_alive()
+
+
+def quiet(service, seconds=5):
+    "Nothing runs, no place is taken, all blocks are free."
+    end, engine = time.time() + seconds, service.worker.engine
+    while time.time() < end and (service.worker.open or service.worker.engine.busy or service.worker.jobs): time.sleep(.01)
+    assert not service.worker.open and not service.worker.jobs and not engine.busy and len(engine.pool.free) == len(engine.pool.users)
+
+
+async def ask(app, body, path="/v1/completions", method="POST", kind=b"application/json", leave_after=None, chunks=1):
+    "Call an ASGI application: status and data. With `leave_after` the client is gone after that many pieces (0: before the first)."
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    parts = [data[i::1] if chunks == 1 else data[i*len(data)//chunks:(i + 1)*len(data)//chunks] for i in range(chunks)]
+    inbox, sent, gone = [dict(type="http.request", body=p, more_body=i < chunks - 1) for i, p in enumerate(parts)], [], asyncio.Event()
+    async def receive():
+        if inbox: return inbox.pop(0)
+        if leave_after == 0: gone.set()
+        await gone.wait()
+        return dict(type="http.disconnect")
+    async def send(message):
+        sent.append(message)
+        if leave_after and sum(m["type"] == "http.response.body" for m in sent) >= leave_after: gone.set()
+    scope = dict(type="http", asgi={"version": "3.0", "spec_version": "2.3"}, http_version="1.1", method=method, path=path, raw_path=path.encode(), query_string=b"",
+                 root_path="", scheme="http", headers=[(b"content-type", kind), (b"host", b"x")], client=("127.0.0.1", 1), server=("127.0.0.1", 2), app=app)
+    await app(scope, receive, send)
+    gone.set()
+    return sent[0]["status"] if sent else None, b"".join(m.get("body", b"") for m in sent[1:])
+
+
+def call(service, body, **more):
+    status, data = asyncio.run(ask(make_app(service), body, **more))
+    return status, json.loads(data)
+
+
+def events(data):
+    lines = data.decode().split("\n\n")
+    assert lines.pop() == "" and all(l.startswith("data: ") for l in lines)
+    return [l[6:] if l == "data: [DONE]" else json.loads(l[6:]) for l in lines]
+
+
+BODY = dict(model="m", prompt="the cat", max_tokens=20, seed=5)
+
+
+# Answers
+
+@pytest.mark.parametrize("settings", [dict(), dict(temperature=0), dict(temperature=.7, top_p=.9)], ids=str)
+def test_text_is_that_of_complete(service, settings):
+    status, answer = call(service, BODY | settings | dict(n=3))
+    assert status == 200 and answer["object"] == "text_completion" and answer["model"] == "m" and answer["id"].startswith("cmpl-")
+    want = [complete(MODEL, TOKENIZER, "the cat", 20, seed=5 + i, **settings) for i in range(3)]
+    assert [c["text"] for c in answer["choices"]] == want and [c["index"] for c in answer["choices"]] == [0, 1, 2]
+    assert answer["usage"]["prompt_tokens"] == len(prompt_ids(TOKENIZER, "the cat"))
+    assert answer["usage"]["total_tokens"] == answer["usage"]["prompt_tokens"] + answer["usage"]["completion_tokens"]
+    quiet(service)
+
+
+def test_prompts_of_each_kind(service):
+    ids = TOKENIZER.encode("the dog")
+    for prompt, texts in (("the dog", ["the dog"]), (["the dog", "the"], ["the dog", "the"]), ([TOKENIZER.end_of_text] + ids, ["the dog"]),
+                          ([prompt_ids(TOKENIZER, "a"), prompt_ids(TOKENIZER, "")], ["a", ""])):
+        answer = call(service, BODY | dict(prompt=prompt))[1]
+        assert [c["text"] for c in answer["choices"]] == [complete(MODEL, TOKENIZER, t, 20, seed=5) for t in texts]
+    assert read_prompts("", TOKENIZER, 4) == [([TOKENIZER.end_of_text], 1)]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_streamed_pieces_are_whole_characters_and_add_up(service, seed):
+    for stop in ([], ["a"], ["\ufffd\ufffd", "the"]):
+        body = BODY | dict(seed=seed, stop=stop, max_tokens=40)
+        whole = call(service, body)[1]
+        status, data = asyncio.run(ask(make_app(service), body | dict(stream=True, stream_options=dict(include_usage=True))))
+        *pieces, usage, done = events(data)
+        text = "".join(p["choices"][0]["text"] for p in pieces)
+        assert status == 200 and done == "[DONE]" and usage["choices"] == [] and usage["usage"] == whole["usage"]
+        assert text == whole["choices"][0]["text"] and not any(s in text for s in stop)
+        assert text == "".join(stream_text(TOKENIZER, list(Engine(MODEL).run([Request(tuple(prompt_ids(TOKENIZER, "the cat")), 40, seed=seed, top_p=1., stop=(TOKENIZER.end_of_text,))])[0].tokens), stop))
+        reasons = [p["choices"][0]["finish_reason"] for p in pieces]
+        assert reasons[:-1] == [None]*(len(pieces) - 1) and reasons[-1] == whole["choices"][0]["finish_reason"]
+    quiet(service)
+
+
+def test_half_a_character_is_never_shown():
+    ids = TOKENIZER.encode_bytes("Zoë 日本 🙂".encode())
+    for cut in ([ids], [list(b) for b in ["Zoë 日本 🙂".encode()]]):
+        byte = lambda b: TOKENIZER.ids[bytes([b])]
+        choice = Choice(TOKENIZER, [])
+        pieces = [choice.add(i if cut[0] is ids else byte(i), None) for i in cut[0]] + [choice.finish("length")]
+        text = [p["text"] for p in pieces if p]
+        assert "".join(text) == "Zoë 日本 🙂" and "\ufffd" not in "".join(text)
+
+
+def test_echo_and_log_probs(service):
+    for tail in (0, 7):
+        answer = call(service, BODY | dict(prompt="the cat. Zoë", echo=True, logprobs=2, max_tokens=tail, n=2))[1]
+        for c in answer["choices"]:
+            told = c["logprobs"]
+            ids = prompt_ids(TOKENIZER, "the cat. Zoë")
+            assert c["text"].startswith("the cat. Zoë") and len(told["tokens"]) == len(told["token_logprobs"]) == len(told["text_offset"]) == len(told["top_logprobs"])
+            check_close(torch.tensor(told["token_logprobs"][:len(ids) - 1]), log_probs(MODEL, ids), 1e-4, 1e-4)
+            assert all(len(t) == 2 for t in told["top_logprobs"]) and told["text_offset"] == sorted(told["text_offset"])
+            for token, offset in zip(told["tokens"], told["text_offset"]):
+                if not token.startswith("bytes:"): assert c["text"][offset:].startswith(token)
+    first = call(service, BODY | dict(prompt=TOKENIZER.encode("the cat"), echo=True, logprobs=0, max_tokens=1))[1]["choices"][0]["logprobs"]
+    assert first["token_logprobs"][0] is None and None not in first["token_logprobs"][1:]
+    assert call(service, BODY | dict(echo=True, max_tokens=0))[1]["choices"][0]["text"] == "the cat"
+    assert token_text(b"ab") == "ab" and token_text(b"\xe6\x97") == r"bytes:\xe6\x97"
+
+
+def test_streamed_log_probs_add_up(service):
+    body = BODY | dict(logprobs=1, stop=["at"], max_tokens=40, echo=True)
+    whole = call(service, body)[1]["choices"][0]
+    *pieces, _ = events(asyncio.run(ask(make_app(service), body | dict(stream=True)))[1])
+    assert joined([p["choices"][0] for p in pieces]) == whole
+    assert all(o <= len(whole["text"]) for o in whole["logprobs"]["text_offset"])
+
+
+def test_models(service):
+    status, answer = call(service, b"", path="/v1/models", method="GET")
+    assert status == 200 and answer["object"] == "list" and [m["id"] for m in answer["data"]] == ["m"]
+    assert call(service, b"", path="/v1/models/m", method="GET")[1]["owned_by"] == "lmcourse"
+    assert call(service, b"", path="/v1/models/x/y", method="GET")[0] == 404
+
+
+# Errors
+
+WRONG = [(dict(temperature=-1), "temperature"), (dict(temperature=2.1), "temperature"), (dict(temperature="1"), "temperature"), (dict(top_p=0), "top_p"), (dict(top_p=1.1), "top_p"),
+         (dict(max_tokens=-1), "max_tokens"), (dict(max_tokens=1.5), "max_tokens"), (dict(max_tokens=True), "max_tokens"), (dict(max_tokens=65), "max_tokens"), (dict(n=0), "n"), (dict(n=9), "n"),
+         (dict(logprobs=6), "logprobs"), (dict(stop=""), "stop"), (dict(stop=["a"]*5), "stop"), (dict(stop=[1]), "stop"), (dict(stream=1), "stream"), (dict(seed=2**63), "seed"),
+         (dict(seed=1.0), "seed"), (dict(prompt=[]), "prompt"), (dict(prompt=[[]]), "prompt"), (dict(prompt=[1, "a"]), "prompt"), (dict(prompt=[280]), "prompt"), (dict(prompt=[-1]), "prompt"),
+         (dict(prompt=[True]), "prompt"), (dict(prompt="\ud800"), "prompt"), (dict(prompt="a"*400), "prompt"), (dict(prompt=["a"]*9), "prompt"), (dict(best_of=2), "best_of"),
+         (dict(suffix="x"), "suffix"), (dict(presence_penalty=1), "presence_penalty"), (dict(logit_bias={"1": 1}), "logit_bias"), (dict(tools=[]), "tools"),
+         (dict(stream_options={}), None), (dict(stream_options={"x": 1}), "stream_options"), (dict(model=None), "model"), (dict(model="\ud800"), "model"), ({"\ud800": 1}, "?"), (dict(user=1), "user")]
+
+
+@pytest.mark.parametrize("changes, param", WRONG, ids=str)
+def test_what_is_wrong_is_named(service, changes, param):
+    if changes == dict(stream_options={}): return
+    status, answer = call(service, BODY | changes)
+    assert 400 <= status < 500 and set(answer) == {"error"} and set(answer["error"]) == {"message", "type", "param", "code"}
+    assert answer["error"]["param"] == param and answer["error"]["type"] == "invalid_request_error" and answer["error"]["message"]
+    quiet(service)
+
+
+def test_statuses(service):
+    for more, status in ((dict(body=b"{"), 400), (dict(body=b"[]"), 400), (dict(body=b"\xff"), 400), (dict(body=b"x"*20_001), 413), (dict(body=b"x"*20_001, chunks=7), 413), (dict(kind=b"text/plain"), 415),
+                         (dict(method="GET"), 405), (dict(path="/v1/chat/completions"), 404), (dict(path="/"), 404), (dict(body=BODY | dict(model="gpt")), 404)):
+        got, answer = call(service, **dict(body=BODY) | more)
+        assert got == status and set(answer["error"]) == {"message", "type", "param", "code"}, more
+    assert call(service, BODY | dict(prompt="a"*200))[1]["error"]["code"] == "context_length_exceeded"
+
+
+def test_defaults_may_be_null_or_said(service):
+    want = call(service, BODY)[1]["choices"]
+    said = dict(best_of=1, presence_penalty=0, frequency_penalty=0.0, logit_bias={}, suffix=None, user="me", stop=None, n=None, logprobs=None, stream=False, temperature=1, top_p=1)
+    assert call(service, BODY | said)[1]["choices"] == want
+
+
+def test_a_full_server_says_so_and_serves_on(service):
+    app = make_app(service)
+    async def many():
+        return await asyncio.gather(*(ask(app, BODY | dict(max_tokens=50, n=3, seed=s)) for s in range(6)))
+    answers = asyncio.run(many())
+    assert sorted(s for s, _ in answers) == [200, 200, 429, 429, 429, 429]
+    assert json.loads(next(d for s, d in answers if s == 429))["error"]["code"] == "queue_full"
+    quiet(service)
+    assert call(service, BODY)[0] == 200
+
+
+def test_the_wrong_model_or_tokenizer_or_limits_are_refused():
+    other = TransformerLM(ModelConfig(vocab_size=291, context_length=8, d_model=16, num_layers=1, num_heads=2))
+    with expect_error(ValueError, "280 ids, the model's vocabulary 291"): Service(other, TOKENIZER)
+    with expect_error(ValueError, "max_open = 0"): Service(MODEL, TOKENIZER, max_open=0)
+
+
+# Who goes away, and what breaks
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("leave_after", [0, 1, 3])
+def test_a_client_that_goes_away_leaves_nothing(service, stream, leave_after):
+    if leave_after and not stream: return
+    slow(service, .03)
+    start = time.time()
+    asyncio.run(ask(make_app(service), BODY | dict(stream=stream, max_tokens=55, n=2), leave_after=leave_after))
+    quiet(service)
+    assert time.time() - start < 1.5 and service.worker.engine.steps < 50
+
+
+def slow(service, seconds):
+    "Each step takes so long at least."
+    engine = service.worker.engine
+    step = engine.step
+    engine.step = lambda: (time.sleep(seconds), step())[1]
+
+
+def test_an_answer_that_met_its_stop_string_is_not_computed_on(service):
+    plain = [c["text"] for c in call(service, BODY | dict(n=2, max_tokens=50))[1]["choices"]]
+    only = next(c for c in plain[0] if c not in plain[1] and c != "\ufffd")
+    done, engine = [], service.worker.engine
+    slow(service, .01)
+    end = engine.end
+    engine.end = lambda s, reason="abort": (done.append(len(s.tokens)), end(s, reason))[1]
+    call(service, BODY | dict(n=2, max_tokens=50, stop=only))
+    assert len(done) == 2 and min(done) < 45 <= max(done)
+
+
+def test_an_error_of_the_engine_ends_the_answers_and_the_next_ones_are_served(service):
+    def broken(): raise FloatingPointError("no number")
+    service.worker.engine.step = broken
+    status, answer = call(service, BODY)
+    assert status == 500 and answer["error"]["type"] == "server_error" and "no number" in answer["error"]["message"]
+    assert call(service, BODY)[0] == 200
+    service.worker.engine.step = broken
+    *_, last = events(asyncio.run(ask(make_app(service), BODY | dict(stream=True)))[1])
+    assert "no number" in last["error"]["message"]
+    quiet(service)
+
+
+def test_a_job_hears_nothing_after_its_end():
+    worker, heard = EngineThread(lambda: Engine(MODEL)), []
+    job = Job(Request((1, 2), 3), heard.append)
+    assert worker.submit([job])
+    while not job.over: time.sleep(.01)
+    worker.cancel(job)
+    worker.close()
+    assert [e[0] for e in heard] == ["token"]*3 + ["end"] and heard[-1] == ("end", "length") and not worker.open
+    late = Job(Request((1,), 3), heard.append)
+    worker.start(late)
+    assert late.over and "shutting down" in heard[-1][1]
+
+
+# Over a socket
+
+class Running:
+    "A server in a thread."
+    def __init__(self, service, grace=.5):
+        self.server = make_server(service, port=0, grace=grace)
+        self.thread = threading.Thread(target=self.server.run)
+        self.thread.start()
+        while not self.server.started: time.sleep(.01)
+        self.port = self.server.servers[0].sockets[0].getsockname()[1]
+
+    def stop(self):
+        self.server.should_exit = True
+        self.thread.join(20)
+        assert not self.thread.is_alive()
+
+    def raw(self, data, wait=True):
+        with socket.create_connection(("127.0.0.1", self.port), 10) as s:
+            s.sendall(data)
+            if not wait: return b""
+            got = b""
+            while part := s.recv(65536): got += part
+            return got
+
+    def post(self, body):
+        data = json.dumps(body).encode()
+        return self.raw(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nConnection: close\r\nContent-Length: %d\r\n\r\n" % len(data) + data)
+
+
+def test_it_listens_on_this_machine_only():
+    service = Service(MODEL, TOKENIZER)
+    assert make_server(service).config.host == "127.0.0.1"
+    service.worker.close()
+
+
+@pytest.mark.parametrize("fast", [True, False])
+def test_stopped_with_requests_in_flight_they_finish_or_end_with_an_error(service, fast):
+    running, answers = Running(service), []
+    slow(service, .005 if fast else .1)
+    threads = [threading.Thread(target=lambda s=s: answers.append(running.post(BODY | dict(max_tokens=50, stream=s)))) for s in (False, True)]
+    for t in threads: t.start()
+    while service.worker.open < 2: time.sleep(.01)
+    time.sleep(.05)
+    start = time.time()
+    running.stop()
+    for t in threads: t.join(10)
+    assert time.time() - start < 4 and not service.worker.thread.is_alive() and len(answers) == 2
+    for a in answers:
+        if fast: assert b"200 OK" in a and (b"finish_reason" in a)
+        else: assert b"shutting down" in a and b'"error"' in a
+    assert not service.worker.open
+
+
+def test_a_dropped_connection_frees_its_blocks(service):
+    running = Running(service)
+    slow(service, .02)
+    for stream in (False, True):
+        data = json.dumps(BODY | dict(max_tokens=55, stream=stream)).encode()
+        before = service.worker.engine.steps
+        with socket.create_connection(("127.0.0.1", running.port)) as s:
+            s.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(data) + data)
+            while not service.worker.engine.busy: time.sleep(.005)
+        quiet(service)
+        assert service.worker.engine.steps - before < 50
+    running.stop()
+
+
+def test_the_real_client(service):
+    openai = pytest.importorskip("openai")
+    running = Running(service)
+    with openai.OpenAI(base_url=f"http://127.0.0.1:{running.port}/v1", api_key="none", max_retries=0) as client:
+        assert [m.id for m in client.models.list()] == ["m"] and client.models.retrieve("m").object == "model"
+        want = complete(MODEL, TOKENIZER, "the cat", 20, seed=5)
+        whole = client.completions.create(model="m", prompt="the cat", max_tokens=20, seed=5, logprobs=2)
+        assert whole.choices[0].text == want and len(whole.choices[0].logprobs.tokens) == whole.usage.completion_tokens
+        pieces = list(client.completions.create(model="m", prompt="the cat", max_tokens=20, seed=5, stream=True, stream_options={"include_usage": True}))
+        assert "".join(p.choices[0].text for p in pieces if p.choices) == want and pieces[-1].usage.total_tokens == whole.usage.total_tokens
+        with pytest.raises(openai.BadRequestError) as e: client.completions.create(model="m", prompt="x", temperature=-1)
+        assert e.value.param == "temperature" and e.value.type == "invalid_request_error"
+        with pytest.raises(openai.NotFoundError): client.completions.create(model="other", prompt="x")
+        with client.completions.create(model="m", prompt="the cat", max_tokens=50, stream=True) as stream: next(iter(stream))
+    quiet(service)
+    running.stop()
+
+
+# Fuzz
+
+def anything(rng, depth=0):
+    kind = rng.randrange(11)
+    if kind < 2 and depth < 3: return [anything(rng, depth + 1) for _ in range(rng.randrange(4))]
+    if kind < 3 and depth < 3: return {str(anything(rng, 3)): anything(rng, depth + 1) for _ in range(rng.randrange(3))}
+    return rng.choice([None, True, False, 0, 1, -1, 3, 64, 10**30, -2**63, .5, -0., 1e308, "", "m", "the", "\ud800", "\0", "日"*50, "x"*3000, [1, 2], [[3]], ["a", "b"], {}])
+
+
+def malformed(rng):
+    "Bytes of a body that is wrong somewhere, or nearly right."
+    kind = rng.randrange(6)
+    if kind == 0: return rng.randbytes(rng.randrange(60))
+    body = dict(model="m", prompt="the", max_tokens=rng.choice([0, 1, 2]))
+    fields = "model prompt max_tokens temperature top_p n stream logprobs echo seed stop stream_options user best_of suffix presence_penalty logit_bias x".split()
+    for _ in range(rng.randrange(1, 4)): body[rng.choice(fields)] = anything(rng)
+    data = json.dumps(body if kind < 5 else anything(rng)).encode()
+    if kind == 1: data = data[:rng.randrange(len(data) + 1)]
+    if kind == 2 and data: data = bytearray(data); data[rng.randrange(len(data))] = rng.randrange(256); data = bytes(data)
+    if kind == 3: data = data.replace(b"1", rng.choice([b"NaN", b"Infinity", b"1e999", b"[" * 2000, b'"\\ud800"', b"9" * 5000]), 1)
+    return data
+
+
+def fuzz(service, count, seed):
+    rng, app, seen = random.Random(seed), make_app(service), {}
+    async def run():
+        for _ in range(count // 4):
+            bodies = [malformed(rng) for _ in range(4)]
+            leave = [rng.choice([None, None, None, 0, 1]) for _ in bodies]
+            for (status, data), body, gone in zip(await asyncio.gather(*(ask(app, b, leave_after=l, chunks=rng.choice([1, 3])) for b, l in zip(bodies, leave))), bodies, leave):
+                seen[status] = seen.get(status, 0) + 1
+                if gone is not None: continue
+                assert status in (200, 400, 404, 413, 429), (status, body, data)
+                if status != 200: assert set(json.loads(data)["error"]) == {"message", "type", "param", "code"}, body
+                elif b'"stream": true' in body and data.startswith(b"data"): assert data.endswith(b"data: [DONE]\n\n") or b'"error"' in data, (body, data)
+    asyncio.run(run())
+    quiet(service)
+    want = complete(MODEL, TOKENIZER, "the cat", 20, seed=5)
+    assert call(service, BODY)[1]["choices"][0]["text"] == want
+    return seen
+
+
+def test_malformed_requests_leave_it_serving(service): assert fuzz(service, 600, 0)[400] > 300
+
+
+@pytest.mark.slow
+def test_ten_thousand_malformed_requests_leave_it_serving(service): assert fuzz(service, 10_000, 1)[400] > 5000
+
+
+def test_malformed_bytes_on_the_socket_leave_it_serving(service):
+    running, rng = Running(service), random.Random(0)
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Type: application/json\r\nContent-Length: "
+    for k in range(60):
+        data = malformed(rng)
+        wrong = [rng.randbytes(40) + b"\r\n\r\n", head + b"-1\r\n\r\n", head + b"5\r\n\r\n{}", head + b"%d\r\n\r\n" % len(data) + data, b"GET /" + b"a"*3000 + b" HTTP/1.1\r\nConnection: close\r\n\r\n"][k % 5]
+        running.raw(wrong, wait=k % 5 in (3,))
+    got = running.post(BODY)
+    assert b"200 OK" in got
+    quiet(service)
+    running.stop()
+
+
+def test_body_reader_never_fails_otherwise():
+    rng = random.Random(3)
+    for _ in range(3000):
+        try: assert type(read_body(malformed(rng))) is dict
+        except Refused: pass
