@@ -6,7 +6,7 @@ import argparse, os, shutil, signal, subprocess, sys, tempfile, time
 from pathlib import Path
 
 ROOT, BIN = Path(__file__).resolve().parent.parent, Path(sys.executable).parent
-# One thread a process: nbdev_test runs a notebook on each core.
+# One thread a process: nbdev_test runs a notebook on each core, pytest a file of tests.
 ENV = os.environ | {"PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
 
 
@@ -52,7 +52,7 @@ if __name__ == "__main__":
         "installed packages fit": lambda: run(*python, "pip", "check"),
         "notebooks and library in sync": in_sync,
         "notebooks": lambda: run("nbdev_test", "--timing", *(["--flags", "slow"] if slow else []), seconds=3600 if slow else 900),
-        "tests": lambda: run(*python, "pytest", "-q", "tests", *(["-m", "not bench"] if slow else []), seconds=3600 if slow else 1800),
+        "tests": lambda: run(*python, "pytest", "-q", "-n", str(min(4, os.cpu_count() or 1)), "--dist", "loadfile", "tests", *(["-m", "not bench"] if slow else []), seconds=3600 if slow else 1800),
         "site": lambda: run(sys.executable, "tools/build_docs.py", "--force"),
     }
     for name, step in steps.items():
