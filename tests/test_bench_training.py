@@ -106,13 +106,6 @@ def test_every_process_has_the_same_number_of_threads(monkeypatch):
     assert [name for name, (_, e) in zip(bench.CONTENDERS, seen) if "OPENBLAS_CORETYPE" in e] == ["NumPy, AVX-512"]
 
 
-@pytest.mark.parametrize("words, threads", [("3", 3), ("2,1", 2), ("", None), ("0", None), ("many", None)])
-def test_the_environment_says_how_many_threads(monkeypatch, words, threads):
-    from lmcourse.tokenization.fast_bpe import cores
-    monkeypatch.setenv("OMP_NUM_THREADS", words)
-    assert bench.threads_here() == (threads or cores())
-
-
 def test_who_is_not_there_is_told(monkeypatch):
     monkeypatch.setattr(bench, "present", lambda names: [])
     found = bench.left_out(dict(bf16=False, idle=False), dict(blas="mkl", kernels=None))

@@ -253,7 +253,10 @@ def test_loop_and_decoder(model, prompt):
     lengths = [min(prompt + k, CONTEXT) for k in range(9)]
     want = [(0, lengths[0])] + [(0, CONTEXT) if prompt + k > CONTEXT else (prompt + k - 1, 1) for k in range(1, 9)]
     assert Careful.calls == want
-    small = type("Small", (RecomputingDecoder,), dict(room=4, __init__=lambda self, model: vars(self).update(model=model, ids=[])))
+    def small(model):
+        decoder = RecomputingDecoder(model)
+        decoder.room = 4
+        return decoder
     assert list(generate(model, [256], 4, seed=2, decoder=small)) == list(generate(model, [256], 4, seed=2))
     assert list(generate(model, [256], 9, seed=2, decoder=small, context_length=4)) == list(generate(model, [256], 9, seed=2, context_length=4))
     with pytest.raises(ValueError, match="room for 4 tokens, but 5 must be held"): generate(model, [256], 5, decoder=small)

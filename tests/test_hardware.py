@@ -11,8 +11,9 @@ import pytest
 from lmcourse.accounting.flops import adamw_flops, count_operations, training_flops
 from lmcourse.accounting.hardware import (DTYPES, Device, Operation, add_cost, adamw_cost, attention_cost, best_seconds, decoding, device, devices,
                                           embedding_cost, matmul_cost, mbu, measure_device, mfu, price, rmsnorm_cost, silu_cost, softmax_cost,
-                                          tile_waves, training_time)
+                                          threads_here, tile_waves, training_time)
 from lmcourse.accounting.memory import kv_cache_bytes, training_bytes
+from lmcourse.tokenization.fast_bpe import cores
 from lmcourse.tools.config import ModelConfig, TrainConfig
 from lmcourse.tools.ledger import find
 
@@ -305,3 +306,9 @@ def test_price_refuses():
     with pytest.raises(ValueError, match="mfu = 2"): price(config, TrainConfig(), "a100", mfu=2)
     with pytest.raises(ValueError, match="m2 has no peak rate for bfloat16"): price(config, TrainConfig(dtype="bfloat16"), "m2")
     with pytest.raises(ValueError, match="unknown device"): price(config, TrainConfig(), "a1000")
+
+
+@pytest.mark.parametrize("words, threads", [("3", 3), ("2,1", 2), ("", None), ("0", None), ("many", None)])
+def test_the_environment_says_how_many_threads(monkeypatch, words, threads):
+    monkeypatch.setenv("OMP_NUM_THREADS", words)
+    assert threads_here() == (threads or cores())

@@ -202,6 +202,9 @@ def test_a_full_server_says_so_and_serves_on(service):
 def test_the_wrong_model_or_tokenizer_or_limits_are_refused():
     other = TransformerLM(ModelConfig(vocab_size=291, context_length=8, d_model=16, num_layers=1, num_heads=2))
     with expect_error(ValueError, "280 ids, the model's vocabulary 291"): Service(other, TOKENIZER)
+    foreign = TransformerLM(MODEL.config)
+    foreign.tokenizer_digest = "0"*64
+    with expect_error(ValueError, "expected 000000000000…, that of the model's tokenizer"): Service(foreign, TOKENIZER)
     with expect_error(ValueError, "max_open = 0"): Service(MODEL, TOKENIZER, max_open=0)
 
 

@@ -17,6 +17,7 @@ from typing import Callable, Iterator
 import numpy as np
 from ..tools.config import ModelConfig, unknown
 from ..tools.show import Table
+from ..accounting.hardware import threads_here
 from .bench import Worker, check_new_file, interleaved, machine, machine_line, present, spread, write_whole
 
 # %% ../../nbs/90b_bench_generation.ipynb #0f38f3e9
@@ -260,8 +261,7 @@ def bench_generation(
 )->Iterator: # Lines of text and tables, each as soon as it is known
     "Measure all decoders beside `transformers` and beside the memory. `ValueError` if two write different texts."
     check_bench_generation(rounds, threads, models, names, file)
-    from lmcourse.inference.kv_cache import _threads
-    threads, here, measured = threads or _threads(), machine(("numba", "numpy", "torch", "transformers")), {}
+    threads, here, measured = threads or threads_here(), machine(("numba", "numpy", "torch", "transformers")), {}
     yield f"{machine_line(here)}; {time.strftime('%Y-%m-%d')}"
     absent = {name: missing for name in names if (missing := [p for p in WRITERS[name].needs if not present([p])])}
     yield from (f"not measured: {name} (pip install 'lmcourse[interop]')" for name in absent)

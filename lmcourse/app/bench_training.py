@@ -5,14 +5,14 @@
 # %% auto #0
 __all__ = ['SETTING', 'OPTIMIZER', 'MAX_NORM', 'CONTENDERS', 'REST_S', 'TOLERANCE', 'COMPARED', 'LARGE', 'LARGE_BYTES', 'Setting',
            'first_weights', 'first_batch', 'torch_step', 'start_torch', 'start_transformers', 'start_numpy',
-           'threads_here', 'start_product_torch', 'start_product_numpy', 'best_products', 'Contender', 'run_first',
-           'burst', 'run_steps', 'run_products', 'run_peak', 'run_facts_torch', 'run_facts_numpy', 'contender_process',
+           'start_product_torch', 'start_product_numpy', 'best_products', 'Contender', 'run_first', 'burst',
+           'run_steps', 'run_products', 'run_peak', 'run_facts_torch', 'run_facts_numpy', 'contender_process',
            'require_same_steps', 'left_out', 'open_contenders', 'measure_training_steps', 'per_second', 'quotients',
            'of_task', 'best_product', 'products_table', 'steps_table', 'step_ratios_table', 'available_bytes',
            'measure_large', 'large_table', 'check_bench_training', 'bench_training']
 
-# %% ../../nbs/90b_bench_training.ipynb #034389f1
-import contextlib, json, os, re, statistics, time
+# %% ../../nbs/90b_bench_training.ipynb #8975a2a6
+import contextlib, json, re, statistics, time
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache, partial
 from pathlib import Path
@@ -21,6 +21,7 @@ import numpy as np
 from ..tools.config import ModelConfig
 from ..tools.show import Table, progress
 from ..accounting.flops import training_flops
+from ..accounting.hardware import threads_here
 from .bench import (Worker, check_new_file, interleaved, keep_freed_memory, machine, machine_line, peak_bytes, present, spread,
     timed, write_whole)
 
@@ -135,13 +136,6 @@ def start_numpy(
         optimizer.step(grads, lr, clip_scale(norm, MAX_NORM))
         return float(loss), norm
     return step
-
-# %% ../../nbs/90b_bench_training.ipynb #0c711c1e
-def threads_here()->int: # What the environment says, else all cores that this process may use
-    "How many threads this process shall have."
-    from lmcourse.tokenization.fast_bpe import cores
-    found = re.match(r"[1-9]\d*", os.environ.get("OMP_NUM_THREADS", ""))
-    return int(found[0]) if found else cores()
 
 # %% ../../nbs/90b_bench_training.ipynb #a7f106e7
 def start_product_torch(n:int, dtype:str="float32")->Callable: # Without arguments

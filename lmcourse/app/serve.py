@@ -10,7 +10,7 @@ __all__ = ['Job', 'EngineThread', 'Refused', 'read_body', 'read_prompts', 'Choic
 import asyncio, codecs, json, math, queue, threading, time, uuid
 from dataclasses import dataclass
 from functools import partial
-from ..generation.generate import _split, prompt_ids
+from ..generation.generate import check_tokenizer, prompt_ids, split_at_stop
 from ..inference.engine import Engine, Request, check_request
 
 # %% ../../nbs/90b_serve.ipynb #e6ecfe64
@@ -211,14 +211,14 @@ def _add(self, id:int, told)->dict|None: # A piece if there is something to show
     self.tokens += 1
     new = self.decoder.decode(self.tokenizer.token_bytes(id))
     self.length += len(new)
-    shown, held = _split(self.held + new, self.stops)
+    shown, held = split_at_stop(self.held + new, self.stops)
     if held is None: self.reason = "stop"
     self.held = held or ""
     return self.piece(shown) if shown or self.reason else None
 
 def _finish(self, reason:str)->dict: # The last piece
     if self.reason: return self.piece("")
-    shown, held = _split(self.held + self.decoder.decode(b"", final=True), self.stops)
+    shown, held = split_at_stop(self.held + self.decoder.decode(b"", final=True), self.stops)
     self.reason = "stop" if held is None else reason
     return self.piece(shown + (held or ""))
 
@@ -246,7 +246,7 @@ class Service:
         max_running:int=16,       # Answers computed together
         num_blocks:int|None=None, # As for `Engine`
     ):
-        if tokenizer.vocab_size != model.config.vocab_size: raise ValueError(f"the tokenizer has {tokenizer.vocab_size} ids, the model's vocabulary {model.config.vocab_size}")
+        check_tokenizer(model, tokenizer)
         for limit,value in (("max_body", max_body), ("max_open", max_open), ("max_tokens", max_tokens)):
             if value is not None and value < 1: raise ValueError(f"{limit} = {value}, expected 1 or more")
         self.model, self.tokenizer, self.name, self.max_body, self.max_tokens = model, tokenizer, name, max_body, max_tokens

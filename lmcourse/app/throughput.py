@@ -14,8 +14,9 @@ from itertools import islice
 from pathlib import Path
 from typing import Iterator
 from ..accounting.flops import training_flops
+from ..accounting.hardware import threads_here
 from .bench import Worker, check_new_file, interleaved, keep_freed_memory, machine, machine_line, peak_bytes, spread, write_whole
-from .bench_training import SETTING, Setting, burst, best_products, start_numpy, start_torch, threads_here
+from .bench_training import SETTING, Setting, burst, best_products, start_numpy, start_torch
 from ..tools.config import ModelConfig, TrainConfig
 from ..tools.show import Table
 

@@ -20,6 +20,7 @@ from operator import index
 from ..architecture.attention_torch import _turn, causal_attention
 from ..architecture.fast_np import fused
 from ..tokenization.fast_bpe import prefetch
+from ..generation.generate import checked_ids
 from ..generation.sampling import next_token_probs
 from ..tools.config import ModelConfig
 
@@ -530,10 +531,8 @@ def check_request(
     room:int,           # Tokens that fit into all blocks
 ):
     "`ValueError` or `TypeError` with the values unless the engine can answer it."
-    for name,ids in (("ids", r.ids), ("stop", r.stop)):
-        for i in ids:
-            if not 0 <= index(i) < config.vocab_size: raise ValueError(f"{name}: id {i} is not in the model's vocabulary, expected 0 to {config.vocab_size - 1}")
-    if not r.ids: raise ValueError("ids are empty, expected at least one")
+    checked_ids(r.ids, config)
+    checked_ids(r.stop, config, "stop", least=0)
     if index(r.max_tokens) < 0: raise ValueError(f"max_tokens = {r.max_tokens}, expected 0 or more")
     if r.log_probs is not None and not 0 <= index(r.log_probs) <= config.vocab_size: raise ValueError(f"log_probs = {r.log_probs}, expected 0 to {config.vocab_size}")
     needed = len(r.ids) + max(r.max_tokens - 1, 0)          # The last token drawn is not computed

@@ -21,6 +21,7 @@ from safetensors import SafetensorError, safe_open
 from ..architecture.fast_np import fused
 from ..architecture.pretrained import load_weights, params_of
 from ..architecture.transformer_torch import TransformerLM
+from ..generation.generate import context_of
 from .kv_cache import dot_rows
 from ..tools.config import ModelConfig, unknown
 from ..training.checkpoint import write_safetensors
@@ -308,8 +309,7 @@ class Int8Cache:
         max_tokens:int|None=None, # Of a sequence: none for the model's context
         device="cpu",        # Where they lie
     ):
-        c, room = config, config.context_length if max_tokens is None else index(max_tokens)
-        if not 1 <= room <= c.context_length: raise ValueError(f"max_tokens = {max_tokens}, expected 1 to {c.context_length}")
+        c, room = config, context_of(config, max_tokens, "max_tokens")
         shape = c.num_layers, 2, index(batch_size), c.G, room
         self.data = torch.zeros(*shape, c.K, dtype=torch.int8, device=device)
         self.steps = torch.zeros(*shape, 1, device=device)

@@ -14,7 +14,7 @@ from functools import partial
 from operator import index
 import numpy as np, torch
 from ..generation.sampling import next_token_probs, sample
-from ..generation.generate import RecomputingDecoder, _check_room, _context, _ids, _next_logits, _prompt
+from ..generation.generate import RecomputingDecoder, begin, next_logits
 
 # %% ../../nbs/07c_speculative.ipynb #4b0ab6aa
 def residual(
@@ -174,7 +174,7 @@ def _rounds(decoder, draft, ids:list, max_tokens:int, lookahead:int, context:int
     while len(ids) < end:
         count = min(lookahead, end - len(ids) - 1, context - len(ids))
         if count > 0: new, row = _round(decoder, draft, ids, count, to_probs, draw)
-        else: new, row = [draw(to_probs(_next_logits(decoder, ids, context)))], (0, 0)
+        else: new, row = [draw(to_probs(next_logits(decoder, ids, context)))], (0, 0)
         rounds.append(row)
         ids += new
         yield from new
@@ -203,14 +203,12 @@ def speculate(
     draw:Callable|None=None,   # Probabilities `(N,)` to an outcome's index, to be used in place of `seed`
 )->Iterator[int]: # The new ids: distributed as those of `generate`, and equal to them if greedy
     "Draw the tokens that follow `ids`, several in a pass. `ValueError` at once for an argument out of range. Leviathan et al. 2023."
-    ids, context, stop = _prompt(ids, model), _context(model, context_length), set(_ids(stop, model, "stop"))
     to_probs = partial(next_token_probs, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
     to_probs(torch.zeros(1))                        # Raises now, not at the first token
-    if index(max_tokens) < 0: raise ValueError(f"max_tokens = {max_tokens}, expected 0 or more")
-    decoder, generator = (decoder or RecomputingDecoder)(model), generator or torch.Generator().manual_seed(seed)
-    _check_room(decoder, min(context, len(ids) + max_tokens - 1))
+    ids, context, stop, decoder = begin(model, ids, max_tokens, stop, context_length, decoder)
     _check_draft(draft, lookahead, model, decoder)
-    draw, rounds = draw or (lambda probs: sample(probs, generator).item()), [] if rounds is None else rounds
+    generator, rounds = generator or torch.Generator().manual_seed(seed), [] if rounds is None else rounds
+    draw = draw or (lambda probs: sample(probs, generator).item())
     return itertools.takewhile(lambda i: i not in stop, _rounds(decoder, draft, ids, max_tokens, lookahead, context, to_probs, draw, rounds))
 
 # %% ../../nbs/07c_speculative.ipynb #52508c9e
