@@ -20,7 +20,7 @@ base = ModelConfig(vocab_size=20, context_length=12, d_model=16, num_layers=2, n
 CHANGES = dict(vocab_size=[7], context_length=[20], d_model=[24], num_layers=[1, 3], num_heads=[2], num_kv_heads=[1, 2], head_dim=[2, 8], d_ff=[8, 40],
                norm=["layernorm", "none"], norm_position=["post", "sublayer"], norm_eps=[.1], position=["learned", "sinusoidal", "none"], rope_theta=[10.],
                ffn=["geglu", "reglu", "silu", "gelu", "relu"], window=[1, 3], qk_norm=[True], bias=[True], tie_embeddings=[True],
-               scale_embeddings=[True], z_loss=[.1])
+               scale_embeddings=[True], z_loss=[.1], embedding_std=[.02], scaled_init=[True])
 ONE = [{k: v} for k, vs in CHANGES.items() for v in vs]
 BOTH = [dict(tie_embeddings=True, scale_embeddings=True), dict(tie_embeddings=True, scale_embeddings=True, position="learned"),
         dict(norm="layernorm", bias=True, norm_position="post"), dict(norm="none", norm_position="sublayer"), dict(norm="layernorm", norm_position="sublayer"),
@@ -163,6 +163,9 @@ def test_no_field_is_dead(changes):
     c, ids = replace(base, **changes), ids_of(base) % 7
     new, old = TransformerLM(c), TransformerLM(base)
     own = new.state_dict()
+    if field in ("embedding_std", "scaled_init"):                       # Only of the initial weights
+        assert any(not torch.equal(w, old.state_dict()[n]) for n, w in own.items())
+        return
     new.load_state_dict({n: w for n, w in old.state_dict().items() if n in own and own[n].shape == w.shape}, strict=False)
     if field == "context_length":
         with expect_error(ValueError, "20 tokens, but the model's context_length is 12"): old(ids_of(c))

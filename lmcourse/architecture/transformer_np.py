@@ -55,11 +55,12 @@ def init_params(
 )->dict: # Name to array
     "Weights to begin with."
     rng, c = np.random.default_rng(seed), config
-    row = c.d_model**-.5 if c.tie_embeddings else 1.            # Size of an embedding's entries
-    std = {"token_embeddings.weight": row, "position_embeddings.weight": row*c.d_model**.5 if c.scale_embeddings else row}
+    std = {"token_embeddings.weight": c.row_std, "position_embeddings.weight": c.row_std*(c.d_model**.5 if c.scale_embeddings else 1)}
+    last = (2*c.num_layers)**-.5 if c.scaled_init else 1.       # What a branch's last matrix is multiplied by
     def start(name, shape):
         if len(shape) == 1: return (np.zeros if name.endswith("bias") else np.ones)(shape, dtype)
-        return truncated_normal_np(shape, std.get(name, (2/sum(shape))**.5), rng, dtype)
+        scale = last if name.endswith(("output_proj.weight", "w2.weight")) else 1.
+        return truncated_normal_np(shape, scale*std.get(name, (2/sum(shape))**.5), rng, dtype)
     return {name: start(name, shape) for name,shape in parameter_shapes(c).items()}
 
 # %% ../../nbs/03e_transformer_np.ipynb #5f75dac9

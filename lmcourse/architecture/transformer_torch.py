@@ -87,11 +87,11 @@ class InputEmbeddings(nn.Module):
     ):
         super().__init__()
         c, place = config, dict(device=device, dtype=dtype)
-        std, self.scale = c.d_model**-.5 if c.tie_embeddings else 1., c.d_model**.5 if c.scale_embeddings else 1.
-        self.token_embeddings = Embedding(c.vocab_size, c.d_model, std, generator=generator, **place)
+        self.scale = c.d_model**.5 if c.scale_embeddings else 1.
+        self.token_embeddings = Embedding(c.vocab_size, c.d_model, c.row_std, generator=generator, **place)
         self.position_embeddings = None
         if c.position == "learned":
-            self.position_embeddings = Embedding(c.context_length, c.d_model, std*self.scale, generator=generator, **place)
+            self.position_embeddings = Embedding(c.context_length, c.d_model, c.row_std*self.scale, generator=generator, **place)
         if c.position == "sinusoidal": self.position_embeddings = SinusoidalPositions(c.context_length, c.d_model, **place)
 
     def embed(self, ids:torch.Tensor, positions:torch.Tensor|None=None)->torch.Tensor: # `(..., T)` to `(..., T, D)`
@@ -117,7 +117,7 @@ class TransformerLM(InputEmbeddings):
         self.layers = nn.ModuleList(TransformerBlock(c, rope, generator=generator, **place) for _ in range(c.num_layers))
         self.ln_final = nn.Identity() if c.norm_position == "post" else make_norm(c, **place)
         self.lm_head = Linear(c.d_model, c.vocab_size, generator=generator, **place | (dict(device="meta") if c.tie_embeddings else {}))
-        _tie(self)
+        _scale_branches(_tie(self))
 
     def forward(self,
         ids:torch.Tensor, # `(..., T)`, from 0 to V - 1; T up to `context_length`
@@ -132,7 +132,13 @@ class TransformerLM(InputEmbeddings):
         for i,layer in enumerate(self.layers): x = _run(self, layer, x, positions, None if cache is None else cache[i])
         return self.ln_final(x)
 
-# %% ../../nbs/03f_transformer_torch.ipynb #62cd8392
+# %% ../../nbs/03f_transformer_torch.ipynb #e3173363
+@torch.no_grad()
+def _scale_branches(model): # Two a layer are added to the stream; so small, their sum does not grow with the depth. Radford et al. 2019, section 2.3
+    if not model.config.scaled_init: return
+    for layer in model.layers:
+        for matrix in (layer.attn.output_proj, layer.ffn.w2): matrix.weight.mul_((2*model.config.num_layers)**-.5)
+
 def _check_input(ids:torch.Tensor, c:ModelConfig, positions, cache): # `Embedding` looks at the ids themselves
     if not ids.ndim: raise ValueError("ids have no dimension, expected (..., T): a single token is a row of length 1")
     if ids.shape[-1] > c.context_length: raise ValueError(f"{ids.shape[-1]} tokens, but the model's context_length is {c.context_length}")

@@ -108,6 +108,8 @@ class _Sizes(Config):
     def G(self)->int: return self.num_kv_heads or self.num_heads
     @property
     def K(self)->int: return self.head_dim or self.d_model//self.num_heads
+    @property
+    def row_std(self)->float: return self.embedding_std or (self.d_model**-.5 if self.tie_embeddings else 1.) # Of a token's row at the start
 
 # %% ../../nbs/00c_config.ipynb #5a782806
 @dataclass(frozen=True)
@@ -132,11 +134,13 @@ class ModelConfig(_Sizes):
     bias:bool = False               # Biases in linear layers (and in LayerNorm)
     tie_embeddings:bool = False     # Use the token embedding as the output head
     scale_embeddings:bool = False   # Multiply token embeddings by sqrt(d_model); for tied ones, whose entries are small
+    embedding_std:float|None = None # Standard deviation of initial embeddings: none for 1, or 1/sqrt(D) if tied
+    scaled_init:bool = False        # Outputs of attention and feed-forward network start 1/sqrt(2 L) as large (GPT-2)
     z_loss:float = 0.0              # Weight of log(Z)**2 in the training loss, Z the softmax's denominator
 
 # %% ../../nbs/00c_config.ipynb #b4bf12a6
 def _check_model(c:ModelConfig):
-    sizes = "vocab_size context_length d_model num_layers num_heads num_kv_heads head_dim d_ff window norm_eps rope_theta"
+    sizes = "vocab_size context_length d_model num_layers num_heads num_kv_heads head_dim d_ff window norm_eps rope_theta embedding_std"
     for name in sizes.split():
         value = getattr(c, name)
         if value is not None and not value > 0: raise ValueError(f"ModelConfig: {name} = {value}, expected more than 0")
@@ -171,6 +175,7 @@ class _Descent(Config):
     beta2:float = 0.98              # AdamW: decay of the mean of their squares
     eps:float = 1e-8                # AdamW: added to the root of the second mean
     weight_decay:float = 0.1        # AdamW: share of a matrix taken off a step, times the learning rate
+    optimizer:Literal["adamw", "muon"] = "adamw"            # Muon moves the matrices of the blocks, AdamW all else
     grad_clip:float = 1.0           # Largest norm of all gradients together: 0 for no limit
 
 # %% ../../nbs/00c_config.ipynb #181e8431
@@ -229,6 +234,7 @@ _REPORT = dict(d_model=512, num_layers=8, num_heads=8, d_ff=1408)
 _NUMPY = dict(norm="layernorm", norm_position="post", position="learned", bias=True, tie_embeddings=True)
 
 _MODELS |= {
+    "small": dict(vocab_size=512, context_length=128, d_model=64, num_layers=3, num_heads=4),
     "ts-17m": dict(d_ff=1344),
     "ts-17m-cpu": dict(d_ff=1344),
     "ts-36m": _REPORT,
@@ -243,6 +249,7 @@ _BY_HAND = dict(engine="numpy", schedule="constant", warmup_steps=0, weight_deca
 
 _TRAINING = {
     "quickstart": dict(batch_size=2, windows="documents", lr=2.5e-3, min_lr=5e-5, seed=1),
+    "small": _ADAMW | dict(steps=1000, batch_size=8, lr=1e-2, min_lr=0., warmup_steps=100, beta2=0.98, eval_every=200),
     "ts-17m": _ADAMW | dict(steps=10_000),
     "ts-17m-cpu": _ADAMW | dict(steps=5000, batch_size=32, lr=1e-3),
     "ts-36m": _ADAMW | dict(steps=5000, compile=True),

@@ -4,10 +4,10 @@
 
 # %% auto #0
 __all__ = ['END_OF_TEXT', 'SPLITS', 'HUB', 'HELD_OUT', 'read_text', 'split_text', 'held_out', 'text_column', 'hub_documents',
-           'documents']
+           'python_documents', 'documents']
 
-# %% ../../nbs/00f_documents.ipynb #6fd997e4
-import hashlib, tempfile
+# %% ../../nbs/00f_documents.ipynb #bb0ad824
+import ast, functools, hashlib, sysconfig, tempfile, warnings
 from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
@@ -130,21 +130,47 @@ def _texts(name:str, first:dict, rows:Iterator[dict], column:str, keep)->Iterato
 def _cut(row:dict, column:str, keep)->list: # The documents of a row
     return [d for d in (row.get(column) or "").split(END_OF_TEXT) if d.strip() and keep(d)]
 
+# %% ../../nbs/00f_documents.ipynb #e17b2ce4
+def python_documents(
+    split:str="train", # `train`, or `valid` for every twentieth
+)->Iterator[str]: # Documents, the same ones in the same order for one version of Python
+    "The help pages and the docstrings of the running Python, of 100 characters or more."
+    return (text for i,text in enumerate(_python_texts()) if (i % 20 == 19) == (split == "valid"))
+
+# %% ../../nbs/00f_documents.ipynb #17625ee5
+@functools.cache
+def _python_texts()->tuple: # Each once
+    from pydoc_data.topics import topics
+    texts, root = dict.fromkeys(topics[name] for name in sorted(topics)), Path(sysconfig.get_path("stdlib"))
+    for path in sorted(root.rglob("*.py")):
+        if not set(path.relative_to(root).parts) & _NOT_LIBRARY: texts |= dict.fromkeys(_docstrings(path))
+    return tuple(t for t in texts if len(t) >= 100 and END_OF_TEXT not in t)
+
+_NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "turtledemo"} # Packages of others, and programs
+
+def _docstrings(path:Path)->list:
+    with warnings.catch_warnings():                             # of invalid escapes, which are not ours
+        warnings.simplefilter("ignore")
+        try: tree = ast.parse(path.read_bytes())
+        except (SyntaxError, ValueError): return []             # a few files are there to be broken
+    return [d for node in ast.walk(tree) if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)) and (d := ast.get_docstring(node))]
+
 # %% ../../nbs/00f_documents.ipynb #290f2135
 def documents(
-    name:str,           # `stories`, `text:PATH`, `tinystories`, `openwebtext` or `hf:REPO[:CONFIG]`
+    name:str,           # `stories`, `python`, `text:PATH`, `tinystories`, `openwebtext` or `hf:REPO[:CONFIG]`
     split:str="train",  # `train` or `valid`
     max_bytes:int|None=None, # Stop after the document that reaches it (`stories` never ends without); a text is cut before it, at a line
 )->Iterator[str]: # Documents, without `<|endoftext|>`
     "The documents of a corpus. `ValueError` for a name that is not one, before anything is read."
     if max_bytes is not None and not max_bytes > 0: raise ValueError(f"max_bytes = {max_bytes}, expected more than 0")
     kind, _, rest = name.partition(":")
-    if kind not in ("stories", "text", "hf", *HUB): raise unknown("corpus", name, ["stories", "text:PATH", *HUB, "hf:REPO"])
+    if kind not in ("stories", "python", "text", "hf", *HUB): raise unknown("corpus", name, ["stories", "python", "text:PATH", *HUB, "hf:REPO"])
     if split not in SPLITS: raise unknown("split", split, SPLITS)
     if kind not in ("text", "hf") and rest: raise ValueError(f"corpus {name!r}: {kind} takes nothing after its name")
     if kind == "text" and not rest: raise ValueError("corpus 'text:' needs a path, as in text:book.txt")
     if kind == "hf" and not rest: raise ValueError("corpus 'hf:' needs a repository, as in hf:roneneldan/TinyStories")
     if kind == "text": return _first_bytes(split_text(read_text(rest), split), max_bytes)
+    if kind == "python": return _at_least(python_documents(split), max_bytes)
     return _at_least(Stories(seed=SPLITS.index(split)) if kind == "stories" else hub_documents(name, split), max_bytes)
 
 # %% ../../nbs/00f_documents.ipynb #3b6e6e7e

@@ -19,7 +19,7 @@ from ..architecture.transformer_torch import TransformerLM
 from ..tools.config import ModelConfig, TrainConfig
 from .checkpoint import load_checkpoint, named_state
 from .optim_np import AdamWNp, clip_scale, grad_norm_np
-from .optim_torch import AdamW, clip_grad_norm, parameter_groups
+from .optim_torch import AdamW, Muon, clip_grad_norm, muon_groups, parameter_groups
 
 # %% ../../nbs/04e_engines.ipynb #02ac2898
 def pick_device(
@@ -129,8 +129,10 @@ class TorchEngine:
         self.config, self.world, self.device = config, world, device or pick_device(config.device)
         self.model = TransformerLM(model_config, seed=config.seed).to(self.device)
         self.model.recompute = config.recompute
+        if config.shard and config.optimizer == "muon": raise ValueError("shard = True with optimizer = muon: Muon needs whole matrices; without shard it would do")
         if config.shard: share_out(self.model, world)
-        self.optimizer = AdamW(parameter_groups(self.model, config.weight_decay), lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps)
+        make, groups = (Muon, muon_groups) if config.optimizer == "muon" else (AdamW, parameter_groups)
+        self.optimizer = make(groups(self.model, config.weight_decay), lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps)
         self.loss = _Loss(self.model)
         if world.size > 1 and not config.shard: self.loss = torch.nn.parallel.DistributedDataParallel(self.loss)
         if config.compile: self.loss = torch.compile(self.loss)
@@ -224,10 +226,10 @@ class NumpyEngine:
         device:torch.device|None=None, # The processor
     ):
         odd = {"device": config.device not in ("auto", "cpu"), "dtype": config.dtype != "float32", "compile": config.compile, "shard": config.shard,
-               "processes": world.size > 1}
+               "processes": world.size > 1, "optimizer": config.optimizer == "muon"}
         for name in (n for n,there in odd.items() if there):
             value = world.size if name == "processes" else getattr(config, name)
-            raise ValueError(f"engine = numpy with {name} = {value}: it computes in float32 on the processor, in one process")
+            raise ValueError(f"engine = numpy with {name} = {value}: it computes in float32 on the processor, in one process, with AdamW")
         self.model_config, self.config, self.world, self.device = model_config, config, world, torch.device("cpu")
         self.params = init_params(model_config, config.seed)
         self.optimizer = AdamWNp(self.params, betas=(config.beta1, config.beta2), eps=config.eps, weight_decay=config.weight_decay)
