@@ -25,7 +25,7 @@ class Study:
 
 # %% ../../nbs/06b_studies.ipynb #a1f71df7
 SCALES = { # Preset, corpus, tokens of a run
-    "small": ("small", Corpus("stories", 512, 8., 200), 1_024_000),
+    "small": ("small", Corpus("stories", 512, 8., 200), 614_400),
     "full": ("ts-36m", Corpus("tinystories", 10_000, 2500., 2000), 163_840_000),
 }
 _RATES = (1e-3, 3e-3, 5e-3, 1e-2, 1.5e-2, 2e-2, 3e-2, 6e-2)
@@ -41,10 +41,10 @@ def experiment_of(
     if scale not in SCALES: raise unknown("scale", scale, SCALES)
     preset, data, tokens = SCALES[scale]
     if corpus: data = replace(data, corpus=corpus)
-    study, model, train = STUDIES[name], ModelConfig.preset(preset), TrainConfig.preset(preset)
-    variants = getattr(study, scale)
-    flops = train.steps*step_cost(model, train)[1]
-    return Experiment(preset, variants, tuple(seeds), data=data, **dict(flops=flops) if study.equal_flops else dict(tokens=tokens))
+    study = STUDIES[name]
+    each, flops = step_cost(ModelConfig.preset(preset), TrainConfig.preset(preset))
+    budget = dict(flops=tokens//each*flops) if study.equal_flops else dict(tokens=tokens)
+    return Experiment(preset, getattr(study, scale), tuple(seeds), data=data, **budget)
 
 # %% ../../nbs/06b_studies.ipynb #65189180
 def _at(rates, **changes)->dict: return {f"{rate:g}": dict(lr=rate, **changes) for rate in rates}
@@ -60,7 +60,7 @@ def _batches(sizes:tuple, base:int, lr:float, steps:int, cap:float)->dict: # Equ
 _NO_NORM = dict(norm="none")
 STUDIES = {
     "learning-rate": Study("How large may the learning rate be?", {"0.01": {}} | _at(r for r in _RATES if r != 1e-2), _at((2e-3, 3e-4, 5e-4, 1e-3, 3e-3, 5e-3, 1e-2))),
-    "batch-size": Study("What does a larger batch buy?", _batches((2, 32), 8, 1e-2, 1000, .03), _batches((1, 8, 32, 64, 256, 512), 128, 2e-3, 5000, 3e-3)),
+    "batch-size": Study("What does a larger batch buy?", _batches((2, 32), 8, 1e-2, 600, .03), _batches((1, 8, 32, 64, 256, 512), 128, 2e-3, 5000, 3e-3)),
     "no-norm": Study("Does training need a norm?",
         dict(norm={}, none=_NO_NORM, scaled=_NO_NORM | dict(scaled_init=True, embedding_std=.02)) | {
             "norm, 0.001": dict(lr=1e-3), "none, 0.001": _NO_NORM | dict(lr=1e-3), "scaled, 0.001": _NO_NORM | dict(scaled_init=True, embedding_std=.02, lr=1e-3)},
