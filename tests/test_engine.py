@@ -1,7 +1,6 @@
 "The engine: answers that don't depend on company, blocks that are never lost, and what is refused."
 import random
 from dataclasses import replace
-from importlib.util import find_spec
 
 import pytest
 

@@ -10,7 +10,7 @@ import pytest
 torch = pytest.importorskip("torch")
 from hypothesis import given, settings, strategies as st
 
-from lmcourse.architecture.pretrained import load_weights, params_of
+from lmcourse.architecture.pretrained import params_of
 from lmcourse.architecture.transformer_torch import TransformerLM
 from lmcourse.inference.kv_cache import CachedDecoder, FastDecoder
 from lmcourse.inference.quantization import (EMBEDDINGS, Int8Cache, QuantizedModel, QuantizedWeight, best_steps, from_grid, grid_steps,

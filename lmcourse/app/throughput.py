@@ -6,8 +6,8 @@
 __all__ = ['FACTORS', 'WORK', 'Factor', 'Work', 'ClockedRun', 'run_loop', 'run_bare', 'run_product', 'measure_throughput',
            'throughput_table', 'bench_throughput']
 
-# %% ../../nbs/90b_throughput.ipynb #d963201a
-import contextlib, json, shutil, statistics, tempfile, time
+# %% ../../nbs/90b_throughput.ipynb #eb583110
+import contextlib, json, statistics, tempfile, time
 from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache, partial
 from itertools import islice

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from collections import OrderedDict, deque
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from operator import index
 from ..architecture.attention_torch import _turn, causal_attention

@@ -8,8 +8,8 @@ __all__ = ['EMBEDDINGS', 'grid_steps', 'to_grid', 'from_grid', 'best_steps', 'pa
            'QuantizedModel', 'quantize_model', 'Int8Layer', 'Int8Cache', 'magnitude_masks', 'two_of_four', 'pack_fours',
            'unpack_fours', 'save_quantized', 'load_quantized']
 
-# %% ../../nbs/07d_quantization.ipynb #de107325
-import json, math, os
+# %% ../../nbs/07d_quantization.ipynb #c7229b15
+import json, os
 import numpy as np
 import torch
 from dataclasses import dataclass
