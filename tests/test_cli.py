@@ -128,6 +128,8 @@ def broken(work, whole):
     subprocess.run(["cp", "-r", "whole", "unknown"], cwd=work, check=True)
     config["model"]["layers"] = 3
     (work/"unknown/config.json").write_text(json.dumps(config))
+    (work/"damaged.jsonl").write_text('{"key": \n')
+    (work/"future.jsonl").write_text(json.dumps(dict(key="a", format=9, status="done", model={}, train={}, data={})) + "\n")
     return work
 
 
@@ -175,7 +177,16 @@ def broken(work, whole):
     ("plot whole --width 1", "width = 1, expected 2 to 1000"),
     ("plot whole --height 0", "height = 0, expected 2 to 1000"),
     ("smoke --seed -1", "seed = -1, expected 0 or more"),
-    ("no-such-command", "quickstart, tokenizer, prepare, train, generate, plot, account, serve, bench, smoke"),
+    ("ablate learning-rat", "did you mean 'learning-rate'?"),
+    ("ablate head --scale tiny", "('small', 'full')"),
+    ("ablate head --tokens 1000", "a budget of 1,000 tokens is smaller than one step, which takes 1,024"),
+    ("ablate head --corpus storys", "did you mean 'stories'?"),
+    ("ablate head --seeds -1", "seed = -1, expected 0 or more"),
+    ("ablate head --processes 0", "processes = 0, expected 1 or more"),
+    ("ablate head --device tpu", "device = 'tpu', expected auto, cpu, cuda or mps"),
+    ("ablate head --out damaged.jsonl", "damaged.jsonl, line 1: not JSON"),
+    ("ablate head --out future.jsonl", "future.jsonl, line 1: format 9, but this version reads 1"),
+    ("no-such-command", "quickstart, tokenizer, prepare, train, generate, plot, account, serve, ablate, bench, smoke"),
 ])
 def test_a_mistake_is_one_line_and_leaves_nothing(broken, words, answer):
     before = sorted(broken.rglob("*"))
@@ -308,11 +319,23 @@ def test_prepare_holds_few_documents_and_leaves_out_those_for_validation(work, t
 def test_help_names_every_corpus():
     for command in ("tokenizer", "prepare"):
         out = " ".join(lmcourse(command, "--help", cwd=".").stdout.replace("│", " ").split())
-        assert "stories, text:PATH, tinystories, openwebtext or hf:REPO" in out
+        assert "stories, python, text:PATH, tinystories, openwebtext or hf:REPO" in out
 
 
 def test_a_model_begins_where_its_windows_did():
     assert [cli.beginning(w) for w in ("documents", "within", "random", "sequential")] == ["", "", "\n", "\n"]
+
+
+def test_a_study_is_listed_made_once_and_shown(tmp_path):
+    done = lmcourse("ablate", cwd=tmp_path)
+    assert done.returncode == 0 and "weight-decay" in done.stdout and not list(tmp_path.iterdir())
+    words = "ablate biases --tokens 3072 --seeds 0 --out runs.jsonl --work work".split()
+    done = lmcourse(*words, cwd=tmp_path)
+    assert done.returncode == 0 and "2 variants x 1 seeds = 2 runs, 2 to be made" in done.stdout and done.stdout.count(" done, loss ") == 2, done.stdout + done.stderr
+    before = (tmp_path/"runs.jsonl").read_text()
+    again = lmcourse(*words, cwd=tmp_path)
+    assert again.returncode == 0 and "0 to be made" in again.stdout and (tmp_path/"runs.jsonl").read_text() == before
+    assert again.stdout.splitlines()[2:] == done.stdout.splitlines()[4:]
 
 
 def test_smoke_falls_as_the_published_run_without_torch():

@@ -9,7 +9,7 @@ __all__ = ['CUT_OFF', 'BENCHES', 'COMMANDS', 'TokenizerCommand', 'PrepareCommand
            'new_trainer', 'open_data', 'matching_tokenizer', 'go_on', 'model_table', 'cost_lines', 'speed_lines',
            'device_here', 'train_to_the_end', 'result_line', 'loss_plot', 'draw', 'story', 'decoder_for', 'beginning',
            'GenerateCommand', 'ServeCommand', 'PlotCommand', 'QuickstartCommand', 'get_ready', 'plan', 'keep',
-           'AccountCommand', 'smoke', 'SmokeCommand', 'BenchTokenizerCommand', 'BenchTrainingCommand',
+           'AccountCommand', 'smoke', 'SmokeCommand', 'AblateCommand', 'BenchTokenizerCommand', 'BenchTrainingCommand',
            'BenchLoopCommand', 'BenchGenerationCommand', 'BenchCommand', 'one_line', 'parse', 'main', 'kill_as_ctrl_c']
 
 # %% ../../nbs/90c_cli.ipynb #dab6aaa2
@@ -40,7 +40,7 @@ def word(kind, name:str): # An argument that is given by its place, not by an op
 @dataclass
 class TokenizerCommand:
     "Train a byte-level BPE tokenizer on a corpus."
-    data: word(str, "CORPUS")     # stories, text:PATH, tinystories, openwebtext or hf:REPO
+    data: word(str, "CORPUS")     # stories, python, text:PATH, tinystories, openwebtext or hf:REPO
     out: word(Path, "OUT")        # New folder for vocab.json, merges.txt and tokenizer.json
     vocab_size: int = 2048                      # Tokens in all: 256 bytes, merges and <|endoftext|>
     max_mb: float = 4.                          # Megabytes of text to learn from
@@ -56,7 +56,7 @@ class TokenizerCommand:
 @dataclass
 class PrepareCommand:
     "Tokenize a corpus once: training and validation documents as files of ids."
-    data: word(str, "CORPUS")     # stories, text:PATH, tinystories, openwebtext or hf:REPO
+    data: word(str, "CORPUS")     # stories, python, text:PATH, tinystories, openwebtext or hf:REPO
     out: word(Path, "OUT")        # New folder for train.*, valid.* and a copy of the tokenizer
     tokenizer: Path                             # Folder that `lmcourse tokenizer` wrote
     max_mb: float = 12.                         # Megabytes of training text at most
@@ -571,6 +571,36 @@ class SmokeCommand:
 
 # %% ../../nbs/90c_cli.ipynb #5c92a90b
 @dataclass
+class AblateCommand:
+    "Make the runs of one of chapter 06's studies, or those of them that are missing; without STUDY, list them."
+    study: word(str|None, "STUDY") = None       # Its name
+    scale: Literal["small", "full"] = "small"   # Half-minute runs for two cores, or the published set-up for a GPU
+    device: str = "cpu"                         # cpu, cuda, mps, or auto for the best there is
+    seeds: tuple[int, ...] = (0, 1, 2)          # Of every variant
+    corpus: str|None = None                     # Another corpus than the scale's: stories for small, tinystories for full
+    tokens: int|None = None                     # Training tokens of a run; by default the scale's
+    processes: int|None = None                  # Runs at a time; by default one a core, or one on a GPU
+    out: Path = Path("runs/ablations.jsonl")    # A line for every run; those that it has are not made again
+    work: Path = Path("runs/ablations")         # Folder for tokens and unfinished runs
+
+    def run(self):
+        from lmcourse.ablations.studies import experiment_of, study_list, study_table
+        from lmcourse.ablations.sweep import read_lines, run_experiment
+        from lmcourse.training.engines import pick_device
+        if self.study is None: return say(str(study_list()))
+        if self.processes is not None and self.processes < 1: raise ValueError(f"processes = {self.processes}, expected 1 or more")
+        more = dict(seeds=self.seeds, corpus=self.corpus, tokens=self.tokens)
+        experiment, device = experiment_of(self.study, self.scale, **more), pick_device(self.device).type
+        lines, jobs = read_lines(self.out), experiment.runs()
+        done = sum(lines.get(job.key, dict(status="crashed"))["status"] != "crashed" for job in jobs.values())
+        say(f"{self.study}, {self.scale}: {len(experiment.variants)} variants x {len(self.seeds)} seeds = {len(jobs)} runs, {len(jobs) - done} to be made, lines in {self.out}")
+        command = " ".join([f"lmcourse ablate {self.study} --scale {self.scale} --device {device}", *(f"--{k} {v}" for k,v in more.items() if v and k != "seeds")])
+        try: lines = run_experiment(experiment, self.out, self.work, self.processes, device, command, say)
+        except KeyboardInterrupt: raise KeyboardInterrupt("interrupted; go on with the same command") from None
+        say("", str(study_table(self.study, lines, self.scale, **more)))
+
+# %% ../../nbs/90c_cli.ipynb #b5242fdd
+@dataclass
 class BenchTokenizerCommand:
     "Learning, encoding, memory and the first use, beside tiktoken, tokenizers and rustbpe."
     data: tuple[str, ...] = ("stories", "web")  # Corpora: stories, web (texts of this Python installation), text:PATH
@@ -583,7 +613,7 @@ class BenchTokenizerCommand:
         from lmcourse.app.bench import bench_tokenizer
         return bench_tokenizer(self.data, self.max_mb, self.threads, self.rounds, self.out)
 
-# %% ../../nbs/90c_cli.ipynb #b5242fdd
+# %% ../../nbs/90c_cli.ipynb #9fec4938
 @dataclass
 class BenchTrainingCommand:
     "A training step of each engine, beside transformers and beside the fastest matrix product of this machine."
@@ -596,7 +626,7 @@ class BenchTrainingCommand:
         from lmcourse.app.bench_training import bench_training
         return bench_training(self.rounds, self.threads, self.large_vocabulary, self.out)
 
-# %% ../../nbs/90c_cli.ipynb #9fec4938
+# %% ../../nbs/90c_cli.ipynb #8ebae005
 @dataclass
 class BenchLoopCommand:
     "The trainer's loop beside bare steps, one setting changed at a time."
@@ -612,7 +642,7 @@ class BenchLoopCommand:
         from lmcourse.app.throughput import bench_throughput
         return bench_throughput(self.preset, self.device, self.steps, self.rounds, self.threads, self.only, self.out)
 
-# %% ../../nbs/90c_cli.ipynb #8ebae005
+# %% ../../nbs/90c_cli.ipynb #0cab2b15
 @dataclass
 class BenchGenerationCommand:
     "Writing token by token, beside transformers and beside the time of reading all weights."
@@ -647,7 +677,7 @@ def one_line(
     return re.split("For full helptext|Argument helptext", re.sub(r"Error parsing __tyro\S+ ", "", words))[0].strip()
 
 COMMANDS = dict(quickstart=QuickstartCommand, tokenizer=TokenizerCommand, prepare=PrepareCommand, train=TrainCommand,
-                generate=GenerateCommand, plot=PlotCommand, account=AccountCommand, serve=ServeCommand, bench=BenchCommand, smoke=SmokeCommand)
+                generate=GenerateCommand, plot=PlotCommand, account=AccountCommand, serve=ServeCommand, ablate=AblateCommand, bench=BenchCommand, smoke=SmokeCommand)
 
 # %% ../../nbs/90c_cli.ipynb #75c30046
 def parse(
