@@ -177,6 +177,8 @@ def broken(work, whole):
     ("plot whole --width 1", "width = 1, expected 2 to 1000"),
     ("plot whole --height 0", "height = 0, expected 2 to 1000"),
     ("smoke --seed -1", "seed = -1, expected 0 or more"),
+    ("doctor data", "data: no run folder"),
+    ("doctor not-weights", "not-weights"),
     ("ablate learning-rat", "did you mean 'learning-rate'?"),
     ("ablate head --scale tiny", "('small', 'full')"),
     ("ablate head --tokens 1000", "a budget of 1,000 tokens is smaller than one step, which takes 1,024"),
@@ -186,7 +188,7 @@ def broken(work, whole):
     ("ablate head --device tpu", "device = 'tpu', expected auto, cpu, cuda or mps"),
     ("ablate head --out damaged.jsonl", "damaged.jsonl, line 1: not JSON"),
     ("ablate head --out future.jsonl", "future.jsonl, line 1: format 9, but this version reads 1"),
-    ("no-such-command", "quickstart, tokenizer, prepare, train, generate, plot, account, serve, ablate, bench, smoke"),
+    ("no-such-command", "quickstart, tokenizer, prepare, train, generate, plot, account, serve, ablate, doctor, bench, smoke"),
 ])
 def test_a_mistake_is_one_line_and_leaves_nothing(broken, words, answer):
     before = sorted(broken.rglob("*"))
@@ -324,6 +326,11 @@ def test_help_names_every_corpus():
 
 def test_a_model_begins_where_its_windows_did():
     assert [cli.beginning(w) for w in ("documents", "within", "random", "sequential")] == ["", "", "\n", "\n"]
+
+
+def test_the_doctor_looks_at_a_run(work, whole):
+    done = lmcourse("doctor", "whole", cwd=work)
+    assert done.returncode == 0 and done.stdout.startswith("whole: ") and "validation loss, logged and computed again" in done.stdout, done.stderr
 
 
 def test_a_study_is_listed_made_once_and_shown(tmp_path):

@@ -9,8 +9,9 @@ __all__ = ['CUT_OFF', 'BENCHES', 'COMMANDS', 'TokenizerCommand', 'PrepareCommand
            'new_trainer', 'open_data', 'matching_tokenizer', 'go_on', 'model_table', 'cost_lines', 'speed_lines',
            'device_here', 'train_to_the_end', 'result_line', 'loss_plot', 'draw', 'story', 'decoder_for', 'beginning',
            'GenerateCommand', 'ServeCommand', 'PlotCommand', 'QuickstartCommand', 'get_ready', 'plan', 'keep',
-           'AccountCommand', 'smoke', 'SmokeCommand', 'AblateCommand', 'BenchTokenizerCommand', 'BenchTrainingCommand',
-           'BenchLoopCommand', 'BenchGenerationCommand', 'BenchCommand', 'one_line', 'parse', 'main', 'kill_as_ctrl_c']
+           'AccountCommand', 'smoke', 'SmokeCommand', 'AblateCommand', 'DoctorCommand', 'BenchTokenizerCommand',
+           'BenchTrainingCommand', 'BenchLoopCommand', 'BenchGenerationCommand', 'BenchCommand', 'one_line', 'parse',
+           'main', 'kill_as_ctrl_c']
 
 # %% ../../nbs/90c_cli.ipynb #dab6aaa2
 import contextlib, hashlib, io, json, math, os, platform, re, shutil, signal, sys, textwrap, time, warnings
@@ -601,6 +602,16 @@ class AblateCommand:
 
 # %% ../../nbs/90c_cli.ipynb #b5242fdd
 @dataclass
+class DoctorCommand:
+    "Is my loss right? Compute a run's numbers again, and name what is most likely wrong with it."
+    folder: word(Path, "RUN")   # A run
+
+    def run(self):
+        from lmcourse.ablations.doctor import examine, report
+        say(*report(examine(self.folder)))
+
+# %% ../../nbs/90c_cli.ipynb #9fec4938
+@dataclass
 class BenchTokenizerCommand:
     "Learning, encoding, memory and the first use, beside tiktoken, tokenizers and rustbpe."
     data: tuple[str, ...] = ("stories", "web")  # Corpora: stories, web (texts of this Python installation), text:PATH
@@ -613,7 +624,7 @@ class BenchTokenizerCommand:
         from lmcourse.app.bench import bench_tokenizer
         return bench_tokenizer(self.data, self.max_mb, self.threads, self.rounds, self.out)
 
-# %% ../../nbs/90c_cli.ipynb #9fec4938
+# %% ../../nbs/90c_cli.ipynb #8ebae005
 @dataclass
 class BenchTrainingCommand:
     "A training step of each engine, beside transformers and beside the fastest matrix product of this machine."
@@ -626,7 +637,7 @@ class BenchTrainingCommand:
         from lmcourse.app.bench_training import bench_training
         return bench_training(self.rounds, self.threads, self.large_vocabulary, self.out)
 
-# %% ../../nbs/90c_cli.ipynb #8ebae005
+# %% ../../nbs/90c_cli.ipynb #0cab2b15
 @dataclass
 class BenchLoopCommand:
     "The trainer's loop beside bare steps, one setting changed at a time."
@@ -642,7 +653,7 @@ class BenchLoopCommand:
         from lmcourse.app.throughput import bench_throughput
         return bench_throughput(self.preset, self.device, self.steps, self.rounds, self.threads, self.only, self.out)
 
-# %% ../../nbs/90c_cli.ipynb #0cab2b15
+# %% ../../nbs/90c_cli.ipynb #a385ce96
 @dataclass
 class BenchGenerationCommand:
     "Writing token by token, beside transformers and beside the time of reading all weights."
@@ -677,7 +688,7 @@ def one_line(
     return re.split("For full helptext|Argument helptext", re.sub(r"Error parsing __tyro\S+ ", "", words))[0].strip()
 
 COMMANDS = dict(quickstart=QuickstartCommand, tokenizer=TokenizerCommand, prepare=PrepareCommand, train=TrainCommand,
-                generate=GenerateCommand, plot=PlotCommand, account=AccountCommand, serve=ServeCommand, ablate=AblateCommand, bench=BenchCommand, smoke=SmokeCommand)
+                generate=GenerateCommand, plot=PlotCommand, account=AccountCommand, serve=ServeCommand, ablate=AblateCommand, doctor=DoctorCommand, bench=BenchCommand, smoke=SmokeCommand)
 
 # %% ../../nbs/90c_cli.ipynb #75c30046
 def parse(
