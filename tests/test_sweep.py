@@ -1,6 +1,7 @@
 "Experiments: what is refused, what a kill leaves, and that a run is never made twice nor lost"
 import json, multiprocessing, os, signal, subprocess, sys, threading, time
 from dataclasses import replace
+from pathlib import Path
 import pytest
 pytest.importorskip("torch")
 from lmcourse.ablations.studies import SCALES, STUDIES, experiment_of, study_table
@@ -9,8 +10,9 @@ from lmcourse.tools.checks import expect_error
 from lmcourse.tools.config import ModelConfig, TrainConfig
 from lmcourse.tools.ledger import published
 
+ROOT = Path(__file__).parents[1]
 TINY = RunData(max_mb=.1, valid_documents=4)
-SLOW = dict(d_model=16, num_layers=1, checkpoint_every=20, eval_every=1000, log_every=1)
+SLOW = dict(d_model=16, num_layers=1, checkpoint_every=15, eval_every=1000, log_every=1)
 RUN = """if __name__ == "__main__":
     from lmcourse.ablations.sweep import RunData, Experiment, run_experiment
     run_experiment(Experiment("small", dict(base=SLOW), (0,), TOKENS, data=RunData(max_mb=.1, valid_documents=4)), "OUT/runs.jsonl", "OUT/work", 1)
@@ -31,8 +33,8 @@ def alive(pid):
 @pytest.mark.skipif(not os.path.exists("/proc"), reason="looks for processes in /proc")
 def test_killed_sweep_goes_on_from_a_checkpoint(tmp_path):
     "SIGKILL leaves no process behind, and the next call ends with the numbers of a sweep that was not killed"
-    script, job = tmp_path/"sweep.py", experiment(600*1024).runs()["base", 0]
-    script.write_text(RUN.replace("SLOW", repr(SLOW)).replace("TOKENS", str(600*1024)).replace("OUT", str(tmp_path)))
+    script, job = tmp_path/"sweep.py", experiment(300*1024).runs()["base", 0]
+    script.write_text(RUN.replace("SLOW", repr(SLOW)).replace("TOKENS", str(300*1024)).replace("OUT", str(tmp_path)))
     process = subprocess.Popen([sys.executable, script], env=os.environ | dict(PYTHONPATH=os.pathsep.join(sys.path)))
     run = tmp_path/"work"/"runs"/job.key
     try: wait_for(lambda: list(run.glob("checkpoints/step_0*")))
@@ -42,8 +44,8 @@ def test_killed_sweep_goes_on_from_a_checkpoint(tmp_path):
     assert children
     wait_for(lambda: not any(map(alive, children)), 20)
     assert not (tmp_path/"runs.jsonl").exists() and run.exists()
-    here = run_experiment(experiment(600*1024), tmp_path/"runs.jsonl", tmp_path/"work", 2)
-    other = run_experiment(experiment(600*1024), tmp_path/"other.jsonl", tmp_path/"other", 2)
+    here = run_experiment(experiment(300*1024), tmp_path/"runs.jsonl", tmp_path/"work", 2)
+    other = run_experiment(experiment(300*1024), tmp_path/"other.jsonl", tmp_path/"other", 2)
     assert here[job.key]["result"] == other[job.key]["result"] and here[job.key]["curve"] == other[job.key]["curve"]
     assert not run.exists()
 
@@ -118,6 +120,17 @@ def test_the_full_set_up_is_the_published_one():
     job = experiment_of("corpus", "full").runs()["OpenWebText", 0]
     assert (job.train.steps, job.model.vocab_size, job.data.corpus) == (10_000, 32_000, "openwebtext")
     assert count_parameters(job.model).unique == published("cs336-report.openwebtext.parameters").value
+
+def test_the_saved_runs_are_those_of_the_studies():
+    "Every line is the run that its key says, ended well or diverged, and no study of the small scale lacks one"
+    lines = read_lines(ROOT/"nbs/results/ablations.jsonl")
+    for key, line in lines.items():
+        run = Run(ModelConfig.from_dict(line["model"]), TrainConfig.from_dict(line["train"]), RunData(**line["data"]))
+        assert run.key == key and run.train.seed == line["seed"] and line["status"] in ("done", "diverged") and (line["result"] is None) == (line["status"] == "diverged")
+        assert line["machine"] and line["date"] and line["commit"] and line["command"].startswith("lmcourse ablate") and line["ngram"] > 0
+        assert line["steps"] == run.train.steps and line["tokens"] == line["steps"]*run.train.batch_size*run.model.context_length
+    for name in STUDIES: assert {run.key for run in experiment_of(name).runs().values()} <= set(lines), name
+    assert sum(line["seconds"] for line in lines.values())/2 < 4*3600
 
 def test_torn_and_damaged_lines(tmp_path):
     path, run = tmp_path/"runs.jsonl", dict(key="a", format=1, status="done", model={}, train={}, data={})

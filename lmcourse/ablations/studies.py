@@ -149,7 +149,7 @@ STUDIES["vocabulary"] = Study("How large a vocabulary, in bits per byte?", {"512
 def _optimizers(rates:tuple)->dict:
     return {f"AdamW, {rates[0]:g}": {}} | {f"AdamW, {r:g}": dict(lr=r) for r in rates[1:]} | {f"Muon, {r:g}": dict(lr=r, optimizer="muon") for r in rates}
 
-STUDIES["optimizer"] = Study("Is Muon better than AdamW, each at its own rate?", _optimizers((1e-2, 5e-3, 2e-2)), _optimizers((2e-3, 1e-3, 3e-3)))
+STUDIES["optimizer"] = Study("Is Muon better than AdamW, each at its own rate?", _optimizers((1e-2, 5e-3, 2e-2, 4e-2)), _optimizers((2e-3, 1e-3, 3e-3)))
 
 # %% ../../nbs/06b_studies.ipynb #35a9661e
 _BIASES = {"none": {}, "biases": dict(bias=True)}
