@@ -26,7 +26,7 @@ def path(tmp_path):
 def test_file_is_as_it_would_be_written(path):
     "So that recording a number changes only its own lines"
     text = path.read_text(encoding="utf-8")
-    assert text == json.dumps(json.loads(text), ensure_ascii=False, indent=1) + "\n"
+    assert text == "[\n" + ",\n".join(json.dumps(raw, ensure_ascii=False) for raw in json.loads(text)) + "\n]\n"
 
 
 def test_file_names_no_machine_path():
@@ -111,7 +111,7 @@ def test_compare():
     rows = {r["key"]: r for r in table.rows}
     assert (rows["2e-3"]["ours"], rows["2e-3"]["difference"]) == (1.3401, -0.0089)         # one decimal more than published
     assert rows["5e-4"]["difference"] == 0.005                                             # from the correct number
-    assert rows["1e-2"]["ours"] is None and "unit" not in rows["1e-2"] and "published (nats per token)" in table.headings
+    assert rows["3e-4"]["ours"] is None and "unit" not in rows["3e-4"] and "published (nats per token)" in table.headings
     with pytest.raises(ValueError, match="did you mean '2e-3'"): compare("cs336-report.lr-sweep", ours={"2e-33": 1})
 
 
@@ -180,8 +180,8 @@ def test_a_number_of_ours_that_does_not_follow_is_found(path, tmp_path):
     def write(*lines): results.write_text("".join(json.dumps(line) + "\n" for line in lines))
     def check(words, value=1.5, **change):
         record(KEY, value, "a", "b", **RUNS | change, path=path)
-        found = list(faults(read_ledger(path), tmp_path))
-        assert len(found) == bool(words) and all(words in f and KEY in f for f in found), found
+        found = [f for f in faults(read_ledger(path), tmp_path) if f.startswith(KEY)]              # others follow from other runs
+        assert len(found) == bool(words) and all(words in f for f in found), found
     write(*LINES)
     check("")
     check("the runs give 1.5", value=1.501)                                                            # the ledger was changed

@@ -424,6 +424,6 @@ def plot_curves(
             known |= {"best n-gram": line.get("ngram"), "floor": (line["result"] or {}).get("floor", known.get("floor"))}
     for (label, y),style in zip(known.items(), (":", "--")):
         if y is not None: ax.axhline(y, color="gray", linestyle=style, linewidth=1, label=label)
-    ax.set(xlabel="step", ylabel="training loss (nats per token)", yscale="log")
+    ax.set(xlabel="step", ylabel="training loss (nats per token)", ylim=(0, None))
     ax.legend()
     return ax

@@ -45,10 +45,13 @@ class Entry:
 def _bad(value)->bool: # Whether `value` is no finite number
     return isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value)
 
+_UNSAID = dict(correct=None, ours=[]) # Need not stand in the file
+
 def _entry(raw:dict)->Entry: # `ValueError` with the key unless all is there and makes sense
     key = raw.get("key") if isinstance(raw, dict) else raw
     def refuse(what): raise ValueError(f"ledger: {key!r} {what}")
     names = [f.name for f in fields(Entry)]
+    if isinstance(raw, dict): raw = _UNSAID | raw
     if not isinstance(raw, dict): refuse(f"is a {type(raw).__name__}, expected an object with the fields {', '.join(names)}")
     if odd := sorted(set(raw) ^ set(names)): refuse(f"lacks or should not have {', '.join(odd)}")
     for name in ("key", "quantity", "where", "setup", "remark", "unit"):
@@ -168,7 +171,9 @@ def _write(raws:list, path:Path): # Beside it, then in its place
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".part")
     try:
         with open(handle, "w", encoding="utf-8") as file:
-            file.write(json.dumps(raws, ensure_ascii=False, allow_nan=False, indent=1) + "\n")
+            spoken = ({k: v for k,v in raw.items() if k not in _UNSAID or v != _UNSAID[k]} for raw in raws)
+            lines = (json.dumps(raw, ensure_ascii=False, allow_nan=False) for raw in spoken)   # An entry a line
+            file.write("[\n" + ",\n".join(lines) + "\n]\n")
             file.flush(); os.fsync(file.fileno())
         os.chmod(name, path.stat().st_mode & 0o777)
         os.replace(name, path)
