@@ -23,16 +23,19 @@ test-all: $(READY) ## the same with the long tier
 	$(BIN)/python tools/check.py --slow
 
 docs: $(READY) ## the site, in _docs (with Quarto where it is installed)
-	@if command -v quarto >/dev/null; then PATH="$(abspath $(BIN)):$$PATH" nbdev_docs; else $(BIN)/python tools/build_docs.py; fi
+	@if command -v quarto >/dev/null; then PATH="$(abspath $(BIN)):$$PATH" python tools/build_docs.py --quarto; else $(BIN)/python tools/build_docs.py; fi
 
-lab: $(READY) ## the notebooks in JupyterLab
-	$(BIN)/jupyter lab --notebook-dir=nbs
+lab: $(READY) ## the notebooks in JupyterLab, beginning at the first page
+	$(BIN)/jupyter lab --notebook-dir=nbs --LabApp.default_url=/lab/tree/index.ipynb
 
-bench: $(READY) ## speeds on this machine
+student: $(READY) ## the notebooks for students, exercises without answers, in _student
+	$(BIN)/python tools/student.py
+
+bench: $(READY) ## speeds on this machine, kept in bench/
 	$(BIN)/python -m pytest tests -m bench -s -q
 
 clean: ## remove what was built; the environment, runs and data stay
-	rm -rf _docs _proc build dist lmcourse.egg-info .pytest_cache .hypothesis
+	rm -rf _docs _proc _student build dist lmcourse.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache
 	find lmcourse nbs tests tools -name __pycache__ -o -name .ipynb_checkpoints | xargs rm -rf
 
 # The environment: made once, brought up to date when one of these files changes.
@@ -46,4 +49,4 @@ $(READY): settings.ini setup.py pyproject.toml constraints.txt
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_EXTRA) -c constraints.txt -e '.[dev]'
 	@touch $@
 
-.PHONY: help quickstart test test-all docs lab bench clean
+.PHONY: help quickstart test test-all docs lab student bench clean

@@ -1,6 +1,13 @@
-"`python -m lmcourse` is the command `lmcourse`."
+"`python -m lmcourse` is the command `lmcourse`. What needs none of the course is answered before the rest is imported."
 import sys
 
-from lmcourse.app.cli import main
+from lmcourse import __version__
+
+
+def main():
+    if sys.argv[1:] == ["--version"]: return print(f"lmcourse {__version__}")
+    from lmcourse.app.cli import main as command
+    return command()
+
 
 if __name__ == "__main__": sys.exit(main())

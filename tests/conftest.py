@@ -11,3 +11,12 @@ else:
     settings.register_profile("same", derandomize=True)
     settings.register_profile("random")
     settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
+
+
+def pytest_terminal_summary(terminalreporter):
+    "With `pytest -s`: how many wrong answers each grader refuses, and how many right ones it accepts."
+    from graders import score_lines
+    if terminalreporter.config.option.capture != "no": return
+    reports = [r for kind in ("passed", "failed") for r in terminalreporter.stats.get(kind, []) if getattr(r, "when", "") == "call"]
+    if lines := list(score_lines(reports)): terminalreporter.section("graders")
+    for line in lines: terminalreporter.line(line)

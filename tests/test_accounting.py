@@ -292,7 +292,6 @@ def test_numbers_that_stand_on_their_own():
     assert training_flops(c, causal=True)["forward"] == sum(forward_flops(c, causal=True).values()) < training_flops(c)["forward"]
     assert forward_flops(c, past=6) == forward_flops(c, 1, 3, past=6)
     assert largest_batch(c, 10**8, 3) > largest_batch(c, 10**8) > 0
-    x = Counted(4., {})
     for value, right in ((lambda t: 2 - t, -2), (lambda t: 2/t, .5), (lambda t: 3*t, 12), (lambda t: t - 1, 3), (lambda t: t**2, 16), (lambda t: -t, -4)):
         assert value(Counted(4., Counter())).value == right
     assert activation_bytes(c, np.int32(2)) == activation_bytes(c, 2) and attention_pairs(np.int64(5)) == 15

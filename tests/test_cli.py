@@ -188,7 +188,7 @@ def broken(work, whole):
     ("ablate head --device tpu", "device = 'tpu', expected auto, cpu, cuda or mps"),
     ("ablate head --out damaged.jsonl", "damaged.jsonl, line 1: not JSON"),
     ("ablate head --out future.jsonl", "future.jsonl, line 1: format 9, but this version reads 1"),
-    ("no-such-command", "quickstart, tokenizer, prepare, train, generate, plot, account, serve, ablate, doctor, bench, smoke"),
+    ("no-such-command", "quickstart, tokenizer, prepare, train, generate, plot, check, exercises, account, serve, ablate, doctor, bench, smoke, completion"),
 ])
 def test_a_mistake_is_one_line_and_leaves_nothing(broken, words, answer):
     before = sorted(broken.rglob("*"))
@@ -283,7 +283,7 @@ def failing(error, after):
                                          (OSError(28, "No space left on device"), False), (ValueError("no such column"), False)])
 def test_what_fails_leaves_nothing_and_what_is_cut_off_goes_on(work, tmp_path, monkeypatch, capsys, error, left):
     words = ["prepare", "hf:a/b", str(tmp_path/"new/out"), "--tokenizer", str(work/"tok"), "--max-mb", "100", "--valid-documents", "9"]
-    monkeypatch.setattr(cli, "count_ngrams", lambda out: None)          # they take the longest
+    monkeypatch.setattr("lmcourse.training.data.count_ngrams", lambda out: None)          # they take the longest
     monkeypatch.setattr(cli, "documents", failing(error, 200))
     with pytest.raises(SystemExit): cli.main(words)
     err = capsys.readouterr().err
@@ -310,7 +310,7 @@ def test_prepare_holds_few_documents_and_leaves_out_those_for_validation(work, t
     def documents(name, split="train", max_bytes=None):
         return (f"{i} {text}" for i in range(5, 8)) if split == "valid" else (Document(f"{i} {text}") for i in range(700))
 
-    monkeypatch.setattr(cli, "count_ngrams", lambda out: None)
+    monkeypatch.setattr("lmcourse.training.data.count_ngrams", lambda out: None)
     monkeypatch.setattr(cli, "documents", documents)
     cli.prepare("hf:a/b", tmp_path/"out", tokenizer := Tokenizer.from_folder(work/"tok"), 10**9, 400, 1)
     train, valid = (TokenDataset.open(tmp_path/"out"/name) for name in ("train", "valid"))

@@ -186,16 +186,16 @@ def test_many_kills(tmp_path, seed):
 @pytest.mark.parametrize("at", range(8))
 def test_a_kill_between_any_two_renames(tmp_path, at):
     "The process ends itself at a rename or removal, before it or after it; the texts are not tokenized again."
-    die = """
+    die = f"""
 real, calls = os.replace, itertools.count()
 def replace(a, b):
     last = str(b).endswith('.json') or '.part' not in str(b)
     n = next(calls) if last else -1
-    if n == {before}: os._exit(9)
+    if n == {at // 2 if at % 2 == 0 else -2}: os._exit(9)
     real(a, b)
-    if n == {after}: os._exit(9)
+    if n == {at // 2 if at % 2 else -2}: os._exit(9)
 os.replace = replace
-""".format(before=at // 2 if at % 2 == 0 else -2, after=at // 2 if at % 2 else -2)
+"""
     write_tokens(tmp_path / "whole", some_texts(100), Seen(), "there", nats=len)
     with start_writing(tmp_path / "a", 100, more=die) as process: process.stdout.read()
     assert process.returncode == 9

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from lmcourse.tokenization.bpe import count_words, encode_word, learn_heap, make_vocab, pretokenize
-from lmcourse.tokenization.fast_bpe import (BETWEEN, Encoder, FilePieces, Specials, WordTable, Words, character_classes, count_words_fast, cut_segments, first_invalid,
+from lmcourse.tokenization.fast_bpe import (Encoder, FilePieces, Specials, WordTable, Words, character_classes, count_words_fast, cut_segments, first_invalid,
                                             last_cut, learn_fast, pretoken_ends)
 from lmcourse.tools.stories import Stories
 

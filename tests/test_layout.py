@@ -202,13 +202,31 @@ def test_package_data_is_small():
     assert data and sum(p.stat().st_size for p in data) < 2_000_000
 
 
+def test_annotations_are_shipped_and_checked():
+    "Whoever imports the library sees its types; those that mypy reads are all but the index for the site."
+    assert (ROOT / "lmcourse/py.typed").exists()
+    tools = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]
+    assert tools["mypy"]["files"] == ["lmcourse", "tests/typed_use.py"] and tools["mypy"]["exclude"] == [r"_modidx\.py$"]
+    ours = [o for o in tools["mypy"]["overrides"] for m in o["module"] if m.startswith("lmcourse")]
+    assert not any(o.keys() & {"ignore_errors", "follow_imports"} for o in ours), "check what is written here"
+
+
+def test_importing_the_package_is_quick_and_loads_nothing():
+    script = "import sys, time; start = time.perf_counter(); import lmcourse; print(time.perf_counter() - start, *sorted({'torch', 'numpy', 'numba'} & {*sys.modules}))"
+    seconds, *loaded = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=ROOT).stdout.split()
+    assert not loaded and float(seconds) < 0.2
+
+
 @pytest.mark.slow
 def test_wheel_has_modules_data_and_the_command(tmp_path):
     copy = "lmcourse settings.ini setup.py pyproject.toml MANIFEST.in README.md LICENSE CITATION.cff CHANGELOG.md constraints.txt".split()
     subprocess.run(["cp", "-R", *(ROOT / f for f in copy), tmp_path], check=True)
     subprocess.run([sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", tmp_path / "dist", tmp_path], check=True)
-    wheel = zipfile.ZipFile(next((tmp_path / "dist").glob("*.whl")))
+    file = next((tmp_path / "dist").glob("*.whl"))
+    wheel = zipfile.ZipFile(file)
+    assert file.stat().st_size < 2**21, f"{file.stat().st_size:,} bytes"
+    assert not [n for n in wheel.namelist() if n.endswith((".ipynb", ".md", ".yml")) or not n.startswith(("lmcourse/", "lmcourse-"))]
     ours = {p.relative_to(ROOT).as_posix() for p in (ROOT / "lmcourse").rglob("*") if p.is_file() and "__pycache__" not in p.parts}
     assert ours <= set(wheel.namelist())
     entries = next(wheel.read(n).decode() for n in wheel.namelist() if n.endswith("entry_points.txt"))
-    assert "lmcourse = lmcourse.app.cli:main" in entries.replace("lmcourse=", "lmcourse = ")
+    assert "lmcourse = lmcourse.__main__:main" in entries.replace("lmcourse=", "lmcourse = ")

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import lmcourse.architecture.pretrained as pretrained
-from lmcourse.architecture.pretrained import (FAMILIES, config_from_hf, config_to_hf, family_of, from_hf, halves_to_pairs, links, load_weights, pack,
+from lmcourse.architecture.pretrained import (config_from_hf, config_to_hf, family_of, from_hf, halves_to_pairs, links, load_weights, pack,
     pairs_to_halves, params_of, save_hf, to_hf, unpack, untie)
 from lmcourse.architecture.transformer_np import init_params, transformer_forward
 from lmcourse.accounting.memory import count_parameters
@@ -257,7 +257,7 @@ REFUSED = [
 def test_what_no_family_can_be(config, changes, words, tmp_path):
     config = replace(config, **changes)
     for f in (lambda: family_of(config), lambda: config_to_hf(config), lambda: to_hf(TransformerLM(config)), lambda: save_hf(TransformerLM(config), tmp_path/"no")):
-        with expect_error(ValueError, words) as e: f()
+        with expect_error(ValueError, words): f()
     assert not list(tmp_path.iterdir())
 
 
@@ -387,7 +387,7 @@ def edited(folder, change, name="model.safetensors"):
 
 @families
 def test_all_names_that_do_not_fit_are_listed(config, tmp_path):
-    folder, lost, shape = save_hf(ours(config), tmp_path/"model"), [], None
+    folder, lost = save_hf(ours(config), tmp_path/"model"), []
     def change(t):
         lost.extend(sorted(t)[1:4])
         for name in lost: del t[name]

@@ -1,5 +1,5 @@
 "Experiments: what is refused, what a kill leaves, and that a run is never made twice nor lost"
-import json, multiprocessing, os, signal, subprocess, sys, threading, time
+import json, multiprocessing, os, subprocess, sys, threading, time
 from dataclasses import replace
 from pathlib import Path
 import pytest

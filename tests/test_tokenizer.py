@@ -109,7 +109,7 @@ before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 for n, _ in enumerate(t.encode_iterable(repeat(text, 100_000_000//len(text)))): pass
 print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)/1024, n)
 """
-    resource = pytest.importorskip("resource")
+    pytest.importorskip("resource")
     with tempfile.TemporaryDirectory() as tmp:
         TOKENIZER.save(f"{tmp}/t")
         done = subprocess.run([sys.executable, "-c", script, f"{tmp}/t"], capture_output=True, text=True, check=True)

@@ -23,8 +23,8 @@ from lmcourse.tools.checks import check_close, expect_error
 from lmcourse.tools.config import ModelConfig
 
 torch = pytest.importorskip("torch")
-from lmcourse.architecture.layers_torch import cross_entropy   # noqa: E402
-from lmcourse.architecture.transformer_torch import TransformerLM   # noqa: E402
+from lmcourse.architecture.layers_torch import cross_entropy
+from lmcourse.architecture.transformer_torch import TransformerLM
 
 SMALL = ModelConfig(vocab_size=23, context_length=8, d_model=16, num_layers=2, num_heads=4, d_ff=12)
 CHANGES = [dict(), dict(num_layers=1), dict(num_kv_heads=2), dict(num_kv_heads=1), dict(head_dim=6), dict(norm="layernorm"),
@@ -247,7 +247,7 @@ def test_fast_takes_ids_and_weights_as_they_come():
     file.flags.writeable = False
     same(file[:40].reshape(5, 8), file[1:41].reshape(5, 8))
     same(np.asfortranarray(ids), targets[:, ::-1])
-    for ids, targets in ((ids[0], targets[0]), (ids[:4].reshape(2, 2, 8), targets[:4].reshape(2, 2, 8))): same(ids, targets)
+    for x, y in ((ids[0], targets[0]), (ids[:4].reshape(2, 2, 8), targets[:4].reshape(2, 2, 8))): same(x, y)
     for change in (np.asfortranarray, lambda w: np.repeat(w, 2, -1)[..., ::2]): same(*batch(SMALL, 5), params={n: change(w) for n, w in params.items()})
 
 def test_fast_refuses_what_the_readable_one_refuses():
@@ -361,7 +361,7 @@ def test_what_a_layer_keeps_is_known_to_the_byte(): # A copy that is kept, or on
         c = replace(config, num_layers=layers)
         params = init_params(c)
         tracemalloc.start()
-        result = stream_forward(params, ids, c, FAST)
+        _result = stream_forward(params, ids, c, FAST)
         held[layers] = tracemalloc.get_traced_memory()[0]
         tracemalloc.stop()
     N, D, F, H = ids.size, config.d_model, config.F, config.num_heads

@@ -50,10 +50,13 @@ if __name__ == "__main__":
     python = (sys.executable, "-m")
     steps = {
         "installed packages fit": lambda: run(*python, "pip", "check"),
+        "style": lambda: run("ruff", "check"),
+        "types": lambda: run("mypy"),
         "notebooks and library in sync": in_sync,
         "notebooks": lambda: run("nbdev_test", "--timing", *(["--flags", "slow"] if slow else []), seconds=3600 if slow else 900),
         "tests": lambda: run(*python, "pytest", "-q", "-n", str(min(4, os.cpu_count() or 1)), "--dist", "loadfile", "tests", *(["-m", "not bench"] if slow else []), seconds=3600 if slow else 1800),
         "site": lambda: run(sys.executable, "tools/build_docs.py", "--force"),
+        "site in a browser": lambda: run(sys.executable, "tools/check_site.py"),
     }
     for name, step in steps.items():
         print(f"== {name}", flush=True)

@@ -14,10 +14,10 @@ __all__ = ['SHOWN', 'LIKELY', 'SYMPTOM', 'SAME_LOSS', 'FEW_DOCUMENTS', 'EXPLAINE
            'check_envelope', 'examine', 'report', 'table_of', 'Fault', 'train_with', 'practice_data', 'trials']
 
 # %% ../../nbs/06c_doctor.ipynb #9ebac8e7
-import json, math, time
+import json, math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from importlib.resources import files
 from itertools import islice
@@ -33,12 +33,11 @@ from ..architecture.transformer_torch import TransformerLM
 from ..tokenization.tokenizer import Tokenizer
 from ..tools.config import ModelConfig, TrainConfig, unknown
 from ..tools.documents import documents
-from ..tools.ngram import ngram_losses
-from ..tools.show import Table, duration, figure
+from ..tools.show import Table, figure
 from ..tools.stories import Stories
 from ..training import trainer as training_loop
 from ..training.checkpoint import Checkpoints
-from ..training.data import Batches, TokenDataset, evaluation_batches, to_tensors, write_tokens
+from ..training.data import Batches, TokenDataset, count_ngrams, evaluation_batches, read_ngrams, to_tensors, write_tokens
 from ..training.engines import plan_batch
 from ..training.optim_torch import learning_rate
 from ..training.trainer import Diverged, Trainer, read_metrics, read_run, write_run
@@ -232,6 +231,7 @@ def explain(
     for name in sorted(wrong, key=lambda name: abs(right + loss(wrong[name], few) - base - logged))[:2]:
         value = loss(wrong[name], batches)
         if abs(value - logged) <= slack*abs(right - logged): return name, wrong[name], value
+    return None
 
 # %% ../../nbs/06c_doctor.ipynb #e4b1458d
 def check_forward(
@@ -302,7 +302,7 @@ def check_batches(
         return
     compute = lambda in_order: [mean_loss(losses_as(case, forward, training_batches(case, m, in_order))) for m in lines]
     logged, ours = [m["loss"] for m in lines], compute(False)
-    yield Looked(f"training loss of the latest {len(lines)} lines, logged and computed again", np.mean(logged), np.mean(ours))
+    yield Looked(f"training loss of the latest {len(lines)} lines, logged and computed again", float(np.mean(logged)), float(np.mean(ours)))
     fall = abs(logged[-1] - logged[-2]) if len(lines) > 1 else 0.           # What the loss changes from line to line
     if forward == Forward() and abs(logged[-1] - ours[-1]) > fall + TRAINING_GAP + TOKEN_GAP/math.sqrt(tokens):
         yield from _other_training(case, logged, ours, lines)
@@ -416,8 +416,8 @@ def _poor(case:Case)->str: # What it has done, as far as n-grams show it
 BELOW = 5   # Standard errors below the floor
 
 def ngrams(case:Case)->list: # Losses of order 1, 2, ..., as `lmcourse prepare` left them beside the tokens; empty if it did not
-    try: return [float(l) for l in json.loads((case.data/"ngram.json").read_text(encoding="utf-8"))]
-    except (OSError, ValueError, TypeError): return []
+    try: return read_ngrams(case.data)
+    except (OSError, ValueError): return []
 
 # %% ../../nbs/06c_doctor.ipynb #ffbccfe9
 def check_floor(case:Case)->Iterator:
@@ -519,7 +519,7 @@ def correlation_with_place(ranks:np.ndarray)->float: # Pearson's, of numbers and
 def check_tie(case:Case)->Iterator:
     "Whether embedding and head are one matrix where they should be."
     head, rows = (case.weights.get(f"{name}.weight") for name in ("lm_head", "token_embeddings"))
-    if head is None: return
+    if head is None or rows is None: return
     apart = ((head - rows).norm()/rows.norm()).item()
     yield Looked("distance of head and embedding, in lengths of the embedding", apart, "0" if case.model.tie_embeddings else "")
     if case.model.tie_embeddings and apart > 1e-6:
@@ -558,7 +558,7 @@ def check_inside(case:Case)->Iterator:
     words = lambda values: ", ".join(f"{v:.3g}" for v in values)
     yield Looked("size of the stream after each block (root mean square)", words(seen["stream"].values()))
     yield Looked("dead units of each feed-forward network", words(seen["dead"].values()), f"below {DEAD}")
-    yield Looked(f"loss from position {', '.join(map(str, seen['positions']))} on", words(seen["positions"].values()), "falls")
+    yield Looked(f"loss from position {', '.join(map(str, seen['positions']))} on", words(seen["positions"].values()), "falls after the first few")
     for i,share in seen["dead"].items():
         if share > DEAD: yield Finding("dead units", f"{share:.0%} of the units of block {i} never say anything on validation documents", SYMPTOM)
 
@@ -643,7 +643,7 @@ CHECKS = (check_start, check_rate, check_updates, check_course, check_floor, che
 # %% ../../nbs/06c_doctor.ipynb #c4e55367
 def examine(
     run,              # The run's folder
-    known:dict=None,  # Name to envelope: none for those that come with the course
+    known:dict|None=None,  # Name to envelope: none for those that come with the course
 )->Findings:
     "What is wrong with a run. `FileNotFoundError` or `ValueError`, in one line, for what is no run."
     case = open_case(run)
@@ -702,9 +702,11 @@ def _targets(inputs, targets, shift:int): # Another target than the next token
 
 # %% ../../nbs/06c_doctor.ipynb #6bfd7c5a
 def _labels(shift:int)->list: # In training and in evaluation
-    def batch(self, step, right=Batches.__getitem__): return (b := right(self, step))[0], _targets(*b, shift)
+    def batch(self, step, right=Batches.__getitem__):
+        x, y = right(self, step)
+        return x, _targets(x, y, shift)
     def rows(*args):
-        for x,y,documents in evaluation_batches(*args): yield x, _targets(x, y, shift), documents
+        for x,y,numbers in evaluation_batches(*args): yield x, _targets(x, y, shift), numbers
     return [(Batches, "__getitem__", batch), (training_loop, "evaluation_batches", rows)]
 
 # %% ../../nbs/06c_doctor.ipynb #51ee18ea
@@ -782,20 +784,14 @@ def practice_data(
         write_tokens(folder/name/"train", train, own, "stories", threads=1)
         write_tokens(folder/name/"valid", held_out, tokenizer, "stories", nats=nats, threads=1)
         own.save(folder/name/"tokenizer")
-        _count(folder/name)
-
-# %% ../../nbs/06c_doctor.ipynb #6d88c238
-def _count(data:Path): # `ngram.json`, as `lmcourse prepare` writes it
-    train, valid = (TokenDataset.open(data/n) for n in ("train", "valid"))
-    losses = ngram_losses(train.tokens[:4_000_000], valid.tokens, train.info["vocab_size"], train.end_of_text).mean(1)
-    (data/"ngram.json").write_text(json.dumps(losses.round(6).tolist()) + "\n", encoding="utf-8")
+        count_ngrams(folder/name)
 
 # %% ../../nbs/06c_doctor.ipynb #b63cadfc
 def trials(
     folder:Path,       # Runs are kept there; its `data` is made if there is none
     model:ModelConfig, train:TrainConfig, # Of a healthy run
     jobs:list,         # Pairs: a name of `FAULTS` or none, and a seed
-    known:dict=None,   # As for `examine`
+    known:dict|None=None,   # As for `examine`
 )->Iterator[dict]: # For each job: fault, seed, what was named first and with what weight, whether that is right, the validation loss
     "Plant, train, examine."
     if not (folder/"data").exists(): practice_data(folder/"data", model.vocab_size)

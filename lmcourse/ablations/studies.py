@@ -66,7 +66,7 @@ def study_table(
 # %% ../../nbs/06b_studies.ipynb #93c3daaf
 def _published(study:Study)->dict: # Variant to the published loss, and how much it is above the published base
     values = {variant: published(f"cs336-report.{key}").best for variant,key in study.published}
-    base = next(iter(values.values()), None)
+    base = next(iter(values.values()), 0.)
     return {variant: (value, round(value - base, 4) if i else None) for i,(variant,value) in enumerate(values.items())}
 
 # %% ../../nbs/06b_studies.ipynb #1af89f3b
@@ -94,7 +94,7 @@ STUDIES["batch-size"] = Study("What does a larger batch buy?", _batches((2, 32),
 # %% ../../nbs/06b_studies.ipynb #00231712
 _NO_NORM = dict(norm="none")
 _SCALED = _NO_NORM | dict(scaled_init=True)
-_NORMS = {"norm": {}, "none": _NO_NORM, "none, scaled": _SCALED}
+_NORMS:dict = {"norm": {}, "none": _NO_NORM, "none, scaled": _SCALED}
 STUDIES["no-norm"] = Study("Does training need a norm?",
     {**_NORMS, "none, scaled, 0.02": _SCALED | dict(embedding_std=.02), "norm, 0.001": dict(lr=1e-3), "none, 0.001": _NO_NORM | dict(lr=1e-3),
      **{f"8 layers, {kind}": change | dict(num_layers=8) for kind,change in _NORMS.items()}},
@@ -126,7 +126,7 @@ STUDIES["heads"] = Study("How many heads, and how many of keys and values?",
     {"8": {}} | {f"{h}": dict(num_heads=h) for h in (1, 2, 4, 16)} | {f"8, {g} of keys": dict(num_kv_heads=g) for g in (4, 2, 1)})
 
 # %% ../../nbs/06b_studies.ipynb #2d4db014
-_GUARDS = {"base": {}, "z-loss": dict(z_loss=1e-4), "QK-norm": dict(qk_norm=True)}
+_GUARDS:dict = {"base": {}, "z-loss": dict(z_loss=1e-4), "QK-norm": dict(qk_norm=True)}
 def _guards(lr:float)->dict: return _GUARDS | {f"{name}, {lr:g}": change | dict(lr=lr) for name,change in _GUARDS.items()}
 
 STUDIES["stability"] = Study("What do QK-norm and z-loss protect from?", _guards(3e-2), _guards(5e-3))

@@ -7,25 +7,26 @@ __all__ = ['STATUS', 'FORMAT', 'LENGTHS', 'RunData', 'Run', 'Experiment', 'step_
            'losses_by_length', 'train_job', 'run_experiment', 'machine_name', 'student_t', 'paired_difference',
            'outcomes', 'values_of', 'difference_from_base', 'compare_variants', 'plot_curves']
 
-# %% ../../nbs/06a_sweep.ipynb #15acba0b
-import dataclasses, hashlib, json, math, multiprocessing, os, platform, shutil, statistics, subprocess, threading, time
+# %% ../../nbs/06a_sweep.ipynb #733fb635
+import dataclasses, hashlib, json, math, multiprocessing, os, shutil, statistics, subprocess, threading, time
 from dataclasses import dataclass, replace
 from datetime import date
 from importlib.resources import files
 from itertools import islice
 from pathlib import Path
-from typing import Callable
+from collections.abc import Callable
+from typing import ClassVar
 import numpy as np
 from .. import __version__
 from ..tools.config import ModelConfig, TrainConfig, unknown
 from ..tools.documents import documents
-from ..tools.ngram import ngram_losses
-from ..tools.show import Table, figure
+from ..tools.show import COLORS, Table, figure
 from ..tools.stories import Stories
 from ..tokenization.tokenizer import Tokenizer
 from ..accounting.flops import training_flops
+from ..accounting.hardware import processor_name
 from ..accounting.memory import count_parameters
-from ..training.data import TokenDataset, lock_file, write_tokens
+from ..training.data import TokenDataset, count_ngrams, lock_file, read_ngrams, write_tokens
 
 # %% ../../nbs/06a_sweep.ipynb #ec6768e4
 @dataclass(frozen=True)
@@ -66,6 +67,7 @@ def _spoken(config)->dict: # The fields that are not at their defaults
 @dataclass(frozen=True)
 class Experiment:
     "Variants of one base with the same seeds and budget. `ValueError` for a field, preset or budget that makes no sense."
+    run:ClassVar[Callable[..., "Run"]]  # A method, written below
     base:str                 # Preset of a model and its training
     variants:dict            # Name to changed fields; the first variant is the one that others are compared with
     seeds:tuple = (0, 1, 2)  # Of initial weights and data order
@@ -84,7 +86,8 @@ class Experiment:
 # %% ../../nbs/06a_sweep.ipynb #97f4b25d
 def _run(self, changes:dict, seed:int)->Run:
     "The run of one variant and seed."
-    parts, fields = [], set()
+    parts:list = []
+    fields:set = set()
     for kind,start in ((ModelConfig, ModelConfig.preset(self.base)), (TrainConfig, TrainConfig.preset(self.base)), (RunData, self.data)):
         own = {f.name for f in dataclasses.fields(kind)}
         parts.append(replace(start, **{k: v for k,v in changes.items() if k in own}))
@@ -167,9 +170,7 @@ def prepare_corpus(
     tokenizer.save(out/"tokenizer")
     write_tokens(out/"train", (d for d in documents(data.corpus, "train", size) if d not in known), tokenizer, data.corpus, total_bytes=size)
     write_tokens(out/"valid", held_out, tokenizer, data.corpus, nats=(lambda d: -Stories().log_prob(d)) if data.corpus == "stories" else None)
-    train, valid = (TokenDataset.open(out/name) for name in ("train", "valid"))
-    losses = ngram_losses(train.tokens[:2_000_000], valid.tokens, data.vocab_size, train.end_of_text).mean(1)
-    (out/"ngram.json").write_text(json.dumps(losses.tolist()) + "\n", encoding="utf-8")
+    count_ngrams(out, most=2_000_000)
     return out
 
 # %% ../../nbs/06a_sweep.ipynb #9e886b64
@@ -213,8 +214,7 @@ def train_job(
     else: write_run(run, job.model, trainer.config, data)
     first = TransformerLM(job.model, seed=job.train.seed).to(trainer.device)
     start, cpu = evaluate(first, valid, job.model.context_length, 4).loss, time.process_time()
-    ngrams = json.loads((data/"ngram.json").read_text(encoding="utf-8"))
-    known = dict(ngram=round(min(ngrams), 4), start=start if math.isfinite(start) else None, steps=trainer.config.steps, parameters=count_parameters(job.model).unique,
+    known = dict(ngram=round(min(read_ngrams(data)), 4), start=start if math.isfinite(start) else None, steps=trainer.config.steps, parameters=count_parameters(job.model).unique,
                  flops=trainer.config.steps*step_cost(job.model, job.train)[1], tokens=trainer.config.steps*trainer.plan.tokens)
     try: result = vars(trainer.fit(run))
     except Diverged as e: outcome = dict(status="diverged", fault=str(e), result=None, by_length=None)
@@ -245,7 +245,7 @@ def run_experiment(
     done = {key for key,line in read_lines(results).items() if line["status"] != "crashed"}
     missing = {key: job for key,job in jobs.items() if key not in done}
     for name in {job.data.corpus for job in missing.values()}: documents(name) # refuses what is not there, before anything is made
-    processes = processes or (os.cpu_count() if device == "cpu" else 1)
+    processes = processes or (os.cpu_count() or 1 if device == "cpu" else 1)
     work.mkdir(parents=True, exist_ok=True)
     with open(work/"lock", "w", encoding="utf-8") as file:
         lock_file(file)
@@ -258,7 +258,7 @@ def run_experiment(
 # %% ../../nbs/06a_sweep.ipynb #835d201f
 def _run_all(missing:dict, places:dict, results, work:Path, processes:int, device:str, about:dict, report):
     waiting, running, count = list(missing), {}, 0
-    threads = max(1, os.cpu_count()//processes)
+    threads = max(1, (os.cpu_count() or 1)//processes)
     try:
         while waiting or running:
             while waiting and len(running) < processes:
@@ -288,8 +288,9 @@ def _start(job:Run, data:Path, run:Path, device:str, threads:int): # A process o
         else: os.environ["OMP_NUM_THREADS"] = before
     return process
 
+# %% ../../nbs/06a_sweep.ipynb #1372e35f
 def _die_with_parent(): # Else the runs of a sweep that was killed would go on, beside those of the next call
-    multiprocessing.parent_process().join()
+    if parent := multiprocessing.parent_process(): parent.join()
     os._exit(1)
 
 def _work(records:list, data:Path, run:Path, device:str, threads:int): # In that process
@@ -326,10 +327,7 @@ def machine_name(
     if device != "cpu":
         import torch
         if torch.cuda.is_available(): return torch.cuda.get_device_name()
-    try: lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").split("\n")
-    except OSError: lines = []
-    name = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.processor() or platform.machine())
-    return f"{name}, {os.cpu_count()} cores"
+    return f"{processor_name()}, {os.cpu_count()} cores"
 
 # %% ../../nbs/06a_sweep.ipynb #dda6a07c
 def student_t(
@@ -338,7 +336,7 @@ def student_t(
 )->float: # Standard errors on either side
     "The quantile of Student's distribution, by halving an interval around it. `ValueError` for less than two values."
     if freedom < 1: raise ValueError(f"student_t: {freedom = }, expected 1 or more: an interval needs two values")
-    scale = math.gamma((freedom + 1)/2)/math.gamma(freedom/2)/math.sqrt(freedom*math.pi)
+    scale = math.exp(math.lgamma((freedom + 1)/2) - math.lgamma(freedom/2))/math.sqrt(freedom*math.pi)
     def inside(t): # Probability between -t and t, by the substitution x = sqrt(n) tan(u)
         u = np.linspace(0, math.atan(t/math.sqrt(freedom)), 2001)
         return 2*scale*math.sqrt(freedom)*float(np.trapezoid(np.cos(u)**(freedom - 1), u))
@@ -393,7 +391,7 @@ def compare_variants(
     experiment:Experiment, # What was asked for
     lines:dict,            # Key to line
     measure:str="loss",    # What is compared: `loss`, or `bits_per_byte` where tokenizers differ
-    more:Callable=None,    # From a variant's name and its lines to more columns, a dict
+    more:Callable|None=None,    # From a variant's name and its lines to more columns, a dict
 )->Table:
     "Variants side by side, each difference with its 95 % interval. Runs that ended badly are counted in their own column."
     rows = []
@@ -427,8 +425,8 @@ def plot_curves(
     for i,name in enumerate(variants or found):
         for j,(seed,line) in enumerate(found[name].items()):
             step, loss = (line.get("curve") or {}).get("step", []), (line.get("curve") or {}).get("loss", [])
-            ax.plot(step, loss, color=f"C{i}", linewidth=1, alpha=.8, label=None if j else name)
-            if line["status"] != "done" and step: ax.plot(step[-1:], loss[-1:], "x", color=f"C{i}")
+            ax.plot(step, loss, color=COLORS[i % len(COLORS)], linewidth=1, alpha=.8, label=None if j else name)
+            if line["status"] != "done" and step: ax.plot(step[-1:], loss[-1:], "x", color=COLORS[i % len(COLORS)])
             known |= {"best n-gram": line.get("ngram"), "floor": (line["result"] or {}).get("floor", known.get("floor"))}
     for (label, y),style in zip(known.items(), (":", "--")):
         if y is not None: ax.axhline(y, color="gray", linestyle=style, linewidth=1, label=label)

@@ -27,7 +27,7 @@ def account(
     "What a model has, holds and computes. `ValueError` for sizes and words that make no sense."
     T = config.context_length if context_length is None else whole_number("context_length", context_length)
     c = replace(config, context_length=T) if T > config.context_length else config
-    how = dict(dtype=dtype, attention=attention, recompute=recompute, logits=logits)
+    how:dict = dict(dtype=dtype, attention=attention, recompute=recompute, logits=logits)
     memory = training_bytes(c, batch_size, T, **how)
     step = training_flops(c, batch_size, T, recompute=recompute, fused=attention == "fused")
     return dict(model=c.to_dict(), batch_size=batch_size, tokens=batch_size*T, **how,

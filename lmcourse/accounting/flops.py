@@ -10,7 +10,7 @@ __all__ = ['Counted', 'count_operations', 'matmul_flops', 'attention_pairs', 'fo
 import operator, re
 from collections import Counter
 from contextlib import contextmanager
-from typing import Callable
+from collections.abc import Callable
 import numpy as np
 from ..tools.config import ModelConfig
 from .memory import checked_length, whole_number
@@ -18,6 +18,7 @@ from .memory import checked_length, whole_number
 # %% ../../nbs/02b_flops.ipynb #08fb9b91
 class Counted:
     "A number that counts the operations on it, by name."
+    __neg__:Callable  # A method, written below
     def __init__(self, value:float, tally:Counter): self.value, self.tally = value, tally
     def __repr__(self): return f"Counted({self.value})"
 

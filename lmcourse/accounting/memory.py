@@ -10,6 +10,7 @@ __all__ = ['FLOAT_FORMATS', 'storage_bytes', 'FloatFormat', 'ParameterCount', 'p
 
 # %% ../../nbs/02a_memory.ipynb #9f0e5ba4
 import math, operator, re, weakref
+from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from ..tools.config import ModelConfig, unknown
@@ -309,6 +310,7 @@ def largest_batch(
 # %% ../../nbs/02a_memory.ipynb #b2456aa1
 class MemoryTimeline:
     "Bytes of live tensors after each operation of torch in a `with` block."
+    __enter__:Callable; __exit__:Callable  # Methods, written below
     def __init__(self, *tensors): # That are alive before the block
         self.live, self.history, self.phases, self._known = 0, [], [], {}
         for t in tensors: self.see(t)

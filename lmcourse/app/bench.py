@@ -20,13 +20,14 @@ import subprocess, sys, sysconfig, tempfile, time, warnings
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, lru_cache, partial
 from pathlib import Path
-from typing import Callable, Iterator
+from collections.abc import Callable, Iterator
 import numpy as np
 from ..tools.config import unknown
 from ..tools.documents import END_OF_TEXT, documents
 from ..tools.show import Table, progress
 from ..tokenization.bpe import PRETOKENIZE, byte_alphabet
 from ..tokenization.tokenizer import Tokenizer, train_bpe
+from ..accounting.hardware import processor_name
 
 # %% ../../nbs/90a_bench.ipynb #b6532469
 KINDS = { # Files by the ends of their names
@@ -360,7 +361,7 @@ class Worker:
         "Have a request done."
         try:
             print(json.dumps(dict(action=action) | arguments), file=self.process.stdin, flush=True)
-            line = self.process.stdout.readline()
+            line = self.process.stdout.readline() if self.process.stdout else ""
         except BrokenPipeError: line = ""
         if not line: raise ChildProcessError(f"{action}: the process ended with status {self.process.wait()}")
         answer = json.loads(line)
@@ -410,7 +411,7 @@ def run_counting(path:str, threads:int)->dict: # And the number of distinct word
 
 def run_first_use(path:str)->dict: # Seconds
     "The first training and the first encoding of this process."
-    import lmcourse.tokenization.fast_bpe                       # Numba with it
+    importlib.import_module("lmcourse.tokenization.fast_bpe")   # Numba with it
     train, tokenizer = timed(lambda: Tokenizer.train(path, 12_000))
     encode, _ = timed(lambda: tokenizer.encode("the first line"))
     return dict(train_s=train["wall_s"], encode_s=encode["wall_s"])
@@ -418,13 +419,13 @@ def run_first_use(path:str)->dict: # Seconds
 # %% ../../nbs/90a_bench.ipynb #e83e4543
 def run_import()->dict:
     "What importing alone needs, most of it for Numba."
-    import lmcourse.tokenization.fast_bpe
+    importlib.import_module("lmcourse.tokenization.fast_bpe")
     return dict(peak_bytes=peak_bytes())
 
 # %% ../../nbs/90a_bench.ipynb #b373a6ac
 def peak_bytes()->int|None: # None where the system does not tell
     "The most memory that this process has held."
-    if (status := Path("/proc/self/status")).exists(): return 1024*int(re.search(r"VmHWM:\s+(\d+)", status.read_text())[1])
+    if (status := Path("/proc/self/status")).exists(): return 1024*int(re.findall(r"VmHWM:\s+(\d+)", status.read_text())[0])
     try: import resource
     except ImportError: return None
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss*(1 if sys.platform == "darwin" else 1024)
@@ -490,7 +491,7 @@ def measure_encoding(
             return workers[who, n].ask("run_encoding", task=task, name=who, threads=n, path=corpus.path, max_bytes=max_bytes,
                                        folder=str(saved), **more)
         compare_ids(jobs, ask, Tokenizer.from_folder(saved).token_bytes)
-        found = interleaved({job: partial(ask, *job, sample_bytes(*job[:2])) for job in jobs}, rounds, f"{corpus.name}: encoding")
+        found = interleaved({(task, who, n): partial(ask, task, who, n, sample_bytes(task, who)) for task,who,n in jobs}, rounds, f"{corpus.name}: encoding")
     return [dict(task=task, corpus=corpus.name, name=who, threads=n, bytes=r.pop("sample")[0], **r) for (task,who,n),r in found.items()]
 
 # %% ../../nbs/90a_bench.ipynb #f72b80e2
@@ -521,11 +522,12 @@ def save_tokenizer(
     "The vocabulary that all encoders get."
     files = [Path(os.environ.get("LMCOURSE_DATA") or "nowhere", name) for name in ("gpt2_vocab.json", "gpt2_merges.txt")]
     if all(f.is_file() for f in files):
-        Tokenizer.from_files(*files, [END_OF_TEXT]).save(folder)
+        Tokenizer.from_files(files[0], files[1], [END_OF_TEXT]).save(folder)
         return "GPT-2's vocabulary"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        tokenizer = Tokenizer(*train_bpe(corpus.path, corpus.vocab_size, [END_OF_TEXT], threads=threads), [END_OF_TEXT])
+        vocab, merges = train_bpe(corpus.path, corpus.vocab_size, [END_OF_TEXT], threads=threads)
+        tokenizer = Tokenizer(vocab, merges, [END_OF_TEXT])
     tokenizer.save(folder)
     return f"a vocabulary of {tokenizer.vocab_size:,} tokens learnt from it"
 
@@ -672,9 +674,7 @@ def machine(
 )->dict: # Processor, cores, load and versions
     "What all this was measured on."
     names = ["lmcourse", *present(packages)]
-    try: processor = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())[1]
-    except (OSError, TypeError): processor = platform.processor() or platform.machine()
-    return dict(processor=processor, cores=os.cpu_count(), load=round(os.getloadavg()[0], 2), system=platform.system(),
+    return dict(processor=processor_name(), cores=os.cpu_count(), load=round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None, system=platform.system(),
                 versions=dict(python=platform.python_version(), **{n: importlib.metadata.version(n) for n in names}))
 
 # %% ../../nbs/90a_bench.ipynb #e0fcd13e
@@ -717,7 +717,7 @@ def bench_tokenizer(
     yield from filter(None, [missing_line(PEERS)])
     with tempfile.TemporaryDirectory() as folder:
         (warm_up := Path(folder)/"warm-up.txt").write_text(warm_up_text(), encoding="utf-8")
-        written = [write_corpus(name, folder, max_mb and int(1e6*max_mb)) for name in corpora]
+        written = [write_corpus(name, folder, None if max_mb is None else int(1e6*max_mb)) for name in corpora]
         for corpus in written: measured += measure_counting(corpus, numbers, rounds)
         yield corpora_table(written, measured)
         for corpus in written: yield from _bench_corpus(corpus, folder, str(warm_up), numbers, rounds, measured)

@@ -13,7 +13,7 @@ import contextlib, json, statistics, time
 from dataclasses import asdict, dataclass
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Callable, Iterator
+from collections.abc import Callable, Iterator
 import numpy as np
 from ..tools.config import ModelConfig, unknown
 from ..tools.show import Table

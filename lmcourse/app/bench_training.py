@@ -16,7 +16,8 @@ import contextlib, json, re, statistics, time
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Callable, Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 import numpy as np
 from ..tools.config import ModelConfig
 from ..tools.show import Table, progress
@@ -50,7 +51,7 @@ class Setting:
 # %% ../../nbs/90b_bench_training.ipynb #12e83a2c
 SETTING = Setting(ModelConfig(vocab_size=4096, context_length=256, d_model=256, num_layers=4, num_heads=8),
                   batch_size=8, gemm=2048, steps=5, products=5)
-OPTIMIZER = dict(lr=1e-4, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
+OPTIMIZER:dict = dict(lr=1e-4, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
 MAX_NORM = 1.0 # Of all gradients together
 
 # %% ../../nbs/90b_bench_training.ipynb #8599c1a0
@@ -160,7 +161,7 @@ def best_products(): # Torch's, for a block
 class Contender:
     "Who trains, and how."
     start:Callable                # From a `Setting` to a function that does one step
-    product:Callable|None = None  # From a number of rows to a function that does one product, for those who do the yardstick too
+    product:Any = None            # From a number of rows to a function that does one product, for those who do the yardstick too
     dtype:str = "float32"         # Of its products
     around:Callable = contextlib.nullcontext # Makes a block in which it works
     environment:dict = field(default_factory=dict) # Variables of its process
@@ -392,8 +393,8 @@ LARGE_BYTES = 3*10**9, 10**9 # What the step needs, and what more for each threa
 # %% ../../nbs/90b_bench_training.ipynb #2110bb72
 def available_bytes()->int|None: # None where the system does not tell
     "How much memory can still be had."
-    try: free = 1024*int(re.search(r"MemAvailable:\s+(\d+)", Path("/proc/meminfo").read_text())[1])
-    except (OSError, TypeError): return None
+    try: free = 1024*int(re.findall(r"MemAvailable:\s+(\d+)", Path("/proc/meminfo").read_text())[0])
+    except (OSError, IndexError): return None
     group = Path("/sys/fs/cgroup")                              # a container may have less than its machine
     try: return min(free, int((group/"memory.max").read_text()) - int((group/"memory.current").read_text()))
     except (OSError, ValueError): return free

@@ -8,14 +8,17 @@ __all__ = ['Job', 'EngineThread', 'Refused', 'read_body', 'read_prompts', 'Choic
 
 # %% ../../nbs/90b_serve.ipynb #cd08dcf0
 import asyncio, codecs, json, math, queue, threading, time, uuid
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 from ..generation.generate import check_tokenizer, prompt_ids, split_at_stop
 from ..inference.engine import Engine, Request, check_request
 
 # %% ../../nbs/90b_serve.ipynb #e6ecfe64
 class Job:
     "A request in the engine's thread, and who is told about it."
+    sequence:Any # Of the engine, as soon as it has the request
     def __init__(self, request:Request, listener): # Called, in the engine's thread, with `("token", id, told)`, `("prompt", list)` and at last `("end", reason)` or `("error", message)`
         self.request, self.listener, self.sequence, self.sent, self.over = request, listener, None, 0, False
         self.closed = lambda: None                          # Called once, after the last event
@@ -38,6 +41,8 @@ class Job:
 # %% ../../nbs/90b_serve.ipynb #21783e41
 class EngineThread:
     "The one thread that uses an engine."
+    submit:Callable[..., bool]; one_less:Callable; cancel:Callable; fail_all:Callable
+    close:Callable; start:Callable; stop:Callable; turn:Callable; loop:Callable  # Methods, written below
     def __init__(self,
         make_engine, # A function without arguments; called again after an error
         most:int=64, # Jobs that may be open, running or waiting
@@ -177,6 +182,8 @@ def read_prompts(
 # %% ../../nbs/90b_serve.ipynb #62bf16aa
 class Choice:
     "One answer as it grows."
+    prompt:Callable[..., dict]; add:Callable; finish:Callable[..., dict]
+    piece:Callable[..., dict]  # Methods, written below
     def __init__(self, tokenizer, stops:list, index:int=0, log_probs:bool=False):
         self.tokenizer, self.stops, self.index = tokenizer, stops, index
         self.decoder, self.held, self.done = codecs.getincrementaldecoder("utf-8")(errors="replace"), "", 0 # `done`: characters shown
@@ -236,6 +243,9 @@ Choice.prompt, Choice.add, Choice.finish, Choice.piece = _prompt, _add, _finish,
 # %% ../../nbs/90b_serve.ipynb #8d8d42cb
 class Service:
     "What the routes share."
+    requests:Callable[..., tuple]; open:Callable[..., "Flight"]; pieces:Callable
+    abandon:Callable; reply:Callable[..., dict]; stream:Callable; whole_answer:Callable
+    complete:Callable  # Methods, written below
     def __init__(self,
         model,                    # A `TransformerLM`
         tokenizer,                # With which it was trained

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache, partial
 from itertools import islice
 from pathlib import Path
-from typing import Iterator
+from collections.abc import Iterator
 from ..accounting.flops import training_flops
 from ..accounting.hardware import threads_here
 from .bench import Worker, check_new_file, interleaved, keep_freed_memory, machine, machine_line, peak_bytes, spread, write_whole
@@ -208,7 +208,7 @@ def bench_throughput(
 def _work(preset:str|None, device:str)->Work:
     if device not in ("cpu", "cuda"): raise ValueError(f"device = {device!r}, expected cpu or cuda")
     if preset is None: return replace(WORK, train=replace(WORK.train, device=device))
-    keep = dict(steps=10**6, warmup_steps=0, cooldown_steps=0, eval_every=10**6, eval_documents=1, device=device, windows="random", compile=False, dtype="float32")
+    keep:dict = dict(steps=10**6, warmup_steps=0, cooldown_steps=0, eval_every=10**6, eval_documents=1, device=device, windows="random", compile=False, dtype="float32")
     return Work(ModelConfig.preset(preset), replace(TrainConfig.preset(preset), **keep))
 
 def _chosen(only:tuple)->dict:

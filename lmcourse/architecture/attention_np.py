@@ -185,9 +185,9 @@ def causal_attention_forward(
     window:int|None=None, # How many latest keys a query sees, itself included: none for all
 )->tuple: # Output, of the shape, type and memory order of `q`, and the cache
     "Attention with `causal_mask_np`, for heads that share keys. Holds all scores."
-    groups = _grouped(q, k, v)
+    q_G, k_G, v_G = _grouped(q, k, v)
     mask = causal_mask_np(q.shape[-2], k.shape[-2], window, array_module(q, k, v))
-    out, cache = attention_forward(*groups, mask)
+    out, cache = attention_forward(q_G, k_G, v_G, mask)
     return out.reshape(q.shape), cache
 
 def causal_attention_backward(
@@ -287,7 +287,7 @@ def multihead_shapes(
 )->dict: # Name to shape; weights are `(out, in)`
     "The parameters of the layer."
     c, D, K = config, config.d_model, config.K
-    shapes = {f"{name}_proj.weight": (heads*K, D) for name, heads in (("q", c.num_heads), ("k", c.G), ("v", c.G))}
+    shapes:dict = {f"{name}_proj.weight": (heads*K, D) for name, heads in (("q", c.num_heads), ("k", c.G), ("v", c.G))}
     shapes["output_proj.weight"] = D, c.num_heads*K
     if c.bias: shapes |= {name.replace("weight", "bias"): shape[:1] for name, shape in shapes.items()}
     if c.qk_norm: shapes |= {"q_norm.weight": (K,), "k_norm.weight": (K,)}

@@ -11,6 +11,7 @@ import math
 import torch
 import torch.nn.functional as F
 from torch import nn
+from collections.abc import Callable
 from functools import partial
 from ..tools.config import ModelConfig
 from .layers_torch import Linear, RMSNorm, at_least_float32, check_index, softmax
@@ -51,6 +52,7 @@ def apply_rope_half(
 # %% ../../nbs/03d_attention_torch.ipynb #5f2f33d2
 class FixedTable(nn.Module):
     "Numbers that are computed, not learnt: in no file, of float32 at least, computed anew when the module moves."
+    table:torch.Tensor
     def values(self)->torch.Tensor: # In float64, on the CPU
         "The numbers. A subclass says which."
         raise NotImplementedError
@@ -174,7 +176,7 @@ class CausalSelfAttention(nn.Module):
     ):
         super().__init__()
         c, place = config, dict(device=device, dtype=dtype)
-        make = partial(Linear, bias=c.bias, generator=generator, **place)
+        make:Callable[..., Linear] = partial(Linear, bias=c.bias, generator=generator, **place)
         self.head_dim, self.window = c.K, c.window
         self.q_proj, self.k_proj, self.v_proj = (make(c.d_model, heads*c.K) for heads in (c.num_heads, c.G, c.G))
         self.output_proj = make(c.num_heads*c.K, c.d_model)
@@ -187,7 +189,7 @@ class CausalSelfAttention(nn.Module):
         cache=None,     # Keeps the keys and values of earlier tokens: `cache.update(k, v)` takes new ones, gives all
     )->torch.Tensor: # `(..., T, D)`
         q, k, v = (p(x).unflatten(-1, (-1, self.head_dim)).transpose(-2, -3) for p in (self.q_proj, self.k_proj, self.v_proj))
-        if self.q_norm is not None: q, k = self.q_norm(q), self.k_norm(k)
+        if self.q_norm is not None and self.k_norm is not None: q, k = self.q_norm(q), self.k_norm(k)
         table = None if self.rope is None else self.rope.at(x.shape[-2], None if positions is None else positions.unsqueeze(-2))
         if table is not None: q, k = _turn(q, table), _turn(k, table)
         if cache is not None: k, v = cache.update(k, v)

@@ -22,8 +22,7 @@ from ..tokenization.fast_bpe import cores
 from .layers_np import (RowGradient, _check_dy, _check_ffn, _check_linear, _check_norm, _check_shape, _check_targets,
     array_module, embedding_backward, ffn_backward, ffn_forward, linear_backward, linear_forward)
 from .attention_np import _check_params, multihead_backward, multihead_forward
-from lmcourse.architecture.transformer_np import (Ops, add_norm_backward, add_norm_forward, check_params, head_loss, loss_and_grads, norm_backward,
-    norm_forward)
+from .transformer_np import (Ops, add_norm_backward, add_norm_forward, check_params, head_loss, loss_and_grads)
 
 # %% ../../nbs/03h_fast_np.ipynb #f3f15cb4
 fused = njit(nogil=True, error_model="numpy", fastmath={"reassoc", "contract", "nsz", "arcp"}, cache=__name__ != "__main__")
@@ -182,7 +181,7 @@ def fast_ffn_backward(
     gate_backward(flat(da), flat(a), flat(b), flat(e), gelu, flat(da), flat(db))
     dx, *first = linear_backward(da, first)
     grads = dict(w1=first, w2=second)
-    if b is not None:
+    if db is not None:
         dx3, *grads["w3"] = linear_backward(db, third)
         dx += dx3
     return dx, {f"{w}.{part}": g for w,pair in grads.items() for part,g in zip(("weight", "bias"), pair) if g is not None}
@@ -335,8 +334,9 @@ def fast_multihead_forward(
     heads, norms = {n: y.reshape(-1, T, y.shape[-1]//c.K, c.K) for n,(y,_) in made.items()}, {}
     for n in "qk" if c.qk_norm else "":                         # Always RMSNorm, whatever the stream has
         heads[n], norms[n] = fast_norm_forward(heads[n], dict(weight=params[f"{n}_norm.weight"]), replace(c, norm="rmsnorm"))
-    for n in "qk" if tables else "": turn_pairs(heads[n], *tables, _ONE)
-    out, attended = fast_attention_forward(*heads.values(), c.window)
+    if tables:
+        for n in "qk": turn_pairs(heads[n], *tables, _ONE)
+    out, attended = fast_attention_forward(heads["q"], heads["k"], heads["v"], c.window)
     y, last = linear("output", out.reshape(*shape[:-1], -1))
     return y, ({n: m for n,(_,m) in made.items()}, norms, tables, attended, last)
 
@@ -469,7 +469,7 @@ def fast_loss_and_grads(
     run = partial(loss_and_grads, params, config=config, recompute=recompute, ignore_index=ignore_index)
     if parts < 2: return run(ids, targets, ops=FAST)        # BLAS may then have all cores
     if targets.shape != ids.shape: raise ValueError(f"targets {targets.shape} don't fit ids {ids.shape}, expected the same shape")
-    ops = replace(FAST, head=partial(fast_head_loss, count=np.count_nonzero(targets != ignore_index)))
+    ops = replace(FAST, head=partial(fast_head_loss, count=int(np.count_nonzero(targets != ignore_index))))
     cut = (np.array_split(a, parts) for a in (ids, targets))
     with _TURN, blas_threads(1): (loss, grads), *others = pool(parts).map(partial(run, ops=ops), *cut)
     for more,added in others: loss, grads = loss + more, {name: _add(g, added[name]) for name,g in grads.items()}

@@ -278,8 +278,8 @@ _FAR = 40.0 # No gate in float64 moves any more beyond it
 def _tails(t): # exp(a²/2) Φ(-a) for a = 3 (1 - t)/(1 + t), number by number
     return np.array([math.exp(a*a/2)*math.erfc(a/math.sqrt(2))/2 for a in (3*(1 - t)/(1 + t)).tolist()])
 
-_TAIL = np.polynomial.Chebyshev.interpolate(_tails, 20, domain=[(3 - 37)/(3 + 37), 1])
-_TAIL = _TAIL.convert(kind=np.polynomial.Polynomial).coef.tolist() # Python's floats, which keep float32 as it is
+_SERIES = np.polynomial.Chebyshev.interpolate(_tails, 20, domain=[(3 - 37)/(3 + 37), 1])
+_TAIL = _SERIES.convert(kind=np.polynomial.Polynomial).coef.tolist() # Python's floats, which keep float32 as it is
 
 # %% ../../nbs/03a_layers_np.ipynb #4c183fb0
 def normal_cdf(

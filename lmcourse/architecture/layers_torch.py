@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 from functools import partial
 from pathlib import Path
+from typing import Any
 from ..tools.checks import check_close
 from ..tools.config import unknown
 
@@ -32,7 +33,7 @@ def check_same(
         y = function(*xs)
         dy = torch.arange(y.numel(), dtype=torch.float64).cos().view(y.shape).to(y)
         results.append([y, *torch.autograd.grad(y, [x for x in xs if x.requires_grad], dy)])
-    check_close(*results, rtol, atol, "output, gradients")
+    check_close(results[0], results[1], rtol, atol, "output, gradients")
 
 # %% ../../nbs/03b_layers_torch.ipynb #2efd78ed
 def truncated_normal(
@@ -207,7 +208,7 @@ class FeedForward(nn.Module):
         super().__init__()
         if kind not in _GATED | _PLAIN: raise unknown("feed-forward network", kind, _GATED | _PLAIN)
         make = partial(Linear, bias=bias, device=device, dtype=dtype, generator=generator)
-        self.activation = (_GATED | _PLAIN)[kind]
+        self.activation:Any = (_GATED | _PLAIN)[kind]
         self.w1, self.w2 = make(d_model, d_ff), make(d_ff, d_model)
         self.w3 = make(d_model, d_ff) if kind in _GATED else None
 
@@ -276,7 +277,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             loss = loss + part
             dxs.append(dx)
             if wants[1]: dweight = at_least_float32(dw) if dweight is None else dweight.add_(dw)
-        ctx.save_for_backward(torch.cat(dxs) if wants[0] else None, dweight.to(weight.dtype) if wants[1] else None, n.clamp(min=1))
+        ctx.save_for_backward(torch.cat(dxs) if wants[0] else None, None if dweight is None else dweight.to(weight.dtype), n.clamp(min=1))
         return loss/n
 
     @staticmethod

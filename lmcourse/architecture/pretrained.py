@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import reduce
 from pathlib import Path
+from typing import Any
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from ..tools.config import ModelConfig, unknown
@@ -24,7 +25,7 @@ from .transformer_torch import TransformerLM
 # %% ../../nbs/03g_pretrained.ipynb #35cd240b
 _PLAIN = dict(norm_position="pre", window=None)
 _LLAMA = _PLAIN | dict(norm="rmsnorm", position="rope", ffn="swiglu")
-FAMILIES = {    # Under transformers' word for each: the fields of `ModelConfig` that it settles
+FAMILIES:dict = {    # Under transformers' word for each: the fields of `ModelConfig` that it settles
     "llama": _LLAMA | dict(qk_norm=False),
     "qwen3": _LLAMA | dict(qk_norm=True, bias=False),
     "gpt2": _PLAIN | dict(norm="layernorm", position="learned", ffn="gelu", qk_norm=False, bias=True)}
@@ -146,13 +147,13 @@ _GPT2_SIZES = _SIZES | dict(context_length="n_positions", d_model="n_embd", num_
                             norm_eps="layer_norm_epsilon")
 _KEYS = dict(llama=_LLAMA_SIZES | dict(bias="attention_bias"), qwen3=_LLAMA_SIZES, gpt2=_GPT2_SIZES)
 
-_MUST = dict(       # What can be one thing only in our model: the first value is written, all are read
+_MUST:dict = dict(       # What can be one thing only in our model: the first value is written, all are read
     llama=dict(hidden_act=("silu", "swish")),
     qwen3=dict(hidden_act=("silu", "swish"), attention_bias=(False,), use_sliding_window=(False,)),
     gpt2=dict(activation_function=("gelu_new", "gelu_pytorch_tanh"), scale_attn_weights=(True,), scale_attn_by_inverse_layer_idx=(False,),
               add_cross_attention=(False,)))
 
-_LEFT_OUT = dict(   # What transformers takes where a file does not say
+_LEFT_OUT:dict = dict(   # What transformers takes where a file does not say
     llama=dict(num_key_value_heads=None, head_dim=None, rms_norm_eps=1e-6, tie_word_embeddings=False, attention_bias=False),
     qwen3=dict(num_key_value_heads=32, head_dim=128, rms_norm_eps=1e-6, tie_word_embeddings=False),
     gpt2=dict(n_inner=None, layer_norm_epsilon=1e-5, tie_word_embeddings=True))
@@ -180,7 +181,7 @@ def config_from_hf(
     where:str="config.json",  # Where it came from, for the error
 )->ModelConfig:
     "The config of a model of transformers. `ValueError` with all that our model can't do."
-    family = settings.get("model_type")
+    family:Any = settings.get("model_type")
     if family not in FAMILIES: raise unknown(f"model_type in {where}", family, FAMILIES)
     settings = _LEFT_OUT[family] | settings
     sizes = {field: settings.get(key) for field,key in _KEYS[family].items()}
@@ -325,10 +326,10 @@ _FLOATS = "F64 F32 F16 BF16 float64 float32 float16 bfloat16".split()
 
 def _check_fit(found:dict, wanted:dict, where:str): # Name to shape and type there, name to shape here
     both = [name for name in wanted if name in found]
-    wrong = {"missing": [name for name in wanted if name not in found], "not in the model": [name for name in found if name not in wanted],
+    odd = {"missing": [name for name in wanted if name not in found], "not in the model": [name for name in found if name not in wanted],
              "of another shape": [f"{n} {list(found[n][0])}, expected {list(wanted[n])}" for n in both if found[n][0] != tuple(wanted[n])],
              "not of a floating-point type": [f"{n} {found[n][1]}" for n in both if found[n][1] not in _FLOATS]}
-    wrong = [f"{what}: {', '.join(names)}" for what,names in wrong.items() if names]
+    wrong = [f"{what}: {', '.join(names)}" for what,names in odd.items() if names]
     if wrong: raise ValueError(f"{where} does not fit the model; {'; '.join(wrong)}")
 
 def _check_tied(source, head:str, embedding:str, where:str): # A file may hold the tied head, but only as what it is, NaN for NaN

@@ -13,7 +13,7 @@ import math
 import numpy as np
 from dataclasses import dataclass
 from functools import partial
-from typing import Callable
+from collections.abc import Callable
 from ..tools.config import ModelConfig
 from .layers_np import (RowGradient, array_module, at_least_float32_np, cross_entropy_backward, cross_entropy_forward,
     embedding_backward, embedding_forward, ffn_backward, ffn_forward, layernorm_backward, layernorm_forward, linear_backward, linear_forward,

@@ -9,7 +9,9 @@ __all__ = ['make_norm', 'TransformerBlock', 'SinusoidalPositions', 'InputEmbeddi
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 from ..tools.config import ModelConfig
 from .layers_torch import Embedding, FeedForward, LayerNorm, Linear, RMSNorm, linear_cross_entropy
 from .attention_torch import CausalSelfAttention, FixedTable, RoPE
@@ -89,7 +91,7 @@ class InputEmbeddings(nn.Module):
         c, place = config, dict(device=device, dtype=dtype)
         self.scale = c.d_model**.5 if c.scale_embeddings else 1.
         self.token_embeddings = Embedding(c.vocab_size, c.d_model, c.row_std, generator=generator, **place)
-        self.position_embeddings = None
+        self.position_embeddings:nn.Module|None = None
         if c.position == "learned":
             self.position_embeddings = Embedding(c.context_length, c.d_model, c.row_std*self.scale, generator=generator, **place)
         if c.position == "sinusoidal": self.position_embeddings = SinusoidalPositions(c.context_length, c.d_model, **place)
@@ -104,6 +106,7 @@ class InputEmbeddings(nn.Module):
 # %% ../../nbs/03f_transformer_torch.ipynb #b47d6c4e
 class TransformerLM(InputEmbeddings):
     "Ids in, logits of the next id out; or, with the ids that come next, the loss."
+    layers:Any; recompute:bool; loss:Callable[..., torch.Tensor] # A list of `TransformerBlock`s; the others are added below
     def __init__(self,
         config:ModelConfig, # Sizes and variant
         seed:int=0,         # Of the initial weights
@@ -112,8 +115,7 @@ class TransformerLM(InputEmbeddings):
     ):
         c, place, generator = config, dict(device=device, dtype=dtype), torch.Generator().manual_seed(seed)
         super().__init__(c, generator=generator, **place)
-        self.config = c
-        rope = RoPE(c.context_length, c.K, c.rope_theta, **place) if c.position == "rope" else None
+        self.config, rope = c, RoPE(c.context_length, c.K, c.rope_theta, **place) if c.position == "rope" else None
         self.layers = nn.ModuleList(TransformerBlock(c, rope, generator=generator, **place) for _ in range(c.num_layers))
         self.ln_final = nn.Identity() if c.norm_position == "post" else make_norm(c, **place)
         self.lm_head = Linear(c.d_model, c.vocab_size, generator=generator, **place | (dict(device="meta") if c.tie_embeddings else {}))

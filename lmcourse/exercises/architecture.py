@@ -15,32 +15,18 @@ import torch.nn.functional as F
 from collections.abc import Callable
 from copy import deepcopy
 from functools import partial
-from numbers import Real
 from torch import Tensor, nn
 from ..accounting.memory import count_parameters
 from ..architecture import attention_torch, layers_np, layers_torch, transformer_torch
 from ..tools.checks import check_close, gradcheck
 from ..tools.config import ModelConfig
+from ..tools.grading import check_numbers, run_answer, short
 
-# %% ../../nbs/03z_architecture.ipynb #ea63a8e1
-def _words(value)->str: # On one line: an array by its type and shape, a few whole numbers by themselves
-    if isinstance(value, (Tensor, np.ndarray)):
-        kind = str(value.dtype).removeprefix("torch.")
-        return str(value.tolist()) if "int" in kind and math.prod(value.shape) < 9 else f"{kind} {tuple(value.shape)}"
-    text = repr(value)
-    return text if len(text) <= 160 else f"{text[:110]} … {text[-40:]}"
+# %% ../../nbs/03z_architecture.ipynb #0bbbf161
+def _got(value)->str: return "None" if value is None else f"{type(value).__name__} {short(value)}" # What came where another type was expected
 
-def _got(value)->str: return "None" if value is None else f"{type(value).__name__} {_words(value)}" # What came where another type was expected
-
-def _same_values(a, b)->bool: return not isinstance(a, (Tensor, np.ndarray)) or bool((a == b).all())
-
-def _call(f:Callable, args:tuple, where:str): # What `f` gives for copies of `args`. It must neither raise nor change them
-    given = deepcopy(args)
-    try:
-        with torch.no_grad(): y = f(*given)
-    except Exception as e: raise AssertionError(f"{where}your code raised {_words(e)}") from e
-    if not all(map(_same_values, args, given)): raise AssertionError(f"{where}your code changed its argument in place")
-    return y
+def _call(f:Callable, args:tuple, where:str): # What `f` gives for copies of `args`
+    with torch.no_grad(): return run_answer(f, *args, shown=where)
 
 # %% ../../nbs/03z_architecture.ipynb #f4f5671e
 def _hint(got:Tensor, mistakes:dict, args:tuple, rtol:float, atol:float)->str: # Which known mistake gives these numbers
@@ -53,7 +39,7 @@ def _nan(got:Tensor)->str: return ": NaN comes of inf - inf, inf/inf, 0/0 or 0*i
 
 def _grade(title:str, f:Callable, oracle:Callable, mistakes:dict, note:str="", rtol:float=1e-4, atol:float=1e-5, **args):
     "`AssertionError` unless `f` and `oracle` agree on `args`, given in order. `mistakes`: words to a function that makes this one."
-    where = f"{title}for {', '.join(f'{name} {_words(value)}' for name,value in args.items())}{note}: "
+    where = f"{title}for {', '.join(f'{name} {short(value)}' for name,value in args.items())}{note}: "
     args = tuple(args.values())
     got, expected = _call(f, args, where), oracle(*args).detach()
     if not isinstance(got, Tensor): raise AssertionError(f"{where}expected a tensor, got {_got(got)}")
@@ -73,7 +59,7 @@ def _gradients(f:Callable, args:tuple, where:str)->dict: # Name to gradient, of 
         if not y.requires_grad: raise AssertionError(f"{where}no gradient reaches anything: {_CUT}")
         dy = torch.arange(y.numel()).cos().view(y.shape).to(y)
         return dict(zip(to, torch.autograd.grad(y, list(to.values()), dy, allow_unused=True)))
-    except RuntimeError as e: raise AssertionError(f"{where}the output is right, but asked for gradients your code raised {_words(e)}") from e
+    except RuntimeError as e: raise AssertionError(f"{where}the output is right, but asked for gradients your code raised {short(e)}") from e
 
 _CUT = "is there .detach(), .data or no_grad?"
 
@@ -115,13 +101,14 @@ def _check_own(title:str, module:nn.Module): # Written by the student: torch's c
 
 def _make(make:Callable, args:tuple, like:nn.Module, **place)->tuple: # Title for messages, and the module
     if isinstance(make, nn.Module): raise AssertionError(f"expected the class {type(make).__name__} itself, got an object of it")
-    if not callable(make): raise AssertionError(f"expected a class, got {_words(make)}")
+    if not callable(make): raise AssertionError(f"expected a class, got {short(make)}")
     title = f"{getattr(make, '__name__', 'your class')}({', '.join([*map(repr, args), *(f'{k}={v!r}' for k,v in place.items())])}): "
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         try: module = make(*args, **place)
-        except Exception as e: raise AssertionError(f"{title}your code raised {_words(e)}") from e
+        except Exception as e: raise AssertionError(f"{title}your code raised {short(e)}") from e
     if not isinstance(module, nn.Module): raise AssertionError(f"{title}expected an nn.Module, got {_got(module)}")
+    if "_modules" not in vars(module): raise AssertionError(f"{title}__init__ has to call super().__init__() first")
     _check_own(title, module)
     _check_names(title, module, like)
     return title, module
@@ -172,7 +159,7 @@ def _check_start(make:Callable, args:tuple, like:nn.Module, std:float, mistakes:
 
 # %% ../../nbs/03z_architecture.ipynb #b8d43bed
 def check_linear(
-    linear:type, # The class: `linear(in_features, out_features, device=None, dtype=None)`
+    linear:type, # The class: `Linear(in_features, out_features, device=None, dtype=None)`
 ):
     "`AssertionError` unless the layer has the right weight, output, gradient and first weights."
     oracle = layers_torch.Linear(6, 4, generator=_rng())
@@ -186,7 +173,7 @@ def check_linear(
 
 # %% ../../nbs/03z_architecture.ipynb #a8cac880
 def check_embedding(
-    embedding:type, # The class: `embedding(num_embeddings, embedding_dim, device=None, dtype=None)`
+    embedding:type, # The class: `Embedding(num_embeddings, embedding_dim, device=None, dtype=None)`
 ):
     "`AssertionError` unless ids give their rows, rows get their gradients and start as they should."
     oracle = layers_torch.Embedding(7, 5, generator=_rng())
@@ -210,7 +197,7 @@ def _rmsnorm_mistakes(g:Tensor, eps:float)->dict:
 
 # %% ../../nbs/03z_architecture.ipynb #556b1934
 def check_rmsnorm(
-    rmsnorm:type, # The class: `rmsnorm(d_model, eps=1e-5, device=None, dtype=None)`
+    rmsnorm:type, # The class: `RMSNorm(d_model, eps=1e-5, device=None, dtype=None)`
 ):
     "`AssertionError` unless rows are scaled as the formula says, in float32 inside, with a gain that starts at 1."
     for args in ((8, .5), (8,)):
@@ -228,7 +215,7 @@ def check_rmsnorm(
 # %% ../../nbs/03z_architecture.ipynb #317da740
 def _check_array(where:str, name:str, got, like:np.ndarray): # The form of a gradient by hand
     if not isinstance(got, np.ndarray): raise AssertionError(f"{where}expected a NumPy array as {name}, got {_got(got)}")
-    if (got.shape, got.dtype) != (like.shape, like.dtype): raise AssertionError(f"{where}{name} is {_words(got)}, expected {_words(like)}")
+    if (got.shape, got.dtype) != (like.shape, like.dtype): raise AssertionError(f"{where}{name} is {short(got)}, expected {short(like)}")
 
 def _check_derivative(where:str, name:str, f:Callable, x:np.ndarray, got, mistakes:dict): # Of `f`, a function of `x` alone
     _check_array(where, name, got, x)
@@ -239,14 +226,14 @@ def _check_derivative(where:str, name:str, f:Callable, x:np.ndarray, got, mistak
 
 # %% ../../nbs/03z_architecture.ipynb #341940d7
 def check_rmsnorm_gradient(
-    gradient:Callable, # `gradient(dy, x, weight, eps)` gives `(dx, dweight)`, arrays of NumPy
+    rmsnorm_gradient:Callable, # `rmsnorm_gradient(dy, x, weight, eps)` gives `(dx, dweight)`, arrays of NumPy
 ):
     "`AssertionError` unless both are the derivatives that central differences find."
     for shape in ((5,), (2, 3, 4)):
         rng, eps = np.random.default_rng(0), .3
         dy, x, g = rng.standard_normal(shape), rng.standard_normal(shape), 1 + rng.standard_normal(shape[-1])/3
-        where = f"for dy and x {_words(x)}, weight {_words(g)} and eps {eps}: "
-        got = _call(gradient, (dy, x, g, eps), where)
+        where = f"for dy and x {short(x)}, weight {short(g)} and eps {eps}: "
+        got = _call(rmsnorm_gradient, (dy, x, g, eps), where)
         if not isinstance(got, tuple) or len(got) != 2: raise AssertionError(f"{where}expected (dx, dweight), got {_got(got)}")
         h, r = dy*g, 1/np.sqrt((x*x).mean(-1, keepdims=True) + eps)
         along = x*(h*x).mean(-1, keepdims=True)
@@ -274,12 +261,12 @@ def _swiglu_mistakes(w1:Tensor, w2:Tensor, w3:Tensor)->dict:
 
 # %% ../../nbs/03z_architecture.ipynb #bb8be12b
 def check_swiglu(
-    swiglu:type, # The class: `swiglu(d_model, d_ff, device=None, dtype=None)`
+    swiglu:type, # The class: `SwiGLU(d_model, d_ff, device=None, dtype=None)`
 ):
     "`AssertionError` unless it is the gated network with SiLU on `w1`, also for large numbers."
     oracle = layers_torch.FeedForward(6, 10, generator=_rng())
     title, mine = _twin(swiglu, (6, 10), oracle)
-    mistakes = _swiglu_mistakes(*(m.weight.detach() for m in (oracle.w1, oracle.w2, oracle.w3)))
+    mistakes = _swiglu_mistakes(*oracle.state_dict().values())
     for shape in ((2, 3, 6), (6,)): _grade(title, mine, oracle, mistakes, x=_randn(*shape))
     _grade(title, mine, oracle, mistakes, " (numbers in the hundreds)", atol=.1, x=_randn(4, 6)*200)
     _check_place(swiglu, (6, 10), oracle)
@@ -302,27 +289,17 @@ def _rope_mistakes(theta:float)->dict:
 
 # %% ../../nbs/03z_architecture.ipynb #a7bcf0ca
 def check_rope(
-    rope:type, # The class: `rope(theta, d_k, max_seq_len, device=None)`, called with `(x, token_positions)`
+    rotary_positional_embedding:type, # The class: `RotaryPositionalEmbedding(theta, d_k, max_seq_len, device=None)`, called with `(x, token_positions)`
 ):
     "`AssertionError` unless pairs are turned by the angles of their positions."
     for theta, K in ((100., 6), (10_000., 8)):
-        title, mine = _make(rope, (theta, K, 32), nn.Module())
+        title, mine = _make(rotary_positional_embedding, (theta, K, 32), nn.Module())
         oracle = attention_torch.RoPE(32, K, theta)
         places = [torch.tensor(p) for p in ([0, 1, 2, 3, 4], [2, 3, 5, 7, 31], [[[0, 1, 2, 3, 4]], [[31, 9, 9, 0, 1]]])]
         for shape,p in (((5, K), places[0]), ((5, K), places[1]), ((2, 3, 5, K), places[1]), ((2, 3, 5, K), places[2])):
             _grade(title, mine, oracle, _rope_mistakes(theta), x=_randn(*shape), token_positions=p)
 
-# %% ../../nbs/03z_architecture.ipynb #6f76fecd
-def _predicted(answer, right:dict, why:dict, atol:float=0): # `why` tells what a wrong number means: {key: {number: words}}
-    if not isinstance(answer, dict) or answer.keys() != right.keys():
-        raise AssertionError(f"expected a dict with the keys {', '.join(right)}, got {_words(answer)}")
-    for key,expected in right.items():
-        got = answer[key]
-        if isinstance(got, bool) or not isinstance(got, Real) or got != got: raise AssertionError(f"{key}: {_words(got)} is not a number")
-        if abs(got - expected) <= atol: continue
-        words = next((words for number,words in why.get(key, {}).items() if abs(got - number) <= atol), "")
-        raise AssertionError(f"{key}: {got:,} {words or ('is too small' if got < expected else 'is too large')}")
-
+# %% ../../nbs/03z_architecture.ipynb #af9719ac
 def _first_below(share:float, theta:float)->int: # Distance at which a score of ones is below `share`, 1 at distance 0
     cos, _ = attention_torch.rope_tables(20_000, 64, theta, torch.float64)
     return int((cos.mean(-1) < share).nonzero()[0])
@@ -337,7 +314,7 @@ def check_rope_scores(
     why = {k: {_first_below(share, math.sqrt(theta)): "is what angles with the exponent i/K give, expected 2i/K",
                right[k] - 1: "is the last before it"} for k,(share, theta) in asked.items()}
     why["slow"][right["half"]] = "is right for θ = 10,000"
-    _predicted(answer, right, why)
+    check_numbers(answer, right, why)
 
 # %% ../../nbs/03z_architecture.ipynb #ac491d5b
 def _softmax_mistakes(x:Tensor)->dict:
@@ -361,20 +338,20 @@ def check_softmax(
 
 # %% ../../nbs/03z_architecture.ipynb #69b767f0
 def check_softmax_gradient(
-    gradient:Callable, # `gradient(dy, p)` gives `dx`, an array of NumPy
+    softmax_gradient:Callable, # `softmax_gradient(dy, p)` gives `dx`, an array of NumPy
 ):
     "`AssertionError` unless it is the derivative that central differences find."
     for shape in ((5,), (2, 3, 4)):
         rng = np.random.default_rng(0)
         dy, x = rng.standard_normal(shape), rng.standard_normal(shape)
-        p, where = layers_np.softmax_forward(x)[0], f"for dy and p {_words(x)}: "
+        p, where = layers_np.softmax_forward(x)[0], f"for dy and p {short(x)}: "
         def less(mean): return p*(dy - mean)
         mistakes = {"the other probabilities change too": p*dy, "that is the diagonal p(1 - p) alone": p*(1 - p)*dy,
                     "the sum is not weighted by p": less(dy.sum(-1, keepdims=True)),
                     "the mean is not weighted by p": less(dy.mean(-1, keepdims=True)),
                     "the sum is over all rows": less((dy*p).sum()), "the sign is wrong": -less((dy*p).sum(-1, keepdims=True)),
                     "the factor p is missing": dy - (dy*p).sum(-1, keepdims=True)}
-        _check_derivative(where, "dx", lambda x: (layers_np.softmax_forward(x)[0]*dy).sum(), x, _call(gradient, (dy, p), where), mistakes)
+        _check_derivative(where, "dx", lambda x: (layers_np.softmax_forward(x)[0]*dy).sum(), x, _call(softmax_gradient, (dy, p), where), mistakes)
 
 # %% ../../nbs/03z_architecture.ipynb #77177743
 def _attention(q:Tensor, k:Tensor, v:Tensor, mask, scale:float=1., dim:int=-1)->Tensor: # With a mistake, if you like
@@ -397,7 +374,7 @@ def _attention_mistakes(K:int, S:int, masked:bool)->dict:
 
 # %% ../../nbs/03z_architecture.ipynb #9d6ec717
 def check_attention(
-    attention:Callable, # `attention(Q, K, V, mask)` gives a tensor `(..., T, d_v)`
+    scaled_dot_product_attention:Callable, # `scaled_dot_product_attention(Q, K, V, mask)` gives a tensor `(..., T, d_v)`
 ):
     "`AssertionError` unless queries get the right mean of the values, for any leading dimensions and masks."
     causal, some = torch.ones(4, 4, dtype=torch.bool).tril(), _randn(2, 1, 3, 5) > 0
@@ -408,7 +385,7 @@ def check_attention(
         q, k, v = _randn(*q_shape), _randn(*k_shape, seed=1), _randn(*k_shape[:-1], 7, seed=2)
         mistakes = _attention_mistakes(q.shape[-1], k.shape[-2], mask is not None)
         for times,note in ((1, ""), (60, " (scores in the hundreds)")):
-            _grade("", attention, attention_torch.scaled_dot_product_attention, mistakes, note, Q=q*times, K=k, V=v, mask=mask)
+            _grade("", scaled_dot_product_attention, attention_torch.scaled_dot_product_attention, mistakes, note, Q=q*times, K=k, V=v, mask=mask)
 
 # %% ../../nbs/03z_architecture.ipynb #e9aeb5e4
 def _split(a:Tensor, H:int)->Tensor: return a.unflatten(-1, (H, -1)).transpose(1, 2)    # (B, T, D) to (B, H, T, K)
@@ -449,14 +426,14 @@ def _multihead_mistakes(w:dict, T:int, D:int, H:int, theta)->dict:
 
 # %% ../../nbs/03z_architecture.ipynb #2444257b
 def check_multihead(
-    multihead:type, # The class: `multihead(d_model, num_heads, max_seq_len=None, theta=None)`, called with `(x, token_positions=None)`
+    multihead_self_attention:type, # `MultiheadSelfAttention(d_model, num_heads, max_seq_len=None, theta=None)`, called with `(x, token_positions=None)`
 ):
     "`AssertionError` unless heads attend causally, each to its own part, with and without RoPE."
     D, H, T, x = 12, 3, 5, _randn(2, 5, 12)
     for theta in (None, 100.):
         position = dict(position="rope", rope_theta=theta) if theta else dict(position="none")
         oracle = attention_torch.CausalSelfAttention(ModelConfig(context_length=32, d_model=D, num_heads=H, **position), generator=_rng())
-        title, mine = _twin(multihead, (D, H) if theta is None else (D, H, 32, theta), oracle)
+        title, mine = _twin(multihead_self_attention, (D, H) if theta is None else (D, H, 32, theta), oracle)
         mistakes = _multihead_mistakes({k: v.detach() for k,v in oracle.state_dict().items()}, T, D, H, theta)
         _grade(title, mine, oracle, mistakes, x=x)
         _grade(title, mine, oracle, {}, x=x[:, :1])
@@ -465,7 +442,7 @@ def check_multihead(
 # %% ../../nbs/03z_architecture.ipynb #97052be5
 _SMALL = ModelConfig(vocab_size=20, context_length=8, d_model=12, num_layers=3, num_heads=3, d_ff=20, rope_theta=100.)
 
-def _block_mistakes(b:nn.Module)->dict:
+def _block_mistakes(b:transformer_torch.TransformerBlock)->dict:
     post, sublayer = deepcopy(b), deepcopy(b)
     post.norm_position, sublayer.norm_position = "post", "sublayer"
     def attend(x): return x + b.attn(b.ln1(x))
@@ -483,16 +460,16 @@ def _block_mistakes(b:nn.Module)->dict:
 
 # %% ../../nbs/03z_architecture.ipynb #60220f5a
 def check_block(
-    block:type, # The class: `block(d_model, num_heads, d_ff, max_seq_len, theta)`
+    transformer_block:type, # The class: `TransformerBlock(d_model, num_heads, d_ff, max_seq_len, theta)`
 ):
     "`AssertionError` unless it is a pre-norm block."
     c = _SMALL
     oracle = transformer_torch.TransformerBlock(c, generator=_rng())
-    title, mine = _twin(block, (c.d_model, c.num_heads, c.F, c.context_length, c.rope_theta), oracle)
+    title, mine = _twin(transformer_block, (c.d_model, c.num_heads, c.F, c.context_length, c.rope_theta), oracle)
     for T in (5, 8): _grade(title, mine, oracle, _block_mistakes(oracle), x=_randn(2, T, c.d_model))
 
 # %% ../../nbs/03z_architecture.ipynb #6ac23be4
-def _lm_mistakes(m:nn.Module)->dict:
+def _lm_mistakes(m:transformer_torch.TransformerLM)->dict:
     def stream(ids, layers=m.layers, scale=1.):
         x = m.embed(ids)*scale
         for layer in layers: x = layer(x)
@@ -508,15 +485,15 @@ def _lm_mistakes(m:nn.Module)->dict:
 
 # %% ../../nbs/03z_architecture.ipynb #090e259a
 def check_lm(
-    lm:type, # The class: `lm(vocab_size, context_length, d_model, num_layers, num_heads, d_ff, rope_theta)`
+    transformer_lm:type, # The class: `TransformerLM(vocab_size, context_length, d_model, num_layers, num_heads, d_ff, rope_theta)`
 ):
     "`AssertionError` unless parameters have the course's names, logits are right and no token sees a later one."
     c = _SMALL
     oracle = transformer_torch.TransformerLM(c)
-    title, mine = _twin(lm, (c.vocab_size, c.context_length, c.d_model, c.num_layers, c.num_heads, c.F, c.rope_theta), oracle)
+    title, mine = _twin(transformer_lm, (c.vocab_size, c.context_length, c.d_model, c.num_layers, c.num_heads, c.F, c.rope_theta), oracle)
     ids = torch.randint(20, (2, 8), generator=_rng())
     other = torch.cat((ids[:, :-1], (ids[:, -1:] + 1) % 20), -1)
-    before, after = (_call(mine, (i,), f"{title}for ids {_words(i)}: ") for i in (ids, other))
+    before, after = (_call(mine, (i,), f"{title}for ids {short(i)}: ") for i in (ids, other))
     if getattr(before, "shape", ()) == getattr(after, "shape", ()) == (2, 8, 20):
         changed = (before - after).abs().amax((0, 2))[:-1] > 1e-5
         at = changed.nonzero().flatten().tolist()
@@ -541,7 +518,7 @@ def check_parameters(
                model=whole | {tied: both, n - 2*V*D: "forgets embedding and head", n + 256*D: positions},
                tied={k - V*D: words for k,words in whole.items()} | {n: "counts the shared matrix twice", n - 2*V*D: "forgets the shared matrix"},
                longer=whole | {tied: both, n + 1024*D: positions})
-    _predicted(answer, right, why)
+    check_numbers(answer, right, why)
 
 # %% ../../nbs/03z_architecture.ipynb #6be01b5e
 def _loss_mistakes()->dict:
@@ -587,4 +564,4 @@ def check_first_loss(
                scattered={log_V: even, log_V + 1: "has s/2 added, expected s²/2", log_V + 4: "has s² added, expected s²/2"},
                model={log_256: even, log_256 + 1: "has the variance added, expected half of it",
                       log_256 + 128: "takes the head's weights for N(0, 1)"})
-    _predicted(answer, right, why, atol=.05)
+    check_numbers(answer, right, why, atol=.05)

@@ -9,52 +9,22 @@ __all__ = ['check_sizes', 'check_same_look', 'check_split', 'check_step', 'check
 # %% ../../nbs/01z_tokenization.ipynb #94bb20ef
 import random
 from collections.abc import Callable
-from copy import deepcopy
 from functools import cache
 from itertools import islice, product
-from operator import index
+from numbers import Integral
 from unicodedata import normalize
 from ..tokenization.bpe import (best_pair, count_pairs, count_words, encode_word, learn_heap, make_vocab, merge_pair, merges_wanted,
                                        pretokenize, special_pattern, split_bytes, utf8)
+from ..tools.grading import check_numbers, run_answer, short, short_args
 from ..tools.stories import Stories
-
-# %% ../../nbs/01z_tokenization.ipynb #f3f08a81
-def _short(value)->str: # On one line
-    text = repr(value)
-    return text if len(text) <= 100 else f"{text[:60]} … {text[-35:]}"
-
-def _shown(args:tuple)->str: return f"({', '.join(map(_short, args))})"
-
-def _function(f):
-    if not callable(f): raise AssertionError(f"expected a function, got {_short(f)}")
-
-def _run(f:Callable, *args, shown:tuple|None=None): # What `f` gives for copies of `args`. It must neither raise nor change them
-    _function(f)
-    given, where = deepcopy(args), f"for {_shown(args if shown is None else shown)}: your function"
-    try: result = f(*given)
-    except Exception as e: raise AssertionError(f"{where} raised {_short(e)}") from e
-    if repr(given) != repr(args): raise AssertionError(f"{where} changed its arguments to {_shown(given)}")
-    return result
 
 # %% ../../nbs/01z_tokenization.ipynb #1c8598ea
 def _same(args:tuple, got, expected:list, why:str): # By `repr`, in which b'a', 'a' and bytearray(b'a') differ
     if repr(got) == repr(expected): return
     odd = [part for part in got if type(part) is not type(expected[0])] if expected and isinstance(got, list) else []
     if not isinstance(got, list): why = f"that is a {type(got).__name__}, not a list"
-    elif odd: why = f"{_short(odd[0])} is a {type(odd[0]).__name__}, not a {type(expected[0]).__name__}"
-    raise AssertionError(f"for {_shown(args)}: expected {_short(expected)}, got {_short(got)}{why and ': '}{why}")
-
-def _whole(number)->bool:
-    try: return not isinstance(number, bool) and index(number) is not None
-    except TypeError: return False
-
-def _numbers(answer, right:dict, why:dict): # `why` tells what a wrong number means: {key: {number: text}}
-    if not isinstance(answer, dict) or answer.keys() != right.keys():
-        raise AssertionError(f"expected a dict with the keys {', '.join(right)}, got {_short(answer)}")
-    for key,expected in right.items():
-        got = answer[key]
-        if not _whole(got): raise AssertionError(f"{key}: {_short(got)} is not a whole number")
-        if got != expected: raise AssertionError(f"{key}: {got} {why[key].get(got, 'is too small' if got < expected else 'is too large')}")
+    elif odd: why = f"{short(odd[0])} is a {type(odd[0]).__name__}, not a {type(expected[0]).__name__}"
+    raise AssertionError(f"for {short_args(args)}: expected {short(expected)}, got {short(got)}{why and ': '}{why}")
 
 # %% ../../nbs/01z_tokenization.ipynb #6a007dd3
 def check_sizes(
@@ -68,7 +38,7 @@ def check_sizes(
     characters = "is the number of characters, and not of bytes"
     why = {"utf-8": {n: characters, right["utf-8"] - 2: "is short by one for each 🙂, which takes four bytes"},
            "utf-16": {n: characters, right["utf-16"] - 2: mark, 2 + 2*n: pairs, 2*n: f"{pairs}, and {mark}"}, "utf-32": {n: characters, 4*n: mark}}
-    _numbers(answer, right, why)
+    check_numbers(answer, right, why)
 
 # %% ../../nbs/01z_tokenization.ipynb #aba0ea28
 def check_same_look(
@@ -76,7 +46,7 @@ def check_same_look(
 ):
     "`AssertionError` unless the two differ, have the same NFC and take the same number of bytes in UTF-8."
     if not isinstance(answer, (tuple, list)) or len(answer) != 2 or not all(isinstance(t, str) for t in answer):
-        raise AssertionError(f"expected a pair of str, got {_short(answer)}")
+        raise AssertionError(f"expected a pair of str, got {short(answer)}")
     try: n, m = (len(utf8(text)) for text in answer)
     except ValueError as e: raise AssertionError(str(e)) from None
     a, b = answer
@@ -106,7 +76,7 @@ def check_split(
         rng.shuffle(special)
         cases.append(("".join(rng.choices(["a", "b", "|", " ", *special], k=rng.randrange(8))), special, ""))
     for text,special,why in cases:
-        _same((text, special), _run(split, text, special), [part for part in special_pattern(special).split(text) if part], why)
+        _same((text, special), run_answer(split, text, special), [part for part in special_pattern(special).split(text) if part], why)
 
 # %% ../../nbs/01z_tokenization.ipynb #9d0b9c3e
 _STEPS = [("ab cb", [1, 2]), ("ab ac", [1, 1]), ("ac ab", [1, 1]),          # the count decides; a tie, in both orders
@@ -131,32 +101,32 @@ def check_step(
 ):
     "`AssertionError` unless the right pair is chosen and joined, and the arguments stay as they are."
     for words,numbers in _steps():
-        result, where = _run(step, words, numbers), f"for {_shown((words, numbers))}:"
-        if not isinstance(result, tuple) or len(result) != 2: raise AssertionError(f"{where} expected (pair, words), got {_short(result)}")
+        result, where = run_answer(step, words, numbers), f"for {short_args((words, numbers))}:"
+        if not isinstance(result, tuple) or len(result) != 2: raise AssertionError(f"{where} expected (pair, words), got {short(result)}")
         pair, joined = result
         if not isinstance(pair, tuple) or len(pair) != 2 or not all(type(part) is bytes for part in pair):
-            raise AssertionError(f"{where} expected a tuple of two bytes as the pair, got {_short(pair)}")
+            raise AssertionError(f"{where} expected a tuple of two bytes as the pair, got {short(pair)}")
         best = best_pair(pairs := count_pairs(words, numbers))
         if pairs[pair] < pairs[best]: raise AssertionError(f"{where} {pair} has the count {pairs[pair]}, but {best} has {pairs[best]}")
         if pair != best: raise AssertionError(f"{where} {pair} and {best} have the same count, and {best} is the greater one")
         if not isinstance(joined, list) or len(joined) != len(words):
-            raise AssertionError(f"{where} expected a list of {len(words)} words, got {_short(joined)}")
+            raise AssertionError(f"{where} expected a list of {len(words)} words, got {short(joined)}")
         for parts,got in zip(words, joined): _same((parts, best), got, merge_pair(parts, best), "every occurrence is joined, from left to right")
 
 # %% ../../nbs/01z_tokenization.ipynb #654e95e6
 def check_bound(
     bound:Callable, # `bound(text, special_tokens)` gives a whole number
 ):
-    "`AssertionError` if a text fills more than the bound, or if the bound is larger than the distinct words allow."
+    "`AssertionError` unless no text fills more than the bound, and the bound is what the distinct words allow."
     rng, end = random.Random(0), "<|endoftext|>"
     cases = [(text, []) for text in ("abc", "", "aaaaaaaa", "the the the the", "привет", "ab cd")]
     cases += [(text, [end]) for text in ("", f"ab{end}cd", "to be or not to be")]
     cases += [("".join(rng.choices(["a", "b", "é", "好", " ", "\n", end], k=30)), rng.choice(([], [end], [end, "<|pad|>"]))) for _ in range(60)]
     for text,special in cases:
-        got, counts, base = _run(bound, text, special), count_words([text], special), 256 + len(special)
+        got, counts, base = run_answer(bound, text, special), count_words([text], special), 256 + len(special)
         most = base + sum(len(word) - 1 for word in counts)
-        least, where = base + len(learn_heap(counts, most)), f"for {_shown((text, special))}:"
-        if not _whole(got): raise AssertionError(f"{where} {_short(got)} is not a whole number")
+        least, where = base + len(learn_heap(counts, most)), f"for {short_args((text, special))}:"
+        if isinstance(got, bool) or not isinstance(got, Integral): raise AssertionError(f"{where} {short(got)} is not a whole number")
         if got < least: raise AssertionError(f"{where} {got} tokens, but training fills {least}")
         if got > most: raise AssertionError(f"{where} {got} tokens are too many: how often can its distinct words be joined?")
 
@@ -176,7 +146,7 @@ def check_ids(
                byte={97: "forgets that special tokens come first", ours[b"a"] + 1: one}, last={32_000: one, n: "is the number of merges, not an id"},
                gpt2_last={32_000: one, ours[last]: "is right in the order of this course; in GPT-2's, special tokens come last", theirs[last] + 1: one},
                uint16={most - 1: "is one too few: 65,536 ids fit, 0 to 65,535", most + 2: taken, 2**16: "is the number of all ids"})
-    _numbers(answer, right, why)
+    check_numbers(answer, right, why)
 
 # %% ../../nbs/01z_tokenization.ipynb #9652f912
 def _words()->list: # (word, ranks, why)
@@ -198,7 +168,7 @@ def check_encode(
     encode:Callable, # `encode(word, ranks)` gives a list of bytes
 ):
     "`AssertionError` unless words are cut as `encode_word` cuts them, and the arguments stay as they are."
-    for word,ranks,why in _words(): _same((word, ranks), _run(encode, word, ranks), encode_word(word, ranks), why)
+    for word,ranks,why in _words(): _same((word, ranks), run_answer(encode, word, ranks), encode_word(word, ranks), why)
 
 # %% ../../nbs/01z_tokenization.ipynb #c3f32d3f
 _STREAMED = ["é", "it'll", "好🙂 café", "she'd've said so", "a  b   c\n\n d \n", "x1y22 z", "''ll '' 'l 're!", "the cat and the hat", ""]
@@ -219,21 +189,21 @@ def _check_lazy(encode_chunks:Callable, ranks:dict):
             taken += 1
             yield b"the cat "
     try: next(iter(encode_chunks(stream(), ranks)))
-    except Exception as e: raise AssertionError(f"for {many:,} times b'the cat ': your function raised {_short(e)}") from e
+    except Exception as e: raise AssertionError(f"for {many:,} times b'the cat ': your code raised {short(e)}") from e
     if taken > many//10: raise AssertionError(f"for {many:,} times b'the cat ': {taken:,} chunks were taken before the first token came")
 
 def _check_refused(encode_chunks:Callable, chunks:list, ranks:dict):
     try: got = list(encode_chunks(iter(chunks), ranks))
     except ValueError: return
-    except Exception as e: raise AssertionError(f"for {chunks}: expected a ValueError, your function raised {_short(e)}") from e
-    raise AssertionError(f"for {chunks}: these bytes are no UTF-8, expected a ValueError, got {_short(got)}")
+    except Exception as e: raise AssertionError(f"for {chunks}: expected a ValueError, your code raised {short(e)}") from e
+    raise AssertionError(f"for {chunks}: these bytes are no UTF-8, expected a ValueError, got {short(got)}")
 
 # %% ../../nbs/01z_tokenization.ipynb #91ee9eac
 def check_encode_chunks(
     encode_chunks:Callable, # `encode_chunks(chunks, ranks)` gives an iterator over bytes
 ):
     "`AssertionError` unless the tokens are those of the whole text, come before the stream is over, and bytes that are no UTF-8 are refused."
-    _function(encode_chunks)
+    if not callable(encode_chunks): raise AssertionError(f"expected a function, got {short(encode_chunks)}")
     rng = random.Random(0)
     def collect(chunks, ranks): return list(encode_chunks(iter(chunks), ranks))
     merges = learn_heap(count_words(_STREAMED), 40)
@@ -242,7 +212,7 @@ def check_encode_chunks(
     for text in texts:
         expected = [token for word in pretokenize(text) for token in encode_word(utf8(word), ranks)]
         for chunks in _cuts(utf8(text), rng):
-            _same((chunks,), _run(collect, chunks, ranks, shown=(chunks,)), expected, "what the text gives in one piece is expected")
+            _same((chunks,), run_answer(collect, chunks, ranks, shown=(chunks,)), expected, "what the text gives in one piece is expected")
     _check_lazy(encode_chunks, ranks)
     for chunks in ([b"caf", b"\xc3"], [b"caf\xc3", b"("], [b"\xff"]): _check_refused(encode_chunks, chunks, ranks)
 
@@ -261,16 +231,16 @@ def check_grows(
 ):
     "`AssertionError` unless ids take more room than the text, but not in small letters, and the measured number is right."
     if not isinstance(answer, (tuple, list)) or len(answer) != 2 or not isinstance(answer[0], str):
-        raise AssertionError(f"expected (text, bytes per token), got {_short(answer)}")
+        raise AssertionError(f"expected (text, bytes per token), got {short(answer)}")
     (text, ratio), ranks = answer, story_ranks()
-    if not text.isascii(): raise AssertionError(f"{_short(next(c for c in text if not c.isascii()))} is not ASCII")
+    if not text.isascii(): raise AssertionError(f"{short(next(c for c in text if not c.isascii()))} is not ASCII")
     if len(text) < 200: raise AssertionError(f"the text has {len(text)} characters, expected at least 200")
     parts, small = ([[len(encode_word(word.encode(), ranks)) for word in pretokenize(t)] for t in (text, text.lower())])
     n, room = sum(parts), f"bytes of ids for {len(text):,} bytes of text"
     if 2*n <= len(text): raise AssertionError(f"it does not get larger: {2*n:,} {room}")
     if 2*sum(small) >= len(text): raise AssertionError(f"these are no words that the tokenizer knows: in small letters too {2*sum(small):,} {room}")
-    if isinstance(ratio, bool) or not isinstance(ratio, (int, float)): raise AssertionError(f"bytes per token: {_short(ratio)} is not a number")
+    if isinstance(ratio, bool) or not isinstance(ratio, (int, float)): raise AssertionError(f"bytes per token: {short(ratio)} is not a number")
     each = sum(len(word)/k for word,k in zip(pretokenize(text), parts))/len(parts)
     why = {n/len(text): "tokens per byte", each: "the mean over words, and not all bytes over all tokens"}
     def near(number): return abs(ratio - number) <= number/100
-    if not near(len(text)/n): raise AssertionError(f"bytes per token: {_short(ratio)} is {next((why[x] for x in why if near(x)), 'wrong')}")
+    if not near(len(text)/n): raise AssertionError(f"bytes per token: {short(ratio)} is {next((why[x] for x in why if near(x)), 'wrong')}")

@@ -10,7 +10,7 @@ __all__ = ['checked_ids', 'context_of', 'Remembering', 'RecomputingDecoder', 'ne
 # %% ../../nbs/05b_generate.ipynb #ef6d280b
 import codecs, math, sys
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from operator import index
@@ -52,6 +52,7 @@ def checked_ids(
     if len(ids) < least: raise ValueError(f"{name} are empty, expected at least one; a text begins after the end-of-text id")
     return ids
 
+# %% ../../nbs/05b_generate.ipynb #61b830da
 def context_of(
     config,               # As for `checked_ids`
     tokens:int|None=None, # So many are wanted: none for all
@@ -69,6 +70,7 @@ def _config(model): return getattr(model, "config", None)
 # %% ../../nbs/05b_generate.ipynb #cf831d19
 class Remembering:
     "The ids of one sequence, and the checks that come before any work."
+    rewind:Callable; compute:Callable # The first is written below, the second by each decoder
     def __init__(self,
         config,                   # Of the model: none for a model that has no config
         max_tokens:int|None=None, # Of the sequence: none for the model's context
@@ -328,6 +330,8 @@ def log_probs(
 def _slots(rules:dict)->list: return [p for r in rules.values() for o in r.options for p in o if isinstance(p, Slot)]
 
 class _Forgetful: # Rules in which what is drawn from some lists is not remembered
+    any_family:Callable[..., "Slot"]; family:Callable[..., list]; lists:Callable[..., list]
+    words:Callable[..., list]  # Methods, written below
     def __init__(self, rules:dict, lists:set):
         self.known, self.rules, self.sources = rules, dict(rules), defaultdict(list)
         for p in _slots(rules):
@@ -340,7 +344,7 @@ class _Forgetful: # Rules in which what is drawn from some lists is not remember
 
     def part(self, p): # A part of a template
         if not isinstance(p, Slot): return p
-        if p.kind == "draw" and p.remember in self.names: return self.any_of(p, p.remember, self.words(p.remember))
+        if p.kind == "draw" and p.remember and p.remember in self.names: return self.any_of(p, p.remember, self.words(p.remember))
         if p.kind != "draw" and p.name in self.names: return self.any_of(p, f"{p.name} {p.attribute}", self.words(p.name, p.attribute))
         return self.any_family(p, self.family(p.name)) if p.kind == "draw" and p.key in self.names else p
 

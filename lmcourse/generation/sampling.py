@@ -106,7 +106,8 @@ def _check_seen(seen, vocab_size:int): # An array or a tensor of ids
         raise ValueError(f"seen: id {wrong[0]} is not in the vocabulary, expected 0 to {vocab_size - 1}")
 
 # %% ../../nbs/05a_sampling.ipynb #3f25f65f
-_RULES, _penalty = dict(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p), repetition_penalty
+_RULES:dict = dict(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+_penalty = repetition_penalty
 
 # %% ../../nbs/05a_sampling.ipynb #5c456264
 def next_token_probs(

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from collections import OrderedDict, deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from operator import index
@@ -50,12 +50,13 @@ class Request:
 # %% ../../nbs/07b_engine.ipynb #95caf269
 class Sequence:
     "A request on its way."
+    name:Callable[..., bytes]  # A method, written below
     def __init__(self, request:Request):
         self.request, self.ids = request, list(request.ids)
         self.generator = torch.Generator().manual_seed(request.seed)
         self.blocks, self.computed = [], 0      # Where keys and values lie; of how many tokens
         self.chain, self.named = [], 0          # Names of its full blocks; how many of them the pool knows
-        self.reason = None                      # Why it ended: stop, length or abort
+        self.reason:str|None = None             # Why it ended: stop, length or abort
         self.log_probs, self.prompt_log_probs = [], []  # Of the tokens drawn; of the prompt's, without the first
         self.arrival, self.times = time.perf_counter(), [] # In seconds; when each token was there
         self.preempted = 0                      # How often it lost its blocks
@@ -98,6 +99,7 @@ class PackedProduct:
 # %% ../../nbs/07b_engine.ipynb #b2a60bf1
 class BlockPool:
     "Numbered blocks: how many sequences use each, which are free, what they hold."
+    release:Callable  # A method, written below
     def __init__(self,
         num_blocks:int, # In all
         block_size:int, # Tokens in a block
@@ -266,6 +268,7 @@ def paged_attention(
 # %% ../../nbs/07b_engine.ipynb #1e94b57f
 class PagedModel:
     "A `TransformerLM` whose keys and values lie in blocks."
+    attention:Callable[..., torch.Tensor]; ffn:Callable[..., torch.Tensor]  # Methods, written below
     def __init__(self,
         model,          # A `TransformerLM`
         num_blocks:int, # In all
@@ -358,6 +361,8 @@ def draw_tokens(
 # %% ../../nbs/07b_engine.ipynb #1bd8d272
 class Scheduler:
     "Who is computed next, and in which blocks."
+    forget:Callable; leave:Callable; preempt:Callable[..., bool]; reserve:Callable[..., bool]
+    admit:Callable; find_beginning:Callable; tell_names:Callable  # Methods, written below
     def __init__(self, num_blocks:int, block_size:int, max_running:int, token_budget:int, continuous:bool=True, share:bool=True):
         if not 1 <= max_running <= token_budget:
             raise ValueError(f"max_running = {max_running} and token_budget = {token_budget}, expected 1 or more, and a token for each that runs")
@@ -446,6 +451,8 @@ Scheduler.find_beginning, Scheduler.tell_names = _find_beginning, _tell_names
 # %% ../../nbs/07b_engine.ipynb #cb0584b8
 class Engine(Scheduler):
     "Answers requests, many at a time. Use it from one thread."
+    add:Callable[..., "Sequence"]; step:Callable[..., list]; run:Callable[..., list]
+    finish:Callable[..., list]; accept:Callable; end:Callable  # Methods, written below
     def __init__(self,
         model,                    # A `TransformerLM`
         num_blocks:int|None=None, # In all: none for as many as `max_running` texts of the context's length need
@@ -522,8 +529,8 @@ def told(
 )->tuple: # Log-probability in nats, and a dict of the likeliest ids, each with its own
     "What a request with `log_probs` hears of a token. It is the model's own, before temperature and the like."
     log_probs = logits.float().log_softmax(-1)
-    best = log_probs.topk(min(most, len(logits))) if most else None
-    return log_probs[id].item(), dict(zip(best.indices.tolist(), best.values.tolist())) if most else {}
+    best = log_probs.topk(min(most, len(logits)))
+    return log_probs[id].item(), dict(zip(best.indices.tolist(), best.values.tolist()))
 
 def check_request(
     r:Request,          # To be checked

@@ -11,6 +11,7 @@ __all__ = ['ROW', 'CacheLayer', 'KVCache', 'CachedDecoder', 'Plain', 'dot_far', 
 import itertools, math, os
 import numpy as np
 import torch
+from collections.abc import Callable
 from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic, overload
@@ -63,6 +64,7 @@ def _still_there(length:int, window:int, slots:int, reach:int)->bool: # Whether 
 # %% ../../nbs/07a_kv_cache.ipynb #2a405388
 class KVCache:
     "Keys and values of all layers: of as many tokens as the window, or as there is room for if that is less."
+    rewind:Callable  # A method, written below
     def __init__(self,
         config:ModelConfig,  # Sizes and variant
         batch_size:int=1,    # Sequences of one length, B
@@ -72,7 +74,7 @@ class KVCache:
     ):
         c, self.room = config, context_of(config, max_tokens, "max_tokens")
         self.data = torch.zeros(2, c.num_layers, batch_size, c.G, min(c.window or self.room, self.room), c.K, dtype=dtype, device=device)
-        self.layers = [CacheLayer(*self.data[:, i], self.room) for i in range(c.num_layers)]
+        self.layers = [CacheLayer(self.data[0, i], self.data[1, i], self.room) for i in range(c.num_layers)]
 
     def __getitem__(self, i:int)->CacheLayer: return self.layers[i]
     @property
@@ -95,6 +97,7 @@ KVCache.rewind = _rewind
 # %% ../../nbs/07a_kv_cache.ipynb #a570dbb0
 class CachedDecoder(Remembering):
     "Any `TransformerLM` on any device, through `model(ids, positions, cache)`."
+    _set_back:Callable  # A method, written below
     def __init__(self,
         model,                    # A `TransformerLM`
         max_tokens:int|None=None, # Of the sequence: none for the model's context
@@ -417,6 +420,7 @@ def join_turn(board, number, arrays, biases, buffers, gains, qk_gains, cache, co
 # %% ../../nbs/07a_kv_cache.ipynb #2e8908c2
 class NumpyDecoder(Remembering):
     "The NumPy engine with a cache: batch 1, float32, every field of the config."
+    packed:list; compute:Callable[..., np.ndarray]; forget:Callable[..., bool]  # Written below
     def __init__(self,
         params:dict,              # Name to array, as `transformer_forward` takes them; they are copied
         config:ModelConfig,       # Sizes and variant

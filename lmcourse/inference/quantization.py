@@ -12,6 +12,7 @@ __all__ = ['EMBEDDINGS', 'grid_steps', 'to_grid', 'from_grid', 'best_steps', 'pa
 import json, os
 import numpy as np
 import torch
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from numba import types
@@ -69,11 +70,10 @@ def best_steps(
 )->np.ndarray: # `(...)`
     "The step of each group that has the least squared error, of some."
     full = grid_steps(weight, bits)
-    best, least = None, None
+    best, least = grid_steps(weight, bits, dtype), np.full(full.shape, np.inf, np.float32)
     for factor in np.linspace(1, 0.5, tries, dtype=np.float32):
-        steps = (full*factor).astype(dtype) if best is not None else grid_steps(weight, bits, dtype)
+        steps = (full*factor).astype(dtype) if factor < 1 else best
         error = np.square(from_grid(to_grid(weight, steps, bits), steps) - weight).sum(-1)
-        if best is None: best, least = steps, error
         best, least = np.where(error < least, steps, best), np.minimum(error, least)
     return best
 
@@ -97,6 +97,7 @@ def unpack_pairs(
 # %% ../../nbs/07d_quantization.ipynb #bfe8c89a
 class QuantizedWeight:
     "A matrix as codes and steps. It multiplies as the float32 matrix would that the codes stand for."
+    __call__:Callable[..., np.ndarray]  # A method, written below
     def __init__(self,
         codes:np.ndarray, # int8 `(out, in)`; or for 4 bits uint8 `(out/2, in)`, two rows to a byte
         steps:np.ndarray, # `(out, groups)`, float32 or float16

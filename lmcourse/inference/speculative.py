@@ -8,7 +8,6 @@ __all__ = ['residual', 'verify', 'DraftModel', 'NgramDraft', 'find_repeat', 'Pro
 
 # %% ../../nbs/07c_speculative.ipynb #39ca8aee
 import itertools, math
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from operator import index
@@ -216,7 +215,8 @@ def exact_law(
     run:Callable, # Takes a function `draw`, from probabilities `(N,)` to an index, and gives a result that can be a key
 )->dict: # Result to probability
     "How a random program's result is distributed: it runs once for each possible sequence of answers of `draw`."
-    law, scripts = Counter(), [[]]
+    law:dict = {}
+    scripts:list = [[]]
     while scripts:
         script, answers, weight = scripts.pop(), [], 1.
         def draw(probs):
@@ -229,8 +229,9 @@ def exact_law(
             answers.append(script[len(answers)])
             weight *= probs[answers[-1]]
             return answers[-1]
-        law[run(draw)] += weight
-    return dict(law)
+        result = run(draw)
+        law[result] = law.get(result, 0.) + weight
+    return law
 
 # %% ../../nbs/07c_speculative.ipynb #e8ac4112
 def acceptance_rate(

@@ -13,7 +13,7 @@ from collections import Counter, defaultdict
 from heapq import heapify, heappop, heappush
 from itertools import repeat
 from operator import itemgetter
-from typing import Iterable, Iterator
+from collections.abc import Iterable, Iterator
 
 # %% ../../nbs/01a_bpe.ipynb #d938407b
 def utf8(
@@ -111,10 +111,10 @@ def learn_naive(
     n:int,                 # Merges wanted
 )->list: # Merges, pairs of byte strings in the order in which they were learnt; fewer than `n` where the pairs run out
     "The reference: count all pairs of the whole text anew for each merge."
-    words, merges = split_bytes(words), []
-    while len(merges) < n and (pairs := count_pairs(words, repeat(1))):
+    texts, merges = split_bytes(words), []
+    while len(merges) < n and (pairs := count_pairs(texts, repeat(1))):
         merges.append(best_pair(pairs))
-        words = [merge_pair(parts, merges[-1]) for parts in words]
+        texts = [merge_pair(parts, merges[-1]) for parts in texts]
     return merges
 
 # %% ../../nbs/01a_bpe.ipynb #4fb6aded

@@ -11,7 +11,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 import numpy as np
 import regex
-from ..tools.show import Table
+from ..tools.show import Table, controls
 
 # %% ../../nbs/01d_explorer.ipynb #9d4be643
 _HIDDEN = regex.compile(r"[\p{C}\p{Z}\p{DI}]")
@@ -42,7 +42,7 @@ class MergeTree:
 
     def walk(self): # (depth, node) from the root down, left before right
         "All nodes. Works for trees of any depth."
-        todo = [(0, self)]
+        todo:list = [(0, self)]
         while todo:
             depth, node = todo.pop()
             yield depth, node
@@ -178,7 +178,7 @@ def explore(
 # %% ../../nbs/01d_explorer.ipynb #7740349e
 def _row(view:TokenView)->dict:
     made = "special" if view.special else None
-    if view.tree.rank is not None: made = f"{_visible(view.tree.left.token)} + {_visible(view.tree.right.token)}"
+    if view.tree.left and view.tree.right: made = f"{_visible(view.tree.left.token)} + {_visible(view.tree.right.token)}"
     return {"token": _visible(view.token), "id": view.id, "bytes": view.token.hex(" "), "merge": view.tree.rank, "made of": made}
 
 def _explore_text(shown:Exploration)->str:
@@ -225,16 +225,8 @@ def explore_live(
     tokenizer,    # A `Tokenizer`
     text:str="",  # What stands in the box at first
 ): # A widget: the box and, under it, the picture
-    "`explore` while you type, in a live notebook. `ImportError` without ipywidgets."
-    try: import ipywidgets
-    except ImportError: raise ImportError("explore_live needs ipywidgets: pip install ipywidgets. `explore` needs nothing") from None
-    box, view = ipywidgets.Textarea(value=text, placeholder="type a text", rows=4, layout=dict(width="100%", max_width="60em")), ipywidgets.HTML()
-    def show(change=None):
-        try: view.value = explore(tokenizer, box.value)._repr_html_()
-        except ValueError as e: view.value = html.escape(str(e))
-    box.observe(show, names="value")
-    show()
-    return ipywidgets.VBox([box, view])
+    "`explore` while you type, in a live notebook. `ModuleNotFoundError` without ipywidgets."
+    return controls(lambda text: explore(tokenizer, text), text=text)
 
 # %% ../../nbs/01d_explorer.ipynb #5c7e0f94
 def tokens_by_merges(

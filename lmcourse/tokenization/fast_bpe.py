@@ -9,11 +9,11 @@ __all__ = ['U', 'ONE', 'kernel', 'inner', 'OTHER', 'LETTER', 'NUMBER', 'SPACE', 
            'first_invalid', 'ending', 'run_end', 'pretoken_end', 'starts64', 'some_ends', 'pretoken_ends', 'word_key',
            'shift_of', 'first_row', 'same_bytes', 'find_word', 'remember', 'count_kernel', 'add_kernel', 'move_rows',
            'write_words', 'Words', 'WordTable', 'pair_key', 'pair_row', 'take_away', 'add_place', 'join_everywhere',
-           'token_order', 'comes_first', 'sift_up', 'sift_down', 'offer', 'refill', 'lay_out', 'learn_kernel',
-           'move_pairs', 'learn_fast', 'find_specials', 'Specials', 'last_cut', 'FilePieces', 'TextPieces', 'cores',
-           'count_words_fast', 'find_pair', 'fill_pairs', 'merge_word', 'push', 'pop', 'merge_long', 'learn_word',
-           'encode_span', 'encode_kernel', 'encode_short', 'SegmentEncoder', 'cut_segments', 'encode_parallel',
-           'Encoder']
+           'token_order', 'comes_first', 'sift_up', 'sift_down', 'offer', 'refill', 'lay_out', 'chain_places',
+           'first_right', 'write_token', 'learn_kernel', 'move_pairs', 'learn_fast', 'find_specials', 'Specials',
+           'last_cut', 'FilePieces', 'TextPieces', 'cores', 'count_words_fast', 'find_pair', 'fill_pairs', 'merge_word',
+           'push', 'pop', 'push_pair', 'merge_long', 'learn_word', 'encode_span', 'encode_kernel', 'encode_short',
+           'SegmentEncoder', 'cut_segments', 'encode_parallel', 'Encoder']
 
 # %% ../../nbs/01b_fast_bpe.ipynb #280ad343
 import os, sys, threading
@@ -21,12 +21,13 @@ import numpy as np, regex
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
 from pathlib import Path
-from typing import Iterable, NamedTuple
+from collections.abc import Iterable
+from typing import NamedTuple
 from llvmlite import ir
 from numba import njit, types
 from numba.core import event
 from numba.extending import intrinsic
-from .bpe import PRETOKENIZE, special_list, utf8
+from .bpe import special_list, utf8
 
 # %% ../../nbs/01b_fast_bpe.ipynb #a6042b9c
 U, ONE = np.uint64, np.uint64(1)
@@ -484,10 +485,10 @@ def refill(heap, pairs, prefixes, offsets, token_text):
 
 # %% ../../nbs/01b_fast_bpe.ipynb #b776debc
 @kernel
-def lay_out(text_, offsets, counts, symbols_, words_, pairs_, places_, state):
-    "Fill the arrays with the words; the places of each pair lie together."
-    text, symbols, words, pairs, places = borrow(text_), borrow(symbols_), borrow(words_), borrow(pairs_), borrow(places_)
-    shift, place = shift_of(pairs), 0
+def lay_out(text_, offsets, counts, symbols_, words_, pairs_):
+    "Fill `symbols` and `words`, and count the pairs and their places."
+    text, symbols, words, pairs = borrow(text_), borrow(symbols_), borrow(words_), borrow(pairs_)
+    shift = shift_of(pairs)
     symbols[0] = -1
     for w in range(len(counts)):
         for i in range(offsets[w], offsets[w+1]):
@@ -499,6 +500,13 @@ def lay_out(text_, offsets, counts, symbols_, words_, pairs_, places_, state):
             pairs[p,1] += counts[w]
             pairs[p,3] += ONE
         symbols[offsets[w+1]+w+1] = -1
+
+# %% ../../nbs/01b_fast_bpe.ipynb #f7d3e321
+@kernel
+def chain_places(symbols_, pairs_, places_, state):
+    "Chain the places of each pair, which lie together. state: as for `learn_kernel`."
+    symbols, pairs, places = borrow(symbols_), borrow(pairs_), borrow(places_)
+    shift, place = shift_of(pairs), 0
     for p in range(len(pairs)):
         if pairs[p,0]: state[1] += 1
         pairs[p,2] = U(place) << U(32) | U(place)
@@ -515,37 +523,50 @@ def lay_out(text_, offsets, counts, symbols_, words_, pairs_, places_, state):
             places[np.int64(pairs[p,2] & LOW),1] = -1
     state[2] = place
 
-# %% ../../nbs/01b_fast_bpe.ipynb #f7d3e321
+# %% ../../nbs/01b_fast_bpe.ipynb #c1628703
+@inner
+def first_right(heap, h, floor, pairs, prefixes, offsets, token_text):
+    "Correct the heap's first entry, or drop it if it is too rare, until it is right. Returns the heap's size."
+    while h > 0:
+        p = np.int64(heap[0] & PAIR)
+        count = pairs[p,1]
+        if count == heap[0] >> PAIR_BITS: break
+        if count < floor: h -= 1
+        x = heap[h] if count < floor else count << PAIR_BITS | U(p)
+        if h > 0: sift_down(heap, h, x, pairs, prefixes, offsets, token_text)
+    return h
+
+@inner
+def write_token(new, a, b, lengths, prefixes, offsets, token_text):
+    "The bytes of the token `new`, which joins a and b, behind those of all others, and the first eight as a number."
+    at, n, size = offsets[new], lengths[a], lengths[a] + lengths[b]
+    for k in range(size): token_text[at+k] = token_text[offsets[a]+k] if k < n else token_text[offsets[b]+k-n]
+    for k in range(min(8, size)): prefixes[new] |= U(token_text[at+k]) << U(56 - 8*k)
+    offsets[new+1], lengths[new] = at + size, size
+
+# %% ../../nbs/01b_fast_bpe.ipynb #ee53fcd0
 @kernel
 def learn_kernel(merges, symbols_, words_, counts_, lengths_, pairs_, places_, heap_, new_pairs, prefixes_, offsets_, token_text_, state):
     """Learn merges until there are len(merges) or no pair is left. Returns 0, or PAIRS or TEXT where it must go on with more room.
     state: merges, pairs, places, heap entries, the heap's floor."""
-    symbols, words, counts, lengths = borrow(symbols_), borrow(words_), borrow(counts_), borrow(lengths_)
-    pairs, places, heap = borrow(pairs_), borrow(places_), borrow(heap_)
-    prefixes, offsets, token_text = borrow(prefixes_), borrow(offsets_), borrow(token_text_)
+    symbols, words, counts, lengths, pairs = borrow(symbols_), borrow(words_), borrow(counts_), borrow(lengths_), borrow(pairs_)
+    places, heap, prefixes, offsets, token_text = borrow(places_), borrow(heap_), borrow(prefixes_), borrow(offsets_), borrow(token_text_)
     m, used, places_used, h, floor, short = state[0], state[1], state[2], state[3], U(state[4]), 0
     while m < len(merges):
-        while h > 0:                                                       # until the first entry is right
-            p = np.int64(heap[0] & PAIR)
-            count = pairs[p,1]
-            if count == heap[0] >> PAIR_BITS: break
-            if count < floor: h -= 1
-            x = heap[h] if count < floor else count << PAIR_BITS | U(p)
-            if h > 0: sift_down(heap, h, x, pairs, prefixes, offsets, token_text)
+        h = first_right(heap, h, floor, pairs, prefixes, offsets, token_text)
         if h == 0:
             if floor == 1: break
             h, floor = refill(heap, pairs, prefixes, offsets, token_text)
             continue
+        p, new = np.int64(heap[0] & PAIR), 256 + m
         a, b = np.int64(pairs[p,0] >> U(32)) - 1, np.int64(pairs[p,0] & LOW)
-        new, at, n, size = 256 + m, offsets[256+m], lengths[a], lengths[a] + lengths[b]
         if 3*(used + 2*min(np.int64(pairs[p,3]), new)) > 2*len(pairs): short = PAIRS
-        elif at + size > len(token_text): short = TEXT
+        elif offsets[new] + lengths[a] + lengths[b] > len(token_text): short = TEXT
         if short: break
         h -= 1
         if h > 0: sift_down(heap, h, heap[h], pairs, prefixes, offsets, token_text)
-        for k in range(size): token_text[at+k] = token_text[offsets[a]+k] if k < n else token_text[offsets[b]+k-n]
-        for k in range(min(8, size)): prefixes[new] |= U(token_text[at+k]) << U(56 - 8*k)
-        offsets[new+1], lengths[new], merges[m,0], merges[m,1] = at + size, size, a, b
+        write_token(new, a, b, lengths, prefixes, offsets, token_text)
+        merges[m,0], merges[m,1] = a, b
         m += 1
         places_used, n = join_everywhere(np.int64(pairs[p,2] >> U(32)), a, b, new, symbols, words, counts, lengths, pairs, places, places_used, new_pairs)
         used += n
@@ -576,7 +597,8 @@ def learn_fast(
     prefixes, lengths, merges = np.zeros(256 + n, U), np.ones(256 + n, np.int64), np.empty((n, 2), np.int64)
     offsets[:257], prefixes[:256] = np.arange(257), np.arange(256, dtype=U) << U(56)
     state = np.array([0, 0, 0, 0, EMPTY := 1 << 62])
-    lay_out(*words, symbols, words_at, pairs, places, state)
+    lay_out(*words, symbols, words_at, pairs)
+    chain_places(symbols, pairs, places, state)
     heap, new_pairs = np.empty(len(pairs), U), np.empty(len(pairs), np.int64)
     while short := learn_kernel(merges, symbols, words_at, words.counts, lengths, pairs, places, heap, new_pairs, prefixes, offsets, token_text, state):
         if short == TEXT: token_text = np.concatenate([token_text, np.empty_like(token_text)])
@@ -668,7 +690,7 @@ class FilePieces:
             if len(buffer) < self.size + len(self.rest): buffer = np.empty(self.size + len(self.rest), np.uint8)
             n = len(self.rest)
             buffer[:n] = np.frombuffer(self.rest, np.uint8)
-            while got := self.file.readinto(memoryview(buffer)[n:]):
+            while got := self.file.readinto(buffer.data[n:]):
                 n += got
                 if n < len(buffer): continue
                 if (cut := last_cut(buffer[-(1 << 16):].tobytes(), self.specials)) > self.longest: cut += max(n - (1 << 16), 0)
@@ -769,7 +791,7 @@ def merge_word(text, i, size, byte_ids, pairs, shift, ids, ranks):
         if best < n - 1: ranks[best] = find_pair(pairs, shift, ids[best], ids[best+1])
     return n
 
-# %% ../../nbs/01b_fast_bpe.ipynb #c1628703
+# %% ../../nbs/01b_fast_bpe.ipynb #85c0b800
 @inner
 def push(heap, n, x): # Onto a heap of n numbers, the least first
     while n > 0 and heap[(n-1) >> 1] > x:
@@ -789,6 +811,14 @@ def pop(heap, n):
     heap[i] = x
     return top
 
+@inner
+def push_pair(heap, h, left, right, at, pairs, shift):
+    "If the ids `left` and `right` can be joined, their rank and where they stand go on the heap. Returns its size."
+    value = find_pair(pairs, shift, left, right)
+    if value == NO_PAIR: return h
+    push(heap, h, value & ~ID | at)
+    return h + 1
+
 # %% ../../nbs/01b_fast_bpe.ipynb #5eefcd69
 @njit(nogil=True)
 def merge_long(text, i, size, byte_ids, pairs, shift, out, t):
@@ -796,11 +826,7 @@ def merge_long(text, i, size, byte_ids, pairs, shift, out, t):
     ids, left, right = np.empty(size, np.int64), np.arange(-1, size - 1), np.arange(1, size + 1)
     heap, h = np.empty(3*size, np.int64), 0                               # rank and position
     for j in range(size): ids[j] = byte_ids[text[i+j]]
-    for j in range(size - 1):
-        value = find_pair(pairs, shift, ids[j], ids[j+1])
-        if value != NO_PAIR:
-            push(heap, h, value & ~ID | j)
-            h += 1
+    for j in range(size - 1): h = push_pair(heap, h, ids[j], ids[j+1], j, pairs, shift)
     while h > 0:
         top = pop(heap, h)
         h -= 1
@@ -812,11 +838,7 @@ def merge_long(text, i, size, byte_ids, pairs, shift, out, t):
         ids[j], ids[k], right[j] = value & ID, -1, right[k]
         if right[k] < size: left[right[k]] = j
         for a in (left[j], j):
-            if a >= 0 and right[a] < size:
-                value = find_pair(pairs, shift, ids[a], ids[right[a]])
-                if value != NO_PAIR:
-                    push(heap, h, value & ~ID | a)
-                    h += 1
+            if a >= 0 and right[a] < size: h = push_pair(heap, h, ids[a], ids[right[a]], a, pairs, shift)
     for j in range(size):
         if ids[j] >= 0:
             out[t] = ids[j]

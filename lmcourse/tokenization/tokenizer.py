@@ -13,7 +13,8 @@ import numpy as np
 from functools import cached_property
 from operator import index
 from pathlib import Path
-from typing import Iterable, Iterator, NamedTuple
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple, Self
 from .bpe import PRETOKENIZE, byte_alphabet, encode_word, make_vocab, merges_wanted, special_list, special_pattern, utf8
 
 # %% ../../nbs/01c_tokenizer.ipynb #5a41a63f
@@ -52,7 +53,7 @@ def _check_tokens(vocab:dict):
     if b"" in first: raise ValueError(f"id {first[b'']} of vocab is an empty token")
 
 # %% ../../nbs/01c_tokenizer.ipynb #461e1727
-def _check_merges(merges:list, tokens:set):
+def _check_merges(merges:list, tokens):
     first = {}
     for i,pair in enumerate(merges):
         if len(pair) != 2: raise ValueError(f"merge {i} is {pair}, expected two byte strings")
@@ -82,8 +83,8 @@ class Vocabulary:
         for token in map(utf8, self.special_tokens):
             if token not in self.ids: self.ids[token] = len(self.vocab); self.vocab[len(self.vocab)] = token
         _check_merges(self.merges, self.ids.keys())
-
-    vocab_size = property(lambda self: len(self.vocab))
+    @property
+    def vocab_size(self)->int: return len(self.vocab) # Ids in all
     @property
     def end_of_text(self)->int: # The id of `<|endoftext|>`; `ValueError` if that is no special token here
         if "<|endoftext|>" in self.special_tokens: return self.ids[b"<|endoftext|>"]
@@ -108,18 +109,18 @@ class VocabularyFiles(Vocabulary):
         return hashlib.sha256(json.dumps([self.rules.pattern, tokens, merges, sorted(self.special_tokens), *more]).encode()).hexdigest()
 
     @classmethod
-    def from_files(cls, vocab_filepath, merges_filepath, special_tokens:Iterable[str]|None=None): # Two files as OpenAI published for GPT-2
+    def from_files(cls, vocab_filepath, merges_filepath, special_tokens:Iterable[str]|None=None)->Self: # Two files as OpenAI published for GPT-2
         "What `vocab.json` and `merges.txt` hold."
         return cls(read_vocab(vocab_filepath), read_merges(merges_filepath), special_tokens)
     def save(self, folder): # Absent or empty, else `FileExistsError`
         "Write `vocab.json`, `merges.txt` and `tokenizer.json`, all or none."
         write_folder(self, folder)
     @classmethod
-    def from_folder(cls, folder): # That `save` wrote
+    def from_folder(cls, folder)->Self: # That `save` wrote
         "What a folder holds, special tokens included."
         return read_folder(cls, folder)
     @classmethod
-    def from_tokenizer_json(cls, path): # Of Hugging Face `tokenizers`; byte-level BPE such as GPT-2's, Llama 3's or Qwen's
+    def from_tokenizer_json(cls, path)->Self: # Of Hugging Face `tokenizers`; byte-level BPE such as GPT-2's, Llama 3's or Qwen's
         "What a `tokenizer.json` holds. `ValueError` if it is another kind of tokenizer."
         return cls(*parse_hugging_face(_read_json(path), path))
 
@@ -212,10 +213,11 @@ class Tokenizer(TextEncoder):
     def __reduce__(self): return type(self), (self.vocab, self.merges, self.special_tokens, self.rules) # for other processes: without caches
 
     @classmethod
-    def train(cls, source, vocab_size:int, special_tokens:Iterable[str]|None=("<|endoftext|>",)): # As for `train_bpe`
+    def train(cls, source, vocab_size:int, special_tokens:Iterable[str]|None=("<|endoftext|>",))->Self: # As for `train_bpe`
         "A tokenizer learnt from a file or from texts."
         special_tokens = special_list(special_tokens)
-        return cls(*train_bpe(source, vocab_size, special_tokens), special_tokens)
+        vocab, merges = train_bpe(source, vocab_size, special_tokens)
+        return cls(vocab, merges, special_tokens)
 
     def encode_iterable(self, chunks:Iterable)->Iterator[int]: # Parts of one text, `str` or `bytes`, say the lines of a file or its blocks
         "The ids of all chunks put together, one by one. Holds what lies between two places where text may be cut, or 64 KiB."
@@ -354,7 +356,7 @@ def write_folder(
 def read_folder(
     cls,    # `Tokenizer`, or another `VocabularyFiles`
     folder, # That `save` wrote
-)->VocabularyFiles:
+)->Any: # One of `cls`
     "Read the three files. `ValueError` if they do not belong together."
     paths = {name: Path(folder)/name for name in ("vocab.json", "merges.txt", "tokenizer.json")}
     if absent := [name for name,path in paths.items() if not path.is_file()]:

@@ -41,7 +41,7 @@ def _compare(actual, expected, rtol:float, atol:float, place:str):
     if np.all(close): return
     at = tuple(int(i) for i in np.unravel_index(np.argmax(score), a.shape))
     where = f"element {at}: " if at else ""
-    by = "" if error is None or not np.isfinite(error[at]) else f", off by {error[at]:.3g} where {allowed[at]:.3g} is allowed"
+    by = "" if error is None or allowed is None or not np.isfinite(error[at]) else f", off by {error[at]:.3g} where {allowed[at]:.3g} is allowed"
     count = f"; {np.sum(~close)} of {a.size} elements differ" if a.size > 1 else ""
     raise AssertionError(f"{place}{where}actual {a[at]}, expected {e[at]}{by}{count}")
 

@@ -10,7 +10,7 @@ import dataclasses, difflib, json, re, tomllib, types, typing
 from dataclasses import dataclass, fields
 from importlib.resources import files
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Self
 from .show import Table
 
 # %% ../../nbs/00c_config.ipynb #34f36d1a
@@ -31,7 +31,7 @@ def _wanted(hint)->str: # The same type in words, for a message
 # %% ../../nbs/00c_config.ipynb #3311d688
 def unknown(
     kind:str,       # What is being named, say `preset`
-    name:str,       # The name that is not known
+    name,           # The name that is not known
     known:typing.Iterable[str], # The names that are
 )->ValueError: # To be raised by the caller
     "The error for a name that does not exist, with the nearest one that does."
@@ -47,6 +47,10 @@ def _suffix(path)->str:
 
 # %% ../../nbs/00c_config.ipynb #47bb69f3
 class _Files:
+    def to_dict(self)->dict: raise NotImplementedError
+    @classmethod
+    def from_dict(cls, values:dict)->Self: raise NotImplementedError
+
     def save(self, path): # A file that ends in `.json` or `.toml`
         "Write the record to `path`."
         values, path = self.to_dict(), Path(path)
@@ -55,14 +59,18 @@ class _Files:
         path.write_text(toml if _suffix(path) == ".toml" else json.dumps(values, indent=2) + "\n", encoding="utf-8")
 
     @classmethod
-    def load(cls, path): # A file that `save` wrote, or that was written by hand
+    def load(cls, path)->Self: # A file that `save` wrote, or that was written by hand
         "Read a record from `path`."
         read = tomllib.loads if _suffix(path) == ".toml" else json.loads
         return cls.from_dict(read(Path(path).read_text(encoding="utf-8")))
 
 # %% ../../nbs/00c_config.ipynb #a5a7f1c2
+@dataclass(frozen=True)
 class Config(_Files):
     "What `ModelConfig` and `TrainConfig` share: type checks, presets and files."
+    def validate(self): "Raise `ValueError` where the fields don't fit each other."
+    @staticmethod
+    def presets()->dict: return {} # Name to the fields that it changes
     def __post_init__(self):
         for name,hint in typing.get_type_hints(type(self)).items():
             value = getattr(self, name)
@@ -74,7 +82,7 @@ class Config(_Files):
         return dataclasses.asdict(self)
 
     @classmethod
-    def from_dict(cls, values:dict): # The reverse of `to_dict`; `ValueError` for a field that does not exist
+    def from_dict(cls, values:dict)->Self: # The reverse of `to_dict`; `ValueError` for a field that does not exist
         "A record from field names and values; what is not named keeps its default."
         known = {f.name for f in fields(cls)}
         for name in values:
@@ -82,7 +90,7 @@ class Config(_Files):
         return cls(**values)
 
     @classmethod
-    def preset(cls, name:str, **changes): # `ValueError` for a name that is not in `presets()`
+    def preset(cls, name:str, **changes)->Self: # `ValueError` for a name that is not in `presets()`
         "The preset called `name`, with some fields changed."
         if name not in cls.presets(): raise unknown("preset", name, cls.presets())
         return cls.from_dict(cls.presets()[name] | changes)
@@ -100,6 +108,7 @@ def describe(
 # %% ../../nbs/00c_config.ipynb #169d05cc
 class _Sizes(Config):
     "The sizes that follow from the others where they are not given."
+    d_model:int; num_heads:int; num_kv_heads:int|None; head_dim:int|None; d_ff:int|None; ffn:str; tie_embeddings:bool; embedding_std:float|None
     @property
     def gated(self)->bool: return self.ffn in ("swiglu", "geglu", "reglu")
     @property
@@ -137,6 +146,7 @@ class ModelConfig(_Sizes):
     embedding_std:float|None = None # Standard deviation of initial embeddings: none for 1, or 1/sqrt(D) if tied
     scaled_init:bool = False        # Outputs of attention and feed-forward network start 1/sqrt(2 L) as large (GPT-2)
     z_loss:float = 0.0              # Weight of log(Z)**2 in the training loss, Z the softmax's denominator
+    def validate(self): _check_model(self)
 
 # %% ../../nbs/00c_config.ipynb #b4bf12a6
 def _check_model(c:ModelConfig):
@@ -150,8 +160,6 @@ def _check_model(c:ModelConfig):
     if c.position == "rope" and c.K % 2: raise ValueError(f"ModelConfig: RoPE needs an even head size, here head_dim = {c.K}")
     if c.position == "sinusoidal" and c.d_model % 2: raise ValueError(f"ModelConfig: sinusoidal positions need an even d_model, here {c.d_model}")
     if not c.z_loss >= 0: raise ValueError(f"ModelConfig: z_loss = {c.z_loss}, expected 0 or more")
-
-ModelConfig.validate = _check_model
 
 # %% ../../nbs/00c_config.ipynb #10581bc1
 @dataclass(frozen=True)
@@ -198,6 +206,7 @@ class TrainConfig(_Descent):
     compile:bool = False            # Use torch.compile
     recompute:bool = False          # Keep only the inputs of blocks and run them again: less memory, a third more work at most
     shard:bool = False              # Share out weights, gradients and moments among the processes, not only the batch (FSDP2)
+    def validate(self): _check_train(self)
 
 # %% ../../nbs/00c_config.ipynb #46b7f55a
 def _check_train(c:TrainConfig):
@@ -211,12 +220,10 @@ def _check_train(c:TrainConfig):
     if not 0 < c.plateau_factor < 1: raise ValueError(f"TrainConfig: plateau_factor = {c.plateau_factor}, expected 0 < plateau_factor < 1")
     if c.min_lr > c.lr: raise ValueError(f"TrainConfig: min_lr = {c.min_lr} is above lr = {c.lr}")
 
-TrainConfig.validate = _check_train
-
 # %% ../../nbs/00c_config.ipynb #f14bf9e0
 _GPT2 = dict(small=(768, 12, 12), medium=(1024, 24, 16), large=(1280, 36, 20), xl=(1600, 48, 25))
 _OPENAI = dict(norm="layernorm", position="learned", ffn="gelu", bias=True, tie_embeddings=True)
-_QWEN3 = dict(vocab_size=151_936, context_length=40_960, num_kv_heads=8, head_dim=128, rope_theta=1e6, norm_eps=1e-6, qk_norm=True)
+_QWEN3:dict = dict(vocab_size=151_936, context_length=40_960, num_kv_heads=8, head_dim=128, rope_theta=1e6, norm_eps=1e-6, qk_norm=True)
 _MODELS = {f"gpt2-{k}": dict(vocab_size=50257, context_length=1024, d_model=d, num_layers=l, num_heads=h, **_OPENAI)
            for k,(d,l,h) in _GPT2.items()}
 _MODELS |= {f"cs336-gpt2-{k}": dict(vocab_size=50257, context_length=1024, d_model=d, num_layers=l, num_heads=h, d_ff=4*d)
@@ -230,7 +237,7 @@ _MODELS |= {
                        rope_theta=1e6, qk_norm=True, tie_embeddings=True, scale_embeddings=True)}
 
 # %% ../../nbs/00c_config.ipynb #ad6f4a88
-_REPORT = dict(d_model=512, num_layers=8, num_heads=8, d_ff=1408)
+_REPORT:dict = dict(d_model=512, num_layers=8, num_heads=8, d_ff=1408)
 _NUMPY = dict(norm="layernorm", norm_position="post", position="learned", bias=True, tie_embeddings=True)
 
 _MODELS |= {

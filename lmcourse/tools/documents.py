@@ -11,7 +11,7 @@ import ast, functools, hashlib, sysconfig, tempfile, warnings
 from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
-from typing import Iterator
+from collections.abc import Iterator
 from .config import unknown
 from .stories import Stories
 

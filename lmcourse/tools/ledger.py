@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, fields
 from decimal import Decimal
 from importlib import resources
 from pathlib import Path
+from typing import Any
 from .config import unknown
 from .show import Table
 
@@ -48,7 +49,7 @@ def _bad(value)->bool: # Whether `value` is no finite number
 _UNSAID = dict(correct=None, ours=[]) # Need not stand in the file
 
 def _entry(raw:dict)->Entry: # `ValueError` with the key unless all is there and makes sense
-    key = raw.get("key") if isinstance(raw, dict) else raw
+    key:Any = raw.get("key") if isinstance(raw, dict) else raw
     def refuse(what): raise ValueError(f"ledger: {key!r} {what}")
     names = [f.name for f in fields(Entry)]
     if isinstance(raw, dict): raw = _UNSAID | raw
@@ -92,7 +93,7 @@ def read_ledger(
     return {e.key: e for e in entries}
 
 # %% ../../nbs/00d_ledger.ipynb #977272a8
-def _path(path)->Path: return resources.files("lmcourse")/"data"/"ledger.json" if path is None else Path(path)
+def _path(path)->Path: return Path(str(resources.files("lmcourse")/"data"/"ledger.json")) if path is None else Path(path)
 
 # %% ../../nbs/00d_ledger.ipynb #e8a30a9f
 def published(
@@ -124,7 +125,7 @@ def _no(kind:str, name:str, known)->ValueError: # The nearest name, or what a ke
 # %% ../../nbs/00d_ledger.ipynb #8f593d26
 def compare(
     prefix:str,     # Which entries, as for `find`
-    ours:dict=None, # Our numbers by key (or by its end after the prefix); where none is given, the latest recorded one
+    ours:dict|None=None, # Our numbers by key (or by its end after the prefix); where none is given, the latest recorded one
     path:str|Path|None=None, # A file; by default the one that comes with the course
 )->Table: # One row an entry
     "Published numbers and ours, their difference, and what has to be said with them."
@@ -144,7 +145,7 @@ def compare(
 
 # %% ../../nbs/00d_ledger.ipynb #a9ec5a47
 def _rounded(value, published:float): # One decimal more than `published` has; whole numbers and `None` as they are
-    return round(value, max(0, -Decimal(repr(published)).normalize().as_tuple().exponent) + 1) if isinstance(value, float) else value
+    return round(value, max(0, -int(Decimal(repr(published)).normalize().as_tuple().exponent)) + 1) if isinstance(value, float) else value
 
 # %% ../../nbs/00d_ledger.ipynb #6a9c7162
 def record(
@@ -196,7 +197,7 @@ def follows(
 # %% ../../nbs/00d_ledger.ipynb #740db589
 def _field(line:dict, name:str)->float: # `result.loss` of a run that is done
     if line["status"] != "done": raise ValueError(f"ledger: the run {line['key']} is {line['status']}, expected one that is done")
-    value = line
+    value:Any = line
     for part in name.split("."): value = value.get(part) if isinstance(value, dict) else None
     if _bad(value): raise ValueError(f"ledger: the run {line['key']} has {name} = {value!r}, expected a finite number")
     return value
@@ -219,7 +220,7 @@ def ledger_table(
     return Table([{k.replace("our_setup", "our set-up").replace("setup", "set-up"): v for k,v in r.items() if k not in empty} for r in rows])
 
 # %% ../../nbs/00d_ledger.ipynb #c638fe9b
-def _with_unit(value, unit:str, published:float=None)->str|None: # As it is written: `1.349 nats per token`, `35,938,816`
+def _with_unit(value, unit:str, published:float|None=None)->str|None: # As it is written: `1.349 nats per token`, `35,938,816`
     if value is None: return None
     if published is not None: value = _rounded(float(value), published) # An exact number beside a rounded one
     large = isinstance(value, int) or value == int(value) and 1000 <= abs(value) < 1e15

@@ -8,9 +8,11 @@ __all__ = ['Slot', 'Rule', 'Value', 'read_grammar', 'form', 'Entropy', 'Stories'
 # %% ../../nbs/00e_stories.ipynb #c3e0e436
 import math, random, re
 from collections import defaultdict
+from collections.abc import Callable
 from functools import cache
 from importlib.resources import files
-from typing import Iterator, NamedTuple
+from collections.abc import Iterator
+from typing import NamedTuple
 
 # %% ../../nbs/00e_stories.ipynb #66e52a85
 class Slot(NamedTuple):
@@ -76,7 +78,7 @@ def read_grammar(
         if name in rules: raise ValueError(f"grammar: the rule {name!r} stands twice")
         if kind == "=": options, weights = [(o,) for o in re.split(r",\s+", body.strip())], []
         else:
-            lines = [re.fullmatch(r"(?:(\d+)\* )?(.*)", l.strip()).groups() for l in body.split("\n") if l.strip()]
+            lines = [m.groups() for l in body.split("\n") if l.strip() and (m := re.fullmatch(r"(?:(\d+)\* )?(.*)", l.strip()))]
             options, weights = [_template(words, remembered) for _,words in lines], [int(w or 1) for w,_ in lines]
         if len(set(options)) < len(options): raise ValueError(f"grammar: something stands twice in {name!r}")
         entries = tuple(o[0] for o in options if len(o) == 1 and isinstance(o[0], str))
@@ -146,7 +148,7 @@ def _recall(env:dict, name:str)->Value: # What is remembered as `name`
     if name not in env: raise ValueError(f"grammar: {{{name}}} is used where nothing is remembered by this name")
     return env[name]
 
-def _attribute(env:dict, name:str, attribute:str)->str: # Of what is remembered as `name`
+def _attribute(env:dict, name:str, attribute:str|None)->str: # Of what is remembered as `name`
     rule = _recall(env, name).rule
     if attribute not in rule.attributes: raise ValueError(f"grammar: {{{name}.{attribute}}}, but the list {rule.name!r} has no {attribute!r}")
     return rule.attributes[attribute]
@@ -166,6 +168,7 @@ def _known(slot:Slot, env:dict)->str: # The words of a slot that needs no choice
 
 # %% ../../nbs/00e_stories.ipynb #17e815f7
 class _Reader:
+    chosen:Callable  # A method, written below
     def __init__(self, rules:dict, text:str): self.rules, self.text = rules, text
 
     def read(self, parts:tuple, at:int, env:dict, logp:float=0.): # Yields (end, env, log-probability) for every way
@@ -209,12 +212,13 @@ def _forms(name:str, entries:tuple, article:bool, capital:bool)->tuple: # {words
 
 # %% ../../nbs/00e_stories.ipynb #a740db65
 class _Counter:
+    choice:Callable[..., dict]  # A method, written below
     def __init__(self, rules:dict): self.rules = rules
 
     def flow(self, parts:tuple, env:tuple)->dict: # {env afterwards: (p, p*nats, p*bytes)}
         states = {env: (1., 0., 0.)}
         for part in parts:
-            then = defaultdict(lambda: (0., 0., 0.))
+            then:dict = defaultdict(lambda: (0., 0., 0.))
             for env,(p,s,b) in states.items():
                 for end,(q,t,c) in self.outcomes(part, env).items():
                     then[end] = tuple(map(sum, zip(then[end], (p*q, p*t + q*s, p*c + q*b))))
@@ -235,7 +239,7 @@ class _Counter:
 
 # %% ../../nbs/00e_stories.ipynb #b472b1fd
 def _choice(self, slot:Slot, rule:Rule, env:tuple)->dict:
-    states = defaultdict(lambda: (0., 0., 0.))
+    states:dict = defaultdict(lambda: (0., 0., 0.))
     for option,share in zip(rule.options, rule.shares):
         if slot.remember: option = (_handed_on(option[0], slot),)
         for end,(q,t,c) in self.flow(option, env).items():

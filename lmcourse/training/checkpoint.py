@@ -8,6 +8,7 @@ __all__ = ['safetensors_chunks', 'unique_tensors', 'named_state', 'save_checkpoi
 
 # %% ../../nbs/04d_checkpoint.ipynb #3716d21d
 import base64, hashlib, json, math, os, re, shutil, sys
+from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,7 +34,7 @@ def _raw(t)->np.ndarray: # The bytes of a tensor of torch, or of an array of Num
 # %% ../../nbs/04d_checkpoint.ipynb #2599a315
 def safetensors_chunks(
     tensors:dict,       # Name to array or tensor
-    metadata:dict=None, # Text to text
+    metadata:dict|None=None, # Text to text
 )->list: # The bytes of the file: its header, then a function for each tensor that gives its bytes
     "The parts of a safetensors file, in order. Wide types come first, so that each tensor lies at a multiple of its type's size."
     tensors = dict(sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize))
@@ -70,7 +71,7 @@ def _parse(data:np.ndarray, where)->tuple: # Name to `_Stored`, and the metadata
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError): raise ValueError(f"{where}: not a whole safetensors file") from None
 
 def _stored(body:np.ndarray, dtype:str, shape:list, data_offsets:list)->_Stored:
-    (start, end), bits = data_offsets, 8 if dtype == "BOOL" else int(re.search(r"\d+", _KINDS[_TYPES[dtype]])[0])
+    (start, end), bits = data_offsets, 8 if dtype == "BOOL" else int(re.findall(r"\d+", _KINDS[_TYPES[dtype]])[0])
     if not 0 <= start <= end <= len(body) or (end - start)*8 != math.prod(shape)*bits: raise ValueError
     return _Stored(dtype, tuple(shape), body[start:end])
 
@@ -213,9 +214,9 @@ def save_checkpoint(
     optimizer,            # Any of torch, or `AdamWNp`; none for the weights alone
     iteration:int,        # Steps done
     out,                  # A folder; FILE.safetensors; or a file opened to write bytes
-    config:dict=None,     # To build the model again; plain JSON values
-    state:dict=None,      # What else the run needs to go on; plain JSON values
-    generators:dict=None, # Name to generator of NumPy or torch, for their states
+    config:dict|None=None,     # To build the model again; plain JSON values
+    state:dict|None=None,      # What else the run needs to go on; plain JSON values
+    generators:dict|None=None, # Name to generator of NumPy or torch, for their states
 ):
     "Save a run. Whenever this is interrupted, what `out` held before is still whole. `OSError` if it can't be written."
     contents = _contents(model, optimizer, iteration, config or {}, state or {}, generators or {})
@@ -272,7 +273,7 @@ def _write(file, chunks:list)->dict: # Size and digest of what was written
 def write_safetensors(
     path,               # A new file
     tensors:dict,       # Name to array or tensor
-    metadata:dict=None, # Text to text
+    metadata:dict|None=None, # Text to text
 )->dict: # Its `bytes` and `sha256`
     "Write tensors into a file of their own, and return when it is on the disk."
     return _write_file(Path(path), safetensors_chunks(tensors, metadata))
@@ -332,8 +333,8 @@ def load_checkpoint(
     src,                  # What `save_checkpoint` wrote: a folder, a file, or a file opened to read bytes
     model,                # As for `unique_tensors`; its weights are overwritten
     optimizer=None,       # To go on training: its state, its groups' numbers and torch's random states are overwritten
-    config:dict=None,     # Expected values, nested as in the one that was saved; what is not named is not compared
-    generators:dict=None, # Name to generator; their states are overwritten
+    config:dict|None=None,     # Expected values, nested as in the one that was saved; what is not named is not compared
+    generators:dict|None=None, # Name to generator; their states are overwritten
 )->int: # Steps done
     "Put a run back as it was saved. `ValueError` or `FileNotFoundError`, and nothing is changed, if that can't be."
     where, record, there, tensors = _read(src)
@@ -343,7 +344,7 @@ def load_checkpoint(
     pairs = _generator_states(record["random"]["generators"], generators or {}, where)
     put = None if optimizer is None else _optimizer_values(where, record["optimizer"], tensors, model, optimizer)
     for name,t in own.items(): weights[name].put(t)
-    if optimizer is not None:
+    if put is not None:
         put()
         _restore_torch(record["random"]["torch"])
     for g,state in pairs: _restore(g, state)
@@ -443,6 +444,8 @@ def _into_np(where, state:dict, groups:list, o): # The same for an `AdamWNp`, wh
 # %% ../../nbs/04d_checkpoint.ipynb #e6010543
 class Checkpoints:
     "The checkpoints of a run: folders like step_000500 in one folder."
+    save:Callable[..., Path]; _all:Callable[..., list]; _found:Callable[..., dict]
+    _ranked:Callable[..., list]  # Methods, written below
     def __init__(self,
         folder,          # Made when the first is saved
         keep:int=2,      # Latest to keep
@@ -462,8 +465,8 @@ class Checkpoints:
 # %% ../../nbs/04d_checkpoint.ipynb #38940f0a
 def _save(self,
     model, optimizer, iteration:int, # As for `save_checkpoint`
-    valid_loss:float=None,           # Where it was measured; it becomes part of `state`
-    state:dict=None, **more,         # As for `save_checkpoint`
+    valid_loss:float|None=None,      # Where it was measured; it becomes part of `state`
+    state:dict|None=None, **more,         # As for `save_checkpoint`
 )->Path: # The new checkpoint
     "Save one more, then delete those that are neither among the latest nor among the best."
     for leftover in self.folder.glob("step_*.tmp"): shutil.rmtree(leftover)
@@ -487,8 +490,8 @@ def _found(self)->dict: # Step to path
     return {int(p.name.removesuffix(".old")[5:]): p for p in self._all()}
 
 def _ranked(self)->list: # Paths of those with a validation loss, the best first
-    losses = {p: _valid_loss(p) for p in self._found().values()}
-    return sorted((p for p in losses if losses[p] is not None), key=losses.get)
+    losses = {p: loss for p in self._found().values() if (loss := _valid_loss(p)) is not None}
+    return sorted(losses, key=losses.__getitem__)
 Checkpoints._all, Checkpoints._found, Checkpoints._ranked = _all, _found, _ranked
 
 # %% ../../nbs/04d_checkpoint.ipynb #90bf2524

@@ -7,7 +7,7 @@ __all__ = ['WINDOWS', 'sha256', 'document_batches', 'encode_documents', 'TokenWr
            'remove', 'close', 'sync', 'write_tokens', 'TokenDataset', 'random_windows', 'get_batch', 'to_tensors',
            'windows_at_starts', 'document_batch', 'reach_of_starts', 'windows_within', 'share_within', 'count_windows',
            'sequential_windows', 'Batches', 'BatchPrefetcher', 'row_spans', 'document_windows', 'evaluation_batches',
-           'floor']
+           'floor', 'count_ngrams', 'read_ngrams']
 
 # %% ../../nbs/04a_data.ipynb #3d3336df
 import hashlib, json, math, os, threading, time, weakref
@@ -15,10 +15,12 @@ from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from pathlib import Path
-from typing import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Self
 import numpy as np
 from ..tokenization.bpe import utf8
 from ..tools.config import TrainConfig, unknown
+from ..tools.ngram import ngram_losses
 from ..tools.show import progress
 
 # %% ../../nbs/04a_data.ipynb #e948fe0b
@@ -82,6 +84,9 @@ def _bad_document(ids:np.ndarray, number:int, tokenizer)->ValueError:
 # %% ../../nbs/04a_data.ipynb #97ed26e5
 class TokenWriter:
     "Files in the making: `append` makes them longer, `finish` gives them their names."
+    _recover:Callable[..., dict]; _check:Callable[..., bool]; skip:Callable; append:Callable
+    _read:Callable[..., int]; tokens:property; finish:Callable; remove:Callable; close:Callable  # Methods, written below
+    documents:int; bytes:int; sums:list; texts:Any; told:str|None; files:list # What `_check` finds
     def __init__(self,
         prefix,       # As for `write_tokens`
         job:dict,     # What must be the same for going on; plain JSON values
@@ -214,7 +219,8 @@ def sync(
     path, # A file, or a folder for the names in it
 ):
     "Return only when it is on the disk, and not just in the memory of the operating system."
-    handle = os.open(path, os.O_RDONLY)
+    if os.name == "nt" and os.path.isdir(path): return            # Windows opens no folders
+    handle = os.open(path, os.O_RDWR if os.name == "nt" else os.O_RDONLY)
     try: os.fsync(handle)
     finally: os.close(handle)
 
@@ -233,8 +239,8 @@ def write_tokens(
     texts:Iterable[str],   # Documents, in any number, the same ones in the same order when an unfinished call is made again
     tokenizer,             # Has `encode(text)` or `encode_batch(texts, threads)`, `end_of_text`, `vocab_size` and `digest`
     source:str,            # Where the documents come from, for the record
-    meta:dict=None,        # More for the record; plain JSON values
-    nats:Callable[[str], float]=None, # -log p of a document, its end included, where the source is known exactly
+    meta:dict|None=None,   # More for the record; plain JSON values
+    nats:Callable[[str], float]|None=None, # -log p of a document, its end included, where the source is known exactly
     threads:int|None=None, # For `encode_batch`; all cores if none
     total_bytes:int|None=None,  # Of the texts about, for the progress bar
     batch_bytes:int=1 << 22,    # Of the texts that are tokenized at a time and then noted
@@ -295,7 +301,7 @@ class TokenDataset:
     def open(cls,
         prefix,           # As given to `write_tokens`
         verify:bool=True, # Read the files once to compare their SHA-256
-    ):
+    )->Self:
         "The files of `write_tokens`. `FileNotFoundError` or `ValueError` where they are not what was written."
         tokens, starts, info = _open(*_files(prefix))
         if verify: _verify(_files(prefix), info)
@@ -351,7 +357,7 @@ def get_batch(
     batch_size:int,     # Windows, B
     context_length:int, # Tokens of a window, T
     device="cpu",       # Where the tensors go
-    rng:np.random.Generator=None, # Source of the starts; another one each time if none
+    rng:np.random.Generator|None=None, # Source of the starts; another one each time if none
 )->tuple: # Inputs and targets, int64 tensors (B, T) on `device`
     "`random_windows` as tensors of torch."
     return to_tensors(random_windows(tokens, batch_size, context_length, rng or np.random.default_rng()), device)
@@ -377,7 +383,7 @@ def windows_at_starts(
     targets = np.asarray(dataset.tokens)[starts[:, None] + np.arange(context_length)].astype(np.int64)
     return np.concatenate([np.full((batch_size, 1), dataset.end_of_text), targets[:, :-1]], 1), targets
 
-def document_batch(dataset:TokenDataset, batch_size:int, context_length:int, device="cpu", rng:np.random.Generator=None)->tuple:
+def document_batch(dataset:TokenDataset, batch_size:int, context_length:int, device="cpu", rng:np.random.Generator|None=None)->tuple:
     "`windows_at_starts` as tensors of torch; arguments as for `get_batch`."
     return to_tensors(windows_at_starts(dataset, batch_size, context_length, rng or np.random.default_rng()), device)
 
@@ -604,3 +610,22 @@ def floor(
     if "document_nats" not in dataset.info: return None
     n = _first(dataset, documents)
     return math.fsum(dataset.info["document_nats"][:n])/int(dataset.ends[n - 1])
+
+# %% ../../nbs/04a_data.ipynb #a297c766
+def count_ngrams(
+    folder,             # With `train` and `valid`; gets `ngram.json`
+    most:int=4_000_000, # Training tokens to count at most
+)->list: # Nats per token, for orders 1 to 5
+    "The losses of n-grams on the validation documents."
+    train, valid = (TokenDataset.open(Path(folder)/name) for name in ("train", "valid"))
+    losses = ngram_losses(train.tokens[:most], valid.tokens, train.info["vocab_size"], train.end_of_text).mean(1)
+    _write_json(Path(folder)/"ngram.json", losses.round(6).tolist())
+    return read_ngrams(folder)
+
+def read_ngrams(
+    folder, # Where `count_ngrams` was
+)->list: # Nats per token, for orders 1, 2 and so on
+    "`FileNotFoundError` if they were not counted, `ValueError` if the file is something else."
+    file = Path(folder)/"ngram.json"
+    try: return [float(loss) for loss in json.loads(file.read_text(encoding="utf-8"))]
+    except (ValueError, TypeError): raise ValueError(f"{file}: expected a list of losses, as `lmcourse prepare` writes it") from None

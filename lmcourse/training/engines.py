@@ -8,6 +8,7 @@ __all__ = ['pick_device', 'autocast', 'World', 'join_world', 'BatchPlan', 'plan_
 
 # %% ../../nbs/04e_engines.ipynb #120dd1ea
 import math, os
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 import numpy as np
@@ -31,7 +32,7 @@ def pick_device(
     try: device = torch.device(name)
     except RuntimeError: raise ValueError(f"device = {name!r}, expected auto, cpu, cuda or mps") from None
     if not have.get(device.type, False): raise ValueError(f"device = {name!r}, but this machine has only {', '.join(n for n in have if have[n])}")
-    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if name == "cuda" else device
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if name == "cuda" else device
 
 def autocast(
     device:torch.device, # Where the products are computed
@@ -69,7 +70,7 @@ def join_world(
     device:torch.device, # Where this process computes
 )->World: # Alone, unless `torchrun` started this process
     "Meet the other processes: over gloo on processors, NCCL on cards."
-    if int(os.environ.get("WORLD_SIZE", 1)) == 1: return World()
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1: return World()
     import torch.distributed as dist
     if device.type == "cuda": torch.cuda.set_device(device)
     if not dist.is_initialized(): dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
@@ -120,6 +121,8 @@ class _Loss(torch.nn.Module): # `forward` is the loss: that is what DistributedD
 # %% ../../nbs/04e_engines.ipynb #8db08114
 class TorchEngine:
     "A `TransformerLM`, its optimizer, and how they take a step."
+    add_gradients:Callable[..., torch.Tensor]; update:Callable[..., float]; meet:Callable
+    saved:Callable[..., tuple]; load:Callable[..., int]; whole_model:Callable[..., "TransformerLM"]  # Methods, written below
     def __init__(self,
         model_config:ModelConfig, # Of the model that is made
         config:TrainConfig,       # Its numbers of the optimizer, device, dtype, compile, recompute and shard
@@ -133,7 +136,7 @@ class TorchEngine:
         if config.shard: share_out(self.model, world)
         make, groups = (Muon, muon_groups) if config.optimizer == "muon" else (AdamW, parameter_groups)
         self.optimizer = make(groups(self.model, config.weight_decay), lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps)
-        self.loss = _Loss(self.model)
+        self.loss:Callable = _Loss(self.model)
         if world.size > 1 and not config.shard: self.loss = torch.nn.parallel.DistributedDataParallel(self.loss)
         if config.compile: self.loss = torch.compile(self.loss)
 
@@ -219,6 +222,8 @@ TorchEngine.saved, TorchEngine.load, TorchEngine.whole_model = _torch_saved, _to
 # %% ../../nbs/04e_engines.ipynb #44da1807
 class NumpyEngine:
     "The NumPy model, its optimizer, and how they take a step: float32, one process."
+    add_gradients:Callable[..., float]; update:Callable[..., float]; saved:Callable[..., tuple]
+    load:Callable[..., int]; whole_model:Callable[..., "TransformerLM"]  # Methods, written below
     def __init__(self,
         model_config:ModelConfig, # Of the model that is made
         config:TrainConfig,       # Its numbers of the optimizer, and recompute
@@ -263,12 +268,12 @@ def _numpy_update(self, lr:float)->float: # Length of the gradients before clipp
     return norm
 
 def _numpy_saved(self)->tuple: return self.params, self.optimizer       # As of `TorchEngine`, and the next two too
-def _numpy_load(self, path, config:dict)->int: return load_checkpoint(path, *self.saved(), config)
+def _numpy_load(self, path, config:dict)->int: return load_checkpoint(path, self.params, self.optimizer, config)
 def _numpy_whole(self)->TransformerLM: return self.model
 
 NumpyEngine.update = _numpy_update
 NumpyEngine.saved, NumpyEngine.load, NumpyEngine.whole_model = _numpy_saved, _numpy_load, _numpy_whole
-ENGINES = dict(torch=TorchEngine, numpy=NumpyEngine)
+ENGINES:dict[str, type[TorchEngine]|type[NumpyEngine]] = dict(torch=TorchEngine, numpy=NumpyEngine)
 
 # %% ../../nbs/04e_engines.ipynb #58392427
 def first_fault(

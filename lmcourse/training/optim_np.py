@@ -8,6 +8,7 @@ __all__ = ['adamw_step_np', 'adamw_kernel', 'AdamWNp', 'grad_norm_np', 'clip_sca
 # %% ../../nbs/04b_optim_np.ipynb #61b8254e
 import math
 import numpy as np
+from collections.abc import Callable
 from ..architecture.layers_np import RowGradient, array_module
 from ..architecture.fast_np import fused
 
@@ -44,6 +45,7 @@ def adamw_kernel(p, g, slots, m, v, b1, b2, keep, step, root, eps, scale):
 # %% ../../nbs/04b_optim_np.ipynb #9d0db072
 class AdamWNp:
     "AdamW for a dictionary of arrays, which it changes in place. Gradients may be `RowGradient`s."
+    move:Callable  # A method, written below
     def __init__(self,
         params:dict,      # Name to array of float32 or float64; matrices decay, vectors don't
         betas:tuple=(.9, .999), # Decays of the two means

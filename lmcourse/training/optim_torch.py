@@ -8,7 +8,7 @@ __all__ = ['NEWTON_SCHULZ', 'SGD', 'adamw_step', 'adamw_algorithm_1', 'AdamW', '
 
 # %% ../../nbs/04c_optim_torch.ipynb #142d160c
 import math
-from typing import Iterable
+from collections.abc import Callable, Iterable
 import torch
 from torch.optim import Optimizer
 from ..tools.config import unknown
@@ -82,6 +82,7 @@ def _step_all_(params:list, states:list, lr:float, betas:tuple, eps:float, weigh
 # %% ../../nbs/04c_optim_torch.ipynb #1a7e9f0c
 class AdamW(Optimizer):
     "AdamW in torch's form, with torch's defaults. `ValueError` for numbers out of range."
+    _move:Callable; _advance:Callable[..., dict]  # Methods, written below
     def __init__(self,
         params:Iterable,             # Parameters, or dicts of `params` and what differs for them
         lr:float=1e-3,               # Learning rate
@@ -96,8 +97,7 @@ class AdamW(Optimizer):
         numbers = self.defaults | group
         for name in ("lr", "eps", "weight_decay"):
             if not numbers[name] >= 0: raise ValueError(f"{type(self).__name__}: {name} = {numbers[name]}, expected 0 or more")
-        if not all(0 <= b < 1 for b in numbers["betas"]):
-            raise ValueError(f"{type(self).__name__}: betas = {numbers['betas']}, expected 0 <= beta < 1")
+        if not all(0 <= b < 1 for b in numbers["betas"]): raise ValueError(f"{type(self).__name__}: betas = {numbers['betas']}, expected 0 <= beta < 1")
         super().add_param_group(group)
 
     @torch.no_grad()
@@ -171,6 +171,7 @@ def learning_rate(
 
 # %% ../../nbs/04c_optim_torch.ipynb #6b098551
 class _Best: # The best loss so far, and how many came after it
+    KEPT:tuple; best:float|None
     def __init__(self, patience:int|None, min_delta:float):
         name = type(self).__name__
         if patience is not None and not patience >= 1: raise ValueError(f"{name}: {patience = }, expected 1 or more")
@@ -214,6 +215,7 @@ class Plateau(_Best):
 class EarlyStop(_Best):
     "Says when to stop, and why. `ValueError` for numbers that make no sense."
     KEPT = "best", "waited", "reason"
+    reason:str|None
     def __init__(self,
         patience:int|None,   # Evaluations without a new best, after which to stop; none for never
         min_delta:float=0.,  # By how much, and more, a new best must be lower, in the unit of the loss

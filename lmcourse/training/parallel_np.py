@@ -11,6 +11,7 @@ __all__ = ['split_batch', 'QueuePort', 'queue_ports', 'lockstep', 'reduce_to_roo
 import hashlib, os, shutil, signal, struct, weakref
 import numpy as np
 from collections import deque
+from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing import get_context
 from multiprocessing.connection import wait
@@ -197,6 +198,7 @@ class SharedPort:
 # %% ../../nbs/04f_parallel_np.ipynb #19ad6faa
 class Replica:
     "A worker's weights, gradients and optimizer. The first two lie in shared memory."
+    step:Callable[..., dict]; digest:Callable[..., str]  # Methods, written below
     def __init__(self,
         rank:int,           # Which worker
         memory:np.ndarray,  # Of all workers `(N, 2, P)`: weights, and gradients
@@ -280,6 +282,7 @@ def _shared(size:int)->SharedMemory: # Where memory is short the system would ki
 # %% ../../nbs/04f_parallel_np.ipynb #2b3194d7
 class DataParallelNp:
     "Trains the NumPy engine in several processes. Close it, or use it in a `with`. In a script, under `if __name__ == \"__main__\":`."
+    _start:Callable; _ask:Callable[..., list]; _hear:Callable; step:Callable[..., float]; digests:Callable[..., list]; params:Callable[..., dict] # Written below
     def __init__(self,
         params:dict,          # Name to array, all float32 or all float64: the weights to begin with, which are copied
         config:ModelConfig,   # Sizes and variant

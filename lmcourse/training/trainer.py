@@ -14,7 +14,8 @@ from importlib.util import find_spec
 from dataclasses import dataclass, replace
 from importlib.resources import files
 from pathlib import Path
-from typing import Callable, Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 import numpy as np
 import torch
 from safetensors import SafetensorError
@@ -58,7 +59,7 @@ def evaluate(
         for inputs,targets,document in evaluation_batches(dataset, context_length, count, rows):
             x, y = to_tensors((inputs, targets), device)
             losses = torch.nn.functional.cross_entropy(model(x).float().flatten(0, 1), y.flatten(), reduction="none", ignore_index=-100)
-            np.add.at(nats, document, losses.view(y.shape).double().sum(1).cpu().numpy())
+            np.add.at(nats, document, losses.view(y.shape).cpu().double().sum(1).numpy())      # MPS has no float64
     model.train(training)
     return summarize(nats, (dataset.ends - dataset.starts)[:count], dataset, count)
 
@@ -127,6 +128,10 @@ def read_metrics(
 # %% ../../nbs/04e_trainer.ipynb #638dcf6f
 class Trainer:
     "A model, its optimizer and its data, at some step of a run."
+    train_step:Callable[..., float]; rate:Callable[..., float]; fault:Callable[..., str]
+    _write_line:Callable; _log:Callable; _evaluate:Callable[..., "Evaluation"]; _save:Callable
+    resume:Callable; fit:Callable[..., "Evaluation"]; wait_for:Callable; halted:property
+    look:Callable; headline:Callable[..., str]; write_sample:Callable; tell:Callable  # Methods, written below
     def __init__(self,
         model_config:ModelConfig, # Of the model that is made
         config:TrainConfig,  # Of all that happens to it
@@ -294,8 +299,8 @@ Trainer.resume = resume
 # %% ../../nbs/04e_trainer.ipynb #d84a3c73
 def fit(self,
     run,                         # The run's folder; it exists and has a `config.json`
-    report:Callable=None,        # Called as `report(trainer, evaluation)` after each evaluation
-    sample:Callable=None,        # A function from the model to a text for `samples.txt`, called after each evaluation
+    report:Callable|None=None,   # Called as `report(trainer, evaluation)` after each evaluation
+    sample:Callable|None=None,   # A function from the model to a text for `samples.txt`, called after each evaluation
 )->Evaluation: # On all validation documents
     "Train to the end, or until there is a reason to stop. `Interrupted` if a signal came, with a checkpoint of the last whole step."
     run, c = Path(run), self.config
@@ -362,7 +367,7 @@ def _also_log(self, run:Path): # `self.tell(values)` in the block
     if self.world.rank or name == "file": yield; return
     if name == "tensorboard":
         from torch.utils.tensorboard import SummaryWriter
-        log = SummaryWriter(run/"tensorboard")
+        log:Any = SummaryWriter(run/"tensorboard")
         add = lambda values, step: [log.add_scalar(k, v, step) for k,v in values.items()]
     else:
         log = __import__(name)
@@ -402,7 +407,7 @@ def save_model(
 def load_model(
     folder=None, # Of `save_model`, or a run; none for the model that comes with the course
     device:str="cpu", # As for `pick_device`
-)->tuple: # `TransformerLM` in float32, and its `Tokenizer`
+)->tuple[TransformerLM, Tokenizer]: # In float32; with which it was trained
     "A trained model, ready to write. `FileNotFoundError` if there is none, `ValueError` if it can't be read."
     folder = _model_folder(folder)
     read = _read_small if (folder/"model.safetensors").is_file() else _read_latest
@@ -422,7 +427,7 @@ def training_of(
     return TrainConfig.from_dict(_read_json(_model_folder(folder)/"config.json")["train"])
 
 # %% ../../nbs/04e_trainer.ipynb #21d67420
-def _model_folder(folder)->Path: return Path(folder or files("lmcourse").joinpath("data/quickstart"))
+def _model_folder(folder)->Path: return Path(folder or str(files("lmcourse").joinpath("data/quickstart")))
 
 def _read_small(folder:Path)->tuple: # What `save_model` wrote
     model = TransformerLM(ModelConfig.from_dict(_read_json(folder/"config.json")["model"]))

@@ -1,0 +1,347 @@
+"`lmcourse check` and `lmcourse exercises`: right and wrong answers, and files that hang, crash, shout or cheat."
+import ast
+import io
+import json
+import signal
+import subprocess
+import sys
+import time
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from lmcourse.app import grade
+from lmcourse.app.cli import main
+
+ROOT = Path(__file__).parent.parent
+SPLIT = """import re
+def split(text, special_tokens):
+    special = sorted(special_tokens, key=len, reverse=True)
+    parts = re.split(f"({'|'.join(map(re.escape, special))})", text) if special else [text]
+    return [p for p in parts if p]
+"""
+SIZES = "answer = {'utf-8': 17, 'utf-16': 22, 'utf-32': 36}\n"
+LOOP = "def split(text, special_tokens):\n    while True: pass\n"
+
+
+def ask(*words):
+    out, err = io.StringIO(), io.StringIO()
+    with redirect_stdout(out), redirect_stderr(err):
+        try: main([str(w) for w in words]); status = 0
+        except SystemExit as e: status = e.code or 0
+    return SimpleNamespace(status=status, out=out.getvalue(), err=err.getvalue())
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def check(source, *words, exercise="01.split", name="mine.py"):
+    Path(name).write_text(source, encoding="utf-8")
+    return ask("check", exercise, name, *words)
+
+
+# The list of exercises
+
+def test_the_exercises_are_those_of_the_modules():
+    tasks = grade.exercise_tasks()
+    assert len({t.id for t in tasks}) == len(tasks)
+    for path in (ROOT/"nbs").glob("??z_*.ipynb"):
+        chapter, _, topic = path.stem.partition("z_")
+        exported = ast.parse((ROOT/f"lmcourse/exercises/{topic}.py").read_text(encoding="utf-8"))
+        graders = [f.name for f in exported.body if isinstance(f, ast.FunctionDef) and f.name.startswith("check_")]
+        assert [f"check_{t.name}" for t in tasks if t.chapter == chapter] == graders, path.name
+    for t in tasks: assert t.form and t.right_if and t.defines and "`AssertionError`" not in t.right_if, t
+
+
+def test_torch_is_not_imported_for_the_list():
+    code = "import sys; from lmcourse.app.cli import main; main(['exercises']); assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
+@pytest.mark.parametrize("name, ids", [("01.split", ["01.split"]), ("1.split", ["01.split"]), ("tokenization.split", ["01.split"])])
+def test_names_of_an_exercise(name, ids): assert [t.id for t in grade.find_tasks(name, grade.exercise_tasks())] == ids
+
+
+# Answers
+
+def test_right(here):
+    got = check(SPLIT)
+    assert (got.status, got.out, got.err) == (0, "01.split: right\n", "")
+    assert ask("exercises").out.startswith("01 tokenization: 1 of 9 done\n   done  split\n")
+
+
+def test_a_class_for_chapter_03(here):
+    source = '''import torch
+class RoPE(torch.nn.Module):
+    def __init__(self, theta, d_k, max_seq_len, device=None):
+        super().__init__()
+        angles = torch.outer(torch.arange(max_seq_len), theta**(-torch.arange(0, d_k, 2)/d_k))
+        self.register_buffer("turn", torch.polar(torch.ones_like(angles), angles).to(device), persistent=False)
+
+    def forward(self, x, token_positions):
+        return torch.view_as_real(torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous())*self.turn[token_positions]).flatten(-2)
+'''
+    got = check(source, exercise="03.rope")
+    assert (got.status, got.out) == (0, "03.rope: right\n"), got.out + got.err
+    got = check(source.replace("RoPE", "Turn"), exercise="03.rope")
+    assert got.status == 2 and "defines no RotaryPositionalEmbedding, which 03.rope asks for (case and underscores do not matter); it defines Turn" in got.err
+
+
+def test_a_wrong_answer_says_why_on_one_line(here):
+    got = check(SPLIT.replace("if p]", "]"))
+    assert got.status == 1 and got.out.startswith("01.split: not yet: for ('', ['x']): expected [], got ['']") and got.out.count("\n") == 1
+    assert "   tried split\n" in ask("exercises").out
+
+
+@pytest.mark.parametrize("source, words, lines", [
+    ("def split(text, special_tokens):\n    return text[99]\n", "your code raised IndexError(", ["mine.py, line 2, in split", "return text[99]"]),
+    ("x = 1\nif x:\n    y = x/0\n", "your file raised ZeroDivisionError: division by zero", ["mine.py, line 3", "y = x/0"]),
+    ("def split(text special_tokens):\n    pass\n", "your file raised SyntaxError: ", ["mine.py, line 1", "def split(text special_tokens):", "    ^"]),
+    ("def split(a, b):\n  x = 1\n   y = 2\n", "your file raised SyntaxError: unexpected indent", ["mine.py, line 3"]),
+    ("import nothing_of_that_name\n", "your file raised ModuleNotFoundError: No module named", ["mine.py, line 1"]),
+    ("import sys\nsys.exit(0)\n", "your file called sys.exit(0)", ["mine.py, line 2"]),
+    ("import sys\ndef split(a, b): sys.exit()\n", "your code raised SystemExit(", ["mine.py, line 2, in split"]),
+    ("def split(a, b): raise KeyboardInterrupt\n", "your code raised KeyboardInterrupt", ["mine.py, line 1, in split"]),
+    ("raise BaseException('odd')\n", "your file raised BaseException: odd", ["mine.py, line 1"]),
+    ("assert 1 == 2, 'no'\n", "your file raised AssertionError: no", ["mine.py, line 1"]),
+    ("def split(a, b): return split(a, b)\n", "your code raised RecursionError(", ["mine.py, line 1, in split"]),
+    ("def split(a, b): return input('ready? ')\n", "your code raised EOFError(", ["mine.py, line 1, in split"]),
+    ("raise ValueError('a\\nb' + 'c'*5000)\n", "your file raised ValueError: a bccc", ["mine.py, line 1"]),
+    ("x = '\x00'\n", "your file raised", []), ("# coding: nothing\n", "your file raised SyntaxError", []),
+    ("import os\nos._exit(0)\n", "your code ended the process with exit status 0, before the grader was done", []),
+    ("import os\ndef split(a, b): os._exit(0)\n", "ended the process with exit status 0", []),
+    ("import os, signal\nos.kill(os.getpid(), signal.SIGSEGV)\n", "your code ended the process by SIGSEGV", [])])
+def test_what_goes_wrong_is_told_in_the_readers_own_lines(here, source, words, lines):
+    got = check(source)
+    first, *block = got.out.splitlines()
+    assert got.status == 1 and first.startswith("01.split: not yet: ") and words in first and len(first) < 600, got.out + got.err
+    for line in lines: assert line in got.out
+    assert all(b.startswith("    ") for b in block) and "lmcourse" not in "".join(block) and "Traceback" not in got.out
+    assert len(block) <= 8
+
+
+def test_a_file_that_is_not_utf_8(here):
+    Path("mine.py").write_bytes(b"x = '\xff'\n")
+    got = ask("check", "01.split", "mine.py")
+    assert got.status == 1 and "your file raised SyntaxError: invalid or missing encoding declaration" in got.out
+
+
+def test_a_loop_without_end(here):
+    start = time.time()
+    got = check(LOOP, "--seconds", 2)
+    assert got.status == 1 and time.time() - start < 20
+    assert got.out == ("01.split: not yet: no result after 2 seconds: is there a loop without an end? (--seconds gives it longer)\n"
+                       "    last seen in mine.py, line 2, in split\n")
+
+
+def alive(pid):
+    try: state = Path(f"/proc/{pid}/stat").read_text().split(")")[-1].split()[0]
+    except OSError: return False
+    return state != "Z"
+
+
+CHILD = "import subprocess, sys\np = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\nopen('child', 'w').write(str(p.pid))\n"
+
+
+def gone(pid, seconds=10):
+    end = time.time() + seconds
+    while alive(pid) and time.time() < end: time.sleep(.05)
+    return not alive(pid)
+
+
+@pytest.mark.skipif(not Path("/proc").exists(), reason="looks into /proc")
+@pytest.mark.parametrize("source", [CHILD + SPLIT, CHILD + "while True: pass\n", CHILD + "import os\nos._exit(3)\n"])
+def test_what_the_file_has_started_is_ended_too(here, source):
+    check(source, "--seconds", 2)
+    assert gone(int(Path("child").read_text()))
+
+
+@pytest.mark.skipif(not Path("/proc").exists(), reason="looks into /proc")
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_ends_everything(here, how):
+    Path("mine.py").write_text("import os\nopen('pid', 'w').write(str(os.getpid()))\n" + CHILD + "while True: pass\n")
+    process = subprocess.Popen([sys.executable, "-m", "lmcourse", "check", "01.split", "mine.py"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    end = time.time() + 60
+    while not (Path("child").exists() and Path("child").read_text()) and time.time() < end: time.sleep(.02)
+    process.send_signal(how)
+    out, err = process.communicate(timeout=30)
+    assert (process.returncode, out, err) == (130, "", "lmcourse: interrupted\n")
+    assert gone(int(Path("pid").read_text())) and gone(int(Path("child").read_text()))
+    assert not Path("progress.json").exists()
+
+
+# What the file prints
+
+def test_prints_are_shown_apart_from_the_result(here):
+    got = check("print('hello')\nimport sys\nprint('\\x1b[31mred\\x1b[0m\\rover', 'no end', end='', file=sys.stderr)\n" + SPLIT)
+    assert got.out == "01.split: right\n" and got.err == "| hello\n| [31mred[0m\n| over no end\n"
+
+
+@pytest.mark.parametrize("many", ["print('x'*1000)", "print('x'*10**6, end='')", "import os; os.write(2, b'\\xff\\n'*10**5)"])
+def test_megabytes_are_counted(here, many):
+    got = check(f"for _ in range(50): {many}\n" + SPLIT)
+    assert got.status == 0 and got.out == "01.split: right\n"
+    assert len(got.err) < 50_000 and "characters more\n" in got.err
+
+
+def test_prints_come_while_it_runs(here):
+    shown = []
+    Path("mine.py").write_text("print('before')\nwhile True: pass\n")
+    [task] = grade.find_tasks("01.split", grade.exercise_tasks())
+    assert grade.check_file(task, Path("mine.py"), 2, write=shown.append).state == "wrong" and "".join(shown) == "| before\n"
+
+
+# Cheating, as far as it comes to mind at once
+
+@pytest.mark.parametrize("source", [
+    "import os\nprint('01.split: right', flush=True)\nos._exit(0)\n",
+    "import lmcourse.exercises.tokenization as ex\nex.check_split = lambda f: None\ndef split(a, b): return []\n",
+    "import atexit, os\natexit.register(os._exit, 0)\ndef split(a, b): return []\n",
+    "import sys\nsys.exit(0)\n", "import json, sys\nprint(json.dumps(dict(state='right', words='', lines=[])))\nsys.exit(0)\n",
+    "import os, glob, json\nfor f in glob.glob('/tmp/*/where'):\n    open(f[:-5] + 'report', 'w').write(json.dumps(dict(state='right', words='', lines=[])))\nos._exit(0)\n",
+    "def split(a, b): return type('All', (list,), {'__eq__': lambda s, o: True})()\n"])
+def test_a_forged_success_does_not_count(here, source):
+    got = check(source)
+    assert got.status == 1 and got.out.startswith("01.split: not yet: "), got.out + got.err
+    assert not json.loads(Path("progress.json").read_text())["tasks"]["01.split"]["right"]
+
+
+# Names and files
+
+@pytest.mark.parametrize("source", [
+    SPLIT.replace("def split", "def Split"), SPLIT.replace("def split", "def _s") + "S_PLIT = _s\n", "split = None\n" + SPLIT.replace("def split", "def SPLIT"),
+    SPLIT + "if __name__ == '__main__': raise RuntimeError\n", SPLIT + "from dataclasses import dataclass\n@dataclass\nclass A:\n    x: 'int' = 1\n"])
+def test_case_and_underscores_do_not_matter(here, source): assert check(source).status == 0
+
+
+def test_a_predicted_number_may_bear_the_name_of_its_task(here):
+    assert check(SIZES, exercise="01.sizes").status == 0
+    assert check("answer = {}\n" + SIZES.replace("answer", "sizes"), exercise="01.sizes").status == 0
+    assert check("sizes = [1, 2]\n" + SIZES, exercise="01.sizes").status == 0
+    assert "expected a dict" in check("answer = 3\n", exercise="01.sizes").out
+
+
+def test_a_neighbouring_file_can_be_imported(here):
+    (here/"parts").mkdir()
+    (here/"parts/helper.py").write_text(SPLIT.replace("def split", "def other") + "def fails(a, b): return a[99]\n")
+    assert check("from helper import other as split\n", name="parts/mine.py").status == 0
+    got = check("from helper import fails\ndef split(a, b): return fails(a, b)\n", name="parts/mine.py")
+    assert got.status == 1 and "mine.py, line 2, in split" in got.out and "helper.py, line 6, in fails" in got.out
+
+
+@pytest.mark.parametrize("name", ["json.py", "random.py", "torch.py", "my answer.py", "2.py", "répondre.py", "lmcourse.py"])
+def test_any_name_of_a_file(here, name): assert check(SPLIT, name=name).status == 0
+
+
+def test_files_in_the_current_folder_do_not_stand_for_those_of_python(here):
+    for name in ("random.py", "json.py", "lmcourse.py", "sitecustomize.py"): (here/name).write_text("raise RuntimeError('not this one')\n")
+    (here/"sub").mkdir()
+    assert check(SPLIT, name="sub/mine.py").status == 0
+
+
+@pytest.mark.parametrize("words, answer", [
+    ("01.splt mine.py", "unknown exercise '01.splt': did you mean '01.split'?"), ("split mine.py", "did you mean '01.split'?"),
+    ("99.split mine.py", "unknown chapter '99'"), ("1 none.py", "none.py: no such file"), ("01.split none.py", "none.py: no such file"),
+    ("01.split text.txt", "text.txt: expected a file that ends in .py or .ipynb"), ("01.split bad.ipynb", "bad.ipynb: not a notebook"),
+    ("01.split empty", "empty: no answer to 01.split; names are split"), ("01 empty", "empty: no answer to any task of chapter 01"),
+    ("01.split other.py", "other.py: defines no split, which 01.split asks for (case and underscores do not matter); it defines other, value"),
+    ("01 other.py", "other.py: no answer to any task of chapter 01; names are sizes, same_look"), ("01.split blank.py", "it defines nothing"),
+    ("01.encode ours.py", "encode comes from lmcourse.tokenization.bpe; 01.encode asks for your own"),
+    ("01.split mine.py --seconds 0", "seconds = 0.0, expected more than 0"), ("01.split mine.py --seconds nan", "seconds = nan"),
+    ("01.split mine.py --progress none/progress.json", "none: no such folder"), ("01.split mine.py --progress damaged.json", "damaged.json: no progress file (Unterminated"),
+    ("01.split mine.py --progress list.json", "list.json: no progress file"), ("01.split mine.py --progress later.json", "format 9, but this version reads 1"),
+    ("01.split mine.py --progress half.json", "half.json: no progress file"), ("01.split mine.py --progress binary.json", "binary.json: no progress file"), ("01.split", "FILE")])
+def test_what_can_not_be_checked_is_one_line(here, words, answer):
+    for name, text in {"mine.py": SPLIT, "text.txt": SPLIT, "bad.ipynb": "{}", "other.py": "import re\ndef other(): pass\nvalue, _own = 1, 2\n", "blank.py": "",
+                       "ours.py": "from lmcourse.tokenization.bpe import encode_word as encode\n", "damaged.json": '{"format": 1, "ta', "list.json": "[1]",
+                       "later.json": '{"format": 9}', "half.json": '{"format": 1, "tasks": {"01.split": {"tries": "a"}}}'}.items(): Path(name).write_text(text)
+    Path("binary.json").write_bytes(b"\xff\xfe")
+    Path("empty").mkdir()
+    before = {p: p.read_bytes() for p in here.rglob("*") if p.is_file()}
+    got = ask("check", *words.split())
+    assert got.status == 2 and got.out == "" and got.err.startswith("lmcourse: ") and got.err.count("\n") == 1 and answer in got.err, got.err
+    assert {p: p.read_bytes() for p in here.rglob("*") if p.is_file() and "__pycache__" not in p.parts} == before
+
+
+def test_an_answer_of_the_right_kind_is_preferred(here):
+    [task] = grade.find_tasks("03.linear", grade.exercise_tasks())
+    Linear = type("Linear", (), {})
+    assert grade._pick(task, {"linear": Linear(), "Linear": Linear}, True) == "Linear"
+    assert grade._pick(task, {"linear": Linear()}, True) == "linear"
+
+
+# Notebooks
+
+def notebook(*cells, **more): return json.dumps(dict(cells=[dict(cell_type="code", source=c.splitlines(keepends=True)) for c in cells]
+                                                     + [dict(cell_type="markdown", source=["def split(:"])], nbformat=4, nbformat_minor=5, **more))
+
+
+def test_a_notebook(here):
+    magics = "%matplotlib inline\n!ls\nimport re\nre.split?\nfiles = !ls\n  \nif True:\n    %time pass\n"
+    got = check(notebook(magics, "%%bash\nls (\n", "%%time\nimport re", SPLIT, "x = '''\n%d\n''' % 3\nassert x == '\\n3\\n'"), name="mine.ipynb")
+    assert got.status == 0, got.out
+    got = check(notebook("%load_ext x\n", "def split(text, special_tokens):\n    return text[99]\n"), name="mine.ipynb")
+    assert got.status == 1 and "mine.ipynb, code cell 2, line 2, in split\n        return text[99]\n" in got.out
+    got = check(notebook("x = 1\n", "def split(:\n"), name="mine.ipynb")
+    assert got.status == 1 and "mine.ipynb, code cell 2, line 1\n        def split(:\n" in got.out
+    assert check(notebook(), name="mine.ipynb").status == 2
+
+
+# Chapters and folders
+
+def test_a_chapter_in_one_file(here):
+    source = SIZES + "ids = {}\n" + SPLIT + "def step(words, numbers):\n    while True: pass\nencode = 3\n"
+    got = check(source, "--seconds", 3, exercise="01")
+    assert got.status == 1
+    assert [line.split(": ")[:2] for line in got.out.splitlines() if line[0] != " "] == [
+        ["01.split", "right"], ["01.step", "not yet"], ["01.ids", "not yet"], ["01.encode", "not yet"], ["chapter 01", "1 right, 3 not yet, 5 without an answer"]]
+    assert set(json.loads(Path("progress.json").read_text())["tasks"]) == {"01.split", "01.step", "01.ids", "01.encode"}
+    assert check(SPLIT, exercise="tokenization").status == 0
+
+
+def test_a_folder_with_a_file_for_each(here):
+    Path("mine").mkdir()
+    for name, source in (("split.py", SPLIT), ("Sizes.py", SIZES), ("notes.py", "x = 1"), ("encode.py", "other = 1")): Path("mine", name).write_text(source)
+    got = ask("check", "01", "mine")
+    assert (got.status, got.out.splitlines()[:2]) == (0, ["01.sizes: right", "01.split: right"])
+    assert "01.encode: encode.py: defines no encode" in got.out and "2 right, 0 not yet, 7 without an answer" in got.out
+    assert ask("check", "01.split", "mine").out == "01.split: right\n"
+
+
+# Progress
+
+def test_progress(here):
+    record = lambda: json.loads(Path("progress.json").read_text(encoding="utf-8"))["tasks"]
+    check("def split(a, b): return []\n")
+    assert record()["01.split"] | dict(date="", last="") == dict(tries=1, right=False, date="", file="mine.py", last="")
+    check(SPLIT)
+    check("def split(a, b): return []\n")
+    assert record()["01.split"]["right"] and record()["01.split"]["tries"] == 3
+    Path("progress.json").write_text(json.dumps(dict(format=1, tasks=record() | {"77.later": dict(tries=1, right=True)})))
+    check(SIZES, exercise="01.sizes")
+    assert set(record()) == {"01.split", "01.sizes", "77.later"}
+    assert not [p for p in here.iterdir() if ".part" in p.name]
+    listed = ask("exercises", "01")
+    assert listed.status == 0 and listed.out.splitlines()[-1].startswith("2 of 9 done") and "01.split" in listed.out
+    assert ask("exercises").out.splitlines()[-1].startswith("2 of ")
+
+
+def test_no_progress_and_another_file(here):
+    check(SPLIT, "--progress", "none")
+    assert not Path("progress.json").exists()
+    check(SPLIT, "--progress", "other.json")
+    assert not Path("progress.json").exists() and "1 of" in ask("exercises", "--progress", "other.json").out
+
+
+def test_exercises_with_a_damaged_file_or_a_wrong_name(here):
+    Path("progress.json").write_text("{")
+    for words in (["exercises"], ["exercises", "01"]):
+        got = ask(*words)
+        assert got.status == 2 and got.out == "" and "progress.json: no progress file" in got.err and Path("progress.json").read_text() == "{"
+    Path("progress.json").unlink()
+    assert "did you mean 'tokenization'" in ask("exercises", "tokenisation").err

@@ -1,0 +1,174 @@
+"What all graders share: values in few words, calls on copies, predicted numbers; and the helper of their tests."
+import copy
+import subprocess
+import sys
+from collections import Counter
+from fractions import Fraction
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from graders import Graders, fails, score_lines
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lmcourse.tools.grading import check_numbers, run_answer, short, short_args
+
+VALUES = st.recursive(st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.binary() | st.sampled_from([np.arange(3.), torch.arange(20)]),
+                      lambda v: st.lists(v) | st.tuples(v) | st.dictionaries(st.text(), v), max_leaves=8)
+
+
+class NoRepr:
+    def __repr__(self): raise RuntimeError("no")
+
+
+class Lines:
+    def __repr__(self): return "Lines(\n    a=1,\n)"
+
+
+def test_torch_is_not_imported():
+    code = "import sys, lmcourse.tools.grading; print('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False\n"
+
+
+@given(VALUES, st.integers(20, 200))
+def test_anything_is_one_short_line(value, most):
+    text = short(value, most)
+    assert "\n" not in text and len(text) <= most + 3
+    assert "\n" not in short_args((value, value))
+
+
+@pytest.mark.parametrize("value, text", [
+    (np.zeros((2, 3), np.float32), "float32 (2, 3)"), (torch.zeros(0, 2), "float32 (0, 2)"), (np.array(2.5), "float64 2.5"),
+    (torch.zeros(2, 3, device="meta"), "float32 (2, 3)"), (torch.zeros(3, dtype=torch.int64, device="meta"), "int64 (3,)"),
+    (np.array([1, 2]), "[1, 2]"), (torch.tensor(4), "4"), (torch.arange(9), "int64 (9,)"), (np.array([True]), "bool (1,)"),
+    (np.float32(2), "np.float32(2.0)"), (np.ndarray, "<class 'numpy.ndarray'>"), (torch.Tensor, "<class 'torch.Tensor'>"),
+    ((np.ones(9),), "(float64 (9,),)"), ([], "[]"), ({}, "{}"), ((), "()"), (Lines(), "Lines( a=1, )"), (NoRepr(), "a NoRepr"), ([NoRepr()], "a list"),
+    (Counter("aab"), "Counter({'a': 2, 'b': 1})"), (ValueError("a\nb"), r"ValueError('a\nb')")])
+def test_values(value, text): assert short(value) == text
+
+
+def test_a_list_that_holds_itself():
+    loop = []
+    loop.append(loop)
+    assert short(loop) == "a list"
+
+
+LOOP = SimpleNamespace()
+LOOP.self = LOOP
+
+
+def changes(change):
+    def f(*args): change(*args); return "result"
+    return f
+
+
+def nan_array(): return np.array([np.nan, 1])
+
+
+@pytest.mark.parametrize("change, args, words", [
+    (lambda x: x.sort(), ([2, 1],), "for ([2, 1]): your code changed its arguments to ([1, 2])"),
+    (lambda x: x.zero_(), (torch.ones(2, 3),), "for (float32 (2, 3)): your code changed its argument in place"),
+    (lambda x: x.fill(0), (nan_array(),), "changed its argument in place"),
+    (lambda x: x.resize_(3), (torch.ones(4),), "changed its arguments to (float32 (3,))"),
+    (lambda d: d["a"].append(1), ({"a": []},), "changed its arguments to ({'a': [1]})"),
+    (lambda d: d.update({"b": d.pop("b")} | {"a": d.pop("a")}), ({"a": 1, "b": 2},), "changed its arguments to ({'b': 2, 'a': 1})"),
+    (lambda d: d.update(a=1.), ({"a": 1},), "changed its arguments to ({'a': 1.0})"),
+    (lambda s: s.add(2), ({1},), "changed its arguments to ({1, 2})"), (lambda b: b.append(0), (bytearray(b"a"),), "changed its arguments"),
+    (lambda o: o.x.append(1), (SimpleNamespace(x=[]),), "changed its arguments"),
+    (lambda m: torch.nn.init.zeros_(m.weight), (torch.nn.Linear(2, 2),), "changed its argument in place"),
+    (lambda p: p["w"].__setitem__(0, 5), ({"w": np.ones(3)},), "for ({'w': float64 (3,)}): your code changed its argument in place")])
+def test_changed_arguments_are_noticed(change, args, words):
+    before = copy.deepcopy(args)
+    with pytest.raises(AssertionError) as e: run_answer(changes(change), *args)
+    assert words in str(e.value) and "\n" not in str(e.value)
+    assert repr(args) == repr(before)
+
+
+@pytest.mark.parametrize("args", [(nan_array(), float("nan")), (torch.tensor([np.nan]),), (np.random.default_rng(0),), (torch.Generator(),),
+                                  (object(),), (len, int, {"f": print}), (torch.nn.Linear(2, 2),), (SimpleNamespace(a=SimpleNamespace()),), (LOOP,)])
+def test_unchanged_arguments_pass(args): assert run_answer(lambda *a: len(a), *args) == len(args)
+
+
+def test_random_generators_are_copies():
+    rng, g = np.random.default_rng(0), torch.Generator().manual_seed(0)
+    run_answer(lambda rng, g: (rng.random(5), torch.rand(5, generator=g)), rng, g)
+    assert rng.random() == np.random.default_rng(0).random() and torch.rand(1, generator=g) == torch.rand(1, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("f, words", [
+    (None, "expected a function, got None"), ("f", "expected a function, got 'f'"), (fails, r"for (1): your code raised RuntimeError('two\nlines')"),
+    (lambda: 1, "your code raised TypeError("), (lambda x: sys.exit(0), "your code raised SystemExit(0)"), (lambda x: fails(NoRepr()), "RuntimeError")])
+def test_what_a_wrong_function_does(f, words):
+    with pytest.raises(AssertionError) as e: run_answer(f, 1)
+    assert words in str(e.value)
+
+
+def test_what_is_said_of_the_call():
+    for shown, words in ((("a",), "for ('a'): your code"), ("with x: ", "with x: your code"), ("", "your code")):
+        with pytest.raises(AssertionError) as e: run_answer(fails, 1, shown=shown)
+        assert str(e.value).startswith(words) and type(e.value.__cause__) is RuntimeError
+
+
+def test_ctrl_c_passes():
+    def stop(): raise KeyboardInterrupt
+    with pytest.raises(KeyboardInterrupt): run_answer(stop)
+
+
+RIGHT, WHY = dict(n=32_000, s=.5), dict(n={31_999: "is one too few"}, s={2: "is upside down", 2.001: "is the other"})
+
+
+@pytest.mark.parametrize("answer, words", [
+    (dict(n=31_999, s=.5), "n: 31,999 is one too few"), (dict(n=31_999., s=.5), "n: 31,999.0 is one too few"), (dict(n=1, s=.5), "n: 1 is too small"),
+    (dict(n=10**6, s=.5), "n: 1,000,000 is too large"), (dict(n=32_000.5, s=.5), "n: 32,000.5 is not a whole number"),
+    (dict(n=float("inf"), s=.5), "n: inf is not a whole number"), (dict(n=32_000, s=float("nan")), "s: nan is not a number"),
+    (dict(n=32_000, s=float("-inf")), "s: -inf is too small"), (dict(n=True, s=.5), "n: True is not a number"), (dict(n="32000", s=.5), "n: '32000' is not a number"),
+    (dict(n=None, s=.5), "n: None is not a number"), (dict(n=np.bool_(1), s=.5), "is not a number"), (dict(n=1j, s=.5), "n: 1j is not a number"),
+    (dict(n=[32_000], s=.5), "n: [32000] is not a number"), (dict(n=np.arange(2), s=.5), "n: [0, 1] is not a number"),
+    (dict(n=32_000, s=Fraction(1, 3)), "s: 0.333"), (dict(n=32_000, s=2), "s: 2 is upside down"),
+    (dict(n=32_000), "expected a dict with the keys n, s, got {'n': 32000}: s is missing"), (dict(n=32_000, s=.5, t=0), "'t' is not asked for"),
+    ({}, "n is missing"), ([1, 2], "expected a dict with the keys n, s, got [1, 2]"), (None, "got None")])
+def test_wrong_numbers(answer, words):
+    with pytest.raises(AssertionError) as e: check_numbers(answer, RIGHT, WHY)
+    assert words in str(e.value) and "\n" not in str(e.value)
+
+
+@pytest.mark.parametrize("n", [32_000, 32_000., np.int32(32_000), np.array(32_000), torch.tensor(32_000), Fraction(32_000)])
+def test_right_numbers(n): check_numbers(dict(s=.5, n=n), RIGHT, {})
+
+
+def test_allowance():
+    check_numbers(dict(n=32_100, s=.501), RIGHT, {}, rtol=.01)
+    check_numbers(dict(n=32_000.4, s=.9), RIGHT, {}, atol=.5)
+    for s, words in ((2.0001, "upside down"), (2.0009, "the other"), (1.9, "is too large")):
+        with pytest.raises(AssertionError, match=words): check_numbers(dict(n=32_000, s=s), RIGHT, WHY, rtol=.01)
+
+
+# The helper of the tests
+
+def one_grader(check): return SimpleNamespace(__name__="m", __all__=["check_a", "other"], check_a=check)
+
+
+def is_one(x):
+    if x != 1: raise AssertionError("that is not one")
+
+
+class Quiet:
+    def readouterr(self): return "", ""
+
+
+def test_the_helper_of_the_tests_can_fail():
+    noted = []
+    record = lambda name, value: noted.append((name, value))
+    wrong, right, each, same = Graders(one_grader(is_one), [("a", 2, "not one"), ("a", 3, "not one"), ("a", 4, "not one")], [("a", 1), ("a", 1.)]).tests()
+    wrong("a", 2, "not one", Quiet(), record), right("a", 1, Quiet(), record), each(), same()
+    with pytest.raises(pytest.fail.Exception): wrong("a", 1, "not one", Quiet(), record)
+    with pytest.raises(AssertionError): wrong("a", 2, "other words", Quiet(), record)
+    with pytest.raises(AssertionError): right("a", 2, Quiet(), record)
+    with pytest.raises(AssertionError, match="2 wrong, 0 right"): Graders(one_grader(is_one), [("a", 2, ""), ("a", 3, "")], []).tests()[2]()
+    with pytest.raises(AssertionError, match="there is no check_b"): Graders(one_grader(is_one), [("b", 2, "")], []).tests()[2]()
+    def draws(x): np.random.rand()
+    with pytest.raises(AssertionError): Graders(one_grader(draws), [], []).tests()[1]("a", 1, Quiet(), record)
+    reports = [SimpleNamespace(user_properties=[note], passed=passed) for note, passed in zip(noted, (True, True, False, False, False, False))]
+    assert list(score_lines(reports)) == ["m.check_a refuses 1 of 3 wrong answers, accepts 1 of 3 right ones"]

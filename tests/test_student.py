@@ -1,0 +1,146 @@
+"The student edition: every task is there, no answer is, and its cells run up to the empty answers."
+import ast
+import importlib
+import importlib.util
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import nbformat
+import pytest
+
+ROOT = Path(__file__).parent.parent
+FILES = {p.relative_to(ROOT / "nbs"): p.read_bytes() for p in (ROOT / "nbs").rglob("*") if p.is_file() and ".ipynb_checkpoints" not in p.parts}
+EXERCISES = sorted(p.stem for p in FILES if re.fullmatch(r"\d\dz_\w+\.ipynb", str(p)))
+exercises = pytest.mark.parametrize("name", EXERCISES)
+
+
+def load():
+    spec = importlib.util.spec_from_file_location("student", ROOT / "tools/student.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+student = load()
+
+
+@pytest.fixture(scope="module")
+def edition(tmp_path_factory):
+    nbs, out = tmp_path_factory.mktemp("nbs"), tmp_path_factory.mktemp("student")
+    for p, content in FILES.items():
+        (nbs / p).parent.mkdir(exist_ok=True)
+        (nbs / p).write_bytes(content)
+    return out, student.make(out, nbs)
+
+
+def read(path): return json.loads(path.read_text(encoding="utf-8"))["cells"]
+def whole(name): return json.loads(FILES[Path(f"{name}.ipynb")])["cells"]
+def text(c): return "".join(c["source"])
+def answers(name): return [text(c) for c in whole(name) if "code-summary: Answer" in text(c)]
+def tasks(name): return "\n".join(text(c) for c in whole(name) if c["cell_type"] == "markdown")
+def squeezed(source): return re.sub(r"\s", "", source)
+
+
+def lines_of(source):
+    "Lines of an answer that could be nothing else: long enough, no import, no call of a grader"
+    return [l for l in source.splitlines() if len(squeezed(l)) > 24 and not re.match(r"\s*(#|from |import |check_|class |def |with expect_error)", l)]
+
+
+def leaks(name, cells):
+    "Lines of answers in `name` that stand in `cells`, though no task says them"
+    found, said = squeezed("\n".join(map(text, cells))), squeezed(tasks(name))
+    return [l for a in answers(name) for l in lines_of(a) if squeezed(l) in found and squeezed(l) not in said]
+
+
+@exercises
+def test_no_answer_is_left(edition, name):
+    cells = read(edition[0] / f"nbs/{name}.ipynb")
+    assert sum(len(lines_of(a)) for a in answers(name)) > 10 and not leaks(name, cells)
+    for c in cells:
+        assert "code-summary: Answer" not in text(c) and "expect_error" not in text(c) and not re.match(r"#\| *(export|hide|default_exp)", text(c))
+        assert not re.search(r"answers? (are|is) folded|answer to unfold", text(c))
+        assert c["cell_type"] == "code" or not re.search(r"<summary>(?!Hint)", text(c))
+
+
+def test_an_answer_that_is_left_is_found():
+    name = EXERCISES[0]
+    assert len(leaks(name, whole(name))) > 10
+    one = max(answers(name), key=lambda a: len(lines_of(a)))
+    assert leaks(name, [dict(cell_type="code", source=[one])])
+
+
+@exercises
+def test_every_task_has_an_empty_answer_and_its_grader(edition, name):
+    out, graders = edition
+    cells = read(out / f"nbs/{name}.ipynb")
+    module = importlib.import_module(f"lmcourse.exercises.{name[4:]}")
+    assert set(graders[name]) == {n for n in module.__all__ if n.startswith("check_")}
+    for n in graders[name]: assert sum(c["cell_type"] == "code" and text(c).startswith(f"{n}(") for c in cells) == 1, n
+    headings = re.findall(r"^## \d+\. .*$", tasks(name), re.M)
+    assert headings and headings == re.findall(r"^## \d+\. .*$", "\n".join(text(c) for c in cells if c["cell_type"] == "markdown"), re.M)
+    assert "Takeaway" in tasks(name) and "**Takeaway" in text(cells[-1])
+    hints = tasks(name).count("<summary>Hint")
+    assert sum(text(c).count("<summary>Hint") for c in cells if c["cell_type"] == "markdown") == hints
+
+
+@exercises
+def test_cells_run_up_to_the_empty_answers(edition, name, monkeypatch):
+    monkeypatch.chdir(edition[0] / "nbs")
+    scope = {}
+    for c in read(edition[0] / f"nbs/{name}.ipynb"):
+        if c["cell_type"] != "code": continue
+        code = compile(text(c), f"{name}, {c['id']}", "exec")
+        if not text(c).startswith("check_"): exec(code, scope)
+        else:
+            assert c["metadata"]["tags"] == ["raises-exception"]         # Run all goes on behind it
+            with pytest.raises(AssertionError): exec(code, scope)
+
+
+def test_notebooks_are_valid_and_chapters_as_they_were(edition):
+    out = edition[0] / "nbs"
+    assert {p.name for p in out.glob("*.ipynb")} == {p.name for p in FILES if p.suffix == ".ipynb"}
+    for p in out.glob("*.ipynb"):
+        nbformat.validate(nbformat.reads(p.read_text(encoding="utf-8"), as_version=4))
+        if p.stem not in EXERCISES: assert p.read_bytes() == FILES[Path(p.name)]
+        for link in re.findall(r"\]\((?!\w+:|#)([^)#\s]+)", "\n".join(text(c) for c in read(p) if c["cell_type"] == "markdown")):
+            assert (out / link).exists() or Path(link) not in FILES, f"{p.name} links to {link}"
+    assert (edition[0] / "LICENSE").is_file() and "no answers" in (edition[0] / "README.md").read_text(encoding="utf-8")
+
+
+def test_the_command_writes_it_anew_and_nothing_else_is_removed(tmp_path):
+    def run(out): return subprocess.run([sys.executable, ROOT / "tools/student.py", "--out", out], capture_output=True, text=True)
+    out = tmp_path / "edition"
+    assert run(out).returncode == 0
+    (out / "nbs/mine.txt").write_text("old")
+    assert run(out).returncode == 0 and not (out / "nbs/mine.txt").exists()
+    for content in ("notes.txt", "README.md"):
+        other = tmp_path / content[:3]
+        other.mkdir()
+        (other / content).write_text("precious")
+        done = run(other)
+        assert done.returncode and "holds something else" in done.stderr and (other / content).read_text() == "precious"
+
+
+def test_the_command_checks_answers_in_the_notebook(edition, tmp_path):
+    from lmcourse.app.grade import check_file, exercise_tasks, find_tasks
+    nb = json.loads((edition[0] / "nbs/01z_tokenization.ipynb").read_text(encoding="utf-8"))
+    for c in nb["cells"]:
+        if text(c).startswith("# 'utf-8'"): c["source"] = ["sizes = {'utf-8': 17, 'utf-16': 22, 'utf-32': 36}"]
+    path = tmp_path / "mine.ipynb"
+    path.write_text(json.dumps(nb))
+    right, empty = (check_file(find_tasks(name, exercise_tasks())[0], path, seconds=60, alone=False) for name in ("01.sizes", "01.ids"))
+    assert right.state == "right", right
+    assert empty.state == "wrong" and "merges: None is not a number" in empty.words, empty
+
+
+@pytest.mark.parametrize("task, arg, kind, comment, expected", [
+    ("text\n\n    def f(x): ...    # (B, T)\n", "f", "Callable", "", ("f", "def f(x): ...    # (B, T)")),
+    ("    class RoPE(nn.Module):\n        def forward(self, x): ...\n", "ro_pe", "type", "", ("RoPE", "class RoPE(nn.Module):\n    def forward(self, x): ...")),
+    ("    split('a') == ['a']\n", "split", "Callable", "`split(text)` gives a list", ("split", "def split(text):\n    # gives a list\n    ...")),
+    ("", "answer", "dict", "'a' and 'b', in nats", ("losses", "# 'a' and 'b', in nats\nlosses = {'a': None, 'b': None}"))])
+def test_stubs(task, arg, kind, comment, expected):
+    assert student.stub(task, "check_losses", arg, kind, comment) == expected
+    ast.parse(expected[1])

@@ -1,0 +1,1 @@
+"""The parts of `tools/build_docs.py`: notebooks read, pages written, and what stands beside them."""

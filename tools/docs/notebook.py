@@ -1,0 +1,144 @@
+"Notebooks as nbdev has processed them, made ready for a page: markdown that only Quarto knows, options of cells, facts, plain text."
+import ast, json, math, re
+
+import nbformat, yaml
+
+WORDS_PER_MINUTE, LINES_PER_MINUTE = 200, 20     # Of prose and of code, read with care
+
+
+def anchor(text):
+    "The id that Pandoc (so Quarto, so nbdev's links) gives a heading."
+    return re.sub(r"^[^a-z]+", "", re.sub(r"[^\w\-. ]", "", text.lower()).strip().replace(" ", "-")) or "section"
+
+
+def md(text):
+    "Quarto's markdown that nbconvert does not know, as HTML: callouts, footnotes, heading ids and attributes of links."
+    def callout(m):
+        kind, attrs, body = m[1], m[2], m[3].strip()
+        title = re.match(r"#+\s+(.*)\n?", body)
+        tag, head = ("details", "summary") if "collapse" in attrs else ("div", "p")
+        return (f'<{tag} class="callout {kind}"><{head} class="callout-title">{title[1] if title else kind.title()}'
+                f'</{head}>\n\n{body[title.end():] if title else body}\n\n</{tag}>')
+    text = re.sub(r"^:::+ *\{\.callout-(\w+)([^}]*)\}\n(.*?)^:::+ *$", callout, text, flags=re.S | re.M)
+    text = re.sub(r"^\[\^(\w+)\]: (.*)$", r'<div class="footnote" id="fn\1">\n\n<sup>\1</sup> \2\n\n</div>', text, flags=re.M)
+    text = re.sub(r"\[\^(\w+)\]", r'<sup><a href="#fn\1">\1</a></sup>', text)
+    text = re.sub(r"^(#+ .*?) *\{#([\w-]+)\}$", r'\1 <span data-id="\2"></span>', text, flags=re.M)
+    return re.sub(r"(\]\([^)]*\))\{[^}\n]*\}", r"\1", text)
+
+
+def options(cell):
+    "Take the leading `#| key: value` lines off a code cell."
+    lines, opts = cell.source.splitlines(), {}
+    while lines and (m := re.match(r"#\|\s*([\w-]+)\s*:?\s*(.*)", lines[0])):
+        opts[m[1]] = yaml.safe_load(m[2]) if m[2] else True
+        lines.pop(0)
+    cell.source = "\n".join(lines).strip("\n")
+    return opts
+
+
+def code_cell(c):
+    "Apply a code cell's options; whether anything of it is shown."
+    o = options(c)
+    if o.get("output") is False: c.outputs = []
+    if o.get("warning") is False: c.outputs = [x for x in c.outputs if x.get("name") != "stderr"]
+    for out in c.outputs:
+        if out.output_type == "stream" and o.get("output") == "asis":
+            out.update(output_type="display_data", data={"text/markdown": out.pop("text")}, metadata={})
+    if o.get("echo") is False or not c.source: c.metadata["transient"] = {"remove_source": True}
+    if o.get("code-fold"): c.metadata["fold"] = [o["code-fold"] == "show", o.get("code-summary", "Code")]
+    c.metadata["caption"] = o.get("fig-cap", "")
+    c.metadata["alt"] = o.get("fig-alt") or o.get("fig-cap", "")
+    return o.get("include") is not False and (c.source or c.outputs)
+
+
+def load(path):
+    "The notebook at `path` made ready for nbconvert, its front matter, and the page as plain markdown."
+    nb, front = nbformat.v4.reads(path.read_text(encoding="utf-8")), {}
+    for i, c in enumerate(nb.cells):
+        c.id = c.get("id") or f"c{i}"
+        if c.cell_type == "raw" and c.source.startswith("---"): front = next(yaml.safe_load_all(c.source))
+    nb.cells = [c for c in nb.cells if c.cell_type == "markdown" or c.cell_type == "code" and code_cell(c)]
+    text = plain(nb, front)
+    for c in nb.cells:
+        if c.cell_type == "markdown": c.source = md(c.source)
+        for out in c.get("outputs", []):
+            if "text/markdown" in out.get("data", {}): out.data["text/markdown"] = md(out.data["text/markdown"])
+    nb.metadata["language_info"] = {"name": "python"}
+    return nb, front, text
+
+
+def plain(nb, front):
+    "A page as markdown, with code and printed outputs in fences: for programs that read."
+    parts = [f"# {front.get('title', '')}\n\n> {front.get('description', '')}"]
+    for c in nb.cells:
+        if c.id == "facts" or c.source.startswith("<!-- WARNING"): continue
+        if c.cell_type == "markdown": parts.append(c.source); continue
+        if c.source and not c.metadata.get("transient"): parts.append(f"```python\n{c.source}\n```")
+        for out in c.outputs:
+            data = out.get("data", {})
+            if "text/markdown" in data: parts.append(data["text/markdown"])
+            elif "image/png" in data: parts.append(f"(Plot: {c.metadata.alt or 'see the page'})")
+            elif text := out.get("text") or data.get("text/plain"): parts.append(f"```\n{text.rstrip()}\n```")
+    return "\n\n".join(parts) + "\n"
+
+
+# What is added to a processed notebook, so that Quarto's pages have it too
+
+def labels(source):
+    "What a plot shows, from the titles and axis labels that its code sets; '' if it sets none."
+    said = {key: [] for key in ("title", "suptitle", "ylabel", "xlabel")}
+    for n in ast.walk(ast.parse(re.sub(r"^( *)[%!].*$", r"\1pass", source, flags=re.M))):
+        if not isinstance(n, ast.Call): continue
+        name = getattr(n.func, "attr", "").removeprefix("set_")
+        found = [(k.arg, k.value) for k in n.keywords] + [(name, a) for a in n.args[:1]]
+        for key, value in found:
+            if key in said and isinstance(value, ast.Constant) and isinstance(value.value, str): said[key].append(value.value)
+    first = {k: ", ".join(dict.fromkeys(v)) for k, v in said.items()}
+    axes = f"{first['ylabel']} against {first['xlabel']}" if first["ylabel"] and first["xlabel"] else first["ylabel"] or first["xlabel"]
+    return ": ".join(filter(None, (first["suptitle"] or first["title"], axes)))
+
+
+def reading(cells):
+    "Minutes to read the source cells of a notebook, and what they hold: words of prose, lines of code."
+    text = "\n".join("".join(c["source"]) for c in cells if c["cell_type"] == "markdown")
+    code = [l for c in cells if c["cell_type"] == "code" for l in "".join(c["source"]).splitlines() if l.strip() and not l.startswith("#|")]
+    words = len(re.findall(r"\w+(?:['’-]\w+)*", re.sub(r"^```.*?^```", "", text, flags=re.S | re.M)))
+    return math.ceil(words / WORDS_PER_MINUTE + len(code) / LINES_PER_MINUTE), words, len(code)
+
+
+def facts(source, times, git, branch):
+    "The line under a page's title: time to read and to run, and where its notebook and module are. `source` is the notebook in nbs."
+    cells = json.loads(source.read_text(encoding="utf-8"))["cells"]
+    code = ["".join(c["source"]) for c in cells if c["cell_type"] == "code"]
+    minutes, words, lines = reading(cells)
+    said = [f"{minutes} min to read ({words:,} words, {lines:,} lines of code)"]
+    if run := times.get(source.stem):
+        took = f"{run['seconds']:.0f} s" if run["seconds"] >= 1 else "under 1 s"
+        said.append(f"{took} and {run['memory_mb'] / 1000:.1f} GB to run on {run['machine']}")
+    for flag, why in (("slow", "slow"), ("cuda", "for a GPU")):
+        if n := sum(bool(re.search(rf"^#\| *{flag}\b", c, flags=re.M)) for c in code):
+            said.append(f"{n} cell{'s' * (n != 1)} {why}, skipped unless asked for")
+    module = next((m[1] for c in code if (m := re.match(r"#\|\s*default_exp\s+(\S+)", c))), None)
+    at = f"{git}/blob/{branch}"
+    links = [("Notebook", f"{at}/{source.parent.name}/{source.name}")]
+    if module: links.append(("Module", f"{at}/lmcourse/{module.replace('.', '/')}.py"))
+    links.append(("Open in Colab", f"{at}/{source.parent.name}/{source.name}".replace("https://github.com", "https://colab.research.google.com/github")))
+    shown = " ".join(f'<a href="{url}">{name}</a>' for name, url in links)
+    return (f'<div class="facts"><p>{" · ".join(said)}</p>\n'
+            f"<p>{shown} (there, begin with <code>!pip install git+{git}</code>)</p></div>")
+
+
+def enrich(path, line):
+    "Give the processed notebook at `path` the line of facts, and its plots a text for those who can't see them."
+    nb = nbformat.v4.reads(path.read_text(encoding="utf-8"))
+    nb.cells = [c for c in nb.cells if c.get("id") != "facts"]
+    head = next((i for i, c in enumerate(nb.cells) if c.cell_type == "raw"), -1) + 1
+    if line: nb.cells.insert(head, nbformat.v4.new_markdown_cell(line, id="facts"))
+    heading = ""
+    for c in nb.cells:
+        if c.cell_type == "markdown": heading = (re.findall(r"^#+ +(.*?)(?: *\{.*\})?$", c.source, flags=re.M) or [heading])[-1]
+        if c.cell_type != "code" or re.search(r"^#\| fig-(alt|cap)", c.source, flags=re.M): continue
+        if not any(o.get("data", {}).keys() & {"image/png", "image/svg+xml"} for o in c.outputs): continue
+        alt = "Plot" + (f" in “{heading}”" if heading else "") + (f": {said}" if (said := labels(c.source)) else "")
+        c.source = f"#| fig-alt: {json.dumps(alt, ensure_ascii=False)}\n{c.source}"
+    path.write_text(nbformat.v4.writes(nb), encoding="utf-8")

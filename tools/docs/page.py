@@ -1,0 +1,119 @@
+"A page's HTML after nbconvert: heading ids, links, plots as files, sections for the search; and the check of all links."
+import base64, os, re, shutil, subprocess, tempfile
+from pathlib import Path
+
+from bs4 import BeautifulSoup, NavigableString
+from nbconvert import HTMLExporter
+from nbconvert.exporters.templateexporter import TemplateExporter
+from nbconvert.filters import Highlight2HTML
+from nbconvert.filters.markdown_mistune import IPythonRenderer
+from nbdev.doclinks import _nbpath2html
+
+from .notebook import anchor
+
+HERE, KATEX = Path(__file__).parent, "0.19.1"
+# Formulas get delimiters that no prose has: with bare dollars, two amounts of money would make a formula.
+IPythonRenderer.inline_math = lambda self, body: rf"<span>\({self.escape_html(body)}\)</span>"
+IPythonRenderer.block_math = lambda self, body: rf"<span>\[{self.escape_html(body)}\]</span>"
+
+
+def html(nb):
+    "The cells of a notebook as HTML. What nbconvert does against hostile notebooks, and its second reading of the page, are left out: half of the time."
+    make = HTMLExporter(template_name="lmcourse", extra_template_basedirs=[str(HERE)], exclude_anchor_links=True,
+                        exclude_input_prompt=True, exclude_output_prompt=True, filters={"clean_html": lambda text: text})
+    make.register_filter("highlight_code", Highlight2HTML(pygments_lexer="python", parent=make))
+    return TemplateExporter.from_notebook_node(make, nb)[0]
+
+
+def finish(html, page, base, out):
+    "Heading ids, relative links and plots as files: the page's HTML, its table of contents, its sections (id, heading, text)."
+    soup, toc, seen, level = BeautifulSoup(html, "html.parser"), [], {}, 1
+    root = "../" * page.count("/")
+    for a in soup.find_all("a", href=True):
+        url, _, frag = a["href"].partition("#")
+        if a["href"].startswith(base): a["href"] = root + a["href"].removeprefix(base).lstrip("/")
+        elif url.endswith(".ipynb") and "://" not in url: a["href"] = str(_nbpath2html(Path(url))) + ("#" + frag if frag else "")
+        if a.get_text() == "source" and "/blob/" in a["href"]: a["class"] = "source"
+    for h in soup.find_all(re.compile("^h[1-6]$")):
+        mark, text = h.find("span", attrs={"data-id": True}), h.get_text().strip()
+        key = mark["data-id"] if mark else anchor(text)
+        n = seen[key] = seen.get(key, -1) + 1
+        h["id"] = f"{key}-{n}" if n else key
+        if h.find_parent(class_="output_markdown") and h.find_previous("a", class_="source"): h["class"] = "name"
+        level = min(int(h.name[1]), level + 1)                # nbdev's headings of names are h3, whatever stands above them
+        h.name = f"h{level}"
+        if h.name in ("h2", "h3"): toc.append((h["id"], text, h.name))
+    found = sections(soup)
+    for h in soup.find_all(id=True, name=re.compile("^h[1-6]$")):
+        h.append(soup.new_tag("a", attrs={"class": "anchor", "href": f"#{h['id']}", "aria-label": f"Link to {h.get_text().strip()}"}, string="#"))
+    for fold in soup.find_all("details", class_="code-fold"):    # the source that follows says all that nbdev's signature says
+        for cell in fold.find_parent(class_="cell").find_previous_siblings(class_="cell"):
+            if not (name := cell.select_one(".output_markdown .name")): break
+            if re.search(rf"(def|class) {name.get_text().rstrip('#').split('.')[-1]}\b", fold.get_text()):
+                for tag in cell.select(".output_markdown > .highlight, .output_markdown > p:not(:has(a.source))"): tag.decompose()
+    for i, img in enumerate(soup.find_all("img", src=re.compile("^data:image/(png|svg)"))):
+        kind = "png" if "png" in img["src"][:15] else "svg"
+        name = out / page.replace(".html", f"_files/figure-{i}.{kind}")
+        name.parent.mkdir(parents=True, exist_ok=True)
+        name.write_bytes(base64.b64decode(img["src"].partition(",")[2]))
+        img["src"], img["loading"] = f"{name.parent.name}/{name.name}", "lazy"
+        img["alt"] = around["data-alt"] if (around := img.find_parent(attrs={"data-alt": True})) else ""
+    return str(soup), toc, found
+
+
+BLOCKS = {"p", "li", "td", "th", "tr", "div", "summary", "ul", "ol", "table", "details"}
+UNSEARCHED = {"input", "output_text", "output_html", "output_png", "highlight", "source", "facts"}      # Classes; code is not prose
+
+
+def sections(soup):
+    "The page in sections for the search: [id, heading, text], the first one without a heading."
+    found = [["", "", []]]
+    def walk(tag):
+        for o in tag.children:
+            if type(o) is NavigableString: found[-1][2].append(o)
+            elif re.match(r"h[1-6]$", getattr(o, "name", None) or ""): found.append([o["id"], o.get_text().strip(), []])
+            elif getattr(o, "name", None) and o.name not in ("script", "style", "pre", "svg") and not UNSEARCHED & set(o.get("class", [])):
+                walk(o)
+                if o.name in BLOCKS: found[-1][2].append(" ")
+    walk(soup)
+    return [[key, heading, re.sub(r"\\[()\[\]]", "", " ".join("".join(text).split()))] for key, heading, text in found]
+
+
+def links(text):
+    "The ids of a page, and its links as (whole tag, address)."
+    text = re.sub(r"<(script|style)\b.*?</\1>", "", text, flags=re.S)
+    tags = re.findall(r"<[a-z][^>]*>", text)
+    ids = {m[1] for t in tags if (m := re.search(r'\sid="([^"]*)"', t))}
+    return ids, [(t, m[1]) for t in tags if (m := re.search(r'^<(?:a|link|img|script)\b[^>]*\s(?:href|src)="([^"]*)"', t))]
+
+
+def dead_links(out):
+    "Links within the site that lead nowhere. A method that has no heading of its own is linked to its class."
+    texts = {p.relative_to(out): p.read_text(encoding="utf-8") for p in out.rglob("*.html")}
+    found = {page: links(text) for page, text in texts.items()}
+    for page, (_, tags) in found.items():
+        for tag, address in tags:
+            url, _, frag = address.partition("#")
+            if re.match(r"\w+:", url): continue
+            to = Path(os.path.normpath(page.parent / url)) if url else page
+            ids = found[to][0] if to in found else {frag}
+            if frag not in ids and "." in frag:
+                frag = frag.partition(".")[0]
+                texts[page] = texts[page].replace(tag, tag.replace(f'"{address}"', f'"{url}#{frag}"'))
+            if not (out / to).exists() or frag and frag not in ids: yield f"{page}: {address}"
+        (out / page).write_text(texts[page], encoding="utf-8")
+
+
+def vendor_katex(out):
+    "Copy KaTeX (from npm) into the site, so that formulas need no network; its address."
+    cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / f"lmcourse/katex-{KATEX}"
+    if not cache.exists() and shutil.which("npm"):
+        with tempfile.TemporaryDirectory() as tmp:
+            subprocess.run(["npm", "pack", "--silent", f"katex@{KATEX}"], cwd=tmp, stdout=subprocess.DEVNULL, timeout=60)
+            for tgz in Path(tmp).glob("*.tgz"): shutil.unpack_archive(tgz, tmp); shutil.copytree(f"{tmp}/package/dist", cache)
+    if not cache.exists(): return f"https://cdn.jsdelivr.net/npm/katex@{KATEX}/dist"
+    for f in (f for pat in ("katex.min.*", "contrib/auto-render.min.js", "fonts/*.woff2") for f in cache.glob(pat)):
+        to = out / "site_libs/katex" / f.relative_to(cache)
+        to.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(f, to)
+    return "site_libs/katex"
