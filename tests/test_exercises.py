@@ -335,7 +335,7 @@ WRONG = [
 
 RIGHT = [("sizes", SIZES), ("sizes", dict(reversed(SIZES.items()))), ("same_look", ("a\u0323\u0307", "a\u0307\u0323")), ("same_look", ["\uf900", "\u8c48"]),
          ("split", split_right), ("split", split_by_hand), ("step", step()), ("step", step(by(lambda pair, n: (n, pair)))), ("bound", bound(distinct_bytes)),
-         ("bound", lambda t, s: 256 + len(s) + len(learn_naive([w for w in distinct_bytes(t, s)], 1000))),
+         ("bound", lambda t, s: 256 + len(s) + len(learn_naive(list(distinct_bytes(t, s)), 1000))),
          ("ids", IDS), ("ids", {k: float(v) for k, v in reversed(IDS.items())}), ("encode", encode_word), ("encode", by_choice(lambda known, ranks: min(known, key=lambda k: ranks[k[1]]))),
          ("encode_chunks", stream()), ("encode_chunks", stream(hold=3)), ("encode_chunks", at_spaces), ("grows", (BIG, RATIO)), ("grows", [BIG, round(RATIO, 2)])]
 

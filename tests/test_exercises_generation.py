@@ -232,7 +232,7 @@ def reads_on(pieces, stop):
 
 
 def empty_ones(pieces, stop):
-    for piece in ex._course_stop(pieces, stop): yield piece
+    yield from ex._course_stop(pieces, stop)
     yield ""
 
 

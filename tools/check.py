@@ -42,6 +42,13 @@ def in_sync():
         sys.exit("not what nbdev_export and nbdev_clean would write: " + ", ".join(odd))
 
 
+def notebooks(slow):
+    "Run them all. Each must be able to run after any other: none may leave a file behind."
+    before = files(ROOT).keys()
+    run("nbdev_test", "--timing", *(["--flags", "slow"] if slow else []), seconds=3600 if slow else 900)
+    if left := sorted(map(str, files(ROOT).keys() - before)): sys.exit("left behind by a notebook: " + ", ".join(left))
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--slow", action="store_true", help="add the long tier")
@@ -53,7 +60,7 @@ if __name__ == "__main__":
         "style": lambda: run("ruff", "check"),
         "types": lambda: run("mypy"),
         "notebooks and library in sync": in_sync,
-        "notebooks": lambda: run("nbdev_test", "--timing", *(["--flags", "slow"] if slow else []), seconds=3600 if slow else 900),
+        "notebooks": lambda: notebooks(slow),
         "tests": lambda: run(*python, "pytest", "-q", "-n", str(min(4, os.cpu_count() or 1)), "--dist", "loadfile", "tests", *(["-m", "not bench"] if slow else []), seconds=3600 if slow else 1800),
         "site": lambda: run(sys.executable, "tools/build_docs.py", "--force"),
         "site in a browser": lambda: run(sys.executable, "tools/check_site.py"),

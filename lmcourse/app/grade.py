@@ -106,7 +106,8 @@ def _run_file(path:Path)->dict: # What the file defines
 # %% ../../nbs/90b_grade.ipynb #ba1f13a5
 def _fits(value, kind:str)->bool:
     if kind == "Callable": return callable(value)
-    return isinstance(value, {"type": type, "tuple": (tuple, list)}.get(kind) or getattr(builtins, kind, object))
+    kinds:dict = {"type": type, "tuple": (tuple, list)}
+    return isinstance(value, kinds.get(kind, getattr(builtins, kind, object)))
 
 def _pick(task:Exercise, found:dict, alone:bool)->str: # Which of the names that a file defines is the answer. `alone`: it holds no other
     names = [task.name, task.defines] if alone or task.defines != "answer" else [task.name]
@@ -243,7 +244,7 @@ def check_file(
     "Run the file and the task's grader in a process of their own. `ValueError` or `OSError` for a file that is none."
     path, echo = usable_file(path), _Echo(write or _to_stderr)
     with tempfile.TemporaryDirectory() as folder:
-        job = dict(task=vars(task), file=str(path), alone=alone, seconds=seconds, until=time.time() + seconds*.9 - .1, word=secrets.token_hex(),
+        job:dict = dict(task=vars(task), file=str(path), alone=alone, seconds=seconds, until=time.time() + seconds*.9 - .1, word=secrets.token_hex(),
                    report=f"{folder}/report", where=f"{folder}/where")
         start = [sys.executable, "-u", "-P", "-c", _START.format(str(Path(str(files("lmcourse"))).parent))]
         process = subprocess.Popen(start, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,

@@ -383,7 +383,7 @@ def check_text_log_prob(
     for T,V,scale,why in ((5, 7, 1, ""), (2, 3, 1, ""), (6, 7, 1000, "exp overflows, or log 0: use log_softmax"),
                           (400, 50, 2, "the product of the probabilities is 0 in floating point")):
         z, ids = scale*_randn(T, V, seed=T), torch.randint(V, (T,), generator=rng).tolist()
-        where = f"for logits {short(z)}{f' in the thousands' if scale > 9 else ''}, ids {short(ids)}: "
+        where = f"for logits {short(z)}{' in the thousands' if scale > 9 else ''}, ids {short(ids)}: "
         got = run_answer(text_log_prob, z, ids, shown=where)
         number = got.item() if isinstance(got, Tensor) and got.numel() == 1 else got
         if isinstance(number, bool) or not isinstance(number, (int, float)): raise AssertionError(f"{where}expected a number, got {short(got)}")

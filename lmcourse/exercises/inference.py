@@ -467,7 +467,7 @@ def _accept_law(accept:Callable, p, q, where:str)->dict: # (x, token) to probabi
     def run(draw):
         x = draw(q)
         try: token = run_answer(accept, x, p, q, _checked_draw(draw, said), shown=where)
-        except AssertionError as e:
+        except AssertionError:
             if said: raise AssertionError(f"{where}{said[0]}") from None
             raise
         if isinstance(token, bool) or not isinstance(token, Integral) or not 0 <= token < len(p): raise AssertionError(f"{where}x = {x}: expected a token, got {short(token)}")

@@ -382,6 +382,11 @@ def _also_log(self, run:Path): # `self.tell(values)` in the block
 
 Trainer.tell = lambda self, values: None
 
+# %% ../../nbs/04e_trainer.ipynb #d42931b1
+def _packed(p:torch.Tensor)->torch.Tensor: # float16 with an even last bit, rounded to the nearest
+    bits = p.detach().half().cpu().contiguous().view(torch.int16)
+    return (bits + (bits >> 1 & 1) & -2).view(torch.float16)
+
 # %% ../../nbs/04e_trainer.ipynb #37a17548
 def save_model(
     folder,              # New
@@ -390,11 +395,11 @@ def save_model(
     train:TrainConfig,   # How it was trained
     made:dict,           # And more about it: command, machine, result
 ):
-    "Write weights as float16, the configs and the tokenizer, all or nothing."
+    "Write weights as float16 without their last bit, the configs and the tokenizer, all or nothing."
     folder = Path(folder)
     if folder.exists(): raise FileExistsError(f"{folder} exists; name a folder that does not")
     part = folder.with_name(folder.name + ".part")
-    weights = {name: p.detach().half().cpu().contiguous() for name,p in model.named_parameters()}
+    weights = {name: _packed(p) for name,p in model.named_parameters()}
     about = dict(model=model.config.to_dict(), train=train.to_dict(), tokenizer=tokenizer.digest, made=made)
     try:
         tokenizer.save(part)
