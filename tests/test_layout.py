@@ -107,6 +107,14 @@ def test_first_cell_is_title_and_sentence_alone(name):
     assert re.fullmatch(r"# \S.*\n+> \S.*\n*(- [\w-]+: .*\n*)*", "".join(CELLS[name][0]["source"]))
 
 
+@pytest.mark.parametrize("name", [n for n in CELLS if n < "08" and n not in ("00h_grading", "00j_pages")])
+def test_a_page_ends_with_its_takeaway_and_what_to_read_next(name):
+    "In a box, once. The two left out are tools that other pages use."
+    prose = "\n".join("".join(c["source"]) for c in CELLS[name] if c["cell_type"] == "markdown")
+    end = re.split(r"^> \*\*Takeaway:\*\* \S", prose, flags=re.M)
+    assert len(end) == 2 and len(re.findall(r"^\*\*Next:\*\* .*\]\(", end[1], flags=re.M)) == 1
+
+
 @notebooks
 def test_cells_are_short_and_have_stable_ids(name):
     ids = [c["id"] for c in CELLS[name]]
@@ -224,7 +232,7 @@ def test_wheel_has_modules_data_and_the_command(tmp_path):
     subprocess.run([sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", tmp_path / "dist", tmp_path], check=True)
     file = next((tmp_path / "dist").glob("*.whl"))
     wheel = zipfile.ZipFile(file)
-    assert file.stat().st_size < 2**21, f"{file.stat().st_size:,} bytes"
+    assert file.stat().st_size < 2_000_000, f"{file.stat().st_size:,} bytes"
     assert not [n for n in wheel.namelist() if n.endswith((".ipynb", ".md", ".yml")) or not n.startswith(("lmcourse/", "lmcourse-"))]
     ours = {p.relative_to(ROOT).as_posix() for p in (ROOT / "lmcourse").rglob("*") if p.is_file() and "__pycache__" not in p.parts}
     assert ours <= set(wheel.namelist())

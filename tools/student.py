@@ -122,9 +122,9 @@ def without_answers(nb):
                 if part.startswith("## "):
                     close()
                     task, given, plain = part if TASK.match(part) else "", True, True
-                elif not plain: part = "\n\n".join(HINT.findall(part) if "**Takeaway" not in part else [part[part.index("**Takeaway"):]])
+                elif not plain: part = "\n\n".join(HINT.findall(part) if "> **Takeaway" not in part else [part[part.index("> **Takeaway"):]])
                 elif task: task += part
-                if part.startswith("**Takeaway"): close()
+                if part.startswith("> **Takeaway"): close()
                 if part.strip(): kept.append(cell("markdown", part.strip("\n")))
         elif EXPORTED.match(source):
             more = list(described(source)) if task and re.match(r"#\|\s*export\b", source) else []

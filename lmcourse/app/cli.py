@@ -13,8 +13,8 @@ __all__ = ['CUT_OFF', 'BENCHES', 'COMPLETIONS', 'COMMANDS', 'ABOUT', 'TokenizerC
            'BenchTrainingCommand', 'BenchLoopCommand', 'BenchGenerationCommand', 'BenchCommand', 'CheckCommand',
            'ExercisesCommand', 'CompletionCommand', 'one_line', 'parse', 'main', 'kill_as_ctrl_c']
 
-# %% ../../nbs/90c_cli.ipynb #9f571706
-import contextlib, hashlib, io, json, math, os, platform, re, select, shutil, signal, sys, textwrap, time, types, typing, warnings
+# %% ../../nbs/90c_cli.ipynb #56d80fc9
+import contextlib, hashlib, io, json, math, os, platform, re, select, shutil, signal, socket, sys, textwrap, time, types, typing, warnings
 from dataclasses import dataclass, field, replace
 from datetime import date
 from importlib.util import find_spec
@@ -38,6 +38,9 @@ from .grade import chapter_lines, chapter_table, check_exercise, exercise_tasks,
 def word(kind, name:str): # An argument that is given by its place, not by an option
     hint = "(optional)" if type(None) in typing.get_args(kind) else "(one or more)" if typing.get_origin(kind) is tuple else None
     return Annotated[kind, tyro.conf.Positional, tyro.conf.arg(metavar=name, help_behavior_hint=hint)]
+
+def one_of(names, default:str): # An option that is a name; its help says which there are
+    return Annotated[str, tyro.conf.arg(help_behavior_hint=f"(default: {default}; there are {', '.join(names)})")]
 
 def some(kind, hint:str): # An option with several values, none of them by default, which `hint` explains
     return Annotated[tuple[kind, ...], tyro.conf.arg(help_behavior_hint=f"(default: {hint})")]
@@ -212,7 +215,7 @@ class TrainCommand:
     data: word(Path|None, "DATA") = None    # Folder that `lmcourse prepare` wrote
     out: word(Path|None, "OUT") = None      # New folder for the run
     resume: Path|None = None                                 # Go on with this run, from its last checkpoint; its own settings hold
-    preset: str = "quickstart"                               # Model and training settings to start from
+    preset: one_of(ModelConfig.presets(), "quickstart") = "quickstart" # Model and training settings to start from
     model: ModelConfig = field(default_factory=ModelConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
 
@@ -223,6 +226,9 @@ class TrainCommand:
         refuse_existing(self.out)
         with all_or_nothing(self.out):
             trainer = new_trainer(self.data, self.out, self.model, self.train)
+            given, there = self.model.vocab_size, trainer.model_config.vocab_size
+            if given not in (there, ModelConfig.preset(self.preset).vocab_size):
+                raise ValueError(f"vocab_size = {given}, but {self.data} has {there} ids; leave the option out, the tokenizer decides")
             say(str(model_table(trainer.model)), "", *cost_lines(trainer), "")
         train_to_the_end(trainer, self.out)
 
@@ -247,6 +253,7 @@ def new_trainer(
 
 def open_data(data:Path)->list: # Training and validation documents of a folder of `prepare`
     from lmcourse.training.data import TokenDataset
+    if not (first := data/"train.json").exists(): raise FileNotFoundError(f"{first}: no such file; {data} is no folder that `lmcourse prepare` has finished")
     return [TokenDataset.open(data/name) for name in ("train", "valid")]
 
 def matching_tokenizer(data:Path, *sets)->Tokenizer: # Of a folder of `prepare`; `ValueError` if the tokens are not its own
@@ -276,18 +283,26 @@ def cost_lines(trainer)->list: # What the run will take: counted, then from a fe
     from lmcourse.training.trainer import measure_step, peak_memory
     c, plan = trainer.config, trainer.plan
     device = None if trainer.world.rank else device_here(trainer.device.type)
-    before = peak_memory(trainer.device)
+    before, p = peak_memory(trainer.device), None
+    if device:
+        p = price(trainer.model_config, replace(c, tokens_per_step=None, batch_size=plan.windows//plan.processes, micro_batch=plan.micro_batch), device)
+        if not p.fits and trainer.device.type == "cpu" and c.engine == "torch" and not c.shard: raise _too_large(p, device)
     seconds, memory = measure_step(trainer), peak_memory(trainer.device)
     measured = (f"{c.steps:,} steps of {str(plan).replace(' a step', '')} at {1e3*seconds:.0f} ms: {duration(c.steps*seconds)}, {plan.tokens/seconds:,.0f} tokens/s, "
                 f"{c.steps*plan.tokens:,} tokens in all" + (f", {si(memory, 'B')} of memory" if memory else ""))
-    if device is None: return [measured]
-    p = price(trainer.model_config, replace(c, tokens_per_step=None, batch_size=plan.windows//plan.processes, micro_batch=plan.micro_batch), device)
+    if p is None: return [measured]
     trainer.predicted = seconds, p.memory_bytes, before
     return [f"counted: {si(p.step_flops, 'FLOPs')} a step; {si(p.memory_bytes, 'B')} for weights, gradients, moments, activations and room to work"
             + (f", of which weights, gradients and moments are shared out among {plan.processes} processes" if c.shard else "")
             + (f", but there are only {si(device.memory_bytes, 'B')}" if not p.fits else ""),
             f"a large product in {c.dtype} reaches {si(device.peak(c.dtype), 'FLOP/s')} here; at half of that a step would take {1e3*p.step_seconds:.0f} ms",
             f"measured: {measured}; {100*mfu(p.step_flops, seconds, device, c.dtype):.0f} % of that rate"]
+
+# %% ../../nbs/90c_cli.ipynb #f223cd71
+def _too_large(p, device)->ValueError: # The error for a `Price` that does not fit
+    line = f"a step needs {si(p.memory_bytes, 'B')} of memory, and this machine has {si(device.memory_bytes, 'B')}; "
+    n = p.largest_batch
+    return ValueError(line + (f"at most {n:,} window{'s'*(n != 1)} at a time fit: a smaller batch_size, or micro_batch = {n}" if n else "even one window does not fit: take a smaller model or context_length"))
 
 # %% ../../nbs/90c_cli.ipynb #6dc57978
 def speed_lines(trainer)->list: # What the run took, and what had been predicted
@@ -423,11 +438,17 @@ class ServeCommand:
             if find_spec(name) is None: raise ValueError(f"serve: the package {name} is not installed, pip install 'lmcourse[serve]'")
         if not 1 <= self.port <= 65_535: raise ValueError(f"port = {self.port}, expected 1 to 65535")
         if not 0 <= self.grace <= 3600: raise ValueError(f"grace = {self.grace}, expected 0 to 3600")
+        _check_address(self.host, self.port)
         model, tokenizer = load_model(self.folder)
-        say(f"serving {self.name!r} on http://{self.host}:{self.port}/v1; stop with Ctrl-C")
+        ready = lambda: say(f"serving {self.name!r} on http://{self.host}:{self.port}/v1; stop with Ctrl-C")
         limits = {k: getattr(self, k) for k in ("name", "max_open", "max_running", "max_tokens", "max_body")}
-        with contextlib.suppress(KeyboardInterrupt): serve_model(model, tokenizer, self.host, self.port, self.grace, **limits)
+        with contextlib.suppress(KeyboardInterrupt): serve_model(model, tokenizer, self.host, self.port, self.grace, ready, **limits)
         say("stopped")
+
+# %% ../../nbs/90c_cli.ipynb #ed1af3fa
+def _check_address(host:str, port:int): # `OSError` in words where a server could not listen
+    try: socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
+    except OSError as e: raise OSError(f"serve: port {port} of {host} can't be used ({os.strerror(e.errno) if (e.errno or 0) > 0 else e}); name another with --port") from None
 
 # %% ../../nbs/90c_cli.ipynb #cfe7c373
 @dataclass
@@ -439,11 +460,14 @@ class PlotCommand:
     height: int = 12                                        # The same in lines
 
     def run(self):
-        from lmcourse.training.trainer import read_run
+        from lmcourse.training.trainer import read_metrics, read_run
         if not self.runs: raise ValueError("plot needs at least one run folder")
+        if not self.out.parent.is_dir(): raise FileNotFoundError(f"{self.out.parent}: no such folder")
         for name in ("width", "height"):
             if not 2 <= (n := getattr(self, name)) <= 1000: raise ValueError(f"{name} = {n}, expected 2 to 1000")
-        for run in self.runs: read_run(run)
+        for run in self.runs:
+            read_run(run)
+            if not read_metrics(run): raise ValueError(f"{run}: no losses yet, nothing to draw")
         if len(self.runs) == 1: say(loss_plot(self.runs[0], width=self.width, height=self.height))
         draw(self.runs, self.out)
         say(f"in {self.out}")
@@ -526,7 +550,7 @@ def keep(
 @dataclass
 class AccountCommand:
     "Count a model before it runs: parameters, memory, FLOPs and, on a device, the time."
-    preset: str = "quickstart"              # Model to start from
+    preset: one_of(ModelConfig.presets(), "quickstart") = "quickstart" # Model to start from
     batch: int = 1                          # Sequences of a training step
     context: int|None = None                # Tokens of each; by default as many as the model takes
     device: str|None = None                 # Device whose times are told: a100, h100, …, or this for a measurement
@@ -746,7 +770,7 @@ COMMANDS = dict(quickstart=QuickstartCommand, tokenizer=TokenizerCommand, prepar
 
 ABOUT = """Build a language model from scratch.
 
-`lmcourse COMMAND --help` explains a command; `lmcourse --version` says which version this is.
+`lmcourse quickstart` goes the whole way; tokenizer, prepare, train and generate are its steps. `lmcourse COMMAND --help` explains a command; `lmcourse --version` says which version this is.
 
 Exit status: 0 all is well, 1 an answer is not right yet, 2 refused in one line, 130 stopped."""
 
@@ -761,6 +785,7 @@ def parse(
         sys.exit(0)
     if args == ["bench"]: raise ValueError(f"bench needs a PART: {', '.join(BENCHES)}")
     if args[:1] == ["bench"] and args[1] not in [*BENCHES, "-h", "--help"]: raise unknown("part", args[1], BENCHES)
+    if args[:1] == ["account"] and args[1:] and args[1] in ModelConfig.presets(): raise ValueError(f"account: did you mean --preset {args[1]}?")
     if args[:1] in (["train"], ["account"]):
         name = (re.findall(r"--preset[ =](\S+)", " ".join(args)) or ["quickstart"])[-1]
         training = TrainConfig.preset(name) if name in TrainConfig.presets() else TrainConfig()

@@ -67,7 +67,10 @@ def find_tasks(
     chapter = chapter.zfill(2) if chapter.isdigit() else chapter
     inside = [t for t in tasks if chapter in (t.chapter, t.topic)]
     if inside and not task: return inside
-    if not inside and not task: raise unknown("exercise or chapter", name, {n for t in tasks for n in (t.id, t.chapter, t.topic)})
+    if not inside and not task:
+        chapters = {n for t in tasks for n in (t.chapter, t.topic)}
+        e = unknown("exercise or chapter", name, chapters | {t.id for t in tasks})
+        raise e if "did you mean" in str(e) else unknown("exercise or chapter", name, chapters)     # All exercises would be too many to list
     if not inside: raise unknown("chapter", chapter, {t.chapter for t in tasks})
     if found := [t for t in inside if t.name == task]: return found
     raise unknown("exercise", f"{inside[0].chapter}.{task}", [t.id for t in inside])

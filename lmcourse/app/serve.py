@@ -121,7 +121,7 @@ class Refused(Exception):
 
 def _whole(low:int, high:int): return lambda v: type(v) is int and low <= v <= high, f"a whole number from {low} to {high}"
 def _number(low:float, high:float): return lambda v: type(v) in (int, float) and low <= v <= high, f"a number from {low} to {high}"
-def _only(*values): return lambda v: any(v == x and type(v) is type(x) for x in values), f"{values[0]}: nothing else is supported"
+def _only(*values): return lambda v: any(v == x and type(v) is type(x) for x in values), f"{values[0]!r}: nothing else is supported"
 _YES_OR_NO = lambda v: type(v) is bool, "true or false"
 
 def _are_stops(v)->bool: return type(v) is list and len(v) <= 4 and all(type(s) is str and s for s in v)
@@ -450,11 +450,15 @@ def make_server(
     host:str="127.0.0.1",  # The address: by default only this machine can reach it
     port:int=8000,         # 0 for any that is free
     grace:float=10.,       # Seconds that requests in flight have when the server is told to stop
+    ready:Callable=lambda: None, # Called as soon as it answers
 ): # A `uvicorn.Server`; `run()` serves until `should_exit` is set or a signal comes
     "A server that ends cleanly."
     try: import uvicorn
     except ImportError: raise ImportError("the server needs FastAPI and uvicorn: pip install 'lmcourse[serve]'") from None
     class Server(uvicorn.Server):
+        async def startup(self, sockets=None):
+            await super().startup(sockets)
+            if self.started: ready()
         async def shutdown(self, sockets=None):
             service.stopping = True
             timer = asyncio.get_running_loop().call_later(grace, service.worker.fail_all, "the server is shutting down")
@@ -468,12 +472,13 @@ def make_server(
 def serve_model(
     model,                # A `TransformerLM`
     tokenizer,            # With which it was trained
-    host:str="127.0.0.1", # This and the next two as for `make_server`
+    host:str="127.0.0.1", # This and the next three as for `make_server`
     port:int=8000,
     grace:float=10.,
+    ready:Callable=lambda: None,
     **settings,           # Of `Service`: `name`, `max_open` and the like
 ):
     "Serve until a signal comes; from the main thread."
     service = Service(model, tokenizer, **settings)
-    try: make_server(service, host, port, grace).run()
+    try: make_server(service, host, port, grace, ready).run()
     finally: service.worker.close()
