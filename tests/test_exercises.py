@@ -250,7 +250,7 @@ WRONG = [
 
     ("split", split_as_given, "the longest is taken"), ("split", split_shortest, "the longest is taken"),
     ("split", split_unescaped, "signs such as | are meant as they stand"), ("split", split_longest_anywhere, "the first from the left is taken"),
-    ("split", split_without_them, "expected ['a', '<|b|>', 'c'], got ['a', 'c']"), ("split", split_with_empty, "an empty text has no parts"),
+    ("split", split_without_them, "expected ['a', '<|b|>', 'c'], got ['a', 'c']"), ("split", split_with_empty, "an empty text has no parts"), ("split", lambda t, s: split_right(t, s) if s else [t], "also without special tokens"),
     ("split", split_stripped, "white space stays"), ("split", split_sorting, "changed its arguments"),
     ("split", split_without_list, "without special tokens the text is one part"), ("split", lambda t, s: iter(split_right(t, s)), "that is a list_iterator, not a list"),
     ("split", lambda t, s: [p.encode() for p in split_right(t, s)], "got [b'a', b'<|b|>', b'c']: b'a' is a bytes, not a str"), ("split", lambda t, s: None, "got None: that is a NoneType, not a list"),

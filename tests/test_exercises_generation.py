@@ -286,7 +286,7 @@ WRONG = [
     ("generate", loop(most=lambda n: n + 1), "that is more than max_tokens"), ("generate", loop(most=lambda n: n - 1), "it stops too early"), ("generate", loop(window=lambda ids, c: ids), "the model was shown 6 tokens, more than its context"),
     ("generate", loop(window=lambda ids, c: ids[:c]), "the model is shown the first tokens, expected the latest"), ("generate", loop(pick=lambda z: z[0, 0]), "whose logits were chosen from"),
     ("generate", loop(pick=lambda z: z[0]), "choose was given (3, 7), expected the logits (V,) of the last position"), ("generate", loop(window=lambda ids, c: ids[-1:]), "which tokens was the model shown?"),
-    ("generate", loop(grad=True), "the ids are right, but the model ran with gradients"), ("generate", extends_prompt, "changed its"), ("generate", asks_once_more, "each once"),
+    ("generate", loop(grad=True), "the ids are right, but the model ran with gradients"), ("generate", loop(pick=lambda z: z[0, -1].softmax(-1)), "the ids are right, but choose was given [0."), ("generate", extends_prompt, "changed its"), ("generate", asks_once_more, "each once"),
     ("generate", lambda *a: tuple(loop()(*a)), "expected a list of ids"), ("generate", lambda model, ids, *a: loop()(lambda x: model(x[0]), ids, *a), "expected a tensor of ids (1, T)"), ("generate", fails, "raised RuntimeError"),
 
     ("sampler_numbers", NUMBERS | dict(cold=.6), "cold: 0.6 is that of temperature 1"), ("sampler_numbers", NUMBERS | dict(cold=.36), "is not scaled"), ("sampler_numbers", NUMBERS | dict(cold=.473), "is that of temperature 2"),

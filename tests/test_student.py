@@ -140,6 +140,7 @@ def test_the_command_checks_answers_in_the_notebook(edition, tmp_path):
     ("text\n\n    def f(x): ...    # (B, T)\n", "f", "Callable", "", ("f", "def f(x): ...    # (B, T)")),
     ("    class RoPE(nn.Module):\n        def forward(self, x): ...\n", "ro_pe", "type", "", ("RoPE", "class RoPE(nn.Module):\n    def forward(self, x): ...")),
     ("    split('a') == ['a']\n", "split", "Callable", "`split(text)` gives a list", ("split", "def split(text):\n    # gives a list\n    ...")),
+    ("    def f(): ...\n    def g(): ...\n\n    pair = f, g\n", "pair", "tuple", "`f()` and `g()`", ("pair", "def f(): ...\ndef g(): ...\n\npair = f, g")),
     ("", "answer", "dict", "'a' and 'b', in nats", ("losses", "# 'a' and 'b', in nats\nlosses = {'a': None, 'b': None}"))])
 def test_stubs(task, arg, kind, comment, expected):
     assert student.stub(task, "check_losses", arg, kind, comment) == expected

@@ -64,14 +64,15 @@ def described(source):
 
 
 def written(task, arg):
-    "(name, source) of the class or function that the text of `task` begins, or of the last one if none is named as `arg`"
+    "(name, source) of what the text of `task` begins: `arg` put together of functions, the class or function named so, or the last one"
     found = {}
     for block in re.findall(r"(?:^ {4}.*\n(?:[ \t]*\n(?= {4}))?)+", task + "\n", re.M):
         source = re.sub(r"^ {4}", "", block, flags=re.M).rstrip()
         try: tree = ast.parse(source)
         except SyntaxError: continue
-        if tree.body and all(isinstance(n, (ast.ClassDef, ast.FunctionDef)) for n in tree.body):
-            found |= {n.name: source for n in tree.body}
+        if not tree.body: continue
+        if all(isinstance(n, (ast.ClassDef, ast.FunctionDef)) for n in tree.body): found |= {n.name: source for n in tree.body}
+        if isinstance(last := tree.body[-1], ast.Assign) and isinstance(last.targets[0], ast.Name) and last.targets[0].id == arg: return arg, source
     same = [n for n in found if n.replace("_", "").lower() == arg.replace("_", "").lower()]
     name = (same or list(found) or [None])[-1]
     return name, found.get(name)
@@ -128,7 +129,7 @@ def without_answers(nb):
                 if part.strip(): kept.append(cell("markdown", part.strip("\n")))
         elif EXPORTED.match(source):
             more = list(described(source)) if task and re.match(r"#\|\s*export\b", source) else []
-            found, given, plain = found + more, given and not more, plain and not task
+            found, given, plain = found + more, given and not more, plain and not more
         elif ANSWER.search(source): given, plain = False, not task
         elif given and "expect_error" not in source and not re.match(r"#\| *hide", source):
             if all(isinstance(n, (ast.Import, ast.ImportFrom)) for n in ast.parse(source).body): continue

@@ -290,7 +290,7 @@ def cost_lines(trainer)->list: # What the run will take: counted, then from a fe
     seconds, memory = measure_step(trainer), peak_memory(trainer.device)
     measured = (f"{c.steps:,} steps of {str(plan).replace(' a step', '')} at {1e3*seconds:.0f} ms: {duration(c.steps*seconds)}, {plan.tokens/seconds:,.0f} tokens/s, "
                 f"{c.steps*plan.tokens:,} tokens in all" + (f", {si(memory, 'B')} of memory" if memory else ""))
-    if p is None: return [measured]
+    if p is None or device is None: return [measured]
     trainer.predicted = seconds, p.memory_bytes, before
     return [f"counted: {si(p.step_flops, 'FLOPs')} a step; {si(p.memory_bytes, 'B')} for weights, gradients, moments, activations and room to work"
             + (f", of which weights, gradients and moments are shared out among {plan.processes} processes" if c.shard else "")
@@ -448,7 +448,7 @@ class ServeCommand:
 # %% ../../nbs/90c_cli.ipynb #ed1af3fa
 def _check_address(host:str, port:int): # `OSError` in words where a server could not listen
     try: socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
-    except OSError as e: raise OSError(f"serve: port {port} of {host} can't be used ({os.strerror(e.errno) if (e.errno or 0) > 0 else e}); name another with --port") from None
+    except OSError as e: raise OSError(f"serve: port {port} of {host} can't be used ({os.strerror(e.errno) if e.errno and e.errno > 0 else e}); name another with --port") from None
 
 # %% ../../nbs/90c_cli.ipynb #cfe7c373
 @dataclass

@@ -81,8 +81,7 @@ def _seed_numbers()->tuple: # The right numbers, and what wrong ones are
     why = dict(correlation={.5: "is the ratio of the spreads", .75: "forgets the 2 in 2ρσσ", .25: "is the ratio of the variances",
                             .125: "is what is left of 1, not the correlation"},
                two={1.96*.02/math.sqrt(2): "takes 1.96 for t", student_t(2)*.02/math.sqrt(2): "takes t for two degrees of freedom, and two seeds leave one",
-                    student_t(1)*.02: "forgets the root of n", .02/math.sqrt(2): "is the standard error", 2*paired(2): "is the whole width",
-                    paired(2)/.02*.04: "takes the spread of the losses"},
+                    student_t(1)*.02: "forgets the root of n", .02/math.sqrt(2): "is the standard error", 2*paired(2): "is the whole width, or takes the spread of the losses"},
                seeds={_least(lambda n: 1.96*.02/math.sqrt(n), .01): many, right["seeds"] - 1: "is one too few",
                       right["seeds"] + 1: "is one more than needed",
                       4: "leaves t out", right["unpaired"]: "is without pairing", right["half"]: "is for a half width of 0.005"},
@@ -195,7 +194,7 @@ _SIGNS = { # Fault: whether the numbers show it, what it would show, and in whic
 
 # %% ../../nbs/06z_ablations.ipynb #9929cea2
 def check_diagnosis(
-    answer:dict, # 'A' to 'I', each with the name of a fault
+    answer:dict, # 'A', 'B', 'C', 'D', 'E', 'F', 'G', 'H' and 'I', each with the name of a fault
 ):
     "`AssertionError` unless the numbers of each run show the fault that is named."
     runs = nine_runs()

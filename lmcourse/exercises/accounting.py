@@ -433,7 +433,8 @@ def _rate_of(flop_rate:Callable, flops:float, habits:dict, where:str)->float: # 
     try: got = run_answer(flop_rate, call, flops, clock, wait, shown=where)
     except AssertionError as e:
         if not isinstance(e.__cause__, ZeroDivisionError): raise
-        raise AssertionError(f"{where}the clock said 0 s for what took longer: time many calls together, so that they take many ticks") from e
+        first = ", and find out how many after the first call, which is slow" if habits.get("first_s") else ""
+        raise AssertionError(f"{where}the clock said 0 s for what took longer: time many calls together, so that they take many ticks{first}") from e
     if not now["reads"]: raise AssertionError(f"{where}the clock was never read: the time of this machine is what clock() says")
     if not now["calls"]: raise AssertionError(f"{where}nothing was called")
     if isinstance(got, bool) or not isinstance(got, Real) or not math.isfinite(got): raise AssertionError(f"{where}expected a rate in FLOP/s, got {short(got)}")

@@ -168,16 +168,19 @@ _LOOPS = [([1, 2, 3], 4, 3), ([1, 2, 3], 4, 99), ([1, 2, 3, 4, 5, 6], 3, 4), ([0
           ([4], 9, 1), ([0], 3, 2), ([6, 2, 5], 1, 3)]
 
 class _Watched: # A model that notes what it is shown. Its next token is the sum of all tokens and of their number, modulo V
-    def __init__(self): self.shown, self.chosen, self.grad = [], [], False
+    def __init__(self): self.shown, self.chosen, self.grad, self.other = [], [], False, None
 
     def __call__(self, ids:Tensor)->Tensor:
         if not isinstance(ids, Tensor) or ids.ndim != 2: raise TypeError(f"model: expected a tensor of ids (1, T), got {short(ids)}")
         self.shown.append(ids[0].tolist())
         self.grad |= torch.is_grad_enabled()
-        return 3*torch.nn.functional.one_hot((ids + 1).cumsum(1) % _V, _V).float()
+        logits = 3*torch.nn.functional.one_hot((ids + 1).cumsum(1) % _V, _V).float()
+        self.last = logits[0, -1]
+        return logits.clone()
 
     def choose(self, logits:Tensor)->int:
         self.chosen.append(tuple(logits.shape))
+        if self.other is None and logits.tolist() != self.last.tolist(): self.other = logits.tolist()
         return logits.argmax().item()
 
 # %% ../../nbs/05z_generation.ipynb #d5b27e73
@@ -209,6 +212,7 @@ def check_generate(
             raise AssertionError(f"{where}expected {right}, got {got}: {_loop_hint(got, right, ids, watched, context)}")
         if watched.shown != right_model.shown:
             raise AssertionError(f"{where}the model was shown {short(watched.shown)}, expected {short(right_model.shown)}, each once")
+        if watched.other: raise AssertionError(f"{where}the ids are right, but choose was given {short(watched.other)}, expected the model's logits as they are")
         if watched.grad: raise AssertionError(f"{where}the ids are right, but the model ran with gradients: use torch.no_grad()")
 
 # %% ../../nbs/05z_generation.ipynb #92f486b5

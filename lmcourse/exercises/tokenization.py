@@ -59,6 +59,7 @@ def check_same_look(
 # %% ../../nbs/01z_tokenization.ipynb #5273eff4
 _SPLITS = [("a<|b|>c", ["<|b|>"], "signs such as | are meant as they stand"),
            ("ab", [], "without special tokens the text is one part"), ("", ["x"], "an empty text has no parts"),
+           ("", [], "an empty text has no parts, also without special tokens"),
            (" x\n<|b|> ", ["<|b|>"], "white space stays"), ("<|b|><|b|>", ["<|b|>"], "no part is empty, and each special token is one"),
            ("1<|b|><|b|>2<|b|>", ["<|b|>", "<|b|><|b|>"], "of several that begin at one place the longest is taken"),
            ("<|b|><|b|><|b|>", ["<|b|>", "<|b|><|b|>"], "of several that begin at one place the longest is taken"),
