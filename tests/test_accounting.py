@@ -3,7 +3,7 @@ import random
 import typing
 from collections import Counter
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import numpy as np
 import pytest
@@ -23,7 +23,8 @@ from lmcourse.tools.config import ModelConfig
 from lmcourse.training.optim_np import AdamWNp
 from lmcourse.training.optim_torch import AdamW, adamw_step
 
-WORDS = {n: typing.get_args(h) for n, h in typing.get_type_hints(ModelConfig).items() if typing.get_origin(h) is typing.Literal}
+HINTS = typing.get_type_hints(ModelConfig)
+WORDS = {f.name: typing.get_args(HINTS[f.name]) for f in fields(ModelConfig) if typing.get_origin(HINTS[f.name]) is typing.Literal}
 HOW = dict(dtype=("float32", "bfloat16"), attention=("fused", "explicit"), recompute=(False, True), logits=(False, True))
 
 
