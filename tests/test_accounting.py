@@ -252,30 +252,45 @@ def test_a_recomputed_block_is_one_block():
     assert training_bytes(c, 2, recompute=True)["recomputed block"]*3 == sum(n for k, n in parts.items() if k not in outer)
 
 
+def peak_of_a_step(c, B, T, how):
+    "Most bytes alive at once in the second step, and those of the model's tables"
+    model = TransformerLM(c)
+    model.recompute = how["recompute"]
+    optimizer = AdamW(model.parameters())
+    ids, targets = (torch.zeros(B, T, dtype=torch.int64) for _ in range(2))
+    def step():
+        backend = sdpa_kernel(SDPBackend.MATH) if how["attention"] == "explicit" else nullcontext()
+        with backend:
+            with torch.autocast("cpu", torch.bfloat16, enabled=how["dtype"] == "bfloat16"):
+                loss = cross_entropy(model(ids), targets) if how["logits"] else model.loss(ids, targets)
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    step()
+    state = [t for s in optimizer.state.values() for t in s.values() if torch.is_tensor(t)]
+    with MemoryTimeline(*model.parameters(), *state, ids, targets) as line: step()
+    return max(line.history), sum(b.nbytes for b in model.buffers())
+
+
+CROWDED = ModelConfig(vocab_size=512, context_length=128, d_model=64, num_layers=2, num_heads=4), 256, 128, dict(dtype="float32", attention="fused", recompute=False, logits=False)
+
+
+@pytest.mark.xfail(strict=True, reason="the gradients inside a block, while it is walked back, are not counted: with many tokens they are more than those of its weights")
+def test_a_need_of_many_tokens_is_not_less_than_the_measured_peak():
+    c, B, T, how = CROWDED
+    assert peak_of_a_step(*CROWDED)[0] <= sum(training_bytes(c, B, T, **how).values()) + 1e6
+
+
 def test_a_need_is_not_less_than_the_measured_peak():
     "Parameters, moments, activations and working space, beside a whole step of the course's own model and optimizer"
     wide = [(ModelConfig(vocab_size=V, context_length=64, d_model=64, num_layers=2, num_heads=4, tie_embeddings=tied), 8, 64,
              dict(dtype=dtype, attention="fused", recompute=recompute, logits=logits))
             for V in (2048, 20_000) for tied in (False, True) for dtype in HOW["dtype"] for recompute, logits in ((False, False), (False, True), (True, False))]
     for c, B, T, how in CASES[:60] + wide:
-        model = TransformerLM(c)
-        model.recompute = how["recompute"]
-        optimizer = AdamW(model.parameters())
-        ids, targets = (torch.zeros(B, T, dtype=torch.int64) for _ in range(2))
-        def step():
-            backend = sdpa_kernel(SDPBackend.MATH) if how["attention"] == "explicit" else nullcontext()
-            with backend:
-                with torch.autocast("cpu", torch.bfloat16, enabled=how["dtype"] == "bfloat16"):
-                    loss = cross_entropy(model(ids), targets) if how["logits"] else model.loss(ids, targets)
-                loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        step()
-        state = [t for s in optimizer.state.values() for t in s.values() if torch.is_tensor(t)]
-        with MemoryTimeline(*model.parameters(), *state, ids, targets) as line: step()
-        need, tables = sum(training_bytes(c, B, T, **how).values()), sum(b.nbytes for b in model.buffers())
-        assert max(line.history) <= need + tables + 1000, (c, B, T, how)
-        if c.vocab_size > 1000: assert max(line.history) > .45*need, (c, B, T, how)
+        peak, tables = peak_of_a_step(c, B, T, how)
+        need = sum(training_bytes(c, B, T, **how).values())
+        assert peak <= need + tables + 1000, (c, B, T, how)
+        if c.vocab_size > 1000: assert peak > .45*need, (c, B, T, how)
 
 
 def test_more_than_one_way_to_be_counted():

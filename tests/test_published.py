@@ -118,7 +118,7 @@ def plain_text(text):
     return re.sub(REFERENCE, " ", text)
 
 
-REFERENCE = re.compile(r"""\b(?:sections?|sec\.|equations?|eq\.|tables?|figures?|fig\.|algorithms?|appendix|appendices|theorems?|corollary|IEEE|RFC|JMLR|lectures?|chapters?|versions?|notebooks?|tasks?|exercises?|stages?|assignments?|pages?|annex|handout
+REFERENCE = re.compile(r"""\b(?:sections?|sec\.|equations?|eq\.|tables?|figures?|fig\.|algorithms?|appendix|appendices|theorems?|lectures?|chapters?|versions?|notebooks?|stages?|assignments?|pages?|annex|handout
  |Llama|Qwen|Python|PyTorch|NumPy)\s+(?:[A-Z]\.?)?(?:\d+(?:\.\d+)*[a-z]?|[A-Z]\b)(?:(?:,|\s?–|,?\sand|\sto)\s?\d+(?:\.\d+)*[a-z]?(?!\d|,\d|\s?%))*|\bstep\s\d\b""".replace("\n ", ""), re.I)
 
 
@@ -230,7 +230,7 @@ def distinct_values():
                      if v is not None and len(digits(v)) >= 3 and (v != int(v) or v > 2000 and math.log2(v) % 1))
 
 
-FREE = re.compile(r"(?:19\d|20[0-3])\d|[01]|2(?:\^|\*\*)\{?\d+\}?(?: bytes)?|95 ?%")             # Years, zero and one, powers of two, the level of an interval
+FREE = re.compile(r"(?:19[5-9]|20[0-3])\d|[01]|2(?:\^|\*\*)\{?\d+\}?(?: bytes)?|95 ?%")             # Years, zero and one, powers of two, the level of an interval
 
 def violations(name, cells):
     "Published numbers of a notebook that are not in the ledger, with the sentence"
@@ -280,6 +280,9 @@ PLAIN_ALLOWED = {
     "99_contributing": {"10^6 bytes": "a definition", "256 bytes": "as many as there are", "30": "tested in test_layout", "2.4": "a version", "0.2": "a version"},
 }
 
+PLAIN_REFERENCE = re.compile(r"\b(?:tasks?|exercises?|corollary|IEEE|RFC|JMLR|Student's \$t\$|test) \(?\[?\d+(?:\.\d+)?|, \*[^*]+\* \(\d{4}\)", re.I)    # And a year behind a name or a title
+
+
 def written(cells):
     "Numbers of the code: literals, and arithmetic on nothing but literals"
     for tree in (parsed("".join(c["source"])) for c in cells if c["cell_type"] == "code"):
@@ -300,7 +303,7 @@ def unknown_numbers(name, cells):
         if cell["cell_type"] != "markdown": continue
         prose = re.sub(r"^(?: {4}|\t).*$|`[^`\n]*`|```.*?```", " ", "".join(cell["source"]), flags=re.M | re.S)
         for sentence in (s for _, text in blocks(prose) for s in SENTENCES.split(text)):
-            for n in numbers(plain_text(sentence)):
+            for n in numbers(plain_text(PLAIN_REFERENCE.sub(" ", sentence))):
                 if n.text in ALLOWED.get(name, {}) or n.text in PLAIN_ALLOWED.get(name, {}) or FREE.fullmatch(n.text): continue
                 if n.unit is None and n.factor == 1 and n.value in range(11) or in_ledger(n, sentence): continue
                 if not computed(n, known, known): yield f"{name}: no cell computes {n.text!r}: {sentence.strip()}"

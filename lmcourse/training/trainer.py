@@ -382,10 +382,10 @@ def _also_log(self, run:Path): # `self.tell(values)` in the block
 
 Trainer.tell = lambda self, values: None
 
-# %% ../../nbs/04e_trainer.ipynb #d42931b1
-def _packed(p:torch.Tensor)->torch.Tensor: # float16 with an even last bit, rounded to the nearest
-    bits = p.detach().half().cpu().contiguous().view(torch.int16)
-    return (bits + (bits >> 1 & 1) & -2).view(torch.float16)
+# %% ../../nbs/04e_trainer.ipynb #0946b5dc
+def _packed(p:torch.Tensor)->torch.Tensor: # float16 with an even last bit: of the 23 bits behind the point 9 stay, rounded to the nearest at once
+    bits = p.detach().float().cpu().contiguous().view(torch.int32)
+    return (bits + 0x1FFF + (bits >> 14 & 1) & -0x4000).view(torch.float32).half()
 
 # %% ../../nbs/04e_trainer.ipynb #37a17548
 def save_model(
