@@ -1,7 +1,5 @@
 "What is read of a notebook, how its headings are addressed, and that a dead link is found."
-import importlib
 import json
-import re
 from pathlib import Path
 
 import pytest
@@ -37,15 +35,6 @@ def test_what_is_no_notebook_is_refused(tmp_path, content):
     ("A.b_c-d", "a.b_c-d"), ("123", "section"), ("Größe", "größe"), ("Own {#mine}", "mine"), ("K–N", "kn")])
 def test_anchors(tmp_path, heading, anchor):
     assert page_anchors(write(tmp_path / "a.ipynb", ("markdown", f"## {heading}"))) == {anchor}
-
-
-def test_anchors_are_those_of_the_site_builder(monkeypatch):
-    pytest.importorskip("nbdev")
-    monkeypatch.syspath_prepend(ROOT / "tools")
-    builder = importlib.import_module("docs.notebook")
-    for page in PAGES:
-        headings = re.findall(r"^#{1,6} +(.*)$", page_text(page), flags=re.M)
-        assert {builder.anchor(h) for h in headings if "{#" not in h} <= page_anchors(page), page.name
 
 
 def test_equal_headings_are_told_apart(tmp_path):

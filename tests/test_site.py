@@ -10,10 +10,12 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "tools"))
 pytest.importorskip("nbconvert")
 from docs.extras import llms, markdown, search_index
-from docs.notebook import anchor, code_cell, enrich, facts, labels, load, md, options, plain, reading
+from docs.notebook import code_cell, enrich, facts, labels, load, md, options, plain, reading
 from run_nbs import note_time
 from docs.page import dead_links, finish, html, links, sections
 from bs4 import BeautifulSoup
+
+from lmcourse.tools.pages import heading_anchor
 
 new_code, new_md, PIXEL = nbformat.v4.new_code_cell, nbformat.v4.new_markdown_cell, "iVBORw0KGgo="
 
@@ -30,7 +32,7 @@ def notebook(tmp_path, *cells, name="02a_memory.ipynb"):
 # Markdown
 
 @pytest.mark.parametrize("heading, key", [("When must reshape copy?", "when-must-reshape-copy"), ("1. A list", "a-list"), ("f_np.g", "f_np.g"), ("12", "section")])
-def test_anchor_is_that_of_pandoc(heading, key): assert anchor(heading) == key
+def test_anchor_is_that_of_pandoc(heading, key): assert heading_anchor(heading) == key
 
 
 def test_callouts_become_boxes_and_folds():

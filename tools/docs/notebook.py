@@ -3,12 +3,8 @@ import ast, json, math, re
 
 import nbformat, yaml
 
+
 WORDS_PER_MINUTE, LINES_PER_MINUTE = 200, 20     # Of prose and of code, read with care
-
-
-def anchor(text):
-    "The id that Pandoc (so Quarto, so nbdev's links) gives a heading."
-    return re.sub(r"^[^a-z]+", "", re.sub(r"[^\w\-. ]", "", text.lower()).strip().replace(" ", "-")) or "section"
 
 
 def md(text):

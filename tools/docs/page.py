@@ -9,7 +9,7 @@ from nbconvert.filters import Highlight2HTML
 from nbconvert.filters.markdown_mistune import IPythonRenderer
 from nbdev.doclinks import _nbpath2html
 
-from .notebook import anchor
+from lmcourse.tools.pages import heading_anchor
 
 HERE, KATEX = Path(__file__).parent, "0.19.1"
 # Formulas get delimiters that no prose has: with bare dollars, two amounts of money would make a formula.
@@ -36,7 +36,7 @@ def finish(html, page, base, out):
         if a.get_text() == "source" and "/blob/" in a["href"]: a["class"] = "source"
     for h in soup.find_all(re.compile("^h[1-6]$")):
         mark, text = h.find("span", attrs={"data-id": True}), h.get_text().strip()
-        key = mark["data-id"] if mark else anchor(text)
+        key = mark["data-id"] if mark else heading_anchor(text)
         n = seen[key] = seen.get(key, -1) + 1
         h["id"] = f"{key}-{n}" if n else key
         if h.find_parent(class_="output_markdown") and h.find_previous("a", class_="source"): h["class"] = "name"
