@@ -13,7 +13,7 @@ from lmcourse.accounting.hardware import (DTYPES, Device, Operation, add_cost, a
                                           embedding_cost, matmul_cost, mbu, measure_device, mfu, price, rmsnorm_cost, silu_cost, softmax_cost,
                                           threads_here, tile_waves, training_time)
 from lmcourse.accounting.memory import kv_cache_bytes, training_bytes
-from lmcourse.tokenization.fast_bpe import cores
+from lmcourse.tools.machine import cores
 from lmcourse.tools.config import ModelConfig, TrainConfig
 from lmcourse.tools.ledger import find
 

@@ -20,11 +20,11 @@ import numpy as np
 from .. import __version__
 from ..tools.config import ModelConfig, TrainConfig, unknown
 from ..tools.documents import documents
+from ..tools.machine import cores, processor_name
 from ..tools.show import COLORS, Table, figure
 from ..tools.stories import Stories
 from ..tokenization.tokenizer import Tokenizer
 from ..accounting.flops import training_flops
-from ..accounting.hardware import processor_name
 from ..accounting.memory import count_parameters
 from ..training.data import TokenDataset, count_ngrams, lock_file, read_ngrams, write_tokens
 
@@ -245,7 +245,7 @@ def run_experiment(
     done = {key for key,line in read_lines(results).items() if line["status"] != "crashed"}
     missing = {key: job for key,job in jobs.items() if key not in done}
     for name in {job.data.corpus for job in missing.values()}: documents(name) # refuses what is not there, before anything is made
-    processes = processes or (os.cpu_count() or 1 if device == "cpu" else 1)
+    processes = processes or (cores() if device == "cpu" else 1)
     work.mkdir(parents=True, exist_ok=True)
     with open(work/"lock", "w", encoding="utf-8") as file:
         lock_file(file)
@@ -258,7 +258,7 @@ def run_experiment(
 # %% ../../nbs/06a_sweep.ipynb #835d201f
 def _run_all(missing:dict, places:dict, results, work:Path, processes:int, device:str, about:dict, report):
     waiting, running, count = list(missing), {}, 0
-    threads = max(1, (os.cpu_count() or 1)//processes)
+    threads = max(1, cores()//processes)
     try:
         while waiting or running:
             while waiting and len(running) < processes:
@@ -327,7 +327,7 @@ def machine_name(
     if device != "cpu":
         import torch
         if torch.cuda.is_available(): return torch.cuda.get_device_name()
-    return f"{processor_name()}, {os.cpu_count()} cores"
+    return f"{processor_name()}, {cores()} cores"
 
 # %% ../../nbs/06a_sweep.ipynb #dda6a07c
 def student_t(

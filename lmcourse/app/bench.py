@@ -7,15 +7,14 @@ __all__ = ['KINDS', 'SIZES', 'MEGABYTES', 'VOCAB_SIZES', 'LEARNERS', 'PEERS', 'E
            'BATCH', 'OURS', 'TASKS', 'ACTIONS', 'installed_files', 'web_text', 'Corpus', 'corpus_documents',
            'write_corpus', 'timed', 'interleaved', 'spread', 'ratios', 'Learner', 'file_documents', 'present',
            'missing_line', 'cut_lines', 'Sample', 'Task', 'flat_ids', 'require_equal_ids', 'perform', 'serve', 'Worker',
-           'warm_up_text', 'run_training', 'run_encoding', 'run_counting', 'run_first_use', 'run_import', 'peak_bytes',
-           'keep_freed_memory', 'measure_training', 'sample_bytes', 'encoding_jobs', 'measure_encoding', 'compare_ids',
-           'save_tokenizer', 'measure_counting', 'quarter', 'measure_memory', 'measure_first_use', 'faster',
-           'training_table', 'speeds', 'encoding_table', 'threads_table', 'memory_table', 'corpora_table',
-           'first_use_table', 'machine', 'machine_line', 'check_bench', 'check_new_file', 'bench_tokenizer',
-           'write_whole']
+           'warm_up_text', 'run_training', 'run_encoding', 'run_counting', 'run_first_use', 'run_import',
+           'measure_training', 'sample_bytes', 'encoding_jobs', 'measure_encoding', 'compare_ids', 'save_tokenizer',
+           'measure_counting', 'quarter', 'measure_memory', 'measure_first_use', 'faster', 'training_table', 'speeds',
+           'encoding_table', 'threads_table', 'memory_table', 'corpora_table', 'first_use_table', 'machine',
+           'machine_line', 'check_bench', 'check_new_file', 'bench_tokenizer', 'write_whole']
 
 # %% ../../nbs/90a_bench.ipynb #9f76e18a
-import contextlib, ctypes, importlib.metadata, importlib.util, itertools, json, math, os, platform, random, re, statistics
+import contextlib, importlib.metadata, importlib.util, itertools, json, math, os, platform, random, statistics
 import subprocess, sys, sysconfig, tempfile, time, warnings
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, lru_cache, partial
@@ -27,7 +26,7 @@ from ..tools.documents import END_OF_TEXT, documents
 from ..tools.show import Table, progress
 from ..tokenization.bpe import PRETOKENIZE, byte_alphabet
 from ..tokenization.tokenizer import Tokenizer, train_bpe
-from ..accounting.hardware import processor_name
+from ..tools.machine import cores, peak_bytes, processor_name
 
 # %% ../../nbs/90a_bench.ipynb #b6532469
 KINDS = { # Files by the ends of their names
@@ -422,21 +421,6 @@ def run_import()->dict:
     importlib.import_module("lmcourse.tokenization.fast_bpe")
     return dict(peak_bytes=peak_bytes())
 
-# %% ../../nbs/90a_bench.ipynb #b373a6ac
-def peak_bytes()->int|None: # None where the system does not tell
-    "The most memory that this process has held."
-    if (status := Path("/proc/self/status")).exists(): return 1024*int(re.findall(r"VmHWM:\s+(\d+)", status.read_text())[0])
-    try: import resource
-    except ImportError: return None
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss*(1 if sys.platform == "darwin" else 1024)
-
-def keep_freed_memory():
-    "Have glibc keep what was freed for the next step, and not give it back to the system page by page. Does nothing elsewhere."
-    try: mallopt = ctypes.CDLL(None).mallopt
-    except (AttributeError, OSError, TypeError): return
-    mallopt(-1, 2**31 - 1)                              # M_TRIM_THRESHOLD in bytes
-    mallopt(-3, 2**30 - 1) or mallopt(-3, 2**25)        # M_MMAP_THRESHOLD; older versions take no more than 32 MB
-
 # %% ../../nbs/90a_bench.ipynb #e1af6a44
 ACTIONS = {f.__name__: f for f in (run_training, run_encoding, run_counting, run_first_use, run_import)}
 
@@ -674,7 +658,7 @@ def machine(
 )->dict: # Processor, cores, load and versions
     "What all this was measured on."
     names = ["lmcourse", *present(packages)]
-    return dict(processor=processor_name(), cores=os.cpu_count(), load=round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None, system=platform.system(),
+    return dict(processor=processor_name(), cores=cores(), load=round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None, system=platform.system(),
                 versions=dict(python=platform.python_version(), **{n: importlib.metadata.version(n) for n in names}))
 
 # %% ../../nbs/90a_bench.ipynb #e0fcd13e

@@ -20,10 +20,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 import numpy as np
 from ..tools.config import ModelConfig
+from ..tools.machine import keep_freed_memory, peak_bytes
 from ..tools.show import Table, progress
 from ..accounting.flops import training_flops
 from ..accounting.hardware import threads_here
-from .bench import (Worker, check_new_file, interleaved, keep_freed_memory, machine, machine_line, peak_bytes, present, spread,
+from .bench import (Worker, check_new_file, interleaved, machine, machine_line, present, spread,
     timed, write_whole)
 
 # %% ../../nbs/90b_bench_training.ipynb #f083389b

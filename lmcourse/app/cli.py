@@ -28,10 +28,10 @@ from .. import __version__
 from ..tools.config import ModelConfig, TrainConfig, unknown
 from ..tools.documents import documents
 from ..tools.ledger import published
+from ..tools.machine import cores, keep_freed_memory
 from ..tools.show import Table, duration, si, text_plot
 from ..tools.stories import Stories
 from ..tokenization.tokenizer import Tokenizer
-from .bench import keep_freed_memory
 from .grade import chapter_lines, chapter_table, check_exercise, exercise_tasks, find_tasks, read_progress, state_of
 
 # %% ../../nbs/90c_cli.ipynb #66e02c64
@@ -541,7 +541,7 @@ def keep(
     "Write a model for reading: weights as float16, its tokenizer, and how it was made."
     from lmcourse.training.trainer import read_run, save_model
     _, train, data = read_run(run)
-    made = dict(command=command, date=str(date.today()), machine=f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores",
+    made = dict(command=command, date=str(date.today()), machine=f"{platform.system()} {platform.machine()}, {cores()} cores",
                 result=vars(result))
     save_model(folder, model, Tokenizer.from_folder(data/"tokenizer"), train, made)
     say(f"the model is in {folder}")

@@ -15,9 +15,10 @@ from pathlib import Path
 from collections.abc import Iterator
 from ..accounting.flops import training_flops
 from ..accounting.hardware import threads_here
-from .bench import Worker, check_new_file, interleaved, keep_freed_memory, machine, machine_line, peak_bytes, spread, write_whole
+from .bench import Worker, check_new_file, interleaved, machine, machine_line, spread, write_whole
 from .bench_training import SETTING, Setting, burst, best_products, start_numpy, start_torch
 from ..tools.config import ModelConfig, TrainConfig
+from ..tools.machine import keep_freed_memory, peak_bytes
 from ..tools.show import Table
 
 # %% ../../nbs/90b_throughput.ipynb #a75ac982

@@ -18,7 +18,7 @@ from functools import cache, partial
 from numba import njit
 from threading import Lock
 from ..tools.config import ModelConfig
-from ..tokenization.fast_bpe import cores
+from ..tools.machine import cores
 from .layers_np import (RowGradient, _check_dy, _check_ffn, _check_linear, _check_norm, _check_shape, _check_targets,
     array_module, embedding_backward, ffn_backward, ffn_forward, linear_backward, linear_forward)
 from .attention_np import _check_params, multihead_backward, multihead_forward

@@ -11,8 +11,8 @@ __all__ = ['U', 'ONE', 'kernel', 'inner', 'OTHER', 'LETTER', 'NUMBER', 'SPACE', 
            'write_words', 'Words', 'WordTable', 'pair_key', 'pair_row', 'take_away', 'add_place', 'join_everywhere',
            'token_order', 'comes_first', 'sift_up', 'sift_down', 'offer', 'refill', 'lay_out', 'chain_places',
            'first_right', 'write_token', 'learn_kernel', 'move_pairs', 'learn_fast', 'find_specials', 'Specials',
-           'last_cut', 'FilePieces', 'TextPieces', 'cores', 'count_words_fast', 'find_pair', 'fill_pairs', 'merge_word',
-           'push', 'pop', 'push_pair', 'merge_long', 'learn_word', 'encode_span', 'encode_kernel', 'encode_short',
+           'last_cut', 'FilePieces', 'TextPieces', 'count_words_fast', 'find_pair', 'fill_pairs', 'merge_word', 'push',
+           'pop', 'push_pair', 'merge_long', 'learn_word', 'encode_span', 'encode_kernel', 'encode_short',
            'SegmentEncoder', 'cut_segments', 'encode_parallel', 'Encoder']
 
 # %% ../../nbs/01b_fast_bpe.ipynb #280ad343
@@ -28,6 +28,7 @@ from numba import njit, types
 from numba.core import event
 from numba.extending import intrinsic
 from .bpe import special_list, utf8
+from ..tools.machine import cores
 
 # %% ../../nbs/01b_fast_bpe.ipynb #a6042b9c
 U, ONE = np.uint64, np.uint64(1)
@@ -726,9 +727,6 @@ class TextPieces:
         return _read_only(BETWEEN.join(parts) + BETWEEN*bool(parts)), buffer
 
 # %% ../../nbs/01b_fast_bpe.ipynb #a918f61b
-def cores()->int: # That this process may use
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
 def count_words_fast(
     source,                                 # Path of a file in UTF-8, or an iterable of texts
     special_tokens:Iterable[str]|None=None, # Where texts are split; not counted

@@ -20,6 +20,7 @@ from typing import Any, Self
 import numpy as np
 from ..tokenization.bpe import utf8
 from ..tools.config import TrainConfig, unknown
+from ..tools.machine import cores
 from ..tools.ngram import ngram_losses
 from ..tools.show import progress
 
@@ -275,7 +276,6 @@ def _encoded(writer:TokenWriter, texts:Iterator[str], tokenizer, threads:int, ba
 
 def _cores(tokenizer)->int:
     if not hasattr(tokenizer, "encode_batch"): return 1
-    from lmcourse.tokenization.fast_bpe import cores
     return cores()
 
 def _totals(writer:TokenWriter, prefix, about:dict)->dict: # What the files hold

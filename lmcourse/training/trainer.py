@@ -8,7 +8,7 @@ __all__ = ['Evaluation', 'evaluate', 'summarize', 'write_run', 'read_run', 'read
            'training_of', 'plot_runs', 'live_plot']
 
 # %% ../../nbs/04e_trainer.ipynb #a8ea902c
-import json, math, os, re, shutil, signal, statistics, sys, time
+import json, math, os, re, shutil, signal, statistics, time
 from contextlib import contextmanager, nullcontext
 from importlib.util import find_spec
 from dataclasses import dataclass, replace
@@ -25,6 +25,7 @@ from ..architecture.layers_torch import onednn_products
 from ..architecture.transformer_torch import TransformerLM
 from ..tokenization.tokenizer import Tokenizer
 from ..tools.config import ModelConfig, TrainConfig
+from ..tools.machine import peak_bytes
 from ..tools.show import figure, progress
 from .checkpoint import Checkpoints, load_checkpoint, read_state, write_safetensors
 from .data import Batches, BatchPrefetcher, TokenDataset, evaluation_batches, to_tensors
@@ -213,9 +214,7 @@ def peak_memory(
 )->int|None: # Bytes; none where the system does not tell
     "The most memory that has been held so far: by this process, or by its tensors on a card."
     if torch.device(device).type == "cuda": return torch.cuda.max_memory_allocated(device)
-    try: import resource
-    except ImportError: return None
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss*(1 if sys.platform == "darwin" else 1024)
+    return peak_bytes()
 
 def measure_step(
     trainer:Trainer, # Left as it is: the steps are made on another one like it
