@@ -97,6 +97,14 @@ def test_iterable_is_lazy():
     assert list(islice(TOKENIZER.encode_iterable(endless()), 10)) == ids[:10]
 
 
+@pytest.mark.parametrize("line", ["天气很好。\n", "それは、\n", "à \n", "“Yes”\n", "the end\n"])
+def test_iterable_cuts_lines_whatever_they_end_in(line):
+    def lines():
+        for _ in range(50_000): yield line
+        raise AssertionError("50,000 lines are held")
+    assert next(TOKENIZER.encode_iterable(lines())) == TOKENIZER.encode(line)[0]
+
+
 def test_iterable_holds_little():
     script = """
 import resource, sys
