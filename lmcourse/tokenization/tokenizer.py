@@ -22,9 +22,9 @@ from .bpe import (PRETOKENIZE, byte_alphabet, count_words, encode_word, learn_he
 # %% ../../nbs/01c_tokenizer.ipynb #5b8f8fa6
 _FEW_BYTES = 1 << 20
 
-def _ready(kernel:str)->bool: # Was it compiled or loaded in this process?
+def _ready(*kernels:str)->bool: # Was one of them compiled or loaded in this process?
     fast = sys.modules.get("lmcourse.tokenization.fast_bpe")
-    return bool(fast and getattr(fast, kernel).signatures)
+    return bool(fast and any(getattr(fast, kernel).signatures for kernel in kernels))
 
 def _few_texts(source, errors:str)->tuple: # The texts if they are few, else `None`; and the source, from its beginning
     if isinstance(source, (str, os.PathLike)):
@@ -210,7 +210,7 @@ class _FirstTexts:
         self.readable = ReadableEncoder(tokenizer, special)
     def _choose(self, size:int):
         self.left -= size
-        if size <= 4096 and self.left >= 0 and not _ready("encode_short"): return self.readable
+        if size <= 4096 and self.left >= 0 and not _ready("encode_short", "encode_kernel"): return self.readable
         from lmcourse.tokenization.fast_bpe import Encoder
         t = self.tokenizer
         merges = t.merges if self.special else t.without_special()[1]
