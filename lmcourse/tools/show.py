@@ -288,7 +288,7 @@ def controls(
 # %% ../../nbs/00b_show.ipynb #fd740895
 def _control(name:str, start, values): # The widget for one argument
     import ipywidgets
-    if isinstance(values, str): return ipywidgets.Textarea(value=start, placeholder="type a text", rows=4, layout=dict(width="100%", max_width="60em"))
+    if isinstance(values, str): return _text_box(value=start, placeholder="type a text", rows=4, layout=dict(width="100%", max_width="60em"))
     how = dict(options=[(f"{v:g}" if _number(v) else str(v), v) for v in values], value=start, description=name)
     if not all(map(_number, values)): return ipywidgets.Dropdown(**how)
     return ipywidgets.SelectionSlider(**how, continuous_update=False)
@@ -300,3 +300,11 @@ def _as_html(shown)->str:
     shown.savefig(file, format="png", dpi=200)
     data = base64.b64encode(file.getvalue()).decode()
     return f'<img style="max-width: 100%" width="{100*shown.get_figwidth():.0f}" src="data:image/png;base64,{data}">'
+
+# %% ../../nbs/00b_show.ipynb #311654e0
+def _text_box(**how):
+    import ipywidgets, traitlets
+    class TextBox(ipywidgets.Textarea):
+        @traitlets.validate("value")
+        def _whole(self, proposal): return proposal["value"].encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+    return TextBox(**how)
