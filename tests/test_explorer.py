@@ -211,8 +211,10 @@ def test_a_live_picture_can_be_sent_to_the_browser_whatever_is_typed(typed, show
     whole = explore_live(TOKENIZER, "the ")
     for widget in (whole, explore_live(TOKENIZER, typed)):
         box, view = widget.children
-        box.value = typed
-        assert box.value == shown and view.value == explore(TOKENIZER, shown)._repr_html_()
+        for say in (lambda text: setattr(box, "value", text), lambda text: box.set_state(dict(value=text))): # a program, and a browser
+            say("")
+            say(typed)
+            assert box.value == shown and view.value == explore(TOKENIZER, shown)._repr_html_()
         for part in (widget, box, view): json.dumps(part.get_state(), default=str, ensure_ascii=False).encode()
         json.dumps(widget._repr_mimebundle_(), default=str, ensure_ascii=False).encode()
 

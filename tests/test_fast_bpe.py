@@ -352,6 +352,18 @@ def test_nothing_is_read_behind_the_text():
     assert done.returncode == 0 and done.stdout == "done\n", done.stderr[-2000:]
 
 
+def test_without_a_folder_for_machine_code_each_process_compiles_for_itself():
+    script = """
+from numba.core import caching
+caching._CacheImpl._locator_classes = []                       # as where neither the package's folder nor the home can be written
+import numpy as np
+from lmcourse.tokenization import fast_bpe as F
+print(F.first_invalid(np.frombuffer(b"the \\xff", np.uint8), F.character_classes()))
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.stdout == "4\n", done.stderr[-2000:]
+
+
 @pytest.mark.slow
 def test_every_index_is_within_its_array(tmp_path):
     env = os.environ | dict(NUMBA_BOUNDSCHECK="1", NUMBA_CACHE_DIR=str(tmp_path))

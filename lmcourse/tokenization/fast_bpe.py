@@ -686,42 +686,40 @@ def last_cut(
     pattern = regex.compile(b"|".join(map(regex.escape, sorted(specials, key=len, reverse=True))))
     return next((i for i in reversed([m.start() for m in pattern.finditer(data)]) if i and not inside(i)), 0)
 
+# %% ../../nbs/01b_fast_bpe.ipynb #0eda4d7b
+def _read_piece(file, rest:bytes, buffer:np.ndarray, specials:list, size:int)->tuple: # A buffer with `rest` and the next bytes of the file, how many, and where to cut
+    if len(buffer) < size + len(rest): buffer = np.empty(size + len(rest), np.uint8)
+    n, blind = len(rest), max([2, *map(len, specials)]) # so many bytes may end a white space or a special token that began before them
+    buffer[:n] = np.frombuffer(rest, np.uint8)
+    while got := file.readinto(buffer.data[n:]):
+        n += got
+        if n < len(buffer): continue
+        if (cut := last_cut(buffer[-(1 << 16):].tobytes(), specials)) > blind: return buffer, n, cut + max(n - (1 << 16), 0)
+        if cut := last_cut(buffer.tobytes(), specials): return buffer, n, cut
+        buffer = np.concatenate([buffer, np.empty_like(buffer)])
+    return buffer, n, n
+
 # %% ../../nbs/01b_fast_bpe.ipynb #f7e6b795
 class FilePieces:
     "A file, piece by piece, to be closed at the end. Several threads may ask."
     def __init__(self, path, specials:list, errors:str="strict", size:int=1<<22): # Bytes of a piece, unless it can't be cut there
         self.path, self.specials, self.errors, self.size = Path(path), specials, errors, size
-        self.blind = max([2, *map(len, specials)]) # the first bytes of a window may end a white space or a special token that began before it
         self.file, self.rest, self.at, self.lock = open(path, "rb", buffering=0), b"", 0, threading.Lock()
     def close(self): self.file.close()
 
     def read(self, buffer:np.ndarray)->tuple: # The piece as an array, in `buffer` if it fits; an empty one at the end; and the buffer for next time
         "The next piece. `ValueError` if it is not UTF-8 and `errors` is 'strict'."
         while True:
-            with self.lock: buffer, at, size = self._next(buffer)
-            text = self._valid(_read_only(buffer[:size]), at)
-            if len(text) or not size: return text, buffer              # of a piece that is no text, 'ignore' leaves nothing: go on
+            with self.lock:
+                buffer, n, cut = _read_piece(self.file, self.rest, buffer, self.specials, self.size)
+                at, self.at, self.rest = self.at, self.at + cut, buffer[cut:n].tobytes()
+            text = self._valid(_read_only(buffer[:cut]), at)
+            if len(text) or not cut: return text, buffer               # where 'ignore' leaves nothing of a piece, the next one comes
 
     def _valid(self, text:np.ndarray, at:int)->np.ndarray:
         if (bad := first_invalid(text, character_classes())) < 0: return text
         if self.errors != "strict": return _read_only(text.tobytes().decode("utf-8", self.errors).encode())
         raise ValueError(f"{self.path}: byte {text[bad]:#04x} at {at + bad} is not UTF-8; errors='replace' or 'ignore' would go on")
-
-    def _next(self, buffer:np.ndarray)->tuple: # A buffer that begins with the next piece, its place in the file and its size
-        if len(buffer) < self.size + len(self.rest): buffer = np.empty(self.size + len(self.rest), np.uint8)
-        n = len(self.rest)
-        buffer[:n] = np.frombuffer(self.rest, np.uint8)
-        while got := self.file.readinto(buffer.data[n:]):
-            n += got
-            if n < len(buffer): continue
-            if (cut := last_cut(buffer[-(1 << 16):].tobytes(), self.specials)) > self.blind: cut += max(n - (1 << 16), 0)
-            elif not (cut := last_cut(buffer.tobytes(), self.specials)):
-                buffer = np.concatenate([buffer, np.empty_like(buffer)])
-                continue
-            break
-        else: cut = n
-        at, self.at, self.rest = self.at, self.at + cut, buffer[cut:n].tobytes()
-        return buffer, at, cut
 
 # %% ../../nbs/01b_fast_bpe.ipynb #112d6136
 BETWEEN = b"\xff"

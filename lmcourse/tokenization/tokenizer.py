@@ -121,10 +121,6 @@ class Vocabulary:
     def end_of_text(self)->int: # The id of `<|endoftext|>`; `ValueError` if that is no special token here
         if "<|endoftext|>" in self.special_tokens: return self.ids[b"<|endoftext|>"]
         raise ValueError(f"no special token <|endoftext|> in this tokenizer, which has {self.special_tokens}")
-    def without_special(self)->tuple: # Bytes to id, and merges, that make no special token
-        "What a text is encoded with that must not become one."
-        special = set(special_bytes(self.special_tokens))
-        return {t: i for t,i in self.ids.items() if t not in special}, [(a, b) for a,b in self.merges if not special & {a, b, a + b}]
 
     def token_bytes(self, id:int)->bytes: # `ValueError` for an id that is not in the vocabulary
         "The bytes that an id stands for."
@@ -180,12 +176,16 @@ class _WordIds(dict):
         self[word] = found
         return found
 
+def _without_special(t:Vocabulary)->tuple: # Bytes to id, and merges, that make no special token
+    special = set(special_bytes(t.special_tokens))
+    return {token: i for token,i in t.ids.items() if token not in special}, [(a, b) for a,b in t.merges if not special & {a, b, a + b}]
+
 # %% ../../nbs/01c_tokenizer.ipynb #662fef28
 class ReadableEncoder:
     "Bytes to ids by any rules, with the methods of the compiled `Encoder`; `threads` changes nothing here."
     def __init__(self, vocabulary:Vocabulary, special:bool=True): # With `special=False`, special tokens are text
         self.ids, self.rules = vocabulary.ids, vocabulary.rules
-        known, merges = (self.ids, vocabulary.merges) if special else vocabulary.without_special()
+        known, merges = (self.ids, vocabulary.merges) if special else _without_special(vocabulary)
         self.words = _WordIds(known, merges, self.rules.whole_words)
         self.split = special_pattern(vocabulary.special_tokens if special else ()).split
         self.cut = regex.compile(f"(?:{self.rules.pattern})|(?s:.)")
@@ -213,7 +213,7 @@ class _FirstTexts:
         if size <= 4096 and self.left >= 0 and not _ready("encode_short", "encode_kernel"): return self.readable
         from lmcourse.tokenization.fast_bpe import Encoder
         t = self.tokenizer
-        merges = t.merges if self.special else t.without_special()[1]
+        merges = t.merges if self.special else _without_special(t)[1]
         ids = {token: t.ids[token] for token in special_bytes(t.special_tokens)} if self.special else {}
         vars(t)[self.name] = encoder = Encoder(t.vocab, merges, ids)
         return encoder

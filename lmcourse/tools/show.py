@@ -303,8 +303,9 @@ def _as_html(shown)->str:
 
 # %% ../../nbs/00b_show.ipynb #311654e0
 def _text_box(**how):
-    import ipywidgets, traitlets
+    import ipywidgets
+    def whole(name, value): return value.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace") if name == "value" else value
     class TextBox(ipywidgets.Textarea):
-        @traitlets.validate("value")
-        def _whole(self, proposal): return proposal["value"].encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+        def __setattr__(self, name, value): super().__setattr__(name, whole(name, value))
+        def set_state(self, state): super().set_state({name: whole(name, value) for name,value in state.items()}) # what a browser sends
     return TextBox(**how)
