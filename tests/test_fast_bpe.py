@@ -355,7 +355,7 @@ def test_nothing_is_read_behind_the_text():
 def test_without_a_folder_for_machine_code_each_process_compiles_for_itself():
     script = """
 from numba.core import caching
-caching._CacheImpl._locator_classes = []                       # as where neither the package's folder nor the home can be written
+vars(caching)["CacheImpl" if hasattr(caching, "CacheImpl") else "_CacheImpl"]._locator_classes = []   # as where neither the package's folder nor the home can be written
 import numpy as np
 from lmcourse.tokenization import fast_bpe as F
 print(F.first_invalid(np.frombuffer(b"the \\xff", np.uint8), F.character_classes()))
