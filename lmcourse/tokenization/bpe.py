@@ -201,10 +201,11 @@ def merges_wanted(
 def special_bytes(
     special_tokens:Iterable[str]|None, # As a caller gave them
 )->list: # The same in UTF-8, checked
-    "Special tokens as bytes. `ValueError` for a single byte: a text that holds it could not be told from the token."
+    "Special tokens as bytes. `ValueError` for a single byte: text could not be told from it."
     special = list(map(utf8, special_list(special_tokens)))
     for token in special:
-        if len(token) == 1: raise ValueError(f"special token {token.decode()!r} is a single byte, which any text may hold; expected two or more, as in '<|endoftext|>'")
+        if len(token) == 1:
+            raise ValueError(f"special token {token.decode()!r} is a single byte, which any text may hold; expected two or more")
     return special
 
 # %% ../../nbs/01a_bpe.ipynb #810dd132

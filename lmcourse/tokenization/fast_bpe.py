@@ -36,9 +36,9 @@ from ..tools.machine import cores
 U, ONE, ZERO = np.uint64, np.uint64(1), np.int64(0)
 
 def kernel(f): # A function of numbers and arrays
-    "Compile it when it is first called, and keep the machine code on disk if there is a place for it."
+    "Compile it when it is first called, and keep the machine code on disk where a folder can be written."
     try: return njit(f, nogil=True, no_cfunc_wrapper=True, cache=__name__ != "__main__")
-    except RuntimeError: return njit(f, nogil=True, no_cfunc_wrapper=True) # no folder can be written
+    except RuntimeError: return njit(f, nogil=True, no_cfunc_wrapper=True) # no such folder
 
 inner = njit(nogil=True, forceinline=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)
 
@@ -649,7 +649,8 @@ class Specials:
     def __init__(self, tokens:Iterable[bytes]): # None of them empty
         self.tokens = sorted(tokens, key=len, reverse=True)
         self.sizes = np.array([len(t) for t in self.tokens], np.int64)
-        self._arrays = (np.frombuffer(b"".join(self.tokens), np.uint8).copy(), np.concatenate([[0], np.cumsum(self.sizes)]).astype(np.int64),
+        self._arrays = (np.frombuffer(b"".join(self.tokens), np.uint8).copy(),
+                        np.concatenate([[0], np.cumsum(self.sizes)]).astype(np.int64),
                         np.unique([t[0] for t in self.tokens]).astype(np.int64))
     def segments(self, text:np.ndarray)->tuple: # Starts and stops of what lies between them, and the number of the one behind each, -1 at the end
         "Cut a text at special tokens."
@@ -669,7 +670,7 @@ def _read_only(data)->np.ndarray: # Bytes as an array; one type for all kernels
     return array
 
 # %% ../../nbs/01b_fast_bpe.ipynb #e235e50e
-WHITE = "\x85\xa0\u1680\u2000\u2001\u2002\u2003\u2004\u2005\u2006\u2007\u2008\u2009\u200a\u2028\u2029\u202f\u205f\u3000" # beyond ASCII
+WHITE = "\x85\xa0\u1680\u2028\u2029\u202f\u205f\u3000" + "".join(map(chr, range(0x2000, 0x200B))) # beyond ASCII
 NEXT_CUT = regex.compile(rb"(?<=[^\t-\r ])(?<!" + b"|".join(map(utf8, WHITE)) + rb")[ \t\n\r]")
 CUT = regex.compile(b"(?r)" + NEXT_CUT.pattern) # from the end
 
@@ -687,14 +688,16 @@ def last_cut(
     return next((i for i in reversed([m.start() for m in pattern.finditer(data)]) if i and not inside(i)), 0)
 
 # %% ../../nbs/01b_fast_bpe.ipynb #0eda4d7b
-def _read_piece(file, rest:bytes, buffer:np.ndarray, specials:list, size:int)->tuple: # A buffer with `rest` and the next bytes of the file, how many, and where to cut
+def _read_piece(file, rest:bytes, buffer:np.ndarray, specials:list, size:int)->tuple:
+    "A buffer with `rest` and the next bytes of the file, how many there are, and where they may be cut."
     if len(buffer) < size + len(rest): buffer = np.empty(size + len(rest), np.uint8)
-    n, blind = len(rest), max([2, *map(len, specials)]) # so many bytes may end a white space or a special token that began before them
+    n, window = len(rest), 1 << 16
+    blind = max([2, *map(len, specials)]) # a white space or a special token may begin so many bytes before the window
     buffer[:n] = np.frombuffer(rest, np.uint8)
     while got := file.readinto(buffer.data[n:]):
         n += got
         if n < len(buffer): continue
-        if (cut := last_cut(buffer[-(1 << 16):].tobytes(), specials)) > blind: return buffer, n, cut + max(n - (1 << 16), 0)
+        if (cut := last_cut(buffer[-window:].tobytes(), specials)) > blind: return buffer, n, cut + max(n - window, 0)
         if cut := last_cut(buffer.tobytes(), specials): return buffer, n, cut
         buffer = np.concatenate([buffer, np.empty_like(buffer)])
     return buffer, n, n
@@ -714,7 +717,7 @@ class FilePieces:
                 buffer, n, cut = _read_piece(self.file, self.rest, buffer, self.specials, self.size)
                 at, self.at, self.rest = self.at, self.at + cut, buffer[cut:n].tobytes()
             text = self._valid(_read_only(buffer[:cut]), at)
-            if len(text) or not cut: return text, buffer               # where 'ignore' leaves nothing of a piece, the next one comes
+            if len(text) or not cut: return text, buffer    # 'ignore' may leave nothing of a piece: then the next one
 
     def _valid(self, text:np.ndarray, at:int)->np.ndarray:
         if (bad := first_invalid(text, character_classes())) < 0: return text
@@ -759,7 +762,8 @@ def count_words_fast(
             text, buffer = pieces.read(buffer)
             if not len(text): return table
             table.count(text, *specials.segments(text)[:2])
-    with closing(pieces), ThreadPoolExecutor(threads or cores()) as pool: tables = list(pool.map(work, range(threads or cores())))
+    threads = threads or cores()
+    with closing(pieces), ThreadPoolExecutor(threads) as pool: tables = list(pool.map(work, range(threads)))
     for table in tables[1:]:
         if table.state[0]: tables[0].add(table.words())
     return tables[0].words()

@@ -16,8 +16,8 @@ from operator import index
 from pathlib import Path
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple, Self
-from .bpe import (PRETOKENIZE, byte_alphabet, count_words, encode_word, learn_heap, make_vocab, merges_wanted,
-                                       special_bytes, special_list, special_pattern, utf8)
+from .bpe import (PRETOKENIZE, byte_alphabet, count_words, encode_word, learn_heap, make_vocab,
+                                       merges_wanted, special_bytes, special_list, special_pattern, utf8)
 
 # %% ../../nbs/01c_tokenizer.ipynb #5b8f8fa6
 _FEW_BYTES = 1 << 20
@@ -26,11 +26,11 @@ def _ready(*kernels:str)->bool: # Was one of them compiled or loaded in this pro
     fast = sys.modules.get("lmcourse.tokenization.fast_bpe")
     return bool(fast and any(getattr(fast, kernel).signatures for kernel in kernels))
 
-def _few_texts(source, errors:str)->tuple: # The texts if they are few, else `None`; and the source, from its beginning
+def _few_texts(source, errors:str)->tuple: # The texts if they are few, else `None`; and the whole source
     if isinstance(source, (str, os.PathLike)):
         if Path(source).stat().st_size > _FEW_BYTES: return None, source
         try: return [Path(source).read_bytes().decode("utf-8", errors)], source
-        except UnicodeDecodeError: return None, source            # the compiled reader says what is wrong
+        except UnicodeDecodeError: return None, source    # the compiled reader says what is wrong
     head, size, rest = [], 0, iter(source)
     for text in rest:
         head.append(text)
@@ -39,9 +39,11 @@ def _few_texts(source, errors:str)->tuple: # The texts if they are few, else `No
     return head, head
 
 # %% ../../nbs/01c_tokenizer.ipynb #507b9dc1
-def _learn_few(source, wanted:int, special_tokens:list, threads:int|None, errors:str)->tuple: # Merges of a small text, else `None`; and the source
-    odd = errors not in ("strict", "replace", "ignore") or threads is not None and threads < 1 or isinstance(source, bytes)
-    if odd or wanted > 1000 or _ready("learn_kernel"): return None, source # of what is odd, `count_words_fast` says why
+def _learn_few(source, wanted:int, special_tokens:list, threads:int|None, errors:str)->tuple:
+    "The merges of a small text, else `None`; and the whole source."
+    odd = errors not in ("strict", "replace", "ignore") or threads is not None and threads < 1
+    if odd or isinstance(source, bytes) or wanted > 1000 or _ready("learn_kernel"):
+        return None, source                               # of what is odd, `count_words_fast` says why
     texts, source = _few_texts(source, errors)
     if texts is None: return None, source
     counts = count_words(texts, special_tokens)
@@ -104,7 +106,7 @@ class Rules(NamedTuple):
 class Vocabulary:
     "Tokens, merges and special tokens that fit each other, and the way from ids to text."
     def __init__(self,
-        vocab:dict,  # Id to bytes; ids from 0 without a gap. Text with a byte that is no token can't be encoded
+        vocab:dict,  # Id to bytes; ids from 0 without a gap. A single byte may be missing: it can't be encoded
         merges:list, # Pairs of byte strings, in the order in which they were learnt
         special_tokens:Iterable[str]|None=None, # Those that `vocab` lacks get the ids behind its last
         rules:Rules=Rules(), # How a text becomes words
@@ -159,7 +161,7 @@ class VocabularyFiles(Vocabulary):
 # %% ../../nbs/01c_tokenizer.ipynb #4720e4be
 class _WordIds(dict):
     "Pre-token to its ids. At most `limit` words are kept, and none over 64 characters."
-    def __init__(self, ids:dict, merges:list, whole_words:bool, limit:int=1<<16): # As in a `Vocabulary`
+    def __init__(self, ids:dict, merges:list, whole_words:bool, limit:int=1<<16):
         self.ids, self.limit, self.whole_words = ids, limit, whole_words
         self.ranks = {pair: rank for rank,pair in enumerate(merges)}
 
@@ -168,8 +170,8 @@ class _WordIds(dict):
         tokens = [data] if self.whole_words and data in self.ids else encode_word(data, self.ranks)
         for token in tokens:
             if token in self.ids: continue
-            lacking = sum(bytes([b]) not in self.ids for b in range(256))
-            raise ValueError(f"the byte {token[0]:#04x} ({token!r}) of the text has no token in this vocabulary, which lacks {lacking} of 256")
+            lacking, byte = sum(bytes([b]) not in self.ids for b in range(256)), f"{token[0]:#04x} ({token!r})"
+            raise ValueError(f"the byte {byte} of the text has no token in this vocabulary, which lacks {lacking} of 256")
         found = [self.ids[token] for token in tokens]
         if len(word) > 64: return found
         if len(self) >= self.limit: self.clear()
@@ -178,12 +180,13 @@ class _WordIds(dict):
 
 def _without_special(t:Vocabulary)->tuple: # Bytes to id, and merges, that make no special token
     special = set(special_bytes(t.special_tokens))
-    return {token: i for token,i in t.ids.items() if token not in special}, [(a, b) for a,b in t.merges if not special & {a, b, a + b}]
+    ids = {token: i for token,i in t.ids.items() if token not in special}
+    return ids, [(a, b) for a,b in t.merges if not special & {a, b, a + b}]
 
 # %% ../../nbs/01c_tokenizer.ipynb #662fef28
 class ReadableEncoder:
     "Bytes to ids by any rules, with the methods of the compiled `Encoder`; `threads` changes nothing here."
-    def __init__(self, vocabulary:Vocabulary, special:bool=True): # With `special=False`, special tokens are text
+    def __init__(self, vocabulary:Vocabulary, special:bool=True): # As for `TextEncoder.encode`
         self.ids, self.rules = vocabulary.ids, vocabulary.rules
         known, merges = (self.ids, vocabulary.merges) if special else _without_special(vocabulary)
         self.words = _WordIds(known, merges, self.rules.whole_words)
@@ -204,26 +207,29 @@ class ReadableEncoder:
 
 # %% ../../nbs/01c_tokenizer.ipynb #cab9c44d
 class _FirstTexts:
-    "Encodes the first short texts readably; then the compiled encoder takes its place in the tokenizer."
+    "Encodes the first short texts readably; then the compiled encoder takes its place."
     def __init__(self, tokenizer, name:str, special:bool): # The tokenizer's attribute that this is
         self.tokenizer, self.name, self.special, self.left = tokenizer, name, special, 1 << 16
         self.readable = ReadableEncoder(tokenizer, special)
     def _choose(self, size:int):
         self.left -= size
-        if size <= 4096 and self.left >= 0 and not _ready("encode_short", "encode_kernel"): return self.readable
+        if size <= 4096 and self.left >= 0 and not _ready("encode_short", "encode_kernel"):
+            return self.readable
         from lmcourse.tokenization.fast_bpe import Encoder
         t = self.tokenizer
         merges = t.merges if self.special else _without_special(t)[1]
-        ids = {token: t.ids[token] for token in special_bytes(t.special_tokens)} if self.special else {}
+        ids = {token: t.ids[token] for token in special_bytes(t.special_tokens if self.special else ())}
         vars(t)[self.name] = encoder = Encoder(t.vocab, merges, ids)
         return encoder
     def encode_list(self, data:bytes)->list: return self._choose(len(data)).encode_list(data)
-    def encode(self, data:bytes, threads:int=1)->np.ndarray: return self._choose(len(data)).encode(data, threads)
-    def encode_batch(self, texts:list, threads:int=1)->tuple: return self._choose(sum(map(len, texts))).encode_batch(texts, threads)
+    def encode(self, data:bytes, threads:int=1)->np.ndarray:
+        return self._choose(len(data)).encode(data, threads)
+    def encode_batch(self, texts:list, threads:int=1)->tuple:
+        return self._choose(sum(map(len, texts))).encode_batch(texts, threads)
 
 # %% ../../nbs/01c_tokenizer.ipynb #0d183364
 class TextEncoder(VocabularyFiles):
-    "A vocabulary and the way from text to its ids. Safe to use from several threads. With `special=False`, special tokens in a text are text."
+    "A vocabulary and the way from text to its ids. Safe to use from several threads."
     @cached_property
     def _encoder(self): return self._new_encoder("_encoder", True)
     @cached_property
@@ -232,18 +238,18 @@ class TextEncoder(VocabularyFiles):
         compiled = self.rules == Rules() and all(bytes([b]) in self.ids for b in range(256))
         return _FirstTexts(self, name, special) if compiled else ReadableEncoder(self, special)
 
-    def encode(self, text:str, special:bool=True)->list: # Ids; a special token in `text` becomes its one id, unless `special=False`
-        "The ids of a text. `ValueError` if it holds half of a surrogate pair, or a byte that has no token."
+    def encode(self, text:str, special:bool=True)->list: # A special token in `text` becomes its one id
+        "The ids of a text. With `special=False` no special one: for text from outside. `ValueError` for what has no ids."
         return (self._encoder if special else self._plain).encode_list(_utf8(text))
-    def encode_bytes(self, data:bytes, special:bool=True)->list: # Whatever the bytes are, `decode_bytes` gives them back
+    def encode_bytes(self, data:bytes, special:bool=True)->list: # `decode_bytes` gives them back, whatever they are
         "The ids of bytes, which need not be UTF-8."
         return self.encode_array(data, special=special).tolist()
-    def encode_array(self, text, threads:int=1, special:bool=True)->np.ndarray: # uint16 for up to 65,536 ids, else uint32
-        "The ids of a text or of bytes as an array, which is much faster than a list."
+    def encode_array(self, text, threads:int=1, special:bool=True)->np.ndarray:
+        "The ids of a text or of bytes as an array, which is faster than a list: uint16 for up to 65,536 ids, else uint32."
         data = bytes(text) if isinstance(text, (bytes, bytearray, memoryview)) else _utf8(text)
         return (self._encoder if special else self._plain).encode(data, threads)
-    def encode_batch(self, texts:Iterable[str], threads:int=1, special:bool=True)->tuple: # Ids of all, and offsets: text k is `ids[offsets[k]:offsets[k+1]]`
-        "The ids of many texts, each encoded by itself."
+    def encode_batch(self, texts:Iterable[str], threads:int=1, special:bool=True)->tuple:
+        "The ids of many texts, each encoded by itself, and offsets: those of text k are `ids[offsets[k]:offsets[k+1]]`."
         if isinstance(texts, (str, bytes)): raise TypeError(f"texts is one {type(texts).__name__}, expected an iterable of them: [text]")
         return (self._encoder if special else self._plain).encode_batch(list(map(_utf8, texts)), threads)
 
@@ -285,11 +291,13 @@ class Tokenizer(TextEncoder):
         vocab, merges = train_bpe(source, vocab_size, special_tokens)
         return cls(vocab, merges, special_tokens)
 
-    def encode_iterable(self, chunks:Iterable, special:bool=True)->Iterator[int]: # Parts of one text, `str` or `bytes`, say the lines of a file or its blocks
-        "The ids of all chunks put together, one by one. Holds what lies between two places where text may be cut, or 64 KiB."
+    def encode_iterable(self, chunks:Iterable, special:bool=True)->Iterator[int]:
+        """The ids of all chunks put together, one by one: parts of one text, `str` or `bytes`, say the lines of a file.
+        Holds what lies between two places where text may be cut, or 64 KiB."""
         if isinstance(chunks, (str, bytes)): raise TypeError(f"chunks is one {type(chunks).__name__}, expected an iterable of them: [text]")
         marks = [t.encode() for t in self.special_tokens] if special else []
-        for data in cut_chunks(chunks, marks, self.rules == Rules()): yield from self.encode_bytes(data, special)
+        for data in cut_chunks(chunks, marks, self.rules == Rules()):
+            yield from self.encode_bytes(data, special)
 
 # %% ../../nbs/01c_tokenizer.ipynb #0f33dc78
 _CHARACTERS = byte_alphabet()

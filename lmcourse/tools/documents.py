@@ -22,27 +22,29 @@ SPLITS = ("train", "valid")
 # %% ../../nbs/00f_documents.ipynb #3eefa99e
 _BLOCK = 1 << 20 # Bytes that are read at a time
 
-def _blocks(path:Path, start:int, stop:int)->Iterator[str]: # The text of a file from byte `start` to `stop`
+def _blocks(path:Path, start:int, stop:int)->Iterator[str]: # The text of a file between two bytes
     decode, at = codecs.getincrementaldecoder("utf-8")().decode, start
     with path.open("rb", buffering=0) as file:
         file.seek(start)
         while data := file.read(min(_BLOCK, stop - at)):
-            if 0 in data: raise ValueError(f"{path}: a binary file (a zero byte at {at + data.index(0)})")
+            if (zero := data.find(0)) >= 0: raise ValueError(f"{path}: a binary file (a zero byte at {at + zero})")
             at += len(data)
             try: text = decode(data, at == stop)
             except UnicodeDecodeError as e:
-                raise ValueError(f"{path}: not UTF-8 text (byte {e.object[e.start]:#04x} at {at - len(e.object) + e.start})") from None
+                place, byte = at - len(e.object) + e.start, e.object[e.start]
+                raise ValueError(f"{path}: not UTF-8 text (byte {byte:#04x} at {place})") from None
             yield text
 
 # %% ../../nbs/00f_documents.ipynb #719c4969
 _MARK = END_OF_TEXT.encode()
 
-def _last_end(data:bytes, most:int)->int: # Where the last document, else line, else word ends that is among the first `most` bytes
+def _last_end(data:bytes, most:int)->int: # Where the last document, else line, else word of `most` bytes ends
     across = data.find(_MARK, max(0, most-len(_MARK)+1), most+len(_MARK)-1)
     if across >= 0: most = across + len(_MARK)                  # no mark is cut in two
     while 0 < most < len(data) and data[most] & 0xC0 == 0x80: most -= 1 # and no character
-    ends = [data.rfind(end, 0, most) + len(end) for end in (_MARK, b"\n", b" ") if end in data[:most]]
-    return next((e for e in ends if data[:e].replace(_MARK, b"").decode(errors="replace").strip()), most)
+    places = [data.rfind(end, 0, most) + len(end) for end in (_MARK, b"\n", b" ") if end in data[:most]]
+    def blank(text): return not text.replace(_MARK, b"").decode(errors="replace").strip()
+    return next((p for p in places if not blank(data[:p])), most)
 
 def _valid_start(path:Path, size:int)->int: # Where the validation part of a file begins
     start = max(0, (most := size*9//10) - _BLOCK)
@@ -51,7 +53,7 @@ def _valid_start(path:Path, size:int)->int: # Where the validation part of a fil
         return start + _last_end(file.read(most - start + len(_MARK)), most - start)
 
 # %% ../../nbs/00f_documents.ipynb #e673a0a5
-def _whole_marks(blocks:Iterator[str])->Iterator[str]: # The same text, and no mark lies across two blocks
+def _whole_marks(blocks:Iterator[str])->Iterator[str]: # No mark lies across two blocks
     held = ""
     for block in blocks:
         text = held + block
@@ -60,8 +62,8 @@ def _whole_marks(blocks:Iterator[str])->Iterator[str]: # The same text, and no m
         yield text[:len(text)-keep]
     yield held
 
-def _in_documents(blocks:Iterator[str], size:int|None)->Iterator[str]: # Not more than that many bytes
-    parts, held = [], 0                                         # of the document that has begun, and their bytes
+def _in_documents(blocks:Iterator[str], size:int|None)->Iterator[str]: # At most so many bytes
+    parts, held = [], 0                                   # of the document that has begun, and their bytes
     for block in _whole_marks(blocks):
         for i,part in enumerate(block.split(END_OF_TEXT)):
             if i:                                               # a mark stands before this part
@@ -79,17 +81,17 @@ def _in_documents(blocks:Iterator[str], size:int|None)->Iterator[str]: # Not mor
 
 # %% ../../nbs/00f_documents.ipynb #103ead21
 def text_documents(
-    path,                    # A text file in UTF-8: documents with `<|endoftext|>` between them, or one document
+    path,                    # A text file in UTF-8; `<|endoftext|>` stands between its documents
     split:str="train",       # `train`: the first nine tenths, `valid`: the rest
-    max_bytes:int|None=None, # Not more than that; the document that would be too much is cut, at a line
+    max_bytes:int|None=None, # Not more than that; a document that is too long is cut, at a line
 )->Iterator[str]: # The documents of that part
-    """Read a text file, as far as asked for. `FileNotFoundError` or, for a file that is empty or no text, `ValueError`:
+    """Read a text file, as far as asked for. `FileNotFoundError`, or `ValueError` for a file that is empty or no text:
     at once if its beginning tells, else when that place is read."""
     if not (path := Path(path)).is_file(): raise FileNotFoundError(f"{path}: no such file")
     size = path.stat().st_size
-    if not any(text.strip() for text in _blocks(path, 0, size)): raise ValueError(f"{path}: the file is empty")
+    if all(not text.strip() for text in _blocks(path, 0, size)): raise ValueError(f"{path}: the file is empty")
     cut = _valid_start(path, size)
-    return _in_documents(_blocks(path, 0, cut) if split == "train" else _blocks(path, cut, size), max_bytes)
+    return _in_documents(_blocks(path, *((0, cut) if split == "train" else (cut, size))), max_bytes)
 
 # %% ../../nbs/00f_documents.ipynb #1fdf5c84
 HUB = { # Name to repository and commit
