@@ -13,9 +13,10 @@ import pytest
 import regex
 from hypothesis import given, settings, strategies as st
 
-from lmcourse.tokenization.bpe import count_words, encode_word, learn_heap, make_vocab, pretokenize
+from lmcourse.tokenization.bpe import count_words, encode_word, learn_heap, make_vocab, pretokenize, special_pattern
 from lmcourse.tokenization.fast_bpe import (Encoder, FilePieces, Specials, WordTable, Words, character_classes, count_words_fast, cut_segments, first_invalid,
                                             last_cut, learn_fast, pretoken_ends)
+from lmcourse.tokenization.tokenizer import ReadableEncoder, Rules, Vocabulary
 from lmcourse.tools.stories import Stories
 
 END = "<|endoftext|>"
@@ -98,7 +99,6 @@ SMALL = st.text(st.sampled_from("ab<> \n好\u3000") | st.sampled_from(WHITE) | s
 @settings(max_examples=1000, deadline=None)
 @given(SMALL, SPECIALS)
 def test_special_tokens_are_found_as_by_a_pattern(text, special):
-    from lmcourse.tokenization.bpe import special_pattern
     for t in (text, " "*70 + text*3):
         data = t.encode()
         found = Specials([s.encode() for s in special])
@@ -106,6 +106,17 @@ def test_special_tokens_are_found_as_by_a_pattern(text, special):
         parts = [data[i:j].decode() for i, j in zip(starts, stops)]
         marks = [found.tokens[n].decode() for n in numbers[:-1]]
         assert special_pattern(special).split(t) == [x for pair in zip(parts, marks) for x in pair] + parts[-1:]
+
+
+def test_many_special_tokens_leave_the_shared_random_numbers_alone():
+    "The package `regex` empties its full cache of patterns by `random.sample`: patterns made for one tokenizer must not fill it."
+    regex.purge()
+    before = random.getstate()
+    for i in range(600):
+        special_pattern([f"<{i}>"])
+        last_cut(b"a<b>"*3, [b"<%d>" % i])
+        ReadableEncoder(Vocabulary(VOCAB, [], rules=Rules(f" ?a{{{i}}}")))
+    assert random.getstate() == before
 
 
 @settings(max_examples=2000, deadline=None)

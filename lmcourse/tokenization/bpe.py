@@ -52,7 +52,8 @@ def special_pattern(
 )->regex.Pattern: # `split` with it gives text, special token, text, special token, …, text
     "The pattern that finds special tokens, the longest first."
     tokens = sorted(special_list(special_tokens), key=len, reverse=True)
-    return regex.compile("(" + "|".join(map(regex.escape, tokens)) + ")" if tokens else "((?!))") # `(?!)` never matches
+    pattern = "(" + "|".join(map(regex.escape, tokens)) + ")" if tokens else "((?!))" # `(?!)` never matches
+    return regex.compile(pattern, cache_pattern=False)                     # a full cache would draw from `random`
 
 # %% ../../nbs/01a_bpe.ipynb #080d7168
 def count_words(

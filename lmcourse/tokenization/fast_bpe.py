@@ -684,7 +684,7 @@ def last_cut(
     for found in CUT.finditer(data) if spaces else ():
         if not inside(found.start()): return found.start()
     if not specials: return 0
-    pattern = regex.compile(b"|".join(map(regex.escape, sorted(specials, key=len, reverse=True))))
+    pattern = regex.compile(b"|".join(map(regex.escape, sorted(specials, key=len, reverse=True))), cache_pattern=False)
     return next((i for i in reversed([m.start() for m in pattern.finditer(data)]) if i and not inside(i)), 0)
 
 # %% ../../nbs/01b_fast_bpe.ipynb #0eda4d7b

@@ -191,7 +191,7 @@ class ReadableEncoder:
         known, merges = (self.ids, vocabulary.merges) if special else _without_special(vocabulary)
         self.words = _WordIds(known, merges, self.rules.whole_words)
         self.split = special_pattern(vocabulary.special_tokens if special else ()).split
-        self.cut = regex.compile(f"(?:{self.rules.pattern})|(?s:.)")
+        self.cut = regex.compile(f"(?:{self.rules.pattern})|(?s:.)", cache_pattern=False)
         self.dtype = np.uint16 if vocabulary.vocab_size <= 1 << 16 else np.uint32
     def _ids(self, data:bytes)->Iterator[int]:
         for i,part in enumerate(self.split(data.decode("utf-8", "surrogateescape"))):
