@@ -396,7 +396,7 @@ def run_encoding(task:str, name:str, threads:int, path:str, max_bytes:int|None, 
     "Encode a sample once."
     x = getattr(_sample(path, max_bytes), TASKS[task].form)
     t = ENCODERS[name](folder) if TASKS[task].fresh else _encoder(name, folder)
-    if TASKS[task].fresh: t.encode_array("")                    # makes its tables, which hold no word yet
+    if TASKS[task].fresh: t.encode_array("x"*5000)              # makes its tables, which hold no word yet: none so long
     measured, result = timed(lambda: TASKS[task].calls[name](t, x, threads))
     if ids: np.save(ids, flat_ids(result))
     return measured | dict(sample=len(_sample(path, max_bytes).utf8))
