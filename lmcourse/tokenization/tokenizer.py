@@ -167,8 +167,12 @@ class TextEncoder(VocabularyFiles):
         from lmcourse.tokenization.fast_bpe import Encoder
         return Encoder(self.vocab, self.merges, {t.encode(): self.ids[t.encode()] for t in self.special_tokens})
 
-    def encode(self, text:str)->list: # Ids; a special token in `text` becomes its one id
+    @cached_property
+    def _plain(self):
+        return type(self)(self.vocab, self.merges, (), self.rules)
+    def encode(self, text:str, special:bool=True)->list: # Ids; a special token in `text` becomes its one id, unless `special` is False
         "The ids of a text. `ValueError` if it holds half of a surrogate pair."
+        if not special: return self._plain.encode(text)
         return self._encoder.encode_list(_utf8(text))
     def encode_bytes(self, data:bytes)->list: # Whatever the bytes are, `decode_bytes` gives them back
         "The ids of bytes, which need not be UTF-8."
