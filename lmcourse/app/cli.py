@@ -503,7 +503,7 @@ def get_ready(data:str, minutes:float, out:Path): # The trainer, after everythin
     say(f"1. Corpus: {total:,} bytes to learn from. It begins:", wrapped(" ".join(training[0][:300].split()) + " …", "   "), "")
     start, vocab_size = time.perf_counter(), 2048 if total > 1.5e6 else 1024 if total > 5e5 else 512
     tokenizer = learn_tokenizer(islice(training, 4000), vocab_size)
-    pieces = [tokenizer.decode([i]) for i in tokenizer.encode(" ".join(training[0][:80].split()))]
+    pieces = [tokenizer.decode([i]) for i in tokenizer.encode(" ".join(training[0][:80].split()), special=False)]
     say(f"2. Tokenizer: {tokenizer.vocab_size:,} tokens, learnt in {duration(time.perf_counter()-start)}. It cuts text so:", "   " + "|".join(pieces), "")
     say("3. Tokens on disk:")
     prepare(data, out/"data", tokenizer, size, 400)
