@@ -18,7 +18,7 @@ from collections.abc import Callable
 from typing import ClassVar
 import numpy as np
 from .. import __version__
-from ..tools.config import ModelConfig, TrainConfig, unknown
+from ..tools.config import Config, ModelConfig, TrainConfig, unknown
 from ..tools.documents import documents
 from ..tools.machine import cores, processor_name
 from ..tools.show import COLORS, Table, figure
@@ -30,14 +30,14 @@ from ..training.data import TokenDataset, count_ngrams, lock_file, read_ngrams, 
 
 # %% ../../nbs/06a_sweep.ipynb #ec6768e4
 @dataclass(frozen=True)
-class RunData:
+class RunData(Config):
     "Where the tokens of a run come from."
     corpus:str = "stories"     # A name for `documents`
     vocab_size:int = 512       # Tokens of a tokenizer that is learnt from the training text
     max_mb:float = 8.0         # Megabytes of training text at most
     valid_documents:int = 200  # Validation documents at most
 
-    def __post_init__(self):
+    def validate(self):
         if self.vocab_size < 257: raise ValueError(f"RunData: vocab_size = {self.vocab_size}, expected 257 or more: 256 bytes and the end of text")
         if not 0 < self.max_mb < 1e9: raise ValueError(f"RunData: max_mb = {self.max_mb}, expected more than 0")
         if self.valid_documents < 1: raise ValueError(f"RunData: valid_documents = {self.valid_documents}, expected 1 or more")
@@ -114,7 +114,8 @@ def step_cost(
 def _steps(experiment:Experiment, model:ModelConfig, train:TrainConfig)->dict: # And a warm-up in proportion
     tokens, flops = step_cost(model, train)
     budget, step, unit = (experiment.tokens, tokens, "tokens") if experiment.flops is None else (experiment.flops, flops, "FLOPs")
-    if not budget >= step: raise ValueError(f"a budget of {budget:,} {unit} is smaller than one step, which takes {step:,}")
+    if not abs(budget) < math.inf: raise ValueError(f"a budget of {budget} {unit}, expected a finite number")
+    if budget < step: raise ValueError(f"a budget of {budget:,} {unit} is smaller than one step, which takes {step:,}")
     steps = int(budget//step)
     return dict(steps=steps, warmup_steps=round(train.warmup_steps*steps/train.steps))
 
@@ -159,17 +160,19 @@ def add_line(
 # %% ../../nbs/06a_sweep.ipynb #8aa65dcd
 def prepare_corpus(
     data:RunData, # What
-    folder:Path, # Where; what is there already stays as it is
+    folder:Path, # Where; what is there already stays as it is, and what was cut off goes on
 )->Path: # Folder with `train`, `valid` and `tokenizer`
     "The tokens of a corpus, made once."
     out = Path(folder)/f"{data.corpus.replace(':', '-').replace('/', '-')}-{data.vocab_size}-{data.max_mb:g}-{data.valid_documents}"
     if (out/"ngram.json").exists(): return out
     held_out = list(islice(documents(data.corpus, "valid"), data.valid_documents))
     known, size = set(held_out), int(1e6*data.max_mb)
-    tokenizer = Tokenizer.train(documents(data.corpus, "train", min(size, 10**8)), data.vocab_size)
-    tokenizer.save(out/"tokenizer")
-    write_tokens(out/"train", (d for d in documents(data.corpus, "train", size) if d not in known), tokenizer, data.corpus, total_bytes=size)
-    write_tokens(out/"valid", held_out, tokenizer, data.corpus, nats=(lambda d: -Stories().log_prob(d)) if data.corpus == "stories" else None)
+    if not (out/"tokenizer").exists(): Tokenizer.train(documents(data.corpus, "train", min(size, 10**8)), data.vocab_size).save(out/"tokenizer")
+    tokenizer, nats = Tokenizer.from_folder(out/"tokenizer"), (lambda d: -Stories().log_prob(d)) if data.corpus == "stories" else None
+    training = (d for d in documents(data.corpus, "train", size) if d not in known)
+    if not (out/"train.json").exists(): write_tokens(out/"train", training, tokenizer, data.corpus, total_bytes=size)
+    if not (out/"valid.json").exists(): write_tokens(out/"valid", held_out, tokenizer, data.corpus, nats=nats)
+    for left in out.glob("*.part"): shutil.rmtree(left) if left.is_dir() else left.unlink()      # By a call that was killed
     count_ngrams(out, most=2_000_000)
     return out
 
@@ -332,19 +335,13 @@ def machine_name(
 # %% ../../nbs/06a_sweep.ipynb #dda6a07c
 def student_t(
     freedom:int,      # Values less one
-    level:float=0.95, # Of the interval
+    level:float=0.95, # Of the interval, between 0 and 1
 )->float: # Standard errors on either side
-    "The quantile of Student's distribution, by halving an interval around it. `ValueError` for less than two values."
-    if freedom < 1: raise ValueError(f"student_t: {freedom = }, expected 1 or more: an interval needs two values")
-    scale = math.exp(math.lgamma((freedom + 1)/2) - math.lgamma(freedom/2))/math.sqrt(freedom*math.pi)
-    def inside(t): # Probability between -t and t, by the substitution x = sqrt(n) tan(u)
-        u = np.linspace(0, math.atan(t/math.sqrt(freedom)), 2001)
-        return 2*scale*math.sqrt(freedom)*float(np.trapezoid(np.cos(u)**(freedom - 1), u))
-    low, high = 0., 1e3
-    for _ in range(60):
-        middle = (low + high)/2
-        low, high = (middle, high) if inside(middle) < level else (low, middle)
-    return middle
+    "The quantile of Student's distribution. `ValueError` for less than two values."
+    from scipy.stats import t
+    if not freedom >= 1: raise ValueError(f"student_t: {freedom = }, expected 1 or more: an interval needs two values")
+    if not 0 < level < 1: raise ValueError(f"student_t: {level = }, expected more than 0 and less than 1")
+    return float(t.isf((1 - level)/2, freedom))
 
 # %% ../../nbs/06a_sweep.ipynb #7e38b09b
 def paired_difference(

@@ -6,7 +6,7 @@
 __all__ = ['unknown', 'Config', 'describe', 'ModelConfig', 'TrainConfig']
 
 # %% ../../nbs/00c_config.ipynb #8721c1b6
-import dataclasses, difflib, json, re, tomllib, types, typing
+import dataclasses, difflib, json, re, sys, tomllib, types, typing
 from dataclasses import dataclass, fields
 from importlib.resources import files
 from pathlib import Path
@@ -17,16 +17,17 @@ from .show import Table
 def _fits(
     value,  # What was given
     hint,   # The field's type: a class, a `Literal`, or a union with `None`
-)->bool: # Whether `value` is of that type; an `int` will do for a `float`, a `bool` for neither
+)->bool: # Whether `value` is of that type; an `int` will do for a `float`, a `bool` for neither; a `float` is finite
     if isinstance(hint, types.UnionType): return any(_fits(value, h) for h in typing.get_args(hint))
     if typing.get_origin(hint) is Literal: return value in typing.get_args(hint)
     if isinstance(value, bool): return hint is bool
-    return isinstance(value, (int, float) if hint is float else hint)
+    if hint is float: return isinstance(value, (int, float)) and abs(value) <= sys.float_info.max
+    return isinstance(value, hint)
 
 def _wanted(hint)->str: # The same type in words, for a message
     if isinstance(hint, types.UnionType): return " or ".join(map(_wanted, typing.get_args(hint)))
     if typing.get_origin(hint) is Literal: return "one of " + ", ".join(typing.get_args(hint))
-    return "none" if hint is types.NoneType else hint.__name__
+    return {types.NoneType: "none", float: "a finite number"}.get(hint, hint.__name__)
 
 # %% ../../nbs/00c_config.ipynb #3311d688
 def unknown(
@@ -218,6 +219,8 @@ def _check_train(c:TrainConfig):
     for name in ("beta1", "beta2"):
         if not 0 <= getattr(c, name) < 1: raise ValueError(f"TrainConfig: {name} = {getattr(c, name)}, expected 0 <= {name} < 1")
     if not 0 < c.plateau_factor < 1: raise ValueError(f"TrainConfig: plateau_factor = {c.plateau_factor}, expected 0 < plateau_factor < 1")
+    if not re.fullmatch(r"auto|(cpu|cuda|mps)(:\d+)?", c.device):
+        raise ValueError(f"TrainConfig: device = {c.device!r}, expected auto, cpu, cuda or mps")
     if c.min_lr > c.lr: raise ValueError(f"TrainConfig: min_lr = {c.min_lr} is above lr = {c.lr}")
 
 # %% ../../nbs/00c_config.ipynb #f14bf9e0
