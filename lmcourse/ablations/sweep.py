@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['STATUS', 'FORMAT', 'LENGTHS', 'RunData', 'Run', 'Experiment', 'step_cost', 'read_lines', 'add_line', 'prepare_corpus',
-           'losses_by_length', 'train_job', 'run_experiment', 'machine_name', 'student_t', 'paired_difference',
+           'losses_by_length', 'train_job', 'missing_runs', 'run_experiment', 'student_t', 'paired_difference',
            'outcomes', 'values_of', 'difference_from_base', 'compare_variants', 'plot_curves']
 
 # %% ../../nbs/06a_sweep.ipynb #733fb635
@@ -20,7 +20,7 @@ import numpy as np
 from .. import __version__
 from ..tools.config import Config, ModelConfig, TrainConfig, unknown
 from ..tools.documents import documents
-from ..tools.machine import cores, processor_name
+from ..tools.machine import cores, machine_name
 from ..tools.show import COLORS, Table, figure
 from ..tools.stories import Stories
 from ..tokenization.tokenizer import Tokenizer
@@ -234,6 +234,14 @@ def _curve(run:Path, points:int=60)->dict: # Lists of numbers, `points` at most;
                 valid_step=[m["step"] for m in valid], valid_loss=[round(m["valid_loss"], 5) for m in valid])
 
 # %% ../../nbs/06a_sweep.ipynb #d74f4f62
+def missing_runs(
+    experiment:Experiment, # What
+    results,               # File of lines
+)->dict: # Key to `Run`
+    "The runs of an experiment that a file lacks, or has as crashed only."
+    done = {key for key,line in read_lines(results).items() if line["status"] != "crashed"}
+    return {job.key: job for job in experiment.runs().values() if job.key not in done}
+
 def run_experiment(
     experiment:Experiment, # What
     results,               # File of lines: runs that it has are not made again
@@ -244,19 +252,17 @@ def run_experiment(
     report:Callable=print, # Told a sentence about each run that has ended
 )->dict: # Key to line, of this experiment
     "Make the runs that are missing. `KeyboardInterrupt` leaves checkpoints from which the next call goes on."
-    jobs, work = {job.key: job for job in experiment.runs().values()}, Path(work)
-    done = {key for key,line in read_lines(results).items() if line["status"] != "crashed"}
-    missing = {key: job for key,job in jobs.items() if key not in done}
+    missing, work = missing_runs(experiment, results), Path(work)
     for name in {job.data.corpus for job in missing.values()}: documents(name) # refuses what is not there, before anything is made
     processes = processes or (cores() if device == "cpu" else 1)
     work.mkdir(parents=True, exist_ok=True)
     with open(work/"lock", "w", encoding="utf-8") as file:
         lock_file(file)
         places = {key: prepare_corpus(job.data, work/"data") for key,job in missing.items()}
-        about = dict(machine=machine_name(device), date=str(date.today()), commit=_commit(), lmcourse=__version__, command=command)
+        about = dict(machine=machine_name(), date=str(date.today()), commit=_commit(), lmcourse=__version__, command=command)
         _run_all(missing, places, results, work, min(processes, max(1, len(missing))), device, about, report)
     lines = read_lines(results)
-    return {key: lines[key] for key in jobs if key in lines}
+    return {job.key: lines[job.key] for job in experiment.runs().values() if job.key in lines}
 
 # %% ../../nbs/06a_sweep.ipynb #835d201f
 def _run_all(missing:dict, places:dict, results, work:Path, processes:int, device:str, about:dict, report):
@@ -321,16 +327,6 @@ def _commit()->str|None: # Of the library's source, if it is a clone; with a plu
     try: found, state = ask("rev-parse", "--short=12", "HEAD"), ask("status", "--porcelain", "--untracked-files=no")
     except OSError: return None
     return found.stdout.strip() + "+"*bool(state.stdout.strip()) if found.returncode == 0 else None
-
-# %% ../../nbs/06a_sweep.ipynb #7992553f
-def machine_name(
-    device:str="cpu", # `cpu`, or a card
-)->str: # Its name and cores, as far as the system tells
-    "The machine that a measurement was made on."
-    if device != "cpu":
-        import torch
-        if torch.cuda.is_available(): return torch.cuda.get_device_name()
-    return f"{processor_name()}, {cores()} cores"
 
 # %% ../../nbs/06a_sweep.ipynb #dda6a07c
 def student_t(

@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['Job', 'EngineThread', 'Refused', 'read_body', 'read_prompts', 'Choice', 'token_text', 'Service', 'Flight', 'joined',
-           'read_limited', 'until_gone', 'event_stream', 'make_app', 'answer_errors', 'make_server', 'serve_model']
+           'read_limited', 'until_gone', 'event_stream', 'make_app', 'answer_errors', 'make_server', 'run_server',
+           'serve_model']
 
 # %% ../../nbs/90b_serve.ipynb #cd08dcf0
 import asyncio, codecs, json, math, queue, threading, time, uuid
@@ -486,6 +487,17 @@ def make_server(
     return Server(uvicorn.Config(make_app(service), host, port, log_level="warning", access_log=False, timeout_graceful_shutdown=math.ceil(grace + 5), lifespan="off"))
 
 # %% ../../nbs/90b_serve.ipynb #70c39bd3
+def run_server(
+    service:Service,      # What is served; ended with the server
+    host:str="127.0.0.1", # This and the rest as for `make_server`
+    port:int=8000,
+    grace:float=10.,
+    ready:Callable=lambda: None,
+):
+    "Serve until a signal comes; from the main thread."
+    try: make_server(service, host, port, grace, ready).run()
+    finally: service.worker.close()
+
 def serve_model(
     model,                # A `TransformerLM`
     tokenizer,            # With which it was trained
@@ -495,7 +507,5 @@ def serve_model(
     ready:Callable=lambda: None,
     **settings,           # Of `Service`: `name`, `max_open` and the like
 ):
-    "Serve until a signal comes; from the main thread."
-    service = Service(model, tokenizer, **settings)
-    try: make_server(service, host, port, grace, ready).run()
-    finally: service.worker.close()
+    "Serve a model until a signal comes; from the main thread."
+    run_server(Service(model, tokenizer, **settings), host, port, grace, ready)
