@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import processes
 from hypothesis import given, strategies as st
 
 from lmcourse.app import bench
@@ -232,22 +233,12 @@ def test_what_is_stopped_leaves_nothing(tmp_path, how):
     process = subprocess.Popen([sys.executable, "-m", "lmcourse", *words], cwd=tmp_path, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
                                text=True, start_new_session=True)
     while "distinct words" not in process.stdout.readline(): assert process.poll() is None
-    while not (workers := children(process.pid)) and Path("/proc/self/task").exists(): assert process.poll() is None   # it is learning
+    if processes.TOLD: processes.wait_for(lambda: processes.children(process.pid))    # it is learning
+    workers = processes.children(process.pid)
     os.killpg(process.pid, how)                                 # as a terminal does
     _, err = process.communicate(timeout=300)
     assert process.returncode == 130 and err == "lmcourse: interrupted\n"
-    assert list(tmp_path.iterdir()) == [] and not [w for w in workers if alive(w)]
-
-
-def children(pid):
-    file = Path(f"/proc/{pid}/task/{pid}/children")
-    return list(map(int, file.read_text().split())) if file.exists() else []
-
-
-def alive(pid):
-    try: os.kill(pid, 0)
-    except ProcessLookupError: return False
-    return True
+    assert list(tmp_path.iterdir()) == [] and processes.gone(*workers)
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 
+import processes
 import pytest
 
 from lmcourse.app import bench_training as bench, cli
@@ -237,9 +238,9 @@ def test_what_is_stopped_leaves_nothing(tmp_path, how):
     process = subprocess.Popen([sys.executable, "-m", "lmcourse", "bench", "training", "--out", "results.json"], cwd=tmp_path, env=env,
                                stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
     while "GFLOP" not in process.stdout.readline(): assert process.poll() is None
-    time.sleep(1)                                               # its processes are importing now
-    workers = list(map(int, Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split())) if Path("/proc/self/task").exists() else []
+    if processes.TOLD: processes.wait_for(lambda: processes.children(process.pid))    # they are importing now
+    workers = processes.children(process.pid)
     os.killpg(process.pid, how)                                 # as a terminal does
     _, err = process.communicate(timeout=300)
     assert process.returncode == 130 and err == "lmcourse: interrupted\n"
-    assert not list(tmp_path.iterdir()) and not [w for w in workers if Path(f"/proc/{w}").exists()]
+    assert not list(tmp_path.iterdir()) and processes.gone(*workers)

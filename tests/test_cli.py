@@ -5,10 +5,10 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from importlib.resources import files
 
 import pytest
+from processes import wait_for
 
 from lmcourse.app import cli
 from lmcourse.tokenization.tokenizer import Tokenizer
@@ -72,8 +72,7 @@ def test_an_interrupted_run_goes_on_bit_for_bit(work, how):
     if not reference.exists(): assert lmcourse("train", "data", "long", *options, cwd=work).returncode == 0
     run = work/f"cut-{how.name}"
     process = start("train", "data", run.name, *options, cwd=work)
-    deadline = time.time() + 300
-    while not list(run.glob("checkpoints/step_*[0-9]")) and time.time() < deadline: time.sleep(0.02)
+    wait_for(lambda: list(run.glob("checkpoints/step_*[0-9]")) or process.poll() is not None)
     process.send_signal(how)
     _, err = process.communicate(timeout=300)
     if how == signal.SIGKILL: assert process.returncode == -how
@@ -318,8 +317,7 @@ def test_a_text_with_few_pairs_gives_a_smaller_vocabulary(broken, tmp_path):
 def test_a_quickstart_that_is_stopped_before_the_training_leaves_nothing(work, how):
     before = sorted(work.rglob("*"))
     process = start(*"quickstart --minutes 1".split(), cwd=work)
-    deadline = time.time() + 300
-    while sorted(work.rglob("*")) == before and time.time() < deadline: time.sleep(0.02)
+    wait_for(lambda: sorted(work.rglob("*")) != before or process.poll() is not None)
     process.send_signal(how)
     _, err = process.communicate(timeout=300)
     assert process.returncode == 130 and err == "lmcourse: interrupted\n"
@@ -350,9 +348,8 @@ def test_an_interrupted_prepare_goes_on(work, corpus, how, when):
     words = PREPARE.format(f"{how.name}-{when}").split()
     out = work/words[2]
     process = start(*words, cwd=work)
-    deadline = time.time() + 300
     there = lambda: (out/when).exists() and (out/"prepare.part").stat().st_size   # an empty note is one that nothing was begun for
-    while not there() and time.time() < deadline: time.sleep(0.002)
+    wait_for(lambda: there() or process.poll() is not None)
     process.send_signal(how)
     _, err = process.communicate(timeout=300)
     if how == signal.SIGKILL: assert process.returncode == -how
@@ -371,7 +368,7 @@ def test_two_prepares_of_one_folder_do_not_meet(work, corpus, when):
     both = work/f"both-{when}"
     words = PREPARE.format(both.name).split()
     first = start(*words, cwd=work)
-    while not (both/when).exists() and first.poll() is None: time.sleep(0.002)
+    wait_for(lambda: (both/when).exists() or first.poll() is not None)
     first.send_signal(signal.SIGSTOP)
     second = lmcourse(*words, cwd=work)
     first.send_signal(signal.SIGCONT)

@@ -5,10 +5,10 @@ import json
 import random
 import socket
 import threading
-import time
 import weakref
 
 import pytest
+from processes import wait_for
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("fastapi")
@@ -35,18 +35,10 @@ def service():
     assert not made.worker.thread.is_alive()
 
 
-def wait_until(true, seconds=120):
-    "The limit only keeps a failing test from hanging."
-    end = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < end, "waited in vain"
-        time.sleep(.005)
-
-
 def quiet(service):
     "Nothing runs, no place is taken, all blocks are free."
     worker, engine = service.worker, service.worker.engine
-    wait_until(lambda: not (worker.open or worker.jobs or engine.busy))
+    wait_for(lambda: not (worker.open or worker.jobs or engine.busy))
     assert len(engine.pool.free) == len(engine.pool.users)
 
 
@@ -55,7 +47,7 @@ def hold(service, free, until):
     engine, made = service.worker.engine, []
     step = type(engine).step
     def held():
-        if len(made) >= free: wait_until(until)
+        if len(made) >= free: wait_for(until)
         made.append(1)
         return step(engine)
     engine.step = held
@@ -302,9 +294,9 @@ def test_where_no_engine_can_be_made_all_are_told_at_once_and_a_later_one_serves
     service.worker.engine.step = lambda: (go.wait(120), step())[1]
     async def many():
         first = asyncio.ensure_future(ask(app, BODY))
-        await asyncio.to_thread(wait_until, lambda: service.worker.jobs)       # It is in the engine; the others wait at its door
+        await asyncio.to_thread(wait_for, lambda: service.worker.jobs)       # It is in the engine; the others wait at its door
         others = [asyncio.ensure_future(ask(app, BODY | dict(stream=s))) for s in (False, True)]
-        await asyncio.to_thread(wait_until, lambda: service.worker.open == 3)
+        await asyncio.to_thread(wait_for, lambda: service.worker.open == 3)
         go.set()
         return await asyncio.wait_for(asyncio.gather(first, *others), 120)
     first, second, third = asyncio.run(many())
@@ -352,7 +344,7 @@ def test_a_job_hears_nothing_after_its_end():
     worker, heard = EngineThread(lambda: Engine(MODEL)), []
     job = Job(Request((1, 2), 3), heard.append)
     assert worker.submit([job])
-    wait_until(lambda: job.over)
+    wait_for(lambda: job.over)
     worker.cancel(job)
     worker.close()
     assert [e[0] for e in heard] == ["token"]*3 + ["end"] and heard[-1] == ("end", "length") and not worker.open
@@ -369,7 +361,7 @@ class Running:
         self.server = make_server(service, port=0, grace=grace)
         self.thread = threading.Thread(target=self.server.run)
         self.thread.start()
-        wait_until(lambda: self.server.started)
+        wait_for(lambda: self.server.started)
         self.port = self.server.servers[0].sockets[0].getsockname()[1]
 
     def stop(self):
@@ -402,7 +394,7 @@ def test_stopped_with_requests_in_flight_they_finish_or_end_with_an_error(servic
     hold(service, 5, (lambda: service.stopping) if finish else asked(service))
     threads = [threading.Thread(target=lambda s=s: answers.append(running.post(BODY | dict(max_tokens=50, stream=s)))) for s in (False, True)]
     for t in threads: t.start()
-    wait_until(lambda: service.worker.open == 2)
+    wait_for(lambda: service.worker.open == 2)
     running.stop()
     for t in threads: t.join(120)
     assert not service.worker.thread.is_alive() and len(answers) == 2
@@ -419,7 +411,7 @@ def test_a_dropped_connection_frees_its_blocks(service):
         data = json.dumps(BODY | dict(max_tokens=55, stream=stream)).encode()
         with socket.create_connection(("127.0.0.1", running.port)) as s:
             s.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(data) + data)
-            wait_until(lambda: service.worker.engine.busy)
+            wait_for(lambda: service.worker.engine.busy)
         quiet(service)
         assert len(steps) < 30
     running.stop()

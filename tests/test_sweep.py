@@ -1,7 +1,8 @@
 "Experiments: what is refused, what a kill leaves, and that a run is never made twice nor lost"
-import json, math, multiprocessing, os, statistics, subprocess, sys, threading, time
+import json, math, multiprocessing, os, statistics, subprocess, sys, threading
 from dataclasses import replace
 from pathlib import Path
+import processes
 import pytest
 pytest.importorskip("torch")
 from lmcourse.ablations import sweep
@@ -22,29 +23,18 @@ RUN = """if __name__ == "__main__":
 
 def experiment(tokens=30*1024, seeds=(0,), **variants): return Experiment("small", variants or dict(base=SLOW), seeds, tokens, data=TINY)
 
-def wait_for(true, seconds=300): # The limit only keeps a failing test from hanging
-    end = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < end, "waited in vain"
-        time.sleep(.02)
-
-def alive(pid):
-    try: return open(f"/proc/{pid}/stat").read().split()[2] != "Z"
-    except OSError: return False
-
-@pytest.mark.skipif(not os.path.exists("/proc"), reason="looks for processes in /proc")
+@pytest.mark.skipif(not processes.TOLD, reason="looks for processes in /proc")
 def test_killed_sweep_goes_on_from_a_checkpoint(tmp_path):
     "SIGKILL leaves no process behind, and the next call ends with the numbers of a sweep that was not killed"
     script, job = tmp_path/"sweep.py", experiment(300*1024).runs()["base", 0]
     script.write_text(RUN.replace("SLOW", repr(SLOW)).replace("TOKENS", str(300*1024)).replace("OUT", str(tmp_path)))
     process = subprocess.Popen([sys.executable, script], env=os.environ | dict(PYTHONPATH=os.pathsep.join(sys.path)))
     run = tmp_path/"work"/"runs"/job.key
-    try: wait_for(lambda: list(run.glob("checkpoints/step_0*")))
+    try: processes.wait_for(lambda: list(run.glob("checkpoints/step_0*")))
     finally:
-        children = [int(p) for p in open(f"/proc/{process.pid}/task/{process.pid}/children").read().split()]
+        children = processes.children(process.pid)
         process.kill(); process.wait()
-    assert children
-    wait_for(lambda: not any(map(alive, children)))
+    assert children and processes.gone(*children)
     assert not (tmp_path/"runs.jsonl").exists() and run.exists()
     here = run_experiment(experiment(300*1024), tmp_path/"runs.jsonl", tmp_path/"work", 2)
     other = run_experiment(experiment(300*1024), tmp_path/"other.jsonl", tmp_path/"other", 2)
@@ -55,7 +45,7 @@ def test_killed_run_is_shown_and_tried_again(tmp_path):
     "A run whose process dies is in the file and in the table as crashed; the others go on; the next call makes it"
     e, killed = experiment(300*1024, a=SLOW, b=SLOW | dict(d_ff=16)), []
     def kill_the_first():
-        wait_for(lambda: (tmp_path/"runs"/e.runs()["a", 0].key/"metrics.jsonl").exists())
+        processes.wait_for(lambda: (tmp_path/"runs"/e.runs()["a", 0].key/"metrics.jsonl").exists())
         oldest = min(multiprocessing.active_children(), key=lambda p: p.pid)
         killed.append(oldest.pid); oldest.kill()
     thread = threading.Thread(target=kill_the_first); thread.start()
@@ -92,8 +82,8 @@ def test_a_new_field_changes_no_key():
     for change in (dict(device="cuda"), dict(checkpoint_every=1), dict(prefetch=0), dict(compile=True)): assert replace(job, train=replace(job.train, **change)).key == job.key
 
 @pytest.mark.parametrize("change, message", [(dict(tokens=1023), "a budget of 1,023 tokens is smaller than one step, which takes 1,024"),
-    (dict(tokens=None, flops=1e6), "FLOPs is smaller than one step"), (dict(tokens=None, flops=math.inf), "a budget of inf FLOPs, expected a finite number"),
-    (dict(tokens=None, flops=math.nan), "a budget of nan FLOPs"), (dict(tokens=None), "expected one of them"), (dict(flops=1e15), "expected one of them"),
+    (dict(tokens=None, flops=1e6), "FLOPs is smaller than one step"), (dict(tokens=None, flops=math.inf), "flops = inf, expected a finite number"),
+    (dict(tokens=None, flops=math.nan), "flops = nan, expected a finite number"), (dict(tokens=None), "expected one of them"), (dict(flops=1e15), "expected one of them"),
     (dict(variants={}), "no variants"), (dict(seeds=()), "no seeds"), (dict(seeds=(-1,)), "seed = -1"), (dict(base="smal"), "did you mean 'small'"),
     (dict(variants=dict(a=dict(learning_rate=1))), "unknown field to vary 'learning_rate'"), (dict(variants=dict(a=dict(norm="batch"))), "norm = 'batch'"),
     (dict(variants=dict(a=dict(vocab_size=12))), "vocab_size = 12")])
@@ -178,7 +168,7 @@ def test_a_corpus_whose_process_was_killed_is_prepared_by_the_next_call(tmp_path
     data = RunData(max_mb=1., valid_documents=4)
     code = f"from lmcourse.ablations.sweep import RunData, prepare_corpus; prepare_corpus({data!r}, {str(tmp_path/'cut')!r})"
     process = subprocess.Popen([sys.executable, "-c", code], env=os.environ | dict(PYTHONPATH=os.pathsep.join(sys.path)))
-    wait_for(lambda: list((tmp_path/"cut").glob(f"*/{name}")) or process.poll() is not None)
+    processes.wait_for(lambda: list((tmp_path/"cut").glob(f"*/{name}")) or process.poll() is not None)
     process.kill()
     assert process.wait() in (0, -9)
     prepare_corpus(data, tmp_path/"cut"), prepare_corpus(data, tmp_path/"whole")

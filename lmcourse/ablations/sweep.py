@@ -77,6 +77,8 @@ class Experiment:
 
     def __post_init__(self):
         if (self.tokens is None) == (self.flops is None): raise ValueError(f"Experiment: tokens = {self.tokens}, flops = {self.flops}, expected one of them")
+        for name in ("tokens", "flops"):
+            if (n := getattr(self, name)) is not None and not n < math.inf: raise ValueError(f"Experiment: {name} = {n}, expected a finite number")
         if not self.variants or not self.seeds: raise ValueError("Experiment: no variants or no seeds")
         self.runs()
 
@@ -114,8 +116,7 @@ def step_cost(
 def _steps(experiment:Experiment, model:ModelConfig, train:TrainConfig)->dict: # And a warm-up in proportion
     tokens, flops = step_cost(model, train)
     budget, step, unit = (experiment.tokens, tokens, "tokens") if experiment.flops is None else (experiment.flops, flops, "FLOPs")
-    if not abs(budget) < math.inf: raise ValueError(f"a budget of {budget} {unit}, expected a finite number")
-    if budget < step: raise ValueError(f"a budget of {budget:,} {unit} is smaller than one step, which takes {step:,}")
+    if not budget >= step: raise ValueError(f"a budget of {budget:,} {unit} is smaller than one step, which takes {step:,}")
     steps = int(budget//step)
     return dict(steps=steps, warmup_steps=round(train.warmup_steps*steps/train.steps))
 
