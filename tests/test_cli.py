@@ -112,6 +112,7 @@ def broken(work, whole):
     for name, text in (("begun", '{"corpus": "stories", "max_bytes": 1000000}\n'), ("foreign", "[3]")):
         (work/name).mkdir()
         (work/name/"prepare.part").write_text(text)
+    (work/"answer.py").write_text("def split(text, special_tokens=()): return [text]\n")
     (work/"small.txt").write_text("".join(f"line {i} of a text that is too small for a window\n" for i in range(30)))
     for name in ("cut", "swapped", "other-tokenizer", "no-ngrams"): subprocess.run(["cp", "-r", "data", name], cwd=work, check=True)
     (work/"cut/train.bin").write_bytes((work/"data/train.bin").read_bytes()[:-100])
@@ -194,6 +195,14 @@ def broken(work, whole):
     ("ablate head --device tpu", "device = 'tpu', expected auto, cpu, cuda or mps"),
     ("ablate head --out damaged.jsonl", "damaged.jsonl, line 1: not JSON"),
     ("ablate head --out future.jsonl", "future.jsonl, line 1: format 9, but this version reads 1"),
+    ("plot whole --out loss.xyz", "Format 'xyz' is not supported"),
+    ("tokenizer stories short.txt/tok", "short.txt"),
+    ("prepare stories short.txt/new --tokenizer tok --max-mb 0.05", "short.txt"),
+    ("train data short.txt/new", "short.txt"),
+    ("quickstart --out short.txt/new", "short.txt"),
+    ("ablate head --work short.txt", "short.txt"),
+    ("ablate head --out short.txt/new.jsonl --work new", "short.txt"),
+    ("check 01.split answer.py --progress short.txt/new.json", "short.txt"),
     ("train data new --lr inf", "lr = inf, expected a finite number"),
     ("train data new --device banana", "device = 'banana', expected auto, cpu, cuda or mps"),
     ("train data new --micro-batch 3 --batch-size 8", "8 is no multiple of 3"),
@@ -252,7 +261,6 @@ def here(broken, whole, monkeypatch):
         config = json.loads((whole/"config.json").read_text())
         config["train"]["steps"] = 80
         (broken/"cut-here/config.json").write_text(json.dumps(config))
-        (broken/"answer.py").write_text("def split(text, special_tokens=()): return [text]\n")
     before = set(broken.iterdir())
     monkeypatch.chdir(broken)
     monkeypatch.setattr(cli, "_check_address", lambda host, port: None)

@@ -387,7 +387,8 @@ def draw(runs:list, path:Path): # Run folders into a picture that can be read on
     import matplotlib
     matplotlib.use("Agg")
     from lmcourse.training.trainer import plot_runs
-    plot_runs({str(run): run for run in runs}).figure.savefig(path, dpi=150, facecolor="white")
+    picture = plot_runs({str(run): run for run in runs}).figure
+    with checking_input(): picture.savefig(path, dpi=150, facecolor="white")
 
 # %% ../../nbs/90c_cli.ipynb #67008ab1
 def story(
@@ -839,7 +840,8 @@ def parse(
     raise ValueError(one_line(box.getvalue()))
 
 # %% ../../nbs/90c_cli.ipynb #80cf9209
-_TROUBLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM) # Trouble of disks and rights
+_TROUBLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, # Of disks, rights and paths
+            errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG)
 
 def main(
     args:list|None=None, # Words of the command line; those of this process if none
