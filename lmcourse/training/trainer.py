@@ -24,7 +24,7 @@ from .. import __version__
 from ..architecture.layers_torch import onednn_products
 from ..architecture.transformer_torch import TransformerLM
 from ..tokenization.tokenizer import Tokenizer
-from ..tools.config import ModelConfig, TrainConfig
+from ..tools.config import ModelConfig, TrainConfig, UserError
 from ..tools.machine import peak_bytes
 from ..tools.show import figure, progress
 from .checkpoint import Checkpoints, load_checkpoint, read_state, write_safetensors
@@ -164,7 +164,7 @@ def _check_vocabulary(model_config:ModelConfig, *datasets):
             raise ValueError(f"vocab_size = {model_config.vocab_size} of the model, but the tokens were made with {data.info['vocab_size']}")
 
 # %% ../../nbs/04e_trainer.ipynb #82b8a491
-class Diverged(ValueError):
+class Diverged(UserError):
     "The loss or its gradient is no longer a finite number."
 
 def train_step(self,
