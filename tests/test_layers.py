@@ -115,6 +115,32 @@ def test_a_seed_gives_the_same_weights_and_disturbs_nobody():
     check_close(half, Linear(4, 6, generator=torch.Generator().manual_seed(3)).weight.bfloat16(), 0, 0)
 
 
+def test_linear_and_embedding_are_torchs_with_first_weights_of_their_own():
+    "Also where no generator is given, and nothing else is drawn"
+    drawn = lambda shape, std, **how: torch.nn.init.trunc_normal_(torch.empty(shape), 0, std, -3*std, 3*std, **how)
+    line, table = Linear(6, 4, True, generator=torch.Generator().manual_seed(5)), Embedding(7, 5, .3, generator=torch.Generator().manual_seed(5))
+    assert type(line) is torch.nn.Linear and issubclass(Linear, torch.nn.Linear) and isinstance(table, torch.nn.Embedding)
+    check_close(line.weight, drawn((4, 6), .2**.5, generator=torch.Generator().manual_seed(5)), 0, 0)
+    check_close(table.weight, drawn((7, 5), .3, generator=torch.Generator().manual_seed(5)), 0, 0)
+    assert list(line.state_dict()) == ["weight", "bias"] and (line.in_features, line.out_features, table.num_embeddings, table.embedding_dim) == (6, 4, 7, 5)
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        found = Linear(6, 4).weight, Embedding(7, 5).weight, torch.rand(1)
+        torch.manual_seed(3)
+        check_close(found, (drawn((4, 6), .2**.5), drawn((7, 5), 1.), torch.rand(1)), 0, 0)
+
+
+def test_a_layer_that_is_derived_keeps_its_class():
+    class Wide(Linear): pass
+    assert type(Wide(2, 3)) is Wide and Wide(2, 3, dtype=torch.float64)(torch.ones(2, dtype=torch.float64)).shape == (3,)
+
+
+def test_losses_do_not_depend_on_what_is_added_to_all_logits():
+    z, targets = randn(64, 50, dtype=torch.float32), torch.arange(64)%50
+    check_close(token_losses(z + 1e5, targets), token_losses((z + 1e5).double() - 1e5, targets).float(), rtol=1e-6)
+    check_same(lambda z: token_losses(z, targets), lambda z: F.cross_entropy(z, targets, reduction="none"), z)
+
+
 def test_meta_has_shapes_only():
     with torch.device("meta"): inside = Linear(10**6, 10**6)
     for m in (inside, Linear(10**6, 10**6, device="meta"), Embedding(10**6, 10**6, device="meta"), FeedForward(10**5, 10**6, device="meta")):
