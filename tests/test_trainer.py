@@ -3,7 +3,6 @@ import importlib.machinery
 import json
 import math
 import os
-import shutil
 import subprocess
 import sys
 import types
@@ -15,7 +14,6 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from lmcourse.architecture.layers_torch import onednn_products
-from lmcourse.architecture.transformer_torch import TransformerLM
 from lmcourse.tokenization.tokenizer import Tokenizer
 from lmcourse.tools.checks import check_close
 from lmcourse.tools.config import ModelConfig, TrainConfig

@@ -343,10 +343,10 @@ def load_checkpoint(
     _same_tensors(weights, own, where)
     pairs = _generator_states(record["random"]["generators"], generators or {}, where)
     put = None if optimizer is None else _optimizer_values(where, record["optimizer"], tensors, model, optimizer)
-    for name,t in own.items(): weights[name].put(t)
     if put is not None:
-        put()
+        put()                                                   # the optimizer may still refuse
         _restore_torch(record["random"]["torch"])
+    for name,t in own.items(): weights[name].put(t)
     for g,state in pairs: _restore(g, state)
     return record["step"]
 
