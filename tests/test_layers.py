@@ -8,8 +8,9 @@ torch = pytest.importorskip("torch")
 import torch.nn.functional as F
 from hypothesis import given, settings, strategies as st
 
+from lmcourse.architecture import layers_torch
 from lmcourse.architecture.layers_torch import (Embedding, FeedForward, LayerNorm, Linear, RMSNorm, check_same, cross_entropy, gelu, layernorm,
-    linear_cross_entropy, onednn_products, relu, rmsnorm, silu, softmax, token_losses, truncated_normal)
+    linear_cross_entropy, onednn_products, relu, rmsnorm, silu, softmax, token_losses, truncated_normal, vectors_idle)
 from lmcourse.tools.checks import check_close, expect_error
 
 few = settings(max_examples=25, deadline=None)
@@ -249,6 +250,20 @@ def test_head_and_loss_in_one_in_float16():
     for g, e in zip(grads(linear_cross_entropy, x.half().requires_grad_(), head.half().requires_grad_()), exact): assert (g.double() - e).norm() < 1e-3*e.norm()
 
 
+def test_where_torch_cannot_replace_a_product_nothing_is_replaced(monkeypatch):
+    "Before 2.8 `impl` had no `allow_override`"
+    def impl(self, op_name, fn, dispatch_key="", *, with_keyset=False): raise AssertionError("asked to")
+    monkeypatch.setattr(torch.library.Library, "impl", impl)
+    assert not vectors_idle()
+    with onednn_products(): assert (torch.ones(2, 3)@torch.ones(3, 2)).sum() == 12
+    with pytest.raises(RuntimeError, match=f"torch {torch.__version__.split('+')[0]}.* can't replace a product, expected 2.8 or newer, with oneDNN"):
+        with onednn_products(True): pass
+
+
+onednn = pytest.mark.skipif(not layers_torch._can_replace_products(), reason="this torch has no oneDNN, or replaces no operator")
+
+
+@onednn
 def test_products_by_onednn_refuse_what_torch_refuses():
     a, b = torch.ones(2, 3), torch.ones(3, 5)
     bad = [lambda: torch.mm(a[None], b), lambda: torch.mm(a[0], b), lambda: torch.mm(a, b[:, 0]), lambda: torch.mm(a, b.T), lambda: torch.mm(a, b.double()),
@@ -265,6 +280,7 @@ def test_products_by_onednn_refuse_what_torch_refuses():
         check_close(torch.func.grad(lambda a: (a@b).sum())(a), torch.full((2, 3), 5.))
 
 
+@onednn
 def test_products_by_onednn():
     rng = torch.Generator().manual_seed(0)
     draw = lambda *shape: torch.randn(shape, generator=rng, dtype=torch.float64)
@@ -282,6 +298,7 @@ def test_products_by_onednn():
     check_close((x.grad, line.weight.grad), expected, rtol=1e-4, atol=1e-5)
 
 
+@onednn
 def test_products_by_onednn_end_with_the_block():
     a, out = torch.randn(64, 64), torch.empty(64, 64)
     def whose(f):

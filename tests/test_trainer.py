@@ -162,6 +162,27 @@ def test_the_rates_of_a_run_are_those_of_its_schedule(data, tmp_path):
     assert [m["lr"] for m in found if "lr" in m] == [learning_rate(t, SHORT.lr, SHORT.min_lr, 3, 12, 4) for t in range(1, 13)]
 
 
+def test_a_group_of_parameters_may_have_a_rate_of_its_own(data, tmp_path):
+    "The schedule multiplies it; it is kept in checkpoints, and those of before have none"
+    config = replace(SHORT, optimizer="muon", lr=3e-4)
+    rates = lambda trainer: [g["lr"] for g in trainer.engine.optimizer.param_groups]
+    trainer = Trainer(MODEL, config, *sets(data))
+    trainer.engine.optimizer.param_groups[0]["lr_scale"] = .02/3e-4
+    for _ in range(3):
+        trainer.train_step()
+        check_close(rates(trainer), [trainer.lr*.02/3e-4, trainer.lr, trainer.lr], 1e-12)
+    check_close(rates(trainer), [.02, 3e-4, 3e-4], 1e-12)                   # The end of the warm-up
+    for folder in (tmp_path/"new", tmp_path/"old"):
+        if folder.name == "old":
+            for group in trainer.engine.optimizer.param_groups: group.pop("lr_scale", None)
+        write_run((folder.mkdir(), folder)[1], MODEL, config, data)
+        trainer._save(folder)
+        again = Trainer(MODEL, config, *sets(data))
+        again.resume(folder)
+        again.train_step()
+        check_close(rates(again), [again.lr*(.02/3e-4 if folder.name == "new" else 1), again.lr, again.lr], 1e-12)
+
+
 def test_a_line_is_the_mean_since_the_last_one(data, tmp_path):
     each, some = ([m["loss"] for m in run(data, tmp_path/str(n), log_every=n)[1] if "loss" in m] for n in (1, 4))
     check_close(some, [sum(each[i:i + 4])/4 for i in range(0, 12, 4)], rtol=1e-6)

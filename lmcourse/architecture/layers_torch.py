@@ -8,7 +8,7 @@ __all__ = ['check_same', 'truncated_normal', 'linear', 'Linear', 'Embedding', 'c
            'cross_entropy', 'linear_cross_entropy', 'vectors_idle', 'onednn_products']
 
 # %% ../../nbs/03b_layers_torch.ipynb #2b457d44
-import contextlib, math, platform, warnings
+import contextlib, inspect, math, platform, warnings
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -313,12 +313,17 @@ def linear_cross_entropy(
     with torch.autocast(x.device.type, enabled=False):
         return _LinearCrossEntropy.apply(x.reshape(-1, x.shape[-1]), weight, targets.flatten(), ignore_index, z_loss, tokens, wants)
 
+# %% ../../nbs/03b_layers_torch.ipynb #991176e6
+def _can_replace_products()->bool: # An operator can be replaced twice since torch 2.8
+    has_argument = "allow_override" in inspect.signature(torch.library.Library.impl).parameters
+    return has_argument and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+
 # %% ../../nbs/03b_layers_torch.ipynb #884a2d8e
 def vectors_idle()->bool:
-    "Whether torch's float32 products leave AVX-512 unused: the CPU has it, but is not from the maker that MKL knows."
+    "Whether torch's float32 products leave AVX-512 unused, by the maker of the CPU, and others can stand in."
     cpuinfo = Path("/proc/cpuinfo")
     maker = cpuinfo.read_text() if cpuinfo.exists() else platform.processor()
-    known = hasattr(torch.ops.mkldnn, "_linear_pointwise") and torch.backends.mkl.is_available()
+    known = _can_replace_products() and torch.backends.mkl.is_available()
     return known and "AuthenticAMD" in maker and torch.backends.cpu.get_cpu_capability() == "AVX512"
 
 # %% ../../nbs/03b_layers_torch.ipynb #e9f5a383
@@ -340,14 +345,18 @@ def _mm_out(a, b, *, out):
 # %% ../../nbs/03b_layers_torch.ipynb #cc29af94
 @contextlib.contextmanager
 def onednn_products(
-    use:bool|None=None, # Whether to: none for where they are faster
+    use:bool|None=None, # Whether to: none for where a processor's vectors are idle
 ):
-    "Inside, `mm` in float32 on the CPU is oneDNN's, for all threads; enter and leave while no other thread multiplies. Only rounding differs."
+    """Inside, `mm` in float32 on the CPU is oneDNN's, for all threads. Only rounding differs.
+    Enter and leave while no other thread multiplies. `RuntimeError` where torch can't do it."""
+    if use and not _can_replace_products():
+        raise RuntimeError(f"torch {torch.__version__} can't replace a product, expected 2.8 or newer, with oneDNN")
     with contextlib.ExitStack() as stack:
         if vectors_idle() if use is None else use:
             library = torch.library.Library("aten", "IMPL")
             stack.callback(library._destroy)
             with warnings.catch_warnings():                 # Torch tells everybody that a kernel was replaced
                 warnings.simplefilter("ignore")
-                for name,kernel in (("mm", _mm), ("mm.out", _mm_out)): library.impl(name, kernel, "CPU", allow_override=True)
+                for name,kernel in (("mm", _mm), ("mm.out", _mm_out)):
+                    library.impl(name, kernel, "CPU", allow_override=True)
         yield

@@ -155,7 +155,7 @@ def _torch_add(self,
 
 def _torch_update(self, lr:float)->float: # Length of the gradients before clipping
     "Move the weights. If the length is not finite nothing moves, and the gradients stay for `first_fault`."
-    for group in self.optimizer.param_groups: group["lr"] = lr
+    for group in self.optimizer.param_groups: group["lr"] = lr*group.get("lr_scale", 1.)
     norm = clip_grad_norm(self.model.parameters(), self.config.grad_clip or math.inf).item()
     if not math.isfinite(norm): return norm
     self.optimizer.step()
