@@ -3,11 +3,14 @@ import importlib.machinery
 import json
 import math
 import os
+import shutil
 import subprocess
 import sys
+import sysconfig
 import types
 from dataclasses import replace
 from itertools import islice
+from pathlib import Path
 
 import pytest
 
@@ -25,6 +28,9 @@ from lmcourse.training.trainer import Diverged, Trainer, evaluate, live_plot, lo
 
 MODEL = ModelConfig(vocab_size=400, context_length=32, d_model=32, num_layers=2, num_heads=2)
 SHORT = TrainConfig(steps=12, batch_size=6, lr=5e-3, warmup_steps=3, eval_every=4, eval_documents=4, checkpoint_every=5, log_every=1, device="cpu")
+
+headers = Path(sysconfig.get_path("include"))/"Python.h"
+compiler = headers.exists() and any(map(shutil.which, (os.environ.get("CXX", "g++"), "clang++")))
 
 
 @pytest.fixture(scope="module")
@@ -351,6 +357,17 @@ def test_lines_also_go_elsewhere(data, tmp_path, monkeypatch, name):
 def test_a_log_that_is_not_installed_is_refused(data, monkeypatch):
     monkeypatch.setattr("lmcourse.training.trainer.find_spec", lambda name: None)
     with pytest.raises(ValueError, match="log_to = wandb: the package wandb is not installed"): Trainer(MODEL, replace(SHORT, log_to="wandb"), *sets(data))
+
+
+@pytest.mark.skipif(not compiler, reason="torch.compile needs a C++ compiler and Python's headers")
+def test_compiled_steps_are_those_of_the_model_itself(data):
+    "One graph for all steps, and plain names in what is saved"
+    model = replace(MODEL, num_layers=1, d_model=16, context_length=16)
+    trainers = [Trainer(model, replace(SHORT, steps=4, warmup_steps=0, compile=c), *sets(data)) for c in (False, True)]
+    losses = [[t.train_step() for _ in range(4)] for t in trainers]
+    check_close(losses[1], losses[0], rtol=1e-4)
+    assert losses[0][-1] < losses[0][0]
+    check_close(weights(trainers[1]), weights(trainers[0]), rtol=1e-2, atol=1e-4)
 
 
 @pytest.mark.parametrize("changes, words", [
