@@ -8,8 +8,8 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN: signal.signal(signal.SIGIN
 try: from hypothesis import settings
 except ImportError: pass                                        # Tests that need it say so themselves
 else:
-    settings.register_profile("same", derandomize=True)
-    settings.register_profile("random")
+    settings.register_profile("same", derandomize=True, deadline=None)
+    settings.register_profile("random", deadline=None)
     settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
 
 
