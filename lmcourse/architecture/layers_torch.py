@@ -320,7 +320,7 @@ def _can_replace_products()->bool: # An operator can be replaced twice since tor
 
 # %% ../../nbs/03b_layers_torch.ipynb #884a2d8e
 def vectors_idle()->bool:
-    "Whether torch's float32 products leave AVX-512 unused, by the maker of the CPU, and others can stand in."
+    "Whether torch's float32 products leave the CPU's AVX-512 unused, and others can stand in."
     cpuinfo = Path("/proc/cpuinfo")
     maker = cpuinfo.read_text() if cpuinfo.exists() else platform.processor()
     known = _can_replace_products() and torch.backends.mkl.is_available()
@@ -350,7 +350,8 @@ def onednn_products(
     """Inside, `mm` in float32 on the CPU is oneDNN's, for all threads. Only rounding differs.
     Enter and leave while no other thread multiplies. `RuntimeError` where torch can't do it."""
     if use and not _can_replace_products():
-        raise RuntimeError(f"torch {torch.__version__} can't replace a product, expected 2.8 or newer, with oneDNN")
+        needed = "expected 2.8 or newer, with oneDNN"
+        raise RuntimeError(f"torch {torch.__version__} can't replace a product, {needed}")
     with contextlib.ExitStack() as stack:
         if vectors_idle() if use is None else use:
             library = torch.library.Library("aten", "IMPL")

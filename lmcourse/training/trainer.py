@@ -134,7 +134,8 @@ class Trainer:
     _write_line:Callable; _log:Callable; _evaluate:Callable[..., "Evaluation"]; _save:Callable
     loss_of:Callable[..., "Evaluation"]
     resume:Callable; fit:Callable[..., "Evaluation"]; wait_for:Callable; halted:property
-    look:Callable; compare:Callable; headline:Callable[..., str]; write_sample:Callable; tell:Callable  # Methods, written below
+    look:Callable; compare:Callable; headline:Callable[..., str]
+    write_sample:Callable; tell:Callable                  # Methods, written below
     def __init__(self,
         model_config:ModelConfig, # Of the model that is made
         config:TrainConfig,  # Of all that happens to it
@@ -154,7 +155,7 @@ class Trainer:
         self.stop = EarlyStop(config.early_stop_patience or None, config.early_stop_min_delta, config.target_loss)
         self.step, self.elapsed, self.recent = 0, 0., []  # steps done, seconds they took, losses since the last line
         self.waited, self.lr, self.norm, self.noted, self.agreed = 0., 0., 0., [], False # seconds without a batch; of the last step; signals
-        self.best, self.best_step = math.inf, 0           # lowest loss on the first validation documents, and when
+        self.best, self.best_step = math.inf, 0           # lowest validation loss, and when
         self.predicted = None                              # seconds a step, bytes, and the peak before: where somebody measured
 
 # %% ../../nbs/04e_trainer.ipynb #bb265cc4
@@ -273,6 +274,10 @@ def _evaluate(self, run:Path, documents:int|None, **more)->Evaluation: # And a l
     self._write_line(run, step=self.step, valid_loss=result.loss, **values, elapsed_s=round(self.elapsed, 3), **more)
     return result
 
+Trainer._write_line, Trainer._log = _write_line, _log
+Trainer.loss_of, Trainer._evaluate = _loss_of, _evaluate
+
+# %% ../../nbs/04e_trainer.ipynb #fec1be76
 def _save(self, run:Path): # A checkpoint, by one process for all
     weights, optimizer = self.engine.saved()
     if self.world.rank: return
@@ -283,8 +288,7 @@ def _save(self, run:Path): # A checkpoint, by one process for all
     Checkpoints(run/"checkpoints", self.config.keep_checkpoints).save(weights, optimizer, self.step, loss,
                                                                       state=state, config=self.model_config.to_dict())
 
-Trainer._write_line, Trainer._log, Trainer._save = _write_line, _log, _save
-Trainer.loss_of, Trainer._evaluate = _loss_of, _evaluate
+Trainer._save = _save
 
 # %% ../../nbs/04e_trainer.ipynb #c73e511d
 def resume(self,
@@ -350,6 +354,9 @@ def _wait_for(self, batches)->tuple|None: # The next batch; the time until it is
 def _halted(self)->str|None: # The signal that all processes know of
     return self.noted[0] if self.noted and (self.world.size == 1 or self.agreed) else None
 
+Trainer.wait_for, Trainer.halted = _wait_for, property(_halted)
+
+# %% ../../nbs/04e_trainer.ipynb #251ff0c0
 def _compare(self, result:Evaluation): # With the best so far: the first process says, for all
     self.last, self.looked = result, self.step
     loss, = self.world.sums(0. if self.world.rank else result.loss)
@@ -362,7 +369,6 @@ def _look(self, run:Path, report, sample): # Evaluate on the first few documents
     if report: report(self, self.last)
     if sample: self.write_sample(run, sample)
 
-Trainer.wait_for, Trainer.halted = _wait_for, property(_halted)
 Trainer.compare, Trainer.look = _compare, _look
 
 # %% ../../nbs/04e_trainer.ipynb #68001b7a
@@ -462,7 +468,7 @@ def _read_small(folder:Path)->tuple: # What `save_model` wrote
     model.load_state_dict(weights, strict=False)            # tied weights stand in the file once
     return model, Tokenizer.from_folder(folder)
 
-def _read_run_model(run:Path, checkpoint:str)->tuple: # One checkpoint of a run; of older ones the latest
+def _read_run_model(run:Path, checkpoint:str)->tuple: # Of runs of older versions the latest
     config, _, data = read_run(run)
     kept = Checkpoints(run/"checkpoints")
     if (path := kept.latest()) is None: raise FileNotFoundError(f"{run}: no checkpoint yet")
