@@ -6,7 +6,6 @@ BLAS and the number of threads. Attention is the CPU's flash kernel or torch's o
 import random
 import typing
 from collections import Counter
-from contextlib import nullcontext
 from dataclasses import fields, replace
 
 import numpy as np
@@ -47,13 +46,15 @@ def draw(seed):
 CASES = [draw(seed) for seed in range(220)]
 
 
+def kernel(how): return sdpa_kernel(SDPBackend.MATH if how["attention"] == "explicit" else SDPBackend.FLASH_ATTENTION)
+
+
 def run(c, B, T, how):
     "A loss and its gradients: the model, the bytes that autograd kept, the FLOPs"
     model = TransformerLM(c)
     model.recompute = how["recompute"]
     ids, targets = (torch.randint(c.vocab_size, (B, T), generator=torch.Generator().manual_seed(i)) for i in range(2))
-    backend = sdpa_kernel(SDPBackend.MATH) if how["attention"] == "explicit" else nullcontext()
-    with backend, saved_tensors(model) as kept, flop_counter() as counter:
+    with kernel(how), saved_tensors(model) as kept, flop_counter() as counter:
         with torch.autocast("cpu", torch.bfloat16, enabled=how["dtype"] == "bfloat16"):
             loss = cross_entropy(model(ids), targets) if how["logits"] else model.loss(ids, targets)
         loss.backward()
@@ -284,7 +285,7 @@ def live_bytes(c, B, T, how):
     if how["logits"]: engine.loss = lambda ids, targets: cross_entropy(engine.model(ids), targets)
     batches = [tuple(torch.zeros(B, T, dtype=torch.int64) for _ in range(2)) for _ in range(parts)]
     def step():
-        with sdpa_kernel(SDPBackend.MATH if how["attention"] == "explicit" else SDPBackend.FLASH_ATTENTION):
+        with kernel(how):
             for i, batch in enumerate(batches): engine.add_gradients(*batch, 1/parts, i == parts - 1)
         clip_grad_norm(engine.model.parameters(), 1.)
         engine.optimizer.step()
