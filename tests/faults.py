@@ -1,5 +1,5 @@
-"""Faults of training runs, as small patches of the trainer. The doctor of chapter 06 must not "
- "import this file.
+"""Faults of training runs, as small patches of the trainer. The doctor of chapter 06 must not
+import this file.
 
 `FAULTS` are what others met and told: in issues of public repositories, in postmortems, in the notes
 of a framework. Each says where (`told`), how it could be seen in a run's log, config, checkpoints or

@@ -8,7 +8,7 @@ import pytest
 from lmcourse.accounting.account import account, account_tables, on_device
 from lmcourse.accounting.flops import training_flops
 from lmcourse.accounting.hardware import device
-from lmcourse.accounting.memory import activation_bytes, count_parameters, kv_cache_bytes, largest_batch, training_bytes
+from lmcourse.accounting.memory import activation_bytes, count_parameters, kv_cache_bytes, largest_batch, peak_phase, training_bytes
 from lmcourse.tools.config import ModelConfig
 
 
@@ -23,8 +23,10 @@ def test_the_parts_add_up_and_are_those_of_the_chapter(preset):
     a = account(c, 3, T, dtype="bfloat16", recompute=True)
     assert sum(a["parameters"]["parts"].values()) == a["parameters"]["unique"] == count_parameters(c).unique
     parts = a["memory"]["parts"]
-    assert sum(parts.values()) == a["memory"]["activations"] == activation_bytes(c, 3, T, dtype="bfloat16", recompute=True)
-    assert a["memory"]["training"] == sum(training_bytes(c, 3, T, dtype="bfloat16", recompute=True).values())
+    assert sum(parts.values()) == activation_bytes(c, 3, T, dtype="bfloat16", recompute=True)
+    need = training_bytes(c, 3, T, dtype="bfloat16", recompute=True)
+    assert a["memory"]["training"] == sum(need.values()) and {k: a["memory"][k] for k in need} == need
+    assert a["memory"]["peak"] == peak_phase(c, 3, T, dtype="bfloat16", recompute=True)["phase"]
     assert a["memory"]["cache"] == kv_cache_bytes(c, 3, T, "bfloat16")
     assert a["flops"]["training"] == sum(training_flops(c, 3, T, recompute=True, fused=True).values()) and a["tokens"] == 3*T
     for table in account_tables(a, on_device(a, "h100")): assert str(table)
@@ -65,11 +67,11 @@ def test_the_command_prints_what_the_function_counts():
     assert out.returncode == 0 and not out.stderr
     c = ModelConfig.preset("cs336-gpt2-xl")
     assert counted["parameters"]["unique"] == 2_127_057_600 and sum(counted["flops"]["forward"].values()) == 4_513_336_524_800
-    assert counted["memory"]["activations"] == activation_bytes(c, 1, 1024, attention="explicit", logits=True)
+    assert sum(counted["memory"]["parts"].values()) == activation_bytes(c, 1, 1024, attention="explicit", logits=True)
     a = account(c, 1, 1024, attention="explicit", logits=True)
     assert counted == json.loads(json.dumps(a | dict(device=on_device(a, "a100"))))
     shown = lmcourse(*words).stdout
-    for number in (2_127_057_600, 4_513_336_524_800, counted["memory"]["activations"]): assert f"{number:,}" in shown
+    for number in (2_127_057_600, 4_513_336_524_800, counted["memory"]["training"]): assert f"{number:,}" in shown
     assert "NVIDIA A100" in shown
 
 

@@ -1,8 +1,11 @@
-"Chapter 02 on the course's own models: parameters, bytes and FLOPs by formula equal what is counted, over mixtures of all fields."
+"""Chapter 02 on the course's own models: parameters, bytes and FLOPs by formula equal what is counted, over mixtures of all fields.
+
+The peak of a training step is measured by live storages, after each operation that torch dispatches. That is the same on every machine, whatever the
+BLAS and the number of threads. Attention is the CPU's flash kernel or torch's own operations, as a case says; scratch memory inside a kernel is not seen.
+"""
 import random
 import typing
 from collections import Counter
-from contextlib import nullcontext
 from dataclasses import fields, replace
 
 import numpy as np
@@ -14,14 +17,15 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from lmcourse.accounting import flops, memory
 from lmcourse.accounting.flops import adamw_flops, attention_pairs, Counted, count_operations, flop_counter, forward_flops, training_flops
 from lmcourse.accounting.memory import (activation_bytes, activation_parts, count_parameters, kv_cache_bytes, largest_batch, MemoryTimeline,
-    parameter_table, parameter_tree, saved_tensors, training_bytes)
+    parameter_table, parameter_tree, peak_phase, saved_tensors, training_bytes, training_phases)
 from lmcourse.architecture.attention_torch import causal_mask
 from lmcourse.architecture.layers_torch import cross_entropy, onednn_products
 from lmcourse.architecture.transformer_np import init_params
 from lmcourse.architecture.transformer_torch import TransformerLM
-from lmcourse.tools.config import ModelConfig
+from lmcourse.tools.config import ModelConfig, TrainConfig
+from lmcourse.training.engines import TorchEngine
 from lmcourse.training.optim_np import AdamWNp
-from lmcourse.training.optim_torch import AdamW, adamw_step
+from lmcourse.training.optim_torch import AdamW, adamw_step, clip_grad_norm
 
 HINTS = typing.get_type_hints(ModelConfig)
 WORDS = {f.name: typing.get_args(HINTS[f.name]) for f in fields(ModelConfig) if typing.get_origin(HINTS[f.name]) is typing.Literal}
@@ -39,7 +43,10 @@ def draw(seed):
     return c, pick((1, 2, 3)), max(1, c.context_length - pick((0, 1))), {n: pick(ways) for n, ways in HOW.items()}
 
 
-CASES = [draw(seed) for seed in range(300)]
+CASES = [draw(seed) for seed in range(220)]
+
+
+def kernel(how): return sdpa_kernel(SDPBackend.MATH if how["attention"] == "explicit" else SDPBackend.FLASH_ATTENTION)
 
 
 def run(c, B, T, how):
@@ -47,8 +54,7 @@ def run(c, B, T, how):
     model = TransformerLM(c)
     model.recompute = how["recompute"]
     ids, targets = (torch.randint(c.vocab_size, (B, T), generator=torch.Generator().manual_seed(i)) for i in range(2))
-    backend = sdpa_kernel(SDPBackend.MATH) if how["attention"] == "explicit" else nullcontext()
-    with backend, saved_tensors(model) as kept, flop_counter() as counter:
+    with kernel(how), saved_tensors(model) as kept, flop_counter() as counter:
         with torch.autocast("cpu", torch.bfloat16, enabled=how["dtype"] == "bfloat16"):
             loss = cross_entropy(model(ids), targets) if how["logits"] else model.loss(ids, targets)
         loss.backward()
@@ -86,22 +92,26 @@ def test_formulas_equal_the_counts(counted):
 def without(function, name, n=0): return lambda *args, **more: {k: n if k == name else v for k, v in function(*args, **more).items()}
 
 
-@pytest.mark.parametrize("name", sorted({k for c, B, T, how in CASES for k in memory._block_bytes(c, B, T, 2, how["attention"] == "explicit")}))
-def test_a_part_of_a_block_that_is_left_out_is_found(counted, monkeypatch, name):
-    monkeypatch.setattr(memory, "_block_bytes", without(memory._block_bytes, name))
-    assert wrong_bytes(counted) > 3
+def changed(function, change):
+    "A function of `memory` with other operations: one, a list, or a tuple with some"
+    def deep(x): return change(x) if isinstance(x, memory.OperationMemory) else type(x)(map(deep, x)) if isinstance(x, (list, tuple)) else x
+    return lambda *args: deep(function(*args))
 
 
-@pytest.mark.parametrize("name", ["ids and positions", "last norm", "loss", "input of head", "head in bfloat16"])
-def test_a_part_around_the_blocks_that_is_left_out_is_found(counted, monkeypatch, name):
-    monkeypatch.setattr(memory, "_outer_bytes", without(memory._outer_bytes, name))
+@pytest.mark.parametrize("part", sorted({part for c, B, T, how in CASES for part in activation_parts(c, B, T, **how | dict(recompute=False))}))
+def test_a_part_that_is_left_out_is_found(counted, monkeypatch, part):
+    drop = lambda op: op._replace(keeps={k: n for k, n in op.keeps.items() if k != part})
+    monkeypatch.setattr(memory, "_operations", changed(memory._operations, drop))
     assert wrong_bytes(counted) > 3
 
 
 @pytest.mark.parametrize("norm", ["rmsnorm", "layernorm"])
 def test_a_parameter_counted_as_an_activation_is_found(counted, monkeypatch, norm):
-    right = memory._norm_bytes
-    monkeypatch.setattr(memory, "_norm_bytes", lambda kind, rows, width: right(kind, rows, width) + 4*width*(kind == norm))
+    right = memory._norm
+    def wrong(c, *args):
+        op = right(c, *args)
+        return op._replace(keeps={k: n + 4*c.d_model*(c.norm == norm) for k, n in op.keeps.items()})
+    monkeypatch.setattr(memory, "_norm", wrong)
     assert wrong_bytes(counted) > 3
 
 
@@ -115,7 +125,7 @@ def test_a_tied_head_that_is_forgotten_or_counted_twice_is_found(counted, monkey
     tied, right = sum(c.tie_embeddings for c, *_ in CASES), flops.forward_flops
     with monkeypatch.context() as m:
         m.setattr(flops, "forward_flops", lambda c, *args, **more: right(c, *args, **more) | ({"head": 0} if c.tie_embeddings else {}))
-        assert wrong_flops(counted) == tied > 100
+        assert wrong_flops(counted) == tied > 80
     parts = memory.parameter_parts
     monkeypatch.setattr(memory, "parameter_parts", lambda c: parts(c) | {"head": c.vocab_size*c.d_model})
     assert wrong_parameters(counted) == tied
@@ -155,7 +165,7 @@ class Remember:
 
 @torch.no_grad()
 def test_generation_with_a_cache():
-    for c, B, *_ in CASES[:80]:
+    for c, B, *_ in CASES[:50]:
         if c.context_length < 5: continue
         for dtype in (torch.float32, torch.bfloat16):
             model, caches, ids = TransformerLM(c, dtype=dtype), [Remember() for _ in range(c.num_layers)], torch.zeros(B, 5, dtype=torch.int64)
@@ -180,17 +190,26 @@ def test_pairs_are_the_entries_of_the_mask():
 
 # The optimizer
 
+def moments_of(optimizer): return [t for s in optimizer.state.values() for t in s.values() if torch.is_tensor(t) and t.numel() and t.ndim]
+
+
 @pytest.mark.parametrize("make", [AdamW, torch.optim.AdamW])
-def test_what_the_optimizer_holds(make):
-    for c, B, T, how in CASES[:20]:
-        model, *_ = run(c, B, T, how)
+def test_what_the_optimizer_holds(counted, make):
+    for (c, B, T, how), (model, *_) in zip(CASES[:20], counted):
         optimizer = make(model.parameters())
         assert not optimizer.state
         optimizer.step()
-        parts, P = training_bytes(c, B, T, **how), count_parameters(c).unique
-        moments = [t for s in optimizer.state.values() for t in s.values() if torch.is_tensor(t) and t.numel() and t.ndim]
-        assert sum(t.nbytes for t in moments) == parts["optimizer"] == 8*P
-        assert sum(p.grad.nbytes for p in model.parameters()) == parts["gradients"] and sum(p.nbytes for p in model.parameters()) == parts["parameters"]
+        last, P = training_phases(c, B, T, **how)[-1], count_parameters(c).unique
+        assert sum(t.nbytes for t in moments_of(optimizer)) == last["optimizer"] == 8*P
+        assert sum(p.grad.nbytes for p in model.parameters()) == last["gradients"] and sum(p.nbytes for p in model.parameters()) == last["parameters"]
+
+
+def test_what_muon_holds():
+    for c, *_ in CASES[:20]:
+        engine = TorchEngine(c, TrainConfig(optimizer="muon", device="cpu"))
+        for p in engine.model.parameters(): p.grad = torch.zeros_like(p)
+        engine.optimizer.step()
+        assert sum(t.nbytes for t in moments_of(engine.optimizer)) == training_bytes(c, 1, optimizer="muon")["optimizer"] < 8*count_parameters(c).unique
 
 
 def test_what_the_numpy_optimizer_holds():
@@ -245,52 +264,106 @@ def test_the_largest_batch(recompute):
         assert (n == 0 or need(n) <= budget) and need(n + 1) > budget
 
 
-def test_a_recomputed_block_is_one_block():
-    c = replace(CASES[0][0], num_layers=3, context_length=9)
-    parts = activation_parts(c, 2)
-    outer = memory._outer_bytes(c, 2, c.context_length, 4, False)
-    assert training_bytes(c, 2, recompute=True)["recomputed block"]*3 == sum(n for k, n in parts.items() if k not in outer)
+# The peak of a step
+
+def draw_step(seed):
+    "A config, a batch and a way of training, from few tokens for a parameter to many"
+    pick = random.Random(seed).choice
+    heads, D, T = pick((1, 2, 4, 6)), pick((24, 48, 96)), pick((1, 4, 16, 64, 128))
+    c = ModelConfig(vocab_size=pick((20, 64, 257, 1000, 4096)), context_length=T, d_model=D, num_layers=pick((1, 2, 3, 5)), num_heads=heads,
+                    num_kv_heads=pick([None] + [g for g in (1, 2, 3) if heads % g == 0]), head_dim=pick((4, 8, 16, None)), window=pick((None, None, 5, 40)),
+                    d_ff=pick((None, None, D, 6*D, D//2)), qk_norm=pick((False, True)), bias=pick((False, True)), tie_embeddings=pick((False, True)),
+                    scale_embeddings=pick((False, True)), z_loss=pick((0., .001)), **{n: pick(words) for n, words in WORDS.items()})
+    how = {n: pick(ways) for n, ways in HOW.items()} | dict(optimizer=pick(("adamw", "muon")), grad_accum_steps=pick((1, 1, 2)))
+    return c, max(1, pick((10, 100, 300, 1000, 2500))//T), T - pick((0, 0, T//3)), how
 
 
-def peak_of_a_step(c, B, T, how):
-    "Most bytes alive at once in the second step, and those of the model's tables"
-    model = TransformerLM(c)
-    model.recompute = how["recompute"]
-    optimizer = AdamW(model.parameters())
-    ids, targets = (torch.zeros(B, T, dtype=torch.int64) for _ in range(2))
+def live_bytes(c, B, T, how):
+    "Bytes alive after each operation of a step of the course's engine, the second one"
+    parts = how["grad_accum_steps"]
+    engine = TorchEngine(c, TrainConfig(dtype=how["dtype"], recompute=how["recompute"], optimizer=how["optimizer"], device="cpu"))
+    if how["logits"]: engine.loss = lambda ids, targets: cross_entropy(engine.model(ids), targets)
+    batches = [tuple(torch.zeros(B, T, dtype=torch.int64) for _ in range(2)) for _ in range(parts)]
     def step():
-        backend = sdpa_kernel(SDPBackend.MATH) if how["attention"] == "explicit" else nullcontext()
-        with backend:
-            with torch.autocast("cpu", torch.bfloat16, enabled=how["dtype"] == "bfloat16"):
-                loss = cross_entropy(model(ids), targets) if how["logits"] else model.loss(ids, targets)
-            loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        with kernel(how):
+            for i, batch in enumerate(batches): engine.add_gradients(*batch, 1/parts, i == parts - 1)
+        clip_grad_norm(engine.model.parameters(), 1.)
+        engine.optimizer.step()
+        engine.optimizer.zero_grad()
     step()
-    state = [t for s in optimizer.state.values() for t in s.values() if torch.is_tensor(t)]
-    with MemoryTimeline(*model.parameters(), *state, ids, targets) as line: step()
-    return max(line.history), sum(b.nbytes for b in model.buffers())
+    state = [t for s in engine.optimizer.state.values() for t in s.values() if torch.is_tensor(t)]
+    with MemoryTimeline(*engine.model.parameters(), *engine.model.buffers(), *state, *(t for batch in batches for t in batch)) as line: step()
+    return line.history
 
 
-CROWDED = ModelConfig(vocab_size=512, context_length=128, d_model=64, num_layers=2, num_heads=4), 256, 128, dict(dtype="float32", attention="fused", recompute=False, logits=False)
+def bytes_in(phase): return sum(n for part, n in phase.items() if part != "phase")
+
+def too_low_or_high(steps, peaks):
+    "Those whose need is below the measured peak, or more than 3 % above"
+    return [(case, sum(training_bytes(*case[:3], **case[3]).values()), peak) for case, peak in zip(steps, peaks)
+            if not peak <= sum(training_bytes(*case[:3], **case[3]).values()) <= 1.03*peak]
 
 
-@pytest.mark.xfail(strict=True, reason="the gradients inside a block, while it is walked back, are not counted: with many tokens they are more than those of its weights")
-def test_a_need_of_many_tokens_is_not_less_than_the_measured_peak():
-    c, B, T, how = CROWDED
-    assert peak_of_a_step(*CROWDED)[0] <= sum(training_bytes(c, B, T, **how).values()) + 1e6
+STEPS = [draw_step(seed) for seed in range(200)]
+FEW = 40
+PLAIN = dict(dtype="float32", attention="fused", recompute=False, logits=False, optimizer="adamw", grad_accum_steps=1)
+CROWDED = [(ModelConfig(vocab_size=512, context_length=128, d_model=64, num_layers=2, num_heads=4), 256, 128, PLAIN),
+           (ModelConfig(vocab_size=512, context_length=256, d_model=128, num_layers=3, num_heads=4, ffn="gelu"), 32, 256, PLAIN | dict(dtype="bfloat16", attention="explicit"))]
 
 
-def test_a_need_is_not_less_than_the_measured_peak():
-    "Parameters, moments, activations and working space, beside a whole step of the course's own model and optimizer"
-    wide = [(ModelConfig(vocab_size=V, context_length=64, d_model=64, num_layers=2, num_heads=4, tie_embeddings=tied), 8, 64,
-             dict(dtype=dtype, attention="fused", recompute=recompute, logits=logits))
-            for V in (2048, 20_000) for tied in (False, True) for dtype in HOW["dtype"] for recompute, logits in ((False, False), (False, True), (True, False))]
-    for c, B, T, how in CASES[:60] + wide:
-        peak, tables = peak_of_a_step(c, B, T, how)
-        need = sum(training_bytes(c, B, T, **how).values())
-        assert peak <= need + tables + 1000, (c, B, T, how)
-        if c.vocab_size > 1000: assert peak > .45*need, (c, B, T, how)
+@pytest.fixture(scope="module")
+def histories(): return [live_bytes(*case) for case in STEPS[:FEW]]
+
+
+def test_a_need_is_the_measured_peak(histories):
+    assert not too_low_or_high(STEPS[:FEW], list(map(max, histories)))
+
+
+@pytest.mark.slow
+def test_a_need_is_the_measured_peak_for_all_cases():
+    for name, words in WORDS.items(): assert {getattr(c, name) for c, *_ in STEPS} == set(words)
+    rest = STEPS[FEW:] + CROWDED
+    assert not too_low_or_high(rest, [max(live_bytes(*case)) for case in rest])
+
+
+def test_peaks_lie_in_many_places():
+    places = Counter(peak_phase(*case[:3], **case[3])["phase"].split(": ")[-1] for case in STEPS)
+    assert len(places) > 12 and max(places.values()) < .4*len(STEPS), places
+
+
+EXACT = [(c, max(1, 60//T), T, PLAIN | {n: how[n] for n in ("attention", "logits")}) for c, _, T, how in STEPS[:FEW] if c.norm != "none"]
+
+
+@pytest.fixture(scope="module")
+def exact(): return [live_bytes(*case) for case in EXACT]
+
+
+def unmet(exact):
+    "Phases that don't turn up in the history of a step in float32, in order and to the single numbers"
+    for (c, B, T, how), history in zip(EXACT, exact):
+        at = 0
+        for phase in training_phases(c, B, T, **how)[:-1]:
+            most = bytes_in(phase)
+            found = next((i for i in range(at, len(history)) if most - 64 <= history[i] <= most), None)
+            if found is None: yield phase["phase"], c
+            else: at = found
+
+
+def test_each_phase_turns_up(exact): assert not list(unmet(exact))
+
+
+@pytest.mark.parametrize("field", ["backward", "forward", "weights", "copies"])
+def test_a_wrong_number_of_an_operation_is_found(histories, exact, monkeypatch, field):
+    "A tenth more or less, in each operation by itself. Gains weigh too little to be seen"
+    right, peaks = memory._operations, list(map(max, histories))
+    names = {op.name for c, B, T, how in STEPS for x in right(c, B, T, how["dtype"], how["attention"], how["logits"])[1:]
+             for op in ([x] if isinstance(x, memory.OperationMemory) else x) if getattr(op, field)}
+    if field == "weights": names -= {name for name in names if "norm" in name} | {"embeddings"}     # The table's come last
+    for name in sorted(names):
+        for factor in (.9, 1.1)[:1 if field == "copies" else 2]:
+            wrong = lambda op: op._replace(**{field: int(factor*getattr(op, field))}) if op.name == name else op
+            monkeypatch.setattr(memory, "_operations", changed(right, wrong))
+            assert any(unmet(exact)) or too_low_or_high(STEPS[:FEW], peaks), (name, factor)
 
 
 def test_more_than_one_way_to_be_counted():
@@ -352,6 +425,8 @@ def test_an_attention_that_cannot_be_counted_is_refused():
     (lambda c: activation_bytes(c, -2), "batch_size = -2, expected 1 or more"),
     (lambda c: activation_bytes(c, 1, dtype="float16"), "unknown dtype of the products 'float16'"),
     (lambda c: activation_bytes(c, 1, attention="flash"), "unknown attention 'flash'"),
+    (lambda c: training_bytes(c, 1, optimizer="adam"), "unknown optimizer 'adam': did you mean 'adamw'"),
+    (lambda c: training_phases(c, 1, grad_accum_steps=0), "grad_accum_steps = 0, expected 1 or more"),
     (lambda c: kv_cache_bytes(c, 1, dtype="float"), "unknown dtype 'float'"),
     (lambda c: largest_batch(c, 0), "memory_bytes = 0, expected more than 0"),
     (lambda c: largest_batch(c, -1.), "memory_bytes = -1.0, expected more than 0"),

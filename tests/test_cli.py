@@ -1,13 +1,14 @@
 "The command as a user runs it: whole processes, tiny runs, mistakes, interruptions."
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
-import time
 from importlib.resources import files
 
 import pytest
+from processes import wait_for
 
 from lmcourse.app import cli
 from lmcourse.tokenization.tokenizer import Tokenizer
@@ -71,10 +72,9 @@ def test_an_interrupted_run_goes_on_bit_for_bit(work, how):
     if not reference.exists(): assert lmcourse("train", "data", "long", *options, cwd=work).returncode == 0
     run = work/f"cut-{how.name}"
     process = start("train", "data", run.name, *options, cwd=work)
-    deadline = time.time() + 60
-    while not list(run.glob("checkpoints/step_*[0-9]")) and time.time() < deadline: time.sleep(0.02)
+    wait_for(lambda: list(run.glob("checkpoints/step_*[0-9]")) or process.poll() is not None)
     process.send_signal(how)
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=300)
     if how == signal.SIGKILL: assert process.returncode == -how
     else: assert process.returncode == 130 and "lmcourse train --resume" in err and err.count("\n") == 1
     assert not any(m.get("final") for m in metrics(run)) or how == signal.SIGKILL
@@ -112,6 +112,7 @@ def broken(work, whole):
     for name, text in (("begun", '{"corpus": "stories", "max_bytes": 1000000}\n'), ("foreign", "[3]")):
         (work/name).mkdir()
         (work/name/"prepare.part").write_text(text)
+    (work/"answer.py").write_text("def split(text, special_tokens=()): return [text]\n")
     (work/"small.txt").write_text("".join(f"line {i} of a text that is too small for a window\n" for i in range(30)))
     for name in ("cut", "swapped", "other-tokenizer", "no-ngrams"): subprocess.run(["cp", "-r", "data", name], cwd=work, check=True)
     (work/"cut/train.bin").write_bytes((work/"data/train.bin").read_bytes()[:-100])
@@ -126,6 +127,7 @@ def broken(work, whole):
     config["model"]["d_model"] = 64
     (work/"another/config.json").write_text(json.dumps(config))
     subprocess.run(["cp", "-r", "whole", "unknown"], cwd=work, check=True)
+    subprocess.run(["cp", "-r", "another", "misfit"], cwd=work, check=True)
     config["model"]["layers"] = 3
     (work/"unknown/config.json").write_text(json.dumps(config))
     (work/"damaged.jsonl").write_text('{"key": \n')
@@ -193,6 +195,29 @@ def broken(work, whole):
     ("ablate head --device tpu", "device = 'tpu', expected auto, cpu, cuda or mps"),
     ("ablate head --out damaged.jsonl", "damaged.jsonl, line 1: not JSON"),
     ("ablate head --out future.jsonl", "future.jsonl, line 1: format 9, but this version reads 1"),
+    ("plot whole --out loss.xyz", "Format 'xyz' is not supported"),
+    ("tokenizer stories short.txt/tok", "short.txt"),
+    ("prepare stories short.txt/new --tokenizer tok --max-mb 0.05", "short.txt"),
+    ("train data short.txt/new", "short.txt"),
+    ("quickstart --out short.txt/new", "short.txt"),
+    ("ablate head --work short.txt", "short.txt"),
+    ("ablate head --out short.txt/new.jsonl --work new", "short.txt"),
+    ("check 01.split answer.py --progress short.txt/new.json", "short.txt"),
+    ("train data new --lr inf", "lr = inf, expected a finite number"),
+    ("train data new --device banana", "device = 'banana', expected auto, cpu, cuda or mps"),
+    ("train data new --micro-batch 3 --batch-size 8", "8 is no multiple of 3"),
+    ("doctor misfit", "misfit: the weights don't fit the config"),
+    ("serve whole --max-tokens 0", "max_tokens = 0, expected 1 or more"),
+    ("serve whole --max-running 1000", "max_running = 1000 and token_budget = 256"),
+    ("serve whole --port 0", "port = 0, expected 1 to 65535"),
+    ("bench training --rounds 0", "rounds = 0, expected 1 or more"),
+    ("bench loop --only faster", "no variant 'faster'"),
+    ("bench generation --models 1T", "unknown model '1T'"),
+    ("check 01.split nowhere.py", "nowhere.py: no such file"),
+    ("check 01.split small.txt", "expected a file that ends in .py or .ipynb"),
+    ("exercises 01 --progress damaged.jsonl", "damaged.jsonl: no progress file"),
+    ("prepare text:binary.txt new --tokenizer tok", "binary.txt: not UTF-8 text"),
+    ("tokenizer text:empty.txt new", "empty.txt: the file is empty"),
     ("no-such-command", "quickstart, tokenizer, prepare, train, generate, plot, check, exercises, account, serve, ablate, doctor, bench, smoke, completion"),
 ])
 def test_a_mistake_is_one_line_and_leaves_nothing(broken, words, answer):
@@ -201,6 +226,93 @@ def test_a_mistake_is_one_line_and_leaves_nothing(broken, words, answer):
     assert done.returncode == 2, done.stdout + done.stderr
     assert done.stderr.startswith("lmcourse: ") and done.stderr.count("\n") == 1 and answer in done.stderr, done.stderr
     assert sorted(broken.rglob("*")) == before
+
+
+# A command, and what it calls when all that a user gives has been looked at
+WORK = {
+    "tokenizer stories new-tok --vocab-size 300 --max-mb 0.05": "lmcourse.tokenization.tokenizer.train_bpe",
+    "prepare stories new-data --tokenizer tok --max-mb 0.05 --valid-documents 2": "lmcourse.training.data.write_tokens",
+    "prepare stories newer-data --tokenizer tok --max-mb 0.05 --valid-documents 2": "lmcourse.training.data.count_ngrams",
+    "train data new-run --steps 2 " + " ".join(TINY): "lmcourse.training.trainer.Trainer.train_step",
+    "train data newer-run --steps 2 " + " ".join(TINY): "lmcourse.app.cli.cost_lines",
+    "train --resume cut-here": "lmcourse.training.trainer.Trainer.train_step",
+    "quickstart --minutes 0.01 --out new-quick": "lmcourse.training.trainer.measure_step",
+    "generate whole": "lmcourse.inference.kv_cache.NumpyDecoder.compute",
+    "plot whole --out new.png": "lmcourse.training.trainer.plot_runs",
+    "doctor whole": "lmcourse.ablations.doctor.check_forward",
+    "account": "lmcourse.accounting.account.training_flops",
+    "ablate biases --tokens 3072 --seeds 0 --out new.jsonl --work new-work": "lmcourse.ablations.sweep._run_all",
+    "serve --port 0": "lmcourse.app.serve.make_server",
+    "smoke": "lmcourse.architecture.fast_np.fast_loss_and_grads",
+    "bench tokenizer": "lmcourse.app.bench.write_corpus",
+    "bench training": "lmcourse.app.bench_training.open_contenders",
+    "bench loop": "lmcourse.app.throughput._process",
+    "bench generation": "lmcourse.app.bench_generation.measure_writing",
+    "exercises": "lmcourse.app.cli.chapter_lines",
+    "check 01.split answer.py --progress new.json": "lmcourse.app.grade.note_verdict",
+}
+
+
+@pytest.fixture
+def here(broken, whole, monkeypatch):
+    "The folder of the runs, with one that can go on and a file with an answer; what a test adds to it is taken away."
+    if not (broken/"cut-here").exists():
+        shutil.copytree(whole, broken/"cut-here")
+        config = json.loads((whole/"config.json").read_text())
+        config["train"]["steps"] = 80
+        (broken/"cut-here/config.json").write_text(json.dumps(config))
+    before = set(broken.iterdir())
+    monkeypatch.chdir(broken)
+    monkeypatch.setattr(cli, "_check_address", lambda host, port: None)
+    yield broken
+    for new in set(broken.iterdir()) - before: shutil.rmtree(new) if new.is_dir() else new.unlink()
+
+
+def raises(error):
+    def planted(*args, **more): raise error
+    return planted
+
+
+@pytest.mark.parametrize("words, place", WORK.items(), ids=[f"{w.split(' -')[0]}: {p.split('.')[-1]}" for w, p in WORK.items()])
+@pytest.mark.parametrize("error", [ValueError("operands could not be broadcast"), FileNotFoundError("no shard 3")], ids=["ValueError", "OSError"])
+def test_a_bug_shows_where_it_is(here, monkeypatch, words, place, error):
+    "What is raised in the midst of the work is no mistake of the user's, whatever its type."
+    monkeypatch.setattr(place, raises(error))
+    words = words.replace("--port 0", "--port 8000").split()
+    with pytest.raises(type(error)) as found: cli.main(words)
+    assert found.value is error
+
+
+def test_a_bug_ends_the_command_with_a_traceback(here):
+    code = ("from lmcourse.ablations import doctor; from lmcourse.app import cli\n"
+            "def planted(case): return int('no number')\n"
+            "doctor.CHECKS = (planted,); cli.main(['doctor', 'whole'])")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 1 and "Traceback (most recent call last)" in done.stderr and ", in planted" in done.stderr
+    assert done.stderr.endswith("ValueError: invalid literal for int() with base 10: 'no number'\n")
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), PermissionError(13, "Permission denied"), TimeoutError("the hub is slow"), ConnectionResetError("the hub is gone")], ids=repr)
+def test_trouble_outside_is_one_line_whenever_it_comes(here, monkeypatch, capsys, error):
+    monkeypatch.setattr("lmcourse.training.trainer.Trainer.train_step", raises(error))
+    with pytest.raises(SystemExit) as end: cli.main(["train", "--resume", "cut-here"])
+    assert end.value.code == 2 and capsys.readouterr().err == f"lmcourse: {error}\n"
+
+
+def test_a_run_that_diverges_is_told_in_one_line(work, tmp_path):
+    done = lmcourse("train", "data", tmp_path/"run", "--steps", 60, *TINY, "--lr", 1e30, "--warmup-steps", 0, "--grad-clip", 0, cwd=work)
+    assert done.returncode == 2 and done.stderr.startswith("lmcourse: step ") and "the loss is" in done.stderr and done.stderr.count("\n") == 1, done.stderr
+
+
+def test_what_the_command_tells_is_a_value_error_for_others():
+    from lmcourse.tools.config import UserError
+    assert issubclass(UserError, ValueError)
+    for error in (OSError("no file"), ValueError("no number"), FileExistsError("there")):
+        with pytest.raises(UserError, match=str(error)) as found, cli.checking_input(): raise error
+        assert found.value.__cause__ is error
+    for error in (KeyError("a bug"), KeyboardInterrupt(), ConnectionError("gone"), UserError("already")):
+        with pytest.raises(type(error)) as found, cli.checking_input(): raise error
+        assert found.value is error
 
 
 def test_a_text_with_few_pairs_gives_a_smaller_vocabulary(broken, tmp_path):
@@ -213,10 +325,9 @@ def test_a_text_with_few_pairs_gives_a_smaller_vocabulary(broken, tmp_path):
 def test_a_quickstart_that_is_stopped_before_the_training_leaves_nothing(work, how):
     before = sorted(work.rglob("*"))
     process = start(*"quickstart --minutes 1".split(), cwd=work)
-    deadline = time.time() + 60
-    while sorted(work.rglob("*")) == before and time.time() < deadline: time.sleep(0.02)
+    wait_for(lambda: sorted(work.rglob("*")) != before or process.poll() is not None)
     process.send_signal(how)
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=300)
     assert process.returncode == 130 and err == "lmcourse: interrupted\n"
     assert sorted(work.rglob("*")) == before
 
@@ -245,11 +356,10 @@ def test_an_interrupted_prepare_goes_on(work, corpus, how, when):
     words = PREPARE.format(f"{how.name}-{when}").split()
     out = work/words[2]
     process = start(*words, cwd=work)
-    deadline = time.time() + 60
     there = lambda: (out/when).exists() and (out/"prepare.part").stat().st_size   # an empty note is one that nothing was begun for
-    while not there() and time.time() < deadline: time.sleep(0.002)
+    wait_for(lambda: there() or process.poll() is not None)
     process.send_signal(how)
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=300)
     if how == signal.SIGKILL: assert process.returncode == -how
     else: assert process.returncode == 130 and err == "lmcourse: interrupted; go on with the same command\n"
     assert (out/"prepare.part").exists()
@@ -266,12 +376,12 @@ def test_two_prepares_of_one_folder_do_not_meet(work, corpus, when):
     both = work/f"both-{when}"
     words = PREPARE.format(both.name).split()
     first = start(*words, cwd=work)
-    while not (both/when).exists() and first.poll() is None: time.sleep(0.002)
+    wait_for(lambda: (both/when).exists() or first.poll() is not None)
     first.send_signal(signal.SIGSTOP)
     second = lmcourse(*words, cwd=work)
     first.send_signal(signal.SIGCONT)
     assert second.returncode == 2 and "another process is writing these files" in second.stderr
-    first.communicate(timeout=60)
+    first.communicate(timeout=300)
     assert first.returncode == 0 and contents(both) == corpus
 
 

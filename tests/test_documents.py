@@ -1,6 +1,7 @@
 "Corpora by name, and the n-grams beside them."
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -11,15 +12,40 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from little_hub import LittleHub, parquet
-from lmcourse.tools.documents import HUB, documents, held_out, hub_documents, split_text, text_column
+from lmcourse.tools import documents as module
+from lmcourse.tools.documents import HUB, _blocks, _in_documents, documents, held_out, hub_documents, text_column, text_documents
+from lmcourse.tools.machine import peak_bytes
 from lmcourse.tools.ngram import ngram_losses
 
 
-@given(st.lists(st.sampled_from(["<|endoftext|>", "\n", " ", "a", "é", "bc"])).map("".join))
-def test_the_two_parts_of_a_text_are_the_text(text):
-    parts = [d for split in ("train", "valid") for d in split_text(text, split)]
+TEXT = st.lists(st.sampled_from(["<|endoftext|>", "<|endof", "text|>", "\n", " ", "a", "é", "bc", "好"]), max_size=40).map("".join)
+
+
+@given(TEXT, st.integers(1, 30))
+def test_the_two_parts_of_a_text_are_the_text(tmp_path_factory, text, block):
+    file = tmp_path_factory.getbasetemp()/"parts.txt"
+    file.write_bytes(text.encode() + b".")
+    whole = [list(text_documents(file, split)) for split in ("train", "valid")]
+    parts = whole[0] + whole[1]
     assert all(d.strip() and "<|endoftext|>" not in d for d in parts)
-    assert "".join("".join(parts).split()) == "".join(text.replace("<|endoftext|>", "").split())
+    assert "".join("".join(parts).split()) == "".join((text + ".").replace("<|endoftext|>", "").split())
+    with pytest.MonkeyPatch.context() as patch:                          # marks and characters that lie across blocks
+        patch.setattr(module, "_BLOCK", block)
+        pieces = [list(_in_documents(_blocks(file, 0, file.stat().st_size), size)) for size in (None, 20)]
+    assert pieces[0] == [d for d in (text + ".").split("<|endoftext|>") if d.strip()]
+    limited = "".join(pieces[1])
+    assert len(limited.encode()) <= 20 and "".join(pieces[0]).startswith(limited)
+
+
+@pytest.mark.parametrize("bad, words", [(b"\xff", "not UTF-8 text (byte 0xff at 19900000)"), (b"\0", "a binary file (a zero byte at 19900000)"),
+                                        (b"\xe5\xa5", "not UTF-8 text (byte 0xe5 at 19900000)")])
+def test_what_is_no_text_is_told_when_it_is_read(tmp_path, bad, words):
+    (tmp_path/"book.txt").write_bytes(b"the end\n"*2_487_500 + bad + b"the end\n"*12_500)
+    whole, part = (documents(f"text:{tmp_path}/book.txt", "valid", most) for most in (None, 1000))
+    assert len("".join(part)) > 900
+    with pytest.raises(ValueError, match=re.escape(words)): list(whole)
+    (tmp_path/"book.txt").write_bytes(bad)
+    with pytest.raises(ValueError, match=re.escape(words.replace("19900000", "0"))): documents(f"text:{tmp_path}/book.txt")
 
 
 @pytest.mark.parametrize("most", [1, 5, 6, 7, 50, 99, 10_000])
@@ -35,6 +61,29 @@ def test_a_line_is_never_cut(tmp_path):
     (tmp_path/"book.txt").write_text("".join(f"line {i}\n" for i in range(100)))
     train, valid = ("".join(documents(f"text:{tmp_path}/book.txt", s)) for s in ("train", "valid"))
     assert train.endswith("\n") and valid.startswith("line ") and len(valid) < len(train)/5
+
+
+GROWN = """
+import sys
+from lmcourse.tools.documents import documents
+from lmcourse.tools.machine import peak_bytes
+before = peak_bytes()
+for split in ("train", "valid"): print(sum(len(text) for text in documents(f"text:{sys.argv[1]}", split, int(sys.argv[2]))))
+print(peak_bytes() - before)
+"""
+
+
+@pytest.mark.skipif(peak_bytes() is None, reason="this system does not tell how much memory a process has held")
+@pytest.mark.parametrize("line", ["The end of the line.\n", "The end<|endoftext|>"])
+def test_a_part_of_a_large_file_is_read_and_not_all_of_it(tmp_path, line):
+    (tmp_path/"book.txt").write_text(line*(50_000_000//len(line)), encoding="utf-8")
+    done = subprocess.run([sys.executable, "-c", GROWN, tmp_path/"book.txt", "1000000"], capture_output=True, text=True, check=True)
+    train, valid, grown = map(int, done.stdout.split())
+    assert 999_950 < train <= 1_000_000 and 999_950 < valid <= 1_000_000 and grown < 20e6
+    if "<" in line:                                                      # documents come one by one, so all of them need no more than a few
+        done = subprocess.run([sys.executable, "-c", GROWN, tmp_path/"book.txt", "1000000000"], capture_output=True, text=True, check=True)
+        train, valid, grown = map(int, done.stdout.split())
+        assert train + valid == 7*(50_000_000//len(line)) and grown < 20e6
 
 
 def test_training_and_validation_stories_differ():

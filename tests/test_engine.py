@@ -187,6 +187,18 @@ def test_without_sharing_everything_is_computed():
     assert engine.computed == 24 and not engine.pool.blocks
 
 
+def test_blocks_that_hold_nothing_of_use_are_taken_first_and_then_the_one_that_was_idle_longest():
+    pool = BlockPool(4, 4)
+    a, b, c, d = (pool.take() for _ in range(4))
+    for block, name in ((a, b"a"), (c, b"c"), (d, b"d")): pool.name(block, name)
+    for block in (a, c, b, d): pool.release(block)
+    assert list(pool.free) == [b, a, c, d]                      # b has no name: nobody will ask for what it holds
+    pool.share(a)                                               # somebody did ask for this one, so it comes last now
+    pool.release(a)
+    assert list(pool.free) == [b, c, d, a] and pool.blocks == {b"a": a, b"c": c, b"d": d}
+    assert [pool.take() for _ in range(3)] == [b, c, d] and pool.blocks == {b"a": a}
+
+
 def test_pool_by_hand():
     pool = BlockPool(2, 4)
     a, b = pool.take(), pool.take()

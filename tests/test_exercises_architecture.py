@@ -98,8 +98,10 @@ class TorchsOwn(nn.Linear):
     def __init__(self, n, m, device=None, dtype=None): super().__init__(n, m, bias=False, device=device, dtype=dtype)
 
 
-class WithBias(layers_torch.Linear):
-    def __init__(self, n, m, device=None, dtype=None): super().__init__(n, m, True, device, dtype)
+class WithBias(Matrix):
+    def __init__(self, n, m, device=None, dtype=None):
+        super().__init__(m, n, trunc, math.sqrt(2/(n + m)), F.linear, device, dtype)
+        self.bias = nn.Parameter(torch.zeros(m, device=device, dtype=dtype))
 
 
 def doubles(x, w): x *= 2; return x@w.T/2
@@ -162,7 +164,7 @@ def norm_by_jacobian(dy, x, weight, eps):
 
 # SwiGLU
 
-def swiglu(f, names=("w1", "w2", "w3"), use=layers_torch.Linear):
+def swiglu(f, names=("w1", "w2", "w3"), use=linear()):
     class Net(nn.Module):
         def __init__(self, d_model, d_ff, device=None, dtype=None):
             super().__init__()
@@ -223,6 +225,9 @@ class RopeLearnt(nn.Module):
         self.cos = nn.Parameter(torch.ones(max_seq_len, d_k//2))
 
 
+def silu_times(a, b): return F.silu(a)*b
+
+
 class OwnRope(nn.Module):
     def __init__(self, theta, d_k, max_seq_len, device=None):
         super().__init__()
@@ -268,7 +273,7 @@ class Heads(nn.Module):
     def __init__(self, d_model, num_heads, max_seq_len=None, theta=None, device=None, dtype=None, wrong=""):
         super().__init__()
         self.H, self.theta, self.wrong = num_heads, theta, wrong
-        for name in ("q_proj", "k_proj", "v_proj", "output_proj"): setattr(self, name, layers_torch.Linear(d_model, d_model))
+        for name in ("q_proj", "k_proj", "v_proj", "output_proj"): setattr(self, name, linear()(d_model, d_model))
 
     def split(self, a):
         B, T, D = a.shape
@@ -298,12 +303,6 @@ class Heads(nn.Module):
 
 
 def heads(wrong): return as_class(f"Heads_{wrong}", partial(Heads, wrong=wrong))
-
-
-class OwnHeads(attention_torch.CausalSelfAttention):
-    def __init__(self, d_model, num_heads, max_seq_len=None, theta=None, **place):
-        position = dict(position="rope", rope_theta=theta, context_length=max_seq_len) if theta else dict(position="none")
-        super().__init__(ModelConfig(d_model=d_model, num_heads=num_heads, **position), **place)
 
 
 class OneByOne(Heads):
@@ -339,7 +338,7 @@ def block(how, parts=None):
         def __init__(self, d_model, num_heads, d_ff, max_seq_len, theta, **place):
             super().__init__()
             self.ln1, self.attn = Norm(d_model), Heads(d_model, num_heads, max_seq_len, theta)
-            self.ln2, self.ffn = (self.ln1 if parts == "one norm" else Norm(d_model)), layers_torch.FeedForward(d_model, d_ff)
+            self.ln2, self.ffn = (self.ln1 if parts == "one norm" else Norm(d_model)), swiglu(silu_times)(d_model, d_ff)
 
         def forward(self, x): return how(self, x)
     return Block
@@ -348,6 +347,11 @@ def block(how, parts=None):
 def pre(b, x):
     x = x + b.attn(b.ln1(x))
     return x + b.ffn(b.ln2(x))
+
+
+def pre_in_parts(b, x):
+    parts = [x, b.attn(b.ln1(x))]
+    return sum([*parts, b.ffn(b.ln2(sum(parts)))])
 
 
 def pre_in_place(b, x):
@@ -376,18 +380,13 @@ def on_norms(b, x):
     return x + b.ffn(x)
 
 
-class OwnBlock(transformer_torch.TransformerBlock):
-    def __init__(self, d_model, num_heads, d_ff, max_seq_len, theta, **place):
-        super().__init__(ModelConfig(d_model=d_model, num_heads=num_heads, d_ff=d_ff, context_length=max_seq_len, rope_theta=theta), **place)
-
-
 def lm(how, the_block=block(pre), layers=lambda make, n: nn.ModuleList(make() for _ in range(n)), tied=False):
     class Model(nn.Module):
         def __init__(self, vocab_size, context_length, d_model, num_layers, num_heads, d_ff, rope_theta, **place):
             super().__init__()
-            self.token_embeddings = layers_torch.Embedding(vocab_size, d_model)
+            self.token_embeddings = embedding()(vocab_size, d_model)
             self.layers = layers(lambda: the_block(d_model, num_heads, d_ff, context_length, rope_theta), num_layers)
-            self.ln_final, self.lm_head = Norm(d_model), layers_torch.Linear(d_model, vocab_size)
+            self.ln_final, self.lm_head = Norm(d_model), linear()(d_model, vocab_size)
             if tied: self.lm_head.weight = self.token_embeddings.weight
 
         def forward(self, ids): return how(self, ids)
@@ -406,11 +405,6 @@ def logits(m, ids, *args): return m.lm_head(m.ln_final(stream(m, ids, *args)))
 def unmasked(b, x):
     b.attn.wrong = "future"
     return pre(b, x)
-
-
-class OwnLM(transformer_torch.TransformerLM):
-    def __init__(self, vocab_size, context_length, d_model, num_layers, num_heads, d_ff, rope_theta, **place):
-        super().__init__(ModelConfig(vocab_size, context_length, d_model, num_layers, num_heads, d_ff=d_ff, rope_theta=rope_theta), **place)
 
 
 # Loss
@@ -454,7 +448,7 @@ WRONG_ANSWERS = dict(
         (linear(use=lambda x, w: torch.from_numpy(x.numpy()@w.numpy().T)), "asked for gradients your code raised RuntimeError"),
         (linear(use=lambda x, w: (x@w.T).double()), "dtype float64, expected float32"),
         (linear(use=lambda x, w: (x@w.T)[None]), "shape (1, 2, 4), expected (2, 4)"),
-        (TorchsOwn, "nn.Linear is torch's own: write it with nn.Parameter"), (OnCpu, "OnCpu(6, 4, device='meta'): weight lies on cpu"),
+        (TorchsOwn, "nn.Linear is torch's own: write it with nn.Parameter"), (layers_torch.Linear, "nn.Linear is torch's own"), (OnCpu, "OnCpu(6, 4, device='meta'): weight lies on cpu"),
         (InFloat32, "dtype=torch.float64): weight is torch.float32"),
         (linear()(6, 4), "expected the class Matrix itself, got an object of it"), ("Linear", "expected a class, got 'Linear'"),
         (lambda n, m: F.linear, "expected an nn.Module, got builtin_function_or_method <built-in function linear>"),
@@ -651,15 +645,15 @@ WRONG = [(name, *entry) for name, entries in WRONG_ANSWERS.items() for entry in 
 
 RIGHT_ANSWERS = dict(
     linear=[
-        layers_torch.Linear, linear(again_and_again, lambda x, w: torch.einsum("...i,oi->...o", x, w)), linear(use=F.linear)],
+        linear(), linear(again_and_again, lambda x, w: torch.einsum("...i,oi->...o", x, w)), linear(use=F.linear)],
     embedding=[
-        layers_torch.Embedding, embedding(again_and_again, by_product), embedding(use=lambda ids, w: F.embedding(ids, w))],
+        embedding(), embedding(again_and_again, by_product), embedding(use=lambda ids, w: F.embedding(ids, w))],
     rmsnorm=[
         layers_torch.RMSNorm, Norm, norm(lambda x, g, eps: (x.double()*torch.rsqrt(ms(x.double()) + eps)).to(x.dtype)*g.to(x.dtype))],
     rmsnorm_gradient=[
         norm_by_library, gradient_of_norm(), norm_by_jacobian],
     swiglu=[
-        layers_torch.FeedForward, swiglu(lambda a, b: b*a*a.sigmoid(), use=lambda n, m, **place: linear()(n, m, **place))],
+        swiglu(silu_times), swiglu(lambda a, b: b*a*a.sigmoid(), use=lambda n, m, **place: linear()(n, m, **place))],
     rope=[
         OwnRope, rope(by_matrices), rope(by_complex)],
     rope_scores=[
@@ -672,11 +666,11 @@ RIGHT_ANSWERS = dict(
     attention=[
         attention_torch.scaled_dot_product_attention, F.scaled_dot_product_attention, by_einsum, attend()],
     multihead=[
-        OwnHeads, Heads, OneByOne],
+        Heads, OneByOne],
     block=[
-        OwnBlock, block(pre)],
+        block(pre), block(pre_in_parts)],
     lm=[
-        OwnLM, lm(logits)],
+        lm(logits), lm(logits, block(pre_in_parts))],
     parameters=[
         PARAMETERS, {k: float(v) for k, v in reversed(PARAMETERS.items())}],
     cross_entropy=[

@@ -200,10 +200,35 @@ def test_live_picture_follows_the_text():
     assert view.value == explore(TOKENIZER, "the <b>")._repr_html_()
     box.value = "another"
     assert view.value == explore(TOKENIZER, "another")._repr_html_()
-    box.value = "<i>\ud800"
-    assert "surrogate" in view.value and "<" not in view.value
     box.value = ""
     assert view.value == explore(TOKENIZER, "")._repr_html_()
+
+
+@pytest.mark.parametrize("typed, shown", [("a \ud800", "a \ufffd"), ("\udc00b", "\ufffdb"), ("\ud83d\ude42", "🙂"), ("\ufeffé🙂", "\ufeffé🙂")])
+def test_a_live_picture_can_be_sent_to_the_browser_whatever_is_typed(typed, shown):
+    "Half of a surrogate pair has no UTF-8, and a message to the browser is UTF-8."
+    pytest.importorskip("ipywidgets")
+    whole = explore_live(TOKENIZER, "the ")
+    for widget in (whole, explore_live(TOKENIZER, typed)):
+        box, view = widget.children
+        for say in (lambda text: setattr(box, "value", text), lambda text: box.set_state(dict(value=text))): # a program, and a browser
+            say("")
+            say(typed)
+            assert box.value == shown and view.value == explore(TOKENIZER, shown)._repr_html_()
+        for part in (widget, box, view): json.dumps(part.get_state(), default=str, ensure_ascii=False).encode()
+        json.dumps(widget._repr_mimebundle_(), default=str, ensure_ascii=False).encode()
+
+
+@pytest.mark.slow
+def test_live_pictures_in_a_kernel_of_jupyter():
+    "A cell that types a lone surrogate runs through, where messages go to a client."
+    nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
+    code = ("from lmcourse.tokenization.explorer import explore_live\nfrom lmcourse.tokenization.tokenizer import Tokenizer\n"
+            "widget = explore_live(Tokenizer.train(['the dragon said hello']*3, 270), 'a dragon')\n"
+            "widget.children[0].value = chr(0xd800)\nwidget")
+    nb = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(code)])
+    nbclient.NotebookClient(nb, timeout=60, kernel_name="python3").execute()
+    assert "application/vnd.jupyter.widget-view+json" in nb.cells[0].outputs[-1].data
 
 
 def test_ipywidgets_is_loaded_for_the_live_picture_only():

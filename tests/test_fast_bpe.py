@@ -10,11 +10,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import regex
 from hypothesis import given, settings, strategies as st
 
-from lmcourse.tokenization.bpe import count_words, encode_word, learn_heap, make_vocab, pretokenize
+from lmcourse.tokenization.bpe import count_words, encode_word, learn_heap, make_vocab, pretokenize, special_pattern
 from lmcourse.tokenization.fast_bpe import (Encoder, FilePieces, Specials, WordTable, Words, character_classes, count_words_fast, cut_segments, first_invalid,
                                             last_cut, learn_fast, pretoken_ends)
+from lmcourse.tokenization.tokenizer import ReadableEncoder, Rules, Vocabulary
 from lmcourse.tools.stories import Stories
 
 END = "<|endoftext|>"
@@ -89,13 +91,14 @@ def test_cuts_of_ten_megabytes():
 # Special tokens and pieces
 
 SPECIALS = st.lists(st.text(st.sampled_from("ab< >"), min_size=1, max_size=4), max_size=4, unique=True)
-SMALL = st.text(st.sampled_from("ab<> \n好\u3000"), max_size=40)
+WHITE = regex.findall(r"\s", "".join(map(chr, [*range(0xD800), *range(0xE000, 0x110000)])))
+LIKE_WHITE = ["\u0105", "\u0160", "à", "。", "！", "\u2580", "\u202a", "\u2060", "\u1681", "\u300a", "\U0001f600"]  # end in the same bytes, or nearly
+SMALL = st.text(st.sampled_from("ab<> \n好\u3000") | st.sampled_from(WHITE) | st.sampled_from(LIKE_WHITE), max_size=40)
 
 
 @settings(max_examples=1000, deadline=None)
 @given(SMALL, SPECIALS)
 def test_special_tokens_are_found_as_by_a_pattern(text, special):
-    from lmcourse.tokenization.bpe import special_pattern
     for t in (text, " "*70 + text*3):
         data = t.encode()
         found = Specials([s.encode() for s in special])
@@ -105,6 +108,17 @@ def test_special_tokens_are_found_as_by_a_pattern(text, special):
         assert special_pattern(special).split(t) == [x for pair in zip(parts, marks) for x in pair] + parts[-1:]
 
 
+def test_many_special_tokens_leave_the_shared_random_numbers_alone():
+    "The package `regex` empties its full cache of patterns by `random.sample`: patterns made for one tokenizer must not fill it."
+    regex.purge()
+    before = random.getstate()
+    for i in range(600):
+        special_pattern([f"<{i}>"])
+        last_cut(b"a<b>"*3, [b"<%d>" % i])
+        ReadableEncoder(Vocabulary(VOCAB, [], rules=Rules(f" ?a{{{i}}}")))
+    assert random.getstate() == before
+
+
 @settings(max_examples=2000, deadline=None)
 @given(SMALL, SPECIALS, st.booleans())
 def test_a_cut_changes_nothing(text, special, spaces):
@@ -112,6 +126,54 @@ def test_a_cut_changes_nothing(text, special, spaces):
     cut = last_cut(data, [s.encode() for s in special], spaces)
     assert 0 <= cut < max(len(data), 1)
     assert count_words([data[:cut].decode()], special) + count_words([data[cut:].decode()], special) == count_words([text], special)
+
+
+def test_text_is_cut_before_white_space_after_every_character_but_white_space():
+    assert len(WHITE) == 25
+    for c in [*map(chr, range(0xD800)), *map(chr, range(0xE000, 0x110000, 7)), *WHITE]:
+        for end in "\n ": assert last_cut(f"{c}{end}".encode(), []) == (0 if c in WHITE else len(c.encode())), (c, end)
+
+
+@settings(max_examples=1000, deadline=None)
+@given(SMALL, st.integers(2, 5))
+def test_segments_cut_for_several_threads_change_nothing(text, parts):
+    data = text.encode()
+    starts, stops, _, split = cut_segments(data, np.array([0]), np.array([len(data)]), np.array([-1]), parts)
+    assert len(split) == parts + 1 and b"".join(data[i:j] for i, j in zip(starts, stops)) == data
+    assert sum((count_words([data[i:j].decode()]) for i, j in zip(starts, stops)), Counter()) == count_words([text])
+
+
+def test_lines_in_chinese_are_cut():
+    data = ("天气很好。\n"*10_000).encode()
+    starts, stops, _, _ = cut_segments(data, np.array([0]), np.array([len(data)]), np.array([-1]), 4)
+    assert [round(4*i/len(data), 3) for i in starts] == [0, 1, 2, 3]
+    assert len(data) - 2 <= last_cut(data, []) < len(data)
+
+
+@pytest.mark.parametrize("seen", [1, 2])
+def test_white_space_is_not_cut_where_only_its_end_is_looked_at(tmp_path, seen):
+    text = "a"*1000 + "\u3000 " + "x"*((1 << 16) - seen - 1)                                     # the last 64 KiB begin inside U+3000
+    (tmp_path/"text").write_text(text + "y"*1000 + "\u3000 " + "z"*1000, encoding="utf-8")
+    pieces, found, buffer = FilePieces(tmp_path/"text", [], size=len(text.encode())), Counter(), np.empty(0, np.uint8)
+    while len((read := pieces.read(buffer))[0]): found += count_words([read[0].tobytes().decode()]); buffer = read[1]
+    assert found == count_words([(tmp_path/"text").read_text(encoding="utf-8")])
+
+
+def test_a_piece_that_decodes_to_nothing_is_not_the_end_of_the_file(tmp_path):
+    (tmp_path/"text").write_bytes(b"\x90"*((1 << 22) - 4) + b" the end"*3)                      # the first piece ends before the first space
+    for threads in (1, 3): assert count_words_fast(tmp_path/"text", None, threads, "ignore").counter() == {b" the": 3, b" end": 3}
+    (tmp_path/"text").write_bytes(b"\x90"*5_000_000)
+    for threads in (1, 3): assert count_words_fast(tmp_path/"text", None, threads, "ignore").counter() == {}
+
+
+def test_a_file_is_closed(tmp_path, monkeypatch):
+    opened, real = [], open
+    monkeypatch.setattr("builtins.open", lambda *args, **how: opened.append(real(*args, **how)) or opened[-1])
+    (tmp_path/"text").write_bytes(b"the end")
+    count_words_fast(tmp_path/"text")
+    (tmp_path/"text").write_bytes(b"\xff")
+    with pytest.raises(ValueError, match="not UTF-8"): count_words_fast(tmp_path/"text")
+    assert len(opened) >= 2 and all(file.closed for file in opened)
 
 
 @settings(max_examples=300, deadline=None)
@@ -299,6 +361,18 @@ def test_nothing_is_read_behind_the_text():
     assert run("look").returncode == -11                       # the guard works
     done = run()
     assert done.returncode == 0 and done.stdout == "done\n", done.stderr[-2000:]
+
+
+def test_without_a_folder_for_machine_code_each_process_compiles_for_itself():
+    script = """
+from numba.core import caching
+vars(caching)["CacheImpl" if hasattr(caching, "CacheImpl") else "_CacheImpl"]._locator_classes = []   # as where neither the package's folder nor the home can be written
+import numpy as np
+from lmcourse.tokenization import fast_bpe as F
+print(F.first_invalid(np.frombuffer(b"the \\xff", np.uint8), F.character_classes()))
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.stdout == "4\n", done.stderr[-2000:]
 
 
 @pytest.mark.slow

@@ -175,7 +175,20 @@ def test_complete(model):
     assert complete(model, BYTES, "ab", 12, temperature=0.9, seed=4) == BYTES.decode(ids)
     endless = complete(model, BYTES, "ab", 12, seed=4, stop=[])
     assert endless == BYTES.decode(generate(model, [END, *b"ab"], 12, seed=4))
-    assert prompt_ids(BYTES, "") == [END] == prompt_ids(BYTES, "<|endoftext|>") and prompt_ids(BYTES, "a") == [END, 97]
+    assert prompt_ids(BYTES, "") == [END] and prompt_ids(BYTES, "a") == [END, 97]
+
+
+@pytest.mark.parametrize("prompt", ["<|endoftext|>", "a<|endoftext|>b", "<|endoftext|><|endoftext|>"])
+@pytest.mark.parametrize("tokenizer", [BYTES, MERGED])
+def test_special_strings_in_a_prompt_are_plain_text(tokenizer, prompt):
+    first, *rest = prompt_ids(tokenizer, prompt)
+    assert first == tokenizer.end_of_text and tokenizer.end_of_text not in rest and tokenizer.decode(rest) == prompt
+    seen = []
+    def watched(ids):
+        seen.append(ids[0].tolist())
+        return torch.zeros(1, ids.shape[1], tokenizer.vocab_size)
+    complete(watched, tokenizer, prompt, 1)
+    assert seen == [[first, *rest]]
 
 
 @pytest.mark.parametrize("change,words", [

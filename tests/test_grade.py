@@ -5,11 +5,11 @@ import json
 import signal
 import subprocess
 import sys
-import time
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from types import SimpleNamespace
 
+import processes
 import pytest
 
 from lmcourse.app import grade
@@ -132,46 +132,32 @@ def test_a_file_that_is_not_utf_8(here):
 
 
 def test_a_loop_without_end(here):
-    start = time.time()
-    got = check(LOOP, "--seconds", 2)
-    assert got.status == 1 and time.time() - start < 20
-    assert got.out == ("01.split: not yet: no result after 2 seconds: is there a loop without an end? (--seconds gives it longer)\n"
+    got = check(LOOP, "--seconds", 6)           # A loaded machine may need some of them to begin
+    assert got.status == 1
+    assert got.out == ("01.split: not yet: no result after 6 seconds: is there a loop without an end? (--seconds gives it longer)\n"
                        "    last seen in mine.py, line 2, in split\n")
-
-
-def alive(pid):
-    try: state = Path(f"/proc/{pid}/stat").read_text().split(")")[-1].split()[0]
-    except OSError: return False
-    return state != "Z"
 
 
 CHILD = "import subprocess, sys\np = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\nopen('child', 'w').write(str(p.pid))\n"
 
 
-def gone(pid, seconds=10):
-    end = time.time() + seconds
-    while alive(pid) and time.time() < end: time.sleep(.05)
-    return not alive(pid)
-
-
-@pytest.mark.skipif(not Path("/proc").exists(), reason="looks into /proc")
+@pytest.mark.skipif(not processes.TOLD, reason="looks into /proc")
 @pytest.mark.parametrize("source", [CHILD + SPLIT, CHILD + "while True: pass\n", CHILD + "import os\nos._exit(3)\n"])
 def test_what_the_file_has_started_is_ended_too(here, source):
-    check(source, "--seconds", 2)
-    assert gone(int(Path("child").read_text()))
+    check(source, "--seconds", 6)
+    assert processes.gone(int(Path("child").read_text()))
 
 
-@pytest.mark.skipif(not Path("/proc").exists(), reason="looks into /proc")
+@pytest.mark.skipif(not processes.TOLD, reason="looks into /proc")
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
 def test_ctrl_c_ends_everything(here, how):
     Path("mine.py").write_text("import os\nopen('pid', 'w').write(str(os.getpid()))\n" + CHILD + "while True: pass\n")
     process = subprocess.Popen([sys.executable, "-m", "lmcourse", "check", "01.split", "mine.py"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    end = time.time() + 60
-    while not (Path("child").exists() and Path("child").read_text()) and time.time() < end: time.sleep(.02)
+    processes.wait_for(lambda: Path("child").exists() and Path("child").read_text())
     process.send_signal(how)
-    out, err = process.communicate(timeout=30)
+    out, err = process.communicate(timeout=300)
     assert (process.returncode, out, err) == (130, "", "lmcourse: interrupted\n")
-    assert gone(int(Path("pid").read_text())) and gone(int(Path("child").read_text()))
+    assert processes.gone(int(Path("pid").read_text()), int(Path("child").read_text()))
     assert not Path("progress.json").exists()
 
 
@@ -296,7 +282,7 @@ def test_a_notebook(here):
 
 def test_a_chapter_in_one_file(here):
     source = SIZES + "ids = {}\n" + SPLIT + "def step(words, numbers):\n    while True: pass\nencode = 3\n"
-    got = check(source, "--seconds", 3, exercise="01")
+    got = check(source, "--seconds", 10, exercise="01")
     assert got.status == 1
     assert [line.split(": ")[:2] for line in got.out.splitlines() if line[0] != " "] == [
         ["01.split", "right"], ["01.step", "not yet"], ["01.ids", "not yet"], ["01.encode", "not yet"], ["chapter 01", "1 right, 3 not yet, 5 without an answer"]]

@@ -1,4 +1,5 @@
 "Hardware: devices that agree with each other, costs that agree with counts, prices that agree with the formulas, bad input refused."
+import itertools
 import math
 import subprocess
 import sys
@@ -79,23 +80,39 @@ def test_peak_of_a_type():
 
 # Measuring
 
-def test_best_seconds_takes_turns_and_keeps_the_best():
+@pytest.fixture
+def ticks(monkeypatch):
+    "A clock that is five milliseconds later each time it is read"
+    monkeypatch.setattr("time.perf_counter", (n*5e-3 for n in itertools.count()).__next__)
+
+
+def test_best_seconds_takes_turns_and_keeps_the_best(ticks):
     pytest.importorskip("torch")
     order = []
     times = best_seconds({k: partial(order.append, k) for k in "ab"}, 1e-9)
-    assert order == list("abab") and set(times) == {"a", "b"} and all(0 <= t < 1 for t in times.values())
+    assert order == list("abab") and times == pytest.approx(dict(a=5e-3, b=5e-3))
     for bad in (0, -1, math.nan, math.inf):
         with pytest.raises(ValueError, match="seconds"): best_seconds({}, bad)
 
 
-def test_measured_device():
+def test_measured_device(ticks):
+    "With a clock of which the numbers are known"
     torch = pytest.importorskip("torch")
     before = torch.get_float32_matmul_precision(), torch.get_rng_state().sum().item(), torch.get_num_threads()
     d = measure_device(seconds=0.2, kind="cpu")
-    assert d.name == "this" and set(d.peak_flop_per_s) == {"float32", "bfloat16"} and 0 < d.overhead_s < 1
-    assert 1e7 < d.peak("float32") < 1e15 and 1e7 < d.bytes_per_s < 1e14 and d.memory_bytes > 2**28
-    assert "measured" in d.source and "float32 by" in d.remark and "bandwidth by" in d.remark
+    assert d.name == "this" and d.peak_flop_per_s == pytest.approx(dict.fromkeys(("float32", "bfloat16"), 2*256**3/5e-3))
+    assert d.bytes_per_s == pytest.approx(12*2**25/5e-3) and d.overhead_s == pytest.approx(5e-3/200) and d.memory_bytes > 0
+    assert "measured" in d.source and "float32 by" in d.remark and "256 x 256" in d.remark and "bandwidth by" in d.remark
     assert before == (torch.get_float32_matmul_precision(), torch.get_rng_state().sum().item(), torch.get_num_threads())
+
+
+def test_this_machine_is_measured_once(monkeypatch):
+    from lmcourse.accounting import hardware
+    made = []
+    monkeypatch.setattr(hardware, "measure_device", lambda: made.append(TOY) or TOY)
+    hardware._this.cache_clear()
+    assert device("this") is device("THIS") is TOY and made == [TOY]
+    hardware._this.cache_clear()
 
 
 def test_measuring_what_is_not_there(monkeypatch):
@@ -147,7 +164,23 @@ def test_a_price_knows_how_a_batch_is_cut():
     whole = price(c, TrainConfig(steps=3, batch_size=32), "a100")
     parts = price(c, TrainConfig(steps=3, tokens_per_step=32*256, batch_size=1, micro_batch=4), "a100")
     assert (parts.tokens, parts.step_flops, parts.flops) == (whole.tokens, whole.step_flops, whole.flops) == (3*32*256, whole.step_flops, 3*whole.step_flops)
-    assert parts.memory_bytes == sum(training_bytes(c, 4).values()) < whole.memory_bytes == sum(training_bytes(c, 32).values())
+    assert parts.memory_bytes == sum(training_bytes(c, 4, grad_accum_steps=8).values()) < whole.memory_bytes == sum(training_bytes(c, 32).values())
+
+
+def test_a_batch_that_has_to_be_cut_fits_as_advised():
+    "Its gradients are there while the next part goes through the model"
+    c, t = ModelConfig.preset("quickstart"), TrainConfig(steps=3, batch_size=64)
+    whole = price(c, t, "a100").memory_bytes
+    for memory in range(whole//8, whole, whole//8):
+        p = price(c, t, replace(device("a100"), memory_bytes=memory))
+        need = lambda n: sum(training_bytes(c, n, grad_accum_steps=2).values())
+        assert not p.fits and need(p.largest_batch) <= memory < need(p.largest_batch + 1)
+
+
+def test_a_price_knows_the_optimizer():
+    c, t = ModelConfig.preset("quickstart"), TrainConfig(steps=3, batch_size=2)
+    muon = price(c, replace(t, optimizer="muon"), "a100")
+    assert muon.memory_bytes == sum(training_bytes(c, 2, optimizer="muon").values()) < price(c, t, "a100").memory_bytes
 
 
 def test_names_and_whole_numbers_in_other_clothes():

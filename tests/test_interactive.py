@@ -186,7 +186,7 @@ def test_with_a_kernel_but_no_ipywidgets_too(fake, monkeypatch):
 def test_controls_of_the_right_kind_change_the_picture(fake):
     widget = live(draw, **CHOICES)
     size, colour, text, view = widget.children
-    assert [type(w) for w in widget.children] == [fake[k] for k in ("SelectionSlider", "Dropdown", "Textarea", "HTML")]
+    assert all(isinstance(w, fake[k]) for w, k in zip(widget.children, ("SelectionSlider", "Dropdown", "Textarea", "HTML"), strict=True))
     assert size.how["options"] == [("1", 1), ("3", 3), ("9", 9)] and (size.value, colour.value, text.value) == (1, "red", "a text")
     assert view.value == draw(1, "red", "a text")._repr_html_()
     assert widget._repr_mimebundle_().keys() == {"application/vnd.jupyter.widget-view+json", "text/html"}

@@ -151,6 +151,28 @@ def test_bytes_are_those_of_the_formula():
         assert decoder.cache.nbytes == kv_cache_bytes(config, 1) + extra
 
 
+@pytest.mark.parametrize("window", [2, 5, 20])
+@pytest.mark.parametrize("make", [CachedDecoder, FastDecoder])
+def test_going_back_computes_again_only_where_the_ring_has_lost_a_key_that_is_seen(make, window):
+    model = build(dict(window=window))
+    ids, decoder, computed = tokens(model), make(model), []
+    with torch.no_grad(): expected = model(torch.tensor(ids)).numpy()
+    compute = decoder.compute
+    decoder.compute = lambda new, all: computed.append(len(new)) or compute(new, all)
+    slots = decoder.cache.data.shape[-2] if make is CachedDecoder else decoder.cache.shape[3]
+    assert slots == (window if make is CachedDecoder else window + 63)
+    for reach in (1, window, window + 1, window + 40, 99):
+        ring, edge = set(range(reach)[-slots:]), max(0, reach - slots) + window - 1
+        for length in sorted({0, 1, reach, *range(edge - 2, edge + 3)} & set(range(reach + 1))):
+            decoder.rewind(0)
+            decoder.feed(ids[:reach])
+            computed.clear()
+            decoder.rewind(length)
+            seen = set(range(max(0, length - window + 1), length))
+            assert sum(computed) == (0 if seen <= ring else length), (reach, length)
+            check_close(as_array(decoder.feed([ids[length]])), expected[length], RTOL, ATOL)
+
+
 @pytest.mark.parametrize("window", [None, 7])
 def test_batches(window):
     model = build(dict(window=window))

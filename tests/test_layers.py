@@ -8,8 +8,9 @@ torch = pytest.importorskip("torch")
 import torch.nn.functional as F
 from hypothesis import given, settings, strategies as st
 
+from lmcourse.architecture import layers_torch
 from lmcourse.architecture.layers_torch import (Embedding, FeedForward, LayerNorm, Linear, RMSNorm, check_same, cross_entropy, gelu, layernorm,
-    linear_cross_entropy, onednn_products, relu, rmsnorm, silu, softmax, token_losses, truncated_normal)
+    linear_cross_entropy, onednn_products, relu, rmsnorm, silu, softmax, token_losses, truncated_normal, vectors_idle)
 from lmcourse.tools.checks import check_close, expect_error
 
 few = settings(max_examples=25, deadline=None)
@@ -113,6 +114,32 @@ def test_a_seed_gives_the_same_weights_and_disturbs_nobody():
     assert not torch.equal(weights(3)["w1.weight"], weights(4)["w1.weight"]) and torch.equal(before, torch.get_rng_state())
     half = Linear(4, 6, dtype=torch.bfloat16, generator=torch.Generator().manual_seed(3)).weight
     check_close(half, Linear(4, 6, generator=torch.Generator().manual_seed(3)).weight.bfloat16(), 0, 0)
+
+
+def test_linear_and_embedding_are_torchs_with_first_weights_of_their_own():
+    "Also where no generator is given, and nothing else is drawn"
+    drawn = lambda shape, std, **how: torch.nn.init.trunc_normal_(torch.empty(shape), 0, std, -3*std, 3*std, **how)
+    line, table = Linear(6, 4, True, generator=torch.Generator().manual_seed(5)), Embedding(7, 5, .3, generator=torch.Generator().manual_seed(5))
+    assert type(line) is torch.nn.Linear and issubclass(Linear, torch.nn.Linear) and isinstance(table, torch.nn.Embedding)
+    check_close(line.weight, drawn((4, 6), .2**.5, generator=torch.Generator().manual_seed(5)), 0, 0)
+    check_close(table.weight, drawn((7, 5), .3, generator=torch.Generator().manual_seed(5)), 0, 0)
+    assert list(line.state_dict()) == ["weight", "bias"] and (line.in_features, line.out_features, table.num_embeddings, table.embedding_dim) == (6, 4, 7, 5)
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        found = Linear(6, 4).weight, Embedding(7, 5).weight, torch.rand(1)
+        torch.manual_seed(3)
+        check_close(found, (drawn((4, 6), .2**.5), drawn((7, 5), 1.), torch.rand(1)), 0, 0)
+
+
+def test_a_layer_that_is_derived_keeps_its_class():
+    class Wide(Linear): pass
+    assert type(Wide(2, 3)) is Wide and Wide(2, 3, dtype=torch.float64)(torch.ones(2, dtype=torch.float64)).shape == (3,)
+
+
+def test_losses_do_not_depend_on_what_is_added_to_all_logits():
+    z, targets = randn(64, 50, dtype=torch.float32), torch.arange(64)%50
+    check_close(token_losses(z + 1e5, targets), token_losses((z + 1e5).double() - 1e5, targets).float(), rtol=1e-6)
+    check_same(lambda z: token_losses(z, targets), lambda z: F.cross_entropy(z, targets, reduction="none"), z)
 
 
 def test_meta_has_shapes_only():
@@ -223,6 +250,20 @@ def test_head_and_loss_in_one_in_float16():
     for g, e in zip(grads(linear_cross_entropy, x.half().requires_grad_(), head.half().requires_grad_()), exact): assert (g.double() - e).norm() < 1e-3*e.norm()
 
 
+def test_where_torch_cannot_replace_a_product_nothing_is_replaced(monkeypatch):
+    "Before 2.8 `impl` had no `allow_override`"
+    def impl(self, op_name, fn, dispatch_key="", *, with_keyset=False): raise AssertionError("asked to")
+    monkeypatch.setattr(torch.library.Library, "impl", impl)
+    assert not vectors_idle()
+    with onednn_products(): assert (torch.ones(2, 3)@torch.ones(3, 2)).sum() == 12
+    with pytest.raises(RuntimeError, match=f"torch {torch.__version__.split('+')[0]}.* can't replace a product, expected 2.8 or newer, with oneDNN"):
+        with onednn_products(True): pass
+
+
+onednn = pytest.mark.skipif(not layers_torch._can_replace_products(), reason="this torch has no oneDNN, or replaces no operator")
+
+
+@onednn
 def test_products_by_onednn_refuse_what_torch_refuses():
     a, b = torch.ones(2, 3), torch.ones(3, 5)
     bad = [lambda: torch.mm(a[None], b), lambda: torch.mm(a[0], b), lambda: torch.mm(a, b[:, 0]), lambda: torch.mm(a, b.T), lambda: torch.mm(a, b.double()),
@@ -239,6 +280,7 @@ def test_products_by_onednn_refuse_what_torch_refuses():
         check_close(torch.func.grad(lambda a: (a@b).sum())(a), torch.full((2, 3), 5.))
 
 
+@onednn
 def test_products_by_onednn():
     rng = torch.Generator().manual_seed(0)
     draw = lambda *shape: torch.randn(shape, generator=rng, dtype=torch.float64)
@@ -256,6 +298,7 @@ def test_products_by_onednn():
     check_close((x.grad, line.weight.grad), expected, rtol=1e-4, atol=1e-5)
 
 
+@onednn
 def test_products_by_onednn_end_with_the_block():
     a, out = torch.randn(64, 64), torch.empty(64, 64)
     def whose(f):

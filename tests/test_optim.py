@@ -71,9 +71,57 @@ def test_state_dict_round_trip_is_bit_equal(split):
     for p, q in zip(resumed, half):
         p.data.copy_(q)
     second = AdamW(resumed, lr=5.0, betas=(0.1, 0.1))
-    second.load_state_dict(first.state_dict())
+    for _ in range(2): second.load_state_dict(first.state_dict())
     assert all(type(s["step"]) is int for s in second.state.values())
     assert all(torch.equal(a, b) for a, b in zip(run(second, resumed, 20 - split, split + 1), whole))
+
+
+def through_a_file(first, params, second, fresh, folder):
+    named = lambda params: nn.ParameterDict({f"p{i}": p for i, p in enumerate(params)})
+    save_checkpoint(named(params), first, 7, folder/"saved")
+    load_checkpoint(folder/"saved", named(fresh), second)
+
+
+def through_a_dict(first, params, second, fresh, folder):
+    for p, q in zip(fresh, params): p.data.copy_(q.detach())
+    second.load_state_dict(first.state_dict())
+
+
+@pytest.mark.parametrize("pass_on", [through_a_file, through_a_dict])
+@pytest.mark.parametrize("makes", [(AdamW, torch.optim.AdamW), (torch.optim.AdamW, AdamW)], ids=["to torch", "from torch"])
+def test_the_state_of_adamw_goes_to_torch_and_comes_from_there(makes, pass_on, tmp_path):
+    "Torch counts steps in tensors"
+    whole, half, fresh = make(), make(), make()
+    run(AdamW(whole, lr=0.1), whole, 20)
+    first, second = makes[0](half, lr=0.1), makes[1](fresh, lr=5.0)
+    run(first, half, 7)
+    pass_on(first, half, second, fresh, tmp_path)
+    check_close(run(second, fresh, 13, 8), [p.detach() for p in whole], rtol=1e-11, atol=1e-12)
+    kind = int if makes[1] is AdamW else torch.Tensor
+    assert all(isinstance(s["step"], kind) for s in second.state.values())
+
+
+@pytest.mark.parametrize("pass_on", [through_a_file, through_a_dict])
+@pytest.mark.parametrize("other, words", [
+    (lambda p: torch.optim.AdamW(p, amsgrad=True), "AdamW: a state with amsgrad = True, which is not computed here"),
+    (lambda p: torch.optim.AdamW(p, maximize=True), "AdamW: a state with maximize = True"),
+    (lambda p: torch.optim.SGD(p, momentum=.9), "AdamW: a state without betas|the optimizer is SGD there, AdamW here")])
+def test_a_state_of_another_rule_is_refused(other, words, pass_on, tmp_path):
+    params, fresh = make(), make()
+    first, second = other(params), AdamW(fresh)
+    run(first, params, 2)
+    run(second, fresh, 3)
+    before = [{k: v.clone() if torch.is_tensor(v) else v for k, v in s.items()} for s in second.state.values()]
+    weights = [p.detach().clone() for p in fresh]
+    with pytest.raises(ValueError, match=words): pass_on(first, params, second, fresh, tmp_path)
+    check_close(list(second.state.values()), before, 0, 0)
+    if pass_on is through_a_file: check_close([p.detach() for p in fresh], weights, 0, 0)
+
+
+def test_muon_takes_no_state_of_adamw():
+    params, fresh = [[nn.Parameter(torch.ones(3, 2))] for _ in range(2)]
+    run(first := AdamW(params), params, 2)
+    with pytest.raises(ValueError, match="Muon: a state without orthogonal"): Muon(all_orthogonal(fresh)).load_state_dict(first.state_dict())
 
 
 def test_works_with_schedulers_and_closures():

@@ -1,11 +1,14 @@
 "Experiments: what is refused, what a kill leaves, and that a run is never made twice nor lost"
-import json, multiprocessing, os, subprocess, sys, threading, time
+import json, math, multiprocessing, os, statistics, subprocess, sys, threading
 from dataclasses import replace
 from pathlib import Path
+import processes
 import pytest
 pytest.importorskip("torch")
+from lmcourse.ablations import sweep
 from lmcourse.ablations.studies import SCALES, STUDIES, experiment_of, study_table
-from lmcourse.ablations.sweep import RunData, Experiment, Run, add_line, compare_variants, paired_difference, read_lines, run_experiment
+from lmcourse.ablations.sweep import RunData, Experiment, Run, add_line, compare_variants, paired_difference, prepare_corpus, read_lines
+from lmcourse.ablations.sweep import run_experiment, student_t
 from lmcourse.tools.checks import expect_error
 from lmcourse.tools.config import ModelConfig, TrainConfig
 from lmcourse.tools.ledger import published
@@ -20,29 +23,18 @@ RUN = """if __name__ == "__main__":
 
 def experiment(tokens=30*1024, seeds=(0,), **variants): return Experiment("small", variants or dict(base=SLOW), seeds, tokens, data=TINY)
 
-def wait_for(true, seconds=90):
-    end = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < end, "waited in vain"
-        time.sleep(.02)
-
-def alive(pid):
-    try: return open(f"/proc/{pid}/stat").read().split()[2] != "Z"
-    except OSError: return False
-
-@pytest.mark.skipif(not os.path.exists("/proc"), reason="looks for processes in /proc")
+@pytest.mark.skipif(not processes.TOLD, reason="looks for processes in /proc")
 def test_killed_sweep_goes_on_from_a_checkpoint(tmp_path):
     "SIGKILL leaves no process behind, and the next call ends with the numbers of a sweep that was not killed"
     script, job = tmp_path/"sweep.py", experiment(300*1024).runs()["base", 0]
     script.write_text(RUN.replace("SLOW", repr(SLOW)).replace("TOKENS", str(300*1024)).replace("OUT", str(tmp_path)))
     process = subprocess.Popen([sys.executable, script], env=os.environ | dict(PYTHONPATH=os.pathsep.join(sys.path)))
     run = tmp_path/"work"/"runs"/job.key
-    try: wait_for(lambda: list(run.glob("checkpoints/step_0*")))
+    try: processes.wait_for(lambda: list(run.glob("checkpoints/step_0*")))
     finally:
-        children = [int(p) for p in open(f"/proc/{process.pid}/task/{process.pid}/children").read().split()]
+        children = processes.children(process.pid)
         process.kill(); process.wait()
-    assert children
-    wait_for(lambda: not any(map(alive, children)), 20)
+    assert children and processes.gone(*children)
     assert not (tmp_path/"runs.jsonl").exists() and run.exists()
     here = run_experiment(experiment(300*1024), tmp_path/"runs.jsonl", tmp_path/"work", 2)
     other = run_experiment(experiment(300*1024), tmp_path/"other.jsonl", tmp_path/"other", 2)
@@ -53,7 +45,7 @@ def test_killed_run_is_shown_and_tried_again(tmp_path):
     "A run whose process dies is in the file and in the table as crashed; the others go on; the next call makes it"
     e, killed = experiment(300*1024, a=SLOW, b=SLOW | dict(d_ff=16)), []
     def kill_the_first():
-        wait_for(lambda: (tmp_path/"runs"/e.runs()["a", 0].key/"metrics.jsonl").exists())
+        processes.wait_for(lambda: (tmp_path/"runs"/e.runs()["a", 0].key/"metrics.jsonl").exists())
         oldest = min(multiprocessing.active_children(), key=lambda p: p.pid)
         killed.append(oldest.pid); oldest.kill()
     thread = threading.Thread(target=kill_the_first); thread.start()
@@ -90,7 +82,8 @@ def test_a_new_field_changes_no_key():
     for change in (dict(device="cuda"), dict(checkpoint_every=1), dict(prefetch=0), dict(compile=True)): assert replace(job, train=replace(job.train, **change)).key == job.key
 
 @pytest.mark.parametrize("change, message", [(dict(tokens=1023), "a budget of 1,023 tokens is smaller than one step, which takes 1,024"),
-    (dict(tokens=None, flops=1e6), "FLOPs is smaller than one step"), (dict(tokens=None), "expected one of them"), (dict(flops=1e15), "expected one of them"),
+    (dict(tokens=None, flops=1e6), "FLOPs is smaller than one step"), (dict(tokens=None, flops=math.inf), "flops = inf, expected a finite number"),
+    (dict(tokens=None, flops=math.nan), "flops = nan, expected a finite number"), (dict(tokens=None), "expected one of them"), (dict(flops=1e15), "expected one of them"),
     (dict(variants={}), "no variants"), (dict(seeds=()), "no seeds"), (dict(seeds=(-1,)), "seed = -1"), (dict(base="smal"), "did you mean 'small'"),
     (dict(variants=dict(a=dict(learning_rate=1))), "unknown field to vary 'learning_rate'"), (dict(variants=dict(a=dict(norm="batch"))), "norm = 'batch'"),
     (dict(variants=dict(a=dict(vocab_size=12))), "vocab_size = 12")])
@@ -147,3 +140,71 @@ def test_torn_and_damaged_lines(tmp_path):
 def test_pairs_need_the_same_seeds():
     with expect_error(ValueError, "zip"): paired_difference([1., 2.], [1.])
     assert paired_difference([2.], [1.]) == (1., None)
+
+# The corpus
+
+def contents(folder): return {str(f.relative_to(folder)): f.read_bytes() for f in folder.rglob("*") if f.is_file()}
+
+def cut_off(name, call):
+    "`sweep.NAME` is interrupted before its call number `call`"
+    real, calls = getattr(sweep, name), []
+    def f(*args, **more):
+        calls.append(1)
+        if len(calls) == call: raise KeyboardInterrupt
+        return real(*args, **more)
+    return f
+
+@pytest.mark.parametrize("name, call", [("write_tokens", 1), ("write_tokens", 2), ("count_ngrams", 1), ("documents", 2), ("documents", 3)])
+def test_an_interrupted_corpus_is_prepared_to_its_end_by_the_next_call(tmp_path, name, call):
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(sweep, name, cut_off(name, call))
+        prepare_corpus(TINY, tmp_path/"cut")
+    cut, whole = prepare_corpus(TINY, tmp_path/"cut"), prepare_corpus(TINY, tmp_path/"whole")
+    assert contents(tmp_path/"cut") == contents(tmp_path/"whole") and (cut/"ngram.json").exists() and cut.name == whole.name
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="kills a forked process")
+@pytest.mark.parametrize("name", ["tokenizer", "train.json", "valid.json"])
+def test_a_corpus_whose_process_was_killed_is_prepared_by_the_next_call(tmp_path, name):
+    data = RunData(max_mb=1., valid_documents=4)
+    code = f"from lmcourse.ablations.sweep import RunData, prepare_corpus; prepare_corpus({data!r}, {str(tmp_path/'cut')!r})"
+    process = subprocess.Popen([sys.executable, "-c", code], env=os.environ | dict(PYTHONPATH=os.pathsep.join(sys.path)))
+    processes.wait_for(lambda: list((tmp_path/"cut").glob(f"*/{name}")) or process.poll() is not None)
+    process.kill()
+    assert process.wait() in (0, -9)
+    prepare_corpus(data, tmp_path/"cut"), prepare_corpus(data, tmp_path/"whole")
+    assert contents(tmp_path/"cut") == contents(tmp_path/"whole")
+
+# The machine and the statistics
+
+def test_as_many_runs_at_a_time_as_cores_that_may_be_used(tmp_path, monkeypatch):
+    "Of a large machine a container may use two cores"
+    asked = []
+    monkeypatch.setattr(os, "cpu_count", lambda: 64)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {3, 5}, raising=False)
+    monkeypatch.setattr(sweep, "prepare_corpus", lambda data, folder: folder)
+    monkeypatch.setattr(sweep, "_start", lambda job, data, run, device, threads: asked.append(threads) or exit_at_once)
+    monkeypatch.setattr(sweep, "_ended", lambda job, code, run: dict(status="done", result=dict(loss=1.), key=job.key, format=1, model={}, train={}, data={}))
+    monkeypatch.setattr(sweep.shutil, "rmtree", lambda path: None)
+    most = []
+    exit_at_once = type("Ended", (), dict(exitcode=0, is_alive=lambda self: most.append(len(asked)) and False, terminate=lambda self: 0, join=lambda self: 0))()
+    run_experiment(experiment(seeds=tuple(range(5))), tmp_path/"runs.jsonl", tmp_path/"work", report=lambda line: None)
+    assert asked == [1]*5 and most[0] == 2
+    assert json.loads((tmp_path/"runs.jsonl").read_text().splitlines()[0])["machine"].startswith("2 cores of ")
+
+@pytest.mark.parametrize("freedom, level, t", [(1, .95, 12.7062047362), (2, .95, 4.30265272975), (9, .95, 2.26215716280), (2, .99, 9.92484320092), (1, .9995, 1273.2393), (1, .99999, 63661.9772),
+                                               (10**6, .95, 1.95996635682), (3, .0001, .000136034952)])
+def test_quantiles_of_student(freedom, level, t):
+    "Tables, and tan(level pi/2) for one degree of freedom"
+    assert student_t(freedom, level) == pytest.approx(t, rel=1e-6)
+    if freedom == 1: assert student_t(1, level) == pytest.approx(math.tan(level*math.pi/2), rel=1e-6)
+
+@pytest.mark.parametrize("freedom, level", [(0, .95), (-1, .95), (math.nan, .95), (2, 0), (2, 1), (2, 1.5), (2, math.nan)])
+def test_no_quantile(freedom, level):
+    with expect_error(ValueError, "student_t: "): student_t(freedom, level)
+
+def test_the_interval_covers_the_difference_as_often_as_it_says():
+    "2,000 experiments with three seeds: within three standard errors of 95 %"
+    import numpy as np
+    rng = np.random.default_rng(0)
+    pairs = [paired_difference(rng.normal(1., 1., 3).tolist(), [0.]*3) for _ in range(2000)]
+    assert abs(statistics.fmean(abs(mean - 1) < half for mean, half in pairs) - .95) < 3*math.sqrt(.95*.05/2000)

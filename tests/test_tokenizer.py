@@ -6,6 +6,7 @@ import random
 import subprocess
 import sys
 import tempfile
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from pathlib import Path
@@ -15,12 +16,14 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from lmcourse.tokenization.bpe import PRETOKENIZE, byte_alphabet, count_words, learn_heap, make_vocab
+from lmcourse.tokenization import tokenizer as tokenizer_module
 from lmcourse.tokenization.tokenizer import ReadableEncoder, Rules, Tokenizer, read_merges, read_vocab, text_to_token, token_to_text, train_bpe
 from lmcourse.tools.stories import Stories
 
 END = "<|endoftext|>"
 STORIES = list(islice(Stories(0), 60))
 TOKENIZER = Tokenizer.train(STORIES + ["Ünïcödé naïve 你好 你好 🙂🙂 été l'été\n\n\t  12 123"], 800, [END, END*2, "<|ünï cöde|>"])
+TOKENIZER.encode("x"*5000)                                             # from here on the compiled encoder, for short texts too
 LLAMA3 = Rules(r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+", whole_words=True)
 QWEN = Rules(LLAMA3.pattern.replace("{1,3}", ""), nfc=True)
 TEXT = st.lists(st.text(st.characters(codec="utf-8"), max_size=20) | st.sampled_from([END, END[:5], "<|ünï cöde|>", " the", "'s", "  ", "\n\n"])).map("".join)
@@ -97,6 +100,14 @@ def test_iterable_is_lazy():
     assert list(islice(TOKENIZER.encode_iterable(endless()), 10)) == ids[:10]
 
 
+@pytest.mark.parametrize("line", ["天气很好。\n", "それは、\n", "à \n", "“Yes”\n", "the end\n"])
+def test_iterable_cuts_lines_whatever_they_end_in(line):
+    def lines():
+        for _ in range(50_000): yield line
+        raise AssertionError("50,000 lines are held")
+    assert next(TOKENIZER.encode_iterable(lines())) == TOKENIZER.encode(line)[0]
+
+
 def test_iterable_holds_little():
     script = """
 import resource, sys
@@ -142,6 +153,88 @@ def test_special_tokens():
     assert more.vocab_size == 801 and more.encode("<|new|>") == [800] and more.encode("in the end").count(more.ids[b" the"]) == 1
 
 
+MADE = Tokenizer(TOKENIZER.vocab, TOKENIZER.merges, [END, " the", "th", "的", "<|"])         # merges make some of these too
+WHOLE = Tokenizer(TOKENIZER.vocab, TOKENIZER.merges, [END, " the", "th", "endoftext"], LLAMA3)  # and words of the text are some
+OUTSIDE = st.lists(TEXT | st.sampled_from([" the", "the", "th", "thth", "的", "<|", "endoftext"])).map("".join)
+
+
+@settings(max_examples=300, deadline=None)
+@given(OUTSIDE, st.sampled_from([TOKENIZER, MADE, WHOLE]), st.integers(1, 3), st.data())
+def test_a_text_from_outside_holds_no_special_token(given, t, times, data):
+    special = {t.ids[s.encode()] for s in t.special_tokens}
+    for text in (given, given*times + "x"*5000):                         # also long enough for the compiled encoder
+        ids = t.encode(text, special=False)
+        assert t.decode(ids) == text and not special & set(ids)
+        assert t.encode_bytes(text.encode(), special=False) == t.encode_array(text, times, special=False).tolist() == ids
+        many, offsets = t.encode_batch([text, "", text], times, special=False)
+        assert many.tolist() == ids*2 and offsets.tolist() == [0, len(ids), len(ids), 2*len(ids)]
+        i = data.draw(st.integers(0, len(text)))
+        assert list(t.encode_iterable([text[:i], text[i:]], special=False)) == ids
+        if not any(s in text for s in t.special_tokens): assert t.encode(text) == ids
+
+
+def test_special_tokens_are_ids_unless_the_caller_says_otherwise():
+    text = f"the end{END}the end"
+    assert TOKENIZER.encode(text).count(0) == 1 == TOKENIZER.encode(text, special=True).count(0)
+    plain = Tokenizer(TOKENIZER.vocab, TOKENIZER.merges)
+    assert TOKENIZER.encode(text, special=False) == plain.encode(text)
+    for method in ("encode", "encode_bytes", "encode_array"):
+        given = text.encode() if method == "encode_bytes" else text
+        assert 0 in getattr(TOKENIZER, method)(given) and 0 not in getattr(TOKENIZER, method)(given, special=False)
+
+
+HANDOUT = ({0: b" ", 1: b"a", 2: b"c", 3: b"e", 4: b"h", 5: b"t", 6: b"th", 7: b" c", 8: b" a", 9: b"the", 10: b" at"},
+           [(b"t", b"h"), (b" ", b"c"), (b" ", b"a"), (b"th", b"e"), (b" a", b"t")])           # the example of CS336's first assignment
+
+
+@pytest.mark.parametrize("special", [None, [END]])
+def test_a_vocabulary_without_all_bytes(tmp_path, special):
+    t = Tokenizer(*HANDOUT, special)
+    assert t.encode("the cat ate") == [9, 7, 1, 5, 10, 3] and t.decode([9, 7, 1, 5, 10, 3]) == "the cat ate"
+    assert t.encode_array("the cat ate"*1000).tolist() == list(t.encode_iterable(["the c", "at ate"]*1000)) != []
+    t.save(tmp_path/"t")
+    assert Tokenizer.from_folder(tmp_path/"t").encode("the cat") == [9, 7, 1, 5]
+    for f in (t.encode, t.encode_array, lambda x: t.encode_batch([x]), lambda x: list(t.encode_iterable([x])), lambda x: t.encode(x, special=False)):
+        with pytest.raises(ValueError, match="the byte 0x64 \\(b'd'\\) of the text has no token in this vocabulary, which lacks 250 of 256"): f("the dog")
+    with pytest.raises(ValueError, match="b'th' is not in vocab"): Tokenizer({0: b"t", 1: b"h", 2: b"e"}, [(b"t", b"h")])
+    with pytest.raises(ValueError, match="vocab is empty"): Tokenizer({}, [])
+
+
+def test_a_single_byte_is_no_special_token():
+    for make in (lambda: Tokenizer(TOKENIZER.vocab, TOKENIZER.merges, ["a"]), lambda: train_bpe(["the end"], 300, ["a"]), lambda: Tokenizer(*HANDOUT, ["z"])):
+        with pytest.raises(ValueError, match="special token '[az]' is a single byte"): make()
+
+
+def test_little_text_waits_for_no_compiler():
+    "Neither the first training nor the first ids load Numba; much text does, and gives the same."
+    script = """
+import sys
+from itertools import islice
+from lmcourse.tokenization.tokenizer import Tokenizer, train_bpe
+from lmcourse.tools.stories import Stories
+stories = list(islice(Stories(0), 30))
+tokenizer = Tokenizer(*train_bpe(stories, 500, threads=1), ["<|endoftext|>"])
+def ids(text): return [tokenizer.encode(text), tokenizer.encode_array(text).tolist(), tokenizer.encode_batch([text], 2)[0].tolist(), list(tokenizer.encode_iterable([text]))]
+few = ids(stories[0])
+assert few == [few[0]]*4 and tokenizer.decode(few[0]) == stories[0] and "numba" not in sys.modules
+many = ids("\\n".join(stories))
+assert many == [many[0]]*4 and "numba" in sys.modules and ids(stories[0]) == few
+"""
+    subprocess.run([sys.executable, "-c", script], check=True)
+
+
+def test_little_text_and_much_are_learnt_alike(tmp_path, monkeypatch):
+    for text, few in [("\n".join(STORIES), 1 << 20), ("\n".join(STORIES), 10), ("the "*5 + "a"*100, 1 << 20), ("the end"*9 + END, 1 << 20), ("", 10)]:
+        monkeypatch.setattr(tokenizer_module, "_FEW_BYTES", few)
+        (tmp_path/"text").write_text(text, encoding="utf-8")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            expected = learn_heap(count_words([text], [END]), 300 - 257)
+            for source in (tmp_path/"text", [text], iter([text])): assert train_bpe(source, 300)[1] == expected
+    with pytest.raises(TypeError, match="text 1 is a int"): train_bpe(["a", 1], 300)
+    with pytest.raises(TypeError, match="expected an iterable"): train_bpe(b"a", 300)
+
+
 @pytest.mark.parametrize("ids, error", [([-1], ValueError), ([800], ValueError), ([10**30], ValueError), ([1.], TypeError), (["1"], TypeError), ([None], TypeError)])
 def test_ids_that_are_none(ids, error):
     with pytest.raises(error, match="expected 0 to 799" if error is ValueError else None): TOKENIZER.decode(ids)
@@ -179,8 +272,6 @@ BYTES = {i: bytes([i]) for i in range(256)}
     ({**BYTES, 257: b"th"}, [], "257 ids, 257 among them and 256 not, expected 0 to 256"),
     ({**BYTES, -1: b"th"}, [], "-1 among them"),
     ({**BYTES, 256: b"t"}, [], "ids 116 and 256 of vocab are both b't'"),
-    ({**BYTES, 116: b"th"}, [], "no token for the byte 116"),
-    ({}, [], "no token for the byte 0"),
     ({**BYTES, 256: b""}, [], "empty token"),
     ({**BYTES, 256: b"th"}, [(b"t", b"h"), (b"th", b"e")], "but b'the' is not in vocab"),
     ({**BYTES, 256: b"the"}, [(b"th", b"e")], "but b'th' is not in vocab"),

@@ -3,26 +3,34 @@ import importlib.machinery
 import json
 import math
 import os
+import shutil
 import subprocess
 import sys
+import sysconfig
 import types
 from dataclasses import replace
 from itertools import islice
+from pathlib import Path
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
+from lmcourse.architecture.layers_torch import onednn_products
 from lmcourse.tokenization.tokenizer import Tokenizer
 from lmcourse.tools.checks import check_close
 from lmcourse.tools.config import ModelConfig, TrainConfig
 from lmcourse.tools.stories import Stories
 from lmcourse.training.data import TokenDataset, write_tokens
 from lmcourse.training.engines import NumpyEngine, TorchEngine, World, noise_scale, plan_batch
-from lmcourse.training.trainer import Diverged, Trainer, live_plot, read_metrics, write_run
+from lmcourse.training.checkpoint import Checkpoints, read_state
+from lmcourse.training.trainer import Diverged, Trainer, evaluate, live_plot, load_model, read_metrics, write_run
 
 MODEL = ModelConfig(vocab_size=400, context_length=32, d_model=32, num_layers=2, num_heads=2)
 SHORT = TrainConfig(steps=12, batch_size=6, lr=5e-3, warmup_steps=3, eval_every=4, eval_documents=4, checkpoint_every=5, log_every=1, device="cpu")
+
+headers = Path(sysconfig.get_path("include"))/"Python.h"
+compiler = headers.exists() and any(map(shutil.which, (os.environ.get("CXX", "g++"), "clang++")))
 
 
 @pytest.fixture(scope="module")
@@ -30,6 +38,7 @@ def data(tmp_path_factory):
     folder = tmp_path_factory.mktemp("data")
     texts = list(islice(Stories(seed=3), 40))
     tokenizer = Tokenizer.train(texts, 400)
+    tokenizer.save(folder/"tokenizer")
     short = [t.split(".")[0] for t in islice(Stories(seed=4), 200)]      # of which no document fills a window
     for name, part in (("train", texts[:20] + short), ("valid", texts[30:])): write_tokens(folder/name, part, tokenizer, "stories")
     return folder
@@ -159,6 +168,27 @@ def test_the_rates_of_a_run_are_those_of_its_schedule(data, tmp_path):
     assert [m["lr"] for m in found if "lr" in m] == [learning_rate(t, SHORT.lr, SHORT.min_lr, 3, 12, 4) for t in range(1, 13)]
 
 
+def test_a_group_of_parameters_may_have_a_rate_of_its_own(data, tmp_path):
+    "The schedule multiplies it; it is kept in checkpoints, and those of before have none"
+    config = replace(SHORT, optimizer="muon", lr=3e-4)
+    rates = lambda trainer: [g["lr"] for g in trainer.engine.optimizer.param_groups]
+    trainer = Trainer(MODEL, config, *sets(data))
+    trainer.engine.optimizer.param_groups[0]["lr_scale"] = .02/3e-4
+    for _ in range(3):
+        trainer.train_step()
+        check_close(rates(trainer), [trainer.lr*.02/3e-4, trainer.lr, trainer.lr], 1e-12)
+    check_close(rates(trainer), [.02, 3e-4, 3e-4], 1e-12)                   # The end of the warm-up
+    for folder in (tmp_path/"new", tmp_path/"old"):
+        if folder.name == "old":
+            for group in trainer.engine.optimizer.param_groups: group.pop("lr_scale", None)
+        write_run((folder.mkdir(), folder)[1], MODEL, config, data)
+        trainer._save(folder)
+        again = Trainer(MODEL, config, *sets(data))
+        again.resume(folder)
+        again.train_step()
+        check_close(rates(again), [again.lr*(.02/3e-4 if folder.name == "new" else 1), again.lr, again.lr], 1e-12)
+
+
 def test_a_line_is_the_mean_since_the_last_one(data, tmp_path):
     each, some = ([m["loss"] for m in run(data, tmp_path/str(n), log_every=n)[1] if "loss" in m] for n in (1, 4))
     check_close(some, [sum(each[i:i + 4])/4 for i in range(0, 12, 4)], rtol=1e-6)
@@ -226,6 +256,82 @@ def test_the_plateau_lowers_the_rate_and_stops(data, tmp_path):
     assert again.step == 16 and lines(tmp_path/"a") == found
 
 
+# The best weights
+
+OVERFIT = dict(steps=400, batch_size=2, lr=2e-2, weight_decay=0., schedule="constant", warmup_steps=0, checkpoint_every=1000, early_stop_patience=3)
+
+
+def by_heart(data, folder, **changes):
+    "A run that sees the same two windows again and again, on its way to stop early"
+    config = replace(SHORT, **OVERFIT | changes)
+    if not folder.exists():
+        folder.mkdir()
+        write_run(folder, MODEL, config, data)
+    trainer = Trainer(MODEL, config, *sets(data))
+    trainer.batches = [trainer.batches[0]]*config.steps
+    return trainer
+
+
+def first_documents(model, data): return evaluate(model, sets(data)[1], 32, SHORT.eval_documents).loss
+
+
+def test_a_run_that_stopped_early_gives_its_best_weights(data, tmp_path):
+    trainer = by_heart(data, tmp_path/"a")
+    trainer.fit(tmp_path/"a")
+    losses = {m["step"]: m["valid_loss"] for m in lines(tmp_path/"a") if "valid_loss" in m and not m.get("final")}
+    best = min(losses, key=losses.get)
+    assert trainer.stop.reason and best == trainer.step - 3*SHORT.eval_every and losses[trainer.step] > losses[best] + .05
+    kept = Checkpoints(tmp_path/"a/checkpoints")
+    assert kept.best().name == f"step_{best:06d}" and read_state(kept.best())["valid_loss"] == losses[best]
+    check_close(first_documents(load_model(tmp_path/"a")[0], data), losses[best], rtol=1e-6)
+    check_close(weights(trainer), dict(load_model(tmp_path/"a", checkpoint="latest")[0].named_parameters()), 0, 0)
+    with pytest.raises(ValueError, match="unknown checkpoint 'last': did you mean 'latest'"): load_model(tmp_path/"a", checkpoint="last")
+
+
+def test_a_run_goes_on_from_its_latest_checkpoint_and_keeps_its_best(data, tmp_path):
+    (whole := by_heart(data, tmp_path/"a")).fit(tmp_path/"a")
+    best = Checkpoints(tmp_path/"a/checkpoints").best().name
+    cut = by_heart(data, tmp_path/"b", checkpoint_every=1)
+    real, last = cut.train_step, whole.step - 5                     # One evaluation after the best
+    def dies(batch):
+        if cut.step == last: raise MemoryError
+        return real(batch)
+    cut.train_step = dies
+    with pytest.raises(MemoryError): cut.fit(tmp_path/"b")
+    again = by_heart(data, tmp_path/"b", checkpoint_every=1)
+    again.resume(tmp_path/"b")
+    assert again.step == last and Checkpoints(tmp_path/"b/checkpoints").best().name == best
+    again.fit(tmp_path/"b")
+    assert lines(tmp_path/"b") == lines(tmp_path/"a") and Checkpoints(tmp_path/"b/checkpoints").best().name == best
+    check_close(weights(again), weights(whole), 0, 0)
+
+
+def test_where_the_last_weights_are_the_best_they_are_loaded(data, tmp_path):
+    "The last step is measured on the same documents as those before, so it can be compared with them"
+    trainer, found = run(data, tmp_path/"a", checkpoint_every=1000)
+    path = Checkpoints(tmp_path/"a/checkpoints").best()
+    assert path.name == "step_000012" and read_state(path)["valid_loss"] < found[-2]["loss"]
+    check_close(read_state(path)["valid_loss"], first_documents(trainer.model, data), rtol=1e-6)
+    check_close(weights(trainer), dict(load_model(tmp_path/"a")[0].named_parameters()), 0, 0)
+
+
+def test_a_run_of_before_gives_its_last_weights_and_goes_on(data, tmp_path):
+    "Its last checkpoint was not measured, so an earlier one can't be called better"
+    (tmp_path/"a").mkdir()
+    write_run(tmp_path/"a", MODEL, SHORT, data)
+    old, kept = Trainer(MODEL, SHORT, *sets(data)), Checkpoints(tmp_path/"a/checkpoints")
+    state = dict(elapsed=1., waited=0., recent=[], stop=old.stop.state(), plateau=None)
+    for step, loss in ((4, 1.), (5, None)):
+        with onednn_products():                                     # As `fit` does
+            while old.step < step: old.train_step()
+        kept.save(old.model, old.engine.optimizer, step, loss, state=state, config=MODEL.to_dict())
+    check_close(weights(old), dict(load_model(tmp_path/"a")[0].named_parameters()), 0, 0)
+    new = Trainer(MODEL, SHORT, *sets(data))
+    new.resume(tmp_path/"a")
+    new.fit(tmp_path/"a")
+    check_close(weights(new), weights(run(data, tmp_path/"b")[0]), 0, 0)
+
+
 @pytest.mark.parametrize("name", ["wandb", "trackio", "tensorboard"])
 def test_lines_also_go_elsewhere(data, tmp_path, monkeypatch, name):
     seen = []
@@ -251,6 +357,17 @@ def test_lines_also_go_elsewhere(data, tmp_path, monkeypatch, name):
 def test_a_log_that_is_not_installed_is_refused(data, monkeypatch):
     monkeypatch.setattr("lmcourse.training.trainer.find_spec", lambda name: None)
     with pytest.raises(ValueError, match="log_to = wandb: the package wandb is not installed"): Trainer(MODEL, replace(SHORT, log_to="wandb"), *sets(data))
+
+
+@pytest.mark.skipif(not compiler, reason="torch.compile needs a C++ compiler and Python's headers")
+def test_compiled_steps_are_those_of_the_model_itself(data):
+    "One graph for all steps, and plain names in what is saved"
+    model = replace(MODEL, num_layers=1, d_model=16, context_length=16)
+    trainers = [Trainer(model, replace(SHORT, steps=4, warmup_steps=0, compile=c), *sets(data)) for c in (False, True)]
+    losses = [[t.train_step() for _ in range(4)] for t in trainers]
+    check_close(losses[1], losses[0], rtol=1e-4)
+    assert losses[0][-1] < losses[0][0]
+    check_close(weights(trainers[1]), weights(trainers[0]), rtol=1e-2, atol=1e-4)
 
 
 @pytest.mark.parametrize("changes, words", [

@@ -15,6 +15,7 @@ from lmcourse.architecture.transformer_torch import (InputEmbeddings, Sinusoidal
 from lmcourse.accounting.memory import count_parameters, parameter_table
 from lmcourse.tools.checks import check_close, expect_error
 from lmcourse.tools.config import ModelConfig
+from lmcourse.training.checkpoint import load_checkpoint, save_checkpoint
 
 base = ModelConfig(vocab_size=20, context_length=12, d_model=16, num_layers=2, num_heads=4)
 CHANGES = dict(vocab_size=[7], context_length=[20], d_model=[24], num_layers=[1, 3], num_heads=[2], num_kv_heads=[1, 2], head_dim=[2, 8], d_ff=[8, 40],
@@ -217,6 +218,52 @@ def test_norm_positions_are_their_formulas():
         b = TransformerBlock(replace(base, norm_position=where))
         for p in (b.ln1.weight, b.ln2.weight): p.data.normal_()
         check_close(b(x), step(step(x, b.attn, b.ln1), b.ffn, b.ln2))
+
+
+@pytest.mark.parametrize("changes", [{}] + BOTH + [dict(position=p) for p in ("learned", "sinusoidal", "none")], ids=str)
+def test_a_model_made_on_meta_can_be_filled(changes, tmp_path):
+    c = replace(base, **changes)
+    made, filled = TransformerLM(c, seed=3), TransformerLM(c, device="meta")
+    assert {n: p.shape for n, p in filled.state_dict().items()} == {n: p.shape for n, p in made.state_dict().items()}
+    assert all(t.is_meta for t in itertools.chain(filled.parameters(), filled.buffers()))
+    filled.to_empty(device="cpu").load_state_dict(made.state_dict())
+    check_close(filled(ids_of(c)), made(ids_of(c)), 0, 0)
+    save_checkpoint(made, None, 1, tmp_path/"saved")
+    load_checkpoint(tmp_path/"saved", again := TransformerLM(c, device="meta").to_empty(device="cpu"))
+    check_close(again.loss(ids_of(c), ids_of(c)), made.loss(ids_of(c), ids_of(c)), 0, 0)
+
+
+@pytest.mark.skipif(not hasattr(torch.ao.quantization, "quantize_dynamic") or torch.backends.quantized.engine == "none", reason="this torch has no dynamic quantization")
+@pytest.mark.filterwarnings("ignore")
+def test_torch_finds_the_linear_layers_and_quantizes_them():
+    c = replace(base, bias=True)
+    model = TransformerLM(c)
+    small = torch.ao.quantization.quantize_dynamic(model, {torch.nn.Linear}, dtype=torch.qint8)
+    quantized = [n for n, m in small.named_modules() if isinstance(m, torch.ao.nn.quantized.dynamic.Linear)]
+    assert len(quantized) == 7*c.num_layers + 1 and not any(type(m) is torch.nn.Linear for m in small.modules())
+    exact, found = model(ids_of(c)), small(ids_of(c))
+    assert 0 < (found - exact).norm() < .1*exact.norm()
+
+
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch has no processes")
+def test_torch_shares_out_the_layers_by_columns_and_rows():
+    from torch.distributed.tensor import DTensor, Replicate
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+    c, model = base, TransformerLM(base)
+    expected = model(ids_of(c)), torch.autograd.grad(model.loss(ids_of(c), ids_of(c)), list(model.parameters()))
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = torch.distributed.init_device_mesh("cpu", (1,))
+        across, along = ColwiseParallel(), RowwiseParallel()
+        plan = {f"layers.*.attn.{p}_proj": across for p in "qkv"} | {"layers.*.attn.output_proj": along}
+        plan |= {"layers.*.ffn.w1": across, "layers.*.ffn.w3": across, "layers.*.ffn.w2": along}
+        plan |= {"token_embeddings": ColwiseParallel(output_layouts=Replicate())}
+        parallelize_module(model, mesh, plan)
+        assert sum(isinstance(p, DTensor) for p in model.parameters()) == 7*c.num_layers + 1
+        check_close(model(ids_of(c)), expected[0], 1e-6)
+        grads = torch.autograd.grad(model.loss(ids_of(c), ids_of(c)), list(model.parameters()))
+        check_close([g.full_tensor() if isinstance(g, DTensor) else g for g in grads], list(expected[1]), 1e-5, 1e-7)
+    finally: torch.distributed.destroy_process_group()
 
 
 def test_tied_weights_stay_tied():

@@ -320,7 +320,7 @@ def test_a_forked_process_has_threads_of_its_own():
     params, some = shaken(SMALL, np.float32), batch(SMALL, 4)
     expected = fast_loss_and_grads(params, *some, SMALL, 2)[0]
     if not (child := os.fork()):
-        signal.alarm(20)
+        signal.alarm(120)
         try: os._exit(int(fast_loss_and_grads(params, *some, SMALL, 2)[0] != expected))
         finally: os._exit(1)
     assert os.waitpid(child, 0)[1] == 0

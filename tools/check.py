@@ -6,8 +6,8 @@ import argparse, os, shutil, signal, subprocess, sys, tempfile, time
 from pathlib import Path
 
 ROOT, BIN = Path(__file__).resolve().parent.parent, Path(sys.executable).parent
-# One thread a process: nbdev_test runs a notebook on each core, pytest a file of tests.
-ENV = os.environ | {"PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
+# One thread a process, if nothing else is said: nbdev_test runs a notebook on each core, pytest a file of tests.
+ENV = {"OMP_NUM_THREADS": "1"} | os.environ | {"PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}"}
 
 
 def run(*command, cwd=ROOT, seconds=600):
@@ -54,6 +54,7 @@ if __name__ == "__main__":
     parser.add_argument("--slow", action="store_true", help="add the long tier")
     slow = parser.parse_args().slow
     ENV |= {"HYPOTHESIS_PROFILE": "random" if slow else "same"} # A change is not refused for what another one did
+    if slow: ENV["LMCOURSE_SLOW"] = "1"
     python = (sys.executable, "-m")
     steps = {
         "installed packages fit": lambda: run(*python, "pip", "check"),

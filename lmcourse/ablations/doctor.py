@@ -646,11 +646,11 @@ CHECKS = (check_start, check_rate, check_updates, check_optimizer, check_weights
 
 # %% ../../nbs/06c_doctor.ipynb #c4e55367
 def examine(
-    run,              # The run's folder
+    run,              # The run's folder, or the `Case` that `open_case` made of it
     known:dict|None=None,  # Name to envelope: none for those that come with the course
 )->Findings:
     "What is wrong with a run. `FileNotFoundError` or `ValueError`, in one line, for what is no run."
-    case = open_case(run)
+    case = run if isinstance(run, Case) else open_case(run)
     steps = list(check_steps(case, made := replays(case)))
     trained = next((s for s in steps if isinstance(s, Forward)), Forward())
     said = [*check_forward(case, made, trained), *steps]

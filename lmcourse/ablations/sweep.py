@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['STATUS', 'FORMAT', 'LENGTHS', 'RunData', 'Run', 'Experiment', 'step_cost', 'read_lines', 'add_line', 'prepare_corpus',
-           'losses_by_length', 'train_job', 'run_experiment', 'machine_name', 'student_t', 'paired_difference',
+           'losses_by_length', 'train_job', 'missing_runs', 'run_experiment', 'student_t', 'paired_difference',
            'outcomes', 'values_of', 'difference_from_base', 'compare_variants', 'plot_curves']
 
 # %% ../../nbs/06a_sweep.ipynb #733fb635
@@ -18,9 +18,9 @@ from collections.abc import Callable
 from typing import ClassVar
 import numpy as np
 from .. import __version__
-from ..tools.config import ModelConfig, TrainConfig, unknown
+from ..tools.config import Config, ModelConfig, TrainConfig, unknown
 from ..tools.documents import documents
-from ..tools.machine import cores, processor_name
+from ..tools.machine import cores, machine_name
 from ..tools.show import COLORS, Table, figure
 from ..tools.stories import Stories
 from ..tokenization.tokenizer import Tokenizer
@@ -30,14 +30,14 @@ from ..training.data import TokenDataset, count_ngrams, lock_file, read_ngrams, 
 
 # %% ../../nbs/06a_sweep.ipynb #ec6768e4
 @dataclass(frozen=True)
-class RunData:
+class RunData(Config):
     "Where the tokens of a run come from."
     corpus:str = "stories"     # A name for `documents`
     vocab_size:int = 512       # Tokens of a tokenizer that is learnt from the training text
     max_mb:float = 8.0         # Megabytes of training text at most
     valid_documents:int = 200  # Validation documents at most
 
-    def __post_init__(self):
+    def validate(self):
         if self.vocab_size < 257: raise ValueError(f"RunData: vocab_size = {self.vocab_size}, expected 257 or more: 256 bytes and the end of text")
         if not 0 < self.max_mb < 1e9: raise ValueError(f"RunData: max_mb = {self.max_mb}, expected more than 0")
         if self.valid_documents < 1: raise ValueError(f"RunData: valid_documents = {self.valid_documents}, expected 1 or more")
@@ -77,6 +77,8 @@ class Experiment:
 
     def __post_init__(self):
         if (self.tokens is None) == (self.flops is None): raise ValueError(f"Experiment: tokens = {self.tokens}, flops = {self.flops}, expected one of them")
+        for name in ("tokens", "flops"):
+            if (n := getattr(self, name)) is not None and not n < math.inf: raise ValueError(f"Experiment: {name} = {n}, expected a finite number")
         if not self.variants or not self.seeds: raise ValueError("Experiment: no variants or no seeds")
         self.runs()
 
@@ -159,17 +161,19 @@ def add_line(
 # %% ../../nbs/06a_sweep.ipynb #8aa65dcd
 def prepare_corpus(
     data:RunData, # What
-    folder:Path, # Where; what is there already stays as it is
+    folder:Path, # Where; what is there already stays as it is, and what was cut off goes on
 )->Path: # Folder with `train`, `valid` and `tokenizer`
     "The tokens of a corpus, made once."
     out = Path(folder)/f"{data.corpus.replace(':', '-').replace('/', '-')}-{data.vocab_size}-{data.max_mb:g}-{data.valid_documents}"
     if (out/"ngram.json").exists(): return out
     held_out = list(islice(documents(data.corpus, "valid"), data.valid_documents))
     known, size = set(held_out), int(1e6*data.max_mb)
-    tokenizer = Tokenizer.train(documents(data.corpus, "train", min(size, 10**8)), data.vocab_size)
-    tokenizer.save(out/"tokenizer")
-    write_tokens(out/"train", (d for d in documents(data.corpus, "train", size) if d not in known), tokenizer, data.corpus, total_bytes=size)
-    write_tokens(out/"valid", held_out, tokenizer, data.corpus, nats=(lambda d: -Stories().log_prob(d)) if data.corpus == "stories" else None)
+    if not (out/"tokenizer").exists(): Tokenizer.train(documents(data.corpus, "train", min(size, 10**8)), data.vocab_size).save(out/"tokenizer")
+    tokenizer, nats = Tokenizer.from_folder(out/"tokenizer"), (lambda d: -Stories().log_prob(d)) if data.corpus == "stories" else None
+    training = (d for d in documents(data.corpus, "train", size) if d not in known)
+    if not (out/"train.json").exists(): write_tokens(out/"train", training, tokenizer, data.corpus, total_bytes=size)
+    if not (out/"valid.json").exists(): write_tokens(out/"valid", held_out, tokenizer, data.corpus, nats=nats)
+    for left in out.glob("*.part"): shutil.rmtree(left) if left.is_dir() else left.unlink()      # By a call that was killed
     count_ngrams(out, most=2_000_000)
     return out
 
@@ -231,6 +235,14 @@ def _curve(run:Path, points:int=60)->dict: # Lists of numbers, `points` at most;
                 valid_step=[m["step"] for m in valid], valid_loss=[round(m["valid_loss"], 5) for m in valid])
 
 # %% ../../nbs/06a_sweep.ipynb #d74f4f62
+def missing_runs(
+    experiment:Experiment, # What
+    results,               # File of lines
+)->dict: # Key to `Run`
+    "The runs of an experiment that a file lacks, or has as crashed only."
+    done = {key for key,line in read_lines(results).items() if line["status"] != "crashed"}
+    return {job.key: job for job in experiment.runs().values() if job.key not in done}
+
 def run_experiment(
     experiment:Experiment, # What
     results,               # File of lines: runs that it has are not made again
@@ -241,19 +253,17 @@ def run_experiment(
     report:Callable=print, # Told a sentence about each run that has ended
 )->dict: # Key to line, of this experiment
     "Make the runs that are missing. `KeyboardInterrupt` leaves checkpoints from which the next call goes on."
-    jobs, work = {job.key: job for job in experiment.runs().values()}, Path(work)
-    done = {key for key,line in read_lines(results).items() if line["status"] != "crashed"}
-    missing = {key: job for key,job in jobs.items() if key not in done}
+    missing, work = missing_runs(experiment, results), Path(work)
     for name in {job.data.corpus for job in missing.values()}: documents(name) # refuses what is not there, before anything is made
     processes = processes or (cores() if device == "cpu" else 1)
     work.mkdir(parents=True, exist_ok=True)
     with open(work/"lock", "w", encoding="utf-8") as file:
         lock_file(file)
         places = {key: prepare_corpus(job.data, work/"data") for key,job in missing.items()}
-        about = dict(machine=machine_name(device), date=str(date.today()), commit=_commit(), lmcourse=__version__, command=command)
+        about = dict(machine=machine_name(), date=str(date.today()), commit=_commit(), lmcourse=__version__, command=command)
         _run_all(missing, places, results, work, min(processes, max(1, len(missing))), device, about, report)
     lines = read_lines(results)
-    return {key: lines[key] for key in jobs if key in lines}
+    return {job.key: lines[job.key] for job in experiment.runs().values() if job.key in lines}
 
 # %% ../../nbs/06a_sweep.ipynb #835d201f
 def _run_all(missing:dict, places:dict, results, work:Path, processes:int, device:str, about:dict, report):
@@ -319,32 +329,16 @@ def _commit()->str|None: # Of the library's source, if it is a clone; with a plu
     except OSError: return None
     return found.stdout.strip() + "+"*bool(state.stdout.strip()) if found.returncode == 0 else None
 
-# %% ../../nbs/06a_sweep.ipynb #7992553f
-def machine_name(
-    device:str="cpu", # `cpu`, or a card
-)->str: # Its name and cores, as far as the system tells
-    "The machine that a measurement was made on."
-    if device != "cpu":
-        import torch
-        if torch.cuda.is_available(): return torch.cuda.get_device_name()
-    return f"{processor_name()}, {cores()} cores"
-
 # %% ../../nbs/06a_sweep.ipynb #dda6a07c
 def student_t(
     freedom:int,      # Values less one
-    level:float=0.95, # Of the interval
+    level:float=0.95, # Of the interval, between 0 and 1
 )->float: # Standard errors on either side
-    "The quantile of Student's distribution, by halving an interval around it. `ValueError` for less than two values."
-    if freedom < 1: raise ValueError(f"student_t: {freedom = }, expected 1 or more: an interval needs two values")
-    scale = math.exp(math.lgamma((freedom + 1)/2) - math.lgamma(freedom/2))/math.sqrt(freedom*math.pi)
-    def inside(t): # Probability between -t and t, by the substitution x = sqrt(n) tan(u)
-        u = np.linspace(0, math.atan(t/math.sqrt(freedom)), 2001)
-        return 2*scale*math.sqrt(freedom)*float(np.trapezoid(np.cos(u)**(freedom - 1), u))
-    low, high = 0., 1e3
-    for _ in range(60):
-        middle = (low + high)/2
-        low, high = (middle, high) if inside(middle) < level else (low, middle)
-    return middle
+    "The quantile of Student's distribution. `ValueError` for less than two values."
+    from scipy.stats import t
+    if not freedom >= 1: raise ValueError(f"student_t: {freedom = }, expected 1 or more: an interval needs two values")
+    if not 0 < level < 1: raise ValueError(f"student_t: {level = }, expected more than 0 and less than 1")
+    return float(t.isf((1 - level)/2, freedom))
 
 # %% ../../nbs/06a_sweep.ipynb #7e38b09b
 def paired_difference(

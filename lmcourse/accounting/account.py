@@ -12,7 +12,7 @@ from ..tools.show import Table, duration, si
 from .flops import adamw_flops, forward_flops, training_flops
 from .hardware import Device, device_of, training_time
 from .memory import activation_parts, count_parameters, dtype_bytes, kv_cache_bytes, largest_batch
-from .memory import parameter_parts, training_bytes, whole_number
+from .memory import parameter_parts, peak_phase, whole_number
 
 # %% ../../nbs/02d_account.ipynb #856c92c6
 def account(
@@ -28,11 +28,12 @@ def account(
     T = config.context_length if context_length is None else whole_number("context_length", context_length)
     c = replace(config, context_length=T) if T > config.context_length else config
     how:dict = dict(dtype=dtype, attention=attention, recompute=recompute, logits=logits)
-    memory = training_bytes(c, batch_size, T, **how)
+    memory = peak_phase(c, batch_size, T, **how)
+    peak = memory.pop("phase")
     step = training_flops(c, batch_size, T, recompute=recompute, fused=attention == "fused")
     return dict(model=c.to_dict(), batch_size=batch_size, tokens=batch_size*T, **how,
                 parameters=vars(count_parameters(c)) | dict(parts=parameter_parts(c)),
-                memory=memory | dict(training=sum(memory.values()), parts=activation_parts(c, batch_size, T, **how),
+                memory=memory | dict(training=sum(memory.values()), peak=peak, parts=activation_parts(c, batch_size, T, **how),
                                      cache=kv_cache_bytes(c, batch_size, T, dtype)),
                 flops=dict(forward=forward_flops(c, batch_size, T), causal=sum(forward_flops(c, batch_size, T, causal=True).values()),
                            step=step, training=sum(step.values()), adamw=adamw_flops(count_parameters(c).unique)))
@@ -61,10 +62,10 @@ def account_tables(
     "An account for people."
     p, m, f = (counted[k] for k in ("parameters", "memory", "flops"))
     share = lambda parts, unit: [{"part": k, unit: n, "share": 100*n/max(1, sum(parts.values()))} for k,n in parts.items() if n]
-    forward, memory = f["forward"], {k: n for k,n in m.items() if k not in ("training", "parts", "cache")}
+    forward, memory = f["forward"], {k: n for k,n in m.items() if k not in ("training", "peak", "parts", "cache")}
     tables = [Table(share(p["parts"], "parameters") + [dict(part=f"all, {name}", parameters=p[key]) for name,key in _SENSES.items()], {"share": "%"}),
-              Table(share(memory, "bytes") + [dict(part="training step", bytes=m["training"]), dict(part="cache, when writing", bytes=m["cache"])], {"share": "%"}),
-              Table([dict(r, part=f"activations: {r['part']}") for r in share(m["parts"], "bytes")], {"share": "%"}),
+              Table(share(memory, "bytes") + [dict(part=f"training step, at its peak: {m['peak']}", bytes=m["training"]), dict(part="cache, when writing", bytes=m["cache"])], {"share": "%"}),
+              Table([dict(r, part=f"kept: {r['part']}") for r in share(m["parts"], "bytes")], {"share": "%"}),
               Table(share(forward, "FLOPs") + [dict(part="forward", FLOPs=sum(forward.values())), dict(part="forward, causal pairs only", FLOPs=f["causal"]),
                     *(dict(part=k, FLOPs=n) for k,n in f["step"].items() if k != "forward"), dict(part="AdamW", FLOPs=f["adamw"]),
                     dict(part="6 N D, for comparison", FLOPs=6*p["unique"]*counted["tokens"])], {"share": "%"})]

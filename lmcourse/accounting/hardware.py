@@ -402,9 +402,11 @@ def price(
     windows = t.tokens_per_step//model_config.context_length if t.tokens_per_step else t.batch_size
     step = sum(training_flops(model_config, windows).values())
     step_seconds = training_time(step, device, t.dtype, mfu)
-    how:dict = dict(dtype=t.dtype, recompute=t.recompute)
-    memory = sum(training_bytes(model_config, t.micro_batch or windows, **how).values())
+    how:dict = dict(dtype=t.dtype, recompute=t.recompute, optimizer=t.optimizer)
+    micro, largest = t.micro_batch or windows, largest_batch(model_config, device.memory_bytes, **how)
+    if largest < windows: largest = largest_batch(model_config, device.memory_bytes, grad_accum_steps=2, **how) # It has to be cut
+    memory = sum(training_bytes(model_config, micro, grad_accum_steps=-(-windows//micro), **how).values())
     seconds = t.steps*step_seconds
     return Price(device.name, t.dtype, mfu, t.steps*windows*model_config.context_length, step, t.steps*step, step_seconds, seconds,
-                 memory, memory <= device.memory_bytes, largest_batch(model_config, device.memory_bytes, **how),
+                 memory, memory <= device.memory_bytes, largest,
                  None if usd_per_hour is None else seconds/3600*usd_per_hour)

@@ -5,14 +5,15 @@
 # %% auto #0
 __all__ = ['FLOAT_FORMATS', 'storage_bytes', 'FloatFormat', 'ParameterCount', 'parameter_parts', 'count_parameters',
            'parameter_table', 'parameter_tree', 'saved_tensors', 'dtype_bytes', 'whole_number', 'checked_length',
-           'activation_parts', 'activation_bytes', 'training_bytes', 'largest_batch', 'MemoryTimeline',
-           'kv_cache_bytes']
+           'OperationMemory', 'activation_parts', 'activation_bytes', 'training_phases', 'peak_phase', 'training_bytes',
+           'largest_batch', 'MemoryTimeline', 'kv_cache_bytes']
 
 # %% ../../nbs/02a_memory.ipynb #9f0e5ba4
 import math, operator, re, weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 from ..tools.config import ModelConfig, unknown
 from ..tools.show import Table
 
@@ -210,38 +211,189 @@ def checked_length(
     return T
 
 # %% ../../nbs/02a_memory.ipynb #33ef5ce4
-def _norm_bytes(norm:str, rows:int, width:int)->int: # Of a norm that works in float32
-    if norm == "none": return 0
-    return 4*rows*(2*width + 1) if norm == "rmsnorm" else 4*rows*(width + 2)
+class OperationMemory(NamedTuple):
+    "What an operation of a model keeps for its backward pass, and the most that is alive with it."
+    name:str      # Say `gate`
+    keeps:dict    # Part to bytes that wait for the backward pass
+    backward:int  # Bytes alive in its backward pass: what it kept, gradients that come, wait, go
+    weights:int=0 # Bytes of the gradients of its weights, which stay
+    forward:int=0 # Bytes alive in its forward pass; 0 where the next operations have more
+    copies:int=0  # Bytes of its weights in bfloat16, which autocast holds until the loss is there
+    batch:int=0   # Bytes of the batch among what it keeps: those are there anyway
 
-def _attention_bytes(c:ModelConfig, B:int, T:int, size:int, explicit:bool)->dict: # What lies between the projections
-    H, K, n = c.num_heads, c.K, B*T
-    parts = {"q/k norms": c.qk_norm*4*n*(H + c.G)*(2*K + 1), "attention output": n*H*K*size}
-    if explicit: return parts | {"queries, keys, values": 4*n*3*H*K, "probabilities": 4*B*H*T*T}  # Always in float32
-    turned = c.qk_norm and H > 1 and T > 1                   # Then the kernel's output has another layout than the projection wants
-    masked = c.window is not None and c.window < T           # Then there is a mask of numbers
-    return parts | {"queries, keys, values": n*(H + 2*c.G)*K*size, "log of denominators": 4*n*H,
-                    "attention output, copied": turned*n*H*K*size, "masks": masked*T*T*size}
+    @property
+    def kept(self)->int: # Bytes, without those of the batch
+        return sum(self.keeps.values()) - self.batch
+
+# %% ../../nbs/02a_memory.ipynb #fa141706
+class _Rows: # Bytes of all rows of a batch, `size` bytes a number in matrix products
+    def __init__(self, c:ModelConfig, B:int, T:int, size:int):
+        n = B*T
+        self.n, self.low = n, size < 4 # `low`: products in bfloat16
+        self.stream, self.read = 4*n*c.d_model, size*n*c.d_model # The stream; what products read
+        self.wide = size*n*c.F # Inside the feed-forward network
+        self.query, self.key = size*n*c.num_heads*c.K, size*n*c.G*c.K
+        self.norm = c.norm_position if c.norm != "none" else "none"
+        # The gradient that comes into a branch, if it is not the one that waits in the stream
+        self.comes = self.read if self.low else self.stream*(self.norm == "sublayer")
+
+# %% ../../nbs/02a_memory.ipynb #d00cdb4b
+def _norm(c:ModelConfig, r:_Rows, name:str, part:str, place:str, sums:int=0)->OperationMemory:
+    x, factors = r.stream, 4*r.n # `factors`: a number for each row
+    weights = 4*c.d_model*(1 + (c.norm == "layernorm" and c.bias))
+    if c.norm == "rmsnorm": # Keeps input and normalised rows; needs input and five of its shape
+        keeps, backward = 2*x + factors, 6*x + factors*(place == "pre") + x*(place == "sublayer")
+    else: # Keeps its input; needs it, two gradients, and what waits beside
+        waits = place == "pre" or place == "sublayer" and r.low
+        keeps, backward = x + 2*factors, 3*x + 2*factors + x*waits
+    forward = keeps + x + x*(place == "sublayer") + sums*x*r.low # Output, sum, the stream so far
+    forward *= place in ("post", "sublayer")
+    return OperationMemory(name, {part: keeps}, backward + weights, weights, forward)
 
 # %% ../../nbs/02a_memory.ipynb #f63ae757
-_WIDE = dict(swiglu=4, geglu=4, reglu=3, silu=2, gelu=2, relu=1) # Rows of width F that are kept: a ReLU's output is also what comes next
+def _product(c:ModelConfig, r:_Rows, name, into:int, width:int, keeps, moving, left):
+    # `moving`: gradients that come, wait and go; `left`: those beside the weights' own in float32
+    numbers = (into + c.bias)*width
+    if r.low: keeps = keeps | {"weights in bfloat16": 2*into*width}
+    backward = sum(keeps.values()) + moving + (2 if r.low else 4)*numbers
+    if r.low: backward = max(backward, left + (2 + 4)*numbers) # Turned from bfloat16 into float32
+    return OperationMemory(name, keeps, backward, 4*numbers, copies=2*numbers*r.low)
 
-def _block_bytes(c:ModelConfig, B:int, T:int, size:int, explicit:bool)->dict: # One block
-    n, widening, low = B*T, 2 if c.gated else 1, size < 4
-    copies = lambda readers: (readers if low else 1)*n*c.d_model*size
-    weights = c.d_model*(2*c.K*(c.num_heads + c.G) + (widening + 1)*c.F)
-    return {"norms": 2*_norm_bytes(c.norm, n, c.d_model), "inputs of attention": copies(3),
-            **_attention_bytes(c, B, T, size, explicit),
-            "inputs of feed-forward": copies(widening), "inside feed-forward": _WIDE[c.ffn]*n*c.F*size,
-            "weights in bfloat16": low*2*weights}
+def _reader(c:ModelConfig, r:_Rows, name, width:int, part, waits:int, comes:int, place:str=""):
+    # It reads the stream, or a norm of it, for which its readers' gradients are added up
+    x, pre = r.stream, r.norm == "pre"
+    keeps, others = {part: r.read*(r.low or "first" in place)}, x*(pre and "last" not in place)
+    moving = x + waits + others + comes + r.read
+    return _product(c, r, name, c.d_model, width, keeps, moving, x + waits + x*pre)
+
+# %% ../../nbs/02a_memory.ipynb #6d2437b9
+def _network(c:ModelConfig, r:_Rows)->list: # The feed-forward network
+    x, w, part, inner = r.stream, r.wide, "inputs of feed-forward", "inside feed-forward"
+    relu = c.ffn in ("relu", "reglu") # It keeps its output, as the next one does
+    others = r.low*(x if r.norm == "pre" else 2*x) # Rows in float32: norm's output, or stream
+    forward, waits = (2*w + others)*(not c.gated), c.gated and r.norm == "pre"
+    place = "first" if c.gated else "first, last"
+    operations = [_reader(c, r, "widening", c.F, part, 0, w, place),
+                  OperationMemory("activation", {inner: w}, 3*w + x + x*waits, forward=forward)]
+    if c.gated:
+        kept = w*(2 - relu) # Both factors; two gradients go, one comes
+        comes = w if r.low or r.norm != "none" else max(w, x) # No norm: the sum with a view, not in place
+        operations += [_reader(c, r, "second widening", c.F, part, w, comes, "last"),
+                       OperationMemory("gate", {inner: kept}, kept + 3*w + x)]
+    keeps = {inner: w*(c.gated or not relu)}
+    narrow = _product(c, r, "narrowing", c.F, c.d_model, keeps, x + r.comes + w, x + w)
+    out = r.read + x*(r.norm != "sublayer") - x*(r.low and r.norm == "pre") # Or their sum
+    return [*operations, narrow._replace(forward=narrow.kept + others + out)]
+
+# %% ../../nbs/02a_memory.ipynb #222d0a5b
+def _attention(c:ModelConfig, r:_Rows, B:int, T:int, size:int, explicit:bool)->list:
+    x, q, k, H, K, part = r.stream, r.query, r.key, c.num_heads, c.K, "inputs of attention"
+    operations = [_reader(c, r, "queries", H*K, part, 0, q, "first"),
+                  _reader(c, r, "keys", c.G*K, part, q, k),
+                  _reader(c, r, "values", c.G*K, part, q + k, k, "last")]
+    if c.qk_norm: # As RMSNorm above, in float32, on the rows of heads
+        for name,heads,waits in (("query norm", H, 2*k), ("key norm", c.G, q + k)):
+            numbers = 4*r.n*heads*K
+            keeps, backward = {"q/k norms": 2*numbers + 4*r.n*heads}, 6*numbers + x + waits + 4*K
+            operations.append(OperationMemory(name, keeps, backward, 4*K))
+    operations += _explicit(c, r, B, T, size) if explicit else _fused(c, r, T, size)
+    turned = c.qk_norm and H > 1 and T > 1 # A product reads another layout than the kernel's
+    keeps = {"attention output": q} if explicit else {"attention output, copied": q*turned}
+    return [*operations, _product(c, r, "output", H*K, c.d_model, keeps, x + r.comes + q, x + q)]
+
+# %% ../../nbs/02a_memory.ipynb #b64590b3
+def _fused(c:ModelConfig, r:_Rows, T:int, size:int)->list:
+    x, q, k, heads = r.stream, r.query, r.key, c.num_heads
+    mask = T*T*(c.window is not None and c.window < T) # Only a window needs one
+    keeps = {"queries, keys, values": q + 2*k, "log of denominators": 4*r.n*heads,
+             "attention output": q, "masks": mask*size}
+    kept = sum(keeps.values())
+    forward = kept + mask # It was made of truth values
+    if r.low and c.position == "rope": # Which turns queries, then keys, in float32
+        wide_q, wide_k = 4*r.n*heads*c.K, 4*r.n*c.G*c.K
+        forward = max(forward, 2*q + 2*k + 2*wide_q, 2*q + 3*k + 2*wide_k)
+    backward = kept + x + q + (q + 2*k) # One gradient comes, three go
+    return [OperationMemory("attention", keeps, backward, forward=forward + x*r.low)]
+
+# %% ../../nbs/02a_memory.ipynb #4e614c6c
+def _explicit(c:ModelConfig, r:_Rows, B:int, T:int, size:int)->list: # Written out, in float32
+    x, q, k, low, H = r.stream, r.query, r.key, r.low, c.num_heads
+    Q, S, A = 4*r.n*H*c.K, 4*r.n*c.G*c.K, 4*B*H*T*T # Queries; keys; scores or probabilities
+    grouped, strided = c.G != H, B > 1 and H > 1 and T > 1 # Strided: products copy what they read
+    mask = T*T*(1 + size) if c.window is not None and c.window < T else 4*T*T*(T > 1)
+    given = q + 2*k + low*(Q + 2*S) + 2*Q*grouped + mask # As they came; in float32; for all heads
+    scaled = 2*Q + Q*(strided and not c.qk_norm) # Queries and keys
+    mixing = A + Q*(strided and not grouped) + Q + low*(A//2 + q) # Probabilities, values, output
+    inside = given + scaled + max(2*A, mixing) # 2 A: scores and probabilities
+    outside = q + 2*k + 2*Q + Q*(strided or grouped or low) + A + 2*q # The output copied, as heads lie
+    forward = x*low + max(inside, outside*(H > 1 and T > 1))
+    part = "queries, keys, values"
+    return [OperationMemory("scores", {part: 2*Q}, 2*Q + A + 3*Q + x, forward=forward),
+            OperationMemory("softmax", {"probabilities": A}, A + 2*A + Q + x),
+            OperationMemory("mixture", {part: Q}, Q + A + 2*Q + x)]
+
+# %% ../../nbs/02a_memory.ipynb #c617eebe
+def _block(c:ModelConfig, r:_Rows, B:int, T:int, size:int, explicit:bool)->list:
+    attention, network = _attention(c, r, B, T, size, explicit), _network(c, r)
+    if r.norm == "none": return attention + network
+    one, two = (_norm(c, r, f"norm {i}", "norms", r.norm, i) for i in (1, 2))
+    if r.norm == "pre": return [one, *attention, two, *network]
+    return [*attention, one, *network, two]
+
+def _parts(operations:list)->dict: # Part to bytes
+    sums = {}
+    for op in operations:
+        for part,n in op.keeps.items(): sums[part] = sums.get(part, 0) + n
+    return sums
 
 # %% ../../nbs/02a_memory.ipynb #c75e3bf2
-def _outer_bytes(c:ModelConfig, B:int, T:int, size:int, logits:bool)->dict: # What does not belong to a block
-    n, head = B*T, c.vocab_size*c.d_model
-    parts = {"ids and positions": 8*n + 8*T*(c.position == "learned"),
-             "last norm": (c.norm_position != "post")*_norm_bytes(c.norm, n, c.d_model)}
-    if not logits: return parts | {"loss": (n*c.d_model + head)*size + 8}    # Two gradients, and the number of targets
-    return parts | {"input of head": n*c.d_model*size, "head in bfloat16": (size < 4)*2*head, "loss": 4*n*c.vocab_size + 8*n + 4}
+def _embeddings(c:ModelConfig, r:_Rows, T:int, logits:bool)->OperationMemory:
+    x, row, learned = r.stream, 4*c.d_model, c.position == "learned"
+    table = row*c.vocab_size
+    at, places = 8*T*learned, row*c.context_length*learned # Positions; the gradient of their table
+    summed = 2*table*(c.tie_embeddings and logits and not r.low) # With the head's: that is a view
+    backward = places + max(x + at + row*T*learned, x + x*c.scale_embeddings, x + table, summed)
+    weights = table*(not c.tie_embeddings) + places
+    keeps = {"ids and positions": 8*r.n + at}
+    return OperationMemory("embeddings", keeps, backward, weights, batch=8*r.n)
+
+def _after(c:ModelConfig, r:_Rows, size:int, logits:bool)->list: # What follows the blocks
+    n, V, head, x, y, low = r.n, c.vocab_size, c.vocab_size*c.d_model, r.stream, r.read, r.low
+    last = [_norm(c, r, "last norm", "last norm", "last")] if r.norm in ("pre", "sublayer") else []
+    turned = low*(x + (2 + 4)*head) # The head's gradient, in both formats
+    if not logits: # It keeps two gradients and a count
+        keeps, backward = {"loss": y + size*head + 8}, max(2*(y + size*head) + 8, turned)
+        forward = _loss_in_parts(c, n, size)
+        return [*last, OperationMemory("loss", keeps, backward, 4*head, forward)]
+    keeps = {"input of head": y, "head in bfloat16": low*2*head}
+    backward, all_v = max(sum(keeps.values()) + size*n*V + size*head + y, turned), 4*n*V
+    loss = {"loss": all_v + 8*n + 4} # Of each: log-probabilities; two gradients; logits
+    return [*last, OperationMemory("head", keeps, backward, 4*head),
+            OperationMemory("loss", loss, 3*all_v + 4, forward=2*all_v + 4, batch=8*n)]
+
+# %% ../../nbs/02a_memory.ipynb #45a525b2
+def _loss_in_parts(c:ModelConfig, n:int, size:int)->int: # Most bytes alive in its forward pass
+    V, D, low = c.vocab_size, c.d_model, size < 4
+    m = min(n, max(256, 2**21//V)) # Tokens of a part: what fits a cache
+    parts = -(-n//m)
+    def part(i): # Logits, four numbers a token; gradients of rows, of the head: new, all, old
+        tokens = m if i < parts else n - (parts - 1)*m
+        head = V*D*(size + 4*(i > 1) + size*(i > 2 - low))
+        return tokens*((4 + 2*low)*V + 4*4) + size*D*((i - 1)*m + tokens) + head
+    end = 2*size*n*D + V*D*(4 + size*(parts > 1 or low) + 2*low) # All rows, in parts and as one
+    around = size*n*D + (1 + 8 + 4)*n + low*2*V*D # Input, targets that count, the head
+    return around + max(part(max(1, parts - 1)), part(parts), end)
+
+# %% ../../nbs/02a_memory.ipynb #15b328fe
+def _operations(c:ModelConfig, B:int, T:int|None, dtype:str, attention:str, logits:bool)->tuple:
+    T, B = checked_length(c, B, T), int(B)
+    for what,word,words in (("dtype of the products", dtype, ("float32", "bfloat16")),
+                            ("attention", attention, ("fused", "explicit"))):
+        if word not in words: raise unknown(what, word, words)
+    size = dtype_bytes(dtype)
+    r = _Rows(c, B, T, size)
+    block = _block(c, r, B, T, size, attention == "explicit")
+    return r, _embeddings(c, r, T, logits), block, _after(c, r, size, logits)
 
 # %% ../../nbs/02a_memory.ipynb #d946cc25
 def activation_parts(
@@ -254,41 +406,123 @@ def activation_parts(
     logits:bool=False,        # Whether the loss is computed from all logits at once
 )->dict: # Part to bytes, summed over the blocks
     "What torch on a CPU keeps from the forward pass of the training loss. `ValueError` for sizes and words that make no sense."
-    T, batch_size = checked_length(config, batch_size, context_length), int(batch_size)
-    if dtype not in ("float32", "bfloat16"): raise unknown("dtype of the products", dtype, ("float32", "bfloat16"))
-    if attention not in ("fused", "explicit"): raise unknown("attention", attention, ("fused", "explicit"))
-    size = dtype_bytes(dtype)
-    block = _block_bytes(config, batch_size, T, size, attention == "explicit")
-    if recompute: block = {"inputs of blocks": 4*batch_size*T*config.d_model}
-    parts = {k: config.num_layers*v for k,v in block.items()} | _outer_bytes(config, batch_size, T, size, logits)
-    return {k: v for k,v in parts.items() if v}
+    sizes = config, batch_size, context_length
+    r, first, block, after = _operations(*sizes, dtype, attention, logits)
+    if recompute: block = [OperationMemory("block", {"inputs of blocks": r.stream}, 0)]
+    return {k: v for k,v in _parts([*block*config.num_layers, first, *after]).items() if v}
 
 def activation_bytes(config:ModelConfig, batch_size:int, context_length:int|None=None, **how)->int: # As for `activation_parts`
     "All of what autograd keeps, in bytes."
     return sum(activation_parts(config, batch_size, context_length, **how).values())
 
 # %% ../../nbs/02a_memory.ipynb #99c2cb29
-def _working_bytes(c:ModelConfig, n:int, size:int, logits:bool, kept:int)->int: # The most that is needed beside what is kept, for n tokens
-    rows = n if logits else min(n, max(256, 2**21//c.vocab_size))   # Of logits at a time: chapter 03's loss takes what fits a cache
-    loss = rows*c.vocab_size*(10 if logits and size < 4 else 8) + 4*c.vocab_size*c.d_model*(size < 4 and not logits)
-    return max(loss, 4*count_parameters(c).unique - kept)
+def _forward_phases(first, block:list, after:list, layers:int, x:int, rerun)->Iterator:
+    kept, copies = first.kept, 0 # `copies`: of weights, that only autocast holds
+    for i in range(layers):
+        if rerun: kept += x # With recomputation a block keeps its input
+        for op in block:
+            own = op.keeps.get("weights in bfloat16", 0)
+            copies += op.copies - own*(not rerun)
+            if not rerun: kept += op.kept
+            counted = own + rerun[0] - rerun[1].get(op.name, 0) if rerun else op.kept
+            working = copies + op.forward - counted
+            if op.forward: yield f"block {i + 1}: {op.name}, forward", kept, working, 0
+    for op in after:
+        kept += op.kept
+        if op.forward: yield f"{op.name}, forward", kept, copies + op.forward - op.kept, 0
+
+# %% ../../nbs/02a_memory.ipynb #e19dde28
+def _backward_phases(first, block:list, after:list, layers:int, x:int, rerun)->Iterator:
+    of_block, gradients = sum(op.kept for op in block), 0
+    kept = first.kept + layers*(x if rerun else of_block) + sum(op.kept for op in after)
+    def back(op, name):
+        nonlocal kept, gradients
+        phase = f"{name}, backward", kept, op.backward - op.kept, gradients
+        kept, gradients = kept - op.kept, gradients + op.weights
+        return phase
+    for op in reversed(after): yield back(op, op.name)
+    for i in reversed(range(layers)):
+        if rerun: # All that the block keeps comes once more
+            also, _, phases = rerun
+            kept += also - x
+            for name,inside,working in phases:
+                yield f"block {i + 1}: {name}, again", kept + inside, working, gradients
+            kept += of_block
+        for op in reversed(block): yield back(op, f"block {i + 1}: {op.name}")
+        if rerun: kept -= also
+    yield back(first, first.name)
+
+# %% ../../nbs/02a_memory.ipynb #80fbab5c
+def _rerun(c:ModelConfig, r:_Rows, block:list)->tuple: # A block computed again
+    x, y, low, place = r.stream, r.read, r.low, r.norm
+    also = x*(low and place != "pre") # The block's input, where no operation keeps it
+    comes = x + low*dict(post=0, sublayer=x).get(place, y) # The gradient of its output; as read
+    biases = sum(op.copies - op.keeps.get("weights in bfloat16", 0) for op in block)
+    phases, inside = [], 0
+    for op in block:
+        inside += op.kept
+        working = op.forward - op.kept - also
+        if op is block[-1]: # It ends as soon as all is kept: before the last output
+            output = x*(c.norm == "layernorm" and place != "pre") # But of a norm in one operation
+            working = x*low + output + y*(low and place == "sublayer")
+        if op.forward: phases.append((op.name, inside, comes + biases + working))
+    return also, {"narrowing": r.wide*c.gated}, phases # In the first run: the gate, not yet forgotten
+
+# %% ../../nbs/02a_memory.ipynb #72b23b3f
+def _always(c:ModelConfig, tokens:int, optimizer:str)->tuple: # Alive all the time; the step's room
+    if optimizer not in ("adamw", "muon"): raise unknown("optimizer", optimizer, ("adamw", "muon"))
+    P, D, widths = count_parameters(c).unique, c.d_model, (c.num_heads*c.K, c.G*c.K, c.F)
+    hidden = c.num_layers*D*(2*widths[0] + 2*widths[1] + (3 if c.gated else 2)*widths[2])
+    moments, room = 8*P, 4*P # AdamW: two; the root of the second, of all at once
+    if optimizer == "muon": # A block's matrix: one; three of its shape, two squares
+        moments -= 4*hidden
+        room = max(4*(P - hidden), *(4*(3*D*n + 2*min(D, n)**2) for n in widths))
+    table = 4*c.context_length*dict(rope=c.K, sinusoidal=D).get(c.position, 0)
+    single = 8*8 # Numbers: the loss, its gradient, how many targets count
+    there = 2*8*tokens + table + single
+    return {"parameters": 4*P, "optimizer": moments, "batch and tables": there}, room
+
+# %% ../../nbs/02a_memory.ipynb #b7eaab2f
+def training_phases(
+    config:ModelConfig,       # Sizes and variant
+    batch_size:int,           # Sequences computed at a time, B
+    context_length:int|None=None, # Tokens of each, T: none for the config's
+    dtype:str="float32",      # Of the matrix products: `float32`, or `bfloat16` by autocast
+    attention:str="fused",    # `fused`, or `explicit`
+    recompute:bool=False,     # Whether blocks keep only their inputs
+    logits:bool=False,        # Whether the loss is computed from all logits at once
+    optimizer:str="adamw",    # `adamw`, or `muon` for the matrices of blocks
+    grad_accum_steps:int=1,   # Batches whose gradients are added up for a step of the optimizer
+)->list: # A dict for each phase, in order: its name as `phase`, and bytes by what they are for
+    "What is alive in a training step, phase by phase; weights, gradients and moments in float32."
+    c, k = config, whole_number("grad_accum_steps", grad_accum_steps)
+    r, first, block, after = _operations(c, batch_size, context_length, dtype, attention, logits)
+    always, room = _always(c, k*r.n, optimizer)
+    every, tied = always["parameters"], 4*c.vocab_size*c.d_model*c.tie_embeddings
+    rerun = _rerun(c, r, block) if recompute else None
+    step = first, block, after, c.num_layers, r.stream, rerun
+    found = [*_forward_phases(*step), *_backward_phases(*step)]
+    if k > 1: # Those of earlier batches are there; a tied head's waits for the table's
+        found = [(*phase, every + min(gradients, tied)) for *phase,gradients in found]
+    found.append(("optimizer", 0, room, every))
+    parts = "activations", "working space", "gradients"
+    return [{"phase": name, **always, **dict(zip(parts, sizes))} for name,*sizes in found]
 
 # %% ../../nbs/02a_memory.ipynb #723468ca
-def training_bytes(
+def peak_phase(
     config:ModelConfig,       # Sizes and variant
-    batch_size:int,           # Sequences of a step, B
+    batch_size:int,           # Sequences computed at a time, B
     context_length:int|None=None, # Tokens of each, T: none for the config's
-    **how,                    # `dtype`, `attention`, `recompute`, `logits`: as for `activation_parts`
-)->dict: # `parameters`, `gradients`, `optimizer`, `activations`, with recomputation `recomputed block`, and `working space`, in bytes
-    "What a training step with AdamW needs, weights in float32: not less than its peak, since gradients come while activations go."
-    each = 4*count_parameters(config).unique
-    parts = dict(activations=activation_bytes(config, batch_size, context_length, **how))
-    if how.get("recompute"):
-        one, two = (activation_bytes(replace(config, num_layers=n), batch_size, context_length, **how | dict(recompute=False)) for n in (1, 2))
-        parts["recomputed block"] = two - one
-    n = batch_size*checked_length(config, batch_size, context_length)
-    working = _working_bytes(config, n, dtype_bytes(how.get("dtype", "float32")), how.get("logits", False), sum(parts.values()))
-    return dict(parameters=each, gradients=each, optimizer=2*each, **parts) | {"working space": working}
+    **how, # As for `training_phases`
+)->dict: # As one of `training_phases`
+    "The phase in which most is alive."
+    live = lambda phase: sum(n for part,n in phase.items() if part != "phase")
+    return max(training_phases(config, batch_size, context_length, **how), key=live)
+
+def training_bytes(config:ModelConfig, batch_size:int, context_length:int|None=None, **how)->dict:
+    "What a training step needs, in bytes by what they are for: `peak_phase` without its name."
+    peak = peak_phase(config, batch_size, context_length, **how)
+    return {part: n for part,n in peak.items() if part != "phase"}
 
 # %% ../../nbs/02a_memory.ipynb #54b1ae8e
 def largest_batch(
@@ -341,7 +575,8 @@ def _enter(self):
             result = operation(*args, **kwargs or {})
             for leaf in tree_leaves(result):
                 if isinstance(leaf, torch.Tensor): self.see(leaf)
-            self.history.append(self.live)
+            sums = operation is torch.ops.aten.add.Tensor and torch._C._current_autograd_node()
+            if not sums or args[0]._is_view(): self.history.append(self.live)  # Else in place: no view
             return result
     self._watch = Watch()
     self._watch.__enter__()

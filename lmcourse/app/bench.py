@@ -396,7 +396,7 @@ def run_encoding(task:str, name:str, threads:int, path:str, max_bytes:int|None, 
     "Encode a sample once."
     x = getattr(_sample(path, max_bytes), TASKS[task].form)
     t = ENCODERS[name](folder) if TASKS[task].fresh else _encoder(name, folder)
-    if TASKS[task].fresh: t.encode_array("")                    # makes its tables, which hold no word yet
+    if TASKS[task].fresh: t.encode_array("x"*5000)              # makes its tables, which hold no word yet: none so long
     measured, result = timed(lambda: TASKS[task].calls[name](t, x, threads))
     if ids: np.save(ids, flat_ids(result))
     return measured | dict(sample=len(_sample(path, max_bytes).utf8))
@@ -694,8 +694,11 @@ def bench_tokenizer(
     rounds:int=3,           # How often each is measured
     file:Path|None=None,    # New file for all measurements, as JSON
 )->Iterator: # Lines of text and tables, each as soon as it is known
-    "Measure the tokenizer beside all that are installed. `ValueError` if the ids of two encoders differ."
+    "Measure the tokenizer beside all that are installed. What can't be measured is refused at once; `ValueError` later if the ids of two encoders differ."
     check_bench(corpora, max_mb, threads, rounds, file)
+    return _tokenizer_lines(corpora, max_mb, threads, rounds, file)
+
+def _tokenizer_lines(corpora, max_mb, threads, rounds, file):
     here, numbers, measured = machine(), sorted({1, threads}), []
     yield machine_line(here)
     yield from filter(None, [missing_line(PEERS)])

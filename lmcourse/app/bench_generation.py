@@ -259,8 +259,11 @@ def bench_generation(
     file:Path|None=None,      # New file for all measurements, as JSON
     names:tuple=tuple(WRITERS), # Who writes; the first is what the others are compared with
 )->Iterator: # Lines of text and tables, each as soon as it is known
-    "Measure all decoders beside `transformers` and beside the memory. `ValueError` if two write different texts."
+    "Measure all decoders beside `transformers` and beside the memory. What can't be measured is refused at once; `ValueError` later if two write different texts."
     check_bench_generation(rounds, threads, models, names, file)
+    return _generation_lines(rounds, threads, models, file, names)
+
+def _generation_lines(rounds, threads, models, file, names):
     threads, here, measured = threads or threads_here(), machine(("numba", "numpy", "torch", "transformers")), {}
     yield f"{machine_line(here)}; {time.strftime('%Y-%m-%d')}"
     absent = {name: missing for name in names if (missing := [p for p in WRITERS[name].needs if not present([p])])}

@@ -450,8 +450,11 @@ def bench_training(
     setting:Setting=SETTING, # What is measured
     names:tuple=tuple(CONTENDERS), # By whom; somebody for the product of each type is among them
 )->Iterator: # Lines of text and tables, each as soon as it is known
-    "Measure training steps of all engines beside `transformers`. `ValueError` if two don't do the same."
+    "Measure training steps of all engines beside `transformers`. What can't be measured is refused at once; `ValueError` later if two don't do the same."
     check_bench_training(rounds, threads, large_vocabulary, file)
+    return _training_lines(rounds, threads, large_vocabulary, file, setting, names)
+
+def _training_lines(rounds, threads, large_vocabulary, file, setting, names):
     threads, here, large = threads or threads_here(), machine(("numba", "numpy", "torch", "transformers")), []
     yield machine_line(here)
     yield f"a step of {setting.tokens:,} tokens: {setting.flops/1e9:.1f} GFLOP; {threads} threads"

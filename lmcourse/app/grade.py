@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['Exercise', 'exercise_tasks', 'find_tasks', 'answer_job', 'Verdict', 'check_file', 'usable_file', 'answer_files',
-           'read_progress', 'note_verdict', 'state_of', 'chapter_lines', 'chapter_table', 'check_exercise']
+           'read_progress', 'note_verdict', 'state_of', 'chapter_lines', 'chapter_table', 'find_answers',
+           'check_exercise']
 
 # %% ../../nbs/90b_grade.ipynb #36e2b631
 import ast, builtins, faulthandler, json, linecache, os, re, secrets, signal, subprocess, sys, tempfile, threading, time, tokenize, traceback, types
@@ -14,7 +15,7 @@ from datetime import date
 from importlib import import_module
 from importlib.resources import files
 from pathlib import Path
-from ..tools.config import unknown
+from ..tools.config import UserError, unknown
 from ..tools.show import Table
 
 # %% ../../nbs/90b_grade.ipynb #63173a11
@@ -373,6 +374,13 @@ def chapter_table(
                        right_if=t.right_if.replace("`", "")) for t in tasks])
 
 # %% ../../nbs/90b_grade.ipynb #67d6fa0a
+def find_answers(exercise:str, path:Path, seconds:float=60., progress:Path|None=None)->tuple: # As for `check_exercise`
+    "The exercises that are asked for, and which file answers which. `ValueError` or `OSError` if there is nothing to check, or no way to remember it."
+    if not 0 < seconds <= 86_400: raise ValueError(f"seconds = {seconds}, expected more than 0 and at most 86400")
+    if progress is not None: _writable(progress)
+    tasks = find_tasks(exercise, exercise_tasks())
+    return tasks, answer_files(tasks, path)
+
 def check_exercise(
     exercise:str,       # An exercise, say 03.rope, or a chapter
     path:Path,          # File with the answer or answers, or a folder with a file for each
@@ -380,11 +388,8 @@ def check_exercise(
     progress:Path|None=None, # File that remembers the results
     say=print,          # Takes each line
 )->bool: # Whether all answers that were found are right
-    "Check an answer, or those of a chapter. `ValueError` or `OSError` if there is nothing to check, or no way to remember it."
-    if not 0 < seconds <= 86_400: raise ValueError(f"seconds = {seconds}, expected more than 0 and at most 86400")
-    if progress is not None: _writable(progress)
-    tasks = find_tasks(exercise, exercise_tasks())
-    answers, right, wrong, other = answer_files(tasks, path), 0, 0, ""
+    "Check an answer, or those of a chapter. `ValueError` or `OSError`, as of `find_answers`, before any file runs."
+    (tasks, answers), right, wrong, other = find_answers(exercise, path, seconds, progress), 0, 0, ""
     for task,file in answers.items():
         verdict = check_file(task, file, seconds, alone=len(tasks) == 1 or path.is_dir())
         if verdict.state == "unusable":
@@ -394,7 +399,7 @@ def check_exercise(
         say(str(verdict))
         if progress is not None: note_verdict(progress, verdict, file.name)
         right, wrong = right + (verdict.state == "right"), wrong + (verdict.state == "wrong")
-    if not right + wrong: raise ValueError(other)
+    if not right + wrong: raise UserError(other)
     if len(tasks) > 1: say(f"chapter {tasks[0].chapter}: {right} right, {wrong} not yet, {len(tasks) - right - wrong} without an answer")
     return not wrong
 

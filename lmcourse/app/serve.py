@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['Job', 'EngineThread', 'Refused', 'read_body', 'read_prompts', 'Choice', 'token_text', 'Service', 'Flight', 'joined',
-           'read_limited', 'until_gone', 'event_stream', 'make_app', 'answer_errors', 'make_server', 'serve_model']
+           'read_limited', 'until_gone', 'event_stream', 'make_app', 'answer_errors', 'make_server', 'run_server',
+           'serve_model']
 
 # %% ../../nbs/90b_serve.ipynb #cd08dcf0
 import asyncio, codecs, json, math, queue, threading, time, uuid
@@ -19,7 +20,7 @@ from ..inference.engine import Engine, Request, check_request
 class Job:
     "A request in the engine's thread, and who is told about it."
     sequence:Any # Of the engine, as soon as it has the request
-    def __init__(self, request:Request, listener): # Called, in the engine's thread, with `("token", id, told)`, `("prompt", list)` and at last `("end", reason)` or `("error", message)`
+    def __init__(self, request:Request, listener): # Called, in the engine's thread, with `("token", id, told)`, `("prompt", list)` and at last `("end", reason)` or `("error", message, status)`
         self.request, self.listener, self.sequence, self.sent, self.over = request, listener, None, 0, False
         self.closed = lambda: None                          # Called once, after the last event
 
@@ -40,9 +41,9 @@ class Job:
 
 # %% ../../nbs/90b_serve.ipynb #21783e41
 class EngineThread:
-    "The one thread that uses an engine."
+    "The one thread that uses an engine. After an error there is none, until the next job comes."
     submit:Callable[..., bool]; one_less:Callable; cancel:Callable; fail_all:Callable
-    close:Callable; start:Callable; stop:Callable; turn:Callable; loop:Callable  # Methods, written below
+    close:Callable; start:Callable; stop:Callable; turn:Callable; drop:Callable; loop:Callable  # Methods, written below
     def __init__(self,
         make_engine, # A function without arguments; called again after an error
         most:int=64, # Jobs that may be open, running or waiting
@@ -51,6 +52,9 @@ class EngineThread:
         self.inbox, self.jobs, self.open, self.lock, self.closing = queue.SimpleQueue(), [], 0, threading.Lock(), False
         self.thread = threading.Thread(target=self.loop, name="engine", daemon=True)
         self.thread.start()
+
+    @property
+    def busy(self)->bool: return self.engine is not None and self.engine.busy
 
 # %% ../../nbs/90b_serve.ipynb #76a4b331
 def _submit(self, jobs:list)->bool: # False if there is no room for all of them
@@ -65,8 +69,8 @@ def _submit(self, jobs:list)->bool: # False if there is no room for all of them
 def _one_less(self):
     with self.lock: self.open -= 1
 
-def _cancel(self, job:Job): self.inbox.put(lambda: self.stop(job, "cancelled"))
-def _fail_all(self, message:str): self.inbox.put(lambda: [self.stop(j, message) for j in list(self.jobs)])
+def _cancel(self, job:Job): self.inbox.put(lambda: self.stop(job, "cancelled", 499))
+def _fail_all(self, message:str): self.inbox.put(lambda: [self.stop(j, message, 503) for j in list(self.jobs)])
 def _close(self, timeout:float=30.): # Ends all that is open, and the thread
     self.closing = True
     self.fail_all("the server is shutting down")
@@ -76,39 +80,47 @@ EngineThread.submit, EngineThread.one_less, EngineThread.cancel, EngineThread.fa
 
 # %% ../../nbs/90b_serve.ipynb #1f730729
 def _start(self, job:Job):
-    if self.closing: return job.tell("error", "the server is shutting down")
-    try: job.sequence = self.engine.add(job.request)
-    except (ValueError, TypeError) as e: return job.tell("error", str(e))
+    if self.closing: return job.tell("error", "the server is shutting down", 503)
+    if self.engine is None:
+        try: self.engine = self.make_engine()
+        except Exception as e: return job.tell("error", f"no engine can be made: {type(e).__name__}: {e}", 503)
     self.jobs.append(job)
+    try: job.sequence = self.engine.add(job.request)
+    except (ValueError, TypeError) as e:
+        self.jobs.remove(job)
+        job.tell("error", str(e), 400)
 
-def _stop(self, job:Job, message:str): # Its blocks are free at once
+def _stop(self, job:Job, message:str, status:int): # Its blocks are free at once
     if job in self.jobs:
         self.jobs.remove(job)
         self.engine.end(job.sequence)
-    job.tell("error", message)
+    job.tell("error", message, status)
 
 EngineThread.start, EngineThread.stop = _start, _stop
 
 # %% ../../nbs/90b_serve.ipynb #810ecb99
 def _turn(self): # One round: what others ask for, a step, what came of it
-    wait = not self.engine.busy and not self.closing
+    wait = not self.busy and not self.closing
     while wait or not self.inbox.empty():
         self.inbox.get()()
         wait = False
-    if self.engine.busy: self.engine.step()
+    if self.busy: self.engine.step()
     for job in list(self.jobs):
         job.report()
         if job.over: self.jobs.remove(job)
 
+def _drop(self, message:str): # The engine and its cache go before another one is made: there may be no room for two
+    lost, self.jobs, self.engine = self.jobs, [], None
+    for job in lost: job.tell("error", message, 500)
+
 def _loop(self):
     while not (self.closing and self.inbox.empty() and not self.jobs):
+        message = None
         try: self.turn()
-        except Exception as e:          # Whatever it was: those who wait are told, and a new engine serves the next ones
-            lost, self.jobs = self.jobs, []
-            try: self.engine = self.make_engine()
-            finally: [job.tell("error", f"{type(e).__name__}: {e}") for job in lost]
+        except Exception as e: message = f"{type(e).__name__}: {e}"    # Only the words: the error itself holds the engine
+        if message: self.drop(message)
 
-EngineThread.turn, EngineThread.loop = _turn, _loop
+EngineThread.turn, EngineThread.drop, EngineThread.loop = _turn, _drop, _loop
 
 # %% ../../nbs/90b_serve.ipynb #d6c40b42
 class Refused(Exception):
@@ -129,7 +141,7 @@ def _are_stops(v)->bool: return type(v) is list and len(v) <= 4 and all(type(s) 
 # %% ../../nbs/90b_serve.ipynb #6fd917c5
 _FIELDS = dict( # Name: whether a value will do, what would be right, and what is taken where there is none
     model=((lambda v: type(v) is str, "the name of a model"), None), prompt=((lambda v: type(v) in (str, list), "a text, ids, or a list of these"), ""),
-    max_tokens=(_whole(0, 10**6), 16), temperature=(_number(0, 2), 1.), top_p=((lambda v: type(v) in (int, float) and 0 < v <= 1, "a number above 0, and at most 1"), 1.),
+    max_tokens=(_whole(0, 10**6), None), temperature=(_number(0, 2), 1.), top_p=((lambda v: type(v) in (int, float) and 0 < v <= 1, "a number above 0, and at most 1"), 1.),
     n=(_whole(1, 128), 1), stream=(_YES_OR_NO, False), logprobs=(_whole(0, 5), None), echo=(_YES_OR_NO, False), seed=(_whole(-2**63, 2**63 - 1), None),
     stop=((lambda v: _are_stops([v] if type(v) is str else v), "a text that is not empty, or a list of up to 4"), []),
     stream_options=((lambda v: type(v) is dict and set(v) <= {"include_usage"} and type(v.get("include_usage", True)) is bool, 'an object like {"include_usage": true}'), {}),
@@ -172,9 +184,8 @@ def read_prompts(
     pairs = []
     for p in prompt:
         if type(p) is str:
-            try: ids = prompt_ids(tokenizer, p)
+            try: pairs.append((prompt_ids(tokenizer, p), 1))
             except ValueError as e: raise Refused(f"prompt: {e}", "prompt") from None
-            pairs.append((ids, len(ids) - len(tokenizer.encode(p))))
         elif type(p) is list and p and all(type(i) is int for i in p): pairs.append((p, 0))
         else: raise Refused(f"prompt has {_short(p)} in it, expected a text or a list of at least one id", "prompt")
     return pairs
@@ -243,7 +254,7 @@ Choice.prompt, Choice.add, Choice.finish, Choice.piece = _prompt, _add, _finish,
 # %% ../../nbs/90b_serve.ipynb #8d8d42cb
 class Service:
     "What the routes share."
-    requests:Callable[..., tuple]; open:Callable[..., "Flight"]; pieces:Callable
+    requests:Callable[..., tuple]; length:Callable[..., int]; open:Callable[..., "Flight"]; pieces:Callable
     abandon:Callable; reply:Callable[..., dict]; stream:Callable; whole_answer:Callable
     complete:Callable  # Methods, written below
     def __init__(self,
@@ -262,22 +273,29 @@ class Service:
         self.model, self.tokenizer, self.name, self.max_body, self.max_tokens = model, tokenizer, name, max_body, max_tokens
         self.created, self.stopping = int(time.time()), False
         self.worker = EngineThread(lambda: Engine(model, num_blocks, max_running=max_running), max_open)
+        pool = self.worker.engine.pool
+        self.room = len(pool.users)*pool.block_size         # Tokens that fit into all blocks
 
 # %% ../../nbs/90b_serve.ipynb #4316dd45
 def _requests(self, body:dict)->tuple: # What a body asks of the engine: requests, those of one prompt together, and for each how many ids were added
-    limit, engine = self.max_tokens or self.model.config.context_length, self.worker.engine
+    limit = self.max_tokens or self.model.config.context_length
     if body["model"] != self.name: raise Refused(f"the model {body['model'][:80]!r} does not exist, here is {self.name!r}", "model", 404, "model_not_found")
-    if body["max_tokens"] > limit: raise Refused(f"max_tokens = {body['max_tokens']}, expected at most {limit}", "max_tokens")
+    if (body["max_tokens"] or 0) > limit: raise Refused(f"max_tokens = {body['max_tokens']}, expected at most {limit}", "max_tokens")
     seed = int.from_bytes(uuid.uuid4().bytes[:4]) if body["seed"] is None else body["seed"]
     prompts = read_prompts(body["prompt"], self.tokenizer, self.worker.most)
     if len(prompts)*body["n"] > self.worker.most: raise Refused(f"{len(prompts)} prompts and n = {body['n']}, expected at most {self.worker.most} answers", "n")
-    requests = [Request(tuple(ids), body["max_tokens"], body["temperature"], top_p=body["top_p"], stop=(self.tokenizer.end_of_text,), seed=(seed + i) % 2**63,
+    requests = [Request(tuple(ids), self.length(body, ids), body["temperature"], top_p=body["top_p"], stop=(self.tokenizer.end_of_text,), seed=(seed + i) % 2**63,
                         log_probs=body["logprobs"], echo=body["echo"]) for ids,_ in prompts for i in range(body["n"])]
-    try: [check_request(r, self.model.config, len(engine.pool.users)*engine.pool.block_size) for r in requests[::body["n"]]]
+    try: [check_request(r, self.model.config, self.room) for r in requests[::body["n"]]]
     except ValueError as e: raise Refused(str(e), "prompt", code="context_length_exceeded" if "need room" in str(e) else None) from None
     return requests, [added for _,added in prompts for _ in range(body["n"])]
 
-Service.requests = _requests
+def _length(self, body:dict, ids:list)->int: # As many tokens as were asked for; else 16, or fewer where fewer are allowed or fit
+    if body["max_tokens"] is not None: return body["max_tokens"]
+    context = self.model.config.context_length
+    return max(1, min(16, self.max_tokens or 16, min(context, self.room) - len(ids) + 1))
+
+Service.requests, Service.length = _requests, _length
 
 # %% ../../nbs/90b_serve.ipynb #6f5cf810
 @dataclass
@@ -313,7 +331,7 @@ async def _pieces(self, f:Flight): # Yields pieces of all answers, as they come
             i, kind, *what = await f.events.get()
             c = choices[i]
             if c.reason: continue
-            if kind == "error": raise Refused(what[0], status=503 if "shutting down" in what[0] else 500)
+            if kind == "error": raise Refused(what[0], status=what[1])
             if kind == "prompt": piece = c.prompt(list(f.requests[i].ids[f.added[i]:]), what[0])
             else: piece = c.add(*what) if kind == "token" else c.finish(what[0])
             f.usage["completion_tokens"] += kind == "token"
@@ -469,6 +487,17 @@ def make_server(
     return Server(uvicorn.Config(make_app(service), host, port, log_level="warning", access_log=False, timeout_graceful_shutdown=math.ceil(grace + 5), lifespan="off"))
 
 # %% ../../nbs/90b_serve.ipynb #70c39bd3
+def run_server(
+    service:Service,      # What is served; ended with the server
+    host:str="127.0.0.1", # This and the rest as for `make_server`
+    port:int=8000,
+    grace:float=10.,
+    ready:Callable=lambda: None,
+):
+    "Serve until a signal comes; from the main thread."
+    try: make_server(service, host, port, grace, ready).run()
+    finally: service.worker.close()
+
 def serve_model(
     model,                # A `TransformerLM`
     tokenizer,            # With which it was trained
@@ -478,7 +507,5 @@ def serve_model(
     ready:Callable=lambda: None,
     **settings,           # Of `Service`: `name`, `max_open` and the like
 ):
-    "Serve until a signal comes; from the main thread."
-    service = Service(model, tokenizer, **settings)
-    try: make_server(service, host, port, grace, ready).run()
-    finally: service.worker.close()
+    "Serve a model until a signal comes; from the main thread."
+    run_server(Service(model, tokenizer, **settings), host, port, grace, ready)

@@ -187,11 +187,14 @@ def bench_throughput(
     only:tuple=(),           # Names of variants beside the first; all if none
     file:Path|None=None,     # New file for all measurements, as JSON
 )->Iterator: # Lines of text and tables, each as soon as it is known
-    "Measure the trainer's loop, one factor at a time. `ValueError` or `OSError` for what can't be measured."
+    "Measure the trainer's loop, one factor at a time. What can't be measured is refused at once, with `ValueError` or `OSError`."
     work, factors = _work(preset, device), _chosen(only)
     for name,number in dict(steps=steps, rounds=rounds, threads=threads).items():
         if number is not None and number < 1: raise ValueError(f"{name} = {number}, expected 1 or more")
     check_new_file(file)
+    return _throughput_lines(work, factors, device, steps, rounds, threads, file)
+
+def _throughput_lines(work, factors, device, steps, rounds, threads, file):
     threads, here = threads or threads_here(), machine(("numpy", "torch"))
     yield machine_line(here)
     yield f"a step of {work.tokens:,} tokens: {work.flops/1e9:.1f} GFLOP; {threads} threads; on {device}"

@@ -270,11 +270,10 @@ def _pieces(tokenizer, ids, stop_strings:list)->Iterator[str]:
 # %% ../../nbs/05b_generate.ipynb #1754a834
 def prompt_ids(
     tokenizer,  # A `Tokenizer` with an end-of-text token
-    prompt:str, # How the text begins; may be empty
+    prompt:str, # How the text begins; may be empty. What looks like a special token is plain text
 )->list: # Ids, the first of them end-of-text
     "The ids from which a text is generated."
-    ids = tokenizer.encode(prompt)
-    return ids if ids[:1] == [tokenizer.end_of_text] else [tokenizer.end_of_text] + ids
+    return [tokenizer.end_of_text, *tokenizer.encode(prompt, special=False)]
 
 # %% ../../nbs/05b_generate.ipynb #ddf86a80
 def check_tokenizer(

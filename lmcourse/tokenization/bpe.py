@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['PRETOKENIZE', 'utf8', 'pretokenize', 'special_list', 'special_pattern', 'count_words', 'split_bytes', 'count_pairs',
            'best_pair', 'merge_pair', 'learn_naive', 'learn_counted', 'PairIndex', 'learn_indexed', 'HeapEntry',
-           'learn_heap', 'merges_wanted', 'byte_alphabet', 'make_vocab', 'encode_word']
+           'learn_heap', 'merges_wanted', 'special_bytes', 'byte_alphabet', 'make_vocab', 'encode_word']
 
 # %% ../../nbs/01a_bpe.ipynb #66434f47
 import regex
@@ -52,7 +52,8 @@ def special_pattern(
 )->regex.Pattern: # `split` with it gives text, special token, text, special token, …, text
     "The pattern that finds special tokens, the longest first."
     tokens = sorted(special_list(special_tokens), key=len, reverse=True)
-    return regex.compile("(" + "|".join(map(regex.escape, tokens)) + ")" if tokens else "((?!))") # `(?!)` never matches
+    pattern = "(" + "|".join(map(regex.escape, tokens)) + ")" if tokens else "((?!))" # `(?!)` never matches
+    return regex.compile(pattern, cache_pattern=False)                     # a full cache would draw from `random`
 
 # %% ../../nbs/01a_bpe.ipynb #080d7168
 def count_words(
@@ -193,16 +194,20 @@ def merges_wanted(
 )->int: # At least 0
     "How many merges fill a vocabulary. `ValueError` if it is too small for bytes and special tokens, `TypeError` if it is no `int`."
     if isinstance(vocab_size, bool) or not isinstance(vocab_size, int): raise TypeError(f"vocab_size = {vocab_size!r}, expected an int")
-    special = _special_bytes(special_tokens)
+    special = special_bytes(special_tokens)
     if vocab_size >= (least := 256 + len(special)): return vocab_size - least
     raise ValueError(f"vocab_size = {vocab_size}, expected at least {least}: 256 bytes and {len(special)} special tokens")
 
 # %% ../../nbs/01a_bpe.ipynb #c338fc99
-def _special_bytes(special_tokens)->list:
-    special = special_list(special_tokens)
+def special_bytes(
+    special_tokens:Iterable[str]|None, # As a caller gave them
+)->list: # The same in UTF-8, checked
+    "Special tokens as bytes. `ValueError` for a single byte: text could not be told from it."
+    special = list(map(utf8, special_list(special_tokens)))
     for token in special:
-        if len(utf8(token)) == 1: raise ValueError(f"special token {token!r} is a single byte, which has an id already")
-    return [utf8(token) for token in special]
+        if len(token) == 1:
+            raise ValueError(f"special token {token.decode()!r} is a single byte, which any text may hold; expected two or more")
+    return special
 
 # %% ../../nbs/01a_bpe.ipynb #810dd132
 def byte_alphabet()->dict: # Byte to one visible character
@@ -218,7 +223,7 @@ def make_vocab(
     gpt2_order:bool=False,  # Bytes in the order of `byte_alphabet`, merges, special tokens; else special tokens, bytes, merges
 )->dict: # Id to bytes, from 0 without a gap
     "Number the tokens. `ValueError` if two would be the same, `TypeError` if a merge is no pair of byte strings."
-    special, joined = _special_bytes(special_tokens), []
+    special, joined = special_bytes(special_tokens), []
     for i,pair in enumerate(merges):
         if len(pair) != 2 or not all(isinstance(part, bytes) for part in pair):
             raise TypeError(f"merge {i} is {pair!r}, expected a pair of byte strings")

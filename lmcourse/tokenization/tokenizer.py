@@ -8,14 +8,47 @@ __all__ = ['train_bpe', 'Rules', 'Vocabulary', 'VocabularyFiles', 'ReadableEncod
            'read_folder']
 
 # %% ../../nbs/01c_tokenizer.ipynb #2a5821da
-import hashlib, json, os, regex, shutil, unicodedata, warnings
+import hashlib, json, os, regex, shutil, sys, unicodedata, warnings
 import numpy as np
 from functools import cached_property
+from itertools import chain
 from operator import index
 from pathlib import Path
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple, Self
-from .bpe import PRETOKENIZE, byte_alphabet, encode_word, make_vocab, merges_wanted, special_list, special_pattern, utf8
+from .bpe import (PRETOKENIZE, byte_alphabet, count_words, encode_word, learn_heap, make_vocab,
+                                       merges_wanted, special_bytes, special_list, special_pattern, utf8)
+
+# %% ../../nbs/01c_tokenizer.ipynb #5b8f8fa6
+_FEW_BYTES = 1 << 20
+
+def _ready(*kernels:str)->bool: # Was one of them compiled or loaded in this process?
+    fast = sys.modules.get("lmcourse.tokenization.fast_bpe")
+    return bool(fast and any(getattr(fast, kernel).signatures for kernel in kernels))
+
+def _few_texts(source, errors:str)->tuple: # The texts if they are few, else `None`; and the whole source
+    if isinstance(source, (str, os.PathLike)):
+        if Path(source).stat().st_size > _FEW_BYTES: return None, source
+        try: return [Path(source).read_bytes().decode("utf-8", errors)], source
+        except UnicodeDecodeError: return None, source    # the compiled reader says what is wrong
+    head, size, rest = [], 0, iter(source)
+    for text in rest:
+        head.append(text)
+        size += len(text) if isinstance(text, str) else 0
+        if size > _FEW_BYTES: return None, chain(head, rest)
+    return head, head
+
+# %% ../../nbs/01c_tokenizer.ipynb #507b9dc1
+def _learn_few(source, wanted:int, special_tokens:list, threads:int|None, errors:str)->tuple:
+    "The merges of a small text, else `None`; and the whole source."
+    odd = errors not in ("strict", "replace", "ignore") or threads is not None and threads < 1
+    if odd or isinstance(source, bytes) or wanted > 1000 or _ready("learn_kernel"):
+        return None, source                               # of what is odd, `count_words_fast` says why
+    texts, source = _few_texts(source, errors)
+    if texts is None: return None, source
+    counts = count_words(texts, special_tokens)
+    few = len(counts) <= 10_000 and all(len(word) <= 100 for word in counts)
+    return learn_heap(counts, wanted) if few else None, source
 
 # %% ../../nbs/01c_tokenizer.ipynb #5a41a63f
 def train_bpe(
@@ -27,12 +60,14 @@ def train_bpe(
     errors:str="strict",         # For bytes of a file that are not UTF-8: 'strict' (`ValueError`), 'replace' or 'ignore'
 )->tuple: # `vocab`, id to bytes, and `merges`, pairs of byte strings in the order in which they were learnt
     "Learn a byte-level BPE vocabulary. If the text has too few pairs, a warning and as many merges as there are."
-    from lmcourse.tokenization.fast_bpe import count_words_fast, learn_fast
     special_tokens = special_list(special_tokens)
     wanted = merges_wanted(vocab_size, special_tokens)
     if isinstance(input_path, (str, os.PathLike)) and not Path(input_path).is_file():
         raise FileNotFoundError(f"{str(input_path)[:80]!r} is no file; a text itself is given as [text]")
-    merges = learn_fast(count_words_fast(input_path, special_tokens, threads, errors), wanted)
+    merges, source = _learn_few(input_path, wanted, special_tokens, threads, errors)
+    if merges is None:
+        from lmcourse.tokenization.fast_bpe import count_words_fast, learn_fast
+        merges = learn_fast(count_words_fast(source, special_tokens, threads, errors), wanted)
     if len(merges) < wanted: warnings.warn(f"the text has pairs for {len(merges):,} merges and not for {wanted:,}: "
                                            f"the vocabulary has {vocab_size - wanted + len(merges):,} tokens and not {vocab_size:,}", stacklevel=2)
     return make_vocab(merges, special_tokens, gpt2_order), merges
@@ -48,8 +83,7 @@ def _check_tokens(vocab:dict):
     first = {}
     for i,token in sorted(vocab.items()):
         if first.setdefault(token, i) != i: raise ValueError(f"ids {first[token]} and {i} of vocab are both {token!r}")
-    for b in range(256):
-        if bytes([b]) not in first: raise ValueError(f"vocab has no token for the byte {b} ({bytes([b])!r})")
+    if not vocab: raise ValueError("vocab is empty, expected tokens")
     if b"" in first: raise ValueError(f"id {first[b'']} of vocab is an empty token")
 
 # %% ../../nbs/01c_tokenizer.ipynb #461e1727
@@ -72,7 +106,7 @@ class Rules(NamedTuple):
 class Vocabulary:
     "Tokens, merges and special tokens that fit each other, and the way from ids to text."
     def __init__(self,
-        vocab:dict,  # Id to bytes; ids from 0 without a gap, all 256 single bytes among the tokens
+        vocab:dict,  # Id to bytes; ids from 0 without a gap. A single byte may be missing: it can't be encoded
         merges:list, # Pairs of byte strings, in the order in which they were learnt
         special_tokens:Iterable[str]|None=None, # Those that `vocab` lacks get the ids behind its last
         rules:Rules=Rules(), # How a text becomes words
@@ -80,7 +114,7 @@ class Vocabulary:
         self.vocab, self.merges, self.special_tokens, self.rules = dict(vocab), [tuple(m) for m in merges], special_list(special_tokens), rules
         _check_tokens(self.vocab)
         self.ids = {token: i for i,token in self.vocab.items()} # Bytes to id
-        for token in map(utf8, self.special_tokens):
+        for token in special_bytes(self.special_tokens):
             if token not in self.ids: self.ids[token] = len(self.vocab); self.vocab[len(self.vocab)] = token
         _check_merges(self.merges, self.ids.keys())
     @property
@@ -127,24 +161,37 @@ class VocabularyFiles(Vocabulary):
 # %% ../../nbs/01c_tokenizer.ipynb #4720e4be
 class _WordIds(dict):
     "Pre-token to its ids. At most `limit` words are kept, and none over 64 characters."
-    def __init__(self, vocabulary:Vocabulary, limit:int=1<<16):
-        self.ids, self.limit, self.whole_words = vocabulary.ids, limit, vocabulary.rules.whole_words
-        self.ranks = {pair: rank for rank,pair in enumerate(vocabulary.merges)}
+    def __init__(self, ids:dict, merges:list, whole_words:bool, limit:int=1<<16):
+        self.ids, self.limit, self.whole_words = ids, limit, whole_words
+        self.ranks = {pair: rank for rank,pair in enumerate(merges)}
 
     def __missing__(self, word:str)->list:
         data = word.encode("utf-8", "surrogateescape")
-        found = [self.ids[data]] if self.whole_words and data in self.ids else [self.ids[token] for token in encode_word(data, self.ranks)]
+        tokens = [data] if self.whole_words and data in self.ids else encode_word(data, self.ranks)
+        for token in tokens:
+            if token in self.ids: continue
+            lacking, byte = sum(bytes([b]) not in self.ids for b in range(256)), f"{token[0]:#04x} ({token!r})"
+            raise ValueError(f"the byte {byte} of the text has no token in this vocabulary, which lacks {lacking} of 256")
+        found = [self.ids[token] for token in tokens]
         if len(word) > 64: return found
         if len(self) >= self.limit: self.clear()
         self[word] = found
         return found
 
+def _without_special(t:Vocabulary)->tuple: # Bytes to id, and merges, that make no special token
+    special = set(special_bytes(t.special_tokens))
+    ids = {token: i for token,i in t.ids.items() if token not in special}
+    return ids, [(a, b) for a,b in t.merges if not special & {a, b, a + b}]
+
 # %% ../../nbs/01c_tokenizer.ipynb #662fef28
 class ReadableEncoder:
     "Bytes to ids by any rules, with the methods of the compiled `Encoder`; `threads` changes nothing here."
-    def __init__(self, vocabulary:Vocabulary):
-        self.ids, self.rules, self.words = vocabulary.ids, vocabulary.rules, _WordIds(vocabulary)
-        self.split, self.cut = special_pattern(vocabulary.special_tokens).split, regex.compile(f"(?:{vocabulary.rules.pattern})|(?s:.)")
+    def __init__(self, vocabulary:Vocabulary, special:bool=True): # As for `TextEncoder.encode`
+        self.ids, self.rules = vocabulary.ids, vocabulary.rules
+        known, merges = (self.ids, vocabulary.merges) if special else _without_special(vocabulary)
+        self.words = _WordIds(known, merges, self.rules.whole_words)
+        self.split = special_pattern(vocabulary.special_tokens if special else ()).split
+        self.cut = regex.compile(f"(?:{self.rules.pattern})|(?s:.)", cache_pattern=False)
         self.dtype = np.uint16 if vocabulary.vocab_size <= 1 << 16 else np.uint32
     def _ids(self, data:bytes)->Iterator[int]:
         for i,part in enumerate(self.split(data.decode("utf-8", "surrogateescape"))):
@@ -158,28 +205,53 @@ class ReadableEncoder:
         parts = [self.encode(data) for data in texts]
         return np.concatenate([np.empty(0, self.dtype), *parts]), np.cumsum([0, *map(len, parts)])
 
+# %% ../../nbs/01c_tokenizer.ipynb #cab9c44d
+class _FirstTexts:
+    "Encodes the first short texts readably; then the compiled encoder takes its place."
+    def __init__(self, tokenizer, name:str, special:bool): # The tokenizer's attribute that this is
+        self.tokenizer, self.name, self.special, self.left = tokenizer, name, special, 1 << 16
+        self.readable = ReadableEncoder(tokenizer, special)
+    def _choose(self, size:int):
+        self.left -= size
+        if size <= 4096 and self.left >= 0 and not _ready("encode_short", "encode_kernel"):
+            return self.readable
+        from lmcourse.tokenization.fast_bpe import Encoder
+        t = self.tokenizer
+        merges = t.merges if self.special else _without_special(t)[1]
+        ids = {token: t.ids[token] for token in special_bytes(t.special_tokens if self.special else ())}
+        vars(t)[self.name] = encoder = Encoder(t.vocab, merges, ids)
+        return encoder
+    def encode_list(self, data:bytes)->list: return self._choose(len(data)).encode_list(data)
+    def encode(self, data:bytes, threads:int=1)->np.ndarray:
+        return self._choose(len(data)).encode(data, threads)
+    def encode_batch(self, texts:list, threads:int=1)->tuple:
+        return self._choose(sum(map(len, texts))).encode_batch(texts, threads)
+
 # %% ../../nbs/01c_tokenizer.ipynb #0d183364
 class TextEncoder(VocabularyFiles):
     "A vocabulary and the way from text to its ids. Safe to use from several threads."
     @cached_property
-    def _encoder(self):
-        if self.rules != Rules(): return ReadableEncoder(self)
-        from lmcourse.tokenization.fast_bpe import Encoder
-        return Encoder(self.vocab, self.merges, {t.encode(): self.ids[t.encode()] for t in self.special_tokens})
+    def _encoder(self): return self._new_encoder("_encoder", True)
+    @cached_property
+    def _plain(self): return self._new_encoder("_plain", False)
+    def _new_encoder(self, name:str, special:bool):
+        compiled = self.rules == Rules() and all(bytes([b]) in self.ids for b in range(256))
+        return _FirstTexts(self, name, special) if compiled else ReadableEncoder(self, special)
 
-    def encode(self, text:str)->list: # Ids; a special token in `text` becomes its one id
-        "The ids of a text. `ValueError` if it holds half of a surrogate pair."
-        return self._encoder.encode_list(_utf8(text))
-    def encode_bytes(self, data:bytes)->list: # Whatever the bytes are, `decode_bytes` gives them back
+    def encode(self, text:str, special:bool=True)->list: # A special token in `text` becomes its one id
+        "The ids of a text. With `special=False` no special one: for text from outside. `ValueError` for what has no ids."
+        return (self._encoder if special else self._plain).encode_list(_utf8(text))
+    def encode_bytes(self, data:bytes, special:bool=True)->list: # `decode_bytes` gives them back, whatever they are
         "The ids of bytes, which need not be UTF-8."
-        return self.encode_array(data).tolist()
-    def encode_array(self, text, threads:int=1)->np.ndarray: # uint16 for up to 65,536 ids, else uint32
-        "The ids of a text or of bytes as an array, which is much faster than a list."
-        return self._encoder.encode(bytes(text) if isinstance(text, (bytes, bytearray, memoryview)) else _utf8(text), threads)
-    def encode_batch(self, texts:Iterable[str], threads:int=1)->tuple: # Ids of all, and offsets: text k is `ids[offsets[k]:offsets[k+1]]`
-        "The ids of many texts, each encoded by itself."
+        return self.encode_array(data, special=special).tolist()
+    def encode_array(self, text, threads:int=1, special:bool=True)->np.ndarray:
+        "The ids of a text or of bytes as an array, which is faster than a list: uint16 for up to 65,536 ids, else uint32."
+        data = bytes(text) if isinstance(text, (bytes, bytearray, memoryview)) else _utf8(text)
+        return (self._encoder if special else self._plain).encode(data, threads)
+    def encode_batch(self, texts:Iterable[str], threads:int=1, special:bool=True)->tuple:
+        "The ids of many texts, each encoded by itself, and offsets: those of text k are `ids[offsets[k]:offsets[k+1]]`."
         if isinstance(texts, (str, bytes)): raise TypeError(f"texts is one {type(texts).__name__}, expected an iterable of them: [text]")
-        return self._encoder.encode_batch(list(map(_utf8, texts)), threads)
+        return (self._encoder if special else self._plain).encode_batch(list(map(_utf8, texts)), threads)
 
 # %% ../../nbs/01c_tokenizer.ipynb #dceea947
 def _utf8(text)->bytes:
@@ -194,12 +266,12 @@ def cut_chunks(
     spaces:bool=True,# May text be cut before white space too, and not only before special tokens?
 )->Iterator[bytes]: # The same bytes, 64 KiB at a time or more
     "Put chunks together and cut them where no token reaches across."
-    from lmcourse.tokenization.fast_bpe import last_cut
     held, size, enough = [], 0, 1 << 16
     for chunk in chunks:
         held.append(utf8(chunk) if isinstance(chunk, str) else bytes(chunk))
         size += len(held[-1])
         if size < enough: continue
+        from lmcourse.tokenization.fast_bpe import last_cut
         data = b"".join(held)
         if cut := last_cut(data, specials, spaces): yield data[:cut]
         held, size = [data[cut:]], len(data) - cut
@@ -219,10 +291,13 @@ class Tokenizer(TextEncoder):
         vocab, merges = train_bpe(source, vocab_size, special_tokens)
         return cls(vocab, merges, special_tokens)
 
-    def encode_iterable(self, chunks:Iterable)->Iterator[int]: # Parts of one text, `str` or `bytes`, say the lines of a file or its blocks
-        "The ids of all chunks put together, one by one. Holds what lies between two places where text may be cut, or 64 KiB."
+    def encode_iterable(self, chunks:Iterable, special:bool=True)->Iterator[int]:
+        """The ids of all chunks put together, one by one: parts of one text, `str` or `bytes`, say the lines of a file.
+        Holds what lies between two places where text may be cut, or 64 KiB."""
         if isinstance(chunks, (str, bytes)): raise TypeError(f"chunks is one {type(chunks).__name__}, expected an iterable of them: [text]")
-        for data in cut_chunks(chunks, [t.encode() for t in self.special_tokens], self.rules == Rules()): yield from self.encode_bytes(data)
+        marks = [t.encode() for t in self.special_tokens] if special else []
+        for data in cut_chunks(chunks, marks, self.rules == Rules()):
+            yield from self.encode_bytes(data, special)
 
 # %% ../../nbs/01c_tokenizer.ipynb #0f33dc78
 _CHARACTERS = byte_alphabet()

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['cores', 'processor_name', 'gpu_name', 'machine_name', 'peak_bytes', 'memory_bytes', 'keep_freed_memory',
-           'report_speed']
+           'report_speed', 'asked_for']
 
 # %% ../../nbs/00k_machine.ipynb #34585607
 import ctypes, os, platform, re, shutil, subprocess, sys
@@ -68,3 +68,12 @@ def report_speed(
     if not isinstance(claims, dict) or not claims: raise TypeError(f"report_speed takes a dict of claims, got {claims!r}")
     print(f"Measured on {machine_name()}, {date.today()}:")
     for claim,held in claims.items(): print(f"  {'held' if held else 'did not hold here'}: {claim}")
+
+# %% ../../nbs/00k_machine.ipynb #59e153bc
+def asked_for(
+    need:str, # What the cell needs, in words: "20 minutes on two cores"
+)->bool:
+    "Whether cells that need much are to run: only where the environment has `LMCOURSE_SLOW=1`. Else a line says what is needed."
+    asked = os.environ.get("LMCOURSE_SLOW", "") not in ("", "0")
+    if not asked: print(f"Skipped, because it needs {need}. To run it, start with LMCOURSE_SLOW=1 in the environment.")
+    return asked

@@ -288,7 +288,8 @@ def controls(
 # %% ../../nbs/00b_show.ipynb #fd740895
 def _control(name:str, start, values): # The widget for one argument
     import ipywidgets
-    if isinstance(values, str): return ipywidgets.Textarea(value=start, placeholder="type a text", rows=4, layout=dict(width="100%", max_width="60em"))
+    if isinstance(values, str):
+        return _text_box(value=start, placeholder="type a text", rows=4, layout=dict(width="100%", max_width="60em"))
     how = dict(options=[(f"{v:g}" if _number(v) else str(v), v) for v in values], value=start, description=name)
     if not all(map(_number, values)): return ipywidgets.Dropdown(**how)
     return ipywidgets.SelectionSlider(**how, continuous_update=False)
@@ -300,3 +301,14 @@ def _as_html(shown)->str:
     shown.savefig(file, format="png", dpi=200)
     data = base64.b64encode(file.getvalue()).decode()
     return f'<img style="max-width: 100%" width="{100*shown.get_figwidth():.0f}" src="data:image/png;base64,{data}">'
+
+# %% ../../nbs/00b_show.ipynb #311654e0
+def _text_box(**how):
+    import ipywidgets
+    def whole(name, value):
+        return value.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace") if name == "value" else value
+    class TextBox(ipywidgets.Textarea):
+        def __setattr__(self, name, value): super().__setattr__(name, whole(name, value))
+        def set_state(self, state): # what a browser sends
+            super().set_state({name: whole(name, value) for name,value in state.items()})
+    return TextBox(**how)

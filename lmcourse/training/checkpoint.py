@@ -343,10 +343,10 @@ def load_checkpoint(
     _same_tensors(weights, own, where)
     pairs = _generator_states(record["random"]["generators"], generators or {}, where)
     put = None if optimizer is None else _optimizer_values(where, record["optimizer"], tensors, model, optimizer)
-    for name,t in own.items(): weights[name].put(t)
     if put is not None:
-        put()
+        put()                                                   # the optimizer may still refuse
         _restore_torch(record["random"]["torch"])
+    for name,t in own.items(): weights[name].put(t)
     for g,state in pairs: _restore(g, state)
     return record["step"]
 
@@ -433,7 +433,8 @@ def _into_np(where, state:dict, groups:list, o): # The same for an `AdamWNp`, wh
     here = {f"{k}.{n}": a for k,arrays in (("exp_avg", o.m), ("exp_avg_sq", o.v)) for n,a in arrays.items()}
     if state: _same_tensors(there, here, where)
     decays = [(g["weight_decay"], o.params[g["params"][0]].ndim) for g in groups]
-    if len({(g["betas"], g["eps"]) for g in groups}) > 1 or any(d for d,ndim in decays if ndim < 2):
+    rules = {(g["betas"], g["eps"], g.get("lr_scale", 1)) for g in groups}
+    if len(rules) > 1 or any(d for d,ndim in decays if ndim < 2):
         raise ValueError(f"{where}: groups that differ in more than NumPy's AdamW knows: it decays matrices, and the rest is equal")
     def put():
         for key,a in here.items(): there[key].put(a) if state else a.fill(0)

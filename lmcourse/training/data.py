@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Self
 import numpy as np
 from ..tokenization.bpe import utf8
-from ..tools.config import TrainConfig, unknown
+from ..tools.config import TrainConfig, UserError, unknown
 from ..tools.machine import cores
 from ..tools.ngram import ngram_losses
 from ..tools.show import progress
@@ -80,7 +80,7 @@ def encode_documents(
 def _bad_document(ids:np.ndarray, number:int, tokenizer)->ValueError:
     if not 0 <= ids.min() <= ids.max() < tokenizer.vocab_size:
         return ValueError(f"document {number}: ids from {ids.min()} to {ids.max()}, expected 0 to {tokenizer.vocab_size - 1}")
-    return ValueError(f"document {number} holds the end-of-text token: split it there first")
+    return UserError(f"document {number} holds the end-of-text token: split it there first")
 
 # %% ../../nbs/04a_data.ipynb #97ed26e5
 class TokenWriter:
@@ -158,7 +158,7 @@ def skip(self,
     "Read past the documents that are in the files. `ValueError` if they are others."
     for text in islice(texts, self.documents): self._read(text)
     if self.documents and self.texts.hexdigest() != self.told:
-        raise ValueError(f"{self.prefix}: the first {self.documents:,} documents are not those of the unfinished files, which are removed now: run it again")
+        raise UserError(f"{self.prefix}: the first {self.documents:,} documents are not those of the unfinished files, which are removed now: run it again")
 
 def append(self,
     texts:list,     # Documents
@@ -279,7 +279,7 @@ def _cores(tokenizer)->int:
     return cores()
 
 def _totals(writer:TokenWriter, prefix, about:dict)->dict: # What the files hold
-    if not writer.documents: raise ValueError(f"{prefix}: no documents to write")
+    if not writer.documents: raise UserError(f"{prefix}: no documents to write")
     info = dict(tokens=writer.tokens, documents=writer.documents, bytes=writer.bytes) | about | dict(sha256=[s.hexdigest() for s in writer.sums[:2]])
     if len(writer.files) < 3: return info
     floors = np.fromfile(writer.parts[2], "<f8").tolist()

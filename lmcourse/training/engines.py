@@ -155,7 +155,7 @@ def _torch_add(self,
 
 def _torch_update(self, lr:float)->float: # Length of the gradients before clipping
     "Move the weights. If the length is not finite nothing moves, and the gradients stay for `first_fault`."
-    for group in self.optimizer.param_groups: group["lr"] = lr
+    for group in self.optimizer.param_groups: group["lr"] = lr*group.get("lr_scale", 1.)
     norm = clip_grad_norm(self.model.parameters(), self.config.grad_clip or math.inf).item()
     if not math.isfinite(norm): return norm
     self.optimizer.step()
@@ -194,6 +194,7 @@ def _part_like(p, t:torch.Tensor): # This process's part of `t`, shared out as `
 def _torch_saved(self)->tuple: # Weights and optimizer as `save_checkpoint` takes them; all processes must ask
     "What a checkpoint holds, put together where it is shared out."
     if not self.config.shard: return self.model, self.optimizer
+    self.model.reshard()                        # an evaluation leaves embedding and head whole
     named = named_state(self.model, self.optimizer)
     state = {name: {k: _whole(v) for k,v in s.items()} for name,s in named["state"].items()}
     return {name: _whole(p.detach()) for name,p in self.model.named_parameters()}, named | dict(state=state)

@@ -122,6 +122,20 @@ def _advance(self, p)->dict: # The state of `p`, made if it has none, with its s
 
 AdamW._move, AdamW._advance = _move, _advance
 
+# %% ../../nbs/04c_optim_torch.ipynb #94a06608
+def _load_state_dict(self, state_dict:dict): # torch adds `differentiable` to the defaults
+    name = type(self).__name__
+    for group in state_dict["param_groups"]:
+        gone = [k for k in self.defaults if k not in group and k != "differentiable"]
+        on = [k for k in ("amsgrad", "maximize") if group.get(k)]
+        if gone: raise ValueError(f"{name}: a state without {gone[0]}, so another optimizer's")
+        if on: raise ValueError(f"{name}: a state with {on[0]} = True, which is not computed here")
+    Optimizer.load_state_dict(self, state_dict)
+    for state in self.state.values():
+        if "step" in state: state["step"] = int(state["step"])
+
+AdamW.load_state_dict = _load_state_dict
+
 # %% ../../nbs/04c_optim_torch.ipynb #96c8a0c1
 def parameter_groups(
     model:torch.nn.Module, # Its parameters that need a gradient, each once

@@ -12,6 +12,7 @@ import json, math, os, re, shutil, signal, statistics, time
 from contextlib import contextmanager, nullcontext
 from importlib.util import find_spec
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.resources import files
 from pathlib import Path
 from collections.abc import Callable, Iterator
@@ -24,7 +25,7 @@ from .. import __version__
 from ..architecture.layers_torch import onednn_products
 from ..architecture.transformer_torch import TransformerLM
 from ..tokenization.tokenizer import Tokenizer
-from ..tools.config import ModelConfig, TrainConfig
+from ..tools.config import ModelConfig, TrainConfig, UserError, unknown
 from ..tools.machine import peak_bytes
 from ..tools.show import figure, progress
 from .checkpoint import Checkpoints, load_checkpoint, read_state, write_safetensors
@@ -131,8 +132,10 @@ class Trainer:
     "A model, its optimizer and its data, at some step of a run."
     train_step:Callable[..., float]; rate:Callable[..., float]; fault:Callable[..., str]
     _write_line:Callable; _log:Callable; _evaluate:Callable[..., "Evaluation"]; _save:Callable
+    loss_of:Callable[..., "Evaluation"]
     resume:Callable; fit:Callable[..., "Evaluation"]; wait_for:Callable; halted:property
-    look:Callable; headline:Callable[..., str]; write_sample:Callable; tell:Callable  # Methods, written below
+    look:Callable; compare:Callable; headline:Callable[..., str]
+    write_sample:Callable; tell:Callable                  # Methods, written below
     def __init__(self,
         model_config:ModelConfig, # Of the model that is made
         config:TrainConfig,  # Of all that happens to it
@@ -152,6 +155,7 @@ class Trainer:
         self.stop = EarlyStop(config.early_stop_patience or None, config.early_stop_min_delta, config.target_loss)
         self.step, self.elapsed, self.recent = 0, 0., []  # steps done, seconds they took, losses since the last line
         self.waited, self.lr, self.norm, self.noted, self.agreed = 0., 0., 0., [], False # seconds without a batch; of the last step; signals
+        self.best, self.best_step = math.inf, 0           # lowest validation loss, and when
         self.predicted = None                              # seconds a step, bytes, and the peak before: where somebody measured
 
 # %% ../../nbs/04e_trainer.ipynb #bb265cc4
@@ -164,7 +168,7 @@ def _check_vocabulary(model_config:ModelConfig, *datasets):
             raise ValueError(f"vocab_size = {model_config.vocab_size} of the model, but the tokens were made with {data.info['vocab_size']}")
 
 # %% ../../nbs/04e_trainer.ipynb #82b8a491
-class Diverged(ValueError):
+class Diverged(UserError):
     "The loss or its gradient is no longer a finite number."
 
 def train_step(self,
@@ -260,21 +264,31 @@ def _log(self, run:Path): # A line about the steps since the last one
                      tokens=self.step*self.plan.tokens, elapsed_s=round(self.elapsed, 3))
     self.recent = []
 
+def _loss_of(self, documents:int|None)->Evaluation: # On the first that many
+    context_length, dtype = self.model_config.context_length, self.config.dtype
+    return evaluate(self.model, self.valid, context_length, documents, dtype)
+
 def _evaluate(self, run:Path, documents:int|None, **more)->Evaluation: # And a line about it
-    result = evaluate(self.model, self.valid, self.model_config.context_length, documents, self.config.dtype)
+    result = self.loss_of(documents)
     values = {k: v for k,v in vars(result).items() if v is not None and k != "loss"}
     self._write_line(run, step=self.step, valid_loss=result.loss, **values, elapsed_s=round(self.elapsed, 3), **more)
     return result
 
+Trainer._write_line, Trainer._log = _write_line, _log
+Trainer.loss_of, Trainer._evaluate = _loss_of, _evaluate
+
+# %% ../../nbs/04e_trainer.ipynb #fec1be76
 def _save(self, run:Path): # A checkpoint, by one process for all
     weights, optimizer = self.engine.saved()
     if self.world.rank: return
     loss = self.last.loss if getattr(self, "looked", None) == self.step else None
-    state = dict(elapsed=self.elapsed, waited=self.waited, recent=self.recent, stop=self.stop.state(), plateau=self.plateau.state() if self.plateau else None)
+    best = [self.best, self.best_step] if self.best_step else None
+    state = dict(elapsed=self.elapsed, waited=self.waited, recent=self.recent, best=best,
+                 stop=self.stop.state(), plateau=self.plateau.state() if self.plateau else None)
     Checkpoints(run/"checkpoints", self.config.keep_checkpoints).save(weights, optimizer, self.step, loss,
                                                                       state=state, config=self.model_config.to_dict())
 
-Trainer._write_line, Trainer._log, Trainer._evaluate, Trainer._save = _write_line, _log, _evaluate, _save
+Trainer._save = _save
 
 # %% ../../nbs/04e_trainer.ipynb #c73e511d
 def resume(self,
@@ -285,6 +299,7 @@ def resume(self,
     if path := Checkpoints(run/"checkpoints").latest():
         self.step, state = self.engine.load(path, self.model_config.to_dict()), read_state(path)
         self.elapsed, self.waited, self.recent = state["elapsed"], state["waited"], state["recent"]
+        self.best, self.best_step = state.get("best") or (math.inf, 0) # older runs have none
         self.stop.load(state["stop"])
         if self.plateau and state["plateau"]: self.plateau.load(state["plateau"])
     if self.world.rank: return
@@ -310,8 +325,10 @@ def fit(self,
             bar.update()
             if self.step % c.log_every == 0: self._log(run)
             if self.step % 10 == 0: bar.set_postfix_str(self.headline())
-            if self.step % c.eval_every == 0 and self.step < c.steps: self.look(run, report, sample)
-            if self.halted or self.stop.reason or self.step % c.checkpoint_every == 0 or self.step == c.steps: self._save(run)
+            if self.step == c.steps: self.compare(self.loss_of(c.eval_documents))
+            elif self.step % c.eval_every == 0: self.look(run, report, sample)
+            due = self.step in (self.best_step, c.steps) or self.step % c.checkpoint_every == 0
+            if due or self.halted or self.stop.reason: self._save(run)
             if self.halted: raise Interrupted(f"stopped by {self.halted} after step {self.step:,} of {c.steps:,}")
         result = self._evaluate(run, None, final=True)
         if self.halted: raise Interrupted(f"stopped by {self.halted} in the last evaluation")
@@ -337,14 +354,22 @@ def _wait_for(self, batches)->tuple|None: # The next batch; the time until it is
 def _halted(self)->str|None: # The signal that all processes know of
     return self.noted[0] if self.noted and (self.world.size == 1 or self.agreed) else None
 
+Trainer.wait_for, Trainer.halted = _wait_for, property(_halted)
+
+# %% ../../nbs/04e_trainer.ipynb #251ff0c0
+def _compare(self, result:Evaluation): # With the best so far: the first process says, for all
+    self.last, self.looked = result, self.step
+    loss, = self.world.sums(0. if self.world.rank else result.loss)
+    if loss < self.best: self.best, self.best_step = loss, self.step
+
 def _look(self, run:Path, report, sample): # Evaluate on the first few documents, tell and show
-    self.last, self.looked = self._evaluate(run, self.config.eval_documents), self.step
+    self.compare(self._evaluate(run, self.config.eval_documents))
     if self.plateau and self.step <= self.config.steps - self.config.cooldown_steps: self.plateau.see(self.last.loss)
     self.stop.see(self.last.loss)
     if report: report(self, self.last)
     if sample: self.write_sample(run, sample)
 
-Trainer.wait_for, Trainer.halted, Trainer.look = _wait_for, property(_halted), _look
+Trainer.compare, Trainer.look = _compare, _look
 
 # %% ../../nbs/04e_trainer.ipynb #68001b7a
 def _headline(self)->str: # Beside the progress bar
@@ -411,10 +436,13 @@ def save_model(
 def load_model(
     folder=None, # Of `save_model`, or a run; none for the model that comes with the course
     device:str="cpu", # As for `pick_device`
+    checkpoint:str="best", # Of a run: `best` on the validation documents, or `latest`
 )->tuple[TransformerLM, Tokenizer]: # In float32; with which it was trained
     "A trained model, ready to write. `FileNotFoundError` if there is none, `ValueError` if it can't be read."
-    folder = _model_folder(folder)
-    read = _read_small if (folder/"model.safetensors").is_file() else _read_latest
+    choices, folder = ("best", "latest"), _model_folder(folder)
+    if checkpoint not in choices: raise unknown("checkpoint", checkpoint, choices)
+    of_run = partial(_read_run_model, checkpoint=checkpoint)
+    read = _read_small if (folder/"model.safetensors").is_file() else of_run
     try: model, tokenizer = read(folder)
     except (KeyError, TypeError, RuntimeError, SafetensorError) as e:
         raise ValueError(f"{folder}: no model that can be read ({str(e).splitlines()[0]})") from None
@@ -440,9 +468,11 @@ def _read_small(folder:Path)->tuple: # What `save_model` wrote
     model.load_state_dict(weights, strict=False)            # tied weights stand in the file once
     return model, Tokenizer.from_folder(folder)
 
-def _read_latest(run:Path)->tuple: # The last checkpoint of a run
+def _read_run_model(run:Path, checkpoint:str)->tuple: # Of runs of older versions the latest
     config, _, data = read_run(run)
-    if (path := Checkpoints(run/"checkpoints").latest()) is None: raise FileNotFoundError(f"{run}: no checkpoint yet")
+    kept = Checkpoints(run/"checkpoints")
+    if (path := kept.latest()) is None: raise FileNotFoundError(f"{run}: no checkpoint yet")
+    if checkpoint == "best" and "best" in read_state(path): path = kept.best() or path
     model = TransformerLM(config)
     load_checkpoint(path, model)
     return model, Tokenizer.from_folder(data/"tokenizer")

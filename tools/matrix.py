@@ -1,0 +1,57 @@
+"""Run the checks in many surroundings, one after another, to show that they depend on none of them. Usage: tools/matrix.py [name ...]
+
+Each row takes a fresh clone of the last commit and runs the notebooks and the tests there, with this Python and its packages.
+A row is a name, what is added to the environment, and what the command starts with. Takes hours; `make matrix` runs all of it.
+"""
+import argparse, contextlib, json, os, shutil, subprocess, sys, tempfile, time
+from pathlib import Path
+
+ROOT, BIN = Path(__file__).resolve().parent.parent, Path(sys.executable).parent
+BUSY = [sys.executable, "-c", "while True: pass"]
+ONE_CORE = ["taskset", "-c", "0"] if shutil.which("taskset") else None
+ROWS = {
+    "as it is": ({}, []),
+    "one core": ({}, ONE_CORE),
+    "four threads": ({"OMP_NUM_THREADS": "4", "OPENBLAS_NUM_THREADS": "4"}, []),
+    "torch with AVX2": ({"ATEN_CPU_CAPABILITY": "avx2"}, []),
+    "torch without vectors": ({"ATEN_CPU_CAPABILITY": "default"}, []),
+    "NumPy's products for Haswell": ({"OPENBLAS_CORETYPE": "Haswell"}, []),
+    "four busy processes": ({}, []),
+    "another place and seed": ({"LC_ALL": "C", "LANG": "C", "TZ": "Asia/Kathmandu", "PYTHONHASHSEED": "7"}, []),
+    "no home": ({"HOME": "/proc/nothing", "XDG_CACHE_HOME": "/proc/nothing/cache", "MPLCONFIGDIR": "/proc/nothing/mpl"}, []),
+}
+
+
+@contextlib.contextmanager
+def company(name):
+    "Four processes that keep the processor busy, where the row asks for them."
+    busy = [subprocess.Popen(BUSY) for _ in range(4)] if name == "four busy processes" else []
+    try: yield
+    finally:
+        for process in busy: process.kill()
+
+
+def run(name, env, before):
+    "One row: how long it took, and whether all passed."
+    with tempfile.TemporaryDirectory(prefix="lmcourse-") as tmp, company(name):
+        clone = Path(tmp).resolve()/"clone"
+        subprocess.run(["git", "clone", "-q", ROOT, clone], check=True)
+        start = time.time()
+        command = [*before, sys.executable, "tools/check.py", "--only", "notebooks", "tests"]
+        done = subprocess.run(command, cwd=clone, env=os.environ | {"PYTHONPATH": str(clone)} | env, capture_output=True, text=True)
+        if done.returncode: print("\n".join((done.stdout + done.stderr).splitlines()[-60:]), flush=True)
+        return dict(name=name, passed=not done.returncode, minutes=round((time.time() - start)/60, 1))
+
+
+if __name__ == "__main__":
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("names", nargs="*", help=f"rows to run, all if none: {', '.join(ROWS)}")
+    names, bad = p.parse_args().names or list(ROWS), []
+    if odd := set(names) - set(ROWS): sys.exit(f"no row called {', '.join(sorted(odd))}: there are {', '.join(ROWS)}")
+    for name in names:
+        env, before = ROWS[name]
+        if before is None: print(f"{name}: skipped, the system has no taskset"); continue
+        row = run(name, env, before)
+        print(json.dumps(row), flush=True)
+        bad += [name]*(not row["passed"])
+    sys.exit(f"failed: {', '.join(bad)}" if bad else 0)
