@@ -336,6 +336,7 @@ class Step:
     distinct:int|None = None  # That many windows of the batch are repeated until it is full
     period:int|None = None    # The batches begin again after that many steps
     in_order:bool = False     # Windows come one after the other, whatever the config says
+    rounded:bool = False      # Weights start at the next float32: no fault, but what rounding does
 
 # %% ../../nbs/06c_case.ipynb #c7664769
 def engine_of(
@@ -406,6 +407,10 @@ class Replayed:
 
 SAME_STEPS = dict(float32=(1e-4, 1e-3), bfloat16=(0.02, 0.1)) # Nats, and share of the norm
 
+@torch.no_grad()
+def _to_the_next_float(model:TransformerLM):
+    for p in model.parameters(): p.copy_(torch.nextafter(p, p + 1))
+
 def replay_steps(
     case:Case, start:int, # Steps done before, as for `engine_of`
     step:Step=Step(),
@@ -415,7 +420,9 @@ def replay_steps(
     if not (line := line_at(case, end)): raise ValueError(f"{case.run}: no line of step {end:,}")
     steps = [(s, rate_at(case, s + 1)) for s in range(start, end)]
     with torch.random.fork_rng(devices=[]):     # a checkpoint brings torch's random state along
-        losses, norm = train_steps(case, engine_of(case, start), steps, step)
+        engine = engine_of(case, start)
+        if step.rounded: _to_the_next_float(engine.model)
+        losses, norm = train_steps(case, engine, steps, step)
     return Replayed(line, float(np.mean(losses)), norm)
 
 # %% ../../nbs/06c_case.ipynb #8a8afd67

@@ -25,8 +25,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from .case import (
-    SAME_LOSS, FEW_DOCUMENTS, Case, Forward, Replayed, at_step, batches_of, engine_of, explain,
-    explain_step, explains, is_number, loss_as, losses_as, mean_loss, open_case, rate_at,
+    SAME_LOSS, FEW_DOCUMENTS, Case, Forward, Replayed, Step, at_step, batches_of, engine_of,
+    explain, explain_step, explains, is_number, loss_as, losses_as, mean_loss, open_case, rate_at,
     replay_steps, replayable, train_steps, wrong_forwards)
 from ..tokenization.tokenizer import Tokenizer
 from ..tools.show import Table, figure
@@ -131,6 +131,7 @@ def replays(
 # %% ../../nbs/06c_doctor.ipynb #6533f203
 def check_steps(
     case:Case, made:dict, # Of `replays`
+    search:bool=True,     # Whether known faults are tried
 )->Iterator: # `Looked`s, `Finding`s, remarks; and the `Forward` of the steps, if one explains them
     "The steps of a line against the log."
     if not made: yield "no steps were made again: it would take too long, or the log is not enough"
@@ -138,14 +139,24 @@ def check_steps(
         what, line = f"of steps {s + 1} to {r.line['step']}, logged and made again", r.line
         yield Looked(f"training loss {what}", line["loss"], r.loss)
         yield Looked(f"gradient norm {what}", line.get("grad_norm", "none"), r.norm)
-    odd = {s: r for s,r in made.items() if r.off(case.train.dtype) >= 1}
+    odd = {s: r for s,r in made.items() if not _agrees(case, s, r)}
     if not odd: return
-    found = explain_step(case, odd, int(MOST_FLOPS/case.flops_per_step/case.train.log_every))
+    most = int(MOST_FLOPS/case.flops_per_step/case.train.log_every) if search else 0
+    found = explain_step(case, odd, most)
     if not found and 0 in odd and len(odd) < len(made): yield _other_start(odd[0])
     else: yield _step_finding(case, odd[max(odd)], found)
     if found: yield found[1].forward
 
 # %% ../../nbs/06c_doctor.ipynb #aeeef450
+AMPLIFIED = 10 # Times what the last digit of each weight does to a replay
+
+def _agrees(case:Case, start:int, r:Replayed)->bool: # But for rounding, which some runs amplify
+    off = r.off(case.train.dtype)
+    if off < 1 or not math.isfinite(off): return off < 1
+    other, norm = replay_steps(case, start, Step(rounded=True)), r.line.get("grad_norm", r.norm)
+    return (abs(r.loss - r.line["loss"]) <= AMPLIFIED*abs(r.loss - other.loss)
+            and abs(r.norm - norm) <= AMPLIFIED*abs(r.norm - other.norm))
+
 def _other_start(r:Replayed)->Finding:
     sentence = (f"steps 1 to {r.line['step']} have a loss of {r.line['loss']:.4f} in the log, and "
                 f"{r.loss:.4f} from the initial weights of config and seed; steps after a "
@@ -651,20 +662,20 @@ def examine(
 )->Findings:
     "What is wrong with a run. `FileNotFoundError` or `ValueError`, in one line, for what is no run."
     case = run if isinstance(run, Case) else open_case(run)
-    steps = list(check_steps(case, made := replays(case)))
-    trained = next((s for s in steps if isinstance(s, Forward)), Forward())
-    said = [*check_forward(case, made, trained), *steps]
-    for check in CHECKS: said += check(case)
     known = envelopes() if known is None else known
-    said += check_envelope(case, known)
-    shown = any(isinstance(s, Finding) and s.weight == SHOWN for s in said)
-    if not shown and not fitting(case, known): said += check_sensitivity(case)
+    read = [s for check in CHECKS for s in check(case)]
+    steps = list(check_steps(case, made := replays(case), search=not _shown(read)))
+    trained = next((s for s in steps if isinstance(s, Forward)), Forward())
+    said = [*check_forward(case, made, trained), *steps, *read, *check_envelope(case, known)]
+    if not (shown := _shown(said)) and not fitting(case, known): said += check_sensitivity(case)
     found = sorted((s for s in said if isinstance(s, Finding)), key=lambda f: -f.weight)
     causes = {}                                 # the first of a name has the highest weight
     for f in found:
         if f.weight != UNEXPLAINED or not shown: causes.setdefault(f.name, f)
     kinds = (tuple(s for s in said if isinstance(s, kind)) for kind in (str, Looked))
     return Findings(case.run, tuple(causes.values()), *kinds)
+
+def _shown(said:list)->bool: return any(isinstance(s, Finding) and s.weight == SHOWN for s in said)
 
 # %% ../../nbs/06c_doctor.ipynb #d6137fea
 def report(
