@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch")
 import faults
 from faults import patched
 
-from lmcourse.ablations.case import (EXACT, Forward, Step, explain, explain_step, explains, logits_as, loss_as, losses_as,
+from lmcourse.ablations.case import (EXACT, Forward, Step, _to_the_next_float, explain, explain_step, explains, logits_as, loss_as, losses_as,
                                      mean_loss, open_case, rate_at, reference_model, replay_steps, replayable, wrong_forwards)
 from lmcourse.architecture import attention_torch
 from lmcourse.architecture.attention_torch import RoPE, apply_rope_half
@@ -161,6 +161,14 @@ def test_replays_leave_torchs_random_state_alone(healthy):
     before = torch.get_rng_state()
     replay_steps(open_case(healthy), 40)
     assert torch.equal(before, torch.get_rng_state())
+
+
+def test_the_last_digit_of_the_weights_changes_next_to_nothing(healthy):
+    opened = open_case(healthy)
+    model, before = opened.reference, {n: p.clone() for n,p in opened.reference.named_parameters()}
+    _to_the_next_float(model)
+    for n,p in model.named_parameters(): assert (p > before[n]).all() and torch.allclose(p, before[n], rtol=2e-7, atol=1e-40)
+    assert replay_steps(opened, 40, Step(rounded=True)).off() < .1
 
 
 WRONG = {"gradients left scaled": "gradient × 1024", "accumulated without dividing": "gradient × 4", "gradient ascent": "gradient with the wrong sign",

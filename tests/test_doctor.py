@@ -163,6 +163,25 @@ def test_norms_that_no_step_gives(copy):
     assert names(examine(copy, {})) == ["another gradient"]
 
 
+def test_rounding_that_a_run_amplifies_is_no_difference(copy, monkeypatch):
+    change_lines(copy, lambda m: m | dict(grad_norm=1.01*m["grad_norm"]) if "loss" in m else m)
+    assert names(examine(copy, {})) == ["another gradient"]
+    right = case.replay_steps
+    def replay(run, start, step=case.Step()):
+        found = right(run, start, step)
+        return replace(found, loss=found.loss + .001, norm=1.005*found.norm) if step.rounded else found
+    monkeypatch.setattr(doctor, "replay_steps", replay)
+    assert names(examine(copy, {})) == []
+
+
+def test_nothing_is_tried_where_the_files_have_shown_a_cause(copy, monkeypatch):
+    change_lines(copy, lambda m: m | dict(loss=m["loss"] + .1) if "loss" in m and m["step"] > 2 else m)
+    change_config(copy, "train", beta1=.8)
+    tried = []
+    monkeypatch.setattr(doctor, "explain_step", lambda case, odd, most: tried.append(most))
+    assert names(examine(copy, {})) == ["betas are not the config's"] and tried == [0]
+
+
 def test_another_start(copy):
     change_lines(copy, lambda m: m | dict(loss=m["loss"] + .2) if m["step"] == 2 else m)
     assert names(examine(copy, {})) == ["another start"]
@@ -283,7 +302,7 @@ def test_an_envelope_knows_its_runs_and_refuses_others(place, copy):
     assert names(examine(new, dict(short=e | dict(values=high)))) == ["outside the envelope"] and values["steps"] == e["steps"]
     assert any("no envelope fits this run" in r and "steps" in r for r in examine(copy, dict(short=e)).remarks)
     with pytest.raises(ValueError, match="an envelope of 4 runs"): make_envelope(runs[:4], {})
-    with pytest.raises(ValueError, match="differs from .* in steps"): make_envelope([*runs, place/"healthy"], {})
+    with pytest.raises(ValueError, match="differs from .* in .*steps"): make_envelope([*runs, place/"healthy"], {})
 
 
 def test_an_envelope_of_another_rate(place):

@@ -583,7 +583,7 @@ def about(case:Case)->dict: # What must be the same for an envelope to fit
 def differences(a:dict, b:dict)->list: # Of two results of `about`
     "Names of the fields that differ."
     return [f"{k} ({a[part].get(k)}, not {b[part].get(k)})" for part in ("model", "train", "tokens")
-            for k in a[part].keys() | b[part].keys() if a[part].get(k) != b[part].get(k)]
+            for k in a[part] | b[part] if a[part].get(k) != b[part].get(k)]
 
 def fitting(case:Case, known:dict)->list: # Names of the envelopes for this config and these tokens
     return [name for name,e in known.items() if not differences(about(case), e)]
