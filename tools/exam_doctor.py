@@ -141,7 +141,7 @@ def line_of(exam, j, work, known):
         fault = faults.FAULTS[j["fault"]]
         twin = train_run(twin_of(fault, j["seed"]), work)
         row |= dict(twin_loss=read_metrics(twin)[-1]["valid_loss"], differs=difference(run, twin),
-                    told=fault.told, seen=fault.seen)
+                    told=fault.told)
         if not row["differs"] > 0: raise SystemExit(f"{j['name']}: the fault changes nothing")
     return row | dict(cpu_s=cpu_s, machine=machine_name(), date=datetime.date.today().isoformat())
 
