@@ -2,6 +2,7 @@
 import json
 import math
 import shutil
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -178,7 +179,7 @@ def test_nothing_is_tried_where_the_files_have_shown_a_cause(copy, monkeypatch):
     change_lines(copy, lambda m: m | dict(loss=m["loss"] + .1) if "loss" in m and m["step"] > 2 else m)
     change_config(copy, "train", beta1=.8)
     tried = []
-    monkeypatch.setattr(doctor, "explain_step", lambda case, odd, most: tried.append(most))
+    monkeypatch.setattr(doctor, "explain_step", lambda case, odd, most, first: tried.append(most))
     assert names(examine(copy, {})) == ["betas are not the config's"] and tried == [0]
 
 
@@ -285,6 +286,34 @@ def test_dead_units_are_counted(healthy):
     case = open_case(healthy)
     with torch.no_grad(): case.reference.layers[1].ffn.w1.weight[:48] = 0
     assert look_inside(case, 3)["dead"] == {0: 0, 1: .75}
+
+
+# The examinations whose results are saved
+
+RESULTS = Path(__file__).parent.parent/"nbs/results/doctor_exam.jsonl"
+
+def exam_lines(): return [json.loads(line) for line in RESULTS.read_text(encoding="utf-8").splitlines()]
+
+
+def test_both_examinations_have_every_fault_with_three_seeds_and_the_same_healthy_runs():
+    asked = {1: Counter(), 2: Counter()}
+    for r in exam_lines(): asked[r["exam"]][r["fault"], r["kind"], r["seed"]] += 1
+    assert asked[1] == asked[2] and set(asked[1].values()) == {1}
+    faulty = {(f, "fault", s) for f in faults.FAULTS for s in (200, 201, 202)} | {(f, "fault", 200) for f in faults.FIRST}
+    assert {k for k in asked[1] if k[0]} == faulty and len(asked[1]) - len(faulty) >= 40 # healthy ones
+    assert len(faults.FAULTS) == 38 and len(faults.SET_B) == 12
+
+
+def test_what_was_saved_is_judged_by_the_list_of_faults():
+    for r in exam_lines():
+        names, f = [name for name, _ in r["findings"]], (faults.FAULTS | faults.FIRST).get(r["fault"])
+        weights = [weight for _, weight in r["findings"]]
+        right = [f.right(n) for n in names] if f else []
+        assert weights == sorted(weights, reverse=True) and (f is None) == (r["fault"] is None)
+        if f is None: assert r["judged"] == ("accused" if names else "left alone") and r["set"] is None
+        else: assert r["judged"] == ("named first" if right[:1] == [True] else "named" if any(right) else "unhealthy" if names else "missed")
+        if r["fault"] in faults.FIRST: assert r["set"] == "F"
+        elif f: assert r["set"] == ("B" if r["fault"] in faults.SET_B else "A") and r["differs"] > 0 and r["told"] == f.told
 
 
 # Envelopes

@@ -29,7 +29,7 @@ from .case import (
     explain, explain_step, explains, is_number, loss_as, losses_as, mean_loss, open_case, rate_at,
     replay_steps, replayable, train_steps, wrong_forwards)
 from ..tokenization.tokenizer import Tokenizer
-from ..tools.show import Table, figure
+from ..tools.show import Table
 from ..training.data import TokenDataset, evaluation_batches, read_ngrams, to_tensors
 from ..training.optim_torch import cosine_lr
 
@@ -62,13 +62,12 @@ class Findings:
 
 # %% ../../nbs/06c_doctor.ipynb #e4b1458d
 def check_forward(
-    case:Case, made:dict,      # Replays, as of `replays`
-    trained:Forward=Forward(), # What the steps were made with, as far as `check_steps` knows
-)->Iterator: # `Looked`s, `Finding`s, remarks
+    case:Case, made:dict, # Replays, as of `replays`
+)->Iterator: # `Looked`s, `Finding`s, remarks; and name and `Forward` of a fault that explains it
     "Compute the validation loss again."
     if not (line := _evaluation(case)):
-        yield (f"no evaluation stands in the log at step {case.step:,}, where the latest checkpoint "
-               "is: the validation loss was not computed again")
+        yield (f"no evaluation stands in the log at step {case.step:,}, where the latest "
+               "checkpoint is: the validation loss was not computed again")
         return
     rows = partial(_rows, case, line)
     losses = losses_as(case, Forward(), rows())
@@ -76,14 +75,15 @@ def check_forward(
     logged = line["valid_loss"]
     yield Looked("validation loss, logged and computed again", logged, right)
     if line.get("tokens", tokens) != tokens:
-        sentence = f"the log counts {line['tokens']:,} validation tokens, the files have {tokens:,}"
+        sentence = (f"the log counts {line['tokens']:,} validation tokens, the files have "
+                    f"{tokens:,}")
         yield Finding("evaluated on other documents", sentence, SHOWN)
     elif abs(logged - right) > SAME_LOSS[case.train.dtype]:
         few, wrong = partial(rows, FEW_DOCUMENTS), _possible(case, made)
         found = explain(case, logged, right, rows, few, wrong=wrong)
         if found and not _holds_earlier(case, found[1]): found = None
-        if found or trained == Forward(): yield _forward_finding(logged, right, found)
-        else: yield "the fault of the training steps explains the validation loss only about"
+        yield _forward_finding(logged, right, found)
+        if found: yield found[:2]
 
 # %% ../../nbs/06c_doctor.ipynb #0c7c2bf2
 def _evaluation(case:Case)->dict|None: # The line with the validation loss of the case's step
@@ -121,7 +121,7 @@ MOST_FLOPS = 2e12 # For replays: about a minute on two cores
 def replays(
     case:Case,
 )->dict: # Steps done before to `Replayed`: for the start, and the latest checkpoint before a line
-    "The steps of one or two lines, made again as the config says; none where that would take long."
+    "The steps of one or two lines, made again by the config; none where it would take long."
     starts = replayable(case)
     if case.train.plateau_patience or not rates_agree(case): return {}
     if case.flops_per_step*case.train.log_every*len(starts) > MOST_FLOPS: return {}
@@ -131,8 +131,9 @@ def replays(
 # %% ../../nbs/06c_doctor.ipynb #6533f203
 def check_steps(
     case:Case, made:dict, # Of `replays`
-    search:bool=True,     # Whether known faults are tried
-)->Iterator: # `Looked`s, `Finding`s, remarks; and the `Forward` of the steps, if one explains them
+    search:bool=True,     # Whether all known faults are tried
+    likely:tuple=(),      # Pairs of a name and a `Step`, which are tried first
+)->Iterator: # `Looked`s, `Finding`s, remarks; and a name and `Step` that explain the log
     "The steps of a line against the log."
     if not made: yield "no steps were made again: it would take too long, or the log is not enough"
     for s,r in made.items():
@@ -141,11 +142,11 @@ def check_steps(
         yield Looked(f"gradient norm {what}", line.get("grad_norm", "none"), r.norm)
     odd = {s: r for s,r in made.items() if not _agrees(case, s, r)}
     if not odd: return
-    most = int(MOST_FLOPS/case.flops_per_step/case.train.log_every) if search else 0
-    found = explain_step(case, odd, most)
+    most = int(MOST_FLOPS/case.flops_per_step/case.train.log_every) if search else len(likely)
+    found = explain_step(case, odd, most, likely)
     if not found and 0 in odd and len(odd) < len(made): yield _other_start(odd[0])
     else: yield _step_finding(case, odd[max(odd)], found)
-    if found: yield found[1].forward
+    if found: yield found[:2]
 
 # %% ../../nbs/06c_doctor.ipynb #aeeef450
 AMPLIFIED = 10 # Times what the last digit of each weight does to a replay
@@ -166,7 +167,8 @@ def _other_start(r:Replayed)->Finding:
 def _step_finding(case:Case, r:Replayed, found:tuple|None)->Finding:
     start, norm = r.line["step"] - case.train.log_every, r.line.get("grad_norm", math.nan)
     gap = (f"steps {start + 1} to {r.line['step']} have a loss of {r.line['loss']:.4f} and a "
-           f"gradient norm of {norm:.4g} in the log, but made again, {r.loss:.4f} and {r.norm:.4g}")
+           f"gradient norm of {norm:.4g} in the log, but made again, {r.loss:.4f} and "
+           f"{r.norm:.4g}")
     if found:
         name, _, tried = found
         sentence = f"{gap}; with this fault, {tried.loss:.4f} and {tried.norm:.4g}"
@@ -190,16 +192,28 @@ def rates_agree(case:Case)->bool:
 def check_rate(case:Case)->Iterator:
     "The learning rate of the log against the schedule."
     steps, ratios = map(np.array, zip(*(rate_ratios(case) or [(0, 1.)])))
-    yield Looked("learning rate, logged over the config's", f"{ratios.min():.3g} to {ratios.max():.3g}", "1")
-    late = ratios[steps >= case.train.warmup_steps] if (steps >= case.train.warmup_steps).any() else ratios
+    yield Looked(
+        "learning rate, logged over the config's", f"{ratios.min():.3g} to {ratios.max():.3g}",
+        "1")
+    after = steps >= case.train.warmup_steps
+    late = ratios[after] if after.any() else ratios
     if rates_agree(case): return
-    if late.max() > 1.01*late.min() or not late.min() > 0: name, factor = "another schedule", "the two differ in shape"
-    elif abs(late[0] - 1) < 0.01: name, factor = "no warm-up", f"it is right after the warm-up, but {ratios[0]:.3g} times too high in the first line"
-    else: name, factor = f"learning rate × {late[0]:.3g}", f"it is {late[0]:.3g} times the config's"
-    yield Finding(name, f"the learning rate in the log is not the schedule of the config: {factor}", SHOWN)
+    if late.max() > 1.01*late.min() or not late.min() > 0:
+        name, factor = "another schedule", "the two differ in shape"
+    elif abs(late[0] - 1) < 0.01:
+        name = "no warm-up"
+        factor = (f"it is right after the warm-up, but {ratios[0]:.3g} times too high in the "
+                  "first line")
+    else:
+        name = f"learning rate × {late[0]:.3g}"
+        factor = f"it is {late[0]:.3g} times the config's"
+    yield Finding(
+        name, f"the learning rate in the log is not the schedule of the config: {factor}", SHOWN)
 
 # %% ../../nbs/06c_doctor.ipynb #f5a60fb9
-START = 2.5 # Nats above ln V: logits of variance 5. Of the course's own initial weights, tied ones start highest, below 1.5
+# Nats above ln V: logits of variance 5. Of the course's own initial weights, tied ones start
+# highest, below 1.5
+START = 2.5
 
 # %% ../../nbs/06c_doctor.ipynb #c5a298fe
 def check_start(case:Case)->Iterator:
@@ -212,13 +226,17 @@ def check_start(case:Case)->Iterator:
     yield Looked(f"logged loss up to step {first['step']}", first["loss"], high)
     have = f"the initial weights of this config have a loss of {start:.2f}"
     if not start <= uniform + START:
-        blown = "initial weights that blow up" if c.norm == "none" else "too large a head at the start"
-        size = f": tied, with entries of size {c.row_std:.2g}, where 1/sqrt(D) is {c.d_model**-.5:.2g}"
+        blown = ("initial weights that blow up" if c.norm == "none"
+                 else "too large a head at the start")
+        size = (f": tied, with entries of size {c.row_std:.2g}, where 1/sqrt(D) is "
+                f"{c.d_model**-.5:.2g}")
         why = size if c.tie_embeddings else ""
         yield Finding(blown, f"{have}, ln V is {uniform:.2f}{why}", SHOWN)
     elif first["loss"] > start + START:
-        yield Finding("another start", f"{have}, the first line of the log {first['loss']:.2f}: weights "
-                      "that are too large at first, or first steps that are", LIKELY)
+        yield Finding(
+            "another start",
+            f"{have}, the first line of the log {first['loss']:.2f}: weights that are too large "
+            "at first, or first steps that are", LIKELY)
 
 # %% ../../nbs/06c_doctor.ipynb #0a08502a
 LARGE_STEP = 0.4   # Peak update-to-weight ratio: a matrix is replaced in three steps. The presets have 0.01 to 0.12
@@ -244,16 +262,26 @@ def last_updates(case:Case)->float|None: # The same at the end, from the optimiz
 def check_updates(case:Case)->Iterator:
     "How large steps are, and whether they were allowed to be small at first."
     share, last = first_updates(case), last_updates(case)
-    yield Looked("update-to-weight ratio of a first step at the highest learning rate", share, f"below {LARGE_STEP}")
-    if last is not None: yield Looked("update-to-weight ratio of the latest moments, at the highest learning rate", last)
+    yield Looked(
+        "update-to-weight ratio of a first step at the highest learning rate", share,
+        f"below {LARGE_STEP}")
+    if last is not None:
+        yield Looked(
+            "update-to-weight ratio of the latest moments, at the highest learning rate", last)
     high = max(m.get("lr", case.train.lr) for m in case.logged)
     rise = case.train.warmup_steps if rates_agree(case) else FEW
     if share > LARGE_STEP:
-        yield Finding("learning rate too large", f"with {high:g} a step of {case.train.optimizer} first moves the entries "
-                      f"of a matrix by {share:.0%} of their size: nothing lasts longer than a few steps{_poor(case)}", LIKELY)
+        yield Finding(
+            "learning rate too large",
+            f"with {high:g} a step of {case.train.optimizer} first moves the entries of a matrix "
+            f"by {share:.0%} of their size: nothing lasts longer than a few steps{_poor(case)}",
+            LIKELY)
     elif share > UNWARMED and rise < min(FEW, case.train.steps//10):
-        yield Finding("no warm-up", f"the learning rate is at its highest after {rise} steps, and each of the first steps "
-                      f"moves the entries of a matrix by {share:.1%} of their size{_poor(case)}", LIKELY)
+        yield Finding(
+            "no warm-up",
+            f"the learning rate is at its highest after {rise} steps, and each of the first "
+            f"steps moves the entries of a matrix by {share:.1%} of their size{_poor(case)}",
+            LIKELY)
 
 # %% ../../nbs/06c_doctor.ipynb #f3daa601
 def _poor(case:Case)->str: # What it has done, as far as n-grams show it
@@ -287,9 +315,10 @@ def check_sensitivity(case:Case)->Iterator:
     what = f"loss after {steps} steps of a new run, and with a third of the learning rate"
     yield Looked(what, whole, f"{third:.4g}")
     if third - whole < TOO_LARGE:
-        yield Finding("learning rate too large", f"in {steps} steps from the start a third of the rate "
-                      f"comes to {third:.3f}, the whole one to {whole:.3f}: the longer a run, the "
-                      "smaller the best rate", LIKELY)
+        yield Finding(
+            "learning rate too large",
+            f"in {steps} steps from the start a third of the rate comes to {third:.3f}, the "
+            f"whole one to {whole:.3f}: the longer a run, the smaller the best rate", LIKELY)
 
 # %% ../../nbs/06c_doctor.ipynb #7c8fd897
 BELOW = 5   # Standard errors below the floor
@@ -303,13 +332,17 @@ def check_floor(case:Case)->Iterator:
     "The final loss between n-grams and floor."
     if not case.evaluations: return
     m, losses = case.evaluations[-1], ngrams(case)
-    if losses: yield Looked("validation loss, and bigrams", m["valid_loss"], losses[1 % len(losses)])
+    if losses:
+        yield Looked(
+            "validation loss, and bigrams", m["valid_loss"], losses[1 % len(losses)])
     if "floor" not in m: yield "the floor of this text is not known: a loss that is too good would not be noticed by it"
     else:
         yield Looked("validation loss, and the floor of the source", m["valid_loss"], m["floor"])
         if m["valid_loss"] < m["floor"] - BELOW*(m.get("error") or 0):
-            yield Finding("the answer leaks into the input", f"the validation loss {m['valid_loss']:.4f} is below the floor "
-                          f"{m['floor']:.4f} of the source, which no honest model can pass", SYMPTOM)
+            yield Finding(
+                "the answer leaks into the input",
+                f"the validation loss {m['valid_loss']:.4f} is below the floor {m['floor']:.4f} "
+                "of the source, which no honest model can pass", SYMPTOM)
     if losses[1:] and m["valid_loss"] > losses[1] and m["step"]*case.plan.tokens > 5e5:
         yield f"after {m['step']:,} steps the model is no better than bigrams ({m['valid_loss']:.3f} and {losses[1]:.3f})"
 
@@ -328,8 +361,11 @@ def check_overfitting(case:Case)->Iterator:
     yield Looked("validation loss above its own best", last - best, "about 0")
     if passes > 1.5 and train < (1 - OVERFIT)*last:
         risen = f", which has risen by {last - best:.2f} since its best" if last > (1 + RISEN)*best else ""
-        yield Finding("overfitting", f"after {passes:.1f} passes over {case.sets[0].num_tokens:,} tokens the training loss is {train:.3f}, "
-                      f"the validation loss {last:.3f}{risen}", LIKELY if risen else SYMPTOM)
+        yield Finding(
+            "overfitting",
+            f"after {passes:.1f} passes over {case.sets[0].num_tokens:,} tokens the training "
+            f"loss is {train:.3f}, the validation loss {last:.3f}{risen}",
+            LIKELY if risen else SYMPTOM)
 
 # %% ../../nbs/06c_doctor.ipynb #a948a051
 SPIKE = 1.5 # Nats above the best line so far, after the warm-up
@@ -339,16 +375,27 @@ def check_course(case:Case)->Iterator:
     "Whether losses and gradients are finite and go on falling."
     loss, norms = (np.array([m.get(k, math.nan) for m in case.logged], float) for k in ("loss", "grad_norm"))
     if not np.isfinite(loss).all():
-        yield Finding("diverged", f"the loss of step {case.logged[int((~np.isfinite(loss)).argmax())]['step']:,} is not finite", SHOWN)
+        yield Finding(
+            "diverged",
+            f"the loss of step {case.logged[int((~np.isfinite(loss)).argmax())]['step']:,} is "
+            "not finite", SHOWN)
         return
     late = [i for i,m in enumerate(case.logged) if m["step"] > case.train.warmup_steps] or [0]
     climb = (loss - np.minimum.accumulate(loss))[late]
-    yield Looked("gradient norm: median after the warm-up, largest", f"{np.nanmedian(norms[late]):.3g}, {np.nanmax(norms[late]):.3g}")
-    if case.train.grad_clip: yield Looked("lines with a clipped gradient", float(np.mean(norms > case.train.grad_clip)))
-    yield Looked("loss above its best so far, at most, after the warm-up", climb.max(), f"below {SPIKE}")
+    yield Looked(
+        "gradient norm: median after the warm-up, largest",
+        f"{np.nanmedian(norms[late]):.3g}, {np.nanmax(norms[late]):.3g}")
+    if case.train.grad_clip:
+        yield Looked(
+            "lines with a clipped gradient", float(np.mean(norms > case.train.grad_clip)))
+    yield Looked(
+        "loss above its best so far, at most, after the warm-up", climb.max(), f"below {SPIKE}")
     if climb.max() > SPIKE:
-        yield Finding("the loss jumps", f"at step {case.logged[late[int(climb.argmax())]]['step']:,} it is {climb.max():.2f} above its best so far: "
-                      "steps that are too large, or batches that differ from each other", SYMPTOM)
+        yield Finding(
+            "the loss jumps",
+            f"at step {case.logged[late[int(climb.argmax())]]['step']:,} it is {climb.max():.2f} "
+            "above its best so far: steps that are too large, or batches that differ from each "
+            "other", SYMPTOM)
     if case.step < case.train.steps: yield f"the latest checkpoint is of step {case.step:,} of {case.train.steps:,}: the run is not at its end"
 
 # %% ../../nbs/06c_doctor.ipynb #49a4117b
@@ -363,14 +410,18 @@ def check_optimizer(case:Case)->Iterator:
         same = partial(np.allclose, rtol=1e-6, atol=1e-12)
         if odd := [(n, a, b) for n,a,b in _optimizer_numbers(case, key) if not same(a, b)]:
             weight, own, right = odd[0]
-            yield Finding(name, f"in the checkpoint of step {case.step:,} {weight} has {key} {own}, by "
-                          f"the config it is {right}; so with {len(odd)} weights", SHOWN)
+            yield Finding(
+                name,
+                f"in the checkpoint of step {case.step:,} {weight} has {key} {own}, by the "
+                f"config it is {right}; so with {len(odd)} weights", SHOWN)
     numbers = case.record.get("numbers", {})
     counts = [n for name,n in numbers.items() if name.startswith("step.")]
     if counts: yield Looked("steps that the optimizer has counted", min(counts), case.step)
     if counts and (less := case.step - min(counts)) > 0:
-        yield Finding("optimizer state lost", f"the run has made {case.step:,} steps, the optimizer has "
-                      f"counted {min(counts):,}: it began anew at step {less:,}", SHOWN)
+        yield Finding(
+            "optimizer state lost",
+            f"the run has made {case.step:,} steps, the optimizer has counted {min(counts):,}: "
+            f"it began anew at step {less:,}", SHOWN)
 
 # %% ../../nbs/06c_doctor.ipynb #c72b8ac9
 def _optimizer_numbers(case:Case, key:str)->list: # Triples: weight, number in the checkpoint, the right one
@@ -391,12 +442,15 @@ def check_weights(case:Case)->Iterator:
     yield Looked("entries of matrices that fit into bfloat16", short, "about 0")
     yield Looked("weights that are still the initial ones", len(still), 0)
     if short > 0.99:
-        yield Finding("weights kept in bfloat16", f"{short:.0%} of the entries of matrices have no more "
-                      "digits than bfloat16: smaller steps were rounded away", SHOWN)
+        yield Finding(
+            "weights kept in bfloat16",
+            f"{short:.0%} of the entries of matrices have no more digits than bfloat16: smaller "
+            "steps were rounded away", SHOWN)
     if still:
         more = f" and {len(still) - 1} more" if len(still) > 1 else ""
-        yield Finding("frozen weights", f"after {case.step:,} steps {still[0]}{more} are as they were "
-                      "at the start", SHOWN)
+        yield Finding(
+            "frozen weights",
+            f"after {case.step:,} steps {still[0]}{more} are as they were at the start", SHOWN)
 
 # %% ../../nbs/06c_doctor.ipynb #d54344a7
 def check_reading(case:Case, batches:int=50)->Iterator:
@@ -409,9 +463,10 @@ def check_reading(case:Case, batches:int=50)->Iterator:
     never = (seen == 0).all(1).numpy()[ids].mean()
     yield Looked("tokens of the latest batches whose embedding never got a gradient", never, 0)
     if never > 0:
-        yield Finding("tokens that were never read", f"of the tokens in the batches of steps "
-                      f"{begin + 1:,} to {case.step:,}, {never:.1%} have an embedding that never got a "
-                      "gradient", LIKELY)
+        yield Finding(
+            "tokens that were never read",
+            f"of the tokens in the batches of steps {begin + 1:,} to {case.step:,}, {never:.1%} "
+            "have an embedding that never got a gradient", LIKELY)
 
 # %% ../../nbs/06c_doctor.ipynb #f3c0f7e3
 def check_tokens(case:Case)->Iterator:
@@ -422,12 +477,16 @@ def check_tokens(case:Case)->Iterator:
     if tokenizer is None: yield f"{case.data/'tokenizer'} can't be read: the tokens were not compared with it"
     else:
         back = [_comes_back(tokenizer, s) for s in case.sets]
-        for name,share in zip(("training", "validation"), back): yield Looked(f"{name} documents that decode and encode to themselves", share, "1")
+        for name,share in zip(("training", "validation"), back):
+            yield Looked(
+                f"{name} documents that decode and encode to themselves", share, "1")
     for name,digest,share in zip(("training", "validation"), digests, back if tokenizer else (1, 1)):
         if tokenizer and share < 1 or digest != digests[0] or tokenizer and digest != tokenizer.digest:
             own = f", the run's tokenizer is {tokenizer.digest[:12]}…; {share:.0%} of {name} documents decode and encode to themselves" if tokenizer else ""
-            yield Finding(f"{name} in another tokenizer", f"the {name} tokens were made by {str(digest)[:12]}…, "
-                          f"the training tokens by {str(digests[0])[:12]}…{own}", SHOWN)
+            yield Finding(
+                f"{name} in another tokenizer",
+                f"the {name} tokens were made by {str(digest)[:12]}…, the training tokens by "
+                f"{str(digests[0])[:12]}…{own}", SHOWN)
 
 # %% ../../nbs/06c_doctor.ipynb #d717535b
 def _comes_back(tokenizer:Tokenizer, dataset:TokenDataset, most:int=20)->float: # Share of the first documents
@@ -448,14 +507,19 @@ def check_order(case:Case)->Iterator:
     trend, kinds = correlation_with_place(ranks), drift(case.sets[0])
     most = TREND/math.sqrt(len(lengths))
     yield Looked("rank correlation of documents' length and place", trend, f"within ±{most:.2f}")
-    yield Looked("drift of token counts along the documents, standard errors", kinds, f"below {TREND}")
+    yield Looked(
+        "drift of token counts along the documents, standard errors", kinds, f"below {TREND}")
     if abs(trend) > most:
-        yield Finding("batches are not shuffled", "windows are read in order, and the documents are "
-                      f"sorted: length and place have a rank correlation of {trend:.2f}", LIKELY)
+        yield Finding(
+            "batches are not shuffled",
+            "windows are read in order, and the documents are sorted: length and place have a "
+            f"rank correlation of {trend:.2f}", LIKELY)
     elif kinds > TREND:
-        yield Finding("batches are not shuffled", "windows are read in order, and neighbouring documents "
-                      f"are alike: token counts drift along the file, {kinds:.0f} standard errors more "
-                      "than in a random order", LIKELY)
+        yield Finding(
+            "batches are not shuffled",
+            "windows are read in order, and neighbouring documents are alike: token counts "
+            f"drift along the file, {kinds:.0f} standard errors more than in a random order",
+            LIKELY)
     else: yield "windows are read in order: as good as random ones, since the documents' order is random"
 
 # %% ../../nbs/06c_doctor.ipynb #2eeb2f96
@@ -497,9 +561,10 @@ def check_duplicates(case:Case)->Iterator:
     share = sum(map(len, found))/max(1, sum(map(len, wanted)))
     yield Looked("share of the validation text that is training text", share, f"below {TWICE}")
     if share > TWICE:
-        yield Finding("validation documents in the training text", f"{share:.0%} of the validation text "
-                      f"({len(found):,} documents) is training text as well: its loss says how much was "
-                      "learnt by heart", SHOWN)
+        yield Finding(
+            "validation documents in the training text",
+            f"{share:.0%} of the validation text ({len(found):,} documents) is training text as "
+            "well: its loss says how much was learnt by heart", SHOWN)
 
 # %% ../../nbs/06c_doctor.ipynb #5ac6ac3c
 def check_tie(case:Case)->Iterator:
@@ -507,10 +572,14 @@ def check_tie(case:Case)->Iterator:
     head, rows = (case.weights.get(f"{name}.weight") for name in ("lm_head", "token_embeddings"))
     if head is None or rows is None: return
     apart = ((head - rows).norm()/rows.norm()).item()
-    yield Looked("distance of head and embedding, in lengths of the embedding", apart, "0" if case.model.tie_embeddings else "")
+    yield Looked(
+        "distance of head and embedding, in lengths of the embedding", apart,
+        "0" if case.model.tie_embeddings else "")
     if case.model.tie_embeddings and apart > 1e-6:
-        yield Finding("lost tie", f"the config ties embedding and head, but the checkpoint has two matrices, "
-                      f"which differ by {apart:.2f} of their length", SHOWN)
+        yield Finding(
+            "lost tie",
+            "the config ties embedding and head, but the checkpoint has two matrices, which "
+            f"differ by {apart:.2f} of their length", SHOWN)
 
 # %% ../../nbs/06c_doctor.ipynb #009261e8
 DEAD = 0.5 # Part of the units of a layer
@@ -542,11 +611,19 @@ def check_inside(case:Case)->Iterator:
     "Activation scale by layer, dead units, loss by position."
     seen = look_inside(case)
     words = lambda values: ", ".join(f"{v:.3g}" for v in values)
-    yield Looked("size of the stream after each block (root mean square)", words(seen["stream"].values()))
-    yield Looked("dead units of each feed-forward network", words(seen["dead"].values()), f"below {DEAD}")
-    yield Looked(f"loss from position {', '.join(map(str, seen['positions']))} on", words(seen["positions"].values()), "falls after the first few")
+    yield Looked(
+        "size of the stream after each block (root mean square)", words(seen["stream"].values()))
+    yield Looked(
+        "dead units of each feed-forward network", words(seen["dead"].values()), f"below {DEAD}")
+    yield Looked(
+        f"loss from position {', '.join(map(str, seen['positions']))} on",
+        words(seen["positions"].values()), "falls after the first few")
     for i,share in seen["dead"].items():
-        if share > DEAD: yield Finding("dead units", f"{share:.0%} of the units of block {i} never say anything on validation documents", SYMPTOM)
+        if share > DEAD:
+            yield Finding(
+                "dead units",
+                f"{share:.0%} of the units of block {i} never say anything on validation "
+                "documents", SYMPTOM)
 
 # %% ../../nbs/06c_doctor.ipynb #4230c5be
 BOOKKEEPING = set("seed eval_every eval_documents checkpoint_every keep_checkpoints log_to device engine prefetch micro_batch "
@@ -635,9 +712,11 @@ def _outside(name:str, envelope:str, values:list, stats:dict, seeds:int)->Iterat
     yield Looked(what, float(outside.mean()), f"below {OFTEN}")
     if outside.mean() > OFTEN:
         side, i = "above" if np.median(z[outside]) > 0 else "below", int(np.abs(z).argmax())
-        yield Finding("outside the envelope", f"{_WORDS[name]}: {outside.mean():.0%} of the values lie "
-                      f"outside that of {seeds} healthy runs, most of them {side} it; the farthest is "
-                      f"{values[i]:.4g} where {stats['mean'][i]:.4g} is usual", SYMPTOM)
+        yield Finding(
+            "outside the envelope",
+            f"{_WORDS[name]}: {outside.mean():.0%} of the values lie outside that of {seeds} "
+            f"healthy runs, most of them {side} it; the farthest is {values[i]:.4g} where "
+            f"{stats['mean'][i]:.4g} is usual", SYMPTOM)
 
 def _other_rate(case:Case, name:str, e:dict)->Iterator: # The envelope differs in the learning rate
     ends, rate, final = envelope_values(case)["final"], e["train"]["lr"], e["values"]["final"]
@@ -664,9 +743,11 @@ def examine(
     case = run if isinstance(run, Case) else open_case(run)
     known = envelopes() if known is None else known
     read = [s for check in CHECKS for s in check(case)]
-    steps = list(check_steps(case, made := replays(case), search=not _shown(read)))
-    trained = next((s for s in steps if isinstance(s, Forward)), Forward())
-    said = [*check_forward(case, made, trained), *steps, *read, *check_envelope(case, known)]
+    forward = list(check_forward(case, made := replays(case)))
+    likely = tuple((name, Step(forward=f)) for name,f in (s for s in forward if isinstance(s, tuple))
+                   if f.average == "tokens" and not f.dropout and not f.own_head)
+    steps = list(check_steps(case, made, not _shown([*read, *forward]), likely))
+    said = [*forward, *steps, *read, *check_envelope(case, known)]
     if not (shown := _shown(said)) and not fitting(case, known): said += check_sensitivity(case)
     found = sorted((s for s in said if isinstance(s, Finding)), key=lambda f: -f.weight)
     causes = {}                                 # the first of a name has the highest weight
