@@ -65,7 +65,7 @@ class Case:
 def open_case(
     run, # The run's folder
 )->Case:
-    "Read a run. `FileNotFoundError` or `ValueError`, in one line, if there is none or it is damaged."
+    "Read a run. `FileNotFoundError` or `ValueError`, in one line, if none or damaged."
     model, train, data = read_run(run := Path(run))
     lines = read_metrics(run)
     for i,m in enumerate(lines, 1):
@@ -80,7 +80,8 @@ def open_case(
     folders = {int(p.name[5:]): p for p in path.parent.glob("step_*") if p.name[5:].isdigit()}
     state = json.loads((path/"state.json").read_text(encoding="utf-8"))
     weights, moments = _tensors(path, "model"), _tensors(path, "optimizer")
-    return Case(run, model, train, lines, int(path.name.split("_")[1]), weights, moments, data, sets,
+    step = int(path.name.split("_")[1])
+    return Case(run, model, train, lines, step, weights, moments, data, sets,
                 state.get("optimizer") or {}, dict(sorted(folders.items())))
 
 # %% ../../nbs/06c_case.ipynb #ca038302
@@ -201,7 +202,8 @@ def _attend(attn, places:torch.Tensor, forward:Forward, x:torch.Tensor)->torch.T
         q, k = (turn(t, *attn.rope.rows(places).unbind(-1)) for t in (q, k))
     mask = causal_mask(x.shape[-2], window=attn.window) if forward.causal else None
     shared = q.shape[-3] != k.shape[-3]
-    out = F.scaled_dot_product_attention(q, k, v, mask, scale=forward.scale, enable_gqa=shared) # BHTK
+    attend = partial(F.scaled_dot_product_attention, scale=forward.scale, enable_gqa=shared)
+    out = attend(q, k, v, mask)                                                       # B H T K
     if not forward.merged: return attn.output_proj(out.reshape(*x.shape[:-1], -1))
     return attn.output_proj(out.transpose(-2, -3).flatten(-2))
 
@@ -340,7 +342,7 @@ class Step:
     "A training step; the defaults are right."
     forward:Forward = Forward()
     gradient:float = 1.       # Factor of the gradient, before it is clipped
-    decays:bool = True        # Weight decay shrinks weights; else it goes into the clipped gradient
+    decays:bool = True        # Weight decay shrinks weights; else it goes into the gradient
     distinct:int|None = None  # That many windows of the batch are repeated until it is full
     period:int|None = None    # The batches begin again after that many steps
     in_order:bool = False     # Windows come one after the other, whatever the config says
@@ -385,7 +387,8 @@ def train_steps(
     return losses, norm
 
 # %% ../../nbs/06c_case.ipynb #c2711c2e
-def _add_gradients(case:Case, engine:TorchEngine, forward:Forward, x:torch.Tensor, y:torch.Tensor)->float:
+def _add_gradients(case:Case, engine:TorchEngine, forward:Forward,
+                   x:torch.Tensor, y:torch.Tensor)->float: # The loss
     if forward == Forward(): return float(engine.add_gradients(x, y))
     nats, counts = token_losses_as(case, forward, x, y, engine.model)
     loss = nats.sum()/counts.sum()
@@ -410,7 +413,8 @@ class Replayed:
         "How far log and replay are apart, in units of `SAME_STEPS`."
         loss, norm = SAME_STEPS[dtype]
         other = self.line.get("grad_norm", self.norm)
-        gaps = (self.loss - self.line["loss"])/loss, (self.norm - other)/max(abs(other), 1e-12)/norm
+        gaps = ((self.loss - self.line["loss"])/loss,
+                (self.norm - other)/max(abs(other), 1e-12)/norm)
         return max(abs(g) if math.isfinite(g) else math.inf for g in gaps)
 
 SAME_STEPS = dict(float32=(1e-4, 1e-3), bfloat16=(0.02, 0.1)) # Nats, and share of the norm

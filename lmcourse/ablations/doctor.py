@@ -239,24 +239,35 @@ def check_start(case:Case)->Iterator:
             "at first, or first steps that are", LIKELY)
 
 # %% ../../nbs/06c_doctor.ipynb #0a08502a
-LARGE_STEP = 0.4   # Peak update-to-weight ratio: a matrix is replaced in three steps. The presets have 0.01 to 0.12
-UNWARMED = 0.04 # The same, where the first steps are already as large as the peak: Adam's means are then of one or two gradients
-FEW = 10      # Steps: a warm-up that is shorter is none
+# Peak update-to-weight ratio: a matrix is replaced in three steps. The presets have 0.01 to 0.12
+LARGE_STEP = 0.4
+# The same, where the first steps are as large as the peak: Adam's means are of a few gradients
+UNWARMED = 0.04
+FEW = 10 # Steps: a warm-up that is shorter is none
 
 def matrices(case:Case)->list: # Names of the blocks' matrices
-    return [n for n,p in case.initial.named_parameters() if n.startswith("layers.") and p.ndim == 2]
+    own = case.initial.named_parameters()
+    return [n for n,p in own if n.startswith("layers.") and p.ndim == 2]
 
-def first_updates(case:Case)->float: # Median over matrices: the part that a step with the highest logged learning rate replaces at first
-    peak = max(m.get("lr", case.train.lr) for m in case.logged)*(0.2 if case.train.optimizer == "muon" else 1)
+def first_updates(case:Case)->float: # Median over matrices
+    "The part of a matrix that a step with the highest logged learning rate replaces at first."
+    peak = max(m.get("lr", case.train.lr) for m in case.logged)
+    if case.train.optimizer == "muon": peak *= 0.2
     own = dict(case.initial.named_parameters())
-    return float(np.median([peak/own[n].detach().square().mean().sqrt().item() for n in matrices(case)]))
+    sizes = [own[n].detach().square().mean().sqrt().item() for n in matrices(case)]
+    return float(np.median([peak/size for size in sizes]))
 
 # %% ../../nbs/06c_doctor.ipynb #30eb38dd
-def last_updates(case:Case)->float|None: # The same at the end, from the optimizer's means; none where they aren't those of AdamW
-    if case.train.optimizer == "muon" or not all(f"exp_avg.{n}" in case.moments for n in matrices(case)): return None
+def last_updates(case:Case)->float|None: # None where the optimizer's means aren't those of AdamW
+    "The same at the end, from the optimizer's means."
+    known = all(f"exp_avg.{n}" in case.moments for n in matrices(case))
+    if case.train.optimizer == "muon" or not known: return None
     rms = lambda t: t.float().square().mean().sqrt().item()
-    step = lambda n: case.moments[f"exp_avg.{n}"]/(case.moments[f"exp_avg_sq.{n}"].sqrt() + case.train.eps)
-    return case.train.lr*float(np.median([rms(step(n))/rms(case.weights[n]) for n in matrices(case)]))
+    def step(n):
+        size = case.moments[f"exp_avg_sq.{n}"].sqrt() + case.train.eps
+        return case.moments[f"exp_avg.{n}"]/size
+    ratios = [rms(step(n))/rms(case.weights[n]) for n in matrices(case)]
+    return case.train.lr*float(np.median(ratios))
 
 # %% ../../nbs/06c_doctor.ipynb #6aed4270
 def check_updates(case:Case)->Iterator:
@@ -287,7 +298,9 @@ def check_updates(case:Case)->Iterator:
 def _poor(case:Case)->str: # What it has done, as far as n-grams show it
     best, losses = min((m["loss"] for m in case.logged), default=math.nan), ngrams(case)
     if len(losses) < 2: return ""
-    if best > losses[1]: return f"; the training loss never got below {best:.2f}, and that of bigrams is {losses[1]:.2f}"
+    if best > losses[1]:
+        return (f"; the training loss never got below {best:.2f}, and that of bigrams is "
+                f"{losses[1]:.2f}")
     return f"; all the same, the training loss came down to {best:.2f}"
 
 # %% ../../nbs/06c_doctor.ipynb #a4206f88
@@ -309,7 +322,8 @@ def check_sensitivity(case:Case)->Iterator:
     "Whether a smaller learning rate would have done as well in a short run."
     steps = min(PROBE, case.train.steps)
     if steps < PROBE//2 or 2*steps*case.flops_per_step > MOST_FLOPS:
-        yield "other learning rates were not tried: the run is too short, or its steps too expensive"
+        yield ("other learning rates were not tried: the run is too short, or its steps too "
+               "expensive")
         return
     whole, third = (probe(case, factor, steps) for factor in (1, 1/3))
     what = f"loss after {steps} steps of a new run, and with a third of the learning rate"
@@ -323,7 +337,8 @@ def check_sensitivity(case:Case)->Iterator:
 # %% ../../nbs/06c_doctor.ipynb #7c8fd897
 BELOW = 5   # Standard errors below the floor
 
-def ngrams(case:Case)->list: # Losses of order 1, 2, ..., as `lmcourse prepare` left them beside the tokens; empty if it did not
+def ngrams(case:Case)->list: # Losses of order 1, 2, ...; empty if the tokens come without
+    "What `lmcourse prepare` left beside the tokens."
     try: return read_ngrams(case.data)
     except (OSError, ValueError): return []
 
@@ -335,7 +350,9 @@ def check_floor(case:Case)->Iterator:
     if losses:
         yield Looked(
             "validation loss, and bigrams", m["valid_loss"], losses[1 % len(losses)])
-    if "floor" not in m: yield "the floor of this text is not known: a loss that is too good would not be noticed by it"
+    if "floor" not in m:
+        yield ("the floor of this text is not known: a loss that is too good would not be noticed "
+               "by it")
     else:
         yield Looked("validation loss, and the floor of the source", m["valid_loss"], m["floor"])
         if m["valid_loss"] < m["floor"] - BELOW*(m.get("error") or 0):
@@ -344,23 +361,27 @@ def check_floor(case:Case)->Iterator:
                 f"the validation loss {m['valid_loss']:.4f} is below the floor {m['floor']:.4f} "
                 "of the source, which no honest model can pass", SYMPTOM)
     if losses[1:] and m["valid_loss"] > losses[1] and m["step"]*case.plan.tokens > 5e5:
-        yield f"after {m['step']:,} steps the model is no better than bigrams ({m['valid_loss']:.3f} and {losses[1]:.3f})"
+        yield (f"after {m['step']:,} steps the model is no better than bigrams "
+               f"({m['valid_loss']:.3f} and {losses[1]:.3f})")
 
 # %% ../../nbs/06c_doctor.ipynb #961b2708
-OVERFIT, RISEN = 0.1, 0.02 # Parts of the validation loss: by which training is below it, and by which it is above its own best
+# Parts of the validation loss: by which training is below it, and by which it is above its best
+OVERFIT, RISEN = 0.1, 0.02
 
 # %% ../../nbs/06c_doctor.ipynb #b6a0e57d
 def check_overfitting(case:Case)->Iterator:
     "Training loss against validation loss."
     tokens = case.logged[-1].get("tokens", case.step*case.plan.tokens)
-    passes, train = tokens/case.sets[0].num_tokens, np.mean([m["loss"] for m in case.logged[-max(1, len(case.logged)//20):]])
+    passes, few = tokens/case.sets[0].num_tokens, max(1, len(case.logged)//20)
+    train = np.mean([m["loss"] for m in case.logged[-few:]])
     yield Looked("passes over the training text", passes)
     if not case.evaluations: return
     last, best = case.evaluations[-1]["valid_loss"], min(m["valid_loss"] for m in case.evaluations)
     yield Looked("training loss at the end, validation loss", train, last)
     yield Looked("validation loss above its own best", last - best, "about 0")
     if passes > 1.5 and train < (1 - OVERFIT)*last:
-        risen = f", which has risen by {last - best:.2f} since its best" if last > (1 + RISEN)*best else ""
+        up = last > (1 + RISEN)*best
+        risen = f", which has risen by {last - best:.2f} since its best" if up else ""
         yield Finding(
             "overfitting",
             f"after {passes:.1f} passes over {case.sets[0].num_tokens:,} tokens the training "
@@ -373,7 +394,8 @@ SPIKE = 1.5 # Nats above the best line so far, after the warm-up
 # %% ../../nbs/06c_doctor.ipynb #70aef531
 def check_course(case:Case)->Iterator:
     "Whether losses and gradients are finite and go on falling."
-    loss, norms = (np.array([m.get(k, math.nan) for m in case.logged], float) for k in ("loss", "grad_norm"))
+    loss, norms = (np.array([m.get(k, math.nan) for m in case.logged], float)
+                   for k in ("loss", "grad_norm"))
     if not np.isfinite(loss).all():
         yield Finding(
             "diverged",
@@ -396,7 +418,9 @@ def check_course(case:Case)->Iterator:
             f"at step {case.logged[late[int(climb.argmax())]]['step']:,} it is {climb.max():.2f} "
             "above its best so far: steps that are too large, or batches that differ from each "
             "other", SYMPTOM)
-    if case.step < case.train.steps: yield f"the latest checkpoint is of step {case.step:,} of {case.train.steps:,}: the run is not at its end"
+    if case.step < case.train.steps:
+        yield (f"the latest checkpoint is of step {case.step:,} of {case.train.steps:,}: the run "
+               "is not at its end")
 
 # %% ../../nbs/06c_doctor.ipynb #49a4117b
 NUMBERS = {"betas": "betas are not the config's", "eps": "eps is not the config's",
@@ -424,9 +448,9 @@ def check_optimizer(case:Case)->Iterator:
             f"it began anew at step {less:,}", SHOWN)
 
 # %% ../../nbs/06c_doctor.ipynb #c72b8ac9
-def _optimizer_numbers(case:Case, key:str)->list: # Triples: weight, number in the checkpoint, the right one
+def _optimizer_numbers(case:Case, key:str)->list: # Triples: weight, its number, the right one
     engine = engine_of(case)
-    engine.update(rate_at(case, case.step))     # no gradient: nothing moves, but groups get their rates
+    engine.update(rate_at(case, case.step))     # no gradient: only groups get their rates
     names = {p: n for n,p in engine.model.named_parameters()}
     wanted = {names[p]: g[key] for g in engine.optimizer.param_groups for p in g["params"]}
     groups = [g for g in case.record.get("groups", []) if key in g]
@@ -474,22 +498,25 @@ def check_tokens(case:Case)->Iterator:
     digests = [s.info.get("tokenizer") for s in case.sets]
     try: tokenizer = Tokenizer.from_folder(case.data/"tokenizer")
     except (FileNotFoundError, ValueError): tokenizer = None
-    if tokenizer is None: yield f"{case.data/'tokenizer'} can't be read: the tokens were not compared with it"
-    else:
+    if tokenizer is None:
+        yield f"{case.data/'tokenizer'} can't be read: the tokens were not compared with it"
+    names, back = ("training", "validation"), [1., 1.]
+    if tokenizer:
         back = [_comes_back(tokenizer, s) for s in case.sets]
-        for name,share in zip(("training", "validation"), back):
-            yield Looked(
-                f"{name} documents that decode and encode to themselves", share, "1")
-    for name,digest,share in zip(("training", "validation"), digests, back if tokenizer else (1, 1)):
-        if tokenizer and share < 1 or digest != digests[0] or tokenizer and digest != tokenizer.digest:
-            own = f", the run's tokenizer is {tokenizer.digest[:12]}…; {share:.0%} of {name} documents decode and encode to themselves" if tokenizer else ""
+        for name,share in zip(names, back):
+            yield Looked(f"{name} documents that decode and encode to themselves", share, "1")
+    for name,digest,share in zip(names, digests, back):
+        other = tokenizer and digest != tokenizer.digest
+        if share < 1 or digest != digests[0] or other:
+            own = (f", the run's tokenizer is {tokenizer.digest[:12]}…; {share:.0%} of {name} "
+                   "documents decode and encode to themselves") if tokenizer else ""
             yield Finding(
                 f"{name} in another tokenizer",
                 f"the {name} tokens were made by {str(digest)[:12]}…, the training tokens by "
                 f"{str(digests[0])[:12]}…{own}", SHOWN)
 
 # %% ../../nbs/06c_doctor.ipynb #d717535b
-def _comes_back(tokenizer:Tokenizer, dataset:TokenDataset, most:int=20)->float: # Share of the first documents
+def _comes_back(tokenizer:Tokenizer, dataset:TokenDataset, most:int=20)->float: # Share
     def same(i):
         ids = [int(t) for t in dataset.document(i)[:-1]]
         try: return tokenizer.encode(tokenizer.decode_bytes(ids).decode("utf-8")) == ids
@@ -520,7 +547,9 @@ def check_order(case:Case)->Iterator:
             "windows are read in order, and neighbouring documents are alike: token counts "
             f"drift along the file, {kinds:.0f} standard errors more than in a random order",
             LIKELY)
-    else: yield "windows are read in order: as good as random ones, since the documents' order is random"
+    else:
+        yield ("windows are read in order: as good as random ones, since the documents' order is "
+               "random")
 
 # %% ../../nbs/06c_doctor.ipynb #2eeb2f96
 def correlation_with_place(ranks:np.ndarray)->float: # Pearson's, of numbers and their places
@@ -589,22 +618,30 @@ DEAD = 0.5 # Part of the units of a layer
 def look_inside(
     case:Case,
     documents:int=30, # Of validation
-)->dict: # `stream`: root mean square after each block; `dead`: part of units per block; `positions`: first position to loss
-    "Activations and the loss by position."
+)->dict: # `stream`: root mean square and `dead`: part of units, by block; `positions`: loss
+    "Activations by block, and the loss by first position."
     model, T, stream, most, hooks = case.reference, case.model.context_length, {}, {}, []
     for i,layer in enumerate(model.layers):
-        hooks.append(layer.register_forward_hook(lambda m, a, out, i=i: stream.setdefault(i, []).append(out.square().mean().item())))
-        hooks.append(layer.ffn.w2.register_forward_pre_hook(lambda m, a, i=i: most.setdefault(i, []).append(a[0].abs().flatten(0, -2).amax(0))))
+        def size(module, inputs, out, i=i):
+            stream.setdefault(i, []).append(out.square().mean().item())
+        def peak(module, inputs, i=i):
+            most.setdefault(i, []).append(inputs[0].abs().flatten(0, -2).amax(0))
+        hooks += [layer.register_forward_hook(size), layer.ffn.w2.register_forward_pre_hook(peak)]
     rows = list(evaluation_batches(case.sets[1], T, documents))
-    try: losses = [F.cross_entropy(model(x).mT, y, reduction="none", ignore_index=-100).masked_fill(y == -100, math.nan).numpy()
-                   for x,y in (to_tensors(r[:2]) for r in rows)]
+    losses = []
+    try:
+        for x,y in (to_tensors(r[:2]) for r in rows):
+            nats = F.cross_entropy(model(x).mT, y, reduction="none", ignore_index=-100)
+            losses.append(nats.masked_fill(y == -100, math.nan).numpy())
     finally:
         for h in hooks: h.remove()
     peaks = {i: torch.stack(m).amax(0) for i,m in most.items()}
-    dead = {i: (p <= 1e-3*p.median()).float().mean().item() if p.median() > 0 else (p == 0).float().mean().item() for i,p in peaks.items()}
+    dead = {i: (p <= 1e-3*p.median()).float().mean().item() for i,p in peaks.items()}
     edges = [0, *(4**k for k in range(12) if 4**k < T), T]
-    at = {a: mean_loss([l[:, a:b] for l in losses]) for a,b in zip(edges, edges[1:]) if any(np.isfinite(l[:, a:b]).any() for l in losses)}
-    return dict(stream={i: math.sqrt(np.mean(s)) for i,s in stream.items()}, dead=dead, positions=at)
+    parts = {a: [l[:, a:b] for l in losses] for a,b in zip(edges, edges[1:])}
+    at = {a: mean_loss(p) for a,p in parts.items() if any(np.isfinite(l).any() for l in p)}
+    sizes = {i: math.sqrt(np.mean(s)) for i,s in stream.items()}
+    return dict(stream=sizes, dead=dead, positions=at)
 
 # %% ../../nbs/06c_doctor.ipynb #5200845d
 def check_inside(case:Case)->Iterator:
@@ -626,41 +663,47 @@ def check_inside(case:Case)->Iterator:
                 "documents", SYMPTOM)
 
 # %% ../../nbs/06c_doctor.ipynb #4230c5be
-BOOKKEEPING = set("seed eval_every eval_documents checkpoint_every keep_checkpoints log_to device engine prefetch micro_batch "
-                  "recompute compile shard".split())
+BOOKKEEPING = set("seed eval_every eval_documents checkpoint_every keep_checkpoints log_to device "
+                  "engine prefetch micro_batch recompute compile shard".split())
 OUTSIDE, OFTEN = 4., 0.1 # z of a line that lies outside; part of the lines that do
 
 def envelope_values(case:Case)->dict: # Name to numbers: what an envelope is about
     "The numbers of a run that are compared with other seeds."
     last = case.evaluations[-1] if case.evaluations else {}
     return dict(steps=[m["step"] for m in case.logged], loss=[m["loss"] for m in case.logged],
-                grad_norm=[m.get("grad_norm", math.nan) for m in case.logged], updates=[first_updates(case), last_updates(case) or 0.],
+                grad_norm=[m.get("grad_norm", math.nan) for m in case.logged],
+                updates=[first_updates(case), last_updates(case) or 0.],
                 final=[last.get("excess", last.get("valid_loss", math.nan))])
 
 # %% ../../nbs/06c_doctor.ipynb #1beaebbe
 def make_envelope(
-    runs:list, # Folders of healthy runs that differ in their seed only, at least five. `ValueError` where they differ in more
+    runs:list, # Folders of healthy runs that differ in their seed only, at least five
     made:dict, # Machine, date and command
 )->dict: # Plain JSON values
-    "Mean and standard deviation over seeds."
+    "Mean and standard deviation over seeds. `ValueError` where runs differ in more."
     if len(runs) < 5: raise ValueError(f"an envelope of {len(runs)} runs: five seeds at least")
     cases = [open_case(run) for run in runs]
     for case in cases[1:]:
-        if odd := differences(about(case), about(cases[0])): raise ValueError(f"{case.run}: differs from {cases[0].run} in {', '.join(odd)}")
+        if odd := differences(about(case), about(cases[0])):
+            raise ValueError(f"{case.run}: differs from {cases[0].run} in {', '.join(odd)}")
     values = [envelope_values(case) for case in cases]
-    stats = {k: _mean_and_spread(np.array([v[k] for v in values])) for k in values[0] if k != "steps"}
-    return about(cases[0]) | dict(seeds=[c.train.seed for c in cases], steps=values[0]["steps"], values=stats, made=made)
+    stats = {k: _mean_and_spread(np.array([v[k] for v in values]))
+             for k in values[0] if k != "steps"}
+    seeds, steps = [c.train.seed for c in cases], values[0]["steps"]
+    return about(cases[0]) | dict(seeds=seeds, steps=steps, values=stats, made=made)
 
 # %% ../../nbs/06c_doctor.ipynb #4830d406
 def about(case:Case)->dict: # What must be the same for an envelope to fit
     "The config of a run without its bookkeeping, and its tokens."
     train = {k: v for k,v in case.train.to_dict().items() if k not in BOOKKEEPING}
-    return dict(model=case.model.to_dict(), train=train, tokens={k: case.sets[0].info.get(k) for k in ("source", "tokenizer", "tokens")})
+    tokens = {k: case.sets[0].info.get(k) for k in ("source", "tokenizer", "tokens")}
+    return dict(model=case.model.to_dict(), train=train, tokens=tokens)
 
 def differences(a:dict, b:dict)->list: # Of two results of `about`
     "Names of the fields that differ."
-    return [f"{k} ({a[part].get(k)}, not {b[part].get(k)})" for part in ("model", "train", "tokens")
-            for k in a[part] | b[part] if a[part].get(k) != b[part].get(k)]
+    return [f"{k} ({a[part].get(k)}, not {b[part].get(k)})"
+            for part in ("model", "train", "tokens") for k in a[part] | b[part]
+            if a[part].get(k) != b[part].get(k)]
 
 def fitting(case:Case, known:dict)->list: # Names of the envelopes for this config and these tokens
     return [name for name,e in known.items() if not differences(about(case), e)]
@@ -671,9 +714,11 @@ def envelopes()->dict: # Name to envelope
     return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
 
 # %% ../../nbs/06c_doctor.ipynb #a55652ab
-def _mean_and_spread(values:np.ndarray)->dict: # Of (runs, n); the spread is shared by nine neighbours
-    spread = np.sqrt(np.convolve(np.pad(values.var(0, ddof=1), 4, mode="edge"), np.ones(9)/9, "valid"))
-    return dict(mean=[float(f"{x:.6g}") for x in values.mean(0)], spread=[float(f"{x:.4g}") for x in spread])
+def _mean_and_spread(values:np.ndarray)->dict: # Of (runs, n); nine neighbours share a spread
+    padded = np.pad(values.var(0, ddof=1), 4, mode="edge")
+    spread = np.sqrt(np.convolve(padded, np.ones(9)/9, "valid"))
+    return dict(mean=[float(f"{x:.6g}") for x in values.mean(0)],
+                spread=[float(f"{x:.4g}") for x in spread])
 
 def _z(values:list, stats:dict, seeds:int)->np.ndarray:
     mean, spread = np.array(stats["mean"]), np.array(stats["spread"])
@@ -691,7 +736,8 @@ def check_envelope(
         what = odd[near] if near else []
         few = f": that of {near} differs in {', '.join(what)}" if 0 < len(what) <= 3 else ""
         yield f"no envelope fits this run{few}"
-        if near and [w.split()[0] for w in what] == ["lr"]: yield from _other_rate(case, near, known[near])
+        if near and [w.split()[0] for w in what] == ["lr"]:
+            yield from _other_rate(case, near, known[near])
         return
     e, values = known[fits[0]], envelope_values(case)
     n = sum(1 for _ in takewhile(lambda ab: ab[0] == ab[1], zip(values["steps"], e["steps"])))
@@ -724,27 +770,29 @@ def _other_rate(case:Case, name:str, e:dict)->Iterator: # The envelope differs i
     what = f"{_WORDS['final']}, in standard deviations of the envelope {name}"
     yield Looked(what, z, f"below {OUTSIDE:g}")
     if not z > OUTSIDE: return
-    sentence = (f"healthy runs of this config have a learning rate of {rate:g} and end at an excess of "
-                f"{final['mean'][0]:.4g}; with {case.train.lr:g} this one ends at {ends[0]:.4g}")
+    sentence = (f"healthy runs of this config have a learning rate of {rate:g} and end at an "
+                f"excess of {final['mean'][0]:.4g}; with {case.train.lr:g} this one ends at "
+                f"{ends[0]:.4g}")
     if case.train.lr < rate: yield sentence             # careful, not wrong
     else: yield Finding(f"learning rate × {case.train.lr/rate:.3g}", sentence, LIKELY)
 
 # %% ../../nbs/06c_doctor.ipynb #b7489346
 CHECKS = (check_start, check_rate, check_updates, check_optimizer, check_weights, check_reading,
-          check_course, check_floor, check_overfitting, check_tokens, check_duplicates, check_order,
-          check_tie, check_inside)
+          check_course, check_floor, check_overfitting, check_tokens, check_duplicates,
+          check_order, check_tie, check_inside)
 
 # %% ../../nbs/06c_doctor.ipynb #c4e55367
 def examine(
     run,              # The run's folder, or the `Case` that `open_case` made of it
     known:dict|None=None,  # Name to envelope: none for those that come with the course
 )->Findings:
-    "What is wrong with a run. `FileNotFoundError` or `ValueError`, in one line, for what is no run."
+    "What is wrong with a run. `FileNotFoundError` or `ValueError`, in one line, if it is none."
     case = run if isinstance(run, Case) else open_case(run)
     known = envelopes() if known is None else known
     read = [s for check in CHECKS for s in check(case)]
     forward = list(check_forward(case, made := replays(case)))
-    likely = tuple((name, Step(forward=f)) for name,f in (s for s in forward if isinstance(s, tuple))
+    explained = [s for s in forward if isinstance(s, tuple)]
+    likely = tuple((name, Step(forward=f)) for name,f in explained
                    if f.average == "tokens" and not f.dropout and not f.own_head)
     steps = list(check_steps(case, made, not _shown([*read, *forward]), likely))
     said = [*forward, *steps, *read, *check_envelope(case, known)]
@@ -766,7 +814,8 @@ def report(
     head = [f"{findings.run}: nothing wrong found"]
     if findings.causes:
         first, *others = findings.causes
-        head = [f"{findings.run}: most likely {first.name} (weight {first.weight:g})", f"  {first.sentence}"]
+        head = [f"{findings.run}: most likely {first.name} (weight {first.weight:g})",
+                f"  {first.sentence}"]
         for f in others: head += [f"also seen: {f.name} (weight {f.weight:g})", f"  {f.sentence}"]
     return head + [f"remark: {r}" for r in findings.remarks] + ["", str(table_of(findings))]
 
@@ -774,4 +823,5 @@ def report(
 def table_of(findings:Findings)->Table:
     "All that was looked at."
     text = lambda v: f"{v:,.4g}" if is_number(v) else v
-    return Table([dict(looked_at=l.what, found=text(l.found), healthy=text(l.expected)) for l in findings.looked])
+    return Table([dict(looked_at=l.what, found=text(l.found), healthy=text(l.expected))
+                  for l in findings.looked])
