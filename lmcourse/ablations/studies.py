@@ -29,6 +29,7 @@ class Study:
     seeds:int = 3            # Of every variant, fixed before the first run: five where the effect is small
     equal_flops:bool = False # Runs have the same FLOPs, and not the same tokens
     published:tuple = ()     # Pairs of a variant of `full` and its key in the ledger after `cs336-report.`; the first is the base
+    pairs:tuple = ()         # Two variants of `small` each, compared beside those with the base
     alike:bool = True        # Whether a variant of `small` is the same change as the one of `full` with its name
 
 STUDIES = {}
@@ -64,7 +65,7 @@ def study_table(
     study, experiment = STUDIES[name], experiment_of(name, scale, **more)
     theirs = _published(study) if scale == "full" or study.alike else {}
     beside = lambda variant, runs: dict(zip(("published", "published difference"), theirs.get(variant, (None, None))))
-    return compare_variants(experiment, lines, study.measure, beside)
+    return compare_variants(experiment, lines, study.measure, beside, study.pairs if scale == "small" else ())
 
 # %% ../../nbs/06b_studies.ipynb #93c3daaf
 def _published(study:Study)->dict: # Variant to the published loss, and how much it is above the published base
@@ -92,6 +93,7 @@ def _batches(sizes:tuple, base:int, lr:float, steps:int, cap:float)->dict: # Equ
 _SMALL = {name: change for name,change in _batches((1, 16), 4, 1e-2, 3000, .03).items() if not name.endswith("steps, root")}
 STUDIES["batch-size"] = Study("What does a larger batch buy?", _SMALL,
     _batches((1, 8, 32, 64, 256, 512), 128, 2e-3, 5000, 3e-3), alike=False,
+    pairs=(("16, tokens, root", "16, tokens"), ("1, tokens, root", "1, tokens")),
     published=(("128", "batch-sweep.fixed-lr.128"), *((f"{b}, steps", f"batch-sweep.fixed-lr.{b}") for b in (1, 8, 32, 64, 256, 512)),
                *((f"{b}, steps, root", f"batch-sweep.tuned-lr.{b}") for b in (1, 8, 32, 256, 512))))
 
@@ -102,12 +104,14 @@ _NORMS:dict = {"norm": {}, "none": _NO_NORM, "none, scaled": _SCALED}
 STUDIES["no-norm"] = Study("Does training need a norm?",
     {**_NORMS, "none, scaled, 0.02": _SCALED | dict(embedding_std=.02), "norm, 0.001": dict(lr=1e-3), "none, 0.001": _NO_NORM | dict(lr=1e-3),
      **{f"8 layers, {kind}": change | dict(num_layers=8) for kind,change in _NORMS.items()}},
-    {"norm": {}, **{f"none, {r:g}": _NO_NORM | dict(lr=r) for r in (2e-3, 5e-4, 1e-4)}, "none, scaled": _SCALED})
+    {"norm": {}, **{f"none, {r:g}": _NO_NORM | dict(lr=r) for r in (2e-3, 5e-4, 1e-4)}, "none, scaled": _SCALED},
+    pairs=(("none, 0.001", "norm, 0.001"), ("8 layers, none, scaled", "8 layers, norm")))
 
 # %% ../../nbs/06b_studies.ipynb #1c6bbf57
 _PLACES = {place: dict(norm_position=place) for place in ("pre", "post", "sublayer")}
 STUDIES["norm-position"] = Study("Before the branch, after the sum, or after the branch?",
-    _PLACES | {f"{place}, 0.003": change | dict(lr=3e-3) for place,change in _PLACES.items()}, _PLACES, published=(("pre", "ablation.base"), ("sublayer", "ablation.post-norm")))
+    _PLACES | {f"{place}, 0.003": change | dict(lr=3e-3) for place,change in _PLACES.items()}, _PLACES,
+    pairs=(("post, 0.003", "pre, 0.003"), ("sublayer, 0.003", "pre, 0.003")), published=(("pre", "ablation.base"), ("sublayer", "ablation.post-norm")))
 
 # %% ../../nbs/06b_studies.ipynb #74774fa0
 _KINDS = {p: dict(position=p) for p in ("rope", "learned", "sinusoidal", "none")}
@@ -133,7 +137,8 @@ STUDIES["heads"] = Study("How many heads, and how many of keys and values?",
 _GUARDS:dict = {"base": {}, "z-loss": dict(z_loss=1e-4), "QK-norm": dict(qk_norm=True)}
 def _guards(lr:float)->dict: return _GUARDS | {f"{name}, {lr:g}": change | dict(lr=lr) for name,change in _GUARDS.items()}
 
-STUDIES["stability"] = Study("What do QK-norm and z-loss protect from?", _guards(3e-2), _guards(5e-3), seeds=5)
+STUDIES["stability"] = Study("What do QK-norm and z-loss protect from?", _guards(3e-2), _guards(5e-3), seeds=5,
+    pairs=(("z-loss, 0.03", "base, 0.03"), ("QK-norm, 0.03", "base, 0.03")))
 
 # %% ../../nbs/06b_studies.ipynb #77aad078
 _DECAYS = {"0.01": {}, "0": dict(weight_decay=0.), "0.1": dict(weight_decay=.1), "1": dict(weight_decay=1.)}
@@ -153,7 +158,8 @@ STUDIES["vocabulary"] = Study("How large a vocabulary, in bits per byte?", {"512
 def _optimizers(rates:tuple)->dict:
     return {f"AdamW, {rates[0]:g}": {}} | {f"AdamW, {r:g}": dict(lr=r) for r in rates[1:]} | {f"Muon, {r:g}": dict(lr=r, optimizer="muon") for r in rates}
 
-STUDIES["optimizer"] = Study("Is Muon better than AdamW, each at its own rate?", _optimizers((1e-2, 5e-3, 2e-2, 4e-2)), _optimizers((2e-3, 1e-3, 3e-3)))
+STUDIES["optimizer"] = Study("Is Muon better than AdamW, each at its own rate?", _optimizers((1e-2, 5e-3, 2e-2, 4e-2)), _optimizers((2e-3, 1e-3, 3e-3)),
+    pairs=tuple((f"Muon, {rate}", f"AdamW, {rate}") for rate in ("0.005", "0.02", "0.04")))
 
 # %% ../../nbs/06b_studies.ipynb #35a9661e
 _BIASES = {"none": {}, "biases": dict(bias=True)}

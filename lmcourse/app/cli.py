@@ -643,9 +643,9 @@ class SmokeCommand:
 class AblateCommand:
     "Make the runs of one of chapter 06's studies, or those of them that are missing; without STUDY, list them."
     study: word(str|None, "STUDY") = None       # Its name
-    scale: Literal["small", "full"] = "small"   # Half-minute runs for two cores, or the published set-up for a GPU
+    scale: Literal["small", "full"] = "small"   # Runs of a minute for two cores, or the published set-up for a GPU
     device: str = "cpu"                         # cpu, cuda, mps, or auto for the best there is
-    seeds: tuple[int, ...] = (0, 1, 2)          # Of every variant
+    seeds: tuple[int, ...]|None = None          # Of every variant; by default as many as the study was planned with
     corpus: str|None = None                     # Another corpus than the scale's: stories for small, tinystories for full
     tokens: int|None = None                     # Training tokens of a run; by default the scale's
     processes: int|None = None                  # Runs at a time; by default one a core, or one on a GPU
@@ -663,7 +663,7 @@ class AblateCommand:
             experiment, device = experiment_of(self.study, self.scale, **more), pick_device(self.device).type
             jobs, missing = experiment.runs(), missing_runs(experiment, self.out)
             for name in {job.data.corpus for job in missing.values()}: documents(name)
-        say(f"{self.study}, {self.scale}: {len(experiment.variants)} variants x {len(self.seeds)} seeds = {len(jobs)} runs, {len(missing)} to be made, lines in {self.out}")
+        say(f"{self.study}, {self.scale}: {len(experiment.variants)} variants x {len(experiment.seeds)} seeds = {len(jobs)} runs, {len(missing)} to be made, lines in {self.out}")
         command = " ".join([f"lmcourse ablate {self.study} --scale {self.scale} --device {device}", *(f"--{k} {v}" for k,v in more.items() if v and k != "seeds")])
         try: lines = run_experiment(experiment, self.out, self.work, self.processes, device, command, say)
         except KeyboardInterrupt: raise KeyboardInterrupt("interrupted; go on with the same command") from None
