@@ -188,7 +188,7 @@ def broken(work, whole):
     ("doctor not-weights", "not-weights"),
     ("ablate learning-rat", "did you mean 'learning-rate'?"),
     ("ablate head --scale tiny", "('small', 'full')"),
-    ("ablate head --tokens 500", "a budget of 500 tokens is smaller than one step, which takes 512"),
+    ("ablate head --tokens 1000", "a budget of 1,000 tokens is smaller than one step, which takes 1,024"),
     ("ablate head --corpus storys", "did you mean 'stories'?"),
     ("ablate head --seeds -1", "seed = -1, expected 0 or more"),
     ("ablate head --processes 0", "processes = 0, expected 1 or more"),

@@ -649,9 +649,9 @@ class SmokeCommand:
 class AblateCommand:
     "Make the runs of one of chapter 06's studies, or those of them that are missing; without STUDY, list them."
     study: word(str|None, "STUDY") = None       # Its name
-    scale: Literal["small", "full"] = "small"   # Runs of a minute for two cores, or the published set-up for a GPU
+    scale: Literal["small", "full"] = "small"   # Half-minute runs for two cores, or the published set-up for a GPU
     device: str = "cpu"                         # cpu, cuda, mps, or auto for the best there is
-    seeds: tuple[int, ...]|None = None          # Of every variant; by default as many as the study was planned with
+    seeds: tuple[int, ...] = (0, 1, 2)          # Of every variant
     corpus: str|None = None                     # Another corpus than the scale's: stories for small, tinystories for full
     tokens: int|None = None                     # Training tokens of a run; by default the scale's
     processes: int|None = None                  # Runs at a time; by default one a core, or one on a GPU
