@@ -256,7 +256,7 @@ def run_experiment(
     missing, work = missing_runs(experiment, results), Path(work)
     for name in {job.data.corpus for job in missing.values()}: documents(name) # refuses what is not there, before anything is made
     processes = processes or (cores() if device == "cpu" else 1)
-    work.mkdir(parents=True, exist_ok=True)
+    for folder in (Path(results).parent, work): folder.mkdir(parents=True, exist_ok=True)    # The lines must have a place before the work is done
     with open(work/"lock", "w", encoding="utf-8") as file:
         lock_file(file)
         places = {key: prepare_corpus(job.data, work/"data") for key,job in missing.items()}

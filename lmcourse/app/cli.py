@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['CUT_OFF', 'BENCHES', 'COMPLETIONS', 'COMMANDS', 'ABOUT', 'checking_input', 'source', 'TokenizerCommand',
-           'PrepareCommand', 'say', 'wrapped', 'refuse_existing', 'refuse_unwritable', 'learn_tokenizer', 'in_bytes',
-           'all_or_nothing', 'prepare', 'validation_documents', 'training_documents', 'NotThisJob', 'begun',
+           'PrepareCommand', 'say', 'wrapped', 'learn_tokenizer', 'in_bytes', 'all_or_nothing', 'refuse_existing',
+           'refuse_unwritable', 'prepare', 'validation_documents', 'training_documents', 'NotThisJob', 'begun',
            'unfinished_job', 'told_to_go_on', 'ngram_line', 'TrainCommand', 'new_trainer', 'open_data',
            'matching_tokenizer', 'go_on', 'model_table', 'cost_lines', 'speed_lines', 'device_here', 'train_to_the_end',
            'result_line', 'loss_plot', 'draw', 'story', 'decoder_for', 'beginning', 'GenerateCommand', 'ServeCommand',
@@ -118,15 +118,6 @@ def wrapped(text:str, indent:str="", hanging:int=0)->str: # Between words, as wi
     width = min(shutil.get_terminal_size((100, 24)).columns, 100)
     return "\n".join(textwrap.fill(line, width, initial_indent=indent, subsequent_indent=indent + " "*hanging) for line in text.split("\n"))
 
-def refuse_existing(folder:Path):
-    if folder.exists(): raise FileExistsError(f"{folder} exists; name a folder that does not, or remove it")
-    refuse_unwritable(folder)
-
-def refuse_unwritable(path:Path): # Where nothing could be kept, no work is begun
-    above = next(p for p in (path, *path.absolute().parents) if p.exists())
-    if above != path and not above.is_dir(): raise NotADirectoryError(f"{path} can't be made: {above.name} is a file")
-    if not os.access(above, os.W_OK): raise PermissionError(f"{path}: {above} can't be written")
-
 def learn_tokenizer(texts, vocab_size:int)->Tokenizer: # What there is to say of it goes to the output, and not to the errors
     with warnings.catch_warnings(record=True) as notes:
         warnings.simplefilter("always")
@@ -146,6 +137,16 @@ def all_or_nothing(folder:Path, but:tuple=()): # What ends the block early, `but
     except BaseException:
         shutil.rmtree(new, ignore_errors=True)
         raise
+
+# %% ../../nbs/90c_cli.ipynb #10810f08
+def refuse_existing(folder:Path):
+    if folder.exists(): raise FileExistsError(f"{folder} exists; name a folder that does not, or remove it")
+    refuse_unwritable(folder)
+
+def refuse_unwritable(path:Path): # Where nothing could be kept, no work is begun
+    above = next(p for p in (path, *path.absolute().parents) if p.exists())
+    if above != path and not above.is_dir(): raise NotADirectoryError(f"{path} can't be made: {above.name} is a file")
+    if not os.access(above, os.W_OK): raise PermissionError(f"{path}: {above} can't be written")
 
 # %% ../../nbs/90c_cli.ipynb #bebed415
 def prepare(
@@ -666,7 +667,6 @@ class AblateCommand:
         more:dict = dict(seeds=self.seeds, corpus=self.corpus, tokens=self.tokens)
         with checking_input():
             if self.processes is not None and self.processes < 1: raise ValueError(f"processes = {self.processes}, expected 1 or more")
-            for place in (self.out, self.work): refuse_unwritable(place)
             experiment, device = experiment_of(self.study, self.scale, **more), pick_device(self.device).type
             jobs, missing = experiment.runs(), missing_runs(experiment, self.out)
             for name in {job.data.corpus for job in missing.values()}: documents(name)
