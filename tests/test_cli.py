@@ -106,6 +106,7 @@ def broken(work, whole):
     "Files and folders with something wrong."
     (work/"empty.txt").write_text("")
     (work/"binary.txt").write_bytes(bytes(range(256))*20)
+    (work/"latin.txt").write_text("café\n"*100, encoding="latin-1")
     (work/"short.txt").write_text("a few words\nand a few more\n")
     (work/"letter.txt").write_text("a")
     (work/"same.txt").write_text("a line\n"*2)
@@ -138,7 +139,7 @@ def broken(work, whole):
 @pytest.mark.parametrize("words, answer", [
     ("quickstart --data text:nowhere.txt", "nowhere.txt: no such file"),
     ("quickstart --data text:empty.txt", "empty.txt: the file is empty"),
-    ("quickstart --data text:binary.txt", "binary.txt: not UTF-8 text (byte 0x80 at 128)"),
+    ("quickstart --data text:binary.txt", "binary.txt: a binary file (a zero byte at 0)"),
     ("quickstart --data text:short.txt", "one window needs 256"),
     ("quickstart --data text:letter.txt", "nothing is left for training"),
     ("prepare text:letter.txt new --tokenizer tok", "nothing is left for training"),
@@ -216,7 +217,7 @@ def broken(work, whole):
     ("check 01.split nowhere.py", "nowhere.py: no such file"),
     ("check 01.split small.txt", "expected a file that ends in .py or .ipynb"),
     ("exercises 01 --progress damaged.jsonl", "damaged.jsonl: no progress file"),
-    ("prepare text:binary.txt new --tokenizer tok", "binary.txt: not UTF-8 text"),
+    ("prepare text:latin.txt new --tokenizer tok", "latin.txt: not UTF-8 text (byte 0xe9 at 3)"),
     ("tokenizer text:empty.txt new", "empty.txt: the file is empty"),
     ("no-such-command", "quickstart, tokenizer, prepare, train, generate, plot, check, exercises, account, serve, ablate, doctor, bench, smoke, completion"),
 ])

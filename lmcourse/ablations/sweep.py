@@ -18,7 +18,7 @@ from collections.abc import Callable
 from typing import ClassVar
 import numpy as np
 from .. import __version__
-from ..tools.config import Config, ModelConfig, TrainConfig, unknown
+from ..tools.config import Config, ModelConfig, TrainConfig, refuse_unwritable, unknown
 from ..tools.documents import documents
 from ..tools.machine import cores, machine_name
 from ..tools.show import COLORS, Table, figure
@@ -243,6 +243,7 @@ def missing_runs(
     done = {key for key,line in read_lines(results).items() if line["status"] != "crashed"}
     return {job.key: job for job in experiment.runs().values() if job.key not in done}
 
+# %% ../../nbs/06a_sweep.ipynb #f877dc83
 def run_experiment(
     experiment:Experiment, # What
     results,               # File of lines: runs that it has are not made again
@@ -253,10 +254,11 @@ def run_experiment(
     report:Callable=print, # Told a sentence about each run that has ended
 )->dict: # Key to line, of this experiment
     "Make the runs that are missing. `KeyboardInterrupt` leaves checkpoints from which the next call goes on."
+    for place in (results, work): refuse_unwritable(place)
     missing, work = missing_runs(experiment, results), Path(work)
     for name in {job.data.corpus for job in missing.values()}: documents(name) # refuses what is not there, before anything is made
     processes = processes or (cores() if device == "cpu" else 1)
-    for folder in (Path(results).parent, work): folder.mkdir(parents=True, exist_ok=True)    # The lines must have a place before the work is done
+    work.mkdir(parents=True, exist_ok=True)
     with open(work/"lock", "w", encoding="utf-8") as file:
         lock_file(file)
         places = {key: prepare_corpus(job.data, work/"data") for key,job in missing.items()}

@@ -5,12 +5,12 @@
 # %% auto #0
 __all__ = ['CUT_OFF', 'BENCHES', 'COMPLETIONS', 'COMMANDS', 'ABOUT', 'checking_input', 'source', 'TokenizerCommand',
            'PrepareCommand', 'say', 'wrapped', 'learn_tokenizer', 'in_bytes', 'all_or_nothing', 'refuse_existing',
-           'refuse_unwritable', 'prepare', 'validation_documents', 'training_documents', 'NotThisJob', 'begun',
-           'unfinished_job', 'told_to_go_on', 'ngram_line', 'TrainCommand', 'new_trainer', 'open_data',
-           'matching_tokenizer', 'go_on', 'model_table', 'cost_lines', 'speed_lines', 'device_here', 'train_to_the_end',
-           'result_line', 'loss_plot', 'draw', 'story', 'decoder_for', 'beginning', 'GenerateCommand', 'ServeCommand',
-           'PlotCommand', 'QuickstartCommand', 'get_ready', 'plan', 'keep', 'AccountCommand', 'smoke', 'SmokeCommand',
-           'AblateCommand', 'DoctorCommand', 'BenchTokenizerCommand', 'BenchTrainingCommand', 'BenchLoopCommand',
+           'prepare', 'validation_documents', 'training_documents', 'NotThisJob', 'begun', 'unfinished_job',
+           'told_to_go_on', 'ngram_line', 'TrainCommand', 'new_trainer', 'open_data', 'matching_tokenizer', 'go_on',
+           'model_table', 'cost_lines', 'speed_lines', 'device_here', 'train_to_the_end', 'result_line', 'loss_plot',
+           'draw', 'story', 'decoder_for', 'beginning', 'GenerateCommand', 'ServeCommand', 'PlotCommand',
+           'QuickstartCommand', 'get_ready', 'plan', 'keep', 'AccountCommand', 'smoke', 'SmokeCommand', 'AblateCommand',
+           'DoctorCommand', 'BenchTokenizerCommand', 'BenchTrainingCommand', 'BenchLoopCommand',
            'BenchGenerationCommand', 'BenchCommand', 'CheckCommand', 'ExercisesCommand', 'CompletionCommand',
            'one_line', 'parse', 'main', 'kill_as_ctrl_c']
 
@@ -26,7 +26,7 @@ from typing import Annotated, Literal, Union
 import numpy as np
 import tyro
 from .. import __version__
-from ..tools.config import ModelConfig, TrainConfig, UserError, unknown
+from ..tools.config import ModelConfig, TrainConfig, UserError, refuse_unwritable, unknown
 from ..tools.documents import documents
 from ..tools.ledger import published
 from ..tools.machine import cores, keep_freed_memory
@@ -143,10 +143,6 @@ def refuse_existing(folder:Path):
     if folder.exists(): raise FileExistsError(f"{folder} exists; name a folder that does not, or remove it")
     refuse_unwritable(folder)
 
-def refuse_unwritable(path:Path): # Where nothing could be kept, no work is begun
-    above = next(p for p in (path, *path.absolute().parents) if p.exists())
-    if above != path and not above.is_dir(): raise NotADirectoryError(f"{path} can't be made: {above.name} is a file")
-    if not os.access(above, os.W_OK): raise PermissionError(f"{path}: {above} can't be written")
 
 # %% ../../nbs/90c_cli.ipynb #bebed415
 def prepare(
