@@ -22,6 +22,9 @@ test: $(READY) ## everything a change must pass
 test-all: $(READY) ## the same with the long tier
 	$(BIN)/python tools/check.py --slow
 
+matrix: $(READY) ## the notebooks and tests in many surroundings, one after another: hours
+	$(BIN)/python tools/matrix.py
+
 docs: $(READY) ## the site, in _docs (with Quarto where it is installed)
 	@if command -v quarto >/dev/null; then PATH="$(abspath $(BIN)):$$PATH" python tools/build_docs.py --quarto; else $(BIN)/python tools/build_docs.py; fi
 
@@ -50,4 +53,4 @@ $(READY): settings.ini setup.py pyproject.toml constraints.txt
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_EXTRA) -c constraints.txt -e '.[dev]'
 	@touch $@
 
-.PHONY: help quickstart test test-all docs lab student bench clean
+.PHONY: help quickstart test test-all matrix docs lab student bench clean

@@ -8,7 +8,7 @@ TOLD = Path("/proc/self/task").exists()
 def wait_for(true, seconds=300):
     end = time.monotonic() + seconds
     while not true():
-        assert time.monotonic() < end, "waited in vain"
+        if time.monotonic() > end: raise TimeoutError(f"waited {seconds} s in vain")
         time.sleep(.002)
 
 

@@ -91,7 +91,8 @@ def test_contenders_take_turns_each_with_its_product():
         def ask(self, action, name, setting):
             assert name == self.name and bench.Setting.from_json(setting) == TINY
             order.append(f"{name}:{action[4:]}")
-            return dict(wall_s=1., cpu_s=1., count=2)
+            return dict(made_up)
+    made_up = dict(wall_s=1., cpu_s=1., count=2)
     order, names = [], ["NumPy", "transformers"]
     measured = bench.measure_training_steps({n: Fake(n) for n in names}, TINY, 2)
     assert order == ["NumPy:steps", "NumPy:products", "transformers:steps"]*2

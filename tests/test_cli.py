@@ -106,6 +106,7 @@ def broken(work, whole):
     "Files and folders with something wrong."
     (work/"empty.txt").write_text("")
     (work/"binary.txt").write_bytes(bytes(range(256))*20)
+    (work/"latin.txt").write_text("café\n"*100, encoding="latin-1")
     (work/"short.txt").write_text("a few words\nand a few more\n")
     (work/"letter.txt").write_text("a")
     (work/"same.txt").write_text("a line\n"*2)
@@ -138,7 +139,7 @@ def broken(work, whole):
 @pytest.mark.parametrize("words, answer", [
     ("quickstart --data text:nowhere.txt", "nowhere.txt: no such file"),
     ("quickstart --data text:empty.txt", "empty.txt: the file is empty"),
-    ("quickstart --data text:binary.txt", "binary.txt: not UTF-8 text (byte 0x80 at 128)"),
+    ("quickstart --data text:binary.txt", "binary.txt: a binary file (a zero byte at 0)"),
     ("quickstart --data text:short.txt", "one window needs 256"),
     ("quickstart --data text:letter.txt", "nothing is left for training"),
     ("prepare text:letter.txt new --tokenizer tok", "nothing is left for training"),
@@ -162,7 +163,7 @@ def broken(work, whole):
     ("train data whole", "whole exists"),
     ("train nowhere new", "nowhere is no folder that `lmcourse prepare` has finished"),
     ("train data new --vocab-size 5000", "leave the option out, the tokenizer decides"),
-    ("train data new --batch-size 1000000", "of memory, and this machine has"),
+    ("train data new --batch-size 100000", "of memory, and this machine has"),
     ("account gpt2-xl", "did you mean --preset gpt2-xl?"),
     ("exercises 55", "there are 01, 02, 03, 04, 05, 06, 07, ablations"),
     ("plot whole --out nowhere/loss.png", "nowhere: no such folder"),
@@ -216,15 +217,25 @@ def broken(work, whole):
     ("check 01.split nowhere.py", "nowhere.py: no such file"),
     ("check 01.split small.txt", "expected a file that ends in .py or .ipynb"),
     ("exercises 01 --progress damaged.jsonl", "damaged.jsonl: no progress file"),
-    ("prepare text:binary.txt new --tokenizer tok", "binary.txt: not UTF-8 text"),
+    ("prepare text:latin.txt new --tokenizer tok", "latin.txt: not UTF-8 text (byte 0xe9 at 3)"),
     ("tokenizer text:empty.txt new", "empty.txt: the file is empty"),
     ("no-such-command", "quickstart, tokenizer, prepare, train, generate, plot, check, exercises, account, serve, ablate, doctor, bench, smoke, completion"),
 ])
-def test_a_mistake_is_one_line_and_leaves_nothing(broken, words, answer):
+def test_a_mistake_is_one_line_and_leaves_nothing(broken, monkeypatch, capsys, words, answer):
+    before = sorted(broken.rglob("*"))
+    monkeypatch.chdir(broken)
+    with pytest.raises(SystemExit) as end: cli.main(words.split())
+    said = capsys.readouterr().err
+    assert end.value.code == 2 and said.startswith("lmcourse: ") and said.count("\n") == 1 and answer in said, said
+    assert sorted(broken.rglob("*")) == before
+
+
+@pytest.mark.parametrize("words", ["no-such-command", "train data new --lr inf", "train nowhere new", "generate not-weights"])
+def test_a_mistake_ends_the_process_with_2(broken, words):
     before = sorted(broken.rglob("*"))
     done = lmcourse(*words.split(), cwd=broken)
     assert done.returncode == 2, done.stdout + done.stderr
-    assert done.stderr.startswith("lmcourse: ") and done.stderr.count("\n") == 1 and answer in done.stderr, done.stderr
+    assert done.stderr.startswith("lmcourse: ") and done.stderr.count("\n") == 1, done.stderr
     assert sorted(broken.rglob("*")) == before
 
 

@@ -24,6 +24,9 @@ NOT_TIMED = [
     "end = time.time() + 60\nwhile not ready() and time.time() < end: pass\nassert ready()",
     "report_speed({'twice as fast': time.perf_counter() > 2})", "assert trainer.elapsed >= 0",
     "def test(monkeypatch):\n    monkeypatch.setattr('time.perf_counter', lambda: now)\n    assert time.perf_counter() == 3",
+    "def ticks(monkeypatch): monkeypatch.setattr(time, 'perf_counter', next)\ndef test(ticks): assert time.perf_counter() == 3",
+    "with patch.object(time, 'perf_counter', lambda: 7): at = time.perf_counter()\nassert at == 7",
+    "rows = [dict(rate=time.perf_counter())]\nrows = [dict(rate=published)]\nassert rows[0]['rate'] == 3",
 ]
 
 

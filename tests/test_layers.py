@@ -321,3 +321,10 @@ def test_products_by_onednn_end_with_the_block():
     second.__exit__(None, None, None)
     assert ours() == outside
     check_close(a@a, before, 0, 0)
+
+
+def test_a_loss_is_finite_where_its_logits_are():
+    "Logits of 1e26, as of a deep model without norms: their squares are beyond float32, the loss is not"
+    x, head = torch.tensor([[1e13, -2e13], [3e13, 1e13]]), torch.tensor([[1e13, 0.], [0., 1e13], [1e12, 1e12]])
+    loss = linear_cross_entropy(x, head, torch.tensor([1, 2]))
+    assert loss == torch.nn.functional.cross_entropy(x@head.T, torch.tensor([1, 2])) and 2e26 < loss < 3e26

@@ -7,7 +7,7 @@ import pytest
 pytest.importorskip("torch")
 from lmcourse.ablations import sweep
 from lmcourse.ablations.studies import SCALES, STUDIES, experiment_of, study_table
-from lmcourse.ablations.sweep import RunData, Experiment, Run, add_line, compare_variants, paired_difference, prepare_corpus, read_lines
+from lmcourse.ablations.sweep import RunData, Experiment, Run, add_line, compare_pairs, compare_variants, holm, paired_difference, paired_p, prepare_corpus, read_lines
 from lmcourse.ablations.sweep import run_experiment, student_t
 from lmcourse.tools.checks import expect_error
 from lmcourse.tools.config import ModelConfig, TrainConfig
@@ -208,3 +208,30 @@ def test_the_interval_covers_the_difference_as_often_as_it_says():
     rng = np.random.default_rng(0)
     pairs = [paired_difference(rng.normal(1., 1., 3).tolist(), [0.]*3) for _ in range(2000)]
     assert abs(statistics.fmean(abs(mean - 1) < half for mean, half in pairs) - .95) < 3*math.sqrt(.95*.05/2000)
+
+
+def test_p_values_are_those_of_the_paired_test():
+    from scipy.stats import ttest_rel
+    a, b = [1.3, 1.1, 1.9, 1.4], [1.0, 1.2, 1.5, 1.1]
+    assert paired_p(a, b) == pytest.approx(ttest_rel(a, b).pvalue, rel=1e-9) == paired_p(b, a)
+    assert paired_p([1.], [2.]) is None and paired_p([1., 2.], [1., 2.]) == 1 and paired_p([2., 3.], [1., 2.]) == 0
+
+
+@pytest.mark.parametrize("p, corrected", [
+    ([], []), ([.04], [.04]), ([.01, .02], [.02, .02]), ([.02, .01], [.02, .02]), ([.02, .02, .02], [.06]*3),
+    ([.001, .02, .04, .5], [.004, .06, .08, .5]), ([.4, .6], [.8, .8]), ([.9, .8, .7], [1, 1, 1])])
+def test_holm(p, corrected):
+    "The smallest times their number, the next times one less; none below the one before, none above 1"
+    assert holm(dict(enumerate(p))) == pytest.approx(dict(enumerate(corrected)))
+
+
+def test_a_planned_pair_counts_in_the_family():
+    e, values = experiment(seeds=(0, 1, 2), base={}, a=dict(lr=3e-3), b=dict(lr=2e-3)), dict(base=(1., 1.1, 1.2), a=(.8, .92, 1.), b=(.7, .8, .95))
+    lines = {run.key: dict(status="done", result=dict(loss=values[name][seed])) for (name, seed), run in e.runs().items()}
+    alone, more = compare_pairs(e, lines), compare_pairs(e, lines, pairs=(("b", "a"), ("a", "base")))
+    assert set(alone) == {("a", "base"), ("b", "base")} and set(more) == {*alone, ("b", "a")}
+    p = {pair: paired_p(*(values[name] for name in pair)) for pair in more}
+    assert {pair: c for pair, (*_, c) in more.items()} == pytest.approx(holm(p))
+    assert all(more[pair][2] >= alone[pair][2] and more[pair][:2] == alone[pair][:2] for pair in alone)
+    del lines[e.runs()["a", 2].key], lines[e.runs()["a", 1].key]
+    assert compare_pairs(e, lines)["a", "base"][1:] == (None, None)

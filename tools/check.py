@@ -1,6 +1,7 @@
-"""Everything a change must pass, in an environment that is ready. Usage: tools/check.py [--slow]
+"""Everything a change must pass, in an environment that is ready. Usage: tools/check.py [--slow] [--only STEP ...]
 
-`--slow` adds the long tier: notebook cells and tests that are marked `slow`.
+`--slow` adds the long tier: notebook cells and tests that are marked `slow`. `--only` takes some of the steps: packages, style,
+types, sync, pages, notebooks, tests, site, browser; in the long tier, lab.
 """
 import argparse, os, shutil, signal, subprocess, sys, tempfile, time
 from pathlib import Path
@@ -49,24 +50,35 @@ def notebooks(slow):
     if left := sorted(map(str, files(ROOT).keys() - before)): sys.exit("left behind by a notebook: " + ", ".join(left))
 
 
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--slow", action="store_true", help="add the long tier")
-    slow = parser.parse_args().slow
-    ENV |= {"HYPOTHESIS_PROFILE": "random" if slow else "same"} # A change is not refused for what another one did
-    if slow: ENV["LMCOURSE_SLOW"] = "1"
+def tests(slow, *chosen, processes=None):
+    each = ["-n", str(processes or min(4, os.cpu_count() or 1)), "--dist", "loadfile"] if processes != 1 else []
+    run(sys.executable, "-m", "pytest", "-q", *each, *chosen, *(["-m", "not bench"] if slow else []), seconds=5400 if slow else 1800)
+
+
+def steps(slow):
     python = (sys.executable, "-m")
-    steps = {
-        "installed packages fit": lambda: run(*python, "pip", "check"),
+    return {
+        "packages": lambda: run(*python, "pip", "check"),
         "style": lambda: run("ruff", "check"),
         "types": lambda: run("mypy"),
-        "notebooks and library in sync": in_sync,
+        "sync": in_sync,
+        "pages": lambda: tests(slow, "tests/pages", processes=1),   # Prose, links, layout: what a look at the files can tell
         "notebooks": lambda: notebooks(slow),
-        "tests": lambda: run(*python, "pytest", "-q", "-n", str(min(4, os.cpu_count() or 1)), "--dist", "loadfile", "tests", *(["-m", "not bench"] if slow else []), seconds=3600 if slow else 1800),
+        "tests": lambda: tests(slow, "tests", "--ignore=tests/pages"),
         "site": lambda: run(sys.executable, "tools/build_docs.py", "--force"),
-        "site in a browser": lambda: run(sys.executable, "tools/check_site.py"),
-    }
-    for name, step in steps.items():
+        "browser": lambda: run(sys.executable, "tools/check_site.py"),
+    } | ({"lab": lambda: run(sys.executable, "tools/check_lab.py", "nbs/01d_explorer.ipynb")} if slow else {})
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--slow", action="store_true", help="add the long tier")
+    parser.add_argument("--only", nargs="+", metavar="STEP", choices=list(steps(True)), help="some steps: " + ", ".join(steps(True)))
+    words = parser.parse_args()
+    ENV |= {"HYPOTHESIS_PROFILE": "random" if words.slow else "same"} # A change is not refused for what another one did
+    if words.slow: ENV["LMCOURSE_SLOW"] = "1"
+    for name, step in steps(words.slow).items():
+        if words.only and name not in words.only: continue
         print(f"== {name}", flush=True)
         start = time.time()
         step()

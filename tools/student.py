@@ -34,10 +34,10 @@ Text, figures and code are under the Apache License 2.0, see `LICENSE`.
 
 def names(source):
     "All names that `source` uses"
-    return {n.id for n in ast.walk(ast.parse(re.sub(r"^[%!].*$", "", source, flags=re.M))) if isinstance(n, ast.Name)}
+    return {n.id for n in ast.walk(ast.parse(re.sub(r"^( *)[%!].*$", r"\1pass", source, flags=re.M))) if isinstance(n, ast.Name)}
 
 
-def statements(source, kind): return [n for n in ast.parse(re.sub(r"^[%!].*$", "", source, flags=re.M)).body if isinstance(n, kind)]
+def statements(source, kind): return [n for n in ast.parse(re.sub(r"^( *)[%!].*$", r"\1pass", source, flags=re.M)).body if isinstance(n, kind)]
 
 
 def needed_imports(sources, used, given):

@@ -13,9 +13,9 @@ from ..tools.show import Table
 from .sweep import Experiment, RunData, compare_variants, step_cost
 
 # %% ../../nbs/06b_studies.ipynb #cbbcfd26
-SCALES = { # Preset, fields that all variants change, what is read, tokens of a run
-    "small": ("small", dict(batch_size=4), RunData("stories", 512, 8., 200), 1_536_000),
-    "full": ("ts-36m", {}, RunData("tinystories", 10_000, 2500., 2000), 163_840_000),
+SCALES = { # Preset, what is read, tokens of a run
+    "small": ("small", RunData("stories", 512, 8., 200), 614_400),
+    "full": ("ts-36m", RunData("tinystories", 10_000, 2500., 2000), 163_840_000),
 }
 
 # %% ../../nbs/06b_studies.ipynb #bfcdd393
@@ -26,7 +26,6 @@ class Study:
     small:dict               # Variants of the preset `small`; the first one is the base
     full:dict                # Variants of `ts-36m`, the published set-up
     measure:str = "loss"     # What is compared
-    seeds:int = 3            # Of every variant, fixed before the first run: five where the effect is small
     equal_flops:bool = False # Runs have the same FLOPs, and not the same tokens
     published:tuple = ()     # Pairs of a variant of `full` and its key in the ledger after `cs336-report.`; the first is the base
     alike:bool = True        # Whether a variant of `small` is the same change as the one of `full` with its name
@@ -37,21 +36,19 @@ STUDIES = {}
 def experiment_of(
     name:str,          # A study, say `learning-rate`
     scale:str="small", # `small`, or `full` for the published set-up
-    seeds:tuple|None=None, # Of every variant; by default as many as the study was planned with
+    seeds:tuple=(0, 1, 2), # Of every variant
     corpus:str|None=None,  # Another corpus than the scale's, say `stories` for the full one
     tokens:int|None=None,  # Another budget of a run than the scale's
 )->Experiment:
     "What is to be run. `ValueError` for a study or scale that does not exist."
     if name not in STUDIES: raise unknown("study", name, STUDIES)
     if scale not in SCALES: raise unknown("scale", scale, SCALES)
-    study, (preset, common, data, usual) = STUDIES[name], SCALES[scale]
+    preset, data, usual = SCALES[scale]
     tokens = usual if tokens is None else tokens
     if corpus: data = replace(data, corpus=corpus)
-    train = replace(TrainConfig.preset(preset), **common)
-    each, flops = step_cost(ModelConfig.preset(preset), train)
-    budget = dict(flops=tokens//each*flops) if study.equal_flops else dict(tokens=tokens)
-    variants = {variant: common | change for variant,change in getattr(study, scale).items()}
-    return Experiment(preset, variants, tuple(range(study.seeds) if seeds is None else seeds), data=data, **budget)
+    each, flops = step_cost(ModelConfig.preset(preset), TrainConfig.preset(preset))
+    budget = dict(flops=tokens//each*flops) if STUDIES[name].equal_flops else dict(tokens=tokens)
+    return Experiment(preset, getattr(STUDIES[name], scale), tuple(seeds), data=data, **budget)
 
 # %% ../../nbs/06b_studies.ipynb #a5d862c8
 def study_table(
@@ -89,8 +86,7 @@ def _batches(sizes:tuple, base:int, lr:float, steps:int, cap:float)->dict: # Equ
                      f"{size}, tokens": dict(batch_size=size), f"{size}, tokens, root": dict(batch_size=size) | rule}
     return variants
 
-_SMALL = {name: change for name,change in _batches((1, 16), 4, 1e-2, 3000, .03).items() if not name.endswith("steps, root")}
-STUDIES["batch-size"] = Study("What does a larger batch buy?", _SMALL,
+STUDIES["batch-size"] = Study("What does a larger batch buy?", _batches((2, 32), 8, 1e-2, 600, .03),
     _batches((1, 8, 32, 64, 256, 512), 128, 2e-3, 5000, 3e-3), alike=False,
     published=(("128", "batch-sweep.fixed-lr.128"), *((f"{b}, steps", f"batch-sweep.fixed-lr.{b}") for b in (1, 8, 32, 64, 256, 512)),
                *((f"{b}, steps, root", f"batch-sweep.tuned-lr.{b}") for b in (1, 8, 32, 256, 512))))
@@ -117,12 +113,12 @@ STUDIES["positions"] = Study("How does a token know its place?", _KINDS, _KINDS,
 def _plain(width:int)->dict: return {"swiglu": {}} | {f: dict(ffn=f, d_ff=width) for f in ("silu", "gelu", "relu")}
 
 STUDIES["feed-forward"] = Study("Is a gate worth a third matrix?", _plain(288), _plain(2048),
-    published=(("swiglu", "ablation.base"), ("silu", "ablation-log.silu")), seeds=5)
+    published=(("swiglu", "ablation.base"), ("silu", "ablation-log.silu")))
 
 # %% ../../nbs/06b_studies.ipynb #4db2b565
 _HEADS = {"untied": {}, "tied": dict(tie_embeddings=True), "tied, scaled": dict(tie_embeddings=True, scale_embeddings=True),
           "tied, N(0, 1)": dict(tie_embeddings=True, embedding_std=1.)}
-STUDIES["head"] = Study("Can the embedding serve as the head?", _HEADS, _HEADS, seeds=5)
+STUDIES["head"] = Study("Can the embedding serve as the head?", _HEADS, _HEADS)
 
 # %% ../../nbs/06b_studies.ipynb #ecada396
 STUDIES["heads"] = Study("How many heads, and how many of keys and values?",
@@ -133,11 +129,11 @@ STUDIES["heads"] = Study("How many heads, and how many of keys and values?",
 _GUARDS:dict = {"base": {}, "z-loss": dict(z_loss=1e-4), "QK-norm": dict(qk_norm=True)}
 def _guards(lr:float)->dict: return _GUARDS | {f"{name}, {lr:g}": change | dict(lr=lr) for name,change in _GUARDS.items()}
 
-STUDIES["stability"] = Study("What do QK-norm and z-loss protect from?", _guards(3e-2), _guards(5e-3), seeds=5)
+STUDIES["stability"] = Study("What do QK-norm and z-loss protect from?", _guards(3e-2), _guards(5e-3))
 
 # %% ../../nbs/06b_studies.ipynb #77aad078
 _DECAYS = {"0.01": {}, "0": dict(weight_decay=0.), "0.1": dict(weight_decay=.1), "1": dict(weight_decay=1.)}
-STUDIES["weight-decay"] = Study("Does weight decay help a run that sees nothing twice?", _DECAYS, _DECAYS, seeds=5)
+STUDIES["weight-decay"] = Study("Does weight decay help a run that sees nothing twice?", _DECAYS, _DECAYS)
 
 # %% ../../nbs/06b_studies.ipynb #1de99cf0
 STUDIES["shape"] = Study("Wide or deep, at equal parameters of the blocks?",
@@ -147,7 +143,7 @@ STUDIES["shape"] = Study("Wide or deep, at equal parameters of the blocks?",
 
 # %% ../../nbs/06b_studies.ipynb #0b786796
 STUDIES["vocabulary"] = Study("How large a vocabulary, in bits per byte?", {"512": {}} | {f"{v}": dict(vocab_size=v) for v in (320, 1024, 2048)},
-    {"10000": {}} | {f"{v}": dict(vocab_size=v) for v in (1000, 4000, 32_000)}, "bits_per_byte", equal_flops=True)
+    {"10000": {}} | {f"{v}": dict(vocab_size=v) for v in (1000, 4000, 32_000)}, "bits_per_byte", True)
 
 # %% ../../nbs/06b_studies.ipynb #6d6b6b19
 def _optimizers(rates:tuple)->dict:
@@ -157,7 +153,7 @@ STUDIES["optimizer"] = Study("Is Muon better than AdamW, each at its own rate?",
 
 # %% ../../nbs/06b_studies.ipynb #35a9661e
 _BIASES = {"none": {}, "biases": dict(bias=True)}
-STUDIES["biases"] = Study("Do biases help?", _BIASES, _BIASES, seeds=5)
+STUDIES["biases"] = Study("Do biases help?", _BIASES, _BIASES)
 
 # %% ../../nbs/06b_studies.ipynb #e0138e88
 STUDIES["parameters-tokens"] = Study("More parameters or more tokens, at equal FLOPs?", {"64": {}} | {f"{d}": dict(d_model=d) for d in (32, 48, 96, 128)},

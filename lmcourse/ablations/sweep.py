@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['STATUS', 'FORMAT', 'LENGTHS', 'RunData', 'Run', 'Experiment', 'step_cost', 'read_lines', 'add_line', 'prepare_corpus',
            'losses_by_length', 'train_job', 'missing_runs', 'run_experiment', 'student_t', 'paired_difference',
-           'outcomes', 'values_of', 'difference_from_base', 'compare_variants', 'plot_curves']
+           'paired_p', 'holm', 'outcomes', 'values_of', 'compare_pairs', 'compare_variants', 'plot_curves']
 
 # %% ../../nbs/06a_sweep.ipynb #733fb635
 import dataclasses, hashlib, json, math, multiprocessing, os, shutil, statistics, subprocess, threading, time
@@ -18,7 +18,7 @@ from collections.abc import Callable
 from typing import ClassVar
 import numpy as np
 from .. import __version__
-from ..tools.config import Config, ModelConfig, TrainConfig, unknown
+from ..tools.config import Config, ModelConfig, TrainConfig, refuse_unwritable, unknown
 from ..tools.documents import documents
 from ..tools.machine import cores, machine_name
 from ..tools.show import COLORS, Table, figure
@@ -243,6 +243,7 @@ def missing_runs(
     done = {key for key,line in read_lines(results).items() if line["status"] != "crashed"}
     return {job.key: job for job in experiment.runs().values() if job.key not in done}
 
+# %% ../../nbs/06a_sweep.ipynb #f877dc83
 def run_experiment(
     experiment:Experiment, # What
     results,               # File of lines: runs that it has are not made again
@@ -253,6 +254,7 @@ def run_experiment(
     report:Callable=print, # Told a sentence about each run that has ended
 )->dict: # Key to line, of this experiment
     "Make the runs that are missing. `KeyboardInterrupt` leaves checkpoints from which the next call goes on."
+    for place in (results, work): refuse_unwritable(place)
     missing, work = missing_runs(experiment, results), Path(work)
     for name in {job.data.corpus for job in missing.values()}: documents(name) # refuses what is not there, before anything is made
     processes = processes or (cores() if device == "cpu" else 1)
@@ -349,6 +351,27 @@ def paired_difference(
     d = [a - b for a,b in zip(values, base, strict=True)]
     return statistics.fmean(d), student_t(len(d) - 1)*statistics.stdev(d)/math.sqrt(len(d)) if len(d) > 1 else None
 
+def paired_p(
+    values, # Of a variant, seed by seed
+    base,   # Of the base, the same seeds
+)->float|None: # Between 0 and 1: none for a single seed
+    "How likely a mean difference at least as large would be if there were none: the p-value of the paired t-test, two-sided."
+    from scipy.stats import t
+    mean, half = paired_difference(values, base)
+    if half is None: return None
+    if half == 0: return float(mean == 0)
+    return float(2*t.sf(abs(mean)/half*student_t(len(values) - 1), len(values) - 1))
+
+# %% ../../nbs/06a_sweep.ipynb #cf2b4a00
+def holm(
+    p:dict, # Comparison to its p-value: all that was compared
+)->dict: # The same comparisons, the values corrected for their number
+    "Holm's correction: values below 0.05 leave the chance of any false finding among them below 5 %."
+    found, least = {}, 0.
+    for i,name in enumerate(sorted(p, key=p.get)): # type: ignore[arg-type]
+        least = found[name] = min(1., max(least, (len(p) - i)*p[name]))
+    return found
+
 # %% ../../nbs/06a_sweep.ipynb #e95685ad
 def outcomes(
     experiment:Experiment, # What was asked for
@@ -368,17 +391,23 @@ def values_of(
     return {seed: line["result"][measure] for seed,line in runs.items() if line["status"] == "done"}
 
 # %% ../../nbs/06a_sweep.ipynb #b40d269f
-def difference_from_base(
+def compare_pairs(
     experiment:Experiment, # What was asked for
     lines:dict,            # Key to line
-    variant:str,           # A name
-    measure:str="loss",    # As for `compare_variants`
-)->tuple: # As of `paired_difference`, over the seeds that are done for both; twice none if there is no such seed
-    "How much a variant is above the first one."
-    found = outcomes(experiment, lines)
-    base, own = values_of(found[next(iter(found))], measure), values_of(found[variant], measure)
-    both = [seed for seed in own if seed in base]
-    return paired_difference([own[s] for s in both], [base[s] for s in both]) if both else (None, None)
+    measure:str="loss",    # A part of the line's `result`
+    pairs:tuple=(),        # Two variants each, compared beside those with the first one
+)->dict: # (variant, other) to the mean difference, half of its 95 % interval, and the p-value after Holm; none where there is none
+    "A family of comparisons, over the seeds that are done for both."
+    found = {name: values_of(runs, measure) for name,runs in outcomes(experiment, lines).items()}
+    first, *others = found
+    compared, p = {}, {}
+    for a,b in dict.fromkeys([*((name, first) for name in others), *pairs]):
+        both = [seed for seed in found[a] if seed in found[b]]
+        values = [found[a][s] for s in both], [found[b][s] for s in both]
+        compared[a, b] = paired_difference(*values) if both else (None, None)
+        if len(both) > 1: p[a, b] = paired_p(*values)
+    corrected = holm(p)
+    return {pair: (*both, corrected.get(pair)) for pair,both in compared.items()}
 
 # %% ../../nbs/06a_sweep.ipynb #596592c0
 def compare_variants(
@@ -386,13 +415,15 @@ def compare_variants(
     lines:dict,            # Key to line
     measure:str="loss",    # What is compared: `loss`, or `bits_per_byte` where tokenizers differ
     more:Callable|None=None,    # From a variant's name and its lines to more columns, a dict
+    pairs:tuple=(),        # As for `compare_pairs`
 )->Table:
     "Variants side by side, each difference with its 95 % interval. Runs that ended badly are counted in their own column."
-    rows = []
+    rows, compared = [], compare_pairs(experiment, lines, measure, pairs)
+    first = next(iter(experiment.variants))
     for name,runs in outcomes(experiment, lines).items():
         row = dict(variant=name, runs=_how_they_ended(runs), **{measure: _mean(values_of(runs, measure).values())}, excess=_mean(values_of(runs, "excess").values()))
-        mean, half = difference_from_base(experiment, lines, name, measure) if rows else (None, None)
-        row |= dict(difference=None if mean is None else round(mean, 4), interval=None if half is None else f"± {half:.4f}")
+        mean, half, p = compared.get((name, first), (None,)*3)
+        row |= dict(difference=None if mean is None else round(mean, 4), interval=None if half is None else f"± {half:.4f}", p=_p_text(p))
         rows.append(row | (more(name, runs) if more else {}))
     return Table([{k: v for k,v in r.items() if any(q.get(k) is not None for q in rows)} for r in rows])
 
@@ -405,6 +436,9 @@ def _how_they_ended(runs:dict)->str: # Say `3`, or `2, 1 diverged`
     ends = [line["status"] for line in runs.values()]
     words = [f"{ends.count(s)}" + f" {s}"*(s != "done") for s in STATUS if s in ends]
     return ", ".join(words) or "not run"
+
+def _p_text(p)->str|None: # Two digits
+    return None if p is None else "< 0.001" if p < .001 else f"{p:.2g}"
 
 # %% ../../nbs/06a_sweep.ipynb #bebeae32
 def plot_curves(

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['CUT_OFF', 'BENCHES', 'COMPLETIONS', 'COMMANDS', 'ABOUT', 'checking_input', 'source', 'TokenizerCommand',
-           'PrepareCommand', 'say', 'wrapped', 'refuse_existing', 'learn_tokenizer', 'in_bytes', 'all_or_nothing',
+           'PrepareCommand', 'say', 'wrapped', 'learn_tokenizer', 'in_bytes', 'all_or_nothing', 'refuse_existing',
            'prepare', 'validation_documents', 'training_documents', 'NotThisJob', 'begun', 'unfinished_job',
            'told_to_go_on', 'ngram_line', 'TrainCommand', 'new_trainer', 'open_data', 'matching_tokenizer', 'go_on',
            'model_table', 'cost_lines', 'speed_lines', 'device_here', 'train_to_the_end', 'result_line', 'loss_plot',
@@ -26,7 +26,7 @@ from typing import Annotated, Literal, Union
 import numpy as np
 import tyro
 from .. import __version__
-from ..tools.config import ModelConfig, TrainConfig, UserError, unknown
+from ..tools.config import ModelConfig, TrainConfig, UserError, refuse_unwritable, unknown
 from ..tools.documents import documents
 from ..tools.ledger import published
 from ..tools.machine import cores, keep_freed_memory
@@ -118,9 +118,6 @@ def wrapped(text:str, indent:str="", hanging:int=0)->str: # Between words, as wi
     width = min(shutil.get_terminal_size((100, 24)).columns, 100)
     return "\n".join(textwrap.fill(line, width, initial_indent=indent, subsequent_indent=indent + " "*hanging) for line in text.split("\n"))
 
-def refuse_existing(folder:Path):
-    if folder.exists(): raise FileExistsError(f"{folder} exists; name a folder that does not, or remove it")
-
 def learn_tokenizer(texts, vocab_size:int)->Tokenizer: # What there is to say of it goes to the output, and not to the errors
     with warnings.catch_warnings(record=True) as notes:
         warnings.simplefilter("always")
@@ -140,6 +137,12 @@ def all_or_nothing(folder:Path, but:tuple=()): # What ends the block early, `but
     except BaseException:
         shutil.rmtree(new, ignore_errors=True)
         raise
+
+# %% ../../nbs/90c_cli.ipynb #10810f08
+def refuse_existing(folder:Path):
+    if folder.exists(): raise FileExistsError(f"{folder} exists; name a folder that does not, or remove it")
+    refuse_unwritable(folder)
+
 
 # %% ../../nbs/90c_cli.ipynb #bebed415
 def prepare(
@@ -663,7 +666,7 @@ class AblateCommand:
             experiment, device = experiment_of(self.study, self.scale, **more), pick_device(self.device).type
             jobs, missing = experiment.runs(), missing_runs(experiment, self.out)
             for name in {job.data.corpus for job in missing.values()}: documents(name)
-        say(f"{self.study}, {self.scale}: {len(experiment.variants)} variants x {len(self.seeds)} seeds = {len(jobs)} runs, {len(missing)} to be made, lines in {self.out}")
+        say(f"{self.study}, {self.scale}: {len(experiment.variants)} variants x {len(experiment.seeds)} seeds = {len(jobs)} runs, {len(missing)} to be made, lines in {self.out}")
         command = " ".join([f"lmcourse ablate {self.study} --scale {self.scale} --device {device}", *(f"--{k} {v}" for k,v in more.items() if v and k != "seeds")])
         try: lines = run_experiment(experiment, self.out, self.work, self.processes, device, command, say)
         except KeyboardInterrupt: raise KeyboardInterrupt("interrupted; go on with the same command") from None

@@ -269,7 +269,8 @@ def _some_tokens(x, weight, targets, counts, z_loss, wants): # Sums of the losse
     p = z.exp_()
     total = p.sum(-1, keepdim=True)
     log_z = total.log() + top
-    loss = ((total.log() - at + z_loss*log_z.square())*counts).sum()
+    # Without `z_loss` nothing is squared: 0 times a square that is too large is no number
+    loss = ((total.log() - at + (z_loss*log_z.square() if z_loss else 0))*counts).sum()
     if not any(wants): return loss, None, None
     p.mul_((1 + 2*z_loss*log_z)*counts/total).scatter_add_(-1, targets[:, None], -counts)
     p = p.to(x.dtype)
