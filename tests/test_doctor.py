@@ -1,27 +1,27 @@
-"The doctor names faults that are planted, leaves healthy runs alone, and refuses what is no run."
+"The doctor names faults that others met, leaves healthy runs alone, and refuses what is no run."
 import json
 import math
 import shutil
-from contextlib import ExitStack
+from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
 
-from lmcourse.ablations import doctor
-from lmcourse.ablations.doctor import (FAULTS, Forward, correlation, envelope_values, examine, explain, logits_as, look_inside, losses_as, make_envelope,
-                                       mean_loss, open_case, practice_data, reference_model, report, table_of, train_with, trials, wrong_forwards)
-from lmcourse.architecture import attention_torch
-from lmcourse.architecture.attention_torch import RoPE, apply_rope_half
-from lmcourse.architecture.transformer_torch import TransformerLM
+import faults
+
+from lmcourse.ablations import case, doctor
+from lmcourse.ablations.case import open_case
+from lmcourse.ablations.doctor import SHOWN, UNEXPLAINED, envelope_values, examine, look_inside, make_envelope, report, table_of
 from lmcourse.tools.config import ModelConfig, TrainConfig
-from lmcourse.training.data import evaluation_batches
-from lmcourse.training.trainer import evaluate, read_metrics
+from lmcourse.training.trainer import read_metrics
 
 TINY = ModelConfig(vocab_size=320, context_length=64, d_model=32, num_layers=2, num_heads=2, d_ff=64)
-SHORT = TrainConfig(steps=80, batch_size=8, lr=1e-2, warmup_steps=20, weight_decay=.01, eval_every=40, checkpoint_every=80, log_every=2, eval_documents=5)
+SHORT = TrainConfig(steps=80, batch_size=8, lr=1e-2, warmup_steps=20, weight_decay=.01, eval_every=40, checkpoint_every=40, log_every=2, eval_documents=5)
+HALF = replace(SHORT, steps=20, eval_every=10, checkpoint_every=10, lr=5e-3) # Too short for everything that has to be learnt
 
 
 @pytest.fixture(scope="module")
@@ -29,14 +29,14 @@ def place(tmp_path_factory):
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     folder = tmp_path_factory.mktemp("doctor")
-    practice_data(folder/"data", 320, 400_000, 20, 5)
+    faults.write_data(folder/"data", 320, 400_000, 20, 5)
     yield folder
     torch.set_num_threads(threads)
 
 
-def trained(place, name, fault=None, model=TINY, train=SHORT, data=None):
-    run = place/name
-    if not run.exists(): train_with(fault, model, train, place/"data"/(data or (FAULTS[fault].data if fault else "whole")), run)
+def trained(place, name, fault=None, model=TINY, train=SHORT):
+    run, f = place/name, (faults.FAULTS | faults.FIRST).get(fault) or faults.Fault("", "", "", list)
+    if not run.exists(): faults.train(fault, replace(model, **f.model), replace(train, **f.train), place/"data"/f.data, run)
     return run
 
 
@@ -68,59 +68,51 @@ def names(findings): return [f.name for f in findings.causes]
 
 # Faults and healthy runs
 
-@pytest.mark.parametrize("fault", [f for f in FAULTS if f not in ("overfitting", "positions reset")]) # These two need more steps
-def test_a_planted_fault_is_named_first(place, fault):
-    first = examine(trained(place, fault, fault), {}).causes[0]
-    assert first.name.startswith(FAULTS[fault].names), first
+QUICK = ["frozen block", "gradients left scaled", "optimizer state lost", "bfloat16 master weights", "L2 instead of decay", "workers with one seed"]
+LONGER = ["no mask", "other tokenizer", "no warm-up"]      # With something learnt
+
+def named_first(place, fault, train=SHORT):
+    first = examine(trained(place, fault, fault, train=train), {}).causes[0]
+    assert (faults.FAULTS | faults.FIRST)[fault].right(first.name), first
     assert any(c.isdigit() for c in first.sentence) and 0 < first.weight <= 1
 
 
-def test_overfitting_is_named_first(place):
-    train = replace(SHORT, steps=200, eval_every=20, checkpoint_every=200)
-    assert examine(trained(place, "overfitting", "overfitting", train=train), {}).causes[0].name == "overfitting"
+@pytest.mark.parametrize("fault", QUICK)
+def test_a_fault_is_named_first(place, fault): named_first(place, fault, HALF)
 
 
-def no_final_norm(): return [(TransformerLM, "forward", lambda self, ids: self.lm_head(last_stream(self, ids)))]
+@pytest.mark.parametrize("fault", LONGER)
+def test_a_fault_of_the_doctors_author_is_named_first(place, fault): named_first(place, fault)
 
 
-def last_stream(model, ids): # What the last block gives
-    x = model.embed(ids)
-    for layer in model.layers: x = layer(x)
-    return x
+# A model of this size learns too little for the rate, and gives other batches no name. Set B is not looked at here.
+SEEN = {**faults.FAULTS, **faults.FIRST}.keys() - faults.SET_B - {"learning rate × 3", "a batch from one place"} - {*QUICK, *LONGER}
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", sorted(SEEN))
+def test_every_other_fault_that_was_looked_at_is_named_first(place, fault): named_first(place, fault)
 
 
-OTHERS = { # What the doctor should say, to a change of the evaluation that is made by other code than his
-    "no causal mask": lambda: doctor._attention(is_causal=False),
-    "attention scale 1": lambda: doctor._attention(scale=1.),
-    "attention scale 1/K": lambda: doctor._attention(scale=1/16),
-    "attention scale 1/sqrt(D)": lambda: doctor._attention(scale=32**-.5),
-    "position ids reset every 32 tokens": lambda: doctor._places(),
-    "position ids all 0": lambda: [(RoPE, "at", lambda self, T, positions=None: self.table[:1].expand(T, -1, -1))],
-    "RoPE pairs in the other layout": lambda: [(attention_torch, "_turn", lambda x, table: apply_rope_half(x, *table.unbind(-1)))],
-    "labels shifted by 0": lambda: doctor._labels(0),
-    "labels shifted by 2": lambda: doctor._labels(2),
-    "no final norm": no_final_norm,
-}
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", faults.FAULTS)
+def test_a_fault_changes_the_run(place, fault):
+    f, runs = faults.FAULTS[fault], []
+    for name,data in ((None, f.twin or f.data), (fault, f.data)):
+        runs.append(place/f"changes {fault} {name}")
+        faults.train(name, replace(TINY, **f.model), replace(SHORT, steps=60, checkpoint_every=30, **f.train), place/"data"/data, runs[-1])
+    a, b = (read_metrics(run) for run in runs)
+    assert any(x.get(k) != y.get(k) for x,y in zip(a, b) for k in ("loss", "valid_loss", "grad_norm", "lr"))
 
-@pytest.mark.parametrize("name", OTHERS)
-def test_an_evaluation_with_a_fault_is_named(healthy, name):
-    case = open_case(healthy)
-    weights = {n: 8*w if "q_proj" in n else w for n,w in case.weights.items()}      # Attention is sharp now, so that places and scale matter
-    case = replace(case, weights=weights)
-    right, rows = evaluate(case.reference, case.sets[1], 64).loss, lambda: evaluation_batches(case.sets[1], 64)
-    with ExitStack() as stack:
-        for change in OTHERS[name](): stack.enter_context(doctor._swapped(*change))
-        logged = evaluate(case.reference, case.sets[1], 64).loss
-    found, forward, value = explain(case, logged, right, rows, lambda: evaluation_batches(case.sets[1], 64, 12))
-    assert found == name and value == pytest.approx(logged, abs=.02 if forward.shift == 2 else 2e-3) # a last target has no next
-    assert set(wrong_forwards(case)) - set(OTHERS) == {"position ids reset every 16 tokens", "position ids reset every 8 tokens"}
+
+def test_the_doctor_does_not_import_the_faults():
+    for module in (doctor, case): assert "import faults" not in Path(module.__file__).read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("seed", [5, 6])
 def test_healthy_seeds_raise_nothing(place, seed):
     findings = examine(trained(place, f"seed-{seed}", train=replace(SHORT, seed=seed)), {})
     assert findings.causes == () and report(findings)[0].endswith("nothing wrong found")
-    assert len(table_of(findings)) == len(findings.looked) > 15
+    assert len(table_of(findings)) == len(findings.looked) > 20
 
 
 VARIANTS = {"post": dict(norm_position="post"), "learned": dict(position="learned"), "none": dict(position="none"), "gelu": dict(ffn="gelu"),
@@ -129,46 +121,16 @@ VARIANTS = {"post": dict(norm_position="post"), "learned": dict(position="learne
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_healthy_variants_raise_nothing(place, name):
-    run = trained(place, f"variant-{name}", model=replace(TINY, **VARIANTS[name]), train=replace(SHORT, steps=20, checkpoint_every=20, lr=5e-3))
-    assert names(examine(run, {})) == []
+    assert names(examine(trained(place, f"variant-{name}", model=replace(TINY, **VARIANTS[name]), train=HALF), {})) == []
 
 
 @pytest.mark.parametrize("change", [dict(optimizer="muon"), dict(engine="numpy"), dict(batch_size=2), dict(windows="within"), dict(windows="sequential"),
-                                    dict(lr=1e-4, warmup_steps=0)], ids=str)
+                                    dict(lr=1e-4, warmup_steps=0), dict(plateau_patience=1), dict(dtype="bfloat16")], ids=str)
 def test_other_ways_to_train_raise_nothing(place, change):
-    run = trained(place, f"train-{change}", train=replace(SHORT, **dict(steps=20, checkpoint_every=20, lr=5e-3) | change))
-    assert names(examine(run, {})) == []
+    assert names(examine(trained(place, f"train-{change}", train=replace(HALF, **change)), {})) == []
 
 
-# The forward pass
-
-@pytest.mark.parametrize("name", VARIANTS)
-def test_the_right_forward_pass_is_the_models(place, name):
-    case = open_case(trained(place, f"variant-{name}", model=replace(TINY, **VARIANTS[name]), train=replace(SHORT, steps=20, checkpoint_every=20, lr=5e-3)))
-    ids = torch.randint(320, (2, 50), generator=torch.Generator().manual_seed(0))
-    torch.testing.assert_close(logits_as(case, Forward(), ids), case.reference(ids))
-    expected = evaluate(case.reference, case.sets[1], 64, 7).loss
-    assert mean_loss(losses_as(case, Forward(), evaluation_batches(case.sets[1], 64, 7))) == pytest.approx(expected, rel=1e-6)
-    for wrong,forward in wrong_forwards(case).items():
-        if forward.shift == 1: assert (logits_as(case, forward, ids) - case.reference(ids)).abs().max() > 1e-4, wrong
-
-
-def test_shifts_move_the_targets(place, healthy):
-    case = open_case(healthy)
-    x, y = np.array([[1, 2, 3, 4]]), np.array([[2, 3, -100, 5]])
-    right, zero, two = (losses_as(case, Forward(shift=s), [(x, y)])[0] for s in (1, 0, 2))
-    assert np.isnan(right).tolist() == [[False, False, True, False]] == np.isnan(zero).tolist() and np.isnan(two).tolist() == [[False, True, False, True]]
-    log_p = -case.reference(torch.from_numpy(x)).log_softmax(-1)[0]
-    np.testing.assert_allclose(zero[0, :2], [log_p[0, 1].item(), log_p[1, 2].item()], rtol=1e-5)
-    np.testing.assert_allclose(two[0, [0, 2]], [log_p[0, 3].item(), log_p[2, 5].item()], rtol=1e-5)
-
-
-def test_a_gap_that_nothing_explains_has_no_name(healthy):
-    case = open_case(healthy)
-    rows = lambda: evaluation_batches(case.sets[1], 64, 3)
-    right = mean_loss(losses_as(case, Forward(), rows()))
-    assert explain(case, right + 0.77, right, rows, rows) is None
-
+# Loss and steps again
 
 def test_a_logged_loss_that_nothing_explains(copy):
     change_lines(copy, lambda m: m | dict(valid_loss=m["valid_loss"] + .5) if m.get("final") else m)
@@ -176,12 +138,95 @@ def test_a_logged_loss_that_nothing_explains(copy):
 
 
 def test_training_alone_with_shifted_labels(place):
-    from lmcourse.training.data import Batches
-    right = Batches.__getitem__
-    Batches.__getitem__ = lambda self, step: (right(self, step)[0],)*2
-    try: run = trained(place, "training-labels")
-    finally: Batches.__getitem__ = right
+    changes = faults.FIRST["shifted labels"].changes()[:1]
+    with faults.patched(changes): run = trained(place, "training-labels")
     assert examine(run, {}).causes[0].name == "labels shifted by 0"
+
+
+def test_a_fault_has_to_explain_earlier_evaluations(copy):
+    case = open_case(copy)
+    value = doctor.loss_as(case, doctor.Forward(causal=False), doctor._rows(case, doctor._evaluation(case)))
+    change_lines(copy, lambda m: m | dict(valid_loss=value) if m.get("final") else m)
+    assert names(examine(copy, {})) == ["another forward pass"]                 # the evaluation at step 40 had a mask
+
+
+def test_lines_that_no_step_gives(copy):
+    change_lines(copy, lambda m: m | dict(loss=m["loss"] + .1) if "loss" in m and m["step"] > 2 else m)
+    findings = examine(copy, {})
+    assert names(findings) == ["another training step"] and findings.causes[0].weight == UNEXPLAINED
+    shutil.copy(copy/"metrics.jsonl", copy/"both.jsonl")
+    change_config(copy, "train", beta1=.8)
+    assert names(examine(copy, {})) == ["betas are not the config's"]           # what was shown explains enough
+
+
+def test_norms_that_no_step_gives(copy):
+    change_lines(copy, lambda m: m | dict(grad_norm=1.3*m["grad_norm"]) if "loss" in m else m)
+    assert names(examine(copy, {})) == ["another gradient"]
+
+
+def test_rounding_that_a_run_amplifies_is_no_difference(copy, monkeypatch):
+    change_lines(copy, lambda m: m | dict(grad_norm=1.01*m["grad_norm"]) if "loss" in m else m)
+    assert names(examine(copy, {})) == ["another gradient"]
+    right = case.replay_steps
+    def replay(run, start, step=case.Step()):
+        found = right(run, start, step)
+        return replace(found, loss=found.loss + .001, norm=1.005*found.norm) if step.rounded else found
+    monkeypatch.setattr(doctor, "replay_steps", replay)
+    assert names(examine(copy, {})) == []
+
+
+def test_nothing_is_tried_where_the_files_have_shown_a_cause(copy, monkeypatch):
+    change_lines(copy, lambda m: m | dict(loss=m["loss"] + .1) if "loss" in m and m["step"] > 2 else m)
+    change_config(copy, "train", beta1=.8)
+    tried = []
+    monkeypatch.setattr(doctor, "explain_step", lambda case, odd, most, first: tried.append(most))
+    assert names(examine(copy, {})) == ["betas are not the config's"] and tried == [0]
+
+
+def test_another_start(copy):
+    change_lines(copy, lambda m: m | dict(loss=m["loss"] + .2) if m["step"] == 2 else m)
+    assert names(examine(copy, {})) == ["another start"]
+
+
+def test_a_replay_may_be_too_expensive(healthy, monkeypatch):
+    monkeypatch.setattr(doctor, "MOST_FLOPS", 1e3)
+    findings = examine(healthy, {})
+    assert findings.causes == () and sum("too expensive" in r or "too long" in r for r in findings.remarks) == 2
+
+
+def test_a_rate_that_is_too_large_for_a_short_run(place):
+    assert examine(trained(place, "rate", train=replace(SHORT, lr=.06)), {}).causes[0].name == "learning rate too large"
+
+
+# The checkpoint and the text
+
+def change_record(run, change):
+    "Of the latest checkpoint."
+    path = max((run/"checkpoints").glob("*/state.json"))
+    record = json.loads(path.read_text())
+    change(record["optimizer"])
+    path.write_text(json.dumps(record))
+
+
+@pytest.mark.parametrize("key, value, name", [("betas", [.9, .999], "betas are not the config's"), ("weight_decay", .5, "weight decay is not the config's"),
+                                              ("eps", 1e-3, "eps is not the config's"), ("lr", .01, "the optimizer's learning rate is not the schedule's")])
+def test_the_optimizers_numbers_are_the_configs(copy, key, value, name):
+    change_record(copy, lambda o: [g.update({key: value}) for g in o["groups"]])
+    assert names(examine(copy, {})) == [name]
+
+
+def test_the_optimizers_count(copy):
+    change_record(copy, lambda o: o["numbers"].update({"step.lm_head.weight": 33}))
+    findings = examine(copy, {})
+    assert names(findings) == ["optimizer state lost"] and "step 47" in findings.causes[0].sentence
+
+
+def test_equal_documents_are_found_and_counted(place):
+    case = open_case(trained(place, "healthy"))
+    leaky = faults.TokenDataset.open(place/"data/leaky/train")
+    looked, finding = doctor.check_duplicates(replace(case, sets=(leaky, case.sets[1])))
+    assert looked.found == 1 and finding.name == "validation documents in the training text" and finding.weight == SHOWN
+    assert next(doctor.check_duplicates(case)).found == 0
 
 
 # The log and the files
@@ -222,19 +267,14 @@ def test_the_most_likely_cause_comes_first(copy):
 
 def test_a_sorted_corpus_in_order(place):
     whole = open_case(trained(place, "healthy")).sets[0]
-    order = np.argsort(whole.ends - whole.starts, kind="stable")
-    case = open_case(trained(place, f"train-{dict(windows='sequential')}", train=replace(SHORT, steps=20, checkpoint_every=20, lr=5e-3, windows="sequential")))
-    lengths = (whole.ends - whole.starts)[order]
-    dataset = type(whole)(np.concatenate([whole.document(i) for i in order]), np.cumsum(lengths) - lengths, whole.info)
-    found = list(doctor.check_order(replace(case, sets=(dataset, case.sets[1]))))
-    assert found[-1].name == "batches are not shuffled"
-    assert "random order" in list(doctor.check_order(case))[-1]
-
-
-def test_correlation():
-    rng = np.random.default_rng(0)
-    a, b = rng.normal(size=(2, 12))
-    assert correlation(a, 3*a + np.arange(12)) == pytest.approx(1) and abs(correlation(a, b)) < .7 and correlation(a, np.arange(12)) == 0
+    case = open_case(trained(place, f"train-{dict(windows='sequential')}", train=replace(HALF, windows="sequential")))
+    documents = [whole.document(i) for i in range(whole.num_documents)]
+    for key in (len, lambda d: d[:20].tolist()):                                # by length, by kind
+        chosen = sorted(documents, key=key)
+        lengths = np.array([len(d) for d in chosen])
+        dataset = type(whole)(np.concatenate(chosen), np.cumsum(lengths) - lengths, whole.info)
+        assert list(doctor.check_order(replace(case, sets=(dataset, case.sets[1]))))[-1].name == "batches are not shuffled"
+    assert "order is random" in list(doctor.check_order(case))[-1]
 
 
 def test_other_validation_documents(copy):
@@ -248,13 +288,42 @@ def test_dead_units_are_counted(healthy):
     assert look_inside(case, 3)["dead"] == {0: 0, 1: .75}
 
 
+# The examinations whose results are saved
+
+RESULTS = Path(__file__).parent.parent/"nbs/results/doctor_exam.jsonl"
+
+def exam_lines(): return [json.loads(line) for line in RESULTS.read_text(encoding="utf-8").splitlines()]
+
+
+def test_the_examinations_have_every_fault_with_its_seeds_and_enough_healthy_runs():
+    asked = {1: Counter(), 2: Counter()}
+    for r in exam_lines(): asked[r["exam"]][r["fault"], r["kind"], r["seed"]] += 1
+    for exam, seeds, healthy in ((1, (200, 201, 202), 51), (2, (200, 201), 27)):
+        faulty = {(f, "fault", s) for f in faults.FAULTS for s in seeds} | {(f, "fault", 200) for f in faults.FIRST}
+        assert {k for k in asked[exam] if k[0]} == faulty and len(asked[exam]) == len(faulty) + healthy
+        assert set(asked[exam].values()) == {1}
+    assert asked[2].keys() <= asked[1].keys() and len(faults.FAULTS) == 38 and len(faults.SET_B) == 12
+
+
+def test_what_was_saved_is_judged_by_the_list_of_faults():
+    for r in exam_lines():
+        names, f = [name for name, _ in r["findings"]], (faults.FAULTS | faults.FIRST).get(r["fault"])
+        weights = [weight for _, weight in r["findings"]]
+        right = [f.right(n) for n in names] if f else []
+        assert weights == sorted(weights, reverse=True) and (f is None) == (r["fault"] is None)
+        if f is None: assert r["judged"] == ("accused" if names else "left alone") and r["set"] is None
+        else: assert r["judged"] == ("named first" if right[:1] == [True] else "named" if any(right) else "unhealthy" if names else "missed")
+        if r["fault"] in faults.FIRST: assert r["set"] == "F"
+        elif f: assert r["set"] == ("B" if r["fault"] in faults.SET_B else "A") and r["differs"] > 0 and r["told"] == f.told
+
+
 # Envelopes
 
 def test_an_envelope_knows_its_runs_and_refuses_others(place, copy):
-    runs = [trained(place, f"env-{s}", train=replace(SHORT, steps=20, checkpoint_every=20, seed=s)) for s in range(5)]
+    runs = [trained(place, f"env-{s}", train=replace(HALF, seed=s)) for s in range(5)]
     e = json.loads(json.dumps(make_envelope(runs, dict(machine="none"))))
     assert e["seeds"] == list(range(5)) and len(e["values"]["loss"]["mean"]) == 10
-    new = trained(place, "env-new", train=replace(SHORT, steps=20, checkpoint_every=20, seed=9))
+    new = trained(place, "env-new", train=replace(HALF, seed=9))
     findings = examine(new, dict(short=e))
     assert findings.causes == () and any("envelope short" in l.what for l in findings.looked)
     values = envelope_values(open_case(new))
@@ -263,7 +332,18 @@ def test_an_envelope_knows_its_runs_and_refuses_others(place, copy):
     assert names(examine(new, dict(short=e | dict(values=high)))) == ["outside the envelope"] and values["steps"] == e["steps"]
     assert any("no envelope fits this run" in r and "steps" in r for r in examine(copy, dict(short=e)).remarks)
     with pytest.raises(ValueError, match="an envelope of 4 runs"): make_envelope(runs[:4], {})
-    with pytest.raises(ValueError, match="differs from .* in steps"): make_envelope([*runs, place/"healthy"], {})
+    with pytest.raises(ValueError, match="differs from .* in .*steps"): make_envelope([*runs, place/"healthy"], {})
+
+
+def test_an_envelope_of_another_rate(place):
+    runs = [trained(place, f"env-{s}", train=replace(HALF, seed=s)) for s in range(5)]
+    e = make_envelope(runs, dict(machine="none"))
+    slow, fast = (trained(place, f"rate-{f}", train=replace(HALF, lr=f*HALF.lr)) for f in (.1, 2))
+    findings = examine(slow, dict(short=e))
+    assert names(findings) == [] and any("with 0.0005 this one ends at" in r for r in findings.remarks)
+    assert names(examine(fast, dict(short=e))) == []                            # which is better in so few steps
+    low = e | dict(values=e["values"] | dict(final=dict(mean=[1.], spread=[.1])))
+    assert names(examine(fast, dict(short=low))) == ["learning rate × 2"]
 
 
 # Bad input
@@ -292,29 +372,12 @@ def test_damaged_metrics(copy, text, words):
 
 
 def test_a_damaged_checkpoint(copy):
-    path = next((copy/"checkpoints").glob("*/model.safetensors"))
+    path = max((copy/"checkpoints").glob("*/model.safetensors"))
     path.write_bytes(path.read_bytes()[:1000])
     with pytest.raises(ValueError, match="damaged") as e: examine(copy)
     assert "\n" not in str(e.value)
 
 
-def test_weights_of_another_config(copy, healthy):
+def test_weights_of_another_config(copy):
     change_config(copy, "model", d_ff=32)
     with pytest.raises(ValueError, match="weights don't fit the config: .* of another shape"): examine(copy)
-    weights = open_case(healthy).weights
-    with pytest.raises(ValueError, match="token_embeddings.weight is not there"): reference_model(TINY, {k: v for k,v in weights.items() if "token" not in k})
-    with pytest.raises(ValueError, match="layers.1.* is not of this config"): reference_model(replace(TINY, num_layers=1), weights)
-
-
-def test_unknown_fault(place, tmp_path):
-    with pytest.raises(ValueError, match="no mask"): train_with("no mosk", TINY, SHORT, place/"data/whole", tmp_path/"run")
-    assert not (tmp_path/"run").exists()
-
-
-# The whole proof, of several hours on a busy machine
-
-@pytest.mark.slow
-def test_ten_of_twelve_faults_and_no_healthy_seed(tmp_path):
-    jobs = [(fault, 50) for fault in FAULTS] + [(None, seed) for seed in range(100, 120)]
-    rows = list(trials(tmp_path, ModelConfig.preset("small"), TrainConfig.preset("small", checkpoint_every=1000), jobs))
-    assert sum(r["right"] for r in rows if r["fault"]) >= 10 and all(r["right"] for r in rows if not r["fault"])

@@ -12,7 +12,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 import numpy as np
-from ..ablations.doctor import FAULTS
 from ..ablations.sweep import paired_difference, step_cost, student_t
 from ..accounting.memory import count_parameters
 from ..tools.config import ModelConfig, TrainConfig
