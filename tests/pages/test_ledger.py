@@ -12,7 +12,7 @@ import pytest
 from lmcourse.tools.ledger import Measured, compare, find, follows, ledger_table, published, read_ledger, record
 
 KEY = "cs336-report.lr-sweep.5e-4"
-NBS = Path(__file__).parent.parent/"nbs"
+NBS = Path(__file__).parents[2]/"nbs"
 RUNS = dict(runs=["a1", "b2", "c3"], how="mean of result.loss")
 LINES = [dict(key=k, status="done", result=dict(loss=v, tokens=10)) for k, v in (("a1", 1.25), ("b2", 1.5), ("c3", 1.75))]
 

@@ -6,7 +6,7 @@ import pytest
 
 from lmcourse.tools.pages import check_links, page_anchors, page_text
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 PAGES = sorted((ROOT / "nbs").glob("*.ipynb"))
 
 

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 from clocks import clock_assertions
 
-ROOT = Path(__file__).parent.parent
-NBS, TESTS = sorted((ROOT / "nbs").rglob("*.ipynb")), sorted((ROOT / "tests").glob("*.py"))
+ROOT = Path(__file__).parents[2]
+NBS, TESTS = sorted((ROOT / "nbs").rglob("*.ipynb")), sorted((ROOT / "tests").rglob("*.py"))
 
 TIMED = [
     "start = time.perf_counter(); f(); assert time.perf_counter() - start < 2",

@@ -19,7 +19,7 @@ import pytest
 
 from lmcourse.tools.ledger import read_ledger
 
-NBS = Path(__file__).parent.parent/"nbs"
+NBS = Path(__file__).parents[2]/"nbs"
 NOTEBOOKS = sorted(p.stem for p in NBS.glob("*.ipynb"))
 
 SOURCE = re.compile(r"(?<!on )\b(reports?|reported|handout(?:'s)?|papers?|published|lecture notes|lectures?|notes on the (?:course|lectures)|model cards?|data ?sheets?|white ?papers?|et al|CS336|OpenAI|NVIDIA|Chinchilla|blog posts?|read-?me)\b", re.I)

@@ -16,7 +16,7 @@ import pytest
 import yaml
 from packaging.requirements import Requirement
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 NBS = sorted((ROOT / "nbs").glob("*.ipynb"))
 CELLS = {nb.stem: json.loads(nb.read_text(encoding="utf-8"))["cells"] for nb in NBS}
 CODE = {name: ["".join(c["source"]) for c in cells if c["cell_type"] == "code"] for name, cells in CELLS.items()}
