@@ -13,6 +13,13 @@ else:
     settings.register_profile("random", **no_clock)
     settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
 
+LONG = ("test_cli", "test_sweep", "test_trainer", "test_grade", "test_kernel", "test_site_check", "test_fast_bpe", "test_checkpoint")
+
+
+def pytest_collection_modifyitems(items):
+    "Files that take longest come first, so that no process is left alone with one at the end."
+    items.sort(key=lambda item: LONG.index(item.path.stem) if item.path.stem in LONG else len(LONG))
+
 
 def pytest_terminal_summary(terminalreporter):
     "With `pytest -s`: how many wrong answers each grader refuses, and how many right ones it accepts."

@@ -79,7 +79,7 @@ def test_memory_is_bounded(tmp_path, learnt):
     learnt.encode_batch(["a"])
     def texts(n): return ("abcdefgh " * 50 + str(i) for i in range(n))
     for tokenizer in (Bytes(), learnt):
-        peaks = [traced_peak(tmp_path / "a", texts(n), tokenizer, "here", nats=len, batch_bytes=1 << 14, threads=2) for n in (500, 4000)]
+        peaks = [traced_peak(tmp_path / "a", texts(n), tokenizer, "here", nats=len, batch_bytes=1 << 14, threads=2) for n in (4000, 500, 4000)][1:] # The first call may compile
         assert (tmp_path / "a.idx").stat().st_size == 4000 * 8
         assert peaks[1] < peaks[0] + 400_000 < peaks[0] + 4000 * 450    # 4000 floors in the JSON are a part of it
 

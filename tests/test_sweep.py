@@ -26,8 +26,8 @@ def experiment(tokens=30*1024, seeds=(0,), **variants): return Experiment("small
 @pytest.mark.skipif(not processes.TOLD, reason="looks for processes in /proc")
 def test_killed_sweep_goes_on_from_a_checkpoint(tmp_path):
     "SIGKILL leaves no process behind, and the next call ends with the numbers of a sweep that was not killed"
-    script, job = tmp_path/"sweep.py", experiment(300*1024).runs()["base", 0]
-    script.write_text(RUN.replace("SLOW", repr(SLOW)).replace("TOKENS", str(300*1024)).replace("OUT", str(tmp_path)))
+    script, job = tmp_path/"sweep.py", experiment(120*1024).runs()["base", 0]
+    script.write_text(RUN.replace("SLOW", repr(SLOW)).replace("TOKENS", str(120*1024)).replace("OUT", str(tmp_path)))
     process = subprocess.Popen([sys.executable, script], env=os.environ | dict(PYTHONPATH=os.pathsep.join(sys.path)))
     run = tmp_path/"work"/"runs"/job.key
     try: processes.wait_for(lambda: list(run.glob("checkpoints/step_0*")))
@@ -36,14 +36,14 @@ def test_killed_sweep_goes_on_from_a_checkpoint(tmp_path):
         process.kill(); process.wait()
     assert children and processes.gone(*children)
     assert not (tmp_path/"runs.jsonl").exists() and run.exists()
-    here = run_experiment(experiment(300*1024), tmp_path/"runs.jsonl", tmp_path/"work", 2)
-    other = run_experiment(experiment(300*1024), tmp_path/"other.jsonl", tmp_path/"other", 2)
+    here = run_experiment(experiment(120*1024), tmp_path/"runs.jsonl", tmp_path/"work", 2)
+    other = run_experiment(experiment(120*1024), tmp_path/"other.jsonl", tmp_path/"other", 2)
     assert here[job.key]["result"] == other[job.key]["result"] and here[job.key]["curve"] == other[job.key]["curve"]
     assert not run.exists()
 
 def test_killed_run_is_shown_and_tried_again(tmp_path):
     "A run whose process dies is in the file and in the table as crashed; the others go on; the next call makes it"
-    e, killed = experiment(300*1024, a=SLOW, b=SLOW | dict(d_ff=16)), []
+    e, killed = experiment(120*1024, a=SLOW, b=SLOW | dict(d_ff=16)), []
     def kill_the_first():
         processes.wait_for(lambda: (tmp_path/"runs"/e.runs()["a", 0].key/"metrics.jsonl").exists())
         oldest = min(multiprocessing.active_children(), key=lambda p: p.pid)

@@ -51,7 +51,7 @@ def notebooks(slow):
 
 
 def tests(slow, *chosen, processes=None):
-    each = ["-n", str(processes or min(4, os.cpu_count() or 1)), "--dist", "loadfile"] if processes != 1 else []
+    each = ["-n", str(processes or min(4, os.cpu_count() or 1)), "--dist", "loadfile", "--no-loadscope-reorder"] if processes != 1 else []
     run(sys.executable, "-m", "pytest", "-q", *each, *chosen, *(["-m", "not bench"] if slow else []), seconds=5400 if slow else 1800)
 
 

@@ -15,17 +15,16 @@ import numpy as np
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cache, partial
-from numba import njit
 from threading import Lock
 from ..tools.config import ModelConfig
-from ..tools.machine import cores
+from ..tools.machine import compile_once, cores
 from .layers_np import (RowGradient, _check_dy, _check_ffn, _check_linear, _check_norm, _check_shape, _check_targets,
     array_module, embedding_backward, ffn_backward, ffn_forward, linear_backward, linear_forward)
 from .attention_np import _check_params, multihead_backward, multihead_forward
 from .transformer_np import (Ops, add_norm_backward, add_norm_forward, check_params, head_loss, loss_and_grads)
 
 # %% ../../nbs/03h_fast_np.ipynb #f3f15cb4
-fused = njit(nogil=True, error_model="numpy", fastmath={"reassoc", "contract", "nsz", "arcp"}, cache=__name__ != "__main__")
+fused = partial(compile_once, nogil=True, error_model="numpy", fastmath={"reassoc", "contract", "nsz", "arcp"})
 _ZERO, _ONE, _TWO = map(np.float32, (0, 1, 2))
 
 # %% ../../nbs/03h_fast_np.ipynb #1df16c49

@@ -12,11 +12,13 @@ import itertools, math, os
 import numpy as np
 import torch
 from collections.abc import Callable
+from functools import partial
 from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic, overload
 from operator import index
 from ..tools.config import ModelConfig
+from ..tools.machine import compile_once
 from ..architecture.attention_np import rope_tables_np
 from ..architecture.transformer_np import check_params, sinusoidal_table
 from ..architecture.fast_np import pool
@@ -154,7 +156,7 @@ def _pack_layers(stack:np.ndarray, pack)->tuple: # An object a layer; and if the
     return packed, arrays
 
 # %% ../../nbs/07a_kv_cache.ipynb #15580fa1
-compiled = njit(nogil=True, error_model="numpy", fastmath={"reassoc", "contract", "nsz", "arcp"}, cache=__name__ != "__main__")
+compiled = partial(compile_once, nogil=True, error_model="numpy", fastmath={"reassoc", "contract", "nsz", "arcp"})
 _ZERO, _ONE = np.float32(0), np.float32(1)
 
 # %% ../../nbs/07a_kv_cache.ipynb #c97579c2

@@ -30,15 +30,14 @@ from numba import njit, types
 from numba.core import event
 from numba.extending import intrinsic
 from .bpe import special_list, utf8
-from ..tools.machine import cores
+from ..tools.machine import compile_once, cores
 
 # %% ../../nbs/01b_fast_bpe.ipynb #a6042b9c
 U, ONE, ZERO = np.uint64, np.uint64(1), np.int64(0)
 
 def kernel(f): # A function of numbers and arrays
     "Compile it when it is first called, and keep the machine code on disk where a folder can be written."
-    try: return njit(f, nogil=True, no_cfunc_wrapper=True, cache=__name__ != "__main__")
-    except RuntimeError: return njit(f, nogil=True, no_cfunc_wrapper=True) # no such folder
+    return compile_once(f, nogil=True, no_cfunc_wrapper=True)
 
 inner = njit(nogil=True, forceinline=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)
 

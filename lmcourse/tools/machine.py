@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['cores', 'processor_name', 'gpu_name', 'machine_name', 'peak_bytes', 'memory_bytes', 'keep_freed_memory',
-           'report_speed', 'asked_for']
+           'compile_once', 'report_speed', 'asked_for']
 
 # %% ../../nbs/00k_machine.ipynb #34585607
 import ctypes, os, platform, re, shutil, subprocess, sys
@@ -59,6 +59,16 @@ def keep_freed_memory():
     except (AttributeError, OSError, TypeError): return
     mallopt(-1, 2**31 - 1)                              # M_TRIM_THRESHOLD in bytes
     mallopt(-3, 2**30 - 1) or mallopt(-3, 2**25)        # M_MMAP_THRESHOLD; older versions take no more than 32 MB
+
+# %% ../../nbs/00k_machine.ipynb #3c55e165
+def compile_once(
+    f,         # A function of numbers and arrays
+    **options, # As for `numba.njit`
+):
+    "Compile `f` when it is first called, and keep the machine code where it has a file and a folder can be written."
+    from numba import njit
+    try: return njit(f, cache=os.path.isfile(f.__code__.co_filename), **options)
+    except RuntimeError: return njit(f, **options)              # No such folder
 
 # %% ../../nbs/00k_machine.ipynb #d04030a9
 def report_speed(
