@@ -8,7 +8,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from lmcourse.ablations.sweep import RunData
-from lmcourse.tools.config import Config, ModelConfig, TrainConfig, describe
+from lmcourse.tools.config import Config, ModelConfig, TrainConfig, UserError, describe, refuse_unwritable
 
 DEVICES = ["auto", "cpu", "cuda", "cuda:1", "mps"]
 
@@ -120,3 +120,14 @@ def test_any_text_survives_toml(tmp_path_factory, text):
     for note in (Note(text), Note(f'a\x7fb"\\u007f\n\x00ü{text}')):
         note.save(path)
         assert Note.load(path) == note
+
+
+def test_where_nothing_can_be_kept_is_said_before_work(tmp_path, monkeypatch):
+    (tmp_path/"file").write_text("")
+    monkeypatch.chdir(tmp_path)
+    for place in (".", "file", "new", "new/newer", tmp_path/"new"): refuse_unwritable(place)
+    for place in ("file/new", "file/new/newer", tmp_path/"file"/"new"):
+        with pytest.raises(UserError, match="can't be made: file is a file"): refuse_unwritable(place)
+    monkeypatch.setattr("os.access", lambda path, mode: False)
+    for place in ("file", "new", "new/newer"):
+        with pytest.raises(UserError, match=f"{place}: .* can't be written"): refuse_unwritable(place)

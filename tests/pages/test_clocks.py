@@ -16,6 +16,9 @@ TIMED = [
     "def ratio(f, g):\n    t = [time.perf_counter() for _ in range(3)]\n    return t[1]/t[2]\nrows = [dict(way=k, speed=ratio(k, 1)) for k in 'ab']\nassert rows[0]['speed'] > 1",
     "best = best_seconds({'a': f})\nrates = {k: 1e9/s for k, s in best.items()}\nassert rates['a'] > 5",
     "assert trainer.elapsed < 3", "found, took = timed(f)\nassert took['wall_s'] < 1", "check_close(measure_step(trainer), .1)",
+    "with patch.object(json, 'loads', f): at = time.perf_counter()\nassert at == 7",
+    "with patch('time.sleep', f): pass\nassert time.perf_counter() < 7",
+    "best = best_seconds({})\nassert best is not None and best < 3",
     "rows = []\nfor k in 'ab':\n    t = time.time()\n    rows.append(dict(name=k, ms=1e3*(time.time() - t)))\nassert rows[0]['ms'] < rows[1]['ms']",
 ]
 NOT_TIMED = [
@@ -36,6 +39,11 @@ def test_an_assertion_on_a_clock_is_found(source): assert len(clock_assertions(s
 
 @pytest.mark.parametrize("source", NOT_TIMED)
 def test_one_on_something_else_is_not(source): assert clock_assertions(source) == []
+
+
+def test_a_cell_that_only_measures_leaves_nothing_to_others():
+    cells = ["#| bench\nrate = time.perf_counter()", "rate = published\nassert rate == 3", "def made_up(): return dict(wall_s=3)\nassert made_up()['wall_s'] == 3"]
+    assert clock_assertions(cells) == [] and clock_assertions([cells[0] + "\nassert rate < 3", *cells[1:]]) == ["assert rate < 3"]
 
 
 def test_notebooks_and_tests_ask_no_clock():
