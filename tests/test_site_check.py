@@ -85,10 +85,11 @@ def test_a_planted_fault_is_named(browser, tmp_path, old, new, words):
     assert any(words in f for f in faults(browser, GOOD.replace(old, new), tmp_path / "a.html")), faults(browser, GOOD.replace(old, new), tmp_path / "a.html")
 
 
-def test_each_step_of_the_walk_fails_on_a_page_that_lacks_its_part(browser, tmp_path):
+def test_each_step_of_the_walk_fails_on_a_page_that_lacks_its_part(browser, tmp_path, monkeypatch):
+    monkeypatch.setattr(check_site, "PATIENCE", 300)
     for name in ("index", "memory", "architecture", "explorer"): (tmp_path / f"{name}.html").write_text(GOOD, encoding="utf-8")
     for step in check_site.WALK:
         page = browser.new_page()
-        page.set_default_timeout(300)
+        page.set_default_timeout(check_site.PATIENCE)
         with pytest.raises((AssertionError, playwright.Error)): step(page, tmp_path)
         page.close()

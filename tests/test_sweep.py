@@ -100,7 +100,8 @@ def test_every_study_can_be_planned(name, scale):
     first = jobs[next(iter(e.variants)), 0]
     preset = ModelConfig.preset(e.base)
     assert {k: v for k, v in first.model.to_dict().items() if k != "vocab_size"} == {k: v for k, v in preset.to_dict().items() if k != "vocab_size"}
-    assert first.train == replace(TrainConfig.preset(e.base), seed=0, steps=first.train.steps, warmup_steps=first.train.warmup_steps)
+    assert first.train == replace(TrainConfig.preset(e.base), **SCALES[scale][1], seed=0, steps=first.train.steps, warmup_steps=first.train.warmup_steps)
+    assert all(a in study.small and b in study.small for a, b in study.pairs)
     for variant, key in study.published: assert variant in study.full and published(f"cs336-report.{key}").unit == "nats per token"
     assert all(row["runs"] == "not run" for row in study_table(name, {}, scale).rows)
 

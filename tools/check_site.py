@@ -11,6 +11,7 @@ AUDIT = (Path(__file__).parent / "docs/audit.js").read_text(encoding="utf-8")
 FLAGS = "--no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking --disable-component-update --disable-sync".split()
 WIDE, PHONE = dict(width=1280, height=900), dict(width=360, height=740)
 MOST_BYTES, CDN = 1_000_000, "https://cdn.jsdelivr.net/npm/katex@"     # Formulas come from there where the site was built without npm
+PATIENCE = 30_000                                                       # Milliseconds until a part of a page counts as missing
 
 
 def chromium(playwright):
@@ -64,17 +65,17 @@ def searching(page, site, query="rmsnorm_forward"):
     assert not page.evaluate("'searchIndex' in window"), "the index is loaded before it is asked for"
     page.keyboard.press("/")
     page.keyboard.type(query)
-    page.locator("#lm-search li a").first.wait_for(timeout=5000)
+    page.locator("#lm-search li a").first.wait_for()
     page.keyboard.press("ArrowDown")
     page.keyboard.press("Enter")
-    page.wait_for_url(lambda url: url.endswith("#" + query), timeout=5000)
+    page.wait_for_url(lambda url: url.endswith("#" + query))
     top = page.evaluate("document.getElementById(decodeURIComponent(location.hash.slice(1))).getBoundingClientRect().top")
     assert 0 <= top < WIDE["height"], f"the section that was found is {top:.0f} pixels from the top"
     page.keyboard.press("Control+k")
     page.locator("#lm-search input").fill("qqxzjv")
-    page.wait_for_function("document.querySelector('#lm-search [role=status]').textContent == '0 places'", timeout=5000)
+    page.wait_for_function("document.querySelector('#lm-search [role=status]').textContent == '0 places'")
     page.locator("#lm-search input").fill("learning rate")
-    page.locator("#lm-search li mark").first.wait_for(timeout=5000)
+    page.locator("#lm-search li mark").first.wait_for()
     page.keyboard.press("Escape")
     assert not page.locator("#lm-search").is_visible()
 
@@ -122,11 +123,12 @@ def a_copy_button(page, site):
 
 def the_menu_of_a_phone_without_scripts(page, site):
     page = page.context.browser.new_page(java_script_enabled=False, viewport=PHONE)
+    page.set_default_timeout(PATIENCE)
     page.goto((site / "memory.html").as_uri())
     assert not page.locator("#lm-find").is_visible() and not page.locator(".sidebar").is_visible()
     page.mouse.wheel(0, 3000)
     page.locator("label.menu").click()
-    page.locator(".sidebar a").nth(2).click(timeout=3000)
+    page.locator(".sidebar a").nth(2).click()
     assert "memory.html" not in page.url
     page.close()
 
@@ -147,6 +149,7 @@ def check(browser, site, names):
     for step in WALK if not names else ():
         page, faults = context.new_page(), []
         listen(page, faults)
+        page.set_default_timeout(PATIENCE)
         page.set_viewport_size(WIDE)
         try: step(page, site)
         except Exception as e: faults.append(f"{type(e).__name__}: {str(e).strip().partition(chr(10))[0]}")

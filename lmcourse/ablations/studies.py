@@ -13,9 +13,9 @@ from ..tools.show import Table
 from .sweep import Experiment, RunData, compare_variants, step_cost
 
 # %% ../../nbs/06b_studies.ipynb #cbbcfd26
-SCALES = { # Preset, what is read, tokens of a run
-    "small": ("small", RunData("stories", 512, 8., 200), 614_400),
-    "full": ("ts-36m", RunData("tinystories", 10_000, 2500., 2000), 163_840_000),
+SCALES:dict[str, tuple[str, dict, RunData, int]] = { # Preset, fields that all variants change, what is read, tokens of a run
+    "small": ("small", dict(batch_size=4), RunData("stories", 512, 8., 200), 1_536_000),
+    "full": ("ts-36m", {}, RunData("tinystories", 10_000, 2500., 2000), 163_840_000),
 }
 
 # %% ../../nbs/06b_studies.ipynb #bfcdd393
@@ -26,8 +26,10 @@ class Study:
     small:dict               # Variants of the preset `small`; the first one is the base
     full:dict                # Variants of `ts-36m`, the published set-up
     measure:str = "loss"     # What is compared
+    seeds:int = 3            # Of every variant, fixed before the first run: five where the effect is small
     equal_flops:bool = False # Runs have the same FLOPs, and not the same tokens
     published:tuple = ()     # Pairs of a variant of `full` and its key in the ledger after `cs336-report.`; the first is the base
+    pairs:tuple = ()         # Two variants of `small` each, compared beside those with the base
     alike:bool = True        # Whether a variant of `small` is the same change as the one of `full` with its name
 
 STUDIES = {}
@@ -36,19 +38,21 @@ STUDIES = {}
 def experiment_of(
     name:str,          # A study, say `learning-rate`
     scale:str="small", # `small`, or `full` for the published set-up
-    seeds:tuple=(0, 1, 2), # Of every variant
+    seeds:tuple|None=None, # Of every variant; by default as many as the study was planned with
     corpus:str|None=None,  # Another corpus than the scale's, say `stories` for the full one
     tokens:int|None=None,  # Another budget of a run than the scale's
 )->Experiment:
     "What is to be run. `ValueError` for a study or scale that does not exist."
     if name not in STUDIES: raise unknown("study", name, STUDIES)
     if scale not in SCALES: raise unknown("scale", scale, SCALES)
-    preset, data, usual = SCALES[scale]
+    study, (preset, common, data, usual) = STUDIES[name], SCALES[scale]
     tokens = usual if tokens is None else tokens
     if corpus: data = replace(data, corpus=corpus)
-    each, flops = step_cost(ModelConfig.preset(preset), TrainConfig.preset(preset))
-    budget = dict(flops=tokens//each*flops) if STUDIES[name].equal_flops else dict(tokens=tokens)
-    return Experiment(preset, getattr(STUDIES[name], scale), tuple(seeds), data=data, **budget)
+    train = replace(TrainConfig.preset(preset), **common)
+    each, flops = step_cost(ModelConfig.preset(preset), train)
+    budget = dict(flops=tokens//each*flops) if study.equal_flops else dict(tokens=tokens)
+    variants = {variant: common | change for variant,change in getattr(study, scale).items()}
+    return Experiment(preset, variants, tuple(range(study.seeds) if seeds is None else seeds), data=data, **budget)
 
 # %% ../../nbs/06b_studies.ipynb #a5d862c8
 def study_table(
@@ -61,7 +65,7 @@ def study_table(
     study, experiment = STUDIES[name], experiment_of(name, scale, **more)
     theirs = _published(study) if scale == "full" or study.alike else {}
     beside = lambda variant, runs: dict(zip(("published", "published difference"), theirs.get(variant, (None, None))))
-    return compare_variants(experiment, lines, study.measure, beside)
+    return compare_variants(experiment, lines, study.measure, beside, study.pairs if scale == "small" else ())
 
 # %% ../../nbs/06b_studies.ipynb #93c3daaf
 def _published(study:Study)->dict: # Variant to the published loss, and how much it is above the published base
@@ -86,8 +90,10 @@ def _batches(sizes:tuple, base:int, lr:float, steps:int, cap:float)->dict: # Equ
                      f"{size}, tokens": dict(batch_size=size), f"{size}, tokens, root": dict(batch_size=size) | rule}
     return variants
 
-STUDIES["batch-size"] = Study("What does a larger batch buy?", _batches((2, 32), 8, 1e-2, 600, .03),
+_SMALL = {name: change for name,change in _batches((1, 16), 4, 1e-2, 3000, .03).items() if not name.endswith("steps, root")}
+STUDIES["batch-size"] = Study("What does a larger batch buy?", _SMALL,
     _batches((1, 8, 32, 64, 256, 512), 128, 2e-3, 5000, 3e-3), alike=False,
+    pairs=(("16, tokens, root", "16, tokens"), ("1, tokens, root", "1, tokens")),
     published=(("128", "batch-sweep.fixed-lr.128"), *((f"{b}, steps", f"batch-sweep.fixed-lr.{b}") for b in (1, 8, 32, 64, 256, 512)),
                *((f"{b}, steps, root", f"batch-sweep.tuned-lr.{b}") for b in (1, 8, 32, 256, 512))))
 
@@ -97,13 +103,16 @@ _SCALED = _NO_NORM | dict(scaled_init=True)
 _NORMS:dict = {"norm": {}, "none": _NO_NORM, "none, scaled": _SCALED}
 STUDIES["no-norm"] = Study("Does training need a norm?",
     {**_NORMS, "none, scaled, 0.02": _SCALED | dict(embedding_std=.02), "norm, 0.001": dict(lr=1e-3), "none, 0.001": _NO_NORM | dict(lr=1e-3),
-     **{f"8 layers, {kind}": change | dict(num_layers=8) for kind,change in _NORMS.items()}},
-    {"norm": {}, **{f"none, {r:g}": _NO_NORM | dict(lr=r) for r in (2e-3, 5e-4, 1e-4)}, "none, scaled": _SCALED})
+     **{f"8 layers, {kind}": change | dict(num_layers=8) for kind,change in _NORMS.items()},
+     "8 layers, none, scaled, 0.001": _SCALED | dict(num_layers=8, lr=1e-3)},
+    {"norm": {}, **{f"none, {r:g}": _NO_NORM | dict(lr=r) for r in (2e-3, 5e-4, 1e-4)}, "none, scaled": _SCALED},
+    pairs=(("none, 0.001", "norm, 0.001"),))
 
 # %% ../../nbs/06b_studies.ipynb #1c6bbf57
 _PLACES = {place: dict(norm_position=place) for place in ("pre", "post", "sublayer")}
 STUDIES["norm-position"] = Study("Before the branch, after the sum, or after the branch?",
-    _PLACES | {f"{place}, 0.003": change | dict(lr=3e-3) for place,change in _PLACES.items()}, _PLACES, published=(("pre", "ablation.base"), ("sublayer", "ablation.post-norm")))
+    _PLACES | {f"{place}, 0.003": change | dict(lr=3e-3) for place,change in _PLACES.items()}, _PLACES,
+    pairs=(("post, 0.003", "pre, 0.003"), ("sublayer, 0.003", "pre, 0.003")), published=(("pre", "ablation.base"), ("sublayer", "ablation.post-norm")))
 
 # %% ../../nbs/06b_studies.ipynb #74774fa0
 _KINDS = {p: dict(position=p) for p in ("rope", "learned", "sinusoidal", "none")}
@@ -113,12 +122,12 @@ STUDIES["positions"] = Study("How does a token know its place?", _KINDS, _KINDS,
 def _plain(width:int)->dict: return {"swiglu": {}} | {f: dict(ffn=f, d_ff=width) for f in ("silu", "gelu", "relu")}
 
 STUDIES["feed-forward"] = Study("Is a gate worth a third matrix?", _plain(288), _plain(2048),
-    published=(("swiglu", "ablation.base"), ("silu", "ablation-log.silu")))
+    published=(("swiglu", "ablation.base"), ("silu", "ablation-log.silu")), seeds=5)
 
 # %% ../../nbs/06b_studies.ipynb #4db2b565
 _HEADS = {"untied": {}, "tied": dict(tie_embeddings=True), "tied, scaled": dict(tie_embeddings=True, scale_embeddings=True),
           "tied, N(0, 1)": dict(tie_embeddings=True, embedding_std=1.)}
-STUDIES["head"] = Study("Can the embedding serve as the head?", _HEADS, _HEADS)
+STUDIES["head"] = Study("Can the embedding serve as the head?", _HEADS, _HEADS, seeds=5)
 
 # %% ../../nbs/06b_studies.ipynb #ecada396
 STUDIES["heads"] = Study("How many heads, and how many of keys and values?",
@@ -129,11 +138,12 @@ STUDIES["heads"] = Study("How many heads, and how many of keys and values?",
 _GUARDS:dict = {"base": {}, "z-loss": dict(z_loss=1e-4), "QK-norm": dict(qk_norm=True)}
 def _guards(lr:float)->dict: return _GUARDS | {f"{name}, {lr:g}": change | dict(lr=lr) for name,change in _GUARDS.items()}
 
-STUDIES["stability"] = Study("What do QK-norm and z-loss protect from?", _guards(3e-2), _guards(5e-3))
+STUDIES["stability"] = Study("What do QK-norm and z-loss protect from?", _guards(3e-2), _guards(5e-3), seeds=5,
+    pairs=(("z-loss, 0.03", "base, 0.03"), ("QK-norm, 0.03", "base, 0.03")))
 
 # %% ../../nbs/06b_studies.ipynb #77aad078
 _DECAYS = {"0.01": {}, "0": dict(weight_decay=0.), "0.1": dict(weight_decay=.1), "1": dict(weight_decay=1.)}
-STUDIES["weight-decay"] = Study("Does weight decay help a run that sees nothing twice?", _DECAYS, _DECAYS)
+STUDIES["weight-decay"] = Study("Does weight decay help a run that sees nothing twice?", _DECAYS, _DECAYS, seeds=5)
 
 # %% ../../nbs/06b_studies.ipynb #1de99cf0
 STUDIES["shape"] = Study("Wide or deep, at equal parameters of the blocks?",
@@ -143,17 +153,18 @@ STUDIES["shape"] = Study("Wide or deep, at equal parameters of the blocks?",
 
 # %% ../../nbs/06b_studies.ipynb #0b786796
 STUDIES["vocabulary"] = Study("How large a vocabulary, in bits per byte?", {"512": {}} | {f"{v}": dict(vocab_size=v) for v in (320, 1024, 2048)},
-    {"10000": {}} | {f"{v}": dict(vocab_size=v) for v in (1000, 4000, 32_000)}, "bits_per_byte", True)
+    {"10000": {}} | {f"{v}": dict(vocab_size=v) for v in (1000, 4000, 32_000)}, "bits_per_byte", equal_flops=True)
 
 # %% ../../nbs/06b_studies.ipynb #6d6b6b19
 def _optimizers(rates:tuple)->dict:
     return {f"AdamW, {rates[0]:g}": {}} | {f"AdamW, {r:g}": dict(lr=r) for r in rates[1:]} | {f"Muon, {r:g}": dict(lr=r, optimizer="muon") for r in rates}
 
-STUDIES["optimizer"] = Study("Is Muon better than AdamW, each at its own rate?", _optimizers((1e-2, 5e-3, 2e-2, 4e-2)), _optimizers((2e-3, 1e-3, 3e-3)))
+STUDIES["optimizer"] = Study("Is Muon better than AdamW, each at its own rate?", _optimizers((1e-2, 5e-3, 2e-2, 4e-2)), _optimizers((2e-3, 1e-3, 3e-3)),
+    pairs=tuple((f"Muon, {rate}", f"AdamW, {rate}") for rate in ("0.005", "0.02", "0.04")))
 
 # %% ../../nbs/06b_studies.ipynb #35a9661e
 _BIASES = {"none": {}, "biases": dict(bias=True)}
-STUDIES["biases"] = Study("Do biases help?", _BIASES, _BIASES)
+STUDIES["biases"] = Study("Do biases help?", _BIASES, _BIASES, seeds=5)
 
 # %% ../../nbs/06b_studies.ipynb #e0138e88
 STUDIES["parameters-tokens"] = Study("More parameters or more tokens, at equal FLOPs?", {"64": {}} | {f"{d}": dict(d_model=d) for d in (32, 48, 96, 128)},

@@ -7,11 +7,12 @@ __all__ = ['KINDS', 'SIZES', 'MEGABYTES', 'VOCAB_SIZES', 'LEARNERS', 'PEERS', 'E
            'BATCH', 'OURS', 'TASKS', 'ACTIONS', 'installed_files', 'web_text', 'Corpus', 'corpus_documents',
            'write_corpus', 'timed', 'interleaved', 'spread', 'ratios', 'Learner', 'file_documents', 'present',
            'missing_line', 'cut_lines', 'Sample', 'Task', 'flat_ids', 'require_equal_ids', 'perform', 'serve', 'Worker',
-           'warm_up_text', 'run_training', 'run_encoding', 'run_counting', 'run_first_use', 'run_import',
-           'measure_training', 'sample_bytes', 'encoding_jobs', 'measure_encoding', 'compare_ids', 'save_tokenizer',
-           'measure_counting', 'quarter', 'measure_memory', 'measure_first_use', 'faster', 'training_table', 'speeds',
-           'encoding_table', 'threads_table', 'memory_table', 'corpora_table', 'first_use_table', 'machine',
-           'machine_line', 'check_bench', 'check_new_file', 'bench_tokenizer', 'write_whole']
+           'warm_up_text', 'warm_learner', 'run_training', 'run_encoding', 'run_counting', 'run_first_use',
+           'run_import', 'measure_training', 'sample_bytes', 'encoding_jobs', 'measure_encoding', 'compare_ids',
+           'save_tokenizer', 'measure_counting', 'quarter', 'measure_memory', 'measure_first_use', 'faster',
+           'training_table', 'speeds', 'encoding_table', 'threads_table', 'memory_table', 'corpora_table',
+           'first_use_table', 'machine', 'machine_line', 'check_bench', 'check_new_file', 'bench_tokenizer',
+           'write_whole']
 
 # %% ../../nbs/90a_bench.ipynb #9f76e18a
 import contextlib, importlib.metadata, importlib.util, itertools, json, math, os, platform, random, statistics
@@ -380,11 +381,18 @@ def warm_up_text()->str: # The same in every call
     return END_OF_TEXT.join(" ".join(words[i:i+100]) for i in range(0, len(words), 100))
 
 # %% ../../nbs/90a_bench.ipynb #6587fd36
+def warm_learner(name:str, path:str, threads:int): # A learner of `LEARNERS`, a file to begin with
+    "Learn once, so that all code is compiled and loaded."
+    LEARNERS[name].learn(path, 12_000, threads)
+    if name == "lmcourse":
+        from lmcourse.tokenization.fast_bpe import WordTable, count_words_fast
+        WordTable().add(count_words_fast(path, threads=1))      # Whether a second thread found work, and its words had to be added, was chance
+
 def run_training(name:str, path:str, vocab_size:int, threads:int, warm_up:str|None)->dict: # `warm_up`: a file to begin with
     "Learn once in this process. Tokens as hexadecimal digits."
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")                         # a small corpus may give fewer tokens
-        if warm_up: LEARNERS[name].learn(warm_up, 12_000, threads)
+        if warm_up: warm_learner(name, warm_up, threads)
         measured, learnt = timed(lambda: LEARNERS[name].learn(path, vocab_size, threads))
     measured["peak_bytes"] = peak_bytes()
     return measured | dict(tokens=[t.hex() for t in LEARNERS[name].tokens(learnt)])

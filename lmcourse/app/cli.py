@@ -557,7 +557,7 @@ def plan(
         stories = reach_of_starts(train, model.context_length) > 0.5
         config = TrainConfig.preset("quickstart", windows="documents" if stories else "random")
         trainer = Trainer(model, config, train, valid)
-    seconds = measure_step(trainer, 100)        # long enough to outlast a moment when the machine is busy
+    seconds = measure_step(trainer, min(100, max(5, int(50*minutes)))) # Outlasts a moment when the machine is busy, and is short beside the training
     most = 12*train.num_tokens/config.batch_size/model.context_length
     steps = max(1, int(min(60*minutes/seconds, most)))
     every = -(-steps//8)
@@ -646,9 +646,9 @@ class SmokeCommand:
 class AblateCommand:
     "Make the runs of one of chapter 06's studies, or those of them that are missing; without STUDY, list them."
     study: word(str|None, "STUDY") = None       # Its name
-    scale: Literal["small", "full"] = "small"   # Half-minute runs for two cores, or the published set-up for a GPU
+    scale: Literal["small", "full"] = "small"   # Runs of a minute for two cores, or the published set-up for a GPU
     device: str = "cpu"                         # cpu, cuda, mps, or auto for the best there is
-    seeds: tuple[int, ...] = (0, 1, 2)          # Of every variant
+    seeds: tuple[int, ...]|None = None          # Of every variant; by default as many as the study was planned with
     corpus: str|None = None                     # Another corpus than the scale's: stories for small, tinystories for full
     tokens: int|None = None                     # Training tokens of a run; by default the scale's
     processes: int|None = None                  # Runs at a time; by default one a core, or one on a GPU
