@@ -115,6 +115,14 @@ def test_the_full_set_up_is_the_published_one():
     assert (job.train.steps, job.model.vocab_size, job.data.corpus) == (10_000, 32_000, "openwebtext")
     assert count_parameters(job.model).unique == published("cs336-report.openwebtext.parameters").value
 
+def test_published_losses_stand_in_the_rows_of_their_variants():
+    "At the full scale, and at the small one where a variant is the same change"
+    base, other = (published(f"cs336-report.ablation.{key}").value for key in ("base", "post-norm"))
+    for scale in SCALES:
+        rows = {row["variant"]: (row.get("published"), row.get("published difference")) for row in study_table("norm-position", {}, scale).rows}
+        assert (rows["pre"], rows["post"], rows["sublayer"]) == ((base, None), (None, None), (other, round(other - base, 4)))
+    assert not any(row.get("published") for row in study_table("learning-rate", {}, "small").rows)
+
 def test_the_saved_runs_are_those_of_the_studies():
     "Every line is the run that its key says, ended well or diverged, and no study of the small scale lacks one"
     lines = read_lines(ROOT/"nbs/results/ablations.jsonl")

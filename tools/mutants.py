@@ -5,7 +5,7 @@ Each runs against the named tests (test files, and notebooks, whose cells check 
 pass has *survived*: either a test is missing, or the change makes no difference. A line for each goes to --out, so that a run that was
 stopped goes on where it was.
 """
-import argparse, ast, json, os, random, subprocess, sys, tempfile
+import argparse, ast, json, os, random, shlex, subprocess, sys, tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -96,7 +96,7 @@ def outcome(clone, file, mutant, tests, seconds):
     env = os.environ | {"PYTHONPATH": str(clone), "OMP_NUM_THREADS": "1", "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}", "PYTHONDONTWRITEBYTECODE": "1"}
     try:
         for test in tests:
-            command = ["nbdev_test", "--n_workers", "0", "--path", test] if test.endswith(".ipynb") else [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *test.split()]
+            command = ["nbdev_test", "--n_workers", "0", "--path", test] if test.endswith(".ipynb") else [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *shlex.split(test)]
             try: code = subprocess.run(command, cwd=clone, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, timeout=seconds).returncode
             except subprocess.TimeoutExpired: return "killed"
             if code: return "killed"
