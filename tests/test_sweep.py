@@ -1,5 +1,5 @@
 "Experiments: what is refused, what a kill leaves, and that a run is never made twice nor lost"
-import json, math, multiprocessing, os, statistics, subprocess, sys, threading
+import hashlib, json, math, multiprocessing, os, statistics, subprocess, sys, threading
 from dataclasses import replace
 from pathlib import Path
 import processes
@@ -114,6 +114,11 @@ def test_the_full_set_up_is_the_published_one():
     job = experiment_of("corpus", "full").runs()["OpenWebText", 0]
     assert (job.train.steps, job.model.vocab_size, job.data.corpus) == (10_000, 32_000, "openwebtext")
     assert count_parameters(job.model).unique == published("cs336-report.openwebtext.parameters").value
+
+def test_runs_of_the_full_scale_keep_their_keys():
+    "Somebody may have made them, with hours of a GPU: a changed constant would make each of them again"
+    keys = sorted({run.key for name in STUDIES for run in experiment_of(name, "full").runs().values()})
+    assert (len(keys), hashlib.sha256(" ".join(keys).encode()).hexdigest()[:16]) == (263, "c027d21d9595696c")
 
 def test_published_losses_stand_in_the_rows_of_their_variants():
     "At the full scale, and at the small one where a variant is the same change"
