@@ -648,7 +648,7 @@ class AblateCommand:
     study: word(str|None, "STUDY") = None       # Its name
     scale: Literal["small", "full"] = "small"   # Runs of a minute for two cores, or the published set-up for a GPU
     device: str = "cpu"                         # cpu, cuda, mps, or auto for the best there is
-    seeds: tuple[int, ...]|None = None          # Of every variant; by default as many as the study was planned with
+    seeds: some(int, "as many as were planned") = () # Of every variant
     corpus: str|None = None                     # Another corpus than the scale's: stories for small, tinystories for full
     tokens: int|None = None                     # Training tokens of a run; by default the scale's
     processes: int|None = None                  # Runs at a time; by default one a core, or one on a GPU
@@ -660,7 +660,7 @@ class AblateCommand:
         from lmcourse.ablations.sweep import missing_runs, run_experiment
         from lmcourse.training.engines import pick_device
         if self.study is None: return say(str(study_list()))
-        more:dict = dict(seeds=self.seeds, corpus=self.corpus, tokens=self.tokens)
+        more:dict = dict(seeds=self.seeds or None, corpus=self.corpus, tokens=self.tokens)
         with checking_input():
             if self.processes is not None and self.processes < 1: raise ValueError(f"processes = {self.processes}, expected 1 or more")
             experiment, device = experiment_of(self.study, self.scale, **more), pick_device(self.device).type
