@@ -1,4 +1,4 @@
-"""Everything a change must pass, in an environment that is ready. Usage: tools/check.py [--slow] [--only STEP ...]
+"""Everything a change must pass, in an environment that is ready. Usage: tools/check.py [--slow] [--only STEP ...] [--without NAME ...]
 
 `--slow` adds the long tier: notebook cells and tests that are marked `slow`. `--only` takes some of the steps: packages, style,
 types, sync, pages, notebooks, tests, site, browser; in the long tier, lab.
@@ -43,10 +43,10 @@ def in_sync():
         sys.exit("not what nbdev_export and nbdev_clean would write: " + ", ".join(odd))
 
 
-def notebooks(slow):
-    "Run them all. Each must be able to run after any other: none may leave a file behind."
+def notebooks(slow, without=()):
+    "Run them. Each must be able to run after any other: none may leave a file behind."
     before = files(ROOT).keys()
-    run("nbdev_test", "--timing", *(["--flags", "slow"] if slow else []))
+    run("nbdev_test", "--timing", "--skip_file_re", "|".join(["^[_.]", *(f"^{name}.ipynb$" for name in without)]), *(["--flags", "slow"] if slow else []))
     if left := sorted(map(str, files(ROOT).keys() - before)): sys.exit("left behind by a notebook: " + ", ".join(left))
 
 
@@ -55,7 +55,7 @@ def tests(slow, *chosen, processes=None):
     run(sys.executable, "-m", "pytest", "-q", *each, *chosen, *(["-m", "not bench"] if slow else []))
 
 
-def steps(slow):
+def steps(slow, without=()):
     python = (sys.executable, "-m")
     return {
         "packages": lambda: run(*python, "pip", "check"),
@@ -63,8 +63,8 @@ def steps(slow):
         "types": lambda: run("mypy"),
         "sync": in_sync,
         "pages": lambda: tests(slow, "tests/pages", processes=1),   # Prose, links, layout: what a look at the files can tell
-        "notebooks": lambda: notebooks(slow),
-        "tests": lambda: tests(slow, "tests", "--ignore=tests/pages"),
+        "notebooks": lambda: notebooks(slow, without),
+        "tests": lambda: tests(slow, "tests", "--ignore=tests/pages", *(f"--ignore=tests/{name}.py" for name in without)),
         "site": lambda: run(sys.executable, "tools/build_docs.py", "--force"),
         "browser": lambda: run(sys.executable, "tools/check_site.py"),
     } | ({"lab": lambda: run(sys.executable, "tools/check_lab.py", "nbs/01d_explorer.ipynb")} if slow else {})
@@ -74,10 +74,13 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--slow", action="store_true", help="add the long tier")
     parser.add_argument("--only", nargs="+", metavar="STEP", choices=list(steps(True)), help="some steps: " + ", ".join(steps(True)))
+    parser.add_argument("--without", nargs="+", default=(), metavar="NAME", help="notebooks and files of tests that are left out: 03h_fast_np, test_cli")
     words = parser.parse_args()
+    for name in words.without:
+        if not any((ROOT / path).exists() for path in (f"nbs/{name}.ipynb", f"tests/{name}.py")): parser.error(f"--without: there is no notebook and no file of tests called {name}")
     ENV |= {"HYPOTHESIS_PROFILE": "random" if words.slow else "same"} # A change is not refused for what another one did
     if words.slow: ENV["LMCOURSE_SLOW"] = "1"
-    for name, step in steps(words.slow).items():
+    for name, step in steps(words.slow, words.without).items():
         if words.only and name not in words.only: continue
         print(f"== {name}", flush=True)
         start = time.time()

@@ -1,7 +1,8 @@
 """Run the checks in many surroundings, one after another, to show that they depend on none of them. Usage: tools/matrix.py [name ...]
 
 Each row takes a fresh clone of the last commit and runs the notebooks and the tests there, with this Python and its packages.
-A row is a name, what is added to the environment, and what the command starts with. Takes hours; `make matrix` runs all of it.
+A row is a name, what is added to the environment, what the command starts with, and which notebooks and files of tests are left out.
+Takes hours; `make matrix` runs all of it.
 """
 import argparse, contextlib, json, os, shutil, subprocess, sys, tempfile, time
 from pathlib import Path
@@ -9,6 +10,11 @@ from pathlib import Path
 ROOT, BIN = Path(__file__).resolve().parent.parent, Path(sys.executable).parent
 BUSY = [sys.executable, "-c", "while True: pass"]
 ONE_CORE = ["taskset", "-c", "0"] if shutil.which("taskset") else None
+# Their kernels are made of machine instructions that plain Python does not have, or would take hours there.
+COMPILED = """01b_fast_bpe 01c_tokenizer 01d_explorer 03h_fast_np 04a_data 04e_trainer 06a_sweep 06c_case 06c_doctor 07a_kv_cache 07b_engine
+07c_speculative 07d_quantization 07z_inference 90a_bench 90b_bench_generation 90b_serve 90b_throughput 90c_cli
+test_bench_command test_case test_checkpoint test_cli test_data test_doctor test_engine test_exercises_inference test_fast_bpe
+test_interactive test_kernel test_kv_cache test_machine test_quantization test_serve test_speculative test_sweep test_tokenizer test_trainer""".split()
 ROWS = {
     "as it is": ({}, []),
     "one core": ({}, ONE_CORE),
@@ -19,6 +25,7 @@ ROWS = {
     "four busy processes": ({}, []),
     "another place and seed": ({"LC_ALL": "C", "LANG": "C", "TZ": "Asia/Kathmandu", "PYTHONHASHSEED": "7"}, []),
     "no home": ({"HOME": "/proc/nothing", "XDG_CACHE_HOME": "/proc/nothing/cache", "MPLCONFIGDIR": "/proc/nothing/mpl"}, []),
+    "nothing compiled": ({"NUMBA_DISABLE_JIT": "1"}, [], COMPILED),
 }
 
 
@@ -31,13 +38,13 @@ def company(name):
         for process in busy: process.kill()
 
 
-def run(name, env, before):
+def run(name, env, before, without=()):
     "One row: how long it took, and whether all passed."
     with tempfile.TemporaryDirectory(prefix="lmcourse-") as tmp, company(name):
         clone = Path(tmp).resolve()/"clone"
         subprocess.run(["git", "clone", "-q", ROOT, clone], check=True)
         start = time.time()
-        command = [*before, sys.executable, "tools/check.py", "--only", "notebooks", "tests"]
+        command = [*before, sys.executable, "tools/check.py", "--only", "notebooks", "tests", *(["--without", *without] if without else [])]
         done = subprocess.run(command, cwd=clone, env=os.environ | {"PYTHONPATH": str(clone)} | env, capture_output=True, text=True)
         if done.returncode: print("\n".join((done.stdout + done.stderr).splitlines()[-60:]), flush=True)
         return dict(name=name, passed=not done.returncode, minutes=round((time.time() - start)/60, 1))
@@ -49,9 +56,9 @@ if __name__ == "__main__":
     names, bad = p.parse_args().names or list(ROWS), []
     if odd := set(names) - set(ROWS): sys.exit(f"no row called {', '.join(sorted(odd))}: there are {', '.join(ROWS)}")
     for name in names:
-        env, before = ROWS[name]
+        env, before, *without = ROWS[name]
         if before is None: print(f"{name}: skipped, the system has no taskset"); continue
-        row = run(name, env, before)
+        row = run(name, env, before, *without)
         print(json.dumps(row), flush=True)
         bad += [name]*(not row["passed"])
     sys.exit(f"failed: {', '.join(bad)}" if bad else 0)
