@@ -87,9 +87,8 @@ class Embedding(nn.Embedding):
         dtype=None,         # Their type, torch's default if nothing is said
         generator:torch.Generator|None=None, # Where the initial weights come from
     ):
-        super().__init__(num_embeddings, embedding_dim, device="meta")
         shape = num_embeddings, embedding_dim
-        self.weight = nn.Parameter(truncated_normal(shape, std, device, dtype, generator))
+        super().__init__(*shape, _weight=truncated_normal(shape, std, device, dtype, generator)) # Drawn on `meta`, it would load torch's compiler
 
     def forward(self, ids:torch.Tensor)->torch.Tensor: # `(...)` whole numbers to `(..., D)`
         check_index(ids, len(self.weight), "id", "a table")
