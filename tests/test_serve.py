@@ -4,8 +4,11 @@ import gc
 import json
 import random
 import socket
+import subprocess
+import sys
 import threading
 import weakref
+from pathlib import Path
 
 import pytest
 from processes import wait_for
@@ -139,6 +142,20 @@ def test_half_a_character_is_never_shown():
         assert "".join(text) == "Zoë 日本 🙂" and "\ufffd" not in "".join(text)
 
 
+def test_what_is_held_back_keeps_its_log_probability():
+    "'b' may begin the stop, so neither it nor its number is shown before it is known that it does not"
+    a, b, c = (TOKENIZER.ids[x] for x in (b"a", b"b", b"c"))
+    choice, shown = Choice(TOKENIZER, ["bd"], log_probs=True), []
+    for i, id in enumerate((b, b, c)): shown.append(choice.add(id, (-float(i), {})))
+    assert shown[0] is None and [p["text"] for p in shown[1:]] == ["b", "bc"]
+    assert [p["logprobs"]["text_offset"] for p in shown[1:]] == [[0], [1, 2]] and [p["logprobs"]["token_logprobs"] for p in shown[1:]] == [[0.], [-1., -2.]]
+
+
+def test_a_program_that_forgets_its_service_still_ends():
+    code = "import test_serve as t; t.Service(t.MODEL, t.TOKENIZER)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parent, timeout=300).returncode == 0
+
+
 def test_echo_and_log_probs(service):
     for tail in (0, 7):
         answer = call(service, BODY | dict(prompt="the cat. Zoë", echo=True, logprobs=2, max_tokens=tail, n=2))[1]
@@ -201,7 +218,7 @@ def test_statuses(service):
 def test_defaults_may_be_null_or_said(service):
     want = call(service, BODY)[1]["choices"]
     said = dict(stream_options={}, best_of=1, presence_penalty=0, frequency_penalty=0.0, logit_bias={}, suffix=None, user="me", stop=None, n=None, logprobs=None, stream=False, temperature=1, top_p=1)
-    assert call(service, BODY | said)[1]["choices"] == want
+    for n in (None, 1): assert call(service, BODY | said | dict(n=n))[1]["choices"] == want
 
 
 def test_a_full_server_says_so_and_serves_on(service):

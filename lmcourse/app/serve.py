@@ -198,7 +198,7 @@ class Choice:
     def __init__(self, tokenizer, stops:list, index:int=0, log_probs:bool=False):
         self.tokenizer, self.stops, self.index = tokenizer, stops, index
         self.decoder, self.held, self.done = codecs.getincrementaldecoder("utf-8")(errors="replace"), "", 0 # `done`: characters shown
-        self.reason, self.tokens, self.entries, self.log_probs = None, 0, [], log_probs
+        self.reason, self.entries, self.log_probs = None, [], log_probs
         self.length = 0                                     # Characters that were decoded
 
     def note(self, id:int, told): # Before its text is added
@@ -226,7 +226,6 @@ def _prompt(self, ids:list, told:list)->dict: # The piece with the prompt itself
 # %% ../../nbs/90b_serve.ipynb #ea3fb85a
 def _add(self, id:int, told)->dict|None: # A piece if there is something to show
     if self.log_probs: self.note(id, told)
-    self.tokens += 1
     new = self.decoder.decode(self.tokenizer.token_bytes(id))
     self.length += len(new)
     shown, held = split_at_stop(self.held + new, self.stops)
