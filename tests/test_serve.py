@@ -107,6 +107,11 @@ def test_text_is_that_of_complete(service, settings):
     quiet(service)
 
 
+def test_after_the_last_seed_comes_the_first(service):
+    texts = lambda **more: [c["text"] for c in call(service, BODY | more)[1]["choices"]]
+    assert texts(seed=2**63 - 1, n=2)[1:] == texts(seed=0)
+
+
 def test_prompts_of_each_kind(service):
     ids = TOKENIZER.encode("the dog")
     for prompt, texts in (("the dog", ["the dog"]), (["the dog", "the"], ["the dog", "the"]), ([TOKENIZER.end_of_text] + ids, ["the dog"]),
