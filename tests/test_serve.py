@@ -341,6 +341,16 @@ def test_what_cant_be_taken_in_is_told_too(service):
     assert answer(service, BODY)[0] == 200
 
 
+def test_what_the_engine_refuses_leaves_the_others_alone(service):
+    engine = service.worker.engine
+    def refuses(request): raise ValueError("not this one")
+    engine.add, add = refuses, engine.add
+    status, data = answer(service, BODY)
+    assert status == 400 and "not this one" in data["error"]["message"]
+    engine.add = add
+    assert answer(service, BODY)[0] == 200 and service.worker.engine is engine and not service.worker.jobs
+
+
 @pytest.mark.parametrize("limit, prompt, tokens", [(8, "the cat", 8), (None, "the cat", 16), (None, [3]*60, 5), (None, [3]*64, 1)])
 def test_a_request_that_names_no_length_gets_one_that_fits(limit, prompt, tokens):
     service = Service(MODEL, TOKENIZER, name="m", max_tokens=limit)
