@@ -2,6 +2,9 @@
 import os
 import signal
 
+# One thread a process, as for the processes that tests start: a run is the same to the bit only with as many threads.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 # pytest-xdist's processes ignore Ctrl-C, and so would every command that a test starts and stops by it.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN: signal.signal(signal.SIGINT, signal.default_int_handler)
 

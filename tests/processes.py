@@ -1,6 +1,13 @@
 "What other processes do, where the system tells in /proc; limits of time only keep a failing test from hanging."
+import contextlib
+import io
+import subprocess
+import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
+
+from lmcourse.app import cli
 
 TOLD = Path("/proc/self/task").exists()
 
@@ -25,3 +32,19 @@ def alive(pid):
 def gone(*pids):
     wait_for(lambda: not any(map(alive, pids)))
     return True
+
+
+# The command
+
+def lmcourse(*words, cwd, processes=()):
+    "A process of its own. It takes seconds to load torch, and what doesn't need that is `here`. `processes`: words of torchrun."
+    return subprocess.run([sys.executable, *processes, "-m", "lmcourse", *map(str, words)], cwd=cwd, capture_output=True, text=True)
+
+
+def here(*words, cwd):
+    "The same command in this process."
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.chdir(cwd), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try: code = cli.main(list(map(str, words))) or 0
+        except SystemExit as end: code = end.code
+    return SimpleNamespace(returncode=code, stdout=out.getvalue(), stderr=err.getvalue())

@@ -1,6 +1,5 @@
-"The command as a user runs it: whole processes, tiny runs, mistakes, interruptions."
+"The command as a user runs it: tiny runs, mistakes, interruptions, in processes of their own where that matters."
 import json
-import os
 import shutil
 import signal
 import subprocess
@@ -8,7 +7,7 @@ import sys
 from importlib.resources import files
 
 import pytest
-from processes import wait_for
+from processes import here, lmcourse, wait_for
 
 from lmcourse.app import cli
 from lmcourse.tokenization.tokenizer import Tokenizer
@@ -18,14 +17,8 @@ TINY = ("--context-length 64 --d-model 32 --num-layers 1 --windows random --eval
         "--eval-every 40 --checkpoint-every 20 --log-every 5").split()
 
 
-def lmcourse(*words, cwd, **more):
-    env = os.environ | {"OMP_NUM_THREADS": "1"}
-    return subprocess.run([sys.executable, "-m", "lmcourse", *map(str, words)], cwd=cwd, env=env, capture_output=True, text=True, **more)
-
-
 def start(*words, cwd):
-    env = os.environ | {"OMP_NUM_THREADS": "1"}
-    return subprocess.Popen([sys.executable, "-m", "lmcourse", *map(str, words)], cwd=cwd, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen([sys.executable, "-m", "lmcourse", *map(str, words)], cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
 def write_days(path):
@@ -44,7 +37,7 @@ def work(tmp_path_factory):
     "A folder with a tokenizer and prepared data."
     folder = tmp_path_factory.mktemp("work")
     for words in ("tokenizer stories tok --vocab-size 600 --max-mb 0.2", "prepare stories data --tokenizer tok --max-mb 0.3 --valid-documents 20"):
-        done = lmcourse(*words.split(), cwd=folder)
+        done = here(*words.split(), cwd=folder)
         assert done.returncode == 0, done.stderr
     return folder
 
@@ -52,7 +45,7 @@ def work(tmp_path_factory):
 @pytest.fixture(scope="module")
 def whole(work):
     "A run of 40 steps that nothing interrupted."
-    done = lmcourse("train", "data", "whole", "--steps", 40, *TINY, cwd=work)
+    done = here("train", "data", "whole", "--steps", 40, *TINY, cwd=work)
     assert done.returncode == 0, done.stderr
     return work/"whole"
 
@@ -67,7 +60,7 @@ def test_a_run_leaves_what_it_says(whole):
 def test_the_same_command_gives_the_same_run(work, whole):
     done = lmcourse("train", "data", "same", "--steps", 40, *TINY, cwd=work)
     assert done.returncode == 0 and metrics(work/"same") == metrics(whole)
-    other = lmcourse("train", "data", "other", "--steps", 40, *TINY, "--seed", 2, cwd=work)
+    other = here("train", "data", "other", "--steps", 40, *TINY, "--seed", 2, cwd=work)
     assert other.returncode == 0 and metrics(work/"other") != metrics(whole)
 
 
@@ -75,7 +68,7 @@ def test_the_same_command_gives_the_same_run(work, whole):
 def test_an_interrupted_run_goes_on_bit_for_bit(work, how):
     options = ["--steps", 300, *TINY]
     reference = work/"long"
-    if not reference.exists(): assert lmcourse("train", "data", "long", *options, cwd=work).returncode == 0
+    if not reference.exists(): assert here("train", "data", "long", *options, cwd=work).returncode == 0
     run = work/f"cut-{how.name}"
     process = start("train", "data", run.name, *options, cwd=work)
     wait_for(lambda: list(run.glob("checkpoints/step_*[0-9]")) or process.poll() is not None)
@@ -84,7 +77,7 @@ def test_an_interrupted_run_goes_on_bit_for_bit(work, how):
     if how == signal.SIGKILL: assert process.returncode == -how
     else: assert process.returncode == 130 and "lmcourse train --resume" in err and err.count("\n") == 1
     assert not any(m.get("final") for m in metrics(run)) or how == signal.SIGKILL
-    done = lmcourse("train", "--resume", run.name, cwd=work)
+    done = here("train", "--resume", run.name, cwd=work)
     assert done.returncode == 0, done.stderr
     assert metrics(run) == metrics(reference)
     weights = [sorted(r.glob("checkpoints/step_*"))[-1]/"model.safetensors" for r in (run, reference)]
@@ -92,9 +85,9 @@ def test_an_interrupted_run_goes_on_bit_for_bit(work, how):
 
 
 def test_generate_and_plot(work, whole):
-    one, two = (lmcourse("generate", "whole", "--prompt", "Once", "--max-tokens", 20, "--seed", s, cwd=work) for s in (3, 3))
+    one, two = (command("generate", "whole", "--prompt", "Once", "--max-tokens", 20, "--seed", 3, cwd=work) for command in (here, lmcourse))
     assert one.returncode == 0 and one.stdout == two.stdout and one.stdout.startswith("Once")
-    done = lmcourse("plot", "whole", "--out", "both.png", cwd=work)
+    done = here("plot", "whole", "--out", "both.png", cwd=work)
     assert done.returncode == 0 and "nats per token" in done.stdout and (work/"both.png").exists()
 
 
@@ -123,7 +116,7 @@ def broken(work, whole):
     (work/"small.txt").write_text("".join(f"line {i} of a text that is too small for a window\n" for i in range(30)))
     for name in ("cut", "swapped", "other-tokenizer", "no-ngrams"): subprocess.run(["cp", "-r", "data", name], cwd=work, check=True)
     (work/"cut/train.bin").write_bytes((work/"data/train.bin").read_bytes()[:-100])
-    assert lmcourse("tokenizer", "stories", "tok2", "--vocab-size", 500, "--max-mb", 0.1, cwd=work).returncode == 0
+    assert here("tokenizer", "stories", "tok2", "--vocab-size", 500, "--max-mb", 0.1, cwd=work).returncode == 0
     subprocess.run("rm -r other-tokenizer/tokenizer no-ngrams/ngram.json; cp -r tok2 other-tokenizer/tokenizer", shell=True, cwd=work, check=True)
     (work/"not-weights").mkdir()
     (work/"not-weights/model.safetensors").write_bytes(b"weights")
@@ -271,7 +264,7 @@ WORK = {
 
 
 @pytest.fixture
-def here(broken, whole, monkeypatch):
+def runs(broken, whole, monkeypatch):
     "The folder of the runs, with one that can go on and a file with an answer; what a test adds to it is taken away."
     if not (broken/"cut-here").exists():
         shutil.copytree(whole, broken/"cut-here")
@@ -292,7 +285,7 @@ def raises(error):
 
 @pytest.mark.parametrize("words, place", WORK.items(), ids=[f"{w.split(' -')[0]}: {p.split('.')[-1]}" for w, p in WORK.items()])
 @pytest.mark.parametrize("error", [ValueError("operands could not be broadcast"), FileNotFoundError("no shard 3")], ids=["ValueError", "OSError"])
-def test_a_bug_shows_where_it_is(here, monkeypatch, words, place, error):
+def test_a_bug_shows_where_it_is(runs, monkeypatch, words, place, error):
     "What is raised in the midst of the work is no mistake of the user's, whatever its type."
     monkeypatch.setattr(place, raises(error))
     words = words.replace("--port 0", "--port 8000").split()
@@ -300,7 +293,7 @@ def test_a_bug_shows_where_it_is(here, monkeypatch, words, place, error):
     assert found.value is error
 
 
-def test_a_bug_ends_the_command_with_a_traceback(here):
+def test_a_bug_ends_the_command_with_a_traceback(runs):
     code = ("from lmcourse.ablations import doctor; from lmcourse.app import cli\n"
             "def planted(case): return int('no number')\n"
             "doctor.CHECKS = (planted,); cli.main(['doctor', 'whole'])")
@@ -310,14 +303,14 @@ def test_a_bug_ends_the_command_with_a_traceback(here):
 
 
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), PermissionError(13, "Permission denied"), TimeoutError("the hub is slow"), ConnectionResetError("the hub is gone")], ids=repr)
-def test_trouble_outside_is_one_line_whenever_it_comes(here, monkeypatch, capsys, error):
+def test_trouble_outside_is_one_line_whenever_it_comes(runs, monkeypatch, capsys, error):
     monkeypatch.setattr("lmcourse.training.trainer.Trainer.train_step", raises(error))
     with pytest.raises(SystemExit) as end: cli.main(["train", "--resume", "cut-here"])
     assert end.value.code == 2 and capsys.readouterr().err == f"lmcourse: {error}\n"
 
 
 def test_a_run_that_diverges_is_told_in_one_line(work, tmp_path):
-    done = lmcourse("train", "data", tmp_path/"run", "--steps", 60, *TINY, "--lr", 1e30, "--warmup-steps", 0, "--grad-clip", 0, cwd=work)
+    done = here("train", "data", tmp_path/"run", "--steps", 60, *TINY, "--lr", 1e30, "--warmup-steps", 0, "--grad-clip", 0, cwd=work)
     assert done.returncode == 2 and done.stderr.startswith("lmcourse: step ") and "the loss is" in done.stderr and done.stderr.count("\n") == 1, done.stderr
 
 
@@ -333,7 +326,7 @@ def test_what_the_command_tells_is_a_value_error_for_others():
 
 
 def test_a_text_with_few_pairs_gives_a_smaller_vocabulary(broken, tmp_path):
-    done = lmcourse("tokenizer", f"text:{broken/'small.txt'}", "few", cwd=tmp_path)
+    done = here("tokenizer", f"text:{broken/'small.txt'}", "few", cwd=tmp_path)
     assert done.returncode == 0 and not done.stderr and "merges and not for 1,791: the vocabulary has" in done.stdout
     assert (tmp_path/"few/tokenizer.json").exists()
 
@@ -362,7 +355,7 @@ def corpus(work):
     words = "uncharacteristically incomprehensibilities counterrevolutionaries "   # a token each, so that there are few to count
     (work/"corpus.txt").write_text("<|endoftext|>".join(f"Day {i}: " + words*20 for i in range(8000)))
     for line in ("tokenizer text:corpus.txt long-words --vocab-size 320 --max-mb 0.1", PREPARE.format("uncut")):
-        done = lmcourse(*line.split(), cwd=work)
+        done = here(*line.split(), cwd=work)
         assert done.returncode == 0, done.stderr
     return contents(work/"uncut")
 
@@ -381,11 +374,11 @@ def test_an_interrupted_prepare_goes_on(work, corpus, how, when):
     else: assert process.returncode == 130 and err == "lmcourse: interrupted; go on with the same command\n"
     assert (out/"prepare.part").exists()
     cut = unfinished(out/"train")
-    done = lmcourse(*words, cwd=work)
+    done = here(*words, cwd=work)
     assert done.returncode == 0 and not done.stderr and f"{out.name}: going on" in done.stdout, done.stderr
     assert not cut or f"going on after {cut['documents']:,} training documents" in done.stdout
     assert contents(out) == corpus
-    assert lmcourse(*words, cwd=work).stderr.count("exists; name a folder that does not") == 1
+    assert here(*words, cwd=work).stderr.count("exists; name a folder that does not") == 1
 
 
 @pytest.mark.parametrize("when", ["train.json.part", "valid.json"])
@@ -395,7 +388,7 @@ def test_two_prepares_of_one_folder_do_not_meet(work, corpus, when):
     first = start(*words, cwd=work)
     wait_for(lambda: (both/when).exists() or first.poll() is not None)
     first.send_signal(signal.SIGSTOP)
-    second = lmcourse(*words, cwd=work)
+    second = here(*words, cwd=work)
     first.send_signal(signal.SIGCONT)
     assert second.returncode == 2 and "another process is writing these files" in second.stderr
     first.communicate(timeout=300)
@@ -452,7 +445,7 @@ def test_prepare_holds_few_documents_and_leaves_out_those_for_validation(work, t
 
 def test_help_names_every_corpus():
     for command in ("tokenizer", "prepare"):
-        out = " ".join(lmcourse(command, "--help", cwd=".").stdout.replace("│", " ").split())
+        out = " ".join(here(command, "--help", cwd=".").stdout.replace("│", " ").split())
         assert "stories, python, text:PATH, tinystories, openwebtext or hf:REPO" in out
 
 
@@ -461,19 +454,19 @@ def test_a_model_begins_where_its_windows_did():
 
 
 def test_the_doctor_looks_at_a_run(work, whole):
-    done = lmcourse("doctor", "whole", cwd=work)
+    done = here("doctor", "whole", cwd=work)
     assert done.returncode == 0 and done.stdout.startswith("whole: ") and "validation loss, logged and computed again" in done.stdout, done.stderr
 
 
 def test_a_study_is_listed_made_once_and_shown(tmp_path):
-    done = lmcourse("ablate", cwd=tmp_path)
+    done = here("ablate", cwd=tmp_path)
     assert done.returncode == 0 and "weight-decay" in done.stdout and not list(tmp_path.iterdir())
     write_days(tmp_path/"days.txt")
     words = "ablate biases --corpus text:days.txt --tokens 3072 --seeds 0 --out runs.jsonl --work work".split()
-    done = lmcourse(*words, cwd=tmp_path)
+    done = here(*words, cwd=tmp_path)
     assert done.returncode == 0 and "2 variants x 1 seeds = 2 runs, 2 to be made" in done.stdout and done.stdout.count(" done, loss ") == 2, done.stdout + done.stderr
     before = (tmp_path/"runs.jsonl").read_text()
-    again = lmcourse(*words, cwd=tmp_path)
+    again = here(*words, cwd=tmp_path)
     assert again.returncode == 0 and "0 to be made" in again.stdout and (tmp_path/"runs.jsonl").read_text() == before
     assert again.stdout.splitlines()[2:] == done.stdout.splitlines()[4:]
 
@@ -484,8 +477,8 @@ def test_smoke_falls_as_the_published_run_without_torch():
     assert done.returncode == 0, done.stderr
     _, _, theirs, ours = (line.split() for line in done.stdout.splitlines()[:4])
     assert theirs == ["published", "5.5629", "2.3235", "3.2394"] and float(ours[3]) > 3.2394 and abs(float(ours[1]) - 5.5452) < 1
-    again = lmcourse("smoke", cwd=".")
-    assert again.returncode == 0 and again.stdout == done.stdout and lmcourse("smoke", "--seed", 1, cwd=".").stdout != done.stdout
+    again = here("smoke", cwd=".")
+    assert again.returncode == 0 and again.stdout == done.stdout and here("smoke", "--seed", 1, cwd=".").stdout != done.stdout
 
 
 def test_smoke_that_does_not_learn_is_told(monkeypatch, capsys):
@@ -496,7 +489,7 @@ def test_smoke_that_does_not_learn_is_told(monkeypatch, capsys):
 
 def test_the_size_of_the_plot_in_the_terminal(work, whole):
     for width, height, words in ((64, 12, []), (120, 20, ["--width", 120, "--height", 20])):
-        lines = lmcourse("plot", "whole", "--out", "sized.png", *words, cwd=work).stdout.splitlines()
+        lines = here("plot", "whole", "--out", "sized.png", *words, cwd=work).stdout.splitlines()
         assert sum("┤" in line or "│" in line for line in lines) == height
         assert next(line for line in lines if "└" in line).count("─") == width
 
@@ -516,12 +509,12 @@ def test_quickstart_from_end_to_end(tmp_path):
     assert {p.name for p in (tmp_path/"kept").iterdir()} >= {"config.json", "model.safetensors", "vocab.json", "merges.txt"}
     made = json.loads((tmp_path/"kept/config.json").read_text())["made"]
     assert made["command"] == "lmcourse quickstart --data stories --minutes 0.005"
-    story = lmcourse("generate", "kept", "--prompt", "Once", "--max-tokens", 5, cwd=tmp_path)
+    story = here("generate", "kept", "--prompt", "Once", "--max-tokens", 5, cwd=tmp_path)
     assert story.returncode == 0 and story.stdout.startswith("Once")
 
 
 def test_quickstart_on_a_text(tmp_path):
     write_days(tmp_path/"days.txt")
-    done = lmcourse("quickstart", "--data", "text:days.txt", "--minutes", 0.005, cwd=tmp_path)
+    done = here("quickstart", "--data", "text:days.txt", "--minutes", 0.005, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "no floor is known for this text" in done.stdout

@@ -1,19 +1,15 @@
 "`lmcourse check` and `lmcourse exercises`: right and wrong answers, and files that hang, crash, shout or cheat."
 import ast
-import io
 import json
 import signal
 import subprocess
 import sys
-from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
-from types import SimpleNamespace
 
 import processes
 import pytest
 
 from lmcourse.app import grade
-from lmcourse.app.cli import main
 
 ROOT = Path(__file__).parent.parent
 SPLIT = """import re
@@ -26,12 +22,7 @@ SIZES = "answer = {'utf-8': 17, 'utf-16': 22, 'utf-32': 36}\n"
 LOOP = "def split(text, special_tokens):\n    while True: pass\n"
 
 
-def ask(*words):
-    out, err = io.StringIO(), io.StringIO()
-    with redirect_stdout(out), redirect_stderr(err):
-        try: main([str(w) for w in words]); status = 0
-        except SystemExit as e: status = e.code or 0
-    return SimpleNamespace(status=status, out=out.getvalue(), err=err.getvalue())
+def ask(*words): return processes.here(*words, cwd=".")
 
 
 @pytest.fixture
@@ -71,8 +62,8 @@ def test_names_of_an_exercise(name, ids): assert [t.id for t in grade.find_tasks
 
 def test_right(here):
     got = check(SPLIT)
-    assert (got.status, got.out, got.err) == (0, "01.split: right\n", "")
-    assert ask("exercises").out.startswith("01 tokenization: 1 of 9 done\n   done  split\n")
+    assert (got.returncode, got.stdout, got.stderr) == (0, "01.split: right\n", "")
+    assert ask("exercises").stdout.startswith("01 tokenization: 1 of 9 done\n   done  split\n")
 
 
 def test_a_class_for_chapter_03(here):
@@ -87,15 +78,15 @@ class RoPE(torch.nn.Module):
         return torch.view_as_real(torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous())*self.turn[token_positions]).flatten(-2)
 '''
     got = check(source, exercise="03.rope")
-    assert (got.status, got.out) == (0, "03.rope: right\n"), got.out + got.err
+    assert (got.returncode, got.stdout) == (0, "03.rope: right\n"), got.stdout + got.stderr
     got = check(source.replace("RoPE", "Turn"), exercise="03.rope")
-    assert got.status == 2 and "defines no RotaryPositionalEmbedding, which 03.rope asks for (case and underscores do not matter); it defines Turn" in got.err
+    assert got.returncode == 2 and "defines no RotaryPositionalEmbedding, which 03.rope asks for (case and underscores do not matter); it defines Turn" in got.stderr
 
 
 def test_a_wrong_answer_says_why_on_one_line(here):
     got = check(SPLIT.replace("if p]", "]"))
-    assert got.status == 1 and got.out.startswith("01.split: not yet: for ('', ['x']): expected [], got ['']") and got.out.count("\n") == 1
-    assert "   tried split\n" in ask("exercises").out
+    assert got.returncode == 1 and got.stdout.startswith("01.split: not yet: for ('', ['x']): expected [], got ['']") and got.stdout.count("\n") == 1
+    assert "   tried split\n" in ask("exercises").stdout
 
 
 @pytest.mark.parametrize("source, words, lines", [
@@ -118,23 +109,23 @@ def test_a_wrong_answer_says_why_on_one_line(here):
     ("import os, signal\nos.kill(os.getpid(), signal.SIGSEGV)\n", "your code ended the process by SIGSEGV", [])])
 def test_what_goes_wrong_is_told_in_the_readers_own_lines(here, source, words, lines):
     got = check(source)
-    first, *block = got.out.splitlines()
-    assert got.status == 1 and first.startswith("01.split: not yet: ") and words in first and len(first) < 600, got.out + got.err
-    for line in lines: assert line in got.out
-    assert all(b.startswith("    ") for b in block) and "lmcourse" not in "".join(block) and "Traceback" not in got.out
+    first, *block = got.stdout.splitlines()
+    assert got.returncode == 1 and first.startswith("01.split: not yet: ") and words in first and len(first) < 600, got.stdout + got.stderr
+    for line in lines: assert line in got.stdout
+    assert all(b.startswith("    ") for b in block) and "lmcourse" not in "".join(block) and "Traceback" not in got.stdout
     assert len(block) <= 8
 
 
 def test_a_file_that_is_not_utf_8(here):
     Path("mine.py").write_bytes(b"x = '\xff'\n")
     got = ask("check", "01.split", "mine.py")
-    assert got.status == 1 and "your file raised SyntaxError: invalid or missing encoding declaration" in got.out
+    assert got.returncode == 1 and "your file raised SyntaxError: invalid or missing encoding declaration" in got.stdout
 
 
 def test_a_loop_without_end(here):
     got = check(LOOP, "--seconds", 6)           # A loaded machine may need some of them to begin
-    assert got.status == 1
-    assert got.out == ("01.split: not yet: no result after 6 seconds: is there a loop without an end? (--seconds gives it longer)\n"
+    assert got.returncode == 1
+    assert got.stdout == ("01.split: not yet: no result after 6 seconds: is there a loop without an end? (--seconds gives it longer)\n"
                        "    last seen in mine.py, line 2, in split\n")
 
 
@@ -165,14 +156,14 @@ def test_ctrl_c_ends_everything(here, how):
 
 def test_prints_are_shown_apart_from_the_result(here):
     got = check("print('hello')\nimport sys\nprint('\\x1b[31mred\\x1b[0m\\rover', 'no end', end='', file=sys.stderr)\n" + SPLIT)
-    assert got.out == "01.split: right\n" and got.err == "| hello\n| [31mred[0m\n| over no end\n"
+    assert got.stdout == "01.split: right\n" and got.stderr == "| hello\n| [31mred[0m\n| over no end\n"
 
 
 @pytest.mark.parametrize("many", ["print('x'*1000)", "print('x'*10**6, end='')", "import os; os.write(2, b'\\xff\\n'*10**5)"])
 def test_megabytes_are_counted(here, many):
     got = check(f"for _ in range(50): {many}\n" + SPLIT)
-    assert got.status == 0 and got.out == "01.split: right\n"
-    assert len(got.err) < 50_000 and "characters more\n" in got.err
+    assert got.returncode == 0 and got.stdout == "01.split: right\n"
+    assert len(got.stderr) < 50_000 and "characters more\n" in got.stderr
 
 
 def test_prints_come_while_it_runs(here):
@@ -193,7 +184,7 @@ def test_prints_come_while_it_runs(here):
     "def split(a, b): return type('All', (list,), {'__eq__': lambda s, o: True})()\n"])
 def test_a_forged_success_does_not_count(here, source):
     got = check(source)
-    assert got.status == 1 and got.out.startswith("01.split: not yet: "), got.out + got.err
+    assert got.returncode == 1 and got.stdout.startswith("01.split: not yet: "), got.stdout + got.stderr
     assert not json.loads(Path("progress.json").read_text())["tasks"]["01.split"]["right"]
 
 
@@ -202,32 +193,32 @@ def test_a_forged_success_does_not_count(here, source):
 @pytest.mark.parametrize("source", [
     SPLIT.replace("def split", "def Split"), SPLIT.replace("def split", "def _s") + "S_PLIT = _s\n", "split = None\n" + SPLIT.replace("def split", "def SPLIT"),
     SPLIT + "if __name__ == '__main__': raise RuntimeError\n", SPLIT + "from dataclasses import dataclass\n@dataclass\nclass A:\n    x: 'int' = 1\n"])
-def test_case_and_underscores_do_not_matter(here, source): assert check(source).status == 0
+def test_case_and_underscores_do_not_matter(here, source): assert check(source).returncode == 0
 
 
 def test_a_predicted_number_may_bear_the_name_of_its_task(here):
-    assert check(SIZES, exercise="01.sizes").status == 0
-    assert check("answer = {}\n" + SIZES.replace("answer", "sizes"), exercise="01.sizes").status == 0
-    assert check("sizes = [1, 2]\n" + SIZES, exercise="01.sizes").status == 0
-    assert "expected a dict" in check("answer = 3\n", exercise="01.sizes").out
+    assert check(SIZES, exercise="01.sizes").returncode == 0
+    assert check("answer = {}\n" + SIZES.replace("answer", "sizes"), exercise="01.sizes").returncode == 0
+    assert check("sizes = [1, 2]\n" + SIZES, exercise="01.sizes").returncode == 0
+    assert "expected a dict" in check("answer = 3\n", exercise="01.sizes").stdout
 
 
 def test_a_neighbouring_file_can_be_imported(here):
     (here/"parts").mkdir()
     (here/"parts/helper.py").write_text(SPLIT.replace("def split", "def other") + "def fails(a, b): return a[99]\n")
-    assert check("from helper import other as split\n", name="parts/mine.py").status == 0
+    assert check("from helper import other as split\n", name="parts/mine.py").returncode == 0
     got = check("from helper import fails\ndef split(a, b): return fails(a, b)\n", name="parts/mine.py")
-    assert got.status == 1 and "mine.py, line 2, in split" in got.out and "helper.py, line 6, in fails" in got.out
+    assert got.returncode == 1 and "mine.py, line 2, in split" in got.stdout and "helper.py, line 6, in fails" in got.stdout
 
 
 @pytest.mark.parametrize("name", ["json.py", "random.py", "torch.py", "my answer.py", "2.py", "répondre.py", "lmcourse.py"])
-def test_any_name_of_a_file(here, name): assert check(SPLIT, name=name).status == 0
+def test_any_name_of_a_file(here, name): assert check(SPLIT, name=name).returncode == 0
 
 
 def test_files_in_the_current_folder_do_not_stand_for_those_of_python(here):
     for name in ("random.py", "json.py", "lmcourse.py", "sitecustomize.py"): (here/name).write_text("raise RuntimeError('not this one')\n")
     (here/"sub").mkdir()
-    assert check(SPLIT, name="sub/mine.py").status == 0
+    assert check(SPLIT, name="sub/mine.py").returncode == 0
 
 
 @pytest.mark.parametrize("words, answer", [
@@ -250,7 +241,7 @@ def test_what_can_not_be_checked_is_one_line(here, words, answer):
     Path("empty").mkdir()
     before = {p: p.read_bytes() for p in here.rglob("*") if p.is_file()}
     got = ask("check", *words.split())
-    assert got.status == 2 and got.out == "" and got.err.startswith("lmcourse: ") and got.err.count("\n") == 1 and answer in got.err, got.err
+    assert got.returncode == 2 and got.stdout == "" and got.stderr.startswith("lmcourse: ") and got.stderr.count("\n") == 1 and answer in got.stderr, got.stderr
     assert {p: p.read_bytes() for p in here.rglob("*") if p.is_file() and "__pycache__" not in p.parts} == before
 
 
@@ -270,12 +261,12 @@ def notebook(*cells, **more): return json.dumps(dict(cells=[dict(cell_type="code
 def test_a_notebook(here):
     magics = "%matplotlib inline\n!ls\nimport re\nre.split?\nfiles = !ls\n  \nif True:\n    %time pass\n"
     got = check(notebook(magics, "%%bash\nls (\n", "%%time\nimport re", SPLIT, "x = '''\n%d\n''' % 3\nassert x == '\\n3\\n'"), name="mine.ipynb")
-    assert got.status == 0, got.out
+    assert got.returncode == 0, got.stdout
     got = check(notebook("%load_ext x\n", "def split(text, special_tokens):\n    return text[99]\n"), name="mine.ipynb")
-    assert got.status == 1 and "mine.ipynb, code cell 2, line 2, in split\n        return text[99]\n" in got.out
+    assert got.returncode == 1 and "mine.ipynb, code cell 2, line 2, in split\n        return text[99]\n" in got.stdout
     got = check(notebook("x = 1\n", "def split(:\n"), name="mine.ipynb")
-    assert got.status == 1 and "mine.ipynb, code cell 2, line 1\n        def split(:\n" in got.out
-    assert check(notebook(), name="mine.ipynb").status == 2
+    assert got.returncode == 1 and "mine.ipynb, code cell 2, line 1\n        def split(:\n" in got.stdout
+    assert check(notebook(), name="mine.ipynb").returncode == 2
 
 
 # Chapters and folders
@@ -283,20 +274,20 @@ def test_a_notebook(here):
 def test_a_chapter_in_one_file(here):
     source = SIZES + "ids = {}\n" + SPLIT + "def step(words, numbers):\n    while True: pass\nencode = 3\n"
     got = check(source, "--seconds", 10, exercise="01")
-    assert got.status == 1
-    assert [line.split(": ")[:2] for line in got.out.splitlines() if line[0] != " "] == [
+    assert got.returncode == 1
+    assert [line.split(": ")[:2] for line in got.stdout.splitlines() if line[0] != " "] == [
         ["01.split", "right"], ["01.step", "not yet"], ["01.ids", "not yet"], ["01.encode", "not yet"], ["chapter 01", "1 right, 3 not yet, 5 without an answer"]]
     assert set(json.loads(Path("progress.json").read_text())["tasks"]) == {"01.split", "01.step", "01.ids", "01.encode"}
-    assert check(SPLIT, exercise="tokenization").status == 0
+    assert check(SPLIT, exercise="tokenization").returncode == 0
 
 
 def test_a_folder_with_a_file_for_each(here):
     Path("mine").mkdir()
     for name, source in (("split.py", SPLIT), ("Sizes.py", SIZES), ("notes.py", "x = 1"), ("encode.py", "other = 1")): Path("mine", name).write_text(source)
     got = ask("check", "01", "mine")
-    assert (got.status, got.out.splitlines()[:2]) == (0, ["01.sizes: right", "01.split: right"])
-    assert "01.encode: encode.py: defines no encode" in got.out and "2 right, 0 not yet, 7 without an answer" in got.out
-    assert ask("check", "01.split", "mine").out == "01.split: right\n"
+    assert (got.returncode, got.stdout.splitlines()[:2]) == (0, ["01.sizes: right", "01.split: right"])
+    assert "01.encode: encode.py: defines no encode" in got.stdout and "2 right, 0 not yet, 7 without an answer" in got.stdout
+    assert ask("check", "01.split", "mine").stdout == "01.split: right\n"
 
 
 # Progress
@@ -313,21 +304,21 @@ def test_progress(here):
     assert set(record()) == {"01.split", "01.sizes", "77.later"}
     assert not [p for p in here.iterdir() if ".part" in p.name]
     listed = ask("exercises", "01")
-    assert listed.status == 0 and listed.out.splitlines()[-1].startswith("2 of 9 done") and "01.split" in listed.out
-    assert ask("exercises").out.splitlines()[-1].startswith("2 of ")
+    assert listed.returncode == 0 and listed.stdout.splitlines()[-1].startswith("2 of 9 done") and "01.split" in listed.stdout
+    assert ask("exercises").stdout.splitlines()[-1].startswith("2 of ")
 
 
 def test_no_progress_and_another_file(here):
     check(SPLIT, "--progress", "none")
     assert not Path("progress.json").exists()
     check(SPLIT, "--progress", "other.json")
-    assert not Path("progress.json").exists() and "1 of" in ask("exercises", "--progress", "other.json").out
+    assert not Path("progress.json").exists() and "1 of" in ask("exercises", "--progress", "other.json").stdout
 
 
 def test_exercises_with_a_damaged_file_or_a_wrong_name(here):
     Path("progress.json").write_text("{")
     for words in (["exercises"], ["exercises", "01"]):
         got = ask(*words)
-        assert got.status == 2 and got.out == "" and "progress.json: no progress file" in got.err and Path("progress.json").read_text() == "{"
+        assert got.returncode == 2 and got.stdout == "" and "progress.json: no progress file" in got.stderr and Path("progress.json").read_text() == "{"
     Path("progress.json").unlink()
-    assert "did you mean 'tokenization'" in ask("exercises", "tokenisation").err
+    assert "did you mean 'tokenization'" in ask("exercises", "tokenisation").stderr

@@ -13,6 +13,7 @@ from itertools import islice
 from pathlib import Path
 
 import pytest
+from processes import here, lmcourse
 
 torch = pytest.importorskip("torch")
 
@@ -384,42 +385,58 @@ import json, sys, torch
 from pathlib import Path
 from lmcourse.training.data import TokenDataset
 from lmcourse.training.trainer import Trainer, read_run
-run = Path(sys.argv[1])
-model, config, data = read_run(run)
-trainer = Trainer(model, config, *(TokenDataset.open(data/n) for n in ("train", "valid")))
-trainer.resume(run)
-trainer.fit(run)
-digest = [float(p.double().sum()) for p in trainer.engine.whole_model().parameters()]
-Path(f"{run}/digest{trainer.world.rank}.json").write_text(json.dumps(digest))
+for run in sys.argv[1:]:
+    model, config, data = read_run(Path(run))
+    trainer = Trainer(model, config, *(TokenDataset.open(data/n) for n in ("train", "valid")))
+    trainer.resume(Path(run))
+    trainer.fit(Path(run))
+    digest = [float(p.double().sum()) for p in trainer.engine.whole_model().parameters()]
+    Path(f"{run}/digest{trainer.world.rank}.json").write_text(json.dumps(digest))
 if trainer.world.size > 1: torch.distributed.destroy_process_group()
 """
 
 
-def torchrun(folder, processes):
-    (folder/"script.py").write_text(SCRIPT)
-    words = ["-m", "torch.distributed.run", "--nproc-per-node", str(processes), "--master-port", str(29500 + os.getpid() % 2000 + processes)]
-    done = subprocess.run([sys.executable, *words, str(folder/"script.py"), str(folder)], env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return [json.loads((folder/f"digest{r}.json").read_text()) for r in range(processes)]
+def torchrun(processes, port): return ["-m", "torch.distributed.run", "--nproc-per-node", str(processes), "--master-port", str(port + os.getpid() % 2000)]
 
 
-@pytest.mark.parametrize("processes, changes", [(2, dict(micro_batch=1)), (3, dict(windows="within")), (2, dict(shard=True, micro_batch=1, recompute=True)),
-                                                (3, dict(shard=True, dtype="bfloat16"))])
-def test_processes_train_the_model_that_one_trains(data, tmp_path, processes, changes):
-    "From the start, or, where the model is shared out, from what one process left; and what several wrote, one goes on with"
-    alone, close = {k: v for k, v in changes.items() if k != "shard"}, 2e-2 if "dtype" in changes else 2e-3
-    shared, model, config = "shard" in changes, replace(MODEL, tie_embeddings=processes == 3), replace(SHORT, **alone)
+CASES = [(2, dict(micro_batch=1)), (3, dict(windows="within")), (2, dict(shard=True, micro_batch=1, recompute=True)), (3, dict(shard=True, dtype="bfloat16"))]
+
+
+def for_one(processes, changes):
+    "The model and the config of a case, as one process trains it"
+    return replace(MODEL, tie_embeddings=processes == 3), replace(SHORT, **{k: v for k, v in changes.items() if k != "shard"})
+
+
+@pytest.fixture(scope="module")
+def trained(data, tmp_path_factory):
+    "A run of each case: from the start, or, where the model is shared out, from what one process left. Two starts of torchrun for all, as each takes long."
+    top = tmp_path_factory.mktemp("many")
+    (top/"script.py").write_text(SCRIPT)
+    for i, (processes, changes) in enumerate(CASES):
+        model, config = for_one(processes, changes)
+        if "shard" in changes: cut_off(data, top/str(i), model, config)
+        else: (top/str(i)).mkdir()
+        write_run(top/str(i), model, replace(SHORT, **changes), data)
+    for processes in (2, 3):
+        runs = [str(top/str(i)) for i, case in enumerate(CASES) if case[0] == processes]
+        done = subprocess.run([sys.executable, *torchrun(processes, 29500 + processes), str(top/"script.py"), *runs],
+                              env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=600)
+        assert done.returncode == 0, done.stderr[-3000:]
+    return top
+
+
+@pytest.mark.parametrize("case", range(len(CASES)), ids=str)
+def test_processes_train_the_model_that_one_trains(data, tmp_path, trained, case):
+    "And what several wrote, one goes on with"
+    (processes, changes), many = CASES[case], trained/str(case)
+    model, config = for_one(processes, changes)
     _, expected = run(data, tmp_path/"one", model, config)
-    many = tmp_path/"many"
-    if shared: cut_off(data, many, model, config)
-    else: many.mkdir()
-    write_run(many, model, replace(SHORT, **changes), data)
-    digests = torchrun(many, processes)
+    digests = [json.loads((many/f"digest{r}.json").read_text()) for r in range(processes)]
     assert all(d == digests[0] for d in digests)
     found = lines(many)
     assert [sorted(m) for m in found] == [sorted(m) for m in expected]
-    for a, b in zip(found, expected): check_close(a, b, rtol=close, atol=1e-6)
-    if shared: assert found[:5] == expected[:5] and found[9:] != expected[9:]
+    for a, b in zip(found, expected): check_close(a, b, rtol=2e-2 if "dtype" in changes else 2e-3, atol=1e-6)
+    if "shard" in changes: assert found[:5] == expected[:5] and found[9:] != expected[9:]
     again = Trainer(model, config, *sets(data))
     again.resume(many)
     assert again.step == 12
@@ -428,19 +445,15 @@ def test_processes_train_the_model_that_one_trains(data, tmp_path, processes, ch
 
 def test_the_command_with_two_processes(tmp_path):
     "torchrun -m lmcourse train: one speaks and writes, and a single process can go on"
-    def lmcourse(*words, processes=None):
-        start = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(31500 + os.getpid() % 2000)] if processes else []
-        return subprocess.run([sys.executable, *start, "-m", "lmcourse", *map(str, words)], cwd=tmp_path, env=os.environ | {"OMP_NUM_THREADS": "1"},
-                              capture_output=True, text=True, timeout=300)
-    assert lmcourse("tokenizer", "stories", "tok", "--vocab-size", 500, "--max-mb", .1).returncode == 0
-    assert lmcourse("prepare", "stories", "data", "--tokenizer", "tok", "--max-mb", .2, "--valid-documents", 10).returncode == 0
+    for words in ("tokenizer stories tok --vocab-size 500 --max-mb .1", "prepare stories data --tokenizer tok --max-mb .2 --valid-documents 10"):
+        assert here(*words.split(), cwd=tmp_path).returncode == 0
     words = "--steps 20 --context-length 32 --d-model 16 --num-layers 1 --windows random --eval-documents 2 --eval-every 10 --checkpoint-every 20 --tokens-per-step 256".split()
-    two = lmcourse("train", "data", "two", *words, "--micro-batch", 2, processes=2)
+    two = lmcourse("train", "data", "two", *words, "--micro-batch", 2, cwd=tmp_path, processes=torchrun(2, 31500))
     assert two.returncode == 0, two.stderr[-2000:]
     assert two.stdout.count("256 tokens = 2 processes x 2 times x 2 windows of 32") == 1 and two.stdout.count("validation loss") == 2
-    one = lmcourse("train", "data", "one", *words)
+    one = here("train", "data", "one", *words, cwd=tmp_path)
     assert one.returncode == 0 and "256 tokens = 1 process x 1 time x 8 windows of 32" in one.stdout
     for a, b in zip(lines(tmp_path/"two"), lines(tmp_path/"one"), strict=True): check_close(a, b, rtol=5e-3, atol=1e-5)
-    assert lmcourse("generate", "two", "--max-tokens", 5).returncode == 0
-    again = lmcourse("train", "data", "two", *words, processes=2)
+    assert here("generate", "two", "--max-tokens", 5, cwd=tmp_path).returncode == 0
+    again = lmcourse("train", "data", "two", *words, cwd=tmp_path, processes=torchrun(2, 31500))
     assert again.returncode != 0 and "two exists" in again.stderr

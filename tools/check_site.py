@@ -4,7 +4,9 @@ On each page: errors in the console, failed requests, weight, headings, texts of
 light and on the dark page, and a telephone's screen: nothing to scroll sideways, nothing too small to tap. Then a walk: menu, search,
 a folded answer, the tokens of a text, the theme, a copy button, the next page. Needs Playwright and a Chromium; without them it says so.
 """
-import argparse, os, shutil, sys, time
+import argparse, multiprocessing, os, shutil, sys, time
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from pathlib import Path
 
 AUDIT = (Path(__file__).parent / "docs/audit.js").read_text(encoding="utf-8")
@@ -136,26 +138,33 @@ def the_menu_of_a_phone_without_scripts(page, site):
 WALK = (menu_and_turning, searching, a_folded_answer, the_tokens_of_a_text, the_theme, a_copy_button, the_menu_of_a_phone_without_scripts)
 
 
-def check(browser, site, names):
-    "All faults of the site, each with its page or step."
-    context, found = browser.new_context(), []
-    context.grant_permissions(["clipboard-read", "clipboard-write"])
-    for path in [site / n for n in names] or sorted(site.rglob("*.html")):
-        page, faults = context.new_page(), []
-        listen(page, faults)
-        look(page, path, faults)
-        page.close()
-        found += [f"{path.relative_to(site)}: {f}" for f in faults]
-    for step in WALK if not names else ():
-        page, faults = context.new_page(), []
-        listen(page, faults)
-        page.set_default_timeout(PATIENCE)
-        page.set_viewport_size(WIDE)
-        try: step(page, site)
-        except Exception as e: faults.append(f"{type(e).__name__}: {str(e).strip().partition(chr(10))[0]}")
-        page.close()
-        found += [f"{step.__name__.replace('_', ' ')}: {f}" for f in faults]
-    return found
+def visit(browser, do):
+    "What goes wrong on a new page while `do(page, faults)` uses it."
+    page, faults = browser.contexts[0].new_page(), []
+    page.set_default_timeout(PATIENCE)
+    listen(page, faults)
+    do(page, faults)
+    page.close()
+    return faults
+
+
+def walk(step, site, page, faults):
+    page.set_viewport_size(WIDE)
+    try: step(page, site)
+    except Exception as e: faults.append(f"{type(e).__name__}: {str(e).strip().partition(chr(10))[0]}")
+
+
+def check(path, site, names, steps):
+    "All faults of these pages and steps, each with its name, and the version of the Chromium at `path`, a new one."
+    from playwright.sync_api import sync_playwright
+    with sync_playwright() as p:
+        browser, found = p.chromium.launch(executable_path=path, args=FLAGS), []
+        browser.new_context(permissions=["clipboard-read", "clipboard-write"])
+        for name in names: found += [f"{name}: {f}" for f in visit(browser, lambda page, faults: look(page, site / name, faults))]
+        for step in steps: found += [f"{step.__name__.replace('_', ' ')}: {f}" for f in visit(browser, partial(walk, step, site))]
+        version = browser.version
+        browser.close()
+    return found, version
 
 
 def main():
@@ -165,14 +174,15 @@ def main():
     args = parser.parse_args()
     try: from playwright.sync_api import sync_playwright
     except ImportError: return print("skipped: Playwright is not installed")
-    if not (args.site / "index.html").exists(): sys.exit(f"no site in {args.site}: build it first")
-    with sync_playwright() as p:
-        if not (path := chromium(p)): return print("skipped: there is no Chromium on this machine")
-        start, browser = time.time(), p.chromium.launch(executable_path=path, args=FLAGS)
-        found = check(browser, args.site.resolve(), args.pages)
-        print(f"{len(args.pages) or len(list(args.site.rglob('*.html')))} pages in Chromium {browser.version}, {time.time() - start:.0f} s")
-        browser.close()
-    if found: sys.exit(f"{len(found)} faults:\n  " + "\n  ".join(found))
+    if not ((site := args.site.resolve()) / "index.html").exists(): sys.exit(f"no site in {site}: build it first")
+    with sync_playwright() as p: path = chromium(p)
+    if not path: return print("skipped: there is no Chromium on this machine")
+    start, n = time.time(), min(os.cpu_count() or 1, 4)                 # A browser each: one uses little more than a core
+    pages, steps = args.pages or sorted(f.relative_to(site).as_posix() for f in site.rglob("*.html")), () if args.pages else WALK
+    with ProcessPoolExecutor(n, multiprocessing.get_context("spawn")) as pool:
+        parts = list(pool.map(check, [path]*n, [site]*n, [pages[i::n] for i in range(n)], [steps[i::n] for i in range(n)]))
+    print(f"{len(pages)} pages in Chromium {parts[0][1]}, {time.time() - start:.0f} s")
+    if found := sorted(fault for part, _ in parts for fault in part): sys.exit(f"{len(found)} faults:\n  " + "\n  ".join(found))
 
 
 if __name__ == "__main__": main()

@@ -18,6 +18,7 @@ __all__ = ['CUT_OFF', 'BENCHES', 'COMPLETIONS', 'COMMANDS', 'ABOUT', 'checking_i
 import contextlib, errno, hashlib, io, json, math, os, platform, re, select, shutil, signal, socket, sys, textwrap, time, types, typing, warnings
 from dataclasses import dataclass, field, replace
 from datetime import date
+from functools import cache
 from importlib.util import find_spec
 from itertools import chain, islice
 from pathlib import Path
@@ -338,7 +339,8 @@ def speed_lines(trainer)->list: # What the run took, and what had been predicted
     grown = f"; {si(counted, 'B')} had been counted, and with evaluation and samples memory grew by {si(memory - before, 'B')}" if memory else ""
     return [line, f"{duration(trainer.step*seconds)} had been predicted for these steps: it was {trainer.elapsed/trainer.step/seconds:.2f} times that{grown}"]
 
-def device_here(kind:str): # The `Device` that trains, measured in another process; none where that can't be done
+@cache
+def device_here(kind:str): # The `Device` that trains, measured in another process, once; none where that can't be done
     if kind not in ("cpu", "cuda"): return None
     from concurrent.futures import ProcessPoolExecutor
     from multiprocessing import get_context
