@@ -249,3 +249,53 @@ def test_a_planned_pair_counts_in_the_family():
     assert all(more[pair][2] >= alone[pair][2] and more[pair][:2] == alone[pair][:2] for pair in alone)
     del lines[e.runs()["a", 2].key], lines[e.runs()["a", 1].key]
     assert compare_pairs(e, lines)["a", "base"][1:] == (None, None)
+
+# What is read off a model, a run and a machine
+
+def test_losses_at_other_lengths_are_those_of_each_window():
+    "Also beyond the context, and where the windows are no multiple of what is computed at a time; a model with learned positions has no rows for those"
+    import numpy as np
+    import torch
+    from lmcourse.architecture.transformer_torch import TransformerLM
+    config, tokens = ModelConfig(vocab_size=40, context_length=8, d_model=16, num_layers=1, num_heads=2), np.random.default_rng(0).integers(0, 40, 8*17 + 5).astype(np.uint16)
+    def by_hand(length):
+        model = TransformerLM(replace(config, context_length=max(8, length)), seed=1)
+        windows = [torch.tensor(tokens[i:i + length + 1].astype(int)) for i in range(0, len(tokens) - length, length)]
+        with torch.no_grad(): return statistics.fmean(model.loss(w[None, :-1], w[None, 1:]).item() for w in windows)
+    found = sweep.losses_by_length(TransformerLM(config, seed=1), tokens, (4, 8, 16, 512))
+    assert found == pytest.approx({str(n): by_hand(n) for n in (4, 8, 16)}, rel=1e-5)
+    few = sweep.losses_by_length(TransformerLM(config, seed=1), tokens, (8,), most=8*3)
+    assert few == sweep.losses_by_length(TransformerLM(config, seed=1), tokens[:8*3 + 1], (8,))
+    assert sweep.losses_by_length(TransformerLM(replace(config, position="learned"), seed=1), tokens, (8, 16)).keys() == {"8"}
+    assert sweep.LENGTHS == (64, 128, 256, 512)
+
+def test_a_step_costs_the_same_however_its_batch_is_given():
+    model = ModelConfig(vocab_size=40, context_length=8, d_model=16, num_layers=1, num_heads=2)
+    assert sweep.step_cost(model, TrainConfig(batch_size=5)) == sweep.step_cost(model, TrainConfig(tokens_per_step=40)) and sweep.step_cost(model, TrainConfig(batch_size=5))[0] == 40
+
+@pytest.mark.parametrize("corpus, words", [("storys", "did you mean 'stories'"), ("text:nowhere.txt", "nowhere.txt: no such file")])
+def test_a_corpus_that_is_not_there_is_refused_before_anything_is_made(tmp_path, corpus, words):
+    with pytest.raises((ValueError, OSError), match=words): run_experiment(replace(experiment(), data=RunData(corpus)), tmp_path/"runs.jsonl", tmp_path/"work")
+    assert not list(tmp_path.iterdir())
+
+def test_the_commit_is_that_of_the_clone(tmp_path, monkeypatch):
+    git = lambda *words: subprocess.run(["git", "-C", tmp_path, "-c", "user.name=a", "-c", "user.email=a", *words], capture_output=True, text=True)
+    monkeypatch.setattr(sweep, "files", lambda name: tmp_path)
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    assert sweep._commit() is None
+    (tmp_path/"a").write_text("a")
+    for words in (["init"], ["add", "a"], ["commit", "-m", "a"]): assert git(*words).returncode == 0
+    known = git("rev-parse", "--short=12", "HEAD").stdout.strip()
+    assert len(known) == 12 and sweep._commit() == known
+    (tmp_path/"a").write_text("b")
+    assert sweep._commit() == known + "+"
+    monkeypatch.setenv("PATH", str(tmp_path))                # a machine without git
+    assert sweep._commit() is None
+
+def test_the_table_has_the_mean_and_the_picture_a_cross_where_a_run_diverged():
+    e = experiment(seeds=(0, 1), base={}, a=dict(lr=3e-3))
+    curve, values = dict(step=[1, 2], loss=[3., 2.]), {("base", 0): 1.01, ("base", 1): 1.02, ("a", 0): 1.2}
+    lines = {run.key: dict(status="done", result=dict(loss=values[name], excess=.1), curve=curve) if name in values else dict(status="diverged", fault="", result=None, curve=curve)
+             for name, run in e.runs().items()}
+    assert [(row["runs"], row["loss"]) for row in compare_variants(e, lines).rows] == [("2", 1.015), ("1, 1 diverged", 1.2)]
+    assert [line.get_marker() for line in sweep.plot_curves(e, lines).lines].count("x") == 1

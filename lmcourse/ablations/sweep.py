@@ -39,7 +39,7 @@ class RunData(Config):
 
     def validate(self):
         if self.vocab_size < 257: raise ValueError(f"RunData: vocab_size = {self.vocab_size}, expected 257 or more: 256 bytes and the end of text")
-        if not 0 < self.max_mb < 1e9: raise ValueError(f"RunData: max_mb = {self.max_mb}, expected more than 0")
+        if not 0 < self.max_mb < 1e9: raise ValueError(f"RunData: max_mb = {self.max_mb}, expected more than 0 and less than 1e9")
         if self.valid_documents < 1: raise ValueError(f"RunData: valid_documents = {self.valid_documents}, expected 1 or more")
 
 # %% ../../nbs/06a_sweep.ipynb #183c1de4
