@@ -494,6 +494,8 @@ def test_keep_and_order(tmp_path):
     (tmp_path / "step_x").mkdir()
     assert run.latest().name == "step_1000000"
     assert Checkpoints(tmp_path / "nothing").latest() is Checkpoints(tmp_path / "nothing").best() is None
+    for step in (1_000_000, 2_000_000, 3_000_000): Checkpoints(tmp_path / "long", keep=2).save(*one, step)
+    assert sorted(p.name for p in (tmp_path / "long").iterdir()) == ["step_2000000", "step_3000000"]
 
 
 @settings(deadline=None, max_examples=15)
