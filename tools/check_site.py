@@ -31,7 +31,7 @@ def listen(page, faults):
     page.route(lambda url: not url.startswith(("file:", "data:")), refuse)
     page.on("console", lambda m: m.type == "error" and not m.location["url"].startswith("http") and faults.append(f"console: {m.text}"))
     page.on("pageerror", lambda e: faults.append(f"error in a script: {e}"))
-    page.on("requestfailed", lambda r: r.url.startswith("file:") and faults.append(f"can't load {r.url.rpartition('/')[2]}"))
+    page.on("requestfailed", lambda r: r.url.startswith("file:") and "ABORTED" not in (r.failure or "") and faults.append(f"can't load {r.url.rpartition('/')[2]}"))
 
 
 def look(page, path, faults):
@@ -138,30 +138,30 @@ def the_menu_of_a_phone_without_scripts(page, site):
 WALK = (menu_and_turning, searching, a_folded_answer, the_tokens_of_a_text, the_theme, a_copy_button, the_menu_of_a_phone_without_scripts)
 
 
-def visit(browser, do):
-    "What goes wrong on a new page while `do(page, faults)` uses it."
-    page, faults = browser.contexts[0].new_page(), []
-    page.set_default_timeout(PATIENCE)
-    listen(page, faults)
-    do(page, faults)
-    page.close()
-    return faults
-
-
-def walk(step, site, page, faults):
-    page.set_viewport_size(WIDE)
-    try: step(page, site)
-    except Exception as e: faults.append(f"{type(e).__name__}: {str(e).strip().partition(chr(10))[0]}")
-
-
 def check(path, site, names, steps):
     "All faults of these pages and steps, each with its name, and the version of the Chromium at `path`, a new one."
     from playwright.sync_api import sync_playwright
+    found = []
+    def new_page(context):
+        page, faults = context.new_page(), []
+        page.set_default_timeout(PATIENCE)
+        page.set_viewport_size(WIDE)
+        listen(page, faults)
+        return page, faults
     with sync_playwright() as p:
-        browser, found = p.chromium.launch(executable_path=path, args=FLAGS), []
-        browser.new_context(permissions=["clipboard-read", "clipboard-write"])
-        for name in names: found += [f"{name}: {f}" for f in visit(browser, lambda page, faults: look(page, site / name, faults))]
-        for step in steps: found += [f"{step.__name__.replace('_', ' ')}: {f}" for f in visit(browser, partial(walk, step, site))]
+        browser = p.chromium.launch(executable_path=path, args=FLAGS)
+        context = browser.new_context(permissions=["clipboard-read", "clipboard-write"])
+        page, faults = new_page(context)                                # One for all, since each costs a process
+        for name in names:
+            look(page, site / name, faults)
+            found += [f"{name}: {f}" for f in faults]
+            faults.clear()
+        for step in steps:
+            page, faults = new_page(context)                            # Without what the one before it has set
+            try: step(page, site)
+            except Exception as e: faults.append(f"{type(e).__name__}: {str(e).strip().partition(chr(10))[0]}")
+            page.close()
+            found += [f"{step.__name__.replace('_', ' ')}: {f}" for f in faults]
         version = browser.version
         browser.close()
     return found, version
