@@ -6,11 +6,12 @@ quick tier, all others in the long one.
 import json
 import os
 import re
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
-pytest.importorskip("nbclient")
+pytestmark = pytest.mark.skipif(find_spec("nbclient") is None, reason="nbclient is not installed")     # Imported where it is used: it takes seconds
 NBS = Path(__file__).parent.parent / "nbs"
 OFFLINE = {f"{kind}_proxy": "http://127.0.0.1:9" for kind in ("http", "https")} | {"no_proxy": "127.0.0.1,localhost"}   # Nobody answers there
 WIDGETS = re.compile(r"\blive\(|\bipywidgets\b|\bexplore_live\(")
