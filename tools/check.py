@@ -50,9 +50,10 @@ def notebooks(slow, without=()):
     if left := sorted(map(str, files(ROOT).keys() - before)): sys.exit("left behind by a notebook: " + ", ".join(left))
 
 
-def tests(slow, *chosen, processes=None):
-    each = ["-n", str(processes or min(4, os.cpu_count() or 1)), "--dist", "loadfile", "--no-loadscope-reorder"] if processes != 1 else []
-    run(sys.executable, "-m", "pytest", "-q", *each, *chosen, *(["-m", "not bench"] if slow else []))
+def tests(slow, *chosen):
+    "One process more than cores: some wait for others, a signal or a browser."
+    processes = ["-n", str(min(4, 1 + (os.cpu_count() or 1))), "--dist", "loadfile", "--no-loadscope-reorder"]
+    run(sys.executable, "-m", "pytest", "-q", *processes, *chosen, *(["-m", "not bench"] if slow else []))
 
 
 def steps(slow, without=()):
@@ -62,7 +63,7 @@ def steps(slow, without=()):
         "style": lambda: run("ruff", "check"),
         "types": lambda: run("mypy"),
         "sync": in_sync,
-        "pages": lambda: tests(slow, "tests/pages", processes=1),   # Prose, links, layout: what a look at the files can tell
+        "pages": lambda: tests(slow, "tests/pages"),    # Prose, links, layout: what a look at the files can tell
         "notebooks": lambda: notebooks(slow, without),
         "tests": lambda: tests(slow, "tests", "--ignore=tests/pages", *(f"--ignore=tests/{name}.py" for name in without)),
         "site": lambda: run(sys.executable, "tools/build_docs.py", "--force"),

@@ -407,7 +407,9 @@ def story(
 )->str:
     "A document written by a model, with its beginning."
     from lmcourse.generation.generate import complete
-    return prompt + complete(model, tokenizer, prompt, max_tokens, temperature=temperature, top_p=top_p, seed=seed)
+    from lmcourse.inference.kv_cache import CachedDecoder
+    decoder = None if hasattr(next(model.parameters()), "full_tensor") else CachedDecoder    # FSDP gathers weights for `model(ids)` alone
+    return prompt + complete(model, tokenizer, prompt, max_tokens, temperature=temperature, top_p=top_p, seed=seed, decoder=decoder)
 
 def decoder_for(model): # The fastest that there is, as `generate` wants it
     from lmcourse.inference.kv_cache import CachedDecoder, FastDecoder
