@@ -6,7 +6,6 @@ a folded answer, the tokens of a text, the theme, a copy button, the next page. 
 """
 import argparse, multiprocessing, os, shutil, sys, time
 from concurrent.futures import ProcessPoolExecutor
-from functools import partial
 from pathlib import Path
 
 AUDIT = (Path(__file__).parent / "docs/audit.js").read_text(encoding="utf-8")
