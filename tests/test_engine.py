@@ -1,4 +1,5 @@
 "The engine: answers that don't depend on company, blocks that are never lost, and what is refused."
+import inspect
 import random
 from dataclasses import replace
 
@@ -10,7 +11,7 @@ from lmcourse.architecture.transformer_torch import TransformerLM
 from lmcourse.generation.generate import generate, log_probs
 from lmcourse.generation.sampling import next_token_probs, sample
 from lmcourse.inference.engine import (BlockPool, Engine, PackedProduct, PagedModel, Request, Sequence, Waste, chunk_name, draw_tokens,
-                                       gathered_attention, replay, rows_of, sample_rows, timing)
+                                       gathered_attention, paged_attention, replay, rows_of, sample_rows, timing)
 from lmcourse.tools.checks import check_close, expect_error
 from lmcourse.tools.config import ModelConfig
 
@@ -77,7 +78,7 @@ def test_blocks_that_run_out_are_taken_away_and_nothing_is_lost():
     model, requests = small(), load(10, 5, prompts=(5, 20), answers=(15, 20))
     engine = Engine(model, num_blocks=12, block_size=4, max_running=8)
     answers = replay(engine, requests, [0] * 10, check_pool)
-    assert sum(s.preempted for s in answers) > 3
+    assert sum(s.preempted for s in answers) > 3 and not answers[0].preempted       # The oldest keeps what it has
     assert [s.tokens for s in answers] == [alone(model, r) for r in requests]
 
 
@@ -124,6 +125,27 @@ def test_logits_equal_the_model_and_both_attentions_agree():
             sequences[2].computed = 6
             logits = paged.forward(rows_of({s: s.missing for s in sequences}, 4))
             check_close(logits.double(), torch.stack([model(torch.tensor(i))[-1] for i in ids]).detach(), 1e-5, 1e-5)
+
+
+@pytest.mark.parametrize("size", [8, 16, 32])
+@pytest.mark.parametrize("window", [None, 3, 20])
+def test_both_attentions_agree_in_blocks_of_any_size(size, window):
+    "Also where the last block is full, begun, or has more keys than are taken at a time"
+    model = small(window=window, num_kv_heads=2)
+    sequences = [Sequence(Request(tuple((5*k + 3*j) % 97 for j in range(n)))) for k, n in enumerate((1, 8, 16, 17, 33, 47, 64))]
+    found = []
+    for attend in (paged_attention, gathered_attention):
+        paged, free = PagedModel(model, 512//size, size), list(range(512//size))
+        paged.attend = attend
+        for s in sequences: s.blocks = [free.pop() for _ in range(-(-len(s.ids)//size))]
+        found.append(paged.forward(rows_of({s: s.missing for s in sequences}, size)))
+    check_close(found[0], found[1], 1e-5, 1e-5)
+    check_close(found[0].double(), torch.stack([model(torch.tensor(s.ids))[-1] for s in sequences]).detach(), 1e-5, 1e-5)
+
+
+def test_what_a_request_does_not_say_is_as_in_generate():
+    settings = {name: p.default for name, p in inspect.signature(next_token_probs).parameters.items() if name in Request((1,)).settings}
+    assert Request((1,)).settings == settings and len(settings) == 5
 
 
 def test_bfloat16_runs_and_is_near():
@@ -302,6 +324,15 @@ def test_waste_by_hand():
     replay(engine, [Request((1, 2, 3, 4, 5), 3)], [0], waste)       # after two steps 5 and 6 tokens in 2 blocks; then it is gone
     assert (waste.held, waste.owned, waste.asked, waste.longest) == (11, 16, 14, 128)
     assert waste.shares()["owned"] == 5/16
+
+
+def test_a_time_for_each_token_the_one_that_ends_the_answer_too():
+    model, ids = small(), (1, 2, 3)
+    first = list(generate(model, ids, 9, seed=1))
+    requests = [Request(ids, 9, seed=1), Request(ids, 9, seed=1, stop=(first[4],)), *load(3, 3)]
+    answers = replay(Engine(model, num_blocks=40, block_size=4), requests, [0]*5)
+    for s in answers: assert len(s.times) == len(s.tokens) + (s.reason == "stop") and s.times == sorted(s.times) and s.times[0] >= s.arrival
+    assert {s.reason for s in answers} == {"stop", "length"}
 
 
 def test_timing_needs_tokens():
