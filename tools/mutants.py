@@ -117,7 +117,7 @@ def main():
     source = (ROOT / f"lmcourse/{a.module}.py").read_text(encoding="utf-8")
     every = Finder(source).found
     chosen = random.Random(a.seed).sample(every, min(a.count, len(every)))
-    known = {tuple(r["at"]) for r in map(json.loads, a.out.read_text(encoding="utf-8").splitlines()) if r["module"] == a.module} if a.out.exists() else set()
+    known = {(*r["at"], r["new"]) for r in map(json.loads, a.out.read_text(encoding="utf-8").splitlines()) if r["module"] == a.module} if a.out.exists() else set()
     with tempfile.TemporaryDirectory(prefix="lmcourse-mutants-") as tmp:
         clones = [Path(tmp).resolve() / f"clone{i}" for i in range(a.processes)]
         for clone in clones: subprocess.run(["git", "clone", "-q", ROOT, clone], check=True)
@@ -126,7 +126,7 @@ def main():
         def work(i):
             for mutant in chosen[i::a.processes]:
                 line, was, new, start, end = mutant
-                if (start, end) in known: continue
+                if (start, end, new) in known: continue
                 found = outcome(clones[i], clones[i] / f"lmcourse/{a.module}.py", mutant, a.tests, a.seconds)
                 row = dict(module=a.module, line=line, was=was, new=new, at=(start, end), outcome=found)
                 with open(a.out, "a", encoding="utf-8") as f: f.write(json.dumps(row) + "\n")
