@@ -176,6 +176,12 @@ def test_one_prompt_many_answers_are_computed_once_and_copied_when_written():
         assert engine.computed == length + 3 + 4*5 and copies
 
 
+def test_a_prompt_shorter_than_a_block_is_computed_once_too():
+    engine = Engine(small(), block_size=16)
+    answers = replay(engine, [Request((1, 2, 3), 4, seed=k) for k in range(4)], [0]*4, check_pool)
+    assert all(len(s.tokens) == 4 for s in answers) and engine.computed == 3 + 3 + 4*3      # The others compute its last token again, for its logits
+
+
 def test_a_copy_needs_a_free_block_and_waits_for_it():
     model, request = small(), Request((1, 2, 3, 4, 5, 6), 3)
     answers = replay(Engine(model, num_blocks=2, block_size=4), [request]*3, [0, 1, 1], check_pool)
