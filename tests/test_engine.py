@@ -10,7 +10,7 @@ torch = pytest.importorskip("torch")
 from lmcourse.architecture.transformer_torch import TransformerLM
 from lmcourse.generation.generate import generate, log_probs
 from lmcourse.generation.sampling import next_token_probs, sample
-from lmcourse.inference.engine import (BlockPool, Engine, PackedProduct, PagedModel, Request, Sequence, Waste, chunk_name, draw_tokens,
+from lmcourse.inference.engine import (BlockPool, Engine, PackedLinear, PagedModel, Request, Sequence, Waste, chunk_name, draw_tokens,
                                        gathered_attention, paged_attention, replay, rows_of, sample_rows, timing)
 from lmcourse.tools.checks import check_close, expect_error
 from lmcourse.tools.config import ModelConfig
@@ -102,12 +102,12 @@ def test_bits_don_t_depend_on_company_pieces_or_a_second_time(changes):
 def test_packed_rows_are_equal_in_bits_and_right():
     model = small(torch.float32, d_model=64, d_ff=160, bias=True)
     for linears in ([model.layers[0].attn.q_proj, model.layers[0].attn.k_proj], [model.layers[1].ffn.w2], [model.lm_head]):
-        product, x = PackedProduct(*linears), torch.randn(40, linears[0].weight.shape[1], generator=torch.Generator().manual_seed(0))
         for l in linears:
             if l.bias is not None: l.bias.data.normal_(generator=torch.Generator().manual_seed(1))
-        product = PackedProduct(*linears)
+        product, x = PackedLinear(*linears), torch.randn(40, linears[0].weight.shape[1], generator=torch.Generator().manual_seed(0))
         check_close(product(x), torch.cat([l(x) for l in linears], -1).detach(), 1e-4, 1e-5)
         assert all(torch.equal(product(x[i:i+n]), product(x)[i:i+n]) for i in range(0, 40, 7) for n in range(1, 40 - i))
+        assert torch.equal(product(x[:, None]), product(x)[:, None])
 
 
 def test_logits_equal_the_model_and_both_attentions_agree():

@@ -5,12 +5,12 @@
 # %% auto #0
 __all__ = ['SAME_LOSS', 'FEW_DOCUMENTS', 'TRIED', 'EXPLAINED', 'CERTAIN', 'BY_CHANCE', 'LEAST', 'SAME_STEPS', 'MOST_BATCHES',
            'EXACT', 'Case', 'open_case', 'is_number', 'at_step', 'rate_at', 'reference_model', 'initial_model',
-           'Forward', 'logits_as', 'wrong_forwards', 'token_losses_as', 'losses_as', 'mean_loss', 'loss_as', 'explains',
-           'explain', 'Step', 'engine_of', 'batches_of', 'train_steps', 'Replayed', 'replay_steps', 'line_at',
-           'replayable', 'wrong_steps', 'periods', 'explain_step']
+           'Forward', 'logits_as', 'faulty_model', 'wrong_forwards', 'token_losses_as', 'losses_as', 'mean_loss',
+           'loss_as', 'explains', 'explain', 'Step', 'engine_of', 'batches_of', 'train_steps', 'Replayed',
+           'replay_steps', 'line_at', 'replayable', 'wrong_steps', 'periods', 'explain_step']
 
 # %% ../../nbs/06c_case.ipynb #3e2a493e
-import json, math
+import copy, json, math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from safetensors import SafetensorError
 from safetensors.torch import load_file
-from ..architecture.attention_torch import apply_rope, apply_rope_half, causal_mask
+from ..architecture.attention_torch import apply_rope_half, causal_mask
 from ..architecture.transformer_np import init_params
 from ..architecture.transformer_torch import TransformerLM
 from ..tools.config import ModelConfig, TrainConfig
@@ -170,42 +170,44 @@ def logits_as(
     model:TransformerLM|None=None, # With other weights than the case's
 )->torch.Tensor: # Logits `(B, T, V)`
     "The forward pass of the case's weights, with a fault or without."
-    model, places = model or case.reference, torch.arange(ids.shape[-1])
+    places = torch.arange(ids.shape[-1])
     if forward.restart: places = places % forward.restart
-    x = model.embed(ids, places)
-    if forward.embedding != 1:
-        x = x + (forward.embedding - 1)*model.scale*model.token_embeddings(ids)
-    for layer in model.layers:
-        attend = partial(_attend, layer.attn, places, forward)
-        x = _add(layer, x, attend, layer.ln1, forward.attn, forward.dropout)
-        x = _add(layer, x, layer.ffn, layer.ln2, forward.ffn, forward.dropout)
-    if forward.final_norm: x = model.ln_final(x)
-    logits = x@case.weights["lm_head.weight"].T if forward.own_head else model.lm_head(x)
+    head = case.weights["lm_head.weight"] if forward.own_head else None
+    logits = faulty_model(model or case.reference, forward, head)(ids, places)
     return logits.softmax(-1) if forward.softmax else logits
 
+def faulty_model(
+    model:TransformerLM, # Stays as it is
+    forward:Forward,     # What is wrong
+    head:torch.Tensor|None=None, # Weight of another head `(V, D)`
+)->TransformerLM: # With the same tensors
+    "The model with some of its parts exchanged."
+    twin = copy.deepcopy(model, {id(t): t for t in (*model.parameters(), *model.buffers())})
+    twin.scale = model.scale*forward.embedding
+    for layer in twin.layers:
+        layer.add, layer.attn.attention = partial(_add, layer, forward), partial(_attention, forward)
+        if forward.half and layer.attn.rope is not None: layer.attn.rope.turn = _turn_halves
+    if not forward.final_norm: twin.ln_final = torch.nn.Identity()
+    if head is not None: twin.lm_head.weight = torch.nn.Parameter(head)
+    return twin
+
 # %% ../../nbs/06c_case.ipynb #4abc530e
-def _add(layer, x:torch.Tensor, f, norm, parts:tuple, dropout:float)->torch.Tensor:
+def _add(layer, forward:Forward, x:torch.Tensor, f, norm)->torch.Tensor:
     "`TransformerBlock.add` with the options."
-    branch = (lambda x: F.dropout(f(x), dropout)) if dropout else f
-    stream, share = parts
+    branch = (lambda x: F.dropout(f(x), forward.dropout)) if forward.dropout else f
+    stream, share = forward.attn if norm is layer.ln1 else forward.ffn
     if layer.norm_position == "pre": return stream*x + share*branch(norm(x))
     if layer.norm_position == "post": return norm(stream*x + share*branch(x))
     return stream*x + share*norm(branch(x))
 
-def _attend(attn, places:torch.Tensor, forward:Forward, x:torch.Tensor)->torch.Tensor:
-    "`CausalSelfAttention` with the options."
-    split = lambda t: t.unflatten(-1, (-1, attn.head_dim)).transpose(-2, -3)
-    q, k, v = (split(p(x)) for p in (attn.q_proj, attn.k_proj, attn.v_proj))
-    if attn.q_norm is not None: q, k = attn.q_norm(q), attn.k_norm(k)
-    if attn.rope is not None:
-        turn = apply_rope_half if forward.half else apply_rope
-        q, k = (turn(t, *attn.rope.rows(places).unbind(-1)) for t in (q, k))
-    mask = causal_mask(x.shape[-2], window=attn.window) if forward.causal else None
-    shared = q.shape[-3] != k.shape[-3]
-    attend = partial(F.scaled_dot_product_attention, scale=forward.scale, enable_gqa=shared)
-    out = attend(q, k, v, mask)                                                       # B H T K
-    if not forward.merged: return attn.output_proj(out.reshape(*x.shape[:-1], -1))
-    return attn.output_proj(out.transpose(-2, -3).flatten(-2))
+def _attention(forward:Forward, q:torch.Tensor, k:torch.Tensor, v:torch.Tensor, window)->torch.Tensor:
+    "`causal_attention` with the options."
+    mask = causal_mask(q.shape[-2], window=window, device=q.device) if forward.causal else None
+    out = F.scaled_dot_product_attention(q, k, v, mask, scale=forward.scale, enable_gqa=q.shape[-3] != k.shape[-3])     # B H T K
+    H, T, K = out.shape[-3:]
+    return out if forward.merged else out.reshape(*out.shape[:-3], T, H, K).transpose(-2, -3)
+
+def _turn_halves(x:torch.Tensor, table:torch.Tensor)->torch.Tensor: return apply_rope_half(x, *table.unbind(-1))
 
 # %% ../../nbs/06c_case.ipynb #b4d3fc2a
 def wrong_forwards(

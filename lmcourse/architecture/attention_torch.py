@@ -101,11 +101,15 @@ class RoPE(FixedTable):
         if positions.shape[-1:] not in ((), (1,), (T,)): raise ValueError(f"positions {tuple(positions.shape)} don't fit {T} tokens")
         return self.rows(positions)
 
+    def turn(self, x:torch.Tensor, table:torch.Tensor)->torch.Tensor: # `(..., T, K)` by `(..., T, K/2, 2)`
+        "`apply_rope` with a table of `at`."
+        return _turn(x, table)
+
     def forward(self,
         x:torch.Tensor, # Queries or keys `(..., T, K)`
         positions:torch.Tensor|None=None, # Their positions `(T,)` or any shape that broadcasts to `(..., T)`: none for 0 to T - 1
     )->torch.Tensor: # Shape and type of `x`
-        return _turn(x, self.at(x.shape[-2], positions))
+        return self.turn(x, self.at(x.shape[-2], positions))
 
 # %% ../../nbs/03d_attention_torch.ipynb #99d6ef17
 def _pairs_lie_together(x:torch.Tensor)->bool: # Whether `x` can be seen as complex numbers
@@ -173,11 +177,13 @@ class CausalSelfAttention(nn.Module):
         device=None,           # Where the weights lie; `meta` for shapes alone
         dtype=None,            # Their type, torch's default if nothing is said
         generator:torch.Generator|None=None, # Where the initial weights come from
+        linear:Callable=Linear, # What makes the matrices
+        attention:Callable=causal_attention, # Queries, keys, values and a window to `(..., H, T, K)`: a kernel can stand here
     ):
         super().__init__()
         c, place = config, dict(device=device, dtype=dtype)
-        make:Callable[..., Linear] = partial(Linear, bias=c.bias, generator=generator, **place)
-        self.head_dim, self.window = c.K, c.window
+        make = partial(linear, bias=c.bias, generator=generator, **place)
+        self.head_dim, self.window, self.attention = c.K, c.window, attention
         self.q_proj, self.k_proj, self.v_proj = (make(c.d_model, heads*c.K) for heads in (c.num_heads, c.G, c.G))
         self.output_proj = make(c.num_heads*c.K, c.d_model)
         self.q_norm, self.k_norm = (RMSNorm(c.K, c.norm_eps, **place) if c.qk_norm else None for _ in "qk")
@@ -187,10 +193,16 @@ class CausalSelfAttention(nn.Module):
         x:torch.Tensor, # `(..., T, D)`
         positions:torch.Tensor|None=None, # Of the tokens, `(T,)` or `(..., T)`: none for 0 to T - 1
         cache=None,     # Keeps the keys and values of earlier tokens: `cache.update(k, v)` takes new ones, gives all
+        table:torch.Tensor|None=None, # Of `rope.at`, where all layers share one: none to look it up here
     )->torch.Tensor: # `(..., T, D)`
-        q, k, v = (p(x).unflatten(-1, (-1, self.head_dim)).transpose(-2, -3) for p in (self.q_proj, self.k_proj, self.v_proj))
+        q, k, v = self.project(x)
         if self.q_norm is not None and self.k_norm is not None: q, k = self.q_norm(q), self.k_norm(k)
-        table = None if self.rope is None else self.rope.at(x.shape[-2], None if positions is None else positions.unsqueeze(-2))
-        if table is not None: q, k = _turn(q, table), _turn(k, table)
+        if self.rope is not None:
+            if table is None: table = self.rope.at(x.shape[-2], positions)
+            q, k = self.rope.turn(q, table.unsqueeze(-4)), self.rope.turn(k, table.unsqueeze(-4))
         if cache is not None: k, v = cache.update(k, v)
-        return self.output_proj(causal_attention(q, k, v, self.window).transpose(-2, -3).flatten(-2))
+        return self.output_proj(self.attention(q, k, v, self.window).transpose(-2, -3).flatten(-2))
+
+    def project(self, x:torch.Tensor)->tuple: # Queries `(..., H, T, K)`, keys and values `(..., G, T, K)`
+        "The heads of all tokens."
+        return tuple(p(x).unflatten(-1, (-1, self.head_dim)).transpose(-2, -3) for p in (self.q_proj, self.k_proj, self.v_proj))

@@ -12,6 +12,7 @@ import contextlib, inspect, math, platform, warnings
 import torch
 import torch.nn.functional as F
 from torch import nn
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -212,10 +213,11 @@ class FeedForward(nn.Module):
         device=None,       # Where the weights lie; `meta` for shapes alone
         dtype=None,        # Their type, torch's default if nothing is said
         generator:torch.Generator|None=None, # Where the initial weights come from
+        linear:Callable=Linear, # What makes the matrices
     ):
         super().__init__()
         if kind not in _GATED | _PLAIN: raise unknown("feed-forward network", kind, _GATED | _PLAIN)
-        make = partial(Linear, bias=bias, device=device, dtype=dtype, generator=generator)
+        make = partial(linear, bias=bias, device=device, dtype=dtype, generator=generator)
         self.activation:Any = (_GATED | _PLAIN)[kind]
         self.w1, self.w2 = make(d_model, d_ff), make(d_ff, d_model)
         self.w3 = make(d_model, d_ff) if kind in _GATED else None
