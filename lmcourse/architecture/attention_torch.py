@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['rope_tables', 'apply_rope', 'apply_rope_half', 'FixedTable', 'RoPE', 'scaled_dot_product_attention', 'causal_mask',
-           'causal_attention', 'CausalSelfAttention']
+           'causal_attention', 'HeadProjections', 'CausalSelfAttention']
 
 # %% ../../nbs/03d_attention_torch.ipynb #96f381bc
 import math
@@ -83,8 +83,7 @@ class RoPE(FixedTable):
         context_length:int,   # Positions 0 to `context_length - 1`
         head_dim:int,         # Size of a head, K
         theta:float=10_000.0, # Base of the wavelengths, in tokens
-        device=None,          # Where queries and keys will lie
-        dtype=None,           # The model's type: float64 gets tables in float64, all others in float32
+        device=None, dtype=None, # Of the model: float64 gets tables in float64, all others in float32
     ):
         super().__init__()
         self.sizes = context_length, head_dim, theta
@@ -101,10 +100,7 @@ class RoPE(FixedTable):
         if positions.shape[-1:] not in ((), (1,), (T,)): raise ValueError(f"positions {tuple(positions.shape)} don't fit {T} tokens")
         return self.rows(positions)
 
-    def turn(self, x:torch.Tensor, table:torch.Tensor)->torch.Tensor: # `(..., T, K)` by `(..., T, K/2, 2)`
-        "`apply_rope` with a table of `at`."
-        return _turn(x, table)
-
+    def turn(self, x:torch.Tensor, table:torch.Tensor)->torch.Tensor: return _turn(x, table) # `(..., T, K)` with a table of `at`
     def forward(self,
         x:torch.Tensor, # Queries or keys `(..., T, K)`
         positions:torch.Tensor|None=None, # Their positions `(T,)` or any shape that broadcasts to `(..., T)`: none for 0 to T - 1
@@ -169,25 +165,39 @@ def causal_attention(
     return F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None and T > 1, enable_gqa=H != G)
 
 # %% ../../nbs/03d_attention_torch.ipynb #c48db8bd
-class CausalSelfAttention(nn.Module):
-    "Multi-head attention to what came before, as the config says."
+class HeadProjections(nn.Module):
+    "The four matrices of attention."
     def __init__(self,
-        config:ModelConfig,    # Sizes and variant
-        rope:RoPE|None=None,   # Shared by all layers of a model: none to make one here, if the config asks for it
-        device=None,           # Where the weights lie; `meta` for shapes alone
-        dtype=None,            # Their type, torch's default if nothing is said
-        generator:torch.Generator|None=None, # Where the initial weights come from
+        config:ModelConfig,     # Sizes and variant
         linear:Callable=Linear, # What makes the matrices
-        attention:Callable=causal_attention, # Queries, keys, values and a window to `(..., H, T, K)`: a kernel can stand here
+        device=None,            # Where they lie; `meta` for shapes alone
+        dtype=None,             # Their type, torch's default if nothing is said
+        generator:torch.Generator|None=None, # Where the initial weights come from
     ):
         super().__init__()
         c, place = config, dict(device=device, dtype=dtype)
         make = partial(linear, bias=c.bias, generator=generator, **place)
-        self.head_dim, self.window, self.attention = c.K, c.window, attention
+        self.head_dim = c.K
         self.q_proj, self.k_proj, self.v_proj = (make(c.d_model, heads*c.K) for heads in (c.num_heads, c.G, c.G))
         self.output_proj = make(c.num_heads*c.K, c.d_model)
         self.q_norm, self.k_norm = (RMSNorm(c.K, c.norm_eps, **place) if c.qk_norm else None for _ in "qk")
-        self.rope = (rope or RoPE(c.context_length, c.K, c.rope_theta, **place)) if c.position == "rope" else None
+
+    def project(self, x:torch.Tensor)->tuple: # Queries `(..., H, T, K)`, keys and values `(..., G, T, K)`
+        "The heads of all tokens."
+        return tuple(p(x).unflatten(-1, (-1, self.head_dim)).transpose(-2, -3) for p in (self.q_proj, self.k_proj, self.v_proj))
+
+# %% ../../nbs/03d_attention_torch.ipynb #0ee90fce
+class CausalSelfAttention(HeadProjections):
+    "Multi-head attention to what came before, as the config says."
+    def __init__(self,
+        config:ModelConfig,    # Sizes and variant
+        rope:RoPE|None=None,   # Shared by all layers of a model: none to make one here, if the config asks for it
+        attention:Callable=causal_attention, # Queries, keys, values and a window to `(..., H, T, K)`: a kernel can stand here
+        device=None, dtype=None, **more, # As for `HeadProjections`
+    ):
+        super().__init__(config, device=device, dtype=dtype, **more)
+        c, self.window, self.attention = config, config.window, attention
+        self.rope = (rope or RoPE(c.context_length, c.K, c.rope_theta, device, dtype)) if c.position == "rope" else None
 
     def forward(self,
         x:torch.Tensor, # `(..., T, D)`
@@ -202,7 +212,3 @@ class CausalSelfAttention(nn.Module):
             q, k = self.rope.turn(q, table.unsqueeze(-4)), self.rope.turn(k, table.unsqueeze(-4))
         if cache is not None: k, v = cache.update(k, v)
         return self.output_proj(self.attention(q, k, v, self.window).transpose(-2, -3).flatten(-2))
-
-    def project(self, x:torch.Tensor)->tuple: # Queries `(..., H, T, K)`, keys and values `(..., G, T, K)`
-        "The heads of all tokens."
-        return tuple(p(x).unflatten(-1, (-1, self.head_dim)).transpose(-2, -3) for p in (self.q_proj, self.k_proj, self.v_proj))

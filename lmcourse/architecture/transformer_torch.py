@@ -133,8 +133,7 @@ class TransformerLM(InputEmbeddings):
     def __init__(self,
         config:ModelConfig, # Sizes and variant
         seed:int=0,         # Of the initial weights
-        device=None,        # Where they lie; `meta` for shapes alone
-        dtype=None,         # Their type, torch's default if nothing is said
+        device=None, dtype=None, # Of the weights; `meta` for shapes alone
         parts:Parts=Parts(), # What it is made of
     ):
         c, place, generator = config, dict(device=device, dtype=dtype), torch.Generator().manual_seed(seed)
@@ -154,8 +153,7 @@ class TransformerLM(InputEmbeddings):
 
     def stream(self, ids:torch.Tensor, positions:torch.Tensor|None=None, cache=None)->torch.Tensor: # What the head reads `(..., T, D)`
         _check_input(ids, self.config, positions, cache)
-        x, rope = self.embed(ids, positions), self.layers[0].attn.rope if self.layers else None
-        table = None if rope is None else rope.at(ids.shape[-1], positions)
+        x, table = self.embed(ids, positions), _rope_table(self, ids.shape[-1], positions)
         for i,layer in enumerate(self.layers): x = _run(self, layer, x, positions, None if cache is None else cache[i], table)
         return self.ln_final(x)
 
@@ -163,13 +161,17 @@ class TransformerLM(InputEmbeddings):
 @torch.no_grad()
 def _scale_branches(model): # Two a layer are added to the stream; so small, their sum does not grow with the depth. Radford et al. 2019, section 2.3
     if not model.config.scaled_init: return
-    for layer in model.layers:
-        for matrix in (layer.attn.output_proj, layer.ffn.w2): matrix.weight.mul_((2*model.config.num_layers)**-.5)
+    for name,p in model.named_parameters():
+        if name.endswith(("output_proj.weight", "w2.weight")): p.mul_((2*model.config.num_layers)**-.5)
 
 def _check_input(ids:torch.Tensor, c:ModelConfig, positions, cache): # `Embedding` looks at the ids themselves
     if not ids.ndim: raise ValueError("ids have no dimension, expected (..., T): a single token is a row of length 1")
     if ids.shape[-1] > c.context_length: raise ValueError(f"{ids.shape[-1]} tokens, but the model's context_length is {c.context_length}")
     if cache is not None and positions is None: raise ValueError("a cache needs positions: after earlier tokens, the new ones don't stand at 0")
+
+def _rope_table(model, T:int, positions)->torch.Tensor|None: # Looked up once for all layers
+    rope = model.layers[0].attn.rope if model.layers else None
+    return None if rope is None else rope.at(T, positions)
 
 def _run(model, layer, x:torch.Tensor, positions, cache, table)->torch.Tensor: # A block, as `recompute` says
     if not model.recompute or cache is not None or not torch.is_grad_enabled(): return layer(x, positions, cache, table)

@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from operator import index
 from ..architecture.attention_torch import causal_attention
+from ..architecture.layers_torch import FeedForward
 from ..architecture.fast_np import fused
 from ..tokenization.fast_bpe import prefetch
 from ..generation.generate import checked_ids
@@ -111,13 +112,15 @@ class PackedFeedForward(torch.nn.Module):
         return self.down(self.activation(a)*b)
 
 def pack_linears(model): # A `TransformerLM` to another, with the same tensors where nothing is packed
-    "The model with packed weights."
+    "The model with packed weights. Parts of other kinds stay as they are."
+    def plain(*parts): return all(isinstance(p, torch.nn.Linear) for p in parts)
     twin = copy.deepcopy(model, {id(t): t for t in (*model.parameters(), *model.buffers())})
     for layer in twin.layers:
         attn = layer.attn
-        attn.project = _Heads(attn)
-        attn.output_proj, layer.ffn = PackedLinear(attn.output_proj), PackedFeedForward(layer.ffn)
-    twin.lm_head = PackedLinear(twin.lm_head)
+        if plain(attn.q_proj, attn.k_proj, attn.v_proj): attn.project = _Heads(attn)
+        if plain(attn.output_proj): attn.output_proj = PackedLinear(attn.output_proj)
+        if isinstance(layer.ffn, FeedForward) and plain(*layer.ffn.children()): layer.ffn = PackedFeedForward(layer.ffn)
+    if plain(twin.lm_head): twin.lm_head = PackedLinear(twin.lm_head)
     return twin
 
 # %% ../../nbs/07b_engine.ipynb #aacbe25d
@@ -297,7 +300,7 @@ def paged_attention(
     attend_blocks(q, k, v, tables, owners, positions, window or everything, k.dtype.type(q.shape[-1]**-.5), out.numpy())
     return out
 
-# %% ../../nbs/07b_engine.ipynb #1e94b57f
+# %% ../../nbs/07b_engine.ipynb #08e70764
 class PagedLayer:
     "The cache of one layer in a step: new keys and values go to their places in the blocks."
     def __init__(self, blocks:torch.Tensor, rows:Rows): self.blocks, self.rows = blocks, rows # `(2, blocks, G, block_size, K)`
@@ -307,6 +310,7 @@ class PagedLayer:
         for place,new in zip(self.blocks, (k, v)): place[self.rows.blocks, :, self.rows.places] = new[..., 0, :]
         return tuple(self.blocks)
 
+# %% ../../nbs/07b_engine.ipynb #1e94b57f
 class PagedModel:
     "A `TransformerLM` whose keys and values lie in blocks."
     def __init__(self,
