@@ -4,6 +4,7 @@ import json
 import math
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import sysconfig
@@ -12,6 +13,7 @@ from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
+import numpy as np
 import pytest
 from processes import here, lmcourse
 
@@ -25,7 +27,9 @@ from lmcourse.tools.stories import Stories
 from lmcourse.training.data import TokenDataset, write_tokens
 from lmcourse.training.engines import NumpyEngine, TorchEngine, World, noise_scale, plan_batch
 from lmcourse.training.checkpoint import Checkpoints, read_state
-from lmcourse.training.trainer import Diverged, Trainer, evaluate, live_plot, load_model, read_metrics, write_run
+from lmcourse.training import trainer as training_loop
+from lmcourse.training.trainer import (Diverged, Interrupted, Trainer, evaluate, live_plot, load_model, measure_step, plot_runs, read_metrics,
+                                       save_model, summarize, training_of, write_run)
 
 MODEL = ModelConfig(vocab_size=400, context_length=32, d_model=32, num_layers=2, num_heads=2)
 SHORT = TrainConfig(steps=12, batch_size=6, lr=5e-3, warmup_steps=3, eval_every=4, eval_documents=4, checkpoint_every=5, log_every=1, device="cpu")
@@ -54,8 +58,11 @@ def run(data, folder, model=MODEL, config=SHORT, **changes):
     folder.mkdir(parents=True)
     write_run(folder, model, config, data)
     trainer = Trainer(model, config, *sets(data))
-    trainer.fit(folder)
+    trainer.fit(folder, sample=sum_of_weights)
     return trainer, lines(folder)
+
+
+def sum_of_weights(model): return f"{math.fsum(p.sum().item() for p in model.parameters())}"
 
 
 def cut_off(data, folder, model, config):
@@ -68,7 +75,7 @@ def cut_off(data, folder, model, config):
         if victim.step == 7: raise MemoryError
         return real(batch)
     victim.train_step = dies
-    with pytest.raises(MemoryError): victim.fit(folder)
+    with pytest.raises(MemoryError): victim.fit(folder, sample=sum_of_weights)
     return folder
 
 
@@ -137,8 +144,8 @@ def test_a_plan_in_words():
 
 
 def test_the_noise_scale_is_exact_where_both_lengths_are():
-    for signal, noise, b, B in ((1., 10., 1, 64), (5., .5, 2, 8)):
-        assert noise_scale(signal + noise/b, signal + noise/B, b, B) == pytest.approx(noise/signal)
+    for clear, noise, b, B in ((1., 10., 1, 64), (5., .5, 2, 8)):
+        assert noise_scale(clear + noise/b, clear + noise/B, b, B) == pytest.approx(noise/clear)
     assert math.isnan(noise_scale(10., .1, 1, 2))
 
 
@@ -153,8 +160,8 @@ def test_a_run_that_is_cut_goes_on_bit_for_bit(data, tmp_path, changes):
     again = Trainer(MODEL, config, *sets(data))
     again.resume(cut)
     assert again.step == 5
-    again.fit(cut)
-    assert lines(cut) == expected
+    again.fit(cut, sample=sum_of_weights)
+    assert lines(cut) == expected and (cut/"samples.txt").read_text() == (tmp_path/"whole/samples.txt").read_text()
     check_close(weights(again), weights(whole), 0, 0)
 
 
@@ -210,8 +217,12 @@ def test_a_picture_is_drawn_once_and_then_again(data, tmp_path, monkeypatch):
     monkeypatch.setattr(display, "display", show)
     (folder := tmp_path/"a").mkdir()
     write_run(folder, MODEL, SHORT, data)
+    from matplotlib import pyplot as plt
+    before = plt.get_fignums()
     Trainer(MODEL, SHORT, *sets(data)).fit(folder, report=live_plot(folder))
-    assert [kind for kind, _ in drawn] == ["new", "again"]
+    assert [kind for kind, _ in drawn] == ["new", "again"] and plt.get_fignums() == before
+    train, valid, *_ = plot_runs({"a": folder}, floor=False).lines
+    assert list(train.get_xdata()) == [32*6*step for step in range(1, 13)] and list(valid.get_xdata()) == [32*6*step for step in (4, 8, 12)]
 
 
 def test_no_thread_is_left(data, tmp_path):
@@ -242,6 +253,64 @@ def test_nothing_moves_when_the_loss_is_no_number(data):
     ids[5] = 399
     trainer.engine.loss = real
     with pytest.raises(Diverged, match="gradient nan long; the gradient of .* is not finite"): trainer.train_step((ids, ids))
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_a_run_after_a_whole_step_and_is_named(data, tmp_path, how):
+    before = [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)]
+    (folder := tmp_path/"a").mkdir()
+    write_run(folder, MODEL, SHORT, data)
+    with pytest.raises(Interrupted, match=f"^stopped by {how.name} after step 4 of 12$"):
+        Trainer(MODEL, SHORT, *sets(data)).fit(folder, report=lambda *_: os.kill(os.getpid(), how))
+    assert [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)] == before
+    assert Checkpoints(folder/"checkpoints").latest().name == "step_000004"
+    again = Trainer(MODEL, SHORT, *sets(data))
+    again.resume(folder)
+    again.fit(folder)
+    assert lines(folder) == run(data, tmp_path/"whole")[1]
+
+
+def test_the_seconds_of_a_step_are_the_median_of_the_last_ones(data, monkeypatch):
+    "Of ten after four that are not counted; as many as the config has, where it has fewer"
+    counts = []
+    def step(self):
+        counts.append(len(counts))
+        self.elapsed += [100, 100, 100, 100, 9, 1, 8, 2, 7, 3, 6, 4, 5, 0][counts[-1]]
+    monkeypatch.setattr(Trainer, "train_step", step)
+    assert measure_step(Trainer(MODEL, replace(SHORT, steps=50), *sets(data))) == 4.5 and len(counts) == 14
+    counts.clear()
+    assert measure_step(Trainer(MODEL, replace(SHORT, steps=6), *sets(data))) == 100 and len(counts) == 6
+
+
+def test_the_error_of_a_loss_by_hand():
+    "Two documents of 2 and 6 tokens that cost 1 and 5 nats more than they must: on average 6/8 a token, off by -1/2 and 1/2"
+    dataset, floor = types.SimpleNamespace(info=dict(document_nats=[3., 7., 2.], bytes=60), num_tokens=24), np.array([3., 7.])
+    found = summarize(floor + [1., 5.], np.array([2, 6]), dataset, 2)
+    assert found.excess == pytest.approx(6/8) and found.error == pytest.approx(math.sqrt(2/1*(.5**2 + .5**2))/8)
+    assert found.loss == pytest.approx(16/8) and found.floor == pytest.approx(10/8) and found.bits_per_byte == pytest.approx(16/math.log(2)/20)
+    assert summarize(floor[:1], np.array([2]), dataset, 1).error is None
+
+
+def test_as_many_rows_at_a_time_as_128_megabytes_of_logits_allow(data, monkeypatch):
+    asked, real, dataset = [], training_loop.evaluation_batches, sets(data)[1]
+    monkeypatch.setattr(training_loop, "evaluation_batches", lambda d, T, count, rows: asked.append(rows) or real(d, T, count, rows))
+    for vocab_size in (400, 2**18, 2**30):
+        monkeypatch.setitem(dataset.info, "vocab_size", vocab_size)
+        evaluate(Trainer(MODEL, SHORT, *sets(data)).model, dataset, 32, 1)
+    assert asked == [16, 4, 1]
+
+
+def test_a_model_that_is_kept_comes_back_rounded_to_nine_bits_with_its_tokenizer(data, tmp_path):
+    trainer, tokenizer = Trainer(MODEL, SHORT, *sets(data)), Tokenizer.from_folder(data/"tokenizer")
+    save_model(tmp_path/"kept", trainer.model, tokenizer, SHORT, dict(command="none"))
+    model, known = load_model(tmp_path/"kept")
+    assert known.digest == tokenizer.digest and training_of(tmp_path/"kept") == SHORT
+    for (name, p), q in zip(trainer.model.named_parameters(), model.parameters()):
+        p, q = p.detach().numpy().astype(np.float64), q.detach().numpy()
+        spacing = 2.**(np.floor(np.log2(np.abs(p))) - 9)
+        normal = np.abs(p) >= 2.**-14                                   # float16 has fewer bits below
+        assert (q[normal] == (np.rint(p/spacing)*spacing)[normal]).all(), name
+        assert (np.abs(q - p) <= 2.**-23)[~normal].all(), name
 
 
 def test_the_plateau_lowers_the_rate_and_stops(data, tmp_path):
@@ -341,8 +410,7 @@ def test_lines_also_go_elsewhere(data, tmp_path, monkeypatch, name):
     class Log:
         def log(self, values, step): seen.append((step, values))
         def add_scalar(self, key, value, step): seen.append((step, {key: value}))
-        def finish(self): seen.append("end")
-        close = finish
+    setattr(Log, "close" if name == "tensorboard" else "finish", lambda self: seen.append("end"))
     fake.init = lambda **settings: seen.append(settings) or Log()
     monkeypatch.setitem(sys.modules, name, fake)
     if name == "tensorboard":
