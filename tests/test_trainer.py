@@ -260,14 +260,16 @@ def test_a_signal_ends_a_run_after_a_whole_step_and_is_named(data, tmp_path, how
     before = [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)]
     (folder := tmp_path/"a").mkdir()
     write_run(folder, MODEL, SHORT, data)
-    with pytest.raises(Interrupted, match=f"^stopped by {how.name} after step 4 of 12$"):
-        Trainer(MODEL, SHORT, *sets(data)).fit(folder, report=lambda *_: os.kill(os.getpid(), how))
+    stop = lambda trainer, evaluation: trainer.step == 8 and os.kill(os.getpid(), how)
+    with pytest.raises(Interrupted, match=f"^stopped by {how.name} after step 8 of 12$"):
+        Trainer(MODEL, SHORT, *sets(data)).fit(folder, report=stop, sample=sum_of_weights)
     assert [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)] == before
-    assert Checkpoints(folder/"checkpoints").latest().name == "step_000004"
+    assert Checkpoints(folder/"checkpoints").latest().name == "step_000008"
     again = Trainer(MODEL, SHORT, *sets(data))
     again.resume(folder)
-    again.fit(folder)
+    again.fit(folder, sample=sum_of_weights)
     assert lines(folder) == run(data, tmp_path/"whole")[1]
+    assert (folder/"samples.txt").read_text() == (tmp_path/"whole/samples.txt").read_text()
 
 
 def test_the_seconds_of_a_step_are_the_median_of_the_last_ones(data, monkeypatch):
