@@ -20,6 +20,7 @@ from processes import here, lmcourse
 torch = pytest.importorskip("torch")
 
 from lmcourse.architecture.layers_torch import onednn_products
+from lmcourse.architecture.transformer_torch import TransformerLM
 from lmcourse.tokenization.tokenizer import Tokenizer
 from lmcourse.tools.checks import check_close
 from lmcourse.tools.config import ModelConfig, TrainConfig
@@ -315,6 +316,13 @@ def test_a_model_that_is_kept_comes_back_rounded_to_nine_bits_with_its_tokenizer
         assert (np.abs(q - p) <= 2.**-23)[~normal].all(), name
 
 
+def test_a_model_that_can_not_be_kept_leaves_nothing(data, tmp_path, monkeypatch):
+    def full(*args, **more): raise OSError(28, "No space left on device")
+    monkeypatch.setattr(training_loop, "write_safetensors", full)
+    with pytest.raises(OSError, match="No space"): save_model(tmp_path/"kept", TransformerLM(MODEL), Tokenizer.from_folder(data/"tokenizer"), SHORT, {})
+    assert not list(tmp_path.iterdir())
+
+
 def test_the_plateau_lowers_the_rate_and_stops(data, tmp_path):
     trainer, found = run(data, tmp_path/"a", steps=100, warmup_steps=0, schedule="constant", plateau_patience=1, plateau_factor=.1, early_stop_patience=3,
                          early_stop_min_delta=10.)
@@ -422,7 +430,7 @@ def test_lines_also_go_elsewhere(data, tmp_path, monkeypatch, name):
     _, found = run(data, tmp_path/"a", log_to=name)
     assert seen[0]["project"] == "lmcourse" and seen[0]["name"] == "a" and seen[0]["config"]["lr"] == 5e-3 and seen[-1] == "end"
     losses = [(step, values["loss"]) for step, values in seen[1:-1] if "loss" in values]
-    assert losses == [(m["step"], m["loss"]) for m in found if "loss" in m]
+    assert losses == [(m["step"], m["loss"]) for m in found if "loss" in m] and not any("step" in values for _, values in seen[1:-1])
 
 
 def test_a_log_that_is_not_installed_is_refused(data, monkeypatch):
