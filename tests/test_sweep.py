@@ -299,3 +299,9 @@ def test_the_table_has_the_mean_and_the_picture_a_cross_where_a_run_diverged():
              for name, run in e.runs().items()}
     assert [(row["runs"], row["loss"]) for row in compare_variants(e, lines).rows] == [("2", 1.015), ("1, 1 diverged", 1.2)]
     assert [line.get_marker() for line in sweep.plot_curves(e, lines).lines].count("x") == 1
+
+def test_what_stands_in_the_table_for_a_p_value(): assert [sweep._p_text(p) for p in (None, .0009, .001, .0432, 1.)] == [None, "< 0.001", "0.001", "0.043", "1"]
+
+def test_the_defaults_of_the_data_are_those_of_the_saved_runs():
+    "Another default would be another key: every saved run would be made again"
+    assert RunData() == RunData("stories", 512, 8., 200)
