@@ -51,8 +51,7 @@ def notebooks(slow, without=()):
 
 
 def tests(slow, *chosen):
-    "One process more than cores: some wait for others, a signal or a browser."
-    processes = ["-n", str(min(4, 1 + (os.cpu_count() or 1))), "--dist", "loadfile", "--no-loadscope-reorder"]
+    processes = ["-n", str(min(4, os.cpu_count() or 1)), "--dist", "loadfile", "--no-loadscope-reorder"]
     run(sys.executable, "-m", "pytest", "-q", *processes, *chosen, *(["-m", "not bench"] if slow else []))
 
 
