@@ -201,7 +201,7 @@ def test_as_many_runs_at_a_time_as_cores_that_may_be_used(tmp_path, monkeypatch)
     monkeypatch.setattr(sweep.shutil, "rmtree", lambda path: None)
     most = []
     exit_at_once = type("Ended", (), dict(exitcode=0, is_alive=lambda self: most.append(len(asked)) and False, terminate=lambda self: 0, join=lambda self: 0))()
-    run_experiment(experiment(seeds=tuple(range(5))), tmp_path/"runs.jsonl", tmp_path/"work", report=lambda line: None)
+    run_experiment(experiment(seeds=tuple(range(5))), tmp_path/"runs.jsonl", tmp_path/"new/work", report=lambda line: None)
     assert asked == [1]*5 and most[0] == 2
     assert json.loads((tmp_path/"runs.jsonl").read_text().splitlines()[0])["machine"].startswith("2 cores of ")
 
