@@ -13,8 +13,8 @@ ONE_CORE = ["taskset", "-c", "0"] if shutil.which("taskset") else None
 # Their kernels are made of machine instructions that plain Python does not have, or would take hours there.
 COMPILED = """01b_fast_bpe 01c_tokenizer 01d_explorer 03h_fast_np 04a_data 04e_trainer 06a_sweep 06c_case 06c_doctor 07a_kv_cache 07b_engine
 07c_speculative 07d_quantization 07z_inference 90a_bench 90b_bench_generation 90b_serve 90b_throughput 90c_cli
-test_bench_command test_case test_checkpoint test_cli test_data test_doctor test_engine test_exercises_inference test_fast_bpe
-test_interactive test_kernel test_kv_cache test_machine test_quantization test_serve test_speculative test_sweep test_tokenizer test_trainer""".split()
+test_bench_command test_case test_checkpoint test_cli test_data test_doctor test_engine test_exercises_inference test_explorer test_fast_bpe
+test_generate test_interactive test_kernel test_kv_cache test_machine test_parts test_quantization test_serve test_speculative test_sweep test_tokenizer test_trainer""".split()
 ROWS = {
     "as it is": ({}, []),
     "one core": ({}, ONE_CORE),
