@@ -25,8 +25,11 @@ test-all: $(READY) ## the same with the long tier
 matrix: $(READY) ## the notebooks and tests in many surroundings, one after another: hours
 	$(BIN)/python tools/matrix.py
 
-docs: $(READY) ## the site, in _docs (with Quarto where it is installed)
-	@if command -v quarto >/dev/null; then PATH="$(abspath $(BIN)):$$PATH" python tools/build_docs.py --quarto; else $(BIN)/python tools/build_docs.py; fi
+docs: $(READY) ## the site, in _docs
+	$(BIN)/python tools/build_docs.py
+
+docs-quarto: $(READY) ## the same site made by Quarto 1.7.34, which must be installed
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python tools/build_docs.py --quarto
 
 lab: $(READY) ## the notebooks in JupyterLab, beginning at the first page
 	$(BIN)/jupyter lab --notebook-dir=nbs --LabApp.default_url=/lab/tree/index.ipynb
@@ -38,6 +41,9 @@ bench: $(READY) ## speeds on this machine: cells that measure, saved in their no
 	$(BIN)/python tools/run_nbs.py --flags bench
 	$(BIN)/python -m pytest tests -m bench -s -q
 
+gpu: $(READY) ## all that is worth measuring on a GPU, step by step, kept in nbs/results
+	$(BIN)/python tools/gpu.py
+
 clean: ## remove what was built; the environment, runs and data stay
 	rm -rf _docs _proc _student build dist lmcourse.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache
 	find lmcourse nbs tests tools -name __pycache__ -o -name .ipynb_checkpoints | xargs rm -rf
@@ -45,7 +51,7 @@ clean: ## remove what was built; the environment, runs and data stay
 # The environment: made once, brought up to date when one of these files changes.
 $(READY): settings.ini setup.py pyproject.toml constraints.txt
 	@$(BIN)/python -m pip --version >/dev/null 2>&1 || { \
-	  for p in $(PYTHON) python3 python3.13 python3.12 python3.11; do \
+	  for p in $(PYTHON) python3 python3.14 python3.13 python3.12 python3.11; do \
 	    $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && exec $$p -m venv $(VENV); \
 	  done; \
 	  echo "lmcourse needs Python 3.11 or newer, but python3 is `python3 --version 2>&1`. Name one: make PYTHON=/path/to/python3.12" >&2; exit 1; }
@@ -53,4 +59,4 @@ $(READY): settings.ini setup.py pyproject.toml constraints.txt
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_EXTRA) -c constraints.txt -e '.[dev]'
 	@touch $@
 
-.PHONY: help quickstart test test-all matrix docs lab student bench clean
+.PHONY: help quickstart test test-all matrix docs docs-quarto lab student bench gpu clean

@@ -11,13 +11,13 @@ config.read(here / "settings.ini", encoding="utf-8")
 cfg = config["DEFAULT"]
 
 needed = ("version description keywords author author_email lib_name lib_path user branch "
-          "license status min_python audience language requirements").split()
+          "license status min_python max_python audience language requirements").split()
 if missing := [k for k in needed if k not in cfg]: raise KeyError(f"settings.ini lacks {', '.join(missing)}")
 
 spdx = {"apache2": "Apache-2.0", "mit": "MIT", "bsd3": "BSD-3-Clause"}
 statuses = ["1 - Planning", "2 - Pre-Alpha", "3 - Alpha", "4 - Beta", "5 - Production/Stable", "6 - Mature", "7 - Inactive"]
 status = next(s for s in statuses if s.startswith(cfg["status"]))
-first_minor = int(cfg["min_python"].split(".")[1])
+first, last = (int(cfg[k].split(".")[1]) for k in ("min_python", "max_python"))
 
 setuptools.setup(
     name=cfg["lib_name"],
@@ -38,7 +38,7 @@ setuptools.setup(
         f"Intended Audience :: {cfg['audience']}",
         f"Natural Language :: {cfg['language']}",
         "Topic :: Scientific/Engineering :: Artificial Intelligence",
-    ] + [f"Programming Language :: Python :: 3.{m}" for m in range(first_minor, 14)],
+    ] + [f"Programming Language :: Python :: 3.{m}" for m in range(first, last + 1)],
     long_description=(here / "README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
     entry_points={

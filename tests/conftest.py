@@ -20,8 +20,13 @@ LONG = ("test_cli", "test_sweep", "test_trainer", "test_grade", "test_kernel", "
 
 
 def pytest_collection_modifyitems(items):
-    "Files that take longest come first, so that no process is left alone with one at the end."
+    "Files that take longest come first, so that no process is left alone with one at the end; what needs a GPU is skipped without one."
     items.sort(key=lambda item: LONG.index(item.path.stem) if item.path.stem in LONG else len(LONG))
+    if not (marked := [i for i in items if i.get_closest_marker("cuda")]): return
+    import pytest
+    import torch
+    if torch.cuda.is_available(): return
+    for item in marked: item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
 
 
 def pytest_terminal_summary(terminalreporter):

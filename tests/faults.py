@@ -29,12 +29,14 @@ from lmcourse.tokenization.tokenizer import Tokenizer
 from lmcourse.tools.documents import documents
 from lmcourse.tools.stories import Stories
 from lmcourse.training import engines, optim_torch
+from lmcourse.training import evaluation as evaluating_loop
 from lmcourse.training import trainer as training_loop
 from lmcourse.training.data import (Batches, TokenDataset, count_ngrams, evaluation_batches,
                                     to_tensors, write_tokens)
 from lmcourse.training.engines import TorchEngine
 from lmcourse.training.optim_torch import AdamW, clip_grad_norm
-from lmcourse.training.trainer import Diverged, Trainer, write_run
+from lmcourse.training.runs import write_run
+from lmcourse.training.trainer import Diverged, Trainer
 
 
 @dataclass(frozen=True)
@@ -144,7 +146,7 @@ def batches(change, rows=None):
     def evaluation(*args):
         for x, y, numbers in evaluation_batches(*args): yield *rows(x, y), numbers
     changed = [(Batches, "__getitem__", item)]
-    return changed + ([(training_loop, "evaluation_batches", evaluation)] if rows else [])
+    return changed + ([(evaluating_loop, "evaluation_batches", evaluation)] if rows else [])
 
 
 def steps_of(choose): # Another batch than that of the step
@@ -177,16 +179,17 @@ def evaluating(*changes):
 
 
 def adding(f): # `f(engine, right, inputs, targets, share, last)` adds gradients
-    right = TorchEngine.add_gradients
-    def add(self, x, y, share=1., last=True):
-        return f(self, partial(right, self), x, y, share, last)
-    return [(TorchEngine, "add_gradients", add)]
+    def right(engine, x, y, share=1., last=True, forward_backward=TorchEngine.forward_backward):
+        return forward_backward(engine, (x, y), share, last)
+    def add(self, batch, share=1., last=True):
+        return f(self, partial(right, self), *batch, share, last)
+    return [(TorchEngine, "forward_backward", add)]
 
 
 def updating(before=None, after=None, lr=lambda engine, lr: lr):
     "Something is done to each parameter before or after a step of the optimizer, or to the "
     "step's rate."
-    def update(self, rate, right=TorchEngine.update):
+    def update(self, rate, right=TorchEngine.optimizer_step):
         with torch.no_grad():
             for p in self.model.parameters():
                 if before and p.grad is not None: before(p)
@@ -195,7 +198,7 @@ def updating(before=None, after=None, lr=lambda engine, lr: lr):
             for p in self.model.parameters():
                 if after: after(p)
         return norm
-    return [(TorchEngine, "update", update)]
+    return [(TorchEngine, "optimizer_step", update)]
 
 
 def at_resume(change):
@@ -270,7 +273,7 @@ def _():
        "the validation loss differs by a little; a mean of the batches' means gives the logged "
        "number")
 def _():
-    def evaluate(model, dataset, T, count=None, dtype="float32", right=training_loop.evaluate):
+    def evaluate(model, dataset, T, count=None, dtype="float32", right=training_loop.evaluate, **world):
         with torch.inference_mode():
             rows = (to_tensors(row[:2]) for row in evaluation_batches(dataset, T, count))
             means = [F.cross_entropy(model(x).flatten(0, 1), y.flatten()).item() for x, y in rows]
@@ -454,9 +457,9 @@ def _():
        "warm-up again",
        "the logged learning rate is not the schedule's from the middle on")
 def _():
-    right = Trainer.rate
+    right = Trainer.learning_rate
     def rate(self, step): return right(self, (step - 1) % (self.config.steps//2) + 1)
-    return [(Trainer, "rate", rate)]
+    return [(Trainer, "learning_rate", rate)]
 
 
 @fault("schedule per part", r"schedule",
@@ -464,8 +467,8 @@ def _():
        "part of a batch",
        "the logged learning rate is that of four times the step", train=dict(micro_batch=2))
 def _():
-    right = Trainer.rate
-    return [(Trainer, "rate", lambda self, step: right(self, min(4*step, self.config.steps)))]
+    right = Trainer.learning_rate
+    return [(Trainer, "learning_rate", lambda self, step: right(self, min(4*step, self.config.steps)))]
 
 
 @fault("schedule not applied", r"schedule|learning rate",

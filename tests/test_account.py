@@ -6,9 +6,11 @@ import sys
 import pytest
 
 from lmcourse.accounting.account import account, account_tables, on_device
-from lmcourse.accounting.flops import training_flops
+from lmcourse.accounting.model_flops import training_flops
 from lmcourse.accounting.hardware import device
-from lmcourse.accounting.memory import activation_bytes, count_parameters, kv_cache_bytes, largest_batch, peak_phase, training_bytes
+from lmcourse.accounting.activations import activation_bytes
+from lmcourse.accounting.memory import kv_cache_bytes, largest_batch, peak_phase, training_bytes
+from lmcourse.accounting.parameters import count_parameters
 from lmcourse.tools.config import ModelConfig
 
 

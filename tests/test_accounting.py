@@ -14,15 +14,19 @@ import pytest
 torch = pytest.importorskip("torch")
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from lmcourse.accounting import flops, memory
-from lmcourse.accounting.flops import adamw_flops, attention_pairs, Counted, count_operations, flop_counter, forward_flops, training_flops
-from lmcourse.accounting.memory import (activation_bytes, activation_parts, count_parameters, kv_cache_bytes, largest_batch, MemoryTimeline,
-    parameter_table, parameter_tree, peak_phase, saved_tensors, training_bytes, training_phases)
+from lmcourse.accounting import activations, flops, memory, model_flops, parameters, tensors
+from lmcourse.accounting.flops import adamw_flops, Counted, count_operations, flop_counter
+from lmcourse.accounting.model_flops import attention_pairs, forward_flops, training_flops
+from lmcourse.accounting.activations import activation_bytes, activation_parts, saved_tensors
+from lmcourse.accounting.memory import kv_cache_bytes, largest_batch, MemoryTimeline, peak_phase
+from lmcourse.accounting.memory import training_bytes, training_phases
+from lmcourse.accounting.parameters import count_parameters, parameter_table, parameter_tree
 from lmcourse.architecture.attention_torch import causal_mask
-from lmcourse.architecture.layers_torch import cross_entropy, onednn_products
+from lmcourse.architecture.layers_torch import cross_entropy, linear_cross_entropy, onednn_products
 from lmcourse.architecture.transformer_np import init_params
 from lmcourse.architecture.transformer_torch import TransformerLM
 from lmcourse.tools.config import ModelConfig, TrainConfig
+from lmcourse.training import optim_torch
 from lmcourse.training.engines import TorchEngine
 from lmcourse.training.optim_np import AdamWNp
 from lmcourse.training.optim_torch import AdamW, adamw_step, clip_grad_norm
@@ -93,47 +97,51 @@ def without(function, name, n=0): return lambda *args, **more: {k: n if k == nam
 
 
 def changed(function, change):
-    "A function of `memory` with other operations: one, a list, or a tuple with some"
-    def deep(x): return change(x) if isinstance(x, memory.OperationMemory) else type(x)(map(deep, x)) if isinstance(x, (list, tuple)) else x
+    "A function with other operations: one, a list, or a tuple with some"
+    def deep(x): return change(x) if isinstance(x, activations.OperationMemory) else type(x)(map(deep, x)) if isinstance(x, (list, tuple)) else x
     return lambda *args: deep(function(*args))
+
+def every(x): # All operations in it
+    if isinstance(x, activations.OperationMemory): yield x
+    elif isinstance(x, (list, tuple)): yield from (op for part in x for op in every(part))
 
 
 @pytest.mark.parametrize("part", sorted({part for c, B, T, how in CASES for part in activation_parts(c, B, T, **how | dict(recompute=False))}))
 def test_a_part_that_is_left_out_is_found(counted, monkeypatch, part):
     drop = lambda op: op._replace(keeps={k: n for k, n in op.keeps.items() if k != part})
-    monkeypatch.setattr(memory, "_operations", changed(memory._operations, drop))
+    monkeypatch.setattr(activations, "step_operations", changed(activations.step_operations, drop))
     assert wrong_bytes(counted) > 3
 
 
 @pytest.mark.parametrize("norm", ["rmsnorm", "layernorm"])
 def test_a_parameter_counted_as_an_activation_is_found(counted, monkeypatch, norm):
-    right = memory._norm
+    right = activations._norm
     def wrong(c, *args):
         op = right(c, *args)
         return op._replace(keeps={k: n + 4*c.d_model*(c.norm == norm) for k, n in op.keeps.items()})
-    monkeypatch.setattr(memory, "_norm", wrong)
+    monkeypatch.setattr(activations, "_norm", wrong)
     assert wrong_bytes(counted) > 3
 
 
 @pytest.mark.parametrize("name", ["projections", "scores", "values", "ffn", "head"])
 def test_a_product_that_is_left_out_is_found(counted, monkeypatch, name):
-    monkeypatch.setattr(flops, "forward_flops", without(flops.forward_flops, name))
+    monkeypatch.setattr(model_flops, "forward_flops", without(model_flops.forward_flops, name))
     assert wrong_flops(counted) == len(CASES)
 
 
 def test_a_tied_head_that_is_forgotten_or_counted_twice_is_found(counted, monkeypatch):
-    tied, right = sum(c.tie_embeddings for c, *_ in CASES), flops.forward_flops
+    tied, right = sum(c.tie_embeddings for c, *_ in CASES), model_flops.forward_flops
     with monkeypatch.context() as m:
-        m.setattr(flops, "forward_flops", lambda c, *args, **more: right(c, *args, **more) | ({"head": 0} if c.tie_embeddings else {}))
+        m.setattr(model_flops, "forward_flops", lambda c, *args, **more: right(c, *args, **more) | ({"head": 0} if c.tie_embeddings else {}))
         assert wrong_flops(counted) == tied > 80
-    parts = memory.parameter_parts
-    monkeypatch.setattr(memory, "parameter_parts", lambda c: parts(c) | {"head": c.vocab_size*c.d_model})
+    parts = parameters.parameter_parts
+    monkeypatch.setattr(parameters, "parameter_parts", lambda c: parts(c) | {"head": c.vocab_size*c.d_model})
     assert wrong_parameters(counted) == tied
 
 
 @pytest.mark.parametrize("name", ["token embedding", "position embedding", "attention", "q/k norms", "feed-forward", "norms", "head"])
 def test_parameters_that_are_left_out_are_found(counted, monkeypatch, name):
-    monkeypatch.setattr(memory, "parameter_parts", without(memory.parameter_parts, name))
+    monkeypatch.setattr(parameters, "parameter_parts", without(parameters.parameter_parts, name))
     assert wrong_parameters(counted) > 3
 
 
@@ -185,7 +193,7 @@ def test_pairs_are_the_entries_of_the_mask():
             for window in (None, 1, 2, 4, 30): assert attention_pairs(T, past, window) == causal_mask(T, T + past, window).sum()
     for c, B, T, _ in CASES[:50]:
         used = forward_flops(c, B, T, causal=True)["scores"]
-        assert used == 2*c.num_layers*B*c.num_heads*c.K*causal_mask(T, T, c.window).sum() <= forward_flops(c, B, T)["scores"]
+        assert used == 2*c.num_layers*B*c.num_heads*c.head_size*causal_mask(T, T, c.window).sum() <= forward_flops(c, B, T)["scores"]
 
 
 # The optimizer
@@ -286,7 +294,7 @@ def live_bytes(c, B, T, how):
     batches = [tuple(torch.zeros(B, T, dtype=torch.int64) for _ in range(2)) for _ in range(parts)]
     def step():
         with kernel(how):
-            for i, batch in enumerate(batches): engine.add_gradients(*batch, 1/parts, i == parts - 1)
+            for i, batch in enumerate(batches): engine.forward_backward(batch, 1/parts, i == parts - 1)
         clip_grad_norm(engine.model.parameters(), 1.)
         engine.optimizer.step()
         engine.optimizer.zero_grad()
@@ -317,6 +325,21 @@ def histories(): return [live_bytes(*case) for case in STEPS[:FEW]]
 
 def test_a_need_is_the_measured_peak(histories):
     assert not too_low_or_high(STEPS[:FEW], list(map(max, histories)))
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("B, optimizer_decides", [(1, True), (48, False)])
+def test_the_need_on_a_gpu(monkeypatch, B, optimizer_decides, optimizer):
+    "There the loss takes more tokens at a time and AdamW no room: done so on the processor, it is counted so"
+    c, how = ModelConfig(vocab_size=4096, context_length=16, d_model=32, num_layers=1, num_heads=2), PLAIN | dict(optimizer=optimizer)
+    on_cpu = sum(training_bytes(c, B, **how).values())
+    monkeypatch.setattr(optim_torch, "on_one_card", lambda params: True)
+    monkeypatch.setattr(TransformerLM, "loss", lambda self, ids, targets: linear_cross_entropy(self.hidden_states(ids), self.lm_head.weight, targets,
+                                                                                              tokens=max(256, 2**27//c.vocab_size)))
+    assert not too_low_or_high([(c, B, 16, how | dict(device="cuda"))], [max(live_bytes(c, B, 16, how))])
+    assert (sum(training_bytes(c, B, **how, device="cuda").values()) < on_cpu) == optimizer_decides
+    half = [sum(training_bytes(c, B, dtype=d, device="cuda").values()) for d in ("bfloat16", "float16")]
+    assert half[0] == half[1]
 
 
 @pytest.mark.slow
@@ -355,21 +378,21 @@ def test_each_phase_turns_up(exact): assert not list(unmet(exact))
 @pytest.mark.parametrize("field", ["backward", "forward", "weights", "copies"])
 def test_a_wrong_number_of_an_operation_is_found(histories, exact, monkeypatch, field):
     "A tenth more or less, in each operation by itself. Gains weigh too little to be seen"
-    right, peaks = memory._operations, list(map(max, histories))
+    right, peaks = activations.step_operations, list(map(max, histories))
     names = {op.name for c, B, T, how in STEPS for x in right(c, B, T, how["dtype"], how["attention"], how["logits"])[1:]
-             for op in ([x] if isinstance(x, memory.OperationMemory) else x) if getattr(op, field)}
+             for op in every(x) if getattr(op, field)}
     if field == "weights": names -= {name for name in names if "norm" in name} | {"embeddings"}     # The table's come last
     for name in sorted(names):
         for factor in (.9, 1.1)[:1 if field == "copies" else 2]:
             wrong = lambda op: op._replace(**{field: int(factor*getattr(op, field))}) if op.name == name else op
-            monkeypatch.setattr(memory, "_operations", changed(right, wrong))
+            monkeypatch.setattr(memory, "step_operations", changed(right, wrong))
             assert any(unmet(exact)) or too_low_or_high(STEPS[:FEW], peaks), (name, factor)
 
 
 def test_more_than_one_way_to_be_counted():
     shared = torch.nn.Linear(4, 4, bias=False)
     model = torch.nn.ModuleDict(dict(a=shared, b=shared, c=torch.nn.Linear(4, 4, bias=False), table=torch.nn.Embedding(3, 4)))
-    assert vars(count_parameters(model)) == dict(stored=16*3 + 12, unique=16*2 + 12, non_embedding=32, matmul=32)
+    assert vars(count_parameters(model)) == dict(stored=16*3 + 12, unique=16*2 + 12, non_embedding=32, matmul=32, active=16*2 + 12)
     rows = parameter_table(model).rows
     assert [r["parameters"] for r in rows] == [16, 0, 16, 12, 44] and rows[-1]["tensors"] == 3 and "shared" in rows[1]["shape"]
     assert [r["parameters"] for r in parameter_tree(model).rows] == [44, 16, 0, 16, 12]
@@ -377,7 +400,7 @@ def test_more_than_one_way_to_be_counted():
 
 def test_numbers_that_stand_on_their_own():
     c = ModelConfig(context_length=9, d_model=32, num_heads=4)
-    assert [memory.dtype_bytes(n) for n in ("float64", "float32", "bfloat16", "float16", "float8", "float8_e5m2", "int8")] == [8, 4, 2, 2, 1, 1, 1]
+    assert [tensors.dtype_bytes(n) for n in ("float64", "float32", "bfloat16", "float16", "float8", "float8_e5m2", "int8")] == [8, 4, 2, 2, 1, 1, 1]
     assert training_flops(c, causal=True)["forward"] == sum(forward_flops(c, causal=True).values()) < training_flops(c)["forward"]
     assert forward_flops(c, past=6) == forward_flops(c, 1, 3, past=6)
     assert largest_batch(c, 10**8, 3) > largest_batch(c, 10**8) > 0
@@ -423,7 +446,8 @@ def test_an_attention_that_cannot_be_counted_is_refused():
     (lambda c: forward_flops(c, 1, 3, past=7), "context_length = 10, but the model's is 9"),
     (lambda c: training_flops(c, 1, 10), "context_length = 10, but the model's is 9"),
     (lambda c: activation_bytes(c, -2), "batch_size = -2, expected 1 or more"),
-    (lambda c: activation_bytes(c, 1, dtype="float16"), "unknown dtype of the products 'float16'"),
+    (lambda c: activation_bytes(c, 1, dtype="float8"), "unknown dtype of the products 'float8'"),
+    (lambda c: training_bytes(c, 1, device="tpu"), "unknown device 'tpu'"),
     (lambda c: activation_bytes(c, 1, attention="flash"), "unknown attention 'flash'"),
     (lambda c: training_bytes(c, 1, optimizer="adam"), "unknown optimizer 'adam': did you mean 'adamw'"),
     (lambda c: training_phases(c, 1, grad_accum_steps=0), "grad_accum_steps = 0, expected 1 or more"),

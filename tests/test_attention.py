@@ -9,6 +9,7 @@ torch = pytest.importorskip("torch")
 import torch.nn.functional as F
 from hypothesis import given, settings, strategies as st
 
+from lmcourse.architecture import attention_torch
 from lmcourse.architecture.attention_torch import (CausalSelfAttention, RoPE, apply_rope, apply_rope_half, causal_attention, causal_mask,
     rope_tables, scaled_dot_product_attention)
 from lmcourse.architecture.layers_torch import check_same, rmsnorm, check_index
@@ -117,14 +118,14 @@ def test_a_layer_in_the_other_layout(changes):
     "The rows of query and key weights in the other order, head by head, gains and biases too; then the half-split rotation gives the same layer"
     layer, x = layer_of(**changes), randn(2, 12, 24)
     c = replace(config, **changes)
-    y, order = layer(x), half_order(c.K)
+    y, order = layer(x), half_order(c.head_size)
     moved = copy.deepcopy(layer)
     for name, w in moved.named_parameters():
-        if name[:6] in ("q_proj", "k_proj"): w.data = w.data.unflatten(0, (-1, c.K))[:, order].flatten(0, 1)
+        if name[:6] in ("q_proj", "k_proj"): w.data = w.data.unflatten(0, (-1, c.head_size))[:, order].flatten(0, 1)
         if name[:6] in ("q_norm", "k_norm"): w.data = w.data[order]
-    q, k, v = (getattr(moved, f"{n}_proj")(x).unflatten(-1, (-1, c.K)).transpose(1, 2) for n in "qkv")
+    q, k, v = (getattr(moved, f"{n}_proj")(x).unflatten(-1, (-1, c.head_size)).transpose(1, 2) for n in "qkv")
     if c.qk_norm: q, k = moved.q_norm(q), moved.k_norm(k)
-    tables = rope_tables(12, c.K, dtype=torch.float64)
+    tables = rope_tables(12, c.head_size, dtype=torch.float64)
     out = causal_attention(apply_rope_half(q, *tables), apply_rope_half(k, *tables), v)
     check_close(moved.output_proj(out.transpose(1, 2).flatten(2)), y)
     assert not torch.allclose(moved(x), y, atol=1e-3), "the order of the rows did not matter"
@@ -211,10 +212,10 @@ def layer_of(**changes):
 def test_layer(changes):
     layer, x = layer_of(**changes), randn(2, 12, 24)
     c = replace(config, **changes)
-    shapes = {"q_proj": (c.num_heads*c.K, 24), "k_proj": (c.G*c.K, 24), "v_proj": (c.G*c.K, 24), "output_proj": (24, c.num_heads*c.K)}
+    shapes = {"q_proj": (c.num_heads*c.head_size, 24), "k_proj": (c.kv_heads*c.head_size, 24), "v_proj": (c.kv_heads*c.head_size, 24), "output_proj": (24, c.num_heads*c.head_size)}
     expected = {f"{n}.weight": s for n, s in shapes.items()}
     if c.bias: expected |= {f"{n}.bias": s[:1] for n, s in shapes.items()}
-    if c.qk_norm: expected |= {"q_norm.weight": (c.K,), "k_norm.weight": (c.K,)}
+    if c.qk_norm: expected |= {"q_norm.weight": (c.head_size,), "k_norm.weight": (c.head_size,)}
     check_close({n: tuple(w.shape) for n, w in layer.state_dict().items()}, expected)
     y = layer(x)
     check_close(layer(x[1]), y[1])                                      # Without a batch
@@ -302,3 +303,19 @@ def test_bfloat16(changes):
     half = layer.bfloat16()(x.bfloat16())
     assert half.dtype == torch.bfloat16
     check_close(half.float(), y, rtol=.05, atol=.05*y.abs().max().item())
+
+
+@pytest.mark.parametrize("dtype, window, repeated", [(torch.float32, None, True), (torch.float32, 3, True), (torch.bfloat16, 3, True), (torch.bfloat16, None, False),
+                                                     (torch.float16, None, True)])
+def test_on_a_gpu_shared_heads_never_fall_back_to_a_table_of_all_pairs(monkeypatch, dtype, window, repeated):
+    "There only the flash kernel takes them, which knows 16 bits and no mask and needs a card that knows bfloat16; the others get each key once a query head"
+    from torch._subclasses import FakeTensorMode
+    asked, real = [], F.scaled_dot_product_attention
+    def look(q, k, v, mask, **how): asked.append((k.shape[-3], how["enable_gqa"])); return real(q, k, v, mask, **how)
+    monkeypatch.setattr(F, "scaled_dot_product_attention", look)
+    monkeypatch.setattr(attention_torch, "causal_mask", lambda T, S, window, device: torch.empty(T, S, dtype=torch.bool, device=device))
+    with FakeTensorMode():
+        for device in ("cuda", "cpu"):
+            q, kv = (torch.empty(2, heads, 16, 8, device=device, dtype=dtype) for heads in (6, 2))
+            assert causal_attention(q, kv, kv, window).shape == q.shape
+    assert asked == [(6, False) if repeated else (2, True), (2, True)]

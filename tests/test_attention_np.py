@@ -289,7 +289,7 @@ def layer_of(c, dtype=np.float64):
     "The torch layer, its parameters in NumPy, and tables."
     layer = CausalSelfAttention(c, dtype=torch.from_numpy(np.empty(0, dtype)).dtype)
     for i, p in enumerate(layer.parameters()): p.data += torch.from_numpy(.3*randn(*p.shape, seed=i, dtype=dtype))
-    tables = rope_tables_np(c.context_length, c.K, c.rope_theta, dtype) if c.position == "rope" else None
+    tables = rope_tables_np(c.context_length, c.head_size, c.rope_theta, dtype) if c.position == "rope" else None
     return layer, {n: w.numpy() for n, w in layer.state_dict().items()}, tables
 
 

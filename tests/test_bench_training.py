@@ -32,7 +32,7 @@ def test_a_setting_goes_to_another_process_and_back():
     c = bench.SETTING.config
     assert (c.d_model, c.num_layers, c.num_heads, c.context_length, c.vocab_size, bench.SETTING.batch_size) == (256, 4, 8, 256, 4096, 8)
     c = bench.LARGE.config
-    assert (c.vocab_size, c.d_model, c.num_heads, c.num_layers, c.F, c.tie_embeddings, bench.LARGE.tokens) == (151_669, 512, 4, 4, 2048, True, 16*512)
+    assert (c.vocab_size, c.d_model, c.num_heads, c.num_layers, c.ffn_size, c.tie_embeddings, bench.LARGE.tokens) == (151_669, 512, 4, 4, 2048, True, 16*512)
 
 
 @pytest.fixture(scope="module")

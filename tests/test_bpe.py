@@ -7,9 +7,12 @@ import pytest
 import regex
 from hypothesis import given, settings, strategies as st
 
-from lmcourse.tokenization.bpe import (HeapEntry, PairIndex, best_pair, byte_alphabet, count_pairs, count_words, encode_word, learn_counted,
-                                       learn_heap, learn_indexed, learn_naive, make_vocab, merge_pair, merges_wanted, pretokenize,
-                                       special_list, special_pattern, split_bytes, utf8)
+from lmcourse.tokenization.bpe import HeapEntry, PairIndex, best_pair, count_pairs, count_words
+from lmcourse.tokenization.bpe import learn_counted, learn_heap, learn_indexed, learn_naive
+from lmcourse.tokenization.bpe import merge_pair, pretokenize, special_list, special_pattern
+from lmcourse.tokenization.bpe import split_bytes
+from lmcourse.tokenization.encoding import byte_alphabet, encode_word, make_vocab, merges_wanted
+from lmcourse.tokenization.unicode import utf8
 
 END = "<|endoftext|>"
 TEXT = st.text(st.sampled_from("aab bc'é好🙂\n1!") | st.characters(codec="utf-8"), max_size=60)

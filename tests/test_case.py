@@ -19,7 +19,8 @@ from lmcourse.architecture.attention_torch import RoPE, apply_rope_half
 from lmcourse.architecture.transformer_torch import TransformerLM
 from lmcourse.tools.config import ModelConfig, TrainConfig
 from lmcourse.training.data import evaluation_batches
-from lmcourse.training.trainer import evaluate, read_metrics
+from lmcourse.training.evaluation import evaluate
+from lmcourse.training.runs import read_metrics
 
 TINY = ModelConfig(vocab_size=320, context_length=64, d_model=32, num_layers=2, num_heads=2, d_ff=64)
 SHORT = TrainConfig(steps=20, batch_size=8, lr=1e-2, warmup_steps=5, weight_decay=.01, eval_every=10,

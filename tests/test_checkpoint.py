@@ -20,6 +20,7 @@ from torch import nn
 
 from lmcourse.architecture.transformer_np import init_params, loss_and_grads
 from lmcourse.architecture.transformer_torch import TransformerLM
+from lmcourse.tools import files
 from lmcourse.tools.config import ModelConfig
 from lmcourse.training import checkpoint
 from lmcourse.training.checkpoint import (Checkpoints, load_checkpoint, named_state, read_config, read_state, safetensors_chunks, save_checkpoint,
@@ -269,7 +270,7 @@ def test_weights_alone_leave_random_states(tmp_path):
     assert torch.equal(torch.get_rng_state(), before)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a graphics card")
+@pytest.mark.cuda
 def test_on_a_graphics_card(tmp_path):
     model, optimizer = made()
     model.cuda()
@@ -427,7 +428,8 @@ def test_a_full_disk_under_a_file_object():
 
 @pytest.mark.parametrize("owner, name, error, words", [
     (Path, "mkdir", errno.EROFS, "Read-only file system"), (Path, "mkdir", errno.EACCES, "Permission denied"), (checkpoint, "_write", errno.ENOSPC, "No space left on device"),
-    (os, "fsync", errno.EIO, "Input/output error"), (os, "rename", errno.EACCES, "Permission denied")])
+    (os, "fsync", errno.EIO, "Input/output error"), (os, "rename", errno.EACCES, "Permission denied"),
+    (os, "replace", errno.EACCES, "Permission denied")])
 def test_what_the_system_refuses_is_one_line_and_loses_nothing(tmp_path, monkeypatch, owner, name, error, words):
     run = Checkpoints(tmp_path / "run")
     run.save(*made(2), 1)
@@ -468,8 +470,8 @@ def test_a_folder_that_may_not_be_written(tmp_path):
 
 
 def test_everything_is_synced_before_it_gets_its_name(tmp_path, monkeypatch):
-    events, rename, sync = [], os.rename, checkpoint.sync
-    monkeypatch.setattr(checkpoint, "sync", lambda p: (events.append(("sync", p.name)), sync(p)))
+    events, rename, sync = [], os.rename, files.sync
+    monkeypatch.setattr(files, "sync", lambda p: (events.append(("sync", p.name)), sync(p)))
     monkeypatch.setattr(os, "rename", lambda a, b: (events.append(("rename", b.name)), rename(a, b)))
     monkeypatch.setattr(os, "replace", os.rename)
     path = Checkpoints(tmp_path / "run").save(*made(), 1)
@@ -743,7 +745,7 @@ def deadly(n): # The n-th call that touches the disk ends the process: a file is
                 os._exit(9)
             return f(*args, **kw)
         setattr(owner, name, call)
-    for owner,name in ((os, "rename"), (os, "fsync"), (os, "unlink"), (os, "rmdir"), (Path, "mkdir"), (c, "_write")):
+    for owner,name in ((os, "rename"), (os, "replace"), (os, "fsync"), (os, "unlink"), (os, "rmdir"), (Path, "mkdir"), (c, "_write")):
         wrap(owner, name)
 old, new, other = made(1.), made(2.), made(0.)
 def all_calls(folder, first, second, keep):
@@ -784,7 +786,8 @@ from lmcourse.tokenization.tokenizer import Tokenizer
 from lmcourse.tools.config import ModelConfig, TrainConfig
 from lmcourse.tools.stories import Stories
 from lmcourse.training.data import TokenDataset, write_tokens
-from lmcourse.training.trainer import Trainer, read_metrics, write_run
+from lmcourse.training.runs import read_metrics, write_run
+from lmcourse.training.trainer import Trainer
 work, kills, rng = Path(sys.argv[1]), int(sys.argv[2]), random.Random(int(sys.argv[3]))
 texts = list(islice(Stories(seed=0), 60))
 tokenizer = Tokenizer.train(texts, 300)

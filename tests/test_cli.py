@@ -1,16 +1,23 @@
 "The command as a user runs it: tiny runs, mistakes, interruptions, in processes of their own where that matters."
+import gc
 import json
 import shutil
 import signal
 import subprocess
 import sys
+import weakref
+from dataclasses import replace
+from functools import partial
 from importlib.resources import files
+from types import SimpleNamespace
 
 import pytest
 from processes import here, lmcourse, wait_for
 
+from lmcourse.accounting.hardware import Device
 from lmcourse.app import cli
 from lmcourse.tokenization.tokenizer import Tokenizer
+from lmcourse.tools.config import ModelConfig, TrainConfig
 from lmcourse.training.data import TokenDataset, unfinished
 
 TINY = ("--context-length 64 --d-model 32 --num-layers 1 --windows random --eval-documents 5 "
@@ -64,7 +71,7 @@ def test_the_same_command_gives_the_same_run(work, whole):
     assert other.returncode == 0 and metrics(work/"other") != metrics(whole)
 
 
-@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("how", [signal.SIGKILL, *(pytest.param(s, marks=pytest.mark.slow) for s in (signal.SIGINT, signal.SIGTERM))])
 def test_an_interrupted_run_goes_on_bit_for_bit(work, how):
     options = ["--steps", 300, *TINY]
     reference = work/"long"
@@ -89,6 +96,79 @@ def test_generate_and_plot(work, whole):
     assert one.returncode == 0 and one.stdout == two.stdout and one.stdout.startswith("Once")
     done = here("plot", "whole", "--out", "both.png", cwd=work)
     assert done.returncode == 0 and "nats per token" in done.stdout and (work/"both.png").exists()
+
+
+def told(capsys, *words):
+    cli.main(["generate", "--prompt", "Once", "--max-tokens", "16", *map(str, words)])
+    return capsys.readouterr().out
+
+
+def test_a_draft_changes_no_greedy_story(whole, capsys):
+    "Not even one that knows little; without --temperature 0 it changes the draws, not their distribution."
+    greedy = told(capsys, "--temperature", 0)
+    assert greedy.startswith("Once") and told(capsys, "--temperature", 0, "--draft", files("lmcourse").joinpath("data/quickstart")) == greedy
+    assert told(capsys, "--draft", files("lmcourse").joinpath("data/quickstart")).startswith("Once")
+    with pytest.raises(SystemExit) as end: told(capsys, "--draft", whole)
+    assert end.value.code == 2 and "its tokenizer is" in capsys.readouterr().err
+
+
+def test_a_draft_guesses_and_the_large_model_checks(capsys, monkeypatch):
+    speculate, seen = pytest.importorskip("lmcourse.inference.speculative").speculate, []
+    def watched(model, draft, *args, **settings):
+        seen.append((type(draft).__name__, settings["temperature"]))
+        return speculate(model, draft, *args, **settings)
+    monkeypatch.setattr("lmcourse.inference.speculative.speculate", watched)
+    told(capsys)
+    assert not seen
+    told(capsys, "--temperature", 0.5, "--draft", files("lmcourse").joinpath("data/quickstart"))
+    assert seen == [("DraftModel", 0.5)]
+
+
+def test_models_are_loaded_where_the_device_says(capsys, monkeypatch):
+    torch, models = pytest.importorskip("torch"), pytest.importorskip("lmcourse.training.models")
+    load, places, draft = models.load_model, [], files("lmcourse").joinpath("data/quickstart")
+    monkeypatch.setattr("lmcourse.training.engines.pick_device", lambda name: torch.device(name))
+    monkeypatch.setattr(models, "load_model", lambda folder=None, device="cpu": (places.append(device), load(folder))[1])
+    assert told(capsys, "--device", "cuda", "--draft", draft).startswith("Once") and places == ["cuda", "cuda"]
+    cli.ServeCommand(device="mps").service().worker.close()
+    assert places[2:] == ["mps"]
+
+
+@pytest.mark.parametrize("kind, bits", [("int8", 8), ("int4", 4)])
+def test_quantized_weights_write_what_they_stand_for(capsys, kind, bits):
+    torch = pytest.importorskip("torch")
+    from lmcourse.generation.generate import complete, prompt_ids
+    from lmcourse.inference.engine import Engine, PackedLinear, Request
+    from lmcourse.inference.kv_cache import FastDecoder
+    from lmcourse.inference.quantization import QuantizedLinear, quantize
+    from lmcourse.training.models import load_model
+    model, tokenizer = load_model()
+    pack = partial(quantize, bits=bits)
+    want = complete(model, tokenizer, "Once", 16, temperature=0, decoder=partial(FastDecoder, pack=pack))
+    service = cli.ServeCommand(quantize=kind).service()
+    try:
+        linears = [m for m in service.worker.engine.paged.model.modules() if isinstance(m, (torch.nn.Linear, PackedLinear, QuantizedLinear))]
+        assert linears and all(isinstance(m, QuantizedLinear) and m.codes.bits == bits for m in linears)
+        r = Request(tuple(prompt_ids(tokenizer, "Once")), 16, temperature=0., stop=(tokenizer.end_of_text,))
+        assert tokenizer.decode(Engine(service.model).run([r])[0].tokens) == want
+    finally: service.worker.close()
+    assert told(capsys, "--temperature", 0, "--quantize", kind) == f"Once{want}\n\n"
+
+
+def test_quantized_weights_have_a_product_on_the_cpu_only(monkeypatch):
+    torch = pytest.importorskip("torch")
+    monkeypatch.setattr("lmcourse.training.engines.pick_device", lambda name: torch.device(name))
+    assert cli.checked_device("cuda", "none") == "cuda" and cli.checked_device("cpu", "int8") == "cpu"
+    with pytest.raises(ValueError, match="quantize = int8 with device = cuda, expected cpu"): cli.checked_device("cuda", "int8")
+
+
+def test_serve_reads_the_run_s_chat_template(whole, tmp_path):
+    for name in ("data", "whole"): subprocess.run(["cp", "-r", whole.parent/name, tmp_path], check=True)
+    (tmp_path/"whole/chat_template.json").write_text('{"roles": {"user": {"prefix": "Q: "}}, "assistant_start": "A:"}')
+    for folder, own in ((whole, False), (tmp_path/"whole", True), (None, False)):
+        service = cli.ServeCommand(folder=folder).service()
+        assert service.chat_template.is_default != own
+        service.worker.close()
 
 
 def test_the_model_that_comes_with_the_course_tells_a_story(tmp_path):
@@ -118,6 +198,8 @@ def broken(work, whole):
     (work/"cut/train.bin").write_bytes((work/"data/train.bin").read_bytes()[:-100])
     assert here("tokenizer", "stories", "tok2", "--vocab-size", 500, "--max-mb", 0.1, cwd=work).returncode == 0
     subprocess.run("rm -r other-tokenizer/tokenizer no-ngrams/ngram.json; cp -r tok2 other-tokenizer/tokenizer", shell=True, cwd=work, check=True)
+    subprocess.run(["cp", "-r", "whole", "chatty"], cwd=work, check=True)
+    (work/"chatty/chat_template.json").write_text('{"roles": {"user": {}}, "assistant_start": "", "stop": "x"}')
     (work/"not-weights").mkdir()
     (work/"not-weights/model.safetensors").write_bytes(b"weights")
     (work/"not-weights/config.json").write_text((work/"whole/config.json").read_text())
@@ -164,6 +246,9 @@ def broken(work, whole):
     ("train data new --vocab-size 5000", "leave the option out, the tokenizer decides"),
     ("train data new --batch-size 100000", "of memory, and this machine has"),
     ("account gpt2-xl", "did you mean --preset gpt2-xl?"),
+    ("plan --gpus 8", "doesn't fit on 8 h100: the smallest plan needs"),
+    ("plan --model llama4", "unknown model 'llama4'"),
+    ("plan --gpu h10", "did you mean 'h100'?"),
     ("exercises 55", "there are 01, 02, 03, 04, 05, 06, 07, ablations"),
     ("plot whole --out nowhere/loss.png", "nowhere: no such folder"),
     ("train other-tokenizer new", "made by another tokenizer"),
@@ -180,6 +265,10 @@ def broken(work, whole):
     ("generate whole --number 0", "number = 0, expected 1 or more"),
     ("generate not-weights", "not-weights: no model that can be read"),
     ("generate whole --temperature -1", "temperature = -1.0"),
+    ("generate whole --device banana", "device = 'banana', expected auto, cpu, cuda or mps"),
+    ("generate whole --quantize int3", "'int8', 'int4'"),
+    ("generate whole --draft nowhere", "nowhere: no run folder"),
+    ("generate whole --draft whole --repetition-penalty 1.1", "draft and repetition_penalty can't go together"),
     ("plot nowhere", "nowhere: no run folder"),
     ("plot whole --width 1", "width = 1, expected 2 to 1000"),
     ("plot whole --height 0", "height = 0, expected 2 to 1000"),
@@ -210,6 +299,10 @@ def broken(work, whole):
     ("serve whole --max-tokens 0", "max_tokens = 0, expected 1 or more"),
     ("serve whole --max-running 1000", "max_running = 1000 and token_budget = 256"),
     ("serve whole --port 0", "port = 0, expected 1 to 65535"),
+    ("serve whole --device banana", "device = 'banana', expected auto, cpu, cuda or mps"),
+    ("serve whole --quantize int3", "'int8', 'int4'"),
+    ("serve whole --draft whole", "options: --draft whole Perhaps you meant: --draft"),
+    ("serve chatty", "chat_template.json: stop = 'x', expected a list of texts"),
     ("bench training --rounds 0", "rounds = 0, expected 1 or more"),
     ("bench loop --only faster", "no variant 'faster'"),
     ("bench generation --models 1T", "unknown model '1T'"),
@@ -218,7 +311,7 @@ def broken(work, whole):
     ("exercises 01 --progress damaged.jsonl", "damaged.jsonl: no progress file"),
     ("prepare text:latin.txt new --tokenizer tok", "latin.txt: not UTF-8 text (byte 0xe9 at 3)"),
     ("tokenizer text:empty.txt new", "empty.txt: the file is empty"),
-    ("no-such-command", "quickstart, tokenizer, prepare, train, generate, plot, check, exercises, account, serve, ablate, doctor, bench, smoke, completion"),
+    ("no-such-command", "quickstart, tokenizer, prepare, train, generate, plot, check, exercises, account, plan, serve, ablate, doctor, bench, smoke, completion"),
 ])
 def test_a_mistake_is_one_line_and_leaves_nothing(broken, monkeypatch, capsys, words, answer):
     before = sorted(broken.rglob("*"))
@@ -248,9 +341,10 @@ WORK = {
     "train --resume cut-here": "lmcourse.training.trainer.Trainer.train_step",
     "quickstart --minutes 0.01 --out new-quick": "lmcourse.training.trainer.measure_step",
     "generate whole": "lmcourse.inference.kv_cache.NumpyDecoder.compute",
-    "plot whole --out new.png": "lmcourse.training.trainer.plot_runs",
+    "plot whole --out new.png": "lmcourse.training.plots.plot_runs",
     "doctor whole": "lmcourse.ablations.doctor.check_forward",
     "account": "lmcourse.accounting.account.training_flops",
+    "plan --model llama-3-8b --gpus 64": "lmcourse.parallelism.planner.plan_tables",
     "ablate biases --tokens 3072 --seeds 0 --out new.jsonl --work new-work": "lmcourse.ablations.sweep._run_all",
     "serve --port 0": "lmcourse.app.serve.make_server",
     "smoke": "lmcourse.architecture.fast_np.fast_loss_and_grads",
@@ -258,7 +352,7 @@ WORK = {
     "bench training": "lmcourse.app.bench_training.open_contenders",
     "bench loop": "lmcourse.app.throughput._process",
     "bench generation": "lmcourse.app.bench_generation.measure_writing",
-    "exercises": "lmcourse.app.cli.chapter_lines",
+    "exercises": "lmcourse.app.grade.chapter_lines",
     "check 01.split answer.py --progress new.json": "lmcourse.app.grade.note_verdict",
 }
 
@@ -291,6 +385,16 @@ def test_a_bug_shows_where_it_is(runs, monkeypatch, words, place, error):
     words = words.replace("--port 0", "--port 8000").split()
     with pytest.raises(type(error)) as found: cli.main(words)
     assert found.value is error
+
+
+@pytest.mark.parametrize("words, module", [
+    ("check 01.split answer.py", "grade"), ("exercises", "grade"), ("exercises 03", "grade"), ("bench tokenizer", "bench"),
+    ("bench training", "bench_training"), ("bench loop", "throughput"), ("bench generation", "bench_generation")])
+def test_a_release_says_how_to_get_the_graders_and_benches(monkeypatch, tmp_path, words, module):
+    monkeypatch.setitem(sys.modules, f"lmcourse.app.{module}", None)
+    done = here(*words.split(), cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (2, "") and done.stderr.count("\n") == 1
+    assert done.stderr.startswith(f"lmcourse: lmcourse.app.{module} is not in a release") and "pip install 'lmcourse @ git+https://" in done.stderr
 
 
 def test_a_bug_ends_the_command_with_a_traceback(runs):
@@ -408,7 +512,7 @@ def failing(error, after):
                                          (OSError(28, "No space left on device"), False), (ValueError("no such column"), False)])
 def test_what_fails_leaves_nothing_and_what_is_cut_off_goes_on(work, tmp_path, monkeypatch, capsys, error, left):
     words = ["prepare", "hf:a/b", str(tmp_path/"new/out"), "--tokenizer", str(work/"tok"), "--max-mb", "100", "--valid-documents", "9"]
-    monkeypatch.setattr("lmcourse.training.data.count_ngrams", lambda out: None)          # they take the longest
+    monkeypatch.setattr("lmcourse.training.data.count_ngrams", lambda *args: None)          # they take the longest
     monkeypatch.setattr(cli, "documents", failing(error, 200))
     with pytest.raises(SystemExit): cli.main(words)
     err = capsys.readouterr().err
@@ -435,7 +539,7 @@ def test_prepare_holds_few_documents_and_leaves_out_those_for_validation(work, t
     def documents(name, split="train", max_bytes=None):
         return (f"{i} {text}" for i in range(5, 8)) if split == "valid" else (Document(f"{i} {text}") for i in range(700))
 
-    monkeypatch.setattr("lmcourse.training.data.count_ngrams", lambda out: None)
+    monkeypatch.setattr("lmcourse.training.data.count_ngrams", lambda *args: None)
     monkeypatch.setattr(cli, "documents", documents)
     cli.prepare("hf:a/b", tmp_path/"out", tokenizer := Tokenizer.from_folder(work/"tok"), 10**9, 400, 1)
     train, valid = (TokenDataset.open(tmp_path/"out"/name) for name in ("train", "valid"))
@@ -518,3 +622,77 @@ def test_quickstart_on_a_text(tmp_path):
     done = here("quickstart", "--data", "text:days.txt", "--minutes", 0.005, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "no floor is known for this text" in done.stdout
+
+
+# A GPU that is not there
+
+CARD = Device("this", {"float32": 60e12, "bfloat16": 700e12}, 3e12, 80*10**9, "measured: a card")
+
+
+def test_a_gpu_gets_other_defaults_unless_the_words_say_otherwise(monkeypatch):
+    import torch
+    def training(words): return cli.parse(f"train data out {words}".split()).train
+    before = training("--preset ts-17m")
+    assert (before.dtype, before.compile) == ("float32", False)
+    monkeypatch.setattr(cli, "gpu_name", lambda: "a card")
+    assert training("--preset ts-17m") == before                       # torch can't use it
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert training("--preset ts-17m") == replace(before, dtype="auto", compile=True)
+    assert training("--preset ts-17m --no-compile --dtype float32") == before
+    for elsewhere in ("--device cpu", "--device=mps", "--engine numpy"):
+        assert (training(elsewhere).dtype, training(elsewhere).compile) == ("float32", False)
+    assert not training("--preset numpy-report").compile
+
+
+@pytest.mark.parametrize("gb, wanted, micro", [(80, {}, None), (8, {}, 64), (8, dict(micro_batch=128), 128), (8, dict(shard=True), None),
+                                               (8, dict(tokens_per_step=64*256, batch_size=1), None), (1, {}, None)])
+def test_a_batch_is_cut_to_the_card(monkeypatch, gb, wanted, micro):
+    import torch
+    from lmcourse.training import engines
+    model, train = ModelConfig.preset("leaderboard-42m"), TrainConfig.preset("leaderboard-42m", **wanted)
+    assert cli.cut_to_card(model, train) == train                      # On the processor
+    monkeypatch.setattr(engines, "pick_device", lambda name: torch.device("cuda", 0))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=gb*10**9))
+    assert cli.cut_to_card(model, train) == replace(train, micro_batch=micro)
+    if not wanted and gb == 8:                                         # Two cards share the batch, so that each half fits
+        monkeypatch.setenv("WORLD_SIZE", "2")
+        assert cli.cut_to_card(model, train) == train
+
+
+@pytest.mark.parametrize("minutes, preset", [(3, "ts-17m"), (10, "ts-36m")])
+def test_a_gpu_gets_a_larger_model(work, monkeypatch, minutes, preset):
+    "And is told beforehand. Nothing is trained here: the trainer is made up"
+    from lmcourse.training import trainer
+    class Trainer:
+        def __init__(self, model, config, *data): pass
+    monkeypatch.setattr(trainer, "Trainer", Trainer)
+    monkeypatch.setattr(trainer, "measure_step", lambda trainer, steps: .5)
+    model, config = cli.plan(work/"data", minutes, CARD)
+    assert model == ModelConfig.preset(preset, vocab_size=600)
+    assert (config.device, config.dtype, config.compile, config.micro_batch, config.batch_size) == ("cuda", "auto", True, None, 128)
+    tokens = json.loads((work/"data/train.json").read_text())["tokens"]
+    assert config.steps == max(1, min(120*minutes, 12*tokens//(128*256)))
+    line, = cli.card_lines(CARD, minutes)
+    assert line.startswith(f"a card, 80.0 GB: {preset}, ") and f"about {minutes + 2} min" in line and not cli.card_lines(None, minutes)
+    assert cli.plan(work/"data", minutes)[0] == ModelConfig.preset("quickstart", vocab_size=600)
+
+
+def test_the_trainer_that_is_measured_is_gone_before_the_next_one_is_made(work, monkeypatch):
+    "With its weights and moments, at once: a card has no room for two of them"
+    from lmcourse.training import trainer
+    parts, measure = [], trainer.measure_step
+    def look(t, steps): parts.extend(map(weakref.ref, (t, t.engine, t.model, t.engine.optimizer))); return measure(t, 5)
+    monkeypatch.setattr(trainer, "measure_step", look)
+    gc.disable()
+    try: cli.plan(work/"data", .1)
+    finally: gc.enable()
+    assert len(parts) == 4 and not any(part() for part in parts)
+
+
+def test_each_device_has_its_decoder():
+    import torch
+    from lmcourse.inference.kv_cache import CachedDecoder, FastDecoder, GraphDecoder
+    class On:
+        def __init__(self, kind): self.device = torch.device(kind)
+        def parameters(self): return iter([self])
+    assert [cli.decoder_for(On(kind)) for kind in ("cpu", "cuda", "mps")] == [FastDecoder, GraphDecoder, CachedDecoder]

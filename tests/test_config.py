@@ -44,8 +44,8 @@ def test_every_field_has_its_comment(cls):
 def test_presets_are_valid_and_derived_sizes_follow(name):
     config = ModelConfig.preset(name)
     wider = replace(config, d_model=2*config.d_model)
-    assert wider.K == (config.head_dim or 2*config.K) and wider.G == config.G
-    if config.d_ff is None: assert wider.F > config.F
+    assert wider.head_size == (config.head_dim or 2*config.head_size) and wider.kv_heads == config.kv_heads
+    if config.d_ff is None: assert wider.ffn_size > config.ffn_size
 
 
 RUNS = {"ts-36m": (35_938_816, 163_840_000), "owt-58m": (58_466_816, 327_680_000), "leaderboard-42m": (42_082_816, 1_310_720_000),
@@ -54,7 +54,7 @@ RUNS = {"ts-36m": (35_938_816, 163_840_000), "owt-58m": (58_466_816, 327_680_000
 
 @pytest.mark.parametrize("name", RUNS)
 def test_the_runs_of_the_reports_have_their_parameters_and_tokens(name):
-    from lmcourse.accounting.memory import count_parameters
+    from lmcourse.accounting.parameters import count_parameters
     model, train = ModelConfig.preset(name), TrainConfig.preset(name)
     assert (count_parameters(model).unique, train.steps*train.batch_size*model.context_length) == RUNS[name]
     assert (train.beta1, train.beta2, train.weight_decay, train.grad_clip, train.warmup_steps, train.min_lr) == (0.9, 0.999, 0.01, 1.0, 200, 1e-4)

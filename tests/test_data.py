@@ -159,7 +159,7 @@ def kill_again_and_again(tmp_path, kills, seed):
         assert now >= done or not unfinished(prefix)            # nothing that was noted is lost
         done = now
         try: assert TokenDataset.open(prefix).num_documents in (1, 1500)        # the old files or the new ones, whole
-        except ValueError: assert (tmp_path / "a.json.whole").exists()          # the kill came between the renames
+        except ValueError: assert (tmp_path / "a.json.tmp").exists()          # the kill came between the renames
     seen = Seen()
     seen.digest = "bytes"
     write_tokens(tmp_path / "whole", some_texts(1500), seen, "there", nats=len)
@@ -183,7 +183,7 @@ def test_many_kills(tmp_path, seed):
     kill_again_and_again(tmp_path, 6, seed)
 
 
-@pytest.mark.parametrize("at", range(8))
+@pytest.mark.parametrize("at", range(6))
 def test_a_kill_between_any_two_renames(tmp_path, at):
     "The process ends itself at a rename or removal, before it or after it; the texts are not tokenized again."
     die = f"""
@@ -589,7 +589,7 @@ def test_waiting_is_measured(no_thread_left, monkeypatch):
         assert ahead.waited_s == 11*0.25                        # ten batches, and that there are no more
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.cuda
 def test_batches_reach_the_gpu(no_thread_left):
     batches = Batches(corpus([30] * 500), TrainConfig(batch_size=64, seed=5), 16)
     for step, (x, y) in enumerate(BatchPrefetcher(batches, range(200), device="cuda")):

@@ -16,8 +16,9 @@ import faults
 from lmcourse.ablations import case, doctor
 from lmcourse.ablations.case import open_case
 from lmcourse.ablations.doctor import SHOWN, UNEXPLAINED, envelope_values, examine, look_inside, make_envelope, report, table_of
-from lmcourse.tools.config import ModelConfig, TrainConfig
-from lmcourse.training.trainer import read_metrics
+from lmcourse.architecture.transformer_torch import TransformerLM
+from lmcourse.tools.config import FFN_KINDS, ModelConfig, TrainConfig
+from lmcourse.training.runs import read_metrics
 
 TINY = ModelConfig(vocab_size=320, context_length=64, d_model=32, num_layers=2, num_heads=2, d_ff=64)
 SHORT = TrainConfig(steps=80, batch_size=8, lr=1e-2, warmup_steps=20, weight_decay=.01, eval_every=40, checkpoint_every=40, log_every=2, eval_documents=5)
@@ -115,9 +116,9 @@ def test_healthy_seeds_raise_nothing(place, seed):
     assert len(table_of(findings)) == len(findings.looked) > 20
 
 
-VARIANTS = {"post": dict(norm_position="post"), "learned": dict(position="learned"), "none": dict(position="none"), "gelu": dict(ffn="gelu"),
+VARIANTS = {"post": dict(norm_position="post"), "learned": dict(position="learned"), "none": dict(position="none"),
             "tied": dict(tie_embeddings=True), "relu": dict(ffn="relu", norm="layernorm", bias=True), "sinusoidal": dict(position="sinusoidal"),
-            "more": dict(num_kv_heads=1, qk_norm=True, z_loss=1e-3, window=16, scale_embeddings=True, tie_embeddings=True)}
+            "more": dict(num_kv_heads=1, qk_norm=True, z_loss=1e-3, window=16, scale_embeddings=True, tie_embeddings=True)} | {f"ffn {kind}": dict(ffn=kind) for kind in FFN_KINDS}
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_healthy_variants_raise_nothing(place, name):
@@ -286,6 +287,20 @@ def test_dead_units_are_counted(healthy):
     case = open_case(healthy)
     with torch.no_grad(): case.reference.layers[1].ffn.w1.weight[:48] = 0
     assert look_inside(case, 3)["dead"] == {0: 0, 1: .75}
+
+
+def test_dead_and_overloaded_experts_are_found(healthy):
+    case = open_case(healthy)
+    model = TransformerLM(replace(case.model, num_experts=8, moe_d_ff=8, first_dense_layers=1))
+    case = replace(case, model=model.config)
+    case.__dict__["reference"] = model
+    names = lambda: {s.name for s in doctor.check_inside(case) if isinstance(s, doctor.Finding)}
+    seen = look_inside(case, 3)
+    assert [*seen["dead"], *seen["visits"]] == [0, 1] and seen["visits"][1].sum().item() == pytest.approx(2) and not names() & {"dead experts", "an overloaded expert"}
+    with torch.no_grad():
+        model.token_embeddings.weight.add_(1)
+        model.layers[1].ffn.router.weight.copy_(torch.arange(8.)[:, None].expand(-1, model.config.d_model))
+    assert names() >= {"dead experts", "an overloaded expert"}
 
 
 # The examinations whose results are saved

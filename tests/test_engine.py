@@ -7,11 +7,14 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lmcourse.architecture import layers_torch
 from lmcourse.architecture.transformer_torch import TransformerLM
 from lmcourse.generation.generate import generate, log_probs
 from lmcourse.generation.sampling import next_token_probs, sample
-from lmcourse.inference.engine import (BlockPool, Engine, PackedLinear, PagedModel, Request, Sequence, Waste, chunk_name, draw_tokens,
-                                       gathered_attention, paged_attention, replay, rows_of, sample_rows, timing)
+from lmcourse.inference.engine import (BlockPool, Engine, PackedLinear, PagedModel, Request, Sequence, Waste, batched_attention, chunk_name,
+                                       draw_tokens, gathered_attention, paged_attention, plan_attention, replay, rows_of, sample_rows, timing)
 from lmcourse.tools.checks import check_close, expect_error
 from lmcourse.tools.config import ModelConfig
 
@@ -43,12 +46,13 @@ def check_pool(engine):
     pool = engine.pool
     users = [0] * len(pool.users)
     for s in engine.running:
-        assert len(set(s.blocks)) == len(s.blocks) and len(s.blocks) * pool.block_size >= s.computed
+        assert len(set(s.blocks)) == len(s.blocks) and (len(s.blocks) + s.dropped) * pool.block_size >= s.computed
+        assert not s.dropped or s.dropped * pool.block_size <= s.computed - engine.window + 1      # What the window still sees is there
         for b in s.blocks: users[b] += 1
     assert users == pool.users
     assert {b for b, n in enumerate(users) if not n} == set(pool.free)
     assert {name: b for b, names in enumerate(pool.names) for name in names} == pool.blocks
-    assert all(not s.blocks and not s.computed for s in engine.waiting)
+    assert all(not s.blocks and not s.computed and not s.dropped for s in engine.waiting)
     assert not set(map(id, engine.waiting)) & set(map(id, engine.running)) and len(engine.running) <= engine.max_running
 
 
@@ -71,6 +75,144 @@ def test_any_order_of_arrival_any_blocks_any_budget(seed):
     answers = replay(engine, requests, [rng.randrange(40) for _ in requests], check_pool)
     assert [s.tokens for s in answers] == truth
     assert all(s.reason == ("length" if len(s.tokens) == s.request.max_tokens else "stop") for s in answers)
+    assert len(engine.pool.free) == len(engine.pool.users)
+
+
+@pytest.mark.parametrize("changes", VARIANTS, ids=str)
+def test_answers_in_one_call_of_attention_are_those_of_generate_too(changes):
+    "The path of a GPU, on the CPU"
+    model, requests = small(**changes), load(8, 2, shared=12)
+    engine = Engine(model, num_blocks=16, block_size=4, max_running=4, token_budget=9)
+    engine.paged.attend = batched_attention
+    answers = replay(engine, requests, [0, 0, 2, 3, 9, 9, 9, 12], check_pool)
+    assert [s.tokens for s in answers] == [alone(model, r) for r in requests]
+
+
+class Asked(TorchDispatchMode):
+    "Counts what makes a CPU wait for its GPU: a number that is asked for, rows that are counted, a copy to the CPU."
+    def __init__(self, monkeypatch):
+        super().__init__()
+        self.count, self.monkeypatch = 0, monkeypatch
+
+    def __enter__(self):
+        self.monkeypatch.setattr(layers_torch, "_can_look", lambda x: False)    # Ids in range: looked at on the CPU only
+        for name in ("tolist", "numpy", "cpu", "__array__"):
+            self.monkeypatch.setattr(torch.Tensor, name, self.counting(getattr(torch.Tensor, name)))
+        return super().__enter__()
+
+    def counting(self, f):
+        def counted(*args, **kwargs): self.count += 1; return f(*args, **kwargs)
+        return counted
+
+    def __torch_dispatch__(self, f, types, args=(), kwargs=None):
+        name = f.__name__.split(".")[0]
+        by_mask = name in ("index", "index_put_") and any(i is not None and i.dtype == torch.bool for i in args[1])
+        self.count += by_mask or name in ("_local_scalar_dense", "nonzero", "masked_select", "_unique2", "repeat_interleave", "equal")
+        return f(*args, **(kwargs or {}))
+
+
+def a_full_step(model, device="cpu", attend=batched_attention):
+    "An engine with prompts and answers in the same step, and the rows of this step."
+    engine = Engine(model, block_size=4, token_budget=16)
+    engine.paged.attend = attend
+    for n in (1, 3, 9): engine.add(Request(tuple(range(n)), 30, temperature=0.))
+    for _ in range(3): engine.step()
+    engine.add(Request(tuple(range(20, 29)), 5))
+    engine.add(Request(tuple(range(30, 33)), 5))
+    work = engine.schedule()
+    assert sorted(work.values()) == [1, 1, 1, 3, 9]
+    return engine, rows_of(work, 4, device)
+
+
+@pytest.mark.parametrize("window", [None, 5])
+def test_a_pass_asks_the_device_for_nothing_and_has_two_calls_of_attention_a_layer(window, monkeypatch):
+    "On a GPU a number that is asked for makes the CPU wait for all work before it"
+    model, calls = small(torch.float32, window=window, num_kv_heads=2), []
+    F, attend = torch.nn.functional, torch.nn.functional.scaled_dot_product_attention
+    engine, rows = a_full_step(model)
+    want = engine.paged.forward(rows)
+    watched = lambda *a, **k: (calls.append(a[0].shape), attend(*a, **k))[1]
+    monkeypatch.setattr(F, "scaled_dot_product_attention", watched)
+    with Asked(monkeypatch) as asked: got = engine.paged.forward(rows)
+    assert asked.count == 0 and torch.equal(got, want) and len(calls) == 2*model.config.num_layers
+    assert calls[0][0] == 3 and calls[1][0] == 2                    # Those with one new token, and the prompts
+
+
+@pytest.mark.parametrize("window", [None, 5])
+def test_a_pass_runs_on_a_device_without_numbers(window):
+    "Tensors of the device meta have shapes and no data, so any question for a number fails, however it is put"
+    model = small(torch.float32, window=window, num_kv_heads=2)
+    rows = a_full_step(model)[1]
+    tensors = {name: t for name, t in vars(rows).items() if isinstance(t, torch.Tensor)}
+    moved = {name: t.to("meta") for name, t in tensors.items()}
+    paged = PagedModel(model.to("meta"), 64, 4)
+    assert paged.attend is batched_attention and paged.forward(replace(rows, **moved)).shape == (len(rows.wanted), 97)
+
+
+def test_a_step_asks_as_often_with_six_layers_as_with_one(monkeypatch):
+    found = []
+    for layers in (1, 6):
+        engine = a_full_step(small(torch.float32, num_layers=layers))[0]
+        for s in list(engine.running): engine.end(s)
+        for n in (1, 3, 9): engine.add(Request(tuple(range(n)), 3, seed=n))
+        with monkeypatch.context() as m, Asked(m) as asked: engine.step()
+        found.append(asked.count)
+    assert found[0] == found[1] and 0 < found[0] < 6                # The tokens drawn have to come to the CPU
+
+
+def test_a_plan_sees_the_window_s_blocks_only():
+    s, t = Sequence(Request(tuple(range(30)))), Sequence(Request(tuple(range(4))))
+    s.blocks, s.computed, s.dropped, t.blocks = [7, 8], 29, 6, [3]
+    one, many = plan_attention(rows_of({s: 1, t: 4}, 4), 4, 2, 5)
+    assert one.tables.tolist() == [[7, 8]] and many.tables.tolist() == [[3]]
+    assert one.mask[0, 0].int().tolist() == [[0, 1, 1, 1, 1, 1, 0, 0]]*2             # Positions 24 to 31; 25 to 29 are seen
+    assert many.mask[0, 0].int().tolist() == [[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0], [1, 1, 1, 1]]*2
+
+
+@pytest.mark.parametrize("window", [1, 4, 5, 9])
+@pytest.mark.parametrize("attend", [paged_attention, gathered_attention, batched_attention])
+def test_blocks_that_the_window_left_behind_are_free(window, attend):
+    model = small(window=window)
+    requests = [replace(r, max_tokens=30, stop=(), temperature=0.) for r in load(4, 7, prompts=(1, 20), shared=6)]
+    most = -(-(window + 3)//4)                                      # Blocks that `window` tokens in a row can lie in
+    engine, held = Engine(model, num_blocks=4*most + 16, block_size=4), []
+    engine.paged.attend = attend
+    def look(engine):
+        check_pool(engine)
+        held.extend(len(s.blocks) for s in engine.running if s.computed > len(s.request.ids))
+    answers = replay(engine, requests, [0, 0, 9, 14], look)
+    assert [s.tokens for s in answers] == [alone(model, r) for r in requests]
+    assert held and max(held) <= most and not any(s.preempted for s in answers)
+    assert len(engine.pool.free) == len(engine.pool.users)
+
+
+@pytest.mark.parametrize("window", [3, 11])
+@pytest.mark.parametrize("attend", [paged_attention, gathered_attention, batched_attention])
+def test_a_window_with_shared_beginnings_prompts_in_pieces_and_blocks_taken_away(window, attend):
+    model, rng = small(window=window, num_kv_heads=2), random.Random(window)
+    beginning = tuple(rng.randrange(97) for _ in range(18))
+    ends = [tuple(rng.randrange(97) for _ in range(rng.randint(1, 9))) for _ in range(8)]
+    requests = [Request(beginning + e, 25, seed=k, temperature=k % 2) for k, e in enumerate(ends)]
+    engine, pieces, released = Engine(model, 13, 4, max_running=5, token_budget=7), 0, 0
+    engine.paged.attend, plain, forget_unseen = attend, engine.paged.forward, engine.forget_unseen
+    def forward(rows):
+        nonlocal pieces
+        pieces += any(before and count > 1 for before, count in zip(rows.computed, rows.counts))
+        return plain(rows)
+    def counted(s):
+        nonlocal released
+        had = len(s.blocks)
+        forget_unseen(s)
+        released += had - len(s.blocks)
+        assert s.dropped == max(0, s.computed - window + 1)//4       # All that no later token sees
+    def look(engine):
+        check_pool(engine)
+        if engine.steps % 6 == 5 and engine.running and engine.running[-1].preempted < 2:
+            engine.preempt(engine.running[-1], {})
+    engine.paged.forward, engine.forget_unseen = forward, counted
+    answers = replay(engine, requests, [0, 0, 5, 9, 9, 20, 21, 30], look)
+    assert [s.tokens for s in answers] == [alone(model, r) for r in requests]
+    assert engine.reused > 18 and pieces > 5 and sum(s.preempted for s in answers) > 5 and released > 50
     assert len(engine.pool.free) == len(engine.pool.users)
 
 
@@ -114,7 +256,7 @@ def test_logits_equal_the_model_and_both_attentions_agree():
     for changes in VARIANTS:
         model = small(**changes)
         ids = [[(7*k + 3*j) % 97 for j in range(n)] for k, n in enumerate((1, 5, 11))]
-        for attend in (None, gathered_attention):
+        for attend in (None, gathered_attention, batched_attention):
             paged, sequences = PagedModel(model, 12, 4), [Sequence(Request(tuple(i))) for i in ids]
             paged.attend = attend or paged.attend
             free = list(range(12))
@@ -134,12 +276,13 @@ def test_both_attentions_agree_in_blocks_of_any_size(size, window):
     model = small(window=window, num_kv_heads=2)
     sequences = [Sequence(Request(tuple((5*k + 3*j) % 97 for j in range(n)))) for k, n in enumerate((1, 8, 16, 17, 33, 47, 64))]
     found = []
-    for attend in (paged_attention, gathered_attention):
+    for attend in (paged_attention, gathered_attention, batched_attention):
         paged, free = PagedModel(model, 512//size, size), list(range(512//size))
         paged.attend = attend
         for s in sequences: s.blocks = [free.pop() for _ in range(-(-len(s.ids)//size))]
         found.append(paged.forward(rows_of({s: s.missing for s in sequences}, size)))
     check_close(found[0], found[1], 1e-5, 1e-5)
+    check_close(found[0], found[2], 1e-5, 1e-5)
     check_close(found[0].double(), torch.stack([model(torch.tensor(s.ids))[-1] for s in sequences]).detach(), 1e-5, 1e-5)
 
 
@@ -155,7 +298,7 @@ def test_bfloat16_runs_and_is_near():
     check_close(torch.tensor([p for p, _ in s.log_probs]), want, 0, .1)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.cuda
 def test_answers_on_a_gpu():
     model, requests = small(torch.float64), load(8, 3)
     truth = [alone(model, r) for r in requests]

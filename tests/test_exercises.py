@@ -9,8 +9,11 @@ import regex
 from graders import Graders, fails
 
 from lmcourse.exercises import tokenization as ex
-from lmcourse.tokenization.bpe import (best_pair, count_pairs, count_words, encode_word, learn_heap, learn_naive, merge_pair, pretokenize,
-                                       special_pattern, split_bytes, utf8)
+from lmcourse.tokenization.bpe import best_pair, count_pairs, count_words, learn_heap
+from lmcourse.tokenization.bpe import learn_naive, merge_pair, pretokenize, special_pattern
+from lmcourse.tokenization.bpe import split_bytes
+from lmcourse.tokenization.encoding import encode_word
+from lmcourse.tokenization.unicode import utf8
 from lmcourse.tools.stories import Stories
 
 SIZES = {"utf-8": 17, "utf-16": 22, "utf-32": 36}

@@ -10,9 +10,11 @@ import torch
 from graders import Graders, fails
 from torch.utils.flop_counter import FlopCounterMode
 
-from lmcourse.accounting.flops import forward_flops
+from lmcourse.accounting.model_flops import forward_flops
 from lmcourse.accounting.hardware import matmul_cost
-from lmcourse.accounting.memory import activation_bytes, count_parameters, largest_batch, training_phases
+from lmcourse.accounting.activations import activation_bytes
+from lmcourse.accounting.memory import largest_batch, training_phases
+from lmcourse.accounting.parameters import count_parameters
 from lmcourse.exercises import accounting as ex
 from lmcourse.tools.config import ModelConfig
 

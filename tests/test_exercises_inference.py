@@ -23,7 +23,7 @@ F32 = np.float32
 
 # 1. Bytes of a cache
 
-def kv(heads=lambda c: c.G, head_dim=lambda c: c.K, seen=lambda c, T: min(T, c.window or T), two=2, layers=lambda c: c.num_layers, size=lambda n: n, batch=lambda B: B):
+def kv(heads=lambda c: c.kv_heads, head_dim=lambda c: c.head_size, seen=lambda c, T: min(T, c.window or T), two=2, layers=lambda c: c.num_layers, size=lambda n: n, batch=lambda B: B):
     return lambda c, B, T, n: two*layers(c)*batch(B)*heads(c)*head_dim(c)*seen(c, T)*size(n)
 
 

@@ -13,7 +13,8 @@ import pytest
 import regex
 from hypothesis import given, settings, strategies as st
 
-from lmcourse.tokenization.bpe import count_words, encode_word, learn_heap, make_vocab, pretokenize, special_pattern
+from lmcourse.tokenization.bpe import count_words, learn_heap, pretokenize, special_pattern
+from lmcourse.tokenization.encoding import encode_word, make_vocab
 from lmcourse.tokenization.fast_bpe import (Encoder, FilePieces, Specials, WordTable, Words, character_classes, count_words_fast, cut_segments, first_invalid,
                                             last_cut, learn_fast, pretoken_ends)
 from lmcourse.tokenization.tokenizer import ReadableEncoder, Rules, Vocabulary
@@ -60,6 +61,7 @@ def test_valid_utf8_is_what_python_says():
                 assert first_invalid(np.frombuffer(data, np.uint8), character_classes()) == bad, data
 
 
+@pytest.mark.slow
 def test_every_code_point_in_context():
     points = [c for c in range(0x110000) if not 0xD800 <= c < 0xE000]
     for form in ("a{0}{0} {0}  ", "1{0}a '{0}"):
@@ -326,7 +328,7 @@ EDGE = """
 import ctypes, mmap, random, sys
 import numpy as np
 from lmcourse.tokenization import fast_bpe as F
-from lmcourse.tokenization.bpe import make_vocab
+from lmcourse.tokenization.encoding import make_vocab
 page, size = mmap.PAGESIZE, 4*mmap.PAGESIZE
 area = mmap.mmap(-1, size + page)
 address = ctypes.addressof(ctypes.c_char.from_buffer(area))

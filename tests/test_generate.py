@@ -11,8 +11,8 @@ torch = pytest.importorskip("torch")
 from hypothesis import given, settings, strategies as st
 
 from lmcourse.architecture.transformer_torch import TransformerLM
-from lmcourse.generation.generate import (RecomputingDecoder, check_story, complete, complete_stream, generate, generate_batch, generate_scored, log_probs,
-                                          measure_stories, measure_story, prompt_ids, story_slips, stream_text)
+from lmcourse.generation.generate import (PLAIN_CHAT, ChatTemplate, RecomputingDecoder, check_story, complete, complete_stream, generate, generate_batch, generate_scored, log_probs,
+                                          measure_stories, measure_story, prompt_ids, read_chat_template, story_slips, stream_text)
 from lmcourse.generation.sampling import next_token_probs, sample
 from lmcourse.tokenization.tokenizer import Tokenizer
 from lmcourse.tools.checks import check_close
@@ -452,3 +452,42 @@ def test_measure_stories():
     got, told = measure_stories(noise, BYTES, 3, max_tokens=9), [measure_story(noise, BYTES, seed, max_tokens=9) for seed in range(3)]
     assert got["settings"] == dict(max_tokens=9) and got["slips"] == {} and got["form"] == [False]*3 and got["source"] == [None]*3
     assert got["tokens"] == [t["tokens"] for t in told] and got["model"] == [round(t["model"], 3) for t in told]
+
+
+# Conversations
+
+CHATML = Tokenizer({i: bytes([i]) for i in range(256)}, [], ["<|endoftext|>", "<|im_start|>", "<|im_end|>"])
+TURNS = ChatTemplate({r: (f"<|im_start|>{r}\n", "<|im_end|>\n") for r in ("system", "user", "assistant")}, "<|im_start|>assistant\n", ("<|im_end|>",))
+MARKS = st.sampled_from(["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|im_", "start|>", "<|", "end|>", "system", "\n", "a", "🙂"])
+
+
+@given(st.lists(st.tuples(st.sampled_from([*TURNS.roles]), st.lists(MARKS, max_size=6).map("".join)), max_size=4))
+def test_no_message_can_write_a_special_token(messages):
+    ids = TURNS.encode(messages, CHATML)
+    assert [i for i in ids if i > 255] == [256] + [257, 258]*len(messages) + [257]
+    text = "".join(f"<|im_start|>{r}\n{c}<|im_end|>\n" for r, c in messages) + "<|im_start|>assistant\n"
+    assert CHATML.decode(ids[1:]) == text
+    assert 256 not in PLAIN_CHAT.encode(messages, MERGED)[1:]
+
+
+def test_plain_chat_is_encoded_as_one_text():
+    "Tokens may reach over the ends of a message"
+    assert PLAIN_CHAT.encode([("user", " Zoë")], MERGED) == prompt_ids(MERGED, "User:  Zoë\nAssistant:")
+
+
+@pytest.mark.parametrize("given, words", [
+    ("[", "is not JSON"), ("[]", "expected an object with roles, assistant_start"), ('{"roles": {}}', "expected an object with"),
+    ('{"roles": {}, "assistant_start": "", "x": 1}', "expected an object with"), ('{"roles": {}, "assistant_start": ""}', "roles = {}"),
+    ('{"roles": {"user": "x"}, "assistant_start": ""}', "roles.user = 'x'"), ('{"roles": {"user": {"prefix": 1}}, "assistant_start": ""}', "roles.user = {'prefix': 1}"),
+    ('{"roles": {"user": {"before": ""}}, "assistant_start": ""}', "roles.user = {'before': ''}"), ('{"roles": {"user": {}}, "assistant_start": 1}', "assistant_start = 1"),
+    ('{"roles": {"user": {}}, "assistant_start": "", "stop": "x"}', "stop = 'x'"), ('{"roles": {"user": {}}, "assistant_start": "", "stop": [""]}', "stop = ['']")])
+def test_a_template_that_makes_no_sense_is_named(tmp_path, given, words):
+    (tmp_path / "chat_template.json").write_text(given)
+    with pytest.raises(ValueError) as e: read_chat_template(tmp_path)
+    assert words in str(e.value) and "chat_template.json" in str(e.value) and "\n" not in str(e.value)
+
+
+def test_a_run_s_own_template_is_read_and_without_one_there_is_a_plain_one(tmp_path):
+    assert read_chat_template(tmp_path) is PLAIN_CHAT and PLAIN_CHAT.is_default
+    (tmp_path / "chat_template.json").write_text('{"roles": {"user": {"prefix": "Q: "}}, "assistant_start": "A:"}')
+    assert read_chat_template(tmp_path) == ChatTemplate({"user": ("Q: ", "")}, "A:")

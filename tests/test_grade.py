@@ -41,7 +41,7 @@ def check(source, *words, exercise="01.split", name="mine.py"):
 def test_the_exercises_are_those_of_the_modules():
     tasks = grade.exercise_tasks()
     assert len({t.id for t in tasks}) == len(tasks)
-    for path in (ROOT/"nbs").glob("??z_*.ipynb"):
+    for path in (ROOT/"nbs").rglob("??z_*.ipynb"):
         chapter, _, topic = path.stem.partition("z_")
         exported = ast.parse((ROOT/f"lmcourse/exercises/{topic}.py").read_text(encoding="utf-8"))
         graders = [f.name for f in exported.body if isinstance(f, ast.FunctionDef) and f.name.startswith("check_")]
@@ -228,14 +228,14 @@ def test_files_in_the_current_folder_do_not_stand_for_those_of_python(here):
     ("01.split empty", "empty: no answer to 01.split; names are split"), ("01 empty", "empty: no answer to any task of chapter 01"),
     ("01.split other.py", "other.py: defines no split, which 01.split asks for (case and underscores do not matter); it defines other, value"),
     ("01 other.py", "other.py: no answer to any task of chapter 01; names are sizes, same_look"), ("01.split blank.py", "it defines nothing"),
-    ("01.encode ours.py", "encode comes from lmcourse.tokenization.bpe; 01.encode asks for your own"),
+    ("01.encode ours.py", "encode comes from lmcourse.tokenization.encoding; 01.encode asks for your own"),
     ("01.split mine.py --seconds 0", "seconds = 0.0, expected more than 0"), ("01.split mine.py --seconds nan", "seconds = nan"),
-    ("01.split mine.py --progress none/progress.json", "none: no such folder"), ("01.split mine.py --progress damaged.json", "damaged.json: no progress file (Unterminated"),
+    ("01.split mine.py --progress none/progress.json", "none: no such folder"), ("01.split mine.py --progress damaged.json", "damaged.json: no progress file; move it away"),
     ("01.split mine.py --progress list.json", "list.json: no progress file"), ("01.split mine.py --progress later.json", "format 9, but this version reads 1"),
     ("01.split mine.py --progress half.json", "half.json: no progress file"), ("01.split mine.py --progress binary.json", "binary.json: no progress file"), ("01.split", "FILE")])
 def test_what_can_not_be_checked_is_one_line(here, words, answer):
     for name, text in {"mine.py": SPLIT, "text.txt": SPLIT, "bad.ipynb": "{}", "other.py": "import re\ndef other(): pass\nvalue, _own = 1, 2\n", "blank.py": "",
-                       "ours.py": "from lmcourse.tokenization.bpe import encode_word as encode\n", "damaged.json": '{"format": 1, "ta', "list.json": "[1]",
+                       "ours.py": "from lmcourse.tokenization.encoding import encode_word as encode\n", "damaged.json": '{"format": 1, "ta', "list.json": "[1]",
                        "later.json": '{"format": 9}', "half.json": '{"format": 1, "tasks": {"01.split": {"tries": "a"}}}'}.items(): Path(name).write_text(text)
     Path("binary.json").write_bytes(b"\xff\xfe")
     Path("empty").mkdir()

@@ -9,10 +9,13 @@ from functools import partial
 import numpy as np
 import pytest
 
-from lmcourse.accounting.flops import adamw_flops, count_operations, training_flops
-from lmcourse.accounting.hardware import (DTYPES, Device, Operation, add_cost, adamw_cost, attention_cost, best_seconds, decoding, device, devices,
-                                          embedding_cost, matmul_cost, mbu, measure_device, mfu, price, rmsnorm_cost, silu_cost, softmax_cost,
-                                          threads_here, tile_waves, training_time)
+from lmcourse.accounting.flops import adamw_flops, count_operations
+from lmcourse.accounting.model_flops import training_flops
+from lmcourse.accounting.hardware import DTYPES, Device, Operation, add_cost, adamw_cost
+from lmcourse.accounting.hardware import best_seconds, device, devices, embedding_cost
+from lmcourse.accounting.hardware import matmul_cost, mbu, measure_device, mfu, rmsnorm_cost
+from lmcourse.accounting.hardware import silu_cost, softmax_cost, threads_here, tile_waves
+from lmcourse.accounting.run_cost import attention_cost, decoding, price, training_time
 from lmcourse.accounting.memory import kv_cache_bytes, training_bytes
 from lmcourse.tools.machine import cores
 from lmcourse.tools.config import ModelConfig, TrainConfig
@@ -49,7 +52,7 @@ def test_what_was_halved_is_said(e):
     if e.key.endswith("float32") and not e.key.endswith("tfloat32"): return
     assert "sparse" in e.remark and ("half of" in e.remark or "Dense." in e.remark)
     printed = [float(w.replace(",", "")) for w in e.remark.replace("PFLOPS", "").split() if w.replace(",", "").replace(".", "").isdigit()]
-    assert any(x == pytest.approx(2 * e.value, rel=1e-3) or 1000 * x == pytest.approx(2 * e.value, rel=1e-3) for x in printed), (e.remark, printed)
+    assert any(x == pytest.approx(2 * e.value, rel=2e-3) or 1000 * x == pytest.approx(2 * e.value, rel=2e-3) for x in printed), (e.remark, printed)
 
 
 def test_entries_name_a_vendor_document():
@@ -124,7 +127,7 @@ def test_measuring_what_is_not_there(monkeypatch):
 
 
 def test_prices_need_no_torch():
-    code = ("import sys; from lmcourse.accounting.hardware import price; from lmcourse.tools.config import ModelConfig, TrainConfig\n"
+    code = ("import sys; from lmcourse.accounting.run_cost import price; from lmcourse.tools.config import ModelConfig, TrainConfig\n"
             "price(ModelConfig.preset('quickstart'), TrainConfig(), 'a100').table(); assert 'torch' not in sys.modules")
     subprocess.run([sys.executable, "-c", code], check=True)
 
@@ -330,6 +333,15 @@ def test_price_is_made_of_its_parts(preset, dtype):
     assert price(config, train, exact).fits and not price(config, train, replace(exact, memory_bytes=p.memory_bytes - 1)).fits
     text = str(p.table())
     assert all(w in text for w in ("a100-80gb", dtype, "40%", "$")) and "cost" not in str(price(config, train, "a100").table())
+
+
+def test_an_older_card_is_priced_in_float16():
+    model, train = ModelConfig.preset("ts-17m"), TrainConfig(batch_size=32, dtype="auto", device="cuda")
+    p = price(model, train, "t4")
+    assert p.dtype == "float16" and p.fits and p.memory_bytes == sum(training_bytes(model, 32, dtype="float16", device="cuda").values())
+    assert p == price(model, replace(train, dtype="float16"), "t4")
+    both = lambda bfloat16: price(model, train, replace(TOY, peak_flop_per_s={"float32": 8e12, "bfloat16": bfloat16, "float16": 65e12})).dtype
+    assert (both(5e12), both(64e12)) == ("float16", "bfloat16")         # What an older card does in bfloat16 it only imitates
 
 
 def test_price_refuses():

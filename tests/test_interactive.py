@@ -14,15 +14,17 @@ from pathlib import Path
 import pytest
 
 from lmcourse.tools import show
+from lmcourse.tools.pages import page_files
 from lmcourse.tools.show import Table, controls, figure, live
 
 NBS = Path(__file__).parent.parent / "nbs"
+PAGES = {name: NBS / path for name, path in page_files(NBS).items()}
 MARK = "# Parameters: change these and run on"
 
 
 def cells(name):
     "The cells of a notebook as (kind, source), without what is exported, skipped, hidden or a magic."
-    found = [(c["cell_type"], "".join(c["source"])) for c in json.loads((NBS / f"{name}.ipynb").read_text(encoding="utf-8"))["cells"]]
+    found = [(c["cell_type"], "".join(c["source"])) for c in json.loads(PAGES[name].read_text(encoding="utf-8"))["cells"]]
     return [(kind, src) for kind, src in found if kind == "markdown" or not re.search(r"^(#\| *(slow|cuda|hide|default_exp|exports?i?\b|eval: *false)|[%!])", src, flags=re.M)]
 
 
@@ -84,11 +86,12 @@ def picture(fig):
 
 # Other values for each marked cell: what a reader might write there. A cell whose output none of them changes is found out.
 OTHER = {
-    "01d_explorer": [dict(text="'def f(x): return x*x'", learnt_from="'code'", vocab_size="400"),
+    "01f_explorer": [dict(text="'def f(x): return x*x'", learnt_from="'code'", vocab_size="400"),
                      dict(text="'ab ab abc'", learnt_from="'ab abc abcd ' * 50", vocab_size="260"), dict(text="''")],
-    "02c_hardware": [dict(where="'l4'", batch="1"), dict(dtype="'float32'", preset="'gpt2-small'", tokens="512")],
-    "02d_account": [dict(yours="ModelConfig(vocab_size=100, context_length=8, d_model=16, num_layers=1, num_heads=2, position='learned')", batch_size="1"),
+    "02j_run_cost": [dict(where="'l4'", batch="1"), dict(dtype="'float32'", preset="'gpt2-small'", tokens="512")],
+    "02k_account": [dict(yours="ModelConfig(vocab_size=100, context_length=8, d_model=16, num_layers=1, num_heads=2, position='learned')", batch_size="1"),
                     dict(dtype="'float32'", recompute="True", where="'h100'", share=".9")],
+    "02l_your_gpu": [dict(dollars="{'h100': 2., 't4': .1}"), dict(preset="'ts-7m'"), dict(yours="device_of('l4')", minutes="1")],
     "05a_sampling": [dict(chosen="dict(temperature=0, top_k=None, top_p=None, min_p=None)"), dict(given="{'a': 1., 'b': 1., 'c': -9.}", seed="7"),
                      dict(chosen="dict(temperature=3., top_k=2, top_p=1, min_p=0)")],
     "07a_kv_cache": [dict(preset="'gpt2-xl'", num_kv_heads="None", texts="1", tokens="5", where="'a100'"), dict(window="1024", dtype="'float32'", tokens="100_000"),
@@ -105,7 +108,7 @@ def changed(src, values):
 
 
 def test_every_chapter_with_numbers_to_play_with_has_a_parameter_cell():
-    marked = {nb.stem for nb in NBS.glob("*.ipynb") if any(sections(nb.stem))}
+    marked = {name for name in PAGES if any(sections(name))}
     assert marked == set(OTHER), "a parameter cell needs other values in OTHER, to be tried with"
     assert {name[:2] for name in marked} >= {"01", "02", "05", "07"}
 
@@ -114,8 +117,8 @@ def test_every_chapter_with_numbers_to_play_with_has_a_parameter_cell():
 def test_what_follows_a_parameter_cell_holds_for_other_values(name, monkeypatch):
     """The library's own module stands for the exported cells. Of the others before the section those are run that it needs, as their names tell,
     then the section: with its own values, and with others. All must run, and each cell that shows something must show something else at least once."""
-    monkeypatch.chdir(NBS)
-    home = re.search(r"#\| *default_exp +([\w.]+)", (NBS / f"{name}.ipynb").read_text(encoding="utf-8"))[1]
+    monkeypatch.chdir(PAGES[name].parent)
+    home = re.search(r"#\| *default_exp +([\w.]+)", PAGES[name].read_text(encoding="utf-8"))[1]
     found = cells(name)
     for start, stop in sections(name):
         space = vars(importlib.import_module(f"lmcourse.{home}")) | {"__name__": "__main__"}
@@ -123,7 +126,8 @@ def test_what_follows_a_parameter_cell_holds_for_other_values(name, monkeypatch)
         parts = [src for kind, src in found[start + 1:stop] if kind == "code"]
         first = found[start][1]
         for src in [first, *parts]: assert not any(isinstance(n, ast.Assert) for n in ast.walk(ast.parse(src))), f"an assertion can't hold for any values: {src}"
-        runs = [[run(src, space) for src in [cell, *parts]][1:] for cell in [first, *(changed(first, values) for values in OTHER[name])]]
+        others = [changed(first, values) for values in OTHER[name] if set(values) & names(first)[0]] # A page may have several such cells
+        runs = [[run(src, space) for src in [cell, *parts]][1:] for cell in [first, *others]]
         for i, src in enumerate(parts): assert not runs[0][i] or any(other[i] != runs[0][i] for other in runs[1:]), f"always the same: {src}"
         assert all(any(outputs) for outputs in runs)
 

@@ -18,9 +18,9 @@ from lmcourse.architecture.transformer_np import transformer_forward
 from lmcourse.architecture.transformer_torch import TransformerLM
 from lmcourse.generation.generate import RecomputingDecoder, generate
 from lmcourse.inference import kv_cache
-from lmcourse.inference.kv_cache import CachedDecoder, FastDecoder, KVCache, NumpyDecoder, Plain, dot_rows, join_turn, open_turn
+from lmcourse.inference.kv_cache import CachedDecoder, FastDecoder, GraphDecoder, KVCache, NumpyDecoder, Plain, dot_rows, join_turn, open_turn
 from lmcourse.tools.checks import check_close
-from lmcourse.tools.config import ModelConfig
+from lmcourse.tools.config import FFN_KINDS, ModelConfig
 
 RTOL, ATOL = 1e-4, 2e-5
 BASE = ModelConfig(vocab_size=47, context_length=100, d_model=24, num_layers=2, num_heads=4, d_ff=40)
@@ -28,7 +28,7 @@ HEADS = (dict(), dict(num_kv_heads=2), dict(num_kv_heads=1, head_dim=10))
 WINDOWS = (dict(), dict(window=1), dict(window=5), dict(window=70))
 POSITIONS = tuple(dict(position=p) for p in ("rope", "learned", "sinusoidal", "none"))
 OTHERS = ([dict(norm=n, norm_position=p, bias=b) for n in ("rmsnorm", "layernorm", "none") for p in ("pre", "post", "sublayer") for b in (False, True)]
-          + [dict(ffn=f, bias=b) for f in ("swiglu", "geglu", "reglu", "silu", "gelu", "relu") for b in (False, True)]
+          + [dict(ffn=f, bias=b) for f in FFN_KINDS for b in (False, True)]
           + [dict(qk_norm=True, tie_embeddings=t, scale_embeddings=s) for t in (False, True) for s in (False, True)]
           + [dict(norm_eps=0.5), dict(rope_theta=77.0), dict(num_layers=1), dict(vocab_size=46, d_ff=37, d_model=20, position="learned")])
 GRID = [h | w | p for h, w, p in itertools.product(HEADS, WINDOWS, POSITIONS)] + [o | HEADS[i % 3] | WINDOWS[i % 4] for i, o in enumerate(OTHERS)]
@@ -40,7 +40,7 @@ class Opaque:
     def __call__(self, x): return x @ self.weight.T
 
 
-MAKERS = dict(cached=CachedDecoder, fast=lambda m: FastDecoder(m, threads=2), numpy=lambda m: NumpyDecoder(params_of(m), m.config, threads=1),
+MAKERS = dict(cached=CachedDecoder, graph=GraphDecoder, fast=lambda m: FastDecoder(m, threads=2), numpy=lambda m: NumpyDecoder(params_of(m), m.config, threads=1),
               layered=lambda m: FastDecoder(m, pack=Opaque))
 
 
@@ -115,7 +115,7 @@ def test_refused_and_nothing_changed(name):
     model = build(dict(window=6))
     decoder, ids = MAKERS[name](model), tokens(model)
     decoder.feed(ids[:95])
-    cache = decoder.cache.data if name == "cached" else decoder.cache
+    cache = decoder.cache.data if name in ("cached", "graph") else decoder.cache
     before, bytes_before = decoder.length, bytes(as_array(cache).tobytes())
     for wrong, words in (([], "empty"), ([47], "id 47"), ([-1], "id -1"), (ids[:6], "6 ids after 95, but the decoder has room for 100"), ([3, 99], "id 99")):
         with pytest.raises(ValueError, match=words): decoder.feed(wrong)
@@ -202,6 +202,14 @@ def test_generates_the_same_ids(decoder):
     if decoder not in (CachedDecoder, FastDecoder): decoder = lambda m: FastDecoder(m, 20)
     for settings in (dict(temperature=0), dict(temperature=0.8, top_p=0.9, seed=4)):
         assert list(generate(model, [1, 2, 3], 40, decoder=decoder, **settings)) == list(generate(model, [1, 2, 3], 40, **settings))
+
+
+@pytest.mark.parametrize("changes", [dict(num_kv_heads=2), dict(window=5, position="learned"), dict(position="sinusoidal", qk_norm=True)], ids=str)
+def test_a_step_of_fixed_shape_asks_the_device_for_nothing(changes):
+    "Tensors of the device meta have shapes and no data: what can be computed there can be recorded as a graph"
+    decoder = GraphDecoder(build(changes).to("meta"))
+    with torch.no_grad(): assert [decoder.token().shape for _ in range(2)] == [(1, 47)]*2
+    assert decoder.logits is None and decoder.length == 0
 
 
 def test_weights_are_packed_once_and_counted():

@@ -12,6 +12,7 @@ from lmcourse.architecture import layers_torch
 from lmcourse.architecture.layers_torch import (Embedding, FeedForward, LayerNorm, Linear, RMSNorm, check_same, cross_entropy, gelu, layernorm,
     linear_cross_entropy, onednn_products, relu, rmsnorm, silu, softmax, token_losses, truncated_normal, vectors_idle)
 from lmcourse.tools.checks import check_close, expect_error
+from lmcourse.tools.config import FFN_KINDS
 
 few = settings(max_examples=25, deadline=None)
 shapes = st.lists(st.integers(1, 4), max_size=3).map(tuple)
@@ -148,14 +149,14 @@ def test_meta_has_shapes_only():
         assert all(p.is_meta for p in m.parameters())
 
 
-@pytest.mark.parametrize("kind", ["swiglu", "geglu", "reglu", "silu", "gelu", "relu"])
+@pytest.mark.parametrize("kind", FFN_KINDS)
 @pytest.mark.parametrize("bias", [False, True])
 def test_feed_forward(kind, bias):
-    a = dict(swiglu=silu, geglu=gelu, reglu=relu, silu=silu, gelu=gelu, relu=relu)[kind]
+    a = getattr(layers_torch, FFN_KINDS[kind].activation)   # By its formula
     net = FeedForward(4, 6, kind, bias, dtype=torch.float64)
     for p in net.parameters(): p.data.normal_(generator=torch.Generator().manual_seed(p.numel()))
     w = net.state_dict()
-    names = ["w1", "w2"] + ["w3"]*kind.endswith("glu")
+    names = ["w1", "w2"] + ["w3"]*FFN_KINDS[kind].gated
     assert set(w) == {f"{n}.weight" for n in names} | {f"{n}.bias" for n in names if bias}
     line = lambda n, x: x@w[f"{n}.weight"].T + w.get(f"{n}.bias", 0)
     x = randn(2, 3, 4)
@@ -251,12 +252,11 @@ def test_head_and_loss_in_one_in_float16():
 
 
 def test_where_torch_cannot_replace_a_product_nothing_is_replaced(monkeypatch):
-    "Before 2.8 `impl` had no `allow_override`"
-    def impl(self, op_name, fn, dispatch_key="", *, with_keyset=False): raise AssertionError("asked to")
-    monkeypatch.setattr(torch.library.Library, "impl", impl)
+    "A build without oneDNN"
+    monkeypatch.setattr(layers_torch, "_can_replace_products", lambda: False)
     assert not vectors_idle()
     with onednn_products(): assert (torch.ones(2, 3)@torch.ones(3, 2)).sum() == 12
-    with pytest.raises(RuntimeError, match=f"torch {torch.__version__.split('+')[0]}.* can't replace a product, expected 2.8 or newer, with oneDNN"):
+    with pytest.raises(RuntimeError, match=f"torch {torch.__version__.split('+')[0]}.* can't replace a product, expected a build with oneDNN"):
         with onednn_products(True): pass
 
 
@@ -314,6 +314,8 @@ def test_products_by_onednn_end_with_the_block():
             assert ours() == inside
             raise KeyError
     with onednn_products(False): assert ours() == outside
+    with onednn_products(True):                                 # Other devices and types never see it
+        assert not whose(lambda: torch.empty(3, 4, device="meta")@torch.empty(4, 5, device="meta")) and not whose(lambda: a.double()@a.double())
     first, second = onednn_products(True), onednn_products(True)
     for step in (first.__enter__, second.__enter__): step()
     first.__exit__(None, None, None)                            # Not in reverse order, as two threads may

@@ -13,16 +13,16 @@ from hypothesis import given, settings, strategies as st
 import strict_array
 from strict_array import on_strict, to_numpy, to_strict
 from lmcourse.architecture import layers_torch
-from lmcourse.architecture.layers_np import (RowGradient, array_module, at_least_float32_np, cross_entropy_backward, cross_entropy_forward,
+from lmcourse.architecture.layers_np import (ACTIVATIONS_NP, RowGradient, array_module, at_least_float32_np, cross_entropy_backward, cross_entropy_forward,
     embedding_backward, embedding_forward, ffn_backward, ffn_forward, gelu_backward, gelu_forward, layernorm_backward, layernorm_forward,
     linear_backward, linear_forward, linear_init, normal_cdf, relu_backward, relu_forward, rmsnorm_backward, rmsnorm_forward, silu_backward,
     silu_forward, softmax_backward, softmax_forward, truncated_normal_np)
 from lmcourse.tools.checks import check_close, expect_error, gradcheck
+from lmcourse.tools.config import FFN_KINDS
 
 few = settings(max_examples=25, deadline=None)
 shapes = st.lists(st.integers(0, 4), max_size=3).map(tuple)
 seeds = st.integers(0, 1000)
-KINDS = ["swiglu", "geglu", "reglu", "silu", "gelu", "relu"]
 
 
 def randn(*shape, seed=0, dtype=np.float64): return np.random.default_rng(seed).standard_normal(shape).astype(dtype)
@@ -86,14 +86,15 @@ def test_norms(lead, d, eps, has_bias, seed):
                 x, gain, *[bias]*has_bias, atol=1e-9)      # A row of one number is all rounding
 
 
+FUNCTIONS = [(*pair, layers_torch.ACTIVATIONS[name]) for name, pair in ACTIVATIONS_NP.items()]
+FUNCTIONS.append((partial(gelu_forward, approximate="none"), gelu_backward, F.gelu))
+
+
 @few
 @given(shapes, seeds)
 def test_functions(shape, seed):
     x = 4*randn(*shape, seed=seed)
-    for forward, backward, theirs in ((relu_forward, relu_backward, F.relu), (silu_forward, silu_backward, F.silu),
-                                      (gelu_forward, gelu_backward, partial(F.gelu, approximate="tanh")),
-                                      (partial(gelu_forward, approximate="none"), gelu_backward, F.gelu)):
-        check_torch(forward, backward, theirs, x)
+    for forward, backward, theirs in FUNCTIONS: check_torch(forward, backward, theirs, x)
     for axis in range(-len(shape), len(shape)):
         if x.shape[axis]: check_torch(partial(softmax_forward, axis=axis), softmax_backward, partial(F.softmax, dim=axis), x)
 
@@ -101,10 +102,7 @@ def test_functions(shape, seed):
 def test_functions_at_all_places():
     x = np.concatenate([np.linspace(-45, 45, 2001), [0., -0., 1e-300, -1e-300]])
     for dtype, rtol, atol in ((np.float64, 1e-9, 1e-12), (np.float32, 1e-4, 1e-6)):
-        for forward, backward, theirs in ((relu_forward, relu_backward, F.relu), (silu_forward, silu_backward, F.silu),
-                                          (gelu_forward, gelu_backward, partial(F.gelu, approximate="tanh")),
-                                          (partial(gelu_forward, approximate="none"), gelu_backward, F.gelu)):
-            check_torch(forward, backward, theirs, x.astype(dtype), rtol=rtol, atol=atol)
+        for forward, backward, theirs in FUNCTIONS: check_torch(forward, backward, theirs, x.astype(dtype), rtol=rtol, atol=atol)
 
 
 def test_normal_cdf():
@@ -116,13 +114,13 @@ def test_normal_cdf():
 
 
 def ffn_params(kind, D, d_ff, bias, seed=0, dtype=np.float64):
-    names = ["w1", "w2"] + ["w3"]*kind.endswith("glu")
+    names = ["w1", "w2"] + ["w3"]*FFN_KINDS[kind].gated
     sizes = {"w1": (d_ff, D), "w2": (D, d_ff), "w3": (d_ff, D)}
     params = {f"{n}.weight": randn(*sizes[n], seed=seed + i, dtype=dtype) for i, n in enumerate(names)}
     return params | ({f"{n}.bias": randn(sizes[n][0], seed=seed + 5 + i, dtype=dtype) for i, n in enumerate(names)} if bias else {})
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", FFN_KINDS)
 @settings(max_examples=8, deadline=None)
 @given(shapes, st.integers(1, 6), st.integers(1, 6), st.booleans(), seeds)
 def test_ffn_is_its_twin(kind, lead, D, d_ff, bias, seed):
@@ -174,14 +172,14 @@ def pairs(D=5, V=7, dtype=np.float64):
                  rmsnorm=(rmsnorm_forward, rmsnorm_backward, (x, gain)),
                  layernorm=(layernorm_forward, layernorm_backward, (x, gain, bias)),
                  layernorm_no_bias=(layernorm_forward, layernorm_backward, (x, gain)),
-                 relu=(relu_forward, relu_backward, (x,)), silu=(silu_forward, silu_backward, (x,)),
-                 gelu=(gelu_forward, gelu_backward, (x,)), gelu_exact=(partial(gelu_forward, approximate="none"), gelu_backward, (x,)),
+                 **{name: (*pair, (x,)) for name, pair in ACTIVATIONS_NP.items()},
+                 gelu_exact=(partial(gelu_forward, approximate="none"), gelu_backward, (x,)),
                  softmax=(softmax_forward, softmax_backward, (x,)), softmax_1=(partial(softmax_forward, axis=1), softmax_backward, (x,)),
                  cross_entropy=(lambda z: cross_entropy_forward(z, array_module(z).asarray(targets % D), z_loss=.1),
                                 lambda dy, cache: (dy*cross_entropy_backward(cache)).astype(cache[0].dtype), (x,)),
                  cross_entropy_ignored=(lambda z: cross_entropy_forward(z, array_module(z).asarray(targets), z_loss=.1),
                                 lambda dy, cache: (dy*cross_entropy_backward(cache)).astype(cache[0].dtype), (x,)))
-    for kind in KINDS:
+    for kind in FFN_KINDS:
         for has_bias in (True, False):
             params = ffn_params(kind, D, 4, has_bias, dtype=dtype)
             def forward(x, *ws, kind=kind, names=tuple(params)): return ffn_forward(x, dict(zip(names, ws)), kind)

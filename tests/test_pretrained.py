@@ -20,7 +20,7 @@ import lmcourse.architecture.pretrained as pretrained
 from lmcourse.architecture.pretrained import (config_from_hf, config_to_hf, family_of, from_hf, halves_to_pairs, links, load_weights, pack,
     pairs_to_halves, params_of, save_hf, to_hf, unpack, untie)
 from lmcourse.architecture.transformer_np import init_params, transformer_forward
-from lmcourse.accounting.memory import count_parameters
+from lmcourse.accounting.parameters import count_parameters
 from lmcourse.architecture.transformer_torch import TransformerLM
 from lmcourse.tools.checks import check_close, expect_error
 from lmcourse.tools.config import ModelConfig
@@ -71,8 +71,8 @@ def same_logits(a, b, config, tolerance=1e-5):
 
 def sizes(config):
     "All sizes spelled out, as a file has them"
-    plain = dict(num_kv_heads=None, head_dim=None) if config.norm == "layernorm" else dict(num_kv_heads=config.G, head_dim=config.K)
-    return replace(config, d_ff=config.F, **plain)
+    plain = dict(num_kv_heads=None, head_dim=None) if config.norm == "layernorm" else dict(num_kv_heads=config.kv_heads, head_dim=config.head_size)
+    return replace(config, d_ff=config.ffn_size, **plain)
 
 
 # Both directions
@@ -112,9 +112,9 @@ def test_every_tensor_is_linked_once_under_the_names_of_transformers(config):
     assert sorted(link.theirs for link in chain) == sorted(dict(there.named_parameters()))
     for link in chain:
         parts = [model.get_parameter(n) for n in link.ours]
-        packed = pack(link, parts, config.K)
+        packed = pack(link, parts, config.head_size)
         assert packed.shape == there.get_parameter(link.theirs).shape
-        assert [p.shape for p in unpack(link, packed, config.K)] == [p.shape for p in parts]
+        assert [p.shape for p in unpack(link, packed, config.head_size)] == [p.shape for p in parts]
 
 
 def test_float64(tmp_path):
@@ -314,7 +314,7 @@ def test_config_round_trip(config):
 
 
 @pytest.mark.parametrize("family, changes, words", [
-    ("llama", dict(model_type="mistral"), "unknown model_type in config.json 'mistral'"), ("llama", dict(model_type=None), "there are gpt2, llama, qwen3"),
+    ("llama", dict(model_type="mistral"), "unknown model_type in config.json 'mistral'"), ("llama", dict(model_type=None), "there are deepseek_v3, gpt2, llama, mixtral, olmoe, qwen3, qwen3_moe"),
     ("llama", dict(hidden_act="gelu"), "hidden_act = 'gelu', expected 'silu'"), ("qwen3", dict(hidden_act="relu"), "a qwen3 that this model can't be: hidden_act = 'relu'"),
     ("llama", dict(mlp_bias=True), "attention_bias = False, mlp_bias = True, expected the same"), ("llama", dict(attention_bias=True), "attention_bias = True, mlp_bias = False"),
     ("qwen3", dict(attention_bias=True), "attention_bias = True, expected False"), ("qwen3", dict(use_sliding_window=True), "use_sliding_window = True, expected False"),
@@ -357,7 +357,7 @@ def test_what_a_file_leaves_out_is_what_transformers_takes(family, keys):
         short = {k: v for k, v in (PLAIN[family] | ({"num_attention_heads": 32} if key == "num_key_value_heads" else {})).items() if k != key}
         full = transformers.AutoConfig.for_model(**short).to_dict()
         a, b = config_from_hf(short), config_from_hf(full)
-        assert (a.G, a.K, a.F, a.norm_eps, a.tie_embeddings, a.bias) == (b.G, b.K, b.F, b.norm_eps, b.tie_embeddings, b.bias), key
+        assert (a.kv_heads, a.head_size, a.ffn_size, a.norm_eps, a.tie_embeddings, a.bias) == (b.kv_heads, b.head_size, b.ffn_size, b.norm_eps, b.tie_embeddings, b.bias), key
 
 
 def test_files_of_well_known_models():
@@ -422,7 +422,7 @@ def test_damaged_folders(tmp_path):
     with expect_error(FileNotFoundError, f"{shard}: no such file"): from_hf(folder)
     (folder := new("none")/"model.safetensors").rename(folder.with_name("pytorch_model.bin"))
     with expect_error(FileNotFoundError, "neither model.safetensors nor model.safetensors.index.json"): from_hf(folder.parent)
-    for text, words in (("{", "damaged (not JSON)"), ("[]", "a list, expected a JSON object")):
+    for text, words in (("{", "not JSON"), ("[]", "a list, expected an object")):
         (new(str(len(text) + len(words)))/"config.json").write_text(text)
         with expect_error(ValueError, f"config.json: {words}"): from_hf(tmp_path/str(len(text) + len(words)))
     ((folder := new("bare"))/"config.json").unlink()
@@ -433,7 +433,7 @@ def test_damaged_folders(tmp_path):
 def test_an_index_names_files_beside_it_alone(tmp_path):
     folder = save_hf(ours(llama), tmp_path/"model", max_shard_bytes=20_000)
     index = folder/"model.safetensors.index.json"
-    for text, words in (("nonsense", "damaged (not JSON)"), (index.read_text().replace("model-00001", "../model-00001"), "weight_map must give"), ("{}", "weight_map must give"),
+    for text, words in (("nonsense", "not JSON"), (index.read_text().replace("model-00001", "../model-00001"), "weight_map must give"), ("{}", "weight_map must give"),
                         ('{"weight_map": 3}', "weight_map must give"), ('{"weight_map": {"a": 3}}', "weight_map must give"), ('{"weight_map": {}}', "missing: model.embed")):
         index.write_text(text)
         with expect_error(ValueError, words): from_hf(folder)

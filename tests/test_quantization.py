@@ -12,9 +12,10 @@ from hypothesis import given, settings, strategies as st
 
 from lmcourse.architecture.pretrained import params_of
 from lmcourse.architecture.transformer_torch import TransformerLM
+from lmcourse.inference.engine import Engine, Request
 from lmcourse.inference.kv_cache import CachedDecoder, FastDecoder
 from lmcourse.inference.quantization import (EMBEDDINGS, Int8Cache, QuantizedModel, QuantizedWeight, best_steps, from_grid, grid_steps,
-    load_quantized, magnitude_masks, pack_fours, pack_pairs, quantize, quantize_model, save_quantized, to_grid, two_of_four, unpack_fours,
+    load_quantized, magnitude_masks, pack_fours, pack_pairs, quantize, quantize_linears, quantize_model, save_quantized, to_grid, two_of_four, unpack_fours,
     unpack_pairs)
 from lmcourse.tools.checks import check_close, expect_error
 from lmcourse.tools.config import ModelConfig
@@ -181,7 +182,7 @@ def test_the_cache_in_eight_bits(changes):
     config = ModelConfig.from_dict(SMALL.to_dict() | changes)
     model, ids = TransformerLM(config), torch.randint(0, 130, (2, 24), generator=torch.Generator().manual_seed(0))
     cache, reference = Int8Cache(config, 2), Rounding()
-    assert cache.num_bytes == 2*config.num_layers*2*config.G*24*(config.K + 4) and cache.length == 0
+    assert cache.num_bytes == 2*config.num_layers*2*config.kv_heads*24*(config.head_size + 4) and cache.length == 0
     with torch.no_grad():
         exact = model(ids)
         for a,b in ((0, 5), (5, 6), (6, 24)):
@@ -190,7 +191,7 @@ def test_the_cache_in_eight_bits(changes):
             assert cache.length == b and 0 < (y - exact[:, a:b]).abs().max() < 0.3
         cache.rewind(9)
         check_close(model(ids[:, 9:], torch.arange(9, 24), cache), y[:, 3:], rtol=1e-3, atol=1e-3)
-        with expect_error(ValueError, "it has room for 24"): cache[0].update(*torch.zeros(2, 2, config.G, 1, config.K))
+        with expect_error(ValueError, "it has room for 24"): cache[0].update(*torch.zeros(2, 2, config.kv_heads, 1, config.head_size))
     with expect_error(ValueError, "rewind(25)"): cache.rewind(25)
 
 
@@ -232,8 +233,8 @@ def test_masks_leave_out_the_smallest(seed, share, together):
 
 def test_bad_input_is_refused():
     w = np.ones((4, 64), np.float32)
-    for bits in (5, 16, 0, "8", True):
-        with expect_error(ValueError, "expected 8 or 4"): quantize(w, bits)
+    for bits in (3, 16, 0, "8", True):
+        with expect_error(ValueError, "expected 4 to 8"): quantize(w, bits)
     for group in (0, -64, 48, 128):
         with expect_error(ValueError, f"group = {group}"): quantize(w, group=group)
     for bad in (math.nan, math.inf, -math.inf):
@@ -270,3 +271,40 @@ def test_a_failed_save_leaves_nothing(tmp_path):
     (tmp_path/"there"/"file").touch()
     with pytest.raises(OSError): save_quantized(tmp_path/"there", q)       # renaming fails, after the file was written
     assert [p.name for p in tmp_path.iterdir()] == ["there"]
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("changes", [dict(), dict(tie_embeddings=True), dict(bias=True, ffn="gelu", norm="layernorm")], ids=str)
+def test_a_model_with_quantized_linears_is_the_one_that_the_codes_stand_for(bits, changes):
+    config = ModelConfig(vocab_size=70, context_length=32, d_model=64, num_layers=2, num_heads=2, d_ff=128, **changes)
+    model, ids = TransformerLM(config, 3).eval(), torch.arange(20)[None]
+    plain = TransformerLM(config, 3).eval()
+    for m in plain.modules():
+        if isinstance(m, torch.nn.Linear): m.weight = torch.nn.Parameter(torch.from_numpy(quantize(m.weight.detach().numpy(), bits).dequantize()))
+    assert quantize_linears(model, bits) is model and not any(isinstance(m, torch.nn.Linear) for m in model.modules())
+    with torch.no_grad():
+        for some in (ids, ids[:, :3]): check_close(model(some), plain(some), 1e-4, 1e-4)
+        greedy = lambda m: Engine(m, block_size=4).run([Request(tuple(range(10)), 8, temperature=0.)])[0].tokens
+        assert greedy(model) == greedy(plain)
+
+
+def test_linears_that_cant_be_quantized_are_named():
+    model = TransformerLM(ModelConfig(vocab_size=70, context_length=32, d_model=48, num_layers=1, num_heads=2))
+    with expect_error(ValueError, "attn.q_proj: group = 64 does not divide the 48 inputs"): quantize_linears(model)
+    with expect_error(ValueError, "expected float32 on the CPU"): quantize_linears(model.double())
+
+
+@pytest.mark.parametrize("group", [64, None])
+def test_a_model_is_loaded_from_codes(tmp_path, group):
+    from lmcourse.tokenization.tokenizer import Tokenizer
+    from lmcourse.tools.config import TrainConfig
+    from lmcourse.training.models import load_model, save_model
+    model, tokenizer = TransformerLM(SMALL, seed=0), Tokenizer.train(["a rose is a rose"], 270)
+    save_model(tmp_path/"m", model, tokenizer, TrainConfig(), {})
+    for bits in (8, 4):
+        q = quantize_model(model, bits, group, keep=())
+        save_quantized(tmp_path/"m/model.safetensors", q)
+        if bits == 4:
+            with pytest.raises(ValueError, match="no model that can be read"): load_model(tmp_path/"m")
+            continue
+        for (name, p), r in zip(load_model(tmp_path/"m")[0].named_parameters(), q.model().parameters(), strict=True): assert torch.equal(p, r), name

@@ -21,12 +21,16 @@ CELL = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(s
 def test_any_table_renders_whole_in_all_three_forms(rows):
     table = Table(rows)
     soup = BeautifulSoup(table._repr_html_(), "html.parser")
-    assert [[td.text for td in tr.find_all("td")] for tr in soup.tbody.find_all("tr")] == table.cells
+    assert [[td.text for td in tr.find_all("td")] for tr in soup.tbody.find_all("tr")] == [[re.sub("`([^`]+)`", r"\1", c) for c in row] for row in table.cells]
     assert [th.text for th in soup.find_all("th")] == table.headings
     lines = table._repr_markdown_().split("\n")
     assert len(lines) == len(rows) + 2
     assert all(len(re.findall(r"(?<!\\)(?:\\\\)*\|", line)) == 3 for line in lines)
     assert all(len(line) <= 100 for line in repr(table).split("\n") if line.isascii())
+
+
+def test_code_in_a_cell_is_code():
+    assert "><code>f(&lt;a&gt;)</code> of `x</td>" in Table([{"a": "`f(<a>)` of `x"}])._repr_html_()
 
 
 @settings(deadline=None, derandomize=True, max_examples=200)

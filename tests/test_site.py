@@ -1,21 +1,26 @@
 "The parts of the site's builder, on small pieces of text; the site itself is built and looked at by `tools/check.py`."
 import json
+import re
+import shutil
 import sys
 from pathlib import Path
 
 import nbformat
 import pytest
+import yaml
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "tools"))
 pytest.importorskip("nbconvert")
-from docs.extras import llms, markdown, search_index
-from docs.notebook import code_cell, enrich, facts, labels, load, md, options, plain, reading
+from docs import quarto
+from docs.extras import llms, markdown, read_redirects, search_index, write_404, write_redirects
+from docs.notebook import code_cell, enrich, facts, labels, load, md, options, plain, reading, spoken
 from run_nbs import note_time
 from docs.page import dead_links, finish, html, links, sections
 from bs4 import BeautifulSoup
+from nbdev.doclinks import _nbpath2html
 
-from lmcourse.tools.pages import heading_anchor
+from lmcourse.tools.pages import heading_anchor, page_files
 
 new_code, new_md, PIXEL = nbformat.v4.new_code_cell, nbformat.v4.new_markdown_cell, "iVBORw0KGgo="
 
@@ -23,7 +28,7 @@ new_code, new_md, PIXEL = nbformat.v4.new_code_cell, nbformat.v4.new_markdown_ce
 def png(): return nbformat.v4.new_output("display_data", data={"image/png": PIXEL, "text/plain": "<Figure>"})
 
 
-def notebook(tmp_path, *cells, name="02a_memory.ipynb"):
+def notebook(tmp_path, *cells, name="02h_memory.ipynb"):
     path = tmp_path / name
     path.write_text(nbformat.v4.writes(nbformat.v4.new_notebook(cells=list(cells))), encoding="utf-8")
     return path
@@ -83,13 +88,42 @@ def test_a_plot_is_described_by_its_labels(source, said): assert labels(source) 
 
 def test_enriched_notebook_has_facts_once_and_every_plot_a_text(tmp_path):
     head = nbformat.v4.new_raw_cell("---\ntitle: T\n---")
+    path = notebook(tmp_path, head, new_code("plot()", outputs=[png()]))
+    enrich(path, None)
+    assert nbformat.read(path, 4).cells[1].source == '#| fig-alt: "Plot in “T”"\nplot()'
     path = notebook(tmp_path, head, new_md("## Speed {#s}"), new_code("ax.set(ylabel='ms')", outputs=[png()]), new_code("#| fig-cap: Own\nplot()", outputs=[png()]))
     for _ in range(2): enrich(path, "<div>facts</div>")
     cells = nbformat.read(path, 4).cells
     assert [c.cell_type for c in cells] == ["raw", "markdown", "markdown", "code", "code"] and cells[1].source == "<div>facts</div>"
-    assert cells[3].source == '#| fig-alt: "Plot in “Speed”: ms"\nax.set(ylabel=\'ms\')' and cells[4].source == "#| fig-cap: Own\nplot()"
+    assert cells[3].source == '#| fig-alt: "Plot in “Speed”: ms"\nax.set(ylabel=\'ms\')' and cells[4].source == "#| fig-alt: \"Own\"\n#| fig-cap: Own\nplot()"
     nb, front, _ = load(path)
     assert front == {"title": "T"} and nb.cells[-1].metadata["alt"] == "Own"
+
+
+def doc(name):
+    text = f'---\n\n[source](https://x){{target="_blank"}}\n\n### {name}\n\n```python\ndef {name}(x):\n```\n\n*Says what.*\nAnd more.'
+    return new_code("#| echo: false\n#| output: asis\nshow_doc(f)", outputs=[nbformat.v4.new_output("display_data", data={"text/markdown": text})])
+
+
+def test_no_signature_stands_above_the_source_that_says_the_same(tmp_path):
+    source = new_code("#| code-fold: show\ndef f(x):\n    'Says what.'\n    return x\ndef g(x): return x")
+    path = notebook(tmp_path, doc("f"), doc("g"), source, doc("h"), new_md("Text."))
+    for _ in range(2): enrich(path, None)
+    f, g, _, h, _ = nbformat.read(path, 4).cells
+    for name, c in (("f", f), ("g", g)):
+        assert c.outputs[0].data["text/markdown"] == f'---\n\n[source](https://x){{target="_blank"}}\n\n### {name}\n'
+    assert "Says what" in h.outputs[0].data["text/markdown"]
+
+
+def test_the_name_of_a_parameter_leads_to_no_other_page(tmp_path):
+    text = "As [`draw`](https://me.io/c/cli.html#draw) says, [`used`](https://me.io/a.html#used) and [`f`](https://me.io/b.html#f)."
+    path = notebook(tmp_path, new_md(text), new_code("from a import used\ndef f(x, *, draw, used=used): return x"))
+    enrich(path, None)
+    assert nbformat.read(path, 4).cells[0].source == text.replace("[`draw`](https://me.io/c/cli.html#draw)", "`draw`")
+
+
+def test_a_text_of_a_picture_has_no_bare_percent_sign():
+    assert spoken("share (% of FLOPs) of `x`, 5%, 7 %") == "share (percent of FLOPs) of x, 5 percent, 7 percent"
 
 
 def test_facts_count_words_lines_and_cells_that_are_skipped(tmp_path):
@@ -97,10 +131,10 @@ def test_facts_count_words_lines_and_cells_that_are_skipped(tmp_path):
                     new_code("#| slow\n" + "x = 1\n"*20), new_code("#| cuda\ny"), new_code("#| slow\nz"))
     cells = json.loads(path.read_text())["cells"]
     assert reading(cells) == (4, 400, 22)
-    line = facts(path, {"02a_memory": dict(seconds=12.4, memory_mb=910, machine="2 cores")}, "https://github.com/me/repo", "main")
+    line = facts(tmp_path, path.name, {"02h_memory": dict(seconds=12.4, memory_mb=910, machine="2 cores")}, "https://github.com/me/repo", "main")
     assert "4 min to read (400 words, 22 lines of code) · 12 s and 0.9 GB to run on 2 cores · 2 cells slow, skipped unless asked for · 1 cell for a GPU" in line
     for url in ("/blob/main/lmcourse/accounting/memory.py", "https://colab.research.google.com/github/me/repo/blob/main/"): assert url in line
-    assert "to run" not in facts(path, {}, "https://github.com/me/repo", "main")
+    assert "to run" not in facts(tmp_path, path.name, {}, "https://github.com/me/repo", "main")
 
 
 # Pages
@@ -158,6 +192,100 @@ def test_markdown_links_to_markdown():
     assert markdown(text, "https://me.io/c") == "[a](attention_np.html.md) [b](bpe.html.md) [c](https://other.io/z.html) [d](images/p.svg)"
 
 
+def test_an_old_address_leads_to_the_new_one(tmp_path):
+    (tmp_path / "01_one").mkdir()
+    (tmp_path / "01_one/a.html").write_text("a")
+    write_redirects(tmp_path, "https://me.io/c", {"a.html": "01_one/a.html", "01_one/b.html": "01_one/a.html"})
+    text = (tmp_path / "a.html").read_text()
+    for part in ('canonical" href="https://me.io/c/01_one/a.html"', '"01_one/a.html" + location.search + location.hash', 'url=01_one/a.html"', '<a href="01_one/a.html">'):
+        assert part in text
+    assert '<a href="../01_one/a.html">' in (tmp_path / "01_one/b.html").read_text() and not list(dead_links(tmp_path))
+    with pytest.raises(SystemExit, match="a.html is a page of today"): write_redirects(tmp_path, "", {"a.html": "01_one/a.html"})
+    with pytest.raises(SystemExit, match="c.html leads to d.html, which is no page"): write_redirects(tmp_path, "", {"c.html": "d.html"})
+
+
+def test_every_page_that_moved_is_found_from_its_old_address():
+    "The first edition had its pages at the top; whoever linked to them finds them still."
+    pages = {_nbpath2html(path).as_posix() for path in page_files(ROOT / "nbs").values()}
+    moved = read_redirects()
+    assert set(moved.values()) <= pages and not moved.keys() & pages
+    assert len(moved) >= 66
+
+
+def test_an_address_that_leads_nowhere_leads_home(tmp_path):
+    write_404(tmp_path, "https://me.io/c", "T")
+    assert '<a href="https://me.io/c/index.html">' in (tmp_path / "404.html").read_text()        # Whole: the page is shown at any depth
+
+
+# What Quarto has rendered
+
+RENDERED = '''<html><head>
+<link rel="canonical" href="https://me.io/c/01_one/a.html">
+<script src="https://cdnjs.cloudflare.com/ajax/libs/require.js/2.3.6/require.min.js" integrity="sha512-x" crossorigin="anonymous"></script>
+<script src="https://cdnjs.cloudflare.com/ajax/libs/jquery/3.5.1/jquery.min.js" data-relocate-top="true"></script>
+<script type="application/javascript">define('jquery', [],function() {return window.jQuery;})</script>
+<script src="../site_libs/quarto.js"></script>
+<script src="https://cdn.jsdelivr.net/npm/katex@latest/dist/katex.min.js"></script>
+<link rel="stylesheet" href="https://cdn.jsdelivr.net/npm/katex@latest/dist/katex.min.css" />
+</head><body><main class="content"><header id="title-block-header"><h1 class="title">Page A</h1></header>
+<p>Before <span class="math inline">\\(x\\)</span>.</p>
+<section id="norm" class="level2"><h2>norm</h2><p>Prose.</p><div class="sourceCode"><pre><code>hidden = 1</code></pre></div>
+<div class="cell-output"><table><tr><td>hidden</td></tr></table></div>
+<p><a href="https://me.io/c/01_one/a.html#norm">self</a> <a href="https://me.io/c/">home</a> <a href="https://me.io/course">other</a> <a href="#norm.open">method</a></p></section>
+</main></body></html>'''
+
+
+def test_a_quarto_page_asks_no_other_host_and_links_within_the_site(tmp_path, monkeypatch):
+    monkeypatch.setattr(quarto, "vendor_katex", lambda out: "site_libs/katex")
+    for name in ("01_one/a.html", "index.html", "site_libs/quarto.js", "site_libs/katex/katex.min.js", "site_libs/katex/katex.min.css"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(RENDERED if name == "01_one/a.html" else "<main><h1>Home</h1></main>")
+    (tmp_path / "search.json").write_text('[{"objectID": "01_one/a.html", "href": "01_one/a.html", "crumbs": ["01 One"]}, {"href": "01_one/a.html#norm"}]')
+    (tmp_path / "01_one/b.html").write_text('<a href="gone.html">')
+    assert quarto.finish_site(tmp_path, "https://me.io/c") == ["01_one/b.html: gone.html"]
+    text = (tmp_path / "01_one/a.html").read_text()
+    assert re.findall(r'(?:href|src)="([^"]*)"', text) == [
+        "https://me.io/c/01_one/a.html", "../site_libs/quarto.js", "../site_libs/katex/katex.min.js", "../site_libs/katex/katex.min.css",
+        "../01_one/a.html#norm", "../index.html", "https://me.io/course", "#norm"]
+    assert "jquery" not in text
+    assert json.loads((tmp_path / "search.json").read_text()) == [
+        dict(objectID="01_one/a.html", href="01_one/a.html", title="Page A", section="", text="Before x.", crumbs=["01 One"]),
+        dict(objectID="01_one/a.html#norm", href="01_one/a.html#norm", title="Page A", section="norm", text="Prose. self home other method", crumbs=["01 One"])]
+
+
+def test_the_version_of_quarto_is_the_same_wherever_it_is_named():
+    flow = yaml.safe_load((ROOT / ".github/workflows/docs.yml").read_text(encoding="utf-8"))
+    uses = [s for job in flow["jobs"].values() for s in job["steps"] if "quarto-actions" in s.get("uses", "")]
+    assert uses and all(s["with"]["version"] == quarto.VERSION for s in uses)
+    assert re.search(r"Quarto ([\d.]+),", (ROOT / "Makefile").read_text(encoding="utf-8"))[1] == quarto.VERSION
+
+
+def test_what_is_published_is_what_is_checked():
+    flow = yaml.safe_load((ROOT / ".github/workflows/docs.yml").read_text(encoding="utf-8"))
+    build = [s.get("run", s.get("uses", "")) for s in flow["jobs"]["build"]["steps"]]
+    assert not any("quarto" in s for s in build) and not flow["concurrency"]["cancel-in-progress"]
+    assert [i for i, s in enumerate(build) if s == "make docs"][0] < [i for i, s in enumerate(build) if "check_site.py" in s][0] < [
+        i for i, s in enumerate(build) if "upload-pages" in s][0]
+
+
+def test_quarto_finds_the_source_and_loads_no_fonts():
+    site = yaml.safe_load((ROOT / "_quarto.yml").read_text(encoding="utf-8"))
+    assert site["website"]["repo-subdir"] == "nbs"
+    for themes in site["format"]["html"]["theme"].values():
+        assert "$web-font-path: false;" in (ROOT / "nbs" / themes[1]).read_text(encoding="utf-8")
+
+
+def test_nbdev_leaves_the_readme_alone(tmp_path, monkeypatch):
+    from nbdev.quarto import nbdev_readme
+    shutil.copy(ROOT / "settings.ini", tmp_path)
+    (tmp_path / "nbs").mkdir()
+    (tmp_path / "README.md").write_text("ours")
+    (tmp_path / "nbs/index.ipynb").write_text((ROOT / "nbs/index.ipynb").read_text(encoding="utf-8"))          # Newer, as in a clone
+    monkeypatch.chdir(tmp_path)
+    nbdev_readme.__wrapped__(chk_time=True)
+    assert (tmp_path / "README.md").read_text() == "ours" and not (tmp_path / "_proc").exists()
+
+
 def test_llms_txt_lists_every_page():
     class cfg: title, description, doc_host, doc_baseurl = "t", "d", "https://me.io", "/c"
     text = llms(cfg, [("", ["index.ipynb"]), ("01 One", ["01a_bpe.ipynb"])], {"index.ipynb": "index.html", "01a_bpe.ipynb": "bpe.html"}, {"index.ipynb": {}, "01a_bpe.ipynb": dict(title="BPE", description="Merges.")})
@@ -165,10 +293,13 @@ def test_llms_txt_lists_every_page():
 
 
 def test_a_time_is_noted_and_those_of_lost_notebooks_go(tmp_path):
-    (tmp_path / "a.ipynb").touch()
-    (tmp_path / "times.json").write_text('{"gone": {}}')
-    note_time(tmp_path / "a.ipynb", 1.26, tmp_path / "times.json")
-    runs = json.loads((tmp_path / "times.json").read_text())
+    for name in ("index.ipynb", "results/times.json", "01_one/a.ipynb", "01_one/b.ipynb"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text('{"gone": {}, "b": {}}')
+    times = tmp_path / "results/times.json"
+    note_time(tmp_path / "01_one/a.ipynb", 1.26, times)
+    runs = json.loads(times.read_text())
+    assert runs.pop("b") == {}
     assert runs.keys() == {"a"} and runs["a"]["seconds"] == 1.3 and 10 < runs["a"]["memory_mb"] < 1e6 and " of " in runs["a"]["machine"]
 
 
@@ -176,5 +307,5 @@ def test_times_are_of_notebooks_that_exist():
     times = ROOT / "nbs/results/times.json"
     if not times.exists(): pytest.skip("no times have been measured")
     for name, run in json.loads(times.read_text(encoding="utf-8")).items():
-        assert (ROOT / f"nbs/{name}.ipynb").exists(), f"{times.name} has {name}: python tools/run_nbs.py --times"
+        assert name in page_files(ROOT / "nbs"), f"{times.name} has {name}: python tools/run_nbs.py --times"
         assert run.keys() == {"seconds", "memory_mb", "machine"}

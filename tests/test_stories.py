@@ -121,3 +121,22 @@ def test_a_grammar_that_leads_nowhere_is_refused_when_it_gets_there(grammar, wor
     source = Stories(0, grammar)
     with pytest.raises(ValueError, match=words): source.entropy()
     with pytest.raises(ValueError, match=words): list(islice(source, 30))
+
+
+def test_probabilities_of_beginnings_are_sums_over_texts():
+    stories = Stories(0, AMBIGUOUS)
+    texts = all_texts(stories)
+    known = {t: math.exp(stories.log_prob(t)) for t in texts}
+    for begin in {t[:k] for t in texts for k in range(len(t) + 1)}:
+        total = sum(p for t, p in known.items() if t.startswith(begin))
+        assert math.isclose(math.exp(stories.prefix_log_prob(begin)), total), begin
+    assert stories.prefix_log_prob("x zz") == stories.prefix_log_prob("q") == -math.inf
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_story_can_begin_as_it_does_and_with_no_other_animal(seed):
+    story = next(Stories(seed))
+    known = [Stories().prefix_log_prob(story[:k]) for k in range(len(story) + 1)]
+    assert known[0] == 0 and all(a >= b - 1e-12 for a, b in zip(known, known[1:]))
+    assert math.isclose(known[-1], Stories().log_prob(story))
+    assert Stories().prefix_log_prob(story + " Then") == -math.inf

@@ -13,7 +13,8 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 FILES = {p.relative_to(ROOT / "nbs"): p.read_bytes() for p in (ROOT / "nbs").rglob("*") if p.is_file() and ".ipynb_checkpoints" not in p.parts}
-EXERCISES = sorted(p.stem for p in FILES if re.fullmatch(r"\d\dz_\w+\.ipynb", str(p)))
+PAGES = {p.stem: p for p in FILES if p.suffix == ".ipynb"}
+EXERCISES = sorted(name for name in PAGES if re.match(r"\d\dz_", name))
 exercises = pytest.mark.parametrize("name", EXERCISES)
 
 
@@ -31,13 +32,13 @@ student = load()
 def edition(tmp_path_factory):
     nbs, out = tmp_path_factory.mktemp("nbs"), tmp_path_factory.mktemp("student")
     for p, content in FILES.items():
-        (nbs / p).parent.mkdir(exist_ok=True)
+        (nbs / p).parent.mkdir(parents=True, exist_ok=True)
         (nbs / p).write_bytes(content)
     return out, student.make(out, nbs)
 
 
 def read(path): return json.loads(path.read_text(encoding="utf-8"))["cells"]
-def whole(name): return json.loads(FILES[Path(f"{name}.ipynb")])["cells"]
+def whole(name): return json.loads(FILES[PAGES[name]])["cells"]
 def text(c): return "".join(c["source"])
 def answers(name): return [text(c) for c in whole(name) if "code-summary: Answer" in text(c)]
 def tasks(name): return "\n".join(text(c) for c in whole(name) if c["cell_type"] == "markdown")
@@ -57,7 +58,7 @@ def leaks(name, cells):
 
 @exercises
 def test_no_answer_is_left(edition, name):
-    cells = read(edition[0] / f"nbs/{name}.ipynb")
+    cells = read(edition[0] / "nbs" / PAGES[name])
     assert sum(len(lines_of(a)) for a in answers(name)) > 10 and not leaks(name, cells)
     for c in cells:
         assert "code-summary: Answer" not in text(c) and "expect_error" not in text(c) and not re.match(r"#\| *(export|hide|default_exp)", text(c))
@@ -75,7 +76,7 @@ def test_an_answer_that_is_left_is_found():
 @exercises
 def test_every_task_has_an_empty_answer_and_its_grader(edition, name):
     out, graders = edition
-    cells = read(out / f"nbs/{name}.ipynb")
+    cells = read(out / "nbs" / PAGES[name])
     module = importlib.import_module(f"lmcourse.exercises.{name[4:]}")
     assert set(graders[name]) == {n for n in module.__all__ if n.startswith("check_")}
     for n in graders[name]: assert sum(c["cell_type"] == "code" and text(c).startswith(f"{n}(") for c in cells) == 1, n
@@ -88,9 +89,9 @@ def test_every_task_has_an_empty_answer_and_its_grader(edition, name):
 
 @exercises
 def test_cells_run_up_to_the_empty_answers(edition, name, monkeypatch):
-    monkeypatch.chdir(edition[0] / "nbs")
+    monkeypatch.chdir((edition[0] / "nbs" / PAGES[name]).parent)
     scope = {}
-    for c in read(edition[0] / f"nbs/{name}.ipynb"):
+    for c in read(edition[0] / "nbs" / PAGES[name]):
         if c["cell_type"] != "code": continue
         code = compile(text(c), f"{name}, {c['id']}", "exec")
         if not text(c).startswith("check_"): exec(code, scope)
@@ -101,12 +102,12 @@ def test_cells_run_up_to_the_empty_answers(edition, name, monkeypatch):
 
 def test_notebooks_are_valid_and_chapters_as_they_were(edition):
     out = edition[0] / "nbs"
-    assert {p.name for p in out.glob("*.ipynb")} == {p.name for p in FILES if p.suffix == ".ipynb"}
-    for p in out.glob("*.ipynb"):
+    assert {p.relative_to(out) for p in out.rglob("*.ipynb")} == set(PAGES.values())
+    for p in out.rglob("*.ipynb"):
         nbformat.validate(nbformat.reads(p.read_text(encoding="utf-8"), as_version=4))
-        if p.stem not in EXERCISES: assert p.read_bytes() == FILES[Path(p.name)]
+        if p.stem not in EXERCISES: assert p.read_bytes() == FILES[p.relative_to(out)]
         for link in re.findall(r"\]\((?!\w+:|#)([^)#\s]+)", "\n".join(text(c) for c in read(p) if c["cell_type"] == "markdown")):
-            assert (out / link).exists() or Path(link) not in FILES, f"{p.name} links to {link}"
+            assert (p.parent / link).exists() or not (ROOT / "nbs" / PAGES[p.stem].parent / link).exists(), f"{p.name} links to {link}"
     assert (edition[0] / "LICENSE").is_file() and "no answers" in (edition[0] / "README.md").read_text(encoding="utf-8")
 
 
@@ -126,7 +127,7 @@ def test_the_command_writes_it_anew_and_nothing_else_is_removed(tmp_path):
 
 def test_the_command_checks_answers_in_the_notebook(edition, tmp_path):
     from lmcourse.app.grade import check_file, exercise_tasks, find_tasks
-    nb = json.loads((edition[0] / "nbs/01z_tokenization.ipynb").read_text(encoding="utf-8"))
+    nb = json.loads((edition[0] / "nbs" / PAGES["01z_tokenization"]).read_text(encoding="utf-8"))
     for c in nb["cells"]:
         if text(c).startswith("# 'utf-8'"): c["source"] = ["sizes = {'utf-8': 17, 'utf-16': 22, 'utf-32': 36}"]
     path = tmp_path / "mine.ipynb"

@@ -12,6 +12,7 @@ from lmcourse.ablations.sweep import run_experiment, student_t
 from lmcourse.tools.checks import expect_error
 from lmcourse.tools.config import ModelConfig, TrainConfig
 from lmcourse.tools.ledger import published
+from lmcourse.training import data
 
 ROOT = Path(__file__).parents[1]
 TINY = RunData(max_mb=.1, valid_documents=4)
@@ -41,6 +42,7 @@ def test_killed_sweep_goes_on_from_a_checkpoint(tmp_path):
     assert here[job.key]["result"] == other[job.key]["result"] and here[job.key]["curve"] == other[job.key]["curve"]
     assert not run.exists()
 
+@pytest.mark.slow
 def test_killed_run_is_shown_and_tried_again(tmp_path):
     "A run whose process dies is in the file and in the table as crashed; the others go on; the next call makes it"
     e, killed = experiment(120*1024, a=SLOW, b=SLOW | dict(d_ff=16)), []
@@ -67,7 +69,7 @@ def test_an_error_is_a_crashed_run(tmp_path):
 
 def test_two_sweeps_in_one_folder(tmp_path):
     "The second one is refused; a folder for each would do"
-    from lmcourse.training.data import lock_file
+    from lmcourse.tools.files import lock_file
     with open(tmp_path/"lock", "w") as file:
         lock_file(file)
         with expect_error(BlockingIOError, "another process"): run_experiment(experiment(), tmp_path/"runs.jsonl", tmp_path)
@@ -107,7 +109,7 @@ def test_every_study_can_be_planned(name, scale):
 
 def test_the_full_set_up_is_the_published_one():
     "5000 steps of 128 windows of 256 tokens, 35,938,816 parameters, 200 steps of warm-up"
-    from lmcourse.accounting.memory import count_parameters
+    from lmcourse.accounting.parameters import count_parameters
     job = experiment_of("learning-rate", "full").runs()["0.002", 0]
     assert (job.train.steps, job.train.batch_size, job.model.context_length, job.train.warmup_steps) == (5000, 128, 256, 200)
     assert count_parameters(job.model).unique == published("cs336-report.tinystories.parameters").value and job.data.corpus == "tinystories"
@@ -159,9 +161,9 @@ def test_pairs_need_the_same_seeds():
 
 def contents(folder): return {str(f.relative_to(folder)): f.read_bytes() for f in folder.rglob("*") if f.is_file()}
 
-def cut_off(name, call):
-    "`sweep.NAME` is interrupted before its call number `call`"
-    real, calls = getattr(sweep, name), []
+def cut_off(owner, name, call):
+    "`NAME` is interrupted before its call number `call`"
+    real, calls = getattr(owner, name), []
     def f(*args, **more):
         calls.append(1)
         if len(calls) == call: raise KeyboardInterrupt
@@ -170,8 +172,9 @@ def cut_off(name, call):
 
 @pytest.mark.parametrize("name, call", [("write_tokens", 1), ("write_tokens", 2), ("count_ngrams", 1), ("documents", 2), ("documents", 3)])
 def test_an_interrupted_corpus_is_prepared_to_its_end_by_the_next_call(tmp_path, name, call):
+    owner = sweep if name == "documents" else data
     with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(sweep, name, cut_off(name, call))
+        patch.setattr(owner, name, cut_off(owner, name, call))
         prepare_corpus(TINY, tmp_path/"cut")
     cut, whole = prepare_corpus(TINY, tmp_path/"cut"), prepare_corpus(TINY, tmp_path/"whole")
     assert contents(tmp_path/"cut") == contents(tmp_path/"whole") and (cut/"ngram.json").exists() and cut.name == whole.name

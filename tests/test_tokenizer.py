@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from lmcourse.tokenization.bpe import PRETOKENIZE, byte_alphabet, count_words, learn_heap, make_vocab
+from lmcourse.tokenization.bpe import PRETOKENIZE, count_words, learn_heap
+from lmcourse.tokenization.encoding import byte_alphabet, make_vocab
 from lmcourse.tokenization import tokenizer as tokenizer_module
 from lmcourse.tokenization.tokenizer import ReadableEncoder, Rules, Tokenizer, read_merges, read_vocab, text_to_token, token_to_text, train_bpe
 from lmcourse.tools.stories import Stories

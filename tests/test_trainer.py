@@ -26,11 +26,15 @@ from lmcourse.tools.checks import check_close
 from lmcourse.tools.config import ModelConfig, TrainConfig
 from lmcourse.tools.stories import Stories
 from lmcourse.training.data import TokenDataset, write_tokens
-from lmcourse.training.engines import NumpyEngine, TorchEngine, World, noise_scale, plan_batch
+from lmcourse.training.engines import NumpyEngine, Objective, TorchEngine, World, noise_scale, plan_batch
 from lmcourse.training.checkpoint import Checkpoints, read_state
-from lmcourse.training import trainer as training_loop
-from lmcourse.training.trainer import (Diverged, Interrupted, Trainer, evaluate, live_plot, load_model, measure_step, plot_runs, read_metrics,
-                                       save_model, summarize, training_of, write_run)
+from lmcourse.training import evaluation
+from lmcourse.training.evaluation import evaluate, summarize
+from lmcourse.training.models import load_model, save_model, training_of
+from lmcourse.training.plots import live_plot, plot_runs
+from lmcourse.training.runs import read_metrics, write_run
+from lmcourse.training.signals import Interrupted
+from lmcourse.training.trainer import Diverged, Trainer, measure_step
 
 MODEL = ModelConfig(vocab_size=400, context_length=32, d_model=32, num_layers=2, num_heads=2)
 SHORT = TrainConfig(steps=12, batch_size=6, lr=5e-3, warmup_steps=3, eval_every=4, eval_documents=4, checkpoint_every=5, log_every=1, device="cpu")
@@ -93,8 +97,8 @@ def test_a_batch_may_be_cut_in_any_way(engine, tied):
     ids = torch.randint(400, (8, 33), generator=torch.Generator().manual_seed(0))
     def moved(times):
         e = engine(c, replace(SHORT, grad_clip=.1))
-        loss = sum(e.add_gradients(part[:, :-1], part[:, 1:], 1/times) for part in ids.chunk(times))
-        norm = e.update(1e-2)
+        loss = sum(e.forward_backward((part[:, :-1], part[:, 1:]), 1/times) for part in ids.chunk(times))
+        norm = e.optimizer_step(1e-2)
         return float(loss), norm, {n: p.detach().clone() for n, p in e.model.named_parameters()}
     whole = moved(1)
     for times in (2, 4, 8): check_close(moved(times), whole, rtol=2e-3, atol=2e-5)
@@ -119,6 +123,95 @@ def test_both_engines_follow_the_same_curve(data, change):
         check_close(float(a.norm), float(b.norm), rtol=2e-2)
 
 
+# What a trainer is given
+
+def first_half(model, inputs, targets):
+    "The loss on the first half of each window"
+    keep = inputs.shape[1]//2
+    return torch.nn.functional.cross_entropy(model(inputs)[:, :keep].flatten(0, 1), targets[:, :keep].flatten())
+
+
+def test_a_loss_that_is_given_is_minimised_and_cut_like_any_other(data):
+    made = lambda **more: Trainer(MODEL, replace(SHORT, **more), *sets(data), objective=Objective(first_half))
+    whole, parts = made(), made(micro_batch=2)
+    inputs, targets = (torch.from_numpy(a) for a in whole.batches[0])
+    assert whole.train_step() == pytest.approx(first_half(TransformerLM(MODEL, seed=SHORT.seed), inputs, targets).item(), rel=1e-6)
+    parts.train_step()
+    check_close(parts.norm, whole.norm, rtol=1e-4)
+    check_close(weights(parts), weights(whole), rtol=2e-3, atol=2e-5)
+    with torch.no_grad(): whole.model.layers[0].ffn.w3.weight[0, 0] = 3e38
+    with pytest.raises(Diverged, match="the output of layers.0.ffn.w3 is not finite"): whole.train_step()
+
+
+def test_a_batch_of_three_tensors_and_a_weight_of_its_own(data):
+    "Answers only: a mask goes with each batch, and each part counts by how much of it is left"
+    def masked(model, inputs, targets, mask):
+        nats = torch.nn.functional.cross_entropy(model(inputs).flatten(0, 1), targets.flatten(), reduction="none")
+        return (nats*mask.flatten()).sum()/mask.sum()
+    inputs, targets = sets(data)[0].tokens[:96].reshape(3, 32).astype(np.int64), sets(data)[0].tokens[1:97].reshape(3, 32).astype(np.int64)
+    mask = np.zeros((3, 32), np.float32)
+    mask[0, :3] = mask[1, :17] = mask[2, :1] = 1
+    batches = [(inputs, targets, mask)]*4
+    made = lambda m: Trainer(MODEL, replace(SHORT, batch_size=3, micro_batch=m), None, sets(data)[1], batches, Objective(masked, lambda m: m.sum().item()))
+    whole, parts = made(3), made(1)
+    for _ in range(3): check_close(parts.train_step(), whole.train_step(), rtol=1e-5)
+    equal = Trainer(MODEL, replace(SHORT, batch_size=3, micro_batch=1), None, sets(data)[1], batches, Objective(masked))
+    assert abs(equal.train_step() - whole.recent[0]) > 1e-3          # a mean of the parts' means is another number
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_batches_from_an_iterator_train_as_those_by_step(data, tmp_path, prefetch):
+    trainer, found = run(data, tmp_path/"a", prefetch=prefetch)
+    (tmp_path/"b").mkdir()
+    write_run(tmp_path/"b", MODEL, SHORT, data)
+    given = (tuple(map(torch.from_numpy, trainer.batches[step])) for step in range(SHORT.steps))
+    other = Trainer(MODEL, replace(SHORT, prefetch=prefetch), None, sets(data)[1], batches=given)
+    other.fit(tmp_path/"b")
+    check_close(weights(other), weights(trainer), 0, 0)
+
+
+@pytest.mark.parametrize("engine", ["torch", "numpy"])
+def test_a_run_begins_with_the_weights_that_it_is_told(data, tmp_path, engine):
+    trainer, _ = run(data, tmp_path/"a", engine=engine)
+    there = load_model(tmp_path/"a")[0]
+    begun = Trainer(MODEL, replace(SHORT, engine=engine, init_from=str(tmp_path/"a")), *sets(data))
+    assert begun.step == 0 and all(torch.equal(a, b) for a, b in zip(begun.model.parameters(), there.parameters()))
+    assert begun.train_step() == pytest.approx(there.loss(*map(torch.from_numpy, begun.batches[0])).item(), rel=1e-4)
+    longer = Trainer(replace(MODEL, context_length=48), replace(SHORT, engine=engine, init_from=str(tmp_path/"a")), *sets(data))
+    assert torch.equal(longer.model.lm_head.weight, there.lm_head.weight)        # RoPE has no weights that depend on it
+
+
+def test_other_weights_are_refused(data, tmp_path):
+    run(data, tmp_path/"a")
+    other = replace(SHORT, init_from=str(tmp_path/"a"))
+    with pytest.raises(ValueError, match="init_from = .*: num_layers is 2 there, 1 here" if MODEL.num_layers == 2 else "num_layers"):
+        Trainer(replace(MODEL, num_layers=1), other, *sets(data))
+    train, valid = sets(data)
+    for s in (train, valid): s.info["tokenizer"] = "f"*64
+    with pytest.raises(ValueError, match="but the tokens were made by ffffffffffff"): Trainer(MODEL, other, train, valid)
+    with pytest.raises(FileNotFoundError, match="no run folder"): Trainer(MODEL, replace(SHORT, init_from=str(tmp_path/"b")), *sets(data))
+
+
+def test_measured_steps_leave_no_trace(data, tmp_path):
+    "Also in the middle of a run, and with both engines: what follows is the same, bit for bit"
+    for engine in ("torch", "numpy"):
+        for before in (0, 3):
+            a, b = (Trainer(MODEL, replace(SHORT, engine=engine), *sets(data)) for _ in range(2))
+            for t in (a, b): [t.train_step() for _ in range(before)]
+            measure_step(a, 3)
+            assert (a.step, a.recent) == (b.step, b.recent)
+            assert [a.train_step() for _ in range(3)] == [b.train_step() for _ in range(3)]
+            check_close(weights(a), weights(b), 0, 0)
+
+
+def test_measured_steps_leave_the_scale_of_float16(data):
+    t = Trainer(MODEL, replace(SHORT, dtype="float16"), *sets(data))
+    t.train_step()
+    t.engine.scaler.update(2.**100)                                     # So large that every step overflows and halves it
+    measure_step(t, 3)
+    assert t.engine.scaler.get_scale() == 2.**100
+
+
 def test_windows_that_count_differently_are_weighed(data):
     "Parts of `within` batches have different numbers of targets"
     a, b = (Trainer(MODEL, replace(SHORT, windows="within", micro_batch=m, steps=4), *sets(data)) for m in (None, 1))
@@ -141,7 +234,7 @@ def test_numbers_that_do_not_divide(config, processes, words):
 def test_a_plan_in_words():
     assert str(plan_batch(TrainConfig(tokens_per_step=1024, micro_batch=4), 32, 4)) == "1,024 tokens a step = 4 processes x 2 times x 4 windows of 32"
     assert plan_batch(TrainConfig(batch_size=6), 32).tokens == 192
-    assert [World(r, 2).part(torch.arange(6)).tolist() for r in range(2)] == [[0, 1, 2], [3, 4, 5]]
+    assert [World(r, 2).shard_batch(torch.arange(6)).tolist() for r in range(2)] == [[0, 1, 2], [3, 4, 5]]
 
 
 def test_the_noise_scale_is_exact_where_both_lengths_are():
@@ -177,6 +270,18 @@ def test_the_rates_of_a_run_are_those_of_its_schedule(data, tmp_path):
     assert [m["lr"] for m in found if "lr" in m] == [learning_rate(t, SHORT.lr, SHORT.min_lr, 3, 12, 4) for t in range(1, 13)]
 
 
+def test_an_optimizer_from_outside_trains_a_run(data, tmp_path):
+    from lmcourse.training.optim_torch import SGD, register_optimizer
+    register_optimizer("plain", lambda model, config: SGD(model.parameters(), config.lr))
+    try:
+        config = TrainConfig.from_dict(replace(SHORT, optimizer="plain").to_dict())
+        trainer = Trainer(MODEL, config, *sets(data))
+        trainer.train_step()
+        assert type(trainer.engine.optimizer) is SGD and trainer.engine.optimizer.param_groups[0]["lr"] == trainer.lr > 0
+    finally: register_optimizer("plain", None)
+    with pytest.raises(ValueError, match="optimizer = 'plain', expected one of adamw, muon"): replace(SHORT, optimizer="plain")
+
+
 def test_a_group_of_parameters_may_have_a_rate_of_its_own(data, tmp_path):
     "The schedule multiplies it; it is kept in checkpoints, and those of before have none"
     config = replace(SHORT, optimizer="muon", lr=3e-4)
@@ -191,7 +296,7 @@ def test_a_group_of_parameters_may_have_a_rate_of_its_own(data, tmp_path):
         if folder.name == "old":
             for group in trainer.engine.optimizer.param_groups: group.pop("lr_scale", None)
         write_run((folder.mkdir(), folder)[1], MODEL, config, data)
-        trainer._save(folder)
+        trainer.save(folder)
         again = Trainer(MODEL, config, *sets(data))
         again.resume(folder)
         again.train_step()
@@ -296,8 +401,8 @@ def test_the_error_of_a_loss_by_hand():
 
 
 def test_as_many_rows_at_a_time_as_128_megabytes_of_logits_allow(data, monkeypatch):
-    asked, real, dataset = [], training_loop.evaluation_batches, sets(data)[1]
-    monkeypatch.setattr(training_loop, "evaluation_batches", lambda d, T, count, rows: asked.append(rows) or real(d, T, count, rows))
+    asked, real, dataset = [], evaluation.evaluation_batches, sets(data)[1]
+    monkeypatch.setattr(evaluation, "evaluation_batches", lambda d, T, count, rows: asked.append(rows) or real(d, T, count, rows))
     for vocab_size in (400, 2**18, 2**30):
         monkeypatch.setitem(dataset.info, "vocab_size", vocab_size)
         evaluate(Trainer(MODEL, SHORT, *sets(data)).model, dataset, 32, 1)
@@ -319,7 +424,7 @@ def test_a_model_that_is_kept_comes_back_rounded_to_nine_bits_with_its_tokenizer
 
 def test_a_model_that_can_not_be_kept_leaves_nothing(data, tmp_path, monkeypatch):
     def full(*args, **more): raise OSError(28, "No space left on device")
-    monkeypatch.setattr(training_loop, "write_safetensors", full)
+    monkeypatch.setattr("lmcourse.training.models.write_safetensors", full)
     with pytest.raises(OSError, match="No space"): save_model(tmp_path/"kept", TransformerLM(MODEL), Tokenizer.from_folder(data/"tokenizer"), SHORT, {})
     assert not list(tmp_path.iterdir())
 
@@ -435,7 +540,7 @@ def test_lines_also_go_elsewhere(data, tmp_path, monkeypatch, name):
 
 
 def test_a_log_that_is_not_installed_is_refused(data, monkeypatch):
-    monkeypatch.setattr("lmcourse.training.trainer.find_spec", lambda name: None)
+    monkeypatch.setattr("lmcourse.training.runs.find_spec", lambda name: None)
     with pytest.raises(ValueError, match="log_to = wandb: the package wandb is not installed"): Trainer(MODEL, replace(SHORT, log_to="wandb"), *sets(data))
 
 
@@ -463,7 +568,8 @@ SCRIPT = """
 import json, sys, torch
 from pathlib import Path
 from lmcourse.training.data import TokenDataset
-from lmcourse.training.trainer import Trainer, read_run
+from lmcourse.training.runs import read_run
+from lmcourse.training.trainer import Trainer
 for run in sys.argv[1:]:
     model, config, data = read_run(Path(run))
     trainer = Trainer(model, config, *(TokenDataset.open(data/n) for n in ("train", "valid")))

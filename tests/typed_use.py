@@ -6,7 +6,7 @@ from typing import assert_type
 import torch
 
 from lmcourse.accounting.account import account, account_tables
-from lmcourse.accounting.hardware import Price, price
+from lmcourse.accounting.run_cost import Price, price
 from lmcourse.architecture.transformer_torch import TransformerLM
 from lmcourse.generation.generate import complete, generate
 from lmcourse.inference.kv_cache import CachedDecoder
@@ -15,7 +15,10 @@ from lmcourse.tools.config import ModelConfig, TrainConfig, describe
 from lmcourse.tools.documents import documents
 from lmcourse.tools.show import Table
 from lmcourse.training.data import TokenDataset, write_tokens
-from lmcourse.training.trainer import Evaluation, Trainer, load_model, write_run
+from lmcourse.training.evaluation import Evaluation
+from lmcourse.training.models import load_model
+from lmcourse.training.runs import write_run
+from lmcourse.training.trainer import Trainer
 
 
 def configs(folder: Path) -> tuple[ModelConfig, TrainConfig]:
@@ -24,7 +27,7 @@ def configs(folder: Path) -> tuple[ModelConfig, TrainConfig]:
     assert_type(ModelConfig.load(folder/"model.toml"), ModelConfig)
     assert_type(TrainConfig.from_dict({"steps": 10}), TrainConfig)
     assert_type(model.num_kv_heads, int | None)
-    assert_type(model.G, int)
+    assert_type(model.kv_heads, int)
     assert_type(describe(model), Table)
     model.save(folder/"model.json")
     return model, TrainConfig.preset("quickstart", steps=10)

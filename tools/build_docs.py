@@ -17,25 +17,30 @@ from nbdev.doclinks import _build_modidx, _nbpath2html
 from nbdev.quarto import refresh_quarto_yml
 from nbdev.serve import proc_nbs
 
-from docs.extras import llms, markdown, search_index
+from docs import quarto
+from docs.extras import llms, markdown, read_redirects, search_index, write_404, write_redirects
 from docs.notebook import enrich, facts, load
 from docs.page import HERE, dead_links, finish, html, vendor_katex
 
 
-LISTS = {"97c_api.ipynb"}       # Its tables repeat what stands on other pages: the search knows it by its title
+FIRST = "index.ipynb"           # Not nbdev's `readme_nb`: by that setting it would write README.md anew whenever the file looks old
+LISTS = {"97c_api"}             # Its tables repeat what stands on other pages: the search knows it by its title
 
 
 def sidebar(cfg, found):
-    "Sections [(title, [notebook, ...])] from _quarto.yml, which must name every notebook and no other."
+    "Sections [(title, [notebook, ...])] from _quarto.yml, which must name every notebook and no other. Companions are a section of their own."
     items = yaml.safe_load((cfg.config_path / "_quarto.yml").read_text(encoding="utf-8"))["website"]["sidebar"]["contents"]
-    nav = [("", [o]) if isinstance(o, str) else (o["section"], o["contents"] or []) for o in items]
+    nav = []
+    for o in items:
+        title, listed = ("", [o]) if isinstance(o, str) else (o["section"], o["contents"])
+        nav += [(title, [n for n in listed if isinstance(n, str)])] + [(n["section"], n["contents"]) for n in listed if not isinstance(n, str)]
     if odd := {n for _, s in nav for n in s} ^ set(found): sys.exit(f"in only one of _quarto.yml and nbs: {', '.join(sorted(odd))}")
     return nav
 
 
 def readme(proc, found, cfg):
     "README.md from the first page. Its links lead to the notebooks, so that they work wherever the repository is read."
-    (nb, front, _), base = load(proc / cfg.readme_nb), f"{cfg.doc_host}{cfg.doc_baseurl}"
+    (nb, front, _), base = load(proc / FIRST), f"{cfg.doc_host}{cfg.doc_baseurl}"
     if any("image/png" in o.get("data", {}) for c in nb.cells for o in c.get("outputs", [])): sys.exit("README: put the plot into a file of nbs")
     text = MarkdownExporter().from_notebook_node(nb)[0]
     for n in found: text = text.replace(f"]({base}/{_nbpath2html(Path(n)).as_posix()}", f"](nbs/{n}")
@@ -51,7 +56,8 @@ def process(cfg, force):
     proc, times = proc_nbs(force=force, n_workers=num_cpus()), cfg.nbs_path / "results/times.json"
     times = json.loads(times.read_text(encoding="utf-8")) if times.exists() else {}
     found = [f.relative_to(proc).as_posix() for f in sorted(proc.rglob("*.ipynb")) if (cfg.nbs_path / f.relative_to(proc)).exists()]
-    for n in found: enrich(proc / n, facts(cfg.nbs_path / n, times, cfg.git_url, cfg.branch) if n != cfg.readme_nb else None)
+    for f in set(proc.rglob("*.ipynb")) - {proc / n for n in found}: f.unlink()          # Of notebooks that were moved
+    for n in found: enrich(proc / n, facts(cfg.nbs_path, n, times, cfg.git_url, cfg.branch) if n != FIRST else None)
     return proc, found
 
 
@@ -70,7 +76,7 @@ def build(cfg, proc, found, out):
     nav, base = sidebar(cfg, found), f"{cfg.doc_host}{cfg.doc_baseurl}"
     pages = {n: _nbpath2html(Path(n)).as_posix() for n in found}
     shutil.rmtree(out, ignore_errors=True)
-    shutil.copytree(proc, out, ignore=shutil.ignore_patterns("*.ipynb", "*.yml", "styles.css", "results", "_docs", ".*"))
+    shutil.copytree(proc, out, ignore=shutil.ignore_patterns("*.ipynb", "*.yml", "styles.css", "theme.scss", "results", "_docs", ".*"))
     katex, order = vendor_katex(out), [n for _, items in nav for n in items]
     with multiprocessing.get_context("spawn").Pool(min(num_cpus(), 8)) as pool:
         made = dict(zip(order, pool.starmap(partial(one_page, proc=proc, base=base, out=out), [(n, pages[n]) for n in order], chunksize=1)))
@@ -84,12 +90,30 @@ def build(cfg, proc, found, out):
         (out / pages[n]).write_text(page.render(
             cfg=cfg.d, front=fronts[n], here=n, nav=nav, pages=pages, katex=katex, prev=before, next=after, titles=titles,
             root="../" * pages[n].count("/"), source=f"{cfg.git_url}/blob/{cfg.branch}/{cfg.nbs_path.name}/{n}", **made[n][1]), encoding="utf-8")
-    (out / "search-index.js").write_text(search_index([[pages[n], titles[n], made[n][2][:1 if n in LISTS else None]] for n in order]), encoding="utf-8")
+    (out / "search-index.js").write_text(search_index([[pages[n], titles[n], made[n][2][:1 if Path(n).stem in LISTS else None]] for n in order]), encoding="utf-8")
     (out / "llms.txt").write_text(llms(cfg, nav, pages, fronts), encoding="utf-8")
     for f in ("site.css", "site.js"): shutil.copy(HERE / f, out)
+    write_redirects(out, base, read_redirects())
+    write_404(out, base, cfg.title)
     (out / ".nojekyll").touch()                       # GitHub Pages then serves the files as they are
     if bad := list(dead_links(out)): sys.exit("links that lead nowhere:\n  " + "\n  ".join(bad))
     print(f"{len(order)} pages in {out}")
+
+
+def render(cfg, proc, found, out):
+    "The same site, its pages made by Quarto."
+    if not shutil.which("quarto"): sys.exit(f"there is no quarto on the PATH: install {quarto.VERSION}, or build the site without it")
+    if (have := subprocess.run(["quarto", "--version"], capture_output=True, text=True).stdout.strip()) != quarto.VERSION:
+        print(f"Quarto {have}: these steps were tried with {quarto.VERSION}", file=sys.stderr)
+    base = f"{cfg.doc_host}{cfg.doc_baseurl}"
+    subprocess.run(["quarto", "render", "--no-cache"], cwd=proc, check=True)
+    shutil.rmtree(out, ignore_errors=True)
+    shutil.move(proc / cfg.doc_path.name, out)
+    bad = quarto.finish_site(out, base, {_nbpath2html(Path(f"{name}.ipynb")).name for name in LISTS})
+    write_redirects(out, base, read_redirects())
+    write_404(out, base, cfg.title)
+    if bad: sys.exit("links that lead nowhere:\n  " + "\n  ".join(bad))
+    print(f"{len(found)} pages in {out}")
 
 
 def main():
@@ -105,9 +129,7 @@ def main():
     out = (args.out or cfg.doc_path).absolute()
     if args.readme: readme(proc, found, cfg)
     elif args.quarto:
-        subprocess.run(["quarto", "render", "--no-cache"], cwd=proc, check=True)
-        shutil.rmtree(out, ignore_errors=True)
-        shutil.move(proc / cfg.doc_path.name, out)
+        render(cfg, proc, found, out)
     else: build(cfg, proc, found, out)
 
 

@@ -1,9 +1,9 @@
 """Everything a change must pass, in an environment that is ready. Usage: tools/check.py [--slow] [--only STEP ...] [--without NAME ...]
 
 `--slow` adds the long tier: notebook cells and tests that are marked `slow`. `--only` takes some of the steps: packages, style,
-types, sync, pages, notebooks, tests, site, browser; in the long tier, lab.
+types, sync, pages, notebooks, tests, site, browser; in the long tier, lab and floors.
 """
-import argparse, os, shutil, signal, subprocess, sys, tempfile, time
+import argparse, importlib.util, os, shutil, signal, subprocess, sys, tempfile, time
 from pathlib import Path
 
 ROOT, BIN = Path(__file__).resolve().parent.parent, Path(sys.executable).parent
@@ -43,15 +43,22 @@ def in_sync():
         sys.exit("not what nbdev_export and nbdev_clean would write: " + ", ".join(odd))
 
 
+TRITON = tuple(f"09{name}" for name in ("c_traffic", "d_matmul", "e_rows", "f_flash", "g_grouped", "i_use"))    # They run its kernels
+
+
 def notebooks(slow, without=()):
     "Run them. Each must be able to run after any other: none may leave a file behind."
+    if not importlib.util.find_spec("triton"):
+        print(f"no triton here, which has wheels for Linux alone: without {', '.join(TRITON)}", flush=True)
+        without = (*without, *TRITON)
     before = files(ROOT).keys()
     run("nbdev_test", "--timing", "--skip_file_re", "|".join(["^[_.]", *(f"^{name}.ipynb$" for name in without)]), *(["--flags", "slow"] if slow else []))
     if left := sorted(map(str, files(ROOT).keys() - before)): sys.exit("left behind by a notebook: " + ", ".join(left))
 
 
 def tests(slow, *chosen):
-    processes = ["-n", str(min(4, os.cpu_count() or 1)), "--dist", "loadfile", "--no-loadscope-reorder"]
+    processes = ["-n", str(min(4, os.cpu_count() or 1)), "--dist", "loadfile", "--no-loadscope-reorder",
+                 "--max-worker-restart", "0"]                   # A test that crashes its process fails; xdist would wait for ever
     run(sys.executable, "-m", "pytest", "-q", *processes, *chosen, *(["-m", "not bench"] if slow else []))
 
 
@@ -67,7 +74,10 @@ def steps(slow, without=()):
         "tests": lambda: tests(slow, "tests", "--ignore=tests/pages", *(f"--ignore=tests/{name}.py" for name in without)),
         "site": lambda: run(sys.executable, "tools/build_docs.py", "--force"),
         "browser": lambda: run(sys.executable, "tools/check_site.py"),
-    } | ({"lab": lambda: run(sys.executable, "tools/check_lab.py", "nbs/01d_explorer.ipynb")} if slow else {})
+    } | ({
+        "lab": lambda: run(sys.executable, "tools/check_lab.py"),
+        "floors": lambda: run(sys.executable, "tools/floors.py"),
+    } if slow else {})
 
 
 if __name__ == "__main__":
@@ -77,7 +87,7 @@ if __name__ == "__main__":
     parser.add_argument("--without", nargs="+", default=(), metavar="NAME", help="notebooks and files of tests that are left out: 03h_fast_np, test_cli")
     words = parser.parse_args()
     for name in words.without:
-        if not any((ROOT / path).exists() for path in (f"nbs/{name}.ipynb", f"tests/{name}.py")): parser.error(f"--without: there is no notebook and no file of tests called {name}")
+        if not [*(ROOT / "nbs").rglob(f"{name}.ipynb"), *(ROOT / "tests").glob(f"{name}.py")]: parser.error(f"--without: there is no notebook and no file of tests called {name}")
     ENV |= {"HYPOTHESIS_PROFILE": "random" if words.slow else "same"} # A change is not refused for what another one did
     if words.slow: ENV["LMCOURSE_SLOW"] = "1"
     for name, step in steps(words.slow, words.without).items():

@@ -27,9 +27,10 @@ def serve(folder):
     sys.exit("JupyterLab does not answer")
 
 
-def run_all(page, path):
-    "Click through the page at `path`, save it until every cell has run; what is wrong with it, as a list."
-    page.goto(f"http://127.0.0.1:{PORT}/lab/tree/{path.name}", timeout=120_000)
+def run_all(page, folder, name):
+    "Click through the page `name` of `folder`, save it until every cell has run; what is wrong with it, as a list."
+    path = folder / name
+    page.goto(f"http://127.0.0.1:{PORT}/lab/tree/{name.as_posix()}", timeout=120_000)
     page.locator(".jp-CodeCell").first.wait_for(timeout=120_000)
     page.get_by_text("| Idle").wait_for(timeout=120_000)                # The kernel, in the bar below
     page.get_by_role("menuitem", name="Run", exact=True).click()
@@ -38,8 +39,9 @@ def run_all(page, path):
     while faults and time.time() < end:
         time.sleep(3)
         page.keyboard.press("Control+s")
-        if errors := found_errors(path): return errors
-        faults = not_run(path)
+        try: errors, faults = found_errors(path), not_run(path)
+        except json.JSONDecodeError: continue                           # It is being written at this moment
+        if errors: return errors
     return faults
 
 
@@ -61,7 +63,7 @@ def not_run(path):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("page", nargs="?", type=Path, default=ROOT / "nbs/01d_explorer.ipynb", help="a notebook")
+    parser.add_argument("page", nargs="?", type=Path, default=next((ROOT / "nbs").rglob("01f_explorer.ipynb")), help="a notebook")
     parser.add_argument("--screenshot", type=Path, help="a PNG of the page when all has run")
     args = parser.parse_args()
     try: from playwright.sync_api import sync_playwright
@@ -74,7 +76,7 @@ def main():
         server = serve(project / "nbs")
         try:
             page = playwright.chromium.launch(executable_path=browser, args=FLAGS).new_page(viewport=dict(width=1400, height=1000))
-            faults = run_all(page, project / "nbs" / page_)
+            faults = run_all(page, project / "nbs", page_)
             if args.screenshot: page.screenshot(path=args.screenshot)
         finally: server.terminate(); server.wait()
     if faults: sys.exit(f"{args.page.name} in JupyterLab:\n  " + "\n  ".join(faults))

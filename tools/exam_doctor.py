@@ -22,7 +22,8 @@ import faults
 from lmcourse.ablations.doctor import envelopes, examine, make_envelope
 from lmcourse.tools.config import ModelConfig, TrainConfig
 from lmcourse.tools.machine import machine_name
-from lmcourse.training.trainer import Trainer, read_metrics
+from lmcourse.training.runs import read_metrics
+from lmcourse.training.trainer import Trainer
 
 MODEL = ModelConfig.preset("small")
 TRAIN = TrainConfig.preset("small", steps=300, warmup_steps=30, eval_every=75, eval_documents=20,

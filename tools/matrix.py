@@ -11,10 +11,10 @@ ROOT, BIN = Path(__file__).resolve().parent.parent, Path(sys.executable).parent
 BUSY = [sys.executable, "-c", "while True: pass"]
 ONE_CORE = ["taskset", "-c", "0"] if shutil.which("taskset") else None
 # Their kernels are made of machine instructions that plain Python does not have, or would take hours there.
-COMPILED = """01b_fast_bpe 01c_tokenizer 01d_explorer 03h_fast_np 04a_data 04e_trainer 06a_sweep 06c_case 06c_doctor 07a_kv_cache 07b_engine
-07c_speculative 07d_quantization 07z_inference 90a_bench 90b_bench_generation 90b_serve 90b_throughput 90c_cli
-test_bench_command test_case test_checkpoint test_cli test_data test_doctor test_engine test_exercises_inference test_explorer test_fast_bpe
-test_generate test_interactive test_kernel test_kv_cache test_machine test_parts test_quantization test_serve test_speculative test_sweep test_tokenizer test_trainer""".split()
+COMPILED = """00m_compiled 01d_fast_bpe 01e_tokenizer 01f_explorer 03h_fast_np 04a_data 04k_trainer 06a_sweep 06c_case 06d_doctor 07a_kv_cache 07b_engine
+07c_speculative 07d_quantization 07z_inference 90a_bench 90b_bench_generation 90f_serve 90d_throughput 90g_cli
+test_bench_command test_case test_checkpoint test_cli test_compiled test_data test_doctor test_engine test_exercises_inference test_explorer test_fast_bpe
+test_generate test_interactive test_kernel test_kv_cache test_parts test_quantization test_serve test_speculative test_sweep test_tokenizer test_trainer""".split()
 ROWS = {
     "as it is": ({}, []),
     "one core": ({}, ONE_CORE),
@@ -44,9 +44,10 @@ def run(name, env, before, without=()):
         clone = Path(tmp).resolve()/"clone"
         subprocess.run(["git", "clone", "-q", ROOT, clone], check=True)
         start = time.time()
+        env = {"TORCHINDUCTOR_CACHE_DIR": f"{tmp}/inductor"} | env  # Code that torch compiled for other instructions would be loaded, and crash
         command = [*before, sys.executable, "tools/check.py", "--only", "notebooks", "tests", *(["--without", *without] if without else [])]
         done = subprocess.run(command, cwd=clone, env=os.environ | {"PYTHONPATH": str(clone)} | env, capture_output=True, text=True)
-        if done.returncode: print("\n".join((done.stdout + done.stderr).splitlines()[-60:]), flush=True)
+        if done.returncode: print("\n".join([*done.stdout.splitlines()[-80:], *done.stderr.splitlines()[-10:]]), flush=True)
         return dict(name=name, passed=not done.returncode, minutes=round((time.time() - start)/60, 1))
 
 

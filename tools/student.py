@@ -24,7 +24,7 @@ The notebooks need Python 3.11 or newer and the library:
     python -m pip install jupyter "{title} @ git+{url}"
     jupyter lab --notebook-dir=nbs
 
-The command does the same: `lmcourse exercises` lists what there is, `lmcourse check 03 nbs/03z_architecture.ipynb` looks at the answers in a notebook, `lmcourse check 03.softmax my_softmax.py` at one in a file.
+The command does the same: `lmcourse exercises` lists what there is, `lmcourse check 03 nbs/03_architecture/03z_architecture.ipynb` looks at the answers in a notebook, `lmcourse check 03.softmax my_softmax.py` at one in a file.
 
 Graders compare with the course's own functions, and chapters build those before your eyes. So the library is no secret, and whoever looks up an answer there finds one. The exercises are for trying yourself.
 
@@ -170,7 +170,7 @@ def make(out, nbs=ROOT / "nbs"):
         sys.exit(f"{out} holds something else: name a new folder")
     shutil.rmtree(out, ignore_errors=True)
     shutil.copytree(nbs, out / "nbs", ignore=shutil.ignore_patterns(".*", "_*", "*.yml", "*.css", "__pycache__"))
-    for path in sorted((out / "nbs").glob("[0-9][0-9]z_*.ipynb")):
+    for path in sorted((out / "nbs").rglob("[0-9][0-9]z_*.ipynb")):
         nb, done[path.stem] = without_answers(json.loads(path.read_text(encoding="utf-8")))
         path.write_text(json.dumps(nb, ensure_ascii=False, indent=1, sort_keys=True) + "\n", encoding="utf-8")
     settings = ConfigParser(delimiters=["="])

@@ -1,6 +1,7 @@
 "The ledger: its file is in order, quoting and recording work, a bad file is refused by key, and every number of ours follows from the files of runs."
 import json
 import math
+import os
 import re
 import shutil
 from dataclasses import replace
@@ -60,10 +61,9 @@ def test_record_round_trip(path):
 
 
 def test_failed_write_leaves_the_old_file(path, monkeypatch):
-    import lmcourse.tools.ledger as module
     old = path.read_bytes()
     def fail(*a): raise OSError("disk full")
-    monkeypatch.setattr(module.os, "replace", fail)
+    monkeypatch.setattr(os, "replace", fail)
     with pytest.raises(OSError, match="disk full"): record(KEY, 1.0, "a", "b", **RUNS, path=path)
     assert path.read_bytes() == old and list(path.parent.iterdir()) == [path]
 
@@ -152,7 +152,9 @@ def run_lines(folder):
 
 def numbers_shown(name, nbs):
     "The numbers in the saved outputs of a notebook, each as (value, half a unit of its last digit)"
-    for cell in json.loads((Path(nbs)/f"{name}.ipynb").read_text(encoding="utf-8"))["cells"]:
+    path = next(Path(nbs).rglob(f"{name}.ipynb"), None)
+    if path is None: raise ValueError(f"there is no such notebook as {name}")
+    for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]:
         for out in cell.get("outputs", ()):
             text = "".join(out.get("text", out.get("data", {}).get("text/plain", "")))
             for m in re.finditer(r"\d[\d,]*(?:\.(\d+))?", text): yield float(m[0].replace(",", "")), 0.5*10.0**-len(m[1] or "")
@@ -196,7 +198,7 @@ def test_a_number_of_ours_that_does_not_follow_is_found(path, tmp_path):
     check("c3 is crashed")
     results.unlink()
     check("no line of the run")
-    check("06b_studies", runs=[], how="notebook 06b_studies")                                          # there is no such notebook
+    check("no such notebook as 06b_studies", runs=[], how="notebook 06b_studies")
     (tmp_path/"06b_studies.ipynb").write_text(json.dumps(dict(cells=[dict(outputs=[dict(text=["took 1,234.57 s"])]), dict(outputs=[dict(data={"text/plain": "1.4"})])])))
     check("", value=1234.5681, runs=[], how="notebook 06b_studies")
     check("does not show it", value=1234.4, runs=[], how="notebook 06b_studies")

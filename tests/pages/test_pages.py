@@ -4,15 +4,26 @@ from pathlib import Path
 
 import pytest
 
-from lmcourse.tools.pages import check_links, page_anchors, page_text
+from lmcourse.tools.pages import check_links, page_anchors, page_files, page_text
 
 ROOT = Path(__file__).parents[2]
-PAGES = sorted((ROOT / "nbs").glob("*.ipynb"))
+PAGES = [ROOT / "nbs" / path for path in page_files(ROOT / "nbs").values()]
 
 
 def write(path, *cells):
     path.write_text(json.dumps(dict(cells=[dict(cell_type=kind, source=source.splitlines(keepends=True)) for kind, source in cells])), encoding="utf-8")
     return path
+
+
+def test_pages_are_found_from_any_folder_of_the_course(tmp_path):
+    for name in ("index", "02_two/02a_b", "01_one/01b_a", "01_one/01a_z", "01_one/.ipynb_checkpoints/01a_z", "_own/c"):
+        (path := tmp_path / f"{name}.ipynb").parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    assert list(page_files(tmp_path)) == ["01a_z", "01b_a", "02a_b", "index"] and page_files(tmp_path)["01a_z"] == Path("01_one/01a_z.ipynb")
+    assert page_files(tmp_path / "01_one") == dict(zip(("01a_z", "01b_a", "02a_b", "index"), map(Path, (
+        "01a_z.ipynb", "01b_a.ipynb", "../02_two/02a_b.ipynb", "../index.ipynb"))))
+    (tmp_path / "index.ipynb").unlink()
+    with pytest.raises(FileNotFoundError, match="01_one: expected a folder of the course"): page_files(tmp_path / "01_one")
 
 
 def test_text_is_markdown_without_code(tmp_path):

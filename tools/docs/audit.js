@@ -61,7 +61,7 @@
       faults.push(`${document.documentElement.scrollWidth - width} pixels wider than the screen${wide ? ": " + name(wide) : ""}`)
     }
     for (const e of all("header a, header button, header label, nav a, .contents a, button, summary, footer .turn a, .facts a")) {
-      if (!shown(e) || e.closest("dialog:not([open])")) continue
+      if (!shown(e) || e.closest("dialog:not([open]), .lm-words")) continue // Tokens of a text: a finger slides along them
       const {width, height} = e.getBoundingClientRect()
       if (Math.min(width, height) < 24) faults.push(`${Math.round(width)} by ${Math.round(height)} pixels to tap: ${name(e)}`)
     }

@@ -102,8 +102,9 @@ def reading(cells):
     return math.ceil(words / WORDS_PER_MINUTE + len(code) / LINES_PER_MINUTE), words, len(code)
 
 
-def facts(source, times, git, branch):
-    "The line under a page's title: time to read and to run, and where its notebook and module are. `source` is the notebook in nbs."
+def facts(nbs, page, times, git, branch):
+    "The line under a page's title: time to read and to run, and where its notebook `page` of the folder `nbs` and its module are."
+    source = nbs / page
     cells = json.loads(source.read_text(encoding="utf-8"))["cells"]
     code = ["".join(c["source"]) for c in cells if c["cell_type"] == "code"]
     minutes, words, lines = reading(cells)
@@ -116,25 +117,67 @@ def facts(source, times, git, branch):
             said.append(f"{n} cell{'s' * (n != 1)} {why}, skipped unless asked for")
     module = next((m[1] for c in code if (m := re.match(r"#\|\s*default_exp\s+(\S+)", c))), None)
     at = f"{git}/blob/{branch}"
-    links = [("Notebook", f"{at}/{source.parent.name}/{source.name}")]
+    links = [("Notebook", f"{at}/{nbs.name}/{page}")]
     if module: links.append(("Module", f"{at}/lmcourse/{module.replace('.', '/')}.py"))
-    links.append(("Open in Colab", f"{at}/{source.parent.name}/{source.name}".replace("https://github.com", "https://colab.research.google.com/github")))
+    links.append(("Open in Colab", links[0][1].replace("https://github.com", "https://colab.research.google.com/github")))
     shown = " ".join(f'<a href="{url}">{name}</a>' for name, url in links)
     return (f'<div class="facts"><p>{" · ".join(said)}</p>\n'
             f"<p>{shown} (there, begin with <code>!pip install git+{git}</code>)</p></div>")
 
 
+DOC = re.compile(r"(.*?^### +(\S+)[^\n]*\n)(.*)", re.S | re.M)       # nbdev's text on a name: its heading, its signature and docstring
+
+
+def without_echo(cells):
+    "Where the source of a name follows it says all that nbdev's signature says: of that, the heading stays."
+    for i, c in enumerate(cells):
+        if c.cell_type != "code" or not re.search(r"^#\| code-fold", c.source, flags=re.M): continue
+        for before in reversed(cells[:i]):
+            said = [o.data for o in before.get("outputs", []) if "[source](" in o.get("data", {}).get("text/markdown", "")]
+            if not said: break
+            for data in said:
+                if (m := DOC.match(data["text/markdown"])) and re.search(rf"(def|class) {m[2].split('.')[-1]}\b", c.source):
+                    data["text/markdown"] = m[1]
+
+
+def unlink_parameters(cells):
+    "A name that is a parameter in the code of the page means that, and not what another page calls so: nbdev links it all the same."
+    named, known = set(), set()
+    for c in cells:
+        if c.cell_type != "code": continue
+        try: tree = ast.parse(re.sub(r"^( *)[%!].*$", r"\1pass", c.source, flags=re.M))
+        except SyntaxError: continue
+        named |= {a.arg for n in ast.walk(tree) if isinstance(n, ast.arguments) for a in (*n.posonlyargs, *n.args, *n.kwonlyargs)}
+        known |= {n.name for n in ast.walk(tree) if isinstance(n, (ast.FunctionDef, ast.ClassDef, ast.alias))}
+    link = re.compile(r"\[(`(\w+)`)\]\(https?://[^)]*\)")
+    def plain(text): return link.sub(lambda m: m[1] if m[2] in named - known else m[0], text)
+    for c in cells:
+        if c.cell_type == "markdown": c.source = plain(c.source)
+        for o in c.get("outputs", []):
+            if "text/markdown" in o.get("data", {}): o.data["text/markdown"] = plain(o.data["text/markdown"])
+
+
+def spoken(text):
+    "A caption as a text that is read aloud, and that an address can hold: Quarto decodes it as one, and stumbles over a bare percent sign."
+    return re.sub(r"(?<=\d) ?%", " percent", text).replace("%", "percent").replace("`", "")
+
+
 def enrich(path, line):
-    "Give the processed notebook at `path` the line of facts, and its plots a text for those who can't see them."
+    """Make the processed notebook at `path` ready for either builder: the line of facts, no signature above the source that says the
+    same, and for each plot a text for those who can't see it."""
     nb = nbformat.v4.reads(path.read_text(encoding="utf-8"))
     nb.cells = [c for c in nb.cells if c.get("id") != "facts"]
     head = next((i for i, c in enumerate(nb.cells) if c.cell_type == "raw"), -1) + 1
     if line: nb.cells.insert(head, nbformat.v4.new_markdown_cell(line, id="facts"))
-    heading = ""
+    without_echo(nb.cells)
+    unlink_parameters(nb.cells)
+    front = nb.cells[head - 1].source if head else ""
+    heading = (re.findall(r"^title: *(.*?) *$", front, flags=re.M) or [""])[0].strip("\"'")        # Until the first one on the page
     for c in nb.cells:
         if c.cell_type == "markdown": heading = (re.findall(r"^#+ +(.*?)(?: *\{.*\})?$", c.source, flags=re.M) or [heading])[-1]
-        if c.cell_type != "code" or re.search(r"^#\| fig-(alt|cap)", c.source, flags=re.M): continue
+        if c.cell_type != "code" or re.search(r"^#\| fig-alt", c.source, flags=re.M): continue
         if not any(o.get("data", {}).keys() & {"image/png", "image/svg+xml"} for o in c.outputs): continue
-        alt = "Plot" + (f" in “{heading}”" if heading else "") + (f": {said}" if (said := labels(c.source)) else "")
-        c.source = f"#| fig-alt: {json.dumps(alt, ensure_ascii=False)}\n{c.source}"
+        if cap := re.search(r"^#\| fig-cap: (.*)$", c.source, flags=re.M): alt = yaml.safe_load(cap[1])
+        else: alt = "Plot" + (f" in “{heading}”" if heading else "") + (f": {said}" if (said := labels(c.source)) else "")
+        c.source = f"#| fig-alt: {json.dumps(spoken(alt), ensure_ascii=False)}\n{c.source}"
     path.write_text(nbformat.v4.writes(nb), encoding="utf-8")

@@ -46,11 +46,6 @@ def finish(html, page, base, out):
     found = sections(soup)
     for h in soup.find_all(id=True, name=re.compile("^h[1-6]$")):
         h.append(soup.new_tag("a", attrs={"class": "anchor", "href": f"#{h['id']}", "aria-label": f"Link to {h.get_text().strip()}"}, string="#"))
-    for fold in soup.find_all("details", class_="code-fold"):    # the source that follows says all that nbdev's signature says
-        for cell in fold.find_parent(class_="cell").find_previous_siblings(class_="cell"):
-            if not (name := cell.select_one(".output_markdown .name")): break
-            if re.search(rf"(def|class) {name.get_text().rstrip('#').split('.')[-1]}\b", fold.get_text()):
-                for tag in cell.select(".output_markdown > .highlight, .output_markdown > p:not(:has(a.source))"): tag.decompose()
     for i, img in enumerate(soup.find_all("img", src=re.compile("^data:image/(png|svg)"))):
         kind = "png" if "png" in img["src"][:15] else "svg"
         name = out / page.replace(".html", f"_files/figure-{i}.{kind}")
@@ -62,7 +57,8 @@ def finish(html, page, base, out):
 
 
 BLOCKS = {"p", "li", "td", "th", "tr", "div", "summary", "ul", "ol", "table", "details"}
-UNSEARCHED = {"input", "output_text", "output_html", "output_png", "highlight", "source", "facts"}      # Classes; code is not prose
+UNSEARCHED = {"input", "output_text", "output_html", "output_png", "highlight", "source", "facts",      # Classes; code is not prose
+              "sourceCode", "cell-output", "code-fold", "quarto-title-breadcrumbs", "nav-page"}              # and those of Quarto's pages
 
 
 def sections(soup):
@@ -71,7 +67,8 @@ def sections(soup):
     def walk(tag):
         for o in tag.children:
             if type(o) is NavigableString: found[-1][2].append(o)
-            elif re.match(r"h[1-6]$", getattr(o, "name", None) or ""): found.append([o["id"], o.get_text().strip(), []])
+            elif re.match(r"h[1-6]$", getattr(o, "name", None) or ""):       # Quarto's ids are those of the sections around
+                found.append([o.get("id") or getattr(o.find_parent("section", id=True), "attrs", {}).get("id", ""), o.get_text().strip(), []])
             elif getattr(o, "name", None) and o.name not in ("script", "style", "pre", "svg") and not UNSEARCHED & set(o.get("class", [])):
                 walk(o)
                 if o.name in BLOCKS: found[-1][2].append(" ")

@@ -1,0 +1,216 @@
+"Graders of chapter 08's exercises: what each refuses, in which words, and that other right answers pass."
+import math
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from graders import Graders, fails
+
+from lmcourse.exercises import moe as ex
+from lmcourse.moe.router_np import router_forward
+
+
+# 1. Parameters
+
+def parameters(router=1, three=3, wide=4, shared_=1, dense_=None, per=None, order=1):
+    def f(D, F, E, k, shared, layers, dense_layers):
+        dense_layers = dense_layers if dense_ is None else dense_
+        moe, expert, dense = (layers if per is None else per) - dense_layers, three*D*F, dense_layers*three*D*wide*F
+        return tuple(dense + moe*(router*D*E + (n + shared*shared_)*expert) for n in (E, k))[::order]
+    return f
+
+
+def by_counting(D, F, E, k, shared, layers, dense_layers):
+    total = active = 0
+    for layer in range(layers):
+        sizes = [(4*F, D), (D, 4*F), (4*F, D)] if layer < dense_layers else []
+        active += sum(a*b for a, b in sizes)
+        total += sum(a*b for a, b in sizes)
+        if layer >= dense_layers: total, active = total + D*E + 3*D*F*(E + shared), active + D*E + 3*D*F*(k + shared)
+    return [total, active]
+
+
+# 2. Routing
+
+def softmax(z, axis=-1):
+    e = np.exp(z - z.max(axis, keepdims=True))
+    return e/e.sum(axis, keepdims=True)
+
+
+def routed(order=lambda z: np.argsort(-z, -1, kind="stable"), norm=True, soft=softmax, after=lambda c, w: (c, w)):
+    def f(logits, k):
+        chosen, p = order(logits)[:, :k], soft(logits)
+        kept = np.take_along_axis(p, chosen, -1)
+        return after(chosen, kept/kept.sum(-1, keepdims=True) if norm else kept)
+    return f
+
+
+def by_torch(logits, k):
+    z = torch.from_numpy(logits)
+    chosen = z.sort(dim=-1, descending=True, stable=True).indices[:, :k]
+    return chosen.numpy(), z.gather(-1, chosen).softmax(-1).numpy()
+
+
+def exponentials(z):
+    with np.errstate(all="ignore"): return np.exp(z)/np.exp(z).sum(-1, keepdims=True)
+
+
+# 3. Dispatch
+
+def dispatched(act=lambda h: np.maximum(h, 0), weigh=lambda w: w, choose=lambda c: c, add=0, mean=False):
+    def f(x, w1, w2, chosen, weights):
+        y, chosen, weights = add*x, choose(chosen), weigh(weights)
+        for n, (row, w) in enumerate(zip(chosen, weights)):
+            for e, share in zip(row, w): y[n] = y[n] + share*(w2[e % len(w2)]@act(w1[e % len(w1)]@x[n]))
+        return y/chosen.shape[1] if mean else y
+    return f
+
+
+def dense_mask(x, w1, w2, chosen, weights):
+    sent = np.zeros((len(x), len(w1)))
+    np.put_along_axis(sent, chosen, weights, -1)
+    return np.einsum("edf,enf,ne->nd", w2, np.maximum(np.einsum("efd,nd->enf", w1, x), 0), sent)
+
+
+# 4. Drops
+
+def drops(room=lambda N, k, E, f: math.ceil(f*N*k/E), of=lambda over, load, chosen: int(over.sum())):
+    def f(chosen, num_experts, factor):
+        load = np.bincount(chosen.ravel(), minlength=num_experts)
+        N, k = chosen.shape
+        return of(np.maximum(load - room(N, k, num_experts, factor), 0), load, chosen)
+    return f
+
+
+def one_by_one(chosen, num_experts, factor):
+    room, seen, lost = min(len(chosen), math.ceil(factor*chosen.size/num_experts)), Counter(), 0
+    for e in chosen.T.ravel().tolist():
+        lost += seen[e] >= room
+        seen[e] += 1
+    return lost
+
+
+# 5 and 6. The balance loss
+
+def balanced(join=lambda x: x, per="visits", factor=1, of=np.mean, p_of=softmax, off=0):
+    def f(logits, chosen):
+        losses = []
+        for z, c in zip(join(logits), join(chosen)):
+            f = np.bincount(c.ravel(), minlength=z.shape[1])/(c.size if per == "visits" else len(c))
+            losses.append((z.shape[1] if factor else 1)*(f*p_of(z).mean(0)).sum() - off)
+        return of(losses)
+    return f
+
+
+def pooled(x): return [np.concatenate(x)]
+
+
+def by_loops(logits, chosen):
+    total = 0.
+    for z, c in zip(logits, chosen):
+        for e in range(z.shape[1]): total += z.shape[1]*(c == e).mean()*softmax(z)[:, e].mean()/len(logits)
+    return float(total)
+
+
+def gradient(scale=1, mean=True, tokens=True, per="visits", soft=True, factor=True, extra=0):
+    def f(logits, chosen):
+        (N, E), p = logits.shape, softmax(logits)
+        f = np.bincount(chosen.ravel(), minlength=E)/(chosen.size if per == "visits" else N)
+        g = (p if soft else 1)*(f - (mean*(p*f).sum(-1, keepdims=True) if soft else 0))
+        return scale*(E if factor else 1)/(N if tokens else 1)*(g + np.zeros_like(p)) + extra
+    return f
+
+
+def by_autograd(logits, chosen):
+    z = torch.tensor(logits, requires_grad=True)
+    f = torch.bincount(torch.from_numpy(chosen).flatten(), minlength=z.shape[1]).double()/chosen.size
+    return torch.autograd.grad(z.shape[1]*(f*z.softmax(-1).mean(0)).sum(), z)[0].numpy()
+
+
+# 7. The bias
+
+def biased(step=np.sign, sign=1, keep=True, even=lambda load, chosen: load.mean(), size=1.):
+    def f(bias, chosen, rate):
+        load = np.bincount(chosen.ravel(), minlength=len(bias))
+        return bias*keep + size*rate*sign*step(even(load, chosen) - load)
+    return f
+
+
+def in_place(bias, chosen, rate):
+    bias += rate*np.sign(chosen.size/len(bias) - np.bincount(chosen.ravel(), minlength=len(bias)))
+    return bias
+
+
+def by_hand(bias, chosen, rate):
+    load, even = Counter(chosen.ravel().tolist()), chosen.size/len(bias)
+    return np.array([b - rate if load[e] > even else b + rate if load[e] < even else b for e, b in enumerate(bias)])
+
+
+# 9. Scores
+
+def scores(q, q_turned, cards, turned, up, root=lambda K, Q, R: (K + Q)**.5, parts=(1, 1)):
+    K, Q, R = len(q), len(q_turned), cards.shape[1]
+    return (parts[0]*(cards@(q@up)) + parts[1]*(turned@q_turned))/root(K, Q, R)
+
+
+def scored(**how): return lambda *a: scores(*a, **how)
+
+
+def unpacked(q, q_turned, cards, turned, up): return (cards@up.T@q + turned@q_turned)/(len(q) + len(q_turned))**.5
+
+
+def transposed(q, q_turned, cards, turned, up): return (up.T@q@cards.T + q_turned@turned.T)*(len(q) + len(q_turned))**-.5
+
+
+ANY = [(fails, "your code raised"), (None, "expected a function"), (lambda *a: None, "for "), (lambda *a: "text", "for ")]
+TASKS = {
+    "expert_parameters": ([(parameters(router=0), "the router is missing"), (parameters(three=2), "three matrices"), (parameters(wide=1), "4 F wide"),
+                           (parameters(shared_=0), "shared experts are missing"), (parameters(dense_=0), "the dense layers have no experts"), (parameters(order=-1), "the wrong way round"),
+                           (parameters(shared_=2), "for D = "), (parameters(router=2), "for D = "), (lambda *a: parameters()(*a)[0], "for D = ")], [parameters(), by_counting]),
+    "route": ([(routed(norm=False), "do not sum to 1"), (routed(order=lambda z: z.shape[1] - 1 - np.argsort(-z[:, ::-1], -1, kind="stable")), "the lowest expert comes first"),
+               (routed(order=lambda z: np.argsort(z, -1, kind="stable")), "for logits"), (routed(after=lambda c, w: (c[:, ::-1], w[:, ::-1])), "the best must come first"),
+               (routed(after=lambda c, w: (w, c)), "the wrong way round"), (routed(after=lambda c, w: c), "expected experts and weights"), (routed(soft=exponentials), "for logits"),
+               (routed(soft=lambda z: 1/(1 + np.exp(-z.clip(-500, 500)))), "for logits"), (routed(after=lambda c, w: (c + 1, w)), "for logits")], [routed(), by_torch]),
+    "dispatch": ([(dispatched(weigh=np.ones_like), "the weights are left out"), (dispatched(weigh=np.ones_like, mean=True), "the mean is taken"),
+                  (dispatched(choose=lambda c: c[:, :1]), "only the first choice"), (dispatched(act=lambda h: h), "the ReLU is missing"), (dispatched(add=1), "the block's work"),
+                  (dispatched(weigh=lambda w: w[:, ::-1]), "in the order of `chosen`"), (dispatched(act=np.tanh), "for N = "), (dispatched(choose=lambda c: c + 1), "for N = "),
+                  (dispatched(act=abs), "for N = ")], [dispatched(), dense_mask]),
+    "dropped": ([(drops(room=lambda N, k, E, f: math.floor(f*N*k/E)), "rounded up"), (drops(room=lambda N, k, E, f: math.ceil(f*N/E)), "k visits"),
+                 (drops(room=lambda N, k, E, f: math.ceil(N*k/E)), "the factor is left out"), (drops(of=lambda o, load, c: int(c.size - o.sum())), "visits that are served"),
+                 (drops(of=lambda o, load, c: int(o.max())), "of one expert"), (drops(of=lambda o, load, c: o.sum()/c.size), "a share, not a number"),
+                 (drops(of=lambda o, load, c: int(o.sum()) + 1), "for "), (drops(room=lambda N, k, E, f: math.ceil(f*N*k)), "for "), (lambda *a: -drops()(*a) - 1, "for ")],
+                [drops(), one_by_one]),
+    "balance": ([(balanced(join=pooled), "one hides the other"), (balanced(join=pooled, per="tokens"), "pooled, and f is not divided"), (balanced(per="tokens"), "shares of the visits"),
+                 (balanced(of=np.sum), "not the sum"), (balanced(factor=0), "the factor E is missing"), (balanced(off=1), "1 is taken off"),
+                 (balanced(of=max), "for "), (balanced(p_of=lambda z: z), "for "), (balanced(of=list), "for ")], [balanced(), by_loops]),
+    "balance_gradient": ([(gradient(soft=False), "at the probabilities"), (gradient(mean=False), "takes off the mean"), (gradient(tokens=False), "mean over the tokens"),
+                          (gradient(per="tokens"), "shares of the visits"), (gradient(factor=False), "the factor E is missing"), (gradient(scale=-1), "uphill"),
+                          (gradient(scale=2), "for N"), (gradient(extra=1), "for N"), (lambda z, c: gradient()(z, c).T, "for N")], [gradient(), by_autograd]),
+    "next_bias": ([(biased(sign=-1), "busy experts must fall"), (biased(step=lambda d: d), "not in proportion"), (biased(keep=False), "added to the old bias"),
+                   (biased(step=lambda d: np.where(d > 0, 1, -1)), "exactly an even share stays"), (biased(even=lambda load, c: len(c)), "not N"),
+                   (biased(even=lambda load, c: np.median(load)), "not the median"), (biased(size=2.), "for "), (in_place, "your code changed its"), (biased(size=0.), "for ")],
+                  [biased(), by_hand]),
+    "distinct": ([(lambda E, k, n: min(E, n*k), "several tokens"), (lambda E, k, n: n*k, "the visits"), (lambda E, k, n: E*(1 - k/E)**n, "nobody visits"),
+                  (lambda E, k, n: 1 - (1 - k/E)**n, "for one expert"), (lambda E, k, n: E*(1 - (1 - 1/E)**(n*k)), "all different"),
+                  (lambda E, k, n: E*(1 - (1 - 1/E)**n), "not 1"), (lambda E, k, n: k*(1 - (1 - k/E)**n), "for E"), (lambda E, k, n: round(E*(1 - (1 - k/E)**n)), "for E"),
+                  (lambda E, k, n: E, "for E")], [lambda E, k, n: E*(1 - (1 - k/E)**n), lambda E, k, n: np.float64(E - E*math.exp(n*math.log1p(-k/E))) if k < E else E]),
+    "latent_scores": ([(scored(root=lambda K, Q, R: 1), "the root of K + Q is missing"), (scored(root=lambda K, Q, R: K**.5), "both parts count"),
+                       (scored(root=lambda K, Q, R: (R + Q)**.5), "the root stays"), (scored(parts=(1, 0)), "the turned part is missing"), (scored(parts=(0, 1)), "the content is missing"),
+                       (scored(root=lambda K, Q, R: K + Q), "divide by the root"), (unpacked, "the keys were unpacked"), (scored(parts=(1, -1)), "for S"),
+                       (lambda q, t, c, r, u: np.einsum("sr,kr,k->s", c, u, q), "can't be counted")], [scored(), transposed]),
+}
+WRONG = [(task, answer, words) for task, (wrong, _) in TASKS.items() for answer, words in [*wrong, *ANY]]
+RIGHT = [(task, answer) for task, (_, right) in TASKS.items() for answer in right]
+
+graders = Graders(ex, WRONG, RIGHT)
+test_wrong_answers, test_right_answers, test_each_grader, test_same_words = graders.tests(least_wrong=10)
+
+
+@pytest.mark.parametrize("task", graders.tasks)
+def test_what_the_answer_raises_is_kept(task): graders.stops(task)
+
+
+def test_the_answers_are_those_of_the_chapter():
+    x, w = np.random.default_rng(0).normal(size=(7, 5)), np.eye(5)
+    for got, right in zip(routed()(x, 2), router_forward(x, w, 2)): assert np.allclose(got, right)

@@ -1,0 +1,126 @@
+"Files appear whole or not at all; JSON that is damaged is told by name and line."
+import errno
+import os
+import subprocess
+import sys
+
+import pytest
+
+from lmcourse.tools import files
+from lmcourse.tools.files import atomic_write, lock_file, read_json, write_json, write_text
+
+NOT_ROOT = pytest.mark.skipif(os.name != "posix" or os.geteuid() == 0, reason="root may read and write everywhere")
+
+
+def tree(folder): return {p.relative_to(folder).as_posix(): p.read_bytes() if p.is_file() else None for p in folder.rglob("*")}
+
+
+@pytest.mark.parametrize("at", ["block", "sync", "replace"])
+def test_an_error_leaves_the_old_file_whole_and_nothing_else(tmp_path, monkeypatch, at):
+    write_text(tmp_path/"a", "old")
+    def refuse(*args): raise OSError(errno.EIO, os.strerror(errno.EIO))
+    if at == "sync": monkeypatch.setattr(files, "sync", refuse)
+    if at == "replace": monkeypatch.setattr(os, "replace", refuse)
+    with pytest.raises(OSError, match="Input/output error"), atomic_write(tmp_path/"a", durable=True) as part:
+        part.write_text("half of the n")
+        if at == "block": refuse()
+    assert tree(tmp_path) == {"a": b"old"}
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ZeroDivisionError])
+def test_a_folder_comes_whole_or_not_at_all(tmp_path, error):
+    (tmp_path/"a").mkdir()
+    with pytest.raises(error), atomic_write(tmp_path/"a") as part:
+        part.mkdir()
+        (part/"one").write_text("1")
+        raise error
+    assert tree(tmp_path) == {"a": None}
+    with atomic_write(tmp_path/"a", durable=True) as part:
+        part.mkdir()
+        (part/"one").write_text("1")
+        assert tree(tmp_path/"a") == {}
+    assert tree(tmp_path) == {"a": None, "a/one": b"1"}
+
+
+def test_what_holds_something_is_not_replaced(tmp_path):
+    (tmp_path/"a").mkdir()
+    write_text(tmp_path/"a/mine", "mine")
+    with pytest.raises(OSError, match="a'"): write_text(tmp_path/"a", "other")
+    with pytest.raises(OSError, match="a'"), atomic_write(tmp_path/"a") as part: part.mkdir()
+    assert tree(tmp_path) == {"a": None, "a/mine": b"mine"}
+
+
+def test_a_kill_leaves_the_old_file_and_the_next_writer_clears_up(tmp_path):
+    write_text(tmp_path/"a", "old")
+    script = "import os, sys; from lmcourse.tools.files import atomic_write\nwith atomic_write(sys.argv[1]) as part: part.write_text('half'); os._exit(9)"
+    assert subprocess.run([sys.executable, "-c", script, tmp_path/"a"]).returncode == 9
+    assert tree(tmp_path) == {"a": b"old", "a.tmp": b"half"}
+    write_text(tmp_path/"a", "new")
+    assert tree(tmp_path) == {"a": b"new"}
+
+
+def test_all_is_synced_before_it_gets_its_name(tmp_path, monkeypatch):
+    events, replace = [], os.replace
+    monkeypatch.setattr(files, "sync", lambda p: events.append(p.name))
+    monkeypatch.setattr(os, "replace", lambda a, b: (events.append("replace"), replace(a, b)))
+    with atomic_write(tmp_path/"a", durable=True) as part:
+        (part/"deep").mkdir(parents=True)
+        (part/"deep/one").write_text("1")
+    assert set(events[:3]) == {"deep", "one", "a.tmp"} and events[2:] == ["a.tmp", "replace", tmp_path.name]
+    events.clear()
+    write_text(tmp_path/"b", "text")
+    assert events == ["replace"]
+
+
+def test_json_comes_back_byte_by_byte(tmp_path):
+    write_json(tmp_path/"a.json", values := dict(a=[1, 2.5, None], b="é\n"))
+    assert (tmp_path/"a.json").read_bytes() == b'{\n  "a": [\n    1,\n    2.5,\n    null\n  ],\n  "b": "\\u00e9\\n"\n}\n'
+    assert read_json(tmp_path/"a.json") == values
+    write_json(tmp_path/"a.json", [1], indent=None)
+    assert (tmp_path/"a.json").read_bytes() == b"[1]\n" and read_json(tmp_path/"a.json", list) == [1]
+    with pytest.raises(TypeError, match="not JSON serializable"): write_json(tmp_path/"a.json", dict(a=tmp_path))
+    assert tree(tmp_path) == {"a.json": b"[1]\n"}
+
+
+@pytest.mark.parametrize("content, words", [
+    (b'{\n"a": 1,\n"b" 2\n}', r"a.json: not JSON \(.*line 3"), (b"", r"a.json: not JSON \(.*line 1"), (b"[1]", "a.json: a list, expected an object"),
+    (b'{"a": {"b": 0, "b": 1}}', "a.json: 'b' stands there twice"), (b'{"\xff', r"a.json: not UTF-8 \(byte 2\)")])
+def test_damaged_json_is_told_by_name_and_line(tmp_path, content, words):
+    (tmp_path/"a.json").write_bytes(content)
+    with pytest.raises(ValueError, match=words): read_json(tmp_path/"a.json")
+
+
+def test_what_is_not_there_is_named(tmp_path):
+    with pytest.raises(FileNotFoundError, match="none.json: no such file"): read_json(tmp_path/"none.json")
+    with pytest.raises(OSError, match=tmp_path.name): read_json(tmp_path)
+    with pytest.raises(FileNotFoundError, match="none/a"): write_text(tmp_path/"none/a", "text")
+
+
+@NOT_ROOT
+def test_a_folder_without_permission_is_named(tmp_path):
+    (folder := tmp_path/"closed").mkdir()
+    write_json(folder/"a.json", {})
+    folder.chmod(0o555)
+    try:
+        with pytest.raises(PermissionError, match="closed/a.json"): write_json(folder/"a.json", dict(new=1))
+        folder.chmod(0o000)
+        with pytest.raises(PermissionError, match="closed/a.json"): read_json(folder/"a.json")
+    finally: folder.chmod(0o755)
+    assert read_json(folder/"a.json") == {}
+
+
+def test_a_lock_keeps_others_out_until_its_file_is_closed(tmp_path):
+    pytest.importorskip("fcntl")
+    with open(tmp_path/"lock", "w") as first, open(tmp_path/"lock", "w") as second:
+        lock_file(first)
+        with pytest.raises(BlockingIOError, match="lock: another process is writing"): lock_file(second)
+        first.close()
+        lock_file(second)
+
+
+def test_several_processes_may_write_one_file(tmp_path):
+    "Each writes beside it under a name of its own; the last one wins"
+    write = f"from lmcourse.tools.files import write_json\nfor i in range(300): write_json({str(tmp_path/'a.json')!r}, [i]*1000, alone=False)"
+    done = [subprocess.Popen([sys.executable, "-c", write]) for _ in range(3)]
+    assert [p.wait(60) for p in done] == [0, 0, 0]
+    assert read_json(tmp_path/"a.json", list) == [299]*1000 and os.listdir(tmp_path) == ["a.json"]

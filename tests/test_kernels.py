@@ -1,0 +1,216 @@
+"Triton kernels equal torch's formulas for any sizes; interpreted without a GPU, compiled on one (mark `cuda`)."
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("triton", reason="kernels need triton: pip install 'lmcourse[kernels]'")
+import torch.nn.functional as F
+from hypothesis import given, settings, strategies as st
+
+from lmcourse.architecture.attention_torch import causal_attention
+from lmcourse.architecture.transformer_torch import Parts, TransformerLM
+from lmcourse.kernels import flash, grouped, matmul as mm, rows
+from lmcourse.kernels.traffic import FLOATS, MissingTriton, counting, interpreted, vector_add
+from lmcourse.kernels.use import KERNEL_PARTS, SMALL, bench_kernels, check_agreement, kernel_tasks, use_kernels
+from lmcourse.tools.checks import check_close, expect_error
+from lmcourse.tools.config import ModelConfig
+
+few = settings(max_examples=12)
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
+def device(request):
+    if request.param == "cpu" and not interpreted: pytest.skip("compiled kernels take arrays on the GPU")
+    return request.param
+
+
+def drawn(*shape, device="cpu", seed=0, dtype=torch.float32):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(device, dtype)
+
+
+def both(ours, plain, inputs, rtol=1e-4, atol=1e-5):
+    "Values and every gradient."
+    inputs = [x.clone().requires_grad_() for x in inputs]
+    a, b = ours(*inputs), plain(*inputs)
+    check_close(a, b, rtol, atol)
+    dy = torch.randn(a.shape, generator=torch.Generator().manual_seed(9)).to(a)
+    check_close(torch.autograd.grad(a, inputs, dy), torch.autograd.grad(b, inputs, dy), rtol, atol)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_sum(device, dtype):
+    a, b = drawn(3, 500, device=device, dtype=dtype), drawn(3, 500, device=device, dtype=dtype, seed=1)
+    check_close(vector_add(a, b, 128), a + b, 2**-7 if dtype == torch.bfloat16 else 0, 0)
+
+
+@pytest.mark.parametrize("shape", [(16, 16, 16), (1, 5, 3), (70, 33, 50)])
+def test_product(device, shape):
+    M, N, K = shape
+    a, b = drawn(M, K, device=device), drawn(K, N, device=device, seed=1)
+    for group in (1, 3): check_close(mm.matmul(a, b, (16, 32, 16), group), a@b, 1e-4, 1e-4)
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (4, 33), (2, 3, 64)])
+def test_rows(device, shape):
+    x, gain = drawn(*shape, device=device), drawn(shape[-1], device=device, seed=1)
+    check_close(rows.softmax(x), x.softmax(-1), 1e-5, 1e-7)
+    both(lambda x, g: rows.rmsnorm(x, g, 1e-5, 2), lambda x, g: F.rms_norm(x, x.shape[-1:], g, 1e-5), (x, gain))
+    t = torch.arange(int(np.prod(shape[:-1])), device=device).reshape(shape[:-1]) % shape[-1]
+    both(lambda x: rows.cross_entropy(x, t, block=16), lambda x: F.cross_entropy(x.flatten(0, -2), t.flatten()), (x,))
+
+
+@pytest.mark.parametrize("heads, T, S, K, window", [((2, 2), 32, 32, 16, None), ((4, 2), 20, 33, 16, None), ((2, 1), 40, 40, 12, 7), ((1, 1), 1, 1, 2, 1)])
+def test_attention(device, heads, T, S, K, window):
+    (H, G), block = heads, (16, 16) if device == "cpu" else (64, 64)
+    inputs = [drawn(2, h, t, K, device=device, seed=n) for n, (h, t) in enumerate(((H, T), (G, S), (G, S)))]
+    both(lambda *a: flash.flash_attention(*a, window, blocks=block), lambda *a: causal_attention(*a, window), inputs)
+
+
+@pytest.mark.parametrize("sizes", [(5, 0, 3), (0, 0, 1), (40, 17, 1)])
+def test_experts(device, sizes):
+    offsets, w = np.cumsum([0, *sizes]).tolist(), drawn(3, 20, 33, device=device, seed=1)
+    x = drawn(offsets[-1], 33, device=device)
+    expected = torch.cat([x[a:b]@e.T for a, b, e in zip(offsets, offsets[1:], w)])
+    check_close(grouped.grouped_matmul(x, w, torch.tensor(offsets), (16, 16, 32)), expected, 1e-4, 1e-4)
+
+
+def test_an_optimizer_step(device):
+    p, m, v = drawn(300, device=device), torch.zeros(300, device=device), torch.zeros(300, device=device)
+    theirs = torch.nn.Parameter(p.clone())
+    optimizer = torch.optim.AdamW([theirs], lr=.01, betas=(.9, .98), weight_decay=.1)
+    for step in range(1, 4):
+        theirs.grad = drawn(300, device=device, seed=step)
+        optimizer.step()
+        grouped.fused_adamw_(p, theirs.grad, m, v, step, lr=.01, block=64)
+    check_close(p, theirs.detach(), 1e-5, 1e-6)
+
+
+@pytest.mark.parametrize("fields", [dict(), dict(num_kv_heads=1, window=5, tie_embeddings=True), dict(norm="layernorm", z_loss=.1), dict(qk_norm=True, norm_position="post")])
+def test_a_model_on_kernels_has_the_same_loss_and_gradients(device, fields):
+    config = ModelConfig(**dict(vocab_size=40, context_length=20, d_model=32, num_layers=1, num_heads=2, d_ff=32) | fields)
+    ids = torch.randint(40, (2, 17), generator=torch.Generator().manual_seed(0)).to(device)
+    found = []
+    for model in (TransformerLM(config), TransformerLM(config, parts=KERNEL_PARTS), use_kernels(TransformerLM(config))):
+        loss = model.to(device).loss(ids[:, :-1], ids[:, 1:])
+        loss.backward()
+        found.append({"loss": loss.detach()} | {name: p.grad for name, p in model.named_parameters()})
+    for other in found[1:]: check_close(other, found[0], 1e-3, 1e-5)
+    assert TransformerLM(config).parts == Parts()
+
+
+def test_who_is_compared_agrees(device):
+    with torch.no_grad():
+        for task, calls in kernel_tasks(SMALL, device, torch.float32).items(): check_agreement(task, calls)
+
+
+def test_the_bench_says_that_there_is_no_gpu(tmp_path):
+    if torch.cuda.is_available(): pytest.skip("there is one")
+    first, table = bench_kernels(file=tmp_path/"times.json")
+    assert first.startswith("no GPU here, so nothing is timed") and len(table) == 5 and not list(tmp_path.iterdir())
+
+
+@few
+@given(st.integers(1, 40), st.integers(0, 20), st.sampled_from((4, 12, 16)), st.sampled_from(((1, 1), (2, 1), (4, 2))), st.sampled_from((0, 1, 9, 50)))
+def test_traffic_of_attention_is_its_formula(T, more, K, heads, window):
+    if not interpreted: pytest.skip("counting needs the interpreter")
+    (H, G), S, D = heads, T + more, 1 << (K - 1).bit_length()
+    q, k, v = drawn(1, H, T, K), drawn(1, G, S, K), drawn(1, G, S, K)
+    out, logsums = torch.empty_like(q), torch.empty(1, H, T)
+    how = (T, S, H, G, K**-.5, window, K, True, 16, 16, D, True)
+    with counting(q=q, k=k, v=v, out=out, logsums=logsums) as traffic: flash.flash_kernel[(-(-T//16), H)](q, k, v, out, logsums, *how)
+    assert traffic.cost == flash.flash_cost(T, S, K, H, True, window, (16, 16))
+    deltas, dk, dv = torch.ones_like(logsums), torch.empty_like(k), torch.empty_like(v)
+    with counting(q=q, k=k, v=v, out=out, logsums=logsums, deltas=deltas, dk=dk, dv=dv) as back:
+        flash.flash_dkv_kernel[(-(-S//16), G)](q, k, v, out, logsums, deltas, dk, dv, *how)
+    assert back.cost == flash.flash_backward_costs(T, S, K, H, G, True, window, (16, 16))["dkv"]
+
+
+@few
+@given(st.integers(1, 40), st.integers(1, 40), st.integers(1, 40), st.integers(1, 4))
+def test_traffic_of_a_product_is_its_formula(M, N, K, group):
+    if not interpreted: pytest.skip("counting needs the interpreter")
+    a, b, out = drawn(M, K), drawn(K, N), torch.empty(M, N)
+    tile = (16, 16, 16)
+    with counting(a=a, b=b, out=out) as traffic:
+        mm.matmul_kernel[(-(-M//16)*-(-N//16),)](a, b, out, M, N, K, *tile, group, True)
+    assert traffic.cost == mm.tiled_matmul_cost(M, N, K, tile)
+    assert traffic.missed(10**6) <= traffic.sectors*32
+
+
+@few
+@given(st.integers(1, 6), st.integers(1, 40), st.integers(1, 6))
+def test_traffic_of_rows_is_its_formula(R, N, P):
+    if not interpreted: pytest.skip("counting needs the interpreter")
+    x, dy, gain, out, inverse, parts = drawn(R, N), drawn(R, N), drawn(N), torch.empty(R, N), torch.ones(R), torch.empty(P, N)
+    with counting(x=x, gain=gain, out=out, inverse=inverse) as forward: rows.rmsnorm_kernel[(R,)](x, gain, out, inverse, N, 1e-5, BLOCK=64)
+    with counting(x=x, dy=dy, gain=gain, dx=out, inverse=inverse, parts=parts) as back:
+        rows.rmsnorm_backward_kernel[(P,)](dy, x, gain, inverse, out, parts, R, N, BLOCK=64)
+    assert forward.cost == rows.rmsnorm_cost(R, N) and back.cost == rows.rmsnorm_backward_cost(R, N, P)
+
+
+def test_counting_leaves_nothing_behind():
+    if not interpreted: pytest.skip("counting needs the interpreter")
+    from triton.runtime.interpreter import InterpreterBuilder
+    before = InterpreterBuilder.create_masked_load
+    with expect_error(IndexError, "outside of all named arrays"):
+        with counting(): vector_add(torch.ones(3), torch.ones(3))
+    assert InterpreterBuilder.create_masked_load is before
+
+
+def test_whoever_imports_triton_first():
+    "Its own functions are interpreted all the same."
+    if not interpreted: pytest.skip("on a GPU kernels are compiled")
+    code = ("import triton.language, torch; from lmcourse.kernels.rows import softmax; x = torch.ones(2, 3); "
+            "assert (softmax(x) - x.softmax(-1)).abs().max() < 1e-6")
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_without_triton_everything_imports_and_a_call_says_what_is_missing():
+    code = ("import sys; sys.modules['triton'] = None\nimport torch\nfrom lmcourse.kernels.rows import softmax\nfrom lmcourse.kernels.matmul import matmul\n"
+            "try: softmax(torch.ones(2, 3))\nexcept ImportError as e: print(e)")
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert said == "softmax_kernel needs triton: pip install 'lmcourse[kernels]' (for Linux)\n"
+    with expect_error(ImportError, "test_sum needs triton"): MissingTriton(test_sum)[(1,)]
+
+
+COMPILE = """
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from lmcourse.architecture.transformer_torch import Parts, TransformerLM
+from lmcourse.kernels import flash, grouped, matmul, rows, traffic
+h, f, l, n, i, r = "*fp16", "*fp32", "*i64", "*i32", "i32", "fp32"
+head = dict(CAUSAL=True, BQ=64, BK=64, BD=64, WIDE=False)
+KERNELS = [
+    (traffic.add_kernel, [f, f, f, i], dict(BLOCK=1024)), (matmul.naive_matmul_kernel, [f, f, f, i, i, i], {}),
+    (matmul.matmul_kernel, [h, h, h, i, i, i], dict(BM=64, BN=64, BK=32, GROUP=8, WIDE=False)),
+    (rows.softmax_kernel, [h, h, i], dict(BLOCK=1024)), (rows.rmsnorm_kernel, [h, h, h, f, i, r], dict(BLOCK=1024)),
+    (rows.rmsnorm_backward_kernel, [h, h, h, f, h, f, i, i], dict(BLOCK=1024)),
+    (rows.cross_entropy_kernel, [h, l, f, f, i, i], dict(BLOCK=1024)),
+    (rows.cross_entropy_backward_kernel, [h, l, f, f, h, i, i], dict(BLOCK=1024)),
+    (flash.row_dot_kernel, [h, h, f, i, i], dict(BLOCK=64, BD=64)), (grouped.adamw_kernel, [h, h, f, f, i] + [r]*7, dict(BLOCK=1024)),
+    (grouped.grouped_kernel, [h, h, h, n, n, n, i, i], dict(BM=64, BN=64, BK=32, WIDE=False))]
+for window in (0, 100):
+    for kernel, arrays in ((flash.flash_kernel, [h]*4 + [f]), (flash.flash_dq_kernel, [h]*4 + [f, f, h]), (flash.flash_dkv_kernel, [h]*4 + [f, f, h, h])):
+        KERNELS.append((kernel, [*arrays, i, i, i, i, r, i], head | dict(WINDOW=window)))
+for kernel, types, fixed in KERNELS:
+    free, names = iter(types), kernel.arg_names
+    signature = {a: "constexpr" if a in fixed else next(free) for a in names}
+    done = triton.compile(ASTSource(fn=kernel, signature=signature, constexprs={(names.index(a),): x for a, x in fixed.items()}), target=GPUTarget("cuda", CC, 32))
+    products = any(w in kernel.fn.__name__ for w in ("matmul_k", "flash_", "grouped_k")) and "naive" not in kernel.fn.__name__
+    assert ("mma" in done.asm["ptx"]) == products and done.metadata.shared <= 48*1024, kernel.fn.__name__
+print(len(KERNELS))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cc", [80, 90])
+def test_all_kernels_compile_for_a_gpu_that_is_not_there(cc, tmp_path):
+    "Products use tensor cores, and nothing needs more shared memory than any GPU gives."
+    (script := tmp_path/"compile_all.py").write_text(COMPILE.replace("CC", str(cc)))
+    env = os.environ | dict(TRITON_INTERPRET="0", TRITON_CACHE_DIR=str(tmp_path/"cache"))
+    assert subprocess.run([sys.executable, script], capture_output=True, text=True, check=True, env=env).stdout == "17\n"

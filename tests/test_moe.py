@@ -1,0 +1,211 @@
+"Layers of experts: every dispatch, every kind of router and every number format; training, saving and decoding with experts; what is refused."
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from hypothesis import given, settings, strategies as st
+
+from test_accounting import PLAIN, live_bytes, run as run_counted
+from lmcourse.accounting.flops import flop_counter
+from lmcourse.accounting.model_flops import training_flops
+from lmcourse.accounting.activations import activation_bytes
+from lmcourse.accounting.memory import peak_phase, training_bytes
+from lmcourse.accounting.parameters import count_parameters, parameter_parts
+from lmcourse.architecture.transformer_torch import TransformerLM
+from lmcourse.moe.balance import expert_loads, watch_routes
+from lmcourse.moe.experts_np import capacity, moe_backward, moe_forward, within_capacity
+from lmcourse.moe.experts_torch import DISPATCHES, MoE, choose_experts, drop_late
+from lmcourse.moe.router_np import best_experts
+from lmcourse.tools.checks import check_close
+from lmcourse.tools.config import ModelConfig
+
+SMALL = ModelConfig(vocab_size=50, context_length=24, d_model=32, num_layers=2, num_heads=4, num_kv_heads=2, num_experts=8, moe_d_ff=16)
+IDS = torch.randint(50, (2, 16), generator=torch.Generator().manual_seed(0))
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.integers(1, 6), st.integers(1, 6), st.integers(1, 9), st.booleans(), st.sampled_from(["softmax", "sigmoid"]), st.sampled_from([None, .5, 1., 2.]), st.integers(0, 2),
+       st.integers(0, 99))
+def test_every_dispatch_is_the_numpy_layer(E, k, N, norm, score, factor, shared, seed):
+    k = min(k, E)
+    c = ModelConfig(d_model=4, num_heads=1, num_experts=E, num_experts_per_tok=k, moe_d_ff=3, norm_topk_prob=norm and k > 1, router_score=score,
+                    capacity_factor=factor, num_shared_experts=shared)
+    g = torch.Generator().manual_seed(seed)
+    layer, x = MoE(c, dtype=torch.float64, generator=g), torch.randn(N, 4, dtype=torch.float64, generator=g, requires_grad=True)
+    params = {n: p.detach().numpy() for n, p in layer.named_parameters()}
+    y, cache = moe_forward(x.detach().numpy(), params, c)
+    dx, grads = moe_backward(np.cos(y), cache)
+    for dispatch in DISPATCHES.values():
+        layer.dispatch = dispatch
+        found = torch.autograd.grad(out := layer(x), [x, *layer.parameters()], out.detach().cos())
+        check_close((out, found[0]), (y, dx), 1e-9, 1e-12)
+        check_close(dict(zip(params, found[1:])), grads, 1e-9, 1e-12)
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.integers(1, 8), st.integers(1, 30), st.floats(.1, 3), st.integers(0, 99))
+def test_who_is_dropped_is_what_a_loop_says(E, N, factor, seed):
+    k = min(2, E)
+    chosen = np.argsort(np.random.default_rng(seed).random((N, E)), -1)[:, :k]
+    room, seen, slow = capacity(N, E, k, factor), np.zeros(E, int), np.zeros((N, k), bool)
+    for j in range(k):
+        for n in range(N): slow[n, j], seen[chosen[n, j]] = seen[chosen[n, j]] < room, seen[chosen[n, j]] + 1
+    assert (within_capacity(chosen, E, room) == slow).all()
+    assert ((drop_late(torch.from_numpy(chosen), E, room) >= 0).numpy() == slow).all()
+
+
+def test_ties_go_to_the_lowest_expert():
+    assert choose_experts(torch.zeros(3, 8), SMALL)[0].tolist() == [[0, 1]]*3 == best_experts(np.zeros((3, 8)), 2).tolist()
+
+
+BAD = {"num_experts_per_tok = 9, but num_experts = 8": dict(num_experts_per_tok=9), "capacity_factor = 0.0, expected more than 0": dict(capacity_factor=0.),
+       "num_experts = 0, expected more than 0": dict(num_experts=0), "the router could not learn": dict(num_experts_per_tok=1), "bias = True": dict(bias=True),
+       "3 router_groups": dict(router_groups=3), "can't give 2 of 8": dict(router_groups=4, router_group_limit=5), "groups of 2 experts or more": dict(router_groups=8, router_group_limit=8),
+       "expected one of softmax, sigmoid": dict(router_score="relu"), "router_aux_loss = -1.0, expected 0 or more": dict(router_aux_loss=-1.)}
+
+
+@pytest.mark.parametrize("words", BAD)
+def test_bad_fields_are_refused_by_name(words):
+    with pytest.raises(ValueError, match=words): replace(SMALL, **BAD[words])
+
+
+def test_dense_fields_change_nothing():
+    "Defaults mean a dense model: old files load, and its weights are drawn as they were."
+    old = {k: v for k, v in replace(SMALL, num_experts=None).to_dict().items() if "expert" not in k and "router" not in k}
+    assert type(TransformerLM(ModelConfig.from_dict(old)).layers[0].ffn).__name__ == "FeedForward"
+    assert [type(layer.ffn).__name__ for layer in TransformerLM(replace(SMALL, first_dense_layers=1)).layers] == ["FeedForward", "MoE"]
+
+
+def test_scaled_init_reaches_the_experts():
+    plain, scaled = (TransformerLM(replace(SMALL, scaled_init=s)).layers[0].ffn.experts for s in (False, True))
+    check_close(scaled.w2, plain.w2/2, 1e-6)
+    assert torch.equal(scaled.w1, plain.w1)
+
+
+def test_an_expert_without_tokens_has_a_gradient_of_zeros():
+    layer = MoE(SMALL)
+    with torch.no_grad(): layer.router.weight[0] = 0
+    layer.router.weight.data[1:] = torch.rand(7, 32) + 1
+    layer(torch.rand(10, 32)).sum().backward()
+    assert torch.equal(layer.experts.w1.grad[0], torch.zeros(16, 32)) and layer.experts.w1.grad.abs().sum() > 0
+
+
+def test_loads_are_counted_and_the_watcher_leaves():
+    model = TransformerLM(SMALL)
+    loads = expert_loads(model, IDS)
+    check_close(loads.sum(-1), torch.ones(2))
+    with pytest.raises(RuntimeError), watch_routes(model) as routes: model(IDS); raise RuntimeError
+    assert [routes[0][0][0].shape, "route" in vars(model.layers[0].ffn)] == [(32, 2), False]
+
+
+LATENT = dict(kv_lora_rank=12, num_kv_heads=None, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=6)
+EVERY_FIELD = dict(num_experts=4, num_experts_per_tok=3, moe_d_ff=8, num_shared_experts=1, first_dense_layers=1, router_score="sigmoid", norm_topk_prob=False, routed_scaling=2.,
+                   capacity_factor=.5)
+
+
+@pytest.mark.parametrize("field", EVERY_FIELD)
+def test_every_field_of_experts_does_something(field):
+    "The parameters are others, or the logits of the same weights."
+    plain, other = TransformerLM(SMALL), TransformerLM(replace(SMALL, **{field: EVERY_FIELD[field]}))
+    if [p.shape for p in plain.parameters()] != [p.shape for p in other.parameters()]: return
+    other.load_state_dict(plain.state_dict())
+    assert not torch.allclose(plain(IDS), other(IDS), atol=1e-4)
+
+
+def test_groups_limit_where_a_token_may_go():
+    layer = MoE(replace(SMALL, router_groups=4, router_group_limit=1))
+    chosen, _ = layer.route(torch.randn(50, 8, generator=torch.Generator().manual_seed(0)))
+    assert (chosen//2 == chosen[:, :1]//2).all()
+
+
+@pytest.mark.parametrize("changes", [dict(router_aux_loss=.1), dict(router_z_loss=.1), dict(router_bias_rate=.1)], ids=str)
+def test_what_balances_changes_the_gradient_or_the_bias_but_not_the_loss(changes):
+    one, two = TransformerLM(SMALL), TransformerLM(replace(SMALL, **changes))
+    losses = [m.loss(IDS[:, :-1], IDS[:, 1:]) for m in (one, two)]
+    for loss in losses: loss.backward()
+    assert losses[0] == losses[1]
+    for layer in two.layers: layer.ffn.after_step()
+    moved = two.layers[0].ffn.expert_bias is not None and two.layers[0].ffn.expert_bias.abs().max() > 0
+    assert moved or not torch.allclose(one.layers[0].ffn.router.weight.grad, two.layers[0].ffn.router.weight.grad, atol=1e-7)
+
+
+# Accounts
+
+TOTALS = {"mixtral-8x7b": (46_702_792_704, 12_879_925_248), "qwen3-30b-a3b": (30_532_122_624, 3_353_032_704), "olmoe-1b-7b": (6_919_161_856, 1_282_017_280),
+          "deepseek-v3": (671_026_404_352 + 58*256, 37_552_282_624 + 58*256)}           # And the bias of each router
+VARIANTS = {"plain": {}, "shared": dict(num_shared_experts=2, first_dense_layers=1), "sigmoid": dict(router_score="sigmoid", router_bias_rate=.01, norm_topk_prob=False),
+            "losses": dict(router_aux_loss=.01, router_z_loss=.01), "gelu": dict(ffn="gelu"), "latent": LATENT, "latent and shared": LATENT | dict(q_lora_rank=20, num_shared_experts=1),
+            "whole norm": dict(qk_norm=True, qk_norm_whole=True)}
+
+
+@pytest.mark.parametrize("preset", TOTALS)
+def test_totals_and_active(preset):
+    found = count_parameters(ModelConfig.preset(preset))
+    assert (found.unique, found.active) == TOTALS[preset]
+    assert count_parameters(TransformerLM(ModelConfig.preset(preset), device="meta")) == found
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_formulas_equal_the_counts(name):
+    c = replace(SMALL, **VARIANTS[name])
+    model = TransformerLM(c)
+    assert count_parameters(model) == count_parameters(c) and sum(parameter_parts(c).values()) == count_parameters(c).unique
+    for recompute in (False, True):
+        model.recompute = recompute
+        for batch in (1, 2):
+            ids = torch.randint(50, (batch, 17), generator=torch.Generator().manual_seed(0))
+            with flop_counter() as counter: model.loss(ids[:, :-1], ids[:, 1:]).backward()
+            assert counter.get_total_flops() == sum(training_flops(c, batch, 16, recompute=recompute, fused=True).values())
+
+
+def attention_of(c): return "explicit" if c.kv_lora_rank else "fused"          # No fused kernel on a CPU takes values shorter than keys
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_bytes_that_wait_for_the_backward_pass(name, dtype):
+    c = replace(SMALL, **VARIANTS[name])
+    _, kept, _ = run_counted(c, 2, 16, dict(dtype=dtype, attention=attention_of(c), recompute=False, logits=False))
+    assert kept == pytest.approx(activation_bytes(c, 2, 16, dtype=dtype), rel=.04)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("changes", [{}, dict(dtype="bfloat16"), dict(recompute=True)], ids=str)
+def test_the_peak_of_a_step_with_experts_is_estimated_well(name, changes):
+    c, how = (c := replace(SMALL, **VARIANTS[name])), PLAIN | changes | dict(attention=attention_of(c))
+    need, peak = sum(training_bytes(c, 8, 24, **how).values()), max(live_bytes(c, 8, 24, how))
+    assert .95*peak <= need <= 1.15*peak, (need/peak, peak_phase(c, 8, 24, **how))
+
+
+# Growing, drafting, deciding who can
+
+def test_a_dense_model_grows_into_experts_with_the_same_logits():
+    from lmcourse.moe.lab import upcycle
+    dense = TransformerLM(replace(SMALL, num_experts=None, ffn="gelu", tie_embeddings=True))
+    with torch.no_grad(): check_close(upcycle(dense, 4, 3)(IDS), dense(IDS), 1e-4, 1e-5)
+
+
+def test_a_second_head_drafts_and_changes_no_token():
+    from lmcourse.generation.generate import generate
+    from lmcourse.inference.speculative import speculate
+    from lmcourse.moe.multi_token import HeadDraft, NextTokenHead
+    model = TransformerLM(SMALL).eval()
+    text = list(generate(model, [1, 2, 3], 12, temperature=0))
+    assert list(speculate(model, HeadDraft(NextTokenHead(model)), [1, 2, 3], 12, temperature=0)) == text
+
+
+def test_who_does_not_know_experts_says_so_by_name():
+    from lmcourse.architecture.pretrained import params_of
+    from lmcourse.architecture.transformer_np import init_params
+    from lmcourse.inference.engine import Engine
+    from lmcourse.inference.kv_cache import FastDecoder, NumpyDecoder
+    from lmcourse.inference.quantization import Int8Cache, quantize_model
+    experts, latent = TransformerLM(SMALL), TransformerLM(replace(SMALL, num_experts=None, **LATENT))
+    for who, words in ((lambda: FastDecoder(experts), "FastDecoder does not compute num_experts = 8: CachedDecoder does"), (lambda: init_params(SMALL), "the NumPy engine does not compute"),
+                       (lambda: NumpyDecoder(params_of(experts), SMALL), "NumpyDecoder does not compute num_experts = 8"), (lambda: quantize_model(experts), "quantize_linears does"),
+                       (lambda: Engine(latent), "Engine does not compute kv_lora_rank = 12"), (lambda: Int8Cache(latent.config), "Int8Cache does not compute kv_lora_rank = 12"),
+                       (lambda: Engine(TransformerLM(replace(SMALL, capacity_factor=1.))), "Engine does not compute capacity_factor = 1.0")):
+        with pytest.raises(ValueError, match=words): who()
