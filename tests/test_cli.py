@@ -249,7 +249,7 @@ def broken(work, whole):
     ("plan --gpus 8", "doesn't fit on 8 h100: the smallest plan needs"),
     ("plan --model llama4", "unknown model 'llama4'"),
     ("plan --gpu h10", "did you mean 'h100'?"),
-    ("exercises 55", "there are 01, 02, 03, 04, 05, 06, 07, ablations"),
+    ("exercises 55", "there are 01, 02, 03, 04, 05, 06, 07, 08, "),
     ("plot whole --out nowhere/loss.png", "nowhere: no such folder"),
     ("train other-tokenizer new", "made by another tokenizer"),
     ("train no-ngrams new", "no-ngrams/ngram.json"),
@@ -692,7 +692,9 @@ def test_the_trainer_that_is_measured_is_gone_before_the_next_one_is_made(work, 
 def test_each_device_has_its_decoder():
     import torch
     from lmcourse.inference.kv_cache import CachedDecoder, FastDecoder, GraphDecoder
+    from lmcourse.tools.config import ModelConfig
     class On:
+        config = ModelConfig()
         def __init__(self, kind): self.device = torch.device(kind)
         def parameters(self): return iter([self])
     assert [cli.decoder_for(On(kind)) for kind in ("cpu", "cuda", "mps")] == [FastDecoder, GraphDecoder, CachedDecoder]

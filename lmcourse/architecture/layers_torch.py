@@ -5,7 +5,8 @@
 # %% auto #0
 __all__ = ['ACTIVATIONS', 'check_same', 'truncated_normal', 'linear', 'Linear', 'Embedding', 'check_index', 'at_least_float32',
            'rmsnorm', 'RMSNorm', 'layernorm', 'LayerNorm', 'relu', 'relu2', 'silu', 'gelu', 'FeedForward', 'softmax',
-           'token_losses', 'cross_entropy', 'linear_cross_entropy', 'vectors_idle', 'onednn_products']
+           'token_losses', 'cross_entropy', 'linear_cross_entropy', 'auxiliary_scale', 'add_auxiliary_loss',
+           'vectors_idle', 'onednn_products']
 
 # %% ../../nbs/03_architecture/03b_layers_torch.ipynb #2b457d44
 import contextlib, math, warnings

@@ -73,13 +73,13 @@ def kernel_costs(sizes:dict, size:int=2)->dict: # Name to `Cost`; `size`: bytes 
     product = matmul_cost(n, n, n, "float16")
     flash = flash_cost(T, T, K, H, blocks=(64, 64), size=size)
     scale = size/4                                         # Formulas for rows count float32
-    return {"softmax": softmax_cost(R, N, size), "rmsnorm": half(rmsnorm_cost(R, N), scale),
-            "cross-entropy": half(cross_entropy_cost(R, V), scale),
+    return {"softmax": softmax_cost(R, N, size), "rmsnorm": _half(rmsnorm_cost(R, N), scale),
+            "cross-entropy": _half(cross_entropy_cost(R, V), scale),
             "attention": Cost(3*size*H*T*K, size*H*T*K, flash.flops),
             "matmul": Cost(product.bytes, 0, product.flops)}
 
 # %% ../../nbs/09_kernels/09i_use.ipynb #a33b9931
-def half(c:Cost, scale:float)->Cost: # The same traffic with smaller numbers
+def _half(c:Cost, scale:float)->Cost: # The same traffic with smaller numbers
     return Cost(round(c.loads*scale), round(c.stores*scale), c.flops)
 
 # %% ../../nbs/09_kernels/09i_use.ipynb #81c883ba

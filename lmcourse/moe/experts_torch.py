@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from collections.abc import Callable
 from torch import nn
+from typing import Any
 from ..tools.config import ModelConfig, unknown
 from ..architecture.layers_torch import ACTIVATIONS, FeedForward, Linear
 from ..architecture.layers_torch import add_auxiliary_loss, at_least_float32
@@ -59,7 +60,7 @@ def drop_late(
 # %% ../../nbs/08_moe/08c_experts_torch.ipynb #e1184992
 def dense_dispatch(
     x:torch.Tensor,       # Tokens `(N, D)`
-    experts:"Experts",    # The weights
+    experts:Any,          # The weights, as `Experts` holds them
     chosen:torch.Tensor,  # Experts `(N, k)`, -1 where dropped
     weights:torch.Tensor, # Their weights `(N, k)`
 )->torch.Tensor: # `(N, D)`
@@ -70,7 +71,7 @@ def dense_dispatch(
     every = [experts.one(x, *own) for own in experts.unbound()]
     return (torch.stack(every, -1)*sent[:, None]).sum(-1)
 
-def loop_dispatch(x:torch.Tensor, experts:"Experts", chosen:torch.Tensor, weights:torch.Tensor
+def loop_dispatch(x:torch.Tensor, experts:Any, chosen:torch.Tensor, weights:torch.Tensor
 )->torch.Tensor: # As `dense_dispatch`
     "One expert after the other picks its tokens and adds to their places."
     y = torch.zeros_like(x)
@@ -81,7 +82,7 @@ def loop_dispatch(x:torch.Tensor, experts:"Experts", chosen:torch.Tensor, weight
     return y
 
 # %% ../../nbs/08_moe/08c_experts_torch.ipynb #6566d2db
-def sorted_dispatch(x:torch.Tensor, experts:"Experts", chosen:torch.Tensor, weights:torch.Tensor
+def sorted_dispatch(x:torch.Tensor, experts:Any, chosen:torch.Tensor, weights:torch.Tensor
 )->torch.Tensor: # As `dense_dispatch`
     "Sort the slots by expert, compute pile after pile, put all back."
     slots, counts = _sort(chosen, len(experts.w1))
@@ -89,7 +90,7 @@ def sorted_dispatch(x:torch.Tensor, experts:"Experts", chosen:torch.Tensor, weig
     out = [experts.one(pile, *own) for pile,own in zip(piles, experts.unbound())]
     return _put_back(torch.cat(out), slots, weights)
 
-def padded_dispatch(x:torch.Tensor, experts:"Experts", chosen:torch.Tensor, weights:torch.Tensor
+def padded_dispatch(x:torch.Tensor, experts:Any, chosen:torch.Tensor, weights:torch.Tensor
 )->torch.Tensor: # As `dense_dispatch`
     "Fill all piles up to the highest and compute them in one batched product."
     slots, counts = _sort(chosen, E := len(experts.w1))
@@ -100,7 +101,7 @@ def padded_dispatch(x:torch.Tensor, experts:"Experts", chosen:torch.Tensor, weig
     out = experts.gate(rows@experts.w1.mT, None if experts.w3 is None else rows@experts.w3.mT)
     return _put_back((out@experts.w2.mT)[pile, place], slots, weights)
 
-def grouped_dispatch(x:torch.Tensor, experts:"Experts", chosen:torch.Tensor, weights:torch.Tensor
+def grouped_dispatch(x:torch.Tensor, experts:Any, chosen:torch.Tensor, weights:torch.Tensor
 )->torch.Tensor: # As `dense_dispatch`
     "One product over piles of different heights; `sorted_dispatch` where torch can't do it."
     if not can_group(x, experts): return sorted_dispatch(x, experts, chosen, weights)
@@ -132,7 +133,7 @@ def _product_dtype(x:torch.Tensor)->torch.dtype: # In which products are compute
     kind = x.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 
-def can_group(x:torch.Tensor, experts:"Experts")->bool: # Whether torch's grouped product will do
+def can_group(x:torch.Tensor, experts:Any)->bool: # Whether torch's grouped product will do
     dtype = _product_dtype(x)
     fits = all(n*dtype.itemsize % 16 == 0 for n in experts.w1.shape[1:])
     known = (torch.bfloat16,) if x.is_cuda else (torch.float32, torch.bfloat16)

@@ -52,14 +52,14 @@ class EnterFromTokens(torch.autograd.Function):
         return gathered(x, tokens, port)
 
     @staticmethod
-    def backward(ctx, *grads): return scattered(grads[0], ctx.port), None, None
+    def backward(ctx, *grads): return _scattered(grads[0], ctx.port), None, None
 
 class LeaveToTokens(torch.autograd.Function):
     "Each rank has a part of the sum: rank r gets piece r of it. The gradient is an all-gather."
     @staticmethod
     def forward(ctx, x:torch.Tensor, port:Port)->torch.Tensor: # A piece of `(T, ...)`
         ctx.port, ctx.tokens = port, len(x)
-        return scattered(x, port)
+        return _scattered(x, port)
 
     @staticmethod
     def backward(ctx, *grads): return gathered(grads[0], ctx.tokens, ctx.port), None
@@ -71,7 +71,7 @@ def gathered(x:torch.Tensor, tokens:int, port:Port)->torch.Tensor: # `(T, ...)`
     ring_all_gather(whole.numpy(), port)
     return whole
 
-def scattered(x:torch.Tensor, port:Port)->torch.Tensor: # Piece r of the sum
+def _scattered(x:torch.Tensor, port:Port)->torch.Tensor: # Piece r of the sum
     x = x.detach().contiguous().clone()
     return torch.from_numpy(ring_reduce_scatter(x.numpy(), port).copy())
 
