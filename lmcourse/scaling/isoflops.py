@@ -9,7 +9,6 @@ __all__ = ['isoflop_points', 'lower_envelope', 'fit_parabola', 'isoflop_optima']
 import csv
 from importlib import resources
 import numpy as np
-from .power_laws import PowerLaw, fit_power_law
 
 # %% ../../nbs/11_scaling/11c_isoflops.ipynb #4760a03e
 def isoflop_points(

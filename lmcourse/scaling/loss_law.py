@@ -89,7 +89,7 @@ def _weighted(N, D, loss, alpha, beta, delta, rounds=60)->tuple: # Error, and th
         c = nnls(columns/scale*root[:, None], loss*root)[0]
         predicted = columns/scale@c
         miss = np.log(predicted/loss)
-        gap = predicted*(predicted - loss)                  # Pull of Huber's loss, per unit of square
+        gap = predicted*(predicted - loss)    # Weight: Huber's pull over this
         weight = np.where(abs(gap) > 1e-15, np.clip(miss, -delta, delta)/np.where(gap, gap, 1),
                           1/loss**2)
     return huber(miss, delta).sum(), (*np.maximum(c/scale, (0, 1e-300, 1e-300)), alpha, beta)
@@ -169,7 +169,8 @@ def fit_loss_law(
 )->LossLaw: # Of nine starts, the best end
     "Fit by damped Gauss–Newton. `ValueError` for too few runs, or values without a logarithm."
     N, D, loss = _runs(parameters, tokens, loss)
-    found = [_weighted(N, D, loss, a, b, 1e9, rounds=1)[1] for a in (.2, .4, .8) for b in (.2, .4, .8)]
+    powers = [(a, b) for a in (.2, .4, .8) for b in (.2, .4, .8)]
+    found = [_weighted(N, D, loss, a, b, 1e9, rounds=1)[1] for a, b in powers]
     start = [(*np.log(np.maximum(f[:3], 1e-6)), *f[3:]) for f in found]
     ends, errors = _gauss_newton(N, D, loss, np.ones((9, len(N))), start, delta, 60, 1e-6)
     ends, _ = _gauss_newton(N, D, loss, np.ones((1, len(N))), ends[[errors.argmin()]], delta)
