@@ -1,7 +1,7 @@
 """The saved runs of chapter 11: `nbs/results/mup.jsonl`, `schedules.jsonl` and `scaling.jsonl`.
 
 A run that stands in its file already is not repeated, so a run that was stopped goes on.
-Usage: nice tools/scaling_runs.py mup schedules batches study
+Usage: nice tools/scaling_runs.py mup schedules batches study predict held_out
 """
 import argparse, copy, datetime, json, time
 from functools import cache
@@ -11,17 +11,19 @@ import numpy as np
 
 from lmcourse.accounting.model_flops import training_flops
 from lmcourse.scaling.mup import new_run, run_steps, small_model, story_tokenizer, story_tokens, tail_rates
+from lmcourse.scaling.study import predict_excess, predict_loss, read_study, size_law, three_counts
 from lmcourse.tools.machine import machine_name
 from lmcourse.training.evaluation import evaluate
 from lmcourse.training.optim_torch import cosine_lr
 
 RESULTS = Path(__file__).parent.parent/"nbs/results"
 BATCH, BASE = 8, 32
-GRID = {3e10: [(8, 1), (16, 1), (16, 2), (24, 2), (32, 2), (48, 2)],
-        1e11: [(8, 1), (16, 1), (24, 2), (32, 2), (48, 2), (64, 3)],
-        3e11: [(16, 1), (16, 2), (24, 2), (32, 2), (48, 2), (64, 3)],
-        1e12: [(24, 2), (32, 2), (48, 2), (64, 3), (96, 3)]}
-RATES = {1e11: (.016, .032, .064), 1e12: (.008, .016, .032)}          # Tried at width 32
+GRID = {3e10: [(8, 1), (16, 1), (16, 2), (24, 2), (32, 2)],
+        1e11: [(16, 1), (16, 2), (24, 2), (32, 2), (48, 2)],
+        3e11: [(16, 2), (24, 2), (32, 2), (48, 2), (64, 3)],
+        1e12: [(24, 2), (32, 2), (48, 2), (64, 3)]}
+HELD_OUT = 3e12
+RATES = {1e11: (.016, .032, .064), 1e12: (.008, .016)}          # Tried at width 32
 
 
 @cache
@@ -100,19 +102,22 @@ def schedules():
             run_steps(branch, stories()[0], rates[leave:], 20_000*seed + BATCH*leave)
             job = dict(kind="branch", steps=n, seed=seed, lr=lr)
             if not done(name, job): write(name, job | looked(branch, start))
+    better = {}                                  # Rate of each budget: three are tried with the first seed
     for seed in range(3):
         for n in budgets:
-            for rate in (lr, 2*lr):
+            for rate in (lr/2, lr, 2*lr) if seed == 0 else [better[n]]:
                 cosine = [cosine_lr(k, rate, 0., 10, n) for k in range(1, n + 1)]
                 train(name, model, cosine, dict(kind="cosine", steps=n, seed=seed, lr=rate))
+            better = better | {n: min((r for r in saved(name) if r["kind"] == "cosine" and r["steps"] == n),
+                                      key=lambda r: r["excess"])["lr"]} if seed == 0 else better
     train(name, model, tail_rates(300, lr), dict(kind="alone", steps=300, seed=0, lr=lr))
 
 
 def batches():
     "Steps until the loss is 2 nats, for several batch sizes; and the noise on the way"
     name, model, target = "schedules.jsonl", small_model(32, 2), 2.
-    for batch in (2, 4, 8, 16, 32, 64):
-        for factor in (.5, 1, 2):
+    for batch in (2, 4, 8, 16, 32):
+        for factor in (.5, 1, 2) if batch in (2, 32) else (1, 2):
             lr = .032*factor*min(1, (batch/8)**.5)
             job = dict(kind="batch", batch=batch, lr=round(lr, 5), seed=0)
             if done(name, job): continue
@@ -139,23 +144,54 @@ def study_run(kind, budget, width, layers, lr, seed=0):
                  job | dict(kind=kind))
 
 
+def tuned_rate(budget):
+    "Between the best rates of the two budgets at which it was tuned, on a straight line in the logarithms"
+    best = {C: min((r for r in saved("scaling.jsonl") if r["kind"] == "tune" and r["budget"] == C),
+                   key=lambda r: r["excess"])["lr"] for C in RATES}
+    slope = np.log(best[1e12]/best[1e11])/np.log(10)
+    return round(float(best[1e11]*(budget/1e11)**slope), 4)
+
+
 def study():
     "Tune at two budgets, then train all sizes"
-    best = {}
     for budget, rates in RATES.items():
-        runs = [study_run("tune", budget, 32, 2, lr) for lr in rates]
-        best[budget] = min(runs, key=lambda r: r["excess"])["lr"]
-    slope = np.log(best[1e12]/best[1e11])/np.log(10)
+        for lr in rates: study_run("tune", budget, 32, 2, lr)
     for seed in range(2):
         for budget, sizes in GRID.items():
-            if seed and budget > 3e11: continue
-            lr = round(float(best[1e11]*(budget/1e11)**slope), 4)
-            for width, layers in sizes: study_run("grid", budget, width, layers, lr, seed)
+            if seed and budget > 1e11: continue
+            for width, layers in sizes: study_run("grid", budget, width, layers, tuned_rate(budget), seed)
 
 
-KINDS = {"mup.jsonl": ["mup"], "schedules.jsonl": ["schedules", "batches"], "scaling.jsonl": ["study"]}
+def predict():
+    "Say what a run of three times the largest budget will give, and write it down"
+    if any(r["kind"] == "prediction" for r in saved("scaling.jsonl")): return
+    grid = read_study(RESULTS/"scaling.jsonl")[1]
+    want = float(size_law(grid)(HELD_OUT))
+    sizes = {(w, l): three_counts(w, l)["multiplying"] for sizes in GRID.values() for w, l in sizes}
+    width, layers = min(sizes, key=lambda s: abs(np.log(sizes[s]/want)))
+    tokens = steps_for(small_model(width, layers, BASE), HELD_OUT)*BATCH*128
+    entropy = looked_floor()
+    found = predict_loss(grid, sizes[width, layers], tokens, np.random.default_rng(0))
+    write("scaling.jsonl", dict(kind="prediction", budget=HELD_OUT, width=width, layers=layers, best_size=round(want),
+                                steps=tokens//BATCH//128, runs=len(grid), excess_law=round(predict_excess(
+                                    grid, HELD_OUT, entropy), 5), **{k: round(v, 5) for k, v in found.items()}))
+
+
+def looked_floor():
+    "The entropy of the validation stories, nats per token"
+    run = saved("scaling.jsonl")[1]
+    return run["loss"] - run["excess"]
+
+
+def held_out():
+    "The run that was predicted"
+    job, = [r for r in saved("scaling.jsonl") if r["kind"] == "prediction"]
+    study_run("held_out", HELD_OUT, job["width"], job["layers"], tuned_rate(HELD_OUT))
+
+
+KINDS = {"mup.jsonl": ["mup"], "schedules.jsonl": ["schedules", "batches"], "scaling.jsonl": ["study", "predict", "held_out"]}
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("parts", nargs="+", choices=["mup", "schedules", "batches", "study"])
+    parser.add_argument("parts", nargs="+", choices=[p for parts in KINDS.values() for p in parts])
     for part in parser.parse_args().parts: globals()[part]()

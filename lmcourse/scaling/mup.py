@@ -6,8 +6,9 @@
 __all__ = ['small_model', 'story_tokens', 'story_tokenizer', 'new_run', 'run_steps', 'watched_outputs', 'coordinate_check',
            'width_slope', 'best_rate', 'tail_rates']
 
-# %% ../../nbs/11_scaling/11d_mup.ipynb #1f0783b4
+# %% ../../nbs/11_scaling/11d_mup.ipynb #4137aa73
 from itertools import islice
+from typing import Literal
 import numpy as np
 import torch
 from ..tokenization.tokenizer import Tokenizer, train_bpe
@@ -30,7 +31,7 @@ def small_model(
                        num_layers=layers, num_heads=max(1, width//16), head_dim=16,
                        d_ff=round(8*width/3), mup_base_width=base)
 
-# %% ../../nbs/11_scaling/11d_mup.ipynb #e00f8455
+# %% ../../nbs/11_scaling/11d_mup.ipynb #1dfb308d
 def story_tokens(
     documents:int,      # How many short stories
     tokenizer,          # With `encode_batch` and an end-of-text
@@ -50,15 +51,16 @@ def story_tokens(
 
 def story_tokenizer(vocab_size:int=512)->Tokenizer: # With one special token, the end of a text
     "A byte-pair encoding of short stories."
-    return Tokenizer(*train_bpe(list(islice(short_stories(99), 2000)), vocab_size,
-                                ["<|endoftext|>"]), ["<|endoftext|>"])
+    special = ["<|endoftext|>"]
+    vocab, merges = train_bpe(list(islice(short_stories(99), 2000)), vocab_size, special)
+    return Tokenizer(vocab, merges, special)
 
-# %% ../../nbs/11_scaling/11d_mup.ipynb #25a51cbb
+# %% ../../nbs/11_scaling/11d_mup.ipynb #eae80aa8
 def new_run(
     model:ModelConfig,   # What to train
     seed:int=0,          # Of the first weights
     weight_decay:float=0., # AdamW's
-    engine:str="torch",  # `torch` or `numpy`
+    engine:Literal["torch", "numpy"]="torch", # Who computes the gradients
 )->TorchEngine|NumpyEngine:
     "A model with its AdamW, before the first step."
     config = TrainConfig(engine=engine, device="cpu", seed=seed, weight_decay=weight_decay)

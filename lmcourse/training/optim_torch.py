@@ -10,6 +10,7 @@ __all__ = ['NEWTON_SCHULZ', 'OPTIMIZERS', 'SGD', 'adamw_step', 'adamw_algorithm_
 # %% ../../nbs/04_training/04c_optim_torch.ipynb #142d160c
 import math
 from collections.abc import Callable, Iterable
+from typing import Any
 import torch
 from torch.optim import Optimizer
 from ..tools.config import TrainConfig, refuse_fields, register, unknown
@@ -419,7 +420,7 @@ def _make_adamw(model:torch.nn.Module, config:TrainConfig)->Optimizer:
     c = config
     return AdamW(parameter_groups(model, c.weight_decay), c.lr, (c.beta1, c.beta2), c.eps)
 
-def _make_muon(model:torch.nn.Module, config:TrainConfig)->Optimizer:
+def _make_muon(model:Any, config:TrainConfig)->Optimizer:
     refuse_fields(model.config, "Muon", "adamw", ("mup_base_width",))
     c, groups = config, muon_groups(model, config.weight_decay)
     if c.muon_lr_scale != 1: groups[0]["lr_scale"] = c.muon_lr_scale
