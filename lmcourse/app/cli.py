@@ -10,9 +10,10 @@ __all__ = ['CUT_OFF', 'BITS', 'BENCHES', 'COMPLETIONS', 'COMMANDS', 'ABOUT', 'ch
            'model_table', 'cost_lines', 'speed_lines', 'device_here', 'train_to_the_end', 'result_line', 'loss_plot',
            'draw', 'story', 'beginning', 'checked_device', 'decoder_for', 'load_draft', 'draw_story', 'GenerateCommand',
            'ServeCommand', 'PlotCommand', 'QuickstartCommand', 'get_ready', 'plan', 'keep', 'AccountCommand',
-           'PlanCommand', 'smoke', 'SmokeCommand', 'AblateCommand', 'DoctorCommand', 'BenchTokenizerCommand',
-           'BenchTrainingCommand', 'BenchLoopCommand', 'BenchGenerationCommand', 'BenchKernelsCommand', 'BenchCommand',
-           'CheckCommand', 'ExercisesCommand', 'CompletionCommand', 'one_line', 'parse', 'main', 'kill_as_ctrl_c']
+           'PlanCommand', 'ScaleCommand', 'smoke', 'SmokeCommand', 'AblateCommand', 'DoctorCommand',
+           'BenchTokenizerCommand', 'BenchTrainingCommand', 'BenchLoopCommand', 'BenchGenerationCommand',
+           'BenchKernelsCommand', 'BenchCommand', 'CheckCommand', 'ExercisesCommand', 'CompletionCommand', 'one_line',
+           'parse', 'main', 'kill_as_ctrl_c']
 
 # %% ../../nbs/90_app/90g_cli.ipynb #56d80fc9
 import contextlib, errno, hashlib, io, json, math, os, re, select, shutil, signal, socket, sys
@@ -867,6 +868,33 @@ class PlanCommand:
             ranked = best_plans(model, self.gpus, self.gpu, self.batch_tokens)
         for table in plan_tables(ranked): say(str(table), "")
 
+# %% ../../nbs/90_app/90g_cli.ipynb #5ca1e002
+@dataclass
+class ScaleCommand:
+    "Fit a loss law to finished runs: the best size for a budget, with intervals, and a plot."
+    # JSON lines with loss, two of parameters, tokens and flops, and if known schedule_tokens and
+    # tokenizer
+    runs: word(Path, "RUNS")
+    flops: float|None = None                # The budget; by default ten times the largest run
+    out: Path = Path("scale.png")           # The picture
+    draws: int = 200                        # Bootstrap samples behind the intervals
+
+    def run(self):
+        from lmcourse.scaling.fit_runs import FAR, fit_scaling, read_scaling_runs, scaling_lines
+        from lmcourse.scaling.fit_runs import scaling_plot
+        with checking_input():
+            if not self.out.parent.is_dir():
+                raise FileNotFoundError(f"{self.out.parent}: no such folder")
+            if self.flops is not None and not 0 < self.flops < math.inf:
+                raise ValueError(f"flops = {self.flops}, expected more than 0")
+            runs = read_scaling_runs(self.runs)
+            scaling = fit_scaling(runs, self.draws)
+        flops = self.flops or FAR*float(runs.flops.max())
+        say(*scaling_lines(scaling, flops))
+        axes = scaling_plot(scaling, flops)
+        axes[0].figure.savefig(self.out, dpi=150)
+        say(f"in {self.out}")
+
 # %% ../../nbs/90_app/90g_cli.ipynb #deb9167f
 def smoke(
     seed:int=0, # Of the ids and the weights
@@ -1127,6 +1155,7 @@ COMMANDS = dict(quickstart=QuickstartCommand, tokenizer=TokenizerCommand, prepar
                 train=TrainCommand,
                 generate=GenerateCommand, plot=PlotCommand, check=CheckCommand,
                 exercises=ExercisesCommand, account=AccountCommand, plan=PlanCommand,
+                scale=ScaleCommand,
                 serve=ServeCommand, ablate=AblateCommand, doctor=DoctorCommand, bench=BenchCommand, smoke=SmokeCommand,
                 completion=CompletionCommand)
 
