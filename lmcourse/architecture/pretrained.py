@@ -286,6 +286,8 @@ def _other_trouble(settings:dict, family:str)->list:
 def _weights_out(model:TransformerLM, link:Link)->torch.Tensor: # A copy, on the CPU
     parts = [_tensor(model, name).detach() for name in link.ours]
     if link.ours == ("token_embeddings.weight",): parts = [parts[0]*model.scale]
+    # Their models have no such factor
+    if link.ours == ("lm_head.weight",): parts = [parts[0]*model.config.mup_scale]
     return pack(link, parts,
                 model.config.head_size).cpu().clone(memory_format=torch.contiguous_format)
 

@@ -179,6 +179,7 @@ class TransformerLM(InputEmbeddings):
         self.lm_head = parts.linear(c.d_model, c.vocab_size, generator=generator,
                                     **place | (dict(device="meta") if c.tie_embeddings else {}))
         scale_branches(_tie(self))
+        if c.mup_scale != 1: self.ln_final.register_forward_hook(partial(_scaled, c.mup_scale))
 
     def forward(self,
         ids:torch.Tensor, # `(..., T)`, from 0 to V - 1; T up to `context_length`
@@ -213,11 +214,18 @@ def scale_branches(model
     # Two a layer are added to the stream; so small, their sum does not grow with the depth. Radford
     # et al. 2019, section 2.3
 ):
-    if not model.config.scaled_init: return
+    c = model.config
+    if c.mup_base_width: # The head begins as large as at the base width: see chapter 11
+        model.lm_head.weight.mul_(((c.vocab_size + c.d_model)
+                                   /(c.vocab_size + c.mup_base_width))**.5)
+    if not c.scaled_init: return
     for name,p in model.named_parameters():
         if name.endswith(("output_proj.weight", "w2.weight", "experts.w2")):
-            p.mul_((2*model.config.num_layers)**-.5)
+            p.mul_((2*c.num_layers)**-.5)
 
+def _scaled(factor:float, module, inputs, output): return output*factor # What the head reads
+
+# %% ../../nbs/03_architecture/03f_transformer_torch.ipynb #c11d0002
 def _check_input(ids:torch.Tensor, c:ModelConfig, positions, cache
 ): # `Embedding` looks at the ids themselves
     if not ids.ndim:

@@ -567,7 +567,7 @@ class NumpyDecoder(Remembering):
 def _weights(params:dict, c:ModelConfig, pack)->tuple: # Packed; for the kernels; biases
     head = params["token_embeddings.weight" if c.tie_embeddings else "lm_head.weight"]
     stacks = [_stacked(params, c, [f"{n}.weight" for n in names]) for names in _groups(c)]
-    stacks.append(np.array(head[None], np.float32))
+    stacks.append(np.array(head[None], np.float32)*np.float32(c.mup_scale))
     packed, arrays = zip(*(_pack_layers(stack, pack) for stack in stacks))
     whole = None not in arrays and (pack is Plain or c.head_size % 4 == 0) and _kinds(c)[2] >= 0
     none = np.zeros((max(1, c.num_layers), 0), np.float32)

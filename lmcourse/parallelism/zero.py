@@ -17,6 +17,7 @@ from .collectives import all_gather_bytes, reduce_scatter_bytes
 from .collectives import ring_all_gather, ring_reduce_scatter
 from .data_parallel import add_over_ranks, my_rows
 from .ranks import Port
+from ..tools.config import refuse_fields
 from ..training.parallel_np import chunk_slices, ring_bytes
 
 # %% ../../nbs/10_parallelism/10e_zero.ipynb #75b3425f
@@ -73,6 +74,7 @@ class ShardedDataParallel:
         max_norm:float=1.,   # Gradients are scaled down to this norm
         **adamw,             # For `torch.optim.AdamW`
     ):
+        refuse_fields(model.config, "ZeRO", "TorchEngine", ("mup_base_width",))
         if stage not in (1, 2): raise ValueError(f"{stage = }, expected 1 or 2")
         self.model, self.port, self.stage, self.max_norm = model, port, stage, max_norm
         self.units = make_units(model, port)
@@ -166,6 +168,7 @@ class FullySharded:
         max_norm:float=1.,   # Gradients are scaled down to this norm
         **adamw,             # For `torch.optim.AdamW`
     ):
+        refuse_fields(model.config, "ZeRO", "TorchEngine", ("mup_base_width",))
         if model.config.tie_embeddings:
             raise ValueError("stage 3 needs a model without tied embeddings: the first unit and "
                              "the last would share a table")

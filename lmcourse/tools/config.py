@@ -165,7 +165,7 @@ class _Sizes(Config):
     d_model:int; num_heads:int; num_kv_heads:int|None; head_dim:int|None; d_ff:int|None
     ffn:str; tie_embeddings:bool; embedding_std:float|None
     num_experts:int|None; num_experts_per_tok:int; moe_d_ff:int|None
-    kv_lora_rank:int|None; qk_rope_head_dim:int
+    kv_lora_rank:int|None; qk_rope_head_dim:int; mup_base_width:int|None
     @property
     def ffn_kind(self)->FFNKind: return FFN_KINDS[self.ffn]
     @property
@@ -188,6 +188,9 @@ class _Sizes(Config):
     @property
     def row_std(self)->float: # Of a token's row at the start
         return self.embedding_std or (self.d_model**-.5 if self.tie_embeddings else 1.)
+    @property
+    def mup_scale(self)->float: # Of logits and of the hidden matrices' learning rate
+        return (self.mup_base_width or self.d_model)/self.d_model
 
 # %% ../../nbs/00_tools/00d_config.ipynb #5a782806
 @dataclass(frozen=True)
@@ -251,6 +254,8 @@ class ModelConfig(_Sizes):
     qk_nope_head_dim:int = 128      # Latent attention: numbers of a head without RoPE
     qk_rope_head_dim:int = 64       # Latent attention: numbers of a head with RoPE
     v_head_dim:int = 128            # Latent attention: size of a head's values
+    # Width at which learning rates were tuned (muP): none for the standard parametrisation
+    mup_base_width:int|None = None
     def layer(self, i:int)->"ModelConfig": # That of layer i, counted from 0
         """The config as that layer sees it: dense, if it stands before the first with experts."""
         return replace(self, num_experts=None) if i < self.first_dense_layers else self
@@ -261,7 +266,7 @@ class ModelConfig(_Sizes):
 # %% ../../nbs/00_tools/00d_config.ipynb #b4bf12a6
 def _check_model(c:ModelConfig):
     sizes = ("vocab_size context_length d_model num_layers num_heads num_kv_heads head_dim d_ff "
-             "window norm_eps rope_theta embedding_std")
+             "window norm_eps rope_theta embedding_std mup_base_width")
     for name in sizes.split():
         value = getattr(c, name)
         if value is not None and not value > 0:
@@ -281,6 +286,7 @@ def _check_model(c:ModelConfig):
     if not c.z_loss >= 0: raise ValueError(f"ModelConfig: z_loss = {c.z_loss}, expected 0 or more")
     if c.num_experts is not None: _check_experts(c)
     if c.kv_lora_rank is not None: _check_latent(c)
+    if c.mup_base_width is not None: _check_mup(c)
 
 # %% ../../nbs/00_tools/00d_config.ipynb #5a440efc
 def _check_experts(c:ModelConfig):
@@ -305,6 +311,13 @@ def _check_experts(c:ModelConfig):
         raise ValueError("ModelConfig: num_experts_per_tok = 1 with norm_topk_prob = True: the "
                          "only weight would always be 1, and the router could not learn")
     if c.bias: raise ValueError("ModelConfig: bias = True with num_experts, expected bias = False")
+
+# %% ../../nbs/00_tools/00d_config.ipynb #c11d0001
+def _check_mup(c:ModelConfig): # The rules are about an own head, a dense network, usual attention
+    odd = [name for name in ("tie_embeddings", "num_experts", "kv_lora_rank") if getattr(c, name)]
+    if odd: raise ValueError(f"ModelConfig: {odd[0]} = {getattr(c, odd[0])} with mup_base_width = "
+                             f"{c.mup_base_width}, expected {odd[0]} = "
+                             f"{'False' if odd[0] == 'tie_embeddings' else 'none'}")
 
 def _check_latent(c:ModelConfig):
     for name in "kv_lora_rank q_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim".split():

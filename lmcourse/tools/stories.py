@@ -379,5 +379,14 @@ def _log_sum(logps:list)->float: # Of probabilities
 
 # %% ../../nbs/00_tools/00f_stories.ipynb #c5988b42
 @cache
-def _course_rules()->dict:
-    return read_grammar(files("lmcourse").joinpath("data/stories.txt").read_text(encoding="utf-8"))
+def _course_rules()->dict: return read_grammar(_course_text())
+
+def _course_text()->str:
+    return files("lmcourse").joinpath("data/stories.txt").read_text(encoding="utf-8")
+
+def short_stories(
+    seed:int=0, # Of the choices
+)->Stories: # `stories-short`
+    "The course's grammar, but a story is over before anything happens: its first three sentences."
+    whole, short = "{opening} {family} {scene} {plot} {close}", "{opening} {family} {scene}"
+    return Stories(seed, _course_text().replace(whole, short, 1))

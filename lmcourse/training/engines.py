@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ..architecture.fast_np import fast_loss_and_grads
 from ..architecture.layers_np import RowGradient
 from ..architecture.layers_torch import auxiliary_scale
-from ..architecture.transformer_np import init_params
+from ..architecture.transformer_np import init_params, learning_rate_scales
 from ..architecture.transformer_torch import TransformerLM
 from ..tools.config import ModelConfig, TrainConfig
 from .checkpoint import Checkpoints, load_checkpoint, read_state, save_checkpoint
@@ -318,7 +318,8 @@ class NumpyEngine:
                                                                    torch.device("cpu"))
         self.params = init_params(model_config, config.seed)
         self.optimizer = AdamWNp(self.params, betas=(config.beta1, config.beta2), eps=config.eps,
-                                 weight_decay=config.weight_decay)
+                                 weight_decay=config.weight_decay,
+                                 lr_scales=learning_rate_scales(model_config))
         self.model, self.grads = _seen_by_torch(self.params, model_config), {}
 
     def forward_backward(self, batch:tuple, share:float=1.0, last:bool=True

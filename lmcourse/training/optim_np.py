@@ -52,6 +52,7 @@ class AdamWNp:
         betas:tuple=(.9, .999), # Decays of the two means
         eps:float=1e-8,   # Added to the root
         weight_decay:float=.01, # Share of a matrix taken off a step, times `lr`
+        lr_scales:dict|None=None, # Name to what its learning rate is multiplied by: 1 if missing
     ):
         if not all(0 <= b < 1 for b in betas):
             raise ValueError(f"AdamWNp: betas = {betas}, expected 0 <= beta < 1")
@@ -64,6 +65,7 @@ class AdamWNp:
                             f"gradients are too small for less")
         self.params, self.betas, self.eps, self.weight_decay, self.t = (params, betas, eps,
                                                                         weight_decay, 0)
+        self.lr_scales = lr_scales or {}
         self.m, self.v = ({name: array_module(p).zeros_like(p) for name,p in params.items()}
                           for _ in "mv")
 
@@ -81,7 +83,8 @@ class AdamWNp:
                 raise ValueError(f"{name}: a gradient of {g.shape}, expected "
                                  f"{self.params[name].shape}")
         self.t += 1
-        for name,g in grads.items(): self.move(name, g, lr, scale)
+        for name,g in grads.items():
+            self.move(name, g, lr*self.lr_scales.get(name, 1.), scale)
 
     def move(self, name:str, g, lr:float, scale:float): # One parameter
         p, m, v, (b1, b2) = self.params[name], self.m[name], self.v[name], self.betas

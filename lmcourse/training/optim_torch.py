@@ -10,9 +10,10 @@ __all__ = ['NEWTON_SCHULZ', 'OPTIMIZERS', 'SGD', 'adamw_step', 'adamw_algorithm_
 # %% ../../nbs/04_training/04c_optim_torch.ipynb #142d160c
 import math
 from collections.abc import Callable, Iterable
+from typing import Any
 import torch
 from torch.optim import Optimizer
-from ..tools.config import TrainConfig, register, unknown
+from ..tools.config import TrainConfig, refuse_fields, register, unknown
 
 # %% ../../nbs/04_training/04c_optim_torch.ipynb #3132e593
 class SGD(Optimizer):
@@ -166,10 +167,16 @@ class AdamW(Optimizer):
 def parameter_groups(
     model:torch.nn.Module, # Its parameters that need a gradient, each once
     weight_decay:float,    # For matrices
-)->list: # Two groups for an optimizer: matrices and embeddings, then vectors, which are not decayed
-    "Split the parameters by whether weight decay applies to them."
-    params = [p for p in model.parameters() if p.requires_grad]
-    groups = [dict(params=[p for p in params if p.ndim >= 2], weight_decay=weight_decay),
+)->list: # For an optimizer: matrices and embeddings, then vectors, which are not decayed
+    """Split the parameters by whether weight decay applies to them.
+    Under muP the matrices of the blocks come first, with an `lr_scale`: see chapter 11."""
+    named = [(name, p) for name,p in model.named_parameters() if p.requires_grad]
+    scale = getattr(getattr(model, "config", None), "mup_scale", 1.)
+    slow = {p for name,p in named if scale != 1 and p.ndim >= 2 and name.startswith("layers.")}
+    params = [p for _,p in named if p not in slow]
+    groups = [dict(params=[p for _,p in named if p in slow], weight_decay=weight_decay,
+                   lr_scale=scale),
+              dict(params=[p for p in params if p.ndim >= 2], weight_decay=weight_decay),
               dict(params=[p for p in params if p.ndim < 2], weight_decay=0.)]
     return [g for g in groups if g["params"]]
 
@@ -413,7 +420,8 @@ def _make_adamw(model:torch.nn.Module, config:TrainConfig)->Optimizer:
     c = config
     return AdamW(parameter_groups(model, c.weight_decay), c.lr, (c.beta1, c.beta2), c.eps)
 
-def _make_muon(model:torch.nn.Module, config:TrainConfig)->Optimizer:
+def _make_muon(model:Any, config:TrainConfig)->Optimizer:
+    refuse_fields(model.config, "Muon", "adamw", ("mup_base_width",))
     c, groups = config, muon_groups(model, config.weight_decay)
     if c.muon_lr_scale != 1: groups[0]["lr_scale"] = c.muon_lr_scale
     return Muon(groups, c.lr, betas=(c.beta1, c.beta2), eps=c.eps)

@@ -19,7 +19,8 @@ from time import perf_counter
 from ..tools.config import ModelConfig
 from ..tools.show import si
 from ..architecture.layers_np import RowGradient, require_ids, array_module
-from ..architecture.transformer_np import require_length, check_params, parameter_shapes
+from ..architecture.transformer_np import check_params, learning_rate_scales
+from ..architecture.transformer_np import parameter_shapes, require_length
 from ..architecture.fast_np import blas_threads, fast_loss_and_grads
 from .optim_np import AdamWNp, clip_scale, grad_norm_np
 
@@ -230,7 +231,7 @@ class Replica:
         self.params, self.grads = (parameter_views(weights, config),
                                    parameter_views(self.gradient, config))
         self.optimizer = AdamWNp(self.params, settings["betas"], settings["eps"],
-                                 settings["weight_decay"])
+                                 settings["weight_decay"], learning_rate_scales(config))
         self.port = SharedPort(rank, memory[:, 1], right, left)
 
     def step(self, ids, targets, share:float, lr:float, ignore_index:int

@@ -1,0 +1,197 @@
+"""The saved runs of chapter 11: `nbs/results/mup.jsonl`, `schedules.jsonl` and `scaling.jsonl`.
+
+A run that stands in its file already is not repeated, so a run that was stopped goes on.
+Usage: nice tools/scaling_runs.py mup schedules batches study predict held_out
+"""
+import argparse, copy, datetime, json, time
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+
+from lmcourse.accounting.model_flops import training_flops
+from lmcourse.scaling.mup import new_run, run_steps, small_model, story_tokenizer, story_tokens, tail_rates
+from lmcourse.scaling.study import predict_excess, predict_loss, read_study, size_law, three_counts
+from lmcourse.tools.machine import machine_name
+from lmcourse.training.evaluation import evaluate
+from lmcourse.training.optim_torch import cosine_lr
+
+RESULTS = Path(__file__).parent.parent/"nbs/results"
+BATCH, BASE = 8, 32
+GRID = {3e10: [(8, 1), (16, 1), (16, 2), (24, 2), (32, 2)],
+        1e11: [(16, 1), (16, 2), (24, 2), (32, 2), (48, 2)],
+        3e11: [(16, 2), (24, 2), (32, 2), (48, 2), (64, 3)],
+        1e12: [(24, 2), (32, 2), (48, 2), (64, 3)]}
+HELD_OUT = 3e12
+RATES = {1e11: (.016, .032, .064), 1e12: (.008, .016)}          # Tried at width 32
+
+
+@cache
+def stories():
+    "Training and validation tokens; no training story comes twice in a run"
+    tokenizer = story_tokenizer()
+    return story_tokens(80_000, tokenizer), story_tokens(400, tokenizer, seed=1, exact=True)
+
+
+def saved(name):
+    "The lines of a results file"
+    path = RESULTS/name
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def write(name, row):
+    "One more line; the first says where and how"
+    path = RESULTS/name
+    if not path.exists():
+        about = dict(kind="about", machine=machine_name(), date=str(datetime.date.today()),
+                     command=f"tools/scaling_runs.py {' '.join(KINDS[name])}")
+        path.write_text(json.dumps(about) + "\n")
+    with path.open("a") as f: f.write(json.dumps(row) + "\n")
+
+
+def done(name, job):
+    "The saved run of this job, or none"
+    return next((r for r in saved(name) if r.items() >= job.items()), None)
+
+
+def looked(engine, start):
+    "What is kept of a run: excess over the floor with its error, loss, and CPU seconds"
+    e = evaluate(engine.whole_model(), stories()[1], 128)
+    return dict(loss=round(e.loss, 5), excess=round(e.excess, 5), error=round(e.error, 5),
+                seconds=round(time.process_time() - start, 1))
+
+
+def train(name, model, rates, job, batch=BATCH, decay=0.):
+    "Train, evaluate, write"
+    if row := done(name, job): return row
+    stories()
+    start = time.process_time()
+    engine = new_run(model, job["seed"], decay)
+    run_steps(engine, stories()[0], rates, 20_000*job["seed"], batch)
+    row = job | looked(engine, start)
+    write(name, row)
+    return row
+
+
+def mup():
+    "Loss against learning rate for four widths, both parametrisations; then with weight decay"
+    rates = [.002*2**k for k in range(7)]
+    tried = {(32, None): rates[1:], (64, None): rates[1:6], (64, BASE): rates[3:], (128, None): rates[1:5],
+             (128, BASE): rates[3:], (256, None): [.001, *rates[:3]], (256, BASE): rates[3:6]} # At the base both are one
+    for (width, base), some in tried.items():
+        for lr in some:
+            train("mup.jsonl", small_model(width, 2, base), tail_rates(200, lr),
+                  dict(kind="rate", width=width, base=base, lr=lr, seed=0, steps=200))
+    for width, decay in ((32, .5), (128, .5), (128, 2.)):
+        for lr in (.016, .032, .064):
+            train("mup.jsonl", small_model(width, 2, BASE), tail_rates(200, lr),
+                  dict(kind="decay", width=width, base=BASE, lr=lr, decay=decay, seed=0, steps=200), decay=decay)
+
+
+def schedules():
+    "A constant trunk with a cooldown for each of three budgets, and runs of their own with a cosine"
+    budgets, name, lr, model = (150, 300, 600), "schedules.jsonl", .032, small_model(32, 2)
+    for seed in range(3):
+        if all(done(name, dict(kind="branch", steps=n, seed=seed)) for n in budgets): continue
+        trunk, at = new_run(model, seed), 0
+        for n in budgets:
+            rates, start = tail_rates(n, lr), time.process_time()
+            leave = n - round(.2*n)
+            run_steps(trunk, stories()[0], rates[at:leave], 20_000*seed + BATCH*at)
+            branch, at = copy.deepcopy(trunk), leave
+            run_steps(branch, stories()[0], rates[leave:], 20_000*seed + BATCH*leave)
+            job = dict(kind="branch", steps=n, seed=seed, lr=lr)
+            if not done(name, job): write(name, job | looked(branch, start))
+    better = {}                                  # Rate of each budget: three are tried with the first seed
+    for seed in range(3):
+        for n in budgets:
+            for rate in (lr/2, lr, 2*lr) if seed == 0 else [better[n]]:
+                cosine = [cosine_lr(k, rate, 0., 10, n) for k in range(1, n + 1)]
+                train(name, model, cosine, dict(kind="cosine", steps=n, seed=seed, lr=rate))
+            better = better | {n: min((r for r in saved(name) if r["kind"] == "cosine" and r["steps"] == n),
+                                      key=lambda r: r["excess"])["lr"]} if seed == 0 else better
+    train(name, model, tail_rates(300, lr), dict(kind="alone", steps=300, seed=0, lr=lr))
+
+
+def batches():
+    "Steps until the loss is 2 nats, for several batch sizes; and the noise on the way"
+    name, model, target = "schedules.jsonl", small_model(32, 2), 2.
+    for batch in (2, 4, 8, 16, 32):
+        for factor in (.5, 1, 2) if batch in (2, 32) else (1, 2):
+            lr = .032*factor*min(1, (batch/8)**.5)
+            job = dict(kind="batch", batch=batch, lr=round(lr, 5), seed=0)
+            if done(name, job): continue
+            start, engine, losses, most = time.process_time(), new_run(model), [], 4000//batch + 150
+            window = max(4, 64//batch)
+            while len(losses) < most and (len(losses) < window or np.mean(losses[-window:]) > target):
+                rate = lr*min(1, (len(losses) + 1)/10)
+                losses += run_steps(engine, stories()[0], [rate], len(losses)*batch, batch)
+            reached = bool(np.mean(losses[-window:]) <= target)
+            write(name, job | dict(steps=len(losses), reached=reached, target=target,
+                                   seconds=round(time.process_time() - start, 1)))
+
+
+def steps_for(model, budget): return max(20, round(budget/sum(training_flops(model, BATCH).values())))
+
+
+def study_run(kind, budget, width, layers, lr, seed=0):
+    "A run of the study: as many steps as the budget pays for"
+    model = small_model(width, layers, BASE)
+    steps = steps_for(model, budget)
+    job = dict(kind="tune", budget=budget, width=width, layers=layers, lr=lr, seed=seed, steps=steps)
+    if row := done("scaling.jsonl", job): return row                     # It is a run of the grid, too
+    return train("scaling.jsonl", model, tail_rates(steps, lr),
+                 job | dict(kind=kind))
+
+
+def tuned_rate(budget):
+    "Between the best rates of the two budgets at which it was tuned, on a straight line in the logarithms"
+    best = {C: min((r for r in saved("scaling.jsonl") if r["kind"] == "tune" and r["budget"] == C),
+                   key=lambda r: r["excess"])["lr"] for C in RATES}
+    slope = np.log(best[1e12]/best[1e11])/np.log(10)
+    return round(float(best[1e11]*(budget/1e11)**slope), 4)
+
+
+def study():
+    "Tune at two budgets, then train all sizes"
+    for budget, rates in RATES.items():
+        for lr in rates: study_run("tune", budget, 32, 2, lr)
+    for seed in range(2):
+        for budget, sizes in GRID.items():
+            if seed and budget > 1e11: continue
+            for width, layers in sizes: study_run("grid", budget, width, layers, tuned_rate(budget), seed)
+
+
+def predict():
+    "Say what a run of three times the largest budget will give, and write it down"
+    if any(r["kind"] == "prediction" for r in saved("scaling.jsonl")): return
+    grid = read_study(RESULTS/"scaling.jsonl")[1]
+    want = float(size_law(grid)(HELD_OUT))
+    sizes = {(w, l): three_counts(w, l)["multiplying"] for sizes in GRID.values() for w, l in sizes}
+    width, layers = min(sizes, key=lambda s: abs(np.log(sizes[s]/want)))
+    tokens = steps_for(small_model(width, layers, BASE), HELD_OUT)*BATCH*128
+    entropy = looked_floor()
+    found = predict_loss(grid, sizes[width, layers], tokens, np.random.default_rng(0))
+    write("scaling.jsonl", dict(kind="prediction", budget=HELD_OUT, width=width, layers=layers, best_size=round(want),
+                                steps=tokens//BATCH//128, runs=len(grid), excess_law=round(predict_excess(
+                                    grid, HELD_OUT, entropy), 5), **{k: round(v, 5) for k, v in found.items()}))
+
+
+def looked_floor():
+    "The entropy of the validation stories, nats per token"
+    run = saved("scaling.jsonl")[1]
+    return run["loss"] - run["excess"]
+
+
+def held_out():
+    "The run that was predicted"
+    job, = [r for r in saved("scaling.jsonl") if r["kind"] == "prediction"]
+    study_run("held_out", HELD_OUT, job["width"], job["layers"], tuned_rate(HELD_OUT))
+
+
+KINDS = {"mup.jsonl": ["mup"], "schedules.jsonl": ["schedules", "batches"], "scaling.jsonl": ["study", "predict", "held_out"]}
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("parts", nargs="+", choices=[p for parts in KINDS.values() for p in parts])
+    for part in parser.parse_args().parts: globals()[part]()
