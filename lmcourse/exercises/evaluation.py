@@ -186,7 +186,7 @@ def check_calibration_error(
         for x,y in zip(c, r): groups.setdefault(min(int(x*n), n - 1) if last else int(x*n), []).append((x, y))
         gaps = [(sum(x for x,_ in g)/len(g) - sum(y for _,y in g)/len(g), len(g)) for g in groups.values()]
         return sum(gap(v)*(k/len(c) if weigh else 1/len(gaps)) for v,k in gaps)
-    cases:list = [([1., .9, .3], [0, 1, 0], 2), ([.9, .95, 1., .2], [1, 0, 1, 0], 2), ([.1, .4, .4, .8], [0, 1, 0, 1], 4), ([1., .99, .6], [1, 0, 1], 10), ([.5, .5], [1, 0], 1)]
+    cases:list = [([1., .6, .55, .6], [0, 0, 1, 1], 2), ([.9, .95, 1., .2], [1, 0, 1, 0], 2), ([.1, .4, .4, .8], [0, 1, 0, 1], 4), ([1., .99, .6], [1, 0, 1], 10), ([.5, .5], [1, 0], 1)]
     _grade(calibration_error, error, cases, {
         "bins have weights": lambda *a: error(*a, weigh=False),
         "a gap has no sign": lambda *a: error(*a, gap=lambda v: v),
