@@ -140,3 +140,16 @@ def test_a_story_can_begin_as_it_does_and_with_no_other_animal(seed):
     assert known[0] == 0 and all(a >= b - 1e-12 for a, b in zip(known, known[1:]))
     assert math.isclose(known[-1], Stories().log_prob(story))
     assert Stories().prefix_log_prob(story + " Then") == -math.inf
+
+
+def test_what_may_follow_adds_up_to_one_and_ends_in_the_whole_text():
+    for grammar, texts in ((AMBIGUOUS, ["x z", "y z", "w"]), (None, list(islice(Stories(seed=5), 3)))):
+        stories = Stories(grammar=grammar)
+        signs = sorted({c for d in [*texts, *islice(Stories(grammar=grammar), 300)] for c in d})
+        for text in texts:
+            assert stories.prefix_log_prob(text) == pytest.approx(stories.log_prob(text), rel=1e-13)
+            for k in {*range(0, len(text), 61), len(text)}:
+                follows = stories.next_probs(text[:k], [*signs, None])
+                assert sum(follows.values()) == pytest.approx(1, abs=1e-12)
+                assert (follows[None] > 0) == (k == len(text))
+    with pytest.raises(ValueError, match="begins with 'zz'"): stories.next_probs("zz", ["a"])

@@ -368,6 +368,19 @@ class Stories:
         ways = _PrefixReader(self.rules, text).read(self.start, 0, {})
         return _log_sum([logp for end,_,logp in ways if end in (None, len(text))])
 
+    def next_probs(self,
+        prefix:str,   # A beginning of a story
+        choices:list, # Texts that may follow; none stands for the end of the story
+    )->dict: # Choice to its probability, 0 for one that can't follow
+        """The exact probability that each choice comes right after `prefix`.
+        `ValueError` if no story begins so."""
+        if (begun := self.prefix_log_prob(prefix)) == -math.inf:
+            raise ValueError(f"no story of this grammar begins with {prefix[-60:]!r}")
+        def log_prob(choice):
+            if choice is None: return _log_sum(self.log_probs(prefix))
+            return self.prefix_log_prob(prefix + choice)
+        return {choice: math.exp(log_prob(choice) - begun) for choice in choices}
+
     def entropy(self)->Entropy: # In closed form
         "The mean of -log p over all derivations, which is that over all documents if none has two."
         _, nats, size = map(sum, zip(*_Counter(self.rules).flow(self.start, ()).values()))
