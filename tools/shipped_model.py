@@ -27,9 +27,9 @@ SHIPPED, RESULT = ROOT/"lmcourse/data/quickstart", ROOT/"nbs/results/shipped_mod
 PREPARE = f"prepare stories data --tokenizer {SHIPPED} --max-mb 160"
 TRAIN = ("train data run --preset quickstart --engine numpy --d-model 160 --num-layers 4 "
          "--num-heads 5 --d-ff 448 --batch-size 4 --lr 0.0025 --min-lr 0.00002 --warmup-steps 200 "
-         "--schedule constant --steps 40000 --cooldown-steps 24000 --eval-every 2000 "
-         "--checkpoint-every 2000 --keep-checkpoints 30 --log-every 100")
-SHOWN = {2000, 4000, 8000, 12000, 16000, 20000, 24000, 28000, 32000, 34000, 36000, 38000, 40000}
+         "--schedule constant --steps 26000 --cooldown-steps 14000 --eval-every 2000 "
+         "--checkpoint-every 2000 --keep-checkpoints 20 --log-every 100")
+SHOWN = {2000, 4000, 6000, 8000, 12000, 16000, 18000, 20000, 22000, 24000, 26000}
 BITS = 6   # A package is compressed, and a code of 6 bits takes about 5 there
 
 
