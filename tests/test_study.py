@@ -1,0 +1,77 @@
+"""The scaling study: counts, fits on planted laws, and what stands in the results file."""
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from lmcourse.architecture.transformer_torch import TransformerLM
+from lmcourse.scaling.loss_law import LossLaw
+from lmcourse.scaling.mup import small_model
+from lmcourse.scaling.study import best_size, predict_excess, predict_loss, read_study, size_law, three_counts
+from lmcourse.tools.stories import Stories, short_stories
+
+RESULTS = Path(__file__).parent.parent/"nbs/results/scaling.jsonl"
+
+
+@pytest.mark.parametrize("width, layers", [(8, 1), (32, 2), (64, 3)])
+def test_counts_are_those_of_the_model(width, layers):
+    model, counts = TransformerLM(small_model(width, layers)), three_counts(width, layers)
+    sizes = {n: p.numel() for n, p in model.named_parameters() if p.ndim > 1}
+    assert counts["all"] == sum(sizes.values())
+    assert counts["multiplying"] == counts["all"] - sizes["token_embeddings.weight"]
+    assert counts["blocks"] == sum(s for n, s in sizes.items() if n.startswith("layers."))
+
+
+def test_short_stories_are_the_beginnings_of_stories():
+    short, whole = short_stories(), Stories()
+    assert short.entropy().document == pytest.approx(44.5015, abs=1e-3) and short.entropy().document < whole.entropy().document/1.9
+    texts = [next(short) for _ in range(200)]
+    assert short_stories().log_prob(texts[0]) == short.log_prob(texts[0])
+    assert np.mean([-short.log_prob(t) for t in texts]) == pytest.approx(short.entropy().document, rel=.02)
+    assert np.mean([len(t.encode()) for t in texts]) == pytest.approx(short.entropy().bytes, rel=.02)
+    for t in texts[:5]: assert np.isfinite(whole.prefix_log_prob(t + " ")) or np.isfinite(whole.prefix_log_prob(t))
+    with pytest.raises(ValueError): whole.log_prob(texts[0])
+
+
+def planted(law, budgets=(1e10, 1e11, 1e12), around=(.25, .5, 1, 2, 4)):
+    return [dict(budget=C, multiplying=n, tokens=C/6/n, loss=float(law.loss(n, C/6/n)))
+            for C in budgets for n in law.optimum(C)[0]*np.array(around)]
+
+
+@pytest.mark.parametrize("law", [LossLaw(.5, 30., 60., .5, .5), LossLaw(.45, 40., 200., .4, .4)])
+def test_a_planted_law_is_found(law):
+    runs = planted(law)
+    assert size_law(runs).exponent == pytest.approx(law.exponent, abs=.01)
+    n, d = law.optimum(3e12)
+    found = predict_loss(runs, n, d, np.random.default_rng(0), draws=40)
+    assert found["loss"] == pytest.approx(float(law.loss(n, d)), rel=1e-3) and found["E"] == pytest.approx(law.E, abs=.01)
+    assert found["low"] <= found["loss"]*1.001 and found["loss"] <= found["high"]*1.001
+
+
+def test_seeds_are_averaged():
+    runs = [dict(multiplying=n, loss=abs(np.log(n/8))**2 + e) for n in (2, 4, 8, 16, 32) for e in (-.1, .1)]
+    size, loss = best_size(runs)
+    assert size == pytest.approx(8) and loss == pytest.approx(0, abs=1e-9)
+    for losses in ([1, 2, 3], [3, 2, 1]):
+        with pytest.raises(ValueError, match="try more sizes"): best_size([dict(multiplying=n + 1, loss=v) for n, v in enumerate(losses)])
+
+
+def test_excess_over_a_known_floor():
+    runs = [dict(budget=C, loss=.5 + C**-.5) for C in (10., 100., 1000.)]
+    assert predict_excess(runs, 1e4, .5) == pytest.approx(.51)
+    with pytest.raises(ValueError, match="floor = 2"): predict_excess(runs, 1e4, 2.)
+
+
+def test_the_prediction_was_written_before_the_run():
+    lines = RESULTS.read_text().splitlines()
+    assert sum(map(len, lines)) < 200_000
+    place = {kind: next(i for i, line in enumerate(lines) if f'"kind": "{kind}"' in line) for kind in ("prediction", "held_out")}
+    about, grid, others = read_study(RESULTS)
+    said, came = others["prediction"][0], others["held_out"][0]
+    assert place["prediction"] < place["held_out"] and said["budget"] >= 3*max(r["budget"] for r in grid)
+    assert (said["width"], said["layers"], said["steps"]) == (came["width"], came["layers"], came["steps"])
+    again = predict_loss(grid, said["multiplying"], said["tokens"], np.random.default_rng(0), draws=20)
+    assert again["loss"] == pytest.approx(said["loss"], abs=2e-4)      # No run was added to the grid afterwards
+    assert all(r["excess"] > 0 for r in grid)
