@@ -115,11 +115,11 @@ def test_huber():
 def test_published_fit_and_standard_errors():
     N, D, loss = chinchilla_points()
     law = fit_loss_law(N, D, loss)
-    theirs = values("besiroglu-2024.point-fit")
+    theirs = values("epoch-2024.point-fit")
     for name, rel in (("E", 1e-3), ("A", 1e-3), ("B", 2e-3), ("alpha", 1e-3), ("beta", 1e-3)): assert getattr(law, name) == pytest.approx(theirs[name.lower()], rel=rel)
     assert fit_error(law, N, D, loss) == pytest.approx(theirs["objective"], rel=1e-4)
     samples = bootstrap_law(N, D, loss, np.random.default_rng(3), 200)
-    errors = values("besiroglu-2024.standard-error")
+    errors = values("epoch-2024.standard-error")
     for name, what in dict(e=lambda l: l.E, alpha=lambda l: l.alpha, beta=lambda l: l.beta, exponent=lambda l: l.exponent).items():
         assert np.std([what(l) for l in samples]) == pytest.approx(errors[name], abs=.004)
 
@@ -192,7 +192,7 @@ def test_tables_are_those_of_the_shared_folder():
 def test_the_assignments_table_follows_the_law_in_the_ledger():
     runs = json.loads((Path(SHARED)/"isoflops_curves.json").read_text())
     N, C, loss = (np.array([r[k] for r in runs], float) for k in ("parameters", "compute_budget", "final_loss"))
-    v = values("cs336-a3.law")
+    v = values("handout-a3.law")
     law = LossLaw(v["e"], v["a"], v["b"], v["alpha"], v["beta"])
     assert len(runs) == 72 and abs(law.loss(N, C/(6*N)) - loss).max() < 1e-7
     assert astuple(fit_loss_law(N, C/(6*N), loss)) == pytest.approx(astuple(law), rel=1e-4)

@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 import numpy as np
 from .loss_law import LossLaw, bootstrap_law, fit_loss_law, law_interval
 from ..tools.show import COLORS, Table, figure, si
@@ -56,7 +57,7 @@ def _run(line:str, where:str)->dict: # Of one line
             raise ValueError(f"{where}: {name} = {v!r}, expected a positive number")
     return run
 
-def _size_and_tokens(run:dict, where:str)->tuple: # And the loss
+def _size_and_tokens(run:Any, where:str)->tuple: # And the loss
     N, D, C, loss = (run.get(k) for k in ("parameters", "tokens", "flops", "loss"))
     if loss is None: raise ValueError(f"{where}: no loss")
     if sum(v is not None for v in (N, D, C)) < 2:

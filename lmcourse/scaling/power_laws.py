@@ -8,6 +8,7 @@ __all__ = ['PowerLaw', 'fit_power_law', 'bootstrap', 'interval']
 # %% ../../nbs/11_scaling/11a_power_laws.ipynb #06301e84
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 import numpy as np
 
 # %% ../../nbs/11_scaling/11a_power_laws.ipynb #f96fdc69
@@ -53,7 +54,7 @@ def _fit_floor(x, y)->PowerLaw: # Starts from several floors; the best end count
     centre, target = np.exp(np.log(x).mean()), np.log(y)
     u = np.log(x/centre)
     def miss(t): return np.logaddexp(t[0], t[1] + t[2]*u) - target
-    best = None
+    best:Any = None
     for share in (.1, .5, .9, .99):
         first = fit_power_law(x, y, share*y.min())
         start = [np.log(first.floor), np.log(first(centre) - first.floor), first.exponent]
