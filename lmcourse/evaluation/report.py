@@ -137,7 +137,7 @@ def report_card(
     seed:int=120_000,    # Of the stories; those of training and validation are refused
     norm:str="raw",      # One of `NORMS`
     name:str="the course's model", # In the title
-    training:list=(),    # Texts that the model was trained on, as far as they are at hand
+    training:list|None=None, # Texts that the model was trained on, as far as they are at hand
 )->ReportCard:
     "Ask everything and write it down. `ValueError` for bad input, before the model is asked."
     if norm not in NORMS: raise unknown("norm", norm, NORMS)
@@ -147,7 +147,7 @@ def report_card(
     if seed in range(len(SPLITS)):
         raise ValueError(f"seed = {seed} is that of the {SPLITS[seed]} stories, expected another")
     made = {t: named_task(t, stories, seed) for t in tasks if t != "stories"}
-    for task in made.values(): refuse_overlap(task, training)
+    for task in made.values(): refuse_overlap(task, training or [])
     rows = [task_row(model, tokenizer, made[t], norm) if t in made
             else stories_row(model, tokenizer, stories, seed) for t in tasks]
     return ReportCard(rows, name, tokenizer.digest)

@@ -282,8 +282,9 @@ def load_task(
     for n,line in enumerate(data.read_text(encoding="utf-8").splitlines(), 1):
         try: raw = json.loads(line)
         except ValueError as e: raise ValueError(f"{data}, line {n}: {e}") from None
-        try: items.append(Item(**{k: tuple(v) if isinstance(v, list) else v
-                                  for k,v in raw.items()}))
+        try:
+            given:dict = {k: tuple(v) if isinstance(v, list) else v for k,v in raw.items()}
+            items.append(Item(**given))
         except (TypeError, AttributeError, ValueError) as e:
             raise ValueError(f"{data}, line {n}: {e}") from None
     seed = None if about["seed"] == "null" else int(about["seed"])

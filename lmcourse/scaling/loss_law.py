@@ -18,7 +18,7 @@ from .power_laws import interval
 # %% ../../nbs/11_scaling/11b_loss_law.ipynb #d96f9cb3
 @dataclass(frozen=True)
 class LossLaw:
-    "The law `E + A/N**alpha + B/D**beta` for N parameters and D tokens. Hoffmann et al. 2022, eq. 2."
+    "`E + A/N**alpha + B/D**beta` for N parameters and D tokens. Hoffmann et al. 2022, eq. 2."
     E:float     # Floor, in the unit of the loss
     A:float     # Cost of small size, at one parameter
     B:float     # Cost of little data, at one token
@@ -43,11 +43,11 @@ class LossLaw:
         N = ratio**(1/(self.alpha + self.beta))*(flops/6)**self.exponent
         return N, flops/(6*N)
 
-    def size_for_loss(self, loss:float)->float: # Parameters of the cheapest training that gets there
+    def size_for_loss(self, loss:float)->float: # Parameters of the cheapest training to it
         if not loss > self.E: raise ValueError(f"loss = {loss}, expected more than E = {self.E}")
         return (self.A*(1 + self.alpha/self.beta)/(loss - self.E))**(1/self.alpha)
 
-    def tokens_for_loss(self, loss:float, parameters:float)->float: # Infinite if it never gets there
+    def tokens_for_loss(self, loss:float, parameters:float)->float: # Infinite if never reached
         left = loss - self.E - self.A*parameters**-self.alpha
         return (self.B/left)**(1/self.beta) if left > 0 else math.inf
 
