@@ -16,7 +16,7 @@ else:
     settings.register_profile("random", **no_clock)
     settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
 
-LONG = ("test_cli", "test_sweep", "test_trainer", "test_grade", "test_kernel", "test_site_check", "test_fast_bpe", "test_checkpoint")
+LONG = ("test_cli", "test_sharding", "test_doctor", "test_trainer", "test_moe_command", "test_sweep", "test_grade", "test_kernel", "test_site_check", "test_fast_bpe", "test_checkpoint")
 
 
 def pytest_collection_modifyitems(items):
