@@ -9,7 +9,7 @@ __all__ = ['EMBEDDINGS', 'grid_steps', 'to_grid', 'from_grid', 'best_steps', 'pa
            'magnitude_masks', 'two_of_four', 'pack_fours', 'unpack_fours', 'save_quantized', 'load_quantized']
 
 # %% ../../nbs/07_inference/07d_quantization.ipynb #c7229b15
-import json
+import json, math
 import numpy as np
 import torch
 from dataclasses import dataclass
@@ -314,10 +314,12 @@ class QuantizedLinear(torch.nn.Module):
     "A `Linear` with a weight in few bits; on the CPU, in float32, without gradients."
     def __init__(self,
         linear:torch.nn.Linear, # Its weight is read, not kept
-        bits:int=8,             # As in `quantize`
+        bits:int=8,             # As in `quantize`, in groups of 64 inputs, or 32, 16, 8
     ):
         super().__init__()
-        self.codes = quantize(linear.weight.detach().numpy(), bits)
+        group = math.gcd(64, inputs := linear.in_features)
+        if group < 8: raise ValueError(f"{inputs} inputs, expected a multiple of 8")
+        self.codes = quantize(linear.weight.detach().numpy(), bits, group)
         self.bias = linear.bias
 
     def forward(self, x:torch.Tensor)->torch.Tensor: # `(..., in)` to `(..., out)`
