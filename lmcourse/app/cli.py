@@ -991,8 +991,8 @@ class DoctorCommand:
 # %% ../../nbs/90_app/90g_cli.ipynb #7e12a9c1
 @dataclass
 class EvalCommand:
-    "Examine a model and write a report card; without RUN the one that comes with the course."
-    folder: word(Path|None, "RUN") = None # Folder of a run, or quickstart: the course's model
+    "Examine a run and write a report card; without RUN, or with quickstart, the course's model."
+    folder: word(Path|None, "RUN") = None # Folder of a run
     # With commas between: recall, next, pairs, stories, or YAML files of `save_task`
     tasks: str = "recall,next,pairs,stories"
     stories: int = 30           # Stories that each task is made of
