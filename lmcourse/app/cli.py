@@ -10,7 +10,7 @@ __all__ = ['CUT_OFF', 'BITS', 'BENCHES', 'COMPLETIONS', 'COMMANDS', 'ABOUT', 'ch
            'model_table', 'cost_lines', 'speed_lines', 'device_here', 'train_to_the_end', 'result_line', 'loss_plot',
            'draw', 'story', 'beginning', 'checked_device', 'decoder_for', 'load_draft', 'draw_story', 'GenerateCommand',
            'ServeCommand', 'PlotCommand', 'QuickstartCommand', 'get_ready', 'plan', 'keep', 'AccountCommand',
-           'PlanCommand', 'ScaleCommand', 'smoke', 'SmokeCommand', 'AblateCommand', 'DoctorCommand',
+           'PlanCommand', 'ScaleCommand', 'smoke', 'SmokeCommand', 'AblateCommand', 'DoctorCommand', 'EvalCommand',
            'BenchTokenizerCommand', 'BenchTrainingCommand', 'BenchLoopCommand', 'BenchGenerationCommand',
            'BenchKernelsCommand', 'BenchCommand', 'CheckCommand', 'ExercisesCommand', 'CompletionCommand', 'one_line',
            'parse', 'main', 'kill_as_ctrl_c']
@@ -540,13 +540,13 @@ def checked_device(name:str, quantize:str)->str: # Its kind
 
 def decoder_for(model, bits:int|None=None): # The fastest that there is, as `generate` wants it
     from lmcourse.inference.kv_cache import CachedDecoder, FastDecoder, GraphDecoder
-    from lmcourse.inference.quantization import quantize
+    from lmcourse.inference.quantization import quantize_fitting
     odd = any(getattr(model.config, name) for name in NEW_PARTS)
     if odd and bits: refuse_fields(model.config, f"FastDecoder with {bits} bits")
     kind = next(model.parameters()).device.type
     if odd: return CachedDecoder
     if kind != "cpu": return GraphDecoder if kind == "cuda" else CachedDecoder
-    return FastDecoder if bits is None else partial(FastDecoder, pack=partial(quantize, bits=bits))
+    return FastDecoder if bits is None else partial(FastDecoder, pack=partial(quantize_fitting, bits=bits))
 
 def load_draft(folder:Path, tokenizer:Tokenizer, device:str): # A model
     "`ValueError` if it has another tokenizer than the model that it drafts for."
@@ -988,6 +988,42 @@ class DoctorCommand:
         with checking_input(): (case := open_case(self.folder)).reference
         say(*report(examine(case)))
 
+# %% ../../nbs/90_app/90g_cli.ipynb #7e12a9c1
+@dataclass
+class EvalCommand:
+    "Examine a run and write a report card; without RUN, or with quickstart, the course's model."
+    folder: word(Path|None, "RUN") = None # Folder of a run
+    # With commas between: recall, next, pairs, stories, or YAML files of `save_task`
+    tasks: str = "recall,next,pairs,stories"
+    stories: int = 30           # Stories that each task is made of
+    seed: int = 120_000         # Of the stories; not 0 or 1, with which one trains and validates
+    # How choices are compared: raw, or by token, byte, or what is likely anyway
+    norm: Literal["raw", "token", "byte", "unconditional"] = "raw"
+    out: some(Path, "none") = ()    # New files for the card, .md or .html
+    device: str = "cpu"         # cpu, cuda, mps, or auto for the best there is
+
+    def run(self):
+        from lmcourse.evaluation.report import fill_card, named_tasks, refuse_report, training_texts
+        from lmcourse.training.models import load_model
+        shipped = self.folder is None or (str(self.folder) == "quickstart"
+                                          and not self.folder.exists())
+        folder = None if shipped else self.folder
+        names = tuple(name.strip() for name in self.tasks.split(",") if name.strip())
+        with checking_input():
+            for path in self.out: refuse_report(path)
+            if len({path.absolute() for path in self.out}) < len(self.out):
+                raise ValueError("out: the same file is there twice")
+            model, tokenizer = load_model(folder, self.device)
+            training = training_texts(folder, tokenizer)
+            made = named_tasks(model, tokenizer, names, self.stories, self.seed, self.norm,
+                               training)
+        card = fill_card(model, tokenizer, names, made, self.stories, self.seed, self.norm,
+                         "the course's model" if shipped else str(folder), training is not None)
+        say(str(card))
+        for path in self.out:
+            card.save(path)
+            say(f"in {path}")
+
 # %% ../../nbs/90_app/90g_cli.ipynb #9fec4938
 @dataclass
 class BenchTokenizerCommand:
@@ -1156,7 +1192,8 @@ COMMANDS = dict(quickstart=QuickstartCommand, tokenizer=TokenizerCommand, prepar
                 generate=GenerateCommand, plot=PlotCommand, check=CheckCommand,
                 exercises=ExercisesCommand, account=AccountCommand, plan=PlanCommand,
                 scale=ScaleCommand,
-                serve=ServeCommand, ablate=AblateCommand, doctor=DoctorCommand, bench=BenchCommand, smoke=SmokeCommand,
+                serve=ServeCommand, ablate=AblateCommand, doctor=DoctorCommand,
+                eval=EvalCommand, bench=BenchCommand, smoke=SmokeCommand,
                 completion=CompletionCommand)
 
 ABOUT = """Build a language model from scratch.

@@ -5,11 +5,12 @@
 # %% auto #0
 __all__ = ['EMBEDDINGS', 'grid_steps', 'to_grid', 'from_grid', 'best_steps', 'pack_pairs', 'unpack_pairs', 'QuantizedWeight',
            'quantize', 'dot_int8', 'row_int8', 'int8_rows', 'dot_low', 'dot_high', 'pair_int4', 'int4_rows',
-           'QuantizedModel', 'quantize_model', 'QuantizedLinear', 'quantize_linears', 'Int8Layer', 'Int8Cache',
-           'magnitude_masks', 'two_of_four', 'pack_fours', 'unpack_fours', 'save_quantized', 'load_quantized']
+           'QuantizedModel', 'quantize_model', 'quantize_fitting', 'QuantizedLinear', 'quantize_linears', 'Int8Layer',
+           'Int8Cache', 'magnitude_masks', 'two_of_four', 'pack_fours', 'unpack_fours', 'save_quantized',
+           'load_quantized']
 
 # %% ../../nbs/07_inference/07d_quantization.ipynb #c7229b15
-import json
+import json, math
 import numpy as np
 import torch
 from dataclasses import dataclass
@@ -310,14 +311,24 @@ def quantize_model(
     return QuantizedModel(model.config, weights)
 
 # %% ../../nbs/07_inference/07d_quantization.ipynb #4daa1ecc
+def quantize_fitting(
+    weight:np.ndarray, # `(out, in)`, float32
+    bits:int=8,        # As in `quantize`
+)->QuantizedWeight:
+    """`quantize` with the largest group of 64, 32, 16 or 8 inputs that divides them.
+    `ValueError` for inputs that are no multiple of 8."""
+    group = math.gcd(64, inputs := weight.shape[-1])
+    if group < 8: raise ValueError(f"{inputs} inputs, expected a multiple of 8")
+    return quantize(weight, bits, group)
+
 class QuantizedLinear(torch.nn.Module):
     "A `Linear` with a weight in few bits; on the CPU, in float32, without gradients."
     def __init__(self,
         linear:torch.nn.Linear, # Its weight is read, not kept
-        bits:int=8,             # As in `quantize`
+        bits:int=8,             # As in `quantize_fitting`
     ):
         super().__init__()
-        self.codes = quantize(linear.weight.detach().numpy(), bits)
+        self.codes = quantize_fitting(linear.weight.detach().numpy(), bits)
         self.bias = linear.bias
 
     def forward(self, x:torch.Tensor)->torch.Tensor: # `(..., in)` to `(..., out)`
