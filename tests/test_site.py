@@ -86,6 +86,17 @@ def test_plain_markdown_has_code_and_printed_outputs_and_no_pictures():
 def test_a_plot_is_described_by_its_labels(source, said): assert labels(source) == said
 
 
+def test_code_of_a_signature_has_no_links(tmp_path):
+    link = "[`perplexity`](https://x.org/a.html#perplexity)"
+    text = f"### f\n\n```python\ndef f(\n    model, # As for {link}\n)\n```\n\nAs {link} says.\n"
+    out = nbformat.v4.new_output("display_data", data={"text/markdown": text})
+    path = tmp_path/"a.ipynb"
+    path.write_text(nbformat.v4.writes(nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell("1", outputs=[out])])))
+    enrich(path, None)
+    said = nbformat.v4.reads(path.read_text()).cells[0].outputs[0].data["text/markdown"]
+    assert "# As for `perplexity`\n" in said and f"As {link} says." in said
+
+
 def test_enriched_notebook_has_facts_once_and_every_plot_a_text(tmp_path):
     head = nbformat.v4.new_raw_cell("---\ntitle: T\n---")
     path = notebook(tmp_path, head, new_code("plot()", outputs=[png()]))

@@ -565,7 +565,7 @@ def test_what_does_not_go_together_is_refused(data, changes, words):
 # Processes
 
 SCRIPT = """
-import json, sys, torch
+import json, os, sys, torch
 from pathlib import Path
 from lmcourse.training.data import TokenDataset
 from lmcourse.training.runs import read_run
@@ -578,6 +578,8 @@ for run in sys.argv[1:]:
     digest = [float(p.double().sum()) for p in trainer.engine.whole_model().parameters()]
     Path(f"{run}/digest{trainer.world.rank}.json").write_text(json.dumps(digest))
 if trainer.world.size > 1: torch.distributed.destroy_process_group()
+sys.stdout.flush(); sys.stderr.flush()
+os._exit(0)                        # A thread of gloo may abort an interpreter that is ending: "terminate called"
 """
 
 

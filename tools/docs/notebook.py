@@ -157,6 +157,15 @@ def unlink_parameters(cells):
             if "text/markdown" in o.get("data", {}): o.data["text/markdown"] = plain(o.data["text/markdown"])
 
 
+def unlink_code(cells):
+    "nbdev makes links in the comments of a signature too, where they would be shown as they are written."
+    fence, link = re.compile(r"^```.*?^```", re.S | re.M), re.compile(r"\[(`[^`\]]+`)\]\(https?://[^)]*\)")
+    for c in cells:
+        for o in c.get("outputs", []):
+            if "text/markdown" in (data := o.get("data", {})):
+                data["text/markdown"] = fence.sub(lambda m: link.sub(r"\1", m[0]), data["text/markdown"])
+
+
 def spoken(text):
     "A caption as a text that is read aloud, and that an address can hold: Quarto decodes it as one, and stumbles over a bare percent sign."
     return re.sub(r"(?<=\d) ?%", " percent", text).replace("%", "percent").replace("`", "")
@@ -171,6 +180,7 @@ def enrich(path, line):
     if line: nb.cells.insert(head, nbformat.v4.new_markdown_cell(line, id="facts"))
     without_echo(nb.cells)
     unlink_parameters(nb.cells)
+    unlink_code(nb.cells)
     front = nb.cells[head - 1].source if head else ""
     heading = (re.findall(r"^title: *(.*?) *$", front, flags=re.M) or [""])[0].strip("\"'")        # Until the first one on the page
     for c in nb.cells:

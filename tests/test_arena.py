@@ -1,0 +1,65 @@
+"Ratings from pairwise wins: exact cases, symmetries, and games that decide nothing."
+import math
+
+import numpy as np
+import pytest
+
+from lmcourse.evaluation.arena import bradley_terry, elo_ratings, play
+from lmcourse.tools.checks import check_close, expect_error
+
+
+@pytest.mark.parametrize("wins,losses", [(3, 1), (1, 1), (7, 2), (1, 30)])
+def test_two_players_have_the_log_odds_of_their_games(wins, losses):
+    r = bradley_terry([(0, 1, 1)]*wins + [(1, 0, 1)]*losses, 2)
+    check_close(float(r.strengths[0] - r.strengths[1]), math.log(wins/losses), 1e-9, 1e-9)
+    check_close(float(r.errors.sum()), math.sqrt(1/wins + 1/losses), 1e-6)
+    assert r.slope == r.slope_error == 0 and abs(r.strengths.sum()) < 1e-12
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_neither_order_nor_names_nor_sides_matter(seed):
+    rng = np.random.default_rng(seed)
+    games = play(rng.normal(0, .7, 5), 300, rng)
+    found, name = bradley_terry(games, 5), rng.permutation(5)
+    turned = [(int(name[j]), int(name[i]), 1 - w) for i, j, w in games]
+    again = bradley_terry([turned[t] for t in rng.permutation(300)], 5)
+    check_close(again.strengths[name], found.strengths, 1e-9, 1e-9)
+    check_close(again.errors[name], found.errors, 1e-8)
+    check_close(again.log_likelihood, found.log_likelihood, 1e-9)
+
+
+def test_at_the_answer_expected_wins_are_the_wins():
+    games = play([0, 1, 2, .5], 500, np.random.default_rng(9))
+    s = bradley_terry(games, 4).strengths
+    for k in range(4):
+        of = [(i, j, w) for i, j, w in games if k in (i, j)]
+        won = sum(w if i == k else 1 - w for i, j, w in of)
+        expected = sum(1/(1 + math.exp(s[j if i == k else i] - s[k])) for i, j, w in of)
+        check_close(float(expected), float(won), 1e-9)
+
+
+def test_what_sways_the_judge_is_found():
+    rng, games, longer = np.random.default_rng(3), [], []
+    for i, j, _ in play([0, 0, 0], 6000, rng):
+        longer.append(rng.standard_normal())
+        games.append((i, j, int(rng.random() < 1/(1 + math.exp(-.8*longer[-1])))))
+    r = bradley_terry(games, 3, longer)
+    assert abs(r.slope - .8) < 3*r.slope_error < .15 and abs(r.strengths).max() < 3.5*r.errors.max()
+
+
+def test_elo_gives_what_it_takes():
+    games = play([0, 1, 2], 200, np.random.default_rng(0))
+    points = elo_ratings(games, 3)
+    assert abs(points.sum()) < 1e-9 and points[0] < points[2]
+    check_close(elo_ratings([(0, 1, .5), (1, 0, .5)], 2), np.zeros(2), 0, 1e-12)
+
+
+@pytest.mark.parametrize("games,players,words", [
+    ([(0, 1, 1), (1, 2, 1), (0, 2, 1)], 3, "players [0] never lost to, or never beat"),
+    ([(0, 1, .5), (2, 3, .5)], 4, "players [0, 1]"),
+    ([(0, 1, .5)], 3, "players [0, 1]"),
+    ([(0, -1, 1)], 2, "players -1 to 0"),
+    ([(0, 1, float("nan"))], 2, "won = nan")])
+def test_games_that_decide_nothing_are_rejected(games, players, words):
+    for rate in (bradley_terry, elo_ratings):
+        with expect_error(ValueError, words): rate(games, players)
