@@ -30,6 +30,7 @@ def bradley_terry(
     """Maximum likelihood by Newton's method. `ValueError` for games that don't decide it.
     Bradley & Terry 1952; Ford 1957 for when there is an answer."""
     i, j, won, more = _checked_games(games, players, extra)
+    _refuse_undecided(i, j, won, players)
     X = np.zeros((len(won), players + 1))
     X[np.arange(len(won)), i] += 1
     X[np.arange(len(won)), j] -= 1
@@ -64,6 +65,9 @@ def _checked_games(games, players, extra)->tuple: # Arrays i, j, won, extra
         raise ValueError(f"won = {won[~np.isin(won, (0, .5, 1))][0]}, expected 0, 0.5 or 1")
     more = np.zeros(len(won)) if extra is None else np.asarray(extra, float)
     if more.shape != won.shape: raise ValueError(f"{len(won)} games, but {len(more)} of extra")
+    return i, j, won, more
+
+def _refuse_undecided(i, j, won, players): # Ford's condition: wins lead from anyone to anyone
     beats = np.zeros((players, players))
     np.add.at(beats, (i, j), won)
     np.add.at(beats, (j, i), 1 - won)
@@ -72,7 +76,6 @@ def _checked_games(games, players, extra)->tuple: # Arrays i, j, won, extra
         some = np.flatnonzero(part == part[0]).tolist()
         raise ValueError(f"players {some} never lost to, or never beat, any of the others: no "
                          f"strengths would be the likeliest")
-    return i, j, won, more
 
 # %% ../../nbs/12_evaluation/12h_arena.ipynb #12h3sim
 def play(
@@ -95,7 +98,7 @@ def elo_ratings(
     players:int, # They are numbered from 0
     k:float=32,  # Points at stake in a game
 )->np.ndarray: # Points of each, `(players,)`, from 0 on; they add up to zero
-    "Elo's update, game by game. `ValueError` as for `bradley_terry`, and for k <= 0."
+    "Elo's update, game by game. `ValueError` for games that can't be, and for k <= 0."
     if not k > 0: raise ValueError(f"k = {k}, expected more than 0")
     i, j, won, _ = _checked_games(games, players, None)
     points = np.zeros(players)
