@@ -10,6 +10,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from lmcourse.evaluation.contamination import rename_people
 from lmcourse.evaluation.oracle import oracle_nats
 from lmcourse.evaluation.perplexity import token_nats
 from lmcourse.evaluation.tasks import grammar_task, score_task
@@ -63,7 +64,6 @@ def order_log_probs(model, tokenizer, items):
 
 def contamination():
     "The course's model is trained on fresh stories, among which some stand several times"
-    from lmcourse.evaluation.contamination import rename_people
     torch.manual_seed(0)
     model, tokenizer = load_model()
     rng, grammar, short = np.random.default_rng(0), Stories(), short_stories()
