@@ -153,12 +153,12 @@ def tuned_rate(budget, name="scaling.jsonl"):
     return round(float(np.exp(np.interp(np.log(budget), np.log(list(best)), np.log(list(best.values()))))), 4)
 
 
-def study(name="scaling.jsonl", seeds={}):
+def study(name="scaling.jsonl", seeds=None):
     "Tune at two budgets, then train all sizes, with so many seeds for a budget"
     for budget, rates in RATES.items():
         for lr in rates: study_run("tune", budget, 32, 2, lr, name=name)
     for budget, sizes in GRID.items():
-        for seed in range(seeds.get(budget, 1)):
+        for seed in range((seeds or {}).get(budget, 1)):
             for width, layers in sizes: study_run("grid", budget, width, layers, tuned_rate(budget, name), seed, name)
 
 
