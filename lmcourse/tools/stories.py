@@ -61,6 +61,10 @@ def _rule_parts(block:str)->tuple: # Name, attributes, `=` or `:`, and what is b
         raise ValueError(f"grammar: can't read {block[:60]!r}")
     return match.groups()
 
+def _weighed(line:str)->tuple: # The weight of a line or an entry, and its words
+    weight, _, words = line.partition("* ")
+    return (int(weight), words) if weight.isdecimal() and words else (1, line)
+
 def _template(text:str, remembered:set)->tuple:
     parts, end = [], 0
     for match in _SLOT.finditer(text):
@@ -81,11 +85,11 @@ def read_grammar(
     remembered, rules = set(re.findall(r"\{(?:[aA] )?(\w+)=", text)), {}
     for name,attributes,kind,body in map(_rule_parts, re.split(r"\n(?=\S)", text.strip())):
         if name in rules: raise ValueError(f"grammar: the rule {name!r} stands twice")
-        lines = [re.fullmatch(r"(?:(\d+)\* )?(.*)", l.strip(), flags=re.S).groups() for l in
+        lines = [_weighed(l.strip()) for l in
                  (re.split(r",\s+", body.strip()) if kind == "=" else body.split("\n"))
                  if kind == "=" or l.strip()]
         options = [(words,) if kind == "=" else _template(words, remembered) for _,words in lines]
-        weights = [int(w or 1) for w,_ in lines]
+        weights = [w for w,_ in lines]
         if min(weights, default=1) < 1:
             raise ValueError(f"grammar: a weight of 0 in {name!r}: leave the entry out")
         if len(set(options)) < len(options):
@@ -315,7 +319,7 @@ class _Counter:
             return {env: (1., 0., float(len(_known(part, known).encode())))}
         if part.kind == "again":
             value = _recall(known, part.name)                      # its text is the draw's number
-            return {env: (1., 0., _mean_bytes(value.rule, value.text, part))}
+            return {env: (1., 0., _mean_bytes(value.rule, int(value.text), part))}
         rule = _rule(self.rules, part, known)
         if rule.entries:
             taken = {v.text for v in known.values() if v.rule is rule} if part.remember else ()
