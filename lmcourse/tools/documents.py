@@ -228,7 +228,8 @@ def _docstrings(path:Path)->list:
 
 # %% ../../nbs/00_tools/00g_documents.ipynb #290f2135
 def documents(
-    # `stories`, `stories-zipf`, `python`, `text:PATH`, `tinystories`, `openwebtext` or `hf:REPO[:CONFIG]`
+    # `stories`, `stories-zipf`, `python`, `text:PATH`, `tinystories`, `openwebtext` or
+    # `hf:REPO[:CONFIG]`
     name:str,
     split:str="train",  # `train` or `valid`
     # Stop after the document that reaches it (`stories` never ends without); a text is cut before

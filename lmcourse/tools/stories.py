@@ -195,6 +195,12 @@ def _left(rule:Rule, taken:int)->int: # How many of its entries are still to be 
         raise ValueError(f"grammar: all {taken} entries of {rule.name!r} are remembered already")
     return len(rule.entries) - taken
 
+def _known(slot:Slot, env:dict)->str: # The words of a slot that needs no choice
+    words = (_attribute(env, slot.name, slot.attribute) if slot.kind == "attribute"
+             else _recall(env, slot.name).text)
+    return form(words, slot.article, slot.capital)
+
+# %% ../../nbs/00_tools/00f_stories.ipynb #00fzipfd
 @cache
 def _summed(shares:tuple)->list: # Each with all before it
     return list(accumulate(shares))
@@ -206,11 +212,6 @@ def _share_of(entries:tuple, shares:tuple)->dict: # Entry to its weight
 def _weight_left(rule:Rule, taken)->float: # Of the entries that are still to be had
     if not rule.shares: return len(rule.entries) - len(taken)
     return math.fsum(s for e,s in zip(rule.entries, rule.shares) if e not in taken)
-
-def _known(slot:Slot, env:dict)->str: # The words of a slot that needs no choice
-    words = (_attribute(env, slot.name, slot.attribute) if slot.kind == "attribute"
-             else _recall(env, slot.name).text)
-    return form(words, slot.article, slot.capital)
 
 # %% ../../nbs/00_tools/00f_stories.ipynb #17e815f7
 class _Reader:
@@ -385,10 +386,11 @@ def _taken_sets(shares:tuple, draws:int)->dict: # {set of entries: its probabili
 # %% ../../nbs/00_tools/00f_stories.ipynb #00fzipf3
 def zipf_rules(
     rules:dict,        # From `read_grammar`
-    exponent:float=1., # How fast entries get rarer; 1 is Zipf's law
+    exponent:float=1., # How fast entries get rarer; 1 is Zipf's law, 0 changes nothing
 )->dict: # Rules by name
     "Weigh lists without weights by rank: entry r has a share in proportion to `r**-exponent`."
-    if not exponent > 0: raise ValueError(f"zipf = {exponent}, expected more than 0")
+    if not exponent >= 0: raise ValueError(f"zipf = {exponent}, expected 0 or more")
+    if exponent == 0: return rules
     def weighed(rule:Rule)->Rule:
         if rule.shares or len(rule.entries) < 2: return rule
         weights = [r**-exponent for r in range(1, len(rule.entries) + 1)]
@@ -410,8 +412,7 @@ class Stories:
         grammar:str|None=None, # Another grammar as text; its first rule is the document
         zipf:float=0.,         # Entry r of a list is `r**-zipf` as likely as its first
     ):
-        if not grammar: self.rules = _course_rules(zipf)
-        else: self.rules = zipf_rules(read_grammar(grammar), zipf) if zipf else read_grammar(grammar)
+        self.rules = zipf_rules(read_grammar(grammar) if grammar else _course_rules(), zipf)
         self.start = _start(next(iter(self.rules)))
         self.writer = _Writer(self.rules, seed)
 
@@ -466,9 +467,7 @@ def _log_sum(logps:list)->float: # Of probabilities
 STORY_CORPORA = {"stories": 0., "stories-zipf": 1.}
 
 @cache
-def _course_rules(zipf:float=0.)->dict:
-    rules = read_grammar(_course_text())
-    return zipf_rules(rules, zipf) if zipf else rules
+def _course_rules()->dict: return read_grammar(_course_text())
 
 def _course_text()->str:
     return files("lmcourse").joinpath("data/stories.txt").read_text(encoding="utf-8")
