@@ -402,7 +402,8 @@ class Sliders:
 _SLIDERS = """
 (root => {
   if (root.dataset.on) return; root.dataset.on = 1;
-  const knobs = [...root.querySelectorAll('input')], pictures = [...root.lastElementChild.children];
+  const knobs = [...root.querySelectorAll('input')];
+  const pictures = [...root.lastElementChild.children];
   const show = () => {
     let at = 0;
     for (const k of knobs) {
@@ -414,6 +415,14 @@ _SLIDERS = """
 })(document.getElementById('ID'));
 """
 
+_KNOBS = """
+.lm-sliders .lm-knobs{display:flex;flex-wrap:wrap;gap:.3em 1.6em;margin:.4em 0}
+.lm-sliders label{display:inline-flex;align-items:center;gap:.6em;min-height:2em}
+.lm-sliders input{width:11em;max-width:45vw;accent-color:#2f7fd6}
+.lm-sliders output{min-width:3.5em;font-variant-numeric:tabular-nums}
+"""
+
+# %% ../../nbs/00_tools/00c_show.ipynb #705ead8c
 def _sliders_html(s:Sliders)->str:
     knobs, begin = [], 0
     for (name,values),first in zip(s.choices.items(), s.start):
@@ -431,13 +440,7 @@ def _sliders_html(s:Sliders)->str:
             f'</style><div class="lm-knobs">{"".join(knobs)}</div><div>{shown}</div></div>'
             f'<script>{_SLIDERS.replace("ID", name)}</script>')
 
-_KNOBS = """
-.lm-sliders .lm-knobs{display:flex;flex-wrap:wrap;gap:.3em 1.6em;margin:.4em 0}
-.lm-sliders label{display:inline-flex;align-items:center;gap:.6em;min-height:2em}
-.lm-sliders input{width:11em;max-width:45vw;accent-color:#2f7fd6}
-.lm-sliders output{min-width:3.5em;font-variant-numeric:tabular-nums}
-"""
-
+# %% ../../nbs/00_tools/00c_show.ipynb #366ee924
 def _as_svg(shown, alt:str)->str: # A figure as an image; anything else as the HTML it has
     shown = _settled(shown)
     if not hasattr(shown, "savefig"): return _as_html(shown)
