@@ -389,7 +389,7 @@ class Sliders:
     def __init__(self,
         choices:Mapping[str, tuple], # Argument to its values, in order
         start:tuple,                 # The value of each argument at first
-        pictures:list,               # HTML, one for each combination; the last argument moves fastest
+        pictures:list,               # HTML, one for each combination
     ):
         self.choices, self.start, self.pictures = dict(choices), start, pictures
 
