@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator
 from functools import cache
 from importlib.resources import files
 from itertools import islice
-from ..tools.stories import Rule, Slot, Stories, Value, form
+from ..tools.stories import Rule, Slot, Stories, Value
 
 # %% ../../nbs/14_alignment/14a_briefs.ipynb #14a1rules
 BRIEF_RULES = """brief:
