@@ -5,7 +5,7 @@ from itertools import islice
 import pytest
 
 from lmcourse.alignment.briefs import (ENDINGS, OPENINGS, SLOTS, Demonstrators, brief_prompts, brief_stories, form_reward, imitation_ceiling, mention_reward,
-                                       parse_reward, prompt_words, split_brief, template_shares, total_variation)
+                                       parse_reward, prompt_words, split_brief, template_shares, template_distance)
 from lmcourse.evaluation.statistics import wilson
 
 
@@ -54,7 +54,7 @@ def test_shares_of_templates_sum_to_one_and_know_the_other():
         shares = template_shares(responses, patterns)
         assert abs(sum(shares.values()) - 1) < 1e-12 and shares["other"] == 0
         assert template_shares(["nothing"], patterns)["other"] == 1
-    assert total_variation(dict(a=1.), {}) == .5
+    assert template_distance(dict(a=1.), {}) == .5
 
 
 @pytest.mark.parametrize("call, words", [
