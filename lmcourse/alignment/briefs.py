@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['BRIEF_RULES', 'SLOTS', 'OPENINGS', 'ENDINGS', 'brief_stories', 'split_brief', 'brief_prompts', 'parse_reward',
            'Demonstrators', 'imitation_ceiling', 'form_reward', 'mention_reward', 'prompt_words', 'template_shares',
-           'total_variation']
+           'template_distance']
 
 # %% ../../nbs/14_alignment/14a_briefs.ipynb #14a0imp
 import re
@@ -168,7 +168,7 @@ def template_shares(
     if not counts: raise ValueError("no responses, so no shares")
     return {n: counts[n]/counts.total() for n in (*patterns, "other")}
 
-def total_variation(
+def template_distance(
     p:dict, q:dict, # Name to probability; a name that is missing has 0
 )->float: # 0 to 1
     "Half the sum of absolute differences."
