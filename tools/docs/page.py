@@ -52,7 +52,7 @@ def finish(html, page, base, out):
         name.parent.mkdir(parents=True, exist_ok=True)
         name.write_bytes(base64.b64decode(img["src"].partition(",")[2]))
         img["src"], img["loading"] = f"{name.parent.name}/{name.name}", "lazy"
-        img["alt"] = around["data-alt"] if (around := img.find_parent(attrs={"data-alt": True})) else ""
+        img["alt"] = around["data-alt"] if (around := img.find_parent(attrs={"data-alt": True})) else img.get("alt", "")
     return str(soup), toc, found
 
 
