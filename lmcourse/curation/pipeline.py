@@ -4,11 +4,13 @@
 
 # %% auto #0
 __all__ = ['STEPS', 'ENDINGS', 'register_step', 'each', 'Whole', 'Stage', 'run_step', 'Funnel', 'Recipe', 'shard_files',
-           'read_shard', 'curate', 'read_funnel', 'kept_documents', 'digest', 'survivors', 'data_card', 'dask_map']
+           'read_shard', 'curate', 'read_funnel', 'kept_documents', 'digest', 'survivors', 'data_card', 'dask_map',
+           'workers']
 
 # %% ../../nbs/13_curation/13i_pipeline.ipynb #13i00004
 import gzip, json, os, tomllib
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache, partial
 from hashlib import blake2b
@@ -21,7 +23,7 @@ from .minhash import MinHash, band_keys, candidates, cluster, distinct
 from .minhash import minhash, shingle_hashes
 from .mixing import contamination
 from .web import Document
-from ..tools.config import unknown
+from ..tools.config import UserError, unknown
 from ..tools.documents import END_OF_TEXT
 from ..tools.files import atomic_write, read_json, remove, write_json, write_text
 from ..tools.show import COLORS, Table, figure
@@ -173,13 +175,12 @@ class Funnel:
             ax.barh(y, left, color=COLORS[0])
             for k,(reason,(n,_)) in enumerate(sorted(s.dropped.items(), key=lambda v: -v[1][0])):
                 ax.barh(y, n, left=left, color=COLORS[1 + k % (len(COLORS) - 1)])
-                if n > .06*self.stages[0].documents:
-                    ax.text(left + n/2, y, reason, ha="center", va="center", fontsize=8,
-                            color="white")
                 left += n
+            told = ", ".join(f"{n:,} {reason}" for reason,(n,_) in s.dropped.items())
+            ax.text(left, y, f"  {told}", va="center", fontsize=8, color=COLORS[1])
         ax.set_yticks(range(len(self.stages)), [s.step for s in self.stages])
         ax.invert_yaxis()
-        ax.set(xlabel="documents")
+        ax.set(xlabel="documents", xlim=(0, 1.3*max(1, self.stages[0].documents)))
         return ax
 
 # %% ../../nbs/13_curation/13i_pipeline.ipynb #13i00018
@@ -301,7 +302,9 @@ def _job(number:int, path:str, work:str, key:str, k:int): # Round k of a shard
     here = Path(work)/str(k)/f"{number:05}"
     if here.with_suffix(".json").exists(): return
     steps, whole = _rounds(key)[k]
-    if k == 0: name, pairs = "read", [(d, d, why) for d,why in read_shard(path)]
+    if k == 0:
+        try: name, pairs = "read", [(d, d, why) for d,why in read_shard(path)]
+        except ValueError as e: raise UserError(str(e)) from None
     else:
         name, before = _rounds(key)[k-1][1]
         last = Path(work)/str(k-1)/f"{number:05}"
@@ -371,16 +374,16 @@ def _numbered(item:tuple, work:str, key:str, k:int): _job(*item, work, key, k)
 def _begin(out:Path, job:dict, recipe:Recipe):
     if not (path := out/"job.json").exists():
         if out.exists() and any(out.iterdir()):
-            raise ValueError(f"{out}: not empty, and not a folder of `lmcourse curate`")
+            raise UserError(f"{out}: not empty, and not a folder of `lmcourse curate`")
         out.mkdir(parents=True, exist_ok=True)
         return write_json(path, job)
     before = read_json(path)
     if before.get("recipe") != job["recipe"]:
         was = Recipe(tuple((s.pop("step"), s) for s in before["recipe"]["steps"]))
-        raise ValueError(f"{out}: made with another recipe ({was.digest()}, here "
+        raise UserError(f"{out}: made with another recipe ({was.digest()}, here "
                          f"{recipe.digest()}); name another folder")
     if before.get("inputs") != job["inputs"]:
-        raise ValueError(f"{out}: begun with other input files; name another folder")
+        raise UserError(f"{out}: begun with other input files; name another folder")
 
 def _finish(out:Path, work:Path, rounds:int, shards:int, recipe:Recipe)->Funnel:
     funnels, dropped = [], []
@@ -446,11 +449,32 @@ def _brief(value)->str: return f"{len(value)} texts" if isinstance(value, list) 
 def dask_map(
     client:Any=None, # A `distributed.Client`, or the address of a scheduler; here if none
 )->Callable: # Like `map`
-    "Jobs done by Dask. `ModuleNotFoundError` where it isn't installed."
+    "Jobs done by Dask. `UserError` where it isn't installed or doesn't answer."
+    from importlib.util import find_spec
+    if not find_spec("dask" if client is None else "distributed"):
+        raise UserError("Dask is not installed: pip install 'lmcourse[curation]'")
     if client is None:
         import dask
         return lambda f, items: dask.compute(*[dask.delayed(f)(x) for x in items],
                                              scheduler="synchronous")
     from distributed import Client
-    client = Client(client) if isinstance(client, str) else client
+    try: client = Client(client) if isinstance(client, str) else client
+    except (OSError, ValueError) as e: raise UserError(f"dask {client!r}: {e}") from None
     return lambda f, items: client.gather(client.map(f, items, pure=False, retries=3))
+
+@contextmanager
+def workers(
+    count:int=1,        # Processes here
+    dask:str|None=None, # Address of a scheduler that is asked instead
+)->Iterator[Callable]: # Like `map`
+    "What does the jobs of `curate`. `UserError` if one of the processes is killed."
+    if dask is not None: yield dask_map(dask)
+    elif count == 1: yield map
+    else:
+        from concurrent.futures import ProcessPoolExecutor
+        from concurrent.futures.process import BrokenProcessPool
+        from multiprocessing import get_context
+        try:
+            with ProcessPoolExecutor(count, get_context("spawn")) as pool: yield pool.map
+        except BrokenProcessPool:
+            raise UserError("a process was killed; go on with the same command") from None
