@@ -215,6 +215,11 @@ class Recipe:
     def key(self)->str: return json.dumps(self.to_dict(), sort_keys=True)
     def digest(self)->str: return blake2b(self.key().encode(), digest_size=8).hexdigest()
 
+    def files(self)->dict: # Files that options name, and their hashes
+        named = {v for _,options in self.steps for v in options.values() if isinstance(v, str)}
+        return {v: blake2b(Path(v).read_bytes(), digest_size=8).hexdigest()
+                for v in sorted(named) if Path(v).is_file()}
+
     def make(self)->list: # `(name, step)`
         made = []
         for name,options in self.steps:
@@ -349,7 +354,8 @@ def curate(
     """Write `documents/`, `dropped.jsonl`, `funnel.json` and `card.md` into `out`.
     `ValueError` for a folder of another recipe or input, or a damaged shard."""
     paths, out, key = shard_files(source), Path(out), recipe.key()
-    job = dict(recipe=recipe.to_dict(), inputs={str(p): p.stat().st_size for p in paths})
+    job = dict(recipe=recipe.to_dict(), files=recipe.files(),
+               inputs={str(p): p.stat().st_size for p in paths})
     _begin(out, job, recipe)
     if (out/"funnel.json").exists(): return read_funnel(out)
     work, rounds = out/"work", recipe.rounds()
@@ -382,6 +388,9 @@ def _begin(out:Path, job:dict, recipe:Recipe):
         was = Recipe(tuple((s.pop("step"), s) for s in before["recipe"]["steps"]))
         raise UserError(f"{out}: made with another recipe ({was.digest()}, here "
                          f"{recipe.digest()}); name another folder")
+    if before.get("files") != job["files"]:
+        raise UserError(f"{out}: begun with other content of {', '.join(job['files'])}; name "
+                        f"another folder")
     if before.get("inputs") != job["inputs"]:
         raise UserError(f"{out}: begun with other input files; name another folder")
 
