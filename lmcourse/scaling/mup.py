@@ -37,22 +37,26 @@ def story_tokens(
     tokenizer,          # With `encode_batch` and an end-of-text
     seed:int=0,         # Of the stories
     exact:bool=False,   # Note each story's exact nats, for `evaluate`
+    zipf:float=0.,      # Of the grammar's lists, as in `Stories`
 )->TokenDataset: # In memory
     "Short stories as tokens, each with end-of-text after it."
-    texts = list(islice(short_stories(seed), documents))
+    texts = list(islice(short_stories(seed, zipf), documents))
     ids = [np.append(tokenizer.encode(t), tokenizer.end_of_text) for t in texts]
     ends = np.cumsum([len(i) for i in ids])
     info = dict(end_of_text=tokenizer.end_of_text, vocab_size=tokenizer.vocab_size,
                 bytes=sum(len(t.encode()) for t in texts))
     if exact:
-        grammar = short_stories()
+        grammar = short_stories(zipf=zipf)
         info["document_nats"] = [-grammar.log_prob(t) for t in texts]
     return TokenDataset(np.concatenate(ids).astype(np.uint16), np.append(0, ends[:-1]), info)
 
-def story_tokenizer(vocab_size:int=512)->Tokenizer: # With one special token, the end of a text
+def story_tokenizer(
+    vocab_size:int=512, # V, with one special token, the end of a text
+    zipf:float=0.,      # Of the grammar's lists, as in `Stories`
+)->Tokenizer:
     "A byte-pair encoding of short stories."
     special = ["<|endoftext|>"]
-    vocab, merges = train_bpe(list(islice(short_stories(99), 2000)), vocab_size, special)
+    vocab, merges = train_bpe(list(islice(short_stories(99, zipf), 2000)), vocab_size, special)
     return Tokenizer(vocab, merges, special)
 
 # %% ../../nbs/11_scaling/11d_mup.ipynb #eae80aa8

@@ -13,7 +13,7 @@ from itertools import chain
 from pathlib import Path
 from collections.abc import Iterator
 from .config import unknown
-from .stories import Stories
+from .stories import STORY_CORPORA, Stories
 
 # %% ../../nbs/00_tools/00g_documents.ipynb #bcf80339
 # Stands between documents in a file, and is the special token after each
@@ -228,7 +228,8 @@ def _docstrings(path:Path)->list:
 
 # %% ../../nbs/00_tools/00g_documents.ipynb #290f2135
 def documents(
-    # `stories`, `python`, `text:PATH`, `tinystories`, `openwebtext` or `hf:REPO[:CONFIG]`
+    # `stories`, `stories-zipf`, `python`, `text:PATH`, `tinystories`, `openwebtext` or
+    # `hf:REPO[:CONFIG]`
     name:str,
     split:str="train",  # `train` or `valid`
     # Stop after the document that reaches it (`stories` never ends without); a text is cut before
@@ -239,8 +240,8 @@ def documents(
     if max_bytes is not None and not max_bytes > 0:
         raise ValueError(f"max_bytes = {max_bytes}, expected more than 0")
     kind, _, rest = name.partition(":")
-    if kind not in ("stories", "python", "text", "hf", *HUB):
-        raise unknown("corpus", name, ["stories", "python", "text:PATH", *HUB, "hf:REPO"])
+    if kind not in (*STORY_CORPORA, "python", "text", "hf", *HUB):
+        raise unknown("corpus", name, [*STORY_CORPORA, "python", "text:PATH", *HUB, "hf:REPO"])
     if split not in SPLITS: raise unknown("split", split, SPLITS)
     if kind not in ("text", "hf") and rest:
         raise ValueError(f"corpus {name!r}: {kind} takes nothing after its name")
@@ -250,8 +251,8 @@ def documents(
         raise ValueError("corpus 'hf:' needs a repository, as in hf:roneneldan/TinyStories")
     if kind == "text": return text_documents(rest, split, max_bytes)
     if kind == "python": return _at_least(python_documents(split), max_bytes)
-    return _at_least(Stories(seed=SPLITS.index(split)) if kind == "stories"
-                     else hub_documents(name, split), max_bytes)
+    if kind not in STORY_CORPORA: return _at_least(hub_documents(name, split), max_bytes)
+    return _at_least(Stories(SPLITS.index(split), zipf=STORY_CORPORA[kind]), max_bytes)
 
 # %% ../../nbs/00_tools/00g_documents.ipynb #3b6e6e7e
 def _at_least(source:Iterator[str], size:int|None
