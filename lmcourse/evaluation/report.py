@@ -27,7 +27,7 @@ from ..training.runs import read_run
 
 # %% ../../nbs/12_evaluation/12i_report.ipynb #44cc4d34
 def named_task(
-    name:str,     # `recall`, `next`, `pairs`, or the path of a YAML file
+    name:str,     # One of `KINDS`, or the path of a YAML file
     stories:int,  # Stories that a task of the grammar is made of
     seed:int,     # Of those stories
 )->Task:

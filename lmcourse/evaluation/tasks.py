@@ -128,11 +128,39 @@ def _next(stories:Stories, document:str, key:str, rng)->list: # Opening words of
     probs = _shares(stories, context, choices)
     return [Item(key, context, tuple(choices), int(rng.choice(len(best), p=probs)), key, probs)]
 
+# %% ../../nbs/12_evaluation/12c_tasks.ipynb #12c1once
+def _cut(stories:Stories, document:str, ending:str)->str: # The longest start before it, or ""
+    ends = [i + 1 for i in range(len(document) - 1) if document[i] in '.!?"' and
+            document[i + 1] == " "]
+    cuts = (document[:i] + ending for i in reversed(ends))
+    return next((c for c in cuts if stories.prefix_log_prob(c) > -math.inf), "")
+
+def _asked(stories:Stories, context:str, answers:list, key:str, rng)->list: # One answer is certain
+    if not context: return []
+    p = stories.next_probs(context, answers)
+    right = max(p, key=p.__getitem__)
+    wrong = rng.choice([a for a in answers if a != right], 3, replace=False).tolist()
+    choices = rng.permutation([right, *wrong]).tolist()
+    return [Item(key, context, tuple(choices), choices.index(right), key,
+                 _shares(stories, context, choices))]
+
+def _hour(stories:Stories, document:str, key:str, rng)->list: # "One night, …", later "From that …"
+    hours = [f" {h}" for h in stories.rules["hour"].entries]
+    return _asked(stories, _cut(stories, document, " From that"), hours, key, rng)
+
+def _quote(stories:Stories, document:str, key:str, rng)->list: # An insult, later repeated
+    people = sorted(n for n in _names(stories) if re.search(rf"\b{n}\b", document))
+    ends = (f' {a} knocked on the door of {b}. "I should not have said,' for a in people
+            for b in people if a != b)
+    context = next((c for c in (_cut(stories, document, e) for e in ends) if c), "")
+    insults = [f" '{w[:-1]}" for w in stories.rules["insult"].entries]
+    return _asked(stories, context, insults, key, rng)
+
 # %% ../../nbs/12_evaluation/12c_tasks.ipynb #07f899ba
-KINDS = {"recall": _recall, "next": _next, "pairs": _pairs}
+KINDS = {"recall": _recall, "next": _next, "pairs": _pairs, "hour": _hour, "quote": _quote}
 
 def grammar_task(
-    kind:str,        # `recall`, `next` or `pairs`
+    kind:str,        # `recall`, `next`, `pairs`, `hour` or `quote`
     stories:int=60,  # Stories that it is made of
     seed:int=120_000, # Of the stories; those of training and validation are refused
 )->Task:
@@ -142,7 +170,9 @@ def grammar_task(
     if seed in range(len(SPLITS)):
         raise ValueError(f"seed = {seed} is that of the {SPLITS[seed]} stories, expected another")
     rng, grammar, items = np.random.default_rng(seed), Stories(), []
-    for k,document in enumerate(islice(Stories(seed), stories)):
+    told = Stories(seed) if kind != "quote" else (
+        d for d in Stories(seed) if any(w in d for w in grammar.rules["insult"].entries))
+    for k,document in enumerate(islice(told, stories)):
         items += KINDS[kind](grammar, document, f"{seed}-{k}", rng)
     return Task(kind, tuple(items), seed=seed)
 
