@@ -64,6 +64,7 @@ class Sequence:
         self.named = 0                          # How many of them the pool knows
         self.reason:str|None = None             # Why it ended: stop, length or abort
         self.log_probs:list = []                # Of the tokens drawn
+        self.stop_log_prob:tuple|None = None    # Of the token that stopped it, likewise
         self.versions:list = []                 # Of the weights that each was drawn with
         self.prompt_log_probs:list = []         # Of the prompt's, without the first
         self.arrival = time.perf_counter()      # In seconds
@@ -681,8 +682,9 @@ def accept(
     r = s.request
     if not r.max_tokens: return "length"                    # Only the prompt was to be scored
     s.times.append(time.perf_counter())
-    if token in r.stop: return "stop"
-    if r.log_probs is not None: s.log_probs.append(told(logits, token, r.log_probs))
+    known = None if r.log_probs is None else told(logits, token, r.log_probs)
+    if token in r.stop: s.stop_log_prob = known; return "stop"
+    if known: s.log_probs.append(known)
     s.ids.append(token)
     return "length" if len(s.tokens) == r.max_tokens else None
 
