@@ -67,7 +67,7 @@ class RolloutBatches:
     def __init__(self,
         model, tokenizer,  # The policy, and what it was trained with
         config:RlConfig,
-        reference=None,    # A frozen model, where `config.kl` is above 0: none for a copy of `model`
+        reference=None,    # Where `config.kl` is above 0: none for a copy of `model`
     ):
         self.config, self.tokenizer = config, tokenizer
         self.sampler = Sampler(model, tokenizer, config.max_tokens,
