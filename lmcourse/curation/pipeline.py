@@ -299,7 +299,7 @@ def _load(path)->list:
 def _save_array(path, array):
     with atomic_write(path) as part, open(part, "wb") as file: np.save(file, array)
 
-# %% ../../nbs/13_curation/13i_pipeline.ipynb #13i00024
+# %% ../../nbs/13_curation/13i_pipeline.ipynb #13i0024a
 @cache
 def _rounds(key:str)->list: return Recipe.from_dict(json.loads(key)).rounds()
 
@@ -326,6 +326,7 @@ def _job(number:int, path:str, work:str, key:str, k:int): # Round k of a shard
     write_json(here.with_suffix(".json"), dict(stages=[vars(s) for s in stages], dropped=dropped,
                                                ids=[d.id for d in documents]), indent=None)
 
+# %% ../../nbs/13_curation/13i_pipeline.ipynb #13i0024b
 def _decide(work:Path, key:str, k:int, shards:int): # Who stays after round k
     files = [work/str(k)/f"{i:05}" for i in range(shards)]
     if all(f.with_suffix(".keep.npy").exists() for f in files): return
@@ -433,6 +434,7 @@ def survivors(out)->str: # Of a folder of `curate`
     "The digest of the documents that have survived."
     return digest(kept_documents(out))
 
+# %% ../../nbs/13_curation/13i_pipeline.ipynb #13i0027b
 def data_card(
     funnel:Funnel,
     recipe:Recipe,
