@@ -1000,7 +1000,7 @@ class EvalCommand:
     stories: int = 30           # Stories that each task is made of
     seed: int = 120_000         # Of the stories; not 0 or 1, with which one trains and validates
     # How choices are compared: raw, or by token, byte, or what is likely anyway
-    norm: Literal["raw", "token", "byte", "unconditional"] = "raw"
+    norm: Literal["raw", "token", "byte", "character", "unconditional"] = "raw"
     out: some(Path, "none") = ()    # New files for the card, .md or .html
     device: str = "cpu"         # cpu, cuda, mps, or auto for the best there is
 
