@@ -8,7 +8,7 @@ from pathlib import Path
 from graders import Graders, fails
 
 from lmcourse.curation import exact, filters, minhash
-from lmcourse.exercises import curation as ex
+from lmcourse.exercises import data as ex
 
 
 def spoiled(right):
