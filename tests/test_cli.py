@@ -550,7 +550,7 @@ def test_prepare_holds_few_documents_and_leaves_out_those_for_validation(work, t
 def test_help_names_every_corpus():
     for command in ("tokenizer", "prepare"):
         out = " ".join(here(command, "--help", cwd=".").stdout.replace("│", " ").split())
-        assert "stories, python, text:PATH, tinystories, openwebtext or hf:REPO" in out
+        assert "stories, python, text:PATH, curated:OUT, tinystories, openwebtext, hf:REPO" in out
 
 
 def test_a_model_begins_where_its_windows_did():

@@ -1,6 +1,6 @@
-"""The saved runs of chapter 12: `nbs/results/contamination.jsonl`, `calibration.jsonl` and `emergence.jsonl`.
+"""The saved runs of chapter 12: `nbs/results/contamination.jsonl`, `calibration.jsonl`, `emergence.jsonl` and `harness.json`.
 
-Usage: nice tools/evaluation_runs.py contamination calibration emergence
+Usage: nice tools/evaluation_runs.py contamination calibration emergence harness
 """
 import argparse, datetime, json, time
 from itertools import islice, permutations
@@ -134,7 +134,22 @@ def emergence():
     save("emergence", dict(blocks=len(blocks), length=length, steps=steps), rows)
 
 
-RUNS = dict(contamination=contamination, calibration=calibration, emergence=emergence)
+def harness():
+    "What lm-evaluation-harness gives the course's model: the same questions as on page 12j"
+    import tempfile
+    from importlib.metadata import version
+    from lmcourse.evaluation.harness import run_harness, save_texts
+    from lmcourse.evaluation.tasks import save_task
+    model, tokenizer = load_model()
+    with tempfile.TemporaryDirectory() as folder:
+        names = ["texts", *(save_task(folder, grammar_task(kind, n, seed=126_000)).stem for kind, n in (("recall", 12), ("next", 40), ("quote", 12)))]
+        save_texts(folder, "texts", list(islice(Stories(126_000), 20)))
+        found = run_harness(model, tokenizer, folder, names)
+    about = dict(machine=machine_name(), date=str(datetime.date.today()), command="tools/evaluation_runs.py harness", lm_eval=version("lm_eval"))
+    (RESULTS/"harness.json").write_text(json.dumps(about | dict(results=found), indent=1) + "\n")
+
+
+RUNS = dict(harness=harness, contamination=contamination, calibration=calibration, emergence=emergence)
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)

@@ -158,9 +158,11 @@ def edit_words(
 )->str: # As many words, of which exactly so many differ
     "Change words of a text. `ValueError` if it has too few."
     words = text.split(" ")
-    if edits > len(words): raise ValueError(f"edits = {edits} of a text of {len(words)} words")
+    if edits > len(words) or len(set(pool)) < 2:
+        raise ValueError(f"edits = {edits} of a text of {len(words)} words, {len(set(pool))} others")
     for i in rng.sample(range(len(words)), edits):
-        words[i] = rng.choice([w for w in rng.sample(pool, 3) if w != words[i]])
+        old = words[i]
+        while words[i] == old: words[i] = rng.choice(pool)
     return " ".join(words)
 
 # %% ../../nbs/13_curation/13a_web.ipynb #6bd395c5

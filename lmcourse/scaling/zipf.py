@@ -34,9 +34,9 @@ def floor_profile(
     runs:list,               # Each with `tokens`, `loss` and a count of parameters
     floors,                  # Values of E to try, nats per token
     count:str="multiplying", # Which count of parameters
-    exponents=np.linspace(.05, 3, 90), # Values of alpha and of beta to try
 )->np.ndarray: # Root mean square of the relative misfit, for each floor
     "How well the best law with a given E fits, with A and B of 0 or more by least squares."
+    exponents = np.linspace(.05, 3, 90)                                # Of alpha and of beta
     N, D, L = (np.array([r[k] for r in runs], float) for k in (count, "tokens", "loss"))
     a, b = ((n/n.mean())**-exponents[:, None]/L for n in (N, D))       # (exponents, runs)
     aa, bb, ab, found = (a*a).sum(-1)[:, None], (b*b).sum(-1), a@b.T, []

@@ -102,7 +102,11 @@ def test_imports_have_cells_of_their_own(name):
     "The site is built by running cells that import; anything else in such a cell runs too, out of its context."
     for src in CODE[name]:
         if re.match(r"#\|\s*(hide|eval: *false)|.*^ *[%!]", src, flags=re.S | re.M): continue
-        assert len({isinstance(n, (ast.Import, ast.ImportFrom)) for n in ast.parse(src).body}) < 2, src
+        tree = ast.parse(src)
+        assert len({isinstance(n, (ast.Import, ast.ImportFrom)) for n in tree.body}) < 2, src
+        if re.match(r"#\|\s*exports?i?\b", src, flags=re.M): continue  # Exported cells run too, one after another, as in the module
+        inside = {n for part in tree.body for n in ast.walk(part)} - {*tree.body}
+        assert not any(isinstance(n, (ast.Import, ast.ImportFrom)) for n in inside), f"say importlib.import_module: {src}"
 
 
 @notebooks
