@@ -229,3 +229,13 @@ def test_what_may_follow_adds_up_to_one_and_ends_in_the_whole_text():
                 assert sum(follows.values()) == pytest.approx(1, abs=1e-12)
                 assert (follows[None] > 0) == (k == len(text))
     with pytest.raises(ValueError, match="begins with 'zz'"): stories.next_probs("zz", ["a"])
+
+
+def test_the_floor_of_unequal_stories_is_written_with_their_tokens(tmp_path):
+    from lmcourse.tokenization.tokenizer import Tokenizer
+    from lmcourse.training.data import TokenDataset, floor, write_dataset
+    tokenizer = Tokenizer.train(documents("stories-zipf", max_bytes=20_000), 300)
+    held_out = list(islice(documents("stories-zipf", "valid"), 3))
+    write_dataset(tmp_path, "stories-zipf", tokenizer, documents("stories-zipf", max_bytes=20_000), held_out, 20_000)
+    valid, exact = TokenDataset.open(tmp_path/"valid"), -sum(Stories(zipf=1.).log_prob(d) for d in held_out)
+    assert floor(valid) == pytest.approx(exact/int(valid.ends[-1]), rel=1e-9)
