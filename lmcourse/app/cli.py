@@ -96,7 +96,8 @@ def _or_none(info): # How tyro reads and shows an option of the type `int|None` 
 @dataclass
 class TokenizerCommand:
     "Train a byte-level BPE tokenizer on a corpus."
-    data: word(str, "CORPUS") # stories, python, text:PATH, curated:OUT, tinystories, openwebtext, hf:REPO
+    # stories, python, text:PATH, curated:OUT, tinystories, openwebtext or hf:REPO
+    data: word(str, "CORPUS")
     out: word(Path, "OUT")        # New folder for vocab.json, merges.txt and tokenizer.json
     vocab_size: int = 2048                      # Tokens in all: 256 bytes, merges and <|endoftext|>
     max_mb: float = 4.                          # Megabytes of text to learn from
@@ -116,7 +117,8 @@ class TokenizerCommand:
 @dataclass
 class PrepareCommand:
     "Tokenize a corpus once: training and validation documents as files of ids."
-    data: word(str, "CORPUS") # stories, python, text:PATH, curated:OUT, tinystories, openwebtext, hf:REPO
+    # stories, python, text:PATH, curated:OUT, tinystories, openwebtext or hf:REPO
+    data: word(str, "CORPUS")
     out: word(Path, "OUT")        # New folder for train.*, valid.* and a copy of the tokenizer
     tokenizer: Path                             # Folder that `lmcourse tokenizer` wrote
     max_mb: float = 12.                         # Megabytes of training text at most
