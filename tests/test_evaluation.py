@@ -84,6 +84,9 @@ def test_the_course_has_no_alarm_for_new_stories_and_documents_in_a_row_are_no_w
     one_by_one = [log_prob_in_order(model, tokenizer, [d]) for d in new]
     assert sum(one_by_one) == pytest.approx(-perplexity(model, tokenizer, new).nats)
     assert contamination_p(one_by_one, [Stories().log_prob(d) for d in new]) == 1
+    beginning = "Once there was a"                              # The end of the text counts, and is no place to end here
+    begun = -float(token_nats(model, [tokenizer.end_of_text, *tokenizer.encode(beginning)]).sum())
+    assert log_prob_in_order(model, tokenizer, [beginning]) < begun - 3
     file = list(islice(short_stories(seed=4712), 3))
     orders = [log_prob_in_order(model, tokenizer, list(o)) for o in permutations(file)]
     assert len(set(orders)) == 6 and 1/6 <= permutation_p(orders) <= 1

@@ -8,7 +8,7 @@ torch = pytest.importorskip("torch")
 
 from lmcourse.architecture.transformer_torch import TransformerLM
 from lmcourse.scaling.loss_law import LossLaw
-from lmcourse.scaling.mup import small_model
+from lmcourse.parallelism.batch_size import small_model
 from lmcourse.scaling.study import best_size, predict_excess, predict_loss, read_study, size_law, three_counts
 from lmcourse.scaling.zipf import best_excess, floor_profile, local_exponents
 from lmcourse.tools.stories import Stories, short_stories

@@ -14,7 +14,7 @@ from lmcourse.evaluation.contamination import rename_people
 from lmcourse.evaluation.oracle import oracle_nats
 from lmcourse.evaluation.perplexity import token_nats
 from lmcourse.evaluation.tasks import grammar_task, score_task
-from lmcourse.scaling.mup import new_run, run_steps, small_model, story_tokenizer, story_tokens, tail_rates
+from lmcourse.parallelism.batch_size import new_run, run_steps, small_model, story_tokenizer, story_tokens, tail_rates
 from lmcourse.tools.machine import machine_name
 from lmcourse.tools.stories import Stories, short_stories
 from lmcourse.training.models import load_model

@@ -1,7 +1,7 @@
 """The saved runs of chapter 11: `nbs/results/mup.jsonl`, `schedules.jsonl`, `scaling.jsonl` and `zipf.jsonl`.
 
 A run that stands in its file already is not repeated, so a run that was stopped goes on.
-Usage: nice tools/scaling_runs.py mup schedules batches study predict held_out zipf
+Usage: nice tools/scaling_runs.py mup schedules study predict held_out zipf
 """
 import argparse, copy, datetime, json, time
 from functools import cache
@@ -10,7 +10,8 @@ from pathlib import Path
 import numpy as np
 
 from lmcourse.accounting.model_flops import training_flops
-from lmcourse.scaling.mup import new_run, run_steps, small_model, story_tokenizer, story_tokens, tail_rates
+from lmcourse.parallelism.batch_size import new_run, run_steps, small_model, story_tokenizer, story_tokens, tail_rates
+from lmcourse.scaling.loss_law import fit_loss_law
 from lmcourse.scaling.study import predict_excess, predict_loss, read_study, size_law, three_counts
 from lmcourse.tools.machine import machine_name
 from lmcourse.training.evaluation import evaluate
@@ -116,24 +117,6 @@ def schedules():
     train(name, model, tail_rates(300, lr), dict(kind="alone", steps=300, seed=0, lr=lr))
 
 
-def batches():
-    "Steps until the loss is 2 nats, for several batch sizes; and the noise on the way"
-    name, model, target = "schedules.jsonl", small_model(32, 2), 2.
-    for batch in (2, 4, 8, 16, 32):
-        for factor in (.5, 1, 2) if batch in (2, 32) else (1, 2):
-            lr = .032*factor*min(1, (batch/8)**.5)
-            job = dict(kind="batch", batch=batch, lr=round(lr, 5), seed=0)
-            if done(name, job): continue
-            start, engine, losses, most = time.process_time(), new_run(model), [], 4000//batch + 150
-            window = max(4, 64//batch)
-            while len(losses) < most and (len(losses) < window or np.mean(losses[-window:]) > target):
-                rate = lr*min(1, (len(losses) + 1)/10)
-                losses += run_steps(engine, stories(name)[0], [rate], len(losses)*batch, batch)
-            reached = bool(np.mean(losses[-window:]) <= target)
-            write(name, job | dict(steps=len(losses), reached=reached, target=target,
-                                   seconds=round(time.process_time() - start, 1)))
-
-
 def steps_for(model, budget): return max(20, round(budget/sum(training_flops(model, BATCH).values())))
 
 
@@ -177,6 +160,20 @@ def predict(name="scaling.jsonl"):
                          grid, HELD_OUT, entropy), 5), **{k: round(v, 5) for k, v in found.items()}))
 
 
+def predict_late(name, lowest=1e11):
+    "Two more: the law without the smallest budget, and a law of the excess over the known floor"
+    if any(r["kind"] == "late prediction" for r in saved(name)): return
+    grid, others = read_study(RESULTS/name)[1:]
+    said, entropy = others["prediction"][0], looked_floor(name)
+    N, D, L = (np.array([r[k] for r in grid], float) for k in ("multiplying", "tokens", "loss"))
+    later = [r for r in grid if r["budget"] >= lowest]
+    found = predict_loss(later, said["multiplying"], said["tokens"], np.random.default_rng(0))
+    known = entropy + float(fit_loss_law(N, D, L - entropy).loss(said["multiplying"], said["tokens"]))
+    write(name, dict(kind="late prediction", **{k: said[k] for k in ("budget", "width", "layers", "steps")},
+                     lowest=lowest, runs=len(later), **{k: round(v, 5) for k, v in found.items()},
+                     known_floor_law=round(known, 5)))
+
+
 def looked_floor(name):
     "The entropy of the validation stories, nats per token"
     run = saved(name)[1]
@@ -193,10 +190,11 @@ def zipf():
     "The same study with stories whose words are as unequal as those of text"
     study("zipf.jsonl", {3e10: 2, 1e11: 2})
     predict("zipf.jsonl")
+    predict_late("zipf.jsonl")
     held_out("zipf.jsonl")
 
 
-KINDS = {"mup.jsonl": ["mup"], "schedules.jsonl": ["schedules", "batches"], "scaling.jsonl": ["study", "predict", "held_out"],
+KINDS = {"mup.jsonl": ["mup"], "schedules.jsonl": ["schedules"], "scaling.jsonl": ["study", "predict", "held_out"],
          "zipf.jsonl": ["zipf"]}
 
 if __name__ == "__main__":

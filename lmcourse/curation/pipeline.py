@@ -19,6 +19,8 @@ from typing import Any
 import numpy as np
 from .exact import document_hash, normalize
 from .extract import read_documents
+from .filters import c4_filter, gopher_failures, mask_emails, mask_ips
+from .filters import mask_phone_numbers
 from .minhash import MinHash, band_keys, candidates, cluster, distinct
 from .minhash import minhash, shingle_hashes
 from .mixing import contamination
@@ -58,6 +60,26 @@ def _length(min_words:int=20, max_words:int=100_000)->Callable:
         return document, "short" if n < min_words else "long" if n > max_words else ""
     return each(step)
 
+@register_step("gopher")
+def _gopher()->Callable: # The first rule that is broken is the reason
+    return each(lambda d: (d, next(iter(gopher_failures(d.text)), "").replace("_", " ")))
+
+@register_step("c4")
+def _c4()->Callable:
+    def step(document):
+        text, why = c4_filter(document.text)
+        return document if why else document._replace(text=text), why
+    return each(step)
+
+@register_step("pii")
+def _pii()->Callable: # Drops nothing
+    def step(document):
+        text = document.text
+        for mask in (mask_emails, mask_phone_numbers, mask_ips): text = mask(text)[0]
+        return document._replace(text=text), ""
+    return each(step)
+
+# %% ../../nbs/13_curation/13i_pipeline.ipynb #13i0010b
 @register_step("decontaminate")
 def _decontaminate(tests:str|list, ngram:int=8, share:float=.5)->Callable:
     texts = tests if isinstance(tests, list) else [d.text for d,_ in read_shard(tests)]
@@ -299,7 +321,7 @@ def _load(path)->list:
 def _save_array(path, array):
     with atomic_write(path) as part, open(part, "wb") as file: np.save(file, array)
 
-# %% ../../nbs/13_curation/13i_pipeline.ipynb #13i00024
+# %% ../../nbs/13_curation/13i_pipeline.ipynb #13i0024a
 @cache
 def _rounds(key:str)->list: return Recipe.from_dict(json.loads(key)).rounds()
 
@@ -326,6 +348,7 @@ def _job(number:int, path:str, work:str, key:str, k:int): # Round k of a shard
     write_json(here.with_suffix(".json"), dict(stages=[vars(s) for s in stages], dropped=dropped,
                                                ids=[d.id for d in documents]), indent=None)
 
+# %% ../../nbs/13_curation/13i_pipeline.ipynb #13i0024b
 def _decide(work:Path, key:str, k:int, shards:int): # Who stays after round k
     files = [work/str(k)/f"{i:05}" for i in range(shards)]
     if all(f.with_suffix(".keep.npy").exists() for f in files): return
@@ -433,6 +456,7 @@ def survivors(out)->str: # Of a folder of `curate`
     "The digest of the documents that have survived."
     return digest(kept_documents(out))
 
+# %% ../../nbs/13_curation/13i_pipeline.ipynb #13i0027b
 def data_card(
     funnel:Funnel,
     recipe:Recipe,

@@ -153,21 +153,27 @@ class ProcessPort:
     def send(self, to:int, x:np.ndarray):
         "Send a copy of `x` to rank `to` of the group, without waiting."
         self.sent_bytes[0] += x.nbytes
-        for t in (torch.tensor([x.size]), torch.from_numpy(x.copy())):
+        head = np.zeros(8, np.int64)                            # Type, axes and shape
+        head[:2 + x.ndim] = ord(x.dtype.char), x.ndim, *x.shape
+        content = np.frombuffer(bytearray(x.tobytes()), np.uint8)
+        for t in (torch.from_numpy(head), torch.from_numpy(content)):
             if t.numel(): self.under_way.append((dist.isend(t, self.members[to]), t))
 
     def recv(self, source:int)->np.ndarray:
-        "The next array, of float64, that rank `source` of the group sent."
-        dist.recv(length := torch.zeros(1, dtype=torch.int64), self.members[source])
-        x = torch.empty(int(length), dtype=torch.float64)
-        if length: dist.recv(x, self.members[source])
-        return x.numpy()
+        "The next array that rank `source` of the group sent."
+        dist.recv(head := torch.zeros(8, dtype=torch.int64), self.members[source])
+        kind, axes, *shape = head.tolist()
+        x = np.empty(shape[:axes], chr(kind))
+        if x.nbytes: dist.recv(torch.from_numpy(x.reshape(-1).view(np.uint8)), self.members[source])
+        return x
 
     def group(self, members)->"ProcessPort":
         "The port to some ranks of this group; it counts into the same number."
         port = ProcessPort([self.members[m] for m in members])
         port.sent_bytes, port.under_way = self.sent_bytes, self.under_way
         return port
+
+    def compute(self, seconds:float): "A real clock runs by itself."
 
     def finish(self):
         "Wait until all that was sent has left."

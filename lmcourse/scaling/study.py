@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 from ..accounting.parameters import attention_numbers
 from .loss_law import bootstrap_law, fit_loss_law, law_interval
-from .mup import small_model
+from ..parallelism.batch_size import small_model
 from .power_laws import PowerLaw, fit_power_law
 
 # %% ../../nbs/11_scaling/11f_study.ipynb #3043c5d1
