@@ -221,9 +221,74 @@ BEST = [(lambda p, r, n: best(p, r, n)*torch.stack([p[r == x].sum() for x in r])
         (lambda p, r, n: p, "policy itself"), (lambda p, r, n: p*(r == r.max())/p[r == r.max()].sum(), "finite n"), (lambda p, r, n: best(p, r, n + 1), "expected")]
 
 
+# Masks, entropy, preferences, the divergence in the reward
+
+def mask_of(starts, lengths, T, first=-1, end=-1): return torch.tensor([[s + first <= t < n + end for t in range(T)] for s, n in zip(starts, lengths)])
+
+
+def mask_by_slices(starts, lengths, T):
+    out = torch.zeros(len(starts), T, dtype=torch.bool)
+    for row, s, n in zip(out, starts, lengths): row[max(s, 1) - 1:n - 1] = True
+    return out
+
+
+MASK = [(lambda s, n, T: mask_of(s, n, T, 0), "predicts the first"), (lambda s, n, T: mask_of(s, n, T, -2), "too early"), (lambda s, n, T: mask_of(s, n, T, end=99), "filled up"),
+        (lambda s, n, T: mask_of(s, n, T, end=-2), "last token of the response"), (lambda s, n, T: mask_of(s, n, T, 0, 0), "shift by one"), (lambda s, n, T: mask_of(s, n, T, end=0), "too many"),
+        (lambda s, n, T: ~mask_of(s, n, T), "that is the prompt"), (lambda s, n, T: mask_of(s, n, T, -99), "prompt doesn't count"), (lambda s, n, T: mask_of(s, n, T).float(), "tensor of bool"),
+        (lambda s, n, T: mask_of(s, n, T)[:, 1:], "expected"), (lambda s, n, T: torch.ones(len(s), T, dtype=torch.bool), "expected")]
+
+
+def kept(x, m): return torch.where(m.bool(), x, 0.)
+def total(x, d): return x.sum() if d is None else x.sum(d)
+def norm(x, m, c, d): return total(kept(x, m), d)/c
+
+
+def norm_in_loops(x, m, c, d):
+    if d is None: return sum(v/c for v, k in zip(x.flatten(), m.flatten()) if k)
+    return torch.stack([sum((v[j]/c for j in range(len(v)) if k[j]), torch.zeros((), dtype=x.dtype)) for v, k in ((x[i], m[i]) if d else (x[:, i], m[:, i]) for i in range(x.shape[1 - d]))])
+
+
+NORM = [(lambda x, m, c, d: total(kept(x, m), d), "constant is missing"), (lambda x, m, c, d: total(kept(x, m), d)*c, "divide by the constant"), (lambda x, m, c, d: total(x, d)/c, "mask is missing"),
+        (lambda x, m, c, d: total(kept(x, m), d)/total(m, d), "not a mean"), (lambda x, m, c, d: total(kept(x, m), d)/total(m, d)/c, "as well"), (lambda x, m, c, d: kept(x, m).sum()/c, "dim is ignored"),
+        (lambda x, m, c, d: total(kept(x, 1 - m), d)/c, "masked out"), (lambda x, m, c, d: total(x*m, d)/c, "infinity times 0"), (lambda x, m, c, d: -norm(x, m, c, d), "expected"),
+        (lambda x, m, c, d: norm(x.abs(), m, c, d), "expected")]
+
+
+def entropy(z): return -(z.softmax(-1)*z.log_softmax(-1)).sum(-1)
+def entropy_by_difference(z): return z.logsumexp(-1) - (z.softmax(-1)*z).sum(-1)
+
+
+ENTROPY = [(lambda z: -entropy(z), "minus is missing"), (lambda z: entropy(z)/math.log(2), "not bits"), (lambda z: entropy(z)/z.shape[-1], "not a mean"), (lambda z: -z.log_softmax(-1).mean(-1), "weigh by"),
+           (lambda z: -(z.softmax(-1)*z.log_softmax(-1)), "sum over the vocabulary"), (lambda z: entropy(z).exp(), "perplexity"), (lambda z: -(z.softmax(-1)*z).sum(-1), "aren't log-probabilities"),
+           (lambda z: entropy(z).mean(), "for each position"), (lambda z: -(z.exp()/z.exp().sum(-1, keepdim=True)*(z - z.exp().sum(-1, keepdim=True).log())).sum(-1), "overflows"),
+           (lambda z: -z.log_softmax(-1).max(-1).values, "expected"), (lambda z: z.logsumexp(-1), "expected")]
+
+
+def preferred(a, b): return torch.nn.functional.softplus(b - a).mean()
+def preferred_by_logaddexp(a, b): return (torch.logaddexp(a, b) - a).mean()
+
+
+PREFERRED = [(lambda a, b: preferred(b, a), "exchanged"), (lambda a, b: preferred(a, b)*len(a), "not a sum"), (lambda a, b: -(a - b).sigmoid().mean(), "logarithm is missing"), (lambda a, b: -preferred(a, b), "needs a minus"),
+             (lambda a, b: -(a - b).sigmoid().log().mean(), "underflow"), (lambda a, b: torch.nn.functional.softplus(b - a), "not for each"), (lambda a, b: preferred(a, b)/math.log(2), "not bits"),
+             (lambda a, b: (1 - a + b).clamp(min=0).mean(), "hinge"), (lambda a, b: torch.nn.functional.softplus(b.mean() - a.mean()), "in pairs"), (lambda a, b: torch.nn.functional.softplus(-a/b).mean(), "not a ratio"),
+             (lambda a, b: (b - a).mean(), "expected")]
+
+
+def penalized(r, x, y, m, b): return r - b*((x - y)*m).sum(1)
+def penalized_by_einsum(r, x, y, m, b): return r + b*torch.einsum("bt,bt->b", y - x, m.to(x.dtype))
+
+
+PENALIZED = [(lambda r, x, y, m, b: penalized(r, y, x, m, b), "price is subtracted"), (lambda r, x, y, m, b: r - b*((x - y)*m).sum(1)/m.sum(1), "not the mean"), (lambda r, x, y, m, b: r - b*(x - y).sum(1), "mask is missing"),
+             (lambda r, x, y, m, b: r - ((x - y)*m).sum(1), "beta is missing"), (lambda r, x, y, m, b: r - b*((x - y)**2/2*m).sum(1), "k2"), (lambda r, x, y, m, b: r - b*(((y - x).exp() - 1 + x - y)*m).sum(1), "k3"),
+             (lambda r, x, y, m, b: r - b*((x - y).exp()*m).sum(1), "no exponential"), (lambda r, x, y, m, b: r - b*((x - y).abs()*m).sum(1), "absolute value"), (lambda r, x, y, m, b: r - ((x - y)*m).sum(1)/b, "multiply by beta"),
+             (lambda r, x, y, m, b: r - b*((x - y)*(1 - m)).sum(1), "only the tokens of the response"), (lambda r, x, y, m, b: r - b*((x - y)*m).sum(1).mean(), "not their mean"), (lambda r, x, y, m, b: r, "expected")]
+
+
 TASKS = {"optimum": (OPTIMUM, optimum, optimum_one_by_one), "k3": (K3, k3, lambda a, b: torch.expm1(b - a) + a - b), "compute_naive_policy_gradient_loss": (NAIVE, naive, lambda a, x: torch.einsum("bo,bt->bt", a, -x)),
          "rloo": (RLOO, rloo, rloo_in_loops), "compute_group_normalized_rewards": (NORMALIZED, normalized, normalized_in_loops), "compute_grpo_clip_loss": (CLIP, clip, clip_by_cases), "masked_mean": (MASKED, masked, masked_by_nan),
-         "grpo_microbatch_train_step": (STEP, step, step_row_by_row), "gae": (GAE, gae, gae_backwards), "compute_per_instance_dpo_loss": (DPO, dpo, dpo_of_whole_texts), "best_of_n": (BEST, best, best_by_levels)}
+         "grpo_microbatch_train_step": (STEP, step, step_row_by_row), "gae": (GAE, gae, gae_backwards), "compute_per_instance_dpo_loss": (DPO, dpo, dpo_of_whole_texts), "best_of_n": (BEST, best, best_by_levels),
+         "response_mask": (MASK, mask_of, mask_by_slices), "masked_normalize": (NORM, norm, norm_in_loops), "compute_entropy": (ENTROPY, entropy, entropy_by_difference),
+         "preference_loss": (PREFERRED, preferred, preferred_by_logaddexp), "penalized_rewards": (PENALIZED, penalized, penalized_by_einsum)}
 graders = Graders(ex, [(task, *pair) for task, (wrong, right, _) in TASKS.items() for pair in wrong + spoiled(right)],
                   [(task, f) for task, (_, *right) in TASKS.items() for f in right])
 test_wrong_answers, test_right_answers, test_each_grader, test_same_words = graders.tests(least_wrong=10)

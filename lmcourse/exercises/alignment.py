@@ -5,7 +5,9 @@
 # %% auto #0
 __all__ = ['check_optimum', 'check_k3', 'check_compute_naive_policy_gradient_loss', 'check_rloo',
            'check_compute_group_normalized_rewards', 'check_compute_grpo_clip_loss', 'check_masked_mean',
-           'check_grpo_microbatch_train_step', 'check_gae', 'check_compute_per_instance_dpo_loss', 'check_best_of_n']
+           'check_grpo_microbatch_train_step', 'check_gae', 'check_compute_per_instance_dpo_loss', 'check_best_of_n',
+           'check_response_mask', 'check_masked_normalize', 'check_compute_entropy', 'check_preference_loss',
+           'check_penalized_rewards']
 
 # %% ../../nbs/14_alignment/14z_alignment.ipynb #d5f96d85
 import math
@@ -16,6 +18,8 @@ from ..alignment.grpo import compute_group_normalized_rewards as normalized_of, 
 from ..alignment.grpo import grpo_microbatch_train_step as step_of, masked_mean as mean_of
 from ..alignment.policy_gradient import rloo_advantages
 from ..alignment.ppo import gae as gae_of
+from ..alignment.reward import preference_loss as preference_of
+from ..alignment.sft import compute_entropy as entropy_of, masked_normalize as normalize_of
 from ..alignment.toy import best_of_n as best_of, kl_estimators
 from ..tools.grading import run_answer, short, short_args
 
@@ -310,3 +314,108 @@ def check_best_of_n(
         "subtract what stays below the level": lambda p, r, n: (p/tied(p, r))*((r[:, None] >= r)*p).sum(1)**n,
         "that is the policy itself": lambda p, r, n: p,
         "with finite n others come up, too": lambda p, r, n: p*(r == r.max())/(p*(r == r.max())).sum()})
+
+# %% ../../nbs/14_alignment/14z_alignment.ipynb #14zmaskb
+def check_response_mask(
+    response_mask:Callable, # `response_mask(starts, lengths, T)` gives bool `(B, T)`
+):
+    "`AssertionError` unless the labels of the response count, and no others."
+    def mask(first=-1, end=-1, turned=False):
+        def f(starts, lengths, T):
+            t, s, l = torch.arange(T)[None], torch.tensor(starts)[:, None], torch.tensor(lengths)[:, None]
+            found = (t >= s + first) & (t < l + end)
+            return ~found if turned else found
+        return f
+    def numbers(f, *case):
+        found = f(*case)
+        if not isinstance(found, Tensor) or found.dtype != torch.bool: raise _Form(f"gives {short(found)}, expected a tensor of bool")
+        return found.int()
+    cases = [([3], [5], 6), ([1, 4, 2], [6, 7, 3], 7), ([2, 2], [8, 4], 7)]
+    _grade(response_mask, mask(), cases, {
+        "the last token of the prompt predicts the first of the response": mask(first=0),
+        "one label too early": mask(first=-2),
+        "what a row is filled up with doesn't count": mask(end=99),
+        "the last token of the response counts": mask(end=-2),
+        "labels, not tokens: shift by one": mask(0, 0),
+        "one label too many at the end": mask(end=0),
+        "that is the prompt": mask(turned=True),
+        "the prompt doesn't count": mask(first=-99)}, numbers)
+
+# %% ../../nbs/14_alignment/14z_alignment.ipynb #14znormb
+def check_masked_normalize(
+    masked_normalize:Callable, # `masked_normalize(tensor, mask, normalize_constant, dim)` gives a tensor
+):
+    "`AssertionError` unless what the mask keeps is summed and divided by the constant."
+    odd = _numbers(3, 2, 3)
+    odd[0, 2] = math.inf
+    cases = [(_numbers(1, 3, 4), torch.tensor([[1, 1, 0, 0], [1, 0, 0, 1], [0, 1, 1, 1]]), c, d) for c,d in ((2., None), (5., 1), (.5, 0))]
+    cases.append((odd, torch.tensor([[1, 1, 0], [1, 1, 1]]), 3., 1))
+    def total(x, d): return x.sum() if d is None else x.sum(d)
+    def kept(x, m): return torch.where(m.bool(), x, 0.)
+    _grade(masked_normalize, normalize_of, cases, {
+        "the constant is missing": lambda x, m, c, d: total(kept(x, m), d),
+        "divide by the constant": lambda x, m, c, d: total(kept(x, m), d)*c,
+        "the mask is missing": lambda x, m, c, d: total(x, d)/c,
+        "a sum over the constant, not a mean": lambda x, m, c, d: total(kept(x, m), d)/total(m, d),
+        "don't divide by the count as well": lambda x, m, c, d: total(kept(x, m), d)/total(m, d)/c,
+        "dim is ignored": lambda x, m, c, d: kept(x, m).sum()/c,
+        "that is what is masked out": lambda x, m, c, d: total(kept(x, 1 - m), d)/c,
+        "infinity times 0 is not 0": lambda x, m, c, d: total(x*m, d)/c})
+
+# %% ../../nbs/14_alignment/14z_alignment.ipynb #14zentb
+def check_compute_entropy(
+    compute_entropy:Callable, # `compute_entropy(logits)` gives `(...)`
+):
+    "`AssertionError` unless it is the entropy of the softmax, without overflow."
+    cases = [(_numbers(1, 5),), (_numbers(2, 2, 3, 4)*3,), (torch.tensor([[2000., 1999., 0.], [-3000., -3000., -3001.]], dtype=torch.float64),)]
+    def log_p(z): return z.log_softmax(-1)
+    _grade(compute_entropy, entropy_of, cases, {
+        "entropy is positive: a minus is missing": lambda z: -entropy_of(z),
+        "nats, not bits": lambda z: entropy_of(z)/math.log(2),
+        "a sum over the vocabulary, not a mean": lambda z: -(log_p(z).exp()*log_p(z)).mean(-1),
+        "weigh by the probabilities": lambda z: -log_p(z).mean(-1),
+        "sum over the vocabulary": lambda z: -(log_p(z).exp()*log_p(z)),
+        "that is the perplexity": lambda z: entropy_of(z).exp(),
+        "the exponential of a large logit overflows": lambda z: -(z.exp()/z.exp().sum(-1, keepdim=True)*(z.exp()/z.exp().sum(-1, keepdim=True)).log()).sum(-1),
+        "logits aren't log-probabilities": lambda z: -(log_p(z).exp()*z).sum(-1),
+        "an entropy for each position, not their mean": lambda z: entropy_of(z).mean()})
+
+# %% ../../nbs/14_alignment/14z_alignment.ipynb #14zprefb
+def check_preference_loss(
+    preference_loss:Callable, # `preference_loss(won, lost)` gives a number
+):
+    "`AssertionError` unless it is minus the log of the chance that the better one wins."
+    cases = [(_numbers(1, 4), _numbers(2, 4)), (_numbers(3, 1)*3, _numbers(4, 1)), (torch.tensor([900., 0.], dtype=torch.float64), torch.tensor([0., 900.], dtype=torch.float64))]
+    soft = torch.nn.functional.softplus
+    _grade(preference_loss, preference_of, cases, {
+        "won and lost are exchanged": lambda a, b: preference_of(b, a),
+        "a mean over the pairs, not a sum": lambda a, b: preference_of(a, b)*len(a),
+        "the logarithm is missing": lambda a, b: -torch.sigmoid(a - b).mean(),
+        "a loss is made small, so it needs a minus": lambda a, b: -preference_of(a, b),
+        "the logarithm of an underflow is infinite": lambda a, b: -torch.sigmoid(a - b).log().mean(),
+        "a loss for all pairs, not for each": lambda a, b: soft(b - a),
+        "nats, not bits": lambda a, b: preference_of(a, b)/math.log(2),
+        "that is a hinge": lambda a, b: (1 - a + b).clamp(min=0).mean(),
+        "scores are compared in pairs": lambda a, b: soft(b.mean() - a.mean()),
+        "a difference of scores, not a ratio": lambda a, b: soft(-a/b).mean()})
+
+# %% ../../nbs/14_alignment/14z_alignment.ipynb #14zklrb
+def check_penalized_rewards(
+    penalized_rewards:Callable, # `penalized_rewards(rewards, log_probs, ref_log_probs, mask, beta)` gives `(B,)`
+):
+    "`AssertionError` unless a response pays beta for each nat that it moved from the reference."
+    cases = [(_numbers(k, 3), _numbers(k + 1, 3, 4), _numbers(k + 2, 3, 4), torch.tensor([[0, 1, 1, 0], [1, 1, 1, 1], [0, 0, 0, 1]]), b) for k,b in ((1, .1), (5, 2.))]
+    def pay(by=lambda x, m: (x*m).sum(1), sign=-1., price=lambda b: b):
+        return lambda r, x, y, m, b: r + sign*price(b)*by(x - y, m)
+    _grade(penalized_rewards, pay(), cases, {
+        "a price is subtracted, and the difference is log p less log p of the reference": pay(sign=1.),
+        "the sum over the response, not the mean": pay(lambda x, m: (x*m).sum(1)/m.sum(1)),
+        "the mask is missing": pay(lambda x, m: x.sum(1)),
+        "beta is missing": pay(price=lambda b: 1.),
+        "that is k2": pay(lambda x, m: (x*x/2*m).sum(1)),
+        "that is k3: in the reward only k1 is exact": pay(lambda x, m: (((-x).exp() - 1 + x)*m).sum(1)),
+        "of logarithms, no exponential": pay(lambda x, m: (x.exp()*m).sum(1)),
+        "no absolute value: a token may be less likely than before": pay(lambda x, m: (x.abs()*m).sum(1)),
+        "multiply by beta": pay(price=lambda b: 1/b),
+        "only the tokens of the response": pay(lambda x, m: (x*(1 - m)).sum(1)),
+        "a price for each response, not their mean": lambda r, x, y, m, b: r - b*((x - y)*m).sum(1).mean()})
