@@ -140,10 +140,9 @@ def replicas():
         for lr in (.032, .016)[seed > 0:]: apart(10, 1., 0., lr, seed)
     for seed in range(SEEDS): apart(50, 1., 0., .016, seed)
     apart(10, 1., 0., .016, 0, ranks=4)
-    for every, lr, momentum in ((50, .016, .9), (10, .016, .9), (10, .032, .5)): apart(every, .7, momentum, lr, 0)
+    for lr, momentum in ((.016, .9), (.032, .5)): apart(10, .7, momentum, lr, 0)
     for seed in range(2): together(STEPS//10, 10*BATCH, .064, seed, "large batch")
     apart(STEPS, 1., 0., .016, 0)
-    together(STEPS//10, 10*BATCH, .128, 0, "large batch")
 
 
 KINDS = {"batch_size.jsonl": ["batches", "noise"], "low_communication.jsonl": ["replicas"]}
