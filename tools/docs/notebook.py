@@ -3,6 +3,8 @@ import ast, json, math, re
 
 import nbformat, yaml
 
+from lmcourse.tools.pages import reading_time
+
 
 
 
