@@ -274,6 +274,34 @@ else: raise AssertionError("it was loaded")
 def test_a_save_that_fails_or_dies_leaves_the_checkpoint_before_and_damage_is_seen_by_all(tmp_path): script(tmp_path, FAULTS)
 
 
+# What is sent
+
+SENT = """
+from torch.utils._python_dispatch import TorchDispatchMode
+class Calls(TorchDispatchMode): # Name and bytes of each collective
+    def __init__(self): super().__init__(); self.seen = []
+    def __torch_dispatch__(self, f, types, args=(), kwargs=None):
+        tensors = [t for t in torch.utils._pytree.tree_leaves(args) if isinstance(t, torch.Tensor)]
+        if "c10d" in f.namespace: self.seen.append([f.name().partition("::")[2], sum(t.nbytes for t in tensors)])
+        return f(*args, **(kwargs or {}))
+def work(rank):
+    e = engine(config=replace(SHORT, shard=False))
+    assert [b.shape for b in e.model.buffers()] and "rope" in dict(e.model.named_modules())["layers.0.attn"]._modules
+    steps(e, 1, 2)                                      # In the first two, buckets are made
+    with Calls() as calls:
+        for last in (False, True): e.forward_backward(batch(3, rank, 2), .25, last)
+    tell(f"sent{rank}", [calls.seen, sum(p.nbytes for p in e.model.parameters())])
+world(2, work)
+"""
+
+
+def test_data_parallel_processes_send_gradients_and_no_table_of_rope(tmp_path):
+    script(tmp_path, SENT)
+    for rank in range(2):
+        calls, size = json.loads((tmp_path/f"sent{rank}.json").read_text())
+        assert {name for name, _ in calls} == {"allreduce_"} and sum(n for _, n in calls) == size
+
+
 # Number formats
 
 def on(monkeypatch, capability):

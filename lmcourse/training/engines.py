@@ -200,7 +200,9 @@ class TorchEngine:
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.dtype == "float16")
         self.loss:Any = _Loss(self.model, loss)
         if world.size > 1 and not config.shard:
-            self.loss = DistributedDataParallel(self.loss, device_mesh=world.mesh)
+            # Buffers are tables, the same everywhere: without this, DDP sends them in every forward pass
+            self.loss = DistributedDataParallel(self.loss, device_mesh=world.mesh,
+                                                broadcast_buffers=False)
         if config.compile: self.loss = torch.compile(self.loss)
 
     def forward_backward(self,
