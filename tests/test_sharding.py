@@ -18,6 +18,7 @@ BEGIN = """
 import gc, json, os, shutil, sys
 import torch, torch._dynamo, torch.distributed as dist # Else each process imports dynamo for itself, as optimizers do
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from lmcourse.architecture.transformer_torch import TransformerLM
 from lmcourse.tools.config import ModelConfig, TrainConfig
@@ -36,7 +37,7 @@ def world(size, work, deaths=()): # With the end of each process, where some are
         if not (pid := os.fork()):
             try:
                 os.environ |= dict(WORLD_SIZE=str(size), RANK=str(r))
-                dist.init_process_group("gloo", init_method=f"file://{store}", rank=r, world_size=size)
+                dist.init_process_group("gloo", init_method=f"file://{store}", rank=r, world_size=size, timeout=timedelta(seconds=60))
                 work(r)
                 if not deaths: dist.barrier()
             except BaseException: import traceback; traceback.print_exc(); sys.stderr.flush(); os._exit(1)
@@ -63,9 +64,9 @@ def told(name): return json.loads((folder/f"{name}.json").read_text())
 """
 
 
-def script(tmp_path, text, **environment):
+def script(tmp_path, text, seconds=120, **environment):
     done = subprocess.run([sys.executable, "-c", f"import sys; sys.path[:0] = {sys.path!r}\n{BEGIN}{text}", str(tmp_path)],
-                          capture_output=True, text=True, timeout=120, env=os.environ | {"OMP_NUM_THREADS": "1"} | environment)
+                          capture_output=True, text=True, timeout=seconds, env=os.environ | {"OMP_NUM_THREADS": "1"} | environment)
     assert done.returncode == 0, done.stderr[-6000:]
     return done.stdout.splitlines()[-1].split() if done.stdout else []   # Gloo may speak before
 
