@@ -22,7 +22,8 @@ from lmcourse.accounting.memory import kv_cache_bytes, largest_batch, MemoryTime
 from lmcourse.accounting.memory import training_bytes, training_phases
 from lmcourse.accounting.parameters import count_parameters, parameter_table, parameter_tree
 from lmcourse.architecture.attention_torch import causal_mask
-from lmcourse.architecture.layers_torch import cross_entropy, linear_cross_entropy, onednn_products
+from lmcourse.architecture.layers_torch import cross_entropy, linear_cross_entropy
+from lmcourse.architecture.onednn import onednn_products
 from lmcourse.architecture.transformer_np import init_params
 from lmcourse.architecture.transformer_torch import TransformerLM
 from lmcourse.tools.config import ModelConfig, TrainConfig

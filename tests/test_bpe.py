@@ -8,7 +8,7 @@ import regex
 from hypothesis import given, settings, strategies as st
 
 from lmcourse.tokenization.bpe import HeapEntry, PairIndex, best_pair, count_pairs, count_words
-from lmcourse.tokenization.bpe import learn_counted, learn_heap, learn_indexed, learn_naive
+from lmcourse.tokenization.bpe import train_bpe_counted, train_bpe_heap, train_bpe_indexed, train_bpe_naive
 from lmcourse.tokenization.bpe import merge_pair, pretokenize, special_list, special_pattern
 from lmcourse.tokenization.bpe import split_bytes
 from lmcourse.tokenization.encoding import byte_alphabet, encode_word, make_vocab, merges_wanted
@@ -18,7 +18,7 @@ END = "<|endoftext|>"
 TEXT = st.text(st.sampled_from("aab bc'é好🙂\n1!") | st.characters(codec="utf-8"), max_size=60)
 SMALL = st.lists(st.sampled_from([b"a", b"b", b"\0", b"\xff"]), max_size=9).map(b"".join)
 COUNTS = st.dictionaries(SMALL, st.integers(1, 4), max_size=8)
-LEARNERS = [learn_naive, learn_counted, learn_indexed, learn_heap]
+LEARNERS = [train_bpe_naive, train_bpe_counted, train_bpe_indexed, train_bpe_heap]
 TEN = ["ten tents then tend the tent"]
 
 learners = pytest.mark.parametrize("learn", LEARNERS, ids=lambda f: f.__name__)
@@ -26,7 +26,7 @@ learners = pytest.mark.parametrize("learn", LEARNERS, ids=lambda f: f.__name__)
 
 def run(learn, counts, n):
     "Any of the learners on the same words."
-    return learn([w for w, k in counts.items() for _ in range(k)] if learn is learn_naive else counts, n)
+    return learn([w for w, k in counts.items() for _ in range(k)] if learn is train_bpe_naive else counts, n)
 
 
 def oracle(counts, n):
@@ -85,8 +85,8 @@ def test_learners_agree_on_many_merges():
     "Long enough for counts in the heap to grow stale more than once."
     rng = random.Random(1)
     counts = Counter(bytes(rng.choices(b"aaabbcde", k=rng.randint(1, 12))) for _ in range(600))
-    merges = learn_counted(counts, 200)
-    assert learn_indexed(counts, 200) == learn_heap(counts, 200) == merges and len(merges) == 200
+    merges = train_bpe_counted(counts, 200)
+    assert train_bpe_indexed(counts, 200) == train_bpe_heap(counts, 200) == merges and len(merges) == 200
     again = Counter(best for _, best in stale_pops(counts, 200))
     assert len(again) > 30 and max(again.values()) > 1
 
@@ -110,7 +110,7 @@ def stale_pops(counts, n):
 @given(COUNTS, st.integers(1, 20))
 def test_the_index_is_what_a_fresh_count_says(counts, n):
     index, numbers = PairIndex(counts), list(counts.values())
-    for pair in learn_counted(counts, n):
+    for pair in train_bpe_counted(counts, n):
         before = index.pairs.copy()
         new = index.join(pair)
         assert index.pairs == count_pairs(index.words, numbers) and b"".join(map(b"".join, index.words)) == b"".join(counts)
@@ -164,7 +164,7 @@ def test_learners_leave_their_arguments_alone(learn):
     counts = count_words(TEN)
     words = list(counts.elements())
     before = Counter(counts), list(words)
-    learn(words if learn is learn_naive else counts, 10)
+    learn(words if learn is train_bpe_naive else counts, 10)
     assert (counts, words) == before and list(counts) == list(before[0])
 
 
@@ -177,9 +177,9 @@ def test_split_bytes():
 def test_no_merge_crosses_a_special_token_or_a_word():
     docs = [f"ab{END}ab{END}", f"{END}ab"]
     assert count_words(docs, [END]) == Counter({b"ab": 3})
-    assert learn_heap(count_words(["a.b.c"]), 9) == []
-    merges = learn_heap(count_words([f"ab{END}"*9], [END]), 99)
-    assert merges == [(b"a", b"b")] and learn_heap(count_words([f"ab{END}"*9]), 99) != merges
+    assert train_bpe_heap(count_words(["a.b.c"]), 9) == []
+    merges = train_bpe_heap(count_words([f"ab{END}"*9], [END]), 99)
+    assert merges == [(b"a", b"b")] and train_bpe_heap(count_words([f"ab{END}"*9]), 99) != merges
 
 
 def test_longest_special_token_wins():
@@ -230,7 +230,7 @@ def test_counts_are_the_bytes_of_the_texts(texts):
 # Ids
 
 def test_ids_are_special_tokens_then_bytes_then_merges():
-    merges = learn_heap(count_words(TEN), 6)
+    merges = train_bpe_heap(count_words(TEN), 6)
     vocab = make_vocab(merges, [END, "<|pad|>"])
     assert list(vocab) == list(range(264))
     assert [vocab[0], vocab[1]] == [END.encode(), b"<|pad|>"]
@@ -240,7 +240,7 @@ def test_ids_are_special_tokens_then_bytes_then_merges():
 
 
 def test_ids_in_the_order_of_gpt2():
-    merges = learn_heap(count_words(TEN), 6)
+    merges = train_bpe_heap(count_words(TEN), 6)
     vocab = make_vocab(merges, [END, "<|pad|>"], gpt2_order=True)
     assert list(vocab) == list(range(264))
     # As in the published vocab.json: printable ASCII, the rest of Latin-1, then what has no shape
@@ -269,7 +269,7 @@ def test_merges_wanted():
 @given(st.lists(TEXT, min_size=1, max_size=4), st.integers(0, 60), st.text("aab bc", max_size=30))
 def test_encode_word_applies_the_merges_in_order(texts, n, other):
     counts = count_words(texts)
-    merges = learn_heap(counts, n)
+    merges = train_bpe_heap(counts, n)
     ranks = {p: r for r, p in enumerate(merges)}
     for word in [*counts, other.encode()]:
         parts = split_bytes([word])[0]
@@ -280,7 +280,7 @@ def test_encode_word_applies_the_merges_in_order(texts, n, other):
 @settings(max_examples=60, deadline=None)
 @given(COUNTS, st.integers(0, 30))
 def test_a_trained_word_is_cut_as_training_left_it(counts, n):
-    merges = learn_heap(counts, n)
+    merges = train_bpe_heap(counts, n)
     ranks = {p: r for r, p in enumerate(merges)}
     index = PairIndex(counts)
     for pair in merges: index.join(pair)

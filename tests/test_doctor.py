@@ -303,6 +303,18 @@ def test_dead_and_overloaded_experts_are_found(healthy):
     assert names() >= {"dead experts", "an overloaded expert"}
 
 
+def test_thresholds_for_experts_part_the_saved_runs():
+    lines = (Path(__file__).parent.parent/"nbs/results/experts.jsonl").read_text(encoding="utf-8").splitlines()
+    runs = [r for r in map(json.loads, lines) if "loads" in r]
+    assert len(runs) == 15
+    for r in runs:
+        visits = {i: 2*torch.tensor(layer) for i, layer in enumerate(r["loads"])}
+        found = {s.name for s in doctor._check_visits(visits, 2) if isinstance(s, doctor.Finding)}
+        assert found == ({"dead experts", "an overloaded expert"} if r["variant"] == "collapse planted" else set()), r
+    for E, k in ((2, 1), (4, 2), (8, 2), (64, 8)):                    # An even load is never ill, whatever E and k
+        assert not any(isinstance(s, doctor.Finding) for s in doctor._check_visits({0: torch.full((E,), k/E)}, k))
+
+
 # The examinations whose results are saved
 
 RESULTS = Path(__file__).parent.parent/"nbs/results/doctor_exam.jsonl"

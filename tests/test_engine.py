@@ -507,3 +507,56 @@ def test_what_just_fits_is_answered():
     assert Engine(model).run([Request((1,), 0)])[0].reason == "length"
     for wrong in (dict(max_running=0), dict(max_running=5, token_budget=4)):
         with expect_error(ValueError, "expected 1 or more"): Engine(model, **wrong)
+
+
+# New weights
+
+@torch.no_grad()
+def moved(model, seed):
+    g = torch.Generator().manual_seed(seed)
+    for p in model.parameters(): p.mul_(1 + .2*torch.randn(p.shape, generator=g, dtype=torch.float64).to(p.dtype))
+
+
+def told_as_by(model, answers): return max(abs(t[0] - w) for s in answers for t, w in zip(s.log_probs, log_probs(model, s.ids)[-len(s.tokens):].tolist()))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("changes", [dict(), dict(window=5), dict(tie_embeddings=True, scale_embeddings=True), dict(norm="layernorm", bias=True, position="learned")], ids=str)
+def test_after_every_load_the_engine_answers_as_the_new_model(changes, dtype):
+    model = small(dtype, **changes)
+    requests = [Request(tuple(range(40 + k, 64)), 10, seed=k, log_probs=0) for k in range(4)]
+    engine = Engine(model, num_blocks=24, block_size=4)
+    for k in range(4):
+        answers = engine.run(requests)
+        assert told_as_by(model, answers) < 1e-5 and [s.tokens for s in answers] == [alone(model, r) for r in requests]
+        assert {v for s in answers for v in s.versions} == {k} and all(len(s.versions) == len(s.tokens) for s in answers)
+        check_pool(engine)
+        moved(model, k)
+        assert told_as_by(model, engine.run(requests)) > .01, "without load the answers are of no model"
+        engine.load(model)
+
+
+def test_a_loaded_engine_has_weights_of_its_own():
+    model, requests = small(torch.float32), [Request((1, 2, 3), 8, seed=3, log_probs=0)]
+    engine = Engine(model)
+    engine.load(model)
+    before = engine.run(requests)[0]
+    moved(model, 1)
+    engine.pool = BlockPool(len(engine.pool.users), engine.pool.block_size)
+    after = engine.run(requests)[0]
+    assert after.tokens == before.tokens and after.log_probs == before.log_probs
+
+
+def test_load_is_rejected_while_busy_and_for_another_kind_of_model():
+    model = small()
+    engine = Engine(model)
+    s = engine.add(Request((1, 2), 5))
+    for words in ("0 requests are running and 1 waiting", "1 requests are running and 0 waiting"):
+        with pytest.raises(ValueError, match=words): engine.load(model)
+        engine.step()
+    engine.end(s)
+    for other, words in ((small(num_layers=1), "num_layers = 1"), (small(torch.float32), "dtype = torch.float32"), (small(window=3), "window = 3")):
+        with pytest.raises(ValueError, match=words): engine.load(other)
+    assert engine.version == 0
+    engine.load(model)
+    assert engine.version == 1

@@ -9,8 +9,8 @@ import regex
 from graders import Graders, fails
 
 from lmcourse.exercises import tokenization as ex
-from lmcourse.tokenization.bpe import best_pair, count_pairs, count_words, learn_heap
-from lmcourse.tokenization.bpe import learn_naive, merge_pair, pretokenize, special_pattern
+from lmcourse.tokenization.bpe import best_pair, count_pairs, count_words, train_bpe_heap
+from lmcourse.tokenization.bpe import train_bpe_naive, merge_pair, pretokenize, special_pattern
 from lmcourse.tokenization.bpe import split_bytes
 from lmcourse.tokenization.encoding import encode_word
 from lmcourse.tokenization.unicode import utf8
@@ -338,7 +338,7 @@ WRONG = [
 
 RIGHT = [("sizes", SIZES), ("sizes", dict(reversed(SIZES.items()))), ("same_look", ("a\u0323\u0307", "a\u0307\u0323")), ("same_look", ["\uf900", "\u8c48"]),
          ("split", split_right), ("split", split_by_hand), ("step", step()), ("step", step(by(lambda pair, n: (n, pair)))), ("bound", bound(distinct_bytes)),
-         ("bound", lambda t, s: 256 + len(s) + len(learn_naive(list(distinct_bytes(t, s)), 1000))),
+         ("bound", lambda t, s: 256 + len(s) + len(train_bpe_naive(list(distinct_bytes(t, s)), 1000))),
          ("ids", IDS), ("ids", {k: float(v) for k, v in reversed(IDS.items())}), ("encode", encode_word), ("encode", by_choice(lambda known, ranks: min(known, key=lambda k: ranks[k[1]]))),
          ("encode_chunks", stream()), ("encode_chunks", stream(hold=3)), ("encode_chunks", at_spaces), ("grows", (BIG, RATIO)), ("grows", [BIG, round(RATIO, 2)])]
 
@@ -372,5 +372,5 @@ def test_random_cases_find_what_the_fixed_ones_do_not():
 
 def test_story_ranks_are_the_callers_own():
     ex.story_ranks().clear()
-    merges = learn_heap(count_words(islice(Stories(0), 300)), 744)
+    merges = train_bpe_heap(count_words(islice(Stories(0), 300)), 744)
     assert ex.story_ranks() == {pair: rank for rank, pair in enumerate(merges)} and len(merges) == 744

@@ -207,10 +207,101 @@ ELO = [(lambda a, b, w, k: elo(a, b, w, k, 1/10), "not B's"), (partial(elo, base
        (lambda a, b, w, k: (a + k*w, b - k*w), "left out"), (lambda *a: elo(*a)[::-1], "expected")]
 
 
+# 13. Softening
+
+def soften(x, T, move=True):
+    w = [math.exp((v - max(x)*move)/T) for v in x]
+    return [v/sum(w) for v in w]
+
+
+def soften_in_numpy(x, T):
+    z = np.array(x)/T
+    return (np.exp(z - np.logaddexp.reduce(z))).tolist()
+
+
+SOFTEN = [(lambda x, T: soften(x, 1/T), "don't multiply"), (lambda x, T: soften(x, 1), "left out"), (lambda x, T: [math.exp(v/T) for v in x], "sum to 1"), (lambda x, T: [v/T for v in soften(x, 1)], "logarithms are"),
+          (lambda x, T: [math.log(v) for v in soften(x, T)], "those are logarithms"), (lambda x, T: [v**(1/T) for v in soften(x, 1)], "sum of their own"), (lambda x, T: soften(x, T)[::-1], "expected"),
+          (lambda x, T: soften(x, T, False), "your code raised"), (lambda x, T: [v/sum(x) for v in x], "not probabilities")]
+
+
+# 14. Brier
+
+def brier(p, a): return sum((x - (k == a))**2 for k, x in enumerate(p))
+
+
+def brier_in_squares(p, a): return 1 - 2*p[a] + float(np.dot(p, p))
+
+
+BRIER = [(lambda p, a: (1 - p[a])**2, "not only the right one"), (lambda p, a: brier(p, a)/len(p), "not their mean"), (lambda p, a: sum(abs(x - (k == a)) for k, x in enumerate(p)), "squares"), (lambda p, a: math.sqrt(brier(p, a)), "no root"),
+         (lambda p, a: 1 - brier(p, a), "0 is perfect"), (lambda p, a: sum((1 - x)**2 for x in p), "0 for the others"), (lambda p, a: brier(p, p.index(max(p))), "not the likeliest"), (lambda p, a: -math.log(p[a]), "the loss")]
+
+
+# 15. Overlap
+
+def grams(t, n):
+    w = t.split()
+    return [tuple(w[i:i + n]) for i in range(len(w) - n + 1)]
+
+
+def overlap(t, s, n): return len(set(grams(t, n)) & set(grams(s, n)))/len(set(grams(t, n)))
+
+
+def overlap_in_strings(t, s, n):
+    words, there = t.split(), f" {' '.join(s.split())} "
+    runs = {" ".join(words[i:i + n]) for i in range(len(words) - n + 1)}
+    return sum(f" {r} " in there for r in runs)/len(runs)
+
+
+OVERLAP = [(lambda t, s, n: len({t[i:i+n] for i in range(len(t)-n+1)} & {s[i:i+n] for i in range(len(s)-n+1)})/len({t[i:i+n] for i in range(len(t)-n+1)}), "not of letters"),
+           (lambda t, s, n: np.mean([g in grams(s, n) for g in grams(t, n)]).item(), "counts once"), (lambda t, s, n: len(set(grams(t, n)) & set(grams(s, n)))/len(set(grams(s, n))), "not of the training text's"),
+           (lambda t, s, n: len(set(grams(t, n)) & set(grams(s, n)))/len(set(grams(t, n)) | set(grams(s, n))), "not of all"), (lambda t, s, n: overlap(t, s, 1), "not single words"),
+           (lambda t, s, n: len(set(grams(t, n)) & set(grams(s, n))), "not a number"), (lambda t, s, n: 1 - overlap(t, s, n), "that is new"), (lambda t, s, n: float(t in s), "expected")]
+
+
+# 16. Order
+
+def order_p(x): return sum(v >= x[0] for v in x)/len(x)
+
+
+def order_by_sorting(x): return (sorted(x, reverse=True).index(x[0]) + x.count(x[0]))/len(x)
+
+
+ORDER = [(lambda x: sum(v >= x[0] for v in x[1:])/(len(x) - 1), "counts too"), (lambda x: sum(v >= x[0] for v in x[1:])/len(x), "one of them"), (lambda x: (1 + sum(v > x[0] for v in x))/len(x), "is enough"), (lambda x: sum(v <= x[0] for v in x)/len(x), "not less"),
+         (lambda x: sum(v >= x[0] for v in x), "not a rank"), (lambda x: 1 - order_p(x), "one minus"), (lambda x: float(x[0] == max(x)), "the best"), (lambda x: 1/len(x), "expected")]
+
+
+# 17. Match
+
+def match(h): return math.prod(sum(c)/len(c) for c in zip(*h))
+
+
+def match_in_numpy(h): return float(np.exp(np.log(np.maximum(np.mean(h, axis=0), 1e-300)).sum()))
+
+
+MATCH = [(lambda h: float(np.mean(h))**len(h[0]), "its own share"), (lambda h: sum(map(all, h))/len(h), "exact match itself"), (lambda h: float(np.mean(h)), "don't average"), (lambda h: float(np.sum(np.mean(h, 0))), "don't add"),
+         (lambda h: float(np.prod(np.mean(h, 1))), "not over places"), (lambda h: float(np.min(np.mean(h, 0))), "worst place"), (lambda h: float(np.prod(1 - np.mean(h, 0))), "all fail")]
+
+
+# 18. Split
+
+def split(e, c, d): return e(c + d)[:len(e(c))], e(c + d)[len(e(c)):]
+
+
+def split_by_popping(e, c, d):
+    rest, first = list(e(c + d)), []
+    for _ in e(c): first.append(rest.pop(0))
+    return [first, rest]
+
+
+SPLIT = [(lambda e, c, d: (e(c), e(d)), "together"), (lambda e, c, d: (e(c + d)[:len(e(c + d)) - len(e(d))], e(c + d)[len(e(c + d)) - len(e(d)):]), "not by the continuation's"), (lambda e, c, d: (e(c + d)[:len(c)], e(c + d)[len(c):]), "not characters"),
+         (lambda e, c, d: split(e, c, d)[::-1], "comes first"), (lambda e, c, d: split(e, c, d.strip()), "part of it"), (lambda e, c, d: split(e, c, " " + d), "no space"), (lambda e, c, d: e(c + d), "two lists"), (lambda e, c, d: (c, d), "expected")]
+
+
 TASKS = {"bits_per_byte": (BITS, bits, bits_by_log2), "windows": (WINDOWS, windows, windows_by_recursion), "ceiling": (CEILING, ceiling, ceiling_in_numpy), "score": (SCORE, score, score_in_fractions),
          "pick": (PICK, pick, pick_by_sorting), "wilson": (WILSON, wilson, wilson_by_roots), "clustered_error": (CLUSTERS, clustered, clustered_in_pairs), "paired_error": (PAIRED, paired, paired_in_numpy),
          "pass_at_k": (PASS, pass_by_counting, pass_by_product), "calibration_error": (CALIBRATION, calibration, calibration_in_numpy), "contamination_p": (CERTIFICATE, certificate, certificate_by_product),
-         "elo": (ELO, elo, elo_by_strength)}
+         "elo": (ELO, elo, elo_by_strength), "soften": (SOFTEN, soften, soften_in_numpy), "brier": (BRIER, brier, brier_in_squares), "overlap": (OVERLAP, overlap, overlap_in_strings),
+         "order_p": (ORDER, order_p, order_by_sorting), "match": (MATCH, match, match_in_numpy), "split_tokens": (SPLIT, split, split_by_popping)}
 graders = Graders(ex, [(task, *pair) for task, (wrong, right, _) in TASKS.items() for pair in wrong + spoiled(right)],
                   [(task, f) for task, (_, *right) in TASKS.items() for f in right])
 test_wrong_answers, test_right_answers, test_each_grader, test_same_words = graders.tests(least_wrong=10)

@@ -163,6 +163,22 @@ def unpacked(q, q_turned, cards, turned, up): return (cards@up.T@q + turned@q_tu
 def transposed(q, q_turned, cards, turned, up): return (up.T@q@cards.T + q_turned@turned.T)*(len(q) + len(q_turned))**-.5
 
 
+# 10. REINFORCE
+
+def rewarded(base=lambda l: (l.sum() - l)/(len(l) - 1), sign=1, off=lambda p, one: p, over=len, weigh=lambda p, one: 1):
+    def f(logits, chosen, losses):
+        p, one = softmax(logits), np.eye(logits.shape[1])[chosen]
+        return sign*(losses - base(losses))[:, None]*(one - off(p, one))*weigh(p, one)/over(losses)
+    return f
+
+
+def token_by_token(logits, chosen, losses):
+    z = torch.tensor(logits, requires_grad=True)
+    above = torch.stack([torch.tensor(losses[n] - np.delete(losses, n).mean()) for n in range(len(losses))])
+    (above*z.log_softmax(-1)[range(len(losses)), chosen]).mean().backward()
+    return z.grad.numpy()
+
+
 ANY = [(fails, "your code raised"), (None, "expected a function"), (lambda *a: None, "for "), (lambda *a: "text", "for ")]
 TASKS = {
     "expert_parameters": ([(parameters(router=0), "the router is missing"), (parameters(three=2), "three matrices"), (parameters(wide=1), "4 F wide"),
@@ -199,6 +215,11 @@ TASKS = {
                        (scored(root=lambda K, Q, R: (R + Q)**.5), "the root stays"), (scored(parts=(1, 0)), "the turned part is missing"), (scored(parts=(0, 1)), "the content is missing"),
                        (scored(root=lambda K, Q, R: K + Q), "divide by the root"), (unpacked, "the keys were unpacked"), (scored(parts=(1, -1)), "for S"),
                        (lambda q, t, c, r, u: np.einsum("sr,kr,k->s", c, u, q), "can't be counted")], [scored(), transposed]),
+    "reinforce": ([(rewarded(sign=-1), "that raises the loss"), (rewarded(base=lambda l: 0), "the baseline is missing"), (rewarded(base=np.mean), "a token's own loss"),
+                   (rewarded(over=lambda l: 1), "mean over the tokens"), (rewarded(off=lambda p, one: 0), "p is not taken off"), (rewarded(base=np.median), "the baseline is the median"),
+                   (rewarded(off=lambda p, one: 0, weigh=lambda p, one: 1/p), "at the probabilities"), (rewarded(off=lambda p, one: p*one), "the other experts' logits"),
+                   (rewarded(weigh=lambda p, one: (p*one).sum(-1, keepdims=True)), "a factor too many"), (rewarded(over=lambda l: len(l)*l.std()), "the spread of the losses"),
+                   (lambda z, c, l: rewarded()(z, z.argmax(-1), l), "not the drawn one"), (rewarded(over=lambda l: len(l) - 1), "for N = ")], [rewarded(), token_by_token]),
 }
 WRONG = [(task, answer, words) for task, (wrong, _) in TASKS.items() for answer, words in [*wrong, *ANY]]
 RIGHT = [(task, answer) for task, (_, right) in TASKS.items() for answer in right]

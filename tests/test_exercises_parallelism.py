@@ -44,6 +44,20 @@ def load(chosen, E, n):
 def share(forward=3, run=4, head=1): return lambda h, f, o: h*forward*f/(run*f - head*o)
 
 
+def scale(g, ddof=1, taken=1.):
+    trace = sum(float(np.var(c, ddof=ddof)) for c in g.T)
+    return trace/(float(np.sum(g.mean(0)**2)) - taken*trace/len(g))
+
+
+def met(s, ends, v, lr, mu, look=True):
+    g = s - sum(ends)/len(ends)
+    v = mu*v + g
+    return s - lr*(g + mu*v if look else v), v
+
+
+def silent(P, n, steps, budget, vector=4): return next(h for h in range(1, steps + 1) if math.ceil(steps/h)*2*(n - 1)*P*vector <= budget*n)
+
+
 def changes(a, *args): a[0] = a[0]*0; return a
 
 
@@ -92,6 +106,18 @@ WRONG = [
     ("model_share", lambda h, f, o: h, "nothing was taken"), ("model_share", share(head=-1), "was added"), ("model_share", lambda h, f, o: h*(4*f - o)/3/f, "the other way"),
     ("model_share", share(2, 3), "twice a forward"), ("model_share", share(head=0), "run twice"), ("model_share", share(4, 3), "expected"), ("model_share", share(1), "expected"),
     ("model_share", lambda h, f, o: h*3*(f - o)/(4*f - o), "runs once"),
+    ("noise", lambda g: scale(g, taken=0.), "take its noise away"), ("noise", lambda g: scale(g, 0), "n - 1 below"), ("noise", lambda g: scale(g)/len(g), "batches of n"),
+    ("noise", lambda g: 1/scale(g), "signal over noise"), ("noise", lambda g: g.var(0, ddof=1).sum(), "trace alone"), ("noise", lambda g: scale(g, taken=-1), "not taken away"),
+    ("noise", lambda g: scale(g)**.5, "count squared"), ("noise", lambda g: g.var(ddof=1)/(g.mean()**2), "expected"), ("noise", lambda g: 0., "got 0.0"),
+    ("meeting", lambda s, e, v, lr, mu: (s + lr*(s - np.mean(e, 0))*(1 + mu), v), "expected"), ("meeting", lambda s, e, v, lr, mu: met(2*s - s, [2*s - np.mean(e, 0)], v, lr, mu), "where they came from"),
+    ("meeting", lambda s, e, v, lr, mu: met(s, [sum(e)], v, lr, mu), "not their sum"), ("meeting", lambda s, e, v, lr, mu: met(s, e, v, lr, mu, False), "heavy-ball"),
+    ("meeting", lambda s, e, v, lr, mu: (np.mean(e, 0), mu*v + s - np.mean(e, 0)), "without the outer optimizer"), ("meeting", lambda s, e, v, lr, mu: met(s, e, v, 1., mu), "outer rate"),
+    ("meeting", lambda s, e, v, lr, mu: (met(s, e, v, lr, mu)[0], v), "velocity was not updated"), ("meeting", lambda s, e, v, lr, mu: met(s, e[:1], v, lr, mu), "first replica"),
+    ("meeting", lambda s, e, v, lr, mu: met(s, e, v, lr, mu)[0], "expected"),
+    ("pause", lambda P, n, s, b: max(1, s//max(1, b*n//(8*(n - 1)*P))), "a meeting too many"), ("pause", lambda P, n, s, b: b*n//(8*(n - 1)*P), "how many meetings"),
+    ("pause", lambda P, n, s, b: -(-s//max(1, b//(8*(n - 1)*P))), "of the vector"), ("pause", lambda P, n, s, b: silent(P, n, s, 2*b), "reduce-scatter alone"),
+    ("pause", lambda P, n, s, b: silent(P, n, s, b, 1), "four bytes"), ("pause", lambda P, n, s, b: silent(P, n, s, b, 2), "expected"), ("pause", lambda P, n, s, b: -(-s//max(1, b//(8*P))), "expected"),
+    ("pause", lambda P, n, s, b: 10, "got 10"), ("pause", lambda P, n, s, b: silent(P, n, s, b) + 1, "expected 10, got 11"),
 ]
 RIGHT = [
     ("ring_bytes", lambda b, n: ring_bytes(b, n, 0, 1)), ("ring_bytes", lambda b, n: sum(b//n for _ in range(2*(n - 1)))),
@@ -107,10 +133,13 @@ RIGHT = [
     ("busiest", load), ("busiest", lambda c, E, n: max(np.sum(c//(E//n) == r) for r in range(n))*n/c.size),
     ("save_every", lambda s, n, h: (7200*s*h/n)**.5), ("save_every", lambda s, n, h: 60*math.sqrt(2*s*h/n)),
     ("model_share", share()), ("model_share", lambda h, f, o: h/(1 + (f - o)/(3*f))),
+    ("noise", scale), ("noise", lambda g: np.trace(np.atleast_2d(np.cov(g.T)))/((g @ g.T).sum() - (g*g).sum())*len(g)*(len(g) - 1)),
+    ("meeting", met), ("meeting", lambda s, e, v, lr, mu: [s - lr*((1 + mu)*(s - np.mean(e, 0)) + mu*mu*v), mu*v + s - np.mean(e, 0)]),
+    ("pause", silent), ("pause", lambda P, n, s, b: math.ceil(s/min(s, b*n//(2*(n - 1)*4*P)))),
 ]
 for task in dict.fromkeys(task for task, *_ in WRONG): # What every grader refuses
     WRONG += [(task, fails, "your code raised"), (task, lambda *args: None, "got None"), (task, 3, "expected a function"), (task, lambda *args: "x", "got 'x'"), (task, lambda: 1, "your code raised")]
-WRONG += [("whole_loss", changes, "changed its arguments"), ("buckets", lambda s, n: s.clear() or [], "changed its arguments")]
+WRONG += [("whole_loss", changes, "changed its arguments"), ("meeting", lambda s, e, v, lr, mu: (v.__iadd__(1), v), "changed its argument in place"), ("buckets", lambda s, n: s.clear() or [], "changed its arguments")]
 graders = Graders(ex, WRONG, RIGHT)
 test_wrong_answers, test_right_answers, test_each_grader, test_same_words = graders.tests(least_wrong=10, least_right=2)
 

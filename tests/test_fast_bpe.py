@@ -13,10 +13,10 @@ import pytest
 import regex
 from hypothesis import given, settings, strategies as st
 
-from lmcourse.tokenization.bpe import count_words, learn_heap, pretokenize, special_pattern
+from lmcourse.tokenization.bpe import count_words, train_bpe_heap, pretokenize, special_pattern
 from lmcourse.tokenization.encoding import encode_word, make_vocab
 from lmcourse.tokenization.fast_bpe import (Encoder, FilePieces, Specials, WordTable, Words, character_classes, count_words_fast, cut_segments, first_invalid,
-                                            last_cut, learn_fast, pretoken_ends)
+                                            last_cut, train_bpe_fast, pretoken_ends)
 from lmcourse.tokenization.tokenizer import ReadableEncoder, Rules, Vocabulary
 from lmcourse.tools.stories import Stories
 
@@ -248,35 +248,35 @@ def test_long_words_with_the_same_hash_are_two():
 
 @settings(max_examples=500, deadline=None)
 @given(st.dictionaries(st.binary(min_size=1, max_size=20) | st.text(st.sampled_from("ab\0"), min_size=1, max_size=30).map(str.encode), st.integers(1, 5), max_size=12), st.integers(0, 80))
-def test_merges(counts, n): assert learn_fast(Words.of(counts), n) == learn_heap(counts, n)
+def test_merges(counts, n): assert train_bpe_fast(Words.of(counts), n) == train_bpe_heap(counts, n)
 
 
 def test_ties_go_to_the_greatest_pair_of_byte_strings():
     for counts, best in (({b"ab": 1, b"ac": 1, b"bb": 1}, (b"b", b"b")), ({b"\xffa": 1, b"az": 1}, (b"\xff", b"a")), ({b"a\0": 1, b"a\1": 1}, (b"a", b"\1"))):
-        assert learn_fast(Words.of(counts), 1) == [best] == learn_heap(counts, 1)
+        assert train_bpe_fast(Words.of(counts), 1) == [best] == train_bpe_heap(counts, 1)
     long = {b"abcdefghij" + x: 1 for x in (b"x", b"xy", b"xyz", b"a", b"\0", b"\0\0")}          # alike in the first eight bytes
-    assert learn_fast(Words.of(long), 50) == learn_heap(long, 50)
+    assert train_bpe_fast(Words.of(long), 50) == train_bpe_heap(long, 50)
     last = {b"abcdefghij" + bytes([x]) + end: n for x in b"XZWYUV" for end, n in ((b"", 2), (b"1", 1))}  # tokens that differ in the last byte alone
-    assert learn_fast(Words.of(last), 50) == learn_heap(last, 50)
+    assert train_bpe_fast(Words.of(last), 50) == train_bpe_heap(last, 50)
 
 
 def test_more_room_is_made():
     rng = random.Random(0)
     many = {rng.randbytes(12): rng.randrange(1, 9) for _ in range(15_000)}                      # more than 2**16 pairs
-    assert learn_fast(Words.of(many), 2000) == learn_heap(many, 2000)
+    assert train_bpe_fast(Words.of(many), 2000) == train_bpe_heap(many, 2000)
     long = {b"ab"*70_000: 3, b"abab"*5: 1}                                                      # tokens of more than 2**16 bytes
-    assert learn_fast(Words.of(long), 40) == learn_heap(long, 40)
+    assert train_bpe_fast(Words.of(long), 40) == train_bpe_heap(long, 40)
 
 
 def test_too_much_is_refused():
     words = Words.of({b"ab": 1})
-    with pytest.raises(OverflowError, match="expected less than 2\\*\\*29 and 2\\*\\*37"): learn_fast(words._replace(counts=np.array([1 << 36], np.uint64)), 1)
-    assert learn_fast(words._replace(counts=np.array([1 << 35], np.uint64)), 1) == [(b"a", b"b")]
+    with pytest.raises(OverflowError, match="expected less than 2\\*\\*29 and 2\\*\\*37"): train_bpe_fast(words._replace(counts=np.array([1 << 36], np.uint64)), 1)
+    assert train_bpe_fast(words._replace(counts=np.array([1 << 35], np.uint64)), 1) == [(b"a", b"b")]
 
 
 # Ids
 
-MERGES = learn_heap(count_words(STORIES + [CHARACTERS*3, "ééé 好好 🙂🙂"*3]), 900)
+MERGES = train_bpe_heap(count_words(STORIES + [CHARACTERS*3, "ééé 好好 🙂🙂"*3]), 900)
 VOCAB = make_vocab(MERGES, [END, END*2])
 RANKS = {pair: rank for rank, pair in enumerate(MERGES)}
 NUMBER = {token: i for i, token in VOCAB.items()}

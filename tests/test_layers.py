@@ -10,7 +10,9 @@ from hypothesis import given, settings, strategies as st
 
 from lmcourse.architecture import layers_torch
 from lmcourse.architecture.layers_torch import (Embedding, FeedForward, LayerNorm, Linear, RMSNorm, check_same, cross_entropy, gelu, layernorm,
-    linear_cross_entropy, onednn_products, relu, rmsnorm, silu, softmax, token_losses, truncated_normal, vectors_idle)
+    linear_cross_entropy, relu, rmsnorm, silu, softmax, token_losses, truncated_normal)
+from lmcourse.architecture import onednn as onednn_module
+from lmcourse.architecture.onednn import onednn_products, vectors_idle
 from lmcourse.tools.checks import check_close, expect_error
 from lmcourse.tools.config import FFN_KINDS
 
@@ -253,14 +255,14 @@ def test_head_and_loss_in_one_in_float16():
 
 def test_where_torch_cannot_replace_a_product_nothing_is_replaced(monkeypatch):
     "A build without oneDNN"
-    monkeypatch.setattr(layers_torch, "_can_replace_products", lambda: False)
+    monkeypatch.setattr(onednn_module, "_can_replace_products", lambda: False)
     assert not vectors_idle()
     with onednn_products(): assert (torch.ones(2, 3)@torch.ones(3, 2)).sum() == 12
     with pytest.raises(RuntimeError, match=f"torch {torch.__version__.split('+')[0]}.* can't replace a product, expected a build with oneDNN"):
         with onednn_products(True): pass
 
 
-onednn = pytest.mark.skipif(not layers_torch._can_replace_products(), reason="this torch has no oneDNN, or replaces no operator")
+onednn = pytest.mark.skipif(not onednn_module._can_replace_products(), reason="this torch has no oneDNN, or replaces no operator")
 
 
 @onednn

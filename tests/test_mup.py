@@ -10,8 +10,9 @@ from lmcourse.architecture.pretrained import config_from_hf, config_to_hf, param
 from lmcourse.architecture.transformer_np import init_params, learning_rate_scales, loss_and_grads, transformer_forward
 from lmcourse.architecture.transformer_torch import TransformerLM
 from lmcourse.inference.kv_cache import CachedDecoder, FastDecoder
+from lmcourse.parallelism.batch_size import new_run, run_steps, small_model, tail_rates
 from lmcourse.scaling import mup
-from lmcourse.scaling.mup import best_rate, new_run, run_steps, small_model, tail_rates, width_slope
+from lmcourse.scaling.mup import best_rate, width_slope
 from lmcourse.tools.checks import check_close
 from lmcourse.tools.config import ModelConfig, TrainConfig
 from lmcourse.training.data import TokenDataset

@@ -16,7 +16,7 @@ from docs import quarto
 from docs.extras import llms, markdown, read_redirects, search_index, write_404, write_redirects
 from docs.notebook import code_cell, enrich, facts, labels, load, md, options, plain, reading, spoken
 from run_nbs import note_time
-from docs.page import dead_links, finish, html, links, sections
+from docs.page import dead_links, finish, fold_proof, html, links, sections
 from bs4 import BeautifulSoup
 from nbdev.doclinks import _nbpath2html
 
@@ -164,6 +164,26 @@ def test_page_gets_ids_links_levels_and_sections(tmp_path):
 def test_picture_becomes_a_file_with_a_text(tmp_path):
     body, _, _ = finish(f'<div class="cell"><div data-alt="Plot: loss"><img src="data:image/png;base64,{PIXEL}"></div></div>', "a.html", "https://x", tmp_path)
     assert (tmp_path / "a_files/figure-0.png").read_bytes()[:4] == b"\x89PNG" and 'alt="Plot: loss"' in body and "base64" not in body
+
+
+def test_the_checks_under_proof_are_folded_up_to_the_box():
+    ours = """<div class="cell"><h2>Idea</h2></div><div class="cell">A</div><div class="cell"><h2>Proof</h2><p>Edges.</p></div>
+<div class="cell">B</div><div class="cell">C</div><div class="cell"><blockquote>Takeaway</blockquote></div>"""
+    theirs = '<section id="proof"><h2>Proof</h2><p>Edges.</p><div class="cell">B</div><div class="cell">C</div><blockquote>Takeaway</blockquote></section>'
+    for text in (ours, theirs):
+        soup = BeautifulSoup(text, "html.parser")
+        fold_proof(soup)
+        (fold,) = soup.find_all("details")
+        assert [c.get_text() for c in fold.find_all(class_="cell")] == ["B", "C"] and not fold.find(["h2", "p"])
+        assert soup.get_text(" ").split()[-8:] == ["Proof", "Edges.", "Show", "the", "checks", "B", "C", "Takeaway"]
+    plain = BeautifulSoup('<div class="cell"><h2>Proof</h2></div><div class="cell"><blockquote>T</blockquote></div>', "html.parser")
+    fold_proof(plain)
+    assert not plain.find("details")
+
+
+def test_a_picture_that_says_what_it_shows_keeps_its_text(tmp_path):
+    said, _, _ = finish('<div><img alt="A wave; n 2" src="data:image/svg+xml;base64,PHN2Zy8+"></div>', "a.html", "https://me.io/c", tmp_path)
+    assert 'alt="A wave; n 2"' in said
 
 
 def test_sections_leave_code_and_tables_of_outputs_out():

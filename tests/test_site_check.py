@@ -88,7 +88,7 @@ def test_a_planted_fault_is_named(browser, tmp_path, old, new, words):
 
 def test_each_step_of_the_walk_fails_on_a_page_that_lacks_its_part(browser, tmp_path, monkeypatch):
     monkeypatch.setattr(check_site, "PATIENCE", 300)
-    for name in ("index", "memory", "architecture", "explorer"): (tmp_path / f"{name}.html").write_text(GOOD, encoding="utf-8")
+    for name in ("index", "memory", "architecture", "explorer", "show"): (tmp_path / f"{name}.html").write_text(GOOD, encoding="utf-8")
     for step in check_site.WALK:
         page = browser.new_page()
         page.set_default_timeout(check_site.PATIENCE)

@@ -2,13 +2,15 @@
 import hashlib
 import math
 import re
+from collections import Counter
 from itertools import islice
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lmcourse.tools.stories import Stories, read_grammar
+from lmcourse.tools.documents import documents
+from lmcourse.tools.stories import STORY_CORPORA, Stories, read_grammar, short_stories, zipf_rules
 
 AMBIGUOUS = """
 story:
@@ -52,6 +54,79 @@ broke:clay = cracked, split
     entropy = -sum(p*math.log(p) for p in probabilities)
     exact = Stories(0, grammar).entropy()
     assert math.isclose(exact.document, entropy) and math.isclose(exact.bytes, sum(p*len(t) for p, t in zip(probabilities, texts)))
+
+
+WEIGHED = """
+story:
+    2* {one=name} met {a two=food}, and {three=name} saw {one.him}
+    1* {x=food}, {y=food}: {A y} {z:y.kind}
+
+name:
+    3* {girl}
+    {boy}
+girl (him=her) = 5* Ada, Eve
+boy (him=him) = Al, 2* Bo
+food (kind=b) = 3* apple, fig, 2* egg roll
+z:b:
+    4* red
+    1* green
+"""
+
+
+def test_weights_of_lists_are_probabilities_of_all_texts():
+    s = Stories(0, WEIGHED)
+    ps = {t: math.exp(s.log_prob(t)) for t in all_texts(s, 8000)}
+    assert len(ps) == 4*3*3 + 3*2*2 and math.isclose(sum(ps.values()), 1)
+    assert math.isclose(ps["Ada met an apple, and Bo saw her"], 2/3 * 3/4*5/6 * 3/6 * 1/4*2/3)
+    assert math.isclose(ps["fig, apple: An apple green"], 1/3 * 1/6 * 3/5 * 1/5)
+    exact = s.entropy()
+    assert math.isclose(exact.document, -sum(p*math.log(p) for p in ps.values()))
+    assert math.isclose(exact.bytes, sum(p*len(t) for t, p in ps.items()))
+
+
+def test_a_weighed_list_is_drawn_as_often_as_it_says():
+    s = Stories(3, "story:\n    {x=a} {y=a} {z=a}\na = 5* b, 2* cc, ddd, eeee")
+    drawn = Counter(islice(s, 20_000))
+    ps = {t: math.exp(s.log_prob(t)) for t in drawn}
+    assert len(drawn) == 24 and math.isclose(sum(ps.values()), 1)
+    assert all(abs(drawn[t] - 20_000*p) < 5*math.sqrt(20_000*p) for t, p in ps.items())
+    assert math.isclose(ps["b cc eeee"], 5/9*2/4*1/2) and math.isclose(ps["eeee b cc"], 1/9*5/8*2/3)
+    assert math.isclose(s.entropy().document, -sum(p*math.log(p) for p in ps.values()))
+    for begin in ("", "b", "b c", "ddd ", "eeee cc d"):
+        total = sum(p for t, p in ps.items() if t.startswith(begin))
+        assert math.isclose(math.exp(s.prefix_log_prob(begin)), total)
+    same = Stories(3, "story:\n    {x=a} {y=a} {z=a}\na = 4* b, 4* cc, 4* ddd, 4* eeee")
+    plain = Stories(3, "story:\n    {x=a} {y=a} {z=a}\na = b, cc, ddd, eeee")
+    assert list(islice(same, 50)) == list(islice(plain, 50)) and same.entropy() == plain.entropy()
+
+
+def test_zipf_weighs_by_rank_and_changes_nothing_else():
+    plain, zipf = Stories(5), Stories(5, zipf=1.)
+    for name, rule in zipf.rules.items():
+        assert rule._replace(shares=()) == plain.rules[name]._replace(shares=())
+        if not rule.entries: assert rule.shares == plain.rules[name].shares
+        elif len(rule.entries) > 1:
+            assert plain.rules[name].shares == () and math.isclose(sum(rule.shares), 1)
+            assert all(math.isclose(s*(r + 1), rule.shares[0]) for r, s in enumerate(rule.shares))
+    story = next(zipf)
+    assert len(plain.log_probs(story)) == len(zipf.log_probs(story)) == 1
+    assert next(Stories(5, zipf=1.)) == story == next(Stories(5, zipf=1.0))
+    for grammar in (lambda z: Stories(7, zipf=z), lambda z: short_stories(7, z)):
+        exact, source = grammar(1.).entropy(), grammar(1.)
+        nats = [-source.log_prob(d) for d in islice(source, 400)]
+        mean = sum(nats)/len(nats)
+        error = math.sqrt(sum((n - mean)**2 for n in nats))/len(nats)
+        assert abs(mean - exact.document) < 4*error and exact.document < grammar(0.).entropy().document
+    with pytest.raises(ValueError, match="zipf = -0.5, expected 0 or more"): Stories(zipf=-.5)
+    with pytest.raises(ValueError, match="zipf = nan"): zipf_rules(plain.rules, math.nan)
+
+
+def test_both_kinds_of_stories_are_corpora():
+    assert STORY_CORPORA == {"stories": 0., "stories-zipf": 1.}
+    assert list(documents("stories-zipf", "valid", 3000)) == list(islice(Stories(1, zipf=1.), 4))
+    assert next(documents("stories-zipf")) != next(documents("stories"))
+    with pytest.raises(ValueError, match="did you mean 'stories-zipf'"): documents("stories-zipff")
+    with pytest.raises(ValueError, match="stories-zipf takes nothing after its name"): documents("stories-zipf:2")
 
 
 def test_two_derivations_of_one_text_add_up():
@@ -105,7 +180,8 @@ def test_words_of_the_grammar_are_plain_and_no_rule_is_unused():
     ("a = x, x", "something stands twice"),
     ("story:\n    {", "can't be read"),
     ("just words", "can't read"),
-    ("a:\n    3* x\n    y", "'a' is a list"),
+    ("a = x, 0* y", "a weight of 0 in 'a'"),
+    ("a:\n    {b}\n    0* {c}\nb = x\nc = y", "a weight of 0 in 'a'"),
 ])
 def test_a_broken_grammar_is_refused(grammar, words):
     with pytest.raises(ValueError, match=words): read_grammar(grammar)
@@ -153,3 +229,13 @@ def test_what_may_follow_adds_up_to_one_and_ends_in_the_whole_text():
                 assert sum(follows.values()) == pytest.approx(1, abs=1e-12)
                 assert (follows[None] > 0) == (k == len(text))
     with pytest.raises(ValueError, match="begins with 'zz'"): stories.next_probs("zz", ["a"])
+
+
+def test_the_floor_of_unequal_stories_is_written_with_their_tokens(tmp_path):
+    from lmcourse.tokenization.tokenizer import Tokenizer
+    from lmcourse.training.data import TokenDataset, floor, write_dataset
+    tokenizer = Tokenizer.train(documents("stories-zipf", max_bytes=20_000), 300)
+    held_out = list(islice(documents("stories-zipf", "valid"), 3))
+    write_dataset(tmp_path, "stories-zipf", tokenizer, documents("stories-zipf", max_bytes=20_000), held_out, 20_000)
+    valid, exact = TokenDataset.open(tmp_path/"valid"), -sum(Stories(zipf=1.).log_prob(d) for d in held_out)
+    assert floor(valid) == pytest.approx(exact/int(valid.ends[-1]), rel=1e-9)

@@ -8,8 +8,9 @@ torch = pytest.importorskip("torch")
 
 from lmcourse.architecture.transformer_torch import TransformerLM
 from lmcourse.scaling.loss_law import LossLaw
-from lmcourse.scaling.mup import small_model
+from lmcourse.parallelism.batch_size import small_model
 from lmcourse.scaling.study import best_size, predict_excess, predict_loss, read_study, size_law, three_counts
+from lmcourse.scaling.zipf import best_excess, floor_profile, local_exponents
 from lmcourse.tools.stories import Stories, short_stories
 
 RESULTS = Path(__file__).parent.parent/"nbs/results/scaling.jsonl"
@@ -75,3 +76,44 @@ def test_the_prediction_was_written_before_the_run():
     again = predict_loss(grid, said["multiplying"], said["tokens"], np.random.default_rng(0), draws=20)
     assert again["loss"] == pytest.approx(said["loss"], abs=2e-4)      # No run was added to the grid afterwards
     assert all(r["excess"] > 0 for r in grid)
+
+
+def test_the_floor_is_found_by_every_count():
+    runs = [r | dict(all=2*r["multiplying"], blocks=r["multiplying"] - 1e3) for r in planted(LossLaw(.5, 30., 60., .5, .45))]
+    for count, scale in (("multiplying", 1), ("all", 2)):
+        found = predict_loss(runs, scale*1e6, 1e8, np.random.default_rng(0), draws=20, count=count)
+        assert found["E"] == pytest.approx(.5, abs=.01), count
+    bent = predict_loss(runs, 1e6, 1e8, np.random.default_rng(0), draws=20, count="blocks")
+    assert bent["rms"] > 10*found["rms"]                     # Another count is another law
+
+
+def test_profile_of_the_floor_is_lowest_where_it_was_planted():
+    runs, floors = planted(LossLaw(.5, 30., 60., .5, .5)), np.linspace(.3, .7, 9)
+    misfit = floor_profile(runs, floors)
+    assert floors[misfit.argmin()] == pytest.approx(.5) and misfit.min() < misfit[0]/5
+    more = [dict(r, loss=r["loss"] + .1) for r in runs]
+    assert floors[floor_profile(more, floors).argmin()] == pytest.approx(.6)
+
+
+def test_local_exponents_are_slopes_of_the_best_means():
+    runs = [dict(budget=C, width=w, layers=1, excess=C**-.5*f + s) for C in (1., 4., 100.) for w, f in ((8, 1), (16, 3)) for s in (-.001, .001)]
+    assert local_exponents(best_excess(runs)) == pytest.approx([-.5, -.5])
+    assert local_exponents({1.: 8., 2.: 4., 4.: 1.}) == pytest.approx([-1, -2])
+    for best, words in (({1.: 1.}, "1 budgets"), ({1.: 1., 2.: 0.}, "an excess of 0")):
+        with pytest.raises(ValueError, match=words): local_exponents(best)
+
+
+def test_the_saved_study_of_unequal_words_is_whole():
+    about, grid, others = read_study(RESULTS.with_name("zipf.jsonl"))
+    assert {r["budget"] for r in grid} == {3e10, 1e11, 3e11, 1e12} and others["held_out"][0]["budget"] == 3e12
+    seeds = {(r["budget"], r["width"], r["layers"]): 0 for r in grid}
+    for r in grid: seeds[r["budget"], r["width"], r["layers"]] += 1
+    assert all(n == (2 if C <= 1e11 else 1) for (C, *_), n in seeds.items())
+    floor = grid[0]["loss"] - grid[0]["excess"]
+    said, late = others["prediction"][0], others["late prediction"][0]
+    again = predict_loss(grid, three_counts(48, 2)["multiplying"], said["steps"]*1024, np.random.default_rng(0), draws=20)
+    assert again["loss"] == pytest.approx(said["loss"], abs=1e-3) and len(grid) == said["runs"]
+    assert predict_excess(grid, 3e12, floor) == pytest.approx(said["excess_law"], abs=1e-4)
+    later = [r for r in grid if r["budget"] >= late["lowest"]]
+    assert predict_loss(later, three_counts(48, 2)["multiplying"], said["steps"]*1024, np.random.default_rng(0),
+                        draws=20)["loss"] == pytest.approx(late["loss"], abs=1e-3)

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from lmcourse.tokenization.bpe import PRETOKENIZE, count_words, learn_heap
+from lmcourse.tokenization.bpe import PRETOKENIZE, count_words, train_bpe_heap
 from lmcourse.tokenization.encoding import byte_alphabet, make_vocab
 from lmcourse.tokenization import tokenizer as tokenizer_module
 from lmcourse.tokenization.tokenizer import ReadableEncoder, Rules, Tokenizer, read_merges, read_vocab, text_to_token, token_to_text, train_bpe
@@ -230,7 +230,7 @@ def test_little_text_and_much_are_learnt_alike(tmp_path, monkeypatch):
         (tmp_path/"text").write_text(text, encoding="utf-8")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            expected = learn_heap(count_words([text], [END]), 300 - 257)
+            expected = train_bpe_heap(count_words([text], [END]), 300 - 257)
             for source in (tmp_path/"text", [text], iter([text])): assert train_bpe(source, 300)[1] == expected
     with pytest.raises(TypeError, match="text 1 is a int"): train_bpe(["a", 1], 300)
     with pytest.raises(TypeError, match="expected an iterable"): train_bpe(b"a", 300)
@@ -392,7 +392,7 @@ def test_byte_alphabet(token):
 def test_training_is_the_readable_one(tmp_path, threads):
     texts = STORIES + ["<|ünï cöde|>".join(["été "*30, "好 "*30])]*3
     special = [END, "<|ünï cöde|>"]
-    merges = learn_heap(count_words(texts, special), 700)
+    merges = train_bpe_heap(count_words(texts, special), 700)
     file = tmp_path/"texts.txt"
     file.write_text(END.join(texts), encoding="utf-8")
     for source, order in ((file, False), (str(file), True), (texts, True), (iter(texts), False)):

@@ -19,7 +19,7 @@ from processes import here, lmcourse
 
 torch = pytest.importorskip("torch")
 
-from lmcourse.architecture.layers_torch import onednn_products
+from lmcourse.architecture.onednn import onednn_products
 from lmcourse.architecture.transformer_torch import TransformerLM
 from lmcourse.tokenization.tokenizer import Tokenizer
 from lmcourse.tools.checks import check_close

@@ -155,6 +155,15 @@ def the_tokens_of_a_text(page, site):
     assert token.locator(".lm-info").is_visible(), "a token that has the focus shows nothing"
 
 
+def a_slider(page, site):
+    page.goto(site.find("show.html"))
+    sliders = page.locator(".lm-sliders").first
+    before = sliders.locator("img:visible").get_attribute("alt")
+    sliders.locator("input").first.focus()
+    page.keyboard.press("ArrowRight")
+    assert sliders.locator("img:visible").get_attribute("alt") != before, "a slider changes nothing"
+
+
 def the_theme(page, site):
     colour = "getComputedStyle(document.body).backgroundColor"
     page.emulate_media(color_scheme="light")
@@ -190,7 +199,7 @@ def the_menu_of_a_phone_without_scripts(page, site):
     page.close()
 
 
-WALK = (menu_and_turning, searching, a_folded_answer, the_tokens_of_a_text, the_theme, a_copy_button, the_menu_of_a_phone_without_scripts)
+WALK = (menu_and_turning, searching, a_folded_answer, the_tokens_of_a_text, a_slider, the_theme, a_copy_button, the_menu_of_a_phone_without_scripts)
 WALK += (an_old_address,)
 
 

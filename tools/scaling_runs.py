@@ -1,7 +1,7 @@
-"""The saved runs of chapter 11: `nbs/results/mup.jsonl`, `schedules.jsonl` and `scaling.jsonl`.
+"""The saved runs of chapter 11: `nbs/results/mup.jsonl`, `schedules.jsonl`, `scaling.jsonl` and `zipf.jsonl`.
 
 A run that stands in its file already is not repeated, so a run that was stopped goes on.
-Usage: nice tools/scaling_runs.py mup schedules batches study predict held_out
+Usage: nice tools/scaling_runs.py mup schedules study predict held_out zipf
 """
 import argparse, copy, datetime, json, time
 from functools import cache
@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from lmcourse.accounting.model_flops import training_flops
-from lmcourse.scaling.mup import new_run, run_steps, small_model, story_tokenizer, story_tokens, tail_rates
+from lmcourse.parallelism.batch_size import new_run, run_steps, small_model, story_tokenizer, story_tokens, tail_rates
 from lmcourse.scaling.study import predict_excess, predict_loss, read_study, size_law, three_counts
 from lmcourse.tools.machine import machine_name
 from lmcourse.training.evaluation import evaluate
@@ -23,14 +23,17 @@ GRID = {3e10: [(8, 1), (16, 1), (16, 2), (24, 2), (32, 2)],
         3e11: [(16, 2), (24, 2), (32, 2), (48, 2), (64, 3)],
         1e12: [(24, 2), (32, 2), (48, 2), (64, 3)]}
 HELD_OUT = 3e12
+ZIPF = {"zipf.jsonl": 1.}                                        # Exponent of the stories' lists; else 0
 RATES = {1e11: (.016, .032, .064), 1e12: (.008, .016)}          # Tried at width 32
 
 
 @cache
-def stories():
-    "Training and validation tokens; no training story comes twice in a run"
-    tokenizer = story_tokenizer()
-    return story_tokens(80_000, tokenizer), story_tokens(400, tokenizer, seed=1, exact=True)
+def stories(name):
+    "Training and validation tokens of a results file; no training story comes twice in a run"
+    zipf = ZIPF.get(name, 0.)
+    tokenizer = story_tokenizer(zipf=zipf)
+    return (story_tokens(80_000, tokenizer, zipf=zipf),
+            story_tokens(400, tokenizer, seed=1, exact=True, zipf=zipf))
 
 
 def saved(name):
@@ -54,9 +57,9 @@ def done(name, job):
     return next((r for r in saved(name) if r.items() >= job.items()), None)
 
 
-def looked(engine, start):
+def looked(name, engine, start):
     "What is kept of a run: excess over the floor with its error, loss, and CPU seconds"
-    e = evaluate(engine.whole_model(), stories()[1], 128)
+    e = evaluate(engine.whole_model(), stories(name)[1], 128)
     return dict(loss=round(e.loss, 5), excess=round(e.excess, 5), error=round(e.error, 5),
                 seconds=round(time.process_time() - start, 1))
 
@@ -64,11 +67,11 @@ def looked(engine, start):
 def train(name, model, rates, job, batch=BATCH, decay=0.):
     "Train, evaluate, write"
     if row := done(name, job): return row
-    stories()
+    stories(name)
     start = time.process_time()
     engine = new_run(model, job["seed"], decay)
-    run_steps(engine, stories()[0], rates, 20_000*job["seed"], batch)
-    row = job | looked(engine, start)
+    run_steps(engine, stories(name)[0], rates, 20_000*job["seed"], batch)
+    row = job | looked(name, engine, start)
     write(name, row)
     return row
 
@@ -97,11 +100,11 @@ def schedules():
         for n in budgets:
             rates, start = tail_rates(n, lr), time.process_time()
             leave = n - round(.2*n)
-            run_steps(trunk, stories()[0], rates[at:leave], 20_000*seed + BATCH*at)
+            run_steps(trunk, stories(name)[0], rates[at:leave], 20_000*seed + BATCH*at)
             branch, at = copy.deepcopy(trunk), leave
-            run_steps(branch, stories()[0], rates[leave:], 20_000*seed + BATCH*leave)
+            run_steps(branch, stories(name)[0], rates[leave:], 20_000*seed + BATCH*leave)
             job = dict(kind="branch", steps=n, seed=seed, lr=lr)
-            if not done(name, job): write(name, job | looked(branch, start))
+            if not done(name, job): write(name, job | looked(name, branch, start))
     better = {}                                  # Rate of each budget: three are tried with the first seed
     for seed in range(3):
         for n in budgets:
@@ -113,80 +116,70 @@ def schedules():
     train(name, model, tail_rates(300, lr), dict(kind="alone", steps=300, seed=0, lr=lr))
 
 
-def batches():
-    "Steps until the loss is 2 nats, for several batch sizes; and the noise on the way"
-    name, model, target = "schedules.jsonl", small_model(32, 2), 2.
-    for batch in (2, 4, 8, 16, 32):
-        for factor in (.5, 1, 2) if batch in (2, 32) else (1, 2):
-            lr = .032*factor*min(1, (batch/8)**.5)
-            job = dict(kind="batch", batch=batch, lr=round(lr, 5), seed=0)
-            if done(name, job): continue
-            start, engine, losses, most = time.process_time(), new_run(model), [], 4000//batch + 150
-            window = max(4, 64//batch)
-            while len(losses) < most and (len(losses) < window or np.mean(losses[-window:]) > target):
-                rate = lr*min(1, (len(losses) + 1)/10)
-                losses += run_steps(engine, stories()[0], [rate], len(losses)*batch, batch)
-            reached = bool(np.mean(losses[-window:]) <= target)
-            write(name, job | dict(steps=len(losses), reached=reached, target=target,
-                                   seconds=round(time.process_time() - start, 1)))
-
-
 def steps_for(model, budget): return max(20, round(budget/sum(training_flops(model, BATCH).values())))
 
 
-def study_run(kind, budget, width, layers, lr, seed=0):
+def study_run(kind, budget, width, layers, lr, seed=0, name="scaling.jsonl"):
     "A run of the study: as many steps as the budget pays for"
     model = small_model(width, layers, BASE)
     steps = steps_for(model, budget)
     job = dict(kind="tune", budget=budget, width=width, layers=layers, lr=lr, seed=seed, steps=steps)
-    if row := done("scaling.jsonl", job): return row                     # It is a run of the grid, too
-    return train("scaling.jsonl", model, tail_rates(steps, lr),
-                 job | dict(kind=kind))
+    if row := done(name, job): return row                                # It is a run of the grid, too
+    return train(name, model, tail_rates(steps, lr), job | dict(kind=kind))
 
 
-def tuned_rate(budget):
+def tuned_rate(budget, name="scaling.jsonl"):
     "On a straight line in the logarithms between the budgets at which it was tuned; flat beyond"
-    best = {C: min((r for r in saved("scaling.jsonl") if r["kind"] == "tune" and r["budget"] == C),
+    best = {C: min((r for r in saved(name) if r["kind"] == "tune" and r["budget"] == C),
                    key=lambda r: r["excess"])["lr"] for C in RATES}
     return round(float(np.exp(np.interp(np.log(budget), np.log(list(best)), np.log(list(best.values()))))), 4)
 
 
-def study():
-    "Tune at two budgets, then train all sizes"
+def study(name="scaling.jsonl", seeds=None):
+    "Tune at two budgets, then train all sizes, with so many seeds for a budget"
     for budget, rates in RATES.items():
-        for lr in rates: study_run("tune", budget, 32, 2, lr)
+        for lr in rates: study_run("tune", budget, 32, 2, lr, name=name)
     for budget, sizes in GRID.items():
-        for width, layers in sizes: study_run("grid", budget, width, layers, tuned_rate(budget))
+        for seed in range((seeds or {}).get(budget, 1)):
+            for width, layers in sizes: study_run("grid", budget, width, layers, tuned_rate(budget, name), seed, name)
 
 
-def predict():
+def predict(name="scaling.jsonl"):
     "Say what a run of three times the largest budget will give, and write it down"
-    if any(r["kind"] == "prediction" for r in saved("scaling.jsonl")): return
-    grid = read_study(RESULTS/"scaling.jsonl")[1]
+    if any(r["kind"] == "prediction" for r in saved(name)): return
+    grid = read_study(RESULTS/name)[1]
     want = float(size_law(grid)(HELD_OUT))
     sizes = {(w, l): three_counts(w, l)["multiplying"] for sizes in GRID.values() for w, l in sizes}
     width, layers = min(sizes, key=lambda s: abs(np.log(sizes[s]/want)))
     tokens = steps_for(small_model(width, layers, BASE), HELD_OUT)*BATCH*128
-    entropy = looked_floor()
+    entropy = looked_floor(name)
     found = predict_loss(grid, sizes[width, layers], tokens, np.random.default_rng(0))
-    write("scaling.jsonl", dict(kind="prediction", budget=HELD_OUT, width=width, layers=layers, best_size=round(want),
-                                steps=tokens//BATCH//128, runs=len(grid), excess_law=round(predict_excess(
-                                    grid, HELD_OUT, entropy), 5), **{k: round(v, 5) for k, v in found.items()}))
+    write(name, dict(kind="prediction", budget=HELD_OUT, width=width, layers=layers, best_size=round(want),
+                     steps=tokens//BATCH//128, runs=len(grid), excess_law=round(predict_excess(
+                         grid, HELD_OUT, entropy), 5), **{k: round(v, 5) for k, v in found.items()}))
 
 
-def looked_floor():
+def looked_floor(name):
     "The entropy of the validation stories, nats per token"
-    run = saved("scaling.jsonl")[1]
+    run = saved(name)[1]
     return run["loss"] - run["excess"]
 
 
-def held_out():
+def held_out(name="scaling.jsonl"):
     "The run that was predicted"
-    job, = [r for r in saved("scaling.jsonl") if r["kind"] == "prediction"]
-    study_run("held_out", HELD_OUT, job["width"], job["layers"], tuned_rate(HELD_OUT))
+    job, = [r for r in saved(name) if r["kind"] == "prediction"]
+    study_run("held_out", HELD_OUT, job["width"], job["layers"], tuned_rate(HELD_OUT, name), name=name)
 
 
-KINDS = {"mup.jsonl": ["mup"], "schedules.jsonl": ["schedules", "batches"], "scaling.jsonl": ["study", "predict", "held_out"]}
+def zipf():
+    "The same study with stories whose words are as unequal as those of text"
+    study("zipf.jsonl", {3e10: 2, 1e11: 2})
+    predict("zipf.jsonl")
+    held_out("zipf.jsonl")
+
+
+KINDS = {"mup.jsonl": ["mup"], "schedules.jsonl": ["schedules"], "scaling.jsonl": ["study", "predict", "held_out"],
+         "zipf.jsonl": ["zipf"]}
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])

@@ -652,8 +652,8 @@ def look_inside(
     return dict(stream=sizes, dead=dead, visits=shares, positions=at)
 
 # %% ../../nbs/06_ablations/06d_doctor.ipynb #abe096a6
-ASLEEP, DEAD_EXPERTS = 0.01, 0.25 # Visits, in even shares; part of the experts of a layer
-OVERLOADED = 0.9 # Part of the tokens that visit one expert
+ASLEEP, DEAD_EXPERTS = 0.01, 0.125 # Visits, in even shares; part of the experts of a layer
+OVERLOADED = 0.5 # Part of the way from an even share of the tokens to all of them
 
 def _share_of_tokens(chosen:torch.Tensor, E:int)->torch.Tensor: # That visit each expert `(E,)`
     return torch.bincount(chosen.flatten() + 1, minlength=E + 1)[1:]/len(chosen)
@@ -670,7 +670,7 @@ def _check_visits(visits:dict, k:int)->Iterator: # Layer to the share of tokens 
         if dead > DEAD_EXPERTS*E:
             yield Finding("dead experts", f"{dead} of the {E} experts of block {i} are visited by "
                           "hardly a token of the validation documents", SYMPTOM)
-        if share.max() > OVERLOADED and k/E <= .5:
+        if share.max() > k/E + OVERLOADED*(1 - k/E):
             yield Finding("an overloaded expert", f"{share.max():.0%} of the tokens visit expert "
                           f"{int(share.argmax())} of block {i}; an even share would be {k/E:.0%}",
                           SYMPTOM)

@@ -163,7 +163,7 @@ def start_product_numpy(n:int)->Callable: # Without arguments
 @contextlib.contextmanager
 def best_products(): # Torch's, for a block
     "`onednn_products`, imported where it is used."
-    from lmcourse.architecture.layers_torch import onednn_products
+    from lmcourse.architecture.onednn import onednn_products
     with onednn_products(): yield
 
 @dataclass(frozen=True)
@@ -251,7 +251,7 @@ def run_peak()->dict:
 def run_facts_torch()->dict:
     "What torch says of this processor."
     import torch
-    from lmcourse.architecture.layers_torch import vectors_idle
+    from lmcourse.architecture.onednn import vectors_idle
     asked = [getattr(torch.cpu, name, bool)
              for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported")]
     return dict(bf16=any(ask() for ask in asked), idle=vectors_idle())

@@ -11,9 +11,9 @@ __all__ = ['CUT_OFF', 'SHARED_OUT', 'BITS', 'BENCHES', 'COMPLETIONS', 'COMMANDS'
            'result_line', 'loss_plot', 'draw', 'story', 'beginning', 'checked_device', 'decoder_for', 'load_draft',
            'draw_story', 'GenerateCommand', 'ServeCommand', 'PlotCommand', 'QuickstartCommand', 'get_ready', 'plan',
            'keep', 'AccountCommand', 'PlanCommand', 'ScaleCommand', 'smoke', 'SmokeCommand', 'AblateCommand',
-           'DoctorCommand', 'EvalCommand', 'BenchTokenizerCommand', 'BenchTrainingCommand', 'BenchLoopCommand',
-           'BenchGenerationCommand', 'BenchKernelsCommand', 'BenchCommand', 'CheckCommand', 'ExercisesCommand',
-           'CompletionCommand', 'one_line', 'parse', 'main', 'kill_as_ctrl_c']
+           'DoctorCommand', 'EvalCommand', 'CurateCommand', 'BenchTokenizerCommand', 'BenchTrainingCommand',
+           'BenchLoopCommand', 'BenchGenerationCommand', 'BenchKernelsCommand', 'BenchCommand', 'CheckCommand',
+           'ExercisesCommand', 'CompletionCommand', 'one_line', 'parse', 'main', 'kill_as_ctrl_c']
 
 # %% ../../nbs/90_app/90g_cli.ipynb #56d80fc9
 import contextlib, errno, hashlib, io, json, math, os, re, select, shutil, signal, socket, sys
@@ -96,7 +96,8 @@ def _or_none(info): # How tyro reads and shows an option of the type `int|None` 
 @dataclass
 class TokenizerCommand:
     "Train a byte-level BPE tokenizer on a corpus."
-    data: word(str, "CORPUS")     # stories, python, text:PATH, tinystories, openwebtext or hf:REPO
+    # stories, python, text:PATH, curated:OUT, tinystories, openwebtext or hf:REPO
+    data: word(str, "CORPUS")
     out: word(Path, "OUT")        # New folder for vocab.json, merges.txt and tokenizer.json
     vocab_size: int = 2048                      # Tokens in all: 256 bytes, merges and <|endoftext|>
     max_mb: float = 4.                          # Megabytes of text to learn from
@@ -116,7 +117,8 @@ class TokenizerCommand:
 @dataclass
 class PrepareCommand:
     "Tokenize a corpus once: training and validation documents as files of ids."
-    data: word(str, "CORPUS")     # stories, python, text:PATH, tinystories, openwebtext or hf:REPO
+    # stories, python, text:PATH, curated:OUT, tinystories, openwebtext or hf:REPO
+    data: word(str, "CORPUS")
     out: word(Path, "OUT")        # New folder for train.*, valid.* and a copy of the tokenizer
     tokenizer: Path                             # Folder that `lmcourse tokenizer` wrote
     max_mb: float = 12.                         # Megabytes of training text at most
@@ -1013,12 +1015,12 @@ class DoctorCommand:
 class EvalCommand:
     "Examine a run and write a report card; without RUN, or with quickstart, the course's model."
     folder: word(Path|None, "RUN") = None # Folder of a run
-    # With commas between: recall, next, pairs, stories, or YAML files of `save_task`
-    tasks: str = "recall,next,pairs,stories"
+    # With commas between: recall, next, pairs, hour, quote, stories, or YAML files
+    tasks: str = "recall,next,pairs,hour,quote,stories"
     stories: int = 30           # Stories that each task is made of
     seed: int = 120_000         # Of the stories; not 0 or 1, with which one trains and validates
     # How choices are compared: raw, or by token, byte, or what is likely anyway
-    norm: Literal["raw", "token", "byte", "unconditional"] = "raw"
+    norm: Literal["raw", "token", "byte", "character", "unconditional"] = "raw"
     out: some(Path, "none") = ()    # New files for the card, .md or .html
     device: str = "cpu"         # cpu, cuda, mps, or auto for the best there is
 
@@ -1043,6 +1045,34 @@ class EvalCommand:
         for path in self.out:
             card.save(path)
             say(f"in {path}")
+
+# %% ../../nbs/90_app/90g_cli.ipynb #90g0cur1
+@dataclass
+class CurateCommand:
+    "Clean a crawl by a recipe: documents, a funnel and a data card; go on if it was cut off."
+    source: word(Path, "IN")    # WARC, WET, JSON lines or text, also .gz, or a folder of them
+    out: word(Path, "OUT")      # New folder, or one that the same command has begun
+    recipe: Path                # Steps and their options, .toml or .json
+    workers: int = 1            # Processes
+    dask: str|None = None       # Address of a Dask scheduler that does the work instead
+
+    def run(self):
+        from lmcourse.curation.pipeline import Recipe, curate, shard_files, workers
+        with checking_input():
+            if not 1 <= self.workers <= 256:
+                raise ValueError(f"workers = {self.workers}, expected 1 to 256")
+            if self.workers > 1 and self.dask is not None:
+                raise ValueError("workers and dask can't go together, leave out one of them")
+            recipe = Recipe.load(self.recipe)
+            shard_files(self.source)
+            refuse_unwritable(self.out)
+        try:
+            with workers(self.workers, self.dask) as apply:
+                funnel = curate(self.source, self.out, recipe, apply)
+        except KeyboardInterrupt:
+            raise KeyboardInterrupt("interrupted; go on with the same command") from None
+        say(str(Table(funnel.rows())), "", f"in {self.out}: documents, dropped.jsonl, funnel.json, "
+            f"card.md; tokens of it: lmcourse prepare curated:{self.out} DATA --tokenizer FOLDER")
 
 # %% ../../nbs/90_app/90g_cli.ipynb #9fec4938
 @dataclass
@@ -1208,6 +1238,7 @@ def one_line(
                     re.sub(r"Error parsing __tyro\S+ ", "", words))[0].strip()
 
 COMMANDS = dict(quickstart=QuickstartCommand, tokenizer=TokenizerCommand, prepare=PrepareCommand,
+                curate=CurateCommand,
                 train=TrainCommand,
                 generate=GenerateCommand, plot=PlotCommand, check=CheckCommand,
                 exercises=ExercisesCommand, account=AccountCommand, plan=PlanCommand,

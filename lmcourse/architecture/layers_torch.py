@@ -5,11 +5,10 @@
 # %% auto #0
 __all__ = ['ACTIVATIONS', 'check_same', 'truncated_normal', 'linear', 'Linear', 'Embedding', 'check_index', 'at_least_float32',
            'rmsnorm', 'RMSNorm', 'layernorm', 'LayerNorm', 'relu', 'relu2', 'silu', 'gelu', 'FeedForward', 'softmax',
-           'token_losses', 'cross_entropy', 'linear_cross_entropy', 'auxiliary_scale', 'add_auxiliary_loss',
-           'vectors_idle', 'onednn_products']
+           'token_losses', 'cross_entropy', 'linear_cross_entropy', 'auxiliary_scale', 'add_auxiliary_loss']
 
 # %% ../../nbs/03_architecture/03b_layers_torch.ipynb #2b457d44
-import contextlib, math, warnings
+import contextlib, math
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -18,7 +17,6 @@ from functools import partial
 from typing import Any
 from ..tools.checks import check_close
 from ..tools.config import FFN_KINDS, unknown
-from ..tools.machine import processor_name
 
 # %% ../../nbs/03_architecture/03b_layers_torch.ipynb #c266cb90
 def check_same(
@@ -374,56 +372,3 @@ def add_auxiliary_loss(
 )->torch.Tensor: # `x`
     "Hand `x` on; in the backward pass the gradient of `loss` is added."
     return _AuxiliaryLoss.apply(x, loss, then, _AUXILIARY[0])
-
-# %% ../../nbs/03_architecture/03b_layers_torch.ipynb #991176e6
-def _can_replace_products()->bool: # Not where torch lacks oneDNN
-    return hasattr(torch.ops.mkldnn, "_linear_pointwise")
-
-# %% ../../nbs/03_architecture/03b_layers_torch.ipynb #884a2d8e
-def vectors_idle()->bool:
-    "Whether torch's float32 products leave the CPU's AVX-512 unused, and others can stand in."
-    known = _can_replace_products() and torch.backends.mkl.is_available()
-    wide = torch.backends.cpu.get_cpu_capability() == "AVX512"
-    return known and wide and "AMD" in processor_name()
-
-# %% ../../nbs/03_architecture/03b_layers_torch.ipynb #e9f5a383
-def _product(a, b): return torch.ops.mkldnn._linear_pointwise(a, b.t(), None, "none", [], "")
-
-def _ours(a, b):
-    return (a.dtype == b.dtype == torch.float32 and a.ndim == b.ndim == 2 and a.shape[1] == len(b)
-            and a.numel() and b.numel())
-
-def _torchs(a, b, **out): # As it was, with torch's errors
-    return torch.addmm(a.new_zeros(1), a, b, beta=0, **out)
-
-def _mm(a, b): # What stands in for `aten::mm`
-    if not _ours(a, b): return _torchs(a, b)
-    if a.is_contiguous() or a.numel() < b.numel() + len(a)*b.shape[1]: return _product(a, b)
-    # oneDNN copies a first factor that is turned round: here the other is smaller
-    return _product(b.t(), a.t()).t().contiguous()
-
-def _mm_out(a, b, *, out):
-    if not _ours(a, b) or out.dtype != a.dtype or out.shape != (len(a), b.shape[1]):
-        return _torchs(a, b, out=out)
-    return out.copy_(_mm(a, b))
-
-# %% ../../nbs/03_architecture/03b_layers_torch.ipynb #cc29af94
-@contextlib.contextmanager
-def onednn_products(
-    use:bool|None=None, # Whether to: none for where a processor's vectors are idle
-):
-    """Inside, `mm` in float32 on the CPU is oneDNN's, for all threads. Only rounding differs.
-    Enter and leave while no other thread multiplies. `RuntimeError` where torch can't do it."""
-    if use and not _can_replace_products():
-        raise RuntimeError(f"torch {torch.__version__} can't replace a product, expected a build "
-                           f"with oneDNN")
-    with contextlib.ExitStack() as stack:
-        if vectors_idle() if use is None else use:
-            library = torch.library.Library("aten", "IMPL")
-            stack.callback(library._destroy)
-            # Torch tells everybody that a kernel was replaced
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                for name,kernel in (("mm", _mm), ("mm.out", _mm_out)):
-                    library.impl(name, kernel, "CPU", allow_override=True)
-        yield

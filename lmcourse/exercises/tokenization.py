@@ -13,7 +13,7 @@ from functools import cache
 from itertools import islice, product
 from numbers import Integral
 from unicodedata import normalize
-from ..tokenization.bpe import best_pair, count_pairs, count_words, learn_heap
+from ..tokenization.bpe import best_pair, count_pairs, count_words, train_bpe_heap
 from ..tokenization.bpe import merge_pair, pretokenize, special_pattern, split_bytes
 from ..tokenization.encoding import encode_word, make_vocab, merges_wanted
 from ..tokenization.unicode import utf8
@@ -128,7 +128,7 @@ def check_bound(
     for text,special in cases:
         got, counts, base = run_answer(bound, text, special), count_words([text], special), 256 + len(special)
         most = base + sum(len(word) - 1 for word in counts)
-        least, where = base + len(learn_heap(counts, most)), f"for {short_args((text, special))}:"
+        least, where = base + len(train_bpe_heap(counts, most)), f"for {short_args((text, special))}:"
         if isinstance(got, bool) or not isinstance(got, Integral): raise AssertionError(f"{where} {short(got)} is not a whole number")
         if got < least: raise AssertionError(f"{where} {got} tokens, but training fills {least}")
         if got > most: raise AssertionError(f"{where} {got} tokens are too many: how often can its distinct words be joined?")
@@ -161,7 +161,7 @@ def _words()->list: # (word, ranks, why)
     cases = [(word, {pair: rank for rank,pair in reversed([*enumerate(merges)])}, why) for word,merges,why in cases]
     rng = random.Random(0)
     for _ in range(40):
-        merges = learn_heap({bytes(rng.choices(b"abc\xe9", k=rng.randrange(1, 7))): rng.randrange(1, 5) for _ in range(8)}, rng.randrange(15))
+        merges = train_bpe_heap({bytes(rng.choices(b"abc\xe9", k=rng.randrange(1, 7))): rng.randrange(1, 5) for _ in range(8)}, rng.randrange(15))
         shuffled = rng.sample([*enumerate(merges)], len(merges))
         cases += [(bytes(rng.choices(b"abc\xe9", k=rng.randrange(10))), {pair: rank for rank,pair in shuffled}, "") for _ in range(5)]
     return cases
@@ -209,7 +209,7 @@ def check_encode_chunks(
     if not callable(encode_chunks): raise AssertionError(f"expected a function, got {short(encode_chunks)}")
     rng = random.Random(0)
     def collect(chunks, ranks): return list(encode_chunks(iter(chunks), ranks))
-    merges = learn_heap(count_words(_STREAMED), 40)
+    merges = train_bpe_heap(count_words(_STREAMED), 40)
     ranks = {pair: rank for rank,pair in enumerate(merges)}
     texts = _STREAMED + ["".join(rng.choices(["'", "ll", "s", "ve", " ", "\n", "a", "é", "好", "1", "."], k=12)) for _ in range(20)]
     for text in texts:
@@ -221,7 +221,7 @@ def check_encode_chunks(
 
 # %% ../../nbs/01_tokenization/01z_tokenization.ipynb #8726110e
 @cache
-def _story_merges()->tuple: return tuple(learn_heap(count_words(islice(Stories(0), 300)), 744))
+def _story_merges()->tuple: return tuple(train_bpe_heap(count_words(islice(Stories(0), 300)), 744))
 
 # %% ../../nbs/01_tokenization/01z_tokenization.ipynb #a6ce7eec
 def story_ranks()->dict: # Pair of byte strings to its place in the list of 744 merges

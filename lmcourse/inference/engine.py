@@ -6,7 +6,7 @@
 __all__ = ['Request', 'Sequence', 'timing', 'PackedLinear', 'PackedFeedForward', 'pack_linears', 'BlockPool', 'chunk_name',
            'Rows', 'gathered_attention', 'AttentionPlan', 'plan_attention', 'batched_attention', 'attend_blocks',
            'paged_attention', 'PagedLayer', 'PagedModel', 'rows_of', 'sample_rows', 'draw_tokens', 'BlockTables',
-           'Scheduler', 'told', 'check_request', 'note_computed', 'accept', 'Engine', 'replay', 'Waste']
+           'Scheduler', 'told', 'check_request', 'note_computed', 'accept', 'check_like', 'Engine', 'replay', 'Waste']
 
 # %% ../../nbs/07_inference/07b_engine.ipynb #86e1d420
 import copy, hashlib, math, time
@@ -64,6 +64,8 @@ class Sequence:
         self.named = 0                          # How many of them the pool knows
         self.reason:str|None = None             # Why it ended: stop, length or abort
         self.log_probs:list = []                # Of the tokens drawn
+        self.stop_log_prob:tuple|None = None    # Of the token that stopped it, likewise
+        self.versions:list = []                 # Of the weights that each was drawn with
         self.prompt_log_probs:list = []         # Of the prompt's, without the first
         self.arrival = time.perf_counter()      # In seconds
         self.times:list = []                    # When each token was there
@@ -680,10 +682,24 @@ def accept(
     r = s.request
     if not r.max_tokens: return "length"                    # Only the prompt was to be scored
     s.times.append(time.perf_counter())
-    if token in r.stop: return "stop"
-    if r.log_probs is not None: s.log_probs.append(told(logits, token, r.log_probs))
+    known = None if r.log_probs is None else told(logits, token, r.log_probs)
+    if token in r.stop: s.stop_log_prob = known; return "stop"
+    if known: s.log_probs.append(known)
     s.ids.append(token)
     return "length" if len(s.tokens) == r.max_tokens else None
+
+# %% ../../nbs/07_inference/07b_engine.ipynb #14b0like
+def check_like(
+    model, # A `TransformerLM`
+    paged:PagedModel, # Whose weights it is to replace
+):
+    "`ValueError` with the first difference in config, number format or device."
+    new, old = model.config.to_dict(), paged.config.to_dict()
+    new["dtype"], old["dtype"] = model.token_embeddings.weight.dtype, paged.cache.dtype
+    new["device"], old["device"] = model.token_embeddings.weight.device, paged.cache.device
+    for name in old:
+        if new[name] != old[name]: raise ValueError(
+            f"load: a model with {name} = {new[name]}, but the engine was made for {old[name]}")
 
 # %% ../../nbs/07_inference/07b_engine.ipynb #cb0584b8
 class Engine(Scheduler):
@@ -705,6 +721,7 @@ class Engine(Scheduler):
         self.paged = PagedModel(model, num_blocks, block_size)
         self.device = model.token_embeddings.weight.device
         self.steps = self.computed = 0          # Done so far; tokens in them
+        self.version = 0                        # How often other weights were loaded
 
     @property
     def busy(self)->bool: return bool(self.running or self.waiting)
@@ -728,8 +745,21 @@ class Engine(Scheduler):
             self.forget_unseen(s)
         drawn = draw_tokens(logits[list(ready.values())], list(ready)) if ready else []
         for (s,row),token in zip(ready.items(), drawn):
-            if reason := accept(s, token, logits[row]): self.end(s, reason)
+            reason = accept(s, token, logits[row])
+            s.versions += [self.version]*(len(s.tokens) - len(s.versions))
+            if reason: self.end(s, reason)
         return list(ready)
+
+    def load(self, model): # A `TransformerLM` like the one before; its weights are copied
+        """Go on with other weights, and forget what was cached with the old ones.
+        `ValueError`, and nothing changes, while requests are under way or if the model differs."""
+        if self.busy: raise ValueError(
+            f"load: {len(self.running)} requests are running and {len(self.waiting)} waiting, "
+            f"expected none")
+        check_like(model, self.paged)
+        self.paged.model = pack_linears(copy.deepcopy(model))
+        self.pool = BlockPool(len(self.pool.users), self.pool.block_size)
+        self.version += 1
 
     def end(self, s:Sequence, reason:str="abort"): # Its blocks are free for others
         if s.reason: return

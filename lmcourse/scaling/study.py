@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 from ..accounting.parameters import attention_numbers
 from .loss_law import bootstrap_law, fit_loss_law, law_interval
-from .mup import small_model
+from ..parallelism.batch_size import small_model
 from .power_laws import PowerLaw, fit_power_law
 
 # %% ../../nbs/11_scaling/11f_study.ipynb #3043c5d1
@@ -74,13 +74,14 @@ def size_law(
 # %% ../../nbs/11_scaling/11f_study.ipynb #fbae512d
 def predict_loss(
     runs:list,               # What was measured
-    parameters:float, tokens:float, # Of the run to come; parameters are those that multiply
+    parameters:float, tokens:float, # Of the run to come
     rng:np.random.Generator, # Draws the samples
     draws:int=200,           # How many
+    count:str="multiplying", # Which count of parameters
 )->dict: # `E`, `loss` and the ends of their intervals, nats per token
     """Approach 3: the loss law of the runs, and what it says of another.
     Interval: 95 % of fits to resampled runs, each with the error of one run added."""
-    N, D, L = (np.array([r[k] for r in runs], float) for k in ("multiplying", "tokens", "loss"))
+    N, D, L = (np.array([r[k] for r in runs], float) for k in (count, "tokens", "loss"))
     law = fit_loss_law(N, D, L)
     miss = np.log(L/law.loss(N, D))
     laws = bootstrap_law(N, D, L, rng, draws)

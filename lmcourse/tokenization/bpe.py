@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['PRETOKENIZE', 'pretokenize', 'special_list', 'special_pattern', 'count_words', 'split_bytes', 'count_pairs',
-           'best_pair', 'merge_pair', 'learn_naive', 'learn_counted', 'PairIndex', 'learn_indexed', 'HeapEntry',
-           'learn_heap']
+           'best_pair', 'merge_pair', 'train_bpe_naive', 'train_bpe_counted', 'PairIndex', 'train_bpe_indexed',
+           'HeapEntry', 'train_bpe_heap']
 
 # %% ../../nbs/01_tokenization/01b_bpe.ipynb #44f80098
 import regex
@@ -110,7 +110,7 @@ def merge_pair(
     return joined
 
 # %% ../../nbs/01_tokenization/01b_bpe.ipynb #c4058aff
-def learn_naive(
+def train_bpe_naive(
     words:Iterable[bytes], # Every pre-token of the texts, as often as it occurs
     n:int,                 # Merges wanted
     # Merges, pairs of byte strings in the order in which they were learnt; fewer than `n` where the
@@ -124,10 +124,10 @@ def learn_naive(
     return merges
 
 # %% ../../nbs/01_tokenization/01b_bpe.ipynb #4fb6aded
-def learn_counted(
+def train_bpe_counted(
     counts:dict, # Distinct word to how often it occurs, at least once
     n:int,       # Merges wanted
-)->list: # Merges, as for `learn_naive`
+)->list: # Merges, as for `train_bpe_naive`
     "Count the pairs of distinct words anew for each merge."
     words, merges = split_bytes(counts), []
     while len(merges) < n and (pairs := count_pairs(words, counts.values())):
@@ -163,10 +163,10 @@ class PairIndex:
         return new
 
 # %% ../../nbs/01_tokenization/01b_bpe.ipynb #79e7b888
-def learn_indexed(
+def train_bpe_indexed(
     counts:dict, # Distinct word to how often it occurs, at least once
     n:int,       # Merges wanted
-)->list: # Merges, as for `learn_naive`
+)->list: # Merges, as for `train_bpe_naive`
     "For each merge touch only the words that hold the pair, and look at the counts of all pairs."
     index, merges = PairIndex(counts), []
     while len(merges) < n and index.pairs:
@@ -179,10 +179,10 @@ class HeapEntry(tuple):
     "A count and its pair. The better one is the smaller, since a heap gives the smallest."
     __lt__ = tuple.__gt__
 
-def learn_heap(
+def train_bpe_heap(
     counts:dict, # Distinct word to how often it occurs, at least once
     n:int,       # Merges wanted
-)->list: # Merges, as for `learn_naive`
+)->list: # Merges, as for `train_bpe_naive`
     """Touch only the words that hold the pair, and take the pair from a heap, whose stale entries
     are corrected when they come up."""
     index, merges = PairIndex(counts), []

@@ -10,7 +10,7 @@ __all__ = ['U', 'ONE', 'ZERO', 'OTHER', 'LETTER', 'NUMBER', 'SPACE', 'GOLD', 'MI
            'count_kernel', 'add_kernel', 'move_rows', 'write_words', 'Words', 'WordTable', 'pair_key', 'pair_row',
            'take_away', 'add_place', 'join_everywhere', 'token_order', 'comes_first', 'sift_up', 'sift_down', 'offer',
            'refill', 'lay_out', 'chain_places', 'first_right', 'write_token', 'learn_kernel', 'move_pairs',
-           'learn_fast', 'find_specials', 'Specials', 'last_cut', 'FilePieces', 'TextPieces', 'count_words_fast',
+           'train_bpe_fast', 'find_specials', 'Specials', 'last_cut', 'FilePieces', 'TextPieces', 'count_words_fast',
            'find_pair', 'fill_pairs', 'merge_word', 'push', 'pop', 'push_pair', 'merge_long', 'learn_word',
            'encode_span', 'encode_kernel', 'encode_short', 'SegmentEncoder', 'cut_segments', 'encode_parallel',
            'Encoder']
@@ -573,13 +573,13 @@ def move_pairs(old, pairs_):
         if old[q,0]: pairs[pair_row(pairs, shift_of(pairs), old[q,0])] = old[q]
 
 # %% ../../nbs/01_tokenization/01d_fast_bpe.ipynb #037ea64f
-def learn_fast(
+def train_bpe_fast(
     words:Words, # As `count_words_fast` gives
     n:int,       # Merges wanted
     # Pairs of byte strings in the order in which they were learnt; fewer than `n` if no pair is
     # left
 )->list:
-    """The merges that `learn_heap` learns.
+    """The merges that `train_bpe_heap` learns.
     `OverflowError` from 137 GB of text, 2**29 bytes of distinct words or some 2**26 pairs on."""
     size, total = len(words.text), int(words.counts @ np.diff(words.offsets).astype(U))
     if size >= 1 << 29 or total >= 1 << 37:
@@ -1101,5 +1101,5 @@ event.register("numba:compile", _Announce())
 
 # %% ../../nbs/01_tokenization/01d_fast_bpe.ipynb #ff2e67c9
 # What other code may rely on
-__all__ = ["learn_fast", "count_words_fast", "last_cut", "WordTable", "Encoder", "pretoken_ends",
-           "character_classes", "first_invalid"]
+__all__ = ["train_bpe_fast", "count_words_fast", "last_cut", "WordTable", "Encoder",
+           "pretoken_ends", "character_classes", "first_invalid"]

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple, Self
 from .bpe import PRETOKENIZE, count_words
 from .encoding import byte_alphabet, encode_word
-from .bpe import learn_heap
+from .bpe import train_bpe_heap
 from .encoding import make_vocab, merges_wanted, special_bytes
 from .bpe import special_list, special_pattern
 from .unicode import utf8
@@ -55,7 +55,7 @@ def _learn_few(source, wanted:int, special_tokens:list, threads:int|None, errors
     if texts is None: return None, source
     counts = count_words(texts, special_tokens)
     few = len(counts) <= 10_000 and all(len(word) <= 100 for word in counts)
-    return learn_heap(counts, wanted) if few else None, source
+    return train_bpe_heap(counts, wanted) if few else None, source
 
 # %% ../../nbs/01_tokenization/01e_tokenizer.ipynb #5a41a63f
 def train_bpe(
@@ -79,8 +79,8 @@ def train_bpe(
                                 f"[text]")
     merges, source = _learn_few(input_path, wanted, special_tokens, threads, errors)
     if merges is None:
-        from lmcourse.tokenization.fast_bpe import count_words_fast, learn_fast
-        merges = learn_fast(count_words_fast(source, special_tokens, threads, errors), wanted)
+        from lmcourse.tokenization.fast_bpe import count_words_fast, train_bpe_fast
+        merges = train_bpe_fast(count_words_fast(source, special_tokens, threads, errors), wanted)
     if len(merges) < wanted:
         warnings.warn(f"the text has pairs for {len(merges):,} merges and not for {wanted:,}: "
                       f"the vocabulary has {vocab_size - wanted + len(merges):,} tokens and not "

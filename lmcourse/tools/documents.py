@@ -4,16 +4,16 @@
 
 # %% auto #0
 __all__ = ['END_OF_TEXT', 'SPLITS', 'HUB', 'HELD_OUT', 'text_documents', 'held_out', 'text_column', 'hub_documents',
-           'python_documents', 'documents']
+           'python_documents', 'curated_documents', 'documents']
 
 # %% ../../nbs/00_tools/00g_documents.ipynb #bb0ad824
-import ast, codecs, functools, hashlib, sysconfig, tempfile, warnings
+import ast, codecs, functools, hashlib, json, sysconfig, tempfile, warnings
 from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
 from collections.abc import Iterator
 from .config import unknown
-from .stories import Stories
+from .stories import STORY_CORPORA, Stories
 
 # %% ../../nbs/00_tools/00g_documents.ipynb #bcf80339
 # Stands between documents in a file, and is the special token after each
@@ -226,9 +226,22 @@ def _docstrings(path:Path)->list:
             if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef))
             and (d := ast.get_docstring(node))]
 
+# %% ../../nbs/00_tools/00g_documents.ipynb #00g0cur2
+def curated_documents(
+    folder,            # That `lmcourse curate` has written
+    split:str="train", # `train`, or `valid` for the one in 200
+)->Iterator[str]:
+    "The documents that a pipeline has kept. `ValueError` for a folder that isn't finished or none."
+    if not (Path(folder)/"funnel.json").is_file():
+        raise ValueError(f"{folder}: expected a folder that `lmcourse curate` has finished")
+    paths = sorted((Path(folder)/"documents").glob("*.jsonl"))
+    return (text for path in paths for line in path.read_text(encoding="utf-8").splitlines()
+            if held_out(text := json.loads(line)["text"]) == (split == "valid"))
+
 # %% ../../nbs/00_tools/00g_documents.ipynb #290f2135
 def documents(
-    # `stories`, `python`, `text:PATH`, `tinystories`, `openwebtext` or `hf:REPO[:CONFIG]`
+    # `stories`, `stories-zipf`, `python`, `text:PATH`, `curated:FOLDER`, `tinystories`,
+    # `openwebtext` or `hf:REPO[:CONFIG]`
     name:str,
     split:str="train",  # `train` or `valid`
     # Stop after the document that reaches it (`stories` never ends without); a text is cut before
@@ -239,19 +252,23 @@ def documents(
     if max_bytes is not None and not max_bytes > 0:
         raise ValueError(f"max_bytes = {max_bytes}, expected more than 0")
     kind, _, rest = name.partition(":")
-    if kind not in ("stories", "python", "text", "hf", *HUB):
-        raise unknown("corpus", name, ["stories", "python", "text:PATH", *HUB, "hf:REPO"])
+    if kind not in (*STORY_CORPORA, "python", "text", "curated", "hf", *HUB):
+        raise unknown("corpus", name, [*STORY_CORPORA, "python", "text:PATH", "curated:FOLDER",
+                                       *HUB, "hf:REPO"])
     if split not in SPLITS: raise unknown("split", split, SPLITS)
-    if kind not in ("text", "hf") and rest:
+    if kind not in ("text", "curated", "hf") and rest:
         raise ValueError(f"corpus {name!r}: {kind} takes nothing after its name")
     if kind == "text" and not rest:
         raise ValueError("corpus 'text:' needs a path, as in text:book.txt")
     if kind == "hf" and not rest:
         raise ValueError("corpus 'hf:' needs a repository, as in hf:roneneldan/TinyStories")
+    if kind == "curated" and not rest:
+        raise ValueError("corpus 'curated:' needs a folder that `lmcourse curate` has written")
     if kind == "text": return text_documents(rest, split, max_bytes)
+    if kind == "curated": return _at_least(curated_documents(rest, split), max_bytes)
     if kind == "python": return _at_least(python_documents(split), max_bytes)
-    return _at_least(Stories(seed=SPLITS.index(split)) if kind == "stories"
-                     else hub_documents(name, split), max_bytes)
+    if kind not in STORY_CORPORA: return _at_least(hub_documents(name, split), max_bytes)
+    return _at_least(Stories(SPLITS.index(split), zipf=STORY_CORPORA[kind]), max_bytes)
 
 # %% ../../nbs/00_tools/00g_documents.ipynb #3b6e6e7e
 def _at_least(source:Iterator[str], size:int|None

@@ -24,7 +24,7 @@ from ..tools.files import atomic_write, lock_file, read_json, remove, sync, writ
 from ..tools.machine import cores
 from ..tools.ngram import ngram_losses
 from ..tools.show import progress
-from ..tools.stories import Stories
+from ..tools.stories import STORY_CORPORA, Stories
 
 # %% ../../nbs/04_training/04a_data.ipynb #e948fe0b
 def _files(prefix)->tuple: # NAME.bin, NAME.idx, NAME.json
@@ -685,7 +685,8 @@ def write_dataset(
     ngram_tokens:int=4_000_000, # As `most` of `count_ngrams`
 ):
     "Write `tokenizer`, `train`, `valid` and `ngram.json` into a folder."
-    nats = (lambda d: -Stories().log_prob(d)) if source == "stories" else None
+    if source not in STORY_CORPORA: nats = None
+    else: nats = lambda d: -Stories(zipf=STORY_CORPORA[source]).log_prob(d)
     if not (folder/"tokenizer").exists(): tokenizer.save(folder/"tokenizer")
     if not (folder/"train.json").exists():
         write_tokens(folder/"train", training, tokenizer, source, threads=threads,

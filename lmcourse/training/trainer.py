@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 import torch
-from ..architecture.layers_torch import onednn_products
+from ..architecture.onednn import onednn_products
 from ..tools.config import ModelConfig, TrainConfig, UserError
 from ..tools.machine import peak_bytes
 from ..tools.show import progress

@@ -102,7 +102,11 @@ def test_imports_have_cells_of_their_own(name):
     "The site is built by running cells that import; anything else in such a cell runs too, out of its context."
     for src in CODE[name]:
         if re.match(r"#\|\s*(hide|eval: *false)|.*^ *[%!]", src, flags=re.S | re.M): continue
-        assert len({isinstance(n, (ast.Import, ast.ImportFrom)) for n in ast.parse(src).body}) < 2, src
+        tree = ast.parse(src)
+        assert len({isinstance(n, (ast.Import, ast.ImportFrom)) for n in tree.body}) < 2, src
+        if re.match(r"#\|\s*exports?i?\b", src, flags=re.M): continue  # Exported cells run too, one after another, as in the module
+        inside = {n for part in tree.body for n in ast.walk(part)} - {*tree.body}
+        assert not any(isinstance(n, (ast.Import, ast.ImportFrom)) for n in inside), f"say importlib.import_module: {src}"
 
 
 @notebooks
@@ -278,7 +282,7 @@ def test_constraints_pin_every_requirement_within_its_bounds():
 
 
 def test_no_path_of_a_machine():
-    tops = [p for p in ROOT.iterdir() if p.is_file() and p.name != ".DS_Store"]
+    tops = [p for p in ROOT.iterdir() if p.is_file() and p.name not in (".DS_Store", ".git")]
     below = [p for d in ("lmcourse", "nbs", "tests", "tools", ".github", ".devcontainer", ".ci") for p in (ROOT / d).rglob("*") if p.is_file()]
     for p in tops + [p for p in below if "__pycache__" not in p.parts and ".ipynb_checkpoints" not in p.parts]:
         found = re.search(rb"(?<![\w.~-])/(home|root|work|Users)/\w\S*", p.read_bytes())

@@ -44,6 +44,7 @@ def finish(html, page, base, out):
         h.name = f"h{level}"
         if h.name in ("h2", "h3"): toc.append((h["id"], text, h.name))
     found = sections(soup)
+    fold_proof(soup)
     for h in soup.find_all(id=True, name=re.compile("^h[1-6]$")):
         h.append(soup.new_tag("a", attrs={"class": "anchor", "href": f"#{h['id']}", "aria-label": f"Link to {h.get_text().strip()}"}, string="#"))
     for i, img in enumerate(soup.find_all("img", src=re.compile("^data:image/(png|svg)"))):
@@ -52,8 +53,24 @@ def finish(html, page, base, out):
         name.parent.mkdir(parents=True, exist_ok=True)
         name.write_bytes(base64.b64decode(img["src"].partition(",")[2]))
         img["src"], img["loading"] = f"{name.parent.name}/{name.name}", "lazy"
-        img["alt"] = around["data-alt"] if (around := img.find_parent(attrs={"data-alt": True})) else ""
+        img["alt"] = around["data-alt"] if (around := img.find_parent(attrs={"data-alt": True})) else img.get("alt", "")
     return str(soup), toc, found
+
+
+def fold_proof(soup):
+    "Under a heading “Proof” the heading and its sentence stay open; the cells that check are folded, up to the next heading or box."
+    for head in soup.find_all("h2"):
+        if head.get_text().strip() != "Proof": continue
+        cells = []
+        for after in (head.find_parent(class_="cell") or head).find_next_siblings():
+            if after.name in ("h2", "blockquote", "script", "footer") or after.find(["h2", "blockquote"]): break
+            cells.append(after)
+        while cells and "cell" not in cells[0].get("class", []): cells.pop(0)   # A sentence of Quarto's is no cell
+        while cells and "cell" not in cells[-1].get("class", []): cells.pop()
+        if not cells: continue
+        fold, summary = soup.new_tag("details", attrs={"class": "proof"}), soup.new_tag("summary", string="Show the checks")
+        cells[0].insert_before(fold)
+        for part in (summary, *cells): fold.append(part)
 
 
 BLOCKS = {"p", "li", "td", "th", "tr", "div", "summary", "ul", "ol", "table", "details"}

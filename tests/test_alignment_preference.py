@@ -1,0 +1,133 @@
+"Losses of preferences: formulas, fixed points on other worlds, a response's probability on a model, and TRL where it is installed."
+import math
+import re
+from collections import defaultdict
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from lmcourse.alignment.preference import compute_per_instance_dpo_loss, dpo_loss, ipo_loss, kto_loss, response_log_prob, simpo_loss
+from lmcourse.alignment.toy import parrot
+from lmcourse.architecture.transformer_torch import ModelConfig, TransformerLM
+from lmcourse.tokenization.tokenizer import Tokenizer
+
+
+def numbers(seed, B=9):
+    g = torch.Generator().manual_seed(seed)
+    chosen, rejected, ref_chosen, ref_rejected = (-5*torch.rand(B, generator=g, dtype=torch.float64) for _ in range(4))
+    return chosen.requires_grad_(), rejected.requires_grad_(), ref_chosen, ref_rejected
+
+
+def test_formulas():
+    c, r, rc, rr = numbers(0)
+    for k in range(9):
+        m = (c[k] - rc[k] - r[k] + rr[k]).item()
+        assert dpo_loss(c, r, rc, rr, .3)[k].item() == pytest.approx(math.log1p(math.exp(-.3*m))) and ipo_loss(c, r, rc, rr, .3)[k].item() == pytest.approx((m - 1/.6)**2)
+        s = 2*(c[k]/(k + 1) - r[k]/4).item() - .5
+        assert simpo_loss(c, r, torch.arange(1., 10), torch.full((9,), 4.), 2., .5)[k].item() == pytest.approx(math.log1p(math.exp(-s)))
+        for good in (True, False):
+            gain = (c[k] - rc[k]).item() - .7
+            got = kto_loss(c, rc, torch.full((9,), good), torch.tensor(.7), .3)[k].item()
+            assert got == pytest.approx(1/(1 + math.exp(.3*gain*(1 if good else -1))))
+    assert torch.equal(kto_loss(c, rc, c < 0, torch.tensor(-3.), .3), kto_loss(c, rc, c < 0, torch.tensor(0.), .3))            # a KL is not negative
+
+
+@pytest.mark.parametrize("seed, beta", [(0, .25), (4, 1.)])
+def test_gradients_vanish_at_the_fixed_points(seed, beta):
+    toy = parrot(seed, beta)
+    ref, log_ref = toy.probs(toy.ref), toy.log_probs(toy.ref).sum(1)
+    wins = torch.sigmoid(toy.rewards[:, None] - toy.rewards[None])
+    i, j = torch.cartesian_prod(torch.arange(121), torch.arange(121)).T
+    weights = (ref[:, None]*ref*wins)[i, j]
+    targets = {dpo_loss: toy.optimum(), ipo_loss: (log_ref + wins @ ref/beta).softmax(0)}
+    for at, target in targets.items():
+        for loss in targets:
+            x = toy.table(target).requires_grad_()
+            lp = toy.log_probs(x).sum(1)
+            g, = torch.autograd.grad((weights*loss(lp[i], lp[j], log_ref[i], log_ref[j], beta)).sum(), x)
+            assert (g.abs().max() < 1e-8) == (at is loss)
+
+
+@pytest.fixture(scope="module")
+def world():
+    tokenizer = Tokenizer.train(["Ella has a red cap. Otto has a blue kite. "*20], 270)
+    config = ModelConfig(vocab_size=tokenizer.vocab_size, context_length=24, d_model=16, d_ff=32, num_layers=1, num_heads=2)
+    return TransformerLM(config, seed=1), TransformerLM(config, seed=2), tokenizer
+
+
+def test_probabilities_of_all_responses_of_a_model_add_up(world):
+    lm, _, tokenizer = world
+    prompt = tokenizer.encode("Ella")
+    logits = lm(torch.tensor([prompt]))[0, -1].log_softmax(-1)
+    assert response_log_prob(lm, tokenizer, "Ella", "").item() == pytest.approx(logits[tokenizer.end_of_text].item(), abs=1e-5)
+    ids = tokenizer.encode("Ella") + tokenizer.encode(" has")
+    by_hand = sum(lm(torch.tensor([ids[:t]]))[0, -1].log_softmax(-1)[(ids + [tokenizer.end_of_text])[t]].item() for t in range(len(prompt), len(ids) + 1))
+    assert response_log_prob(lm, tokenizer, "Ella", " has").item() == pytest.approx(by_hand, abs=1e-4)
+
+
+def test_per_instance_loss(world):
+    lm, ref, tokenizer = world
+    pair = ("Ella has", " a red cap.", " a kite.")
+    loss = compute_per_instance_dpo_loss(lm, ref, tokenizer, .5, *pair)
+    values = [response_log_prob(m, tokenizer, pair[0], text) for m in (lm, ref) for text in pair[1:]]
+    torch.testing.assert_close(loss, dpo_loss(values[0], values[1], values[2], values[3], .5))
+    loss.backward()
+    assert any(w.grad is not None and w.grad.any() for w in lm.parameters()) and all(w.grad is None for w in ref.parameters())
+    swapped = compute_per_instance_dpo_loss(lm, ref, tokenizer, .5, pair[0], *pair[:0:-1])
+    assert math.exp(-loss.item()) + math.exp(-swapped.item()) == pytest.approx(1, abs=1e-5)                                   # sigmoid(x) + sigmoid(-x)
+    assert compute_per_instance_dpo_loss(ref, ref, tokenizer, .5, *pair).item() == pytest.approx(math.log(2), abs=1e-6)
+    small = TransformerLM(ModelConfig(vocab_size=9, context_length=24, d_model=16, d_ff=32, num_layers=1, num_heads=2))
+    for f, words in ((lambda: compute_per_instance_dpo_loss(lm, small, tokenizer, .5, *pair), "expected one tokenizer"), (lambda: response_log_prob(lm, tokenizer, "", "a"), "no tokens"),
+                     (lambda: response_log_prob(lm, tokenizer, "Ella", " zebra"*9), "the model takes 24"), (lambda: compute_per_instance_dpo_loss(lm, ref, tokenizer, -1., *pair), "beta = -1.0"),
+                     (lambda: ipo_loss(torch.ones(2), torch.ones(3), torch.ones(2), torch.ones(2), 1.), "(2,), (3,), (2,), (2,)")):
+        with pytest.raises(ValueError, match=re.escape(words)): f()
+
+
+# TRL
+
+def trl_loss(loss_type, token_log_probs, ref_log_probs, mask, beta):
+    "Of TRL's trainer on a stand-in; chosen rows first, then the rejected ones"
+    trl = pytest.importorskip("trl", "1.16")
+    same = SimpleNamespace(device=torch.device("cpu"), gather=lambda x: x, gather_for_metrics=lambda x: x, unwrap_model=lambda m: m)
+    blank = torch.zeros_like(mask)
+    def model_of(log_probs): return lambda **_: SimpleNamespace(log_probs=log_probs, entropy=blank, mean_logits=blank, is_top1=blank.bool())
+    model = model_of(token_log_probs)
+    trainer = SimpleNamespace(model=SimpleNamespace(training=True), accelerator=same, aux_loss_enabled=False, ld_alpha=None, precompute_ref_logps=True, f_divergence_type="reverse_kl", beta=beta, loss_types=[loss_type], loss_weights=[1.],
+                              use_weighting=False, _metrics=dict(train=defaultdict(list)), _total_train_tokens=0, _tp_size=1, label_smoothing=0.)
+    B = len(mask)//2
+    sums = ref_log_probs.sum(1)
+    inputs = dict(input_ids=torch.zeros(2*B, mask.shape[1] + 1).long(), attention_mask=torch.ones(2*B, mask.shape[1] + 1), completion_mask=torch.cat([torch.zeros(2*B, 1), mask], 1), ref_chosen_logps=sums[:B], ref_rejected_logps=sums[B:])
+    return trl.DPOTrainer._compute_loss(trainer, model, inputs, False)
+
+
+def ragged(seed, B=6, T=7):
+    g = torch.Generator().manual_seed(seed)
+    mask = (torch.arange(T) < torch.randint(1, T + 1, (2*B, 1), generator=g)).double()
+    now, ref = (-2*torch.rand(2*B, T, generator=g, dtype=torch.float64)*mask for _ in range(2))
+    return now, ref, mask
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_dpo_equals_trl_and_ipo_differs_by_the_lengths(seed):
+    now, ref, mask = ragged(seed)
+    now.requires_grad_()
+    for loss_type, ours in (("sigmoid", lambda a, b: dpo_loss(*a.chunk(2), *b.chunk(2), .2).mean()), ("ipo", lambda a, b: ipo_loss(*a.chunk(2), *b.chunk(2), .2).mean())):
+        theirs = trl_loss(loss_type, now, ref, mask, .2)
+        grad, = torch.autograd.grad(theirs, now)
+        scale = mask.sum(1) if loss_type == "ipo" else torch.ones(len(mask))
+        mine = ours(now.sum(1)/scale, ref.sum(1)/scale)                     # TRL's IPO is the paper's, of means instead of sums
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-6)
+        torch.testing.assert_close(torch.autograd.grad(mine, now)[0], grad, rtol=0, atol=1e-6)
+        wrong = ours(now.sum(1), ref.sum(1)) if loss_type == "ipo" else ours(now.sum(1), 0*ref.sum(1))
+        assert abs((wrong - theirs).item()) > 1e-3
+
+
+def test_simpo_equals_trls_experimental_trainer():
+    pytest.importorskip("trl", "1.16")
+    cpo = pytest.importorskip("trl.experimental.cpo").CPOTrainer
+    now, _, mask = ragged(3)
+    lengths = mask.sum(1)
+    stub = SimpleNamespace(alpha=0., loss_type="simpo", simpo_gamma=.7, beta=2., label_smoothing=0., accelerator=SimpleNamespace(device="cpu"))
+    theirs, *_ = cpo.cpo_loss(stub, *(now.sum(1)/lengths).chunk(2))
+    torch.testing.assert_close(simpo_loss(*now.sum(1).chunk(2), *lengths.chunk(2), 2., .7), theirs, rtol=0, atol=1e-6)

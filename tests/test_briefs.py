@@ -1,0 +1,64 @@
+"Briefs: the judge accepts what the grammar writes and nothing else; demonstrators slip at the rate they say."
+import random
+from itertools import islice
+
+import pytest
+
+from lmcourse.alignment.briefs import (ENDINGS, OPENINGS, SLOTS, Demonstrators, brief_prompts, brief_stories, form_reward, imitation_ceiling, mention_reward,
+                                       parse_reward, prompt_words, split_brief, template_shares, template_distance)
+from lmcourse.evaluation.statistics import wilson
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_judge_accepts_what_is_right_and_no_change_of_it(seed):
+    rng = random.Random(seed)
+    for prompt, response in islice(Demonstrators(0., seed), 100):
+        assert parse_reward(prompt, response) == 1
+        words = response.split(" ")
+        k = rng.randrange(1, len(words))
+        for other in ([*words[:k], *words[k + 1:]], [*words[:k], words[k], *words[k:]], [*words[:k], "zzz", *words[k + 1:]]):
+            assert parse_reward(prompt, " ".join(other)) == 0
+        assert parse_reward(prompt, "") == parse_reward(prompt, response + " ") == parse_reward("Nobody:", response) == 0
+
+
+def test_a_response_to_another_prompt_is_wrong_and_its_form_right():
+    pairs = list(islice(Demonstrators(0., 1), 50))
+    for (prompt, _), (_, response) in zip(pairs, pairs[1:]):
+        assert parse_reward(prompt, response) == 0 and form_reward(response) == 1 and mention_reward(prompt, response) < 1
+
+
+@pytest.mark.parametrize("slip", [0., .1, .2, .4])
+def test_share_of_right_demonstrations_is_the_closed_form(slip):
+    hits = sum(parse_reward(*pair) for pair in islice(Demonstrators(slip, 5), 2000))
+    low, high = wilson(int(hits), 2000, .9999)
+    assert low - 1e-9 <= imitation_ceiling(slip) <= high + 1e-9
+
+
+def test_a_slip_changes_one_slot_of_the_list_and_the_name_never():
+    kinds = set(brief_stories().rules["creature"].entries)
+    for prompt, response in islice(Demonstrators(.5, 2), 200):
+        words = prompt_words(prompt)
+        assert form_reward(response) == 1 and words["hero"] in response or " the " in response
+        assert words["kind"] in kinds and set(words) == {"hero", *SLOTS}
+
+
+def test_prompts_are_different_and_the_same_for_a_seed():
+    a = brief_prompts(200, 3)
+    assert len(set(a)) == 200 and a == brief_prompts(200, 3) and a[:50] == brief_prompts(50, 3) and a != brief_prompts(200, 4)
+    for p in a: assert " ".join([prompt_words(p)["hero"], "the", prompt_words(p)["kind"]]) == p.partition(",")[0]
+
+
+def test_shares_of_templates_sum_to_one_and_know_the_other():
+    responses = [r for _, r in islice(Demonstrators(0., 6), 500)]
+    for patterns in (OPENINGS, ENDINGS):
+        shares = template_shares(responses, patterns)
+        assert abs(sum(shares.values()) - 1) < 1e-12 and shares["other"] == 0
+        assert template_shares(["nothing"], patterns)["other"] == 1
+    assert template_distance(dict(a=1.), {}) == .5
+
+
+@pytest.mark.parametrize("call, words", [
+    (lambda: Demonstrators(-.1), "slip = -0.1"), (lambda: Demonstrators(1.), "slip = 1.0"), (lambda: split_brief("x"), "no colon"),
+    (lambda: prompt_words("Ella the mule:"), "no prompt"), (lambda: template_shares([], ENDINGS), "no responses")])
+def test_rejected(call, words):
+    with pytest.raises(ValueError, match=words): call()

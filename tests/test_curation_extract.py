@@ -1,0 +1,136 @@
+"Answers of servers, character sets and the main text of a page, judged by the grammar; and what is damaged, hostile or no text at all."
+import gzip
+import random
+import zlib
+from collections import Counter
+
+import pytest
+
+from lmcourse.curation.extract import decode_html, extract_text, extract_text_from_html_bytes, http_response, read_documents
+from lmcourse.curation.web import planted_web, write_warc
+from lmcourse.tools.checks import expect_error
+from lmcourse.tools.stories import Stories
+
+PLAIN = str.maketrans("“”’", "\"\"'")
+
+
+@pytest.fixture(scope="module")
+def web(): return planted_web(500, seed=11)
+
+
+def answer(body, status="200 OK", **headers):
+    return f"HTTP/1.1 {status}\r\n".encode() + "".join(f"{k.replace('_', '-')}: {v}\r\n" for k, v in headers.items()).encode() + b"\r\n" + body
+
+
+def warc(*payloads):
+    return b"".join(b"WARC/1.0\r\nWARC-Type: response\r\nWARC-Record-ID: <urn:x:%d>\r\nContent-Length: %d\r\n\r\n%s\r\n\r\n" % (i, len(p), p) for i, p in enumerate(payloads))
+
+
+def test_pages_parse_unless_their_trap_is_a_sentence(web):
+    "On a web that the notebook did not look at: each layout, each character set."
+    grammar, right, pages = Stories(), Counter(), Counter()
+    for p in web:
+        if p.kind not in ("story", "exact", "test"): continue
+        text = extract_text_from_html_bytes(p.body, f"text/html; charset={p.declared}").translate(PLAIN)
+        hard = p.trap in ("quote", "signup")
+        pages[hard] += 1
+        right[hard] += bool(grammar.log_probs(" ".join(text.split())))
+    assert right[False]/pages[False] > .99 and right[True] == 0 and .8 < sum(right.values())/sum(pages.values()) < .99
+
+
+def test_all_kinds_come_out_as_planted(web):
+    "The words of foreign pages, spam and random words too, where no trap stands between them."
+    whole = {kind: [" ".join(extract_text(decode_html(p.body)).translate(PLAIN).split()) == " ".join(p.text.split()) for p in web if p.kind == kind and not p.trap]
+             for kind in ("foreign", "spam", "nsfw", "toxic", "pii", "near", "teaser")}
+    assert all(sum(v) >= .9*len(v) for v in whole.values()), {k: sum(v)/len(v) for k, v in whole.items()}
+
+
+@pytest.mark.parametrize("sizes", [[1], [5, 3], [1]*20])
+@pytest.mark.parametrize("coding", ["", "gzip", "deflate", "gzip, gzip"])
+def test_bodies_are_unpacked(sizes, coding):
+    body = random.Random(1).randbytes(100)
+    packed = body
+    for c in filter(None, coding.split(", ")): packed = gzip.compress(packed) if c == "gzip" else zlib.compress(packed)
+    assert http_response(answer(packed, Content_Encoding=coding)).body == body
+    parts, at = [], 0
+    for s in [*sizes, len(packed)]:
+        parts.append(packed[at:at + s])
+        at += s
+    chunked = b"".join(b"%X;x=y\r\n%s\r\n" % (len(p), p) for p in parts if p) + b"0\r\n\r\n"
+    assert http_response(answer(chunked, Content_Encoding=coding, Transfer_Encoding="Chunked")).body == body
+
+
+@pytest.mark.parametrize("cut", range(1, 60, 7))
+def test_a_body_that_was_cut_is_damaged(cut):
+    body = gzip.compress(random.Random(2).randbytes(80), mtime=0)
+    with expect_error(ValueError, "gzip"): http_response(answer(body[:-cut], Content_Encoding="gzip"))
+    chunked = b"%x\r\n%s\r\n0\r\n\r\n" % (len(body), body)
+    with expect_error(ValueError, "chunk"): http_response(answer(chunked[:-cut - 5], Transfer_Encoding="chunked"))
+
+
+@pytest.mark.parametrize("charset", ["utf-8", "utf-8-sig", "utf-16", "windows-1252", "koi8-r", "shift_jis", "windows-1251"])
+def test_what_is_said_is_believed_where_the_bytes_allow_it(charset):
+    text = {"koi8-r": "привет", "windows-1251": "привет", "shift_jis": "こんにちは"}.get(charset, "“Größe” é")
+    page = f"<p>{text}</p>"
+    assert decode_html(page.encode(charset), f"text/html; charset={charset}") == page
+    assert decode_html(page.encode(charset), f'text/html; charset="{charset.upper()}"') == page
+    meta = f"<meta charset='{charset.removesuffix('-sig')}'>{page}"
+    assert decode_html(meta.encode(charset)) == meta
+
+
+def test_lies_about_the_character_set():
+    for said in ("utf-8", "iso-8859-1", "ascii", "utf-16", "nonsense", ""):
+        assert decode_html("“é”".encode("cp1252"), f"text/html; charset={said}") == "“é”"
+        assert decode_html("“é”".encode(), f"text/html; charset={said}") == "“é”"
+
+
+def test_every_page_of_odd_bytes_ends_in_text_or_nothing():
+    rng = random.Random(5)
+    pieces = ["<p>", "</p>", "<div", ">", "<!--", "-->", "<script>", "&#x", "&amp", "<td>", "<table>", "</b>", "text. ", "\0", "<pre>\n\n", "<![CDATA[", "<?x", "</", "<a href='"]
+    for _ in range(300):
+        text = extract_text("".join(rng.choice(pieces) for _ in range(rng.randrange(40))))
+        assert text == "\n".join(" ".join(line.split()) for line in text.split("\n"))
+
+
+@pytest.mark.parametrize("body", [b"", bytes(5000), bytes(range(256))*20, b"\x89PNG\r\n\x1a\n" + bytes(500), random.Random(3).randbytes(5000)], ids=["empty", "zeros", "all bytes", "png", "random"])
+def test_what_is_no_text_gives_none(body): assert extract_text_from_html_bytes(body) == ""
+
+
+def test_nothing_is_dropped_without_a_reason(tmp_path):
+    page = b"<p>A text of a page.</p>"
+    (tmp_path/"w").write_bytes(warc(
+        answer(page), answer(page, "404 Not Found"), answer(page, Content_Type="image/png"), answer(b"9\r\nabc", Transfer_Encoding="chunked"), b"no answer",
+        answer(bytes(100)), answer(b"<nav>Home</nav>"), answer(b"<p>" + b"long "*1000), answer(gzip.compress(bytes(100_000)), Content_Encoding="gzip")))
+    found = list(read_documents(tmp_path/"w", max_bytes=3000))
+    assert [why for _, why in found] == ["", "status", "not HTML", "damaged", "damaged", "no text", "no text", "truncated", "damaged"]
+    assert [d.text for d, _ in found] == ["A text of a page."] + [""]*8 and [d.id for d, _ in found] == list("012345678")
+
+
+def test_texts_that_others_extracted(web, tmp_path):
+    write_warc(tmp_path/"w.wet.gz", web[:30], wet=True)
+    found = list(read_documents(tmp_path/"w.wet.gz"))
+    assert [d.text for d, _ in found] == [f"{p.title}\n{p.text}\n" for p in web[:30]] and not any(why for _, why in found)
+
+
+def test_a_damaged_archive_gives_what_was_whole_first(web, tmp_path):
+    starts = write_warc(tmp_path/"w", web[:8])
+    (tmp_path/"w").write_bytes((tmp_path/"w").read_bytes()[:starts[6] + 60])
+    got = []
+    with expect_error(ValueError, "record 8, near byte"):
+        for d, _ in read_documents(tmp_path/"w"): got.append(d.id)
+    assert got == [p.id for p in web[:6]]
+
+
+def test_an_archive_of_warcio_gives_the_same_documents(web, tmp_path):
+    pytest.importorskip("warcio")
+    from io import BytesIO
+
+    from warcio.statusandheaders import StatusAndHeaders
+    from warcio.warcwriter import WARCWriter
+    write_warc(tmp_path/"ours", web[:60])
+    with open(tmp_path/"theirs", "wb") as f:
+        writer = WARCWriter(f, gzip=True)
+        for p in web[:60]:
+            http = StatusAndHeaders("200 OK", [("Content-Type", f"text/html; charset={p.declared}")], protocol="HTTP/1.1")
+            writer.write_record(writer.create_warc_record(p.url, "response", payload=BytesIO(p.body), http_headers=http))
+    assert [(d.url, d.text, why) for d, why in read_documents(tmp_path/"theirs")] == [(d.url, d.text, why) for d, why in read_documents(tmp_path/"ours")]

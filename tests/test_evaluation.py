@@ -1,0 +1,220 @@
+"Chapter 12: calibration, the certificate of contamination, order and overlap, exact match and its product, questions that the shipped model fails, the harness."
+import json
+import math
+import re
+from itertools import islice, permutations
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+pytest.importorskip("torch")
+
+from lmcourse.evaluation.calibration import binned_error, calibrated_error, choice_probs, exact_error, fit_temperature, reliability
+from lmcourse.evaluation.contamination import contamination_p, log_prob_in_order, ngram_overlap, permutation_p, rename_people, word_ngrams
+from lmcourse.evaluation.emergence import doublings, exact_match, match_from_hits
+from lmcourse.evaluation.harness import HarnessAnswers, continuation_log_prob, harness_model, run_harness, save_texts
+from lmcourse.evaluation.perplexity import perplexity, token_nats
+from lmcourse.evaluation.tasks import KINDS, grammar_task, load_task, save_task, score_task
+from lmcourse.tools.stories import Stories, short_stories
+from lmcourse.training.models import load_model
+
+RESULTS = Path(__file__).parents[1]/"nbs/results"
+
+
+def saved(name): return [json.loads(line) for line in (RESULTS/f"{name}.jsonl").read_text().splitlines()]
+
+
+# Calibration
+
+@given(st.lists(st.tuples(st.floats(0, 1), st.booleans()), min_size=1, max_size=40), st.integers(1, 12))
+def test_binned_error_is_the_sum_over_bins(answers, bins):
+    c, y = (np.array(x, float) for x in zip(*answers))
+    where = np.minimum((c*bins).astype(int), bins - 1)
+    assert binned_error(c, y, bins) == pytest.approx(abs(np.bincount(where, c - y, bins)).sum()/len(c))
+    rows = reliability(c, y, bins)
+    assert sum(r["n"] for r in rows) == len(c) and all(r["low"] - 1e-12 <= r["right"] <= r["high"] + 1e-12 for r in rows)
+
+
+@given(st.lists(st.floats(-30, 0), min_size=2, max_size=5, unique=True), st.floats(.1, 10))
+def test_a_temperature_keeps_the_order_and_one_is_the_plain_softmax(log_probs, T):
+    p, q = choice_probs(log_probs), choice_probs(log_probs, T)
+    assert p.sum() == pytest.approx(1) == q.sum() and p == pytest.approx(np.exp(log_probs)/np.exp(log_probs).sum())
+    assert (np.diff(q[np.argsort(log_probs)]) >= 0).all() and q.argmax() == pytest.approx(p.argmax()) or max(q) - q[p.argmax()] < 1e-12
+
+
+def test_the_oracle_has_an_error_in_bins_that_shrinks_and_none_that_is_exact():
+    rng = np.random.default_rng(0)
+    exact = rng.dirichlet(np.ones(4), 400)
+    assert exact_error(exact, exact) == 0 < exact_error(exact**2/(exact**2).sum(1, keepdims=True), exact)
+    small, large = (calibrated_error(np.tile(exact.max(1), k), rng, draws=60)[0] for k in (1, 16))
+    assert small/large == pytest.approx(4, rel=.25)
+
+
+@pytest.mark.parametrize("T", [.6, 1, 4])
+def test_a_planted_temperature_is_found(T):
+    rng = np.random.default_rng(1)
+    exact = rng.dirichlet(np.ones(3), 3000)
+    answers = [int(rng.choice(3, p=p)) for p in exact]
+    assert fit_temperature(list(T*np.log(exact)), answers) == pytest.approx(T, rel=.12)
+
+
+# Contamination
+
+@given(st.integers(2, 9).flatmap(lambda n: st.tuples(*(st.lists(st.floats(.01, 1), min_size=n, max_size=n) for _ in "pq"))), st.floats(.001, .999))
+def test_false_alarms_are_as_rare_as_the_level_whatever_the_model(pq, level):
+    p, q = (np.array(x)/sum(x) for x in pq)
+    alarms = [contamination_p([math.log(b)], [math.log(a)]) <= level for a, b in zip(p, q)]
+    assert p[alarms].sum() <= level + 1e-9
+    both = [(p[i]*p[j], contamination_p(np.log(q[[i, j]]), np.log(p[[i, j]]))) for i in range(len(p)) for j in range(len(p))]
+    assert sum(w for w, value in both if value <= level) <= level + 1e-9
+
+
+def test_a_p_value_is_one_where_the_model_gives_less_and_zero_where_the_source_gives_nothing():
+    assert contamination_p([-90.], [-80.]) == 1 and contamination_p([-2000.], [-1.]) == 1
+    assert contamination_p([-1.], [-2000.]) == 0 and contamination_p([-1.], [-math.inf]) == 0
+    assert contamination_p([-80., -80.], [-82., -81.]) == pytest.approx(math.exp(-3))
+
+
+def test_the_course_has_no_alarm_for_new_stories_and_documents_in_a_row_are_no_worse_than_their_tokens():
+    model, tokenizer = load_model()
+    new = list(islice(Stories(seed=4711), 3))
+    one_by_one = [log_prob_in_order(model, tokenizer, [d]) for d in new]
+    assert sum(one_by_one) == pytest.approx(-perplexity(model, tokenizer, new).nats)
+    assert contamination_p(one_by_one, [Stories().log_prob(d) for d in new]) == 1
+    file = list(islice(short_stories(seed=4712), 3))
+    orders = [log_prob_in_order(model, tokenizer, list(o)) for o in permutations(file)]
+    assert len(set(orders)) == 6 and 1/6 <= permutation_p(orders) <= 1
+
+
+@given(st.lists(st.integers(-3, 0), min_size=2, max_size=8))
+def test_a_p_value_by_order_counts_the_file_itself_and_ties(scores):
+    assert permutation_p(scores) == sum(s >= scores[0] for s in scores)/len(scores) >= 1/len(scores)
+
+
+def test_overlap_counts_runs_of_words():
+    seen = word_ngrams("a b c d", 2)
+    assert seen == {("a", "b"), ("b", "c"), ("c", "d")} and word_ngrams("a", 2) == set()
+    assert [ngram_overlap(t, seen, 2) for t in ("a b c", "b a", "x a b y")] == [1, 0, pytest.approx(1/3)]
+
+
+def test_renamed_stories_are_as_probable_and_have_nobody_in_common():
+    grammar, rng = Stories(), np.random.default_rng(0)
+    names = grammar.rules["girl"].entries + grammar.rules["boy"].entries
+    for story in islice(Stories(seed=4713), 20):
+        other = rename_people(story, rng)
+        who, others = ({n for n in names if re.search(rf"\b{n}\b", s)} for s in (story, other))
+        assert not who & others and len(who) == len(others)
+        assert grammar.log_prob(other) == pytest.approx(grammar.log_prob(story), abs=1e-9)
+
+
+def test_saved_runs_of_contamination_are_whole():
+    about, *rows = saved("contamination")
+    counts = {(kind, c): sum((r["kind"], r["copies"]) == (kind, c) for r in rows) for kind in ("story", "renamed", "file") for c in (0, 1, 3, 10, 30)}
+    each = about["each"]
+    assert counts == {("story", 0): 48, ("renamed", 0): 0, ("file", 0): 200} | {(k, c): each for k in ("story", "renamed", "file") for c in (1, 3, 10, 30)}
+    assert about["rows"] == about["fresh"] + 3*each*(1 + 3 + 10 + 30)
+    grammar, told = Stories(), list(islice(Stories(about["seeds"]["story"]), 8*each))
+    shown = [r for r in rows if r["kind"] != "file" and r["copies"]]
+    assert [r["log_p"] for r in shown] == pytest.approx([grammar.log_prob(s) for s in told], abs=1e-3)
+
+
+# Emergence
+
+@given(st.integers(1, 6), st.integers(1, 5), st.integers(0, 10**6))
+def test_exact_match_falls_with_the_length_and_is_the_product_of_one_question(n, length, seed):
+    hits = np.random.default_rng(seed).random((n, length)) < .7
+    matches = [exact_match(hits, k) for k in range(1, length + 1)]
+    assert matches == sorted(matches, reverse=True) and matches[0] == match_from_hits(hits, 1)
+    one = hits[:1]
+    assert [exact_match(one, k) for k in range(1, length + 1)] == [match_from_hits(one, k) for k in range(1, length + 1)]
+
+
+def test_doublings_of_a_straight_line_and_of_a_jump():
+    steps = 2.**np.arange(11)
+    assert doublings(steps, np.arange(11)) == pytest.approx(8) == doublings(3*steps, 5 - np.arange(11))
+    assert doublings(steps, np.arange(11) >= 5) == pytest.approx(.8)
+
+
+# Questions that the shipped model fails
+
+@pytest.mark.parametrize("kind", ["hour", "quote"])
+def test_what_was_said_once_is_certain_and_not_in_sight(kind, tmp_path):
+    task, grammar = grammar_task(kind, 6, seed=4714), Stories()
+    assert task == load_task(save_task(tmp_path, task)) and len(task.items) == 6 and task.ceiling == 1 and task.chance == .25
+    for item in task.items:
+        right = item.choices[item.answer]
+        assert item.probs[item.answer] == 1 and grammar.prefix_log_prob(item.context + right) == pytest.approx(grammar.prefix_log_prob(item.context))
+        said = right.strip(" '")
+        assert item.context.count(said) >= 1 and len(item.context) - item.context.index(said) > 150
+        for k, wrong in enumerate(item.choices):
+            if k != item.answer: assert grammar.prefix_log_prob(item.context + wrong) == -math.inf
+
+
+def test_choices_of_the_next_word_are_whole_words():
+    grammar = Stories()
+    task = grammar_task("next", 25, seed=4715)
+    assert task.version == 2 and len(task.items) > 5
+    for item in task.items:
+        for choice, p in zip(item.choices, item.probs):
+            after = grammar.next_probs(item.context + choice, list("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ-"))
+            assert p > 0 and sum(after.values()) < 1e-9, choice
+
+
+def test_kinds_of_questions_are_those_of_the_command():
+    from lmcourse.app.cli import EvalCommand
+    assert EvalCommand.tasks == ",".join([*KINDS, "stories"])
+
+
+# The harness
+
+@pytest.fixture
+def asked(tmp_path):
+    "A model, two tasks and texts in files, and what our own functions say of them."
+    model, tokenizer = load_model()
+    tasks, texts = [grammar_task("recall", 3, seed=4716), grammar_task("next", 8, seed=4716)], list(islice(Stories(4716), 3))
+    for task in tasks: save_task(tmp_path, task)
+    save_texts(tmp_path, "texts", texts)
+    nats = sum(token_nats(model, [tokenizer.end_of_text, *tokenizer.encode(t)]).sum() for t in texts)
+    ours = {"texts": dict(bits_per_byte=nats/math.log(2)/sum(len(t.encode()) for t in texts))}
+    for task in tasks:
+        records = score_task(model, tokenizer, task)
+        ours[task.name] = {metric: np.mean([r.hit(norm) for r in records]) for metric, norm in (("acc", "raw"), ("acc_norm", "character"))}
+    return model, tokenizer, tmp_path, ours
+
+
+def test_the_harness_gives_the_same_numbers_without_a_network(asked, monkeypatch):
+    pytest.importorskip("lm_eval")
+    import socket
+    def refused(*args): raise OSError("no network")
+    monkeypatch.setattr(socket.socket, "connect", refused)
+    model, tokenizer, folder, ours = asked
+    theirs = run_harness(model, tokenizer, folder, list(ours))
+    assert theirs == {name: pytest.approx(row, rel=1e-6) for name, row in ours.items()}
+
+
+def test_without_the_harness_one_line_says_what_to_install(monkeypatch):
+    import sys
+    monkeypatch.setitem(sys.modules, "lm_eval.api.model", None)
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    with pytest.raises(ModuleNotFoundError, match="pip install lm_eval"): harness_model(*load_model())
+
+
+def test_saved_numbers_of_the_harness_are_those_of_the_page():
+    found = json.loads((RESULTS/"harness.json").read_text())
+    assert found["lm_eval"] == "0.4.13" and {k: sorted(row) for k, row in found["results"].items()} == {
+        "texts": ["bits_per_byte"], **{k: ["acc", "acc_norm"] for k in ("recall", "next", "quote")}}
+
+
+def test_answers_to_requests_are_those_of_the_scorer(asked):
+    model, tokenizer, *_ = asked
+    class Request:
+        def __init__(self, *args): self.args = args
+    task, answers = grammar_task("quote", 2, seed=4717), HarnessAnswers(model, tokenizer)
+    for item, record in zip(task.items, score_task(model, tokenizer, task)):
+        found = answers.loglikelihood([Request(item.context, c) for c in item.choices])
+        assert [x for x, _ in found] == pytest.approx(record.log_probs, abs=1e-4)
+    text, = answers.generate_until([Request("Once there was a", dict(until=[" named"], max_gen_toks=8))])
+    assert " named" not in text and continuation_log_prob(model, tokenizer, "Once there was a", text)[1]

@@ -1,0 +1,107 @@
+"Reinforcement learning on briefs: batches, the gradient, going on bit by bit, and what is rejected."
+from dataclasses import replace
+from itertools import islice
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from lmcourse.alignment.briefs import Demonstrators, brief_prompts
+from lmcourse.alignment.rl import ALGORITHMS, REWARDS, RlConfig, RolloutBatches, imitation_weights, measure_policy, policy_objective, resume_rl, start_rl
+from lmcourse.alignment.sft import get_response_log_probs
+from lmcourse.architecture.transformer_torch import TransformerLM
+from lmcourse.tools.config import ModelConfig, TrainConfig
+from lmcourse.training.data import TokenDataset, write_tokens
+from lmcourse.training.models import load_model
+
+TOKENIZER = load_model()[1]
+CONFIG = ModelConfig(vocab_size=TOKENIZER.vocab_size, context_length=96, d_model=32, num_layers=1, num_heads=2, d_ff=64, norm="layernorm", bias=True)
+REWARDS["letters"] = lambda prompt, response: float("e" in response)       # Something that a model without training gets now and then
+FEW = RlConfig(reward="letters", prompts=2, group_size=4, max_tokens=8)
+TRAIN = TrainConfig(steps=6, lr=1e-2, min_lr=1e-2, schedule="constant", warmup_steps=1, weight_decay=0.)
+
+
+@pytest.fixture(scope="module")
+def valid(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("valid")
+    write_tokens(folder/"valid", map("".join, islice(Demonstrators(0., 5), 4)), TOKENIZER, "briefs")
+    return TokenDataset.open(folder/"valid")
+
+
+@torch.no_grad()
+def small(seed):
+    "A model that ends its responses now and then, which one without training never does."
+    model = TransformerLM(CONFIG, seed)
+    model.ln_final.bias.fill_(1.)
+    model.lm_head.weight[TOKENIZER.end_of_text] += .19
+    return model
+
+
+def weights(trainer): return torch.cat([p.detach().flatten() for p in trainer.model.parameters()])
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("kl", [0., .1])
+def test_a_run_that_is_stopped_goes_on_bit_by_bit(algorithm, kl, valid, tmp_path):
+    model, config = small(3), replace(FEW, algorithm=algorithm, kl=kl)
+    whole, stopped, resumed = (start_rl(model, TOKENIZER, config, TRAIN, valid) for _ in range(3))
+    for _ in range(4): whole.train_step()
+    for _ in range(3): stopped.train_step()
+    stopped.save(tmp_path)
+    resume_rl(resumed, tmp_path)
+    assert resumed.step == 3
+    resumed.train_step()
+    assert torch.equal(weights(whole), weights(resumed))
+    assert not torch.equal(weights(whole), weights(stopped)) and max(line["reward"] for line in whole.batches.make.log) > 0
+    for t in (whole, stopped, resumed): t.batches.close()
+
+
+@pytest.mark.parametrize("algorithm", ["rloo", "grpo"])
+def test_on_fresh_samples_the_gradient_is_the_naive_one(algorithm):
+    model, config = small(1), replace(FEW, algorithm=algorithm)
+    batch = RolloutBatches(model, TOKENIZER, config)(model, 0)
+    ids, labels, mask, _, advantages = batch
+    log_probs = get_response_log_probs(model, ids, labels)["log_probs"]
+    by_row = -(advantages[:, None]*log_probs*mask).sum(1)
+    naive = (by_row/(mask.sum(1) if algorithm == "grpo" else 8)).mean()
+    a, b = (torch.autograd.grad(x, model.layers[0].ffn.w2.weight, retain_graph=True)[0] for x in (naive, policy_objective(config).loss(model, *batch)))
+    assert torch.allclose(a, b, rtol=1e-4, atol=1e-7) and a.abs().max() > 0
+
+
+def test_micro_batches_give_the_step_of_the_batch(valid):
+    model = small(2)
+    once, twice = (start_rl(model, TOKENIZER, FEW, replace(TRAIN, micro_batch=m), valid) for m in (8, 2))
+    for t in (once, twice): t.train_step(); t.batches.close()
+    assert torch.allclose(weights(once), weights(twice), atol=1e-5)
+
+
+def test_rewards_that_vary_are_learnt(valid):
+    model = small(4)
+    config = RlConfig(reward="letters", prompts=4, group_size=8, max_tokens=8)
+    trainer = start_rl(model, TOKENIZER, config, replace(TRAIN, steps=25, lr=3e-2, min_lr=3e-2), valid)
+    for _ in range(25): trainer.train_step()
+    trainer.batches.close()
+    rewards = [line["reward"] for line in trainer.batches.make.log]
+    assert sum(rewards[-5:]) > sum(rewards[:5]), rewards
+    assert [line["step"] for line in trainer.batches.make.log] == list(range(25))
+
+
+def test_a_copy_of_the_reference_has_no_divergence_and_a_moved_one_has():
+    model, other = TransformerLM(CONFIG, 5), TransformerLM(CONFIG, 5)
+    prompts = brief_prompts(6, 1)
+    same = measure_policy(model, TOKENIZER, prompts, 0, other, 8)
+    assert abs(same["kl"]) < 1e-4 and same["success"] == 0 and 0 < same["entropy"] <= torch.tensor(float(CONFIG.vocab_size)).log() + 1e-4
+    with torch.no_grad(): other.lm_head.weight.mul_(8.)
+    assert measure_policy(model, TOKENIZER, prompts, 0, other, 8)["kl"] > .01 and "kl" not in measure_policy(model, TOKENIZER, prompts, 0, None, 8)
+
+
+def test_weights_of_imitation_have_the_mean_one_or_are_nothing():
+    assert imitation_weights(torch.tensor([1., 0., 0., 0.]), 2).tolist() == [4, 0, 0, 0]
+    assert imitation_weights(torch.zeros(4), 2).tolist() == [0]*4
+
+
+@pytest.mark.parametrize("kwargs, words", [
+    (dict(algorithm="ppo"), "algorithm = 'ppo'"), (dict(reward="x"), "reward = 'x'"), (dict(group_size=1), "group_size = 1, expected 2"), (dict(kl=-.1), "kl = -0.1"),
+    (dict(kl=float("nan")), "kl = nan"), (dict(prompts=0), "prompts = 0"), (dict(max_tokens=0), "max_tokens"), (dict(staleness=-1), "staleness"), (dict(clip=-1.), "clip")])
+def test_rejected(kwargs, words):
+    with pytest.raises(ValueError, match=words): RlConfig(**kwargs)

@@ -1,0 +1,96 @@
+"Supervised fine-tuning: masks, constants, micro-batches, packing."
+from itertools import islice
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from lmcourse.alignment.briefs import Demonstrators
+from lmcourse.alignment.sft import (SftBatches, block_attention, compute_entropy, get_response_log_probs, masked_normalize, pack_rows, padded_rows,
+                                    sft_microbatch_train_step, tokenize_prompt_and_output)
+from lmcourse.architecture.transformer_torch import TransformerLM
+from lmcourse.tools.config import ModelConfig
+
+CONFIG = ModelConfig(vocab_size=97, context_length=64, d_model=32, num_layers=2, num_heads=4, d_ff=64)
+
+
+class Letters:
+    "A tokenizer of bytes, 0 for the end."
+    end_of_text = 0
+    def encode(self, text): return [1 + b % 96 for b in text.encode()]
+
+
+def some_rows(n, seed=0, most=12):
+    g = torch.Generator().manual_seed(seed)
+    draw = lambda low, high: int(torch.randint(low, high, (), generator=g))
+    return [([draw(1, 97) for _ in range(p + r)], p) for p, r in ((draw(1, most), draw(1, most)) for _ in range(n))]
+
+
+def test_tokens_labels_and_mask_by_hand():
+    found = tokenize_prompt_and_output(["ab", "a"], ["c", "bcd"], Letters())
+    a, b, c, d = Letters().encode("abcd")
+    assert found["input_ids"].tolist() == [[a, b, c], [a, b, c]] and found["labels"].tolist() == [[b, c, 0], [b, c, d]]
+    assert found["response_mask"].tolist() == [[False, True, False], [True, True, True]]
+
+
+@pytest.mark.parametrize("kwargs", [dict(num_kv_heads=2), dict(position="learned"), dict(qk_norm=True, tie_embeddings=True), dict(position="none")], ids=str)
+@pytest.mark.parametrize("length", [24, 40, 64])
+def test_packed_rows_equal_separate_ones(kwargs, length):
+    from dataclasses import replace
+    model, rows = TransformerLM(replace(CONFIG, **kwargs), 1, dtype=torch.float64), some_rows(9, length)
+    apart, packed = padded_rows(rows, 0), pack_rows(rows, length, 0)
+    alone = get_response_log_probs(model, apart["input_ids"], apart["labels"])["log_probs"]
+    attention = [layer.attn.attention for layer in model.layers]
+    with block_attention(model, packed["segments"]): logits = model(packed["input_ids"], packed["positions"])
+    assert [layer.attn.attention for layer in model.layers] == attention
+    inside = logits.log_softmax(-1).gather(-1, packed["labels"][..., None])[..., 0]
+    loss = lambda log_probs, mask: log_probs[mask].sum()
+    assert torch.allclose(loss(alone, apart["response_mask"]), loss(inside, packed["response_mask"]), atol=1e-10)
+    a, b = (torch.autograd.grad(loss(*pair), model.layers[0].attn.q_proj.weight) for pair in ((alone, apart["response_mask"]), (inside, packed["response_mask"])))
+    assert torch.allclose(a[0], b[0], atol=1e-10)
+    assert len(packed["labels"]) <= len(rows) and packed["response_mask"].sum() == apart["response_mask"].sum()
+
+
+@pytest.mark.parametrize("pieces", [2, 3, 6])
+def test_micro_batches_give_the_gradient_of_the_batch(pieces):
+    model, rows = TransformerLM(CONFIG, 2, dtype=torch.float64), padded_rows(some_rows(6, 5), 0)
+    def gradient(n):
+        model.zero_grad()
+        total = 0
+        for part in range(n):
+            ids, labels, mask = (t.chunk(n)[part] for t in rows.values())
+            loss, about = sft_microbatch_train_step(get_response_log_probs(model, ids, labels)["log_probs"], mask, n, 7.)
+            total += loss
+            assert about["tokens"] == mask.sum()
+        return total, torch.cat([p.grad.flatten() for p in model.parameters()])
+    (a, x), (b, y) = gradient(1), gradient(pieces)
+    assert torch.allclose(a, b, atol=1e-12) and torch.allclose(x, y, atol=1e-12)
+
+
+def test_entropy_and_normalize():
+    logits = torch.tensor([[0., 0., 0.], [1e4, 0., 0.], [-1e4, 0., 0.]], dtype=torch.float64)
+    assert torch.allclose(compute_entropy(logits), torch.tensor([3., 1., 2.], dtype=torch.float64).log())
+    x, mask = torch.tensor([[1., float("inf")], [2., 3.]]), torch.tensor([[1, 0], [1, 1]])
+    assert masked_normalize(x, mask, 3.) == 2 and masked_normalize(x, mask, 1., 0).tolist() == [3, 3]
+
+
+def test_batches_learn_the_response_and_its_end_and_are_the_same_for_a_step():
+    from lmcourse.training.models import load_model
+    tokenizer = load_model()[1]
+    pairs = list(islice(Demonstrators(.2, 1), 10))
+    batches = SftBatches(pairs, tokenizer, 4)
+    for step in range(4):
+        inputs, targets = batches[step]
+        for row in range(4):
+            prompt, response = pairs[(4*step + row) % 10]
+            assert targets[row][targets[row] != -100].tolist() == [*tokenizer.encode(response), tokenizer.end_of_text]
+            assert inputs[row][0] == tokenizer.end_of_text and inputs[row, 1:1 + len(tokenizer.encode(prompt))].tolist() == tokenizer.encode(prompt)
+        assert all(torch.equal(a, b) for a, b in zip((inputs, targets), batches[step]))
+
+
+@pytest.mark.parametrize("call, words", [
+    (lambda: tokenize_prompt_and_output([], [], Letters()), "0 prompts"), (lambda: tokenize_prompt_and_output(["a"], [""], Letters()), "no tokens"),
+    (lambda: masked_normalize(torch.ones(1), torch.ones(1), 0), "normalize_constant"), (lambda: pack_rows([([1]*8, 1)], 6, 0), "needs a row of 7, not of 6"),
+    (lambda: SftBatches([("a", "b")], Letters(), 2), "expected a batch of 2")])
+def test_rejected(call, words):
+    with pytest.raises(ValueError, match=words): call()

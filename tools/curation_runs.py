@@ -1,0 +1,76 @@
+"""The saved runs of chapter 13, `nbs/results/curation.jsonl`: one small model on raw, duplicated, noisy, cleaned and clean text.
+
+A run that stands in the file already is not repeated, so a run that was stopped goes on.
+Usage: nice tools/curation_runs.py clean duplicated noisy raw cleaned
+"""
+import argparse, datetime, json, tempfile, time
+from functools import cache
+from itertools import islice
+from pathlib import Path
+
+from lmcourse.curation.pipeline import Recipe, curate, kept_documents, read_shard
+from lmcourse.curation.web import planted_web, write_warc
+from lmcourse.tools.config import ModelConfig, TrainConfig
+from lmcourse.tools.machine import machine_name
+from lmcourse.tools.stories import Stories
+from lmcourse.tokenization.tokenizer import Tokenizer
+from lmcourse.training.data import TokenDataset, write_dataset
+from lmcourse.training.trainer import Trainer
+
+RESULTS = Path(__file__).parent.parent/"nbs/results/curation.jsonl"
+RECIPE = Path(__file__).parent.parent/"nbs/results/recipe.toml"
+PAGES, SEEDS = 4500, (0, 1, 2)
+MODEL = ModelConfig(vocab_size=1024, context_length=128, d_model=64, num_layers=2, num_heads=4, qk_norm=True, tie_embeddings=True)
+TRAIN = TrainConfig(steps=1200, batch_size=8, lr=.006, min_lr=3e-4, warmup_steps=50, windows="random", eval_every=10_000, checkpoint_every=10_000,
+                    log_every=1000, device="cpu")
+
+
+@cache
+def tokenizer(): return Tokenizer.train(islice(Stories(seed=101), 2000), MODEL.vocab_size)
+
+
+def web(folder, seed):
+    "An archived web, of which nothing but the pages is looked at"
+    if not (path := Path(folder)/"web.warc.gz").exists(): write_warc(path, planted_web(PAGES, seed=500 + seed))
+    return path
+
+
+def texts(kind, seed, folder):
+    "Training documents; about as many of each kind, but for what the pipeline drops"
+    stories = Stories(seed=1000 + seed)
+    if kind == "clean": return list(islice(stories, PAGES))
+    if kind == "duplicated": return list(islice(stories, PAGES//20))*20
+    if kind == "noisy":
+        faults = [p.text for p in planted_web(PAGES, seed=500 + seed) if p.kind in ("spam", "noise", "foreign", "nsfw", "toxic", "code", "list")]
+        return (faults*20)[:PAGES//2] + list(islice(stories, PAGES//2))
+    if kind == "raw": return [d.text for d, why in read_shard(web(folder, seed)) if not why]
+    curate(web(folder, seed), Path(folder)/"out", Recipe.load(RECIPE))
+    return [d.text for d in kept_documents(Path(folder)/"out")]
+
+
+def run(kind, seed):
+    "One line for the file"
+    start = time.process_time()
+    with tempfile.TemporaryDirectory() as folder:
+        documents = texts(kind, seed, folder)
+        write_dataset(data := Path(folder)/"data", "stories", tokenizer(), documents, list(islice(Stories(seed=1), 400)), threads=1)
+        train, valid = (TokenDataset.open(data/name, verify=False) for name in ("train", "valid"))
+        trainer = Trainer(MODEL, TrainConfig.from_dict(TRAIN.to_dict() | dict(seed=seed)), train, valid)
+        result = trainer.fit(Path(folder)/"run")
+    return dict(kind=kind, seed=seed, documents=len(documents), tokens=len(train.tokens), read=TRAIN.steps*trainer.plan.tokens,
+                loss=round(result.loss, 5), excess=round(result.excess, 5), error=round(result.error, 5), seconds=round(time.process_time() - start, 1))
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("kinds", nargs="+", choices=["clean", "duplicated", "noisy", "raw", "cleaned"])
+    for seed in SEEDS:
+        for kind in parser.parse_args().kinds:
+            lines = [json.loads(line) for line in RESULTS.read_text().splitlines()] if RESULTS.exists() else []
+            if any((r.get("kind"), r.get("seed")) == (kind, seed) for r in lines): continue
+            if not lines:
+                about = dict(kind="about", machine=machine_name(), date=str(datetime.date.today()), command="tools/curation_runs.py clean duplicated noisy raw cleaned")
+                RESULTS.write_text(json.dumps(about) + "\n")
+            row = run(kind, seed)
+            with RESULTS.open("a") as file: file.write(json.dumps(row) + "\n")
+            print(row, flush=True)
