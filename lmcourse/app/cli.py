@@ -8,12 +8,12 @@ __all__ = ['CUT_OFF', 'SHARED_OUT', 'BITS', 'BENCHES', 'COMPLETIONS', 'COMMANDS'
            'refuse_existing', 'prepare', 'validation_documents', 'training_documents', 'NotThisJob', 'begun',
            'unfinished_job', 'told_to_go_on', 'ngram_line', 'TrainCommand', 'new_trainer', 'open_data',
            'matching_tokenizer', 'go_on', 'model_table', 'cost_lines', 'speed_lines', 'device_here', 'train_to_the_end',
-           'result_line', 'loss_plot', 'draw', 'story', 'beginning', 'checked_device', 'decoder_for', 'load_draft',
-           'draw_story', 'GenerateCommand', 'ServeCommand', 'PlotCommand', 'QuickstartCommand', 'get_ready', 'plan',
-           'keep', 'AccountCommand', 'PlanCommand', 'ScaleCommand', 'smoke', 'SmokeCommand', 'AblateCommand',
-           'DoctorCommand', 'EvalCommand', 'CurateCommand', 'BenchTokenizerCommand', 'BenchTrainingCommand',
-           'BenchLoopCommand', 'BenchGenerationCommand', 'BenchKernelsCommand', 'BenchCommand', 'CheckCommand',
-           'ExercisesCommand', 'CompletionCommand', 'one_line', 'parse', 'main', 'kill_as_ctrl_c']
+           'speaker', 'result_line', 'loss_plot', 'draw', 'story', 'beginning', 'checked_device', 'decoder_for',
+           'load_draft', 'draw_story', 'GenerateCommand', 'ServeCommand', 'PlotCommand', 'QuickstartCommand',
+           'get_ready', 'plan', 'keep', 'AccountCommand', 'PlanCommand', 'ScaleCommand', 'smoke', 'SmokeCommand',
+           'AblateCommand', 'DoctorCommand', 'EvalCommand', 'CurateCommand', 'BenchTokenizerCommand',
+           'BenchTrainingCommand', 'BenchLoopCommand', 'BenchGenerationCommand', 'BenchKernelsCommand', 'BenchCommand',
+           'CheckCommand', 'ExercisesCommand', 'CompletionCommand', 'one_line', 'parse', 'main', 'kill_as_ctrl_c']
 
 # %% ../../nbs/90_app/90g_cli.ipynb #56d80fc9
 import contextlib, errno, hashlib, io, json, math, os, re, select, shutil, signal, socket, sys
@@ -468,15 +468,16 @@ def train_to_the_end(
                                    beginning(trainer.config.windows), ngram_line(data))
     try:
         result = trainer.fit(run, report=_report,
-                             sample=lambda model: story(model, tokenizer, trainer.step, begin, 120))
+                             sample=lambda _: story(speaker(trainer), tokenizer, trainer.step, begin, 120))
     except Interrupted as e: raise Interrupted(
         f"{e}; go on with: lmcourse train --resume {run}") from None
     except RuntimeError as e:
-        if not _LOST.search(str(e)): raise
+        if not _LOST.search(f"{e} {e.__cause__}"): raise
         raise UserError(f"another process of this run has died, or does not answer; go on with: "
                         f"lmcourse train --resume {run}") from None
     # A sharded model needs all processes
-    stories = [wrapped(story(trainer.model, tokenizer, seed, begin).strip()) for seed in range(3)]
+    model = speaker(trainer)
+    stories = [wrapped(story(model, tokenizer, seed, begin).strip()) for seed in range(3)]
     trainer.world.destroy()
     if not trainer.world.writes: return result
     say("", *speed_lines(trainer),
@@ -490,6 +491,13 @@ def train_to_the_end(
 
 # What gloo and NCCL say of a process that is gone, or that takes too long
 _LOST = re.compile("closed by peer|reset by peer|[Tt]imed out|[Tt]imeout|Broken pipe|aborted")
+
+def speaker(trainer): # Who writes stories; of a model on a mesh a whole copy, if that is small
+    model = trainer.model
+    if not hasattr(model, "stages"): return model
+    from lmcourse.architecture.transformer_torch import TransformerLM
+    size = sum(p.numel() for p in TransformerLM(model.config, device="meta").parameters())
+    return trainer.engine.whole_model() if size < 10**8 else model
 
 # %% ../../nbs/90_app/90g_cli.ipynb #58098721
 def _report(trainer, evaluation): # A line where there is no progress bar to show it

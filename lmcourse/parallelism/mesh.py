@@ -87,8 +87,8 @@ class Stage(TransformerLM):
                 x = checkpoint(layer, x, None, None, table, use_reentrant=False,
                                preserve_rng_state=False)
             else: x = layer(x, table=table)
-        if not self.last: return local(x)
-        return self.head(self.ln_final(x), targets)
+        y = self.head(self.ln_final(x), targets) if self.last else local(x)
+        return y.clone() if self.mesh else y                    # FSDP wants no view
 
     def head(self, x:torch.Tensor, targets:torch.Tensor|None)->torch.Tensor:
         "Logits on all processes that share the head, or the loss."

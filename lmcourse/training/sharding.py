@@ -18,7 +18,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import HuggingFaceStorageReader, StorageWriter
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.nn.modules.module import register_module_parameter_registration_hook
@@ -63,6 +63,7 @@ def local_part(
 )->torch.Tensor: # Its numbers
     "As `local_rows`, for a tensor that may be cut along several axes, or not at all."
     if not isinstance(part, DTensor): return whole
+    if part.placements == (Shard(0),): return local_rows(whole, part)
     shape, begin = compute_local_shape_and_global_offset(part.shape, part.device_mesh,
                                                          part.placements)
     return whole[tuple(slice(b, b + n) for b,n in zip(begin, shape))]
@@ -125,7 +126,7 @@ def save_shards(
     "As `save_checkpoint`, in parts. All processes must call it; an error of one reaches all."
     weights, named = _parts_of(model), named_state(model, optimizer)
     _, moments, record, config = checkpoint_contents({}, named, iteration, config or {}, state or {}, {})
-    record["optimizer"] = _joined([r for r in _gathered(record["optimizer"])])
+    record["optimizer"] = _joined(_gathered(record["optimizer"]))
     writer = _ShardWriter(out, weights.keys(), record, config)
     with in_one_line(writer.path), _first_failure():
         try: dcp.save(weights | moments, storage_writer=writer)
