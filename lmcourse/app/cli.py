@@ -281,13 +281,12 @@ class TrainCommand:
     preset: one_of(ModelConfig.presets(), "quickstart") = "quickstart"
     model: ModelConfig = field(default_factory=ModelConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
-    given: typing.ClassVar[tuple] = () # Fields that the command line names
 
     def run(self):
         if self.resume and self.data:
             raise UserError(f"train --resume {self.resume} takes no DATA and no OUT: the run knows "
                             f"them")
-        if self.resume: return go_on(self.resume, self.train, self.given)
+        if self.resume: return go_on(self.resume, self.train, getattr(self, "given", ()))
         if not self.data or not self.out:
             raise UserError("train needs DATA and OUT, or --resume RUN")
         with checking_input(): refuse_existing(self.out)
@@ -1295,7 +1294,8 @@ def parse(
             command = None
     if isinstance(command, TrainCommand):
         options = (re.match(r"--(?:no-)?([\w-]+)", a) for a in args)
-        command.given = tuple(m[1].replace("-", "_") for m in options if m)
+        # No field, as it is no option
+        vars(command)["given"] = tuple(m[1].replace("-", "_") for m in options if m)
     if command is not None: return command
     raise ValueError(one_line(box.getvalue()))
 

@@ -56,7 +56,7 @@ _CACHES = debug._clear_sharding_prop_cache, debug._clear_fast_path_sharding_prop
 class Stage(TransformerLM):
     """Some layers of a model in a row, without memory at first.
     The first stage embeds ids, the last one has the norm, the head and the loss."""
-    mesh:DeviceMesh|None = None # The processes that share its matrices, if several do
+    mesh:Any = None             # The processes that share its matrices, if several do
     stream:list                 # How they hold what goes from layer to layer
     def __init__(self,
         config:ModelConfig, # Of the whole model
@@ -75,7 +75,7 @@ class Stage(TransformerLM):
 
     @property
     def dtype(self)->torch.dtype: return next(self.parameters()).dtype
-    def forward(self,
+    def forward(self, # type: ignore[override]
         x:torch.Tensor, # Ids `(B, T)`, or what the stage before gave `(B, T, D)`
         targets:torch.Tensor|None=None, # Where the last stage shall give the loss `(B, T)`
     )->torch.Tensor: # The residual stream; of the last stage logits `(B, T, V)`, or the loss
@@ -114,7 +114,7 @@ class Stage(TransformerLM):
         return self
 
 # %% ../../nbs/10_parallelism/10k_mesh.ipynb #c10k0014
-def local(x:torch.Tensor)->torch.Tensor: # What this process holds of it
+def local(x:Any)->torch.Tensor: # What this process holds of it
     return x.to_local() if isinstance(x, DTensor) else x
 
 def whole(x:torch.Tensor)->torch.Tensor: # All of it: one axis of the mesh after the other
@@ -193,6 +193,7 @@ def apply_data_parallel(
 # %% ../../nbs/10_parallelism/10k_mesh.ipynb #c10k0026
 class MeshModel(nn.Module):
     "The stages of one process, and how all processes compute logits together."
+    stages:Any
     def __init__(self,
         config:ModelConfig, # Of the whole model
         stages:list,        # Of `Stage`: this process's
@@ -229,7 +230,8 @@ class MeshModel(nn.Module):
 # %% ../../nbs/10_parallelism/10k_mesh.ipynb #c10k0028
 class MeshEngine(TorchEngine):
     "A process's part of a `TransformerLM` on a mesh, and how all of them take a step."
-    in_parts, kind_of_stage = True, PipelineStage
+    kind_of_stage:Any = PipelineStage
+    in_parts = True
     def __init__(self,
         model_config:ModelConfig, config:TrainConfig, # As of `TorchEngine`
         world:World=World(),      # Its mesh has the axes of `mesh_sizes`
@@ -237,13 +239,14 @@ class MeshEngine(TorchEngine):
         loss:Callable=next_token_loss, # This one
     ):
         check_mesh(model_config, config, world, loss)
+        self.mesh:Any = world.mesh
         self.waiting:list = []
         self.schedules:dict = {}
         super().__init__(model_config, config, world, device, loss)
 
     def make_model(self, config:ModelConfig)->MeshModel:
         "The stages of this process: shapes, then slices, then shares, then numbers."
-        c, mesh = self.config, self.world.mesh
+        c, mesh = self.config, self.mesh
         p = c.pipeline_parallel_degree
         self.pipeline = mesh["pp"].get_group() if p > 1 else None
         me, count = self.pipeline.rank() if self.pipeline else 0, p*stages_each(c)
@@ -322,8 +325,9 @@ def finish_gradients(
     model:MeshModel, # After the backward pass of the last micro-batch
 ):
     "Give each gradient the placement of its parameter, and add up what lies in parts."
-    parts, mesh = [], model.stages[0].mesh
-    for p in model.parameters():
+    parts:list[Any] = []
+    mesh, parameters = model.stages[0].mesh, list[Any](model.parameters())
+    for p in parameters:
         if not isinstance(p.grad, DTensor) or p.grad.placements == p.placements: continue
         if any(how.is_partial() for how in p.grad.placements): parts.append(p)
         else: p.grad = p.grad.redistribute(p.device_mesh, p.placements)
@@ -472,8 +476,8 @@ class Traffic(TorchDispatchMode):
         mesh:DeviceMesh, # Calls of other groups count as the axis `all`
     ):
         super().__init__()
-        self.sizes = {a: mesh[a].size() for a in mesh.mesh_dim_names}
-        self.axes = {mesh[a].get_group().group_name: a for a in self.sizes}
+        self.sizes = {a: mesh[a].size() for a in mesh.mesh_dim_names or ()}
+        self.axes:dict[Any, str] = {mesh[a].get_group().group_name: a for a in self.sizes}
         self.calls:list = []                    # Axis, kind of call, bytes sent
 
     def __torch_dispatch__(self, f, types, args=(), kwargs=None):
@@ -523,7 +527,7 @@ class Rehearsal(MeshEngine):
         "The forward and backward passes of one step."
         tokens = self.model.config.context_length
         plan = plan_batch(self.config, tokens, self.world.size)
-        with self.fake, Traffic(self.world.mesh) as traffic:
+        with self.fake, Traffic(self.mesh) as traffic:
             ids = torch.zeros(plan.micro_batch, tokens, dtype=torch.int64)
             for i in range(plan.grad_accum_steps):
                 self.forward_backward((ids, ids), 1/plan.windows, i == plan.grad_accum_steps - 1)

@@ -69,6 +69,7 @@ class _Stored: # A tensor in a file
         else: t[...] = self.array()
 
 class _InParts(_Stored): # A tensor whose blocks lie in several files
+    parts:list
     def __init__(self, parts:list): # Pairs: the block, and where it begins
         shape = tuple(max(ends) for ends in zip(*([b + n for b,n in zip(begin, p.shape)]
                                                   for p,begin in parts)))

@@ -166,8 +166,9 @@ def place_in(
     process:int,     # Number of a process
 )->World: # As that process sees it
     "Which part of the batch is whose: processes that differ in a `dp` axis have different parts."
-    at = dict(zip(mesh.mesh_dim_names, (mesh.mesh == process).nonzero()[0].tolist()))
-    sizes = dict(zip(mesh.mesh_dim_names, mesh.shape))
+    names = mesh.mesh_dim_names or ()
+    at = dict(zip(names, (mesh.mesh == process).nonzero()[0].tolist()))
+    sizes = dict(zip(names, mesh.shape))
     def number(axes): # Among the processes that differ in these axes
         return sum(at[a]*math.prod(sizes[b] for b in axes[i + 1:]) for i,a in enumerate(axes))
     data = [a for a in sizes if a.startswith("d")]
@@ -432,7 +433,7 @@ class NumpyEngine:
         return next(filter(None, found), None)
 
 # By name; a text names what a later chapter has, and is looked up when a run asks for it
-ENGINES:dict[str, type[TorchEngine]|type[NumpyEngine]|str] = dict(
+ENGINES:dict[str, Any] = dict(
     torch=TorchEngine, numpy=NumpyEngine, mesh="lmcourse.parallelism.mesh:MeshEngine")
 
 def engine_for(config:TrainConfig)->type: # A class
