@@ -34,6 +34,7 @@ def test_binned_error_is_the_sum_over_bins(answers, bins):
     c, y = (np.array(x, float) for x in zip(*answers))
     where = np.minimum((c*bins).astype(int), bins - 1)
     assert binned_error(c, y, bins) == pytest.approx(abs(np.bincount(where, c - y, bins)).sum()/len(c))
+    assert binned_error([1., .95], [0, 1]) == pytest.approx(.475)       # Certainty belongs to the last bin
     rows = reliability(c, y, bins)
     assert sum(r["n"] for r in rows) == len(c) and all(r["low"] - 1e-12 <= r["right"] <= r["high"] + 1e-12 for r in rows)
 
@@ -49,6 +50,7 @@ def test_the_oracle_has_an_error_in_bins_that_shrinks_and_none_that_is_exact():
     rng = np.random.default_rng(0)
     exact = rng.dirichlet(np.ones(4), 400)
     assert exact_error(exact, exact) == 0 < exact_error(exact**2/(exact**2).sum(1, keepdims=True), exact)
+    assert exact_error([[.9, .1]], [[.3, .7]]) == pytest.approx(.6)     # Of the answer that the model picks
     small, large = (calibrated_error(np.tile(exact.max(1), k), rng, draws=60)[0] for k in (1, 16))
     assert small/large == pytest.approx(4, rel=.25)
 
@@ -84,6 +86,9 @@ def test_the_course_has_no_alarm_for_new_stories_and_documents_in_a_row_are_no_w
     one_by_one = [log_prob_in_order(model, tokenizer, [d]) for d in new]
     assert sum(one_by_one) == pytest.approx(-perplexity(model, tokenizer, new).nats)
     assert contamination_p(one_by_one, [Stories().log_prob(d) for d in new]) == 1
+    beginning = "Once there was a"                              # The end of the text counts, and is no place to end here
+    begun = -float(token_nats(model, [tokenizer.end_of_text, *tokenizer.encode(beginning)]).sum())
+    assert log_prob_in_order(model, tokenizer, [beginning]) < begun - 3
     file = list(islice(short_stories(seed=4712), 3))
     orders = [log_prob_in_order(model, tokenizer, list(o)) for o in permutations(file)]
     assert len(set(orders)) == 6 and 1/6 <= permutation_p(orders) <= 1
@@ -216,5 +221,12 @@ def test_answers_to_requests_are_those_of_the_scorer(asked):
     for item, record in zip(task.items, score_task(model, tokenizer, task)):
         found = answers.loglikelihood([Request(item.context, c) for c in item.choices])
         assert [x for x, _ in found] == pytest.approx(record.log_probs, abs=1e-4)
+    for context, after in (("Once there was a bold bear", " named Mia"), ("", "Once there was"), ("Mia", " lived in a den")):
+        ids, before = tokenizer.encode(context + after), len(tokenizer.encode(context))
+        assert continuation_log_prob(model, tokenizer, context, after)[0] == pytest.approx(-token_nats(model, [tokenizer.end_of_text, *ids])[before:].sum(), abs=1e-4)
+    assert not continuation_log_prob(model, tokenizer, "Once there was a bold bear", " named mustard")[1]  # The first token alone is its choice
+    texts = ["Mia lived in a den.", "Once there was a bold bear named Mia."]
+    rolled = [-token_nats(model, [tokenizer.end_of_text, *tokenizer.encode(t)]).sum() for t in texts]
+    assert answers.loglikelihood_rolling([Request(t) for t in texts]) == pytest.approx(rolled) and rolled[0] != pytest.approx(rolled[1])
     text, = answers.generate_until([Request("Once there was a", dict(until=[" named"], max_gen_toks=8))])
     assert " named" not in text and continuation_log_prob(model, tokenizer, "Once there was a", text)[1]

@@ -41,6 +41,8 @@ def test_roles_name_the_rule_that_wrote():
         for words, role in pieces:                              # What is said again was said before
             if role in ("girl", "boy"): seen[words] = role
             if role in ("girl again", "boy again"): assert words in seen
+        drawn = [words for words, role in pieces if role in ("girl", "boy")]
+        assert len(drawn) == len(set(drawn)) > 1 and any(role in ("girl again", "boy again") for _, role in pieces)
 
 
 def test_a_sample_has_a_role_for_each_token():

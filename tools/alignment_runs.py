@@ -16,7 +16,7 @@ import torch
 from lmcourse.alignment.briefs import Demonstrators, brief_prompts
 from lmcourse.alignment.rl import RlConfig, measure_policy, start_rl
 from lmcourse.alignment.sft import SftBatches
-from lmcourse.architecture.layers_torch import onednn_products
+from lmcourse.architecture.onednn import onednn_products
 from lmcourse.tools.config import TrainConfig
 from lmcourse.training.data import TokenDataset, write_tokens
 from lmcourse.training.engines import Objective, counted_targets, fill

@@ -19,14 +19,14 @@ from lmcourse.training.trainer import Trainer
 
 RESULTS = Path(__file__).parent.parent/"nbs/results/curation.jsonl"
 RECIPE = Path(__file__).parent.parent/"nbs/results/recipe.toml"
-PAGES, SEEDS = 4500, (0, 1, 2)
+PAGES, SEEDS = 1500, (0, 1, 2)
 MODEL = ModelConfig(vocab_size=1024, context_length=128, d_model=64, num_layers=2, num_heads=4, qk_norm=True, tie_embeddings=True)
-TRAIN = TrainConfig(steps=1200, batch_size=8, lr=.006, min_lr=3e-4, warmup_steps=50, windows="random", eval_every=10_000, checkpoint_every=10_000,
+TRAIN = TrainConfig(steps=400, batch_size=8, lr=.006, min_lr=3e-4, warmup_steps=40, windows="random", eval_every=10_000, checkpoint_every=10_000,
                     log_every=1000, device="cpu")
 
 
 @cache
-def tokenizer(): return Tokenizer.train(islice(Stories(seed=101), 2000), MODEL.vocab_size)
+def tokenizer(): return Tokenizer.train(islice(Stories(seed=101), 600), MODEL.vocab_size)
 
 
 def web(folder, seed):

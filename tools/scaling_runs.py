@@ -11,6 +11,7 @@ import numpy as np
 
 from lmcourse.accounting.model_flops import training_flops
 from lmcourse.parallelism.batch_size import new_run, run_steps, small_model, story_tokenizer, story_tokens, tail_rates
+from lmcourse.scaling.loss_law import fit_loss_law
 from lmcourse.scaling.study import predict_excess, predict_loss, read_study, size_law, three_counts
 from lmcourse.tools.machine import machine_name
 from lmcourse.training.evaluation import evaluate
@@ -159,6 +160,20 @@ def predict(name="scaling.jsonl"):
                          grid, HELD_OUT, entropy), 5), **{k: round(v, 5) for k, v in found.items()}))
 
 
+def predict_late(name, lowest=1e11):
+    "Two more: the law without the smallest budget, and a law of the excess over the known floor"
+    if any(r["kind"] == "late prediction" for r in saved(name)): return
+    grid, others = read_study(RESULTS/name)[1:]
+    said, entropy = others["prediction"][0], looked_floor(name)
+    N, D, L = (np.array([r[k] for r in grid], float) for k in ("multiplying", "tokens", "loss"))
+    later = [r for r in grid if r["budget"] >= lowest]
+    found = predict_loss(later, said["multiplying"], said["tokens"], np.random.default_rng(0))
+    known = entropy + float(fit_loss_law(N, D, L - entropy).loss(said["multiplying"], said["tokens"]))
+    write(name, dict(kind="late prediction", **{k: said[k] for k in ("budget", "width", "layers", "steps")},
+                     lowest=lowest, runs=len(later), **{k: round(v, 5) for k, v in found.items()},
+                     known_floor_law=round(known, 5)))
+
+
 def looked_floor(name):
     "The entropy of the validation stories, nats per token"
     run = saved(name)[1]
@@ -175,6 +190,7 @@ def zipf():
     "The same study with stories whose words are as unequal as those of text"
     study("zipf.jsonl", {3e10: 2, 1e11: 2})
     predict("zipf.jsonl")
+    predict_late("zipf.jsonl")
     held_out("zipf.jsonl")
 
 

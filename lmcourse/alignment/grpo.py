@@ -145,7 +145,7 @@ def grpo_loss(
     if ref_log_probs is not None: loss = loss + beta*kl_estimators(log_probs, ref_log_probs)["k3"]
     if average == "response": return masked_mean(loss, mask, 1).mean()
     if average == "token": return masked_mean(loss, mask)
-    if average == "constant": return (loss*mask).sum()/(len(loss)*max_length)
+    if average == "constant": return (loss*mask).sum()/(len(loss)*(max_length or 1))
     raise ValueError(f"average = {average!r}, expected 'response', 'token' or 'constant'")
 
 def mixed_groups(

@@ -11,9 +11,10 @@ __all__ = ['CUT_OFF', 'SHARED_OUT', 'BITS', 'BENCHES', 'COMPLETIONS', 'COMMANDS'
            'speaker', 'result_line', 'loss_plot', 'draw', 'story', 'beginning', 'checked_device', 'decoder_for',
            'load_draft', 'draw_story', 'GenerateCommand', 'ServeCommand', 'PlotCommand', 'QuickstartCommand',
            'get_ready', 'plan', 'keep', 'AccountCommand', 'PlanCommand', 'ScaleCommand', 'smoke', 'SmokeCommand',
-           'AblateCommand', 'DoctorCommand', 'EvalCommand', 'CurateCommand', 'BenchTokenizerCommand',
-           'BenchTrainingCommand', 'BenchLoopCommand', 'BenchGenerationCommand', 'BenchKernelsCommand', 'BenchCommand',
-           'CheckCommand', 'ExercisesCommand', 'CompletionCommand', 'one_line', 'parse', 'main', 'kill_as_ctrl_c']
+           'AblateCommand', 'DoctorCommand', 'EvalCommand', 'SftCommand', 'RlCommand', 'align', 'CurateCommand',
+           'BenchTokenizerCommand', 'BenchTrainingCommand', 'BenchLoopCommand', 'BenchGenerationCommand',
+           'BenchKernelsCommand', 'BenchCommand', 'CheckCommand', 'ExercisesCommand', 'CompletionCommand', 'one_line',
+           'parse', 'main', 'kill_as_ctrl_c']
 
 # %% ../../nbs/90_app/90g_cli.ipynb #56d80fc9
 import contextlib, errno, hashlib, io, json, math, os, re, select, shutil, signal, socket, sys
@@ -1053,6 +1054,72 @@ class EvalCommand:
             card.save(path)
             say(f"in {path}")
 
+# %% ../../nbs/90_app/90g_cli.ipynb #14b90sft
+def _few_steps(steps:int, **kwargs)->TrainConfig: # For runs of a minute
+    return TrainConfig(**dict(steps=steps, schedule="constant", warmup_steps=5, weight_decay=0.,
+                              eval_every=10, eval_documents=32, checkpoint_every=10, log_every=5)
+                       | kwargs)
+
+@dataclass
+class SftCommand:
+    "Teach a model briefs by sloppy demonstrations; without --init-from the course's model."
+    out: word(Path|None, "OUT") = None # New folder for the run
+    # Go on with this run, from its last checkpoint; its own settings hold
+    resume: Path|None = None
+    slip: float = 0.2           # Probability that a mention in a demonstration is wrong
+    demonstrations: int = 4000  # How many there are; then they come again
+    train: TrainConfig = field(default_factory=partial(_few_steps, 50, batch_size=32, lr=2e-3,
+                                                       min_lr=2e-3))
+
+    def run(self):
+        settings = dict(slip=self.slip, demonstrations=self.demonstrations)
+        align("sft", self.out, self.resume, settings, self.train)
+
+@dataclass
+class RlCommand:
+    "Improve a model on briefs by what its own responses earn, from --init-from RUN."
+    out: word(Path|None, "OUT") = None # New folder for the run
+    # Go on with this run, from its last checkpoint; its own settings hold
+    resume: Path|None = None
+    algorithm: Literal["rloo", "grpo", "expert"] = "rloo" # How responses are compared
+    reward: Literal["parse", "mentions"] = "parse" # The exact judge, or one that can be fooled
+    kl: float = 0.              # What a nat of divergence from the start costs, in reward
+    prompts: int = 8            # Of a step
+    group_size: int = 4         # Responses to each
+    staleness: int = 0          # How many steps old the weights may be that write a batch
+    train: TrainConfig = field(default_factory=partial(_few_steps, 40, lr=6e-4, min_lr=6e-4))
+
+    def run(self):
+        names = "algorithm reward kl prompts group_size staleness".split()
+        align("rl", self.out, self.resume, {n: getattr(self, n) for n in names}, self.train)
+
+# %% ../../nbs/90_app/90g_cli.ipynb #14b90run
+def align(
+    kind:str,           # This and the next ones as for `new_alignment`
+    out:Path|None,      # None with `resume`
+    resume:Path|None,   # A run to go on with
+    settings:dict,
+    train:TrainConfig,
+):
+    "Run to the end, and say what came out."
+    from lmcourse.alignment.runs import align_to_the_end, new_alignment, open_alignment
+    from lmcourse.training.signals import Interrupted
+    if bool(out) == bool(resume): raise UserError(f"{kind} needs either OUT or --resume RUN")
+    if resume:
+        with checking_input(): trainer = open_alignment(resume)
+        say(f"{resume}: going on after step {trainer.step:,} of {trainer.config.steps:,}")
+    else:
+        with checking_input(): refuse_existing(out)
+        with all_or_nothing(out), checking_input():
+            trainer = new_alignment(out, kind, settings, train)
+    run = out or resume
+    try: found = align_to_the_end(trainer, run, say)
+    except Interrupted as e: raise Interrupted(
+        f"{e}; go on with: lmcourse {kind} --resume {run}") from None
+    say(f"success {found['success']:.3f} on briefs that were never practised on, in "
+        f"{duration(trainer.elapsed)}; try it: lmcourse generate {run} --prompt 'Ella the mule, "
+        f"an orange cap:'")
+
 # %% ../../nbs/90_app/90g_cli.ipynb #90g0cur1
 @dataclass
 class CurateCommand:
@@ -1251,7 +1318,7 @@ COMMANDS = dict(quickstart=QuickstartCommand, tokenizer=TokenizerCommand, prepar
                 exercises=ExercisesCommand, account=AccountCommand, plan=PlanCommand,
                 scale=ScaleCommand,
                 serve=ServeCommand, ablate=AblateCommand, doctor=DoctorCommand,
-                eval=EvalCommand, bench=BenchCommand, smoke=SmokeCommand,
+                eval=EvalCommand, sft=SftCommand, rl=RlCommand, bench=BenchCommand, smoke=SmokeCommand,
                 completion=CompletionCommand)
 
 ABOUT = """Build a language model from scratch.

@@ -159,7 +159,8 @@ def edit_words(
     "Change words of a text. `ValueError` if it has too few."
     words = text.split(" ")
     if edits > len(words) or len(set(pool)) < 2:
-        raise ValueError(f"edits = {edits} of a text of {len(words)} words, {len(set(pool))} others")
+        raise ValueError(f"edits = {edits} of a text of {len(words)} words, "
+                         f"{len(set(pool))} others")
     for i in rng.sample(range(len(words)), edits):
         old = words[i]
         while words[i] == old: words[i] = rng.choice(pool)

@@ -1,0 +1,247 @@
+"Graders of chapter 13's exercises: what each refuses, in which words, and that other right answers pass."
+import math
+import re
+from collections import Counter
+from functools import partial
+from pathlib import Path
+
+from graders import Graders, fails
+
+from lmcourse.curation import exact, filters, minhash
+from lmcourse.exercises import data as ex
+
+
+def spoiled(right):
+    "What no task that gives something back takes: (answer, words)."
+    return [(fails, "your code raised"), (lambda *a: None if right(*a) is not None else 0, "expected"), (lambda *a: [right(*a)], "expected"), (7, "expected a function"), (lambda: 0, "your code raised")]
+
+
+def spoiled_files(right):
+    "The same for files"
+    def more(*a):
+        right(*a)
+        (Path(a[-1])/"more.txt").write_text("")
+    def longer(*a):
+        right(*a)
+        for p in Path(a[-1]).iterdir(): p.write_text(p.read_text() + " ")
+    def upper(*a):
+        right(*a)
+        for p in Path(a[-1]).iterdir(): p.write_text(p.read_text().upper())
+    return [(fails, "your code raised"), (7, "expected a function"), (lambda: 0, "your code raised"), (lambda *a: None, "expected"), (more, "expected"), (longer, "expected"), (upper, "expected")]
+
+
+def sub(pattern, name, count=0): return lambda t: re.subn(pattern, name, t, count=count)
+
+
+# 1 to 3. Masks
+
+EMAIL, PHONE, IP = "|||EMAIL_ADDRESS|||", "|||PHONE_NUMBER|||", "|||IP_ADDRESS|||"
+MAIL = r"[\w.+-]+@[\w-]+(?:\.[\w-]+)+"
+EMAILS = [(sub(r"\S+@\S+", EMAIL), "full stop"), (sub(r"\w+@[\w-]+(?:\.[\w-]+)+", EMAIL), "dots, + and -"), (sub(MAIL, EMAIL, 1), "not only the first"), (lambda t: (re.sub(MAIL, EMAIL, t), 0), "count"),
+          (lambda t: re.sub(MAIL, EMAIL, t), "expected"), (sub(MAIL, "EMAIL"), "expected"), (sub(r"[a-z0-9_.+-]+@[a-z0-9-]+(?:\.[a-z0-9-]+)+", EMAIL), "capital")]
+
+
+def emails_by_words(text):
+    "Looks at each run of letters, digits and signs"
+    count = 0
+    def one(m):
+        nonlocal count
+        word = m[0]
+        end = len(word.rstrip(".-+"))
+        name, at, domain = word[:end].partition("@")
+        if not (at and name and "." in domain and "@" not in domain): return word
+        count += 1
+        return EMAIL + word[end:]
+    return re.sub(r"[\w.+@-]+", one, text), count
+
+
+NUMBER = r"(?<!\d)(?:\(\d{3}\)|\d{3})[ -]?\d{3}[ -]?\d{4}(?!\d)"
+PHONES = [(sub(r"\(?\d{3}\)?[ -]?\d{3}[ -]?\d{4}", PHONE), "longer number"), (sub(NUMBER, PHONE, 1), "not only the first"), (lambda t: (re.sub(NUMBER, PHONE, t), 0), "count"),
+          (sub(r"(?<!\d)(?:\(?\d{3}\)?[ -]?)?\d{3}[ -]?\d{4}(?!\d)", PHONE), "area code"), (sub(r"\d[\d -]*\d", PHONE), "not every number"), (sub(NUMBER, "PHONE"), "expected"),
+          (sub(r"(?<!\d)\d{3}\)?[ -]?\d{3}[ -]?\d{4}(?!\d)", PHONE), "brackets")]
+def phones_in_two(text):
+    text, a = re.subn(r"\(\d{3}\)[ -]?\d{3}[ -]?\d{4}(?!\d)", PHONE, text)
+    text, b = re.subn(r"\b\d{3}([ -]?)\d{3}\1\d{4}\b", PHONE, text)
+    return text, a + b
+
+
+BYTE = r"(?:25[0-5]|2[0-4]\d|1?\d?\d)"
+ADDRESS = rf"(?<![\d.]){BYTE}(?:\.{BYTE}){{3}}(?!\.?\d)"
+IPS = [(sub(r"(?<![\d.])\d{1,3}(?:\.\d{1,3}){3}(?!\d)", IP), "up to 255"), (sub(rf"{BYTE}(?:\.{BYTE}){{3}}", IP), "before or behind"), (sub(ADDRESS, IP, 1), "not only the first"), (lambda t: (re.sub(ADDRESS, IP, t), 0), "count"),
+       (sub(rf"(?<![\d.]){BYTE}(?:\.{BYTE}){{2,3}}(?!\.?\d)", IP), "not three"), (sub(ADDRESS, "IP"), "expected"), (lambda t: re.sub(ADDRESS, IP, t), "expected")]
+
+
+def ips_by_numbers(text):
+    count = 0
+    def one(m):
+        nonlocal count
+        if m[0].count(".") != 3 or any(int(x) > 255 for x in m[0].split(".")): return m[0]
+        count += 1
+        return IP
+    return re.sub(r"\d+(?:\.\d+)+", one, text), count
+
+
+# 4. Gopher
+
+def gopher(t, words=(50, 100_000), mean=(3, 10), dots=.3, letters=.8):
+    w, lines = t.split(), t.split("\n")
+    if not words[0] <= len(w) <= words[1]: return False
+    return mean[0] <= sum(map(len, w))/max(1, len(w)) <= mean[1] and sum(l.rstrip().endswith("...") for l in lines)/len(lines) <= dots and sum(bool(re.search("[^\\W\\d_]", x)) for x in w)/max(1, len(w)) >= letters
+
+
+def gopher_by_reasons(t):
+    w = t.split()
+    reasons = ["few"]*(len(w) < 50) + ["many"]*(len(w) > 100_000)
+    if w:
+        mean = len("".join(w))/len(w)
+        reasons += ["short"]*(mean < 3) + ["long"]*(mean > 10) + ["digits"]*(sum(any(c.isalpha() for c in x) for x in w) < .8*len(w))
+    lines = t.splitlines() or [""]
+    return not reasons + ["dots"]*(10*sum(l.strip().endswith("...") for l in lines) > 3*len(lines))
+
+
+GOPHER = [(partial(gopher, words=(0, 10**5)), "few words"), (partial(gopher, words=(50, 10**9)), "many words"), (partial(gopher, mean=(0, 10)), "short words"), (partial(gopher, mean=(3, 99)), "long words"),
+          (partial(gopher, dots=1), "break off"), (partial(gopher, letters=0), "without letters"), (lambda t: not gopher(t), "what to drop"), (lambda t: True, "expected"), (lambda t: int(gopher(t)), "expected")]
+
+
+# 5. Lines
+
+def lines_of(keep):
+    def f(paths, out):
+        texts = {Path(p).name: Path(p).read_text().splitlines(keepends=True) for p in paths}
+        count = Counter(l.rstrip("\n") for t in texts.values() for l in t)
+        seen = set()
+        for name, t in texts.items():
+            kept = []
+            for l in t:
+                if keep(count[l.rstrip("\n")], l.rstrip("\n") in seen): kept.append(l)
+                seen.add(l.rstrip("\n"))
+            (Path(out)/name).write_text("".join(kept))
+    return f
+
+
+lines_once = lines_of(lambda n, seen: n == 1)
+LINES = [(lines_of(lambda n, seen: not seen), "first copy too"), (lines_of(lambda n, seen: n > 1), "to drop"), (lines_of(lambda n, seen: True), "nothing was dropped"), (lines_of(lambda n, seen: n <= 2), "occur twice")]
+
+
+# 6. Similarity
+
+def runs(t, n):
+    w = t.lower().split()
+    return [" ".join(w[i:i + n]) for i in range(max(1, len(w) - n + 1))] if w else []
+
+
+def similarity(a, b, n): return len({*runs(a, n)} & {*runs(b, n)})/max(1, len({*runs(a, n)} | {*runs(b, n)}))
+
+
+def similarity_by_counting(a, b, n):
+    x, y = dict.fromkeys(runs(a, n)), dict.fromkeys(runs(b, n))
+    both = sum(k in y for k in x)
+    return both/(len(x) + len(y) - both) if x or y else 0
+
+
+SIMILARITY = [(lambda a, b, n: len({*runs(a, n)} & {*runs(b, n)})/max(1, len({*runs(a, n)})), "containment"), (lambda a, b, n: 1 - similarity(a, b, n), "distance"), (lambda a, b, n: similarity(a, b, 1), "single words"),
+              (lambda a, b, n: 2*len({*runs(a, n)} & {*runs(b, n)})/max(1, len({*runs(a, n)}) + len({*runs(b, n)})), "Dice"), (lambda a, b, n: 1., "expected")]
+
+
+# 7. The curve
+
+def curve(s, b, r): return 1 - (1 - s**r)**b
+
+
+def curve_by_bands(s, b, r):
+    missed = 1.
+    for _ in range(b): missed *= 1 - math.prod([s]*r)
+    return 1. - missed
+
+
+CURVE = [(lambda s, b, r: curve(s, r, b), "swapped"), (lambda s, b, r: 1 - curve(s, b, r), "miss each other"), (lambda s, b, r: s**r, "one band"), (lambda s, b, r: min(1, b*s**r), "add up"), (lambda s, b, r: s, "similarity")]
+
+
+# 8. Choosing
+
+def choose(h, s, p): return next((h//r, r) for r in range(h, 0, -1) if curve(s, h//r, r) >= p)
+
+
+def choose_by_max(h, s, p):
+    r = max(r for r in range(1, h + 1) if curve(s, h//r, r) >= p)
+    return [h//r, r]
+
+
+CHOOSE = [(lambda h, s, p: choose(h, s, p)[::-1], "bands come first"), (lambda h, s, p: next((h//r, r) for r in range(1, h + 1) if curve(s, h//r, r) >= p), "not the fewest"), (lambda h, s, p: (20, 6), "expected"),
+          (lambda h, s, p: next((h//r, r) for r in range(h, 0, -1) if h % r == 0 and curve(s, h//r, r) >= p), "need not divide"), (lambda h, s, p: choose(h, s, p)[1], "expected")]
+
+
+# 9. Letters
+
+RECALL = curve(.8, 450, 20)
+RIGHT_LETTERS = dict(bands=450, rows=20, recall=RECALL, swapped=0.)
+LETTERS = [(RIGHT_LETTERS | change, words) for change, words in [
+    (dict(bands=20), "never equal"), (dict(rows=450), "they never are"), (dict(recall=0.), "other reading"), (dict(recall=1 - RECALL), "missed"), (dict(recall=.8**20), "one band"), (dict(recall=.8), "similarity"),
+    (dict(swapped=RECALL), "right reading"), (dict(swapped=1.), "missed"), (dict(bands="450"), "not a number"), (dict(bands=449.5), "whole number")]] + [
+    ({}, "is missing"), (7, "expected a dict"), (RIGHT_LETTERS | dict(b=20), "not asked for")]
+
+
+# 10. Near duplicates
+
+def near(paths, hashes, bands, ngrams, threshold, out, normal=exact.normalize, last=False, ratio=lambda x, y: len(x & y)/len(x | y)):
+    "Compares all pairs"
+    texts = {Path(p).name: Path(p).read_text(encoding="utf-8") for p in paths}
+    sets = {n: minhash.shingles(t, ngrams) if normal is exact.normalize else {tuple(normal(t).split()[i:i + ngrams]) for i in range(max(1, len(normal(t).split()) - ngrams + 1))} for n, t in texts.items()}
+    first = {n: n for n in texts}
+    for _ in texts:
+        for a in texts:
+            for b in texts:
+                if sets[a] and sets[b] and ratio(sets[a], sets[b]) >= threshold: first[a] = first[b] = (max if last else min)(first[a], first[b])
+    for n, t in texts.items():
+        if first[n] == n: (Path(out)/n).write_text(t, encoding="utf-8")
+
+
+NEAR = [(partial(near, last=True), "first by name"), (partial(near, normal=lambda t: t), "normalize"), (partial(near, ratio=lambda x, y: len(x & y)/min(len(x), len(y))), "containment")]
+
+
+# 11. Containment
+
+def containment(t, d, n):
+    n = min(n, len(t.split()))
+    x, y = ({tuple(s.lower().split()[i:i + n]) for i in range(len(s.split()) - n + 1)} for s in (t, d))
+    return len(x & y)/len(x)
+
+
+def containment_in_strings(t, d, n):
+    words, n = t.lower().split(), min(n, len(t.split()))
+    own = {" ".join(words[i:i + n]) for i in range(len(words) - n + 1)}
+    return sum(f" {r} " in f" {' '.join(d.lower().split())} " for r in own)/len(own)
+
+
+CONTAINMENT = [(lambda t, d, n: similarity(t, d, min(n, len(t.split()))), "expected"), (lambda t, d, n: containment(t, d, 1), "single words"), (lambda t, d, n: float(containment(t, d, n) > 0), "how much"),
+               (lambda t, d, n: float(containment(t, d, n) == 1), "too strict"), (lambda t, d, n: containment(d, t, n), "expected")]
+
+
+# 12. The next source
+
+def turn(taken, shares): return max(shares, key=lambda n: shares[n]*sum(taken.values()) - taken[n])
+
+
+def turn_by_sorting(taken, shares):
+    total = sum(taken.values())
+    return sorted(shares, key=lambda n: round(taken[n] - shares[n]*total, 9))[0]
+
+
+TURN = [(lambda t, s: max(s, key=lambda n: t[n] - s[n]*sum(t.values())), "furthest ahead"), (lambda t, s: max(s, key=s.get), "largest share"), (lambda t, s: min(s, key=t.get), "expected"), (lambda t, s: max(s, key=t.get), "expected"),
+        (lambda t, s: next(iter(s)), "expected")]
+
+
+TASKS = {"mask_emails": (EMAILS, filters.mask_emails, emails_by_words), "mask_phone_numbers": (PHONES, sub(NUMBER, PHONE), phones_in_two), "mask_ips": (IPS, sub(ADDRESS, IP), ips_by_numbers), "gopher_quality_filter": (GOPHER, gopher, gopher_by_reasons),
+         "similarity": (SIMILARITY, similarity, similarity_by_counting), "meeting_probability": (CURVE, curve, curve_by_bands), "choose": (CHOOSE, choose, choose_by_max), "containment": (CONTAINMENT, containment, containment_in_strings),
+         "next_source": (TURN, turn, turn_by_sorting)}
+FILES = {"exact_line_deduplication": (LINES, lines_once, exact.exact_line_deduplication), "minhash_deduplication": (NEAR, near, minhash.minhash_deduplication)}
+WRONG = [(task, *pair) for task, (wrong, right, _) in TASKS.items() for pair in wrong + spoiled(right)]
+WRONG += [(task, *pair) for task, (wrong, right, _) in FILES.items() for pair in wrong + spoiled_files(right)] + [("letters", *pair) for pair in LETTERS]
+RIGHT = [(task, f) for task, (_, *right) in (TASKS | FILES).items() for f in right] + [("letters", RIGHT_LETTERS), ("letters", {k: float(v) for k, v in RIGHT_LETTERS.items()})]
+graders = Graders(ex, WRONG, RIGHT)
+test_wrong_answers, test_right_answers, test_each_grader, test_same_words = graders.tests(least_wrong=10)
+
+
+def test_what_the_code_raises_is_kept_and_a_stop_passes():
+    for task in graders.tasks:
+        if task != "letters": graders.stops(task)
