@@ -8,13 +8,12 @@ __all__ = ['CUT_OFF', 'SHARED_OUT', 'BITS', 'BENCHES', 'COMPLETIONS', 'COMMANDS'
            'refuse_existing', 'prepare', 'validation_documents', 'training_documents', 'NotThisJob', 'begun',
            'unfinished_job', 'told_to_go_on', 'ngram_line', 'TrainCommand', 'new_trainer', 'open_data',
            'matching_tokenizer', 'go_on', 'model_table', 'cost_lines', 'speed_lines', 'device_here', 'train_to_the_end',
-           'speaker', 'result_line', 'loss_plot', 'draw', 'story', 'beginning', 'checked_device', 'decoder_for',
-           'load_draft', 'draw_story', 'GenerateCommand', 'ServeCommand', 'PlotCommand', 'QuickstartCommand',
-           'get_ready', 'plan', 'keep', 'AccountCommand', 'PlanCommand', 'ScaleCommand', 'smoke', 'SmokeCommand',
-           'AblateCommand', 'DoctorCommand', 'EvalCommand', 'SftCommand', 'RlCommand', 'align', 'CurateCommand',
-           'BenchTokenizerCommand', 'BenchTrainingCommand', 'BenchLoopCommand', 'BenchGenerationCommand',
-           'BenchKernelsCommand', 'BenchCommand', 'CheckCommand', 'ExercisesCommand', 'CompletionCommand', 'one_line',
-           'parse', 'main', 'kill_as_ctrl_c']
+           'result_line', 'loss_plot', 'draw', 'story', 'beginning', 'checked_device', 'decoder_for', 'load_draft',
+           'draw_story', 'GenerateCommand', 'ServeCommand', 'PlotCommand', 'QuickstartCommand', 'get_ready', 'plan',
+           'keep', 'AccountCommand', 'PlanCommand', 'ScaleCommand', 'smoke', 'SmokeCommand', 'AblateCommand',
+           'DoctorCommand', 'EvalCommand', 'SftCommand', 'RlCommand', 'align', 'CurateCommand', 'BenchTokenizerCommand',
+           'BenchTrainingCommand', 'BenchLoopCommand', 'BenchGenerationCommand', 'BenchKernelsCommand', 'BenchCommand',
+           'CheckCommand', 'ExercisesCommand', 'CompletionCommand', 'one_line', 'parse', 'main', 'kill_as_ctrl_c']
 
 # %% ../../nbs/90_app/90g_cli.ipynb #56d80fc9
 import contextlib, errno, hashlib, io, json, math, os, re, select, shutil, signal, socket, sys
@@ -489,6 +488,7 @@ def train_to_the_end(
         f"lmcourse generate {run}")
     return result
 
+# %% ../../nbs/90_app/90g_cli.ipynb #90g0k001
 # What gloo and NCCL say of a process that is gone, or that takes too long
 _LOST = re.compile("closed by peer|reset by peer|[Tt]imed out|[Tt]imeout|Broken pipe|aborted")
 

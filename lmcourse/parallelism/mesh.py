@@ -240,8 +240,7 @@ class MeshEngine(TorchEngine):
     ):
         check_mesh(model_config, config, world, loss)
         self.mesh:Any = world.mesh
-        self.waiting:list = []
-        self.schedules:dict = {}
+        self.waiting, self.schedules = list[Any](), dict[Any, Any]()
         super().__init__(model_config, config, world, device, loss)
 
     def make_model(self, config:ModelConfig)->MeshModel:
@@ -309,8 +308,8 @@ class MeshEngine(TorchEngine):
 
     def sync_gradients(self, last:bool):
         "FSDP adds up gradients after the last micro-batch."
-        stage = self.model.stages[0]
-        if isinstance(stage, FSDPModule): stage.set_requires_gradient_sync(last)
+        if isinstance(stage := self.model.stages[0], FSDPModule):
+            stage.set_requires_gradient_sync(last)
         return nullcontext()
 
     def clip_gradients(self, max_norm:float)->float:

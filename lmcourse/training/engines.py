@@ -135,6 +135,7 @@ def mesh_sizes(
         f"{(processes//asked + 1)*asked} would do")
     return sizes | dict(dp_shard=sizes["dp_shard"] if sizes["dp_shard"] > 0 else processes//asked)
 
+# %% ../../nbs/04_training/04f_engines.ipynb #2ba3175b
 def join_world(
     device:torch.device, # Where this process computes
     config:TrainConfig=TrainConfig(), # Its degrees of parallelism, and how long to wait
@@ -153,6 +154,7 @@ def join_world(
     mesh = init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     return place_in(mesh, dist.get_rank())
 
+# %% ../../nbs/04_training/04f_engines.ipynb #2ba3175c
 def _not_met(why:str, processes:int, seconds:int)->str: # What kept processes from meeting
     address, port = (os.environ.get(f"MASTER_{name}", "?") for name in ("ADDR", "PORT"))
     if "EADDRINUSE" in why or "in use" in why: return (
@@ -161,6 +163,7 @@ def _not_met(why:str, processes:int, seconds:int)->str: # What kept processes fr
     return (f"{processes} processes were to meet at {address}:{port}, and not all of them came "
             f"within {seconds} seconds")
 
+# %% ../../nbs/04_training/04f_engines.ipynb #2ba3175d
 def place_in(
     mesh:DeviceMesh, # With axes named as by `mesh_sizes`
     process:int,     # Number of a process
