@@ -68,6 +68,12 @@ def test_a_body_that_was_cut_is_damaged(cut):
     with expect_error(ValueError, "chunk"): http_response(answer(chunked[:-cut - 5], Transfer_Encoding="chunked"))
 
 
+def test_a_body_that_unpacks_to_too_much_is_named_so():
+    bomb = answer(gzip.compress(bytes(10_000)), Content_Encoding="gzip")
+    assert len(http_response(bomb, 10_000).body) == 10_000
+    with expect_error(ValueError, "unpacks to more than 9999 bytes"): http_response(bomb, 9_999)
+
+
 @pytest.mark.parametrize("charset", ["utf-8", "utf-8-sig", "utf-16", "windows-1252", "koi8-r", "shift_jis", "windows-1251"])
 def test_what_is_said_is_believed_where_the_bytes_allow_it(charset):
     text = {"koi8-r": "привет", "windows-1251": "привет", "shift_jis": "こんにちは"}.get(charset, "“Größe” é")

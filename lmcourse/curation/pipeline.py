@@ -21,10 +21,11 @@ from .exact import document_hash, normalize
 from .extract import read_documents
 from .filters import c4_filter, gopher_failures, mask_emails, mask_ips
 from .filters import mask_phone_numbers
+from .language import identify_language
 from .minhash import MinHash, band_keys, candidates, cluster, distinct
 from .minhash import minhash, shingle_hashes
 from .mixing import contamination
-from .web import Document
+from .web import Document, language_sentences
 from ..tools.config import UserError, unknown
 from ..tools.documents import END_OF_TEXT
 from ..tools.files import atomic_write, read_json, remove, write_json, write_text
@@ -58,6 +59,14 @@ def _length(min_words:int=20, max_words:int=100_000)->Callable:
     def step(document):
         n = len(document.text.split())
         return document, "short" if n < min_words else "long" if n > max_words else ""
+    return each(step)
+
+@register_step("language")
+def _language(keep:str="en", least:float=.5)->Callable: # How sure one must be
+    if keep not in language_sentences(): raise unknown("language", keep, language_sentences())
+    def step(document):
+        found, sure = identify_language(document.text)
+        return document, f"not {keep}" if found != keep else "" if sure >= least else "unsure"
     return each(step)
 
 @register_step("gopher")
