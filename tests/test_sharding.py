@@ -18,6 +18,7 @@ BEGIN = """
 import gc, json, os, shutil, sys
 import torch, torch._dynamo, torch.distributed as dist # Else each process imports dynamo for itself, as optimizers do
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from lmcourse.architecture.transformer_torch import TransformerLM
 from lmcourse.tools.config import ModelConfig, TrainConfig
@@ -36,7 +37,7 @@ def world(size, work, deaths=()): # With the end of each process, where some are
         if not (pid := os.fork()):
             try:
                 os.environ |= dict(WORLD_SIZE=str(size), RANK=str(r))
-                dist.init_process_group("gloo", init_method=f"file://{store}", rank=r, world_size=size)
+                dist.init_process_group("gloo", init_method=f"file://{store}", rank=r, world_size=size, timeout=timedelta(seconds=60))
                 work(r)
                 if not deaths: dist.barrier()
             except BaseException: import traceback; traceback.print_exc(); sys.stderr.flush(); os._exit(1)
@@ -63,9 +64,9 @@ def told(name): return json.loads((folder/f"{name}.json").read_text())
 """
 
 
-def script(tmp_path, text, **environment):
+def script(tmp_path, text, seconds=120, **environment):
     done = subprocess.run([sys.executable, "-c", f"import sys; sys.path[:0] = {sys.path!r}\n{BEGIN}{text}", str(tmp_path)],
-                          capture_output=True, text=True, timeout=120, env=os.environ | {"OMP_NUM_THREADS": "1"} | environment)
+                          capture_output=True, text=True, timeout=seconds, env=os.environ | {"OMP_NUM_THREADS": "1"} | environment)
     assert done.returncode == 0, done.stderr[-6000:]
     return done.stdout.splitlines()[-1].split() if done.stdout else []   # Gloo may speak before
 
@@ -272,6 +273,34 @@ else: raise AssertionError("it was loaded")
 
 
 def test_a_save_that_fails_or_dies_leaves_the_checkpoint_before_and_damage_is_seen_by_all(tmp_path): script(tmp_path, FAULTS)
+
+
+# What is sent
+
+SENT = """
+from torch.utils._python_dispatch import TorchDispatchMode
+class Calls(TorchDispatchMode): # Name and bytes of each collective
+    def __init__(self): super().__init__(); self.seen = []
+    def __torch_dispatch__(self, f, types, args=(), kwargs=None):
+        tensors = [t for t in torch.utils._pytree.tree_leaves(args) if isinstance(t, torch.Tensor)]
+        if "c10d" in f.namespace: self.seen.append([f.name().partition("::")[2], sum(t.nbytes for t in tensors)])
+        return f(*args, **(kwargs or {}))
+def work(rank):
+    e = engine(config=replace(SHORT, shard=False))
+    assert [b.shape for b in e.model.buffers()] and "rope" in dict(e.model.named_modules())["layers.0.attn"]._modules
+    steps(e, 1, 2)                                      # In the first two, buckets are made
+    with Calls() as calls:
+        for last in (False, True): e.forward_backward(batch(3, rank, 2), .25, last)
+    tell(f"sent{rank}", [calls.seen, sum(p.nbytes for p in e.model.parameters())])
+world(2, work)
+"""
+
+
+def test_data_parallel_processes_send_gradients_and_no_table_of_rope(tmp_path):
+    script(tmp_path, SENT)
+    for rank in range(2):
+        calls, size = json.loads((tmp_path/f"sent{rank}.json").read_text())
+        assert {name for name, _ in calls} == {"allreduce_"} and sum(n for _, n in calls) == size
 
 
 # Number formats

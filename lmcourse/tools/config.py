@@ -428,13 +428,29 @@ class TrainConfig(_Descent):
     recompute:bool = False
     # Share out weights, gradients and moments among the processes, not only the batch (FSDP2)
     shard:bool = False
+    # Processes that each hold all weights: 1 or more. Names as in torchtitan
+    data_parallel_replicate_degree:int = 1
+    # Processes that share out weights and batch: -1 for as many as are left
+    data_parallel_shard_degree:int = -1
+    tensor_parallel_degree:int = 1  # Processes that share out each matrix
+    # Cut activations by tokens where matrices are not cut; with tensor_parallel_degree above 1
+    sequence_parallel:bool = False
+    pipeline_parallel_degree:int = 1 # Stages that the layers are cut into
+    # Order of forward and backward passes in a pipeline
+    pipeline_parallel_schedule:Literal["GPipe", "1F1B", "Interleaved1F1B"] = "1F1B"
+    timeout_seconds:int = 600       # Wait that long for another process before giving up
+    @property
+    def on_mesh(self)->bool: # Whether more than the batch is shared out, in a way other than shard
+        sizes = (self.data_parallel_replicate_degree, self.tensor_parallel_degree,
+                 self.pipeline_parallel_degree)
+        return sizes != (1, 1, 1) or self.data_parallel_shard_degree != -1
     def validate(self): _check_train(self)
     @staticmethod
     def presets()->dict: return _TRAINING
 
 # %% ../../nbs/00_tools/00d_config.ipynb #46b7f55a
 def _check_train(c:TrainConfig):
-    for name in "steps batch_size tokens_per_step micro_batch lr eps stride eval_every eval_documents checkpoint_every keep_checkpoints log_every muon_lr_scale".split():
+    for name in "steps batch_size tokens_per_step micro_batch lr eps stride eval_every eval_documents checkpoint_every keep_checkpoints log_every muon_lr_scale data_parallel_replicate_degree tensor_parallel_degree pipeline_parallel_degree timeout_seconds".split():
         if getattr(c, name) is not None and not getattr(c, name) > 0:
             raise ValueError(f"TrainConfig: {name} = {getattr(c, name)}, expected more than 0")
     at_least_0 = ("min_lr warmup_steps cooldown_steps plateau_patience early_stop_patience "
@@ -450,6 +466,12 @@ def _check_train(c:TrainConfig):
                          f"plateau_factor < 1")
     if not re.fullmatch(r"auto|(cpu|cuda|mps)(:\d+)?", c.device):
         raise ValueError(f"TrainConfig: device = {c.device!r}, expected auto, cpu, cuda or mps")
+    if c.data_parallel_shard_degree < 1 and c.data_parallel_shard_degree != -1:
+        raise ValueError(f"TrainConfig: data_parallel_shard_degree = "
+                         f"{c.data_parallel_shard_degree}, expected 1 or more, or -1 for the rest")
+    if c.shard and c.on_mesh: raise ValueError(
+        "TrainConfig: shard = True with degrees of parallelism, expected one of both: "
+        "data_parallel_shard_degree = -1 shares weights out, too")
     if c.min_lr > c.lr: raise ValueError(f"TrainConfig: min_lr = {c.min_lr} is above lr = {c.lr}")
 
 # %% ../../nbs/00_tools/00d_config.ipynb #f14bf9e0

@@ -68,12 +68,22 @@ class _Stored: # A tensor in a file
         elif hasattr(t, "set"): t.set(self.array())
         else: t[...] = self.array()
 
-class _InParts(_Stored): # A tensor whose rows lie in several files, one after the other
-    def __init__(self, parts:list):
-        shape = sum(p.shape[0] for p in parts), *parts[0].shape[1:]
-        for name,value in dict(kind=parts[0].kind, shape=shape, parts=parts).items():
+class _InParts(_Stored): # A tensor whose blocks lie in several files
+    parts:list
+    def __init__(self, parts:list): # Pairs: the block, and where it begins
+        shape = tuple(max(ends) for ends in zip(*([b + n for b,n in zip(begin, p.shape)]
+                                                  for p,begin in parts)))
+        for name,value in dict(kind=parts[0][0].kind, shape=shape, parts=parts).items():
             object.__setattr__(self, name, value)
-    raw = property(lambda self: np.concatenate([p.raw for p in self.parts]))
+
+    @property
+    def raw(self)->np.ndarray:
+        size = len(self.parts[0][0].raw)//math.prod(self.parts[0][0].shape)
+        whole = np.zeros((*self.shape, size), np.uint8)
+        for p,begin in self.parts:
+            place = tuple(slice(b, b + n) for b,n in zip(begin, p.shape))
+            whole[place] = p.raw.reshape(*p.shape, size)
+        return whole.reshape(-1)
 
 # %% ../../nbs/04_training/04d_checkpoint.ipynb #7670156b
 def _parse(data:np.ndarray, where
@@ -452,9 +462,12 @@ def stored_tensors(folder:Path, record:dict, kind:str, read=intact_bytes
                    if re.fullmatch(rf"{kind}(-\d+-of-\d+)?\.safetensors", name))
     parts:dict = {}
     for name in files:
-        for tensor,stored in _parse(read(folder/name, record), folder/name)[0].items():
-            parts.setdefault(tensor, []).append(stored)
-    return {tensor: found[0] if len(found) == 1 else _InParts(found)
+        tensors, metadata = _parse(read(folder/name, record), folder/name)
+        begin = json.loads(metadata.get("DCP_SHARDING_INFO", "{}"))
+        for tensor,stored in tensors.items():
+            offsets = begin.get(tensor, {}).get("saved_offsets", [0]*len(stored.shape))
+            parts.setdefault(tensor, []).append((stored, offsets))
+    return {tensor: found[0][0] if len(found) == 1 else _InParts(found)
             for tensor,found in parts.items()}
 
 # %% ../../nbs/04_training/04d_checkpoint.ipynb #fb02c48c

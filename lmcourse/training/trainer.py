@@ -18,9 +18,8 @@ from ..tools.machine import peak_bytes
 from ..tools.show import progress
 from .checkpoint import Checkpoints, read_state
 from .data import Batches, BatchPrefetcher, TokenDataset, to_tensors
-from .engines import ENGINES, Objective, autocast, counted_targets, fill
-from .engines import find_nonfinite, find_nonfinite_sharded, join_world
-from .engines import pick_device, plan_batch, precision_for, unchanged
+from .engines import Objective, autocast, counted_targets, engine_for, fill
+from .engines import join_world, pick_device, plan_batch, precision_for, unchanged
 from .evaluation import Evaluation, evaluate
 from .models import load_model
 from .optim_torch import EarlyStop, Plateau, learning_rate
@@ -49,13 +48,13 @@ class Trainer:
                                   or config.device != "auto" else "cpu")
         if config.dtype == "auto":
             self.config = config = replace(config, dtype=precision_for(self.device))
-        self.world = join_world(self.device)
+        self.world = join_world(self.device, config)
         self.plan = plan_batch(config, model_config.context_length, self.world.size)
         self.batches = _batches(self) if batches is None else batches
         self.objective = objective or Objective(weight=counted_targets
                                                 if config.windows == "within" else len)
-        self.engine = ENGINES[config.engine](model_config, config, self.world, self.device,
-                                             self.objective.loss)
+        self.engine = engine_for(config)(model_config, config, self.world, self.device,
+                                         self.objective.loss)
         self.model = self.engine.model
         if config.init_from: _start_from(self, config.init_from)
         self.plateau = _plateau(config)
@@ -139,12 +138,8 @@ def _plateau(c:TrainConfig)->Plateau|None:
 
 def _diverged(trainer:Trainer, loss:float, micro_batches:list
 )->str: # What happened, and where it began
-    model, objective, fault = trainer.model, trainer.objective, None
     with autocast(trainer.device, trainer.config.dtype):
-        if trainer.config.shard:
-            fault = find_nonfinite_sharded(model, micro_batches, objective.loss)
-        else:
-            for part in micro_batches: fault = fault or find_nonfinite(model, part, objective.loss)
+        fault = trainer.engine.find_nonfinite(micro_batches, trainer.objective.loss)
     fault = fault or "computed again, all is finite"
     return (f"step {trainer.step + 1:,}: the loss is {loss:g}, its gradient {trainer.norm:g} long; "
             f"{fault}")
@@ -178,7 +173,7 @@ class _Loop:
     def __init__(self, trainer:Trainer, run:Path, report:Callable|None, sample:Callable|None):
         self.trainer, self.run, self.report, self.sample = trainer, run, report, sample
         settings = trainer.model_config.to_dict() | trainer.config.to_dict()
-        self.log = RunLog(run, trainer.config.log_to, settings, trainer.world.rank == 0)
+        self.log = RunLog(run, trainer.config.log_to, settings, trainer.world.writes)
 
     def train(self)->Evaluation:
         t, c = self.trainer, self.trainer.config
@@ -205,7 +200,7 @@ class _Loop:
     @property
     def signal(self)->str|None: # One that all processes know of
         t = self.trainer
-        return t.noted[0] if t.noted and (t.world.size == 1 or t.agreed) else None
+        return t.noted[0] if t.noted and (t.world.processes == 1 or t.agreed) else None
 
     def wait_for(self, batches:Iterator|None
     )->tuple|None: # The next batch; the time until it is there counts
@@ -281,7 +276,7 @@ def _resume(t:Trainer, run:Path): # From the last checkpoint, or from the start 
         t.best, t.best_step = state.get("best") or (math.inf, 0) # older runs have none
         t.stop.load(state["stop"])
         if t.plateau and state["plateau"]: t.plateau.load(state["plateau"])
-    if not t.world.rank: rewind_run(run, t.step, t.config.steps)
+    if t.world.writes: rewind_run(run, t.step, t.config.steps)
 
 # %% ../../nbs/04_training/04k_trainer.ipynb #37b5ffab
 def _start_from(t:Trainer, folder:str
