@@ -14,13 +14,13 @@ sys.path.insert(0, str(ROOT / "tools"))
 pytest.importorskip("nbconvert")
 from docs import quarto
 from docs.extras import llms, markdown, read_redirects, search_index, write_404, write_redirects
-from docs.notebook import code_cell, enrich, facts, labels, load, md, options, plain, reading, spoken
+from docs.notebook import code_cell, enrich, facts, labels, load, md, options, plain, spoken
 from run_nbs import note_time
 from docs.page import dead_links, finish, fold_proof, html, links, sections
 from bs4 import BeautifulSoup
 from nbdev.doclinks import _nbpath2html
 
-from lmcourse.tools.pages import heading_anchor, page_files
+from lmcourse.tools.pages import heading_anchor, page_files, reading_time
 
 new_code, new_md, PIXEL = nbformat.v4.new_code_cell, nbformat.v4.new_markdown_cell, "iVBORw0KGgo="
 
@@ -141,7 +141,7 @@ def test_facts_count_words_lines_and_cells_that_are_skipped(tmp_path):
     path = notebook(tmp_path, new_md("# T\n" + "word "*399 + "\n```sh\nmake docs\n```"), new_code("#| default_exp accounting.memory"),
                     new_code("#| slow\n" + "x = 1\n"*20), new_code("#| cuda\ny"), new_code("#| slow\nz"))
     cells = json.loads(path.read_text())["cells"]
-    assert reading(cells) == (4, 400, 22)
+    assert reading_time(cells)[1:] == (400, 22)
     line = facts(tmp_path, path.name, {"02h_memory": dict(seconds=12.4, memory_mb=910, machine="2 cores")}, "https://github.com/me/repo", "main")
     assert "4 min to read (400 words, 22 lines of code) · 12 s and 0.9 GB to run on 2 cores · 2 cells slow, skipped unless asked for · 1 cell for a GPU" in line
     for url in ("/blob/main/lmcourse/accounting/memory.py", "https://colab.research.google.com/github/me/repo/blob/main/"): assert url in line

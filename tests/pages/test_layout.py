@@ -124,6 +124,13 @@ def test_imports_name_what_they_import_from_notebooks_that_sort_before(name):
 # What a notebook looks like
 
 @notebooks
+def test_captions_and_texts_of_pictures_can_be_read(name):
+    "They are YAML: a text in double quotes has none inside."
+    for src in CODE[name]:
+        for text in re.findall(r"^#\| *fig-(?:alt|cap): *(.*)$", src, flags=re.M): assert isinstance(yaml.safe_load(text), str), text
+
+
+@notebooks
 def test_first_cell_is_title_and_sentence_alone(name):
     "nbdev makes the page's heading of this cell and drops whatever else stands in it."
     assert re.fullmatch(r"# \S.*\n+> \S.*\n*(- [\w-]+: .*\n*)*", "".join(CELLS[name][0]["source"]))

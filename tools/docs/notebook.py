@@ -3,8 +3,9 @@ import ast, json, math, re
 
 import nbformat, yaml
 
+from lmcourse.tools.pages import reading_time
 
-WORDS_PER_MINUTE, LINES_PER_MINUTE = 200, 20     # Of prose and of code, read with care
+
 
 
 def md(text):
@@ -94,21 +95,13 @@ def labels(source):
     return ": ".join(filter(None, (first["suptitle"] or first["title"], axes)))
 
 
-def reading(cells):
-    "Minutes to read the source cells of a notebook, and what they hold: words of prose, lines of code."
-    text = "\n".join("".join(c["source"]) for c in cells if c["cell_type"] == "markdown")
-    code = [l for c in cells if c["cell_type"] == "code" for l in "".join(c["source"]).splitlines() if l.strip() and not l.startswith("#|")]
-    words = len(re.findall(r"\w+(?:['’-]\w+)*", re.sub(r"^```.*?^```", "", text, flags=re.S | re.M)))
-    return math.ceil(words / WORDS_PER_MINUTE + len(code) / LINES_PER_MINUTE), words, len(code)
-
-
 def facts(nbs, page, times, git, branch):
     "The line under a page's title: time to read and to run, and where its notebook `page` of the folder `nbs` and its module are."
     source = nbs / page
     cells = json.loads(source.read_text(encoding="utf-8"))["cells"]
     code = ["".join(c["source"]) for c in cells if c["cell_type"] == "code"]
-    minutes, words, lines = reading(cells)
-    said = [f"{minutes} min to read ({words:,} words, {lines:,} lines of code)"]
+    minutes, words, lines = reading_time(cells)
+    said = [f"{math.ceil(minutes)} min to read ({words:,} words, {lines:,} lines of code)"]
     if run := times.get(source.stem):
         took = f"{run['seconds']:.0f} s" if run["seconds"] >= 1 else "under 1 s"
         said.append(f"{took} and {run['memory_mb'] / 1000:.1f} GB to run on {run['machine']}")
