@@ -26,7 +26,7 @@ from importlib.util import find_spec
 from itertools import chain, islice
 from pathlib import Path
 from collections.abc import Iterator
-from typing import Annotated, Literal, Union
+from typing import Annotated, Any, Literal, Union
 import numpy as np
 import tyro
 from .. import __version__
@@ -1056,9 +1056,9 @@ class EvalCommand:
 
 # %% ../../nbs/90_app/90g_cli.ipynb #14b90sft
 def _few_steps(steps:int, **kwargs)->TrainConfig: # For runs of a minute
-    return TrainConfig(**dict(steps=steps, schedule="constant", warmup_steps=5, weight_decay=0.,
-                              eval_every=10, eval_documents=32, checkpoint_every=10, log_every=5)
-                       | kwargs)
+    short:dict[str, Any] = dict(steps=steps, schedule="constant", warmup_steps=5, weight_decay=0.,
+                                eval_every=10, eval_documents=32, checkpoint_every=10, log_every=5)
+    return TrainConfig(**short | kwargs)
 
 @dataclass
 class SftCommand:
@@ -1108,7 +1108,7 @@ def align(
     if resume:
         with checking_input(): trainer = open_alignment(resume)
         say(f"{resume}: going on after step {trainer.step:,} of {trainer.config.steps:,}")
-    else:
+    elif out:
         with checking_input(): refuse_existing(out)
         with all_or_nothing(out), checking_input():
             trainer = new_alignment(out, kind, settings, train)

@@ -22,6 +22,7 @@ class HashRouter(nn.Module):
         g, E = torch.Generator().manual_seed(seed), config.expert_count
         own = torch.rand(config.vocab_size, E, generator=g).topk(config.num_experts_per_tok).indices
         table = torch.full((config.vocab_size, E), -30.).scatter(-1, own, 0.)
+        self.table:torch.Tensor
         self.register_buffer("table", table, persistent=False)
         self.ids:torch.Tensor|None = None                   # Of the tokens that come next
 

@@ -9,6 +9,7 @@ __all__ = ['COMMON', 'EVEN', 'STUDY', 'RoleWriter', 'story_pieces', 'role_sample
 import numpy as np
 import torch
 from itertools import islice
+from typing import Any
 from ..ablations.sweep import Experiment, RunData
 from .balance import watch_routes
 from .lab import information, shuffled_within
@@ -95,7 +96,8 @@ def role_information(
     return found
 
 # %% ../../nbs/08_moe/08j_roles.ipynb #08j00014
-COMMON, EVEN = dict(context_length=256, batch_size=4), dict(router_aux_loss=.01)
+COMMON:dict[str, Any] = dict(context_length=256, batch_size=4)
+EVEN:dict[str, Any] = dict(router_aux_loss=.01)
 STUDY = Experiment("small", {name: COMMON | changes for name,changes in {
     "dense": dict(d_ff=192),
     "8 experts": dict(num_experts=8, moe_d_ff=96) | EVEN,

@@ -262,16 +262,10 @@ class TorchEngine:
         self.loss:Any = self.make_loss(loss)
         if config.compile: self.loss = torch.compile(self.loss)
 
+    # What another engine replaces: a new model, or this process's part; what is called with a batch
     def make_model(self, config:ModelConfig)->Any:
-        "A new model, or this process's part of one."
         return _make_model(config, self.config, self.world, self.device, self.dtype)
-
-    def make_loss(self, loss:Callable)->Any: # Called with the tensors of a micro-batch
-        "What is minimised, of whatever shares the gradients out."
-        if self.world.size == 1 or self.config.shard: return _Loss(self.model, loss)
-        # RoPE's tables are the same everywhere: no need to send buffers in each forward pass
-        return DistributedDataParallel(_Loss(self.model, loss), device_mesh=self.world.mesh,
-                                       broadcast_buffers=False)
+    def make_loss(self, loss:Callable)->Any: return _make_loss(self.model, loss, self)
 
     def forward_backward(self,
         batch:tuple,     # Tensors whose first axis is the rows: inputs and targets (B, T)
@@ -287,8 +281,7 @@ class TorchEngine:
 
     def sync_gradients(self, last:bool):
         "A context whose backward pass exchanges gradients among the processes, or does not yet."
-        model:Any = self.model                  # FSDP2 gives it this method
-        if self.config.shard: model.set_requires_gradient_sync(last)
+        if self.config.shard: self.model.set_requires_gradient_sync(last) # A method of FSDP2
         alone = self.world.size == 1 or self.config.shard
         return nullcontext() if last or alone else self.loss.no_sync()
 
@@ -306,10 +299,8 @@ class TorchEngine:
         for layer in self.balanced: layer.after_step(self.world.all_reduce_sum)
         return norm
 
-    def clip_gradients(self, max_norm:float)->float: # Length before
-        "As `clip_grad_norm`, over all processes."
+    def clip_gradients(self, max_norm:float)->float: # As `clip_grad_norm`, over all processes
         return clip_grad_norm(self.model.parameters(), max_norm).item()
-
     def skip_step(self)->float: # 0
         "After an overflow of float16: half the scale, and on to the next batch."
         self.scaler.update(self.scaler.get_scale()/2)
@@ -325,7 +316,6 @@ class TorchEngine:
             checkpoints.save(self.model, self.optimizer, step, valid_loss, state, write,
                              config=config)
         elif self.in_parts: write(self.model, self.optimizer, step, None)
-
     def load(self, path:Path, config:dict)->int: # Steps done
         "As `load_checkpoint`, whoever wrote it: one process or several, sharded or not."
         read, _ = _savers(self.in_parts)
@@ -333,15 +323,10 @@ class TorchEngine:
         if self.scaler.is_enabled() and (saved := read_state(path).get("scaler")):
             self.scaler.load_state_dict(saved)
         return step
-
     @property
     def in_parts(self)->bool: return self.config.shard # Whether no process holds a whole model
-    def find_nonfinite(self, micro_batches:list, loss:Callable)->str|None:
-        "After a step that moved nothing: what is infinite or NaN, in words."
-        if self.config.shard: return find_nonfinite_sharded(self.model, micro_batches, loss)
-        found = (find_nonfinite(self.model, part, loss) for part in micro_batches)
-        return next(filter(None, found), None)
-
+    def find_nonfinite(self, micro_batches:list, loss:Callable)->str|None: # In words
+        return _find_fault(self, micro_batches, loss)
     def whole_model(self)->TransformerLM:
         "The model itself, or a whole copy of one that is sharded, in each process."
         return _whole_copy(self.model, self.device) if self.config.shard else self.model
@@ -357,6 +342,17 @@ def _make_model(model_config:ModelConfig, config:TrainConfig, world:World, devic
         raise ValueError("shard = True, but there is one process: start several with torchrun")
     from lmcourse.training.sharding import build_sharded
     return build_sharded(model_config, config.seed, world.mesh, dtype)
+
+def _make_loss(model, loss:Callable, engine)->Any: # Wrapped by what shares the gradients out
+    if engine.world.size == 1 or engine.config.shard: return _Loss(model, loss)
+    # RoPE's tables are the same everywhere: no need to send buffers in each forward pass
+    return DistributedDataParallel(_Loss(model, loss), device_mesh=engine.world.mesh,
+                                   broadcast_buffers=False)
+
+def _find_fault(engine, micro_batches:list, loss:Callable)->str|None: # After a step without a move
+    if engine.config.shard: return find_nonfinite_sharded(engine.model, micro_batches, loss)
+    found = (find_nonfinite(engine.model, part, loss) for part in micro_batches)
+    return next(filter(None, found), None)
 
 def _savers(shard:bool)->tuple[Callable, Callable]: # What reads checkpoints, and what writes them
     if not shard: return load_checkpoint, save_checkpoint
@@ -432,8 +428,7 @@ class NumpyEngine:
         return load_checkpoint(path, self.params, self.optimizer, config)
     def whole_model(self)->TransformerLM: return self.model
     def find_nonfinite(self, micro_batches:list, loss:Callable)->str|None:
-        found = (find_nonfinite(self.model, part, loss) for part in micro_batches)
-        return next(filter(None, found), None)
+        return _find_fault(self, micro_batches, loss)
 
 # By name; a text names what a later chapter has, and is looked up when a run asks for it
 ENGINES:dict[str, Any] = dict(
