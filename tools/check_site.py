@@ -158,8 +158,8 @@ def the_tokens_of_a_text(page, site):
 def a_slider(page, site):
     page.goto(site.find("show.html"))
     sliders = page.locator(".lm-sliders").first
+    sliders.locator("input").first.focus()                              # Pictures out of sight aren't loaded yet
     before = sliders.locator("img:visible").get_attribute("alt")
-    sliders.locator("input").first.focus()
     page.keyboard.press("ArrowRight")
     assert sliders.locator("img:visible").get_attribute("alt") != before, "a slider changes nothing"
 
