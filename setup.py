@@ -4,6 +4,7 @@ from configparser import ConfigParser
 from pathlib import Path
 
 import setuptools
+from setuptools.command.build_py import build_py
 
 here = Path(__file__).parent
 config = ConfigParser(delimiters=["="])
@@ -19,7 +20,16 @@ statuses = ["1 - Planning", "2 - Pre-Alpha", "3 - Alpha", "4 - Beta", "5 - Produ
 status = next(s for s in statuses if s.startswith(cfg["status"]))
 first, last = (int(cfg[k].split(".")[1]) for k in ("min_python", "max_python"))
 
+
+
+class WithoutIndex(build_py):
+    "What pip installs, without the index that only the site needs (nbdev reads it in a clone)."
+    def find_package_modules(self, package, package_dir):
+        return [m for m in super().find_package_modules(package, package_dir) if m[1] != "_modidx"]
+
+
 setuptools.setup(
+    cmdclass={"build_py": WithoutIndex},
     name=cfg["lib_name"],
     version=cfg["version"],
     description=cfg["description"],

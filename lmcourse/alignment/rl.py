@@ -10,7 +10,7 @@ __all__ = ['ALGORITHMS', 'REWARDS', 'RlConfig', 'imitation_weights', 'RolloutBat
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 import torch
 from .briefs import ENDINGS, OPENINGS, brief_prompts, form_reward, mention_reward
 from .briefs import parse_reward, template_distance, template_shares
@@ -135,7 +135,8 @@ def resume_rl(
 ):
     "Go on from the last checkpoint: bit by bit where `staleness` is 0."
     trainer.resume(run)
-    trainer.batches.step = trainer.batches.asked = trainer.step
+    batches:Any = trainer.batches                                      # Rollouts, by `start_rl`
+    batches.step = batches.asked = trainer.step
 
 # %% ../../nbs/14_alignment/14j_rl.ipynb #14j5eval
 @torch.no_grad()
