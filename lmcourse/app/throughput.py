@@ -224,7 +224,8 @@ def bench_throughput(
 def _throughput_lines(work, factors, device, steps, rounds, threads, file):
     threads, here = threads or threads_here(), machine(("numpy", "torch"))
     yield machine_line(here)
-    yield f"a step of {work.tokens:,} tokens: {work.flops/1e9:.1f} GFLOP; {threads} threads; on {device}"
+    yield (f"a step of {work.tokens:,} tokens: {work.flops/1e9:.1f} GFLOP; "
+           f"{threads} threads; on {device}")
     with _process(Factor(), threads) as worker:
         peaks = {dtype: worker.ask("run_product", kind=device, dtype=dtype)["rate"]
                  for dtype in ("float32", "bfloat16")}
