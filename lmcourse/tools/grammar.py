@@ -346,8 +346,8 @@ class Expectations:
                 if slot.remember and option[0].kind == "again":
                     end = tuple(sorted({*end, *((slot.remember, r, d) for n,r,d in env
                                                 if n == option[0].name)}))
-                states[end] = tuple(map(sum, zip(states[end],
-                                                 (share*q, share*(t - q*math.log(share)), share*c))))
+                more = share*q, share*(t - q*math.log(share)), share*c
+                states[end] = tuple(map(sum, zip(states[end], more)))
         return dict(states)
 
 # %% ../../nbs/00_tools/00n_grammar.ipynb #e8c5c315
