@@ -89,7 +89,8 @@ def flop_counter(): # Yields torch's counter: ask `get_total_flops()` of it afte
             packet = getattr(operation, "_overloadpacket", operation)
             if packet not in counter.flop_registry and _MULTIPLIES.search(str(packet)):
                 way = "; write attention out with sdpa_kernel(SDPBackend.MATH)"
-                raise NotImplementedError(f"{packet} can't be counted" + way*("attention" in str(packet)))
+                raise NotImplementedError(
+                    f"{packet} can't be counted" + way*("attention" in str(packet)))
             return operation(*args, **kwargs or {})
     with Refuse(), counter: yield counter
 
