@@ -89,7 +89,8 @@ def flop_counter(): # Yields torch's counter: ask `get_total_flops()` of it afte
             packet = getattr(operation, "_overloadpacket", operation)
             if packet not in counter.flop_registry and _MULTIPLIES.search(str(packet)):
                 way = "; write attention out with sdpa_kernel(SDPBackend.MATH)"
-                raise NotImplementedError(f"{packet} can't be counted" + way*("attention" in str(packet)))
+                raise NotImplementedError(
+                    f"{packet} can't be counted" + way*("attention" in str(packet)))
             return operation(*args, **kwargs or {})
     with Refuse(), counter: yield counter
 
@@ -98,6 +99,6 @@ def adamw_flops(
     parameters:int,       # Unique ones
     corrected:bool=False, # Whether the means are corrected one by one, not by the learning rate
 )->int:
-    """FLOPs of a step of AdamW. Loshchilov and Hutter 2017, algorithm 2.
+    """FLOPs of a step of AdamW: Loshchilov and Hutter 2017, algorithm 2, corrects the means.
     `ValueError` for a number below 0."""
     return (16 if corrected else 14)*whole_number("parameters", parameters, 0)

@@ -22,7 +22,8 @@ import torch
 from ..architecture.layers_torch import token_losses
 from .sampling import next_token_probs, sample
 from ..tokenization.bpe import special_pattern
-from ..tools.stories import Rule, Slot, Stories
+from ..tools.grammar import Rule, Slot
+from ..tools.stories import Stories
 
 # %% ../../nbs/05_generation/05b_generate.ipynb #f49cc824
 @contextmanager

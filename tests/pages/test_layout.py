@@ -111,7 +111,8 @@ def test_imports_have_cells_of_their_own(name):
 
 @notebooks
 def test_imports_name_what_they_import_from_notebooks_that_sort_before(name):
-    homes = dict(HOMES)
+    "But for the grammar: what the stories are made of is read after them, on their companion."
+    homes = dict(HOMES) | {"tools.grammar": "00e"}
     for src in CODE[name]:
         for module, names in imports(src):
             assert "*" not in names, src
@@ -154,7 +155,7 @@ def test_cells_are_short_and_have_stable_ids(name):
 def test_lines_are_short():
     "100 characters, but for the tables of graders, and for a few that have no place to be cut at."
     long = [l for name, sources in CODE.items() for src in sources for l in src.splitlines() if name[2:3] != "z" and len(l) > 100 and not l.startswith("#|")]
-    assert len(long) <= 15, "\n".join(long)
+    assert len(long) <= 11, "\n".join(long)
 
 
 def one_whole(src):
