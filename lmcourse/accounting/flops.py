@@ -99,6 +99,6 @@ def adamw_flops(
     parameters:int,       # Unique ones
     corrected:bool=False, # Whether the means are corrected one by one, not by the learning rate
 )->int:
-    """FLOPs of a step of AdamW. Loshchilov and Hutter 2017, algorithm 2.
+    """FLOPs of a step of AdamW: Loshchilov and Hutter 2017, algorithm 2, corrects the means.
     `ValueError` for a number below 0."""
     return (16 if corrected else 14)*whole_number("parameters", parameters, 0)
