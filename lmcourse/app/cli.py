@@ -467,8 +467,8 @@ def train_to_the_end(
         tokenizer, begin, grams = (matching_tokenizer(data, trainer.train, trainer.valid),
                                    beginning(trainer.config.windows), ngram_line(data))
     try:
-        result = trainer.fit(run, report=_report,
-                             sample=lambda _: story(speaker(trainer), tokenizer, trainer.step, begin, 120))
+        def sample(_): return story(speaker(trainer), tokenizer, trainer.step, begin, 120)
+        result = trainer.fit(run, report=_report, sample=sample)
     except Interrupted as e: raise Interrupted(
         f"{e}; go on with: lmcourse train --resume {run}") from None
     except RuntimeError as e:
@@ -577,7 +577,8 @@ def decoder_for(model, bits:int|None=None): # The fastest that there is, as `gen
     kind = next(model.parameters()).device.type
     if odd: return CachedDecoder
     if kind != "cpu": return GraphDecoder if kind == "cuda" else CachedDecoder
-    return FastDecoder if bits is None else partial(FastDecoder, pack=partial(quantize_fitting, bits=bits))
+    if bits is None: return FastDecoder
+    return partial(FastDecoder, pack=partial(quantize_fitting, bits=bits))
 
 def load_draft(folder:Path, tokenizer:Tokenizer, device:str): # A model
     "`ValueError` if it has another tokenizer than the model that it drafts for."
@@ -696,8 +697,10 @@ def _check_address(host:str, port:int): # `OSError` in words where a server coul
     try:
         socket.create_server((host, port), family=socket.AF_INET6 if ":" in host
                              else socket.AF_INET).close()
-    except OSError as e: raise OSError(f"serve: port {port} of {host} can't be used "
-                                       f"({os.strerror(e.errno) if e.errno and e.errno > 0 else e}); name another with --port") from None
+    except OSError as e:
+        why = os.strerror(e.errno) if e.errno and e.errno > 0 else e
+        raise OSError(f"serve: port {port} of {host} can't be used ({why}); "
+                      "name another with --port") from None
 
 # %% ../../nbs/90_app/90g_cli.ipynb #cfe7c373
 @dataclass
@@ -769,7 +772,7 @@ def get_ready(data:str, minutes:float, out:Path, card=None
     pieces = [tokenizer.decode([i])
               for i in tokenizer.encode(" ".join(training[0][:80].split()), special=False)]
     say(f"2. Tokenizer: {tokenizer.vocab_size:,} tokens, learnt in "
-        f"{duration(time.perf_counter()-start)}. It cuts text so:", "   " + "|".join(pieces), "")
+        f"{duration(time.perf_counter()-start)}. It splits text like this:", "   " + "|".join(pieces), "")
     say("3. Tokens on disk:")
     prepare(data, out/"data", tokenizer, size, 400)
     say("   " + ngram_line(out/"data"), "")
@@ -821,7 +824,8 @@ def card_lines(card, minutes:float)->list: # What a GPU will train, before anyth
     if card is None: return []
     fit = preset_for(card, minutes, 2048)
     rate = f"{fit.tokens_per_s:,.0f} tokens/s expected" if fit.preset != "quickstart" else "small"
-    return [f"{card.source.removeprefix('measured: ')}, {si(card.memory_bytes, 'B')}: {fit.preset}, "
+    name = card.source.removeprefix("measured: ")
+    return [f"{name}, {si(card.memory_bytes, 'B')}: {fit.preset}, "
             f"{si(count_parameters(fit.model).unique)} parameters, {rate}; about "
             f"{duration(60*minutes + 120)} in all, two minutes of them for text and compiling"]
 
