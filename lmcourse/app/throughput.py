@@ -78,10 +78,11 @@ class ClockedRun:
     def __init__(self, work:Work):
         from lmcourse.training.runs import write_run
         from lmcourse.training.trainer import Trainer
+        class Unsaved(Trainer):
+            def save(self, run): pass                  # checkpoints are not what is measured
         self.work, self.folder = work, tempfile.TemporaryDirectory()
         run = Path(self.folder.name)
-        self.trainer = Trainer(work.model, work.train, *_corpus(run, work.model.vocab_size))
-        self.trainer.save = lambda run: None           # checkpoints are not what is measured
+        self.trainer = Unsaved(work.model, work.train, *_corpus(run, work.model.vocab_size))
         write_run(run, work.model, work.train, run)
 
     def steps(self, count:int)->dict: # Seconds of `count` steps, by where they go

@@ -5,9 +5,9 @@
 # %% auto #0
 __all__ = ['WINDOWS', 'sha256', 'document_batches', 'encode_documents', 'TokenWriter', 'unfinished', 'write_tokens',
            'TokenDataset', 'token_windows', 'random_windows', 'get_batch', 'to_tensors', 'windows_at_starts',
-           'document_batch', 'reach_of_starts', 'windows_within', 'share_within', 'count_windows', 'sequential_windows',
-           'Batches', 'BatchPrefetcher', 'row_spans', 'document_windows', 'evaluation_batches', 'floor', 'count_ngrams',
-           'read_ngrams', 'write_dataset']
+           'story_windows', 'document_batch', 'reach_of_starts', 'windows_within', 'share_within', 'count_windows',
+           'sequential_windows', 'Batches', 'BatchPrefetcher', 'row_spans', 'document_windows', 'evaluation_batches',
+           'floor', 'count_ngrams', 'read_ngrams', 'write_dataset']
 
 # %% ../../nbs/04_training/04a_data.ipynb #3d3336df
 import hashlib, json, math, os, threading, time, weakref
@@ -394,11 +394,17 @@ def windows_at_starts(
 )->tuple:
     "Windows from the starts of documents. `ValueError` if the corpus is shorter than one."
     fit = _last_fit(dataset, context_length)
-    starts = dataset.starts[rng.integers(fit, size=batch_size)]
-    targets = np.asarray(dataset.tokens)[starts[:, None] + np.arange(context_length)].astype(
-        np.int64)
-    return (np.concatenate([np.full((batch_size, 1), dataset.end_of_text), targets[:, :-1]], 1),
-            targets)
+    return story_windows(dataset, rng.integers(fit, size=batch_size), context_length)
+
+def story_windows(
+    dataset:TokenDataset, # Tokens and starts
+    documents:np.ndarray, # Numbers of the documents that windows begin with `(B,)`
+    context_length:int,   # Tokens of a window, T
+)->tuple: # Inputs, which begin with end-of-text, and targets; each int64 `(B, T)`
+    "Windows that begin with these documents."
+    starts = dataset.starts[documents] - 1          # The first target has no token before it
+    _, targets = token_windows(dataset.tokens, starts, context_length)
+    return np.insert(targets[:, :-1], 0, dataset.end_of_text, axis=1), targets
 
 def document_batch(dataset:TokenDataset, batch_size:int, context_length:int, device="cpu",
                    rng:np.random.Generator|None=None)->tuple:
