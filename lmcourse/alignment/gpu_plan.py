@@ -61,7 +61,7 @@ def answer_reward(
 )->float: # 1 or 0
     "1 if the response ends with the right answer, said as in the solutions."
     found = re.search(r"The answer is (-?\d+)\.\s*$", response)
-    return float(bool(found) and int(found[1]) == problem.answer)
+    return float(found is not None and int(found[1]) == problem.answer)
 
 # %% ../../nbs/14_alignment/14o_gpu_plan.ipynb #14o2conf
 # Name to what it is, and its gigabytes where they are known

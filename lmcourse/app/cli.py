@@ -11,8 +11,8 @@ __all__ = ['CUT_OFF', 'SHARED_OUT', 'BITS', 'BENCHES', 'COMPLETIONS', 'COMMANDS'
            'result_line', 'loss_plot', 'draw', 'story', 'beginning', 'checked_device', 'decoder_for', 'load_draft',
            'draw_story', 'GenerateCommand', 'ServeCommand', 'ChatCommand', 'PlotCommand', 'QuickstartCommand',
            'get_ready', 'plan', 'keep', 'AccountCommand', 'PlanCommand', 'ScaleCommand', 'smoke', 'SmokeCommand',
-           'AblateCommand', 'DoctorCommand', 'EvalCommand', 'SftCommand', 'RlCommand', 'align', 'CurateCommand',
-           'PipelineCommand', 'BenchTokenizerCommand', 'BenchTrainingCommand', 'BenchLoopCommand',
+           'AblateCommand', 'DoctorCommand', 'EvalCommand', 'SftCommand', 'DpoCommand', 'RlCommand', 'align',
+           'CurateCommand', 'PipelineCommand', 'BenchTokenizerCommand', 'BenchTrainingCommand', 'BenchLoopCommand',
            'BenchGenerationCommand', 'BenchKernelsCommand', 'BenchCommand', 'CheckCommand', 'ExercisesCommand',
            'CompletionCommand', 'one_line', 'parse', 'main', 'kill_as_ctrl_c']
 
@@ -1106,6 +1106,27 @@ class SftCommand:
         align("sft", self.out, self.resume, settings, self.train)
 
 @dataclass
+class DpoCommand:
+    "Teach a model briefs by pairs of its own responses, from --init-from RUN."
+    out: word(Path|None, "OUT") = None # New folder for the run
+    # Go on with this run, from its last checkpoint; its own settings hold
+    resume: Path|None = None
+    beta: float = 0.3           # What a nat of KL costs
+    sft_weight: float = 0.3     # Of the plain loss of chosen responses
+    prompts: int = 128          # That responses are written to, to make pairs
+    group_size: int = 8         # Responses to each
+    # Lines of JSON with prompt, chosen and rejected: then the model writes none
+    pairs: Path|None = None
+    reference: Path|None = None # Another model than --init-from to stay near to
+    train: TrainConfig = field(default_factory=partial(_few_steps, 60, batch_size=16, lr=3e-4,
+                                                       min_lr=3e-4))
+
+    def run(self):
+        settings = {n: getattr(self, n) for n in "beta sft_weight prompts group_size".split()}
+        files = {n: str(getattr(self, n) or "") for n in ("pairs", "reference")}
+        align("dpo", self.out, self.resume, settings | files, self.train)
+
+@dataclass
 class RlCommand:
     "Improve a model on briefs by what its own responses earn, from --init-from RUN."
     out: word(Path|None, "OUT") = None # New folder for the run
@@ -1137,7 +1158,8 @@ def align(
     if bool(out) == bool(resume): raise UserError(f"{kind} needs either OUT or --resume RUN")
     if resume:
         with checking_input(): trainer = open_alignment(resume)
-        say(f"{resume}: going on after step {trainer.step:,} of {trainer.config.steps:,}")
+        if trainer.world.writes:
+            say(f"{resume}: going on after step {trainer.step:,} of {trainer.config.steps:,}")
     elif out:
         with checking_input(): refuse_existing(out)
         with all_or_nothing(out), checking_input():
@@ -1146,6 +1168,8 @@ def align(
     try: found = align_to_the_end(trainer, run, say)
     except Interrupted as e: raise Interrupted(
         f"{e}; go on with: lmcourse {kind} --resume {run}") from None
+    trainer.world.destroy()
+    if not trainer.world.writes: return
     say(f"success {found['success']:.3f} on briefs that were never practised on, in "
         f"{duration(trainer.elapsed)}; try it: lmcourse generate {run} --prompt 'Ella the mule, "
         f"an orange cap:'")
@@ -1380,7 +1404,7 @@ COMMANDS = dict(quickstart=QuickstartCommand, tokenizer=TokenizerCommand, prepar
                 exercises=ExercisesCommand, account=AccountCommand, plan=PlanCommand,
                 scale=ScaleCommand,
                 serve=ServeCommand, chat=ChatCommand, ablate=AblateCommand, doctor=DoctorCommand,
-                eval=EvalCommand, sft=SftCommand, rl=RlCommand,
+                eval=EvalCommand, sft=SftCommand, dpo=DpoCommand, rl=RlCommand,
                 bench=BenchCommand, smoke=SmokeCommand,
                 completion=CompletionCommand)
 
