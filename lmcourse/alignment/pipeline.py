@@ -152,6 +152,7 @@ def pretrain(c:PipelineConfig, folder:Path, inputs:dict, say):
         excess=end.excess, error=end.error, bits_per_byte=end.bits_per_byte))
     say(f"loss {end.loss:.3f} = floor + {end.excess:.3f}")
 
+# %% ../../nbs/14_alignment/14n_pipeline.ipynb #14n3curve
 def loss_curve(
     run,        # Folder of a run
     tokens:int, # Of a step
@@ -251,7 +252,8 @@ def funnel_plot(r:dict): # Of `gather`; axes
 def loss_plot(r:dict): # Axes
     base, (fig, ax) = r["base"], figure(width=7, height=3)
     ax.plot(*zip(*base["training"]), color=COLORS[0], alpha=.35, lw=1, label="training")
-    ax.plot(*zip(*base["validation"]), "o-", color=COLORS[0], ms=3, label="stories nobody trained on")
+    ax.plot(*zip(*base["validation"]), "o-", color=COLORS[0], ms=3,
+            label="stories nobody trained on")
     ax.axhline(base["floor"], color=COLORS[1], ls="--", label="floor of the source")
     ax.set(xlabel="training tokens", ylabel="loss (nats per token)", ylim=(0, None))
     ax.legend()
@@ -293,7 +295,8 @@ def cost_table(r:dict)->Table:
     "CPU time and memory of each stage, and of all together."
     rows = [dict(stage=s["stage"], CPU=s["cpu_s"], memory=(s["peak_bytes"] or 0)/1e6)
             for s in r["stages"]]
-    total = dict(stage="all", CPU=sum(s["CPU"] for s in rows), memory=max(s["memory"] for s in rows))
+    total = dict(stage="all", CPU=sum(s["CPU"] for s in rows),
+                 memory=max(s["memory"] for s in rows))
     return Table([*rows, total], dict(CPU="s", memory="MB at most so far"))
 
 # %% ../../nbs/14_alignment/14n_pipeline.ipynb #14n7report
@@ -325,6 +328,7 @@ def report_blocks(r:dict, out:str)->list: # Pairs: a kind of block, and what it 
         ("h2", "Talk to it"), ("pre", f"lmcourse chat {out}/rl/model\n"
                                       f"lmcourse generate {out}/rl/model --prompt '{SAMPLES[0]}'")]
 
+# %% ../../nbs/14_alignment/14n_pipeline.ipynb #14n7forms
 def as_markdown(blocks:list)->str:
     made = dict(h1="# {}", h2="## {}", p="{}", pre="```\n{}\n```")
     texts = (f"![{v[1]}]({v[0]})" if kind == "image" else v._repr_markdown_() if kind == "table"
@@ -350,6 +354,7 @@ def as_html(
             f'content="width=device-width"><title>{html.escape(blocks[0][1])}</title>'
             f"<style>{style}</style></head>\n<body>\n{body}\n</body></html>\n")
 
+# %% ../../nbs/14_alignment/14n_pipeline.ipynb #14n7write
 def write_report(c:PipelineConfig, folder:Path, inputs:dict, say):
     "`report.md`, `report.html`, three pictures, and the numbers behind them."
     from matplotlib.pyplot import close
@@ -404,6 +409,7 @@ def pipeline_stages(
               "a card with pictures", 5, ("report.md", "report.html", "result.json", "funnel.png",
               "loss.png", "success.png"), version=__version__)]
 
+# %% ../../nbs/14_alignment/14n_pipeline.ipynb #14n6tests
 def _without_tests(pages:int)->list: # The recipe's steps, with the test set as a digest would be
     steps = cleaning_recipe(pages)["steps"]
     return steps[:-1] + [dict(step="decontaminate", tests=len(steps[-1]["tests"]))]

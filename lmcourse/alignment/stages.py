@@ -105,6 +105,7 @@ def run_stages(
             records[stage.name] = _run_stage(stage, out, records, say, f"{i}/{len(names)}")
     return records
 
+# %% ../../nbs/14_alignment/14m_stages.ipynb #14m3one
 def _run_stage(stage:Stage, out:Path, records:dict, say:Callable, which:str)->dict:
     folder, inputs = out/stage.name, {n: out/n for n in stage.needs}
     order = json.loads(json.dumps(dict(
@@ -140,7 +141,7 @@ def pipeline_folder(
     out,      # New, empty, or begun by the same kind of pipeline
     kind:str,
 ): # Its path, locked against a second process
-    "`UserError` for a folder that is something else; `BlockingIOError` if another process works in it."
+    "`UserError` for a folder of something else; `BlockingIOError` if another process has it."
     out = Path(out).absolute()
     refuse_unwritable(out)
     if out.is_file(): raise UserError(f"{out} is a file, expected a folder")
