@@ -13,7 +13,8 @@ from typing import Any
 from ..ablations.sweep import Experiment, RunData
 from .balance import watch_routes
 from .lab import information, shuffled_within
-from ..tools.stories import Stories, Writer, drawn_rule
+from ..tools.grammar import Writer, rule_of
+from ..tools.stories import Stories
 
 # %% ../../nbs/08_moe/08j_roles.ipynb #08j00007
 class RoleWriter(Writer):
@@ -31,13 +32,13 @@ class RoleWriter(Writer):
 
     def choice_of(self, part, env:dict)->str|None: # The rule, if it is a choice of templates
         if isinstance(part, str) or part.kind != "draw" or part.remember: return None
-        return None if (rule := drawn_rule(self.rules, part, env)).entries else rule.name
+        return None if (rule := rule_of(self.rules, part, env)).entries else rule.name
 
     def role_of(self, part, env:dict)->str: # Of a piece that was just written
         if isinstance(part, str): return f"words of {self.inside[-1]}"
         if part.kind == "attribute": return "pronoun or attribute"
         if part.kind == "again": return f"{_family(env[part.name].rule)} again"
-        rule = env[part.remember].rule if part.remember else drawn_rule(self.rules, part, env)
+        rule = env[part.remember].rule if part.remember else rule_of(self.rules, part, env)
         return _family(rule)
 
 # %% ../../nbs/08_moe/08j_roles.ipynb #08j00015
