@@ -11,9 +11,10 @@ __all__ = ['CUT_OFF', 'SHARED_OUT', 'BITS', 'BENCHES', 'COMPLETIONS', 'COMMANDS'
            'result_line', 'loss_plot', 'draw', 'story', 'beginning', 'checked_device', 'decoder_for', 'load_draft',
            'draw_story', 'GenerateCommand', 'ServeCommand', 'PlotCommand', 'QuickstartCommand', 'get_ready', 'plan',
            'keep', 'AccountCommand', 'PlanCommand', 'ScaleCommand', 'smoke', 'SmokeCommand', 'AblateCommand',
-           'DoctorCommand', 'EvalCommand', 'SftCommand', 'RlCommand', 'align', 'CurateCommand', 'BenchTokenizerCommand',
-           'BenchTrainingCommand', 'BenchLoopCommand', 'BenchGenerationCommand', 'BenchKernelsCommand', 'BenchCommand',
-           'CheckCommand', 'ExercisesCommand', 'CompletionCommand', 'one_line', 'parse', 'main', 'kill_as_ctrl_c']
+           'DoctorCommand', 'EvalCommand', 'SftCommand', 'DpoCommand', 'RlCommand', 'align', 'CurateCommand',
+           'BenchTokenizerCommand', 'BenchTrainingCommand', 'BenchLoopCommand', 'BenchGenerationCommand',
+           'BenchKernelsCommand', 'BenchCommand', 'CheckCommand', 'ExercisesCommand', 'CompletionCommand', 'one_line',
+           'parse', 'main', 'kill_as_ctrl_c']
 
 # %% ../../nbs/90_app/90g_cli.ipynb #56d80fc9
 import contextlib, errno, hashlib, io, json, math, os, re, select, shutil, signal, socket, sys
@@ -466,8 +467,8 @@ def train_to_the_end(
         tokenizer, begin, grams = (matching_tokenizer(data, trainer.train, trainer.valid),
                                    beginning(trainer.config.windows), ngram_line(data))
     try:
-        result = trainer.fit(run, report=_report,
-                             sample=lambda _: story(speaker(trainer), tokenizer, trainer.step, begin, 120))
+        def sample(_): return story(speaker(trainer), tokenizer, trainer.step, begin, 120)
+        result = trainer.fit(run, report=_report, sample=sample)
     except Interrupted as e: raise Interrupted(
         f"{e}; go on with: lmcourse train --resume {run}") from None
     except RuntimeError as e:
@@ -576,7 +577,8 @@ def decoder_for(model, bits:int|None=None): # The fastest that there is, as `gen
     kind = next(model.parameters()).device.type
     if odd: return CachedDecoder
     if kind != "cpu": return GraphDecoder if kind == "cuda" else CachedDecoder
-    return FastDecoder if bits is None else partial(FastDecoder, pack=partial(quantize_fitting, bits=bits))
+    if bits is None: return FastDecoder
+    return partial(FastDecoder, pack=partial(quantize_fitting, bits=bits))
 
 def load_draft(folder:Path, tokenizer:Tokenizer, device:str): # A model
     "`ValueError` if it has another tokenizer than the model that it drafts for."
@@ -695,8 +697,10 @@ def _check_address(host:str, port:int): # `OSError` in words where a server coul
     try:
         socket.create_server((host, port), family=socket.AF_INET6 if ":" in host
                              else socket.AF_INET).close()
-    except OSError as e: raise OSError(f"serve: port {port} of {host} can't be used "
-                                       f"({os.strerror(e.errno) if e.errno and e.errno > 0 else e}); name another with --port") from None
+    except OSError as e:
+        why = os.strerror(e.errno) if e.errno and e.errno > 0 else e
+        raise OSError(f"serve: port {port} of {host} can't be used ({why}); "
+                      "name another with --port") from None
 
 # %% ../../nbs/90_app/90g_cli.ipynb #cfe7c373
 @dataclass
@@ -768,7 +772,7 @@ def get_ready(data:str, minutes:float, out:Path, card=None
     pieces = [tokenizer.decode([i])
               for i in tokenizer.encode(" ".join(training[0][:80].split()), special=False)]
     say(f"2. Tokenizer: {tokenizer.vocab_size:,} tokens, learnt in "
-        f"{duration(time.perf_counter()-start)}. It cuts text so:", "   " + "|".join(pieces), "")
+        f"{duration(time.perf_counter()-start)}. It splits text like this:", "   " + "|".join(pieces), "")
     say("3. Tokens on disk:")
     prepare(data, out/"data", tokenizer, size, 400)
     say("   " + ngram_line(out/"data"), "")
@@ -820,7 +824,8 @@ def card_lines(card, minutes:float)->list: # What a GPU will train, before anyth
     if card is None: return []
     fit = preset_for(card, minutes, 2048)
     rate = f"{fit.tokens_per_s:,.0f} tokens/s expected" if fit.preset != "quickstart" else "small"
-    return [f"{card.source.removeprefix('measured: ')}, {si(card.memory_bytes, 'B')}: {fit.preset}, "
+    name = card.source.removeprefix("measured: ")
+    return [f"{name}, {si(card.memory_bytes, 'B')}: {fit.preset}, "
             f"{si(count_parameters(fit.model).unique)} parameters, {rate}; about "
             f"{duration(60*minutes + 120)} in all, two minutes of them for text and compiling"]
 
@@ -1076,6 +1081,27 @@ class SftCommand:
         align("sft", self.out, self.resume, settings, self.train)
 
 @dataclass
+class DpoCommand:
+    "Teach a model briefs by pairs of its own responses, from --init-from RUN."
+    out: word(Path|None, "OUT") = None # New folder for the run
+    # Go on with this run, from its last checkpoint; its own settings hold
+    resume: Path|None = None
+    beta: float = 0.3           # What a nat of KL costs
+    sft_weight: float = 0.3     # Of the plain loss of chosen responses
+    prompts: int = 128          # That responses are written to, to make pairs
+    group_size: int = 8         # Responses to each
+    # Lines of JSON with prompt, chosen and rejected: then the model writes none
+    pairs: Path|None = None
+    reference: Path|None = None # Another model than --init-from to stay near to
+    train: TrainConfig = field(default_factory=partial(_few_steps, 60, batch_size=16, lr=3e-4,
+                                                       min_lr=3e-4))
+
+    def run(self):
+        settings = {n: getattr(self, n) for n in "beta sft_weight prompts group_size".split()}
+        files = {n: str(getattr(self, n) or "") for n in ("pairs", "reference")}
+        align("dpo", self.out, self.resume, settings | files, self.train)
+
+@dataclass
 class RlCommand:
     "Improve a model on briefs by what its own responses earn, from --init-from RUN."
     out: word(Path|None, "OUT") = None # New folder for the run
@@ -1107,7 +1133,8 @@ def align(
     if bool(out) == bool(resume): raise UserError(f"{kind} needs either OUT or --resume RUN")
     if resume:
         with checking_input(): trainer = open_alignment(resume)
-        say(f"{resume}: going on after step {trainer.step:,} of {trainer.config.steps:,}")
+        if trainer.world.writes:
+            say(f"{resume}: going on after step {trainer.step:,} of {trainer.config.steps:,}")
     elif out:
         with checking_input(): refuse_existing(out)
         with all_or_nothing(out), checking_input():
@@ -1116,6 +1143,8 @@ def align(
     try: found = align_to_the_end(trainer, run, say)
     except Interrupted as e: raise Interrupted(
         f"{e}; go on with: lmcourse {kind} --resume {run}") from None
+    trainer.world.destroy()
+    if not trainer.world.writes: return
     say(f"success {found['success']:.3f} on briefs that were never practised on, in "
         f"{duration(trainer.elapsed)}; try it: lmcourse generate {run} --prompt 'Ella the mule, "
         f"an orange cap:'")
@@ -1318,7 +1347,8 @@ COMMANDS = dict(quickstart=QuickstartCommand, tokenizer=TokenizerCommand, prepar
                 exercises=ExercisesCommand, account=AccountCommand, plan=PlanCommand,
                 scale=ScaleCommand,
                 serve=ServeCommand, ablate=AblateCommand, doctor=DoctorCommand,
-                eval=EvalCommand, sft=SftCommand, rl=RlCommand, bench=BenchCommand, smoke=SmokeCommand,
+                eval=EvalCommand, sft=SftCommand, dpo=DpoCommand, rl=RlCommand,
+                bench=BenchCommand, smoke=SmokeCommand,
                 completion=CompletionCommand)
 
 ABOUT = """Build a language model from scratch.

@@ -9,7 +9,7 @@ __all__ = ['PLAIN_CHAT', 'checked_ids', 'context_of', 'Remembering', 'Recomputin
            'check_story', 'story_slips', 'measure_story', 'measure_stories']
 
 # %% ../../nbs/05_generation/05b_generate.ipynb #ef6d280b
-import codecs, json, math, sys
+import codecs, math, sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -22,7 +22,9 @@ import torch
 from ..architecture.layers_torch import token_losses
 from .sampling import next_token_probs, sample
 from ..tokenization.bpe import special_pattern
-from ..tools.stories import Rule, Slot, Stories
+from ..tools.files import read_json
+from ..tools.grammar import Rule, Slot
+from ..tools.stories import Stories
 
 # %% ../../nbs/05_generation/05b_generate.ipynb #f49cc824
 @contextmanager
@@ -408,10 +410,8 @@ def read_chat_template(
     path = Path(folder or "")/"chat_template.json"
     if folder is None or not path.exists(): return PLAIN_CHAT
     def fail(name, value, right): raise ValueError(f"{path}: {name} = {value!r}, expected {right}")
-    try: given = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as e: raise ValueError(f"{path} is not JSON: {e}") from None
-    names = ("roles", "assistant_start", "stop")
-    if not isinstance(given, dict) or not {*names[:2]} <= given.keys() <= {*names}:
+    given, names = read_json(path), ("roles", "assistant_start", "stop")
+    if not {*names[:2]} <= given.keys() <= {*names}:
         raise ValueError(f"{path}: expected an object with {', '.join(names[:2])} and perhaps stop")
     roles, start, stop = given["roles"], given["assistant_start"], given.get("stop", [])
     if not isinstance(roles, dict) or "user" not in roles:

@@ -125,7 +125,8 @@ def save_shards(
 ):
     "As `save_checkpoint`, in parts. All processes must call it; an error of one reaches all."
     weights, named = _parts_of(model), named_state(model, optimizer)
-    _, moments, record, config = checkpoint_contents({}, named, iteration, config or {}, state or {}, {})
+    contents = checkpoint_contents({}, named, iteration, config or {}, state or {}, {})
+    _, moments, record, config = contents
     record["optimizer"] = _joined(_gathered(record["optimizer"]))
     writer = _ShardWriter(out, weights.keys(), record, config)
     with in_one_line(writer.path), _first_failure():
