@@ -11,9 +11,10 @@ __all__ = ['CUT_OFF', 'SHARED_OUT', 'BITS', 'BENCHES', 'COMPLETIONS', 'COMMANDS'
            'result_line', 'loss_plot', 'draw', 'story', 'beginning', 'checked_device', 'decoder_for', 'load_draft',
            'draw_story', 'GenerateCommand', 'ServeCommand', 'PlotCommand', 'QuickstartCommand', 'get_ready', 'plan',
            'keep', 'AccountCommand', 'PlanCommand', 'ScaleCommand', 'smoke', 'SmokeCommand', 'AblateCommand',
-           'DoctorCommand', 'EvalCommand', 'SftCommand', 'RlCommand', 'align', 'CurateCommand', 'BenchTokenizerCommand',
-           'BenchTrainingCommand', 'BenchLoopCommand', 'BenchGenerationCommand', 'BenchKernelsCommand', 'BenchCommand',
-           'CheckCommand', 'ExercisesCommand', 'CompletionCommand', 'one_line', 'parse', 'main', 'kill_as_ctrl_c']
+           'DoctorCommand', 'EvalCommand', 'SftCommand', 'DpoCommand', 'RlCommand', 'align', 'CurateCommand',
+           'BenchTokenizerCommand', 'BenchTrainingCommand', 'BenchLoopCommand', 'BenchGenerationCommand',
+           'BenchKernelsCommand', 'BenchCommand', 'CheckCommand', 'ExercisesCommand', 'CompletionCommand', 'one_line',
+           'parse', 'main', 'kill_as_ctrl_c']
 
 # %% ../../nbs/90_app/90g_cli.ipynb #56d80fc9
 import contextlib, errno, hashlib, io, json, math, os, re, select, shutil, signal, socket, sys
@@ -1080,6 +1081,27 @@ class SftCommand:
         align("sft", self.out, self.resume, settings, self.train)
 
 @dataclass
+class DpoCommand:
+    "Teach a model briefs by pairs of its own responses, from --init-from RUN."
+    out: word(Path|None, "OUT") = None # New folder for the run
+    # Go on with this run, from its last checkpoint; its own settings hold
+    resume: Path|None = None
+    beta: float = 0.3           # What a nat of KL costs
+    sft_weight: float = 0.3     # Of the plain loss of chosen responses
+    prompts: int = 128          # That responses are written to, to make pairs
+    group_size: int = 8         # Responses to each
+    # Lines of JSON with prompt, chosen and rejected: then the model writes none
+    pairs: Path|None = None
+    reference: Path|None = None # Another model than --init-from to stay near to
+    train: TrainConfig = field(default_factory=partial(_few_steps, 60, batch_size=16, lr=3e-4,
+                                                       min_lr=3e-4))
+
+    def run(self):
+        settings = {n: getattr(self, n) for n in "beta sft_weight prompts group_size".split()}
+        files = {n: str(getattr(self, n) or "") for n in ("pairs", "reference")}
+        align("dpo", self.out, self.resume, settings | files, self.train)
+
+@dataclass
 class RlCommand:
     "Improve a model on briefs by what its own responses earn, from --init-from RUN."
     out: word(Path|None, "OUT") = None # New folder for the run
@@ -1111,7 +1133,8 @@ def align(
     if bool(out) == bool(resume): raise UserError(f"{kind} needs either OUT or --resume RUN")
     if resume:
         with checking_input(): trainer = open_alignment(resume)
-        say(f"{resume}: going on after step {trainer.step:,} of {trainer.config.steps:,}")
+        if trainer.world.writes:
+            say(f"{resume}: going on after step {trainer.step:,} of {trainer.config.steps:,}")
     elif out:
         with checking_input(): refuse_existing(out)
         with all_or_nothing(out), checking_input():
@@ -1120,6 +1143,8 @@ def align(
     try: found = align_to_the_end(trainer, run, say)
     except Interrupted as e: raise Interrupted(
         f"{e}; go on with: lmcourse {kind} --resume {run}") from None
+    trainer.world.destroy()
+    if not trainer.world.writes: return
     say(f"success {found['success']:.3f} on briefs that were never practised on, in "
         f"{duration(trainer.elapsed)}; try it: lmcourse generate {run} --prompt 'Ella the mule, "
         f"an orange cap:'")
@@ -1322,7 +1347,7 @@ COMMANDS = dict(quickstart=QuickstartCommand, tokenizer=TokenizerCommand, prepar
                 exercises=ExercisesCommand, account=AccountCommand, plan=PlanCommand,
                 scale=ScaleCommand,
                 serve=ServeCommand, ablate=AblateCommand, doctor=DoctorCommand,
-                eval=EvalCommand, sft=SftCommand, rl=RlCommand,
+                eval=EvalCommand, sft=SftCommand, dpo=DpoCommand, rl=RlCommand,
                 bench=BenchCommand, smoke=SmokeCommand,
                 completion=CompletionCommand)
 
