@@ -138,7 +138,7 @@ def test_killed_anywhere_it_goes_on_to_the_same_files(toy, tmp_path, file, times
     assert died.returncode == -signal.SIGKILL and not (out/stage/"done.json").exists()
     assert worked(out)[0] == stage
     assert digests(out) == digests(toy)
-    assert not [p for p in out.rglob("*.tmp")], "nothing of the killed process is left"
+    assert not list(out.rglob("*.tmp")), "nothing of the killed process is left"
 
 
 def test_preferences_change_the_model_if_there_are_any(copy, monkeypatch):

@@ -34,7 +34,7 @@ from ..tools.config import ModelConfig, TrainConfig
 from ..tools.documents import documents
 from ..tools.files import atomic_write, read_json, remove, write_json, write_text
 from ..tools.machine import machine_name
-from ..tools.show import COLORS, Table, duration, figure, si
+from ..tools.show import COLORS, Table, figure, si
 from ..training.data import TokenDataset, write_dataset
 from ..training.models import load_model, save_model
 from ..training.runs import read_metrics, write_run
@@ -250,7 +250,7 @@ def funnel_plot(r:dict): # Of `gather`; axes
     return Funnel([Step(**s) for s in r["clean"]["funnel"]]).plot()
 
 def loss_plot(r:dict): # Axes
-    base, (fig, ax) = r["base"], figure(width=7, height=3)
+    base, ax = r["base"], figure(width=7, height=3)[1]
     ax.plot(*zip(*base["training"]), color=COLORS[0], alpha=.35, lw=1, label="training")
     ax.plot(*zip(*base["validation"]), "o-", color=COLORS[0], ms=3,
             label="stories nobody trained on")
@@ -260,7 +260,7 @@ def loss_plot(r:dict): # Axes
     return ax
 
 def success_plot(r:dict): # Axes
-    fig, ax = figure(width=7, height=2.6)
+    ax = figure(width=7, height=2.6)[1]
     for x,(name,m) in enumerate(r["models"].items()):
         ax.bar(x, m["success"], .6, color=COLORS[x])
         ax.errorbar(x, m["success"], [[m["success"] - m["low"]], [m["high"] - m["success"]]],
