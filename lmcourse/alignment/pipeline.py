@@ -15,7 +15,6 @@ from dataclasses import replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any
 from .. import __version__
 from .briefs import ENDINGS, OPENINGS, brief_prompts, imitation_ceiling
 from .briefs import parse_reward, template_distance
