@@ -38,7 +38,7 @@ def test_shuffled_conversations_stay_whole(tmp_path):
     path = write(tmp_path/"data.jsonl", [(c*3, c.upper()*2) for c in "abcdefgh"])
     straight, mixed, again, other = (PackedSftDataset(Bytes(), path, 6, s, seed=k) for s, k in ((False, 0), (True, 0), (True, 0), (True, 1)))
     assert torch.equal(mixed.input_ids, again.input_ids) and not torch.equal(mixed.input_ids, straight.input_ids) and not torch.equal(mixed.input_ids, other.input_ids)
-    assert {tuple(r) for r in mixed.input_ids.tolist()} <= {tuple([*(c*3 + c.upper()*2).encode(), 0]) for c in "abcdefgh"}
+    assert {tuple(r) for r in mixed.input_ids.tolist()} <= {(*(c*3 + c.upper()*2).encode(), 0) for c in "abcdefgh"}
 
 
 @pytest.mark.parametrize("n, size", [(10, 3), (10, 10), (10, 99), (1, 1)])
