@@ -60,8 +60,8 @@ class DraftEngine(Engine):
         p = _rule(s)(logits.cpu())
         kept, token = verify(proposal, q, p, partial(self.draw, s))
         self.proposed, self.accepted = self.proposed + len(proposal), self.accepted + kept
-        for token, row in zip([*proposal[:kept], token], logits):
-            if reason := accept(s, token, row): break
+        for id, row in zip([*proposal[:kept], token], logits):
+            if reason := accept(s, id, row): break
         s.computed = len(s.ids) - 1
         return reason
 
