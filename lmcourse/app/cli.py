@@ -9,12 +9,12 @@ __all__ = ['CUT_OFF', 'SHARED_OUT', 'BITS', 'BENCHES', 'COMPLETIONS', 'COMMANDS'
            'unfinished_job', 'told_to_go_on', 'ngram_line', 'TrainCommand', 'new_trainer', 'open_data',
            'matching_tokenizer', 'go_on', 'model_table', 'cost_lines', 'speed_lines', 'device_here', 'train_to_the_end',
            'result_line', 'loss_plot', 'draw', 'story', 'beginning', 'checked_device', 'decoder_for', 'load_draft',
-           'draw_story', 'GenerateCommand', 'ServeCommand', 'PlotCommand', 'QuickstartCommand', 'get_ready', 'plan',
-           'keep', 'AccountCommand', 'PlanCommand', 'ScaleCommand', 'smoke', 'SmokeCommand', 'AblateCommand',
-           'DoctorCommand', 'EvalCommand', 'SftCommand', 'DpoCommand', 'RlCommand', 'align', 'CurateCommand',
-           'BenchTokenizerCommand', 'BenchTrainingCommand', 'BenchLoopCommand', 'BenchGenerationCommand',
-           'BenchKernelsCommand', 'BenchCommand', 'CheckCommand', 'ExercisesCommand', 'CompletionCommand', 'one_line',
-           'parse', 'main', 'kill_as_ctrl_c']
+           'draw_story', 'GenerateCommand', 'ServeCommand', 'ChatCommand', 'PlotCommand', 'QuickstartCommand',
+           'get_ready', 'plan', 'keep', 'AccountCommand', 'PlanCommand', 'ScaleCommand', 'smoke', 'SmokeCommand',
+           'AblateCommand', 'DoctorCommand', 'EvalCommand', 'SftCommand', 'DpoCommand', 'RlCommand', 'align',
+           'CurateCommand', 'PipelineCommand', 'BenchTokenizerCommand', 'BenchTrainingCommand', 'BenchLoopCommand',
+           'BenchGenerationCommand', 'BenchKernelsCommand', 'BenchCommand', 'CheckCommand', 'ExercisesCommand',
+           'CompletionCommand', 'one_line', 'parse', 'main', 'kill_as_ctrl_c']
 
 # %% ../../nbs/90_app/90g_cli.ipynb #56d80fc9
 import contextlib, errno, hashlib, io, json, math, os, re, select, shutil, signal, socket, sys
@@ -40,6 +40,7 @@ from ..tools.machine import gpu_name, keep_freed_memory, machine_name
 from ..tools.show import Table, duration, si, text_plot
 from ..tokenization.encoding import merges_wanted
 from ..tokenization.tokenizer import Tokenizer
+from ..alignment.stages import PipelineConfig
 
 # %% ../../nbs/90_app/90g_cli.ipynb #f4767196
 @contextlib.contextmanager
@@ -658,7 +659,7 @@ class ServeCommand:
     device: str = "cpu"         # cpu, cuda, mps, or auto for the best there is
     quantize: Literal["none", "int8", "int4"] = "none" # Weights in few bits; on the CPU
 
-    def run(self):
+    def run(self, ready=None): # Called when it answers, instead of a line
         with checking_input():
             for name in ("fastapi", "pydantic", "uvicorn"):
                 if find_spec(name): continue
@@ -674,9 +675,9 @@ class ServeCommand:
         where = f"{self.name!r} on http://{self.host}:{self.port}/v1"
         if service.chat_template.is_default:
             where += ", chats as plain text (no chat_template.json)"
-        ready = lambda: say(f"serving {where}; stop with Ctrl-C")
+        greet = ready or (lambda: say(f"serving {where}; stop with Ctrl-C"))
         with contextlib.suppress(KeyboardInterrupt):
-            run_server(service, self.host, self.port, self.grace, ready)
+            run_server(service, self.host, self.port, self.grace, greet)
         say("stopped")
 
     def service(self):
@@ -701,6 +702,30 @@ def _check_address(host:str, port:int): # `OSError` in words where a server coul
         why = os.strerror(e.errno) if e.errno and e.errno > 0 else e
         raise OSError(f"serve: port {port} of {host} can't be used ({why}); "
                       "name another with --port") from None
+
+# %% ../../nbs/90_app/90g_cli.ipynb #14n90cha
+@dataclass
+class ChatCommand:
+    "Talk to a model in the browser; without RUN to the course's model."
+    folder: word(Path|None, "RUN") = None # Folder of a run, or of a model
+    port: int = 8000            # Of this machine, where the page is
+    browser: bool = True        # Whether to open the page
+    device: str = "cpu"         # cpu, cuda, mps, or auto for the best there is
+    quantize: Literal["none", "int8", "int4"] = "none" # Weights in few bits; on the CPU
+
+    def run(self):
+        address = f"http://127.0.0.1:{self.port}/chat"
+        def ready():
+            say(f"talk to it on {address}; stop with Ctrl-C")
+            if self.browser and _has_screen():
+                import webbrowser
+                webbrowser.open(address)
+        ServeCommand(self.folder, port=self.port, device=self.device,
+                     quantize=self.quantize).run(ready)
+
+def _has_screen()->bool: # Else the browser might be one that takes over the terminal
+    if sys.platform in ("darwin", "win32"): return True
+    return bool(os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY"))
 
 # %% ../../nbs/90_app/90g_cli.ipynb #cfe7c373
 @dataclass
@@ -1177,6 +1202,38 @@ class CurateCommand:
         say(str(Table(funnel.rows())), "", f"in {self.out}: documents, dropped.jsonl, funnel.json, "
             f"card.md; tokens of it: lmcourse prepare curated:{self.out} DATA --tokenizer FOLDER")
 
+# %% ../../nbs/90_app/90g_cli.ipynb #14n90pip
+@dataclass
+class PipelineCommand:
+    """The whole course in one go: web, funnel, tokenizer, pretraining, fine-tuning, preferences,
+    reinforcement learning, examination, report. The same command goes on after a kill."""
+    out: word(Path, "OUT") = Path("runs/pipeline") # Folder: new, or begun by the same command
+    until: str|None = None      # Stop after this stage; by default all are done
+    # A dozen minutes of two cores, or a model of 100 million parameters and more on a GPU
+    scale: Literal["small", "gpu"] = "small"
+    dry_run: bool = False       # Of the GPU's scale: only say what each stage would take
+    gpu: str = "h100"           # Of the GPU's scale: its device, a100, h100, ...
+    data: str = "tinystories"   # Of the GPU's scale: its text, by name
+    config: PipelineConfig = field(default_factory=PipelineConfig)
+
+    def run(self):
+        if self.scale == "gpu" or self.dry_run: return self.plan()
+        from lmcourse.alignment.pipeline import run_pipeline
+        from lmcourse.training.signals import Interrupted
+        stopped = "interrupted; go on with the same command"
+        try:
+            with checking_input(): run_pipeline(self.out, self.config, say, self.until)
+        except Interrupted as e: raise Interrupted(f"{e}; go on with the same command") from None
+        except KeyboardInterrupt: raise KeyboardInterrupt(stopped) from None
+
+    def plan(self):
+        from lmcourse.alignment.gpu_plan import GpuPlan, plan_lines
+        if self.scale != "gpu": raise UserError("dry_run goes with scale = gpu")
+        if not self.dry_run: raise UserError("scale = gpu has never been run, and is only "
+                                             "planned: add --dry-run")
+        with checking_input(): lines = plan_lines(GpuPlan(self.gpu, self.data))
+        say(*map(str, lines))
+
 # %% ../../nbs/90_app/90g_cli.ipynb #9fec4938
 @dataclass
 class BenchTokenizerCommand:
@@ -1341,12 +1398,12 @@ def one_line(
                     re.sub(r"Error parsing __tyro\S+ ", "", words))[0].strip()
 
 COMMANDS = dict(quickstart=QuickstartCommand, tokenizer=TokenizerCommand, prepare=PrepareCommand,
-                curate=CurateCommand,
+                curate=CurateCommand, pipeline=PipelineCommand,
                 train=TrainCommand,
                 generate=GenerateCommand, plot=PlotCommand, check=CheckCommand,
                 exercises=ExercisesCommand, account=AccountCommand, plan=PlanCommand,
                 scale=ScaleCommand,
-                serve=ServeCommand, ablate=AblateCommand, doctor=DoctorCommand,
+                serve=ServeCommand, chat=ChatCommand, ablate=AblateCommand, doctor=DoctorCommand,
                 eval=EvalCommand, sft=SftCommand, dpo=DpoCommand, rl=RlCommand,
                 bench=BenchCommand, smoke=SmokeCommand,
                 completion=CompletionCommand)
