@@ -1,7 +1,7 @@
 # Needs Python 3.11 or newer and make; everything else is installed into $(VENV).
 #   PYTHON=/path/to/python3.12   the Python to make the environment with
 #   VENV=/path/to/folder         where the environment lies
-#   ARGS="--minutes 2"           options for `lmcourse quickstart`
+#   ARGS="--minutes 2"           options for `lmcourse quickstart` or `lmcourse pipeline`
 #   PIP_EXTRA="..."              more options for pip. On Linux, PyPI's torch brings several GB of CUDA libraries;
 #                                the CPU build is smaller and does the same:
 #   make quickstart PIP_EXTRA="--extra-index-url https://download.pytorch.org/whl/cpu"
@@ -15,6 +15,9 @@ help: ## this list
 
 quickstart: $(READY) ## from text to a trained model and its stories, in about five minutes
 	$(BIN)/lmcourse quickstart $(ARGS)
+
+pipeline: $(READY) ## the whole course in one go: from web pages to a model that does what you ask
+	$(BIN)/lmcourse pipeline $(ARGS)
 
 test: $(READY) ## everything a change must pass
 	$(BIN)/python tools/check.py
@@ -59,4 +62,4 @@ $(READY): settings.ini setup.py pyproject.toml constraints.txt
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_EXTRA) -c constraints.txt -e '.[dev]'
 	@touch $@
 
-.PHONY: help quickstart test test-all matrix docs docs-quarto lab student bench gpu clean
+.PHONY: help quickstart pipeline test test-all matrix docs docs-quarto lab student bench gpu clean

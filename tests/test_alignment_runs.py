@@ -1,19 +1,25 @@
-"`lmcourse sft` and `lmcourse rl`: a run that was killed ends with the same bits, and mistakes are one line before any work."
+"`lmcourse sft`, `dpo` and `rl`: a run that was killed ends with the same bits, two processes do what one does, and mistakes are one line before any work."
 import json
 import os
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
-from lmcourse.alignment.runs import new_alignment, note_steps, open_alignment
+from lmcourse.alignment.briefs import Demonstrators
+from lmcourse.alignment.preference import read_pairs
+from lmcourse.alignment.runs import align_to_the_end, new_alignment, note_steps, open_alignment, own_pairs
 from lmcourse.app import cli
-from lmcourse.tools.config import TrainConfig
-from lmcourse.training.models import load_model
+from lmcourse.architecture.transformer_torch import TransformerLM
+from lmcourse.parallelism.collectives_torch import ProcessPool
+from lmcourse.tokenization.tokenizer import Tokenizer
+from lmcourse.tools.config import ModelConfig, TrainConfig
+from lmcourse.training.models import load_model, save_model
 
 ROOT = Path(__file__).parents[1]
 ENV = os.environ | dict(OMP_NUM_THREADS="1", PYTHONPATH=str(ROOT))
@@ -21,6 +27,17 @@ RL = "--prompts 1 --group-size 2 --reward mentions --steps 4 --checkpoint-every 
 
 
 def command(*words, cwd): return [sys.executable, "-m", "lmcourse", *map(str, words)], dict(cwd=cwd, env=ENV)
+
+
+def write_pairs(path, n=24): # Made by demonstrators: a right response, and one that is about something else
+    clean, other = Demonstrators(0., 1), Demonstrators(0., 2)
+    pairs = [dict(prompt=p, chosen=c, rejected=r) for (p, c), (_, r) in (((next(clean)), next(other)) for _ in range(n))]
+    path.write_text("".join(json.dumps(pair) + "\n" for pair in pairs), encoding="utf-8")
+    return pairs
+
+
+def settings_of(kind, folder):
+    return dict(sft=dict(slip=.2, demonstrations=16), dpo=dict(pairs=str(folder/"pairs.jsonl")), rl=dict(prompts=2, group_size=2, reward="mentions", max_tokens=12, kl=.1))[kind]
 
 
 def final_weights(run): return torch.cat([p.flatten() for p in load_model(run, checkpoint="latest")[0].parameters()])
@@ -43,16 +60,70 @@ def test_a_run_that_was_killed_goes_on_and_ends_with_the_same_bits(tmp_path):
     assert steps == [4]
 
 
-def test_stopped_between_two_steps_it_goes_on_with_the_same_bits(tmp_path):
-    train = TrainConfig(steps=3, batch_size=4, lr=1e-3, min_lr=1e-3, schedule="constant", warmup_steps=1)
-    whole, cut = (new_alignment(tmp_path/name, "sft", dict(slip=.2, demonstrations=16), train) for name in ("whole", "cut"))
+@pytest.fixture(scope="module")
+def little(tmp_path_factory): # A model that computes in no time, with the tokenizer of the course's
+    folder = tmp_path_factory.mktemp("little")/"model"
+    tokenizer = load_model()[1]
+    config = ModelConfig(vocab_size=tokenizer.vocab_size, context_length=96, d_model=16, d_ff=32, num_layers=2, num_heads=2, norm="layernorm", bias=True)
+    save_model(folder, TransformerLM(config, seed=3), tokenizer, TrainConfig(), {})
+    return replace(TRAIN, init_from=str(folder), eps=1e-4)                   # With a small eps, Adam makes a step of full length of what rounding leaves of a gradient
+
+
+TRAIN = TrainConfig(steps=3, batch_size=4, lr=1e-3, min_lr=1e-3, schedule="constant", warmup_steps=1, eval_every=10, eval_documents=2, checkpoint_every=10)
+
+
+@pytest.mark.parametrize("kind", ["sft", "dpo"])
+def test_stopped_between_two_steps_it_goes_on_with_the_same_bits(kind, little, tmp_path):
+    write_pairs(tmp_path/"pairs.jsonl")
+    whole, cut = (new_alignment(tmp_path/name, kind, settings_of(kind, tmp_path), little) for name in ("whole", "cut"))
     for _ in range(3): whole.train_step()
     cut.train_step()
     cut.save(tmp_path/"cut")
+    (tmp_path/"pairs.jsonl").unlink()                                       # The run has a copy of its own
     again = open_alignment(tmp_path/"cut")
     assert again.step == 1
     for _ in range(2): again.train_step()
     assert all(torch.equal(a, b) for a, b in zip(whole.model.parameters(), again.model.parameters()))
+
+
+def test_dpo_measures_pairs_and_writes_them_down(little, tmp_path):
+    pairs = write_pairs(tmp_path/"pairs.jsonl")
+    trainer = new_alignment(tmp_path/"dpo", "dpo", settings_of("dpo", tmp_path), little)
+    assert read_pairs(tmp_path/"dpo"/"data"/"pairs.jsonl") == pairs
+    begun = trainer.batches.measure(trainer.model)
+    assert begun["chosen"] == pytest.approx(0, abs=1e-4) and begun["rejected"] == pytest.approx(0, abs=1e-4)
+    align_to_the_end(trainer, tmp_path/"dpo", tests=4)
+    line = json.loads((tmp_path/"dpo"/"success.jsonl").read_text().splitlines()[-1])
+    assert line["step"] == 3 and line["chosen"] > line["rejected"] and line["ordered"] > .5 and 0 <= line["success"] <= 1
+
+
+def test_own_pairs_are_a_right_and_a_wrong_response_of_the_model(tmp_path):
+    shipped, tokenizer = load_model()
+    with pytest.raises(ValueError, match="4 responses to 2 prompts, and to no prompt a right and a wrong one"): own_pairs(shipped, tokenizer, 2, 2)
+
+
+def run_in_process(kind, folder, train): # In a rank of the pool
+    os.environ["WORLD_SIZE"] = "2"
+    folder = Path(folder)
+    trainer = new_alignment(folder/f"{kind}-two", kind, settings_of(kind, folder), TrainConfig.from_dict(train))
+    found = align_to_the_end(trainer, folder/f"{kind}-two", tests=2)
+    return torch.cat([p.detach().flatten() for p in trainer.model.parameters()]).numpy(), len(found), trainer.plan.processes
+
+
+def test_two_processes_do_what_one_does(little, tmp_path):
+    write_pairs(tmp_path/"pairs.jsonl")
+    with ProcessPool(2, __name__, timeout_s=60) as pool:
+        for kind in ("sft", "dpo", "rl"):
+            (a, told, processes), (b, silent, _) = pool.run(run_in_process, kind, str(tmp_path), little.to_dict())
+            one = new_alignment(tmp_path/f"{kind}-one", kind, settings_of(kind, tmp_path), little)
+            align_to_the_end(one, tmp_path/f"{kind}-one", tests=2)
+            w = torch.cat([p.detach().flatten() for p in one.model.parameters()]).numpy()
+            start = torch.cat([p.detach().flatten() for p in load_model(little.init_from)[0].parameters()]).numpy()
+            assert processes == 2 and told and not silent and (a == b).all()
+            assert abs(a - w).max() < 1e-5 < abs(w - start).max()
+            logs = [[json.loads(line) for line in (tmp_path/f"{kind}-{n}"/"success.jsonl").read_text().splitlines()] for n in ("one", "two")]
+            assert [line["step"] for line in logs[0]] == [line["step"] for line in logs[1]] == [3]
+            if kind == "rl": assert (tmp_path/"rl-one"/"rollouts.jsonl").read_text().count("\n") == (tmp_path/"rl-two"/"rollouts.jsonl").read_text().count("\n") == 3
 
 
 def test_lines_replace_those_of_the_same_step_and_later_ones(tmp_path):
@@ -64,10 +135,23 @@ def test_lines_replace_those_of_the_same_step_and_later_ones(tmp_path):
 @pytest.mark.parametrize("words, message", [
     ("rl", "rl needs either OUT or --resume RUN"), ("sft a --resume b", "sft needs either"), ("sft --resume nowhere", "nowhere: no run folder"), ("rl a --group-size 1", "group_size = 1"),
     ("rl a --kl -1", "kl = -1"), ("rl a --algorithm ppo", "ppo"), ("rl a --init-from nowhere", "nowhere: no run folder"), ("sft a --slip 1", "slip = 1"),
+    ("dpo a --resume b", "dpo needs either"), ("dpo a --beta 0", "beta = 0"), ("dpo a --sft-weight -1", "sft_weight = -1"), ("dpo a --pairs nowhere", "nowhere: no such file"), ("dpo a --group-size 1", "group_size = 1"),
+    ("dpo a --pairs equal.jsonl", "equal.jsonl: line 2: chosen and rejected are equal, ' b'"), ("dpo a --pairs part.jsonl", "part.jsonl: line 1 has no text 'rejected'"), ("dpo a --pairs empty.jsonl", "empty.jsonl: no pairs"),
+    ("dpo a --pairs text.jsonl", "text.jsonl: line 1 is not JSON"), ("dpo a --pairs few.jsonl", "1 pairs, expected a batch of 16"), ("dpo a --pairs long.jsonl", "pair 1 has"), ("dpo a --pairs few.jsonl --reference other", "reference = other: its tokenizer is"),
+    ("dpo a --pairs few.jsonl --reference nowhere", "nowhere"), ("dpo a --pairs few.jsonl --shard", "model in parts"), ("rl a --init-from other", "the model takes 32"),
+    ("sft a --init-from other", "the model takes 32"),
     ("sft a --demonstrations 3", "demonstrations = 3"), ("sft taken", "taken exists"), ("rl a --staleness -1", "staleness = -1")])
 def test_a_mistake_is_one_line_before_any_work(words, message, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     Path("taken").mkdir()
+    pair = dict(prompt="a", chosen=" b", rejected=" c")
+    for name, pairs in dict(equal=[pair, pair | dict(rejected=" b")], part=[dict(prompt="a", chosen=" b")], empty=[], few=[pair], long=[pair | dict(chosen=" Ella"*999)]).items():
+        Path(f"{name}.jsonl").write_text("".join(json.dumps(p) + "\n" for p in pairs))
+    Path("text.jsonl").write_text("a\n")
+    if "other" in words:                                                    # A small model with another tokenizer
+        tokenizer = Tokenizer.train(["Ella the mule, an orange cap: "*20], 270)
+        save_model("other", TransformerLM(ModelConfig(vocab_size=tokenizer.vocab_size, context_length=32, d_model=16, d_ff=32, num_layers=1, num_heads=2)), tokenizer, TrainConfig(), {})
+    before = sorted(p.name for p in Path().iterdir())
     with pytest.raises(SystemExit) as e: cli.main(words.split())
     error = capsys.readouterr().err
-    assert e.value.code == 2 and message in error and len(error.splitlines()) == 1 and sorted(p.name for p in Path().iterdir()) == ["taken"]
+    assert e.value.code == 2 and message in error and len(error.splitlines()) == 1 and sorted(p.name for p in Path().iterdir()) == before

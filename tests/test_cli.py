@@ -311,7 +311,7 @@ def broken(work, whole):
     ("exercises 01 --progress damaged.jsonl", "damaged.jsonl: no progress file"),
     ("prepare text:latin.txt new --tokenizer tok", "latin.txt: not UTF-8 text (byte 0xe9 at 3)"),
     ("tokenizer text:empty.txt new", "empty.txt: the file is empty"),
-    ("no-such-command", "quickstart, tokenizer, prepare, curate, train, generate, plot, check, exercises, account, plan, scale, serve, ablate, doctor, eval, sft, rl, bench, smoke, completion"),
+    ("no-such-command", "quickstart, tokenizer, prepare, curate, pipeline, train, generate, plot, check, exercises, account, plan, scale, serve, chat, ablate, doctor, eval, sft, dpo, rl, bench, smoke, completion"),
 ])
 def test_a_mistake_is_one_line_and_leaves_nothing(broken, monkeypatch, capsys, words, answer):
     before = sorted(broken.rglob("*"))

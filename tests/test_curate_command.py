@@ -14,8 +14,10 @@ from lmcourse.curation.pipeline import (
     STEPS, Funnel, Recipe, Stage, Whole, curate, dask_map, digest, each, kept_documents, read_funnel, read_shard, register_step, survivors)
 from lmcourse.curation.web import Document, planted_web, write_warc
 from lmcourse.curation.web import test_set as leaked
+from lmcourse.tokenization.tokenizer import Tokenizer
 from lmcourse.tools.documents import documents
 from lmcourse.tools.stories import Stories
+from lmcourse.training.data import TokenDataset
 
 STEPS_TOML = """
 [[steps]]
@@ -78,6 +80,24 @@ def test_finished_is_not_done_again_and_its_documents_are_a_corpus(crawl, done):
     assert sorted(texts) == sorted(d.text for d in kept_documents(crawl / "out"))
 
 
+def test_from_a_crawl_to_a_model(crawl, done, tmp_path):
+    corpus = f"curated:{crawl / 'out'}"
+    for words in (("tokenizer", corpus, "tok", "--vocab-size", 300), ("prepare", corpus, "data", "--tokenizer", "tok", "--valid-documents", 4, "--threads", 1),
+                  ("train", "data", "run", "--steps", 3, *"--context-length 64 --d-model 16 --num-layers 1 --windows random --eval-documents 4 --device cpu".split())):
+        result = here(*words, cwd=tmp_path)
+        assert result.returncode == 0, result.stderr
+    texts, seen = {d.text for d in kept_documents(crawl / "out")}, []
+    for split in ("train", "valid"):
+        data = TokenDataset.open(tmp_path / "data" / split)
+        tokenizer = Tokenizer.from_folder(tmp_path / "data" / "tokenizer")
+        seen.append([tokenizer.decode(data.tokens[a:b]).removesuffix("<|endoftext|>") for a, b in zip(data.starts, data.ends)])
+    assert set(seen[0] + seen[1]) == texts and len(seen[1]) == 1 and not set(seen[0]) & set(seen[1])
+    story = here("generate", "run", "--prompt", "Once", "--max-tokens", 8, "--seed", 1, cwd=tmp_path)
+    assert story.returncode == 0 and "Once" in story.stdout, story.stderr
+    bad = here("prepare", f"curated:{tmp_path / 'run'}", "more", "--tokenizer", "tok", cwd=tmp_path)
+    assert bad.returncode == 2 and "expected a folder that `lmcourse curate` has finished" in bad.stderr and bad.stderr.count("\n") == 1
+
+
 def test_two_processes_and_a_single_file_give_the_same(crawl, done):
     two = here("curate", "in", "two", "--recipe", "recipe.toml", "--workers", 2, cwd=crawl)
     assert two.returncode == 0 and two.stdout.replace("two", "out") == done and survivors(crawl / "two") == survivors(crawl / "out")
@@ -100,21 +120,176 @@ def test_killed_anywhere_it_goes_on(crawl, done, jobs, tmp_path):
 
 @pytest.mark.parametrize("words, recipe, said", [
     ("in new", '[[steps]]\nstep = "gohper"\n', "unknown step 'gohper'"), ("in new", '[[steps]]\nstep = "minhash"\nbands = 40\n', "bands x rows = 40 x 6 = 240"),
-    ("in out", '[[steps]]\nstep = "exact"\n', "out: made with another recipe"), ("more.jsonl out", None, "begun with other input files"), ("broken.warc.gz new", None, "broken.warc.gz: record"),
+    ("in out", '[[steps]]\nstep = "exact"\n', "out: made with another recipe"), ("more.jsonl out", None, "begun with other input files"), ("no.warc new", None, "no.warc: b'<html', expected"),
     ("in new", "steps = 3\n", "a list called steps"), ("in new", "[[steps\n", "not TOML"), ("nowhere new", None, "nowhere: no such file"), ("empty new", None, "expected files that end in"),
     ("in in", None, "not empty, and not a folder of"), ("in new --workers 0", None, "workers = 0"), ("in new --workers 2 --dask here", None, "can't go together"),
-    ("in out", STEPS_TOML.replace("tests.txt", "tests2.txt"), "out: made with another recipe"), ("bad.jsonl new", None, "bad.jsonl: line 2"), ("cut.txt.gz new", None, "cut.txt.gz"), ("in new", '[[steps]]\nstep = "decontaminate"\ntests = "none.txt"\n', "none.txt")])
+    ("in out", STEPS_TOML.replace("tests.txt", "tests2.txt"), "out: made with another recipe"), ("bad.jsonl new", None, "bad.jsonl: line 2"), ("latin.txt new", None, "latin.txt: document 2, expected UTF-8"),
+    ("in new", '[[steps]]\nstep = "quality"\nmost = 2\n', "quality: most = 2, expected 0 to 1"), ("in new", '[[steps]]\nstep = "nsfw"\nleast = 0.5\n', "step 'nsfw':"),
+    ("in new", '[[steps]]\nstep = "toxic"\nmost = nan\n', "toxic: most = nan"), ("in new", '[[steps]]\nstep = "perplexity"\n', "step 'perplexity':"),
+    ("in new", '[[steps]]\nstep = "perplexity"\nmost = 1\n', "perplexity: most = 1, expected more than 1"), ("in new", '[[steps]]\nstep = "perplexity"\nmost = 50\norder = 0\n', "order = 0"),
+    ("in new", '[[steps]]\nstep = "perplexity"\nmost = 50\nlike = "none.txt"\n', "none.txt"), ("in new", '[[steps]]\nstep = "dsir"\nshare = 0\n', "dsir: share = 0, expected 0 to 1"),
+    ("in new", '[[steps]]\nstep = "dsir"\nshare = 0.5\nseed = -1\n', "dsir: seed = -1"), ("in new", '[[steps]]\nstep = "quality"\nmost = "high"\n', "step 'quality':"),
+    ("in new", '[[steps]]\nstep = "decontaminate"\ntests = "none.txt"\n', "none.txt")])
 def test_mistakes_are_one_line(crawl, done, words, recipe, said):
     (crawl / "empty").mkdir(exist_ok=True)
     (crawl / "more.jsonl").write_text('{"text": "one"}\n')
     (crawl / "bad.jsonl").write_text('{"text": "one"}\n{"txt": "two"}\n')
-    (crawl / "cut.txt.gz").write_bytes(gzip.compress(b"one two three"*99)[:-9])
-    (crawl / "broken.warc.gz").write_bytes((crawl / "in" / "0.warc.gz").read_bytes()[:5000])
+    (crawl / "latin.txt").write_bytes("one<|endoftext|>é".encode("latin-1"))
+    (crawl / "no.warc").write_text("<html>")
     (crawl / "tests2.txt").write_text("one two three")
     if recipe: (crawl / "other.toml").write_text(recipe)
     out = here("curate", *words.split(), "--recipe", "other.toml" if recipe else "recipe.toml", cwd=crawl)
     assert out.returncode == 2 and said in out.stderr and out.stderr.count("\n") == 1, (out.returncode, out.stderr, out.stdout)
     subprocess.run(["rm", "-rf", crawl / "new"])
+
+
+QUALITY_TOML = """
+[[steps]]
+step = "quality"
+
+[[steps]]
+step = "nsfw"
+most = 0.2
+
+[[steps]]
+step = "toxic"
+most = 0.4
+
+[[steps]]
+step = "perplexity"
+most = 3000
+like = "good.txt"
+order = 3
+
+[[steps]]
+step = "minhash"
+
+[[steps]]
+step = "dsir"
+share = 0.8
+seed = 4
+like = "good.txt"
+"""
+
+
+def test_filters_of_the_quality_page_by_name_on_every_engine(crawl, tmp_path):
+    datasets = pytest.importorskip("datasets")
+    (crawl / "good.txt").write_text("<|endoftext|>".join(islice(Stories(seed=96), 300)), encoding="utf-8")
+    (crawl / "quality.toml").write_text(QUALITY_TOML)
+    out = here("curate", "in", tmp_path / "plain", "--recipe", "quality.toml", cwd=crawl)
+    assert out.returncode == 0 and not out.stderr, out.stderr
+    funnel, kept = read_funnel(tmp_path / "plain"), survivors(tmp_path / "plain")
+    assert [set(s.dropped) for s in funnel.stages[1:]] == [{r} for r in ("low quality", "nsfw", "toxic", "surprising", "near copy", "not drawn")]
+    assert funnel.stages[-1].kept[0] == round(.8*funnel.stages[-1].documents)
+    truth = {p.id: p.kind for p in planted_web(240, seed=9)}
+    gone = {r: [truth[g["id"]] for g in map(json.loads, (tmp_path / "plain" / "dropped.jsonl").read_text().splitlines()) if g["reason"] == r and g["id"] in truth]
+            for r in ("low quality", "nsfw", "toxic", "surprising")}
+    good = ("story", "exact", "near", "pii", "test")
+    assert gone["low quality"].count("spam") == 14 and "nsfw" in gone["nsfw"] and set(gone["nsfw"]) <= {"nsfw", "foreign"} and set(gone["toxic"]) <= {"toxic", "noise", "foreign"} and len(gone["toxic"]) >= 4
+    assert not set(gone["low quality"]) & set(good) and not set(gone["surprising"]) & {"story", "exact", "test"} and "noise" in gone["surprising"]
+    with contextlib.chdir(crawl):
+        recipe = Recipe.load("quality.toml")
+        documents = sorted(d for p in sorted((crawl / "in").iterdir()) for d, why in read_shard(p) if not why)
+        for name, step in recipe.make():                            # The same steps on a table of `datasets`
+            table = datasets.Dataset.from_list([d._asdict() for d in documents])
+            documents = [Document(*row) for row in zip(*(table[k] for k in Document._fields))]
+            if isinstance(step, Whole):
+                keep = step.decide(step.sketch(documents), lambda at: [table[int(i)]["text"] for i in at])
+                documents = [d for d, stays in zip(documents, keep) if stays]
+            else: documents = [d for d, why in step(documents) if not why]
+        assert digest(documents) == kept
+        code = ("import os, signal, sys; from lmcourse.curation.pipeline import *; n = [0]\n"
+                "def dying(f, items):\n for x in items:\n  if n[0] == 8: os.kill(os.getpid(), signal.SIGKILL)\n  n[0] += 1; yield f(x)\n"
+                "curate('in', sys.argv[1], Recipe.load('quality.toml'), dying)")
+        assert subprocess.run([sys.executable, "-c", code, tmp_path / "killed"]).returncode == -signal.SIGKILL
+        assert {p.name for p in (tmp_path / "killed" / "work").iterdir()} == {"0", "1"}
+        curate("in", tmp_path / "killed", recipe)
+        assert survivors(tmp_path / "killed") == kept
+        pytest.importorskip("dask")
+        curate("in", tmp_path / "dask", recipe, dask_map())
+        assert survivors(tmp_path / "dask") == kept and read_funnel(tmp_path / "dask").rows() == funnel.rows()
+
+
+def pages_of(web, path, bad):
+    "Members of an archive, in which some are damaged: bytes, and where the members begin"
+    starts = write_warc(path, web)
+    data = bytearray(path.read_bytes())
+    ends = [*starts[1:], len(data)]
+    for k, how in bad.items():
+        if how == "flip": data[(starts[k] + ends[k])//2] ^= 4
+        if how == "head": data[starts[k]] ^= 1
+        if how == "sum": data[ends[k] - 6] ^= 1
+    if "cut" in bad.values(): del data[starts[-1] + 100:]
+    path.write_bytes(data)
+    return starts, ends
+
+
+@pytest.mark.parametrize("bad", [{4: "flip"}, {4: "sum"}, {4: "head"}, {0: "flip"}, {29: "cut"}, {4: "flip", 9: "sum", 10: "flip", 29: "cut"}], ids=str)
+def test_damaged_archives_lose_their_damaged_members_and_say_which(bad, tmp_path):
+    web = planted_web(30, seed=12)
+    starts, ends = pages_of(web, path := tmp_path / "web.warc.gz", bad)
+    found = list(read_shard(path))
+    lost = [d.id for d, why in found if why == "unreadable"]
+    runs = [k for k in bad if k - 1 not in bad]                     # Neighbours are one place
+    assert len(lost) == len(runs) and [int(i.partition("@")[2].split("-")[0]) for i in lost] == [starts[k] for k in runs]
+    assert all(int(i.rsplit("-")[1]) in ends or "cut" in bad.values() for i in lost) and lost[0].startswith("web.warc.gz@")
+    assert [d.id for d, why in found if why != "unreadable"] == [p.id for k, p in enumerate(web) if k not in bad]
+    write_warc(tmp_path / "whole.warc.gz", web)
+    whole = {d.id: (d, why) for d, why in read_shard(tmp_path / "whole.warc.gz")}
+    assert all(whole[d.id] == (d, why) for d, why in found if why != "unreadable")
+    funnel = curate(path, tmp_path / "out", Recipe.from_dict(dict(steps=[dict(step="length")])))
+    assert funnel.stages[0].documents == len(found) and funnel.stages[0].dropped["unreadable"] == [len(runs), 0]
+    gone = [json.loads(line) for line in (tmp_path / "out" / "dropped.jsonl").read_text().splitlines()]
+    assert [g["id"] for g in gone if g["reason"] == "unreadable"] == lost and "unreadable" in (tmp_path / "out" / "card.md").read_text()
+
+
+def test_a_plain_archive_that_is_damaged(tmp_path):
+    web = planted_web(12, seed=13)
+    write_warc(tmp_path / "web.warc.gz", web)
+    data = gzip.decompress((tmp_path / "web.warc.gz").read_bytes())
+    at = data.index(b"WARC/", data.index(b"urn:lmcourse:00005") - 200)
+    (tmp_path / "a.warc").write_bytes(data[:at] + b"#" + data[at:])
+    (tmp_path / "b.warc").write_bytes(data[:-300])
+    a, b = (list(read_shard(tmp_path / f"{n}.warc")) for n in "ab")
+    assert [d.id for d, _ in b] == [*(f"{i:05}" for i in range(11)), b[-1][0].id] and b[-1][1] == "unreadable" and b[-1][0].id.startswith("b.warc@")
+    assert [d.id for d, why in a if why != "unreadable"] == [f"{i:05}" for i in range(12) if i != 5] and f"a.warc@{at}-" in "".join(d.id for d, _ in a)
+
+
+def test_damaged_lines_and_texts(tmp_path):
+    rows = [json.dumps(dict(text=f"text number {i}")).encode() + b"\n" for i in range(9)]
+    members = [gzip.compress(b"".join(rows[i:i + 3])) for i in (0, 3, 6)]
+    flipped = bytearray(members[1])
+    flipped[20] ^= 8
+    (tmp_path / "a.jsonl.gz").write_bytes(members[0] + flipped + members[2])
+    found = [(d.id, d.text, why) for d, why in read_shard(tmp_path / "a.jsonl.gz")]
+    assert [t for _, t, why in found if not why] == [f"text number {i}" for i in (0, 1, 2, 6, 7, 8)]
+    assert [(i, why) for i, _, why in found if why] == [(f"a.jsonl.gz@{len(members[0])}-{len(members[0]) + len(flipped)}", "unreadable")]
+    (tmp_path / "cut.jsonl.gz").write_bytes(members[0] + members[1][:-5])
+    assert [why for _, why in read_shard(tmp_path / "cut.jsonl.gz")] == ["", "", "", "unreadable"]
+    (tmp_path / "zeros.jsonl.gz").write_bytes(members[0] + bytes(700) + members[1] + bytes(9))
+    assert [why for _, why in read_shard(tmp_path / "zeros.jsonl.gz")] == [""]*6
+    (tmp_path / "tail.jsonl.gz").write_bytes(members[0] + b"no gzip")
+    assert [why for _, why in read_shard(tmp_path / "tail.jsonl.gz")] == ["", "", "", "unreadable"]
+    (tmp_path / "no.jsonl.gz").write_bytes(b"no gzip")
+    assert [(d.id, why) for d, why in read_shard(tmp_path / "no.jsonl.gz")] == [("no.jsonl.gz@0-7", "unreadable")]
+    texts = [gzip.compress(t.encode()) for t in ("one<|endoftext|>tw", "o<|endo", "ftext|>three<|endoftext|>", "four<|endoftext|>five")]
+    damaged = texts[1][:15] + b"?" + texts[1][16:]
+    (tmp_path / "b.txt.gz").write_bytes(b"".join(texts))
+    assert [d.text for d, _ in read_shard(tmp_path / "b.txt.gz")] == ["one", "two", "three", "four", "five"]
+    (tmp_path / "b.txt.gz").write_bytes(b"".join((texts[0], damaged, *texts[2:])))
+    assert [(d.text, why) for d, why in read_shard(tmp_path / "b.txt.gz")] == [
+        ("one", ""), ("tw", "fragment"), ("", "unreadable"), ("ftext|>three", "fragment"), ("four", ""), ("five", "")]
+
+
+def test_records_longer_than_memory_and_null_bytes_are_counted(tmp_path):
+    long = json.dumps(dict(text="x"*5000))
+    (tmp_path / "a.jsonl").write_text(f'{{"text": "one"}}\n{long}\n{{"text": "\\u0000"}}\n{{"text": "two \\ud800"}}')
+    assert [(d.text, why) for d, why in read_shard(tmp_path / "a.jsonl", 1000)] == [("one", ""), ("", "too long"), ("\0", "no text"), ("two ?", "")]
+    (tmp_path / "b.txt").write_text("<|endoftext|>".join(("one", "y"*2_000_000, "\0"*9, "two", "z"*2000)))
+    assert [(d.id, why) for d, why in read_shard(tmp_path / "b.txt", 1000)] == [
+        (f"b.txt:{i:08}", why) for i, why in enumerate(("", "too long", "no text", "", "too long"))]
+    write_warc(tmp_path / "c.warc.gz", web := planted_web(20, seed=1))
+    assert {why for _, why in read_shard(tmp_path / "c.warc.gz", 1500)} >= {"", "truncated"} and len(list(read_shard(tmp_path / "c.warc.gz", 1500))) == len(web)
 
 
 def test_steps_of_ones_own(tmp_path):

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from lmcourse.curation.exact import BloomFilter, document_hash, drop_repeats, exact_duplicates, exact_line_deduplication, normalize
 from lmcourse.curation.minhash import (
-    MinHash, band_keys, candidate_probability, candidates, minhash, minhash_deduplication, minhash_naive, near_duplicates, near_duplicates_naive)
+    MinHash, band_keys, candidate_probability, candidates, cluster, distinct, meetings, minhash, minhash_deduplication, minhash_naive, near_duplicates,
+    near_duplicates_naive, shingle_hashes)
 from lmcourse.tools.stories import Stories
 
 # Words of few letters, so that there are many duplicates, and texts of any characters
@@ -98,3 +99,26 @@ def test_copies_point_to_the_first(): assert exact_duplicates(["", "A.", "b", "a
 
 @pytest.mark.parametrize("s", [0., .37, 1.])
 def test_one_band_of_one_row_is_the_similarity(s): assert np.isclose(candidate_probability(s, 1, 1), s)
+
+
+@pytest.mark.parametrize("most", [1, 7, 10_000])
+def test_groups_that_met_are_compared_one_after_another(most):
+    rng = np.random.default_rng(most)
+    words = [f"w{i}" for i in range(300)]
+    texts = [" ".join(rng.choice(words, 40)) for _ in range(60)]
+    for i in range(60, 110):
+        copy = texts[int(rng.integers(len(texts)))].split()
+        copy[int(rng.integers(len(copy)))] = "other"
+        texts.append(" ".join(copy))
+    config = MinHash()
+    keys = band_keys(minhash(texts, config), config)
+    groups = meetings(keys, most)
+    assert sorted(i for g in groups for i in g.tolist()) == candidates(keys).tolist() and all((np.diff(g) > 0).all() for g in groups)
+    met = [{(band, k) for i in g.tolist() for band, k in enumerate(keys[i].tolist())} for g in groups]
+    assert all(not a & b for n, a in enumerate(met) for b in met[:n]) and len(groups) > {1: 9, 7: 4, 10_000: 0}[most]
+    first = np.arange(len(texts))
+    for g in groups: first[g] = g[cluster(keys[g], *distinct(*shingle_hashes([texts[i] for i in g], config.ngram)), config.threshold)[0]]
+    assert first.tolist() == near_duplicates(texts, config).tolist()
+
+
+def test_no_meetings(): assert meetings(np.arange(6, dtype=np.uint64).reshape(3, 2)) == [] == meetings(np.zeros((0, 2), np.uint64))

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 pytest.importorskip("torch")
 
 from lmcourse.evaluation.calibration import binned_error, calibrated_error, choice_probs, exact_error, fit_temperature, reliability
-from lmcourse.evaluation.contamination import contamination_p, log_prob_in_order, ngram_overlap, permutation_p, rename_people, word_ngrams
+from lmcourse.evaluation.contamination import contamination_p, log_prob_in_order, ngram_overlap, permutation_p, rename_people, ngram_set
 from lmcourse.evaluation.emergence import doublings, exact_match, match_from_hits
 from lmcourse.evaluation.harness import HarnessAnswers, continuation_log_prob, harness_model, run_harness, save_texts
 from lmcourse.evaluation.perplexity import perplexity, token_nats
@@ -100,8 +100,8 @@ def test_a_p_value_by_order_counts_the_file_itself_and_ties(scores):
 
 
 def test_overlap_counts_runs_of_words():
-    seen = word_ngrams("a b c d", 2)
-    assert seen == {("a", "b"), ("b", "c"), ("c", "d")} and word_ngrams("a", 2) == set()
+    seen = ngram_set("a b c d", 2)
+    assert seen == {("a", "b"), ("b", "c"), ("c", "d")} and ngram_set("a", 2) == set()
     assert [ngram_overlap(t, seen, 2) for t in ("a b c", "b a", "x a b y")] == [1, 0, pytest.approx(1/3)]
 
 

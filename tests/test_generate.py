@@ -476,7 +476,7 @@ def test_plain_chat_is_encoded_as_one_text():
 
 
 @pytest.mark.parametrize("given, words", [
-    ("[", "is not JSON"), ("[]", "expected an object with roles, assistant_start"), ('{"roles": {}}', "expected an object with"),
+    ("[", "not JSON"), ("[]", "a list, expected an object"), ('{"roles": {}}', "expected an object with"),
     ('{"roles": {}, "assistant_start": "", "x": 1}', "expected an object with"), ('{"roles": {}, "assistant_start": ""}', "roles = {}"),
     ('{"roles": {"user": "x"}, "assistant_start": ""}', "roles.user = 'x'"), ('{"roles": {"user": {"prefix": 1}}, "assistant_start": ""}', "roles.user = {'prefix': 1}"),
     ('{"roles": {"user": {"before": ""}}, "assistant_start": ""}', "roles.user = {'before': ''}"), ('{"roles": {"user": {}}, "assistant_start": 1}', "assistant_start = 1"),

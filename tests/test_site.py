@@ -126,6 +126,14 @@ def test_no_signature_stands_above_the_source_that_says_the_same(tmp_path):
     assert "Says what" in h.outputs[0].data["text/markdown"]
 
 
+def test_source_that_its_cell_folds_is_folded_with_either_builder(tmp_path):
+    "nbdev opens the source of what is exported."
+    shown = '#| code-fold: show\n#| code-summary: "Exported source"\ndef f(x): return x'
+    path = notebook(tmp_path, new_code(shown), new_code(shown, metadata={"code-fold": True}))
+    for _ in range(2): enrich(path, None)
+    assert [c.source.splitlines()[0] for c in nbformat.read(path, 4).cells] == ["#| code-fold: show", "#| code-fold: true"]
+
+
 def test_the_name_of_a_parameter_leads_to_no_other_page(tmp_path):
     text = "As [`draw`](https://me.io/c/cli.html#draw) says, [`used`](https://me.io/a.html#used) and [`f`](https://me.io/b.html#f)."
     path = notebook(tmp_path, new_md(text), new_code("from a import used\ndef f(x, *, draw, used=used): return x"))

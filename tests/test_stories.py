@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lmcourse.tools.documents import documents
-from lmcourse.tools.stories import STORY_CORPORA, Stories, read_grammar, short_stories, zipf_rules
+from lmcourse.tools.grammar import read_grammar, zipf_rules
+from lmcourse.tools.stories import STORY_CORPORA, Stories, short_stories
 
 AMBIGUOUS = """
 story:

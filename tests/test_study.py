@@ -9,7 +9,7 @@ torch = pytest.importorskip("torch")
 from lmcourse.architecture.transformer_torch import TransformerLM
 from lmcourse.scaling.loss_law import LossLaw
 from lmcourse.parallelism.batch_size import small_model
-from lmcourse.scaling.study import best_size, predict_excess, predict_loss, read_study, size_law, three_counts
+from lmcourse.scaling.study import best_size, other_seeds, predict_excess, predict_loss, read_study, size_law, three_counts
 from lmcourse.scaling.zipf import best_excess, floor_profile, local_exponents
 from lmcourse.tools.stories import Stories, short_stories
 
@@ -73,8 +73,12 @@ def test_the_prediction_was_written_before_the_run():
     said, came = others["prediction"][0], others["held_out"][0]
     assert place["prediction"] < place["held_out"] and said["budget"] >= 3*max(r["budget"] for r in grid)
     assert (said["width"], said["layers"], said["steps"]) == (came["width"], came["layers"], came["steps"])
-    again = predict_loss(grid, said["multiplying"], said["tokens"], np.random.default_rng(0), draws=20)
-    assert again["loss"] == pytest.approx(said["loss"], abs=2e-4)      # No run was added to the grid afterwards
+    first = [r for r in grid if r["seed"] == 0]
+    again = predict_loss(first, said["multiplying"], said["tokens"], np.random.default_rng(0), draws=20)
+    assert again["loss"] == pytest.approx(said["loss"], abs=2e-4) and len(first) == said["runs"]      # Other seeds came after it
+    assert [i for i, line in enumerate(lines) if '"seed": 1' in line or '"seed": 2' in line] == [*range(place["held_out"] + 1, len(lines))]
+    seeds = [sum((r["budget"], r["width"], r["layers"]) == (f["budget"], f["width"], f["layers"]) for r in grid) for f in first]
+    assert seeds == [3 if f["budget"] < 1e12 else 1 for f in first]
     assert all(r["excess"] > 0 for r in grid)
 
 
@@ -117,3 +121,16 @@ def test_the_saved_study_of_unequal_words_is_whole():
     later = [r for r in grid if r["budget"] >= late["lowest"]]
     assert predict_loss(later, three_counts(48, 2)["multiplying"], said["steps"]*1024, np.random.default_rng(0),
                         draws=20)["loss"] == pytest.approx(late["loss"], abs=1e-3)
+
+
+def test_other_seeds_move_each_run_by_a_deviation_that_was_seen():
+    runs = [dict(budget=1., width=w, layers=1, excess=e, loss=.5 + e) for w, e in ((8, 1.), (8, 4.), (16, 9.))]
+    seen = {w: set() for w in (8, 16)}
+    rng = np.random.default_rng(0)
+    for _ in range(50):
+        other = other_seeds(runs, rng)
+        assert [r["width"] for r in other] == [8, 8, 16] and all(r["loss"] == pytest.approx(.5 + r["excess"]) for r in other)
+        for r in other: seen[r["width"]].add(round(r["excess"], 9))
+    up = 2**2**.5                                           # Deviations of two seeds are too small by the root of two
+    assert seen == {8: {round(2*up, 9), round(2/up, 9)}, 16: {round(9*up, 9), round(9/up, 9)}}
+    with pytest.raises(ValueError, match="no point of the study has two seeds"): other_seeds(runs[1:], rng)

@@ -61,7 +61,7 @@ def test_the_floor_is_infinite_where_a_story_becomes_impossible():
     assert np.isinf(floor_nats(TOKENIZER, story[:at])[-1])           # it does not end there
     short = wrong[:at + 5]
     strip = surprisal_strip(MODEL, TOKENIZER, short, dict(floor=floor_nats(TOKENIZER, short)))
-    assert "impossible" in strip.told(first) and strip.most_surprising() == first
+    assert "impossible" in strip.describe(first) and strip.most_surprising() == first
 
 
 @pytest.mark.parametrize("window", [None, 3])
@@ -98,7 +98,7 @@ def test_the_page_of_a_viewer_has_its_weights():
     layer, head, word, _ = viewer.longest_look()
     assert [int(r["value"]) for r in soup.select("input[checked]")] == [layer, head]
     assert [b["aria-pressed"] for b in soup.select("button")].index("true") == word
-    assert viewer.told(layer, head, word) in str(viewer)
+    assert viewer.describe(layer, head, word) in str(viewer)
     assert math.isclose(sum(w for _, w in viewer.looks_at(layer, head, word, T)), 1, rel_tol=1e-5)
 
 

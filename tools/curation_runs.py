@@ -1,14 +1,16 @@
-"""The saved runs of chapter 13, `nbs/results/curation.jsonl`: one small model on raw, duplicated, noisy, cleaned and clean text.
+"""The saved runs of chapter 13: one small model on raw, duplicated, noisy, cleaned and clean text (`nbs/results/curation.jsonl`), and the memory that
+`lmcourse curate` needs for 75 MB, 300 MB and 2 GB of planted pages (`nbs/results/curation_memory.jsonl`; 4 GB of disk, half an hour of two cores).
 
 A run that stands in the file already is not repeated, so a run that was stopped goes on.
 Usage: nice tools/curation_runs.py clean duplicated noisy raw cleaned
+       nice tools/curation_runs.py memory
 """
-import argparse, datetime, json, tempfile, time
+import argparse, datetime, json, resource, subprocess, sys, tempfile, time
 from functools import cache
 from itertools import islice
 from pathlib import Path
 
-from lmcourse.curation.pipeline import Recipe, curate, kept_documents, read_shard
+from lmcourse.curation.pipeline import Recipe, curate, kept_documents, read_shard, workers
 from lmcourse.curation.web import planted_web, write_warc
 from lmcourse.tools.config import ModelConfig, TrainConfig
 from lmcourse.tools.machine import machine_name
@@ -61,9 +63,52 @@ def run(kind, seed):
                 loss=round(result.loss, 5), excess=round(result.excess, 5), error=round(result.error, 5), seconds=round(time.process_time() - start, 1))
 
 
+MEMORY, PAGES_OF_A_SHARD = RESULTS.with_name("curation_memory.jsonl"), 15_000
+CRAWL = Recipe.from_dict(dict(steps=[dict(step=name) for name in ("gopher", "quality", "exact", "minhash")]))
+
+
+def crawl(folder, megabytes):
+    "Shards of planted webs, each with its own seed, until so many megabytes of HTML are archived; bytes of HTML and of the files"
+    folder.mkdir()
+    html = shard = 0
+    while html < 1e6*megabytes:
+        web = planted_web(PAGES_OF_A_SHARD, seed=10_000 + shard)
+        write_warc(folder/f"{shard:04}.warc.gz", web)
+        html, shard = html + sum(len(p.body) for p in web), shard + 1
+    return dict(shards=shard, html=html, archived=sum(p.stat().st_size for p in folder.iterdir()))
+
+
+def curated_alone(source, out):
+    "Runs in a process of its own: clean with two workers; print the peaks of memory of this process, before and after, and of the largest worker"
+    peak = lambda who: resource.getrusage(who).ru_maxrss*1024
+    before = peak(resource.RUSAGE_SELF)
+    with workers(2) as apply: funnel = curate(source, out, CRAWL, apply)
+    clock = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    print(json.dumps(dict(documents=funnel.stages[0].documents, kept=funnel.stages[-1].kept[0], start=before, driver=peak(resource.RUSAGE_SELF),
+                          worker=peak(resource.RUSAGE_CHILDREN), seconds=round(sum(c.ru_utime + c.ru_stime for c in clock)),
+                          funnel=[[s.step, s.documents, {r: n for r, (n, _) in s.dropped.items()}] for s in funnel.stages])))
+
+
+def memory():
+    "One line for each size"
+    for megabytes in (75, 2000, 300):
+        lines = [json.loads(line) for line in MEMORY.read_text().splitlines()] if MEMORY.exists() else []
+        if any(r.get("megabytes") == megabytes for r in lines): continue
+        if not lines:
+            about = dict(kind="about", machine=machine_name(), date=str(datetime.date.today()), command="tools/curation_runs.py memory", recipe=CRAWL.to_dict()["steps"])
+            MEMORY.write_text(json.dumps(about) + "\n")
+        with tempfile.TemporaryDirectory() as folder:
+            row = dict(kind="memory", megabytes=megabytes) | crawl(Path(folder)/"in", megabytes)
+            done = subprocess.run([sys.executable, __file__, "--alone", Path(folder)/"in", Path(folder)/"out"], stdout=subprocess.PIPE, check=True)
+        with MEMORY.open("a") as file: file.write(json.dumps(row | json.loads(done.stdout)) + "\n")
+        print(megabytes, "MB", flush=True)
+
+
 if __name__ == "__main__":
+    if sys.argv[1:2] == ["--alone"]: sys.exit(curated_alone(*sys.argv[2:]))
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("kinds", nargs="+", choices=["clean", "duplicated", "noisy", "raw", "cleaned"])
+    parser.add_argument("kinds", nargs="+", choices=["clean", "duplicated", "noisy", "raw", "cleaned", "memory"])
+    if parser.parse_args().kinds == ["memory"]: sys.exit(memory())
     for seed in SEEDS:
         for kind in parser.parse_args().kinds:
             lines = [json.loads(line) for line in RESULTS.read_text().splitlines()] if RESULTS.exists() else []

@@ -1,7 +1,7 @@
 """The saved runs of chapter 11: `nbs/results/mup.jsonl`, `schedules.jsonl`, `scaling.jsonl` and `zipf.jsonl`.
 
 A run that stands in its file already is not repeated, so a run that was stopped goes on.
-Usage: nice tools/scaling_runs.py mup schedules study predict held_out zipf
+Usage: nice tools/scaling_runs.py mup schedules study predict held_out seeds zipf
 """
 import argparse, copy, datetime, json, time
 from functools import cache
@@ -186,6 +186,11 @@ def held_out(name="scaling.jsonl"):
     study_run("held_out", HELD_OUT, job["width"], job["layers"], tuned_rate(HELD_OUT, name), name=name)
 
 
+def seeds():
+    "Two more runs of every point below the largest budget, after the prediction and its run"
+    study(seeds={budget: 3 for budget in sorted(GRID)[:-1]})
+
+
 def zipf():
     "The same study with stories whose words are as unequal as those of text"
     study("zipf.jsonl", {3e10: 2, 1e11: 2})
@@ -194,7 +199,7 @@ def zipf():
     held_out("zipf.jsonl")
 
 
-KINDS = {"mup.jsonl": ["mup"], "schedules.jsonl": ["schedules"], "scaling.jsonl": ["study", "predict", "held_out"],
+KINDS = {"mup.jsonl": ["mup"], "schedules.jsonl": ["schedules"], "scaling.jsonl": ["study", "predict", "held_out", "seeds"],
          "zipf.jsonl": ["zipf"]}
 
 if __name__ == "__main__":

@@ -51,7 +51,8 @@ class RunData(Config):
 
 # %% ../../nbs/06_ablations/06a_sweep.ipynb #183c1de4
 # They change no result but for rounding
-_ASIDE = "device compile recompute prefetch log_to log_every checkpoint_every keep_checkpoints shard".split()
+_ASIDE = """device compile recompute prefetch log_to log_every checkpoint_every keep_checkpoints
+            shard""".split()
 
 @dataclass(frozen=True)
 class Run:
@@ -188,7 +189,8 @@ def prepare_corpus(
     folder:Path, # Where; what is there already stays as it is, and what was cut off goes on
 )->Path: # Folder with `train`, `valid` and `tokenizer`
     "The tokens of a corpus, made once."
-    out = Path(folder)/f"{data.corpus.replace(':', '-').replace('/', '-')}-{data.vocab_size}-{data.max_mb:g}-{data.valid_documents}"
+    corpus = data.corpus.replace(":", "-").replace("/", "-")
+    out = Path(folder)/f"{corpus}-{data.vocab_size}-{data.max_mb:g}-{data.valid_documents}"
     if (out/"ngram.json").exists(): return out
     held_out = list(islice(documents(data.corpus, "valid"), data.valid_documents))
     known, size = set(held_out), int(1e6*data.max_mb)

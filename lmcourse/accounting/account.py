@@ -106,5 +106,6 @@ def _placed_table(d:dict)->Table:
                       f"{'fits' if d['fits'] else 'does not fit'}",
             "largest batch": f"{d['largest_batch']:,}",
             "a step": f"{duration(d['step_seconds'])} at {100*d['mfu']:g} % of the peak",
-            "a token of each sequence, written with a full cache": f"{duration(d['token_seconds'])} at least"}
+            "a token of each sequence, written with a full cache":
+                f"{duration(d['token_seconds'])} at least"}
     return Table([dict(what=k, value=v) for k,v in rows.items()])

@@ -58,8 +58,8 @@ def matmul_flops(m:int, k:int, n:int
 
 # %% ../../nbs/02_accounting/02b_flops.ipynb #2a8030ac
 _MULTIPLIES = re.compile(
-    r"attention|transformer|trilinear|rnn|cdist|cholesky|solve|svd|eig|[._]\w*(mm|mv|matmul|dot|addr)_?$|pack_mm|"
-                         r"[._](linear|conv|einsum|lstm|gru)(?!alg)")
+    r"attention|transformer|trilinear|rnn|cdist|cholesky|solve|svd|eig|"
+    r"[._]\w*(mm|mv|matmul|dot|addr)_?$|pack_mm|[._](linear|conv|einsum|lstm|gru)(?!alg)")
 
 # Operation to its formula; what comes first are the shapes of the tensors
 def _cpu_attention()->dict:
@@ -88,8 +88,9 @@ def flop_counter(): # Yields torch's counter: ask `get_total_flops()` of it afte
         def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
             packet = getattr(operation, "_overloadpacket", operation)
             if packet not in counter.flop_registry and _MULTIPLIES.search(str(packet)):
-                raise NotImplementedError(f"{packet} can't be counted" + "; write attention out "
-                                                                         "with sdpa_kernel(SDPBackend.MATH)"*("attention" in str(packet)))
+                way = "; write attention out with sdpa_kernel(SDPBackend.MATH)"
+                raise NotImplementedError(
+                    f"{packet} can't be counted" + way*("attention" in str(packet)))
             return operation(*args, **kwargs or {})
     with Refuse(), counter: yield counter
 
@@ -98,6 +99,6 @@ def adamw_flops(
     parameters:int,       # Unique ones
     corrected:bool=False, # Whether the means are corrected one by one, not by the learning rate
 )->int:
-    """FLOPs of a step of AdamW. Loshchilov and Hutter 2017, algorithm 2.
+    """FLOPs of a step of AdamW: Loshchilov and Hutter 2017, algorithm 2, corrects the means.
     `ValueError` for a number below 0."""
     return (16 if corrected else 14)*whole_number("parameters", parameters, 0)

@@ -7,10 +7,10 @@ __all__ = ['SHARE', 'LADDER', 'micro_batch_for', 'CardFit', 'fit_to_card', 'pres
            'measured_peers']
 
 # %% ../../nbs/02_accounting/02l_your_gpu.ipynb #5457aaaf
-import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 from ..tools.config import ModelConfig, TrainConfig
+from ..tools.files import read_json
 from ..tools.show import Table, duration, si
 from .hardware import Device, device_of
 from .memory import training_bytes
@@ -109,7 +109,7 @@ def measured_recipes(
     "Measured tokens per second and memory, beside what the account expects and others report."
     rows = []
     for path in sorted(Path(folder).glob("gpu-*.json")):
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = read_json(path)
         for step,r in found["steps"].items():
             if "mfu" not in r or "fault" in r: continue
             # At `SHARE` of the product that was measured there
@@ -128,7 +128,7 @@ def measured_peers(
     "Steps of training and writing, ours and of others, side by side."
     rows = []
     for path in sorted(Path(folder).glob("gpu-*.json")):
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = read_json(path)
         for step,r in found["steps"].items():
             kind, _, who = step.partition(": ")
             if "tokens_per_s" not in r or "mfu" in r or "curve" in r: continue

@@ -14,7 +14,8 @@ from collections.abc import Iterable, Iterator
 from functools import cache
 from importlib.resources import files
 from itertools import islice
-from ..tools.stories import Rule, Slot, Stories, Value
+from ..tools.grammar import Rule, Slot, Value
+from ..tools.stories import Stories
 
 # %% ../../nbs/14_alignment/14a_briefs.ipynb #14a1rules
 BRIEF_RULES = """brief:

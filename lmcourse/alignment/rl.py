@@ -4,23 +4,26 @@
 
 # %% auto #0
 __all__ = ['ALGORITHMS', 'REWARDS', 'RlConfig', 'imitation_weights', 'RolloutBatches', 'policy_objective', 'start_rl',
-           'resume_rl', 'measure_policy']
+           'resume_rl', 'measure_policy', 'slot_confidence']
 
 # %% ../../nbs/14_alignment/14j_rl.ipynb #14j0imp
 import copy
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any, Literal
 import torch
-from .briefs import ENDINGS, OPENINGS, brief_prompts, form_reward, mention_reward
-from .briefs import parse_reward, template_distance, template_shares
+from .briefs import ENDINGS, OPENINGS, SLOTS, brief_prompts, form_reward
+from .briefs import mention_reward, parse_reward, prompt_words, template_distance
+from .briefs import template_shares
 from .grpo import group_advantages
 from .policy_gradient import clipped_loss, in_groups, rloo_advantages
-from .rollouts import AsyncBatches, Sampler, rollout_tensors
-from .sft import get_response_log_probs
+from .rollouts import AsyncBatches, Sampler, gather_rollouts, rollout_tensors
+from .sft import get_response_log_probs, padded_rows
 from ..tools.config import TrainConfig
 from ..training.data import TokenDataset
-from ..training.engines import Objective, fill
+from ..training.engines import Objective, World, fill
 from ..training.trainer import Trainer
 
 # %% ../../nbs/14_alignment/14j_rl.ipynb #14j1conf
@@ -68,10 +71,15 @@ class RolloutBatches:
         model, tokenizer,  # The policy, and what it was trained with
         config:RlConfig,
         reference=None,    # Where `config.kl` is above 0: none for a copy of `model`
+        world:World=World(), # The processes that share the prompts of a step
     ):
-        self.config, self.tokenizer = config, tokenizer
+        if config.prompts % world.size: raise ValueError(
+            f"prompts = {config.prompts} for {world.size} processes, expected a multiple")
+        if config.staleness and world.size > 1: raise ValueError(
+            f"staleness = {config.staleness} for {world.size} processes, expected 0")
+        self.config, self.tokenizer, self.world = config, tokenizer, world
         self.sampler = Sampler(model, tokenizer, config.max_tokens,
-                               config.prompts*config.group_size)
+                               config.prompts*config.group_size//world.size)
         self.reference = (reference or copy.deepcopy(model)).eval() if config.kl else None
         self.log:list = []                      # A dict for each step
 
@@ -80,7 +88,10 @@ class RolloutBatches:
         c = self.config
         self.sampler.load(model)
         prompts = brief_prompts(c.prompts, 1_000_000*(c.seed + 1) + step)
-        rollouts = self.sampler(prompts, c.group_size, 10_000*c.seed + step)
+        mine, share = self.world.shard_batch(prompts), c.prompts//self.world.size
+        rollouts = gather_rollouts(self.sampler(mine, c.group_size, 10_000*c.seed + step,
+                                                self.world.rank*share),
+                                   prompts, c.group_size, self.tokenizer, self.world)
         gold = [r.finished*parse_reward(r.prompt, r.response) for r in rollouts]
         rewards = gold if c.reward == "parse" else [REWARDS[c.reward](r.prompt, r.response)
                                                     for r in rollouts]
@@ -124,7 +135,7 @@ def start_rl(
     train = replace(train, batch_size=config.prompts*config.group_size)
     trainer = Trainer(model.config, train, None, valid, (), policy_objective(config))
     fill(trainer.model, dict(model.named_parameters()))
-    make = RolloutBatches(trainer.model, tokenizer, config, model)
+    make = RolloutBatches(trainer.model, tokenizer, config, model, trainer.world)
     trainer.batches = AsyncBatches(make, trainer.model, config.staleness)
     return trainer
 
@@ -162,4 +173,29 @@ def measure_policy(
     if reference is not None:
         other = get_response_log_probs(reference, ids, labels)["log_probs"]
         found["kl"] = ((rows["old_log_probs"] - other)*mask).sum(1).mean().item()
+    return found
+
+# %% ../../nbs/14_alignment/14j_rl.ipynb #d270bb1a
+def slot_confidence(
+    model, tokenizer, # The policy, and what it was trained with
+    pairs:list,       # Prompts with right responses, as `Demonstrators(0.)` writes them
+)->dict: # Of `kind`, `colour` and `thing` a list of dicts, one for each mention
+    """Where a right response says a word of the prompt again: the likeliest token's probability,
+    whether it's the right one, and -log p of the right word, in nats."""
+    found:dict = {slot: [] for slot in SLOTS}
+    end = tokenizer.end_of_text
+    firsts, replies = ([list(tokenizer.encode(text)) for text in texts] for texts in zip(*pairs))
+    rows = padded_rows([([end, *p, *r, end], 1 + len(p)) for p,r in zip(firsts, replies)], end)
+    with torch.no_grad(): log_p = model(rows["input_ids"]).log_softmax(-1)
+    for i,(prompt,response) in enumerate(pairs):
+        starts = [len(firsts[i]) + t for t in range(len(replies[i]))] # In the row of labels
+        ends = list(accumulate(len(tokenizer.decode([t])) for t in replies[i]))
+        for slot in SLOTS:
+            for m in re.finditer(rf"\b{prompt_words(prompt)[slot]}\b", response):
+                of_word = [s for s,e in zip(starts, ends) if m.start() < e <= m.end()]
+                labels = rows["labels"][i, of_word]
+                first = log_p[i, of_word[0]]
+                nats = -log_p[i, of_word].gather(1, labels[:, None]).sum().item()
+                found[slot].append(dict(confidence=first.max().exp().item(), nats=nats,
+                                        right=bool(first.argmax() == labels[0])))
     return found

@@ -9,11 +9,12 @@ __all__ = ['CUT_OFF', 'SHARED_OUT', 'BITS', 'BENCHES', 'COMPLETIONS', 'COMMANDS'
            'unfinished_job', 'told_to_go_on', 'ngram_line', 'TrainCommand', 'new_trainer', 'open_data',
            'matching_tokenizer', 'go_on', 'model_table', 'cost_lines', 'speed_lines', 'device_here', 'train_to_the_end',
            'result_line', 'loss_plot', 'draw', 'story', 'beginning', 'checked_device', 'decoder_for', 'load_draft',
-           'draw_story', 'GenerateCommand', 'ServeCommand', 'PlotCommand', 'QuickstartCommand', 'get_ready', 'plan',
-           'keep', 'AccountCommand', 'PlanCommand', 'ScaleCommand', 'smoke', 'SmokeCommand', 'AblateCommand',
-           'DoctorCommand', 'EvalCommand', 'SftCommand', 'RlCommand', 'align', 'CurateCommand', 'BenchTokenizerCommand',
-           'BenchTrainingCommand', 'BenchLoopCommand', 'BenchGenerationCommand', 'BenchKernelsCommand', 'BenchCommand',
-           'CheckCommand', 'ExercisesCommand', 'CompletionCommand', 'one_line', 'parse', 'main', 'kill_as_ctrl_c']
+           'draw_story', 'GenerateCommand', 'ServeCommand', 'ChatCommand', 'PlotCommand', 'QuickstartCommand',
+           'get_ready', 'plan', 'keep', 'AccountCommand', 'PlanCommand', 'ScaleCommand', 'smoke', 'SmokeCommand',
+           'AblateCommand', 'DoctorCommand', 'EvalCommand', 'SftCommand', 'DpoCommand', 'RlCommand', 'align',
+           'CurateCommand', 'PipelineCommand', 'BenchTokenizerCommand', 'BenchTrainingCommand', 'BenchLoopCommand',
+           'BenchGenerationCommand', 'BenchKernelsCommand', 'BenchCommand', 'CheckCommand', 'ExercisesCommand',
+           'CompletionCommand', 'one_line', 'parse', 'main', 'kill_as_ctrl_c']
 
 # %% ../../nbs/90_app/90g_cli.ipynb #56d80fc9
 import contextlib, errno, hashlib, io, json, math, os, re, select, shutil, signal, socket, sys
@@ -39,6 +40,7 @@ from ..tools.machine import gpu_name, keep_freed_memory, machine_name
 from ..tools.show import Table, duration, si, text_plot
 from ..tokenization.encoding import merges_wanted
 from ..tokenization.tokenizer import Tokenizer
+from ..alignment.stages import PipelineConfig
 
 # %% ../../nbs/90_app/90g_cli.ipynb #f4767196
 @contextlib.contextmanager
@@ -467,8 +469,8 @@ def train_to_the_end(
         tokenizer, begin, grams = (matching_tokenizer(data, trainer.train, trainer.valid),
                                    beginning(trainer.config.windows), ngram_line(data))
     try:
-        result = trainer.fit(run, report=_report,
-                             sample=lambda _: story(speaker(trainer), tokenizer, trainer.step, begin, 120))
+        def sample(_): return story(speaker(trainer), tokenizer, trainer.step, begin, 120)
+        result = trainer.fit(run, report=_report, sample=sample)
     except Interrupted as e: raise Interrupted(
         f"{e}; go on with: lmcourse train --resume {run}") from None
     except RuntimeError as e:
@@ -579,7 +581,8 @@ def decoder_for(model, bits:int|None=None): # The fastest that there is, as `gen
     kind = next(model.parameters()).device.type
     if odd: return CachedDecoder
     if kind != "cpu": return GraphDecoder if kind == "cuda" else CachedDecoder
-    return FastDecoder if bits is None else partial(FastDecoder, pack=partial(quantize_fitting, bits=bits))
+    if bits is None: return FastDecoder
+    return partial(FastDecoder, pack=partial(quantize_fitting, bits=bits))
 
 def load_draft(folder:Path, tokenizer:Tokenizer, device:str): # A model
     "`ValueError` if it has another tokenizer than the model that it drafts for."
@@ -667,7 +670,7 @@ class ServeCommand:
     device: str = "cpu"         # cpu, cuda, mps, or auto for the best there is
     quantize: Literal["none", "int8", "int4"] = "none" # Weights in few bits; on the CPU
 
-    def run(self):
+    def run(self, ready=None): # Called when it answers, instead of a line
         with checking_input():
             for name in ("fastapi", "pydantic", "uvicorn"):
                 if find_spec(name): continue
@@ -683,9 +686,9 @@ class ServeCommand:
         where = f"{self.name!r} on http://{self.host}:{self.port}/v1"
         if service.chat_template.is_default:
             where += ", chats as plain text (no chat_template.json)"
-        ready = lambda: say(f"serving {where}; stop with Ctrl-C")
+        greet = ready or (lambda: say(f"serving {where}; stop with Ctrl-C"))
         with contextlib.suppress(KeyboardInterrupt):
-            run_server(service, self.host, self.port, self.grace, ready)
+            run_server(service, self.host, self.port, self.grace, greet)
         say("stopped")
 
     def service(self):
@@ -706,8 +709,34 @@ def _check_address(host:str, port:int): # `OSError` in words where a server coul
     try:
         socket.create_server((host, port), family=socket.AF_INET6 if ":" in host
                              else socket.AF_INET).close()
-    except OSError as e: raise OSError(f"serve: port {port} of {host} can't be used "
-                                       f"({os.strerror(e.errno) if e.errno and e.errno > 0 else e}); name another with --port") from None
+    except OSError as e:
+        why = os.strerror(e.errno) if e.errno and e.errno > 0 else e
+        raise OSError(f"serve: port {port} of {host} can't be used ({why}); "
+                      "name another with --port") from None
+
+# %% ../../nbs/90_app/90g_cli.ipynb #14n90cha
+@dataclass
+class ChatCommand:
+    "Talk to a model in the browser; without RUN to the course's model."
+    folder: word(Path|None, "RUN") = None # Folder of a run, or of a model
+    port: int = 8000            # Of this machine, where the page is
+    browser: bool = True        # Whether to open the page
+    device: str = "cpu"         # cpu, cuda, mps, or auto for the best there is
+    quantize: Literal["none", "int8", "int4"] = "none" # Weights in few bits; on the CPU
+
+    def run(self):
+        address = f"http://127.0.0.1:{self.port}/chat"
+        def ready():
+            say(f"talk to it on {address}; stop with Ctrl-C")
+            if self.browser and _has_screen():
+                import webbrowser
+                webbrowser.open(address)
+        ServeCommand(self.folder, port=self.port, device=self.device,
+                     quantize=self.quantize).run(ready)
+
+def _has_screen()->bool: # Else the browser might be one that takes over the terminal
+    if sys.platform in ("darwin", "win32"): return True
+    return bool(os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY"))
 
 # %% ../../nbs/90_app/90g_cli.ipynb #cfe7c373
 @dataclass
@@ -779,7 +808,7 @@ def get_ready(data:str, minutes:float, out:Path, card=None
     pieces = [tokenizer.decode([i])
               for i in tokenizer.encode(" ".join(training[0][:80].split()), special=False)]
     say(f"2. Tokenizer: {tokenizer.vocab_size:,} tokens, learnt in "
-        f"{duration(time.perf_counter()-start)}. It cuts text so:", "   " + "|".join(pieces), "")
+        f"{duration(time.perf_counter()-start)}. It splits text like this:", "   " + "|".join(pieces), "")
     say("3. Tokens on disk:")
     prepare(data, out/"data", tokenizer, size, 400)
     say("   " + ngram_line(out/"data"), "")
@@ -831,7 +860,8 @@ def card_lines(card, minutes:float)->list: # What a GPU will train, before anyth
     if card is None: return []
     fit = preset_for(card, minutes, 2048)
     rate = f"{fit.tokens_per_s:,.0f} tokens/s expected" if fit.preset != "quickstart" else "small"
-    return [f"{card.source.removeprefix('measured: ')}, {si(card.memory_bytes, 'B')}: {fit.preset}, "
+    name = card.source.removeprefix("measured: ")
+    return [f"{name}, {si(card.memory_bytes, 'B')}: {fit.preset}, "
             f"{si(count_parameters(fit.model).unique)} parameters, {rate}; about "
             f"{duration(60*minutes + 120)} in all, two minutes of them for text and compiling"]
 
@@ -1087,6 +1117,27 @@ class SftCommand:
         align("sft", self.out, self.resume, settings, self.train)
 
 @dataclass
+class DpoCommand:
+    "Teach a model briefs by pairs of its own responses, from --init-from RUN."
+    out: word(Path|None, "OUT") = None # New folder for the run
+    # Go on with this run, from its last checkpoint; its own settings hold
+    resume: Path|None = None
+    beta: float = 0.3           # What a nat of KL costs
+    sft_weight: float = 0.3     # Of the plain loss of chosen responses
+    prompts: int = 128          # That responses are written to, to make pairs
+    group_size: int = 8         # Responses to each
+    # Lines of JSON with prompt, chosen and rejected: then the model writes none
+    pairs: Path|None = None
+    reference: Path|None = None # Another model than --init-from to stay near to
+    train: TrainConfig = field(default_factory=partial(_few_steps, 60, batch_size=16, lr=3e-4,
+                                                       min_lr=3e-4))
+
+    def run(self):
+        settings = {n: getattr(self, n) for n in "beta sft_weight prompts group_size".split()}
+        files = {n: str(getattr(self, n) or "") for n in ("pairs", "reference")}
+        align("dpo", self.out, self.resume, settings | files, self.train)
+
+@dataclass
 class RlCommand:
     "Improve a model on briefs by what its own responses earn, from --init-from RUN."
     out: word(Path|None, "OUT") = None # New folder for the run
@@ -1118,7 +1169,8 @@ def align(
     if bool(out) == bool(resume): raise UserError(f"{kind} needs either OUT or --resume RUN")
     if resume:
         with checking_input(): trainer = open_alignment(resume)
-        say(f"{resume}: going on after step {trainer.step:,} of {trainer.config.steps:,}")
+        if trainer.world.writes:
+            say(f"{resume}: going on after step {trainer.step:,} of {trainer.config.steps:,}")
     elif out:
         with checking_input(): refuse_existing(out)
         with all_or_nothing(out), checking_input():
@@ -1127,6 +1179,8 @@ def align(
     try: found = align_to_the_end(trainer, run, say)
     except Interrupted as e: raise Interrupted(
         f"{e}; go on with: lmcourse {kind} --resume {run}") from None
+    trainer.world.destroy()
+    if not trainer.world.writes: return
     say(f"success {found['success']:.3f} on briefs that were never practised on, in "
         f"{duration(trainer.elapsed)}; try it: lmcourse generate {run} --prompt 'Ella the mule, "
         f"an orange cap:'")
@@ -1158,6 +1212,38 @@ class CurateCommand:
             raise KeyboardInterrupt("interrupted; go on with the same command") from None
         say(str(Table(funnel.rows())), "", f"in {self.out}: documents, dropped.jsonl, funnel.json, "
             f"card.md; tokens of it: lmcourse prepare curated:{self.out} DATA --tokenizer FOLDER")
+
+# %% ../../nbs/90_app/90g_cli.ipynb #14n90pip
+@dataclass
+class PipelineCommand:
+    """The whole course in one go: web, funnel, tokenizer, pretraining, fine-tuning, preferences,
+    reinforcement learning, examination, report. The same command goes on after a kill."""
+    out: word(Path, "OUT") = Path("runs/pipeline") # Folder: new, or begun by the same command
+    until: str|None = None      # Stop after this stage; by default all are done
+    # A dozen minutes of two cores, or a model of 100 million parameters and more on a GPU
+    scale: Literal["small", "gpu"] = "small"
+    dry_run: bool = False       # Of the GPU's scale: only say what each stage would take
+    gpu: str = "h100"           # Of the GPU's scale: its device, a100, h100, ...
+    data: str = "tinystories"   # Of the GPU's scale: its text, by name
+    config: PipelineConfig = field(default_factory=PipelineConfig)
+
+    def run(self):
+        if self.scale == "gpu" or self.dry_run: return self.plan()
+        from lmcourse.alignment.pipeline import run_pipeline
+        from lmcourse.training.signals import Interrupted
+        stopped = "interrupted; go on with the same command"
+        try:
+            with checking_input(): run_pipeline(self.out, self.config, say, self.until)
+        except Interrupted as e: raise Interrupted(f"{e}; go on with the same command") from None
+        except KeyboardInterrupt: raise KeyboardInterrupt(stopped) from None
+
+    def plan(self):
+        from lmcourse.alignment.gpu_plan import GpuPlan, plan_lines
+        if self.scale != "gpu": raise UserError("dry_run goes with scale = gpu")
+        if not self.dry_run: raise UserError("scale = gpu has never been run, and is only "
+                                             "planned: add --dry-run")
+        with checking_input(): lines = plan_lines(GpuPlan(self.gpu, self.data))
+        say(*map(str, lines))
 
 # %% ../../nbs/90_app/90g_cli.ipynb #9fec4938
 @dataclass
@@ -1323,13 +1409,14 @@ def one_line(
                     re.sub(r"Error parsing __tyro\S+ ", "", words))[0].strip()
 
 COMMANDS = dict(quickstart=QuickstartCommand, tokenizer=TokenizerCommand, prepare=PrepareCommand,
-                curate=CurateCommand,
+                curate=CurateCommand, pipeline=PipelineCommand,
                 train=TrainCommand,
                 generate=GenerateCommand, plot=PlotCommand, check=CheckCommand,
                 exercises=ExercisesCommand, account=AccountCommand, plan=PlanCommand,
                 scale=ScaleCommand,
-                serve=ServeCommand, ablate=AblateCommand, doctor=DoctorCommand,
-                eval=EvalCommand, sft=SftCommand, rl=RlCommand, bench=BenchCommand, smoke=SmokeCommand,
+                serve=ServeCommand, chat=ChatCommand, ablate=AblateCommand, doctor=DoctorCommand,
+                eval=EvalCommand, sft=SftCommand, dpo=DpoCommand, rl=RlCommand,
+                bench=BenchCommand, smoke=SmokeCommand,
                 completion=CompletionCommand)
 
 ABOUT = """Build a language model from scratch.

@@ -362,8 +362,8 @@ def answer_files(
         found = {t: f for t in tasks for f in reversed(there) if named(t, f)}
     some = ", ".join(t.name for t in tasks[:5]) + ", …"*(len(tasks) > 5)
     if not found:
-        raise ValueError(f"{path.name}: no answer to "
-                         f"{tasks[0].id if len(tasks) == 1 else f'any task of chapter {tasks[0].chapter}'}; names are {some}")
+        what = tasks[0].id if len(tasks) == 1 else f"any task of chapter {tasks[0].chapter}"
+        raise ValueError(f"{path.name}: no answer to {what}; names are {some}")
     return found
 
 # %% ../../nbs/90_app/90e_grade.ipynb #b3a4a72d

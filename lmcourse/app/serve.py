@@ -7,8 +7,8 @@ __all__ = ['ONLY', 'UP_TO_A_MILLION', 'Stop', 'Job', 'JobInbox', 'engine_state',
            'Refused', 'StreamOptions', 'SamplingRequest', 'CompletionRequest', 'TextPart', 'Message', 'ChatRequest',
            'read_body', 'refused_field', 'read_prompts', 'read_messages', 'Piece', 'Choice', 'joined', 'token_text',
            'CompletionFormat', 'ChatFormat', 'Service', 'Flight', 'Reply', 'read_limited', 'until_gone', 'take_off',
-           'whole_answer', 'event_stream', 'make_app', 'add_monitoring', 'answer_errors', 'make_server', 'run_server',
-           'serve_model']
+           'whole_answer', 'event_stream', 'make_app', 'add_monitoring', 'add_chat', 'answer_errors', 'make_server',
+           'run_server', 'serve_model']
 
 # %% ../../nbs/90_app/90f_serve.ipynb #cd08dcf0
 import asyncio, codecs, json, math, queue, threading, time, uuid
@@ -18,6 +18,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from importlib.resources import files
 from itertools import accumulate
 from typing import Annotated, Any, ClassVar
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator
@@ -747,6 +748,7 @@ def make_app(
     app.add_route("/v1/models", models, methods=["GET"])
     app.add_route("/v1/models/{name:path}", model, methods=["GET"])
     add_monitoring(app, service)
+    add_chat(app)
     return answer_errors(app)
 
 # %% ../../nbs/90_app/90f_serve.ipynb #463dc8ce
@@ -764,6 +766,18 @@ def add_monitoring(
         return PlainTextResponse(text, media_type="text/plain; version=0.0.4")
     for path,route in (("/health", health), ("/metrics", metrics)):
         app.add_route(path, route, methods=["GET"])
+
+# %% ../../nbs/90_app/90f_serve.ipynb #90fchat2
+def add_chat(
+    app, # A FastAPI application
+):
+    "`GET /chat`: a page that talks to `/v1/chat/completions`."
+    from starlette.responses import HTMLResponse
+    page = files("lmcourse").joinpath("data/chat.html").read_text(encoding="utf-8")
+    allowed = ("default-src 'none'; connect-src 'self'; img-src data:; style-src 'unsafe-inline'; "
+               "script-src 'unsafe-inline'; base-uri 'none'; form-action 'none'")
+    async def chat(http): return HTMLResponse(page, headers={"Content-Security-Policy": allowed})
+    app.add_route("/chat", chat, methods=["GET"])
 
 # %% ../../nbs/90_app/90f_serve.ipynb #32916656
 def answer_errors(

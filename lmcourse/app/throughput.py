@@ -80,10 +80,11 @@ class ClockedRun:
     def __init__(self, work:Work):
         from lmcourse.training.runs import write_run
         from lmcourse.training.trainer import Trainer
+        class Unsaved(Trainer):
+            def save(self, run): pass                  # checkpoints are not what is measured
         self.work, self.folder = work, tempfile.TemporaryDirectory()
         run = Path(self.folder.name)
-        self.trainer = Trainer(work.model, work.train, *_corpus(run, work.model.vocab_size))
-        self.trainer.save = lambda run: None           # checkpoints are not what is measured
+        self.trainer = Unsaved(work.model, work.train, *_corpus(run, work.model.vocab_size))
         write_run(run, work.model, work.train, run)
 
     def steps(self, count:int)->dict: # Seconds of `count` steps, by where they go
@@ -226,7 +227,8 @@ def bench_throughput(
 def _throughput_lines(work, factors, device, steps, rounds, threads, file):
     threads, here = threads or threads_here(), machine(("numpy", "torch"))
     yield machine_line(here)
-    yield f"a step of {work.tokens:,} tokens: {work.flops/1e9:.1f} GFLOP; {threads} threads; on {device}"
+    yield (f"a step of {work.tokens:,} tokens: {work.flops/1e9:.1f} GFLOP; "
+           f"{threads} threads; on {device}")
     with _process(Factor(), threads) as worker:
         peaks = {dtype: worker.ask("run_product", kind=device, dtype=dtype)["rate"]
                  for dtype in ("float32", "bfloat16")}

@@ -6,8 +6,8 @@
 __all__ = ['FAST', 'norm_rows', 'norm_rows_backward', 'fast_add_norm_forward', 'fast_add_norm_backward', 'fast_norm_forward',
            'fast_norm_backward', 'exponents', 'gate', 'gate_backward', 'fast_ffn_forward', 'fast_ffn_backward',
            'turn_pairs', 'shift_scores', 'divide_rows', 'less_log_sum', 'scores_backward', 'fast_attention_forward',
-           'fast_attention_backward', 'fast_multihead_forward', 'fast_multihead_backward', 'less_top', 'entropy_rows',
-           'fast_head_loss', 'pool', 'blas_threads', 'fast_loss_and_grads']
+           'fast_attention_backward', 'fast_multihead_forward', 'fast_multihead_backward', 'subtract_max',
+           'entropy_rows', 'fast_head_loss', 'pool', 'blas_threads', 'fast_loss_and_grads']
 
 # %% ../../nbs/03_architecture/03h_fast_np.ipynb #83f4c3f8
 import math, os
@@ -402,7 +402,7 @@ def fast_multihead_backward(
 
 # %% ../../nbs/03_architecture/03h_fast_np.ipynb #3ede6abd
 @fused
-def less_top(z, targets, at):
+def subtract_max(z, targets, at):
     """Each row less its largest number.
     `at[0]` takes that number, `at[1]` what is left of the target's."""
     for n in range(len(z)):
@@ -456,7 +456,7 @@ def fast_head_loss(
     for i in range(0, len(rows), step):
         x, y = rows[i:i + step], slice(i, i + step)
         logits = np.matmul(x, weight.T, out=z[:len(x)])
-        less_top(logits, targets[y], at)
+        subtract_max(logits, targets[y], at)
         np.exp(logits, out=logits)
         loss += entropy_rows(at[1], logits, used[y], at[0], -1, np.float32(z_loss),
                              np.float32(count))

@@ -178,12 +178,14 @@ def extract_text_from_html_bytes(
 def read_documents(
     path:str|Path,         # A WARC or WET file
     max_bytes:int=1 << 26, # Of a record, and of a body once unpacked
+    strict:bool=True,      # As for `read_warc`
 )->Iterator[tuple]: # `(Document, reason)`; the reason is empty if the document is kept
     "The pages of an archive as documents, or why not. `ValueError` where the file is damaged."
-    for record in read_warc(path, max_bytes):
+    for record in read_warc(path, max_bytes, strict):
         if record.kind == "conversion":
             text, why = record.payload.decode("utf-8", errors="replace"), ""
         elif record.kind == "response": text, why = _page_text(record, max_bytes)
+        elif record.kind == "damaged": text, why = "", "unreadable"
         else: continue
         yield Document(record.id, record.url, text), why or ("" if text.strip() else "no text")
 

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['shingles', 'jaccard', 'MinHash', 'shingle_hash', 'minhash_naive', 'shingle_hashes', 'minhash',
            'candidate_probability', 'choose_bands', 'near_duplicates_naive', 'band_keys', 'distinct', 'cluster',
-           'candidates', 'near_duplicates', 'minhash_deduplication']
+           'candidates', 'near_duplicates', 'meetings', 'minhash_deduplication']
 
 # %% ../../nbs/13_curation/13g_minhash.ipynb #13g00004
 import os, string
@@ -322,6 +322,31 @@ def near_duplicates(
     sets = distinct(*shingle_hashes([texts[i] for i in some], config.ngram))
     first[some] = some[cluster(keys[some], *sets, config.threshold)[0]]
     return first
+
+# %% ../../nbs/13_curation/13g_minhash.ipynb #e800ed7a
+@kernel
+def _meet(column, order, parent): # Neighbours in the order that have the same key are in one group
+    for k in range(1, len(order)):
+        i, j = order[k-1], order[k]
+        if column[i] == column[j]:
+            i, j = _find(parent, i), _find(parent, j)
+            parent[max(i, j)] = min(i, j)
+
+def meetings(
+    keys:np.ndarray,  # uint64 `(documents, bands)`
+    most:int=10_000,  # Documents of an array; more only if a single group has more
+)->list: # Arrays of sorted positions
+    "The documents that met another one. Two that met, also through others, are in one array."
+    parent = np.arange(len(keys))
+    for band in range(keys.shape[1]):
+        column = keys[:, band].copy()
+        _meet(column, np.argsort(column), parent)
+    while (parent[parent] != parent).any(): parent = parent[parent]
+    some = np.flatnonzero(np.bincount(parent, minlength=len(keys))[parent] > 1)
+    some = some[np.argsort(parent[some], kind="stable")]
+    begins = np.flatnonzero(np.diff(parent[some], prepend=-1))
+    cuts = begins[1:][np.diff(begins//most) > 0]
+    return [np.sort(part) for part in np.split(some, cuts) if len(part)]
 
 # %% ../../nbs/13_curation/13g_minhash.ipynb #13g00051
 def minhash_deduplication(

@@ -8,12 +8,13 @@ __all__ = ['STEPS', 'ENDINGS', 'register_step', 'each', 'Whole', 'Stage', 'run_s
            'workers']
 
 # %% ../../nbs/13_curation/13i_pipeline.ipynb #13i00004
-import gzip, json, os, tomllib
+import json, os, tomllib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache, partial
 from hashlib import blake2b
+from itertools import islice
 from pathlib import Path
 from typing import Any
 import numpy as np
@@ -22,14 +23,18 @@ from .extract import read_documents
 from .filters import c4_filter, gopher_failures, mask_emails, mask_ips
 from .filters import mask_phone_numbers
 from .language import identify_language
-from .minhash import MinHash, band_keys, candidates, cluster, distinct
+from .minhash import MinHash, band_keys, cluster, distinct, meetings
 from .minhash import minhash, shingle_hashes
 from .mixing import contamination
-from .web import Document, language_sentences
+from .quality import KneserNey, bag_log_probs, classify_nsfw, classify_quality
+from .quality import classify_toxic_speech, dsir_log_weights, gumbel_top_k
+from .quality import word_ngrams
+from .web import Document, gzip_stretches, language_sentences, unpacked_blocks
 from ..tools.config import UserError, unknown
 from ..tools.documents import END_OF_TEXT
 from ..tools.files import atomic_write, read_json, remove, write_json, write_text
 from ..tools.show import COLORS, Table, figure
+from ..tools.stories import Stories
 
 # %% ../../nbs/13_curation/13i_pipeline.ipynb #13i00009
 STEPS:dict = {} # Name to a function that makes the step from its options
@@ -91,13 +96,52 @@ def _pii()->Callable: # Drops nothing
 # %% ../../nbs/13_curation/13i_pipeline.ipynb #13i0010b
 @register_step("decontaminate")
 def _decontaminate(tests:str|list, ngram:int=8, share:float=.5)->Callable:
-    texts = tests if isinstance(tests, list) else [d.text for d,_ in read_shard(tests)]
+    texts = _texts(tests)
     contamination([], texts, ngram)                             # Complains of empty tests
     if not 0 < share <= 1: raise ValueError(f"decontaminate: share = {share}, expected 0 to 1")
     def step(documents):
         found = contamination([d.text for d in documents], texts, ngram)[0]
         return [(d, "test" if s >= share else "") for d,s in zip(documents, found)]
     return step
+
+def _texts(source:str|list|None)->list: # Of a file, or listed in the recipe; else stories
+    if source is None: return list(_stories())
+    if isinstance(source, list): return source
+    return [d.text for d,why in read_shard(source) if not why]
+
+@cache
+def _stories()->tuple: return tuple(islice(Stories(3_000_000), 1500))
+
+# %% ../../nbs/13_curation/13i_pipeline.ipynb #13i0010d
+def _unlike(step:str, classify:Callable, bad:str, most:float, why:str)->Callable:
+    if not 0 <= most <= 1: raise ValueError(f"{step}: most = {most}, expected 0 to 1")
+    def look(document):
+        found, sure = classify(document.text)
+        return document, why if (sure if found == bad else 1 - sure) > most else ""
+    return each(look)
+
+@register_step("quality")
+def _quality(most:float=.5)->Callable:
+    return _unlike("quality", classify_quality, "low", most, "low quality")
+
+@register_step("nsfw")
+def _nsfw(most:float=.5)->Callable: return _unlike("nsfw", classify_nsfw, "nsfw", most, "nsfw")
+
+@register_step("toxic")
+def _toxic(most:float=.5)->Callable:
+    return _unlike("toxic", classify_toxic_speech, "toxic", most, "toxic")
+
+@register_step("perplexity")
+def _perplexity(most:float, like:str|list|None=None, order:int=5)->Callable:
+    if not most > 1: raise ValueError(f"perplexity: most = {most}, expected more than 1")
+    model = _kneser_ney(tuple(_texts(like)), order)
+    return each(lambda d: (d, "surprising" if model.perplexity(_straight(d.text)) > most else ""))
+
+@cache
+def _kneser_ney(texts:tuple, order:int)->KneserNey: return KneserNey(texts, order)
+
+def _straight(text:str)->str: # Quotes as on a typewriter
+    return text.translate(str.maketrans("“”‘’", "\"\"''"))
 
 # %% ../../nbs/13_curation/13i_pipeline.ipynb #13i00012
 @dataclass(frozen=True)
@@ -126,11 +170,29 @@ def _minhash(**options)->Whole:
     config = MinHash.from_dict(options)
     def sketch(documents): return band_keys(minhash([d.text for d in documents], config), config)
     def decide(sketches, texts):
-        some, keep = candidates(sketches), np.ones(len(sketches), bool)
-        sets = distinct(*shingle_hashes(texts(some), config.ngram))
-        keep[some] = cluster(sketches[some], *sets, config.threshold)[0] == np.arange(len(some))
+        keep = np.ones(len(sketches), bool)
+        for some in meetings(sketches):
+            sets = distinct(*shingle_hashes(texts(some), config.ngram))
+            first = cluster(sketches[some], *sets, config.threshold)[0]
+            keep[some] = first == np.arange(len(some))
         return keep
     return Whole("near copy", sketch, decide)
+
+@register_step("dsir")
+def _dsir(share:float, like:str|list|None=None, seed:int=0)->Whole:
+    if not 0 < share <= 1: raise ValueError(f"dsir: share = {share}, expected 0 to 1")
+    if seed < 0: raise ValueError(f"dsir: seed = {seed}, expected 0 or more")
+    def grams(text): return word_ngrams(_straight(text))
+    target = bag_log_probs(_texts(like), grams)
+    def sketch(documents): return np.zeros((len(documents), 0), np.uint64)  # Its texts are read
+    def decide(sketches, texts): # A block at a time, once to count the crawl and once to weigh
+        n = len(sketches)
+        blocks = [np.arange(i, min(i + 1000, n)) for i in range(0, max(n, 1), 1000)]
+        raw = bag_log_probs((t for block in blocks for t in texts(block)), grams)
+        weights = [dsir_log_weights(texts(block), target, raw, grams) for block in blocks]
+        drawn = gumbel_top_k(np.concatenate(weights), round(share*n), np.random.default_rng(seed))
+        return np.isin(np.arange(n), drawn)
+    return Whole("not drawn", sketch, decide)
 
 # %% ../../nbs/13_curation/13i_pipeline.ipynb #13i00014
 @dataclass
@@ -169,7 +231,7 @@ def run_step(
             gone.append((before.id, name, why))
         else:
             kept.append(after)
-            stage.edited += n - len(after.text.split())
+            if after.text is not before.text: stage.edited += n - len(after.text.split())
     return kept, stage, gone
 
 # %% ../../nbs/13_curation/13i_pipeline.ipynb #13i00016
@@ -286,46 +348,72 @@ def read_shard(
     path,                  # One of `ENDINGS`
     max_bytes:int=1 << 26, # Of a record or a document
 )->Iterator[tuple]: # `(Document, reason)`; the reason is empty if there is a text
-    "The documents of a file, or why there is none. `ValueError` where the file is damaged."
+    """The documents of a file, or why there is none. A damaged part of an archive is one
+    `unreadable` document, with `FILE@FROM-TO` for an id. `ValueError` for another format."""
     path = Path(path)
     name = path.name.removesuffix(".gz")
-    if name.endswith((".warc", ".wet")): yield from read_documents(path, max_bytes)
-    else:
-        read = _json_lines if name.endswith(".jsonl") else _text_parts
-        unpacked = gzip.open if path.suffix == ".gz" else open
-        try:
-            with unpacked(path, "rt", encoding="utf-8") as file:
-                for n,document in enumerate(read(file, path, max_bytes)):
-                    if not document.id: document = document._replace(id=f"{path.name}:{n:08}")
-                    text = document.text.replace("\0", "").strip()
-                    yield document, "" if text else "no text"
-        except (EOFError, gzip.BadGzipFile, UnicodeDecodeError) as e:
-            raise ValueError(f"{path}: {e}") from None
+    if name.endswith((".warc", ".wet")): return read_documents(path, max_bytes, strict=False)
+    return _read_parts(path, name.endswith(".jsonl"), max_bytes)
 
 # %% ../../nbs/13_curation/13i_pipeline.ipynb #13i00022
-def _json_lines(file, path, max_bytes:int)->Iterator[Document]:
-    for n,line in enumerate(file, 1):
-        try: row = json.loads(line)
-        except ValueError: row = None
-        if not isinstance(row, dict) or not isinstance(row.get("text"), str):
-            raise ValueError(f"{path}: line {n}, expected an object with a text: {line[:40]!r}")
-        yield Document(str(row.get("id", "")), str(row.get("url", "")), row["text"])
+def _read_parts(path:Path, lines:bool, most:int)->Iterator[tuple]: # Of JSON lines or of a text
+    size, number, mark = path.stat().st_size, 0, b"\n" if lines else END_OF_TEXT.encode()
+    with open(path, "rb") as file:
+        for start,end,whole in gzip_stretches(path):
+            if not whole: yield Document(f"{path.name}@{start}-{end}", "", ""), "unreadable"
+            file.seek(start if whole else end)
+            for k,(part,last) in enumerate(_parts(unpacked_blocks(file, end), mark, most)):
+                if last and part is not None and not part.strip(): continue
+                number += 1
+                document, why = _parsed(part, lines)
+                if start > 0 and not k or last and end < size: # Beside what is damaged
+                    if why == "format" or not lines: why = "fragment"
+                if why == "format":
+                    raise ValueError(f"{path}: {'line' if lines else 'document'} {number}, expected"
+                                     f" {'an object with a text' if lines else 'UTF-8'}: "
+                                     f"{part[:40]!r}")
+                yield document._replace(id=document.id or f"{path.name}:{number-1:08}"), why
 
-def _text_parts(file, path, max_bytes:int)->Iterator[Document]: # Between end-of-text marks
-    held = ""
-    while block := file.read(1 << 20):
-        *parts, held = (held + block).split(END_OF_TEXT)
-        for part in parts: yield Document("", "", part)
-        if len(held) > max_bytes:
-            raise ValueError(f"{path}: a document of more than {max_bytes:,} characters")
-    if held.strip() or not file.tell(): yield Document("", "", held)
+def _parts(blocks:Iterable, mark:bytes, most:int)->Iterator[tuple]: # Bytes between marks, last one?
+    held, lost = b"", False
+    for block in blocks:
+        *parts, held = (held + block).split(mark)
+        for part in parts:
+            yield None if lost or len(part) > most else part, False
+            lost = False
+        if len(held) > most: held, lost = held[len(held) - len(mark) + 1:], True
+    yield None if lost else held, True
 
-def _save(path, documents): # As JSON lines, whole or not at all
-    with atomic_write(path) as part, open(part, "w", encoding="utf-8", newline="\n") as file:
-        for d in documents: print(json.dumps(d._asdict(), ensure_ascii=False), file=file)
+def _parsed(part, lines:bool)->tuple: # A document and why it is dropped
+    if part is None: return Document("", "", ""), "too long"
+    try:
+        row = json.loads(part) if lines else dict(text=part.decode().replace("\r\n", "\n"))
+    except ValueError: row = None
+    if not isinstance(row, dict) or not isinstance(row.get("text"), str):
+        return Document("", "", ""), "format"
+    text = row["text"].encode(errors="replace").decode()        # Half a character can't be written
+    document = Document(str(row.get("id", "")), str(row.get("url", "")), text)
+    return document, "" if text.replace("\0", "").strip() else "no text"
+
+# %% ../../nbs/13_curation/13i_pipeline.ipynb #13i0022b
+def _save(path, documents)->np.ndarray: # As JSON lines, whole or not at all; where each begins
+    starts, at = [], 0
+    with atomic_write(path) as part, open(part, "wb") as file:
+        for d in documents:
+            starts.append(at)
+            at += file.write(json.dumps(d._asdict(), ensure_ascii=False).encode() + b"\n")
+    return np.array(starts, np.int64)
 
 def _load(path)->list:
     with open(path, encoding="utf-8") as file: return [Document(**json.loads(l)) for l in file]
+
+def _load_some(path, starts)->list: # Texts of the documents that begin there
+    texts = []
+    with open(path, "rb") as file:
+        for at in starts:
+            file.seek(int(at))
+            texts.append(json.loads(file.readline())["text"])
+    return texts
 
 def _save_array(path, array):
     with atomic_write(path) as part, open(part, "wb") as file: np.save(file, array)
@@ -352,8 +440,10 @@ def _job(number:int, path:str, work:str, key:str, k:int): # Round k of a shard
         pairs = [(d, after, why) for d,(after, why) in zip(documents, step(documents))]
         documents, stage, gone = run_step(name, pairs)
         stages, dropped = [*stages, stage], dropped + gone
-    _save(here.with_suffix(".jsonl"), documents)
-    if whole: _save_array(here.with_suffix(".npy"), whole[1].sketch(documents))
+    starts = _save(here.with_suffix(".jsonl"), documents)
+    if whole:
+        _save_array(here.with_suffix(".starts.npy"), starts)
+        _save_array(here.with_suffix(".npy"), whole[1].sketch(documents))
     write_json(here.with_suffix(".json"), dict(stages=[vars(s) for s in stages], dropped=dropped,
                                                ids=[d.id for d in documents]), indent=None)
 
@@ -361,20 +451,27 @@ def _job(number:int, path:str, work:str, key:str, k:int): # Round k of a shard
 def _decide(work:Path, key:str, k:int, shards:int): # Who stays after round k
     files = [work/str(k)/f"{i:05}" for i in range(shards)]
     if all(f.with_suffix(".keep.npy").exists() for f in files): return
-    ids = [read_json(f.with_suffix(".json"))["ids"] for f in files]
-    place = [(name, i, j) for i,names in enumerate(ids) for j,name in enumerate(names)]
-    order = sorted(range(len(place)), key=place.__getitem__)
-    sketches = np.concatenate([np.load(f.with_suffix(".npy")) for f in files])
+    ids = [name for f in files for name in read_json(f.with_suffix(".json"))["ids"]]
+    starts = [np.load(f.with_suffix(".starts.npy")) for f in files]
+    ends = np.cumsum([0, *map(len, starts)])
+    order = np.array(sorted(range(len(ids)), key=ids.__getitem__), np.int64)
+    rank = np.argsort(order)
+    del ids
+    for f,low,high in zip(files, ends, ends[1:]):
+        some = np.load(f.with_suffix(".npy"))
+        if f == files[0]: sketches = np.empty((len(order), *some.shape[1:]), some.dtype)
+        sketches[rank[low:high]] = some
     def texts(positions): # Of these places in the order, from the files
-        wanted, found = [place[order[p]][1:] for p in positions], {}
-        for i in sorted({i for i,_ in wanted}):
-            documents = _load(files[i].with_suffix(".jsonl"))
-            found |= {(i, j): documents[j].text for s,j in wanted if s == i}
-        return [found[w] for w in wanted]
-    keep = np.ones(len(place), bool)
-    keep[order] = _rounds(key)[k][1][1].decide(sketches[order], texts)
-    for f,part in zip(files, np.split(keep, np.cumsum([len(n) for n in ids])[:-1])):
-        _save_array(f.with_suffix(".keep.npy"), part)
+        wanted, found = order[positions], {}
+        for i in np.unique(shard := np.searchsorted(ends, wanted, side="right") - 1):
+            here = np.unique(wanted[shard == i])
+            some = _load_some(files[i].with_suffix(".jsonl"), starts[i][here - ends[i]])
+            found |= dict(zip(here.tolist(), some))
+        return [found[w] for w in wanted.tolist()]
+    keep = np.ones(len(order), bool)
+    keep[order] = _rounds(key)[k][1][1].decide(sketches, texts)
+    for f,low,high in zip(files, ends, ends[1:]):
+        _save_array(f.with_suffix(".keep.npy"), keep[low:high])
 
 # %% ../../nbs/13_curation/13i_pipeline.ipynb #13i00025
 def curate(

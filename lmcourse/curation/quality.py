@@ -9,7 +9,7 @@ __all__ = ['KneserNey', 'auc', 'word_ngrams', 'classify_quality', 'classify_nsfw
 # %% ../../nbs/13_curation/13e_quality.ipynb #330c1cc9
 import math, random, re, zlib
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 import numpy as np
 from .language import TextClassifier
@@ -140,7 +140,7 @@ def classify_toxic_speech(
 
 # %% ../../nbs/13_curation/13e_quality.ipynb #6db8cd5f
 def bag_log_probs(
-    texts:Sequence,          # To count in
+    texts:Iterable,          # To count in
     grams:Callable,          # A text to a list of texts
     buckets:int=1 << 14,     # For hashing
     smoothing:float=1.,      # Added to each count
@@ -148,7 +148,7 @@ def bag_log_probs(
     "How often each bucket occurs. -inf for one that doesn't, without smoothing."
     counts = np.full(buckets, float(smoothing))
     for t in texts: counts += _bag(grams(t), buckets)
-    if not counts.sum(): raise ValueError(f"{len(texts)} texts without a gram, and no smoothing")
+    if not counts.sum(): raise ValueError("texts without a gram, and no smoothing")
     with np.errstate(divide="ignore"): return np.log(counts/counts.sum())
 
 def dsir_log_weights(

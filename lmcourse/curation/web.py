@@ -4,10 +4,11 @@
 
 # %% auto #0
 __all__ = ['KINDS', 'TRAPS', 'fill', 'language_sentences', 'Page', 'class_sentences', 'edit_words', 'test_set', 'planted_web',
-           'write_warc', 'WarcRecord', 'read_warc', 'write_truth', 'read_truth', 'Document']
+           'write_warc', 'WarcRecord', 'read_warc', 'unpacked_blocks', 'gzip_stretches', 'write_truth', 'read_truth',
+           'Document']
 
 # %% ../../nbs/13_curation/13a_web.ipynb #a8a88ef5
-import gzip, json, random, re, zlib
+import gzip, json, math, random, re, zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, fields
 from functools import cache
@@ -513,10 +514,15 @@ class WarcRecord(NamedTuple):
 def read_warc(
     path:str|Path,         # WARC 1.0 or 1.1, gzip or plain
     max_bytes:int=1 << 26, # Of a payload; what is longer is cut and marked `warc-truncated`
+    strict:bool=True,      # Whether damage ends the reading
 )->Iterator[WarcRecord]: # In the order of the file
-    "Records, one at a time. `ValueError` with the place where the file is damaged."
+    """Records, one at a time. `ValueError` with the place where the file is damaged, or, if not
+    strict, a record of the kind `damaged`, and what comes behind it."""
+    if not strict:
+        yield from _salvaged(Path(path), max_bytes)
+        return
     with open(path, "rb") as file:
-        source, number = _Bytes(_unpacked(file, path)), 0
+        source, number = _Bytes(unpacked_blocks(file)), 0
         try:
             while source.more():
                 yield _next_record(source, max_bytes)
@@ -525,24 +531,30 @@ def read_warc(
             raise ValueError(f"{path}: record {number + 1}, near byte {file.tell()}: {e}") from None
 
 # %% ../../nbs/13_curation/13a_web.ipynb #dadb980c
-_BLOCK = 1 << 16
+_BLOCK, _GZIP = 1 << 16, b"\x1f\x8b\x08"
 
-def _unpacked(file, path)->Iterator[bytes]: # Blocks of bounded size, across gzip members
-    data = file.read(_BLOCK)
-    if data[:2] != b"\x1f\x8b":
+def unpacked_blocks(
+    file,               # Open, at the first byte
+    end:float=math.inf, # Where to stop, in bytes of the file
+)->Iterator[bytes]: # Of bounded size
+    "What a file holds, gzip or not, across members. `EOFError` or `zlib.error` if damaged."
+    def read(): return file.read(int(min(_BLOCK, end - file.tell())))
+    data = read()
+    if data[:2] != _GZIP[:2]:
         while data:
             yield data
-            data = file.read(_BLOCK)
+            data = read()
         return
     unpack = zlib.decompressobj(31)
     while data:
         yield unpack.decompress(data, _BLOCK)
-        data = unpack.unconsumed_tail or unpack.unused_data or file.read(_BLOCK)
+        data = unpack.unconsumed_tail or unpack.unused_data or read()
         if unpack.eof:
-            if not (data := data.lstrip(b"\0") or file.read(_BLOCK)): return
+            if not (data := data.lstrip(b"\0") or read()): return
             unpack = zlib.decompressobj(31)
     raise EOFError("the file ends inside a gzip member")
 
+# %% ../../nbs/13_curation/13a_web.ipynb #698b7be7
 class _Bytes: # Lines and counted bytes out of blocks
     def __init__(self, blocks:Iterator[bytes]): self.blocks, self.held = blocks, bytearray()
     def more(self)->bool: # Whether another record follows
@@ -563,6 +575,12 @@ class _Bytes: # Lines and counted bytes out of blocks
         line = bytes(self.held[:end])
         del self.held[:end + 1]
         return line.rstrip(b"\r")
+    def skip(self): # To what looks like the next record
+        while (at := self.held.find(b"\nWARC/1.")) < 0:
+            del self.held[:-8]
+            if (block := next(self.blocks, None)) is None: return self.held.clear()
+            self.held += block
+        del self.held[:at + 1]
     def take(self, size:int, keep:int)->bytes: # The first `keep` of the next `size` bytes
         kept = bytearray()
         while size:
@@ -588,6 +606,70 @@ def _next_record(source:_Bytes, max_bytes:int)->WarcRecord:
     payload = source.take(int(length), max_bytes)
     if len(payload) < int(length): headers["warc-truncated"] = "length"
     return WarcRecord(headers.get("warc-type", ""), headers, payload)
+
+# %% ../../nbs/13_curation/13a_web.ipynb #d330726e
+def gzip_stretches(
+    path:str|Path, # A gzip file; any other is one whole stretch
+)->Iterator[tuple]: # `(start, end, whole)`: bytes of the file, in order, nothing left out
+    "Which parts of a file can be read. In a whole one every gzip member fits its checksum."
+    path, start, at = Path(path), 0, 0
+    with open(path, "rb") as file:
+        packed = path.suffix == ".gz" or file.read(2) == _GZIP[:2]
+        size = path.stat().st_size
+        while packed and at < size:
+            if end := _member_end(file, at): at = end
+            else:
+                if start < at: yield start, at, True
+                start, at = at, _next_member(file, at + 1)
+                yield start, at, False
+                start = at
+        if start < size: yield start, size, True
+
+# %% ../../nbs/13_curation/13a_web.ipynb #d4e95fda
+def _member_end(file, at:int)->int: # Behind it and its padding; 0 if it is damaged
+    file.seek(at)
+    unpack = zlib.decompressobj(31)
+    try:
+        while not unpack.eof:
+            if not (data := unpack.unconsumed_tail or file.read(_BLOCK)): return 0
+            unpack.decompress(data, _BLOCK)
+    except zlib.error: return 0
+    file.seek(end := file.tell() - len(unpack.unused_data))
+    while file.read(1) == b"\0": end += 1
+    return end
+
+def _next_member(file, at:int)->int: # That is whole; the end of the file if there is none
+    while True:
+        file.seek(at)
+        block = file.read(1 << 20)
+        found = block.find(_GZIP)
+        if found >= 0 and _member_end(file, at + found): return at + found
+        if found < 0 and len(block) < 1 << 20: return at + len(block)
+        at += found + 1 if found >= 0 else len(block) - 2
+
+# %% ../../nbs/13_curation/13a_web.ipynb #c87362fb
+def _salvaged(path:Path, max_bytes:int)->Iterator[WarcRecord]: # What can be read, and what can't
+    lost = False                                # Whether the last thing was counted as damaged
+    def damaged(start, end):
+        return WarcRecord("damaged", {"warc-record-id": f"{path.name}@{start}-{end}"}, b"")
+    with open(path, "rb") as file:
+        head = file.read(5)
+        packed = path.suffix == ".gz" or head[:2] == _GZIP[:2]
+        if not packed and not b"WARC/".startswith(head.lstrip()):
+            raise ValueError(f"{path}: {head!r}, expected a file that begins with 'WARC/'")
+        for start,end,whole in gzip_stretches(path):
+            if not whole: yield damaged(start, end)
+            lost = lost or not whole
+            file.seek(start if whole else end)
+            source = _Bytes(unpacked_blocks(file, end))
+            while source.more():
+                at = max(start, file.tell() - len(source.held))
+                try: yield _next_record(source, max_bytes)
+                except (EOFError, ValueError):
+                    if not lost: yield damaged(at, end)
+                    lost = True
+                    source.skip()
+                else: lost = False
 
 # %% ../../nbs/13_curation/13a_web.ipynb #c31ca2ad
 def write_truth(

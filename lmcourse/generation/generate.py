@@ -4,12 +4,12 @@
 
 # %% auto #0
 __all__ = ['PLAIN_CHAT', 'checked_ids', 'context_of', 'Remembering', 'RecomputingDecoder', 'next_logits', 'begin', 'generate',
-           'generate_batch', 'Drawn', 'generate_scored', 'split_at_stop', 'stream_text', 'prompt_ids', 'ChatTemplate',
-           'read_chat_template', 'check_tokenizer', 'complete_stream', 'complete', 'log_probs', 'check_story',
-           'story_slips', 'measure_story', 'measure_stories']
+           'generate_batch', 'Drawn', 'generate_scored', 'split_at_stop', 'stream_text', 'prompt_ids',
+           'check_tokenizer', 'complete_stream', 'complete', 'ChatTemplate', 'read_chat_template', 'log_probs',
+           'check_story', 'story_slips', 'measure_story', 'measure_stories']
 
 # %% ../../nbs/05_generation/05b_generate.ipynb #ef6d280b
-import codecs, json, math, sys
+import codecs, math, sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -22,7 +22,9 @@ import torch
 from ..architecture.layers_torch import token_losses
 from .sampling import next_token_probs, sample
 from ..tokenization.bpe import special_pattern
-from ..tools.stories import Rule, Slot, Stories
+from ..tools.files import read_json
+from ..tools.grammar import Rule, Slot
+from ..tools.stories import Stories
 
 # %% ../../nbs/05_generation/05b_generate.ipynb #f49cc824
 @contextmanager
@@ -321,6 +323,47 @@ def prompt_ids(
     "The ids from which a text is generated."
     return [tokenizer.end_of_text, *tokenizer.encode(prompt, special=False)]
 
+# %% ../../nbs/05_generation/05b_generate.ipynb #ddf86a80
+def check_tokenizer(
+    model,     # A model as for `generate`
+    tokenizer, # A `Tokenizer`
+):
+    "`ValueError` if it is not the model's."
+    size = getattr(_config(model), "vocab_size", tokenizer.vocab_size)
+    if size != tokenizer.vocab_size:
+        raise ValueError(f"the tokenizer has {tokenizer.vocab_size} ids, the model's vocabulary "
+                         f"{size}")
+    wanted = getattr(model, "tokenizer_digest", None)
+    if wanted not in (None, tokenizer.digest):
+        raise ValueError(f"the tokenizer's digest is {tokenizer.digest[:12]}…, expected "
+                         f"{wanted[:12]}…, that of the model's tokenizer")
+
+# %% ../../nbs/05_generation/05b_generate.ipynb #9382196c
+def complete_stream(
+    model,               # A model as for `generate`
+    tokenizer,           # The `Tokenizer` with which it was trained
+    prompt:str="",       # How the text begins
+    max_tokens:int=256,  # How many tokens to draw at most
+    stop_strings:Iterable[str]=(), # Texts that end the text; they are not shown
+    **settings,          # Passed on to `generate`: `temperature`, `top_p`, `seed` and the like
+)->Iterator[str]: # What follows the prompt, up to end-of-text, piece by piece as it comes
+    """Continue a text while it is read.
+    `ValueError` at once if the tokenizer is not the model's, or for an argument out of range."""
+    check_tokenizer(model, tokenizer)
+    settings = dict(stop=[tokenizer.end_of_text]) | settings
+    return stream_text(tokenizer, generate(model, prompt_ids(tokenizer, prompt), max_tokens,
+                                           **settings), stop_strings)
+
+def complete(
+    model,               # This and what follows as for `complete_stream`
+    tokenizer,
+    prompt:str="",
+    max_tokens:int=256,
+    **settings,
+)->str: # What follows the prompt, up to end-of-text
+    "Continue a text. `ValueError` at once, as for `complete_stream`."
+    return "".join(complete_stream(model, tokenizer, prompt, max_tokens, **settings))
+
 # %% ../../nbs/05_generation/05b_generate.ipynb #886246f0
 @dataclass(frozen=True)
 class ChatTemplate:
@@ -367,10 +410,8 @@ def read_chat_template(
     path = Path(folder or "")/"chat_template.json"
     if folder is None or not path.exists(): return PLAIN_CHAT
     def fail(name, value, right): raise ValueError(f"{path}: {name} = {value!r}, expected {right}")
-    try: given = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as e: raise ValueError(f"{path} is not JSON: {e}") from None
-    names = ("roles", "assistant_start", "stop")
-    if not isinstance(given, dict) or not {*names[:2]} <= given.keys() <= {*names}:
+    given, names = read_json(path), ("roles", "assistant_start", "stop")
+    if not {*names[:2]} <= given.keys() <= {*names}:
         raise ValueError(f"{path}: expected an object with {', '.join(names[:2])} and perhaps stop")
     roles, start, stop = given["roles"], given["assistant_start"], given.get("stop", [])
     if not isinstance(roles, dict) or "user" not in roles:
@@ -386,47 +427,6 @@ def read_chat_template(
     return ChatTemplate(roles, start, tuple(stop))
 
 def _are_texts(values)->bool: return all(isinstance(v, str) for v in values)
-
-# %% ../../nbs/05_generation/05b_generate.ipynb #ddf86a80
-def check_tokenizer(
-    model,     # A model as for `generate`
-    tokenizer, # A `Tokenizer`
-):
-    "`ValueError` if it is not the model's."
-    size = getattr(_config(model), "vocab_size", tokenizer.vocab_size)
-    if size != tokenizer.vocab_size:
-        raise ValueError(f"the tokenizer has {tokenizer.vocab_size} ids, the model's vocabulary "
-                         f"{size}")
-    wanted = getattr(model, "tokenizer_digest", None)
-    if wanted not in (None, tokenizer.digest):
-        raise ValueError(f"the tokenizer's digest is {tokenizer.digest[:12]}…, expected "
-                         f"{wanted[:12]}…, that of the model's tokenizer")
-
-# %% ../../nbs/05_generation/05b_generate.ipynb #9382196c
-def complete_stream(
-    model,               # A model as for `generate`
-    tokenizer,           # The `Tokenizer` with which it was trained
-    prompt:str="",       # How the text begins
-    max_tokens:int=256,  # How many tokens to draw at most
-    stop_strings:Iterable[str]=(), # Texts that end the text; they are not shown
-    **settings,          # Passed on to `generate`: `temperature`, `top_p`, `seed` and the like
-)->Iterator[str]: # What follows the prompt, up to end-of-text, piece by piece as it comes
-    """Continue a text while it is read.
-    `ValueError` at once if the tokenizer is not the model's, or for an argument out of range."""
-    check_tokenizer(model, tokenizer)
-    settings = dict(stop=[tokenizer.end_of_text]) | settings
-    return stream_text(tokenizer, generate(model, prompt_ids(tokenizer, prompt), max_tokens,
-                                           **settings), stop_strings)
-
-def complete(
-    model,               # This and what follows as for `complete_stream`
-    tokenizer,
-    prompt:str="",
-    max_tokens:int=256,
-    **settings,
-)->str: # What follows the prompt, up to end-of-text
-    "Continue a text. `ValueError` at once, as for `complete_stream`."
-    return "".join(complete_stream(model, tokenizer, prompt, max_tokens, **settings))
 
 # %% ../../nbs/05_generation/05b_generate.ipynb #d9abcda8
 def log_probs(

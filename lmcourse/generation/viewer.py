@@ -135,7 +135,7 @@ class SurprisalStrip:
     def __len__(self): return len(self.words)
     def totals(self)->dict: # Nats of the whole text; inf if it is impossible
         return {name: float(np.nansum(n)) for name,n in self.nats.items()}
-    def told(self, i:int)->str: # The numbers of one token, in words
+    def describe(self, i:int)->str: # The numbers of one token, in words
         numbers = ", ".join(f"{name} {_chance(n[i])}" for name,n in self.nats.items())
         return f"{_quoted(self.words[i]) if self.words[i] else 'the end of the story'}: {numbers}"
 
@@ -172,12 +172,12 @@ def _strip_html(strip:SurprisalStrip, full:float=7.)->str: # `full` nats are a b
             size = 0 if np.isnan(n[i]) else max(1, round(34*min(n[i]/full, 1)))
             bars += f'<i style="height:{size}px;background:{colors[name]}"></i>'
         above = f'<span class="lm-bars" aria-hidden="true">{bars}</span>'
-        parts.append(_word(word or " ■", strip.told(i), i == chosen, above, "lm-slip"*slip))
+        parts.append(_word(word or " ■", strip.describe(i), i == chosen, above, "lm-slip"*slip))
     keys = "".join(f'<span class="lm-key"><i style="background:{c}"></i>{html.escape(name)}</span>'
                    for name,c in colors.items())
     return _page("strip", "The surprise of each token", (
         f'<div>{keys}</div><div class="lm-words">{_joined(strip.words, parts)}</div>'
-        f'<div class="lm-says" aria-live="polite">{html.escape(strip.told(chosen))}</div>'
+        f'<div class="lm-says" aria-live="polite">{html.escape(strip.describe(chosen))}</div>'
         '<div class="lm-hint">The higher a bar, the bigger the surprise; a full bar is '
         f'{full:g} nats (1 in {math.exp(full):,.0f}) or more. Choose a token with a click, '
         'or with the arrow keys. ■ is the end of the story.</div>'))
@@ -242,13 +242,13 @@ class AttentionViewer:
         if not far.any(): far = self.weights
         return tuple(int(i) for i in np.unravel_index(int(far.argmax()), far.shape))
 
-    def told(self, layer:int, head:int, word:int)->str: # In words
+    def describe(self, layer:int, head:int, word:int)->str: # In words
         looks = ", ".join(f"{w:.0%} at {_quoted(self.words[i])}{' (itself)'*(i == word)}"
                           for i,w in self.looks_at(layer, head, word) if w >= 0.005)
         return f"Layer {layer + 1}, head {head + 1}: {_quoted(self.words[word])} looks {looks}."
     def __str__(self):
         L, H, T, _ = self.weights.shape
-        return f"{L} layers of {H} heads, {T} tokens. {self.told(*self.longest_look()[:3])}"
+        return f"{L} layers of {H} heads, {T} tokens. {self.describe(*self.longest_look()[:3])}"
     __repr__ = __str__
     def _repr_html_(self): return _attention_html(self)
 
@@ -291,7 +291,7 @@ def _radios(name:str, n:int, chosen:int)->str:
 def _attention_html(viewer:AttentionViewer)->str:
     (L, H, T, _), (layer, head, word, _) = viewer.weights.shape, viewer.longest_look()
     rows, cols = np.tril_indices(T)
-    told = html.escape(viewer.told(layer, head, word))
+    told = html.escape(viewer.describe(layer, head, word))
     packed = (viewer.weights.numpy()[..., rows, cols]*255).round().astype(np.uint8).tobytes().hex()
     shares = viewer.weights[layer, head, word].tolist()
     shades = [f"background:rgba(47,127,214,{w/2:.3f})" for w in shares]

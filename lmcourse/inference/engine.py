@@ -6,7 +6,8 @@
 __all__ = ['Request', 'Sequence', 'timing', 'PackedLinear', 'PackedFeedForward', 'pack_linears', 'BlockPool', 'chunk_name',
            'Rows', 'gathered_attention', 'AttentionPlan', 'plan_attention', 'batched_attention', 'attend_blocks',
            'paged_attention', 'PagedLayer', 'PagedModel', 'rows_of', 'sample_rows', 'draw_tokens', 'BlockTables',
-           'Scheduler', 'told', 'check_request', 'note_computed', 'accept', 'check_like', 'Engine', 'replay', 'Waste']
+           'Scheduler', 'top_logprobs', 'check_request', 'note_computed', 'accept', 'check_like', 'Engine', 'replay',
+           'Waste']
 
 # %% ../../nbs/07_inference/07b_engine.ipynb #86e1d420
 import copy, hashlib, math, time
@@ -628,7 +629,7 @@ def _new_names(s:Sequence, n:int, size:int)->set: # Of blocks that get one with 
     return {s.name(i, size) for i in range(s.computed//size, end)}
 
 # %% ../../nbs/07_inference/07b_engine.ipynb #fd11b1c3
-def told(
+def top_logprobs(
     logits:torch.Tensor, # `(V,)`
     id:int,              # The token that came
     most:int,            # Likely ones to tell beside it
@@ -668,7 +669,7 @@ def note_computed(
     for s,n in work.items():
         asked = sum(_scored(s, p) for p in range(s.computed, s.computed + n))
         for row,i in zip(logits[at:at + asked], s.ids[s.computed + 1:]):
-            s.prompt_log_probs.append(told(row, i, s.request.log_probs))
+            s.prompt_log_probs.append(top_logprobs(row, i, s.request.log_probs))
         s.computed, at = s.computed + n, at + asked
         if not s.missing: ready[s] = at; at += 1
     return ready
@@ -682,7 +683,7 @@ def accept(
     r = s.request
     if not r.max_tokens: return "length"                    # Only the prompt was to be scored
     s.times.append(time.perf_counter())
-    known = None if r.log_probs is None else told(logits, token, r.log_probs)
+    known = None if r.log_probs is None else top_logprobs(logits, token, r.log_probs)
     if token in r.stop: s.stop_log_prob = known; return "stop"
     if known: s.log_probs.append(known)
     s.ids.append(token)

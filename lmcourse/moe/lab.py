@@ -55,7 +55,8 @@ def with_routers(
     if not layers: raise ValueError("with_routers: the model has no experts")
     for i,layer in enumerate(layers):
         router = kind(model.config, seed=1000*seed + i)
-        if hasattr(router, "weight"): router.load_state_dict(layer.router.state_dict(), strict=False)
+        if hasattr(router, "weight"):
+            router.load_state_dict(layer.router.state_dict(), strict=False)
         layer.router = router
     def note(module, inputs):                               # A hash needs to know the tokens
         for layer in layers: layer.router.ids = inputs[0]

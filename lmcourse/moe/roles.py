@@ -13,10 +13,11 @@ from typing import Any
 from ..ablations.sweep import Experiment, RunData
 from .balance import watch_routes
 from .lab import information, shuffled_within
-from ..tools.stories import Stories, _rule, _Writer
+from ..tools.grammar import Writer, rule_of
+from ..tools.stories import Stories
 
 # %% ../../nbs/08_moe/08j_roles.ipynb #08j00007
-class RoleWriter(_Writer):
+class RoleWriter(Writer):
     "A writer of stories that notes where each piece of its text comes from."
     def __init__(self, rules:dict, seed:int):
         super().__init__(rules, seed)
@@ -31,13 +32,13 @@ class RoleWriter(_Writer):
 
     def choice_of(self, part, env:dict)->str|None: # The rule, if it is a choice of templates
         if isinstance(part, str) or part.kind != "draw" or part.remember: return None
-        return None if (rule := _rule(self.rules, part, env)).entries else rule.name
+        return None if (rule := rule_of(self.rules, part, env)).entries else rule.name
 
     def role_of(self, part, env:dict)->str: # Of a piece that was just written
         if isinstance(part, str): return f"words of {self.inside[-1]}"
         if part.kind == "attribute": return "pronoun or attribute"
         if part.kind == "again": return f"{_family(env[part.name].rule)} again"
-        rule = env[part.remember].rule if part.remember else _rule(self.rules, part, env)
+        rule = env[part.remember].rule if part.remember else rule_of(self.rules, part, env)
         return _family(rule)
 
 # %% ../../nbs/08_moe/08j_roles.ipynb #08j00015

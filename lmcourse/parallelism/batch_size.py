@@ -15,7 +15,7 @@ import torch
 from ..tokenization.tokenizer import Tokenizer, train_bpe
 from ..tools.config import ModelConfig, TrainConfig
 from ..tools.stories import short_stories
-from ..training.data import TokenDataset, to_tensors
+from ..training.data import TokenDataset, story_windows, to_tensors
 from ..training.engines import ENGINES, NumpyEngine, TorchEngine, noise_scale
 
 # %% ../../nbs/10_parallelism/10l_batch_size.ipynb #598e8f5e
@@ -94,9 +94,8 @@ def story_batch(
     context_length:int, # T
 )->tuple: # Inputs and targets, tensors `(B, T)`
     "Windows that begin with a story, as a batch."
-    begin = data.starts[np.asarray(rows) % (data.num_documents - context_length)]
-    targets = data.tokens[begin[:, None] + np.arange(context_length)].astype(np.int64)
-    return to_tensors((np.insert(targets[:, :-1], 0, data.end_of_text, axis=1), targets))
+    rows = np.asarray(rows) % (data.num_documents - context_length)
+    return to_tensors(story_windows(data, rows, context_length))
 
 # %% ../../nbs/10_parallelism/10l_batch_size.ipynb #70fdbb71
 def tail_rates(

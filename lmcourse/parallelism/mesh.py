@@ -51,9 +51,13 @@ def pretended_mesh(
         yield place_in(mesh, rank)
     finally:
         dist.destroy_process_group()
-        for clear in _CACHES: clear()           # DTensor remembers groups that are gone
+        _forget_groups()
 
-_CACHES = debug._clear_sharding_prop_cache, debug._clear_fast_path_sharding_prop_cache
+def _forget_groups(): # DTensor remembers groups that are gone
+    if clear := getattr(debug, "_clear_sharding_prop_cache", None): clear()
+    else: # As in torch 2.9
+        propagator = DTensor._op_dispatcher.sharding_propagator
+        propagator.propagate_op_sharding.cache.cache_clear()
 
 # %% ../../nbs/10_parallelism/10k_mesh.ipynb #c10k0013
 class Stage(TransformerLM):
@@ -559,6 +563,9 @@ def check_mesh(
         f"{max(model.context_length//unit, 1)*unit} or "
         f"{(model.context_length//unit + 1)*unit} would do")
     if p == 1: return
+    if not hasattr(debug, "_clear_sharding_prop_cache"): # Its schedules take no `return_outputs`
+        raise ValueError(f"{p} pipeline stages with torch {torch.__version__}: pipelines are tried "
+                         f"with torch 2.13")
     stage_layers(model.num_layers, p*stages_each(c))
     parts = plan_batch(c, model.context_length, world.size).grad_accum_steps
     if parts < p or c.pipeline_parallel_schedule == "Interleaved1F1B" and parts % p:

@@ -128,15 +128,19 @@ _STYLE = """
 .lm-explore{line-height:1.3;max-width:60em}
 .lm-explore i{font-style:normal;opacity:.65}
 .lm-explore .lm-text{max-height:24em;overflow:auto;padding:2px}
-.lm-explore .lm-token{display:inline-flex;flex-direction:column;margin:1px;padding:1px 3px;border-radius:3px;vertical-align:top;
+.lm-explore .lm-token{display:inline-flex;flex-direction:column;margin:1px;padding:1px 3px;
+ border-radius:3px;vertical-align:top;
  max-width:100%;box-sizing:border-box;overflow-wrap:anywhere;white-space:pre-wrap;cursor:default}
 .lm-explore .lm-id{font-size:.65em;opacity:.75;font-variant-numeric:tabular-nums}
 .lm-explore .lm-special{outline:1px dashed currentColor;outline-offset:-1px}
-.lm-explore .lm-group{display:inline-block;border:1px dashed rgba(123,127,133,.8);border-radius:4px;padding:0 2px;margin:0 1px;max-width:100%}
+.lm-explore .lm-group{display:inline-block;border:1px dashed rgba(123,127,133,.8);border-radius:4px;
+ padding:0 2px;margin:0 1px;max-width:100%}
 .lm-explore .lm-group>bdi{vertical-align:top;margin:0 3px}
-.lm-explore .lm-info{box-sizing:border-box;width:100%;padding:.3em .5em;border-top:1px solid rgba(123,127,133,.5);font-size:.9em;
+.lm-explore .lm-info{box-sizing:border-box;width:100%;padding:.3em .5em;
+ border-top:1px solid rgba(123,127,133,.5);font-size:.9em;
  overflow-wrap:anywhere;white-space:normal;text-align:left;direction:ltr}
-.lm-explore .lm-info span{display:inline-block;margin:1px 3px 1px 0;padding:0 4px;border-radius:3px;background:rgba(123,127,133,.2)}
+.lm-explore .lm-info span{display:inline-block;margin:1px 3px 1px 0;padding:0 4px;border-radius:3px;
+ background:rgba(123,127,133,.2)}
 .lm-with-info{position:relative;padding-bottom:6.5em}
 .lm-with-info .lm-info{position:absolute;left:0;bottom:0;height:6.8em;overflow:auto}
 @media(max-width:600px){.lm-with-info{padding-bottom:10em}.lm-with-info .lm-info{height:10.5em}}
@@ -251,7 +255,8 @@ def _explore_html(shown:Exploration)->str:
         drawn += len(group)
     rest = f"<p>… and {len(shown) - drawn:,} more tokens</p>" if drawn < len(shown) else ""
     longest = max(shown.tokens, key=lambda view: (not view.special, len(view.token)), default=None)
-    info = f'<div class="lm-info">{_info(longest, "Point at a token, or tap it. The longest one here: ")}</div>' if longest else ""
+    hint = "Point at a token, or tap it. The longest one here: "
+    info = f'<div class="lm-info">{_info(longest, hint)}</div>' if longest else ""
     return (f'<div class="lm-explore mathjax_ignore '
             f'tex2jax_ignore"><style>{_STYLE}</style><div>{shown.summary()}</div>'
             f'<div class="{"lm-with-info"*bool(longest)}"><div class="lm-text" '

@@ -30,7 +30,7 @@ def compile_once(
 class _NamedFiles(IndexDataCacheFile): # Machine code in files that are named after its key
     def save(self, key, data):
         name = self._data_name(int(sha256(repr(key).encode()).hexdigest()[:12], 16))
-        self._save_data(name, data)                             # First, so that the index never lies
+        self._save_data(name, data)                    # First, so that the index never lies
         self._save_index(self._load_index() | {key: name})
 
 # %% ../../nbs/00_tools/00m_compiled.ipynb #d20fc74e

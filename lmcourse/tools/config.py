@@ -456,7 +456,10 @@ class TrainConfig(_Descent):
 
 # %% ../../nbs/00_tools/00d_config.ipynb #46b7f55a
 def _check_train(c:TrainConfig):
-    for name in "steps batch_size tokens_per_step micro_batch lr eps stride eval_every eval_documents checkpoint_every keep_checkpoints log_every muon_lr_scale data_parallel_replicate_degree context_parallel_degree tensor_parallel_degree pipeline_parallel_degree timeout_seconds".split():
+    for name in """steps batch_size tokens_per_step micro_batch lr eps stride eval_every
+                   eval_documents checkpoint_every keep_checkpoints log_every muon_lr_scale
+                   data_parallel_replicate_degree context_parallel_degree tensor_parallel_degree
+                   pipeline_parallel_degree timeout_seconds""".split():
         if getattr(c, name) is not None and not getattr(c, name) > 0:
             raise ValueError(f"TrainConfig: {name} = {getattr(c, name)}, expected more than 0")
     at_least_0 = ("min_lr warmup_steps cooldown_steps plateau_patience early_stop_patience "

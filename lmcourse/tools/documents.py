@@ -112,7 +112,10 @@ def held_out(
     document:str, # Of a repository without a validation split
 )->bool: # The same for equal documents, at any time and on any machine
     "Is this document one of the one in 200 that are for validation?"
-    return int.from_bytes(hashlib.sha256(document.encode()).digest()[:8], "little") % HELD_OUT == 0
+    return _number_of(document) % HELD_OUT == 0
+
+def _number_of(document:str)->int:
+    return int.from_bytes(hashlib.sha256(document.encode()).digest()[:8], "little")
 
 # %% ../../nbs/00_tools/00g_documents.ipynb #068af64f
 def text_column(
@@ -229,14 +232,21 @@ def _docstrings(path:Path)->list:
 # %% ../../nbs/00_tools/00g_documents.ipynb #00g0cur2
 def curated_documents(
     folder,            # That `lmcourse curate` has written
-    split:str="train", # `train`, or `valid` for the one in 200
+    split:str="train", # `train`, or `valid` for the one in 200, at least one
 )->Iterator[str]:
     "The documents that a pipeline has kept. `ValueError` for a folder that isn't finished or none."
     if not (Path(folder)/"funnel.json").is_file():
         raise ValueError(f"{folder}: expected a folder that `lmcourse curate` has finished")
-    paths = sorted((Path(folder)/"documents").glob("*.jsonl"))
-    return (text for path in paths for line in path.read_text(encoding="utf-8").splitlines()
-            if held_out(text := json.loads(line)["text"]) == (split == "valid"))
+    return _curated(sorted((Path(folder)/"documents").glob("*.jsonl")), split)
+
+def _curated(paths:list, split:str)->Iterator[str]:
+    def texts():
+        for path in paths:
+            with open(path, encoding="utf-8") as file:
+                for line in file: yield json.loads(line)["text"]
+    is_valid = held_out
+    if not any(map(held_out, texts())): is_valid = min(texts(), key=_number_of, default="").__eq__
+    yield from (text for text in texts() if is_valid(text) == (split == "valid"))
 
 # %% ../../nbs/00_tools/00g_documents.ipynb #290f2135
 def documents(

@@ -54,8 +54,8 @@ def reading_time(
             text = re.sub(r"^```.*?^```", "", source, flags=re.S|re.M)
             words += len(re.findall(r"\w+(?:['’-]\w+)*", text))
             if heads := re.findall(r"^## +(.*?) *$", text, flags=re.M): proof = heads[-1] == "Proof"
-        elif not proof and not re.search(r"^#\| *(echo: false|code-fold: true|hide\b)", source,
-                                         flags=re.M):
+        elif not (proof or c.get("metadata", {}).get("code-fold") or
+                  re.search(r"^#\| *(echo: false|code-fold: true|hide\b)", source, flags=re.M)):
             lines += sum(bool(l.strip()) and not l.startswith("#|") for l in source.splitlines())
     return Reading(words/200 + lines/20, words, lines)
 

@@ -262,7 +262,8 @@ def _frame(dots, names:list, low, high, xlabel:str, ylabel:str
     out = [f"{'':{edge}} {ylabel}".rstrip()] if ylabel else []
     for r in range(height):
         line = "".join(chr(0x2800 + c) if c else " " for c in codes[r])
-        out.append(f"{ticks.get(r, ''):>{edge}} {'┤' if r in ticks else '│'}{line} {names[r]}".rstrip())
+        wall = "┤" if r in ticks else "│"
+        out.append(f"{ticks.get(r, ''):>{edge}} {wall}{line} {names[r]}".rstrip())
     left, right = f"{low[0]:.6g}", f"{high[0]:.6g}"
     out.append(f"{'':{edge}} └{'─'*width}")
     out.append(f"{'':{edge}}  {left}{xlabel:^{max(0, width - len(left) - len(right))}}{right}")

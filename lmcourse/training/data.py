@@ -5,9 +5,9 @@
 # %% auto #0
 __all__ = ['WINDOWS', 'sha256', 'document_batches', 'encode_documents', 'TokenWriter', 'unfinished', 'write_tokens',
            'TokenDataset', 'token_windows', 'random_windows', 'get_batch', 'to_tensors', 'windows_at_starts',
-           'document_batch', 'reach_of_starts', 'windows_within', 'share_within', 'count_windows', 'sequential_windows',
-           'Batches', 'BatchPrefetcher', 'row_spans', 'document_windows', 'evaluation_batches', 'floor', 'count_ngrams',
-           'read_ngrams', 'write_dataset']
+           'story_windows', 'document_batch', 'reach_of_starts', 'windows_within', 'share_within', 'count_windows',
+           'sequential_windows', 'Batches', 'BatchPrefetcher', 'row_spans', 'document_windows', 'evaluation_batches',
+           'floor', 'count_ngrams', 'read_ngrams', 'write_dataset']
 
 # %% ../../nbs/04_training/04a_data.ipynb #3d3336df
 import hashlib, json, math, os, threading, time, weakref
@@ -87,6 +87,7 @@ def _bad_document(ids:np.ndarray, number:int, tokenizer)->ValueError:
     return UserError(f"document {number} holds the end-of-text token: split it there first")
 
 # %% ../../nbs/04_training/04a_data.ipynb #97ed26e5
+#| code-fold: true
 class TokenWriter:
     "Files in the making: `append` makes them longer, `finish` gives them their names."
     documents:int; bytes:int; sums:list; texts:Any; told:str|None; files:list # What `_check` finds
@@ -163,6 +164,7 @@ class TokenWriter:
         for f in (*self.files, self.lock): f.close()
 
 # %% ../../nbs/04_training/04a_data.ipynb #df52df9c
+#| code-fold: true
 def _part(path)->Path: return Path(f"{path}.part")
 
 def _read_or_empty(file:Path)->dict:
@@ -175,6 +177,7 @@ def _read_note(prefix)->dict: # Empty if there is none
     return note if note.keys() >= set(wanted.split()) else {}
 
 # %% ../../nbs/04_training/04a_data.ipynb #f9f0d3cc
+#| code-fold: true
 def _cut(file, length:int): # To what its note says; the SHA-256 of that
     file.truncate(min(length, file.seek(0, os.SEEK_END)))
     file.seek(0)
@@ -191,6 +194,7 @@ def _recover(prefix, job:dict, names:list)->dict: # The note, if it is about thi
     return note
 
 # %% ../../nbs/04_training/04a_data.ipynb #85129f43
+#| code-fold: true
 def unfinished(
     prefix, # As given to `write_tokens`
 )->dict: # `documents` and `bytes` that are done; empty if nothing was cut off
@@ -249,6 +253,7 @@ def write_tokens(
     finally: writer.close()
 
 # %% ../../nbs/04_training/04a_data.ipynb #d9eea912
+#| code-fold: true
 def _encoded(writer:TokenWriter, texts:Iterator[str], tokenizer, threads:int, batch_bytes:int, bar
 )->Iterator[tuple]: # Texts, ids and starts of batches
     writer.skip(texts)
@@ -301,6 +306,7 @@ class TokenDataset:
         return np.asarray(self.tokens[self.starts[i]:self.ends[i]])
 
 # %% ../../nbs/04_training/04a_data.ipynb #9a0a5f84
+#| code-fold: true
 def _open(bin_file:Path, idx_file:Path, json_file:Path
 )->tuple: # Tokens and starts, mapped into memory, and what the JSON says
     for f in (json_file, bin_file, idx_file):
@@ -388,11 +394,17 @@ def windows_at_starts(
 )->tuple:
     "Windows from the starts of documents. `ValueError` if the corpus is shorter than one."
     fit = _last_fit(dataset, context_length)
-    starts = dataset.starts[rng.integers(fit, size=batch_size)]
-    targets = np.asarray(dataset.tokens)[starts[:, None] + np.arange(context_length)].astype(
-        np.int64)
-    return (np.concatenate([np.full((batch_size, 1), dataset.end_of_text), targets[:, :-1]], 1),
-            targets)
+    return story_windows(dataset, rng.integers(fit, size=batch_size), context_length)
+
+def story_windows(
+    dataset:TokenDataset, # Tokens and starts
+    documents:np.ndarray, # Numbers of the documents that windows begin with `(B,)`
+    context_length:int,   # Tokens of a window, T
+)->tuple: # Inputs, which begin with end-of-text, and targets; each int64 `(B, T)`
+    "Windows that begin with these documents."
+    starts = dataset.starts[documents] - 1          # The first target has no token before it
+    _, targets = token_windows(dataset.tokens, starts, context_length)
+    return np.insert(targets[:, :-1], 0, dataset.end_of_text, axis=1), targets
 
 def document_batch(dataset:TokenDataset, batch_size:int, context_length:int, device="cpu",
                    rng:np.random.Generator|None=None)->tuple:
@@ -407,6 +419,7 @@ def _last_fit(dataset:TokenDataset, context_length:int
     return int(np.searchsorted(dataset.starts, dataset.num_tokens - context_length, side="right"))
 
 # %% ../../nbs/04_training/04a_data.ipynb #f1d09c63
+#| code-fold: true
 def reach_of_starts(
     dataset:TokenDataset, # Tokens and starts
     context_length:int,   # Tokens of a window, T
@@ -507,6 +520,7 @@ class Batches:
         return random_windows(data.tokens, c.batch_size, T, rng)
 
 # %% ../../nbs/04_training/04a_data.ipynb #09e5e9ce
+#| code-fold: true
 class _Queue: # What the thread and the loop share
     def __init__(self, depth:int):
         self.items, self.depth, self.closed, self.change = (deque(), depth, False,
@@ -532,6 +546,7 @@ class _Queue: # What the thread and the loop share
             self.change.notify_all()
 
 # %% ../../nbs/04_training/04a_data.ipynb #9c7f7971
+#| code-fold: true
 def _fill(queue:_Queue, batches, steps:Iterator[int], pin:bool):
     try:
         for step in steps:
@@ -546,6 +561,7 @@ def _stop(queue:_Queue, thread:threading.Thread):
     if thread is not threading.current_thread(): thread.join()
 
 # %% ../../nbs/04_training/04a_data.ipynb #c8eb3c79
+#| code-fold: true
 class BatchPrefetcher:
     """Batches that a thread makes ahead of time: iterate over it.
     Use it with `with`, or let it go; either ends the thread."""
@@ -606,6 +622,7 @@ def document_windows(
     for i,*span in _rows(dataset, context_length, documents): yield _read_row(dataset, i, *span)
 
 # %% ../../nbs/04_training/04a_data.ipynb #78c85174
+#| code-fold: true
 def _rows(dataset:TokenDataset, context_length:int, documents:int|None
 )->list: # Document, first input, first target, end
     lengths = (dataset.ends - dataset.starts)[:_first(dataset, documents)]
@@ -653,6 +670,7 @@ def floor(
     return math.fsum(dataset.info["document_nats"][:n])/int(dataset.ends[n - 1])
 
 # %% ../../nbs/04_training/04a_data.ipynb #a297c766
+#| code-fold: true
 def count_ngrams(
     folder,             # With `train` and `valid`; gets `ngram.json`
     most:int=4_000_000, # Training tokens to count at most
@@ -674,6 +692,7 @@ def read_ngrams(
                                                      f"`lmcourse prepare` writes it") from None
 
 # %% ../../nbs/04_training/04a_data.ipynb #3496edc9
+#| code-fold: true
 def write_dataset(
     folder:Path,              # Of which what is there already stays
     source:str,               # Name of the corpus

@@ -84,7 +84,7 @@ class World:
     "The processes that train one model together."
     rank:int=0 # Of the parts of a batch, the one that this process has a part in
     size:int=1 # Parts that a batch is cut into
-    # The processes, in a row or in a grid, which models, gradients and checkpoints are shared out on
+    # The processes, in a row or a grid, which models, gradients and checkpoints are shared out on
     mesh:DeviceMesh|None=None
     copies:int=1    # Processes that work on the same part of the batch
     copy:int=0      # Number of this one among them

@@ -65,7 +65,8 @@ def load_model(
     read = _read_small if (folder/"model.safetensors").is_file() else of_run
     try: model, tokenizer = read(folder, make)
     except (KeyError, TypeError, RuntimeError, SafetensorError) as e:
-        raise ValueError(f"{folder}: no model that can be read ({str(e).splitlines()[0]})") from None
+        why = str(e).splitlines()[0]
+        raise ValueError(f"{folder}: no model that can be read ({why})") from None
     # `complete` refuses another one, too
     wanted = model.tokenizer_digest = read_json(folder/"config.json").get("tokenizer")
     if wanted not in (None, tokenizer.digest):

@@ -172,6 +172,8 @@ def enrich(path, line):
     head = next((i for i, c in enumerate(nb.cells) if c.cell_type == "raw"), -1) + 1
     if line: nb.cells.insert(head, nbformat.v4.new_markdown_cell(line, id="facts"))
     without_echo(nb.cells)
+    for c in nb.cells:                  # nbdev opens the source of all that is exported; that of long or inner parts stays folded
+        if c.metadata.get("code-fold"): c.source = re.sub(r"^#\| code-fold: show$", "#| code-fold: true", c.source, flags=re.M)
     unlink_parameters(nb.cells)
     unlink_code(nb.cells)
     front = nb.cells[head - 1].source if head else ""

@@ -1,0 +1,185 @@
+"`lmcourse pipeline`: killed anywhere it goes on to the same files, a change reruns what depends on it, damage is noticed, mistakes are one line."
+import errno
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import lmcourse.alignment.pipeline as whole
+from lmcourse.alignment import runs
+from lmcourse.alignment.briefs import Demonstrators
+from lmcourse.alignment.pipeline import pipeline_stages, run_pipeline
+from lmcourse.alignment.stages import PipelineConfig, run_stages
+from lmcourse.app import cli
+from lmcourse.generation.generate import read_chat_template
+from lmcourse.training.models import load_model
+
+TOY = PipelineConfig(pages=100, vocab_size=1000, d_model=32, num_layers=1, base_steps=4, sft_steps=2, dpo_steps=2, rl_steps=1, tests=4, stories=8)
+WORDS = [w for k, v in vars(TOY).items() if v != getattr(PipelineConfig(), k) for w in (f"--{k.replace('_', '-')}", str(v))]
+NAMES = "web clean tokenizer tokens base sft dpo rl exam report".split()
+ROOT = Path(__file__).parents[1]
+
+
+def quiet(line): pass
+
+
+def worked(out, config=TOY):
+    "The stages that had to work."
+    said = []
+    run_pipeline(out, config, said.append)
+    return [m[1] for line in said if (m := re.match(r"\d+/10 (\w+): .* about ", line))]
+
+
+def digests(out): return {n: json.loads((out/n/"done.json").read_text())["digest"] for n in NAMES[:-1]}
+
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory):
+    out = tmp_path_factory.mktemp("pipeline")/"toy"
+    records = run_pipeline(out, TOY, quiet)
+    assert list(records) == NAMES
+    return out
+
+
+@pytest.fixture
+def copy(toy, tmp_path): return shutil.copytree(toy, tmp_path/"copy")
+
+
+def test_the_second_time_nothing_works_and_nothing_changes(toy):
+    before = {p: p.stat().st_mtime_ns for p in toy.rglob("*") if p.is_file()}
+    assert worked(toy) == [] and {p: p.stat().st_mtime_ns for p in toy.rglob("*") if p.is_file()} == before
+
+
+def test_the_report_is_whole_in_itself(toy):
+    page, text = ((toy/"report"/f"report.{e}").read_text() for e in ("html", "md"))
+    result = json.loads((toy/"report"/"result.json").read_text())
+    assert page.count("data:image/png;base64,") == 3 and not re.search(r"https?://|<script|<link", page) and 'lang="en"' in page
+    assert "![" in text and all(f"({n}.png)" in text for n in ("funnel", "loss", "success"))
+    assert [s["stage"] for s in result["stages"]] == NAMES[:-1] and set(result["models"]) == {"base", "sft", "dpo", "rl"}
+    kept = result["clean"]["kinds"]
+    assert sum(a for a, _ in kept.values()) == TOY.pages and sum(b for _, b in kept.values()) == result["clean"]["documents"] and kept["spam"][1] < kept["spam"][0]
+    assert result["base"]["validation"][-1][0] == 4*512 and result["base"]["floor"] < result["base"]["loss"]
+    for m in result["models"].values(): assert m["low"] <= m["success"] <= m["high"] and len(m["samples"]) == 3
+
+
+def test_models_can_be_used_by_every_command(toy):
+    model, tokenizer = load_model(toy/"rl"/"model")
+    assert model.config.vocab_size == tokenizer.vocab_size and load_model(toy/"base"/"model")[1].digest == tokenizer.digest
+    template = read_chat_template(toy/"rl"/"model")
+    assert not template.is_default and template.encode([("user", "Ella the mule, an orange cap:")], tokenizer) == [tokenizer.end_of_text, *tokenizer.encode("Ella the mule, an orange cap:")]
+    assert str(toy) not in (toy/"rl"/"model"/"config.json").read_text()
+
+
+@pytest.mark.parametrize("change, expected", [(dict(tests=5), ["exam", "report"]), (dict(kl=.2), ["rl", "exam", "report"])])
+def test_a_change_reruns_what_depends_on_it(copy, change, expected):
+    before = digests(copy)
+    assert worked(copy, replace(TOY, **change)) == expected
+    assert {n for n in NAMES[:-1] if digests(copy)[n] != before[n]} == set(expected) - {"report"}
+
+
+def test_pages_are_at_the_bottom_of_everything():
+    first, other = ({s.name: s.settings for s in pipeline_stages(c)} for c in (TOY, replace(TOY, seed=1)))
+    assert first["web"] != other["web"] and all(s.needs for s in pipeline_stages(TOY)[1:])
+    needed = {n for s in pipeline_stages(TOY) for n in s.needs}
+    assert needed == set(NAMES[:-1]), "every stage but the last is read by another one"
+    fields = {f for s in pipeline_stages(TOY) for f in s.settings}
+    assert fields >= set(vars(TOY)), "every option is a setting of a stage, else a change would be overlooked"
+
+
+@pytest.mark.parametrize("name, ran", [("base/model/model.safetensors", ["base"]), ("clean/result.json", ["clean"]), ("rl/done.json", ["rl"]), ("tokens/data/train.bin", ["tokens"])])
+def test_a_torn_file_is_noticed_and_made_again(copy, name, ran):
+    before, file = digests(copy), copy/name
+    file.write_bytes(file.read_bytes()[:-1])
+    if name.endswith("json"): file.write_text(file.read_text()[:40])
+    assert worked(copy) == ran and digests(copy) == before
+
+
+def test_a_lost_file_of_the_report_is_made_again(copy):
+    (copy/"report"/"loss.png").unlink()
+    assert worked(copy) == ["report"] and (copy/"report"/"loss.png").exists()
+
+
+DYING = """
+import os, signal, sys
+import lmcourse.tools.files as files, lmcourse.alignment.pipeline as whole
+from lmcourse.alignment.stages import PipelineConfig
+real, left = os.replace, [int(sys.argv[3])]
+def replace(a, b):
+    if sys.argv[2] in str(b):
+        if not left[0]: os.kill(os.getpid(), signal.SIGKILL)
+        left[0] -= 1
+    real(a, b)
+os.replace = replace
+whole.run_pipeline(sys.argv[1], PipelineConfig(**eval(sys.argv[4])), lambda line: None)
+"""
+
+
+@pytest.mark.parametrize("file, times", [
+    ("base/run/checkpoints/step", 2), ("exam/dpo.json", 0), *(pytest.param(f, n, marks=pytest.mark.slow) for f, n in (
+        ("web/pages/2", 0), ("curated/documents", 0), ("clean/done.json", 0), ("tokenizer/tokenizer", 0), ("data/train.json", 0), ("base/model", 0),
+        ("sft/run/config.json", 0), ("sft/run/success.jsonl", 1), ("rl/run/align.json", 0), ("rl/model", 0), ("report/loss.png", 0), ("report/done.json", 0)))])
+def test_killed_anywhere_it_goes_on_to_the_same_files(toy, tmp_path, file, times):
+    "What was done before is copied, to save time; the kill comes as a file is about to be put in its place."
+    out, stage = tmp_path/"out", file.partition("/")[0] if file.partition("/")[0] in NAMES else "clean" if "curated" in file else "tokens"
+    out.mkdir()
+    shutil.copy(toy/"pipeline.json", out)
+    for n in NAMES[:NAMES.index(stage)]: shutil.copytree(toy/n, out/n)
+    died = subprocess.run([sys.executable, "-c", DYING, out, file, str(times), repr(vars(TOY))], env=os.environ | dict(PYTHONPATH=str(ROOT)))
+    assert died.returncode == -signal.SIGKILL and not (out/stage/"done.json").exists()
+    assert worked(out)[0] == stage
+    assert digests(out) == digests(toy)
+    assert not list(out.rglob("*.tmp")), "nothing of the killed process is left"
+
+
+def test_preferences_change_the_model_if_there_are_any(copy, monkeypatch):
+    pairs = [dict(prompt=p, chosen=r, rejected=" The end.") for p, r in islice(Demonstrators(0.), 16)]
+    monkeypatch.setattr(runs, "own_pairs", lambda *args: pairs)
+    weights = lambda name: torch.cat([w.flatten() for w in load_model(copy/name/"model")[0].parameters()])
+    assert torch.equal(weights("sft"), weights("dpo")), "a toy writes nothing right, so the model stayed as it was"
+    run_pipeline(copy, replace(TOY, dpo_steps=3), quiet, until="dpo")
+    assert not torch.equal(weights("sft"), weights("dpo"))
+    assert [c["step"] for c in json.loads((copy/"dpo"/"result.json").read_text())["curve"]] == [1, 2, 3]
+
+
+def refused(words, capsys):
+    with pytest.raises(SystemExit) as e: cli.main(words)
+    error = capsys.readouterr().err
+    assert e.value.code == 2 and error.count("\n") == 1, error
+    return error
+
+
+@pytest.mark.parametrize("words, said", [
+    ("new --until nope", "unknown stage 'nope'"), ("letters", "no folder of a pipeline"), ("other", "a folder of the bakery"), ("letters/a.txt", "a.txt is a file"), ("letters/a.txt/new", "a.txt is a file"),
+    ("new --pages 10", "pages = 10"), ("new --slip 1", "slip = 1"), ("new --kl -1", "kl = -1"), ("new --d-model 12", "d_model = 12"), ("new --rl-steps 0", "rl_steps = 0"), ("new --pages many", "pages")])
+def test_mistakes_are_one_line_before_any_work(tmp_path, monkeypatch, capsys, words, said):
+    monkeypatch.chdir(tmp_path)
+    Path("letters").mkdir()
+    Path("letters/a.txt").write_text("dear")
+    run_stages([], "other", "bakery")
+    assert said in refused(["pipeline", *words.split()], capsys) and not Path("new").exists()
+
+
+def test_a_full_disk_is_one_line_and_the_command_goes_on_later(tmp_path, monkeypatch, capsys):
+    def full(*args): raise OSError(errno.ENOSPC, "No space left on device", "a file")
+    with monkeypatch.context() as m:
+        m.setattr(whole, "write_warc", full)
+        assert "No space left" in refused(["pipeline", str(tmp_path/"out"), *WORDS, "--until", "web"], capsys)
+    cli.main(["pipeline", str(tmp_path/"out"), *WORDS, "--until", "web"])
+    assert "100 pages" in capsys.readouterr().out and (tmp_path/"out"/"web"/"done.json").exists()
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="who may do anything can write anywhere")
+def test_a_folder_that_cannot_be_written_is_one_line(tmp_path, capsys):
+    tmp_path.chmod(0o500)
+    try: assert "can't be written" in refused(["pipeline", str(tmp_path/"out")], capsys)
+    finally: tmp_path.chmod(0o700)
