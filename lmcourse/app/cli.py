@@ -357,8 +357,8 @@ def cut_to_card(model:ModelConfig, train:TrainConfig
 # %% ../../nbs/90_app/90g_cli.ipynb #4158035c
 def go_on(run:Path, train:TrainConfig|None=None, given:tuple=()): # `UserError` if it is no run
     """Train a run that was cut off to its end.
-    The fields of `train` that are `given` and say how the work is shared out, or who does it, take the place of
-    the run's own."""
+    The fields of `train` that are `given` and say how the work is shared out, or who does it,
+    take the place of the run's own."""
     from lmcourse.training.checkpoint import Checkpoints
     from lmcourse.training.runs import read_run
     from lmcourse.training.trainer import Trainer

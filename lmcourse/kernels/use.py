@@ -4,8 +4,7 @@
 
 # %% auto #0
 __all__ = ['KERNEL_PARTS', 'SIZES', 'SMALL', 'KernelRMSNorm', 'kernel_norm', 'KernelFeedForward', 'kernel_experts', 'kernel_ffn',
-           'kernel_loss', 'triton_parts', 'use_kernels', 'kernel_costs', 'kernel_tasks', 'bench_kernels',
-           'counted_table', 'limits_table']
+           'kernel_loss', 'triton_parts', 'use_kernels', 'kernel_costs', 'kernel_tasks', 'bench_kernels']
 
 # %% ../../nbs/09_kernels/09i_use.ipynb #1a15eebe
 import importlib, importlib.util, time
@@ -95,7 +94,8 @@ def _unable(what:str, c:ModelConfig, device:torch.device)->str|None: # Why, if i
         return "on a processor beside a GPU: TRITON_INTERPRET=1 interprets the kernels"
     if what == "attention":
         if c.kv_lora_rank: return f"with kv_lora_rank = {c.kv_lora_rank}, expected none"
-        return f"with heads of {c.head_size} numbers, expected at most 256" if c.head_size > 256 else None
+        wide = c.head_size > 256
+        return f"with heads of {c.head_size} numbers, expected at most 256" if wide else None
     taken = dict(norm="rmsnorm", ffn="swiglu", z_loss=0.)
     odd = [name for name,value in taken.items() if getattr(c, name) != value]
     return f"with {odd[0]} = {getattr(c, odd[0])}, expected {taken[odd[0]]}" if odd else None
@@ -129,10 +129,10 @@ SMALL = dict(rows=4, width=32, words=40, tokens=20, heads=2, head_dim=16, produc
 def kernel_costs(sizes:dict, size:int=2)->dict: # Name to `Cost`; `size`: bytes of a number
     "What each task asks for at least."
     R, N, V, T, H, K, n, P, E = sizes.values()
-    product, how, scale = matmul_cost(n, n, n, "float16"), dict(blocks=(64, 64), size=size), size/4
-    heads, back = size*H*T*K, flash_backward_costs(T, T, K, H, **how)
+    product, scale, heads = matmul_cost(n, n, n, "float16"), size/4, size*H*T*K
+    back = flash_backward_costs(T, T, K, H, blocks=(64, 64), size=size)
     norm, loss = rmsnorm_cost(R, N), cross_entropy_cost(R, V)       # In float32
-    flash = Cost(3*heads, heads, flash_cost(T, T, K, H, **how).flops)
+    flash = Cost(3*heads, heads, flash_cost(T, T, K, H, blocks=(64, 64), size=size).flops)
     return {"softmax": softmax_cost(R, N, size), "rmsnorm": _half(norm, scale),
             "rmsnorm + backward": _half(norm + rmsnorm_backward_cost(R, N, 264), scale),
             "cross-entropy": _half(loss, scale),
@@ -210,6 +210,7 @@ def adamw_calls(w:torch.Tensor)->dict: # Each with weights and means of its own
         return theirs.detach()
     return dict(ours=calls.pop("ours"), torch=torch_step) | calls
 
+# %% ../../nbs/09_kernels/09i_use.ipynb #4004c00f
 def expert_calls(x:torch.Tensor, weights:torch.Tensor, tile:tuple)->dict: # Equal shares
     E = len(weights)
     offsets = [len(x)*e//E for e in range(E + 1)]
@@ -217,11 +218,13 @@ def expert_calls(x:torch.Tensor, weights:torch.Tensor, tile:tuple)->dict: # Equa
     def looped(x, w): return torch.cat([x[a:b]@m.T for a,b,m in zip(offsets, offsets[1:], w)])
     def grouped(x, w): return nn.functional.grouped_mm(x, w.mT, offs=ends)
     there = x.is_cuda and hasattr(nn.functional, "grouped_mm")
-    return _calls((x, weights), ours=lambda x, w: grouped_matmul(x, w, offsets, tile),
+    where = torch.tensor(offsets)
+    return _calls((x, weights), ours=lambda x, w: grouped_matmul(x, w, where, tile),
                   torch=grouped if there else looped)
 
 # %% ../../nbs/09_kernels/09i_use.ipynb #2c295df2
-def _installed(name:str, device:str)->bool: return device == "cuda" and bool(importlib.util.find_spec(name))
+def _installed(name:str, device:str)->bool:
+    return device == "cuda" and importlib.util.find_spec(name) is not None
 
 def others_attention(device:str)->dict: # Those that are installed; they want `(B, T, H, K)`
     if not _installed("flash_attn", device): return {}
@@ -264,7 +267,7 @@ def bench_kernels(
 def _bench_lines(seconds:float, file:Path|None):
     costs = kernel_costs(SIZES)
     if not torch.cuda.is_available():
-        yield "no GPU here, so nothing is timed: times need a GPU. What each task asks for at least:"
+        yield "no GPU here, so nothing is timed: times need a GPU. Each task asks for at least:"
         yield counted_table(costs)
         yield "and the least times that these bytes and operations allow:"
         yield limits_table(costs)
@@ -281,6 +284,7 @@ def _bench_lines(seconds:float, file:Path|None):
                     dict(time='µs', speed='times torch', bandwidth='GB/s at least'))
     if file: write_json(Path(file), dict(machine=machine_name(), measured=measured), indent=1)
 
+# %% ../../nbs/09_kernels/09i_use.ipynb #42153df3
 def counted_table(costs:dict)->Table: # And what limits each on an H100
     "Bytes and FLOPs of each task, and the FLOPs for each byte."
     moving = {task: Cost(c.loads, c.stores).seconds("h100", "bfloat16") for task,c in costs.items()}

@@ -101,6 +101,7 @@ def padded_dispatch(x:torch.Tensor, experts:Any, chosen:torch.Tensor, weights:to
     out = experts.gate(rows@experts.w1.mT, None if experts.w3 is None else rows@experts.w3.mT)
     return _put_back((out@experts.w2.mT)[pile, place], slots, weights)
 
+# %% ../../nbs/08_moe/08c_experts_torch.ipynb #752bc80c
 def pile_dispatch(x:torch.Tensor, experts:Any, chosen:torch.Tensor, weights:torch.Tensor,
     product:Callable, # Of sorted rows `(n, D)`, matrices `(E, F, D)` and where piles end `(E,)`
 )->torch.Tensor: # As `dense_dispatch`

@@ -288,13 +288,14 @@ def apply_context_parallel(
 
 def own_tokens(
     batch:tuple, # Inputs and targets of a micro-batch `(B, T)`
+    share:float, # Of all targets of the step, that count in this batch
     group:Any,   # The processes that share its tokens
     count:Callable, # From targets to how many of them count
-)->tuple: # This process's inputs and targets, and its share of the loss times the processes
-    "Those tokens that stand at `own_places`."
+)->tuple: # This process's inputs and targets, and what its loss is multiplied by
+    "Those tokens that stand at `own_places`. FSDP takes the mean over processes, so n times more."
     here = own_places(batch[0].shape[1]//group.size(), group)
     inputs, targets = (x[:, here] for x in batch)
-    share = group.size()*count(targets)/max(1, count(batch[1]))
+    share *= group.size()*count(targets)/max(1, count(batch[1]))
     if not share: targets = torch.zeros_like(targets)           # The mean of none would be NaN
     return (inputs, targets), share
 
@@ -376,11 +377,7 @@ class MeshEngine(TorchEngine):
         me, count = self.pipeline.rank() if self.pipeline else 0, p*stages_each(c)
         stages = [Stage(config, i, count) for i in range(me, count, p)]
         for stage in stages:
-            stage.recompute = c.recompute
-            if c.tensor_parallel_degree > 1:
-                apply_tensor_parallel(stage, mesh["tp"], c.sequence_parallel)
-            if self.context: apply_context_parallel(stage, self.context)
-            if self.world.size > 1 or self.context: apply_data_parallel(stage, mesh, self.dtype)
+            cut_stage(stage, self)
             self.fill(stage)
         return MeshModel(config, stages, self.pipeline)
 
@@ -393,9 +390,7 @@ class MeshEngine(TorchEngine):
     def make_loss(self, loss:Callable)->Any: return self.model.stages[-1]
     def forward_backward(self, batch:tuple, share:float=1.0, last:bool=True)->torch.Tensor:
         "Add the gradient of a micro-batch; in a pipeline, of all at the last one."
-        if self.context:
-            batch, part = own_tokens(batch, self.context, self.count)
-            share *= part
+        if self.context: batch, share = own_tokens(batch, share, self.context, self.count)
         self.waiting.append((*batch, share))
         if self.pipeline and not last: return torch.zeros(())
         with loss_parallel() if self.model.stages[0].mesh else nullcontext():
@@ -446,6 +441,13 @@ class MeshEngine(TorchEngine):
     def whole_model(self)->TransformerLM: return gather_model(self.model, self.device)
     def find_nonfinite(self, micro_batches:list, loss:Callable)->str|None:
         return find_nonfinite_parts(self.model)
+
+# %% ../../nbs/10_parallelism/10k_mesh.ipynb #ed6823d0
+def cut_stage(stage:Stage, engine): # First matrices, then tokens, then shares of what is left
+    c, mesh, stage.recompute = engine.config, engine.mesh, engine.config.recompute
+    if c.tensor_parallel_degree > 1: apply_tensor_parallel(stage, mesh["tp"], c.sequence_parallel)
+    if engine.context: apply_context_parallel(stage, engine.context)
+    if engine.world.size > 1 or engine.context: apply_data_parallel(stage, mesh, engine.dtype)
 
 # %% ../../nbs/10_parallelism/10k_mesh.ipynb #c10k0030
 @torch.no_grad()
@@ -720,7 +722,8 @@ def step_bytes(
     tied = model.tie_embeddings and (stage.first or stage.last)
     table = shares["token_embeddings.weight"] if tied else 0
     ring_cp = dict(cp=len(stage.layers)*m*page*(4*(cp - 1) + 2*cp)) if cp > 1 else {}
-    return ring_cp | dict(pp=(p > 1)*((2 - stage.first - stage.last)*stream + table + ring(p, itemsize)),
-                dp_replicate=ring(copies, all_of), dp_shard=(n - 1)*(gathers + all_of),
-                tp=m*(calls*ring(tp, tokens*model.d_model) + stage.last*3*ring(tp, tokens))
-                   + config.sequence_parallel*ring(tp, norms))
+    ends = (2 - stage.first - stage.last)*stream + table + ring(p, itemsize)
+    return ring_cp | dict(
+        pp=(p > 1)*ends, dp_replicate=ring(copies, all_of), dp_shard=(n - 1)*(gathers + all_of),
+        tp=m*(calls*ring(tp, tokens*model.d_model) + stage.last*3*ring(tp, tokens))
+           + config.sequence_parallel*ring(tp, norms))

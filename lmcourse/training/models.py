@@ -103,7 +103,8 @@ def _weights_in(path:Path)->dict: # Also codes of 8 bits, each row with steps of
         weights[name] = (codes.view(*steps.shape, -1)*steps[..., None]).flatten(1)
     return weights
 
-def _read_run_model(run:Path, make:Callable, checkpoint:str)->tuple: # Of runs of older versions the latest
+def _read_run_model(run:Path, make:Callable, checkpoint:str
+)->tuple: # Of runs of older versions the latest
     config, _, data = read_run(run)
     kept = Checkpoints(run/"checkpoints")
     if (path := kept.latest()) is None: raise FileNotFoundError(f"{run}: no checkpoint yet")
