@@ -669,6 +669,7 @@ class ServeCommand:
 
     device: str = "cpu"         # cpu, cuda, mps, or auto for the best there is
     quantize: Literal["none", "int8", "int4"] = "none" # Weights in few bits; on the CPU
+    draft: Path|None = None     # Folder of a smaller run that guesses ahead: fewer passes
 
     def run(self, ready=None): # Called when it answers, instead of a line
         with checking_input():
@@ -694,13 +695,20 @@ class ServeCommand:
     def service(self):
         from lmcourse.app.serve import Service
         from lmcourse.generation.generate import read_chat_template
+        from lmcourse.inference.draft_engine import DraftEngine
+        from lmcourse.inference.kv_cache import CachedDecoder
         from lmcourse.inference.quantization import quantize_linears
+        from lmcourse.inference.speculative import DraftModel
         from lmcourse.training.models import load_model
         device, bits = checked_device(self.device, self.quantize), BITS[self.quantize]
         template = read_chat_template(self.folder)
         model, tokenizer = load_model(self.folder, device)
         names = "name", "max_open", "max_running", "max_tokens", "max_body"
         limits = {k: getattr(self, k) for k in names}
+        if self.draft is not None:
+            draft = load_draft(self.draft, tokenizer, device)
+            limits["make_engine"] = partial(DraftEngine,
+                                            make_draft=partial(DraftModel, draft, CachedDecoder))
         if bits is not None: model = quantize_linears(model, bits)
         return Service(model, tokenizer, chat_template=template, **limits)
 
@@ -808,7 +816,8 @@ def get_ready(data:str, minutes:float, out:Path, card=None
     pieces = [tokenizer.decode([i])
               for i in tokenizer.encode(" ".join(training[0][:80].split()), special=False)]
     say(f"2. Tokenizer: {tokenizer.vocab_size:,} tokens, learnt in "
-        f"{duration(time.perf_counter()-start)}. It splits text like this:", "   " + "|".join(pieces), "")
+        f"{duration(time.perf_counter()-start)}. It splits text like this:",
+        "   " + "|".join(pieces), "")
     say("3. Tokens on disk:")
     prepare(data, out/"data", tokenizer, size, 400)
     say("   " + ngram_line(out/"data"), "")
