@@ -12,7 +12,6 @@ __all__ = ['pretended_mesh', 'Stage', 'placement', 'apply_tensor_parallel', 'app
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 import torch
