@@ -166,8 +166,8 @@ def attend_to_slots(
 
 # %% ../../nbs/07_inference/07a_kv_cache.ipynb #310cc5f2
 class GraphDecoder(CachedDecoder):
-    """A `CachedDecoder` in which a single token has fixed shapes at fixed places. On a GPU it is one
-    CUDA graph."""
+    """A `CachedDecoder` in which a single token has fixed shapes at fixed places.
+    On a GPU it is one CUDA graph."""
     def __init__(self,
         model,                    # A `TransformerLM`
         max_tokens:int|None=None, # Of the sequence: none for the model's context
