@@ -95,6 +95,7 @@ def task_rows(
     return [row, row | dict(unit="calibration", value=value, low=low, high=high, chance=chance,
                             ceiling=0., score=(chance - value)/chance, norm="raw")]
 
+# %% ../../nbs/12_evaluation/12i_report.ipynb #12i6writ
 def _interval(hits:list, clusters:list)->tuple: # Wilson's, or clustered where stories repeat
     n, groups, value = len(hits), len(set(clusters)), float(np.mean(hits))
     if not (1 < groups < n and 0 < value < 1): return wilson(int(sum(hits)), n)
