@@ -389,6 +389,7 @@ metadata:
   seed: {seed}
 """
 
+# %% ../../nbs/12_evaluation/12c_tasks.ipynb #12c6word
 WRITING_YAML = """task: {name}
 dataset_path: json
 dataset_kwargs:
