@@ -124,6 +124,23 @@ def test_a_draft_guesses_and_the_large_model_checks(capsys, monkeypatch):
     assert seen == [("DraftModel", 0.5)]
 
 
+@pytest.mark.parametrize("kind", ["none", "int8"])
+def test_a_server_has_a_draft_too(kind):
+    "For quantized weights as well. Greedy answers are those without one, in fewer passes."
+    from lmcourse.inference.draft_engine import DraftEngine
+    from lmcourse.inference.engine import Request
+    kept, answers, steps = files("lmcourse").joinpath("data/quickstart"), [], []
+    for draft in (None, kept):
+        service = cli.ServeCommand(quantize=kind, draft=draft).service()
+        try: engine = service.worker.make_engine()
+        finally: service.worker.close()
+        assert isinstance(engine, DraftEngine) == (draft is not None)
+        request = Request(tuple(service.tokenizer.encode("Once")), 20, temperature=0.)
+        answers.append(engine.run([request])[0].tokens)
+        steps.append(engine.steps)
+    assert answers[0] == answers[1] and steps[1] < steps[0]/2
+
+
 def test_models_are_loaded_where_the_device_says(capsys, monkeypatch):
     torch, models = pytest.importorskip("torch"), pytest.importorskip("lmcourse.training.models")
     load, places, draft = models.load_model, [], files("lmcourse").joinpath("data/quickstart")
@@ -300,8 +317,8 @@ def broken(work, whole):
     ("serve whole --max-running 1000", "max_running = 1000 and token_budget = 256"),
     ("serve whole --port 0", "port = 0, expected 1 to 65535"),
     ("serve whole --device banana", "device = 'banana', expected auto, cpu, cuda or mps"),
-    ("serve whole --quantize int3", "'int8', 'int4'"),
-    ("serve whole --draft whole", "options: --draft whole Perhaps you meant: --draft"),
+    ("serve whole --quantize int3", "'int8', 'int4'"), ("serve whole --draft nowhere", "nowhere"),
+    ("serve whole --drafts whole", "--drafts"), ("serve --draft whole", "its tokenizer is"),
     ("serve chatty", "chat_template.json: stop = 'x', expected a list of texts"),
     ("bench training --rounds 0", "rounds = 0, expected 1 or more"),
     ("bench loop --only faster", "no variant 'faster'"),

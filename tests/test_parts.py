@@ -2,6 +2,7 @@
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ torch = pytest.importorskip("torch")
 import torch.nn.functional as F
 from torch import nn
 
+import lmcourse
 from test_accounting import PLAIN, live_bytes, run as run_counted
 from lmcourse.accounting.model_flops import training_flops
 from lmcourse.accounting.activations import activation_bytes
@@ -200,6 +202,14 @@ def check_decoders(config):
 @pytest.mark.parametrize("check", [check_engines, check_account, check_decoders])
 @pytest.mark.parametrize("kind", FFN_KINDS)
 def test_every_kind_of_feed_forward_goes_everywhere(kind, check): check(replace(CONFIG, ffn=kind, bias=True))
+
+
+def test_a_newcomer_s_feed_forward_needs_three_files():
+    "ReLU² is a line of the config, its activation in torch, and the same in NumPy; the tests above ask account, decoders and engines for it."
+    home = Path(lmcourse.__file__).parent
+    named = {p.relative_to(home).as_posix() for p in home.rglob("*.py") if "relu2" in p.read_text(encoding="utf-8") and p.name != "_modidx.py"}
+    assert named == {"tools/config.py", "architecture/layers_np.py", "architecture/layers_torch.py"}
+    assert FFN_KINDS["relu2"].activation == "relu2" and ACTIVATIONS["relu2"] and ACTIVATIONS_NP["relu2"]
 
 
 @contextmanager

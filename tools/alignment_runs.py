@@ -10,6 +10,7 @@ import time
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
+from statistics import mean
 
 import torch
 
@@ -20,6 +21,7 @@ from lmcourse.alignment.rollouts import Sampler
 from lmcourse.alignment.runs import own_pairs
 from lmcourse.alignment.sft import SftBatches
 from lmcourse.architecture.onednn import onednn_products
+from lmcourse.evaluation.calibration import binned_error, reliability
 from lmcourse.tools.config import TrainConfig
 from lmcourse.training.data import TokenDataset, write_tokens
 from lmcourse.training.engines import Objective, counted_targets, fill
@@ -75,10 +77,17 @@ def dpo(seed, folder, model, config_of, row):
     return trainer
 
 
+def summary(mentions):
+    "Of a slot's mentions, as of `slot_confidence`."
+    sure, right = [m["confidence"] for m in mentions], [m["right"] for m in mentions]
+    bins = [[r["n"], round(r["confidence"], 4), round(r["right"], 4)] for r in reliability(sure, right)]
+    return dict(n=len(mentions), confidence=round(mean(sure), 4), right=round(mean(right), 4), nats=round(mean(m["nats"] for m in mentions), 4), error=round(binned_error(sure, right), 4), bins=bins)
+
+
 def calibration(model):
-    "Of each slot: mentions in right responses, mean confidence, share that is right, mean nats, and the points of a reliability diagram."
+    "Of each slot: mentions in right responses, mean confidence, share that is right, -log p of the right word, binned error, and its bins."
     found = slot_confidence(model, tokenizer, list(islice(Demonstrators(0., 777), TESTED)))
-    return {slot: [[round(m["confidence"], 4), int(m["right"]), round(m["nats"], 4)] for m in mentions] for slot, mentions in found.items()}
+    return {slot: summary(mentions) for slot, mentions in found.items()}
 
 
 def given_success(model, n=1024):
@@ -116,7 +125,7 @@ if __name__ == "__main__":
 
     for seed in seeds:
         policies = dict(shipped=shipped)
-        for method in ("sft", "dpo", "dpo-bare", "rloo", "rloo-kl", "rloo-kl-long", "more-sft", "expert", "grpo", *["mentions"]*(seed == 0)):
+        for method in ("sft", "dpo", *["dpo-bare"]*(seed == 0), "rloo", "rloo-kl", "rloo-kl-long", "more-sft", "expert", "grpo", *["mentions"]*(seed == 0)):
             wanted, start = (method, seed) not in done, dict(sft="shipped", mentions="rloo").get(method, "sft")
             if not wanted: continue
             for before in ("sft", "rloo")[:1 + (start == "rloo")]:          # What this run begins with, where it isn't in memory

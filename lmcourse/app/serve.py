@@ -521,6 +521,7 @@ class Service:
         max_running:int=16,       # Answers computed together
         num_blocks:int|None=None, # As for `Engine`
         chat_template:ChatTemplate=PLAIN_CHAT, # How a conversation becomes a text
+        make_engine:Callable=Engine, # As `Engine`, say a `DraftEngine` with a draft
     ):
         check_tokenizer(model, tokenizer)
         limits = dict(max_body=max_body, max_open=max_open, max_tokens=max_tokens)
@@ -530,7 +531,7 @@ class Service:
         self.model, self.tokenizer, self.name, self.max_body = model, tokenizer, name, max_body
         self.max_tokens, self.chat_template = max_tokens, chat_template
         self.created, self.stopping, self.metrics = int(time.time()), False, Metrics()
-        make = partial(Engine, model, num_blocks, max_running=max_running)
+        make = partial(make_engine, model, num_blocks, max_running=max_running)
         self.worker = EngineThread(make, max_open)
         pool = self.worker.engine.pool
         self.room = len(pool.users)*pool.block_size         # Tokens that fit into all blocks

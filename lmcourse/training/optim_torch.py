@@ -325,6 +325,8 @@ def clip_grad_norm(
     if not grads: return torch.tensor(0.)
     norms = torch._foreach_norm(grads)
     norm = torch.linalg.vector_norm(torch.stack([n.to(norms[0].device) for n in norms]))
+    # Of sharded gradients torch 2.9 has only this process's part so far
+    if hasattr(norm, "full_tensor"): norm = norm.full_tensor()
     torch._foreach_mul_(grads, torch.where(norm.isfinite(), (max_norm/(norm + 1e-6)).clamp(max=1.),
                                            1.))
     return norm
