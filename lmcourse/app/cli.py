@@ -357,8 +357,8 @@ def cut_to_card(model:ModelConfig, train:TrainConfig
 # %% ../../nbs/90_app/90g_cli.ipynb #4158035c
 def go_on(run:Path, train:TrainConfig|None=None, given:tuple=()): # `UserError` if it is no run
     """Train a run that was cut off to its end.
-    The fields of `train` that are `given` and say how the work is shared out take the place of the
-    run's own."""
+    The fields of `train` that are `given` and say how the work is shared out, or who does it,
+    take the place of the run's own."""
     from lmcourse.training.checkpoint import Checkpoints
     from lmcourse.training.runs import read_run
     from lmcourse.training.trainer import Trainer
@@ -375,8 +375,9 @@ def go_on(run:Path, train:TrainConfig|None=None, given:tuple=()): # `UserError` 
 
 # What may differ when a run goes on: the numbers stay the same
 SHARED_OUT = ("data_parallel_replicate_degree", "data_parallel_shard_degree",
-              "tensor_parallel_degree", "sequence_parallel", "pipeline_parallel_degree",
-              "pipeline_parallel_schedule", "micro_batch", "timeout_seconds")
+              "context_parallel_degree", "tensor_parallel_degree", "sequence_parallel",
+              "pipeline_parallel_degree", "pipeline_parallel_schedule", "micro_batch",
+              "timeout_seconds", "attention", "kernels")
 
 # %% ../../nbs/90_app/90g_cli.ipynb #bb5cf175
 def model_table(model)->Table: # Parameters by part, and in all
@@ -571,9 +572,11 @@ def checked_device(name:str, quantize:str)->str: # Its kind
     return device
 
 def decoder_for(model, bits:int|None=None): # The fastest that there is, as `generate` wants it
+    from lmcourse.architecture.transformer_torch import Parts
     from lmcourse.inference.kv_cache import CachedDecoder, FastDecoder, GraphDecoder
     from lmcourse.inference.quantization import quantize_fitting
     odd = any(getattr(model.config, name) for name in NEW_PARTS)
+    if model.parts != Parts(): return CachedDecoder     # Others compute without the model's parts
     if odd and bits: refuse_fields(model.config, f"FastDecoder with {bits} bits")
     kind = next(model.parameters()).device.type
     if odd: return CachedDecoder
@@ -617,6 +620,10 @@ class GenerateCommand:
     device: str = "cpu"         # cpu, cuda, mps, or auto for the best there is
     quantize: Literal["none", "int8", "int4"] = "none" # Weights in few bits; on the CPU
     draft: Path|None = None     # Folder of a smaller run that guesses ahead: fewer passes
+    # Who computes attention: torch, or the Triton kernel of chapter 09
+    attention: Literal["torch", "triton"] = "torch"
+    # Who computes norms and feed-forward networks
+    kernels: Literal["torch", "triton"] = "torch"
 
     def run(self):
         from lmcourse.generation.generate import check_tokenizer, prompt_ids, stream_text
@@ -627,7 +634,11 @@ class GenerateCommand:
             if self.draft is not None and self.repetition_penalty is not None:
                 raise ValueError("draft and repetition_penalty can't go together, "
                                  "leave out one of them")
-            model, tokenizer = load_model(self.folder, device)
+            if bits and "triton" in (self.attention, self.kernels):
+                raise ValueError(f"quantize = {self.quantize} with kernels of Triton: they take "
+                                 "floating-point weights, quantize = none would do")
+            model, tokenizer = load_model(self.folder, device, "best", self.attention,
+                                          self.kernels)
             check_tokenizer(model, tokenizer)
             prompt = self.prompt or beginning(training_of(self.folder).windows)
             draft = None if self.draft is None else load_draft(self.draft, tokenizer, device)
@@ -805,7 +816,8 @@ def get_ready(data:str, minutes:float, out:Path, card=None
     pieces = [tokenizer.decode([i])
               for i in tokenizer.encode(" ".join(training[0][:80].split()), special=False)]
     say(f"2. Tokenizer: {tokenizer.vocab_size:,} tokens, learnt in "
-        f"{duration(time.perf_counter()-start)}. It splits text like this:", "   " + "|".join(pieces), "")
+        f"{duration(time.perf_counter()-start)}. It splits text like this:",
+        "   " + "|".join(pieces), "")
     say("3. Tokens on disk:")
     prepare(data, out/"data", tokenizer, size, 400)
     say("   " + ngram_line(out/"data"), "")
@@ -1061,8 +1073,8 @@ class DoctorCommand:
 class EvalCommand:
     "Examine a run and write a report card; without RUN, or with quickstart, the course's model."
     folder: word(Path|None, "RUN") = None # Folder of a run
-    # With commas between: recall, next, pairs, hour, quote, stories, or YAML files
-    tasks: str = "recall,next,pairs,hour,quote,stories"
+    # With commas between: recall, next, pairs, hour, quote, write, stories, or YAML files
+    tasks: str = "recall,next,pairs,hour,quote,write,stories"
     stories: int = 30           # Stories that each task is made of
     seed: int = 120_000         # Of the stories; not 0 or 1, with which one trains and validates
     # How choices are compared: raw, or by token, byte, or what is likely anyway

@@ -37,6 +37,8 @@ FACTORS = {
     "one thread": Factor(one_thread=True), "compiled": Factor(dict(compile=True)),
     "bfloat16": Factor(dict(dtype="bfloat16")),
     "bfloat16, compiled": Factor(dict(dtype="bfloat16", compile=True)),
+    "Triton attention": Factor(dict(attention="triton")),
+    "Triton kernels": Factor(dict(attention="triton", kernels="triton")),
     "tied head": Factor(model=dict(tie_embeddings=True)),
     "blocks run again": Factor(dict(recompute=True)),
     "no thread for batches": Factor(dict(prefetch=0)),
@@ -232,7 +234,10 @@ def _throughput_lines(work, factors, device, steps, rounds, threads, file):
                  for dtype in ("float32", "bfloat16")}
     yield "fastest large products: " + ", ".join(f"{rate/1e12:.3f} TFLOP/s in {dtype}"
                                                  for dtype,rate in peaks.items())
+    slow = [n for n,f in factors.items() if device == "cpu" and "attention" in f.train]
+    factors = {name: f for name,f in factors.items() if name not in slow}
     found, reasons = measure_throughput(work, factors, threads, steps, rounds)
+    reasons |= {name: "on a processor kernels are interpreted; it wants a GPU" for name in slow}
     yield from (f"not measured: {name} ({why})" for name,why in reasons.items())
     yield throughput_table(found, work, peaks)
     measured = [dict(what=what, name=name) | m for (what, name),m in found.items()]

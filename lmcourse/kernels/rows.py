@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['softmax_kernel', 'softmax_cost', 'row_block', 'softmax', 'rmsnorm_kernel', 'rmsnorm_backward_kernel', 'rmsnorm_cost',
-           'rmsnorm_backward_cost', 'RMSNormFunction', 'rmsnorm', 'cross_entropy_kernel',
+           'rmsnorm_backward_cost', 'RMSNormFunction', 'rmsnorm', 'swiglu_kernel', 'swiglu_backward_kernel',
+           'swiglu_cost', 'swiglu_backward_cost', 'SwiGLUFunction', 'swiglu', 'cross_entropy_kernel',
            'cross_entropy_backward_kernel', 'cross_entropy_cost', 'cross_entropy_backward_cost', 'CrossEntropyFunction',
            'cross_entropy']
 
@@ -113,6 +114,68 @@ def rmsnorm(
         raise ValueError(f"rmsnorm: gain {tuple(gain.shape)} does not fit x {tuple(x.shape)}")
     if programs < 1: raise ValueError(f"rmsnorm: programs = {programs}, expected 1 or more")
     return RMSNormFunction.apply(x, gain, eps, programs)
+
+# %% ../../nbs/09_kernels/09e_rows.ipynb #63249d52
+@jit
+def swiglu_kernel(a, b, out, N, BLOCK: tl.constexpr):
+    "A block of silu(a)*b."
+    at = tl.program_id(0).to(tl.int64)*BLOCK + tl.arange(0, BLOCK)
+    inside = at < N
+    x = tl.load(a + at, mask=inside, other=0.).to(tl.float32)
+    gate = tl.load(b + at, mask=inside, other=0.).to(tl.float32)
+    tl.store(out + at, x/(1 + tl.exp(-x))*gate, mask=inside)
+
+@jit
+def swiglu_backward_kernel(dy, a, b, da, db, N, BLOCK: tl.constexpr):
+    "A block of both gradients."
+    at = tl.program_id(0).to(tl.int64)*BLOCK + tl.arange(0, BLOCK)
+    inside = at < N
+    d = tl.load(dy + at, mask=inside, other=0.).to(tl.float32)
+    x = tl.load(a + at, mask=inside, other=0.).to(tl.float32)
+    gate = tl.load(b + at, mask=inside, other=0.).to(tl.float32)
+    logistic = 1/(1 + tl.exp(-x))
+    tl.store(da + at, d*gate*logistic*(1 + x*(1 - logistic)), mask=inside)
+    tl.store(db + at, d*x*logistic, mask=inside)
+
+def swiglu_cost(numbers:int, size:int=4)->Cost: # `size`: bytes of a number
+    "Forward: two arrays are read and one is written."
+    return Cost(2*size*numbers, size*numbers)
+
+def swiglu_backward_cost(numbers:int, size:int=4)->Cost:
+    "Backward: three arrays are read and two are written."
+    return Cost(3*size*numbers, 2*size*numbers)
+
+# %% ../../nbs/09_kernels/09e_rows.ipynb #c772dd01
+class SwiGLUFunction(torch.autograd.Function):
+    "silu(a)*b, both ways by kernels."
+    @staticmethod
+    def forward(ctx, a, b, block):
+        a, b = a.contiguous(), b.contiguous()
+        out, N = torch.empty_like(a), a.numel()
+        if N: swiglu_kernel[(-(-N//block),)](a, b, out, N, BLOCK=block)
+        ctx.save_for_backward(a, b)
+        ctx.block = block
+        return out
+
+    @staticmethod
+    def backward(ctx, dy):
+        (a, b), block = ctx.saved_tensors, ctx.block
+        da, db, N = torch.empty_like(a), torch.empty_like(b), a.numel()
+        if N: swiglu_backward_kernel[(-(-N//block),)](dy.contiguous(), a, b, da, db, N, BLOCK=block)
+        return da, db, None
+
+def swiglu(
+    a:torch.Tensor, # Any shape; silu is applied to it
+    b:torch.Tensor, # Same shape and type: what it is multiplied by
+    block:int=1024, # Numbers of a program, a power of two
+)->torch.Tensor: # As a
+    "SwiGLU without its matrices, with gradients."
+    check_floats("swiglu", a=a, b=b)
+    power_of_two("swiglu: block", block)
+    if a.shape != b.shape or a.dtype != b.dtype:
+        raise ValueError(f"swiglu: a is {a.dtype} {tuple(a.shape)}, b is {b.dtype} "
+                         f"{tuple(b.shape)}, expected one shape and one type")
+    return SwiGLUFunction.apply(a, b, block)
 
 # %% ../../nbs/09_kernels/09e_rows.ipynb #1370df58
 @jit

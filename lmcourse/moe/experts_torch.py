@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['DISPATCHES', 'choose_experts', 'drop_late', 'dense_dispatch', 'loop_dispatch', 'sorted_dispatch', 'padded_dispatch',
-           'grouped_dispatch', 'Experts', 'MoE']
+           'pile_dispatch', 'grouped_dispatch', 'Experts', 'MoE']
 
 # %% ../../nbs/08_moe/08c_experts_torch.ipynb #d19a1f17
 import torch
@@ -101,17 +101,24 @@ def padded_dispatch(x:torch.Tensor, experts:Any, chosen:torch.Tensor, weights:to
     out = experts.gate(rows@experts.w1.mT, None if experts.w3 is None else rows@experts.w3.mT)
     return _put_back((out@experts.w2.mT)[pile, place], slots, weights)
 
+# %% ../../nbs/08_moe/08c_experts_torch.ipynb #752bc80c
+def pile_dispatch(x:torch.Tensor, experts:Any, chosen:torch.Tensor, weights:torch.Tensor,
+    product:Callable, # Of sorted rows `(n, D)`, matrices `(E, F, D)` and where piles end `(E,)`
+)->torch.Tensor: # As `dense_dispatch`
+    "One product over piles of different heights."
+    slots, counts = _sort(chosen, len(experts.w1))
+    ends, low = counts.cumsum(0), _product_dtype(x)
+    def of(rows, w): return product(rows, w.to(low), ends)
+    rows = x[slots//chosen.shape[-1]].to(low)
+    wide = experts.gate(of(rows, experts.w1), None if experts.w3 is None else of(rows, experts.w3))
+    return _put_back(of(wide, experts.w2), slots, weights)
+
 def grouped_dispatch(x:torch.Tensor, experts:Any, chosen:torch.Tensor, weights:torch.Tensor
 )->torch.Tensor: # As `dense_dispatch`
-    "One product over piles of different heights; `sorted_dispatch` where torch can't do it."
+    "`pile_dispatch` by torch's grouped product; `sorted_dispatch` where torch can't do it."
     if not can_group(x, experts): return sorted_dispatch(x, experts, chosen, weights)
-    slots, counts = _sort(chosen, len(experts.w1))
-    ends, low = counts.cumsum(0).to(torch.int32), _product_dtype(x)
-    def product(rows, w): return F.grouped_mm(rows, w.to(low).mT, offs=ends)
-    rows = x[slots//chosen.shape[-1]].to(low)
-    wide = experts.gate(product(rows, experts.w1),
-                        None if experts.w3 is None else product(rows, experts.w3))
-    return _put_back(product(wide, experts.w2), slots, weights)
+    def product(rows, w, ends): return F.grouped_mm(rows, w.mT, offs=ends.to(torch.int32))
+    return pile_dispatch(x, experts, chosen, weights, product)
 
 DISPATCHES:dict[str, Callable] = dict(dense=dense_dispatch, loop=loop_dispatch,
                                       sorted=sorted_dispatch, padded=padded_dispatch,

@@ -424,6 +424,10 @@ class TrainConfig(_Descent):
     # Of the matrix products, auto for the fastest that the device has; weights stay float32
     dtype:Literal["float32", "bfloat16", "float16", "auto"] = "float32"
     compile:bool = False            # Use torch.compile
+    # Who computes attention: torch, or the Triton kernel of chapter 09
+    attention:Literal["torch", "triton"] = "torch"
+    # Who computes norms, feed-forward networks and the loss
+    kernels:Literal["torch", "triton"] = "torch"
     # Keep only the inputs of blocks and run them again: less memory, a third more work at most
     recompute:bool = False
     # Share out weights, gradients and moments among the processes, not only the batch (FSDP2)
@@ -435,15 +439,17 @@ class TrainConfig(_Descent):
     tensor_parallel_degree:int = 1  # Processes that share out each matrix
     # Cut activations by tokens where matrices are not cut; with tensor_parallel_degree above 1
     sequence_parallel:bool = False
+    # Processes that share out the tokens of each window, and pass keys and values round a ring
+    context_parallel_degree:int = 1
     pipeline_parallel_degree:int = 1 # Stages that the layers are cut into
     # Order of forward and backward passes in a pipeline
     pipeline_parallel_schedule:Literal["GPipe", "1F1B", "Interleaved1F1B"] = "1F1B"
     timeout_seconds:int = 600       # Wait that long for another process before giving up
     @property
     def on_mesh(self)->bool: # Whether more than the batch is shared out, in a way other than shard
-        sizes = (self.data_parallel_replicate_degree, self.tensor_parallel_degree,
-                 self.pipeline_parallel_degree)
-        return sizes != (1, 1, 1) or self.data_parallel_shard_degree != -1
+        sizes = {self.data_parallel_replicate_degree, self.context_parallel_degree,
+                 self.tensor_parallel_degree, self.pipeline_parallel_degree}
+        return sizes != {1} or self.data_parallel_shard_degree != -1
     def validate(self): _check_train(self)
     @staticmethod
     def presets()->dict: return _TRAINING
@@ -452,8 +458,8 @@ class TrainConfig(_Descent):
 def _check_train(c:TrainConfig):
     for name in """steps batch_size tokens_per_step micro_batch lr eps stride eval_every
                    eval_documents checkpoint_every keep_checkpoints log_every muon_lr_scale
-                   data_parallel_replicate_degree tensor_parallel_degree pipeline_parallel_degree
-                   timeout_seconds""".split():
+                   data_parallel_replicate_degree context_parallel_degree tensor_parallel_degree
+                   pipeline_parallel_degree timeout_seconds""".split():
         if getattr(c, name) is not None and not getattr(c, name) > 0:
             raise ValueError(f"TrainConfig: {name} = {getattr(c, name)}, expected more than 0")
     at_least_0 = ("min_lr warmup_steps cooldown_steps plateau_patience early_stop_patience "

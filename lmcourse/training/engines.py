@@ -26,7 +26,7 @@ from ..architecture.fast_np import fast_loss_and_grads
 from ..architecture.layers_np import RowGradient
 from ..architecture.layers_torch import auxiliary_scale
 from ..architecture.transformer_np import init_params, learning_rate_scales
-from ..architecture.transformer_torch import TransformerLM
+from ..architecture.transformer_torch import TransformerLM, named_parts
 from ..tools.config import ModelConfig, TrainConfig
 from .checkpoint import Checkpoints, load_checkpoint, read_state, save_checkpoint
 from .optim_np import AdamWNp, clip_scale, grad_norm_np
@@ -123,7 +123,9 @@ def mesh_sizes(
     c = config
     if not c.on_mesh: return dict(data=processes)
     sizes = dict(pp=c.pipeline_parallel_degree, dp_replicate=c.data_parallel_replicate_degree,
-                 dp_shard=c.data_parallel_shard_degree, tp=c.tensor_parallel_degree)
+                 dp_shard=c.data_parallel_shard_degree, cp=c.context_parallel_degree,
+                 tp=c.tensor_parallel_degree)
+    if sizes["cp"] == 1: del sizes["cp"]
     asked = math.prod(n for n in sizes.values() if n > 0)
     words = " x ".join(f"{name} {n}" for name,n in sizes.items() if n > 0)
     if sizes["dp_shard"] > 0 and asked != processes: raise ValueError(
@@ -334,14 +336,19 @@ class TorchEngine:
 # %% ../../nbs/04_training/04f_engines.ipynb #3f1836f7
 def _make_model(model_config:ModelConfig, config:TrainConfig, world:World, device:torch.device,
                 dtype:str)->TransformerLM:
-    if not config.shard: return TransformerLM(model_config, seed=config.seed).to(device)
+    parts = named_parts(model_config, config.attention, config.kernels, device)
+    if config.compile and device.type == "cpu" and "triton" in (config.attention, config.kernels):
+        raise ValueError("compile = True with kernels of Triton on a processor, where they are "
+                         "interpreted: compile = False would do")
+    if not config.shard:
+        return TransformerLM(model_config, seed=config.seed, parts=parts).to(device)
     if config.optimizer == "muon":
         raise ValueError("shard = True with optimizer = muon: Muon needs whole matrices; without "
                          "shard it would do")
     if world.mesh is None:
         raise ValueError("shard = True, but there is one process: start several with torchrun")
     from lmcourse.training.sharding import build_sharded
-    return build_sharded(model_config, config.seed, world.mesh, dtype)
+    return build_sharded(model_config, config.seed, world.mesh, dtype, parts)
 
 def _make_loss(model, loss:Callable, engine)->Any: # Wrapped by what shares the gradients out
     if engine.world.size == 1 or engine.config.shard: return _Loss(model, loss)
@@ -446,7 +453,8 @@ def _check_numpy(config:TrainConfig, world:World, loss:Callable):
                          "engine = torch takes any")
     odd = {"device": config.device not in ("auto", "cpu"),
            "dtype": config.dtype not in ("auto", "float32"), "compile": config.compile,
-           "shard": config.shard, "processes": world.processes > 1,
+           "shard": config.shard, "attention": config.attention != "torch",
+           "kernels": config.kernels != "torch", "processes": world.processes > 1,
            "optimizer": config.optimizer != "adamw"}
     for name in (n for n,there in odd.items() if there):
         value = world.processes if name == "processes" else getattr(config, name)

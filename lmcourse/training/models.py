@@ -6,13 +6,14 @@
 __all__ = ['save_model', 'load_model', 'training_of']
 
 # %% ../../nbs/04_training/04j_models.ipynb #2cd3ae51
+from collections.abc import Callable
 from functools import partial
 from importlib.resources import files
 from pathlib import Path
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
-from ..architecture.transformer_torch import TransformerLM
+from ..architecture.transformer_torch import TransformerLM, named_parts
 from ..tokenization.tokenizer import Tokenizer
 from ..tools.config import ModelConfig, TrainConfig, unknown
 from ..tools.files import atomic_write, read_json, write_json
@@ -53,14 +54,16 @@ def load_model(
     folder=None, # Of `save_model`, or a run; none for the model that comes with the course
     device:str="cpu", # As for `pick_device`
     checkpoint:str="best", # Of a run: `best` on the validation documents, or `latest`
+    attention:str="torch", kernels:str="torch", # Who computes: as for `named_parts`
 )->tuple[TransformerLM, Tokenizer]: # In float32; with which it was trained
     """A trained model, ready to write.
     `FileNotFoundError` if there is none, `ValueError` if it can't be read."""
     choices, folder = ("best", "latest"), _model_folder(folder)
     if checkpoint not in choices: raise unknown("checkpoint", checkpoint, choices)
+    make = partial(_empty_model, attention=attention, kernels=kernels, device=pick_device(device))
     of_run = partial(_read_run_model, checkpoint=checkpoint)
     read = _read_small if (folder/"model.safetensors").is_file() else of_run
-    try: model, tokenizer = read(folder)
+    try: model, tokenizer = read(folder, make)
     except (KeyError, TypeError, RuntimeError, SafetensorError) as e:
         why = str(e).splitlines()[0]
         raise ValueError(f"{folder}: no model that can be read ({why})") from None
@@ -82,8 +85,11 @@ def training_of(
 def _model_folder(folder)->Path:
     return Path(folder or str(files("lmcourse").joinpath("data/quickstart")))
 
-def _read_small(folder:Path)->tuple: # What `save_model` wrote
-    model = TransformerLM(ModelConfig.from_dict(read_json(folder/"config.json")["model"]))
+def _empty_model(config:ModelConfig, attention:str, kernels:str, device)->TransformerLM:
+    return TransformerLM(config, parts=named_parts(config, attention, kernels, device))
+
+def _read_small(folder:Path, make:Callable)->tuple: # What `save_model` wrote
+    model = make(ModelConfig.from_dict(read_json(folder/"config.json")["model"]))
     weights = _weights_in(folder/"model.safetensors")
     if other := weights.keys() ^ dict(model.named_parameters()).keys():
         raise RuntimeError(f"not the weights of this config: {min(other)}")
@@ -97,11 +103,12 @@ def _weights_in(path:Path)->dict: # Also codes of 8 bits, each row with steps of
         weights[name] = (codes.view(*steps.shape, -1)*steps[..., None]).flatten(1)
     return weights
 
-def _read_run_model(run:Path, checkpoint:str)->tuple: # Of runs of older versions the latest
+def _read_run_model(run:Path, make:Callable, checkpoint:str
+)->tuple: # Of runs of older versions the latest
     config, _, data = read_run(run)
     kept = Checkpoints(run/"checkpoints")
     if (path := kept.latest()) is None: raise FileNotFoundError(f"{run}: no checkpoint yet")
     if checkpoint == "best" and "best" in read_state(path): path = kept.best() or path
-    model = TransformerLM(config)
+    model = make(config)
     load_checkpoint(path, model)
     return model, Tokenizer.from_folder(data/"tokenizer")

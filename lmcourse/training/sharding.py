@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.nn.modules.module import register_module_parameter_registration_hook
-from ..architecture.transformer_torch import TransformerLM, scale_branches
+from ..architecture.transformer_torch import Parts, TransformerLM, scale_branches
 from ..tools.config import ModelConfig
 from .checkpoint import BLANK_DIGEST, checkpoint_contents, in_one_line
 from .checkpoint import intact_bytes, json_bytes, mapped_bytes
@@ -74,9 +74,10 @@ def build_sharded(
     seed:int,             # Of its initial weights
     mesh:DeviceMesh,      # The processes that share it
     dtype:str="float32",  # As for `apply_fsdp`
+    parts:Parts=Parts(),  # What it is made of
 )->TransformerLM: # With the bits of `TransformerLM(config, seed)`
     "Shapes, then parts, then numbers. No process holds more than one parameter whole."
-    model = TransformerLM(config, device="meta")
+    model = TransformerLM(config, device="meta", parts=parts)
     apply_fsdp(model, mesh, dtype)
     model.to_empty(device=mesh.device_type)
     draw_parts(dict(model.named_parameters()), config, seed)
