@@ -6,12 +6,13 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from lmcourse.alignment.briefs import Demonstrators, brief_prompts
-from lmcourse.alignment.rl import ALGORITHMS, REWARDS, RlConfig, RolloutBatches, imitation_weights, measure_policy, policy_objective, resume_rl, start_rl
+from lmcourse.alignment.briefs import SLOTS, Demonstrators, brief_prompts, prompt_words
+from lmcourse.alignment.rl import ALGORITHMS, REWARDS, RlConfig, RolloutBatches, imitation_weights, measure_policy, policy_objective, resume_rl, slot_confidence, start_rl
 from lmcourse.alignment.sft import get_response_log_probs
 from lmcourse.architecture.transformer_torch import TransformerLM
 from lmcourse.tools.config import ModelConfig, TrainConfig
 from lmcourse.training.data import TokenDataset, write_tokens
+from lmcourse.training.engines import World
 from lmcourse.training.models import load_model
 
 TOKENIZER = load_model()[1]
@@ -105,3 +106,31 @@ def test_weights_of_imitation_have_the_mean_one_or_are_nothing():
     (dict(kl=float("nan")), "kl = nan"), (dict(prompts=0), "prompts = 0"), (dict(max_tokens=0), "max_tokens"), (dict(staleness=-1), "staleness"), (dict(clip=-1.), "clip")])
 def test_rejected(kwargs, words):
     with pytest.raises(ValueError, match=words): RlConfig(**kwargs)
+
+
+def test_confidence_is_read_off_where_a_word_of_the_prompt_comes_again():
+    model, pairs = small(3), list(islice(Demonstrators(0., 9), 5))
+    found, end = slot_confidence(model, TOKENIZER, pairs), TOKENIZER.end_of_text
+    for slot in SLOTS:
+        expected = []
+        for prompt, response in pairs:
+            word, ids = prompt_words(prompt)[slot], TOKENIZER.encode(response)
+            texts = [TOKENIZER.decode([t]) for t in ids]
+            for i in range(len(ids)):
+                n = next((n for n in range(1, len(ids) - i + 1) if "".join(texts[i:i + n]) == f" {word}"), None)
+                if n is None or i + n < len(ids) and texts[i + n][0].isalpha(): continue
+                row, nats = [end, *TOKENIZER.encode(prompt), *ids[:i]], 0.
+                for k in range(n):
+                    with torch.no_grad(): p = model(torch.tensor([row]))[0, -1].softmax(-1)
+                    if k == 0: first = (p.max().item(), int(p.argmax()) == ids[i])
+                    nats -= p[ids[i + k]].log().item()
+                    row.append(ids[i + k])
+                expected.append((*first, nats))
+        assert len(expected) == len(found[slot]) > 5
+        for (confidence, right, nats), got in zip(expected, found[slot]):
+            assert got["confidence"] == pytest.approx(confidence, abs=1e-5) and got["right"] == right and got["nats"] == pytest.approx(nats, abs=1e-4)
+
+
+def test_processes_share_prompts_only_where_they_can():
+    for few, words in ((replace(FEW, prompts=3), "prompts = 3 for 2 processes"), (replace(FEW, staleness=1), "staleness = 1 for 2 processes")):
+        with pytest.raises(ValueError, match=words): RolloutBatches(small(0), TOKENIZER, few, world=World(0, 2))
