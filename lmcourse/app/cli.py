@@ -1073,8 +1073,8 @@ class DoctorCommand:
 class EvalCommand:
     "Examine a run and write a report card; without RUN, or with quickstart, the course's model."
     folder: word(Path|None, "RUN") = None # Folder of a run
-    # With commas between: recall, next, pairs, hour, quote, stories, or YAML files
-    tasks: str = "recall,next,pairs,hour,quote,stories"
+    # With commas between: recall, next, pairs, hour, quote, write, stories, or YAML files
+    tasks: str = "recall,next,pairs,hour,quote,write,stories"
     stories: int = 30           # Stories that each task is made of
     seed: int = 120_000         # Of the stories; not 0 or 1, with which one trains and validates
     # How choices are compared: raw, or by token, byte, or what is likely anyway
