@@ -9,7 +9,7 @@ __all__ = ['SHARDS', 'TESTS', 'MODELS', 'SAMPLES', 'make_web', 'cleaning_recipe'
            'write_report', 'pipeline_stages', 'run_pipeline']
 
 # %% ../../nbs/14_alignment/14n_pipeline.ipynb #14nimp
-import base64, html, json, math, shutil
+import base64, gc, html, json, math, shutil
 from collections import Counter
 from dataclasses import replace
 from functools import partial
@@ -196,8 +196,8 @@ def align_model(
 
 # %% ../../nbs/14_alignment/14n_pipeline.ipynb #14n5exam
 MODELS = dict(base="pretrained", sft="fine-tuned", dpo="preferences", rl="reinforcement")
-SAMPLES = ("Ella the mule, an orange cap:", "Otto the owl, a green drum:",
-           "Mia the whale, a silver bell:")
+SAMPLES = ("Ella the mule, an orange cap:", "Otto the lion, a green drum:",
+           "Kate the fox, a silver lantern:")
 
 def examine(c:PipelineConfig, folder:Path, inputs:dict, say):
     "Success of every model on unseen briefs; the tasks of chapter 12 for the first and the last."
@@ -213,6 +213,7 @@ def examine(c:PipelineConfig, folder:Path, inputs:dict, say):
         found["low"], found["high"] = wilson(round(found["success"]*c.tests), c.tests)
         if name in ("base", "rl"): found["card"] = _card_rows(c, model, tokenizer, inputs)
         write_json(folder/f"{name}.json", found)
+        gc.collect()
         say(f"{MODELS[name]}: {found['success']:.3f} of {c.tests} unseen briefs are right")
 
 def _card_rows(c:PipelineConfig, model, tokenizer, inputs:dict)->list:
@@ -262,8 +263,7 @@ def success_plot(r:dict): # Axes
     ax = figure(width=7, height=2.6)[1]
     for x,(name,m) in enumerate(r["models"].items()):
         ax.bar(x, m["success"], .6, color=COLORS[x])
-        ax.errorbar(x, m["success"], [[m["success"] - m["low"]], [m["high"] - m["success"]]],
-                    color="0.2", capsize=4)
+        ax.plot([x, x], [m["low"], m["high"]], color="0.2")
         ax.text(x, min(m["high"], 1) + .03, f"{m['success']:.0%}", ha="center")
     ax.axhline(r["ceiling"], color="0.5", ls="--", lw=1)
     ax.text(-.45, r["ceiling"] + .02, "the demonstrators", fontsize=8, color="0.4")

@@ -7,7 +7,7 @@ __all__ = ['Stage', 'file_digests', 'digest_of', 'stage_state', 'difference', 'r
            'PipelineConfig']
 
 # %% ../../nbs/14_alignment/14m_stages.ipynb #14mimp
-import json, math, os, time
+import gc, json, math, os, time
 from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -123,6 +123,7 @@ def _run_stage(stage:Stage, out:Path, records:dict, say:Callable, which:str)->di
     say(f"{head}, about {duration(stage.seconds)}{says.get(state, '')}")
     start, cpu = time.perf_counter(), cpu_seconds()
     stage.work(folder, inputs, lambda line: say(f"    {line}"))
+    gc.collect() # A trainer refers to itself: free its memory now, before the next stage
     files = file_digests(folder, stage.outputs)
     record = dict(order=order, files=files, digest=digest_of([order, files]),
                   cpu_s=round(cpu_seconds() - cpu, 2), wall_s=round(time.perf_counter() - start, 2),
@@ -170,9 +171,9 @@ class PipelineConfig:
     slip:float = .2       # Probability that a mention in a demonstration is wrong
     sft_steps:int = 250   # Of fine-tuning, 32 demonstrations each
     dpo_steps:int = 40    # Of preferences, 16 pairs each
-    rl_steps:int = 80     # Of reinforcement learning, 64 responses each
+    rl_steps:int = 60     # Of reinforcement learning, 64 responses each
     kl:float = .05        # What a nat of divergence costs there, in reward
-    tests:int = 384       # Prompts of the examination
+    tests:int = 192       # Prompts of the examination
     stories:int = 20      # Stories of the examination
     seed:int = 0          # Of everything
 
