@@ -11,7 +11,7 @@ from processes import here
 from test_cli import TINY, write_days
 
 from lmcourse.evaluation.report import report_card, training_texts
-from lmcourse.evaluation.tasks import Item, Task, grammar_task, save_task
+from lmcourse.evaluation.tasks import Item, Task, grammar_task, save_task, writing_task, written_words
 from lmcourse.training.models import load_model
 
 
@@ -52,6 +52,23 @@ def test_a_card_of_the_courses_model_is_what_the_library_says(tmp_path):
     for row in found.values():
         assert float(row["low"]) <= float(row["value"]) <= float(row["high"]) and row["seed"] == "77" and row["n"] == row["stories"] == "3"
     assert found["recall", "right"]["norm"] == "byte" and "overlap with the training text: none" in card.markdown()
+
+
+def test_what_is_written_counts_and_a_file_gives_the_same(tmp_path):
+    save_task(tmp_path, task := writing_task(4, 77))
+    for tasks, card in (("write", "a.md"), ("write.yaml", "b.md")):
+        done = here("eval", "--tasks", tasks, "--stories", 4, "--seed", 77, "--out", card, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+    found = rows((tmp_path/"a.md").read_text())
+    assert (tmp_path/"a.md").read_text() == (tmp_path/"b.md").read_text() and [*found] == [("write", "right"), ("write", "pass@5")]
+    model, tokenizer = load_model()
+    right = [w == i.right for w, i in zip(written_words(model, tokenizer, task), task.items)]
+    assert float(found["write", "right"]["value"]) == sum(right)/4 and found["write", "right"]["n"] == "4" and found["write", "pass@5"]["norm"] == "T = 1"
+    chance = [1/44, 1/44, 1/7, 1/7]
+    assert [i.chance for i in task.items] == chance and float(found["write", "pass@5"]["chance"]) == pytest.approx(sum(1 - (1 - c)**5 for c in chance)/4, abs=1e-4)
+    (tmp_path/"write.jsonl").write_text('{"id": "a", "context": "b", "right": "two words", "cluster": "a", "chance": 0.5}\n')
+    done = here("eval", "--tasks", "write.yaml", cwd=tmp_path)
+    assert done.returncode == 2 and "write.jsonl, line 1: prompt a: right = 'two words'" in done.stderr and done.stderr.count("\n") == 1
 
 
 def test_no_run_is_the_courses_model_and_a_copy_of_it_has_no_training_text(tmp_path):

@@ -230,3 +230,23 @@ def test_answers_to_requests_are_those_of_the_scorer(asked):
     assert answers.loglikelihood_rolling([Request(t) for t in texts]) == pytest.approx(rolled) and rolled[0] != pytest.approx(rolled[1])
     text, = answers.generate_until([Request("Once there was a", dict(until=[" named"], max_gen_toks=8))])
     assert " named" not in text and continuation_log_prob(model, tokenizer, "Once there was a", text)[1]
+
+
+def test_prompts_have_one_answer_and_the_harness_request_gives_what_we_read():
+    from collections import namedtuple
+
+    from lmcourse.evaluation.harness import HarnessAnswers
+    from lmcourse.evaluation.tasks import first_word, word_probs, writing_task, written_words
+    task, grammar = writing_task(7, 555), Stories()
+    assert [i.id.partition("-")[0] for i in task.items] == ["recall"]*4 + ["hour"]*3 and task == writing_task(7, 555) != writing_task(7, 556)
+    for i in task.items: assert grammar.next_probs(i.context, [f" {i.right}"])[f" {i.right}"] == pytest.approx(1, abs=1e-9) and not i.context.endswith(" ")
+    model, tokenizer = load_model()
+    Request = namedtuple("Request", "args")
+    texts = HarnessAnswers(model, tokenizer).generate_until([Request((i.context, dict(until=["."], max_gen_toks=6, do_sample=False))) for i in task.items])
+    assert [first_word(t) for t in texts] == written_words(model, tokenizer, task)
+    cold, warm = (word_probs(model, tokenizer, task, t) for t in (.01, 1.))
+    assert all(0 <= p <= 1 for p in cold + warm)
+    for p, i, w in zip(cold, task.items, written_words(model, tokenizer, task)):    # Near temperature 0 it is the greedy answer
+        assert (p > .5) == (w == i.right) or .01 < p < .99
+    for temperature in (0, -1, math.nan):
+        with pytest.raises(ValueError, match="temperature"): word_probs(model, tokenizer, task, temperature)

@@ -326,3 +326,35 @@ def test_the_command_refuses_a_mesh_that_does_not_fit_in_one_line(tmp_path):
     one = lmcourse("train", "data", "run", "--tensor-parallel-degree", 2, "--device", "cpu", cwd=tmp_path)
     assert one.returncode == 2 and one.stderr.count("\n") == 1 and not (tmp_path/"run").exists()
     assert one.stderr.startswith("lmcourse: a mesh of pp 1 x dp_replicate 1 x tp 2 x dp_shard is for a multiple of 2 processes, but there are 1: 2 would do")
+
+
+# A process that is lost, as the user sees it
+
+LOST = """
+from lmcourse.app import cli
+from lmcourse.training.trainer import Trainer
+torch.set_default_dtype(torch.float32)
+for words in ("tokenizer stories tok --vocab-size 300 --max-mb .05", "prepare stories data --tokenizer tok --max-mb .05 --valid-documents 2"): cli.main(words.split())
+def loses(rank): # One is killed in its third step; the other says so, begins no fourth and leaves a checkpoint
+    began, step = [], Trainer.train_step
+    def train_step(self, *args):
+        if (folder/"run/checkpoints").exists(): began.append(self.step)     # Not while steps are measured beforehand
+        if rank == 1 and began[-1:] == [2]: os.kill(os.getpid(), 9)
+        return step(self, *args)
+    Trainer.train_step = train_step
+    sys.stderr = open(folder/"said", "w", buffering=1) if rank == 0 else sys.stderr
+    try: cli.main("train data run --steps 50 --context-length 16 --d-model 16 --num-layers 2 --num-heads 2 --d-ff 32 --batch-size 4 --micro-batch 1 --windows random --eval-documents 1 --checkpoint-every 1 --device cpu --timeout-seconds 60".split() + ["--pipeline-parallel-degree", "2"])
+    except SystemExit as e:
+        sys.stderr = sys.__stderr__
+        assert e.code == 2 and began == [1, 2], (e.code, began)
+        os._exit(5)
+world(2, loses, (5, -9))
+said = (folder/"said").read_text().splitlines()
+assert said == ["lmcourse: another process of this run has died, or does not answer; go on with: lmcourse train --resume run"], said
+assert [p.name for p in sorted((folder/"run/checkpoints").iterdir()) if p.name.startswith("step")][-1] == "step_000002"
+"""
+
+
+def test_a_lost_process_is_told_in_one_sentence_by_the_others(tmp_path):
+    "Nobody waits: the wires close with the process, and no step is begun after that"
+    script(tmp_path, BEGIN + f"os.chdir({str(tmp_path)!r})\n" + LOST, seconds=300)

@@ -139,10 +139,11 @@ def harness():
     import tempfile
     from importlib.metadata import version
     from lmcourse.evaluation.harness import run_harness, save_texts
-    from lmcourse.evaluation.tasks import save_task
+    from lmcourse.evaluation.tasks import save_task, writing_task
     model, tokenizer = load_model()
     with tempfile.TemporaryDirectory() as folder:
         names = ["texts", *(save_task(folder, grammar_task(kind, n, seed=126_000)).stem for kind, n in (("recall", 12), ("next", 40), ("quote", 12)))]
+        names.append(save_task(folder, writing_task(12, seed=126_000)).stem)
         save_texts(folder, "texts", list(islice(Stories(126_000), 20)))
         found = run_harness(model, tokenizer, folder, names)
     about = dict(machine=machine_name(), date=str(datetime.date.today()), command="tools/evaluation_runs.py harness", lm_eval=version("lm_eval"))

@@ -115,6 +115,6 @@ def run_harness(
         manager = TaskManager(include_path=".", include_defaults=False)
         found = simple_evaluate(model=ours, tasks=list(tasks), task_manager=manager,
                                 bootstrap_iters=0)["results"]
-    return {task: {key.removesuffix(",none"): value for key,value in row.items()
-                   if isinstance(value, float) and key.endswith(",none")}
+    return {task: {key.partition(",")[0]: value for key,value in row.items()
+                   if isinstance(value, float) and "," in key and "_stderr" not in key}
             for task,row in found.items()}

@@ -16,8 +16,9 @@ from .. import __version__
 from .calibration import choice_probs, exact_error
 from .perplexity import perplexity
 from .statistics import bootstrap, standard_error, wilson
-from .tasks import KINDS, NORMS, Task, grammar_task, load_task, scaled_score
-from .tasks import expected_accuracy, refuse_long_choices, score_task
+from .tasks import KINDS, NORMS, Task, WritingTask, grammar_task, load_task
+from .tasks import expected_accuracy, refuse_long_choices, scaled_score, score_task
+from .tasks import word_probs, writing_task, written_words
 from ..tools.config import unknown
 from ..tools.documents import SPLITS, documents
 from ..tools.files import atomic_write
@@ -28,14 +29,14 @@ from ..training.runs import read_run
 
 # %% ../../nbs/12_evaluation/12i_report.ipynb #44cc4d34
 def named_task(
-    name:str,     # One of `KINDS`, or the path of a YAML file
+    name:str,     # One of `KINDS`, `write`, or the path of a YAML file
     stories:int,  # Stories that a task of the grammar is made of
     seed:int,     # Of those stories
 )->Task:
     "A task by its name. `ValueError` for an unknown one."
     if name in KINDS: return grammar_task(name, stories, seed)
-    if not name.endswith((".yaml", ".yml")): raise unknown("task", name, [*KINDS, "stories",
-                                                                          "PATH.yaml"])
+    if name == "write": return writing_task(stories, seed)
+    if not name.endswith((".yaml", ".yml")): raise unknown("task", name, [*TASKS, "PATH.yaml"])
     return load_task(name)
 
 def refuse_overlap(
@@ -74,13 +75,11 @@ def task_rows(
 )->list: # Of dicts: its row, and a row on calibration if answers are a matter of chance
     "A task's share of right answers with all that belongs to it."
     if norm not in NORMS: raise unknown("norm", norm, NORMS)
+    if isinstance(task, WritingTask): return _writing_rows(model, tokenizer, task)
     records = score_task(model, tokenizer, task)
     hits, clusters = [float(r.hit(norm)) for r in records], [r.cluster for r in records]
     n, groups, value = len(hits), len(set(clusters)), float(np.mean(hits))
-    low, high = wilson(int(sum(hits)), n)
-    if 1 < groups < n and 0 < value < 1:
-        half = 1.96*standard_error(hits, clusters)
-        low, high = max(0., value - half), min(1., value + half)
+    low, high = _interval(hits, clusters)
     score = None
     if task.ceiling is not None and task.chance < task.ceiling:
         score = scaled_score(expected_accuracy(task, records, norm), task.chance, task.ceiling)
@@ -95,6 +94,28 @@ def task_rows(
     low, high = bootstrap(np.mean, each, clusters)
     return [row, row | dict(unit="calibration", value=value, low=low, high=high, chance=chance,
                             ceiling=0., score=(chance - value)/chance, norm="raw")]
+
+# %% ../../nbs/12_evaluation/12i_report.ipynb #12i6writ
+def _interval(hits:list, clusters:list)->tuple: # Wilson's, or clustered where stories repeat
+    n, groups, value = len(hits), len(set(clusters)), float(np.mean(hits))
+    if not (1 < groups < n and 0 < value < 1): return wilson(int(sum(hits)), n)
+    half = 1.96*standard_error(hits, clusters)
+    return max(0., value - half), min(1., value + half)
+
+def _writing_rows(model, tokenizer, task:WritingTask, tries:int=5)->list: # Greedy, and pass@k
+    clusters, ceiling = [i.cluster for i in task.items], task.ceiling
+    hits = [float(w == i.right) for w,i in zip(written_words(model, tokenizer, task), task.items)]
+    found = [1 - (1 - p)**tries for p in word_probs(model, tokenizer, task)]
+    guessed = float(np.mean([1 - (1 - i.chance)**tries for i in task.items]))
+    def row(unit, norm, value, ends, chance):
+        low, high = ends
+        return dict(task=task.name, unit=unit, value=value, low=low, high=high, n=len(hits),
+                    stories=len(set(clusters)), chance=chance, ceiling=ceiling,
+                    score=scaled_score(value, chance, ceiling), seed=task.seed, norm=norm,
+                    version=task.version)
+    return [row("right", "greedy", float(np.mean(hits)), _interval(hits, clusters), task.chance),
+            row(f"pass@{tries}", "T = 1", float(np.mean(found)),
+                bootstrap(np.mean, found, clusters), guessed)]
 
 # %% ../../nbs/12_evaluation/12i_report.ipynb #09998729
 def stories_rows(
@@ -177,7 +198,7 @@ def refuse_report(
         raise FileNotFoundError(f"{path.parent}: no such folder")
 
 # %% ../../nbs/12_evaluation/12i_report.ipynb #24747a5a
-TASKS = (*KINDS, "stories")
+TASKS = (*KINDS, "write", "stories")
 
 def named_tasks(
     model,                # As for `report_card`, like the rest
