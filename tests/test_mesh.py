@@ -51,7 +51,9 @@ def alone(model, config=SHORT): return TorchEngine(model, config)
 def on_mesh(model, config): return MeshEngine(model, config, join_world(CPU, config), CPU)
 def near(a, b, limit=1e-12): assert all(abs(x - y) < limit for u,v in zip(a, b, strict=True) for x,y in zip(u, v, strict=True)), (a, b)
 def same_weights(a, b, limit=1e-12):
-    for (name, p),(other, q) in zip(a.named_parameters(), b.named_parameters(), strict=True): assert name == other and float((p - q).detach().abs().max()) < limit, name
+    for (name, p),(other, q) in zip(a.named_parameters(), b.named_parameters(), strict=True):
+        most = 100*limit if name.endswith("k_proj.bias") else limit # Its gradient is 0 but for rounding (without RoPE), which AdamW divides by 1e-8
+        assert name == other and float((p - q).detach().abs().max()) < most, name
 def equal(model, config): # One process and the mesh
     one, many = alone(model), on_mesh(model, config)
     same_weights(many.whole_model(), one.model, 1e-300)         # The same bits at the start

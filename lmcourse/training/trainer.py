@@ -118,7 +118,6 @@ class Trainer:
     def resume(self, run): _resume(self, Path(run))
 
 # %% ../../nbs/04_training/04k_trainer.ipynb #3bfc31c0
-#| code-fold: true
 def _check_vocabulary(model_config:ModelConfig, *datasets):
     for data in filter(None, datasets):
         if data.info["vocab_size"] > model_config.vocab_size: raise ValueError(
@@ -262,7 +261,6 @@ def _headline(trainer:Trainer)->str: # Beside the progress bar
             + (f" = floor + {last.excess:.3f}" if last and last.excess else ""))
 
 # %% ../../nbs/04_training/04k_trainer.ipynb #d9b9ec07
-#| code-fold: true
 def _save(t:Trainer, run:Path): # A checkpoint, by one process for all
     loss = t.last.loss if t.last and t.looked == t.step else None
     state = dict(elapsed=t.elapsed, waited=t.waited, recent=t.recent,
