@@ -59,6 +59,7 @@ def test_rows(device, shape):
     x, gain = drawn(*shape, device=device), drawn(shape[-1], device=device, seed=1)
     check_close(rows.softmax(x), x.softmax(-1), 1e-5, 1e-7)
     both(lambda x, g: rows.rmsnorm(x, g, 1e-5, 2), lambda x, g: F.rms_norm(x, x.shape[-1:], g, 1e-5), (x, gain))
+    both(lambda a, b: rows.swiglu(a, b, 16), lambda a, b: F.silu(a)*b, (x, drawn(*shape, device=device, seed=2)))
     t = torch.arange(int(np.prod(shape[:-1])), device=device).reshape(shape[:-1]) % shape[-1]
     both(lambda x: rows.cross_entropy(x, t, block=16), lambda x: F.cross_entropy(x.flatten(0, -2), t.flatten()), (x,))
 
@@ -76,6 +77,8 @@ def test_experts(device, sizes):
     x = drawn(offsets[-1], 33, device=device)
     expected = torch.cat([x[a:b]@e.T for a, b, e in zip(offsets, offsets[1:], w)])
     check_close(grouped.grouped_matmul(x, w, torch.tensor(offsets), (16, 16, 32)), expected, 1e-4, 1e-4)
+    def looped(x, w): return torch.cat([x[a:b]@e.T for a, b, e in zip(offsets, offsets[1:], w)])
+    both(lambda x, w: grouped.grouped_matmul(x, w, torch.tensor(offsets), (16, 16, 32)), looped, (x, w), 1e-4, 1e-4)
 
 
 def test_an_optimizer_step(device):
@@ -185,6 +188,7 @@ KERNELS = [
     ("rows.softmax_kernel", (F16, F16, "i32"), ROW), ("rows.rmsnorm_kernel", (F16, F16, F16, F32, "i32", "fp32"), ROW),
     ("rows.rmsnorm_backward_kernel", (F16, F16, F16, F32, F16, F32, "i32", "i32"), ROW),
     ("rows.cross_entropy_kernel", (F16, I64, F32, F32, "i32", "i32"), ROW),
+    ("rows.swiglu_kernel", (F16, F16, F16, "i32"), ROW), ("rows.swiglu_backward_kernel", (F16, F16, F16, F16, F16, "i32"), ROW),
     ("rows.cross_entropy_backward_kernel", (F16, I64, F32, F32, F16, "i32", "i32"), ROW),
     ("flash.row_dot_kernel", (F16, F16, F32, "i32", "i32"), dict(BLOCK=64, BD=64)),
     ("grouped.adamw_kernel", (F16, F16, F32, F32, "i32") + ("fp32",)*7, ROW),

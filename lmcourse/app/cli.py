@@ -726,7 +726,7 @@ def _check_address(host:str, port:int): # `OSError` in words where a server coul
 @dataclass
 class ChatCommand:
     "Talk to a model in the browser; without RUN to the course's model."
-    folder: word(Path|None, "RUN") = None # Folder of a run, or of a model
+    folder: word(Path|None, "RUN") = None # Folder of a run
     port: int = 8000            # Of this machine, where the page is
     browser: bool = True        # Whether to open the page
     device: str = "cpu"         # cpu, cuda, mps, or auto for the best there is
@@ -1225,8 +1225,7 @@ class CurateCommand:
 # %% ../../nbs/90_app/90g_cli.ipynb #14n90pip
 @dataclass
 class PipelineCommand:
-    """The whole course in one go: web, funnel, tokenizer, pretraining, fine-tuning, preferences,
-    reinforcement learning, examination, report. The same command goes on after a kill."""
+    "All of the course in a row: from web pages to a model that does what you ask; go on if cut off."
     out: word(Path, "OUT") = Path("runs/pipeline") # Folder: new, or begun by the same command
     until: str|None = None      # Stop after this stage; by default all are done
     # A dozen minutes of two cores, or a model of 100 million parameters and more on a GPU

@@ -69,7 +69,6 @@ def rope_backward(
     return rope_forward(dy, cos, -sin)[0]
 
 # %% ../../nbs/03_architecture/03c_attention_np.ipynb #88c69c13
-#| code-fold: true
 def rope_half_forward(
     x:np.ndarray,   # Queries or keys `(..., T, K)`
     cos:np.ndarray, # `(T, K/2)`, or longer
@@ -97,7 +96,6 @@ def half_split_order(
     return np.arange(head_dim).reshape(-1, 2).T.ravel()
 
 # %% ../../nbs/03_architecture/03c_attention_np.ipynb #54a5e99e
-#| code-fold: true
 def _lowest(x)->float: # The lowest number of x's type
     return float(np.finfo(x.dtype).min)
 
@@ -110,7 +108,6 @@ def _product(a, b, like
     return xp.sum(a@b, axis=shared, keepdims=True, out=out) if shared else xp.matmul(a, b, out=out)
 
 # %% ../../nbs/03_architecture/03c_attention_np.ipynb #73798e44
-#| code-fold: true
 def _fits(shape:tuple, whole:tuple)->bool: # Whether `shape` broadcasts to `whole`
     return len(shape) <= len(whole) and all(n in (1, m) for n, m in zip(shape[::-1], whole[::-1]))
 
@@ -188,7 +185,6 @@ def causal_mask_np(
     return _sees(xp.arange(S - T, S)[:, None], xp.arange(S)[None], window)
 
 # %% ../../nbs/03_architecture/03c_attention_np.ipynb #0789b01f
-#| code-fold: true
 def _grouped(q, k, v
 )->list: # Views `(..., G, H/G, T, K)` of the queries, `(..., G, 1, S, K)` of keys and values
     require_types("attention", q, k, v)
@@ -341,7 +337,6 @@ def multihead_shapes(
     return shapes
 
 # %% ../../nbs/03_architecture/03c_attention_np.ipynb #db13230f
-#| code-fold: true
 def require_params(params:dict, config:ModelConfig):
     want, got = multihead_shapes(config), {name: w.shape for name, w in params.items()}
     wrong = [f"{n} is {got.get(n, 'missing')}, expected {want.get(n, 'no such parameter')}"

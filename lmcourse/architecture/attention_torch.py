@@ -136,7 +136,6 @@ class FixedTable(nn.Module):
         return self
 
 # %% ../../nbs/03_architecture/03d_attention_torch.ipynb #43c1dd2d
-#| code-fold: true
 class RoPE(FixedTable):
     "Turn queries or keys by their positions: `apply_rope` with tables that are kept."
     def __init__(self,
@@ -175,7 +174,6 @@ class RoPE(FixedTable):
         return self.turn(x, self.at(x.shape[-2], positions))
 
 # %% ../../nbs/03_architecture/03d_attention_torch.ipynb #99d6ef17
-#| code-fold: true
 def _pairs_lie_together(x:torch.Tensor)->bool: # Whether `x` can be seen as complex numbers
     *outer, last = x.stride()
     return (last == 1 and not x.storage_offset() % 2 and all(s % 2 == 0 for s in outer)

@@ -28,7 +28,6 @@ def array_module(
     raise TypeError(f"arrays of {names or 'no module'}, expected all of one")
 
 # %% ../../nbs/03_architecture/03a_layers_np.ipynb #5650c800
-#| code-fold: true
 def _home(a): # The module that `a` is an array of
     if isinstance(a, (np.ndarray, np.generic)): return np
     module = sys.modules.get(type(a).__module__.partition(".")[0])
@@ -46,7 +45,6 @@ def at_least_float32_np(
     return x.astype(np.float32) if x.dtype.itemsize < 4 else x
 
 # %% ../../nbs/03_architecture/03a_layers_np.ipynb #3a9d7f3d
-#| code-fold: true
 def require_shape(name:str, a, shape:tuple):
     if a.shape != shape: raise ValueError(f"{name} has shape {a.shape}, expected {shape}")
 
@@ -68,7 +66,6 @@ def require_ids(name:str, ids, V:int
             raise IndexError(f"{name} {bad} is out of range, expected 0 to {V - 1} for V = {V}")
 
 # %% ../../nbs/03_architecture/03a_layers_np.ipynb #10dd4022
-#| code-fold: true
 def _rows(x): return x.reshape(-1, x.shape[-1]) # `(..., D)` as `(N, D)`
 
 def _like(a, x): return a.astype(x.dtype, copy=False) # `a` in the type of `x`
@@ -120,7 +117,6 @@ def linear_forward(
     return y.reshape(x.shape[:-1] + weight.shape[:1]), (x, weight, bias is not None)
 
 # %% ../../nbs/03_architecture/03a_layers_np.ipynb #a0ae3e2f
-#| code-fold: true
 def require_linear(x, weight, bias):
     if weight.ndim != 2 or x.shape[-1:] != weight.shape[1:]:
         raise ValueError(f"linear: weight {weight.shape} does not fit x {x.shape}, expected (out, "
@@ -141,7 +137,6 @@ def linear_backward(
     return dx, dy_N.T@_rows(x), _like(_sum_rows(dy), x) if has_bias else None
 
 # %% ../../nbs/03_architecture/03a_layers_np.ipynb #8854a008
-#| code-fold: true
 @dataclass(frozen=True, eq=False)
 class RowGradient:
     "The gradient of a matrix of which most rows got none."
@@ -172,7 +167,6 @@ def embedding_forward(
     return weight[ids], (ids, weight)
 
 # %% ../../nbs/03_architecture/03a_layers_np.ipynb #c8cf6d72
-#| code-fold: true
 def _sum_equal(ids, values
 ): # `(N,)`, `(N, D)` -> the different ids, ascending, and for each the sum of its rows
     xp = array_module(ids, values)
@@ -211,7 +205,6 @@ def rmsnorm_forward(
     return _like(x_hat*weight, x), (x_hat, r, weight, x.dtype)
 
 # %% ../../nbs/03_architecture/03a_layers_np.ipynb #40ed3ae7
-#| code-fold: true
 def require_norm(layer:str, x, **params):
     for name,p in params.items():
         if p.shape != x.shape[-1:] or not x.ndim:
@@ -277,7 +270,6 @@ def relu_backward(
     return array_module(dy, is_open).where(is_open, dy, 0)
 
 # %% ../../nbs/03_architecture/03a_layers_np.ipynb #d6bce625
-#| code-fold: true
 def relu2_forward(
     x:np.ndarray, # Any shape
 )->tuple: # Output (shape and type of `x`) and the cache for `relu2_backward`
@@ -319,7 +311,6 @@ def silu_backward(
     return _like(dy*(gate + x*gate*(1 - gate)), x)
 
 # %% ../../nbs/03_architecture/03a_layers_np.ipynb #8b982ca5
-#| code-fold: true
 _FAR = 40.0 # No gate in float64 moves any more beyond it
 def _tails(t): # exp(a²/2) Φ(-a) for a = 3 (1 - t)/(1 + t), number by number
     return np.array([math.exp(a*a/2)*math.erfc(a/math.sqrt(2))/2
@@ -330,7 +321,6 @@ _SERIES = np.polynomial.Chebyshev.interpolate(_tails, 20, domain=[(3 - 37)/(3 + 
 _TAIL = _SERIES.convert(kind=np.polynomial.Polynomial).coef.tolist()
 
 # %% ../../nbs/03_architecture/03a_layers_np.ipynb #4c183fb0
-#| code-fold: true
 def normal_cdf(
     x:np.ndarray, # float32 or float64, any shape
 )->np.ndarray: # Shape and type of `x`
@@ -343,7 +333,6 @@ def normal_cdf(
     return xp.where(x < 0, tail, 1 - tail)
 
 # %% ../../nbs/03_architecture/03a_layers_np.ipynb #fb192b48
-#| code-fold: true
 def gelu_forward(
     x:np.ndarray,           # Any shape
     # `tanh` for GPT-2's form, `none` for the exact one; the words are torch's
@@ -403,7 +392,6 @@ def ffn_forward(
     return y, (kind, cache1, cache2, cache3, act_cache, a, u)
 
 # %% ../../nbs/03_architecture/03a_layers_np.ipynb #26135900
-#| code-fold: true
 def require_ffn(params:dict, kind:str):
     if kind not in FFN_KINDS: raise unknown("feed-forward network", kind, FFN_KINDS)
     name, gated = FFN_KINDS[kind].activation, FFN_KINDS[kind].gated
@@ -477,7 +465,6 @@ def cross_entropy_forward(
     return loss, (logits, targets, counts, top, total, z_loss)
 
 # %% ../../nbs/03_architecture/03a_layers_np.ipynb #cf080ff7
-#| code-fold: true
 def require_targets(logits, targets, ignore_index:int, z_loss:float
 )->tuple: # `(N,)` each: which count, and the ids, 0 where they don't
     if not logits.ndim: raise ValueError("logits is one number, expected shape (..., V)")

@@ -226,7 +226,6 @@ class TransformerLM(InputEmbeddings):
                                self.config.z_loss)
 
 # %% ../../nbs/03_architecture/03f_transformer_torch.ipynb #e3173363
-#| code-fold: true
 @torch.no_grad()
 def scale_branches(model
     # Two a layer are added to the stream; so small, their sum does not grow with the depth. Radford
@@ -244,7 +243,6 @@ def scale_branches(model
 def _scaled(factor:float, module, inputs, output): return output*factor # What the head reads
 
 # %% ../../nbs/03_architecture/03f_transformer_torch.ipynb #c11d0002
-#| code-fold: true
 def _check_input(ids:torch.Tensor, c:ModelConfig, positions, cache
 ): # `Embedding` looks at the ids themselves
     if not ids.ndim:

@@ -17,7 +17,6 @@ from .. import __version__
 from ..tools.files import atomic_write, remove
 
 # %% ../../nbs/04_training/04d_checkpoint.ipynb #39858d01
-#| code-fold: true
 _KINDS = dict(float64="F64", float32="F32", float16="F16", bfloat16="BF16",
               float8_e4m3fn="F8_E4M3", float8_e5m2="F8_E5M2", int64="I64",
               int32="I32", int16="I16", int8="I8", uint64="U64", uint32="U32", uint16="U16",
@@ -54,7 +53,6 @@ def safetensors_chunks(
             + [lambda t=t: _raw(t) for t in tensors.values()])
 
 # %% ../../nbs/04_training/04d_checkpoint.ipynb #a2c1de15
-#| code-fold: true
 @dataclass(frozen=True)
 class _Stored: # A tensor in a file
     kind:str; shape:tuple; raw:np.ndarray
@@ -88,7 +86,6 @@ class _InParts(_Stored): # A tensor whose blocks lie in several files
         return whole.reshape(-1)
 
 # %% ../../nbs/04_training/04d_checkpoint.ipynb #7670156b
-#| code-fold: true
 def _parse(data:np.ndarray, where
 )->tuple: # Name to `_Stored`, and the metadata; `data` are the bytes of a file
     try:
@@ -120,7 +117,6 @@ def unique_tensors(
     return dict(found.values())
 
 # %% ../../nbs/04_training/04d_checkpoint.ipynb #b2c45b56
-#| code-fold: true
 # Parts of names that torch's wrappers add
 _WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
 
@@ -135,7 +131,6 @@ def _plain(name:str)->str:
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 # %% ../../nbs/04_training/04d_checkpoint.ipynb #e4dc22c4
-#| code-fold: true
 def _all_tensors(model)->dict:
     return (model if isinstance(model, dict)
             else {_plain(name): t for name,t in _inner(model).state_dict().items()})
@@ -166,7 +161,6 @@ def named_state(
                               for g,own in zip(optimizer.param_groups, groups)])
 
 # %% ../../nbs/04_training/04d_checkpoint.ipynb #41296007
-#| code-fold: true
 def _group_names(model, optimizer
 )->list: # For each group of a torch optimizer, the names of its parameters
     names = {id(p): _plain(name) for name,p in _inner(model).named_parameters()}
@@ -188,7 +182,6 @@ def _named_np(params:dict, o)->dict: # Of an `AdamWNp`
                                      for n in params}, param_groups=groups)
 
 # %% ../../nbs/04_training/04d_checkpoint.ipynb #ce57e840
-#| code-fold: true
 def _split(named:dict)->tuple: # Tensors by name, and what else there is
     tensors, numbers = {}, {}
     for name,state in named["state"].items():
@@ -204,7 +197,6 @@ def _join(tensors:dict, rest:dict)->dict: # Back again
     return dict(kind=rest["kind"], state=state, param_groups=rest["groups"])
 
 # %% ../../nbs/04_training/04d_checkpoint.ipynb #331d2ae2
-#| code-fold: true
 def _to_text(v): # Arrays, also within dicts, as what JSON can hold
     if isinstance(v, dict): return {k: _to_text(x) for k,x in v.items()}
     if isinstance(v, np.ndarray):
@@ -222,7 +214,6 @@ def _state_of(generator): # Of NumPy or torch
             else generator.get_state().numpy())
 
 # %% ../../nbs/04_training/04d_checkpoint.ipynb #437e838d
-#| code-fold: true
 def _random_states(generators:dict)->dict: # Those of torch, if it is in use, and the given ones
     own = {}
     if torch := sys.modules.get("torch"):
@@ -240,7 +231,6 @@ def restore_torch_random(states:dict): # A card that is not here is passed over
             torch.cuda.set_rng_state(torch.from_numpy(state), device)
 
 # %% ../../nbs/04_training/04d_checkpoint.ipynb #dd265f9b
-#| code-fold: true
 def _generator_states(saved:dict, generators:dict, where)->list: # Pairs: generator, its state to be
     pairs = []
     for name,g in generators.items():
@@ -260,7 +250,6 @@ def _restore(generator, state):
     else: generator.set_state(sys.modules["torch"].from_numpy(state))
 
 # %% ../../nbs/04_training/04d_checkpoint.ipynb #0471d156
-#| code-fold: true
 BLANK_DIGEST, _MARK = b"0"*64, b'"sha256": "'
 
 def _digest(parts)->str: # Of byte strings, or of functions that give them, one after the other
@@ -298,7 +287,6 @@ def save_checkpoint(
             (_save_file if out.suffix == ".safetensors" else _save_folder)(out, contents)
 
 # %% ../../nbs/04_training/04d_checkpoint.ipynb #584587d0
-#| code-fold: true
 def checkpoint_contents(model, optimizer, iteration:int, config:dict, state:dict, generators:dict
 )->tuple: # Weights, optimizer's tensors, record, config
     if not isinstance(iteration, int) or iteration < 0:
@@ -312,7 +300,6 @@ def checkpoint_contents(model, optimizer, iteration:int, config:dict, state:dict
     return unique_tensors(model), tensors, record, config
 
 # %% ../../nbs/04_training/04d_checkpoint.ipynb #afe1e1f2
-#| code-fold: true
 def _check_plain(value, place:str
 ): # That JSON gives it back as it is, but for tuples, which become lists
     if isinstance(value, dict):
@@ -325,7 +312,6 @@ def _check_plain(value, place:str
         raise TypeError(f"{place} is {value!r:.40}, expected plain JSON values")
 
 # %% ../../nbs/04_training/04d_checkpoint.ipynb #0321a538
-#| code-fold: true
 FILES = ("config.json", "model.safetensors", "optimizer.safetensors")
 
 def json_bytes(values)->bytes: return (json.dumps(values, indent=2) + "\n").encode()
@@ -341,7 +327,6 @@ def write_digested(path:Path, chunks:list)->dict: # Its size and digest
     with open(path, "xb") as f: return _write(f, chunks)
 
 # %% ../../nbs/04_training/04d_checkpoint.ipynb #6cd093cb
-#| code-fold: true
 def _write(file, chunks:list)->dict: # Size and digest of what was written
     digest, size = hashlib.sha256(), 0
     for chunk in chunks:
@@ -353,7 +338,6 @@ def _write(file, chunks:list)->dict: # Size and digest of what was written
     return dict(bytes=size, sha256=digest.hexdigest())
 
 # %% ../../nbs/04_training/04d_checkpoint.ipynb #46e1ba5a
-#| code-fold: true
 def write_safetensors(
     path,               # A new file
     tensors:dict,       # Name to array or tensor
@@ -363,7 +347,6 @@ def write_safetensors(
     return write_digested(Path(path), safetensors_chunks(tensors, metadata))
 
 # %% ../../nbs/04_training/04d_checkpoint.ipynb #8cc620c7
-#| code-fold: true
 def _one_file(weights:dict, tensors:dict, record:dict, config:dict)->list:
     metadata = dict(sha256=BLANK_DIGEST.decode(), format="pt", config=json.dumps(config),
                     state=json.dumps(record))
@@ -377,7 +360,6 @@ def _save_file(path:Path, contents:tuple):
     with atomic_write(path, durable=True) as part: write_digested(part, _one_file(*contents))
 
 # %% ../../nbs/04_training/04d_checkpoint.ipynb #7fea67a8
-#| code-fold: true
 def _save_folder(path:Path, contents:tuple):
     if (path.exists() and not (path/"state.json").is_file()
         and (not path.is_dir() or any(path.iterdir()))):
@@ -397,7 +379,6 @@ def _save_folder(path:Path, contents:tuple):
     if aside.exists(): shutil.rmtree(aside)
 
 # %% ../../nbs/04_training/04d_checkpoint.ipynb #1315efd7
-#| code-fold: true
 @contextmanager
 def in_one_line(path:Path): # What the system refuses, with the name of the checkpoint
     try: yield
@@ -446,7 +427,6 @@ def read_state(
     return read_record(src)[1]["state"]
 
 # %% ../../nbs/04_training/04d_checkpoint.ipynb #c89e7ffc
-#| code-fold: true
 def read_record(src
     # Name for errors, record, config, and a function from "model" or "optimizer" to its tensors
 )->tuple:
@@ -464,7 +444,6 @@ def read_record(src
             lambda kind: stored_tensors(path, record, kind))
 
 # %% ../../nbs/04_training/04d_checkpoint.ipynb #182f546f
-#| code-fold: true
 def mapped_bytes(file:Path)->np.ndarray: # Its bytes; an empty file can't be mapped
     return np.memmap(file, np.uint8, "r") if file.stat().st_size else np.zeros(0, np.uint8)
 
@@ -493,7 +472,6 @@ def stored_tensors(folder:Path, record:dict, kind:str, read=intact_bytes
             for tensor,found in parts.items()}
 
 # %% ../../nbs/04_training/04d_checkpoint.ipynb #fb02c48c
-#| code-fold: true
 def _read_one(data, where)->tuple: # As `read_record`, from the bytes of one file
     if isinstance(data, str): raise TypeError(f"{where}: opened as text, expected bytes")
     data = np.frombuffer(data, np.uint8)
@@ -505,7 +483,6 @@ def _read_one(data, where)->tuple: # As `read_record`, from the bytes of one fil
     return where, json.loads(metadata["state"]), json.loads(metadata["config"]), of
 
 # %% ../../nbs/04_training/04d_checkpoint.ipynb #1ff50149
-#| code-fold: true
 def require_same_config(there:dict, here:dict, where, place:str=""):
     for key,value in here.items():
         other, name = there.get(key), f"{place}{key}"
@@ -527,7 +504,6 @@ def require_same_tensors(there:dict, here:dict, where):
         if a != b: raise ValueError(f"{where}: {name} is {a} there, {b} in the model")
 
 # %% ../../nbs/04_training/04d_checkpoint.ipynb #15f65bfd
-#| code-fold: true
 def optimizer_values(where, rest:dict, tensors, model, optimizer
 ): # A function that puts the state into the optimizer
     if rest is None: raise ValueError(f"{where}: saved without an optimizer")
@@ -552,7 +528,6 @@ def optimizer_values(where, rest:dict, tensors, model, optimizer
                                                   param_groups=mine))
 
 # %% ../../nbs/04_training/04d_checkpoint.ipynb #2891d131
-#| code-fold: true
 def _into_np(where, state:dict, groups:list, o
 ): # The same for an `AdamWNp`, which counts one step for all parameters
     steps = {n: int(s["step"].array() if isinstance(s["step"], _Stored) else s["step"])
@@ -628,7 +603,6 @@ class Checkpoints:
         return sorted(losses, key=losses.__getitem__)
 
 # %% ../../nbs/04_training/04d_checkpoint.ipynb #90bf2524
-#| code-fold: true
 def _valid_loss(path:Path)->float|None: # None where none was noted, or it can't be read
     try: loss = read_state(path).get("valid_loss")
     except (ValueError, OSError): return None

@@ -87,7 +87,6 @@ def _bad_document(ids:np.ndarray, number:int, tokenizer)->ValueError:
     return UserError(f"document {number} holds the end-of-text token: split it there first")
 
 # %% ../../nbs/04_training/04a_data.ipynb #97ed26e5
-#| code-fold: true
 class TokenWriter:
     "Files in the making: `append` makes them longer, `finish` gives them their names."
     documents:int; bytes:int; sums:list; texts:Any; told:str|None; files:list # What `_check` finds
@@ -164,7 +163,6 @@ class TokenWriter:
         for f in (*self.files, self.lock): f.close()
 
 # %% ../../nbs/04_training/04a_data.ipynb #df52df9c
-#| code-fold: true
 def _part(path)->Path: return Path(f"{path}.part")
 
 def _read_or_empty(file:Path)->dict:
@@ -177,7 +175,6 @@ def _read_note(prefix)->dict: # Empty if there is none
     return note if note.keys() >= set(wanted.split()) else {}
 
 # %% ../../nbs/04_training/04a_data.ipynb #f9f0d3cc
-#| code-fold: true
 def _cut(file, length:int): # To what its note says; the SHA-256 of that
     file.truncate(min(length, file.seek(0, os.SEEK_END)))
     file.seek(0)
@@ -194,7 +191,6 @@ def _recover(prefix, job:dict, names:list)->dict: # The note, if it is about thi
     return note
 
 # %% ../../nbs/04_training/04a_data.ipynb #85129f43
-#| code-fold: true
 def unfinished(
     prefix, # As given to `write_tokens`
 )->dict: # `documents` and `bytes` that are done; empty if nothing was cut off
@@ -253,7 +249,6 @@ def write_tokens(
     finally: writer.close()
 
 # %% ../../nbs/04_training/04a_data.ipynb #d9eea912
-#| code-fold: true
 def _encoded(writer:TokenWriter, texts:Iterator[str], tokenizer, threads:int, batch_bytes:int, bar
 )->Iterator[tuple]: # Texts, ids and starts of batches
     writer.skip(texts)
@@ -306,7 +301,6 @@ class TokenDataset:
         return np.asarray(self.tokens[self.starts[i]:self.ends[i]])
 
 # %% ../../nbs/04_training/04a_data.ipynb #9a0a5f84
-#| code-fold: true
 def _open(bin_file:Path, idx_file:Path, json_file:Path
 )->tuple: # Tokens and starts, mapped into memory, and what the JSON says
     for f in (json_file, bin_file, idx_file):
@@ -419,7 +413,6 @@ def _last_fit(dataset:TokenDataset, context_length:int
     return int(np.searchsorted(dataset.starts, dataset.num_tokens - context_length, side="right"))
 
 # %% ../../nbs/04_training/04a_data.ipynb #f1d09c63
-#| code-fold: true
 def reach_of_starts(
     dataset:TokenDataset, # Tokens and starts
     context_length:int,   # Tokens of a window, T
@@ -520,7 +513,6 @@ class Batches:
         return random_windows(data.tokens, c.batch_size, T, rng)
 
 # %% ../../nbs/04_training/04a_data.ipynb #09e5e9ce
-#| code-fold: true
 class _Queue: # What the thread and the loop share
     def __init__(self, depth:int):
         self.items, self.depth, self.closed, self.change = (deque(), depth, False,
@@ -546,7 +538,6 @@ class _Queue: # What the thread and the loop share
             self.change.notify_all()
 
 # %% ../../nbs/04_training/04a_data.ipynb #9c7f7971
-#| code-fold: true
 def _fill(queue:_Queue, batches, steps:Iterator[int], pin:bool):
     try:
         for step in steps:
@@ -561,7 +552,6 @@ def _stop(queue:_Queue, thread:threading.Thread):
     if thread is not threading.current_thread(): thread.join()
 
 # %% ../../nbs/04_training/04a_data.ipynb #c8eb3c79
-#| code-fold: true
 class BatchPrefetcher:
     """Batches that a thread makes ahead of time: iterate over it.
     Use it with `with`, or let it go; either ends the thread."""
@@ -622,7 +612,6 @@ def document_windows(
     for i,*span in _rows(dataset, context_length, documents): yield _read_row(dataset, i, *span)
 
 # %% ../../nbs/04_training/04a_data.ipynb #78c85174
-#| code-fold: true
 def _rows(dataset:TokenDataset, context_length:int, documents:int|None
 )->list: # Document, first input, first target, end
     lengths = (dataset.ends - dataset.starts)[:_first(dataset, documents)]
@@ -670,7 +659,6 @@ def floor(
     return math.fsum(dataset.info["document_nats"][:n])/int(dataset.ends[n - 1])
 
 # %% ../../nbs/04_training/04a_data.ipynb #a297c766
-#| code-fold: true
 def count_ngrams(
     folder,             # With `train` and `valid`; gets `ngram.json`
     most:int=4_000_000, # Training tokens to count at most
@@ -692,7 +680,6 @@ def read_ngrams(
                                                      f"`lmcourse prepare` writes it") from None
 
 # %% ../../nbs/04_training/04a_data.ipynb #3496edc9
-#| code-fold: true
 def write_dataset(
     folder:Path,              # Of which what is there already stays
     source:str,               # Name of the corpus

@@ -70,7 +70,6 @@ def adamw_algorithm_1(
     return theta - lr*weight_decay*theta, m, v
 
 # %% ../../nbs/04_training/04c_optim_torch.ipynb #5ff3f2c5
-#| code-fold: true
 def _step_all_(params:list, states:list, lr:float, betas:tuple, eps:float, weight_decay:float):
     """One step of AdamW on many parameters, in place; `states` hold `step`, `exp_avg` and
     `exp_avg_sq`."""
@@ -87,7 +86,6 @@ def _step_all_(params:list, states:list, lr:float, betas:tuple, eps:float, weigh
     torch._foreach_addcdiv_(params, ms, below, [-lr*r/(1 - beta1**t) for r,t in zip(roots, ts)])
 
 # %% ../../nbs/04_training/04c_optim_torch.ipynb #f5dfc470
-#| code-fold: true
 def fused_step_(params:list, states:list, lr:float, betas:tuple, eps:float, weight_decay:float):
     "As `_step_all_`, in one pass over the memory, for parameters of one type on one device."
     part = lambda t: t.to_local() if hasattr(t, "to_local") else t    # Of a sharded tensor
@@ -103,7 +101,6 @@ def on_one_card(params:list)->bool: # Whether `fused_step_` can move them faster
     return len(kinds) == 1 and params[0].device.type == "cuda"
 
 # %% ../../nbs/04_training/04c_optim_torch.ipynb #1a7e9f0c
-#| code-fold: true
 class AdamW(Optimizer):
     "AdamW in torch's form, with torch's defaults. `ValueError` for numbers out of range."
     def __init__(self,
@@ -227,7 +224,6 @@ def learning_rate(
     return rate if at == step else min_lr + max(0, steps - step)/cooldown_steps*(rate - min_lr)
 
 # %% ../../nbs/04_training/04c_optim_torch.ipynb #6b098551
-#| code-fold: true
 class _Best: # The best loss so far, and how many came after it
     KEPT:tuple; best:float|None
     def __init__(self, patience:int|None, min_delta:float):
@@ -255,7 +251,6 @@ class _Best: # The best loss so far, and how many came after it
         return self.patience is not None and self.waited >= self.patience
 
 # %% ../../nbs/04_training/04c_optim_torch.ipynb #6fb2eb13
-#| code-fold: true
 class Plateau(_Best):
     """A `scale` for the learning rate that shrinks when the loss no longer falls.
     `ValueError` for numbers that make no sense."""
@@ -278,7 +273,6 @@ class Plateau(_Best):
         return self.scale
 
 # %% ../../nbs/04_training/04c_optim_torch.ipynb #2a6b814f
-#| code-fold: true
 class EarlyStop(_Best):
     "Says when to stop, and why. `ValueError` for numbers that make no sense."
     KEPT = "best", "waited", "reason"
@@ -354,7 +348,6 @@ def orthogonalize(
     return x.T if tall else x
 
 # %% ../../nbs/04_training/04c_optim_torch.ipynb #d6b2a7ea
-#| code-fold: true
 class Muon(AdamW):
     """Muon for groups with `orthogonal=True`, AdamW for the others.
     `ValueError` for a parameter without two axes among the former."""
@@ -408,7 +401,6 @@ _STEP_FACTOR = {"match_rms_adamw": lambda m, n: 0.2*math.sqrt(max(m, n)),
                 "original": lambda m, n: math.sqrt(max(1, m/n))}
 
 # %% ../../nbs/04_training/04c_optim_torch.ipynb #a21bba8a
-#| code-fold: true
 def muon_groups(
     model:torch.nn.Module, # Its blocks are called `layers`, as those of `TransformerLM`
     weight_decay:float,    # For matrices
