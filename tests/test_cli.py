@@ -145,7 +145,7 @@ def test_models_are_loaded_where_the_device_says(capsys, monkeypatch):
     torch, models = pytest.importorskip("torch"), pytest.importorskip("lmcourse.training.models")
     load, places, draft = models.load_model, [], files("lmcourse").joinpath("data/quickstart")
     monkeypatch.setattr("lmcourse.training.engines.pick_device", lambda name: torch.device(name))
-    monkeypatch.setattr(models, "load_model", lambda folder=None, device="cpu": (places.append(device), load(folder))[1])
+    monkeypatch.setattr(models, "load_model", lambda folder=None, device="cpu", *more: (places.append(device), load(folder))[1])
     assert told(capsys, "--device", "cuda", "--draft", draft).startswith("Once") and places == ["cuda", "cuda"]
     cli.ServeCommand(device="mps").service().worker.close()
     assert places[2:] == ["mps"]
