@@ -708,10 +708,14 @@ def test_the_trainer_that_is_measured_is_gone_before_the_next_one_is_made(work, 
 
 def test_each_device_has_its_decoder():
     import torch
+    from lmcourse.architecture.transformer_torch import Parts
     from lmcourse.inference.kv_cache import CachedDecoder, FastDecoder, GraphDecoder
     from lmcourse.tools.config import ModelConfig
     class On:
-        config = ModelConfig()
+        config, parts = ModelConfig(), Parts()
         def __init__(self, kind): self.device = torch.device(kind)
         def parameters(self): return iter([self])
     assert [cli.decoder_for(On(kind)) for kind in ("cpu", "cuda", "mps")] == [FastDecoder, GraphDecoder, CachedDecoder]
+    own = On("cpu")
+    own.parts = Parts(attention=print)
+    assert cli.decoder_for(own) is CachedDecoder
