@@ -529,3 +529,14 @@ def test_muon_refuses_vectors_and_sparse_gradients():
     e(torch.tensor([1])).sum().backward()
     with pytest.raises(ValueError, match="a sparse gradient"):
         Muon(all_orthogonal(e.parameters())).step()
+
+
+def test_gradients_that_are_shared_out_are_clipped_by_the_length_of_all(monkeypatch):
+    "What torch 2.9 leaves of a sharded gradient's length is a part, until `full_tensor` is asked for: here half of it."
+    class Part(torch.Tensor):
+        def full_tensor(self): return 2*self.as_subclass(torch.Tensor)
+    whole = torch.linalg.vector_norm
+    monkeypatch.setattr(torch.linalg, "vector_norm", lambda x: (whole(x)/2).as_subclass(Part))
+    p = torch.nn.Parameter(torch.zeros(2))
+    p.grad = torch.tensor([3., 4.])
+    assert float(clip_grad_norm([p], 1.)) == 5 and torch.allclose(p.grad, torch.tensor([.6, .8]))
