@@ -18,119 +18,177 @@ from ..tools.config import ModelConfig, TrainConfig
 from ..tools.grading import check_numbers, run_answer, short
 
 # %% ../../nbs/06_ablations/06z_ablations.ipynb #6f59d66b
-def _seeds(seed:int, n:int, more:int=0)->tuple: # Losses of a variant and a base by seed; what is easy is so for both. `more` seeds have one of the two
+def _seeds(seed:int, n:int, more:int=0)->tuple:
+    # Losses of a variant and a base by seed; what is easy is so for both. `more` seeds have one of
+    # the two
     rng = np.random.default_rng(seed)
     easy = rng.normal(1.4, .05, n + more)
     a, b = easy + rng.normal(.02, .01, n + more), easy + rng.normal(0, .01, n + more)
     names = rng.permutation(20)[:n + more].tolist()
-    base = {s: round(float(x), 4) for s,x in sorted(zip(names, b))}                                     # in another order
+    # in another order
+    base = {s: round(float(x), 4) for s,x in sorted(zip(names, b))}
     variant = {s: round(float(x), 4) for s,x in zip(names, a)}
     for s in names[n:n + more//2]: del variant[s]
     for s in names[n + more//2:n + more]: del base[s]
     return variant, base
 
-def _interval_mistakes()->dict: # Words to a function of the values of both, seed by seed, that gives half a width
-    root, spread = lambda a: math.sqrt(len(a)), lambda a, b: statistics.stdev(x - y for x,y in zip(a, b))
-    t, apart = lambda a: student_t(len(a) - 1), lambda a, b: math.sqrt((statistics.variance(a) + statistics.variance(b))/len(a))
-    return {"1.96 holds for many seeds; for few take Student's t": lambda a, b: 1.96*spread(a, b)/root(a),
-            "t has n - 1 degrees of freedom, not n": lambda a, b: student_t(len(a))*spread(a, b)/root(a),
-            "the sum of squares is divided by n, expected n - 1": lambda a, b: t(a)*statistics.pstdev([x - y for x,y in zip(a, b)])/root(a),
-            "that is the spread of one difference, expected of their mean: divide by the root of n": lambda a, b: t(a)*spread(a, b),
+def _interval_mistakes()->dict:
+    # Words to a function of the values of both, seed by seed, that gives half a width
+    root, spread = (lambda a: math.sqrt(len(a)),
+                    lambda a, b: statistics.stdev(x - y for x,y in zip(a, b)))
+    t, apart = (lambda a: student_t(len(a) - 1),
+                lambda a, b: math.sqrt((statistics.variance(a) + statistics.variance(b))/len(a)))
+    return {"1.96 holds for many seeds; for few take Student's t":
+                lambda a, b: 1.96*spread(a, b)/root(a),
+            "t has n - 1 degrees of freedom, not n":
+                lambda a, b: student_t(len(a))*spread(a, b)/root(a),
+            "the sum of squares is divided by n, expected n - 1":
+                lambda a, b: t(a)*statistics.pstdev([x - y for x,y in zip(a, b)])/root(a),
+            "that is the spread of one difference, expected of their mean: divide by the root of n":
+                lambda a, b: t(a)*spread(a, b),
             "that is the whole width": lambda a, b: 2*t(a)*spread(a, b)/root(a),
             "that is divided by n, expected its root": lambda a, b: t(a)*spread(a, b)/len(a),
             "that is one standard error": lambda a, b: spread(a, b)/root(a),
             "t is that of 90 %": lambda a, b: student_t(len(a) - 1, .9)*spread(a, b)/root(a),
-            "the two are not paired: take the difference seed by seed": lambda a, b: student_t(2*len(a) - 2)*apart(a, b),
-            "the two are not paired, and t has n - 1 degrees of freedom": lambda a, b: t(a)*apart(a, b)}
+            "the two are not paired: take the difference seed by seed":
+                lambda a, b: student_t(2*len(a) - 2)*apart(a, b),
+            "the two are not paired, and t has n - 1 degrees of freedom":
+                lambda a, b: t(a)*apart(a, b)}
 
 # %% ../../nbs/06_ablations/06z_ablations.ipynb #5ccae0c2
 def check_paired_interval(
-    paired_interval:Callable, # `paired_interval(variant, base)` gives the mean difference and half the width of its interval
+    # `paired_interval(variant, base)` gives the mean difference and half the width of its interval
+    paired_interval:Callable,
 ):
-    "`AssertionError` unless difference and interval are those of the paired seeds, to two per mille."
-    cases = [_seeds(seed, n) for seed,n in enumerate((3, 5, 10))] + [_seeds(9, 4, 3), _seeds(8, 3, 5), ({0: 1.31, 1: 1.42}, {0: 1.3, 1: 1.4})]
+    """`AssertionError` unless difference and interval are those of the paired seeds, to two per
+    mille."""
+    cases = ([_seeds(seed, n) for seed,n in enumerate((3, 5, 10))] + [_seeds(9, 4, 3),
+                                                                      _seeds(8, 3, 5),
+                                                                      ({0: 1.31, 1: 1.42},
+                                                                       {0: 1.3, 1: 1.4})])
     near = lambda x, y: abs(x - y) <= 2e-3*abs(y) + 1e-9
     for variant,base in cases:
         where = f"for variant = {short(variant)}, base = {short(base)}: "
         got = run_answer(paired_interval, variant, base, shown=where)
         try: mean, half = map(float, got)
-        except (TypeError, ValueError): raise AssertionError(f"{where}expected a pair (mean, half), got {short(got)}") from None
+        except (TypeError, ValueError):
+            raise AssertionError(f"{where}expected a pair (mean, half), got {short(got)}") from None
         both = [s for s in variant if s in base]
         a, b = [variant[s] for s in both], [base[s] for s in both]
         right, width = paired_difference(a, b)
-        in_order, by_place = paired_difference(*zip(*zip(variant.values(), base.values()))), "pairs are of the same seed, not of the same place"
+        in_order, by_place = (paired_difference(*zip(*zip(variant.values(), base.values()))),
+                              "pairs are of the same seed, not of the same place")
         if not near(mean, right):
-            known = {-right: "that is base less variant", statistics.median(x - y for x,y in zip(a, b)): "that is the median", in_order[0]: by_place,
-                     statistics.fmean(variant.values()) - statistics.fmean(base.values()): "some seeds are those of one alone: leave them out"}
-            raise AssertionError(f"{where}the difference is {right:.5f}, got {mean:.5g}{next((f': {w}' for x,w in known.items() if near(mean, x)), '')}")
+            known = {-right: "that is base less variant",
+                     statistics.median(x - y for x,y in zip(a, b)): "that is the median",
+                     in_order[0]: by_place,
+                     statistics.fmean(variant.values()) - statistics.fmean(base.values()):
+                         "some seeds are those of one alone: leave them out"}
+            why = next((f": {words}" for x,words in known.items() if near(mean, x)), "")
+            raise AssertionError(f"{where}the difference is {right:.5f}, got {mean:.5g}{why}")
         if near(half, width): continue
-        known = {f(a, b): words for words,f in _interval_mistakes().items()} | {in_order[1]: by_place}
-        raise AssertionError(f"{where}half the width is {width:.5f}, got {half:.5g}{next((f': {w}' for x,w in known.items() if near(half, x)), '')}")
+        known = ({f(a, b): words for words,f in _interval_mistakes().items()}
+                 | {in_order[1]: by_place})
+        why = next((f": {words}" for x,words in known.items() if near(half, x)), "")
+        raise AssertionError(f"{where}half the width is {width:.5f}, got {half:.5g}{why}")
 
 # %% ../../nbs/06_ablations/06z_ablations.ipynb #a019c16e
-def _least(half:Callable, most:float)->int: # The least number of seeds for which `half` is small enough
+def _least(half:Callable, most:float)->int:
+    # The least number of seeds for which `half` is small enough
     return next(n for n in range(2, 1000) if half(n) <= most)
 
 # %% ../../nbs/06_ablations/06z_ablations.ipynb #d25cd37f
 @cache
 def _seed_numbers()->tuple: # The right numbers, and what wrong ones are
-    paired, apart = (lambda n: student_t(n - 1)*.02/math.sqrt(n)), (lambda n: student_t(2*n - 2)*.04*math.sqrt(2/n))
-    right = dict(correlation=1 - .02**2/(2*.04**2), two=paired(2), seeds=_least(paired, .01), half=_least(paired, .005), unpaired=_least(apart, .01))
+    paired, apart = ((lambda n: student_t(n - 1)*.02/math.sqrt(n)),
+                     (lambda n: student_t(2*n - 2)*.04*math.sqrt(2/n)))
+    right = dict(correlation=1 - .02**2/(2*.04**2), two=paired(2), seeds=_least(paired, .01),
+                 half=_least(paired, .005), unpaired=_least(apart, .01))
     many = "takes 1.96 for t, which is too little for so few seeds"
-    why = dict(correlation={.5: "is the ratio of the spreads", .75: "forgets the 2 in 2ρσσ", .25: "is the ratio of the variances",
+    why = dict(correlation={.5: "is the ratio of the spreads", .75: "forgets the 2 in 2ρσσ",
+                            .25: "is the ratio of the variances",
                             .125: "is what is left of 1, not the correlation"},
-               two={1.96*.02/math.sqrt(2): "takes 1.96 for t", student_t(2)*.02/math.sqrt(2): "takes t for two degrees of freedom, and two seeds leave one",
-                    student_t(1)*.02: "forgets the root of n", .02/math.sqrt(2): "is the standard error", 2*paired(2): "is the whole width, or takes the spread of the losses"},
-               seeds={_least(lambda n: 1.96*.02/math.sqrt(n), .01): many, right["seeds"] - 1: "is one too few",
+               two={1.96*.02/math.sqrt(2): "takes 1.96 for t",
+                    student_t(2)*.02/math.sqrt(2):
+                        "takes t for two degrees of freedom, and two seeds leave one",
+                    student_t(1)*.02: "forgets the root of n",
+                    .02/math.sqrt(2): "is the standard error",
+                    2*paired(2): "is the whole width, or takes the spread of the losses"},
+               seeds={_least(lambda n: 1.96*.02/math.sqrt(n), .01): many,
+                      right["seeds"] - 1: "is one too few",
                       right["seeds"] + 1: "is one more than needed",
-                      4: "leaves t out", right["unpaired"]: "is without pairing", right["half"]: "is for a half width of 0.005"},
+                      4: "leaves t out", right["unpaired"]: "is without pairing",
+                      right["half"]: "is for a half width of 0.005"},
                half={_least(lambda n: 1.96*.02/math.sqrt(n), .005): many,
-                     4*right["seeds"]: "is four times the number before: t has come down too, so a little less will do",
-                     2*right["seeds"]: "is twice the number before, but the width falls with the root", 16: "leaves t out"},
-               unpaired={_least(lambda n: 1.96*.04*math.sqrt(2/n), .01): many, right["seeds"]: "is with pairing",
-                         _least(lambda n: student_t(n - 1)*.04/math.sqrt(n), .01): "forgets that both scatter: the 2 in 2/n"})
+                     4*right["seeds"]: "is four times the number before: t has come down too, so a "
+                                       "little less will do",
+                     2*right["seeds"]:
+                         "is twice the number before, but the width falls with the root",
+                     16: "leaves t out"},
+               unpaired={_least(lambda n: 1.96*.04*math.sqrt(2/n), .01): many,
+                         right["seeds"]: "is with pairing",
+                         _least(lambda n: student_t(n - 1)*.04/math.sqrt(n), .01):
+                             "forgets that both scatter: the 2 in 2/n"})
     return right, why
 
 # %% ../../nbs/06_ablations/06z_ablations.ipynb #5099f723
 def check_seeds_needed(
     answer:dict, # 'correlation', 'two', 'seeds', 'half' and 'unpaired', each a number
 ):
-    "`AssertionError` unless the numbers follow from Student's t, to half a per cent, so numbers of seeds exactly."
+    """`AssertionError` unless the numbers follow from Student's t, to half a per cent, so numbers
+    of seeds exactly."""
     check_numbers(answer, *_seed_numbers(), rtol=.005)
 
 # %% ../../nbs/06_ablations/06z_ablations.ipynb #7513eb06
-def _step_flops(V:int, T:int, D:int, d_ff:int, L:int, windows:int, passes:int=3, pairs:float=1, matrices:int=3, looked_up:int=0, projections:int=4,
+def _step_flops(V:int, T:int, D:int, d_ff:int, L:int, windows:int, passes:int=3, pairs:float=1,
+                matrices:int=3, looked_up:int=0, projections:int=4,
                 head:int=1)->float: # Right by default
-    return passes*2*windows*T*(L*(projections*D*D + matrices*D*d_ff + pairs*2*T*D) + (head + looked_up)*V*D)
+    return passes*2*windows*T*(L*(projections*D*D + matrices*D*d_ff + pairs*2*T*D)
+                               + (head + looked_up)*V*D)
 
-_BUDGETS = [("small, 600 steps", (512, 128, 64, 192, 3, 8)), ("twice as wide", (512, 128, 128, 384, 3, 8)),
-            ("a large vocabulary", (32_000, 64, 64, 192, 2, 4)), ("a long context", (512, 2048, 64, 192, 3, 2)),
+_BUDGETS = [("small, 600 steps", (512, 128, 64, 192, 3, 8)),
+            ("twice as wide", (512, 128, 128, 384, 3, 8)),
+            ("a large vocabulary", (32_000, 64, 64, 192, 2, 4)),
+            ("a long context", (512, 2048, 64, 192, 3, 2)),
             ("one layer", (300, 50, 36, 100, 1, 5))]
-_WRONG_FLOPS = {"is the forward pass alone": dict(passes=1), "takes backward to cost as much as forward": dict(passes=2),
+_WRONG_FLOPS = {"is the forward pass alone": dict(passes=1),
+                "takes backward to cost as much as forward": dict(passes=2),
                 "leaves scores and values out": dict(pairs=0),
-                "counts scores or values, not both": dict(pairs=.5), "counts the looked-up embedding as a product": dict(looked_up=1),
-                "counts parameters: the embedding is looked up, and scores and values are left out": dict(looked_up=1, pairs=0),
-                "counts two matrices in the feed-forward network": dict(matrices=2), "leaves the head out": dict(head=0),
+                "counts scores or values, not both": dict(pairs=.5),
+                "counts the looked-up embedding as a product": dict(looked_up=1),
+                "counts parameters: the embedding is looked up, and scores and values are left out":
+                    dict(looked_up=1, pairs=0),
+                "counts two matrices in the feed-forward network": dict(matrices=2),
+                "leaves the head out": dict(head=0),
                 "counts three of the four projections": dict(projections=3)}
 
 # %% ../../nbs/06_ablations/06z_ablations.ipynb #32ecd8f8
 def check_steps_for(
-    steps_for:Callable, # `steps_for(budget, vocab_size, context_length, d_model, d_ff, num_layers, windows)` gives a whole number
+    # `steps_for(budget, vocab_size, context_length, d_model, d_ff, num_layers, windows)` gives a
+    # whole number
+    steps_for:Callable,
 ):
     "`AssertionError` unless the steps are those that chapter 02's count of FLOPs allows."
     _, flops = step_cost(ModelConfig.preset("small"), TrainConfig.preset("small"))
     for what,(V, T, D, d_ff, L, windows) in _BUDGETS:
-        config = ModelConfig(vocab_size=V, context_length=T, d_model=D, d_ff=d_ff, num_layers=L, num_heads=2)
+        config = ModelConfig(vocab_size=V, context_length=T, d_model=D, d_ff=d_ff, num_layers=L,
+                             num_heads=2)
         _, each = step_cost(config, TrainConfig(batch_size=windows))
         budget = 600*flops if what.startswith(("small", "twice")) else int(1000.7*each)
-        where = f"{what}, budget = {budget:,}, V = {V:,}, T = {T}, D = {D}, F = {d_ff}, L = {L}, windows = {windows}: "
-        got, right = run_answer(steps_for, budget, V, T, D, d_ff, L, windows, shown=where), budget//each
-        if isinstance(got, bool) or not isinstance(got, (int, float, np.number)): raise AssertionError(f"{where}expected a whole number, got {short(got)}")
+        where = (f"{what}, budget = {budget:,}, V = {V:,}, T = {T}, D = {D}, F = {d_ff}, L = {L}, "
+                 f"windows = {windows}: ")
+        got, right = (run_answer(steps_for, budget, V, T, D, d_ff, L, windows, shown=where),
+                      budget//each)
+        if isinstance(got, bool) or not isinstance(got, (int, float, np.number)):
+            raise AssertionError(f"{where}expected a whole number, got {short(got)}")
         if got == right: continue
-        words = "is more than the budget allows" if got > right else "leaves some of the budget unused"
+        words = ("is more than the budget allows" if got > right
+                 else "leaves some of the budget unused")
         for name,wrong in _WRONG_FLOPS.items():
             if abs(got - budget/_step_flops(V, T, D, d_ff, L, windows, **wrong)) < 1: words = name
-        if right < got <= right + 1: words = "is rounded up, and the last step goes beyond the budget" if got == right + 1 else "is no whole number of steps"
+        if right < got <= right + 1:
+            words = ("is rounded up, and the last step goes beyond the budget" if got == right + 1
+                     else "is no whole number of steps")
         if abs(got - budget/each*windows) < windows: words = "counts a step as one window"
         if abs(got/windows/T - budget/each) < 1: words = "is a number of tokens"
         raise AssertionError(f"{where}expected {right:,} steps, got {short(got)}, which {words}")
@@ -142,29 +200,44 @@ def check_matched_width(
     "`AssertionError` unless the numbers are those of the course's models, to half a per cent."
     c = ModelConfig.preset("ts-36m")
     gated, plain = replace(c, d_ff=None), replace(c, ffn="silu", d_ff=4*c.d_model)
-    ffn, model = [3*c.d_model*gated.ffn_size, 2*c.d_model*plain.ffn_size], [count_parameters(m).unique for m in (gated, plain)]
+    ffn, model = ([3*c.d_model*gated.ffn_size, 2*c.d_model*plain.ffn_size],
+                  [count_parameters(m).unique for m in (gated, plain)])
     fewer = lambda pair: 100*(pair[0] - pair[1])/pair[0]
-    right = dict(silu=1344*3//2, default=gated.ffn_size, ffn=fewer(ffn), model=fewer(model), unmatched=50.)
-    why = dict(silu={1344: "is the same width, and a third fewer parameters", 896: "is 2/3 of 1344; with fewer matrices they must be wider",
+    right = dict(silu=1344*3//2, default=gated.ffn_size, ffn=fewer(ffn), model=fewer(model),
+                 unmatched=50.)
+    why = dict(silu={1344: "is the same width, and a third fewer parameters",
+                     896: "is 2/3 of 1344; with fewer matrices they must be wider",
                      2048: "is 4 D, which matches 8/3 D = 1365"},
-               default={8*512/3: "is 8/3 D before it is rounded", 1365: "is 8/3 D before it is rounded", 1366: "is no multiple of 64",
+               default={8*512/3: "is 8/3 D before it is rounded",
+                        1365: "is 8/3 D before it is rounded", 1366: "is no multiple of 64",
                         1344: "is rounded down", 2048: "is 4 D, for two matrices", 1536: "is 3 D"},
-               ffn={fewer(model): "is that of the whole model", 100*(ffn[0] - ffn[1])/ffn[1]: "is in per cent of the plain one's",
-                    100/3: "is for equal widths", 0: "would be so without rounding to multiples of 64", -fewer(ffn): "has the wrong sign"},
-               model={fewer(ffn): "is that of the networks alone", fewer(model)/8: "is that of one layer's network: there are eight",
-                      100*(ffn[0] - ffn[1])*8/(model[0] - 2*10_000*512): "forgets embedding and head",
-                      100*(ffn[0] - ffn[1])*8/(model[0] - 10_000*512): "counts one of embedding and head",
+               ffn={fewer(model): "is that of the whole model",
+                    100*(ffn[0] - ffn[1])/ffn[1]: "is in per cent of the plain one's",
+                    100/3: "is for equal widths",
+                    0: "would be so without rounding to multiples of 64",
+                    -fewer(ffn): "has the wrong sign"},
+               model={fewer(ffn): "is that of the networks alone",
+                      fewer(model)/8: "is that of one layer's network: there are eight",
+                      100*(ffn[0] - ffn[1])*8/(model[0] - 2*10_000*512):
+                          "forgets embedding and head",
+                      100*(ffn[0] - ffn[1])*8/(model[0] - 10_000*512):
+                          "counts one of embedding and head",
                       0: "would be so without rounding to multiples of 64"},
-               unmatched={100/3: "is in per cent of SwiGLU's", 150: "is how many it has, expected how many more", 0: "forgets the third matrix"})
+               unmatched={100/3: "is in per cent of SwiGLU's",
+                          150: "is how many it has, expected how many more",
+                          0: "forgets the third matrix"})
     check_numbers(answer, right, why, rtol=.005)
 
 # %% ../../nbs/06_ablations/06z_ablations.ipynb #f180505b
 _COLUMNS = ("first", "rate", "update", "passes", "train", "valid", "again", "bigrams")
-_RUNS = {"A": (5.845, .1, .059, 23.27, 2.080, 3.845, 3.845, 3.671), "B": (5.847, .1, .059, .24, 1.847, 1.898, 3.872, 2.840),
+_RUNS = {"A": (5.845, .1, .059, 23.27, 2.080, 3.845, 3.845, 3.671),
+         "B": (5.847, .1, .059, .24, 1.847, 1.898, 3.872, 2.840),
          "C": (5.851, .1, .059, .24, 3.106, 3.128, 3.128, 2.840),
-         "D": (23.944, .1, .059, .24, 3.748, 3.772, 3.772, 2.840), "E": (5.851, .1, .059, .24, 3.106, 4.682, 4.682, 5.982),
+         "D": (23.944, .1, .059, .24, 3.748, 3.772, 3.772, 2.840),
+         "E": (5.851, .1, .059, .24, 3.106, 4.682, 4.682, 5.982),
          "F": (5.775, 1., .058, .24, 3.086, 3.102, 3.102, 2.840),
-         "G": (5.813, .1, .585, .24, 3.061, 3.069, 3.069, 2.840), "H": (5.782, .1, .059, .24, .010, .010, 11.053, 2.840),
+         "G": (5.813, .1, .585, .24, 3.061, 3.069, 3.069, 2.840),
+         "H": (5.782, .1, .059, .24, .010, .010, 11.053, 2.840),
          "I": (5.893, .1, .059, .24, 3.042, 3.063, 3.754, 2.840)}
 _FLOOR, _UNIFORM = .169, math.log(320)
 
@@ -177,19 +250,31 @@ def nine_runs()->dict: # Letter to a dict of numbers
 def _differs(r:dict)->bool: return abs(r["valid"] - r["again"]) > .02
 
 _SIGNS = { # Fault: whether the numbers show it, what it would show, and in which numbers
-    "shifted labels": (lambda r: _differs(r) and r["valid"] < _FLOOR, "a logged loss below the floor, and quite another one computed again",
-                       ("valid", "again")),
+    "shifted labels":
+        (lambda r: _differs(r) and r["valid"] < _FLOOR,
+         "a logged loss below the floor, and quite another one computed again",
+         ("valid", "again")),
     "no mask": (lambda r: _differs(r) and _FLOOR < r["valid"] < r["bigrams"],
-                "a logged loss between the floor and that of bigrams, and a far worse one computed again", ("valid", "again", "bigrams")),
-    "no final norm": (lambda r: _differs(r) and r["valid"] > r["bigrams"], "a logged loss like that of a healthy run, and another one computed again",
-                      ("valid", "again")),
-    "learning rate × 10": (lambda r: r["update"] > .4, "first steps that replace a large part of each matrix", ("update",)),
+                "a logged loss between the floor and that of bigrams, and a far worse "
+                "one computed again", ("valid", "again", "bigrams")),
+    "no final norm":
+        (lambda r: _differs(r) and r["valid"] > r["bigrams"],
+         "a logged loss like that of a healthy run, and another one computed again",
+         ("valid", "again")),
+    "learning rate × 10":
+        (lambda r: r["update"] > .4, "first steps that replace a large part of each matrix",
+         ("update",)),
     "no warm-up": (lambda r: r["rate"] > .9, "the full learning rate in the first line", ("rate",)),
-    "N(0, 1) tied head": (lambda r: r["first"] > _UNIFORM + 2.5, "a first loss far above ln V", ("first",)),
-    "other tokenizer": (lambda r: r["bigrams"] > _UNIFORM, "bigrams of the training tokens that are worse than ln V on the validation tokens",
-                        ("bigrams",)),
-    "overfitting": (lambda r: r["passes"] > 1.5 and r["train"] < .9*r["valid"], "many passes, and a training loss well below the validation loss",
-                    ("passes", "train", "valid"))}
+    "N(0, 1) tied head": (lambda r: r["first"] > _UNIFORM + 2.5, "a first loss far above ln V",
+                          ("first",)),
+    "other tokenizer":
+        (lambda r: r["bigrams"] > _UNIFORM,
+         "bigrams of the training tokens that are worse than ln V on the validation tokens",
+         ("bigrams",)),
+    "overfitting":
+        (lambda r: r["passes"] > 1.5 and r["train"] < .9*r["valid"],
+         "many passes, and a training loss well below the validation loss",
+         ("passes", "train", "valid"))}
 
 # %% ../../nbs/06_ablations/06z_ablations.ipynb #9929cea2
 def check_diagnosis(
@@ -199,38 +284,54 @@ def check_diagnosis(
     runs = nine_runs()
     names = ["none", *_SIGNS]
     if not isinstance(answer, dict) or answer.keys() != runs.keys():
-        raise AssertionError(f"expected a dict with the keys {', '.join(runs)}, got {short(answer)}")
+        raise AssertionError(f"expected a dict with the keys {', '.join(runs)}, "
+                             f"got {short(answer)}")
     for letter,r in runs.items():
         right = next((name for name,(shows, *_) in _SIGNS.items() if shows(r)), "none")
-        got = answer[letter].replace(" x ", " × ").strip() if isinstance(answer[letter], str) else answer[letter]
+        got = (answer[letter].replace(" x ", " × ").strip() if isinstance(answer[letter], str)
+               else answer[letter])
         if got == right: continue
-        if got not in names: raise AssertionError(f"{letter}: {short(answer[letter])} is none of {', '.join(names)}")
+        if got not in names:
+            raise AssertionError(f"{letter}: {short(answer[letter])} is none of {', '.join(names)}")
         _, words, columns = _SIGNS[right if got == "none" else got]
         numbers = ", ".join(f"{c} {r[c]:g}" for c in columns)
-        if got == "none": raise AssertionError(f"{letter}: a healthy run does not show {words}; here: {numbers}")
+        if got == "none":
+            raise AssertionError(f"{letter}: a healthy run does not show {words}; here: {numbers}")
         raise AssertionError(f"{letter}: {got} would show {words}; here: {numbers}")
 
 # %% ../../nbs/06_ablations/06z_ablations.ipynb #6e4c5ab8
 def check_bits(
     answer:dict, # 'excess', 'perplexity', 'a', 'b', 'floor' and 'match', each a number
 ):
-    "`AssertionError` unless the numbers follow from nats per token, tokens and bytes, to half a per cent."
+    """`AssertionError` unless the numbers follow from nats per token, tokens and bytes, to half a
+    per cent."""
     n, m, size, a, b, floor = 250_000, 200_000, 1_000_000, 1.4, 1.7, 1.1
     bits = lambda loss, tokens: loss*tokens/size/math.log(2)
-    right = dict(excess=a - floor, perplexity=math.exp(a), a=bits(a, n), b=bits(b, m), floor=floor*n/m, match=a*n/m)
+    right = dict(excess=a - floor, perplexity=math.exp(a), a=bits(a, n), b=bits(b, m),
+                 floor=floor*n/m, match=a*n/m)
     def units(loss, tokens, other):
         return {loss*tokens/size: "is in nats per byte", loss/math.log(2): "is in bits per token",
-                loss*size/tokens/math.log(2): "has tokens and bytes the wrong way: a token is several bytes",
-                loss*tokens/size*math.log(2): "is multiplied by ln 2, expected divided", bits(loss, other): "takes the other model's tokens",
+                loss*size/tokens/math.log(2):
+                    "has tokens and bytes the wrong way: a token is several bytes",
+                loss*tokens/size*math.log(2): "is multiplied by ln 2, expected divided",
+                bits(loss, other): "takes the other model's tokens",
                 loss: "is in nats per token"}
-    why = dict(excess={a/floor: "is a ratio", a: "is the loss", bits(a - floor, n): "is in bits per byte", (a - floor)/math.log(2): "is in bits",
-                       floor - a: "has the wrong sign", b - floor: "compares a loss per token of B with a floor per token of A"},
-               perplexity={2**a: "takes the loss for bits: it is in nats, so the base is e", math.exp(a - floor): "is that of the excess",
+    why = dict(excess={a/floor: "is a ratio", a: "is the loss",
+                       bits(a - floor, n): "is in bits per byte",
+                       (a - floor)/math.log(2): "is in bits",
+                       floor - a: "has the wrong sign",
+                       b - floor: "compares a loss per token of B with a floor per token of A"},
+               perplexity={2**a: "takes the loss for bits: it is in nats, so the base is e",
+                           math.exp(a - floor): "is that of the excess",
                            math.exp(bits(a, n)): "is that of the bits per byte", a: "is the loss"},
                a=units(a, n, m), b=units(b, m, n), floor={floor: "is per token of A",
-                                                          floor*m/n: "is the wrong way: B has fewer tokens, so each costs more",
-                                                          floor*n/size: "is per byte", bits(floor, n): "is in bits per byte"},
-               match={a: "is A's, and per token of A", a*m/n: "is the wrong way: B's tokens are longer", b: "is what B has",
+                                                          floor*m/n:
+                                                              "is the wrong way: B has fewer "
+                                                              "tokens, so each costs more",
+                                                          floor*n/size: "is per byte",
+                                                          bits(floor, n): "is in bits per byte"},
+               match={a: "is A's, and per token of A",
+                      a*m/n: "is the wrong way: B's tokens are longer", b: "is what B has",
                       b*n/m: "starts from B's loss"})
     check_numbers(answer, right, why, rtol=.005)
 
@@ -240,19 +341,28 @@ def check_norm_growth(
 ):
     "`AssertionError` unless the numbers are those of a very wide network, to two per cent."
     L = 17
-    right = dict(stream=math.sqrt(L + 1), pre=math.sqrt((L + 1)/2), post=1., last=math.sqrt((L + 1)/2), share=2**(-L/2))
+    right = dict(stream=math.sqrt(L + 1), pre=math.sqrt((L + 1)/2), post=1.,
+                 last=math.sqrt((L + 1)/2), share=2**(-L/2))
     own = "takes the gradient before the first block: its matrix gets what arrives behind it"
     why = dict(stream={L + 1: "is the mean square", math.sqrt(L): "forgets the row that came in",
-                       2**(L/2): "doubles the mean square in each block, but n(x) is always of size 1", 1: "is that after the last n"},
-               pre={1: "would be so with post-norm", math.sqrt(2/(L + 1)): "is the last over the first", math.sqrt(L + 1): own,
+                       2**(L/2):
+                           "doubles the mean square in each block, but n(x) is always of size 1",
+                       1: "is that after the last n"},
+               pre={1: "would be so with post-norm",
+                    math.sqrt(2/(L + 1)): "is the last over the first", math.sqrt(L + 1): own,
                     (L + 1)/2: "is the square", L + 1: "is a square, and " + own,
-                    2**((L - 1)/2): "takes each block to add as much as arrives, but going back through n divides by a stream that grows"},
-               post={2**((L - 1)/2): "forgets that each n divides by the root of 2", 2**(-(L - 1)/2): "forgets that x + W x has two ways back",
+                    2**((L - 1)/2): "takes each block to add as much as arrives, but going back "
+                                    "through n divides by a stream that grows"},
+               post={2**((L - 1)/2): "forgets that each n divides by the root of 2",
+                     2**(-(L - 1)/2): "forgets that x + W x has two ways back",
                      math.sqrt((L + 1)/2): "is that of pre-norm"},
-               last={math.sqrt(2/(L + 1)): "is pre-norm over post-norm", math.sqrt(L + 1): "forgets that post-norm's own n divides by the root of 2",
-                     1: "forgets that pre-norm's last n divides by the size of the stream", (L + 1)/2: "is the square",
+               last={math.sqrt(2/(L + 1)): "is pre-norm over post-norm",
+                     math.sqrt(L + 1): "forgets that post-norm's own n divides by the root of 2",
+                     1: "forgets that pre-norm's last n divides by the size of the stream",
+                     (L + 1)/2: "is the square",
                      1/math.sqrt(2): "is post-norm's alone"},
-               share={1/math.sqrt(L + 1): "is that of pre-norm", 2.**-L: "divides by 2 in each block, and n divides by its root",
+               share={1/math.sqrt(L + 1): "is that of pre-norm",
+                      2.**-L: "divides by 2 in each block, and n divides by its root",
                       1: "is so before any n", 2**(L/2): "is the factor upside down"})
     check_numbers(answer, right, why, rtol=.02)
 
@@ -263,30 +373,55 @@ def _smallest(n:int)->float: # Mean of the smallest of `n` standard normal numbe
     below = np.cumsum(density)*(x[1] - x[0])
     return float((x*n*density*(1 - below).clip(0)**(n - 1)).sum()*(x[1] - x[0]))
 
+# %% ../../nbs/06_ablations/06z_ablations.ipynb #c456d2a0
+_RATES = (.001, .003, .01, .03)
+
+def _base(rate:float)->float: return 1.4 + .05*math.log2(rate/.01)**2
+def _variant(rate:float)->float: return 1.38 + .05*math.log2(rate/.0025)**2
+
+def _tuning_mistakes(right:dict, s:float, best:float)->dict:
+    def signs(key, known): return {-right[key]: "has the wrong sign: variant less base"} | known
+    return dict(fixed=signs("fixed",
+                            {right["tuned"]: "is for each at its own best rate",
+                             _variant(.01): "is the variant's loss",
+                             _variant(.0025) - _base(.0025): "is at the variant's best rate",
+                             .08: "takes the logarithm without its square"}),
+                tuned=signs("tuned",
+                            {right["fixed"]: "is at the base's rate",
+                             _variant(.0025) - _base(.0025): "has both at the variant's rate",
+                             0: "forgets that the curves have different lowest points"}),
+                grid=signs("grid",
+                           {right["tuned"]: "is without a grid: 0.0025 is none of the four rates",
+                            _variant(.001) - _base(.01):
+                                "takes 0.001 for the variant, and 0.003 is nearer",
+                            right["fixed"]: "has the variant at 0.01"}),
+                lucky=signs("lucky",
+                            {0: "forgets that the best of five was chosen for its noise too",
+                             -s: "is one standard deviation",
+                             best: "is in standard deviations", best*s/5: "is divided by five",
+                             best*s/math.sqrt(5):
+                                 "is divided by the root of five: nothing was averaged",
+                             5*best*s: "is five times too large"}),
+                seeds=signs("seeds",
+                            {best*s:
+                                 "is with one run each: the noise of a mean of three is smaller",
+                             best*s/3: "is divided by three, expected its root",
+                             0: "is smaller, not gone",
+                             _smallest(15)*s:
+                                 "is the best of fifteen runs, expected of five means"}),
+                again={best*s:
+                           "keeps the luck of the run that was chosen, and a new seed has its own",
+                       best*s/math.sqrt(2): "averages the old run in",
+                       -best*s: "turns the luck round: a new run is average, not unlucky"})
+
 # %% ../../nbs/06_ablations/06z_ablations.ipynb #c456d28d
 def check_tuning(
     answer:dict, # 'fixed', 'tuned', 'grid', 'lucky', 'seeds' and 'again', each in nats
 ):
-    "`AssertionError` unless the differences are those of the two curves and of the noise, to 0.0005."
-    base, variant = (lambda r: 1.4 + .05*math.log2(r/.01)**2), (lambda r: 1.38 + .05*math.log2(r/.0025)**2)
-    rates = (.001, .003, .01, .03)
+    """`AssertionError` unless the differences are those of the two curves and of the noise, to
+    0.0005."""
     s, best = .02, _smallest(5)
-    right = dict(fixed=variant(.01) - base(.01), tuned=variant(.0025) - base(.01), grid=min(map(variant, rates)) - min(map(base, rates)),
+    right = dict(fixed=_variant(.01) - _base(.01), tuned=_variant(.0025) - _base(.01),
+                 grid=min(map(_variant, _RATES)) - min(map(_base, _RATES)),
                  lucky=best*s, seeds=best*s/math.sqrt(3), again=0.)
-    def signs(key, known): return {-right[key]: "has the wrong sign: variant less base"} | known
-    why = dict(fixed=signs("fixed", {right["tuned"]: "is for each at its own best rate", variant(.01): "is the variant's loss",
-                                     variant(.0025) - base(.0025): "is at the variant's best rate", .08: "takes the logarithm without its square"}),
-               tuned=signs("tuned", {right["fixed"]: "is at the base's rate", variant(.0025) - base(.0025): "has both at the variant's rate",
-                                     0: "forgets that the curves have different lowest points"}),
-               grid=signs("grid", {right["tuned"]: "is without a grid: 0.0025 is none of the four rates",
-                                   variant(.001) - base(.01): "takes 0.001 for the variant, and 0.003 is nearer",
-                                   right["fixed"]: "has the variant at 0.01"}),
-               lucky=signs("lucky", {0: "forgets that the best of five was chosen for its noise too", -s: "is one standard deviation",
-                                     best: "is in standard deviations", best*s/5: "is divided by five",
-                                     best*s/math.sqrt(5): "is divided by the root of five: nothing was averaged", 5*best*s: "is five times too large"}),
-               seeds=signs("seeds", {best*s: "is with one run each: the noise of a mean of three is smaller",
-                                     best*s/3: "is divided by three, expected its root", 0: "is smaller, not gone",
-                                     _smallest(15)*s: "is the best of fifteen runs, expected of five means"}),
-               again={best*s: "keeps the luck of the run that was chosen, and a new seed has its own", best*s/math.sqrt(2): "averages the old run in",
-                      -best*s: "turns the luck round: a new run is average, not unlucky"})
-    check_numbers(answer, right, why, atol=.0005)
+    check_numbers(answer, right, _tuning_mistakes(right, s, best), atol=.0005)

@@ -24,41 +24,57 @@ from ..tools.grading import check_numbers, run_answer, short
 from ..tools.show import si
 
 # %% ../../nbs/02_accounting/02z_accounting.ipynb #912a8c9c
-def _grade(where:str, got, right, wrong:dict, rtol:float=0): # `wrong`: words to the number that this mistake gives; the nearest is named
-    if isinstance(got, bool) or not isinstance(got, Real): raise AssertionError(f"{where}expected a number, got {short(got)}")
+def _grade(where:str, got, right, wrong:dict, rtol:float=0):
+    # `wrong`: words to the number that this mistake gives; the nearest is named
+    if isinstance(got, bool) or not isinstance(got, Real):
+        raise AssertionError(f"{where}expected a number, got {short(got)}")
     if abs(got - right) <= rtol*abs(right): return
     near = {words: n for words,n in wrong.items() if abs(got - n) <= rtol*abs(n)}
-    words = min(near, key=lambda k: abs(got - near[k])) if near else "too small" if got < right else "too large" if got > right else "not a number"
+    words = (min(near, key=lambda k: abs(got - near[k])) if near else "too small" if got < right
+             else "too large" if got > right else "not a number")
     raise AssertionError(f"{where}expected {_figure(right)}, got {_figure(got)}: {words}")
 
-def _figure(n)->str: return f"{int(n):,}" if n % 1 == 0 and (isinstance(n, int) or abs(n) < 1e15) else f"{float(n):.6g}"
+def _figure(n)->str:
+    return (f"{int(n):,}" if n % 1 == 0 and (isinstance(n, int) or abs(n) < 1e15)
+            else f"{float(n):.6g}")
 
-def _grade_parts(where:str, got, right:dict, wrong:dict, rtol:float=0): # The same for a dict of numbers
+def _grade_parts(where:str, got, right:dict, wrong:dict, rtol:float=0):
+    # The same for a dict of numbers
     if not isinstance(got, dict) or set(got) != set(right):
-        raise AssertionError(f"{where}expected a dict with the keys {', '.join(right)}, got {short(got)}")
+        raise AssertionError(f"{where}expected a dict with the keys "
+                             f"{', '.join(right)}, got {short(got)}")
     for key,n in right.items(): _grade(f"{where}{key}: ", got[key], n, wrong[key], rtol)
 
 # %% ../../nbs/02_accounting/02z_accounting.ipynb #3c5a7e75
-def _models(n:int, seed:int=0)->list: # Random configs: grouped heads, both kinds of network, both kinds of head
+def _models(n:int, seed:int=0)->list:
+    # Random configs: grouped heads, both kinds of network, both kinds of head
     rng, found = random.Random(seed), []
     for i in range(n):
         G = rng.randrange(1, 4)
         H, K = G*rng.randrange(2, 4), 2*rng.randrange(4, 9)
-        found.append(ModelConfig(vocab_size=rng.randrange(300, 900), context_length=rng.randrange(33, 90), d_model=H*K, num_layers=rng.randrange(2, 6),
-                     num_heads=H, num_kv_heads=G, d_ff=8*rng.randrange(15, 50), ffn=("swiglu", "silu")[i % 2], tie_embeddings=i//2 % 2 == 1))
+        found.append(ModelConfig(vocab_size=rng.randrange(300, 900),
+                                 context_length=rng.randrange(33, 90), d_model=H*K,
+                                 num_layers=rng.randrange(2, 6),
+                     num_heads=H, num_kv_heads=G, d_ff=8*rng.randrange(15, 50),
+                                 ffn=("swiglu", "silu")[i % 2], tie_embeddings=i//2 % 2 == 1))
     return found
 
 def _said(**values)->str: return f"for {', '.join(f'{k} = {v}' for k,v in values.items())}: "
 
-_ONE = ModelConfig(vocab_size=1000, context_length=100, d_model=96, num_layers=5, num_heads=6, num_kv_heads=2, d_ff=160)
+_ONE = ModelConfig(vocab_size=1000, context_length=100, d_model=96, num_layers=5, num_heads=6,
+                   num_kv_heads=2, d_ff=160)
 
 # %% ../../nbs/02_accounting/02z_accounting.ipynb #133d817c
-def _pattern(x:float)->int: return struct.unpack("<I", struct.pack("<f", x))[0] # The bits of a float32 number
+def _pattern(x:float)->int:
+    return struct.unpack("<I", struct.pack("<f", x))[0] # The bits of a float32 number
 
-def _rounded(bits:int)->int: # The bfloat16 pattern nearest to a float32 pattern; of two, the even one
+def _rounded(bits:int)->int:
+    # The bfloat16 pattern nearest to a float32 pattern; of two, the even one
     x, low = FLOAT_FORMATS["float32"].decode(bits), bits >> 16
     if not math.isfinite(x): return low | (64 if x != x else 0)
-    def size(p): return min(abs(FLOAT_FORMATS["bfloat16"].decode(p)), 2.0**128)       # Infinity as the next number would be
+    def size(p):
+        # Infinity as the next number would be
+        return min(abs(FLOAT_FORMATS["bfloat16"].decode(p)), 2.0**128)
     below, above = abs(x) - size(low), size(low + 1) - abs(x)
     return low + (above < below or above == below and low % 2)
 
@@ -71,55 +87,81 @@ def check_formats(
 ):
     "`AssertionError` unless these are the numbers of the formats."
     bf16, fp16, steps = FLOAT_FORMATS["bfloat16"], FLOAT_FORMATS["float16"], 3000
-    largest = fp16.decode((2**fp16.exponent_bits - 1)*2**fp16.mantissa_bits - 1)            # The last pattern before infinity
-    a, b, wide = _count_up("bfloat16", steps), _count_up("float16", steps), bf16.decode(_rounded(_pattern(steps)))
-    right = dict(next=bf16.decode((_pattern(256.) >> 16) + 1), largest=int(largest), bfloat16=a, float16=b, wide=int(wide))
-    lost, nine = "looks as if nothing were lost: what is the spacing near the sum?", "needs 8 bits behind the leading one, and there are 7"
-    early, late = "is where the spacing is 1, and 1 more is still exact", "is too far: at half of it 1 is half the spacing, and the tie goes to the even number"
-    why = dict(next={257: f"{nine}: the spacing is 2", 256.25: "is float16's", 256 + 2**-15: "is float32's", 260: "is the second one"},
-               largest={65535: "is the largest of 16 bits as a whole number", 65536: "is where infinity would stand", 2**15: "is the largest power of two",
+    # The last pattern before infinity
+    largest = fp16.decode((2**fp16.exponent_bits - 1)*2**fp16.mantissa_bits - 1)
+    a, b, wide = (_count_up("bfloat16", steps), _count_up("float16", steps),
+                  bf16.decode(_rounded(_pattern(steps))))
+    right = dict(next=bf16.decode((_pattern(256.) >> 16) + 1), largest=int(largest), bfloat16=a,
+                 float16=b, wide=int(wide))
+    lost, nine = ("looks as if nothing were lost: what is the spacing near the sum?",
+                  "needs 8 bits behind the leading one, and there are 7")
+    early, late = ("is where the spacing is 1, and 1 more is still exact",
+                   "is too far: at half of it 1 is half the spacing, and the tie goes "
+                   "to the even number")
+    why = dict(next={257: f"{nine}: the spacing is 2", 256.25: "is float16's",
+                     256 + 2**-15: "is float32's", 260: "is the second one"},
+               largest={65535: "is the largest of 16 bits as a whole number",
+                        65536: "is where infinity would stand",
+                        2**15: "is the largest power of two",
                         bf16.decode(0x7f7f): "is bfloat16's"},
-               bfloat16={steps: lost, a//2: early, 2*a: late, b: "is right for float16", a + 1: nine, right["wide"]: "is right for a sum in float32"},
+               bfloat16={steps: lost, a//2: early, 2*a: late, b: "is right for float16",
+                         a + 1: nine, right["wide"]: "is right for a sum in float32"},
                float16={steps: lost, b//2: early, 2*b: late, a: "is right for bfloat16"},
-               wide={steps: "is no number of bfloat16: the spacing is 16 there", steps - 8: "is as near, but its last mantissa bit is 1",
+               wide={steps: "is no number of bfloat16: the spacing is 16 there",
+                     steps - 8: "is as near, but its last mantissa bit is 1",
                      a: "is right for a sum in bfloat16"})
     check_numbers(answer, right, why)
 
 # %% ../../nbs/02_accounting/02z_accounting.ipynb #58d869b9
-_EDGES = [0x40490fdb, 0x3f800001, 0x3f80c000, 0x3f808001, 0x3f808000, 0x3f818000, 0x3f800000, 0xbf80c000, 0xc0490fdb, 0, 0x80000000, 0x3fffffff,
-          0x7f7f7fff, 0x7f7f8000, 0x7f7fffff, 0xff7fffff, 0x7f800000, 0xff800000, 0x00000001, 0x00008000, 0x00008001, 0x007fffff, 0x00018000,
+_EDGES = [0x40490fdb, 0x3f800001, 0x3f80c000, 0x3f808001, 0x3f808000, 0x3f818000, 0x3f800000,
+          0xbf80c000, 0xc0490fdb, 0, 0x80000000, 0x3fffffff,
+          0x7f7f7fff, 0x7f7f8000, 0x7f7fffff, 0xff7fffff, 0x7f800000, 0xff800000, 0x00000001,
+          0x00008000, 0x00008001, 0x007fffff, 0x00018000,
           0x7fc00000, 0x7f800001, 0x7f80ffff, 0x7fffffff, 0xffffffff, 0xff800001]
 
 def _slip(bits:int, got:int)->str: # Which mistake gives this pattern
-    size, low, cut, tie = bits & 0x7fffffff, bits & 0xffff, bits >> 16, "in the middle the last bit that stays decides: take the even one, not always the "
+    size, low, cut, tie = (bits & 0x7fffffff, bits & 0xffff, bits >> 16,
+                           "in the middle the last bit that stays decides: take the even "
+                           "one, not always the ")
     if size > 0x7f800000:
-        how = ": its ones stand in the lower half" if got & 0x7fff == 0x7f80 else ": the carry ran through it" if got & 0x7fff < 0x7f80 else ""
+        how = (": its ones stand in the lower half" if got & 0x7fff == 0x7f80
+               else ": the carry ran through it" if got & 0x7fff < 0x7f80 else "")
         return f"NaN must stay NaN{how}"
     if got ^ 0x8000 == _rounded(bits): return "the sign is lost"
-    if got == cut and size >= 0x7f7f8000: return "half a step or more above the largest number is infinity"
+    if got == cut and size >= 0x7f7f8000:
+        return "half a step or more above the largest number is infinity"
     if low == 0x8000 and got in (cut, cut + 1): return f"{tie}{'lower' if got == cut else 'upper'}"
     if got == cut: return "the lower half is cut off, which rounds toward zero"
-    return "that is the next one, but the lower one is nearer" if got == cut + 1 else "that is not one of the two neighbours"
+    return ("that is the next one, but the lower one is nearer" if got == cut + 1
+            else "that is not one of the two neighbours")
 
 # %% ../../nbs/02_accounting/02z_accounting.ipynb #a107010f
 def check_to_bfloat16(
-    to_bfloat16:Callable, # `to_bfloat16(bits)`: the pattern of a float32 to that of a bfloat16, both whole numbers
+    # `to_bfloat16(bits)`: the pattern of a float32 to that of a bfloat16, both whole numbers
+    to_bfloat16:Callable,
 ):
     "`AssertionError` unless every pattern is rounded to the nearest, ties to even."
     rng, decode = random.Random(0), FLOAT_FORMATS["bfloat16"].decode
-    ties = [rng.randrange(2**16) << 16 | low for low in (0x7fff, 0x8000, 0x8000, 0x8001) for _ in range(40)]
+    ties = [rng.randrange(2**16) << 16 | low for low in (0x7fff, 0x8000, 0x8000, 0x8001)
+            for _ in range(40)]
     for bits in [*_EDGES, *ties, *(rng.randrange(2**32) for _ in range(500))]:
-        right, where = _rounded(bits), f"for {bits:#010x} ({FLOAT_FORMATS['float32'].decode(bits)!r}): "
+        right, where = (_rounded(bits),
+                        f"for {bits:#010x} ({FLOAT_FORMATS['float32'].decode(bits)!r}): ")
         got = run_answer(to_bfloat16, bits, shown=where)
         try: got = None if isinstance(got, bool) else operator.index(got)
-        except TypeError: raise AssertionError(f"{where}expected a whole number, the pattern, got {short(got)}") from None
-        if got is None or not 0 <= got < 2**16: raise AssertionError(f"{where}expected a pattern from 0 to 65535, got {got}")
+        except TypeError:
+            raise AssertionError(f"{where}expected a whole number, the "
+                                 f"pattern, got {short(got)}") from None
+        if got is None or not 0 <= got < 2**16:
+            raise AssertionError(f"{where}expected a pattern from 0 to 65535, got {got}")
         if got == right or math.isnan(decode(right)) and math.isnan(decode(got)): continue
-        raise AssertionError(f"{where}expected {right:#06x} ({decode(right)!r}), got {got:#06x} ({decode(got)!r}): {_slip(bits, got)}")
+        raise AssertionError(f"{where}expected {right:#06x} ({decode(right)!r}), got {got:#06x} "
+                             f"({decode(got)!r}): {_slip(bits, got)}")
 
 # %% ../../nbs/02_accounting/02z_accounting.ipynb #c2f866eb
 def _einsums()->list: # Specs and shapes, from a product of matrices to random ones
-    found = [("mk,kn->mn", (3, 5), (5, 7)), ("btd,df->btf", (2, 3, 5), (5, 7)), ("bhtk,bhsk->bhts", (2, 3, 5, 4), (2, 3, 7, 4)), ("i,i->", (9,), (9,))]
+    found = [("mk,kn->mn", (3, 5), (5, 7)), ("btd,df->btf", (2, 3, 5), (5, 7)),
+             ("bhtk,bhsk->bhts", (2, 3, 5, 4), (2, 3, 7, 4)), ("i,i->", (9,), (9,))]
     rng = random.Random(0)
     for _ in range(60):
         letters = rng.sample("abcdefghij", 7)
@@ -128,12 +170,14 @@ def _einsums()->list: # Specs and shapes, from a product of matrices to random o
         parts = [batch + left + summed, batch + right + summed, batch + left + right]
         for part in parts: rng.shuffle(part)
         size = {c: rng.randrange(2, 9) for c in letters}
-        found.append(("{},{}->{}".format(*map("".join, parts)), *(tuple(size[c] for c in part) for part in parts[:2])))
+        found.append(("{},{}->{}".format(*map("".join, parts)),
+                      *(tuple(size[c] for c in part) for part in parts[:2])))
     return found
 
 _TWO = "each multiplication goes with an addition: the factor 2 is missing"
 
-def _einsum_groups(spec:str, a:tuple, b:tuple)->tuple: # Sizes of the batch, of the rows, of the columns, of what is summed over
+def _einsum_groups(spec:str, a:tuple, b:tuple)->tuple:
+    # Sizes of the batch, of the rows, of the columns, of what is summed over
     (first, second), out = spec.split("->")[0].split(","), spec.split("->")[1]
     size = dict(zip(first, a)) | dict(zip(second, b))
     both = set(first) & set(second)
@@ -150,9 +194,12 @@ def check_einsum_flops(
         B, m, n, k = _einsum_groups(spec, a, b)
         right = B*matmul_flops(m, k, n)
         wrong = {_TWO: right//2,
-                 "what is summed over counts too": 2*B*m*n, "letters of both operands count once": 2*math.prod(a)*math.prod(b),
-                 "the batch is missing": matmul_flops(m, k, n), "a sum of k products is counted with k additions, the first to 0": right - B*m*n,
-                 "sizes are multiplied, not added": 2*(B*m*k + B*k*n), "that is the size of the operands and of the result": B*(m*k + k*n + m*n)}
+                 "what is summed over counts too": 2*B*m*n,
+                 "letters of both operands count once": 2*math.prod(a)*math.prod(b),
+                 "the batch is missing": matmul_flops(m, k, n),
+                 "a sum of k products is counted with k additions, the first to 0": right - B*m*n,
+                 "sizes are multiplied, not added": 2*(B*m*k + B*k*n),
+                 "that is the size of the operands and of the result": B*(m*k + k*n + m*n)}
         _grade(where, run_answer(einsum_flops, spec, a, b, shown=where), right, wrong)
     spec, a, b = "mk,kn->mn", (3, 5), (6, 7)
     where = f"for {spec!r}, {a}, {b}: "
@@ -164,56 +211,80 @@ def check_einsum_flops(
 
 # %% ../../nbs/02_accounting/02z_accounting.ipynb #b54c5470
 def _size_slips(c:ModelConfig)->dict: # Words to the number that a mistake gives
-    D, L, n, parts, table = c.d_model, c.num_layers, count_parameters(c).unique, parameter_parts(c), c.vocab_size*c.d_model
-    found = {"tied: table and head are one matrix, which counts once": n + table} if c.tie_embeddings else {"not tied: table and head are two matrices": n - table}
+    D, L, n, parts, table = (c.d_model, c.num_layers, count_parameters(c).unique,
+                             parameter_parts(c), c.vocab_size*c.d_model)
+    found = ({"tied: table and head are one matrix, which counts once": n + table}
+             if c.tie_embeddings else {"not tied: table and head are two matrices": n - table})
     if c.gated: found["the gated network has three matrices, not two"] = n - L*D*c.ffn_size
     else: found["the network without a gate has two matrices, not three"] = n + L*D*c.ffn_size
-    return found | {"keys and values have G heads, not H": count_parameters(replace(c, num_kv_heads=c.num_heads)).unique,
-                    "the last norm is missing": n - D, "the norms are missing": n - parts["norms"], "the norms of the blocks are missing": n - 2*L*D,
-                    "a block has two norms": n - L*D, "the projection of the outputs is missing": n - L*D*D,
-                    "there are no biases": n + L*(2*D + 2*c.kv_heads*c.head_size + 2*c.ffn_size + D), "table and head are missing": n - parts["token embedding"] - parts["head"],
-                    "that is one block, of L": count_parameters(replace(c, num_layers=1)).unique, "that is bytes, in float32": 4*n}
+    return found | {"keys and values have G heads, not H":
+                        count_parameters(replace(c, num_kv_heads=c.num_heads)).unique,
+                    "the last norm is missing": n - D, "the norms are missing": n - parts["norms"],
+                    "the norms of the blocks are missing": n - 2*L*D,
+                    "a block has two norms": n - L*D,
+                    "the projection of the outputs is missing": n - L*D*D,
+                    "there are no biases":
+                        n + L*(2*D + 2*c.kv_heads*c.head_size + 2*c.ffn_size + D),
+                    "table and head are missing": n - parts["token embedding"] - parts["head"],
+                    "that is one block, of L": count_parameters(replace(c, num_layers=1)).unique,
+                    "that is bytes, in float32": 4*n}
 
 # %% ../../nbs/02_accounting/02z_accounting.ipynb #9a416bd7
 def check_model_size(
-    model_size:Callable, # `model_size(V, D, L, H, G, F, gated, tied)` gives the number of parameters
+    # `model_size(V, D, L, H, G, F, gated, tied)` gives the number of parameters
+    model_size:Callable,
 ):
     "`AssertionError` unless the formula gives what the chapter counts, for random sizes."
     for c in [_ONE, *_models(24)]:
-        args = dict(V=c.vocab_size, D=c.d_model, L=c.num_layers, H=c.num_heads, G=c.kv_heads, F=c.ffn_size, gated=c.gated, tied=c.tie_embeddings)
+        args = dict(V=c.vocab_size, D=c.d_model, L=c.num_layers, H=c.num_heads, G=c.kv_heads,
+                    F=c.ffn_size, gated=c.gated, tied=c.tie_embeddings)
         got = run_answer(model_size, *args.values(), shown=_said(**args))
         _grade(_said(**args), got, count_parameters(c).unique, _size_slips(c))
 
 # %% ../../nbs/02_accounting/02z_accounting.ipynb #042921d0
-def _part_slips(key:str, c:ModelConfig, right:int)->dict: # Words to the number that a mistake gives for this part
+def _part_slips(key:str, c:ModelConfig, right:int)->dict:
+    # Words to the number that a mistake gives for this part
     T, D, L, H, K = c.context_length, c.d_model, c.num_layers, c.num_heads, c.head_size
-    half = "the pairs are all of T × T, not half of them, and each multiplication goes with an addition" if key in ("scores", "values") else _TWO
+    half = ("the pairs are all of T × T, not half of them, and each multiplication "
+            "goes with an addition" if key in ("scores", "values") else _TWO)
     found = {half: right//2, "that is one token, of T": right//T}
-    if key == "head": return found | {"the head comes once, after the last layer": right*L, "the head is a product too": 0,
-                                      "the table is looked up, only the head is multiplied": 2*right}
+    if key == "head":
+        return found | {"the head comes once, after the last layer": right*L,
+                        "the head is a product too": 0,
+                        "the table is looked up, only the head is multiplied": 2*right}
     found |= {"that is one layer, of L": right//L, "that is with the backward pass": 3*right}
     if key == "projections":
-        return found | {"keys and values have G heads, not H": L*matmul_flops(T, D, 4*D), "the outputs are projected too": right - L*matmul_flops(T, D, D),
-                        "there are keys and values, two matrices": right - L*matmul_flops(T, D, c.kv_heads*K)}
-    if key == "ffn": return found | {"the gated network has three matrices": L*2*matmul_flops(T, D, c.ffn_size),
-                                     "without a gate there are two matrices": L*3*matmul_flops(T, D, c.ffn_size)}
+        return found | {"keys and values have G heads, not H": L*matmul_flops(T, D, 4*D),
+                        "the outputs are projected too": right - L*matmul_flops(T, D, D),
+                        "there are keys and values, two matrices":
+                            right - L*matmul_flops(T, D, c.kv_heads*K)}
+    if key == "ffn":
+        return found | {"the gated network has three matrices": L*2*matmul_flops(T, D, c.ffn_size),
+                        "without a gate there are two matrices": L*3*matmul_flops(T, D, c.ffn_size)}
     return found | {"that is one head, of H": right//H, "a head is D/H wide, not D": right*H,
-                    "all pairs are asked for, not those of the causal mask": L*2*H*attention_pairs(T)*K,
+                    "all pairs are asked for, not those of the causal mask":
+                        L*2*H*attention_pairs(T)*K,
                     "there are H query heads, also where G share their keys": right*c.kv_heads//H}
 
 # %% ../../nbs/02_accounting/02z_accounting.ipynb #b4ebfbe7
 def check_forward_parts(
-    forward_parts:Callable, # `forward_parts(V, D, L, H, G, F, gated, T)` gives a dict of the FLOPs of each part
+    # `forward_parts(V, D, L, H, G, F, gated, T)` gives a dict of the FLOPs of each part
+    forward_parts:Callable,
 ):
     "`AssertionError` unless the formulas give what the chapter counts, for random sizes."
     for c in [_ONE, *_models(16, seed=1)]:
-        args = dict(V=c.vocab_size, D=c.d_model, L=c.num_layers, H=c.num_heads, G=c.kv_heads, F=c.ffn_size, gated=c.gated, T=c.context_length)
-        got, right = run_answer(forward_parts, *args.values(), shown=_said(**args)), forward_flops(c)
-        _grade_parts(_said(**args), got, right, {key: _part_slips(key, c, n) for key,n in right.items()})
+        args = dict(V=c.vocab_size, D=c.d_model, L=c.num_layers, H=c.num_heads, G=c.kv_heads,
+                    F=c.ffn_size, gated=c.gated, T=c.context_length)
+        got, right = (run_answer(forward_parts, *args.values(), shown=_said(**args)),
+                      forward_flops(c))
+        _grade_parts(_said(**args), got, right,
+                     {key: _part_slips(key, c, n) for key,n in right.items()})
 
 # %% ../../nbs/02_accounting/02z_accounting.ipynb #68390568
-_SMALL = ModelConfig(vocab_size=32_000, context_length=2048, d_model=640, num_layers=10, num_heads=10, d_ff=1728)
-_LARGE = ModelConfig(vocab_size=32_000, context_length=2048, d_model=4096, num_layers=36, num_heads=32, d_ff=10_944)
+_SMALL = ModelConfig(vocab_size=32_000, context_length=2048, d_model=640, num_layers=10,
+                     num_heads=10, d_ff=1728)
+_LARGE = ModelConfig(vocab_size=32_000, context_length=2048, d_model=4096, num_layers=36,
+                     num_heads=32, d_ff=10_944)
 _LONG = replace(_LARGE, context_length=32_768)
 
 def _share(c:ModelConfig, *keys, **how)->float: # Of the forward FLOPs, in per cent
@@ -221,76 +292,116 @@ def _share(c:ModelConfig, *keys, **how)->float: # Of the forward FLOPs, in per c
     return 100*sum(parts[k] for k in keys)/sum(parts.values())
 
 def _share_slips(c:ModelConfig, keys:tuple)->dict: # Number to words
-    found = {_share(replace(c, ffn="silu"), *keys): "forgets the third matrix of a gated network", _share(c, *keys)/100: "is a share of 1, not per cent",
+    found = {_share(replace(c, ffn="silu"), *keys): "forgets the third matrix of a gated network",
+             _share(c, *keys)/100: "is a share of 1, not per cent",
              _share(c, *keys, causal=True): "counts only the causal pairs"}
-    if keys == ("head",): return found | {100*c.vocab_size*c.d_model/count_parameters(c).unique: "is its share of the parameters, not of the FLOPs"}
-    return found | {_share(c, "scores"): "is the share of the scores alone", _share(c, *keys, "projections"): "has the projections with it"}
+    if keys == ("head",):
+        return found | {100*c.vocab_size*c.d_model/count_parameters(c).unique:
+                            "is its share of the parameters, not of the FLOPs"}
+    return found | {_share(c, "scores"): "is the share of the scores alone",
+                    _share(c, *keys, "projections"): "has the projections with it"}
 
 # %% ../../nbs/02_accounting/02z_accounting.ipynb #dcd2bd06
 def check_shares(
-    answer:dict, # 'head_small', 'head_large', 'attention_small', 'attention_large', 'growth' and 'attention_long', each with a number
+    # 'head_small', 'head_large', 'attention_small', 'attention_large', 'growth' and
+    # 'attention_long', each with a number
+    answer:dict,
 ):
-    "`AssertionError` unless the shares, in per cent, and the growth are those of the two models, to a tenth."
-    models, heads, both = dict(small=_SMALL, large=_LARGE, long=_LONG), ("head",), ("scores", "values")
-    right = {f"head_{k}": _share(c, *heads) for k,c in models.items() if c is not _LONG} | {f"attention_{k}": _share(c, *both) for k,c in models.items()}
-    why = {f"head_{k}": _share_slips(c, heads) for k,c in models.items()} | {f"attention_{k}": _share_slips(c, both) for k,c in models.items()}
-    grows = lambda **how: sum(forward_flops(_LONG, **how).values())/sum(forward_flops(_LARGE, **how).values())
+    """`AssertionError` unless the shares, in per cent, and the growth are those of the two models,
+    to a tenth."""
+    models, heads, both = (dict(small=_SMALL, large=_LARGE, long=_LONG), ("head",),
+                           ("scores", "values"))
+    right = ({f"head_{k}": _share(c, *heads) for k,c in models.items() if c is not _LONG}
+             | {f"attention_{k}": _share(c, *both) for k,c in models.items()})
+    why = ({f"head_{k}": _share_slips(c, heads) for k,c in models.items()}
+           | {f"attention_{k}": _share_slips(c, both) for k,c in models.items()})
+    grows = lambda **how: (sum(forward_flops(_LONG, **how).values())
+                           /sum(forward_flops(_LARGE, **how).values()))
     times = _LONG.context_length/_LARGE.context_length
-    right["growth"], why["growth"] = grows(), {times: "holds for all but attention, whose pairs grow with the square", times**2: "holds for scores and values alone",
-                                               grows(causal=True): "counts only the causal pairs"}
+    right["growth"], why["growth"] = (grows(),
+                                      {times: "holds for all but attention, whose pairs "
+                                              "grow with the square",
+                                       times**2: "holds for scores and values alone",
+                                      grows(causal=True): "counts only the causal pairs"})
     check_numbers(answer, right, why, atol=.1)
 
 # %% ../../nbs/02_accounting/02z_accounting.ipynb #44cdf9a5
 _HELD = dict(attention="explicit", logits=True) # Written out, and all logits at once
 
 def _activation_slips(c:ModelConfig, B:int)->dict: # Words to the bytes that a mistake gives
-    parts, a, L, row = activation_parts(c, B, **_HELD), activation_bytes(c, B, **_HELD), c.num_layers, 4*B*c.context_length*c.d_model
+    parts, a, L, row = (activation_parts(c, B, **_HELD), activation_bytes(c, B, **_HELD),
+                        c.num_layers, 4*B*c.context_length*c.d_model)
     probs = parts["probabilities"]
     found = {"that is one sequence, of B": a//B, "those are numbers, a float32 has 4 bytes": a//4,
              "that is one block, of L": activation_bytes(replace(c, num_layers=1), B, **_HELD),
-             "a row of D in each block is missing: what the three projections, the last projection or the network read": a - L*row,
+             "a row of D in each block is missing: what the three projections, the last projection "
+             "or the network read": a - L*row,
              "each norm keeps its input and the normalised row": a - (2*L + 1)*row,
              "each head has probabilities of its own": a - probs*(c.num_heads - 1)//c.num_heads,
-             "the probabilities are kept whole, also where they are masked": a - probs//2, "the scores are not kept beside the probabilities": a + probs,
-             "queries, keys and values are three rows": a - 2*L*row, "the logits are not kept beside the log-probabilities": a + parts["loss"],
-             "a gated network keeps four rows of F": activation_bytes(replace(c, ffn="silu"), B, **_HELD)}
-    missing = ("norms", "probabilities", "inside feed-forward", "queries, keys, values", "last norm", "loss")
+             "the probabilities are kept whole, also where they are masked": a - probs//2,
+             "the scores are not kept beside the probabilities": a + probs,
+             "queries, keys and values are three rows": a - 2*L*row,
+             "the logits are not kept beside the log-probabilities": a + parts["loss"],
+             "a gated network keeps four rows of F":
+                 activation_bytes(replace(c, ffn="silu"), B, **_HELD)}
+    missing = ("norms", "probabilities", "inside feed-forward", "queries, keys, values",
+               "last norm", "loss")
     return found | {f"nothing is counted for {name}": a - parts[name] for name in missing}
 
 def _step_slips(c:ModelConfig, B:int)->dict: # For each of the four
     four, none = 4*count_parameters(c).unique, "those are numbers, a float32 has 4 bytes"
     each = {none: four//4, "all is float32, of 4 bytes": four//2}
-    return dict(parameters=each, gradients=each | {"each parameter has a gradient": 0}, activations=_activation_slips(c, B),
-                optimizer={"AdamW keeps two running means for each parameter": four, "there are no master weights, all is float32": 3*four, none: four//2})
+    return dict(parameters=each, gradients=each | {"each parameter has a gradient": 0},
+                activations=_activation_slips(c, B),
+                optimizer={"AdamW keeps two running means for each parameter": four,
+                           "there are no master weights, all is float32": 3*four, none: four//2})
 
 # %% ../../nbs/02_accounting/02z_accounting.ipynb #60239ad4
 def check_step_memory(
-    step_memory:Callable, # `step_memory(V, D, L, H, F, T, B)` gives a dict of bytes: 'parameters', 'gradients', 'optimizer' and 'activations'
+    # `step_memory(V, D, L, H, F, T, B)` gives a dict of bytes: 'parameters', 'gradients',
+    # 'optimizer' and 'activations'
+    step_memory:Callable,
 ):
-    "`AssertionError` unless the four are what the chapter counts, to two in a thousand, for random sizes."
-    rng, cases = random.Random(2), [(3, ModelConfig(vocab_size=3000, context_length=300, d_model=192, num_layers=5, num_heads=6, d_ff=512))]
+    """`AssertionError` unless the four are what the chapter counts, to two in a thousand, for
+    random sizes."""
+    rng, cases = (random.Random(2),
+                  [(3, ModelConfig(vocab_size=3000, context_length=300, d_model=192, num_layers=5,
+                                   num_heads=6, d_ff=512))])
     for _ in range(12):
         H, F = rng.randrange(3, 7), 64*rng.randrange(10, 20)
-        sizes = dict(vocab_size=rng.randrange(2000, 5000), context_length=rng.randrange(200, 700), num_layers=rng.randrange(2, 5))
+        sizes = dict(vocab_size=rng.randrange(2000, 5000), context_length=rng.randrange(200, 700),
+                     num_layers=rng.randrange(2, 5))
         cases.append((rng.randrange(2, 9), ModelConfig(d_model=64*H, num_heads=H, d_ff=F, **sizes)))
     for B,c in cases:
-        args = dict(V=c.vocab_size, D=c.d_model, L=c.num_layers, H=c.num_heads, F=c.ffn_size, T=c.context_length, B=B)
+        args = dict(V=c.vocab_size, D=c.d_model, L=c.num_layers, H=c.num_heads, F=c.ffn_size,
+                    T=c.context_length, B=B)
         P = 4*count_parameters(c).unique
-        right = dict(parameters=P, gradients=P, optimizer=2*P, activations=activation_bytes(c, B, **_HELD))
-        _grade_parts(_said(**args), run_answer(step_memory, *args.values(), shown=_said(**args)), right, _step_slips(c, B), rtol=2e-3)
+        right = dict(parameters=P, gradients=P, optimizer=2*P,
+                     activations=activation_bytes(c, B, **_HELD))
+        _grade_parts(_said(**args), run_answer(step_memory, *args.values(), shown=_said(**args)),
+                     right, _step_slips(c, B), rtol=2e-3)
 
 # %% ../../nbs/02_accounting/02z_accounting.ipynb #938e9990
-_FITS = ModelConfig(vocab_size=50_000, context_length=256, d_model=1536, num_layers=32, num_heads=16, d_ff=4096)
+_FITS = ModelConfig(vocab_size=50_000, context_length=256, d_model=1536, num_layers=32,
+                    num_heads=16, d_ff=4096)
 
 def _batch_slips()->tuple: # The largest batch, and number to words for other ways of counting
-    def needs(c, fixed=4, memory=device("h100").memory_bytes, numbers=1, less=0): # `fixed`: numbers that are held for a parameter
-        return int((memory - fixed*numbers*4*count_parameters(c).unique)//(numbers*activation_bytes(c, 1, **_HELD) - less))
+    def needs(c, fixed=4, memory=device("h100").memory_bytes, numbers=1, less=0):
+        # `fixed`: numbers that are held for a parameter
+        return int((memory - fixed*numbers*4*count_parameters(c).unique)//(
+            numbers*activation_bytes(c, 1, **_HELD) - less))
     right, probs = needs(_FITS), activation_parts(_FITS, 1, **_HELD)["probabilities"]
-    return right, {needs(_FITS, memory=device("h100").memory_bytes*2**30//10**9): "takes GiB for GB", right + 1: "is the first that does not fit",
-                   needs(_FITS, 0): "counts activations only: where are weights, gradients and means?",
-                   needs(_FITS, 3): "counts 12 bytes for a parameter, of weight, gradient and two means",
-                   needs(_FITS, 1): "counts weights and activations: where are gradients and means?", needs(_FITS, numbers=.5): "counts 2 bytes for a number",
-                   needs(replace(_FITS, ffn="silu")): "forgets the third matrix of a gated network", needs(_FITS, less=probs): "leaves out the probabilities"}
+    return right, {needs(_FITS, memory=device("h100").memory_bytes*2**30//10**9):
+                       "takes GiB for GB", right + 1: "is the first that does not fit",
+                   needs(_FITS, 0):
+                       "counts activations only: where are weights, gradients and means?",
+                   needs(_FITS, 3):
+                       "counts 12 bytes for a parameter, of weight, gradient and two means",
+                   needs(_FITS, 1):
+                       "counts weights and activations: where are gradients and means?",
+                   needs(_FITS, numbers=.5): "counts 2 bytes for a number",
+                   needs(replace(_FITS, ffn="silu")): "forgets the third matrix of a gated network",
+                   needs(_FITS, less=probs): "leaves out the probabilities"}
 
 # %% ../../nbs/02_accounting/02z_accounting.ipynb #9c0bef55
 def check_fits(
@@ -298,33 +409,51 @@ def check_fits(
 ):
     "`AssertionError` unless these are the largest that fit."
     batch, why_batch = _batch_slips()
-    memory, four, two = 4*device("h200").memory_bytes/1e9, dtype_bytes("float32"), dtype_bytes("bfloat16")
+    memory, four, two = (4*device("h200").memory_bytes/1e9, dtype_bytes("float32"),
+                         dtype_bytes("bfloat16"))
     each, mixed = 4*four, 2*two + 3*four
-    common = {memory/4/each: "is for one card, of four", memory*2**30/10**9/each: "takes GiB for GB", memory*1e9/each: "is not in billions"}
+    common = {memory/4/each: "is for one card, of four",
+              memory*2**30/10**9/each: "takes GiB for GB", memory*1e9/each: "is not in billions"}
     why = dict(batch=why_batch,
-               largest=common | {memory/four: "counts the weights alone", memory/(2*four): "counts weights and gradients alone",
-                                 memory/(3*four): "counts 12 bytes for a parameter, of weight, gradient and two means"},
-               mixed=common | {memory/(4*two): "takes 2 bytes for every number, but means and copy are float32",
-                               memory/(3*two + four): "takes 2 bytes for the means", memory/(2*two + 2*four): "forgets the float32 copy of the weights", memory/(two + 3*four): "forgets the gradients"})
+               largest=common | {memory/four: "counts the weights alone",
+                                 memory/(2*four): "counts weights and gradients alone",
+                                 memory/(3*four): "counts 12 bytes for a parameter, of weight, "
+                                                  "gradient and two means"},
+               mixed=common
+               | {memory/(4*two): "takes 2 bytes for every number, but means and copy are float32",
+                  memory/(3*two + four): "takes 2 bytes for the means",
+                  memory/(2*two + 2*four): "forgets the float32 copy of the weights",
+                  memory/(two + 3*four): "forgets the gradients"})
     check_numbers(answer, dict(batch=batch, largest=memory/each, mixed=memory/mixed), why, rtol=.01)
 
 # %% ../../nbs/02_accounting/02z_accounting.ipynb #0dee7a01
-_RUN = ModelConfig(vocab_size=32_000, context_length=2048, d_model=2048, num_layers=24, num_heads=16, d_ff=5504)
+_RUN = ModelConfig(vocab_size=32_000, context_length=2048, d_model=2048, num_layers=24,
+                   num_heads=16, d_ff=5504)
 
-def _days(flops:float, name:str, cards:int, mfu:float)->tuple: # Days, and number of days to words for the usual mistakes
+def _days(flops:float, name:str, cards:int, mfu:float)->tuple:
+    # Days, and number of days to words for the usual mistakes
     def days(dtype="bfloat16", mfu=mfu): return training_time(flops, name, dtype, mfu)/cards/86400
     right = days()
-    return right, {right/3: "is the forward pass alone", days(mfu=1): "leaves out the MFU", right*mfu**2: "multiplies with the MFU, but a lower one takes longer",
-                   right*cards: "is for one card", right/2: "takes the peak for sparse matrices, twice the dense one", days("float32"): "takes the peak of float32",
-                   days("tfloat32"): "takes the peak of TF32", right*86400: "is in seconds", right*24: "is in hours"}
+    return right, {right/3: "is the forward pass alone", days(mfu=1): "leaves out the MFU",
+                   right*mfu**2: "multiplies with the MFU, but a lower one takes longer",
+                   right*cards: "is for one card",
+                   right/2: "takes the peak for sparse matrices, twice the dense one",
+                   days("float32"): "takes the peak of float32",
+                   days("tfloat32"): "takes the peak of TF32", right*86400: "is in seconds",
+                   right*24: "is in hours"}
 
 def _step_flop_slips(c:ModelConfig, batch:int)->dict: # FLOPs to words
     def step(c=c, **how): return sum(training_flops(c, batch, **how).values())
     right, P, tokens = step(), count_parameters(c), batch*c.context_length
-    return {right/3: "is the forward pass alone", 2*right/3: "is the backward pass alone, or two forward passes",
-            right/2: "counts one FLOP for a multiplication with its addition", right/batch: "is one sequence", step(causal=True): "counts only the causal pairs", step(recompute=True): "has recomputed blocks with it",
-            step(replace(c, ffn="silu")): "forgets the third matrix of a gated network", 6*P.matmul*tokens: "is 6ND with the matrices: it leaves out attention",
-            6*P.unique*tokens: "is 6ND with all parameters: it leaves out attention, and the table is no product"}
+    return {right/3: "is the forward pass alone",
+            2*right/3: "is the backward pass alone, or two forward passes",
+            right/2: "counts one FLOP for a multiplication with its addition",
+            right/batch: "is one sequence", step(causal=True): "counts only the causal pairs",
+            step(recompute=True): "has recomputed blocks with it",
+            step(replace(c, ffn="silu")): "forgets the third matrix of a gated network",
+            6*P.matmul*tokens: "is 6ND with the matrices: it leaves out attention",
+            6*P.unique*tokens: "is 6ND with all parameters: it leaves out attention, and the "
+                               "table is no product"}
 
 # %% ../../nbs/02_accounting/02z_accounting.ipynb #4621e408
 def check_run(
@@ -335,29 +464,44 @@ def check_run(
     step = sum(training_flops(_RUN, batch).values())
     days, why_days = _days(steps*step, "h100", 8, .4)
     rule, why_rule = _days(6*30e9*600e9, "a100", 512, .45)
-    why_adamw = {adamw_flops(1, corrected=True): "corrects both means for each parameter, but here the learning rate is corrected", n - 2: "forgets the decay",
-                 n + 1: "works out αλ again for each parameter", n - 1: "counts an operation too few: the square, or the root?", n - 5: "forgets the update"}
-    why_step = {k/1e15: words for k,words in _step_flop_slips(_RUN, batch).items()} | {step: "is in FLOPs, not PFLOPs", step/1e12: "is in TFLOPs, not PFLOPs"}
-    check_numbers(answer, dict(adamw=n, step=step/1e15, days=days, rule=rule), dict(adamw=why_adamw, step=why_step, days=why_days, rule=why_rule), rtol=.01)
+    why_adamw = {adamw_flops(1, corrected=True): "corrects both means for each parameter, but here "
+                                                 "the learning rate is corrected",
+                 n - 2: "forgets the decay",
+                 n + 1: "works out αλ again for each parameter",
+                 n - 1: "counts an operation too few: the square, or the root?",
+                 n - 5: "forgets the update"}
+    why_step = ({k/1e15: words for k,words in _step_flop_slips(_RUN, batch).items()}
+                | {step: "is in FLOPs, not PFLOPs", step/1e12: "is in TFLOPs, not PFLOPs"})
+    check_numbers(answer, dict(adamw=n, step=step/1e15, days=days, rule=rule),
+                  dict(adamw=why_adamw, step=why_step, days=why_days, rule=why_rule), rtol=.01)
 
 # %% ../../nbs/02_accounting/02z_accounting.ipynb #cd6e8bdb
 def _products()->list: # (m, k, n, number type, device)
-    rng, found = random.Random(3), [(8, 64, 4096, "bfloat16", "h100"), (4096, 4096, 4096, "bfloat16", "h100"), (256, 256, 256, "float32", "a100")]
+    rng, found = (random.Random(3),
+                  [(8, 64, 4096, "bfloat16", "h100"), (4096, 4096, 4096, "bfloat16", "h100"),
+                   (256, 256, 256, "float32", "a100")])
     for _ in range(40):
         name = rng.choice(("a100", "h100", "h200", "l4"))
-        found.append((*(2**rng.randrange(0, 13) + rng.randrange(8) for _ in range(3)), rng.choice(("bfloat16", "float32")), name))
+        found.append((*(2**rng.randrange(0, 13) + rng.randrange(8) for _ in range(3)),
+                      rng.choice(("bfloat16", "float32")), name))
     return found
 
-def _time_slips(m:int, k:int, n:int, size:int, peak:float, bandwidth:float)->dict: # Words to seconds
+def _time_slips(m:int, k:int, n:int, size:int, peak:float, bandwidth:float)->dict:
+    # Words to seconds
     work, moved = 2*m*k*n/peak, size*(m*k + k*n + m*n)/bandwidth
-    return {"arithmetic and memory work at the same time: the longer one counts, not the sum": work + moved,
-            "that is the time of the arithmetic, but the memory takes longer": work, "that is the time of the memory, but the arithmetic takes longer": moved,
-            "each multiplication goes with an addition": max(work/2, moved), "the result is written too": max(work, size*(m*k + k*n)/bandwidth),
-            "those are numbers, each has size bytes": max(work, moved/size), "the operands are read too": max(work, size*m*n/bandwidth)}
+    return {"arithmetic and memory work at the same time: the longer one counts, not the sum":
+                work + moved,
+            "that is the time of the arithmetic, but the memory takes longer": work,
+            "that is the time of the memory, but the arithmetic takes longer": moved,
+            "each multiplication goes with an addition": max(work/2, moved),
+            "the result is written too": max(work, size*(m*k + k*n)/bandwidth),
+            "those are numbers, each has size bytes": max(work, moved/size),
+            "the operands are read too": max(work, size*m*n/bandwidth)}
 
 # %% ../../nbs/02_accounting/02z_accounting.ipynb #538d61db
 def check_matmul_time(
-    matmul_time:Callable, # `matmul_time(m, k, n, size, peak, bandwidth)` gives seconds, and 'arithmetic' or 'memory'
+    # `matmul_time(m, k, n, size, peak, bandwidth)` gives seconds, and 'arithmetic' or 'memory'
+    matmul_time:Callable,
 ):
     "`AssertionError` unless the time is that of the roofline model, and the limit is named."
     for m,k,n,dtype,name in _products():
@@ -365,50 +509,73 @@ def check_matmul_time(
         args = m, k, n, size, card.peak(dtype), card.bytes_per_s
         where = _said(m=m, k=k, n=n, size=size, peak=f"{args[4]:g}", bandwidth=f"{args[5]:g}")
         got = run_answer(matmul_time, *args, shown=where)
-        if not isinstance(got, (tuple, list)) or len(got) != 2: raise AssertionError(f"{where}expected (seconds, what binds), got {short(got)}")
+        if not isinstance(got, (tuple, list)) or len(got) != 2:
+            raise AssertionError(f"{where}expected (seconds, what binds), got {short(got)}")
         _grade(where, got[0], cost.seconds(card, dtype), _time_slips(*args), rtol=1e-6)
         bound = "arithmetic" if cost.intensity >= card.ridge(dtype) else "memory"
         beside = f"{cost.intensity:.3g} FLOPs a byte, the ridge is at {card.ridge(dtype):.3g}"
-        if got[1] != bound: raise AssertionError(f"{where}the time is right, but {bound} binds ({beside}), got {short(got[1])}")
+        if got[1] != bound:
+            raise AssertionError(f"{where}the time is right, but {bound} binds ({beside}), "
+                                 f"got {short(got[1])}")
 
 # %% ../../nbs/02_accounting/02z_accounting.ipynb #c4d99133
 _WIDTH = 4096
 
-def _arithmetic_from(shape:str, dtype:str, card:Device, factor:float=1)->int: # The smallest number from 1 on with which arithmetic binds
+def _arithmetic_from(shape:str, dtype:str, card:Device, factor:float=1)->int:
+    # The smallest number from 1 on with which arithmetic binds
     def sizes(n): return (n, n, n) if shape == "square" else (n, _WIDTH, _WIDTH)
     n = 1
     while matmul_cost(*sizes(n), dtype).intensity*factor < card.ridge(dtype): n += 1
     return n
 
-def _crossover_slips(card:Device, right:dict, one)->dict: # Key to number to words; `one`: the cost of one row
-    a, b, rows = card.ridge("bfloat16"), card.ridge("float32"), partial(_arithmetic_from, "rows", "bfloat16", card)
-    half = "counts one FLOP for a multiplication with its addition, or takes the peak for sparse matrices"
-    number, last, ridge, result = "counts numbers, not bytes: a bfloat16 has 2", "is the last that waits for memory", "is the ridge itself", "leaves out the result, which is written too"
-    return dict(square={right["square"] - 1: last, math.ceil(a): ridge, math.ceil(2*a): result, math.ceil(6*a): half, math.ceil(1.5*a): number,
+def _crossover_slips(card:Device, right:dict, one)->dict:
+    # Key to number to words; `one`: the cost of one row
+    a, b, rows = (card.ridge("bfloat16"), card.ridge("float32"),
+                  partial(_arithmetic_from, "rows", "bfloat16", card))
+    half = ("counts one FLOP for a multiplication with its addition, or takes the peak "
+            "for sparse matrices")
+    number, last, ridge, result = ("counts numbers, not bytes: a bfloat16 has 2",
+                                   "is the last that waits for memory", "is the ridge itself",
+                                   "leaves out the result, which is written too")
+    return dict(square={right["square"] - 1: last, math.ceil(a): ridge, math.ceil(2*a): result,
+                        math.ceil(6*a): half, math.ceil(1.5*a): number,
                         math.ceil(a/3): "has the 3 of three matrices on the wrong side"},
-                float32={right["float32"] - 1: last, math.ceil(b): ridge, math.ceil(4*b): result, math.ceil(12*b): half,
-                         math.ceil(3*b): "takes 2 bytes for a number", math.ceil(6*a): "takes the peak of bfloat16", math.ceil(6*card.ridge("tfloat32")): "takes the peak of TF32"},
-                rows={right["rows"] - 1: last, math.ceil(a): "counts the matrix alone: the rows and the result move too", rows(.5): half, rows(2): number,
+                float32={right["float32"] - 1: last, math.ceil(b): ridge, math.ceil(4*b): result,
+                         math.ceil(12*b): half,
+                         math.ceil(3*b): "takes 2 bytes for a number",
+                         math.ceil(6*a): "takes the peak of bfloat16",
+                         math.ceil(6*card.ridge("tfloat32")): "takes the peak of TF32"},
+                rows={right["rows"] - 1: last,
+                      math.ceil(a): "counts the matrix alone: the rows and the result move too",
+                      rows(.5): half, rows(2): number,
                       right["square"]: "is right for square matrices"},
-                one={1e6*one.flops/card.peak("bfloat16"): "is the time of the arithmetic, but memory binds", 2*right["one"]: "takes 4 bytes for a number",
-                     right["one"]/2: number, 1e-6*right["one"]: "is in seconds", 1e-3*right["one"]: "is in milliseconds"})
+                one={1e6*one.flops/card.peak("bfloat16"):
+                         "is the time of the arithmetic, but memory binds",
+                     2*right["one"]: "takes 4 bytes for a number",
+                     right["one"]/2: number, 1e-6*right["one"]: "is in seconds",
+                     1e-3*right["one"]: "is in milliseconds"})
 
 # %% ../../nbs/02_accounting/02z_accounting.ipynb #ad067438
 def check_crossover(
     answer:dict, # 'square', 'float32' and 'rows', whole numbers, and 'one', in microseconds
 ):
-    "`AssertionError` unless these are the sizes at which arithmetic binds, and the time of one row."
+    """`AssertionError` unless these are the sizes at which arithmetic binds, and the time of one
+    row."""
     card, one = device("h200"), matmul_cost(1, _WIDTH, _WIDTH, "bfloat16")
-    right = {k: _arithmetic_from("rows" if k == "rows" else "square", "float32" if k == "float32" else "bfloat16", card) for k in ("square", "float32", "rows")}
+    right = {k: _arithmetic_from("rows" if k == "rows" else "square", "float32" if k == "float32"
+                                 else "bfloat16", card) for k in ("square", "float32", "rows")}
     right["one"] = 1e6*one.seconds(card, "bfloat16")
     check_numbers(answer, right, _crossover_slips(card, right, one), atol=.1)
 
 # %% ../../nbs/02_accounting/02z_accounting.ipynb #c376f9b8
-def _machine(call_s:float, first_s:float=0, tick_s:float=0, busy:bool=False, later:bool=False)->tuple: # `call`, `clock`, `wait`, and what was done
+def _machine(call_s:float, first_s:float=0, tick_s:float=0, busy:bool=False,
+             later:bool=False)->tuple:
+    # `call`, `clock`, `wait`, and what was done
     now = dict(s=0., done=0., calls=0, reads=0)
     def pass_by(seconds:float):
         now["s"] += seconds
-        if now["s"] > 10 or now["calls"] + now["reads"] > 2_000_000: raise TimeoutError("the ten seconds are over")
+        if now["s"] > 10 or now["calls"] + now["reads"] > 2_000_000:
+            raise TimeoutError("the ten seconds are over")
     def call():
         slow = 3 if busy and max(now["s"], now["done"]) % .75 < .45 else 1
         took = call_s*slow if now["calls"] else call_s + first_s
@@ -424,37 +591,54 @@ def _machine(call_s:float, first_s:float=0, tick_s:float=0, busy:bool=False, lat
 
 # %% ../../nbs/02_accounting/02z_accounting.ipynb #9fd61407
 _MACHINES = {
-    "the first call takes half a second longer": (dict(call_s=2e-3, first_s=.5), "the first call is no measurement: make it before the clock starts"),
-    "others slow it down for half a second at a time": (dict(call_s=2e-3, busy=True), "take the best of several measurements over more than a second, not a mean"),
-    "the clock ticks every millisecond": (dict(call_s=37e-6, tick_s=1e-3), "time many calls together, so that they take many ticks"),
-    "the work goes on after the call": (dict(call_s=1e-3, first_s=.5, later=True), "wait before the clock is read, both times"),
+    "the first call takes half a second longer":
+        (dict(call_s=2e-3, first_s=.5),
+         "the first call is no measurement: make it before the clock starts"),
+    "others slow it down for half a second at a time":
+        (dict(call_s=2e-3, busy=True),
+         "take the best of several measurements over more than a second, not a mean"),
+    "the clock ticks every millisecond":
+        (dict(call_s=37e-6, tick_s=1e-3), "time many calls together, so that they take many ticks"),
+    "the work goes on after the call":
+        (dict(call_s=1e-3, first_s=.5, later=True), "wait before the clock is read, both times"),
     "all of it together": (dict(call_s=137e-6, first_s=.5, tick_s=1e-3, busy=True, later=True),
-                           "each was right alone: is a block of calls shorter than a quiet moment of 0.3 s, and longer than many ticks?")}
+                           "each was right alone: is a block of calls shorter than a quiet moment "
+                           "of 0.3 s, and longer than many ticks?")}
 
-def _rate_of(flop_rate:Callable, flops:float, habits:dict, where:str)->float: # What the function says, if that is a rate
+def _rate_of(flop_rate:Callable, flops:float, habits:dict, where:str)->float:
+    # What the function says, if that is a rate
     call, clock, wait, now = _machine(**habits)
     try: got = run_answer(flop_rate, call, flops, clock, wait, shown=where)
     except AssertionError as e:
         if not isinstance(e.__cause__, ZeroDivisionError): raise
-        first = ", and find out how many after the first call, which is slow" if habits.get("first_s") else ""
-        raise AssertionError(f"{where}the clock said 0 s for what took longer: time many calls together, so that they take many ticks{first}") from e
-    if not now["reads"]: raise AssertionError(f"{where}the clock was never read: the time of this machine is what clock() says")
+        first = (", and find out how many after the first call, which is slow"
+                 if habits.get("first_s") else "")
+        raise AssertionError(f"{where}the clock said 0 s for what took longer: time many calls "
+                             f"together, so that they take many ticks{first}") from e
+    if not now["reads"]:
+        raise AssertionError(f"{where}the clock was never read: the time of this machine is "
+                             "what clock() says")
     if not now["calls"]: raise AssertionError(f"{where}nothing was called")
-    if isinstance(got, bool) or not isinstance(got, Real) or not math.isfinite(got): raise AssertionError(f"{where}expected a rate in FLOP/s, got {short(got)}")
+    if isinstance(got, bool) or not isinstance(got, Real) or not math.isfinite(got):
+        raise AssertionError(f"{where}expected a rate in FLOP/s, got {short(got)}")
     return float(got)
 
 # %% ../../nbs/02_accounting/02z_accounting.ipynb #0c74d515
 def check_flop_rate(
     flop_rate:Callable, # `flop_rate(call, flops, clock, wait)` gives FLOP/s
 ):
-    "`AssertionError` unless the rate is right to ten per cent on five machines whose rate is known."
+    """`AssertionError` unless the rate is right to ten per cent on five machines whose rate is
+    known."""
     flops = matmul_flops(512, 512, 512)
     for name,(habits, words) in _MACHINES.items():
         call_s = habits["call_s"]
-        where, right = f"on a machine where a call takes {si(call_s, 's')}, and {name}: ", flops/call_s
+        where, right = (f"on a machine where a call takes {si(call_s, 's')}, and {name}: ",
+                        flops/call_s)
         got = _rate_of(flop_rate, flops, habits, where)
         if abs(got/right - 1) <= .1: continue
-        known = {"that is the time of a call, not FLOPs by time": call_s, "that is calls a second, of which each has flops FLOPs": 1/call_s,
+        known = {"that is the time of a call, not FLOPs by time": call_s,
+                 "that is calls a second, of which each has flops FLOPs": 1/call_s,
                  "that is seconds by FLOPs": call_s/flops}
         words = next((w for w,n in known.items() if abs(got/n - 1) <= .1), words)
-        raise AssertionError(f"{where}expected {si(right, 'FLOP/s')}, got {si(got, 'FLOP/s')}: {words}")
+        raise AssertionError(f"{where}expected {si(right, 'FLOP/s')}, got "
+                             f"{si(got, 'FLOP/s')}: {words}")

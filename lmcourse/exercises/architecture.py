@@ -23,26 +23,36 @@ from ..tools.config import ModelConfig
 from ..tools.grading import check_numbers, run_answer, short
 
 # %% ../../nbs/03_architecture/03z_architecture.ipynb #0bbbf161
-def _got(value)->str: return "None" if value is None else f"{type(value).__name__} {short(value)}" # What came where another type was expected
+def _got(value)->str:
+    # What came where another type was expected
+    return "None" if value is None else f"{type(value).__name__} {short(value)}"
 
 def _call(f:Callable, args:tuple, where:str): # What `f` gives for copies of `args`
     with torch.no_grad(): return run_answer(f, *args, shown=where)
 
 # %% ../../nbs/03_architecture/03z_architecture.ipynb #f4f5671e
-def _hint(got:Tensor, mistakes:dict, args:tuple, rtol:float, atol:float)->str: # Which known mistake gives these numbers
+def _hint(got:Tensor, mistakes:dict, args:tuple, rtol:float, atol:float)->str:
+    # Which known mistake gives these numbers
     for words,f in mistakes.items():
         with torch.no_grad(): wrong = f(*args)
-        if got.shape == wrong.shape and torch.allclose(got.double(), wrong.double(), rtol, atol, equal_nan=True): return f": {words}"
+        if got.shape == wrong.shape and torch.allclose(got.double(), wrong.double(), rtol, atol,
+                                                       equal_nan=True):
+            return f": {words}"
     return _nan(got)
 
-def _nan(got:Tensor)->str: return ": NaN comes of inf - inf, inf/inf, 0/0 or 0*inf" if got.isnan().any() else ""
+def _nan(got:Tensor)->str:
+    return ": NaN comes of inf - inf, inf/inf, 0/0 or 0*inf" if got.isnan().any() else ""
 
-def _grade(title:str, f:Callable, oracle:Callable, mistakes:dict, note:str="", rtol:float=1e-4, atol:float=1e-5, **args):
-    "`AssertionError` unless `f` and `oracle` agree on `args`, given in order. `mistakes`: words to a function that makes this one."
-    where = f"{title}for {', '.join(f'{name} {short(value)}' for name,value in args.items())}{note}: "
+def _grade(title:str, f:Callable, oracle:Callable, mistakes:dict, note:str="", rtol:float=1e-4,
+           atol:float=1e-5, **args):
+    """`AssertionError` unless `f` and `oracle` agree on `args`, given in order. `mistakes`: words
+    to a function that makes this one."""
+    where = (f"{title}for "
+             f"{', '.join(f'{name} {short(value)}' for name,value in args.items())}{note}: ")
     args = tuple(args.values())
     got, expected = _call(f, args, where), oracle(*args).detach()
-    if not isinstance(got, Tensor): raise AssertionError(f"{where}expected a tensor, got {_got(got)}")
+    if not isinstance(got, Tensor):
+        raise AssertionError(f"{where}expected a tensor, got {_got(got)}")
     try: check_close(got, expected, rtol, atol)
     except AssertionError as e:
         hint = _hint(got, mistakes, args, rtol, atol) if got.dtype == expected.dtype else ""
@@ -50,8 +60,10 @@ def _grade(title:str, f:Callable, oracle:Callable, mistakes:dict, note:str="", r
     if expected.dtype.itemsize > 2: _grade_gradients(where, f, oracle, args)
 
 # %% ../../nbs/03_architecture/03z_architecture.ipynb #9b0842f5
-def _gradients(f:Callable, args:tuple, where:str)->dict: # Name to gradient, of inputs and of parameters
-    xs = [a.clone().requires_grad_() if isinstance(a, Tensor) and a.is_floating_point() else a for a in args]
+def _gradients(f:Callable, args:tuple, where:str)->dict:
+    # Name to gradient, of inputs and of parameters
+    xs = [a.clone().requires_grad_() if isinstance(a, Tensor) and a.is_floating_point() else a
+          for a in args]
     to = {f"input {i}": x for i,x in enumerate(xs) if isinstance(x, Tensor) and x.requires_grad}
     if isinstance(f, nn.Module): to |= dict(f.named_parameters())
     try:
@@ -59,73 +71,99 @@ def _gradients(f:Callable, args:tuple, where:str)->dict: # Name to gradient, of 
         if not y.requires_grad: raise AssertionError(f"{where}no gradient reaches anything: {_CUT}")
         dy = torch.arange(y.numel()).cos().view(y.shape).to(y)
         return dict(zip(to, torch.autograd.grad(y, list(to.values()), dy, allow_unused=True)))
-    except RuntimeError as e: raise AssertionError(f"{where}the output is right, but asked for gradients your code raised {short(e)}") from e
+    except RuntimeError as e:
+        raise AssertionError(f"{where}the output is right, but asked for gradients your code "
+                             f"raised {short(e)}") from e
 
 _CUT = "is there .detach(), .data or no_grad?"
 
 def _grade_gradients(where:str, f:Callable, oracle:Callable, args:tuple):
     right = _gradients(oracle, args, where)
     for name,got in _gradients(f, args, where).items():
-        if got is None and right[name] is not None: raise AssertionError(f"{where}no gradient reaches {name}: {_CUT}")
+        if got is None and right[name] is not None:
+            raise AssertionError(f"{where}no gradient reaches {name}: {_CUT}")
         if got is None: continue
-        rounding = 1e-5*right[name].abs().max().item()              # Of sums in float32, whatever the order
+        # Of sums in float32, whatever the order
+        rounding = 1e-5*right[name].abs().max().item()
         try: check_close(got, right[name], 1e-3, 1e-4 + rounding)
-        except AssertionError as e: raise AssertionError(f"{where}the output is right, the gradient of {name} is not: {e}{_nan(got)}") from None
+        except AssertionError as e:
+            raise AssertionError(f"{where}the output is right, the gradient of {name} is "
+                                 f"not: {e}{_nan(got)}") from None
 
 # %% ../../nbs/03_architecture/03z_architecture.ipynb #579b1db7
 def _check_names(title:str, module:nn.Module, like:nn.Module): # Of parameters, and their shapes
-    found, expected = ({k: tuple(v.shape) for k,v in m.state_dict().items()} for m in (module, like))
+    found, expected = ({k: tuple(v.shape) for k,v in m.state_dict().items()}
+                       for m in (module, like))
     learnt = dict(module.named_parameters(remove_duplicate=False))
     if extra := [f"{k} {s}" for k,s in found.items() if k not in expected and k not in learnt]:
-        raise AssertionError(f"{title}what is computed belongs in no file: register_buffer(..., persistent=False) for {_some(extra)}")
-    lacks, extra = ([f"{k} {a[k]}" for k in a if k not in b] for a,b in ((expected, found), (found, expected)))
-    if lacks: raise AssertionError(f"{title}there is no parameter {_some(lacks)}" + (f", but {_some(extra)}" if extra else _FOUND))
+        raise AssertionError(f"{title}what is computed belongs in no file: register_buffer(..., "
+                             f"persistent=False) for {_some(extra)}")
+    lacks, extra = ([f"{k} {a[k]}" for k in a if k not in b]
+                    for a,b in ((expected, found), (found, expected)))
+    if lacks:
+        raise AssertionError(f"{title}there is no parameter {_some(lacks)}"
+                             + (f", but {_some(extra)}" if extra else _FOUND))
     if extra: raise AssertionError(f"{title}expected no parameter {_some(extra)}")
     for k,shape in expected.items():
         turned = ": it is transposed" if shape == found[k][::-1] != found[k] else ""
-        if found[k] != shape: raise AssertionError(f"{title}{k} has the shape {found[k]}, expected {shape}{turned}")
-        if k not in learnt: raise AssertionError(f"{title}{k} is no nn.Parameter: it would not be learnt")
+        if found[k] != shape:
+            raise AssertionError(f"{title}{k} has the shape {found[k]}, expected {shape}{turned}")
+        if k not in learnt:
+            raise AssertionError(f"{title}{k} is no nn.Parameter: it would not be learnt")
     names = {}
     for k,p in learnt.items():
-        if names.setdefault(id(p), k) != k: raise AssertionError(f"{title}{names[id(p)]} and {k} are one tensor, expected two")
+        if names.setdefault(id(p), k) != k:
+            raise AssertionError(f"{title}{names[id(p)]} and {k} are one tensor, expected two")
 
 _FOUND = ": only an nn.Parameter is found, and modules in an nn.ModuleList"
 
-def _some(names:list)->str: return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+def _some(names:list)->str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 # %% ../../nbs/03_architecture/03z_architecture.ipynb #1cd675e9
 def _check_own(title:str, module:nn.Module): # Written by the student: torch's containers will do
     for m in module.modules():
         for c in type(m).__mro__:
-            if c.__module__.startswith("torch.nn.modules.") and c.__module__.split(".")[-1] not in ("module", "container"):
-                raise AssertionError(f"{title}nn.{c.__name__} is torch's own: write it with nn.Parameter")
+            if c.__module__.startswith("torch.nn.modules.") and c.__module__.split(".")[-1] not in (
+                "module", "container"):
+                raise AssertionError(f"{title}nn.{c.__name__} is torch's own: write it "
+                                     "with nn.Parameter")
 
-def _make(make:Callable, args:tuple, like:nn.Module, **place)->tuple: # Title for messages, and the module
-    if isinstance(make, nn.Module): raise AssertionError(f"expected the class {type(make).__name__} itself, got an object of it")
+def _make(make:Callable, args:tuple, like:nn.Module, **place)->tuple:
+    # Title for messages, and the module
+    if isinstance(make, nn.Module):
+        raise AssertionError(f"expected the class {type(make).__name__} itself, "
+                             "got an object of it")
     if not callable(make): raise AssertionError(f"expected a class, got {short(make)}")
-    title = f"{getattr(make, '__name__', 'your class')}({', '.join([*map(repr, args), *(f'{k}={v!r}' for k,v in place.items())])}): "
+    given = ', '.join([*map(repr, args), *(f'{k}={v!r}' for k,v in place.items())])
+    title = f"{getattr(make, '__name__', 'your class')}({given}): "
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         try: module = make(*args, **place)
         except Exception as e: raise AssertionError(f"{title}your code raised {short(e)}") from e
-    if not isinstance(module, nn.Module): raise AssertionError(f"{title}expected an nn.Module, got {_got(module)}")
-    if "_modules" not in vars(module): raise AssertionError(f"{title}__init__ has to call super().__init__() first")
+    if not isinstance(module, nn.Module):
+        raise AssertionError(f"{title}expected an nn.Module, got {_got(module)}")
+    if "_modules" not in vars(module):
+        raise AssertionError(f"{title}__init__ has to call super().__init__() first")
     _check_own(title, module)
     _check_names(title, module, like)
     return title, module
 
 # %% ../../nbs/03_architecture/03z_architecture.ipynb #0755c6a7
-def _twin(make:Callable, args:tuple, like:nn.Module, **place)->tuple: # Title, and the student's module with the weights of `like`
+def _twin(make:Callable, args:tuple, like:nn.Module, **place)->tuple:
+    # Title, and the student's module with the weights of `like`
     title, module = _make(make, args, like, **place)
     rng = _rng()
     with torch.no_grad():
-        for p in like.parameters():                         # Gains around 1 that differ; matrices that keep a row's size
+        # Gains around 1 that differ; matrices that keep a row's size
+        for p in like.parameters():
             noise = torch.randn(p.shape, generator=rng)
             p.copy_(1 + noise/3 if p.ndim == 1 else noise*1.3/math.sqrt(p.shape[-1]))
     module.load_state_dict(like.state_dict())
     return title, module
 
-def _rng(seed:int=0)->torch.Generator: return torch.Generator().manual_seed(seed)  # Torch's own generator is left as it was
+def _rng(seed:int=0)->torch.Generator:
+    return torch.Generator().manual_seed(seed)  # Torch's own generator is left as it was
 
 def _randn(*shape, seed:int=0)->Tensor: return torch.randn(shape, generator=_rng(seed))
 
@@ -135,27 +173,40 @@ def _check_place(make:Callable, args:tuple, like:nn.Module): # Whether `dtype` a
         if p.dtype != torch.float64: raise AssertionError(f"{title}{k} is {p.dtype}")
     try: title, module = _make(make, args, like, device="meta")
     except AssertionError as e:
-        if e.__cause__ and not isinstance(e.__cause__, TypeError): return # Drawing again and again can't be done without numbers
+        # Drawing again and again can't be done without numbers
+        if e.__cause__ and not isinstance(e.__cause__, TypeError): return
         raise
     for k,p in module.named_parameters():
         if p.device.type != "meta": raise AssertionError(f"{title}{k} lies on {p.device}")
 
 # %% ../../nbs/03_architecture/03z_architecture.ipynb #9193b0fe
-def _check_start(make:Callable, args:tuple, like:nn.Module, std:float, mistakes:dict): # `mistakes`: standard deviation to words
+def _check_start(make:Callable, args:tuple, like:nn.Module, std:float, mistakes:dict):
+    # `mistakes`: standard deviation to words
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
         title, w = _make(make, args, like)
         first, second = (make(*args).weight.detach() for _ in "ab")
     w = w.weight.detach().double().flatten()
-    s, mean, largest, far = w.std().item(), w.mean().item(), w.abs().max().item(), (w.abs() > 2*w.std()).double().mean().item()
-    if not s > 0: raise AssertionError(f"{title}the first weights are all the same, or NaN: they should be drawn")
-    if first.equal(second): raise AssertionError(f"{title}two layers start with the same weights: is there a seed inside?")
-    found = f"{title}the first weights should be normal, with a standard deviation of {std:.3g}, cut at three of them: "
+    s, mean, largest, far = (w.std().item(), w.mean().item(), w.abs().max().item(),
+                             (w.abs() > 2*w.std()).double().mean().item())
+    if not s > 0:
+        raise AssertionError(f"{title}the first weights are all the same, or NaN: "
+                             "they should be drawn")
+    if first.equal(second):
+        raise AssertionError(f"{title}two layers start with the same weights: is "
+                             "there a seed inside?")
+    found = (f"{title}the first weights should be normal, with a standard deviation of {std:.3g}, "
+             "cut at three of them: ")
     if abs(mean) > .03*s: raise AssertionError(f"{found}their mean is {mean:.3g}")
-    if (at_cut := int((w.abs() == largest).sum())) > 9: raise AssertionError(f"{found}{at_cut} lie exactly at a cut: draw them again")
-    if not .03 < far < .06: raise AssertionError(f"{found}{far:.1%} lie beyond two deviations, expected 4.3%")
-    if not 2.9*s < largest < 3.1*s: raise AssertionError(f"{found}the largest is {largest/s:.1f} deviations from 0, expected 3.0")
-    words = next((f": that is {words}" for x,words in mistakes.items() if abs(s/x - .986) < .03), "")
+    if (at_cut := int((w.abs() == largest).sum())) > 9:
+        raise AssertionError(f"{found}{at_cut} lie exactly at a cut: draw them again")
+    if not .03 < far < .06:
+        raise AssertionError(f"{found}{far:.1%} lie beyond two deviations, expected 4.3%")
+    if not 2.9*s < largest < 3.1*s:
+        raise AssertionError(f"{found}the largest is {largest/s:.1f} deviations "
+                             "from 0, expected 3.0")
+    words = next((f": that is {words}" for x,words in mistakes.items() if abs(s/x - .986) < .03),
+                 "")
     if not .96 < s/std < 1.02: raise AssertionError(f"{found}their deviation is {s:.3g}{words}")
 
 # %% ../../nbs/03_architecture/03z_architecture.ipynb #b8d43bed
@@ -168,21 +219,27 @@ def check_linear(
     for shape in ((2, 6), (6,), (2, 3, 5, 6)): _grade(title, mine, oracle, {}, x=_randn(*shape))
     _check_place(linear, (6, 4), oracle)
     n, m = 300, 500
-    mistakes = {2/(n + m): "the variance, which is the square of it", math.sqrt(2/n): "for the variance 2/in", math.sqrt(2/m): "for 2/out",
-                math.sqrt(1/n): "for the variance 1/in", math.sqrt(1/(n + m)): "for the variance 1/(in + out)"}
-    _check_start(linear, (n, m), layers_torch.Linear(n, m, device="meta"), math.sqrt(2/(n + m)), mistakes)
+    mistakes = {2/(n + m): "the variance, which is the square of it",
+                math.sqrt(2/n): "for the variance 2/in", math.sqrt(2/m): "for 2/out",
+                math.sqrt(1/n): "for the variance 1/in",
+                math.sqrt(1/(n + m)): "for the variance 1/(in + out)"}
+    _check_start(linear, (n, m), layers_torch.Linear(n, m, device="meta"), math.sqrt(2/(n + m)),
+                 mistakes)
 
 # %% ../../nbs/03_architecture/03z_architecture.ipynb #a8cac880
 def check_embedding(
     embedding:type, # The class: `Embedding(num_embeddings, embedding_dim, device=None, dtype=None)`
 ):
-    "`AssertionError` unless ids give their rows, rows get their gradients and start as they should."
+    """`AssertionError` unless ids give their rows, rows get their gradients and start as they
+    should."""
     oracle = layers_torch.Embedding(7, 5, generator=_rng())
     title, mine = _twin(embedding, (7, 5), oracle)
-    for ids in ([3, 0, 6], [[1, 1, 2], [6, 1, 0]], 4): _grade(title, mine, oracle, {}, ids=torch.tensor(ids))
+    for ids in ([3, 0, 6], [[1, 1, 2], [6, 1, 0]], 4):
+        _grade(title, mine, oracle, {}, ids=torch.tensor(ids))
     _check_place(embedding, (7, 5), oracle)
     n, m = 300, 500
-    mistakes = {math.sqrt(2/(n + m)): "a linear layer's", 1/math.sqrt(m): "one over the root of D", .02: "GPT-2's"}
+    mistakes = {math.sqrt(2/(n + m)): "a linear layer's", 1/math.sqrt(m): "one over the root of D",
+                .02: "GPT-2's"}
     _check_start(embedding, (n, m), layers_torch.Embedding(n, m, device="meta"), 1., mistakes)
 
 # %% ../../nbs/03_architecture/03z_architecture.ipynb #2031700a
@@ -192,19 +249,24 @@ def _rmsnorm_mistakes(g:Tensor, eps:float)->dict:
             "without ε, or not with the one given": lambda x: x/ms(x).sqrt()*g,
             "without the gain": lambda x: x/(ms(x) + eps).sqrt(),
             "without the root": lambda x: x/(ms(x) + eps)*g,
-            "the sum of squares is taken, not their mean": lambda x: x/(ms(x)*x.shape[-1] + eps).sqrt()*g,
-            "the mean is taken off first: that is LayerNorm": lambda x: layers_torch.layernorm(x, g, eps=eps),
+            "the sum of squares is taken, not their mean":
+                lambda x: x/(ms(x)*x.shape[-1] + eps).sqrt()*g,
+            "the mean is taken off first: that is LayerNorm":
+                lambda x: layers_torch.layernorm(x, g, eps=eps),
             "all rows are scaled together": lambda x: x/(ms(x).mean() + eps).sqrt()*g}
 
 # %% ../../nbs/03_architecture/03z_architecture.ipynb #556b1934
 def check_rmsnorm(
     rmsnorm:type, # The class: `RMSNorm(d_model, eps=1e-5, device=None, dtype=None)`
 ):
-    "`AssertionError` unless rows are scaled as the formula says, in float32 inside, with a gain that starts at 1."
+    """`AssertionError` unless rows are scaled as the formula says, in float32 inside, with a gain
+    that starts at 1."""
     for args in ((8, .5), (8,)):
         oracle = layers_torch.RMSNorm(*args)
         title, start = _make(rmsnorm, args, oracle)
-        if not (start.weight == 1).all(): raise AssertionError(f"{title}the gain starts as {start.weight.tolist()}, expected 1 everywhere")
+        if not (start.weight == 1).all():
+            raise AssertionError(f"{title}the gain starts as {start.weight.tolist()}, "
+                                 "expected 1 everywhere")
         title, mine = _twin(rmsnorm, args, oracle)
         mistakes, x = _rmsnorm_mistakes(oracle.weight.detach(), oracle.eps), _randn(2, 3, 8)
         for some in (x, x[0, 0], x*.003): _grade(title, mine, oracle, mistakes, x=some)
@@ -215,38 +277,51 @@ def check_rmsnorm(
 
 # %% ../../nbs/03_architecture/03z_architecture.ipynb #317da740
 def _check_array(where:str, name:str, got, like:np.ndarray): # The form of a gradient by hand
-    if not isinstance(got, np.ndarray): raise AssertionError(f"{where}expected a NumPy array as {name}, got {_got(got)}")
-    if (got.shape, got.dtype) != (like.shape, like.dtype): raise AssertionError(f"{where}{name} is {short(got)}, expected {short(like)}")
+    if not isinstance(got, np.ndarray):
+        raise AssertionError(f"{where}expected a NumPy array as {name}, got {_got(got)}")
+    if (got.shape, got.dtype) != (like.shape, like.dtype):
+        raise AssertionError(f"{where}{name} is {short(got)}, expected {short(like)}")
 
-def _check_derivative(where:str, name:str, f:Callable, x:np.ndarray, got, mistakes:dict): # Of `f`, a function of `x` alone
+def _check_derivative(where:str, name:str, f:Callable, x:np.ndarray, got, mistakes:dict):
+    # Of `f`, a function of `x` alone
     _check_array(where, name, got, x)
     try: gradcheck(f, x, got, rtol=1e-5, atol=1e-6)
     except AssertionError as e:
-        words = next((f": {words}" for words,wrong in mistakes.items() if np.allclose(got, wrong, 1e-6, 1e-7)), "")
-        raise AssertionError(f"{where}{name} is not the derivative: {str(e).replace('input 0, ', '')}{words}") from None
+        words = next((f": {words}" for words,wrong in mistakes.items()
+                      if np.allclose(got, wrong, 1e-6, 1e-7)), "")
+        raise AssertionError(f"{where}{name} is not the derivative: "
+                             f"{str(e).replace('input 0, ', '')}{words}") from None
 
 # %% ../../nbs/03_architecture/03z_architecture.ipynb #341940d7
 def check_rmsnorm_gradient(
-    rmsnorm_gradient:Callable, # `rmsnorm_gradient(dy, x, weight, eps)` gives `(dx, dweight)`, arrays of NumPy
+    # `rmsnorm_gradient(dy, x, weight, eps)` gives `(dx, dweight)`, arrays of NumPy
+    rmsnorm_gradient:Callable,
 ):
     "`AssertionError` unless both are the derivatives that central differences find."
     for shape in ((5,), (2, 3, 4)):
         rng, eps = np.random.default_rng(0), .3
-        dy, x, g = rng.standard_normal(shape), rng.standard_normal(shape), 1 + rng.standard_normal(shape[-1])/3
+        dy, x, g = (rng.standard_normal(shape), rng.standard_normal(shape),
+                    1 + rng.standard_normal(shape[-1])/3)
         where = f"for dy and x {short(x)}, weight {short(g)} and eps {eps}: "
         got = _call(rmsnorm_gradient, (dy, x, g, eps), where)
-        if not isinstance(got, tuple) or len(got) != 2: raise AssertionError(f"{where}expected (dx, dweight), got {_got(got)}")
+        if not isinstance(got, tuple) or len(got) != 2:
+            raise AssertionError(f"{where}expected (dx, dweight), got {_got(got)}")
         h, r = dy*g, 1/np.sqrt((x*x).mean(-1, keepdims=True) + eps)
         along = x*(h*x).mean(-1, keepdims=True)
-        mistakes = {"r depends on x too": r*h, "the gain is missing": r*(dy - x*r*r*(dy*x).mean(-1, keepdims=True)),
+        mistakes = {"r depends on x too": r*h,
+                    "the gain is missing": r*(dy - x*r*r*(dy*x).mean(-1, keepdims=True)),
                     "the sum over D is not divided by D": r*h - r**3*along*shape[-1],
                     "the sign of the second part is wrong": r*h + r**3*along,
                     "r stands in the second part once, not three times": r*h - r*along,
                     "r stands in the second part twice, not three times": r*h - r*r*along}
-        _check_derivative(where, "dx", lambda x: (layers_np.rmsnorm_forward(x, g, eps)[0]*dy).sum(), x, got[0], mistakes)
+        _check_derivative(where, "dx", lambda x: (layers_np.rmsnorm_forward(x, g, eps)[0]*dy).sum(),
+                          x, got[0], mistakes)
         rows = (dy*x*r).reshape(-1, len(g))
-        mistakes = {"the factor r is missing": (dy*x).reshape(rows.shape).sum(0), "that is a mean over rows, not their sum": rows.mean(0)}
-        _check_derivative(where, "dweight", lambda g: (layers_np.rmsnorm_forward(x, g, eps)[0]*dy).sum(), g, got[1], mistakes)
+        mistakes = {"the factor r is missing": (dy*x).reshape(rows.shape).sum(0),
+                    "that is a mean over rows, not their sum": rows.mean(0)}
+        _check_derivative(where, "dweight",
+                          lambda g: (layers_np.rmsnorm_forward(x, g, eps)[0]*dy).sum(), g, got[1],
+                          mistakes)
 
 # %% ../../nbs/03_architecture/03z_architecture.ipynb #f7ce0f0f
 def _swiglu_mistakes(w1:Tensor, w2:Tensor, w3:Tensor)->dict:
@@ -273,10 +348,12 @@ def check_swiglu(
     _check_place(swiglu, (6, 10), oracle)
 
 # %% ../../nbs/03_architecture/03z_architecture.ipynb #a260f3cd
-def _turned(x:Tensor, positions, theta:float, sign:int=1, half:bool=False, shift:int=0)->Tensor: # With a mistake
+def _turned(x:Tensor, positions, theta:float, sign:int=1, half:bool=False, shift:int=0)->Tensor:
+    # With a mistake
     speeds = theta**(-(torch.arange(0, x.shape[-1], 2) + 2*shift)/x.shape[-1])
     angles = torch.as_tensor(positions)[..., None]*speeds
-    return (attention_torch.apply_rope_half if half else attention_torch.apply_rope)(x, angles.cos(), sign*angles.sin())
+    apply = attention_torch.apply_rope_half if half else attention_torch.apply_rope
+    return apply(x, angles.cos(), sign*angles.sin())
 
 def _rope_mistakes(theta:float)->dict:
     turn = partial(_turned, theta=theta)
@@ -290,18 +367,24 @@ def _rope_mistakes(theta:float)->dict:
 
 # %% ../../nbs/03_architecture/03z_architecture.ipynb #a7bcf0ca
 def check_rope(
-    rotary_positional_embedding:type, # The class: `RotaryPositionalEmbedding(theta, d_k, max_seq_len, device=None)`, called with `(x, token_positions)`
+    # The class: `RotaryPositionalEmbedding(theta, d_k, max_seq_len, device=None)`, called with
+    # `(x, token_positions)`
+    rotary_positional_embedding:type,
 ):
     "`AssertionError` unless pairs are turned by the angles of their positions."
     for theta, K in ((100., 6), (10_000., 8)):
         title, mine = _make(rotary_positional_embedding, (theta, K, 32), nn.Module())
         oracle = attention_torch.RoPE(32, K, theta)
-        places = [torch.tensor(p) for p in ([0, 1, 2, 3, 4], [2, 3, 5, 7, 31], [[[0, 1, 2, 3, 4]], [[31, 9, 9, 0, 1]]])]
-        for shape,p in (((5, K), places[0]), ((5, K), places[1]), ((2, 3, 5, K), places[1]), ((2, 3, 5, K), places[2])):
+        places = [torch.tensor(p)
+                  for p in ([0, 1, 2, 3, 4], [2, 3, 5, 7, 31],
+                            [[[0, 1, 2, 3, 4]], [[31, 9, 9, 0, 1]]])]
+        for shape,p in (((5, K), places[0]), ((5, K), places[1]), ((2, 3, 5, K), places[1]),
+                        ((2, 3, 5, K), places[2])):
             _grade(title, mine, oracle, _rope_mistakes(theta), x=_randn(*shape), token_positions=p)
 
 # %% ../../nbs/03_architecture/03z_architecture.ipynb #af9719ac
-def _first_below(share:float, theta:float)->int: # Distance at which a score of ones is below `share`, 1 at distance 0
+def _first_below(share:float, theta:float)->int:
+    # Distance at which a score of ones is below `share`, 1 at distance 0
     cos, _ = attention_torch.rope_tables(20_000, 64, theta, torch.float64)
     return int((cos.mean(-1) < share).nonzero()[0])
 
@@ -312,30 +395,39 @@ def check_rope_scores(
     "`AssertionError` unless these are the distances at which scores of ones fall."
     asked = dict(half=(.5, 1e4), negative=(0, 1e4), slow=(.5, 1e6))
     right = {k: _first_below(*a) for k,a in asked.items()}
-    why = {k: {_first_below(share, math.sqrt(theta)): "is what angles with the exponent i/K give, expected 2i/K",
-               right[k] - 1: "is the last before it"} for k,(share, theta) in asked.items()}
+    why = {k:
+               {_first_below(share, math.sqrt(theta)):
+                    "is what angles with the exponent i/K give, expected 2i/K",
+                right[k] - 1: "is the last before it"} for k,(share, theta) in asked.items()}
     why["slow"][right["half"]] = "is right for θ = 10,000"
     check_numbers(answer, right, why)
 
 # %% ../../nbs/03_architecture/03z_architecture.ipynb #ac491d5b
 def _softmax_mistakes(x:Tensor)->dict:
     def share(e, dim): return e/e.sum(dim, keepdim=True)
-    found = {"the largest is not taken off first, and exp overflows": lambda x, dim: share(x.exp(), dim),
-             "the largest of all is taken off, expected that of each row": lambda x, dim: share((x - x.max()).exp(), dim),
-             "the sum is over all, expected along dim": lambda x, dim: x.flatten().softmax(0).view(x.shape),
+    found = {"the largest is not taken off first, and exp overflows":
+                 lambda x, dim: share(x.exp(), dim),
+             "the largest of all is taken off, expected that of each row":
+                 lambda x, dim: share((x - x.max()).exp(), dim),
+             "the sum is over all, expected along dim":
+                 lambda x, dim: x.flatten().softmax(0).view(x.shape),
              "that is its logarithm": lambda x, dim: x.log_softmax(dim)}
-    return found | {f"the sum is along dim {other}": lambda x, dim, other=other: x.softmax(other) for other in range(x.ndim)}
+    return found | {f"the sum is along dim {other}": lambda x, dim, other=other: x.softmax(other)
+                    for other in range(x.ndim)}
 
 # %% ../../nbs/03_architecture/03z_architecture.ipynb #607d771f
 def check_softmax(
     softmax:Callable, # `softmax(x, dim)` gives a tensor of the shape of `x`
 ):
-    "`AssertionError` unless probabilities along `dim` are right, also of very large and infinite logits."
+    """`AssertionError` unless probabilities along `dim` are right, also of very large and infinite
+    logits."""
     far = torch.tensor([[0., 1., 2.], [1000., 1001., 1002.], [-5000., -5001., 0.]])
     masked = torch.tensor([[0., -math.inf, 1.], [2., -math.inf, -math.inf]])
     cases = [(_randn(2, 3, 4), dim, "") for dim in (2, 1, 0, -2)] + [(_randn(5), 0, "")]
-    cases += [(far, 1, " (logits in the thousands)"), (far.T*10, 0, " (logits in the thousands)"), (masked, -1, " (some logits are -inf)")]
-    for x,dim,note in cases: _grade("", softmax, layers_torch.softmax, _softmax_mistakes(x), note, x=x, dim=dim)
+    cases += [(far, 1, " (logits in the thousands)"), (far.T*10, 0, " (logits in the thousands)"),
+              (masked, -1, " (some logits are -inf)")]
+    for x,dim,note in cases:
+        _grade("", softmax, layers_torch.softmax, _softmax_mistakes(x), note, x=x, dim=dim)
 
 # %% ../../nbs/03_architecture/03z_architecture.ipynb #69b767f0
 def check_softmax_gradient(
@@ -347,15 +439,19 @@ def check_softmax_gradient(
         dy, x = rng.standard_normal(shape), rng.standard_normal(shape)
         p, where = layers_np.softmax_forward(x)[0], f"for dy and p {short(x)}: "
         def less(mean): return p*(dy - mean)
-        mistakes = {"the other probabilities change too": p*dy, "that is the diagonal p(1 - p) alone": p*(1 - p)*dy,
+        mistakes = {"the other probabilities change too": p*dy,
+                    "that is the diagonal p(1 - p) alone": p*(1 - p)*dy,
                     "the sum is not weighted by p": less(dy.sum(-1, keepdims=True)),
                     "the mean is not weighted by p": less(dy.mean(-1, keepdims=True)),
-                    "the sum is over all rows": less((dy*p).sum()), "the sign is wrong": -less((dy*p).sum(-1, keepdims=True)),
+                    "the sum is over all rows": less((dy*p).sum()),
+                    "the sign is wrong": -less((dy*p).sum(-1, keepdims=True)),
                     "the factor p is missing": dy - (dy*p).sum(-1, keepdims=True)}
-        _check_derivative(where, "dx", lambda x: (layers_np.softmax_forward(x)[0]*dy).sum(), x, _call(softmax_gradient, (dy, p), where), mistakes)
+        _check_derivative(where, "dx", lambda x: (layers_np.softmax_forward(x)[0]*dy).sum(), x,
+                          _call(softmax_gradient, (dy, p), where), mistakes)
 
 # %% ../../nbs/03_architecture/03z_architecture.ipynb #77177743
-def _attention(q:Tensor, k:Tensor, v:Tensor, mask, scale:float=1., dim:int=-1)->Tensor: # With a mistake, if you like
+def _attention(q:Tensor, k:Tensor, v:Tensor, mask, scale:float=1., dim:int=-1)->Tensor:
+    # With a mistake, if you like
     scores = q@k.mT*(scale/math.sqrt(q.shape[-1]))
     return (scores if mask is None else scores.masked_fill(~mask, -math.inf)).softmax(dim)@v
 
@@ -369,15 +465,20 @@ def _attention_mistakes(K:int, S:int, masked:bool)->dict:
     if not masked: return found
     def probs(q, k): return (q@k.mT/root).softmax(-1)
     return found | {"the mask is not used": lambda q, k, v, mask: f(q, k, v, None),
-                    "the mask is the other way round: True may attend": lambda q, k, v, mask: f(q, k, v, ~mask),
-                    "the mask acts after the softmax: the rest does not add up to 1": lambda q, k, v, mask: probs(q, k)*mask@v,
-                    "the mask is added as 0 and 1": lambda q, k, v, mask: (q@k.mT/root + mask.float()).softmax(-1)@v}
+                    "the mask is the other way round: True may attend":
+                        lambda q, k, v, mask: f(q, k, v, ~mask),
+                    "the mask acts after the softmax: the rest does not add up to 1":
+                        lambda q, k, v, mask: probs(q, k)*mask@v,
+                    "the mask is added as 0 and 1":
+                        lambda q, k, v, mask: (q@k.mT/root + mask.float()).softmax(-1)@v}
 
 # %% ../../nbs/03_architecture/03z_architecture.ipynb #9d6ec717
 def check_attention(
-    scaled_dot_product_attention:Callable, # `scaled_dot_product_attention(Q, K, V, mask)` gives a tensor `(..., T, d_v)`
+    # `scaled_dot_product_attention(Q, K, V, mask)` gives a tensor `(..., T, d_v)`
+    scaled_dot_product_attention:Callable,
 ):
-    "`AssertionError` unless queries get the right mean of the values, for any leading dimensions and masks."
+    """`AssertionError` unless queries get the right mean of the values, for any leading dimensions
+    and masks."""
     causal, some = torch.ones(4, 4, dtype=torch.bool).tril(), _randn(2, 1, 3, 5) > 0
     some[..., 2] = True                                     # No row is empty
     cases = [((3, 4), (5, 4), None), ((4, 4), (4, 4), causal), ((2, 3, 4), (2, 5, 4), None),
@@ -386,20 +487,25 @@ def check_attention(
         q, k, v = _randn(*q_shape), _randn(*k_shape, seed=1), _randn(*k_shape[:-1], 7, seed=2)
         mistakes = _attention_mistakes(q.shape[-1], k.shape[-2], mask is not None)
         for times,note in ((1, ""), (60, " (scores in the hundreds)")):
-            _grade("", scaled_dot_product_attention, attention_torch.scaled_dot_product_attention, mistakes, note, Q=q*times, K=k, V=v, mask=mask)
+            _grade("", scaled_dot_product_attention, attention_torch.scaled_dot_product_attention,
+                   mistakes, note, Q=q*times, K=k, V=v, mask=mask)
 
 # %% ../../nbs/03_architecture/03z_architecture.ipynb #e9aeb5e4
-def _split(a:Tensor, H:int)->Tensor: return a.unflatten(-1, (H, -1)).transpose(1, 2)    # (B, T, D) to (B, H, T, K)
+def _split(a:Tensor, H:int)->Tensor:
+    return a.unflatten(-1, (H, -1)).transpose(1, 2)    # (B, T, D) to (B, H, T, K)
 def _merge(a:Tensor)->Tensor: return a.transpose(1, 2).flatten(-2)                      # And back
 
 def _heads(w:dict, x:Tensor, places=None, H:int=3, theta=None, mask=None, scale:float=1.,
            split:Callable=_split, merge:Callable=_merge, turned:str="qk", whole:bool=False)->Tensor:
     "Multi-head attention, with a mistake if you like."
     T, square = x.shape[1], torch.ones(x.shape[1], x.shape[1], dtype=torch.bool)
-    def turn(name, a): return a if theta is None or name not in turned else _turned(a, torch.arange(T) if places is None else places, theta)
+    def turn(name, a):
+        return (a if theta is None or name not in turned
+                else _turned(a, torch.arange(T) if places is None else places, theta))
     def part(name, a): return split(turn(name, a), H) if whole else turn(name, split(a, H))
     q, k, v = (part(name, x@w[f"{name}_proj.weight"].T) for name in "qkv")
-    return merge(_attention(q, k, v, square.tril() if mask is None else mask, scale))@w["output_proj.weight"].T
+    return merge(_attention(q, k, v, square.tril() if mask is None else mask, scale))@w[
+        "output_proj.weight"].T
 
 # %% ../../nbs/03_architecture/03z_architecture.ipynb #2b99874f
 def _every(a:Tensor, H:int)->Tensor: return a.unflatten(-1, (-1, H)).permute(0, 3, 1, 2)
@@ -412,36 +518,52 @@ def _multihead_mistakes(w:dict, T:int, D:int, H:int, theta)->dict:
     swapped = w | {"q_proj.weight": w["k_proj.weight"], "k_proj.weight": w["q_proj.weight"]}
     found = {"queries see the future: there is no causal mask": partial(f, mask=square),
              "queries see the future and not the past": partial(f, mask=square.triu()),
-             "scores are divided by the root of D, expected that of d_k = D/H": partial(f, scale=H**-.5),
-             "tokens and heads get mixed up: split the last dimension, then swap T and H": partial(f, split=_across, merge=_unsplit),
+             "scores are divided by the root of D, expected that of d_k = D/H":
+                 partial(f, scale=H**-.5),
+             "tokens and heads get mixed up: split the last dimension, then swap T and H":
+                 partial(f, split=_across, merge=_unsplit),
              "tokens and heads get mixed up where heads are split": partial(f, split=_across),
-             "tokens and heads get mixed up where heads are put together": partial(f, merge=_unsplit),
-             "head h has every H-th coordinate, expected K neighbours": partial(f, split=_every, merge=_unevery),
+             "tokens and heads get mixed up where heads are put together":
+                 partial(f, merge=_unsplit),
+             "head h has every H-th coordinate, expected K neighbours":
+                 partial(f, split=_every, merge=_unevery),
              "queries and keys are swapped": partial(_heads, swapped, H=H, theta=theta),
-             "output_proj is not used": partial(_heads, w | {"output_proj.weight": torch.eye(D)}, H=H, theta=theta)}
+             "output_proj is not used": partial(_heads, w | {"output_proj.weight": torch.eye(D)},
+                                                H=H, theta=theta)}
     if theta is None: return found
-    return found | {"RoPE turns values too": partial(f, turned="qkv"), "RoPE turns queries only": partial(f, turned="q"),
+    return found | {"RoPE turns values too": partial(f, turned="qkv"),
+                    "RoPE turns queries only": partial(f, turned="q"),
                     "nothing is turned": partial(f, turned=""),
-                    "RoPE turns before the heads are split: each head gets other angles": partial(f, whole=True),
+                    "RoPE turns before the heads are split: each head gets other angles":
+                        partial(f, whole=True),
                     "token_positions are not looked at": lambda x, places=None: f(x)}
 
 # %% ../../nbs/03_architecture/03z_architecture.ipynb #2444257b
 def check_multihead(
-    multihead_self_attention:type, # `MultiheadSelfAttention(d_model, num_heads, max_seq_len=None, theta=None)`, called with `(x, token_positions=None)`
+    # `MultiheadSelfAttention(d_model, num_heads, max_seq_len=None, theta=None)`, called with
+    # `(x, token_positions=None)`
+    multihead_self_attention:type,
 ):
     "`AssertionError` unless heads attend causally, each to its own part, with and without RoPE."
     D, H, T, x = 12, 3, 5, _randn(2, 5, 12)
     for theta in (None, 100.):
         position = dict(position="rope", rope_theta=theta) if theta else dict(position="none")
-        oracle = attention_torch.CausalSelfAttention(ModelConfig(context_length=32, d_model=D, num_heads=H, **position), generator=_rng())
-        title, mine = _twin(multihead_self_attention, (D, H) if theta is None else (D, H, 32, theta), oracle)
-        mistakes = _multihead_mistakes({k: v.detach() for k,v in oracle.state_dict().items()}, T, D, H, theta)
+        oracle = attention_torch.CausalSelfAttention(ModelConfig(context_length=32, d_model=D,
+                                                                 num_heads=H, **position),
+                                                     generator=_rng())
+        title, mine = _twin(multihead_self_attention, (D, H) if theta is None
+                            else (D, H, 32, theta), oracle)
+        mistakes = _multihead_mistakes({k: v.detach() for k,v in oracle.state_dict().items()}, T, D,
+                                       H, theta)
         _grade(title, mine, oracle, mistakes, x=x)
         _grade(title, mine, oracle, {}, x=x[:, :1])
-        if theta: _grade(title, mine, oracle, mistakes, x=x, token_positions=torch.tensor([0, 2, 3, 9, 31]))
+        if theta:
+            _grade(title, mine, oracle, mistakes, x=x,
+                   token_positions=torch.tensor([0, 2, 3, 9, 31]))
 
 # %% ../../nbs/03_architecture/03z_architecture.ipynb #97052be5
-_SMALL = ModelConfig(vocab_size=20, context_length=8, d_model=12, num_layers=3, num_heads=3, d_ff=20, rope_theta=100.)
+_SMALL = ModelConfig(vocab_size=20, context_length=8, d_model=12, num_layers=3, num_heads=3,
+                     d_ff=20, rope_theta=100.)
 
 def _block_mistakes(b:transformer_torch.TransformerBlock)->dict:
     post, sublayer = deepcopy(b), deepcopy(b)
@@ -451,22 +573,27 @@ def _block_mistakes(b:transformer_torch.TransformerBlock)->dict:
     def on_norms(x): return b.ln1(x) + b.attn(b.ln1(x))
     return {"that is post-norm, norm(x + f(x))": post,
             "the norms are after attn and ffn: x + norm(f(x))": sublayer,
-            "attn and ffn read the same x: the second should read what the first gave": lambda x: attend(x) + b.ffn(b.ln2(x)),
+            "attn and ffn read the same x: the second should read what the first gave":
+                lambda x: attend(x) + b.ffn(b.ln2(x)),
             "nothing is added to x": lambda x: b.ffn(b.ln2(b.attn(b.ln1(x)))),
             "z is not added to what ffn gives": lambda x: b.ffn(b.ln2(attend(x))),
             "ln1 is used twice": lambda x: attend(x) + b.ffn(b.ln1(attend(x))),
             "ffn reads without a norm": lambda x: attend(x) + b.ffn(attend(x)),
-            "the norm's output is added to, expected x itself": lambda x: b.ln2(on_norms(x)) + b.ffn(b.ln2(on_norms(x))),
+            "the norm's output is added to, expected x itself":
+                lambda x: b.ln2(on_norms(x)) + b.ffn(b.ln2(on_norms(x))),
             "ffn comes before attn": lambda x: attend(feed(x))}
 
 # %% ../../nbs/03_architecture/03z_architecture.ipynb #60220f5a
 def check_block(
-    transformer_block:type, # The class: `TransformerBlock(d_model, num_heads, d_ff, max_seq_len, theta)`
+    # The class: `TransformerBlock(d_model, num_heads, d_ff, max_seq_len, theta)`
+    transformer_block:type,
 ):
     "`AssertionError` unless it is a pre-norm block."
     c = _SMALL
     oracle = transformer_torch.TransformerBlock(c, generator=_rng())
-    title, mine = _twin(transformer_block, (c.d_model, c.num_heads, c.ffn_size, c.context_length, c.rope_theta), oracle)
+    title, mine = _twin(transformer_block,
+                        (c.d_model, c.num_heads, c.ffn_size, c.context_length, c.rope_theta),
+                        oracle)
     for T in (5, 8): _grade(title, mine, oracle, _block_mistakes(oracle), x=_randn(2, T, c.d_model))
 
 # %% ../../nbs/03_architecture/03z_architecture.ipynb #6ac23be4
@@ -482,23 +609,31 @@ def _lm_mistakes(m:transformer_torch.TransformerLM)->dict:
             "only the first layer is used": lambda ids: logits(ids, m.layers[:1]),
             "the last layer is not used": lambda ids: logits(ids, m.layers[:-1]),
             "layers come in reverse order": lambda ids: logits(ids, m.layers[::-1]),
-            "the embeddings are multiplied by the root of D": lambda ids: logits(ids, m.layers, math.sqrt(m.config.d_model))}
+            "the embeddings are multiplied by the root of D":
+                lambda ids: logits(ids, m.layers, math.sqrt(m.config.d_model))}
 
 # %% ../../nbs/03_architecture/03z_architecture.ipynb #090e259a
 def check_lm(
-    transformer_lm:type, # The class: `TransformerLM(vocab_size, context_length, d_model, num_layers, num_heads, d_ff, rope_theta)`
+    # The class: `TransformerLM(vocab_size, context_length, d_model, num_layers, num_heads, d_ff,
+    # rope_theta)`
+    transformer_lm:type,
 ):
-    "`AssertionError` unless parameters have the course's names, logits are right and no token sees a later one."
+    """`AssertionError` unless parameters have the course's names, logits are right and no token
+    sees a later one."""
     c = _SMALL
     oracle = transformer_torch.TransformerLM(c)
-    title, mine = _twin(transformer_lm, (c.vocab_size, c.context_length, c.d_model, c.num_layers, c.num_heads, c.ffn_size, c.rope_theta), oracle)
+    title, mine = _twin(transformer_lm,
+                        (c.vocab_size, c.context_length, c.d_model, c.num_layers, c.num_heads,
+                         c.ffn_size, c.rope_theta), oracle)
     ids = torch.randint(20, (2, 8), generator=_rng())
     other = torch.cat((ids[:, :-1], (ids[:, -1:] + 1) % 20), -1)
     before, after = (_call(mine, (i,), f"{title}for ids {short(i)}: ") for i in (ids, other))
     if getattr(before, "shape", ()) == getattr(after, "shape", ()) == (2, 8, 20):
         changed = (before - after).abs().amax((0, 2))[:-1] > 1e-5
         at = changed.nonzero().flatten().tolist()
-        if at: raise AssertionError(f"{title}the logits at position {at[0]} change with the token at position 7: that is the future")
+        if at:
+            raise AssertionError(f"{title}the logits at position {at[0]} change with the token at "
+                                 "position 7: that is the future")
     for T in (8, 3): _grade(title, mine, oracle, _lm_mistakes(oracle), ids=ids[:, :T])
 
 # %% ../../nbs/03_architecture/03z_architecture.ipynb #637828f3
@@ -507,17 +642,24 @@ def check_parameters(
 ):
     "`AssertionError` unless the numbers are those of the assignment's model."
     count, c = lambda module: count_parameters(module).unique, ModelConfig(d_ff=1344)
-    (V, D, d_ff, L), model = (c.vocab_size, c.d_model, c.ffn_size, c.num_layers), transformer_torch.TransformerLM(c, device="meta")
+    (V, D, d_ff, L), model = ((c.vocab_size, c.d_model, c.ffn_size, c.num_layers),
+                              transformer_torch.TransformerLM(c, device="meta"))
     n, tied = count(model), count(model) - V*D
-    right = dict(attention=count(model.layers[0].attn), ffn=count(model.layers[0].ffn), model=n, tied=tied, longer=n)
-    gate, out, both = "forgets the third matrix, the gate", "forgets output_proj", "counts one of embedding and head"
+    right = dict(attention=count(model.layers[0].attn), ffn=count(model.layers[0].ffn), model=n,
+                 tied=tied, longer=n)
+    gate, out, both = ("forgets the third matrix, the gate", "forgets output_proj",
+                       "counts one of embedding and head")
     positions = "counts position embeddings, but RoPE has no parameters"
-    lacks = {(2*L + 1)*D: "forgets the norms", D: "forgets the last norm", 2*L*D: "forgets the layers' norms", L*D*d_ff: gate, L*D*D: out}
+    lacks = {(2*L + 1)*D: "forgets the norms", D: "forgets the last norm",
+             2*L*D: "forgets the layers' norms", L*D*d_ff: gate, L*D*D: out}
     whole = {n - number: words for number,words in lacks.items()}
-    why = dict(attention={3*D*D: out, 4*D*D//16: "is that of one head of 16", 4*D*(D + 1): "counts biases, and there are none"},
+    why = dict(attention={3*D*D: out, 4*D*D//16: "is that of one head of 16",
+                          4*D*(D + 1): "counts biases, and there are none"},
                ffn={2*D*d_ff: gate, 8*D*D: "is 8 D², for two matrices with F = 4 D"},
-               model=whole | {tied: both, n - 2*V*D: "forgets embedding and head", n + 256*D: positions},
-               tied={k - V*D: words for k,words in whole.items()} | {n: "counts the shared matrix twice", n - 2*V*D: "forgets the shared matrix"},
+               model=whole | {tied: both, n - 2*V*D: "forgets embedding and head",
+                              n + 256*D: positions},
+               tied={k - V*D: words for k,words in whole.items()}
+               | {n: "counts the shared matrix twice", n - 2*V*D: "forgets the shared matrix"},
                longer=whole | {tied: both, n + 1024*D: positions})
     check_numbers(answer, right, why)
 
@@ -532,20 +674,24 @@ def _loss_mistakes()->dict:
             "the sign is wrong": lambda z, t: -each(z, t).mean(),
             "that is in bits, expected nats": lambda z, t: each(z, t).mean()/math.log(2),
             "softmax is taken twice": lambda z, t: each(z.softmax(-1), t).mean(),
-            "exp overflows: take the largest logit off": lambda z, t: (z.exp().sum(-1).log() - at(z, t)).mean(),
+            "exp overflows: take the largest logit off":
+                lambda z, t: (z.exp().sum(-1).log() - at(z, t)).mean(),
             "the logarithm of the softmax: log 0 is -inf": lambda z, t: -p(z, t).log().mean(),
-            "the logarithm of the mean, expected the mean logarithm": lambda z, t: -p(z, t).mean().log()}
+            "the logarithm of the mean, expected the mean logarithm":
+                lambda z, t: -p(z, t).mean().log()}
 
 # %% ../../nbs/03_architecture/03z_architecture.ipynb #afe4a5ae
 def check_cross_entropy(
     cross_entropy:Callable, # `cross_entropy(logits, targets)` gives a tensor without dimensions
 ):
     "`AssertionError` unless it is the mean loss, for any leading dimensions and very large logits."
-    rng, grade = _rng(), partial(_grade, "", cross_entropy, layers_torch.cross_entropy, _loss_mistakes())
+    rng, grade = _rng(), partial(_grade, "", cross_entropy, layers_torch.cross_entropy,
+                                 _loss_mistakes())
     for shape in ((4, 7), (2, 3, 7), (1, 2, 2, 7)):
         grade(logits=_randn(*shape)*2, targets=torch.randint(7, shape[:-1], generator=rng))
     large, targets = _randn(2, 3, 7)*3000, torch.tensor([[0, 1, 2], [3, 4, 5]])
-    grade(" (logits from -400 to 0)", logits=(large - large.amax(-1, keepdim=True)).clamp(-400), targets=targets)
+    grade(" (logits from -400 to 0)", logits=(large - large.amax(-1, keepdim=True)).clamp(-400),
+          targets=targets)
     grade(" (logits in the thousands)", logits=large, targets=targets)
 
 # %% ../../nbs/03_architecture/03z_architecture.ipynb #8db466ba
@@ -557,12 +703,16 @@ def check_first_loss(
     answer:dict, # 'even', 'scattered' and 'model', each in nats
 ):
     "`AssertionError` unless the losses are those that such logits give."
-    model = transformer_torch.TransformerLM(ModelConfig(vocab_size=256, context_length=64, d_model=256, num_layers=1, num_heads=4))
+    model = transformer_torch.TransformerLM(ModelConfig(vocab_size=256, context_length=64,
+                                                        d_model=256, num_layers=1, num_heads=4))
     with torch.no_grad(): logits = model(torch.arange(256).view(4, 64))
-    right = dict(even=math.log(10_000), scattered=_mean_loss(2*_randn(100, 10_000)), model=_mean_loss(logits))
+    right = dict(even=math.log(10_000), scattered=_mean_loss(2*_randn(100, 10_000)),
+                 model=_mean_loss(logits))
     log_V, log_256, even = math.log(10_000), math.log(256), "is that of equal logits"
-    why = dict(even={math.log2(10_000): "is in bits: one nat is 1.44 of them", math.log10(10_000): "is the logarithm to base 10"},
-               scattered={log_V: even, log_V + 1: "has s/2 added, expected s²/2", log_V + 4: "has s² added, expected s²/2"},
+    why = dict(even={math.log2(10_000): "is in bits: one nat is 1.44 of them",
+                     math.log10(10_000): "is the logarithm to base 10"},
+               scattered={log_V: even, log_V + 1: "has s/2 added, expected s²/2",
+                          log_V + 4: "has s² added, expected s²/2"},
                model={log_256: even, log_256 + 1: "has the variance added, expected half of it",
                       log_256 + 128: "takes the head's weights for N(0, 1)"})
     check_numbers(answer, right, why, atol=.05)

@@ -18,25 +18,37 @@ from ..tools.grading import check_numbers, run_answer, short
 
 # %% ../../nbs/05_generation/05z_generation.ipynb #a437ebae
 def _row(x:Tensor)->str: # Up to eight numbers as they are
-    return f"[{', '.join(f'{v:.4g}' for v in x.tolist())}]" if x.ndim == 1 and len(x) <= 8 else short(x)
+    return (f"[{', '.join(f'{v:.4g}' for v in x.tolist())}]" if x.ndim == 1 and len(x) <= 8
+            else short(x))
 
 def _alike(a, b:Tensor)->bool:
-    return isinstance(a, Tensor) and a.shape == b.shape and torch.allclose(a.double(), b.double(), 1e-4, 1e-6, equal_nan=True)
+    return (isinstance(a, Tensor) and a.shape == b.shape
+            and torch.allclose(a.double(), b.double(), 1e-4, 1e-6, equal_nan=True))
 
-def _grade_rows(f:Callable, oracle:Callable, names:tuple, cases:list, mistakes:dict): # `cases`: arguments and a reason. `mistakes`: words to a function
+def _grade_rows(f:Callable, oracle:Callable, names:tuple, cases:list, mistakes:dict):
+    # `cases`: arguments and a reason. `mistakes`: words to a function
     for *args,why in cases:
-        where = f"for {', '.join(f'{n} = {_row(a) if isinstance(a, Tensor) else short(a)}' for n,a in zip(names, args))}: "
+        given = (f"{n} = {_row(a) if isinstance(a, Tensor) else short(a)}"
+                 for n,a in zip(names, args))
+        where = f"for {', '.join(given)}: "
         got, expected = run_answer(f, *args, shown=where), oracle(*args)
         if _alike(got, expected): continue
-        if not isinstance(got, Tensor): raise AssertionError(f"{where}expected a tensor, got {short(got)}")
-        if got.shape != expected.shape: raise AssertionError(f"{where}expected the shape {tuple(expected.shape)}, got {tuple(got.shape)}")
+        if not isinstance(got, Tensor):
+            raise AssertionError(f"{where}expected a tensor, got {short(got)}")
+        if got.shape != expected.shape:
+            raise AssertionError(f"{where}expected the shape {tuple(expected.shape)}, got "
+                                 f"{tuple(got.shape)}")
         why = next((words for words,wrong in mistakes.items() if _alike(got, wrong(*args))), why)
-        raise AssertionError(f"{where}expected {_row(expected)}, got {_row(got)}{why and ': '}{why}")
+        raise AssertionError(f"{where}expected {_row(expected)}, got "
+                             f"{_row(got)}{why and ': '}{why}")
 
 # %% ../../nbs/05_generation/05z_generation.ipynb #8dc9bf42
-def _randn(*shape, seed:int=0)->Tensor: return torch.randn(shape, generator=torch.Generator().manual_seed(seed)) # Torch's own generator is left as it was
+def _randn(*shape, seed:int=0)->Tensor:
+    # Torch's own generator is left as it was
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
-def _cut(rule:Callable, scaled:bool=True, back:bool=True)->Callable: # Of probabilities: what `rule(falling, sums, p)` keeps of the falling ones
+def _cut(rule:Callable, scaled:bool=True, back:bool=True)->Callable:
+    # Of probabilities: what `rule(falling, sums, p)` keeps of the falling ones
     def f(probs, p):
         falling, order = probs.sort(descending=True, stable=True)
         kept = falling*rule(falling, falling.cumsum(-1), p)
@@ -47,30 +59,47 @@ def _cut(rule:Callable, scaled:bool=True, back:bool=True)->Callable: # Of probab
 # %% ../../nbs/05_generation/05z_generation.ipynb #7b9b779f
 def _next_cases()->list: # (logits, temperature, top_p, why)
     four, flat = torch.tensor([5., 1., 3., 1.]).log(), torch.zeros(4)
-    cases = [(four, 1, 1, ""), (four, .5, 1, ""), (four, 2, 1, ""), (torch.tensor([1000., 999., 0.]), 1, 1, ""), (four - 1000, 1, 1, ""),
-             (torch.tensor([1., 5., 5.]), 0, 1, "at temperature 0 all goes to the largest logit, of equal ones to the lowest id"),
-             (four, 1, .7, ""), (four, 1, .85, "of equally likely tokens the lower id goes first"), (four, 1, .4, "the likeliest token is always kept"),
-             (flat, 1, .5, ""), (four, .5, .6, ""), (four, 2, .7, ""), (torch.tensor([0., -math.inf, 1.]), 1, .9, "")]
+    cases = [(four, 1, 1, ""), (four, .5, 1, ""), (four, 2, 1, ""),
+             (torch.tensor([1000., 999., 0.]), 1, 1, ""), (four - 1000, 1, 1, ""),
+             (torch.tensor([1., 5., 5.]), 0, 1,
+              "at temperature 0 all goes to the largest logit, of equal ones to the lowest id"),
+             (four, 1, .7, ""), (four, 1, .85, "of equally likely tokens the lower id goes first"),
+             (four, 1, .4, "the likeliest token is always kept"),
+             (flat, 1, .5, ""), (four, .5, .6, ""), (four, 2, .7, ""),
+             (torch.tensor([0., -math.inf, 1.]), 1, .9, "")]
     for seed in range(30):
         z, t, p = 2*_randn(6 + seed % 9, seed=seed), (.5, 1, 2)[seed % 3], .05 + seed/33
         sums = sampling.temperature(z, t).sort(descending=True)[0].cumsum(-1)
         if (sums - p).abs().min() > 1e-3: cases.append((z, t, p, ""))
     return cases
 
+# %% ../../nbs/05_generation/05z_generation.ipynb #7b9b77a0
 def _next_mistakes()->dict:
-    right, after = _cut(lambda q, s, p: s - q < p), lambda f: lambda z, t, p: f((z/t).softmax(-1), p)
-    mistakes = {"exp overflows or underflows: take the largest logit off first": lambda z, t, p: right((z/t).exp()/(z/t).exp().sum(), p),
-            "the logits are multiplied by the temperature, expected divided": lambda z, t, p: right((z*t).softmax(-1), p),
-            "the temperature is not used": lambda z, t, p: right(z.softmax(-1), p), "top_p is not used": after(lambda q, p: q),
-            "what is kept is not scaled to sum to 1": after(_cut(lambda q, s, p: s - q < p, scaled=False)),
-            "the numbers stand in falling order, expected each at its id": after(_cut(lambda q, s, p: s - q < p, back=False)),
+    right, after = (_cut(lambda q, s, p: s - q < p),
+                    lambda f: lambda z, t, p: f((z/t).softmax(-1), p))
+    mistakes = {"exp overflows or underflows: take the largest logit off first":
+                    lambda z, t, p: right((z/t).exp()/(z/t).exp().sum(), p),
+            "the logits are multiplied by the temperature, expected divided":
+                    lambda z, t, p: right((z*t).softmax(-1), p),
+            "the temperature is not used": lambda z, t, p: right(z.softmax(-1), p),
+                "top_p is not used": after(lambda q, p: q),
+            "what is kept is not scaled to sum to 1":
+                    after(_cut(lambda q, s, p: s - q < p, scaled=False)),
+            "the numbers stand in falling order, expected each at its id":
+                    after(_cut(lambda q, s, p: s - q < p, back=False)),
             "the token that crosses top_p is missing": after(_cut(lambda q, s, p: s <= p)),
             "the token that reaches top_p is missing": after(_cut(lambda q, s, p: s < p)),
-            "one token too many: the ones before it reach top_p already": after(_cut(lambda q, s, p: s - q <= p)),
-            "each probability is compared with top_p, expected the sum": after(_cut(lambda q, s, p: q >= p)),
-            "the cut comes before the temperature": lambda z, t, p: (right(z.softmax(-1), p).log()/t).softmax(-1),
-            "a softmax of probabilities: what was cut gets a share": after(lambda q, p: right(q, p).softmax(-1))}
-    return {words: lambda z, t, p, f=f: f(z, t, p) if t else torch.empty(0) for words,f in mistakes.items()} # All divide by t
+            "one token too many: the ones before it reach top_p already":
+                    after(_cut(lambda q, s, p: s - q <= p)),
+            "each probability is compared with top_p, expected the sum":
+                    after(_cut(lambda q, s, p: q >= p)),
+            "the cut comes before the temperature":
+                    lambda z, t, p: (right(z.softmax(-1), p).log()/t).softmax(-1),
+            "a softmax of probabilities: what was cut gets a share":
+                    after(lambda q, p: right(q, p).softmax(-1))}
+    # All divide by t
+    return {words: lambda z, t, p, f=f: f(z, t, p) if t else torch.empty(0)
+            for words,f in mistakes.items()}
 
 # %% ../../nbs/05_generation/05z_generation.ipynb #27c7f133
 def check_next_probs(
@@ -78,19 +107,28 @@ def check_next_probs(
 ):
     "`AssertionError` unless temperature and nucleus are those of the definition."
     def oracle(z, t, p): return sampling.next_token_probs(z, t, top_p=p)
-    _grade_rows(next_probs, oracle, ("logits", "temperature", "top_p"), _next_cases(), _next_mistakes())
+    _grade_rows(next_probs, oracle, ("logits", "temperature", "top_p"), _next_cases(),
+                _next_mistakes())
 
 # %% ../../nbs/05_generation/05z_generation.ipynb #0a94efe4
 def _top_mistakes()->dict:
     def kth(z, k): return z.sort(descending=True)[0][min(k, len(z)) - 1]
     def keep(z, mask): return z.masked_fill(~mask, -math.inf).softmax(-1)
-    def first(z, k): return torch.zeros_like(z, dtype=torch.bool).scatter(-1, z.argsort(descending=True, stable=True)[:k], True)
-    return {"all tokens equal to the k-th are kept, expected exactly k": lambda z, k: keep(z, z >= kth(z, k)),
-            "the k-th token is missing": lambda z, k: keep(z, z > kth(z, k)), "k is not used": lambda z, k: z.softmax(-1),
-            "of equal logits the higher ids are kept": lambda z, k: keep(z, first(z.flip(0), k).flip(0)),
+    def first(z, k):
+        return torch.zeros_like(z, dtype=torch.bool).scatter(-1,
+                                                             z.argsort(descending=True,
+                                                                       stable=True)[:k], True)
+    return {"all tokens equal to the k-th are kept, expected exactly k":
+                lambda z, k: keep(z, z >= kth(z, k)),
+            "the k-th token is missing": lambda z, k: keep(z, z > kth(z, k)),
+            "k is not used": lambda z, k: z.softmax(-1),
+            "of equal logits the higher ids are kept":
+                lambda z, k: keep(z, first(z.flip(0), k).flip(0)),
             "what is kept is not scaled to sum to 1": lambda z, k: z.softmax(-1)*first(z, k),
-            "a logit of 0 is not a probability of 0: cut with -inf": lambda z, k: (z*first(z, k)).softmax(-1),
-            "these are logits, expected probabilities": lambda z, k: z.masked_fill(~first(z, k), -math.inf),
+            "a logit of 0 is not a probability of 0: cut with -inf":
+                lambda z, k: (z*first(z, k)).softmax(-1),
+            "these are logits, expected probabilities":
+                lambda z, k: z.masked_fill(~first(z, k), -math.inf),
             "the smallest are kept": lambda z, k: keep(z, first(-z, k))}
 
 # %% ../../nbs/05_generation/05z_generation.ipynb #3ab28246
@@ -98,7 +136,8 @@ def check_top_k(
     top_k:Callable, # `top_k(logits, k)` gives probabilities `(V,)`
 ):
     "`AssertionError` unless exactly `k` tokens stay, the right ones."
-    cases = [(torch.tensor([4., 1., 3., 2.]).log(), k, "") for k in (2, 1, 3)] + [(torch.zeros(4), 2, "of equal logits the lower ids stay")]
+    cases = ([(torch.tensor([4., 1., 3., 2.]).log(), k, "") for k in (2, 1, 3)]
+             + [(torch.zeros(4), 2, "of equal logits the lower ids stay")])
     cases += [(torch.tensor([1., 3., 3., 3., 0.]), 2, "of equal logits the lower ids stay"),
               (torch.tensor([2., 1.]), 5, "there are no more than k: all stay")]
     cases += [(_randn(9, seed=k).round(), 1 + k % 8, "") for k in range(20)]
@@ -108,10 +147,14 @@ def check_top_k(
 def _min_mistakes()->dict:
     def keep(z, mask): return z.masked_fill(~mask, -math.inf).softmax(-1)
     def share(z): return (z - z.max()).exp()
-    return {"what reaches p exactly is missing: at least, not more than": lambda z, p: keep(z, share(z) > p),
-            "p is compared with the probability itself, expected its share of the largest": lambda z, p: keep(z, z.softmax(-1) >= p),
-            "shares of the largest logit, expected of the largest probability": lambda z, p: keep(z, z >= p*z.max()),
-            "what is kept is not scaled to sum to 1": lambda z, p: z.softmax(-1)*(share(z) >= p), "p is not used": lambda z, p: z.softmax(-1),
+    return {"what reaches p exactly is missing: at least, not more than":
+                lambda z, p: keep(z, share(z) > p),
+            "p is compared with the probability itself, expected its share of the largest":
+                lambda z, p: keep(z, z.softmax(-1) >= p),
+            "shares of the largest logit, expected of the largest probability":
+                lambda z, p: keep(z, z >= p*z.max()),
+            "what is kept is not scaled to sum to 1": lambda z, p: z.softmax(-1)*(share(z) >= p),
+            "p is not used": lambda z, p: z.softmax(-1),
             "the cut is at 1 - p": lambda z, p: keep(z, share(z) >= 1 - p)}
 
 # %% ../../nbs/05_generation/05z_generation.ipynb #25209cf7
@@ -120,24 +163,35 @@ def check_min_p(
 ):
     "`AssertionError` unless the tokens of at least a share `p` of the largest probability stay."
     four = torch.tensor([5., 1., 3., 1.]).log()
-    cases = [(four, .5, ""), (four + 100, .5, "the same number added to all logits changes nothing"), (four, .15, ""), (four, .7, ""),
+    cases = [(four, .5, ""),
+             (four + 100, .5, "the same number added to all logits changes nothing"),
+             (four, .15, ""), (four, .7, ""),
              (four, 0, "with p = 0 all stay")]
-    cases += [(torch.tensor([2., 1., 2.]), 1, "with p = 1 all that are as likely as the likeliest stay"), (torch.tensor([0., -math.inf, -1.]), .2, "")]
+    cases += [(torch.tensor([2., 1., 2.]), 1,
+               "with p = 1 all that are as likely as the likeliest stay"),
+              (torch.tensor([0., -math.inf, -1.]), .2, "")]
     cases += [(2*_randn(8, seed=seed), (1 + seed)/22, "") for seed in range(20)]
     _grade_rows(min_p, sampling.min_p, ("logits", "p"), cases, _min_mistakes())
 
 # %% ../../nbs/05_generation/05z_generation.ipynb #f7b82018
 _TOP = 1 - 2.**-53 # The largest number below 1
 _EDGE = "a piece has its left end and not its right one: count the sums that are at most u"
-_DRAWS = [([0., .5, 0., .5, 0.], 0., f"token 0 has the probability 0; {_EDGE}"), ([0., .5, 0., .5, 0.], .25, ""), ([0., .5, 0., .5, 0.], .5, _EDGE),
-          ([0., .5, 0., .5, 0.], .75, "token 2 has the probability 0"), ([0., .5, 0., .5, 0.], _TOP, "in float32 this u is 1: compare in float64"),
+_DRAWS = [([0., .5, 0., .5, 0.], 0., f"token 0 has the probability 0; {_EDGE}"),
+          ([0., .5, 0., .5, 0.], .25, ""), ([0., .5, 0., .5, 0.], .5, _EDGE),
+          ([0., .5, 0., .5, 0.], .75, "token 2 has the probability 0"),
+          ([0., .5, 0., .5, 0.], _TOP, "in float32 this u is 1: compare in float64"),
           ([.25]*4, .25, _EDGE),
-          ([.125, .5, .375], .1, "the pieces lie in the order of the ids"), ([.125, .5, .375], .9, "the pieces lie in the order of the ids"),
-          ([.333, .333, .333], .9995, "the sum is a little below 1, and the last piece goes on to 1"),
-          ([.333, .333, .333, 0.], .9995, "the sum is a little below 1, and the last piece goes on to 1"), ([1.], _TOP, "")]
+          ([.125, .5, .375], .1, "the pieces lie in the order of the ids"),
+          ([.125, .5, .375], .9, "the pieces lie in the order of the ids"),
+          ([.333, .333, .333], .9995,
+           "the sum is a little below 1, and the last piece goes on to 1"),
+          ([.333, .333, .333, 0.], .9995,
+           "the sum is a little below 1, and the last piece goes on to 1"), ([1.], _TOP, "")]
 
 def _id(value)->int|None: # A whole number, also in a tensor
-    try: return None if isinstance(value, bool) else index(value.item() if isinstance(value, Tensor) else value)
+    try:
+        return (None if isinstance(value, bool)
+                else index(value.item() if isinstance(value, Tensor) else value))
     except (TypeError, ValueError, RuntimeError): return None
 
 # %% ../../nbs/05_generation/05z_generation.ipynb #4934395b
@@ -153,25 +207,31 @@ def check_draw(
         where, got = drawn(probs := torch.tensor(numbers), u)
         expected = sampling.sample_np(probs.numpy(), iter([u])).item()
         if got == expected: continue
-        if got == numbers.index(max(numbers)) and not why: why = "that is the likeliest, whatever u is"
+        if got == numbers.index(max(numbers)) and not why:
+            why = "that is the likeliest, whatever u is"
         raise AssertionError(f"{where}expected {expected}, got {got}{why and ': '}{why}")
     probs, counts = torch.tensor([.1, .2, .3, .4], dtype=torch.float64), [0]*4
     for i in range(1000):
         where, got = drawn(probs, (i + .5)/1000)
         if not 0 <= got < 4: raise AssertionError(f"{where}{got} is not an id")
         counts[got] += 1
-    if counts != [100, 200, 300, 400]: raise AssertionError(f"of 1,000 even u, the ids of {_row(probs)} came {counts} times")
+    if counts != [100, 200, 300, 400]:
+        raise AssertionError(f"of 1,000 even u, the ids of {_row(probs)} came {counts} times")
 
 # %% ../../nbs/05_generation/05z_generation.ipynb #87432a09
 _V = 7 # Vocabulary of the grader's model
-_LOOPS = [([1, 2, 3], 4, 3), ([1, 2, 3], 4, 99), ([1, 2, 3, 4, 5, 6], 3, 4), ([0, 3], 5, 8), ([1, 5], 6, 8), ([3, 3, 1], 6, 2), ([2], 0, 4),
+_LOOPS = [([1, 2, 3], 4, 3), ([1, 2, 3], 4, 99), ([1, 2, 3, 4, 5, 6], 3, 4), ([0, 3], 5, 8),
+          ([1, 5], 6, 8), ([3, 3, 1], 6, 2), ([2], 0, 4),
           ([4], 9, 1), ([0], 3, 2), ([6, 2, 5], 1, 3)]
 
-class _Watched: # A model that notes what it is shown. Its next token is the sum of all tokens and of their number, modulo V
+class _Watched:
+    # A model that notes what it is shown. Its next token is the sum of all tokens and of their
+    # number, modulo V
     def __init__(self): self.shown, self.chosen, self.grad, self.other = [], [], False, None
 
     def __call__(self, ids:Tensor)->Tensor:
-        if not isinstance(ids, Tensor) or ids.ndim != 2: raise TypeError(f"model: expected a tensor of ids (1, T), got {short(ids)}")
+        if not isinstance(ids, Tensor) or ids.ndim != 2:
+            raise TypeError(f"model: expected a tensor of ids (1, T), got {short(ids)}")
         self.shown.append(ids[0].tolist())
         self.grad |= torch.is_grad_enabled()
         logits = 3*torch.nn.functional.one_hot((ids + 1).cumsum(1) % _V, _V).float()
@@ -180,83 +240,128 @@ class _Watched: # A model that notes what it is shown. Its next token is the sum
 
     def choose(self, logits:Tensor)->int:
         self.chosen.append(tuple(logits.shape))
-        if self.other is None and logits.tolist() != self.last.tolist(): self.other = logits.tolist()
+        if self.other is None and logits.tolist() != self.last.tolist():
+            self.other = logits.tolist()
         return logits.argmax().item()
 
 # %% ../../nbs/05_generation/05z_generation.ipynb #d5b27e73
-def _loop_hint(got:list, right:list, ids:list, watched:_Watched, context:int)->str: # What the wrong list looks like
+def _loop_hint(got:list, right:list, ids:list, watched:_Watched, context:int)->str:
+    # What the wrong list looks like
     last = watched.shown[-1] if watched.shown else []
     if got == ids + right: return "the prompt is not among the new ids"
     if got == [*right, 0]: return "the end of text is not among the new ids"
-    if got[:len(right)] == right and got[len(right):len(right) + 1] == [0]: return "it goes on after the end of text"
+    if got[:len(right)] == right and got[len(right):len(right) + 1] == [0]:
+        return "it goes on after the end of text"
     if got[:len(right)] == right: return "that is more than max_tokens"
-    if got == right[:len(got)]: return "it stops too early; an end of text in the prompt ends nothing" if 0 in ids else "it stops too early"
-    if watched.chosen and set(watched.chosen) != {(_V,)}: return f"choose was given {watched.chosen[0]}, expected the logits (V,) of the last position"
-    if len(last) > 1 and last == (ids + got)[:len(last)] and len(ids + got) > context: return "the model is shown the first tokens, expected the latest"
+    if got == right[:len(got)]:
+        return ("it stops too early; an end of text in the prompt ends nothing" if 0 in ids
+                else "it stops too early")
+    if watched.chosen and set(watched.chosen) != {(_V,)}:
+        return (f"choose was given {watched.chosen[0]}, expected the logits (V,) of "
+                "the last position")
+    if len(last) > 1 and last == (ids + got)[:len(last)] and len(ids + got) > context:
+        return "the model is shown the first tokens, expected the latest"
     return "whose logits were chosen from, and which tokens was the model shown?"
 
 # %% ../../nbs/05_generation/05z_generation.ipynb #582787c1
 def check_generate(
-    generate:Callable, # `generate(model, ids, max_tokens, context_length, end_of_text, choose)` gives a list of new ids
+    # `generate(model, ids, max_tokens, context_length, end_of_text, choose)` gives a list of new
+    # ids
+    generate:Callable,
 ):
-    "`AssertionError` unless the ids are those of the course's loop, and the model is asked no more than that."
+    """`AssertionError` unless the ids are those of the course's loop, and the model is asked no
+    more than that."""
     for ids,most,context in _LOOPS:
         watched, right_model = _Watched(), _Watched()
         right = list(course_generate(right_model, ids, most, 0, stop=[0], context_length=context))
-        where = f"for ids = {ids}, max_tokens = {most}, context_length = {context}, end_of_text = 0: "
-        got = run_answer(lambda ids: generate(watched, ids, most, context, 0, watched.choose), ids, shown=where)
-        if not isinstance(got, list) or any(_id(i) is None for i in got): raise AssertionError(f"{where}expected a list of ids, got {short(got)}")
+        where = (f"for ids = {ids}, max_tokens = {most}, context_length = {context}, "
+                 "end_of_text = 0: ")
+        got = run_answer(lambda ids: generate(watched, ids, most, context, 0, watched.choose), ids,
+                         shown=where)
+        if not isinstance(got, list) or any(_id(i) is None for i in got):
+            raise AssertionError(f"{where}expected a list of ids, got {short(got)}")
         longest = max(map(len, watched.shown), default=0)
-        if longest > context: raise AssertionError(f"{where}the model was shown {longest} tokens, more than its context")
+        if longest > context:
+            raise AssertionError(f"{where}the model was shown {longest} tokens, "
+                                 "more than its context")
         if (got := [_id(i) for i in got]) != right:
-            raise AssertionError(f"{where}expected {right}, got {got}: {_loop_hint(got, right, ids, watched, context)}")
+            raise AssertionError(f"{where}expected {right}, got {got}: "
+                                 f"{_loop_hint(got, right, ids, watched, context)}")
         if watched.shown != right_model.shown:
-            raise AssertionError(f"{where}the model was shown {short(watched.shown)}, expected {short(right_model.shown)}, each once")
-        if watched.other: raise AssertionError(f"{where}the ids are right, but choose was given {short(watched.other)}, expected the model's logits as they are")
-        if watched.grad: raise AssertionError(f"{where}the ids are right, but the model ran with gradients: use torch.no_grad()")
+            raise AssertionError(f"{where}the model was shown {short(watched.shown)}, expected "
+                                 f"{short(right_model.shown)}, each once")
+        if watched.other:
+            raise AssertionError(f"{where}the ids are right, but choose was given "
+                                 f"{short(watched.other)}, expected the model's logits as they are")
+        if watched.grad:
+            raise AssertionError(f"{where}the ids are right, but the model ran with gradients: "
+                                 "use torch.no_grad()")
 
 # %% ../../nbs/05_generation/05z_generation.ipynb #92f486b5
 def _sampler_numbers()->tuple: # The right numbers, and what wrong ones are
-    three, halves, source, q = (torch.tensor(p, dtype=torch.float64) for p in ([.6, .3, .1], [.5**i for i in range(1, 60)], [.5, .3, .2], 1/50))
+    three, halves, source, q = (torch.tensor(p, dtype=torch.float64)
+                                for p in ([.6, .3, .1], [.5**i for i in range(1, 60)], [.5, .3, .2],
+                                          1/50))
     def size(t, p=.9): return int((sampling.next_token_probs(halves.log(), t, top_p=p) > 0).sum())
-    entropy, first = torch.special.entr(source).sum().item(), lambda t: sampling.temperature(three.log(), t)[0].item()
-    right = dict(cold=first(.5), nucleus=size(1), warm=size(2), length=(1/q - 1).item(), cut=((1 - q)**100).item(), likeliest=-math.log(.5),
+    entropy, first = (torch.special.entr(source).sum().item(),
+                      lambda t: sampling.temperature(three.log(), t)[0].item())
+    right = dict(cold=first(.5), nucleus=size(1), warm=size(2), length=(1/q - 1).item(),
+                 cut=((1 - q)**100).item(), likeliest=-math.log(.5),
                  typical=entropy)
     missing = "leaves out the token that crosses 0.9"
-    why = dict(cold={first(2): "is that of temperature 2", .6: "is that of temperature 1", .36: "is not scaled: the three must sum to 1"},
+    why = dict(cold={first(2): "is that of temperature 2", .6: "is that of temperature 1",
+                     .36: "is not scaled: the three must sum to 1"},
                nucleus={size(1) - 1: missing, size(1) + 1: "is one more than needed"},
-               warm={size(1): "is that of temperature 1", size(.5): "is that of temperature 1/2", size(2) - 1: missing},
-               length={50: "counts the end itself, which is no token of the text", 1/50: "is the probability of the end", 25: "is half of 50"},
-               cut={math.exp(-2): "is e⁻², a good guess: it is 0.98 to the power 100", 0: "takes all texts for nearly as long as the mean",
-                    1 - .98**100: "is the probability that it is over", .5: "would hold at the median, and lengths are skewed"},
-               likeliest={entropy: "is that of typical texts", 1: "is in bits, and so is 1 bit a token",
+               warm={size(1): "is that of temperature 1", size(.5): "is that of temperature 1/2",
+                     size(2) - 1: missing},
+               length={50: "counts the end itself, which is no token of the text",
+                       1/50: "is the probability of the end", 25: "is half of 50"},
+               cut={math.exp(-2): "is e⁻², a good guess: it is 0.98 to the power 100",
+                    0: "takes all texts for nearly as long as the mean",
+                    1 - .98**100: "is the probability that it is over",
+                    .5: "would hold at the median, and lengths are skewed"},
+               likeliest={entropy: "is that of typical texts",
+                          1: "is in bits, and so is 1 bit a token",
                           .5: "is the probability of a token, expected -log of it"},
-               typical={-math.log(.5): "is that of the likeliest text", entropy/math.log(2): "is in bits",
+               typical={-math.log(.5): "is that of the likeliest text",
+                        entropy/math.log(2): "is in bits",
                         math.log(3): "is ln 3, of three equally likely tokens"})
     return right, why
 
 # %% ../../nbs/05_generation/05z_generation.ipynb #1eefab44
 def check_sampler_numbers(
-    answer:dict, # 'cold', 'nucleus', 'warm', 'length', 'cut', 'likeliest' and 'typical', each a number
+    # 'cold', 'nucleus', 'warm', 'length', 'cut', 'likeliest' and 'typical', each a number
+    answer:dict,
 ):
-    "`AssertionError` unless the numbers are those that the course's sampler gives, to one per cent."
+    """`AssertionError` unless the numbers are those that the course's sampler gives, to one per
+    cent."""
     check_numbers(answer, *_sampler_numbers(), rtol=.01)
 
 # %% ../../nbs/05_generation/05z_generation.ipynb #e21768d2
 def _penalty_mistakes()->dict:
-    def came(z, seen): return torch.zeros_like(z, dtype=torch.bool).index_fill(0, torch.tensor(seen, dtype=torch.int64), True)
+    def came(z, seen):
+        return torch.zeros_like(z, dtype=torch.bool).index_fill(0,
+                                                                torch.tensor(seen,
+                                                                             dtype=torch.int64),
+                                                                True)
     def each(z, seen, t):
         for i in seen: z = torch.where(torch.arange(len(z)) == i, torch.where(z > 0, z/t, z*t), z)
         return z
     def some(f): return lambda z, seen, t: torch.where(came(z, seen), f(z, t), z)
     def right(z, t): return torch.where(z > 0, z/t, z*t)
-    return {"negative logits are divided too, which makes the token likelier": some(lambda z, t: z/t),
-            "a token that came twice is penalised twice": each, "theta is subtracted": some(lambda z, t: z - t),
+    return {"negative logits are divided too, which makes the token likelier":
+                some(lambda z, t: z/t),
+            "a token that came twice is penalised twice": each,
+            "theta is subtracted": some(lambda z, t: z - t),
             "negative logits are left as they are": some(lambda z, t: torch.where(z > 0, z/t, z)),
-            "all tokens are penalised": lambda z, seen, t: right(z, t), "nothing is penalised": lambda z, seen, t: z,
-            "the tokens that did not come are penalised": lambda z, seen, t: torch.where(came(z, seen), z, right(z, t)),
-            "positive logits are multiplied and negative ones divided": some(lambda z, t: torch.where(z > 0, z*t, z/t)),
-            "these are probabilities, expected logits": lambda *args: some(right)(*args).softmax(-1)}
+            "all tokens are penalised": lambda z, seen, t: right(z, t),
+            "nothing is penalised": lambda z, seen, t: z,
+            "the tokens that did not come are penalised":
+                lambda z, seen, t: torch.where(came(z, seen), z, right(z, t)),
+            "positive logits are multiplied and negative ones divided":
+                some(lambda z, t: torch.where(z > 0, z*t, z/t)),
+            "these are probabilities, expected logits":
+                lambda *args: some(right)(*args).softmax(-1)}
 
 def _penalised(z:Tensor, seen:list, t:float)->Tensor: return sampling.repetition_penalty(z, t, seen)
 
@@ -266,16 +371,21 @@ def check_penalise(
 ):
     "`AssertionError` unless what came is less likely, by the usual rule."
     z, zero = torch.tensor([2., -1., .5]), torch.tensor([0., 3., -math.inf, -2.])
-    cases = [(z, [0], 2., ""), (z, [0, 1], 2., ""), (z, [1, 0, 1, 1], 2., ""), (z, [], 2., "nothing came yet"),
+    cases = [(z, [0], 2., ""), (z, [0, 1], 2., ""), (z, [1, 0, 1, 1], 2., ""),
+             (z, [], 2., "nothing came yet"),
              (z, [0, 1], 1., "theta = 1 changes nothing"),
              (z, [0, 1], .5, "theta below 1 makes what came likelier"), (zero, [0, 2, 3], 1.5, "")]
     cases += [(2*_randn(8, seed=seed), [seed % 8, 3, seed % 5], 1.3, "") for seed in range(10)]
-    def soft(f): return lambda *args: x.softmax(-1) if isinstance(x := f(*args), Tensor) and x.is_floating_point() and x.ndim == 1 else x
+    def soft(f):
+        return (lambda *args: x.softmax(-1) if isinstance(x := f(*args), Tensor)
+                and x.is_floating_point() and x.ndim == 1 else x)
     if not callable(penalise): raise AssertionError(f"expected a function, got {short(penalise)}")
-    _grade_rows(soft(penalise), _penalised, ("logits", "seen", "theta"), cases, {words: soft(f) for words,f in _penalty_mistakes().items()})
+    _grade_rows(soft(penalise), _penalised, ("logits", "seen", "theta"), cases,
+                {words: soft(f) for words,f in _penalty_mistakes().items()})
 
 # %% ../../nbs/05_generation/05z_generation.ipynb #3b82b2ea
-_TREE = {"": .6, "a": .55, "b": .9, "aa": .6, "ab": .99, "ba": .7, "bb": .5} # Probability of an a after each beginning
+# Probability of an a after each beginning
+_TREE = {"": .6, "a": .55, "b": .9, "aa": .6, "ab": .99, "ba": .7, "bb": .5}
 
 def _tree_logits(ids:list)->Tensor: # The first id stands for the empty prompt
     p = _TREE["".join("ab"[i] for i in ids[1:])]
@@ -285,27 +395,37 @@ def _tree_logits(ids:list)->Tensor: # The first id stands for the empty prompt
 def check_beam(
     answer:dict, # 'greedy', 'kept', 'beam' and 'likeliest', each a probability
 ):
-    "`AssertionError` unless the probabilities are those that the course's beam search finds, to one per cent."
-    def found(letters, width): return [math.exp(s) for s,_ in sampling.beam_search(_tree_logits, [0], letters, width)]
+    """`AssertionError` unless the probabilities are those that the course's beam search finds, to
+    one per cent."""
+    def found(letters, width):
+        return [math.exp(s) for s,_ in sampling.beam_search(_tree_logits, [0], letters, width)]
     greedy, wide, every, two = found(3, 1)[0], found(3, 2), found(3, 8), found(2, 4)
     right = dict(greedy=greedy, kept=two[1], beam=wide[0], likeliest=every[0])
     dropped = "is that of aba, whose beginning ab is the third best after two letters, and dropped"
-    why = dict(greedy={every[0]: "is the likeliest of all", wide[0]: "is what width 2 finds", .6**3: "takes 0.6 for each letter"},
-               kept={two[0]: "is the better of the two", two[2]: "is the third: ba and aa are better", .4*.1: "is the worst of the four",
+    why = dict(greedy={every[0]: "is the likeliest of all", wide[0]: "is what width 2 finds",
+                       .6**3: "takes 0.6 for each letter"},
+               kept={two[0]: "is the better of the two",
+                     two[2]: "is the third: ba and aa are better",
+                     .4*.1: "is the worst of the four",
                      .45: "is the last factor alone"},
                beam={greedy: "is what greedy finds; the beam has a better one", every[0]: dropped},
-               likeliest={wide[0]: "is the best that the beam finds, and the beam has dropped a better beginning", greedy: "is what greedy finds"})
+               likeliest={wide[0]: "is the best that the beam finds, and the beam has dropped "
+                                   "a better beginning", greedy: "is what greedy finds"})
     check_numbers(answer, right, why, rtol=.01)
 
 # %% ../../nbs/05_generation/05z_generation.ipynb #d6cea6ca
 _FALSE = "after a false start the stop string can begin inside what was held back"
-_STOPS = [(["The end"], "###", ""), (["One.\n", "\nTwo"], "\n\n", "the stop string lies over two pieces"),
+_STOPS = [(["The end"], "###", ""),
+          (["One.\n", "\nTwo"], "\n\n", "the stop string lies over two pieces"),
           (["a\n", "b"], "\n\n", "what turned out to be no stop string is shown"),
-          (["a\n"], "\n\n", "the text is over: what was held back is shown"), (["One.\n\nTwo"], "\n\n", ""), (["\n\nTwo"], "\n\n", ""),
+          (["a\n"], "\n\n", "the text is over: what was held back is shown"),
+          (["One.\n\nTwo"], "\n\n", ""), (["\n\nTwo"], "\n\n", ""),
           (["x#", "#", "#y", "z"], "###", ""),
-          (list("aaab"), "aab", _FALSE), (list("ababac"), "abac", _FALSE), (["ab", "abcd", "e"], "abcd", _FALSE),
+          (list("aaab"), "aab", _FALSE), (list("ababac"), "abac", _FALSE),
+          (["ab", "abcd", "e"], "abcd", _FALSE),
           (["", "a", "", "b"], "xy", "an empty piece changes nothing"), ([], "x", ""),
-          (["ab", "ab"], "b", "the first stop string counts"), (["a", "x", "b", "x"], "x", "the first stop string counts")]
+          (["ab", "ab"], "b", "the first stop string counts"),
+          (["a", "x", "b", "x"], "x", "the first stop string counts")]
 
 def _stop_cases()->list:
     rng, cases = torch.Generator().manual_seed(0), list(_STOPS)
@@ -317,7 +437,8 @@ def _stop_cases()->list:
     return cases
 
 # %% ../../nbs/05_generation/05z_generation.ipynb #00a97bdd
-def _shown_by(until_stop:Callable, pieces:list, stop:str)->tuple: # What was shown each time a piece was asked for, and all pieces that came
+def _shown_by(until_stop:Callable, pieces:list, stop:str)->tuple:
+    # What was shown each time a piece was asked for, and all pieces that came
     shown, at = [], []
     def source():
         for piece in pieces:
@@ -338,30 +459,41 @@ def _course_stop(pieces, stop:str): # `stream_text` without the tokens
     if held: yield held
 
 # %% ../../nbs/05_generation/05z_generation.ipynb #d7932b08
-def _stop_hint(text:str, right:str, whole:str, stop:str, why:str)->str: # What a wrong text looks like
+def _stop_hint(text:str, right:str, whole:str, stop:str, why:str)->str:
+    # What a wrong text looks like
     if text != whole and text == right + stop: return "the stop string itself is not shown"
-    if text != whole and text.startswith(right) and len(text) > len(right) and stop.startswith(text[len(right):]): return "a part of the stop string was shown"
-    if right == whole and right.startswith(text): return why or "what was held back at the end is lost"
+    if text != whole and text.startswith(right) and len(text) > len(right) and stop.startswith(
+        text[len(right):]):
+        return "a part of the stop string was shown"
+    if right == whole and right.startswith(text):
+        return why or "what was held back at the end is lost"
     return why or ("the stop string was not found" if text == whole else "")
 
 # %% ../../nbs/05_generation/05z_generation.ipynb #0eedff51
 def check_until_stop(
     until_stop:Callable, # `until_stop(pieces, stop)` yields pieces of text
 ):
-    "`AssertionError` unless the text ends before the stop string, comes as early as it can, and no piece is taken in vain."
-    if not callable(until_stop): raise AssertionError(f"expected a function, got {short(until_stop)}")
+    """`AssertionError` unless the text ends before the stop string, comes as early as it can, and
+    no piece is taken in vain."""
+    if not callable(until_stop):
+        raise AssertionError(f"expected a function, got {short(until_stop)}")
     for pieces,stop,why in _stop_cases():
         where = f"for the pieces {short(pieces)} and stop = {stop!r}: "
         at, shown = run_answer(lambda: _shown_by(until_stop, pieces, stop), shown=where)
         right_at, right_shown = _shown_by(_course_stop, pieces, stop)
-        if shown and type(shown[-1]) is not str: raise AssertionError(f"{where}expected pieces of text, got {short(shown[-1])}")
+        if shown and type(shown[-1]) is not str:
+            raise AssertionError(f"{where}expected pieces of text, got {short(shown[-1])}")
         text, right = "".join(shown), "".join(right_shown)
         if text != right:
             why = _stop_hint(text, right, "".join(pieces), stop, why)
             raise AssertionError(f"{where}expected {right!r}, got {text!r}{why and ': '}{why}")
         for got,early,piece in zip(at[1:], right_at[1:], pieces):
-            if got != early: raise AssertionError(f"{where}after {piece!r} {early!r} is sure, but only {got!r} was shown")
-        if len(at) > len(right_at): raise AssertionError(f"{where}{len(at) - len(right_at)} more pieces were asked for after the stop string was complete")
+            if got != early:
+                raise AssertionError(f"{where}after {piece!r} {early!r} is sure, but only "
+                                     f"{got!r} was shown")
+        if len(at) > len(right_at):
+            raise AssertionError(f"{where}{len(at) - len(right_at)} more pieces were asked for "
+                                 "after the stop string was complete")
         if "" in shown: raise AssertionError(f"{where}an empty piece was yielded")
 
 # %% ../../nbs/05_generation/05z_generation.ipynb #2204f8b1
@@ -369,29 +501,39 @@ def _log_prob_mistakes()->dict:
     def at(z, ids): return z.double().log_softmax(-1)[torch.arange(len(ids)), torch.tensor(ids)]
     def right(z, ids): return at(z[:-1], ids[1:])
     return {"row t is compared with token t, expected token t + 1": lambda z, ids: at(z, ids).sum(),
-            "row t is compared with token t, and the first is left out": lambda z, ids: at(z[1:], ids[1:]).sum(),
-            "row t is compared with token t, and the last is left out": lambda z, ids: at(z[:-1], ids[:-1]).sum(),
+            "row t is compared with token t, and the first is left out":
+                lambda z, ids: at(z[1:], ids[1:]).sum(),
+            "row t is compared with token t, and the last is left out":
+                lambda z, ids: at(z[:-1], ids[:-1]).sum(),
             "that is the mean, expected the sum": lambda z, ids: right(z, ids).mean(),
             "that is in bits, expected nats": lambda z, ids: right(z, ids).sum()/math.log(2),
             "the sign is that of a loss": lambda z, ids: -right(z, ids).sum(),
-            "these are logits, expected log-probabilities": lambda z, ids: z[torch.arange(len(ids) - 1), torch.tensor(ids[1:])].sum(),
-            "that is the probability, expected its logarithm": lambda z, ids: right(z, ids).sum().exp(),
+            "these are logits, expected log-probabilities":
+                lambda z, ids: z[torch.arange(len(ids) - 1), torch.tensor(ids[1:])].sum(),
+            "that is the probability, expected its logarithm":
+                lambda z, ids: right(z, ids).sum().exp(),
             "the last token is missing": lambda z, ids: right(z, ids)[:-1].sum()}
 
 # %% ../../nbs/05_generation/05z_generation.ipynb #387bb388
 def check_text_log_prob(
     text_log_prob:Callable, # `text_log_prob(logits, ids)` gives a number
 ):
-    "`AssertionError` unless it is the sum of the tokens' log-probabilities, for long texts and large logits too."
+    """`AssertionError` unless it is the sum of the tokens' log-probabilities, for long texts and
+    large logits too."""
     rng = torch.Generator().manual_seed(0)
-    for T,V,scale,why in ((5, 7, 1, ""), (2, 3, 1, ""), (6, 7, 1000, "exp overflows, or log 0: use log_softmax"),
+    for T,V,scale,why in ((5, 7, 1, ""), (2, 3, 1, ""),
+                          (6, 7, 1000, "exp overflows, or log 0: use log_softmax"),
                           (400, 50, 2, "the product of the probabilities is 0 in floating point")):
         z, ids = scale*_randn(T, V, seed=T), torch.randint(V, (T,), generator=rng).tolist()
-        where = f"for logits {short(z)}{' in the thousands' if scale > 9 else ''}, ids {short(ids)}: "
+        where = (f"for logits {short(z)}{' in the thousands' if scale > 9 else ''}, "
+                 f"ids {short(ids)}: ")
         got = run_answer(text_log_prob, z, ids, shown=where)
         number = got.item() if isinstance(got, Tensor) and got.numel() == 1 else got
-        if isinstance(number, bool) or not isinstance(number, (int, float)): raise AssertionError(f"{where}expected a number, got {short(got)}")
+        if isinstance(number, bool) or not isinstance(number, (int, float)):
+            raise AssertionError(f"{where}expected a number, got {short(got)}")
         expected = log_probs(lambda x: z[None, :x.shape[1]].double(), ids).sum().item()
         if abs(number - expected) <= 1e-3*abs(expected): continue
-        known = next((words for words,f in _log_prob_mistakes().items() if abs(f(z, ids).item() - number) <= 1e-3*min(abs(number), 1e30)), why)
-        raise AssertionError(f"{where}expected {expected:.6g}, got {number:.6g}{known and ': '}{known}")
+        known = next((words for words,f in _log_prob_mistakes().items()
+                      if abs(f(z, ids).item() - number) <= 1e-3*min(abs(number), 1e30)), why)
+        raise AssertionError(f"{where}expected {expected:.6g}, got "
+                             f"{number:.6g}{known and ': '}{known}")

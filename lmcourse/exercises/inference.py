@@ -17,7 +17,8 @@ import numpy as np
 from ..accounting.model_flops import forward_flops
 from ..accounting.hardware import Device
 from ..accounting.memory import kv_cache_bytes
-from ..architecture.attention_np import attention_forward, causal_attention_forward, causal_mask_np, rope_forward, rope_tables_np
+from ..architecture.attention_np import (attention_forward, causal_attention_forward,
+                                                causal_mask_np, rope_forward, rope_tables_np)
 from ..inference.engine import BlockPool, Request, Scheduler, Sequence
 from ..inference.quantization import from_grid, grid_steps, quantize, to_grid, two_of_four
 from ..inference.speculative import exact_law, expected_tokens
@@ -26,8 +27,11 @@ from ..tools.config import ModelConfig
 from ..tools.grading import check_numbers, run_answer, short
 
 # %% ../../nbs/07_inference/07z_inference.ipynb #ea2568bb
-def _number_or_words(where:str, got, right, mistakes:dict, rtol:float=0): # A number; `mistakes`: words to the number that one gives
-    if isinstance(got, bool) or not isinstance(got, Real) or isinstance(got, Integral) and abs(got) > 2**999: # The last can't become a float
+def _number_or_words(where:str, got, right, mistakes:dict, rtol:float=0):
+    # A number; `mistakes`: words to the number that one gives
+    # The last can't become a float
+    whole = isinstance(got, Integral)
+    if isinstance(got, bool) or not isinstance(got, Real) or whole and abs(got) > 2**999:
         raise AssertionError(f"{where}expected a number, got {short(got)}")
     near = lambda number: got == number or abs(got - number) <= rtol*abs(number)
     if near(right): return
@@ -37,29 +41,39 @@ def _number_or_words(where:str, got, right, mistakes:dict, rtol:float=0): # A nu
 def _shown(number)->str: return f"{number:,}" if isinstance(number, Integral) else f"{number:,.6g}"
 
 # %% ../../nbs/07_inference/07z_inference.ipynb #8fa51e7d
-def _array_or_words(where:str, got, right:np.ndarray, mistakes:dict, rtol:float=1e-6, atol:float=1e-9): # `mistakes`: words to array
-    if not isinstance(got, np.ndarray): raise AssertionError(f"{where}expected a NumPy array, got {short(got)}")
+def _array_or_words(where:str, got, right:np.ndarray, mistakes:dict, rtol:float=1e-6,
+                    atol:float=1e-9):
+    # `mistakes`: words to array
+    if not isinstance(got, np.ndarray):
+        raise AssertionError(f"{where}expected a NumPy array, got {short(got)}")
     try: check_close(got, right, rtol, atol)
     except AssertionError as e:
         same = lambda x: x.shape == got.shape and np.allclose(got, x, rtol, atol, equal_nan=True)
         words = next((f": {words}" for words,x in mistakes.items() if same(x)), "")
         raise AssertionError(f"{where}{e}{words or _nan(got)}") from None
 
-def _nan(got:np.ndarray)->str: return ": NaN comes of 0/0 or inf - inf" if got.dtype.kind == "f" and np.isnan(got).any() else ""
+def _nan(got:np.ndarray)->str:
+    return (": NaN comes of 0/0 or inf - inf" if got.dtype.kind == "f" and np.isnan(got).any()
+            else "")
 
 # %% ../../nbs/07_inference/07z_inference.ipynb #72711bb3
-def _kv_mistakes(c:ModelConfig, B:int, T:int, n:int)->dict: # Words to the number of bytes that the mistake gives
+def _kv_mistakes(c:ModelConfig, B:int, T:int, n:int)->dict:
+    # Words to the number of bytes that the mistake gives
     seen, L, G, K = min(T, c.window or T), c.num_layers, c.kv_heads, c.head_size
     right = 2*L*B*G*seen*K*n
-    return {"these are the keys alone, values are kept too": right//2, "these are the numbers, not their bytes": right//n,
-            "every query head was given keys of its own": 2*L*B*c.num_heads*seen*K*n, "that is for one key/value head": 2*L*B*seen*K*n,
-            "the head size is head_dim, not D/H, where it is given": 2*L*B*G*seen*(c.d_model//c.num_heads)*n,
+    return {"these are the keys alone, values are kept too": right//2,
+            "these are the numbers, not their bytes": right//n,
+            "every query head was given keys of its own": 2*L*B*c.num_heads*seen*K*n,
+            "that is for one key/value head": 2*L*B*seen*K*n,
+            "the head size is head_dim, not D/H, where it is given":
+                2*L*B*G*seen*(c.d_model//c.num_heads)*n,
             "that is for one layer": right//L, "that is for one sequence": right//B,
             "no query looks further back than the window": 2*L*B*G*T*K*n,
             "the text is shorter than the window": 2*L*B*G*(c.window or T)*K*n,
             "each token was given D numbers for its keys": 2*L*B*seen*c.d_model*n}
 
-_KV_CASES = [(dict(), 1, 5, 4), (dict(), 5, 7, 2), (dict(num_kv_heads=2), 1, 5, 2), (dict(num_kv_heads=1), 2, 7, 1), (dict(window=4), 1, 50, 2),
+_KV_CASES = [(dict(), 1, 5, 4), (dict(), 5, 7, 2), (dict(num_kv_heads=2), 1, 5, 2),
+             (dict(num_kv_heads=1), 2, 7, 1), (dict(window=4), 1, 50, 2),
              (dict(window=40), 1, 5, 2), (dict(num_kv_heads=2, head_dim=6), 1, 5, 2)]
 
 # %% ../../nbs/07_inference/07z_inference.ipynb #9692aa41
@@ -67,14 +81,19 @@ def check_kv_bytes(
     kv_bytes:Callable, # `kv_bytes(config, batch_size, tokens, number_bytes)` gives a whole number
 ):
     "`AssertionError` unless the bytes are those of a cache, for any heads, window and head size."
-    rng, base, cases = random.Random(0), dict(vocab_size=50, context_length=1000, d_model=96, num_layers=3, num_heads=8, d_ff=64), list(_KV_CASES)
+    rng, base, cases = (random.Random(0),
+                        dict(vocab_size=50, context_length=1000, d_model=96, num_layers=3,
+                             num_heads=8, d_ff=64), list(_KV_CASES))
     for _ in range(60):
-        sizes = dict(num_layers=rng.randint(1, 9), num_kv_heads=rng.choice((None, 1, 2, 4, 8)), head_dim=rng.choice((None, 2, 8, 64)))
-        cases.append((sizes | dict(window=rng.choice((None, 10, 100))), rng.randint(1, 9), rng.randint(1, 500), rng.choice((1, 2, 4))))
+        sizes = dict(num_layers=rng.randint(1, 9), num_kv_heads=rng.choice((None, 1, 2, 4, 8)),
+                     head_dim=rng.choice((None, 2, 8, 64)))
+        cases.append((sizes | dict(window=rng.choice((None, 10, 100))), rng.randint(1, 9),
+                      rng.randint(1, 500), rng.choice((1, 2, 4))))
     words = {1: "int8", 2: "bfloat16", 4: "float32"}
     for sizes,B,T,n in cases:
         c, told = ModelConfig(**base | sizes), {k: v for k,v in sizes.items() if v is not None}
-        heads = f"D = {c.d_model}, {c.num_heads} query heads, {c.num_layers} layers" + "".join(f", {k} = {v}" for k,v in told.items() if k != "num_layers")
+        heads = (f"D = {c.d_model}, {c.num_heads} query heads, {c.num_layers} layers"
+                 + "".join(f", {k} = {v}" for k,v in told.items() if k != "num_layers"))
         where = f"for {heads}; batch_size = {B}, tokens = {T}, number_bytes = {n}: "
         got = run_answer(kv_bytes, c, B, T, n, shown=where)
         _number_or_words(where, got, kv_cache_bytes(c, B, T, words[n]), _kv_mistakes(c, B, T, n))
@@ -84,52 +103,82 @@ def check_decoding_intensity(
     answer:dict, # 'decode', 'prefill', 'batch', 'batch_int8' and 'attention', each with a number
 ):
     "`AssertionError` unless the numbers follow from counting FLOPs and bytes."
-    c = ModelConfig(vocab_size=1000, context_length=4096, d_model=256, num_layers=2, num_heads=32, num_kv_heads=8, d_ff=512)
+    c = ModelConfig(vocab_size=1000, context_length=4096, d_model=256, num_layers=2, num_heads=32,
+                    num_kv_heads=8, d_ff=512)
     ridge = Device("imagined", {"bfloat16": 400e12}, 2e12, 80*10**9, "this task").ridge("bfloat16")
-    def products(T): return sum(forward_flops(c, 1, T)[part] for part in ("projections", "ffn", "head"))  # FLOPs for T tokens
+    def products(T):
+        # FLOPs for T tokens
+        return sum(forward_flops(c, 1, T)[part] for part in ("projections", "ffn", "head"))
     weights_bytes = products(1)//2*2            # A weight does two FLOPs a token, and has two bytes
     new = forward_flops(c, 200, 1, past=999)
     attention = (new["scores"] + new["values"])/kv_cache_bytes(c, 200, 1000, "bfloat16")
-    right = dict(decode=products(1)/weights_bytes, prefill=products(512)/weights_bytes, batch=ridge, batch_int8=ridge/2, attention=attention)
+    right = dict(decode=products(1)/weights_bytes, prefill=products(512)/weights_bytes, batch=ridge,
+                 batch_int8=ridge/2, attention=attention)
     add, float32 = "counts products without additions", "is that of float32, four bytes a weight"
-    why = dict(decode={.5: f"{float32}; or it {add}", 2: "counts one byte for a weight, but bfloat16 has two", 512: "is that of a prompt of 512 tokens"},
-               prefill={1: "is that of one token: a weight is read once and used for all 512", 256: f"{float32}; or it {add}", 1024: "counts one byte for a weight"},
-               batch={400: f"{float32}; or it {add}", 100: "counts one byte for a weight, but bfloat16 has two", 1: "is where FLOPs equal bytes: the processor does 200 FLOPs in the time of a byte"},
-               batch_int8={200: "is that of bfloat16: half the bytes take half the time", 400: "goes the wrong way: fewer bytes are read sooner", 50: "halves twice"},
-               attention={1: "is that of G = H: here four query heads use what is read once", 200: "takes one cache for all sequences: each has its own",
-                          800: "takes one cache for all sequences: each has its own", 2: "counts keys or values, or products or additions, alone", 8: "is G", 32: "is H"})
+    why = dict(decode={.5: f"{float32}; or it {add}",
+                       2: "counts one byte for a weight, but bfloat16 has two",
+                       512: "is that of a prompt of 512 tokens"},
+               prefill={1: "is that of one token: a weight is read once and used for all 512",
+                        256: f"{float32}; or it {add}", 1024: "counts one byte for a weight"},
+               batch={400: f"{float32}; or it {add}",
+                      100: "counts one byte for a weight, but bfloat16 has two",
+                      1: "is where FLOPs equal bytes: the processor does 200 FLOPs in "
+                         "the time of a byte"},
+               batch_int8={200: "is that of bfloat16: half the bytes take half the time",
+                           400: "goes the wrong way: fewer bytes are read sooner",
+                           50: "halves twice"},
+               attention={1: "is that of G = H: here four query heads use what is read once",
+                          200: "takes one cache for all sequences: each has its own",
+                          800: "takes one cache for all sequences: each has its own",
+                          2: "counts keys or values, or products or additions, alone", 8: "is G",
+                          32: "is H"})
     check_numbers(answer, right, why, rtol=1e-3)
 
 # %% ../../nbs/07_inference/07z_inference.ipynb #9bded332
-def _step_seconds(B, weights, cache, flop_per_s, bytes_per_s, readings=1, caches=None, size=2, flops=2, join=max): # Of one step
-    read, compute = (readings*size*weights + (B if caches is None else caches)*cache)/bytes_per_s, flops*B*weights/flop_per_s
+def _step_seconds(B, weights, cache, flop_per_s, bytes_per_s, readings=1, caches=None, size=2,
+                  flops=2, join=max):
+    # Of one step
+    read, compute = ((readings*size*weights + (B if caches is None else caches)*cache)/bytes_per_s,
+                     flops*B*weights/flop_per_s)
     return join(read, compute)
 
 def _rate_mistakes(B:int, *sizes)->dict: # Words to the rate that the mistake gives
-    ways = {"the weights are read once a step, not once for each sequence": dict(readings=B), "each sequence has a cache of its own": dict(caches=1),
-            "the caches are read too": dict(caches=0), "a weight in bfloat16 has two bytes": dict(size=1), "that is for float32": dict(size=4),
-            "a weight takes a product and an addition, two FLOPs": dict(flops=1), "reading and computing go on at the same time": dict(join=lambda a, b: a + b),
-            "the computing takes time too": dict(join=lambda read, compute: read), "the reading takes time too": dict(join=lambda read, compute: compute)}
+    ways = {"the weights are read once a step, not once for each sequence": dict(readings=B),
+            "each sequence has a cache of its own": dict(caches=1),
+            "the caches are read too": dict(caches=0),
+            "a weight in bfloat16 has two bytes": dict(size=1), "that is for float32": dict(size=4),
+            "a weight takes a product and an addition, two FLOPs": dict(flops=1),
+            "reading and computing go on at the same time": dict(join=lambda a, b: a + b),
+            "the computing takes time too": dict(join=lambda read, compute: read),
+            "the reading takes time too": dict(join=lambda read, compute: compute)}
     found = {words: B/_step_seconds(B, *sizes, **way) for words,way in ways.items()}
     seconds = _step_seconds(B, *sizes)
-    return {"that is for one of the sequences": 1/seconds, "that is the time of a step, not a rate": seconds, "that is the time of a token, not a rate": seconds/B} | found
+    return {"that is for one of the sequences": 1/seconds,
+            "that is the time of a step, not a rate": seconds,
+            "that is the time of a token, not a rate": seconds/B} | found
 
 # %% ../../nbs/07_inference/07z_inference.ipynb #4aaaf5c4
 def check_token_rate(
-    token_rate:Callable, # `token_rate(batch_size, weights, cache_bytes, flop_per_s, bytes_per_s)` gives tokens a second
+    # `token_rate(batch_size, weights, cache_bytes, flop_per_s, bytes_per_s)` gives tokens a second
+    token_rate:Callable,
 ):
     "`AssertionError` unless the rate is that of the longer one of reading and computing."
     rng = random.Random(0)
-    cases = [(1, 8*10**9, 0, 4e14, 2e12), (1, 8*10**9, 10**9, 4e14, 2e12), (16, 8*10**9, 10**9, 4e14, 2e12), (500, 8*10**9, 10**6, 4e14, 2e12)]
-    for _ in range(40): cases.append((rng.randint(2, 999), rng.randint(1, 99)*10**8, rng.randint(0, 99)*10**6, rng.uniform(1, 900)*1e12, rng.uniform(.1, 5)*1e12))
+    cases = [(1, 8*10**9, 0, 4e14, 2e12), (1, 8*10**9, 10**9, 4e14, 2e12),
+             (16, 8*10**9, 10**9, 4e14, 2e12), (500, 8*10**9, 10**6, 4e14, 2e12)]
+    for _ in range(40):
+        cases.append((rng.randint(2, 999), rng.randint(1, 99)*10**8, rng.randint(0, 99)*10**6,
+                      rng.uniform(1, 900)*1e12, rng.uniform(.1, 5)*1e12))
     for args in cases:
         B, weights, cache, flop_per_s, bytes_per_s = args
-        where = (f"for batch_size = {B}, weights = {weights:,}, cache_bytes = {cache:,}, {flop_per_s/1e12:.4g} TFLOP/s and {bytes_per_s/1e12:.4g} TB/s: ")
+        where = (f"for batch_size = {B}, weights = {weights:,}, cache_bytes = {cache:,}, "
+                 f"{flop_per_s/1e12:.4g} TFLOP/s and {bytes_per_s/1e12:.4g} TB/s: ")
         got = run_answer(token_rate, *args, shown=where)
         _number_or_words(where, got, B/_step_seconds(*args), _rate_mistakes(*args), rtol=1e-6)
 
 # %% ../../nbs/07_inference/07z_inference.ipynb #b1710a66
-def _attended(q, keys, values)->np.ndarray: # The course's own: all heads of a text whose other queries don't matter
+def _attended(q, keys, values)->np.ndarray:
+    # The course's own: all heads of a text whose other queries don't matter
     return causal_attention_forward(q[:, None], keys, values)[0][:, 0]
 
 def _softmax_over(scores, axis):
@@ -143,101 +192,139 @@ def _attend_mistakes(q, keys, values)->dict: # Words to what the mistake gives
     scores, by = np.einsum("hk,hsk->hs", q, k), partial(np.einsum, "hs,hsk->hk")
     with np.errstate(over="ignore", invalid="ignore"): e = np.exp(scores*K**-.5)
     with np.errstate(invalid="ignore"): naive = e/e.sum(-1, keepdims=True)
-    found = {"the scores are not divided by the root of K": by(_softmax_over(scores, 1), v), "divided by K, expected its root": by(_softmax_over(scores/K, 1), v),
-             "the softmax is over heads": by(_softmax_over(scores*K**-.5, 0), v), "there is no softmax": by(scores*K**-.5, v),
-             "query head h reads head h modulo G: neighbours share a head": _attended(q, np.tile(keys, (H//G, 1, 1))[:H], np.tile(values, (H//G, 1, 1))[:H]),
-             "every head reads key/value head 0": _attended(q, keys[:1], values[:1]), "exp overflows: take the largest score off": by(naive, v)}
-    if keys.shape[1] > 1: found |= {"the new token does not see itself": _attended(q, keys[:, :-1], values[:, :-1]),
-                                    "the first token is not seen": _attended(q, keys[:, 1:], values[:, 1:])}
+    found = {"the scores are not divided by the root of K": by(_softmax_over(scores, 1), v),
+             "divided by K, expected its root": by(_softmax_over(scores/K, 1), v),
+             "the softmax is over heads": by(_softmax_over(scores*K**-.5, 0), v),
+             "there is no softmax": by(scores*K**-.5, v),
+             "query head h reads head h modulo G: neighbours share a head":
+                 _attended(q, np.tile(keys, (H//G, 1, 1))[:H], np.tile(values, (H//G, 1, 1))[:H]),
+             "every head reads key/value head 0": _attended(q, keys[:1], values[:1]),
+             "exp overflows: take the largest score off": by(naive, v)}
+    if keys.shape[1] > 1:
+        found |= {"the new token does not see itself": _attended(q, keys[:, :-1], values[:, :-1]),
+                  "the first token is not seen": _attended(q, keys[:, 1:], values[:, 1:])}
     return {words: x.astype(q.dtype) for words,x in found.items()}
 
 # %% ../../nbs/07_inference/07z_inference.ipynb #169cde54
 def check_attend_new(
     attend_new:Callable, # `attend_new(q, keys, values)` gives an array `(H, K)`
 ):
-    "`AssertionError` unless it is the last row of causal attention, for heads that share keys and large scores."
+    """`AssertionError` unless it is the last row of causal attention, for heads that share keys
+    and large scores."""
     rng = np.random.default_rng(0)
-    cases = [(4, 4, 5, 6, 1, np.float64), (6, 2, 5, 4, 1, np.float64), (6, 1, 7, 4, 1, np.float64), (4, 2, 1, 6, 1, np.float64),
+    cases = [(4, 4, 5, 6, 1, np.float64), (6, 2, 5, 4, 1, np.float64), (6, 1, 7, 4, 1, np.float64),
+             (4, 2, 1, 6, 1, np.float64),
              (4, 2, 9, 8, 60, np.float64), (6, 3, 9, 8, 1, np.float32)]
     for H,G,S,K,scale,dtype in cases:
-        q, keys, values = (rng.standard_normal(shape).astype(dtype) for shape in ((H, K), (G, S, K), (G, S, K)))
+        q, keys, values = (rng.standard_normal(shape).astype(dtype)
+                           for shape in ((H, K), (G, S, K), (G, S, K)))
         q, keys = q*dtype(scale), keys*dtype(scale)
-        where = f"for {H} query heads, {G} key/value heads and {S} keys{' (scores in the thousands)'*(scale > 1)}: "
+        where = (f"for {H} query heads, {G} key/value heads and {S} "
+                 f"keys{' (scores in the thousands)'*(scale > 1)}: ")
         got = run_answer(attend_new, q, keys, values, shown=where)
-        _array_or_words(where, got, _attended(q, keys, values), _attend_mistakes(q, keys, values), *(1e-3, 1e-5)*(dtype == np.float32))
+        _array_or_words(where, got, _attended(q, keys, values), _attend_mistakes(q, keys, values),
+                        *(1e-3, 1e-5)*(dtype == np.float32))
 
 # %% ../../nbs/07_inference/07z_inference.ipynb #2bc0a0bc
-def _turned(x, first:int, theta:float)->np.ndarray: # `(heads, T, K)`, the tokens at `first` and after
+def _turned(x, first:int, theta:float)->np.ndarray:
+    # `(heads, T, K)`, the tokens at `first` and after
     cos, sin = rope_tables_np(first + x.shape[-2], x.shape[-1], theta, np.float64)
     return rope_forward(x, cos[first:], sin[first:])[0]
 
-_FEED_FLAWS = {"the new tokens were put at positions 0, 1 …": "zero", "the position was counted after the new tokens were appended": "after",
-               "queries stand one position further than their own keys": "query", "keys were stored without their rotation": "raw",
-               "keys were turned again when they were read": "twice", "values are not turned": "values",
-               "within the new tokens a query sees the later ones": "mask", "the new tokens don't see each other": "apart",
-               "tokens after the length kept are still seen": "kept", "the next position was not put back": "place",
+_FEED_FLAWS = {"the new tokens were put at positions 0, 1 …": "zero",
+               "the position was counted after the new tokens were appended": "after",
+               "queries stand one position further than their own keys": "query",
+               "keys were stored without their rotation": "raw",
+               "keys were turned again when they were read": "twice",
+               "values are not turned": "values",
+               "within the new tokens a query sees the later ones": "mask",
+               "the new tokens don't see each other": "apart",
+               "tokens after the length kept are still seen": "kept",
+               "the next position was not put back": "place",
                "query head h reads head h modulo G: neighbours share a head": "tile"}
 
 # %% ../../nbs/07_inference/07z_inference.ipynb #fc441270
-def _feed(state:dict, q, k, v, theta:float, flaw:str)->np.ndarray: # The new outputs; `state` holds keys, values and the next position
+def _feed(state:dict, q, k, v, theta:float, flaw:str)->np.ndarray:
+    # The new outputs; `state` holds keys, values and the next position
     T, at, turn = q.shape[1], state["next"], partial(_turned, theta=theta)
     first = {"zero": 0, "after": at + T}.get(flaw, at)
-    new_k, new_v, old = k if flaw == "raw" else turn(k, first), turn(v, first) if flaw == "values" else v, state["k"].shape[1]
+    new_k, new_v, old = (k if flaw == "raw" else turn(k, first), turn(v, first) if flaw == "values"
+                         else v, state["k"].shape[1])
     keys, values = np.concatenate((state["k"], new_k), 1), np.concatenate((state["v"], new_v), 1)
     state |= dict(k=turn(keys, 0) if flaw == "twice" else keys, v=values, next=at + T)
     q = turn(q, first + (flaw == "query"))
-    keys, values = (np.tile(a, (len(q)//len(a), 1, 1)) if flaw == "tile" else np.repeat(a, len(q)//len(a), 0) for a in (state["k"], values))
+    keys, values = (np.tile(a, (len(q)//len(a), 1, 1)) if flaw == "tile"
+                    else np.repeat(a, len(q)//len(a), 0) for a in (state["k"], values))
     mask = causal_mask_np(T, keys.shape[1]) | (flaw == "mask")
     if flaw == "apart": mask[:, old:] &= np.eye(T, dtype=bool)
     return attention_forward(q, keys, values, mask)[0]
 
 # %% ../../nbs/07_inference/07z_inference.ipynb #3da75674
-def _feed_all(moves:list, theta:float, flaw:str="")->list: # An output for each feed. A move is a length to go back to, or (q, k, v)
+def _feed_all(moves:list, theta:float, flaw:str="")->list:
+    # An output for each feed. A move is a length to go back to, or (q, k, v)
     G, _, K = next(m for m in moves if isinstance(m, tuple))[1].shape
     state, outputs = dict(k=np.zeros((G, 0, K)), v=np.zeros((G, 0, K)), next=0), []
     for m in moves:
         if isinstance(m, tuple): outputs.append(_feed(state, *m, theta, flaw))
-        elif flaw != "kept": state |= dict(k=state["k"][:, :m], v=state["v"][:, :m]) | ({} if flaw == "place" else dict(next=m))
+        elif flaw != "kept":
+            state |= dict(k=state["k"][:, :m], v=state["v"][:, :m]) | ({} if flaw == "place"
+                                                                       else dict(next=m))
         else: state["next"] = m
     return outputs
 
-_MOVES = [["feed 5", "feed 1", "feed 1", "feed 1"], ["feed 4", "feed 1", "feed 3", "feed 1"], ["feed 5", "feed 1", "back to 3", "feed 1", "feed 2"],
-          ["feed 3", "back to 3", "feed 1"], ["feed 4", "back to 0", "feed 2", "feed 1"], ["feed 2", "feed 4", "back to 5", "feed 1", "back to 1", "feed 1", "feed 1"]]
+_MOVES = [["feed 5", "feed 1", "feed 1", "feed 1"], ["feed 4", "feed 1", "feed 3", "feed 1"],
+          ["feed 5", "feed 1", "back to 3", "feed 1", "feed 2"],
+          ["feed 3", "back to 3", "feed 1"], ["feed 4", "back to 0", "feed 2", "feed 1"],
+          ["feed 2", "feed 4", "back to 5", "feed 1", "back to 1", "feed 1", "feed 1"]]
 
 # %% ../../nbs/07_inference/07z_inference.ipynb #3c99c2d4
 def check_rotated_cache(
     rotated_cache:type, # The class: `RotatedCache(theta)` has `feed(q, k, v)` and `rewind(length)`
 ):
-    "`AssertionError` unless it gives what attention over the whole text gives, also after going back."
+    """`AssertionError` unless it gives what attention over the whole text gives, also after going
+    back."""
     rng = np.random.default_rng(0)
     for H,G,K,theta in ((2, 2, 6, 10_000.), (6, 2, 4, 100.)):
         for script in _MOVES:
-            sizes, cache = [int(m.split()[-1]) for m in script], run_answer(rotated_cache, theta, shown=f"for theta = {theta:g}: ")
-            moves = [tuple(rng.standard_normal((h, n, K)) for h in (H, G, G)) if m.startswith("feed") else n for m,n in zip(script, sizes)]
-            right, wrong = _feed_all(moves, theta), {words: _feed_all(moves, theta, flaw) for words,flaw in _FEED_FLAWS.items()}
-            length = _play(cache, script, moves, right, wrong, f"for {H} query heads and {G} key/value heads: after ")
+            sizes, cache = ([int(m.split()[-1]) for m in script],
+                            run_answer(rotated_cache, theta, shown=f"for theta = {theta:g}: "))
+            moves = [tuple(rng.standard_normal((h, n, K)) for h in (H, G, G))
+                     if m.startswith("feed") else n for m,n in zip(script, sizes)]
+            right, wrong = (_feed_all(moves, theta),
+                            {words: _feed_all(moves, theta, flaw)
+                             for words,flaw in _FEED_FLAWS.items()})
+            length = _play(cache, script, moves, right, wrong,
+                           f"for {H} query heads and {G} key/value heads: after ")
     try: cache.rewind(length + 1)
     except ValueError: return
-    except Exception as e: raise AssertionError(f"rewind({length + 1}) with {length} tokens: expected a ValueError, your code raised {short(e)}") from e
+    except Exception as e:
+        raise AssertionError(f"rewind({length + 1}) with {length} tokens: expected a ValueError, "
+                             f"your code raised {short(e)}") from e
     raise AssertionError(f"rewind({length + 1}) with {length} tokens: expected a ValueError")
 
 # %% ../../nbs/07_inference/07z_inference.ipynb #09a7631d
-def _play(cache, script:list, moves:list, right:list, wrong:dict, title:str)->int: # Tokens at the end; `right` and `wrong` as from `_feed_all`
+def _play(cache, script:list, moves:list, right:list, wrong:dict, title:str)->int:
+    # Tokens at the end; `right` and `wrong` as from `_feed_all`
     for name in ("feed", "rewind"):
-        if not callable(getattr(cache, name, None)): raise AssertionError(f"expected a class with the methods feed and rewind, but {type(cache).__name__} has no {name}")
+        if not callable(getattr(cache, name, None)):
+            raise AssertionError(f"expected a class with the methods feed and rewind, but "
+                                 f"{type(cache).__name__} has no {name}")
     i = length = 0
     for n,m in enumerate(moves):
         where = f"{title}{', '.join(script[:n + 1])}: "
         length = m if not isinstance(m, tuple) else length + m[0].shape[1]
         if not isinstance(m, tuple): run_answer(cache.rewind, m, shown=where); continue
         got = run_answer(cache.feed, *m, shown=where)
-        _array_or_words(where, got, right[i], {words: outputs[i] for words,outputs in wrong.items()})
+        _array_or_words(where, got, right[i],
+                        {words: outputs[i] for words,outputs in wrong.items()})
         i += 1
     return length
 
 # %% ../../nbs/07_inference/07z_inference.ipynb #eb7eff87
-_DRILL = ["append a", "append a", "append a", "append b", "append a", "append a", "fork a b2", "append b2", "append b2", "append b2", "append a", "free b",
-          "fork a c", "fork a d", "append c", "free a", "append d", "append d", "free c", "free d", "free b2", "append e", "append e"]
+_DRILL = ["append a", "append a", "append a", "append b", "append a", "append a", "fork a b2",
+          "append b2", "append b2", "append b2", "append a", "free b",
+          "fork a c", "fork a d", "append c", "free a", "append d", "append d", "free c", "free d",
+          "free b2", "append e", "append e"]
 
 def _drill(rng, names:str, count:int)->list: # Random operations that make sense
     alive, moves = set(), []
@@ -246,71 +333,119 @@ def _drill(rng, names:str, count:int)->list: # Random operations that make sense
         others = sorted(set(names) - alive)
         if kind == "append": moves.append(f"append {name}"); alive.add(name)
         elif name in alive and kind == "free": moves.append(f"free {name}"); alive.remove(name)
-        elif name in alive and others: moves.append(f"fork {name} {others[0]}"); alive.add(others[0])
+        elif name in alive and others:
+            moves.append(f"fork {name} {others[0]}"); alive.add(others[0])
     return moves
 
-def _users(tables:dict, block:int)->list: return [name for name,blocks in tables.items() if block in blocks]
+def _users(tables:dict, block:int)->list:
+    return [name for name,blocks in tables.items() if block in blocks]
 
 # %% ../../nbs/07_inference/07z_inference.ipynb #7623b125
-def _check_append(where:str, name:str, n:int, size:int, before:dict, after:dict, got): # A sequence of `n` tokens got one more
-    if not isinstance(got, tuple) or len(got) != 3: raise AssertionError(f"{where}expected (block, place, copy), got {short(got)}")
+def _check_append(where:str, name:str, n:int, size:int, before:dict, after:dict, got):
+    # A sequence of `n` tokens got one more
+    if not isinstance(got, tuple) or len(got) != 3:
+        raise AssertionError(f"{where}expected (block, place, copy), got {short(got)}")
     block, place, copy = got
-    if place != n % size: raise AssertionError(f"{where}expected the place {n % size} for token {n}, got {short(place)}")
+    if place != n % size:
+        raise AssertionError(f"{where}expected the place {n % size} for token {n}, "
+                             f"got {short(place)}")
     old, table = before.get(name, []), after.get(name)
     if not isinstance(table, list) or len(table) != n//size + 1:
-        raise AssertionError(f"{where}{n + 1} tokens take {n//size + 1} blocks, but the table of {name} is {short(table)}")
-    if table[-1] != block: raise AssertionError(f"{where}the token goes into block {short(block)}, but the table of {name} ends with {table[-1]}")
-    if table[:-1] != old[:n//size]: raise AssertionError(f"{where}the full blocks of {name} were {old[:n//size]}, and are {table[:-1]}")
-    others, shared = _users({k: v for k,v in before.items() if k != name}, block), place and [k for k in _users(before, old[-1]) if k != name]
-    if shared and block == old[-1]: raise AssertionError(f"{where}block {block} is shared with {', '.join(shared)}, whose text would be written over: copy it first")
-    if others: raise AssertionError(f"{where}block {block} was given out, but {', '.join(others)} still uses it")
-    if shared and copy != old[-1]: raise AssertionError(f"{where}expected block {old[-1]} as what is copied, got {short(copy)}: the tokens before would be lost")
-    if place and not shared and block != old[-1]: raise AssertionError(f"{where}{name} alone uses block {old[-1]}, which is not full, and got block {block}")
-    if copy is not None and not shared: raise AssertionError(f"{where}nothing is to be copied, got {short(copy)}")
+        raise AssertionError(f"{where}{n + 1} tokens take {n//size + 1} blocks, but the table of "
+                             f"{name} is {short(table)}")
+    if table[-1] != block:
+        raise AssertionError(f"{where}the token goes into block {short(block)}, but the table of "
+                             f"{name} ends with {table[-1]}")
+    if table[:-1] != old[:n//size]:
+        raise AssertionError(f"{where}the full blocks of {name} were {old[:n//size]}, "
+                             f"and are {table[:-1]}")
+    others, shared = (_users({k: v for k,v in before.items() if k != name}, block),
+                      place and [k for k in _users(before, old[-1]) if k != name])
+    if shared and block == old[-1]:
+        raise AssertionError(f"{where}block {block} is shared with {', '.join(shared)}, whose text "
+                             "would be written over: copy it first")
+    if others:
+        raise AssertionError(f"{where}block {block} was given out, but "
+                             f"{', '.join(others)} still uses it")
+    if shared and copy != old[-1]:
+        raise AssertionError(f"{where}expected block {old[-1]} as what is copied, got "
+                             f"{short(copy)}: the tokens before would be lost")
+    if place and not shared and block != old[-1]:
+        raise AssertionError(f"{where}{name} alone uses block {old[-1]}, which is not full, and "
+                             f"got block {block}")
+    if copy is not None and not shared:
+        raise AssertionError(f"{where}nothing is to be copied, got {short(copy)}")
 
 # %% ../../nbs/07_inference/07z_inference.ipynb #b6b897f2
-def _move(tables, kind:str, names:list, where:str): # What the method gives; an `IndexError` comes through
-    if not callable(getattr(tables, kind, None)): raise AssertionError(f"expected a class with append, fork and free, but {type(tables).__name__} has no {kind}")
+def _move(tables, kind:str, names:list, where:str):
+    # What the method gives; an `IndexError` comes through
+    if not callable(getattr(tables, kind, None)):
+        raise AssertionError(f"expected a class with append, fork and free, but "
+                             f"{type(tables).__name__} has no {kind}")
     try: return getattr(tables, kind)(*names)
     except IndexError as e:
         if kind == "append": return e
         raise AssertionError(f"{where}your code raised {short(e)}") from e
-    except (Exception, SystemExit) as e: raise AssertionError(f"{where}your code raised {short(e)}") from e
+    except (Exception, SystemExit) as e:
+        raise AssertionError(f"{where}your code raised {short(e)}") from e
 
-def _check_others(where:str, names:list, before:dict, after:dict): # Tables of sequences that had no part in it
+def _check_others(where:str, names:list, before:dict, after:dict):
+    # Tables of sequences that had no part in it
     for k in (before.keys() | after.keys()) - set(names):
-        if before.get(k) != after.get(k): raise AssertionError(f"{where}the table of {k} was {before.get(k)} and is {after.get(k)}")
+        if before.get(k) != after.get(k):
+            raise AssertionError(f"{where}the table of {k} was {before.get(k)} and "
+                                 f"is {after.get(k)}")
 
 # %% ../../nbs/07_inference/07z_inference.ipynb #7b1decfd
-def _check_refused(where:str, free:int, num_blocks:int, before:dict, after:dict, needed:bool, error): # Whether an `IndexError` came as it should
-    if not needed: raise AssertionError(f"{where}no block is needed, but your code raised {short(error)}") from error
-    if free: raise AssertionError(f"{where}{free} of {num_blocks} blocks are used by nobody, but your code raised {short(error)}") from error
-    if before != after: raise AssertionError(f"{where}nothing should change when no block is free, but the tables became {short(after)}")
+def _check_refused(where:str, free:int, num_blocks:int, before:dict, after:dict, needed:bool,
+                   error):
+    # Whether an `IndexError` came as it should
+    if not needed:
+        raise AssertionError(f"{where}no block is needed, but your code "
+                             f"raised {short(error)}") from error
+    if free:
+        raise AssertionError(f"{where}{free} of {num_blocks} blocks are used by nobody, but your "
+                             f"code raised {short(error)}") from error
+    if before != after:
+        raise AssertionError(f"{where}nothing should change when no block is free, but the tables "
+                             f"became {short(after)}")
 
 # %% ../../nbs/07_inference/07z_inference.ipynb #3770d308
 def check_block_tables(
-    block_tables:type, # The class: `BlockTables(num_blocks, block_size)` has `tables`, `append`, `fork` and `free`
+    # The class: `BlockTables(num_blocks, block_size)` has `tables`, `append`, `fork` and `free`
+    block_tables:type,
 ):
-    "`AssertionError` unless each token has a place of its own, shared blocks are copied before they are written, and none is lost."
+    """`AssertionError` unless each token has a place of its own, shared blocks are copied before
+    they are written, and none is lost."""
     rng = random.Random(0)
-    for num_blocks,size,moves in [(8, 2, _DRILL)] + [(n, size, _drill(rng, "abcde", 150)) for n in (4, 7) for size in (1, 2, 3)]:
+    for num_blocks,size,moves in [(8, 2, _DRILL)] + [(n, size, _drill(rng, "abcde", 150))
+                                                     for n in (4, 7) for size in (1, 2, 3)]:
         tables, tokens = run_answer(block_tables, num_blocks, size), {}
         for i,m in enumerate(moves):
-            where = f"{num_blocks} blocks of {size} tokens: {'… '*(i > 5)}{', '.join(moves[max(0, i - 5):i + 1])}: "
+            where = (f"{num_blocks} blocks of {size} tokens: "
+                     f"{'… '*(i > 5)}{', '.join(moves[max(0, i - 5):i + 1])}: ")
             _check_move(where, tables, tokens, num_blocks, size, *m.split())
 
 # %% ../../nbs/07_inference/07z_inference.ipynb #77c67b71
-def _check_move(where:str, tables, tokens:dict, num_blocks:int, size:int, kind:str, *names): # `tokens`: how many each sequence has; brought up to date
+def _check_move(where:str, tables, tokens:dict, num_blocks:int, size:int, kind:str, *names):
+    # `tokens`: how many each sequence has; brought up to date
     name, before, n = names[0], _tables(tables), tokens.get(names[0], 0)
-    if kind != "append" and name not in tokens or kind == "fork" and names[1] in tokens: return     # An append before was refused
+    # An append before was refused
+    if kind != "append" and name not in tokens or kind == "fork" and names[1] in tokens: return
     got, after = _move(tables, kind, names, where), _tables(tables)
     _check_others(where, names[-1:], before, after)
     if kind == "append":
-        needed, used = n % size == 0 or len(_users(before, before[name][-1])) > 1, len({b for blocks in before.values() for b in blocks})
-        if isinstance(got, IndexError): return _check_refused(where, num_blocks - used, num_blocks, before, after, needed, got)
-        if needed and used == num_blocks: raise AssertionError(f"{where}no block is free: expected an IndexError, got {short(got)}")
+        needed, used = (n % size == 0 or len(_users(before, before[name][-1])) > 1,
+                        len({b for blocks in before.values() for b in blocks}))
+        if isinstance(got, IndexError):
+            return _check_refused(where, num_blocks - used, num_blocks, before, after, needed, got)
+        if needed and used == num_blocks:
+            raise AssertionError(f"{where}no block is free: expected an "
+                                 f"IndexError, got {short(got)}")
         _check_append(where, name, n, size, before, after, got)
-        if got[0] not in range(num_blocks): raise AssertionError(f"{where}block {short(got[0])} is not one of 0 to {num_blocks - 1}")
+        if got[0] not in range(num_blocks):
+            raise AssertionError(f"{where}block {short(got[0])} is not one of 0 "
+                                 f"to {num_blocks - 1}")
         tokens[name] = n + 1
     elif kind == "fork": _check_fork(where, *names, tables.tables); tokens[names[1]] = n
     elif name in after: raise AssertionError(f"{where}{name} is still in the tables")
@@ -319,16 +454,23 @@ def _check_move(where:str, tables, tokens:dict, num_blocks:int, size:int, kind:s
 # %% ../../nbs/07_inference/07z_inference.ipynb #1e92bba2
 def _tables(student)->dict: # A copy of what the student's object shows
     found = getattr(student, "tables", None)
-    if not isinstance(found, dict): raise AssertionError(f"expected an attribute tables, a dict, got {short(found)}")
+    if not isinstance(found, dict):
+        raise AssertionError(f"expected an attribute tables, a dict, got {short(found)}")
     return deepcopy(dict(found))
 
 def _check_fork(where:str, name:str, new:str, tables:dict):
-    if tables.get(new) != tables[name]: raise AssertionError(f"{where}expected the table {tables[name]} for {new}, got {short(tables.get(new))}: blocks are shared")
-    if tables[new] is tables[name]: raise AssertionError(f"{where}{name} and {new} have one list for a table: what is appended to one is in both")
+    if tables.get(new) != tables[name]:
+        raise AssertionError(f"{where}expected the table {tables[name]} for {new}, got "
+                             f"{short(tables.get(new))}: blocks are shared")
+    if tables[new] is tables[name]:
+        raise AssertionError(f"{where}{name} and {new} have one list for a table: what is appended "
+                             "to one is in both")
 
 # %% ../../nbs/07_inference/07z_inference.ipynb #32062825
 class _PooledTables: # The tables of task 6 with the pool of notebook 07b
-    def __init__(self, num_blocks, block_size): self.pool, self.tables, self.tokens, self.copies = BlockPool(num_blocks, block_size), {}, {}, 0
+    def __init__(self, num_blocks, block_size):
+        self.pool, self.tables, self.tokens, self.copies = (BlockPool(num_blocks, block_size), {},
+                                                            {}, 0)
 
     def append(self, name):
         n, table, copy = self.tokens.get(name, 0), self.tables.get(name, []), None
@@ -359,21 +501,36 @@ def check_empty_places(
     for k in (1, 2, 3): tables.fork(0, k)
     for _ in range(30):
         for k in range(4): tables.append(k)
-    empty, mean, owned = (-lengths % size).mean().item(), lengths.mean().item(), len({b for blocks in tables.tables.values() for b in blocks})
-    right = dict(paged=empty, longest=most - mean, more=most/(mean + empty), blocks=owned, copies=tables.copies)
+    empty, mean, owned = ((-lengths % size).mean().item(), lengths.mean().item(),
+                          len({b for blocks in tables.tables.values() for b in blocks}))
+    right = dict(paged=empty, longest=most - mean, more=most/(mean + empty), blocks=owned,
+                 copies=tables.copies)
     own, full = "shares nothing", "counts 16 empty places for a block that is full, and not 0"
-    why = dict(paged={8: "is half a block: " + full, 8.5: full, 7: "is half a place too few: 0 to 15 are equally likely", mean: "is the mean length"},
-               longest={mean: "is the mean length, that is what is full", most/2: "is half the room, half a place too many: no sequence has 0 tokens"},
-               more={most/mean: "forgets that blocks have empty places too", (most - mean)/empty: "compares what is empty; what fits depends on what is owned",
-                     most/(mean + size/2): "takes half a block for the empty places", (mean + empty)/most: "is the other way round"},
-               blocks={4*9: own, 6 + 4*3 + 1: "keeps the prompt's last block beside four copies: the last one to write needs none",
-                       7 + 4*2: "lets all four write into the prompt's last block", 7 + 4*3: "keeps the prompt's last block beside four copies: the last one to write needs none"},
-               copies={4: "is one too many: who writes last is alone in the block", 0: "lets several write into one block", 1: "is right for two answers", 7: "counts full blocks, into which nobody writes",
+    why = dict(paged={8: "is half a block: " + full, 8.5: full,
+                      7: "is half a place too few: 0 to 15 are equally likely",
+                      mean: "is the mean length"},
+               longest={mean: "is the mean length, that is what is full",
+                        most/2: "is half the room, half a place too many: no "
+                                "sequence has 0 tokens"},
+               more={most/mean: "forgets that blocks have empty places too",
+                     (most - mean)/empty:
+                         "compares what is empty; what fits depends on what is owned",
+                     most/(mean + size/2): "takes half a block for the empty places",
+                     (mean + empty)/most: "is the other way round"},
+               blocks={4*9: own, 6 + 4*3 + 1: "keeps the prompt's last block beside four copies: "
+                                              "the last one to write needs none",
+                       7 + 4*2: "lets all four write into the prompt's last block",
+                       7 + 4*3: "keeps the prompt's last block beside four copies: the last one "
+                                "to write needs none"},
+               copies={4: "is one too many: who writes last is alone in the block",
+                       0: "lets several write into one block", 1: "is right for two answers",
+                       7: "counts full blocks, into which nobody writes",
                        4*7: "counts full blocks, into which nobody writes"})
     check_numbers(answer, right, why, rtol=5e-4)
 
 # %% ../../nbs/07_inference/07z_inference.ipynb #41a00879
-def _scheduled(arrivals, lengths, places, continuous)->list: # By the scheduler of notebook 07b, without a model
+def _scheduled(arrivals, lengths, places, continuous)->list:
+    # By the scheduler of notebook 07b, without a model
     scheduler = Scheduler(len(lengths), max(lengths) + 1, places, places, continuous, share=False)
     sequences, ends, step = [Sequence(Request((0,), n)) for n in lengths], {}, 0
     while len(ends) < len(lengths):
@@ -386,15 +543,18 @@ def _scheduled(arrivals, lengths, places, continuous)->list: # By the scheduler 
     return [ends[s] for s in sequences]
 
 # %% ../../nbs/07_inference/07z_inference.ipynb #4df203e5
-def _scheduled_with(flaw:str, arrivals, lengths, places, continuous)->list: # The same with a mistake
+def _scheduled_with(flaw:str, arrivals, lengths, places, continuous)->list:
+    # The same with a mistake
     if flaw == "there": arrivals = [0]*len(arrivals)
-    left, waiting, running, ends, step, worked, last = dict(enumerate(lengths)), [], [], {}, 0, 0, None
+    left, waiting, running, ends, step, worked, last = (dict(enumerate(lengths)), [], [], {}, 0, 0,
+                                                        None)
     while len(ends) < len(lengths):
         waiting += [i for i,a in enumerate(arrivals) if a == step]
         if flaw == "shortest": waiting.sort(key=lambda i: (lengths[i], i))
         more = any(a > step for a in arrivals)
         open_ = continuous or not running and (flaw != "full" or len(waiting) >= places or not more)
-        while open_ and waiting and len(running) < places - (0 if last is None else last): running.append(waiting.pop(0))
+        while open_ and waiting and len(running) < places - (0 if last is None else last):
+            running.append(waiting.pop(0))
         done = [i for i in running if left[i] == 1]
         for i in running: left[i] -= 1
         for i in done: ends[i] = worked if flaw == "idle" else step
@@ -406,33 +566,49 @@ def _scheduled_with(flaw:str, arrivals, lengths, places, continuous)->list: # Th
 def _finish_mistakes(*args)->dict: # Words to what the mistake gives
     *rest, continuous = args
     right = _scheduled(*args)
-    flaws = {"the shortest request was let in first": "shortest", "requests came in before they were there": "there",
-             "a place that gets free in a step can be taken in the next one": "late", "the batch need not be full": "full",
+    flaws = {"the shortest request was let in first": "shortest",
+             "requests came in before they were there": "there",
+             "a place that gets free in a step can be taken in the next one": "late",
+             "the batch need not be full": "full",
              "steps in which nobody runs count too": "idle"}
-    return {f"that is with {'static' if continuous else 'continuous'} batches": _scheduled(*rest, not continuous),
-            "steps are numbered from 0": [s + 1 for s in right], "that is how long each took from its arrival": [s - a for s,a in zip(right, rest[0])],
-            "that is the order in which they end": sorted(right)} | {words: _scheduled_with(flaw, *args) for words,flaw in flaws.items()}
+    return {f"that is with {'static' if continuous else 'continuous'} batches":
+                _scheduled(*rest, not continuous),
+            "steps are numbered from 0": [s + 1 for s in right],
+            "that is how long each took from its arrival": [s - a for s,a in zip(right, rest[0])],
+            "that is the order in which they end": sorted(right)} | {
+                words: _scheduled_with(flaw, *args) for words,flaw in flaws.items()}
 
 # %% ../../nbs/07_inference/07z_inference.ipynb #f1d94138
 def check_finish_steps(
-    finish_steps:Callable, # `finish_steps(arrivals, lengths, places, continuous)` gives a list of whole numbers
+    # `finish_steps(arrivals, lengths, places, continuous)` gives a list of whole numbers
+    finish_steps:Callable,
 ):
     "`AssertionError` unless each request ends in the step in which it ends in the engine."
-    rng, cases = random.Random(0), [([0], [3], 2), ([0, 0, 0], [3, 1, 2], 2), ([0, 0, 0, 0], [4, 1, 3, 1], 2), ([0, 1, 5], [2, 2, 2], 2), ([2, 2, 9], [1, 3, 1], 1)]
+    rng, cases = (random.Random(0),
+                  [([0], [3], 2), ([0, 0, 0], [3, 1, 2], 2), ([0, 0, 0, 0], [4, 1, 3, 1], 2),
+                   ([0, 1, 5], [2, 2, 2], 2), ([2, 2, 9], [1, 3, 1], 1)])
     for _ in range(60):
         n = rng.randint(1, 9)
-        cases.append((sorted(rng.choices(range(rng.choice((1, 6, 20))), k=n)), rng.choices(range(1, 8), k=n), rng.randint(1, 4)))
+        cases.append((sorted(rng.choices(range(rng.choice((1, 6, 20))), k=n)),
+                      rng.choices(range(1, 8), k=n), rng.randint(1, 4)))
     for arrivals,lengths,places in cases:
         for continuous in (True, False):
             args = arrivals, lengths, places, continuous
-            where, right = f"for arrivals = {arrivals}, lengths = {lengths}, places = {places}, continuous = {continuous}: ", _scheduled(*args)
+            where, right = (f"for arrivals = {arrivals}, lengths = {lengths}, places = {places}, "
+                            f"continuous = {continuous}: ", _scheduled(*args))
             got = run_answer(finish_steps, *args, shown=where)
-            if not isinstance(got, (list, tuple)) or len(got) != len(right): raise AssertionError(f"{where}expected a list of {len(right)} steps, got {short(got)}")
-            words = next((f": {words}" for words,steps in _finish_mistakes(*args).items() if list(got) == steps), "")
-            if list(got) != right: raise AssertionError(f"{where}expected {right}, got {short(list(got))}{words}")
+            if not isinstance(got, (list, tuple)) or len(got) != len(right):
+                raise AssertionError(f"{where}expected a list of {len(right)} "
+                                     f"steps, got {short(got)}")
+            words = next((f": {words}" for words,steps in _finish_mistakes(*args).items()
+                          if list(got) == steps), "")
+            if list(got) != right:
+                raise AssertionError(f"{where}expected {right}, got {short(list(got))}{words}")
 
 # %% ../../nbs/07_inference/07z_inference.ipynb #bdd295d3
-def _law(p, q, keep, other)->np.ndarray: # Of the result: `keep` `(V,)` is how likely x is kept, `other` `(V,)` how a replacement is distributed
+def _law(p, q, keep, other)->np.ndarray:
+    # Of the result: `keep` `(V,)` is how likely x is kept, `other` `(V,)` how a replacement is
+    # distributed
     return q*keep + (q*(1 - keep)).sum()*other
 
 def _accept_mistakes(p, q)->dict: # Words to the law of the result
@@ -440,23 +616,35 @@ def _accept_mistakes(p, q)->dict: # Words to the law of the result
     with np.errstate(divide="ignore", invalid="ignore"):
         right, turned = (np.nan_to_num(np.minimum(1, r), nan=0.) for r in (p/q, q/p))
     rest, redrawn = normal(np.clip(p - q, 0, None)), np.zeros(len(p))
-    for x in range(len(p)): redrawn += q[x]*(1 - right[x])*normal(np.where(np.arange(len(p)) == x, 0, p))
-    return {"that is q: every proposal is kept, or the replacement is drawn from the positive part of q - p": q, "the replacement is drawn from p": _law(p, q, right, p), "the replacement is drawn from q": _law(p, q, right, q),
-            "the replacement is drawn from |p - q|, expected the positive part": _law(p, q, right, normal(abs(p - q))),
-            "x is kept with probability p(x), expected p(x)/q(x)": _law(p, q, p, rest), "the ratio is upside down: p(x)/q(x)": _law(p, q, turned, rest),
-            "x is kept only if p(x) ≥ q(x), elsewhere it is kept with p(x)/q(x)": _law(p, q, 1.*(p >= q), rest),
+    for x in range(len(p)):
+        redrawn += q[x]*(1 - right[x])*normal(np.where(np.arange(len(p)) == x, 0, p))
+    return {"that is q: every proposal is kept, or the replacement is drawn from the "
+            "positive part of q - p": q, "the replacement is drawn from p": _law(p, q, right, p),
+            "the replacement is drawn from q": _law(p, q, right, q),
+            "the replacement is drawn from |p - q|, expected the positive part":
+                _law(p, q, right, normal(abs(p - q))),
+            "x is kept with probability p(x), expected p(x)/q(x)": _law(p, q, p, rest),
+            "the ratio is upside down: p(x)/q(x)": _law(p, q, turned, rest),
+            "x is kept only if p(x) ≥ q(x), elsewhere it is kept with p(x)/q(x)":
+                _law(p, q, 1.*(p >= q), rest),
             "the replacement is drawn from p without x": q*right + redrawn}
 
 # %% ../../nbs/07_inference/07z_inference.ipynb #35191a22
-def _checked_draw(draw:Callable, said:list)->Callable: # Refuses what is no distribution, and says so
+def _checked_draw(draw:Callable, said:list)->Callable:
+    # Refuses what is no distribution, and says so
     def checked(probabilities):
         try: probs = np.asarray(probabilities, float).ravel()
-        except (TypeError, ValueError): said.append(f"draw takes probabilities, got {short(probabilities)}"); raise
-        if not probs.size or np.isnan(probs).any(): said.append(f"draw was given {short(probs.tolist())}: NaN comes of 0/0")
+        except (TypeError, ValueError):
+            said.append(f"draw takes probabilities, got {short(probabilities)}"); raise
+        if not probs.size or np.isnan(probs).any():
+            said.append(f"draw was given {short(probs.tolist())}: NaN comes of 0/0")
         elif probs.max() > 1 + 1e-9 or probs.min() < -1e-9:
-            said.append(f"draw was given {probs.round(4).tolist()}: p/q is above 1 where the draft gives too little, take min(1, p/q)" if len(probs) == 2
+            said.append(f"draw was given {probs.round(4).tolist()}: p/q is above 1 where the draft "
+                        "gives too little, take min(1, p/q)" if len(probs) == 2
                         else f"draw was given {probs.round(4).tolist()}: take the positive part")
-        elif abs(probs.sum() - 1) > 1e-9: said.append(f"draw was given {probs.round(4).tolist()}, which sum to {probs.sum():.4g}: divide by the sum")
+        elif abs(probs.sum() - 1) > 1e-9:
+            said.append(f"draw was given {probs.round(4).tolist()}, which sum to "
+                        f"{probs.sum():.4g}: divide by the sum")
         if said: raise ValueError(said[0])
         return draw(probs)
     return checked
@@ -470,7 +658,8 @@ def _accept_law(accept:Callable, p, q, where:str)->dict: # (x, token) to probabi
         except AssertionError:
             if said: raise AssertionError(f"{where}{said[0]}") from None
             raise
-        if isinstance(token, bool) or not isinstance(token, Integral) or not 0 <= token < len(p): raise AssertionError(f"{where}x = {x}: expected a token, got {short(token)}")
+        if isinstance(token, bool) or not isinstance(token, Integral) or not 0 <= token < len(p):
+            raise AssertionError(f"{where}x = {x}: expected a token, got {short(token)}")
         return x, int(token)
     return exact_law(run)
 
@@ -478,9 +667,12 @@ def _accept_law(accept:Callable, p, q, where:str)->dict: # (x, token) to probabi
 def check_accept(
     accept:Callable, # `accept(x, p, q, draw)` gives a token
 ):
-    "`AssertionError` unless the token is distributed exactly as `p`, and `x` is kept as often as possible. Every outcome of every draw is run."
+    """`AssertionError` unless the token is distributed exactly as `p`, and `x` is kept as often as
+    possible. Every outcome of every draw is run."""
     rng = np.random.default_rng(0)
-    cases = [([.5, .3, .15, .05], [.1, .2, .3, .4]), ([.7, .3], [.4, .6]), ([.5, .3, .2], [.2, .3, .5]), ([.5, .25, .25], [.5, .25, .25]), ([0, .5, .5], [1, 0, 0]), ([.2, 0, .8], [.5, .5, 0])]
+    cases = [([.5, .3, .15, .05], [.1, .2, .3, .4]), ([.7, .3], [.4, .6]),
+             ([.5, .3, .2], [.2, .3, .5]), ([.5, .25, .25], [.5, .25, .25]),
+             ([0, .5, .5], [1, 0, 0]), ([.2, 0, .8], [.5, .5, 0])]
     for p,q in [*cases, *([rng.dirichlet(np.ones(5)) for _ in "pq"] for _ in range(20))]:
         p, q = np.array(p), np.array(q)
         where = f"for p = {p.round(3).tolist()}, q = {q.round(3).tolist()}: "
@@ -488,18 +680,27 @@ def check_accept(
         for (_,token),probability in pairs.items(): law[token] += probability
         same = lambda a: np.allclose(a, law, 0, 1e-9)
         if not same(p):
-            words = next((f": {words}" for words,wrong in _accept_mistakes(p, q).items() if same(wrong)), "")
-            raise AssertionError(f"{where}the token is distributed as {law.round(4).tolist()}{words}")
-        kept, most = sum(probability for (x,token),probability in pairs.items() if x == token), np.minimum(p, q).sum()
-        if kept < most - 1e-9: raise AssertionError(f"{where}the token is distributed as p, but x is kept in {kept:.1%} of all cases, and {most:.1%} are possible")
+            words = next((f": {words}" for words,wrong in _accept_mistakes(p, q).items()
+                          if same(wrong)), "")
+            raise AssertionError(f"{where}the token is distributed as "
+                                 f"{law.round(4).tolist()}{words}")
+        kept, most = (sum(probability for (x,token),probability in pairs.items() if x == token),
+                      np.minimum(p, q).sum())
+        if kept < most - 1e-9:
+            raise AssertionError(f"{where}the token is distributed as p, but x is kept in "
+                                 f"{kept:.1%} of all cases, and {most:.1%} are possible")
 
 # %% ../../nbs/07_inference/07z_inference.ipynb #57116bdc
 def _pass_mistakes(a:float, n:int)->dict: # Words to the number that the mistake gives
     series = lambda first, last: sum(a**i for i in range(first, last + 1))
-    found = {"the replacement, or the one token more, counts too": series(1, n), "that is 1 + rate·lookahead: what stands behind a refused one is dropped": 1 + a*n,
-             "that is rate·lookahead: what stands behind a refused one is dropped, and one token comes in any case": a*n,
-             "when none is refused there is one token more": series(0, n - 1), "that is one term too many": series(0, n + 1),
-             "that is lookahead + 1 if all are accepted, but else none": (n + 1)*a**n, "a refused one is replaced: that gives a token too": series(1, n) + a**n}
+    found = {"the replacement, or the one token more, counts too": series(1, n),
+             "that is 1 + rate·lookahead: what stands behind a refused one is dropped": 1 + a*n,
+             "that is rate·lookahead: what stands behind a refused one is dropped, and one token "
+             "comes in any case": a*n,
+             "when none is refused there is one token more": series(0, n - 1),
+             "that is one term too many": series(0, n + 1),
+             "that is lookahead + 1 if all are accepted, but else none": (n + 1)*a**n,
+             "a refused one is replaced: that gives a token too": series(1, n) + a**n}
     return found | ({"that is for proposals without end": 1/(1 - a)} if a < 1 else {})
 
 # %% ../../nbs/07_inference/07z_inference.ipynb #8f8f7f9b
@@ -511,7 +712,8 @@ def check_tokens_a_pass(
         for rate in (.8, .5, .95, 0., 1.):
             where = f"for rate = {rate}, lookahead = {lookahead}: "
             got = run_answer(tokens_a_pass, rate, lookahead, shown=where)
-            _number_or_words(where, got, float(expected_tokens(rate, lookahead)), _pass_mistakes(rate, lookahead), rtol=1e-9)
+            _number_or_words(where, got, float(expected_tokens(rate, lookahead)),
+                             _pass_mistakes(rate, lookahead), rtol=1e-9)
 
 # %% ../../nbs/07_inference/07z_inference.ipynb #98bda10a
 def _codes(scaled)->np.ndarray: return np.clip(scaled, -128, 127).astype(np.int8)
@@ -522,69 +724,111 @@ def _row_mistakes(w:np.ndarray)->dict: # Words to (codes, steps)
     over = lambda steps: w/np.where(steps > 0, steps, 1).reshape(-1, 1)
     column, one, low = grid_steps(w.T, 8), np.full(len(w), abs(w).max()/np.float32(127)), w.min(1)
     wide = (w.max(1) - low)/np.float32(255)
-    rounding = {"cut off towards 0, expected the nearest": np.trunc, "a half goes to the even neighbour": lambda x: np.trunc(x + np.copysign(np.float32(.5), x)),
-                "a half goes to the even neighbour, not always up": lambda x: np.floor(x + np.float32(.5)), "rounded down, expected the nearest": np.floor}
-    return {"divided by 128, expected 127": (_codes(np.rint(over(top/np.float32(128)))), top/np.float32(128)),
-            "divided by 255: codes reach to both sides of 0": (_codes(np.rint(over(top/np.float32(255)))), top/np.float32(255)),
-            "the steps are those of columns": (_codes(np.rint(w/np.where(column > 0, column, 1))), column),
+    rounding = {"cut off towards 0, expected the nearest": np.trunc,
+                "a half goes to the even neighbour":
+                    lambda x: np.trunc(x + np.copysign(np.float32(.5), x)),
+                "a half goes to the even neighbour, not always up":
+                    lambda x: np.floor(x + np.float32(.5)),
+                "rounded down, expected the nearest": np.floor}
+    return {"divided by 128, expected 127":
+                (_codes(np.rint(over(top/np.float32(128)))), top/np.float32(128)),
+            "divided by 255: codes reach to both sides of 0":
+                (_codes(np.rint(over(top/np.float32(255)))), top/np.float32(255)),
+            "the steps are those of columns": (_codes(np.rint(w/np.where(column > 0, column, 1))),
+                                               column),
             "there is one step for all rows": (_codes(np.rint(over(one))), one),
-            "the step is that of the largest weight, without its absolute value": (_codes(np.rint(over(w.max(1)/np.float32(127)))), w.max(1)/np.float32(127)),
-            "the grid reaches from the smallest to the largest weight, expected a symmetric one": (_codes(np.rint(over(wide))), wide),
-            **{words: (_codes(f(over(s))), s) for words,f in rounding.items()}, "the codes wrap around": (np.rint(over(s)/2).astype(np.int8), s/2)}
+            "the step is that of the largest weight, without its absolute value":
+                (_codes(np.rint(over(w.max(1)/np.float32(127)))), w.max(1)/np.float32(127)),
+            "the grid reaches from the smallest to the largest weight, expected a symmetric one":
+                (_codes(np.rint(over(wide))), wide),
+            **{words: (_codes(f(over(s))), s) for words,f in rounding.items()},
+            "the codes wrap around": (np.rint(over(s)/2).astype(np.int8), s/2)}
 
 # %% ../../nbs/07_inference/07z_inference.ipynb #3945fb2a
-def _check_pair(where:str, got, right:tuple, names:tuple, mistakes:dict, rtol:float=1e-5): # Of two arrays; `mistakes`: words to such a pair
-    if not isinstance(got, tuple) or len(got) != 2: raise AssertionError(f"{where}expected ({', '.join(names)}), got {short(got)}")
+def _check_pair(where:str, got, right:tuple, names:tuple, mistakes:dict, rtol:float=1e-5):
+    # Of two arrays; `mistakes`: words to such a pair
+    if not isinstance(got, tuple) or len(got) != 2:
+        raise AssertionError(f"{where}expected ({', '.join(names)}), got {short(got)}")
     for a in got:
-        if not isinstance(a, np.ndarray): raise AssertionError(f"{where}expected two NumPy arrays, got {short(got)}")
-    for n in (1, 0):                            # Steps first: with wrong ones the codes mean nothing
-        def same(pair): return all(a.shape == b.shape and np.allclose(a.astype(float), b.astype(float), rtol, 0) for a,b in zip(got, pair))
+        if not isinstance(a, np.ndarray):
+            raise AssertionError(f"{where}expected two NumPy arrays, got {short(got)}")
+    # Steps first: with wrong ones the codes mean nothing
+    for n in (1, 0):
+        def same(pair):
+            return all(a.shape == b.shape and np.allclose(a.astype(float), b.astype(float), rtol, 0)
+                       for a,b in zip(got, pair))
         try: check_close(got[n], right[n], rtol, 0, names[n])
         except AssertionError as e:
             words = next((f": {words}" for words,pair in mistakes.items() if same(pair)), "")
-            words = words or next((f": {words}" for words,pair in mistakes.items() if n and pair[1].shape == got[1].shape and np.allclose(got[1], pair[1], rtol, 0)), "")
+            words = words or next((f": {words}" for words,pair in mistakes.items() if n
+                                   and pair[1].shape == got[1].shape
+                                   and np.allclose(got[1], pair[1], rtol, 0)), "")
             raise AssertionError(f"{where}{e}{words or _nan(got[n])}") from None
 
 # %% ../../nbs/07_inference/07z_inference.ipynb #1e498868
 def check_quantize_rows(
-    quantize_rows:Callable, # `quantize_rows(weight)` gives codes, int8 `(out, in)`, and steps, float32 `(out,)`
+    # `quantize_rows(weight)` gives codes, int8 `(out, in)`, and steps, float32 `(out,)`
+    quantize_rows:Callable,
 ):
     "`AssertionError` unless codes and steps are those of `to_grid` and `grid_steps` for 8 bits."
     rng = np.random.default_rng(0)
     halves = np.array([[127, .5, 1.5, 2.5, -.5, -1.5, -2.5, 3.25]]*2, np.float32)*[[1], [-2]]
-    cases = {"3 rows": rng.standard_normal((3, 5)), "a largest weight below 0": np.array([[.5, -1, .2, .1], [-4, 2, 1, 3.]]),
-             "weights halfway between two codes": halves, "a row of zeros": np.array([[1, -3, 2.], [0, 0, 0]]),
-             "rows of very different size": rng.standard_normal((4, 6))*10.**np.array([[-8], [0], [3], [6]]), "one column": rng.standard_normal((3, 1))}
+    cases = {"3 rows": rng.standard_normal((3, 5)),
+             "a largest weight below 0": np.array([[.5, -1, .2, .1], [-4, 2, 1, 3.]]),
+             "weights halfway between two codes": halves,
+             "a row of zeros": np.array([[1, -3, 2.], [0, 0, 0]]),
+             "rows of very different size":
+                 rng.standard_normal((4, 6))*10.**np.array([[-8], [0], [3], [6]]),
+             "one column": rng.standard_normal((3, 1))}
     for name,w in cases.items():
         w = w.astype(np.float32)
         where = f"for {name} {w.shape}: "
-        with np.errstate(all="raise", under="ignore"): got = run_answer(quantize_rows, w, shown=where)
+        with np.errstate(all="raise", under="ignore"):
+            got = run_answer(quantize_rows, w, shown=where)
         steps = grid_steps(w, 8)
         with np.errstate(all="ignore"): mistakes = _row_mistakes(w)
-        _check_pair(where, got, (to_grid(w[:, None], steps[:, None], 8)[:, 0], steps), ("codes", "steps"), mistakes)
+        _check_pair(where, got, (to_grid(w[:, None], steps[:, None], 8)[:, 0], steps),
+                    ("codes", "steps"), mistakes)
 
 # %% ../../nbs/07_inference/07z_inference.ipynb #67850597
-def _packed_with(w:np.ndarray, group:int, top:int=7, flaw:str="")->tuple: # As the task says, but for the flaw
+def _packed_with(w:np.ndarray, group:int, top:int=7, flaw:str="")->tuple:
+    # As the task says, but for the flaw
     groups = w.reshape(len(w), -1, group)
     steps = abs(groups).max(-1)/np.float32(top)
-    if flaw == "rows": steps = np.broadcast_to(abs(w).max(1, keepdims=True)/np.float32(7), steps.shape).copy()
+    if flaw == "rows":
+        steps = np.broadcast_to(abs(w).max(1, keepdims=True)/np.float32(7), steps.shape).copy()
     scaled = groups/steps[..., None]
-    codes = (np.trunc if flaw == "cut" else np.rint)(scaled).clip(-8, 7).astype(np.int8).reshape(w.shape)
-    raised = (codes + 7 if flaw == "seven" else codes & 15 if flaw == "complement" else codes + 8).astype(np.uint8)
-    if flaw == "neighbours": return (raised[:, ::2] | raised[:, 1::2] << 4) if w.shape[1] % 2 == 0 else raised, steps
-    if len(w) % 2: raised = np.concatenate((raised, np.full((1, w.shape[1]), 0 if flaw in ("padding", "complement") else 8, np.uint8)))
-    low, high = (raised[1::2], raised[::2]) if flaw == "turned" else (raised[:len(raised)//2], raised[len(raised)//2:]) if flaw == "halves" else (raised[::2], raised[1::2])
+    codes = (np.trunc if flaw == "cut" else np.rint)(scaled).clip(-8,
+                                                                  7).astype(np.int8).reshape(
+                                                                      w.shape)
+    raised = (codes + 7 if flaw == "seven" else codes & 15 if flaw == "complement"
+              else codes + 8).astype(np.uint8)
+    if flaw == "neighbours":
+        return (raised[:, ::2] | raised[:, 1::2] << 4) if w.shape[1] % 2 == 0 else raised, steps
+    if len(w) % 2:
+        raised = np.concatenate((raised,
+                                 np.full((1, w.shape[1]), 0 if flaw in ("padding", "complement")
+                                         else 8, np.uint8)))
+    low, high = ((raised[1::2], raised[::2]) if flaw == "turned"
+                 else (raised[:len(raised)//2], raised[len(raised)//2:]) if flaw == "halves"
+                 else (raised[::2], raised[1::2]))
     return low | high << 4, steps
 
 # %% ../../nbs/07_inference/07z_inference.ipynb #06e8baf3
-_PACK_FLAWS = {"row 2i is the low half of the byte": "turned", "two neighbours of a row share a byte, expected two rows": "neighbours",
-               "the upper half of the matrix goes with the lower one, expected rows 2i and 2i + 1": "halves", "the step is that of the whole row": "rows",
-               "8 is added to a code, not 7": "seven", "negative codes are two's complement, expected 8 added": "complement",
-               "a weight of 0 has the code 8, also in a row that is added": "padding", "cut off towards 0, expected the nearest": "cut"}
+_PACK_FLAWS = {"row 2i is the low half of the byte": "turned",
+               "two neighbours of a row share a byte, expected two rows": "neighbours",
+               "the upper half of the matrix goes with the lower one, expected rows 2i and 2i + 1":
+                   "halves", "the step is that of the whole row": "rows",
+               "8 is added to a code, not 7": "seven",
+               "negative codes are two's complement, expected 8 added": "complement",
+               "a weight of 0 has the code 8, also in a row that is added": "padding",
+               "cut off towards 0, expected the nearest": "cut"}
 
 # %% ../../nbs/07_inference/07z_inference.ipynb #786bdf7d
 def check_pack_int4(
-    pack_int4:Callable, # `pack_int4(weight, group)` gives bytes, uint8 `(out/2, in)`, and steps, float32 `(out, in/group)`
+    # `pack_int4(weight, group)` gives bytes, uint8 `(out/2, in)`, and steps, float32
+    # `(out, in/group)`
+    pack_int4:Callable,
 ):
     "`AssertionError` unless bytes and steps are those of `quantize` with 4 bits."
     rng = np.random.default_rng(0)
@@ -593,15 +837,18 @@ def check_pack_int4(
         where = f"for weight {w.shape}, group = {group}: "
         got, right = run_answer(pack_int4, w, group, shown=where), quantize(w, 4, group, np.float32)
         mistakes = {words: _packed_with(w, group, flaw=flaw) for words,flaw in _PACK_FLAWS.items()}
-        mistakes |= {f"divided by {top}, expected 7": _packed_with(w, group, top) for top in (8, 15, 16, 127)}
-        if isinstance(got, tuple) and len(got) == 2 and getattr(got[0], "dtype", None) != np.uint8: raise AssertionError(f"{where}expected packed as uint8, got {short(got[0])}")
+        mistakes |= {f"divided by {top}, expected 7": _packed_with(w, group, top)
+                     for top in (8, 15, 16, 127)}
+        if isinstance(got, tuple) and len(got) == 2 and getattr(got[0], "dtype", None) != np.uint8:
+            raise AssertionError(f"{where}expected packed as uint8, got {short(got[0])}")
         _check_pair(where, got, (right.codes, right.steps), ("packed", "steps"), mistakes)
 
 # %% ../../nbs/07_inference/07z_inference.ipynb #3188c617
 def outlier_row()->np.ndarray: # float32 `(4096,)`
     "Weights from -1 to 1, evenly spread over each 64 neighbours, in random order."
     rng = np.random.default_rng(0)
-    return np.concatenate([rng.permutation(np.linspace(-1, 1, 64)) for _ in range(64)]).astype(np.float32)
+    return np.concatenate([rng.permutation(np.linspace(-1, 1, 64)) for _ in range(64)]).astype(
+        np.float32)
 
 # %% ../../nbs/07_inference/07z_inference.ipynb #e6a5cb3f
 def check_outlier(
@@ -616,18 +863,36 @@ def check_outlier(
         groups = w.reshape(-1, n)
         steps = grid_steps(groups, 8)
         codes = to_grid(groups, steps, 8)
-        return codes.ravel()[others], steps, np.square(from_grid(codes, steps).ravel() - w)[others].mean(dtype=float)**.5
-    (_, before, error), (codes, after, noise), (*_, small), (*_, grouped) = (written(w, n) for n in (len(row), 64) for w in (row, large))
-    right = dict(step=float(after[0]/before[0]), noise=float(noise/error), zeros=float((codes == 0).mean()), groups=float(grouped/small))
+        return (codes.ravel()[others], steps,
+                np.square(from_grid(codes, steps).ravel() - w)[others].mean(dtype=float)**.5)
+    (_, before, error), (codes, after, noise), (*_, small), (*_, grouped) = (written(w, n)
+                                                                             for n in (len(row), 64)
+                                                                             for w in (row, large))
+    right = dict(step=float(after[0]/before[0]), noise=float(noise/error),
+                 zeros=float((codes == 0).mean()), groups=float(grouped/small))
     n, share = 64, 1/64
-    why = dict(step={128: "counts the width from -64 to 64 beside a width of 1", 32: "is half of it: the largest absolute weight counts, on one side", 1: "is no change: the largest weight sets the step"},
-               noise={n**2: "is the ratio of mean squares, expected their roots", 1: "is no change: half a step is larger now", n**.5: "is its root: the error grows as the step does", 20*np.log10(n): "is in decibels"},
-               zeros={64/127: "takes all weights within a whole step: those within half a step get 0", 1/127: "is that without the large weight", 1/254: "is that without the large weight", 1.: "is too large: half a step is 0.25", 0.: "is too small: half a step is 0.25"},
-               groups={1.: "forgets the group in which the large weight stands", n: "is that of whole rows", (n + 63)/64: "is the mean of the ratios: add mean squares, then take the root", share*n*n + 1 - share: "is the ratio of mean squares, expected their roots"})
+    why = dict(step={128: "counts the width from -64 to 64 beside a width of 1",
+                     32: "is half of it: the largest absolute weight counts, on one side",
+                     1: "is no change: the largest weight sets the step"},
+               noise={n**2: "is the ratio of mean squares, expected their roots",
+                      1: "is no change: half a step is larger now",
+                      n**.5: "is its root: the error grows as the step does",
+                      20*np.log10(n): "is in decibels"},
+               zeros={64/127: "takes all weights within a whole step: those within "
+                              "half a step get 0", 1/127: "is that without the large weight",
+                      1/254: "is that without the large weight",
+                      1.: "is too large: half a step is 0.25",
+                      0.: "is too small: half a step is 0.25"},
+               groups={1.: "forgets the group in which the large weight stands",
+                       n: "is that of whole rows",
+                       (n + 63)/64:
+                           "is the mean of the ratios: add mean squares, then take the root",
+                       share*n*n + 1 - share: "is the ratio of mean squares, expected their roots"})
     check_numbers(answer, right, why, rtol=.03)
 
 # %% ../../nbs/07_inference/07z_inference.ipynb #65039e88
-def _fours_mask(key:np.ndarray)->np.ndarray: # Of rows of four, the two with the least key; of equal ones the first
+def _fours_mask(key:np.ndarray)->np.ndarray:
+    # Of rows of four, the two with the least key; of equal ones the first
     mask = np.zeros(key.shape, bool)
     np.put_along_axis(mask, np.argsort(key, axis=1, kind="stable")[:, :2], True, 1)
     return mask
@@ -638,10 +903,15 @@ def _mask_mistakes(w:np.ndarray)->dict: # Words to the mask that the mistake giv
     second = np.sort(abs(fours), 1)[:, 2:3]
     whole = np.zeros(w.size, bool)
     whole[np.argsort(-size.ravel(), kind="stable")[:w.size//2]] = True
-    found = {"signs don't count": _fours_mask(-fours), "that is what is left out": ~two_of_four(w), "the two smallest were kept": _fours_mask(abs(fours)),
-             "of equal ones the first stays": _fours_mask(-abs(fours)[:, ::-1])[:, ::-1], "of equal ones only the first stays: two of four": abs(fours) >= second,
-             "of equal ones the first stays, and always two": abs(fours) > np.sort(abs(fours), 1)[:, 1:2], "half of the whole matrix was kept, expected two of each four": whole}
-    if len(w) % 4 == 0: found["the fours are neighbours in a column"] = two_of_four(np.ascontiguousarray(w.T)).T
+    found = {"signs don't count": _fours_mask(-fours), "that is what is left out": ~two_of_four(w),
+             "the two smallest were kept": _fours_mask(abs(fours)),
+             "of equal ones the first stays": _fours_mask(-abs(fours)[:, ::-1])[:, ::-1],
+             "of equal ones only the first stays: two of four": abs(fours) >= second,
+             "of equal ones the first stays, and always two":
+                 abs(fours) > np.sort(abs(fours), 1)[:, 1:2],
+             "half of the whole matrix was kept, expected two of each four": whole}
+    if len(w) % 4 == 0:
+        found["the fours are neighbours in a column"] = two_of_four(np.ascontiguousarray(w.T)).T
     return {words: mask.reshape(w.shape) for words,mask in found.items()}
 
 # %% ../../nbs/07_inference/07z_inference.ipynb #22cecbea
@@ -650,8 +920,10 @@ def check_two_largest(
 ):
     "`AssertionError` unless the mask is that of `two_of_four`."
     rng = np.random.default_rng(0)
-    cases = [np.array([[4, 1, 3, 2]]), np.array([[4, -1, 3, -8]]), np.array([[1, 1, 1, 1], [2, 3, 2, 2]]), rng.standard_normal((4, 8)),
-             rng.integers(-2, 3, (8, 12)), rng.standard_normal((3, 16))*10.**rng.integers(-3, 4, (3, 16)), np.zeros((2, 4))]
+    cases = [np.array([[4, 1, 3, 2]]), np.array([[4, -1, 3, -8]]),
+             np.array([[1, 1, 1, 1], [2, 3, 2, 2]]), rng.standard_normal((4, 8)),
+             rng.integers(-2, 3, (8, 12)),
+             rng.standard_normal((3, 16))*10.**rng.integers(-3, 4, (3, 16)), np.zeros((2, 4))]
     for w in cases:
         w = w.astype(np.float32)
         where = f"for weight {short(w.astype(int).tolist()) if w.size < 9 else w.shape}: "

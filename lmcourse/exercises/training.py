@@ -34,7 +34,8 @@ def _do(where:str, f:Callable, *args): # What `f` gives, which may change its ar
     return run_answer(lambda: f(*args), shown=where)
 
 @contextmanager
-def _own_dice(seed:int=0): # The random generators that all share start from `seed`, and are put back
+def _own_dice(seed:int=0):
+    # The random generators that all share start from `seed`, and are put back
     states = random.getstate(), np.random.get_state()
     with torch.random.fork_rng(devices=[]):
         for start in (random.seed, np.random.seed, torch.manual_seed): start(seed)
@@ -47,20 +48,26 @@ def _randn(*shape, seed:int=0, dtype=torch.float64)->Tensor:
 # %% ../../nbs/04_training/04z_training.ipynb #0711d9cf
 def _flat(tensors)->Tensor: return torch.cat([t.detach().double().flatten() for t in tensors])
 
-def _hint(got:Tensor, mistakes:dict, rtol:float=1e-6, atol:float=1e-9)->str: # Which known mistake gives these numbers: words to a function
+def _hint(got:Tensor, mistakes:dict, rtol:float=1e-6, atol:float=1e-9)->str:
+    # Which known mistake gives these numbers: words to a function
     for words,f in mistakes.items():
         wrong = f()
-        if got.shape == wrong.shape and torch.allclose(got.double(), wrong.double(), rtol, atol, equal_nan=True): return f": {words}"
+        if got.shape == wrong.shape and torch.allclose(got.double(), wrong.double(), rtol, atol,
+                                                       equal_nan=True):
+            return f": {words}"
     return ": NaN comes of 0/0, inf - inf or 0*inf" if got.isnan().any() else ""
 
-def _same_or(where:str, got, expected, mistakes:dict, rtol:float=1e-6, atol:float=1e-9): # Compare; say which mistake it looks like
+def _same_or(where:str, got, expected, mistakes:dict, rtol:float=1e-6, atol:float=1e-9):
+    # Compare; say which mistake it looks like
     try: check_close(got, expected, rtol, atol)
     except AssertionError as e:
         close = isinstance(got, Tensor) and got.dtype == expected.dtype
-        raise AssertionError(f"{where}{e}{_hint(got, mistakes, rtol, atol) if close else ''}") from None
+        hint = _hint(got, mistakes, rtol, atol) if close else ""
+        raise AssertionError(f"{where}{e}{hint}") from None
 
 # %% ../../nbs/04_training/04z_training.ipynb #d32606e3
-def _largest_rate(loss:Callable, size:int)->float: # Of gradient descent: 2 by the greatest curvature
+def _largest_rate(loss:Callable, size:int)->float:
+    # Of gradient descent: 2 by the greatest curvature
     curvature = torch.autograd.functional.hessian(loss, torch.ones(size, dtype=torch.float64))
     return 2/torch.linalg.eigvalsh(curvature)[-1].item()
 
@@ -76,17 +83,24 @@ def _toy_run(lr:float, steps:int)->list: # Losses before and after each step
 
 # %% ../../nbs/04_training/04z_training.ipynb #d23e3316
 def _toy_slips()->dict: # What wrong numbers mean
-    weights, half = "is the factor of the weights: that of the loss is its square", "takes θ/n for the gradient: it is 2θ/n"
+    weights, half = ("is the factor of the weights: that of the loss is its square",
+                     "takes θ/n for the gradient: it is 2θ/n")
     once = "reaches the minimum in one step: up to twice as far the loss doesn't grow"
     return dict(
         ten={.8: weights, .9: "is the factor of the weights, with θ/n for the gradient", .81: half},
-        hundred={1: "is a step to the same height on the other side", 2: "forgets the root: the rate of step 2 is 100/√2"},
+        hundred={1: "is a step to the same height on the other side",
+                 2: "forgets the root: the rate of step 2 is 100/√2"},
         thousand={19: weights, -19: weights, 81: half},
-        turn={100: "is a step with the factor -1: the loss stays as it is", 400: "is the step that reaches the minimum",
-              399: "is the last step that overshoots; the loss falls by then", 9: "forgets that the rate falls with the root of k", 24: half},
-        largest={50: once, 200: half, 1: "forgets that the loss is a mean", 2: "forgets that the loss is a mean, and the 2 of the gradient"},
-        bowl={.001: once, 2: "is the limit for y alone: the steepest direction decides", 2/1001: "adds up the curvatures: the steepest alone decides",
-              .004: "takes 500 for the curvature along x: the half is gone after the first derivative"})
+        turn={100: "is a step with the factor -1: the loss stays as it is",
+              400: "is the step that reaches the minimum",
+              399: "is the last step that overshoots; the loss falls by then",
+              9: "forgets that the rate falls with the root of k", 24: half},
+        largest={50: once, 200: half, 1: "forgets that the loss is a mean",
+                 2: "forgets that the loss is a mean, and the 2 of the gradient"},
+        bowl={.001: once, 2: "is the limit for y alone: the steepest direction decides",
+              2/1001: "adds up the curvatures: the steepest alone decides",
+              .004: "takes 500 for the curvature along x: the half is gone after "
+                    "the first derivative"})
 
 # %% ../../nbs/04_training/04z_training.ipynb #2f5d3f90
 def check_toy_rates(
@@ -98,21 +112,29 @@ def check_toy_rates(
     bowl = _largest_rate(lambda x: (x.square()*torch.tensor([1000, 1])).sum()/2, 2)
     zero = next(k for k,loss in enumerate(hundred) if loss < 1e-20)
     turn = max(k for k in range(1, 120) if thousand[k] > thousand[k - 1]*(1 + 1e-6))
-    right = dict(ten=ten[1]/ten[0], hundred=zero, thousand=thousand[1]/thousand[0], turn=turn, largest=largest, bowl=bowl)
+    right = dict(ten=ten[1]/ten[0], hundred=zero, thousand=thousand[1]/thousand[0], turn=turn,
+                 largest=largest, bowl=bowl)
     check_numbers(answer, right, _toy_slips(), rtol=1e-5)
 
 # %% ../../nbs/04_training/04z_training.ipynb #9fe97204
-def _adamw_rule(theta, g, m, v, t:int, lr:float, betas:tuple, eps:float, weight_decay:float, how=())->tuple: # One step, with the mistakes in `how`
+def _adamw_rule(theta, g, m, v, t:int, lr:float, betas:tuple, eps:float, weight_decay:float,
+                how=())->tuple:
+    # One step, with the mistakes in `how`
     b1, b2 = betas[::-1] if "swapped" in how else betas
     t += ("late" in how) - ("early" in how)
     if "l2" in how: g = g + weight_decay*theta
-    m, v = b1*m + (1 if "whole" in how else 1 - b1)*g, b2*v + (1 - b2)*(g.abs() if "not squared" in how else g*g)
+    m, v = (b1*m + (1 if "whole" in how else 1 - b1)*g,
+            b2*v + (1 - b2)*(g.abs() if "not squared" in how else g*g))
     c1, c2 = (torch.tensor(1 - b**t, dtype=torch.float64) for b in (b1, b2)) # Tensors divide by 0
     m_hat, v_hat = m if "m" in how else m/c1, v if "v" in how else v/c2
     if "inside" in how: below = (v_hat + eps).sqrt()
-    else: below = (v_hat if "no root" in how else v_hat.sqrt()) + (0 if "no eps" in how else eps/c2**.5 if "raw" in how else eps)
+    else:
+        below = ((v_hat if "no root" in how else v_hat.sqrt()) + (0 if "no eps" in how
+                                                                  else eps/c2**.5 if "raw" in how
+                                                                  else eps))
     after = theta - lr*m_hat/below
-    rate = 0 if {"l2", "no decay"} & set(how) else 1 if "bare" in how else lr*c2**.5/c1 if "corrected" in how else lr
+    rate = (0 if {"l2", "no decay"} & set(how) else 1 if "bare" in how else lr*c2**.5/c1
+            if "corrected" in how else lr)
     return after - rate*weight_decay*(after if "after" in how else theta), m, v
 
 # %% ../../nbs/04_training/04z_training.ipynb #82da6e78
@@ -132,35 +154,53 @@ class _Ruled(Optimizer): # AdamW with the mistakes in `how`
                 if not s: s.update(t=0, m=torch.zeros_like(p), v=torch.zeros_like(p))
                 s["t"] += 1
                 t = self.t if "one count" in self.how else s["t"]
-                new, s["m"], s["v"] = _adamw_rule(p, g, s["m"], s["v"], t, *(numbers[k] for k in ("lr", "betas", "eps", "weight_decay")), self.how)
+                new, s["m"], s["v"] = _adamw_rule(p, g, s["m"], s["v"], t,
+                                                  *(numbers[k]
+                                                    for k in ("lr", "betas", "eps",
+                                                              "weight_decay")), self.how)
                 p.copy_(new)
 
 # %% ../../nbs/04_training/04z_training.ipynb #da9dc803
 _ADAMW_MISTAKES = {
-    "λθ is added to the gradient: that is L2, expected a decay beside the step": ("l2",), "there is no weight decay": ("no decay",),
-    "the decay has the corrected rate α_t, expected α": ("corrected",), "the decay is λθ, expected αλθ": ("bare",),
-    "ε is inside the root": ("inside",), "ε is not used": ("no eps",), "the root is missing": ("no root",),
-    "the mean of the gradients is not corrected": ("m",), "the mean of the squares is not corrected": ("v",),
-    "neither mean is corrected": ("m", "v"), "m takes in the whole gradient, expected 1 - β₁ of it": ("whole",),
-    "t starts at 0, expected 1 at the first step": ("early",), "t is 2 at the first step, expected 1": ("late",),
-    "β₁ and β₂ are swapped": ("swapped",), "v is a mean of sizes, expected one of squares": ("not squared",),
-    "all parameters share one t, expected the number of steps in which this one had a gradient": ("one count",),
-    "a parameter without a gradient moves, as if it had one of zeros, expected left as it is": ("zero",),
-    "the numbers of the group are not used: read them from param_groups at each step": ("defaults",)}
+    "λθ is added to the gradient: that is L2, expected a decay beside the step": ("l2",),
+    "there is no weight decay": ("no decay",),
+    "the decay has the corrected rate α_t, expected α": ("corrected",),
+    "the decay is λθ, expected αλθ": ("bare",),
+    "ε is inside the root": ("inside",), "ε is not used": ("no eps",),
+    "the root is missing": ("no root",),
+    "the mean of the gradients is not corrected": ("m",),
+    "the mean of the squares is not corrected": ("v",),
+    "neither mean is corrected": ("m", "v"), "m takes in the whole gradient, expected 1 - β₁ of it":
+        ("whole",),
+    "t starts at 0, expected 1 at the first step": ("early",),
+    "t is 2 at the first step, expected 1": ("late",),
+    "β₁ and β₂ are swapped": ("swapped",), "v is a mean of sizes, expected one of squares":
+        ("not squared",),
+    "all parameters share one t, expected the number of steps in which this one had a gradient":
+        ("one count",),
+    "a parameter without a gradient moves, as if it had one of zeros, expected left as it is":
+        ("zero",),
+    "the numbers of the group are not used: read them from param_groups at each step":
+        ("defaults",)}
 
-_FORMS = (), ("raw",), ("after",), ("raw", "after") # Where ε is added, and when the weight decays: all four are right
+# Where ε is added, and when the weight decays: all four are right
+_FORMS = (), ("raw",), ("after",), ("raw", "after")
 _ADAMW_RUN = dict(lr=.1, betas=(.8, .95), eps=.05, weight_decay=.3)
 _GIVEN = (0, 1), (0, 1, 2), (0, 1), (0, 1, 2), (0, 2) # Which parameters get a gradient at each step
 
 # %% ../../nbs/04_training/04z_training.ipynb #ed999d16
-def _adamw_params()->list: return [nn.Parameter(_randn(*shape, seed=i)) for i,shape in enumerate(((3, 2), (4,), (2, 2)))]
+def _adamw_params()->list:
+    return [nn.Parameter(_randn(*shape, seed=i)) for i,shape in enumerate(((3, 2), (4,), (2, 2)))]
 
-def _adamw_groups(p:list)->list: return [dict(params=p[:1]), dict(params=p[1:], weight_decay=.1, lr=.2)]
+def _adamw_groups(p:list)->list:
+    return [dict(params=p[:1]), dict(params=p[1:], weight_decay=.1, lr=.2)]
 
-def _adamw_steps(optimizer:Optimizer, params:list, steps=range(5))->list: # All weights after each step
+def _adamw_steps(optimizer:Optimizer, params:list, steps=range(5))->list:
+    # All weights after each step
     after = []
     for k in steps:
-        grads = [_randn(*p.shape, seed=10*k + i)*.2 if i in _GIVEN[k] else None for i,p in enumerate(params)]
+        grads = [_randn(*p.shape, seed=10*k + i)*.2 if i in _GIVEN[k] else None
+                 for i,p in enumerate(params)]
         for p,g in zip(params, grads): p.grad = None if g is None else g.clone()
         if k == 2: optimizer.param_groups[1]["lr"] = .04
         try: _do(f"step {k + 1}: ", optimizer.step)
@@ -168,7 +208,9 @@ def _adamw_steps(optimizer:Optimizer, params:list, steps=range(5))->list: # All 
             if not isinstance(e.__cause__, ZeroDivisionError): raise
             raise AssertionError(f"{e}: t is 1 at a parameter's first step, not 0") from e.__cause__
         for p,g in zip(params, grads):
-            if g is not None and not torch.equal(p.grad, g): raise AssertionError(f"step {k + 1} changed a gradient, expected only weights to change")
+            if g is not None and not torch.equal(p.grad, g):
+                raise AssertionError(f"step {k + 1} changed a gradient, expected only "
+                                     "weights to change")
         after.append(_flat(params))
     return after
 
@@ -178,31 +220,43 @@ def _adamw_by_rule(*how)->Tensor: # All weights after each step
     return torch.stack(_adamw_steps(_Ruled(_adamw_groups(params), how, **_ADAMW_RUN), params))
 
 def _adamw_made(make:Callable, params:list)->Optimizer:
-    if isinstance(make, Optimizer): raise AssertionError(f"expected the class {type(make).__name__} itself, got an object of it")
+    if isinstance(make, Optimizer):
+        raise AssertionError(f"expected the class {type(make).__name__} itself, "
+                             "got an object of it")
     if not callable(make): raise AssertionError(f"expected a class, got {short(make)}")
-    where = f"{getattr(make, '__name__', 'your class')}(groups, {', '.join(f'{k}={v}' for k,v in _ADAMW_RUN.items())}): "
+    where = (f"{getattr(make, '__name__', 'your class')}(groups, "
+             f"{', '.join(f'{k}={v}' for k,v in _ADAMW_RUN.items())}): ")
     optimizer = run_answer(lambda: make(_adamw_groups(params), **_ADAMW_RUN), shown=where)
-    if not isinstance(optimizer, Optimizer): raise AssertionError(f"{where}expected a torch.optim.Optimizer, got {short(optimizer)}")
-    own = [c.__name__ for c in type(optimizer).__mro__ if c.__module__.startswith("torch.optim.") and c is not Optimizer]
-    if own: raise AssertionError(f"{where}torch.optim.{own[0]} is torch's own: write the step yourself")
+    if not isinstance(optimizer, Optimizer):
+        raise AssertionError(f"{where}expected a torch.optim.Optimizer, got {short(optimizer)}")
+    own = [c.__name__ for c in type(optimizer).__mro__ if c.__module__.startswith("torch.optim.")
+           and c is not Optimizer]
+    if own:
+        raise AssertionError(f"{where}torch.optim.{own[0]} is torch's own: write the step yourself")
     return optimizer
 
 # %% ../../nbs/04_training/04z_training.ipynb #0ee0a778
 def _all_close(a:Tensor, b:Tensor)->bool: return torch.allclose(a, b, 1e-6, 1e-9)
 
-def _check_five_steps(got:Tensor, right:list): # Weights after each step, and those of the right forms
+def _check_five_steps(got:Tensor, right:list):
+    # Weights after each step, and those of the right forms
     if any(_all_close(got, r) for r in right): return
     k = next(k for k in range(5) if not any(_all_close(got[:k + 1], r[:k + 1]) for r in right))
     nearest, hint = min(right, key=lambda r: (got - r).abs().nan_to_num(1e9).max()), ""
-    for form in _FORMS: hint = hint or _hint(got, {words: partial(_adamw_by_rule, *form, *how) for words,how in _ADAMW_MISTAKES.items()})
+    for form in _FORMS:
+        hint = hint or _hint(got,
+                             {words: partial(_adamw_by_rule, *form, *how)
+                              for words,how in _ADAMW_MISTAKES.items()})
     try: check_close(got[k], nearest[k], 1e-6, 1e-9)
-    except AssertionError as e: raise AssertionError(f"all weights after step {k + 1}: {e}{hint}") from None
+    except AssertionError as e:
+        raise AssertionError(f"all weights after step {k + 1}: {e}{hint}") from None
 
 # %% ../../nbs/04_training/04z_training.ipynb #fb533df2
 def check_adamw(
     adamw:type, # The class: `AdamW(params, lr, betas, eps, weight_decay)`
 ):
-    "`AssertionError` unless five steps of two groups are those of AdamW, in either form, also after its state was saved and loaded."
+    """`AssertionError` unless five steps of two groups are those of AdamW, in either form, also
+    after its state was saved and loaded."""
     optimizer = _adamw_made(adamw, params := _adamw_params())
     got = torch.stack(_adamw_steps(optimizer, params))
     _check_five_steps(got, [_adamw_by_rule(*form) for form in _FORMS])
@@ -213,39 +267,55 @@ def check_adamw(
         for a,b in zip(later, before): a.copy_(b)
     _do("load_state_dict: ", second.load_state_dict, first.state_dict())
     if not _all_close(_adamw_steps(second, later, range(2, 5))[-1], got[-1]): raise AssertionError(
-        "two steps, state_dict and load_state_dict in a new optimizer, three steps: not the weights of five steps without a break. "
+        "two steps, state_dict and load_state_dict in a new optimizer, three steps: not the "
+        "weights of five steps without a break. "
         "Keep m, v and t in self.state[p]")
 
 # %% ../../nbs/04_training/04z_training.ipynb #9e2348d1
-def _moved(grads:list, betas:tuple=(.9, .999), before:int=0, m:float=0., v:float=0.)->float: # By the last step, in units of the rate
+def _moved(grads:list, betas:tuple=(.9, .999), before:int=0, m:float=0., v:float=0.)->float:
+    # By the last step, in units of the rate
     theta, m, v = (torch.tensor(x, dtype=torch.float64) for x in (0., m, v))
     for t,g in enumerate(grads, before + 1):
         last = theta
-        theta, m, v = optim_torch.adamw_step(theta, torch.tensor(g, dtype=torch.float64), m, v, t, 1., betas, 1e-30, 0.)
+        theta, m, v = optim_torch.adamw_step(theta, torch.tensor(g, dtype=torch.float64), m, v, t,
+                                             1., betas, 1e-30, 0.)
     return (last - theta).item()
 
 # %% ../../nbs/04_training/04z_training.ipynb #f3179cca
 def _step_slips(plain:float, turned:float)->dict: # What wrong numbers mean
-    length, both = "is the gradient's own length: it is divided by the root of the mean of squares", "is the step with both corrections"
+    length, both = ("is the gradient's own length: it is divided by the root of "
+                    "the mean of squares", "is the step with both corrections")
     return dict(
-        first={1000: length, plain: "is the step without corrections"}, tenth={10: "is the way of all ten steps, not that of one", 1000: length},
-        turned={-turned: "has the sign wrong: the later gradient weighs more", 0: "lets the two cancel: the later one weighs 0.1, the earlier 0.09",
-                -1: "takes the last gradient alone", 1: "takes the first gradient alone", -.01: "is not corrected: divide by 1 - 0.9²",
-                -.05/.19: "is the corrected mean of the gradients: it is still to be divided by the root of that of the squares, 5",
+        first={1000: length, plain: "is the step without corrections"},
+        tenth={10: "is the way of all ten steps, not that of one", 1000: length},
+        turned={-turned: "has the sign wrong: the later gradient weighs more",
+                0: "lets the two cancel: the later one weighs 0.1, the earlier 0.09",
+                -1: "takes the last gradient alone", 1: "takes the first gradient alone",
+                -.01: "is not corrected: divide by 1 - 0.9²",
+                -.05/.19: "is the corrected mean of the gradients: it is still to be divided by "
+                          "the root of that of the squares, 5",
                 -.01/math.sqrt(.001999): "is the step without corrections"},
-        plain={.1: "forgets that v is too small as well", 1: both, plain*10: "is the step if v alone is uncorrected", 100: "forgets the root"},
-        half={plain: "is the step if neither is corrected", .1: "is the step if v alone is corrected", 1000: "forgets the root", 1: both},
-        spike={100: "forgets that the spike enters v as well", 10.9: "is m alone: v grows too, and its root divides",
-               1: "is the step before the spike", 10: "is 0.1 of the spike: v grows too", 10.9/10.999: "forgets the root"})
+        plain={.1: "forgets that v is too small as well", 1: both,
+               plain*10: "is the step if v alone is uncorrected", 100: "forgets the root"},
+        half={plain: "is the step if neither is corrected",
+              .1: "is the step if v alone is corrected", 1000: "forgets the root", 1: both},
+        spike={100: "forgets that the spike enters v as well",
+               10.9: "is m alone: v grows too, and its root divides",
+               1: "is the step before the spike", 10: "is 0.1 of the spike: v grows too",
+               10.9/10.999: "forgets the root"})
 
 # %% ../../nbs/04_training/04z_training.ipynb #6c7ac9aa
 def check_first_steps(
-    answer:dict, # 'first', 'tenth', 'turned', 'plain', 'half' and 'spike', each in units of the rate
+    # 'first', 'tenth', 'turned', 'plain', 'half' and 'spike', each in units of the rate
+    answer:dict,
 ):
     "`AssertionError` unless AdamW's steps are as long as that."
-    late = 10**6                                                     # So late that nothing is corrected
-    plain, turned, spike = _moved([1000.], before=late), _moved([5., -5.]), _moved([100.], before=late, m=1., v=1.)
-    right = dict(first=_moved([1000.]), tenth=_moved([1000.]*10), turned=turned, plain=plain, half=plain/(1 - .9), spike=spike)
+    # So late that nothing is corrected
+    late = 10**6
+    plain, turned, spike = (_moved([1000.], before=late), _moved([5., -5.]),
+                            _moved([100.], before=late, m=1., v=1.))
+    right = dict(first=_moved([1000.]), tenth=_moved([1000.]*10), turned=turned, plain=plain,
+                 half=plain/(1 - .9), spike=spike)
     check_numbers(answer, right, _step_slips(plain, turned), rtol=.005)
 
 # %% ../../nbs/04_training/04z_training.ipynb #62b3b666
@@ -254,10 +324,13 @@ def _decay_slips(constant:float)->dict: # What wrong numbers mean
     linear = "takes off a share of the first weight each time, not of what is left"
     return dict(
         sgd=whole | {.01: "is the rate alone: plain descent doesn't divide by the gradient's size"},
-        adam=whole | {.1: "is that of plain descent: Adam divides by the gradient's size, here λθ", .002: "multiplies by λ: it divides out"},
+        adam=whole | {.1: "is that of plain descent: Adam divides by the gradient's size, here λθ",
+                      .002: "multiplies by λ: it divides out"},
         adamw=whole | {.01: "is Adam's with L2, which passes through the means"},
-        steps={346: "is one too few: a little more than half is left", 250: linear, 500: linear, 4: other, 69: other, 70: other},
-        cosine={constant: "is that of a constant rate", .5: "is the share of the rates' sum, not of the weight", 0: other})
+        steps={346: "is one too few: a little more than half is left", 250: linear, 500: linear,
+               4: other, 69: other, 70: other},
+        cosine={constant: "is that of a constant rate",
+                .5: "is the share of the rates' sum, not of the weight", 0: other})
 
 # %% ../../nbs/04_training/04z_training.ipynb #18293e16
 def check_two_decays(
@@ -266,15 +339,20 @@ def check_two_decays(
     "`AssertionError` unless a weight without a gradient shrinks like that."
     w, lr, decay = torch.tensor(50., dtype=torch.float64), .01, .2
     zero = torch.zeros_like(w)
-    def adam(g, decay): return 50 - optim_torch.adamw_step(w, g, zero, zero, 1, lr, eps=1e-30, weight_decay=decay)[0].item()
+    def adam(g, decay):
+        return 50 - optim_torch.adamw_step(w, g, zero, zero, 1, lr, eps=1e-30,
+                                           weight_decay=decay)[0].item()
     left = np.cumprod([1 - decay*lr]*1000)
     cosine = np.prod([1 - decay*optim_torch.cosine_lr(t, lr, 0., 0, 1000) for t in range(1, 1001)])
-    right = dict(sgd=lr*decay*50, adam=adam(decay*w, 0.), adamw=adam(zero, decay), steps=int((left > .5).sum()) + 1, cosine=float(cosine))
+    right = dict(sgd=lr*decay*50, adam=adam(decay*w, 0.), adamw=adam(zero, decay),
+                 steps=int((left > .5).sum()) + 1, cosine=float(cosine))
     check_numbers(answer, right, _decay_slips(float(left[-1])), rtol=.0025)
 
 # %% ../../nbs/04_training/04z_training.ipynb #35c864f5
-def _rate(it, top, low, warm, end, start=0., early=0, long=0, begin=None, bottom=None, last=math.inf, curve=lambda x: (1 + math.cos(math.pi*x))/2):
-    "The schedule with a mistake: another `start` or `bottom`, an `early` warm-up, a cosine from `begin` on, longer by `long`, or until `last`."
+def _rate(it, top, low, warm, end, start=0., early=0, long=0, begin=None, bottom=None,
+          last=math.inf, curve=lambda x: (1 + math.cos(math.pi*x))/2):
+    """The schedule with a mistake: another `start` or `bottom`, an `early` warm-up, a cosine from
+    `begin` on, longer by `long`, or until `last`."""
     if it < warm: return start + (top - start)*(it + early)/warm
     begin, bottom = warm if begin is None else begin, low if bottom is None else bottom
     return low if it > last else bottom + curve((it - begin)/(end - begin + long))*(top - bottom)
@@ -282,56 +360,73 @@ def _rate(it, top, low, warm, end, start=0., early=0, long=0, begin=None, bottom
 def _rate_mistakes(top, low, warm, end)->dict: # Words to a function of `it`
     def by(**kw): return lambda it: _rate(it, top, low, warm, end, **(dict(last=end) | kw))
     half = (end - warm)/2
-    straight = {"the warm-up is one iteration early: it/warmup_iters, expected 0 at it = 0": by(early=1),
+    straight = {"the warm-up is one iteration early: it/warmup_iters, expected 0 at it = 0":
+                    by(early=1),
                 "the warm-up starts at the lowest rate, expected 0": by(start=low),
-                "the warm-up reaches the highest rate one iteration early": lambda it: by()(it)*(warm/(warm - 1) if it < warm else 1)}
+                "the warm-up reaches the highest rate one iteration early":
+                    lambda it: by()(it)*(warm/(warm - 1) if it < warm else 1)}
     return (straight if warm > 1 else {}) | {
         "after cosine_cycle_iters the rate rises again, expected the lowest": by(last=math.inf),
         "the cosine counts from it = 0, expected from the end of the warm-up": by(begin=0, long=0),
         "the cosine is as long as cosine_cycle_iters, expected to end there": by(long=warm),
-        "the cosine is as long as cosine_cycle_iters and cut off there, expected to end there": by(long=warm, last=end - 1),
-        "the cosine ends one iteration early": by(long=-1, last=end - 1), "the cosine ends one iteration late": by(long=1, last=math.inf),
+        "the cosine is as long as cosine_cycle_iters and cut off there, expected to end there":
+            by(long=warm, last=end - 1),
+        "the cosine ends one iteration early": by(long=-1, last=end - 1),
+        "the cosine ends one iteration late": by(long=1, last=math.inf),
         "the cosine is a whole one, down and up again: its angle ends at π, not 2π": by(long=-half),
         "the cosine goes down to 0, expected to the lowest rate": by(bottom=0.),
         "that is a straight line, expected a cosine": by(curve=lambda x: 1 - x),
         "math.cos takes radians": by(curve=lambda x: (1 + math.cos(math.radians(math.pi*x)))/2)}
 
 # %% ../../nbs/04_training/04z_training.ipynb #9714d920
-def _rates(f:Callable, top, low, warm, end)->list: # Of the student's function, with the words for each call
+def _rates(f:Callable, top, low, warm, end)->list:
+    # Of the student's function, with the words for each call
     found = []
     for it in range(end + 8):
-        where = f"for it = {it}, rates {top} and {low}, warmup_iters = {warm}, cosine_cycle_iters = {end}: "
+        where = (f"for it = {it}, rates {top} and {low}, warmup_iters = {warm}, "
+                 f"cosine_cycle_iters = {end}: ")
         rate = run_answer(f, it, top, low, warm, end, shown=where)
-        if isinstance(rate, bool) or not isinstance(rate, (int, float, np.floating)): raise AssertionError(f"{where}expected a float, got {short(rate)}")
+        if isinstance(rate, bool) or not isinstance(rate, (int, float, np.floating)):
+            raise AssertionError(f"{where}expected a float, got {short(rate)}")
         found.append((where, float(rate)))
     return found
 
 # %% ../../nbs/04_training/04z_training.ipynb #a7aa22f7
 def check_schedule(
-    get_lr_cosine_schedule:Callable, # `get_lr_cosine_schedule(it, max_learning_rate, min_learning_rate, warmup_iters, cosine_cycle_iters)`
+    # `get_lr_cosine_schedule(it, max_learning_rate, min_learning_rate, warmup_iters,
+    # cosine_cycle_iters)`
+    get_lr_cosine_schedule:Callable,
 ):
     "`AssertionError` unless warm-up, cosine and end have the right rates at every iteration."
     for numbers in ((1., .1, 7, 21), (2e-3, 0., 4, 15), (1., .1, 0, 10), (.5, .5, 2, 6)):
         found = _rates(get_lr_cosine_schedule, *numbers)
         def row(f): return torch.tensor([f(it) for it in range(len(found))], dtype=torch.float64)
-        right, got = row(lambda it: optim_torch.cosine_lr(it, *numbers)), row(lambda it: found[it][1])
+        right, got = (row(lambda it: optim_torch.cosine_lr(it, *numbers)),
+                      row(lambda it: found[it][1]))
         for (where, rate),expected in zip(found, right.tolist()):
             if abs(rate - expected) <= 1e-9: continue
-            hint = _hint(got, {words: partial(row, f) for words,f in _rate_mistakes(*numbers).items()})
+            hint = _hint(got,
+                         {words: partial(row, f) for words,f in _rate_mistakes(*numbers).items()})
             raise AssertionError(f"{where}the rate is {rate:.5g}, expected {expected:.5g}{hint}")
 
 # %% ../../nbs/04_training/04z_training.ipynb #57b5c126
 def _norm(grads:list)->Tensor: return _flat(grads).norm()
 
-def _clip_mistakes(grads:list, M:float)->dict: # Words to a function that gives all gradients in one row
+def _clip_mistakes(grads:list, M:float)->dict:
+    # Words to a function that gives all gradients in one row
     rows, norms = _flat(grads), torch.stack([g.norm() for g in grads])
     def by(norm, eps=1e-6): return lambda: rows*min(1, M/(norm + eps))
-    return {"each gradient is clipped by itself, expected one length for all": lambda: _flat(g*min(1, M/(g.norm() + 1e-6)) for g in grads),
+    return {"each gradient is clipped by itself, expected one length for all":
+                lambda: _flat(g*min(1, M/(g.norm() + 1e-6)) for g in grads),
             "each entry is clipped, expected the length of all": lambda: rows.clamp(-M, M),
-            "gradients that are short enough are scaled up": lambda: rows*M/(rows.norm() + 1e-6), "nothing was clipped": lambda: rows,
-            "without 10⁻⁶ beside the length": by(rows.norm(), 0), "the root is missing: that is the square of the length": by(rows.norm()**2),
-            "the length is a sum of lengths, expected the root of the sum of squares": by(norms.sum()),
-            "the length is that of the largest gradient alone": by(norms.max()), "the length is the largest entry": by(rows.abs().max()),
+            "gradients that are short enough are scaled up": lambda: rows*M/(rows.norm() + 1e-6),
+            "nothing was clipped": lambda: rows,
+            "without 10⁻⁶ beside the length": by(rows.norm(), 0),
+            "the root is missing: that is the square of the length": by(rows.norm()**2),
+            "the length is a sum of lengths, expected the root of the sum of squares":
+                by(norms.sum()),
+            "the length is that of the largest gradient alone": by(norms.max()),
+            "the length is the largest entry": by(rows.abs().max()),
             "the length is the sum of sizes": by(rows.abs().sum()),
             "the length is a root of a mean, expected of a sum": by(rows.square().mean().sqrt()),
             "multiplied by M, but not divided by the length": lambda: rows*M,
@@ -339,78 +434,107 @@ def _clip_mistakes(grads:list, M:float)->dict: # Words to a function that gives 
 
 # %% ../../nbs/04_training/04z_training.ipynb #c331459f
 def _check_clipped(f:Callable, scale:float, M:float, once:bool):
-    params = [nn.Parameter(torch.ones(shape, dtype=torch.float64), requires_grad=i < 3) for i,shape in enumerate(((2, 3), (4,), (2,), (1,)))]
+    params = [nn.Parameter(torch.ones(shape, dtype=torch.float64), requires_grad=i < 3)
+              for i,shape in enumerate(((2, 3), (4,), (2,), (1,)))]
     for i,p in enumerate(params[:2]): p.grad = _randn(*p.shape, seed=i)*scale*(1 + i)
     held, empty = [p.grad for p in params[:2]], params[2:]
     before = [g.clone() for g in held]
-    where = f"for gradients {_norm(before):.3g} long together and max_l2_norm = {M:.3g}{', parameters from a generator' if once else ''}: "
+    where = (f"for gradients {_norm(before):.3g} long together and max_l2_norm = "
+             f"{M:.3g}{', parameters from a generator' if once else ''}: ")
     _do(where, f, iter(params) if once else params, M)
-    if any((p != 1).any() for p in params): raise AssertionError(f"{where}your code changed the weights, expected their gradients to change")
-    if any(p.grad is not None for p in empty): raise AssertionError(f"{where}a parameter that had no gradient has one now")
+    if any((p != 1).any() for p in params):
+        raise AssertionError(f"{where}your code changed the weights, expected their "
+                             "gradients to change")
+    if any(p.grad is not None for p in empty):
+        raise AssertionError(f"{where}a parameter that had no gradient has one now")
     if any(p.grad is not g for p,g in zip(params, held)):
-        raise AssertionError(f"{where}p.grad is another tensor now: change the one that is there, in place")
+        raise AssertionError(f"{where}p.grad is another tensor now: change the one that "
+                             "is there, in place")
     factor = min(1, M/(_norm(before).item() + 1e-6))
-    slips = {"a generator can be gone through once: make a list of it": lambda: _flat(before)} if once else _clip_mistakes(before, M)
-    _same_or(f"{where}all gradients in one row: ", _flat(held), _flat(before)*factor, slips, 1e-5, 1e-13)
+    slips = ({"a generator can be gone through once: make a list of it": lambda: _flat(before)}
+             if once else _clip_mistakes(before, M))
+    _same_or(f"{where}all gradients in one row: ", _flat(held), _flat(before)*factor, slips, 1e-5,
+             1e-13)
 
 # %% ../../nbs/04_training/04z_training.ipynb #b1ff2c41
 def check_clipping(
-    gradient_clipping:Callable, # `gradient_clipping(parameters, max_l2_norm)` changes gradients in place
+    # `gradient_clipping(parameters, max_l2_norm)` changes gradients in place
+    gradient_clipping:Callable,
 ):
     "`AssertionError` unless gradients keep their direction and are together at most that long."
-    for scale,M,once in ((1., .5, False), (1., 2., False), (.01, 1., False), (3., 4., True), (1e-6, 1e-6, False)):
+    for scale,M,once in ((1., .5, False), (1., 2., False), (.01, 1., False), (3., 4., True),
+                         (1e-6, 1e-6, False)):
         _check_clipped(gradient_clipping, scale, M, once)
     _do("where no parameter has a gradient: ", gradient_clipping, [nn.Parameter(torch.ones(2))], 1.)
 
 # %% ../../nbs/04_training/04z_training.ipynb #77dc5e5e
-def _batch(get_batch:Callable, dataset:np.ndarray, B:int, T:int, device:str="cpu")->tuple: # Inputs and targets, of the right form
+def _batch(get_batch:Callable, dataset:np.ndarray, B:int, T:int, device:str="cpu")->tuple:
+    # Inputs and targets, of the right form
     where = f"for {len(dataset)} tokens, {B} windows of {T}, device {device!r}: "
     got = run_answer(lambda: get_batch(dataset, B, T, device), shown=where)
-    if not isinstance(got, (tuple, list)) or len(got) != 2: raise AssertionError(f"{where}expected (inputs, targets), got {short(got)}")
+    if not isinstance(got, (tuple, list)) or len(got) != 2:
+        raise AssertionError(f"{where}expected (inputs, targets), got {short(got)}")
     for name,t in zip(("inputs", "targets"), got):
-        if not isinstance(t, Tensor): raise AssertionError(f"{where}expected {name} as a tensor, got {type(t).__name__} {short(t)}")
-        if t.dtype != torch.int64: raise AssertionError(f"{where}{name} are {str(t.dtype)[6:]}, expected int64, which an embedding takes")
-        if t.shape != (B, T): raise AssertionError(f"{where}{name} have the shape {tuple(t.shape)}, expected {(B, T)}")
+        if not isinstance(t, Tensor):
+            raise AssertionError(f"{where}expected {name} as a tensor, got "
+                                 f"{type(t).__name__} {short(t)}")
+        if t.dtype != torch.int64:
+            raise AssertionError(f"{where}{name} are {str(t.dtype)[6:]}, expected int64, which "
+                                 "an embedding takes")
+        if t.shape != (B, T):
+            raise AssertionError(f"{where}{name} have the shape {tuple(t.shape)}, "
+                                 f"expected {(B, T)}")
         if t.device.type != device: raise AssertionError(f"{where}{name} lie on {str(t.device)!r}")
     return where, *got
 
 # %% ../../nbs/04_training/04z_training.ipynb #a1b50811
-_TARGETS = {"the inputs themselves: they come one token later": lambda x: x, "the tokens before": lambda x: x - 3,
+_TARGETS = {"the inputs themselves: they come one token later": lambda x: x,
+            "the tokens before": lambda x: x - 3,
             "two tokens on, expected one": lambda x: x + 6,
-            "the inputs turned round: the last is the token after the window, not its first": lambda x: x.roll(-1, 1)}
+            "the inputs turned round: the last is the token after the window, not its first":
+                lambda x: x.roll(-1, 1)}
 
-def _check_windows(where:str, x:Tensor, y:Tensor)->Tensor: # The starts of the windows; an id is 3 times its place, and 5
+def _check_windows(where:str, x:Tensor, y:Tensor)->Tensor:
+    # The starts of the windows; an id is 3 times its place, and 5
     starts = (x[:, 0] - 5)//3
     for i in range(len(x)):
         if x[i].tolist() != [5 + 3*(starts[i].item() + k) for k in range(x.shape[1])]:
-            raise AssertionError(f"{where}the inputs {short(x[i].tolist())} are no window of the tokens")
+            raise AssertionError(f"{where}the inputs {short(x[i].tolist())} are no "
+                                 "window of the tokens")
     if torch.equal(y, x + 3): return starts
     i = int((y != x + 3).any(1).nonzero()[0])
-    words = next((f": they are {words}" for words,f in _TARGETS.items() if torch.equal(y, f(x))), "")
+    words = next((f": they are {words}" for words,f in _TARGETS.items() if torch.equal(y, f(x))),
+                 "")
     given, expected = (short(row.tolist()) for row in (y[i], x[i] + 3))
-    raise AssertionError(f"{where}for the inputs {short(x[i].tolist())} the targets are {given}, expected {expected}{words}")
+    raise AssertionError(f"{where}for the inputs {short(x[i].tolist())} the targets are {given}, "
+                         f"expected {expected}{words}")
 
 # %% ../../nbs/04_training/04z_training.ipynb #be8184a1
 def _check_starts(get_batch:Callable, N:int, T:int, draws:int=3000): # All starts, and each as often
     where, x, y = _batch(get_batch, 5 + 3*np.arange(N, dtype=np.uint16), draws, T)
     count, last = Counter(_check_windows(where, x, y).tolist()), N - T - 1
-    if last not in count: raise AssertionError(f"{where}no window starts at {last}, the last start there is: its last target is the last token")
+    if last not in count:
+        raise AssertionError(f"{where}no window starts at {last}, the last start there is: its "
+                             "last target is the last token")
     if 0 not in count: raise AssertionError(f"{where}no window starts at 0")
     expected = draws/(last + 1)
     for s in range(last + 1):
         if abs(count[s] - expected) > 7*math.sqrt(expected):
-            raise AssertionError(f"{where}{count[s]} windows start at {s}, expected about {expected:.0f}: all starts are equally likely")
+            raise AssertionError(f"{where}{count[s]} windows start at {s}, expected about "
+                                 f"{expected:.0f}: all starts are equally likely")
 
 class _Copies(TorchDispatchMode): # The largest tensor that torch copies
     most, kinds = 0, ("_to_copy", "clone", "copy_", "contiguous", "cat", "stack")
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
-        if isinstance(out, Tensor) and func.__name__.split(".")[0] in self.kinds: self.most = max(self.most, out.numel())
+        if isinstance(out, Tensor) and func.__name__.split(".")[0] in self.kinds:
+            self.most = max(self.most, out.numel())
         return out
 
 # %% ../../nbs/04_training/04z_training.ipynb #263b397c
 @contextmanager
-def _traced(): # A function that gives the peak of the memory that NumPy and Python asked for, in bytes
+def _traced():
+    # A function that gives the peak of the memory that NumPy and Python asked for, in bytes
     ours = not tracemalloc.is_tracing()
     if ours: tracemalloc.start()
     tracemalloc.reset_peak()
@@ -419,7 +543,8 @@ def _traced(): # A function that gives the peak of the memory that NumPy and Pyt
     finally:
         if ours: tracemalloc.stop()
 
-def _check_mapped(get_batch:Callable, N:int=200_000): # `AssertionError` if as much as half of the file is copied
+def _check_mapped(get_batch:Callable, N:int=200_000):
+    # `AssertionError` if as much as half of the file is copied
     with tempfile.TemporaryDirectory() as folder:
         mapped = np.memmap(Path(folder)/"tokens.bin", np.uint16, "w+", shape=(N,))
         mapped[:] = 5 + 3*(np.arange(N) % 20_000)
@@ -428,22 +553,32 @@ def _check_mapped(get_batch:Callable, N:int=200_000): # `AssertionError` if as m
             where, _, _ = _batch(get_batch, mapped, 4, 8)
             most = max(peak(), 8*copies.most)
         del mapped
-    if most > N: raise AssertionError(f"{where}all tokens were copied, {most:,} bytes, for {4*9} of them: take the windows first, then convert them")
+    if most > N:
+        raise AssertionError(f"{where}all tokens were copied, {most:,} bytes, for {4*9} of them: "
+                             "take the windows first, then convert them")
 
 # %% ../../nbs/04_training/04z_training.ipynb #252367e9
-def _check_drawn(get_batch:Callable, B:int=16, T:int=6): # Windows that have nothing to do with each other
+def _check_drawn(get_batch:Callable, B:int=16, T:int=6):
+    # Windows that have nothing to do with each other
     tokens, at = 5 + 3*np.arange(20_000, dtype=np.uint16), torch.arange(B)
     where, x, y = _batch(get_batch, tokens, B, T)
     starts = _check_windows(where, x, y)
-    for words,step in {"all windows are the same": 0, "each window starts one token after the one before": 1, "windows follow each other": T}.items():
-        if torch.equal(starts, starts[0] + step*at): raise AssertionError(f"{where}{words}, expected a start drawn for each")
-    if torch.equal(_batch(get_batch, tokens, B, T)[1], x): raise AssertionError(f"{where}a second call gives the same windows: is there a seed inside?")
+    for words,step in {"all windows are the same": 0,
+                       "each window starts one token after the one before": 1,
+                       "windows follow each other": T}.items():
+        if torch.equal(starts, starts[0] + step*at):
+            raise AssertionError(f"{where}{words}, expected a start drawn for each")
+    if torch.equal(_batch(get_batch, tokens, B, T)[1], x):
+        raise AssertionError(f"{where}a second call gives the same windows: is "
+                             "there a seed inside?")
 
 # %% ../../nbs/04_training/04z_training.ipynb #7e4f65d1
 def check_get_batch(
-    get_batch:Callable, # `get_batch(dataset, batch_size, context_length, device)` gives inputs and targets
+    # `get_batch(dataset, batch_size, context_length, device)` gives inputs and targets
+    get_batch:Callable,
 ):
-    "`AssertionError` unless windows start anywhere, targets are one token on, and a mapped file is not read whole."
+    """`AssertionError` unless windows start anywhere, targets are one token on, and a mapped file
+    is not read whole."""
     with _own_dice():
         _check_drawn(get_batch)
         for N,T in ((9, 4), (5, 4), (3, 1)): _check_starts(get_batch, N, T)
@@ -456,12 +591,16 @@ def _row(f:Callable, steps, n:int, B:int, seed:int)->list: # Of window numbers
     for step in steps:
         where = f"for step {step}, {n} windows, batch_size {B}, seed {seed}: "
         got = run_answer(f, step, n, B, seed, shown=where)
-        if not isinstance(got, (list, tuple, np.ndarray, Tensor)): raise AssertionError(f"{where}expected {B} numbers, got {short(got)}")
+        if not isinstance(got, (list, tuple, np.ndarray, Tensor)):
+            raise AssertionError(f"{where}expected {B} numbers, got {short(got)}")
         got = np.asarray(got)
-        if got.dtype.kind not in "iu" or got.ndim != 1: raise AssertionError(f"{where}expected {B} whole numbers, got {short(got)}")
+        if got.dtype.kind not in "iu" or got.ndim != 1:
+            raise AssertionError(f"{where}expected {B} whole numbers, got {short(got)}")
         if len(got) != B:
-            raise AssertionError(f"{where}expected {B} numbers, got {len(got)}: what is left of a pass goes into the batch where the next begins")
-        if ((got < 0) | (got >= n)).any(): raise AssertionError(f"{where}{short(got.tolist())} are not all from 0 to {n - 1}")
+            raise AssertionError(f"{where}expected {B} numbers, got {len(got)}: what is left of a "
+                                 "pass goes into the batch where the next begins")
+        if ((got < 0) | (got >= n)).any():
+            raise AssertionError(f"{where}{short(got.tolist())} are not all from 0 to {n - 1}")
         row += got.tolist()
     return row
 
@@ -474,40 +613,55 @@ def _check_passes(f:Callable, n:int, B:int, seed:int, passes:int=3)->list: # Ord
         if lacks := sorted(set(range(n)) - set(order)):
             twice = next(w for w,c in Counter(order).items() if c > 1)
             whole = row[:n//B*B]
-            why = f"the last {n % B} of a pass must not be left out" if len(set(whole)) == len(whole) < n else "is each drawn anew?"
-            raise AssertionError(f"{where}in pass {i} window {twice} comes more than once and window {lacks[0]} not at all: {why}")
+            why = (f"the last {n % B} of a pass must not be left out"
+                   if len(set(whole)) == len(whole) < n else "is each drawn anew?")
+            raise AssertionError(f"{where}in pass {i} window {twice} comes more than once and "
+                                 f"window {lacks[0]} not at all: {why}")
         if order == sorted(order): raise AssertionError(f"{where}pass {i} is not shuffled")
-    if orders[0] == orders[1]: raise AssertionError(f"{where}pass 1 has the order of pass 0, expected another one")
+    if orders[0] == orders[1]:
+        raise AssertionError(f"{where}pass 1 has the order of pass 0, expected another one")
     return orders
 
 # %% ../../nbs/04_training/04z_training.ipynb #a717628e
 _OWN = "make a generator of your own from seed and pass"
 
-def _shared_state()->tuple: return random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
+def _shared_state()->tuple:
+    return random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
 
-def _check_stateless(f:Callable)->list: # Orders of the first passes of 40 windows, which step and seed alone decide
+def _check_stateless(f:Callable)->list:
+    # Orders of the first passes of 40 windows, which step and seed alone decide
     with _own_dice(0):
         one, two = (_check_passes(f, 40, B, 0) for B in (8, 7))
         if _row(f, [9], 40, 8, 0) != one[1][32:]:
-            raise AssertionError("for step 9, asked for again: another batch. It must not matter what was asked before")
+            raise AssertionError("for step 9, asked for again: another batch. It must not matter "
+                                 "what was asked before")
     with _own_dice(1):
         before = _shared_state()
-        if _check_passes(f, 40, 8, 0) != one: raise AssertionError(f"another seed of the generators that all share gives another order: {_OWN}")
-        if before != _shared_state(): raise AssertionError(f"your code sets or uses a random generator that all share: {_OWN}")
-    if two != one: raise AssertionError("batch_size 7 gives another order than 8, expected the same row in other pieces")
+        if _check_passes(f, 40, 8, 0) != one:
+            raise AssertionError(f"another seed of the generators that all share gives "
+                                 f"another order: {_OWN}")
+        if before != _shared_state():
+            raise AssertionError(f"your code sets or uses a random generator that "
+                                 f"all share: {_OWN}")
+    if two != one:
+        raise AssertionError("batch_size 7 gives another order than 8, expected the same "
+                             "row in other pieces")
     return one
 
 # %% ../../nbs/04_training/04z_training.ipynb #e5673783
 def check_passes(
-    windows_of_step:Callable, # `windows_of_step(step, num_windows, batch_size, seed)` gives the numbers of the step's windows
+    # `windows_of_step(step, num_windows, batch_size, seed)` gives the numbers of the step's windows
+    windows_of_step:Callable,
 ):
-    "`AssertionError` unless each pass has every window once, in an order of its own that step and seed alone decide."
+    """`AssertionError` unless each pass has every window once, in an order of its own that step
+    and seed alone decide."""
     with _own_dice():
         one = _check_stateless(windows_of_step)
         other = _check_passes(windows_of_step, 40, 8, 1)
         if other[0] == one[0]: raise AssertionError("seed 1 gives the order of seed 0")
         if other[0] == one[1]: raise AssertionError(
-            "pass 0 of seed 1 has the order of pass 1 of seed 0: mix the two by default_rng([seed, number])")
+            "pass 0 of seed 1 has the order of pass 1 of seed 0: mix the two by "
+            "default_rng([seed, number])")
         for n,B in ((30, 1), (5, 12)): _check_passes(windows_of_step, n, B, 3)
 
 # %% ../../nbs/04_training/04z_training.ipynb #67ed0f81
@@ -517,7 +671,8 @@ def _network(seed:int, lr:float=.05)->tuple: # Model with buffers, and optimizer
         for i,p in enumerate(model.parameters()): p.copy_(_randn(*p.shape, seed=100*seed + i))
     return model, optim_torch.AdamW(optim_torch.parameter_groups(model, .1), lr=lr, betas=(.9, .99))
 
-def _train_on(model:nn.Module, optimizer:Optimizer, first:int, last:int): # Each step's batch is given by its number; the rate halves at step 3
+def _train_on(model:nn.Module, optimizer:Optimizer, first:int, last:int):
+    # Each step's batch is given by its number; the rate halves at step 3
     for k in range(first, last + 1):
         x = _randn(8, 3, seed=k).float()
         if k == 3: optimizer.param_groups[0]["lr"] /= 2
@@ -528,37 +683,50 @@ def _train_on(model:nn.Module, optimizer:Optimizer, first:int, last:int): # Each
 def _all_of(model:nn.Module, optimizer:Optimizer)->dict: # Every number, by name
     o = optimizer.state_dict()
     weights = {f"the model's {k}": v.clone() for k,v in model.state_dict().items()}
-    groups = {f"{k} of group {i}": v for i,g in enumerate(o["param_groups"]) for k,v in g.items() if k != "params"}
-    return weights | {f"the optimizer's {k} of parameter {i}": torch.as_tensor(v).clone() for i,s in o["state"].items() for k,v in s.items()} | groups
+    groups = {f"{k} of group {i}": v for i,g in enumerate(o["param_groups"]) for k,v in g.items()
+              if k != "params"}
+    return weights | {f"the optimizer's {k} of parameter {i}": torch.as_tensor(v).clone()
+                      for i,s in o["state"].items() for k,v in s.items()} | groups
 
-def _equal(a, b)->bool: return torch.equal(a, b) if isinstance(a, Tensor) and isinstance(b, Tensor) else a == b
+def _equal(a, b)->bool:
+    return torch.equal(a, b) if isinstance(a, Tensor) and isinstance(b, Tensor) else a == b
 
-def _same_all(a:dict, b:dict)->bool: return a.keys() == b.keys() and all(_equal(a[k], b[k]) for k in a)
+def _same_all(a:dict, b:dict)->bool:
+    return a.keys() == b.keys() and all(_equal(a[k], b[k]) for k in a)
 
 # %% ../../nbs/04_training/04z_training.ipynb #95571eba
 def _why_not_same(name:str)->str: # A guess
-    if "running" in name or "batches" in name: return ": a buffer is no parameter; state_dict has both"
+    if "running" in name or "batches" in name:
+        return ": a buffer is no parameter; state_dict has both"
     return ": it is in the groups of the optimizer's state_dict" if "group" in name else ""
 
-def _check_same_run(where:str, saved:dict, model:nn.Module, optimizer:Optimizer): # As it was when it was saved
+def _check_same_run(where:str, saved:dict, model:nn.Module, optimizer:Optimizer):
+    # As it was when it was saved
     held = {id(p) for g in optimizer.param_groups for p in g["params"]}
     now = _all_of(model, optimizer)
     if not any(k.startswith("the optimizer's") for k in now):
-        raise AssertionError(f"{where}the optimizer has no state: its means and step counts are forgotten")
+        raise AssertionError(f"{where}the optimizer has no state: its means and step "
+                             "counts are forgotten")
     for name,value in saved.items():
         if name in now and _equal(value, now[name]): continue
-        raise AssertionError(f"{where}{name} is {short(now.get(name))}, not what it was when it was saved{_why_not_same(name)}")
+        raise AssertionError(f"{where}{name} is {short(now.get(name))}, not what it was when it "
+                             f"was saved{_why_not_same(name)}")
     if any(id(p) not in held for p in model.parameters()):
-        raise AssertionError(f"{where}the model has other parameters than the optimizer now: fill those that are there")
+        raise AssertionError(f"{where}the model has other parameters than the optimizer now: fill "
+                             "those that are there")
 
 # %% ../../nbs/04_training/04z_training.ipynb #7bb5284e
-def _save_to(save:Callable, kind:str, folder:str, model:nn.Module, optimizer:Optimizer, k:int): # Where to load it from
+def _save_to(save:Callable, kind:str, folder:str, model:nn.Module, optimizer:Optimizer, k:int):
+    # Where to load it from
     path, where = Path(folder)/f"{kind}{k}.pt", f"save_checkpoint to a {kind} after step {k}: "
     before = _all_of(model, optimizer)
-    out = io.BytesIO() if kind == "BytesIO" else open(path, "wb") if kind == "file" else path if kind == "Path" else str(path)
+    out = (io.BytesIO() if kind == "BytesIO" else open(path, "wb") if kind == "file" else path
+           if kind == "Path" else str(path))
     _do(where, save, model, optimizer, k, out)
-    if not _same_all(before, _all_of(model, optimizer)): raise AssertionError(f"{where}your code changed the run it saves")
-    if kind in ("BytesIO", "file") and out.closed: raise AssertionError(f"{where}your code closed a file that it did not open")
+    if not _same_all(before, _all_of(model, optimizer)):
+        raise AssertionError(f"{where}your code changed the run it saves")
+    if kind in ("BytesIO", "file") and out.closed:
+        raise AssertionError(f"{where}your code closed a file that it did not open")
     if kind == "BytesIO": return lambda: io.BytesIO(out.getvalue())
     if kind == "file": out.close()
     elif not path.exists(): raise AssertionError(f"{where}there is nothing at this path afterwards")
@@ -570,7 +738,8 @@ def _load_from(load:Callable, kind:str, source:Callable, k:int)->tuple: # Model 
     try: got = _do(where, load, src, model, optimizer)
     finally:
         if kind == "file": src.close()
-    if isinstance(got, bool) or not isinstance(got, int) or got != k: raise AssertionError(f"{where}expected the iteration {k}, got {short(got)}")
+    if isinstance(got, bool) or not isinstance(got, int) or got != k:
+        raise AssertionError(f"{where}expected the iteration {k}, got {short(got)}")
     return where, model, optimizer
 
 # %% ../../nbs/04_training/04z_training.ipynb #7cde82de
@@ -579,27 +748,35 @@ def _check_resumed(save:Callable, load:Callable, folder:str):
     _train_on(*whole, 1, 2)
     early, then = _save_to(save, "str", folder, *whole, 2), _all_of(*whole)
     _train_on(*whole, 3, 5)
-    saved, sources = _all_of(*whole), {kind: _save_to(save, kind, folder, *whole, 5) for kind in ("str", "Path", "BytesIO", "file")}
+    saved, sources = (_all_of(*whole),
+                      {kind: _save_to(save, kind, folder, *whole, 5)
+                       for kind in ("str", "Path", "BytesIO", "file")})
     _train_on(*whole, 6, 8)
     for kind,source in sources.items():
         where, *run = _load_from(load, kind, source, 5)
         _check_same_run(where, saved, *run)
         _train_on(*run, 6, 8)
-        if not _same_all(_all_of(*run), _all_of(*whole)): raise AssertionError(f"{where}all is as it was saved, but three steps on the run is another")
+        if not _same_all(_all_of(*run), _all_of(*whole)):
+            raise AssertionError(f"{where}all is as it was saved, but three steps on "
+                                 "the run is another")
     where, *run = _load_from(load, "str", early, 2)
     _check_same_run(where, then, *run)
 
 # %% ../../nbs/04_training/04z_training.ipynb #9e33d44a
 def check_checkpointing(
-    checkpointing:tuple, # The pair `save_checkpoint(model, optimizer, iteration, out)` and `load_checkpoint(src, model, optimizer)`
+    # The pair `save_checkpoint(model, optimizer, iteration, out)` and
+    # `load_checkpoint(src, model, optimizer)`
+    checkpointing:tuple,
 ):
     "`AssertionError` unless a run that was saved and loaded goes on as if nothing had been."
     if not isinstance(checkpointing, (tuple, list)) or len(checkpointing) != 2:
         raise AssertionError(f"expected two functions, save and load, got {short(checkpointing)}")
-    with _own_dice(), tempfile.TemporaryDirectory() as folder: _check_resumed(*checkpointing, folder)
+    with _own_dice(), tempfile.TemporaryDirectory() as folder:
+        _check_resumed(*checkpointing, folder)
 
 # %% ../../nbs/04_training/04z_training.ipynb #62aac139
-class _Watched(nn.Module): # A small model that notes how many rows it sees, and when a gradient comes
+class _Watched(nn.Module):
+    # A small model that notes how many rows it sees, and when a gradient comes
     def __init__(self):
         super().__init__()
         self.table, self.head, self.events = nn.Embedding(11, 6), nn.Linear(6, 11), []
@@ -611,11 +788,14 @@ class _Watched(nn.Module): # A small model that notes how many rows it sees, and
         self.events.append(len(ids))
         return self.head(self.table(ids).tanh())
 
-def _part_loss(model:nn.Module, x:Tensor, y:Tensor, how:str="mean")->Tensor: return F.cross_entropy(model(x).flatten(0, 1), y.flatten(), reduction=how)
+def _part_loss(model:nn.Module, x:Tensor, y:Tensor, how:str="mean")->Tensor:
+    return F.cross_entropy(model(x).flatten(0, 1), y.flatten(), reduction=how)
 
-def _grads_by(x:Tensor, y:Tensor, sizes:list, weight:Callable, how:str="mean")->Tensor: # Gradients if part i weighs `weight(x_i, y_i)`
+def _grads_by(x:Tensor, y:Tensor, sizes:list, weight:Callable, how:str="mean")->Tensor:
+    # Gradients if part i weighs `weight(x_i, y_i)`
     model = _Watched()
-    for a,b in zip(x.split(sizes), y.split(sizes)): (_part_loss(model, a, b, how)*weight(a, b)).backward()
+    for a,b in zip(x.split(sizes), y.split(sizes)):
+        (_part_loss(model, a, b, how)*weight(a, b)).backward()
     return _flat(p.grad for p in model.parameters())
 
 # %% ../../nbs/04_training/04z_training.ipynb #eb81a668
@@ -623,10 +803,13 @@ def _accumulation_mistakes(x:Tensor, y:Tensor, sizes:list)->dict:
     last, targets = sizes[-1], lambda b: (b != -100).sum()
     def by(*args): return lambda: _grads_by(x, y, sizes, *args)
     return {"the parts' means are added up: they weigh too much": by(lambda a, b: 1),
-            "each part weighs the same: those with more targets weigh more": by(lambda a, b: 1/len(sizes)),
-            "parts weigh by their rows: it is the targets that count, and −100 does not": by(lambda a, b: len(a)/len(x)),
+            "each part weighs the same: those with more targets weigh more":
+                by(lambda a, b: 1/len(sizes)),
+            "parts weigh by their rows: it is the targets that count, and −100 does not":
+                by(lambda a, b: len(a)/len(x)),
             "that is the sum over all targets, expected the mean": by(lambda a, b: 1, "sum"),
-            "the sum is divided by all targets, also by those that don't count": by(lambda a, b: 1/y.numel(), "sum"),
+            "the sum is divided by all targets, also by those that don't count":
+                by(lambda a, b: 1/y.numel(), "sum"),
             "the sum is divided by the rows": by(lambda a, b: 1/len(x), "sum"),
             "the gradients are those of the last part alone: is there a zero_grad between?":
                 lambda: _grads_by(x[-last:], y[-last:], [last], lambda a, b: targets(b)/targets(y))}
@@ -637,33 +820,41 @@ def _check_parts(f:Callable, x:Tensor, y:Tensor, sizes:list):
     where = f"for 8 rows in parts of {sizes}{', some targets -100' if (y < 0).any() else ''}: "
     loss = _do(where, f, model, x.clone(), y.clone(), list(sizes))
     (right := _part_loss(whole, x, y)).backward()
-    if any(p.grad is None for p in model.parameters()): raise AssertionError(f"{where}there is no gradient afterwards: call backward for each part")
+    if any(p.grad is None for p in model.parameters()):
+        raise AssertionError(f"{where}there is no gradient afterwards: call backward for each part")
     got, expected = (_flat(p.grad for p in m.parameters()) for m in (model, whole))
-    _same_or(f"{where}all gradients in one row: ", got, expected, _accumulation_mistakes(x, y, sizes), 1e-4, 1e-6)
+    _same_or(f"{where}all gradients in one row: ", got, expected,
+             _accumulation_mistakes(x, y, sizes), 1e-4, 1e-6)
     if model.events != [e for n in sizes for e in (n, "backward")]:
         saw = ", then ".join(e if e == "backward" else f"{e} rows" for e in model.events)
-        raise AssertionError(f"{where}the model saw {saw}: expected a backward after each part, which frees its memory")
+        raise AssertionError(f"{where}the model saw {saw}: expected a backward after each part, "
+                             "which frees its memory")
     if isinstance(loss, Tensor) and loss.requires_grad:
-        raise AssertionError(f"{where}the loss still holds its graph, and with it the memory: give a float, by .item()")
+        raise AssertionError(f"{where}the loss still holds its graph, and with it the memory: give "
+                             "a float, by .item()")
     if not isinstance(loss, (float, Tensor)) or not abs(float(loss) - right.item()) <= 1e-5:
         raise AssertionError(f"{where}expected the loss {right.item():.6f}, got {short(loss)}")
 
 # %% ../../nbs/04_training/04z_training.ipynb #bef5c4e3
 def check_accumulation(
-    accumulate_gradients:Callable, # `accumulate_gradients(model, inputs, targets, sizes)` fills `p.grad` and gives the loss
+    # `accumulate_gradients(model, inputs, targets, sizes)` fills `p.grad` and gives the loss
+    accumulate_gradients:Callable,
 ):
-    "`AssertionError` unless parts of any sizes give the gradients and the loss of the whole batch, one part at a time."
+    """`AssertionError` unless parts of any sizes give the gradients and the loss of the whole
+    batch, one part at a time."""
     x, y = (torch.randint(11, (8, 5), generator=torch.Generator().manual_seed(i)) for i in (0, 1))
     holes = y.masked_fill(torch.arange(40).view(8, 5) % 7 < 3*(torch.arange(8)[:, None] < 4), -100)
     with _own_dice():
-        for targets,sizes in ((y, [4, 4]), (y, [5, 2, 1]), (holes, [3, 1, 4]), (holes, [4, 4])): _check_parts(accumulate_gradients, x, targets, sizes)
+        for targets,sizes in ((y, [4, 4]), (y, [5, 2, 1]), (holes, [3, 1, 4]), (holes, [4, 4])):
+            _check_parts(accumulate_gradients, x, targets, sizes)
 
 # %% ../../nbs/04_training/04z_training.ipynb #e02f71df
 def toy_tokens(
     count:int,  # Tokens
     seed:int=0, # Of the generator
 )->np.ndarray: # Ids below 32, `uint16` (count,)
-    "A row in which token `a` is followed by `5a + 1` (mod 32) with probability 0.8, else by any token."
+    """A row in which token `a` is followed by `5a + 1` (mod 32) with probability 0.8, else by any
+    token."""
     rng = np.random.default_rng(seed)
     keep, other, row = rng.random(count) < .8, rng.integers(32, size=count), [0]
     for k in range(1, count): row.append((5*row[-1] + 1) % 32 if keep[k] else int(other[k]))
@@ -678,7 +869,8 @@ class ToyLM(nn.Module):
     "Logits of the next token from this one: `(B, T)` to `(B, T, 32)`. With dropout."
     def __init__(self):
         super().__init__()
-        self.table, self.dropout, self.head = nn.Embedding(32, 24), nn.Dropout(.1), nn.Linear(24, 32)
+        self.table, self.dropout, self.head = (nn.Embedding(32, 24), nn.Dropout(.1),
+                                               nn.Linear(24, 32))
 
     def forward(self, ids): return self.head(self.dropout(self.table(ids)))
 
@@ -687,16 +879,21 @@ class _Run: # A model that is trained by the student's loop, and what it saw
     def __init__(self, train:Callable, steps:int, every:int, seed:int, tokens:tuple):
         with _own_dice():
             self.model, self.events, self.empty = ToyLM(), [], []
-            self.windows = {tokens[0][i:i + 16].astype(np.int64).tobytes() for i in range(len(tokens[0]) - 16)}
+            self.windows = {tokens[0][i:i + 16].astype(np.int64).tobytes()
+                            for i in range(len(tokens[0]) - 16)}
             watch = self.model.register_forward_pre_hook(self.saw)
             hook = self.model.head.weight.register_hook(self.got)
             self.where = f"for {steps} steps, eval_every = {every}, seed = {seed}: "
-            self.history = _do(self.where, train, self.model, *(t.copy() for t in tokens), steps, 16, 16, every, seed)
+            self.history = _do(self.where, train, self.model, *(t.copy() for t in tokens), steps,
+                               16, 16, every, seed)
         for h in (watch, hook): h.remove()
-        self.trained = [k for k,e in enumerate(self.events[:-1]) if self.events[k + 1] == "backward" and e != "backward"]
+        self.trained = [k for k,e in enumerate(self.events[:-1]) if self.events[k + 1] == "backward"
+                        and e != "backward"]
         self.weights = _flat(self.model.parameters())
 
-    def saw(self, model, args): self.events.append((model.training, torch.is_grad_enabled(), args[0].detach().cpu().numpy()))
+    def saw(self, model, args):
+        self.events.append((model.training, torch.is_grad_enabled(),
+                            args[0].detach().cpu().numpy()))
 
     def got(self, grad):
         old = self.model.head.weight.grad
@@ -705,64 +902,93 @@ class _Run: # A model that is trained by the student's loop, and what it saw
 
 # %% ../../nbs/04_training/04z_training.ipynb #f953304b
 def _check_conduct(run:_Run, steps:int): # What happened in the loop
-    w, looks = run.where, [e for k,e in enumerate(run.events) if e != "backward" and k not in set(run.trained)]
-    if len(run.empty) < steps: raise AssertionError(f"{w}backward was called {len(run.empty)} times, expected once a step")
-    if sum(run.empty) < 2: raise AssertionError(f"{w}gradients are never set back: each step adds to those of all before it; call zero_grad")
+    w, looks = run.where, [e for k,e in enumerate(run.events) if e != "backward"
+                           and k not in set(run.trained)]
+    if len(run.empty) < steps:
+        raise AssertionError(f"{w}backward was called {len(run.empty)} times, expected once a step")
+    if sum(run.empty) < 2:
+        raise AssertionError(f"{w}gradients are never set back: each step adds to those of all "
+                             "before it; call zero_grad")
     learnt = [run.events[k] for k in run.trained]
-    if any(not training for training,_,_ in learnt): raise AssertionError(f"{w}a step was made without dropout: after an evaluation, model.train()")
+    if any(not training for training,_,_ in learnt):
+        raise AssertionError(f"{w}a step was made without dropout: after an "
+                             "evaluation, model.train()")
     for _,_,ids in learnt:
-        if ids.ndim != 2 or ids.shape[1] != 16: raise AssertionError(f"{w}the model saw ids of the shape {ids.shape} in a step, expected (16, 16)")
+        if ids.ndim != 2 or ids.shape[1] != 16:
+            raise AssertionError(f"{w}the model saw ids of the shape {ids.shape} in a step, "
+                                 "expected (16, 16)")
         if any(r.astype(np.int64).tobytes() not in run.windows for r in ids):
             raise AssertionError(f"{w}a step was made on what is no window of train_tokens")
-    if not looks: raise AssertionError(f"{w}the model was never called without a backward: valid_tokens are not looked at")
-    if any(training for training,_,_ in looks): raise AssertionError(f"{w}an evaluation with dropout: model.eval() before, model.train() after")
-    if any(grad for _,grad,_ in looks): raise AssertionError(f"{w}an evaluation keeps what a backward would need: torch.no_grad()")
+    if not looks:
+        raise AssertionError(f"{w}the model was never called without a backward: valid_tokens "
+                             "are not looked at")
+    if any(training for training,_,_ in looks):
+        raise AssertionError(f"{w}an evaluation with dropout: model.eval() before, "
+                             "model.train() after")
+    if any(grad for _,grad,_ in looks):
+        raise AssertionError(f"{w}an evaluation keeps what a backward would need: torch.no_grad()")
 
 # %% ../../nbs/04_training/04z_training.ipynb #4cd9dfa3
-def _toy_losses(model:nn.Module, tokens:np.ndarray)->dict: # The loss on `tokens`, and those that wrong targets would give
+def _toy_losses(model:nn.Module, tokens:np.ndarray)->dict:
+    # The loss on `tokens`, and those that wrong targets would give
     n, ids = (len(tokens) - 1)//16, torch.from_numpy(tokens.astype(np.int64))
     with torch.no_grad(): logits = model.eval()(ids[:16*n].view(n, 16)).flatten(0, 1)
     return {k: F.cross_entropy(logits[:len(ids) - k], ids[k:16*n + k]).item() for k in (0, 1, 2)}
 
 def _check_history(run:_Run, steps:int, every:int, tokens:np.ndarray):
     h, w, right = run.history, run.where, _toy_losses(run.model, tokens)[1]
-    if not isinstance(h, (list, tuple)) or not all(isinstance(e, (list, tuple)) and len(e) == 2 for e in h):
+    if not isinstance(h, (list, tuple)) or not all(isinstance(e, (list, tuple)) and len(e) == 2
+                                                   for e in h):
         raise AssertionError(f"{w}expected a list of (step, loss), got {short(h)}")
     found, wanted = [k for k,_ in h], list(range(every, steps + 1, every))
-    if found != wanted: raise AssertionError(f"{w}the history has the steps {short(found)}, expected {short(wanted)}")
+    if found != wanted:
+        raise AssertionError(f"{w}the history has the steps {short(found)}, "
+                             f"expected {short(wanted)}")
     last = float(h[-1][1])
     if abs(last - right) <= 1e-4: return
     words = ": that is in bits" if abs(last*math.log(2) - right) < 1e-4 else ""
-    if abs(last - _toy_losses(run.model, tokens[:-16])[1]) < 1e-5: words = f": one window is missing, into {len(tokens)} tokens fit {(len(tokens) - 1)//16}"
-    raise AssertionError(f"{w}the last loss is {last:.4f}, but the model at the end has {right:.4f} on the windows of valid_tokens{words}")
+    if abs(last - _toy_losses(run.model, tokens[:-16])[1]) < 1e-5:
+        words = f": one window is missing, into {len(tokens)} tokens fit {(len(tokens) - 1)//16}"
+    raise AssertionError(f"{w}the last loss is {last:.4f}, but the model at the end has "
+                         f"{right:.4f} on the windows of valid_tokens{words}")
 
 # %% ../../nbs/04_training/04z_training.ipynb #692ef362
 def _check_learnt(run:_Run, losses:dict): # By targets no token on, one and two
-    for k,words in ((0, "its own input: are the targets shifted?"), (2, "the token after the next: the targets are shifted too far")):
-        if losses[k] < losses[1] - .3: raise AssertionError(f"{run.where}the model has learnt to predict {words}")
+    for k,words in ((0, "its own input: are the targets shifted?"),
+                    (2, "the token after the next: the targets are shifted too far")):
+        if losses[k] < losses[1] - .3:
+            raise AssertionError(f"{run.where}the model has learnt to predict {words}")
     _check_conduct(run, 200)
     most, last = toy_floor() + .15, losses[1]
     if last <= most: return
-    why = "try another rate" if last <= 3 else "the weights hardly moved: does the optimizer hold them, and is the rate too low?"
+    why = ("try another rate" if last <= 3
+           else "the weights hardly moved: does the optimizer hold them, and is the rate too low?")
     if not last < 4: why = "the rate is far too high"
-    raise AssertionError(f"{run.where}the validation loss is {last:.3f} at the end, expected at most {most:.3f}: {why}")
+    raise AssertionError(f"{run.where}the validation loss is {last:.3f} at the end, expected at "
+                         f"most {most:.3f}: {why}")
 
 # %% ../../nbs/04_training/04z_training.ipynb #61d457ba
 def check_training(
-    train:Callable, # `train(model, train_tokens, valid_tokens, steps, batch_size, context_length, eval_every, seed)` gives the history
+    # `train(model, train_tokens, valid_tokens, steps, batch_size, context_length, eval_every,
+    # seed)` gives the history
+    train:Callable,
 ):
-    "`AssertionError` unless the model learns, the losses are right, and looking at them changes nothing."
+    """`AssertionError` unless the model learns, the losses are right, and looking at them changes
+    nothing."""
     tokens = toy_tokens(20_000, 0), toy_tokens(4002, 1)
     run = _Run(train, 200, 50, 0, tokens)
     losses = _toy_losses(run.model, tokens[1])
     _check_learnt(run, losses)
     _check_history(run, 200, 50, tokens[1])
-    full = tokens[0], tokens[1][:-1]                                 # The last target of the last window is the last token
+    # The last target of the last window is the last token
+    full = tokens[0], tokens[1][:-1]
     seldom, other = (_Run(train, 200, 200, seed, full) for seed in (0, 1))
     _check_history(seldom, 200, 200, full[1])
     if not torch.allclose(seldom.weights, run.weights, 1e-4, 1e-5): raise AssertionError(
-        f"{seldom.where}the weights at the end are others than with eval_every = 50: an evaluation uses the run's random numbers, or leaves a trace")
-    if torch.equal(seldom.weights, other.weights): raise AssertionError(f"{other.where}the weights at the end are those of seed = 0")
+        f"{seldom.where}the weights at the end are others than with eval_every = 50: an evaluation "
+        "uses the run's random numbers, or leaves a trace")
+    if torch.equal(seldom.weights, other.weights):
+        raise AssertionError(f"{other.where}the weights at the end are those of seed = 0")
 
 # %% ../../nbs/04_training/04z_training.ipynb #2d0fdfed
 def _iterated(x:Tensor, abc:tuple=optim_torch.NEWTON_SCHULZ, rounds:int=5)->Tensor:
@@ -771,73 +997,103 @@ def _iterated(x:Tensor, abc:tuple=optim_torch.NEWTON_SCHULZ, rounds:int=5)->Tens
     return x
 
 def _muon_mistakes(m:Tensor)->dict: # Words to a function
-    (a, b, c), x, svd = optim_torch.NEWTON_SCHULZ, m/m.norm(), torch.linalg.svd(m, full_matrices=False)
+    (a, b, c), x, svd = (optim_torch.NEWTON_SCHULZ, m/m.norm(),
+                         torch.linalg.svd(m, full_matrices=False))
     rounds = {1: "one iteration", 4: "four iterations", 6: "six iterations"}
-    return {f"that is {words}, expected five": partial(_iterated, x, rounds=n) for n,words in rounds.items()} | {
-        "the matrix is divided by its largest singular value, expected the Frobenius norm": partial(_iterated, m/svd.S[0]),
-        "the result is multiplied by the norm again": lambda: _iterated(x)*m.norm(),
-        "c stands with A, expected with A²": partial(_iterated, x, (a, b + c, 0.)),
-        "that is the classical iteration, 1.5 X - 0.5 X Xᵀ X": partial(_iterated, x, (1.5, -.5, 0.)),
-        "that is the exact U Vᵀ: the iteration's values are only near 1": lambda: svd.U@svd.Vh,
-        "that is the matrix divided by its norm, and no more": lambda: x}
+    return {f"that is {words}, expected five": partial(_iterated, x, rounds=n)
+            for n,words in rounds.items()} | {
+"the matrix is divided by its largest singular value, expected the Frobenius norm":
+    partial(_iterated, m/svd.S[0]),
+"the result is multiplied by the norm again": lambda: _iterated(x)*m.norm(),
+"c stands with A, expected with A²": partial(_iterated, x, (a, b + c, 0.)),
+"that is the classical iteration, 1.5 X - 0.5 X Xᵀ X": partial(_iterated, x, (1.5, -.5, 0.)),
+"that is the exact U Vᵀ: the iteration's values are only near 1": lambda: svd.U@svd.Vh,
+"that is the matrix divided by its norm, and no more": lambda: x}
 
 # %% ../../nbs/04_training/04z_training.ipynb #8ce60275
 def check_orthogonalize(
     orthogonalize:Callable, # `orthogonalize(matrix)` gives a matrix of the same shape
 ):
-    "`AssertionError` unless five iterations with the given numbers give this matrix, for wide, tall, small and large ones."
-    for shape,scale,dtype in (((4, 7), 3., torch.float64), ((7, 4), .1, torch.float64), ((5, 5), 100., torch.float64), ((3, 8), 1., torch.float32)):
+    """`AssertionError` unless five iterations with the given numbers give this matrix, for wide,
+    tall, small and large ones."""
+    for shape,scale,dtype in (((4, 7), 3., torch.float64), ((7, 4), .1, torch.float64),
+                              ((5, 5), 100., torch.float64), ((3, 8), 1., torch.float32)):
         m = _randn(*shape, seed=sum(shape), dtype=dtype)*scale
         where = f"for a matrix {short(m)} with the norm {m.norm():.3g}: "
         got, exact = run_answer(orthogonalize, m, shown=where), dtype == torch.float64
-        if not isinstance(got, Tensor): raise AssertionError(f"{where}expected a tensor, got {short(got)}")
+        if not isinstance(got, Tensor):
+            raise AssertionError(f"{where}expected a tensor, got {short(got)}")
         if not got.isfinite().all(): raise AssertionError(
-            f"{where}the numbers grow beyond all bounds: is the whole matrix divided by its Frobenius norm, and do a, b and c stand where they should?")
-        turned = ": a tall matrix was turned and not turned back" if got.shape == shape[::-1] != shape else ""
-        if got.shape != shape: raise AssertionError(f"{where}the shape is {tuple(got.shape)}, expected {shape}{turned}")
+            f"{where}the numbers grow beyond all bounds: is the whole matrix divided by its "
+            "Frobenius norm, and do a, b and c stand where they should?")
+        turned = (": a tall matrix was turned and not turned back"
+                  if got.shape == shape[::-1] != shape else "")
+        if got.shape != shape:
+            raise AssertionError(f"{where}the shape is {tuple(got.shape)}, "
+                                 f"expected {shape}{turned}")
         right, slips = optim_torch.orthogonalize(m), _muon_mistakes(m)
-        if torch.allclose(got.double(), right.double(), .1, .05): slips["nearly right: are the iterations in a shorter number format?"] = lambda: got
+        if torch.allclose(got.double(), right.double(), .1, .05):
+            slips["nearly right: are the iterations in a shorter number format?"] = lambda: got
         _same_or(where, got, right, slips, *((1e-5, 1e-6) if exact else (1e-3, 1e-4)))
 
 # %% ../../nbs/04_training/04z_training.ipynb #2da33d1a
-def _state_bytes(make:Callable, model:nn.Module)->int: # Of the tensors that an optimizer keeps after a step, counted
+def _state_bytes(make:Callable, model:nn.Module)->int:
+    # Of the tensors that an optimizer keeps after a step, counted
     for p in model.parameters(): p.grad = torch.empty_like(p)
     optimizer = make(model)
     optimizer.step()
-    return sum(t.nbytes for state in optimizer.state.values() for t in state.values() if torch.is_tensor(t) and t.ndim)
+    return sum(t.nbytes for state in optimizer.state.values() for t in state.values()
+               if torch.is_tensor(t) and t.ndim)
 
-def _sizes()->dict: # Bytes of state by name, and the model's parameters; the device `meta` has shapes and no numbers
+def _sizes()->dict:
+    # Bytes of state by name, and the model's parameters; the device `meta` has shapes and no
+    # numbers
     model = TransformerLM(ModelConfig(d_ff=1344), device="meta")
-    make = dict(momentum=lambda m: torch.optim.SGD(m.parameters(), momentum=.9), adamw=lambda m: optim_torch.AdamW(m.parameters()),
+    make = dict(momentum=lambda m: torch.optim.SGD(m.parameters(), momentum=.9),
+                adamw=lambda m: optim_torch.AdamW(m.parameters()),
                 muon=lambda m: optim_torch.Muon(optim_torch.muon_groups(m, .1)))
-    return {name: _state_bytes(f, model) for name,f in make.items()} | dict(parameters=count_parameters(model).unique)
+    return ({name: _state_bytes(f, model) for name,f in make.items()}
+            | dict(parameters=count_parameters(model).unique))
 
 # %% ../../nbs/04_training/04z_training.ipynb #4f86a547
 def _byte_slips(P:int, blocks:int)->dict: # What wrong numbers mean
-    numbers, mean, both = "is a count of numbers: each has 4 bytes", "is one mean: AdamW keeps two", "counts weights and gradients as well"
+    numbers, mean, both = ("is a count of numbers: each has 4 bytes",
+                           "is one mean: AdamW keeps two", "counts weights and gradients as well")
     return dict(
-        momentum={P: numbers, 8*P: "is AdamW's: momentum is one number a parameter", 0: "is that of plain descent"},
+        momentum={P: numbers, 8*P: "is AdamW's: momentum is one number a parameter",
+                  0: "is that of plain descent"},
         adamw={4*P: mean, 2*P: numbers, 16*P: both, 12*P: "counts the weights as well"},
-        muon={8*P: "is AdamW's for all: Muon keeps one number a parameter", 4*P: "is Muon's for all",
+        muon={8*P: "is AdamW's for all: Muon keeps one number a parameter",
+              4*P: "is Muon's for all",
               8*blocks + 4*(P - blocks): "is the other way round: Muon has the blocks"},
-        mixed={12*P: "forgets the float32 copy of the weights", 14*P: "forgets the gradients or the weights in bfloat16",
-               8*P: "forgets the means, or all else", 18*P: "takes float32 for the gradients: here they are bfloat16", 20*P: "takes 4 bytes for all: weights and gradients have 2"},
+        mixed={12*P: "forgets the float32 copy of the weights",
+               14*P: "forgets the gradients or the weights in bfloat16",
+               8*P: "forgets the means, or all else",
+               18*P: "takes float32 for the gradients: here they are bfloat16",
+               20*P: "takes 4 bytes for all: weights and gradients have 2"},
         shared={8*P: "is what one worker alone would keep", P//4: numbers, P//2: mean, 2*P: both},
-        ring={7*P//2: "is N - 1 of N pieces, once: sums are made and then handed round", 4*P: "is one vector",
-              28*P: "is what worker 0 sends without a ring", 8*P: "is two whole vectors: one piece of eight is not sent in each half", 56*P: "is what all workers send together",
+        ring={7*P//2: "is N - 1 of N pieces, once: sums are made and then handed round",
+              4*P: "is one vector",
+              28*P: "is what worker 0 sends without a ring",
+              8*P: "is two whole vectors: one piece of eight is not sent in each half",
+              56*P: "is what all workers send together",
               7*P//4: numbers, 14*P: "counts what is received as well"},
-        root={32*P: "counts eight: worker 0 has its own", 4*P: "is what the others send", 7*P: numbers,
+        root={32*P: "counts eight: worker 0 has its own", 4*P: "is what the others send",
+              7*P: numbers,
               56*P: "counts what it receives or the others send as well"},
-        rounds={7: "is one half: first sums are made, then they are handed round", 16: "is 2 N: each half is done after N - 1",
+        rounds={7: "is one half: first sums are made, then they are handed round",
+                16: "is 2 N: each half is done after N - 1",
                 8: "is N", 2: "is the number of halves"})
 
 # %% ../../nbs/04_training/04z_training.ipynb #feb04d35
 def check_worker_bytes(
     answer:dict, # 'momentum', 'adamw', 'muon', 'mixed', 'shared', 'ring', 'root' and 'rounds'
 ):
-    "`AssertionError` unless these are the bytes and rounds, as counted on the optimizers and by the ring's formula."
+    """`AssertionError` unless these are the bytes and rounds, as counted on the optimizers and by
+    the ring's formula."""
     s, N = _sizes(), 8
     P, blocks = s["parameters"], (s["adamw"] - s["muon"])//4
-    right = dict(momentum=s["momentum"], adamw=s["adamw"], muon=s["muon"], mixed=(2 + 2 + 4)*P + s["adamw"], shared=s["adamw"]//N,
+    right = dict(momentum=s["momentum"], adamw=s["adamw"], muon=s["muon"],
+                 mixed=(2 + 2 + 4)*P + s["adamw"], shared=s["adamw"]//N,
                  ring=ring_bytes(P, N, 0), root=naive_bytes(P, N, 0), rounds=2*(N - 1))
     check_numbers(answer, right, _byte_slips(P, blocks))
