@@ -286,8 +286,7 @@ class TorchEngine:
         return loss.detach()*share
 
     def sync_gradients(self, last:bool):
-        """Return a context in which the backward pass exchanges gradients between processes, if
-        `last`; otherwise gradients are only accumulated."""
+        "Return a context; within it the backward pass exchanges gradients only if `last`."
         if self.config.shard: self.model.set_requires_gradient_sync(last) # FSDP2's own method
         alone = self.world.size == 1 or self.config.shard
         return nullcontext() if last or alone else self.loss.no_sync()
@@ -447,8 +446,7 @@ ENGINES:dict[str, Any] = dict(
     torch=TorchEngine, numpy=NumpyEngine, mesh="lmcourse.parallelism.mesh:MeshEngine")
 
 def engine_for(config:TrainConfig)->type: # A class with the methods of `TorchEngine`
-    """Return the backend of a run.
-    If the config asks for degrees of parallelism, `mesh` takes the place of `torch`."""
+    "Return the backend of a run; with degrees of parallelism, `mesh` takes the place of `torch`."
     found = ENGINES["mesh" if config.on_mesh and config.engine == "torch" else config.engine]
     return resolve_name(found) if isinstance(found, str) else found
 
