@@ -352,9 +352,11 @@ def _make_model(model_config:ModelConfig, config:TrainConfig, world:World, devic
 
 def _make_loss(model, loss:Callable, engine)->Any: # Wrapped by what shares the gradients out
     if engine.world.size == 1 or engine.config.shard: return _Loss(model, loss)
-    # RoPE's tables are the same everywhere: no need to send buffers in each forward pass
-    return DistributedDataParallel(_Loss(model, loss), device_mesh=engine.world.mesh,
-                                   broadcast_buffers=False)
+    shared = DistributedDataParallel(_Loss(model, loss), device_mesh=engine.world.mesh)
+    # RoPE's tables are the same everywhere: no need to send buffers in each forward pass.
+    # As an argument, torch 2.13 warns of this name; the name that replaces it is unknown to 2.12
+    shared.broadcast_buffers = False
+    return shared
 
 def _find_fault(engine, micro_batches:list, loss:Callable)->str|None: # After a step without a move
     if engine.config.shard: return find_nonfinite_sharded(engine.model, micro_batches, loss)
