@@ -353,9 +353,7 @@ def _make_model(model_config:ModelConfig, config:TrainConfig, world:World, devic
 def _make_loss(model, loss:Callable, engine)->Any: # Wrapped by what shares the gradients out
     if engine.world.size == 1 or engine.config.shard: return _Loss(model, loss)
     shared = DistributedDataParallel(_Loss(model, loss), device_mesh=engine.world.mesh)
-    # RoPE's tables are the same everywhere: no need to send buffers in each forward pass.
-    # As an argument, torch 2.13 warns of this name; the name that replaces it is unknown to 2.12
-    shared.broadcast_buffers = False
+    shared.broadcast_buffers = False # RoPE's tables are equal everywhere; 2.13 warns of an argument
     return shared
 
 def _find_fault(engine, micro_batches:list, loss:Callable)->str|None: # After a step without a move
