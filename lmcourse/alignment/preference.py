@@ -181,7 +181,7 @@ class PreferenceBatches:
         self.end, self.batch_size = tokenizer.end_of_text, batch_size
         some = [range(i, min(i + 64, len(pairs))) for i in range(0, len(pairs), 64)]
         self.reference = torch.cat([pair_log_probs(reference, *self.tensors(part),
-                                                   measure_log_probs) for part in some])
+                                                   log_probs=measure_log_probs) for part in some])
 
     def tensors(self, which)->tuple: # Ids, labels and mask `(B, 2, T)` of some pairs
         rows = padded_rows([row for i in which for row in self.rows[i]], self.end)
@@ -196,7 +196,7 @@ class PreferenceBatches:
     def measure(self, model, most:int=64)->dict: # Nats, nats, and a share
         "Log ratios to the reference, and how often the chosen one's is larger; of the first pairs."
         which = range(min(most, len(self.rows)))
-        now = pair_log_probs(model, *self.tensors(which), measure_log_probs)
+        now = pair_log_probs(model, *self.tensors(which), log_probs=measure_log_probs)
         ratios = now - self.reference[:len(which)]
         chosen, rejected = ratios.mean(0).tolist()
         return dict(chosen=chosen, rejected=rejected,
