@@ -206,7 +206,7 @@ class PreferenceBatches:
 def pair_log_probs(
     model,                # From ids to logits
     input_ids:Tensor, labels:Tensor, mask:Tensor, # `(B, 2, T)`, as of `PreferenceBatches`
-    log_probs:Callable=get_response_log_probs, # Of rows; `measure_log_probs` needs less memory
+    *, log_probs:Callable=get_response_log_probs, # Of rows; `measure_log_probs` needs less memory
 )->Tensor: # Of whole responses `(B, 2)`
     "Log-probabilities of chosen and rejected responses."
     found = log_probs(model, input_ids.flatten(0, 1), labels.flatten(0, 1))
