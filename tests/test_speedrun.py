@@ -150,7 +150,7 @@ def test_saved_lines_are_those_of_the_contestants():
     for key, l in lines.items():
         if l["part"] == "steps": continue
         assert json.dumps(l) and l["seconds"] > 0 and l["excess"] > 0 and l["machine"]
-        who, table = dict(changes=("course", CHANGES), grid=("nanogpt", GRID)).get(l["part"], (l["contestant"], {}))
+        who, table, _ = speedrun.PARTS.get(l["part"], (l["contestant"], {}, 0))
         name = l["contestant"].removeprefix(f"{l['part']}: ")
         c = changed(CONTESTANTS[who], table[name] if table else {})
         assert key == f"{l['contestant']}-{c.job(l['seed'], l['steps'], DATA).key}"

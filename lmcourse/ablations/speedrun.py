@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['COOLDOWN', 'CONTESTANTS', 'DATA', 'GRID', 'CHANGES', 'PARTS', 'Gpt2Engine', 'gpt2_linear', 'Contestant', 'changed',
            'Racer', 'climb', 'rung_line', 'race', 'check_race', 'rungs_of', 'race_table', 'plot_race', 'step_seconds',
-           'equal_time', 'fixed_run', 'changes_table', 'speedrun']
+           'fixed_run', 'equal_time', 'changes_table', 'speedrun']
 
 # %% ../../nbs/06_ablations/06e_speedrun.ipynb #9c68d65a
 import contextlib, dataclasses, itertools, math, statistics, time
@@ -75,18 +75,18 @@ class Contestant:
 
 COOLDOWN = .4 # Share of a run in which its rate falls to 0 in a straight line
 
-# %% ../../nbs/06_ablations/06e_speedrun.ipynb #b0b47da0
+# %% ../../nbs/06_ablations/06e_speedrun.ipynb #deb47f41
 _QUICK = TrainConfig.preset("quickstart", schedule="constant", warmup_steps=50, min_lr=0., seed=0,
                             eval_documents=200)
 CONTESTANTS = dict(
     course=Contestant(ModelConfig.preset("quickstart"), _QUICK, first=4400, ratio=1.2),
     nanogpt=Contestant(
-        ModelConfig(vocab_size=2048, context_length=256, d_model=128, num_layers=4, num_heads=4,
+        ModelConfig(vocab_size=2048, context_length=256, d_model=128, num_layers=3, num_heads=4,
                     norm="layernorm", position="learned", ffn="gelu", tie_embeddings=True,
                     embedding_std=.02, scaled_init=True),
-        replace(_QUICK, windows="random", batch_size=8, lr=3e-3, beta1=.9, beta2=.99,
-                weight_decay=.1, grad_clip=1., warmup_steps=100, optimizer="adamw"),
-        first=200, gpt2=True))
+        replace(_QUICK, windows="random", batch_size=4, lr=3e-3, beta1=.9, beta2=.99,
+                weight_decay=.1, grad_clip=1., warmup_steps=50, optimizer="adamw"),
+        first=524, gpt2=True))
 DATA = RunData("stories", 2048, 32., 400)
 
 # %% ../../nbs/06_ablations/06e_speedrun.ipynb #5bc0fafe
@@ -202,7 +202,7 @@ def rung_line(
                 model=spoken(job.model), train=spoken(job.train),
                 data=dataclasses.asdict(job.data), machine=machine_name())
 
-# %% ../../nbs/06_ablations/06e_speedrun.ipynb #81322668
+# %% ../../nbs/06_ablations/06e_speedrun.ipynb #7b7d7f6b
 def race(
     seeds,          # Of each contestant
     results,        # File of lines: runs that it has are not made again
@@ -233,6 +233,7 @@ def race(
             if next(running[racer], "ended") == "ended": del running[racer]
     return read_lines(results)
 
+# %% ../../nbs/06_ablations/06e_speedrun.ipynb #07a3a31c
 def check_race(seeds, minutes, mark, results, work, names=(), contestants=None): # As for `race`
     "`ValueError` for what makes no sense, before anything is trained."
     if not seeds: raise ValueError("seeds = 0, expected 1 or more")
@@ -276,7 +277,7 @@ def race_table(
             times_ours=times or "–"))
     return Table(rows, units=dict(cpu="s", wall="s", excess="nats per token"))
 
-# %% ../../nbs/06_ablations/06e_speedrun.ipynb #167c1323
+# %% ../../nbs/06_ablations/06e_speedrun.ipynb #1d4da9e0
 def plot_race(
     lines:dict,     # Key to line
     ax,             # Axes to draw into
@@ -293,6 +294,9 @@ def plot_race(
     ax.axhline(mark, color=GREY, linestyle="--", linewidth=1)
     ax.set(xscale="log", yscale="log", xlabel="CPU seconds of training",
            ylabel="excess over the floor (nats per token)")
+    for axis in (ax.xaxis, ax.yaxis):
+        axis.set_major_formatter("{x:g}")
+        axis.set_minor_formatter("{x:g}")
     ax.legend()
     return ax
 
@@ -306,7 +310,7 @@ GRID = {f"{L} x {D}, batch {B}, rate {lr:g}": _size(L, D, B, lr, warmup_steps=50
                          (4, 128, 4, 1.5e-3), (4, 128, 4, 6e-3), (4, 128, 2, 1.5e-3),
                          (4, 192, 4, 1.5e-3), (6, 128, 4, 1.5e-3))}
 
-# %% ../../nbs/06_ablations/06e_speedrun.ipynb #d437af53
+# %% ../../nbs/06_ablations/06e_speedrun.ipynb #f07dcacf
 # Fields that a change sets in the course's model and training; `gpt2` is the contestant's
 CHANGES:dict[str, dict] = {
     "the course's recipe": {},
@@ -326,7 +330,10 @@ CHANGES:dict[str, dict] = {
 }
 
 # Of a part of the study: who is changed, how, and the steps of the first
-PARTS:dict[str, tuple] = dict(changes=("course", CHANGES, 400), grid=("nanogpt", GRID, 220))
+PARTS:dict[str, tuple] = dict(
+    changes=("course", CHANGES, 400), grid=("nanogpt", GRID, 220),
+    longer=("course", {k: CHANGES[k] for k in ("the course's recipe", "GPT-2's first weights")},
+            800))
 
 # %% ../../nbs/06_ablations/06e_speedrun.ipynb #cf2740c2
 def step_seconds(
@@ -343,9 +350,19 @@ def step_seconds(
             found[name].append((racer.seconds - before)/steps)
     return {name: statistics.median(times[1:]) for name,times in found.items()}
 
-# %% ../../nbs/06_ablations/06e_speedrun.ipynb #10e9c902
+# %% ../../nbs/06_ablations/06e_speedrun.ipynb #e11e3570
+def fixed_run(
+    racer:Racer, # At step 0
+    steps:int,   # Of its run
+)->dict: # A line
+    "One run of a known length."
+    job = racer.contestant.job(racer.seed, steps, racer.data)
+    for _ in _steps(racer, racer.rates(steps)): pass
+    return rung_line(racer, job, f"{racer.name}-{job.key}")
+
+# %% ../../nbs/06_ablations/06e_speedrun.ipynb #0aebd999
 def equal_time(
-    part:str,       # `changes` or `grid`
+    part:str,       # `changes`, `longer` or `grid`
     seeds,          # Of each row
     results,        # File of lines: runs that it has are not made again
     work,           # Folder for the tokens
@@ -379,19 +396,10 @@ def equal_time(
             f"steps, {line['seconds']:.0f} s")
     return read_lines(results)
 
-def fixed_run(
-    racer:Racer, # At step 0
-    steps:int,   # Of its run
-)->dict: # A line
-    "One run of a known length."
-    job = racer.contestant.job(racer.seed, steps, racer.data)
-    for _ in _steps(racer, racer.rates(steps)): pass
-    return rung_line(racer, job, f"{racer.name}-{job.key}")
-
-# %% ../../nbs/06_ablations/06e_speedrun.ipynb #c1c545d5
+# %% ../../nbs/06_ablations/06e_speedrun.ipynb #1dcf8f77
 def changes_table(
     lines:dict,          # Key to line
-    part:str="changes",  # Or `grid`
+    part:str="changes",  # Or `longer` or `grid`
     table:dict|None=None, # Names, the base first: none for those of `PARTS`
 )->Table:
     "What each change does to the excess after equal time, seed by seed, with a 95 % interval."
@@ -412,9 +420,9 @@ def changes_table(
                          interval="–" if name == names[0] or half is None else f"± {half:.3f}"))
     return Table(rows, units=dict(cost="steps of the first", excess="nats per token"))
 
-# %% ../../nbs/06_ablations/06e_speedrun.ipynb #35c9f19c
+# %% ../../nbs/06_ablations/06e_speedrun.ipynb #a056a929
 def speedrun(
-    part:str,     # `race`, `changes` or `grid`
+    part:str,     # `race`, `changes`, `longer` or `grid`
     seeds:int,    # As many of them, from 0
     results,      # File of lines: runs that it has are not made again
     work,         # Folder for the tokens

@@ -1060,8 +1060,8 @@ class AblateCommand:
 @dataclass
 class SpeedrunCommand:
     "Race the course's recipe against nanoGPT's on one core; runs that OUT has are not made again."
-    # race, or single choices: changes of ours, grid of nanoGPT's
-    part: word(Literal["race", "changes", "grid"], "PART") = "race"
+    # race; changes of our recipe, or longer runs of some; grid of nanoGPT's sizes and rates
+    part: word(Literal["race", "changes", "longer", "grid"], "PART") = "race"
     seeds: int = 5              # Of every run
     minutes: float = 60.        # Longest run of a contestant, in minutes of CPU time
     mark: float = 0.15          # Nats per token above the floor that end the race
@@ -1440,8 +1440,9 @@ COMMANDS = dict(quickstart=QuickstartCommand, tokenizer=TokenizerCommand, prepar
                 generate=GenerateCommand, plot=PlotCommand, check=CheckCommand,
                 exercises=ExercisesCommand, account=AccountCommand, plan=PlanCommand,
                 scale=ScaleCommand,
-                serve=ServeCommand, chat=ChatCommand, ablate=AblateCommand, speedrun=SpeedrunCommand,
-                doctor=DoctorCommand, eval=EvalCommand, sft=SftCommand, dpo=DpoCommand, rl=RlCommand,
+                serve=ServeCommand, chat=ChatCommand, ablate=AblateCommand,
+                speedrun=SpeedrunCommand, doctor=DoctorCommand,
+                eval=EvalCommand, sft=SftCommand, dpo=DpoCommand, rl=RlCommand,
                 bench=BenchCommand, smoke=SmokeCommand,
                 completion=CompletionCommand)
 
