@@ -307,6 +307,13 @@ def broken(work, whole):
     ("ablate head --seeds -1", "seed = -1, expected 0 or more"),
     ("ablate head --processes 0", "processes = 0, expected 1 or more"),
     ("ablate head --device tpu", "device = 'tpu', expected auto, cpu, cuda or mps"),
+    ("speedrun rase", "('race', 'changes', 'longer', 'grid')"),
+    ("speedrun --seeds 0", "seeds = 0, expected 1 or more"),
+    ("speedrun --minutes 0", "minutes = 0.0, expected a finite number above 0"),
+    ("speedrun --mark nan", "mark = nan, expected a finite number above 0"),
+    ("speedrun grid --out damaged.jsonl", "damaged.jsonl, line 1: not JSON"),
+    ("speedrun --out short.txt/new.jsonl", "short.txt"),
+    ("speedrun --work short.txt/work", "short.txt"),
     ("ablate head --out damaged.jsonl", "damaged.jsonl, line 1: not JSON"),
     ("ablate head --out future.jsonl", "future.jsonl, line 1: format 9, but this version reads 1"),
     ("plot whole --out loss.xyz", "Format 'xyz' is not supported"),
@@ -336,7 +343,7 @@ def broken(work, whole):
     ("exercises 01 --progress damaged.jsonl", "damaged.jsonl: no progress file"),
     ("prepare text:latin.txt new --tokenizer tok", "latin.txt: not UTF-8 text (byte 0xe9 at 3)"),
     ("tokenizer text:empty.txt new", "empty.txt: the file is empty"),
-    ("no-such-command", "quickstart, tokenizer, prepare, curate, pipeline, train, generate, plot, check, exercises, account, plan, scale, serve, chat, ablate, doctor, eval, sft, dpo, rl, bench, smoke, completion"),
+    ("no-such-command", "quickstart, tokenizer, prepare, curate, pipeline, train, generate, plot, check, exercises, account, plan, scale, serve, chat, ablate, speedrun, doctor, eval, sft, dpo, rl, bench, smoke, completion"),
 ])
 def test_a_mistake_is_one_line_and_leaves_nothing(broken, monkeypatch, capsys, words, answer):
     before = sorted(broken.rglob("*"))
@@ -371,6 +378,7 @@ WORK = {
     "account": "lmcourse.accounting.account.training_flops",
     "plan --model llama-3-8b --gpus 64": "lmcourse.parallelism.planner.plan_tables",
     "ablate biases --corpus text:days.txt --tokens 3072 --seeds 0 --out new.jsonl --work new-work": "lmcourse.ablations.sweep._run_all",
+    "speedrun changes --seeds 1 --out new.jsonl --work new-work": "lmcourse.ablations.speedrun.prepare_corpus",
     "serve --port 0": "lmcourse.app.serve.make_server",
     "smoke": "lmcourse.architecture.fast_np.fast_loss_and_grads",
     "bench tokenizer": "lmcourse.app.bench.write_corpus",
