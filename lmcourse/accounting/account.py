@@ -22,14 +22,15 @@ from .tensors import dtype_bytes, whole_number
 def account(
     config:ModelConfig,     # Sizes and variant
     batch_size:int=1,       # Sequences of a training step, B
-    # Tokens of each, T: none for the config's; more than those makes a model for so many
+    # Tokens of each, T; default: the config's; a larger number enlarges the model's context
     context_length:int|None=None,
-    dtype:str="float32",    # Of the matrix products and of the cache: `float32` or `bfloat16`
+    dtype:str="float32",    # Format of matrix products and cache: `float32` or `bfloat16`
     attention:str="fused",  # `fused`, or `explicit`
-    recompute:bool=False,   # Whether blocks keep only their inputs
+    recompute:bool=False,   # Whether blocks save only their inputs
     logits:bool=False,      # Whether the loss is computed from all logits at once
 )->dict: # `model`, `parameters`, `memory` in bytes, `flops`
-    "What a model has, holds and computes. `ValueError` for sizes and words that make no sense."
+    """Count the costs of a model: parameters, memory and FLOPs.
+    Raises `ValueError` for sizes and words that make no sense."""
     T = (config.context_length if context_length is None
          else whole_number("context_length", context_length))
     c = replace(config, context_length=T) if T > config.context_length else config
@@ -49,11 +50,12 @@ def account(
 
 # %% ../../nbs/02_accounting/02k_account.ipynb #3cdcc316
 def on_device(
-    counted:dict,       # What `account` gave
-    device:Device|str,  # Where, as a device or its name
+    counted:dict,       # Result of `account`
+    device:Device|str,  # The device, or its name
     mfu:float=0.5,      # Share of the peak that is reached, above 0 and at most 1
 )->dict: # `device`, `source`, `fits`, `largest_batch`, `step_seconds`, `token_seconds`
-    "What a device makes of it. `ValueError` for a device or a number type that is not known."
+    """Compute what an account means on a device.
+    Raises `ValueError` for an unknown device or number type."""
     d, a = device_of(device), counted
     config, how = (ModelConfig.from_dict(a["model"]),
                    {k: a[k] for k in ("dtype", "attention", "recompute", "logits")})
@@ -69,10 +71,10 @@ def on_device(
 
 # %% ../../nbs/02_accounting/02k_account.ipynb #cfcaeb28
 def account_tables(
-    counted:dict,   # What `account` gave
-    placed:dict|None=None, # What `on_device` gave
+    counted:dict,   # Result of `account`
+    placed:dict|None=None, # Result of `on_device`
 )->list: # Tables
-    "An account for people."
+    "Make tables of an account for people to read."
     p, m, f = (counted[k] for k in ("parameters", "memory", "flops"))
     share = lambda parts, unit: [{"part": k, unit: n, "share": 100*n/max(1, sum(parts.values()))}
                                  for k,n in parts.items() if n]

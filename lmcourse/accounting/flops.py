@@ -15,10 +15,10 @@ from .tensors import whole_number
 
 # %% ../../nbs/02_accounting/02b_flops.ipynb #08fb9b91
 class Counted:
-    "A number that counts the operations on it, by name."
+    "A number that counts the operations performed on it, by name."
     def __init__(self, value:float, tally:Counter): self.value, self.tally = value, tally
     def __repr__(self): return f"Counted({self.value})"
-    def __neg__(self): return Counted(-self.value, self.tally)     # A sign is no operation
+    def __neg__(self): return Counted(-self.value, self.tally)     # a sign is not an operation
 
 def _counting(name:str, f:Callable):
     def method(self, *others):
@@ -36,13 +36,12 @@ for _name in ("__lt__", "__le__", "__gt__", "__ge__"):
     setattr(Counted, _name,
             lambda a, b, f=getattr(operator, _name): f(a.value, getattr(b, "value", b)))
 
-
 # %% ../../nbs/02_accounting/02b_flops.ipynb #97c87244
 def count_operations(
     f:Callable,    # Takes arrays; uses `+ - * /`, `@`, sums, `np.sqrt`, `np.exp`, `np.tanh`
-    *shapes:tuple, # Of the arrays, filled with ones
-)->Counter: # Name of an operation to how often it was done
-    "What `f` does, operation by operation."
+    *shapes:tuple, # Shapes of the arrays, which are filled with ones
+)->Counter: # Name of an operation to how often it was performed
+    "Count the operations that `f` performs."
     tally = Counter()
     arrays = [np.empty(shape, object) for shape in shapes]
     for array in arrays:
@@ -53,7 +52,7 @@ def count_operations(
 # %% ../../nbs/02_accounting/02b_flops.ipynb #822725ec
 def matmul_flops(m:int, k:int, n:int
 )->int: # Rows of the first, rows of the second, columns of the second
-    "FLOPs of a product `(m, k) @ (k, n)`. `ValueError` for a size below 1."
+    "Count the FLOPs of a product `(m, k) @ (k, n)`. Raises `ValueError` for a size below 1."
     return 2*whole_number("m", m)*whole_number("k", k)*whole_number("n", n)
 
 # %% ../../nbs/02_accounting/02b_flops.ipynb #2a8030ac
@@ -61,11 +60,11 @@ _MULTIPLIES = re.compile(
     r"attention|transformer|trilinear|rnn|cdist|cholesky|solve|svd|eig|"
     r"[._]\w*(mm|mv|matmul|dot|addr)_?$|pack_mm|[._](linear|conv|einsum|lstm|gru)(?!alg)")
 
-# Operation to its formula; what comes first are the shapes of the tensors
+# operation to its formula, whose first arguments are the shapes of the tensors
 def _cpu_attention()->dict:
     import torch
     forward = lambda q, k, v, *rest, out_shape=None, **more: 4*q[0]*q[1]*q[2]*k[2]*q[3]
-    # Scores again, and four gradients
+    # the scores again, and four gradients
     backward = lambda dy, q, k, v, *rest, out_shape=None, **more: 10*q[0]*q[1]*q[2]*k[2]*q[3]
     name = "_scaled_dot_product_flash_attention_for_cpu"
     found = {getattr(torch.ops.aten, name): forward,
@@ -77,13 +76,13 @@ def _cpu_attention()->dict:
 
 # %% ../../nbs/02_accounting/02b_flops.ipynb #3a8ffc99
 @contextmanager
-def flop_counter(): # Yields torch's counter: ask `get_total_flops()` of it after the block
-    """Torch's `FlopCounterMode`, with a CPU's fused attention.
-    `NotImplementedError` for a product that it can't count."""
+def flop_counter(): # Yields torch's counter; call its `get_total_flops()` after the block
+    """Count FLOPs with torch's `FlopCounterMode`, extended to a CPU's fused attention.
+    Raises `NotImplementedError` for a product that it can't count."""
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils.flop_counter import FlopCounterMode
     counter = FlopCounterMode(display=False, custom_mapping=_cpu_attention())
-    # Outside of the counter, so it hears only of what the counter let through
+    # outside the counter, so it sees only what the counter let through
     class Refuse(TorchDispatchMode):
         def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
             packet = getattr(operation, "_overloadpacket", operation)
@@ -96,9 +95,9 @@ def flop_counter(): # Yields torch's counter: ask `get_total_flops()` of it afte
 
 # %% ../../nbs/02_accounting/02b_flops.ipynb #b44f9f9e
 def adamw_flops(
-    parameters:int,       # Unique ones
-    corrected:bool=False, # Whether the means are corrected one by one, not by the learning rate
+    parameters:int,       # Number of unique parameters
+    corrected:bool=False, # Whether the means are corrected one by one, not in the learning rate
 )->int:
-    """FLOPs of a step of AdamW: Loshchilov and Hutter 2017, algorithm 2, corrects the means.
-    `ValueError` for a number below 0."""
+    """Count the FLOPs of a step of AdamW; Loshchilov and Hutter 2017, algorithm 2, corrects the
+    means. Raises `ValueError` for a number below 0."""
     return (16 if corrected else 14)*whole_number("parameters", parameters, 0)

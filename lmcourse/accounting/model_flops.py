@@ -14,14 +14,15 @@ from ..tools.config import ModelConfig
 
 # %% ../../nbs/02_accounting/02i_model_flops.ipynb #94b025c0
 def attention_pairs(
-    num_queries:int,      # T, the latest of the positions
-    past:int=0,           # Keys that were there before them
-    window:int|None=None, # How many latest keys a query sees, itself included: none for all
-)->int: # Pairs of a query and a key that it sees
-    "Entries of the causal mask that are `True`. `ValueError` for sizes that make no sense."
+    num_queries:int,      # Number of queries, T, at the latest positions
+    past:int=0,           # Number of keys before them
+    window:int|None=None, # Number of latest keys that a query sees, itself included; default: all
+)->int: # Number of pairs of a query and a key that it sees
+    """Count the entries of the causal mask that are `True`.
+    Raises `ValueError` for sizes that make no sense."""
     num_queries, past = whole_number("num_queries", num_queries), whole_number("past", past, 0)
     window = None if window is None else whole_number("window", window)
-    # Queries that see all keys so far
+    # queries that see all keys so far
     grow = num_queries if window is None else min(num_queries, max(0, window - past))
     return grow*past + grow*(grow + 1)//2 + (num_queries - grow)*(window or 0)
 
@@ -29,12 +30,13 @@ def attention_pairs(
 def forward_flops(
     config:ModelConfig,   # Sizes and variant
     batch_size:int=1,     # Sequences, B
-    # New tokens of each, T: none for the config's, less those of the past
+    # New tokens of each, T; default: the config's context minus `past`
     context_length:int|None=None,
-    past:int=0,           # Tokens of each whose keys and values are in a cache
+    past:int=0,           # Tokens of each whose keys and values are cached
     causal:bool=False,    # Whether to count only the pairs of queries and keys that are used
 )->dict: # `projections`, `scores`, `values`, `ffn`, `head`, in FLOPs; `router`, `experts`
-    "The matrix products from ids to logits. `ValueError` for sizes that make no sense."
+    """Count the FLOPs of the matrix products from ids to logits.
+    Raises `ValueError` for sizes that make no sense."""
     most = checked_length(config, batch_size)
     c, past = config, whole_number("past", past, 0)
     if context_length is None and past >= most:
@@ -46,7 +48,7 @@ def forward_flops(
     n, pairs = batch_size*T, batch_size*c.num_heads*(attention_pairs(T, past, c.window) if causal
                                                      else T*(past + T))
     score, value, moe = c.head_size, c.head_size, expert_layers(c)
-    if c.kv_lora_rank: # With a cache the latent vectors are compared as they are
+    if c.kv_lora_rank: # with a cache the latent vectors are compared as they are
         score = (c.kv_lora_rank if past else c.qk_nope_head_dim) + c.qk_rope_head_dim
         value = c.kv_lora_rank if past else c.v_head_dim
     visits = n*(c.num_experts_per_tok + c.num_shared_experts)
@@ -63,15 +65,15 @@ def forward_flops(
 def training_flops(
     config:ModelConfig,   # Sizes and variant
     batch_size:int=1,     # Sequences, B
-    context_length:int|None=None, # Tokens of each, T: none for the config's
+    context_length:int|None=None, # Tokens of each, T; default: the config's
     causal:bool=False,    # Whether to count only the pairs of queries and keys that are used
     recompute:bool=False, # Whether blocks run again in the backward pass
     fused:bool=False,     # Whether the backward pass of attention computes the scores again
-    # `forward`, `backward` and, where asked for, `recomputed blocks` and `recomputed scores`, in
-    # FLOPs
+    # FLOPs of `forward` and `backward` and, if requested, of `recomputed blocks` and `recomputed
+    # scores`
 )->dict:
-    """The matrix products of the loss and all its gradients.
-    The model's own work is the first two; the rest is paid for memory."""
+    """Count the FLOPs of the matrix products of the loss and all its gradients.
+    The first two are the model's own work; the rest is the price for less memory."""
     parts = forward_flops(config, batch_size, context_length, causal=causal)
     total = sum(parts.values())
     forgotten = config.norm_position == "pre" or config.norm == "none" # Not run again

@@ -18,14 +18,14 @@ from ..tools.show import Table, duration, si
 
 # %% ../../nbs/02_accounting/02j_run_cost.ipynb #99d9ef6a
 def attention_cost(
-    queries:int,  # Of a sequence, T
-    keys:int,     # Of a sequence, S
+    queries:int,  # Queries per sequence, T
+    keys:int,     # Keys per sequence, S
     head_dim:int, # Size of a head, K
-    heads:int=1,  # Heads of all sequences together
-    fused:bool=True, # In one pass, or product, scaling, softmax and product one after the other
-    dtype:str="bfloat16", # Of all numbers
+    heads:int=1,  # Number of heads of all sequences together
+    fused:bool=True, # Whether in one pass, or as product, scaling, softmax and product in turn
+    dtype:str="bfloat16", # Number type
 )->Operation:
-    "Attention without a mask: scores, scaling, softmax, values."
+    "Compute the cost of attention without a mask: scores, scaling, softmax, values."
     scores, io = queries*keys, 2*queries*head_dim + 2*keys*head_dim
     flops = 4*scores*head_dim + scores + queries*(4*keys - 1)
     return cost_of("attention" if fused else "explicit attention", heads*flops,
@@ -34,15 +34,15 @@ def attention_cost(
 
 # %% ../../nbs/02_accounting/02j_run_cost.ipynb #53f5ecea
 def decoding(
-    steps:int,                  # Tokens made one after the other, n
-    batch_size:int,             # Sequences, b
+    steps:int,                  # Number of tokens generated one after another, n
+    batch_size:int,             # Number of sequences, b
     d_model:int,                # Width, d
     num_heads:int,              # Query heads, h
-    num_kv_heads:int|None=None, # Key/value heads, g: none for as many as query heads
+    num_kv_heads:int|None=None, # Key/value heads, g; default: as many as query heads
     past:int=0,                 # Tokens in the cache before the first step
-    dtype:str="bfloat16",       # Of weights, cache and activations
+    dtype:str="bfloat16",       # Number type of weights, cache and activations
 )->Operation:
-    "One attention layer with its projections over some steps of decoding with a cache."
+    "Compute the cost of an attention layer and its projections over steps of cached decoding."
     n, b, d, h = steps, batch_size, d_model, num_heads
     g = h if num_kv_heads is None else num_kv_heads
     for what,size in dict(steps=n, batch_size=b, d_model=d, num_heads=h, num_kv_heads=g).items():
@@ -59,12 +59,12 @@ def decoding(
 
 # %% ../../nbs/02_accounting/02j_run_cost.ipynb #3707733d
 def training_time(
-    flops:float|dict,    # Of a step or of a run, say from `training_flops`
-    device:Device|str,   # Where
+    flops:float|dict,    # FLOPs of a step or of a run, for example from `training_flops`
+    device:Device|str,   # The device, or its name
     dtype:str="bfloat16", # Number type of the products
     mfu:float=0.5,       # Share of the peak, above 0 and at most 1
-)->float: # Seconds
-    "How long a count of FLOPs takes."
+)->float: # Time in seconds
+    "Compute how long a number of FLOPs takes."
     flops = sum(flops.values()) if isinstance(flops, dict) else flops
     positive("training_time: flops", flops)
     if not 0 < mfu <= 1:
@@ -74,22 +74,22 @@ def training_time(
 # %% ../../nbs/02_accounting/02j_run_cost.ipynb #6cb42a3f
 @dataclass(frozen=True)
 class Price:
-    "What a training run takes."
-    device:str          # Where
+    "The predicted cost of a training run."
+    device:str          # Name of the device
     dtype:str           # Number type of the products
-    mfu:float           # Share of the peak that was assumed
-    tokens:int          # Of all steps
-    step_flops:int      # Of one step, forward and backward
-    flops:int           # Of the run
-    step_seconds:float  # Of one step
-    seconds:float       # Of the run
-    memory_bytes:int    # That a step needs, as `training_bytes` says
-    fits:bool           # Whether the device has as much
-    largest_batch:int   # Windows at a time for which it has enough; 0 for none
-    usd:float|None      # Of the run, where the price of an hour was given
+    mfu:float           # Assumed share of the peak rate
+    tokens:int          # Tokens of all steps
+    step_flops:int      # FLOPs of one step, forward and backward
+    flops:int           # FLOPs of the run
+    step_seconds:float  # Seconds of one step
+    seconds:float       # Seconds of the run
+    memory_bytes:int    # Bytes that a step needs, from `training_bytes`
+    fits:bool           # Whether the device has that much memory
+    largest_batch:int   # Largest number of windows at a time that fits; 0 if none does
+    usd:float|None      # Price of the run in dollars, if the price per hour was given
 
     def table(self)->Table:
-        "One row a quantity."
+        "Make a table with one row per quantity."
         rows = {"device": self.device, "products in": self.dtype,
                 "share of the peak (assumed)": f"{100*self.mfu:g}%", "tokens": si(self.tokens),
                 "a step": f"{si(self.step_flops, 'FLOPs')}, {duration(self.step_seconds)}",
@@ -102,18 +102,18 @@ class Price:
 
 # %% ../../nbs/02_accounting/02j_run_cost.ipynb #4dad6f2e
 def price(
-    model_config:ModelConfig, # What is trained
-    train_config:TrainConfig, # Steps, batch (in one process) and number type
-    device:Device|str,        # Where, one of it
+    model_config:ModelConfig, # Config of the model
+    train_config:TrainConfig, # Settings: steps, batch (in one process) and number type
+    device:Device|str,        # The device, of which one is used, or its name
     mfu:float=0.5,            # Share of the peak, above 0 and at most 1
-    usd_per_hour:float|None=None, # Of the device
-)->Price: # `ValueError` for a number type whose peak is not known
-    "What a run takes, before it starts."
+    usd_per_hour:float|None=None, # Price of the device per hour, in dollars
+)->Price: # Raises `ValueError` for a number type whose peak is unknown
+    "Predict the cost of a training run before it starts."
     device, t = device_of(device), train_config
     if t.dtype == "auto":
         peaks = device.peak_flop_per_s
         fastest:Any = next(d for d in ("bfloat16", "float16", *DTYPES) if d in peaks)
-        # A card without bfloat16 imitates it
+        # a GPU without bfloat16 emulates it
         if peaks.get("float16", 0) > 2*peaks[fastest]: fastest = "float16"
         t = replace(t, dtype=fastest)
     if usd_per_hour is not None: positive("price: usd_per_hour", usd_per_hour)
@@ -124,7 +124,7 @@ def price(
                     device="cuda" if t.device.startswith("cuda") else "cpu")
     micro, largest = (t.micro_batch or windows,
                       largest_batch(model_config, device.memory_bytes, **how))
-    # It has to be cut
+    # the batch has to be divided
     if largest < windows:
         largest = largest_batch(model_config, device.memory_bytes, grad_accum_steps=2, **how)
     memory = sum(training_bytes(model_config, micro, grad_accum_steps=-(-windows//micro),

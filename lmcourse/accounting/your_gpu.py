@@ -20,11 +20,11 @@ from .run_cost import price
 
 # %% ../../nbs/02_accounting/02l_your_gpu.ipynb #eb470838
 def micro_batch_for(
-    model:ModelConfig, # What is trained
-    train:TrainConfig, # Its batch, in one process, dtype and optimizer
-    memory_bytes:int,  # Of the card
-)->int: # Windows; 0 if not even one fits
-    "The largest piece, half of a half of the batch, that leaves a tenth of the memory free."
+    model:ModelConfig, # Config of the model
+    train:TrainConfig, # Settings: batch (in one process), dtype and optimizer
+    memory_bytes:int,  # Memory of the GPU, in bytes
+)->int: # Number of windows; 0 if not even one fits
+    "Halve the batch until a tenth of the memory stays free, and return the size of that part."
     windows = (train.tokens_per_step//model.context_length if train.tokens_per_step
                else train.batch_size)
     micro, dtype = windows, "bfloat16" if train.dtype == "auto" else train.dtype
@@ -33,29 +33,29 @@ def micro_batch_for(
                                   optimizer=train.optimizer, device="cuda",
                                   grad_accum_steps=windows//size).values())
     while need(micro) > .9*memory_bytes:
-        if micro % 2: return 0 # It can't be halved again
+        if micro % 2: return 0 # it can't be halved again
         micro //= 2
     return micro
 
 # %% ../../nbs/02_accounting/02l_your_gpu.ipynb #02a6800e
-SHARE = 0.15 # Of the peak, as published runs of these sizes reach it
+SHARE = 0.15 # share of the peak that published runs of these sizes reach
 
 @dataclass(frozen=True)
 class CardFit:
-    "A preset on a card."
-    preset:str          # Its name
-    model:ModelConfig   # What is trained
-    train:TrainConfig   # How, with the `micro_batch` that fits
-    tokens_per_s:float  # Expected
-    memory_bytes:int    # That a step needs; 0 if nothing fits
+    "A preset, fitted to the memory of a GPU."
+    preset:str          # Name of the preset
+    model:ModelConfig   # Config of the model
+    train:TrainConfig   # Settings, with the `micro_batch` that fits
+    tokens_per_s:float  # Expected throughput
+    memory_bytes:int    # Bytes that a step needs; 0 if nothing fits
 
 def fit_to_card(
-    preset:str,         # A name that has a model and a training
-    card:Device|str,    # Where, as a device or its name
-    share:float=SHARE,  # Of the card's peak that is reached
-    vocab_size:int|None=None, # Another one than the preset's
-)->CardFit|None: # None if not even one window fits
-    "A preset as it would be trained on a card."
+    preset:str,         # Name of a preset of model and training
+    card:Device|str,    # The GPU, or its name
+    share:float=SHARE,  # Share of the GPU's peak that is reached
+    vocab_size:int|None=None, # Vocabulary size; default: the preset's
+)->CardFit|None: # `None` if not even one window fits
+    "Adapt a preset to the memory of a GPU."
     card = device_of(card)
     changes = {} if vocab_size is None else dict(vocab_size=vocab_size)
     model = ModelConfig.preset(preset, **changes)
@@ -71,11 +71,11 @@ def fit_to_card(
 LADDER = "quickstart", "ts-7m", "ts-17m", "ts-36m" # From small to large
 
 def preset_for(
-    card:Device|str,   # Where, as a device or its name
-    minutes:float,     # Of training
-    vocab_size:int|None=None, # Another one than the presets'
+    card:Device|str,   # The GPU, or its name
+    minutes:float,     # Training time in minutes
+    vocab_size:int|None=None, # Vocabulary size; default: the presets'
 )->CardFit: # The smallest of `LADDER` if the time is too short for any
-    "The largest preset that fits the card and reads five tokens for each parameter in that time."
+    "Choose the largest preset that fits and reads five tokens per parameter in the given time."
     if not minutes > 0: raise ValueError(f"minutes = {minutes}, expected more than 0")
     fits = [fit for name in LADDER if (fit := fit_to_card(name, card, vocab_size=vocab_size))]
     if not fits: raise ValueError(f"{device_of(card).name}: not enough memory for {LADDER[0]}")
@@ -85,11 +85,11 @@ def preset_for(
 
 # %% ../../nbs/02_accounting/02l_your_gpu.ipynb #e616e64f
 def card_table(
-    preset:str,         # What is trained, with its whole recipe
-    usd_per_hour:dict,  # Name of a card to the price of its hour
-    share:float=SHARE,  # Of the peak that is reached
-)->Table: # A row a card
-    "What the run of a preset takes on some cards."
+    preset:str,         # Name of a preset of model and training
+    usd_per_hour:dict,  # Name of a GPU to its price per hour, in dollars
+    share:float=SHARE,  # Share of the peak that is reached
+)->Table: # One row per GPU
+    "Predict time and cost of a preset's training run on several GPUs."
     rows = []
     for name,usd in usd_per_hour.items():
         card, fit = device_of(name), fit_to_card(preset, name, share)
@@ -104,15 +104,15 @@ def card_table(
 
 # %% ../../nbs/02_accounting/02l_your_gpu.ipynb #109fc70f
 def measured_recipes(
-    folder:str|Path, # With the files of `make gpu`, `gpu-*.json`
-)->Table|None: # A row for each recipe and card; none where nothing was measured
-    "Measured tokens per second and memory, beside what the account expects and others report."
+    folder:str|Path, # Folder with the results of `make gpu`, `gpu-*.json`
+)->Table|None: # One row per recipe and GPU; `None` if nothing was measured
+    "Show measured tokens per second and memory beside expected and published numbers."
     rows = []
     for path in sorted(Path(folder).glob("gpu-*.json")):
         found = read_json(path)
         for step,r in found["steps"].items():
             if "mfu" not in r or "fault" in r: continue
-            # At `SHARE` of the product that was measured there
+            # at `SHARE` of the product that was measured there
             expected = SHARE/r["mfu"]*r["tokens_per_s"]
             rows.append({"card": found["gpu"] or "dry run", "recipe": step,
                          "tokens/s": round(r["tokens_per_s"]), "expected": round(expected),
@@ -124,8 +124,8 @@ def measured_recipes(
 # %% ../../nbs/02_accounting/02l_your_gpu.ipynb #42e75d93
 def measured_peers(
     folder:str|Path, # As for `measured_recipes`
-)->Table|None: # A row for each library and way; none where nothing was measured
-    "Steps of training and writing, ours and of others, side by side."
+)->Table|None: # One row per library and variant; `None` if nothing was measured
+    "Compare steps of training and generation in this and in other libraries."
     rows = []
     for path in sorted(Path(folder).glob("gpu-*.json")):
         found = read_json(path)

@@ -20,17 +20,17 @@ def compile_once(
     f,         # A function of numbers and arrays
     **options, # As for `numba.njit`
 ):
-    "Compile `f` at its first call; keep the machine code where a file and a folder allow it."
+    "Compile `f` at its first call, and save the machine code if possible."
     try: compiled = njit(f, cache=os.path.isfile(f.__code__.co_filename), **options)
-    except RuntimeError: return njit(f, **options)              # No such folder
+    except RuntimeError: return njit(f, **options)              # there is no folder to save it
     kept = getattr(getattr(compiled, "_cache", None), "_cache_file", None)
-    if kept: kept.__class__ = _NamedFiles                       # None where Numba is switched off
+    if kept: kept.__class__ = _NamedFiles                       # `None` if Numba is switched off
     return compiled
 
-class _NamedFiles(IndexDataCacheFile): # Machine code in files that are named after its key
+class _NamedFiles(IndexDataCacheFile): # Saves machine code in files named after its key
     def save(self, key, data):
         name = self._data_name(int(sha256(repr(key).encode()).hexdigest()[:12], 16))
-        self._save_data(name, data)                    # First, so that the index never lies
+        self._save_data(name, data)                    # first, so that the index is never wrong
         self._save_index(self._load_index() | {key: name})
 
 # %% ../../nbs/00_tools/00m_compiled.ipynb #d20fc74e
@@ -42,7 +42,7 @@ fused = partial(compile_once, nogil=True, error_model="numpy",
 # %% ../../nbs/00_tools/00m_compiled.ipynb #8240003d
 @intrinsic
 def borrow(typingctx, array):
-    "The same array without a reference count. Only for what outlives the call."
+    "Return an array without a reference count. The original must outlive the call."
     def codegen(context, builder, signature, args):
         a = context.make_array(signature.args[0])(context, builder, args[0])
         a.meminfo, a.parent = a.meminfo.type(None), a.parent.type(None)
@@ -56,7 +56,7 @@ def _address(context, builder, kind, array, i): # Address of element i
 # %% ../../nbs/00_tools/00m_compiled.ipynb #6379ad0d
 @intrinsic
 def eight_bytes(typingctx, array, i):
-    "Bytes i to i + 7 as one number, the first byte lowest."
+    "Return bytes i to i + 7 as one number, the first byte lowest."
     def codegen(context, builder, signature, args):
         address = _address(context, builder, signature.args[0], *args)
         load = builder.load(builder.bitcast(address, ir.IntType(64).as_pointer()))
@@ -66,7 +66,7 @@ def eight_bytes(typingctx, array, i):
 
 @intrinsic
 def prefetch(typingctx, array, i):
-    "Have element i brought into the cache meanwhile."
+    "Start loading element i into the processor's cache."
     def codegen(context, builder, signature, args):
         element, number = _address(context, builder, signature.args[0], *args), ir.IntType(32)
         address = builder.bitcast(element, ir.IntType(8).as_pointer())
@@ -78,14 +78,14 @@ def prefetch(typingctx, array, i):
 
 @intrinsic
 def trailing_zeros(typingctx, x):
-    "Zero bits below the lowest one; 64 for 0."
+    "Count the zero bits below the lowest one bit; 64 for 0."
     def codegen(context, builder, signature, args): return builder.cttz(args[0], ir.IntType(1)(0))
     return types.int64(types.uint64), codegen
 
 # %% ../../nbs/00_tools/00m_compiled.ipynb #6a8e1b62
 @intrinsic
 def in_range(typingctx, array, i, low, width):
-    "Bit j says whether low <= array[i+j] < low + width, for the 64 bytes from i on."
+    "Return a mask whose bit j says whether low <= array[i+j] < low + width, for 64 bytes."
     def codegen(context, builder, signature, args):
         byte, number, vector = ir.IntType(8), ir.IntType(32), ir.VectorType(ir.IntType(8), 64)
         zeros = ir.Constant(ir.VectorType(number, 64), [0]*64)
@@ -103,7 +103,7 @@ def in_range(typingctx, array, i, low, width):
 # %% ../../nbs/00_tools/00m_compiled.ipynb #af8797d3
 @intrinsic
 def add_one(typingctx, array, i):
-    "Add 1 to element i at once, for all threads; the value before comes back."
+    "Add 1 to element i atomically. Returns the value before."
     def codegen(context, builder, signature, args):
         address = _address(context, builder, signature.args[0], *args)
         return builder.atomic_rmw("add", address, ir.Constant(ir.IntType(64), 1), "seq_cst")
@@ -111,11 +111,11 @@ def add_one(typingctx, array, i):
 
 @intrinsic
 def peek(typingctx, array, i):
-    "Element i as the other threads have left it."
+    "Read element i as other threads have left it."
     def codegen(context, builder, signature, args):
         address = _address(context, builder, signature.args[0], *args)
         return builder.load_atomic(address, "seq_cst", 8)
     return types.int64(array, types.int64), codegen
 
-_yields = hasattr(os, "sched_yield") # Let another thread have the core
+_yields = hasattr(os, "sched_yield") # to let another thread use the core
 give_way = types.ExternalFunction("sched_yield", types.int32()) if _yields else njit(lambda: 0)

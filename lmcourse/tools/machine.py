@@ -13,33 +13,33 @@ from pathlib import Path
 
 # %% ../../nbs/00_tools/00l_machine.ipynb #9d592e11
 def cores()->int: # At least 1
-    "How many cores this process may use: its affinity where the system has one, else all cores."
+    "Return how many cores this process may use: its affinity if the system has one, or all cores."
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 # %% ../../nbs/00_tools/00l_machine.ipynb #122bbee6
 def processor_name()->str:
-    "What the processor calls itself, as far as the system tells."
+    "Return the name of the processor, as far as the system tells."
     try: lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError: lines = []
     names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     return next(names, "") or platform.processor() or platform.machine()
 
 def gpu_name()->str|None: # None without a GPU, or without its driver
-    "What the first NVIDIA GPU calls itself."
+    "Return the name of the first NVIDIA GPU."
     if not shutil.which("nvidia-smi"): return None
     asked = subprocess.run(["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"],
                            capture_output=True, text=True)
     return asked.stdout.partition("\n")[0].strip() or None if asked.returncode == 0 else None
 
 def machine_name()->str:
-    "Cores, processor and GPU in one line, as results are signed with it."
+    "Describe cores, processor and GPU in one line, to sign results with."
     count, gpu = cores(), gpu_name()
     return (f"{count} core{'s'*(count > 1)} of {processor_name()}, "
             f"{f'with {gpu}' if gpu else 'no GPU'}")
 
 # %% ../../nbs/00_tools/00l_machine.ipynb #db595ff2
 def peak_bytes()->int|None: # None where the system doesn't tell
-    "The most memory that this process has held, in bytes."
+    "Return the peak memory of this process so far, in bytes."
     if (status := Path("/proc/self/status")).exists():
         return 1024*int(re.findall(r"VmHWM:\s+(\d+)", status.read_text())[0])
     try: import resource
@@ -49,14 +49,14 @@ def peak_bytes()->int|None: # None where the system doesn't tell
 
 # %% ../../nbs/00_tools/00l_machine.ipynb #573b431b
 def memory_bytes()->int: # `OSError` where the system doesn't tell
-    "The memory of this machine, or of the container this process runs in, in bytes."
+    "Return the memory of this machine, or of the container this process runs in, in bytes."
     if not hasattr(os, "sysconf"):
         raise OSError("memory_bytes: this system does not say how much memory it has")
     whole = os.sysconf("SC_PAGE_SIZE")*os.sysconf("SC_PHYS_PAGES")
     return min(whole, _container_bytes("max") or whole)
 
 def available_bytes()->int|None: # None where the system doesn't tell
-    "How much of it can still be had."
+    "Return how much memory is still available, in bytes."
     try: free = 1024*int(re.findall(r"MemAvailable:\s+(\d+)", Path("/proc/meminfo").read_text())[0])
     except (OSError, IndexError): return None
     limit, used = _container_bytes("max"), _container_bytes("current")
@@ -69,8 +69,8 @@ def _container_bytes(which:str
 
 # %% ../../nbs/00_tools/00l_machine.ipynb #e9329065
 def keep_freed_memory():
-    """Have glibc keep what was freed for the next step, and not give it back to the system page by
-    page. Does nothing elsewhere."""
+    """Make glibc keep freed memory for the next step instead of returning it page by page.
+    Does nothing on other systems."""
     try: mallopt = ctypes.CDLL(None).mallopt
     except (AttributeError, OSError, TypeError): return
     mallopt(-1, 2**31 - 1)                              # M_TRIM_THRESHOLD in bytes
@@ -79,18 +79,18 @@ def keep_freed_memory():
 
 # %% ../../nbs/00_tools/00l_machine.ipynb #a2ed2a33
 def return_freed_memory():
-    """Give back to the system what is free, also what `keep_freed_memory` holds. Gives back nothing
-    where there is no glibc."""
+    """Return freed memory to the system, also what `keep_freed_memory` holds.
+    Does nothing without glibc."""
     try: trim = ctypes.CDLL(None).malloc_trim
     except (AttributeError, OSError, TypeError): return
     trim(0)
 
 # %% ../../nbs/00_tools/00l_machine.ipynb #d04030a9
 def report_speed(
-    claims:dict, # What the page says of a measurement, in words, to whether it is so here
+    claims:dict, # A claim about a measurement, in words, to whether it holds here
 ):
-    """Print each claim as held or not, under the machine's name and the date.
-    Never fails: a speed is no property of the code."""
+    """Print whether each claim held, under the machine's name and the date.
+    Never fails: a speed is not a property of the code."""
     if not isinstance(claims, dict) or not claims:
         raise TypeError(f"report_speed takes a dict of claims, got {claims!r}")
     print(f"Measured on {machine_name()}, {date.today()}:")
@@ -100,8 +100,8 @@ def report_speed(
 def asked_for(
     need:str, # What the cell needs, in words: "20 minutes on two cores"
 )->bool:
-    """Whether cells that need much are to run: only where the environment has `LMCOURSE_SLOW=1`.
-    Else a line says what is needed."""
+    """Return whether expensive cells should run: only if the environment has `LMCOURSE_SLOW=1`.
+    Otherwise prints what is needed."""
     asked = os.environ.get("LMCOURSE_SLOW", "") not in ("", "0")
     if not asked:
         print(f"Skipped, because it needs {need}. To run it, start with LMCOURSE_SLOW=1 in the "

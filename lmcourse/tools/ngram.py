@@ -39,12 +39,12 @@ def _estimate(
 def ngram_losses(
     train:np.ndarray,  # Training token ids (N,), each document ended by `end_of_text`
     valid:np.ndarray,  # Validation token ids (M,), likewise
-    vocab_size:int,    # V
-    end_of_text:int,   # Stands after each document, and for all that is before it
-    order:int=5,       # The longest n
+    vocab_size:int,    # Number of ids, V
+    end_of_text:int,   # Id after each document, also used for everything before it
+    order:int=5,       # Largest n
 )->np.ndarray: # Nats (order, M): row n-1 is the n-gram's -log p of each validation token
-    """Losses of interpolated Kneser–Ney models of order 1 to `order`.
-    `ValueError` for ids outside the vocabulary."""
+    """Compute the losses of interpolated Kneser–Ney models of order 1 to `order`.
+    Raises `ValueError` for ids outside the vocabulary."""
     ids = np.concatenate([train, valid]).astype(np.int64)
     if not len(train) or not len(valid):
         raise ValueError(f"ngram: {len(train)} training and {len(valid)} validation tokens; both "

@@ -13,10 +13,10 @@ from .files import read_json
 
 # %% ../../nbs/00_tools/00k_pages.ipynb #c213e85e
 def page_files(
-    folder:str|Path=".", # Where a page lies
-)->dict: # Path of each page by its name, relative to `folder`, sorted by name
-    """The pages of the course that `folder` belongs to.
-    `FileNotFoundError` if neither it nor a folder above has `index.ipynb`."""
+    folder:str|Path=".", # Folder of a page
+)->dict: # Name of each page to its path relative to `folder`, sorted by name
+    """List the pages of the course that `folder` belongs to.
+    Raises `FileNotFoundError` if neither it nor a folder above has `index.ipynb`."""
     folder = Path(folder).resolve()
     top = next((p for p in (folder, *folder.parents) if (p/"index.ipynb").is_file()), None)
     if top is None:
@@ -29,9 +29,9 @@ def page_files(
 # %% ../../nbs/00_tools/00k_pages.ipynb #bff1eb1a
 def page_text(
     path:str|Path, # A notebook
-)->str: # Its markdown cells, with an empty line between them, without blocks of code
-    """What a notebook says.
-    `FileNotFoundError` if there is none, `ValueError` if the file is no notebook."""
+)->str: # Its markdown cells, separated by empty lines, without blocks of code
+    """Read the text of a notebook.
+    Raises `FileNotFoundError` if there is none, and `ValueError` if it is not a notebook."""
     try:
         cells = read_json(path)["cells"]
         text = "\n\n".join("".join(c["source"]) for c in cells if c["cell_type"] == "markdown")
@@ -40,13 +40,13 @@ def page_text(
 
 # %% ../../nbs/00_tools/00k_pages.ipynb #06362f01
 class Reading(NamedTuple):
-    "How long a page takes to read, and what there is."
+    "The time it takes to read a page, and what the page contains."
     minutes:float; words:int; lines:int
 
 def reading_time(
     cells:list, # Of a notebook, as in its file
 )->Reading: # 200 words and 20 lines of open code a minute
-    "The time to read a page, without what is folded: hidden code, and all code under Proof."
+    "Estimate the time to read a page without its folded parts: hidden code, code under Proof."
     words, lines, proof = 0, 0, False
     for c in cells:
         source = "".join(c["source"])
@@ -63,15 +63,15 @@ def reading_time(
 def heading_anchor(
     text:str, # Of a heading
 )->str: # Without the number that a second one of the same words gets
-    "The address that Pandoc (so Quarto, so nbdev's links) gives a heading."
+    "Return the address that Pandoc, and so Quarto and nbdev's links, gives to a heading."
     return re.sub(r"^[^a-z]+", "",
                   re.sub(r"[^\w\-. ]", "", text.lower()).strip().replace(" ", "-")) or "section"
 
 # %% ../../nbs/00_tools/00k_pages.ipynb #6efa47aa
 def page_anchors(
     path:str|Path, # A notebook
-)->set: # What may stand behind `#` in a link to it
-    "The addresses of a page's headings. Errors as for `page_text`."
+)->set: # Texts that may follow `#` in a link to the page
+    "Return the addresses of a page's headings. Errors as for `page_text`."
     found = []
     for heading in re.findall(r"^#{1,6} +(.*)$", page_text(path), flags=re.M):
         own = re.search(r"\{#([\w-]+)\}\s*$", heading)
@@ -80,11 +80,11 @@ def page_anchors(
 
 # %% ../../nbs/00_tools/00k_pages.ipynb #d96bcd97
 def check_links(
-    text:str,            # Markdown, say of `page_text`
-    folder:str|Path=".", # Where its notebook lies
+    text:str,            # Markdown, for example from `page_text`
+    folder:str|Path=".", # Folder of its notebook
 )->int: # Number of links to notebooks that were followed
-    """`AssertionError` unless each link to a notebook finds the page, and the heading where it
-    names one."""
+    """Check links to notebooks.
+    Raises `AssertionError` unless each link's page, and its heading if it names one, exist."""
     known, links = {}, re.findall(r"\]\(([\w./-]+\.ipynb)(?:#([^)\s]*))?\)", text)
     for page,at in links:
         path = Path(folder)/page

@@ -17,15 +17,15 @@ from .grammar import (Expectations, PrefixReader, Reader, Writer, read_grammar,
 # %% ../../nbs/00_tools/00f_stories.ipynb #4f68f45b
 class Entropy(NamedTuple):
     "The entropy of a source of documents."
-    document:float # Nats in a document, on average
-    byte:float     # Nats in a byte: `document` over the mean length
+    document:float # Mean nats per document
+    byte:float     # Nats per byte: `document` divided by the mean length
     bytes:float    # Mean length of a document in bytes
 
 # %% ../../nbs/00_tools/00f_stories.ipynb #b63826dd
 class Stories:
-    "Endless documents of a grammar, the same for a seed on every machine."
+    "Endless documents from a grammar, the same for a seed on every machine."
     def __init__(self,
-        seed:int=0,            # Of the choices
+        seed:int=0,            # Seed of the choices
         grammar:str|None=None, # Another grammar as text; its first rule is the document
         zipf:float=0.,         # Entry r of a list is `r**-zipf` as likely as its first
     ):
@@ -40,12 +40,13 @@ class Stories:
 
     def log_probs(self, document:str
     )->list: # One number in nats for each sequence of choices that makes it
-        "The log-probabilities of all derivations of `document`; none if the grammar can't make it."
+        "Return the log-probabilities of all derivations of a document; empty if it has none."
         return [logp for end,_,logp in Reader(self.rules, document).read(self.start, 0, {})
                 if end == len(document)]
 
     def log_prob(self, document:str)->float: # In nats; negative
-        "The exact log-probability of `document`. `ValueError` if the grammar can't have made it."
+        """Compute the exact log-probability of a document.
+        Raises `ValueError` if the grammar can't have made it."""
         ways = self.log_probs(document)
         if not ways:
             raise ValueError(f"no story of this grammar: {document[:60]!r} ({len(document)} "
@@ -53,16 +54,16 @@ class Stories:
         return _log_sum(ways)
 
     def prefix_log_prob(self, text:str)->float: # In nats; -inf if no story begins so
-        "The exact log-probability that a document begins with `text`."
+        "Compute the exact log-probability that a document begins with `text`."
         ways = PrefixReader(self.rules, text).read(self.start, 0, {})
         return _log_sum([logp for end,_,logp in ways if end in (None, len(text))])
 
     def next_probs(self,
         prefix:str,   # A beginning of a story
-        choices:list, # Texts that may follow; none stands for the end of the story
+        choices:list, # Texts that may follow; the empty text means the end of the story
     )->dict: # Choice to its probability, 0 for one that can't follow
-        """The exact probability that each choice comes right after `prefix`.
-        `ValueError` if no story begins so."""
+        """Compute the exact probability that each choice comes right after `prefix`.
+        Raises `ValueError` if no story begins that way."""
         if (begun := self.prefix_log_prob(prefix)) == -math.inf:
             raise ValueError(f"no story of this grammar begins with {prefix[-60:]!r}")
         def log_prob(choice):
@@ -71,7 +72,7 @@ class Stories:
         return {choice: math.exp(log_prob(choice) - begun) for choice in choices}
 
     def entropy(self)->Entropy: # In closed form
-        "The mean of -log p over all derivations, which is that over all documents if none has two."
+        "Compute the mean of -log p over all derivations: the entropy, if no document has two."
         _, nats, size = map(sum, zip(*Expectations(self.rules).flow(self.start, ()).values()))
         return Entropy(nats, nats/size, size)
 
@@ -90,7 +91,7 @@ def _course_text()->str:
     return files("lmcourse").joinpath("data/stories.txt").read_text(encoding="utf-8")
 
 def short_stories(
-    seed:int=0,    # Of the choices
+    seed:int=0,    # Seed of the choices
     zipf:float=0., # Of the lists, as in `Stories`
 )->Stories: # `stories-short`
     "The course's grammar, but a story is over before anything happens: its first three sentences."
