@@ -9,6 +9,7 @@ import subprocess
 import sys
 import sysconfig
 import types
+import warnings
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -28,7 +29,7 @@ from lmcourse.tools.stories import Stories
 from lmcourse.training.data import TokenDataset, write_tokens
 from lmcourse.training.engines import NumpyEngine, Objective, TorchEngine, World, noise_scale, plan_batch
 from lmcourse.training.checkpoint import Checkpoints, read_state
-from lmcourse.training import evaluation
+from lmcourse.training import engines, evaluation
 from lmcourse.training.evaluation import evaluate, summarize
 from lmcourse.training.models import load_model, save_model, training_of
 from lmcourse.training.plots import live_plot, plot_runs
@@ -222,11 +223,11 @@ def test_windows_that_count_differently_are_weighed(data):
 
 
 @pytest.mark.parametrize("config, processes, words", [
-    (TrainConfig(tokens_per_step=1000), 1, "tokens_per_step by context_length: 1000 is no multiple of 32; 992 or 1024 would do"),
-    (TrainConfig(tokens_per_step=10), 1, "10 is no multiple of 32; 32 or 32 would do"),
-    (TrainConfig(batch_size=4), 3, "windows of a step by processes: 4 is no multiple of 3; 3 or 6 would do"),
-    (TrainConfig(batch_size=2), 3, "2 is no multiple of 3; 3 or 3 would do"),
-    (TrainConfig(batch_size=8, micro_batch=3), 2, "windows of a process by micro_batch: 4 is no multiple of 3; 3 or 6 would do")])
+    (TrainConfig(tokens_per_step=1000), 1, "tokens_per_step by context_length: 1000 is not a multiple of 32; 992 or 1024 would do"),
+    (TrainConfig(tokens_per_step=10), 1, "10 is not a multiple of 32; 32 or 32 would do"),
+    (TrainConfig(batch_size=4), 3, "windows of a step by processes: 4 is not a multiple of 3; 3 or 6 would do"),
+    (TrainConfig(batch_size=2), 3, "2 is not a multiple of 3; 3 or 3 would do"),
+    (TrainConfig(batch_size=8, micro_batch=3), 2, "windows of a process by micro_batch: 4 is not a multiple of 3; 3 or 6 would do")])
 def test_numbers_that_do_not_divide(config, processes, words):
     with pytest.raises(ValueError, match=words): plan_batch(config, 32, processes)
 
@@ -557,7 +558,7 @@ def test_compiled_steps_are_those_of_the_model_itself(data):
 
 @pytest.mark.parametrize("changes, words", [
     (dict(engine="numpy", dtype="bfloat16"), "engine = numpy with dtype = bfloat16"), (dict(engine="numpy", compile=True), "engine = numpy with compile = True"),
-    (dict(engine="numpy", device="cuda"), "cuda"), (dict(micro_batch=4), "6 is no multiple of 4; 4 or 8 would do"), (dict(tokens_per_step=31), "31 is no multiple of 32")])
+    (dict(engine="numpy", device="cuda"), "cuda"), (dict(micro_batch=4), "6 is not a multiple of 4; 4 or 8 would do"), (dict(tokens_per_step=31), "31 is not a multiple of 32")])
 def test_what_does_not_go_together_is_refused(data, changes, words):
     with pytest.raises(ValueError, match=words): Trainer(MODEL, replace(SHORT, **changes), *sets(data))
 
@@ -628,6 +629,18 @@ def test_processes_train_the_model_that_one_trains(data, tmp_path, trained, case
     again.resume(many)
     assert again.step == 12
     check_close([float(p.detach().double().sum()) for p in again.model.parameters()], digests[0], rtol=1e-9)
+
+
+def test_no_buffers_are_sent_in_a_forward_pass_and_no_torch_warns():
+    "RoPE's tables are the same in every process."
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    engine = types.SimpleNamespace(world=types.SimpleNamespace(size=2, mesh=None), config=SHORT)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            shared = engines._make_loss(TransformerLM(MODEL), first_half, engine)
+        assert [*shared.buffers()] and not shared.will_sync_module_buffers()
+    finally: torch.distributed.destroy_process_group()
 
 
 def test_the_command_with_two_processes(tmp_path):

@@ -11,10 +11,10 @@ __all__ = ['CUT_OFF', 'SHARED_OUT', 'BITS', 'BENCHES', 'COMPLETIONS', 'COMMANDS'
            'result_line', 'loss_plot', 'draw', 'story', 'beginning', 'checked_device', 'decoder_for', 'load_draft',
            'draw_story', 'GenerateCommand', 'ServeCommand', 'ChatCommand', 'PlotCommand', 'QuickstartCommand',
            'get_ready', 'plan', 'keep', 'AccountCommand', 'PlanCommand', 'ScaleCommand', 'smoke', 'SmokeCommand',
-           'AblateCommand', 'DoctorCommand', 'EvalCommand', 'SftCommand', 'DpoCommand', 'RlCommand', 'align',
-           'CurateCommand', 'PipelineCommand', 'BenchTokenizerCommand', 'BenchTrainingCommand', 'BenchLoopCommand',
-           'BenchGenerationCommand', 'BenchKernelsCommand', 'BenchCommand', 'CheckCommand', 'ExercisesCommand',
-           'CompletionCommand', 'one_line', 'parse', 'main', 'kill_as_ctrl_c']
+           'AblateCommand', 'SpeedrunCommand', 'DoctorCommand', 'EvalCommand', 'SftCommand', 'DpoCommand', 'RlCommand',
+           'align', 'CurateCommand', 'PipelineCommand', 'BenchTokenizerCommand', 'BenchTrainingCommand',
+           'BenchLoopCommand', 'BenchGenerationCommand', 'BenchKernelsCommand', 'BenchCommand', 'CheckCommand',
+           'ExercisesCommand', 'CompletionCommand', 'one_line', 'parse', 'main', 'kill_as_ctrl_c']
 
 # %% ../../nbs/90_app/90g_cli.ipynb #56d80fc9
 import contextlib, errno, hashlib, io, json, math, os, re, select, shutil, signal, socket, sys
@@ -274,7 +274,7 @@ def ngram_line(data:Path)->str: # All of them, and the best
 # %% ../../nbs/90_app/90g_cli.ipynb #04c6fd85
 @dataclass
 class TrainCommand:
-    "Train a model on prepared data, or go on with a run that was cut off."
+    "Train a model on prepared data, or continue a run that was interrupted."
     data: word(Path|None, "DATA") = None    # Folder that `lmcourse prepare` wrote
     out: word(Path|None, "OUT") = None      # New folder for the run
     # Go on with this run, from its last checkpoint; its own settings hold
@@ -661,7 +661,7 @@ class ServeCommand:
     host: str = "127.0.0.1"     # Who may ask: by default programs on this machine
     port: int = 8000            # Where it listens
     name: str = "lmcourse"      # Of the model, for clients
-    max_open: int = 64          # Answers running or waiting; more are refused
+    max_open: int = 64          # Answers running or waiting; more are rejected
     max_running: int = 16       # Answers computed together
     max_tokens: int|None = None # Of an answer; by default what the context has room for
     max_body: int = 1_000_000   # Bytes of a request
@@ -997,7 +997,7 @@ def smoke(
 # %% ../../nbs/90_app/90g_cli.ipynb #87cd5c58
 @dataclass
 class SmokeCommand:
-    "Train the NumPy engine for a second, beside the published run of the same size."
+    "Train the NumPy engine for a second, and compare with the published run of the same size."
     seed: int = 0 # Of the ids and the weights
 
     def run(self):
@@ -1055,6 +1055,24 @@ class AblateCommand:
         except KeyboardInterrupt: raise KeyboardInterrupt("interrupted; go on with the same "
                                                           "command") from None
         say("", str(study_table(self.study, lines, self.scale, **more)))
+
+# %% ../../nbs/90_app/90g_cli.ipynb #02cae73d
+@dataclass
+class SpeedrunCommand:
+    "Race the course's recipe against nanoGPT's on one core; runs that OUT has are not made again."
+    # race; changes of our recipe, or longer runs of some; grid of nanoGPT's sizes and rates
+    part: word(Literal["race", "changes", "longer", "grid"], "PART") = "race"
+    seeds: int = 5              # Of every run
+    minutes: float = 60.        # Longest run of a contestant, in minutes of CPU time
+    mark: float = 0.15          # Nats per token above the floor that end the race
+    out: Path = Path("runs/speedrun.jsonl") # A line for every run
+    work: Path = Path("runs/speedrun")      # Folder for the tokens
+
+    def run(self):
+        from lmcourse.ablations.speedrun import check_race, speedrun
+        with checking_input():
+            check_race(range(self.seeds), self.minutes, self.mark, self.out, self.work)
+        say(str(speedrun(self.part, self.seeds, self.out, self.work, self.minutes, self.mark, say)))
 
 # %% ../../nbs/90_app/90g_cli.ipynb #b5242fdd
 @dataclass
@@ -1197,7 +1215,7 @@ def align(
 # %% ../../nbs/90_app/90g_cli.ipynb #90g0cur1
 @dataclass
 class CurateCommand:
-    "Clean a crawl by a recipe: documents, a funnel and a data card; go on if it was cut off."
+    "Clean a crawl by a recipe: documents, a funnel and a data card; continues where it stopped."
     source: word(Path, "IN")    # WARC, WET, JSON lines or text, also .gz, or a folder of them
     out: word(Path, "OUT")      # New folder, or one that the same command has begun
     recipe: Path                # Steps and their options, .toml or .json
@@ -1225,7 +1243,7 @@ class CurateCommand:
 # %% ../../nbs/90_app/90g_cli.ipynb #14n90pip
 @dataclass
 class PipelineCommand:
-    "All of the course in a row: from web pages to a model that does what you ask; go on if cut off."
+    "The whole course in one run: from web pages to a model that does what you ask."
     out: word(Path, "OUT") = Path("runs/pipeline") # Folder: new, or begun by the same command
     until: str|None = None      # Stop after this stage; by default all are done
     # A dozen minutes of two cores, or a model of 100 million parameters and more on a GPU
@@ -1256,12 +1274,12 @@ class PipelineCommand:
 # %% ../../nbs/90_app/90g_cli.ipynb #9fec4938
 @dataclass
 class BenchTokenizerCommand:
-    "Learning, encoding, memory and the first use, beside tiktoken, tokenizers and rustbpe."
+    "Training, encoding, memory and first use, compared with tiktoken, tokenizers and rustbpe."
     # Corpora: stories, web (texts of this Python installation), text:PATH
     data: tuple[str, ...] = ("stories", "web")
     # Megabytes of each corpus; by default 80 of stories, 30 of others
     max_mb: float|None = None
-    threads: int = 2                            # Threads, set beside one thread
+    threads: int = 2                            # Threads, compared with one thread
     rounds: int = 3                             # How often it is each one's turn
     out: Path|None = None                       # New file for all measurements, as JSON
 
@@ -1272,7 +1290,7 @@ class BenchTokenizerCommand:
 # %% ../../nbs/90_app/90g_cli.ipynb #8ebae005
 @dataclass
 class BenchTrainingCommand:
-    """A training step of each engine, beside transformers and beside the fastest matrix product of
+    """A training step of each engine, compared with transformers and the fastest matrix product of
     this machine."""
     rounds: int = 5                             # How often it is each one's turn
     threads: int|None = None                    # Threads of each; by default one a core
@@ -1288,14 +1306,14 @@ class BenchTrainingCommand:
 # %% ../../nbs/90_app/90g_cli.ipynb #0cab2b15
 @dataclass
 class BenchLoopCommand:
-    "The trainer's loop beside bare steps, one setting changed at a time."
+    "The training loop compared with bare steps, one setting changed at a time."
     # Model and batch; by default those of `bench training`
     preset: str|None = None
     device: Literal["cpu", "cuda"] = "cpu"      # Where it computes
     steps: int = 5                              # Of one variant before it is the next one's turn
     rounds: int = 5                             # How often it is each one's turn
     threads: int|None = None                    # Threads of each; by default one a core
-    only: some(str, "all") = ()                 # Variants that are measured beside the first
+    only: some(str, "all") = ()                 # Variants to compare with the first
     out: Path|None = None                       # New file for all measurements, as JSON
 
     def lines(self):
@@ -1306,7 +1324,7 @@ class BenchLoopCommand:
 # %% ../../nbs/90_app/90g_cli.ipynb #a385ce96
 @dataclass
 class BenchGenerationCommand:
-    "Writing token by token, beside transformers and beside the time of reading all weights."
+    "Writing token by token, compared with transformers and with reading all weights."
     rounds: int = 5                             # How often it is each one's turn
     threads: int|None = None                    # Threads of each; by default one a core
     models: tuple[str, ...] = ("36M", "5M")     # Which sizes
@@ -1319,7 +1337,7 @@ class BenchGenerationCommand:
 # %% ../../nbs/90_app/90g_cli.ipynb #22aacdfb
 @dataclass
 class BenchKernelsCommand:
-    "Kernels of chapter 09 beside torch, torch.compile and other libraries; it wants an NVIDIA GPU."
+    "Kernels of chapter 09 against torch, torch.compile and other libraries; needs an NVIDIA GPU."
     seconds: float = 2.0                        # How long each task is measured
     out: Path|None = None                       # New file for all times, as JSON
 
@@ -1334,7 +1352,7 @@ BENCHES = dict(tokenizer=BenchTokenizerCommand, training=BenchTrainingCommand,
 
 @dataclass
 class BenchCommand:
-    "Measure a part of the course beside other libraries, in turns and in one run."
+    "Compare a part of the course with other libraries, taking turns in one run."
     # What is measured
     part: Union[tuple(Annotated[cls, tyro.conf.subcommand(name)] for name,cls in BENCHES.items())]
 
@@ -1422,7 +1440,8 @@ COMMANDS = dict(quickstart=QuickstartCommand, tokenizer=TokenizerCommand, prepar
                 generate=GenerateCommand, plot=PlotCommand, check=CheckCommand,
                 exercises=ExercisesCommand, account=AccountCommand, plan=PlanCommand,
                 scale=ScaleCommand,
-                serve=ServeCommand, chat=ChatCommand, ablate=AblateCommand, doctor=DoctorCommand,
+                serve=ServeCommand, chat=ChatCommand, ablate=AblateCommand,
+                speedrun=SpeedrunCommand, doctor=DoctorCommand,
                 eval=EvalCommand, sft=SftCommand, dpo=DpoCommand, rl=RlCommand,
                 bench=BenchCommand, smoke=SmokeCommand,
                 completion=CompletionCommand)
