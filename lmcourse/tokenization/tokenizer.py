@@ -249,7 +249,7 @@ class _FirstTexts:
         self.readable = ReadableEncoder(tokenizer, special)
     def _choose(self, size:int):
         self.left -= size
-        if size <= 4096 and self.left >= 0 and not _ready("encode_short", "encode_kernel"):
+        if size <= 4096 and self.left >= 0 and not _ready("encode_kernel"):
             return self.readable
         from lmcourse.tokenization.fast_bpe import Encoder
         t = self.tokenizer
@@ -279,7 +279,9 @@ class TextEncoder(VocabularyFiles):
     )->list: # A special token in `text` becomes its one id
         """The ids of a text. With `special=False` no special one: for text from outside.
         `ValueError` for what has no ids."""
-        return (self._encoder if special else self._plain).encode_list(_utf8(text))
+        try: data = str.encode(text)
+        except (TypeError, UnicodeEncodeError): data = _utf8(text)
+        return (self._encoder if special else self._plain).encode_list(data)
     def encode_bytes(self, data:bytes, special:bool=True
     )->list: # `decode_bytes` gives them back, whatever they are
         "The ids of bytes, which need not be UTF-8."
