@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
 from ..tools.config import UserError, refuse_unwritable, unknown
 from ..tools.files import lock_file, read_json, remove, write_text
 from ..tools.machine import peak_bytes
@@ -31,8 +32,8 @@ class Stage:
     seconds:float=0. # CPU seconds that it is expected to take
 
 def file_digests(
-    folder,        # Of a stage
-    outputs:tuple, # Files and folders in it
+    folder:str|Path, # Of a stage
+    outputs:tuple,   # Files and folders in it
 )->dict: # Path to SHA-256
     "What every file holds. `FileNotFoundError` for an output that isn't there."
     found = {}
@@ -45,15 +46,15 @@ def file_digests(
     return found
 
 def digest_of(
-    values, # What JSON can hold
+    values:Any, # What JSON can hold
 )->str: # 16 hexadecimal digits
     "The same for equal values, in whatever order keys come."
     return sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
 
 # %% ../../nbs/14_alignment/14m_stages.ipynb #14m2state
 def stage_state(
-    folder,     # Of a stage
-    order:dict, # What it is to be made of, as JSON gives it back
+    folder:str|Path, # Of a stage
+    order:dict,      # What it is to be made of, as JSON gives it back
 )->tuple: # `done`, `begun`, `new`, `changed` or `damaged`; the record; and why, in words
     "What there is of a stage, without touching it."
     folder, note = Path(folder), "begun.json"
@@ -88,8 +89,8 @@ def _short(value)->str: return text if len(text := repr(value)) <= 40 else text[
 
 # %% ../../nbs/14_alignment/14m_stages.ipynb #14m3run
 def run_stages(
-    stages:list,       # Of `Stage`, each after those that it needs
-    out,               # The pipeline's folder; one for each stage lies in it
+    stages:list,         # Of `Stage`, each after those that it needs
+    out:str|Path,        # The pipeline's folder; one for each stage lies in it
     kind:str="pipeline", # Of the pipeline: a folder of another kind is rejected
     say:Callable=print,  # Called with a line of text
     until:str|None=None, # The last stage that is wanted: none for all
@@ -139,7 +140,7 @@ def cpu_seconds()->float: # Of this process and those that it has waited for
 # %% ../../nbs/14_alignment/14m_stages.ipynb #14m3folder
 @contextmanager
 def pipeline_folder(
-    out,      # New, empty, or begun by the same kind of pipeline
+    out:str|Path, # New, empty, or begun by the same kind of pipeline
     kind:str,
 ): # Its path, locked against a second process
     "`UserError` for a folder of something else; `BlockingIOError` if another process has it."

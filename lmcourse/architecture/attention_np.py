@@ -10,6 +10,7 @@ __all__ = ['rope_tables_np', 'rope_forward', 'rope_backward', 'rope_half_forward
 
 # %% ../../nbs/03_architecture/03c_attention_np.ipynb #b5c78fde
 import numpy as np
+from typing import Any
 from ..tools.config import ModelConfig
 from .layers_np import require_dy, require_types
 from .layers_np import named_linear, named_linear_backward
@@ -19,11 +20,11 @@ from .layers_np import softmax_forward
 
 # %% ../../nbs/03_architecture/03c_attention_np.ipynb #3824ea98
 def rope_tables_np(
-    context_length:int,    # Positions 0 to `context_length - 1`, T
-    head_dim:int,          # Size of a head, K, an even number
-    theta:float=10_000.0,  # Base of the wavelengths, in tokens
-    dtype=np.float32,      # Of the tables
-    xp=np,                 # Array module that makes them
+    context_length:int,                   # Positions 0 to `context_length - 1`, T
+    head_dim:int,                         # Size of a head, K, an even number
+    theta:float=10_000.0,                 # Base of the wavelengths, in tokens
+    dtype:np.typing.DTypeLike=np.float32, # Of the tables
+    xp:Any=np,                            # Array module that makes them
 )->tuple: # Cosines and sines `(T, K/2)`
     "The angle of each position and pair. Su et al. 2021, section 3.2.2."
     if head_dim % 2: raise ValueError(f"RoPE turns pairs, but head_dim = {head_dim} is odd")
@@ -174,10 +175,10 @@ def _check_counts(T:int, S:int, window:int|None):
 
 # %% ../../nbs/03_architecture/03c_attention_np.ipynb #c34a1c8f
 def causal_mask_np(
-    num_queries:int,      # T: they stand at the last T of the S positions
+    num_queries:int,        # T: they stand at the last T of the S positions
     num_keys:int|None=None, # S: none for as many as queries
-    window:int|None=None, # How many latest keys a query sees, itself included: none for all
-    xp=np,                # Array module that makes the mask
+    window:int|None=None,   # How many latest keys a query sees, itself included: none for all
+    xp:Any=np,              # Array module that makes the mask
 )->np.ndarray: # bool `(T, S)`, `True` where a query may see a key
     "Each query sees itself and what came before. `ValueError` if there are more queries than keys."
     T, S = num_queries, num_queries if num_keys is None else num_keys

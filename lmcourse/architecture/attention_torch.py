@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 from ..tools.config import ModelConfig
 from .layers_torch import Linear, RMSNorm, at_least_float32, check_index
 from .layers_torch import softmax
@@ -40,10 +41,10 @@ def scaled_dot_product_attention(
 
 # %% ../../nbs/03_architecture/03d_attention_torch.ipynb #dffbf9cd
 def causal_mask(
-    num_queries:int,      # T: they stand at the last T of the S positions
-    num_keys:int|None=None, # S: none for as many as queries
+    num_queries:int,                   # T: they stand at the last T of the S positions
+    num_keys:int|None=None,            # S: none for as many as queries
     window:int|None=None, # How many latest keys a query sees, itself included: none for all
-    device=None,          # Where queries and keys lie
+    device:str|torch.device|None=None, # Where queries and keys lie
 )->torch.Tensor: # `(T, S)`, `True` where a query may see a key
     "Each query sees itself and what came before. `ValueError` if there are more queries than keys."
     T, S = num_queries, num_queries if num_keys is None else num_keys
@@ -76,10 +77,10 @@ def causal_attention(
 
 # %% ../../nbs/03_architecture/03d_attention_torch.ipynb #5bfea64b
 def rope_tables(
-    context_length:int,    # Positions 0 to `context_length - 1`, T
-    head_dim:int,          # Size of a head, K, an even number
-    theta:float=10_000.0,  # Base of the wavelengths, in tokens
-    dtype=torch.float32,   # Of the tables
+    context_length:int,              # Positions 0 to `context_length - 1`, T
+    head_dim:int,                    # Size of a head, K, an even number
+    theta:float=10_000.0,            # Base of the wavelengths, in tokens
+    dtype:torch.dtype=torch.float32, # Of the tables
 )->tuple: # Cosines and sines `(T, K/2)`, on the CPU
     "The angle of each position and pair. Su et al. 2021, section 3.2.2."
     if head_dim % 2: raise ValueError(f"RoPE turns pairs, but head_dim = {head_dim} is odd")
@@ -117,8 +118,9 @@ class FixedTable(nn.Module):
         raise NotImplementedError
 
     def place(self,
-        device=None, # Where the model lies, torch's default if nothing is said
-        dtype=None,  # The model's type, torch's default if nothing is said
+        # Where the model lies, torch's default if nothing is said
+        device:str|torch.device|None=None,
+        dtype:torch.dtype|None=None,       # The model's type, torch's default if nothing is said
     ):
         "Compute the table there."
         like = torch.empty(0, device=device, dtype=dtype)
@@ -143,7 +145,7 @@ class RoPE(FixedTable):
         head_dim:int,         # Size of a head, K
         theta:float=10_000.0, # Base of the wavelengths, in tokens
         # Of the model: float64 gets tables in float64, all others in float32
-        device=None, dtype=None,
+        device:str|torch.device|None=None, dtype:torch.dtype|None=None,
     ):
         super().__init__()
         self.sizes = context_length, head_dim, theta
@@ -190,14 +192,14 @@ def _turn(x:torch.Tensor, table:torch.Tensor)->torch.Tensor: # `table` is `(...,
 class HeadProjections(nn.Module):
     "The four matrices of attention."
     def __init__(self,
-        config:ModelConfig,     # Sizes and variant
-        linear:Callable=Linear, # What makes the matrices
-        device=None,            # Where they lie; `meta` for shapes alone
-        dtype=None,             # Their type, torch's default if nothing is said
+        config:ModelConfig,                  # Sizes and variant
+        linear:Callable=Linear,              # What makes the matrices
+        device:str|torch.device|None=None,   # Where they lie; `meta` for shapes alone
+        dtype:torch.dtype|None=None,         # Their type, torch's default if nothing is said
         generator:torch.Generator|None=None, # Where the initial weights come from
     ):
         super().__init__()
-        c, place = config, dict(device=device, dtype=dtype)
+        c, place = config, dict[str, Any](device=device, dtype=dtype)
         make = partial(linear, bias=c.bias, generator=generator, **place)
         self.head_dim = c.head_size
         self.q_proj, self.k_proj, self.v_proj = (make(c.d_model, heads*c.head_size)
@@ -226,12 +228,13 @@ def norm_heads(norm:RMSNorm, heads:torch.Tensor
 class CausalSelfAttention(HeadProjections):
     "Multi-head attention to what came before, as the config says."
     def __init__(self,
-        config:ModelConfig,    # Sizes and variant
+        config:ModelConfig, # Sizes and variant
         # Shared by all layers of a model: none to make one here, if the config asks for it
         rope:RoPE|None=None,
         # Queries, keys, values and a window to `(..., H, T, K)`: a kernel can stand here
         attention:Callable=causal_attention,
-        device=None, dtype=None, **more, # As for `HeadProjections`
+        # As for `HeadProjections`
+        device:str|torch.device|None=None, dtype:torch.dtype|None=None, **more:Any,
     ):
         super().__init__(config, device=device, dtype=dtype, **more)
         c, self.window, self.attention = config, config.window, attention
@@ -239,11 +242,11 @@ class CausalSelfAttention(HeadProjections):
                      if c.position == "rope" else None)
 
     def forward(self,
-        x:torch.Tensor, # `(..., T, D)`
+        x:torch.Tensor,                   # `(..., T, D)`
         positions:torch.Tensor|None=None, # Of the tokens, `(T,)` or `(..., T)`: none for 0 to T - 1
         # Keeps the keys and values of earlier tokens: `cache.update(k, v)` takes new ones, gives
         # all
-        cache=None,
+        cache:Any=None,
         # Of `rope.at`, where all layers share one: none to look it up here
         table:torch.Tensor|None=None,
     )->torch.Tensor: # `(..., T, D)`

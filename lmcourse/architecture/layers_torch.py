@@ -20,11 +20,11 @@ from ..tools.config import FFN_KINDS, unknown
 
 # %% ../../nbs/03_architecture/03b_layers_torch.ipynb #c266cb90
 def check_same(
-    f,               # A differentiable function of some tensors
-    g,               # Another, which should be the same
-    *inputs,         # Tensors that both are given; floating-point ones get a gradient
-    rtol:float=1e-5, # Allowed error in units of the value that `g` gives
-    atol:float=1e-6, # Allowed error besides
+    f:Callable,           # A differentiable function of some tensors
+    g:Callable,           # Another, which should be the same
+    *inputs:torch.Tensor, # Tensors that both are given; floating-point ones get a gradient
+    rtol:float=1e-5,      # Allowed error in units of the value that `g` gives
+    atol:float=1e-6,      # Allowed error besides
 ):
     "`AssertionError` unless `f` and `g` agree in their output and in the gradient of every input."
     results = []
@@ -37,10 +37,10 @@ def check_same(
 
 # %% ../../nbs/03_architecture/03b_layers_torch.ipynb #2efd78ed
 def truncated_normal(
-    shape:tuple,    # Of the tensor
-    std:float,      # Standard deviation before the cut at three of them on either side
-    device=None,    # Where it shall lie; on `meta` nothing is drawn
-    dtype=None,     # Its type, torch's default if nothing is said
+    shape:tuple,                       # Of the tensor
+    std:float, # Standard deviation before the cut at three of them on either side
+    device:str|torch.device|None=None, # Where it shall lie; on `meta` nothing is drawn
+    dtype:torch.dtype|None=None,       # Its type, torch's default if nothing is said
     # Where the numbers come from, on the CPU; torch's own generator if none is given
     generator:torch.Generator|None=None,
 )->torch.Tensor: # The same numbers on every device: they are drawn on the CPU
@@ -64,11 +64,11 @@ def linear(
 class Linear(nn.Linear):
     "Torch's linear layer, with the first weights of Glorot and Bengio."
     def __init__(self,
-        in_features:int,  # Size of the input's last dimension
-        out_features:int, # Size of the output's last dimension
-        bias:bool=False,  # Whether to add a learnt vector, 0 at first
-        device=None,      # Where the weights lie; `meta` for shapes alone
-        dtype=None,       # Their type, torch's default if nothing is said
+        in_features:int,                     # Size of the input's last dimension
+        out_features:int,                    # Size of the output's last dimension
+        bias:bool=False,                     # Whether to add a learnt vector, 0 at first
+        device:str|torch.device|None=None,   # Where the weights lie; `meta` for shapes alone
+        dtype:torch.dtype|None=None,         # Their type, torch's default if nothing is said
         generator:torch.Generator|None=None, # Where the initial weights come from
     ):
         super().__init__(in_features, out_features, bias, "meta")
@@ -81,12 +81,12 @@ class Linear(nn.Linear):
 class Embedding(nn.Embedding):
     "A row of `weight` for each id; `IndexError` for an id that has none."
     def __init__(self,
-        num_embeddings:int, # Rows: ids are 0 to `num_embeddings - 1`
-        embedding_dim:int,  # Size of a row
+        num_embeddings:int,                  # Rows: ids are 0 to `num_embeddings - 1`
+        embedding_dim:int,                   # Size of a row
         # Standard deviation of the initial weights, before the cut at three of them
         std:float=1.0,
-        device=None,        # Where the weights lie; `meta` for shapes alone
-        dtype=None,         # Their type, torch's default if nothing is said
+        device:str|torch.device|None=None,   # Where the weights lie; `meta` for shapes alone
+        dtype:torch.dtype|None=None,         # Their type, torch's default if nothing is said
         generator:torch.Generator|None=None, # Where the initial weights come from
     ):
         shape = num_embeddings, embedding_dim
@@ -142,10 +142,10 @@ def rmsnorm(
 class RMSNorm(nn.Module):
     "`rmsnorm` with a learnt gain, 1 at first."
     def __init__(self,
-        d_model:int,    # Size of the last dimension, D
-        eps:float=1e-5, # Added to the mean square, in units of `x**2`
-        device=None,    # Where the gain lies
-        dtype=None,     # Its type, torch's default if nothing is said
+        d_model:int,                       # Size of the last dimension, D
+        eps:float=1e-5,                    # Added to the mean square, in units of `x**2`
+        device:str|torch.device|None=None, # Where the gain lies
+        dtype:torch.dtype|None=None,       # Its type, torch's default if nothing is said
     ):
         super().__init__()
         self.eps, self.weight = eps, nn.Parameter(torch.ones(d_model, device=device, dtype=dtype))
@@ -171,11 +171,11 @@ def layernorm(
 class LayerNorm(nn.Module):
     "`layernorm` with a learnt gain, 1 at first, and a learnt bias, 0 at first."
     def __init__(self,
-        d_model:int,    # Size of the last dimension, D
-        eps:float=1e-5, # Added to the variance, in units of `x**2`
-        bias:bool=True, # Whether there is a bias
-        device=None,    # Where the weights lie
-        dtype=None,     # Their type, torch's default if nothing is said
+        d_model:int,                       # Size of the last dimension, D
+        eps:float=1e-5,                    # Added to the variance, in units of `x**2`
+        bias:bool=True,                    # Whether there is a bias
+        device:str|torch.device|None=None, # Where the weights lie
+        dtype:torch.dtype|None=None,       # Their type, torch's default if nothing is said
     ):
         super().__init__()
         self.eps, self.weight = eps, nn.Parameter(torch.ones(d_model, device=device, dtype=dtype))
@@ -224,14 +224,14 @@ ACTIVATIONS:dict[str, Callable] = dict(   # Name to function
 class FeedForward(nn.Module):
     "Widen, activate, narrow: `w2(a(w1(x)))`, or gated `w2(a(w1(x))*w3(x))`. Shazeer 2020."
     def __init__(self,
-        d_model:int,       # Size of input and output, D
-        d_ff:int,          # Size between, F
-        kind:str="swiglu", # A name in `FFN_KINDS`
-        bias:bool=False,   # Whether the matrices have biases
-        device=None,       # Where the weights lie; `meta` for shapes alone
-        dtype=None,        # Their type, torch's default if nothing is said
+        d_model:int,                         # Size of input and output, D
+        d_ff:int,                            # Size between, F
+        kind:str="swiglu",                   # A name in `FFN_KINDS`
+        bias:bool=False,                     # Whether the matrices have biases
+        device:str|torch.device|None=None,   # Where the weights lie; `meta` for shapes alone
+        dtype:torch.dtype|None=None,         # Their type, torch's default if nothing is said
         generator:torch.Generator|None=None, # Where the initial weights come from
-        linear:Callable=Linear, # What makes the matrices
+        linear:Callable=Linear,              # What makes the matrices
     ):
         super().__init__()
         if kind not in FFN_KINDS: raise unknown("feed-forward network", kind, FFN_KINDS)

@@ -23,12 +23,12 @@ from .attention_torch import causal_attention
 
 # %% ../../nbs/03_architecture/03f_transformer_torch.ipynb #69cb417e
 def make_norm(
-    config:ModelConfig, # Says which norm, and its epsilon
-    device=None,        # Where its gain lies
-    dtype=None,         # The gain's type
+    config:ModelConfig,                # Says which norm, and its epsilon
+    device:str|torch.device|None=None, # Where its gain lies
+    dtype:torch.dtype|None=None,       # The gain's type
 )->nn.Module: # A norm over D; `nn.Identity` if the config has none
     "The norm that the config asks for."
-    c, place = config, dict(device=device, dtype=dtype)
+    c, place = config, dict[str, Any](device=device, dtype=dtype)
     if c.norm == "none": return nn.Identity()
     return (RMSNorm(c.d_model, c.norm_eps, **place) if c.norm == "rmsnorm"
             else LayerNorm(c.d_model, c.norm_eps, c.bias, **place))
@@ -44,14 +44,14 @@ ATTENTION_MODULES:dict[str, Callable|str] = {
 def _found(part)->Callable: return resolve_name(part) if isinstance(part, str) else part
 
 def make_ffn(
-    config:ModelConfig, # Sizes, kind and bias
-    linear:Callable=Linear, # What makes the matrices
-    device=None,        # Where they lie
-    dtype=None,         # Their type
+    config:ModelConfig,                  # Sizes, kind and bias
+    linear:Callable=Linear,              # What makes the matrices
+    device:str|torch.device|None=None,   # Where they lie
+    dtype:torch.dtype|None=None,         # Their type
     generator:torch.Generator|None=None, # Where the initial weights come from
 )->nn.Module: # `(..., D)` to `(..., D)`
     "The feed-forward network that the config asks for."
-    how = dict(device=device, dtype=dtype, generator=generator, linear=linear)
+    how = dict[str, Any](device=device, dtype=dtype, generator=generator, linear=linear)
     name = "experts" if config.num_experts else config.ffn
     if name in FFN_MODULES: return _found(FFN_MODULES[name])(config, **how)
     return FeedForward(config.d_model, config.ffn_size, config.ffn, config.bias, **how)
@@ -87,17 +87,17 @@ def named_parts(
 class TransformerBlock(nn.Module):
     "Attention and a feed-forward network, each added to the residual stream."
     def __init__(self,
-        config:ModelConfig,  # Sizes and variant
+        config:ModelConfig,                  # Sizes and variant
         # Shared by all blocks: none to make one here, if the config asks for it
         rope:RoPE|None=None,
-        device=None,         # Where the weights lie; `meta` for shapes alone
-        dtype=None,          # Their type, torch's default if nothing is said
+        device:str|torch.device|None=None,   # Where the weights lie; `meta` for shapes alone
+        dtype:torch.dtype|None=None,         # Their type, torch's default if nothing is said
         generator:torch.Generator|None=None, # Where the initial weights come from
-        parts:Parts=Parts(), # What it is made of
+        parts:Parts=Parts(),                 # What it is made of
     ):
         super().__init__()
-        c, place, own = (config, dict(device=device, dtype=dtype),
-                         dict(linear=parts.linear, generator=generator))
+        c, place, own = (config, dict[str, Any](device=device, dtype=dtype),
+                         dict[str, Any](linear=parts.linear, generator=generator))
         self.norm_position = c.norm_position
         kind = _found(ATTENTION_MODULES["latent"]) if c.kv_lora_rank else CausalSelfAttention
         self.ln1, self.attn = (parts.norm(c, **place),
@@ -105,15 +105,15 @@ class TransformerBlock(nn.Module):
         self.ln2, self.ffn = parts.norm(c, **place), parts.ffn(c, **own, **place)
 
     def forward(self,
-        x:torch.Tensor, # The residual stream `(..., T, D)`
+        x:torch.Tensor,                   # The residual stream `(..., T, D)`
         positions:torch.Tensor|None=None, # Of the tokens: none for 0 to T - 1
-        cache=None,     # For generation: see `CausalSelfAttention`
-        table:torch.Tensor|None=None, # Likewise
+        cache:Any=None,                   # For generation: see `CausalSelfAttention`
+        table:torch.Tensor|None=None,     # Likewise
     )->torch.Tensor: # `(..., T, D)`
         x = self.add(x, partial(self.attn, positions=positions, cache=cache, table=table), self.ln1)
         return self.add(x, self.ffn, self.ln2)
 
-    def add(self, x:torch.Tensor, f, norm
+    def add(self, x:torch.Tensor, f:Callable, norm:Callable
     )->torch.Tensor: # `x` and what `f` makes of it, with the norm in its place
         if self.norm_position == "pre": return x + f(norm(x))
         return norm(x + f(x)) if self.norm_position == "post" else x + norm(f(x))
@@ -123,10 +123,10 @@ class SinusoidalPositions(FixedTable):
     """Sines and cosines of the position, to be added to embeddings. Vaswani et al.
     2017, section 3.5."""
     def __init__(self,
-        context_length:int, # Positions 0 to `context_length - 1`, T
-        d_model:int,        # Size of a row, D, an even number
-        device=None,        # Where the model lies
-        dtype=None,         # The model's type
+        context_length:int,                # Positions 0 to `context_length - 1`, T
+        d_model:int,                       # Size of a row, D, an even number
+        device:str|torch.device|None=None, # Where the model lies
+        dtype:torch.dtype|None=None,       # The model's type
     ):
         super().__init__()
         self.sizes = context_length, d_model
@@ -146,13 +146,13 @@ class SinusoidalPositions(FixedTable):
 class InputEmbeddings(nn.Module):
     "Ids to the residual stream: token embeddings and, if the config has them, position embeddings."
     def __init__(self,
-        config:ModelConfig, # Sizes and variant
-        device=None,        # Where the weights lie; `meta` for shapes alone
-        dtype=None,         # Their type, torch's default if nothing is said
+        config:ModelConfig,                  # Sizes and variant
+        device:str|torch.device|None=None,   # Where the weights lie; `meta` for shapes alone
+        dtype:torch.dtype|None=None,         # Their type, torch's default if nothing is said
         generator:torch.Generator|None=None, # Where the initial weights come from
     ):
         super().__init__()
-        c, place = config, dict(device=device, dtype=dtype)
+        c, place = config, dict[str, Any](device=device, dtype=dtype)
         self.scale = c.d_model**.5 if c.scale_embeddings else 1.
         self.token_embeddings = Embedding(c.vocab_size, c.d_model, c.row_std, generator=generator,
                                           **place)
@@ -178,12 +178,13 @@ class TransformerLM(InputEmbeddings):
     # Keep only each block's input, and run the block again in the backward pass
     recompute:bool = False
     def __init__(self,
-        config:ModelConfig, # Sizes and variant
-        seed:int=0,         # Of the initial weights
-        device=None, dtype=None, # Of the weights; `meta` for shapes alone
-        parts:Parts=Parts(), # What it is made of
+        config:ModelConfig,                                             # Sizes and variant
+        seed:int=0,                                                     # Of the initial weights
+        # Of the weights; `meta` for shapes alone
+        device:str|torch.device|None=None, dtype:torch.dtype|None=None,
+        parts:Parts=Parts(),                                            # What it is made of
     ):
-        c, place, generator = (config, dict(device=device, dtype=dtype),
+        c, place, generator = (config, dict[str, Any](device=device, dtype=dtype),
                                torch.Generator().manual_seed(seed))
         super().__init__(c, generator=generator, **place)
         self.config, self.parts, rope = (c, parts,
@@ -199,13 +200,13 @@ class TransformerLM(InputEmbeddings):
         if c.mup_scale != 1: self.ln_final.register_forward_hook(partial(_scaled, c.mup_scale))
 
     def forward(self,
-        ids:torch.Tensor, # `(..., T)`, from 0 to V - 1; T up to `context_length`
+        ids:torch.Tensor,                 # `(..., T)`, from 0 to V - 1; T up to `context_length`
         positions:torch.Tensor|None=None, # Of the tokens, `(T,)` or `(..., T)`: none for 0 to T - 1
-        cache=None,       # For generation, an entry a layer: see `CausalSelfAttention`
+        cache:Any=None, # For generation, an entry a layer: see `CausalSelfAttention`
     )->torch.Tensor: # Logits `(..., T, V)`
         return self.lm_head(self.hidden_states(ids, positions, cache))
 
-    def hidden_states(self, ids:torch.Tensor, positions:torch.Tensor|None=None, cache=None
+    def hidden_states(self, ids:torch.Tensor, positions:torch.Tensor|None=None, cache:Any=None
     )->torch.Tensor: # What the head reads `(..., T, D)`
         _check_input(ids, self.config, positions, cache)
         x, table = self.embed(ids, positions), _rope_table(self, ids.shape[-1], positions)
@@ -227,7 +228,7 @@ class TransformerLM(InputEmbeddings):
 
 # %% ../../nbs/03_architecture/03f_transformer_torch.ipynb #e3173363
 @torch.no_grad()
-def scale_branches(model
+def scale_branches(model:Any
     # Two a layer are added to the stream; so small, their sum does not grow with the depth. Radford
     # et al. 2019, section 2.3
 ):

@@ -15,7 +15,7 @@ from functools import cache
 from html import escape
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 from ..tools.files import atomic_write
 from ..tools.stories import Stories
 
@@ -534,7 +534,7 @@ def read_warc(
 _BLOCK, _GZIP = 1 << 16, b"\x1f\x8b\x08"
 
 def unpacked_blocks(
-    file,               # Open, at the first byte
+    file:BinaryIO,      # Open, at the first byte
     end:float=math.inf, # Where to stop, in bytes of the file
 )->Iterator[bytes]: # Of bounded size
     "What a file holds, gzip or not, across members. `EOFError` or `zlib.error` if damaged."

@@ -12,11 +12,12 @@ from typing import Any
 import torch
 from .perplexity import token_nats
 from ..generation.generate import check_tokenizer, complete
+from ..tokenization.tokenizer import Tokenizer
 
 # %% ../../nbs/12_evaluation/12j_harness.ipynb #12j08
 def continuation_log_prob(
     model:torch.nn.Module, # (B, T) ids to (B, T, V) logits, causal
-    tokenizer,             # The `Tokenizer` with which it was trained
+    tokenizer:Tokenizer,   # The `Tokenizer` with which it was trained
     context:str,           # May be empty: then end-of-text alone stands before
     continuation:str,      # Not empty
 )->tuple: # Log-probability in nats, and whether every token is the model's first choice
@@ -37,7 +38,7 @@ class HarnessAnswers:
     "Answers the three kinds of requests; each request has a tuple `args`."
     def __init__(self,
         model:torch.nn.Module, # As for `continuation_log_prob`
-        tokenizer,
+        tokenizer:Tokenizer,
     ):
         super().__init__()
         check_tokenizer(model, tokenizer)
@@ -60,7 +61,7 @@ class HarnessAnswers:
 
 def harness_model(
     model:torch.nn.Module, # As for `HarnessAnswers`
-    tokenizer,
+    tokenizer:Tokenizer,
 )->Any: # An `lm_eval.api.model.LM`
     "`ModuleNotFoundError` without lm-evaluation-harness."
     try: from lm_eval.api.model import LM
@@ -70,9 +71,9 @@ def harness_model(
 
 # %% ../../nbs/12_evaluation/12j_harness.ipynb #12j14
 def save_texts(
-    folder,         # New files `NAME.jsonl` and `NAME.yaml` come into it
-    name:str,       # Of the task
-    documents:list, # Texts
+    folder:str|Path, # New files `NAME.jsonl` and `NAME.yaml` come into it
+    name:str,        # Of the task
+    documents:list,  # Texts
 )->Path: # Of the YAML
     "A task of bits per byte over whole texts. `FileExistsError` if it is there."
     data, about = Path(folder)/f"{name}.jsonl", Path(folder)/f"{name}.yaml"
@@ -103,8 +104,8 @@ metadata:
 # %% ../../nbs/12_evaluation/12j_harness.ipynb #12j15
 def run_harness(
     model:torch.nn.Module, # As for `HarnessAnswers`
-    tokenizer,
-    folder,                # Has the YAML files and what they name
+    tokenizer:Tokenizer,
+    folder:str|Path,       # Has the YAML files and what they name
     tasks:list,            # Names of tasks in it
 )->dict: # For each task its metrics by name, as floats
     "Ask the harness, offline and in silence. `ModuleNotFoundError` if it is not installed."

@@ -11,12 +11,13 @@ from typing import NamedTuple
 import numpy as np
 from .perplexity import token_nats
 from ..tools.stories import Stories
+from ..tokenization.tokenizer import Tokenizer
 
 # %% ../../nbs/12_evaluation/12b_oracle.ipynb #27f94b02
 def oracle_nats(
-    stories:Stories, # The grammar
-    tokenizer,       # A `Tokenizer` whose tokens are whole characters of the document
-    document:str,    # One of its documents
+    stories:Stories,     # The grammar
+    tokenizer:Tokenizer, # A `Tokenizer` whose tokens are whole characters of the document
+    document:str,        # One of its documents
 )->np.ndarray: # Exact nats of each token and of end-of-text, float64 `(tokens + 1,)`
     "The surprise of each token for somebody who knows the grammar. `ValueError` if it can't be."
     total, text, reached = stories.log_prob(document), b"", [0.]

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator
 from itertools import islice
 from pathlib import Path
 import numpy as np
+from typing import Any
 from .. import __version__
 from .calibration import choice_probs, exact_error
 from .perplexity import perplexity
@@ -26,6 +27,7 @@ from ..tools.show import Table
 from ..tools.stories import Stories
 from ..training.data import TokenDataset
 from ..training.runs import read_run
+from ..tokenization.tokenizer import Tokenizer
 
 # %% ../../nbs/12_evaluation/12i_report.ipynb #44cc4d34
 def named_task(
@@ -56,8 +58,9 @@ def refuse_overlap(
 SHIPPED_BYTES = 12_000_000 # Of the 160 MB on which the model of the course was trained
 
 def training_texts(
-    run,       # Folder of a run or a saved model; none for the model that comes with the course
-    tokenizer, # The run's
+    # Folder of a run or a saved model; none for the model that comes with the course
+    run:str|Path|None,
+    tokenizer:Tokenizer, # The run's
 )->Iterator[str]|None: # Its documents; none if they are not at hand
     "What a model was trained on. `ValueError` or `FileNotFoundError` for files that can't be read."
     if run is None: return documents("stories", "train", SHIPPED_BYTES)
@@ -68,8 +71,8 @@ def training_texts(
 
 # %% ../../nbs/12_evaluation/12i_report.ipynb #d48fb259
 def task_rows(
-    model,     # As for `score_task`
-    tokenizer,
+    model:Any,      # As for `score_task`
+    tokenizer:Tokenizer,
     task:Task,
     norm:str="raw", # One of `NORMS`
 )->list: # Of dicts: its row, and a row on calibration if answers are a matter of chance
@@ -119,9 +122,9 @@ def _writing_rows(model, tokenizer, task:WritingTask, tries:int=5)->list: # Gree
 
 # %% ../../nbs/12_evaluation/12i_report.ipynb #09998729
 def stories_rows(
-    model,     # As for `perplexity`
-    tokenizer,
-    stories:int=20, # Whole stories
+    model:Any,        # As for `perplexity`
+    tokenizer:Tokenizer,
+    stories:int=20,   # Whole stories
     seed:int=120_000, # Of the stories; those of training and validation are refused
 )->list: # Two dicts as of `task_rows`: bits per byte and perplexity; here less is better
     """New stories as a whole, with intervals over stories. Chance is a uniform guess, the ceiling
@@ -180,7 +183,7 @@ class ReportCard:
                 f"{self.table._repr_html_()}\n</html>\n")
 
     def save(self,
-        path, # New file, `.md` or `.html`
+        path:str|Path, # New file, `.md` or `.html`
     ):
         "Write the card. `FileExistsError` if it is there, `ValueError` for another ending."
         refuse_report(path := Path(path))
@@ -201,8 +204,8 @@ def refuse_report(
 TASKS = (*KINDS, "write", "stories")
 
 def named_tasks(
-    model,                # As for `report_card`, like the rest
-    tokenizer,
+    model:Any, # As for `report_card`, like the rest
+    tokenizer:Tokenizer,
     names:tuple=TASKS,
     stories:int=30,
     seed:int=120_000,
@@ -222,12 +225,12 @@ def named_tasks(
 
 # %% ../../nbs/12_evaluation/12i_report.ipynb #03ab410c
 def report_card(
-    model,               # (B, T) ids to (B, T, V) logits, causal
-    tokenizer,           # The `Tokenizer` with which it was trained
-    tasks:tuple=TASKS,   # Names, as for `named_task`, or `stories`
-    stories:int=30,      # Stories that each is made of
-    seed:int=120_000,    # Of the stories; those of training and validation are refused
-    norm:str="raw",      # One of `NORMS`
+    model:Any,                     # (B, T) ids to (B, T, V) logits, causal
+    tokenizer:Tokenizer,           # The `Tokenizer` with which it was trained
+    tasks:tuple=TASKS,             # Names, as for `named_task`, or `stories`
+    stories:int=30,                # Stories that each is made of
+    seed:int=120_000,              # Of the stories; those of training and validation are refused
+    norm:str="raw",                # One of `NORMS`
     name:str="the course's model", # In the title
     training:Iterable|None=None,   # Texts that the model was trained on; none if not at hand
 )->ReportCard:
@@ -236,7 +239,8 @@ def report_card(
     return fill_card(model, tokenizer, tasks, made, stories, seed, norm, name,
                      training is not None)
 
-def fill_card(model, tokenizer, names:tuple, made:dict, stories:int, seed:int, norm:str, name:str,
+def fill_card(model:Any, tokenizer:Tokenizer, names:tuple, made:dict, stories:int, seed:int,
+    norm:str, name:str,
               searched:bool)->ReportCard: # From what `named_tasks` made
     rows = []
     for t in names:

@@ -16,10 +16,12 @@ from itertools import islice
 from pathlib import Path
 import numpy as np
 import torch
+from typing import Any
 from ..generation.generate import check_tokenizer, complete
 from ..tools.config import unknown
 from ..tools.documents import SPLITS
 from ..tools.stories import Stories
+from ..tokenization.tokenizer import Tokenizer
 
 # %% ../../nbs/12_evaluation/12c_tasks.ipynb #4854b4c5
 @dataclass(frozen=True)
@@ -230,7 +232,7 @@ def _choice_nats(model, tokenizer, context:str, choice:str, temperature:float=1.
 # %% ../../nbs/12_evaluation/12c_tasks.ipynb #d3d47c5a
 def score_task(
     model:torch.nn.Module, # (B, T) ids to (B, T, V) logits, causal
-    tokenizer,             # The `Tokenizer` with which it was trained
+    tokenizer:Tokenizer,   # The `Tokenizer` with which it was trained
     task:Task,
 )->list: # A `Record` for each item
     "Read all choices of all items. `ValueError` for a choice that is longer than the context."
@@ -238,8 +240,8 @@ def score_task(
     return [_record(model, tokenizer, item) for item in task.items]
 
 def refuse_long_choices(
-    model,     # As for `score_task`, like the rest
-    tokenizer,
+    model:Any, # As for `score_task`, like the rest
+    tokenizer:Tokenizer,
     task:Task,
 ):
     "`ValueError` for a choice that is longer than the context, or for another model's tokenizer."
@@ -335,9 +337,9 @@ def first_word(
 
 def written_words(
     model:torch.nn.Module, # As for `score_task`
-    tokenizer,
+    tokenizer:Tokenizer,
     task:WritingTask,
-    **settings,            # As for `complete`; greedy if there are none
+    **settings:Any,        # As for `complete`; greedy if there are none
 )->list: # The first word after each prompt
     "Let the model write. `ValueError` for settings out of range."
     settings = dict(temperature=0) | settings
@@ -346,7 +348,7 @@ def written_words(
 
 def word_probs(
     model:torch.nn.Module, # As for `score_task`
-    tokenizer,
+    tokenizer:Tokenizer,
     task:WritingTask,
     temperature:float=1.,  # Above 0
 )->list: # For each prompt a probability
@@ -357,7 +359,7 @@ def word_probs(
 
 # %% ../../nbs/12_evaluation/12c_tasks.ipynb #d066737b
 def save_task(
-    folder,    # New files `NAME.jsonl` and `NAME.yaml` come into it
+    folder:str|Path, # New files `NAME.jsonl` and `NAME.yaml` come into it
     task:Task,
 )->Path: # Of the YAML
     "Write a task. `FileExistsError` if it is there."
@@ -419,7 +421,7 @@ metadata:
 
 # %% ../../nbs/12_evaluation/12c_tasks.ipynb #f3418e07
 def load_task(
-    path, # The YAML file of `save_task`
+    path:str|Path, # The YAML file of `save_task`
 )->Task:
     "Read a task. `ValueError` names the file and the line that can't be read."
     path = Path(path)

@@ -25,6 +25,7 @@ from ..tokenization.bpe import special_pattern
 from ..tools.files import read_json
 from ..tools.grammar import Rule, Slot
 from ..tools.stories import Stories
+from ..tokenization.tokenizer import Tokenizer
 
 # %% ../../nbs/05_generation/05b_generate.ipynb #f49cc824
 @contextmanager
@@ -47,7 +48,7 @@ def _logits(model, ids:list)->torch.Tensor: # `(len(ids), V)`
 # %% ../../nbs/05_generation/05b_generate.ipynb #3fb75ef5
 def checked_ids(
     ids:Iterable[int], # Token ids
-    config,            # Of the model, for its vocabulary: none for a model that has no config
+    config:Any,        # Of the model, for its vocabulary: none for a model that has no config
     name:str="ids",    # What an error calls them
     least:int=1,       # How many there must be
 )->list: # Plain numbers
@@ -65,8 +66,8 @@ def checked_ids(
 
 # %% ../../nbs/05_generation/05b_generate.ipynb #61b830da
 def context_of(
-    config,               # As for `checked_ids`
-    tokens:int|None=None, # So many are wanted: none for all
+    config:Any,                # As for `checked_ids`
+    tokens:int|None=None,      # So many are wanted: none for all
     name:str="context_length", # What an error calls `tokens`
 )->int: # The most tokens that the model is shown
     "`ValueError` for more than the model's context."
@@ -82,7 +83,7 @@ def _config(model): return getattr(model, "config", None)
 class Remembering:
     "The ids of one sequence, and the checks that come before any work."
     def __init__(self,
-        config,                   # Of the model: none for a model that has no config
+        config:Any,               # Of the model: none for a model that has no config
         max_tokens:int|None=None, # Of the sequence: none for the model's context
     ):
         self.config, self.room, self.ids = config, context_of(config, max_tokens, "max_tokens"), []
@@ -125,7 +126,7 @@ class RecomputingDecoder(Remembering):
     "One sequence, computed anew at each step: the slow reference of all decoders."
     def __init__(self,
         # Ids `(1, T)` to logits `(1, T, V)`: a `TransformerLM` or any function that does this
-        model,
+        model:Any,
     ):
         super().__init__(_config(model))
         self.model = model
@@ -136,7 +137,7 @@ class RecomputingDecoder(Remembering):
 
 # %% ../../nbs/05_generation/05b_generate.ipynb #771fde99
 def next_logits(
-    decoder,     # It was fed all of `ids` but the last, or none
+    decoder:Any, # It was fed all of `ids` but the last, or none
     ids:list,    # The text so far
     context:int, # How many of its latest tokens the model is shown
 )->torch.Tensor: # `(V,)`
@@ -157,12 +158,12 @@ def _steps(decoder, ids:list, max_tokens:int, context:int, stop:set, draw
 
 # %% ../../nbs/05_generation/05b_generate.ipynb #0a8a0e07
 def begin(
-    model,            # As for `generate`, like the rest
+    model:Any, # As for `generate`, like the rest
     ids:Iterable[int],
     max_tokens:int,
     stop:Iterable[int]=(),
     context_length:int|None=None,
-    decoder=None,
+    decoder:Callable|None=None,
     # The ids as a list, the context, the ids of `stop` as a set, and a decoder with room for all
     # that it must hold
 )->tuple:
@@ -194,20 +195,20 @@ def _start(model, ids, max_tokens, stop, seed, generator, context_length, decode
 # %% ../../nbs/05_generation/05b_generate.ipynb #50a1fb97
 def generate(
     # Ids `(1, T)` to logits `(1, T, V)`: a `TransformerLM` or any function that does this
-    model,
-    ids:Iterable[int],         # Token ids to go on from, at least one
-    max_tokens:int,            # How many tokens to draw at most
-    temperature:float=1.0,     # This and the next three as in `next_token_probs`
+    model:Any,
+    ids:Iterable[int],                   # Token ids to go on from, at least one
+    max_tokens:int,                      # How many tokens to draw at most
+    temperature:float=1.0,               # This and the next three as in `next_token_probs`
     top_k:int|None=None,
     top_p:float|None=None,
     min_p:float|None=None,
-    stop:Iterable[int]=(),     # Ids that end the sequence; they are not yielded
-    seed:int=0,                # The same seed gives the same ids
+    stop:Iterable[int]=(),               # Ids that end the sequence; they are not yielded
+    seed:int=0,                          # The same seed gives the same ids
     generator:torch.Generator|None=None, # Source of randomness to be used in place of `seed`
     # How many of the latest tokens the model sees; none for all that it can
     context_length:int|None=None,
-    decoder=None,              # The model to a decoder; none for `RecomputingDecoder`
-    repetition_penalty:float|None=None, # As in `next_token_probs`, for the tokens drawn before
+    decoder:Callable|None=None,          # The model to a decoder; none for `RecomputingDecoder`
+    repetition_penalty:float|None=None,  # As in `next_token_probs`, for the tokens drawn before
 )->Iterator[int]: # The new ids, as they are drawn
     """Draw the tokens that follow `ids`.
     `ValueError` at once, before the first token, for an argument out of range."""
@@ -226,14 +227,14 @@ def _last_logits(model, windows:list
 
 # %% ../../nbs/05_generation/05b_generate.ipynb #c18a477f
 def generate_batch(
-    model,                 # As for `generate`, for ids `(B, T)`; causal
+    model:Any,             # As for `generate`, for ids `(B, T)`; causal
     prompts:Iterable,      # Lists of token ids, each with at least one
     max_tokens:int,        # How many tokens to draw for each at most
     stop:Iterable[int]=(), # Ids that end a sequence; they are not among those given
     seed:int=0,            # Of the first prompt; the next has the next
     # How many of the latest tokens the model sees; none for all that it can
     context_length:int|None=None,
-    **settings,            # Of `next_token_probs`: `temperature`, `top_p` and the like
+    **settings:Any,        # Of `next_token_probs`: `temperature`, `top_p` and the like
 )->list: # The new ids of each prompt, those that `generate` draws for it alone
     "Draw what follows each of several prompts. `ValueError` for an argument out of range."
     c = _config(model)
@@ -256,15 +257,15 @@ class Drawn(NamedTuple):
     log_prob:float # Under the model after all tokens before it, in nats
 
 def generate_scored(
-    model,                 # This and what follows as for `generate`
+    model:Any,      # This and what follows as for `generate`
     ids:Iterable[int],
     max_tokens:int,
     stop:Iterable[int]=(),
     seed:int=0,
     generator:torch.Generator|None=None,
     context_length:int|None=None,
-    decoder=None,
-    **settings,            # Of `next_token_probs`
+    decoder:Callable|None=None,
+    **settings:Any, # Of `next_token_probs`
 )->Iterator[Drawn]: # What `generate` yields; a stop id, where one was drawn, is the last
     """Draw tokens, and tell the model's log-probability of each.
     `ValueError` at once, as for `generate`."""
@@ -295,8 +296,8 @@ def split_at_stop(
 
 # %% ../../nbs/05_generation/05b_generate.ipynb #9bf71ba2
 def stream_text(
-    tokenizer,         # A `Tokenizer`
-    ids:Iterable[int], # Token ids, also from a running `generate`
+    tokenizer:Tokenizer, # A `Tokenizer`
+    ids:Iterable[int],   # Token ids, also from a running `generate`
     # Texts that end the stream; they are not shown, and no more ids are asked for
     stop_strings:Iterable[str]=(),
     # Pieces of text, never empty; joined they equal `tokenizer.decode(ids)` up to the first stop
@@ -317,7 +318,7 @@ def _pieces(tokenizer, ids, stop_strings:list)->Iterator[str]:
 
 # %% ../../nbs/05_generation/05b_generate.ipynb #1754a834
 def prompt_ids(
-    tokenizer,  # A `Tokenizer` with an end-of-text token
+    tokenizer:Tokenizer, # A `Tokenizer` with an end-of-text token
     prompt:str, # How the text begins; may be empty. What looks like a special token is plain text
 )->list: # Ids, the first of them end-of-text
     "The ids from which a text is generated."
@@ -325,8 +326,8 @@ def prompt_ids(
 
 # %% ../../nbs/05_generation/05b_generate.ipynb #ddf86a80
 def check_tokenizer(
-    model,     # A model as for `generate`
-    tokenizer, # A `Tokenizer`
+    model:Any,           # A model as for `generate`
+    tokenizer:Tokenizer, # A `Tokenizer`
 ):
     "`ValueError` if it is not the model's."
     size = getattr(_config(model), "vocab_size", tokenizer.vocab_size)
@@ -340,12 +341,12 @@ def check_tokenizer(
 
 # %% ../../nbs/05_generation/05b_generate.ipynb #9382196c
 def complete_stream(
-    model,               # A model as for `generate`
-    tokenizer,           # The `Tokenizer` with which it was trained
-    prompt:str="",       # How the text begins
-    max_tokens:int=256,  # How many tokens to draw at most
+    model:Any,                     # A model as for `generate`
+    tokenizer:Tokenizer,           # The `Tokenizer` with which it was trained
+    prompt:str="",                 # How the text begins
+    max_tokens:int=256,            # How many tokens to draw at most
     stop_strings:Iterable[str]=(), # Texts that end the text; they are not shown
-    **settings,          # Passed on to `generate`: `temperature`, `top_p`, `seed` and the like
+    **settings:Any, # Passed on to `generate`: `temperature`, `top_p`, `seed` and the like
 )->Iterator[str]: # What follows the prompt, up to end-of-text, piece by piece as it comes
     """Continue a text while it is read.
     `ValueError` at once if the tokenizer is not the model's, or for an argument out of range."""
@@ -355,11 +356,11 @@ def complete_stream(
                                            **settings), stop_strings)
 
 def complete(
-    model,               # This and what follows as for `complete_stream`
-    tokenizer,
+    model:Any, # This and what follows as for `complete_stream`
+    tokenizer:Tokenizer,
     prompt:str="",
     max_tokens:int=256,
-    **settings,
+    **settings:Any,
 )->str: # What follows the prompt, up to end-of-text
     "Continue a text. `ValueError` at once, as for `complete_stream`."
     return "".join(complete_stream(model, tokenizer, prompt, max_tokens, **settings))
@@ -385,7 +386,7 @@ class ChatTemplate:
 
     def encode(self,
         messages:Iterable[tuple[str, str]], # Pairs of role and content
-        tokenizer,                          # A `Tokenizer` with an end-of-text token
+        tokenizer:Tokenizer,                # A `Tokenizer` with an end-of-text token
     )->list: # Ids, the first of them end-of-text
         "The ids before the assistant's answer. Only the template can write special ones."
         split = special_pattern(tokenizer.special_tokens).split
@@ -404,7 +405,7 @@ PLAIN_CHAT = ChatTemplate(
 
 # %% ../../nbs/05_generation/05b_generate.ipynb #66485585
 def read_chat_template(
-    folder, # Of a run, or none
+    folder:str|Path, # Of a run, or none
 )->ChatTemplate: # `PLAIN_CHAT` where the folder has none
     "The template in `chat_template.json`. `ValueError` names the file and the field."
     path = Path(folder or "")/"chat_template.json"
@@ -430,8 +431,8 @@ def _are_texts(values)->bool: return all(isinstance(v, str) for v in values)
 
 # %% ../../nbs/05_generation/05b_generate.ipynb #d9abcda8
 def log_probs(
-    model,                        # A model as for `generate`
-    ids:Iterable[int],            # Token ids, at least two
+    model:Any,         # A model as for `generate`
+    ids:Iterable[int], # Token ids, at least two
     # How many of the latest tokens the model sees; none for all that it can
     context_length:int|None=None,
 )->torch.Tensor: # `(len(ids) - 1,)`, in nats: the first id is only a condition
@@ -544,11 +545,11 @@ def story_slips(
 
 # %% ../../nbs/05_generation/05b_generate.ipynb #49e5d576
 def measure_story(
-    model,               # A model as for `generate`, trained on `stories`
-    tokenizer,           # Its `Tokenizer`
+    model:Any,           # A model as for `generate`, trained on `stories`
+    tokenizer:Tokenizer, # Its `Tokenizer`
     seed:int=0,          # Of the story
     max_tokens:int=400,  # A story that has not ended by then has no form
-    **settings,          # As for `generate`
+    **settings:Any,      # As for `generate`
     # What `check_story` says; `tokens`; nats under the `model`, the `source`, the `forgetful`
     # source, none if impossible; `text`
 )->dict:
@@ -570,10 +571,10 @@ def _log_sum(logps:list)->float: # Of the probabilities; -inf for none
 
 # %% ../../nbs/05_generation/05b_generate.ipynb #d7314d8e
 def measure_stories(
-    model,           # As for `measure_story`
-    tokenizer,
-    count:int=100,   # Stories, of the seeds from 0 on
-    **settings,      # As for `generate`
+    model:Any,      # As for `measure_story`
+    tokenizer:Tokenizer,
+    count:int=100,  # Stories, of the seeds from 0 on
+    **settings:Any, # As for `generate`
     # `settings`; a list for each number of `measure_story`, nats to 0.001; `slips`: list to how
     # many of the stories with form
 )->dict:

@@ -17,6 +17,7 @@ from numba import types
 from numba.extending import overload
 from operator import index
 from typing import Any
+from collections.abc import Callable
 from ..tools.config import ModelConfig, refuse_fields
 from ..tools.compiled import add_one, fused, give_way, peek
 from ..architecture.attention_np import rope_tables_np
@@ -74,14 +75,15 @@ class KVCache:
     """Keys and values of all layers: of as many tokens as the window, or as there is room for if
     that is less."""
     def __init__(self,
-        config:ModelConfig,  # Sizes and variant
-        batch_size:int=1,    # Sequences of one length, B
-        max_tokens:int|None=None, # Of a sequence: none for the model's context
-        dtype=torch.float32, # Of keys and values
-        device="cpu",        # Where they lie
+        config:ModelConfig,              # Sizes and variant
+        batch_size:int=1,                # Sequences of one length, B
+        max_tokens:int|None=None,        # Of a sequence: none for the model's context
+        dtype:torch.dtype=torch.float32, # Of keys and values
+        device:str|torch.device="cpu",   # Where they lie
     ):
         c, self.room = config, context_of(config, max_tokens, "max_tokens")
-        slots, place = min(c.window or self.room, self.room), dict(dtype=dtype, device=device)
+        slots = min(c.window or self.room, self.room)
+        place = dict[str, Any](dtype=dtype, device=device)
         if c.kv_lora_rank: # A vector that all heads share, and a key that RoPE has turned
             widths = c.kv_lora_rank, c.qk_rope_head_dim
             self.data = torch.zeros(c.num_layers, batch_size, 1, slots, sum(widths), **place)
@@ -114,7 +116,7 @@ class KVCache:
 class CachedDecoder(Remembering):
     "Any `TransformerLM` on any device, through `model(ids, positions, cache)`."
     def __init__(self,
-        model,                    # A `TransformerLM`
+        model:Any,                # A `TransformerLM`
         max_tokens:int|None=None, # Of the sequence: none for the model's context
     ):
         super().__init__(model.config, max_tokens)
@@ -169,7 +171,7 @@ class GraphDecoder(CachedDecoder):
     """A `CachedDecoder` in which a single token has fixed shapes at fixed places.
     On a GPU it is one CUDA graph."""
     def __init__(self,
-        model,                    # A `TransformerLM`
+        model:Any,                # A `TransformerLM`
         max_tokens:int|None=None, # Of the sequence: none for the model's context
     ):
         # Experts read how many tokens each has: that a graph can't do
@@ -513,7 +515,7 @@ class NumpyDecoder(Remembering):
         config:ModelConfig,       # Sizes and variant
         max_tokens:int|None=None, # Of the sequence: none for the model's context
         # From a float32 weight `(out, in)` to what multiplies: none for `Plain`
-        pack=None,
+        pack:Callable|None=None,
         threads:int|None=None,    # None for one a core, or as many as OMP_NUM_THREADS says
     ):
         refuse_fields(config, type(self).__name__)
@@ -664,15 +666,15 @@ def attend_heads(layer, first, window, qkv, cache, scores, out):
 class FastDecoder(NumpyDecoder):
     "A `TransformerLM` with batch 1 on the CPU in float32."
     def __init__(self,
-        model,                    # A `TransformerLM`; its weights are copied
+        model:Any,                # A `TransformerLM`; its weights are copied
         max_tokens:int|None=None, # Of the sequence: none for the model's context
         # From a float32 weight `(out, in)` to what multiplies with it: none for `Plain`
-        pack=None,
+        pack:Callable|None=None,
         threads:int|None=None,    # None for one a core, or as many as OMP_NUM_THREADS says
     ):
         super().__init__(params_of(model), model.config, max_tokens, pack, threads)
 
-    def feed(self, ids, all:bool=False)->torch.Tensor: # As `NumpyDecoder.feed`
+    def feed(self, ids:Any, all:bool=False)->torch.Tensor: # As `NumpyDecoder.feed`
         """Go on with the sequence.
         `ValueError`, and nothing changes, for no ids, ids outside the vocabulary, or more than
         there is room for."""

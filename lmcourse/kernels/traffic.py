@@ -30,7 +30,7 @@ interpreted = os.environ.get("TRITON_INTERPRET", _here) == "1"
 class MissingTriton:
     "Stands for a kernel where there is no Triton."
     def __init__(self, f:Callable): self.name = f.__name__
-    def __getitem__(self, grid):
+    def __getitem__(self, grid:Any):
         raise ImportError(f"{self.name} needs triton: pip install 'lmcourse[kernels]' (for Linux)")
 
 # %% ../../nbs/09_kernels/09c_traffic.ipynb #bc4f8546
@@ -128,7 +128,7 @@ class Watch:
                          f"{near[0] if near else 'all named arrays'}, so a mask is missing or "
                          f"wrong")
 
-    def see(self, kind:str, pointers, mask, size:int, program:int):
+    def see(self, kind:str, pointers:Any, mask:Any, size:int, program:int):
         at = np.ravel(pointers)[np.ravel(mask)].astype(np.int64)
         if not at.size: return
         name, owner, where = self.find(at, size, program)
@@ -179,7 +179,7 @@ def counting(
         for name,old in zip(names, saved): setattr(Builder, name, old)
 
 # %% ../../nbs/09_kernels/09c_traffic.ipynb #f5f3e655
-def power_of_two(what:str, value, least:int=1, most:int=65_536)->int: # The value
+def power_of_two(what:str, value:Any, least:int=1, most:int=65_536)->int: # The value
     "`ValueError` unless it is a power of two between `least` and `most`, as blocks must be."
     if isinstance(value, bool) or not isinstance(value, int) or value < 1 or value & (value - 1):
         raise ValueError(f"{what} = {value!r}, expected a power of two")

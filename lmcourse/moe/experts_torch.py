@@ -150,9 +150,9 @@ def can_group(x:torch.Tensor, experts:Any)->bool: # Whether torch's grouped prod
 class Experts(nn.Module):
     "The weights of E feed-forward networks, one above the other."
     def __init__(self,
-        config:ModelConfig, # Sizes and kind
-        device=None,        # Where the weights lie; `meta` for shapes alone
-        dtype=None,         # Their type, torch's default if nothing is said
+        config:ModelConfig,                  # Sizes and kind
+        device:str|torch.device|None=None,   # Where the weights lie; `meta` for shapes alone
+        dtype:torch.dtype|None=None,         # Their type, torch's default if nothing is said
         generator:torch.Generator|None=None, # Where the initial weights come from
     ):
         super().__init__()
@@ -184,12 +184,14 @@ class Experts(nn.Module):
 class MoE(nn.Module):
     "A feed-forward layer of experts: route, compute, add the shared experts, balance."
     def __init__(self,
-        config:ModelConfig,     # With `num_experts`
+        config:ModelConfig, # With `num_experts`
         linear:Callable=Linear, # What makes the router and the shared experts
-        device=None, dtype=None, generator:torch.Generator|None=None, # As for `FeedForward`
+        # As for `FeedForward`
+        device:str|torch.device|None=None, dtype:torch.dtype|None=None,
+        generator:torch.Generator|None=None,
     ):
         super().__init__()
-        c, how = config, dict(device=device, dtype=dtype, generator=generator)
+        c, how = config, dict[str, Any](device=device, dtype=dtype, generator=generator)
         self.config, self.dispatch = c, grouped_dispatch
         self.router, self.experts = linear(c.d_model, c.expert_count, **how), Experts(c, **how)
         self.shared = (FeedForward(c.d_model, c.num_shared_experts*c.expert_size, c.ffn,

@@ -110,7 +110,7 @@ class Stage(TransformerLM):
         targets = DTensor.from_local(targets.flatten(), self.mesh, [Replicate()], run_check=False)
         return local(F.cross_entropy(self.lm_head(x).flatten(0, 1), targets))
 
-    def stream_like(self, rows:int, tokens:int, device)->torch.Tensor:
+    def stream_like(self, rows:int, tokens:int, device:str|torch.device)->torch.Tensor:
         "Room for what arrives from the stage before."
         if self.mesh and self.stream[0].is_shard(): tokens = tokens//self.mesh.size()
         return torch.empty(rows, tokens, self.config.d_model, dtype=self.dtype, device=device)
@@ -173,14 +173,14 @@ def apply_tensor_parallel(
     if stage.last: before(_gather(mesh), stage.lm_head)
 
 # %% ../../nbs/10_parallelism/10k_mesh.ipynb #c10k0021
-def before(change:Callable, *modules): # Applied to the first argument of a module
+def before(change:Callable, *modules:nn.Module|None): # Applied to the first argument of a module
     for m in filter(None, modules):
         m.register_forward_pre_hook(lambda _, args: (change(args[0]), *args[1:]))
 
-def after(change:Callable, *modules): # Applied to what a module gives
+def after(change:Callable, *modules:nn.Module|None): # Applied to what a module gives
     for m in filter(None, modules): m.register_forward_hook(lambda _, args, y: change(y))
 
-def local_output(y): return y.to_local()
+def local_output(y:Any): return y.to_local()
 def _gather(mesh:DeviceMesh)->Callable: return lambda x: x.redistribute(mesh, [Replicate()])
 def _leave(stage:Stage)->Callable: return lambda y: y.redistribute(stage.mesh, stage.stream)
 def _as_shards(mesh:DeviceMesh, axis:int)->Callable:
@@ -231,7 +231,8 @@ def pass_on(arrays:tuple, group:Any)->tuple: # From the left neighbor, and what 
 class RingAttention(torch.autograd.Function):
     "Causal attention of this process's queries to the tokens of all. Liu et al. 2023."
     @staticmethod
-    def forward(ctx, q, k, v, window, group):
+    def forward(ctx:Any, q:torch.Tensor, k:torch.Tensor, v:torch.Tensor, window:int|None, group:Any
+    ):
         n, r = group.size(), group.rank()
         places = [torch.from_numpy(p).to(q.device) for p in zigzag(n*q.shape[-2], n)]
         out, logs, page = torch.zeros_like(q), q.new_full(q.shape[:-1], -math.inf), (k, v)
@@ -250,7 +251,7 @@ class RingAttention(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx, dout):
+    def backward(ctx:Any, dout:torch.Tensor):
         (q, k, v, out, logs), (places, window, group) = ctx.saved_tensors, ctx.how
         n, r, mean = group.size(), group.rank(), (dout*out).sum(-1, keepdim=True)
         dq, page, grads = torch.zeros_like(q), (k, v), [torch.zeros_like(k), torch.zeros_like(v)]
@@ -312,7 +313,7 @@ class MeshModel(nn.Module):
         super().__init__()
         self.config, self.stages, self.group = config, nn.ModuleList(stages), group
 
-    def named_parameters(self, *args, **kwargs)->Iterator: # As in the whole model
+    def named_parameters(self, *args:Any, **kwargs:Any)->Iterator: # As in the whole model
         for stage in self.stages: yield from stage.named_parameters(*args, **kwargs)
 
     def reshard(self):
@@ -442,7 +443,7 @@ class MeshEngine(TorchEngine):
         return find_nonfinite_parts(self.model)
 
 # %% ../../nbs/10_parallelism/10k_mesh.ipynb #ed6823d0
-def cut_stage(stage:Stage, engine): # First matrices, then tokens, then shares of what is left
+def cut_stage(stage:Stage, engine:Any): # First matrices, then tokens, then shares of what is left
     c, mesh, stage.recompute = engine.config, engine.mesh, engine.config.recompute
     if c.tensor_parallel_degree > 1: apply_tensor_parallel(stage, mesh["tp"], c.sequence_parallel)
     if engine.context: apply_context_parallel(stage, engine.context)
@@ -622,7 +623,7 @@ class Traffic(TorchDispatchMode):
             self.sizes["dp_shard"] = shares.size()
         self.calls:list = []                    # Axis, kind of call, bytes sent
 
-    def __torch_dispatch__(self, f, types, args=(), kwargs=None):
+    def __torch_dispatch__(self, f:Any, types:Any, args:Any=(), kwargs:Any=None):
         if any(issubclass(t, DTensor) for t in types): return NotImplemented # Look inside it
         out = f(*args, **(kwargs or {}))
         kind = self.NAMES.get(f.name().partition("::")[2].partition(".")[0])
@@ -649,13 +650,13 @@ def _group_name(value)->str|None: # Of an argument that is a group or its name
 # %% ../../nbs/10_parallelism/10k_mesh.ipynb #c10k0040
 class Rehearsal(MeshEngine):
     "A `MeshEngine` of fake tensors in a pretended mesh: it sends, but computes nothing."
-    def __init__(self, *args, **kwargs):
+    def __init__(self, *args:Any, **kwargs:Any):
         from torch._subclasses.fake_tensor import FakeTensorMode
         self.fake:Any = FakeTensorMode(allow_non_fake_inputs=True)
         super().__init__(*args, **kwargs)
 
     @staticmethod
-    def kind_of_stage(*args, **kwargs)->PipelineStage:
+    def kind_of_stage(*args:Any, **kwargs:Any)->PipelineStage:
         "A stage that asks nobody whether all know their shapes: nobody would answer."
         stage, agreed = PipelineStage(*args, **kwargs), SimpleNamespace(item=lambda: 1)
         stage.__dict__.update(_warmup_forward_vote=lambda *a, **k: agreed,

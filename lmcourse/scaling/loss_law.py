@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import astuple, dataclass
 from importlib import resources
 import numpy as np
+from typing import Any
 from .power_laws import interval
 
 # %% ../../nbs/11_scaling/11b_loss_law.ipynb #d96f9cb3
@@ -33,7 +34,7 @@ class LossLaw:
     def exponent(self)->float: # The best size grows as FLOPs to this power
         return self.beta/(self.alpha + self.beta)
 
-    def loss(self, parameters, tokens): # Numbers or arrays of one shape
+    def loss(self, parameters:Any, tokens:Any): # Numbers or arrays of one shape
         N, D = np.asarray(parameters, float), np.asarray(tokens, float)
         return self.E + self.A*N**-self.alpha + self.B*D**-self.beta
 
@@ -66,15 +67,15 @@ class LossLaw:
         return N, self.tokens_for_loss(loss, N)
 
 # %% ../../nbs/11_scaling/11b_loss_law.ipynb #f51dadc7
-def huber(error, delta:float=1e-3): # Of each error, in units of its square
+def huber(error:Any, delta:float=1e-3): # Of each error, in units of its square
     "Half the square up to `delta`, straight beyond. Huber 1964."
     far = np.abs(error)
     return np.where(far <= delta, error*error/2, delta*(far - delta/2))
 
 def fit_error(
-    law:LossLaw,             # What is judged
-    parameters, tokens, loss, # Of the runs `(n,)`
-    delta:float=1e-3,        # Errors in log L beyond it count straight
+    law:LossLaw,                                               # What is judged
+    parameters:np.ndarray, tokens:np.ndarray, loss:np.ndarray, # Of the runs `(n,)`
+    delta:float=1e-3, # Errors in log L beyond it count straight
 )->float: # The sum, not the mean, over the runs
     "What both fits make small."
     return float(huber(np.log(law.loss(parameters, tokens)/loss), delta).sum())
@@ -96,9 +97,9 @@ def _weighted(N, D, loss, alpha, beta, delta, rounds=60)->tuple: # Error, and th
 
 # %% ../../nbs/11_scaling/11b_loss_law.ipynb #756720fe
 def fit_loss_law_grid(
-    parameters, tokens, loss,    # Of the runs `(n,)`
-    delta:float=1e-3,            # As for `fit_error`
-    zooms:int=12,                # The grid shrinks by a third each time
+    parameters:np.ndarray, tokens:np.ndarray, loss:np.ndarray, # Of the runs `(n,)`
+    delta:float=1e-3,                                          # As for `fit_error`
+    zooms:int=12, # The grid shrinks by a third each time
 )->LossLaw: # The best one found
     "The readable fit: a grid over both exponents, non-negative least squares for the rest. Slow."
     N, D, loss = _runs(parameters, tokens, loss)
@@ -164,8 +165,8 @@ def _gauss_newton(N, D, loss, weights, start, delta, rounds=300, tolerance=1e-13
 
 # %% ../../nbs/11_scaling/11b_loss_law.ipynb #2a923cc9
 def fit_loss_law(
-    parameters, tokens, loss,  # Of the runs `(n,)`
-    delta:float=1e-3,          # As for `fit_error`
+    parameters:np.ndarray, tokens:np.ndarray, loss:np.ndarray, # Of the runs `(n,)`
+    delta:float=1e-3,                                          # As for `fit_error`
 )->LossLaw: # Of nine starts, the best end
     "Fit by damped Gauss–Newton. `ValueError` for too few runs, or values without a logarithm."
     N, D, loss = _runs(parameters, tokens, loss)
@@ -191,10 +192,10 @@ def chinchilla_points(
 
 # %% ../../nbs/11_scaling/11b_loss_law.ipynb #6e896f92
 def bootstrap_law(
-    parameters, tokens, loss,  # Of the runs `(n,)`
-    rng:np.random.Generator,   # Draws the samples
-    draws:int=200,             # How many
-    delta:float=1e-3,          # As for `fit_error`
+    parameters:np.ndarray, tokens:np.ndarray, loss:np.ndarray, # Of the runs `(n,)`
+    rng:np.random.Generator,                                   # Draws the samples
+    draws:int=200,                                             # How many
+    delta:float=1e-3,                                          # As for `fit_error`
 )->list: # Of `LossLaw`, one for each sample
     "Fits to runs drawn with replacement; each starts at the fit to all."
     N, D, loss = _runs(parameters, tokens, loss)

@@ -8,14 +8,16 @@ __all__ = ['watched_outputs', 'coordinate_check', 'width_slope', 'best_rate']
 # %% ../../nbs/11_scaling/11d_mup.ipynb #4137aa73
 import numpy as np
 import torch
+from typing import Any
+from collections.abc import Sequence
 from ..parallelism.batch_size import new_run, run_steps, small_model, story_tokenizer
 from ..parallelism.batch_size import story_tokens
 from ..training.data import TokenDataset
 
 # %% ../../nbs/11_scaling/11d_mup.ipynb #845299a9
 def watched_outputs(
-    model,              # A `TransformerLM`
-    ids:torch.Tensor,   # `(B, T)`
+    model:Any,        # A `TransformerLM`
+    ids:torch.Tensor, # `(B, T)`
 )->dict: # Name to tensor: what attention and network of the last block make, and the logits
     "The outputs that a coordinate check compares."
     seen, last = {}, model.layers[-1]
@@ -28,12 +30,12 @@ def watched_outputs(
 
 # %% ../../nbs/11_scaling/11d_mup.ipynb #cc716318
 def coordinate_check(
-    data:TokenDataset,   # Stories
-    widths,              # Say 32 to 256
-    base:int|None,       # `mup_base_width`: none for the standard parametrisation
-    lr:float=.016,       # The rate, without a warm-up
-    steps:int=4,         # After which to look
-    seeds:int=2,         # The mean over so many is taken
+    data:TokenDataset,    # Stories
+    widths:Sequence[int], # Say 32 to 256
+    base:int|None,        # `mup_base_width`: none for the standard parametrisation
+    lr:float=.016,        # The rate, without a warm-up
+    steps:int=4,          # After which to look
+    seeds:int=2,          # The mean over so many is taken
 )->dict: # Part to the mean change of its outputs since the start, `(steps, widths)`
     "How far outputs move in the first steps."
     rows = data.starts[-300:-292, None] + np.arange(128) # Not among those that are trained on
@@ -50,16 +52,16 @@ def coordinate_check(
     return changes
 
 def width_slope(
-    widths,  # Of the models
-    changes, # Of an output, one for each width
+    widths:Sequence[int],    # Of the models
+    changes:Sequence[float], # Of an output, one for each width
 )->float: # The exponent p of `change = a * width**p`
     "A straight line through the logarithms."
     return float(np.polyfit(np.log(widths), np.log(changes), 1)[0])
 
 # %% ../../nbs/11_scaling/11d_mup.ipynb #78b75717
 def best_rate(
-    rates,  # Learning rates, rising
-    losses, # One for each; the lowest not at an end
+    rates:Sequence[float]|np.ndarray,  # Learning rates, rising
+    losses:Sequence[float]|np.ndarray, # One for each; the lowest not at an end
 )->float: # The lowest point of a parabola through the lowest loss and its two neighbours
     "`ValueError` where the lowest loss is at an end: the rates don't reach around it."
     k = int(np.argmin(losses))

@@ -6,7 +6,7 @@
 __all__ = ['PowerLaw', 'fit_power_law', 'bootstrap', 'interval']
 
 # %% ../../nbs/11_scaling/11a_power_laws.ipynb #06301e84
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 import numpy as np
@@ -19,12 +19,12 @@ class PowerLaw:
     exponent:float   # Slope on log-log axes, once the floor is taken off
     floor:float = 0. # What is left at infinite x
 
-    def __call__(self, x): return self.floor + self.scale*np.asarray(x, float)**self.exponent
+    def __call__(self, x:Any): return self.floor + self.scale*np.asarray(x, float)**self.exponent
 
 def fit_power_law(
-    x,                      # Positive numbers `(n,)`: parameters, tokens or FLOPs
-    y,                      # Positive numbers `(n,)`: losses or best sizes
-    floor:float|None = 0.,  # Taken off `y` first; `None` if it is to be found too
+    x:Sequence[float]|np.ndarray, # Positive numbers `(n,)`: parameters, tokens or FLOPs
+    y:Sequence[float]|np.ndarray, # Positive numbers `(n,)`: losses or best sizes
+    floor:float|None = 0.,        # Taken off `y` first; `None` if it is to be found too
 )->PowerLaw: # Of least squares in the logarithm
     "Fit a power law. `ValueError` for too few points, or values that have no logarithm."
     x, y = _positive(x, y, 2 if floor is not None else 4)
@@ -65,10 +65,10 @@ def _fit_floor(x, y)->PowerLaw: # Starts from several floors; the best end count
 
 # %% ../../nbs/11_scaling/11a_power_laws.ipynb #34d9f16b
 def bootstrap(
-    fit:Callable,            # `fit(x, y)` gives numbers; called with resampled points
-    x, y,                    # Arrays `(n,)`
-    rng:np.random.Generator, # Draws the samples
-    draws:int = 400,         # How many times
+    fit:Callable, # `fit(x, y)` gives numbers; called with resampled points
+    x:Sequence[float]|np.ndarray, y:Sequence[float]|np.ndarray, # Arrays `(n,)`
+    rng:np.random.Generator,                                    # Draws the samples
+    draws:int = 400,                                            # How many times
 )->np.ndarray: # What `fit` gave `(draws, numbers)`
     "Fit again and again to points drawn with replacement. Efron 1979."
     x, y = np.asarray(x, float), np.asarray(y, float)

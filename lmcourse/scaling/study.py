@@ -27,7 +27,7 @@ def three_counts(
 
 # %% ../../nbs/11_scaling/11f_study.ipynb #a1b2dec6
 def read_study(
-    path, # `scaling.jsonl`
+    path:str|Path, # `scaling.jsonl`
 )->tuple: # What its first line says; runs of the grid; other runs by kind
     "Saved runs, each with its counts of parameters and its tokens."
     about, *rows = map(json.loads, Path(path).read_text(encoding="utf-8").splitlines())

@@ -712,7 +712,7 @@ def _read_piece(file, rest:bytes, buffer:np.ndarray, specials:list, size:int)->t
 # %% ../../nbs/01_tokenization/01d_fast_bpe.ipynb #f7e6b795
 class FilePieces:
     "A file, piece by piece, to be closed at the end. Several threads may ask."
-    def __init__(self, path, specials:list, errors:str="strict", size:int=1<<22
+    def __init__(self, path:str|os.PathLike, specials:list, errors:str="strict", size:int=1<<22
     ): # Bytes of a piece, unless it can't be cut there
         self.path, self.specials, self.errors, self.size = Path(path), specials, errors, size
         self.file, self.rest, self.at, self.lock = (open(path, "rb", buffering=0), b"", 0,
@@ -763,7 +763,7 @@ class TextPieces:
 
 # %% ../../nbs/01_tokenization/01d_fast_bpe.ipynb #a918f61b
 def count_words_fast(
-    source,                                 # Path of a file in UTF-8, or an iterable of texts
+    source:str|os.PathLike|Iterable[str],   # Path of a file in UTF-8, or an iterable of texts
     special_tokens:Iterable[str]|None=None, # Where texts are split; not counted
     threads:int|None=None,                  # Each has a table of its own; all cores without
     # For bytes of a file that are not UTF-8: 'strict', 'replace' or 'ignore'
@@ -943,7 +943,8 @@ def encode_span(text, i, n, tables, out, t):
 
 # %% ../../nbs/01_tokenization/01d_fast_bpe.ipynb #295f8099
 # The tables of `encode_span` (classes, ids of bytes, pairs; rows, store, pool and scratch of the
-# cache), then of each segment start, stop, the id behind it, and where its ids begin; all in one memory
+# cache), then of each segment start, stop, the id behind it, and where its ids
+# begin; all in one memory
 TABLES = types.Tuple((types.uint8[::1], types.int64[::1], types.uint64[:,::1], types.uint64[:,::1],
                       types.uint8[::1], types.uint32[::1], types.int64[::1]))
 SEGMENTS = types.UniTuple(types.int64[::1], 4)
@@ -1017,7 +1018,7 @@ class SegmentEncoder:
         pack_tables(memory, *tables)
         pack_segments(memory, *whole)
         code = direct(encode_kernel, b"", memory.ctypes.data, ids)
-        return Workplace(code, memory.ctypes.data, ids, memoryview(ids), (memory, *tables, *whole))
+        return Workplace(code, memory.ctypes.data, ids, ids.data, (memory, *tables, *whole))
     def run(self,
         data:bytes,       # A text in UTF-8
         # Of its segments, and where the ids of each begin: one more than there are segments

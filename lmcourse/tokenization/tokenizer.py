@@ -59,12 +59,12 @@ def _learn_few(source, wanted:int, special_tokens:list, threads:int|None, errors
 
 # %% ../../nbs/01_tokenization/01e_tokenizer.ipynb #5a41a63f
 def train_bpe(
-    input_path,                  # Path of a file in UTF-8, or an iterable of texts
-    vocab_size:int,              # Of the result: special tokens, 256 bytes and merges
+    input_path:str|os.PathLike|Iterable[str], # Path of a file in UTF-8, or an iterable of texts
+    vocab_size:int, # Of the result: special tokens, 256 bytes and merges
     special_tokens:Iterable[str]|None=("<|endoftext|>",), # One id each, and no merge across them
     # Ids as in GPT-2's files; else special tokens first, then the bytes 0 to 255, then merges
     gpt2_order:bool=False,
-    threads:int|None=None,       # All cores without
+    threads:int|None=None,                                # All cores without
     # For bytes of a file that are not UTF-8: 'strict' (`ValueError`), 'replace' or 'ignore'
     errors:str="strict",
     # `vocab`, id to bytes, and `merges`, pairs of byte strings in the order in which they were
@@ -173,19 +173,20 @@ class VocabularyFiles(Vocabulary):
                                           sorted(self.special_tokens), *more]).encode()).hexdigest()
 
     @classmethod
-    def from_files(cls, vocab_filepath, merges_filepath, special_tokens:Iterable[str]|None=None
+    def from_files(cls, vocab_filepath:str|Path, merges_filepath:str|Path,
+        special_tokens:Iterable[str]|None=None
     )->Self: # Two files as OpenAI published for GPT-2
         "What `vocab.json` and `merges.txt` hold."
         return cls(read_vocab(vocab_filepath), read_merges(merges_filepath), special_tokens)
-    def save(self, folder): # Absent or empty, else `FileExistsError`
+    def save(self, folder:str|Path): # Absent or empty, else `FileExistsError`
         "Write `vocab.json`, `merges.txt` and `tokenizer.json`, all or none."
         write_folder(self, folder)
     @classmethod
-    def from_folder(cls, folder)->Self: # That `save` wrote
+    def from_folder(cls, folder:str|Path)->Self: # That `save` wrote
         "What a folder holds, special tokens included."
         return read_folder(cls, folder)
     @classmethod
-    def from_tokenizer_json(cls, path
+    def from_tokenizer_json(cls, path:str|Path
     )->Self: # Of Hugging Face `tokenizers`; byte-level BPE such as GPT-2's, Llama 3's or Qwen's
         "What a `tokenizer.json` holds. `ValueError` if it is another kind of tokenizer."
         return cls(*parse_hugging_face(read_json(path), path))
@@ -286,7 +287,8 @@ class TextEncoder(VocabularyFiles):
     )->list: # `decode_bytes` gives them back, whatever they are
         "The ids of bytes, which need not be UTF-8."
         return self.encode_array(data, special=special).tolist()
-    def encode_array(self, text, threads:int=1, special:bool=True)->np.ndarray:
+    def encode_array(self, text:str|bytes|bytearray|memoryview, threads:int=1, special:bool=True
+    )->np.ndarray:
         """The ids of a text or of bytes as an array, which is faster than a list: uint16 for up to
         65,536 ids, else uint32."""
         data = bytes(text) if isinstance(text, (bytes, bytearray, memoryview)) else _utf8(text)
@@ -337,7 +339,8 @@ class Tokenizer(TextEncoder):
         return type(self), (self.vocab, self.merges, self.special_tokens, self.rules)
 
     @classmethod
-    def train(cls, source, vocab_size:int, special_tokens:Iterable[str]|None=("<|endoftext|>",)
+    def train(cls, source:str|os.PathLike|Iterable[str], vocab_size:int,
+        special_tokens:Iterable[str]|None=("<|endoftext|>",)
     )->Self: # As for `train_bpe`
         "A tokenizer learnt from a file or from texts."
         special_tokens = special_list(special_tokens)
@@ -378,7 +381,7 @@ def _read(path)->str:
 
 # %% ../../nbs/01_tokenization/01e_tokenizer.ipynb #e191a2c7
 def read_vocab(
-    path, # A `vocab.json`: tokens in GPT-2's alphabet to ids
+    path:str|Path, # A `vocab.json`: tokens in GPT-2's alphabet to ids
 )->dict: # Id to bytes
     "Read a vocabulary. `ValueError` if the file is something else or has an id twice."
     vocab:dict = {}
@@ -395,7 +398,7 @@ def read_vocab(
 def read_merges(
     # A `merges.txt`: two tokens in GPT-2's alphabet a line, with or without a first line `#version:
     # ...`
-    path,
+    path:str|Path,
 )->list: # Pairs of byte strings
     "Read merges. `ValueError` for a line that is not two tokens."
     lines, merges = _read(path).split("\n"), []
@@ -440,8 +443,8 @@ def _hugging_face(t:Vocabulary)->dict:
 
 # %% ../../nbs/01_tokenization/01e_tokenizer.ipynb #edb8eb6a
 def parse_hugging_face(
-    whole:dict, # Of a `tokenizer.json`
-    path,       # Its name, for the errors
+    whole:dict,    # Of a `tokenizer.json`
+    path:str|Path, # Its name, for the errors
 )->tuple: # vocab, merges, special tokens and `Rules`, as `Tokenizer` takes them
     "Read a byte-level BPE of Hugging Face `tokenizers`."
     def need(fits, what): # `ValueError` unless
@@ -489,7 +492,7 @@ def _pattern(step:dict, need)->str: # The pattern that cuts a text into pre-toke
 # %% ../../nbs/01_tokenization/01e_tokenizer.ipynb #aded51b9
 def write_folder(
     tokenizer:Vocabulary, # To be saved
-    folder,               # Absent or empty, else `FileExistsError`
+    folder:str|Path,      # Absent or empty, else `FileExistsError`
 ):
     "Write the three files into a new folder, all or none."
     folder = Path(folder).absolute()
@@ -509,8 +512,8 @@ def write_folder(
 
 # %% ../../nbs/01_tokenization/01e_tokenizer.ipynb #7150d999
 def read_folder(
-    cls,    # `Tokenizer`, or another `VocabularyFiles`
-    folder, # That `save` wrote
+    cls:Any,         # `Tokenizer`, or another `VocabularyFiles`
+    folder:str|Path, # That `save` wrote
 )->Any: # One of `cls`
     "Read the three files. `ValueError` if they do not belong together."
     paths = {name: Path(folder)/name for name in ("vocab.json", "merges.txt", "tokenizer.json")}

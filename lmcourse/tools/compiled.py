@@ -15,11 +15,12 @@ from llvmlite import ir
 from numba import njit, typeof, types
 from numba.core.caching import IndexDataCacheFile
 from numba.extending import intrinsic
+from typing import Any
 
 # %% ../../nbs/00_tools/00m_compiled.ipynb #5ab68c6a
 def compile_once(
-    f,         # A function of numbers and arrays
-    **options, # As for `numba.njit`
+    f:Callable,    # A function of numbers and arrays
+    **options:Any, # As for `numba.njit`
 ):
     "Compile `f` at its first call; keep the machine code where a file and a folder allow it."
     try: compiled = njit(f, cache=os.path.isfile(f.__code__.co_filename), **options)
@@ -78,8 +79,8 @@ def unpack(typingctx, address, kinds):
     return kinds.instance_type(types.int64, kinds), codegen
 
 def direct(
-    kernel:Callable, # A compiled function
-    *arguments,      # It is called with them once
+    kernel:Any,     # A compiled function
+    *arguments:Any, # It is called with them once
 )->Callable: # Takes arguments of the same types; with others the process may crash
     "The machine code for these arguments, called without a look at their types."
     kernel(*arguments)

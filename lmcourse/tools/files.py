@@ -71,11 +71,11 @@ def write_text(
         part.write_text(text, encoding="utf-8", newline="\n")
 
 def write_json(
-    path:str|Path,      # As for `write_text`
-    values:Any,         # What JSON can hold
-    indent:int|None=2,  # Spaces of a level; everything in one line if none
-    alone:bool=True,    # As for `atomic_write`
-    **more,             # As for `json.dumps`
+    path:str|Path,     # As for `write_text`
+    values:Any,        # What JSON can hold
+    indent:int|None=2, # Spaces of a level; everything in one line if none
+    alone:bool=True,   # As for `atomic_write`
+    **more:Any,        # As for `json.dumps`
 ):
     "Write values as a JSON file whole or not at all."
     write_text(path, json.dumps(values, indent=indent, **more) + "\n", alone=alone)

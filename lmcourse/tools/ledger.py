@@ -12,6 +12,7 @@ from decimal import Decimal
 from importlib import resources
 from pathlib import Path
 from typing import Any
+from collections.abc import Iterable
 from .config import unknown
 from .files import read_json, write_text
 from .show import Table
@@ -173,12 +174,12 @@ def _rounded(value, published:float
 
 # %% ../../nbs/00_tools/00e_ledger.ipynb #6a9c7162
 def record(
-    key:str,     # An entry that exists
-    value:float, # Ours, in the unit of the entry
-    setup:str,   # In what it differs from the published set-up, or that it does not
-    made:str,    # Machine, date and command
-    runs=(),     # Keys of the runs behind it
-    how:str="",  # `mean of result.loss`, or without runs `notebook` and its name
+    key:str,                 # An entry that exists
+    value:float,             # Ours, in the unit of the entry
+    setup:str,               # In what it differs from the published set-up, or that it does not
+    made:str,                # Machine, date and command
+    runs:Iterable[str]=(),   # Keys of the runs behind it
+    how:str="",              # `mean of result.loss`, or without runs `notebook` and its name
     path:str|Path|None=None, # A file; by default the one that comes with the course
 )->Entry: # As it now stands
     "Add a number of ours to the ledger."
@@ -203,7 +204,7 @@ def follows(
     measured:Measured, # A number of ours
     # Records of runs, each with its `key` and `status`; the last one of a key counts. Or a dict,
     # key to record
-    lines,
+    lines:dict,
 )->float: # What its runs give; equal to its `value` unless one of the two has changed
     "A number of ours once more, from the runs behind it. `ValueError` with what is missing."
     if not measured.runs:

@@ -9,10 +9,11 @@ __all__ = ['GREY', 'COLORS', 'si', 'duration', 'Table', 'figure', 'text_plot', '
 # %% ../../nbs/00_tools/00c_show.ipynb #5f86b10e
 import base64, contextlib, functools, hashlib, html, inspect, io, json, math, os, re, shutil, sys
 import textwrap, unicodedata
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from decimal import Decimal
 from itertools import product, zip_longest
 import numpy as np
+from typing import Any
 
 # %% ../../nbs/00_tools/00c_show.ipynb #2e05a9ec
 def si(
@@ -197,11 +198,11 @@ def _styled_axes(ax
 
 # %% ../../nbs/00_tools/00c_show.ipynb #c53ac9bd
 def figure(
-    ncols:int=1,       # Plots side by side
+    ncols:int=1,      # Plots side by side
     # Of the whole figure, in inches; by default 6.4 for one plot, 9 for more
     width:float|None=None,
-    height:float=3.4,  # In inches
-    **kwargs,          # Passed on to `matplotlib.pyplot.subplots`, say `sharey=True`
+    height:float=3.4, # In inches
+    **kwargs:Any,     # Passed on to `matplotlib.pyplot.subplots`, say `sharey=True`
 )->tuple: # The figure, and its axes: one, or an array of `ncols`
     "A figure that can be read on a light and on a dark page. No global setting is changed."
     import matplotlib, matplotlib.pyplot as plt
@@ -271,10 +272,10 @@ def _frame(dots, names:list, low, high, xlabel:str, ylabel:str
 
 # %% ../../nbs/00_tools/00c_show.ipynb #e7345205
 def progress(
-    iterable=None,     # What to loop over; without it, call `update(n)` on the result
-    total:int|None=None,    # Number of units, if `iterable` does not know its length
-    desc:str="",       # What stands in front of the bar
-    unit:str="step",   # What is counted; `B` is shown with SI prefixes
+    iterable:Iterable|None=None, # What to loop over; without it, call `update(n)` on the result
+    total:int|None=None,         # Number of units, if `iterable` does not know its length
+    desc:str="",                 # What stands in front of the bar
+    unit:str="step",             # What is counted; `B` is shown with SI prefixes
 ): # A `tqdm` bar: iterate over it, or use `update`, `set_postfix_str` and `close`
     """A progress bar that is silent unless the error stream is a terminal; of several processes of
     `torchrun` the first one has it."""
@@ -289,7 +290,7 @@ def live(
     # Makes what is shown: axes, a figure, a `Table` or whatever else a notebook can show
     draw:Callable,
     # For each argument of `draw` the values to choose from, in order; or a text, to be edited
-    **choices,
+    **choices:Any,
 ): # Controls over a picture where a Jupyter kernel runs and has ipywidgets; else the picture alone
     """A picture to play with.
     At first each argument has its default in `draw` or, without one, its first value. `ValueError`
@@ -330,7 +331,7 @@ def _settled(shown
 # %% ../../nbs/00_tools/00c_show.ipynb #d2d9580f
 def controls(
     draw:Callable, # As for `live`
-    **choices,     # As for `live`
+    **choices:Any, # As for `live`
 ): # A widget: the controls and, under them, the picture
     """What `live` shows in a live notebook.
     `ModuleNotFoundError` without ipywidgets; a `ValueError` of `draw` is shown in place of the
@@ -462,9 +463,9 @@ def _shorter(svg:str)->str: # Without what no reader sees: half of the size
 
 # %% ../../nbs/00_tools/00c_show.ipynb #ed9982cf
 def sliders(
-    draw:Callable, # Makes what is shown: axes, a figure, a `Table` or whatever has HTML
+    draw:Callable,  # Makes what is shown: axes, a figure, a `Table` or whatever has HTML
     alt:str="Plot", # What the pictures show, for those who don't see them
-    **choices,     # For each argument of `draw` its values, in order; its default is shown first
+    **choices:Any,  # For each argument of `draw` its values, in order; its default is shown first
 )->Sliders:
     """A picture with a slider for each argument, which needs no Python where it is read.
     `ValueError` for no values or for more than 60 pictures."""

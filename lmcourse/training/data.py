@@ -35,7 +35,7 @@ def _dtype(vocab_size:int)->np.dtype: # Of the ids on disk
 
 # %% ../../nbs/04_training/04a_data.ipynb #4d254f74
 def sha256(
-    path, # A file
+    path:str|Path, # A file
 )->str: # 64 hexadecimal digits
     "The SHA-256 of a file's bytes."
     with open(path, "rb") as f: return hashlib.file_digest(f, "sha256").hexdigest()
@@ -64,7 +64,7 @@ def _utf8(text)->bytes:
 # %% ../../nbs/04_training/04a_data.ipynb #a80722be
 def encode_documents(
     texts:list,    # Documents
-    tokenizer,     # As for `write_tokens`
+    tokenizer:Any, # As for `write_tokens`
     number:int=0,  # Of the first, for errors
     threads:int=1, # For a tokenizer that has `encode_batch`
 )->tuple: # Ids of all, each document with its end, and the place of the first token of each
@@ -91,9 +91,9 @@ class TokenWriter:
     "Files in the making: `append` makes them longer, `finish` gives them their names."
     documents:int; bytes:int; sums:list; texts:Any; told:str|None; files:list # What `_check` finds
     def __init__(self,
-        prefix,       # As for `write_tokens`
-        job:dict,     # What must be the same for going on; plain JSON values
-        dtypes:tuple, # Of the numbers in .bin, .idx and perhaps .nats
+        prefix:str|Path, # As for `write_tokens`
+        job:dict,        # What must be the same for going on; plain JSON values
+        dtypes:tuple,    # Of the numbers in .bin, .idx and perhaps .nats
     ):
         self.prefix, self.job = prefix, json.loads(json.dumps(job))
         self.dtypes = [np.dtype(d) for d in dtypes]
@@ -192,7 +192,7 @@ def _recover(prefix, job:dict, names:list)->dict: # The note, if it is about thi
 
 # %% ../../nbs/04_training/04a_data.ipynb #85129f43
 def unfinished(
-    prefix, # As given to `write_tokens`
+    prefix:str|Path, # As given to `write_tokens`
 )->dict: # `documents` and `bytes` that are done; empty if nothing was cut off
     "How far a call of `write_tokens` had come that was cut off."
     note = _read_note(prefix)
@@ -210,19 +210,19 @@ def _made_ahead(make:Callable, items:Iterable
 
 # %% ../../nbs/04_training/04a_data.ipynb #10f0b130
 def write_tokens(
-    prefix,                # Path without suffix; the folder is made if there is none
+    prefix:str|Path,           # Path without suffix; the folder is made if there is none
     # Documents, in any number, the same ones in the same order when an unfinished call is made
     # again
     texts:Iterable[str],
     # Has `encode(text)` or `encode_batch(texts, threads)`, `end_of_text`, `vocab_size` and `digest`
-    tokenizer,
-    source:str,            # Where the documents come from, for the record
-    meta:dict|None=None,   # More for the record; plain JSON values
+    tokenizer:Any,
+    source:str,                # Where the documents come from, for the record
+    meta:dict|None=None,       # More for the record; plain JSON values
     # -log p of a document, its end included, where the source is known exactly
     nats:Callable[[str], float]|None=None,
-    threads:int|None=None, # For `encode_batch`; all cores if none
-    total_bytes:int|None=None,  # Of the texts about, for the progress bar
-    batch_bytes:int=1 << 22,    # Of the texts that are tokenized at a time and then noted
+    threads:int|None=None,     # For `encode_batch`; all cores if none
+    total_bytes:int|None=None, # Of the texts about, for the progress bar
+    batch_bytes:int=1 << 22,   # Of the texts that are tokenized at a time and then noted
 )->dict: # What was written to `prefix`.json
     """Tokenize documents once, into `prefix`.bin, .idx and .json.
     `ValueError` if there are none; what fails leaves no files, what is cut off goes on."""
@@ -287,7 +287,7 @@ class TokenDataset:
 
     @classmethod
     def open(cls,
-        prefix,           # As given to `write_tokens`
+        prefix:str|Path,  # As given to `write_tokens`
         verify:bool=True, # Read the files once to compare their SHA-256
     )->Self:
         """The files of `write_tokens`.
@@ -357,10 +357,10 @@ def _too_short(have:int, need:int)->ValueError:
 
 # %% ../../nbs/04_training/04a_data.ipynb #e0fe1a65
 def get_batch(
-    tokens:np.ndarray,  # Ids, (tokens,)
-    batch_size:int,     # Windows, B
-    context_length:int, # Tokens of a window, T
-    device="cpu",       # Where the tensors go
+    tokens:np.ndarray,                 # Ids, (tokens,)
+    batch_size:int,                    # Windows, B
+    context_length:int,                # Tokens of a window, T
+    device:Any="cpu",                  # Where the tensors go
     rng:np.random.Generator|None=None, # Source of the starts; another one each time if none
 )->tuple: # Inputs and targets, int64 tensors (B, T) on `device`
     "`random_windows` as tensors of torch."
@@ -368,8 +368,8 @@ def get_batch(
                                      rng or np.random.default_rng()), device)
 
 def to_tensors(
-    arrays:Iterable, # Say inputs and targets: arrays of NumPy, or tensors
-    device="cpu",    # Where the tensors go
+    arrays:Iterable,  # Say inputs and targets: arrays of NumPy, or tensors
+    device:Any="cpu", # Where the tensors go
 )->tuple: # The same as tensors
     "Arrays as tensors of torch, on a device."
     import torch
@@ -400,7 +400,7 @@ def story_windows(
     _, targets = token_windows(dataset.tokens, starts, context_length)
     return np.insert(targets[:, :-1], 0, dataset.end_of_text, axis=1), targets
 
-def document_batch(dataset:TokenDataset, batch_size:int, context_length:int, device="cpu",
+def document_batch(dataset:TokenDataset, batch_size:int, context_length:int, device:Any="cpu",
                    rng:np.random.Generator|None=None)->tuple:
     "`windows_at_starts` as tensors of torch; arguments as for `get_batch`."
     return to_tensors(windows_at_starts(dataset, batch_size, context_length,
@@ -557,10 +557,10 @@ class BatchPrefetcher:
     Use it with `with`, or let it go; either ends the thread."""
     def __init__(self,
         # `batches[step]` gives arrays: inputs and targets. Used by the thread alone
-        batches,
-        steps:Iterable[int],  # Which, in this order: `range(step, config.steps)` to go on at `step`
-        depth:int=8,          # Batches that are held at most
-        device="cpu",         # Where the tensors go
+        batches:Any,
+        steps:Iterable[int], # Which, in this order: `range(step, config.steps)` to go on at `step`
+        depth:int=8,         # Batches that are held at most
+        device:Any="cpu",    # Where the tensors go
     ):
         import torch
         if depth < 1: raise ValueError(f"depth = {depth}, expected 1 or more")
@@ -576,7 +576,7 @@ class BatchPrefetcher:
         self.close = weakref.finalize(self, _stop, self._queue, thread)
 
     def __enter__(self): return self
-    def __exit__(self, *error): self.close()
+    def __exit__(self, *error:Any): self.close()
     def __iter__(self): return self
 
     def __next__(self)->tuple: # Inputs and targets, tensors (B, T) on the device
@@ -660,7 +660,7 @@ def floor(
 
 # %% ../../nbs/04_training/04a_data.ipynb #a297c766
 def count_ngrams(
-    folder,             # With `train` and `valid`; gets `ngram.json`
+    folder:str|Path,    # With `train` and `valid`; gets `ngram.json`
     most:int=4_000_000, # Training tokens to count at most
 )->list: # Nats per token, for orders 1 to 5
     "The losses of n-grams on the validation documents."
@@ -671,7 +671,7 @@ def count_ngrams(
     return read_ngrams(folder)
 
 def read_ngrams(
-    folder, # Where `count_ngrams` was
+    folder:str|Path, # Where `count_ngrams` was
 )->list: # Nats per token, for orders 1, 2 and so on
     "`FileNotFoundError` if they were not counted, `ValueError` if the file is something else."
     file = Path(folder)/"ngram.json"
@@ -681,13 +681,13 @@ def read_ngrams(
 
 # %% ../../nbs/04_training/04a_data.ipynb #3496edc9
 def write_dataset(
-    folder:Path,              # Of which what is there already stays
-    source:str,               # Name of the corpus
-    tokenizer,                # As for `write_tokens`; a copy of it comes into the folder
-    training:Iterable[str],   # Documents
-    held_out:list,            # Documents for validation
-    total_bytes:int|None=None,# Of the training documents about, for the progress bar
-    threads:int|None=None,    # As for `write_tokens`
+    folder:Path,                # Of which what is there already stays
+    source:str,                 # Name of the corpus
+    tokenizer:Any,              # As for `write_tokens`; a copy of it comes into the folder
+    training:Iterable[str],     # Documents
+    held_out:list,              # Documents for validation
+    total_bytes:int|None=None,  # Of the training documents about, for the progress bar
+    threads:int|None=None,      # As for `write_tokens`
     ngram_tokens:int=4_000_000, # As `most` of `count_ngrams`
 ):
     "Write `tokenizer`, `train`, `valid` and `ngram.json` into a folder."

@@ -94,12 +94,13 @@ class World:
     @property
     def writes(self)->bool: return self.rank == self.copy == 0 # Whether this one writes the files
 
-    def shard_batch(self, rows): # Rows of a batch, an array or a tensor, to those of this process
+    def shard_batch(self, rows:Any
+    ): # Rows of a batch, an array or a tensor, to those of this process
         "An equal share of the rows, in order."
         share = len(rows)//self.size
         return rows[self.rank*share:(self.rank + 1)*share]
 
-    def all_reduce_sum(self, *numbers)->list: # Of floats, or arrays of float64
+    def all_reduce_sum(self, *numbers:Any)->list: # Of floats, or arrays of float64
         "Each of them summed over the parts of the batch: all processes get the same sums."
         if self.processes == 1: return list(numbers)
         kind = "cuda" if torch.distributed.get_backend() == "nccl" else "cpu"
@@ -431,7 +432,7 @@ class NumpyEngine:
     def save(self, checkpoints:Checkpoints, step:int, valid_loss:float|None, state:dict,
              config:dict):
         checkpoints.save(self.params, self.optimizer, step, valid_loss, state, config=config)
-    def load(self, path, config:dict)->int:
+    def load(self, path:str|Path, config:dict)->int:
         return load_checkpoint(path, self.params, self.optimizer, config)
     def whole_model(self)->TransformerLM: return self.model
     def find_nonfinite(self, micro_batches:list, loss:Callable)->str|None:

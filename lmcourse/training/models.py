@@ -31,7 +31,7 @@ def _packed(p:torch.Tensor
 
 # %% ../../nbs/04_training/04j_models.ipynb #37a17548
 def save_model(
-    folder,              # New
+    folder:str|Path,     # New
     model:TransformerLM, # In any number format
     tokenizer:Tokenizer, # With which it was trained
     train:TrainConfig,   # How it was trained
@@ -51,8 +51,9 @@ def save_model(
 
 # %% ../../nbs/04_training/04j_models.ipynb #e20b90c3
 def load_model(
-    folder=None, # Of `save_model`, or a run; none for the model that comes with the course
-    device:str="cpu", # As for `pick_device`
+    # Of `save_model`, or a run; none for the model that comes with the course
+    folder:str|Path|None=None,
+    device:str="cpu",                           # As for `pick_device`
     checkpoint:str="best", # Of a run: `best` on the validation documents, or `latest`
     attention:str="torch", kernels:str="torch", # Who computes: as for `named_parts`
 )->tuple[TransformerLM, Tokenizer]: # In float32; with which it was trained
@@ -76,7 +77,7 @@ def load_model(
 
 # %% ../../nbs/04_training/04j_models.ipynb #2972a8f7
 def training_of(
-    folder=None, # As for `load_model`
+    folder:str|Path|None=None, # As for `load_model`
 )->TrainConfig:
     "How a model was trained."
     return TrainConfig.from_dict(read_json(_model_folder(folder)/"config.json")["train"])

@@ -27,7 +27,7 @@ class SGD(Optimizer):
         super().__init__(params, dict(lr=lr))
 
     @torch.no_grad()
-    def step(self, closure=None):
+    def step(self, closure:Callable|None=None):
         """Move every parameter that has a gradient.
         Returns the loss, if a `closure` is given to compute it again."""
         loss = None if closure is None else torch.enable_grad()(closure)()
@@ -127,7 +127,7 @@ class AdamW(Optimizer):
         super().add_param_group(group)
 
     @torch.no_grad()
-    def step(self, closure=None):
+    def step(self, closure:Callable|None=None):
         """Move every parameter that has a gradient.
         Returns the loss, if a `closure` is given to compute it again."""
         loss = None if closure is None else torch.enable_grad()(closure)()

@@ -16,6 +16,8 @@ from multiprocessing import get_context
 from multiprocessing.connection import wait
 from multiprocessing.shared_memory import SharedMemory
 from time import perf_counter
+from typing import Any
+from collections.abc import Iterable
 from ..tools.config import ModelConfig
 from ..tools.show import si
 from ..architecture.layers_np import RowGradient, require_ids, array_module
@@ -77,7 +79,7 @@ def queue_ports(
 
 # %% ../../nbs/04_training/04m_parallel_np.ipynb #d3656bce
 def lockstep(
-    workers, # Generators that `yield` between sending and receiving
+    workers:Iterable, # Generators that `yield` between sending and receiving
 ): # Yields the number of steps that are done, from 0
     "Run workers side by side, a step at a time, until all have ended."
     running, steps = list(workers), 0
@@ -87,21 +89,21 @@ def lockstep(
         steps += 1
 
 # %% ../../nbs/04_training/04m_parallel_np.ipynb #7ac71231
-def reduce_to_root(x:np.ndarray, port): # Each worker's vector, and its port
+def reduce_to_root(x:np.ndarray, port:Any): # Each worker's vector, and its port
     "Add all vectors to that of worker 0."
     if port.rank: port.send(0, x)
     yield
     if not port.rank:
         for source in range(1, port.size): x += port.recv(source)
 
-def broadcast(x:np.ndarray, port): # As above
+def broadcast(x:np.ndarray, port:Any): # As above
     "Copy the vector of worker 0 to all."
     if not port.rank:
         for to in range(1, port.size): port.send(to, x)
     yield
     if port.rank: x[...] = port.recv(0)
 
-def naive_all_reduce(x:np.ndarray, port): # As above
+def naive_all_reduce(x:np.ndarray, port:Any): # As above
     "The sum of all vectors at every worker: to worker 0 and back."
     yield from reduce_to_root(x, port)
     yield from broadcast(x, port)
@@ -117,7 +119,7 @@ def chunk_slices(
     return [slice(a, b) for a,b in zip(starts, starts[1:])]
 
 # %% ../../nbs/04_training/04m_parallel_np.ipynb #070abbd4
-def ring_reduce_scatter(x:np.ndarray, port): # Each worker's vector, and its port
+def ring_reduce_scatter(x:np.ndarray, port:Any): # Each worker's vector, and its port
     "Worker r ends with piece r of the sum; its other pieces hold sums of some."
     pieces, rank, size = chunk_slices(len(x), port.size), port.rank, port.size
     for step in range(size - 1):
@@ -126,7 +128,7 @@ def ring_reduce_scatter(x:np.ndarray, port): # Each worker's vector, and its por
         x[pieces[(rank - 2 - step) % size]] += port.recv((rank - 1) % size)
 
 # %% ../../nbs/04_training/04m_parallel_np.ipynb #468f1a37
-def ring_all_gather(x:np.ndarray, port
+def ring_all_gather(x:np.ndarray, port:Any
 ): # Each worker's vector, of which piece r is right at worker r
     "Every worker ends with all pieces."
     pieces, rank, size = chunk_slices(len(x), port.size), port.rank, port.size
@@ -135,7 +137,7 @@ def ring_all_gather(x:np.ndarray, port
         yield
         x[pieces[(rank - 1 - step) % size]] = port.recv((rank - 1) % size)
 
-def ring_all_reduce(x:np.ndarray, port): # Each worker's vector, and its port
+def ring_all_reduce(x:np.ndarray, port:Any): # Each worker's vector, and its port
     """The sum of all vectors at every worker: each piece of it is added up on its way round, and
     carried round again."""
     yield from ring_reduce_scatter(x, port)
@@ -188,10 +190,10 @@ def pack_grads(
 class SharedPort:
     "A worker's end of a ring whose vectors lie in shared memory."
     def __init__(self,
-        rank:int,            # Which worker
-        vectors:np.ndarray,  # Those of all `(N, P)`
-        right,               # The end of a pipe to the right neighbour
-        left,                # That of a pipe from the left one
+        rank:int,           # Which worker
+        vectors:np.ndarray, # Those of all `(N, P)`
+        right:Any,          # The end of a pipe to the right neighbour
+        left:Any,           # That of a pipe from the left one
     ):
         self.rank, self.size, self.vectors, self.right, self.left, self.sent_bytes = (
             rank, len(vectors), vectors, right, left, 0)
@@ -223,8 +225,8 @@ class Replica:
         memory:np.ndarray,  # Of all workers `(N, 2, P)`: weights, and gradients
         config:ModelConfig, # Sizes and variant
         settings:dict,      # `betas`, `eps`, `weight_decay` and `grad_clip`
-        right,              # The end of a pipe to the right neighbour
-        left,               # That of a pipe from the left one
+        right:Any,          # The end of a pipe to the right neighbour
+        left:Any,           # That of a pipe from the left one
     ):
         self.config, self.grad_clip, (weights, self.gradient) = (config, settings["grad_clip"],
                                                                  memory[rank])
@@ -234,7 +236,7 @@ class Replica:
                                  settings["weight_decay"], learning_rate_scales(config))
         self.port = SharedPort(rank, memory[:, 1], right, left)
 
-    def step(self, ids, targets, share:float, lr:float, ignore_index:int
+    def step(self, ids:np.ndarray, targets:np.ndarray, share:float, lr:float, ignore_index:int
     )->dict: # Loss, bytes and times of this worker
         "One step with this worker's rows."
         times, loss, sent = [perf_counter()], 0., self.port.sent_bytes
@@ -344,7 +346,7 @@ class DataParallelNp:
         except BaseException: self.close(); raise
 
     def __enter__(self): return self
-    def __exit__(self, *_): self.close()
+    def __exit__(self, *_:Any): self.close()
     def _array(self)->np.ndarray: return np.ndarray(self._shape, self._dtype, self._memory.buf)
 
     def _start(self, settings:dict):

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 import torch
+from typing import Any
 from ..architecture.onednn import onednn_products
 from ..tools.config import ModelConfig, TrainConfig, UserError
 from ..tools.machine import peak_bytes
@@ -33,12 +34,12 @@ class Diverged(UserError):
 class Trainer:
     "A model, its optimizer and its data, at some step of a run."
     def __init__(self,
-        model_config:ModelConfig, # Of the model that is made
-        config:TrainConfig,       # Of all that happens to it
-        train:TokenDataset|None,  # What batches are made of; none where `batches` are given
-        valid:TokenDataset,       # Whole documents to evaluate on
+        model_config:ModelConfig,      # Of the model that is made
+        config:TrainConfig,            # Of all that happens to it
+        train:TokenDataset|None,       # What batches are made of; none where `batches` are given
+        valid:TokenDataset,            # Whole documents to evaluate on
         # `batches[step]`, or an iterator from this step on: tuples of arrays or tensors, rows first
-        batches=None,
+        batches:Any=None,
         objective:Objective|None=None, # What is minimised: none for the loss of the next token
     ):
         _check_vocabulary(model_config, train, valid)
@@ -105,7 +106,7 @@ class Trainer:
         return learning_rate(step, c.lr, c.min_lr, warmup, c.steps, cooldown, scale, c.schedule)
 
     def fit(self,
-        run,                       # The run's folder; it exists and has a `config.json`
+        run:str|Path,              # The run's folder; it exists and has a `config.json`
         report:Callable|None=None, # Called as `report(trainer, evaluation)` after each evaluation
         # From the model to a text for `samples.txt`, called after each evaluation
         sample:Callable|None=None,
@@ -114,8 +115,8 @@ class Trainer:
         `Interrupted` after a signal, with a checkpoint."""
         return _Loop(self, Path(run), report, sample).train()
 
-    def save(self, run): _save(self, Path(run))
-    def resume(self, run): _resume(self, Path(run))
+    def save(self, run:str|Path): _save(self, Path(run))
+    def resume(self, run:str|Path): _resume(self, Path(run))
 
 # %% ../../nbs/04_training/04k_trainer.ipynb #3bfc31c0
 def _check_vocabulary(model_config:ModelConfig, *datasets):
@@ -146,7 +147,7 @@ def _diverged(trainer:Trainer, loss:float, micro_batches:list
 
 # %% ../../nbs/04_training/04k_trainer.ipynb #d810bd8e
 def peak_memory(
-    device="cpu", # `cpu`, or the card
+    device:str|torch.device="cpu", # `cpu`, or the card
 )->int|None: # Bytes; none where the system does not tell
     "The most memory that has been held so far: by this process, or by its tensors on a card."
     if torch.device(device).type == "cuda": return torch.cuda.max_memory_allocated(device)
