@@ -275,7 +275,7 @@ def ngram_line(data:Path)->str: # All of them, and the best
 # %% ../../nbs/90_app/90g_cli.ipynb #04c6fd85
 @dataclass
 class TrainCommand:
-    "Train a model on prepared data, or go on with a run that was cut off."
+    "Train a model on prepared data, or continue a run that was interrupted."
     data: word(Path|None, "DATA") = None    # Folder that `lmcourse prepare` wrote
     out: word(Path|None, "OUT") = None      # New folder for the run
     # Go on with this run, from its last checkpoint; its own settings hold
@@ -663,7 +663,7 @@ class ServeCommand:
     host: str = "127.0.0.1"     # Who may ask: by default programs on this machine
     port: int = 8000            # Where it listens
     name: str = "lmcourse"      # Of the model, for clients
-    max_open: int = 64          # Answers running or waiting; more are refused
+    max_open: int = 64          # Answers running or waiting; more are rejected
     max_running: int = 16       # Answers computed together
     max_tokens: int|None = None # Of an answer; by default what the context has room for
     max_body: int = 1_000_000   # Bytes of a request
@@ -999,7 +999,7 @@ def smoke(
 # %% ../../nbs/90_app/90g_cli.ipynb #87cd5c58
 @dataclass
 class SmokeCommand:
-    "Train the NumPy engine for a second, beside the published run of the same size."
+    "Train the NumPy engine for a second, and compare with the published run of the same size."
     seed: int = 0 # Of the ids and the weights
 
     def run(self):
@@ -1199,7 +1199,7 @@ def align(
 # %% ../../nbs/90_app/90g_cli.ipynb #90g0cur1
 @dataclass
 class CurateCommand:
-    "Clean a crawl by a recipe: documents, a funnel and a data card; go on if it was cut off."
+    "Clean a crawl by a recipe: documents, a funnel and a data card; continues where it stopped."
     source: word(Path, "IN")    # WARC, WET, JSON lines or text, also .gz, or a folder of them
     out: word(Path, "OUT")      # New folder, or one that the same command has begun
     recipe: Path                # Steps and their options, .toml or .json
@@ -1227,7 +1227,7 @@ class CurateCommand:
 # %% ../../nbs/90_app/90g_cli.ipynb #14n90pip
 @dataclass
 class PipelineCommand:
-    "All of the course in a row: from web pages to a model that does what you ask; go on if cut off."
+    "The whole course in one run: from web pages to a model that does what you ask."
     out: word(Path, "OUT") = Path("runs/pipeline") # Folder: new, or begun by the same command
     until: str|None = None      # Stop after this stage; by default all are done
     # A dozen minutes of two cores, or a model of 100 million parameters and more on a GPU
@@ -1258,12 +1258,12 @@ class PipelineCommand:
 # %% ../../nbs/90_app/90g_cli.ipynb #9fec4938
 @dataclass
 class BenchTokenizerCommand:
-    "Learning, encoding, memory and the first use, beside tiktoken, tokenizers and rustbpe."
+    "Training, encoding, memory and first use, compared with tiktoken, tokenizers and rustbpe."
     # Corpora: stories, web (texts of this Python installation), text:PATH
     data: tuple[str, ...] = ("stories", "web")
     # Megabytes of each corpus; by default 80 of stories, 30 of others
     max_mb: float|None = None
-    threads: int = 2                            # Threads, set beside one thread
+    threads: int = 2                            # Threads, compared with one thread
     rounds: int = 3                             # How often it is each one's turn
     out: Path|None = None                       # New file for all measurements, as JSON
 
@@ -1274,7 +1274,7 @@ class BenchTokenizerCommand:
 # %% ../../nbs/90_app/90g_cli.ipynb #8ebae005
 @dataclass
 class BenchTrainingCommand:
-    """A training step of each engine, beside transformers and beside the fastest matrix product of
+    """A training step of each engine, compared with transformers and the fastest matrix product of
     this machine."""
     rounds: int = 5                             # How often it is each one's turn
     threads: int|None = None                    # Threads of each; by default one a core
@@ -1290,14 +1290,14 @@ class BenchTrainingCommand:
 # %% ../../nbs/90_app/90g_cli.ipynb #0cab2b15
 @dataclass
 class BenchLoopCommand:
-    "The trainer's loop beside bare steps, one setting changed at a time."
+    "The training loop compared with bare steps, one setting changed at a time."
     # Model and batch; by default those of `bench training`
     preset: str|None = None
     device: Literal["cpu", "cuda"] = "cpu"      # Where it computes
     steps: int = 5                              # Of one variant before it is the next one's turn
     rounds: int = 5                             # How often it is each one's turn
     threads: int|None = None                    # Threads of each; by default one a core
-    only: some(str, "all") = ()                 # Variants that are measured beside the first
+    only: some(str, "all") = ()                 # Variants to compare with the first
     out: Path|None = None                       # New file for all measurements, as JSON
 
     def lines(self):
@@ -1308,7 +1308,7 @@ class BenchLoopCommand:
 # %% ../../nbs/90_app/90g_cli.ipynb #a385ce96
 @dataclass
 class BenchGenerationCommand:
-    "Writing token by token, beside transformers and beside the time of reading all weights."
+    "Writing token by token, compared with transformers and with reading all weights."
     rounds: int = 5                             # How often it is each one's turn
     threads: int|None = None                    # Threads of each; by default one a core
     models: tuple[str, ...] = ("36M", "5M")     # Which sizes
@@ -1321,7 +1321,7 @@ class BenchGenerationCommand:
 # %% ../../nbs/90_app/90g_cli.ipynb #22aacdfb
 @dataclass
 class BenchKernelsCommand:
-    "Kernels of chapter 09 beside torch, torch.compile and other libraries; it wants an NVIDIA GPU."
+    "Kernels of chapter 09 against torch, torch.compile and other libraries; needs an NVIDIA GPU."
     seconds: float = 2.0                        # How long each task is measured
     out: Path|None = None                       # New file for all times, as JSON
 
@@ -1336,7 +1336,7 @@ BENCHES = dict(tokenizer=BenchTokenizerCommand, training=BenchTrainingCommand,
 
 @dataclass
 class BenchCommand:
-    "Measure a part of the course beside other libraries, in turns and in one run."
+    "Compare a part of the course with other libraries, taking turns in one run."
     # What is measured
     part: Union[tuple(Annotated[cls, tyro.conf.subcommand(name)] for name,cls in BENCHES.items())]
 

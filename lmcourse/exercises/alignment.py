@@ -14,7 +14,8 @@ import math
 from collections.abc import Callable
 import torch
 from torch import Tensor
-from ..alignment.grpo import compute_group_normalized_rewards as normalized_of, compute_grpo_clip_loss as clip_of
+from ..alignment.grpo import (compute_group_normalized_rewards as normalized_of,
+                                     compute_grpo_clip_loss as clip_of)
 from ..alignment.grpo import grpo_microbatch_train_step as step_of, masked_mean as mean_of
 from ..alignment.policy_gradient import rloo_advantages
 from ..alignment.ppo import gae as gae_of
@@ -26,35 +27,43 @@ from ..tools.grading import run_answer, short, short_args
 # %% ../../nbs/14_alignment/14z_alignment.ipynb #50635cd6
 def _same(got, right)->bool: # Of the same kind, shape and value; floats nearly
     if isinstance(right, (list, tuple)):
-        return isinstance(got, (list, tuple)) and len(got) == len(right) and all(map(_same, got, right))
+        return (isinstance(got, (list, tuple)) and len(got) == len(right)
+                and all(map(_same, got, right)))
     if isinstance(right, Tensor):
         if not isinstance(got, Tensor):
             return right.ndim == 0 and isinstance(got, float) and _same(got, right.item())
         if got.shape != right.shape or got.dtype == torch.bool: return False
-        return torch.allclose(got.detach().double(), right.detach().double(), 1e-6, 1e-9, equal_nan=True)
+        return torch.allclose(got.detach().double(), right.detach().double(), 1e-6, 1e-9,
+                              equal_nan=True)
     if isinstance(got, Tensor) and got.ndim == 0: got = got.item()
     if isinstance(got, bool) or not isinstance(got, (int, float)): return False
     return math.isclose(got, right, rel_tol=1e-6, abs_tol=1e-9)
 
 def _told(right, got)->str: # What was expected and what came; of two tensors the first difference
-    if isinstance(right, Tensor) and isinstance(got, Tensor) and right.shape == got.shape and right.ndim:
+    both = isinstance(right, Tensor) and isinstance(got, Tensor)
+    if both and right.shape == got.shape and right.ndim:
         a, b = right.detach().double(), got.detach().double()
-        at = (~torch.isclose(a, b, 1e-6, 1e-9, equal_nan=True)).nonzero()[0].tolist() if got.dtype != torch.bool else [0]*right.ndim
+        at = ((~torch.isclose(a, b, 1e-6, 1e-9, equal_nan=True)).nonzero()[0].tolist()
+              if got.dtype != torch.bool else [0]*right.ndim)
         return f"expected {a[tuple(at)].item():.6g} at {at}, got {b[tuple(at)].item():.6g}"
     return f"expected {short(right)}, got {short(got)}"
 
+# %% ../../nbs/14_alignment/14z_alignment.ipynb #50635ca1
 class _Form(Exception): pass # What a function gives isn't of the form that is asked for
 
-def _grade(f, right:Callable, cases:list, mistakes:dict, call:Callable=lambda f, *case: f(*case)): # Words to a wrong function
+def _grade(f, right:Callable, cases:list, mistakes:dict, call:Callable=lambda f, *case: f(*case)):
+    # Words to a wrong function
     if not callable(f): run_answer(f)
     def shows(wrong, case, got):
         try: return _same(got, call(wrong, *case))
-        except (ArithmeticError, ValueError, RuntimeError, TypeError, IndexError, _Form): return False
+        except (ArithmeticError, ValueError, RuntimeError, TypeError, IndexError, _Form):
+            return False
     for case in cases:
         expected = call(right, *case)
         try: got = run_answer(lambda *given: call(f, *given), *case)
         except AssertionError as e:
-            if isinstance(e.__cause__, _Form): raise AssertionError(f"your function {e.__cause__}") from None
+            if isinstance(e.__cause__, _Form):
+                raise AssertionError(f"your function {e.__cause__}") from None
             raise
         if _same(got, expected): continue
         words = next((f": {w}" for w,wrong in mistakes.items() if shows(wrong, case, got)), "")
@@ -68,12 +77,15 @@ def check_optimum(
     optimum:Callable, # `optimum(ref, rewards, beta)` gives probabilities `(R,)`
 ):
     "`AssertionError` unless it is the reference times exp(reward/beta), with sum 1."
-    cases = [(_numbers(k, n).softmax(0), _numbers(k + 9, n), b) for k,(n, b) in enumerate(((2, 1.), (5, .25), (7, 3.)))]
+    cases = [(_numbers(k, n).softmax(0), _numbers(k + 9, n), b)
+             for k,(n, b) in enumerate(((2, 1.), (5, .25), (7, 3.)))]
     _grade(optimum, lambda p, r, b: (p.log() + r/b).softmax(0), cases, {
         "the reference is missing": lambda p, r, b: (r/b).softmax(0),
         "the sum must be 1": lambda p, r, b: p*(r/b).exp(),
-        "add the logarithm of a probability, not the probability": lambda p, r, b: (p + r/b).softmax(0),
-        "divide by beta: a high price means little change": lambda p, r, b: (p.log() + r*b).softmax(0),
+        "add the logarithm of a probability, not the probability":
+            lambda p, r, b: (p + r/b).softmax(0),
+        "divide by beta: a high price means little change":
+            lambda p, r, b: (p.log() + r*b).softmax(0),
         "beta is missing": lambda p, r, b: (p.log() + r).softmax(0),
         "that keeps only the best response": lambda p, r, b: (r == r.max()).double(),
         "rewards go into an exponential": lambda p, r, b: p*r/(p*r).sum()})
@@ -93,7 +105,8 @@ def check_k3(
 
 # %% ../../nbs/14_alignment/14z_alignment.ipynb #8e4881de
 def check_compute_naive_policy_gradient_loss(
-    compute_naive_policy_gradient_loss:Callable, # `(raw_rewards_or_advantages, policy_log_probs)` gives `(B, T)`
+    # `(raw_rewards_or_advantages, policy_log_probs)` gives `(B, T)`
+    compute_naive_policy_gradient_loss:Callable,
 ):
     "`AssertionError` unless it is minus advantage times log-probability, for each token."
     cases = [(_numbers(1, 3, 1), _numbers(2, 3, 4) - 2), (_numbers(3, 2, 1), _numbers(4, 2, 2) - 2)]
@@ -113,18 +126,26 @@ def check_rloo(
     def groups(r, g, by=lambda x: x): return by(r.view(-1, g)).flatten()
     cases = [(_numbers(1, 4), 2), (_numbers(2, 12), 4), (torch.tensor([1., 0, 0, 1, 1, 0]), 3)]
     _grade(rloo, rloo_advantages, cases, {
-        "leave the reward itself out of the mean": lambda r, g: groups(r, g, lambda x: x - x.mean(1, keepdim=True)),
+        "leave the reward itself out of the mean":
+            lambda r, g: groups(r, g, lambda x: x - x.mean(1, keepdim=True)),
         "compare within the group": lambda r, g: r - r.mean(),
-        "RLOO doesn't divide by the spread": lambda r, g: groups(r, g, lambda x: (x - x.mean(1, keepdim=True))/x.std(1, keepdim=True)),
-        "there are G - 1 others": lambda r, g: groups(r, g, lambda x: x - (x.sum(1, keepdim=True) - x)/g),
-        "subtract the mean of the others from the reward": lambda r, g: groups(r, g, lambda x: (x.sum(1, keepdim=True) - x)/(g - 1)),
-        "responses of a group stand next to each other": lambda r, g: rloo_advantages(r.view(g, -1).T.flatten(), g).view(-1, g).T.flatten(),
+        "RLOO doesn't divide by the spread":
+            lambda r, g: groups(r, g,
+                                lambda x: (x - x.mean(1, keepdim=True))/x.std(1, keepdim=True)),
+        "there are G - 1 others":
+            lambda r, g: groups(r, g, lambda x: x - (x.sum(1, keepdim=True) - x)/g),
+        "subtract the mean of the others from the reward":
+            lambda r, g: groups(r, g, lambda x: (x.sum(1, keepdim=True) - x)/(g - 1)),
+        "responses of a group stand next to each other":
+            lambda r, g: rloo_advantages(r.view(g, -1).T.flatten(), g).view(-1, g).T.flatten(),
         "the sign is turned": lambda r, g: -rloo_advantages(r, g)})
 
 # %% ../../nbs/14_alignment/14z_alignment.ipynb #9f251adb
-def _length_reward(response, truth): return dict(reward=float(len(response) - len(truth)), format_reward=1.)
+def _length_reward(response, truth):
+    return dict(reward=float(len(response) - len(truth)), format_reward=1.)
 
-def _normalized(by:Callable, groups:Callable=lambda r, g: r.view(-1, g))->Callable: # A grader's variant, from what it does to `(B/G, G)`
+def _normalized(by:Callable, groups:Callable=lambda r, g: r.view(-1, g))->Callable:
+    # A grader's variant, from what it does to `(B/G, G)`
     def f(fn, responses, truths, size, eps, std):
         r = torch.tensor([fn(a, b)["reward"] for a,b in zip(responses, truths)])
         return by(groups(r, size), eps, std).reshape(-1), r, {}
@@ -132,33 +153,44 @@ def _normalized(by:Callable, groups:Callable=lambda r, g: r.view(-1, g))->Callab
 
 # %% ../../nbs/14_alignment/14z_alignment.ipynb #8128daea
 def check_compute_group_normalized_rewards(
-    compute_group_normalized_rewards:Callable, # CS336's arguments; gives advantages, rewards and a dict
+    # CS336's arguments; gives advantages, rewards and a dict
+    compute_group_normalized_rewards:Callable,
 ):
     "`AssertionError` unless rewards are compared within their group, and divided where asked."
-    texts, truths = ["aa", "a", "aaaa", "a", "aaa", "aaa", "", "aaaaaaa"], ["", "", "", "", "b", "b", "b", "b"]
-    cases = [(_length_reward, texts, truths, g, e, s) for g,e,s in ((4, 1e-6, True), (4, .5, True), (2, 1e-6, False), (8, .1, True))]
+    texts, truths = (["aa", "a", "aaaa", "a", "aaa", "aaa", "", "aaaaaaa"],
+                     ["", "", "", "", "b", "b", "b", "b"])
+    cases = [(_length_reward, texts, truths, g, e, s)
+             for g,e,s in ((4, 1e-6, True), (4, .5, True), (2, 1e-6, False), (8, .1, True))]
     def mean(x): return x.mean(1, keepdim=True)
     def std(x, unbiased=True): return x.std(1, keepdim=True, unbiased=unbiased)
     def known(f, *case):
         found = f(*case)
-        if not isinstance(found, tuple) or len(found) != 3 or not isinstance(found[2], dict): raise _Form(f"gives {short(found)}, expected advantages, rewards and a dict")
+        if not isinstance(found, tuple) or len(found) != 3 or not isinstance(found[2], dict):
+            raise _Form(f"gives {short(found)}, expected advantages, rewards and a dict")
         return list(found[:2])
     _grade(compute_group_normalized_rewards, normalized_of, cases, {
-        "the sample's standard deviation divides by G - 1": _normalized(lambda x, e, s: (x - mean(x))/(std(x, False) + e if s else 1)),
-        "compare within the group, not the batch": _normalized(lambda x, e, s: (x - x.mean())/(x.std() + e if s else 1)),
-        "divide by the standard deviation only where asked": _normalized(lambda x, e, s: (x - mean(x))/(std(x) + e)),
+        "the sample's standard deviation divides by G - 1":
+            _normalized(lambda x, e, s: (x - mean(x))/(std(x, False) + e if s else 1)),
+        "compare within the group, not the batch":
+            _normalized(lambda x, e, s: (x - x.mean())/(x.std() + e if s else 1)),
+        "divide by the standard deviation only where asked":
+            _normalized(lambda x, e, s: (x - mean(x))/(std(x) + e)),
         "the standard deviation was left out": _normalized(lambda x, e, s: x - mean(x)),
         "the mean was left out": _normalized(lambda x, e, s: x/(std(x) + e if s else 1)),
-        "advantage_eps was left out": _normalized(lambda x, e, s: (x - mean(x))/(std(x) if s else 1)),
-        "that is the variance": _normalized(lambda x, e, s: (x - mean(x))/(std(x)**2 + e if s else 1)),
-        "add advantage_eps outside the root": _normalized(lambda x, e, s: (x - mean(x))/((std(x)**2 + e)**.5 if s else 1))}, known)
+        "advantage_eps was left out":
+            _normalized(lambda x, e, s: (x - mean(x))/(std(x) if s else 1)),
+        "that is the variance":
+            _normalized(lambda x, e, s: (x - mean(x))/(std(x)**2 + e if s else 1)),
+        "add advantage_eps outside the root":
+            _normalized(lambda x, e, s: (x - mean(x))/((std(x)**2 + e)**.5 if s else 1))}, known)
 
 # %% ../../nbs/14_alignment/14z_alignment.ipynb #48fb0658
 def check_compute_grpo_clip_loss(
     compute_grpo_clip_loss:Callable, # CS336's arguments; gives `(B, T)` and a dict
 ):
     "`AssertionError` unless it is PPO's clip, for each token."
-    cases = [(_numbers(1, 3, 1), _numbers(2, 3, 4)*.3 - 2, _numbers(3, 3, 4)*.3 - 2, .2), (_numbers(4, 2, 1), _numbers(5, 2, 5)*.3 - 1, _numbers(6, 2, 5)*.3 - 1, .05)]
+    cases = [(_numbers(1, 3, 1), _numbers(2, 3, 4)*.3 - 2, _numbers(3, 3, 4)*.3 - 2, .2),
+             (_numbers(4, 2, 1), _numbers(5, 2, 5)*.3 - 1, _numbers(6, 2, 5)*.3 - 1, .05)]
     def clip(ratio=lambda n, o: (n - o).exp(), pick=torch.min, low=1., high=1., sign=-1):
         def f(a, n, o, c):
             r = ratio(n, o)
@@ -166,7 +198,8 @@ def check_compute_grpo_clip_loss(
         return f
     def first(f, *case):
         found = f(*case)
-        if not isinstance(found, tuple) or len(found) != 2: raise _Form(f"gives {short(found)}, expected a loss and a dict")
+        if not isinstance(found, tuple) or len(found) != 2:
+            raise _Form(f"gives {short(found)}, expected a loss and a dict")
         return found[0]
     _grade(compute_grpo_clip_loss, clip_of, cases, {
         "the ratio is of probabilities, not of their logarithms": clip(lambda n, o: n/o),
@@ -175,7 +208,8 @@ def check_compute_grpo_clip_loss(
         "take the smaller gain": clip(pick=torch.max),
         "a loss is made small, so it needs a minus": clip(sign=1),
         "the clip is missing": clip(pick=lambda free, held: free),
-        "compare with the free ratio: a token that moved the wrong way isn't clipped": clip(pick=lambda free, held: held),
+        "compare with the free ratio: a token that moved the wrong way isn't clipped":
+            clip(pick=lambda free, held: held),
         "clip below, too": clip(low=99.), "clip above, too": clip(high=99.)}, first)
 
 # %% ../../nbs/14_alignment/14z_alignment.ipynb #9f650f1d
@@ -184,19 +218,24 @@ def check_masked_mean(
 ):
     "`AssertionError` unless only what the mask keeps is summed and counted."
     mask = torch.tensor([[1, 1, 0, 0], [1, 0, 0, 0], [0, 0, 0, 0]])
-    cases = [(_numbers(1, 3, 4), mask, dim) for dim in (1, None, 0)] + [(_numbers(2, 2, 3), torch.tensor([[1, 1, 1], [1, 1, 0]]), 1)]
-    def along(f): return lambda x, m, d: f(x, m, d) if d is not None else f(x.flatten(), m.flatten(), 0)
+    cases = ([(_numbers(1, 3, 4), mask, dim) for dim in (1, None, 0)]
+             + [(_numbers(2, 2, 3), torch.tensor([[1, 1, 1], [1, 1, 0]]), 1)])
+    def along(f):
+        return lambda x, m, d: f(x, m, d) if d is not None else f(x.flatten(), m.flatten(), 0)
     _grade(masked_mean, mean_of, cases, {
         "divide by the number of elements that count": along(lambda x, m, d: (x*m).mean(d)),
         "the mask is missing": along(lambda x, m, d: x.mean(d)),
         "that is the sum": along(lambda x, m, d: (x*m).sum(d)),
         "dim is ignored": lambda x, m, d: (x*m).sum()/m.sum(),
-        "NaN, not 0, where nothing counts": along(lambda x, m, d: (x*m).sum(d)/m.sum(d).clamp(min=1)),
-        "that is the mean of what is masked out": along(lambda x, m, d: (x*(1 - m)).sum(d)/(1 - m).sum(d)),
+        "NaN, not 0, where nothing counts":
+            along(lambda x, m, d: (x*m).sum(d)/m.sum(d).clamp(min=1)),
+        "that is the mean of what is masked out":
+            along(lambda x, m, d: (x*(1 - m)).sum(d)/(1 - m).sum(d)),
         "mask before you sum": along(lambda x, m, d: x.sum(d)/m.sum(d))})
 
 # %% ../../nbs/14_alignment/14z_alignment.ipynb #bb7360c1
-def _step(average:Callable, divide:bool=True, backward:bool=True, raw:bool=False)->Callable: # A grader's variant
+def _step(average:Callable, divide:bool=True, backward:bool=True, raw:bool=False)->Callable:
+    # A grader's variant
     def f(x, mask, steps, loss_type, raw_rewards, advantages, old, cliprange):
         a = raw_rewards if raw or loss_type == "no_baseline" else advantages
         loss = clip_of(a, x, old, cliprange)[0] if loss_type == "grpo_clip" else -a*x
@@ -208,23 +247,29 @@ def _step(average:Callable, divide:bool=True, backward:bool=True, raw:bool=False
 def _gradient(f, x, *rest)->list: # The loss and the gradient that a step leaves
     x = x.detach().clone().requires_grad_()
     found = f(x, *rest)
-    if not isinstance(found, tuple) or len(found) != 2: raise _Form(f"gives {short(found)}, expected a loss and a dict")
+    if not isinstance(found, tuple) or len(found) != 2:
+        raise _Form(f"gives {short(found)}, expected a loss and a dict")
     loss = found[0].detach() if isinstance(found[0], Tensor) else found[0]
     return [loss, torch.zeros_like(x) if x.grad is None else x.grad]
 
 # %% ../../nbs/14_alignment/14z_alignment.ipynb #1a859353
 def check_grpo_microbatch_train_step(
-    grpo_microbatch_train_step:Callable, # CS336's arguments; gives a loss and a dict, and leaves a gradient
+    # CS336's arguments; gives a loss and a dict, and leaves a gradient
+    grpo_microbatch_train_step:Callable,
 ):
-    "`AssertionError` unless loss and gradient are those of the mean over responses of means over tokens."
+    """`AssertionError` unless loss and gradient are those of the mean over responses of means over
+    tokens."""
     mask = torch.tensor([[1, 1, 1, 0], [1, 0, 0, 0], [1, 1, 1, 1]])
-    x, old, raw, a = _numbers(1, 3, 4)*.3 - 2, _numbers(2, 3, 4)*.3 - 2, _numbers(3, 3, 1), _numbers(4, 3, 1)
-    cases = [(x, mask, n, kind, raw, a, old, .2) for n,kind in ((2, "reinforce_with_baseline"), (4, "no_baseline"), (3, "grpo_clip"))]
+    x, old, raw, a = (_numbers(1, 3, 4)*.3 - 2, _numbers(2, 3, 4)*.3 - 2, _numbers(3, 3, 1),
+                      _numbers(4, 3, 1))
+    cases = [(x, mask, n, kind, raw, a, old, .2)
+             for n,kind in ((2, "reinforce_with_baseline"), (4, "no_baseline"), (3, "grpo_clip"))]
     def right(l, m): return mean_of(l, m, 1).mean()
     _grade(grpo_microbatch_train_step, step_of, cases, {
         "divide by gradient_accumulation_steps": _step(right, divide=False),
         "the backward pass is missing": _step(right, backward=False),
-        "average over each response first, then over responses": _step(lambda l, m: (l*m).sum()/m.sum()),
+        "average over each response first, then over responses":
+            _step(lambda l, m: (l*m).sum()/m.sum()),
         "divide by the tokens that count": _step(lambda l, m: (l*m).mean()),
         "the mask is missing": _step(lambda l, m: l.mean()),
         "the mean over responses, not the sum": _step(lambda l, m: mean_of(l, m, 1).sum()),
@@ -244,12 +289,17 @@ def check_gae(
             out.append(ahead)
         return more(torch.stack(out[::-1]), v)
     def right(r, v, g, l): return gae_of(r[None], v[None], torch.ones(1, len(r)), g, l)[0][0]
-    cases = [(_numbers(k, n), _numbers(k + 9, n), g, l) for k,(n, g, l) in enumerate(((3, 1., .95), (5, .9, .5), (1, 1., 1.), (4, .9, 0.), (6, .8, 1.)))]
+    cases = [(_numbers(k, n), _numbers(k + 9, n), g, l)
+             for k,(n, g,
+                    l) in enumerate(((3, 1., .95), (5, .9, .5), (1, 1., 1.), (4, .9, 0.),
+                                     (6, .8, 1.)))]
     _grade(gae, right, cases, {
         "behind the end the value is 0": lambda r, v, g, l: of(r, v, g, l, end=v[-1]),
         "lam is missing": lambda r, v, g, l: of(r, v, g, l, decay=lambda g, l: g),
-        "gamma belongs before the next value, too": lambda r, v, g, l: of(r, v, g, l, later=lambda g: 1.),
-        "gamma is missing before later differences": lambda r, v, g, l: of(r, v, g, l, decay=lambda g, l: l),
+        "gamma belongs before the next value, too":
+            lambda r, v, g, l: of(r, v, g, l, later=lambda g: 1.),
+        "gamma is missing before later differences":
+            lambda r, v, g, l: of(r, v, g, l, decay=lambda g, l: l),
         "these are the returns": lambda r, v, g, l: of(r, v, g, l, more=lambda a, v: a + v),
         "later differences are missing": lambda r, v, g, l: of(r, v, g, 0.),
         "the values are missing": lambda r, v, g, l: of(r, 0*v, g, l),
@@ -266,7 +316,9 @@ class _Letters: # a to e are ids 0 to 4, the end is 5
     def encode(self, text): return [ord(c) - 97 for c in text]
     def __repr__(self): return "tokenizer"
 
-def _dpo(end:bool=True, shift:int=1, ref:bool=True, swap:bool=False, mean:bool=False, beta:bool=True, sign=-1, log:bool=True, probs:bool=True)->Callable: # A grader's variant
+def _dpo(end:bool=True, shift:int=1, ref:bool=True, swap:bool=False, mean:bool=False,
+         beta:bool=True, sign=-1, log:bool=True, probs:bool=True)->Callable:
+    # A grader's variant
     def one(lm, tokenizer, prompt, response):
         first = tokenizer.encode(prompt)
         ids = torch.tensor([first + tokenizer.encode(response) + [tokenizer.end_of_text]*end])
@@ -287,13 +339,18 @@ def check_compute_per_instance_dpo_loss(
     compute_per_instance_dpo_loss:Callable, # CS336's arguments; gives a number
 ):
     "`AssertionError` unless it is DPO's loss of sums over the response and its end."
-    cases = [(_LM(k), _LM(k + 5), _Letters(), b, *texts) for k,(b, *texts) in enumerate(((.5, "ab", "cde", "a"), (.1, "e", "b", "ddac"), (2., "abcde", "ea", "bc")))]
+    cases = [(_LM(k), _LM(k + 5), _Letters(), b, *texts)
+             for k,(b,
+                    *texts) in enumerate(((.5, "ab", "cde", "a"), (.1, "e", "b", "ddac"),
+                                          (2., "abcde", "ea", "bc")))]
     _grade(compute_per_instance_dpo_loss, _dpo(), cases, {
         "the end token is part of the response": _dpo(end=False),
         "the logits at a position are for the token behind it": _dpo(shift=0),
-        "the reference is missing": _dpo(ref=False), "chosen and rejected are swapped": _dpo(swap=True),
+        "the reference is missing": _dpo(ref=False),
+        "chosen and rejected are swapped": _dpo(swap=True),
         "sum over tokens, don't average": _dpo(mean=True), "beta is missing": _dpo(beta=False),
-        "a loss is made small, so it needs a minus": _dpo(sign=1), "the logarithm is missing": _dpo(log=False),
+        "a loss is made small, so it needs a minus": _dpo(sign=1),
+        "the logarithm is missing": _dpo(log=False),
         "logits are no log-probabilities": _dpo(probs=False)})
 
 # %% ../../nbs/14_alignment/14z_alignment.ipynb #1f4f3bc4
@@ -304,16 +361,21 @@ def check_best_of_n(
     def level(p, r, n, less=lambda r: r[:, None] >= r, below=lambda r: r[:, None] > r):
         return (less(r)*p).sum(1)**n - (below(r)*p).sum(1)**n
     def tied(p, r): return ((r[:, None] == r)*p).sum(1)
-    cases = [(_numbers(k, len(r)).softmax(0), torch.tensor(r), n) for k,(r, n) in enumerate((([0., 1.], 2), ([.2, 1., .2, .5, 1.], 3), ([3., 1., 2.], 1), ([1., 1., 0., 2., 1.], 8)))]
+    cases = [(_numbers(k, len(r)).softmax(0), torch.tensor(r), n)
+             for k,(r, n) in enumerate((([0., 1.], 2), ([.2, 1., .2, .5, 1.], 3), ([3., 1., 2.], 1),
+                                        ([1., 1., 0., 2., 1.], 8)))]
     _grade(best_of_n, best_of, cases, {
         "equal rewards share their level": lambda p, r, n: level(p, r, n),
-        "share a level as the policy does, not evenly": lambda p, r, n: level(p, r, n)/(r[:, None] == r).sum(1),
+        "share a level as the policy does, not evenly":
+            lambda p, r, n: level(p, r, n)/(r[:, None] == r).sum(1),
         "that is the chance to be drawn at all": lambda p, r, n: 1 - (1 - p)**n,
         "that is the chance that all n are this one": lambda p, r, n: p**n,
         "that is the worst of n": lambda p, r, n: best_of(p, -r, n),
-        "subtract what stays below the level": lambda p, r, n: (p/tied(p, r))*((r[:, None] >= r)*p).sum(1)**n,
+        "subtract what stays below the level":
+            lambda p, r, n: (p/tied(p, r))*((r[:, None] >= r)*p).sum(1)**n,
         "that is the policy itself": lambda p, r, n: p,
-        "with finite n others come up, too": lambda p, r, n: p*(r == r.max())/(p*(r == r.max())).sum()})
+        "with finite n others come up, too":
+            lambda p, r, n: p*(r == r.max())/(p*(r == r.max())).sum()})
 
 # %% ../../nbs/14_alignment/14z_alignment.ipynb #14zmaskb
 def check_response_mask(
@@ -322,13 +384,15 @@ def check_response_mask(
     "`AssertionError` unless the labels of the response count, and no others."
     def mask(first=-1, end=-1, turned=False):
         def f(starts, lengths, T):
-            t, s, l = torch.arange(T)[None], torch.tensor(starts)[:, None], torch.tensor(lengths)[:, None]
+            t, s, l = (torch.arange(T)[None], torch.tensor(starts)[:, None],
+                       torch.tensor(lengths)[:, None])
             found = (t >= s + first) & (t < l + end)
             return ~found if turned else found
         return f
     def numbers(f, *case):
         found = f(*case)
-        if not isinstance(found, Tensor) or found.dtype != torch.bool: raise _Form(f"gives {short(found)}, expected a tensor of bool")
+        if not isinstance(found, Tensor) or found.dtype != torch.bool:
+            raise _Form(f"gives {short(found)}, expected a tensor of bool")
         return found.int()
     cases = [([3], [5], 6), ([1, 4, 2], [6, 7, 3], 7), ([2, 2], [8, 4], 7)]
     _grade(response_mask, mask(), cases, {
@@ -343,12 +407,14 @@ def check_response_mask(
 
 # %% ../../nbs/14_alignment/14z_alignment.ipynb #14znormb
 def check_masked_normalize(
-    masked_normalize:Callable, # `masked_normalize(tensor, mask, normalize_constant, dim)` gives a tensor
+    # `masked_normalize(tensor, mask, normalize_constant, dim)` gives a tensor
+    masked_normalize:Callable,
 ):
     "`AssertionError` unless what the mask keeps is summed and divided by the constant."
     odd = _numbers(3, 2, 3)
     odd[0, 2] = math.inf
-    cases = [(_numbers(1, 3, 4), torch.tensor([[1, 1, 0, 0], [1, 0, 0, 1], [0, 1, 1, 1]]), c, d) for c,d in ((2., None), (5., 1), (.5, 0))]
+    cases = [(_numbers(1, 3, 4), torch.tensor([[1, 1, 0, 0], [1, 0, 0, 1], [0, 1, 1, 1]]), c, d)
+             for c,d in ((2., None), (5., 1), (.5, 0))]
     cases.append((odd, torch.tensor([[1, 1, 0], [1, 1, 1]]), 3., 1))
     def total(x, d): return x.sum() if d is None else x.sum(d)
     def kept(x, m): return torch.where(m.bool(), x, 0.)
@@ -367,8 +433,10 @@ def check_compute_entropy(
     compute_entropy:Callable, # `compute_entropy(logits)` gives `(...)`
 ):
     "`AssertionError` unless it is the entropy of the softmax, without overflow."
-    cases = [(_numbers(1, 5),), (_numbers(2, 2, 3, 4)*3,), (torch.tensor([[2000., 1999., 0.], [-3000., -3000., -3001.]], dtype=torch.float64),)]
+    cases = [(_numbers(1, 5),), (_numbers(2, 2, 3, 4)*3,),
+             (torch.tensor([[2000., 1999., 0.], [-3000., -3000., -3001.]], dtype=torch.float64),)]
     def log_p(z): return z.log_softmax(-1)
+    def entropy_from(p): return -(p*p.log()).sum(-1)
     _grade(compute_entropy, entropy_of, cases, {
         "entropy is positive: a minus is missing": lambda z: -entropy_of(z),
         "nats, not bits": lambda z: entropy_of(z)/math.log(2),
@@ -376,7 +444,8 @@ def check_compute_entropy(
         "weigh by the probabilities": lambda z: -log_p(z).mean(-1),
         "sum over the vocabulary": lambda z: -(log_p(z).exp()*log_p(z)),
         "that is the perplexity": lambda z: entropy_of(z).exp(),
-        "the exponential of a large logit overflows": lambda z: -(z.exp()/z.exp().sum(-1, keepdim=True)*(z.exp()/z.exp().sum(-1, keepdim=True)).log()).sum(-1),
+        "the exponential of a large logit overflows":
+            lambda z: entropy_from(z.exp()/z.exp().sum(-1, keepdim=True)),
         "logits aren't log-probabilities": lambda z: -(log_p(z).exp()*z).sum(-1),
         "an entropy for each position, not their mean": lambda z: entropy_of(z).mean()})
 
@@ -385,14 +454,17 @@ def check_preference_loss(
     preference_loss:Callable, # `preference_loss(won, lost)` gives a number
 ):
     "`AssertionError` unless it is minus the log of the chance that the better one wins."
-    cases = [(_numbers(1, 4), _numbers(2, 4)), (_numbers(3, 1)*3, _numbers(4, 1)), (torch.tensor([900., 0.], dtype=torch.float64), torch.tensor([0., 900.], dtype=torch.float64))]
+    cases = [(_numbers(1, 4), _numbers(2, 4)), (_numbers(3, 1)*3, _numbers(4, 1)),
+             (torch.tensor([900., 0.], dtype=torch.float64),
+              torch.tensor([0., 900.], dtype=torch.float64))]
     soft = torch.nn.functional.softplus
     _grade(preference_loss, preference_of, cases, {
         "won and lost are exchanged": lambda a, b: preference_of(b, a),
         "a mean over the pairs, not a sum": lambda a, b: preference_of(a, b)*len(a),
         "the logarithm is missing": lambda a, b: -torch.sigmoid(a - b).mean(),
         "a loss is made small, so it needs a minus": lambda a, b: -preference_of(a, b),
-        "the logarithm of an underflow is infinite": lambda a, b: -torch.sigmoid(a - b).log().mean(),
+        "the logarithm of an underflow is infinite":
+            lambda a, b: -torch.sigmoid(a - b).log().mean(),
         "a loss for all pairs, not for each": lambda a, b: soft(b - a),
         "nats, not bits": lambda a, b: preference_of(a, b)/math.log(2),
         "that is a hinge": lambda a, b: (1 - a + b).clamp(min=0).mean(),
@@ -401,21 +473,28 @@ def check_preference_loss(
 
 # %% ../../nbs/14_alignment/14z_alignment.ipynb #14zklrb
 def check_penalized_rewards(
-    penalized_rewards:Callable, # `penalized_rewards(rewards, log_probs, ref_log_probs, mask, beta)` gives `(B,)`
+    # `penalized_rewards(rewards, log_probs, ref_log_probs, mask, beta)` gives `(B,)`
+    penalized_rewards:Callable,
 ):
     "`AssertionError` unless a response pays beta for each nat that it moved from the reference."
-    cases = [(_numbers(k, 3), _numbers(k + 1, 3, 4), _numbers(k + 2, 3, 4), torch.tensor([[0, 1, 1, 0], [1, 1, 1, 1], [0, 0, 0, 1]]), b) for k,b in ((1, .1), (5, 2.))]
+    cases = [(_numbers(k, 3), _numbers(k + 1, 3, 4), _numbers(k + 2, 3, 4),
+              torch.tensor([[0, 1, 1, 0], [1, 1, 1, 1], [0, 0, 0, 1]]), b)
+             for k,b in ((1, .1), (5, 2.))]
     def pay(by=lambda x, m: (x*m).sum(1), sign=-1., price=lambda b: b):
         return lambda r, x, y, m, b: r + sign*price(b)*by(x - y, m)
     _grade(penalized_rewards, pay(), cases, {
-        "a price is subtracted, and the difference is log p less log p of the reference": pay(sign=1.),
+        "a price is subtracted, and the difference is log p less log p of the reference":
+            pay(sign=1.),
         "the sum over the response, not the mean": pay(lambda x, m: (x*m).sum(1)/m.sum(1)),
         "the mask is missing": pay(lambda x, m: x.sum(1)),
         "beta is missing": pay(price=lambda b: 1.),
         "that is k2": pay(lambda x, m: (x*x/2*m).sum(1)),
-        "that is k3: in the reward only k1 is exact": pay(lambda x, m: (((-x).exp() - 1 + x)*m).sum(1)),
+        "that is k3: in the reward only k1 is exact":
+            pay(lambda x, m: (((-x).exp() - 1 + x)*m).sum(1)),
         "of logarithms, no exponential": pay(lambda x, m: (x.exp()*m).sum(1)),
-        "no absolute value: a token may be less likely than before": pay(lambda x, m: (x.abs()*m).sum(1)),
+        "no absolute value: a token may be less likely than before":
+            pay(lambda x, m: (x.abs()*m).sum(1)),
         "multiply by beta": pay(price=lambda b: 1/b),
         "only the tokens of the response": pay(lambda x, m: (x*(1 - m)).sum(1)),
-        "a price for each response, not their mean": lambda r, x, y, m, b: r - b*((x - y)*m).sum(1).mean()})
+        "a price for each response, not their mean":
+            lambda r, x, y, m, b: r - b*((x - y)*m).sum(1).mean()})

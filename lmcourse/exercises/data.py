@@ -18,7 +18,9 @@ from ..tools.grading import check_numbers, run_answer, short, short_args
 
 # %% ../../nbs/13_curation/13z_data.ipynb #13z00007
 def _same(got, right)->bool: # Of the same kind and value; floats nearly
-    if isinstance(right, dict): return isinstance(got, dict) and got.keys() == right.keys() and all(_same(got[k], v) for k,v in right.items())
+    if isinstance(right, dict):
+        return (isinstance(got, dict) and got.keys() == right.keys()
+                and all(_same(got[k], v) for k,v in right.items()))
     if isinstance(right, (list, tuple)):
         return (isinstance(got, (list, tuple)) and len(got) == len(right)
                 and all(map(_same, got, right)))
@@ -26,7 +28,8 @@ def _same(got, right)->bool: # Of the same kind and value; floats nearly
     if isinstance(got, bool) or not isinstance(got, (int, float)): return False
     return math.isclose(got, right, rel_tol=1e-6, abs_tol=1e-12)
 
-def _grade(f:Callable, right:Callable, cases:list, mistakes:dict, run:Callable=run_answer): # Words to a wrong function
+def _grade(f:Callable, right:Callable, cases:list, mistakes:dict, run:Callable=run_answer):
+    # Words to a wrong function
     def shows(wrong, case): # Does the answer do there what this mistake does?
         try: return _same(run(f, *case), run(wrong, *case))
         except (ArithmeticError, ValueError, AssertionError, LookupError): return False
@@ -34,7 +37,8 @@ def _grade(f:Callable, right:Callable, cases:list, mistakes:dict, run:Callable=r
         expected, got = run(right, *case), run(f, *case)
         if _same(got, expected): continue
         known = [w for w,wrong in mistakes.items() if shows(wrong, case)]
-        words = next((w for w in known if all(shows(mistakes[w], c) for c in cases)), next(iter(known), ""))
+        words = next((w for w in known if all(shows(mistakes[w], c) for c in cases)),
+                     next(iter(known), ""))
         raise AssertionError(f"for {short_args(case)}: expected {short(expected, 90)}, "
                              f"got {short(got, 90)}{': ' + words if words else ''}")
 
@@ -46,13 +50,18 @@ def check_mask_emails(
     name = "|||EMAIL_ADDRESS|||"
     def by(pattern, count=0): return lambda t: re.subn(pattern, name, t, count=count)
     good = r"[\w.+-]+@[\w-]+(?:\.[\w-]+)+"
-    cases = [("Write to mia@forest.example today.",), ("a.b+c@mail.x-y.example, or A_B@C.EXAMPLE!",), ("We met @noon, at 3@4, and a @ b.",),
+    cases = [("Write to mia@forest.example today.",),
+             ("a.b+c@mail.x-y.example, or A_B@C.EXAMPLE!",), ("We met @noon, at 3@4, and a @ b.",),
              ("(x@y.example)(z@y.example)",), ("No address.",)]
     _grade(mask_emails, by(good), cases, {
-        "the full stop behind an address is not part of it": by(r"\S+@\S+"), "names may have dots, + and -": by(r"\w+@[\w-]+(?:\.[\w-]+)+"),
-        "an address has a dot behind the @": by(r"[\w.+-]+@[\w.-]*\w"), "mask every address, not only the first": by(good, 1),
-        "capital letters occur too": by(r"[a-z0-9_.+-]+@[a-z0-9-]+(?:\.[a-z0-9-]+)+"), "a domain may have several dots": by(r"[\w.+-]+@[\w-]+\.\w+(?![\w.-])"),
-        "count the addresses": lambda t: (re.sub(good, name, t), 0), "count the addresses, not the words": lambda t: (re.sub(good, name, t), len(t.split()))})
+        "the full stop behind an address is not part of it": by(r"\S+@\S+"),
+        "names may have dots, + and -": by(r"\w+@[\w-]+(?:\.[\w-]+)+"),
+        "an address has a dot behind the @": by(r"[\w.+-]+@[\w.-]*\w"),
+        "mask every address, not only the first": by(good, 1),
+        "capital letters occur too": by(r"[a-z0-9_.+-]+@[a-z0-9-]+(?:\.[a-z0-9-]+)+"),
+        "a domain may have several dots": by(r"[\w.+-]+@[\w-]+\.\w+(?![\w.-])"),
+        "count the addresses": lambda t: (re.sub(good, name, t), 0),
+        "count the addresses, not the words": lambda t: (re.sub(good, name, t), len(t.split()))})
 
 # %% ../../nbs/13_curation/13z_data.ipynb #13z00012
 def check_mask_phone_numbers(
@@ -62,13 +71,19 @@ def check_mask_phone_numbers(
     name = "|||PHONE_NUMBER|||"
     def by(pattern, count=0): return lambda t: re.subn(pattern, name, t, count=count)
     good = r"(?<![\d-])(?:\(\d{3}\)|\d{3})[ -]?\d{3}[ -]?\d{4}(?![\d-])"
-    cases = [("Call 2025550123 or 202-555-0123.",), ("At (202)-555-0123, (202) 555 0123.",), ("In 20255501234567 days, for 12,345 crowns.",), ("Nobody: 555-0123.",),
+    cases = [("Call 2025550123 or 202-555-0123.",), ("At (202)-555-0123, (202) 555 0123.",),
+             ("In 20255501234567 days, for 12,345 crowns.",), ("Nobody: 555-0123.",),
              ("On 2024-01-31 at 18:30",)]
     _grade(mask_phone_numbers, by(good), cases, {
-        "a longer number is no phone number": by(r"\(?\d{3}\)?[ -]?\d{3}[ -]?\d{4}"), "brackets belong to the number": by(r"(?<!\d)\d{3}\)?[ -]?\d{3}[ -]?\d{4}(?!\d)"),
-        "digits may stand without signs between": by(r"\(?(?<!\d)\d{3}\)?[ -]+\d{3}[ -]\d{4}(?!\d)"), "hyphens occur": by(r"\(?(?<!\d)\d{3}\)? ?\d{3} ?\d{4}(?!\d)"),
-        "blanks occur": by(r"\(?(?<!\d)\d{3}\)?-?\d{3}-?\d{4}(?!\d)"), "mask every number, not only the first": by(good, 1),
-        "an area code is needed": by(r"(?<!\d)(?:\(?\d{3}\)?[ -]?)?\d{3}[ -]?\d{4}(?!\d)"), "count the numbers": lambda t: (re.sub(good, name, t), 0),
+        "a longer number is no phone number": by(r"\(?\d{3}\)?[ -]?\d{3}[ -]?\d{4}"),
+        "brackets belong to the number": by(r"(?<!\d)\d{3}\)?[ -]?\d{3}[ -]?\d{4}(?!\d)"),
+        "digits may stand without signs between":
+            by(r"\(?(?<!\d)\d{3}\)?[ -]+\d{3}[ -]\d{4}(?!\d)"),
+        "hyphens occur": by(r"\(?(?<!\d)\d{3}\)? ?\d{3} ?\d{4}(?!\d)"),
+        "blanks occur": by(r"\(?(?<!\d)\d{3}\)?-?\d{3}-?\d{4}(?!\d)"),
+        "mask every number, not only the first": by(good, 1),
+        "an area code is needed": by(r"(?<!\d)(?:\(?\d{3}\)?[ -]?)?\d{3}[ -]?\d{4}(?!\d)"),
+        "count the numbers": lambda t: (re.sub(good, name, t), 0),
         "not every number is a phone number": by(r"\d[\d -]*\d")})
 
 # %% ../../nbs/13_curation/13z_data.ipynb #13z00015
@@ -79,33 +94,49 @@ def check_mask_ips(
     name, byte = "|||IP_ADDRESS|||", r"(?:25[0-5]|2[0-4]\d|1?\d?\d)"
     def by(pattern, count=0): return lambda t: re.subn(pattern, name, t, count=count)
     good = rf"(?<![\d.]){byte}(?:\.{byte}){{3}}(?!\.?\d)"
-    cases = [("From 192.0.2.7 to 203.0.113.255.",), ("Version 2.4.1 is out.",), ("At 300.1.2.9, or 1.2.3.256?",), ("0.0.0.0, 10.20.30.40!",), ("a1234.5.6.7",)]
+    cases = [("From 192.0.2.7 to 203.0.113.255.",), ("Version 2.4.1 is out.",),
+             ("At 300.1.2.9, or 1.2.3.256?",), ("0.0.0.0, 10.20.30.40!",), ("a1234.5.6.7",)]
     _grade(mask_ips, by(good), cases, {
-        "numbers go up to 255": by(r"(?<![\d.])\d{1,3}(?:\.\d{1,3}){3}(?![\d])"), "four numbers, not three": by(rf"(?<![\d.]){byte}(?:\.{byte}){{2,3}}(?!\.?\d)"),
-        "255 is allowed": by(rf"(?<![\d.]){byte.replace('[0-5]', '[0-4]')}(?:\.{byte.replace('[0-5]', '[0-4]')}){{3}}(?!\.?\d)"),
-        "digits before or behind belong to the number": by(rf"{byte}(?:\.{byte}){{3}}"), "mask every address, not only the first": by(good, 1),
-        "0 is allowed": by(r"(?<![\d.])(?:25[0-5]|2[0-4]\d|1\d\d|[1-9]\d?)(?:\.(?:25[0-5]|2[0-4]\d|1\d\d|[1-9]\d?)){3}(?!\.?\d)"),
-        "a dot is only a dot": by(rf"(?<![\d.]){byte}(?:.{byte}){{3}}(?!\.?\d)"), "count the addresses": lambda t: (re.sub(good, name, t), 0)})
+        "numbers go up to 255": by(r"(?<![\d.])\d{1,3}(?:\.\d{1,3}){3}(?![\d])"),
+        "four numbers, not three": by(rf"(?<![\d.]){byte}(?:\.{byte}){{2,3}}(?!\.?\d)"),
+        "255 is allowed": by(good.replace("[0-5]", "[0-4]")),
+        "digits before or behind belong to the number": by(rf"{byte}(?:\.{byte}){{3}}"),
+        "mask every address, not only the first": by(good, 1),
+        "0 is allowed": by(good.replace(r"1?\d?\d", r"1\d\d|[1-9]\d?")),
+        "a dot is only a dot": by(rf"(?<![\d.]){byte}(?:.{byte}){{3}}(?!\.?\d)"),
+        "count the addresses": lambda t: (re.sub(good, name, t), 0)})
 
 # %% ../../nbs/13_curation/13z_data.ipynb #13z00018
 def check_gopher_quality_filter(
     gopher_quality_filter:Callable, # `gopher_quality_filter(text)` gives True or False
 ):
     "`AssertionError` unless each rule holds at its limits."
-    def keep(t, low=50, high=100_000, short=3., long=10., dots=.3, letters=.8, strict=False, characters=False):
+    def keep(t, low=50, high=100_000, short=3., long=10., dots=.3, letters=.8, strict=False,
+             characters=False):
         w, lines = t.split(), t.split("\n")
         n = len(t) if characters else len(w)
-        mean, ends = sum(map(len, w))/max(1, len(w)), sum(l.rstrip().endswith("...") for l in lines)/len(lines)
+        mean, ends = (sum(map(len, w))/max(1, len(w)),
+                      sum(l.rstrip().endswith("...") for l in lines)/len(lines))
         share = sum(any(map(str.isalpha, x)) for x in w)/max(1, len(w))
         if strict: return low < n < high and short < mean < long and ends < dots and share > letters
         return low <= n <= high and short <= mean <= long and ends <= dots and share >= letters
-    def lines(n, dotted): return "\n".join(["here are eight words that end in something"]*(n - dotted) + ["here are eight words that end in nothing ..."]*dotted)
-    cases = [("word "*50,), ("word "*49,), ("word "*100_000,), ("word "*100_001,), ("and "*60,), ("an "*60,), ("abcdefghij "*60,), ("abcdefghijk "*60,), (lines(10, 3),), (lines(10, 4),),
-             ("word "*80 + "1234 "*20,), ("word "*79 + "1234 "*21,), ("word1 "*60,), ("",), ("wonderful "*45,)]
+    def lines(n, dotted):
+        return "\n".join(["here are eight words that end in something"]*(n - dotted)
+                         + ["here are eight words that end in nothing ..."]*dotted)
+    cases = [("word "*50,), ("word "*49,), ("word "*100_000,), ("word "*100_001,), ("and "*60,),
+             ("an "*60,), ("abcdefghij "*60,), ("abcdefghijk "*60,), (lines(10, 3),),
+             (lines(10, 4),),
+             ("word "*80 + "1234 "*20,), ("word "*79 + "1234 "*21,), ("word1 "*60,), ("",),
+             ("wonderful "*45,)]
     _grade(gopher_quality_filter, keep, cases, {
-        "texts at a limit stay": lambda t: keep(t, strict=True), "count words, not characters": lambda t: keep(t, characters=True), "there is no rule for too few words": lambda t: keep(t, low=0),
-        "there is no rule for too many words": lambda t: keep(t, high=10**9), "there is no rule for short words": lambda t: keep(t, short=0), "there is no rule for long words": lambda t: keep(t, long=99),
-        "there is no rule for lines that break off": lambda t: keep(t, dots=1), "there is no rule for words without letters": lambda t: keep(t, letters=0),
+        "texts at a limit stay": lambda t: keep(t, strict=True),
+        "count words, not characters": lambda t: keep(t, characters=True),
+        "there is no rule for too few words": lambda t: keep(t, low=0),
+        "there is no rule for too many words": lambda t: keep(t, high=10**9),
+        "there is no rule for short words": lambda t: keep(t, short=0),
+        "there is no rule for long words": lambda t: keep(t, long=99),
+        "there is no rule for lines that break off": lambda t: keep(t, dots=1),
+        "there is no rule for words without letters": lambda t: keep(t, letters=0),
         "this is what to drop": lambda t: not keep(t)})
 
 # %% ../../nbs/13_curation/13z_data.ipynb #13z00021
@@ -114,10 +145,12 @@ def _files_through(f:Callable, files:dict, *options)->dict: # {name: text} in, {
         top = Path(folder)
         for name,text in files.items(): (top/name).write_bytes(text.encode())
         (top/"out").mkdir()
-        run_answer(f, [str(top/name) for name in files], *options, str(top/"out"), shown=f"for the files {short(files, 90)}: ")
+        run_answer(f, [str(top/name) for name in files], *options, str(top/"out"),
+                   shown=f"for the files {short(files, 90)}: ")
         return {p.name: p.read_bytes().decode() for p in sorted((top/"out").iterdir())}
 
-def _line_rule(keep:Callable, strip:bool=True, whole:bool=True)->Callable: # Lines by how often they occur
+def _line_rule(keep:Callable, strip:bool=True, whole:bool=True)->Callable:
+    # Lines by how often they occur
     def rule(paths, out):
         texts = {Path(p).name: Path(p).read_text().splitlines(keepends=True) for p in paths}
         def name(line): return line.rstrip("\n") if strip else line
@@ -137,12 +170,17 @@ def check_exact_line_deduplication(
     exact_line_deduplication:Callable, # `exact_line_deduplication(input_files, output_directory)`
 ):
     "`AssertionError` unless lines are counted over all files, and repeated ones go everywhere."
-    cases = [({"a": "Menu\nOne.\n", "b": "Menu\nTwo.\n"},), ({"a": "x\ny\nx\n", "b": "z\n"},), ({"a": "end\n", "b": "start\nend"},), ({"a": "", "b": "A\na\n"},), ({"a": "q\nq\n", "b": "q\nr\n"},)]
+    cases = [({"a": "Menu\nOne.\n", "b": "Menu\nTwo.\n"},), ({"a": "x\ny\nx\n", "b": "z\n"},),
+             ({"a": "end\n", "b": "start\nend"},), ({"a": "", "b": "A\na\n"},),
+             ({"a": "q\nq\n", "b": "q\nr\n"},)]
     once = lambda n, seen: n == 1
     _grade(exact_line_deduplication, _line_rule(once), cases, {
-        "a repeated line goes everywhere, its first copy too": _line_rule(lambda n, seen: not seen), "count over all files, not in each": _line_rule(once, whole=False),
-        "the last line of a file may lack its end": _line_rule(once, strip=False), "lines that occur twice go too": _line_rule(lambda n, seen: n <= 2),
-        "those are the lines to drop": _line_rule(lambda n, seen: n > 1), "nothing was dropped": _line_rule(lambda n, seen: True),
+        "a repeated line goes everywhere, its first copy too": _line_rule(lambda n, seen: not seen),
+        "count over all files, not in each": _line_rule(once, whole=False),
+        "the last line of a file may lack its end": _line_rule(once, strip=False),
+        "lines that occur twice go too": _line_rule(lambda n, seen: n <= 2),
+        "those are the lines to drop": _line_rule(lambda n, seen: n > 1),
+        "nothing was dropped": _line_rule(lambda n, seen: True),
         "nothing was written": lambda paths, out: None}, _files_through)
 
 # %% ../../nbs/13_curation/13z_data.ipynb #13z00025
@@ -154,16 +192,25 @@ def check_similarity(
         w = (t.lower() if lower else t)
         w = list(w) if letters else w.split()
         return [tuple(w[i:i+n]) for i in range(max(1 if short else 0, len(w) - n + 1))] if w else []
-    def jaccard(x, y, under=lambda p, q: len(p | q)): return len({*x} & {*y})/under({*x}, {*y}) if x or y else 0.
-    def both(under=lambda p, q: len(p | q), **k): return lambda a, b, n: jaccard(runs(a, n, **k), runs(b, n, **k), under)
+    def jaccard(x, y, under=lambda p, q: len(p | q)):
+        return len({*x} & {*y})/under({*x}, {*y}) if x or y else 0.
+    def both(under=lambda p, q: len(p | q), **k):
+        return lambda a, b, n: jaccard(runs(a, n, **k), runs(b, n, **k), under)
     def bag(a, b, n):
         x, y = Counter(runs(a, n)), Counter(runs(b, n))
         return sum((x & y).values())/max(1, sum((x | y).values()))
-    cases = [("Mia lost her red kite", "mia lost her red balloon", 2), ("a b a b a b", "a b", 2), ("one two", "one two", 5), ("", "", 2), ("x y z", "", 1), ("go on and on and on", "go on and off", 1)]
+    cases = [("Mia lost her red kite", "mia lost her red balloon", 2), ("a b a b a b", "a b", 2),
+             ("one two", "one two", 5), ("", "", 2), ("x y z", "", 1),
+             ("go on and on and on", "go on and off", 1)]
     _grade(similarity, both(), cases, {
-        "sets hold each run once": bag, "that is the containment": both(lambda p, q: max(1, len(p))), "the union is in the denominator, not the sum": both(lambda p, q: len(p) + len(q)),
-        "that is Dice's coefficient": both(lambda p, q: (len(p) + len(q))/2), "lower case": both(lower=False), "runs of words, not of letters": both(letters=True),
-        "a short text is one run": both(short=False), "that is single words": lambda a, b, n: both()(a, b, 1), "that is the overlap with the shorter one": both(lambda p, q: max(1, min(len(p), len(q)))),
+        "sets hold each run once": bag,
+        "that is the containment": both(lambda p, q: max(1, len(p))),
+        "the union is in the denominator, not the sum": both(lambda p, q: len(p) + len(q)),
+        "that is Dice's coefficient": both(lambda p, q: (len(p) + len(q))/2),
+        "lower case": both(lower=False), "runs of words, not of letters": both(letters=True),
+        "a short text is one run": both(short=False),
+        "that is single words": lambda a, b, n: both()(a, b, 1),
+        "that is the overlap with the shorter one": both(lambda p, q: max(1, min(len(p), len(q)))),
         "that is the distance": lambda a, b, n: 1 - both()(a, b, n)})
 
 # %% ../../nbs/13_curation/13z_data.ipynb #13z00028
@@ -173,8 +220,12 @@ def check_meeting_probability(
     "`AssertionError` unless it is 1 - (1 - s**r)**b."
     cases = [(.8, 20, 6), (.5, 3, 2), (.3, 1, 4), (.9, 5, 1), (1., 4, 4), (0., 9, 3)]
     _grade(meeting_probability, lambda s, b, r: 1 - (1 - s**r)**b, cases, {
-        "b and r are swapped": lambda s, b, r: 1 - (1 - s**b)**r, "that is the probability to miss each other": lambda s, b, r: (1 - s**r)**b, "that is one band": lambda s, b, r: s**r,
-        "chances don't add up": lambda s, b, r: min(1, b*s**r), "all bands need not be equal, one is enough": lambda s, b, r: s**(r*b), "all rows of a band must be equal": lambda s, b, r: 1 - (1 - s)**(b*r),
+        "b and r are swapped": lambda s, b, r: 1 - (1 - s**b)**r,
+        "that is the probability to miss each other": lambda s, b, r: (1 - s**r)**b,
+        "that is one band": lambda s, b, r: s**r,
+        "chances don't add up": lambda s, b, r: min(1, b*s**r),
+        "all bands need not be equal, one is enough": lambda s, b, r: s**(r*b),
+        "all rows of a band must be equal": lambda s, b, r: 1 - (1 - s)**(b*r),
         "that is the similarity": lambda s, b, r: s})
 
 # %% ../../nbs/13_curation/13z_data.ipynb #13z00031
@@ -189,11 +240,19 @@ def check_choose(
         return f
     down, up = (lambda h: range(h, 0, -1)), (lambda h: range(1, h + 1))
     right = lambda s, b, r, p: candidate_probability(s, b, r) >= p
-    cases = [(128, .8, .95), (128, .8, .99), (100, .7, .9), (16, .9, .5), (9000, .8, .99), (12, .5, .6)]
+    cases = [(128, .8, .95), (128, .8, .99), (100, .7, .9), (16, .9, .5), (9000, .8, .99),
+             (12, .5, .6)]
     _grade(choose, first(down, right), cases, {
-        "bands come first": first(down, right, swap=True), "take the most rows, not the fewest": first(up, right), "those shapes find too little": first(down, lambda s, b, r, p: candidate_probability(s, b, r) < p),
-        "b and r are swapped in the formula": first(down, lambda s, b, r, p: 1 - (1 - s**b)**r >= p), "only a band is that likely": first(down, lambda s, b, r, p: s**r >= p),
-        "b times r may be less than the hashes: rows need not divide them": lambda h, s, p: next((h//r, r) for r in range(h, 0, -1) if h % r == 0 and right(s, h//r, r, p))})
+        "bands come first": first(down, right, swap=True),
+        "take the most rows, not the fewest": first(up, right),
+        "those shapes find too little":
+            first(down, lambda s, b, r, p: candidate_probability(s, b, r) < p),
+        "b and r are swapped in the formula":
+            first(down, lambda s, b, r, p: 1 - (1 - s**b)**r >= p),
+        "only a band is that likely": first(down, lambda s, b, r, p: s**r >= p),
+        "b times r may be less than the hashes: rows need not divide them":
+            lambda h, s, p: next((h//r, r) for r in range(h, 0, -1) if h % r == 0
+                                 and right(s, h//r, r, p))})
 
 # %% ../../nbs/13_curation/13z_data.ipynb #13z00034
 def check_letters(
@@ -202,23 +261,29 @@ def check_letters(
     "`AssertionError` unless the numbers are those of the reading that finds the pairs."
     recall, swapped = (float(candidate_probability(.8, *shape)) for shape in ((450, 20), (20, 450)))
     right, why = dict(bands=450, rows=20, recall=recall, swapped=swapped), dict(
-        bands={20: "bands of 450 numbers each are never equal: 0.8 to the power 450 is nothing"}, rows={450: "rows that must all be equal: at 0.8 they never are"},
-        recall={swapped: "is for the other reading", 1 - recall: "is the share that is missed", .8**20: "is one band", .8: "is the similarity"},
+        bands={20: "bands of 450 numbers each are never equal: 0.8 to the power 450 is nothing"},
+        rows={450: "rows that must all be equal: at 0.8 they never are"},
+        recall={swapped: "is for the other reading", 1 - recall: "is the share that is missed",
+                .8**20: "is one band", .8: "is the similarity"},
         swapped={recall: "is for the right reading", 1.: "is the share that is missed"})
     check_numbers(letters, right, why, rtol=.005, atol=1e-9)
-    check_numbers({k: letters[k] for k in ("bands", "rows")}, {k: right[k] for k in ("bands", "rows")}, why)
+    check_numbers({k: letters[k] for k in ("bands", "rows")},
+                  {k: right[k] for k in ("bands", "rows")}, why)
 
 # %% ../../nbs/13_curation/13z_data.ipynb #13z00037
-def _near(normal:Callable=normalize, similar:Callable|None=None, keep:Callable=min, chain:bool=True, least:Callable=lambda j, t: j >= t)->Callable:
+def _near(normal:Callable=normalize, similar:Callable|None=None, keep:Callable=min, chain:bool=True,
+          least:Callable=lambda j, t: j >= t)->Callable:
     def f(paths, num_hashes, num_bands, ngrams, threshold, out):
         texts = {Path(p).name: Path(p).read_text(encoding="utf-8") for p in paths}
         sets = {}
         for name,text in texts.items():
             w = normal(text).split()
-            sets[name] = {tuple(w[i:i+ngrams]) for i in range(max(1, len(w) - ngrams + 1))} if w else set()
+            sets[name] = ({tuple(w[i:i+ngrams]) for i in range(max(1, len(w) - ngrams + 1))} if w
+                          else set())
         def like(a, b):
             x, y = sets[a], sets[b]
-            return bool(x and y) and least(similar(x, y) if similar else len(x & y)/len(x | y), threshold)
+            return (bool(x and y)
+                    and least(similar(x, y) if similar else len(x & y)/len(x | y), threshold))
         group = {name: {name} for name in texts}
         for a in texts:
             for b in texts:
@@ -237,17 +302,28 @@ def check_minhash_deduplication(
     "`AssertionError` unless the first by name of each cluster stays, and nothing else goes."
     base = " ".join(f"w{i}" for i in range(60))
     def swap(text, *at): return " ".join("new" if i in at else w for i,w in enumerate(text.split()))
-    far = {"c.txt": base, "a.txt": swap(base, 30), "b.txt": swap(base, 30, 45), "z.txt": swap(base, *range(0, 60, 2)), "empty.txt": "", "void.txt": "..."}
-    look = {"b.txt": "The Crème, at nine o'clock: " + base, "a.txt": "the creme at nine oclock " + base.upper(), "c.txt": base[::-1]}
+    far = {"c.txt": base, "a.txt": swap(base, 30), "b.txt": swap(base, 30, 45),
+           "z.txt": swap(base, *range(0, 60, 2)), "empty.txt": "", "void.txt": "..."}
+    look = {"b.txt": "The Crème, at nine o'clock: " + base,
+            "a.txt": "the creme at nine oclock " + base.upper(), "c.txt": base[::-1]}
     part = {"a.txt": base, "b.txt": base + " " + " ".join(f"v{i}" for i in range(60))}
     few = {"b.txt": "one two", "a.txt": "one two", "c.txt": "one three"}
-    cases = [(far, 100, 20, 5, .8), (look, 100, 25, 3, .9), (part, 100, 50, 5, .7), (few, 100, 100, 5, .5)]
+    cases = [(far, 100, 20, 5, .8), (look, 100, 25, 3, .9), (part, 100, 50, 5, .7),
+             (few, 100, 100, 5, .5)]
     def run(f, files, *options): return _files_through(f, files, *options)
     _grade(minhash_deduplication, _near(), cases, {
-        "of a cluster the first by name stays": _near(keep=max), "normalize before you compare": _near(normal=lambda t: t), "lower case is not all of it": _near(normal=str.lower),
-        "similarity is Jaccard, not containment": _near(similar=lambda x, y: len(x & y)/min(len(x), len(y))), "only equal files were found": _near(least=lambda j, t: j == 1),
-        "a cluster may be a chain": _near(chain=False), "all files stay": _near(least=lambda j, t: False), "a copy goes, not the whole cluster": _near(keep=lambda g: min(g) if len(g) == 1 else None),
-        "strangers went too": _near(least=lambda j, t: j > 0), "files are gone that stand alone": _near(keep=lambda g: min(g) if len(g) > 1 else None)}, run)
+        "of a cluster the first by name stays": _near(keep=max),
+        "normalize before you compare": _near(normal=lambda t: t),
+        "lower case is not all of it": _near(normal=str.lower),
+        "similarity is Jaccard, not containment":
+            _near(similar=lambda x, y: len(x & y)/min(len(x), len(y))),
+        "only equal files were found": _near(least=lambda j, t: j == 1),
+        "a cluster may be a chain": _near(chain=False),
+        "all files stay": _near(least=lambda j, t: False),
+        "a copy goes, not the whole cluster": _near(keep=lambda g: min(g) if len(g) == 1 else None),
+        "strangers went too": _near(least=lambda j, t: j > 0),
+        "files are gone that stand alone": _near(keep=lambda g: min(g) if len(g) > 1 else None)},
+           run)
 
 # %% ../../nbs/13_curation/13z_data.ipynb #13z00041
 def check_containment(
@@ -263,22 +339,42 @@ def check_containment(
         if not lower: x = {tuple(t.split()[i:i+n]) for i in range(len(t.split()) - n + 1)}
         return len(x & y)/max(1, under(x, y))
     page = "Home page . a red kite flew over the old bridge and Home again"
-    cases = [("A red kite flew over the old bridge", page, 3), ("A red kite flew under the bridge", page, 3), ("The end", "it was the end of it", 5), ("go go go on", "go go on", 2), ("x y", "a b c", 2),
+    cases = [("A red kite flew over the old bridge", page, 3),
+             ("A red kite flew under the bridge", page, 3), ("The end", "it was the end of it", 5),
+             ("go go go on", "go go on", 2), ("x y", "a b c", 2),
              ("the old bridge", "the old", 4)]
     _grade(containment, share, cases, {
-        "that is the Jaccard similarity": lambda t, d, n: share(t, d, n, lambda x, y: len(x | y)), "divide by the test's runs, not the document's": lambda t, d, n: share(t, d, n, lambda x, y: len(y)),
-        "a short test is compared by its own length": lambda t, d, n: share(t, d, n, own=False), "lower case": lambda t, d, n: share(t, d, n, lower=False), "that is single words": lambda t, d, n: share(t, d, 1),
-        "say how much, not whether": lambda t, d, n: float(share(t, d, n) > 0), "all or nothing is too strict": lambda t, d, n: float(share(t, d, n) == 1), "how many is no share": lambda t, d, n: share(t, d, n, lambda x, y: 1)})
+        "that is the Jaccard similarity": lambda t, d, n: share(t, d, n, lambda x, y: len(x | y)),
+        "divide by the test's runs, not the document's":
+            lambda t, d, n: share(t, d, n, lambda x, y: len(y)),
+        "a short test is compared by its own length": lambda t, d, n: share(t, d, n, own=False),
+        "lower case": lambda t, d, n: share(t, d, n, lower=False),
+        "that is single words": lambda t, d, n: share(t, d, 1),
+        "say how much, not whether": lambda t, d, n: float(share(t, d, n) > 0),
+        "all or nothing is too strict": lambda t, d, n: float(share(t, d, n) == 1),
+        "how many is no share": lambda t, d, n: share(t, d, n, lambda x, y: 1)})
 
 # %% ../../nbs/13_curation/13z_data.ipynb #13z00044
 def check_next_source(
     next_source:Callable, # `next_source(taken, shares)` gives a name
 ):
     "`AssertionError` unless it is the source with the largest deficit."
-    def most(key): return lambda taken, shares: max(shares, key=lambda n: key(taken, shares, n, sum(taken.values())))
-    cases = [({"web": 60, "books": 30, "code": 10}, {"web": .5, "books": .3, "code": .2}), ({"a": 0, "b": 0}, {"a": .5, "b": .5}), ({"a": 0, "b": 0}, {"b": .3, "a": .7}), ({"x": 900, "y": 4}, {"x": .99, "y": .01}),
-             ({"x": 100, "y": 40, "z": 1}, {"x": .8, "y": .18, "z": .02}), ({"p": 10, "q": 10}, {"p": .5, "q": .5}), ({"a": 30, "b": 10, "c": 0}, {"a": .7, "b": .3, "c": 0.})]
+    def most(key):
+        return lambda taken, shares: max(shares,
+                                         key=lambda n: key(taken, shares, n, sum(taken.values())))
+    cases = [({"web": 60, "books": 30, "code": 10}, {"web": .5, "books": .3, "code": .2}),
+             ({"a": 0, "b": 0}, {"a": .5, "b": .5}), ({"a": 0, "b": 0}, {"b": .3, "a": .7}),
+             ({"x": 900, "y": 4}, {"x": .99, "y": .01}),
+             ({"x": 100, "y": 40, "z": 1}, {"x": .8, "y": .18, "z": .02}),
+             ({"p": 10, "q": 10}, {"p": .5, "q": .5}),
+             ({"a": 30, "b": 10, "c": 0}, {"a": .7, "b": .3, "c": 0.})]
     _grade(next_source, most(lambda t, s, n, all_: s[n]*all_ - t[n]), cases, {
-        "that one is furthest ahead": most(lambda t, s, n, all_: t[n] - s[n]*all_), "the largest share is not always next": most(lambda t, s, n, all_: s[n]), "shares count, not equal parts": most(lambda t, s, n, all_: -t[n]),
-        "behind in tokens, not in parts of its share": most(lambda t, s, n, all_: -t[n]/s[n] if s[n] else -math.inf), "that has most tokens": most(lambda t, s, n, all_: t[n]),
-        "of equal ones the first": lambda t, s: max(reversed(list(s)), key=lambda n: s[n]*sum(t.values()) - t[n]), "that is the first": lambda t, s: next(iter(s))})
+        "that one is furthest ahead": most(lambda t, s, n, all_: t[n] - s[n]*all_),
+        "the largest share is not always next": most(lambda t, s, n, all_: s[n]),
+        "shares count, not equal parts": most(lambda t, s, n, all_: -t[n]),
+        "behind in tokens, not in parts of its share":
+            most(lambda t, s, n, all_: -t[n]/s[n] if s[n] else -math.inf),
+        "that has most tokens": most(lambda t, s, n, all_: t[n]),
+        "of equal ones the first":
+            lambda t, s: max(reversed(list(s)), key=lambda n: s[n]*sum(t.values()) - t[n]),
+        "that is the first": lambda t, s: next(iter(s))})

@@ -40,13 +40,14 @@ def check_bits_per_byte(
 ):
     "`AssertionError` unless nats become bits and text becomes bytes."
     def right(nats, text): return Perplexity(nats, 1, len(text.encode())).bits_per_byte
-    _grade(bits_per_byte, right, [(8., "naïve café"), (20., "a fig"), (3.5, "µ"), (100., "plum "*9)], {
-        "characters are not bytes": lambda n, t: n/math.log(2)/len(t),
-        "these are nats": lambda n, t: n/len(t.encode()),
-        "a nat is more than a bit": lambda n, t: n*math.log(2)/len(t.encode()),
-        "these are bits, not bits per byte": lambda n, t: n/math.log(2),
-        "that is per word": lambda n, t: n/math.log(2)/max(1, len(t.split())),
-        "a byte is one byte, not 8": lambda n, t: n/math.log(2)/len(t.encode())/8})
+    _grade(bits_per_byte, right,
+           [(8., "naïve café"), (20., "a fig"), (3.5, "µ"), (100., "plum "*9)], {
+"characters are not bytes": lambda n, t: n/math.log(2)/len(t),
+"these are nats": lambda n, t: n/len(t.encode()),
+"a nat is more than a bit": lambda n, t: n*math.log(2)/len(t.encode()),
+"these are bits, not bits per byte": lambda n, t: n/math.log(2),
+"that is per word": lambda n, t: n/math.log(2)/max(1, len(t.split())),
+"a byte is one byte, not 8": lambda n, t: n/math.log(2)/len(t.encode())/8})
 
 # %% ../../nbs/12_evaluation/12z_evaluation.ipynb #fef9f023
 def check_windows(
@@ -58,22 +59,30 @@ def check_windows(
             return [(start(b, f, e, c, s), f, e if end is None else end(b, f, e, c, s))
                     for b,f,e in stride_windows(t, c, s)]
         return wrong
-    _grade(windows, stride_windows, [(12, 6, 2), (12, 6, 6), (7, 3, 2), (4, 9, 3), (1, 1, 1), (50, 16, 5)], {
-        "the context of a window was left out": other(lambda b, f, e, c, s: f),
-        "each window reads from the start": other(lambda b, f, e, c, s: 0),
-        "tokens count once, not in every window that shows them": lambda t, c, s: [(b, b, e) for b,_,e in stride_windows(t, c, s)],
-        "the last window must end with the text": lambda t, c, s: [(b, f, f + (s if k else c)) for k,(b,f,e) in enumerate(stride_windows(t, c, s))],
-        "a window that is short at the end begins where a full one would": lambda t, c, s: [(max(0, e - c), f, e) for _,f,e in stride_windows(t, c, s)],
-        "the first window counts all its tokens": lambda t, c, s: [(max(0, e - c), e - min(s, e), e) for e in range(min(s, t), t + 1, s)]})
+    _grade(windows, stride_windows,
+           [(12, 6, 2), (12, 6, 6), (7, 3, 2), (4, 9, 3), (1, 1, 1), (50, 16, 5)], {
+"the context of a window was left out": other(lambda b, f, e, c, s: f),
+"each window reads from the start": other(lambda b, f, e, c, s: 0),
+"tokens count once, not in every window that shows them":
+    lambda t, c, s: [(b, b, e) for b,_,e in stride_windows(t, c, s)],
+"the last window must end with the text":
+    lambda t, c, s: [(b, f, f + (s if k else c))
+                     for k,(b,f,e) in enumerate(stride_windows(t, c, s))],
+"a window that is short at the end begins where a full one would":
+    lambda t, c, s: [(max(0, e - c), f, e) for _,f,e in stride_windows(t, c, s)],
+"the first window counts all its tokens":
+    lambda t, c, s: [(max(0, e - c), e - min(s, e), e) for e in range(min(s, t), t + 1, s)]})
 
 # %% ../../nbs/12_evaluation/12z_evaluation.ipynb #75f2d981
 def check_ceiling(
     ceiling:Callable, # `ceiling(probs)` gives a number
 ):
     "`AssertionError` unless it is the mean of the largest probability."
-    cases:list = [([[.5, .3, .2], [1., 0.]],), ([[.25]*4],), ([[.1, .9], [.6, .4], [.2, .2, .6]],), ([[1.], [.5, .5]],)]
+    cases:list = [([[.5, .3, .2], [1., 0.]],), ([[.25]*4],), ([[.1, .9], [.6, .4], [.2, .2, .6]],),
+                  ([[1.], [.5, .5]],)]
     _grade(ceiling, ceiling_of, cases, {
-        "an answerer who draws by the probabilities is beaten by one who takes the likeliest": lambda p: sum(sum(x*x for x in r) for r in p)/len(p),
+        "an answerer who draws by the probabilities is beaten by one who takes the likeliest":
+            lambda p: sum(sum(x*x for x in r) for r in p)/len(p),
         "that is chance": lambda p: sum(1/len(r) for r in p)/len(p),
         "the mean over questions is missing": lambda p: sum(map(max, p)),
         "that is only the easiest question": lambda p: max(map(max, p)),
@@ -85,12 +94,14 @@ def check_score(
     score:Callable, # `score(accuracy, chance, ceiling)` gives a number
 ):
     "`AssertionError` unless chance is 0 and the ceiling is 1."
-    _grade(score, lambda a, c, t: (a - c)/(t - c), [(.6, .25, .9), (.25, .25, .8), (.9, .5, .9), (.1, .25, .7)], {
-        "chance was left out": lambda a, c, t: a/t, "the ceiling was left out": lambda a, c, t: (a - c)/(1 - c),
-        "the range is from chance to the ceiling": lambda a, c, t: (a - c)/t,
-        "the ends are swapped": lambda a, c, t: (t - a)/(t - c),
-        "a score below chance is negative": lambda a, c, t: max(0., (a - c)/(t - c)),
-        "not the accuracy itself": lambda a, c, t: a})
+    _grade(score, lambda a, c, t: (a - c)/(t - c),
+           [(.6, .25, .9), (.25, .25, .8), (.9, .5, .9), (.1, .25, .7)], {
+"chance was left out": lambda a, c, t: a/t,
+"the ceiling was left out": lambda a, c, t: (a - c)/(1 - c),
+"the range is from chance to the ceiling": lambda a, c, t: (a - c)/t,
+"the ends are swapped": lambda a, c, t: (t - a)/(t - c),
+"a score below chance is negative": lambda a, c, t: max(0., (a - c)/(t - c)),
+"not the accuracy itself": lambda a, c, t: a})
 
 # %% ../../nbs/12_evaluation/12z_evaluation.ipynb #8610c286
 def check_pick(
@@ -98,16 +109,22 @@ def check_pick(
 ):
     "`AssertionError` unless it is the best per byte, the first among equals."
     inf = math.inf
-    def best(scores, first=True): return max(range(len(scores)), key=lambda i: (scores[i], -i if first else i))
+    def best(scores, first=True):
+        return max(range(len(scores)), key=lambda i: (scores[i], -i if first else i))
     def right(p, t): return best([x/len(s.encode()) for x,s in zip(p, t)])
-    cases:list = [([-8., -1., -20.], [" fig", " plum", " apple"]), ([-4., -4.5], [" éé", " abcd"]), ([-4., -6.], [" fig", " strawberry"]), ([-5., -5.], [" yes", " yes"]), ([-inf, -9.], [" a", " b"]), ([-8., -7., -9.], [" añééé", " abcd", " ab"]),
-                  ([-3., -2.], [" x", " yyyyyy"]), ([-6., -5.], [" éé", " abc"]), ([-2., -30.], [" go", " slowly on"])]
+    cases:list = [([-8., -1., -20.], [" fig", " plum", " apple"]), ([-4., -4.5], [" éé", " abcd"]),
+                  ([-4., -6.], [" fig", " strawberry"]), ([-5., -5.], [" yes", " yes"]),
+                  ([-inf, -9.], [" a", " b"]), ([-8., -7., -9.], [" añééé", " abcd", " ab"]),
+                  ([-3., -2.], [" x", " yyyyyy"]), ([-6., -5.], [" éé", " abc"]),
+                  ([-2., -30.], [" go", " slowly on"])]
     _grade(pick, right, cases, {
         "that is without the length": lambda p, t: best(p),
         "that is per character": lambda p, t: best([x/len(s) for x,s in zip(p, t)]),
-        "the first among equals wins": lambda p, t: best([x/len(s.encode()) for x,s in zip(p, t)], False),
+        "the first among equals wins": lambda p, t: best([x/len(s.encode()) for x,s in zip(p, t)],
+                                                         False),
         "that is the worst": lambda p, t: best([-x/len(s.encode()) for x,s in zip(p, t)]),
-        "divide by the length, don't multiply": lambda p, t: best([x*len(s.encode()) for x,s in zip(p, t)]),
+        "divide by the length, don't multiply":
+            lambda p, t: best([x*len(s.encode()) for x,s in zip(p, t)]),
         "that is the longest": lambda p, t: best([len(s) for s in t])})
 
 # %% ../../nbs/12_evaluation/12z_evaluation.ipynb #eb2544be
@@ -138,13 +155,20 @@ def check_clustered_error(
         mean, sums = sum(x)/len(x), {}
         for a,k in zip(x, c): sums[k] = sums.get(k, 0.) + a - mean
         return root(sum(map(square, sums.values())))/per(x)
-    def plain(x, c, less=1): return math.sqrt(sum((a - sum(x)/len(x))**2 for a in x)/(len(x) - less)/len(x))
-    cases:list = [([1., 0., 1., 1., 0., 0.], ["a", "a", "b", "b", "c", "c"]), ([1., 1., 0., 0.], [1, 1, 2, 2]), ([.5, 2., 4.], [3, 3, 7]), ([1., 0., 1., 1.], [0, 1, 2, 2])]
+    def plain(x, c, less=1):
+        return math.sqrt(sum((a - sum(x)/len(x))**2 for a in x)/(len(x) - less)/len(x))
+    cases:list = [([1., 0., 1., 1., 0., 0.], ["a", "a", "b", "b", "c", "c"]),
+                  ([1., 1., 0., 0.], [1, 1, 2, 2]), ([.5, 2., 4.], [3, 3, 7]),
+                  ([1., 0., 1., 1.], [0, 1, 2, 2])]
     _grade(clustered_error, right, cases, {
-        "clusters were ignored": plain, "clusters were ignored, and the sample's variance divides by n - 1": lambda x, c: plain(x, c, 0),
+        "clusters were ignored": plain,
+        "clusters were ignored, and the sample's variance divides by n - 1":
+            lambda x, c: plain(x, c, 0),
         "the root is missing": lambda x, c: right(x, c, root=lambda v: v),
-        "divide by the number of questions, not of clusters": lambda x, c: right(x, c, per=lambda x: len({*c})),
-        "square the sum of a cluster, don't take its size": lambda x, c: right(x, c, square=abs, root=lambda v: v),
+        "divide by the number of questions, not of clusters":
+            lambda x, c: right(x, c, per=lambda x: len({*c})),
+        "square the sum of a cluster, don't take its size":
+            lambda x, c: right(x, c, square=abs, root=lambda v: v),
         "that is the variance of a sum": lambda x, c: right(x, c, per=lambda x: 1)})
 
 # %% ../../nbs/12_evaluation/12z_evaluation.ipynb #d9a340b5
@@ -154,7 +178,8 @@ def check_paired_error(
     "`AssertionError` unless differences are taken question by question."
     def var(x, less=1): return sum((v - sum(x)/len(x))**2 for v in x)/(len(x) - less)
     def diff(a, b): return [x - y for x,y in zip(a, b)]
-    cases:list = [([1., 0., 1., 1.], [1., 0., 0., 1.]), ([.5, .7, .1], [.4, .9, .3]), ([1., 1., 0.], [1., 1., 0.]), ([3., 5., 1., 2., 9.], [1., 5., 2., 2., 4.])]
+    cases:list = [([1., 0., 1., 1.], [1., 0., 0., 1.]), ([.5, .7, .1], [.4, .9, .3]),
+                  ([1., 1., 0.], [1., 1., 0.]), ([3., 5., 1., 2., 9.], [1., 5., 2., 2., 4.])]
     _grade(paired_error, lambda a, b: math.sqrt(var(diff(a, b))/len(a)), cases, {
         "that is unpaired": lambda a, b: math.sqrt((var(a) + var(b))/len(a)),
         "divide by n - 1": lambda a, b: math.sqrt(var(diff(a, b), 0)/len(a)),
@@ -169,13 +194,14 @@ def check_pass_at_k(
 ):
     "`AssertionError` unless it counts draws without putting back."
     comb = math.comb
-    _grade(pass_at_k, lambda n, c, k: 1 - comb(n - c, k)/comb(n, k), [(10, 1, 5), (10, 3, 2), (5, 4, 3), (8, 0, 4), (6, 6, 1), (200, 7, 100)], {
-        "plugging in c/n is biased": lambda n, c, k: 1 - (1 - c/n)**k,
-        "that is the probability that none is right": lambda n, c, k: comb(n - c, k)/comb(n, k),
-        "one right answer is enough": lambda n, c, k: comb(c, k)/comb(n, k),
-        "that is pass@1": lambda n, c, k: c/n,
-        "chances of draws don't add up": lambda n, c, k: min(1, k*c/n),
-        "that is n draws": lambda n, c, k: 1 - (1 - c/n)**n})
+    _grade(pass_at_k, lambda n, c, k: 1 - comb(n - c, k)/comb(n, k),
+           [(10, 1, 5), (10, 3, 2), (5, 4, 3), (8, 0, 4), (6, 6, 1), (200, 7, 100)], {
+"plugging in c/n is biased": lambda n, c, k: 1 - (1 - c/n)**k,
+"that is the probability that none is right": lambda n, c, k: comb(n - c, k)/comb(n, k),
+"one right answer is enough": lambda n, c, k: comb(c, k)/comb(n, k),
+"that is pass@1": lambda n, c, k: c/n,
+"chances of draws don't add up": lambda n, c, k: min(1, k*c/n),
+"that is n draws": lambda n, c, k: 1 - (1 - c/n)**n})
 
 # %% ../../nbs/12_evaluation/12z_evaluation.ipynb #e7f2f431
 def check_calibration_error(
@@ -184,10 +210,14 @@ def check_calibration_error(
     "`AssertionError` unless bins are weighted by their answers."
     def error(c, r, n, gap=abs, weigh=True, last=True):
         groups:dict = {}
-        for x,y in zip(c, r): groups.setdefault(min(int(x*n), n - 1) if last else int(x*n), []).append((x, y))
-        gaps = [(sum(x for x,_ in g)/len(g) - sum(y for _,y in g)/len(g), len(g)) for g in groups.values()]
+        for x,y in zip(c, r):
+            groups.setdefault(min(int(x*n), n - 1) if last else int(x*n), []).append((x, y))
+        gaps = [(sum(x for x,_ in g)/len(g) - sum(y for _,y in g)/len(g), len(g))
+                for g in groups.values()]
         return sum(gap(v)*(k/len(c) if weigh else 1/len(gaps)) for v,k in gaps)
-    cases:list = [([1., .6, .55, .6], [0, 0, 1, 1], 2), ([.9, .95, 1., .2], [1, 0, 1, 0], 2), ([.1, .4, .4, .8], [0, 1, 0, 1], 4), ([1., .99, .6], [1, 0, 1], 10), ([.5, .5], [1, 0], 1)]
+    cases:list = [([1., .6, .55, .6], [0, 0, 1, 1], 2), ([.9, .95, 1., .2], [1, 0, 1, 0], 2),
+                  ([.1, .4, .4, .8], [0, 1, 0, 1], 4), ([1., .99, .6], [1, 0, 1], 10),
+                  ([.5, .5], [1, 0], 1)]
     _grade(calibration_error, error, cases, {
         "bins have weights": lambda *a: error(*a, weigh=False),
         "a gap has no sign": lambda *a: error(*a, gap=lambda v: v),
@@ -203,12 +233,15 @@ def check_contamination_p(
 ):
     "`AssertionError` unless the bound holds for all documents together."
     def right(q, p): return min(1., math.exp(sum(p) - sum(q)))
-    cases:list = [([-80.], [-91.2],), ([-90.], [-85.]), ([-88., -70.], [-86., -80.]), ([-60., -61., -90.], [-62., -63., -92.])]
+    cases:list = [([-80.], [-91.2],), ([-90.], [-85.]), ([-88., -70.], [-86., -80.]),
+                  ([-60., -61., -90.], [-62., -63., -92.])]
     _grade(contamination_p, right, cases, {
         "a p-value is at most 1": lambda q, p: math.exp(sum(p) - sum(q)),
         "that goes the other way": lambda q, p: min(1., math.exp(sum(q) - sum(p))),
-        "that is the best single document, which was picked afterwards": lambda q, p: min(1., *(math.exp(b - a) for a,b in zip(q, p))),
-        "ratios multiply, they are not averaged": lambda q, p: min(1., math.exp((sum(p) - sum(q))/len(p))),
+        "that is the best single document, which was picked afterwards":
+            lambda q, p: min(1., *(math.exp(b - a) for a,b in zip(q, p))),
+        "ratios multiply, they are not averaged":
+            lambda q, p: min(1., math.exp((sum(p) - sum(q))/len(p))),
         "that is the log of it": lambda q, p: min(0., sum(p) - sum(q)),
         "that is one minus it": lambda q, p: 1 - right(q, p)})
 
@@ -220,11 +253,15 @@ def check_elo(
     def right(a, b, won, k, base=10., scale=400., sign=1, other=-1):
         expected = 1/(1 + base**(sign*(b - a)/scale))
         return (a + k*(won - expected), b + other*k*(won - expected))
-    _grade(elo, right, [(1500., 1400., 1, 32), (1200., 1600., 1, 16), (1000., 1000., .5, 32), (1300., 1250., 0, 24)], {
-        "A's surprise, not B's": lambda *a: right(*a, sign=-1), "the base is 10": lambda *a: right(*a, base=math.e),
-        "the scale is 400": lambda *a: right(*a, scale=1000.), "what one wins the other loses": lambda *a: right(*a, other=1),
-        "B's rating changes too": lambda *a: right(*a, other=0),
-        "the expected result was left out": lambda a, b, w, k: (a + k*w, b - k*w)})
+    _grade(elo, right,
+           [(1500., 1400., 1, 32), (1200., 1600., 1, 16), (1000., 1000., .5, 32),
+            (1300., 1250., 0, 24)], {
+"A's surprise, not B's": lambda *a: right(*a, sign=-1),
+"the base is 10": lambda *a: right(*a, base=math.e),
+"the scale is 400": lambda *a: right(*a, scale=1000.),
+"what one wins the other loses": lambda *a: right(*a, other=1),
+"B's rating changes too": lambda *a: right(*a, other=0),
+"the expected result was left out": lambda a, b, w, k: (a + k*w, b - k*w)})
 
 # %% ../../nbs/12_evaluation/12z_evaluation.ipynb #12z13b
 def check_soften(
@@ -234,7 +271,8 @@ def check_soften(
     def share(w): return [x/sum(w) for x in w]
     def right(x, T): return share([math.exp((v - max(x))/T) for v in x])
     def plain(x): return [math.exp(v) for v in x]
-    cases:list = [([-1., -2.], 2.), ([-3., -1., -2.], .5), ([-4., -4.5, -9.], 3.), ([-2000., -2001.], 1.5), ([-.2, -5.], 10.)]
+    cases:list = [([-1., -2.], 2.), ([-3., -1., -2.], .5), ([-4., -4.5, -9.], 3.),
+                  ([-2000., -2001.], 1.5), ([-.2, -5.], 10.)]
     _grade(soften, right, cases, {
         "divide by the temperature, don't multiply": lambda x, T: right(x, 1/T),
         "the temperature was left out": lambda x, T: right(x, 1.),
@@ -250,15 +288,16 @@ def check_brier(
 ):
     "`AssertionError` unless all choices count."
     def right(p, a): return math.fsum((x - (k == a))**2 for k,x in enumerate(p))
-    _grade(brier, right, [([.5, .3, .2], 1), ([.1, .9], 0), ([.25]*4, 2), ([1., 0.], 0), ([.7, .2, .1], 0)], {
-        "all choices count, not only the right one": lambda p, a: (1 - p[a])**2,
-        "the sum over choices, not their mean": lambda p, a: right(p, a)/len(p),
-        "squares, not distances": lambda p, a: math.fsum(abs(x - (k == a)) for k,x in enumerate(p)),
-        "no root": lambda p, a: math.sqrt(right(p, a)),
-        "0 is perfect": lambda p, a: 1 - right(p, a),
-        "the truth is 1 for one choice and 0 for the others": lambda p, a: math.fsum((1 - x)**2 for x in p),
-        "the right choice, not the likeliest": lambda p, a: right(p, p.index(max(p))),
-        "that is the loss": lambda p, a: -math.log(p[a])})
+    _grade(brier, right,
+           [([.5, .3, .2], 1), ([.1, .9], 0), ([.25]*4, 2), ([1., 0.], 0), ([.7, .2, .1], 0)], {
+"all choices count, not only the right one": lambda p, a: (1 - p[a])**2,
+"the sum over choices, not their mean": lambda p, a: right(p, a)/len(p),
+"squares, not distances": lambda p, a: math.fsum(abs(x - (k == a)) for k,x in enumerate(p)),
+"no root": lambda p, a: math.sqrt(right(p, a)),
+"0 is perfect": lambda p, a: 1 - right(p, a),
+"the truth is 1 for one choice and 0 for the others": lambda p, a: math.fsum((1 - x)**2 for x in p),
+"the right choice, not the likeliest": lambda p, a: right(p, p.index(max(p))),
+"that is the loss": lambda p, a: -math.log(p[a])})
 
 # %% ../../nbs/12_evaluation/12z_evaluation.ipynb #12z15b
 def check_overlap(
@@ -269,13 +308,18 @@ def check_overlap(
     def right(t, s, n): a = {*runs(t, n)}; return len(a & {*runs(s, n)})/len(a)
     def letters(t, n): return {t[i:i + n] for i in range(len(t) - n + 1)}
     def many(t, s, n): return [r in runs(s, n) for r in runs(t, n)]
-    cases:list = [("a fig and a plum and a fig and a pear and a pear", "she had a fig and a plum", 2), ("one two three four", "two three four five six seven", 3),
-                  ("x y", "y x", 2), ("go go go stop", "go go", 1), ("the cat sat on the mat", "the cat sat on the mat today", 4)]
+    cases:list = [("a fig and a plum and a fig and a pear and a pear", "she had a fig and a plum",
+                   2), ("one two three four", "two three four five six seven", 3),
+                  ("x y", "y x", 2), ("go go go stop", "go go", 1),
+                  ("the cat sat on the mat", "the cat sat on the mat today", 4)]
     _grade(overlap, right, cases, {
-        "runs of words, not of letters": lambda t, s, n: len(letters(t, n) & letters(s, n))/len(letters(t, n)),
+        "runs of words, not of letters":
+            lambda t, s, n: len(letters(t, n) & letters(s, n))/len(letters(t, n)),
         "each run counts once": lambda t, s, n: sum(many(t, s, n))/len(many(t, s, n)),
-        "a share of the text's runs, not of the training text's": lambda t, s, n: len({*runs(t, n)} & {*runs(s, n)})/len({*runs(s, n)}),
-        "a share of the text's runs, not of all": lambda t, s, n: len({*runs(t, n)} & {*runs(s, n)})/len({*runs(t, n)} | {*runs(s, n)}),
+        "a share of the text's runs, not of the training text's":
+            lambda t, s, n: len({*runs(t, n)} & {*runs(s, n)})/len({*runs(s, n)}),
+        "a share of the text's runs, not of all":
+            lambda t, s, n: len({*runs(t, n)} & {*runs(s, n)})/len({*runs(t, n)} | {*runs(s, n)}),
         "runs, not single words": lambda t, s, n: right(t, s, 1),
         "a share, not a number of runs": lambda t, s, n: len({*runs(t, n)} & {*runs(s, n)}),
         "that is the share that is new": lambda t, s, n: 1 - right(t, s, n)})
@@ -286,14 +330,16 @@ def check_order_p(
 ):
     "`AssertionError` unless the file's own order counts, and ties do."
     def right(x): return sum(v >= x[0] for v in x)/len(x)
-    _grade(order_p, right, [([-9., -10., -8., -12.],), ([-5., -5., -5., -6., -7., -8., -9.],), ([-1., -2., -3., -4., -5.],), ([-7., -6., -5.],), ([-3., -3.],)], {
-        "the file's own order counts too": lambda x: sum(v >= x[0] for v in x[1:])/(len(x) - 1),
-        "the file's own order is one of them": lambda x: sum(v >= x[0] for v in x[1:])/len(x),
-        "as probable is enough": lambda x: (1 + sum(v > x[0] for v in x))/len(x),
-        "more probable, not less": lambda x: sum(v <= x[0] for v in x)/len(x),
-        "a share, not a rank": lambda x: sum(v >= x[0] for v in x),
-        "that is one minus it": lambda x: 1 - right(x),
-        "a p-value, not whether it is the best": lambda x: float(x[0] == max(x))})
+    _grade(order_p, right,
+           [([-9., -10., -8., -12.],), ([-5., -5., -5., -6., -7., -8., -9.],),
+            ([-1., -2., -3., -4., -5.],), ([-7., -6., -5.],), ([-3., -3.],)], {
+"the file's own order counts too": lambda x: sum(v >= x[0] for v in x[1:])/(len(x) - 1),
+"the file's own order is one of them": lambda x: sum(v >= x[0] for v in x[1:])/len(x),
+"as probable is enough": lambda x: (1 + sum(v > x[0] for v in x))/len(x),
+"more probable, not less": lambda x: sum(v <= x[0] for v in x)/len(x),
+"a share, not a rank": lambda x: sum(v >= x[0] for v in x),
+"that is one minus it": lambda x: 1 - right(x),
+"a p-value, not whether it is the best": lambda x: float(x[0] == max(x))})
 
 # %% ../../nbs/12_evaluation/12z_evaluation.ipynb #12z17b
 def check_match(
@@ -302,13 +348,15 @@ def check_match(
     "`AssertionError` unless it is the product over places."
     def columns(h): return [sum(c)/len(c) for c in zip(*h)]
     def right(h): return math.prod(columns(h))
-    cases:list = [([[1, 0, 1], [1, 1, 1]],), ([[1, 1, 0], [1, 1, 1], [0, 1, 1]],), ([[1, 1], [1, 0], [0, 1], [1, 1]],), ([[1], [0], [0]],)]
+    cases:list = [([[1, 0, 1], [1, 1, 1]],), ([[1, 1, 0], [1, 1, 1], [0, 1, 1]],),
+                  ([[1, 1], [1, 0], [0, 1], [1, 1]],), ([[1], [0], [0]],)]
     _grade(match, right, cases, {
         "each place has its own share": lambda h: (sum(map(sum, h))/sum(map(len, h)))**len(h[0]),
         "that is exact match itself": lambda h: sum(map(all, h))/len(h),
         "multiply the shares, don't average them": lambda h: sum(columns(h))/len(columns(h)),
         "multiply the shares, don't add them": lambda h: sum(columns(h)),
-        "shares over questions at each place, not over places": lambda h: math.prod(sum(r)/len(r) for r in h),
+        "shares over questions at each place, not over places":
+            lambda h: math.prod(sum(r)/len(r) for r in h),
         "that is the worst place alone": lambda h: min(columns(h)),
         "that is how often all fail": lambda h: math.prod(1 - c for c in columns(h))})
 
@@ -322,10 +370,13 @@ def check_split_tokens(
     def letters(text): return [*text.encode()]
     def cut(ids, n): return (ids[:n], ids[n:])
     def right(e, c, d): return cut(e(c + d), len(e(c)))
-    cases:list = [(pairs, "Ada had", " a fig"), (words, "She ate the", " plum at noon"), (pairs, "abc", "defgh"), (words, "It was", "n't"), (pairs, "", "fig"), (letters, "a b", " c d e")]
+    cases:list = [(pairs, "Ada had", " a fig"), (words, "She ate the", " plum at noon"),
+                  (pairs, "abc", "defgh"), (words, "It was", "n't"), (pairs, "", "fig"),
+                  (letters, "a b", " c d e")]
     _grade(split_tokens, right, cases, {
         "encode them together": lambda e, c, d: (e(c), e(d)),
-        "cut by the context's tokens, not by the continuation's": lambda e, c, d: cut(e(c + d), len(e(c + d)) - len(e(d))),
+        "cut by the context's tokens, not by the continuation's":
+            lambda e, c, d: cut(e(c + d), len(e(c + d)) - len(e(d))),
         "count tokens, not characters": lambda e, c, d: cut(e(c + d), len(c)),
         "the context comes first": lambda e, c, d: right(e, c, d)[::-1],
         "the space before the continuation is a part of it": lambda e, c, d: right(e, c, d.strip()),

@@ -20,26 +20,32 @@ from ..tools.grading import run_answer, short, short_args
 # %% ../../nbs/09_kernels/09z_kernels.ipynb #6ec4c1b9
 def _same(got, right)->bool: # Of the same kind and value; floats nearly
     if isinstance(right, bool): return isinstance(got, bool) and got == right
-    if isinstance(right, Integral): return isinstance(got, Integral) and not isinstance(got, bool) and got == right
+    if isinstance(right, Integral):
+        return isinstance(got, Integral) and not isinstance(got, bool) and got == right
     if isinstance(right, Real):
-        return isinstance(got, Real) and not isinstance(got, bool) and (got == right or abs(got - right) <= 1e-9*max(1., float(abs(right))))
+        return (isinstance(got, Real) and not isinstance(got, bool)
+                and (got == right or abs(got - right) <= 1e-9*max(1., float(abs(right)))))
     if isinstance(right, (list, tuple)):
         return type(got) is type(right) and len(got) == len(right) and all(map(_same, got, right))
     return type(got) is type(right) and got == right
 
-def _agreement(answer:Callable, mistake:Callable, cases:list)->int: # In how many cases they give the same
+def _agreement(answer:Callable, mistake:Callable, cases:list)->int:
+    # In how many cases they give the same
     def same(args):
         try: return _same(run_answer(answer, *args), mistake(*args))
         except Exception: return False
     return sum(map(same, cases))
 
-def _grade(answer:Callable, right:Callable, cases:list, mistakes:dict): # `mistakes`: words to a function
+def _grade(answer:Callable, right:Callable, cases:list, mistakes:dict):
+    # `mistakes`: words to a function
     for args in cases:
         got, expected = run_answer(answer, *args), right(*args)
         if _same(got, expected): continue
-        known = {words: _agreement(answer, f, cases) for words,f in mistakes.items() if _same(got, f(*args))}
+        known = {words: _agreement(answer, f, cases) for words,f in mistakes.items()
+                 if _same(got, f(*args))}
         words = f": {max(known, key=known.__getitem__)}" if known else ""
-        raise AssertionError(f"for {short_args(args)}: expected {short(expected)}, got {short(got)}{words}")
+        raise AssertionError(f"for {short_args(args)}: expected {short(expected)}, got "
+                             f"{short(got)}{words}")
 
 # %% ../../nbs/09_kernels/09z_kernels.ipynb #be2837e5
 def check_count_sectors(
@@ -47,14 +53,19 @@ def check_count_sectors(
 ):
     "`AssertionError` unless each sector that is touched counts once."
     rng = random.Random(0)
-    cases:list = [([4*t for t in range(32)], 4), ([8*t for t in range(32)], 4), ([4*t + 4 for t in range(32)], 4), ([30], 4), ([0]*32, 4), ([], 4), ([128*t for t in range(32)], 8)]
+    cases:list = [([4*t for t in range(32)], 4), ([8*t for t in range(32)], 4),
+                  ([4*t + 4 for t in range(32)], 4), ([30], 4), ([0]*32, 4), ([], 4),
+                  ([128*t for t in range(32)], 8)]
     for _ in range(30):
         size = rng.choice((1, 2, 4, 8))
         cases.append(([rng.randrange(0, 400) for _ in range(rng.randint(1, 32))], size))
     _grade(count_sectors, sectors, cases, {
-        "a sector counts once, however many threads want it": lambda a, s: sum((x + s - 1)//32 - x//32 + 1 for x in a),
-        "the last byte of a number may lie in the next sector": lambda a, s: len({x//32 for x in a}),
-        "only touched sectors are moved, not all between": lambda a, s: (max(a) + s - 1)//32 - min(a)//32 + 1 if a else 0,
+        "a sector counts once, however many threads want it":
+            lambda a, s: sum((x + s - 1)//32 - x//32 + 1 for x in a),
+        "the last byte of a number may lie in the next sector":
+            lambda a, s: len({x//32 for x in a}),
+        "only touched sectors are moved, not all between": lambda a, s: (max(a) + s - 1)//32
+        - min(a)//32 + 1 if a else 0,
         "these are the bytes asked for, in sectors": lambda a, s: -(-len(a)*s//32)})
 
 # %% ../../nbs/09_kernels/09z_kernels.ipynb #ce4d74fd
@@ -63,14 +74,16 @@ def check_rounds(
 ):
     "`AssertionError` unless it is the most different words of one bank."
     rng = random.Random(0)
-    cases:list = [(list(range(32)),), ([32*t for t in range(32)],), ([33*t for t in range(32)],), ([7]*32,), ([2*t for t in range(32)],), ([],), ([0, 32, 32, 64],)]
+    cases:list = [(list(range(32)),), ([32*t for t in range(32)],), ([33*t for t in range(32)],),
+                  ([7]*32,), ([2*t for t in range(32)],), ([],), ([0, 32, 32, 64],)]
     cases += [([rng.randrange(0, 200) for _ in range(rng.randint(1, 32))],) for _ in range(30)]
     def most(words, key, distinct):
         found:dict = {}
         for w in set(words) if distinct else words: found[key(w)] = found.get(key(w), 0) + 1
         return max(found.values(), default=0)
     _grade(rounds, rounds_of_banks, cases, {
-        "threads that want the same word are served together": lambda w: most(w, lambda x: x % 32, False),
+        "threads that want the same word are served together":
+            lambda w: most(w, lambda x: x % 32, False),
         "words of different banks don't queue": lambda w: len(set(w)),
         "neighbouring words lie in different banks": lambda w: most(w, lambda x: x//32, True),
         "this is the number of banks": lambda w: len({x % 32 for x in w})})
@@ -82,13 +95,16 @@ def check_blocks_per_sm(
     "`AssertionError` unless it is the vendor's count."
     def blocks(t, r, s, warp=32, grain=256, most=32, system=1024, use=min, shared=128):
         c, warps = chips()["a100"], -(-t//warp)
-        return use((c.warps//warps, most, c.registers//(-(-r*32//grain)*grain*warps), c.shared_bytes//max(1, -(-(s + system)//shared)*shared)))
+        return use((c.warps//warps, most, c.registers//(-(-r*32//grain)*grain*warps),
+                    c.shared_bytes//max(1, -(-(s + system)//shared)*shared)))
     def right(t, r, s):
         try: return occupancy(t, r, s).blocks
         except ValueError: return 0
     rng = random.Random(0)
-    cases = [(256, 32, 0), (256, 64, 0), (256, 33, 0), (32, 16, 0), (128, 32, 48*1024), (1024, 128, 0), (100, 40, 0), (128, 32, 32*1024), (64, 37, 1000)]
-    cases += [(rng.randint(1, 1024), rng.randint(16, 255), rng.randrange(0, 160_000)) for _ in range(60)]
+    cases = [(256, 32, 0), (256, 64, 0), (256, 33, 0), (32, 16, 0), (128, 32, 48*1024),
+             (1024, 128, 0), (100, 40, 0), (128, 32, 32*1024), (64, 37, 1000)]
+    cases += [(rng.randint(1, 1024), rng.randint(16, 255), rng.randrange(0, 160_000))
+              for _ in range(60)]
     _grade(blocks_per_sm, right, cases, {
         "each block needs 1 KiB of shared memory for the system": lambda *a: blocks(*a, system=0),
         "an SM keeps 32 blocks at most": lambda *a: blocks(*a, most=10**6),
@@ -107,11 +123,15 @@ def check_idle_share(
         places = -(-tiles//s)*s if wave else tiles
         return 1 - m*n/(places*r*c)
     rng = random.Random(0)
-    cases = [(1792, 1792, 256, 128, 108), (1793, 1793, 256, 128, 108), (256, 128, 256, 128, 1), (1, 1, 16, 16, 4), (100, 70, 32, 32, 7)]
-    cases += [(rng.randint(1, 5000), rng.randint(1, 5000), rng.choice((32, 64, 128)), rng.choice((32, 64, 256)), rng.choice((8, 108, 132))) for _ in range(30)]
+    cases = [(1792, 1792, 256, 128, 108), (1793, 1793, 256, 128, 108), (256, 128, 256, 128, 1),
+             (1, 1, 16, 16, 4), (100, 70, 32, 32, 7)]
+    cases += [(rng.randint(1, 5000), rng.randint(1, 5000), rng.choice((32, 64, 128)),
+               rng.choice((32, 64, 256)), rng.choice((8, 108, 132))) for _ in range(30)]
     _grade(idle_share, share, cases, {
-        "that is the useful share": lambda *a: 1 - share(*a), "the last wave takes as long as a full one": lambda *a: share(*a, wave=False),
-        "tiles that stick out are computed whole": lambda *a: share(*a, cut=False), "that is in per cent": lambda *a: 100*share(*a)})
+        "that is the useful share": lambda *a: 1 - share(*a),
+        "the last wave takes as long as a full one": lambda *a: share(*a, wave=False),
+        "tiles that stick out are computed whole": lambda *a: share(*a, cut=False),
+        "that is in per cent": lambda *a: 100*share(*a)})
 
 # %% ../../nbs/09_kernels/09z_kernels.ipynb #1007a7c8
 def check_product_bytes(
@@ -120,14 +140,19 @@ def check_product_bytes(
     "`AssertionError` unless it is what the kernel's counter says."
     def right(m, n, k, bm, bn, size): return tiled_matmul_cost(m, n, k, (bm, bn, 32), size).bytes
     rng = random.Random(0)
-    cases = [(128, 128, 128, 32, 32, 4), (100, 70, 90, 32, 32, 4), (1, 1, 1, 16, 16, 2), (64, 256, 32, 64, 16, 2)]
-    cases += [(*(rng.randint(1, 600) for _ in range(3)), rng.choice((16, 32, 64)), rng.choice((16, 128, 256)), rng.choice((2, 4))) for _ in range(30)]
+    cases = [(128, 128, 128, 32, 32, 4), (100, 70, 90, 32, 32, 4), (1, 1, 1, 16, 16, 2),
+             (64, 256, 32, 64, 16, 2)]
+    cases += [(*(rng.randint(1, 600) for _ in range(3)), rng.choice((16, 32, 64)),
+               rng.choice((16, 128, 256)), rng.choice((2, 4))) for _ in range(30)]
     def up(a, b): return -(-a//b)
     _grade(product_bytes, right, cases, {
         "the result is stored too": lambda m, n, k, bm, bn, s: s*(m*k*up(n, bn) + k*n*up(m, bm)),
-        "these are numbers, not bytes": lambda m, n, k, bm, bn, s: m*k*up(n, bn) + k*n*up(m, bm) + m*n,
-        "A is read once for each column of tiles, B once for each row": lambda m, n, k, bm, bn, s: s*(m*k*up(m, bm) + k*n*up(n, bn) + m*n),
-        "what is masked is not loaded": lambda m, n, k, bm, bn, s: s*(up(m, bm)*up(n, bn)*(bm + bn)*k + m*n),
+        "these are numbers, not bytes": lambda m, n, k, bm, bn, s: m*k*up(n, bn) + k*n*up(m, bm)
+        + m*n,
+        "A is read once for each column of tiles, B once for each row":
+            lambda m, n, k, bm, bn, s: s*(m*k*up(m, bm) + k*n*up(n, bn) + m*n),
+        "what is masked is not loaded":
+            lambda m, n, k, bm, bn, s: s*(up(m, bm)*up(n, bn)*(bm + bn)*k + m*n),
         "each tile reads its strips again": lambda m, n, k, bm, bn, s: s*(m*k + k*n + m*n),
         "a tile shares what it loads": lambda m, n, k, bm, bn, s: s*(2*m*n*k + m*n)})
 
@@ -140,9 +165,14 @@ def check_tile_order(
     _grade(tile_order, order_of_tiles, cases, {
         "that is row after row": lambda r, c, g: [(i, j) for i in range(r) for j in range(c)],
         "that is column after column": lambda r, c, g: [(i, j) for j in range(c) for i in range(r)],
-        "go down a column of the group first": lambda r, c, g: [(i, j) for f in range(0, r, g) for i in range(f, min(r, f + g)) for j in range(c)],
-        "the last group may be lower": lambda r, c, g: [(i, j) for f in range(0, r, g) for j in range(c) for i in range(f, f + g)],
-        "group rows, not columns": lambda r, c, g: [(i, j) for f in range(0, c, g) for i in range(r) for j in range(f, min(c, f + g))],
+        "go down a column of the group first":
+            lambda r, c, g: [(i, j) for f in range(0, r, g) for i in range(f, min(r, f + g))
+                             for j in range(c)],
+        "the last group may be lower":
+            lambda r, c, g: [(i, j) for f in range(0, r, g) for j in range(c)
+                             for i in range(f, f + g)],
+        "group rows, not columns": lambda r, c, g: [(i, j) for f in range(0, c, g) for i in range(r)
+                                                    for j in range(f, min(c, f + g))],
         "a pair is (row, column)": lambda r, c, g: [(j, i) for i, j in order_of_tiles(r, c, g)]})
 
 # %% ../../nbs/09_kernels/09z_kernels.ipynb #18a9345c
@@ -157,31 +187,44 @@ def check_update(
         return (float(high), s*exp(m - high) + sum(exp(x - high) for x in z))
     def total(m, s, z): return sum(exp(min(700, x - m)) if m > -inf else 1. for x in z)
     rng = random.Random(0)
-    cases:list = [(-inf, 0., [1., 2., 3.]), (2., 1.5, [1., 0.]), (2., 1.5, [4., 5.]), (-inf, 0., [-inf, -inf]), (3., 2., [-inf, 1.]), (0., 1., [3000., 2999.]),
+    cases:list = [(-inf, 0., [1., 2., 3.]), (2., 1.5, [1., 0.]), (2., 1.5, [4., 5.]),
+                  (-inf, 0., [-inf, -inf]), (3., 2., [-inf, 1.]), (0., 1., [3000., 2999.]),
                   (5000., 1., [1., 2.]), (-inf, 0., [-inf, -4000.])]
-    for _ in range(20): cases.append((rng.uniform(-5, 5), rng.uniform(1, 9), [rng.uniform(-9, 9) for _ in range(rng.randint(1, 6))]))
+    for _ in range(20):
+        cases.append((rng.uniform(-5, 5), rng.uniform(1, 9),
+                      [rng.uniform(-9, 9) for _ in range(rng.randint(1, 6))]))
     _grade(update, right, cases, {
-        "convert the old sum when the maximum rises": lambda m, s, z: (max(m, *z), s + total(max(m, *z), s, z)),
+        "convert the old sum when the maximum rises":
+            lambda m, s, z: (max(m, *z), s + total(max(m, *z), s, z)),
         "the maximum may rise": lambda m, s, z: (m, s + total(m, s, z)),
         "keep what was summed before": lambda m, s, z: (max(z), total(max(z), 0, z)),
-        "convert by exp(old - new)": lambda m, s, z: (max(m, *z), s*exp(min(700, max(m, *z) - m)) + total(max(m, *z), s, z)) if m > -inf else (m, s)})
+        "convert by exp(old - new)":
+            lambda m, s, z: (max(m, *z), s*exp(min(700, max(m, *z) - m)) + total(max(m, *z), s, z))
+        if m > -inf else (m, s)})
 
 # %% ../../nbs/09_kernels/09z_kernels.ipynb #c8a8ce4e
 def check_best_tile(
-    best_tile:Callable, # `best_tile(shared_bytes, depth, size, stages)` gives a whole number or None
+    # `best_tile(shared_bytes, depth, size, stages)` gives a whole number or None
+    best_tile:Callable,
 ):
     "`AssertionError` unless it is the largest that fits."
     def tile(shared, depth, size, stages, strips=2, most=256, strict=False, least=16):
         fits = [t for t in (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024) if least <= t <= most and
-                (strips*t*depth*size*stages < shared if strict else strips*t*depth*size*stages <= shared)]
+                (strips*t*depth*size*stages < shared if strict
+                 else strips*t*depth*size*stages <= shared)]
         return fits[-1] if fits else None
     rng = random.Random(0)
-    cases = [(48*1024, 32, 2, 3), (48*1024, 32, 4, 2), (32_768, 32, 2, 2), (100, 32, 4, 1), (10**7, 16, 2, 1), (65_536, 64, 2, 4), (1024, 16, 2, 1), (512, 16, 2, 1)]
-    cases += [(rng.choice((16, 48, 100, 164, 227))*1024, rng.choice((16, 32, 64, 128)), rng.choice((1, 2, 4)), rng.randint(1, 5)) for _ in range(30)]
+    cases = [(48*1024, 32, 2, 3), (48*1024, 32, 4, 2), (32_768, 32, 2, 2), (100, 32, 4, 1),
+             (10**7, 16, 2, 1), (65_536, 64, 2, 4), (1024, 16, 2, 1), (512, 16, 2, 1)]
+    cases += [(rng.choice((16, 48, 100, 164, 227))*1024, rng.choice((16, 32, 64, 128)),
+               rng.choice((1, 2, 4)), rng.randint(1, 5)) for _ in range(30)]
     _grade(best_tile, tile, cases, {
-        "there are two strips, one of each matrix": lambda *a: tile(*a, strips=1), "what fits exactly fits": lambda *a: tile(*a, strict=True),
-        "256 is the most": lambda *a: tile(*a, most=1024), "every stage has strips of its own": lambda s, d, z, n: tile(s, d, z, 1),
-        "numbers have size bytes": lambda s, d, z, n: tile(s, d, 1, n), "below 16 there is no tile": lambda *a: tile(*a, least=1),
+        "there are two strips, one of each matrix": lambda *a: tile(*a, strips=1),
+        "what fits exactly fits": lambda *a: tile(*a, strict=True),
+        "256 is the most": lambda *a: tile(*a, most=1024),
+        "every stage has strips of its own": lambda s, d, z, n: tile(s, d, z, 1),
+        "numbers have size bytes": lambda s, d, z, n: tile(s, d, 1, n),
+        "below 16 there is no tile": lambda *a: tile(*a, least=1),
         "the strips go through depth numbers": lambda s, d, z, n: tile(s, 1, z, n)})
 
 # %% ../../nbs/09_kernels/09z_kernels.ipynb #289f6138
@@ -189,18 +232,32 @@ def check_races(
     races:Callable, # `races(accesses)` gives a sorted list of addresses
 ):
     "`AssertionError` unless all and only the addresses with a race are given."
-    def right(a): return sorted({x for p, k, x in a if k == "store" and any(q != p and y == x for q, _, y in a)})
+    def right(a):
+        return sorted({x for p, k, x in a if k == "store"
+                       and any(q != p and y == x for q, _, y in a)})
     rng = random.Random(0)
     L, S = "load", "store"
-    cases:list = [([],), ([(0, S, 5), (1, S, 5)],), ([(0, S, 5), (0, S, 5), (0, L, 5)],), ([(0, L, 5), (1, L, 5)],), ([(0, L, 5), (1, S, 5)],), ([(1, S, 5), (0, L, 5)],),
+    cases:list = [([],), ([(0, S, 5), (1, S, 5)],), ([(0, S, 5), (0, S, 5), (0, L, 5)],),
+                  ([(0, L, 5), (1, L, 5)],), ([(0, L, 5), (1, S, 5)],), ([(1, S, 5), (0, L, 5)],),
                   ([(0, S, 9), (1, S, 9), (2, S, 4), (3, L, 4), (3, S, 7)],)]
-    for _ in range(30): cases.append(([(rng.randrange(4), rng.choice((L, S)), rng.randrange(8)) for _ in range(rng.randint(1, 12))],))
+    for _ in range(30):
+        cases.append(([(rng.randrange(4), rng.choice((L, S)), rng.randrange(8))
+                       for _ in range(rng.randint(1, 12))],))
     _grade(races, right, cases, {
-        "a store and another program's load are a race too": lambda a: sorted({x for p, k, x in a if k == S and any(q != p and y == x and j == S for q, j, y in a)}),
-        "loads alone disturb nobody": lambda a: sorted({x for p, _, x in a if any(q != p and y == x for q, _, y in a)}),
-        "a program may return to its own numbers": lambda a: sorted({x for n, (p, k, x) in enumerate(a) if k == S and any(y == x for m, (_, _, y) in enumerate(a) if m != n)}),
-        "programs may run in any order": lambda a: sorted({x for n, (p, k, x) in enumerate(a) if k == S and any(q != p and y == x for q, _, y in a[n + 1:])}),
-        "each address once": lambda a: sorted(x for p, k, x in a if k == S and any(q != p and y == x for q, _, y in a))})
+        "a store and another program's load are a race too":
+            lambda a: sorted({x for p, k, x in a if k == S
+                              and any(q != p and y == x and j == S for q, j, y in a)}),
+        "loads alone disturb nobody":
+            lambda a: sorted({x for p, _, x in a if any(q != p and y == x for q, _, y in a)}),
+        "a program may return to its own numbers":
+            lambda a: sorted({x for n, (p, k, x) in enumerate(a) if k == S
+                              and any(y == x for m, (_, _, y) in enumerate(a) if m != n)}),
+        "programs may run in any order":
+            lambda a: sorted({x for n, (p, k, x) in enumerate(a) if k == S
+                              and any(q != p and y == x for q, _, y in a[n + 1:])}),
+        "each address once":
+            lambda a: sorted(x for p, k, x in a if k == S
+                             and any(q != p and y == x for q, _, y in a))})
 
 # %% ../../nbs/09_kernels/09z_kernels.ipynb #0320b0b9
 def check_flash_loads(
@@ -211,15 +268,22 @@ def check_flash_loads(
     def count(T, K, bq, bk, size, q=1, kv=2, causal=True, cut=True):
         keys = 0
         for b in range(-(-T//bq)):
-            for f in range(0, min(T, (b + 1)*bq) if causal else T, bk): keys += min(bk, T - f) if cut else bk
+            for f in range(0, min(T, (b + 1)*bq) if causal else T, bk):
+                keys += min(bk, T - f) if cut else bk
         return size*K*(q*T + kv*keys)
     rng = random.Random(0)
-    cases = [(128, 32, 32, 32, 4), (40, 16, 16, 16, 4), (1, 2, 16, 16, 2), (100, 64, 32, 16, 2), (100, 64, 16, 32, 2)]
-    cases += [(rng.randint(1, 300), rng.choice((16, 64, 128)), rng.choice((16, 32, 64)), rng.choice((16, 32, 64)), rng.choice((2, 4))) for _ in range(30)]
+    cases = [(128, 32, 32, 32, 4), (40, 16, 16, 16, 4), (1, 2, 16, 16, 2), (100, 64, 32, 16, 2),
+             (100, 64, 16, 32, 2)]
+    cases += [(rng.randint(1, 300), rng.choice((16, 64, 128)), rng.choice((16, 32, 64)),
+               rng.choice((16, 32, 64)), rng.choice((2, 4))) for _ in range(30)]
     _grade(flash_loads, right, cases, {
-        "queries are loaded too": lambda *a: count(*a, q=0), "keys and values are both loaded": lambda *a: count(*a, kv=1),
-        "blocks that begin after the queries end are not loaded": lambda *a: count(*a, causal=False), "what is masked is not loaded": lambda *a: count(*a, cut=False),
-        "these are numbers, not bytes": lambda T, K, q, k, s: count(T, K, q, k, 1), "that is each number once": lambda T, K, q, k, s: 3*T*K*s,
+        "queries are loaded too": lambda *a: count(*a, q=0),
+        "keys and values are both loaded": lambda *a: count(*a, kv=1),
+        "blocks that begin after the queries end are not loaded":
+            lambda *a: count(*a, causal=False),
+        "what is masked is not loaded": lambda *a: count(*a, cut=False),
+        "these are numbers, not bytes": lambda T, K, q, k, s: count(T, K, q, k, 1),
+        "that is each number once": lambda T, K, q, k, s: 3*T*K*s,
         "these are rows, not their K numbers": lambda T, K, q, k, s: count(T, 1, q, k, s)})
 
 # %% ../../nbs/09_kernels/09z_kernels.ipynb #c42ee333
@@ -229,15 +293,24 @@ def check_expert_tiles(
     "`AssertionError` unless every token is in one tile of its expert."
     def right(counts, rows, cut=True, skip=True, local=False, triple=True):
         offsets = [sum(counts[:e]) for e in range(len(counts) + 1)]
-        found = [(e, f, min(f + rows, end) if cut else f + rows) for e, f, end in tiles_of_experts(offsets, rows)]
+        found = [(e, f, min(f + rows, end) if cut else f + rows) for e, f,
+                 end in tiles_of_experts(offsets, rows)]
         if local: found = [(e, f - offsets[e], t - offsets[e]) for e, f, t in found]
-        return found if skip else sorted(found + [(e, offsets[e], offsets[e]) for e, n in enumerate(counts) if not n])
+        return (found if skip
+                else sorted(found + [(e, offsets[e], offsets[e]) for e, n in enumerate(counts)
+                                     if not n]))
     rng = random.Random(0)
-    cases:list = [([5], 16), ([37, 5, 0, 28], 16), ([0, 0, 3], 4), ([16, 16], 16), ([], 8), ([1, 1, 1], 2)]
-    for _ in range(20): cases.append(([rng.choice((0, 1, 7, 16, 40)) for _ in range(rng.randint(1, 6))], rng.choice((4, 16, 32))))
+    cases:list = [([5], 16), ([37, 5, 0, 28], 16), ([0, 0, 3], 4), ([16, 16], 16), ([], 8),
+                  ([1, 1, 1], 2)]
+    for _ in range(20):
+        cases.append(([rng.choice((0, 1, 7, 16, 40)) for _ in range(rng.randint(1, 6))],
+                      rng.choice((4, 16, 32))))
     _grade(expert_tiles, right, cases, {
-        "a tile ends where its expert's tokens end": lambda c, r: right(c, r, cut=False), "an expert without tokens has no tile": lambda c, r: right(c, r, skip=False),
+        "a tile ends where its expert's tokens end": lambda c, r: right(c, r, cut=False),
+        "an expert without tokens has no tile": lambda c, r: right(c, r, skip=False),
         "rows are counted among all tokens": lambda c, r: right(c, r, local=True),
-        "one expert may need several tiles": lambda c, r: [(e, sum(c[:e]), sum(c[:e + 1])) for e, n in enumerate(c) if n],
-        "end is the end of the tile": lambda c, r: [(e, f, sum(c[:e + 1])) for e, f, _ in right(c, r)],
+        "one expert may need several tiles":
+            lambda c, r: [(e, sum(c[:e]), sum(c[:e + 1])) for e, n in enumerate(c) if n],
+        "end is the end of the tile":
+            lambda c, r: [(e, f, sum(c[:e + 1])) for e, f, _ in right(c, r)],
         "a pair lacks the end": lambda c, r: [t[:2] for t in right(c, r)]})

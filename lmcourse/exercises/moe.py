@@ -62,7 +62,8 @@ def check_expert_parameters(
                     "total and active are the wrong way round": _layer_sums(*case)[::-1]}
         where = f"for {', '.join(f'{n} = {v}' for n,v in zip(names, case))}: "
         got = run_answer(expert_parameters, *case, shown=where)
-        _judge(where, got if not isinstance(got, list) else tuple(got), _layer_sums(*case), mistakes)
+        _judge(where, got if not isinstance(got, list) else tuple(got), _layer_sums(*case),
+               mistakes)
 
 # %% ../../nbs/08_moe/08z_moe.ipynb #f174f94d
 def _route(logits, k:int, normalize=True, over="all")->tuple:
@@ -122,7 +123,8 @@ def check_dispatch(
                     "weights belong to the experts in the order of `chosen`":
                         experts_forward(x, params, chosen, weights[:, ::-1], "relu")[0]}
         where = f"for N = {N}, D = {D}, F = {F}, E = {E}, k = {k}: "
-        _judge(where, run_answer(dispatch, x, w1, w2, chosen, weights, shown=where), right, mistakes)
+        _judge(where, run_answer(dispatch, x, w1, w2, chosen, weights, shown=where), right,
+               mistakes)
 
 def _spread(chosen, weights, E:int): # `(N, E)`, 0 where a token does not go
     sent = np.zeros((len(chosen), E))
@@ -135,7 +137,8 @@ def check_dropped(
 ):
     "`AssertionError` unless the number of dropped visits is right."
     rng = np.random.default_rng(0)
-    cases = [(np.array([[0, 1]]*3), 2, 1.), (np.array([[0, 1]]*3), 4, 1.), (np.array([[0], [0]]), 2, .5)]
+    cases = [(np.array([[0, 1]]*3), 2, 1.), (np.array([[0, 1]]*3), 4, 1.),
+             (np.array([[0], [0]]), 2, .5)]
     for _ in range(30):
         E, N = int(rng.integers(2, 9)), int(rng.integers(1, 40))
         k = int(rng.integers(1, E + 1))
@@ -149,7 +152,8 @@ def check_dropped(
                     "a token makes k visits": late(math.ceil(factor*N/E)),
                     "the factor is left out": late(math.ceil(N*k/E)),
                     "those are the visits that are served": chosen.size - right,
-                    "that is the overload of one expert": int(max(0, load.max() - math.ceil(exact))),
+                    "that is the overload of one expert":
+                        int(max(0, load.max() - math.ceil(exact))),
                     "that is a share, not a number": right/chosen.size,
                     "those are tokens, not visits": right//k}
         where = f"for {N} tokens, k = {k}, {E} experts, factor = {factor}: "
@@ -162,14 +166,16 @@ def check_balance(
     "`AssertionError` unless the loss is taken per layer and is 1 for an even load."
     rng = np.random.default_rng(0)
     far = lambda a: np.where(np.isin(np.arange(4), a), 20., -20.)[None].repeat(6, 0)
-    pairs, planted = [], [([far([0, 1]), far([2, 3])], [np.tile([0, 1], (6, 1)), np.tile([2, 3], (6, 1))]),
+    pairs, planted = [], [([far([0, 1]), far([2, 3])],
+                           [np.tile([0, 1], (6, 1)), np.tile([2, 3], (6, 1))]),
              ([np.zeros((4, 4))], [np.array([[0, 1], [2, 3]]*2)])]
     for L,N,E,k in ((3, 5, 5, 2), (1, 5, 4, 1), (2, 7, 4, 2), (3, 9, 8, 3), (2, 6, 3, 2)):
         pairs.append(tuple(map(list, zip(*(_routed(rng, N, E, k) for _ in range(L))))))
     for logits,chosen in pairs + planted:
         L, E, k = len(logits), logits[0].shape[1], chosen[0].shape[1]
         each = [balance_loss(z, c)[0] for z,c in zip(logits, chosen)]
-        right, pooled = np.mean(each), balance_loss(np.concatenate(logits), np.concatenate(chosen))[0]
+        right, pooled = (np.mean(each),
+                         balance_loss(np.concatenate(logits), np.concatenate(chosen))[0])
         f = [count_load(c, E)/c.size for c in chosen]
         mistakes = {"layers are pooled, so that one hides the other": pooled,
                     "layers are pooled, and f is not divided by k": k*pooled,
@@ -213,7 +219,8 @@ def check_next_bias(
     "`AssertionError` unless busy experts fall and idle ones rise, each by one step."
     rng = np.random.default_rng(0)
     cases = [(np.zeros(3), np.array([[0], [0], [1]]), .1), (np.zeros(2), np.array([[0], [1]]), .5)]
-    cases += [(rng.normal(size=E), _routed(rng, 12, E, k)[1], .01) for E,k in ((4, 2), (6, 1), (8, 3))*3]
+    cases += [(rng.normal(size=E), _routed(rng, 12, E, k)[1], .01)
+              for E,k in ((4, 2), (6, 1), (8, 3))*3]
     for bias,chosen,rate in cases:
         E, load = len(bias), count_load(chosen, len(bias))
         right, share = update_bias(bias, load, rate), load/load.sum()
@@ -257,7 +264,9 @@ class _Tallied(np.ndarray): # An array whose products are counted
         plain = [np.asarray(x) if isinstance(x, _Tallied) else x for x in inputs]
         made = getattr(ufunc, method)(*plain, **{k: v for k,v in kwargs.items() if k != "out"})
         if ufunc is np.matmul: self.tally.append(np.asarray(plain[0]).size*np.size(made)
-                                                 // max(1, np.prod(np.shape(plain[0])[:-1], dtype=int)))
+                                                 // max(1,
+                                                        np.prod(np.shape(plain[0])[:-1],
+                                                                dtype=int)))
         elif ufunc is np.multiply: self.tally.append(np.size(made))
         return _tallied(made, self.tally)
     def __array_function__(self, function, types, args, kwargs):
@@ -281,7 +290,8 @@ def check_latent_scores(
         right = (content + place)/(K + Q)**.5
         mistakes = {"the root of K + Q is missing": content + place,
                     "both parts count: K + Q": (content + place)/K**.5,
-                    "the query is now R + Q long, but the root stays": (content + place)/(R + Q)**.5,
+                    "the query is now R + Q long, but the root stays":
+                        (content + place)/(R + Q)**.5,
                     "the turned part is missing": content/(K + Q)**.5,
                     "the content is missing": place/(K + Q)**.5,
                     "each part was divided by its own root": content/K**.5 + place/Q**.5,
@@ -292,7 +302,7 @@ def check_latent_scores(
         most = K*R + S*R + S*Q + 2*S + K + R
         if sum(tally) > most: raise AssertionError(
             f"{where}{sum(tally):,} multiplications, expected {most:,} at most: "
-            f"the keys were unpacked; turn the query instead")
+            "the keys were unpacked; turn the query instead")
 
 # %% ../../nbs/08_moe/08z_moe.ipynb #08zrein2
 def check_reinforce(
@@ -316,7 +326,8 @@ def check_reinforce(
                     "p is not taken off": above*one/N,
                     "that is the gradient at the probabilities": above*one/p/N,
                     "the other experts' logits move, too": above*one*(1 - p)/N,
-                    "p of the drawn expert is a factor too many": right*(p*one).sum(-1, keepdims=True),
+                    "p of the drawn expert is a factor too many":
+                        right*(p*one).sum(-1, keepdims=True),
                     "the spread of the losses is divided out": right/losses.std(),
                     "the baseline is the median": (losses - np.median(losses))[:, None]*(one - p)/N,
                     "the best expert is not the drawn one": above*(np.eye(E)[p.argmax(-1)] - p)/N}

@@ -24,7 +24,8 @@ def _same(got, right)->bool:
     if isinstance(right, (list, tuple)):
         return (isinstance(got, (list, tuple)) and len(got) == len(right)
                 and all(map(_same, got, right)))
-    if isinstance(got, (bool, np.bool_)) or not isinstance(got, (int, float, np.number)): return False
+    if isinstance(got, (bool, np.bool_)) or not isinstance(got, (int, float, np.number)):
+        return False
     return (math.isclose(got, right, rel_tol=1e-9, abs_tol=1e-12)
             or math.isnan(got) and math.isnan(right))
 
@@ -100,8 +101,9 @@ def check_buckets(
             out[-1].append(s)
             if sum(out[-1]) >= limit: out.append([])
         return [b for b in out if b]
-    _grade(buckets, right, [([2, 2, 2, 2], 6), ([1, 2, 3, 4], 5), ([9, 1], 5), ([1, 9, 1], 5), ([], 5),
-                            ([5], 5), ([1]*10, 4), ([2, 7, 2, 2, 2], 6)],
+    _grade(buckets, right,
+           [([2, 2, 2, 2], 6), ([1, 2, 3, 4], 5), ([9, 1], 5), ([1, 9, 1], 5), ([], 5),
+            ([5], 5), ([1]*10, 4), ([2, 7, 2, 2, 2], 6)],
            {"a bucket is closed before it is too full, not after": late,
             "each travels alone": lambda sizes, limit: [[s] for s in sizes],
             "that is one bucket": lambda sizes, limit: [list(sizes)] if sizes else [],
@@ -275,10 +277,12 @@ def check_model_share(
     "`AssertionError` unless recomputed work is left out."
     _grade(model_share, lambda h, f, o: h*3*f/(4*f - o),
            [(.52, 100., 0.), (.52, 100., 4.), (.44, 1e12, 1e11), (1., 2., 1.), (.3, 7e9, 7e8)],
-           {"nothing was taken away": lambda h, f, o: h, "the head isn't run twice": lambda h, f, o: h*3/4,
+           {"nothing was taken away": lambda h, f, o: h,
+            "the head isn't run twice": lambda h, f, o: h*3/4,
             "that goes the other way": lambda h, f, o: h*(4*f - o)/(3*f),
             "a backward pass costs twice a forward pass": lambda h, f, o: h*2*f/(3*f - o),
-            "only the blocks run twice, but the head runs once": lambda h, f, o: h*3*(f - o)/(4*f - o),
+            "only the blocks run twice, but the head runs once":
+                lambda h, f, o: h*3*(f - o)/(4*f - o),
             "the head was added": lambda h, f, o: h*3*f/(4*f + o)})
 
 # %% ../../nbs/10_parallelism/10z_parallelism.ipynb #10z1nois
@@ -294,7 +298,8 @@ def check_noise(
     cases = [(np.array([[3., 1.], [1., 3.]]),)]
     cases += [(rng.standard_normal((n, k)) + 2,) for n, k in ((4, 3), (16, 1), (50, 7), (9, 20))]
     _grade(noise, right, cases,
-           {"the mean of n gradients is too long: take its noise away": lambda g: right(g, taken=0.),
+           {"the mean of n gradients is too long: take its noise away":
+                lambda g: right(g, taken=0.),
             "the variance of a sample has n - 1 below": lambda g: right(g, 0),
             "that is for batches of n examples": lambda g: right(g)/len(g),
             "that is signal over noise": lambda g: 1/right(g),
@@ -306,7 +311,8 @@ def check_noise(
 def check_meeting(
     meeting:Callable, # `meeting(start, ends, velocity, lr, momentum)` gives two arrays
 ):
-    "`AssertionError` unless weights and velocity are those of Nesterov's momentum on the mean change."
+    """`AssertionError` unless weights and velocity are those of Nesterov's momentum on the mean
+    change."""
     def right(s, ends, v, lr, mu, sign=1, mean=np.mean, nesterov=True, old=False):
         g = sign*(s - mean(ends, 0))
         new = mu*v + g
@@ -314,13 +320,15 @@ def check_meeting(
     rng = np.random.default_rng(0)
     a = np.array([1., 2.])
     cases = [(a, [a - .1, a - .3], a*0, 1., 0.), (a, [a - .1, a - .3], a*0, .7, .9)]
-    cases += [(rng.standard_normal(k), list(rng.standard_normal((n, k))), rng.standard_normal(k), .7, .9)
+    cases += [(rng.standard_normal(k), list(rng.standard_normal((n, k))), rng.standard_normal(k),
+               .7, .9)
               for n, k in ((1, 3), (2, 5), (4, 2))]
     _grade(meeting, right, cases,
            {"the gradient is where they came from minus where they are":
                 lambda *x: right(*x, sign=-1),
             "the replicas count by their mean, not their sum": lambda *x: right(*x, mean=np.sum),
-            "that is heavy-ball momentum: Nesterov looks ahead": lambda *x: right(*x, nesterov=False),
+            "that is heavy-ball momentum: Nesterov looks ahead":
+                lambda *x: right(*x, nesterov=False),
             "Nesterov uses the new velocity": lambda *x: right(*x, old=True),
             "that is the mean, without the outer optimizer":
                 lambda s, ends, v, lr, mu: (np.mean(ends, 0), mu*v + s - np.mean(ends, 0)),
@@ -336,13 +344,16 @@ def check_pause(
     def right(P, n, steps, budget, itemsize=4, times=2):
         meetings = budget*n//(times*(n - 1)*P*itemsize)
         return -(-steps//max(1, meetings))
-    cases = [(1000, 2, 100, 4000*10), (1000, 2, 100, 4000*100), (1000, 2, 100, 4000*30), (1000, 2, 100, 4000),
-             (900, 3, 1000, 4800*7 + 100), (4096, 4, 77, 24576*13), (1000, 2, 7, 10**9), (10**9, 8, 10**5, 7*10**12)]
+    cases = [(1000, 2, 100, 4000*10), (1000, 2, 100, 4000*100), (1000, 2, 100, 4000*30),
+             (1000, 2, 100, 4000),
+             (900, 3, 1000, 4800*7 + 100), (4096, 4, 77, 24576*13), (1000, 2, 7, 10**9),
+             (10**9, 8, 10**5, 7*10**12)]
     _grade(pause, right, cases,
            {"rounded down, there is a meeting too many":
                 lambda P, n, s, b: max(1, s//max(1, b*n//(8*(n - 1)*P))),
             "that is how many meetings there are": lambda P, n, s, b: b*n//(8*(n - 1)*P),
-            "a rank sends 2(N - 1)/N of the vector": lambda P, n, s, b: -(-s//max(1, b//(4*P*(2*n - 2)))),
+            "a rank sends 2(N - 1)/N of the vector":
+                lambda P, n, s, b: -(-s//max(1, b//(4*P*(2*n - 2)))),
             "that is the reduce-scatter alone": lambda P, n, s, b: right(P, n, s, b, times=1),
             "a float32 has four bytes": lambda P, n, s, b: right(P, n, s, b, 1),
             "that is for bfloat16": lambda P, n, s, b: right(P, n, s, b, 2),

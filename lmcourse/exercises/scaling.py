@@ -17,22 +17,26 @@ from ..scaling.power_laws import fit_power_law
 from ..tools.grading import run_answer, short
 
 # %% ../../nbs/11_scaling/11z_scaling.ipynb #4ea222eb
-def _number(v)->bool: return isinstance(v, (int, float, np.number)) and not isinstance(v, (bool, np.bool_))
+def _number(v)->bool:
+    return isinstance(v, (int, float, np.number)) and not isinstance(v, (bool, np.bool_))
 
 def _same(got, right, rtol=1e-6)->bool:
     if isinstance(right, tuple):
-        return isinstance(got, (tuple, list)) and len(got) == len(right) and all(_same(g, r, rtol) for g, r in zip(got, right))
+        return (isinstance(got, (tuple, list)) and len(got) == len(right)
+                and all(_same(g, r, rtol) for g, r in zip(got, right)))
     return _number(got) and bool(math.isclose(got, right, rel_tol=rtol, abs_tol=1e-12))
 
 def _made(mistake:Callable, case:tuple): # Nothing where the mistake itself fails
     try: return mistake(*case)
     except (ArithmeticError, ValueError): return None
 
-def _grade(answer:Callable, right:Callable, cases:list, mistakes:dict): # `mistakes`: words to a function
+def _grade(answer:Callable, right:Callable, cases:list, mistakes:dict):
+    # `mistakes`: words to a function
     for case in cases:
         got, expected = run_answer(answer, *case), right(*case)
         if _same(got, expected): continue
-        words = next((f": {w}" for w, f in mistakes.items() if (made := _made(f, case)) is not None and _same(got, made)), "")
+        words = next((f": {w}" for w, f in mistakes.items() if (made := _made(f, case)) is not None
+                      and _same(got, made)), "")
         shown = ", ".join(short(v, 50) for v in case)
         raise AssertionError(f"for ({shown}): expected {short(expected)}, got {short(got)}{words}")
 
@@ -43,14 +47,16 @@ def check_power_exponent(
     "`AssertionError` unless it is the slope on log-log axes."
     def right(a, b, c, d): return math.log(d/b)/math.log(c/a)
     rng = np.random.default_rng(0)
-    cases = [(1., 8., 100., 2.), (10., 3., 1000., 2.4), (2., 5., 4., 5.)] + [tuple(map(float, rng.uniform(.5, 50, 4))) for _ in range(20)]
+    cases = ([(1., 8., 100., 2.), (10., 3., 1000., 2.4), (2., 5., 4., 5.)]
+             + [tuple(map(float, rng.uniform(.5, 50, 4))) for _ in range(20)])
     _grade(power_exponent, right, cases, {
         "take logarithms of both axes": lambda a, b, c, d: (d - b)/(c - a),
         "take the logarithm of x too": lambda a, b, c, d: math.log(d/b)/(c - a),
         "take the logarithm of y too": lambda a, b, c, d: (d - b)/math.log(c/a),
         "this is the slope of x by y": lambda a, b, c, d: math.log(c/a)/math.log(d/b),
         "the sign: the law is k*x**p": lambda a, b, c, d: -math.log(d/b)/math.log(c/a),
-        "a difference of logarithms is the logarithm of a ratio": lambda a, b, c, d: math.log(abs(d - b))/math.log(abs(c - a))})
+        "a difference of logarithms is the logarithm of a ratio":
+            lambda a, b, c, d: math.log(abs(d - b))/math.log(abs(c - a))})
 
 # %% ../../nbs/11_scaling/11z_scaling.ipynb #75671a18
 def check_extrapolate(
@@ -65,12 +71,17 @@ def check_extrapolate(
     cases = [([1., 10., 100.], [8., 4., 2.], 1000.)]
     for _ in range(20):
         x = np.sort(rng.uniform(1, 1e4, 6))
-        cases.append((x.tolist(), (9*x**-.2*np.exp(.1*rng.standard_normal(6))).tolist(), float(rng.uniform(1e5, 1e6))))
+        cases.append((x.tolist(), (9*x**-.2*np.exp(.1*rng.standard_normal(6))).tolist(),
+                      float(rng.uniform(1e5, 1e6))))
     _grade(extrapolate, right, cases, {
-        "the line is one of logarithms": line, "this is the logarithm of it": logs, "use all points, not the first and the last": ends,
-        "take the logarithm of x too": lambda x, y, at: math.exp(np.polyval(np.polyfit(x, np.log(y), 1), at)),
-        "take the logarithm of y too": lambda x, y, at: float(np.polyval(np.polyfit(np.log(x), y, 1), math.log(at))),
-        "start at the fitted line, not at the last point": lambda x, y, at: y[-1]*(at/x[-1])**fit_power_law(x, y).exponent,
+        "the line is one of logarithms": line, "this is the logarithm of it": logs,
+        "use all points, not the first and the last": ends,
+        "take the logarithm of x too":
+            lambda x, y, at: math.exp(np.polyval(np.polyfit(x, np.log(y), 1), at)),
+        "take the logarithm of y too":
+            lambda x, y, at: float(np.polyval(np.polyfit(np.log(x), y, 1), math.log(at))),
+        "start at the fitted line, not at the last point":
+            lambda x, y, at: y[-1]*(at/x[-1])**fit_power_law(x, y).exponent,
         "this is the exponent": lambda x, y, at: fit_power_law(x, y).exponent})
 
 # %% ../../nbs/11_scaling/11z_scaling.ipynb #84412134
@@ -81,12 +92,17 @@ def check_seen_slope(
     def right(E, k, p, x): return p*k*x**p/(E + k*x**p)
     rng = np.random.default_rng(0)
     cases = [(1.7, 60., -.3, 1e5), (0., 5., -.1, 30.), (2., 2., -.5, 1.)]
-    cases += [tuple(map(float, (rng.uniform(.5, 3), rng.uniform(1, 90), rng.uniform(-.7, -.1), rng.uniform(2, 1e4)))) for _ in range(20)]
+    cases += [tuple(map(float,
+                        (rng.uniform(.5, 3), rng.uniform(1, 90), rng.uniform(-.7, -.1),
+                         rng.uniform(2, 1e4)))) for _ in range(20)]
     _grade(seen_slope, right, cases, {
-        "the floor bends the curve": lambda E, k, p, x: p, "this is the slope on linear axes": lambda E, k, p, x: p*k*x**(p - 1),
-        "only y has a logarithm there": lambda E, k, p, x: p*k*x**(p - 1)/(E + k*x**p), "only x has a logarithm there": lambda E, k, p, x: p*k*x**p,
+        "the floor bends the curve": lambda E, k, p, x: p,
+        "this is the slope on linear axes": lambda E, k, p, x: p*k*x**(p - 1),
+        "only y has a logarithm there": lambda E, k, p, x: p*k*x**(p - 1)/(E + k*x**p),
+        "only x has a logarithm there": lambda E, k, p, x: p*k*x**p,
         "the floor's share flattens, the rest keeps its slope": lambda E, k, p, x: p*E/(E + k*x**p),
-        "the sign: the curve falls": lambda E, k, p, x: -p*k*x**p/(E + k*x**p), "this share lacks the exponent": lambda E, k, p, x: k*x**p/(E + k*x**p)})
+        "the sign: the curve falls": lambda E, k, p, x: -p*k*x**p/(E + k*x**p),
+        "this share lacks the exponent": lambda E, k, p, x: k*x**p/(E + k*x**p)})
 
 # %% ../../nbs/11_scaling/11z_scaling.ipynb #5cc3c9ae
 def check_best_split(
@@ -98,12 +114,20 @@ def check_best_split(
     def size(A, B, a, b, C, six=6): return (a*A/(b*B))**(1/(a + b))*(C/six)**(b/(a + b))
     rng = np.random.default_rng(0)
     cases = [(100., 100., .5, .5, 600.), (482., 2085., .35, .37, 1e21)]
-    cases += [tuple(map(float, (rng.uniform(50, 900), rng.uniform(50, 900), rng.uniform(.2, .6), rng.uniform(.2, .6), 10**rng.uniform(15, 24)))) for _ in range(20)]
+    cases += [tuple(map(float,
+                        (rng.uniform(50, 900), rng.uniform(50, 900), rng.uniform(.2, .6),
+                         rng.uniform(.2, .6), 10**rng.uniform(15, 24)))) for _ in range(20)]
     _grade(best_split, right, cases, {
-        "FLOPs are 6ND, not ND": lambda *v: with_size(size(*v, six=1), v[4], 1), "the exponent of N is beta/(alpha + beta)": lambda A, B, a, b, C: with_size((a*A/(b*B))**(1/(a + b))*(C/6)**(a/(a + b)), C),
-        "the factor has alpha and A above": lambda A, B, a, b, C: with_size((b*B/(a*A))**(1/(a + b))*(C/6)**(b/(a + b)), C),
-        "the derivative brings alpha and beta into the factor": lambda A, B, a, b, C: with_size((A/B)**(1/(a + b))*(C/6)**(b/(a + b)), C),
-        "the pair is (N, D)": lambda *v: with_size(size(*v), v[4])[::-1], "20 tokens per parameter is a rule for one law": lambda A, B, a, b, C: (math.sqrt(C/120), 20*math.sqrt(C/120)),
+        "FLOPs are 6ND, not ND": lambda *v: with_size(size(*v, six=1), v[4], 1),
+        "the exponent of N is beta/(alpha + beta)":
+            lambda A, B, a, b, C: with_size((a*A/(b*B))**(1/(a + b))*(C/6)**(a/(a + b)), C),
+        "the factor has alpha and A above":
+            lambda A, B, a, b, C: with_size((b*B/(a*A))**(1/(a + b))*(C/6)**(b/(a + b)), C),
+        "the derivative brings alpha and beta into the factor":
+            lambda A, B, a, b, C: with_size((A/B)**(1/(a + b))*(C/6)**(b/(a + b)), C),
+        "the pair is (N, D)": lambda *v: with_size(size(*v), v[4])[::-1],
+        "20 tokens per parameter is a rule for one law":
+            lambda A, B, a, b, C: (math.sqrt(C/120), 20*math.sqrt(C/120)),
         "6ND must equal the FLOPs": lambda *v: (size(*v), v[4]/size(*v))})
 
 # %% ../../nbs/11_scaling/11z_scaling.ipynb #fd569b91
@@ -113,11 +137,18 @@ def check_growth(
     "`AssertionError` unless the two factors are those of the optimum."
     def right(a, b, f): return f**(b/(a + b)), f**(a/(a + b))
     rng = np.random.default_rng(0)
-    cases = [(.5, .5, 100.), (.34, .28, 10.), (.2, .6, 16.)] + [tuple(map(float, (rng.uniform(.1, .7), rng.uniform(.1, .7), rng.uniform(2, 1e4)))) for _ in range(20)]
+    cases = ([(.5, .5, 100.), (.34, .28, 10.), (.2, .6, 16.)]
+             + [tuple(map(float, (rng.uniform(.1, .7), rng.uniform(.1, .7), rng.uniform(2, 1e4))))
+                for _ in range(20)])
     _grade(growth, right, cases, {
-        "the pair is size, then tokens": lambda a, b, f: right(a, b, f)[::-1], "equal shares are for equal exponents": lambda a, b, f: (math.sqrt(f), math.sqrt(f)),
-        "the factor is raised to a power, not multiplied": lambda a, b, f: (f*b/(a + b), f*a/(a + b)), "the powers add up to one": lambda a, b, f: (f**b, f**a),
-        "these are the exponents": lambda a, b, f: (b/(a + b), a/(a + b)), "the product of both is the factor": lambda a, b, f: ((f/6)**(b/(a + b)), (f/6)**(a/(a + b)))})
+        "the pair is size, then tokens": lambda a, b, f: right(a, b, f)[::-1],
+        "equal shares are for equal exponents": lambda a, b, f: (math.sqrt(f), math.sqrt(f)),
+        "the factor is raised to a power, not multiplied":
+            lambda a, b, f: (f*b/(a + b), f*a/(a + b)),
+        "the powers add up to one": lambda a, b, f: (f**b, f**a),
+        "these are the exponents": lambda a, b, f: (b/(a + b), a/(a + b)),
+        "the product of both is the factor":
+            lambda a, b, f: ((f/6)**(b/(a + b)), (f/6)**(a/(a + b)))})
 
 # %% ../../nbs/11_scaling/11z_scaling.ipynb #4e0ff188
 def check_tokens_needed(
@@ -127,15 +158,22 @@ def check_tokens_needed(
     def right(E, A, B, a, b, L, N): return float(LossLaw(E, A, B, a, b).tokens_for_loss(L, N))
     def power(x, b): return x**(1/b) if x > 0 else math.inf
     rng = np.random.default_rng(0)
-    cases = [(1.5, 100., 100., .5, .5, 3.5, 1e4), (1.5, 100., 100., .5, .5, 2.5, 1e4), (1.5, 100., 100., .5, .5, 2., 1e4)]
+    cases = [(1.5, 100., 100., .5, .5, 3.5, 1e4), (1.5, 100., 100., .5, .5, 2.5, 1e4),
+             (1.5, 100., 100., .5, .5, 2., 1e4)]
     for _ in range(20):
-        E, A, B, a, b, N = rng.uniform(1, 2), rng.uniform(100, 900), rng.uniform(100, 900), rng.uniform(.3, .5), rng.uniform(.3, .5), 10**rng.uniform(6, 9)
+        E, A, B, a, b, N = (rng.uniform(1, 2), rng.uniform(100, 900), rng.uniform(100, 900),
+                            rng.uniform(.3, .5), rng.uniform(.3, .5), 10**rng.uniform(6, 9))
         cases.append(tuple(map(float, (E, A, B, a, b, E + A*N**-a + rng.uniform(-.1, 1), N))))
     _grade(tokens_needed, right, cases, {
-        "take the floor off first": lambda E, A, B, a, b, L, N: power(B/max(L - A*N**-a, 1e-300), b), "take off what the size costs": lambda E, A, B, a, b, L, N: power(B/(L - E), b),
-        "a model that is too small never gets there": lambda E, A, B, a, b, L, N: (B/max(abs(L - E - A*N**-a), 1e-9))**(1/b),
-        "use beta for the data": lambda E, A, B, a, b, L, N: power(B/(L - E - A*N**-a), a) if L > E + A*N**-a else math.inf,
-        "the power is 1/beta": lambda E, A, B, a, b, L, N: (B/(L - E - A*N**-a))**b if L > E + A*N**-a else math.inf,
+        "take the floor off first":
+            lambda E, A, B, a, b, L, N: power(B/max(L - A*N**-a, 1e-300), b),
+        "take off what the size costs": lambda E, A, B, a, b, L, N: power(B/(L - E), b),
+        "a model that is too small never gets there":
+            lambda E, A, B, a, b, L, N: (B/max(abs(L - E - A*N**-a), 1e-9))**(1/b),
+        "use beta for the data": lambda E, A, B, a, b, L, N: power(B/(L - E - A*N**-a), a)
+        if L > E + A*N**-a else math.inf,
+        "the power is 1/beta": lambda E, A, B, a, b, L, N: (B/(L - E - A*N**-a))**b
+        if L > E + A*N**-a else math.inf,
         "this is the share of the data in the loss": lambda E, A, B, a, b, L, N: L - E - A*N**-a})
 
 # %% ../../nbs/11_scaling/11z_scaling.ipynb #bb792b4d
@@ -146,12 +184,19 @@ def check_break_even(
     def right(n1, d1, n2, d2): return max(0., 3*(n1*d1 - n2*d2)/(n2 - n1))
     rng = np.random.default_rng(0)
     cases = [(1e9, 1e11, 2e9, 3e10), (1e9, 1e10, 2e9, 3e10)]
-    cases += [tuple(map(float, (n := 10**rng.uniform(7, 9), rng.uniform(60, 900)*n, n*rng.uniform(1.2, 4), rng.uniform(5, 60)*n))) for _ in range(20)]
+    cases += [tuple(map(float,
+                        (n := 10**rng.uniform(7, 9), rng.uniform(60, 900)*n, n*rng.uniform(1.2, 4),
+                         rng.uniform(5, 60)*n))) for _ in range(20)]
     _grade(break_even, right, cases, {
-        "a token costs 6N in training and 2N when served": lambda *v: right(*v)/3, "a served token has no backward pass": lambda *v: right(*v)*2,
-        "less than nothing can't be served: 0": lambda a, b, c, d: 3*(a*b - c*d)/(c - a), "all tokens are served by one of them: divide by the difference of sizes": lambda a, b, c, d: max(0., 3*(a*b - c*d)/c),
-        "compare FLOPs, not tokens": lambda a, b, c, d: max(0., 3*(b - d)), "these are the FLOPs that are saved by then": lambda a, b, c, d: max(0., 6*(a*b - c*d)),
-        "the small one is the dearer one to train": lambda a, b, c, d: max(0., 3*(c*d - a*b)/(c - a))})
+        "a token costs 6N in training and 2N when served": lambda *v: right(*v)/3,
+        "a served token has no backward pass": lambda *v: right(*v)*2,
+        "less than nothing can't be served: 0": lambda a, b, c, d: 3*(a*b - c*d)/(c - a),
+        "all tokens are served by one of them: divide by the difference of sizes":
+            lambda a, b, c, d: max(0., 3*(a*b - c*d)/c),
+        "compare FLOPs, not tokens": lambda a, b, c, d: max(0., 3*(b - d)),
+        "these are the FLOPs that are saved by then": lambda a, b, c, d: max(0., 6*(a*b - c*d)),
+        "the small one is the dearer one to train":
+            lambda a, b, c, d: max(0., 3*(c*d - a*b)/(c - a))})
 
 # %% ../../nbs/11_scaling/11z_scaling.ipynb #54920ae4
 def check_vertex(
@@ -169,9 +214,12 @@ def check_vertex(
         u = np.log(n)
         cases.append((n.tolist(), (2 + .1*(u - u.mean())**2 + .01*rng.standard_normal(7)).tolist()))
     _grade(vertex, right, cases, {
-        "this is the lowest run": lambda n, l: n[int(np.argmin(l))], "the parabola is one in the logarithm": lambda n, l: lowest(n, l, lambda v: v, float),
-        "this is the logarithm of the size": lambda n, l: lowest(n, l, back=float), "take the power of the base of your logarithm": lambda n, l: lowest(n, l, np.log10),
-        "the vertex lies at -b/(2a)": lambda n, l: lowest(n, l, back=lambda u: math.exp(2*u)), "the sign of -b/(2a)": lambda n, l: lowest(n, l, back=lambda u: math.exp(-u)),
+        "this is the lowest run": lambda n, l: n[int(np.argmin(l))],
+        "the parabola is one in the logarithm": lambda n, l: lowest(n, l, lambda v: v, float),
+        "this is the logarithm of the size": lambda n, l: lowest(n, l, back=float),
+        "take the power of the base of your logarithm": lambda n, l: lowest(n, l, np.log10),
+        "the vertex lies at -b/(2a)": lambda n, l: lowest(n, l, back=lambda u: math.exp(2*u)),
+        "the sign of -b/(2a)": lambda n, l: lowest(n, l, back=lambda u: math.exp(-u)),
         "this is the loss there": lambda n, l: fit_parabola(n, l)[1]})
 
 # %% ../../nbs/11_scaling/11z_scaling.ipynb #7758954b
@@ -181,13 +229,20 @@ def check_huber_sum(
     "`AssertionError` unless it is the sum, with a smooth join."
     def right(e, d): return float(huber(np.array(e), d).sum())
     rng = np.random.default_rng(0)
-    cases = [([.5, 3.], 1.), ([.1, .2], 1.), ([2., -2., 5.], .5)] + [((3*rng.standard_normal(6)).tolist(), float(rng.uniform(.3, 3))) for _ in range(20)]
-    def parts(e, d, near=lambda x, d: x*x/2, far=lambda x, d: d*(x - d/2)): return sum(near(abs(x), d) if abs(x) <= d else far(abs(x), d) for x in e)
+    cases = ([([.5, 3.], 1.), ([.1, .2], 1.), ([2., -2., 5.], .5)]
+             + [((3*rng.standard_normal(6)).tolist(), float(rng.uniform(.3, 3)))
+                for _ in range(20)])
+    def parts(e, d, near=lambda x, d: x*x/2, far=lambda x, d: d*(x - d/2)):
+        return sum(near(abs(x), d) if abs(x) <= d else far(abs(x), d) for x in e)
     _grade(huber_sum, right, cases, {
-        "sum, don't average: averages make optimizers stop early": lambda e, d: right(e, d)/len(e), "half the square": lambda e, d: parts(e, d, near=lambda x, d: x*x),
-        "beyond delta it is straight": lambda e, d: sum(x*x for x in e)/2, "the line must go on where the square ends": lambda e, d: parts(e, d, far=lambda x, d: d*x),
-        "the line must have the slope delta": lambda e, d: parts(e, d, far=lambda x, d: x - d/2), "errors may be negative": lambda e, d: sum(x*x/2 if x <= d else d*(x - d/2) for x in e),
-        "beyond delta an error still counts more": lambda e, d: parts(e, d, far=lambda x, d: d*d/2)})
+        "sum, don't average: averages make optimizers stop early": lambda e, d: right(e, d)/len(e),
+        "half the square": lambda e, d: parts(e, d, near=lambda x, d: x*x),
+        "beyond delta it is straight": lambda e, d: sum(x*x for x in e)/2,
+        "the line must go on where the square ends": lambda e, d: parts(e, d, far=lambda x, d: d*x),
+        "the line must have the slope delta": lambda e, d: parts(e, d, far=lambda x, d: x - d/2),
+        "errors may be negative": lambda e, d: sum(x*x/2 if x <= d else d*(x - d/2) for x in e),
+        "beyond delta an error still counts more":
+            lambda e, d: parts(e, d, far=lambda x, d: d*d/2)})
 
 # %% ../../nbs/11_scaling/11z_scaling.ipynb #0e58aafd
 def check_three_constants(
@@ -197,70 +252,107 @@ def check_three_constants(
     rng = np.random.default_rng(0)
     cases, laws = [], {}
     for _ in range(10):
-        law = LossLaw(*map(float, (rng.uniform(1, 2), rng.uniform(5, 30), rng.uniform(5, 30), rng.uniform(.2, .4), rng.uniform(.2, .4))))
+        law = LossLaw(*map(float,
+                           (rng.uniform(1, 2), rng.uniform(5, 30), rng.uniform(5, 30),
+                            rng.uniform(.2, .4), rng.uniform(.2, .4))))
         N, D = 10**rng.uniform(2, 5, 12), 10**rng.uniform(2, 5, 12)
         cases.append((N.tolist(), D.tolist(), law.loss(N, D).tolist(), law.alpha, law.beta))
         laws[law.alpha] = law.E, law.A, law.B
     def solve(N, D, l, a, b, floor=True):
         columns = [np.array(N)**-a, np.array(D)**-b]
-        return tuple(map(float, np.linalg.lstsq(np.stack(([np.ones(len(N))] if floor else []) + columns, 1), np.array(l), rcond=None)[0]))
+        return tuple(map(float,
+                         np.linalg.lstsq(np.stack(([np.ones(len(N))] if floor else []) + columns,
+                                                  1), np.array(l), rcond=None)[0]))
     _grade(three_constants, lambda N, D, l, a, b: laws[a], cases, {
-        "the floor needs a column of ones": lambda *v: (0., *solve(*v, floor=False)), "the exponents are negative": lambda N, D, l, a, b: solve(N, D, l, -a, -b),
-        "alpha belongs to N and beta to D": lambda N, D, l, a, b: solve(N, D, l, b, a), "the order is E, A, B": lambda *v: (*solve(*v)[1:], solve(*v)[0]),
-        "A belongs to N and B to D": lambda *v: (solve(*v)[0], *solve(*v)[:0:-1]), "the law is a sum of losses, not of logarithms": lambda N, D, l, a, b: solve(N, D, np.log(l), a, b)})
+        "the floor needs a column of ones": lambda *v: (0., *solve(*v, floor=False)),
+        "the exponents are negative": lambda N, D, l, a, b: solve(N, D, l, -a, -b),
+        "alpha belongs to N and beta to D": lambda N, D, l, a, b: solve(N, D, l, b, a),
+        "the order is E, A, B": lambda *v: (*solve(*v)[1:], solve(*v)[0]),
+        "A belongs to N and B to D": lambda *v: (solve(*v)[0], *solve(*v)[:0:-1]),
+        "the law is a sum of losses, not of logarithms":
+            lambda N, D, l, a, b: solve(N, D, np.log(l), a, b)})
 
 # %% ../../nbs/11_scaling/11z_scaling.ipynb #fb3d025a
 def check_slope_error(
     slope_error:Callable, # `slope_error(x, y, picks)` gives a number
 ):
     "`AssertionError` unless it is the spread of the resampled slopes."
-    def slopes(x, y, picks, keep=lambda p: p): return np.array([fit_power_law(np.array(x)[keep(p)], np.array(y)[keep(p)]).exponent for p in picks])
+    def slopes(x, y, picks, keep=lambda p: p):
+        return np.array([fit_power_law(np.array(x)[keep(p)], np.array(y)[keep(p)]).exponent
+                         for p in picks])
     def right(*v): return float(slopes(*v).std())
     rng = np.random.default_rng(0)
     cases:list = []
     for _ in range(6):
         x = np.sort(10**rng.uniform(1, 4, 8))
         y = 5*x**-.2*np.exp(.1*rng.standard_normal(8))
-        cases.append((x.tolist(), y.tolist(), [p.tolist() for p in rng.integers(8, size=(12, 8)) if len(set(p.tolist())) > 3]))
+        cases.append((x.tolist(), y.tolist(),
+                      [p.tolist() for p in rng.integers(8, size=(12, 8))
+                       if len(set(p.tolist())) > 3]))
     _grade(slope_error, right, cases, {
-        "this is the variance": lambda *v: right(*v)**2, "the spread of the slopes is the error already: don't divide by a root": lambda x, y, p: right(x, y, p)/math.sqrt(len(p)),
-        "divide by the number of samples": lambda *v: float(slopes(*v).std(ddof=1)), "an index that comes twice counts twice": lambda x, y, p: float(slopes(x, y, p, keep=lambda q: sorted(set(q))).std()),
-        "this is the mean slope": lambda *v: float(slopes(*v).mean()), "this is half the range": lambda *v: float(np.ptp(slopes(*v))/2),
-        "fit on logarithms": lambda x, y, picks: float(np.std([np.polyfit(np.array(x)[p], np.array(y)[p], 1)[0] for p in picks]))})
+        "this is the variance": lambda *v: right(*v)**2,
+        "the spread of the slopes is the error already: don't divide by a root":
+            lambda x, y, p: right(x, y, p)/math.sqrt(len(p)),
+        "divide by the number of samples": lambda *v: float(slopes(*v).std(ddof=1)),
+        "an index that comes twice counts twice":
+            lambda x, y, p: float(slopes(x, y, p, keep=lambda q: sorted(set(q))).std()),
+        "this is the mean slope": lambda *v: float(slopes(*v).mean()),
+        "this is half the range": lambda *v: float(np.ptp(slopes(*v))/2),
+        "fit on logarithms":
+            lambda x, y, picks: float(
+                np.std([np.polyfit(np.array(x)[p], np.array(y)[p], 1)[0] for p in picks]))})
 
 # %% ../../nbs/11_scaling/11z_scaling.ipynb #717c1d05
 def _trainer(law:LossLaw, budget:float, noise:float=.001): # `train`, and what it has been asked for
     asked:list = []
     def train(parameters, flops):
         for name, v in (("parameters", parameters), ("flops", flops)):
-            if not (_number(v) and 0 < v < math.inf): raise ValueError(f"train: {name} = {v!r}, expected a positive number")
+            if not (_number(v) and 0 < v < math.inf):
+                raise ValueError(f"train: {name} = {v!r}, expected a positive number")
         asked.append(float(flops))
-        if sum(asked) > budget*(1 + 1e-9): raise ValueError(f"train: {sum(asked):.3g} FLOPs asked for, the budget is {budget:.3g}")
+        if sum(asked) > budget*(1 + 1e-9):
+            raise ValueError(f"train: {sum(asked):.3g} FLOPs asked for, the budget is {budget:.3g}")
         seed = [int(1e6*math.log(v)) % 2**32 for v in (1 + parameters, 1 + flops)]
-        return float(law.loss(parameters, flops/(6*parameters))*math.exp(noise*np.random.default_rng(seed).standard_normal()))
+        return float(law.loss(parameters,
+                              flops/(6*parameters))*math.exp(
+                                  noise*np.random.default_rng(seed).standard_normal()))
     return train, asked
 
 # %% ../../nbs/11_scaling/11z_scaling.ipynb #272c1432
 def check_predict_best(
     predict_best:Callable, # `predict_best(train, budget, target)` gives a pair: size and loss
 ):
-    "`AssertionError` unless size and loss are near the truth, within the budget, for each hidden law."
-    for law, budget in ((LossLaw(1.7, 400, 1500, .34, .36), 1e20), (LossLaw(1.2, 150, 600, .28, .33), 1e19), (LossLaw(2.2, 900, 900, .38, .32), 1e20)):
+    """`AssertionError` unless size and loss are near the truth, within the budget, for each hidden
+    law."""
+    for law, budget in ((LossLaw(1.7, 400, 1500, .34, .36), 1e20),
+                        (LossLaw(1.2, 150, 600, .28, .33), 1e19),
+                        (LossLaw(2.2, 900, 900, .38, .32), 1e20)):
         train, asked = _trainer(law, budget)
         where = f"budget {budget:.0e}, target {100*budget:.0e}: "
         got = run_answer(predict_best, train, budget, 100*budget, shown=where)
-        if sum(asked) > budget*(1 + 1e-9): raise AssertionError(f"{where}{sum(asked):.3g} FLOPs asked for, expected at most the budget")
-        if not asked: raise AssertionError(f"{where}expected at least one run: train was never called")
-        if not (isinstance(got, (tuple, list)) and len(got) == 2 and all(map(_number, got))): raise AssertionError(f"{where}expected a pair of numbers, size and loss, got {short(got)}")
+        if sum(asked) > budget*(1 + 1e-9):
+            raise AssertionError(f"{where}{sum(asked):.3g} FLOPs asked for, expected "
+                                 "at most the budget")
+        if not asked:
+            raise AssertionError(f"{where}expected at least one run: train was never called")
+        if not (isinstance(got, (tuple, list)) and len(got) == 2 and all(map(_number, got))):
+            raise AssertionError(f"{where}expected a pair of numbers, size and "
+                                 f"loss, got {short(got)}")
         size, loss = map(float, got)
         N, D = law.optimum(100*budget)
         best, ratio = float(law.loss(N, D)), size/N
-        if abs(ratio*N/best - 1) < .02 and abs(loss/N - 1) < .6: raise AssertionError(f"{where}expected the size first, then the loss")
-        if abs(size/D - 1) < .05: raise AssertionError(f"{where}the size is expected, got the number of tokens")
+        if abs(ratio*N/best - 1) < .02 and abs(loss/N - 1) < .6:
+            raise AssertionError(f"{where}expected the size first, then the loss")
+        if abs(size/D - 1) < .05:
+            raise AssertionError(f"{where}the size is expected, got the number of tokens")
         here = law.optimum(budget)[0]
         if not 1/1.6 <= ratio <= 1.6:
-            words = ", which is the best size for the budget, not for the target" if .6 < size/here < 1.6 else ""
-            raise AssertionError(f"{where}size {size:.3g}, expected within a factor of 1.6 of the best{words}")
+            words = (", which is the best size for the budget, not for the target"
+                     if .6 < size/here < 1.6 else "")
+            raise AssertionError(f"{where}size {size:.3g}, expected within a factor of 1.6 "
+                                 f"of the best{words}")
         if abs(loss/best - 1) > .02:
-            words = ", which is the loss at the budget, not at the target" if abs(loss/float(law.loss(*law.optimum(budget))) - 1) < .02 else ""
-            raise AssertionError(f"{where}loss {loss:.4g}, expected within 2 % of the true one{words}")
+            words = (", which is the loss at the budget, not at the target"
+                     if abs(loss/float(law.loss(*law.optimum(budget))) - 1) < .02 else "")
+            raise AssertionError(f"{where}loss {loss:.4g}, expected within 2 % of "
+                                 f"the true one{words}")

@@ -21,12 +21,16 @@ from ..tools.grading import check_numbers, run_answer, short, short_args
 from ..tools.stories import Stories
 
 # %% ../../nbs/01_tokenization/01z_tokenization.ipynb #1c8598ea
-def _same(args:tuple, got, expected:list, why:str): # By `repr`, in which b'a', 'a' and bytearray(b'a') differ
+def _same(args:tuple, got, expected:list, why:str):
+    # By `repr`, in which b'a', 'a' and bytearray(b'a') differ
     if repr(got) == repr(expected): return
-    odd = [part for part in got if type(part) is not type(expected[0])] if expected and isinstance(got, list) else []
+    odd = ([part for part in got if type(part) is not type(expected[0])] if expected
+           and isinstance(got, list) else [])
     if not isinstance(got, list): why = f"that is a {type(got).__name__}, not a list"
-    elif odd: why = f"{short(odd[0])} is a {type(odd[0]).__name__}, not a {type(expected[0]).__name__}"
-    raise AssertionError(f"for {short_args(args)}: expected {short(expected)}, got {short(got)}{why and ': '}{why}")
+    elif odd:
+        why = f"{short(odd[0])} is a {type(odd[0]).__name__}, not a {type(expected[0]).__name__}"
+    raise AssertionError(f"for {short_args(args)}: expected {short(expected)}, got "
+                         f"{short(got)}{why and ': '}{why}")
 
 # %% ../../nbs/01_tokenization/01z_tokenization.ipynb #6a007dd3
 def check_sizes(
@@ -34,20 +38,27 @@ def check_sizes(
 ):
     "`AssertionError` unless these are the sizes that Python gives the text."
     text = "Zo\u00eb: \u597d\U0001f642\U0001f642"
-    right, n = {codec: len(text.encode(codec)) for codec in ("utf-8", "utf-16", "utf-32")}, len(text)
+    right, n = ({codec: len(text.encode(codec)) for codec in ("utf-8", "utf-16", "utf-32")},
+                len(text))
     mark = "is without the mark for the order of bytes, which Python puts in front"
     pairs = "takes 🙂 for one unit of two bytes, but it is a pair of surrogates"
     characters = "is the number of characters, and not of bytes"
-    why = {"utf-8": {n: characters, right["utf-8"] - 2: "is short by one for each 🙂, which takes four bytes"},
-           "utf-16": {n: characters, right["utf-16"] - 2: mark, 2 + 2*n: pairs, 2*n: f"{pairs}, and {mark}"}, "utf-32": {n: characters, 4*n: mark}}
+    why = {"utf-8":
+               {n: characters,
+                right["utf-8"] - 2: "is short by one for each 🙂, which takes four bytes"},
+           "utf-16":
+               {n: characters, right["utf-16"] - 2: mark, 2 + 2*n: pairs,
+                2*n: f"{pairs}, and {mark}"}, "utf-32": {n: characters, 4*n: mark}}
     check_numbers(answer, right, why)
 
 # %% ../../nbs/01_tokenization/01z_tokenization.ipynb #aba0ea28
 def check_same_look(
     answer:tuple, # Two texts
 ):
-    "`AssertionError` unless the two differ, have the same NFC and take the same number of bytes in UTF-8."
-    if not isinstance(answer, (tuple, list)) or len(answer) != 2 or not all(isinstance(t, str) for t in answer):
+    """`AssertionError` unless the two differ, have the same NFC and take the same number of bytes
+    in UTF-8."""
+    if not isinstance(answer, (tuple, list)) or len(answer) != 2 or not all(isinstance(t, str)
+                                                                            for t in answer):
         raise AssertionError(f"expected a pair of str, got {short(answer)}")
     try: n, m = (len(utf8(text)) for text in answer)
     except ValueError as e: raise AssertionError(str(e)) from None
@@ -60,33 +71,45 @@ def check_same_look(
 
 # %% ../../nbs/01_tokenization/01z_tokenization.ipynb #5273eff4
 _SPLITS = [("a<|b|>c", ["<|b|>"], "signs such as | are meant as they stand"),
-           ("ab", [], "without special tokens the text is one part"), ("", ["x"], "an empty text has no parts"),
+           ("ab", [], "without special tokens the text is one part"),
+           ("", ["x"], "an empty text has no parts"),
            ("", [], "an empty text has no parts, also without special tokens"),
-           (" x\n<|b|> ", ["<|b|>"], "white space stays"), ("<|b|><|b|>", ["<|b|>"], "no part is empty, and each special token is one"),
-           ("1<|b|><|b|>2<|b|>", ["<|b|>", "<|b|><|b|>"], "of several that begin at one place the longest is taken"),
-           ("<|b|><|b|><|b|>", ["<|b|>", "<|b|><|b|>"], "of several that begin at one place the longest is taken"),
-           ("abcd", ["bcd", "ab"], "the first from the left is taken, although a longer one begins later")]
+           (" x\n<|b|> ", ["<|b|>"], "white space stays"),
+           ("<|b|><|b|>", ["<|b|>"], "no part is empty, and each special token is one"),
+           ("1<|b|><|b|>2<|b|>", ["<|b|>", "<|b|><|b|>"],
+            "of several that begin at one place the longest is taken"),
+           ("<|b|><|b|><|b|>", ["<|b|>", "<|b|><|b|>"],
+            "of several that begin at one place the longest is taken"),
+           ("abcd", ["bcd", "ab"],
+            "the first from the left is taken, although a longer one begins later")]
 
 # %% ../../nbs/01_tokenization/01z_tokenization.ipynb #2b7f2758
 def check_split(
     split:Callable, # `split(text, special_tokens)` gives a list of str
 ):
-    "`AssertionError` unless texts are split at their special tokens, from left to right, the longest first."
+    """`AssertionError` unless texts are split at their special tokens, from left to right, the
+    longest first."""
     rng, cases = random.Random(0), list(_SPLITS)
     for _ in range(200):
         base = "".join(rng.choices("ab|", k=5))
         special = sorted({base[:rng.choice((2, 3))], base[:4], base[1:], base[2:4]}) # They overlap
         rng.shuffle(special)
-        cases.append(("".join(rng.choices(["a", "b", "|", " ", *special], k=rng.randrange(8))), special, ""))
+        cases.append(("".join(rng.choices(["a", "b", "|", " ", *special], k=rng.randrange(8))),
+                      special, ""))
     for text,special,why in cases:
-        _same((text, special), run_answer(split, text, special), [part for part in special_pattern(special).split(text) if part], why)
+        _same((text, special), run_answer(split, text, special),
+              [part for part in special_pattern(special).split(text) if part], why)
 
 # %% ../../nbs/01_tokenization/01z_tokenization.ipynb #9d0b9c3e
-_STEPS = [("ab cb", [1, 2]), ("ab ac", [1, 1]), ("ac ab", [1, 1]),          # the count decides; a tie, in both orders
-          ("ab cde cd", [5, 1, 1]), ("aaa bc", [1, 1]), ("aaaa", [1]),      # numbers count; pairs may overlap
-          ("abxab xx", [1, 1]), ("aab", [2]), ("x ab", [3, 1])]             # every occurrence is joined; a word of one byte
+# the count decides; a tie, in both orders
+# numbers count; pairs may overlap
+# every occurrence is joined; a word of one byte
+_STEPS = [("ab cb", [1, 2]), ("ab ac", [1, 1]), ("ac ab", [1, 1]),
+          ("ab cde cd", [5, 1, 1]), ("aaa bc", [1, 1]), ("aaaa", [1]),
+          ("abxab xx", [1, 1]), ("aab", [2]), ("x ab", [3, 1])]
 _STEPS = [(split_bytes(w.encode() for w in words.split()), numbers) for words,numbers in _STEPS]
-_STEPS += [([[b"ab", b"c"], [b"a", b"z"]], [1, 1]), ([[b"\xc3", b"\xa9"], [b"a", b"b"]], [1, 1]), ([[b"a", b"aa", b"a"], [b"a", b"aa"]], [1, 1])]
+_STEPS += [([[b"ab", b"c"], [b"a", b"z"]], [1, 1]), ([[b"\xc3", b"\xa9"], [b"a", b"b"]], [1, 1]),
+           ([[b"a", b"aa", b"a"], [b"a", b"aa"]], [1, 1])]
 
 def _steps()->list: # Fixed cases, then several steps on random words
     rng, cases = random.Random(0), list(_STEPS)
@@ -102,36 +125,54 @@ def _steps()->list: # Fixed cases, then several steps on random words
 def check_step(
     step:Callable, # `step(words, numbers)` gives the pair and the new words
 ):
-    "`AssertionError` unless the right pair is chosen and joined, and the arguments stay as they are."
+    """`AssertionError` unless the right pair is chosen and joined, and the arguments stay as they
+    are."""
     for words,numbers in _steps():
         result, where = run_answer(step, words, numbers), f"for {short_args((words, numbers))}:"
-        if not isinstance(result, tuple) or len(result) != 2: raise AssertionError(f"{where} expected (pair, words), got {short(result)}")
+        if not isinstance(result, tuple) or len(result) != 2:
+            raise AssertionError(f"{where} expected (pair, words), got {short(result)}")
         pair, joined = result
-        if not isinstance(pair, tuple) or len(pair) != 2 or not all(type(part) is bytes for part in pair):
-            raise AssertionError(f"{where} expected a tuple of two bytes as the pair, got {short(pair)}")
+        if not isinstance(pair, tuple) or len(pair) != 2 or not all(type(part) is bytes
+                                                                    for part in pair):
+            raise AssertionError(f"{where} expected a tuple of two bytes as the pair, "
+                                 f"got {short(pair)}")
         best = best_pair(pairs := count_pairs(words, numbers))
-        if pairs[pair] < pairs[best]: raise AssertionError(f"{where} {pair} has the count {pairs[pair]}, but {best} has {pairs[best]}")
-        if pair != best: raise AssertionError(f"{where} {pair} and {best} have the same count, and {best} is the greater one")
+        if pairs[pair] < pairs[best]:
+            raise AssertionError(f"{where} {pair} has the count {pairs[pair]}, but {best} "
+                                 f"has {pairs[best]}")
+        if pair != best:
+            raise AssertionError(f"{where} {pair} and {best} have the same count, and {best} "
+                                 "is the greater one")
         if not isinstance(joined, list) or len(joined) != len(words):
-            raise AssertionError(f"{where} expected a list of {len(words)} words, got {short(joined)}")
-        for parts,got in zip(words, joined): _same((parts, best), got, merge_pair(parts, best), "every occurrence is joined, from left to right")
+            raise AssertionError(f"{where} expected a list of {len(words)} words, "
+                                 f"got {short(joined)}")
+        for parts,got in zip(words, joined):
+            _same((parts, best), got, merge_pair(parts, best),
+                  "every occurrence is joined, from left to right")
 
 # %% ../../nbs/01_tokenization/01z_tokenization.ipynb #654e95e6
 def check_bound(
     bound:Callable, # `bound(text, special_tokens)` gives a whole number
 ):
-    "`AssertionError` unless no text fills more than the bound, and the bound is what the distinct words allow."
+    """`AssertionError` unless no text fills more than the bound, and the bound is what the
+    distinct words allow."""
     rng, end = random.Random(0), "<|endoftext|>"
     cases = [(text, []) for text in ("abc", "", "aaaaaaaa", "the the the the", "привет", "ab cd")]
     cases += [(text, [end]) for text in ("", f"ab{end}cd", "to be or not to be")]
-    cases += [("".join(rng.choices(["a", "b", "é", "好", " ", "\n", end], k=30)), rng.choice(([], [end], [end, "<|pad|>"]))) for _ in range(60)]
+    cases += [("".join(rng.choices(["a", "b", "é", "好", " ", "\n", end], k=30)),
+               rng.choice(([], [end], [end, "<|pad|>"]))) for _ in range(60)]
     for text,special in cases:
-        got, counts, base = run_answer(bound, text, special), count_words([text], special), 256 + len(special)
+        got, counts, base = (run_answer(bound, text, special), count_words([text], special),
+                             256 + len(special))
         most = base + sum(len(word) - 1 for word in counts)
-        least, where = base + len(train_bpe_heap(counts, most)), f"for {short_args((text, special))}:"
-        if isinstance(got, bool) or not isinstance(got, Integral): raise AssertionError(f"{where} {short(got)} is not a whole number")
+        least, where = (base + len(train_bpe_heap(counts, most)),
+                        f"for {short_args((text, special))}:")
+        if isinstance(got, bool) or not isinstance(got, Integral):
+            raise AssertionError(f"{where} {short(got)} is not a whole number")
         if got < least: raise AssertionError(f"{where} {got} tokens, but training fills {least}")
-        if got > most: raise AssertionError(f"{where} {got} tokens are too many: how often can its distinct words be joined?")
+        if got > most:
+            raise AssertionError(f"{where} {got} tokens are too many: how often can its "
+                                 "distinct words be joined?")
 
 # %% ../../nbs/01_tokenization/01z_tokenization.ipynb #ab629312
 def check_ids(
@@ -139,45 +180,63 @@ def check_ids(
 ):
     "`AssertionError` unless the numbers are those of such a vocabulary."
     special = ["<|endoftext|>", "<|pad|>"]
-    merges = list(islice(product([bytes([b]) for b in range(256)], repeat=2), merges_wanted(32_000, special)))
-    ours, theirs = ({token: i for i,token in make_vocab(merges, special, order).items()} for order in (False, True))
+    merges = list(islice(product([bytes([b]) for b in range(256)], repeat=2),
+                         merges_wanted(32_000, special)))
+    ours, theirs = ({token: i for i,token in make_vocab(merges, special, order).items()}
+                    for order in (False, True))
     last, most, n = b"".join(merges[-1]), 2**16 - 256 - 2, len(merges)
     right = dict(merges=n, byte=ours[b"a"], last=ours[last], gpt2_last=theirs[last], uint16=most)
     taken = "forgets that special tokens take ids too"
     one = "is one too many: ids begin at 0"
-    why = dict(merges={32_000: "is the number of all ids", n + 2: taken, 32_000 - 2: "forgets that the bytes take ids too"},
-               byte={97: "forgets that special tokens come first", ours[b"a"] + 1: one}, last={32_000: one, n: "is the number of merges, not an id"},
-               gpt2_last={32_000: one, ours[last]: "is right in the order of this course; in GPT-2's, special tokens come last", theirs[last] + 1: one},
-               uint16={most - 1: "is one too few: 65,536 ids fit, 0 to 65,535", most + 2: taken, 2**16: "is the number of all ids"})
+    why = dict(merges={32_000: "is the number of all ids", n + 2: taken,
+                       32_000 - 2: "forgets that the bytes take ids too"},
+               byte={97: "forgets that special tokens come first", ours[b"a"] + 1: one},
+               last={32_000: one, n: "is the number of merges, not an id"},
+               gpt2_last={32_000: one,
+                          ours[last]: "is right in the order of this course; in GPT-2's, "
+                                      "special tokens come last", theirs[last] + 1: one},
+               uint16={most - 1: "is one too few: 65,536 ids fit, 0 to 65,535", most + 2: taken,
+                       2**16: "is the number of all ids"})
     check_numbers(answer, right, why)
 
 # %% ../../nbs/01_tokenization/01z_tokenization.ipynb #9652f912
 def _words()->list: # (word, ranks, why)
-    cases = [(b"abc", [(b"b", b"c"), (b"a", b"b")], "the pair of lowest rank is joined first, wherever it stands"),
-             (b"abcd", [(b"b", b"c"), (b"a", b"b"), (b"c", b"d"), (b"ab", b"cd")], "the pair of lowest rank is joined first, even if longer tokens exist"),
-             (b"abab", [(b"a", b"b")], "every occurrence is joined"), (b"aaa", [(b"a", b"a")], "a pair is joined from left to right"),
+    cases = [(b"abc", [(b"b", b"c"), (b"a", b"b")],
+              "the pair of lowest rank is joined first, wherever it stands"),
+             (b"abcd", [(b"b", b"c"), (b"a", b"b"), (b"c", b"d"), (b"ab", b"cd")],
+              "the pair of lowest rank is joined first, even if longer tokens exist"),
+             (b"abab", [(b"a", b"b")], "every occurrence is joined"),
+             (b"aaa", [(b"a", b"a")], "a pair is joined from left to right"),
              (b"aaaaa", [(b"a", b"a"), (b"aa", b"aa")], "what was joined can be joined again"),
-             (b"", [(b"a", b"b")], "an empty word has no tokens"), (b"\xff\x00", [], "a byte is a token")]
-    cases = [(word, {pair: rank for rank,pair in reversed([*enumerate(merges)])}, why) for word,merges,why in cases]
+             (b"", [(b"a", b"b")], "an empty word has no tokens"),
+             (b"\xff\x00", [], "a byte is a token")]
+    cases = [(word, {pair: rank for rank,pair in reversed([*enumerate(merges)])}, why)
+             for word,merges,why in cases]
     rng = random.Random(0)
     for _ in range(40):
-        merges = train_bpe_heap({bytes(rng.choices(b"abc\xe9", k=rng.randrange(1, 7))): rng.randrange(1, 5) for _ in range(8)}, rng.randrange(15))
+        merges = train_bpe_heap({bytes(rng.choices(b"abc\xe9", k=rng.randrange(1, 7))):
+                                     rng.randrange(1, 5) for _ in range(8)}, rng.randrange(15))
         shuffled = rng.sample([*enumerate(merges)], len(merges))
-        cases += [(bytes(rng.choices(b"abc\xe9", k=rng.randrange(10))), {pair: rank for rank,pair in shuffled}, "") for _ in range(5)]
+        cases += [(bytes(rng.choices(b"abc\xe9", k=rng.randrange(10))),
+                   {pair: rank for rank,pair in shuffled}, "") for _ in range(5)]
     return cases
 
 # %% ../../nbs/01_tokenization/01z_tokenization.ipynb #05c125f2
 def check_encode(
     encode:Callable, # `encode(word, ranks)` gives a list of bytes
 ):
-    "`AssertionError` unless words are cut as `encode_word` cuts them, and the arguments stay as they are."
-    for word,ranks,why in _words(): _same((word, ranks), run_answer(encode, word, ranks), encode_word(word, ranks), why)
+    """`AssertionError` unless words are cut as `encode_word` cuts them, and the arguments stay as
+    they are."""
+    for word,ranks,why in _words():
+        _same((word, ranks), run_answer(encode, word, ranks), encode_word(word, ranks), why)
 
 # %% ../../nbs/01_tokenization/01z_tokenization.ipynb #c3f32d3f
-_STREAMED = ["é", "it'll", "好🙂 café", "she'd've said so", "a  b   c\n\n d \n", "x1y22 z", "''ll '' 'l 're!", "the cat and the hat", ""]
+_STREAMED = ["é", "it'll", "好🙂 café", "she'd've said so", "a  b   c\n\n d \n", "x1y22 z",
+             "''ll '' 'l 're!", "the cat and the hat", ""]
 
 def _cuts(data:bytes, rng)->list: # The same bytes in chunks: each place, every byte, random places
-    cuts = [[data], [b"", data, b""]] + [[data[:i], data[i:]] for i in range(1, len(data))] + [[bytes([b]) for b in data]]
+    cuts = ([[data], [b"", data, b""]] + [[data[:i], data[i:]] for i in range(1, len(data))]
+            + [[bytes([b]) for b in data]])
     for _ in range(10):
         places = sorted(rng.choices(range(len(data) + 1), k=4))
         cuts.append([data[i:j] for i,j in zip([0, *places], [*places, len(data)])])
@@ -192,32 +251,44 @@ def _check_lazy(encode_chunks:Callable, ranks:dict):
             taken += 1
             yield b"the cat "
     try: next(iter(encode_chunks(stream(), ranks)))
-    except Exception as e: raise AssertionError(f"for {many:,} times b'the cat ': your code raised {short(e)}") from e
-    if taken > many//10: raise AssertionError(f"for {many:,} times b'the cat ': {taken:,} chunks were taken before the first token came")
+    except Exception as e:
+        raise AssertionError(f"for {many:,} times b'the cat ': your code raised {short(e)}") from e
+    if taken > many//10:
+        raise AssertionError(f"for {many:,} times b'the cat ': {taken:,} chunks were taken before "
+                             "the first token came")
 
 def _check_refused(encode_chunks:Callable, chunks:list, ranks:dict):
     try: got = list(encode_chunks(iter(chunks), ranks))
     except ValueError: return
-    except Exception as e: raise AssertionError(f"for {chunks}: expected a ValueError, your code raised {short(e)}") from e
-    raise AssertionError(f"for {chunks}: these bytes are no UTF-8, expected a ValueError, got {short(got)}")
+    except Exception as e:
+        raise AssertionError(f"for {chunks}: expected a ValueError, your code "
+                             f"raised {short(e)}") from e
+    raise AssertionError(f"for {chunks}: these bytes are no UTF-8, expected a "
+                         f"ValueError, got {short(got)}")
 
 # %% ../../nbs/01_tokenization/01z_tokenization.ipynb #91ee9eac
 def check_encode_chunks(
     encode_chunks:Callable, # `encode_chunks(chunks, ranks)` gives an iterator over bytes
 ):
-    "`AssertionError` unless the tokens are those of the whole text, come before the stream is over, and bytes that are no UTF-8 are refused."
-    if not callable(encode_chunks): raise AssertionError(f"expected a function, got {short(encode_chunks)}")
+    """`AssertionError` unless the tokens are those of the whole text, come before the stream is
+    over, and bytes that are no UTF-8 are refused."""
+    if not callable(encode_chunks):
+        raise AssertionError(f"expected a function, got {short(encode_chunks)}")
     rng = random.Random(0)
     def collect(chunks, ranks): return list(encode_chunks(iter(chunks), ranks))
     merges = train_bpe_heap(count_words(_STREAMED), 40)
     ranks = {pair: rank for rank,pair in enumerate(merges)}
-    texts = _STREAMED + ["".join(rng.choices(["'", "ll", "s", "ve", " ", "\n", "a", "é", "好", "1", "."], k=12)) for _ in range(20)]
+    texts = _STREAMED + ["".join(
+        rng.choices(["'", "ll", "s", "ve", " ", "\n", "a", "é", "好", "1", "."], k=12))
+                         for _ in range(20)]
     for text in texts:
         expected = [token for word in pretokenize(text) for token in encode_word(utf8(word), ranks)]
         for chunks in _cuts(utf8(text), rng):
-            _same((chunks,), run_answer(collect, chunks, ranks, shown=(chunks,)), expected, "what the text gives in one piece is expected")
+            _same((chunks,), run_answer(collect, chunks, ranks, shown=(chunks,)), expected,
+                  "what the text gives in one piece is expected")
     _check_lazy(encode_chunks, ranks)
-    for chunks in ([b"caf", b"\xc3"], [b"caf\xc3", b"("], [b"\xff"]): _check_refused(encode_chunks, chunks, ranks)
+    for chunks in ([b"caf", b"\xc3"], [b"caf\xc3", b"("], [b"\xff"]):
+        _check_refused(encode_chunks, chunks, ranks)
 
 # %% ../../nbs/01_tokenization/01z_tokenization.ipynb #8726110e
 @cache
@@ -232,18 +303,28 @@ def story_ranks()->dict: # Pair of byte strings to its place in the list of 744 
 def check_grows(
     answer:tuple, # The text and its bytes per token
 ):
-    "`AssertionError` unless ids take more room than the text, but not in small letters, and the measured number is right."
+    """`AssertionError` unless ids take more room than the text, but not in small letters, and the
+    measured number is right."""
     if not isinstance(answer, (tuple, list)) or len(answer) != 2 or not isinstance(answer[0], str):
         raise AssertionError(f"expected (text, bytes per token), got {short(answer)}")
     (text, ratio), ranks = answer, story_ranks()
-    if not text.isascii(): raise AssertionError(f"{short(next(c for c in text if not c.isascii()))} is not ASCII")
-    if len(text) < 200: raise AssertionError(f"the text has {len(text)} characters, expected at least 200")
-    parts, small = ([[len(encode_word(word.encode(), ranks)) for word in pretokenize(t)] for t in (text, text.lower())])
+    if not text.isascii():
+        raise AssertionError(f"{short(next(c for c in text if not c.isascii()))} is not ASCII")
+    if len(text) < 200:
+        raise AssertionError(f"the text has {len(text)} characters, expected at least 200")
+    parts, small = ([[len(encode_word(word.encode(), ranks)) for word in pretokenize(t)]
+                     for t in (text, text.lower())])
     n, room = sum(parts), f"bytes of ids for {len(text):,} bytes of text"
     if 2*n <= len(text): raise AssertionError(f"it does not get larger: {2*n:,} {room}")
-    if 2*sum(small) >= len(text): raise AssertionError(f"these are no words that the tokenizer knows: in small letters too {2*sum(small):,} {room}")
-    if isinstance(ratio, bool) or not isinstance(ratio, (int, float)): raise AssertionError(f"bytes per token: {short(ratio)} is not a number")
+    if 2*sum(small) >= len(text):
+        raise AssertionError(f"these are no words that the tokenizer knows: in small letters too "
+                             f"{2*sum(small):,} {room}")
+    if isinstance(ratio, bool) or not isinstance(ratio, (int, float)):
+        raise AssertionError(f"bytes per token: {short(ratio)} is not a number")
     each = sum(len(word)/k for word,k in zip(pretokenize(text), parts))/len(parts)
-    why = {n/len(text): "tokens per byte", each: "the mean over words, and not all bytes over all tokens"}
+    why = {n/len(text): "tokens per byte",
+           each: "the mean over words, and not all bytes over all tokens"}
     def near(number): return abs(ratio - number) <= number/100
-    if not near(len(text)/n): raise AssertionError(f"bytes per token: {short(ratio)} is {next((why[x] for x in why if near(x)), 'wrong')}")
+    if not near(len(text)/n):
+        raise AssertionError(f"bytes per token: {short(ratio)} is "
+                             f"{next((why[x] for x in why if near(x)), 'wrong')}")
