@@ -311,7 +311,7 @@ def broken(work, whole):
     ("check 01.split answer.py --progress short.txt/new.json", "short.txt"),
     ("train data new --lr inf", "lr = inf, expected a finite number"),
     ("train data new --device banana", "device = 'banana', expected auto, cpu, cuda or mps"),
-    ("train data new --micro-batch 3 --batch-size 8", "8 is no multiple of 3"),
+    ("train data new --micro-batch 3 --batch-size 8", "8 is not a multiple of 3"),
     ("doctor misfit", "misfit: the weights don't fit the config"),
     ("serve whole --max-tokens 0", "max_tokens = 0, expected 1 or more"),
     ("serve whole --max-running 1000", "max_running = 1000 and token_budget = 256"),

@@ -94,8 +94,8 @@ def test_generate_writes_the_same_text(runs, capsys):
     (["--kernels", "triton", "--z-loss", "0.1"], "kernels = triton with z_loss = 0.1, expected 0.0; kernels = torch would do"),
     (["--kernels", "triton", "--ffn", "gelu"], "kernels = triton with ffn = gelu, expected swiglu; kernels = torch would do"),
     (["--attention", "triton", "--head-dim", "512"], "attention = triton with heads of 512 numbers, expected at most 256; attention = torch would do"),
-    (["--attention", "triton", "--compile"], "compile = True with kernels of Triton on a processor, where they are interpreted: compile = False would do"),
-    (["--attention", "triton", "--engine", "numpy"], "engine = numpy with attention = triton: it computes in float32 on the processor, in one process, with AdamW"),
+    (["--attention", "triton", "--compile"], "compile = True with Triton kernels on a CPU, where they are interpreted: compile = False would do"),
+    (["--attention", "triton", "--engine", "numpy"], "engine = numpy with attention = triton: it computes in float32 on the CPU, in one process, with AdamW"),
     (["--attention", "trito"], None),
 ])
 def test_what_kernels_cannot_is_rejected_before_anything_is_written(data, tmp_path, capsys, words, what):

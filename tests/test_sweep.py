@@ -64,7 +64,7 @@ def test_an_error_is_a_crashed_run(tmp_path):
     said = []
     lines = run_experiment(e, tmp_path/"runs.jsonl", tmp_path, 2, report=said.append)
     line = lines[e.runs()["bad", 0].key]
-    assert line["status"] == "crashed" and line["fault"].startswith("ValueError: windows of a process by micro_batch: 8 is no multiple of 3")
+    assert line["status"] == "crashed" and line["fault"].startswith("ValueError: windows of a process by micro_batch: 8 is not a multiple of 3")
     assert any("crashed: ValueError" in s for s in said) and lines[e.runs()["good", 0].key]["status"] == "done"
 
 def test_two_sweeps_in_one_folder(tmp_path):

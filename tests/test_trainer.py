@@ -222,11 +222,11 @@ def test_windows_that_count_differently_are_weighed(data):
 
 
 @pytest.mark.parametrize("config, processes, words", [
-    (TrainConfig(tokens_per_step=1000), 1, "tokens_per_step by context_length: 1000 is no multiple of 32; 992 or 1024 would do"),
-    (TrainConfig(tokens_per_step=10), 1, "10 is no multiple of 32; 32 or 32 would do"),
-    (TrainConfig(batch_size=4), 3, "windows of a step by processes: 4 is no multiple of 3; 3 or 6 would do"),
-    (TrainConfig(batch_size=2), 3, "2 is no multiple of 3; 3 or 3 would do"),
-    (TrainConfig(batch_size=8, micro_batch=3), 2, "windows of a process by micro_batch: 4 is no multiple of 3; 3 or 6 would do")])
+    (TrainConfig(tokens_per_step=1000), 1, "tokens_per_step by context_length: 1000 is not a multiple of 32; 992 or 1024 would do"),
+    (TrainConfig(tokens_per_step=10), 1, "10 is not a multiple of 32; 32 or 32 would do"),
+    (TrainConfig(batch_size=4), 3, "windows of a step by processes: 4 is not a multiple of 3; 3 or 6 would do"),
+    (TrainConfig(batch_size=2), 3, "2 is not a multiple of 3; 3 or 3 would do"),
+    (TrainConfig(batch_size=8, micro_batch=3), 2, "windows of a process by micro_batch: 4 is not a multiple of 3; 3 or 6 would do")])
 def test_numbers_that_do_not_divide(config, processes, words):
     with pytest.raises(ValueError, match=words): plan_batch(config, 32, processes)
 
@@ -557,7 +557,7 @@ def test_compiled_steps_are_those_of_the_model_itself(data):
 
 @pytest.mark.parametrize("changes, words", [
     (dict(engine="numpy", dtype="bfloat16"), "engine = numpy with dtype = bfloat16"), (dict(engine="numpy", compile=True), "engine = numpy with compile = True"),
-    (dict(engine="numpy", device="cuda"), "cuda"), (dict(micro_batch=4), "6 is no multiple of 4; 4 or 8 would do"), (dict(tokens_per_step=31), "31 is no multiple of 32")])
+    (dict(engine="numpy", device="cuda"), "cuda"), (dict(micro_batch=4), "6 is not a multiple of 4; 4 or 8 would do"), (dict(tokens_per_step=31), "31 is not a multiple of 32")])
 def test_what_does_not_go_together_is_refused(data, changes, words):
     with pytest.raises(ValueError, match=words): Trainer(MODEL, replace(SHORT, **changes), *sets(data))
 

@@ -108,7 +108,7 @@ def train_toy(
 )->list: # Pairs of a step and the policy's probabilities `(R,)`, from the reference to the end
     "Train a table of logits from samples. `ValueError` for no steps, or a batch of partial groups."
     if steps < 1 or updates < 1: raise ValueError(f"steps = {steps}, updates = {updates}")
-    if batch % group_size: raise ValueError(f"batch = {batch} is no multiple of {group_size}")
+    if batch % group_size: raise ValueError(f"batch = {batch} is not a multiple of {group_size}")
     table = toy.ref.clone().requires_grad_()
     critic = torch.zeros(len(toy.ref), dtype=torch.float64, requires_grad=True)
     ref, generator = toy.log_probs(toy.ref), torch.Generator().manual_seed(seed)

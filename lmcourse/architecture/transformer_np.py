@@ -29,7 +29,7 @@ from .attention_np import multihead_shapes, rope_tables_np
 def parameter_shapes(
     config:ModelConfig, # Sizes and variant
 )->dict: # Name to shape: weights are `(out, in)`; a tied head has none of its own
-    "The parameters of a model, in the order in which it uses them."
+    "Return the shapes of a model's parameters, in the order in which the model uses them."
     refuse_fields(config, "the NumPy engine", "the torch engine")
     c, shapes = config, {"token_embeddings.weight": (config.vocab_size, config.d_model)}
     if c.position == "learned": shapes["position_embeddings.weight"] = (c.context_length, c.d_model)
@@ -44,14 +44,14 @@ def _norm_shapes(name:str, c:ModelConfig)->dict:
     return ({f"{name}.weight": (c.d_model,)}
             | ({f"{name}.bias": (c.d_model,)} if c.norm == "layernorm" and c.bias else {}))
 
-def _block_shapes(c:ModelConfig)->dict: # Names without `layers.{i}.`
+def _block_shapes(c:ModelConfig)->dict: # Name, without `layers.{i}.`, to shape
     sizes = ({"ffn.w1": (c.ffn_size, c.d_model), "ffn.w2": (c.d_model, c.ffn_size)}
              | ({"ffn.w3": (c.ffn_size, c.d_model)} if c.gated else {}))
     shapes = _norm_shapes("ln1", c) | _above(multihead_shapes(c), "attn.") | _norm_shapes("ln2", c)
     shapes |= {f"{name}.weight": shape for name,shape in sizes.items()}
     return shapes | ({f"{name}.bias": shape[:1] for name,shape in sizes.items()} if c.bias else {})
 
-def _below(params:dict, prefix:str)->dict: # Those whose names begin with `prefix`, without it
+def _below(params:dict, prefix:str)->dict: # Entries under `prefix`, without it
     return {name[len(prefix):]: w for name,w in params.items() if name.startswith(prefix)}
 
 def _above(grads:dict, prefix:str)->dict: return {prefix + name: g for name,g in grads.items()}
@@ -59,15 +59,15 @@ def _above(grads:dict, prefix:str)->dict: return {prefix + name: g for name,g in
 # %% ../../nbs/03_architecture/03e_transformer_np.ipynb #2b6e126a
 def init_params(
     config:ModelConfig,                   # Sizes and variant
-    seed:int=0,                           # Where the numbers come from
-    dtype:np.typing.DTypeLike=np.float32, # Of the arrays
+    seed:int=0,                           # Seed of the random numbers
+    dtype:np.typing.DTypeLike=np.float32, # Type of the arrays
 )->dict: # Name to array
-    "Weights to begin with."
+    "Make the initial weights of a model."
     rng, c = np.random.default_rng(seed), config
     std = {"token_embeddings.weight": c.row_std,
            "position_embeddings.weight": c.row_std*(c.d_model**.5 if c.scale_embeddings else 1),
            "lm_head.weight": (2/(c.vocab_size + (c.mup_base_width or c.d_model)))**.5}
-    # What a branch's last matrix is multiplied by
+    # factor for the last matrix of each branch
     last = (2*c.num_layers)**-.5 if c.scaled_init else 1.
     def start(name, shape):
         if len(shape) == 1: return (np.zeros if name.endswith("bias") else np.ones)(shape, dtype)
@@ -78,17 +78,19 @@ def init_params(
 # %% ../../nbs/03_architecture/03e_transformer_np.ipynb #5f75dac9
 def learning_rate_scales(
     config:ModelConfig, # Sizes and variant
-)->dict: # Name to factor, for the matrices of the blocks; empty at the base width, or without one
-    "What muP multiplies learning rates by: see chapter 11."
+)->dict: # Name to factor for the matrices of the blocks; empty if all factors are 1
+    """Return the factors by which muP (maximal update parametrization, chapter 11) multiplies
+    learning rates."""
     if config.mup_scale == 1: return {}
     return {name: config.mup_scale for name,shape in parameter_shapes(config).items()
             if name.startswith("layers.") and len(shape) > 1}
 
 def check_params(
     params:dict,        # Name to array
-    config:ModelConfig, # What they should fit
+    config:ModelConfig, # The model that they should fit
 ):
-    "`ValueError` that lists every name that is missing, not known or of a wrong shape."
+    """Check that parameters fit a model.
+    Raises `ValueError` with every name that is missing, unknown or of the wrong shape."""
     wanted = parameter_shapes(config)
     wrong = [f"{name} is missing" for name in wanted.keys() - params.keys()]
     wrong += [f"{name} is not known" for name in params.keys() - wanted.keys()]
@@ -100,10 +102,10 @@ def check_params(
 def sinusoidal_table(
     context_length:int,                   # Positions 0 to `context_length - 1`, T
     d_model:int,                          # Size of a row, D, an even number
-    dtype:np.typing.DTypeLike=np.float32, # Of the table
+    dtype:np.typing.DTypeLike=np.float32, # Type of the table
 )->np.ndarray: # `(T, D)`
-    """Sine, cosine, sine, cosine of the position at ever longer wavelengths. Vaswani et al.
-    2017, section 3.5."""
+    """Make a table of sine, cosine, sine, cosine … of the position at ever longer wavelengths.
+    Source: Vaswani et al. 2017, section 3.5."""
     if d_model % 2: raise ValueError(f"sinusoidal positions come in pairs, but {d_model = } is odd")
     angles = np.outer(np.arange(context_length), 10_000**(-np.arange(0, d_model, 2)/d_model))
     return np.stack((np.sin(angles), np.cos(angles)),
@@ -112,10 +114,10 @@ def sinusoidal_table(
 # %% ../../nbs/03_architecture/03e_transformer_np.ipynb #7040cc72
 def embed_forward(
     ids:np.ndarray,     # `(..., T)`, from 0 to V - 1
-    params:dict,        # Of the whole model
-    config:ModelConfig, # Says what is added to the token's row
+    params:dict,        # Parameters of the whole model
+    config:ModelConfig, # Sizes, and which kind of positions is added
 )->tuple: # `(..., T, D)` and the cache for `embed_backward`
-    "Ids to the residual stream."
+    "Turn ids into the rows of the residual stream."
     c, T = config, ids.shape[-1]
     x, cache = embedding_forward(ids, params["token_embeddings.weight"])
     if c.scale_embeddings: x = x*c.d_model**.5
@@ -128,7 +130,7 @@ def embed_backward(
     dx:np.ndarray, # Gradient of the stream `(..., T, D)`
     cache:tuple,   # From `embed_forward`
 )->dict: # Name to `RowGradient`
-    "The rows that were used, and their gradients."
+    "Return the gradients of the embedding tables, as rows."
     rows, c = cache
     grads = {"token_embeddings.weight": embedding_backward(dx*c.d_model**.5 if c.scale_embeddings
                                                            else dx, rows)}
@@ -143,9 +145,9 @@ def embed_backward(
 def norm_forward(
     x:np.ndarray,       # `(..., D)`
     params:dict,        # `weight` and perhaps `bias`; empty if there is no norm
-    config:ModelConfig, # Says which norm
-)->tuple: # Shape of `x`, and the cache for `norm_backward`
-    "The norm that the config asks for."
+    config:ModelConfig, # Sizes and variant, the kind of norm among them
+)->tuple: # The normalized `x`, of the same shape, and the cache for `norm_backward`
+    "Apply the norm that the config asks for."
     if config.norm == "none": return x, (config, None)
     norm = rmsnorm_forward if config.norm == "rmsnorm" else layernorm_forward
     y, cache = norm(x, **params, eps=config.norm_eps)
@@ -155,7 +157,7 @@ def norm_backward(
     dy:np.ndarray, # `(..., D)`
     cache:tuple,   # From `norm_forward`
 )->tuple: # Gradient of `x`, and of the parameters by name
-    "Back through `norm_forward`."
+    "Compute the gradients of `norm_forward`."
     config, cache = cache
     if config.norm == "none": return dy, {}
     dx, *dparams = (rmsnorm_backward if config.norm == "rmsnorm" else layernorm_backward)(dy, cache)
@@ -164,46 +166,47 @@ def norm_backward(
 # %% ../../nbs/03_architecture/03e_transformer_np.ipynb #8ed3f672
 def add_norm_forward(
     x:np.ndarray,           # The stream `(..., D)`
-    branch:np.ndarray|None, # What a layer made, to be added: none for nothing
-    params:dict,            # Of the norm
-    config:ModelConfig,     # Says which norm
-)->tuple: # The sum, the normalised sum, and the cache for `add_norm_backward`
-    "`s = x + branch` and `norm(s)`."
+    branch:np.ndarray|None, # Output of a layer, to be added; `None` if there is nothing to add
+    params:dict,            # Parameters of the norm
+    config:ModelConfig,     # Sizes and variant, the kind of norm among them
+)->tuple: # The sum, the normalized sum, and the cache for `add_norm_backward`
+    "Compute `s = x + branch` and `norm(s)`."
     s = x if branch is None else x + branch
     h, cache = norm_forward(s, params, config)
     return s, h, cache
 
 def add_norm_backward(
-    ds:np.ndarray|None, # Gradient of the sum: none where nobody else reads it
-    dh:np.ndarray,      # Gradient of the normalised sum
+    ds:np.ndarray|None, # Gradient of the sum; `None` if only the norm reads the sum
+    dh:np.ndarray,      # Gradient of the normalized sum
     cache:tuple,        # From `add_norm_forward`
-    # The gradient of `x`, which is that of `branch` too, and those of the norm's parameters by name
+    # The gradient of `x`, which is also the gradient of `branch`, and the gradients of the norm's
+    # parameters by name
 )->tuple:
-    "Back through `add_norm_forward`."
+    "Compute the gradients of `add_norm_forward`."
     dx, grads = norm_backward(dh, cache)
     return dx if ds is None else ds + dx, grads
 
 # %% ../../nbs/03_architecture/03e_transformer_np.ipynb #afe33c82
 @dataclass(frozen=True)
 class Ops:
-    """The pairs, forward and backward, that the engine is made of.
-    A faster engine is this one with other pairs that do the same."""
+    """The pairs of forward and backward functions that the engine is made of.
+    A faster engine uses faster pairs that compute the same."""
     norm:tuple = norm_forward, norm_backward
     add_norm:tuple = add_norm_forward, add_norm_backward
     attention:tuple = multihead_forward, multihead_backward
     ffn:tuple = ffn_forward, ffn_backward
-    head:Callable|None = None # `head_loss`, below, if none is given
+    head:Callable|None = None # By default `head_loss`, below
 
 # %% ../../nbs/03_architecture/03e_transformer_np.ipynb #077a35f6
 def sublayer_forward(
     x:np.ndarray,           # The stream `(..., T, D)`
-    branch:np.ndarray|None, # What has still to be added to it
-    layer:Callable,         # Attention or feed-forward: an array to an array and a cache
-    gain:dict,              # Parameters of its norm
-    config:ModelConfig,     # Says where the norm stands
-    ops:Ops,                # The pairs to use
-)->tuple: # The stream, what has still to be added, and the cache
-    "A layer with its norm and its place beside the stream."
+    branch:np.ndarray|None, # What still has to be added to it
+    layer:Callable,         # Attention or feed-forward: from an array to an array and a cache
+    gain:dict,              # Parameters of the layer's norm
+    config:ModelConfig,     # Sizes and variant, the place of the norm among them
+    ops:Ops,                # The pairs of functions to use
+)->tuple: # The stream, what still has to be added, and the cache for `sublayer_backward`
+    "Run a layer with its norm, and add to the stream what is ready to be added."
     if config.norm_position == "pre":
         x, h, norm = ops.add_norm[0](x, branch, gain, config)
         branch, cache = layer(h)
@@ -218,14 +221,14 @@ def sublayer_forward(
 
 # %% ../../nbs/03_architecture/03e_transformer_np.ipynb #70ebb29b
 def sublayer_backward(
-    dx:np.ndarray,           # Gradient of the stream that came out
-    dbranch:np.ndarray|None, # Gradient of what had still to be added
-    backward:Callable,       # Of the layer
+    dx:np.ndarray,           # Gradient of the stream that was returned
+    dbranch:np.ndarray|None, # Gradient of what still had to be added
+    backward:Callable,       # Backward pass of the layer
     cache:tuple,             # From `sublayer_forward`
-    config:ModelConfig,      # Says where the norm stands
-    ops:Ops,                 # The pairs to use
+    config:ModelConfig,      # Sizes and variant, the place of the norm among them
+    ops:Ops,                 # The pairs of functions to use
 )->tuple: # Gradients of `x`, `branch`, the layer's and the norm's parameters
-    "Back through `sublayer_forward`."
+    "Compute the gradients of `sublayer_forward`."
     norm, cache = cache
     if config.norm_position == "pre":
         dh, grads = backward(dbranch, cache)
@@ -243,13 +246,13 @@ def sublayer_backward(
 # %% ../../nbs/03_architecture/03e_transformer_np.ipynb #c1b8efa4
 def block_forward(
     x:np.ndarray,           # The stream `(..., T, D)`
-    branch:np.ndarray|None, # What has still to be added to it
-    params:dict,            # Of this block: `ln1.weight`, `attn.q_proj.weight` and so on
+    branch:np.ndarray|None, # What still has to be added to it
+    params:dict,            # Parameters of this block: `ln1.weight`, `attn.q_proj.weight` and so on
     config:ModelConfig,     # Sizes and variant
-    tables:tuple|None,      # Cosines and sines for RoPE, or none
-    ops:Ops=Ops(),          # The pairs to use
-)->tuple: # The stream, what has still to be added, and the cache for `block_backward`
-    "Attention, then the feed-forward network."
+    tables:tuple|None,      # Cosines and sines for RoPE; `None` without RoPE
+    ops:Ops=Ops(),          # The pairs of functions to use
+)->tuple: # The stream, what still has to be added, and the cache for `block_backward`
+    "Run attention, then the feed-forward network."
     attend = partial(ops.attention[0], params=_below(params, "attn."), config=config, tables=tables)
     feed = partial(ops.ffn[0], params=_below(params, "ffn."), kind=config.ffn)
     x, branch, first = sublayer_forward(x, branch, attend, _below(params, "ln1."), config, ops)
@@ -257,11 +260,11 @@ def block_forward(
     return x, branch, (first, second, config, ops)
 
 def block_backward(
-    dx:np.ndarray,           # Gradient of the stream that came out
-    dbranch:np.ndarray|None, # Gradient of what had still to be added
+    dx:np.ndarray,           # Gradient of the stream that was returned
+    dbranch:np.ndarray|None, # Gradient of what still had to be added
     cache:tuple,             # From `block_forward`
 )->tuple: # Gradients of `x`, of `branch`, and of the parameters by name
-    "Back through `block_forward`: the links in reverse."
+    "Compute the gradients of `block_forward`, its two sublayers in reverse order."
     first, second, config, ops = cache
     dx, dbranch, dffn, dln2 = sublayer_backward(dx, dbranch, ops.ffn[1], second, config, ops)
     dx, dbranch, dattn, dln1 = sublayer_backward(dx, dbranch, ops.attention[1], first, config, ops)
@@ -269,8 +272,8 @@ def block_backward(
             | _above(dffn, "ffn."))
 
 # %% ../../nbs/03_architecture/03e_transformer_np.ipynb #1de8c494
-def require_length(ids:Any, config:ModelConfig): # The embedding looks at the ids themselves
-    array_module(ids)                                       # Refuses lists
+def require_length(ids:Any, config:ModelConfig): # Checks the shape; the embedding checks the values
+    array_module(ids)                                       # Rejects lists
     if not ids.ndim: raise ValueError("ids of shape (), expected (..., T)")
     if ids.size == 0: raise ValueError(f"ids of shape {ids.shape}: there are none")
     if ids.shape[-1] > config.context_length:
@@ -282,10 +285,10 @@ def stream_forward(
     params:dict,        # Name to array
     ids:np.ndarray,     # `(..., T)`, from 0 to V - 1
     config:ModelConfig, # Sizes and variant
-    ops:Ops=Ops(),      # The pairs to use
-    recompute:bool=False, # Keep only each block's input, and compute the rest again on the way back
-)->tuple: # What the head reads `(..., T, D)`, and the cache for `stream_backward`
-    "From ids to the last norm."
+    ops:Ops=Ops(),      # The pairs of functions to use
+    recompute:bool=False, # Save only each block's input, and recompute the rest when going backward
+)->tuple: # The input of the head `(..., T, D)`, and the cache for `stream_backward`
+    "Run the model from the ids to the last norm."
     check_params(params, config)
     require_length(ids, config)
     x, rows = embed_forward(ids, params, config)
@@ -304,10 +307,10 @@ def stream_forward(
 
 # %% ../../nbs/03_architecture/03e_transformer_np.ipynb #924b6e35
 def stream_backward(
-    dh:np.ndarray, # Gradient of what the head reads
+    dh:np.ndarray, # Gradient of the head's input
     cache:tuple,   # From `stream_forward`
 )->dict: # Name to gradient: an array, or a `RowGradient` for embeddings
-    "From the last norm back to the embeddings."
+    "Compute the gradients from the last norm back to the embeddings."
     rows, blocks, last, config, ops = cache
     if config.mup_scale != 1: dh = dh*config.mup_scale
     dx, grads = (dh, {}) if last is None else ops.add_norm[1](None, dh, last)
@@ -330,19 +333,19 @@ def transformer_forward(
     params:dict,        # Name to array
     ids:np.ndarray,     # `(..., T)`, from 0 to V - 1
     config:ModelConfig, # Sizes and variant
-    ops:Ops=Ops(),      # The pairs to use
-    recompute:bool=False, # Keep only each block's input
+    ops:Ops=Ops(),      # The pairs of functions to use
+    recompute:bool=False, # Save only each block's input
 )->tuple: # Logits `(..., T, V)` and the cache for `transformer_backward`
-    "The model: ids in, logits of the next id out."
+    "Run the whole model: ids in, logits of the next id out."
     h, stream = stream_forward(params, ids, config, ops, recompute)
     logits, head = linear_forward(h, params[_head_name(config)])
     return logits, (stream, head, config)
 
 def transformer_backward(
-    dlogits:np.ndarray, # `(..., T, V)`
+    dlogits:np.ndarray, # Gradient of the logits `(..., T, V)`
     cache:tuple,        # From `transformer_forward`
 )->dict: # Name to gradient: an array, or a `RowGradient` for embeddings
-    "The gradient of every parameter."
+    "Compute the gradient of every parameter."
     stream, head, config = cache
     dh, dweight, _ = linear_backward(dlogits, head)
     return _with_head(stream_backward(dh, stream), dweight, config)
@@ -359,13 +362,13 @@ def _with_head(grads:dict, dweight, c:ModelConfig)->dict:
 
 # %% ../../nbs/03_architecture/03e_transformer_np.ipynb #b7fcd1a1
 def head_loss(
-    h:np.ndarray,       # What the head reads `(..., D)`
-    weight:np.ndarray,  # Of the head `(V, D)`
+    h:np.ndarray,       # Input of the head `(..., D)`
+    weight:np.ndarray,  # Matrix of the head `(V, D)`
     targets:np.ndarray, # Ids `(...)`, or `ignore_index`
-    ignore_index:int=-100, # A target that does not count
-    z_loss:float=0.0,   # Weight of the mean of `log(Z)**2`
+    ignore_index:int=-100, # Value of targets that don't count
+    z_loss:float=0.0,   # Weight of the mean of `log(Z)**2`, Z being the softmax's denominator
 )->tuple: # The loss in nats, and the gradients of `h` and `weight`
-    "Logits, cross-entropy, and back."
+    "Compute logits, cross-entropy and their gradients."
     logits, head = linear_forward(h, weight)
     loss, cache = cross_entropy_forward(logits, targets, ignore_index, z_loss)
     dh, dweight, _ = linear_backward(cross_entropy_backward(cache), head)
@@ -374,13 +377,14 @@ def head_loss(
 def loss_and_grads(
     params:dict,         # Name to array
     ids:np.ndarray,      # `(..., T)`, from 0 to V - 1
-    targets:np.ndarray,  # The ids that come next `(..., T)`; `ignore_index` where none counts
+    targets:np.ndarray,  # The next ids `(..., T)`; `ignore_index` for targets that don't count
     config:ModelConfig,  # Sizes and variant, z-loss among them
-    ops:Ops=Ops(),       # The pairs to use
-    recompute:bool=False, # Keep only each block's input
-    ignore_index:int=-100, # A target that does not count
+    ops:Ops=Ops(),       # The pairs of functions to use
+    recompute:bool=False, # Save only each block's input
+    ignore_index:int=-100, # Value of targets that don't count
 )->tuple: # The mean loss in nats per token, and name to gradient
-    "What a training step needs. `ValueError` if ids, targets or parameters don't fit."
+    """Compute the loss and the gradient of every parameter, as a training step needs them.
+    Raises `ValueError` if ids, targets or parameters don't fit the config."""
     array_module(ids, targets)
     if targets.shape != ids.shape:
         raise ValueError(f"targets {targets.shape} don't fit ids {ids.shape}, expected the same "

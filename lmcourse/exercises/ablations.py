@@ -209,7 +209,7 @@ def check_matched_width(
                      896: "is 2/3 of 1344; with fewer matrices they must be wider",
                      2048: "is 4 D, which matches 8/3 D = 1365"},
                default={8*512/3: "is 8/3 D before it is rounded",
-                        1365: "is 8/3 D before it is rounded", 1366: "is no multiple of 64",
+                        1365: "is 8/3 D before it is rounded", 1366: "is not a multiple of 64",
                         1344: "is rounded down", 2048: "is 4 D, for two matrices", 1536: "is 3 D"},
                ffn={fewer(model): "is that of the whole model",
                     100*(ffn[0] - ffn[1])/ffn[1]: "is in per cent of the plain one's",

@@ -23,17 +23,18 @@ PRETOKENIZE = regex.compile(r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| "
 
 # %% ../../nbs/01_tokenization/01b_bpe.ipynb #88bdef5a
 def pretokenize(
-    text:str, # Without special tokens
-)->Iterator[str]: # Pre-tokens; put together they are `text`
-    "Cut a text into words, numbers, other signs and white space, one at a time."
+    text:str, # A text without special tokens
+)->Iterator[str]: # Pre-tokens; joined together they are `text`
+    "Split a text into words, numbers, other characters and white space, one at a time."
     return map(itemgetter(0), PRETOKENIZE.finditer(text))
 
 # %% ../../nbs/01_tokenization/01b_bpe.ipynb #7b15304d
 def special_list(
-    special_tokens:Iterable[str]|None, # As a caller gave them
-)->list: # The same, checked
-    """Special tokens as a list.
-    `ValueError` for an empty or a repeated one, `TypeError` for what is no text."""
+    special_tokens:Iterable[str]|None, # As passed by the caller
+)->list: # The same tokens
+    """Check special tokens and return them as a list.
+    Raises `ValueError` for an empty or repeated one, and `TypeError` for one that is not a
+    string."""
     if isinstance(special_tokens, (str, bytes)):
         raise TypeError(f"special_tokens = {special_tokens!r}, expected a list of strings")
     tokens = list(special_tokens or ())
@@ -46,8 +47,8 @@ def special_list(
 
 def special_pattern(
     special_tokens:Iterable[str]|None, # In any order
-)->regex.Pattern: # `split` with it gives text, special token, text, special token, …, text
-    "The pattern that finds special tokens, the longest first."
+)->regex.Pattern: # Its `split` returns text, special token, text, special token, …, text
+    "Make the pattern that finds special tokens, the longest first."
     tokens = sorted(special_list(special_tokens), key=len, reverse=True)
     # `(?!)` never matches
     pattern = "(" + "|".join(map(regex.escape, tokens)) + ")" if tokens else "((?!))"
@@ -59,7 +60,8 @@ def count_words(
     texts:Iterable[str],            # Documents
     special_tokens:Iterable[str]|None=None, # Where documents are split; not counted
 )->Counter: # Distinct pre-tokens in UTF-8, and how often each occurs
-    "What BPE trains on. `TypeError` if `texts` is one string or holds something else."
+    """Count the words that BPE trains on.
+    Raises `TypeError` if `texts` is a single string or contains something else than strings."""
     if isinstance(texts, str):
         raise TypeError("texts is one str, expected an iterable of them: [text]")
     split, counts = special_pattern(special_tokens).split, Counter()
@@ -73,14 +75,14 @@ def count_words(
 def split_bytes(
     words:Iterable[bytes], # Pre-tokens
 )->list: # A list of parts for each word
-    "Each word as a list of single bytes, the parts it has before any merge."
+    "Split each word into single bytes, its parts before any merge."
     return [[bytes([b]) for b in word] for word in words]
 
 def count_pairs(
     words:Iterable[list],  # The parts of each word, byte strings
     numbers:Iterable[int], # How often each word occurs
 )->Counter: # Pair of neighbouring parts to how often it occurs
-    "All pairs of neighbours in all words."
+    "Count the pairs of neighbours in all words."
     pairs = Counter()
     for parts,n in zip(words, numbers):
         for pair in zip(parts, parts[1:]): pairs[pair] += n
@@ -92,14 +94,14 @@ def best_pair(
     # The pair with the highest count; of several, the lexicographically greatest pair of byte
     # strings
 )->tuple:
-    "The pair to merge next."
+    "Choose the pair to merge next."
     top = max(pairs.values())
     return max(pair for pair,n in pairs.items() if n == top)
 
 # %% ../../nbs/01_tokenization/01b_bpe.ipynb #48a09aeb
 def merge_pair(
     parts:list, # Byte strings
-    pair:tuple, # Two of them
+    pair:tuple, # The two parts to join
 )->list: # The same bytes in fewer parts
     "Join each occurrence of `pair` in `parts`, from left to right."
     joined, i = [], 0
@@ -112,11 +114,11 @@ def merge_pair(
 # %% ../../nbs/01_tokenization/01b_bpe.ipynb #c4058aff
 def train_bpe_naive(
     words:Iterable[bytes], # Every pre-token of the texts, as often as it occurs
-    n:int,                 # Merges wanted
-    # Merges, pairs of byte strings in the order in which they were learnt; fewer than `n` where the
+    n:int,                 # Number of merges wanted
+    # Merges, pairs of byte strings in the order in which they were learnt; fewer than `n` if the
     # pairs run out
 )->list:
-    "The reference: count all pairs of the whole text anew for each merge."
+    "Learn merges the naive way: recount all pairs of the whole text for each merge."
     texts, merges = split_bytes(words), []
     while len(merges) < n and (pairs := count_pairs(texts, repeat(1))):
         merges.append(best_pair(pairs))
@@ -126,9 +128,9 @@ def train_bpe_naive(
 # %% ../../nbs/01_tokenization/01b_bpe.ipynb #4fb6aded
 def train_bpe_counted(
     counts:dict, # Distinct word to how often it occurs, at least once
-    n:int,       # Merges wanted
+    n:int,       # Number of merges wanted
 )->list: # Merges, as for `train_bpe_naive`
-    "Count the pairs of distinct words anew for each merge."
+    "Learn merges by recounting the pairs of the distinct words for each merge."
     words, merges = split_bytes(counts), []
     while len(merges) < n and (pairs := count_pairs(words, counts.values())):
         merges.append(best_pair(pairs))
@@ -137,11 +139,11 @@ def train_bpe_counted(
 
 # %% ../../nbs/01_tokenization/01b_bpe.ipynb #515a0ad5
 class PairIndex:
-    """All words cut into parts, with the count of each pair and the words where it stands, kept up
-    to date as pairs are joined."""
+    """All words split into parts, with the count of each pair and the words that contain it.
+    The index is kept up to date as pairs are joined."""
     def __init__(self, counts:dict): # Distinct word to how often it occurs
         self.words, self.numbers = split_bytes(counts), list(counts.values())
-        # Pair to its count; pair to the places of words in `words`
+        # pair to its count; pair to the indices of the words that contain it
         self.pairs, self.where = Counter(), defaultdict(set)
         for i in range(len(self.words)): self._add(i)
     def _add(self, i:int)->None:
@@ -152,8 +154,8 @@ class PairIndex:
             self.pairs[pair] -= self.numbers[i]
             if not self.pairs[pair]: del self.pairs[pair]
 
-    def join(self, best:tuple)->set: # The pairs that are new: those with the new token in them
-        "Join a pair in all words that hold it."
+    def join(self, best:tuple)->set: # The new pairs: those that contain the new token
+        "Join a pair in all words that contain it."
         new, joined = set(), best[0] + best[1]
         for i in self.where.pop(best):
             self._take_out(i)
@@ -165,9 +167,10 @@ class PairIndex:
 # %% ../../nbs/01_tokenization/01b_bpe.ipynb #79e7b888
 def train_bpe_indexed(
     counts:dict, # Distinct word to how often it occurs, at least once
-    n:int,       # Merges wanted
+    n:int,       # Number of merges wanted
 )->list: # Merges, as for `train_bpe_naive`
-    "For each merge touch only the words that hold the pair, and look at the counts of all pairs."
+    """Learn merges with an index: each merge changes only the words that contain the pair.
+    Choosing the best pair still looks at all counts."""
     index, merges = PairIndex(counts), []
     while len(merges) < n and index.pairs:
         merges.append(best_pair(index.pairs))
@@ -176,15 +179,15 @@ def train_bpe_indexed(
 
 # %% ../../nbs/01_tokenization/01b_bpe.ipynb #ccebae95
 class HeapEntry(tuple):
-    "A count and its pair. The better one is the smaller, since a heap gives the smallest."
+    "A count and its pair, in reverse order: the best entry is the smallest, as a heap needs it."
     __lt__ = tuple.__gt__
 
 def train_bpe_heap(
     counts:dict, # Distinct word to how often it occurs, at least once
-    n:int,       # Merges wanted
+    n:int,       # Number of merges wanted
 )->list: # Merges, as for `train_bpe_naive`
-    """Touch only the words that hold the pair, and take the pair from a heap, whose stale entries
-    are corrected when they come up."""
+    """Learn merges with an index and a heap that finds the best pair.
+    Outdated entries of the heap are corrected when they reach the top."""
     index, merges = PairIndex(counts), []
     heap = [HeapEntry((count, pair)) for pair,count in index.pairs.items()]
     heapify(heap)

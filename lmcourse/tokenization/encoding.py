@@ -12,11 +12,12 @@ from .unicode import utf8
 
 # %% ../../nbs/01_tokenization/01c_encoding.ipynb #60090e55
 def merges_wanted(
-    vocab_size:int, # Of special tokens, 256 bytes and merges together
+    vocab_size:int, # Total number of ids: special tokens, 256 bytes and merges
     special_tokens:Iterable[str]|None=(), # One id each
 )->int: # At least 0
-    """How many merges fill a vocabulary.
-    `ValueError` if it is too small for bytes and special tokens, `TypeError` if it is no `int`."""
+    """Return how many merges fill a vocabulary of a given size.
+    Raises `ValueError` if it is too small for bytes and special tokens, and `TypeError` if it is
+    not an `int`."""
     if isinstance(vocab_size, bool) or not isinstance(vocab_size, int):
         raise TypeError(f"vocab_size = {vocab_size!r}, expected an int")
     special = special_bytes(special_tokens)
@@ -26,19 +27,20 @@ def merges_wanted(
 
 # %% ../../nbs/01_tokenization/01c_encoding.ipynb #c338fc99
 def special_bytes(
-    special_tokens:Iterable[str]|None, # As a caller gave them
-)->list: # The same in UTF-8, checked
-    "Special tokens as bytes. `ValueError` for a single byte: text could not be told from it."
+    special_tokens:Iterable[str]|None, # As passed by the caller
+)->list: # The same tokens in UTF-8
+    """Check special tokens and encode them as bytes.
+    Raises `ValueError` for a single byte, which couldn't be told apart from ordinary text."""
     special = list(map(utf8, special_list(special_tokens)))
     for token in special:
         if len(token) == 1:
             raise ValueError(f"special token {token.decode()!r} is a single byte, which any text "
-                             f"may hold; expected two or more")
+                             f"may contain; expected two or more")
     return special
 
 # %% ../../nbs/01_tokenization/01c_encoding.ipynb #810dd132
 def byte_alphabet()->dict: # Byte to one visible character
-    "GPT-2's way to write bytes as text."
+    "Return GPT-2's table for writing bytes as text."
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1),
                  *range(ord("®"), ord("ÿ") + 1)]
     others = [b for b in range(256) if b not in printable]
@@ -48,12 +50,13 @@ def byte_alphabet()->dict: # Byte to one visible character
 def make_vocab(
     merges:Iterable[tuple], # Pairs of byte strings, in the order in which they were learnt
     special_tokens:Iterable[str]|None=(), # One id each
-    # Bytes in the order of `byte_alphabet`, merges, special tokens; else special tokens, bytes,
-    # merges
+    # If true: bytes in the order of `byte_alphabet`, then merges, then special tokens; if false:
+    # special tokens, then bytes by value, then merges
     gpt2_order:bool=False,
 )->dict: # Id to bytes, from 0 without a gap
-    """Number the tokens.
-    `ValueError` if two would be the same, `TypeError` if a merge is no pair of byte strings."""
+    """Number the tokens of a vocabulary.
+    Raises `ValueError` if two tokens would be the same, and `TypeError` if a merge is not a pair
+    of byte strings."""
     special, joined = special_bytes(special_tokens), []
     for i,pair in enumerate(merges):
         if len(pair) != 2 or not all(isinstance(part, bytes) for part in pair):
@@ -69,9 +72,9 @@ def make_vocab(
 # %% ../../nbs/01_tokenization/01c_encoding.ipynb #ca1ec77b
 def encode_word(
     word:bytes, # One pre-token
-    ranks:dict, # Pair of byte strings to its place in the list of merges
+    ranks:dict, # Pair of byte strings to the pair's index in the list of merges
 )->list: # Tokens, as byte strings
-    "Cut a word into tokens: join the pair of lowest rank until none is left that was learnt."
+    "Split a word into tokens: join the pair of lowest rank until no learnt pair is left."
     parts = [bytes([b]) for b in word]
     while len(parts) > 1:
         best = min(zip(parts, parts[1:]), key=lambda pair: ranks.get(pair, len(ranks)))

@@ -19,17 +19,17 @@ from .tokenizer import Tokenizer
 _HIDDEN = regex.compile(r"[\p{C}\p{Z}\p{DI}]")
 _SIGNS = {" ": "␣", "\n": "↵", "\t": "⇥"}
 
-def _sign(c:str)->str: # What stands for a character that can't be seen
-    # `surrogateescape` put a single byte there
+def _sign(c:str)->str: # The visible sign for an invisible character
+    # a byte that is not valid UTF-8, as decoded with `surrogateescape`
     if "\udc80" <= c <= "\udcff": return f"\\x{ord(c) - 0xdc00:02x}"
     return _SIGNS.get(c) or (f"\\u{ord(c):04x}" if ord(c) < 0x10000 else f"\\U{ord(c):08x}")
 
 # %% ../../nbs/01_tokenization/01f_explorer.ipynb #b669bdb1
 def _runs(token:bytes
-    # (text, whether it stands for something else) in turn; put together, they are what is shown
+    # (text, whether it is a stand-in) pairs; joined together, the texts are what is shown
 )->list:
     text, runs = token.decode("utf-8", errors="surrogateescape"), []
-    # An accent needs something to stand on
+    # A combining accent needs a base character
     if regex.match(r"\p{M}", text) and not _HIDDEN.match(text): text = "◌" + text
     for part in regex.splititer(f"({_HIDDEN.pattern}+)", text):
         if part:
@@ -42,13 +42,13 @@ def _visible(token:bytes)->str: return "".join(text for text,_ in _runs(token))
 @dataclass(frozen=True, repr=False)
 class MergeTree:
     "A token, the merge that made it, and the trees of its two parts."
-    token:bytes        # What it stands for
-    rank:int|None=None # Place of the merge in the list; `None` for a leaf, which no merge made
-    left:"MergeTree|None"=None  # `None` for a leaf
-    right:"MergeTree|None"=None # `None` for a leaf
+    token:bytes        # The token's bytes
+    rank:int|None=None # Index of the merge in the list; `None` for a leaf, which no merge made
+    left:"MergeTree|None"=None  # The left part; `None` for a leaf
+    right:"MergeTree|None"=None # The right part; `None` for a leaf
 
     def walk(self): # (depth, node) from the root down, left before right
-        "All nodes. Works for trees of any depth."
+        "Yield all nodes. Works for trees of any depth."
         todo:list = [(0, self)]
         while todo:
             depth, node = todo.pop()
@@ -56,7 +56,7 @@ class MergeTree:
             if node.rank is not None: todo += [(depth + 1, node.right), (depth + 1, node.left)]
     def leaves(self)->list: return [node.token for _,node in self.walk() if node.rank is None]
     def merges(self)->list: # (rank, left, right), each once
-        "The merges that made the token, in the order in which they were learnt."
+        "Return the merges that made the token, in the order in which they were learnt."
         return sorted({(node.rank, node.left.token, node.right.token) for _,node in self.walk()
                        if node.rank is not None})
 
@@ -69,7 +69,7 @@ class MergeTree:
     def _repr_html_(self): return _tree_html(self)
 
 # %% ../../nbs/01_tokenization/01f_explorer.ipynb #d66af7cc
-def _made(tokenizer)->dict: # Token to the (rank, left, right) that makes it
+def _made(tokenizer)->dict: # Token to the merge (rank, left, right) that makes it
     made = {}
     for rank,(a,b) in enumerate(tokenizer.merges):
         if all(len(part) == 1 or part in made for part in (a, b)):
@@ -83,7 +83,7 @@ def _tree(made:dict, token:bytes)->MergeTree:
             needed[part] = made[part]
             todo += made[part][1:]
     trees = {}
-    # Parts before what is made of them
+    # in order of rank, so both parts of a token come before the token
     for part,(rank,a,b) in sorted(needed.items(), key=lambda item: item[1][0]):
         trees[part] = MergeTree(part, rank, trees.get(a) or MergeTree(a),
                                 trees.get(b) or MergeTree(b))
@@ -94,7 +94,8 @@ def merge_history(
     tokenizer:Tokenizer, # A `Tokenizer`
     token_bytes:bytes,   # One of its tokens
 )->MergeTree: # A single leaf for a byte or a special token
-    "The tree of merges that made a token. `ValueError` for bytes that are no token."
+    """Return the tree of merges that made a token.
+    Raises `ValueError` for bytes that are not a token."""
     if not isinstance(token_bytes, bytes):
         raise TypeError(f"token_bytes is a {type(token_bytes).__name__}, expected bytes, as in "
                         f"b'the'")
@@ -110,7 +111,7 @@ def _tree_html(tree:MergeTree)->str:
     for _,node in reversed(nodes):
         widths[id(node)] = (1 if node.rank is None
                             else widths[id(node.left)] + widths[id(node.right)])
-    for depth,node in nodes: # From left to right: leaves move the column on
+    for depth,node in nodes: # From left to right: each leaf takes the next column
         last = bottom if node.rank is None else depth + 2
         rank = "" if node.rank is None else f'<span class="lm-id">{node.rank:,}</span>'
         cells.append(f'<span class="lm-token lm-c{depth % 6}" '
@@ -120,7 +121,7 @@ def _tree_html(tree:MergeTree)->str:
     return (f'<div class="lm-explore lm-tree mathjax_ignore '
             f'tex2jax_ignore"><style>{_STYLE}</style>{"".join(cells)}</div>')
 
-def _marked(token:bytes)->str: # HTML of a token; what stands for something else is paler
+def _marked(token:bytes)->str: # HTML of a token; stand-ins for invisible characters are paler
     return "".join(f"<i>{html.escape(text)}</i>" if sign else html.escape(text)
                    for text,sign in _runs(token))
 
@@ -159,10 +160,10 @@ _STYLE = """
 @dataclass(frozen=True)
 class TokenView:
     "One token of a text."
-    id:int         # In the vocabulary
-    token:bytes    # What it stands for
-    special:bool   # A special token: found before the text is cut, and made by no merge
-    tree:MergeTree = field(repr=False) # Where it comes from
+    id:int         # Its id in the vocabulary
+    token:bytes    # Its bytes
+    special:bool   # Whether it is a special token: found before the text is split, not merged
+    tree:MergeTree = field(repr=False) # The merges that made it
 
 # %% ../../nbs/01_tokenization/01f_explorer.ipynb #83c05301
 class Exploration:
@@ -173,10 +174,10 @@ class Exploration:
     def table(self)->Table: # Id, bytes and last merge of each token
         return Table([_row(v) for v in self.tokens[:self.limit]])
     def groups(self)->list: # Lists of `TokenView`s; more than one where they share a character
-        "The tokens, those together that share a character."
+        "Return the tokens, grouped where several share a character."
         groups = []
         for view in self.tokens:
-            # A byte 10xxxxxx goes on with a character
+            # a byte 10xxxxxx continues a character
             if not groups or view.token[0] & 0xc0 != 0x80: groups.append([])
             groups[-1].append(view)
         return groups
@@ -193,9 +194,9 @@ class Exploration:
 def explore(
     tokenizer:Tokenizer, # A `Tokenizer`
     text:str,            # Any text
-    limit:int=1000,      # So many tokens are drawn; all are counted
+    limit:int=1000,      # At most this many tokens are drawn; all are counted
 )->Exploration: # Shown by a notebook as coloured tokens, by `print` as a table
-    "See a text as its tokens, with their ids, bytes and merges."
+    "Show a text as its tokens, with their ids, bytes and merges."
     if isinstance(limit, bool) or not isinstance(limit, int) or limit < 1:
         raise ValueError(f"limit = {limit!r}, expected an int of at least 1")
     made, views, special = (_made(tokenizer), {},
@@ -222,7 +223,7 @@ def _explore_text(shown:Exploration)->str:
                                                       else "")
 
 # %% ../../nbs/01_tokenization/01f_explorer.ipynb #b862ce42
-def _info(view:TokenView, note:str="")->str: # What is known of a token
+def _info(view:TokenView, note:str="")->str: # The details of one token
     size = f"{len(view.token):,} byte{'s'*(len(view.token) != 1)}"
     merges = "".join(f'<span>{rank:,}: <bdi>{_marked(a)}</bdi> + <bdi>{_marked(b)}</bdi></span>'
                      for rank,a,b in view.tree.merges())
@@ -239,7 +240,7 @@ def _token_html(view:TokenView, color:int)->str:
             f'hidden>{_info(view)}</span></span>')
 
 # %% ../../nbs/01_tokenization/01f_explorer.ipynb #03ffe471
-def _direction(text:str)->str: # Of writing, by the first letter that has one
+def _direction(text:str)->str: # Direction of writing, from the first letter that has one
     first = regex.search(r"\p{bc=L}|\p{bc=R}|\p{bc=AL}", text)
     return "rtl" if first and not regex.match(r"\p{bc=L}", first[0]) else "ltr"
 
@@ -267,9 +268,10 @@ def _explore_html(shown:Exploration)->str:
 # %% ../../nbs/01_tokenization/01f_explorer.ipynb #63280e89
 def explore_live(
     tokenizer:Tokenizer, # A `Tokenizer`
-    text:str="",         # What stands in the box at first
+    text:str="",         # Initial text of the box
 ): # A widget: the box and, under it, the picture
-    "`explore` while you type, in a live notebook. `ModuleNotFoundError` without ipywidgets."
+    """Show the result of `explore` while you type, in a live notebook.
+    Raises `ModuleNotFoundError` without ipywidgets."""
     return controls(lambda text: explore(tokenizer, text), text=text)
 
 # %% ../../nbs/01_tokenization/01f_explorer.ipynb #5c7e0f94
@@ -278,8 +280,8 @@ def tokens_by_merges(
     texts:Iterable[str], # Iterable of texts
     # `(merges + 1,)`: entry n is the number of tokens if only the first n merges are applied
 )->np.ndarray:
-    """How many tokens the texts have under every smaller vocabulary.
-    `ValueError` if two merges make one token."""
+    """Return how many tokens the texts have under every smaller vocabulary.
+    Raises `ValueError` if two merges make the same token."""
     if len({a + b for a,b in tokenizer.merges}) < len(tokenizer.merges):
         raise ValueError("two merges make the same token")
     ids = Counter()

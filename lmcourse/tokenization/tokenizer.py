@@ -27,12 +27,12 @@ from ..tools.files import atomic_write, read_json
 # %% ../../nbs/01_tokenization/01e_tokenizer.ipynb #5b8f8fa6
 _FEW_BYTES = 1 << 20
 
-def _ready(*kernels:str)->bool: # Was one of them compiled or loaded in this process?
+def _ready(*kernels:str)->bool: # Whether one of them was compiled or loaded in this process
     fast = sys.modules.get("lmcourse.tokenization.fast_bpe")
     return bool(fast and any(getattr(fast, kernel).signatures for kernel in kernels))
 
 def _few_texts(source, errors:str
-)->tuple: # The texts if they are few, else `None`; and the whole source
+)->tuple: # The texts if they are few, otherwise `None`; and the whole source
     if isinstance(source, (str, os.PathLike)):
         if Path(source).stat().st_size > _FEW_BYTES: return None, source
         try: return [Path(source).read_bytes().decode("utf-8", errors)], source
@@ -46,10 +46,10 @@ def _few_texts(source, errors:str
 
 # %% ../../nbs/01_tokenization/01e_tokenizer.ipynb #507b9dc1
 def _learn_few(source, wanted:int, special_tokens:list, threads:int|None, errors:str)->tuple:
-    "The merges of a small text, else `None`; and the whole source."
+    "Learn the merges of a small text: returns them (`None` if it is large) and the whole source."
     odd = errors not in ("strict", "replace", "ignore") or threads is not None and threads < 1
     if odd or isinstance(source, bytes) or wanted > 1000 or _ready("learn_kernel"):
-        # of what is odd, `count_words_fast` says why
+        # for invalid arguments, `count_words_fast` raises the error
         return None, source
     texts, source = _few_texts(source, errors)
     if texts is None: return None, source
@@ -60,23 +60,23 @@ def _learn_few(source, wanted:int, special_tokens:list, threads:int|None, errors
 # %% ../../nbs/01_tokenization/01e_tokenizer.ipynb #5a41a63f
 def train_bpe(
     input_path:str|os.PathLike|Iterable[str], # Path of a file in UTF-8, or an iterable of texts
-    vocab_size:int, # Of the result: special tokens, 256 bytes and merges
+    vocab_size:int, # Total number of ids: special tokens, 256 bytes and merges
     special_tokens:Iterable[str]|None=("<|endoftext|>",), # One id each, and no merge across them
-    # Ids as in GPT-2's files; else special tokens first, then the bytes 0 to 255, then merges
+    # Whether ids follow GPT-2's order; by default special tokens come first, then bytes, merges
     gpt2_order:bool=False,
-    threads:int|None=None,                                # All cores without
+    threads:int|None=None,                                # Number of threads; default: all cores
     # For bytes of a file that are not UTF-8: 'strict' (`ValueError`), 'replace' or 'ignore'
     errors:str="strict",
     # `vocab`, id to bytes, and `merges`, pairs of byte strings in the order in which they were
     # learnt
 )->tuple:
     """Learn a byte-level BPE vocabulary.
-    If the text has too few pairs, a warning and as many merges as there are."""
+    If the text has too few pairs, it warns and learns as many merges as there are."""
     special_tokens = special_list(special_tokens)
     wanted = merges_wanted(vocab_size, special_tokens)
     if isinstance(input_path, (str, os.PathLike)) and not Path(input_path).is_file():
-        raise FileNotFoundError(f"{str(input_path)[:80]!r} is no file; a text itself is given as "
-                                f"[text]")
+        raise FileNotFoundError(f"{str(input_path)[:80]!r} is not a file; a text itself is given "
+                                f"as [text]")
     merges, source = _learn_few(input_path, wanted, special_tokens, threads, errors)
     if merges is None:
         from lmcourse.tokenization.fast_bpe import count_words_fast, train_bpe_fast
@@ -116,21 +116,21 @@ def _check_merges(merges:list, tokens):
 
 # %% ../../nbs/01_tokenization/01e_tokenizer.ipynb #7379f423
 class Rules(NamedTuple):
-    "What is done to a text before the merges; without arguments as for GPT-2."
-    pattern:str = PRETOKENIZE.pattern # Cuts it into pre-tokens; what it leaves out is one too
-    nfc:bool = False                  # Compose accents first
-    whole_words:bool = False          # A pre-token that is in the vocabulary is one token
+    "How a text is prepared before the merges; the defaults are GPT-2's."
+    pattern:str = PRETOKENIZE.pattern # Finds pre-tokens; text between matches counts as one, too
+    nfc:bool = False                  # Whether to compose accents (NFC) first
+    whole_words:bool = False          # Whether a pre-token in the vocabulary is never split
 
 # %% ../../nbs/01_tokenization/01e_tokenizer.ipynb #bcf8ea8b
 class Vocabulary:
-    "Tokens, merges and special tokens that fit each other, and the way from ids to text."
+    "Tokens, merges and special tokens that fit each other; turns ids into text."
     def __init__(self,
-        # Id to bytes; ids from 0 without a gap. A single byte may be missing: it can't be encoded
+        # Id to bytes, with ids from 0 without a gap. A single byte that is missing can't be encoded
         vocab:dict,
         merges:list, # Pairs of byte strings, in the order in which they were learnt
-        # Those that `vocab` lacks get the ids behind its last
+        # Special tokens that are not in `vocab` get the ids after its last
         special_tokens:Iterable[str]|None=None,
-        rules:Rules=Rules(), # How a text becomes words
+        rules:Rules=Rules(), # How a text is split into words
     ):
         self.vocab, self.merges, self.special_tokens, self.rules = (
             dict(vocab), [tuple(m) for m in merges], special_list(special_tokens), rules)
@@ -141,31 +141,31 @@ class Vocabulary:
                 self.ids[token] = len(self.vocab); self.vocab[len(self.vocab)] = token
         _check_merges(self.merges, self.ids.keys())
     @property
-    def vocab_size(self)->int: return len(self.vocab) # Ids in all
+    def vocab_size(self)->int: return len(self.vocab) # Number of ids
     @property
     def end_of_text(self
-    )->int: # The id of `<|endoftext|>`; `ValueError` if that is no special token here
+    )->int: # The id of `<|endoftext|>`; raises `ValueError` if there is no such special token
         if "<|endoftext|>" in self.special_tokens: return self.ids[b"<|endoftext|>"]
         raise ValueError(f"no special token <|endoftext|> in this tokenizer, which has "
                          f"{self.special_tokens}")
 
-    def token_bytes(self, id:int)->bytes: # `ValueError` for an id that is not in the vocabulary
-        "The bytes that an id stands for."
+    def token_bytes(self, id:int)->bytes: # Raises `ValueError` for an unknown id
+        "Return the bytes of a token."
         try: return self.vocab[index(id)]
         except KeyError: raise ValueError(f"id {id} is not in the vocabulary, expected 0 to "
                                           f"{self.vocab_size - 1}") from None
     def decode_bytes(self, ids:Iterable[int])->bytes: return b"".join(map(self.token_bytes, ids))
     def decode(self, ids:Iterable[int], errors:str="replace"
-    )->str: # What is not UTF-8 becomes U+FFFD, unless `errors` is 'ignore' or 'strict'
-        "The text of `ids`. With 'replace' it never fails for ids of the vocabulary."
+    )->str: # Invalid UTF-8 becomes U+FFFD, unless `errors` is 'ignore' or 'strict'
+        "Decode ids to text. With 'replace' it never fails for ids of the vocabulary."
         return self.decode_bytes(ids).decode("utf-8", errors)
 
 # %% ../../nbs/01_tokenization/01e_tokenizer.ipynb #1c8ccde5
 class VocabularyFiles(Vocabulary):
-    "A vocabulary that has a name for its content, and goes to files and comes back."
+    "A vocabulary that can be saved, loaded and compared by its digest."
     @cached_property
     def digest(self
-    )->str: # SHA-256 of what decides the ids: pattern, tokens, merges and special tokens
+    )->str: # SHA-256 of everything that ids depend on: pattern, tokens, merges, special tokens
         tokens, merges = ([self.vocab[i].hex() for i in range(self.vocab_size)],
                           [[a.hex(), b.hex()] for a,b in self.merges])
         more = [] if self.rules[1:] == Rules()[1:] else [self.rules[1:]]
@@ -175,25 +175,26 @@ class VocabularyFiles(Vocabulary):
     @classmethod
     def from_files(cls, vocab_filepath:str|Path, merges_filepath:str|Path,
         special_tokens:Iterable[str]|None=None
-    )->Self: # Two files as OpenAI published for GPT-2
-        "What `vocab.json` and `merges.txt` hold."
+    )->Self: # From two files like those that OpenAI published for GPT-2
+        "Read `vocab.json` and `merges.txt`."
         return cls(read_vocab(vocab_filepath), read_merges(merges_filepath), special_tokens)
-    def save(self, folder:str|Path): # Absent or empty, else `FileExistsError`
+    def save(self, folder:str|Path): # A new or empty folder; otherwise `FileExistsError`
         "Write `vocab.json`, `merges.txt` and `tokenizer.json`, all or none."
         write_folder(self, folder)
     @classmethod
-    def from_folder(cls, folder:str|Path)->Self: # That `save` wrote
-        "What a folder holds, special tokens included."
+    def from_folder(cls, folder:str|Path)->Self: # A folder written by `save`
+        "Read a tokenizer from a folder, special tokens included."
         return read_folder(cls, folder)
     @classmethod
     def from_tokenizer_json(cls, path:str|Path
-    )->Self: # Of Hugging Face `tokenizers`; byte-level BPE such as GPT-2's, Llama 3's or Qwen's
-        "What a `tokenizer.json` holds. `ValueError` if it is another kind of tokenizer."
+    )->Self: # From a file of Hugging Face `tokenizers`, such as GPT-2's, Llama 3's or Qwen's
+        "Read a `tokenizer.json`. Raises `ValueError` if the tokenizer is not a byte-level BPE."
         return cls(*parse_hugging_face(read_json(path), path))
 
 # %% ../../nbs/01_tokenization/01e_tokenizer.ipynb #4720e4be
 class _WordIds(dict):
-    "Pre-token to its ids. At most `limit` words are kept, and none over 64 characters."
+    """A cache from pre-token to ids, which computes missing ones.
+    It keeps at most `limit` words, and none over 64 characters."""
     def __init__(self, ids:dict, merges:list, whole_words:bool, limit:int=1<<16):
         self.ids, self.limit, self.whole_words = ids, limit, whole_words
         self.ranks = {pair: rank for rank,pair in enumerate(merges)}
@@ -213,15 +214,15 @@ class _WordIds(dict):
         self[word] = found
         return found
 
-def _without_special(t:Vocabulary)->tuple: # Bytes to id, and merges, that make no special token
+def _without_special(t:Vocabulary)->tuple: # Bytes to id and merges, without special tokens
     special = set(special_bytes(t.special_tokens))
     ids = {token: i for token,i in t.ids.items() if token not in special}
     return ids, [(a, b) for a,b in t.merges if not special & {a, b, a + b}]
 
 # %% ../../nbs/01_tokenization/01e_tokenizer.ipynb #662fef28
 class ReadableEncoder:
-    """Bytes to ids by any rules, with the methods of the compiled `Encoder`; `threads` changes
-    nothing here."""
+    """Encodes bytes by any rules, with the methods of the compiled `Encoder`.
+    `threads` has no effect here."""
     def __init__(self, vocabulary:Vocabulary, special:bool=True): # As for `TextEncoder.encode`
         self.ids, self.rules = vocabulary.ids, vocabulary.rules
         known, merges = (self.ids, vocabulary.merges) if special else _without_special(vocabulary)
@@ -238,14 +239,14 @@ class ReadableEncoder:
     def encode_list(self, data:bytes)->list: return list(self._ids(data))
     def encode(self, data:bytes, threads:int=1)->np.ndarray:
         return np.fromiter(self._ids(data), self.dtype)
-    def encode_batch(self, texts:list, threads:int=1)->tuple: # As `Encoder.encode_batch`
+    def encode_batch(self, texts:list, threads:int=1)->tuple: # As for `Encoder.encode_batch`
         parts = [self.encode(data) for data in texts]
         return np.concatenate([np.empty(0, self.dtype), *parts]), np.cumsum([0, *map(len, parts)])
 
 # %% ../../nbs/01_tokenization/01e_tokenizer.ipynb #cab9c44d
 class _FirstTexts:
-    "Encodes the first short texts readably; then the compiled encoder takes its place."
-    def __init__(self, tokenizer, name:str, special:bool): # The tokenizer's attribute that this is
+    "Encodes the first short texts in Python; later the compiled encoder takes its place."
+    def __init__(self, tokenizer, name:str, special:bool): # Name of its attribute
         self.tokenizer, self.name, self.special, self.left = tokenizer, name, special, 1 << 16
         self.readable = ReadableEncoder(tokenizer, special)
     def _choose(self, size:int):
@@ -267,7 +268,8 @@ class _FirstTexts:
 
 # %% ../../nbs/01_tokenization/01e_tokenizer.ipynb #0d183364
 class TextEncoder(VocabularyFiles):
-    "A vocabulary and the way from text to its ids. Safe to use from several threads."
+    """A vocabulary that also encodes text as ids.
+    Safe to use from several threads."""
     @cached_property
     def _encoder(self): return self._new_encoder("_encoder", True)
     @cached_property
@@ -277,25 +279,26 @@ class TextEncoder(VocabularyFiles):
         return _FirstTexts(self, name, special) if compiled else ReadableEncoder(self, special)
 
     def encode(self, text:str, special:bool=True
-    )->list: # A special token in `text` becomes its one id
-        """The ids of a text. With `special=False` no special one: for text from outside.
-        `ValueError` for what has no ids."""
+    )->list: # Ids; a special token in `text` becomes its one id
+        """Encode a text.
+        With `special=False` special tokens are encoded like any other text: use it for text that
+        you don't trust. Raises `ValueError` for text that can't be encoded."""
         try: data = str.encode(text)
         except (TypeError, UnicodeEncodeError): data = _utf8(text)
         return (self._encoder if special else self._plain).encode_list(data)
     def encode_bytes(self, data:bytes, special:bool=True
-    )->list: # `decode_bytes` gives them back, whatever they are
-        "The ids of bytes, which need not be UTF-8."
+    )->list: # Ids, from which `decode_bytes` restores the bytes exactly
+        "Encode bytes, which need not be UTF-8."
         return self.encode_array(data, special=special).tolist()
     def encode_array(self, text:str|bytes|bytearray|memoryview, threads:int=1, special:bool=True
     )->np.ndarray:
-        """The ids of a text or of bytes as an array, which is faster than a list: uint16 for up to
-        65,536 ids, else uint32."""
+        """Encode a text or bytes as an array, which is faster than a list.
+        The array is uint16 for vocabularies of up to 65,536 ids, otherwise uint32."""
         data = bytes(text) if isinstance(text, (bytes, bytearray, memoryview)) else _utf8(text)
         return (self._encoder if special else self._plain).encode(data, threads)
     def encode_batch(self, texts:Iterable[str], threads:int=1, special:bool=True)->tuple:
-        """The ids of many texts, each encoded by itself, and offsets: those of text k are
-        `ids[offsets[k]:offsets[k+1]]`."""
+        """Encode many texts, each on its own.
+        Returns ids and offsets; the ids of text k are `ids[offsets[k]:offsets[k+1]]`."""
         if isinstance(texts, (str, bytes)):
             raise TypeError(f"texts is one {type(texts).__name__}, expected an iterable of them: "
                             f"[text]")
@@ -311,11 +314,11 @@ def _utf8(text)->bytes:
 
 # %% ../../nbs/01_tokenization/01e_tokenizer.ipynb #7c25e69a
 def cut_chunks(
-    chunks:Iterable, # `str` or `bytes`; one that ends within a character is completed by the next
+    chunks:Iterable, # `str` or `bytes`; a chunk may end in the middle of a character
     specials:list,   # Special tokens as bytes
-    spaces:bool=True,# May text be cut before white space too, and not only before special tokens?
-)->Iterator[bytes]: # The same bytes, 64 KiB at a time or more
-    "Put chunks together and cut them where no token reaches across."
+    spaces:bool=True,# Whether text may be cut before white space, not only before special tokens
+)->Iterator[bytes]: # The same bytes, at least 64 KiB at a time
+    "Join chunks, and cut them again at places that no token reaches across."
     held, size, enough = [], 0, 1 << 16
     for chunk in chunks:
         held.append(utf8(chunk) if isinstance(chunk, str) else bytes(chunk))
@@ -330,8 +333,8 @@ def cut_chunks(
 
 # %% ../../nbs/01_tokenization/01e_tokenizer.ipynb #0e438365
 class Tokenizer(TextEncoder):
-    """Byte-level BPE: text to ids and back.
-    Built from a vocabulary and merges, by training, or from files."""
+    """A byte-level BPE tokenizer: turns text into ids and back.
+    Made from a vocabulary and merges, by training, or from files."""
     def __repr__(self):
         return (f"Tokenizer({self.vocab_size:,} ids, {len(self.merges):,} merges, special tokens "
                 f"{self.special_tokens})")
@@ -342,15 +345,14 @@ class Tokenizer(TextEncoder):
     def train(cls, source:str|os.PathLike|Iterable[str], vocab_size:int,
         special_tokens:Iterable[str]|None=("<|endoftext|>",)
     )->Self: # As for `train_bpe`
-        "A tokenizer learnt from a file or from texts."
+        "Train a tokenizer on a file or on texts."
         special_tokens = special_list(special_tokens)
         vocab, merges = train_bpe(source, vocab_size, special_tokens)
         return cls(vocab, merges, special_tokens)
 
     def encode_iterable(self, chunks:Iterable, special:bool=True)->Iterator[int]:
-        """The ids of all chunks put together, one by one: parts of one text, `str` or `bytes`, say
-        the lines of a file.
-        Holds what lies between two places where text may be cut, or 64 KiB."""
+        """Encode a text that comes in chunks, such as the lines of a file, one id at a time.
+        It holds in memory at most 64 KiB, or the text between two places where it may be cut."""
         if isinstance(chunks, (str, bytes)):
             raise TypeError(f"chunks is one {type(chunks).__name__}, expected an iterable of them: "
                             f"[text]")
@@ -362,15 +364,15 @@ class Tokenizer(TextEncoder):
 _CHARACTERS = byte_alphabet()
 _BYTES = {c: b for b,c in _CHARACTERS.items()}
 
-def token_to_text(token:bytes)->str: # In GPT-2's alphabet
-    "A token as it stands in `vocab.json` and `merges.txt`."
+def token_to_text(token:bytes)->str: # The token in GPT-2's alphabet
+    "Write a token as in `vocab.json` and `merges.txt`."
     return "".join(map(_CHARACTERS.__getitem__, token))
 
 def text_to_token(text:str
-    # A text with a character outside the alphabet can only be a special token, and is taken as it
-    # is
+    # A text with a character outside the alphabet can only be a special token, which is encoded as
+    # UTF-8
 )->bytes:
-    "The reverse of `token_to_text`."
+    "Read a token as written by `token_to_text`."
     return bytes(map(_BYTES.__getitem__, text)) if _BYTES.keys() >= set(text) else utf8(text)
 
 # %% ../../nbs/01_tokenization/01e_tokenizer.ipynb #15e6afdd
@@ -383,7 +385,7 @@ def _read(path)->str:
 def read_vocab(
     path:str|Path, # A `vocab.json`: tokens in GPT-2's alphabet to ids
 )->dict: # Id to bytes
-    "Read a vocabulary. `ValueError` if the file is something else or has an id twice."
+    "Read a vocabulary. Raises `ValueError` for an invalid file or an id that occurs twice."
     vocab:dict = {}
     for text,i in read_json(path).items():
         if isinstance(i, bool) or not isinstance(i, int):
@@ -396,11 +398,11 @@ def read_vocab(
 
 # %% ../../nbs/01_tokenization/01e_tokenizer.ipynb #b82d6762
 def read_merges(
-    # A `merges.txt`: two tokens in GPT-2's alphabet a line, with or without a first line `#version:
-    # ...`
+    # A `merges.txt`: two tokens in GPT-2's alphabet per line, with or without a first line
+    # `#version: ...`
     path:str|Path,
 )->list: # Pairs of byte strings
-    "Read merges. `ValueError` for a line that is not two tokens."
+    "Read merges. Raises `ValueError` for a line that is not two tokens."
     lines, merges = _read(path).split("\n"), []
     for number,line in enumerate(lines, 1):
         if not line or number == 1 and line.startswith("#version:"): continue
@@ -412,7 +414,7 @@ def read_merges(
     return merges
 
 # %% ../../nbs/01_tokenization/01e_tokenizer.ipynb #7acdefa3
-# GPT-2's pattern, then bytes
+# splits with GPT-2's pattern, then turns text into bytes
 _LEVEL = dict(type="ByteLevel", add_prefix_space=False, trim_offsets=True, use_regex=True)
 
 def _names(t:Vocabulary)->dict: # Id to the token as `tokenizer.json` writes it
@@ -443,11 +445,11 @@ def _hugging_face(t:Vocabulary)->dict:
 
 # %% ../../nbs/01_tokenization/01e_tokenizer.ipynb #edb8eb6a
 def parse_hugging_face(
-    whole:dict,    # Of a `tokenizer.json`
-    path:str|Path, # Its name, for the errors
-)->tuple: # vocab, merges, special tokens and `Rules`, as `Tokenizer` takes them
-    "Read a byte-level BPE of Hugging Face `tokenizers`."
-    def need(fits, what): # `ValueError` unless
+    whole:dict,    # Content of a `tokenizer.json`
+    path:str|Path, # Name of the file, for error messages
+)->tuple: # Vocabulary, merges, special tokens and `Rules`, the arguments of `Tokenizer`
+    "Parse a byte-level BPE tokenizer of Hugging Face `tokenizers`."
+    def need(fits, what): # Raises `ValueError` unless `fits`
         if not fits:
             raise ValueError(f"{path}: {what}, which is not supported: expected byte-level BPE as "
                              f"of GPT-2, Llama 3 or Qwen")
@@ -491,10 +493,10 @@ def _pattern(step:dict, need)->str: # The pattern that cuts a text into pre-toke
 
 # %% ../../nbs/01_tokenization/01e_tokenizer.ipynb #aded51b9
 def write_folder(
-    tokenizer:Vocabulary, # To be saved
-    folder:str|Path,      # Absent or empty, else `FileExistsError`
+    tokenizer:Vocabulary, # The tokenizer to save
+    folder:str|Path,      # A new or empty folder; otherwise `FileExistsError`
 ):
-    "Write the three files into a new folder, all or none."
+    "Write the three files of a tokenizer into a new folder, all or none."
     folder = Path(folder).absolute()
     if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
         raise FileExistsError(f"{folder}: exists and is not an empty folder; a tokenizer is saved "
@@ -513,9 +515,9 @@ def write_folder(
 # %% ../../nbs/01_tokenization/01e_tokenizer.ipynb #7150d999
 def read_folder(
     cls:Any,         # `Tokenizer`, or another `VocabularyFiles`
-    folder:str|Path, # That `save` wrote
-)->Any: # One of `cls`
-    "Read the three files. `ValueError` if they do not belong together."
+    folder:str|Path, # A folder written by `save`
+)->Any: # An instance of `cls`
+    "Read the three files of a tokenizer. Raises `ValueError` if they don't belong together."
     paths = {name: Path(folder)/name for name in ("vocab.json", "merges.txt", "tokenizer.json")}
     if absent := [name for name,path in paths.items() if not path.is_file()]:
         raise FileNotFoundError(f"{folder}: no tokenizer, {' and '.join(absent)} not found")

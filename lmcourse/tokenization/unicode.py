@@ -8,10 +8,11 @@ __all__ = ['utf8']
 # %% ../../nbs/01_tokenization/01a_unicode.ipynb #d938407b
 def utf8(
     text:str, # Any text
-)->bytes: # Its UTF-8
-    """The bytes of a text.
-    `ValueError` for half of a surrogate pair, which a Python string can hold and UTF-8 can't."""
+)->bytes: # The text in UTF-8
+    """Encode a text as UTF-8.
+    Raises `ValueError` for half of a surrogate pair, which Python strings allow and UTF-8
+    doesn't."""
     try: return text.encode()
     except UnicodeEncodeError as e:
         raise ValueError(f"{text[e.start]!r} is half of a surrogate pair and not a character: it "
-                         f"has no UTF-8") from None
+                         f"has no UTF-8 encoding") from None

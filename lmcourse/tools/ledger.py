@@ -20,38 +20,38 @@ from .show import Table
 # %% ../../nbs/00_tools/00e_ledger.ipynb #cbe3abd5
 @dataclass(frozen=True)
 class Measured:
-    "A number of ours."
-    value:float # In the unit of the entry
-    setup:str   # In what it differs from the published set-up, or that it does not
+    "One of our own measurements of a published quantity."
+    value:float # The measured value, in the unit of the entry
+    setup:str   # How the set-up differs from the published one, or that it is the same
     made:str    # Machine, date and command
-    runs:tuple  # Keys of the runs behind it; empty if there are none
-    how:str     # `mean of result.loss`, a field of those runs; without runs `notebook` and its name
+    runs:tuple  # Keys of the runs it was computed from; empty if there are none
+    how:str     # `mean of` a field of those runs (`result.loss`); without runs, `notebook NAME`
 
 @dataclass(frozen=True)
 class Entry:
-    "A published number."
-    key:str            # Parts with dots between them; lower case
-    quantity:str       # What was counted or measured
-    value:float        # As published
-    correct:float|None # What the source should have said, where it erred
-    unit:str           # Empty for a pure number
+    "A published number with its source, its caveat and our measurements of the same quantity."
+    key:str            # Lower-case parts with dots between them
+    quantity:str       # The quantity that was counted or measured
+    value:float        # The number as published
+    correct:float|None # The correct number if the published one is wrong
+    unit:str           # The unit; empty for a pure number
     where:str          # The source, in words
-    setup:str          # Model, data, machine, as far as they matter
-    remark:str         # What has to be said with it
-    ours:tuple         # `Measured`, oldest first
+    setup:str          # Model, data and machine, as far as they matter
+    remark:str         # The caveat to quote with it
+    ours:tuple         # Our measurements (`Measured`), oldest first
 
     @property
-    def best(self)->float: # `correct` where there is one
+    def best(self)->float: # `correct` if there is one, otherwise `value`
         return self.value if self.correct is None else self.correct
 
 # %% ../../nbs/00_tools/00e_ledger.ipynb #d7221f9e
-def _bad(value)->bool: # Whether `value` is no finite number
+def _bad(value)->bool: # Whether `value` is not a finite number
     return (isinstance(value, bool) or not isinstance(value, (int, float))
             or not math.isfinite(value))
 
-_UNSAID = dict(correct=None, ours=[]) # Need not stand in the file
+_UNSAID = dict(correct=None, ours=[]) # Defaults of fields that may be missing from the file
 
-def _entry(raw:dict)->Entry: # `ValueError` with the key unless all is there and makes sense
+def _entry(raw:dict)->Entry: # Raises `ValueError` with the key if a field is missing or invalid
     key:Any = raw.get("key") if isinstance(raw, dict) else raw
     def refuse(what): raise ValueError(f"ledger: {key!r} {what}")
     names = [f.name for f in fields(Entry)]
@@ -74,7 +74,7 @@ def _entry(raw:dict)->Entry: # `ValueError` with the key unless all is there and
                                         for m in raw["ours"])})
 
 # %% ../../nbs/00_tools/00e_ledger.ipynb #1bb134d1
-def _wrong(m)->str|None: # What should be there, unless `m` is in order
+def _wrong(m)->str|None: # What `m` should contain instead; `None` if it is valid
     names = [f.name for f in fields(Measured)]
     if not isinstance(m, dict) or set(m) != set(names): return f"the fields {', '.join(names)}"
     if _bad(m["value"]): return "a finite value"
@@ -95,10 +95,10 @@ _MEAN, _NOTEBOOK = r"mean of (\w+(?:\.\w+)*)", r"notebook (\w+)"
 def read_ledger(
     path:str|Path|None=None, # A file; by default the one that comes with the course
 )->dict: # Key to `Entry`, sorted by key
-    "All entries. `ValueError` with the key of one that is not in order."
+    "Read all entries. Raises `ValueError` with the key of an entry that is not valid."
     entries = [_entry(raw) for raw in read_json(_path(path), list)]
     for a,b in zip(entries, entries[1:]):
-        if a.key == b.key: raise ValueError(f"ledger: {b.key!r} stands twice")
+        if a.key == b.key: raise ValueError(f"ledger: {b.key!r} appears twice")
         if a.key > b.key:
             raise ValueError(f"ledger: {b.key!r} stands after {a.key!r}, expected the order of the "
                              f"keys")
@@ -111,10 +111,10 @@ def _path(path)->Path:
 
 # %% ../../nbs/00_tools/00e_ledger.ipynb #e8a30a9f
 def published(
-    key:str,   # Say `cs336-report.lr-sweep.2e-3`
+    key:str,   # For example `cs336-report.lr-sweep.2e-3`
     path:str|Path|None=None, # A file; by default the one that comes with the course
-)->Entry: # The number is its `value`, or `best` where the source may have erred
-    "One published number. `ValueError` with the nearest key for one that does not exist."
+)->Entry: # Its `value` is the number as published; its `best` is corrected if the source erred
+    "Look up one published number. If there is no such key, a `ValueError` suggests the nearest."
     ledger = read_ledger(path)
     if key not in ledger: raise _no("published number", key, ledger)
     return ledger[key]
@@ -122,8 +122,8 @@ def published(
 def find(
     prefix:str="", # The first parts of a key, or a whole key
     path:str|Path|None=None, # A file; by default the one that comes with the course
-)->list: # Entries; parts that are numbers are in the order of the numbers
-    "All published numbers under `prefix`. `ValueError` if there are none."
+)->list: # Entries sorted by key; parts that are numbers are sorted by size
+    "List all published numbers under `prefix`. Raises `ValueError` if there are none."
     ledger, prefix = read_ledger(path), prefix.rstrip(".")
     found = [e for k,e in ledger.items() if not prefix or k == prefix or k.startswith(prefix + ".")]
     if not found:
@@ -132,22 +132,22 @@ def find(
     return sorted(found, key=lambda e: [_order(part) for part in e.key.split(".")])
 
 # %% ../../nbs/00_tools/00e_ledger.ipynb #a6b80894
-def _order(part:str)->tuple: # Numbers before words, by their size
+def _order(part:str)->tuple: # Sorting key: numbers by size, then words
     return (0, float(part), "") if re.fullmatch(r"\d+(e-?\d+)?", part) else (1, 0, part)
 
-def _no(kind:str, name:str, known)->ValueError: # The nearest name, or what a key may begin with
+def _no(kind:str, name:str, known)->ValueError: # Suggests the nearest names, or first parts of keys
     return unknown(kind, name, difflib.get_close_matches(name, list(known), 1)
                    or {k.split(".")[0] for k in known})
 
 # %% ../../nbs/00_tools/00e_ledger.ipynb #8f593d26
 def compare(
-    prefix:str,     # Which entries, as for `find`
-    # Our numbers by key (or by its end after the prefix); where none is given, the latest recorded
-    # one
+    prefix:str,     # First parts of the keys, as for `find`
+    # Our numbers by key (or by the rest of the key after the prefix); by default the latest
+    # recorded number
     ours:dict|None=None,
     path:str|Path|None=None, # A file; by default the one that comes with the course
-)->Table: # One row an entry
-    "Published numbers and ours, their difference, and what has to be said with them."
+)->Table: # One row per entry
+    "Compare published numbers with ours: both, their difference and the caveat."
     entries, ours, prefix = find(prefix, path), dict(ours or {}), prefix.rstrip(".")
     names = {e.key: e.key.removeprefix(prefix).lstrip(".") or e.key for e in entries}
     for k in ours:
@@ -168,45 +168,46 @@ def compare(
 
 # %% ../../nbs/00_tools/00e_ledger.ipynb #a9ec5a47
 def _rounded(value, published:float
-): # One decimal more than `published` has; whole numbers and `None` as they are
+): # Rounded to one decimal more than `published` has; whole numbers and `None` as they are
     return round(value, max(0, -int(Decimal(repr(published)).normalize().as_tuple().exponent))
                  + 1) if isinstance(value, float) else value
 
 # %% ../../nbs/00_tools/00e_ledger.ipynb #6a9c7162
 def record(
-    key:str,                 # An entry that exists
-    value:float,             # Ours, in the unit of the entry
-    setup:str,               # In what it differs from the published set-up, or that it does not
+    key:str,                 # Key of an existing entry
+    value:float,             # The measured value, in the unit of the entry
+    setup:str,               # How the set-up differs from the published one, or that it is the same
     made:str,                # Machine, date and command
-    runs:Iterable[str]=(),   # Keys of the runs behind it
+    runs:Iterable[str]=(),   # Keys of the runs it was computed from
     how:str="",              # `mean of result.loss`, or without runs `notebook` and its name
     path:str|Path|None=None, # A file; by default the one that comes with the course
-)->Entry: # As it now stands
-    "Add a number of ours to the ledger."
+)->Entry: # The entry with the new measurement
+    "Add one of our measurements to the ledger."
     ledger, value = read_ledger(path), value.item() if hasattr(value, "item") else value
     if key not in ledger: raise _no("published number", key, ledger)
     raws = {k: asdict(e) | {"ours": [asdict(m) for m in e.ours]} for k,e in ledger.items()}
     others = [m for m in raws[key]["ours"] if (m["setup"], m["made"]) != (setup, made)]
     raws[key]["ours"] = others + [dict(value=value, setup=setup, made=made, runs=list(runs),
                                        how=how)]
-    entry = _entry(raws[key]) # Refuses bad values before anything is written
+    entry = _entry(raws[key]) # Rejects bad values before anything is written
     _write(list(raws.values()), _path(path))
     return entry
 
 # %% ../../nbs/00_tools/00e_ledger.ipynb #3e64702a
-def _write(raws:list, path:Path): # An entry a line
+def _write(raws:list, path:Path): # One entry per line
     spoken = ({k: v for k,v in raw.items() if k not in _UNSAID or v != _UNSAID[k]} for raw in raws)
     lines = (json.dumps(raw, ensure_ascii=False, allow_nan=False) for raw in spoken)
     write_text(path, "[\n" + ",\n".join(lines) + "\n]\n", durable=True)
 
 # %% ../../nbs/00_tools/00e_ledger.ipynb #4d4a8532
 def follows(
-    measured:Measured, # A number of ours
-    # Records of runs, each with its `key` and `status`; the last one of a key counts. Or a dict,
-    # key to record
+    measured:Measured, # One of our measurements
+    # Records of runs, each with its `key` and `status`, as an iterable or as a dict from key to
+    # record; if a key occurs twice, the last record counts
     lines:dict,
-)->float: # What its runs give; equal to its `value` unless one of the two has changed
-    "A number of ours once more, from the runs behind it. `ValueError` with what is missing."
+)->float: # The recomputed value; equal to `measured.value` unless a run or the ledger has changed
+    """Recompute one of our measurements from its runs.
+    Raises `ValueError` with the run that is missing or didn't end well."""
     if not measured.runs:
         raise ValueError(f"ledger: {measured.how}: there are no runs from which it could follow")
     if not (found := re.fullmatch(_MEAN, measured.how)):
@@ -218,7 +219,7 @@ def follows(
     return statistics.fmean(_field(lines[k], found[1]) for k in measured.runs)
 
 # %% ../../nbs/00_tools/00e_ledger.ipynb #740db589
-def _field(line:dict, name:str)->float: # `result.loss` of a run that is done
+def _field(line:dict, name:str)->float: # A field of a finished run, for example `result.loss`
     if line["status"] != "done":
         raise ValueError(f"ledger: the run {line['key']} is {line['status']}, expected one that is "
                          f"done")
@@ -231,10 +232,10 @@ def _field(line:dict, name:str)->float: # `result.loss` of a run that is done
 
 # %% ../../nbs/00_tools/00e_ledger.ipynb #abd6c1bf
 def ledger_table(
-    *prefixes:str,           # Which entries, as for `find`; all if there is none
+    *prefixes:str,           # First parts of the keys, as for `find`; all entries if there is none
     path:str|Path|None=None, # A file; by default the one that comes with the course
-)->Table: # One row an entry, in the order of `prefixes`; what no entry has is left out
-    "Published numbers with their set-up and remark, and the latest of ours with its own."
+)->Table: # One row per entry, in the order of `prefixes`; empty columns are left out
+    "Show published numbers with set-up and remark, and our latest measurement with its set-up."
     entries = {e.key: e for prefix in prefixes or ("",) for e in find(prefix, path)}
     rows, above = [], ""
     for e in entries.values():
@@ -252,15 +253,15 @@ def ledger_table(
 
 # %% ../../nbs/00_tools/00e_ledger.ipynb #c638fe9b
 def _with_unit(value, unit:str, published:float|None=None
-)->str|None: # As it is written: `1.349 nats per token`, `35,938,816`
+)->str|None: # For example `1.349 nats per token` or `35,938,816`
     if value is None: return None
-    # An exact number beside a rounded one
+    # an exact number gets as many decimals as the rounded one
     if published is not None: value = _rounded(float(value), published)
     large = isinstance(value, int) or value == int(value) and 1000 <= abs(value) < 1e15
     return (f"{int(value):,}" if large else repr(value)) + f" {unit}"*bool(unit)
 
 def _after(above:str, setup:str
-)->str: # `as above, d_ff 2048` where `setup` only adds to the one in the row above
+)->str: # `as above, d_ff 2048` if `setup` only adds to the set-up in the row above
     added = setup.removeprefix(above)
     return ("as above" + added if above and setup.startswith(above)
             and (not added or added[0] == ",") else setup)

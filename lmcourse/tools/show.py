@@ -17,10 +17,10 @@ from typing import Any
 
 # %% ../../nbs/00_tools/00c_show.ipynb #2e05a9ec
 def si(
-    value:float,  # In `unit`s
-    unit:str="",  # Say `B` or `FLOP/s`; without one, the prefix stands alone
+    value:float,  # A quantity, in `unit`
+    unit:str="",  # For example `B` or `FLOP/s`; empty for a pure number
 )->str: # Three digits with an SI prefix: `12.3 MB`; a whole number below 1000 is written as it is
-    "A quantity for people to read."
+    "Write a quantity for people to read."
     if not value or not math.isfinite(value) or (abs(value) < 1000 and value == int(value)):
         return f"{value:g} {unit}".rstrip()
     power = min(max(math.floor(math.log10(float(f"{abs(value):.2e}"))/3), -4), 8)
@@ -30,9 +30,9 @@ def si(
 
 # %% ../../nbs/00_tools/00c_show.ipynb #fbb681d8
 def duration(
-    seconds:float, # A length of time; – if it is not finite
-)->str: # The two largest units: `2 min 5 s`, `1 h 3 min`; below a minute `12.3 s`, `340 ms`
-    "A length of time for people to read."
+    seconds:float, # A length of time, in seconds
+)->str: # In the two largest units (`2 min 5 s`), below a minute `12.3 s`; – if not finite
+    "Write a length of time for people to read."
     if not math.isfinite(seconds): return "–"
     if seconds < 0: return "-" + duration(-seconds)
     if float(f"{seconds:.3g}") < 60: return si(float(f"{seconds:.3g}"), "s")
@@ -43,28 +43,28 @@ def duration(
     return f"{whole:,} {name}" + (f" {rest//part} {small}" if rest else "")
 
 # %% ../../nbs/00_tools/00c_show.ipynb #80d16d10
-def _decimals(v:float, digits:int)->int: # Decimals that show `digits` significant digits of `v`
+def _decimals(v:float, digits:int)->int: # Decimals needed for `digits` significant digits of `v`
     return max(0, digits - 1 - math.floor(math.log10(abs(v)))) if v else 0
 
 def _typed(v:float
-)->int|None: # Decimals of `v` as Python prints it, or `None` if it has more than six digits
+)->int|None: # Number of decimals in Python's `repr` of `v`; `None` if it has more than six digits
     number = Decimal(repr(float(v))).normalize().as_tuple()
     return max(0, -int(number.exponent)) if len(number.digits) <= 6 else None
 
 def _fixed(v:float, decimals:int
-)->str: # Thousands separated; powers of ten where a number is too long
+)->str: # With commas between thousands; a power of ten if the number is too long
     if math.isfinite(v) and v and not 1e-5 <= abs(v) < 1e15:
         return re.sub(r"e\+?(-?)0*", r"e\1", f"{v:.4g}")
     return f"{v:,.{decimals}f}" if math.isfinite(v) else str(v)
 
 # %% ../../nbs/00_tools/00c_show.ipynb #da31c210
-def _plain(v): # NumPy and torch scalars as Python ones
+def _plain(v): # Converts NumPy and torch scalars to Python numbers
     return v.item() if hasattr(v, "item") and getattr(v, "shape", None) == () else v
 
 def _number(v)->bool: return isinstance(v, (int, float)) and not isinstance(v, bool)
 
 def _column(values:list)->list: # The text of each cell
-    # The others are powers of ten
+    # all other floats are written with a power of ten
     sizes = [abs(v) for v in values if isinstance(v, float) and 1e-5 <= abs(v) < 1e15]
     typed = [_typed(v) for v in sizes]
     spread = max(sizes)/min(sizes) if sizes else 1
@@ -83,10 +83,10 @@ def _column(values:list)->list: # The text of each cell
 
 # %% ../../nbs/00_tools/00c_show.ipynb #782dd983
 class Table:
-    "Rows of values that render as HTML, as markdown and as text."
+    "A table that renders itself as HTML, as markdown and as text."
     def __init__(self,
-        rows:list,       # One dict a row: heading to value
-        units:dict|None=None, # Heading to its unit, which is put behind the heading
+        rows:list,       # One dict per row, from heading to value
+        units:dict|None=None, # Heading to its unit, which is written after the heading
     ):
         for r in rows:
             if not isinstance(r, dict):
@@ -110,7 +110,7 @@ class Table:
     def _repr_markdown_(self): return _markdown(self)
 
 # %% ../../nbs/00_tools/00c_show.ipynb #cb94ed7f
-def _code(cell): # What stands between backticks is code
+def _code(cell): # Text between backticks becomes code
     return re.sub("`([^`\n]+)`", r"<code>\1</code>", html.escape(cell))
 
 def _html(table:Table)->str:
@@ -125,7 +125,7 @@ def _html(table:Table)->str:
     return (f'<table style="font-variant-numeric: '
             f'tabular-nums">\n<thead>{head}</thead>\n<tbody>\n{body}\n</tbody>\n</table>')
 
-def _markdown(table:Table)->str: # Signs that mean something in markdown are escaped
+def _markdown(table:Table)->str: # Escapes characters with a special meaning in markdown
     def row(cells):
         return "| " + " | ".join(re.sub(r"([\\`*_$|<\[])", r"\\\1", c).replace("\n", " ")
                                  for c in cells) + " |"
@@ -134,7 +134,7 @@ def _markdown(table:Table)->str: # Signs that mean something in markdown are esc
 
 # %% ../../nbs/00_tools/00c_show.ipynb #f3f1fd94
 def _width(text:str
-    # Columns that a terminal gives to `text`: two for a wide character, none for a combining one
+    # Width in columns of a terminal: two for a wide character, none for a combining one
 )->int:
     return sum(0 if unicodedata.combining(c) else 2 if unicodedata.east_asian_width(c) in "WF"
                else 1 for c in text)
@@ -150,7 +150,7 @@ def _lines(cells:list, widths:list, right:list
     return "\n".join(lines)
 
 def _text(table:Table, width:int
-    # Where it would be wider than `width`, headings and words are wrapped, the widest column first
+    # Wraps headings and words, the widest column first, if the table is wider than `width`
 )->str:
     if not table.columns: return "(no rows)"
     widths = [max(map(_width, c)) for c in zip(table.headings, *table.cells)]
@@ -166,8 +166,8 @@ def _text(table:Table, width:int
     return "\n".join(_lines(r, widths, table.right) for r in rows)
 
 # %% ../../nbs/00_tools/00c_show.ipynb #8587b176
-GREY = "#7b7f85" # Text, axes and grid of all plots
-# Lines and bars, in this order
+GREY = "#7b7f85" # for text, axes and grid of all plots
+# for lines and bars, in this order
 COLORS = ["#2f7fd6", "#cf6a1d", "#2a9461", "#d9483f", "#9566d6", "#1591a3", "#cc5698", "#96743c"]
 
 # %% ../../nbs/00_tools/00c_show.ipynb #628f6bdc
@@ -179,7 +179,7 @@ _LOOK:dict = {"text.color": GREY, "axes.labelcolor": GREY, "axes.edgecolor": GRE
          "legend.frameon": False}
 
 def _with_look(owner, names:str
-): # The methods of `owner` with these names use the look whenever they are called
+): # Wraps the methods of `owner` with these names, so that they use the look
     import matplotlib
     def styled(method):
         @functools.wraps(method)
@@ -190,7 +190,7 @@ def _with_look(owner, names:str
     for name in names.split(): setattr(owner, name, styled(getattr(owner, name)))
 
 def _styled_axes(ax
-): # What would be read from the global settings only when ticks and lines are made
+): # Stores on the axes what Matplotlib would read from its settings when it makes ticks and lines
     ax.set_prop_cycle(color=COLORS, linewidth=[1.6]*len(COLORS))
     ax.tick_params(which="both", color=GREY, labelcolor=GREY, labelsize=9)
     _with_look(ax, "annotate axhline axvline legend set_title text twinx twiny")
@@ -198,13 +198,14 @@ def _styled_axes(ax
 
 # %% ../../nbs/00_tools/00c_show.ipynb #c53ac9bd
 def figure(
-    ncols:int=1,      # Plots side by side
-    # Of the whole figure, in inches; by default 6.4 for one plot, 9 for more
+    ncols:int=1,      # Number of plots side by side
+    # Width of the whole figure in inches; by default 6.4 for one plot, 9 for more
     width:float|None=None,
-    height:float=3.4, # In inches
-    **kwargs:Any,     # Passed on to `matplotlib.pyplot.subplots`, say `sharey=True`
+    height:float=3.4, # Height of the figure in inches
+    **kwargs:Any,     # Passed on to `matplotlib.pyplot.subplots`, for example `sharey=True`
 )->tuple: # The figure, and its axes: one, or an array of `ncols`
-    "A figure that can be read on a light and on a dark page. No global setting is changed."
+    """Make a figure that can be read on a light and on a dark page.
+    Matplotlib's global settings stay as they are."""
     import matplotlib, matplotlib.pyplot as plt
     with matplotlib.rc_context(_LOOK):
         fig, axes = plt.subplots(1, ncols, figsize=(width or (6.4 if ncols == 1 else 9), height),
@@ -215,14 +216,14 @@ def figure(
 
 # %% ../../nbs/00_tools/00c_show.ipynb #83ff4c81
 def text_plot(
-    # Name to `(x, y)`, two sequences of one length; values that are not finite are left out
+    # Name to `(x, y)`, two sequences of the same length; values that are not finite are left out
     series:dict,
-    width:int=64,   # Of the drawing area, in characters
-    height:int=12,  # Of the drawing area, in lines
-    xlabel:str="",  # Under the x axis
-    ylabel:str="",  # Over the y axis
-)->str: # Lines of text; each series is named at its right end
-    "A line plot of braille characters, for a terminal."
+    width:int=64,   # Width of the drawing area in characters
+    height:int=12,  # Height of the drawing area in lines
+    xlabel:str="",  # Label under the x axis
+    ylabel:str="",  # Label above the y axis
+)->str: # Lines of text; each series is named on the right, as near to its end as there is room
+    "Draw a line plot with braille characters, for a terminal."
     lines = {name: _points(name, *xy) for name,xy in series.items()}
     lines = {name: xy for name,xy in lines.items() if xy.size}
     if not lines: return "(nothing to plot)"
@@ -230,14 +231,14 @@ def text_plot(
     span = np.where(high > low, high - low, 1)
     dots, names = np.zeros((4*height, 2*width), bool), [""]*height
     for name,xy in lines.items():
-        # In dots, from the lower left
+        # in dots, counted from the lower left
         at = (xy - low[:, None])/span[:, None]*np.array([[2*width - 1], [4*height - 1]])
         for (x0, x1),(y0, y1) in zip(*(np.stack([v[:-1], v[1:]], 1) if len(v) > 1
                                        else [[v[0], v[0]]] for v in at)):
             n = int(max(abs(x1 - x0), abs(y1 - y0))) + 2
             dots[4*height - 1 - np.linspace(y0, y1, n).round().astype(int),
                  np.linspace(x0, x1, n).round().astype(int)] = True
-    # From the lowest end up; a row holds one name
+    # from the lowest end up; there is room for one name per row
     for name,xy in sorted(lines.items(), key=lambda line: line[1][1, -1]):
         row = round(float((high[1] - xy[1, -1])/span[1]*(height - 1)))
         names[min((r for r in range(height) if not names[r]), key=lambda r: (abs(r - row), r),
@@ -247,7 +248,7 @@ def text_plot(
 # %% ../../nbs/00_tools/00c_show.ipynb #30cceed8
 _BITS = np.array([[1, 8], [2, 16], [4, 32], [64, 128]])
 
-def _points(name:str, x, y)->np.ndarray: # `(2, points)`, those that are finite, in the order of x
+def _points(name:str, x, y)->np.ndarray: # `(2, points)`: the finite points, sorted by x
     x, y = np.asarray(x, float), np.asarray(y, float)
     if x.ndim != 1 or x.shape != y.shape:
         raise ValueError(f"text_plot: {name} has x of shape {x.shape} and y of shape {y.shape}")
@@ -255,7 +256,7 @@ def _points(name:str, x, y)->np.ndarray: # `(2, points)`, those that are finite,
     return xy[:, np.argsort(xy[0], kind="stable")]
 
 def _frame(dots, names:list, low, high, xlabel:str, ylabel:str
-)->str: # Characters for the dots; axes, their ends and labels around them
+)->str: # The plot as text: dots as characters, with axes, their limits and labels
     height, width = dots.shape[0]//4, dots.shape[1]//2
     codes = (dots.reshape(height, 4, width, 2)*_BITS[:, None]).sum((1, 3))
     ticks = {height - 1: f"{low[1]:.4g}", 0: f"{high[1]:.4g}"}
@@ -272,13 +273,13 @@ def _frame(dots, names:list, low, high, xlabel:str, ylabel:str
 
 # %% ../../nbs/00_tools/00c_show.ipynb #e7345205
 def progress(
-    iterable:Iterable|None=None, # What to loop over; without it, call `update(n)` on the result
+    iterable:Iterable|None=None, # Items to loop over; without them, call `update(n)` on the result
     total:int|None=None,         # Number of units, if `iterable` does not know its length
-    desc:str="",                 # What stands in front of the bar
-    unit:str="step",             # What is counted; `B` is shown with SI prefixes
+    desc:str="",                 # Text before the bar
+    unit:str="step",             # Unit that is counted; `B` is shown with SI prefixes
 ): # A `tqdm` bar: iterate over it, or use `update`, `set_postfix_str` and `close`
-    """A progress bar that is silent unless the error stream is a terminal; of several processes of
-    `torchrun` the first one has it."""
+    """Show a progress bar if the error stream is a terminal.
+    Under `torchrun` only the first process shows it."""
     from tqdm import tqdm
     quiet = not (sys.stderr and sys.stderr.isatty()) or os.environ.get("RANK", "0") != "0"
     return tqdm(iterable, total=total, desc=desc, unit=unit if unit == "B" else " " + unit,
@@ -287,25 +288,25 @@ def progress(
 
 # %% ../../nbs/00_tools/00c_show.ipynb #1632976e
 def live(
-    # Makes what is shown: axes, a figure, a `Table` or whatever else a notebook can show
+    # Returns the picture: axes, a figure, a `Table` or anything else that a notebook can show
     draw:Callable,
-    # For each argument of `draw` the values to choose from, in order; or a text, to be edited
+    # For each argument of `draw`, the values to choose from, in order; or a text that can be edited
     **choices:Any,
-): # Controls over a picture where a Jupyter kernel runs and has ipywidgets; else the picture alone
-    """A picture to play with.
-    At first each argument has its default in `draw` or, without one, its first value. `ValueError`
-    if it has none."""
+): # Controls above a picture in a Jupyter kernel with ipywidgets; otherwise the picture alone
+    """Show a picture with controls.
+    Each argument starts at its default in `draw` or, without a default, at its first value.
+    Raises `ValueError` if an argument has no values."""
     if _has_kernel():
         with contextlib.suppress(ModuleNotFoundError): return controls(draw, **choices)
     return _settled(draw(**{name: start for name,(start, _) in _offered(draw, choices).items()}))
 
 # %% ../../nbs/00_tools/00c_show.ipynb #09849290
-def _has_kernel()->bool: # Whether widgets can talk to this process
+def _has_kernel()->bool: # Whether this process is a Jupyter kernel, so that widgets work
     shell = sys.modules["IPython"].get_ipython() if sys.modules.get("IPython") else None
     return getattr(shell, "kernel", None) is not None
 
 def _offered(draw:Callable, choices:dict
-)->dict: # For each argument its first value, and all: a default that is not among them joins them
+)->dict: # Argument to (its first value, all its values); a missing default is added to the values
     known = inspect.signature(draw).parameters
     offered:dict = {}
     for name,values in choices.items():
@@ -321,7 +322,7 @@ def _offered(draw:Callable, choices:dict
     return offered
 
 def _settled(shown
-): # Axes as their figure, which the notebook would else draw a second time at the end of the cell
+): # Turns axes into their figure and closes it, so that the notebook doesn't draw it twice
     one = shown.flat[0] if isinstance(shown, np.ndarray) and shown.size else shown
     if not hasattr(fig := getattr(one, "figure", None), "savefig"): return shown
     import matplotlib.pyplot as plt
@@ -333,9 +334,9 @@ def controls(
     draw:Callable, # As for `live`
     **choices:Any, # As for `live`
 ): # A widget: the controls and, under them, the picture
-    """What `live` shows in a live notebook.
-    `ModuleNotFoundError` without ipywidgets; a `ValueError` of `draw` is shown in place of the
-    picture."""
+    """Make the widget that `live` shows in a live notebook.
+    Raises `ModuleNotFoundError` without ipywidgets. If `draw` raises a `ValueError`, its message is
+    shown in place of the picture."""
     try: import ipywidgets
     except ModuleNotFoundError: raise ModuleNotFoundError("controls need ipywidgets: pip install "
                                                           "ipywidgets") from None
@@ -381,16 +382,16 @@ def _text_box(**how):
                 if name == "value" else value)
     class TextBox(ipywidgets.Textarea):
         def __setattr__(self, name, value): super().__setattr__(name, whole(name, value))
-        def set_state(self, state): # what a browser sends
+        def set_state(self, state): # called with what the browser sends
             super().set_state({name: whole(name, value) for name,value in state.items()})
     return TextBox(**how)
 
 # %% ../../nbs/00_tools/00c_show.ipynb #cfb7e83a
 class Sliders:
-    "Pictures that were drawn in advance, and a slider for each argument that tells them apart."
+    "Pictures drawn in advance, and a slider for each argument to choose among them."
     def __init__(self,
         choices:Mapping[str, tuple], # Argument to its values, in order
-        start:tuple,                 # The value of each argument at first
+        start:tuple,                 # The first value of each argument
         pictures:list,               # HTML, one for each combination
     ):
         self.choices, self.start, self.pictures = dict(choices), start, pictures
@@ -443,7 +444,7 @@ def _sliders_html(s:Sliders)->str:
             f'<script>{_SLIDERS.replace("ID", name)}</script>')
 
 # %% ../../nbs/00_tools/00c_show.ipynb #366ee924
-def _as_svg(shown, alt:str)->str: # A figure as an image; anything else as the HTML it has
+def _as_svg(shown, alt:str)->str: # A figure as an SVG image; any other object as its own HTML
     shown = _settled(shown)
     if not hasattr(shown, "savefig"): return _as_html(shown)
     import matplotlib
@@ -454,21 +455,22 @@ def _as_svg(shown, alt:str)->str: # A figure as an image; anything else as the H
     return (f'<img style="max-width:100%;height:auto" width="{100*shown.get_figwidth():.0f}" '
             f'alt="{html.escape(alt)}" src="data:image/svg+xml;base64,{data}">')
 
-def _shorter(svg:str)->str: # Without what no reader sees: half of the size
+def _shorter(svg:str)->str: # Drops invisible parts, which halves the size
     svg = re.sub(r"<!--.*?-->|<metadata>.*?</metadata>|<\?xml.*?\?>|<!DOCTYPE.*?>", "", svg,
                  flags=re.S)
     svg = re.sub(r"font-family: [^;]*;", "font-family: sans-serif;", svg)
-    svg = re.sub(r' id="[\w.]+_\d+"', "", svg)             # Names of groups; clips have no _
+    svg = re.sub(r' id="[\w.]+_\d+"', "", svg)             # names of groups; clip paths have no _
     return re.sub(r"(\.\d\d)\d+", r"\1", re.sub(r"\s*\n\s*", " ", svg))
 
 # %% ../../nbs/00_tools/00c_show.ipynb #ed9982cf
 def sliders(
-    draw:Callable,  # Makes what is shown: axes, a figure, a `Table` or whatever has HTML
-    alt:str="Plot", # What the pictures show, for those who don't see them
-    **choices:Any,  # For each argument of `draw` its values, in order; its default is shown first
+    draw:Callable,  # Returns the picture: axes, a figure, a `Table` or another object with HTML
+    alt:str="Plot", # Description of the pictures for readers who can't see them
+    **choices:Any,  # For each argument of `draw`, its values in order; its default is shown first
 )->Sliders:
-    """A picture with a slider for each argument, which needs no Python where it is read.
-    `ValueError` for no values or for more than 60 pictures."""
+    """Draw a picture for every combination of values, with a slider for each argument.
+    The reader's page needs no Python. Raises `ValueError` for an argument without values or for
+    more than 60 pictures."""
     offered = {name: (start, tuple(values)) for name,(start, values)
                in _offered(draw, {k: list(v) for k,v in choices.items()}).items()}
     ways = [dict(zip(offered, v)) for v in product(*(values for _,values in offered.values()))]

@@ -24,13 +24,13 @@ _KINDS = dict(float64="F64", float32="F32", float16="F16", bfloat16="BF16",
               uint8="U8", bool="BOOL")
 _TYPES = {kind: name for name,kind in _KINDS.items()}
 
-def _kind(t)->str: # Its type, as the format calls it
+def _kind(t)->str: # Name of its type in the file format
     name = str(t.dtype).removeprefix("torch.")
     if name not in _KINDS:
         raise TypeError(f"a tensor of {name} can't be saved, only {', '.join(_KINDS)}")
     return _KINDS[name]
 
-def _raw(t)->np.ndarray: # The bytes of a tensor of torch, or of an array of NumPy or CuPy
+def _raw(t)->np.ndarray: # The bytes of a torch tensor, or of a NumPy or CuPy array
     if not hasattr(t, "detach"):
         return np.ascontiguousarray(t.get() if hasattr(t, "get") else t).reshape(-1).view(np.uint8)
     import torch
@@ -40,8 +40,8 @@ def _raw(t)->np.ndarray: # The bytes of a tensor of torch, or of an array of Num
 def safetensors_chunks(
     tensors:dict,       # Name to array or tensor
     metadata:dict|None=None, # Text to text
-)->list: # The bytes of the file: its header, then a function for each tensor that gives its bytes
-    """The parts of a safetensors file, in order.
+)->list: # The header as bytes, then for each tensor a function that returns its bytes
+    """Make the parts of a safetensors file, in order.
     Wide types come first, so that each tensor lies at a multiple of its type's size."""
     tensors = dict(sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize))
     header, end = ({"__metadata__": metadata} if metadata else {}), 0
@@ -71,7 +71,7 @@ class _Stored: # A tensor in a file
 
 class _InParts(_Stored): # A tensor whose blocks lie in several files
     parts:list
-    def __init__(self, parts:list): # Pairs: the block, and where it begins
+    def __init__(self, parts:list): # Pairs: a block, and where it begins
         shape = tuple(max(ends) for ends in zip(*([b + n for b,n in zip(begin, p.shape)]
                                                   for p,begin in parts)))
         for name,value in dict(kind=parts[0][0].kind, shape=shape, parts=parts).items():
@@ -107,21 +107,21 @@ def _stored(body:np.ndarray, dtype:str, shape:list, data_offsets:list)->_Stored:
 
 # %% ../../nbs/04_training/04d_checkpoint.ipynb #ee7d54c8
 def unique_tensors(
-    # A module, as it is, compiled or wrapped for data parallelism; or a dict of name to array or
-    # tensor
+    # A module (which may be compiled or wrapped for data parallelism), or a dict from name to array
+    # or tensor
     model:Any,
 )->dict: # Plain name to tensor or array, sharing memory with the model
-    "Weights and buffers of a model, each once, under the first of its names."
+    "Collect the weights and buffers of a model, each once, under the first of its names."
     found = {}
     for name,t in _all_tensors(model).items():
         found.setdefault(_place(t) if math.prod(t.shape) else name, (name, t))
     return dict(found.values())
 
 # %% ../../nbs/04_training/04d_checkpoint.ipynb #b2c45b56
-# Parts of names that torch's wrappers add
+# parts of names that torch's wrappers add
 _WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
 
-def _inner(model): # What is wrapped
+def _inner(model): # The module inside a wrapper
     from torch.nn.parallel import DataParallel, DistributedDataParallel
     while True:
         if hasattr(model, "_orig_mod"): model = model._orig_mod
@@ -136,7 +136,7 @@ def _all_tensors(model)->dict:
     return (model if isinstance(model, dict)
             else {_plain(name): t for name,t in _inner(model).state_dict().items()})
 
-def _place(t)->tuple: # Equal for two names of one tensor
+def _place(t)->tuple: # Place in memory, equal for two names of one tensor
     if hasattr(t, "data_ptr"): return t.data_ptr(), t.shape, t.stride(), t.dtype
     return (t.__array_interface__["data"][0] if isinstance(t, np.ndarray)
             else t.data.ptr), t.shape, t.strides, t.dtype
@@ -144,12 +144,12 @@ def _place(t)->tuple: # Equal for two names of one tensor
 # %% ../../nbs/04_training/04d_checkpoint.ipynb #bbb8bcbf
 def named_state(
     model:Any,     # As for `unique_tensors`
-    optimizer:Any, # Any of torch; `AdamWNp`; or what this function gives
-    # `kind`, `state` (name to dict of tensors and numbers) and `param_groups`, with names as
-    # `params`
+    optimizer:Any, # A torch optimizer, `AdamWNp`, or a result of this function
+    # `kind`, `state` (name to dict of tensors and numbers) and `param_groups`, in which `params`
+    # are names
 )->dict:
-    """The state of an optimizer by the names of parameters.
-    `ValueError` if it holds others than the model's."""
+    """Return the state of an optimizer by the names of the parameters.
+    Raises `ValueError` if the optimizer has parameters that the model lacks."""
     if isinstance(optimizer, dict): return optimizer
     if not hasattr(optimizer, "param_groups"): return _named_np(model, optimizer)
     groups = _group_names(model, optimizer)
@@ -170,7 +170,7 @@ def _group_names(model, optimizer
         raise ValueError("the optimizer holds a parameter that is not the model's")
     return groups
 
-def _named_np(params:dict, o)->dict: # Of an `AdamWNp`
+def _named_np(params:dict, o)->dict: # State of an `AdamWNp`, by name
     if not all(hasattr(o, name) for name in ("params", "m", "v", "t")):
         raise TypeError(f"optimizer: {type(o).__name__}, expected one of torch or AdamWNp")
     if o.params.keys() != params.keys() or any(o.params[n] is not a for n,a in params.items()):
@@ -183,14 +183,14 @@ def _named_np(params:dict, o)->dict: # Of an `AdamWNp`
                                      for n in params}, param_groups=groups)
 
 # %% ../../nbs/04_training/04d_checkpoint.ipynb #ce57e840
-def _split(named:dict)->tuple: # Tensors by name, and what else there is
+def _split(named:dict)->tuple: # Tensors by name, and everything else
     tensors, numbers = {}, {}
     for name,state in named["state"].items():
         for key,value in state.items():
             (tensors if hasattr(value, "dtype") else numbers)[f"{key}.{name}"] = value
     return tensors, dict(kind=named.get("kind"), groups=named["param_groups"], numbers=numbers)
 
-def _join(tensors:dict, rest:dict)->dict: # Back again
+def _join(tensors:dict, rest:dict)->dict: # The reverse of `_split`
     state = {}
     for key,value in (tensors | rest["numbers"]).items():
         kind, _, name = key.partition(".")
@@ -198,7 +198,7 @@ def _join(tensors:dict, rest:dict)->dict: # Back again
     return dict(kind=rest["kind"], state=state, param_groups=rest["groups"])
 
 # %% ../../nbs/04_training/04d_checkpoint.ipynb #331d2ae2
-def _to_text(v): # Arrays, also within dicts, as what JSON can hold
+def _to_text(v): # Converts arrays, also within dicts, to values that JSON can hold
     if isinstance(v, dict): return {k: _to_text(x) for k,x in v.items()}
     if isinstance(v, np.ndarray):
         return dict(dtype=str(v.dtype), base64=base64.b64encode(v.tobytes()).decode())
@@ -210,12 +210,12 @@ def _from_text(v):
         return np.frombuffer(base64.b64decode(v["base64"]), v["dtype"]).copy()
     return {k: _from_text(x) for k,x in v.items()}
 
-def _state_of(generator): # Of NumPy or torch
+def _state_of(generator): # State of a generator of NumPy or torch
     return (generator.bit_generator.state if hasattr(generator, "bit_generator")
             else generator.get_state().numpy())
 
 # %% ../../nbs/04_training/04d_checkpoint.ipynb #437e838d
-def _random_states(generators:dict)->dict: # Those of torch, if it is in use, and the given ones
+def _random_states(generators:dict)->dict: # Torch's, if loaded, and the given ones
     own = {}
     if torch := sys.modules.get("torch"):
         own["cpu"] = torch.get_rng_state().numpy()
@@ -224,7 +224,7 @@ def _random_states(generators:dict)->dict: # Those of torch, if it is in use, an
     return _to_text(dict(torch=own,
                          generators={name: _state_of(g) for name,g in generators.items()}))
 
-def restore_torch_random(states:dict): # A card that is not here is passed over
+def restore_torch_random(states:dict): # States of GPUs that this machine lacks are skipped
     if not (torch := sys.modules.get("torch")): return
     for device,state in _from_text(states).items():
         if device == "cpu": torch.set_rng_state(torch.from_numpy(state))
@@ -232,7 +232,7 @@ def restore_torch_random(states:dict): # A card that is not here is passed over
             torch.cuda.set_rng_state(torch.from_numpy(state), device)
 
 # %% ../../nbs/04_training/04d_checkpoint.ipynb #dd265f9b
-def _generator_states(saved:dict, generators:dict, where)->list: # Pairs: generator, its state to be
+def _generator_states(saved:dict, generators:dict, where)->list: # Pairs: generator, its saved state
     pairs = []
     for name,g in generators.items():
         if name not in saved:
@@ -253,13 +253,12 @@ def _restore(generator, state):
 # %% ../../nbs/04_training/04d_checkpoint.ipynb #0471d156
 BLANK_DIGEST, _MARK = b"0"*64, b'"sha256": "'
 
-def _digest(parts)->str: # Of byte strings, or of functions that give them, one after the other
+def _digest(parts)->str: # Digest of byte strings, or of functions that return them
     digest = hashlib.sha256()
     for part in parts: digest.update(part() if callable(part) else part)
     return digest.hexdigest()
 
-def seal_text(text:bytes, *more:bytes
-)->bytes: # `text` with the digest of all in place of its first blank
+def seal_text(text:bytes, *more:bytes)->bytes: # `text` with the digest of all as its first blanks
     return text.replace(BLANK_DIGEST, _digest((text, *more)).encode(), 1)
 
 def _check_seal(text:bytes, where, *more):
@@ -272,15 +271,16 @@ def _check_seal(text:bytes, where, *more):
 # %% ../../nbs/04_training/04d_checkpoint.ipynb #4cce705e
 def save_checkpoint(
     model:Any,                 # As for `unique_tensors`
-    optimizer:Any,             # Any of torch, or `AdamWNp`; none for the weights alone
-    iteration:int,             # Steps done
-    out:Any,                   # A folder; FILE.safetensors; or a file opened to write bytes
-    config:dict|None=None,     # To build the model again; plain JSON values
-    state:dict|None=None,      # What else the run needs to go on; plain JSON values
-    generators:dict|None=None, # Name to generator of NumPy or torch, for their states
+    optimizer:Any,             # A torch optimizer or `AdamWNp`; `None` saves the weights only
+    iteration:int,             # Number of steps done
+    out:Any,                   # A folder, a path FILE.safetensors, or a file opened to write bytes
+    config:dict|None=None,     # Config of the model, to rebuild it; plain JSON values
+    state:dict|None=None,      # Further values that the run needs to continue; plain JSON values
+    generators:dict|None=None, # Name to generator of NumPy or torch, whose states are saved
 ):
-    """Save a run. Whenever this is interrupted, what `out` held before is still whole.
-    `OSError` if it can't be written."""
+    """Save a run.
+    If the call is interrupted, the previous content of `out` stays intact. Raises `OSError` if
+    `out` can't be written."""
     contents = checkpoint_contents(model, optimizer, iteration, config or {}, state or {},
                                    generators or {})
     if hasattr(out, "write"): _write(out, _one_file(*contents))
@@ -304,7 +304,7 @@ def checkpoint_contents(model:Any, optimizer:Any, iteration:int, config:dict, st
 
 # %% ../../nbs/04_training/04d_checkpoint.ipynb #afe1e1f2
 def _check_plain(value, place:str
-): # That JSON gives it back as it is, but for tuples, which become lists
+): # Raises an error unless JSON can restore the value (tuples may become lists)
     if isinstance(value, dict):
         for k in value:
             if not isinstance(k, str): raise TypeError(f"{place} has the key {k!r}, expected text")
@@ -326,7 +326,7 @@ def _write_files(folder:Path, weights:dict, tensors:dict, record:dict, config:di
     record = dict(sha256=BLANK_DIGEST.decode()) | record | dict(files=written)
     write_digested(folder/"state.json", [seal_text(json_bytes(record))])
 
-def write_digested(path:Path, chunks:list)->dict: # Its size and digest
+def write_digested(path:Path, chunks:list)->dict: # Size and digest of the file
     with open(path, "xb") as f: return _write(f, chunks)
 
 # %% ../../nbs/04_training/04d_checkpoint.ipynb #6cd093cb
@@ -336,7 +336,7 @@ def _write(file, chunks:list)->dict: # Size and digest of what was written
         data = memoryview(chunk() if callable(chunk) else chunk)
         digest.update(data)
         size += len(data)
-        # An unbuffered file may take a part only
+        # an unbuffered file may write only a part
         while data and (n := file.write(data)) is not None: data = data[n:]
     return dict(bytes=size, sha256=digest.hexdigest())
 
@@ -345,8 +345,8 @@ def write_safetensors(
     path:str|Path,           # A new file
     tensors:dict,            # Name to array or tensor
     metadata:dict|None=None, # Text to text
-)->dict: # Its `bytes` and `sha256`
-    "Write tensors into a file of their own."
+)->dict: # `bytes` and `sha256` of the file
+    "Write tensors to a safetensors file."
     return write_digested(Path(path), safetensors_chunks(tensors, metadata))
 
 # %% ../../nbs/04_training/04d_checkpoint.ipynb #8cc620c7
@@ -383,7 +383,7 @@ def _save_folder(path:Path, contents:tuple):
 
 # %% ../../nbs/04_training/04d_checkpoint.ipynb #1315efd7
 @contextmanager
-def in_one_line(path:Path): # What the system refuses, with the name of the checkpoint
+def in_one_line(path:Path): # Turns errors of the system into one line that names the checkpoint
     try: yield
     except OSError as e:
         if e.errno is None: raise
@@ -391,17 +391,18 @@ def in_one_line(path:Path): # What the system refuses, with the name of the chec
 
 # %% ../../nbs/04_training/04d_checkpoint.ipynb #24690a05
 def load_checkpoint(
-    # What `save_checkpoint` wrote: a folder, a file, or a file opened to read bytes
+    # A checkpoint of `save_checkpoint`: a folder, a file, or a file opened to read bytes
     src:Any,
     model:Any,                 # As for `unique_tensors`; its weights are overwritten
-    # To go on training: its state, its groups' numbers and torch's random states are overwritten
+    # To continue training: the optimizer's state and settings, and torch's random states, are
+    # overwritten
     optimizer:Any=None,
-    # Expected values, nested as in the one that was saved; what is not named is not compared
+    # Expected values, nested as in the saved config; values that are missing here are not compared
     config:dict|None=None,
     generators:dict|None=None, # Name to generator; their states are overwritten
-)->int: # Steps done
-    """Put a run back as it was saved.
-    `ValueError` or `FileNotFoundError`, and nothing is changed, if that can't be."""
+)->int: # Number of steps done
+    """Restore a run from a checkpoint.
+    If that is impossible, raises `ValueError` or `FileNotFoundError` and changes nothing."""
     where, record, there, tensors = read_record(src)
     if config is not None: require_same_config(there, json.loads(json.dumps(config)), where)
     own, weights = unique_tensors(model), tensors("model")
@@ -410,7 +411,7 @@ def load_checkpoint(
     put = (None if optimizer is None
            else optimizer_values(where, record["optimizer"], tensors, model, optimizer))
     if put is not None:
-        put()                                                   # the optimizer may still refuse
+        put()                                                   # the optimizer may still reject it
         restore_torch_random(record["random"]["torch"])
     for name,t in own.items(): weights[name].put(t)
     for g,state in pairs: _restore(g, state)
@@ -419,24 +420,25 @@ def load_checkpoint(
 # %% ../../nbs/04_training/04d_checkpoint.ipynb #ff072dce
 def read_config(
     src:Any, # As for `load_checkpoint`
-)->dict: # As it was given to `save_checkpoint`
-    "The config of a checkpoint, to build its model from."
+)->dict: # The config that was passed to `save_checkpoint`
+    "Read the config of a checkpoint, from which its model can be rebuilt."
     return read_record(src)[2]
 
 def read_state(
     src:Any, # As for `load_checkpoint`
-)->dict: # As it was given to `save_checkpoint`
-    "What else a run needs to go on."
+)->dict: # The state that was passed to `save_checkpoint`
+    "Read the further values that a run needs to continue."
     return read_record(src)[1]["state"]
 
 # %% ../../nbs/04_training/04d_checkpoint.ipynb #c89e7ffc
 def read_record(src:Any
-    # Name for errors, record, config, and a function from "model" or "optimizer" to its tensors
+    # Name for error messages, record, config, and a function that returns the tensors of "model"
+    # or "optimizer"
 )->tuple:
     if hasattr(src, "read"):
         return _read_one(src.read(), str(getattr(src, "name", "the file object")))
     path, aside = Path(src), Path(f"{src}.old")
-    # A second save of the same step was cut off
+    # a second save of the same step was interrupted
     if not path.exists() and aside.is_dir(): path = aside
     if path.is_file(): return _read_one(mapped_bytes(path), path)
     if not (path/"state.json").is_file():
@@ -447,11 +449,11 @@ def read_record(src:Any
             lambda kind: stored_tensors(path, record, kind))
 
 # %% ../../nbs/04_training/04d_checkpoint.ipynb #182f546f
-def mapped_bytes(file:Path)->np.ndarray: # Its bytes; an empty file can't be mapped
+def mapped_bytes(file:Path)->np.ndarray: # Bytes of a file; an empty one can't be mapped
     return np.memmap(file, np.uint8, "r") if file.stat().st_size else np.zeros(0, np.uint8)
 
 def intact_bytes(file:Path, record:dict
-)->np.ndarray: # The bytes of a file, if they are as they were written
+)->np.ndarray: # The bytes of a file, after comparing its size and digest with the record
     if not file.is_file(): raise FileNotFoundError(f"{file}: no such file")
     data, wanted = mapped_bytes(file), record["files"][file.name]
     if len(data) != wanted["bytes"]:
@@ -461,7 +463,7 @@ def intact_bytes(file:Path, record:dict
     return data
 
 def stored_tensors(folder:Path, record:dict, kind:str, read:Callable=intact_bytes
-)->dict: # Name to `_Stored`; from one file, or from one of each process
+)->dict: # Name to `_Stored`, from a single file or from one file per process
     files = sorted(name for name in record["files"]
                    if re.fullmatch(rf"{kind}(-\d+-of-\d+)?\.safetensors", name))
     parts:dict = {}
@@ -475,7 +477,7 @@ def stored_tensors(folder:Path, record:dict, kind:str, read:Callable=intact_byte
             for tensor,found in parts.items()}
 
 # %% ../../nbs/04_training/04d_checkpoint.ipynb #fb02c48c
-def _read_one(data, where)->tuple: # As `read_record`, from the bytes of one file
+def _read_one(data, where)->tuple: # As for `read_record`, from the bytes of one file
     if isinstance(data, str): raise TypeError(f"{where}: opened as text, expected bytes")
     data = np.frombuffer(data, np.uint8)
     stored, metadata = _parse(data, where)
@@ -508,7 +510,7 @@ def require_same_tensors(there:dict, here:dict, where:Any):
 
 # %% ../../nbs/04_training/04d_checkpoint.ipynb #15f65bfd
 def optimizer_values(where:Any, rest:dict, tensors:Any, model:Any, optimizer:Any
-): # A function that puts the state into the optimizer
+): # A function that restores the optimizer's state
     if rest is None: raise ValueError(f"{where}: saved without an optimizer")
     saved, here = _join(tensors("optimizer"), rest), named_state(model, optimizer)
     if rest["kind"] != here.get("kind", rest["kind"]) and rest["kind"]:
@@ -557,9 +559,9 @@ def _into_np(where, state:dict, groups:list, o
 class Checkpoints:
     "The checkpoints of a run: folders like step_000500 in one folder."
     def __init__(self,
-        folder:str|Path, # Made when the first is saved
-        keep:int=2,      # Latest to keep
-        keep_best:int=1, # Best to keep, of those with a validation loss
+        folder:str|Path, # Folder of the checkpoints, created with the first
+        keep:int=2,      # Number of latest checkpoints to keep
+        keep_best:int=1, # Number of best checkpoints to keep, by validation loss
     ):
         if keep < 1 or keep_best < 0:
             raise ValueError(f"Checkpoints: {keep = }, {keep_best = }, "
@@ -567,21 +569,21 @@ class Checkpoints:
         self.folder, self.keep, self.keep_best = Path(folder), keep, keep_best
 
     def latest(self)->Path|None: # None if there is no checkpoint
-        "The checkpoint of the highest step. What an interrupted save left behind is passed over."
+        "Return the checkpoint of the highest step. Remains of an interrupted save are ignored."
         return list(self._found().values())[-1] if self._found() else None
 
     def best(self)->Path|None: # None if no checkpoint has a validation loss
-        "The checkpoint of the lowest validation loss; of equals, the first."
+        "Return the checkpoint with the lowest validation loss; of equals, the first."
         return next(iter(self._ranked()), None)
 
     def save(self,
         model:Any, optimizer:Any, iteration:int, # As for `save_checkpoint`
-        valid_loss:float|None=None,              # Where it was measured; it becomes part of `state`
+        valid_loss:float|None=None, # Validation loss, if measured; it becomes part of `state`
         state:dict|None=None,                    # As for `save_checkpoint`
-        write:Callable=save_checkpoint,          # What writes it
+        write:Callable=save_checkpoint,          # Function that writes the checkpoint
         **more:Any,                              # As for `save_checkpoint`
     )->Path: # The new checkpoint
-        "Save one more, then delete those that are neither among the latest nor among the best."
+        "Save a checkpoint, then delete those that are neither among the latest nor the best."
         for leftover in self.folder.glob("step_*.tmp"): shutil.rmtree(leftover)
         path = self.folder/f"step_{iteration:06d}"
         state = (state or {}) | ({} if valid_loss is None else dict(valid_loss=float(valid_loss)))
@@ -592,7 +594,7 @@ class Checkpoints:
             if p not in kept: _remove(p)
         return path
 
-    def _all(self)->list: # Whole checkpoints by step; one about to be replaced before its successor
+    def _all(self)->list: # Complete checkpoints by step; one that is being replaced comes first
         folders = (p for p in self.folder.glob("step_*") if p.is_dir())
         found = ((re.fullmatch(r"step_(\d+)(\.old)?", p.name), p) for p in folders)
         return [p for *_,p in sorted((int(m[1]), not m[2], p) for m,p in found if m)]
@@ -606,12 +608,12 @@ class Checkpoints:
         return sorted(losses, key=losses.__getitem__)
 
 # %% ../../nbs/04_training/04d_checkpoint.ipynb #90bf2524
-def _valid_loss(path:Path)->float|None: # None where none was noted, or it can't be read
+def _valid_loss(path:Path)->float|None: # `None` if none was saved, or if it can't be read
     try: loss = read_state(path).get("valid_loss")
     except (ValueError, OSError): return None
     return None if loss is None or math.isnan(loss) else loss
 
-def _remove(path:Path): # A folder that is half deleted must not look whole
+def _remove(path:Path): # A half-deleted folder must not look complete
     gone = path.with_name(path.name.removesuffix(".old") + ".tmp")
     os.rename(path, gone)
     shutil.rmtree(gone)

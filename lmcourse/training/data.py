@@ -27,17 +27,17 @@ from ..tools.show import progress
 from ..tools.stories import STORY_CORPORA, Stories
 
 # %% ../../nbs/04_training/04a_data.ipynb #e948fe0b
-def _files(prefix)->tuple: # NAME.bin, NAME.idx, NAME.json
+def _files(prefix)->tuple: # Paths of NAME.bin, NAME.idx and NAME.json
     return tuple(Path(f"{prefix}{suffix}") for suffix in (".bin", ".idx", ".json"))
 
-def _dtype(vocab_size:int)->np.dtype: # Of the ids on disk
+def _dtype(vocab_size:int)->np.dtype: # Type of the ids on disk
     return np.dtype("<u2" if vocab_size <= 2**16 else "<u4")
 
 # %% ../../nbs/04_training/04a_data.ipynb #4d254f74
 def sha256(
-    path:str|Path, # A file
+    path:str|Path, # Path of a file
 )->str: # 64 hexadecimal digits
-    "The SHA-256 of a file's bytes."
+    "Compute the SHA-256 of a file's bytes."
     with open(path, "rb") as f: return hashlib.file_digest(f, "sha256").hexdigest()
 
 # %% ../../nbs/04_training/04a_data.ipynb #40e991a2
@@ -45,7 +45,7 @@ def document_batches(
     texts:Iterable[str], # Documents
     most:int,            # Bytes of UTF-8 after which a batch ends
 )->Iterator[list]: # Lists of documents, in order; a document is never cut
-    "Documents a few megabytes at a time."
+    "Group documents into batches of a few megabytes."
     batch, size = [], 0
     for text in texts:
         batch.append(text)
@@ -65,10 +65,11 @@ def _utf8(text)->bytes:
 def encode_documents(
     texts:list,    # Documents
     tokenizer:Any, # As for `write_tokens`
-    number:int=0,  # Of the first, for errors
-    threads:int=1, # For a tokenizer that has `encode_batch`
-)->tuple: # Ids of all, each document with its end, and the place of the first token of each
-    "Texts to ids. `ValueError` for an id that can't be, or an end of text within a document."
+    number:int=0,  # Number of the first document, for error messages
+    threads:int=1, # Number of threads, if the tokenizer has `encode_batch`
+)->tuple: # Ids of all documents, each with an end-of-text id, and the index of each one's first id
+    """Encode documents as ids.
+    Raises `ValueError` for an impossible id, or for an end of text within a document."""
     if hasattr(tokenizer, "encode_batch"): ids, offsets = tokenizer.encode_batch(texts, threads)
     else:
         parts = [np.asarray(tokenizer.encode(text), np.int64) for text in texts]
@@ -88,12 +89,12 @@ def _bad_document(ids:np.ndarray, number:int, tokenizer)->ValueError:
 
 # %% ../../nbs/04_training/04a_data.ipynb #97ed26e5
 class TokenWriter:
-    "Files in the making: `append` makes them longer, `finish` gives them their names."
-    documents:int; bytes:int; sums:list; texts:Any; told:str|None; files:list # What `_check` finds
+    "Writes token files step by step: `append` adds a batch, `finish` gives the files their names."
+    documents:int; bytes:int; sums:list; texts:Any; told:str|None; files:list # Set by `_check`
     def __init__(self,
         prefix:str|Path, # As for `write_tokens`
-        job:dict,        # What must be the same for going on; plain JSON values
-        dtypes:tuple,    # Of the numbers in .bin, .idx and perhaps .nats
+        job:dict,        # Settings that must be the same to continue; plain JSON values
+        dtypes:tuple,    # Number types in .bin, .idx and perhaps .nats
     ):
         self.prefix, self.job = prefix, json.loads(json.dumps(job))
         self.dtypes = [np.dtype(d) for d in dtypes]
@@ -106,15 +107,16 @@ class TokenWriter:
         self.files = [open(f, "a+b") for f in self.parts]
         if not self._check(found): self._check(dict(lengths=[0]*len(dtypes)))
 
-    def _check(self, note:dict)->bool: # Cut the files to the note's lengths; are they what it says?
+    def _check(self, note:dict)->bool: # Truncates the files as noted, and compares
         if not note: return False
         self.sums = [_cut(file, length) for file,length in zip(self.files, note["lengths"])]
         self.documents, self.bytes = note.get("documents", 0), note.get("bytes", 0)
         self.texts, self.told = hashlib.sha256(), note.get("texts")
         return "sha256" not in note or [s.hexdigest() for s in self.sums] == note["sha256"]
 
-    def skip(self, texts:Iterator[str]): # From the first on; those that are done are taken from it
-        "Read past the documents that are in the files. `ValueError` if they are others."
+    def skip(self, texts:Iterator[str]): # All documents; consumes those already written
+        """Skip the documents that are already in the files.
+        Raises `ValueError` if they are different documents."""
         for text in islice(texts, self.documents): self._read(text)
         if self.documents and self.texts.hexdigest() != self.told:
             raise UserError(f"{self.prefix}: the first {self.documents:,} documents are not those "
@@ -124,7 +126,7 @@ class TokenWriter:
         texts:list,     # Documents
         numbers:tuple,  # Arrays for .bin, .idx and perhaps .nats
     ):
-        "Add a batch, and note it."
+        "Add a batch to the files, and record it in the note."
         for file,sum,values,dtype in zip(self.files, self.sums, numbers, self.dtypes):
             file.write(data := np.ascontiguousarray(values, dtype).tobytes())
             file.flush()
@@ -135,7 +137,7 @@ class TokenWriter:
             job=self.job, documents=self.documents, bytes=self.bytes, texts=self.texts.hexdigest(),
             lengths=[f.tell() for f in self.files], sha256=[s.hexdigest() for s in self.sums]))
 
-    def _read(self, text:str)->int: # Its bytes; notes them in the hash of all texts
+    def _read(self, text:str)->int: # Number of its bytes, which are added to the hash of all texts
         data = _utf8(text)
         self.texts.update(len(data).to_bytes(8, "little") + data)
         return len(data)
@@ -143,8 +145,8 @@ class TokenWriter:
     @property
     def tokens(self)->int: return self.files[0].tell()//self.dtypes[0].itemsize
 
-    def finish(self, info:dict): # For `prefix`.json
-        "Give the files their names."
+    def finish(self, info:dict): # Content of `prefix`.json
+        "Give the finished files their names."
         with atomic_write(f"{self.prefix}.json", durable=True) as whole:
             whole.write_text(json.dumps(info, indent=2) + "\n", encoding="utf-8")
             for f in self.files: f.close()
@@ -153,7 +155,7 @@ class TokenWriter:
         self.remove()
 
     def remove(self):
-        "Close the files and remove what is not whole."
+        "Close the files and remove those that are unfinished."
         self.close()
         names = ("json.tmp", "json.part.tmp", "json.part", "bin.part", "idx.part", "nats.part",
                  "lock.part")
@@ -175,32 +177,32 @@ def _read_note(prefix)->dict: # Empty if there is none
     return note if note.keys() >= set(wanted.split()) else {}
 
 # %% ../../nbs/04_training/04a_data.ipynb #f9f0d3cc
-def _cut(file, length:int): # To what its note says; the SHA-256 of that
+def _cut(file, length:int): # Truncates a file to `length`; returns the SHA-256 of the rest
     file.truncate(min(length, file.seek(0, os.SEEK_END)))
     file.seek(0)
     return hashlib.file_digest(file, "sha256")
 
-def _recover(prefix, job:dict, names:list)->dict: # The note, if it is about this job; else empty
+def _recover(prefix, job:dict, names:list)->dict: # The note, if it is of this job
     note = _read_note(prefix)
     if not note or note["job"] != job or len(note["sha256"]) != len(names): return {}
     written = _read_or_empty(Path(f"{prefix}.json")).get("sha256")
-    if written == note["sha256"][:2]: return {}                         # all was done
+    if written == note["sha256"][:2]: return {}                         # the job was finished
     for name,digest in zip(names, note["sha256"]):
         if not _part(name).exists() and name.exists() and sha256(name) == digest:
-            os.replace(name, _part(name))                               # a kill between the renames
+            os.replace(name, _part(name))                               # killed between the renames
     return note
 
 # %% ../../nbs/04_training/04a_data.ipynb #85129f43
 def unfinished(
     prefix:str|Path, # As given to `write_tokens`
-)->dict: # `documents` and `bytes` that are done; empty if nothing was cut off
-    "How far a call of `write_tokens` had come that was cut off."
+)->dict: # Numbers of `documents` and `bytes` that are written; empty if nothing is unfinished
+    "Return how far an interrupted call of `write_tokens` had come."
     note = _read_note(prefix)
     return {key: note[key] for key in ("documents", "bytes") if note}
 
 # %% ../../nbs/04_training/04a_data.ipynb #7d7f5692
 def _made_ahead(make:Callable, items:Iterable
-)->Iterator: # `make(item)` of each in order, in a thread, while the next item is read
+)->Iterator: # `make(item)` for each item in order, computed in a thread while the next is read
     with ThreadPoolExecutor(1) as pool:
         job = None
         for item in items:
@@ -210,22 +212,22 @@ def _made_ahead(make:Callable, items:Iterable
 
 # %% ../../nbs/04_training/04a_data.ipynb #10f0b130
 def write_tokens(
-    prefix:str|Path,           # Path without suffix; the folder is made if there is none
-    # Documents, in any number, the same ones in the same order when an unfinished call is made
-    # again
+    prefix:str|Path,           # Path without suffix; the folder is created if needed
+    # Documents; to continue after an interruption, pass the same ones in the same order
     texts:Iterable[str],
     # Has `encode(text)` or `encode_batch(texts, threads)`, `end_of_text`, `vocab_size` and `digest`
     tokenizer:Any,
-    source:str,                # Where the documents come from, for the record
-    meta:dict|None=None,       # More for the record; plain JSON values
-    # -log p of a document, its end included, where the source is known exactly
+    source:str,                # Where the documents come from, saved in the record
+    meta:dict|None=None,       # Further values for the record; plain JSON values
+    # Function that returns -log p of a document, its end included, if the source is known exactly
     nats:Callable[[str], float]|None=None,
-    threads:int|None=None,     # For `encode_batch`; all cores if none
-    total_bytes:int|None=None, # Of the texts about, for the progress bar
-    batch_bytes:int=1 << 22,   # Of the texts that are tokenized at a time and then noted
-)->dict: # What was written to `prefix`.json
-    """Tokenize documents once, into `prefix`.bin, .idx and .json.
-    `ValueError` if there are none; what fails leaves no files, what is cut off goes on."""
+    threads:int|None=None,     # Number of threads for `encode_batch`; default: all cores
+    total_bytes:int|None=None, # Approximate size of the texts, for the progress bar
+    batch_bytes:int=1 << 22,   # Bytes of text that are tokenized and recorded at a time
+)->dict: # The record, as written to `prefix`.json
+    """Tokenize documents into the files `prefix`.bin, .idx and .json.
+    Raises `ValueError` if there are no documents. A call that fails leaves no files; a call that
+    was interrupted can be repeated and continues."""
     if isinstance(texts, str):
         raise TypeError("texts: one string, expected documents, as in [text]")
     about = dict(dtype=_dtype(tokenizer.vocab_size).name, end_of_text=tokenizer.end_of_text,
@@ -250,7 +252,7 @@ def write_tokens(
 
 # %% ../../nbs/04_training/04a_data.ipynb #d9eea912
 def _encoded(writer:TokenWriter, texts:Iterator[str], tokenizer, threads:int, batch_bytes:int, bar
-)->Iterator[tuple]: # Texts, ids and starts of batches
+)->Iterator[tuple]: # Texts, ids and starts, batch by batch
     writer.skip(texts)
     bar.update(writer.bytes)
     def batches(number=writer.documents):
@@ -264,7 +266,7 @@ def _cores(tokenizer)->int:
     if not hasattr(tokenizer, "encode_batch"): return 1
     return cores()
 
-def _totals(writer:TokenWriter, prefix, about:dict)->dict: # What the files hold
+def _totals(writer:TokenWriter, prefix, about:dict)->dict: # The totals of what the files contain
     if not writer.documents: raise UserError(f"{prefix}: no documents to write")
     info = (dict(tokens=writer.tokens, documents=writer.documents, bytes=writer.bytes) | about
             | dict(sha256=[s.hexdigest() for s in writer.sums[:2]]))
@@ -274,11 +276,11 @@ def _totals(writer:TokenWriter, prefix, about:dict)->dict: # What the files hold
 
 # %% ../../nbs/04_training/04a_data.ipynb #c203de45
 class TokenDataset:
-    "The tokens of a corpus, and where its documents start."
+    "The tokens of a corpus and the starts of its documents."
     def __init__(self,
         tokens:np.ndarray, # Ids of all documents, each with end-of-text after it, (tokens,)
-        starts:np.ndarray, # Place of the first token of each document, (documents,)
-        info:dict,         # What `prefix`.json says; at least `end_of_text`
+        starts:np.ndarray, # Index of the first token of each document, (documents,)
+        info:dict,         # Record from `prefix`.json; needs at least `end_of_text`
     ):
         self.tokens, self.starts, self.info = tokens, starts, info
         self.num_tokens, self.num_documents, self.end_of_text = (len(tokens), len(starts),
@@ -288,21 +290,21 @@ class TokenDataset:
     @classmethod
     def open(cls,
         prefix:str|Path,  # As given to `write_tokens`
-        verify:bool=True, # Read the files once to compare their SHA-256
+        verify:bool=True, # Whether to read the files once and compare their SHA-256
     )->Self:
-        """The files of `write_tokens`.
-        `FileNotFoundError` or `ValueError` where they are not what was written."""
+        """Open the files that `write_tokens` has written.
+        Raises `FileNotFoundError` or `ValueError` if a file is missing or damaged."""
         tokens, starts, info = _open(*_files(prefix))
         if verify: _verify(_files(prefix), info)
         return cls(tokens, starts, info)
 
     def document(self, i:int)->np.ndarray: # Ids with end-of-text, `(n + 1,)`
-        "Document `i`."
+        "Return the ids of document `i`."
         return np.asarray(self.tokens[self.starts[i]:self.ends[i]])
 
 # %% ../../nbs/04_training/04a_data.ipynb #9a0a5f84
 def _open(bin_file:Path, idx_file:Path, json_file:Path
-)->tuple: # Tokens and starts, mapped into memory, and what the JSON says
+)->tuple: # Tokens and starts, mapped into memory, and the record
     for f in (json_file, bin_file, idx_file):
         if not f.is_file(): raise FileNotFoundError(f"{f}: no such file")
     info = read_json(json_file)
@@ -332,20 +334,21 @@ def _verify(files:tuple, info:dict):
 # %% ../../nbs/04_training/04a_data.ipynb #2c1be989
 def token_windows(
     tokens:np.ndarray,  # Ids, (tokens,)
-    starts:np.ndarray,  # Place of the first token of each window, (B,)
-    context_length:int, # Tokens of a window, T
+    starts:np.ndarray,  # Index of the first token of each window, (B,)
+    context_length:int, # Tokens per window, T
 )->tuple: # Inputs and targets, each int64 (B, T)
-    "The windows at these places, and the same one token later."
+    "Read windows at given places as inputs, and the same windows one token later as targets."
     rows = np.asarray(tokens)[starts[:, None] + np.arange(context_length + 1)].astype(np.int64)
     return rows[:, :-1], rows[:, 1:]
 
 def random_windows(
     tokens:np.ndarray,    # Ids, (tokens,)
-    batch_size:int,       # Windows, B
-    context_length:int,   # Tokens of a window, T
-    rng:np.random.Generator, # Source of the starts
+    batch_size:int,       # Number of windows, B
+    context_length:int,   # Tokens per window, T
+    rng:np.random.Generator, # Random generator for the starts
 )->tuple: # Inputs and targets, each int64 (B, T)
-    "Windows from anywhere in a row of tokens. `ValueError` if it is shorter than one."
+    """Choose windows from anywhere in a row of tokens.
+    Raises `ValueError` if the row is shorter than one window."""
     if len(tokens) <= context_length: raise _too_short(len(tokens), context_length + 1)
     starts = rng.integers(len(tokens) - context_length, size=batch_size)
     return token_windows(tokens, starts, context_length)
@@ -358,20 +361,20 @@ def _too_short(have:int, need:int)->ValueError:
 # %% ../../nbs/04_training/04a_data.ipynb #e0fe1a65
 def get_batch(
     tokens:np.ndarray,                 # Ids, (tokens,)
-    batch_size:int,                    # Windows, B
-    context_length:int,                # Tokens of a window, T
-    device:Any="cpu",                  # Where the tensors go
-    rng:np.random.Generator|None=None, # Source of the starts; another one each time if none
+    batch_size:int,                    # Number of windows, B
+    context_length:int,                # Tokens per window, T
+    device:Any="cpu",                  # Device of the tensors
+    rng:np.random.Generator|None=None, # Random generator for the starts; default: a new one
 )->tuple: # Inputs and targets, int64 tensors (B, T) on `device`
-    "`random_windows` as tensors of torch."
+    "Choose random windows, as `random_windows` does, and return them as torch tensors."
     return to_tensors(random_windows(tokens, batch_size, context_length,
                                      rng or np.random.default_rng()), device)
 
 def to_tensors(
-    arrays:Iterable,  # Say inputs and targets: arrays of NumPy, or tensors
-    device:Any="cpu", # Where the tensors go
+    arrays:Iterable,  # For example inputs and targets: NumPy arrays or tensors
+    device:Any="cpu", # Device of the tensors
 )->tuple: # The same as tensors
-    "Arrays as tensors of torch, on a device."
+    "Convert arrays to torch tensors on a device."
     import torch
     tensors = (a if torch.is_tensor(a) else torch.from_numpy(np.ascontiguousarray(a))
                for a in arrays)
@@ -380,44 +383,45 @@ def to_tensors(
 # %% ../../nbs/04_training/04a_data.ipynb #e9f5564e
 def windows_at_starts(
     dataset:TokenDataset, # Tokens and starts
-    batch_size:int,       # Windows, B
-    context_length:int,   # Tokens of a window, T
-    rng:np.random.Generator, # Source of the choice of documents
-    # Inputs, which begin with end-of-text, and targets, which begin with a document; each int64 (B,
-    # T)
+    batch_size:int,       # Number of windows, B
+    context_length:int,   # Tokens per window, T
+    rng:np.random.Generator, # Random generator for the choice of documents
+    # Inputs, which begin with end-of-text, and targets, which begin with a document; each int64
+    # (B, T)
 )->tuple:
-    "Windows from the starts of documents. `ValueError` if the corpus is shorter than one."
+    """Choose windows that begin where documents begin.
+    Raises `ValueError` if the corpus is shorter than one window."""
     fit = _last_fit(dataset, context_length)
     return story_windows(dataset, rng.integers(fit, size=batch_size), context_length)
 
 def story_windows(
     dataset:TokenDataset, # Tokens and starts
-    documents:np.ndarray, # Numbers of the documents that windows begin with `(B,)`
-    context_length:int,   # Tokens of a window, T
+    documents:np.ndarray, # Index of the document that each window begins with `(B,)`
+    context_length:int,   # Tokens per window, T
 )->tuple: # Inputs, which begin with end-of-text, and targets; each int64 `(B, T)`
-    "Windows that begin with these documents."
+    "Read windows that begin with given documents."
     starts = dataset.starts[documents] - 1          # The first target has no token before it
     _, targets = token_windows(dataset.tokens, starts, context_length)
     return np.insert(targets[:, :-1], 0, dataset.end_of_text, axis=1), targets
 
 def document_batch(dataset:TokenDataset, batch_size:int, context_length:int, device:Any="cpu",
                    rng:np.random.Generator|None=None)->tuple:
-    "`windows_at_starts` as tensors of torch; arguments as for `get_batch`."
+    "Choose windows as `windows_at_starts` does, as torch tensors; arguments as for `get_batch`."
     return to_tensors(windows_at_starts(dataset, batch_size, context_length,
                                         rng or np.random.default_rng()), device)
 
 # %% ../../nbs/04_training/04a_data.ipynb #5796b66f
 def _last_fit(dataset:TokenDataset, context_length:int
-)->int: # Documents that have a whole window from their start on
+)->int: # Number of documents with a whole window from their start on
     if dataset.num_tokens < context_length: raise _too_short(dataset.num_tokens, context_length)
     return int(np.searchsorted(dataset.starts, dataset.num_tokens - context_length, side="right"))
 
 # %% ../../nbs/04_training/04a_data.ipynb #f1d09c63
 def reach_of_starts(
     dataset:TokenDataset, # Tokens and starts
-    context_length:int,   # Tokens of a window, T
-)->float: # From 0 to 1
-    "The share of a corpus that windows from the starts of its documents can reach."
+    context_length:int,   # Tokens per window, T
+)->float: # A share from 0 to 1
+    "Return the share of a corpus that windows from the starts of its documents can reach."
     starts = dataset.starts[:_last_fit(dataset, context_length)]
     return float(np.minimum(np.diff(starts, append=starts[-1] + context_length),
                             context_length).sum()/dataset.num_tokens)
@@ -425,11 +429,12 @@ def reach_of_starts(
 # %% ../../nbs/04_training/04a_data.ipynb #00fd2873
 def windows_within(
     dataset:TokenDataset, # Tokens and starts
-    batch_size:int,       # Windows, B
-    context_length:int,   # Tokens of a window, T
-    rng:np.random.Generator, # Source of the choice
+    batch_size:int,       # Number of windows, B
+    context_length:int,   # Tokens per window, T
+    rng:np.random.Generator, # Random generator for the choice
 )->tuple: # Inputs and targets, each int64 (B, T); a target that does not count is -100
-    "Windows that each lie in one document. One that is shorter has its row to itself."
+    """Choose windows that each lie in one document.
+    A document that is shorter than a window gets a row to itself."""
     which = np.searchsorted(dataset.starts, rng.integers(dataset.num_tokens, size=batch_size),
                             side="right") - 1
     # (B, 1)
@@ -444,39 +449,40 @@ def windows_within(
 # %% ../../nbs/04_training/04a_data.ipynb #be4f402d
 def share_within(
     dataset:TokenDataset, # Tokens and starts
-    context_length:int,   # Tokens of a window, T
-)->float: # From 0 to 1
-    "The share of the targets of `windows_within` that count, on average."
+    context_length:int,   # Tokens per window, T
+)->float: # A share from 0 to 1
+    "Return the average share of the targets of `windows_within` that count."
     lengths = dataset.ends - dataset.starts
     return float((lengths*np.minimum(lengths,
                                      context_length)).sum()/context_length/dataset.num_tokens)
 
 # %% ../../nbs/04_training/04a_data.ipynb #062a1b22
 def count_windows(
-    num_tokens:int,       # Of the corpus, N
-    context_length:int,   # Tokens of a window, T
-    stride:int|None=None, # Tokens from a window to the next; the context's length if none
+    num_tokens:int,       # Tokens of the corpus, N
+    context_length:int,   # Tokens per window, T
+    stride:int|None=None, # Tokens from one window to the next; by default `context_length`
 )->int:
-    "How many windows a pass in order has. `ValueError` if the corpus is shorter than one."
+    """Count the windows of a pass through the corpus in order.
+    Raises `ValueError` if the corpus is shorter than one window."""
     if stride is not None and stride < 1: raise ValueError(f"stride = {stride}, expected 1 or more")
     if num_tokens <= context_length: raise _too_short(num_tokens, context_length + 1)
     return (num_tokens - context_length - 1)//(stride or context_length) + 1
 
 def sequential_windows(
     tokens:np.ndarray,    # Ids, (tokens,)
-    step:int,             # The first is step 0
-    batch_size:int,       # Windows, B
-    context_length:int,   # Tokens of a window, T
+    step:int,             # Number of the step, from 0
+    batch_size:int,       # Number of windows, B
+    context_length:int,   # Tokens per window, T
     stride:int|None=None, # As for `count_windows`
 )->tuple: # Inputs and targets, each int64 (B, T)
-    "The windows of a step in a pass in order, and in the passes after it."
+    "Read the windows of a step that goes through the corpus in order, again and again."
     if step < 0: raise ValueError(f"step = {step}, expected 0 or more")
     numbers = (step*batch_size + np.arange(batch_size)) % count_windows(len(tokens),
                                                                         context_length, stride)
     return token_windows(tokens, numbers*(stride or context_length), context_length)
 
 # %% ../../nbs/04_training/04a_data.ipynb #1e136e2e
-WINDOWS = { # Word of `TrainConfig.windows` to what a window is
+WINDOWS = { # Values of `TrainConfig.windows` and how a window is chosen
     "random": "starts anywhere",
     "documents": "starts where a document does",
     "within": "lies in one document",
@@ -485,12 +491,12 @@ WINDOWS = { # Word of `TrainConfig.windows` to what a window is
 
 # %% ../../nbs/04_training/04a_data.ipynb #a2e7d4b2
 class Batches:
-    """`Batches(dataset, config, context_length)[step]` is the training batch of that step, the same
-    at any time."""
+    """The training batches by step: `Batches(dataset, config, context_length)[step]`.
+    A step always gets the same batch."""
     def __init__(self,
         dataset:TokenDataset, # The training documents
-        config:TrainConfig,   # Its `batch_size`, `windows`, `stride` and `seed` are used
-        context_length:int,   # Tokens of a window, T
+        config:TrainConfig,   # Settings: `batch_size`, `windows`, `stride` and `seed` are used
+        context_length:int,   # Tokens per window, T
     ):
         if config.windows not in WINDOWS: raise unknown("windows", config.windows, WINDOWS)
         self.dataset, self.config, self.context_length = dataset, config, context_length
@@ -513,19 +519,19 @@ class Batches:
         return random_windows(data.tokens, c.batch_size, T, rng)
 
 # %% ../../nbs/04_training/04a_data.ipynb #09e5e9ce
-class _Queue: # What the thread and the loop share
+class _Queue: # Shared by the thread and the loop
     def __init__(self, depth:int):
         self.items, self.depth, self.closed, self.change = (deque(), depth, False,
                                                             threading.Condition())
 
-    def put(self, *item)->bool: # Waits for room; false when nobody wants more
+    def put(self, *item)->bool: # Waits for room; returns false when the queue is closed
         with self.change:
             self.change.wait_for(lambda: self.closed or len(self.items) < self.depth)
             if not self.closed: self.items.append(item)
             self.change.notify_all()
             return not self.closed
 
-    def take(self)->tuple: # Waits for an item; an end where no more will come
+    def take(self)->tuple: # Waits for an item; (None, None) if no more will come
         with self.change:
             self.change.wait_for(lambda: self.closed or self.items)
             self.change.notify_all()
@@ -553,18 +559,18 @@ def _stop(queue:_Queue, thread:threading.Thread):
 
 # %% ../../nbs/04_training/04a_data.ipynb #c8eb3c79
 class BatchPrefetcher:
-    """Batches that a thread makes ahead of time: iterate over it.
-    Use it with `with`, or let it go; either ends the thread."""
+    """Iterates over batches that a thread makes in advance.
+    The thread ends at the end of a `with` block, or when the object is deleted."""
     def __init__(self,
-        # `batches[step]` gives arrays: inputs and targets. Used by the thread alone
+        # `batches[step]` returns arrays, inputs and targets; only the thread uses it
         batches:Any,
-        steps:Iterable[int], # Which, in this order: `range(step, config.steps)` to go on at `step`
-        depth:int=8,         # Batches that are held at most
-        device:Any="cpu",    # Where the tensors go
+        steps:Iterable[int], # Steps in order; `range(step, config.steps)` continues at `step`
+        depth:int=8,         # Largest number of batches that wait in the queue
+        device:Any="cpu",    # Device of the tensors
     ):
         import torch
         if depth < 1: raise ValueError(f"depth = {depth}, expected 1 or more")
-        # seconds that the loop has waited for a batch
+        # seconds that the loop has waited for batches
         self.device, self.waited_s = torch.device(device), 0.
         self._queue = _Queue(depth)
         thread = threading.Thread(target=_fill,
@@ -572,7 +578,7 @@ class BatchPrefetcher:
                                         self.device.type == "cuda"), name="BatchPrefetcher",
                                   daemon=True)
         thread.start()
-        # at the first call, or when nobody holds it any more
+        # runs at the first call, or when the object is deleted
         self.close = weakref.finalize(self, _stop, self._queue, thread)
 
     def __enter__(self): return self
@@ -589,10 +595,10 @@ class BatchPrefetcher:
 
 # %% ../../nbs/04_training/04a_data.ipynb #d3b81e84
 def row_spans(
-    targets:int,        # Targets of a document, end-of-text included
+    targets:int,        # Number of targets of a document, end-of-text included
     context_length:int, # Longest row, T
 )->list: # Triples: first input of a row, first target that counts, end of the row
-    "How a document is cut into rows in which each target counts once."
+    "Split a document into rows in which each target counts once."
     end = min(targets, context_length)
     spans = [(0, 0, end)]
     while end < targets:
@@ -605,10 +611,10 @@ def row_spans(
 def document_windows(
     dataset:TokenDataset,    # Tokens and starts
     context_length:int,      # Longest row, T
-    documents:int|None=None, # The first that many; all if none
+    documents:int|None=None, # Number of documents, from the first on; default: all
     # Inputs and targets of a row, int64 (up to T,); a target that does not count is -100
 )->Iterator[tuple]:
-    "Rows that read each document from its start and predict each of its tokens once."
+    "Yield rows that read each document from its start and predict each of its tokens once."
     for i,*span in _rows(dataset, context_length, documents): yield _read_row(dataset, i, *span)
 
 # %% ../../nbs/04_training/04a_data.ipynb #78c85174
@@ -618,7 +624,7 @@ def _rows(dataset:TokenDataset, context_length:int, documents:int|None
     return [(i, *span) for i,length in enumerate(lengths.tolist())
             for span in row_spans(length, context_length)]
 
-def _first(dataset:TokenDataset, documents:int|None)->int: # How many documents are meant
+def _first(dataset:TokenDataset, documents:int|None)->int: # Number of documents to use
     if documents is not None and documents < 1:
         raise ValueError(f"documents = {documents}, expected 1 or more")
     return dataset.num_documents if documents is None else min(documents, dataset.num_documents)
@@ -631,12 +637,12 @@ def _read_row(dataset:TokenDataset, i:int, begin:int, new:int, end:int)->tuple:
 def evaluation_batches(
     dataset:TokenDataset,    # Tokens and starts
     context_length:int,      # Longest row, T
-    documents:int|None=None, # The first that many; all if none
-    batch_size:int=16,       # Rows of a batch at most, B
+    documents:int|None=None, # Number of documents, from the first on; default: all
+    batch_size:int=16,       # Largest number of rows per batch, B
     # Inputs and targets, int64 (B, up to T), and the document of each row, int64 (B,)
 )->Iterator[tuple]:
-    """The rows of `document_windows` in batches, shortest first; -100 marks targets that don't
-    count."""
+    """Yield the rows of `document_windows` in batches, shortest first.
+    Targets that don't count are -100."""
     rows = sorted(_rows(dataset, context_length, documents), key=lambda r: r[3] - r[1])
     for k in range(0, len(rows), batch_size):
         part = rows[k:k + batch_size]
@@ -650,20 +656,21 @@ def evaluation_batches(
 
 # %% ../../nbs/04_training/04a_data.ipynb #a3381033
 def floor(
-    dataset:TokenDataset,    # Written with `nats`
-    documents:int|None=None, # The first that many; all if none
-)->float|None: # Nats per token; none where the source is not known exactly
-    "The exact loss of the source itself on documents of a corpus, each token counted once."
+    dataset:TokenDataset,    # Documents written with `nats`
+    documents:int|None=None, # Number of documents, from the first on; default: all
+)->float|None: # Nats per token; `None` if the source is not known exactly
+    """Return the floor: the exact loss of the source itself on documents of a corpus, each token
+    counted once."""
     if "document_nats" not in dataset.info: return None
     n = _first(dataset, documents)
     return math.fsum(dataset.info["document_nats"][:n])/int(dataset.ends[n - 1])
 
 # %% ../../nbs/04_training/04a_data.ipynb #a297c766
 def count_ngrams(
-    folder:str|Path,    # With `train` and `valid`; gets `ngram.json`
-    most:int=4_000_000, # Training tokens to count at most
+    folder:str|Path,    # Folder with `train` and `valid`; `ngram.json` is written there
+    most:int=4_000_000, # Largest number of training tokens to count
 )->list: # Nats per token, for orders 1 to 5
-    "The losses of n-grams on the validation documents."
+    "Measure the losses of n-gram models on the validation documents."
     train, valid = (TokenDataset.open(Path(folder)/name) for name in ("train", "valid"))
     losses = ngram_losses(train.tokens[:most], valid.tokens, train.info["vocab_size"],
                           train.end_of_text).mean(1)
@@ -671,9 +678,10 @@ def count_ngrams(
     return read_ngrams(folder)
 
 def read_ngrams(
-    folder:str|Path, # Where `count_ngrams` was
+    folder:str|Path, # Folder in which `count_ngrams` has written
 )->list: # Nats per token, for orders 1, 2 and so on
-    "`FileNotFoundError` if they were not counted, `ValueError` if the file is something else."
+    """Read the losses of n-gram models.
+    Raises `FileNotFoundError` if they were not counted, and `ValueError` for an invalid file."""
     file = Path(folder)/"ngram.json"
     try: return [float(loss) for loss in read_json(file, list)]
     except (ValueError, TypeError): raise ValueError(f"{file}: expected a list of losses, as "
@@ -681,12 +689,12 @@ def read_ngrams(
 
 # %% ../../nbs/04_training/04a_data.ipynb #3496edc9
 def write_dataset(
-    folder:Path,                # Of which what is there already stays
+    folder:Path,                # Folder to write to; parts that exist already are kept
     source:str,                 # Name of the corpus
-    tokenizer:Any,              # As for `write_tokens`; a copy of it comes into the folder
+    tokenizer:Any,              # As for `write_tokens`; a copy is saved in the folder
     training:Iterable[str],     # Documents
     held_out:list,              # Documents for validation
-    total_bytes:int|None=None,  # Of the training documents about, for the progress bar
+    total_bytes:int|None=None,  # Approximate size of the training documents, for the progress bar
     threads:int|None=None,      # As for `write_tokens`
     ngram_tokens:int=4_000_000, # As `most` of `count_ngrams`
 ):

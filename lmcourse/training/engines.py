@@ -35,8 +35,8 @@ from .optim_torch import OPTIMIZERS, clip_grad_norm
 # %% ../../nbs/04_training/04f_engines.ipynb #02ac2898
 def pick_device(
     name:str, # `cpu`, `cuda`, `mps` or `auto`
-)->torch.device: # The best there is for `auto`; with `torchrun` the card of this process
-    "The device called `name`. `ValueError` if this machine does not have it."
+)->torch.device: # For `auto` the best device there is; under `torchrun` the GPU of this process
+    "Return the device called `name`. Raises `ValueError` if this machine doesn't have it."
     have = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(),
             "cpu": True}
     if name == "auto": name = next(n for n,there in have.items() if there)
@@ -51,17 +51,18 @@ def pick_device(
 
 # %% ../../nbs/04_training/04f_engines.ipynb #64198607
 def precision_for(
-    device:torch.device, # Where a model is trained
+    device:torch.device, # The device that trains the model
 )->Literal["float32", "bfloat16", "float16"]:
-    "The fastest number format of products that `device` computes without emulation."
+    "Return the fastest number format in which `device` multiplies without emulation."
     if device.type != "cuda": return "float32"
     return "bfloat16" if torch.cuda.get_device_capability(device) >= (8, 0) else "float16"
 
 def autocast(
-    device:torch.device, # Where the products are computed
+    device:torch.device, # The device that computes the products
     dtype:str,           # `float32`, `bfloat16`, `float16` or `auto`
 ):
-    "A context in which matrix products are computed in `dtype`; weights and sums stay float32."
+    """Return a context in which matrix products are computed in `dtype`.
+    Weights and sums stay in float32."""
     if dtype == "auto": dtype = precision_for(device)
     return (nullcontext() if dtype == "float32"
             else torch.autocast(device.type, getattr(torch, dtype)))
@@ -69,9 +70,9 @@ def autocast(
 # %% ../../nbs/04_training/04f_engines.ipynb #e5bba07e
 @contextmanager
 def tf32_products(
-    device:torch.device, # Where the products are computed
+    device:torch.device, # The device that computes the products
 )->Iterator[None]:
-    "Within the block a GPU multiplies float32 matrices in TF32. On a processor nothing changes."
+    "Let a GPU multiply float32 matrices in TF32 within the block; a CPU is not affected."
     before = torch.get_float32_matmul_precision()
     if device.type == "cuda": torch.set_float32_matmul_precision("high")
     try: yield
@@ -81,27 +82,26 @@ def tf32_products(
 # %% ../../nbs/04_training/04f_engines.ipynb #32e5b808
 @dataclass(frozen=True)
 class World:
-    "The processes that train one model together."
-    rank:int=0 # Of the parts of a batch, the one that this process has a part in
-    size:int=1 # Parts that a batch is cut into
-    # The processes, in a row or a grid, which models, gradients and checkpoints are shared out on
+    "The processes that train one model together, as one of them sees them."
+    rank:int=0 # Number of the part of the batch that this process works on
+    size:int=1 # Number of parts that a batch is split into
+    # The row or grid of processes across which models, gradients and checkpoints are split
     mesh:DeviceMesh|None=None
-    copies:int=1    # Processes that work on the same part of the batch
-    copy:int=0      # Number of this one among them
+    copies:int=1    # Number of processes that work on the same part of the batch
+    copy:int=0      # Number of this process among them
 
     @property
     def processes(self)->int: return self.size*self.copies
     @property
-    def writes(self)->bool: return self.rank == self.copy == 0 # Whether this one writes the files
+    def writes(self)->bool: return self.rank == self.copy == 0 # Whether this one writes files
 
-    def shard_batch(self, rows:Any
-    ): # Rows of a batch, an array or a tensor, to those of this process
-        "An equal share of the rows, in order."
+    def shard_batch(self, rows:Any): # An array or a tensor
+        "Return the rows that belong to this process: an equal share, in order."
         share = len(rows)//self.size
         return rows[self.rank*share:(self.rank + 1)*share]
 
-    def all_reduce_sum(self, *numbers:Any)->list: # Of floats, or arrays of float64
-        "Each of them summed over the parts of the batch: all processes get the same sums."
+    def all_reduce_sum(self, *numbers:Any)->list: # Floats, or arrays of float64
+        "Sum each number over the parts of the batch; all processes get the same sums."
         if self.processes == 1: return list(numbers)
         kind = "cuda" if torch.distributed.get_backend() == "nccl" else "cpu"
         flat = np.concatenate([np.atleast_1d(np.asarray(n, np.float64)).ravel() for n in numbers])
@@ -112,15 +112,16 @@ class World:
         return [s.reshape(np.shape(n)) if np.ndim(n) else s.item() for n,s in zip(numbers, sums)]
 
     def destroy(self):
-        "Leave the other processes, at the end."
+        "Leave the group of processes when training is over."
         if self.processes > 1: torch.distributed.destroy_process_group()
 
 # %% ../../nbs/04_training/04f_engines.ipynb #2ba3175a
 def mesh_sizes(
-    config:TrainConfig, # Its degrees of parallelism
-    processes:int,      # That there are
-)->dict: # Name of an axis to its size, the slowest first; one axis where nothing but data is cut
-    "How the processes are laid out. `ValueError` with what would do, if the degrees don't fit."
+    config:TrainConfig, # Settings, the degrees of parallelism among them
+    processes:int,      # Number of running processes
+)->dict: # Name of an axis to its size, slowest axis first; a single axis if only data is split
+    """Lay out the processes in a grid.
+    If the degrees don't fit, a `ValueError` suggests numbers that work."""
     c = config
     if not c.on_mesh: return dict(data=processes)
     sizes = dict(pp=c.pipeline_parallel_degree, dp_replicate=c.data_parallel_replicate_degree,
@@ -140,10 +141,10 @@ def mesh_sizes(
 
 # %% ../../nbs/04_training/04f_engines.ipynb #2ba3175b
 def join_world(
-    device:torch.device, # Where this process computes
-    config:TrainConfig=TrainConfig(), # Its degrees of parallelism, and how long to wait
-)->World: # Alone, unless `torchrun` started this process
-    "Meet the other processes: over gloo on processors, NCCL on cards."
+    device:torch.device, # The device of this process
+    config:TrainConfig=TrainConfig(), # Settings, degrees of parallelism and timeout among them
+)->World: # A world of one process, unless `torchrun` started this one
+    "Join the other processes, through gloo on CPUs and NCCL on GPUs."
     processes = int(os.environ.get("WORLD_SIZE", "1"))
     sizes = mesh_sizes(config, processes)
     if processes == 1: return World()
@@ -158,7 +159,7 @@ def join_world(
     return place_in(mesh, dist.get_rank())
 
 # %% ../../nbs/04_training/04f_engines.ipynb #2ba3175c
-def _not_met(why:str, processes:int, seconds:int)->str: # What kept processes from meeting
+def _not_met(why:str, processes:int, seconds:int)->str: # Why the processes did not meet, in words
     address, port = (os.environ.get(f"MASTER_{name}", "?") for name in ("ADDR", "PORT"))
     if "EADDRINUSE" in why or "in use" in why: return (
         f"port {port} is in use by another program: another MASTER_PORT would do, or torchrun "
@@ -168,14 +169,15 @@ def _not_met(why:str, processes:int, seconds:int)->str: # What kept processes fr
 
 # %% ../../nbs/04_training/04f_engines.ipynb #2ba3175d
 def place_in(
-    mesh:DeviceMesh, # With axes named as by `mesh_sizes`
-    process:int,     # Number of a process
-)->World: # As that process sees it
-    "Which part of the batch is whose: processes that differ in a `dp` axis have different parts."
+    mesh:DeviceMesh, # Grid of processes whose axes have the names that `mesh_sizes` gives
+    process:int,     # Number of a process in the grid
+)->World: # The processes as that process sees them
+    """Assign a part of the batch to a process.
+    Processes that differ in a `dp` axis work on different parts."""
     names = mesh.mesh_dim_names or ()
     at = dict(zip(names, (mesh.mesh == process).nonzero()[0].tolist()))
     sizes = dict(zip(names, mesh.shape))
-    def number(axes): # Among the processes that differ in these axes
+    def number(axes): # Number of the process among those that differ from it in these axes
         return sum(at[a]*math.prod(sizes[b] for b in axes[i + 1:]) for i,a in enumerate(axes))
     data = [a for a in sizes if a.startswith("d")]
     rest = [a for a in sizes if a not in data]
@@ -185,11 +187,11 @@ def place_in(
 # %% ../../nbs/04_training/04f_engines.ipynb #0a472dc9
 @dataclass(frozen=True)
 class BatchPlan:
-    "How the windows of a step are computed."
-    windows:int        # Of a step, all processes together
-    context_length:int # Tokens of each
-    processes:int      # That share them
-    micro_batch:int    # That a process computes at a time
+    "How the windows of a step are divided among processes and micro-batches."
+    windows:int        # Windows per step, all processes together
+    context_length:int # Tokens per window
+    processes:int      # Number of processes that share the windows
+    micro_batch:int    # Windows that a process computes at a time
 
     @property
     def grad_accum_steps(self)->int: return self.windows//self.processes//self.micro_batch
@@ -203,14 +205,15 @@ class BatchPlan:
 
 # %% ../../nbs/04_training/04f_engines.ipynb #8f530644
 def plan_batch(
-    config:TrainConfig, # Its `tokens_per_step`, else `batch_size`, and `micro_batch`
-    context_length:int, # Tokens of a window
-    processes:int=1,    # That share the batch
+    config:TrainConfig, # Settings: `tokens_per_step` or else `batch_size`, and `micro_batch`
+    context_length:int, # Tokens per window
+    processes:int=1,    # Number of processes that share the batch
 )->BatchPlan:
-    "`ValueError` with what would do, where the numbers don't divide each other."
+    """Divide a batch among processes and micro-batches.
+    If the numbers don't divide each other, a `ValueError` suggests the nearest that do."""
     def divide(n, by, what):
         if n % by or n < by:
-            raise ValueError(f"{what}: {n} is no multiple of {by}; {max(n//by, 1)*by} or "
+            raise ValueError(f"{what}: {n} is not a multiple of {by}; {max(n//by, 1)*by} or "
                              f"{(n//by + 1)*by} would do")
         return n//by
     windows = (divide(config.tokens_per_step, context_length, "tokens_per_step by context_length")
@@ -222,17 +225,17 @@ def plan_batch(
 
 # %% ../../nbs/04_training/04f_engines.ipynb #e2ca3960
 def next_token_loss(model:TransformerLM, inputs:torch.Tensor, targets:torch.Tensor)->torch.Tensor:
-    "The mean cross-entropy of the targets, `(B, T)`, without those that are -100."
+    "Return the mean cross-entropy of the targets `(B, T)`, ignoring those that are -100."
     return model.loss(inputs, targets)
 
 @dataclass(frozen=True)
 class Objective:
-    "What a step minimises: a mean over the parts of a batch that count, and how much of it counts."
-    loss:Callable = next_token_loss # From the model and the tensors of a batch to a mean, no axes
-    weight:Callable = len           # From the batch's last tensor to how much of it counts
+    "What a step minimizes: a mean loss, and a weight that says how much of a batch counts."
+    loss:Callable = next_token_loss # Takes the model and a batch's tensors, returns a scalar mean
+    weight:Callable = len           # Takes the batch's last tensor, returns how much of it counts
 
 def counted_targets(targets:torch.Tensor)->int: # Integers of any shape
-    "How many targets are not -100: the weight of a batch with gaps."
+    "Count the targets that are not -100: the weight of a batch in which some don't count."
     return int((targets != -100).sum())
 
 # `forward` is the loss: DistributedDataParallel and the compiler wrap it
@@ -245,53 +248,53 @@ class _Loss(torch.nn.Module):
 
 # %% ../../nbs/04_training/04f_engines.ipynb #8db08114
 class TorchEngine:
-    "A `TransformerLM`, its optimizer, and how they take a step."
+    "The torch backend: a `TransformerLM` with its optimizer."
     def __init__(self,
-        model_config:ModelConfig, # Of the model that is made
-        # Its optimizer, device, dtype, compile, recompute and shard are used
+        model_config:ModelConfig, # Sizes and variant of the model to make
+        # Settings: optimizer, device, dtype, compile, recompute and shard are used
         config:TrainConfig,
         world:World=World(),      # The processes that share the batch
-        device:torch.device|None=None,    # Where to compute: none for what the config says
-        loss:Callable=next_token_loss,    # As of `Objective`
+        device:torch.device|None=None,    # The device to use; by default the one in the config
+        loss:Callable=next_token_loss,    # Loss function, as in `Objective`
     ):
         self.config, self.world, self.device = config, world, device or pick_device(config.device)
         self.dtype = precision_for(self.device) if config.dtype == "auto" else config.dtype
         self.model:Any = self.make_model(model_config)
         self.model.recompute = config.recompute
         self.optimizer = OPTIMIZERS[config.optimizer](self.model, config)
-        # Layers that do something of their own once a step: routers with a bias
+        # layers that are updated once per step: routers with a bias
         self.balanced:list = [m for m in self.model.modules() if hasattr(m, "after_step")]
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.dtype == "float16")
         self.loss:Any = self.make_loss(loss)
         if config.compile: self.loss = torch.compile(self.loss)
 
-    # What another engine replaces: a new model, or this process's part; what is called with a batch
+    # hooks that other engines override: make the model (or this process's part), and its loss
     def make_model(self, config:ModelConfig)->Any:
         return _make_model(config, self.config, self.world, self.device, self.dtype)
     def make_loss(self, loss:Callable)->Any: return _make_loss(self.model, loss, self)
 
     def forward_backward(self,
-        batch:tuple,     # Tensors whose first axis is the rows: inputs and targets (B, T)
-        share:float=1.0, # Of what counts in it in all of the step
-        last:bool=True,  # Whether no other micro-batch of this process follows
+        batch:tuple,     # Tensors whose first axis is the rows: inputs and targets `(B, T)`
+        share:float=1.0, # This micro-batch's share of the step's total weight
+        last:bool=True,  # Whether this is the process's last micro-batch of the step
     )->torch.Tensor: # The loss times `share`
-        "Add the gradient of a micro-batch."
-        part = share*self.world.size*self.scaler.get_scale() # Of losses within layers, too
+        "Run the forward and backward pass of a micro-batch, and add its gradient to the others."
+        part = share*self.world.size*self.scaler.get_scale() # also for losses within layers
         with self.sync_gradients(last), tf32_products(self.device), auxiliary_scale(part):
             with autocast(self.device, self.dtype): loss = self.loss(*batch)
             self.scaler.scale(loss*(share*self.world.size)).backward()
         return loss.detach()*share
 
     def sync_gradients(self, last:bool):
-        "A context whose backward pass exchanges gradients among the processes, or does not yet."
-        if self.config.shard: self.model.set_requires_gradient_sync(last) # A method of FSDP2
+        "Return a context; within it the backward pass exchanges gradients only if `last`."
+        if self.config.shard: self.model.set_requires_gradient_sync(last) # FSDP2's own method
         alone = self.world.size == 1 or self.config.shard
         return nullcontext() if last or alone else self.loss.no_sync()
 
     def optimizer_step(self, lr:float
-    )->float: # Length of the gradients before clipping; 0 for a step that float16 made skip
-        """Move the weights.
-        If the length is not finite, nothing moves and the gradients stay for `find_nonfinite`."""
+    )->float: # Norm of the gradients before clipping; 0 if the step is skipped (float16 overflow)
+        """Update the weights.
+        If the norm is not finite, no weight changes and the gradients stay for `find_nonfinite`."""
         for group in self.optimizer.param_groups: group["lr"] = lr*group.get("lr_scale", 1.)
         if self.scaler.is_enabled(): self.scaler.unscale_(self.optimizer)
         norm = self.clip_gradients(self.config.grad_clip or math.inf)
@@ -302,36 +305,36 @@ class TorchEngine:
         for layer in self.balanced: layer.after_step(self.world.all_reduce_sum)
         return norm
 
-    def clip_gradients(self, max_norm:float)->float: # As `clip_grad_norm`, over all processes
+    def clip_gradients(self, max_norm:float)->float: # Norm before clipping, over all processes
         return clip_grad_norm(self.model.parameters(), max_norm).item()
     def skip_step(self)->float: # 0
-        "After an overflow of float16: half the scale, and on to the next batch."
+        "Skip a step after a float16 overflow: halve the scale and clear the gradients."
         self.scaler.update(self.scaler.get_scale()/2)
         self.optimizer.zero_grad()
         return 0.
 
     def save(self, checkpoints:Checkpoints, step:int, valid_loss:float|None, state:dict,
              config:dict):
-        "One more checkpoint. All processes must call it."
+        "Save a checkpoint. All processes must call it."
         if self.scaler.is_enabled(): state = state | dict(scaler=self.scaler.state_dict())
         _, write = _savers(self.in_parts)
         if self.world.writes:
             checkpoints.save(self.model, self.optimizer, step, valid_loss, state, write,
                              config=config)
         elif self.in_parts: write(self.model, self.optimizer, step, None)
-    def load(self, path:Path, config:dict)->int: # Steps done
-        "As `load_checkpoint`, whoever wrote it: one process or several, sharded or not."
+    def load(self, path:Path, config:dict)->int: # Number of steps done
+        "Load a checkpoint that one process or several have written, sharded or not."
         read, _ = _savers(self.in_parts)
         step = read(path, self.model, self.optimizer, config)
         if self.scaler.is_enabled() and (saved := read_state(path).get("scaler")):
             self.scaler.load_state_dict(saved)
         return step
     @property
-    def in_parts(self)->bool: return self.config.shard # Whether no process holds a whole model
-    def find_nonfinite(self, micro_batches:list, loss:Callable)->str|None: # In words
+    def in_parts(self)->bool: return self.config.shard # Whether the model is split among processes
+    def find_nonfinite(self, micro_batches:list, loss:Callable)->str|None: # The cause, in words
         return _find_fault(self, micro_batches, loss)
     def whole_model(self)->TransformerLM:
-        "The model itself, or a whole copy of one that is sharded, in each process."
+        "Return the model; if it is sharded, every process gets a whole copy."
         return _whole_copy(self.model, self.device) if self.config.shard else self.model
 
 # %% ../../nbs/04_training/04f_engines.ipynb #3f1836f7
@@ -339,7 +342,7 @@ def _make_model(model_config:ModelConfig, config:TrainConfig, world:World, devic
                 dtype:str)->TransformerLM:
     parts = named_parts(model_config, config.attention, config.kernels, device)
     if config.compile and device.type == "cpu" and "triton" in (config.attention, config.kernels):
-        raise ValueError("compile = True with kernels of Triton on a processor, where they are "
+        raise ValueError("compile = True with Triton kernels on a CPU, where they are "
                          "interpreted: compile = False would do")
     if not config.shard:
         return TransformerLM(model_config, seed=config.seed, parts=parts).to(device)
@@ -351,25 +354,25 @@ def _make_model(model_config:ModelConfig, config:TrainConfig, world:World, devic
     from lmcourse.training.sharding import build_sharded
     return build_sharded(model_config, config.seed, world.mesh, dtype, parts)
 
-def _make_loss(model, loss:Callable, engine)->Any: # Wrapped by what shares the gradients out
+def _make_loss(model, loss:Callable, engine)->Any: # Wrapped so that gradients are averaged
     if engine.world.size == 1 or engine.config.shard: return _Loss(model, loss)
     # RoPE's tables are the same everywhere: no need to send buffers in each forward pass
     return DistributedDataParallel(_Loss(model, loss), device_mesh=engine.world.mesh,
                                    broadcast_buffers=False)
 
-def _find_fault(engine, micro_batches:list, loss:Callable)->str|None: # After a step without a move
+def _find_fault(engine, micro_batches:list, loss:Callable)->str|None: # The cause, in words
     if engine.config.shard: return find_nonfinite_sharded(engine.model, micro_batches, loss)
     found = (find_nonfinite(engine.model, part, loss) for part in micro_batches)
     return next(filter(None, found), None)
 
-def _savers(shard:bool)->tuple[Callable, Callable]: # What reads checkpoints, and what writes them
+def _savers(shard:bool)->tuple[Callable, Callable]: # The functions that read and write checkpoints
     if not shard: return load_checkpoint, save_checkpoint
     from lmcourse.training.sharding import load_shards, save_shards # FSDP takes a second to load
     return load_shards, save_shards
 
 @torch.no_grad()
 def _whole_copy(model, device:torch.device)->TransformerLM:
-    model.reshard()                             # An evaluation leaves embedding and head whole
+    model.reshard()                             # an evaluation leaves embedding and head unsharded
     copy = TransformerLM(model.config, device="meta").to_empty(device=device)
     for (_, p),(_, q) in zip(copy.named_parameters(), model.named_parameters()):
         p.copy_(q.full_tensor())
@@ -378,11 +381,11 @@ def _whole_copy(model, device:torch.device)->TransformerLM:
 # %% ../../nbs/04_training/04f_engines.ipynb #09f9da89
 @torch.no_grad()
 def fill(
-    model:Any,             # A module; its parameters are overwritten; it may be sharded
-    weights:dict,          # Name to whole tensor
+    model:Any,             # A module, perhaps sharded, whose parameters are overwritten
+    weights:dict,          # Parameter name to whole tensor
 ):
-    "Give a model other weights."
-    if hasattr(model, "reshard"): model.reshard()   # A forward pass leaves embedding and head whole
+    "Copy weights into a model."
+    if hasattr(model, "reshard"): model.reshard() # a forward pass leaves embedding and head whole
     for name,p in model.named_parameters():
         if not hasattr(p, "to_local"): p.copy_(weights[name])
         else:
@@ -391,13 +394,13 @@ def fill(
 
 # %% ../../nbs/04_training/04f_engines.ipynb #44da1807
 class NumpyEngine:
-    "The NumPy model, its optimizer, and how they take a step: float32, one process."
+    "The NumPy backend: the NumPy model with its optimizer, in float32 and one process."
     def __init__(self,
-        model_config:ModelConfig, # Of the model that is made
-        config:TrainConfig,       # Its numbers of the optimizer, and recompute
-        world:World=World(),      # Alone: `DataParallelNp` is for more processes
-        device:torch.device|None=None, # The processor
-        loss:Callable=next_token_loss, # This one: its backward pass is written by hand
+        model_config:ModelConfig, # Sizes and variant of the model to make
+        config:TrainConfig,       # Settings: those of the optimizer, and recompute
+        world:World=World(),      # One process only; see `DataParallelNp` for more
+        device:torch.device|None=None, # Ignored: NumPy computes on the CPU
+        loss:Callable=next_token_loss, # This loss only: its backward pass is written by hand
     ):
         _check_numpy(config, world, loss)
         self.model_config, self.config, self.world, self.device = (model_config, config, world,
@@ -409,8 +412,8 @@ class NumpyEngine:
         self.model, self.grads = _seen_by_torch(self.params, model_config), {}
 
     def forward_backward(self, batch:tuple, share:float=1.0, last:bool=True
-    )->float: # As of `TorchEngine`
-        "Add the gradient of a micro-batch."
+    )->float: # The loss times `share`
+        "Run the forward and backward pass of a micro-batch, and add its gradient to the others."
         inputs, targets = (t.numpy() for t in batch)
         loss, grads = fast_loss_and_grads(self.params, inputs, targets, self.model_config,
                                           recompute=self.config.recompute)
@@ -420,15 +423,15 @@ class NumpyEngine:
             self.grads[name] = g if before is None else g + _dense(before)
         return float(loss)*share
 
-    def optimizer_step(self, lr:float)->float: # Length of the gradients before clipping
-        "Move the weights. If the length is not finite nothing moves."
+    def optimizer_step(self, lr:float)->float: # Norm of the gradients before clipping
+        "Update the weights. If the norm of the gradients is not finite, no weight changes."
         norm = grad_norm_np(self.grads)
         if not math.isfinite(norm): return norm
         self.optimizer.step(self.grads, lr, clip_scale(norm, self.config.grad_clip or math.inf))
         self.grads = {}
         return norm
 
-    # As of `TorchEngine`
+    # as in `TorchEngine`
     def save(self, checkpoints:Checkpoints, step:int, valid_loss:float|None, state:dict,
              config:dict):
         checkpoints.save(self.params, self.optimizer, step, valid_loss, state, config=config)
@@ -438,12 +441,12 @@ class NumpyEngine:
     def find_nonfinite(self, micro_batches:list, loss:Callable)->str|None:
         return _find_fault(self, micro_batches, loss)
 
-# By name; a text names what a later chapter has, and is looked up when a run asks for it
+# a string names a class from a later chapter, which is imported when a run asks for it
 ENGINES:dict[str, Any] = dict(
     torch=TorchEngine, numpy=NumpyEngine, mesh="lmcourse.parallelism.mesh:MeshEngine")
 
-def engine_for(config:TrainConfig)->type: # A class
-    "What computes a run: for degrees of parallelism, `mesh` takes the place of `torch`."
+def engine_for(config:TrainConfig)->type: # A class with the methods of `TorchEngine`
+    "Return the backend of a run; with degrees of parallelism, `mesh` takes the place of `torch`."
     found = ENGINES["mesh" if config.on_mesh and config.engine == "torch" else config.engine]
     return resolve_name(found) if isinstance(found, str) else found
 
@@ -460,12 +463,12 @@ def _check_numpy(config:TrainConfig, world:World, loss:Callable):
     for name in (n for n,there in odd.items() if there):
         value = world.processes if name == "processes" else getattr(config, name)
         raise ValueError(f"engine = numpy with {name} = {value}: "
-                         "it computes in float32 on the processor, in one process, with AdamW")
+                         "it computes in float32 on the CPU, in one process, with AdamW")
 
 def _dense(g): return g.dense() if isinstance(g, RowGradient) else g
 
 def _seen_by_torch(params:dict, config:ModelConfig
-)->TransformerLM: # A model whose weights are those arrays
+)->TransformerLM: # A torch model that shares its memory with the arrays
     model = TransformerLM(config)
     weights = {name: torch.from_numpy(a) for name,a in params.items()}
     model.load_state_dict(weights, strict=not config.tie_embeddings, assign=True)
@@ -474,11 +477,11 @@ def _seen_by_torch(params:dict, config:ModelConfig
 
 # %% ../../nbs/04_training/04f_engines.ipynb #58392427
 def find_nonfinite(
-    model:TransformerLM,  # Whose loss or gradient is not finite
-    batch:tuple,          # Its tensors
-    loss:Callable=next_token_loss, # As of `Objective`
-)->str|None: # In words; none if all is finite
-    "The weight, module or gradient that is the first to be infinite or NaN."
+    model:TransformerLM,  # Model whose loss or gradient is not finite
+    batch:tuple,          # The batch's tensors
+    loss:Callable=next_token_loss, # Loss function, as in `Objective`
+)->str|None: # A description in words; `None` if everything is finite
+    "Find the first weight, module output or gradient that is infinite or NaN."
     for name,p in model.named_parameters():
         if not p.isfinite().all(): return f"the weights {name} are not finite"
     with _watched(model) as found: value = loss(model, *batch)
@@ -492,7 +495,7 @@ def find_nonfinite(
 # %% ../../nbs/04_training/04f_engines.ipynb #55e08eb1
 @contextmanager
 def _watched(model:torch.nn.Module
-)->Iterator[list]: # Names of modules whose output is not finite, in the order of the block
+)->Iterator[list]: # Modules whose output was not finite, in the order in which they ran
     found:list = []
     def look(name, module, inputs, output):
         if torch.is_tensor(output) and not output.isfinite().all(): found.append(name)
@@ -504,12 +507,12 @@ def _watched(model:torch.nn.Module
 
 @torch.no_grad()
 def find_nonfinite_sharded(
-    model:TransformerLM, # In parts, after a step that moved nothing
+    model:TransformerLM, # Sharded model, after a step that changed no weight
     batches:list,        # The micro-batches of this process
-    loss:Callable=next_token_loss, # As of `Objective`
-)->str|None: # As `find_nonfinite`
-    """The same in this process's parts and batches.
-    All processes must call it, and all make as many passes."""
+    loss:Callable=next_token_loss, # Loss function, as in `Objective`
+)->str|None: # A description in words; `None` if everything is finite
+    """Search this process's parts and batches for the first value that is not finite.
+    All processes must call it with the same number of batches."""
     weights = [name for name,p in model.named_parameters() if not _local(p).isfinite().all()]
     grads = [name for name,p in model.named_parameters() if p.grad is not None
              and not _local(p.grad).isfinite().all()]
@@ -523,9 +526,9 @@ def find_nonfinite_sharded(
 # %% ../../nbs/04_training/04f_engines.ipynb #2fc3864c
 @contextmanager
 def unchanged(
-    engine:TorchEngine|NumpyEngine, # It may take steps in the block
+    engine:TorchEngine|NumpyEngine, # The backend, which may take steps within the block
 )->Iterator[None]:
-    "Put the weights, the optimizer and the scale of float16 back afterwards, bit for bit."
+    "Restore the weights, the optimizer and float16's loss scale after the block, bit for bit."
     weights, optimizer = ([_local(p).to("cpu", copy=True) for p in engine.model.parameters()],
                           engine.optimizer)
     if isinstance(optimizer, AdamWNp): kept:Any = deepcopy((optimizer.m, optimizer.v, optimizer.t))
@@ -542,10 +545,10 @@ def unchanged(
         if isinstance(engine, TorchEngine) and scale: engine.scaler.load_state_dict(scale)
 
 # %% ../../nbs/04_training/04f_engines.ipynb #a564e34a
-def _local(t): # This process's part of a sharded tensor; anything else as a tensor
+def _local(t): # This process's part of a sharded tensor; any other array as a tensor
     return t.to_local() if hasattr(t, "to_local") else torch.as_tensor(t)
 
-def _put_back(optimizer, kept:dict): # Of each parameter that had a state, the state
+def _put_back(optimizer, kept:dict): # Restores the saved state of each parameter
     for p in list(optimizer.state):
         if p not in kept: del optimizer.state[p]; continue
         for name,now in optimizer.state[p].items():
@@ -554,14 +557,15 @@ def _put_back(optimizer, kept:dict): # Of each parameter that had a state, the s
 
 # %% ../../nbs/04_training/04f_engines.ipynb #643465a5
 def noise_scale(
-    small:float, # Mean of the squared lengths of gradients of `b` examples
+    small:float, # Mean squared length of the gradients of batches of `b` examples
     large:float, # Squared length of the gradient of `B` examples
-    b:int,       # Examples in the small batches
-    B:int,       # Examples in the large one
-    # In examples; about this many in a batch are a good use of each. NaN where the estimate of the
-    # true length is not positive
+    b:int,       # Number of examples in each small batch
+    B:int,       # Number of examples in the large batch
+    # In examples: a batch of about this size uses each example well. NaN if the estimate of the
+    # true gradient's squared length is not positive
 )->float:
-    "The simple noise scale: variance over squared length. McCandlish et al. 2018, equation A.1."
+    """Estimate the simple noise scale, the gradient's variance over its squared length.
+    Source: McCandlish et al. 2018, equation A.1."""
     if not 0 < b < B: raise ValueError(f"noise_scale: {b = }, {B = }, expected 0 < b < B")
     signal, noise = (B*large - b*small)/(B - b), (small - large)/(1/b - 1/B)
     return noise/signal if signal > 0 else math.nan

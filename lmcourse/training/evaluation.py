@@ -20,27 +20,27 @@ class Evaluation:
     loss:float              # Nats per token
     tokens:int              # Predicted tokens, ends of text included
     bits_per_byte:float     # The same loss, independent of the tokenizer
-    floor:float|None = None # Nats per token of the source itself; none where it is unknown
+    floor:float|None = None # Exact loss of the source, nats per token; `None` if unknown
     excess:float|None = None # loss - floor
-    # Standard error over documents, of the excess, or of the loss where there is no floor; none for
-    # one document
+    # Standard error over documents: of the excess, or of the loss if there is no floor; `None` for
+    # a single document
     error:float|None = None
 
 # %% ../../nbs/04_training/04g_evaluation.ipynb #0d297dea
 def evaluate(
-    model:torch.nn.Module,   # (B, T) ids to (B, T, V) logits
+    model:torch.nn.Module,   # A model from ids (B, T) to logits (B, T, V)
     dataset:TokenDataset,    # Whole documents
     context_length:int,      # Longest row, T
-    documents:int|None=None, # The first that many; all if none
-    dtype:str="float32",     # Of the matrix products
-    world:World=World(),     # The processes that share the documents; all must ask
+    documents:int|None=None, # Number of documents, from the first on; default: all
+    dtype:str="float32",     # Number format of the matrix products
+    world:World=World(),     # The processes that share the documents; all must call it
 )->Evaluation:
-    "The loss of `model` on the documents of `dataset`, each token once."
+    "Measure the loss of a model on whole documents, each token once."
     device, training = next(model.parameters()).device, model.training
     count = dataset.num_documents if documents is None else min(documents, dataset.num_documents)
     # logits of 128 MB at most, or of one row
     size = max(1, min(16, 2**25//(context_length*dataset.info["vocab_size"])))
-    # of each row: its nats, and the number of its document
+    # for each row: its nats and the index of its document
     losses, owners = [], []
     model.eval()
     with torch.inference_mode(), autocast(device, dtype):
@@ -68,11 +68,11 @@ def _row_losses(model, inputs:torch.Tensor, targets:torch.Tensor
 # %% ../../nbs/04_training/04g_evaluation.ipynb #2fd00388
 def summarize(
     nats:np.ndarray,   # A model's nats for each document (documents,)
-    tokens:np.ndarray, # Predicted tokens of each (documents,)
-    dataset:TokenDataset, # Where the documents come from
-    count:int,         # The first that many of its documents were read
+    tokens:np.ndarray, # Number of predicted tokens of each document (documents,)
+    dataset:TokenDataset, # The dataset of the documents
+    count:int,         # Number of documents that were read, from the first on
 )->Evaluation:
-    "Losses of documents as one `Evaluation`."
+    "Combine the losses of documents into an `Evaluation`."
     n, total = int(tokens.sum()), math.fsum(nats)
     # bytes of these documents, by their share of the tokens
     size = dataset.info["bytes"]*n/dataset.num_tokens

@@ -23,22 +23,22 @@ from .runs import read_run
 
 # %% ../../nbs/04_training/04j_models.ipynb #0946b5dc
 def _packed(p:torch.Tensor
-    # float16 with an even last bit: of the 23 bits behind the point 9 stay, rounded to the nearest
-    # at once
+    # float16 with an even last bit: of the 23 fraction bits 9 stay, in a single rounding to the
+    # nearest
 )->torch.Tensor:
     bits = p.detach().float().cpu().contiguous().view(torch.int32)
     return (bits + 0x1FFF + (bits >> 14 & 1) & -0x4000).view(torch.float32).half()
 
 # %% ../../nbs/04_training/04j_models.ipynb #37a17548
 def save_model(
-    folder:str|Path,     # New
-    model:TransformerLM, # In any number format
-    tokenizer:Tokenizer, # With which it was trained
+    folder:str|Path,     # A new folder
+    model:TransformerLM, # The model, in any number format
+    tokenizer:Tokenizer, # The tokenizer of its training data
     train:TrainConfig,   # How it was trained
-    made:dict,           # And more about it: command, machine, result
+    made:dict,           # Further facts: command, machine, result
 ):
-    """Write weights as float16 without their last bit, the configs and the tokenizer, all or
-    nothing."""
+    """Save a small copy of a model: weights as float16 without the last bit, configs, tokenizer.
+    The folder is written completely or not at all."""
     folder = Path(folder)
     if folder.exists(): raise FileExistsError(f"{folder} exists; name a folder that does not")
     weights = {name: _packed(p) for name,p in model.named_parameters()}
@@ -51,14 +51,14 @@ def save_model(
 
 # %% ../../nbs/04_training/04j_models.ipynb #e20b90c3
 def load_model(
-    # Of `save_model`, or a run; none for the model that comes with the course
+    # A folder of `save_model` or of a run; default: the course's own model
     folder:str|Path|None=None,
     device:str="cpu",                           # As for `pick_device`
-    checkpoint:str="best", # Of a run: `best` on the validation documents, or `latest`
-    attention:str="torch", kernels:str="torch", # Who computes: as for `named_parts`
-)->tuple[TransformerLM, Tokenizer]: # In float32; with which it was trained
-    """A trained model, ready to write.
-    `FileNotFoundError` if there is none, `ValueError` if it can't be read."""
+    checkpoint:str="best", # For a run: `best` on the validation documents, or `latest`
+    attention:str="torch", kernels:str="torch", # As for `named_parts`
+)->tuple[TransformerLM, Tokenizer]: # The model in float32, and its tokenizer
+    """Load a trained model, ready to generate text.
+    Raises `FileNotFoundError` if there is none, and `ValueError` if it can't be read."""
     choices, folder = ("best", "latest"), _model_folder(folder)
     if checkpoint not in choices: raise unknown("checkpoint", checkpoint, choices)
     make = partial(_empty_model, attention=attention, kernels=kernels, device=pick_device(device))
@@ -68,7 +68,7 @@ def load_model(
     except (KeyError, TypeError, RuntimeError, SafetensorError) as e:
         why = str(e).splitlines()[0]
         raise ValueError(f"{folder}: no model that can be read ({why})") from None
-    # `complete` refuses another one, too
+    # `complete` rejects other values, too
     wanted = model.tokenizer_digest = read_json(folder/"config.json").get("tokenizer")
     if wanted not in (None, tokenizer.digest):
         raise ValueError(f"{folder}: trained with the tokenizer {wanted[:12]}…, but the one that "
@@ -79,7 +79,7 @@ def load_model(
 def training_of(
     folder:str|Path|None=None, # As for `load_model`
 )->TrainConfig:
-    "How a model was trained."
+    "Return the settings with which a model was trained."
     return TrainConfig.from_dict(read_json(_model_folder(folder)/"config.json")["train"])
 
 # %% ../../nbs/04_training/04j_models.ipynb #21d67420
@@ -89,15 +89,15 @@ def _model_folder(folder)->Path:
 def _empty_model(config:ModelConfig, attention:str, kernels:str, device)->TransformerLM:
     return TransformerLM(config, parts=named_parts(config, attention, kernels, device))
 
-def _read_small(folder:Path, make:Callable)->tuple: # What `save_model` wrote
+def _read_small(folder:Path, make:Callable)->tuple: # From a folder of `save_model`
     model = make(ModelConfig.from_dict(read_json(folder/"config.json")["model"]))
     weights = _weights_in(folder/"model.safetensors")
     if other := weights.keys() ^ dict(model.named_parameters()).keys():
         raise RuntimeError(f"not the weights of this config: {min(other)}")
-    model.load_state_dict(weights, strict=False)            # tied weights stand in the file once
+    model.load_state_dict(weights, strict=False)            # the file contains tied weights once
     return model, Tokenizer.from_folder(folder)
 
-def _weights_in(path:Path)->dict: # Also codes of 8 bits, each row with steps of its own
+def _weights_in(path:Path)->dict: # Also reads 8-bit codes, with a step size per row
     weights = {name: w.float() for name,w in load_file(path).items()}
     for name in [n.removesuffix(".codes") for n in weights if n.endswith(".codes")]:
         codes, steps = weights.pop(f"{name}.codes"), weights.pop(f"{name}.steps")
@@ -105,7 +105,7 @@ def _weights_in(path:Path)->dict: # Also codes of 8 bits, each row with steps of
     return weights
 
 def _read_run_model(run:Path, make:Callable, checkpoint:str
-)->tuple: # Of runs of older versions the latest
+)->tuple: # For runs of older versions the latest
     config, _, data = read_run(run)
     kept = Checkpoints(run/"checkpoints")
     if (path := kept.latest()) is None: raise FileNotFoundError(f"{run}: no checkpoint yet")

@@ -14,16 +14,16 @@ from ..tools.compiled import fused
 # %% ../../nbs/04_training/04b_optim_np.ipynb #2ce3e161
 def adamw_step_np(
     p:np.ndarray,     # Parameter, any shape
-    g:np.ndarray,     # Its gradient, of that shape
-    m:np.ndarray,     # Running mean of gradients, likewise
-    v:np.ndarray,     # Running mean of their squares, likewise
+    g:np.ndarray,     # Its gradient, same shape
+    m:np.ndarray,     # Running mean of the gradients, same shape
+    v:np.ndarray,     # Running mean of their squares, same shape
     t:int,            # Number of this step, from 1
-    lr:float,         # Step size
-    betas:tuple=(.9, .999), # Decays of the two means
-    eps:float=1e-8,   # Added to the root
-    weight_decay:float=.01, # Share of `p` taken off, times `lr`
-)->tuple: # The new parameter and means
-    "One step, as in the formula."
+    lr:float,         # Learning rate
+    betas:tuple=(.9, .999), # Decay rates of the two running means
+    eps:float=1e-8,   # Number added to the root
+    weight_decay:float=.01, # Fraction of `p` subtracted, times `lr`
+)->tuple: # The new `p`, `m` and `v`
+    "Take one step of AdamW, following the formula."
     xp, (b1, b2) = array_module(p), betas
     m, v = b1*m + (1 - b1)*g, b2*v + (1 - b2)*g*g
     return p - lr*weight_decay*p - lr*(m/(1 - b1**t))/(xp.sqrt(v/(1 - b2**t)) + eps), m, v
@@ -31,7 +31,7 @@ def adamw_step_np(
 # %% ../../nbs/04_training/04b_optim_np.ipynb #9e9f5ab8
 @fused
 def adamw_kernel(p, g, slots, m, v, b1, b2, keep, step, root, eps, scale):
-    """One pass over the rows of `p`.
+    """Take one step in one pass over the rows of `p`.
     Row r has the gradient `g[slots[r]]`, none where that is -1; without `slots`, `g[r]`. The betas
     are float64."""
     d1, d2, o1, o2, zero = (np.float32(b1), np.float32(b2), np.float32(1 - b1), np.float32(1 - b2),
@@ -46,13 +46,13 @@ def adamw_kernel(p, g, slots, m, v, b1, b2, keep, step, root, eps, scale):
 
 # %% ../../nbs/04_training/04b_optim_np.ipynb #9d0db072
 class AdamWNp:
-    "AdamW for a dictionary of arrays, which it changes in place. Gradients may be `RowGradient`s."
+    "AdamW for a dictionary of arrays, updated in place. Gradients may be `RowGradient`s."
     def __init__(self,
         params:dict,      # Name to array of float32 or float64; matrices decay, vectors don't
-        betas:tuple=(.9, .999), # Decays of the two means
-        eps:float=1e-8,   # Added to the root
-        weight_decay:float=.01, # Share of a matrix taken off a step, times `lr`
-        lr_scales:dict|None=None, # Name to what its learning rate is multiplied by: 1 if missing
+        betas:tuple=(.9, .999), # Decay rates of the two running means
+        eps:float=1e-8,   # Number added to the root
+        weight_decay:float=.01, # Fraction of a matrix subtracted per step, times `lr`
+        lr_scales:dict|None=None, # Name to a factor for its learning rate; 1 if missing
     ):
         if not all(0 <= b < 1 for b in betas):
             raise ValueError(f"AdamWNp: betas = {betas}, expected 0 <= beta < 1")
@@ -71,11 +71,11 @@ class AdamWNp:
 
     def step(self,
         grads:dict,      # Name to gradient, for the parameters that have one
-        lr:float,        # Step size
-        scale:float=1.0, # Gradients are multiplied by it: see `clip_scale`
+        lr:float,        # Learning rate
+        scale:float=1.0, # Factor for all gradients, see `clip_scale`
     ):
-        """Move every parameter that has a gradient.
-        `ValueError` for a gradient without a parameter, or of another shape."""
+        """Update every parameter that has a gradient.
+        Raises `ValueError` for a gradient without a parameter or of a different shape."""
         for name,g in grads.items():
             if name not in self.params:
                 raise ValueError(f"a gradient for {name!r}, which is no parameter")
@@ -89,13 +89,13 @@ class AdamWNp:
     def move(self, name:str, g:np.ndarray, lr:float, scale:float): # One parameter
         p, m, v, (b1, b2) = self.params[name], self.m[name], self.v[name], self.betas
         decay = self.weight_decay if p.ndim > 1 else 0.
-        # CuPy, float64, a transposed matrix: the formula
+        # CuPy, float64 or a transposed matrix: use the formula
         if not (type(p) is np.ndarray and p.dtype == np.float32 and p.flags.c_contiguous):
             g = scale*(g.dense() if isinstance(g, RowGradient) else g)
             p[...], m[...], v[...] = adamw_step_np(p, g, m, v, self.t, lr, self.betas, self.eps,
                                                    decay)
             return
-        # A gradient without rows is one long row
+        # treat a gradient without rows as one long row
         slots, values, width = None, g, p.size
         if isinstance(g, RowGradient):
             slots, values, width = np.full(len(p), -1), g.values, p.size//len(p)
@@ -107,19 +107,19 @@ class AdamWNp:
 
 # %% ../../nbs/04_training/04b_optim_np.ipynb #3fd569c1
 def grad_norm_np(
-    grads:dict, # Name to gradient; rows that got none add nothing
-)->float: # Length of all of them together
-    """The root of the sum of all squares: within an array in its own type, over the arrays in
-    float64."""
+    grads:dict, # Name to gradient; rows without a gradient add nothing
+)->float: # Norm of all gradients together
+    """Compute the norm of all gradients, the root of the sum of all squares.
+    Sums within an array use the array's type, and the sum over arrays uses float64."""
     flat = (g.values if isinstance(g, RowGradient) else g for g in grads.values())
     return math.sqrt(math.fsum(float(array_module(g).vdot(g, g)) for g in flat))
 
 def clip_scale(
-    norm:float,     # Length of all gradients together
-    max_norm:float, # Largest length that is wanted
-)->float: # For `AdamWNp.step`
-    """What to multiply gradients with: 1 if their length is not finite.
-    `ValueError` unless `max_norm` is positive."""
+    norm:float,     # Norm of all gradients together
+    max_norm:float, # Largest norm that is allowed
+)->float: # Factor for `AdamWNp.step`; 1 if the norm is not finite
+    """Compute the factor that clips gradients.
+    Raises `ValueError` unless `max_norm` is positive."""
     if not max_norm > 0:
         raise ValueError(f"clip_scale: max_norm = {max_norm}, expected more than 0")
     return min(1., max_norm/(norm + 1e-6)) if math.isfinite(norm) else 1.

@@ -18,18 +18,18 @@ from ..tools.config import TrainConfig, refuse_fields, register, unknown
 # %% ../../nbs/04_training/04c_optim_torch.ipynb #3132e593
 class SGD(Optimizer):
     """Gradient descent with the rate lr/sqrt(k) at a parameter's step k = 1, 2, ...
-    `ValueError` for a negative rate."""
+    Raises `ValueError` for a negative rate."""
     def __init__(self,
-        params:Iterable, # Parameters, or dicts of `params` and what differs for them
-        lr:float=1e-3,   # Rate of the first step
+        params:Iterable, # Parameters, or dicts of `params` and their own settings
+        lr:float=1e-3,   # Learning rate of the first step
     ):
         if not lr >= 0: raise ValueError(f"SGD: lr = {lr}, expected 0 or more")
         super().__init__(params, dict(lr=lr))
 
     @torch.no_grad()
     def step(self, closure:Callable|None=None):
-        """Move every parameter that has a gradient.
-        Returns the loss, if a `closure` is given to compute it again."""
+        """Update every parameter that has a gradient.
+        If a `closure` is given, it recomputes the loss, which is returned."""
         loss = None if closure is None else torch.enable_grad()(closure)()
         for group in self.param_groups:
             for p in group["params"]:
@@ -47,7 +47,7 @@ def adamw_step(
     t:int,               # Number of this step, from 1
     lr:float=1e-3, betas:tuple=(0.9, 0.999), eps:float=1e-8, weight_decay:float=0.01,
 )->tuple: # New `theta`, `m` and `v`
-    "One step of AdamW on one parameter, as its formula says. Nothing is changed in place."
+    "Take one step of AdamW on one parameter, following the formula. Nothing is changed in place."
     beta1, beta2 = betas
     m = beta1*m + (1 - beta1)*grad
     v = beta2*v + (1 - beta2)*grad**2
@@ -61,7 +61,7 @@ def adamw_algorithm_1(
     theta:torch.Tensor, grad:torch.Tensor, m:torch.Tensor, v:torch.Tensor, t:int,
     lr:float=1e-3, betas:tuple=(0.9, 0.999), eps:float=1e-8, weight_decay:float=0.01,
 )->tuple: # New `theta`, `m` and `v`
-    "One step of AdamW as CS336 writes it. Nothing is changed in place."
+    "Take one step of AdamW in the form that CS336 gives. Nothing is changed in place."
     beta1, beta2 = betas
     m = beta1*m + (1 - beta1)*grad
     v = beta2*v + (1 - beta2)*grad**2
@@ -71,8 +71,8 @@ def adamw_algorithm_1(
 
 # %% ../../nbs/04_training/04c_optim_torch.ipynb #5ff3f2c5
 def _step_all_(params:list, states:list, lr:float, betas:tuple, eps:float, weight_decay:float):
-    """One step of AdamW on many parameters, in place; `states` hold `step`, `exp_avg` and
-    `exp_avg_sq`."""
+    """Take one step of AdamW on many parameters, in place.
+    Each state holds `step`, `exp_avg` and `exp_avg_sq`."""
     beta1, beta2 = betas
     grads = [p.grad for p in params]
     ms, vs, ts = ([s[k] for s in states] for k in ("exp_avg", "exp_avg_sq", "step"))
@@ -87,8 +87,9 @@ def _step_all_(params:list, states:list, lr:float, betas:tuple, eps:float, weigh
 
 # %% ../../nbs/04_training/04c_optim_torch.ipynb #f5dfc470
 def fused_step_(params:list, states:list, lr:float, betas:tuple, eps:float, weight_decay:float):
-    "As `_step_all_`, in one pass over the memory, for parameters of one type on one device."
-    part = lambda t: t.to_local() if hasattr(t, "to_local") else t    # Of a sharded tensor
+    """Do the same as `_step_all_` in one pass over memory, for parameters of one type on one
+    device."""
+    part = lambda t: t.to_local() if hasattr(t, "to_local") else t    # this process's part
     ps, grads = [part(p) for p in params], [part(p.grad) for p in params]
     ms, vs = ([part(s[k]) for s in states] for k in ("exp_avg", "exp_avg_sq"))
     counts = {t: torch.full((), float(t), device=ps[0].device) for t in {s["step"] for s in states}}
@@ -96,26 +97,26 @@ def fused_step_(params:list, states:list, lr:float, betas:tuple, eps:float, weig
                         beta1=betas[0], beta2=betas[1], eps=eps, weight_decay=weight_decay,
                         amsgrad=False, maximize=False)
 
-def on_one_card(params:list)->bool: # Whether `fused_step_` can move them faster
+def on_one_card(params:list)->bool: # Whether all lie on one GPU, where `fused_step_` is faster
     kinds = {(p.device, p.dtype) for p in params}
     return len(kinds) == 1 and params[0].device.type == "cuda"
 
 # %% ../../nbs/04_training/04c_optim_torch.ipynb #1a7e9f0c
 class AdamW(Optimizer):
-    "AdamW in torch's form, with torch's defaults. `ValueError` for numbers out of range."
+    "AdamW in torch's form, with torch's defaults. Raises `ValueError` for numbers out of range."
     def __init__(self,
-        params:Iterable,             # Parameters, or dicts of `params` and what differs for them
+        params:Iterable,             # Parameters, or dicts of `params` and their own settings
         lr:float=1e-3,               # Learning rate
-        betas:tuple=(0.9, 0.999),    # Decay of the running means of gradients and of their squares
-        # Added to the root of the second mean, in units of the gradient
+        betas:tuple=(0.9, 0.999),    # Decay rates of the means of gradients and of their squares
+        # Number added to the root of the second mean, in units of the gradient
         eps:float=1e-8,
-        # Share of a weight that is taken off in a step, times the learning rate
+        # Fraction of a weight that is subtracted per step, times the learning rate
         weight_decay:float=0.01,
     ):
         super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay))
 
-    def add_param_group(self, group:dict): # Torch calls it for every group, also for the first
-        "Take one more group of parameters."
+    def add_param_group(self, group:dict): # torch calls it for every group, the first included
+        "Add a group of parameters."
         numbers = self.defaults | group
         for name in ("lr", "eps", "weight_decay"):
             if not numbers[name] >= 0:
@@ -128,8 +129,8 @@ class AdamW(Optimizer):
 
     @torch.no_grad()
     def step(self, closure:Callable|None=None):
-        """Move every parameter that has a gradient.
-        Returns the loss, if a `closure` is given to compute it again."""
+        """Update every parameter that has a gradient.
+        If a `closure` is given, it recomputes the loss, which is returned."""
         loss = None if closure is None else torch.enable_grad()(closure)()
         for group in self.param_groups:
             params = [p for p in group["params"] if p.grad is not None]
@@ -139,12 +140,12 @@ class AdamW(Optimizer):
             if params: self._move(params, group)
         return loss
 
-    def _move(self, params:list, group:dict): # Parameters of one group that have a gradient
+    def _move(self, params:list, group:dict): # The parameters of a group that have a gradient
         step_ = fused_step_ if on_one_card(params) else _step_all_
         step_(params, [self._advance(p) for p in params],
               *(group[k] for k in ("lr", "betas", "eps", "weight_decay")))
 
-    def _advance(self, p)->dict: # The state of `p`, made if it has none, with its step counted
+    def _advance(self, p)->dict: # The state of `p`, created if needed, with the step counted
         state = self.state[p]
         if not state:
             state.update(step=0, exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
@@ -165,9 +166,9 @@ class AdamW(Optimizer):
 
 # %% ../../nbs/04_training/04c_optim_torch.ipynb #96c8a0c1
 def parameter_groups(
-    model:torch.nn.Module, # Its parameters that need a gradient, each once
-    weight_decay:float,    # For matrices
-)->list: # For an optimizer: matrices and embeddings, then vectors, which are not decayed
+    model:torch.nn.Module, # The model; parameters that don't need a gradient are left out
+    weight_decay:float,    # Weight decay of matrices
+)->list: # Groups for an optimizer: matrices and embeddings, then vectors, which don't decay
     """Split the parameters by whether weight decay applies to them.
     Under muP the matrices of the blocks come first, with an `lr_scale`: see chapter 11."""
     named = [(name, p) for name,p in model.named_parameters() if p.requires_grad]
@@ -182,14 +183,14 @@ def parameter_groups(
 
 # %% ../../nbs/04_training/04c_optim_torch.ipynb #f203eb88
 def cosine_lr(
-    step:int,         # t, from 0; at 0 the rate of a schedule with a warm-up is 0
-    lr:float,         # Highest rate
-    min_lr:float,     # Last rate
-    warmup_steps:int, # Steps of the rise: 0 for none
+    step:int,         # Step t, from 0; with a warm-up the rate at step 0 is 0
+    lr:float,         # Highest learning rate
+    min_lr:float,     # Final learning rate
+    warmup_steps:int, # Steps of the warm-up; 0 for none
     steps:int,        # The step at which `min_lr` is reached
 )->float: # The learning rate of that step
-    """Linear warm-up, half a cosine, then constant.
-    `ValueError` if the warm-up is longer than the schedule."""
+    """Compute the learning rate of a cosine schedule: linear warm-up, half a cosine, then constant.
+    Raises `ValueError` if the warm-up is longer than the schedule."""
     if not 0 <= warmup_steps <= steps:
         raise ValueError(f"cosine_lr: warmup_steps = {warmup_steps}, expected 0 to steps = {steps}")
     if step < warmup_steps: return lr*step/warmup_steps
@@ -199,18 +200,18 @@ def cosine_lr(
 
 # %% ../../nbs/04_training/04c_optim_torch.ipynb #b1408445
 def learning_rate(
-    step:int,           # t; a trainer asks for 1, 2, ..., `steps`
-    lr:float,           # Highest rate
-    min_lr:float,       # Last rate
-    warmup_steps:int,   # Steps of the rise: 0 for none
-    steps:int,          # Of the whole run, T
-    cooldown_steps:int=0, # Of the straight way down at the end, n: 0 for none
-    # Of the highest rate, which stays above `min_lr`; to be left alone during the cool-down
+    step:int,           # Step t; a trainer asks for 1, 2, ..., `steps`
+    lr:float,           # Highest learning rate
+    min_lr:float,       # Final learning rate
+    warmup_steps:int,   # Steps of the warm-up; 0 for none
+    steps:int,          # Steps of the whole run, T
+    cooldown_steps:int=0, # Steps of the linear cool-down at the end, n; 0 for none
+    # Factor for the highest rate, which stays above `min_lr`; don't change it during the cool-down
     scale:float=1.0,
-    shape:str="cosine", # Between warm-up and cool-down: `cosine` or `constant`
+    shape:str="cosine", # Schedule between warm-up and cool-down: `cosine` or `constant`
 )->float: # The learning rate of that step
-    """Warm-up, cosine or constant, cool-down.
-    `ValueError` if warm-up and cool-down are longer than the run."""
+    """Compute the learning rate of a step: warm-up, then cosine or constant, then cool-down.
+    Raises `ValueError` if warm-up and cool-down are longer than the run."""
     if shape not in ("cosine", "constant"):
         raise ValueError(f"learning_rate: {shape = }, expected 'cosine' or 'constant'")
     if not scale >= 0: raise ValueError(f"learning_rate: {scale = }, expected 0 or more")
@@ -224,7 +225,7 @@ def learning_rate(
     return rate if at == step else min_lr + max(0, steps - step)/cooldown_steps*(rate - min_lr)
 
 # %% ../../nbs/04_training/04c_optim_torch.ipynb #6b098551
-class _Best: # The best loss so far, and how many came after it
+class _Best: # The best loss so far, and the number of evaluations since
     KEPT:tuple; best:float|None
     def __init__(self, patience:int|None, min_delta:float):
         name = type(self).__name__
@@ -234,31 +235,31 @@ class _Best: # The best loss so far, and how many came after it
         self.patience, self.min_delta, self.best, self.waited = patience, min_delta, None, 0
 
     def state(self)->dict: # Plain numbers and words, ready for JSON
-        "What has been seen, for a checkpoint."
+        "Return what has been seen so far, for a checkpoint."
         return {name: getattr(self, name) for name in self.KEPT}
 
-    def load(self, state:dict): # Of `state()`; `ValueError` if it is of something else
-        "Go on from there."
+    def load(self, state:dict): # From `state()`; `ValueError` for the state of something else
+        "Continue from a saved state."
         if set(state) != set(self.KEPT):
             raise ValueError(f"{type(self).__name__}: a state of {sorted(state)}, expected "
                              f"{sorted(self.KEPT)}")
         for name,value in state.items(): setattr(self, name, value)
 
-    def _waits(self, loss:float)->bool: # Whether patience is at its end
-        # A `nan` is not better
+    def _waits(self, loss:float)->bool: # Whether patience is exhausted
+        # a `nan` is not better
         better = loss < (math.inf if self.best is None else self.best - self.min_delta)
         self.best, self.waited = (float(loss), 0) if better else (self.best, self.waited + 1)
         return self.patience is not None and self.waited >= self.patience
 
 # %% ../../nbs/04_training/04c_optim_torch.ipynb #6fb2eb13
 class Plateau(_Best):
-    """A `scale` for the learning rate that shrinks when the loss no longer falls.
-    `ValueError` for numbers that make no sense."""
+    """Lowers the learning rate, through its `scale`, when the loss no longer falls.
+    Raises `ValueError` for settings that make no sense."""
     KEPT = "best", "waited", "scale"
     def __init__(self,
-        patience:int,        # Evaluations without a new best, after which the rate is lowered
-        factor:float,        # What it is multiplied by
-        # By how much, and more, a new best must be lower, in the unit of the loss
+        patience:int,        # Number of evaluations without a new best before the rate is lowered
+        factor:float,        # Factor by which the rate is multiplied
+        # Smallest improvement that counts as a new best, in the unit of the loss
         min_delta:float=0.,
     ):
         super().__init__(patience, min_delta)
@@ -268,26 +269,26 @@ class Plateau(_Best):
         self.factor, self.scale = factor, 1.
 
     def see(self, loss:float)->float: # The scale from now on
-        "Take note of an evaluation."
+        "Record the loss of an evaluation."
         if self._waits(loss): self.scale, self.waited = self.scale*self.factor, 0
         return self.scale
 
 # %% ../../nbs/04_training/04c_optim_torch.ipynb #2a6b814f
 class EarlyStop(_Best):
-    "Says when to stop, and why. `ValueError` for numbers that make no sense."
+    "Says when to stop, and why. Raises `ValueError` for settings that make no sense."
     KEPT = "best", "waited", "reason"
     reason:str|None
     def __init__(self,
-        patience:int|None,   # Evaluations without a new best, after which to stop; none for never
-        # By how much, and more, a new best must be lower, in the unit of the loss
+        patience:int|None,   # Evaluations without a new best before stopping; `None`: never
+        # Smallest improvement that counts as a new best, in the unit of the loss
         min_delta:float=0.,
-        target:float|None=None, # A loss that is good enough; none for no such loss
+        target:float|None=None, # A loss that is good enough to stop; `None`: no such loss
     ):
         super().__init__(patience, min_delta)
         self.target, self.reason = target, None
 
-    def see(self, loss:float)->str|None: # The reason to stop, in words; none to go on
-        "Take note of an evaluation. A reason that was given once stays."
+    def see(self, loss:float)->str|None: # The reason to stop, in words; `None` to continue
+        "Record the loss of an evaluation. A reason to stop is never withdrawn."
         tired = self._waits(loss)
         if self.reason: return self.reason
         if self.target is not None and loss <= self.target:
@@ -305,12 +306,12 @@ class EarlyStop(_Best):
 # %% ../../nbs/04_training/04c_optim_torch.ipynb #d6934a25
 @torch.no_grad()
 def clip_grad_norm(
-    # Parameters; any iterable, a generator too. Those without a gradient are skipped
+    # Parameters, in any iterable; those without a gradient are skipped
     parameters:Iterable,
-    max_norm:float,      # Largest length of all gradients together; `math.inf` only measures
-)->torch.Tensor: # Their length before clipping, no axes
-    """Scale gradients in place so that their joint length is at most `max_norm`, if it is finite.
-    `ValueError` unless that is positive."""
+    max_norm:float,      # Largest norm of all gradients together; `math.inf` only measures it
+)->torch.Tensor: # The norm before clipping, a scalar
+    """Scale gradients in place so that their joint norm is at most `max_norm`, if it is finite.
+    Raises `ValueError` unless `max_norm` is positive."""
     if not max_norm > 0:
         raise ValueError(f"clip_grad_norm: max_norm = {max_norm}, expected more than 0 (math.inf "
                          f"for no limit)")
@@ -319,7 +320,7 @@ def clip_grad_norm(
     if not grads: return torch.tensor(0.)
     norms = torch._foreach_norm(grads)
     norm = torch.linalg.vector_norm(torch.stack([n.to(norms[0].device) for n in norms]))
-    # Of sharded gradients torch 2.9 has only this process's part so far
+    # for sharded gradients, torch 2.9 has summed only this process's part so far
     if hasattr(norm, "full_tensor"): norm = norm.full_tensor()
     torch._foreach_mul_(grads, torch.where(norm.isfinite(), (max_norm/(norm + 1e-6)).clamp(max=1.),
                                            1.))
@@ -329,18 +330,19 @@ def clip_grad_norm(
 NEWTON_SCHULZ = 3.4445, -4.7750, 2.0315
 
 def orthogonalize(
-    matrix:torch.Tensor, # Two axes, any number format
-    steps:int=5,         # Iterations
-    coefficients:tuple=NEWTON_SCHULZ, # a, b and c, of x, x**3 and x**5. Jordan et al. 2024
-    eps:float=1e-7,      # Least length that `matrix` is divided by
-)->torch.Tensor: # Same shape and format
-    "A matrix with the same singular vectors and singular values near 1, but for very small ones."
+    matrix:torch.Tensor, # A matrix in any number format
+    steps:int=5,         # Number of iterations
+    coefficients:tuple=NEWTON_SCHULZ, # Coefficients of x, x**3 and x**5 (Jordan et al. 2024)
+    eps:float=1e-7,      # Smallest norm that `matrix` is divided by
+)->torch.Tensor: # A matrix of the same shape and format
+    """Orthogonalize a matrix by Newton-Schulz iteration.
+    The result has the same singular vectors, and singular values near 1 except for tiny ones."""
     if matrix.ndim != 2:
         raise ValueError(f"orthogonalize: a tensor of shape {tuple(matrix.shape)}, expected two "
                          f"axes")
     (a, b, c), tall = coefficients, matrix.shape[0] > matrix.shape[1]
-    x = matrix.T if tall else matrix                   # The products are smaller with fewer rows
-    # No singular value is larger than this length
+    x = matrix.T if tall else matrix                   # products are smaller with fewer rows
+    # no singular value is larger than this norm
     x = x/x.norm().clamp(min=eps)
     for _ in range(steps):
         square = x @ x.T
@@ -349,28 +351,28 @@ def orthogonalize(
 
 # %% ../../nbs/04_training/04c_optim_torch.ipynb #d6b2a7ea
 class Muon(AdamW):
-    """Muon for groups with `orthogonal=True`, AdamW for the others.
-    `ValueError` for a parameter without two axes among the former."""
+    """Muon for groups with `orthogonal=True`, and AdamW for all other groups.
+    Raises `ValueError` if a parameter for Muon is not a matrix."""
     def __init__(self,
-        # Groups, as of `muon_groups`, or parameters, which are then all AdamW's
+        # Groups, as from `muon_groups`, or parameters, which then all use AdamW
         params:Iterable,
         lr:float=1e-3,               # Learning rate
-        momentum:float=0.95,         # Decay of the running mean of the gradients of matrices, mu
-        nesterov:bool=True,          # Whether to look one step ahead
-        # Factor s, in torch's words: this one, or `original` for Jordan's
+        momentum:float=0.95,         # Decay rate of the running mean of matrices' gradients, mu
+        nesterov:bool=True,          # Whether to use Nesterov's momentum, one step ahead
+        # Step factor s, by torch's names: `match_rms_adamw`, or `original` for Jordan's
         adjust_lr_fn:str="match_rms_adamw",
-        # Number format of the iterations, say `bfloat16`; none for the gradient's
+        # Number format of the iterations, for example `bfloat16`; default: the gradient's
         dtype:str|None=None,
         weight_decay:float=0.1,      # As for AdamW
-        betas:tuple=(0.9, 0.999), eps:float=1e-8, # Of AdamW
+        betas:tuple=(0.9, 0.999), eps:float=1e-8, # As for AdamW
     ):
         defaults = dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, orthogonal=False,
                         momentum=momentum,
                         nesterov=nesterov, adjust_lr_fn=adjust_lr_fn, dtype=dtype)
         Optimizer.__init__(self, params, defaults)
 
-    def add_param_group(self, group:dict): # Torch calls it for every group, also for the first
-        "Take one more group of parameters."
+    def add_param_group(self, group:dict): # torch calls it for every group, the first included
+        "Add a group of parameters."
         super().add_param_group(group)
         group = self.param_groups[-1]
         if not 0 <= group["momentum"] < 1:
@@ -383,7 +385,7 @@ class Muon(AdamW):
                              f"are for AdamW")
 
     @torch.no_grad()
-    def _move(self, params:list, group:dict): # Parameters of one group that have a gradient
+    def _move(self, params:list, group:dict): # The parameters of a group that have a gradient
         if not group["orthogonal"]: return AdamW._move(self, params, group)
         lr, mu, dtype = group["lr"], group["momentum"], _FORMATS.get(group["dtype"])
         for p in params:
@@ -402,10 +404,10 @@ _STEP_FACTOR = {"match_rms_adamw": lambda m, n: 0.2*math.sqrt(max(m, n)),
 
 # %% ../../nbs/04_training/04c_optim_torch.ipynb #a21bba8a
 def muon_groups(
-    model:torch.nn.Module, # Its blocks are called `layers`, as those of `TransformerLM`
-    weight_decay:float,    # For matrices
+    model:torch.nn.Module, # A model whose blocks are called `layers`, like `TransformerLM`
+    weight_decay:float,    # Weight decay of matrices
 )->list: # Groups for `Muon`: matrices of the blocks, other matrices, vectors
-    "Split the parameters by rule. `ValueError` if there is no matrix in a block."
+    "Split parameters into groups for Muon. Raises `ValueError` if no block has a matrix."
     named = [(name, p) for name,p in model.named_parameters() if p.requires_grad]
     hidden = {p: name for name,p in named if p.ndim == 2 and "layers" in name.split(".")}
     if not hidden:
@@ -431,8 +433,9 @@ def _make_muon(model:Any, config:TrainConfig)->Optimizer:
 OPTIMIZERS:dict[str, Callable[..., Optimizer]] = dict(adamw=_make_adamw, muon=_make_muon)
 
 def register_optimizer(
-    name:str,           # What `TrainConfig.optimizer` is to be
-    make:Callable|None, # From model and config to an optimizer: none to take the name away
+    name:str,           # Name of the optimizer, for `TrainConfig.optimizer`
+    make:Callable|None, # Takes model and config, returns an optimizer; `None` removes the name
 ):
-    "Add an optimizer. Its groups may have an `lr_scale`. `ValueError` for a name that is taken."
+    """Register an optimizer under a name; its groups may have an `lr_scale`.
+    Raises `ValueError` if the name is taken."""
     register(TrainConfig, "optimizer", OPTIMIZERS, name, make)

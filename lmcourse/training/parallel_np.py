@@ -29,12 +29,13 @@ from .optim_np import AdamWNp, clip_scale, grad_norm_np
 # %% ../../nbs/04_training/04m_parallel_np.ipynb #d9366311
 def split_batch(
     ids:np.ndarray,     # `(B, T)`, from 0 to V - 1
-    targets:np.ndarray, # The ids that come next `(B, T)`; `ignore_index` where none counts
-    workers:int,        # In how many parts, N: at most B
-    ignore_index:int=-100, # A target that does not count
-)->list: # For each worker its rows of both, and its share of the targets that count
-    "Deal out a batch. `ValueError` if there are too few rows, or no target counts."
-    array_module(ids, targets)                                  # Refuses lists
+    targets:np.ndarray, # The next ids `(B, T)`; `ignore_index` for targets that don't count
+    workers:int,        # Number of parts, N; at most B
+    ignore_index:int=-100, # Value of targets that don't count
+)->list: # For each worker its rows of ids and targets, and its share of the targets that count
+    """Split a batch among workers.
+    Raises `ValueError` if there are too few rows, or if no target counts."""
+    array_module(ids, targets)                                  # Rejects lists
     if ids.ndim != 2 or targets.shape != ids.shape:
         raise ValueError(f"ids {ids.shape} and targets {targets.shape}, expected (B, T) for both")
     if len(ids) < workers:
@@ -49,19 +50,20 @@ def split_batch(
 
 # %% ../../nbs/04_training/04m_parallel_np.ipynb #50878dbc
 class QueuePort:
-    "A worker's end of a network of queues."
+    "A worker's connection to a network of queues."
     def __init__(self, rank:int, size:int, queues:dict
-    ): # Which worker of how many, and the queues of all
+    ): # Number of this worker, number of workers, and the queue from each worker to each other
         self.rank, self.size, self.queues, self.sent_bytes, self.received_bytes = (rank, size,
                                                                                    queues, 0, 0)
 
     def send(self, to:int, x:np.ndarray):
-        "Send a copy of `x`."
+        "Send a copy of `x` to worker `to`."
         self.sent_bytes += x.nbytes
         self.queues[self.rank, to].append(x.copy())
 
     def recv(self, source:int)->np.ndarray:
-        "What was sent first of all that has not been received. `RuntimeError` if that is nothing."
+        """Receive the oldest message from worker `source` that has not been received.
+        Raises `RuntimeError` if there is none."""
         if not self.queues[source, self.rank]:
             raise RuntimeError(f"worker {self.rank} waits for worker {source}, which has sent "
                                f"nothing")
@@ -71,17 +73,17 @@ class QueuePort:
 
 # %% ../../nbs/04_training/04m_parallel_np.ipynb #d185141c
 def queue_ports(
-    size:int, # Workers
-)->list: # A port for each
-    "A network in which each worker reaches each."
+    size:int, # Number of workers
+)->list: # One port for each worker
+    "Make a network in which each worker can reach every other."
     queues = {(a, b): deque() for a in range(size) for b in range(size)}
     return [QueuePort(rank, size, queues) for rank in range(size)]
 
 # %% ../../nbs/04_training/04m_parallel_np.ipynb #d3656bce
 def lockstep(
     workers:Iterable, # Generators that `yield` between sending and receiving
-): # Yields the number of steps that are done, from 0
-    "Run workers side by side, a step at a time, until all have ended."
+): # Yields the number of rounds done so far, from 0
+    "Run workers side by side, one round of messages at a time, until all have ended."
     running, steps = list(workers), 0
     while running:
         running = [w for w in running if next(w, "ended") is None]
@@ -89,38 +91,38 @@ def lockstep(
         steps += 1
 
 # %% ../../nbs/04_training/04m_parallel_np.ipynb #7ac71231
-def reduce_to_root(x:np.ndarray, port:Any): # Each worker's vector, and its port
-    "Add all vectors to that of worker 0."
+def reduce_to_root(x:np.ndarray, port:Any): # This worker's vector, and its port
+    "Add the vectors of all workers to the vector of worker 0."
     if port.rank: port.send(0, x)
     yield
     if not port.rank:
         for source in range(1, port.size): x += port.recv(source)
 
 def broadcast(x:np.ndarray, port:Any): # As above
-    "Copy the vector of worker 0 to all."
+    "Copy the vector of worker 0 to all workers."
     if not port.rank:
         for to in range(1, port.size): port.send(to, x)
     yield
     if port.rank: x[...] = port.recv(0)
 
 def naive_all_reduce(x:np.ndarray, port:Any): # As above
-    "The sum of all vectors at every worker: to worker 0 and back."
+    "Replace every worker's vector by the sum of all, by way of worker 0."
     yield from reduce_to_root(x, port)
     yield from broadcast(x, port)
 
 # %% ../../nbs/04_training/04m_parallel_np.ipynb #f1920571
 def chunk_slices(
-    length:int, # Of a vector
-    size:int,   # Pieces
-)->list: # Of slices
-    "Cut a vector into pieces whose lengths differ by one at most."
+    length:int, # Length of a vector
+    size:int,   # Number of pieces
+)->list: # One slice for each piece
+    "Split a vector into pieces whose lengths differ by at most one."
     least, more = divmod(length, size)
     starts = [r*least + min(r, more) for r in range(size + 1)]
     return [slice(a, b) for a,b in zip(starts, starts[1:])]
 
 # %% ../../nbs/04_training/04m_parallel_np.ipynb #070abbd4
-def ring_reduce_scatter(x:np.ndarray, port:Any): # Each worker's vector, and its port
-    "Worker r ends with piece r of the sum; its other pieces hold sums of some."
+def ring_reduce_scatter(x:np.ndarray, port:Any): # This worker's vector, and its port
+    "Leave worker r with piece r of the sum of all vectors; its other pieces hold partial sums."
     pieces, rank, size = chunk_slices(len(x), port.size), port.rank, port.size
     for step in range(size - 1):
         port.send((rank + 1) % size, x[pieces[(rank - 1 - step) % size]])
@@ -129,42 +131,44 @@ def ring_reduce_scatter(x:np.ndarray, port:Any): # Each worker's vector, and its
 
 # %% ../../nbs/04_training/04m_parallel_np.ipynb #468f1a37
 def ring_all_gather(x:np.ndarray, port:Any
-): # Each worker's vector, of which piece r is right at worker r
-    "Every worker ends with all pieces."
+): # This worker's vector, and its port; worker r's piece r is already complete
+    "Copy each worker's complete piece to all workers."
     pieces, rank, size = chunk_slices(len(x), port.size), port.rank, port.size
     for step in range(size - 1):
         port.send((rank + 1) % size, x[pieces[(rank - step) % size]])
         yield
         x[pieces[(rank - 1 - step) % size]] = port.recv((rank - 1) % size)
 
-def ring_all_reduce(x:np.ndarray, port:Any): # Each worker's vector, and its port
-    """The sum of all vectors at every worker: each piece of it is added up on its way round, and
-    carried round again."""
+def ring_all_reduce(x:np.ndarray, port:Any): # This worker's vector, and its port
+    """Replace every worker's vector by the sum of all.
+    Each piece is added up on its way round the ring, and is then carried round once more."""
     yield from ring_reduce_scatter(x, port)
     yield from ring_all_gather(x, port)
 
 # %% ../../nbs/04_training/04m_parallel_np.ipynb #4bd1269d
 def ring_bytes(
-    length:int,   # Numbers in the vector
-    size:int,     # Workers
-    rank:int,     # Which worker
-    itemsize:int=4, # Bytes of a number
-)->int: # That worker `rank` sends in `ring_all_reduce`
-    "Two vectors, without its own piece and its right neighbour's."
+    length:int,   # Length of the vector
+    size:int,     # Number of workers
+    rank:int,     # Number of a worker
+    itemsize:int=4, # Bytes per number
+)->int: # Bytes that worker `rank` sends in `ring_all_reduce`
+    """Count the bytes that a worker sends in the ring: two vectors, without its own piece and its
+    right neighbour's."""
     lengths = [piece.stop - piece.start for piece in chunk_slices(length, size)]
     return itemsize*(2*length - lengths[rank] - lengths[(rank + 1) % size])
 
 def naive_bytes(length:int, size:int, rank:int, itemsize:int=4
-)->int: # As above, in `naive_all_reduce`
-    "A vector; from worker 0 one to each of the others."
+)->int: # Bytes that worker `rank` sends in `naive_all_reduce`
+    "Count the bytes that a worker sends the naive way; worker 0 sends a vector to each other."
     return itemsize*length*(1 if rank else size - 1)
 
 # %% ../../nbs/04_training/04m_parallel_np.ipynb #eb0fdf74
 def parameter_views(
     vector:np.ndarray,  # `(P,)`
-    config:ModelConfig, # Whose parameters lie in it
+    config:ModelConfig, # The model whose parameters the vector contains
 )->dict: # Name to view, in the order of `parameter_shapes`
-    "A model's arrays inside a vector. `ValueError` if its length is another."
+    """Return a model's arrays as views into a vector.
+    Raises `ValueError` if the vector's length is wrong."""
     shapes = parameter_shapes(config)
     ends = np.cumsum([int(np.prod(shape)) for shape in shapes.values()])
     if vector.shape != (ends[-1],):
@@ -175,10 +179,10 @@ def parameter_views(
 # %% ../../nbs/04_training/04m_parallel_np.ipynb #83a33e62
 def pack_grads(
     grads:dict,   # Name to gradient: an array, or a `RowGradient`
-    share:float,  # What each is multiplied by
-    views:dict,   # Name to the array that it goes into
+    share:float,  # Factor that each gradient is multiplied by
+    views:dict,   # Name to the array that the gradient is written to
 ):
-    "Fill `views` with gradients. Rows that got none become 0."
+    "Write gradients into `views`. Rows without a gradient become 0."
     for name,view in views.items():
         g = grads[name]
         if isinstance(g, RowGradient):
@@ -188,19 +192,19 @@ def pack_grads(
 
 # %% ../../nbs/04_training/04m_parallel_np.ipynb #42d2103c
 class SharedPort:
-    "A worker's end of a ring whose vectors lie in shared memory."
+    "A worker's connection to a ring whose vectors lie in shared memory."
     def __init__(self,
-        rank:int,           # Which worker
-        vectors:np.ndarray, # Those of all `(N, P)`
-        right:Any,          # The end of a pipe to the right neighbour
-        left:Any,           # That of a pipe from the left one
+        rank:int,           # Number of this worker
+        vectors:np.ndarray, # The vectors of all workers `(N, P)`
+        right:Any,          # Sending end of a pipe to the right neighbour
+        left:Any,           # Receiving end of a pipe from the left neighbour
     ):
         self.rank, self.size, self.vectors, self.right, self.left, self.sent_bytes = (
             rank, len(vectors), vectors, right, left, 0)
 
-    def send(self, to:int, x:np.ndarray): # The right neighbour, and part of this worker's vector
-        """Lend `x` to the neighbour: it may be written to again when the all-reduce is over
-        everywhere."""
+    def send(self, to:int, x:np.ndarray): # The right neighbour, and a part of this worker's vector
+        """Let the right neighbour read `x`.
+        Don't write to `x` again until the all-reduce has ended at every worker."""
         mine = self.vectors[self.rank]
         start = (x.ctypes.data - mine.ctypes.data)//mine.itemsize
         if to != (self.rank + 1) % self.size:
@@ -212,21 +216,22 @@ class SharedPort:
         self.sent_bytes += x.nbytes
 
     def recv(self, source:int)->np.ndarray: # The left neighbour
-        "Wait for the left neighbour, and look at its numbers. `ConnectionError` if it is gone."
+        """Wait for the left neighbour, and return a view of the numbers that it sent.
+        Raises `ConnectionError` if the neighbour is gone."""
         try: start, length = struct.unpack("qq", self.left.recv_bytes())
         except (EOFError, OSError): raise ConnectionError(f"worker {source} is gone") from None
         return self.vectors[source, start:start + length]
 
 # %% ../../nbs/04_training/04m_parallel_np.ipynb #19ad6faa
 class Replica:
-    "A worker's weights, gradients and optimizer. The first two lie in shared memory."
+    "A worker's weights, gradients and optimizer; weights and gradients lie in shared memory."
     def __init__(self,
-        rank:int,           # Which worker
-        memory:np.ndarray,  # Of all workers `(N, 2, P)`: weights, and gradients
+        rank:int,           # Number of this worker
+        memory:np.ndarray,  # Weights and gradients of all workers `(N, 2, P)`
         config:ModelConfig, # Sizes and variant
         settings:dict,      # `betas`, `eps`, `weight_decay` and `grad_clip`
-        right:Any,          # The end of a pipe to the right neighbour
-        left:Any,           # That of a pipe from the left one
+        right:Any,          # Sending end of a pipe to the right neighbour
+        left:Any,           # Receiving end of a pipe from the left neighbour
     ):
         self.config, self.grad_clip, (weights, self.gradient) = (config, settings["grad_clip"],
                                                                  memory[rank])
@@ -238,14 +243,14 @@ class Replica:
 
     def step(self, ids:np.ndarray, targets:np.ndarray, share:float, lr:float, ignore_index:int
     )->dict: # Loss, bytes and times of this worker
-        "One step with this worker's rows."
+        "Take one training step with this worker's rows."
         times, loss, sent = [perf_counter()], 0., self.port.sent_bytes
         if share:
             loss, grads = fast_loss_and_grads(self.params, ids, targets, self.config, 1,
                                               ignore_index=ignore_index)
             pack_grads(grads, share, self.grads)
         else:
-            # No target counts: the mean over none is not a number
+            # no target counts, and a mean over no targets would be NaN
             self.gradient.fill(0)
         times.append(perf_counter())
         for _ in ring_all_reduce(self.gradient, self.port): pass
@@ -257,7 +262,7 @@ class Replica:
                 | dict(zip(("gradient_s", "exchange_s", "update_s"), seconds)))
 
     def digest(self)->str:
-        "The sha256 of weights and moments: equal for equal bits."
+        "Return the sha256 of weights and moments, which is equal if all their bits are."
         h = hashlib.sha256()
         for arrays in (self.params, self.optimizer.m, self.optimizer.v):
             for a in arrays.values(): h.update(a.tobytes())
@@ -275,7 +280,7 @@ def _work(rank:int, name:str, shape:tuple, dtype, config:ModelConfig, settings:d
           left):
     signal.signal(signal.SIGINT, signal.SIG_IGN)                # Ctrl-C is for the parent
     shared = SharedMemory(name)
-    # Nobody listens: the parent is done, or gone
+    # an OSError means that nobody is listening: the parent has closed the pipe or is gone
     with suppress(OSError):
         try:
             with blas_threads(1):
@@ -287,8 +292,8 @@ def _work(rank:int, name:str, shape:tuple, dtype, config:ModelConfig, settings:d
 
 # %% ../../nbs/04_training/04m_parallel_np.ipynb #6ce0ef97
 def _stop(parent:int, memory, processes:list, pipes:list
-): # Called once: by `close`, after an error, or when the object is gone
-    if os.getpid() != parent: return                            # A fork of the parent owns nothing
+): # Called once: by `close`, after an error, or when the object is deleted
+    if os.getpid() != parent: return                            # a fork of the parent owns nothing
     for p in processes: p.kill()
     for p in processes: p.join()
     for pipe in pipes: pipe.close()
@@ -303,12 +308,12 @@ def _check_setup(params:dict, config:ModelConfig, workers:int, settings:dict):
         raise TypeError(f"parameters of {', '.join(types)}, expected all float32 or all float64")
     if not settings["grad_clip"] >= 0:
         raise ValueError(f"grad_clip = {settings['grad_clip']}, expected 0 or more")
-    # Refuses what it does not like
+    # rejects bad settings
     AdamWNp({}, settings["betas"], settings["eps"], settings["weight_decay"])
 
 # %% ../../nbs/04_training/04m_parallel_np.ipynb #3223a63a
 def _shared(size:int
-)->SharedMemory: # Where memory is short the system would kill whoever writes to it: so ask before
+)->SharedMemory: # Checks for room first: if memory runs out, the system kills the writing process
     free = shutil.disk_usage("/dev/shm").free if os.path.isdir("/dev/shm") else size
     if free < size:
         raise OSError(f"{si(size, 'B')} of shared memory are needed, but /dev/shm has only "
@@ -317,17 +322,17 @@ def _shared(size:int
 
 # %% ../../nbs/04_training/04m_parallel_np.ipynb #2b3194d7
 class DataParallelNp:
-    """Trains the NumPy engine in several processes. Close it, or use it in a `with`.
-    In a script, under `if __name__ == "__main__":`."""
+    """Trains the NumPy model in several processes. Close it, or use it in a `with` block.
+    In a script, use it under `if __name__ == "__main__":`."""
     def __init__(self,
-        # Name to array, all float32 or all float64: the weights to begin with, which are copied
+        # Initial weights, name to array, all float32 or all float64; they are copied
         params:dict,
         config:ModelConfig,   # Sizes and variant
-        workers:int=2,        # Processes, each with one core
-        betas:tuple=(.9, .999), # AdamW: decays of the two means
-        eps:float=1e-8,       # AdamW: added to the root
-        weight_decay:float=.01, # AdamW: share of a matrix taken off a step, times `lr`
-        grad_clip:float=0.,   # Largest norm of all gradients together: 0 for no limit
+        workers:int=2,        # Number of processes, each with one core
+        betas:tuple=(.9, .999), # AdamW: decay rates of the two moving means
+        eps:float=1e-8,       # AdamW: number added to the root
+        weight_decay:float=.01, # AdamW: fraction of a matrix subtracted per step, times `lr`
+        grad_clip:float=0.,   # Largest norm of all gradients together; 0 for no limit
     ):
         settings = dict(betas=betas, eps=eps, weight_decay=weight_decay, grad_clip=grad_clip)
         _check_setup(params, config, workers, settings)
@@ -341,7 +346,7 @@ class DataParallelNp:
         try:
             self._array()[:, 0] = first
             self._start(settings)
-            self._ask()                                         # Until all have opened the memory
+            self._ask()                                         # wait until all workers are ready
             self._memory.unlink()
         except BaseException: self.close(); raise
 
@@ -366,12 +371,12 @@ class DataParallelNp:
             for end in (*(theirs for _,theirs in talk), *(end for pair in ring for end in pair)):
                 end.close()
 
-    def _ask(self, *requests)->list: # One for each worker, or none to wait for an answer only
+    def _ask(self, *requests)->list: # One request per worker, or none just to wait for answers
         if not self.close.alive:
-            raise RuntimeError("the workers have stopped: begin anew, with a new DataParallelNp")
+            raise RuntimeError("the workers have stopped: create a new DataParallelNp")
         try:
             for pipe,request in zip(self._pipes, requests):
-                with suppress(OSError): pipe.send(request)      # It died: its answer will tell
+                with suppress(OSError): pipe.send(request)      # it died: `_answer` will report it
             answers:dict = {}
             while left := [pipe for pipe in self._pipes if pipe not in answers]:
                 for pipe in wait(left):
@@ -380,14 +385,14 @@ class DataParallelNp:
         except BaseException: self.close(); raise
 
     def step(self,
-        ids:np.ndarray,     # `(B, T)`, at least a row for each worker
-        targets:np.ndarray, # The ids that come next `(B, T)`; `ignore_index` where none counts
-        lr:float,           # Step size
-        ignore_index:int=-100, # A target that does not count
-    )->float: # The mean loss over all targets that count, before the step
-        """One step of all workers.
-        Bad input is refused before any of them starts; `RuntimeError` if one fails, and then all
-        have stopped."""
+        ids:np.ndarray,     # `(B, T)`, at least one row for each worker
+        targets:np.ndarray, # The next ids `(B, T)`; `ignore_index` for targets that don't count
+        lr:float,           # Learning rate
+        ignore_index:int=-100, # Value of targets that don't count
+    )->float: # The mean loss in nats over all targets that count, before the step
+        """Take one training step with all workers.
+        Bad input is rejected before any worker starts. If a worker fails, all are stopped and a
+        `RuntimeError` is raised."""
         lr, parts = float(lr), split_batch(ids, targets, self.workers, ignore_index)
         require_length(ids, self.config)
         for name,some in (("id", ids), ("target", targets[targets != ignore_index])):
@@ -395,19 +400,19 @@ class DataParallelNp:
         self.reports = self._ask(*(("step", *part, lr, ignore_index) for part in parts))
         return sum(report["loss"] for report in self.reports)
 
-    def digests(self)->list: # Of str
-        "For each worker the sha256 of its weights and moments."
+    def digests(self)->list: # One string per worker
+        "Return the sha256 of each worker's weights and moments."
         return self._ask(*[("digest",)]*self.workers)
 
     def params(self)->dict: # Name to array
-        "A copy of the weights."
+        "Return a copy of the weights."
         if not self.close.alive:
             raise RuntimeError("the workers have stopped, and their weights are gone")
         return {name: p.copy()
                 for name,p in parameter_views(self._array()[0, 0], self.config).items()}
 
 # %% ../../nbs/04_training/04m_parallel_np.ipynb #d0d60b42
-def _answer(pipe, rank:int, processes:list): # Of a worker; `RuntimeError` if there will be none
+def _answer(pipe, rank:int, processes:list): # Raises `RuntimeError` if the worker failed
     try: kind, value = pipe.recv()
     except (EOFError, OSError): kind, value = "failed", None
     if kind == "failed":
@@ -415,7 +420,7 @@ def _answer(pipe, rank:int, processes:list): # Of a worker; `RuntimeError` if th
         raise RuntimeError(f"worker {rank} of {len(processes)} {how}; all have been stopped")
     return value
 
-def _end(process)->str: # How it ended, in words
+def _end(process)->str: # How the process ended, in words
     process.join(10)
     code = process.exitcode
     return (f"was killed by {signal.Signals(-code).name}" if code and code < 0

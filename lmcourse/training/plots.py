@@ -14,10 +14,10 @@ from .runs import read_metrics, read_run
 
 # %% ../../nbs/04_training/04l_plots.ipynb #11995c6a
 def plot_runs(
-    runs:dict,       # Name to run folder
-    floor:bool=True, # Draw the floor where it is known
+    runs:dict,       # Name to the folder of a run
+    floor:bool=True, # Whether to draw the floor, if it is known
 ):
-    "Training and validation loss over tokens, with the floor: the `Axes`."
+    "Plot training and validation loss over tokens, with the floor. Returns the `Axes`."
     ax, floors = figure(width=7, height=3.6)[1], set()
     for i,(name,run) in enumerate(runs.items()):
         metrics, per_step = read_metrics(run), _tokens_per_step(run)
@@ -27,7 +27,7 @@ def plot_runs(
         ax.plot([m["step"]*per_step for m in valid], [m["valid_loss"] for m in valid], "o-",
                 color=f"C{2*i}", markersize=3, label=f"{name}, validation")
         if floor and valid and "floor" in valid[-1]: floors.add(valid[-1]["floor"])
-    for i,nats in enumerate(sorted(floors)): # Runs on one corpus share a floor
+    for i,nats in enumerate(sorted(floors)): # runs on the same corpus share a floor
         ax.axhline(nats, color=f"C{2*i+1}", linestyle="--", label="floor of the source")
     ax.set(xlabel="training tokens", ylabel="loss (nats per token)", ylim=(0, None))
     ax.legend()
@@ -41,8 +41,8 @@ def _tokens_per_step(run)->int:
 # %% ../../nbs/04_training/04l_plots.ipynb #7039553a
 def live_plot(
     run:str|Path, # The run's folder
-)->Callable: # For `Trainer.fit(run, report=live_plot(run))`, in a notebook
-    "A picture of a run that is drawn again after each evaluation."
+)->Callable: # Argument for `Trainer.fit(run, report=live_plot(run))`, in a notebook
+    "Make a plot of a run that is redrawn after each evaluation."
     from IPython.display import display
     from matplotlib.pyplot import close
     place = []
@@ -50,6 +50,6 @@ def live_plot(
         axes = plot_runs({f"step {trainer.step:,} of {trainer.config.steps:,}": run})
         if place: place[0].update(axes.figure)
         else: place.append(display(axes.figure, display_id=True))
-        # else the notebook would show it once more at the end of the cell
+        # otherwise the notebook would show it again at the end of the cell
         close(axes.figure)
     return report

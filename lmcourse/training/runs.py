@@ -19,13 +19,13 @@ from ..tools.files import read_json, write_json, write_text
 # %% ../../nbs/04_training/04h_runs.ipynb #a0fb55ec
 def write_run(
     run:Path,           # The run's folder
-    model:ModelConfig,  # Of the run's model
-    train:TrainConfig,  # Of its training
-    data:Path,          # The folder with its tokens; where it lies is told from the run's folder
+    model:ModelConfig,  # Config of the model
+    train:TrainConfig,  # Settings of the training
+    data:Path,          # The folder with the tokens, saved relative to the run's folder
 ):
     "Write `config.json`, whole or not at all."
     tokens = Path(data)/"train.json"
-    # of the tokenizer that made them
+    # digest of the tokenizer that made the tokens
     digest = read_json(tokens).get("tokenizer") if tokens.is_file() else None
     values = dict(model=model.to_dict(), train=train.to_dict(), data=os.path.relpath(data, run),
                   tokenizer=digest, lmcourse=__version__)
@@ -34,7 +34,7 @@ def write_run(
 def read_run(
     run:str|Path, # The run's folder; `FileNotFoundError` or `ValueError` if it is not one
 )->tuple: # `ModelConfig`, `TrainConfig` and the folder with the tokens
-    "What `write_run` wrote."
+    "Read what `write_run` has written."
     path = Path(run)/"config.json"
     if not path.is_file(): raise FileNotFoundError(f"{run}: no run folder (it has no config.json)")
     values = read_json(path)
@@ -46,8 +46,8 @@ def read_run(
 # %% ../../nbs/04_training/04h_runs.ipynb #f50d3a94
 def read_metrics(
     run:str|Path, # The run's folder
-)->list: # One dict a line, in order; a last line that was cut off is left out
-    "The lines of `metrics.jsonl`."
+)->list: # One dict per line, in order; an incomplete last line is left out
+    "Read the lines of `metrics.jsonl`."
     path = Path(run)/"metrics.jsonl"
     lines = path.read_text(encoding="utf-8").split("\n")[:-1] if path.exists() else []
     try: return [json.loads(line) for line in lines]
@@ -55,13 +55,13 @@ def read_metrics(
 
 # %% ../../nbs/04_training/04h_runs.ipynb #b9cc39bb
 class RunLog:
-    """What a run writes as it goes on: metrics, samples, and a copy for a tracker.
-    Use it with `with`."""
+    """Writes the metrics and samples of a run, and a copy for a tracker.
+    Use it in a `with` block."""
     def __init__(self,
         run:Path,                # The run's folder
-        log_to:str="file",       # Where the lines also go: a key of `TRACKERS`
-        settings:dict|None=None, # What the tracker shows beside the curves
-        writes:bool=True,        # Whether this process is the one that writes
+        log_to:str="file",       # Tracker that gets a copy: a key of `TRACKERS`
+        settings:dict|None=None, # Settings that the tracker shows beside the curves
+        writes:bool=True,        # Whether this process writes the files
     ):
         self.run, self.writes = Path(run), writes
         make = TRACKERS[log_to] if writes else TRACKERS["file"]
@@ -71,14 +71,14 @@ class RunLog:
     def __exit__(self, *error:Any): self.close()
 
     def write(self, step:int, **values:Any):
-        "A line of metrics."
+        "Write a line of metrics."
         if not self.writes: return
         with open(self.run/"metrics.jsonl", "a", encoding="utf-8") as f:
             f.write(json.dumps(dict(step=step) | values) + "\n")
         self.track({k: v for k,v in values.items() if isinstance(v, (int, float))}, step=step)
 
     def sample(self, step:int, text:str):
-        "A text that the model wrote."
+        "Save a text that the model wrote."
         if not self.writes: return
         with open(self.run/"samples.txt", "a", encoding="utf-8") as f:
             f.write(f"--- step {step}\n{text}\n\n")
@@ -102,15 +102,15 @@ def _trackio(run:Path, settings:dict)->tuple:
     log = import_module("trackio").init(project="lmcourse", name=run.name, config=settings)
     return log.log, log.finish
 
-# From the run's folder and its settings to `track(values, step)` and `close()`
+# functions that take the run's folder and settings, and return `track(values, step)` and `close()`
 TRACKERS:dict[str, Callable] = dict(file=_file, tensorboard=_tensorboard, wandb=_wandb,
                                     trackio=_trackio)
 
 # %% ../../nbs/04_training/04h_runs.ipynb #c53eac5e
 def check_tracker(
-    name:str, # Of the config's `log_to`; a tracker has the name of its package
+    name:str, # Value of the config's `log_to`; a tracker has the name of its package
 ):
-    "`ValueError` if its package is not installed: before any work."
+    "Raise `ValueError`, before any work starts, if a tracker's package is not installed."
     if name != "file" and find_spec(name) is None:
         raise ValueError(f"log_to = {name}: the package {name} is not installed, pip install "
                          f"{name}")
@@ -118,8 +118,8 @@ def check_tracker(
 # %% ../../nbs/04_training/04h_runs.ipynb #f02effd4
 def rewind_run(
     run:Path,  # The run's folder
-    step:int,  # That of the checkpoint
-    steps:int, # Of the whole run, whose last sample is written again in any case
+    step:int,  # Step of the checkpoint
+    steps:int, # Steps of the whole run; the sample of the last step is always rewritten
 ):
     "Cut metrics and samples back to what was there after `step`."
     lines = [m for m in read_metrics(run) if m["step"] <= step and not m.get("final")]

@@ -35,33 +35,34 @@ from ..tools.files import sync
 
 # %% ../../nbs/04_training/04e_sharding.ipynb #498385b2
 def apply_fsdp(
-    model:TransformerLM,  # Best on `meta`; afterwards each process holds a part of every weight
-    mesh:DeviceMesh,      # The processes, in a row
-    dtype:str="float32",  # Of the gathered weights of blocks; what is held stays float32
+    model:TransformerLM,  # A model, best on `meta`; afterwards each process holds only its parts
+    mesh:DeviceMesh,      # The processes, in one dimension
+    dtype:str="float32",  # Type of a block's gathered weights; the stored parts stay float32
 ):
-    "Shard a model among processes, block by block: FSDP2."
+    "Shard a model among processes, block by block, with FSDP2."
     policy = MixedPrecisionPolicy(_FORMATS[dtype], torch.float32, cast_forward_inputs=False)
     for layer in model.layers: fully_shard(layer, mesh=mesh, mp_policy=policy)
-    fully_shard(model, mesh=mesh)           # The residual stream begins and ends in float32
+    fully_shard(model, mesh=mesh)           # the residual stream begins and ends in float32
     register_fsdp_forward_method(model, "loss")
 
 _FORMATS = dict(float32=None, bfloat16=torch.bfloat16, float16=torch.float16)
 
 # %% ../../nbs/04_training/04e_sharding.ipynb #af0aa572
 def local_rows(
-    whole:torch.Tensor, # As one process would hold it, `(n, ...)`
+    whole:torch.Tensor, # The whole tensor `(n, ...)`
     part:Any,           # A sharded tensor, torch's `DTensor`, of that shape
 )->torch.Tensor: # The rows of `whole` that this process holds of `part`
-    "An equal share of the rows, rounded up; the last processes may have fewer, or none."
+    """Return this process's rows of a tensor.
+    Each process gets an equal share, rounded up; the last ones may have fewer, or none."""
     mesh, mine = part.device_mesh, part.to_local()
     start = -(-whole.shape[0]//mesh.size())*mesh.get_local_rank()
     return whole[start:start + len(mine)]
 
 def local_part(
-    whole:torch.Tensor, # As one process would hold it
-    part:Any,           # What this process holds of it
-)->torch.Tensor: # Its numbers
-    "As `local_rows`, for a tensor that may be cut along several axes, or not at all."
+    whole:torch.Tensor, # The whole tensor
+    part:Any,           # The sharded tensor, of which this process holds a part
+)->torch.Tensor: # The part of `whole` that this process holds
+    "Return this process's part of a tensor that is cut along any axes, or not at all."
     if not isinstance(part, DTensor): return whole
     if part.placements == (Shard(0),): return local_rows(whole, part)
     shape, begin = compute_local_shape_and_global_offset(part.shape, part.device_mesh,
@@ -70,13 +71,14 @@ def local_part(
 
 # %% ../../nbs/04_training/04e_sharding.ipynb #74ec423a
 def build_sharded(
-    config:ModelConfig,   # Of the model
-    seed:int,             # Of its initial weights
-    mesh:DeviceMesh,      # The processes that share it
+    config:ModelConfig,   # Sizes and variant
+    seed:int,             # Seed of the initial weights
+    mesh:DeviceMesh,      # The processes that share the model
     dtype:str="float32",  # As for `apply_fsdp`
-    parts:Parts=Parts(),  # What it is made of
-)->TransformerLM: # With the bits of `TransformerLM(config, seed)`
-    "Shapes, then parts, then numbers. No process holds more than one parameter whole."
+    parts:Parts=Parts(),  # The components of the model
+)->TransformerLM: # A sharded model, bit for bit `TransformerLM(config, seed)`
+    """Build a sharded model: first shapes, then parts, then numbers.
+    No process ever holds more than one whole parameter."""
     model = TransformerLM(config, device="meta", parts=parts)
     apply_fsdp(model, mesh, dtype)
     model.to_empty(device=mesh.device_type)
@@ -85,9 +87,9 @@ def build_sharded(
     return model
 
 def draw_parts(
-    parts:dict,             # Name to what this process holds of a parameter; overwritten
-    config:ModelConfig,     # Of the model
-    seed:int,               # Of its initial weights
+    parts:dict,             # Name to this process's part of a parameter; overwritten
+    config:ModelConfig,     # Sizes and variant
+    seed:int,               # Seed of the initial weights
 ):
     "Draw a model's weights one after the other, and keep this process's part of each."
     made:list = []
@@ -96,20 +98,20 @@ def draw_parts(
     order = iter([name_of.get(id(p)) for p in made])
 
     @torch.no_grad()
-    def keep(p): # Of a parameter of another model, as soon as its numbers are drawn
+    def keep(p): # Called for each parameter of a helper model, as soon as its numbers are drawn
         name = next(order)
         if name is None or p.is_meta: return None
         if name in parts: _local(parts[name]).copy_(local_part(p, parts[name]))
-        return torch.nn.Parameter(p.to("meta"))         # That model keeps the shape alone
+        return torch.nn.Parameter(p.to("meta"))         # the helper model keeps only the shape
 
     with _on_registration(keep): TransformerLM(config, seed)
 
 # %% ../../nbs/04_training/04e_sharding.ipynb #c5bee7b6
-def _local(t:torch.Tensor)->torch.Tensor: # What this process holds of it
+def _local(t:torch.Tensor)->torch.Tensor: # This process's part of it
     return t.to_local() if isinstance(t, DTensor) else t
 
 @contextmanager
-def _on_registration(function:Callable)->Iterator[None]: # Called for each parameter of a module
+def _on_registration(function:Callable)->Iterator[None]: # For each parameter of a module
     def call(module, name, p): return None if p is None else function(p)
     handle = register_module_parameter_registration_hook(call)
     try: yield
@@ -117,14 +119,15 @@ def _on_registration(function:Callable)->Iterator[None]: # Called for each param
 
 # %% ../../nbs/04_training/04e_sharding.ipynb #d6c0aab1
 def save_shards(
-    model:Any,             # Sharded; each process may hold other parameters
-    optimizer:torch.optim.Optimizer, # Of its parts
-    iteration:int,         # Steps done
-    out:str|Path|None,     # A folder. Only the first process needs to know
+    model:Any,             # A sharded model; processes may hold different parameters
+    optimizer:torch.optim.Optimizer, # Optimizer of this process's parts
+    iteration:int,         # Number of steps done
+    out:str|Path|None,     # A folder; only the first process needs it
     config:dict|None=None, # As for `save_checkpoint`
-    state:dict|None=None,  # Likewise
+    state:dict|None=None,  # As for `save_checkpoint`
 ):
-    "As `save_checkpoint`, in parts. All processes must call it; an error of one reaches all."
+    """Save a checkpoint in parts, one per process.
+    All processes must call it, and an error in one is raised in all."""
     weights, named = _parts_of(model), named_state(model, optimizer)
     contents = checkpoint_contents({}, named, iteration, config or {}, state or {}, {})
     _, moments, record, config = contents
@@ -172,11 +175,11 @@ class _ShardWriter(StorageWriter): # Safetensors and JSON: torch's own writers u
     def validate_checkpoint_id(cls, checkpoint_id): return True
 
 # %% ../../nbs/04_training/04e_sharding.ipynb #456be73b
-def _write_part(path:Path, own:dict)->dict: # Tensors and where they begin; size and digest
+def _write_part(path:Path, own:dict)->dict: # Writes tensors and where they begin; size and digest
     tensors = {name: t for name,(t,_) in own.items() if t.numel()}
     begin = {name: dict(saved_offsets=list(own[name][1] or [0]*t.ndim))
              for name,t in tensors.items()}
-    # What torch's reader looks for
+    # torch's reader looks for these names
     metadata = dict(format="pt", DCP_SHARDING_INFO=json.dumps(begin))
     return write_digested(path, safetensors_chunks(tensors, metadata))
 
@@ -184,7 +187,7 @@ def _begin_folder(path:Path, part:Path): # `part` is for the parts until all of 
     whole, empty = (path/"state.json").is_file(), path.is_dir() and not any(path.iterdir())
     if path.exists() and not (whole or empty):
         raise FileExistsError(f"{path}: there is something else, and it is not a checkpoint")
-    if part.exists(): shutil.rmtree(part)                   # An interrupted save left it
+    if part.exists(): shutil.rmtree(part)                   # left by an interrupted save
     part.mkdir(parents=True)
 
 def _end_folder(part:Path, path:Path):
@@ -198,15 +201,15 @@ def _end_folder(part:Path, path:Path):
 
 # %% ../../nbs/04_training/04e_sharding.ipynb #e6a17b26
 def _parts_of(model:Any)->dict: # Name to part
-    model.reshard()                             # An evaluation leaves embedding and head whole
+    model.reshard()                             # an evaluation leaves embedding and head whole
     return {name: p.detach() for name,p in model.named_parameters()}
 
-def _gathered(value)->list: # That of each process
+def _gathered(value)->list: # The value of every process
     values:list = [None]*dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
 
-def _joined(records:list)->dict: # What each process says of its optimizer, as if one held it all
+def _joined(records:list)->dict: # Joins the optimizer records of all processes into one
     kind, numbers = records[0]["kind"], {}
     for r in records: numbers |= r["numbers"]
     groups = [group | dict(params=[*dict.fromkeys(n for r in records
@@ -214,24 +217,24 @@ def _joined(records:list)->dict: # What each process says of its optimizer, as i
               for i,group in enumerate(records[0]["groups"])]
     return dict(kind=kind, groups=groups, numbers=numbers)
 
-def _of(names, record:dict)->dict: # The reverse: what it says of some parameters
+def _of(names, record:dict)->dict: # The reverse: the part of a record that concerns some parameters
     numbers = {k: v for k,v in record["numbers"].items() if k.partition(".")[2] in names}
     groups = [g | dict(params=[n for n in g["params"] if n in names]) for g in record["groups"]]
     return record | dict(numbers=numbers, groups=groups)
 
 @contextmanager
-def _first_failure()->Iterator[None]: # Instead of torch's list of them, which is no `Exception`
+def _first_failure()->Iterator[None]: # Raises the first error instead of torch's list of errors
     try: yield
     except dcp.api.CheckpointException as e: raise next(iter(e.failures.values()))[0] from None
 
 # %% ../../nbs/04_training/04e_sharding.ipynb #4cbcc917
 def load_shards(
-    src:str|Path,          # What `save_shards` wrote, or a folder of `save_checkpoint`
-    model:Any,             # Sharded; its weights are overwritten
-    optimizer:torch.optim.Optimizer, # Of its parts; its state is overwritten
+    src:str|Path,          # A folder written by `save_shards` or `save_checkpoint`
+    model:Any,             # A sharded model, whose weights are overwritten
+    optimizer:torch.optim.Optimizer, # Optimizer of this process's parts; overwritten
     config:dict|None=None, # As for `load_checkpoint`
-)->int: # Steps done
-    "As `load_checkpoint`, but each process reads its own rows. All processes must call it."
+)->int: # Number of steps done
+    "Load a checkpoint; each process reads only its own rows. All processes must call it."
     path, record, there, _ = read_record(src)
     if config is not None: require_same_config(there, json.loads(json.dumps(config)), path)
     _check_files(path, record, model)
@@ -260,7 +263,7 @@ def _everybodys(weights:dict)->dict: # Parameters of all processes, as shapes
     return {name: torch.empty(shape, dtype=dtype, device="meta")
             for shapes in _gathered(shapes) for name,(shape, dtype) in shapes.items()}
 
-def _check_files(path:Path, record:dict, model): # Each process some files; all raise if one does
+def _check_files(path:Path, record:dict, model): # Each process checks some; an error reaches all
     fault = None
     files = sorted(name for name in record["files"] if name.endswith(".safetensors"))
     try:
@@ -274,7 +277,7 @@ def _check_files(path:Path, record:dict, model): # Each process some files; all 
 # %% ../../nbs/04_training/04e_sharding.ipynb #ba470571
 def save_whole(
     path:str|Path,       # A new file
-    model:TransformerLM, # Sharded
+    model:TransformerLM, # A sharded model
 ):
     "Write one safetensors file, tensor by tensor. All processes must call it; the first writes."
     tensors = {name: _Gathered(p) for name,p in _parts_of(model).items()}

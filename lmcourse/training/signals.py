@@ -12,12 +12,12 @@ from contextlib import contextmanager
 
 # %% ../../nbs/04_training/04i_signals.ipynb #d28a9886
 class Interrupted(KeyboardInterrupt):
-    "The run was stopped by a signal after it had left a checkpoint."
+    "Raised when a signal has stopped a run, after a checkpoint was saved."
 
 @contextmanager
-# Filled with the signal's name when one comes; a second one acts as usual
+# Names of the signals that have arrived; a second signal acts as usual
 def stop_signals()->Iterator[list]:
-    "Take note of Ctrl-C and `kill` instead of dying from them."
+    "Record Ctrl-C and `kill` instead of ending the process."
     noted, before = [], {}
     def note(number, frame):
         if noted: raise KeyboardInterrupt

@@ -29,18 +29,18 @@ from .signals import Interrupted, stop_signals
 
 # %% ../../nbs/04_training/04k_trainer.ipynb #c8ff33e6
 class Diverged(UserError):
-    "The loss or its gradient is no longer a finite number."
+    "Raised when the loss or its gradient is no longer a finite number."
 
 class Trainer:
-    "A model, its optimizer and its data, at some step of a run."
+    "Trains a model: holds the model, its optimizer and its data at some step of a run."
     def __init__(self,
-        model_config:ModelConfig,      # Of the model that is made
-        config:TrainConfig,            # Of all that happens to it
-        train:TokenDataset|None,       # What batches are made of; none where `batches` are given
-        valid:TokenDataset,            # Whole documents to evaluate on
-        # `batches[step]`, or an iterator from this step on: tuples of arrays or tensors, rows first
+        model_config:ModelConfig,      # Sizes and variant of the model to make
+        config:TrainConfig,            # Settings of the run
+        train:TokenDataset|None,       # Training data; `None` if `batches` are given
+        valid:TokenDataset,            # Validation data, evaluated by whole documents
+        # Batches by step (`batches[step]`), or an iterator of batches: tuples of arrays or tensors
         batches:Any=None,
-        objective:Objective|None=None, # What is minimised: none for the loss of the next token
+        objective:Objective|None=None, # What to minimize; by default the next-token loss
     ):
         _check_vocabulary(model_config, train, valid)
         check_tracker(config.log_to)
@@ -61,24 +61,24 @@ class Trainer:
         self.plateau = _plateau(config)
         self.stop = EarlyStop(config.early_stop_patience or None, config.early_stop_min_delta,
                               config.target_loss)
-        # steps done, seconds they took, those of them without a batch
+        # steps done, seconds spent on them, and seconds of those spent waiting for batches
         self.step, self.elapsed, self.waited = 0, 0., 0.
-        # losses since the last line; rate and gradient of the last step
+        # losses since the last line of the log; learning rate and gradient norm of the last step
         self.recent, self.lr, self.norm = [], 0., 0.
-        self.best, self.best_step = math.inf, 0            # lowest validation loss, and when
+        self.best, self.best_step = math.inf, 0            # lowest validation loss, and its step
         # last evaluation on the first few documents
         self.last:Evaluation|None = None
-        self.looked = 0                                    # the step of that
-        # signals here, and whether all processes know of one
+        self.looked = 0                                    # the step of that evaluation
+        # signals that this process received; whether all processes know of one
         self.noted, self.agreed = [], False
-        # seconds a step, bytes, and the peak before: where measured
+        # measured before the run: seconds per step, bytes, and the earlier peak
         self.predicted = None
 
     def train_step(self,
-        batch:tuple|None=None, # Of all processes, on the device: none for that of this step
-    )->float: # The loss of the batch: nats per token where that is what is minimised
-        """One step of the optimizer.
-        `Diverged`, and nothing moves, if loss or gradient are not finite."""
+        batch:tuple|None=None, # Whole batch, on the device; by default this step's batch
+    )->float: # The loss of the batch, in nats per token for the default objective
+        """Take one step of the optimizer.
+        Raises `Diverged`, without changing any weight, if loss or gradient is not finite."""
         start, world, weight = time.perf_counter(), self.world, self.objective.weight
         if batch is None: batch = to_tensors(_next(self.batches, self.step), self.device)
         mine = [world.shard_batch(t).split(self.plan.micro_batch) for t in batch]
@@ -97,8 +97,8 @@ class Trainer:
         self.elapsed += time.perf_counter() - start
         return loss
 
-    def learning_rate(self, step:int)->float: # Of a step, from 1
-        "By the schedule; warm-up and cool-down are cut to a run that is shorter than they are."
+    def learning_rate(self, step:int)->float: # Number of a step, from 1
+        "Return a step's learning rate; a short run shortens warm-up and cool-down."
         c = self.config
         cooldown = min(c.cooldown_steps, c.steps)
         warmup, scale = (min(c.warmup_steps, c.steps - cooldown),
@@ -106,13 +106,13 @@ class Trainer:
         return learning_rate(step, c.lr, c.min_lr, warmup, c.steps, cooldown, scale, c.schedule)
 
     def fit(self,
-        run:str|Path,              # The run's folder; it exists and has a `config.json`
+        run:str|Path,              # An existing folder of the run, with its `config.json`
         report:Callable|None=None, # Called as `report(trainer, evaluation)` after each evaluation
-        # From the model to a text for `samples.txt`, called after each evaluation
+        # Called after each evaluation with the model; returns a text for `samples.txt`
         sample:Callable|None=None,
-    )->Evaluation: # On all validation documents
-        """Train to the end, or until there is a reason to stop.
-        `Interrupted` after a signal, with a checkpoint."""
+    )->Evaluation: # The final evaluation, on all validation documents
+        """Train to the end, or until there is a reason to stop early.
+        After a signal it saves a checkpoint and raises `Interrupted`."""
         return _Loop(self, Path(run), report, sample).train()
 
     def save(self, run:str|Path): _save(self, Path(run))
@@ -138,7 +138,7 @@ def _plateau(c:TrainConfig)->Plateau|None:
             if c.plateau_patience else None)
 
 def _diverged(trainer:Trainer, loss:float, micro_batches:list
-)->str: # What happened, and where it began
+)->str: # What happened, and where it began, in words
     with autocast(trainer.device, trainer.config.dtype):
         fault = trainer.engine.find_nonfinite(micro_batches, trainer.objective.loss)
     fault = fault or "computed again, all is finite"
@@ -147,17 +147,17 @@ def _diverged(trainer:Trainer, loss:float, micro_batches:list
 
 # %% ../../nbs/04_training/04k_trainer.ipynb #d810bd8e
 def peak_memory(
-    device:str|torch.device="cpu", # `cpu`, or the card
-)->int|None: # Bytes; none where the system does not tell
-    "The most memory that has been held so far: by this process, or by its tensors on a card."
+    device:str|torch.device="cpu", # `cpu` or a GPU
+)->int|None: # Bytes; `None` if the system doesn't say
+    "Return the peak memory so far: of this process, or of its tensors on a GPU."
     if torch.device(device).type == "cuda": return torch.cuda.max_memory_allocated(device)
     return peak_bytes()
 
 def measure_step(
-    trainer:Trainer, # Afterwards it is where it was; its batches are indexed by the step
-    steps:int=10,    # Timed steps, after a third as many that are not
-)->float: # Seconds, the median
-    "How long one step takes on this machine."
+    trainer:Trainer, # A trainer with batches by step; it is restored afterwards
+    steps:int=10,    # Number of timed steps, after a third as many for warm-up
+)->float: # Median time of a step, in seconds
+    "Measure how long one step takes on this machine."
     before, times = dict(vars(trainer)), []
     trainer.step, trainer.recent = 0, []
     with onednn_products(), unchanged(trainer.engine):
@@ -170,7 +170,7 @@ def measure_step(
 
 # %% ../../nbs/04_training/04k_trainer.ipynb #e6532d6a
 class _Loop:
-    "A trainer on its way through a run's folder."
+    "The training loop of one run, which writes to the run's folder."
     def __init__(self, trainer:Trainer, run:Path, report:Callable|None, sample:Callable|None):
         self.trainer, self.run, self.report, self.sample = trainer, run, report, sample
         settings = trainer.model_config.to_dict() | trainer.config.to_dict()
@@ -199,12 +199,12 @@ class _Loop:
         return result
 
     @property
-    def signal(self)->str|None: # One that all processes know of
+    def signal(self)->str|None: # A signal that all processes know of
         t = self.trainer
         return t.noted[0] if t.noted and (t.world.processes == 1 or t.agreed) else None
 
     def wait_for(self, batches:Iterator|None
-    )->tuple|None: # The next batch; the time until it is there counts
+    )->tuple|None: # The next batch; the time spent waiting is added up
         if batches is None: return None
         t, start = self.trainer, time.perf_counter()
         batch = next(batches)
@@ -212,18 +212,18 @@ class _Loop:
         t.elapsed += time.perf_counter() - start
         return batch
 
-    def evaluate(self, documents:int|None)->Evaluation: # On the first that many
+    def evaluate(self, documents:int|None)->Evaluation: # On the first `documents` documents
         t = self.trainer
         return evaluate(t.model, t.valid, t.model_config.context_length, documents, t.config.dtype,
                         world=t.world)
 
-    def compare(self, result:Evaluation): # With the best so far: the first process says, for all
+    def compare(self, result:Evaluation): # With the best so far; the first process decides
         t = self.trainer
         t.last, t.looked = result, t.step
         loss, = t.world.all_reduce_sum(0. if t.world.rank else result.loss)
         if loss < t.best: t.best, t.best_step = loss, t.step
 
-    def look(self): # Evaluate on the first few documents, tell and show
+    def look(self): # Evaluates on the first few documents and reports the result
         t, c = self.trainer, self.trainer.config
         result = self.evaluate(c.eval_documents)
         self.compare(result)
@@ -233,7 +233,7 @@ class _Loop:
         if self.report: self.report(t, result)
         self.write_sample()
 
-    def write_losses(self): # A line about the steps since the last one
+    def write_losses(self): # Writes one line of the log, for the steps since the last line
         t = self.trainer
         self.log.write(t.step, loss=math.fsum(t.recent)/len(t.recent), lr=t.lr, grad_norm=t.norm,
                        tokens=t.step*t.plan.tokens, elapsed_s=round(t.elapsed, 3))
@@ -245,24 +245,24 @@ class _Loop:
         self.log.write(t.step, valid_loss=result.loss, **values, elapsed_s=round(t.elapsed, 3),
                        **more)
 
-    def write_sample(self): # Every process makes it, one writes it
+    def write_sample(self): # Every process makes the sample, one process writes it
         if self.sample: self.log.sample(self.trainer.step, self.sample(self.trainer.model))
 
 # %% ../../nbs/04_training/04k_trainer.ipynb #8831f0e3
 @contextmanager
 def _ahead(trainer:Trainer
-)->Iterator: # Batches that a thread makes while the loop computes; none where the step gets its own
+)->Iterator: # Batches that a thread makes in advance; `None` if each step fetches its own
     steps, depth = range(trainer.step, trainer.config.steps), trainer.config.prefetch
     if not depth or not hasattr(trainer.batches, "__getitem__"): yield None; return
     with BatchPrefetcher(trainer.batches, steps, depth, trainer.device) as batches: yield batches
 
-def _headline(trainer:Trainer)->str: # Beside the progress bar
+def _headline(trainer:Trainer)->str: # Text after the progress bar
     last, speed = trainer.last, trainer.step*trainer.plan.tokens/trainer.elapsed
     return (f"{speed:,.0f} tokens/s" + (f", valid {last.loss:.3f}" if last else "")
             + (f" = floor + {last.excess:.3f}" if last and last.excess else ""))
 
 # %% ../../nbs/04_training/04k_trainer.ipynb #d9b9ec07
-def _save(t:Trainer, run:Path): # A checkpoint, by one process for all
+def _save(t:Trainer, run:Path): # Saves a checkpoint, written by one process for all
     loss = t.last.loss if t.last and t.looked == t.step else None
     state = dict(elapsed=t.elapsed, waited=t.waited, recent=t.recent,
                  best=[t.best, t.best_step] if t.best_step else None,
@@ -281,7 +281,7 @@ def _resume(t:Trainer, run:Path): # From the last checkpoint, or from the start 
 
 # %% ../../nbs/04_training/04k_trainer.ipynb #37b5ffab
 def _start_from(t:Trainer, folder:str
-): # `ValueError` if it is another model, or of another tokenizer
+): # Raises `ValueError` if the model or its tokenizer is a different one
     other, tokenizer = load_model(folder)
     here, there = t.model_config.to_dict(), other.config.to_dict()
     free = {"context_length"} if t.model_config.position != "learned" else set()
