@@ -9,6 +9,7 @@ __all__ = ['SHIPPED_BYTES', 'TASKS', 'named_task', 'refuse_overlap', 'training_t
 # %% ../../nbs/12_evaluation/12i_report.ipynb #906d2917
 import html, math
 from collections.abc import Iterable, Iterator
+from functools import lru_cache
 from itertools import islice
 from pathlib import Path
 import numpy as np
@@ -36,10 +37,13 @@ def named_task(
     seed:int,     # Of those stories
 )->Task:
     "A task by its name. `ValueError` for an unknown one."
-    if name in KINDS: return grammar_task(name, stories, seed)
-    if name == "write": return writing_task(stories, seed)
+    if name in KINDS or name == "write": return _grammar_task(name, stories, seed)
     if not name.endswith((".yaml", ".yml")): raise unknown("task", name, [*TASKS, "PATH.yaml"])
     return load_task(name)
+
+@lru_cache(32) # The grammar needs seconds for a task, and a card of another model asks for it again
+def _grammar_task(name:str, stories:int, seed:int)->Task:
+    return writing_task(stories, seed) if name == "write" else grammar_task(name, stories, seed)
 
 def refuse_overlap(
     tasks:list,        # Of `Task`s
@@ -96,7 +100,8 @@ def task_rows(
     value, chance = float(np.mean(each)), float(np.mean(gaps([p*0 + 1/len(p) for p in exact])))
     low, high = bootstrap(np.mean, each, clusters)
     return [row, row | dict(unit="calibration", value=value, low=low, high=high, chance=chance,
-                            ceiling=0., score=(chance - value)/chance, norm="raw")]
+                            ceiling=0., score=(chance - value)/chance if chance else None,
+                            norm="raw")]
 
 # %% ../../nbs/12_evaluation/12i_report.ipynb #12i6writ
 def _interval(hits:list, clusters:list)->tuple: # Wilson's, or clustered where stories repeat

@@ -17,11 +17,11 @@ from .traffic import power_of_two, tl
 def flash_kernel(q, k, v, out, logsums, T, S, H, G, scale, WINDOW: tl.constexpr, K,
                  CAUSAL: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr, BD: tl.constexpr,
                  WIDE: tl.constexpr):
-    "A block of queries of one head, against all keys that they may see."
+    "Attend from one block of queries of one head to all keys that it may see."
     block, head = tl.program_id(0), tl.program_id(1)
-    shared = head//H*G + head % H//(H//G)                   # The head of keys and values
+    shared = head//H*G + head % H//(H//G)                   # Index of the KV head
     rows, d = block*BQ + tl.arange(0, BQ), tl.arange(0, BD)
-    places = rows + S - T                                   # Of the queries, among the keys
+    places = rows + S - T                                   # Query positions among the keys
     inside = (rows[:, None] < T) & (d[None, :] < K)
     at = head.to(tl.int64)*T*K + rows[:, None]*K + d[None, :]
     queries = tl.load(q + at, mask=inside, other=0.)
@@ -56,20 +56,20 @@ def flash_kernel(q, k, v, out, logsums, T, S, H, G, scale, WINDOW: tl.constexpr,
 
 # %% ../../nbs/09_kernels/09f_flash.ipynb #e8aa73e7
 def key_range(block:int, T:int, S:int, causal:bool, window:int, bq:int, bk:int
-)->range: # First keys of the blocks that a block of queries looks at
-    "Which blocks of keys a program of the forward pass reads."
+)->range: # First key of each block that a block of queries reads
+    "Return the blocks of keys that one program of the forward pass reads."
     start = max(0, block*bq + S - T - window + 1)//bk*bk if window else 0
     return range(start, min(S, (block + 1)*bq + S - T) if causal else S, bk)
 
 def query_range(block:int, T:int, S:int, causal:bool, window:int, bq:int, bk:int
-)->range: # First queries of the blocks that a block of keys looks at
-    "Which blocks of queries a program of the backward pass for keys reads."
+)->range: # First query of each block that a block of keys reads
+    "Return the blocks of queries that one program of the backward pass for keys reads."
     start = max(0, block*bk - (S - T))//bq*bq if causal else 0
     return range(start, min(T, (block + 1)*bk + window - 1 - (S - T)) if window else T, bq)
 
 def flash_cost(T:int, S:int, K:int, heads:int=1, causal:bool=True, window:int=0,
                blocks:tuple=(32, 32), size:int=4)->Cost:
-    "Forward: `heads` query heads of all sequences, blocks of queries and keys, bytes of a number."
+    "Cost of the forward pass; `heads` counts the query heads of all sequences."
     bq, bk, loads, tiles = *blocks, T*K, 0
     for block in range(-(-T//bq)):
         for first in key_range(block, T, S, causal, window, *blocks):
@@ -80,7 +80,7 @@ def flash_cost(T:int, S:int, K:int, heads:int=1, causal:bool=True, window:int=0,
 # %% ../../nbs/09_kernels/09f_flash.ipynb #8e3454be
 @jit
 def row_dot_kernel(a, b, out, R, K, BLOCK: tl.constexpr, BD: tl.constexpr):
-    "The dot products of rows: δ of the backward pass."
+    "Compute the dot products of rows: δ of the backward pass."
     rows, d = tl.program_id(0)*BLOCK + tl.arange(0, BLOCK), tl.arange(0, BD)
     at, inside = rows[:, None]*K + d[None, :], (rows[:, None] < R) & (d[None, :] < K)
     x = tl.load(a + at, mask=inside, other=0.).to(tl.float32)
@@ -90,7 +90,7 @@ def row_dot_kernel(a, b, out, R, K, BLOCK: tl.constexpr, BD: tl.constexpr):
 @jit
 def flash_scores(queries, keys, logsum, places, columns, S, scale, WINDOW: tl.constexpr,
                  CAUSAL: tl.constexpr):
-    "The weights of a tile, once more."
+    "Recompute the attention weights of a tile."
     seen = columns[None, :] < S
     if CAUSAL: seen = seen & (columns[None, :] <= places[:, None])
     if WINDOW > 0: seen = seen & (columns[None, :] > places[:, None] - WINDOW)
@@ -102,7 +102,7 @@ def flash_scores(queries, keys, logsum, places, columns, S, scale, WINDOW: tl.co
 def flash_dq_kernel(q, k, v, dout, logsums, deltas, dq, T, S, H, G, scale,
                     WINDOW: tl.constexpr, K, CAUSAL: tl.constexpr, BQ: tl.constexpr,
                     BK: tl.constexpr, BD: tl.constexpr, WIDE: tl.constexpr):
-    "The gradient of a block of queries."
+    "Compute the gradient of a block of queries."
     block, head = tl.program_id(0), tl.program_id(1)
     shared = head//H*G + head % H//(H//G)
     rows, d = block*BQ + tl.arange(0, BQ), tl.arange(0, BD)
@@ -134,7 +134,7 @@ def flash_dq_kernel(q, k, v, dout, logsums, deltas, dq, T, S, H, G, scale,
 def flash_dkv_kernel(q, k, v, dout, logsums, deltas, dk, dv, T, S, H, G, scale,
                      WINDOW: tl.constexpr, K, CAUSAL: tl.constexpr, BQ: tl.constexpr,
                      BK: tl.constexpr, BD: tl.constexpr, WIDE: tl.constexpr):
-    "The gradients of a block of keys and values, from all query heads that use them."
+    "Compute the gradients of a block of keys and values from all query heads that use them."
     block, shared = tl.program_id(0), tl.program_id(1)
     columns, d = block*BK + tl.arange(0, BK), tl.arange(0, BD)
     there = (columns[:, None] < S) & (d[None, :] < K)
@@ -168,7 +168,7 @@ def flash_dkv_kernel(q, k, v, dout, logsums, deltas, dk, dv, T, S, H, G, scale,
 def flash_backward_costs(T:int, S:int, K:int, heads:int=1, kv_heads:int|None=None,
                          causal:bool=True, window:int=0, blocks:tuple=(32, 32), size:int=4
 )->dict: # Name of the kernel to its `Cost`
-    "Backward: δ, the gradient of queries, and those of keys and values."
+    "Cost of each backward kernel: δ, the gradient of the queries, and of the keys and values."
     (bq, bk), G, D = blocks, kv_heads or heads, next_power_of_two(K)
     how = (T, S, causal, window, bq, bk)
     tiles_q = [f for b in range(-(-T//bq)) for f in key_range(b, *how)]
@@ -181,7 +181,7 @@ def flash_backward_costs(T:int, S:int, K:int, heads:int=1, kv_heads:int|None=Non
 
 # %% ../../nbs/09_kernels/09f_flash.ipynb #eb7a0e68
 class FlashFunction(torch.autograd.Function):
-    "Attention of heads `(B, H, T, K)`, both ways by kernels."
+    "Attention on heads `(B, H, T, K)`, with kernels for forward and backward."
     @staticmethod
     def forward(ctx:Any, q:torch.Tensor, k:torch.Tensor, v:torch.Tensor, causal:bool,
         window:int|None, blocks:Any):
@@ -210,11 +210,11 @@ def flash_attention(
     q:torch.Tensor,      # (..., H, T, K)
     k:torch.Tensor,      # (..., G, S, K), G a divisor of H and S at least T
     v:torch.Tensor,      # As k
-    window:int|None=None, # A query sees that many latest keys, itself included: none for all
-    causal:bool=True,    # The last query stands at the last key
+    window:int|None=None, # Latest keys that a query sees, itself included; None for all
+    causal:bool=True,    # Whether to mask the future; the last query is at the last key
     blocks:tuple=(32, 32) if interpreted else (64, 64), # Queries and keys of a tile
 )->torch.Tensor: # (..., H, T, K)
-    "Attention that stores no scores, with gradients. Takes the place of `causal_attention`."
+    "Compute attention without storing the scores, with gradients, like `causal_attention`."
     check_floats("flash_attention", q=q, k=k, v=v)
     for name,b in zip(("queries", "keys"), blocks):
         power_of_two(f"flash_attention: block of {name}", b, 16, 256)

@@ -17,9 +17,9 @@ from typing import Any
 # %% ../../nbs/09_kernels/09h_fusion.ipynb #359c8177
 @dataclass
 class Work:
-    "What was executed."
+    "The operations that were executed."
     operations:int = 0
-    bytes:int = 0     # Read and written by them
+    bytes:int = 0     # Bytes that they read and write
 
 class Listener(TorchDispatchMode):
     "Counts operations that make or change arrays."
@@ -42,22 +42,22 @@ def count_eager(
     f:Callable, # Called with `args`
     *args:Any,  # Tensors
 )->Work:
-    "Operations of a call, and the bytes that they move."
+    "Count the operations of a call and the bytes that they move."
     with torch.no_grad(), Listener() as listener: f(*args)
     return listener.work
 
 # %% ../../nbs/09_kernels/09h_fusion.ipynb #fbb97eaa
 def gelu(x:torch.Tensor)->torch.Tensor: # As x
-    "GELU in its tanh form, written out."
+    "GELU in its tanh form, one operation at a time."
     return .5*x*(1 + torch.tanh(.7978845608*(x + .044715*x*x*x)))
 
 def softmax_steps(x:torch.Tensor)->torch.Tensor: # As x
-    "Softmax of rows, written out."
+    "Softmax of rows, one operation at a time."
     e = torch.exp(x - x.amax(-1, keepdim=True))
     return e/e.sum(-1, keepdim=True)
 
 def rmsnorm_steps(x:torch.Tensor, gain:torch.Tensor)->torch.Tensor: # As x
-    "RMSNorm of rows, written out."
+    "RMSNorm of rows, one operation at a time."
     return x*torch.rsqrt((x*x).mean(-1, keepdim=True) + 1e-5)*gain
 
 # %% ../../nbs/09_kernels/09h_fusion.ipynb #e09fa3b3
@@ -65,12 +65,12 @@ def count_compiled(
     f:Callable, # Called with `args`
     *args:Any,  # Tensors
 )->tuple: # Kernels, and the result of the call
-    "How many kernels `torch.compile` writes for a call."
+    "Count the kernels that `torch.compile` generates for a call."
     from torch._inductor.utils import run_and_get_code
     torch._dynamo.reset()
     with torch.no_grad(): out, sources = run_and_get_code(torch.compile(f), *args)
     return sum(len(kernel_names(s)) for s in sources), out
 
-def kernel_names(source:str)->set: # In what Inductor wrote, for a CPU or a GPU
-    "The names of its kernels."
+def kernel_names(source:str)->set: # From Inductor's code for a CPU or a GPU
+    "Return the names of the kernels in Inductor's generated code."
     return set(re.findall(r"\b((?:cpp_fused|triton_(?:poi|red|per|tem))_\w+)", source))

@@ -15,7 +15,7 @@ from .traffic import Cost, check_floats, interpreted, jit, power_of_two, tl
 @jit
 def adamw_kernel(p, grad, m, v, N, lr, beta1, beta2, eps, decay, scale1, scale2,
                  BLOCK: tl.constexpr):
-    "A block of an AdamW step, in place; `scale1` and `scale2` correct the means' start from 0."
+    "Update a block of parameters by AdamW in place; `scale1` and `scale2` correct the bias."
     at = tl.program_id(0).to(tl.int64)*BLOCK + tl.arange(0, BLOCK)
     inside = at < N
     w = tl.load(p + at, mask=inside, other=0.).to(tl.float32)
@@ -28,21 +28,21 @@ def adamw_kernel(p, grad, m, v, N, lr, beta1, beta2, eps, decay, scale1, scale2,
     tl.store(v + at, square, mask=inside)
 
 def fused_adamw_cost(parameters:int)->Cost:
-    "A step in float32."
+    "Cost of an AdamW step in float32."
     return Cost(16*parameters, 12*parameters)
 
 # %% ../../nbs/09_kernels/09g_grouped.ipynb #4845b799
 @torch.no_grad()
 def fused_adamw_(
-    p:torch.Tensor,    # Weights, changed
+    p:torch.Tensor,    # Weights, updated in place
     grad:torch.Tensor, # Their gradient
-    m:torch.Tensor,    # Mean of the gradients, float32, changed
-    v:torch.Tensor,    # Mean of their squares, float32, changed
-    step:int,          # 1 for the first one
+    m:torch.Tensor,    # Mean of the gradients, float32, updated in place
+    v:torch.Tensor,    # Mean of their squares, float32, updated in place
+    step:int,          # Number of the step, from 1
     lr:float=1e-3, betas:tuple=(.9, .98), eps:float=1e-8, weight_decay:float=.1,
-    block:int=1024,    # Parameters of a program, a power of two
+    block:int=1024,    # Parameters per program, a power of two
 ):
-    "A step of AdamW, in one pass."
+    "Take a step of AdamW in one pass over memory."
     check_floats("fused_adamw_", p=p, grad=grad)
     check_floats("fused_adamw_", (torch.float32,), m=m, v=v)
     power_of_two("fused_adamw_: block", block)
@@ -60,7 +60,7 @@ def fused_adamw_(
 @jit
 def grouped_kernel(x, weight, out, experts, starts, ends, D, F, BM: tl.constexpr, BN: tl.constexpr,
                    BK: tl.constexpr, WIDE: tl.constexpr):
-    "A tile of rows of one expert, times that expert's matrix."
+    "Multiply a tile of one expert's rows by that expert's matrix."
     tile, column = tl.program_id(0), tl.program_id(1)
     expert = tl.load(experts + tile).to(tl.int64)
     rows = tl.load(starts + tile) + tl.arange(0, BM)
@@ -80,15 +80,15 @@ def grouped_kernel(x, weight, out, experts, starts, ends, D, F, BM: tl.constexpr
 
 # %% ../../nbs/09_kernels/09g_grouped.ipynb #68cec67f
 def expert_tiles(
-    offsets:list, # (E + 1): expert e has the rows from offsets[e] to offsets[e + 1]
-    rows:int,     # Of a tile
+    offsets:list, # (E + 1): expert e has rows offsets[e] to offsets[e + 1]
+    rows:int,     # Rows per tile
 )->list: # (expert, first row, end of the expert's rows) of each tile
-    "Tiles that belong to one expert each. An expert without rows has none."
+    "Cut the rows into tiles of one expert each. An expert without rows has no tile."
     return [(e, first, end) for e,(start, end) in enumerate(zip(offsets, offsets[1:]))
             for first in range(start, end, rows)]
 
 def grouped_cost(offsets:list, d:int, f:int, tile:tuple=(32, 32, 32), size:int=4)->Cost:
-    "Traffic and FLOPs: rows once for each column of tiles, matrices once for each tile of rows."
+    "Cost: rows are read once per column of tiles, matrices once per tile of rows."
     bm, bn, bk = tile
     tiles, columns, n = len(expert_tiles(offsets, bm)), -(-f//bn), offsets[-1] - offsets[0]
     return Cost(size*(n*d*columns + f*d*tiles) + 12*tiles*columns, size*n*f,
@@ -96,7 +96,7 @@ def grouped_cost(offsets:list, d:int, f:int, tile:tuple=(32, 32, 32), size:int=4
 
 # %% ../../nbs/09_kernels/09g_grouped.ipynb #3ebfb0df
 class GroupedFunction(torch.autograd.Function):
-    "Each row by its expert's matrix; gradients of rows are a grouped product, too."
+    "Multiply each row by its expert's matrix, with gradients."
     @staticmethod
     def forward(ctx:Any, x:torch.Tensor, weight:torch.Tensor, offsets:list, tile:Any):
         ctx.save_for_backward(x, weight)
@@ -123,11 +123,11 @@ def _launch(x, weight, offsets:list, tile:tuple)->torch.Tensor:
 # %% ../../nbs/09_kernels/09g_grouped.ipynb #b0cf3cd4
 def grouped_matmul(
     x:torch.Tensor,       # (N, D), sorted by expert
-    weight:torch.Tensor,  # (E, F, D), one matrix an expert
-    offsets:torch.Tensor, # (E + 1), from 0 to N, whole numbers that don't fall
+    weight:torch.Tensor,  # (E, F, D), one matrix per expert
+    offsets:torch.Tensor, # (E + 1), whole numbers that rise from 0 to N
     tile:tuple=(32, 32, 32), # Rows, columns and depth, powers of two from 16
 )->torch.Tensor: # (N, F): row n is `weight[e] @ x[n]`, where e is the row's expert
-    "The products of all experts in one launch, with gradients."
+    "Compute the products of all experts in one launch, with gradients."
     check_floats("grouped_matmul", x=x, weight=weight)
     for name,b in zip(("rows", "columns", "depth"), tile):
         power_of_two(f"grouped_matmul: {name} of a tile", b, 16, 256)

@@ -17,13 +17,13 @@ from .simt import Occupancy, occupancy
 # %% ../../nbs/09_kernels/09j_machine_code.ipynb #09j00007
 @dataclass(frozen=True)
 class Job:
-    "What to compile, and for which GPU."
+    "A kernel to compile, and the GPU to compile it for."
     kernel:str          # Module and name: `"rows.softmax_kernel"`
-    types:tuple         # Of the arguments that are no constants: `"*fp16"`, `"i32"`, `"fp32"` ...
-    constants:dict      # Name to value, as `BLOCK`
+    types:tuple         # Types of the arguments that aren't constants: `"*fp16"`, `"i32"` ...
+    constants:dict      # Name to value, such as `BLOCK`
     divisible:dict = field(default_factory=dict) # Name of an argument to a known divisor
     capability:int = 80 # 80 is an A100, 90 an H100
-    warps:int = 4       # Of a program
+    warps:int = 4       # Warps per program
     stages:int = 3      # Tiles in flight in a loop
 
     def __post_init__(self):
@@ -37,26 +37,26 @@ class Job:
 # %% ../../nbs/09_kernels/09j_machine_code.ipynb #09j00009
 @dataclass(frozen=True)
 class MachineCode:
-    "What a GPU would run."
+    "The code that a GPU would run, and its resources."
     job:Job
-    ptx:str           # Its assembly
-    registers:int     # Of a thread
-    stack_bytes:int   # Of a thread: what was spilled, 0 if all fits in registers
-    shared_bytes:int  # Of a program
+    ptx:str           # PTX assembly
+    registers:int     # Registers per thread
+    stack_bytes:int   # Spilled bytes per thread, 0 if all values fit in registers
+    shared_bytes:int  # Shared memory per program
 
     def count(self,
-        pattern:str, # Regular expression for an instruction's beginning, as `ld\.global`
-    )->Counter: # Instruction to how often the assembly holds it
-        "Instructions in the text; one inside a loop counts once."
+        pattern:str, # Regular expression for the start of an instruction, such as `ld\.global`
+    )->Counter: # Instruction to number of occurrences
+        "Count instructions in the assembly text; one inside a loop counts once."
         return Counter(re.findall(rf"(?<!\w){pattern}[\w.:]*", self.ptx))
 
     @property
-    def occupancy(self)->Occupancy: # Of an SM of that GPU
+    def occupancy(self)->Occupancy: # On an SM of the target GPU
         chip = {80: "a100", 90: "h100"}[self.job.capability]
         return occupancy(32*self.job.warps, self.registers, self.shared_bytes, chip)
 
 # %% ../../nbs/09_kernels/09j_machine_code.ipynb #09j00011
-def _compile(job:Job)->dict: # Fields of `MachineCode`, in the process that compiles
+def _compile(job:Job)->dict: # Fields of `MachineCode`; runs in the compiling process
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -77,23 +77,23 @@ def _compile(job:Job)->dict: # Fields of `MachineCode`, in the process that comp
         said = subprocess.run([tools/"cuobjdump", "-res-usage", file], capture_output=True,
                               text=True, check=True).stdout
     numbers = dict(re.findall(r"([A-Z]+):(\d+)", said))
-    # The linker's listing knows fixed shared memory only; the rest is asked for at the launch
+    # The linker lists static shared memory only; the rest is requested at launch
     return dict(ptx=made.asm["ptx"], registers=int(numbers["REG"]),
                 stack_bytes=int(numbers["STACK"]), shared_bytes=made.metadata.shared)
 
-def _main(): # The process that compiles
+def _main(): # Entry point of the compiling process
     jobs = [Job(**j) for j in json.load(sys.stdin)]
     json.dump([_compile(j) for j in jobs], sys.stdout)
 
 # %% ../../nbs/09_kernels/09j_machine_code.ipynb #09j00012
 def compile_kernels(
-    jobs:Iterable[Job], # Kernels of this package
+    jobs:Iterable[Job], # Jobs for kernels of this package
 )->list: # `MachineCode` of each
-    "Compile without a GPU. `ImportError` without Triton, `ValueError` for a job that can't be."
+    "Compile without a GPU. `ImportError` without Triton, `ValueError` for an impossible job."
     jobs = list(jobs)
     for job in jobs: _check(job)
     code = "from lmcourse.kernels.machine_code import _main; _main()"
-    with tempfile.TemporaryDirectory() as cache:    # A cache would hide what fails to compile
+    with tempfile.TemporaryDirectory() as cache:    # A cache would hide compile errors
         env = os.environ | dict(TRITON_INTERPRET="0", TRITON_CACHE_DIR=cache)
         done = subprocess.run([sys.executable, "-c", code], env=env, text=True,
                               input=json.dumps([asdict(j) for j in jobs]), capture_output=True)
@@ -101,11 +101,11 @@ def compile_kernels(
         raise ValueError(f"not compiled: {done.stderr.strip().splitlines()[-1]}")
     return [MachineCode(j, **made) for j,made in zip(jobs, json.loads(done.stdout))]
 
-def _check(job:Job): # Before a process is started
+def _check(job:Job): # Runs before a process is started
     module, _, name = job.kernel.partition(".")
     kernel = getattr(import_module(f"lmcourse.kernels.{module}"), name, None)
     if kernel is None: raise ValueError(f"no kernel {name!r} in lmcourse.kernels.{module}")
-    if not hasattr(kernel, "arg_names"): kernel[()] # Says that Triton is missing
+    if not hasattr(kernel, "arg_names"): kernel[()] # Raises the error that Triton is missing
     names = kernel.arg_names
     if odd := {*job.constants, *job.divisible} - {*names}:
         raise ValueError(f"{job.kernel} has no argument {', '.join(sorted(odd))}, but "

@@ -12,25 +12,25 @@ from .traffic import Cost, check_floats, interpreted, jit, power_of_two, tl
 # %% ../../nbs/09_kernels/09d_matmul.ipynb #dacb61e4
 @jit
 def naive_matmul_kernel(a, b, out, M, N, K):
-    "One element of the product."
+    "Compute one element of the product."
     i, j = tl.program_id(0), tl.program_id(1)
     total = 0.
     for k in range(K): total += tl.load(a + i*K + k)*tl.load(b + k*N + j)
     tl.store(out + i*N + j, total)
 
-def naive_matmul_cost(m:int, n:int, k:int)->Cost: # Rows, columns, and what is summed over
-    "In float32: two numbers are loaded for each product."
+def naive_matmul_cost(m:int, n:int, k:int)->Cost: # Sizes (m, k) and (k, n)
+    "Cost in float32: two numbers are loaded for each multiplication."
     return Cost(8*m*n*k, 4*m*n)
 
 # %% ../../nbs/09_kernels/09d_matmul.ipynb #e5eba9ff
 @jit
 def matmul_kernel(a, b, out, M, N, K, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
                   GROUP: tl.constexpr, WIDE: tl.constexpr):
-    "A tile of the product; GROUP rows of tiles are worked on together."
+    "Compute a tile of the product; GROUP rows of tiles are processed together."
     tiles_m, tiles_n = tl.cdiv(M, BM), tl.cdiv(N, BN)
     program = tl.program_id(0)
     group = program//(GROUP*tiles_n)
-    height = tl.minimum(tiles_m - group*GROUP, GROUP)       # The last group may be lower
+    height = tl.minimum(tiles_m - group*GROUP, GROUP)       # The last group may have fewer rows
     i = group*GROUP + program % (GROUP*tiles_n) % height
     j = program % (GROUP*tiles_n)//height
     rows, columns = i*BM + tl.arange(0, BM), j*BN + tl.arange(0, BN)
@@ -51,9 +51,9 @@ def matmul(
     a:torch.Tensor, # (M, K)
     b:torch.Tensor, # (K, N), of the same type
     tile:tuple=(32, 32, 32), # BM, BN and BK, powers of two from 16
-    group:int=1,    # Rows of tiles that are worked on together
+    group:int=1,    # Rows of tiles that are processed together
 )->torch.Tensor: # (M, N)
-    "The product, by tiles."
+    "Multiply two matrices tile by tile."
     check_floats("matmul", a=a, b=b)
     if a.ndim != 2 or b.ndim != 2 or a.shape[1] != b.shape[0] or a.dtype != b.dtype:
         raise ValueError(f"matmul: a is {a.dtype} {tuple(a.shape)}, b is {b.dtype} "
@@ -67,7 +67,7 @@ def matmul(
     return out
 
 def tiled_matmul_cost(m:int, n:int, k:int, tile:tuple=(32, 32, 32), size:int=4)->Cost:
-    "Traffic and, with whole tiles, FLOPs; `size` is the bytes of a number."
+    "Cost of the tiled product, with FLOPs of whole tiles; `size` is the bytes per number."
     bm, bn, bk = tile
     rows, columns, steps = -(-m//bm), -(-n//bn), -(-k//bk)
     return Cost(size*(m*k*columns + k*n*rows), size*m*n, 2*rows*bm*columns*bn*steps*bk)
@@ -76,9 +76,9 @@ def tiled_matmul_cost(m:int, n:int, k:int, tile:tuple=(32, 32, 32), size:int=4)-
 def tile_order(
     tiles_m:int, # Rows of tiles
     tiles_n:int, # Columns of tiles
-    group:int=1, # Rows that are worked on together
+    group:int=1, # Rows of tiles that are processed together
 )->list: # (row, column) of each program, in order
-    "Where the programs of `matmul_kernel` work."
+    "Return the tile that each program of `matmul_kernel` computes."
     order = []
     for p in range(tiles_m*tiles_n):
         first = p//(group*tiles_n)*group

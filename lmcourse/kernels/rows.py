@@ -12,32 +12,32 @@ __all__ = ['softmax_kernel', 'softmax_cost', 'row_block', 'softmax', 'rmsnorm_ke
 # %% ../../nbs/09_kernels/09e_rows.ipynb #dd8dd4bc
 import torch
 from typing import Any
-from .traffic import Cost, check_floats, interpreted, jit, next_power_of_two
-from .traffic import power_of_two, tl
+from .traffic import Cost, check_alike, check_floats, interpreted, jit
+from .traffic import next_power_of_two, power_of_two, tl
 
 # %% ../../nbs/09_kernels/09e_rows.ipynb #b6679364
 @jit
 def softmax_kernel(x, out, N, BLOCK: tl.constexpr):
-    "The softmax of a row."
+    "Compute the softmax of one row."
     row, columns = tl.program_id(0), tl.arange(0, BLOCK)
     inside = columns < N
     z = tl.load(x + row*N + columns, mask=inside, other=-float("inf")).to(tl.float32)
     e = tl.exp(z - tl.max(z, 0))
     tl.store(out + row*N + columns, e/tl.sum(e, 0), mask=inside)
 
-def softmax_cost(rows:int, width:int, size:int=4)->Cost: # `size`: bytes of a number
-    "Each number is read once and written once."
+def softmax_cost(rows:int, width:int, size:int=4)->Cost: # `size`: bytes per number
+    "Cost of softmax: each number is read once and written once."
     return Cost(size*rows*width, size*rows*width)
 
 # %% ../../nbs/09_kernels/09e_rows.ipynb #9f664f08
-def row_block(what:str, width:int)->int: # The power of two that holds a row
+def row_block(what:str, width:int)->int: # The smallest power of two that holds a row
     if width < 1: raise ValueError(f"{what}: rows of {width} numbers, expected 1 or more")
     return power_of_two(f"{what}: the block of a row of {width} numbers", next_power_of_two(width))
 
 def softmax(
     x:torch.Tensor, # (..., N)
-)->torch.Tensor: # Rows that sum to 1
-    "Softmax over the last axis, in one pass."
+)->torch.Tensor: # (..., N), each row sums to 1
+    "Compute softmax over the last axis in one pass."
     check_floats("softmax", x=x)
     x, out = x.contiguous(), torch.empty_like(x, memory_format=torch.contiguous_format)
     block = row_block("softmax", x.shape[-1])
@@ -47,7 +47,7 @@ def softmax(
 # %% ../../nbs/09_kernels/09e_rows.ipynb #70918d65
 @jit
 def rmsnorm_kernel(x, gain, out, inverse, N, eps, BLOCK: tl.constexpr):
-    "RMSNorm of a row; `inverse` keeps 1/r."
+    "Normalize one row by its RMS r; `inverse` stores 1/r."
     row, columns = tl.program_id(0), tl.arange(0, BLOCK)
     inside = columns < N
     z = tl.load(x + row*N + columns, mask=inside, other=0.).to(tl.float32)
@@ -58,7 +58,7 @@ def rmsnorm_kernel(x, gain, out, inverse, N, eps, BLOCK: tl.constexpr):
 
 @jit
 def rmsnorm_backward_kernel(dy, x, gain, inverse, dx, parts, R, N, BLOCK: tl.constexpr):
-    "Gradients of every P-th row, and this program's part of the gain's gradient."
+    "Compute the gradients of every P-th row and this program's part of the gain's gradient."
     first, P, columns = tl.program_id(0), tl.num_programs(0), tl.arange(0, BLOCK)
     inside = columns < N
     g = tl.load(gain + columns, mask=inside, other=0.).to(tl.float32)
@@ -74,16 +74,16 @@ def rmsnorm_backward_kernel(dy, x, gain, inverse, dx, parts, R, N, BLOCK: tl.con
 
 # %% ../../nbs/09_kernels/09e_rows.ipynb #95a51ee4
 def rmsnorm_cost(rows:int, width:int)->Cost:
-    "Forward in float32: the gain is read once for each row."
+    "Cost of the forward pass in float32: the gain is read once per row."
     return Cost(8*rows*width, 4*(rows*width + rows))
 
 def rmsnorm_backward_cost(rows:int, width:int, programs:int)->Cost:
-    "Backward, without the sum of the parts."
+    "Cost of the backward pass, without the sum of the parts."
     return Cost(4*(2*rows*width + rows + programs*width), 4*(rows*width + programs*width))
 
 # %% ../../nbs/09_kernels/09e_rows.ipynb #638af4bf
 class RMSNormFunction(torch.autograd.Function):
-    "RMSNorm over the last axis, both ways by kernels."
+    "RMSNorm over the last axis, with kernels for forward and backward."
     @staticmethod
     def forward(ctx:Any, x:torch.Tensor, gain:torch.Tensor, eps:float, programs:Any):
         x, N = x.contiguous(), x.shape[-1]
@@ -107,9 +107,9 @@ def rmsnorm(
     x:torch.Tensor,    # (..., N)
     gain:torch.Tensor, # (N,)
     eps:float=1e-5,    # Added to the mean square
-    programs:int=8 if interpreted else 264, # Of the backward pass, say two for each SM
+    programs:int=8 if interpreted else 264, # Programs of the backward pass, about two per SM
 )->torch.Tensor: # As x
-    "RMSNorm, with gradients."
+    "Apply RMSNorm to the last axis, with gradients."
     check_floats("rmsnorm", x=x, gain=gain)
     if gain.shape != x.shape[-1:]:
         raise ValueError(f"rmsnorm: gain {tuple(gain.shape)} does not fit x {tuple(x.shape)}")
@@ -119,7 +119,7 @@ def rmsnorm(
 # %% ../../nbs/09_kernels/09e_rows.ipynb #63249d52
 @jit
 def swiglu_kernel(a, b, out, N, BLOCK: tl.constexpr):
-    "A block of silu(a)*b."
+    "Compute a block of silu(a)*b."
     at = tl.program_id(0).to(tl.int64)*BLOCK + tl.arange(0, BLOCK)
     inside = at < N
     x = tl.load(a + at, mask=inside, other=0.).to(tl.float32)
@@ -128,7 +128,7 @@ def swiglu_kernel(a, b, out, N, BLOCK: tl.constexpr):
 
 @jit
 def swiglu_backward_kernel(dy, a, b, da, db, N, BLOCK: tl.constexpr):
-    "A block of both gradients."
+    "Compute a block of both gradients."
     at = tl.program_id(0).to(tl.int64)*BLOCK + tl.arange(0, BLOCK)
     inside = at < N
     d = tl.load(dy + at, mask=inside, other=0.).to(tl.float32)
@@ -138,17 +138,17 @@ def swiglu_backward_kernel(dy, a, b, da, db, N, BLOCK: tl.constexpr):
     tl.store(da + at, d*gate*logistic*(1 + x*(1 - logistic)), mask=inside)
     tl.store(db + at, d*x*logistic, mask=inside)
 
-def swiglu_cost(numbers:int, size:int=4)->Cost: # `size`: bytes of a number
-    "Forward: two arrays are read and one is written."
+def swiglu_cost(numbers:int, size:int=4)->Cost: # `size`: bytes per number
+    "Cost of the forward pass: two arrays are read and one is written."
     return Cost(2*size*numbers, size*numbers)
 
 def swiglu_backward_cost(numbers:int, size:int=4)->Cost:
-    "Backward: three arrays are read and two are written."
+    "Cost of the backward pass: three arrays are read and two are written."
     return Cost(3*size*numbers, 2*size*numbers)
 
 # %% ../../nbs/09_kernels/09e_rows.ipynb #c772dd01
 class SwiGLUFunction(torch.autograd.Function):
-    "silu(a)*b, both ways by kernels."
+    "silu(a)*b, with kernels for forward and backward."
     @staticmethod
     def forward(ctx:Any, a:torch.Tensor, b:torch.Tensor, block:Any):
         a, b = a.contiguous(), b.contiguous()
@@ -166,22 +166,19 @@ class SwiGLUFunction(torch.autograd.Function):
         return da, db, None
 
 def swiglu(
-    a:torch.Tensor, # Any shape; silu is applied to it
-    b:torch.Tensor, # Same shape and type: what it is multiplied by
-    block:int=1024, # Numbers of a program, a power of two
+    a:torch.Tensor, # The gate, any shape
+    b:torch.Tensor, # The factor, same shape and type
+    block:int=1024, # Numbers per program, a power of two
 )->torch.Tensor: # As a
-    "SwiGLU without its matrices, with gradients."
-    check_floats("swiglu", a=a, b=b)
+    "Compute silu(a)*b, SwiGLU without its matrices, with gradients."
+    check_alike("swiglu", a=a, b=b)
     power_of_two("swiglu: block", block)
-    if a.shape != b.shape or a.dtype != b.dtype:
-        raise ValueError(f"swiglu: a is {a.dtype} {tuple(a.shape)}, b is {b.dtype} "
-                         f"{tuple(b.shape)}, expected one shape and one type")
     return SwiGLUFunction.apply(a, b, block)
 
 # %% ../../nbs/09_kernels/09e_rows.ipynb #1370df58
 @jit
 def cross_entropy_kernel(logits, targets, losses, logsums, V, ignore, BLOCK: tl.constexpr):
-    "The loss of a token, a block of the vocabulary at a time."
+    "Compute the loss of one token, one block of the vocabulary at a time."
     row = tl.program_id(0).to(tl.int64)         # A row's first number may be past 2^31
     m, s = -float("inf"), 0.
     for first in range(0, V, BLOCK):
@@ -200,7 +197,7 @@ def cross_entropy_kernel(logits, targets, losses, logsums, V, ignore, BLOCK: tl.
 @jit
 def cross_entropy_backward_kernel(logits, targets, logsums, scale, grads, V, ignore,
                                   BLOCK: tl.constexpr):
-    "Probabilities less 1 at the target, times the row's share of the loss."
+    "Subtract 1 from the target's probability and scale the row by its share of the loss."
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     columns = block*BLOCK + tl.arange(0, BLOCK)
     inside, target = columns < V, tl.load(targets + row)
@@ -211,16 +208,16 @@ def cross_entropy_backward_kernel(logits, targets, logsums, scale, grads, V, ign
 
 # %% ../../nbs/09_kernels/09e_rows.ipynb #b4660428
 def cross_entropy_cost(tokens:int, vocabulary:int)->Cost:
-    "Forward in float32: logits once and the target's once more; targets of 8 bytes."
+    "Cost of the forward pass in float32: logits once, the target's twice; targets of 8 bytes."
     return Cost(4*(tokens*vocabulary + tokens) + 8*tokens, 8*tokens)
 
 def cross_entropy_backward_cost(tokens:int, vocabulary:int, block:int)->Cost:
-    "Backward: every block also reads target, log of the sum and share."
+    "Cost of the backward pass: every block also reads the target, log-sum and share."
     blocks = -(-vocabulary//block)
     return Cost(4*tokens*vocabulary + 16*tokens*blocks, 4*tokens*vocabulary)
 
 class CrossEntropyFunction(torch.autograd.Function):
-    "Losses and logs of the sums, of rows."
+    "The cross-entropy and the log-sum of each row."
     @staticmethod
     def forward(ctx:Any, logits:torch.Tensor, targets:torch.Tensor, ignore:int, block:Any):
         (R, V), logits = logits.shape, logits.contiguous()
@@ -242,10 +239,10 @@ class CrossEntropyFunction(torch.autograd.Function):
 def cross_entropy(
     logits:torch.Tensor,  # (..., V)
     targets:torch.Tensor, # (...), int64, from 0 to V - 1 or `ignore_index`
-    ignore_index:int=-100, # A target that does not count
-    block:int=1024,       # Logits at a time, a power of two
-)->torch.Tensor: # Mean in nats
-    "Cross-entropy by an online softmax, with gradients."
+    ignore_index:int=-100, # Target id that is ignored
+    block:int=1024,       # Logits per block, a power of two
+)->torch.Tensor: # Mean loss in nats
+    "Compute the cross-entropy with an online softmax, with gradients."
     check_floats("cross_entropy", logits=logits)
     check_floats("cross_entropy", (torch.int64,), targets=targets)
     power_of_two("cross_entropy: block", block)

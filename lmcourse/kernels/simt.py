@@ -18,19 +18,19 @@ from ..tools.ledger import find
 # %% ../../nbs/09_kernels/09a_simt.ipynb #9651aa4c
 @dataclass(frozen=True)
 class Chip:
-    "What a GPU has on its chip."
-    name:str            # As `chips` knows it
-    sms:int             # Multiprocessors
-    registers:int       # Of 4 bytes, in an SM
-    shared_bytes:int    # Shared memory that the blocks of an SM can have together
-    block_shared_bytes:int # The most that one block can have
-    warps:int           # That an SM keeps at a time
-    blocks:int          # That an SM keeps at a time
-    l2_bytes:int        # The cache that all SMs share
+    "The resources on a GPU's chip."
+    name:str            # Its key in `chips()`
+    sms:int             # Streaming multiprocessors
+    registers:int       # Registers of 4 bytes per SM
+    shared_bytes:int    # Shared memory per SM
+    block_shared_bytes:int # Largest shared memory of one block
+    warps:int           # Most warps resident on an SM
+    blocks:int          # Most blocks resident on an SM
+    l2_bytes:int        # L2 cache that all SMs share
 
 @functools.cache
 def chips()->dict: # Name to `Chip`
-    "The GPUs whose inside the ledger knows."
+    "Return the GPUs whose chip sizes the ledger lists."
     found:dict = {}
     for e in find("chip"):
         _, name, size = e.key.split(".")
@@ -43,10 +43,10 @@ def chips()->dict: # Name to `Chip`
 WARP, SECTOR, BANKS = 32, 32, 32 # Threads; bytes; columns of shared memory
 
 def sectors(
-    addresses:Iterable[int], # In bytes, one for each thread of a warp that takes part
-    size:int=4,              # Bytes of the number that stands there
-)->int: # Sectors that must be moved
-    "The distinct pieces of 32 bytes that the numbers at `addresses` touch."
+    addresses:Iterable[int], # Byte addresses, one for each active thread of a warp
+    size:int=4,              # Bytes per number
+)->int: # Number of sectors moved
+    "Count the 32-byte sectors that the numbers at `addresses` touch."
     touched = set()
     for a in addresses: touched.update(range(a//SECTOR, (a + size - 1)//SECTOR + 1))
     return len(touched)
@@ -54,31 +54,31 @@ def sectors(
 # %% ../../nbs/09_kernels/09a_simt.ipynb #2a34cfc4
 @dataclass(frozen=True)
 class Request:
-    "What a thread asks of memory."
-    array:str        # Its name
-    index:int        # In numbers, from its start
-    value:float|None = None # To be stored: none for a load
+    "A thread's load or store."
+    array:str        # Name of the array
+    index:int        # Index of the element
+    value:float|None = None # Value to store; None for a load
 
 def load(array:str, index:int)->Request: return Request(array, index)
 def store(array:str, index:int, value:float)->Request: return Request(array, index, value)
 
 @dataclass
 class Traffic:
-    "What all warps asked of memory."
-    requests:int = 0  # Loads and stores of whole warps
-    sectors:int = 0   # Moved for them
-    divergent:int = 0 # Requests at which a part of the warp had to wait
+    "The memory traffic of all warps."
+    requests:int = 0  # Loads and stores, counted per warp
+    sectors:int = 0   # Sectors that they moved
+    divergent:int = 0 # Requests during which some threads of the warp waited
 
     @property
     def per_request(self)->float: return self.sectors/max(1, self.requests)
 
 # %% ../../nbs/09_kernels/09a_simt.ipynb #68d82f68
 def run_threads(
-    kernel:Callable[..., Iterator[Request]], # From a thread's number: yields what it wants
-    threads:int, # How many
-    arrays:dict, # Name to a flat NumPy array; those that are stored to are changed
+    kernel:Callable[..., Iterator[Request]], # Generator of a thread's requests, given its number
+    threads:int, # Number of threads
+    arrays:dict, # Name to a flat NumPy array; stores change it
 )->Traffic:
-    "Run all threads, a warp at a time and in lock step."
+    "Run all threads, one warp at a time and in lockstep."
     if not threads > 0: raise ValueError(f"run_threads: threads = {threads}, expected 1 or more")
     ends = np.cumsum([0, *(-(-a.nbytes//256)*256 for a in arrays.values())])
     start, traffic = dict(zip(arrays, map(int, ends))), Traffic()
@@ -87,7 +87,7 @@ def run_threads(
         running:dict[int, Any] = {t: (g, next(g, None)) for t in warp for g in [kernel(t)]}
         running = {t: pair for t,pair in running.items() if pair[1] is not None}
         while running:
-            first = min(g.gi_frame.f_lineno for g,_ in running.values()) # Those furthest back
+            first = min(g.gi_frame.f_lineno for g,_ in running.values()) # The furthest behind
             group = {t: pair for t,pair in running.items() if pair[0].gi_frame.f_lineno == first}
             traffic.requests += 1
             traffic.divergent += len(group) < len(running)
@@ -107,9 +107,9 @@ def run_threads(
 
 # %% ../../nbs/09_kernels/09a_simt.ipynb #0b34be87
 def bank_rounds(
-    words:Iterable[int], # Which 4-byte word each thread of a warp wants
-)->int: # 1 if nobody queues
-    "Rounds in which shared memory serves a warp: the most different words in one bank."
+    words:Iterable[int], # Index of the 4-byte word that each thread of a warp reads
+)->int: # Number of rounds, 1 without bank conflicts
+    "Count the rounds that a warp's request takes: the most distinct words in one bank."
     queues:dict = {}
     for w in words: queues.setdefault(w % BANKS, set()).add(w)
     return max(map(len, queues.values()), default=0)
@@ -117,18 +117,18 @@ def bank_rounds(
 # %% ../../nbs/09_kernels/09a_simt.ipynb #8afc3af8
 @dataclass(frozen=True)
 class Occupancy:
-    "How full an SM gets."
-    blocks:int    # At a time
-    share:float   # Of the warps that an SM can keep
-    limited_by:str # What there is too little of
+    "How many blocks and warps fit on an SM."
+    blocks:int    # Blocks resident at a time
+    share:float   # Share of the most warps an SM can hold
+    limited_by:str # The resource that runs out first
 
 def occupancy(
-    threads:int,   # Of a block
-    registers:int, # Of a thread
-    shared_bytes:int=0, # Of a block
-    chip:str="a100", # One of `chips()`
+    threads:int,   # Threads per block
+    registers:int, # Registers per thread
+    shared_bytes:int=0, # Shared memory per block
+    chip:str="a100", # A key of `chips()`
 )->Occupancy: # `ValueError` if not even one block fits
-    "Blocks that an SM keeps at a time, by the vendor's rules of rounding."
+    "Compute how many blocks fit on an SM, by the vendor's rounding rules."
     c = chips()[chip]
     for what,value,most in (("threads", threads, 1024), ("registers", registers, 255)):
         if not (isinstance(value, numbers.Integral) and 1 <= value <= most):
@@ -137,8 +137,8 @@ def occupancy(
         raise ValueError(f"occupancy: shared_bytes = {shared_bytes!r}, expected 0 to "
                          f"{c.block_shared_bytes:,} on {c.name}")
     warps = math.ceil(threads/WARP)
-    per_warp = math.ceil(registers*WARP/256)*256        # Registers are given out by 256
-    # So is shared memory, by 128 bytes, and 1 KiB of each block is the system's
+    per_warp = math.ceil(registers*WARP/256)*256        # Registers are allocated in units of 256
+    # Shared memory comes in units of 128 bytes, and the system takes 1 KiB of each block
     shared = math.ceil((shared_bytes + 1024)/128)*128
     fits = {"warps": c.warps//warps, "blocks": c.blocks,
             "registers": c.registers//per_warp//warps, "shared memory": c.shared_bytes//shared}
@@ -148,20 +148,20 @@ def occupancy(
 
 # %% ../../nbs/09_kernels/09a_simt.ipynb #2507c3ff
 def widest_load(
-    columns:int, # Of a matrix whose rows lie one after the other
+    columns:int, # Columns of a row-major matrix
     size:int=2,  # Bytes of a number
-)->int: # 16 at most
-    "Bytes that one instruction can load wherever in a row a thread begins: what every row allows."
+)->int: # Bytes, at most 16
+    "Return the widest load that stays aligned in every row of a matrix."
     if not columns > 0: raise ValueError(f"widest_load: columns = {columns}, expected 1 or more")
     return math.gcd(columns*size, 16)
 
 # %% ../../nbs/09_kernels/09a_simt.ipynb #18f30d5f
 def predicted_share(
-    n:int,          # Rows and columns of all three matrices, fp16
+    n:int,          # Size of the three square fp16 matrices
     tile:tuple=(256, 128), # Rows and columns of a tile of the result
-    chip:str="a100", # One of `chips()`
-)->float: # Of the rate that a tile without loads would reach on all SMs
-    "The speed of a product of n x n matrices if loads and arithmetic of an SM take turns."
+    chip:str="a100", # A key of `chips()`
+)->float: # Share of the rate of all SMs with no time for loads
+    "Predict the speed of an n x n product if an SM alternates between loads and arithmetic."
     rows, columns = tile
     arithmetic = rows*columns/1024
     loads = 2*(rows + columns)/(32*(widest_load(n)//2))

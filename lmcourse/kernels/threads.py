@@ -12,7 +12,7 @@ from typing import Any
 
 # %% ../../nbs/09_kernels/09b_threads.ipynb #af2017af
 def load_cuda()->Any: # The module `numba.cuda`
-    "Numba's CUDA, with its simulator where there is no GPU."
+    "Load Numba's CUDA, with its simulator if there is no GPU."
     import torch
     if not torch.cuda.is_available() and not numba.config.ENABLE_CUDASIM:
         numba.config.ENABLE_CUDASIM = 1
@@ -25,14 +25,14 @@ cuda = load_cuda()
 # %% ../../nbs/09_kernels/09b_threads.ipynb #8a60501f
 @cuda.jit
 def add_kernel(a, b, out):
-    "One number a thread."
+    "Add two arrays, one number per thread."
     i = cuda.grid(1)                    # block number · threads in a block + number in the block
     if i < out.size: out[i] = a[i] + b[i]
 
 # %% ../../nbs/09_kernels/09b_threads.ipynb #e1de697c
 @cuda.jit
 def matmul_kernel(a, b, out, loads):
-    "One element of the product a thread; `loads` counts what each reads from main memory."
+    "Compute one element of the product per thread; `loads` counts its reads from main memory."
     j, i = cuda.grid(2)
     if i < out.shape[0] and j < out.shape[1]:
         total = 0.
@@ -46,7 +46,7 @@ TILE = 8 # Rows and columns of a block's tile
 
 @cuda.jit
 def tiled_matmul_kernel(a, b, out, loads):
-    "As `matmul_kernel`, with tiles that the threads of a block share."
+    "Multiply like `matmul_kernel`, with tiles that the threads of a block share."
     j, i = cuda.grid(2)
     x, y = cuda.threadIdx.x, cuda.threadIdx.y
     tile_a = cuda.shared.array((TILE, TILE), numba.float64)
@@ -60,15 +60,15 @@ def tiled_matmul_kernel(a, b, out, loads):
         if i < out.shape[0] and j < out.shape[1]: loads[i, j] += 2
         cuda.syncthreads()              # The tiles are full
         for k in range(TILE): total += tile_a[y, k]*tile_b[k, x]
-        cuda.syncthreads()              # Nobody needs them any more
+        cuda.syncthreads()              # No thread needs them any more
     if i < out.shape[0] and j < out.shape[1]: out[i, j] = total
 
 # %% ../../nbs/09_kernels/09b_threads.ipynb #495531f0
-THREADS = 16 # Of a block of `sum_kernel`, a power of two
+THREADS = 16 # Threads per block of `sum_kernel`, a power of two
 
 @cuda.jit
 def sum_kernel(x, total):
-    "The sum of all numbers: a tree in each block, then one atomic addition."
+    "Add up all numbers: a tree in each block, then one atomic addition."
     i, t = cuda.grid(1), cuda.threadIdx.x
     part = cuda.shared.array(THREADS, numba.float64)
     part[t] = x[i] if i < x.size else 0.
@@ -76,6 +76,6 @@ def sum_kernel(x, total):
     half = THREADS//2
     while half > 0:
         if t < half: part[t] += part[t + half]
-        cuda.syncthreads()              # Everybody comes here, also those that add nothing
+        cuda.syncthreads()              # All threads must reach this, even those that add nothing
         half //= 2
     if t == 0: cuda.atomic.add(total, 0, part[0])

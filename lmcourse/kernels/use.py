@@ -35,30 +35,30 @@ from ..tools.show import Table
 
 # %% ../../nbs/09_kernels/09i_use.ipynb #ccfa9d5d
 class KernelRMSNorm(RMSNorm):
-    "RMSNorm by our kernels; weight and name as those of `RMSNorm`."
+    "RMSNorm by our kernels, with the weight and name of `RMSNorm`."
     def forward(self, x:torch.Tensor)->torch.Tensor: # `(..., D)`
         return rmsnorm(x, self.weight, self.eps)
 
 def kernel_norm(config:ModelConfig, device:str|torch.device|None=None, dtype:torch.dtype|None=None
 )->nn.Module: # As `make_norm`
-    "The norm that the config asks for; by our kernels if it is RMSNorm."
+    "Make the norm that the config asks for, by our kernels if it is RMSNorm."
     if config.norm != "rmsnorm": return make_norm(config, device, dtype)
     return KernelRMSNorm(config.d_model, config.norm_eps, device=device, dtype=dtype)
 
 class KernelFeedForward(FeedForward):
-    "A SwiGLU network with our kernel between its matrices; names as those of `FeedForward`."
+    "A SwiGLU network with our kernel between its matrices and the names of `FeedForward`."
     def forward(self, x:torch.Tensor)->torch.Tensor: # `(..., D)`
         assert self.w3 is not None
         return self.w2(swiglu(self.w1(x), self.w3(x)))
 
 def kernel_experts(x:torch.Tensor, experts:Any, chosen:torch.Tensor, weights:torch.Tensor
 )->torch.Tensor: # As `dense_dispatch` of chapter 08
-    "The experts of all tokens, by our grouped product."
+    "Run all experts by our grouped product."
     def product(rows, w, ends): return grouped_matmul(rows, w, nn.functional.pad(ends, (1, 0)))
     return pile_dispatch(x, experts, chosen, weights, product)
 
 def kernel_ffn(config:ModelConfig, linear:Callable=Linear, **how:Any)->nn.Module: # As `make_ffn`
-    "The feed-forward network that the config asks for; by our kernels if it is SwiGLU."
+    "Make the feed-forward network that the config asks for, by our kernels if it is SwiGLU."
     c = config
     if not c.num_experts and c.ffn == "swiglu":
         return KernelFeedForward(c.d_model, c.ffn_size, c.ffn, c.bias, linear=linear, **how)
@@ -68,7 +68,7 @@ def kernel_ffn(config:ModelConfig, linear:Callable=Linear, **how:Any)->nn.Module
 
 def kernel_loss(x:torch.Tensor, weight:torch.Tensor, targets:torch.Tensor, ignore_index:int=-100,
                 z_loss:float=0.)->torch.Tensor: # As `linear_cross_entropy`
-    "The loss by our kernel; with a z-loss, which it lacks, the course's own."
+    "Compute the loss by our kernel, or by `linear_cross_entropy` if there is a z-loss."
     if z_loss: return linear_cross_entropy(x, weight, targets, ignore_index, z_loss)
     return cross_entropy(x@weight.T, targets, ignore_index)
 
@@ -76,19 +76,19 @@ KERNEL_PARTS = Parts(norm=kernel_norm, attention=flash_attention, ffn=kernel_ffn
 
 # %% ../../nbs/09_kernels/09i_use.ipynb #4ea3cc56
 def triton_parts(
-    parts:Parts,        # Of the model so far
+    parts:Parts,        # The model's parts so far
     what:str,           # `attention`, or `kernels`: norms, feed-forward networks and loss
-    config:ModelConfig, # Of the model
-    device:torch.device, # Where it computes
+    config:ModelConfig, # The model's config
+    device:torch.device, # Device that computes
 )->Parts:
-    "The parts with our kernels among them. `ValueError` where our kernels can't compute the model."
+    "Replace parts by our kernels. `ValueError` if the kernels can't compute the model."
     if why := _unable(what, config, device):
         raise ValueError(f"{what} = triton {why}; {what} = torch would do")
     if what == "attention": return replace(parts, attention=flash_attention)
     return replace(KERNEL_PARTS, attention=parts.attention, linear=parts.linear)
 
 # %% ../../nbs/09_kernels/09i_use.ipynb #765af68f
-def _unable(what:str, c:ModelConfig, device:torch.device)->str|None: # Why, if it is so
+def _unable(what:str, c:ModelConfig, device:torch.device)->str|None: # The reason, if so
     if triton is None: return "needs Triton: pip install 'lmcourse[kernels]', on Linux"
     if device.type not in ("cpu", "cuda"): return f"on {device.type}, expected cuda or cpu"
     if device.type == "cpu" and not interpreted:
@@ -103,9 +103,9 @@ def _unable(what:str, c:ModelConfig, device:torch.device)->str|None: # Why, if i
 
 # %% ../../nbs/09_kernels/09i_use.ipynb #702b9cd4
 def use_kernels(
-    model:TransformerLM, # Changed
-)->TransformerLM: # The same
-    "Exchange norms, attention, SwiGLU networks and loss of a model for our kernels."
+    model:TransformerLM, # The model, changed in place
+)->TransformerLM: # The same model
+    "Replace a model's norms, attention, SwiGLU networks and loss by our kernels."
     for parent in list(model.modules()):
         for name,child in list(parent.named_children()):
             new:Any = None
@@ -127,8 +127,8 @@ SIZES = dict(rows=8192, width=4096, words=32_768, tokens=4096, heads=16, head_di
 SMALL = dict(rows=4, width=32, words=40, tokens=20, heads=2, head_dim=16, product=20,
              parameters=50, experts=3)
 
-def kernel_costs(sizes:dict, size:int=2)->dict: # Name to `Cost`; `size`: bytes of a number
-    "What each task asks for at least."
+def kernel_costs(sizes:dict, size:int=2)->dict: # Name to `Cost`; `size`: bytes per number
+    "Count the least bytes and FLOPs of each task."
     R, N, V, T, H, K, n, P, E = sizes.values()
     product, scale, heads = matmul_cost(n, n, n, "float16"), size/4, size*H*T*K
     back = flash_backward_costs(T, T, K, H, blocks=(64, 64), size=size)
@@ -152,9 +152,9 @@ def _half(c:Cost, scale:float)->Cost: # The same traffic with smaller numbers
 # %% ../../nbs/09_kernels/09i_use.ipynb #81c883ba
 def kernel_tasks(
     sizes:dict,       # As `SIZES`
-    device:str="cuda", dtype:torch.dtype=torch.bfloat16, # Where the arrays lie, and their type
-)->dict: # Name of the task to {who: a call without arguments}; the first is ours
-    "Each kernel, and torch's function of the same arrays."
+    device:str="cuda", dtype:torch.dtype=torch.bfloat16, # Device and type of the arrays
+)->dict: # Task to {implementation: call without arguments}; the first is ours
+    "Make calls of each kernel and of torch's function on the same arrays."
     R, N, V, T, H, K, n, P, E = sizes.values()
     g = torch.Generator(device).manual_seed(0)
     def draw(*shape): return torch.randn(*shape, generator=g, device=device).to(dtype)
@@ -180,7 +180,7 @@ def kernel_tasks(
             "experts": expert_calls(draw(T, N), draw(E, N, N)/N**.5, tile)}
 
 # %% ../../nbs/09_kernels/09i_use.ipynb #5ff3cfda
-def _calls(inputs:tuple, both_ways:bool=False, **functions)->dict: # Who to a call
+def _calls(inputs:tuple, both_ways:bool=False, **functions)->dict: # Implementation to a call
     leaves = [x.clone().requires_grad_(both_ways) for x in inputs]
     def call(f):
         if not both_ways: return f(*leaves)
@@ -189,7 +189,7 @@ def _calls(inputs:tuple, both_ways:bool=False, **functions)->dict: # Who to a ca
     functions |= {"compiled": torch.compile(functions["torch"])} if inputs[0].is_cuda else {}
     return {who: partial(call, f) for who,f in functions.items()}
 
-def adamw_calls(w:torch.Tensor)->dict: # Each with weights and means of its own
+def adamw_calls(w:torch.Tensor)->dict: # Each call has its own weights and means
     grad, calls = w.cos(), {}
     def ours(p, m, v): fused_adamw_(p, grad, m, v, 1)
     def formula(p, m, v): # With the bias corrections of a first step
@@ -227,7 +227,7 @@ def expert_calls(x:torch.Tensor, weights:torch.Tensor, tile:tuple)->dict: # Equa
 def _installed(name:str, device:str)->bool:
     return device == "cuda" and importlib.util.find_spec(name) is not None
 
-def others_attention(device:str)->dict: # Those that are installed; they want `(B, T, H, K)`
+def others_attention(device:str)->dict: # Installed libraries, which take `(B, T, H, K)`
     if not _installed("flash_attn", device): return {}
     flash_attn_func = importlib.import_module("flash_attn").flash_attn_func
     def attend(q, k, v):
@@ -235,33 +235,32 @@ def others_attention(device:str)->dict: # Those that are installed; they want `(
         return flash_attn_func(q, k, v, causal=True).transpose(1, 2)
     return {"flash-attn": attend}
 
-def others_norm(device:str)->dict: # Their backward pass would write over the gradient it is given
+def others_norm(device:str)->dict: # Its backward overwrites the incoming gradient
     if not _installed("liger_kernel", device): return {}
     f = importlib.import_module("liger_kernel.transformers.functional").liger_rms_norm
     return {"liger-kernel": lambda x, w: f(x, w, 1e-5, in_place=False)}
 
-def others_loss(device:str, targets:torch.Tensor
-)->dict: # Forward it writes the gradient over the logits:
+def others_loss(device:str, targets:torch.Tensor)->dict: # Its forward overwrites the logits,
     if not _installed("liger_kernel", device): return {}            # so it gets a copy
     f = importlib.import_module("liger_kernel.transformers.functional").liger_cross_entropy
     return {"liger-kernel (and a copy)": lambda z: f(z.clone(), targets)}
 
-def check_agreement(task:str, calls:dict): # `AssertionError` unless all give the same
+def check_agreement(task:str, calls:dict): # `AssertionError` unless all agree
     results = {who: _flat(call()) for who,call in calls.items()}
     expected = results["torch"]
-    bound = 2e-2*max(1., expected.abs().max().item())      # Numbers of 8 bits of mantissa
+    bound = 2e-2*max(1., expected.abs().max().item())      # Numbers with an 8-bit mantissa
     for who,got in results.items(): check_close(got, expected, 2e-2, bound, f"{task} by {who}")
 
-def _flat(result)->torch.Tensor: # One tensor or several, in a row
+def _flat(result)->torch.Tensor: # One tensor or several, as one row
     parts = result if isinstance(result, tuple) else (result,)
     return torch.cat([p.detach().float().flatten() for p in parts])
 
 # %% ../../nbs/09_kernels/09i_use.ipynb #8e9f4edd
 def bench_kernels(
-    seconds:float=2.0,    # How long each task is measured
-    file:Path|None=None,  # New file for all times, as JSON
-)->Iterator: # Lines of text and tables
-    "Kernels beside torch, `torch.compile` and other libraries; without a GPU, what can be counted."
+    seconds:float=2.0,    # Seconds for which each task is measured
+    file:Path|None=None,  # New JSON file for all times
+)->Iterator: # Yields lines of text and tables
+    "Compare kernels with torch and other libraries; without a GPU, only count their costs."
     if not seconds > 0: raise ValueError(f"seconds = {seconds}, expected more than 0")
     if file is not None and Path(file).exists(): raise FileExistsError(f"{file} exists")
     return _bench_lines(seconds, file)
@@ -287,8 +286,8 @@ def _bench_lines(seconds:float, file:Path|None):
     if file: write_json(Path(file), dict(machine=machine_name(), measured=measured), indent=1)
 
 # %% ../../nbs/09_kernels/09i_use.ipynb #42153df3
-def counted_table(costs:dict)->Table: # And what limits each on an H100
-    "Bytes and FLOPs of each task, and the FLOPs for each byte."
+def counted_table(costs:dict)->Table: # With each task's bottleneck on an H100
+    "Table of each task's bytes, FLOPs and FLOPs per byte."
     moving = {task: Cost(c.loads, c.stores).seconds("h100", "bfloat16") for task,c in costs.items()}
     return Table([dict(task=task, read=c.loads/1e6, written=c.stores/1e6, operations=c.flops/1e9,
                        intensity=c.flops/c.bytes, limit="operations" if
@@ -297,8 +296,8 @@ def counted_table(costs:dict)->Table: # And what limits each on an H100
                  dict(read="MB", written="MB", operations="GFLOPs", intensity="FLOPs a byte",
                       limit="of an H100"))
 
-def limits_table(costs:dict)->Table: # Of several GPUs
-    "The least time of each task."
+def limits_table(costs:dict)->Table: # For several GPUs
+    "Table of each task's least time."
     names = [n for n in ("a100-80gb", "h100", "h200", "b200") if n in devices()]
     return Table([dict(task=task) | {n: 1e6*c.seconds(n, "bfloat16") for n in names}
                   for task,c in costs.items()], {n: "µs" for n in names})

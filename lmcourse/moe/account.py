@@ -15,19 +15,19 @@ from ..accounting.tensors import whole_number
 def experts_read(
     num_experts:int,    # E
     k:int,              # Experts per token
-    tokens:int,         # n, computed together
-)->float: # Between k and E
-    "How many different experts n tokens visit, if they choose evenly and independently."
+    tokens:int,         # Tokens in the batch, n
+)->float: # Expected number, between k and E
+    "Return how many distinct experts n tokens visit if they choose uniformly and independently."
     E = whole_number("num_experts", num_experts)
     if not 1 <= whole_number("k", k) <= E: raise ValueError(f"k = {k}, expected 1 to {E}")
     return E*(1 - (1 - k/E)**whole_number("tokens", tokens))
 
 def decode_bytes(
-    config:ModelConfig, # With experts or without
-    tokens:int=1,       # Sequences that get a token in this step
-    dtype:str="bfloat16", # Of the weights
+    config:ModelConfig, # A dense model or a mixture of experts
+    tokens:int=1,       # Sequences that are decoded together
+    dtype:str="bfloat16", # Type of the weights
 )->float: # Bytes of weights, each read once
-    "Weights that a step of decoding reads. Keys and values come on top: `kv_cache_bytes`."
+    "Count the bytes of weights that a decoding step reads. `kv_cache_bytes` counts the KV cache."
     c, read = config, count_parameters(config).matmul
     if c.num_experts:
         more = experts_read(c.num_experts, c.num_experts_per_tok, tokens) - c.num_experts_per_tok
@@ -36,13 +36,13 @@ def decode_bytes(
 
 # %% ../../nbs/08_moe/08e_account.ipynb #16f4e48f
 def all_to_all_bytes(
-    config:ModelConfig,  # With experts
-    tokens:int,          # N, of a step, all GPUs together
-    gpus:int,            # Among which the experts are shared out evenly
-    dtype:str="bfloat16", # Of what is sent
-    training:bool=False, # Whether the gradients travel too
-)->float: # Expected, if the choice is even; visits to experts at home send nothing
-    "Bytes that leave their GPU for expert parallelism. Lepikhin et al. 2020."
+    config:ModelConfig,  # A mixture of experts
+    tokens:int,          # Tokens of a step on all GPUs, N
+    gpus:int,            # Number of GPUs, each with the same number of experts
+    dtype:str="bfloat16", # Type of the numbers that are sent
+    training:bool=False, # Whether to count the gradients too
+)->float: # Expected bytes under uniform routing; a visit to a local expert sends nothing
+    "Count the bytes that expert parallelism sends between GPUs. Lepikhin et al. 2020."
     c, G = config, whole_number("gpus", gpus)
     visits = whole_number("tokens", tokens)*c.num_experts_per_tok*(G - 1)/G
     return 2*(1 + training)*expert_layers(c)*visits*c.d_model*dtype_bytes(dtype)

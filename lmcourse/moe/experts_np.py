@@ -20,7 +20,7 @@ def experts_forward(
     weights:np.ndarray, # Their weights `(N, k)`
     kind:str="swiglu",  # A name in `FFN_KINDS`
 )->tuple: # Output `(N, D)` and the cache for `experts_backward`
-    "Sort the slots by expert, compute each pile, weigh, and add up for each token."
+    "Sort the slots by expert, run each expert on its tokens, and add up the weighted outputs."
     k, outputs = chosen.shape[-1], np.zeros((chosen.size, x.shape[-1]), x.dtype)
     piles = []
     for e in range(len(params["w1"])):
@@ -36,7 +36,7 @@ def experts_backward(
     dy:np.ndarray, # Gradient of the output `(N, D)`
     cache:tuple,   # From `experts_forward`
 )->tuple: # Gradients of `x`, of `params` by name, and of `weights`
-    "Back through `experts_forward`. An expert without tokens gets zeros."
+    "Backward pass of `experts_forward`. An expert without tokens gets zero gradients."
     x, params, weights, outputs, piles = cache
     k = weights.shape[-1]
     doutputs = (dy[:, None]*weights[..., None]).reshape(outputs.shape)
@@ -51,9 +51,9 @@ def experts_backward(
 def moe_forward(
     x:np.ndarray, # `(..., D)`
     params:dict,  # `router.weight`, `experts.w1` and so on, `shared.w1.weight` and so on
-    config:Any,   # A `ModelConfig` with experts
+    config:Any,   # A `ModelConfig` with `num_experts`
 )->tuple: # Output `(..., D)` and the cache for `moe_backward`
-    "A layer of experts: route, compute, add what the shared experts say."
+    "Forward pass of an MoE layer: route the tokens, run the experts, add the shared experts."
     c, rows = config, x.reshape(-1, x.shape[-1])
     bias = params.get("expert_bias")
     if c.router_groups > 1:
@@ -76,7 +76,7 @@ def moe_backward(
     dy:np.ndarray, # Gradient of the output `(..., D)`
     cache:tuple,   # From `moe_forward`
 )->tuple: # `dx`, and the gradients of the parameters by name
-    "Back through `moe_forward`. The bias of the choice has no gradient."
+    "Backward pass of `moe_forward`. The balancing bias has no gradient."
     shape, routed, computed, kept = cache
     dy = dy.reshape(-1, dy.shape[-1])
     dx, experts, dweights = experts_backward(dy, computed)
@@ -87,7 +87,7 @@ def moe_backward(
     return (dx + back + common).reshape(shape), grads | {f"shared.{n}": g for n,g in shared.items()}
 
 # %% ../../nbs/08_moe/08b_experts_np.ipynb #6ca4af6a
-def _part(params:dict, prefix:str)->dict: # Those whose names begin so, without the prefix
+def _part(params:dict, prefix:str)->dict: # Parameters whose names begin with `prefix`, without it
     return {n.removeprefix(prefix): w for n,w in params.items() if n.startswith(prefix)}
 
 def _scores(z, score:str):
@@ -97,12 +97,12 @@ def _scores(z, score:str):
 
 # %% ../../nbs/08_moe/08b_experts_np.ipynb #1a90fcda
 def capacity(
-    num_tokens:int,    # N, of the batch
+    num_tokens:int,    # Tokens in the batch, N
     num_experts:int,   # E
     k:int,             # Experts per token
-    factor:float,      # 1 for exactly an even share
-)->int: # Slots of each expert, no more than there are tokens
-    "How many tokens an expert takes. Lepikhin et al. 2020; `ValueError` for a factor of 0 or less."
+    factor:float,      # Capacity factor; 1 gives every expert exactly an even share
+)->int: # Slots of each expert, at most `num_tokens`
+    "Return an expert's capacity. Lepikhin et al. 2020; `ValueError` for a factor of 0 or less."
     if not factor > 0: raise ValueError(f"capacity factor = {factor}, expected more than 0")
     return min(num_tokens, math.ceil(factor*num_tokens*k/num_experts))
 
@@ -111,21 +111,21 @@ def within_capacity(
     num_experts:int,   # E
     room:int,          # Slots of each expert
 )->np.ndarray: # `True` where the slot is served `(N, k)`
-    "First choices first, then in the order of the tokens."
+    "Fill the experts with all first choices, then second ones, each in token order."
     queue = chosen.T.ravel()                                       # All first choices, then second
     order = np.argsort(queue, kind="stable")
     starts = np.cumsum(np.bincount(queue, minlength=num_experts)) - np.bincount(
         queue, minlength=num_experts)
     place = np.empty(queue.size, int)
-    place[order] = np.arange(queue.size) - starts[queue[order]]    # How many came before
+    place[order] = np.arange(queue.size) - starts[queue[order]]    # Earlier slots of the expert
     return (place < room).reshape(chosen.T.shape).T
 
 # %% ../../nbs/08_moe/08b_experts_np.ipynb #67f90f31
 def expert_choice(
-    probs:np.ndarray, # Shares of the experts `(N, E)`
+    probs:np.ndarray, # Routing probabilities `(N, E)`
     room:int,         # Tokens that each expert takes
 )->np.ndarray: # Weights `(N, E)`, 0 where an expert does not take a token
-    "Each expert takes the tokens that give it the largest shares. Zhou et al. 2022."
+    "Let each expert take the tokens most likely to choose it. Zhou et al. 2022."
     taken = best_experts(probs.T, room)                                   # (E, room)
     weights = np.zeros_like(probs)
     np.put_along_axis(weights, taken.T, np.take_along_axis(probs, taken.T, 0), 0)

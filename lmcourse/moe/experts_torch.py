@@ -20,11 +20,11 @@ from .experts_np import capacity
 
 # %% ../../nbs/08_moe/08c_experts_torch.ipynb #4a34655d
 def choose_experts(
-    logits:torch.Tensor, # Of the router `(N, E)`
-    config:ModelConfig,  # Says how to score, choose and weigh
-    bias:torch.Tensor|None=None, # Added to the scores for the choice alone `(E,)`
+    logits:torch.Tensor, # The router's logits `(N, E)`
+    config:ModelConfig,  # The settings of the router
+    bias:torch.Tensor|None=None, # Balancing bias `(E,)`, used to choose experts, not to weight them
 )->tuple: # Chosen experts `(N, k)`, best first, and their weights `(N, k)`
-    "Route tokens; of equal scores the lowest expert. DeepSeek-V3, equations 12 to 16."
+    "Route tokens; ties go to the lowest expert. DeepSeek-V3, equations 12 to 16."
     c, logits = config, at_least_float32(logits)
     scores = logits.softmax(-1) if c.router_score == "softmax" else logits.sigmoid()
     judged = scores.detach() if bias is None else scores.detach() + bias
@@ -40,15 +40,15 @@ def choose_experts(
 
 def _first(scores:torch.Tensor, k:int)->torch.Tensor: # Indices of the k best, ties by number
     order = scores.sort(dim=-1, descending=True, stable=True).indices
-    return order[..., :k].contiguous()      # Or all E would be kept for the backward pass
+    return order[..., :k].contiguous()      # A view would save all E for the backward pass
 
 # %% ../../nbs/08_moe/08c_experts_torch.ipynb #6e03de88
 def drop_late(
     chosen:torch.Tensor, # Experts `(N, k)`
     num_experts:int,     # E
     room:int,            # Slots of each expert
-)->torch.Tensor: # The same, -1 where an expert was full
-    "First choices first, then in the order of the tokens."
+)->torch.Tensor: # `chosen` with -1 where the expert was full
+    "Drop the slots beyond capacity: first choices are served first, each in token order."
     queue = chosen.T.flatten()
     order = queue.argsort(stable=True)
     counts = torch.bincount(queue, minlength=num_experts)
@@ -60,20 +60,20 @@ def drop_late(
 # %% ../../nbs/08_moe/08c_experts_torch.ipynb #e1184992
 def dense_dispatch(
     x:torch.Tensor,       # Tokens `(N, D)`
-    experts:Any,          # The weights, as `Experts` holds them
+    experts:Any,          # An `Experts` module, or one with the same weights
     chosen:torch.Tensor,  # Experts `(N, k)`, -1 where dropped
     weights:torch.Tensor, # Their weights `(N, k)`
 )->torch.Tensor: # `(N, D)`
-    "Every expert computes every token; most results are multiplied by 0."
+    "Run every expert on every token; most outputs are multiplied by 0."
     sent = weights.new_zeros(len(x), len(experts.w1) + 1)
-    # The last column is for those that were dropped
+    # The last column collects the dropped slots
     sent = sent.scatter(-1, chosen % sent.shape[-1], weights)[:, :-1]
     every = [experts.one(x, *own) for own in experts.unbound()]
     return (torch.stack(every, -1)*sent[:, None]).sum(-1)
 
 def loop_dispatch(x:torch.Tensor, experts:Any, chosen:torch.Tensor, weights:torch.Tensor
 )->torch.Tensor: # As `dense_dispatch`
-    "One expert after the other picks its tokens and adds to their places."
+    "Loop over the experts: each picks its tokens and adds its output to their rows."
     y = torch.zeros_like(x)
     for e,own in enumerate(experts.unbound()):
         rows, j = (chosen == e).nonzero(as_tuple=True)
@@ -84,7 +84,7 @@ def loop_dispatch(x:torch.Tensor, experts:Any, chosen:torch.Tensor, weights:torc
 # %% ../../nbs/08_moe/08c_experts_torch.ipynb #6566d2db
 def sorted_dispatch(x:torch.Tensor, experts:Any, chosen:torch.Tensor, weights:torch.Tensor
 )->torch.Tensor: # As `dense_dispatch`
-    "Sort the slots by expert, compute pile after pile, put all back."
+    "Sort the slots by expert, run one expert at a time, and restore the order."
     slots, counts = _sort(chosen, len(experts.w1))
     piles = x[slots//chosen.shape[-1]].split(counts.tolist())
     out = [experts.one(pile, *own) for pile,own in zip(piles, experts.unbound())]
@@ -92,7 +92,7 @@ def sorted_dispatch(x:torch.Tensor, experts:Any, chosen:torch.Tensor, weights:to
 
 def padded_dispatch(x:torch.Tensor, experts:Any, chosen:torch.Tensor, weights:torch.Tensor
 )->torch.Tensor: # As `dense_dispatch`
-    "Fill all piles up to the highest and compute them in one batched product."
+    "Pad all experts to the largest number of tokens and run one batched product."
     slots, counts = _sort(chosen, E := len(experts.w1))
     pile = torch.arange(E, device=x.device).repeat_interleave(counts)
     place = torch.arange(len(slots), device=x.device) - (counts.cumsum(0) - counts)[pile]
@@ -103,9 +103,9 @@ def padded_dispatch(x:torch.Tensor, experts:Any, chosen:torch.Tensor, weights:to
 
 # %% ../../nbs/08_moe/08c_experts_torch.ipynb #752bc80c
 def pile_dispatch(x:torch.Tensor, experts:Any, chosen:torch.Tensor, weights:torch.Tensor,
-    product:Callable, # Of sorted rows `(n, D)`, matrices `(E, F, D)` and where piles end `(E,)`
+    product:Callable, # Of sorted rows `(n, D)`, matrices `(E, F, D)` and end of each expert `(E,)`
 )->torch.Tensor: # As `dense_dispatch`
-    "One product over piles of different heights."
+    "Run one grouped product over experts with different numbers of tokens."
     slots, counts = _sort(chosen, len(experts.w1))
     ends, low = counts.cumsum(0), _product_dtype(x)
     def of(rows, w): return product(rows, w.to(low), ends)
@@ -115,7 +115,7 @@ def pile_dispatch(x:torch.Tensor, experts:Any, chosen:torch.Tensor, weights:torc
 
 def grouped_dispatch(x:torch.Tensor, experts:Any, chosen:torch.Tensor, weights:torch.Tensor
 )->torch.Tensor: # As `dense_dispatch`
-    "`pile_dispatch` by torch's grouped product; `sorted_dispatch` where torch can't do it."
+    "Run `pile_dispatch` with torch's grouped product, or `sorted_dispatch` if torch can't."
     if not can_group(x, experts): return sorted_dispatch(x, experts, chosen, weights)
     def product(rows, w, ends): return F.grouped_mm(rows, w.mT, offs=ends.to(torch.int32))
     return pile_dispatch(x, experts, chosen, weights, product)
@@ -125,22 +125,22 @@ DISPATCHES:dict[str, Callable] = dict(dense=dense_dispatch, loop=loop_dispatch,
                                       grouped=grouped_dispatch)
 
 # %% ../../nbs/08_moe/08c_experts_torch.ipynb #be7ebd24
-def _sort(chosen:torch.Tensor, E:int)->tuple: # Slots by expert, without dropped ones; how many
+def _sort(chosen:torch.Tensor, E:int)->tuple: # Slots by expert, without the dropped; their counts
     flat = chosen.flatten()
     counts = torch.bincount(flat + 1, minlength=E + 1)
     order = flat.argsort(stable=True)
-    # Only a capacity drops: then the first are those, and their number must be known
+    # With a capacity, the dropped slots sort first and their number must be known
     return order[int(counts[0]):], counts[1:]
 
 def _put_back(out:torch.Tensor, slots:torch.Tensor, weights:torch.Tensor)->torch.Tensor:
     found = out.new_zeros(weights.numel(), out.shape[-1]).index_copy(0, slots, out)
     return (found.view(*weights.shape, -1)*weights[..., None]).sum(-2)
 
-def _product_dtype(x:torch.Tensor)->torch.dtype: # In which products are computed
+def _product_dtype(x:torch.Tensor)->torch.dtype: # The type in which products are computed
     kind = x.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 
-def can_group(x:torch.Tensor, experts:Any)->bool: # Whether torch's grouped product will do
+def can_group(x:torch.Tensor, experts:Any)->bool: # Whether torch's grouped product can run
     dtype = _product_dtype(x)
     fits = all(n*dtype.itemsize % 16 == 0 for n in experts.w1.shape[1:])
     known = (torch.bfloat16,) if x.is_cuda else (torch.float32, torch.bfloat16)
@@ -148,12 +148,12 @@ def can_group(x:torch.Tensor, experts:Any)->bool: # Whether torch's grouped prod
 
 # %% ../../nbs/08_moe/08c_experts_torch.ipynb #5e580a8b
 class Experts(nn.Module):
-    "The weights of E feed-forward networks, one above the other."
+    "The weights of E feed-forward networks, stacked along the first axis."
     def __init__(self,
-        config:ModelConfig,                  # Sizes and kind
-        device:str|torch.device|None=None,   # Where the weights lie; `meta` for shapes alone
-        dtype:torch.dtype|None=None,         # Their type, torch's default if nothing is said
-        generator:torch.Generator|None=None, # Where the initial weights come from
+        config:ModelConfig,                  # Sizes, and the kind of network
+        device:str|torch.device|None=None,   # Device of the weights; `meta` allocates no memory
+        dtype:torch.dtype|None=None,         # Type of the weights; None for torch's default
+        generator:torch.Generator|None=None, # Random generator of the initial weights
     ):
         super().__init__()
         c, std = config, (2/(config.d_model + config.expert_size))**.5
@@ -167,25 +167,25 @@ class Experts(nn.Module):
         self.w3 = draw(E, F_, D) if c.gated else None
 
     def gate(self, wide:torch.Tensor, other:torch.Tensor|None)->torch.Tensor:
-        "The activation, times the second widening if there is one."
+        "Apply the activation, and multiply by the second projection if the network is gated."
         return self.activation(wide) if other is None else self.activation(wide)*other
 
     def one(self, x:torch.Tensor, w1:torch.Tensor, w2:torch.Tensor, w3:torch.Tensor|None
     )->torch.Tensor: # `(n, D)` to `(n, D)`
-        "What an expert with these matrices makes of `x`."
+        "Run one expert with these matrices on `x`."
         return F.linear(self.gate(F.linear(x, w1), None if w3 is None else F.linear(x, w3)), w2)
 
     def unbound(self)->list: # `(w1, w2, w3)` of each expert
-        "By one `unbind`: going back it stacks once, where `w[e]` would fill an array each time."
+        "Split by one `unbind`: its backward stacks once; `w[e]` would fill an array each time."
         third = [None]*len(self.w1) if self.w3 is None else self.w3.unbind(0)
         return list(zip(self.w1.unbind(0), self.w2.unbind(0), third))
 
 # %% ../../nbs/08_moe/08c_experts_torch.ipynb #cb377cef
 class MoE(nn.Module):
-    "A feed-forward layer of experts: route, compute, add the shared experts, balance."
+    "A mixture-of-experts layer: route, run the experts, add the shared ones, balance the load."
     def __init__(self,
-        config:ModelConfig, # With `num_experts`
-        linear:Callable=Linear, # What makes the router and the shared experts
+        config:ModelConfig, # A config with `num_experts`
+        linear:Callable=Linear, # Class of the linear layers of router and shared experts
         # As for `FeedForward`
         device:str|torch.device|None=None, dtype:torch.dtype|None=None,
         generator:torch.Generator|None=None,
@@ -196,26 +196,26 @@ class MoE(nn.Module):
         self.router, self.experts = linear(c.d_model, c.expert_count, **how), Experts(c, **how)
         self.shared = (FeedForward(c.d_model, c.num_shared_experts*c.expert_size, c.ffn,
                                    linear=linear, **how) if c.num_shared_experts else None)
-        # A parameter without gradient: it is saved, loaded and shared out as all others
+        # A parameter without gradient, so it is saved, loaded and sharded like the others
         self.expert_bias = (nn.Parameter(torch.zeros(c.expert_count, device=device, dtype=dtype),
                                          requires_grad=False) if c.router_bias_rate else None)
         self.load:torch.Tensor|None = None # Visits since the last step
 
     def logits(self, x:torch.Tensor)->torch.Tensor: # `(..., D)` to `(..., E)`, at least float32
-        "What the router says of each token."
+        "Compute the router's logits for each token."
         with torch.autocast(x.device.type, enabled=False):
             if type(self.router) is not nn.Linear: return at_least_float32(self.router(x))
             return F.linear(at_least_float32(x), at_least_float32(self.router.weight))
 
     def route(self, logits:torch.Tensor)->tuple: # Experts and weights `(N, k)`
-        "The choice, with -1 where a full expert drops a token."
+        "Choose the experts of each token, with -1 where a full expert drops it."
         c = self.config
         chosen, weights = choose_experts(logits, c, self.expert_bias)
         if c.capacity_factor is None: return chosen, weights
         room = capacity(len(logits), c.expert_count, c.num_experts_per_tok, c.capacity_factor)
         return drop_late(chosen, c.expert_count, room), weights
 
-    @torch.compiler.disable # The heights of the piles are not known beforehand
+    @torch.compiler.disable # The number of tokens per expert is not known beforehand
     def forward(self, x:torch.Tensor)->torch.Tensor: # `(..., D)` to `(..., D)`
         rows = x.reshape(-1, x.shape[-1])
         logits = self.logits(rows)
@@ -226,7 +226,7 @@ class MoE(nn.Module):
         return y.reshape(x.shape)
 
     def balance(self, y:torch.Tensor, logits:torch.Tensor, chosen:torch.Tensor)->torch.Tensor:
-        "`y`; its backward pass adds the router's losses and counts the visits."
+        "Return `y` unchanged; its backward pass adds the router's losses and counts the visits."
         c, E = self.config, self.config.expert_count
         f = torch.bincount(chosen.flatten() + 1, minlength=E + 1)[1:]
         loss = 0*logits.sum()
@@ -239,7 +239,7 @@ class MoE(nn.Module):
 
     @torch.no_grad()
     def after_step(self, all_reduce_sum:Callable=lambda n: [n]):
-        "Move the bias by the visits of the whole step, of all processes. Wang et al. 2024."
+        "Update the bias by the visits of the whole step on all processes. Wang et al. 2024."
         load, self.load = self.load, None
         if self.expert_bias is None or load is None: return
         load, = all_reduce_sum(load.double().cpu().numpy())

@@ -16,7 +16,7 @@ from ..architecture.transformer_torch import TransformerLM
 
 # %% ../../nbs/08_moe/08g_lab.ipynb #08ghash2
 class HashRouter(nn.Module):
-    "Scores that send each token of the vocabulary to k experts drawn by chance."
+    "A router that sends each token of the vocabulary to k fixed random experts."
     def __init__(self, config:ModelConfig, seed:int=0):
         super().__init__()
         g, E = torch.Generator().manual_seed(seed), config.expert_count
@@ -24,7 +24,7 @@ class HashRouter(nn.Module):
         table = torch.full((config.vocab_size, E), -30.).scatter(-1, own, 0.)
         self.table:torch.Tensor
         self.register_buffer("table", table, persistent=False)
-        self.ids:torch.Tensor|None = None                   # Of the tokens that come next
+        self.ids:torch.Tensor|None = None                   # Ids of the next forward pass
 
     def forward(self, x:torch.Tensor)->torch.Tensor: # `(N, D)` to `(N, E)`
         if self.ids is None or self.ids.numel() != len(x): raise ValueError(
@@ -46,11 +46,11 @@ class NoisyRouter(nn.Linear):
 
 # %% ../../nbs/08_moe/08g_lab.ipynb #08ghash3
 def with_routers(
-    model:TransformerLM, # With experts; its routers are exchanged
+    model:TransformerLM, # A mixture of experts; its routers are replaced
     kind:type,           # `HashRouter` or `NoisyRouter`
-    seed:int=0,          # Of the tables or of the noise
+    seed:int=0,          # Seed of the tables or of the noise
 )->TransformerLM: # The same model
-    "Other routers for a model's experts. A noisy one begins with the old one's weights."
+    "Replace the routers of a model. A noisy router starts from the old router's weights."
     layers = [layer.ffn for layer in model.layers if hasattr(layer.ffn, "router")]
     if not layers: raise ValueError("with_routers: the model has no experts")
     for i,layer in enumerate(layers):
@@ -58,7 +58,7 @@ def with_routers(
         if hasattr(router, "weight"):
             router.load_state_dict(layer.router.state_dict(), strict=False)
         layer.router = router
-    def note(module, inputs):                               # A hash needs to know the tokens
+    def note(module, inputs):                               # A hash router needs the ids
         for layer in layers: layer.router.ids = inputs[0]
     if kind is HashRouter: model.token_embeddings.register_forward_pre_hook(note)
     return model
@@ -66,12 +66,12 @@ def with_routers(
 # %% ../../nbs/08_moe/08g_lab.ipynb #7fda25c8
 @torch.no_grad()
 def upcycle(
-    model:TransformerLM, # Dense; its weights are copied
+    model:TransformerLM, # A dense model; its weights are copied
     num_experts:int,     # E
     k:int=2,             # Experts per token, 2 or more
-    seed:int=0,          # Of the routers
-)->TransformerLM: # With the same logits
-    "A mixture of E copies of each feed-forward network. Komatsuzaki et al. 2022, section 3."
+    seed:int=0,          # Seed of the routers
+)->TransformerLM: # A new model with the same logits
+    "Copy each feed-forward network E times to make experts. Komatsuzaki et al. 2022, section 3."
     c = model.config
     if c.num_experts: raise ValueError(f"upcycle: the model has {c.num_experts} experts already")
     new = replace(c, num_experts=num_experts, num_experts_per_tok=k, moe_d_ff=c.ffn_size)
@@ -87,9 +87,9 @@ def upcycle(
 def information(
     a:np.ndarray, # Whole numbers `(N,)`
     b:np.ndarray, # Likewise
-    given:np.ndarray|None=None, # Likewise: none for the plain mutual information
-)->float: # In nats, 0 or more
-    "How much `a` tells about `b`, once `given` is known, by the counts of a sample."
+    given:np.ndarray|None=None, # Whole numbers `(N,)`; None for the plain mutual information
+)->float: # Nats, 0 or more
+    "Estimate the mutual information of `a` and `b` given `given` from the counts of a sample."
     c = np.zeros(len(a), int) if given is None else given
     if not len(a) == len(b) == len(c): raise ValueError(
         f"information: {len(a)}, {len(b)} and {len(c)} values, expected as many of each")
@@ -103,9 +103,9 @@ def information(
 def shuffled_within(
     values:np.ndarray, # `(N,)`
     groups:np.ndarray, # Whole numbers `(N,)`
-    rng:np.random.Generator, # Where the order comes from
-)->np.ndarray: # The same values, each group's in another order
-    "The baseline of `information(a, values, groups)`: what chance alone would show."
+    rng:np.random.Generator, # Source of the random order
+)->np.ndarray: # The same values, shuffled within each group
+    "Shuffle values within their groups: the chance baseline of `information(a, values, groups)`."
     order = np.lexsort((rng.random(len(values)), groups))
     result = np.empty_like(values)
     result[np.argsort(groups, kind="stable")] = values[order]

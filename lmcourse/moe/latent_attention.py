@@ -17,12 +17,12 @@ from ..architecture.attention_torch import RoPE, causal_attention
 
 # %% ../../nbs/08_moe/08h_latent_attention.ipynb #0af8834c
 class LatentAttention(nn.Module):
-    "Attention over keys and values that are unpacked from one vector per token. DeepSeek-V2, 2.1."
+    "Attention whose keys and values are projected from one vector per token. DeepSeek-V2, 2.1."
     def __init__(self,
-        config:ModelConfig, # With `kv_lora_rank`
-        rope:RoPE|None=None, # Shared by all layers: none to make one here
+        config:ModelConfig, # A config with `kv_lora_rank`
+        rope:RoPE|None=None, # The rotation that all layers share; None makes one
         attention:Callable=causal_attention, # As for `CausalSelfAttention`
-        linear:Callable=Linear, # What makes the matrices
+        linear:Callable=Linear, # Class of the linear layers
         # As for `HeadProjections`
         device:str|torch.device|None=None, dtype:torch.dtype|None=None,
         generator:torch.Generator|None=None,
@@ -36,7 +36,7 @@ class LatentAttention(nn.Module):
         width, self.q_down_proj, self.q_norm = c.d_model, None, None
         if c.q_lora_rank:
             width, self.q_down_proj = c.q_lora_rank, make(c.d_model, c.q_lora_rank)
-            self.q_norm = RMSNorm(c.q_lora_rank, 1e-6, **place)      # DeepSeek's, whatever norm_eps
+            self.q_norm = RMSNorm(c.q_lora_rank, 1e-6, **place)      # DeepSeek's eps, not norm_eps
         self.q_up_proj = make(width, c.num_heads*(plain + turned))
         self.kv_down_proj = make(c.d_model, R + turned)
         self.kv_norm = RMSNorm(R, 1e-6, **place)
@@ -47,7 +47,7 @@ class LatentAttention(nn.Module):
     def forward(self,
         x:torch.Tensor, # `(..., T, D)`
         positions:torch.Tensor|None=None, cache:Any=None, table:torch.Tensor|None=None,
-    )->torch.Tensor: # `(..., T, D)`; all as for `CausalSelfAttention`
+    )->torch.Tensor: # `(..., T, D)`, as in `CausalSelfAttention`
         plain, turned, _ = self.sizes
         if table is None: table = self.rope.at(x.shape[-2], positions)
         low = x
@@ -65,7 +65,7 @@ class LatentAttention(nn.Module):
 
     def unpacked(self, q:torch.Tensor, q_turned:torch.Tensor, card:torch.Tensor,
                  k_turned:torch.Tensor)->torch.Tensor: # `(..., H, T, V)`
-        "Keys and values of all heads are made from the cards of all tokens."
+        "Project the latent vectors of all tokens to the keys and values of all heads."
         kv = self.kv_up_proj(card[..., 0, :, :]).unflatten(-1, (self.heads, -1)).transpose(-2, -3)
         k, v = kv.split((self.sizes[0], self.sizes[2]), -1)
         k = torch.cat((k, k_turned.expand(*k.shape[:-1], -1)), -1)
@@ -73,7 +73,7 @@ class LatentAttention(nn.Module):
 
     def absorbed(self, q:torch.Tensor, q_turned:torch.Tensor, card:torch.Tensor,
                  k_turned:torch.Tensor)->torch.Tensor: # The same
-        "Queries are turned into the language of the cards, which all heads then read as they are."
+        "Project the queries into the latent space: all heads read the latent vectors directly."
         up = self.kv_up_proj.weight.unflatten(0, (self.heads, -1))        # (H, plain + value, R)
         to_keys, to_values = up.split((self.sizes[0], self.sizes[2]), 1)
         q = torch.cat((q@to_keys.to(q.dtype), q_turned), -1)              # (..., H, T, R + turned)

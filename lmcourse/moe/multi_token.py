@@ -14,10 +14,10 @@ from ..architecture.transformer_torch import TransformerBlock, TransformerLM
 
 # %% ../../nbs/08_moe/08i_multi_token.ipynb #8598c3ec
 class NextTokenHead(nn.Module):
-    "Predicts the token after next; embeddings and output head are the model's. DeepSeek-V3, 2.2."
+    "A head for the token after next, with the model's embedding and output. DeepSeek-V3, 2.2."
     def __init__(self,
-        model:TransformerLM, # It is used, not copied, and not part of this module
-        seed:int=0,          # Of the initial weights
+        model:TransformerLM, # Shared, neither copied nor registered as a submodule
+        seed:int=0,          # Seed of the initial weights
     ):
         super().__init__()
         c, weight = model.config, model.token_embeddings.weight
@@ -30,10 +30,10 @@ class NextTokenHead(nn.Module):
         self.norm_last = model.parts.norm(c, **place)
 
     def hidden_states(self,
-        states:torch.Tensor, # What the model's head reads, of some tokens `(..., T, D)`
+        states:torch.Tensor, # The inputs of the model's output head `(..., T, D)`
         ids:torch.Tensor,    # The token that follows each `(..., T)`
     )->torch.Tensor: # `(..., T, D)`
-        "What the output head reads to predict the token after `ids`."
+        "Compute the states from which the output head predicts the token after `ids`."
         model, = self.shared
         both = self.norm_state(states), self.norm_token(model.embed(ids))
         return self.norm_last(self.block(self.mix(torch.cat(both, -1))))
@@ -43,18 +43,18 @@ class NextTokenHead(nn.Module):
 
     def loss(self, states:torch.Tensor, ids:torch.Tensor, targets:torch.Tensor
     )->torch.Tensor: # `states` and `ids` as above; `targets` the tokens after `ids` `(..., T)`
-        "Mean cross-entropy of the token after next, in nats."
+        "Compute the mean cross-entropy of the token after next, in nats."
         return linear_cross_entropy(self.hidden_states(states, ids),
                                     self.shared[0].lm_head.weight, targets)
 
 # %% ../../nbs/08_moe/08i_multi_token.ipynb #b337c9de
 def two_token_loss(
-    model:TransformerLM, # Trained on the next token
-    head:NextTokenHead,  # Trained on the one after it
+    model:TransformerLM, # The model, which learns the next token
+    head:NextTokenHead,  # Its head, which learns the token after next
     ids:torch.Tensor,    # A text `(..., T + 2)`
-    weight:float=0.3,    # Of the second loss
-)->tuple: # The sum that is minimised, the loss of the next token, that of the one after
-    "DeepSeek-V3, equations 24 and 25, for one extra token. `ValueError` for a negative weight."
+    weight:float=0.3,    # Weight of the second loss
+)->tuple: # The weighted sum to minimise, the loss of the next token, the loss of the token after it
+    "Add the loss of one extra token. DeepSeek-V3, eq. 24 and 25; `ValueError` if `weight` < 0."
     if not weight >= 0: raise ValueError(f"weight = {weight}, expected 0 or more")
     states = model.hidden_states(ids[..., :-2])
     first = linear_cross_entropy(states, model.lm_head.weight, ids[..., 1:-1])
@@ -64,17 +64,17 @@ def two_token_loss(
 # %% ../../nbs/08_moe/08i_multi_token.ipynb #8a984793
 class HeadDraft:
     "A draft for `speculate`: the model's own second head, one token per round."
-    def __init__(self, head:NextTokenHead): # Of the model that decides
+    def __init__(self, head:NextTokenHead): # A head trained with the target model
         self.head, self.model = head, head.shared[0]
         self.vocab_size = self.model.config.vocab_size
 
     @torch.no_grad()
     def propose(self, ids:list, count:int, to_probs:Callable, draw:Callable
-    )->tuple: # As `DraftModel.propose`: up to one token, and its distribution `(n, V)`
-        "Draw the token that may follow `ids`."
+    )->tuple: # As in `DraftModel.propose`: at most one token, and its distribution `(n, V)`
+        "Propose the token that follows `ids`."
         if count < 1 or len(ids) < 2: return [], torch.zeros(0, self.vocab_size)
         room = self.model.config.context_length
         text = torch.tensor([ids[-room:]], device=self.model.token_embeddings.weight.device)
-        states = self.model.hidden_states(text[:, :-1]) # A server would have kept them
+        states = self.model.hidden_states(text[:, :-1]) # A server would have cached them
         q = to_probs(self.head(states, text[:, 1:])[0, -1].float())
         return [draw(q)], q[None]

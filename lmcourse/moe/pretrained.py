@@ -33,7 +33,7 @@ _ATTN += [("model.layers.*.self_attn.v_proj", "layers.*.attn.v_proj", "same"),
           ("model.layers.*.self_attn.o_proj", "layers.*.attn.output_proj", "same")]
 
 def _mlp(prefix:str, ours:str, words=("gate_proj", "down_proj", "up_proj"))->list:
-    "The three matrices of a network: w1, w2, w3."
+    "Map the names of a network's three matrices to w1, w2 and w3."
     names = [f"layers.*.ffn.{ours}.w{i}".replace("..", ".") for i in (1, 2, 3)]
     return [(f"model.layers.*.{prefix}.{word}", name, "same") for word,name in zip(words, names)]
 

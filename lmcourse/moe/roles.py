@@ -19,23 +19,24 @@ from ..tokenization.tokenizer import Tokenizer
 
 # %% ../../nbs/08_moe/08j_roles.ipynb #08j00007
 class RoleWriter(Writer):
-    "A writer of stories that notes where each piece of its text comes from."
+    "A story writer that records the rule behind each piece of its text."
     def __init__(self, rules:dict, seed:int):
         super().__init__(rules, seed)
-        self.inside, self.roles = [], []        # Rules that are being written; one role a piece
+        self.inside, self.roles = [], []        # Open rules; the role of each piece
 
-    def write(self, parts:tuple, env:dict, out:list): # Appends the words of `parts` to `out`
+    def write(self, parts:tuple, env:dict, out:list): # Append the words of `parts` to `out`
         for part in parts:
             if name := self.choice_of(part, env): self.inside.append(name)
             super().write((part,), env, out)
             if name: self.inside.pop()
             else: self.roles.append(self.role_of(part, env))
 
-    def choice_of(self, part:Any, env:dict)->str|None: # The rule, if it is a choice of templates
+    def choice_of(self, part:Any, env:dict
+    )->str|None: # The rule if it chooses a template, else None
         if isinstance(part, str) or part.kind != "draw" or part.remember: return None
         return None if (rule := rule_of(self.rules, part, env)).entries else rule.name
 
-    def role_of(self, part:Any, env:dict)->str: # Of a piece that was just written
+    def role_of(self, part:Any, env:dict)->str: # Role of the piece just written
         if isinstance(part, str): return f"words of {self.inside[-1]}"
         if part.kind == "attribute": return "pronoun or attribute"
         if part.kind == "again": return f"{_family(env[part.name].rule)} again"
@@ -48,10 +49,10 @@ def _family(rule)->str: # `trade` for the rule `trade:wool`
 
 # %% ../../nbs/08_moe/08j_roles.ipynb #08j00008
 def story_pieces(
-    seed:int=0,   # As for `Stories`: the stories are the same
-    stories:Stories|None=None, # Whose rules; the course's if none
-): # Endless lists of `(words, role)`, one list for each story
-    "Stories in pieces, each with the rule that made it."
+    seed:int=0,   # Seed of `Stories`; the stories are the same
+    stories:Stories|None=None, # Source of the rules; None for the course's
+): # An endless iterator with one list of `(words, role)` per story
+    "Yield stories in pieces, each with the rule that made it."
     source = stories or Stories()
     writer = RoleWriter(source.rules, seed)
     while True:
@@ -61,12 +62,12 @@ def story_pieces(
 
 # %% ../../nbs/08_moe/08j_roles.ipynb #08j00011
 def role_sample(
-    tokenizer:Tokenizer, # Of the model
+    tokenizer:Tokenizer, # The model's tokenizer
     context_length:int,  # T
-    stories:int=150,     # How many
-    seed:int=1,          # Whose stories; training has read those of seed 0
+    stories:int=150,     # Number of stories
+    seed:int=1,          # Seed of the stories; training used seed 0
 )->tuple: # Ids `(stories, T)` with end-of-text first, roles `(stories, T)`, names of the roles
-    "Beginnings of stories as tokens, each with its role. The role of the first place is 0, none."
+    "Tokenize the beginnings of stories and give each token its role. End-of-text has role 0, none."
     ids, roles, numbers = [], [], {"none": 0}
     for pieces in islice(story_pieces(seed), stories):
         tokens = tokenizer.encode("".join(words for words,_ in pieces))
@@ -80,11 +81,11 @@ def role_sample(
 
 # %% ../../nbs/08_moe/08j_roles.ipynb #08j00012
 def role_information(
-    model:torch.nn.Module,   # With layers of experts
+    model:torch.nn.Module,   # A model with MoE layers
     sample:tuple,            # From `role_sample`
-    rng:np.random.Generator, # Shuffles the baseline
+    rng:np.random.Generator, # Random generator that shuffles the baseline
 )->list: # A dict for each layer: nats `about_the_token`, `about_the_role`, `shuffled`
-    "What a token's first expert tells of the token, and of its role once the token is known."
+    "Measure what a token's first expert reveals about the token, and about its role given it."
     ids, roles, _ = sample
     with watch_routes(model) as routes, torch.no_grad():
         for part in ids.split(16): model(part)

@@ -13,24 +13,24 @@ from ..architecture.layers_np import softmax_forward
 # %% ../../nbs/08_moe/08a_router_np.ipynb #57ab56aa
 def best_experts(
     scores:np.ndarray, # `(..., E)`
-    k:int,             # How many to choose, 1 to E
-)->np.ndarray: # Their indices `(..., k)`, best first; of equal ones the lowest first
-    "The k best of each row. `ValueError` if there are fewer than k."
+    k:int,             # Number to choose, 1 to E
+)->np.ndarray: # Indices `(..., k)`, best first; ties go to the lowest index
+    "Find the k best experts of each row. `ValueError` if there are fewer than k."
     if not 1 <= k <= scores.shape[-1]:
         raise ValueError(f"k = {k}, expected 1 to {scores.shape[-1]}, the number of experts")
     return np.argsort(-scores, axis=-1, kind="stable")[..., :k]
 
 # %% ../../nbs/08_moe/08a_router_np.ipynb #3a0b17c1
 def router_forward(
-    x:np.ndarray,      # What the tokens look like `(N, D)`
-    weight:np.ndarray, # Of the router `(E, D)`
+    x:np.ndarray,      # Token vectors `(N, D)`
+    weight:np.ndarray, # The router's matrix `(E, D)`
     k:int,             # Experts per token
-    score:str="softmax", # Or `sigmoid`, a share for each expert alone
+    score:str="softmax", # Or `sigmoid`, which scores each expert on its own
     normalize:bool=True, # Whether the weights of the chosen sum to 1
-    scale:float=1.0,   # What they are multiplied by
-    bias:np.ndarray|None=None, # Added to the scores for the choice, not for the weights `(E,)`
+    scale:float=1.0,   # Factor on the weights
+    bias:np.ndarray|None=None, # Balancing bias `(E,)`, used to choose experts, not to weight them
 )->tuple: # Chosen experts `(N, k)`, their weights `(N, k)`, and the cache for `router_backward`
-    "Choose experts and weigh them. Shazeer et al. 2017; DeepSeek-V3, equations 12 to 16."
+    "Choose and weight the experts. Shazeer et al. 2017; DeepSeek-V3, equations 12 to 16."
     logits = x@weight.T                                            # (N, E)
     if score == "softmax": scores = softmax_forward(logits)[0]
     else: scores = 1/(1 + np.exp(-logits))
@@ -44,9 +44,9 @@ def router_forward(
 def router_backward(
     dweights:np.ndarray, # Gradient of the weights `(N, k)`
     cache:tuple,         # From `router_forward`
-    dlogits:np.ndarray|None=None, # More gradient of the logits, of a loss on them `(N, E)`
+    dlogits:np.ndarray|None=None, # Extra gradient of the logits, from a router loss `(N, E)`
 )->tuple: # Gradients of `x` `(N, D)` and of `weight` `(E, D)`
-    "Back through `router_forward`: the choice stays as it was."
+    "Backward pass of `router_forward`, with the chosen experts held fixed."
     x, weight, scores, chosen, weights, total, score, normalize, scale = cache
     dkept = scale*dweights
     if normalize: dkept = dkept - (dweights*weights).sum(-1, keepdims=True)
@@ -61,24 +61,24 @@ def router_backward(
 def count_load(
     chosen:np.ndarray, # Experts `(N, k)`
     num_experts:int,   # E
-)->np.ndarray: # How many times each was chosen `(E,)`
-    "The load of each expert. Its sum is N k."
+)->np.ndarray: # Number of visits to each expert `(E,)`
+    "Count the visits to each expert. They add up to N k."
     return np.bincount(np.ravel(chosen), minlength=num_experts)
 
 # %% ../../nbs/08_moe/08a_router_np.ipynb #9ad0f0ca
 def balance_loss(
-    logits:np.ndarray, # Of the router `(N, E)`
+    logits:np.ndarray, # The router's logits `(N, E)`
     chosen:np.ndarray, # Experts `(N, k)`
-)->tuple: # The loss, and its gradient at the logits `(N, E)`
-    "E times the sum of load and mean probability, 1 if even. Fedus et al. 2021, equations 4 to 6."
+)->tuple: # The loss, and its gradient with respect to the logits `(N, E)`
+    "E times the sum of load share times mean probability, 1 if even. Fedus 2021, eq. 4 to 6."
     N, E = logits.shape
     f, p = count_load(chosen, E)/chosen.size, softmax_forward(logits)[0]
     return E*f@p.mean(0), E/N*p*(f - p@f[:, None])
 
 # %% ../../nbs/08_moe/08a_router_np.ipynb #6b7f9aa5
 def router_z_loss(
-    logits:np.ndarray, # Of the router `(N, E)`
-)->tuple: # The loss, and its gradient at the logits `(N, E)`
+    logits:np.ndarray, # The router's logits `(N, E)`
+)->tuple: # The loss, and its gradient with respect to the logits `(N, E)`
     "The mean of log(Z)**2. Zoph et al. 2022, equation 5."
     top = logits.max(-1, keepdims=True)
     log_z = np.log(np.exp(logits - top).sum(-1, keepdims=True)) + top      # (N, 1)
@@ -86,20 +86,20 @@ def router_z_loss(
 
 # %% ../../nbs/08_moe/08a_router_np.ipynb #f76c252b
 def update_bias(
-    bias:np.ndarray, # Of each expert `(E,)`
-    load:np.ndarray, # Visits of the whole batch `(E,)`
-    rate:float,      # Size of a step
-)->np.ndarray: # The next bias `(E,)`
-    "One step of loss-free balancing. Wang et al. 2024, algorithm 1."
+    bias:np.ndarray, # Balancing bias of the experts `(E,)`
+    load:np.ndarray, # Visits to each expert in the whole batch `(E,)`
+    rate:float,      # Step size
+)->np.ndarray: # The updated bias `(E,)`
+    "Take one step of loss-free balancing. Wang et al. 2024, algorithm 1."
     return bias + rate*np.sign(load.mean() - load)
 
 # %% ../../nbs/08_moe/08a_router_np.ipynb #1f661147
 def mask_groups(
-    scores:np.ndarray, # Of the experts, bias included `(N, E)`
-    groups:int,        # Equal ones, in order
-    limit:int,         # Groups that a token may go to
-)->np.ndarray: # The scores, minus infinity outside of the best groups `(N, E)`
-    "Leave the best groups of each token. DeepSeek-V3, section 2.1.2."
+    scores:np.ndarray, # Scores of the experts, bias included `(N, E)`
+    groups:int,        # Number of groups, equal in size and consecutive
+    limit:int,         # Groups that a token may visit
+)->np.ndarray: # The scores, with -inf outside the best groups `(N, E)`
+    "Mask all but each token's best groups. DeepSeek-V3, section 2.1.2."
     parts = scores.reshape(len(scores), groups, -1)                        # (N, groups, E/groups)
     best = best_experts(np.sort(parts, -1)[..., -2:].sum(-1), limit)              # (N, limit)
     allowed = np.zeros(parts.shape[:2], bool)
