@@ -16,7 +16,8 @@ else:
     settings.register_profile("random", **no_clock)
     settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
 
-LONG = ("test_cli", "test_sharding", "test_doctor", "test_trainer", "test_moe_command", "test_sweep", "test_grade", "test_kernel", "test_site_check", "test_fast_bpe", "test_checkpoint")
+LONG = ("test_cli", "test_whole_pipeline", "test_sharding", "test_doctor", "test_trainer", "test_mesh", "test_kernel_names", "test_moe_command", "test_sweep", "test_grade", "test_kernel",
+        "test_site_check", "test_fast_bpe", "test_checkpoint", "test_serve", "test_pretrained")
 
 
 def pytest_collection_modifyitems(items):

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import sysconfig
 import types
+import warnings
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -28,7 +29,7 @@ from lmcourse.tools.stories import Stories
 from lmcourse.training.data import TokenDataset, write_tokens
 from lmcourse.training.engines import NumpyEngine, Objective, TorchEngine, World, noise_scale, plan_batch
 from lmcourse.training.checkpoint import Checkpoints, read_state
-from lmcourse.training import evaluation
+from lmcourse.training import engines, evaluation
 from lmcourse.training.evaluation import evaluate, summarize
 from lmcourse.training.models import load_model, save_model, training_of
 from lmcourse.training.plots import live_plot, plot_runs
@@ -628,6 +629,18 @@ def test_processes_train_the_model_that_one_trains(data, tmp_path, trained, case
     again.resume(many)
     assert again.step == 12
     check_close([float(p.detach().double().sum()) for p in again.model.parameters()], digests[0], rtol=1e-9)
+
+
+def test_no_buffers_are_sent_in_a_forward_pass_and_no_torch_warns():
+    "RoPE's tables are the same in every process."
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    engine = types.SimpleNamespace(world=types.SimpleNamespace(size=2, mesh=None), config=SHORT)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            shared = engines._make_loss(TransformerLM(MODEL), first_half, engine)
+        assert [*shared.buffers()] and not shared.will_sync_module_buffers()
+    finally: torch.distributed.destroy_process_group()
 
 
 def test_the_command_with_two_processes(tmp_path):

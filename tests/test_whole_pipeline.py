@@ -33,14 +33,14 @@ ROOT = Path(__file__).parents[1]
 def quiet(line): pass
 
 
-def worked(out, config=TOY):
+def worked(out, config=TOY, until=None):
     "The stages that had to work."
     said = []
-    run_pipeline(out, config, said.append)
+    run_pipeline(out, config, said.append, until)
     return [m[1] for line in said if (m := re.match(r"\d+/10 (\w+): .* about ", line))]
 
 
-def digests(out): return {n: json.loads((out/n/"done.json").read_text())["digest"] for n in NAMES[:-1]}
+def digests(out, names=NAMES[:-1]): return {n: json.loads((out/n/"done.json").read_text())["digest"] for n in names}
 
 
 @pytest.fixture(scope="module")
@@ -125,20 +125,33 @@ whole.run_pipeline(sys.argv[1], PipelineConfig(**eval(sys.argv[4])), lambda line
 
 
 @pytest.mark.parametrize("file, times", [
-    ("base/run/checkpoints/step", 2), ("exam/dpo.json", 0), *(pytest.param(f, n, marks=pytest.mark.slow) for f, n in (
+    ("base/run/checkpoints/step", 2), *(pytest.param(f, n, marks=pytest.mark.slow) for f, n in (
         ("web/pages/2", 0), ("curated/documents", 0), ("clean/done.json", 0), ("tokenizer/tokenizer", 0), ("data/train.json", 0), ("base/model", 0),
-        ("sft/run/config.json", 0), ("sft/run/success.jsonl", 1), ("rl/run/align.json", 0), ("rl/model", 0), ("report/loss.png", 0), ("report/done.json", 0)))])
+        ("sft/run/config.json", 0), ("sft/run/success.jsonl", 1), ("rl/run/align.json", 0), ("rl/model", 0), ("exam/dpo.json", 0), ("report/loss.png", 0), ("report/done.json", 0)))])
 def test_killed_anywhere_it_goes_on_to_the_same_files(toy, tmp_path, file, times):
-    "What was done before is copied, to save time; the kill comes as a file is about to be put in its place."
+    "What was done before is copied, to save time; the kill comes as a file is about to be put in its place. What comes after depends on the digest alone."
     out, stage = tmp_path/"out", file.partition("/")[0] if file.partition("/")[0] in NAMES else "clean" if "curated" in file else "tokens"
     out.mkdir()
     shutil.copy(toy/"pipeline.json", out)
-    for n in NAMES[:NAMES.index(stage)]: shutil.copytree(toy/n, out/n)
+    before = NAMES[:NAMES.index(stage)]
+    for n in before: shutil.copytree(toy/n, out/n)
     died = subprocess.run([sys.executable, "-c", DYING, out, file, str(times), repr(vars(TOY))], env=os.environ | dict(PYTHONPATH=str(ROOT)))
     assert died.returncode == -signal.SIGKILL and not (out/stage/"done.json").exists()
-    assert worked(out)[0] == stage
-    assert digests(out) == digests(toy)
+    assert worked(out, until=stage) == [stage]
+    if stage != "report": assert digests(out, [*before, stage]) == digests(toy, [*before, stage])
     assert not list(out.rglob("*.tmp")), "nothing of the killed process is left"
+
+
+def test_an_exam_that_is_interrupted_asks_only_the_models_that_are_left(copy, monkeypatch):
+    before, asked, real = digests(copy), [], whole.measure_policy
+    def measured(*args):
+        asked.append(args)
+        if len(asked) == 3: raise KeyboardInterrupt
+        return real(*args)
+    monkeypatch.setattr(whole, "measure_policy", measured)
+    shutil.rmtree(copy/"exam")
+    with pytest.raises(KeyboardInterrupt): worked(copy)
+    assert worked(copy) == ["exam"] and len(asked) == 5 and digests(copy) == before
 
 
 def test_preferences_change_the_model_if_there_are_any(copy, monkeypatch):

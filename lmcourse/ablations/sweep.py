@@ -8,7 +8,7 @@ __all__ = ['STATUS', 'FORMAT', 'LENGTHS', 'RunData', 'Run', 'Experiment', 'step_
            'paired_p', 'holm', 'outcomes', 'values_of', 'compare_pairs', 'compare_variants', 'plot_curves']
 
 # %% ../../nbs/06_ablations/06a_sweep.ipynb #733fb635
-import dataclasses, hashlib, json, math, multiprocessing, os, shutil, statistics, subprocess
+import dataclasses, json, math, multiprocessing, os, shutil, statistics, subprocess
 import threading, time
 from dataclasses import dataclass, replace
 from datetime import date
@@ -20,7 +20,7 @@ import numpy as np
 from .. import __version__
 from ..tools.config import Config, ModelConfig, TrainConfig, refuse_unwritable, unknown
 from ..tools.documents import documents
-from ..tools.files import lock_file, read_json, write_json
+from ..tools.files import json_digest, lock_file, read_json, write_json
 from ..tools.machine import cores, machine_name
 from ..tools.show import COLORS, Table, figure
 from ..tokenization.tokenizer import Tokenizer
@@ -65,7 +65,7 @@ class Run:
     def key(self)->str: # Twelve hexadecimal digits, the same for equal runs
         train = {k: v for k,v in _spoken(self.train).items() if k not in _ASIDE}
         record = dict(model=_spoken(self.model), train=train, data=dataclasses.asdict(self.data))
-        return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()[:12]
+        return json_digest(record, 12)
 
 # %% ../../nbs/06_ablations/06a_sweep.ipynb #d2547500
 def _spoken(config)->dict: # The fields that are not at their defaults

@@ -15,7 +15,7 @@ from ..tools.config import ModelConfig, unknown
 
 # %% ../../nbs/02_accounting/02h_memory.ipynb #99c2cb29
 def _forward_phases(first, blocks:list, after:list, x:int, reruns)->Iterator:
-    kept, copies = first.kept, 0 # `copies`: of weights, that only autocast holds
+    kept, copies = first.kept, 0 # `copies` of weights, which only autocast holds
     for i,(block,rerun) in enumerate(zip(blocks, reruns)):
         if rerun: kept += x # With recomputation a block keeps its input
         for op in block:
@@ -42,7 +42,7 @@ def _backward_phases(first, blocks:list, after:list, x:int, reruns)->Iterator:
     for op in reversed(after): yield back(op, op.name)
     for i in reversed(range(len(blocks))):
         block, rerun, of_block = blocks[i], reruns[i], of_blocks[i]
-        if rerun: # All that the block keeps comes once more
+        if rerun: # Everything that the block keeps is there again
             also, _, phases = rerun
             kept += also - x
             for name,inside,working in phases:
@@ -62,8 +62,8 @@ def _rerun(c:ModelConfig, r:RowBytes, block:list)->tuple: # A block computed aga
     for op in block:
         inside += op.kept
         working = op.forward - op.kept - also
-        if op is block[-1]: # It ends as soon as all is kept: before the last output
-            output = x*(c.norm == "layernorm" and place != "pre") # But of a norm in one operation
+        if op is block[-1]: # It ends as soon as everything is kept: before the last output
+            output = x*(c.norm == "layernorm" and place != "pre") # Except for a fused norm
             working = x*low + output + y*(low and place == "sublayer")
         if op.forward: phases.append((op.name, inside, comes + biases + working))
     # In the first run: the gate, not yet forgotten
@@ -71,13 +71,13 @@ def _rerun(c:ModelConfig, r:RowBytes, block:list)->tuple: # A block computed aga
 
 # %% ../../nbs/02_accounting/02h_memory.ipynb #72b23b3f
 def _always(c:ModelConfig, tokens:int, optimizer:str, device:str
-)->tuple: # Alive all the time; the step's room
+)->tuple: # Alive all the time; the step's working space
     if optimizer not in ("adamw", "muon"): raise unknown("optimizer", optimizer, ("adamw", "muon"))
     P, D, widths = (count_parameters(c).unique, c.d_model,
                     (c.num_heads*c.head_size, c.kv_heads*c.head_size, c.ffn_size))
     dense, matrices = c.num_layers - expert_layers(c), c.ffn_kind.matrices
     hidden = c.num_layers*attention_numbers(c) + dense*D*matrices*widths[2]
-    # AdamW: two; the root of the second, of all at once, or on a GPU only a count
+    # AdamW: two; the roots of all second moments at once, or on a GPU only a count
     moments, room = 8*P, 4*P if device == "cpu" else 4
     if optimizer == "muon": # A block's matrix: one; three of its shape, two squares
         moments -= 4*hidden
@@ -122,8 +122,8 @@ def peak_phase(
     batch_size:int,           # Sequences computed at a time, B
     context_length:int|None=None, # Tokens of each, T: none for the config's
     **how, # As for `training_phases`
-)->dict: # As one of `training_phases`
-    "The phase in which most is alive."
+)->dict: # One of the dicts of `training_phases`
+    "The phase in which the most memory is alive."
     live = lambda phase: sum(n for part,n in phase.items() if part != "phase")
     return max(training_phases(config, batch_size, context_length, **how), key=live)
 
@@ -155,7 +155,7 @@ def largest_batch(
 # %% ../../nbs/02_accounting/02h_memory.ipynb #b2456aa1
 class MemoryTimeline:
     "Bytes of live tensors after each operation of torch in a `with` block."
-    def __init__(self, *tensors): # That are alive before the block
+    def __init__(self, *tensors): # Those that are alive before the block
         self.live, self.history, self.phases, self._known = 0, [], [], {}
         for t in tensors: self.see(t)
 
@@ -171,7 +171,7 @@ class MemoryTimeline:
         del self._known[key]
         self.live -= size
 
-    def phase(self, name:str): # Say `forward`
+    def phase(self, name:str): # For example `forward`
         "What comes from here on."
         self.phases.append((len(self.history), name))
 

@@ -32,7 +32,7 @@ from ..tokenization.tokenizer import Tokenizer
 from ..tools.config import ModelConfig, TrainConfig
 from ..tools.documents import documents
 from ..tools.files import atomic_write, read_json, remove, write_json, write_text
-from ..tools.machine import machine_name
+from ..tools.machine import machine_name, return_freed_memory
 from ..tools.show import COLORS, Table, figure, si
 from ..training.data import TokenDataset, write_dataset
 from ..training.models import load_model, save_model
@@ -214,6 +214,7 @@ def examine(c:PipelineConfig, folder:Path, inputs:dict, say):
         if name in ("base", "rl"): found["card"] = _card_rows(c, model, tokenizer, inputs)
         write_json(folder/f"{name}.json", found)
         gc.collect()
+        return_freed_memory()
         say(f"{MODELS[name]}: {found['success']:.3f} of {c.tests} unseen briefs are right")
 
 def _card_rows(c:PipelineConfig, model, tokenizer, inputs:dict)->list:

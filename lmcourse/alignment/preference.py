@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from .briefs import parse_reward
-from .sft import get_response_log_probs, padded_rows
+from .sft import get_response_log_probs, measure_log_probs, padded_rows
 from ..training.engines import Objective
 
 # %% ../../nbs/14_alignment/14h_preference.ipynb #3f4251c2
@@ -180,8 +180,8 @@ class PreferenceBatches:
             raise ValueError(f"{len(pairs)} pairs, expected a batch of {batch_size}")
         self.end, self.batch_size = tokenizer.end_of_text, batch_size
         some = [range(i, min(i + 64, len(pairs))) for i in range(0, len(pairs), 64)]
-        with torch.no_grad(): self.reference = torch.cat(
-            [pair_log_probs(reference, *self.tensors(part)) for part in some])
+        self.reference = torch.cat([pair_log_probs(reference, *self.tensors(part),
+                                                   log_probs=measure_log_probs) for part in some])
 
     def tensors(self, which)->tuple: # Ids, labels and mask `(B, 2, T)` of some pairs
         rows = padded_rows([row for i in which for row in self.rows[i]], self.end)
@@ -193,11 +193,11 @@ class PreferenceBatches:
         which = [i % len(self.rows) for i in range(first, first + self.batch_size)]
         return (*self.tensors(which), self.reference[which])
 
-    @torch.no_grad()
     def measure(self, model, most:int=64)->dict: # Nats, nats, and a share
         "Log ratios to the reference, and how often the chosen one's is larger; of the first pairs."
         which = range(min(most, len(self.rows)))
-        ratios = pair_log_probs(model, *self.tensors(which)) - self.reference[:len(which)]
+        now = pair_log_probs(model, *self.tensors(which), log_probs=measure_log_probs)
+        ratios = now - self.reference[:len(which)]
         chosen, rejected = ratios.mean(0).tolist()
         return dict(chosen=chosen, rejected=rejected,
                     ordered=(ratios[:, 0] > ratios[:, 1]).double().mean().item())
@@ -206,9 +206,10 @@ class PreferenceBatches:
 def pair_log_probs(
     model,                # From ids to logits
     input_ids:Tensor, labels:Tensor, mask:Tensor, # `(B, 2, T)`, as of `PreferenceBatches`
+    *, log_probs:Callable=get_response_log_probs, # Of rows; `measure_log_probs` needs less memory
 )->Tensor: # Of whole responses `(B, 2)`
     "Log-probabilities of chosen and rejected responses."
-    found = get_response_log_probs(model, input_ids.flatten(0, 1), labels.flatten(0, 1))
+    found = log_probs(model, input_ids.flatten(0, 1), labels.flatten(0, 1))
     return torch.where(mask, found["log_probs"].view_as(labels), 0.).sum(-1)
 
 def preference_objective(

@@ -20,7 +20,7 @@ from .briefs import template_shares
 from .grpo import group_advantages
 from .policy_gradient import clipped_loss, in_groups, rloo_advantages
 from .rollouts import AsyncBatches, Sampler, gather_rollouts, rollout_tensors
-from .sft import get_response_log_probs, padded_rows
+from .sft import get_response_log_probs, measure_log_probs, padded_rows
 from ..tools.config import TrainConfig
 from ..training.data import TokenDataset
 from ..training.engines import Objective, World, fill
@@ -106,10 +106,9 @@ class RolloutBatches:
                              tokens=mask.sum(1).float().mean().item()))
         return (rows["input_ids"], rows["labels"], mask, rows["old_log_probs"], advantages)
 
-    @torch.no_grad()
     def divergence(self, rows:dict)->torch.Tensor: # log p - log p of the reference `(B,)`
         if self.reference is None: return torch.zeros(len(rows["labels"]))
-        found = get_response_log_probs(self.reference, rows["input_ids"], rows["labels"])
+        found = measure_log_probs(self.reference, rows["input_ids"], rows["labels"])
         return ((rows["old_log_probs"] - found["log_probs"])*rows["response_mask"]).sum(1)
 
 # %% ../../nbs/14_alignment/14j_rl.ipynb #14j4loss
@@ -163,7 +162,7 @@ def measure_policy(
     texts, n = [r.response for r in rollouts], len(prompts)
     rows = rollout_tensors(rollouts, tokenizer.end_of_text)
     mask, ids, labels = rows["response_mask"], rows["input_ids"], rows["labels"]
-    entropy = get_response_log_probs(model, ids, labels, True)["token_entropy"]
+    entropy = measure_log_probs(model, ids, labels, True)["token_entropy"]
     found = dict(success=sum(r.finished*parse_reward(r.prompt, r.response) for r in rollouts)/n,
                  form=sum(map(form_reward, texts))/n,
                  mentions=sum(mention_reward(r.prompt, r.response) for r in rollouts)/n,
@@ -171,7 +170,7 @@ def measure_policy(
                  tokens=mask.sum(1).float().mean().item(),
                  entropy=(entropy*mask).sum().item()/mask.sum().item(), example=texts[0])
     if reference is not None:
-        other = get_response_log_probs(reference, ids, labels)["log_probs"]
+        other = measure_log_probs(reference, ids, labels)["log_probs"]
         found["kl"] = ((rows["old_log_probs"] - other)*mask).sum(1).mean().item()
     return found
 

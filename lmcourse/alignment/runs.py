@@ -20,6 +20,7 @@ from .sft import SftBatches
 from ..tokenization.tokenizer import Tokenizer
 from ..tools.config import TrainConfig
 from ..tools.files import atomic_write, read_json, write_json
+from ..tools.machine import return_freed_memory
 from ..training.checkpoint import Checkpoints
 from ..training.data import TokenDataset, write_tokens
 from ..training.engines import Objective, counted_targets, fill, join_world, pick_device
@@ -170,6 +171,7 @@ def align_to_the_end(
 
     def report(trainer, evaluation=None):
         if not trainer.world.writes: return {}
+        return_freed_memory()           # Batches of many lengths have left gaps
         found = measure_policy(trainer.model, tokenizer, prompts, 7)
         if hasattr(trainer.batches, "measure"): found |= trainer.batches.measure(trainer.model)
         note_steps(run/"success.jsonl", [dict(step=trainer.step) | found])

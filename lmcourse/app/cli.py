@@ -11,10 +11,10 @@ __all__ = ['CUT_OFF', 'SHARED_OUT', 'BITS', 'BENCHES', 'COMPLETIONS', 'COMMANDS'
            'result_line', 'loss_plot', 'draw', 'story', 'beginning', 'checked_device', 'decoder_for', 'load_draft',
            'draw_story', 'GenerateCommand', 'ServeCommand', 'ChatCommand', 'PlotCommand', 'QuickstartCommand',
            'get_ready', 'plan', 'keep', 'AccountCommand', 'PlanCommand', 'ScaleCommand', 'smoke', 'SmokeCommand',
-           'AblateCommand', 'DoctorCommand', 'EvalCommand', 'SftCommand', 'DpoCommand', 'RlCommand', 'align',
-           'CurateCommand', 'PipelineCommand', 'BenchTokenizerCommand', 'BenchTrainingCommand', 'BenchLoopCommand',
-           'BenchGenerationCommand', 'BenchKernelsCommand', 'BenchCommand', 'CheckCommand', 'ExercisesCommand',
-           'CompletionCommand', 'one_line', 'parse', 'main', 'kill_as_ctrl_c']
+           'AblateCommand', 'SpeedrunCommand', 'DoctorCommand', 'EvalCommand', 'SftCommand', 'DpoCommand', 'RlCommand',
+           'align', 'CurateCommand', 'PipelineCommand', 'BenchTokenizerCommand', 'BenchTrainingCommand',
+           'BenchLoopCommand', 'BenchGenerationCommand', 'BenchKernelsCommand', 'BenchCommand', 'CheckCommand',
+           'ExercisesCommand', 'CompletionCommand', 'one_line', 'parse', 'main', 'kill_as_ctrl_c']
 
 # %% ../../nbs/90_app/90g_cli.ipynb #56d80fc9
 import contextlib, errno, hashlib, io, json, math, os, re, select, shutil, signal, socket, sys
@@ -1056,6 +1056,24 @@ class AblateCommand:
                                                           "command") from None
         say("", str(study_table(self.study, lines, self.scale, **more)))
 
+# %% ../../nbs/90_app/90g_cli.ipynb #02cae73d
+@dataclass
+class SpeedrunCommand:
+    "Race the course's recipe against nanoGPT's on one core; runs that OUT has are not made again."
+    # race; changes of our recipe, or longer runs of some; grid of nanoGPT's sizes and rates
+    part: word(Literal["race", "changes", "longer", "grid"], "PART") = "race"
+    seeds: int = 5              # Of every run
+    minutes: float = 60.        # Longest run of a contestant, in minutes of CPU time
+    mark: float = 0.15          # Nats per token above the floor that end the race
+    out: Path = Path("runs/speedrun.jsonl") # A line for every run
+    work: Path = Path("runs/speedrun")      # Folder for the tokens
+
+    def run(self):
+        from lmcourse.ablations.speedrun import check_race, speedrun
+        with checking_input():
+            check_race(range(self.seeds), self.minutes, self.mark, self.out, self.work)
+        say(str(speedrun(self.part, self.seeds, self.out, self.work, self.minutes, self.mark, say)))
+
 # %% ../../nbs/90_app/90g_cli.ipynb #b5242fdd
 @dataclass
 class DoctorCommand:
@@ -1422,7 +1440,8 @@ COMMANDS = dict(quickstart=QuickstartCommand, tokenizer=TokenizerCommand, prepar
                 generate=GenerateCommand, plot=PlotCommand, check=CheckCommand,
                 exercises=ExercisesCommand, account=AccountCommand, plan=PlanCommand,
                 scale=ScaleCommand,
-                serve=ServeCommand, chat=ChatCommand, ablate=AblateCommand, doctor=DoctorCommand,
+                serve=ServeCommand, chat=ChatCommand, ablate=AblateCommand,
+                speedrun=SpeedrunCommand, doctor=DoctorCommand,
                 eval=EvalCommand, sft=SftCommand, dpo=DpoCommand, rl=RlCommand,
                 bench=BenchCommand, smoke=SmokeCommand,
                 completion=CompletionCommand)

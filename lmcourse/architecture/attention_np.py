@@ -22,10 +22,11 @@ def rope_tables_np(
     context_length:int,    # Positions 0 to `context_length - 1`, T
     head_dim:int,          # Size of a head, K, an even number
     theta:float=10_000.0,  # Base of the wavelengths, in tokens
-    dtype=np.float32,      # Of the tables
-    xp=np,                 # Array module that makes them
+    dtype=np.float32,      # Type of the tables
+    xp=np,                 # Array module of the tables
 )->tuple: # Cosines and sines `(T, K/2)`
-    "The angle of each position and pair. Su et al. 2021, section 3.2.2."
+    """Compute cosine and sine of the angle of each position and pair.
+    Source: Su et al. 2021, section 3.2.2."""
     if head_dim % 2: raise ValueError(f"RoPE turns pairs, but head_dim = {head_dim} is odd")
     if not theta > 0: raise ValueError(f"RoPE: {theta = }, expected more than 0")
     pairs = xp.arange(0, head_dim, 2, dtype=xp.float64)
@@ -34,7 +35,7 @@ def rope_tables_np(
 
 # %% ../../nbs/03_architecture/03c_attention_np.ipynb #c00a18cb
 def _turn(x, cos, sin, first:slice, second:slice
-): # Turn the pairs made of the coordinates `first` and `second`
+): # Rotates the pairs made of the coordinates `first` and `second`
     T, K = x.shape[-2:]
     if K != 2*cos.shape[-1]:
         raise ValueError(f"RoPE's tables are for head_dim = {2*cos.shape[-1]}, not for x {x.shape}")
@@ -54,27 +55,27 @@ def _turn(x, cos, sin, first:slice, second:slice
 # %% ../../nbs/03_architecture/03c_attention_np.ipynb #0a35594f
 def rope_forward(
     x:np.ndarray,   # Queries or keys `(..., T, K)`
-    cos:np.ndarray, # `(T, K/2)`, or longer: position t of x takes row t
-    sin:np.ndarray, # Likewise
-)->tuple: # Shape, type and memory order of `x`, and the cache
-    "Turn the pairs `(2i, 2i+1)`. `ValueError` if x is longer than the tables."
+    cos:np.ndarray, # Cosines `(T, K/2)`, or longer; position t of x uses row t
+    sin:np.ndarray, # Sines, likewise
+)->tuple: # The rotated `x`, of the same shape, type and memory order, and the cache
+    "Rotate the pairs `(2i, 2i+1)`. Raises `ValueError` if x is longer than the tables."
     return _turn(x, cos, sin, slice(0, None, 2), slice(1, None, 2)), (cos, sin)
 
 def rope_backward(
     dy:np.ndarray, # Gradient of the output
     cache:tuple,   # From `rope_forward`
 )->np.ndarray: # Gradient of `x`
-    "The rotation back."
+    "Rotate the gradient back."
     cos, sin = cache
     return rope_forward(dy, cos, -sin)[0]
 
 # %% ../../nbs/03_architecture/03c_attention_np.ipynb #88c69c13
 def rope_half_forward(
     x:np.ndarray,   # Queries or keys `(..., T, K)`
-    cos:np.ndarray, # `(T, K/2)`, or longer
-    sin:np.ndarray, # Likewise
-)->tuple: # Shape, type and memory order of `x`, and the cache
-    "Turn the pairs `(i, i + K/2)`. `ValueError` if x is longer than the tables."
+    cos:np.ndarray, # Cosines `(T, K/2)`, or longer
+    sin:np.ndarray, # Sines, likewise
+)->tuple: # The rotated `x`, of the same shape, type and memory order, and the cache
+    "Rotate the pairs `(i, i + K/2)`. Raises `ValueError` if x is longer than the tables."
     half = x.shape[-1]//2
     return _turn(x, cos, sin, slice(0, half), slice(half, None)), (cos, sin)
 
@@ -82,7 +83,7 @@ def rope_half_backward(
     dy:np.ndarray, # Gradient of the output
     cache:tuple,   # From `rope_half_forward`
 )->np.ndarray: # Gradient of `x`
-    "The rotation back."
+    "Rotate the gradient back."
     cos, sin = cache
     return rope_half_forward(dy, cos, -sin)[0]
 
@@ -90,8 +91,8 @@ def rope_half_backward(
 def half_split_order(
     head_dim:int, # Size of a head, K, an even number
 )->np.ndarray: # Integers `(K,)`
-    """The order p with `x_half = x[..., p]`: even coordinates, then odd ones.
-    `np.argsort(p)` leads back."""
+    """Return the order p for which `x_half = x[..., p]`: even coordinates, then odd ones.
+    `np.argsort(p)` is the reverse order."""
     if head_dim % 2: raise ValueError(f"RoPE turns pairs, but head_dim = {head_dim} is odd")
     return np.arange(head_dim).reshape(-1, 2).T.ravel()
 
@@ -100,7 +101,7 @@ def _lowest(x)->float: # The lowest number of x's type
     return float(np.finfo(x.dtype).min)
 
 def _product(a, b, like
-): # `a@b`, laid out in memory as `like` is, summed over the axes that `like` shares
+): # `a@b`, with the memory layout of `like`, summed over the axes that `like` shares
     xp = array_module(a, b, like)
     out = xp.empty_like(like)
     shared = tuple(i for i, (n, whole) in enumerate(zip(like.shape[:-2], a.shape[:-2]))
@@ -128,13 +129,13 @@ def _check_attention(q, k, v, mask):
 # %% ../../nbs/03_architecture/03c_attention_np.ipynb #c46b7a31
 def attention_forward(
     q:np.ndarray, # Queries `(..., T, K)`
-    k:np.ndarray, # Keys `(..., S, K)`; a leading axis of size 1 is shared by all that q has there
+    k:np.ndarray, # Keys `(..., S, K)`; a leading axis of size 1 is shared by all heads of q
     v:np.ndarray, # Values, of the shape of `k`
-    # `True` where a query may see a key: bool, any shape that broadcasts to `(..., T, S)`
+    # `True` where a query may see a key, in any shape that broadcasts to `(..., T, S)`
     mask:np.ndarray|None=None,
 )->tuple: # Output, of the shape, type and memory order of `q`, and the cache
-    """For each query the mean of the values it sees, weighted by softmax. Vaswani et al.
-    2017, equation 1."""
+    """Return for each query the softmax-weighted mean of the values that it sees.
+    Source: Vaswani et al. 2017, equation 1."""
     _check_attention(q, k, v, mask)
     xp, (wide_q, wide_k, wide_v) = array_module(q, k, v, mask), map(at_least_float32_np, (q, k, v))
     scores_TS = (wide_q*q.shape[-1]**-.5)@wide_k.swapaxes(-1, -2)
@@ -149,7 +150,7 @@ def attention_backward(
     dout:np.ndarray, # Gradient of the output `(..., T, K)`
     cache:tuple,     # From `attention_forward`
 )->tuple: # Gradients of `q`, `k` and `v`, in their shapes, types and memory orders
-    "Through the mean, the softmax and the scores."
+    "Compute the gradients, going back through the mean, the softmax and the scores."
     q, k, v, mask, probs_TS, softmax_cache = cache
     require_dy(dout, q.shape, q.dtype, "dout")
     (wide_q, wide_k, wide_v, dout), scale = (map(at_least_float32_np, (q, k, v, dout)),
@@ -174,12 +175,13 @@ def _check_counts(T:int, S:int, window:int|None):
 
 # %% ../../nbs/03_architecture/03c_attention_np.ipynb #c34a1c8f
 def causal_mask_np(
-    num_queries:int,      # T: they stand at the last T of the S positions
-    num_keys:int|None=None, # S: none for as many as queries
-    window:int|None=None, # How many latest keys a query sees, itself included: none for all
-    xp=np,                # Array module that makes the mask
+    num_queries:int,      # Number of queries, T, at the last T of the S positions
+    num_keys:int|None=None, # Number of keys, S; default: as many as queries
+    window:int|None=None, # Number of latest keys that a query sees, itself included; default: all
+    xp=np,                # Array module of the mask
 )->np.ndarray: # bool `(T, S)`, `True` where a query may see a key
-    "Each query sees itself and what came before. `ValueError` if there are more queries than keys."
+    """Make the mask in which each query sees itself and what came before.
+    Raises `ValueError` if there are more queries than keys."""
     T, S = num_queries, num_queries if num_keys is None else num_keys
     _check_counts(T, S, window)
     return _sees(xp.arange(S - T, S)[:, None], xp.arange(S)[None], window)
@@ -206,12 +208,12 @@ def _ungrouped(shape:tuple)->tuple: # `(..., heads, rows, K)`
 
 # %% ../../nbs/03_architecture/03c_attention_np.ipynb #bf01dbf4
 def causal_attention_forward(
-    q:np.ndarray, # Queries `(..., H, T, K)`: they stand at the last T of the S positions
+    q:np.ndarray, # Queries `(..., H, T, K)`, at the last T of the S positions
     k:np.ndarray, # Keys `(..., G, S, K)`; G divides H
     v:np.ndarray, # Values `(..., G, S, K)`
-    window:int|None=None, # How many latest keys a query sees, itself included: none for all
+    window:int|None=None, # Number of latest keys that a query sees, itself included; default: all
 )->tuple: # Output, of the shape, type and memory order of `q`, and the cache
-    "Attention with `causal_mask_np`, for heads that share keys. Holds all scores."
+    "Compute attention under `causal_mask_np`, for heads that share keys. Holds all scores."
     q_G, k_G, v_G = _grouped(q, k, v)
     mask = causal_mask_np(q.shape[-2], k.shape[-2], window, array_module(q, k, v))
     out, cache = attention_forward(q_G, k_G, v_G, mask)
@@ -221,7 +223,7 @@ def causal_attention_backward(
     dout:np.ndarray, # Gradient of the output `(..., H, T, K)`
     cache:tuple,     # From `causal_attention_forward`
 )->tuple: # Gradients of `q`, `k` and `v`, in their shapes, types and memory orders
-    "The same way back; what several heads share gets the sum of their gradients."
+    "Compute the gradients; keys and values that heads share get the sum of their gradients."
     grouped = cache[0]
     require_dy(dout, _ungrouped(grouped.shape), grouped.dtype, "dout")
     return tuple(dz.reshape(_ungrouped(dz.shape))
@@ -229,17 +231,17 @@ def causal_attention_backward(
 
 # %% ../../nbs/03_architecture/03c_attention_np.ipynb #3d5b0ca1
 def _block_scores(q_TK, k_SK, first:int, cols:slice, window:int|None
-): # Of scaled queries from position `first` on with the keys `cols`
+): # Scores of scaled queries from position `first` on with the keys `cols`
     xp, last = array_module(q_TK), first + q_TK.shape[-2] - 1
     scores_TS = q_TK@k_SK[..., cols, :].swapaxes(-1, -2)
-    # All seen by all
+    # every query sees every key
     if cols.stop - 1 <= first and (window is None or cols.start > last - window): return scores_TS
     mask_TS = _sees(xp.arange(first, last + 1)[:, None], xp.arange(cols.start, cols.stop), window)
     return xp.where(mask_TS, scores_TS, _lowest(scores_TS))
 
 # %% ../../nbs/03_architecture/03c_attention_np.ipynb #6187b069
 def _attend_rows(q_TK, k_SK, v_SK, first:int, parts:list, window:int|None
-)->tuple: # Their output from the blocks of keys `parts`, and L
+)->tuple: # The output of these rows from the blocks of keys `parts`, and the log-sum L
     xp, top_T1, total_T1, out_TK = array_module(q_TK), _lowest(q_TK), 0.0, 0.0
     for cols in parts:
         scores_TS = _block_scores(q_TK, k_SK, first, cols, window)
@@ -252,14 +254,15 @@ def _attend_rows(q_TK, k_SK, v_SK, first:int, parts:list, window:int|None
 
 # %% ../../nbs/03_architecture/03c_attention_np.ipynb #aed2d886
 def visible_blocks(
-    num_queries:int,      # T: they stand at the last T of the S positions
+    num_queries:int,      # Number of queries, T, at the last T of the S positions
     num_keys:int,         # S
-    window:int|None=None, # How many latest keys a query sees, itself included: none for all
+    window:int|None=None, # Number of latest keys that a query sees, itself included; default: all
     block:int=64,         # Rows and columns of a block
-    # For each block of queries its slice of the T rows, the position of the first, and the slices
-    # of keys that they see
+    # For each block of queries: its slice of the T rows, the position of its first query, and the
+    # slices of keys that it sees
 )->list:
-    "The blocks that the mask does not empty. `ValueError` if there are more queries than keys."
+    """List the blocks in which the mask leaves something visible.
+    Raises `ValueError` if there are more queries than keys."""
     T, S = num_queries, num_keys
     _check_counts(T, S, window)
     if block < 1: raise ValueError(f"block = {block}, expected 1 or more")
@@ -273,15 +276,15 @@ def visible_blocks(
 
 # %% ../../nbs/03_architecture/03c_attention_np.ipynb #3bc34108
 def blockwise_attention_forward(
-    q:np.ndarray, # Queries `(..., H, T, K)`: they stand at the last T of the S positions
+    q:np.ndarray, # Queries `(..., H, T, K)`, at the last T of the S positions
     k:np.ndarray, # Keys `(..., G, S, K)`; G divides H
     v:np.ndarray, # Values `(..., G, S, K)`
-    window:int|None=None, # How many latest keys a query sees, itself included: none for all
-    # Queries and keys in a block: scores for `block**2` pairs are held at a time, for all heads
+    window:int|None=None, # Number of latest keys that a query sees, itself included; default: all
+    # Number of queries and keys in a block; `block**2` scores per head are held at a time
     block:int=64,
 )->tuple: # Output, of the shape, type and memory order of `q`, and the cache
-    """`causal_attention_forward` in blocks: memory in proportion to T + S. Dao et al.
-    2022, algorithm 1."""
+    """Compute the same as `causal_attention_forward` in blocks, with memory proportional to T + S.
+    Source: Dao et al. 2022, algorithm 1."""
     queries, keys, values = map(at_least_float32_np, _grouped(q, k, v))
     plan, scale = visible_blocks(q.shape[-2], k.shape[-2], window, block), q.shape[-1]**-.5
     xp = array_module(q, k, v)
@@ -296,8 +299,8 @@ def blockwise_attention_backward(
     dout:np.ndarray, # Gradient of the output `(..., H, T, K)`
     cache:tuple,     # From `blockwise_attention_forward`
 )->tuple: # Gradients of `q`, `k` and `v`, in their shapes, types and memory orders
-    """The probabilities of each block are computed again from the saved log-sum. Dao et al.
-    2022, algorithm 4."""
+    """Compute the gradients; each block's probabilities are recomputed from the saved log-sum.
+    Source: Dao et al. 2022, algorithm 4."""
     q, k, v, out, log_sum, window, plan = cache
     require_dy(dout, q.shape, q.dtype, "dout")
     xp, scale, dout = (array_module(q), q.shape[-1]**-.5,
@@ -319,14 +322,14 @@ def blockwise_attention_backward(
 
 # %% ../../nbs/03_architecture/03c_attention_np.ipynb #c03d02b3
 def _shared_sum(a_TS, b_TK
-): # The product over the queries, `(S, K)`, summed over the heads that share a key
+): # Product over the queries, `(S, K)`, summed over the heads that share a key
     return (a_TS.swapaxes(-1, -2)@b_TK).sum(-3, keepdims=True)
 
 # %% ../../nbs/03_architecture/03c_attention_np.ipynb #767a9fdd
 def multihead_shapes(
     config:ModelConfig, # Sizes and variant
 )->dict: # Name to shape; weights are `(out, in)`
-    "The parameters of the layer."
+    "Return the shapes of the layer's parameters."
     c, D, K = config, config.d_model, config.head_size
     shapes:dict = {f"{name}_proj.weight": (heads*K, D)
                    for name, heads in (("q", c.num_heads), ("k", c.kv_heads), ("v", c.kv_heads))}
@@ -345,7 +348,7 @@ def require_params(params:dict, config:ModelConfig):
 
 # %% ../../nbs/03_architecture/03c_attention_np.ipynb #3f287bd3
 def _to_heads(name:str, x, params:dict, config:ModelConfig, tables
-)->tuple: # `(..., heads, T, K)` and the caches
+)->tuple: # Heads `(..., heads, T, K)`, and the caches
     rows, linear = named_linear(x, params, f"{name}_proj")
     z, norm, rope = rows.reshape(*rows.shape[:-1], -1, config.head_size), None, None
     if config.qk_norm and name != "v":
@@ -355,7 +358,7 @@ def _to_heads(name:str, x, params:dict, config:ModelConfig, tables
     return z, (linear, norm, rope)
 
 def _from_heads(name:str, dz, cache:tuple
-)->tuple: # This one's part of `dx`, and the gradients of its parameters
+)->tuple: # This projection's part of `dx`, and the gradients of its parameters
     linear, norm, rope = cache
     if rope is not None: dz = rope_backward(dz, rope)
     dz, grads = dz.swapaxes(-2, -3), {}
@@ -369,11 +372,11 @@ def multihead_forward(
     params:dict,        # Arrays by name, as `multihead_shapes` says
     config:ModelConfig, # Sizes and variant
     tables:tuple|None=None, # From `rope_tables_np`, if `config.position` is `rope`
-    # The pair to use, or the blockwise one
+    # The pair of functions to use, possibly the blockwise one
     attend:tuple=(causal_attention_forward, causal_attention_backward),
 )->tuple: # `(..., T, D)` and the cache
-    """Multi-head attention to what came before, as the config says.
-    `ValueError` if parameters are missing, odd or misshapen."""
+    """Run multi-head causal attention, in the variant that the config asks for.
+    Raises `ValueError` if parameters are missing, unknown or of the wrong shape."""
     require_params(params, config)
     if config.position == "rope" and tables is None:
         raise ValueError("position = 'rope' needs tables: rope_tables_np(T, K, theta)")
@@ -387,8 +390,9 @@ def multihead_forward(
 def multihead_backward(
     dy:np.ndarray, # Gradient of the output `(..., T, D)`
     cache:tuple,   # From `multihead_forward`
-)->tuple: # Gradient of `x`, and those of the parameters by name
-    "From the output projection through the heads to x, which gets the sum of three gradients."
+)->tuple: # Gradient of `x`, and gradients of the parameters by name
+    """Compute the gradients from the output projection through the heads to x, which gets the sum
+    of three gradients."""
     caches, attend_cache, output_cache, attend_backward, K = cache
     drows, grads = named_linear_backward(dy, output_cache, "output_proj")
     dout = drows.reshape(*drows.shape[:-1], -1, K).swapaxes(-2, -3)

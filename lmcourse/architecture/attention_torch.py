@@ -22,11 +22,11 @@ def scaled_dot_product_attention(
     q:torch.Tensor, # Queries `(..., T, K)`
     k:torch.Tensor, # Keys `(..., S, K)`
     v:torch.Tensor, # Values `(..., S, K)`
-    # `True` where a query may see a key: any shape that broadcasts to `(..., T, S)`
+    # `True` where a query may see a key, in any shape that broadcasts to `(..., T, S)`
     mask:torch.Tensor|None=None,
 )->torch.Tensor: # `(..., T, K)`
-    """For each query the mean of the values it sees, weighted by softmax. Vaswani et al.
-    2017, equation 1."""
+    """Return for each query the softmax-weighted mean of the values that it sees.
+    Source: Vaswani et al. 2017, equation 1."""
     scores_TS = at_least_float32(q@k.mT)/math.sqrt(q.shape[-1])
     if mask is None: return softmax(scores_TS).to(v.dtype)@v
     if mask.dtype != torch.bool:
@@ -40,12 +40,13 @@ def scaled_dot_product_attention(
 
 # %% ../../nbs/03_architecture/03d_attention_torch.ipynb #dffbf9cd
 def causal_mask(
-    num_queries:int,      # T: they stand at the last T of the S positions
-    num_keys:int|None=None, # S: none for as many as queries
-    window:int|None=None, # How many latest keys a query sees, itself included: none for all
-    device=None,          # Where queries and keys lie
+    num_queries:int,      # Number of queries, T, at the last T of the S positions
+    num_keys:int|None=None, # Number of keys, S; default: as many as queries
+    window:int|None=None, # Number of latest keys that a query sees, itself included; default: all
+    device=None,          # Device of the mask
 )->torch.Tensor: # `(T, S)`, `True` where a query may see a key
-    "Each query sees itself and what came before. `ValueError` if there are more queries than keys."
+    """Make the mask in which each query sees itself and what came before.
+    Raises `ValueError` if there are more queries than keys."""
     T, S = num_queries, num_queries if num_keys is None else num_keys
     if T > S:
         raise ValueError(f"{T} queries at the end of {S} keys: there must be at least as many keys")
@@ -58,12 +59,12 @@ def causal_mask(
 
 # %% ../../nbs/03_architecture/03d_attention_torch.ipynb #4f8a5443
 def causal_attention(
-    q:torch.Tensor, # Queries `(..., H, T, K)`: they stand at the last T of the S positions
+    q:torch.Tensor, # Queries `(..., H, T, K)`, at the last T of the S positions
     k:torch.Tensor, # Keys `(..., G, S, K)`; G divides H
     v:torch.Tensor, # Values `(..., G, S, K)`
-    window:int|None=None, # How many latest keys a query sees, itself included: none for all
+    window:int|None=None, # Number of latest keys that a query sees, itself included; default: all
 )->torch.Tensor: # `(..., H, T, K)`
-    "Attention with `causal_mask`, by torch's fused function."
+    "Compute attention under `causal_mask` with torch's fused function."
     T, S = q.shape[-2], k.shape[-2]
     narrow = window is not None and window < S
     mask = causal_mask(T, S, window, q.device) if narrow or 1 < T != S else None
@@ -79,9 +80,10 @@ def rope_tables(
     context_length:int,    # Positions 0 to `context_length - 1`, T
     head_dim:int,          # Size of a head, K, an even number
     theta:float=10_000.0,  # Base of the wavelengths, in tokens
-    dtype=torch.float32,   # Of the tables
+    dtype=torch.float32,   # Type of the tables
 )->tuple: # Cosines and sines `(T, K/2)`, on the CPU
-    "The angle of each position and pair. Su et al. 2021, section 3.2.2."
+    """Compute cosine and sine of the angle of each position and pair.
+    Source: Su et al. 2021, section 3.2.2."""
     if head_dim % 2: raise ValueError(f"RoPE turns pairs, but head_dim = {head_dim} is odd")
     wide = partial(torch.arange, dtype=torch.float64, device="cpu")
     angles_TK = torch.outer(wide(context_length), theta**(-wide(0, head_dim, 2)/head_dim))
@@ -90,59 +92,59 @@ def rope_tables(
 # %% ../../nbs/03_architecture/03d_attention_torch.ipynb #4f8ecd63
 def apply_rope(
     x:torch.Tensor,   # Queries or keys `(..., T, K)`
-    cos:torch.Tensor, # `(T, K/2)`, or any shape that broadcasts to `(..., T, K/2)`
-    sin:torch.Tensor, # Likewise
-)->torch.Tensor: # Shape and type of `x`
-    "Turn the pairs `(2i, 2i+1)`."
+    cos:torch.Tensor, # Cosines, in any shape that broadcasts to `(..., T, K/2)`
+    sin:torch.Tensor, # Sines, likewise
+)->torch.Tensor: # Same shape and type as `x`
+    "Rotate the pairs of coordinates `(2i, 2i+1)`."
     a, b = at_least_float32(x[..., 0::2]), at_least_float32(x[..., 1::2])
     return torch.stack((a*cos - b*sin, a*sin + b*cos), -1).flatten(-2).to(x.dtype)
 
 # %% ../../nbs/03_architecture/03d_attention_torch.ipynb #5db3e426
 def apply_rope_half(
     x:torch.Tensor,   # Queries or keys `(..., T, K)`
-    cos:torch.Tensor, # As for `apply_rope`
-    sin:torch.Tensor, # Likewise
-)->torch.Tensor: # Shape and type of `x`
-    "Turn the pairs `(i, i + K/2)`: `apply_rope` for rows in the half-split layout."
+    cos:torch.Tensor, # Cosines, as for `apply_rope`
+    sin:torch.Tensor, # Sines, likewise
+)->torch.Tensor: # Same shape and type as `x`
+    "Rotate the pairs `(i, i + K/2)`: `apply_rope` for rows in the half-split layout."
     a, b = at_least_float32(x).chunk(2, -1)
     return torch.cat((a*cos - b*sin, a*sin + b*cos), -1).to(x.dtype)
 
 # %% ../../nbs/03_architecture/03d_attention_torch.ipynb #5f2f33d2
 class FixedTable(nn.Module):
-    """Numbers that are computed, not learnt: in no file, of float32 at least, computed anew when
-    the module moves."""
+    """A table of numbers that are computed, not learnt.
+    It is saved in no file, has at least float32, and is recomputed when the module moves."""
     table:torch.Tensor
     def values(self)->torch.Tensor: # In float64, on the CPU
-        "The numbers. A subclass says which."
+        "Compute the numbers; a subclass says how."
         raise NotImplementedError
 
     def place(self,
-        device=None, # Where the model lies, torch's default if nothing is said
-        dtype=None,  # The model's type, torch's default if nothing is said
+        device=None, # Device of the model; default: torch's
+        dtype=None,  # Type of the model; default: torch's
     ):
-        "Compute the table there."
+        "Compute the table on a device."
         like = torch.empty(0, device=device, dtype=dtype)
         table = self.values().to(like.device, torch.promote_types(like.dtype, torch.float32))
         self.register_buffer("table", table, persistent=False)
 
-    def rows(self, positions:torch.Tensor)->torch.Tensor: # Whole numbers `(...)` to `(..., *row)`
-        "The rows at `positions`. `IndexError` for one that the table does not have."
+    def rows(self, positions:torch.Tensor)->torch.Tensor: # Integers `(...)` to rows `(..., *row)`
+        "Look up the rows at `positions`. Raises `IndexError` for a position out of range."
         check_index(positions, len(self.table), "position", "a table")
         return self.table[positions]
 
-    def _apply(self, fn, recurse=True): # What torch calls to move a module
+    def _apply(self, fn, recurse=True): # torch calls it to move a module
         super()._apply(fn, recurse)
         self.place(self.table.device, self.table.dtype)
         return self
 
 # %% ../../nbs/03_architecture/03d_attention_torch.ipynb #43c1dd2d
 class RoPE(FixedTable):
-    "Turn queries or keys by their positions: `apply_rope` with tables that are kept."
+    "Rotates queries or keys by their positions: `apply_rope` with stored tables."
     def __init__(self,
         context_length:int,   # Positions 0 to `context_length - 1`
         head_dim:int,         # Size of a head, K
         theta:float=10_000.0, # Base of the wavelengths, in tokens
-        # Of the model: float64 gets tables in float64, all others in float32
+        # Device and type of the model; float64 gets tables in float64, other types in float32
         device=None, dtype=None,
     ):
         super().__init__()
@@ -150,12 +152,12 @@ class RoPE(FixedTable):
         self.place(device, dtype)
 
     def values(self)->torch.Tensor: # `(T, K/2, 2)`: cosine and sine
-        "The tables, side by side."
+        "Compute the tables, side by side."
         return torch.stack(rope_tables(*self.sizes, torch.float64), -1)
 
     def at(self, T:int, positions:torch.Tensor|None=None)->torch.Tensor: # `(..., T, K/2, 2)`
-        """Cosines and sines for T tokens.
-        `ValueError` or `IndexError` if the tables don't reach that far."""
+        """Look up cosines and sines for T tokens.
+        Raises `ValueError` or `IndexError` if the tables don't reach that far."""
         if positions is None and T > len(self.table):
             raise ValueError(f"{T} positions, but RoPE was made for {len(self.table)}")
         if positions is None: return self.table[:T]
@@ -168,9 +170,9 @@ class RoPE(FixedTable):
         return _turn(x, table)
     def forward(self,
         x:torch.Tensor, # Queries or keys `(..., T, K)`
-        # Their positions `(T,)` or any shape that broadcasts to `(..., T)`: none for 0 to T - 1
+        # Their positions, in any shape that broadcasts to `(..., T)`; default: 0 to T - 1
         positions:torch.Tensor|None=None,
-    )->torch.Tensor: # Shape and type of `x`
+    )->torch.Tensor: # Same shape and type as `x`
         return self.turn(x, self.at(x.shape[-2], positions))
 
 # %% ../../nbs/03_architecture/03d_attention_torch.ipynb #99d6ef17
@@ -188,13 +190,13 @@ def _turn(x:torch.Tensor, table:torch.Tensor)->torch.Tensor: # `table` is `(...,
 
 # %% ../../nbs/03_architecture/03d_attention_torch.ipynb #c48db8bd
 class HeadProjections(nn.Module):
-    "The four matrices of attention."
+    "The four projection matrices of attention."
     def __init__(self,
         config:ModelConfig,     # Sizes and variant
-        linear:Callable=Linear, # What makes the matrices
-        device=None,            # Where they lie; `meta` for shapes alone
-        dtype=None,             # Their type, torch's default if nothing is said
-        generator:torch.Generator|None=None, # Where the initial weights come from
+        linear:Callable=Linear, # Class of the matrices
+        device=None,            # Device of the weights; `meta` for shapes only
+        dtype=None,             # Type of the weights; default: torch's
+        generator:torch.Generator|None=None, # Random generator of the initial weights
     ):
         super().__init__()
         c, place = config, dict(device=device, dtype=dtype)
@@ -203,7 +205,7 @@ class HeadProjections(nn.Module):
         self.q_proj, self.k_proj, self.v_proj = (make(c.d_model, heads*c.head_size)
                                                  for heads in (c.num_heads, c.kv_heads, c.kv_heads))
         self.output_proj = make(c.num_heads*c.head_size, c.d_model)
-        # Of each head, or of all heads at once
+        # norms of each head, or of all heads at once
         width = [heads*c.head_size if c.qk_norm_whole else c.head_size
                  for heads in (c.num_heads, c.kv_heads)]
         self.q_norm, self.k_norm = (RMSNorm(n, c.norm_eps, **place) if c.qk_norm else None
@@ -211,25 +213,25 @@ class HeadProjections(nn.Module):
 
     def project(self, x:torch.Tensor
     )->tuple: # Queries `(..., H, T, K)`, keys and values `(..., G, T, K)`
-        "The heads of all tokens."
+        "Project tokens to the queries, keys and values of all heads."
         return tuple(p(x).unflatten(-1, (-1, self.head_dim)).transpose(-2, -3)
                      for p in (self.q_proj, self.k_proj, self.v_proj))
 
 # %% ../../nbs/03_architecture/03d_attention_torch.ipynb #e341bb31
 def norm_heads(norm:RMSNorm, heads:torch.Tensor
-)->torch.Tensor: # `(..., H, T, K)`, each head normalised, or all of a token at once
+)->torch.Tensor: # `(..., H, T, K)`, with each head normalized, or all heads of a token at once
     K = heads.shape[-1]
     if len(norm.weight) == K: return norm(heads)
     return norm(heads.transpose(-2, -3).flatten(-2)).unflatten(-1, (-1, K)).transpose(-2, -3)
 
 # %% ../../nbs/03_architecture/03d_attention_torch.ipynb #0ee90fce
 class CausalSelfAttention(HeadProjections):
-    "Multi-head attention to what came before, as the config says."
+    "Multi-head causal attention, in the variant that the config asks for."
     def __init__(self,
         config:ModelConfig,    # Sizes and variant
-        # Shared by all layers of a model: none to make one here, if the config asks for it
+        # A `RoPE` shared by all layers of a model; by default one is made if the config asks for it
         rope:RoPE|None=None,
-        # Queries, keys, values and a window to `(..., H, T, K)`: a kernel can stand here
+        # Function of queries, keys, values and window that returns `(..., H, T, K)`, say a kernel
         attention:Callable=causal_attention,
         device=None, dtype=None, **more, # As for `HeadProjections`
     ):
@@ -240,11 +242,10 @@ class CausalSelfAttention(HeadProjections):
 
     def forward(self,
         x:torch.Tensor, # `(..., T, D)`
-        positions:torch.Tensor|None=None, # Of the tokens, `(T,)` or `(..., T)`: none for 0 to T - 1
-        # Keeps the keys and values of earlier tokens: `cache.update(k, v)` takes new ones, gives
-        # all
+        positions:torch.Tensor|None=None, # Positions, `(T,)` or `(..., T)`; default: 0 to T - 1
+        # A cache of earlier keys and values: `cache.update(k, v)` adds new ones and returns all
         cache=None,
-        # Of `rope.at`, where all layers share one: none to look it up here
+        # Result of `rope.at`, if all layers share one; by default it is looked up here
         table:torch.Tensor|None=None,
     )->torch.Tensor: # `(..., T, D)`
         q, k, v = self.project(x)

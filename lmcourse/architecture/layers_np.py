@@ -18,17 +18,17 @@ from ..tools.config import FFN_KINDS, unknown
 
 # %% ../../nbs/03_architecture/03a_layers_np.ipynb #cd3a6361
 def array_module(
-    *arrays, # Arrays of one module; `None` is passed over
+    *arrays, # Arrays of one module; `None` is skipped
 ):           # That module: `numpy`, or `cupy`
-    """The module whose functions fit the arrays, by convention called `xp`.
-    `TypeError` if they are of two, or no arrays."""
+    """Return the module whose functions fit the arrays, by convention called `xp`.
+    Raises `TypeError` if the arrays belong to two modules, or are not arrays."""
     modules = {_home(a) for a in arrays if a is not None}
     if len(modules) == 1: return modules.pop()
     names = " and ".join(sorted(m.__name__ for m in modules))
     raise TypeError(f"arrays of {names or 'no module'}, expected all of one")
 
 # %% ../../nbs/03_architecture/03a_layers_np.ipynb #5650c800
-def _home(a): # The module that `a` is an array of
+def _home(a): # The module of an array
     if isinstance(a, (np.ndarray, np.generic)): return np
     module = sys.modules.get(type(a).__module__.partition(".")[0])
     if isinstance(a, getattr(module, "ndarray", ())): return module
@@ -37,9 +37,9 @@ def _home(a): # The module that `a` is an array of
 
 # %% ../../nbs/03_architecture/03a_layers_np.ipynb #d59a94a2
 def at_least_float32_np(
-    x:np.ndarray, # Floating-point numbers; `TypeError` for any others
-)->np.ndarray: # 16-bit numbers as float32; others as they are, not copied
-    "Room for sums and squares."
+    x:np.ndarray, # Floating-point numbers; raises `TypeError` for any others
+)->np.ndarray: # 16-bit numbers as float32; other types unchanged and not copied
+    "Convert 16-bit numbers to float32, so that sums and squares have room."
     if x.dtype.kind != "f":
         raise TypeError(f"an array of {x.dtype}, expected floating-point numbers")
     return x.astype(np.float32) if x.dtype.itemsize < 4 else x
@@ -48,17 +48,17 @@ def at_least_float32_np(
 def require_shape(name:str, a, shape:tuple):
     if a.shape != shape: raise ValueError(f"{name} has shape {a.shape}, expected {shape}")
 
-def require_dy(dy, shape:tuple, dtype, name:str="dy"): # The gradient must look like the output
+def require_dy(dy, shape:tuple, dtype, name:str="dy"): # Must be like the output
     require_shape(name, dy, shape)
     if dy.dtype != dtype: raise TypeError(f"{name} is {dy.dtype}, expected {dtype} like the output")
 
-def require_types(layer:str, *arrays): # One floating-point type for all; `None` is passed over
+def require_types(layer:str, *arrays): # All of one floating-point type; skips `None`
     types = sorted({str(a.dtype) for a in arrays if a is not None})
     if len(types) > 1 or arrays[0].dtype.kind != "f":
         raise TypeError(f"{layer}: arrays of {', '.join(types)}, expected one floating-point type")
 
 def require_ids(name:str, ids, V:int
-): # Two numbers are looked at; on a GPU the program waits for them
+): # Reads the smallest and the largest id; on a GPU the program waits for them
     if ids.dtype.kind not in "iu":
         raise TypeError(f"{name}s are {ids.dtype}, expected whole numbers")
     for bad in (int(ids.min()), int(ids.max())) if ids.size else ():
@@ -74,12 +74,12 @@ def _sum_rows(a): return at_least_float32_np(_rows(a)).sum(0) # `(..., D)` to `(
 
 # %% ../../nbs/03_architecture/03a_layers_np.ipynb #e9923965
 def truncated_normal_np(
-    shape:tuple|int, # Of the array
+    shape:tuple|int, # Shape of the array
     std:float,       # Standard deviation before the cut at three of them on either side
-    rng:np.random.Generator, # Where the numbers come from
+    rng:np.random.Generator, # Random generator
     dtype=np.float32, # Type of the array; the numbers are drawn in float32, the same for every type
 )->np.ndarray:
-    "Normal numbers around 0, none beyond three standard deviations."
+    "Draw normal random numbers around 0, none beyond three standard deviations."
     if not isinstance(rng, np.random.Generator):
         raise TypeError(f"rng is a {type(rng).__name__}, expected np.random.default_rng(seed)")
     if not std >= 0: raise ValueError(f"{std = }, expected 0 or more")
@@ -96,20 +96,20 @@ def truncated_normal_np(
 def linear_init(
     d_in:int,         # Size of the input's last dimension
     d_out:int,        # Size of the output's last dimension
-    rng:np.random.Generator, # Where the numbers come from
+    rng:np.random.Generator, # Random generator
     dtype=np.float32, # Type of the weight
 )->np.ndarray: # `(out, in)`
-    "A weight with variance 2/(in + out), less what the cut takes off."
+    "Make the initial weight of a linear layer, of variance 2/(in + out) before the cut-off."
     return truncated_normal_np((d_out, d_in), math.sqrt(2/(d_in + d_out)), rng, dtype)
 
 # %% ../../nbs/03_architecture/03a_layers_np.ipynb #fd58751d
 def linear_forward(
     x:np.ndarray,      # Activations `(..., in)`
     weight:np.ndarray, # `(out, in)`, of the type of `x`
-    bias:np.ndarray|None=None, # Added to each output `(out,)`
+    bias:np.ndarray|None=None, # Vector added to each output `(out,)`
 )->tuple: # Output `(..., out)` and the cache for `linear_backward`
-    """`x @ weight.T + bias` as one matrix product.
-    `ValueError` or `TypeError` if shapes or types don't fit."""
+    """Compute `x @ weight.T + bias` as one matrix product.
+    Raises `ValueError` or `TypeError` if shapes or types don't fit."""
     array_module(x, weight, bias)
     require_linear(x, weight, bias)
     y = _rows(x)@weight.T                                   # (N, out)
@@ -128,8 +128,8 @@ def require_linear(x, weight, bias):
 def linear_backward(
     dy:np.ndarray, # Gradient of the output `(..., out)`
     cache:tuple,   # From `linear_forward`
-)->tuple: # `dx`, `dweight`, and `dbias` or `None` where there is no bias
-    "Two matrix products and a sum over tokens."
+)->tuple: # `dx`, `dweight`, and `dbias` (`None` without a bias)
+    "Compute the gradients of a linear layer: two matrix products and a sum over tokens."
     x, weight, has_bias = cache
     require_dy(dy, x.shape[:-1] + weight.shape[:1], x.dtype)
     dy_N = _rows(dy)                                        # (N, out)
@@ -139,16 +139,16 @@ def linear_backward(
 # %% ../../nbs/03_architecture/03a_layers_np.ipynb #8854a008
 @dataclass(frozen=True, eq=False)
 class RowGradient:
-    "The gradient of a matrix of which most rows got none."
-    rows:np.ndarray   # The rows that got one, ascending, each once `(n,)`
-    values:np.ndarray # What they got `(n, D)`
-    shape:tuple       # Of the matrix, `(V, D)`
+    "The gradient of a matrix in which most rows have none."
+    rows:np.ndarray   # Indices of the rows with a gradient, ascending, each once `(n,)`
+    values:np.ndarray # Gradients of these rows `(n, D)`
+    shape:tuple       # Shape of the matrix, `(V, D)`
 
     def __post_init__(self):
         require_shape("values", self.values, self.rows.shape[:1] + tuple(self.shape[1:]))
 
     def dense(self)->np.ndarray: # `(V, D)`
-        "The matrix with all its zeros."
+        "Return the gradient as a full matrix."
         matrix = array_module(self.rows, self.values).zeros(self.shape, self.values.dtype)
         matrix[self.rows] = self.values
         return matrix
@@ -158,8 +158,8 @@ def embedding_forward(
     ids:np.ndarray,    # Whole numbers from 0 to V - 1 `(...)`
     weight:np.ndarray, # A row for each id `(V, D)`
 )->tuple: # `(..., D)` and the cache for `embedding_backward`
-    """A row of `weight` for each id.
-    `TypeError` if ids are no whole numbers, `IndexError` if one is out of range."""
+    """Look up a row of `weight` for each id.
+    Raises `TypeError` if ids are not integers, and `IndexError` if one is out of range."""
     array_module(ids, weight)
     if weight.ndim != 2:
         raise ValueError(f"embedding: weight has shape {weight.shape}, expected (V, D)")
@@ -168,7 +168,7 @@ def embedding_forward(
 
 # %% ../../nbs/03_architecture/03a_layers_np.ipynb #c8cf6d72
 def _sum_equal(ids, values
-): # `(N,)`, `(N, D)` -> the different ids, ascending, and for each the sum of its rows
+): # `(N,)`, `(N, D)` -> the distinct ids, ascending, and for each the sum of its rows
     xp = array_module(ids, values)
     rows, group, counts = xp.unique(ids, return_inverse=True, return_counts=True)
     order, starts = xp.argsort(group), xp.cumsum(counts) - counts
@@ -184,7 +184,7 @@ def embedding_backward(
     dy:np.ndarray, # Gradient of the output `(..., D)`
     cache:tuple,   # From `embedding_forward`
 )->RowGradient: # For the rows that were used; ids have no gradient
-    "For each id the sum of what arrived at its places."
+    "Compute the gradient of each id's row: the sum over all places where the id occurs."
     ids, weight = cache
     require_dy(dy, ids.shape + weight.shape[1:], weight.dtype)
     rows, sums = _sum_equal(ids.reshape(-1).astype(np.int64), at_least_float32_np(_rows(dy)))
@@ -194,9 +194,10 @@ def embedding_backward(
 def rmsnorm_forward(
     x:np.ndarray,      # Activations `(..., D)`
     weight:np.ndarray, # Gain `(D,)`
-    eps:float=1e-5,    # Added to the mean square, in units of `x**2`
+    eps:float=1e-5,    # Number added to the mean square, in units of `x**2`
 )->tuple: # Output (shape and type of `x`) and the cache for `rmsnorm_backward`
-    "Rows scaled to a root mean square of 1, times the gain. Zhang and Sennrich 2019, equation 4."
+    """Scale rows to a root mean square of 1, times the gain.
+    Source: Zhang and Sennrich 2019, equation 4."""
     xp = array_module(x, weight)
     require_norm("rmsnorm", x, weight=weight)
     wide = at_least_float32_np(x)
@@ -210,14 +211,14 @@ def require_norm(layer:str, x, **params):
         if p.shape != x.shape[-1:] or not x.ndim:
             raise ValueError(f"{layer}: {name} {p.shape} does not fit x {x.shape}, expected "
                              f"{x.shape[-1:] or 'x with a dimension'}")
-        at_least_float32_np(p)                              # Refuses whole numbers
+        at_least_float32_np(p)                              # Rejects integers
 
 # %% ../../nbs/03_architecture/03a_layers_np.ipynb #4fb71c78
 def rmsnorm_backward(
     dy:np.ndarray, # Gradient of the output `(..., D)`
     cache:tuple,   # From `rmsnorm_forward`
 )->tuple: # `dx` and `dweight`
-    "Without the part along the row, scaled as the row was."
+    "Compute the gradients of RMSNorm: the part along the row is removed, the rest scaled."
     x_hat, r, weight, dtype = cache
     require_dy(dy, x_hat.shape, dtype)
     wide = at_least_float32_np(dy)
@@ -229,10 +230,11 @@ def rmsnorm_backward(
 def layernorm_forward(
     x:np.ndarray,      # Activations `(..., D)`
     weight:np.ndarray, # Gain `(D,)`
-    bias:np.ndarray|None=None, # Added at the end `(D,)`
-    eps:float=1e-5,    # Added to the variance, in units of `x**2`
+    bias:np.ndarray|None=None, # Vector added at the end `(D,)`
+    eps:float=1e-5,    # Number added to the variance, in units of `x**2`
 )->tuple: # Output (shape and type of `x`) and the cache for `layernorm_backward`
-    "Rows of mean 0 and variance 1, times the gain, plus the bias. Ba, Kiros and Hinton 2016."
+    """Normalize rows to mean 0 and variance 1, times the gain, plus the bias.
+    Source: Ba, Kiros and Hinton 2016."""
     array_module(x, weight, bias)
     require_norm("layernorm", x, weight=weight, **({} if bias is None else {"bias": bias}))
     wide = at_least_float32_np(x)
@@ -244,8 +246,8 @@ def layernorm_forward(
 def layernorm_backward(
     dy:np.ndarray, # Gradient of the output `(..., D)`
     cache:tuple,   # From `layernorm_forward`
-)->tuple: # `dx`, `dweight`, and `dbias` or `None` where there is no bias
-    "RMSNorm's gradient, centred."
+)->tuple: # `dx`, `dweight`, and `dbias` (`None` without a bias)
+    "Compute the gradients of LayerNorm: those of RMSNorm, with the mean removed."
     inner, dtype, bias_dtype = cache
     require_dy(dy, inner[0].shape, dtype)
     dx, dweight = rmsnorm_backward(at_least_float32_np(dy), inner)
@@ -256,15 +258,15 @@ def layernorm_backward(
 def relu_forward(
     x:np.ndarray, # Any shape
 )->tuple: # Output (shape and type of `x`) and the cache for `relu_backward`
-    "`x` where it is above 0, else 0."
-    at_least_float32_np(x)                                  # Refuses whole numbers
+    "Return `x` where it is above 0, and 0 elsewhere."
+    at_least_float32_np(x)                                  # Rejects integers
     return array_module(x).maximum(x, 0), (x > 0, x.dtype)
 
 def relu_backward(
     dy:np.ndarray, # Gradient of the output
     cache:tuple,   # From `relu_forward`
 )->np.ndarray: # `dx`
-    "`dy` where the input was above 0."
+    "Return `dy` where the input was above 0, and 0 elsewhere."
     is_open, dtype = cache
     require_dy(dy, is_open.shape, dtype)
     return array_module(dy, is_open).where(is_open, dy, 0)
@@ -273,7 +275,7 @@ def relu_backward(
 def relu2_forward(
     x:np.ndarray, # Any shape
 )->tuple: # Output (shape and type of `x`) and the cache for `relu2_backward`
-    "The square of what is above 0. So et al. 2021."
+    "Square the positive part of `x`. Source: So et al. 2021."
     positive = array_module(x).maximum(at_least_float32_np(x), 0)
     return _like(positive*positive, x), (positive, x.dtype)
 
@@ -281,7 +283,7 @@ def relu2_backward(
     dy:np.ndarray, # Gradient of the output
     cache:tuple,   # From `relu2_forward`
 )->np.ndarray: # `dx`
-    "`dy` times twice the positive part."
+    "Return `dy` times twice the positive part of the input."
     positive, dtype = cache
     require_dy(dy, positive.shape, dtype)
     return (2*dy*positive).astype(dtype, copy=False)
@@ -296,7 +298,7 @@ def _sigmoid(x): # 1/(1 + exp(-x)), without overflow
 def silu_forward(
     x:np.ndarray, # Any shape
 )->tuple: # Output (shape and type of `x`) and the cache for `silu_backward`
-    "`x` times its logistic."
+    "Return `x` times its sigmoid."
     wide = at_least_float32_np(x)
     gate = _sigmoid(wide)
     return _like(wide*gate, x), (x, gate)
@@ -305,13 +307,13 @@ def silu_backward(
     dy:np.ndarray, # Gradient of the output
     cache:tuple,   # From `silu_forward`
 )->np.ndarray: # `dx`
-    "`dy` times gate + x · gate · (1 - gate)."
+    "Return `dy` times gate + x · gate · (1 - gate), where the gate is the sigmoid of x."
     x, gate = cache
     require_dy(dy, x.shape, x.dtype)
     return _like(dy*(gate + x*gate*(1 - gate)), x)
 
 # %% ../../nbs/03_architecture/03a_layers_np.ipynb #8b982ca5
-_FAR = 40.0 # No gate in float64 moves any more beyond it
+_FAR = 40.0 # beyond it no gate in float64 changes any more
 def _tails(t): # exp(a²/2) Φ(-a) for a = 3 (1 - t)/(1 + t), number by number
     return np.array([math.exp(a*a/2)*math.erfc(a/math.sqrt(2))/2
                      for a in (3*(1 - t)/(1 + t)).tolist()])
@@ -323,8 +325,8 @@ _TAIL = _SERIES.convert(kind=np.polynomial.Polynomial).coef.tolist()
 # %% ../../nbs/03_architecture/03a_layers_np.ipynb #4c183fb0
 def normal_cdf(
     x:np.ndarray, # float32 or float64, any shape
-)->np.ndarray: # Shape and type of `x`
-    "The probability Φ(x) that a standard normal number is below `x`."
+)->np.ndarray: # Same shape and type as `x`
+    "Compute the probability Φ(x) that a standard normal number is below `x`."
     xp = array_module(x)
     a = xp.minimum(xp.abs(x), _FAR)
     t, tail = (3 - a)/(3 + a), 0.
@@ -335,10 +337,10 @@ def normal_cdf(
 # %% ../../nbs/03_architecture/03a_layers_np.ipynb #fb192b48
 def gelu_forward(
     x:np.ndarray,           # Any shape
-    # `tanh` for GPT-2's form, `none` for the exact one; the words are torch's
+    # `tanh` for GPT-2's form, `none` for the exact one, as in torch
     approximate:str="tanh",
 )->tuple: # Output (shape and type of `x`) and the cache for `gelu_backward`
-    "Gaussian error linear unit. Hendrycks and Gimpel 2016, section 2."
+    "Compute the Gaussian error linear unit. Source: Hendrycks and Gimpel 2016, section 2."
     if approximate not in ("tanh", "none"):
         raise unknown("approximation of gelu", approximate, ("tanh", "none"))
     wide = at_least_float32_np(x)
@@ -351,7 +353,7 @@ def gelu_backward(
     dy:np.ndarray, # Gradient of the output
     cache:tuple,   # From `gelu_forward`
 )->np.ndarray: # `dx`
-    "`dy` times gate + x · (derivative of the gate)."
+    "Return `dy` times gate + x · (derivative of the gate)."
     x, gate, approximate = cache
     require_dy(dy, x.shape, x.dtype)
     xp, wide = array_module(dy, x), at_least_float32_np(x)
@@ -372,7 +374,7 @@ def named_linear(x, params, name):
     return linear_forward(x, params[f"{name}.weight"], params.get(f"{name}.bias"))
 
 def named_linear_backward(dy, cache, name
-): # The gradient of its input, and a dict with those of its parameters
+): # The gradient of the input, and a dict with the gradients of the parameters
     dx, dweight, dbias = linear_backward(dy, cache)
     return dx, {f"{name}.weight": dweight} | ({} if dbias is None else {f"{name}.bias": dbias})
 
@@ -382,8 +384,8 @@ def ffn_forward(
     params:dict,       # Weights `w1` `(F, D)`, `w2` `(D, F)`, `w3` `(F, D)` if gated; biases
     kind:str="swiglu", # A name in `FFN_KINDS`
 )->tuple: # Output `(..., D)` and the cache for `ffn_backward`
-    """Widen, activate, narrow. Shazeer 2020.
-    `ValueError` if a parameter is missing, one too many or misshapen."""
+    """Run the feed-forward network: widen, activate, narrow (Shazeer 2020).
+    Raises `ValueError` if a parameter is missing, superfluous or of the wrong shape."""
     require_ffn(params, kind)
     wide, cache1 = named_linear(x, params, "w1")                   # (..., F)
     a, act_cache = ACTIVATIONS_NP[FFN_KINDS[kind].activation][0](wide)
@@ -411,7 +413,7 @@ def ffn_backward(
     dy:np.ndarray, # Gradient of the output `(..., D)`
     cache:tuple,   # From `ffn_forward`
 )->tuple: # `dx`, and a dict of gradients with the names of the parameters
-    "Back through each part, last part first."
+    "Compute the gradients of `ffn_forward`, last part first."
     kind, cache1, cache2, cache3, act_cache, a, u = cache
     dp, grads = named_linear_backward(dy, cache2, "w2")            # (..., F)
     da = dp if u is None else dp*u
@@ -424,9 +426,9 @@ def ffn_backward(
 # %% ../../nbs/03_architecture/03a_layers_np.ipynb #009aea4f
 def softmax_forward(
     x:np.ndarray, # Logits, any shape
-    axis:int=-1,  # Along which probabilities add up to 1
+    axis:int=-1,  # Axis along which probabilities add up to 1
 )->tuple: # Output (shape and type of `x`) and the cache for `softmax_backward`
-    "Exponentials over their sum."
+    "Turn logits into probabilities: exponentials divided by their sum."
     xp, wide = array_module(x), at_least_float32_np(x)
     e = xp.exp(wide - wide.max(axis, keepdims=True))
     p = e/e.sum(axis, keepdims=True)
@@ -436,7 +438,7 @@ def softmax_backward(
     dy:np.ndarray, # Gradient of the output
     cache:tuple,   # From `softmax_forward`
 )->np.ndarray: # `dx`
-    "Probability times (`dy` less its mean under these probabilities)."
+    "Return probability times (`dy` minus its mean under these probabilities)."
     p, axis, dtype = cache
     require_dy(dy, p.shape, dtype)
     return (p*(dy - (dy*p).sum(axis, keepdims=True))).astype(dtype, copy=False)
@@ -445,12 +447,13 @@ def softmax_backward(
 def cross_entropy_forward(
     logits:np.ndarray,     # `(..., V)`
     targets:np.ndarray,    # Ids `(...)` from 0 to V - 1, or `ignore_index`
-    ignore_index:int=-100, # A target that does not count
+    ignore_index:int=-100, # Value of targets that don't count
     z_loss:float=0.0,      # Weight of the mean of `log(Z)**2`
-    # Mean over the targets that count, in nats, NaN where none does; and the cache for
+    # Mean over the targets that count, in nats (NaN if none does), and the cache for
     # `cross_entropy_backward`
 )->tuple:
-    "The training loss. `ValueError` if shapes don't fit, `IndexError` if a target is out of range."
+    """Compute the training loss.
+    Raises `ValueError` if shapes don't fit, and `IndexError` if a target is out of range."""
     xp = array_module(logits, targets)
     counts, targets = require_targets(logits, targets, ignore_index, z_loss)
     z = at_least_float32_np(_rows(logits))                  # (N, V)
@@ -460,13 +463,13 @@ def cross_entropy_forward(
     total = xp.exp(e, out=e).sum(-1)
     losses = xp.log(total) - at_target                      # (N,)
     if z_loss: losses += z_loss*(top + xp.log(total))**2
-    with np.errstate(invalid="ignore"):                     # 0/0, where no target counts
+    with np.errstate(invalid="ignore"):                     # 0/0 if no target counts
         loss = xp.where(counts, losses, 0).sum()/counts.sum().astype(z.dtype)
     return loss, (logits, targets, counts, top, total, z_loss)
 
 # %% ../../nbs/03_architecture/03a_layers_np.ipynb #cf080ff7
 def require_targets(logits, targets, ignore_index:int, z_loss:float
-)->tuple: # `(N,)` each: which count, and the ids, 0 where they don't
+)->tuple: # `(N,)` each: which targets count, and their ids (0 for those that don't)
     if not logits.ndim: raise ValueError("logits is one number, expected shape (..., V)")
     if targets.shape != logits.shape[:-1]:
         raise ValueError(f"targets {targets.shape} don't fit logits {logits.shape}, expected "
@@ -483,8 +486,9 @@ def require_targets(logits, targets, ignore_index:int, z_loss:float
 # %% ../../nbs/03_architecture/03a_layers_np.ipynb #8e6539d9
 def cross_entropy_backward(
     cache:tuple, # From `cross_entropy_forward`
-)->np.ndarray: # `dlogits`, shape and type of the logits; 0 where a target does not count
-    "The probabilities, less 1 at the target, over the number of targets that count."
+)->np.ndarray: # `dlogits`, shape and type of the logits; 0 for targets that don't count
+    """Compute the gradient of the logits: the probabilities, minus 1 at the target, divided by
+    the number of targets that count."""
     logits, targets, counts, top, total, z_loss = cache
     xp = array_module(logits)
     share = (counts/xp.maximum(counts.sum(), 1)).astype(total.dtype) # (N,): 1/n or 0

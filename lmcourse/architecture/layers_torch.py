@@ -21,12 +21,13 @@ from ..tools.config import FFN_KINDS, unknown
 # %% ../../nbs/03_architecture/03b_layers_torch.ipynb #c266cb90
 def check_same(
     f,               # A differentiable function of some tensors
-    g,               # Another, which should be the same
-    *inputs,         # Tensors that both are given; floating-point ones get a gradient
-    rtol:float=1e-5, # Allowed error in units of the value that `g` gives
-    atol:float=1e-6, # Allowed error besides
+    g,               # Another function, which should compute the same
+    *inputs,         # Arguments of both; floating-point tensors get a gradient
+    rtol:float=1e-5, # Allowed relative error, relative to the result of `g`
+    atol:float=1e-6, # Allowed absolute error, in addition
 ):
-    "`AssertionError` unless `f` and `g` agree in their output and in the gradient of every input."
+    """Check that `f` and `g` agree in their output and in the gradient of every input.
+    Raises `AssertionError` if they don't."""
     results = []
     for function in (f, g):
         xs = [x.detach().clone().requires_grad_(x.is_floating_point()) for x in inputs]
@@ -37,14 +38,14 @@ def check_same(
 
 # %% ../../nbs/03_architecture/03b_layers_torch.ipynb #2efd78ed
 def truncated_normal(
-    shape:tuple,    # Of the tensor
+    shape:tuple,    # Shape of the tensor
     std:float,      # Standard deviation before the cut at three of them on either side
-    device=None,    # Where it shall lie; on `meta` nothing is drawn
-    dtype=None,     # Its type, torch's default if nothing is said
-    # Where the numbers come from, on the CPU; torch's own generator if none is given
+    device=None,    # Device of the tensor; on `meta` nothing is drawn
+    dtype=None,     # Type of the tensor; default: torch's
+    # Random generator on the CPU; default: torch's own
     generator:torch.Generator|None=None,
 )->torch.Tensor: # The same numbers on every device: they are drawn on the CPU
-    "Normal numbers around 0, none beyond three standard deviations."
+    "Draw normal random numbers around 0, none beyond three standard deviations."
     w = torch.empty(shape, device=device, dtype=dtype)
     if w.is_meta: return w
     drawn = torch.empty(shape, device="cpu", dtype=torch.float32)
@@ -53,23 +54,23 @@ def truncated_normal(
 # %% ../../nbs/03_architecture/03b_layers_torch.ipynb #3690d2f4
 def linear(
     x:torch.Tensor,      # Activations `(..., in)`
-    weight:torch.Tensor, # `(out, in)`
-    bias:torch.Tensor|None=None, # Added at the end `(out,)`
+    weight:torch.Tensor, # Matrix `(out, in)`
+    bias:torch.Tensor|None=None, # Vector added at the end `(out,)`
 )->torch.Tensor: # `(..., out)`
-    "`x @ weight.T + bias` over the last dimension."
+    "Compute `x @ weight.T + bias` over the last dimension."
     y = x@weight.T
     return y if bias is None else y + bias
 
 # %% ../../nbs/03_architecture/03b_layers_torch.ipynb #7eb66aec
 class Linear(nn.Linear):
-    "Torch's linear layer, with the first weights of Glorot and Bengio."
+    "Torch's linear layer, with the initialization of Glorot and Bengio."
     def __init__(self,
         in_features:int,  # Size of the input's last dimension
         out_features:int, # Size of the output's last dimension
-        bias:bool=False,  # Whether to add a learnt vector, 0 at first
-        device=None,      # Where the weights lie; `meta` for shapes alone
-        dtype=None,       # Their type, torch's default if nothing is said
-        generator:torch.Generator|None=None, # Where the initial weights come from
+        bias:bool=False,  # Whether to add a learnt vector, initially 0
+        device=None,      # Device of the weights; `meta` for shapes only
+        dtype=None,       # Type of the weights; default: torch's
+        generator:torch.Generator|None=None, # Random generator of the initial weights
     ):
         super().__init__(in_features, out_features, bias, "meta")
         std, shape = math.sqrt(2/(in_features + out_features)), (out_features, in_features)
@@ -79,18 +80,18 @@ class Linear(nn.Linear):
 
 # %% ../../nbs/03_architecture/03b_layers_torch.ipynb #bba5df1c
 class Embedding(nn.Embedding):
-    "A row of `weight` for each id; `IndexError` for an id that has none."
+    "Looks up a row of `weight` for each id. Raises `IndexError` for an id out of range."
     def __init__(self,
-        num_embeddings:int, # Rows: ids are 0 to `num_embeddings - 1`
+        num_embeddings:int, # Number of rows; ids are 0 to `num_embeddings - 1`
         embedding_dim:int,  # Size of a row
-        # Standard deviation of the initial weights, before the cut at three of them
+        # Standard deviation of the initial weights, before they are cut off at three of them
         std:float=1.0,
-        device=None,        # Where the weights lie; `meta` for shapes alone
-        dtype=None,         # Their type, torch's default if nothing is said
-        generator:torch.Generator|None=None, # Where the initial weights come from
+        device=None,        # Device of the weights; `meta` for shapes only
+        dtype=None,         # Type of the weights; default: torch's
+        generator:torch.Generator|None=None, # Random generator of the initial weights
     ):
         shape = num_embeddings, embedding_dim
-        # Drawn on `meta`, it would load torch's compiler
+        # drawing it on `meta` would load torch's compiler
         super().__init__(*shape, _weight=truncated_normal(shape, std, device, dtype, generator))
 
     def forward(self, ids:torch.Tensor)->torch.Tensor: # `(...)` whole numbers to `(..., D)`
@@ -99,53 +100,55 @@ class Embedding(nn.Embedding):
 
 # %% ../../nbs/03_architecture/03b_layers_torch.ipynb #45a71782
 def check_index(
-    index:torch.Tensor, # Whole numbers, say token ids or positions
-    size:int,           # They have to be from 0 to `size - 1`
-    name:str,           # What one of them is, for the message
-    of:str,             # What has that size
+    index:torch.Tensor, # Integers, for example token ids or positions
+    size:int,           # Allowed range: from 0 to `size - 1`
+    name:str,           # Name of one such integer, for the message
+    of:str,             # Name of the thing that has that size, for the message
 ):
-    """`TypeError` unless `index` holds whole numbers, `IndexError` with the worst of those that are
-    out of range."""
+    """Check indices.
+    Raises `TypeError` unless they are integers, and `IndexError` with the worst one out of
+    range."""
     if index.dtype not in (torch.int64, torch.int32):
         raise TypeError(f"{name}s are {index.dtype}, expected torch.int64")
     if not index.numel() or not _can_look(index): return
     try: low, high = (int(v) for v in index.aminmax())
-    except RuntimeError: return     # Within vmap, or of a fake tensor
+    except RuntimeError: return     # within vmap, or for a fake tensor
     if low < 0 or high >= size:
         raise IndexError(f"{name} {high if high - size >= -1 - low else low} is not in {of} of "
                          f"{size}: expected 0 to {size - 1}")
 
 # %% ../../nbs/03_architecture/03b_layers_torch.ipynb #e6a06d22
 def _can_look(x:torch.Tensor
-)->bool: # A GPU would have to be waited for; while compiling or tracing there are no numbers
+)->bool: # Whether values can be read: not on a GPU (which means waiting), nor while compiling
     return (x.device.type == "cpu" and not torch.compiler.is_compiling()
             and not torch.jit.is_tracing())
 
 # %% ../../nbs/03_architecture/03b_layers_torch.ipynb #60bd6df9
 def at_least_float32(
     x:torch.Tensor, # Floating-point numbers of any type
-)->torch.Tensor: # 16-bit types as float32, others as they are
-    "Room for sums and squares."
+)->torch.Tensor: # 16-bit types as float32; other types unchanged
+    "Convert 16-bit numbers to float32, so that sums and squares have room."
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 # %% ../../nbs/03_architecture/03b_layers_torch.ipynb #239b76c3
 def rmsnorm(
     x:torch.Tensor,      # Activations `(..., D)`
     weight:torch.Tensor, # Gain `(D,)`
-    eps:float=1e-5,      # Added to the mean square, in units of `x**2`
-)->torch.Tensor: # Shape and type of `x`
-    "Rows scaled to a root mean square of 1, times the gain. Zhang and Sennrich 2019, equation 4."
+    eps:float=1e-5,      # Number added to the mean square, in units of `x**2`
+)->torch.Tensor: # Same shape and type as `x`
+    """Scale rows to a root mean square of 1, times the gain.
+    Source: Zhang and Sennrich 2019, equation 4."""
     wide = at_least_float32(x)
     return (wide*torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)*weight).to(x.dtype)
 
 # %% ../../nbs/03_architecture/03b_layers_torch.ipynb #0760883d
 class RMSNorm(nn.Module):
-    "`rmsnorm` with a learnt gain, 1 at first."
+    "`rmsnorm` as a module, with a learnt gain that starts at 1."
     def __init__(self,
         d_model:int,    # Size of the last dimension, D
-        eps:float=1e-5, # Added to the mean square, in units of `x**2`
-        device=None,    # Where the gain lies
-        dtype=None,     # Its type, torch's default if nothing is said
+        eps:float=1e-5, # Number added to the mean square, in units of `x**2`
+        device=None,    # Device of the gain
+        dtype=None,     # Type of the tensor; default: torch's
     ):
         super().__init__()
         self.eps, self.weight = eps, nn.Parameter(torch.ones(d_model, device=device, dtype=dtype))
@@ -158,10 +161,11 @@ class RMSNorm(nn.Module):
 def layernorm(
     x:torch.Tensor,      # Activations `(..., D)`
     weight:torch.Tensor, # Gain `(D,)`
-    bias:torch.Tensor|None=None, # Added at the end `(D,)`
-    eps:float=1e-5,      # Added to the variance, in units of `x**2`
-)->torch.Tensor: # Shape and type of `x`
-    "Rows of mean 0 and variance 1, times the gain, plus the bias. Ba, Kiros and Hinton 2016."
+    bias:torch.Tensor|None=None, # Vector added at the end `(D,)`
+    eps:float=1e-5,      # Number added to the variance, in units of `x**2`
+)->torch.Tensor: # Same shape and type as `x`
+    """Normalize rows to mean 0 and variance 1, times the gain, plus the bias.
+    Source: Ba, Kiros and Hinton 2016."""
     wide = at_least_float32(x)
     centred = wide - wide.mean(-1, keepdim=True)
     y = rmsnorm(centred, weight, eps)
@@ -169,13 +173,13 @@ def layernorm(
 
 # %% ../../nbs/03_architecture/03b_layers_torch.ipynb #84e563e0
 class LayerNorm(nn.Module):
-    "`layernorm` with a learnt gain, 1 at first, and a learnt bias, 0 at first."
+    "`layernorm` as a module, with a learnt gain that starts at 1 and a bias that starts at 0."
     def __init__(self,
         d_model:int,    # Size of the last dimension, D
-        eps:float=1e-5, # Added to the variance, in units of `x**2`
+        eps:float=1e-5, # Number added to the variance, in units of `x**2`
         bias:bool=True, # Whether there is a bias
-        device=None,    # Where the weights lie
-        dtype=None,     # Their type, torch's default if nothing is said
+        device=None,    # Device of the weights
+        dtype=None,     # Type of the weights; default: torch's
     ):
         super().__init__()
         self.eps, self.weight = eps, nn.Parameter(torch.ones(d_model, device=device, dtype=dtype))
@@ -189,25 +193,25 @@ class LayerNorm(nn.Module):
 
 # %% ../../nbs/03_architecture/03b_layers_torch.ipynb #8bbca62e
 def relu(x:torch.Tensor)->torch.Tensor: # The positive part
-    "`x` where it is above 0, else 0."
+    "Return `x` where it is above 0, and 0 elsewhere."
     return torch.where(x > 0, x, 0)
 
 def relu2(x:torch.Tensor)->torch.Tensor: # The positive part, squared
-    "`x*x` where `x` is above 0, else 0."
+    "Return `x*x` where `x` is above 0, and 0 elsewhere."
     x = F.relu(x)
-    # Autograd saves `x` alone, once: `x**2` would be computed in float32 by autocast on a GPU
+    # so autograd saves only `x`, once; autocast on a GPU would compute `x**2` in float32
     return x*x
 
-def silu(x:torch.Tensor)->torch.Tensor: # `x` times its logistic
-    "A smooth step times `x`, with its lowest value near -0.28."
+def silu(x:torch.Tensor)->torch.Tensor: # `x` times its sigmoid
+    "Multiply `x` by a smooth step, its sigmoid; the lowest value is near -0.28."
     return x*torch.sigmoid(x)
 
 def gelu(
     x:torch.Tensor,           # Any shape
-    # `tanh` for GPT-2's form, `none` for the exact one; the words are torch's
+    # `tanh` for GPT-2's form, `none` for the exact one, as in torch
     approximate:str="tanh",
 )->torch.Tensor: # `x` times the normal distribution function, or nearly so
-    "Gaussian error linear unit. Hendrycks and Gimpel 2016, section 2."
+    "Compute the Gaussian error linear unit. Source: Hendrycks and Gimpel 2016, section 2."
     if approximate not in ("tanh", "none"):
         raise unknown("approximation of gelu", approximate, ("tanh", "none"))
     if approximate == "none": return x*(1 + torch.erf(x/math.sqrt(2)))/2
@@ -222,16 +226,17 @@ ACTIVATIONS:dict[str, Callable] = dict(   # Name to function
 
 # %% ../../nbs/03_architecture/03b_layers_torch.ipynb #d36bd30f
 class FeedForward(nn.Module):
-    "Widen, activate, narrow: `w2(a(w1(x)))`, or gated `w2(a(w1(x))*w3(x))`. Shazeer 2020."
+    """A feed-forward network: `w2(a(w1(x)))`, or gated `w2(a(w1(x))*w3(x))`.
+    Source: Shazeer 2020."""
     def __init__(self,
         d_model:int,       # Size of input and output, D
-        d_ff:int,          # Size between, F
+        d_ff:int,          # Size of the hidden layer, F
         kind:str="swiglu", # A name in `FFN_KINDS`
         bias:bool=False,   # Whether the matrices have biases
-        device=None,       # Where the weights lie; `meta` for shapes alone
-        dtype=None,        # Their type, torch's default if nothing is said
-        generator:torch.Generator|None=None, # Where the initial weights come from
-        linear:Callable=Linear, # What makes the matrices
+        device=None,       # Device of the weights; `meta` for shapes only
+        dtype=None,        # Type of the weights; default: torch's
+        generator:torch.Generator|None=None, # Random generator of the initial weights
+        linear:Callable=Linear, # Class of the matrices
     ):
         super().__init__()
         if kind not in FFN_KINDS: raise unknown("feed-forward network", kind, FFN_KINDS)
@@ -249,9 +254,9 @@ class FeedForward(nn.Module):
 # %% ../../nbs/03_architecture/03b_layers_torch.ipynb #aa563273
 def softmax(
     x:torch.Tensor, # Logits
-    dim:int=-1,     # Along which probabilities add up to 1
-)->torch.Tensor: # Shape and type of `x`
-    "Exponentials over their sum."
+    dim:int=-1,     # Dimension along which probabilities add up to 1
+)->torch.Tensor: # Same shape and type as `x`
+    "Turn logits into probabilities: exponentials divided by their sum."
     wide = at_least_float32(x)
     e = (wide - wide.amax(dim, keepdim=True)).exp()
     return (e/e.sum(dim, keepdim=True)).to(x.dtype)
@@ -259,9 +264,10 @@ def softmax(
 # %% ../../nbs/03_architecture/03b_layers_torch.ipynb #0fe77c98
 def token_losses(
     logits:torch.Tensor,  # `(..., V)`
-    targets:torch.Tensor, # The ids that came `(...)`, all of them from 0 to V - 1
-)->torch.Tensor: # `(...)`, in nats
-    "How surprising each target is: `-log p`, as `log Z - logit`, both from the largest logit on."
+    targets:torch.Tensor, # The ids that came next `(...)`, all of them from 0 to V - 1
+)->torch.Tensor: # Loss of each target `(...)`, in nats
+    """Compute the surprisal `-log p` of each target.
+    It is `log Z - logit`, with the largest logit subtracted from both."""
     wide = at_least_float32(logits)
     below = wide - wide.detach().amax(-1, keepdim=True)
     return below.exp().sum(-1).log() - below.gather(-1, targets[..., None])[..., 0]
@@ -270,10 +276,10 @@ def token_losses(
 def cross_entropy(
     logits:torch.Tensor,    # `(..., V)`
     targets:torch.Tensor,   # Ids `(...)` from 0 to V - 1, or `ignore_index`
-    ignore_index:int=-100,  # A target that does not count
+    ignore_index:int=-100,  # Value of targets that don't count
     z_loss:float=0.0,       # Weight of the mean of `log(Z)**2`
-)->torch.Tensor: # Mean over the targets that count, in nats; NaN where none does
-    "The training loss. `ValueError` if the shapes don't fit."
+)->torch.Tensor: # Mean over the targets that count, in nats; NaN if none does
+    "Compute the training loss. Raises `ValueError` if the shapes don't fit."
     if targets.shape != logits.shape[:-1]:
         raise ValueError(f"targets {tuple(targets.shape)} don't fit logits {tuple(logits.shape)}, "
                          f"expected {tuple(logits.shape[:-1])}")
@@ -285,14 +291,14 @@ def cross_entropy(
 
 # %% ../../nbs/03_architecture/03b_layers_torch.ipynb #1f7bdc3f
 def _some_tokens(x, weight, targets, counts, z_loss, wants
-): # Sums of the losses of some tokens, and of their gradients by `x` and `weight`
+): # Sum of the losses of some tokens, and their gradients with respect to `x` and `weight`
     z = (x@weight.T).float() if x.dtype.itemsize < 4 else x@weight.T
     top = z.amax(-1, keepdim=True)
     at = z.sub_(top).gather(-1, targets[:, None])
     p = z.exp_()
     total = p.sum(-1, keepdim=True)
     log_z = total.log() + top
-    # Without `z_loss` nothing is squared: 0 times a square that is too large is no number
+    # without `z_loss` nothing is squared: 0 times a square that overflows would be NaN
     loss = ((total.log() - at + (z_loss*log_z.square() if z_loss else 0))*counts).sum()
     if not any(wants): return loss, None, None
     p.mul_((1 + 2*z_loss*log_z)*counts/total).scatter_add_(-1, targets[:, None], -counts)
@@ -303,7 +309,7 @@ def _some_tokens(x, weight, targets, counts, z_loss, wants
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, targets, ignore_index, z_loss, tokens, wants
-    ): # `wants`: whether a gradient of `x`, of `weight`
+    ): # `wants` says whether gradients of `x` and of `weight` are needed
         counts = targets != ignore_index
         targets, n = targets.where(counts, 0), counts.sum()
         loss, dxs, dweight = 0, [], None
@@ -325,15 +331,16 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 # %% ../../nbs/03_architecture/03b_layers_torch.ipynb #d32e3ca2
 def linear_cross_entropy(
-    x:torch.Tensor,         # What the head reads `(..., D)`
-    weight:torch.Tensor,    # Of the head `(V, D)`
+    x:torch.Tensor,         # Input of the head `(..., D)`
+    weight:torch.Tensor,    # Matrix of the head `(V, D)`
     targets:torch.Tensor,   # Ids `(...)` from 0 to V - 1, or `ignore_index`
-    ignore_index:int=-100,  # A target that does not count
+    ignore_index:int=-100,  # Value of targets that don't count
     z_loss:float=0.0,       # Weight of the mean of `log(Z)**2`
-    # Tokens at a time: none for what fits a CPU's cache, or makes a GPU busy
+    # Tokens at a time; by default as many as fit into a CPU's cache, or keep a GPU busy
     tokens:int|None=None,
-)->torch.Tensor: # As `cross_entropy(x@weight.T, ...)`
-    "The training loss without all logits at once. `ValueError` if the shapes don't fit."
+)->torch.Tensor: # The same as `cross_entropy(x@weight.T, ...)`
+    """Compute the training loss without holding all logits at once.
+    Raises `ValueError` if the shapes don't fit."""
     if targets.shape != x.shape[:-1]:
         raise ValueError(f"targets {tuple(targets.shape)} don't fit x {tuple(x.shape)}, expected "
                          f"{tuple(x.shape[:-1])}")
@@ -353,22 +360,22 @@ class _AuxiliaryLoss(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx, dy): # Once for each use, also where a block is computed twice
+    def backward(ctx, dy): # Called once per use, even if a block is computed twice
         ctx.then()
         return dy, torch.full_like(ctx.like, ctx.scale), None, None
 
-_AUXILIARY = [1.] # How much of a step is being computed
+_AUXILIARY = [1.] # the share of a step that is being computed
 
 @contextlib.contextmanager
-def auxiliary_scale(scale:float): # What losses within layers are multiplied by, inside the block
+def auxiliary_scale(scale:float): # Factor for the losses of layers within the `with` block
     before, _AUXILIARY[0] = _AUXILIARY[0], scale
     try: yield
     finally: _AUXILIARY[0] = before
 
 def add_auxiliary_loss(
-    x:torch.Tensor,    # What a layer gives
-    loss:torch.Tensor, # No axes, with a gradient
-    then:Callable=lambda: None, # Called once when the backward pass comes by
-)->torch.Tensor: # `x`
-    "Hand `x` on; in the backward pass the gradient of `loss` is added."
+    x:torch.Tensor,    # Output of a layer
+    loss:torch.Tensor, # A scalar with a gradient
+    then:Callable=lambda: None, # Called once in the backward pass
+)->torch.Tensor: # `x`, unchanged
+    "Attach a loss to `x`: the backward pass through `x` also adds the gradient of `loss`."
     return _AuxiliaryLoss.apply(x, loss, then, _AUXILIARY[0])

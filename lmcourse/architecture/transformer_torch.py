@@ -23,21 +23,21 @@ from .attention_torch import causal_attention
 
 # %% ../../nbs/03_architecture/03f_transformer_torch.ipynb #69cb417e
 def make_norm(
-    config:ModelConfig, # Says which norm, and its epsilon
-    device=None,        # Where its gain lies
-    dtype=None,         # The gain's type
+    config:ModelConfig, # Sizes and variant, the kind of norm and its epsilon among them
+    device=None,        # Device of the gain
+    dtype=None,         # Type of the gain
 )->nn.Module: # A norm over D; `nn.Identity` if the config has none
-    "The norm that the config asks for."
+    "Make the norm that the config asks for."
     c, place = config, dict(device=device, dtype=dtype)
     if c.norm == "none": return nn.Identity()
     return (RMSNorm(c.d_model, c.norm_eps, **place) if c.norm == "rmsnorm"
             else LayerNorm(c.d_model, c.norm_eps, c.bias, **place))
 
 # %% ../../nbs/03_architecture/03f_transformer_torch.ipynb #a0dfdd1c
-# By name, what makes a network that is no `FeedForward`: as `make_ffn`. A text names what a later
-# chapter has, and is looked up when a model asks for it
+# name to a function like `make_ffn`, for networks other than `FeedForward`; a string names a
+# function of a later chapter, which is imported when a model asks for it
 FFN_MODULES:dict[str, Callable|str] = {"experts": "lmcourse.moe.experts_torch:MoE"}
-# Likewise, what makes an attention that is no `CausalSelfAttention`
+# the same for attention other than `CausalSelfAttention`
 ATTENTION_MODULES:dict[str, Callable|str] = {
     "latent": "lmcourse.moe.latent_attention:LatentAttention"}
 
@@ -45,12 +45,12 @@ def _found(part)->Callable: return resolve_name(part) if isinstance(part, str) e
 
 def make_ffn(
     config:ModelConfig, # Sizes, kind and bias
-    linear:Callable=Linear, # What makes the matrices
-    device=None,        # Where they lie
-    dtype=None,         # Their type
-    generator:torch.Generator|None=None, # Where the initial weights come from
+    linear:Callable=Linear, # Class of the matrices
+    device=None,        # Device of the weights
+    dtype=None,         # Type of the weights
+    generator:torch.Generator|None=None, # Random generator of the initial weights
 )->nn.Module: # `(..., D)` to `(..., D)`
-    "The feed-forward network that the config asks for."
+    "Make the feed-forward network that the config asks for."
     how = dict(device=device, dtype=dtype, generator=generator, linear=linear)
     name = "experts" if config.num_experts else config.ffn
     if name in FFN_MODULES: return _found(FFN_MODULES[name])(config, **how)
@@ -58,24 +58,25 @@ def make_ffn(
 
 @dataclass(frozen=True)
 class Parts:
-    "What a model is made of. Another kind of model is `replace(Parts(), attention=my_kernel)`."
-    # As `Linear`: sizes in and out, then `bias`, `device`, `dtype`, `generator`
+    "The components of a model; `replace(Parts(), attention=my_kernel)` replaces one."
+    # like `Linear`: sizes in and out, then `bias`, `device`, `dtype`, `generator`
     linear:Callable = Linear
-    norm:Callable = make_norm     # As `make_norm`
-    attention:Callable = causal_attention # As `causal_attention`
-    ffn:Callable = make_ffn       # As `make_ffn`
-    loss:Callable = linear_cross_entropy  # As `linear_cross_entropy`
+    norm:Callable = make_norm     # like `make_norm`
+    attention:Callable = causal_attention # like `causal_attention`
+    ffn:Callable = make_ffn       # like `make_ffn`
+    loss:Callable = linear_cross_entropy  # like `linear_cross_entropy`
 
-# By name, what makes other parts. A text names what a later chapter has
+# name to a function that replaces parts; a string names a function of a later chapter
 PARTS:dict[str, Callable|str] = {"triton": "lmcourse.kernels.use:triton_parts"}
 
 def named_parts(
-    config:ModelConfig,     # Of the model that they are for
-    attention:str="torch",  # Who computes attention
-    kernels:str="torch",    # Who computes norms, feed-forward networks and loss
-    device:str|torch.device="cpu", # Where
+    config:ModelConfig,     # Config of the model
+    attention:str="torch",  # Name of the implementation of attention
+    kernels:str="torch",    # Name of the implementation of norms, feed-forward networks and loss
+    device:str|torch.device="cpu", # Device of the model
 )->Parts:
-    "Parts by the names of those who compute them. `ValueError` where somebody can't."
+    """Choose the components of a model by the names of their implementations.
+    Raises `ValueError` if an implementation can't compute this model."""
     parts = Parts()
     for what,name in (("kernels", kernels), ("attention", attention)):
         if name == "torch": continue
@@ -88,12 +89,12 @@ class TransformerBlock(nn.Module):
     "Attention and a feed-forward network, each added to the residual stream."
     def __init__(self,
         config:ModelConfig,  # Sizes and variant
-        # Shared by all blocks: none to make one here, if the config asks for it
+        # A `RoPE` shared by all blocks; by default one is made if the config asks for it
         rope:RoPE|None=None,
-        device=None,         # Where the weights lie; `meta` for shapes alone
-        dtype=None,          # Their type, torch's default if nothing is said
-        generator:torch.Generator|None=None, # Where the initial weights come from
-        parts:Parts=Parts(), # What it is made of
+        device=None,         # Device of the weights; `meta` for shapes only
+        dtype=None,          # Type of the weights; default: torch's
+        generator:torch.Generator|None=None, # Random generator of the initial weights
+        parts:Parts=Parts(), # The components to use
     ):
         super().__init__()
         c, place, own = (config, dict(device=device, dtype=dtype),
@@ -106,34 +107,34 @@ class TransformerBlock(nn.Module):
 
     def forward(self,
         x:torch.Tensor, # The residual stream `(..., T, D)`
-        positions:torch.Tensor|None=None, # Of the tokens: none for 0 to T - 1
-        cache=None,     # For generation: see `CausalSelfAttention`
-        table:torch.Tensor|None=None, # Likewise
+        positions:torch.Tensor|None=None, # Positions of the tokens; default: 0 to T - 1
+        cache=None,     # For generation, see `CausalSelfAttention`
+        table:torch.Tensor|None=None, # See `CausalSelfAttention`
     )->torch.Tensor: # `(..., T, D)`
         x = self.add(x, partial(self.attn, positions=positions, cache=cache, table=table), self.ln1)
         return self.add(x, self.ffn, self.ln2)
 
     def add(self, x:torch.Tensor, f, norm
-    )->torch.Tensor: # `x` and what `f` makes of it, with the norm in its place
+    )->torch.Tensor: # `x` plus the output of `f`, with the norm where the config places it
         if self.norm_position == "pre": return x + f(norm(x))
         return norm(x + f(x)) if self.norm_position == "post" else x + norm(f(x))
 
 # %% ../../nbs/03_architecture/03f_transformer_torch.ipynb #07970f9e
 class SinusoidalPositions(FixedTable):
-    """Sines and cosines of the position, to be added to embeddings. Vaswani et al.
-    2017, section 3.5."""
+    """Sines and cosines of the position, to be added to embeddings.
+    Source: Vaswani et al. 2017, section 3.5."""
     def __init__(self,
         context_length:int, # Positions 0 to `context_length - 1`, T
         d_model:int,        # Size of a row, D, an even number
-        device=None,        # Where the model lies
-        dtype=None,         # The model's type
+        device=None,        # Device of the model
+        dtype=None,         # Type of the model
     ):
         super().__init__()
         self.sizes = context_length, d_model
         self.place(device, dtype)
 
     def values(self)->torch.Tensor: # `(T, D)`
-        "Sine, cosine, sine, cosine and so on."
+        "Compute rows of sine, cosine, sine, cosine and so on."
         T, D = self.sizes
         wide = partial(torch.arange, dtype=torch.float64, device="cpu")
         angles = torch.outer(wide(T), 10_000**(-wide(0, D, 2)/D))
@@ -144,12 +145,13 @@ class SinusoidalPositions(FixedTable):
 
 # %% ../../nbs/03_architecture/03f_transformer_torch.ipynb #b79c5140
 class InputEmbeddings(nn.Module):
-    "Ids to the residual stream: token embeddings and, if the config has them, position embeddings."
+    """Turns ids into the residual stream: token embeddings and, if the config asks for them,
+    position embeddings."""
     def __init__(self,
         config:ModelConfig, # Sizes and variant
-        device=None,        # Where the weights lie; `meta` for shapes alone
-        dtype=None,         # Their type, torch's default if nothing is said
-        generator:torch.Generator|None=None, # Where the initial weights come from
+        device=None,        # Device of the weights; `meta` for shapes only
+        dtype=None,         # Type of the weights; default: torch's
+        generator:torch.Generator|None=None, # Random generator of the initial weights
     ):
         super().__init__()
         c, place = config, dict(device=device, dtype=dtype)
@@ -173,15 +175,15 @@ class InputEmbeddings(nn.Module):
 
 # %% ../../nbs/03_architecture/03f_transformer_torch.ipynb #b47d6c4e
 class TransformerLM(InputEmbeddings):
-    "Ids in, logits of the next id out; or, with the ids that come next, the loss."
+    "The whole language model: from ids to the logits of the next id, or to the loss."
     layers:Any              # A list of `TransformerBlock`s
-    # Keep only each block's input, and run the block again in the backward pass
+    # whether to save only each block's input, and run the block again in the backward pass
     recompute:bool = False
     def __init__(self,
         config:ModelConfig, # Sizes and variant
-        seed:int=0,         # Of the initial weights
-        device=None, dtype=None, # Of the weights; `meta` for shapes alone
-        parts:Parts=Parts(), # What it is made of
+        seed:int=0,         # Seed of the initial weights
+        device=None, dtype=None, # Device (`meta` for shapes only) and type of the weights
+        parts:Parts=Parts(), # The components to use
     ):
         c, place, generator = (config, dict(device=device, dtype=dtype),
                                torch.Generator().manual_seed(seed))
@@ -200,39 +202,39 @@ class TransformerLM(InputEmbeddings):
 
     def forward(self,
         ids:torch.Tensor, # `(..., T)`, from 0 to V - 1; T up to `context_length`
-        positions:torch.Tensor|None=None, # Of the tokens, `(T,)` or `(..., T)`: none for 0 to T - 1
-        cache=None,       # For generation, an entry a layer: see `CausalSelfAttention`
+        positions:torch.Tensor|None=None, # Positions, `(T,)` or `(..., T)`; default: 0 to T - 1
+        cache=None,       # For generation, one entry per layer, see `CausalSelfAttention`
     )->torch.Tensor: # Logits `(..., T, V)`
         return self.lm_head(self.hidden_states(ids, positions, cache))
 
     def hidden_states(self, ids:torch.Tensor, positions:torch.Tensor|None=None, cache=None
-    )->torch.Tensor: # What the head reads `(..., T, D)`
+    )->torch.Tensor: # Input of the head `(..., T, D)`
         _check_input(ids, self.config, positions, cache)
         x, table = self.embed(ids, positions), _rope_table(self, ids.shape[-1], positions)
         for i,layer in enumerate(self.layers):
             x = _run(self, layer, x, positions, None if cache is None else cache[i], table)
         return self.ln_final(x)
 
-    def _apply(self, fn, recurse=True): # Torch calls it for every move
+    def _apply(self, fn, recurse=True): # torch calls it to move a module
         return _tie(super()._apply(fn, recurse))
 
     def loss(self,
         ids:torch.Tensor,      # `(..., T)`
-        targets:torch.Tensor,  # The ids that come next `(..., T)`, or `ignore_index`
-        ignore_index:int=-100, # A target that does not count
-    )->torch.Tensor: # Mean in nats a token, with the config's z-loss
-        "What training minimises."
+        targets:torch.Tensor,  # The next ids `(..., T)`, or `ignore_index`
+        ignore_index:int=-100, # Value of targets that don't count
+    )->torch.Tensor: # Mean in nats per token, plus the config's z-loss
+        "Compute the loss that training minimizes."
         return self.parts.loss(self.hidden_states(ids), self.lm_head.weight, targets, ignore_index,
                                self.config.z_loss)
 
 # %% ../../nbs/03_architecture/03f_transformer_torch.ipynb #e3173363
 @torch.no_grad()
 def scale_branches(model
-    # Two a layer are added to the stream; so small, their sum does not grow with the depth. Radford
-    # et al. 2019, section 2.3
+    # two branches per layer are added to the stream; scaled down, their sum doesn't grow with the
+    # depth (Radford et al. 2019, section 2.3)
 ):
     c = model.config
-    if c.mup_base_width: # The head begins as large as at the base width: see chapter 11
+    if c.mup_base_width: # the head starts as large as at the base width, see chapter 11
         model.lm_head.weight.mul_(((c.vocab_size + c.d_model)
                                    /(c.vocab_size + c.mup_base_width))**.5)
     if not c.scaled_init: return
@@ -240,11 +242,11 @@ def scale_branches(model
         if name.endswith(("output_proj.weight", "w2.weight", "experts.w2")):
             p.mul_((2*c.num_layers)**-.5)
 
-def _scaled(factor:float, module, inputs, output): return output*factor # What the head reads
+def _scaled(factor:float, module, inputs, output): return output*factor # For the input of the head
 
 # %% ../../nbs/03_architecture/03f_transformer_torch.ipynb #c11d0002
 def _check_input(ids:torch.Tensor, c:ModelConfig, positions, cache
-): # `Embedding` looks at the ids themselves
+): # Checks shapes and positions; `Embedding` checks the values of the ids
     if not ids.ndim:
         raise ValueError("ids have no dimension, expected (..., T): a single token is a row of "
                          "length 1")
@@ -260,14 +262,14 @@ def _rope_table(model, T:int, positions)->torch.Tensor|None: # Looked up once fo
     return None if rope is None else rope.at(T, positions)
 
 def _run(model, layer, x:torch.Tensor, positions, cache, table
-)->torch.Tensor: # A block, as `recompute` says
+)->torch.Tensor: # Output of a block, which is run again in the backward pass if `recompute`
     if not model.recompute or cache is not None or not torch.is_grad_enabled():
         return layer(x, positions, cache, table)
     return checkpoint(layer, x, positions, None, table, use_reentrant=False,
                       preserve_rng_state=False)
 
 def _tie(model:TransformerLM
-    # Again after each move: torch makes two tensors of one when it fills a model made on `meta`
+    # repeated after each move: torch splits a tied tensor when it fills a model made on `meta`
 )->TransformerLM:
     if model.config.tie_embeddings: model.lm_head.weight = model.token_embeddings.weight
     return model

@@ -29,7 +29,7 @@ from ..tools.stories import Stories
 # %% ../../nbs/05_generation/05b_generate.ipynb #f49cc824
 @contextmanager
 def _evaluating(model
-): # Without gradients, and all parts of the model in evaluation mode; their modes come back
+): # Without gradients, all modules in evaluation mode; their modes are restored afterwards
     parts = [m for m in model.modules() if m.training] if isinstance(model, torch.nn.Module) else []
     for m in parts: m.training = False
     try:
@@ -37,7 +37,7 @@ def _evaluating(model
     finally:
         for m in parts: m.training = True
 
-def _device(model): # Where its parameters lie; none if it has none
+def _device(model): # Device of the parameters; `None` if it has none
     parameter = next(model.parameters(), None) if isinstance(model, torch.nn.Module) else None
     return None if parameter is None else parameter.device
 
@@ -47,11 +47,11 @@ def _logits(model, ids:list)->torch.Tensor: # `(len(ids), V)`
 # %% ../../nbs/05_generation/05b_generate.ipynb #3fb75ef5
 def checked_ids(
     ids:Iterable[int], # Token ids
-    config,            # Of the model, for its vocabulary: none for a model that has no config
-    name:str="ids",    # What an error calls them
-    least:int=1,       # How many there must be
-)->list: # Plain numbers
-    "`ValueError` or `TypeError` unless they are ids of the vocabulary."
+    config,            # Config of the model, for its vocabulary; `None` for a model without config
+    name:str="ids",    # Name of the ids in error messages
+    least:int=1,       # Smallest number of ids
+)->list: # The ids as Python integers
+    "Check ids. Raises `ValueError` or `TypeError` unless they are ids of the vocabulary."
     ids, size = [index(i) for i in ids], getattr(config, "vocab_size", sys.maxsize)
     expected = "0 or more" if size == sys.maxsize else f"0 to {size - 1}"
     for i in ids:
@@ -66,10 +66,10 @@ def checked_ids(
 # %% ../../nbs/05_generation/05b_generate.ipynb #61b830da
 def context_of(
     config,               # As for `checked_ids`
-    tokens:int|None=None, # So many are wanted: none for all
-    name:str="context_length", # What an error calls `tokens`
-)->int: # The most tokens that the model is shown
-    "`ValueError` for more than the model's context."
+    tokens:int|None=None, # Number of tokens wanted; default: the model's context
+    name:str="context_length", # Name of `tokens` in error messages
+)->int: # Largest number of tokens that the model is shown
+    "Check a context length. Raises `ValueError` for more than the model's context."
     longest = getattr(config, "context_length", sys.maxsize)
     tokens = longest if tokens is None else index(tokens)
     expected = "1 or more" if longest == sys.maxsize else f"1 to {longest}"
@@ -80,23 +80,23 @@ def _config(model): return getattr(model, "config", None)
 
 # %% ../../nbs/05_generation/05b_generate.ipynb #cf831d19
 class Remembering:
-    "The ids of one sequence, and the checks that come before any work."
+    "Base class of decoders: holds the ids of one sequence, and checks arguments before any work."
     def __init__(self,
-        config,                   # Of the model: none for a model that has no config
-        max_tokens:int|None=None, # Of the sequence: none for the model's context
+        config,                   # Config of the model; `None` for a model without config
+        max_tokens:int|None=None, # Largest number of tokens; default: the model's context
     ):
         self.config, self.room, self.ids = config, context_of(config, max_tokens, "max_tokens"), []
 
     @property
-    def length(self)->int: return len(self.ids) # How many tokens are held
+    def length(self)->int: return len(self.ids) # Number of tokens so far
 
     def feed(self,
-        ids:Iterable[int], # The tokens that come next, at least one
-        all:bool=False,    # Answer after each of them, not only after the last
+        ids:Iterable[int], # The next tokens, at least one
+        all:bool=False,    # Whether to return logits after each of them, not only after the last
     ): # Logits `(V,)`, or `(len(ids), V)` with `all`; float32
-        """Go on with the sequence.
-        `ValueError`, and nothing changes, for no ids, ids outside the vocabulary, or more than
-        there is room for."""
+        """Continue the sequence.
+        Raises `ValueError`, and changes nothing, for no ids, ids outside the vocabulary, or more
+        ids than there is room for."""
         ids = checked_ids(ids, self.config)
         if self.length + len(ids) > self.room:
             raise ValueError(f"{len(ids)} ids after {self.length}, but the decoder has room for "
@@ -105,8 +105,8 @@ class Remembering:
         self.ids += ids
         return logits if all else logits[-1]
 
-    def rewind(self, length:int): # Tokens to keep
-        "Forget the others. `ValueError` if there are fewer."
+    def rewind(self, length:int): # Number of tokens to keep
+        "Forget all later tokens. Raises `ValueError` if there are fewer."
         if not 0 <= index(length) <= self.length:
             raise ValueError(f"rewind to {length}, expected 0 to {self.length}, the tokens held")
         kept, self.ids = self.ids[:length], self.ids[:length]
@@ -115,16 +115,16 @@ class Remembering:
         self.forget(0)
         self.feed(kept)
 
-    # Each decoder has its own: logits `(len(ids), V)`, or `(1, V)` without `all`; whether it could
-    # keep so many tokens
+    # Each decoder defines these two: `compute` returns logits `(len(ids), V)`, or `(1, V)` without
+    # `all`; `forget` returns whether it could keep `length` tokens
     def compute(self, ids:list, all:bool)->Any: raise NotImplementedError
     def forget(self, length:int)->bool: raise NotImplementedError
 
 # %% ../../nbs/05_generation/05b_generate.ipynb #944d7c90
 class RecomputingDecoder(Remembering):
-    "One sequence, computed anew at each step: the slow reference of all decoders."
+    "A decoder that recomputes the whole sequence at each step: the slow reference."
     def __init__(self,
-        # Ids `(1, T)` to logits `(1, T, V)`: a `TransformerLM` or any function that does this
+        # Takes ids `(1, T)`, returns logits `(1, T, V)`: a `TransformerLM` or any such function
         model,
     ):
         super().__init__(_config(model))
@@ -132,22 +132,22 @@ class RecomputingDecoder(Remembering):
 
     def compute(self, ids:list, all:bool)->torch.Tensor: # `(len(ids), V)`
         return _logits(self.model, self.ids + ids)[-len(ids):].float()
-    def forget(self, length:int)->bool: return True # Nothing but the ids is held
+    def forget(self, length:int)->bool: return True # It holds only the ids
 
 # %% ../../nbs/05_generation/05b_generate.ipynb #771fde99
 def next_logits(
-    decoder,     # It was fed all of `ids` but the last, or none
+    decoder,     # A decoder that was fed all of `ids` but the last, or nothing
     ids:list,    # The text so far
-    context:int, # How many of its latest tokens the model is shown
-)->torch.Tensor: # `(V,)`
-    "The logits of what follows `ids`."
+    context:int, # Number of latest tokens that the model is shown
+)->torch.Tensor: # Logits `(V,)`
+    "Compute the logits of the token that follows `ids`."
     new = ids[decoder.length:]
     if len(ids) > context: new = ids[-context:]; decoder.rewind(0)
     return torch.as_tensor(decoder.feed(new))
 
 # %% ../../nbs/05_generation/05b_generate.ipynb #d334cdc1
 def _steps(decoder, ids:list, max_tokens:int, context:int, stop:set, draw
-)->Iterator[tuple]: # Each id and the logits it was drawn from
+)->Iterator[tuple]: # Each new id, and the logits it was drawn from
     start = len(ids)
     for _ in range(max_tokens):
         logits = next_logits(decoder, ids, context)
@@ -163,10 +163,9 @@ def begin(
     stop:Iterable[int]=(),
     context_length:int|None=None,
     decoder=None,
-    # The ids as a list, the context, the ids of `stop` as a set, and a decoder with room for all
-    # that it must hold
+    # The ids as a list, the context, the ids of `stop` as a set, and a decoder with enough room
 )->tuple:
-    "What every loop needs before its first step. `ValueError` for an argument out of range."
+    "Prepare a generation loop. Raises `ValueError` for an argument out of range."
     c = _config(model)
     ids, context, stop = (checked_ids(ids, c), context_of(c, context_length),
                           {*checked_ids(stop, c, "stop", 0)})
@@ -180,37 +179,37 @@ def begin(
 
 # %% ../../nbs/05_generation/05b_generate.ipynb #617ba928
 def _draw(settings:dict, generator:torch.Generator
-): # A function from the logits `(V,)` and the ids drawn before to the next id
-    next_token_probs(torch.zeros(1), **settings)        # Raises now, not at the first token
+): # A function that takes logits `(V,)` and the ids drawn before, and returns the next id
+    next_token_probs(torch.zeros(1), **settings)        # raises now, not at the first token
     return lambda logits, drawn: sample(next_token_probs(logits, **settings, seen=drawn),
                                         generator).item()
 
 def _start(model, ids, max_tokens, stop, seed, generator, context_length, decoder, settings
-)->tuple: # The steps, and the ids that end them
+)->tuple: # The iterator of steps, and the ids that end it
     draw = _draw(settings, generator or torch.Generator().manual_seed(seed))
     ids, context, stop, decoder = begin(model, ids, max_tokens, stop, context_length, decoder)
     return _steps(decoder, ids, max_tokens, context, stop, draw), stop
 
 # %% ../../nbs/05_generation/05b_generate.ipynb #50a1fb97
 def generate(
-    # Ids `(1, T)` to logits `(1, T, V)`: a `TransformerLM` or any function that does this
+    # Takes ids `(1, T)`, returns logits `(1, T, V)`: a `TransformerLM` or any such function
     model,
-    ids:Iterable[int],         # Token ids to go on from, at least one
-    max_tokens:int,            # How many tokens to draw at most
-    temperature:float=1.0,     # This and the next three as in `next_token_probs`
+    ids:Iterable[int],         # Token ids to continue from, at least one
+    max_tokens:int,            # Largest number of tokens to draw
+    temperature:float=1.0,     # This and the next three are as in `next_token_probs`
     top_k:int|None=None,
     top_p:float|None=None,
     min_p:float|None=None,
     stop:Iterable[int]=(),     # Ids that end the sequence; they are not yielded
     seed:int=0,                # The same seed gives the same ids
-    generator:torch.Generator|None=None, # Source of randomness to be used in place of `seed`
-    # How many of the latest tokens the model sees; none for all that it can
+    generator:torch.Generator|None=None, # Random generator to use instead of `seed`
+    # Number of latest tokens that the model sees; default: its context
     context_length:int|None=None,
-    decoder=None,              # The model to a decoder; none for `RecomputingDecoder`
+    decoder=None,              # Makes a decoder of the model; default: `RecomputingDecoder`
     repetition_penalty:float|None=None, # As in `next_token_probs`, for the tokens drawn before
 )->Iterator[int]: # The new ids, as they are drawn
-    """Draw the tokens that follow `ids`.
-    `ValueError` at once, before the first token, for an argument out of range."""
+    """Generate the tokens that follow `ids`.
+    Raises `ValueError` at once, before the first token, for an argument out of range."""
     settings = dict(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
                     repetition_penalty=repetition_penalty)
     steps, stop = _start(model, ids, max_tokens, stop, seed, generator, context_length, decoder,
@@ -219,7 +218,7 @@ def generate(
 
 # %% ../../nbs/05_generation/05b_generate.ipynb #fa699e20
 def _last_logits(model, windows:list
-)->torch.Tensor: # After the last token of each list of ids, `(B, V)`
+)->torch.Tensor: # Logits after the last token of each list of ids, `(B, V)`
     lengths = [len(w) for w in windows]
     rows = torch.tensor([w + [0]*(max(lengths) - len(w)) for w in windows], device=_device(model))
     with _evaluating(model): return model(rows)[range(len(windows)), [n - 1 for n in lengths]]
@@ -228,14 +227,14 @@ def _last_logits(model, windows:list
 def generate_batch(
     model,                 # As for `generate`, for ids `(B, T)`; causal
     prompts:Iterable,      # Lists of token ids, each with at least one
-    max_tokens:int,        # How many tokens to draw for each at most
-    stop:Iterable[int]=(), # Ids that end a sequence; they are not among those given
-    seed:int=0,            # Of the first prompt; the next has the next
-    # How many of the latest tokens the model sees; none for all that it can
+    max_tokens:int,        # Largest number of tokens to draw for each prompt
+    stop:Iterable[int]=(), # Ids that end a sequence; they are not included
+    seed:int=0,            # Seed of the first prompt; each following prompt uses the next number
+    # Number of latest tokens that the model sees; default: its context
     context_length:int|None=None,
-    **settings,            # Of `next_token_probs`: `temperature`, `top_p` and the like
-)->list: # The new ids of each prompt, those that `generate` draws for it alone
-    "Draw what follows each of several prompts. `ValueError` for an argument out of range."
+    **settings,            # Settings of `next_token_probs`: `temperature`, `top_p` and so on
+)->list: # The new ids of each prompt, the same that `generate` draws for it alone
+    "Generate for several prompts at once. Raises `ValueError` for an argument out of range."
     c = _config(model)
     rows, context, stop = ([checked_ids(p, c) for p in prompts], context_of(c, context_length),
                            {*checked_ids(stop, c, "stop", 0)})
@@ -251,12 +250,12 @@ def generate_batch(
 
 # %% ../../nbs/05_generation/05b_generate.ipynb #519bf45e
 class Drawn(NamedTuple):
-    "A token that was drawn."
+    "A token that was drawn, with its log-probability."
     id:int         # The token
-    log_prob:float # Under the model after all tokens before it, in nats
+    log_prob:float # Log-probability under the model, given all tokens before it, in nats
 
 def generate_scored(
-    model,                 # This and what follows as for `generate`
+    model,                 # This and the following arguments are as for `generate`
     ids:Iterable[int],
     max_tokens:int,
     stop:Iterable[int]=(),
@@ -264,10 +263,10 @@ def generate_scored(
     generator:torch.Generator|None=None,
     context_length:int|None=None,
     decoder=None,
-    **settings,            # Of `next_token_probs`
-)->Iterator[Drawn]: # What `generate` yields; a stop id, where one was drawn, is the last
-    """Draw tokens, and tell the model's log-probability of each.
-    `ValueError` at once, as for `generate`."""
+    **settings,            # Settings of `next_token_probs`
+)->Iterator[Drawn]: # What `generate` yields; if a stop id was drawn, it comes last
+    """Generate tokens, each with its log-probability under the model.
+    Raises `ValueError` at once, as `generate` does."""
     steps, _ = _start(model, ids, max_tokens, stop, seed, generator, context_length, decoder,
                       settings)
     return (Drawn(i, logits.float().log_softmax(-1)[i].item()) for i,logits in steps)
@@ -283,10 +282,10 @@ def _stop_strings(stop_strings:Iterable[str])->list:
     return stop_strings
 
 def split_at_stop(
-    text:str,          # What was not shown yet
-    stop_strings:list, # Texts of at least one character that end it
-)->tuple: # What can be shown; what must be held back, none where a stop string was found
-    "Cut off a stop string, or what may become one."
+    text:str,          # Text that was not shown yet
+    stop_strings:list, # Texts of at least one character that end the stream
+)->tuple: # Text to show, and text to hold back (`None` if a stop string was found)
+    "Split a text before a stop string, or before a part that may become one."
     if found := [(text.index(s) + len(s), -len(s)) for s in stop_strings if s in text]:
         return text[:sum(min(found))], None
     held = max((n for s in stop_strings for n in range(1, len(s)) if text.endswith(s[:n])),
@@ -297,13 +296,13 @@ def split_at_stop(
 def stream_text(
     tokenizer,         # A `Tokenizer`
     ids:Iterable[int], # Token ids, also from a running `generate`
-    # Texts that end the stream; they are not shown, and no more ids are asked for
+    # Texts that end the stream; they are not shown, and no more ids are read
     stop_strings:Iterable[str]=(),
     # Pieces of text, never empty; joined they equal `tokenizer.decode(ids)` up to the first stop
     # string
 )->Iterator[str]:
-    """Decode ids as they come, whole characters at a time.
-    `ValueError` for an id that the tokenizer doesn't know or an empty stop string."""
+    """Decode ids as they arrive, whole characters at a time.
+    Raises `ValueError` for an unknown id or an empty stop string."""
     return _pieces(tokenizer, ids, _stop_strings(stop_strings))
 
 def _pieces(tokenizer, ids, stop_strings:list)->Iterator[str]:
@@ -318,9 +317,9 @@ def _pieces(tokenizer, ids, stop_strings:list)->Iterator[str]:
 # %% ../../nbs/05_generation/05b_generate.ipynb #1754a834
 def prompt_ids(
     tokenizer,  # A `Tokenizer` with an end-of-text token
-    prompt:str, # How the text begins; may be empty. What looks like a special token is plain text
-)->list: # Ids, the first of them end-of-text
-    "The ids from which a text is generated."
+    prompt:str, # Beginning of the text, possibly empty; special tokens in it are plain text
+)->list: # Ids; the first is end-of-text
+    "Encode the beginning of a text for generation."
     return [tokenizer.end_of_text, *tokenizer.encode(prompt, special=False)]
 
 # %% ../../nbs/05_generation/05b_generate.ipynb #ddf86a80
@@ -328,7 +327,7 @@ def check_tokenizer(
     model,     # A model as for `generate`
     tokenizer, # A `Tokenizer`
 ):
-    "`ValueError` if it is not the model's."
+    "Raise `ValueError` if the tokenizer is not the model's."
     size = getattr(_config(model), "vocab_size", tokenizer.vocab_size)
     if size != tokenizer.vocab_size:
         raise ValueError(f"the tokenizer has {tokenizer.vocab_size} ids, the model's vocabulary "
@@ -342,39 +341,41 @@ def check_tokenizer(
 def complete_stream(
     model,               # A model as for `generate`
     tokenizer,           # The `Tokenizer` with which it was trained
-    prompt:str="",       # How the text begins
-    max_tokens:int=256,  # How many tokens to draw at most
-    stop_strings:Iterable[str]=(), # Texts that end the text; they are not shown
-    **settings,          # Passed on to `generate`: `temperature`, `top_p`, `seed` and the like
-)->Iterator[str]: # What follows the prompt, up to end-of-text, piece by piece as it comes
-    """Continue a text while it is read.
-    `ValueError` at once if the tokenizer is not the model's, or for an argument out of range."""
+    prompt:str="",       # Beginning of the text
+    max_tokens:int=256,  # Largest number of tokens to draw
+    stop_strings:Iterable[str]=(), # Texts that end the generation; they are not shown
+    **settings,          # Passed on to `generate`: `temperature`, `top_p`, `seed` and so on
+)->Iterator[str]: # The text that follows the prompt, up to end-of-text, piece by piece
+    """Continue a text, and yield it as it is generated.
+    Raises `ValueError` at once if the tokenizer is not the model's, or for an argument out of
+    range."""
     check_tokenizer(model, tokenizer)
     settings = dict(stop=[tokenizer.end_of_text]) | settings
     return stream_text(tokenizer, generate(model, prompt_ids(tokenizer, prompt), max_tokens,
                                            **settings), stop_strings)
 
 def complete(
-    model,               # This and what follows as for `complete_stream`
+    model,               # This and the following arguments are as for `complete_stream`
     tokenizer,
     prompt:str="",
     max_tokens:int=256,
     **settings,
-)->str: # What follows the prompt, up to end-of-text
-    "Continue a text. `ValueError` at once, as for `complete_stream`."
+)->str: # The text that follows the prompt, up to end-of-text
+    "Continue a text. Raises `ValueError` as `complete_stream` does."
     return "".join(complete_stream(model, tokenizer, prompt, max_tokens, **settings))
 
 # %% ../../nbs/05_generation/05b_generate.ipynb #886246f0
 @dataclass(frozen=True)
 class ChatTemplate:
-    "How a conversation becomes ids."
+    "A template that turns a conversation into ids."
     roles:dict[str, tuple[str, str]] # Role to the texts before and after each of its messages
-    assistant_start:str              # Opens the assistant's turn
-    stop:tuple[str, ...] = ()        # Texts that end its answer
-    is_default:bool = False          # Whether the run had none of its own
+    assistant_start:str              # Text that opens the assistant's turn
+    stop:tuple[str, ...] = ()        # Texts that end the assistant's answer
+    is_default:bool = False          # Whether it is the default, because the run has no template
 
     def render(self, messages:Iterable[tuple[str, str]])->list: # Pairs of role and content
-        "Pairs: a text, and whether it is the template's own. `ValueError` for an unknown role."
+        """Return pairs of a text and whether the text comes from the template.
+        Raises `ValueError` for an unknown role."""
         parts = []
         for role,content in messages:
             if role not in self.roles:
@@ -386,13 +387,13 @@ class ChatTemplate:
     def encode(self,
         messages:Iterable[tuple[str, str]], # Pairs of role and content
         tokenizer,                          # A `Tokenizer` with an end-of-text token
-    )->list: # Ids, the first of them end-of-text
-        "The ids before the assistant's answer. Only the template can write special ones."
+    )->list: # Ids; the first is end-of-text
+        "Encode a conversation up to the assistant's answer. Only the template may use special ids."
         split = special_pattern(tokenizer.special_tokens).split
         ids, plain = [tokenizer.end_of_text], ""
         for text,own in self.render(messages):
             for i,piece in enumerate(split(text) if own else [text]):
-                if i % 2:                                   # A special token
+                if i % 2:                                   # a special token
                     ids += tokenizer.encode(plain, special=False) + tokenizer.encode(piece)
                     plain = ""
                 else: plain += piece
@@ -404,9 +405,9 @@ PLAIN_CHAT = ChatTemplate(
 
 # %% ../../nbs/05_generation/05b_generate.ipynb #66485585
 def read_chat_template(
-    folder, # Of a run, or none
-)->ChatTemplate: # `PLAIN_CHAT` where the folder has none
-    "The template in `chat_template.json`. `ValueError` names the file and the field."
+    folder, # Folder of a run, or `None`
+)->ChatTemplate: # `PLAIN_CHAT` if the folder has no template
+    "Read `chat_template.json`. For an invalid file, a `ValueError` names the file and the field."
     path = Path(folder or "")/"chat_template.json"
     if folder is None or not path.exists(): return PLAIN_CHAT
     def fail(name, value, right): raise ValueError(f"{path}: {name} = {value!r}, expected {right}")
@@ -432,11 +433,11 @@ def _are_texts(values)->bool: return all(isinstance(v, str) for v in values)
 def log_probs(
     model,                        # A model as for `generate`
     ids:Iterable[int],            # Token ids, at least two
-    # How many of the latest tokens the model sees; none for all that it can
+    # Number of latest tokens that the model sees; default: its context
     context_length:int|None=None,
-)->torch.Tensor: # `(len(ids) - 1,)`, in nats: the first id is only a condition
-    """Log-probability of each id after those before it, as `generate` would draw it at temperature
-    1. `ValueError` for too few ids."""
+)->torch.Tensor: # `(len(ids) - 1,)`, in nats; the first id is only a condition
+    """Compute the log-probability of each id given those before it, as `generate` would draw it at
+    temperature 1. Raises `ValueError` for too few ids."""
     ids, context = checked_ids(ids, _config(model)), context_of(_config(model), context_length)
     if len(ids) < 2:
         raise ValueError(f"ids = {ids}, expected at least two: the first is only a condition")

@@ -41,13 +41,14 @@ def _check(name:str, value): # `ValueError` if it is out of range
 # %% ../../nbs/05_generation/05a_sampling.ipynb #91bf6a72
 def temperature(
     logits:torch.Tensor, # Logits `(..., V)`; `-inf` for a token that can't come
-    value:float,         # τ, 0 or more; 0 is greedy: the largest logit, of equal ones the lowest id
+    value:float,         # Temperature τ, 0 or more; 0 is greedy (of equal logits, the lowest id)
 )->torch.Tensor: # Probabilities `(..., V)`, float32 or float64
-    """Softmax of `logits / value`.
-    `ValueError` for a negative `value` or logits that are no numbers. Ackley et al. 1985."""
+    """Compute the softmax of `logits / value`.
+    Raises `ValueError` for a negative `value` or logits that are NaN. Source: Ackley et al.
+    1985."""
     logits = _shifted(logits)
     _check("temperature", value)
-    if value < torch.finfo(logits.dtype).tiny:  # 0, or too small to divide by
+    if value < torch.finfo(logits.dtype).tiny:  # 0, or too small to be a divisor
         return torch.zeros_like(logits).scatter(-1, logits.argmax(-1, keepdim=True), 1)
     return (logits/value).softmax(-1)
 
@@ -62,10 +63,10 @@ def _order(logits:torch.Tensor)->torch.Tensor: # Ids by falling logit; equal one
 # %% ../../nbs/05_generation/05a_sampling.ipynb #4c9d98a2
 def top_k(
     logits:torch.Tensor, # Logits `(..., V)`
-    k:int,               # How many tokens to keep, 1 or more; all if there are no more than `k`
+    k:int,               # Number of tokens to keep, 1 or more
 )->torch.Tensor: # Probabilities `(..., V)`, float32 or float64
-    """The distribution over the `k` most likely tokens. `ValueError` if `k` is below 1. Fan et al.
-    2018."""
+    """Return the distribution over the `k` most likely tokens.
+    Raises `ValueError` if `k` is below 1. Source: Fan et al. 2018."""
     logits = _shifted(logits)
     _check("top_k", k)
     order = _order(logits)
@@ -75,12 +76,13 @@ def top_k(
 # %% ../../nbs/05_generation/05a_sampling.ipynb #bf2aea82
 def top_p(
     logits:torch.Tensor, # Logits `(..., V)`
-    p:float,             # Least probability of the kept tokens together, over 0 and at most 1
+    p:float,             # Smallest total probability of the kept tokens, above 0 and at most 1
 )->torch.Tensor: # Probabilities `(..., V)`, float32 or float64
-    "The distribution over the nucleus. `ValueError` if `p` is not in (0, 1]. Holtzman et al. 2020."
+    """Return the distribution over the nucleus, the smallest set of tokens with probability `p`.
+    Raises `ValueError` if `p` is not in (0, 1]. Source: Holtzman et al. 2020."""
     logits = _shifted(logits)
     _check("top_p", p)
-    # Rounding in the sum below must not cost the last tokens
+    # rounding in the sum below must not drop the last tokens
     if p == 1: return logits.softmax(-1)
     order = _order(logits)
     probs = logits.softmax(-1).gather(-1, order)
@@ -92,10 +94,10 @@ def top_p(
 # %% ../../nbs/05_generation/05a_sampling.ipynb #7633f9cb
 def min_p(
     logits:torch.Tensor, # Logits `(..., V)`
-    p:float,             # Least probability of a kept token, as a share of the largest, 0 to 1
+    p:float,             # Smallest probability to keep, relative to the largest, from 0 to 1
 )->torch.Tensor: # Probabilities `(..., V)`, float32 or float64
-    """The distribution over the tokens at least `p` times as likely as the likeliest.
-    `ValueError` if `p` is not in [0, 1]. Nguyen et al. 2024."""
+    """Return the distribution over the tokens at least `p` times as likely as the likeliest.
+    Raises `ValueError` if `p` is not in [0, 1]. Source: Nguyen et al. 2024."""
     logits = _shifted(logits)
     _check("min_p", p)
     return _keep(logits, logits.exp() >= p)
@@ -103,14 +105,14 @@ def min_p(
 # %% ../../nbs/05_generation/05a_sampling.ipynb #004a1f46
 def repetition_penalty(
     logits:torch.Tensor,       # Logits `(..., V)`, as the model gives them
-    # θ, more than 0; 1 changes nothing, more than 1 makes repetition less likely
+    # Penalty θ, above 0; 1 changes nothing, a value above 1 makes repetition less likely
     value:float,
-    # The ids that came already: of one row, or a tensor `(..., N)`
+    # The ids so far: of one row, or a tensor `(..., N)`
     seen:Iterable[int]|torch.Tensor=(),
 )->torch.Tensor: # Probabilities `(..., V)`, float32 or float64
-    """Softmax after the logits of `seen` were made smaller.
-    `ValueError` for a `value` or an id out of range. Keskar et al. 2019."""
-    _shifted(logits)                                # Raises if they are no logits
+    """Compute the softmax after lowering the logits of the ids in `seen`.
+    Raises `ValueError` for a `value` or an id out of range. Source: Keskar et al. 2019."""
+    _shifted(logits)                                # raises an error if they are not logits
     _check("repetition_penalty", value)
     seen = torch.as_tensor(seen if torch.is_tensor(seen) else list(seen), dtype=torch.int64,
                            device=logits.device)
@@ -133,13 +135,14 @@ _penalty = repetition_penalty
 def next_token_probs(
     logits:torch.Tensor,     # Logits `(..., V)`
     temperature:float=1.0,   # 0 is greedy, 1 the model's own distribution
-    top_k:int|None=None,     # Keep that many tokens
-    top_p:float|None=None,   # Keep the smallest set with that probability
-    min_p:float|None=None,   # Keep what is that share of the likeliest token
-    repetition_penalty:float|None=None, # Make what came already less likely
-    seen:Iterable[int]|torch.Tensor=(), # What came already; only the penalty reads it
+    top_k:int|None=None,     # Number of tokens to keep
+    top_p:float|None=None,   # Probability of the smallest set of tokens to keep
+    min_p:float|None=None,   # Smallest probability to keep, relative to the likeliest
+    repetition_penalty:float|None=None, # Penalty for the ids in `seen`
+    seen:Iterable[int]|torch.Tensor=(), # The ids so far; only the penalty reads them
 )->torch.Tensor: # Probabilities `(..., V)`, float32 or float64
-    "The distribution from which the next token is drawn. `ValueError` for a setting out of range."
+    """Compute the distribution from which the next token is drawn.
+    Raises `ValueError` for a setting out of range."""
     if repetition_penalty is not None: logits = _penalty(logits, repetition_penalty, seen).log()
     probs = _RULES["temperature"](logits, temperature)
     for name,value in dict(top_k=top_k, top_p=top_p, min_p=min_p).items():
@@ -149,9 +152,9 @@ def next_token_probs(
 # %% ../../nbs/05_generation/05a_sampling.ipynb #c3e8ca62
 def sample(
     probs:torch.Tensor,        # Probabilities `(..., V)` that sum to 1
-    generator:torch.Generator, # Source of randomness; one uniform number is used for each row
+    generator:torch.Generator, # Random generator; one uniform number is used for each row
 )->torch.Tensor: # Token ids `(...)`, int64, on the device of `probs`
-    "Draw one token from each row. `ValueError` if `probs` is not a distribution."
+    "Draw one token from each row. Raises `ValueError` if `probs` is not a distribution."
     totals = probs.sum(-1)
     if not ((probs >= 0).all() and ((totals - 1).abs() < 0.01).all()):
         raise ValueError(f"probs: smallest {probs.min()}, sums {totals.min()} to {totals.max()}, "
@@ -163,12 +166,12 @@ def sample(
 
 # %% ../../nbs/05_generation/05a_sampling.ipynb #ae1b56cf
 def chi_squared(
-    counts:torch.Tensor, # How often each outcome came `(N,)`
-    probs:torch.Tensor,  # How probable each is `(N,)`
-    # The p-value: how often right draws are at least this far off; 0 if an impossible outcome came
+    counts:torch.Tensor, # Number of times that each outcome occurred `(N,)`
+    probs:torch.Tensor,  # Probability of each outcome `(N,)`
+    # The p-value: how often correct draws are at least this far off; 0 for an impossible outcome
 )->float:
-    """Pearson's test of counts against probabilities.
-    `ValueError` if an outcome is expected less than 5 times. Pearson 1900."""
+    """Test counts against probabilities with Pearson's chi-squared test.
+    Raises `ValueError` if an outcome is expected less than 5 times. Source: Pearson 1900."""
     counts, probs = counts.double(), probs.double()
     if counts[probs == 0].any(): return 0.
     counts, expected = counts[probs > 0], counts.sum()*probs[probs > 0]
@@ -194,15 +197,15 @@ def _penalized_np(logits:np.ndarray, value:float, seen)->np.ndarray: # Logits
 # %% ../../nbs/05_generation/05a_sampling.ipynb #249f441f
 def next_token_probs_np(
     logits:np.ndarray,       # Logits `(..., V)`
-    temperature:float=1.0,   # This and what follows as in `next_token_probs`
+    temperature:float=1.0,   # Settings as in `next_token_probs`
     top_k:int|None=None,
     top_p:float|None=None,
     min_p:float|None=None,
     repetition_penalty:float|None=None,
     seen:Iterable[int]|np.ndarray=(),
 )->np.ndarray: # Probabilities `(..., V)`, float32 or float64
-    """`next_token_probs` in NumPy.
-    `ValueError` for a setting out of range or logits that are no numbers."""
+    """Compute the same as `next_token_probs` in NumPy.
+    Raises `ValueError` for a setting out of range or logits that are NaN."""
     _check_np(logits, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
               repetition_penalty=repetition_penalty)
     logits = logits.astype(np.promote_types(logits.dtype, np.float32))
@@ -242,10 +245,10 @@ def _scaled_np(probs:np.ndarray, kept:np.ndarray)->np.ndarray:
 
 # %% ../../nbs/05_generation/05a_sampling.ipynb #313a43f6
 def uniforms(
-    seed:int, # As for `torch.Generator.manual_seed`; its lowest 32 bits count
+    seed:int, # Seed as for `torch.Generator.manual_seed`; only its lowest 32 bits count
 )->Iterator[float]: # Numbers from 0 to 1, without 1
-    """The float64 numbers that torch draws on a CPU after this seed, from NumPy.
-    Matsumoto & Nishimura 1998."""
+    """Yield the float64 numbers that torch draws on a CPU after this seed, using NumPy only.
+    Source: Matsumoto & Nishimura 1998."""
     state = np.random.RandomState(seed % 2**32)
     while True:
         high, low = state.randint(0, 2**32, 2, dtype=np.uint32).tolist()
@@ -254,9 +257,9 @@ def uniforms(
 # %% ../../nbs/05_generation/05a_sampling.ipynb #53c6ebc3
 def sample_np(
     probs:np.ndarray,        # Probabilities `(..., V)` that sum to 1
-    source:Iterator[float],  # Uniform numbers, say of `uniforms`; one is used for each row
+    source:Iterator[float],  # Uniform numbers, as from `uniforms`; one is used for each row
 )->np.ndarray: # Token ids `(...)`, int64
-    "`sample` in NumPy. `ValueError` if `probs` is not a distribution."
+    "Do the same as `sample` in NumPy. Raises `ValueError` if `probs` is not a distribution."
     totals = probs.sum(-1)
     if not ((probs >= 0).all() and (abs(totals - 1) < 0.01).all()):
         raise ValueError(f"probs: smallest {probs.min()}, sums {totals.min()} to {totals.max()}, "
@@ -267,14 +270,14 @@ def sample_np(
 
 # %% ../../nbs/05_generation/05a_sampling.ipynb #715daca3
 def beam_search(
-    next_logits:Callable,  # A list of ids to the logits `(V,)` of what comes next
-    ids:Iterable[int],     # Token ids to go on from
-    max_tokens:int,        # How many tokens may follow
-    width:int,             # How many beginnings are kept, 1 or more; 1 is greedy
-    stop:Iterable[int]=(), # Ids that end a text; they stand at its end
+    next_logits:Callable,  # Takes a list of ids, returns the logits of the next id `(V,)`
+    ids:Iterable[int],     # Token ids to continue from
+    max_tokens:int,        # Largest number of new tokens
+    width:int,             # Number of candidates that are kept, 1 or more; 1 is greedy
+    stop:Iterable[int]=(), # Ids that end a text; they are included
 )->list: # At most `width` pairs `(log-probability in nats, new ids)`, the likeliest first
-    """Look for the likeliest continuations.
-    `ValueError` if `width` is below 1 or `max_tokens` below 0."""
+    """Search for the likeliest continuations with beam search.
+    Raises `ValueError` if `width` is below 1 or `max_tokens` is below 0."""
     if operator.index(width) < 1 or operator.index(max_tokens) < 0:
         raise ValueError(f"{width = }, {max_tokens = }, expected at least 1 and 0")
     prompt, stop = list(ids), set(stop)

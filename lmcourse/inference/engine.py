@@ -30,23 +30,23 @@ from ..tools.config import ModelConfig, refuse_fields
 # %% ../../nbs/07_inference/07b_engine.ipynb #065aa8c8
 @dataclass(frozen=True)
 class Request:
-    "A prompt, and how it is to be continued."
+    "A prompt with the settings for its continuation."
     ids:tuple                  # Token ids, at least one
-    max_tokens:int = 16        # Tokens of the answer at most
-    temperature:float = 1.0    # This and the next four as in `next_token_probs`
+    max_tokens:int = 16        # Largest number of tokens of the answer
+    temperature:float = 1.0    # This field and the next four are as in `next_token_probs`
     top_k:int|None = None
     top_p:float|None = None
     min_p:float|None = None
-    repetition_penalty:float|None = None # For the tokens of the answer
-    stop:tuple = ()            # Ids that end the answer; they are not in it
+    repetition_penalty:float|None = None # Penalty for tokens that are in the answer already
+    stop:tuple = ()            # Ids that end the answer; they are not included
     seed:int = 0               # The same seed gives the same answer
-    # How many likely ids to tell beside each token: none for no log-probabilities
+    # Number of likely ids to report with each token; `None`: no log-probabilities
     log_probs:int|None = None
-    echo:bool = False          # Also tell those of the prompt
+    echo:bool = False          # Whether to report log-probabilities of the prompt, too
 
     @property
-    def settings(self)->dict: # For `next_token_probs`
-        "How a token is drawn."
+    def settings(self)->dict: # Arguments of `next_token_probs`
+        "Return the settings for drawing a token."
         return {name: getattr(self, name)
                 for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")}
     @property
@@ -54,31 +54,31 @@ class Request:
 
 # %% ../../nbs/07_inference/07b_engine.ipynb #95caf269
 class Sequence:
-    "A request on its way."
+    "A request that is being answered."
     def __init__(self, request:Request):
         self.request, self.ids = request, list(request.ids)
         self.generator = torch.Generator().manual_seed(request.seed)
-        self.blocks:list = []                   # Where keys and values lie
-        self.computed = 0                       # Tokens that have them
-        self.dropped = 0                        # Blocks at the front that were released
-        self.chain:list = []                    # Names of its full blocks
-        self.named = 0                          # How many of them the pool knows
-        self.reason:str|None = None             # Why it ended: stop, length or abort
-        self.log_probs:list = []                # Of the tokens drawn
-        self.stop_log_prob:tuple|None = None    # Of the token that stopped it, likewise
-        self.versions:list = []                 # Of the weights that each was drawn with
-        self.prompt_log_probs:list = []         # Of the prompt's, without the first
-        self.arrival = time.perf_counter()      # In seconds
-        self.times:list = []                    # When each token was there
-        self.preempted = 0                      # How often it lost its blocks
+        self.blocks:list = []                   # blocks with its keys and values
+        self.computed = 0                       # tokens whose keys and values are computed
+        self.dropped = 0                        # number of blocks at the front that were released
+        self.chain:list = []                    # names of its full blocks
+        self.named = 0                          # how many of them the pool knows
+        self.reason:str|None = None             # why it ended: stop, length or abort
+        self.log_probs:list = []                # log-probabilities of the tokens drawn
+        self.stop_log_prob:tuple|None = None    # log-probability of the token that ended it
+        self.versions:list = []                 # weights' version that drew each token
+        self.prompt_log_probs:list = []         # for the prompt's tokens, without the first
+        self.arrival = time.perf_counter()      # time in seconds
+        self.times:list = []                    # time of each token
+        self.preempted = 0                      # how often it was preempted
 
     @property
     def tokens(self)->list: return self.ids[len(self.request.ids):] # The answer so far
     @property
     def missing(self)->int: return len(self.ids) - self.computed    # Tokens without keys and values
 
-    def name(self, i:int, size:int)->bytes: # As far as block `i` is filled by the ids
-        "The name of a block of `size` tokens: of all ids up to its end."
+    def name(self, i:int, size:int)->bytes: # Block `i` must be full
+        "Return the name of a block of `size` tokens, a digest of all ids up to its end."
         for k in range(len(self.chain), i):
             before = self.chain[-1] if self.chain else b""
             self.chain.append(chunk_name(before, self.ids[k*size:][:size]))
@@ -86,10 +86,10 @@ class Sequence:
 
 # %% ../../nbs/07_inference/07b_engine.ipynb #672570f0
 def timing(
-    sequences:list, # Finished ones
-)->dict: # Seconds, and tokens in a second
-    """Medians of time to first token, gap between tokens and latency, the worst first token, and
-    the throughput."""
+    sequences:list, # Finished sequences
+)->dict: # Times in seconds, and throughput in tokens per second
+    """Summarize response times: medians of time to first token, gap between tokens and latency,
+    the worst time to first token, and the throughput."""
     done = [s for s in sequences if s.times]
     if not done:
         raise ValueError(f"none of {len(sequences)} sequences has a token, so there is nothing to "
@@ -105,8 +105,8 @@ def timing(
 
 # %% ../../nbs/07_inference/07b_engine.ipynb #da7859a7
 class PackedLinear(torch.nn.Module):
-    """`x @ weight.T + bias` of one or more layers side by side: the weight in an order that oneDNN
-    reads faster, each row's result the same alone and among others."""
+    """One or more linear layers side by side, with the weight in an order that oneDNN reads faster.
+    A row's result is the same whether it is computed alone or among others."""
     def __init__(self, *linears): # `nn.Linear`s with the same input
         super().__init__()
         self.weight = (torch.cat([l.weight.detach() for l in linears]) if len(linears) > 1
@@ -126,7 +126,7 @@ class PackedLinear(torch.nn.Module):
 
 # %% ../../nbs/07_inference/07b_engine.ipynb #03789ffd
 class PackedFeedForward(torch.nn.Module):
-    "A `FeedForward` with packed weights, those that widen side by side."
+    "A `FeedForward` with packed weights; the two matrices that widen are side by side."
     def __init__(self, ffn):
         super().__init__()
         self.gated, self.activation = ffn.w3 is not None, ffn.activation
@@ -138,8 +138,8 @@ class PackedFeedForward(torch.nn.Module):
         return self.down(self.activation(a)*b)
 
 def pack_linears(model
-): # A `TransformerLM` to another, with the same tensors where nothing is packed
-    "The model with packed weights. Parts of other kinds stay as they are."
+): # Another `TransformerLM`, which shares all tensors that are not packed
+    "Pack the weights of a `TransformerLM`. Layers of other kinds stay as they are."
     def plain(*parts): return all(isinstance(p, torch.nn.Linear) for p in parts)
     twin = copy.deepcopy(model, {id(t): t for t in (*model.parameters(), *model.buffers())})
     for layer in twin.layers:
@@ -152,7 +152,7 @@ def pack_linears(model
     return twin
 
 # %% ../../nbs/07_inference/07b_engine.ipynb #aacbe25d
-class _Heads: # In the place of `CausalSelfAttention.project`, with one product
+class _Heads: # Replaces `CausalSelfAttention.project` by a single product
     def __init__(self, attn):
         self.product, self.head_dim = (PackedLinear(attn.q_proj, attn.k_proj, attn.v_proj),
                                        attn.head_dim)
@@ -164,22 +164,22 @@ class _Heads: # In the place of `CausalSelfAttention.project`, with one product
 
 # %% ../../nbs/07_inference/07b_engine.ipynb #b2a60bf1
 class BlockPool:
-    "Numbered blocks: how many sequences use each, which are free, what they hold."
+    "Numbered blocks of the cache: how many sequences use each, which are free, what they contain."
     def __init__(self,
-        num_blocks:int, # In all
-        block_size:int, # Tokens in a block
+        num_blocks:int, # Number of blocks
+        block_size:int, # Tokens per block
     ):
         if min(num_blocks, block_size) < 1:
             found = f"{num_blocks} blocks of {block_size} tokens"
             raise ValueError(f"{found}, expected 1 or more of each")
         self.block_size, self.users = block_size, [0]*num_blocks
-        # In the order in which they will be taken
+        # in the order in which they will be taken
         self.free = OrderedDict.fromkeys(range(num_blocks))
-        self.blocks:dict = {}                               # Name to block
-        self.names:list = [set() for _ in range(num_blocks)] # Block to names
+        self.blocks:dict = {}                               # name to block
+        self.names:list = [set() for _ in range(num_blocks)] # block to names
 
-    def take(self)->int: # `IndexError` if none is free
-        "A free block for one user; what it held is forgotten."
+    def take(self)->int: # Raises `IndexError` if none is free
+        "Take a free block for one user; its earlier content is forgotten."
         if not self.free: raise IndexError(f"all {len(self.users)} blocks are in use")
         block, _ = self.free.popitem(last=False)
         for name in self.names[block]: del self.blocks[name]
@@ -187,16 +187,16 @@ class BlockPool:
         return block
 
     def share(self, block:int):
-        "One more user."
+        "Add a user to a block."
         self.users[block] += 1
         self.free.pop(block, None)
 
     def name(self, block:int, name:bytes):
-        "Tell what the block holds, unless another holds it already."
+        "Record the content of a block, unless another block has the same."
         if self.blocks.setdefault(name, block) == block: self.names[block].add(name)
 
     def release(self, block:int):
-        "One user less. A block without users is free: last in line if it has a name, else first."
+        "Remove a user from a block. A free block with a name is reused last, others first."
         if not self.users[block]: raise ValueError(f"block {block} has no users")
         self.users[block] -= 1
         if self.users[block]: return
@@ -206,35 +206,35 @@ class BlockPool:
 # %% ../../nbs/07_inference/07b_engine.ipynb #ff24e349
 def chunk_name(
     before:bytes, # Name of the block before, empty for the first
-    ids:list,     # Of the tokens in this one
+    ids:list,     # Ids of the tokens in this block
 )->bytes: # 16 bytes
-    "The name of a block."
+    "Compute the name of a block from its tokens and all tokens before it."
     return hashlib.blake2b(before + np.array(ids, np.int64).tobytes(), digest_size=16).digest()
 
 # %% ../../nbs/07_inference/07b_engine.ipynb #a7be8259
 @dataclass
 class Rows:
-    "The new tokens of a step, below each other."
-    ids:torch.Tensor       # `(N,)`
-    positions:torch.Tensor # In their sequences `(N,)`
-    blocks:torch.Tensor    # Where keys and values go `(N,)`
-    places:torch.Tensor    # In the block `(N,)`
-    owners:torch.Tensor    # The row of `tables` `(N,)`
-    tables:torch.Tensor    # Blocks of each sequence, filled up with 0 `(B, most)`
-    counts:list            # New tokens of each sequence; its rows lie together
-    computed:list          # Tokens of each that were computed before
-    wanted:torch.Tensor    # Rows whose logits are needed
-    plans:tuple = ()       # Of `plan_attention`, where they are used
+    "The new tokens of a step, of all sequences, as rows."
+    ids:torch.Tensor       # Token ids `(N,)`
+    positions:torch.Tensor # Positions in their sequences `(N,)`
+    blocks:torch.Tensor    # Blocks for their keys and values `(N,)`
+    places:torch.Tensor    # Places in these blocks `(N,)`
+    owners:torch.Tensor    # Row of `tables` that each belongs to `(N,)`
+    tables:torch.Tensor    # Blocks of each sequence, padded with 0 `(B, most)`
+    counts:list            # Number of new tokens of each sequence, whose rows are adjacent
+    computed:list          # Number of tokens of each sequence computed before
+    wanted:torch.Tensor    # Indices of the rows whose logits are needed
+    plans:tuple = ()       # Plans from `plan_attention`, if they are used
 
 # %% ../../nbs/07_inference/07b_engine.ipynb #bd182db2
 def gathered_attention(
     q:torch.Tensor,      # Queries of the new tokens `(N, H, K)`
-    keys:torch.Tensor,   # Of all blocks `(blocks, G, block_size, K)`
-    values:torch.Tensor, # Likewise
-    rows:Rows,           # Whose they are
-    window:int|None=None, # How many latest keys a query sees: none for all
+    keys:torch.Tensor,   # Keys of all blocks `(blocks, G, block_size, K)`
+    values:torch.Tensor, # Values of all blocks, likewise
+    rows:Rows,           # The rows of the new tokens
+    window:int|None=None, # Number of latest keys that a query sees; default: all
 )->torch.Tensor: # `(N, H, K)`
-    "Attention of each sequence over keys that are copied together. Any device and type."
+    "Compute attention by copying each sequence's keys together. Works on any device and type."
     out, size = [], keys.shape[2]
     lengths = [n + c for n,c in zip(rows.computed, rows.counts)]
     for q_s,table,S in zip(q.split(rows.counts), rows.tables, lengths):
@@ -246,20 +246,20 @@ def gathered_attention(
 # %% ../../nbs/07_inference/07b_engine.ipynb #9fd4666e
 @dataclass
 class AttentionPlan:
-    "Sequences that go through one call of attention: what all layers share."
-    queries:torch.Tensor # Rows of their new tokens, the last one repeated `(B, T)`
+    "A group of sequences that share one call of attention; the plan is the same for all layers."
+    queries:torch.Tensor # Rows of their new tokens, padded with the last one `(B, T)`
     tables:torch.Tensor  # Blocks that they see `(B, width)`
     mask:torch.Tensor    # Keys each query sees, for H/G heads `(B, 1, H/G*T, width*block_size)`
     rows:torch.Tensor    # Rows of the step that get a result `(n,)`
-    places:torch.Tensor  # Where it stands among the `B*T` `(n,)`
+    places:torch.Tensor  # Index of that result among the `B*T` `(n,)`
 
 def plan_attention(
-    rows:Rows,       # Of a step
-    block_size:int,  # Tokens in a block
+    rows:Rows,       # The rows of a step
+    block_size:int,  # Tokens per block
     heads:int,       # Query heads that share a key head, H/G
     window:int|None, # As for `gathered_attention`
-)->tuple: # One plan for sequences with a single new token, one for the others
-    "What a step's attention needs, from what the CPU knows."
+)->tuple: # One plan for sequences with a single new token, one for all others
+    "Plan the attention of a step from what the CPU knows."
     many = [i for i,n in enumerate(rows.counts) if n > 1]
     one = [i for i,n in enumerate(rows.counts) if n == 1]
     groups = [group for group in (one, many) if group]
@@ -271,10 +271,10 @@ def _plan(rows:Rows, group:list, size:int, heads:int, window:int)->AttentionPlan
     tensor = partial(torch.tensor, device=device, dtype=torch.int64)
     before, counts = [rows.computed[i] for i in group], [rows.counts[i] for i in group]
     T = max(counts)
-    first = [max(0, n - window + 1)//size for n in before] # Block of the first key that is seen
+    first = [max(0, n - window + 1)//size for n in before] # block of the first key that is seen
     last = [(n + c - 1)//size for n,c in zip(before, counts)]
     width = max(b - a for a,b in zip(first, last)) + 1
-    place = tensor(first)[:, None] + torch.arange(width, device=device) # Of a block in its table
+    place = tensor(first)[:, None] + torch.arange(width, device=device) # index in its table
     tables = rows.tables[tensor(group)[:, None], place.clamp(max=rows.tables.shape[1] - 1)]
     new = [[min(t, c - 1) for t in range(T)] for c in counts]
     query = tensor([[n + t for t in ts] for n,ts in zip(before, new)])[..., None] # (B, T, 1)
@@ -289,13 +289,13 @@ def _plan(rows:Rows, group:list, size:int, heads:int, window:int)->AttentionPlan
 
 # %% ../../nbs/07_inference/07b_engine.ipynb #3a52a269
 def batched_attention(
-    q:torch.Tensor,      # This and the rest as for `gathered_attention`; `rows` with plans
+    q:torch.Tensor,      # Arguments as for `gathered_attention`, but `rows` needs plans
     keys:torch.Tensor,
     values:torch.Tensor,
     rows:Rows,
-    window:int|None=None, # The plans know it
+    window:int|None=None, # Ignored: the plans contain it
 )->torch.Tensor: # `(N, H, K)`
-    "Attention of all sequences in one or two calls. Any device and type."
+    "Compute attention of all sequences in one or two calls. Works on any device and type."
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     (H, K), G = q.shape[1:], keys.shape[1]
     for plan in rows.plans:
@@ -340,7 +340,7 @@ def _mix(p, block, first, last, out):
 
 # %% ../../nbs/07_inference/07b_engine.ipynb #fc87da04
 @fused
-def _ask_for_next(cache, table, b, g, last): # The keys of the next head, or of the next block
+def _ask_for_next(cache, table, b, g, last): # Prefetches the keys of the next head or block
     G, size, K = cache.shape[1:]
     flat, piece = cache.reshape(-1), size*K
     if g + 1 < G: start = (table[b]*G + g + 1)*piece
@@ -361,8 +361,8 @@ def _softmax(scores):
 # %% ../../nbs/07_inference/07b_engine.ipynb #e647bb3d
 @fused
 def attend_blocks(q, keys, values, tables, owners, positions, window, scale, out):
-    """Fills `out` `(N, H, K)`: softmax over the keys that each query sees, block by block where
-    they lie."""
+    """Compute attention into `out` `(N, H, K)`.
+    Each query reads the keys that it sees block by block, where they are."""
     N, H, K = q.shape
     G, size = keys.shape[1:3]
     scores = np.empty((H, tables.shape[1]*size), q.dtype)
@@ -386,14 +386,14 @@ def attend_blocks(q, keys, values, tables, owners, positions, window, scale, out
 
 # %% ../../nbs/07_inference/07b_engine.ipynb #ab8b6aea
 def paged_attention(
-    # This and the rest as for `gathered_attention`; on the CPU, float32 or float64
+    # Arguments as for `gathered_attention`; on the CPU, float32 or float64
     q:torch.Tensor,
     keys:torch.Tensor,
     values:torch.Tensor,
     rows:Rows,
     window:int|None=None,
 )->torch.Tensor: # `(N, H, K)`
-    "Attention over blocks where they lie."
+    "Compute attention that reads the blocks in place, without copying them."
     out, everything = torch.empty_like(q, memory_format=torch.contiguous_format), 2**62
     q, k, v, tables, owners, positions = (a.contiguous().numpy()
                                           for a in (q, keys, values, rows.tables, rows.owners,
@@ -404,24 +404,24 @@ def paged_attention(
 
 # %% ../../nbs/07_inference/07b_engine.ipynb #08e70764
 class PagedLayer:
-    "The cache of one layer in a step: new keys and values go to their places in the blocks."
+    "The cache of one layer in a step, which writes new keys and values into the blocks."
     def __init__(self, blocks:torch.Tensor, rows:Rows): # `(2, blocks, G, block_size, K)`
         self.blocks, self.rows = blocks, rows
 
     def update(self, k:torch.Tensor, v:torch.Tensor
     )->tuple: # `(N, G, 1, K)` each; keys and values of all blocks
-        "Take the new ones, give all."
+        "Write the new keys and values, and return those of all blocks."
         for place,new in zip(self.blocks, (k, v)):
             place[self.rows.blocks, :, self.rows.places] = new[..., 0, :]
         return tuple(self.blocks)
 
 # %% ../../nbs/07_inference/07b_engine.ipynb #1e94b57f
 class PagedModel:
-    "A `TransformerLM` whose keys and values lie in blocks."
+    "A `TransformerLM` whose keys and values are stored in blocks."
     def __init__(self,
         model,          # A `TransformerLM`
-        num_blocks:int, # In all
-        block_size:int, # Tokens in a block
+        num_blocks:int, # Number of blocks
+        block_size:int, # Tokens per block
     ):
         self.model, self.config, c = pack_linears(model), model.config, model.config
         weight = model.token_embeddings.weight
@@ -432,8 +432,8 @@ class PagedModel:
 
     @torch.no_grad()
     def forward(self, rows:Rows)->torch.Tensor: # Logits `(wanted, V)`, float32 at least
-        """Compute all rows, each as a sequence of one token; their keys and values are in the cache
-        then."""
+        """Compute all rows, each as a sequence of one token.
+        Afterwards their keys and values are in the cache."""
         def attention(q, keys, values, window):
             return self.attend(q[..., 0, :], keys, values, rows, window)[..., None, :]
         for layer in self.model.layers: layer.attn.attention = attention
@@ -449,17 +449,17 @@ class PagedModel:
 
 # %% ../../nbs/07_inference/07b_engine.ipynb #47aab3c7
 def _twice(rows:Rows
-)->Rows: # One row as two, once for all its products: alone, each would make two of it
+)->Rows: # Doubles a single row once; otherwise every product would double it
     return replace(rows, **{name: getattr(rows, name).repeat(2)
                             for name in ("ids", "positions", "blocks", "places", "owners")})
 
 # %% ../../nbs/07_inference/07b_engine.ipynb #355f4d5d
 def rows_of(
-    work:dict,      # Sequence to how many of its missing tokens
-    block_size:int, # Tokens in a block
-    device="cpu",   # Where the model lies
+    work:dict,      # Sequence to how many of its missing tokens to compute
+    block_size:int, # Tokens per block
+    device="cpu",   # Device of the model
 )->Rows:
-    "The rows of a step."
+    "Make the rows of a step."
     tensor = partial(torch.tensor, device=device, dtype=torch.int64)
     spans = [(s, range(s.computed, s.computed + n)) for s,n in work.items()]
     every = [(s, p) for s,span in spans for p in span]
@@ -475,24 +475,24 @@ def rows_of(
                 wanted=tensor(wanted))
 
 def _scored(s:Sequence, position:int)->bool:
-    # Do the logits after this position tell a log-probability of the prompt that is not known yet?
+    # whether the logits after this position give a log-probability of the prompt not known yet
     return s.request.scores_prompt and len(s.prompt_log_probs) <= position < len(s.request.ids) - 1
 
 # %% ../../nbs/07_inference/07b_engine.ipynb #546c2445
 def sample_rows(
-    probs:torch.Tensor, # `(B, V)`
-    generators:list,    # One for each row
+    probs:torch.Tensor, # Probabilities `(B, V)`
+    generators:list,    # One random generator for each row
 )->torch.Tensor: # Ids `(B,)`
-    "As `sample`, with a source of randomness for each row."
+    "Draw one id from each row, with the row's own random generator."
     sums = probs.cpu().double().cumsum(-1)
     u = torch.cat([torch.rand(1, 1, dtype=torch.float64, generator=g) for g in generators])
     return torch.searchsorted(sums/sums[:, -1:], u, right=True).squeeze(-1)
 
 def draw_tokens(
-    logits:torch.Tensor, # `(B, V)`
-    sequences:list,      # Whose rows they are
-)->list: # Ids
-    "The next token of each."
+    logits:torch.Tensor, # Logits `(B, V)`
+    sequences:list,      # The sequence of each row
+)->list: # The id drawn for each sequence
+    "Draw the next token of each sequence."
     groups, drawn = {}, {}
     for row,s in enumerate(sequences):
         penalised = s.request.repetition_penalty is not None
@@ -500,7 +500,7 @@ def draw_tokens(
                           []).append(row)
     for rows in groups.values():
         some, r = [sequences[n] for n in rows], sequences[rows[0]].request
-        # Only the penalty reads `seen`
+        # only the penalty reads `seen`
         probs = next_token_probs(logits[rows], **r.settings,
                                  seen=torch.tensor([some[0].tokens], dtype=torch.int64))
         ids = sample_rows(probs, [s.generator for s in some]) if r.temperature else probs.argmax(-1)
@@ -509,18 +509,18 @@ def draw_tokens(
 
 # %% ../../nbs/07_inference/07b_engine.ipynb #9b1813c2
 class BlockTables:
-    "Which blocks a sequence has."
+    "Assigns blocks to sequences."
     def __init__(self,
-        num_blocks:int,       # This and the next as for `BlockPool`
+        num_blocks:int,       # As for `BlockPool`
         block_size:int,
-        share:bool=True,      # Use blocks again that hold the same beginning
-        window:int|None=None, # How many latest keys a query sees: none for all
+        share:bool=True,      # Whether to reuse blocks with the same beginning of a text
+        window:int|None=None, # Number of latest keys that a query sees; default: all
     ): self.pool, self.share, self.window = BlockPool(num_blocks, block_size), share, window
 
-    def copy(self, old:int, new:int): raise NotImplementedError # Keys and values of a block
+    def copy(self, old:int, new:int): raise NotImplementedError # Copies a block's keys and values
 
-    def reserve(self, s:Sequence, length:int)->bool: # Whether that could be done
-        "Blocks of its own for tokens `computed` to `length - 1`."
+    def reserve(self, s:Sequence, length:int)->bool: # Whether there were enough blocks
+        "Give a sequence blocks of its own for tokens `computed` to `length - 1`."
         pool, size = self.pool, self.pool.block_size
         written = range(s.computed//size - s.dropped, len(s.blocks))
         shared = [i for i in written if pool.users[s.blocks[i]] > 1]
@@ -534,7 +534,7 @@ class BlockTables:
         return True
 
     def find_beginning(self, s:Sequence)->bytes|None: # Name of the first block that is missing
-        "Share the blocks that are there already."
+        "Share the blocks that already contain the beginning of a sequence."
         size, pool = self.pool.block_size, self.pool
         known = self.share and not s.request.scores_prompt
         for i in range(-(-len(s.ids)//size) if known else 0):
@@ -545,7 +545,7 @@ class BlockTables:
         s.named = len(s.blocks)
         return None
 
-    def tell_names(self, s:Sequence): # Of blocks that are computed now
+    def tell_names(self, s:Sequence): # Tells the pool the names of blocks that are now computed
         size, prompt = self.pool.block_size, len(s.request.ids)
         for i in range(s.named, s.computed//size):
             self.pool.name(s.blocks[i - s.dropped], s.name(i, size))
@@ -553,11 +553,11 @@ class BlockTables:
         if s.computed == prompt and prompt % size:
             self.pool.name(s.blocks[-1], s.name(prompt//size, size))
 
-    def forget(self, s:Sequence): # All its blocks have one user less
+    def forget(self, s:Sequence): # Releases all its blocks
         for block in reversed(s.blocks): self.pool.release(block)
         s.blocks, s.computed, s.named, s.dropped = [], 0, 0, 0
 
-    def forget_unseen(self, s:Sequence): # Blocks that have fallen out of the window
+    def forget_unseen(self, s:Sequence): # Releases blocks that have fallen out of the window
         if self.window is None: return
         old = max(0, s.computed - self.window + 1)//self.pool.block_size - s.dropped
         for block in s.blocks[:old]: self.pool.release(block)
@@ -565,40 +565,40 @@ class BlockTables:
 
 # %% ../../nbs/07_inference/07b_engine.ipynb #1bd8d272
 class Scheduler(BlockTables):
-    "Who is computed next."
+    "Decides which sequences are computed in the next step."
     def __init__(self,
-        num_blocks:int,       # This and the next as for `BlockTables`
+        num_blocks:int,       # As for `BlockTables`
         block_size:int,
-        max_running:int,      # This and the next two as for `Engine`
+        max_running:int,      # This and the next two are as for `Engine`
         token_budget:int,
         continuous:bool=True,
-        share:bool=True,      # This and the next as for `BlockTables`
+        share:bool=True,      # As for `BlockTables`
         window:int|None=None,
     ):
         if not 1 <= max_running <= token_budget:
             raise ValueError(f"max_running = {max_running} and token_budget = {token_budget}, "
-                             "expected 1 or more, and a token for each that runs")
+                             "expected 1 or more, and one token per running sequence")
         super().__init__(num_blocks, block_size, share, window)
         self.waiting:deque = deque()
         self.running:list = []
         self.max_running, self.token_budget, self.continuous = max_running, token_budget, continuous
-        self.reused = 0                         # Tokens whose keys and values were cached
+        self.reused = 0                         # tokens whose keys and values were cached
 
     def schedule(self)->dict: # Sequence to number of tokens
-        "The work of the next step."
+        "Choose the work of the next step."
         work:dict = {}
         calm = True
-        for s in list(self.running):            # Oldest first; only the youngest is in its prompt
+        for s in list(self.running):            # oldest first; only the youngest is in its prompt
             n = min(s.missing, self.token_budget - sum(work.values()))
             while s in self.running and n and not self.reserve(s, s.computed + n):
-                calm = False                                # Somebody had to go
+                calm = False                                # a sequence was preempted
                 self.preempt(self.running[-1], work)
             if s in self.running and n: work[s] = n
         if calm and (self.continuous or not self.running): self.admit(work)
         return work
 
-    def admit(self, work:dict): # The oldest first, as long as there is budget, a place and memory
-        size, coming = self.pool.block_size, set()  # Names of blocks that this step computes
+    def admit(self, work:dict): # Oldest first, as long as there is budget, a free place and memory
+        size, coming = self.pool.block_size, set()  # names of blocks that this step computes
         for s,n in work.items():
             if n > 1: coming |= _new_names(s, n, size)
         for s in list(self.waiting):
@@ -612,59 +612,59 @@ class Scheduler(BlockTables):
             work[s] = min(s.missing, left)
             coming |= _new_names(s, work[s], size)
 
-    def leave(self, s:Sequence): # It runs no more
+    def leave(self, s:Sequence): # The sequence stops running
         self.running.remove(s)
         self.forget(s)
 
-    def preempt(self, s:Sequence, work:dict): # It waits again, before all others
+    def preempt(self, s:Sequence, work:dict): # The sequence waits again, before all others
         self.leave(s)
         work.pop(s, None)
         s.preempted += 1
         self.waiting.appendleft(s)
 
 # %% ../../nbs/07_inference/07b_engine.ipynb #cf60b500
-def _new_names(s:Sequence, n:int, size:int)->set: # Of blocks that get one with `n` more tokens
+def _new_names(s:Sequence, n:int, size:int)->set: # Of blocks that are full after `n` more tokens
     done = s.computed + n
     end = -(-done//size) if done == len(s.request.ids) else done//size
     return {s.name(i, size) for i in range(s.computed//size, end)}
 
 # %% ../../nbs/07_inference/07b_engine.ipynb #fd11b1c3
 def top_logprobs(
-    logits:torch.Tensor, # `(V,)`
-    id:int,              # The token that came
-    most:int,            # Likely ones to tell beside it
-)->tuple: # Log-probability in nats, and a dict of the likeliest ids, each with its own
-    """What a request with `log_probs` hears of a token.
-    It is the model's own, before temperature and the like."""
+    logits:torch.Tensor, # Logits `(V,)`
+    id:int,              # The token that was drawn
+    most:int,            # Number of likeliest ids to report
+)->tuple: # Log-probability of `id` in nats, and a dict of the likeliest ids with theirs
+    """Return the log-probabilities that a request with `log_probs` gets for a token.
+    They are the model's own, before temperature and other settings."""
     log_probs = logits.float().log_softmax(-1)
     best = log_probs.topk(min(most, len(logits)))
     return log_probs[id].item(), dict(zip(best.indices.tolist(), best.values.tolist()))
 
 def check_request(
-    r:Request,          # To be checked
-    config:ModelConfig, # Of the model
-    room:int,           # Tokens that fit into all blocks
+    r:Request,          # The request to check
+    config:ModelConfig, # Config of the model
+    room:int,           # Number of tokens that fit into all blocks
 ):
-    "`ValueError` or `TypeError` with the values unless the engine can answer it."
+    "Check a request. Raises `ValueError` or `TypeError` unless the engine can answer it."
     checked_ids(r.ids, config)
     checked_ids(r.stop, config, "stop", least=0)
     if index(r.max_tokens) < 0: raise ValueError(f"max_tokens = {r.max_tokens}, expected 0 or more")
     if r.log_probs is not None and not 0 <= index(r.log_probs) <= config.vocab_size:
         raise ValueError(f"log_probs = {r.log_probs}, expected 0 to {config.vocab_size}")
-    needed = len(r.ids) + max(r.max_tokens - 1, 0)          # The last token drawn is not computed
+    needed = len(r.ids) + max(r.max_tokens - 1, 0)          # the last token drawn is not computed
     for name,most in (("the model's context_length", config.context_length),
                       ("the room in all blocks", room)):
         if needed > most:
             raise ValueError(f"a prompt of {len(r.ids)} tokens and max_tokens = {r.max_tokens} "
                              f"need room for {needed}, but {name} is {most}")
-    next_token_probs(torch.zeros(1), **r.settings)          # Raises for a setting out of range
+    next_token_probs(torch.zeros(1), **r.settings)          # raises for a setting out of range
 
 # %% ../../nbs/07_inference/07b_engine.ipynb #4d4ae5ff
 def note_computed(
-    work:dict,           # Of a step, as from `Scheduler.schedule`
-    logits:torch.Tensor, # Of its rows that were wanted `(wanted, V)`
-)->dict: # Sequences of which all ids are computed, each with its row of the logits
-    "Note what a step computed, and the prompt's log-probabilities where they are asked for."
+    work:dict,           # Work of a step, from `Scheduler.schedule`
+    logits:torch.Tensor, # Logits of its wanted rows `(wanted, V)`
+)->dict: # Sequences whose ids are all computed, each with its row of the logits
+    "Record what a step computed, and the prompt's log-probabilities if they were requested."
     at, ready = 0, {}
     for s,n in work.items():
         asked = sum(_scored(s, p) for p in range(s.computed, s.computed + n))
@@ -675,13 +675,13 @@ def note_computed(
     return ready
 
 def accept(
-    s:Sequence,          # All of its ids are computed
-    token:int,           # Drawn for it
-    logits:torch.Tensor, # From which it was drawn `(V,)`
-)->str|None: # Why the answer ends, if it does
-    "Take a token into the answer."
+    s:Sequence,          # A sequence whose ids are all computed
+    token:int,           # The token drawn for it
+    logits:torch.Tensor, # Logits from which it was drawn `(V,)`
+)->str|None: # Why the answer ends, or `None`
+    "Append a token to the answer."
     r = s.request
-    if not r.max_tokens: return "length"                    # Only the prompt was to be scored
+    if not r.max_tokens: return "length"                    # only the prompt was to be scored
     s.times.append(time.perf_counter())
     known = None if r.log_probs is None else top_logprobs(logits, token, r.log_probs)
     if token in r.stop: s.stop_log_prob = known; return "stop"
@@ -692,9 +692,10 @@ def accept(
 # %% ../../nbs/07_inference/07b_engine.ipynb #14b0like
 def check_like(
     model, # A `TransformerLM`
-    paged:PagedModel, # Whose weights it is to replace
+    paged:PagedModel, # The model whose weights it will replace
 ):
-    "`ValueError` with the first difference in config, number format or device."
+    """Check that a model can replace another.
+    Raises `ValueError` with the first difference in config, number format or device."""
     new, old = model.config.to_dict(), paged.config.to_dict()
     new["dtype"], old["dtype"] = model.token_embeddings.weight.dtype, paged.cache.dtype
     new["device"], old["device"] = model.token_embeddings.weight.device, paged.cache.device
@@ -707,12 +708,12 @@ class Engine(Scheduler):
     "Answers requests, many at a time. Use it from one thread."
     def __init__(self,
         model,                    # A `TransformerLM`
-        num_blocks:int|None=None, # None: room for `max_running` texts of the context's length
-        block_size:int=16,        # Tokens in a block
-        max_running:int=16,       # Sequences computed together at most
-        token_budget:int=256,     # Tokens computed in a step at most
-        continuous:bool=True,     # Admit requests while others run, instead of when all have ended
-        share:bool=True,          # Use blocks again that hold the same beginning
+        num_blocks:int|None=None, # Default: room for `max_running` texts of the context's length
+        block_size:int=16,        # Tokens per block
+        max_running:int=16,       # Largest number of sequences computed together
+        token_budget:int=256,     # Largest number of tokens computed in a step
+        continuous:bool=True,     # Whether requests are admitted while others run
+        share:bool=True,          # Whether to reuse blocks with the same beginning of a text
     ):
         c = model.config
         refuse_fields(c, "Engine", names=("kv_lora_rank", "capacity_factor"))
@@ -721,22 +722,22 @@ class Engine(Scheduler):
         super().__init__(num_blocks, block_size, *limits, c.window)
         self.paged = PagedModel(model, num_blocks, block_size)
         self.device = model.token_embeddings.weight.device
-        self.steps = self.computed = 0          # Done so far; tokens in them
-        self.version = 0                        # How often other weights were loaded
+        self.steps = self.computed = 0          # steps done so far, and tokens computed in them
+        self.version = 0                        # how often weights were loaded
 
     @property
     def busy(self)->bool: return bool(self.running or self.waiting)
     def copy(self, old:int, new:int): self.paged.cache[:, :, new] = self.paged.cache[:, :, old]
 
-    def add(self, request:Request)->Sequence: # `ValueError` for what can't be done
-        "Take a request in."
+    def add(self, request:Request)->Sequence: # Raises `ValueError` for impossible requests
+        "Accept a request."
         check_request(request, self.paged.config, len(self.pool.users)*self.pool.block_size)
         self.waiting.append(s := Sequence(request))
         if not request.max_tokens and not request.scores_prompt: self.end(s, "length")
         return s
 
     def step(self)->list: # Sequences that got a token
-        "Compute once, and draw a token for each sequence of which all ids are computed."
+        "Run one step, and draw a token for each sequence whose ids are all computed."
         if not (work := self.schedule()): return []
         logits = self.paged.forward(rows_of(work, self.pool.block_size, self.device))
         self.steps, self.computed = self.steps + 1, self.computed + sum(work.values())
@@ -752,8 +753,9 @@ class Engine(Scheduler):
         return list(ready)
 
     def load(self, model): # A `TransformerLM` like the one before; its weights are copied
-        """Go on with other weights, and forget what was cached with the old ones.
-        `ValueError`, and nothing changes, while requests are under way or if the model differs."""
+        """Switch to new weights, and forget what was cached with the old ones.
+        Raises `ValueError`, and changes nothing, while requests are running or if the model
+        differs."""
         if self.busy: raise ValueError(
             f"load: {len(self.running)} requests are running and {len(self.waiting)} waiting, "
             f"expected none")
@@ -762,26 +764,26 @@ class Engine(Scheduler):
         self.pool = BlockPool(len(self.pool.users), self.pool.block_size)
         self.version += 1
 
-    def end(self, s:Sequence, reason:str="abort"): # Its blocks are free for others
+    def end(self, s:Sequence, reason:str="abort"): # Frees its blocks
         if s.reason: return
         if s in self.running: self.leave(s)
         else: self.waiting.remove(s)
         s.reason = reason
 
     def run(self, requests:Iterable)->list: # Their sequences, finished
-        "Answer all of them."
+        "Answer all requests."
         sequences = [self.add(r) for r in requests]
         while self.busy: self.step()
         return sequences
 
 # %% ../../nbs/07_inference/07b_engine.ipynb #c7a6b67e
 def replay(
-    engine:Engine,      # Empty
-    requests:Iterable,  # To be answered
-    steps:Iterable,     # After how many steps each arrives
+    engine:Engine,      # An engine without requests
+    requests:Iterable,  # The requests to answer
+    steps:Iterable,     # Number of steps after which each request arrives
     look=None,          # Called with the engine after each step
 )->list: # Their sequences, finished, in the order of the requests
-    "Requests that arrive while others run."
+    "Answer requests that arrive while others are running."
     todo, sequences, now = (deque(sorted(enumerate(zip(steps, requests)), key=lambda x: x[1][0])),
                             {}, 0)
     while todo or engine.busy:
@@ -796,15 +798,14 @@ def replay(
 # %% ../../nbs/07_inference/07b_engine.ipynb #9741069c
 @dataclass
 class Waste:
-    """Places for tokens, summed over steps: held by tokens, owned in blocks, and what static
-    allocation would keep."""
-    held:int = 0        # By tokens; a shared one counts once
-    owned:int = 0       # In blocks
-    asked:int = 0       # For prompt and `max_tokens` of each running sequence
-    longest:int = 0     # For the model's context for each
+    "Counts slots for tokens, summed over steps: used, allocated, and under static allocation."
+    held:int = 0        # Slots in use; a shared slot counts once
+    owned:int = 0       # Slots in allocated blocks
+    asked:int = 0       # Slots for prompt and `max_tokens` of each running sequence
+    longest:int = 0     # Slots for the model's context for each running sequence
 
-    def __call__(self, engine:Engine): # For `replay`
-        "Count after a step."
+    def __call__(self, engine:Engine): # Argument `look` of `replay`
+        "Count the slots after a step."
         size, filled = engine.pool.block_size, {}
         for s in engine.running:
             for i,b in enumerate(s.blocks, s.dropped):
@@ -813,6 +814,6 @@ class Waste:
         self.asked += sum(len(s.request.ids) + s.request.max_tokens - 1 for s in engine.running)
         self.longest += engine.paged.config.context_length*len(engine.running)
 
-    def shares(self)->dict: # Of each kind of allocation, what is empty
-        "The waste."
+    def shares(self)->dict: # Kind of allocation to its share of empty slots
+        "Return the wasted share of the memory."
         return {name: 1 - self.held/getattr(self, name) for name in ("owned", "asked", "longest")}

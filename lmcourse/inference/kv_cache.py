@@ -29,21 +29,22 @@ from ..generation.generate import Remembering, context_of
 
 # %% ../../nbs/07_inference/07a_kv_cache.ipynb #77151a92
 class CacheLayer:
-    "Keys and values of one layer. Position p lies in slot p modulo the number of slots."
+    "The cached keys and values of one layer; position p is in slot p modulo the number of slots."
     def __init__(self,
-        keys:torch.Tensor,   # To be filled `(B, G, S, K)`
-        values:torch.Tensor, # Likewise
-        room:int,            # The most tokens of a sequence
+        keys:torch.Tensor,   # Buffer for the keys `(B, G, S, K)`
+        values:torch.Tensor, # Buffer for the values, likewise
+        room:int,            # Largest number of tokens of a sequence
     ):
         self.keys, self.values, self.room = keys, values, room
-        # Tokens now, and the most that there have been
+        # number of tokens now, and the largest number so far
         self.length = self.reach = 0
 
     def update(self,
         k:torch.Tensor, # Keys of the next T tokens `(B, G, T, K)`
-        v:torch.Tensor, # Their values
+        v:torch.Tensor, # Values of these tokens
     )->tuple: # Keys and values of all tokens that the new ones may see, in order
-        "Take the new ones, give all. `ValueError`, and nothing changes, if there is no room."
+        """Add new keys and values, and return all.
+        If there is no room, raises `ValueError` and changes nothing."""
         n, T = self.length, k.shape[-2]
         if n + T > self.room:
             raise ValueError(f"{n} tokens in the cache and {T} new ones, but it has room for "
@@ -71,18 +72,18 @@ def _still_there(length:int, window:int, slots:int, reach:int
 
 # %% ../../nbs/07_inference/07a_kv_cache.ipynb #2a405388
 class KVCache:
-    """Keys and values of all layers: of as many tokens as the window, or as there is room for if
-    that is less."""
+    """The cached keys and values of all layers.
+    There are as many slots as the window has tokens, or the sequence if it is shorter."""
     def __init__(self,
         config:ModelConfig,  # Sizes and variant
-        batch_size:int=1,    # Sequences of one length, B
-        max_tokens:int|None=None, # Of a sequence: none for the model's context
-        dtype=torch.float32, # Of keys and values
-        device="cpu",        # Where they lie
+        batch_size:int=1,    # Number of sequences, all of the same length, B
+        max_tokens:int|None=None, # Most tokens of a sequence; default: the model's context
+        dtype=torch.float32, # Type of keys and values
+        device="cpu",        # Device of keys and values
     ):
         c, self.room = config, context_of(config, max_tokens, "max_tokens")
         slots, place = min(c.window or self.room, self.room), dict(dtype=dtype, device=device)
-        if c.kv_lora_rank: # A vector that all heads share, and a key that RoPE has turned
+        if c.kv_lora_rank: # a vector that all heads share, and a key rotated by RoPE
             widths = c.kv_lora_rank, c.qk_rope_head_dim
             self.data = torch.zeros(c.num_layers, batch_size, 1, slots, sum(widths), **place)
             pairs = [layer.split(widths, -1) for layer in self.data]
@@ -94,28 +95,28 @@ class KVCache:
 
     def __getitem__(self, i:int)->CacheLayer: return self.layers[i]
     @property
-    def length(self)->int: return self.layers[-1].length # Tokens that all layers have
+    def length(self)->int: return self.layers[-1].length # Number of tokens that all layers have
     @property
     def num_bytes(self)->int: return self.data.nbytes
 
-    def holds(self, length:int)->bool: # Whether `rewind` can go there
+    def holds(self, length:int)->bool: # Whether `rewind(length)` is possible
         slots, layer = self.data.shape[-2], self.layers[0]
         return 0 <= length <= layer.length and _still_there(length, slots, slots, layer.reach)
 
-    def rewind(self, length:int): # Tokens to keep
-        """Forget the others.
-        `ValueError` if there are fewer, or if the ring has lost what is needed."""
+    def rewind(self, length:int): # Number of tokens to keep
+        """Forget all later tokens.
+        Raises `ValueError` if there are fewer, or if needed keys were overwritten."""
         if not self.holds(length):
             raise ValueError(f"rewind to {length} of {self.length} tokens: not all keys are there; "
-                             "feed the tokens anew")
+                             "feed the tokens again")
         for layer in self.layers: layer.length, layer.reach = length, layer.reach if length else 0
 
 # %% ../../nbs/07_inference/07a_kv_cache.ipynb #a570dbb0
 class CachedDecoder(Remembering):
-    "Any `TransformerLM` on any device, through `model(ids, positions, cache)`."
+    "A decoder with a cache for any `TransformerLM` on any device."
     def __init__(self,
         model,                    # A `TransformerLM`
-        max_tokens:int|None=None, # Of the sequence: none for the model's context
+        max_tokens:int|None=None, # Most tokens of a sequence; default: the model's context
     ):
         super().__init__(model.config, max_tokens)
         weight = model.token_embeddings.weight
@@ -130,12 +131,12 @@ class CachedDecoder(Remembering):
         x = self.model.hidden_states(torch.tensor([ids], device=device), positions, self.cache)[0]
         return self.model.lm_head(x if all else x[-1:]).float()
 
-    def forget(self, length:int)->bool: # Keep so many; whether that could be done
+    def forget(self, length:int)->bool: # Keeps `length` tokens; returns whether that was possible
         if not self.cache.holds(length): return False
         self.cache.rewind(length)
         return True
 
-    def _set_back(self, n:int): # After a feed that was broken off
+    def _set_back(self, n:int): # Restores the state after an interrupted feed
         layers, self.ids, kept = self.cache.layers, [], self.ids
         reach = max(layer.reach for layer in layers)
         for layer in layers: layer.length, layer.reach = n, reach
@@ -146,40 +147,40 @@ class CachedDecoder(Remembering):
 
 # %% ../../nbs/07_inference/07a_kv_cache.ipynb #46c42325
 class StaticLayer:
-    "A `CacheLayer` with a fixed shape: one new token, and all slots to read."
+    "A `CacheLayer` with fixed shapes: one new token, and all slots to read."
     def __init__(self, layer:CacheLayer, slot:torch.Tensor): # Of the new token `(1,)`
         self.keys, self.values, self.slot = layer.keys, layer.values, slot
 
     def update(self, k:torch.Tensor, v:torch.Tensor)->tuple: # `(B, G, 1, K)` each; all slots
-        "Take the new token's, give all."
+        "Add the new token's key and value, and return all."
         return self.keys.index_copy_(2, self.slot, k), self.values.index_copy_(2, self.slot, v)
 
 def attend_to_slots(
-    q:torch.Tensor,    # Of one token `(B, H, 1, K)`
-    k:torch.Tensor,    # Of all slots `(B, G, S, K)`; G divides H
-    v:torch.Tensor,    # Likewise
-    seen:torch.Tensor, # `True` for a slot that it sees `(1, S)`
+    q:torch.Tensor,    # Queries of one token `(B, H, 1, K)`
+    k:torch.Tensor,    # Keys of all slots `(B, G, S, K)`; G divides H
+    v:torch.Tensor,    # Values of all slots, likewise
+    seen:torch.Tensor, # `True` for the slots that the token sees `(1, S)`
 )->torch.Tensor: # `(B, H, 1, K)`
-    "Attention of one token; the heads that share keys are queries of one product."
+    "Compute the attention of one token; heads that share keys are computed in one product."
     groups = q.reshape(len(q), k.shape[1], -1, q.shape[-1])
     return F.scaled_dot_product_attention(groups, k, v, seen).reshape(q.shape)
 
 # %% ../../nbs/07_inference/07a_kv_cache.ipynb #310cc5f2
 class GraphDecoder(CachedDecoder):
-    """A `CachedDecoder` in which a single token has fixed shapes at fixed places.
-    On a GPU it is one CUDA graph."""
+    """A `CachedDecoder` whose single-token step has fixed shapes and addresses.
+    On a GPU the step is one CUDA graph."""
     def __init__(self,
         model,                    # A `TransformerLM`
-        max_tokens:int|None=None, # Of the sequence: none for the model's context
+        max_tokens:int|None=None, # Most tokens of a sequence; default: the model's context
     ):
-        # Experts read how many tokens each has: that a graph can't do
+        # experts read how many tokens each has, which a graph can't do
         refuse_fields(model.config, "GraphDecoder", names=("num_experts", "kv_lora_rank"))
         super().__init__(model, max_tokens)
         tensors = (*model.parameters(), *model.buffers())
-        self.twin = copy.deepcopy(model, {id(t): t for t in tensors}) # With the same weights
+        self.twin = copy.deepcopy(model, {id(t): t for t in tensors}) # shares the weights
         for layer in self.twin.layers: layer.attn.attention = self._attend
         device = self.cache.data.device
-        self.graph:Any = None                               # Of the step, and where it writes
+        self.graph:Any = None                               # graph of the step, and its output
         self.logits:Any = None
         self.id = torch.zeros(1, 1, dtype=torch.int64, device=device)
         self.position = torch.zeros(1, dtype=torch.int64, device=device)
@@ -188,7 +189,7 @@ class GraphDecoder(CachedDecoder):
     def _attend(self, q, k, v, window): return attend_to_slots(q, k, v, self.seen)
 
     def token(self)->torch.Tensor: # Logits `(1, V)`
-        "One step from `self.id` at `self.position`."
+        "Compute one step from the token `self.id` at `self.position`."
         self.seen, slot = (self.slots <= self.position)[None], self.position % len(self.slots)
         layers = [StaticLayer(layer, slot) for layer in self.cache.layers]
         return self.twin.lm_head(self.twin.hidden_states(self.id, self.position, layers)[0]).float()
@@ -204,11 +205,11 @@ class GraphDecoder(CachedDecoder):
         else:
             if self.graph is None: self._record()
             self.graph.replay()
-            logits = self.logits.clone()        # The next step overwrites it
+            logits = self.logits.clone()        # the next step overwrites the logits
         for layer in layers: layer.length, layer.reach = n + 1, max(layer.reach, n + 1)
         return logits
 
-    def _record(self): # The step as a graph; before that it runs, for whatever is made at first use
+    def _record(self): # Records the step as a graph, after a first run without one
         with torch.cuda.device(self.id.device):
             stream = torch.cuda.Stream()
             stream.wait_stream(torch.cuda.current_stream())
@@ -216,14 +217,14 @@ class GraphDecoder(CachedDecoder):
                 for _ in range(2): self.token()
             torch.cuda.current_stream().wait_stream(stream)
             graph = torch.cuda.CUDAGraph()
-            # Another thread may allocate meanwhile, say the one that makes batches
+            # another thread may allocate memory meanwhile, such as the one that makes batches
             with torch.cuda.graph(graph, capture_error_mode="thread_local"):
                 self.logits = self.token()
             self.graph = graph
 
 # %% ../../nbs/07_inference/07a_kv_cache.ipynb #8c220aa8
 class Plain:
-    """A weight as it is.
+    """A weight matrix as it is.
     What stands in its place has `w(x)` and `num_bytes`; with `arrays`, of which `dot_rows` knows
     the types, it is fast."""
     def __init__(self, weight:np.ndarray): self.arrays = (weight,)          # float32 `(out, in)`
@@ -233,17 +234,17 @@ class Plain:
     def num_bytes(self)->int: return self.arrays[0].nbytes
 
 # %% ../../nbs/07_inference/07a_kv_cache.ipynb #64a6ff1f
-def _groups(c:ModelConfig)->list: # Names of the matrices of a block: those of a group read the same
+def _groups(c:ModelConfig)->list: # Names of the matrices of a block, grouped by their input
     return [[f"attn.{n}_proj" for n in "qkv"], ["attn.output_proj"],
             ["ffn.w1", "ffn.w3"] if c.gated else ["ffn.w1"], ["ffn.w2"]]
 
 def _stacked(params:dict, c:ModelConfig, names:list
-)->np.ndarray: # Of all layers `(L, out, ...)`, those of `names` one below the other
+)->np.ndarray: # The matrices `names` of all layers, stacked `(L, out, ...)`
     return np.stack([np.concatenate([params[f"layers.{i}.{n}"] for n in names])
                      for i in range(c.num_layers)]).astype(np.float32, copy=False)
 
 def _pack_layers(stack:np.ndarray, pack
-    # An object a layer; and if they show arrays, those of all layers, of which they keep views
+    # one object per layer; if the objects have arrays, these are views of arrays of all layers
 )->tuple:
     packed = [pack(weight) for weight in stack]
     if not all(hasattr(w, "arrays") for w in packed): return packed, None
@@ -257,7 +258,8 @@ _ZERO, _ONE = np.float32(0), np.float32(1)
 # %% ../../nbs/07_inference/07a_kv_cache.ipynb #c97579c2
 @fused
 def dot_far(w, x, out, start, stop):
-    "Rows `start` to `stop - 1` of `x @ w.T`, four at a time, from four places of the memory."
+    """Compute columns `start` to `stop - 1` of `x @ w.T`, four rows of w at a time, which are read
+    from four places in memory."""
     T, D, n = len(x), x.shape[1], (stop - start)//4
     for r in range(start, start + n):
         w0, w1, w2, w3 = w[r], w[r + n], w[r + 2*n], w[r + 3*n]
@@ -278,14 +280,15 @@ def dot_far(w, x, out, start, stop):
 
 # %% ../../nbs/07_inference/07a_kv_cache.ipynb #aa31a3dc
 def dot_rows(
-    arrays:tuple, # Of a packed weight, those of all layers one after the other
-    layer:int,    # Which
-    x:np.ndarray, # `(T, in)`
-    out:np.ndarray, # `(T, out)`, of which columns `start` to `stop - 1` are filled
-    start:int,    # A multiple of 4
-    stop:int,     # Likewise, or the end
+    arrays:tuple, # Arrays of a packed weight, for all layers one after another
+    layer:int,    # Index of the layer
+    x:np.ndarray, # Input `(T, in)`
+    out:np.ndarray, # Output `(T, out)`, of which columns `start` to `stop - 1` are filled
+    start:int,    # First column, a multiple of 4
+    stop:int,     # End of the columns, a multiple of 4 or the last
 ):
-    "A part of `x @ w.T`. Compiled alone: `overload` says how, for each type of arrays."
+    """Compute some columns of `x @ w.T`.
+    `overload` supplies the compiled function for each type of arrays."""
     raise TypeError(f"no kernel for arrays of {[a.dtype for a in arrays]}")
 
 @overload(dot_rows)
@@ -297,7 +300,7 @@ def _dot_plain(arrays, layer, x, out, start, stop):
 # %% ../../nbs/07_inference/07a_kv_cache.ipynb #f408587a
 @fused
 def norm_row(x, gain, shift, norm, eps, out):
-    "One row normalised as `norm` says; `out` may be `x`."
+    "Normalize one row, by the norm with number `norm`; `out` may be `x`."
     mean, square = _ZERO, _ZERO
     if norm == 2:
         for d in range(x.size): mean += x[d]
@@ -309,7 +312,7 @@ def norm_row(x, gain, shift, norm, eps, out):
 # %% ../../nbs/07_inference/07a_kv_cache.ipynb #3d9f23a7
 @fused
 def add_and_norm(x, branch, h, gains, j, norm, position, eps):
-    "Add the branch of sublayer j, and make ready what the next one reads."
+    "Add the branch of sublayer j to the stream, and prepare the input of the next sublayer."
     for t in range(len(x)):
         if j >= 0:
             if position == 2: norm_row(branch[t], gains[0, j], gains[1, j], norm, eps, branch[t])
@@ -322,14 +325,14 @@ def add_and_norm(x, branch, h, gains, j, norm, position, eps):
 # %% ../../nbs/07_inference/07a_kv_cache.ipynb #e1970163
 @fused
 def add_bias(out, bias, start, stop):
-    "Add `bias` to some columns, if there is one."
+    "Add the bias to some columns, if there is one."
     if not bias.size: return
     for t in range(len(out)):
         for r in range(start, stop): out[t, r] += bias[r]
 
 @fused
 def add_rows(shares, rows, y):
-    "Add to y some rows, of each its share, four at a time."
+    "Add weighted rows to y, four at a time."
     n = len(rows)//4*4
     for s in range(0, n, 4):
         for k in range(y.size):
@@ -340,7 +343,7 @@ def add_rows(shares, rows, y):
 
 @fused
 def turn_head(z, cos, sin):
-    "RoPE for one head of one token."
+    "Apply RoPE to one head of one token."
     for k in range(cos.size):
         a, b = z[2*k], z[2*k + 1]
         z[2*k], z[2*k + 1] = a*cos[k] - b*sin[k], a*sin[k] + b*cos[k]
@@ -348,7 +351,8 @@ def turn_head(z, cos, sin):
 # %% ../../nbs/07_inference/07a_kv_cache.ipynb #f70da9d7
 @fused
 def place_head(u, layer, qkv, bias, gains, eps, cos, sin, first, cache):
-    "Head u of queries, keys and values, the first of whose tokens stands at `first`."
+    """Finish head u of queries, keys and values (bias, norm, RoPE), and cache keys and values.
+    The first token is at position `first`."""
     G, S, K = cache.shape[2:]
     H = qkv.shape[1]//K - 2*G
     add_bias(qkv, bias, u*K, u*K + K)
@@ -363,8 +367,8 @@ def place_head(u, layer, qkv, bias, gains, eps, cos, sin, first, cache):
 # %% ../../nbs/07_inference/07a_kv_cache.ipynb #5ba17def
 @fused
 def attend_head(head, layer, first, window, qkv, cache, scores, out):
-    """Attention of one query head over the keys in the ring that it sees: up to its end, then from
-    its beginning."""
+    """Compute the attention of one query head over the keys that it sees in the ring buffer: up to
+    the end of the buffer, then from its beginning."""
     G, S, K = cache.shape[2:]
     g, z, scale = head*G//(out.shape[1]//K), scores[head], _ONE/np.sqrt(np.float32(K))
     keys, values = cache[0, layer, g], cache[1, layer, g]
@@ -385,11 +389,11 @@ def attend_head(head, layer, first, window, qkv, cache, scores, out):
         add_rows(z[a:n], values[:n - a], y)
 
 # %% ../../nbs/07_inference/07a_kv_cache.ipynb #cc75c944
-_ACTIVATIONS = dict(relu=0, silu=1, gelu=2) # Those that the kernel knows
+_ACTIVATIONS = dict(relu=0, silu=1, gelu=2) # activations that the kernel has
 
 @fused
 def activate(wide, hidden, kind, start, stop):
-    "The activation of columns `start` to `stop - 1`, times the other half if there is one."
+    "Apply the activation to columns `start` to `stop - 1`, times the gate's half if there is one."
     F = hidden.shape[1]
     for t in range(len(wide)):
         for f in range(start, stop):
@@ -400,22 +404,22 @@ def activate(wide, hidden, kind, start, stop):
             hidden[t, f] = y*wide[t, F + f] if wide.shape[1] > F else y
 
 # %% ../../nbs/07_inference/07a_kv_cache.ipynb #c211b538
-ROW = 24 # Numbers of the board for a phase: three counters, each in a cache line of its own
+ROW = 24 # numbers per phase on the board: three counters, each in a cache line of its own
 
 @fused
 def take_unit(board, p, n):
-    "The next unit of phase p, or -1 if all n are taken."
+    "Take the next unit of work of phase p; -1 if all n are taken."
     u = add_one(board, p*ROW)
     return u if u < n else -1
 
 @fused
 def was_last(board, p, n):
-    "Report a unit as done; whether it was the last."
+    "Report a unit as done. Returns whether it was the last."
     return add_one(board, p*ROW + 8) == n - 1
 
 @fused
 def pass_on(board, p, last):
-    "Open the next phase if this thread did the last unit, else wait for it."
+    "Open the next phase if this thread did the last unit; otherwise wait for it."
     if last: add_one(board, p*ROW + 16)
     looks = 0
     while not peek(board, p*ROW + 16):
@@ -426,8 +430,8 @@ def pass_on(board, p, last):
 # %% ../../nbs/07_inference/07a_kv_cache.ipynb #1846f954
 @fused
 def share_product(board, p, arrays, layer, x, bias, wide, hidden, kind):
-    """Rows of a product, and unless `kind` is negative their activation.
-    Whether this thread did the last unit."""
+    """Compute rows of a product and, unless `kind` is negative, their activation.
+    Returns whether this thread did the last unit."""
     F, gated, last = hidden.shape[1], wide.shape[1] > hidden.shape[1], False
     step = max(4, 32_768//x.shape[1]//(2 if gated else 1)//4*4)
     n = (F + step - 1)//step
@@ -445,7 +449,7 @@ def share_product(board, p, arrays, layer, x, bias, wide, hidden, kind):
 # %% ../../nbs/07_inference/07a_kv_cache.ipynb #7d80f2a4
 @fused
 def share_heads(board, p, arrays, layer, x, bias, gains, eps, cos, sin, first, qkv, cache):
-    "Queries, keys and values, a head in a unit."
+    "Compute queries, keys and values, one head per unit."
     K, last = cache.shape[4], False
     n = qkv.shape[1]//K
     u = take_unit(board, p, n)
@@ -458,7 +462,7 @@ def share_heads(board, p, arrays, layer, x, bias, gains, eps, cos, sin, first, q
 
 @fused
 def share_attention(board, p, layer, first, window, qkv, cache, scores, out):
-    "Attention, a query head in a unit."
+    "Compute attention, one query head per unit."
     n, last = out.shape[1]//cache.shape[4], False
     u = take_unit(board, p, n)
     while u >= 0:
@@ -470,7 +474,7 @@ def share_attention(board, p, layer, first, window, qkv, cache, scores, out):
 # %% ../../nbs/07_inference/07a_kv_cache.ipynb #e531ba60
 @fused
 def open_turn(board):
-    "End the turn before, clear the board, and begin the next; its number comes back."
+    "End the previous turn, clear the board and begin the next. Returns the number of the turn."
     if peek(board, 0) % 2: add_one(board, 0)
     while peek(board, 8) != peek(board, 16): give_way()
     for i in range(ROW, board.size): board[i] = 0
@@ -480,7 +484,7 @@ def open_turn(board):
 @fused
 def join_turn(board, number, arrays, biases, buffers, gains, qk_gains, cache, cos, sin, sizes, eps,
               logits):
-    "Take part in a turn, from what the first layer reads to the logits, if it is still this one."
+    "Take part in a turn, from the first layer to the logits, unless another turn has begun."
     first, window, norm, position, kind = sizes
     x, h, branch, qkv, attended, wide, hidden, scores = buffers
     add_one(board, 8)
@@ -507,14 +511,14 @@ def join_turn(board, number, arrays, biases, buffers, gains, qk_gains, cache, co
 
 # %% ../../nbs/07_inference/07a_kv_cache.ipynb #2e8908c2
 class NumpyDecoder(Remembering):
-    "The NumPy engine with a cache: batch 1, float32, every field of the config."
+    "The NumPy model with a cache: batch size 1, float32, every field of the config."
     def __init__(self,
         params:dict,              # Name to array, as for `transformer_forward`; they are copied
         config:ModelConfig,       # Sizes and variant
-        max_tokens:int|None=None, # Of the sequence: none for the model's context
-        # From a float32 weight `(out, in)` to what multiplies: none for `Plain`
+        max_tokens:int|None=None, # Most tokens of a sequence; default: the model's context
+        # Turns a float32 weight `(out, in)` into an object that multiplies; default: `Plain`
         pack=None,
-        threads:int|None=None,    # None for one a core, or as many as OMP_NUM_THREADS says
+        threads:int|None=None,    # Number of threads; default: OMP_NUM_THREADS or one per core
     ):
         refuse_fields(config, type(self).__name__)
         check_params(params, config)
@@ -535,7 +539,7 @@ class NumpyDecoder(Remembering):
         self.made:dict[int, tuple] = {}
 
     @property
-    def num_bytes(self)->int: # Of the weights that each token reads
+    def num_bytes(self)->int: # Bytes of the weights that each token reads
         return sum(w.num_bytes for layer in self.packed for w in layer)
 
     def compute(self, ids:list, all:bool)->np.ndarray: # `(len(ids), V)`, or `(1, V)`
@@ -547,12 +551,12 @@ class NumpyDecoder(Remembering):
             logits.append(step(some, first + i, rows))
         return logits[0] if len(logits) == 1 else np.concatenate(logits)
 
-    def forget(self, length:int)->bool: # Keep so many; whether that could be done
+    def forget(self, length:int)->bool: # Keeps `length` tokens; returns whether that was possible
         if not _still_there(length, self.window, self.cache.shape[3], self.reach): return False
         if length == 0: self.reach = 0
         return True
 
-    def _share(self, ids:list, first:int, rows:int)->np.ndarray: # Of `rows`, by all threads
+    def _share(self, ids:list, first:int, rows:int)->np.ndarray: # Logits, computed by all threads
         number, buffers = open_turn(self.board), _buffers(self, len(ids))
         _embed(self, buffers, ids, first)
         logits = np.empty((rows, self.config.vocab_size), np.float32)
@@ -577,11 +581,11 @@ def _weights(params:dict, c:ModelConfig, pack)->tuple: # Packed; for the kernels
 # %% ../../nbs/07_inference/07a_kv_cache.ipynb #cfe2266f
 _NORMS, _POSITIONS = ("none", "rmsnorm", "layernorm"), ("pre", "post", "sublayer")
 
-def _kinds(c:ModelConfig)->tuple: # What the kernels know by its number
+def _kinds(c:ModelConfig)->tuple: # Numbers by which the kernels know norm, position and activation
     activation = _ACTIVATIONS.get(c.ffn_kind.activation, -1)
     return _NORMS.index(c.norm), _POSITIONS.index(c.norm_position), activation
 
-def _gains(params:dict, c:ModelConfig)->tuple: # And shifts, the final norm last
+def _gains(params:dict, c:ModelConfig)->tuple: # Gains and shifts of the norms, the final norm last
     names = [f"layers.{i}.{n}" for i in range(c.num_layers) for n in ("ln1", "ln2")] + ["ln_final"]
     row = np.ones(c.d_model, np.float32)
     gains = [params.get(f"{n}.weight", row) for n in names]
@@ -592,9 +596,9 @@ def _gains(params:dict, c:ModelConfig)->tuple: # And shifts, the final norm last
     return np.stack([gains, shifts]).astype(np.float32), qk_gains
 
 # %% ../../nbs/07_inference/07a_kv_cache.ipynb #990e0d94
-_MORE, _MANY, _KEPT = 63, 256, 8 # Slots beside the window; tokens at once; with buffers kept
+_MORE, _MANY, _KEPT = 63, 256, 8 # slots beside the window; most tokens at a time; cached buffers
 
-def _positions(params:dict, c:ModelConfig, room:int)->tuple: # For RoPE; for embeddings
+def _positions(params:dict, c:ModelConfig, room:int)->tuple: # Tables for RoPE and for embeddings
     nothing = np.zeros((0, 0), np.float32)
     tables = (rope_tables_np(room, c.head_size, c.rope_theta) if c.position == "rope"
               else (nothing, nothing))
@@ -638,7 +642,7 @@ def _through_layers(decoder, ids:list, first:int, rows:int)->np.ndarray: # As `_
     if not rows: return np.empty((0, c.vocab_size), np.float32)
     return _product(decoder.packed[4][0], h[len(h) - rows:])
 
-def _activate_all(decoder, wide, hidden): # By the kernel, or as the NumPy engine does it
+def _activate_all(decoder, wide, hidden): # By the kernel if it has the activation
     c, kind = decoder.config, decoder.kinds[2]
     if kind >= 0: return activate(wide, hidden, kind, 0, c.ffn_size)
     a = ACTIVATIONS_NP[c.ffn_kind.activation][0](wide[:, :c.ffn_size])[0]
@@ -651,29 +655,29 @@ def _product(w, x, bias=None)->np.ndarray:
 # %% ../../nbs/07_inference/07a_kv_cache.ipynb #93880ac6
 @fused
 def place_heads(layer, qkv, bias, gains, eps, cos, sin, first, cache):
-    "`place_head` for all of them."
+    "Run `place_head` for all heads."
     for u in range(qkv.shape[1]//cache.shape[4]):
         place_head(u, layer, qkv, bias, gains, eps, cos, sin, first, cache)
 
 @fused
 def attend_heads(layer, first, window, qkv, cache, scores, out):
-    "`attend_head` for all of them."
+    "Run `attend_head` for all heads."
     for head in range(len(scores)): attend_head(head, layer, first, window, qkv, cache, scores, out)
 
 # %% ../../nbs/07_inference/07a_kv_cache.ipynb #50c205fe
 class FastDecoder(NumpyDecoder):
-    "A `TransformerLM` with batch 1 on the CPU in float32."
+    "A fast decoder for a `TransformerLM` with batch size 1, on the CPU in float32."
     def __init__(self,
         model,                    # A `TransformerLM`; its weights are copied
-        max_tokens:int|None=None, # Of the sequence: none for the model's context
-        # From a float32 weight `(out, in)` to what multiplies with it: none for `Plain`
+        max_tokens:int|None=None, # Most tokens of a sequence; default: the model's context
+        # Turns a float32 weight `(out, in)` into an object that multiplies; default: `Plain`
         pack=None,
-        threads:int|None=None,    # None for one a core, or as many as OMP_NUM_THREADS says
+        threads:int|None=None,    # Number of threads; default: OMP_NUM_THREADS or one per core
     ):
         super().__init__(params_of(model), model.config, max_tokens, pack, threads)
 
-    def feed(self, ids, all:bool=False)->torch.Tensor: # As `NumpyDecoder.feed`
-        """Go on with the sequence.
-        `ValueError`, and nothing changes, for no ids, ids outside the vocabulary, or more than
-        there is room for."""
+    def feed(self, ids, all:bool=False)->torch.Tensor: # As for `NumpyDecoder.feed`
+        """Continue the sequence.
+        Raises `ValueError`, and changes nothing, for no ids, ids outside the vocabulary, or more
+        ids than there is room for."""
         return torch.from_numpy(super().feed(ids, all))

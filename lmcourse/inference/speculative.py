@@ -18,10 +18,10 @@ from ..generation.generate import RecomputingDecoder, begin, next_logits
 # %% ../../nbs/07_inference/07c_speculative.ipynb #4b0ab6aa
 def residual(
     p:torch.Tensor, # The model's probabilities `(V,)`
-    q:torch.Tensor, # The draft's `(V,)`
+    q:torch.Tensor, # The draft's probabilities `(V,)`
 )->torch.Tensor: # Probabilities `(V,)`
-    """The distribution of a replacement: the normalised positive part of `p - q`; `p` if there is
-    none. Leviathan et al. 2023, section 2.3."""
+    """Compute the distribution of a replacement: the normalized positive part of `p - q`, or `p` if
+    that is empty. Source: Leviathan et al. 2023, section 2.3."""
     rest = (p - q).clamp(min=0)
     return rest/rest.sum() if rest.sum() > 0 else p
 
@@ -34,12 +34,13 @@ def _distributions(probs:torch.Tensor
 # %% ../../nbs/07_inference/07c_speculative.ipynb #4d79026b
 def verify(
     proposal:list,   # n tokens, each drawn by the draft
-    q:torch.Tensor,  # The distributions from which they were drawn `(n, V)`
-    p:torch.Tensor,  # The model's, at the same places and behind the last `(n + 1, V)`
-    draw:Callable,   # Probabilities `(N,)` to the index of an outcome
-)->tuple: # How many tokens are accepted, and the token that comes after these
-    """Accept a part of a proposal and draw one token more.
-    `ValueError` if `q` could not have proposed it. Leviathan et al. 2023, algorithm 1."""
+    q:torch.Tensor,  # The draft's distributions, from which they were drawn `(n, V)`
+    p:torch.Tensor,  # The model's distributions, also after the last token `(n + 1, V)`
+    draw:Callable,   # Takes probabilities `(N,)`, returns the index of an outcome
+)->tuple: # The number of accepted tokens, and the token that follows them
+    """Accept a part of a proposal, and draw one more token.
+    Raises `ValueError` if `q` can't have proposed it. Source: Leviathan et al. 2023, algorithm
+    1."""
     p, q, places = _distributions(p), _distributions(q), torch.arange(len(proposal))
     ours, theirs = p[places, proposal].tolist(), q[places, proposal].tolist()
     for i,(a,b) in enumerate(zip(ours, theirs)):
@@ -50,13 +51,13 @@ def verify(
     return len(proposal), draw(p[-1])
 
 # %% ../../nbs/07_inference/07c_speculative.ipynb #08b11f30
-def _vocab_size(model, decoder)->int: # From its config; a function without one is asked
+def _vocab_size(model, decoder)->int: # From the config; a function without one is called
     if hasattr(model, "config"): return model.config.vocab_size
     size = len(decoder.feed([0]))
     decoder.rewind(0)
     return size
 
-def _agree(a:list, b:list)->int: # How many first members are equal
+def _agree(a:list, b:list)->int: # Length of the common beginning
     return next((i for i,(x,y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
 
 def _drawn(next_logits:Callable, count:int, vocab_size:int, to_probs:Callable, draw:Callable
@@ -69,20 +70,20 @@ def _drawn(next_logits:Callable, count:int, vocab_size:int, to_probs:Callable, d
 
 # %% ../../nbs/07_inference/07c_speculative.ipynb #4282007e
 class DraftModel:
-    "A model that drafts: cheaper than the one that decides."
+    "A draft model, cheaper than the model that decides."
     def __init__(self,
         model,        # As for `generate`
-        decoder=None, # The model to a decoder; none for `RecomputingDecoder`
+        decoder=None, # Makes a decoder of the model; default: `RecomputingDecoder`
     ):
         self.decoder, self.held = (decoder or RecomputingDecoder)(model), []
         self.vocab_size = _vocab_size(model, self.decoder)
 
     def propose(self,
         ids:list,          # The text so far
-        count:int,         # How many tokens to draw at most
-        to_probs:Callable, # Logits `(V,)` to probabilities
-        draw:Callable,     # Probabilities to a token
-    )->tuple: # The tokens, and their distributions `(n, V)`
+        count:int,         # Largest number of tokens to draw
+        to_probs:Callable, # Takes logits `(V,)`, returns probabilities
+        draw:Callable,     # Takes probabilities, returns a token
+    )->tuple: # The tokens, and the distributions they were drawn from `(n, V)`
         "Draw the tokens that may follow `ids`."
         room, half = self.decoder.room, max(1, self.decoder.room//2)
         count = min(count, room - half)
@@ -111,12 +112,12 @@ def _sample_of_text(tokens, vocab_size:int, order:int)->np.ndarray:
 
 # %% ../../nbs/07_inference/07c_speculative.ipynb #3866e86a
 class NgramDraft:
-    "Drafts what followed the latest tokens in a sample of text."
+    "Drafts the tokens that followed the latest tokens in a sample of text."
     def __init__(self,
         tokens,         # Ids of a sample `(N,)`, at least one
-        vocab_size:int, # V
-        # Longest n-gram: `order - 1` tokens and the one that follows; `vocab_size**order` must fit
-        # 62 bits
+        vocab_size:int, # Number of ids, V
+        # Length of the longest n-gram, the token that follows included; `vocab_size**order` must
+        # fit into 62 bits
         order:int=4,
     ):
         tokens = _sample_of_text(tokens, vocab_size, order)
@@ -126,7 +127,7 @@ class NgramDraft:
             self.grams.append(np.unique(keys, return_counts=True))
 
     def counts(self, ids:list)->np.ndarray: # `(V,)`
-        "How often each token followed the longest end of `ids` that stood in the sample."
+        "Count how often each token followed the longest end of `ids` that occurs in the sample."
         for n in reversed(range(min(len(ids) + 1, len(self.grams)))):
             context = sum(t*self.vocab_size**i
                           for i,t in enumerate(reversed(ids[len(ids) - n:]), 1))
@@ -136,7 +137,7 @@ class NgramDraft:
         return np.bincount(keys[low:high] - context, counts[low:high], self.vocab_size)
 
     def propose(self, ids:list, count:int, to_probs:Callable, draw:Callable
-    )->tuple: # As `DraftModel.propose`
+    )->tuple: # As for `DraftModel.propose`
         "Draw the tokens that may follow `ids`."
         return _drawn(lambda new: torch.from_numpy(self.counts(ids + new)).log(), count,
                       self.vocab_size, to_probs, draw)
@@ -144,9 +145,9 @@ class NgramDraft:
 # %% ../../nbs/07_inference/07c_speculative.ipynb #2d415657
 def find_repeat(
     ids:list,      # A text of ids
-    longest:int=8, # Longer ends than that are not told apart
-    # How long the longest end is that occurred before, 0 if none did; and where its latest earlier
-    # occurrence stops
+    longest:int=8, # Largest length that is compared
+    # Length of the longest end of `ids` that occurred before (0 if none did), and the index after
+    # its latest earlier occurrence
 )->tuple:
     "Find the longest end of `ids` that occurred before."
     ids, length = np.asarray(ids), 0
@@ -168,7 +169,7 @@ class PromptLookup:
         self.vocab_size, self.shortest = vocab_size, shortest
 
     def propose(self, ids:list, count:int, to_probs:Callable, draw:Callable
-    )->tuple: # As `DraftModel.propose`; nothing is drawn
+    )->tuple: # As for `DraftModel.propose`; nothing is drawn
         """What followed before; where that reaches the end of the text, it goes on with what it
         proposed."""
         length, stop = find_repeat(ids, max(8, self.shortest))
@@ -221,7 +222,7 @@ def speculate(
     generator:torch.Generator|None=None, # Source of randomness to be used in place of `seed`
     # How many of the latest tokens the model sees; none for all that it can
     context_length:int|None=None,
-    decoder=None,              # The model to a decoder; none for `RecomputingDecoder`
+    decoder=None,              # Makes a decoder of the model; default: `RecomputingDecoder`
     # A list that gets how many tokens were proposed and accepted, a pair for each round
     rounds:list|None=None,
     # Probabilities `(N,)` to an outcome's index, to be used in place of `seed`

@@ -11,8 +11,8 @@ __all__ = ['softmax_kernel', 'softmax_cost', 'row_block', 'softmax', 'rmsnorm_ke
 
 # %% ../../nbs/09_kernels/09e_rows.ipynb #dd8dd4bc
 import torch
-from .traffic import Cost, check_floats, interpreted, jit, next_power_of_two
-from .traffic import power_of_two, tl
+from .traffic import Cost, check_alike, check_floats, interpreted, jit
+from .traffic import next_power_of_two, power_of_two, tl
 
 # %% ../../nbs/09_kernels/09e_rows.ipynb #b6679364
 @jit
@@ -170,11 +170,8 @@ def swiglu(
     block:int=1024, # Numbers per program, a power of two
 )->torch.Tensor: # As a
     "Compute silu(a)*b, SwiGLU without its matrices, with gradients."
-    check_floats("swiglu", a=a, b=b)
+    check_alike("swiglu", a=a, b=b)
     power_of_two("swiglu: block", block)
-    if a.shape != b.shape or a.dtype != b.dtype:
-        raise ValueError(f"swiglu: a is {a.dtype} {tuple(a.shape)}, b is {b.dtype} "
-                         f"{tuple(b.shape)}, expected one shape and one type")
     return SwiGLUFunction.apply(a, b, block)
 
 # %% ../../nbs/09_kernels/09e_rows.ipynb #1370df58

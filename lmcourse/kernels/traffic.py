@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['FLOATS', 'jit', 'add_kernel', 'Cost', 'Traffic', 'counting', 'power_of_two', 'next_power_of_two', 'check_floats',
-           'vector_add']
+           'check_alike', 'vector_add']
 
 # %% ../../nbs/09_kernels/09c_traffic.ipynb #eab78578
 import contextlib, os, sys, types
@@ -202,6 +202,13 @@ def check_floats(what:str, dtypes:tuple=FLOATS, **arrays:torch.Tensor):
         places = ", ".join(f"{n} on {x.device}" for n,x in arrays.items())
         raise ValueError(f"{what}: {places}, expected one device")
 
+def check_alike(what:str, **arrays:torch.Tensor):
+    "As `check_floats`, and `ValueError` for arrays of several shapes or types."
+    check_floats(what, FLOATS, **arrays)
+    if len({(x.shape, x.dtype) for x in arrays.values()}) > 1:
+        each = ", ".join(f"{n} is {x.dtype} {tuple(x.shape)}" for n,x in arrays.items())
+        raise ValueError(f"{what}: {each}, expected one shape and one type")
+
 # %% ../../nbs/09_kernels/09c_traffic.ipynb #c5d25db1
 def vector_add(
     a:torch.Tensor, # Any shape
@@ -209,11 +216,8 @@ def vector_add(
     block:int=1024, # Numbers per program, a power of two
 )->torch.Tensor: # a + b
     "The sum, by `add_kernel`."
-    check_floats("vector_add", a=a, b=b)
+    check_alike("vector_add", a=a, b=b)
     power_of_two("vector_add: block", block)
-    if a.shape != b.shape or a.dtype != b.dtype:
-        raise ValueError(f"vector_add: a is {a.dtype} {tuple(a.shape)}, b is {b.dtype} "
-                         f"{tuple(b.shape)}")
     a, b = a.contiguous(), b.contiguous()
     out = torch.empty_like(a)
     add_kernel[(-(-a.numel()//block),)](a, b, out, a.numel(), BLOCK=block)

@@ -19,10 +19,10 @@ from ..tools.show import COLORS, Table, figure, si
 # %% ../../nbs/11_scaling/11g_fit_runs.ipynb #d833ba90
 @dataclass(frozen=True)
 class ScalingRuns:
-    "Finished runs that may be compared."
-    parameters:np.ndarray # `(n,)`
-    tokens:np.ndarray     # `(n,)`
-    loss:np.ndarray       # `(n,)`
+    "Size, tokens and loss of finished runs."
+    parameters:np.ndarray # Parameters of each run `(n,)`
+    tokens:np.ndarray     # Training tokens of each run `(n,)`
+    loss:np.ndarray       # Final loss of each run `(n,)`
 
     @property
     def flops(self)->np.ndarray: return 6*self.parameters*self.tokens
@@ -30,7 +30,7 @@ class ScalingRuns:
 def read_scaling_runs(
     path:str|Path, # JSON lines with `loss` and two of `parameters`, `tokens` and `flops`
 )->ScalingRuns:
-    "Runs from a file. `ValueError` with the number of a line that can't be used."
+    "Read runs from a file. `ValueError` names the number of a bad line."
     lines = Path(path).read_text(encoding="utf-8").splitlines()
     found, tokenizers = [], {}
     for i, line in enumerate(lines, 1):
@@ -46,7 +46,7 @@ def read_scaling_runs(
     return ScalingRuns(*np.array(found).T)
 
 # %% ../../nbs/11_scaling/11g_fit_runs.ipynb #e9b9737e
-def _run(line:str, where:str)->dict: # Of one line
+def _run(line:str, where:str)->dict: # The run on one line
     try: run = json.loads(line)
     except ValueError: raise ValueError(f"{where}: not JSON") from None
     if not isinstance(run, dict): raise ValueError(f"{where}: expected an object")
@@ -70,18 +70,18 @@ def _size_and_tokens(run:Any, where:str)->tuple: # And the loss
     return float(N), float(D), float(loss)
 
 # %% ../../nbs/11_scaling/11g_fit_runs.ipynb #b2f4037e
-FAR = 10 # Times the largest run, from which on an extrapolation is warned of
+FAR = 10 # Warn of an extrapolation beyond this multiple of the largest run
 
 @dataclass(frozen=True)
 class Scaling:
-    "A loss law with samples of it."
+    "A fitted loss law with its bootstrap samples."
     runs:ScalingRuns
     law:LossLaw
-    samples:list   # Of `LossLaw`
+    samples:list   # Bootstrap samples, each a `LossLaw`
 
-    def interval(self, what)->tuple: return law_interval(self.samples, what) # Of `what(law)`, 95%
+    def interval(self, what)->tuple: return law_interval(self.samples, what) # 95% of `what(law)`
 
-    def warnings(self, flops:float)->list: # Sentences; none if all is well
+    def warnings(self, flops:float)->list: # Sentences; empty if there is no doubt
         largest, out = self.runs.flops.max(), []
         if flops > FAR*largest:
             out.append(f"{flops:.3g} FLOPs are {flops/largest:,.0f} times the largest run: "
@@ -99,9 +99,9 @@ class Scaling:
 def fit_scaling(
     runs:ScalingRuns,  # At least 6
     draws:int=200,     # Bootstrap samples
-    seed:int=0,        # Of the samples
+    seed:int=0,        # Seed of the bootstrap samples
 )->Scaling:
-    "Fit a loss law with intervals. `ValueError` for too few runs, sizes or lengths."
+    "Fit a loss law with intervals. `ValueError` for too few runs, sizes or token counts."
     data = runs.parameters, runs.tokens, runs.loss
     if len(runs.loss) < 6:
         raise ValueError(f"{len(runs.loss)} runs for a law with 5 constants, expected at least 6")
@@ -111,9 +111,9 @@ def fit_scaling(
 # %% ../../nbs/11_scaling/11g_fit_runs.ipynb #f1232ae5
 def scaling_tables(
     scaling:Scaling,
-    flops:float,     # The budget
-)->list: # Of `Table`: the law, and the optimum for the budget
-    "What `lmcourse scale` prints."
+    flops:float,     # The compute budget in FLOPs
+)->list: # Two `Table`s: the law, and the optimum for the budget
+    "Make the tables that `lmcourse scale` prints."
     def row(name, what, text):
         low, high = scaling.interval(what)
         return {"what": name, "value": text(what(scaling.law)), "from": text(low), "to": text(high)}
@@ -128,7 +128,7 @@ def scaling_tables(
     return [Table(law), Table(answer)]
 
 def scaling_lines(scaling:Scaling, flops:float)->Iterable[str]: # The whole report
-    "A line for the runs, the tables, and the warnings."
+    "Yield a line on the runs, the tables, and the warnings."
     law_table, answer = scaling_tables(scaling, flops)
     runs = scaling.runs
     miss = runs.loss/scaling.law.loss(runs.parameters, runs.tokens) - 1
@@ -141,9 +141,9 @@ def scaling_lines(scaling:Scaling, flops:float)->Iterable[str]: # The whole repo
 # %% ../../nbs/11_scaling/11g_fit_runs.ipynb #6c34d7a2
 def scaling_plot(
     scaling:Scaling,
-    flops:float,     # The budget
-): # The two axes
-    "Runs, law and band; the valleys by size on the right. Warnings stand on the plot."
+    flops:float,     # The compute budget in FLOPs
+): # The two Matplotlib axes
+    "Plot the runs and the law with its band; on the right, loss against size at each budget."
     runs, law = scaling.runs, scaling.law
     _, axes = figure(2, width=9.5, height=3.8)
     span = np.geomspace(min(runs.flops.min(), flops), max(runs.flops.max(), flops), 60)

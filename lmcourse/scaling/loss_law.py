@@ -19,9 +19,9 @@ from .power_laws import interval
 @dataclass(frozen=True)
 class LossLaw:
     "`E + A/N**alpha + B/D**beta` for N parameters and D tokens. Hoffmann et al. 2022, eq. 2."
-    E:float     # Floor, in the unit of the loss
-    A:float     # Cost of small size, at one parameter
-    B:float     # Cost of little data, at one token
+    E:float     # Irreducible loss, in the unit of the loss
+    A:float     # Coefficient of the model size
+    B:float     # Coefficient of the data
     alpha:float # Exponent of the size
     beta:float  # Exponent of the data
 
@@ -30,20 +30,20 @@ class LossLaw:
             raise ValueError(f"{self}, expected E of 0 or more and the others positive")
 
     @property
-    def exponent(self)->float: # The best size grows as FLOPs to this power
+    def exponent(self)->float: # The optimal size grows as FLOPs to this power
         return self.beta/(self.alpha + self.beta)
 
     def loss(self, parameters, tokens): # Numbers or arrays of one shape
         N, D = np.asarray(parameters, float), np.asarray(tokens, float)
         return self.E + self.A*N**-self.alpha + self.B*D**-self.beta
 
-    def optimum(self, flops:float)->tuple: # Parameters and tokens of the least loss, 6ND = flops
+    def optimum(self, flops:float)->tuple: # Parameters and tokens with the least loss, 6ND = flops
         if not flops > 0: raise ValueError(f"flops = {flops}, expected more than 0")
         ratio = self.alpha*self.A/(self.beta*self.B)
         N = ratio**(1/(self.alpha + self.beta))*(flops/6)**self.exponent
         return N, flops/(6*N)
 
-    def size_for_loss(self, loss:float)->float: # Parameters of the cheapest training to it
+    def size_for_loss(self, loss:float)->float: # Parameters of the cheapest model with this loss
         if not loss > self.E: raise ValueError(f"loss = {loss}, expected more than E = {self.E}")
         return (self.A*(1 + self.alpha/self.beta)/(loss - self.E))**(1/self.alpha)
 
@@ -52,7 +52,7 @@ class LossLaw:
         return (self.B/left)**(1/self.beta) if left > 0 else math.inf
 
     def inference_optimum(self, loss:float, served:float)->tuple: # Parameters and tokens
-        "Of this loss, the model with the fewest FLOPs, `served` tokens included. Sardana 2024."
+        "Find the cheapest model with this loss, FLOPs of `served` tokens included. Sardana 2024."
         if not served >= 0: raise ValueError(f"served = {served}, expected 0 or more tokens")
         high = math.log(self.size_for_loss(loss))
         low = math.log(self.A/(loss - self.E))/self.alpha
@@ -66,17 +66,17 @@ class LossLaw:
         return N, self.tokens_for_loss(loss, N)
 
 # %% ../../nbs/11_scaling/11b_loss_law.ipynb #f51dadc7
-def huber(error, delta:float=1e-3): # Of each error, in units of its square
-    "Half the square up to `delta`, straight beyond. Huber 1964."
+def huber(error, delta:float=1e-3): # Loss of each error
+    "Huber loss: half the square up to `delta`, linear beyond. Huber 1964."
     far = np.abs(error)
     return np.where(far <= delta, error*error/2, delta*(far - delta/2))
 
 def fit_error(
-    law:LossLaw,             # What is judged
-    parameters, tokens, loss, # Of the runs `(n,)`
-    delta:float=1e-3,        # Errors in log L beyond it count straight
-)->float: # The sum, not the mean, over the runs
-    "What both fits make small."
+    law:LossLaw,             # The law to evaluate
+    parameters, tokens, loss, # Arrays of the runs `(n,)`
+    delta:float=1e-3,        # Errors in log L beyond it count linearly
+)->float: # Sum, not mean, over the runs
+    "Compute the error that both fits minimize."
     return float(huber(np.log(law.loss(parameters, tokens)/loss), delta).sum())
 
 # %% ../../nbs/11_scaling/11b_loss_law.ipynb #97c0307d
@@ -89,18 +89,18 @@ def _weighted(N, D, loss, alpha, beta, delta, rounds=60)->tuple: # Error, and th
         c = nnls(columns/scale*root[:, None], loss*root)[0]
         predicted = columns/scale@c
         miss = np.log(predicted/loss)
-        gap = predicted*(predicted - loss)    # Weight: Huber's pull over this
+        gap = predicted*(predicted - loss)    # Weight: derivative of Huber's loss over it
         weight = np.where(abs(gap) > 1e-15, np.clip(miss, -delta, delta)/np.where(gap, gap, 1),
                           1/loss**2)
     return huber(miss, delta).sum(), (*np.maximum(c/scale, (0, 1e-300, 1e-300)), alpha, beta)
 
 # %% ../../nbs/11_scaling/11b_loss_law.ipynb #756720fe
 def fit_loss_law_grid(
-    parameters, tokens, loss,    # Of the runs `(n,)`
-    delta:float=1e-3,            # As for `fit_error`
-    zooms:int=12,                # The grid shrinks by a third each time
-)->LossLaw: # The best one found
-    "The readable fit: a grid over both exponents, non-negative least squares for the rest. Slow."
+    parameters, tokens, loss,    # Arrays of the runs `(n,)`
+    delta:float=1e-3,            # As in `fit_error`
+    zooms:int=12,                # Refinements; each shrinks the grid by a third
+)->LossLaw: # The best law found
+    "Fit slowly but readably: a grid over both exponents, non-negative least squares for the rest."
     N, D, loss = _runs(parameters, tokens, loss)
     middle, half = np.array([.55, .55]), np.array([.45, .45])
     for _ in range(zooms):
@@ -164,9 +164,9 @@ def _gauss_newton(N, D, loss, weights, start, delta, rounds=300, tolerance=1e-13
 
 # %% ../../nbs/11_scaling/11b_loss_law.ipynb #2a923cc9
 def fit_loss_law(
-    parameters, tokens, loss,  # Of the runs `(n,)`
-    delta:float=1e-3,          # As for `fit_error`
-)->LossLaw: # Of nine starts, the best end
+    parameters, tokens, loss,  # Arrays of the runs `(n,)`
+    delta:float=1e-3,          # As in `fit_error`
+)->LossLaw: # The best result of nine starts
     "Fit by damped Gauss–Newton. `ValueError` for too few runs, or values without a logarithm."
     N, D, loss = _runs(parameters, tokens, loss)
     powers = [(a, b) for a in (.2, .4, .8) for b in (.2, .4, .8)]
@@ -180,9 +180,9 @@ def _law(t)->LossLaw: return LossLaw(*map(float, (*np.exp(t[:3]), *t[3:])))
 
 # %% ../../nbs/11_scaling/11b_loss_law.ipynb #6f5e870d
 def chinchilla_points(
-    drop:int=5, # How many of the highest losses are left out
+    drop:int=5, # Number of the highest losses to leave out
 )->tuple: # Parameters, tokens, losses `(245 - drop,)`
-    "Points of Hoffmann et al. 2022, figure 4, as extracted by Epoch AI (Besiroglu et al. 2024)."
+    "Return the points of Hoffmann et al. 2022, figure 4, from Epoch AI (Besiroglu et al. 2024)."
     path = resources.files("lmcourse")/"data"/"chinchilla_points.csv"
     rows = list(csv.DictReader(path.read_text(encoding="utf-8").splitlines()))
     N, C, loss = (np.array([float(r[k]) for r in rows]) for k in ("parameters", "flops", "loss"))
@@ -191,12 +191,12 @@ def chinchilla_points(
 
 # %% ../../nbs/11_scaling/11b_loss_law.ipynb #6e896f92
 def bootstrap_law(
-    parameters, tokens, loss,  # Of the runs `(n,)`
-    rng:np.random.Generator,   # Draws the samples
-    draws:int=200,             # How many
-    delta:float=1e-3,          # As for `fit_error`
-)->list: # Of `LossLaw`, one for each sample
-    "Fits to runs drawn with replacement; each starts at the fit to all."
+    parameters, tokens, loss,  # Arrays of the runs `(n,)`
+    rng:np.random.Generator,   # Random generator of the samples
+    draws:int=200,             # Number of samples
+    delta:float=1e-3,          # As in `fit_error`
+)->list: # A `LossLaw` for each sample
+    "Fit runs drawn with replacement; each fit starts from the fit to all runs."
     N, D, loss = _runs(parameters, tokens, loss)
     if draws < 20: raise ValueError(f"draws = {draws}, expected at least 20")
     law = fit_loss_law(N, D, loss, delta)
@@ -206,9 +206,9 @@ def bootstrap_law(
     return [_law(t) for t in ends if min(t[3:]) > 0]
 
 def law_interval(
-    laws:list,           # Of `LossLaw`, as `bootstrap_law` gives them
-    what:Callable,       # `what(law)` gives numbers
-    level:float=.95,     # Share of the samples that lies inside
+    laws:list,           # Laws from `bootstrap_law`
+    what:Callable,       # Function of a law that returns numbers
+    level:float=.95,     # Share of the samples inside
 )->tuple: # Lower and upper end
-    "The middle part of anything that follows from a law."
+    "Return the percentile interval of a quantity computed from each law."
     return interval(np.array([what(law) for law in laws]), level)

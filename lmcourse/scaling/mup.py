@@ -16,8 +16,8 @@ from ..training.data import TokenDataset
 def watched_outputs(
     model,              # A `TransformerLM`
     ids:torch.Tensor,   # `(B, T)`
-)->dict: # Name to tensor: what attention and network of the last block make, and the logits
-    "The outputs that a coordinate check compares."
+)->dict: # Name to tensor: outputs of the last block's attention and network, and the logits
+    "Return the outputs that a coordinate check compares."
     seen, last = {}, model.layers[-1]
     parts = {"attention": last.attn, "feed-forward": last.ffn, "logits": model.lm_head}
     hooks = [m.register_forward_hook(lambda m, i, out, name=name: seen.update({name: out.clone()}))
@@ -29,14 +29,14 @@ def watched_outputs(
 # %% ../../nbs/11_scaling/11d_mup.ipynb #cc716318
 def coordinate_check(
     data:TokenDataset,   # Stories
-    widths,              # Say 32 to 256
-    base:int|None,       # `mup_base_width`: none for the standard parametrisation
-    lr:float=.016,       # The rate, without a warm-up
-    steps:int=4,         # After which to look
-    seeds:int=2,         # The mean over so many is taken
-)->dict: # Part to the mean change of its outputs since the start, `(steps, widths)`
-    "How far outputs move in the first steps."
-    rows = data.starts[-300:-292, None] + np.arange(128) # Not among those that are trained on
+    widths,              # Model widths, for example 32 to 256
+    base:int|None,       # `mup_base_width`; None for the standard parametrization
+    lr:float=.016,       # Constant learning rate
+    steps:int=4,         # Number of training steps
+    seeds:int=2,         # Number of seeds to average over
+)->dict: # Output to its mean change since initialization `(steps, widths)`
+    "Measure how far outputs move in the first steps."
+    rows = data.starts[-300:-292, None] + np.arange(128) # Not used for training
     ids, changes = torch.from_numpy(data.tokens[rows].astype(np.int64)), {}
     for j,width in enumerate(widths):
         for seed in range(seeds):
@@ -50,18 +50,18 @@ def coordinate_check(
     return changes
 
 def width_slope(
-    widths,  # Of the models
-    changes, # Of an output, one for each width
+    widths,  # Widths of the models
+    changes, # Change of an output at each width
 )->float: # The exponent p of `change = a * width**p`
-    "A straight line through the logarithms."
+    "Fit a straight line to the logarithms."
     return float(np.polyfit(np.log(widths), np.log(changes), 1)[0])
 
 # %% ../../nbs/11_scaling/11d_mup.ipynb #78b75717
 def best_rate(
     rates,  # Learning rates, rising
-    losses, # One for each; the lowest not at an end
+    losses, # Loss at each rate; the lowest must not be at an end
 )->float: # The lowest point of a parabola through the lowest loss and its two neighbours
-    "`ValueError` where the lowest loss is at an end: the rates don't reach around it."
+    "Find the best learning rate. `ValueError` if the lowest loss is at an end of the rates."
     k = int(np.argmin(losses))
     if not 0 < k < len(losses) - 1:
         raise ValueError(f"best_rate: the lowest loss is at the end, {rates[k]}: try more rates")

@@ -14,18 +14,18 @@ import numpy as np
 # %% ../../nbs/11_scaling/11a_power_laws.ipynb #f96fdc69
 @dataclass(frozen=True)
 class PowerLaw:
-    "A law `floor + scale*x**exponent`."
-    scale:float      # What is above the floor at x = 1
-    exponent:float   # Slope on log-log axes, once the floor is taken off
-    floor:float = 0. # What is left at infinite x
+    "A power law `floor + scale*x**exponent`."
+    scale:float      # Height above the floor at x = 1
+    exponent:float   # Slope on log-log axes after subtracting the floor
+    floor:float = 0. # Limit at infinite x
 
     def __call__(self, x): return self.floor + self.scale*np.asarray(x, float)**self.exponent
 
 def fit_power_law(
     x,                      # Positive numbers `(n,)`: parameters, tokens or FLOPs
     y,                      # Positive numbers `(n,)`: losses or best sizes
-    floor:float|None = 0.,  # Taken off `y` first; `None` if it is to be found too
-)->PowerLaw: # Of least squares in the logarithm
+    floor:float|None = 0.,  # Subtracted from `y` first; `None` to fit it too
+)->PowerLaw: # The least-squares fit in the logarithm
     "Fit a power law. `ValueError` for too few points, or values that have no logarithm."
     x, y = _positive(x, y, 2 if floor is not None else 4)
     if floor is None: return _fit_floor(x, y)
@@ -49,7 +49,7 @@ def _positive(x, y, least:int)->tuple: # As arrays, checked
         raise ValueError(f"power law: {n} different x, expected at least {least}")
     return x, y
 
-def _fit_floor(x, y)->PowerLaw: # Starts from several floors; the best end counts
+def _fit_floor(x, y)->PowerLaw: # Best fit from several starting floors
     from scipy.optimize import least_squares
     centre, target = np.exp(np.log(x).mean()), np.log(y)
     u = np.log(x/centre)
@@ -65,22 +65,22 @@ def _fit_floor(x, y)->PowerLaw: # Starts from several floors; the best end count
 
 # %% ../../nbs/11_scaling/11a_power_laws.ipynb #34d9f16b
 def bootstrap(
-    fit:Callable,            # `fit(x, y)` gives numbers; called with resampled points
+    fit:Callable,            # `fit(x, y)` returns numbers; called with resampled points
     x, y,                    # Arrays `(n,)`
-    rng:np.random.Generator, # Draws the samples
-    draws:int = 400,         # How many times
-)->np.ndarray: # What `fit` gave `(draws, numbers)`
-    "Fit again and again to points drawn with replacement. Efron 1979."
+    rng:np.random.Generator, # Random generator of the samples
+    draws:int = 400,         # Number of samples
+)->np.ndarray: # Results of `fit` `(draws, numbers)`
+    "Repeat a fit on points drawn with replacement. Efron 1979."
     x, y = np.asarray(x, float), np.asarray(y, float)
     if draws < 20: raise ValueError(f"draws = {draws}, expected at least 20")
     picks = (rng.integers(len(x), size=len(x)) for _ in range(draws))
     return np.array([np.ravel(fit(x[i], y[i])) for i in picks])
 
 def interval(
-    samples:np.ndarray,  # `(draws, ...)`, as `bootstrap` gives them
-    level:float = .95,   # Share of the samples that lies inside
+    samples:np.ndarray,  # Samples from `bootstrap` `(draws, ...)`
+    level:float = .95,   # Share of the samples inside
 )->tuple: # Lower and upper end `(...)`
-    "The middle part of the samples."
+    "Return the percentile interval of the samples."
     if not 0 < level < 1: raise ValueError(f"level = {level}, expected between 0 and 1")
     low, high = np.quantile(samples, [(1 - level)/2, (1 + level)/2], axis=0)
     return low, high

@@ -9,8 +9,8 @@ __all__ = ['branch_steps']
 def branch_steps(
     budgets,            # Steps of each run
     cooldown:float=.2,  # Share of a run that is its cooldown
-)->int: # Steps in all, with one trunk
-    "The trunk up to the last fork, and each cooldown. `ValueError` for a share outside 0 to 1."
+)->int: # Total steps with a shared trunk
+    "Add up the trunk to the last fork and each cooldown. `ValueError` for a share outside 0 to 1."
     if not 0 <= cooldown <= 1: raise ValueError(f"branch_steps: {cooldown = }, expected 0 to 1")
     down = [round(cooldown*n) for n in budgets]
     return max(n - d for n,d in zip(budgets, down)) + sum(down)

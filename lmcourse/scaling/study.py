@@ -16,10 +16,10 @@ from .power_laws import PowerLaw, fit_power_law
 
 # %% ../../nbs/11_scaling/11f_study.ipynb #3043c5d1
 def three_counts(
-    width:int,  # D of a `small_model`
-    layers:int, # L
+    width:int,  # Width of a `small_model`, D
+    layers:int, # Number of layers, L
 )->dict: # `all`, `multiplying` and `blocks`, whole numbers
-    "Matrix entries of a model: all of them, those in products, those of the blocks alone."
+    "Count a model's matrix entries: all, those used in products, and those of the blocks."
     c = small_model(width, layers)
     blocks = layers*(attention_numbers(c) + c.ffn_kind.matrices*c.d_model*c.ffn_size)
     table = c.vocab_size*c.d_model
@@ -28,14 +28,14 @@ def three_counts(
 # %% ../../nbs/11_scaling/11f_study.ipynb #a1b2dec6
 def read_study(
     path, # `scaling.jsonl`
-)->tuple: # What its first line says; runs of the grid; other runs by kind
-    "Saved runs, each with its counts of parameters and its tokens."
+)->tuple: # Settings from its first line; runs of the grid; other runs by kind
+    "Read saved runs and add each run's parameter counts and tokens."
     about, *rows = map(json.loads, Path(path).read_text(encoding="utf-8").splitlines())
     for r in rows:
         if "width" in r:
             r.update(three_counts(r["width"], r["layers"]), tokens=r["steps"]*8*128)
     tuned = {r["budget"]: r for r in sorted(rows, key=lambda r: -r.get("excess", 0))
-             if r["kind"] == "tune"}                      # The best of each budget comes last
+             if r["kind"] == "tune"}                      # The best run of each budget comes last
     grid = [r for r in rows if r["kind"] == "grid"]
     have = {(r["budget"], r["width"], r["layers"], r["seed"]) for r in grid}
     grid += [r for r in tuned.values()
@@ -46,10 +46,10 @@ def read_study(
 
 # %% ../../nbs/11_scaling/11f_study.ipynb #ad900deb
 def best_size(
-    runs:list,               # Of one budget
+    runs:list,               # Runs of one budget
     count:str="multiplying", # Which count of parameters
 )->tuple: # Parameters and loss of the lowest point
-    "A parabola in log N through the lowest loss and its neighbours, two on each side if there are."
+    "Fit a parabola in log N to the lowest loss and up to two neighbours on each side."
     sizes = sorted({r[count] for r in runs})
     losses = [np.mean([r["loss"] for r in runs if r[count] == n]) for n in sizes]
     k = int(np.argmin(losses))
@@ -63,21 +63,21 @@ def best_size(
     return float(np.exp(centre + at)), float(np.polyval([a, b, c], at))
 
 def size_law(
-    runs:list,               # Of several budgets
+    runs:list,               # Runs of several budgets
     count:str="multiplying", # Which count of parameters
 )->PowerLaw: # The best size for a budget in FLOPs
-    "Approach 2: the best size of each budget, and a power law through them."
+    "Fit a power law to the best size of each budget (approach 2)."
     budgets = sorted({r["budget"] for r in runs})
     best = [best_size([r for r in runs if r["budget"] == C], count)[0] for C in budgets]
     return fit_power_law(budgets, best)
 
 # %% ../../nbs/11_scaling/11f_study.ipynb #11f0seed
 def other_seeds(
-    runs:list,              # Of a study, with `excess` and `loss`; some points with several seeds
-    rng:np.random.Generator, # Draws
-)->list: # As many runs
-    """The same study as it might have been with other seeds: around the mean of each point,
-    deviations (in logarithms) of any. `ValueError` if no point has two seeds."""
+    runs:list,              # Runs with `excess` and `loss`; some points with several seeds
+    rng:np.random.Generator, # Random generator
+)->list: # Simulated runs, as many as `runs`
+    """Simulate the study with other seeds: around the mean of each point,
+    log deviations drawn from all points. `ValueError` if no point has two seeds."""
     points:dict = {}
     for r in runs: points.setdefault((r["budget"], r["width"], r["layers"]), []).append(r)
     logs = [np.log([r["excess"] for r in some]) for some in points.values()]
@@ -91,14 +91,14 @@ def other_seeds(
 
 # %% ../../nbs/11_scaling/11f_study.ipynb #fbae512d
 def predict_loss(
-    runs:list,               # What was measured
-    parameters:float, tokens:float, # Of the run to come
-    rng:np.random.Generator, # Draws the samples
-    draws:int=200,           # How many
+    runs:list,               # Measured runs
+    parameters:float, tokens:float, # Size and tokens of the future run
+    rng:np.random.Generator, # Random generator the samples
+    draws:int=200,           # Number of samples
     count:str="multiplying", # Which count of parameters
 )->dict: # `E`, `loss` and the ends of their intervals, nats per token
-    """Approach 3: the loss law of the runs, and what it says of another.
-    Interval: 95 % of fits to resampled runs, each with the error of one run added."""
+    """Fit a loss law and predict the loss of another run (approach 3).
+    The interval holds 95 % of fits to resampled runs, each with one run's error added."""
     N, D, L = (np.array([r[k] for r in runs], float) for k in (count, "tokens", "loss"))
     law = fit_loss_law(N, D, L)
     miss = np.log(L/law.loss(N, D))
@@ -109,11 +109,11 @@ def predict_loss(
                 E_low=float(floor[0]), E_high=float(floor[1]), rms=float(np.sqrt((miss**2).mean())))
 
 def predict_excess(
-    runs:list,   # What was measured, of two budgets or more
-    budget:float, # Of the run to come, FLOPs
-    floor:float, # The entropy, nats per token
-)->float: # Loss
-    "With the floor known: a power law through the best excess of the two largest budgets."
+    runs:list,   # Measured runs of two budgets or more
+    budget:float, # FLOPs of the future run
+    floor:float, # Entropy of the text, nats per token
+)->float: # Predicted loss, nats per token
+    "Extrapolate from a known floor: a power law through the two largest budgets' best excess."
     largest = sorted({r["budget"] for r in runs})[-2:]
     best = [min(r["loss"] for r in runs if r["budget"] == C) for C in largest]
     return float(fit_power_law(largest, best, floor)(budget))

@@ -10,9 +10,9 @@ import numpy as np
 
 # %% ../../nbs/11_scaling/11h_zipf.ipynb #11h00009
 def best_excess(
-    runs:list, # Of several budgets, each run with `budget`, `width`, `layers`, `excess`
+    runs:list, # Runs with `budget`, `width`, `layers` and `excess`
 )->dict: # Budget to the lowest mean excess over the floor, nats per token
-    "The best size of each budget, its seeds averaged."
+    "Find the lowest excess of each budget, averaged over seeds."
     found:dict = {}
     for r in runs:
         sizes = found.setdefault(r["budget"], {})
@@ -21,9 +21,9 @@ def best_excess(
             for C,sizes in sorted(found.items())}
 
 def local_exponents(
-    best:dict, # Budget to excess, two budgets or more
-)->np.ndarray: # One slope between each budget and the next
-    "How fast the excess falls, piece by piece: d log(excess) / d log(budget)."
+    best:dict, # Budget to excess, for two budgets or more
+)->np.ndarray: # Slope between each budget and the next
+    "Compute the local slope d log(excess) / d log(budget)."
     if len(best) < 2: raise ValueError(f"local_exponents: {len(best)} budgets, expected 2 or more")
     if min(best.values()) <= 0: raise ValueError(
         f"local_exponents: an excess of {min(best.values()):.3g}, expected more than 0")
@@ -34,9 +34,9 @@ def floor_profile(
     runs:list,               # Each with `tokens`, `loss` and a count of parameters
     floors,                  # Values of E to try, nats per token
     count:str="multiplying", # Which count of parameters
-)->np.ndarray: # Root mean square of the relative misfit, for each floor
-    "How well the best law with a given E fits, with A and B of 0 or more by least squares."
-    exponents = np.linspace(.05, 3, 90)                                # Of alpha and of beta
+)->np.ndarray: # Root mean square of the relative error at each floor
+    "Measure the fit of the best law at each E, with A and B of 0 or more by least squares."
+    exponents = np.linspace(.05, 3, 90)                                # For alpha and beta
     N, D, L = (np.array([r[k] for r in runs], float) for k in (count, "tokens", "loss"))
     a, b = ((n/n.mean())**-exponents[:, None]/L for n in (N, D))       # (exponents, runs)
     aa, bb, ab, found = (a*a).sum(-1)[:, None], (b*b).sum(-1), a@b.T, []

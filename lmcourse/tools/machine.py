@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['cores', 'processor_name', 'gpu_name', 'machine_name', 'peak_bytes', 'memory_bytes', 'available_bytes',
-           'keep_freed_memory', 'report_speed', 'asked_for']
+           'keep_freed_memory', 'return_freed_memory', 'report_speed', 'asked_for']
 
 # %% ../../nbs/00_tools/00l_machine.ipynb #34585607
 import ctypes, os, platform, re, shutil, subprocess, sys
@@ -76,6 +76,14 @@ def keep_freed_memory():
     mallopt(-1, 2**31 - 1)                              # M_TRIM_THRESHOLD in bytes
     # M_MMAP_THRESHOLD; older versions take no more than 32 MB
     mallopt(-3, 2**30 - 1) or mallopt(-3, 2**25)
+
+# %% ../../nbs/00_tools/00l_machine.ipynb #a2ed2a33
+def return_freed_memory():
+    """Give back to the system what is free, also what `keep_freed_memory` holds. Gives back nothing
+    where there is no glibc."""
+    try: trim = ctypes.CDLL(None).malloc_trim
+    except (AttributeError, OSError, TypeError): return
+    trim(0)
 
 # %% ../../nbs/00_tools/00l_machine.ipynb #d04030a9
 def report_speed(

@@ -356,9 +356,9 @@ def _make_model(model_config:ModelConfig, config:TrainConfig, world:World, devic
 
 def _make_loss(model, loss:Callable, engine)->Any: # Wrapped so that gradients are averaged
     if engine.world.size == 1 or engine.config.shard: return _Loss(model, loss)
-    # RoPE's tables are the same everywhere: no need to send buffers in each forward pass
-    return DistributedDataParallel(_Loss(model, loss), device_mesh=engine.world.mesh,
-                                   broadcast_buffers=False)
+    shared = DistributedDataParallel(_Loss(model, loss), device_mesh=engine.world.mesh)
+    shared.broadcast_buffers = False # RoPE's tables are equal everywhere; 2.13 warns of an argument
+    return shared
 
 def _find_fault(engine, micro_batches:list, loss:Callable)->str|None: # The cause, in words
     if engine.config.shard: return find_nonfinite_sharded(engine.model, micro_batches, loss)

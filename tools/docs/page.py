@@ -1,5 +1,6 @@
 "A page's HTML after nbconvert: heading ids, links, plots as files, sections for the search; and the check of all links."
 import base64, os, re, shutil, subprocess, tempfile
+from functools import cache
 from pathlib import Path
 
 from bs4 import BeautifulSoup, NavigableString
@@ -17,12 +18,18 @@ IPythonRenderer.inline_math = lambda self, body: rf"<span>\({self.escape_html(bo
 IPythonRenderer.block_math = lambda self, body: rf"<span>\[{self.escape_html(body)}\]</span>"
 
 
-def html(nb):
-    "The cells of a notebook as HTML. What nbconvert does against hostile notebooks, and its second reading of the page, are left out: half of the time."
+@cache
+def exporter():
+    "What makes HTML of cells, one for all pages of a process: its templates are compiled once."
     make = HTMLExporter(template_name="lmcourse", extra_template_basedirs=[str(HERE)], exclude_anchor_links=True,
                         exclude_input_prompt=True, exclude_output_prompt=True, filters={"clean_html": lambda text: text})
     make.register_filter("highlight_code", Highlight2HTML(pygments_lexer="python", parent=make))
-    return TemplateExporter.from_notebook_node(make, nb)[0]
+    return make
+
+
+def html(nb):
+    "The cells of a notebook as HTML. What nbconvert does against hostile notebooks, and its second reading of the page, are left out: half of the time."
+    return TemplateExporter.from_notebook_node(exporter(), nb)[0]
 
 
 def finish(html, page, base, out):

@@ -1,0 +1,156 @@
+"The speed run: turns, ladders and tables, on clocks that are set by hand."
+import json
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("torch")
+from lmcourse.ablations import speedrun
+from lmcourse.ablations.speedrun import CHANGES, CONTESTANTS, COOLDOWN, DATA, GRID, Contestant, Racer, changed, changes_table, race, race_table, rungs_of
+from lmcourse.ablations.sweep import paired_difference, read_lines
+from lmcourse.tools.checks import expect_error
+from lmcourse.training.optim_torch import learning_rate
+
+RESULTS = Path(__file__).parents[1]/"nbs/results/speedrun.jsonl"
+STEP = dict(course=.1, nanogpt=.4)      # Seconds, made up
+WORK = dict(course=100., nanogpt=500.)  # Excess times steps, made up
+
+
+@pytest.fixture
+def turns(monkeypatch):
+    "Contestants without a model, whose steps take a known time; a list of who took a slice, and what all had spent then."
+    taken, spent = [], {}
+
+    class Stub(Racer):
+        def __init__(self, contestant, name, folder, seed=0, data=DATA, clock=None):
+            self.contestant, self.name, self.seed, self.data, self.curve, self.engine = contestant, name, seed, data, [], None
+            self.step, self.seconds, self.wall, self.spent = 0, 0., 0., 0.
+
+        def advance(self, rates):
+            took = STEP[self.name]*len(rates)
+            self.step, self.seconds, self.wall, self.spent = self.step + len(rates), self.seconds + took, self.wall + 3*took, self.spent + took
+            spent[self.name, self.seed] = self.spent
+            taken.append((self.name, dict(spent)))
+
+        def look(self, documents): return SimpleNamespace(excess=WORK[self.name]/self.step, error=.001)
+
+    monkeypatch.setattr(speedrun, "Racer", Stub)
+    monkeypatch.setattr(speedrun, "unchanged", lambda engine: nullcontext())
+    monkeypatch.setattr(speedrun, "prepare_corpus", lambda data, work: work)
+    return taken
+
+
+BOTH = {name: replace(c, first=100, ratio=2.) for name, c in CONTESTANTS.items()}
+def run(tmp_path, minutes=5., mark=.15, seeds=(0,), **more): return race(seeds, tmp_path/"lines.jsonl", tmp_path, minutes, mark, contestants=BOTH, say=lambda s: None, **more)
+
+
+def test_the_first_rung_at_the_mark_ends_a_climb_and_the_limit_another(tmp_path, turns):
+    rungs = rungs_of(run(tmp_path))
+    assert [l["steps"] for l in rungs["course", 0]] == [100, 200, 400, 800]             # 100/800 is the first below 0.15
+    assert [l["steps"] for l in rungs["nanogpt", 0]] == [100, 200, 400]                 # 800 steps would take 320 s of 300
+
+
+def test_a_rung_takes_the_time_of_its_own_run_alone(tmp_path, turns):
+    for name, seed in (rungs := rungs_of(run(tmp_path))):
+        for l in rungs[name, seed]:
+            assert l["seconds"] == pytest.approx(STEP[name]*l["steps"]) and l["wall_seconds"] == pytest.approx(3*l["seconds"])
+            assert l["curve"][-1] == (l["seconds"], l["excess"]) or l["curve"][-1] == [l["seconds"], l["excess"]]
+            assert [s for s, _ in l["curve"]] == sorted(s for s, _ in l["curve"])
+
+
+def test_whoever_has_used_fewer_seconds_goes_next(tmp_path, turns):
+    run(tmp_path)
+    last = max(i for i, (name, _) in enumerate(turns) if name == "course")
+    gaps = [abs(spent["course", 0] - spent["nanogpt", 0]) for _, spent in turns[:last] if len(spent) == 2]
+    assert len(gaps) > 10 and max(gaps) <= 50*max(STEP.values()) + 1e-9                 # A slice of 50 steps at most
+
+
+@pytest.mark.parametrize("after", [1, 3, 5])
+def test_a_killed_race_goes_on(tmp_path, turns, after):
+    (tmp_path/"whole").mkdir()
+    whole, made = run(tmp_path/"whole"), []
+    def stop(text):
+        made.append(text)
+        if len(made) == after: raise KeyboardInterrupt
+    with pytest.raises(KeyboardInterrupt):
+        race([0], tmp_path/"lines.jsonl", tmp_path, 5., .15, contestants=BOTH, say=stop)
+    assert len(read_lines(tmp_path/"lines.jsonl")) == after
+    with open(tmp_path/"lines.jsonl", "a") as f: f.write('{"key": "torn')                # What a kill leaves of a line
+    said = []
+    again = race([0], tmp_path/"lines.jsonl", tmp_path, 5., .15, contestants=BOTH, say=said.append)
+    assert len(said) == len(whole) - after and again.keys() == whole.keys()
+    assert {k: l["excess"] for k, l in again.items()} == {k: l["excess"] for k, l in whole.items()}
+    steps = len(turns)
+    run(tmp_path)
+    assert len(turns) == steps                                                           # Nothing is missing, so nothing is trained
+
+
+def test_more_seeds_are_added_to_those_that_are_there(tmp_path, turns):
+    run(tmp_path)
+    assert {seed for _, seed in rungs_of(run(tmp_path, seeds=(0, 1)))} == {0, 1}
+
+
+def test_the_table_says_when_or_how_far(tmp_path, turns):
+    ours, theirs = race_table(run(tmp_path)).rows
+    assert (ours["contestant"], ours["cpu"], ours["wall"], ours["reached"], ours["steps"]) == ("course", 80, 240, "yes", 800)
+    assert (theirs["reached"], theirs["excess"], theirs["times_ours"]) == ("no", 1.25, "> 2.0")
+    reached = race_table(run(tmp_path, minutes=60.)).rows[1]
+    assert reached["reached"] == "yes" and reached["times_ours"] == f"{.4*6400/80:.1f}"
+
+
+@pytest.mark.parametrize("change, words", [
+    (dict(minutes=0), "minutes = 0, expected"), (dict(minutes=float("inf")), "minutes = inf, expected"), (dict(mark=-1), "mark = -1, expected"),
+    (dict(mark=float("nan")), "mark = nan, expected"), (dict(seeds=()), "seeds = 0, expected 1 or more"), (dict(names=("nanogtp",)), "did you mean 'nanogpt'?")])
+def test_what_makes_no_sense_is_rejected_before_anything_is_made(tmp_path, turns, change, words):
+    with expect_error(ValueError, words): run(tmp_path/"new", **change)
+    assert not turns and not (tmp_path/"new").exists()
+
+
+def test_a_rung_is_a_run_with_a_cooldown():
+    c = CONTESTANTS["course"]
+    short, long = (c.job(3, steps, DATA).train for steps in (1000, 2000))
+    rate = lambda t, n: learning_rate(n, t.lr, t.min_lr, t.warmup_steps, t.steps, t.cooldown_steps, shape="constant")
+    fork = 1000 - round(COOLDOWN*1000)
+    assert short.seed == 3 and [rate(short, n) for n in range(1, fork + 1)] == [rate(long, n) for n in range(1, fork + 1)]
+    assert rate(short, fork) == short.lr > rate(short, fork + 1) and rate(short, 1000) == 0 < rate(long, 1000)
+    assert [n for n, _ in zip(replace(c, first=100, ratio=1.5).rungs(), range(4))] == [100, 150, 225, 338]
+
+
+def test_nanogpts_model_has_gpt2s_parameters_and_first_weights():
+    from lmcourse.ablations.speedrun import Gpt2Engine
+    c = CONTESTANTS["nanogpt"]
+    m, model = c.model, Gpt2Engine(c.model, c.train).model
+    D, L = m.d_model, m.num_layers
+    assert sum(p.numel() for p in model.parameters()) == m.vocab_size*D + m.context_length*D + L*(12*D*D + 2*D) + D
+    std = {name: float(p.detach().std()) for name, p in model.named_parameters() if p.ndim == 2}
+    for name, found in std.items():
+        assert found == pytest.approx(.02/(2*L)**.5 if name.endswith(("output_proj.weight", "w2.weight")) else .02, rel=.03), name
+
+
+def test_every_change_and_every_size_makes_a_contestant():
+    for who, table in (("course", CHANGES), ("nanogpt", GRID)):
+        made = [changed(CONTESTANTS[who], fields) for fields in table.values()]
+        assert all(isinstance(c, Contestant) for c in made) and len({c.job(0, 100, DATA).key + str(c.gpt2) for c in made}) == len(made)
+    with expect_error(ValueError, "unknown field to change 'layers'"): changed(CONTESTANTS["course"], dict(layers=3))
+
+
+def test_differences_are_paired_by_seed():
+    excess = {"a": {0: 1.0, 1: 1.2, 2: 1.1}, "b": {0: 1.1, 2: 1.3}}
+    lines = {f"{n}{s}": dict(part="changes", contestant=f"changes: {n}", seed=s, excess=e, cost=1., steps=10) for n, runs in excess.items() for s, e in runs.items()}
+    base, other = changes_table(lines, table=dict(a=None, b=None, c=None)).rows
+    mean, half = paired_difference([1.1, 1.3], [1.0, 1.1])
+    assert base["difference"] == "–" and (other["difference"], other["interval"], other["runs"]) == (f"{mean:+.3f}", f"± {half:.3f}", 2)
+
+
+def test_saved_lines_are_those_of_the_contestants():
+    lines = read_lines(RESULTS)
+    for key, l in lines.items():
+        if l["part"] == "steps": continue
+        assert json.dumps(l) and l["seconds"] > 0 and l["excess"] > 0 and l["machine"]
+        who, table, _ = speedrun.PARTS.get(l["part"], (l["contestant"], {}, 0))
+        name = l["contestant"].removeprefix(f"{l['part']}: ")
+        c = changed(CONTESTANTS[who], table[name] if table else {})
+        assert key == f"{l['contestant']}-{c.job(l['seed'], l['steps'], DATA).key}"
