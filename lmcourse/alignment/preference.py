@@ -138,7 +138,7 @@ def check_pairs(
     pairs:list,         # Dicts with `prompt`, `chosen` and `rejected`
     where:str="pair ",  # How messages begin; the number follows, from 1
 )->list: # The same
-    "`ValueError` for no pairs, for what is no pair, and for one that prefers nothing."
+    "`ValueError` for no pairs, for what isn't a pair, and for a pair of equal responses."
     if not pairs: raise ValueError("no pairs, expected at least one")
     for n,pair in enumerate(pairs, 1):
         for key in ("prompt", "chosen", "rejected"):
@@ -230,7 +230,7 @@ class DpoConfig:
     "What is preferred, and how a policy learns it. `ValueError` where values make no sense."
     beta:float = .3        # What a nat of KL costs
     sft_weight:float = .3  # Of the loss of chosen responses, as of `preference_objective`
-    prompts:int = 128      # The model writes responses to, and the judge makes pairs of them
+    prompts:int = 128      # To which the model writes responses; the judge makes pairs of these
     group_size:int = 8     # Responses to each
     pairs:str = ""         # File of `read_pairs`: then the model writes nothing
     reference:str = ""     # Folder of a model: none for the one that training begins with

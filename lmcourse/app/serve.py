@@ -36,7 +36,7 @@ class Job:
     ):
         self.request, self.listener, self.arrival = request, listener, time.perf_counter()
         self.sequence:Any = None                # Of the engine, as soon as it has the request
-        self.sent, self.over = 0, False         # Tokens told; whether the last event was
+        self.sent, self.over = 0, False         # Tokens reported; whether the last event was
         self.closed:Callable = lambda: None     # Called once, after the last event
 
     def tell(self, *event:Any):
@@ -49,7 +49,7 @@ class Job:
             if self.over: self.closed()
 
     def report(self):
-        "What is new since the last time."
+        "Tell the listener what is new since the last report."
         s = self.sequence
         if not self.sent and s.request.scores_prompt and (s.tokens or s.reason):
             self.tell("prompt", s.prompt_log_probs)
@@ -69,7 +69,7 @@ class JobInbox:
         self.farewell = "the engine's thread has ended, start the server again"
 
     def submit(self, jobs:list)->bool: # False if there is no room for all of them
-        "Hand in jobs. When the thread has ended they hear so at once."
+        "Hand in jobs. If the thread has ended, their listeners are told so at once."
         with self.lock:
             if self.open + len(jobs) > self.most: return False
             self.open += len(jobs)
@@ -217,7 +217,7 @@ def metric(
     name:str,     # Without the prefix that all have
     kind:str,     # counter, gauge or histogram
     meaning:str,  # In words
-    samples:dict, # What stands behind the name, to a number
+    samples:dict, # From what follows the name, say labels, to a number
 )->str:
     "The lines of one metric."
     name = f"lmcourse_{name}"
@@ -346,14 +346,14 @@ def read_body(
 
 # %% ../../nbs/90_app/90f_serve.ipynb #8bdf2c79
 def refused_field(
-    e:ValidationError,          # Of which the most precise error is told
+    e:ValidationError,          # Of which the most precise error is reported
     given:dict,                 # The body
     kind:type[SamplingRequest], # What it should be
 )->Refused:
     "The error in one line: the field, its value, and what would be right."
     error, path = max(e.errors(include_url=False), key=lambda e: len(e["loc"])), ""
     value:Any = given
-    for step in error["loc"]:                   # It names types too, which are no places
+    for step in error["loc"]:                   # It names types too: they aren't places
         if isinstance(value, dict) and step in value: path += f".{step}"
         elif isinstance(value, list) and type(step) is int: path += f"[{step}]"
         else: continue
@@ -469,7 +469,7 @@ def joined(
     return Piece(pieces[-1].index, "".join(p.text for p in pieces), tokens, pieces[-1].reason)
 
 def token_text(token:bytes)->str: # As OpenAI writes it
-    "The text of a token; one that is no whole characters is written as bytes."
+    "The text of a token, or its bytes if they are not whole characters."
     try: return token.decode()
     except UnicodeDecodeError: return "bytes:" + "".join(f"\\x{b:02x}" for b in token)
 
@@ -602,7 +602,7 @@ class Flight:
         with suppress(RuntimeError): # The loop is closed: nobody listens any more
             self.loop.call_soon_threadsafe(self.events.put_nowait, (i, *event))
 
-    def close(self): # What still runs of it ends
+    def close(self): # Stop what is still running
         for job in self.jobs: self.worker.cancel(job)
         if self.open: self.service.metrics.count(self.ended)
         self.open = False

@@ -51,7 +51,7 @@ class Task:
     "A set of questions."
     name:str
     items:tuple       # Of `Item`s
-    version:int=1     # Another number whenever items change
+    version:int=1     # A new number whenever items change
     seed:int|None=None # Of the stories that it was made of; none for items from elsewhere
 
     def __post_init__(self):
@@ -96,7 +96,7 @@ def _recall(stories:Stories, document:str, key:str, rng)->list: # One item
     probs = _shares(stories, document[:at], choices)
     return [Item(key, document[:at], tuple(choices), choices.index(f" {name}"), key, probs)]
 
-def _pairs(stories:Stories, document:str, key:str, rng)->list: # Twins with another name, as long
+def _pairs(stories:Stories, document:str, key:str, rng)->list: # Another name of the same length
     places, items = _told_again(document, _names(stories)), []
     for k in sorted(rng.choice(len(places), min(2, len(places)), replace=False).tolist()):
         at, name = places[k]
@@ -167,7 +167,7 @@ KINDS = {"recall": _recall, "next": _next, "pairs": _pairs, "hour": _hour, "quot
 
 def grammar_task(
     kind:str,        # `recall`, `next`, `pairs`, `hour` or `quote`
-    stories:int=60,  # Stories that it is made of
+    stories:int=60,  # Stories that it is made from
     seed:int=120_000, # Of the stories; those of training and validation are refused
 )->Task:
     "Questions about new stories of the course's grammar. `ValueError` for another kind or seed."
@@ -313,7 +313,7 @@ class WritingTask(Task):
 
 # %% ../../nbs/12_evaluation/12c_tasks.ipynb #12c5make
 def writing_task(
-    stories:int=60,  # Stories that it is made of, half of them for each kind
+    stories:int=60,  # Stories that it is made from, half of them for each kind
     seed:int=120_000, # As for `grammar_task`
 )->WritingTask:
     "Who and when, to be written: only places where the grammar allows a single word."
@@ -352,7 +352,7 @@ def word_probs(
     task:WritingTask,
     temperature:float=1.,  # Above 0
 )->list: # For each prompt a probability
-    "That a sample is right: the product over the tokens of the word. `ValueError` for 0 or less."
+    "Probability that a sample is right, over all tokens of the word. `ValueError` for 0 or less."
     if not temperature > 0: raise ValueError(f"temperature = {temperature}, expected more than 0")
     return [math.exp(_choice_nats(model, tokenizer, i.context, " " + i.right, temperature)[0])
             for i in task.items]

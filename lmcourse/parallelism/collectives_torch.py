@@ -28,11 +28,11 @@ from .ranks import Link
 HERE = "lmcourse.parallelism.collectives_torch"
 
 class ProcessPool:
-    "Ranks that are processes, joined by gloo, and wait for work. Use it in a `with`, or close it."
+    "Processes as ranks, joined by gloo, that wait for work. Use it in a `with`, or close it."
     def __init__(self,
         size:int,            # Ranks, N
         module:str=HERE,     # Whose functions they run
-        timeout_s:float=60., # Of a collective, and of a call beyond that
+        timeout_s:float=60., # For a collective; a call waits twice that for answers
     ):
         if size < 1: raise ValueError(f"ProcessPool: {size} ranks, expected 1 or more")
         self.size, self.module, self.timeout_s = size, module, timeout_s
@@ -103,7 +103,7 @@ def serve_rank(
     "What a process of the pool does until the pool is closed."
     def watch():
         try: alive.recv()
-        except (EOFError, OSError): os._exit(1)                 # Even out of a collective
+        except (EOFError, OSError): os._exit(1)                 # Even in a collective
     threading.Thread(target=watch, daemon=True).start()
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
@@ -124,10 +124,10 @@ def start_alone(process:Any):
     finally: sys.modules["__main__"] = main
 
 def exported(
-    work:Callable, # Perhaps a cell's
+    work:Callable, # May be defined in a cell
     module:str,    # Of the page
 )->Callable: # The one that other processes can import
-    "A cell's function as it stands in the module. `ValueError` if it isn't there, or is another."
+    "Find a cell's function in the module. `ValueError` if it is missing there or differs."
     if work.__module__ != "__main__": return work
     name = work.__name__
     saved = getattr(importlib.import_module(module), name, None)
@@ -196,7 +196,7 @@ def padded(
     x:torch.Tensor, # `(n,)`
     size:int,       # Ranks
 )->torch.Tensor: # `(m,)`, m the next multiple of `size`
-    "Zeros behind, so that all pieces are equal."
+    "Append zeros, so that all pieces are equally long."
     return torch.nn.functional.pad(x, (0, -len(x) % size))
 
 def reduce_scatter(x:torch.Tensor)->torch.Tensor:
@@ -207,7 +207,7 @@ def reduce_scatter(x:torch.Tensor)->torch.Tensor:
     return piece
 
 def all_gather(piece:torch.Tensor, length:int)->torch.Tensor: # `(length,)`
-    "The pieces of all ranks in a row, without the zeros behind."
+    "Put the pieces of all ranks in a row, without the zeros at the end."
     whole = torch.empty(len(piece)*dist.get_world_size(), dtype=piece.dtype)
     dist.all_gather(list(whole.chunk(dist.get_world_size())), piece)
     return whole[:length]
@@ -248,7 +248,7 @@ class CollectiveBytes(TorchDispatchMode):
         return result
 
     def ring_bytes(self, size:int)->float:
-        "What each rank sends for all that, with rings."
+        "Bytes that each rank sends for all these calls, if they use rings."
         return sum(b*(2 if kind == "all_reduce" else 1)*(size - 1)/size
                    for kind, b in self.num_bytes.items())
 
@@ -269,7 +269,7 @@ def hasty_reduce_scatter(x:torch.Tensor)->torch.Tensor:
     return whole.chunk(size)[dist.get_rank()]
 
 def counted_scatter(hasty:bool, length:int)->tuple: # The piece, calls, and bytes with rings
-    "A reduce-scatter, listened to."
+    "Run a reduce-scatter and count its traffic."
     x = torch.from_numpy(own_vector(length, dist.get_rank()))
     with CollectiveBytes() as count: piece = (hasty_reduce_scatter if hasty else reduce_scatter)(x)
     return piece.numpy(), dict(count.calls), count.ring_bytes(dist.get_world_size())
