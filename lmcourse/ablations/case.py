@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from safetensors import SafetensorError
 from safetensors.torch import load_file
+from typing import Any
 from ..architecture.attention_torch import apply_rope_half, causal_mask
 from ..architecture.transformer_np import init_params
 from ..architecture.transformer_torch import TransformerLM
@@ -64,7 +65,7 @@ class Case:
 
 # %% ../../nbs/06_ablations/06c_case.ipynb #5ad384cc
 def open_case(
-    run, # The run's folder
+    run:str|Path, # The run's folder
 )->Case:
     "Read a run. A one-line `FileNotFoundError` or `ValueError` if it is missing or damaged."
     model, train, data = read_run(run := Path(run))
@@ -96,7 +97,7 @@ def _is_line(m)->bool: # Of a log
             and any(is_number(m.get(k)) for k in ("loss", "valid_loss")))
 
 # %% ../../nbs/06_ablations/06c_case.ipynb #1b366fd2
-def is_number(v)->bool: # Python's `True` is not one
+def is_number(v:Any)->bool: # Python's `True` is not one
     return isinstance(v, (int, float)) and not isinstance(v, bool)
 
 def at_step(
@@ -115,9 +116,9 @@ def rate_at(
 
 # %% ../../nbs/06_ablations/06c_case.ipynb #c1ce16e8
 def reference_model(
-    config:ModelConfig, # As the run's config says
-    weights:dict,       # Of a checkpoint
-    where="weights",    # For errors
+    config:ModelConfig,       # As the run's config says
+    weights:dict,             # Of a checkpoint
+    where:str|Path="weights", # For errors
 )->TransformerLM:
     "The tested model with these weights. `ValueError` if they are those of another config."
     model = TransformerLM(config)

@@ -15,8 +15,9 @@ from datetime import date
 from importlib.resources import files
 from itertools import islice
 from pathlib import Path
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 import numpy as np
+from typing import Any
 from .. import __version__
 from ..tools.config import Config, ModelConfig, TrainConfig, refuse_unwritable, unknown
 from ..tools.documents import documents
@@ -145,7 +146,7 @@ STATUS = ("done", "diverged", "crashed")
 FORMAT = 1 # Of the lines; a file from another version is refused
 
 def read_lines(
-    path, # A file of lines; none yet will do
+    path:str|Path, # A file of lines; none yet will do
 )->dict: # Key to the latest line of that run
     """All runs of a file.
     `ValueError` with the place of a line that is damaged or of another version."""
@@ -169,8 +170,8 @@ def read_lines(
 
 # %% ../../nbs/06_ablations/06a_sweep.ipynb #51f12b81
 def add_line(
-    path,     # The file; it is made if there is none
-    run:dict, # Plain values
+    path:str|Path, # The file; it is made if there is none
+    run:dict,      # Plain values
 ):
     "Add a run to a file, whole or not at all. What a kill has left of a line is taken off first."
     path = Path(path)
@@ -206,10 +207,10 @@ def prepare_corpus(
 LENGTHS = (64, 128, 256, 512) # Windows for `losses_by_length`, in tokens
 
 def losses_by_length(
-    model,                # Trained `TransformerLM`
-    tokens:np.ndarray,    # Validation ids, documents one after another
+    model:Any,             # Trained `TransformerLM`
+    tokens:np.ndarray,     # Validation ids, documents one after another
     lengths:tuple=LENGTHS, # Windows, T
-    most:int=32_768,      # Tokens that are read for each
+    most:int=32_768,       # Tokens that are read for each
     # Length as a string to loss, in nats per token; without those that a model with learned
     # positions has no rows for
 )->dict:
@@ -281,7 +282,7 @@ def _curve(run:Path, points:int=60
 # %% ../../nbs/06_ablations/06a_sweep.ipynb #d74f4f62
 def missing_runs(
     experiment:Experiment, # What
-    results,               # File of lines
+    results:str|Path,      # File of lines
 )->dict: # Key to `Run`
     "The runs of an experiment that a file lacks, or has as crashed only."
     done = {key for key,line in read_lines(results).items() if line["status"] != "crashed"}
@@ -289,13 +290,13 @@ def missing_runs(
 
 # %% ../../nbs/06_ablations/06a_sweep.ipynb #f877dc83
 def run_experiment(
-    experiment:Experiment, # What
-    results,               # File of lines: runs that it has are not made again
-    work,                  # Folder for tokens and unfinished runs
+    experiment:Experiment,   # What
+    results:str|Path,        # File of lines: runs that it has are not made again
+    work:str|Path,           # Folder for tokens and unfinished runs
     processes:int|None=None, # Runs at a time: none for as many as cores, or one on a card
-    device:str="cpu",      # Where
-    command:str="",        # That asked for it, for the record
-    report:Callable=print, # Told a sentence about each run that has ended
+    device:str="cpu",        # Where
+    command:str="",          # That asked for it, for the record
+    report:Callable=print,   # Told a sentence about each run that has ended
 )->dict: # Key to line, of this experiment
     """Make the runs that are missing.
     `KeyboardInterrupt` leaves checkpoints from which the next call goes on."""
@@ -411,8 +412,8 @@ def student_t(
 
 # %% ../../nbs/06_ablations/06a_sweep.ipynb #7e38b09b
 def paired_difference(
-    values, # Of a variant, seed by seed
-    base,   # Of the base, the same seeds
+    values:Sequence[float]|np.ndarray, # Of a variant, seed by seed
+    base:Sequence[float]|np.ndarray,   # Of the base, the same seeds
 )->tuple: # Mean difference, and half of its 95 % interval: none for a single seed
     "How much a variant is above the base."
     d = [a - b for a,b in zip(values, base, strict=True)]
@@ -420,8 +421,8 @@ def paired_difference(
             if len(d) > 1 else None)
 
 def paired_p(
-    values, # Of a variant, seed by seed
-    base,   # Of the base, the same seeds
+    values:Sequence[float]|np.ndarray, # Of a variant, seed by seed
+    base:Sequence[float]|np.ndarray,   # Of the base, the same seeds
 )->float|None: # Between 0 and 1: none for a single seed
     """How likely a mean difference at least as large would be if there were none: the p-value of
     the paired t-test, two-sided."""
@@ -519,10 +520,10 @@ def _p_text(p)->str|None: # Two digits
 
 # %% ../../nbs/06_ablations/06a_sweep.ipynb #bebeae32
 def plot_curves(
-    experiment:Experiment, # What was asked for
-    lines:dict,            # Key to line
-    variants=None,         # Names; all if none
-    ax=None,               # Where: none for a new figure
+    experiment:Experiment,            # What was asked for
+    lines:dict,                       # Key to line
+    variants:Sequence[str]|None=None, # Names; all if none
+    ax:Any=None,                      # Where: none for a new figure
 ):
     "Training losses of all seeds: the `Axes`. A run that diverged ends in a cross."
     if ax is None: _, ax = figure(width=6.4, height=3.6)

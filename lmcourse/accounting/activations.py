@@ -8,7 +8,7 @@ __all__ = ['saved_tensors', 'checked_length', 'OperationMemory', 'activation_par
 # %% ../../nbs/02_accounting/02g_activations.ipynb #bf2fe142
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from .parameters import attention_numbers, expert_numbers
 from .tensors import dtype_bytes, whole_number
 from ..tools.config import ModelConfig, unknown
@@ -17,7 +17,7 @@ from ..tools.config import ModelConfig, unknown
 @contextmanager
 def saved_tensors(
     # A torch module: its parameters and buffers are left out, and its submodules are named
-    model=None,
+    model:Any=None,
     # Yields a list that fills up: a dict for each storage, with `module`, `shape`, `dtype` and
     # `bytes`
 ):
@@ -317,7 +317,7 @@ def activation_parts(
     kept = [op for block in blocks for op in (alone if recompute else block)]
     return {k: v for k,v in _parts([*kept, first, *after]).items() if v}
 
-def activation_bytes(config:ModelConfig, batch_size:int, context_length:int|None=None, **how
+def activation_bytes(config:ModelConfig, batch_size:int, context_length:int|None=None, **how:Any
 )->int: # As for `activation_parts`
     "Everything that autograd keeps, in bytes."
     return sum(activation_parts(config, batch_size, context_length, **how).values())

@@ -12,6 +12,7 @@ import functools, math, numbers, os, re, time
 import numpy as np
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 from .flops import adamw_flops
 from .tensors import dtype_bytes
 from ..tools.config import unknown
@@ -49,7 +50,7 @@ class Device:
         return self.peak(dtype)/self.bytes_per_s
 
 # %% ../../nbs/02_accounting/02c_hardware.ipynb #fd9266df
-def positive(what:str, value, kind=numbers.Real
+def positive(what:str, value:Any, kind:Any=numbers.Real
 ): # `ValueError` unless it is a finite number above 0
     if isinstance(value, bool) or not isinstance(value, kind) or not 0 < value < math.inf:
         raise ValueError(f"{what} = {value!r}, expected "
@@ -296,7 +297,7 @@ def adamw_cost(parameters:int, dtype:str="float32"
     return cost_of("adamw", adamw_flops(parameters), 7*parameters, dtype)
 
 # %% ../../nbs/02_accounting/02c_hardware.ipynb #20c272ae
-def cost_of(name:str, flops:int, moved:int, dtype:str, more_bytes:int=0, **sizes
+def cost_of(name:str, flops:int, moved:int, dtype:str, more_bytes:int=0, **sizes:int
 )->Operation: # `ValueError` for sizes that make no sense
     for what,size in sizes.items(): positive(f"{name}: {what}", size, numbers.Integral)
     return Operation(name, flops, moved*dtype_bytes(dtype) + more_bytes)

@@ -8,6 +8,7 @@ __all__ = ['training_phases', 'peak_phase', 'training_bytes', 'largest_batch', '
 # %% ../../nbs/02_accounting/02h_memory.ipynb #364deb03
 import math, weakref
 from collections.abc import Iterator
+from typing import Any
 from .activations import RowBytes, checked_length, step_operations
 from .parameters import attention_numbers, count_parameters, expert_layers
 from .tensors import dtype_bytes, whole_number
@@ -118,26 +119,27 @@ def training_phases(
 
 # %% ../../nbs/02_accounting/02h_memory.ipynb #723468ca
 def peak_phase(
-    config:ModelConfig,       # Sizes and variant
-    batch_size:int,           # Sequences computed at a time, B
+    config:ModelConfig,           # Sizes and variant
+    batch_size:int,               # Sequences computed at a time, B
     context_length:int|None=None, # Tokens of each, T: none for the config's
-    **how, # As for `training_phases`
+    **how:Any,                    # As for `training_phases`
 )->dict: # One of the dicts of `training_phases`
     "The phase in which the most memory is alive."
     live = lambda phase: sum(n for part,n in phase.items() if part != "phase")
     return max(training_phases(config, batch_size, context_length, **how), key=live)
 
-def training_bytes(config:ModelConfig, batch_size:int, context_length:int|None=None, **how)->dict:
+def training_bytes(config:ModelConfig, batch_size:int, context_length:int|None=None, **how:Any
+)->dict:
     "What a training step needs, in bytes by what they are for: `peak_phase` without its name."
     peak = peak_phase(config, batch_size, context_length, **how)
     return {part: n for part,n in peak.items() if part != "phase"}
 
 # %% ../../nbs/02_accounting/02h_memory.ipynb #54b1ae8e
 def largest_batch(
-    config:ModelConfig,     # Sizes and variant
-    memory_bytes:int,       # Of the card
+    config:ModelConfig,           # Sizes and variant
+    memory_bytes:int,             # Of the card
     context_length:int|None=None, # Tokens of a sequence: none for the config's
-    **how,                  # As for `training_bytes`
+    **how:Any,                    # As for `training_bytes`
 )->int: # Sequences; 0 if not even one fits
     """The largest batch whose training step needs no more than `memory_bytes`.
     `ValueError` if that is not above 0."""
@@ -155,11 +157,11 @@ def largest_batch(
 # %% ../../nbs/02_accounting/02h_memory.ipynb #b2456aa1
 class MemoryTimeline:
     "Bytes of live tensors after each operation of torch in a `with` block."
-    def __init__(self, *tensors): # Those that are alive before the block
+    def __init__(self, *tensors:Any): # Those that are alive before the block
         self.live, self.history, self.phases, self._known = 0, [], [], {}
         for t in tensors: self.see(t)
 
-    def see(self, tensor):
+    def see(self, tensor:Any):
         "Count its storage, from now until it dies."
         storage = tensor.untyped_storage()
         key, size = storage._cdata, storage.nbytes()
@@ -192,7 +194,7 @@ class MemoryTimeline:
         self._watch.__enter__()
         return self
 
-    def __exit__(self, *error): return self._watch.__exit__(*error)
+    def __exit__(self, *error:Any): return self._watch.__exit__(*error)
 
 # %% ../../nbs/02_accounting/02h_memory.ipynb #7a8aaa89
 def kv_cache_bytes(

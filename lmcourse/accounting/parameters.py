@@ -91,7 +91,7 @@ def _size(tensor)->int:
 def count_parameters(
     # `ModelConfig`, for the formula; or a torch module or a dict of name to array, for the count (a
     # tied head in it under its own name)
-    model,
+    model:Any,
 )->ParameterCount:
     "How many numbers a model learns. `TypeError` for anything else."
     if isinstance(model, ModelConfig): return _by_formula(model)
@@ -121,7 +121,7 @@ def _by_formula(c:ModelConfig)->ParameterCount:
 
 # %% ../../nbs/02_accounting/02f_parameters.ipynb #4f810ee2
 def parameter_table(
-    model, # Any torch module, or a dict of name to array; layers that are alike share a row
+    model:Any, # Any torch module, or a dict of name to array; layers that are alike share a row
     # A row for each name: the shape, how many there are, and their parameters together; the last
     # row is the sum
 )->Table:
@@ -140,7 +140,7 @@ def parameter_table(
 
 # %% ../../nbs/02_accounting/02f_parameters.ipynb #aac40acf
 def parameter_tree(
-    model, # As for `parameter_table`
+    model:Any, # As for `parameter_table`
     # A row for each part, indented below what it is a part of; a shared tensor counts where it
     # comes first
 )->Table:

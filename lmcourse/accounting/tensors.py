@@ -8,11 +8,12 @@ __all__ = ['FLOAT_FORMATS', 'storage_bytes', 'FloatFormat', 'dtype_bytes', 'whol
 # %% ../../nbs/02_accounting/02a_tensors.ipynb #e6f4974d
 import math, operator
 from dataclasses import dataclass
+from typing import Any
 from ..tools.config import unknown
 
 # %% ../../nbs/02_accounting/02a_tensors.ipynb #bb52abcd
 def storage_bytes(
-    tensors, # Torch tensors, any number, of any type and on any device
+    tensors:Any, # Torch tensors, any number, of any type and on any device
 )->int: # Bytes of their storages, each counted once
     "How much memory these tensors keep alive; on the meta device, how much they would."
     storages = [t.untyped_storage() for t in tensors]
@@ -62,8 +63,8 @@ def dtype_bytes(
     return known[name]
 
 def whole_number(
-    name:str,  # Of what is checked, for the message
-    n,         # An integer of Python or NumPy
+    name:str,    # Of what is checked, for the message
+    n:Any,       # An integer of Python or NumPy
     least:int=1, # The smallest that will do
 )->int:
     """`n` as a Python integer.

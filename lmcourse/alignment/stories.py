@@ -15,7 +15,7 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import islice
-from typing import Literal, get_args
+from typing import Any, get_args, Literal
 import torch
 from .policy_gradient import rloo_advantages
 from .rollouts import AsyncBatches, Rollout, Sampler, rollout_tensors
@@ -26,11 +26,12 @@ from ..tools.stories import Stories
 from ..training.data import TokenDataset
 from ..training.engines import Objective, fill
 from ..training.trainer import Trainer
+from ..tokenization.tokenizer import Tokenizer
 
 # %% ../../nbs/14_alignment/14q_stories.ipynb #1277596e
 def story_sampler(
-    model, tokenizer, # The policy, and what it was trained with
-    running:int=64,   # Stories that are computed together at most
+    model:Any, tokenizer:Tokenizer, # The policy, and what it was trained with
+    running:int=64,                 # Stories that are computed together at most
 )->Sampler: # Of responses as long as the context allows
     "Whole stories are responses to nothing: their prompt is the empty text."
     return Sampler(model, tokenizer, model.config.context_length - 1, running)
@@ -52,8 +53,8 @@ def write_stories(
 def story_grammar()->Stories: return Stories()
 
 def first_mistake(
-    rollout:Rollout, # A story
-    tokenizer,       # The one it was written with
+    rollout:Rollout,     # A story
+    tokenizer:Tokenizer, # The one it was written with
 )->int|None: # Number of a token of the response, the end included; none if there is no mistake
     "The first token after which no story can go on."
     grammar, ids = story_grammar(), rollout.ids[rollout.start:]
@@ -92,10 +93,10 @@ def story_plot(
 # %% ../../nbs/14_alignment/14q_stories.ipynb #8f90a012
 @torch.no_grad()
 def measure_writer(
-    model, tokenizer,     # The policy, and what it was trained with
-    n:int=200,            # Stories
-    temperature:float=1., # That they are drawn with, uncut
-    seed:int=0,           # Of the draws
+    model:Any, tokenizer:Tokenizer, # The policy, and what it was trained with
+    n:int=200,                      # Stories
+    temperature:float=1.,           # That they are drawn with, uncut
+    seed:int=0,                     # Of the draws
 )->dict: # Counts, lists and means, ready for JSON
     "How many stories are right, where the others go wrong, and how much they vary."
     stories = write_stories(story_sampler(model, tokenizer, min(n, 128)), n, temperature, seed)
@@ -144,11 +145,11 @@ def credit_weights(
 # %% ../../nbs/14_alignment/14q_stories.ipynb #ef6c3695
 @torch.no_grad()
 def wrong_choices(
-    model, tokenizer, # The policy, and what it was trained with
-    rollout:Rollout,  # One of its stories
-    mistake:int|None, # Its `first_mistake`
-    least:float=.003, # Probability of a token that is looked at
-    most:int=8,       # Tokens that are looked at in each place
+    model:Any, tokenizer:Tokenizer, # The policy, and what it was trained with
+    rollout:Rollout,                # One of its stories
+    mistake:int|None,               # Its `first_mistake`
+    least:float=.003,               # Probability of a token that is looked at
+    most:int=8,                     # Tokens that are looked at in each place
 )->torch.Tensor: # Ids in the place of a label `(T, most)`, -1 for none
     """Of the likely tokens in each place, up to the first mistake, those after which no story can
     go on, whether they were drawn or not."""
@@ -191,7 +192,7 @@ class StoryRlConfig:
 class StoryBatches:
     "Makes the batch of a step: stories of the policy with their credit, and true stories."
     def __init__(self,
-        model, tokenizer,  # The policy, and what it was trained with
+        model:Any, tokenizer:Tokenizer, # The policy, and what it was trained with
         config:StoryRlConfig,
     ):
         self.config, self.tokenizer = config, tokenizer
@@ -199,7 +200,7 @@ class StoryBatches:
         self.longest = model.config.context_length
         self.log:list = []                      # A dict for each step
 
-    def __call__(self, model, step:int
+    def __call__(self, model:Any, step:int
     )->tuple: # Inputs, labels and weights `(B, T)`, wrong choices `(B, T, K)`
         "Write with the model's weights of now."
         c, end = self.config, self.tokenizer.end_of_text
@@ -217,7 +218,7 @@ class StoryBatches:
         order = used_columns(table, choices).argsort(stable=True) # Short rows stand together
         return tuple(t[order] for t in (made["input_ids"], made["labels"], table, choices))
 
-    def write(self, model, step:int, rows:list, weights:list, wrong:list): # Adds to the lists
+    def write(self, model:Any, step:int, rows:list, weights:list, wrong:list): # Adds to the lists
         c = self.config
         self.sampler.load(model)
         stories = write_stories(self.sampler, c.stories, 1., 10_000*(c.seed + 1) + step)
@@ -241,7 +242,8 @@ def used_columns(
     used = (weights != 0) | (wrong >= 0).any(-1)
     return (used*torch.arange(1, used.shape[1] + 1)).amax(1)
 
-def credit_loss(model, input_ids, labels, weights, wrong)->torch.Tensor:
+def credit_loss(model:Any, input_ids:torch.Tensor, labels:torch.Tensor, weights:torch.Tensor,
+    wrong:torch.Tensor)->torch.Tensor:
     """The mean of the rows' sums: minus what each token is worth times its log-probability, and the
     probability of each wrong choice."""
     T = max(1, int(used_columns(weights, wrong).max())) # The rest is padding
@@ -252,10 +254,10 @@ def credit_loss(model, input_ids, labels, weights, wrong)->torch.Tensor:
     return (might.sum(-1) - weights[:, :T]*said).sum(1).mean()
 
 def start_story_rl(
-    model, tokenizer,  # Where the policy begins; how it reads
+    model:Any, tokenizer:Tokenizer, # Where the policy begins; how it reads
     config:StoryRlConfig,
-    train:TrainConfig, # Steps, learning rate and so on; `batch_size` is set
-    valid:TokenDataset, # True stories for the trainer's own evaluation
+    train:TrainConfig,              # Steps, learning rate and so on; `batch_size` is set
+    valid:TokenDataset,             # True stories for the trainer's own evaluation
 )->Trainer: # Its `batches.make.log` has a dict for each step
     "The course's trainer with stories for batches and their credit for a loss."
     train = replace(train, batch_size=config.stories + config.anchors, tokens_per_step=None)

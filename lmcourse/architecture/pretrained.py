@@ -325,8 +325,8 @@ def untie(
 
 # %% ../../nbs/03_architecture/03g_pretrained.ipynb #8b604845
 def save_hf(
-    model:TransformerLM, # Of a family
-    folder,              # A new or empty folder, whose parent must exist
+    model:TransformerLM,               # Of a family
+    folder:str|Path,                   # A new or empty folder, whose parent must exist
     max_shard_bytes:int=5_000_000_000, # Largest weight file, unless one tensor is larger
 )->Path: # The folder
     """Write a folder that `AutoModelForCausalLM.from_pretrained` loads.
@@ -484,10 +484,10 @@ def _as_in_files(source)->dict: # The tensors of a transformers model, expert by
 # %% ../../nbs/03_architecture/03g_pretrained.ipynb #36535666
 def from_hf(
     # A folder, a name on the hub such as `openai-community/gpt2`, or a transformers model
-    source,
+    source:Any,
     dtype:torch.dtype=torch.float32, # Type of our weights, whatever theirs is
-    device="cpu",         # Where to put them
-    revision:str|None=None, # Commit, tag or branch on the hub: none for the newest
+    device:str|torch.device="cpu",   # Where to put them
+    revision:str|None=None,          # Commit, tag or branch on the hub: none for the newest
 )->TransformerLM: # With the same logits
     """Load a Llama, Qwen3 or GPT-2.
     If that can't be done, `ValueError` or `OSError` before anything is built."""
@@ -537,7 +537,7 @@ def params_of(
 # %% ../../nbs/03_architecture/03g_pretrained.ipynb #ffb84943
 def load_weights(
     model:TransformerLM, # Its weights are overwritten
-    weights,             # Name to array or tensor; or the path of a safetensors file
+    weights:Any,         # Name to array or tensor; or the path of a safetensors file
 ):
     """Fill a model with weights that have the course's names.
     `ValueError` with every name that does not fit, and nothing is changed."""

@@ -12,6 +12,7 @@ import torch
 from .perplexity import token_nats
 from ..generation.generate import check_tokenizer
 from ..tools.stories import Stories
+from ..tokenization.tokenizer import Tokenizer
 
 # %% ../../nbs/12_evaluation/12f_contamination.ipynb #12f10
 def contamination_p(
@@ -30,7 +31,7 @@ def contamination_p(
 # %% ../../nbs/12_evaluation/12f_contamination.ipynb #12f11
 def log_prob_in_order(
     model:torch.nn.Module, # As in `token_nats`
-    tokenizer,             # The `Tokenizer` with which it was trained
+    tokenizer:Tokenizer,   # The `Tokenizer` with which it was trained
     documents:list,        # Texts, read one after another with end-of-text between them
 )->float: # Nats, with end-of-text after each document
     "Compute the model's log-probability of documents in this order. `ValueError` for none."

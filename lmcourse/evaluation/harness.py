@@ -12,11 +12,12 @@ from typing import Any
 import torch
 from .perplexity import token_nats
 from ..generation.generate import check_tokenizer, complete
+from ..tokenization.tokenizer import Tokenizer
 
 # %% ../../nbs/12_evaluation/12j_harness.ipynb #12j08
 def continuation_log_prob(
     model:torch.nn.Module, # (B, T) ids to (B, T, V) logits, causal
-    tokenizer,             # The `Tokenizer` with which it was trained
+    tokenizer:Tokenizer,   # The `Tokenizer` with which it was trained
     context:str,           # May be empty, for end-of-text alone
     continuation:str,      # Not empty
 )->tuple: # Log-probability in nats, and whether greedy decoding would write it
@@ -37,7 +38,7 @@ class HarnessAnswers:
     "Answer the harness's three kinds of requests; each request has a tuple `args`."
     def __init__(self,
         model:torch.nn.Module, # As in `continuation_log_prob`
-        tokenizer,
+        tokenizer:Tokenizer,
     ):
         super().__init__()
         check_tokenizer(model, tokenizer)
@@ -60,7 +61,7 @@ class HarnessAnswers:
 
 def harness_model(
     model:torch.nn.Module, # As in `HarnessAnswers`
-    tokenizer,
+    tokenizer:Tokenizer,
 )->Any: # An `lm_eval.api.model.LM`
     "Wrap a model for the harness. `ModuleNotFoundError` without lm-evaluation-harness."
     try: from lm_eval.api.model import LM
@@ -70,9 +71,9 @@ def harness_model(
 
 # %% ../../nbs/12_evaluation/12j_harness.ipynb #12j14
 def save_texts(
-    folder,         # Folder for the new files `NAME.jsonl` and `NAME.yaml`
-    name:str,       # Name of the task
-    documents:list, # Texts
+    folder:str|Path, # Folder for the new files `NAME.jsonl` and `NAME.yaml`
+    name:str,        # Name of the task
+    documents:list,  # Texts
 )->Path: # Path of the YAML file
     "Save a task of bits per byte over whole texts. `FileExistsError` if it exists."
     data, about = Path(folder)/f"{name}.jsonl", Path(folder)/f"{name}.yaml"
@@ -103,8 +104,8 @@ metadata:
 # %% ../../nbs/12_evaluation/12j_harness.ipynb #12j15
 def run_harness(
     model:torch.nn.Module, # As in `HarnessAnswers`
-    tokenizer,
-    folder,                # Folder with the YAML files and their data
+    tokenizer:Tokenizer,
+    folder:str|Path,       # Folder with the YAML files and their data
     tasks:list,            # Names of tasks in the folder
 )->dict: # Task to its metrics by name, as floats
     "Run the harness offline and quietly. `ModuleNotFoundError` if it is not installed."

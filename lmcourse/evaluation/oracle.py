@@ -11,12 +11,13 @@ from typing import NamedTuple
 import numpy as np
 from .perplexity import token_nats
 from ..tools.stories import Stories
+from ..tokenization.tokenizer import Tokenizer
 
 # %% ../../nbs/12_evaluation/12b_oracle.ipynb #27f94b02
 def oracle_nats(
-    stories:Stories, # The grammar
-    tokenizer,       # A `Tokenizer` whose tokens are whole characters of the document
-    document:str,    # A document of the grammar
+    stories:Stories,     # The grammar
+    tokenizer:Tokenizer, # A `Tokenizer` whose tokens are whole characters of the document
+    document:str,        # A document of the grammar
 )->np.ndarray: # Exact nats of each token and end-of-text, float64 `(tokens + 1,)`
     "Compute each token's exact -log p under the grammar. `ValueError` for other documents."
     total, text, reached = stories.log_prob(document), b"", [0.]

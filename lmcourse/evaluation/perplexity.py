@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from ..generation.generate import check_tokenizer, context_of
+from ..tokenization.tokenizer import Tokenizer
 
 # %% ../../nbs/12_evaluation/12a_perplexity.ipynb #aa3a0683
 class Perplexity(NamedTuple):
@@ -67,7 +68,7 @@ def token_nats(
 # %% ../../nbs/12_evaluation/12a_perplexity.ipynb #cb8adef0
 def perplexity(
     model:torch.nn.Module, # As in `token_nats`, like the last two arguments
-    tokenizer,             # The `Tokenizer` with which it was trained
+    tokenizer:Tokenizer,   # The `Tokenizer` with which it was trained
     documents:list,        # Texts; each follows an end-of-text and ends with one to predict
     context_length:int|None=None,
     stride:int|None=None,

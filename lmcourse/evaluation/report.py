@@ -13,6 +13,7 @@ from functools import lru_cache
 from itertools import islice
 from pathlib import Path
 import numpy as np
+from typing import Any
 from .. import __version__
 from .calibration import choice_probs, exact_error
 from .perplexity import perplexity
@@ -27,6 +28,7 @@ from ..tools.show import Table
 from ..tools.stories import Stories
 from ..training.data import TokenDataset
 from ..training.runs import read_run
+from ..tokenization.tokenizer import Tokenizer
 
 # %% ../../nbs/12_evaluation/12i_report.ipynb #44cc4d34
 def named_task(
@@ -60,8 +62,8 @@ def refuse_overlap(
 SHIPPED_BYTES = 12_000_000 # Part of the 160 MB on which the course's model was trained
 
 def training_texts(
-    run,       # Folder of a run or a saved model; None for the course's model
-    tokenizer, # The run's
+    run:str|Path|None,   # Folder of a run or a saved model; None for the course's model
+    tokenizer:Tokenizer, # The run's
 )->Iterator[str]|None: # Its documents; None if they are not available
     "Find a model's training texts. `ValueError` or `FileNotFoundError` for unreadable files."
     if run is None: return documents("stories", "train", SHIPPED_BYTES)
@@ -72,8 +74,8 @@ def training_texts(
 
 # %% ../../nbs/12_evaluation/12i_report.ipynb #d48fb259
 def task_rows(
-    model,     # As in `score_task`
-    tokenizer,
+    model:Any,      # As in `score_task`
+    tokenizer:Tokenizer,
     task:Task,
     norm:str="raw", # One of `NORMS`
 )->list: # Dicts: the task's row, and one on calibration if answers are random
@@ -124,9 +126,9 @@ def _writing_rows(model, tokenizer, task:WritingTask, tries:int=5)->list: # Gree
 
 # %% ../../nbs/12_evaluation/12i_report.ipynb #09998729
 def stories_rows(
-    model,     # As in `perplexity`
-    tokenizer,
-    stories:int=20, # Number of stories
+    model:Any,        # As in `perplexity`
+    tokenizer:Tokenizer,
+    stories:int=20,   # Number of stories
     seed:int=120_000, # Seed of the stories; training and validation seeds are rejected
 )->list: # Two dicts as from `task_rows`: bits per byte and perplexity; lower is better
     """Score whole new stories, with intervals over stories. Chance is a uniform guess, the ceiling
@@ -185,7 +187,7 @@ class ReportCard:
                 f"{self.table._repr_html_()}\n</html>\n")
 
     def save(self,
-        path, # New file, `.md` or `.html`
+        path:str|Path, # New file, `.md` or `.html`
     ):
         "Write the card. `FileExistsError` if it exists, `ValueError` for another file ending."
         refuse_report(path := Path(path))
@@ -206,8 +208,8 @@ def refuse_report(
 TASKS = (*KINDS, "write", "stories")
 
 def named_tasks(
-    model,                # As in `report_card`, like the other arguments
-    tokenizer,
+    model:Any, # As in `report_card`, like the other arguments
+    tokenizer:Tokenizer,
     names:tuple=TASKS,
     stories:int=30,
     seed:int=120_000,
@@ -227,12 +229,12 @@ def named_tasks(
 
 # %% ../../nbs/12_evaluation/12i_report.ipynb #03ab410c
 def report_card(
-    model,               # (B, T) ids to (B, T, V) logits, causal
-    tokenizer,           # The `Tokenizer` with which it was trained
-    tasks:tuple=TASKS,   # Names as in `named_task`, or `stories`
-    stories:int=30,      # Stories per task
-    seed:int=120_000,    # Seed of the stories; training and validation seeds are rejected
-    norm:str="raw",      # One of `NORMS`
+    model:Any,                     # (B, T) ids to (B, T, V) logits, causal
+    tokenizer:Tokenizer,           # The `Tokenizer` with which it was trained
+    tasks:tuple=TASKS,             # Names as in `named_task`, or `stories`
+    stories:int=30,                # Stories per task
+    seed:int=120_000,              # Seed of the stories; training and validation seeds are rejected
+    norm:str="raw",                # One of `NORMS`
     name:str="the course's model", # Name in the title
     training:Iterable|None=None,   # Training texts of the model; None if not available
 )->ReportCard:
@@ -241,7 +243,8 @@ def report_card(
     return fill_card(model, tokenizer, tasks, made, stories, seed, norm, name,
                      training is not None)
 
-def fill_card(model, tokenizer, names:tuple, made:dict, stories:int, seed:int, norm:str, name:str,
+def fill_card(model:Any, tokenizer:Tokenizer, names:tuple, made:dict, stories:int, seed:int,
+    norm:str, name:str,
               searched:bool)->ReportCard: # From the tasks of `named_tasks`
     rows = []
     for t in names:

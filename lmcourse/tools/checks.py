@@ -8,6 +8,8 @@ __all__ = ['check_close', 'expect_error', 'gradcheck']
 # %% ../../nbs/00_tools/00a_checks.ipynb #949137f9
 from contextlib import contextmanager
 import numpy as np
+from typing import Any
+from collections.abc import Callable
 
 # %% ../../nbs/00_tools/00a_checks.ipynb #ad16d44e
 def _array(
@@ -56,9 +58,9 @@ def _compare(actual, expected, rtol:float, atol:float, place:str):
 # %% ../../nbs/00_tools/00a_checks.ipynb #776157cc
 def check_close(
     # What was computed: array, tensor, number, text, `None`, or lists, tuples and dicts of those
-    actual,
+    actual:Any,
     # What it should be, of the same form; NumPy arrays and torch tensors may be mixed
-    expected,
+    expected:Any,
     rtol:float=1e-5, # Allowed error in units of the expected value
     atol:float=1e-8, # Allowed error besides, in units of the values themselves
     name:str="",     # What is compared, for the message
@@ -107,10 +109,10 @@ def expect_error(
 
 # %% ../../nbs/00_tools/00a_checks.ipynb #8b8374d7
 def gradcheck(
-    f,               # Takes the inputs as separate arguments, returns one number
-    inputs,          # Where to check: a float64 array, or a tuple of them
+    f:Callable,      # Takes the inputs as separate arguments, returns one number
+    inputs:Any,      # Where to check: a float64 array, or a tuple of them
     # The derivatives of `f` by each input, of the inputs' shapes: an array or a tuple of them
-    grads,
+    grads:Any,
     eps:float=1e-6,  # Step of the central difference, in units of the inputs
     rtol:float=1e-5, # Allowed error in units of the numeric derivative
     atol:float=1e-7, # Allowed error besides, in units of the derivative

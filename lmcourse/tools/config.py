@@ -11,7 +11,7 @@ import dataclasses, difflib, json, os, re, sys, tomllib, types, typing
 from dataclasses import dataclass, fields, replace
 from importlib.resources import files
 from pathlib import Path
-from typing import Literal, Self
+from typing import Any, Literal, Self
 from .files import read_json, write_json, write_text
 from .show import Table
 
@@ -35,8 +35,8 @@ def _wanted(hint)->str: # The same type in words, for a message
 
 # %% ../../nbs/00_tools/00d_config.ipynb #3311d688
 def unknown(
-    kind:str,       # What is being named, say `preset`
-    name,           # The name that is not known
+    kind:str,                   # What is being named, say `preset`
+    name:Any,                   # The name that is not known
     known:typing.Iterable[str], # The names that are
 )->ValueError: # To be raised by the caller
     "The error for a name that does not exist, with the nearest one that does."
@@ -52,7 +52,7 @@ class UserError(ValueError):
 
 # %% ../../nbs/00_tools/00d_config.ipynb #a5e312d5
 def refuse_unwritable(
-    path, # A file or folder that is there, or is to be made
+    path:str|Path, # A file or folder that is there, or is to be made
 ):
     """`UserError` if nothing can be written at `path`, before any work is done whose result
     could not be kept."""
@@ -119,7 +119,8 @@ class Config(_Files):
         return cls(**values)
 
     @classmethod
-    def preset(cls, name:str, **changes)->Self: # `ValueError` for a name that is not in `presets()`
+    def preset(cls, name:str, **changes:Any
+    )->Self: # `ValueError` for a name that is not in `presets()`
         "The preset called `name`, with some fields changed."
         if name not in cls.presets(): raise unknown("preset", name, cls.presets())
         return cls.from_dict(cls.presets()[name] | changes)
@@ -337,7 +338,7 @@ def register(
     field:str,   # Its field whose values are the names in a table
     table:dict,  # The table: name to what it stands for
     name:str,    # The name to add
-    value,       # What it stands for: none to remove the name
+    value:Any,   # What it stands for: none to remove the name
 ):
     "Add a choice to a field. `ValueError` for a name that is taken."
     if value is None: del table[name]

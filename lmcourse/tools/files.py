@@ -72,11 +72,11 @@ def write_text(
         part.write_text(text, encoding="utf-8", newline="\n")
 
 def write_json(
-    path:str|Path,      # As for `write_text`
-    values:Any,         # What JSON can hold
-    indent:int|None=2,  # Spaces of a level; everything in one line if none
-    alone:bool=True,    # As for `atomic_write`
-    **more,             # As for `json.dumps`
+    path:str|Path,     # As for `write_text`
+    values:Any,        # What JSON can hold
+    indent:int|None=2, # Spaces of a level; everything in one line if none
+    alone:bool=True,   # As for `atomic_write`
+    **more:Any,        # As for `json.dumps`
 ):
     "Write values as a JSON file whole or not at all."
     write_text(path, json.dumps(values, indent=indent, **more) + "\n", alone=alone)
@@ -124,7 +124,7 @@ def file_digests(
     return found
 
 def json_digest(
-    values,        # What JSON can hold
+    values:Any,    # What JSON can hold
     digits:int=16, # How many are enough to tell the values at hand apart
 )->str: # Hexadecimal digits
     "The same for equal values, in whatever order keys come."

@@ -10,6 +10,7 @@ import math, re
 from copy import deepcopy
 from numbers import Integral, Real
 import numpy as np
+from typing import Any
 
 # %% ../../nbs/00_tools/00i_grading.ipynb #b4c3f00a
 def _is_array(value)->bool: # NumPy's or torch's; a single number of NumPy is a number
@@ -32,7 +33,7 @@ def _text(value)->str: # By `repr`, but for arrays, also inside lists, tuples an
 
 # %% ../../nbs/00_tools/00i_grading.ipynb #e948ae9e
 def short(
-    value,        # Anything
+    value:Any,    # Anything
     most:int=100, # Characters of it that are shown
 )->str: # One line
     "A value in few words: arrays and tensors by type and shape, long text cut in the middle."
@@ -62,8 +63,8 @@ def _unchanged(a, b)->bool:
 
 # %% ../../nbs/00_tools/00i_grading.ipynb #3e3a0d3f
 def run_answer(
-    f,                        # What should be a function
-    *args,                    # Its arguments; it gets copies of them
+    f:Any,     # What should be a function
+    *args:Any, # Its arguments; it gets copies of them
     # What the message says of the call: a text such as "for x = 2: ", or other arguments; by
     # default `args`
     shown:str|tuple|None=None
@@ -99,7 +100,7 @@ def _check_keys(answer, right:dict):
 
 # %% ../../nbs/00_tools/00i_grading.ipynb #96ab7b58
 def check_numbers(
-    answer,       # What should be a dict with the keys of `right`, each with a number
+    answer:Any,   # What should be a dict with the keys of `right`, each with a number
     right:dict,   # Name to the right number
     # Name to {wrong number: what it is, words that go on after the number}; a name without any may
     # be left out
