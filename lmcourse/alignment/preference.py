@@ -77,7 +77,7 @@ def _margin(chosen:Tensor, rejected:Tensor, ref_chosen:Tensor, ref_rejected:Tens
 def response_log_prob(
     lm:Any,        # Gives logits `(1, T, V)` for ids `(1, T)`; has `config.context_length`
     tokenizer:Any, # With `encode` and `end_of_text`
-    prompt:str,    # At least a token of it
+    prompt:str,    # At least one token
     response:str,  # The end token is added here
 )->Tensor: # A number, with the model's graph behind it
     "Log-probability of a response and its end. `ValueError` for no prompt, or beyond the context."
@@ -194,8 +194,8 @@ class PreferenceBatches:
         which = [i % len(self.rows) for i in range(first, first + self.batch_size)]
         return (*self.tensors(which), self.reference[which])
 
-    def measure(self, model:torch.nn.Module, most:int=64)->dict: # Nats, nats, and a share
-        "Log ratios to the reference, and how often the chosen one's is larger; of the first pairs."
+    def measure(self, model:torch.nn.Module, most:int=64)->dict: # Nats; of `ordered` a share
+        "Mean log ratios of the first `most` pairs, and how often the chosen response's is larger."
         which = range(min(most, len(self.rows)))
         now = pair_log_probs(model, *self.tensors(which), log_probs=measure_log_probs)
         ratios = now - self.reference[:len(which)]

@@ -88,7 +88,7 @@ class JobInbox:
     def cancel(self, job:Job): self.inbox.put(partial(self.stop, job, "cancelled", 499))
 
 # %% ../../nbs/90_app/90f_serve.ipynb #d25732b0
-def engine_state(engine:Any)->dict: # For an engine or none
+def engine_state(engine:Any)->dict: # For an engine or None
     "What `Metrics` tell of an engine, as plain numbers that any thread may read."
     if engine is None: return dict(running=0, waiting=0, free=0, used=0, reused=0)
     free, blocks = len(engine.pool.free), len(engine.pool.users)
@@ -690,7 +690,7 @@ async def take_off(service:Service, http:Any, kind:type[SamplingRequest])->Fligh
 
 # %% ../../nbs/90_app/90f_serve.ipynb #c3ae66ad
 async def whole_answer(flight:Flight, http:Any): # A response
-    "The answer at its end, unless the client is gone before."
+    "Send the answer when it is complete, unless the client leaves before."
     from starlette.responses import JSONResponse
     tasks:list = [asyncio.ensure_future(f) for f in (Reply(flight).whole(), until_gone(http))]
     try:

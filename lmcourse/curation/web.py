@@ -210,7 +210,7 @@ def test_set(
 # %% ../../nbs/13_curation/13a_web.ipynb #dcaaf833
 _STOPS = {"the", "be", "to", "of", "and", "that", "have", "with", "a", "is", "was", "in"}
 
-def _junk(kind:str, words:list, rng:random.Random)->str: # No story; `kind` may be a language
+def _junk(kind:str, words:list, rng:random.Random)->str: # Not a story; `kind` may be a language
     some = lambda low, high: rng.choices(words, k=rng.randint(low, high))
     if kind in language_sentences(): return _drawn(language_sentences()[kind][1::2], 8, 13, rng)
     if kind == "noise": return " ".join(w for w in some(80, 200) if w.lower() not in _STOPS)

@@ -359,7 +359,7 @@ def word_probs(
 
 # %% ../../nbs/12_evaluation/12c_tasks.ipynb #d066737b
 def save_task(
-    folder:str|Path, # New files `NAME.jsonl` and `NAME.yaml` come into it
+    folder:str|Path, # Gets new files `NAME.jsonl` and `NAME.yaml`
     task:Task,
 )->Path: # Of the YAML
     "Write a task. `FileExistsError` if it is there."

@@ -215,7 +215,7 @@ def vector_add(
     b:torch.Tensor, # The same shape and type
     block:int=1024, # Numbers per program, a power of two
 )->torch.Tensor: # a + b
-    "The sum, by `add_kernel`."
+    "Add two arrays with `add_kernel`."
     check_alike("vector_add", a=a, b=b)
     power_of_two("vector_add: block", block)
     a, b = a.contiguous(), b.contiguous()

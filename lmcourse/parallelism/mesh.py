@@ -177,7 +177,7 @@ def before(change:Callable, *modules:nn.Module|None): # Applied to the first arg
     for m in filter(None, modules):
         m.register_forward_pre_hook(lambda _, args: (change(args[0]), *args[1:]))
 
-def after(change:Callable, *modules:nn.Module|None): # Applied to what a module gives
+def after(change:Callable, *modules:nn.Module|None): # Applied to what a module returns
     for m in filter(None, modules): m.register_forward_hook(lambda _, args, y: change(y))
 
 def local_output(y:Any): return y.to_local()
