@@ -1,6 +1,7 @@
 """The runs of notebooks 14h and 14j: supervised fine-tuning on sloppy briefs, DPO on pairs of its own responses, policy gradients, and what they are compared with.
 
     python tools/alignment_runs.py nbs/results/alignment.jsonl [seeds]
+    python tools/alignment_runs.py nbs/results/stories_rl.jsonl stories [seeds]   # Whole stories, of 14q
 
 A line for each run. If it is stopped, call it again: it makes what is missing. A policy that a missing run begins with is trained again."""
 import json
@@ -11,6 +12,7 @@ from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from statistics import mean
+from typing import get_args
 
 import torch
 
@@ -19,19 +21,24 @@ from lmcourse.alignment.preference import DpoConfig, PreferenceBatches, preferen
 from lmcourse.alignment.rl import RlConfig, measure_policy, slot_confidence, start_rl
 from lmcourse.alignment.rollouts import Sampler
 from lmcourse.alignment.runs import own_pairs
-from lmcourse.alignment.sft import SftBatches
+from lmcourse.alignment.sft import SftBatches, padded_rows
+from lmcourse.alignment.stories import (Credit, StoryRlConfig, credit_loss, credit_weights, first_mistake, measure_writer, start_story_rl, story_sampler,
+                                         write_stories, wrong_choices)
 from lmcourse.architecture.onednn import onednn_products
 from lmcourse.evaluation.calibration import binned_error, reliability
 from lmcourse.tools.config import TrainConfig
+from lmcourse.tools.stories import Stories
 from lmcourse.training.data import TokenDataset, write_tokens
 from lmcourse.training.engines import Objective, counted_targets, fill
+from lmcourse.training.evaluation import evaluate
 from lmcourse.training.models import load_model
 from lmcourse.training.trainer import Trainer
 
 SLIP, SFT_STEPS, STEPS, EVERY, TESTED = .2, 50, 40, 10, 96
 METHODS = {name: RlConfig(**dict(prompts=8, group_size=4) | kwargs) for name, kwargs in {
-    "rloo": {}, "rloo-kl": dict(kl=.1), "expert": dict(algorithm="expert"), "grpo": dict(algorithm="grpo"), "mentions": dict(reward="mentions"), "rloo-kl-long": dict(kl=.1, group_size=8)}.items()}
-LONG = 75                # Steps of `rloo-kl-long`
+    "rloo": {}, "rloo-kl": dict(kl=.1), "expert": dict(algorithm="expert"), "grpo": dict(algorithm="grpo"), "mentions": dict(reward="mentions"), "rloo-kl-long": dict(kl=.1, group_size=8),
+    "rloo-kl-settled": dict(kl=.2, group_size=8)}.items()}
+LONG = {"rloo-kl-long": {}, "rloo-kl-settled": dict(cooldown_steps=40, min_lr=3e-5)} # 75 steps, and how their rate ends
 DPO = {"dpo": DpoConfig(), "dpo-bare": DpoConfig(sft_weight=0.)}
 DPO_STEPS, DPO_TRAIN = 60, dict(lr=3e-4, batch_size=16)
 BUDGET = 22. # CPU seconds of more supervised fine-tuning, about those of a run of RL
@@ -40,8 +47,8 @@ SFT = dict(lr=2e-3, batch_size=32)
 RL = dict(lr=6e-4)
 
 
-def config(seed, steps, lr, batch_size=1):
-    return TrainConfig(steps=steps, lr=lr, min_lr=lr, schedule="constant", warmup_steps=5, batch_size=batch_size, weight_decay=0., seed=seed, windows="documents")
+def config(seed, steps, lr, batch_size=1, **more):
+    return TrainConfig(**dict(steps=steps, lr=lr, min_lr=lr, schedule="constant", warmup_steps=5, batch_size=batch_size, weight_decay=0., seed=seed, windows="documents") | more)
 
 
 def curve(trainer, steps, tokenizer, reference, row, measure=True):
@@ -97,35 +104,147 @@ def given_success(model, n=1024):
     return dict(n=len(right), openings=template_shares(right, OPENINGS))
 
 
+def many(model, n=480):
+    "Success and openings of one response to each of many prompts."
+    found = measure_policy(model, tokenizer, brief_prompts(n, 31), 8)
+    return dict(n=n, success=found["success"], openings=found["openings"])
+
+
 def run(method, seed, folder, start, row, measure=True):
     "The policy that a method makes of `start`; its numbers go into `row`."
     if method == "sft": trainer, steps = sft(seed, folder, start, SFT_STEPS), SFT_STEPS
     elif method == "more-sft": trainer, steps = sft(seed, folder, start, 200, SFT_STEPS), 200
     elif method in DPO: trainer, steps = dpo(seed, folder, start, DPO[method], row), DPO_STEPS
     else:
-        steps = LONG if method == "rloo-kl-long" else STEPS
-        trainer = start_rl(start, tokenizer, replace(METHODS[method], seed=seed), config(seed, steps, **RL), TokenDataset.open(folder/"valid"))
+        steps = 75 if method in LONG else STEPS
+        trainer = start_rl(start, tokenizer, replace(METHODS[method], seed=seed), config(seed, steps, **RL, **LONG.get(method, {})), TokenDataset.open(folder/"valid"))
     row["spent_s"] = round(curve(trainer, steps, tokenizer, start, row, measure), 2)
     if hasattr(trainer.batches, "make"):
-        row["log"] = [{k: round(v, 4) for k, v in line.items()} for line in trainer.batches.make.log]
+        if method != "rloo-kl-settled": row["log"] = [{k: round(v, 4) for k, v in line.items()} for line in trainer.batches.make.log]
         trainer.batches.close()
     policy = trainer.model.eval()
     if measure: row["slots"] = calibration(policy)
     if measure and method == "sft": row["given_success"] = given_success(policy)
+    if measure and method == "rloo-kl-settled": row["at_the_end"] = many(policy)
     return policy
 
 
+# What a step holds, steps, highest rate, steps of the cool-down
+STORY_RUNS = {"shipped": (None, 0, 0., 0), "gradients": (None, 0, 0., 0), "step": (None, 0, 0., 0), "token": (StoryRlConfig("token", 64, 16, .3), 13, 1.5e-4, 0),
+              "choices": (StoryRlConfig("choices", 32, 16, .1), 13, 3e-4, 0), "bare": (StoryRlConfig("choices", 32, 0), 13, 3e-4, 0),
+              "pretraining": (StoryRlConfig("choices", 0, 64), 40, 1.5e-4, 20)}
+LOOK = 5                 # Steps between two looks at the loss
+
+
+def story_train(seed, steps, lr, cooldown):
+    return TrainConfig(steps=steps, lr=lr, min_lr=lr/30, schedule="constant", warmup_steps=3, cooldown_steps=cooldown, micro_batch=8, weight_decay=0., seed=seed)
+
+
+def judge(model, valid, n=200):
+    "Loss above the floor, and stories at two temperatures."
+    loss = evaluate(model, valid, model.config.context_length)
+    return dict(excess=loss.excess, error=loss.error, loss=loss.loss, floor=loss.floor, tokens=loss.tokens,
+                written=[measure_writer(model, tokenizer, n, t, 77) for t in (1., .8)])
+
+
+def story_run(name, seed, valid, row, keep=None):
+    config_of, steps, lr, cooldown = STORY_RUNS[name]
+    if not steps: return row | (judge(shipped, valid, 300) if name == "shipped" else agreement() if name == "gradients" else one_step(valid))
+    trainer = start_story_rl(shipped, tokenizer, replace(config_of, seed=seed), story_train(seed, steps, lr, cooldown), valid)
+    spent, row["curve"] = 0., []
+    with onednn_products():
+        for step in range(1, steps + 1):
+            start = time.process_time()
+            trainer.train_step()
+            spent += time.process_time() - start
+            if step % LOOK == 0:
+                look = evaluate(trainer.model, valid, trainer.model.config.context_length)
+                row["curve"].append(dict(step=step, cpu_s=round(spent, 1), excess=round(look.excess, 5), error=round(look.error, 5)))
+                if keep: torch.save(trainer.model.state_dict(), keep)
+            print(name, seed, step, trainer.batches.make.log[-1:], row["curve"][-1:], flush=True)
+        row |= dict(spent_s=round(spent, 1), log=trainer.batches.make.log)
+        trainer.batches.close()
+        return row | judge(trainer.model.eval(), valid)
+
+
+def gradient(stories, mistakes, wrong, credit):
+    "Of the shipped model, from some of its stories, one long row; and the loss."
+    weights = credit_weights(stories, mistakes, credit)
+    shipped.zero_grad()
+    total = 0.
+    for k in range(0, len(stories), 16):
+        rows = padded_rows([(list(r.ids), 1) for r in stories[k:k + 16]], tokenizer.end_of_text)
+        choices = torch.full((*rows["labels"].shape, 8), -1)
+        if credit == "choices":
+            for row, found in zip(choices, wrong[k:k + 16]): row[:len(found)] = found
+        loss = credit_loss(shipped, rows["input_ids"], rows["labels"], weights[k:k + 16, :rows["labels"].shape[1]], choices)
+        (loss*len(choices)/len(stories)).backward()
+        total += loss.item()*len(choices)/len(stories)
+    return torch.cat([p.grad.flatten() for p in shipped.parameters()]), total
+
+
+def agreement(n=256):
+    "For each kind of credit, the cosines between the gradients of four batches of stories."
+    stories = write_stories(story_sampler(shipped, tokenizer, 128), n, 1., 5_000)
+    mistakes = [first_mistake(r, tokenizer) for r in stories]
+    wrong = [wrong_choices(shipped, tokenizer, r, m) for r, m in zip(stories, mistakes)]
+    found = dict(right=sum(r.finished and m is None for r, m in zip(stories, mistakes)), stories=n//4, wrong=sum(int((w >= 0).sum()) for w in wrong))
+    with onednn_products():
+        for credit in get_args(Credit):
+            parts, losses = zip(*[gradient(stories[k::4], mistakes[k::4], wrong[k::4], credit) for k in range(4)])
+            if credit == "choices": found["hazard"] = round(mean(losses), 4)
+            found[credit] = [round(torch.cosine_similarity(a, b, 0).item(), 4) for i, a in enumerate(parts) for b in parts[:i]]
+    return found
+
+
+def one_step(valid, n=96, held=32, sizes=(0., .03, .1, .2, .4)):
+    "One step of steepest descent on the wrong choices of some stories: what it does to those of other stories, and to the loss."
+    stories = write_stories(story_sampler(shipped, tokenizer, n), n, 1., 5_000)
+    mistakes = [first_mistake(r, tokenizer) for r in stories]
+    wrong = [wrong_choices(shipped, tokenizer, r, m) for r, m in zip(stories, mistakes)]
+    start, rows = {k: v.clone() for k, v in shipped.state_dict().items()}, []
+    with onednn_products():
+        downhill, _ = gradient(stories[held:], mistakes[held:], wrong[held:], "choices")
+        for size in sizes:
+            with torch.no_grad():
+                for p, g in zip(shipped.parameters(), downhill.split([p.numel() for p in shipped.parameters()])): p -= size*g.view_as(p)
+            other = gradient(stories[:held], mistakes[:held], wrong[:held], "choices")[1]
+            look = evaluate(shipped, valid, shipped.config.context_length)
+            rows.append(dict(size=size, other=round(other, 4), excess=round(look.excess, 5)))
+            print(rows[-1], flush=True)
+            shipped.load_state_dict(start)
+    return dict(stories=n - held, held=held, rows=rows)
+
+
+def story_runs(out, seeds, done, keep=None):
+    "Whole stories: a line for the shipped model, and one for each kind of credit and seed."
+    write_tokens(folder/"stories", islice(Stories(555), 100), tokenizer, "stories", nats=lambda text: -grammar.log_prob(text))
+    valid = TokenDataset.open(folder/"stories")
+    for seed in seeds:
+        for name, (config_of, steps, lr, cooldown) in STORY_RUNS.items():
+            if (name, seed) in done or (seed and not steps): continue
+            row = dict(method=name, seed=seed)
+            if steps: row |= dict(steps=steps, lr=lr, cooldown=cooldown, stories=config_of.stories, anchors=config_of.anchors, anchor=config_of.anchor)
+            row = story_run(name, seed, valid, row, keep)
+            with out.open("a") as f: f.write(json.dumps(row) + "\n")
+
+
 if __name__ == "__main__":
-    out, seeds = Path(sys.argv[1]), [int(s) for s in sys.argv[2:]] or [0, 1, 2]
+    out, whole = Path(sys.argv[1]), "stories" in sys.argv[2:]
+    seeds = [int(s) for s in sys.argv[2:] if s != "stories"] or [0, 1, 2]
     torch.set_num_threads(1)
     done = {(r["method"], r["seed"]) for r in map(json.loads, out.read_text().splitlines())} if out.exists() else set()
     shipped, tokenizer = load_model()
     folder = Path(tempfile.mkdtemp())
+    grammar = Stories()
+    if whole:
+        story_runs(out, seeds, done)
+        sys.exit()
     write_tokens(folder/"valid", ["".join(pair) for pair in islice(Demonstrators(0., 555), 32)], tokenizer, "briefs")
 
     for seed in seeds:
         policies = dict(shipped=shipped)
-        for method in ("sft", "dpo", *["dpo-bare"]*(seed == 0), "rloo", "rloo-kl", "rloo-kl-long", "more-sft", "expert", "grpo", *["mentions"]*(seed == 0)):
+        for method in ("sft", "dpo", *["dpo-bare"]*(seed == 0), "rloo", "rloo-kl", "rloo-kl-long", "rloo-kl-settled", "more-sft", "expert", "grpo", *["mentions"]*(seed == 0)):
             wanted, start = (method, seed) not in done, dict(sft="shipped", mentions="rloo").get(method, "sft")
             if not wanted: continue
             for before in ("sft", "rloo")[:1 + (start == "rloo")]:          # What this run begins with, where it isn't in memory

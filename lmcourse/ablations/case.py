@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from safetensors import SafetensorError
 from safetensors.torch import load_file
+from typing import Any
 from ..architecture.attention_torch import apply_rope_half, causal_mask
 from ..architecture.transformer_np import init_params
 from ..architecture.transformer_torch import TransformerLM
@@ -40,8 +41,8 @@ class Case:
     model:ModelConfig
     train:TrainConfig
     lines:list      # Of metrics.jsonl
-    step:int        # Of the checkpoint that is looked at, the latest
-    weights:dict    # Name to tensor, as they stand in it
+    step:int        # Of the checkpoint under examination, the latest
+    weights:dict    # Name to tensor, as that checkpoint has them
     moments:dict    # The optimizer's tensors
     data:Path       # Folder with the tokens
     sets:tuple      # Training and validation documents
@@ -59,14 +60,14 @@ class Case:
     @cached_property
     def plan(self)->BatchPlan: return plan_batch(self.train, self.model.context_length)
     @cached_property
-    def flops_per_step(self)->float: # About
+    def flops_per_step(self)->float: # Roughly
         return 6*sum(w.numel() for w in self.weights.values())*self.plan.tokens
 
 # %% ../../nbs/06_ablations/06c_case.ipynb #5ad384cc
 def open_case(
-    run, # The run's folder
+    run:str|Path, # The run's folder
 )->Case:
-    "Read a run. `FileNotFoundError` or `ValueError`, in one line, if none or damaged."
+    "Read a run. A one-line `FileNotFoundError` or `ValueError` if it is missing or damaged."
     model, train, data = read_run(run := Path(run))
     lines = read_metrics(run)
     for i,m in enumerate(lines, 1):
@@ -96,7 +97,7 @@ def _is_line(m)->bool: # Of a log
             and any(is_number(m.get(k)) for k in ("loss", "valid_loss")))
 
 # %% ../../nbs/06_ablations/06c_case.ipynb #1b366fd2
-def is_number(v)->bool: # Python's `True` is none
+def is_number(v:Any)->bool: # Python's `True` is not one
     return isinstance(v, (int, float)) and not isinstance(v, bool)
 
 def at_step(
@@ -115,9 +116,9 @@ def rate_at(
 
 # %% ../../nbs/06_ablations/06c_case.ipynb #c1ce16e8
 def reference_model(
-    config:ModelConfig, # As the run's config says
-    weights:dict,       # Of a checkpoint
-    where="weights",    # For errors
+    config:ModelConfig,       # As the run's config says
+    weights:dict,             # Of a checkpoint
+    where:str|Path="weights", # For errors
 )->TransformerLM:
     "The tested model with these weights. `ValueError` if they are those of another config."
     model = TransformerLM(config)
@@ -136,7 +137,7 @@ def reference_model(
 
 # %% ../../nbs/06_ablations/06c_case.ipynb #6fe17c50
 def initial_model(config:ModelConfig, train:TrainConfig)->TransformerLM:
-    "The model as a run begins with it."
+    "The model that a run begins with."
     if train.engine == "torch": return TransformerLM(config, seed=train.seed)
     params = init_params(config, train.seed)
     return reference_model(config, {n: torch.from_numpy(a) for n,a in params.items()})
@@ -153,14 +154,14 @@ class Forward:
     embedding:float = 1.        # Factor of the token embeddings
     attn:tuple = (1., 1.)       # Weights of the stream and of what attention adds to it
     ffn:tuple = (1., 1.)        # Likewise, of the feed-forward network
-    dropout:float = 0.          # Part of what the two add that is set to zero, by chance
+    dropout:float = 0.          # Share of what the two add that is set to zero at random
     final_norm:bool = True      # Norm before the head
     own_head:bool = False       # The head of the checkpoint, though the config ties it
     softmax:bool = False        # Probabilities are taken for logits
     smoothing:float = 0.        # Label smoothing
-    shift:int = 1               # The target stands that many places after the input
+    shift:int = 1               # The target is that many places after the input
     padding:bool = False        # Targets that don't count are counted, as ends of text
-    wrap:int|None = None        # Ids are kept modulo that number
+    wrap:int|None = None        # Ids are taken modulo that number
     average:str = "tokens"      # What counts the same in the mean: tokens, rows or batches
 
 # %% ../../nbs/06_ablations/06c_case.ipynb #ebfa4c59
@@ -170,7 +171,7 @@ def logits_as(
     ids:torch.Tensor,   # `(B, T)`
     model:TransformerLM|None=None, # With other weights than the case's
 )->torch.Tensor: # Logits `(B, T, V)`
-    "The forward pass of the case's weights, with a fault or without."
+    "The forward pass of the case's weights, with or without a fault."
     places = torch.arange(ids.shape[-1])
     if forward.restart: places = places % forward.restart
     head = case.weights["lm_head.weight"] if forward.own_head else None
@@ -265,7 +266,7 @@ def token_losses_as(
     y:torch.Tensor,     # Targets `(B, T)`, -100 where none counts
     model:TransformerLM|None=None, # As for `logits_as`
 )->tuple: # Loss of each target `(B, T)`, 0 where none counts; and which ones count
-    "Cross-entropies with a fault or without."
+    "Cross-entropies with or without a fault."
     if forward.padding: y = torch.where(y == -100, case.sets[0].end_of_text, y)
     if forward.wrap: x, y = x % forward.wrap, torch.where(y == -100, y, y % forward.wrap)
     if forward.shift == 0: y = torch.where(y == -100, y, x)
@@ -316,7 +317,7 @@ def explains(
     value:float, logged:float, right:float, # Losses: with the fault, as logged, without it
     forward:Forward,       # The fault
     slack:float=EXPLAINED, # As there
-    few:bool=False,        # Whether they are of few documents
+    few:bool=False,        # Whether they come from a few documents
 )->bool:
     "Whether a fault closes the gap between the logged loss and the right one."
     if forward.dropout: slack = BY_CHANCE[few]
@@ -336,7 +337,7 @@ def explain(
     wrong = wrong_forwards(case) if wrong is None else wrong
     base = loss_as(case, Forward(), few())
     def near(name): return abs(right + loss_as(case, wrong[name], few()) - base - logged)
-    means = [n for n,f in wrong.items() if f.average != "tokens"] # say nothing of few documents
+    means = [n for n,f in wrong.items() if f.average != "tokens"] # no use on few documents
     chosen = [*sorted(wrong.keys() - means, key=near)[:TRIED], *means]
     values:dict = {}
     for name in chosen:
@@ -415,7 +416,7 @@ def _l2(optimizer, *args): # Before a step of the optimizer: decay goes into the
 # %% ../../nbs/06_ablations/06c_case.ipynb #6801859d
 @dataclass(frozen=True)
 class Replayed:
-    "The steps of one line of the log, made again."
+    "The steps of one line of the log, repeated."
     line:dict  # Of the log
     loss:float # Mean over the steps, in nats per token
     norm:float # Of the last gradient
@@ -435,7 +436,7 @@ def replay_steps(
     case:Case, start:int, # Steps done before, as for `engine_of`
     step:Step=Step(),
 )->Replayed:
-    "Make the steps of the first line after `start` again. `ValueError` if the log has none."
+    "Repeat the steps of the first line after `start`. `ValueError` if the log has none."
     end = start + case.train.log_every
     if not (line := line_at(case, end)): raise ValueError(f"{case.run}: no line of step {end:,}")
     steps = [(s, rate_at(case, s + 1)) for s in range(start, end)]
@@ -502,7 +503,7 @@ def explain_step(
     case:Case,
     odd:dict, # Steps done before to `Replayed`: lines of the log that the right step does not give
     most:int, # Replays that may be made
-    first:tuple=(), # Pairs as of `wrong_steps` that are tried before the others
+    first:tuple=(), # Pairs as from `wrong_steps`, tried before the others
 )->tuple|None: # Name, `Step` and its `Replayed` for the latest line; none if no known fault does
     "The fault that reproduces lines of the log."
     latest, *others = sorted(odd, reverse=True)

@@ -816,8 +816,8 @@ CHECKS = (check_start, check_rate, check_updates, check_optimizer, check_weights
 
 # %% ../../nbs/06_ablations/06d_doctor.ipynb #c4e55367
 def examine(
-    run,              # The run's folder, or the `Case` that `open_case` made of it
-    known:dict|None=None,  # Name to envelope: none for those that come with the course
+    run:str|Path|Case,    # The run's folder, or the `Case` that `open_case` made of it
+    known:dict|None=None, # Name to envelope: none for those that come with the course
 )->Findings:
     "What is wrong with a run. `FileNotFoundError` or `ValueError`, in one line, if it is none."
     case = run if isinstance(run, Case) else open_case(run)

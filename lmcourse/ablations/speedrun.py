@@ -9,7 +9,7 @@ __all__ = ['COOLDOWN', 'CONTESTANTS', 'DATA', 'GRID', 'CHANGES', 'PARTS', 'Gpt2E
 
 # %% ../../nbs/06_ablations/06e_speedrun.ipynb #9c68d65a
 import contextlib, dataclasses, itertools, math, statistics, time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ from .sweep import prepare_corpus, read_lines
 # %% ../../nbs/06_ablations/06e_speedrun.ipynb #1da77b7e
 class Gpt2Engine(TorchEngine):
     "GPT-2's first weights and torch's own fused AdamW. Radford et al. 2019, section 2.3."
-    def __init__(self, model_config:ModelConfig, config:TrainConfig, **more):
+    def __init__(self, model_config:ModelConfig, config:TrainConfig, **more:Any):
         super().__init__(model_config, config, **more)
         c, groups = config, parameter_groups(self.model, config.weight_decay)
         self.optimizer = torch.optim.AdamW(groups, c.lr, (c.beta1, c.beta2), c.eps, fused=True)
@@ -40,10 +40,10 @@ class Gpt2Engine(TorchEngine):
         return TransformerLM(config, seed=self.config.seed, parts=Parts(linear=gpt2_linear))
 
 def gpt2_linear(
-    d_in:int,  # Size of the input's last dimension
+    d_in:int, # Size of the input's last dimension
     d_out:int, # Size of the output's last dimension
     bias:bool=False, # Whether to add a learnt vector, 0 at first
-    device=None, dtype=None, # Of the weights
+    device:str|torch.device|None=None, dtype:torch.dtype|None=None, # Of the weights
     generator:torch.Generator|None=None, # Where the initial weights come from
 )->torch.nn.Linear:
     "A linear layer whose first weights are drawn from N(0, 0.02²), whatever its sizes."
@@ -204,16 +204,16 @@ def rung_line(
 
 # %% ../../nbs/06_ablations/06e_speedrun.ipynb #7b7d7f6b
 def race(
-    seeds,          # Of each contestant
-    results,        # File of lines: runs that it has are not made again
-    work,           # Folder for the tokens
-    minutes:float=60., # Longest run of a contestant, by its clock
-    mark:float=.15, # Excess to be reached, in nats per token
+    seeds:Sequence[int],               # Of each contestant
+    results:str|Path,                  # File of lines: runs that it has are not made again
+    work:str|Path,                     # Folder for the tokens
+    minutes:float=60.,                 # Longest run of a contestant, by its clock
+    mark:float=.15,                    # Excess to be reached, in nats per token
     names:tuple=("course", "nanogpt"), # Who
-    contestants:dict|None=None, # By name: none for `CONTESTANTS`
-    data:RunData=DATA, # What is read
-    clock:Callable=time.process_time, # Seconds of this process
-    say:Callable=print, # Told of each new line
+    contestants:dict|None=None,        # By name: none for `CONTESTANTS`
+    data:RunData=DATA,                 # What is read
+    clock:Callable=time.process_time,  # Seconds of this process
+    say:Callable=print,                # Told of each new line
 )->dict: # Key to line
     "The race: seed by seed, and within a seed whoever has used the fewest seconds goes next."
     check_race(seeds, minutes, mark, results, work, names, contestants)
@@ -234,7 +234,9 @@ def race(
     return read_lines(results)
 
 # %% ../../nbs/06_ablations/06e_speedrun.ipynb #07a3a31c
-def check_race(seeds, minutes, mark, results, work, names=(), contestants=None): # As for `race`
+def check_race(seeds:Sequence[int], minutes:float, mark:float, results:str|Path, work:str|Path,
+    names:Iterable[str]=(),
+    contestants:dict|None=None): # As for `race`
     "`ValueError` for what makes no sense, before anything is trained."
     if not seeds: raise ValueError("seeds = 0, expected 1 or more")
     for name,value in dict(minutes=minutes, mark=mark).items():
@@ -280,7 +282,7 @@ def race_table(
 # %% ../../nbs/06_ablations/06e_speedrun.ipynb #1d4da9e0
 def plot_race(
     lines:dict,     # Key to line
-    ax,             # Axes to draw into
+    ax:Any,         # Axes to draw into
     mark:float=.15, # Excess to be reached, in nats per token
 ):
     "Excess against CPU seconds: each contestant's run that reached the mark, or its longest."
@@ -362,15 +364,15 @@ def fixed_run(
 
 # %% ../../nbs/06_ablations/06e_speedrun.ipynb #0aebd999
 def equal_time(
-    part:str,       # `changes`, `longer` or `grid`
-    seeds,          # Of each row
-    results,        # File of lines: runs that it has are not made again
-    work,           # Folder for the tokens
-    data:RunData=DATA, # What is read
+    part:str,                         # `changes`, `longer` or `grid`
+    seeds:Sequence[int],              # Of each row
+    results:str|Path,                 # File of lines: runs that it has are not made again
+    work:str|Path,                    # Folder for the tokens
+    data:RunData=DATA,                # What is read
     clock:Callable=time.process_time, # Seconds of this process
-    say:Callable=print, # Told of each new line
-    parts:dict|None=None, # As `PARTS`: none for these
-    contestants:dict|None=None, # By name: none for `CONTESTANTS`
+    say:Callable=print,               # Told of each new line
+    parts:dict|None=None,             # As `PARTS`: none for these
+    contestants:dict|None=None,       # By name: none for `CONTESTANTS`
     costs:dict|None=None, # Seconds of a step in units of the first's: none to measure them
 )->dict: # Key to line
     "Runs of equal time: the first takes its steps, each other one as many as fit into them."
@@ -422,12 +424,12 @@ def changes_table(
 
 # %% ../../nbs/06_ablations/06e_speedrun.ipynb #a056a929
 def speedrun(
-    part:str,     # `race`, `changes`, `longer` or `grid`
-    seeds:int,    # As many of them, from 0
-    results,      # File of lines: runs that it has are not made again
-    work,         # Folder for the tokens
-    minutes:float=60., # Of the race: longest run of a contestant
-    mark:float=.15, # Of the race: excess to be reached, in nats per token
+    part:str,           # `race`, `changes`, `longer` or `grid`
+    seeds:int,          # As many of them, from 0
+    results:str|Path,   # File of lines: runs that it has are not made again
+    work:str|Path,      # Folder for the tokens
+    minutes:float=60.,  # Of the race: longest run of a contestant
+    mark:float=.15,     # Of the race: excess to be reached, in nats per token
     say:Callable=print, # Told of each new line
 )->Table:
     "Make the lines of a part that are missing, and show them all."

@@ -7,6 +7,7 @@ __all__ = ['SCALES', 'STUDIES', 'Study', 'experiment_of', 'study_table', 'study_
 
 # %% ../../nbs/06_ablations/06b_studies.ipynb #9c1774d5
 from dataclasses import dataclass, replace
+from typing import Any
 from ..tools.config import ModelConfig, TrainConfig, unknown
 from ..tools.ledger import published
 from ..tools.show import Table
@@ -65,7 +66,7 @@ def study_table(
     name:str,          # A study
     lines:dict,        # Key to line, as `read_lines` gives them
     scale:str="small", # Of which runs
-    **more,            # Seeds, corpus and tokens, as for `experiment_of`
+    **more:Any,        # Seeds, corpus and tokens, as for `experiment_of`
 )->Table:
     """A study's runs, each variant's difference from the first, and the published one where there
     is one."""

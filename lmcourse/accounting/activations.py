@@ -8,7 +8,7 @@ __all__ = ['saved_tensors', 'checked_length', 'OperationMemory', 'activation_par
 # %% ../../nbs/02_accounting/02g_activations.ipynb #bf2fe142
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from .parameters import attention_numbers, expert_numbers
 from .tensors import dtype_bytes, whole_number
 from ..tools.config import ModelConfig, unknown
@@ -16,11 +16,12 @@ from ..tools.config import ModelConfig, unknown
 # %% ../../nbs/02_accounting/02g_activations.ipynb #c6053087
 @contextmanager
 def saved_tensors(
-    # A torch module, whose parameters and buffers are left out and whose submodules are named
-    model=None,
-    # Yields a list that fills up, with a dict per storage: `module`, `shape`, `dtype` and `bytes`
+    # A torch module: its parameters and buffers are left out, and its submodules are named
+    model:Any=None,
+    # Yields a list that fills up: a dict for each storage, with `module`, `shape`, `dtype` and
+    # `bytes`
 ):
-    "Record what autograd saves for the backward pass within the block."
+    "What autograd keeps for the backward pass, byte by byte, while the block lasts."
     import torch
     modules = [] if model is None else list(model.named_modules())
     owned = (set() if model is None
@@ -28,7 +29,7 @@ def saved_tensors(
     inside, kept, hooks, alive = [], [], [], []
     def pack(t):
         storage = t.untyped_storage()
-        alive.append(storage)                                # so that its number is not used again
+        alive.append(storage)                                # So that its address is not used again
         if storage.nbytes() and storage._cdata not in owned:
             owned.add(storage._cdata)
             kept.append(dict(module=inside[-1] if inside else "", shape=tuple(t.shape),
@@ -45,13 +46,12 @@ def saved_tensors(
 
 # %% ../../nbs/02_accounting/02g_activations.ipynb #ef0836ac
 def checked_length(
-    config:ModelConfig, # Config whose context is the default and the limit
-    batch_size:int,     # Number of sequences
-    context_length:int|None=None, # Tokens of each; default: the config's
+    config:ModelConfig, # Whose context is the default and the limit
+    batch_size:int,     # Sequences
+    context_length:int|None=None, # Tokens of each: none for the config's
 )->int: # Tokens of each
-    """Check batch size and context length.
-    Raises `TypeError` unless both are integers, and `ValueError` unless they are 1 or more and
-    within the model's context."""
+    """`TypeError` unless both are whole numbers, `ValueError` unless they are 1 or more and within
+    the model's context."""
     if not isinstance(config, ModelConfig):
         raise TypeError(f"config is a {type(config).__name__}, expected a ModelConfig")
     whole_number("batch_size", batch_size)
@@ -63,21 +63,21 @@ def checked_length(
 
 # %% ../../nbs/02_accounting/02g_activations.ipynb #33ef5ce4
 class OperationMemory(NamedTuple):
-    "What an operation saves for its backward pass, and the memory in use while it runs."
-    name:str      # Name, for example `gate`
-    keeps:dict    # Part to bytes saved for the backward pass
-    backward:int  # Bytes in use in its backward pass: what it saved, and gradients
+    "What an operation keeps for its backward pass, and how much memory is alive while it runs."
+    name:str      # For example `gate`
+    keeps:dict    # Part to bytes kept for the backward pass
+    backward:int  # Bytes alive in its backward pass: what it kept, gradients in, waiting, out
     weights:int=0 # Bytes of the gradients of its weights, which stay
-    forward:int=0 # Bytes in use in its forward pass; 0 if the next operations use more
+    forward:int=0 # Bytes alive in its forward pass; 0 where the next operations have more
     copies:int=0  # Bytes of its weights in bfloat16, which autocast holds until the loss is known
-    batch:int=0   # Bytes of the batch among what it saves, which exist anyway
+    batch:int=0   # Bytes of the batch among what it keeps: those are there anyway
 
     @property
-    def kept(self)->int: # Bytes saved, without those of the batch
+    def kept(self)->int: # Bytes, without those of the batch
         return sum(self.keeps.values()) - self.batch
 
 # %% ../../nbs/02_accounting/02g_activations.ipynb #fa141706
-class RowBytes: # Bytes of all rows of a batch, with `size` bytes per number in matrix products
+class RowBytes: # Bytes of a batch's rows; numbers in matrix products take `size` bytes each
     def __init__(self, c:ModelConfig, B:int, T:int, size:int):
         n = B*T
         self.n, self.low = n, size < 4 # `low`: products in bfloat16
@@ -85,16 +85,16 @@ class RowBytes: # Bytes of all rows of a batch, with `size` bytes per number in 
         self.wide = size*n*c.ffn_size # Inside the feed-forward network
         self.query, self.key = size*n*c.num_heads*c.head_size, size*n*c.kv_heads*c.head_size
         self.norm = c.norm_position if c.norm != "none" else "none"
-        # The gradient that comes into a branch, if it is not the one that waits in the stream
+        # The gradient that enters a branch, if it is not the one waiting in the stream
         self.comes = self.read if self.low else self.stream*(self.norm == "sublayer")
 
 # %% ../../nbs/02_accounting/02g_activations.ipynb #d00cdb4b
 def _norm(c:ModelConfig, r:RowBytes, name:str, part:str, place:str, sums:int=0)->OperationMemory:
     x, factors = r.stream, 4*r.n # `factors`: a number for each row
     weights = 4*c.d_model*(1 + (c.norm == "layernorm" and c.bias))
-    if c.norm == "rmsnorm": # Keeps input and normalised rows; needs input and five of its shape
+    if c.norm == "rmsnorm": # Keeps input and normalized rows; needs input and five of its shape
         keeps, backward = 2*x + factors, 6*x + factors*(place == "pre") + x*(place == "sublayer")
-    else: # Keeps its input; needs it, two gradients, and what waits beside
+    else: # Keeps its input; needs it, two gradients, and whatever else waits
         waits = place == "pre" or place == "sublayer" and r.low
         keeps, backward = x + 2*factors, 3*x + 2*factors + x*waits
     forward = keeps + x + x*(place == "sublayer") + sums*x*r.low # Output, sum, the stream so far
@@ -103,15 +103,15 @@ def _norm(c:ModelConfig, r:RowBytes, name:str, part:str, place:str, sums:int=0)-
 
 # %% ../../nbs/02_accounting/02g_activations.ipynb #f63ae757
 def _product(c:ModelConfig, r:RowBytes, name, into:int, width:int, keeps, moving, left):
-    # `moving`: gradients that come, wait and go; `left`: those beside the weights' own in float32
+    # `moving`: gradients in, waiting and out; `left`: those besides the weights' own, in float32
     numbers = (into + c.bias)*width
     if r.low: keeps = keeps | {"weights in bfloat16": 2*into*width}
     backward = sum(keeps.values()) + moving + (2 if r.low else 4)*numbers
-    if r.low: backward = max(backward, left + (2 + 4)*numbers) # Turned from bfloat16 into float32
+    if r.low: backward = max(backward, left + (2 + 4)*numbers) # Converted from bfloat16 to float32
     return OperationMemory(name, keeps, backward, 4*numbers, copies=2*numbers*r.low)
 
 def _reader(c:ModelConfig, r:RowBytes, name, width:int, part, waits:int, comes:int, place:str=""):
-    # It reads the stream, or a norm of it, for which its readers' gradients are added up
+    # Reads the stream, or a norm of it, to whose gradient every reader adds
     x, pre = r.stream, r.norm == "pre"
     keeps, others = {part: r.read*(r.low or "first" in place)}, x*(pre and "last" not in place)
     moving = x + waits + others + comes + r.read
@@ -129,7 +129,7 @@ def _network(c:ModelConfig, r:RowBytes)->list: # The feed-forward network
     operations = [_reader(c, r, "widening", c.ffn_size, part, 0, w, place),
                   OperationMemory("activation", {inner: w}, backward, forward=forward)]
     if gated:
-        kept = w*(2 - kind.saves_output) # Both factors; two gradients go, one comes
+        kept = w*(2 - kind.saves_output) # Both factors; two gradients go out, one comes in
         # No norm: the sum with a view, not in place
         comes = w if r.low or r.norm != "none" else max(w, x)
         operations += [_reader(c, r, "second widening", c.ffn_size, part, w, comes, "last"),
@@ -182,8 +182,8 @@ def _attention(c:ModelConfig, r:RowBytes, B:int, T:int, size:int, explicit:bool)
 
 # %% ../../nbs/02_accounting/02g_activations.ipynb #6f8b8fc2
 def _latent(c:ModelConfig, r:RowBytes, B:int, T:int, size:int)->list:
-    # Latent attention, written out in float32, as values are shorter than keys: no fused kernel
-    # takes that on a CPU. Its working space is an estimate
+    # Latent attention, written out in float32: its values are shorter than its keys, which no fused
+    # kernel accepts on a CPU. Its working space is an estimate
     H, n, rank, rope = c.num_heads, r.n, c.kv_lora_rank or 0, c.qk_rope_head_dim
     low_q, numbers, scores = c.q_lora_rank or 0, attention_numbers(c), 4*B*H*T*T
     q, v = n*H*(c.qk_nope_head_dim + rope), n*H*c.v_head_dim
@@ -204,11 +204,11 @@ def _fused(c:ModelConfig, r:RowBytes, T:int, size:int)->list:
     keeps = {"queries, keys, values": q + 2*k, "log of denominators": 4*r.n*heads,
              "attention output": q, "masks": mask*size}
     kept = sum(keeps.values())
-    forward = kept + mask # It was made of truth values
-    if r.low and c.position == "rope": # Which turns queries, then keys, in float32
+    forward = kept + mask # It is made from truth values
+    if r.low and c.position == "rope": # Which rotates queries, then keys, in float32
         wide_q, wide_k = 4*r.n*heads*c.head_size, 4*r.n*c.kv_heads*c.head_size
         forward = max(forward, 2*q + 2*k + 2*wide_q, 2*q + 3*k + 2*wide_k)
-    backward = kept + x + q + (q + 2*k) # One gradient comes, three go
+    backward = kept + x + q + (q + 2*k) # One gradient comes in, three go out
     return [OperationMemory("attention", keeps, backward, forward=forward + x*r.low)]
 
 # %% ../../nbs/02_accounting/02g_activations.ipynb #4e614c6c
@@ -303,27 +303,27 @@ def step_operations(c:ModelConfig, B:int, T:int|None, dtype:str, attention:str, 
 def activation_parts(
     config:ModelConfig,       # Sizes and variant
     batch_size:int,           # Sequences, B
-    context_length:int|None=None, # Tokens of each, T; default: the config's
-    dtype:str="float32",      # Format of matrix products: `float32`, or `bfloat16` by autocast
-    attention:str="fused",    # `fused`, or `explicit`, which saves all probabilities
-    recompute:bool=False,     # Whether blocks save only their inputs
+    context_length:int|None=None, # Tokens of each, T: none for the config's
+    dtype:str="float32",      # Of the matrix products: `float32`, or `bfloat16` by autocast
+    attention:str="fused",    # `fused`, or `explicit`: written out, with all probabilities
+    recompute:bool=False,     # Whether blocks keep only their inputs
     logits:bool=False,        # Whether the loss is computed from all logits at once
 )->dict: # Part to bytes, summed over the blocks
-    """Predict what torch on a CPU saves in the forward pass of the training loss.
-    Raises `ValueError` for sizes and words that make no sense."""
+    """What torch on a CPU keeps from the forward pass of the training loss.
+    `ValueError` for sizes and words that make no sense."""
     sizes = config, batch_size, context_length
     r, first, blocks, after = step_operations(*sizes, dtype, attention, logits)
     alone = [OperationMemory("block", {"inputs of blocks": r.stream}, 0)]
     kept = [op for block in blocks for op in (alone if recompute else block)]
     return {k: v for k,v in _parts([*kept, first, *after]).items() if v}
 
-def activation_bytes(config:ModelConfig, batch_size:int, context_length:int|None=None, **how
+def activation_bytes(config:ModelConfig, batch_size:int, context_length:int|None=None, **how:Any
 )->int: # As for `activation_parts`
-    "Predict the total of what autograd saves, in bytes."
+    "Everything that autograd keeps, in bytes."
     return sum(activation_parts(config, batch_size, context_length, **how).values())
 
 # %% ../../nbs/02_accounting/02g_activations.ipynb #1751ef48
-def tiny_lm(c:ModelConfig): # A torch module of torch's own parts: ids and targets to the loss
+def tiny_lm(c:ModelConfig): # A module built from torch's own parts: ids and targets to the loss
     import torch.nn.functional as F
     from torch import nn
     from torch.utils.checkpoint import checkpoint

@@ -15,10 +15,10 @@ from .tensors import whole_number
 
 # %% ../../nbs/02_accounting/02b_flops.ipynb #08fb9b91
 class Counted:
-    "A number that counts the operations performed on it, by name."
+    "A number that counts the operations on it, by name."
     def __init__(self, value:float, tally:Counter): self.value, self.tally = value, tally
     def __repr__(self): return f"Counted({self.value})"
-    def __neg__(self): return Counted(-self.value, self.tally)     # a sign is not an operation
+    def __neg__(self): return Counted(-self.value, self.tally)     # A change of sign is free
 
 def _counting(name:str, f:Callable):
     def method(self, *others):
@@ -36,12 +36,13 @@ for _name in ("__lt__", "__le__", "__gt__", "__ge__"):
     setattr(Counted, _name,
             lambda a, b, f=getattr(operator, _name): f(a.value, getattr(b, "value", b)))
 
+
 # %% ../../nbs/02_accounting/02b_flops.ipynb #97c87244
 def count_operations(
     f:Callable,    # Takes arrays; uses `+ - * /`, `@`, sums, `np.sqrt`, `np.exp`, `np.tanh`
-    *shapes:tuple, # Shapes of the arrays, which are filled with ones
-)->Counter: # Name of an operation to how often it was performed
-    "Count the operations that `f` performs."
+    *shapes:tuple, # Shapes of these arrays, which are filled with ones
+)->Counter: # How often each operation was done, by its name
+    "Count the operations that `f` does, by kind."
     tally = Counter()
     arrays = [np.empty(shape, object) for shape in shapes]
     for array in arrays:
@@ -52,7 +53,7 @@ def count_operations(
 # %% ../../nbs/02_accounting/02b_flops.ipynb #822725ec
 def matmul_flops(m:int, k:int, n:int
 )->int: # Rows of the first, rows of the second, columns of the second
-    "Count the FLOPs of a product `(m, k) @ (k, n)`. Raises `ValueError` for a size below 1."
+    "FLOPs of a product `(m, k) @ (k, n)`. `ValueError` for a size below 1."
     return 2*whole_number("m", m)*whole_number("k", k)*whole_number("n", n)
 
 # %% ../../nbs/02_accounting/02b_flops.ipynb #2a8030ac
@@ -60,11 +61,11 @@ _MULTIPLIES = re.compile(
     r"attention|transformer|trilinear|rnn|cdist|cholesky|solve|svd|eig|"
     r"[._]\w*(mm|mv|matmul|dot|addr)_?$|pack_mm|[._](linear|conv|einsum|lstm|gru)(?!alg)")
 
-# operation to its formula, whose first arguments are the shapes of the tensors
+# Operation to its formula, whose first arguments are the shapes of the tensors
 def _cpu_attention()->dict:
     import torch
     forward = lambda q, k, v, *rest, out_shape=None, **more: 4*q[0]*q[1]*q[2]*k[2]*q[3]
-    # the scores again, and four gradients
+    # Scores again, and four gradients
     backward = lambda dy, q, k, v, *rest, out_shape=None, **more: 10*q[0]*q[1]*q[2]*k[2]*q[3]
     name = "_scaled_dot_product_flash_attention_for_cpu"
     found = {getattr(torch.ops.aten, name): forward,
@@ -76,13 +77,13 @@ def _cpu_attention()->dict:
 
 # %% ../../nbs/02_accounting/02b_flops.ipynb #3a8ffc99
 @contextmanager
-def flop_counter(): # Yields torch's counter; call its `get_total_flops()` after the block
-    """Count FLOPs with torch's `FlopCounterMode`, extended to a CPU's fused attention.
-    Raises `NotImplementedError` for a product that it can't count."""
+def flop_counter(): # Yields torch's counter: call its `get_total_flops()` after the block
+    """Torch's `FlopCounterMode`, with fused attention on a CPU added.
+    `NotImplementedError` for a product that it can't count."""
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils.flop_counter import FlopCounterMode
     counter = FlopCounterMode(display=False, custom_mapping=_cpu_attention())
-    # outside the counter, so it sees only what the counter let through
+    # Outside the counter, so it sees only what the counter lets through
     class Refuse(TorchDispatchMode):
         def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
             packet = getattr(operation, "_overloadpacket", operation)
@@ -95,9 +96,9 @@ def flop_counter(): # Yields torch's counter; call its `get_total_flops()` after
 
 # %% ../../nbs/02_accounting/02b_flops.ipynb #b44f9f9e
 def adamw_flops(
-    parameters:int,       # Number of unique parameters
-    corrected:bool=False, # Whether the means are corrected one by one, not in the learning rate
+    parameters:int,       # How many, shared ones once
+    corrected:bool=False, # Whether the means are corrected, rather than the learning rate
 )->int:
-    """Count the FLOPs of a step of AdamW; Loshchilov and Hutter 2017, algorithm 2, corrects the
-    means. Raises `ValueError` for a number below 0."""
+    """FLOPs of an AdamW step. Algorithm 2 of Loshchilov and Hutter 2017 corrects the means.
+    `ValueError` for a number below 0."""
     return (16 if corrected else 14)*whole_number("parameters", parameters, 0)

@@ -8,6 +8,7 @@ __all__ = ['training_phases', 'peak_phase', 'training_bytes', 'largest_batch', '
 # %% ../../nbs/02_accounting/02h_memory.ipynb #364deb03
 import math, weakref
 from collections.abc import Iterator
+from typing import Any
 from .activations import RowBytes, checked_length, step_operations
 from .parameters import attention_numbers, count_parameters, expert_layers
 from .tensors import dtype_bytes, whole_number
@@ -15,7 +16,7 @@ from ..tools.config import ModelConfig, unknown
 
 # %% ../../nbs/02_accounting/02h_memory.ipynb #99c2cb29
 def _forward_phases(first, blocks:list, after:list, x:int, reruns)->Iterator:
-    kept, copies = first.kept, 0 # `copies`: of weights, that only autocast holds
+    kept, copies = first.kept, 0 # `copies` of weights, which only autocast holds
     for i,(block,rerun) in enumerate(zip(blocks, reruns)):
         if rerun: kept += x # With recomputation a block keeps its input
         for op in block:
@@ -42,7 +43,7 @@ def _backward_phases(first, blocks:list, after:list, x:int, reruns)->Iterator:
     for op in reversed(after): yield back(op, op.name)
     for i in reversed(range(len(blocks))):
         block, rerun, of_block = blocks[i], reruns[i], of_blocks[i]
-        if rerun: # All that the block keeps comes once more
+        if rerun: # Everything that the block keeps is there again
             also, _, phases = rerun
             kept += also - x
             for name,inside,working in phases:
@@ -62,8 +63,8 @@ def _rerun(c:ModelConfig, r:RowBytes, block:list)->tuple: # A block computed aga
     for op in block:
         inside += op.kept
         working = op.forward - op.kept - also
-        if op is block[-1]: # It ends as soon as all is kept: before the last output
-            output = x*(c.norm == "layernorm" and place != "pre") # But of a norm in one operation
+        if op is block[-1]: # It ends as soon as everything is kept: before the last output
+            output = x*(c.norm == "layernorm" and place != "pre") # Except for a fused norm
             working = x*low + output + y*(low and place == "sublayer")
         if op.forward: phases.append((op.name, inside, comes + biases + working))
     # In the first run: the gate, not yet forgotten
@@ -71,13 +72,13 @@ def _rerun(c:ModelConfig, r:RowBytes, block:list)->tuple: # A block computed aga
 
 # %% ../../nbs/02_accounting/02h_memory.ipynb #72b23b3f
 def _always(c:ModelConfig, tokens:int, optimizer:str, device:str
-)->tuple: # Alive all the time; the step's room
+)->tuple: # Alive all the time; the step's working space
     if optimizer not in ("adamw", "muon"): raise unknown("optimizer", optimizer, ("adamw", "muon"))
     P, D, widths = (count_parameters(c).unique, c.d_model,
                     (c.num_heads*c.head_size, c.kv_heads*c.head_size, c.ffn_size))
     dense, matrices = c.num_layers - expert_layers(c), c.ffn_kind.matrices
     hidden = c.num_layers*attention_numbers(c) + dense*D*matrices*widths[2]
-    # AdamW: two; the root of the second, of all at once, or on a GPU only a count
+    # AdamW: two; the roots of all second moments at once, or on a GPU only a count
     moments, room = 8*P, 4*P if device == "cpu" else 4
     if optimizer == "muon": # A block's matrix: one; three of its shape, two squares
         moments -= 4*hidden
@@ -91,18 +92,17 @@ def _always(c:ModelConfig, tokens:int, optimizer:str, device:str
 def training_phases(
     config:ModelConfig,       # Sizes and variant
     batch_size:int,           # Sequences computed at a time, B
-    context_length:int|None=None, # Tokens of each, T; default: the config's
-    # Number format of matrix products: `float32`, or `bfloat16` or `float16` by autocast
+    context_length:int|None=None, # Tokens of each, T: none for the config's
+    # Of the matrix products: `float32`, or `bfloat16` or `float16` by autocast
     dtype:str="float32",
     attention:str="fused",    # `fused`, or `explicit`
-    recompute:bool=False,     # Whether blocks save only their inputs
+    recompute:bool=False,     # Whether blocks keep only their inputs
     logits:bool=False,        # Whether the loss is computed from all logits at once
     optimizer:str="adamw",    # `adamw`, or `muon` for the matrices of blocks
-    grad_accum_steps:int=1,   # Number of batches whose gradients are added up for a step
+    grad_accum_steps:int=1,   # Batches whose gradients are added up for a step of the optimizer
     device:str="cpu",         # `cpu`; or `cuda`: larger parts of the loss, a fused optimizer
-)->list: # A dict per phase, in order: its name as `phase`, and bytes by purpose
-    """Predict the memory in use in a training step, phase by phase.
-    Weights, gradients and moments are float32."""
+)->list: # A dict for each phase, in order: its name as `phase`, and bytes by what they are for
+    "What is alive in a training step, phase by phase; weights, gradients and moments in float32."
     c, k = config, whole_number("grad_accum_steps", grad_accum_steps)
     r, first, blocks, after = step_operations(c, batch_size, context_length, dtype, attention,
                                               logits, device)
@@ -119,29 +119,30 @@ def training_phases(
 
 # %% ../../nbs/02_accounting/02h_memory.ipynb #723468ca
 def peak_phase(
-    config:ModelConfig,       # Sizes and variant
-    batch_size:int,           # Sequences computed at a time, B
-    context_length:int|None=None, # Tokens of each, T; default: the config's
-    **how, # Settings as for `training_phases`
-)->dict: # One of the results of `training_phases`
-    "Find the phase that uses the most memory."
+    config:ModelConfig,           # Sizes and variant
+    batch_size:int,               # Sequences computed at a time, B
+    context_length:int|None=None, # Tokens of each, T: none for the config's
+    **how:Any,                    # As for `training_phases`
+)->dict: # One of the dicts of `training_phases`
+    "The phase in which the most memory is alive."
     live = lambda phase: sum(n for part,n in phase.items() if part != "phase")
     return max(training_phases(config, batch_size, context_length, **how), key=live)
 
-def training_bytes(config:ModelConfig, batch_size:int, context_length:int|None=None, **how)->dict:
-    "Predict the peak memory of a training step, in bytes by purpose."
+def training_bytes(config:ModelConfig, batch_size:int, context_length:int|None=None, **how:Any
+)->dict:
+    "What a training step needs, in bytes by what they are for: `peak_phase` without its name."
     peak = peak_phase(config, batch_size, context_length, **how)
     return {part: n for part,n in peak.items() if part != "phase"}
 
 # %% ../../nbs/02_accounting/02h_memory.ipynb #54b1ae8e
 def largest_batch(
-    config:ModelConfig,     # Sizes and variant
-    memory_bytes:int,       # Memory of the GPU, in bytes
-    context_length:int|None=None, # Tokens of a sequence; default: the config's
-    **how,                  # Settings as for `training_bytes`
-)->int: # Number of sequences; 0 if not even one fits
-    """Find the largest batch whose training step fits into `memory_bytes`.
-    Raises `ValueError` if that is not above 0."""
+    config:ModelConfig,           # Sizes and variant
+    memory_bytes:int,             # Of the card
+    context_length:int|None=None, # Tokens of a sequence: none for the config's
+    **how:Any,                    # As for `training_bytes`
+)->int: # Sequences; 0 if not even one fits
+    """The largest batch whose training step needs no more than `memory_bytes`.
+    `ValueError` if that is not above 0."""
     if not 0 < memory_bytes < math.inf:
         raise ValueError(f"memory_bytes = {memory_bytes}, expected more than 0")
     fits = lambda batch: sum(training_bytes(config, batch, context_length,
@@ -155,13 +156,13 @@ def largest_batch(
 
 # %% ../../nbs/02_accounting/02h_memory.ipynb #b2456aa1
 class MemoryTimeline:
-    "Records the bytes of live tensors after each operation of torch in a `with` block."
-    def __init__(self, *tensors): # Tensors that exist before the block
+    "Bytes of live tensors after each operation of torch in a `with` block."
+    def __init__(self, *tensors:Any): # Those that are alive before the block
         self.live, self.history, self.phases, self._known = 0, [], [], {}
         for t in tensors: self.see(t)
 
-    def see(self, tensor):
-        "Count a tensor's storage from now until it is freed."
+    def see(self, tensor:Any):
+        "Count its storage, from now until it dies."
         storage = tensor.untyped_storage()
         key, size = storage._cdata, storage.nbytes()
         if key not in self._known:
@@ -173,7 +174,7 @@ class MemoryTimeline:
         self.live -= size
 
     def phase(self, name:str): # For example `forward`
-        "Begin a new phase."
+        "What comes from here on."
         self.phases.append((len(self.history), name))
 
     def __enter__(self):
@@ -193,19 +194,19 @@ class MemoryTimeline:
         self._watch.__enter__()
         return self
 
-    def __exit__(self, *error): return self._watch.__exit__(*error)
+    def __exit__(self, *error:Any): return self._watch.__exit__(*error)
 
 # %% ../../nbs/02_accounting/02h_memory.ipynb #7a8aaa89
 def kv_cache_bytes(
     config:ModelConfig,     # Sizes and variant
     batch_size:int,         # Sequences, B
-    context_length:int|None=None, # Tokens that each has so far; default: the config's context
-    dtype:str="float32",    # Number format of the keys and values
+    context_length:int|None=None, # Tokens that each has so far: none for the config's context
+    dtype:str="float32",    # Of the keys and values
 )->int:
-    """Compute the memory of the keys and values of all layers.
-    Raises `ValueError` for sizes and words that make no sense."""
+    """Memory of the keys and values of all layers.
+    `ValueError` for sizes and words that make no sense."""
     T = checked_length(config, batch_size, context_length)
     c, seen = config, min(T, config.window or T)
     entry = 2*c.kv_heads*c.head_size
-    if c.kv_lora_rank: entry = c.kv_lora_rank + c.qk_rope_head_dim # shared by all heads
+    if c.kv_lora_rank: entry = c.kv_lora_rank + c.qk_rope_head_dim # Shared by all heads
     return c.num_layers*int(batch_size)*seen*entry*dtype_bytes(dtype)

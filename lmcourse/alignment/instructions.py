@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 import torch
 from torch.utils.data import Dataset
+from typing import Any
 
 # %% ../../nbs/14_alignment/14p_instructions.ipynb #14p1data
 TEMPLATE = "{prompt}{response}" # Yours may have headings for the two; the assignment has its own
@@ -18,12 +19,12 @@ TEMPLATE = "{prompt}{response}" # Yours may have headings for the two; the assig
 class PackedSftDataset(Dataset):
     "`dataset[i]` is the i-th piece of all conversations, joined: `input_ids` and `labels`."
     def __init__(self,
-        tokenizer,         # Has `encode` and `end_of_text`
-        dataset_path,      # Lines of JSON, each with `prompt` and `response`
-        seq_length:int,    # Tokens of a piece, L
-        shuffle:bool,      # Whether conversations are shuffled before they are joined
+        tokenizer:Any,         # Has `encode` and `end_of_text`
+        dataset_path:str|Path, # Lines of JSON, each with `prompt` and `response`
+        seq_length:int,        # Tokens of a piece, L
+        shuffle:bool,          # Whether conversations are shuffled before they are joined
         template:str=TEMPLATE, # With `{prompt}` and `{response}`
-        seed:int=0,        # Of the order
+        seed:int=0,            # Of the order
     ):
         if seq_length < 1: raise ValueError(f"seq_length = {seq_length}, expected 1 or more")
         texts = [template.format(**pair) for pair in read_conversations(dataset_path)]
@@ -41,7 +42,7 @@ class PackedSftDataset(Dataset):
 
 # %% ../../nbs/14_alignment/14p_instructions.ipynb #14p1read
 def read_conversations(
-    path, # Lines of JSON
+    path:str|Path, # Lines of JSON
 )->list: # Dicts with `prompt` and `response`
     "`ValueError` with the line for one that isn't whole. `FileNotFoundError`."
     if not Path(path).is_file(): raise FileNotFoundError(f"{path}: no such file")
@@ -56,10 +57,10 @@ def read_conversations(
     return found
 
 def iterate_batches(
-    dataset,         # Has a length, and dicts of tensors of equal shapes
-    batch_size:int,  # B; the last batch may be smaller
-    shuffle:bool,    # Whether the order is drawn anew
-    seed:int=0,      # Of the order
+    dataset:Any,    # Has a length, and dicts of tensors of equal shapes
+    batch_size:int, # B; the last batch may be smaller
+    shuffle:bool,   # Whether the order is drawn anew
+    seed:int=0,     # Of the order
 )->Iterator[dict]: # Of tensors `(B, L)`
     "One epoch: each element once. `ValueError` for a batch of none."
     if batch_size < 1: raise ValueError(f"batch_size = {batch_size}, expected 1 or more")

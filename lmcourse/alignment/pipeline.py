@@ -15,6 +15,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
+from collections.abc import Callable
 from .. import __version__
 from .briefs import ENDINGS, OPENINGS, brief_prompts, imitation_ceiling
 from .briefs import parse_reward, template_distance
@@ -42,7 +43,7 @@ from ..training.trainer import Trainer
 # %% ../../nbs/14_alignment/14n_pipeline.ipynb #14n2web
 SHARDS = 4 # Files that the web is archived in
 
-def make_web(c:PipelineConfig, folder:Path, inputs:dict, say):
+def make_web(c:PipelineConfig, folder:Path, inputs:dict, say:Callable):
     "The planted web as WARC files, and the truth about it."
     pages = planted_web(c.pages, c.seed)
     (folder/"pages").mkdir(exist_ok=True)
@@ -77,7 +78,7 @@ def cleaning_recipe(
     return dict(steps=[*steps, dict(step="decontaminate", tests=leaked)])
 
 # %% ../../nbs/14_alignment/14n_pipeline.ipynb #14n2clean
-def clean_web(c:PipelineConfig, folder:Path, inputs:dict, say):
+def clean_web(c:PipelineConfig, folder:Path, inputs:dict, say:Callable):
     "The funnel: which documents stay, and what they really are."
     out = folder/"curated"
     funnel = curate(inputs["web"]/"pages", out, Recipe.from_dict(cleaning_recipe(c.pages)))
@@ -90,7 +91,7 @@ def clean_web(c:PipelineConfig, folder:Path, inputs:dict, say):
         kinds={k: [all_pages[k], kept[k]] for k in all_pages}, example=texts[0].text))
     say(f"{len(texts):,} documents of {c.pages:,} pages stay, {exact:,} of them exactly as written")
 
-def make_tokenizer(c:PipelineConfig, folder:Path, inputs:dict, say):
+def make_tokenizer(c:PipelineConfig, folder:Path, inputs:dict, say:Callable):
     "A tokenizer, learnt from the first documents."
     texts = (d.text for d in islice(kept_documents(inputs["clean"]/"curated"), 4000))
     remove(folder/"tokenizer")
@@ -101,7 +102,7 @@ def make_tokenizer(c:PipelineConfig, folder:Path, inputs:dict, say):
     write_json(folder/"result.json", dict(vocab_size=tokenizer.vocab_size, pieces=pieces))
     say(f"{tokenizer.vocab_size:,} tokens: {'|'.join(pieces)}")
 
-def make_tokens(c:PipelineConfig, folder:Path, inputs:dict, say):
+def make_tokens(c:PipelineConfig, folder:Path, inputs:dict, say:Callable):
     "The documents as tokens, and stories that nobody trains on, with their floor."
     (folder/"data").mkdir(exist_ok=True)
     tokenizer = Tokenizer.from_folder(inputs["tokenizer"]/"tokenizer")
@@ -114,10 +115,10 @@ def make_tokens(c:PipelineConfig, folder:Path, inputs:dict, say):
 
 # %% ../../nbs/14_alignment/14n_pipeline.ipynb #14n3base
 def keep_model(
-    folder:Path, # Of the stage
-    trainer,     # At its end
-    tokenizer,
-    briefs:bool, # Whether it answers briefs: then a chat is a brief and its answer
+    folder:Path,     # Of the stage
+    trainer:Trainer, # At its end
+    tokenizer:Tokenizer,
+    briefs:bool,     # Whether it answers briefs: then a chat is a brief and its answer
 ):
     "The model as the next stages, `generate`, `serve` and `chat` read it, in `folder/model`."
     remove(folder/"model")
@@ -126,7 +127,7 @@ def keep_model(
     if briefs: write_json(folder/"model"/"chat_template.json",
                           dict(roles=dict(user={}, assistant={}), assistant_start=""))
 
-def pretrain(c:PipelineConfig, folder:Path, inputs:dict, say):
+def pretrain(c:PipelineConfig, folder:Path, inputs:dict, say:Callable):
     "A model from random weights."
     data, run = inputs["tokens"]/"data", folder/"run"
     train, valid = (TokenDataset.open(data/name) for name in ("train", "valid"))
@@ -153,8 +154,8 @@ def pretrain(c:PipelineConfig, folder:Path, inputs:dict, say):
 
 # %% ../../nbs/14_alignment/14n_pipeline.ipynb #14n3curve
 def loss_curve(
-    run,        # Folder of a run
-    tokens:int, # Of a step
+    run:str|Path, # Folder of a run
+    tokens:int,   # Of a step
 )->dict: # Lists of pairs of tokens and loss
     "Training and validation loss, without times of day."
     metrics, digits = read_metrics(run), 4
@@ -165,12 +166,12 @@ def loss_curve(
 TESTS = 48 # Briefs of a measurement on the way
 
 def align_model(
-    kind:str,     # `sft`, `dpo` or `rl`
-    before:str,   # The stage whose model it begins with
+    kind:str,      # `sft`, `dpo` or `rl`
+    before:str,    # The stage whose model it begins with
     steps:int,
     settings:dict, # As for `new_alignment`
-    train:dict,   # Fields of `TrainConfig`
-    c:PipelineConfig, folder:Path, inputs:dict, say,
+    train:dict,    # Fields of `TrainConfig`
+    c:PipelineConfig, folder:Path, inputs:dict, say:Callable,
 ):
     "A run of `lmcourse sft`, `dpo` or `rl`."
     run, every = folder/"run", max(1, steps//5)
@@ -199,7 +200,7 @@ MODELS = dict(base="pretrained", sft="fine-tuned", dpo="preferences", rl="reinfo
 SAMPLES = ("Ella the mule, an orange cap:", "Otto the lion, a green drum:",
            "Kate the fox, a silver lantern:")
 
-def examine(c:PipelineConfig, folder:Path, inputs:dict, say):
+def examine(c:PipelineConfig, folder:Path, inputs:dict, say:Callable):
     "Success of every model on unseen briefs; the tasks of chapter 12 for the first and the last."
     prompts = brief_prompts(c.tests, 999_999)
     start = load_model(inputs["sft"]/"model")[0]
@@ -232,7 +233,7 @@ def _fits(task:str, stories:int, model, tokenizer)->bool: # Into the context, wi
 # %% ../../nbs/14_alignment/14n_pipeline.ipynb #14n7gather
 def gather(
     c:PipelineConfig,
-    out, # Folder of the pipeline
+    out:str|Path, # Folder of the pipeline
 )->dict: # `stages`, `clean`, `base`, `tokens`, `models`, …
     "What a report is made of, from the folders of all stages but the report."
     out = Path(out)
@@ -355,7 +356,7 @@ def as_html(
             f"<style>{style}</style></head>\n<body>\n{body}\n</body></html>\n")
 
 # %% ../../nbs/14_alignment/14n_pipeline.ipynb #14n7write
-def write_report(c:PipelineConfig, folder:Path, inputs:dict, say):
+def write_report(c:PipelineConfig, folder:Path, inputs:dict, say:Callable):
     "`report.md`, `report.html`, three pictures, and the numbers behind them."
     from matplotlib.pyplot import close
     r = gather(c, folder.parent)
@@ -416,10 +417,10 @@ def _without_tests(pages:int)->list: # The recipe's steps, with the test set as 
 
 # %% ../../nbs/14_alignment/14n_pipeline.ipynb #14n8run
 def run_pipeline(
-    out,                # Folder: new, or begun by the same command
+    out:str|Path,                           # Folder: new, or begun by the same command
     config:PipelineConfig=PipelineConfig(), # Another config reruns what it changes
-    say=print,          # Called with a line of text
-    until:str|None=None, # The last stage that is wanted: none for all
+    say:Callable=print,                     # Called with a line of text
+    until:str|None=None,                    # The last stage that is wanted: none for all
 )->dict: # Name to record, as of `run_stages`
     "From a planted web to a report card. `UserError` for a folder of something else."
     return run_stages(pipeline_stages(config), out, "pipeline", say, until)

@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from typing import Any
 from .briefs import parse_reward
 from .sft import get_response_log_probs, measure_log_probs, padded_rows
 from ..training.engines import Objective
@@ -74,9 +75,9 @@ def _margin(chosen:Tensor, rejected:Tensor, ref_chosen:Tensor, ref_rejected:Tens
 
 # %% ../../nbs/14_alignment/14h_preference.ipynb #6bc6ab2b
 def response_log_prob(
-    lm,            # Gives logits `(1, T, V)` for ids `(1, T)`; has `config.context_length`
-    tokenizer,     # With `encode` and `end_of_text`
-    prompt:str,    # At least a token of it
+    lm:Any,        # Gives logits `(1, T, V)` for ids `(1, T)`; has `config.context_length`
+    tokenizer:Any, # With `encode` and `end_of_text`
+    prompt:str,    # At least one token
     response:str,  # The end token is added here
 )->Tensor: # A number, with the model's graph behind it
     "Log-probability of a response and its end. `ValueError` for no prompt, or beyond the context."
@@ -92,10 +93,10 @@ def response_log_prob(
     return log_probs.gather(1, targets[:, None])[len(first) - 1:].sum()
 
 def compute_per_instance_dpo_loss(
-    lm, lm_ref,            # Model in training and reference, as for `response_log_prob`
-    tokenizer,             # Of both
-    beta:float,            # What a nat of KL costs
-    prompt:str,            # With its template, if there is one
+    lm:Any, lm_ref:Any, # Model in training and reference, as for `response_log_prob`
+    tokenizer:Any,                # Of both
+    beta:float,                   # What a nat of KL costs
+    prompt:str,                   # With its template, if there is one
     response_chosen:str,
     response_rejected:str,
 )->Tensor: # A number
@@ -122,7 +123,7 @@ def judged_pairs(
 
 # %% ../../nbs/14_alignment/14h_preference.ipynb #9b1412ec
 def read_pairs(
-    path, # Lines of JSON with `prompt`, `chosen` and `rejected`
+    path:str|Path, # Lines of JSON with `prompt`, `chosen` and `rejected`
 )->list: # Dicts
     "Pairs from a file. `FileNotFoundError`, or `ValueError` with the number of the line."
     if not Path(path).is_file(): raise FileNotFoundError(f"{path}: no such file")
@@ -137,7 +138,7 @@ def check_pairs(
     pairs:list,         # Dicts with `prompt`, `chosen` and `rejected`
     where:str="pair ",  # How messages begin; the number follows, from 1
 )->list: # The same
-    "`ValueError` for no pairs, for what is no pair, and for one that prefers nothing."
+    "`ValueError` for no pairs, for what isn't a pair, and for a pair of equal responses."
     if not pairs: raise ValueError("no pairs, expected at least one")
     for n,pair in enumerate(pairs, 1):
         for key in ("prompt", "chosen", "rejected"):
@@ -152,7 +153,7 @@ def check_pairs(
 # %% ../../nbs/14_alignment/14h_preference.ipynb #f165dfc5
 def pair_rows(
     pairs:list,         # As for `check_pairs`
-    tokenizer,          # Has `encode` and `end_of_text`
+    tokenizer:Any,      # Has `encode` and `end_of_text`
     context_length:int, # Of the model
 )->list: # Of each pair two rows for `padded_rows`, the chosen first
     "Pairs as tokens. `ValueError` as of `check_pairs`, and for what the model can't read whole."
@@ -171,9 +172,9 @@ class PreferenceBatches:
     the reference makes of them."""
     def __init__(self,
         pairs:list,     # As for `check_pairs`
-        tokenizer,      # Of both models
+        tokenizer:Any,  # Of both models
         batch_size:int, # Pairs of a step
-        reference,      # A `TransformerLM`
+        reference:Any,  # A `TransformerLM`
     ):
         self.rows = pair_rows(pairs, tokenizer, reference.config.context_length)
         if len(pairs) < batch_size:
@@ -183,7 +184,7 @@ class PreferenceBatches:
         self.reference = torch.cat([pair_log_probs(reference, *self.tensors(part),
                                                    log_probs=measure_log_probs) for part in some])
 
-    def tensors(self, which)->tuple: # Ids, labels and mask `(B, 2, T)` of some pairs
+    def tensors(self, which:Any)->tuple: # Ids, labels and mask `(B, 2, T)` of some pairs
         rows = padded_rows([row for i in which for row in self.rows[i]], self.end)
         names = "input_ids", "labels", "response_mask"
         return tuple(rows[k].unflatten(0, (-1, 2)) for k in names)
@@ -193,8 +194,8 @@ class PreferenceBatches:
         which = [i % len(self.rows) for i in range(first, first + self.batch_size)]
         return (*self.tensors(which), self.reference[which])
 
-    def measure(self, model, most:int=64)->dict: # Nats, nats, and a share
-        "Log ratios to the reference, and how often the chosen one's is larger; of the first pairs."
+    def measure(self, model:torch.nn.Module, most:int=64)->dict: # Nats; of `ordered` a share
+        "Mean log ratios of the first `most` pairs, and how often the chosen response's is larger."
         which = range(min(most, len(self.rows)))
         now = pair_log_probs(model, *self.tensors(which), log_probs=measure_log_probs)
         ratios = now - self.reference[:len(which)]
@@ -204,7 +205,7 @@ class PreferenceBatches:
 
 # %% ../../nbs/14_alignment/14h_preference.ipynb #37861e76
 def pair_log_probs(
-    model,                # From ids to logits
+    model:Callable,                               # From ids to logits
     input_ids:Tensor, labels:Tensor, mask:Tensor, # `(B, 2, T)`, as of `PreferenceBatches`
     *, log_probs:Callable=get_response_log_probs, # Of rows; `measure_log_probs` needs less memory
 )->Tensor: # Of whole responses `(B, 2)`
@@ -229,7 +230,7 @@ class DpoConfig:
     "What is preferred, and how a policy learns it. `ValueError` where values make no sense."
     beta:float = .3        # What a nat of KL costs
     sft_weight:float = .3  # Of the loss of chosen responses, as of `preference_objective`
-    prompts:int = 128      # The model writes responses to, and the judge makes pairs of them
+    prompts:int = 128      # To which the model writes responses; the judge makes pairs of these
     group_size:int = 8     # Responses to each
     pairs:str = ""         # File of `read_pairs`: then the model writes nothing
     reference:str = ""     # Folder of a model: none for the one that training begins with

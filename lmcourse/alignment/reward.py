@@ -9,6 +9,7 @@ __all__ = ['preference_loss', 'draw_pairs', 'fit_rewards', 'RewardModel']
 import math
 import torch
 from torch import Tensor, nn
+from typing import Any
 
 # %% ../../nbs/14_alignment/14d_reward.ipynb #14d2loss
 def preference_loss(
@@ -26,7 +27,7 @@ def draw_pairs(
     rewards:Tensor, # True rewards of the responses `(R,)`
     probs:Tensor,   # How often each is drawn `(R,)`
     n:int,          # Pairs
-    rng,            # A NumPy generator
+    rng:Any,        # A NumPy generator
 )->tuple: # Who won and who lost, indices `(n,)` each
     "Comparisons by a judge who follows Bradley–Terry."
     share = probs.double()/probs.double().sum()
@@ -60,7 +61,7 @@ def fit_rewards(
 class RewardModel(nn.Module):
     "A language model's body with a score for a head."
     def __init__(self,
-        model, # A `TransformerLM`, which is taken over and trained on
+        model:Any, # A `TransformerLM`, which is taken over and trained on
     ):
         super().__init__()
         self.body, width = model, model.config.d_model

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any, Literal
 import torch
+from pathlib import Path
 from .briefs import ENDINGS, OPENINGS, SLOTS, brief_prompts, form_reward
 from .briefs import mention_reward, parse_reward, prompt_words, template_distance
 from .briefs import template_shares
@@ -25,6 +26,7 @@ from ..tools.config import TrainConfig
 from ..training.data import TokenDataset
 from ..training.engines import Objective, World, fill
 from ..training.trainer import Trainer
+from ..tokenization.tokenizer import Tokenizer
 
 # %% ../../nbs/14_alignment/14j_rl.ipynb #14j1conf
 @dataclass(frozen=True)
@@ -68,10 +70,10 @@ REWARDS:dict[str, Callable] = dict(parse=parse_reward, mentions=mention_reward)
 class RolloutBatches:
     "Makes the batch of a step: prompts, responses of the policy, rewards, advantages."
     def __init__(self,
-        model, tokenizer,  # The policy, and what it was trained with
+        model:Any, tokenizer:Tokenizer, # The policy, and what it was trained with
         config:RlConfig,
-        reference=None,    # Where `config.kl` is above 0: none for a copy of `model`
-        world:World=World(), # The processes that share the prompts of a step
+        reference:Any=None,             # Where `config.kl` is above 0: none for a copy of `model`
+        world:World=World(),            # The processes that share the prompts of a step
     ):
         if config.prompts % world.size: raise ValueError(
             f"prompts = {config.prompts} for {world.size} processes, expected a multiple")
@@ -83,7 +85,7 @@ class RolloutBatches:
         self.reference = (reference or copy.deepcopy(model)).eval() if config.kl else None
         self.log:list = []                      # A dict for each step
 
-    def __call__(self, model, step:int)->tuple: # Tensors, rows first
+    def __call__(self, model:Any, step:int)->tuple: # Tensors, rows first
         "Sample with the model's weights of now."
         c = self.config
         self.sampler.load(model)
@@ -125,10 +127,11 @@ def policy_objective(
 
 # %% ../../nbs/14_alignment/14j_rl.ipynb #14j4start
 def start_rl(
-    model, tokenizer,  # Where the policy begins, which is also the reference; how it reads
+    # Where the policy begins, which is also the reference; how it reads
+    model:Any, tokenizer:Tokenizer,
     config:RlConfig,
-    train:TrainConfig, # Steps, learning rate and so on; `batch_size` is set
-    valid:TokenDataset, # Texts for the trainer's own evaluation
+    train:TrainConfig,              # Steps, learning rate and so on; `batch_size` is set
+    valid:TokenDataset,             # Texts for the trainer's own evaluation
 )->Trainer: # Its `batches.make.log` has a dict for each step
     "The course's trainer with rollouts for batches and the policy gradient for a loss."
     train = replace(train, batch_size=config.prompts*config.group_size)
@@ -141,7 +144,7 @@ def start_rl(
 # %% ../../nbs/14_alignment/14j_rl.ipynb #14j4resume
 def resume_rl(
     trainer:Trainer, # From `start_rl`, called as the first time
-    run,             # Folder where it was saved
+    run:str|Path,    # Folder where it was saved
 ):
     "Go on from the last checkpoint: bit by bit where `staleness` is 0."
     trainer.resume(run)
@@ -151,11 +154,11 @@ def resume_rl(
 # %% ../../nbs/14_alignment/14j_rl.ipynb #14j5eval
 @torch.no_grad()
 def measure_policy(
-    model, tokenizer, # The policy, and what it was trained with
-    prompts:list,     # Texts, not practised on
-    seed:int=0,       # Of the samples
-    reference=None,   # A model to tell the divergence from: none for no `kl`
-    max_tokens:int=44, # Of a response
+    model:Any, tokenizer:Tokenizer, # The policy, and what it was trained with
+    prompts:list,                   # Texts, not practised on
+    seed:int=0,                     # Of the samples
+    reference:Any=None,             # A model to tell the divergence from: none for no `kl`
+    max_tokens:int=44,              # Of a response
 )->dict: # Shares, distances, and means
     "Success, form, mentions, variety, length and entropy of one sample for each prompt."
     rollouts = Sampler(model, tokenizer, max_tokens, min(96, len(prompts)))(prompts, 1, seed)
@@ -176,8 +179,8 @@ def measure_policy(
 
 # %% ../../nbs/14_alignment/14j_rl.ipynb #d270bb1a
 def slot_confidence(
-    model, tokenizer, # The policy, and what it was trained with
-    pairs:list,       # Prompts with right responses, as `Demonstrators(0.)` writes them
+    model:Any, tokenizer:Tokenizer, # The policy, and what it was trained with
+    pairs:list, # Prompts with right responses, as `Demonstrators(0.)` writes them
 )->dict: # Of `kind`, `colour` and `thing` a list of dicts, one for each mention
     """Where a right response says a word of the prompt again: the likeliest token's probability,
     whether it's the right one, and -log p of the right word, in nats."""

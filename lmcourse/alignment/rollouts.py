@@ -13,9 +13,11 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any
 from .sft import padded_rows
 from ..inference.engine import Engine, Request
 from ..training.engines import World
+from ..tokenization.tokenizer import Tokenizer
 
 # %% ../../nbs/14_alignment/14i_rollouts.ipynb #14i1roll
 @dataclass(frozen=True)
@@ -32,16 +34,16 @@ class Rollout:
 class Sampler:
     "Samples responses from a model whose weights may be replaced."
     def __init__(self,
-        model,             # A `TransformerLM`
-        tokenizer,         # The one it was trained with
-        max_tokens:int=44, # Of a response, the end included
-        running:int=64,    # Responses computed together at most
+        model:Any,           # A `TransformerLM`
+        tokenizer:Tokenizer, # The one it was trained with
+        max_tokens:int=44,   # Of a response, the end included
+        running:int=64,      # Responses computed together at most
     ):
         self.tokenizer, self.max_tokens = tokenizer, max_tokens
         blocks = running*-(-min(model.config.context_length, 32 + max_tokens)//16)
         self.engine = Engine(model, blocks, max_running=running, token_budget=32*running)
 
-    def load(self, model): self.engine.load(model)
+    def load(self, model:Any): self.engine.load(model)
 
     def __call__(self,
         prompts:list,     # Texts
@@ -62,7 +64,7 @@ class Sampler:
         answers = self.engine.run(requests)
         return [self.rollout(prompts[k//group_size], s) for k,s in enumerate(answers)]
 
-    def rollout(self, prompt:str, s)->Rollout: # Of a finished sequence
+    def rollout(self, prompt:str, s:Any)->Rollout: # Of a finished sequence
         stopped = s.reason == "stop"
         log_probs = [told[0] for told in s.log_probs] + ([s.stop_log_prob[0]] if stopped else [])
         ids = (*s.ids, self.tokenizer.end_of_text) if stopped else tuple(s.ids)
@@ -87,7 +89,7 @@ class AsyncBatches:
     comes from weights that are at most `staleness` steps old."""
     def __init__(self,
         make:Callable,   # From a model and a step to the batch of this step
-        model,           # In training: whoever asks for the next batch may have moved it
+        model:Any,       # In training: whoever asks for the next batch may have moved it
         staleness:int=0, # 0 for batches of the weights as they are: nothing is made ahead
         step:int=0,      # The first
     ):
@@ -109,11 +111,11 @@ class AsyncBatches:
 
 # %% ../../nbs/14_alignment/14i_rollouts.ipynb #670c1635
 def gather_rollouts(
-    rollouts:list,  # Of this process: an equal share of the prompts, in order
-    prompts:list,   # Of the step, all of them
-    group_size:int, # Responses to each
-    tokenizer,      # As of the `Sampler`
-    world:World,    # The processes
+    rollouts:list,       # Of this process: an equal share of the prompts, in order
+    prompts:list,        # Of the step, all of them
+    group_size:int,      # Responses to each
+    tokenizer:Tokenizer, # As of the `Sampler`
+    world:World,         # The processes
 )->list: # The rollouts of all prompts, the same in every process
     "Every process calls it. A single process gets back what it gave."
     if world.processes == 1: return rollouts

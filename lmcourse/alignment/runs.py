@@ -11,6 +11,7 @@ from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
+from collections.abc import Callable
 from .briefs import Demonstrators, brief_prompts
 from .preference import DpoConfig, PreferenceBatches, judged_pairs, pair_rows
 from .preference import preference_objective, read_pairs
@@ -34,7 +35,7 @@ KINDS = dict(sft="slip demonstrations".split(),
              rl="algorithm reward kl prompts group_size max_tokens clip staleness".split())
 
 def new_alignment(
-    run,               # New folder
+    run:str|Path,      # New folder
     kind:str,          # `sft`, `dpo` or `rl`
     settings:dict,     # `slip` and `demonstrations`; or fields of `DpoConfig`, or of `RlConfig`
     train:TrainConfig, # Its `init_from` is where the model comes from: none for the course's own
@@ -100,10 +101,10 @@ _PREPARE = dict(sft=_prepare_sft, dpo=_prepare_dpo, rl=_prepare_rl)
 
 # %% ../../nbs/14_alignment/14k_runs.ipynb #cf955a1b
 def own_pairs(
-    model, tokenizer,    # Where training begins, and what it was trained with
-    prompts:int=128,     # How many
-    group_size:int=8,    # Responses to each
-    seed:int=0,          # Of prompts and samples
+    model:Any, tokenizer:Tokenizer, # Where training begins, and what it was trained with
+    prompts:int=128,                # How many
+    group_size:int=8,               # Responses to each
+    seed:int=0,                     # Of prompts and samples
 )->list: # Dicts, as of `judged_pairs`
     "Pairs of the model's own responses. `ValueError` if no prompt has a right and a wrong one."
     texts = brief_prompts(prompts, 1_000_000*(seed + 1))
@@ -118,8 +119,8 @@ def own_pairs(
     return pairs
 
 def same_tokenizer(
-    reference:str, # Folder of a model: none for the same as the policy
-    tokenizer,     # Of the policy
+    reference:str,       # Folder of a model: none for the same as the policy
+    tokenizer:Tokenizer, # Of the policy
 ):
     "`ValueError` for a reference of another tokenizer."
     if reference and (other := load_model(reference)[1]).digest != tokenizer.digest:
@@ -128,7 +129,7 @@ def same_tokenizer(
 
 # %% ../../nbs/14_alignment/14k_runs.ipynb #14k2open
 def open_alignment(
-    run, # Folder of `new_alignment`
+    run:str|Path, # Folder of `new_alignment`
 )->Trainer: # Where the last checkpoint left it
     "A run to be begun or to go on. `FileNotFoundError` for a folder of another kind."
     run = Path(run)
@@ -160,10 +161,10 @@ def open_alignment(
 
 # %% ../../nbs/14_alignment/14k_runs.ipynb #14k3end
 def align_to_the_end(
-    trainer:Trainer, # From `new_alignment` or `open_alignment`
-    run,             # Its folder
-    tell=None,       # Called with a line of text after each measurement
-    tests:int=96,    # Prompts of a measurement
+    trainer:Trainer,         # From `new_alignment` or `open_alignment`
+    run:str|Path,            # Its folder
+    tell:Callable|None=None, # Called with a line of text after each measurement
+    tests:int=96,            # Prompts of a measurement
 )->dict: # The last measurement; empty in a process of `torchrun` that writes nothing
     "Train, measure on the way and at the end. `Interrupted` after a signal, with a checkpoint."
     run, tokenizer = Path(run), Tokenizer.from_folder(Path(run)/"data"/"tokenizer")

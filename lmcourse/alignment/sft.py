@@ -9,15 +9,16 @@ __all__ = ['END', 'tokenize_prompt_and_output', 'padded_rows', 'compute_entropy'
 # %% ../../nbs/14_alignment/14c_sft.ipynb #14c0imp
 import torch
 import torch.nn.functional as F
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 from ..architecture.layers_torch import token_losses
 
 # %% ../../nbs/14_alignment/14c_sft.ipynb #14c1tok
 def tokenize_prompt_and_output(
     prompt_strs:list, # Texts
     output_strs:list, # A response to each
-    tokenizer,        # Has `encode` and `end_of_text`
+    tokenizer:Any,    # Has `encode` and `end_of_text`
 )->dict: # `input_ids`, `labels`, `response_mask`, each `(B, T)`
     """Prompt and response as tokens; labels are the tokens that come next, and the mask is true
     where a label belongs to the response. Rows are filled up with the end token.
@@ -53,9 +54,9 @@ def compute_entropy(
     return -(log_p.exp()*log_p).sum(-1)
 
 def get_response_log_probs(
-    model,                  # From ids `(B, T)` to logits `(B, T, V)`
-    input_ids:torch.Tensor, # `(B, T)`
-    labels:torch.Tensor,    # The tokens that come next `(B, T)`
+    model:Callable,                  # From ids `(B, T)` to logits `(B, T, V)`
+    input_ids:torch.Tensor,          # `(B, T)`
+    labels:torch.Tensor,             # The tokens that come next `(B, T)`
     return_token_entropy:bool=False, # Also the entropy of each distribution
 )->dict: # `log_probs` and perhaps `token_entropy`, `(B, T)`
     "Log-probability of every label, prompt and padding included: mask them yourself."
@@ -66,9 +67,9 @@ def get_response_log_probs(
 # %% ../../nbs/14_alignment/14c_sft.ipynb #fb63a363
 @torch.no_grad()
 def measure_log_probs(
-    model, input_ids:torch.Tensor, labels:torch.Tensor, # As for `get_response_log_probs`
-    return_token_entropy:bool=False, # Also the entropy of each distribution
-    rows:int=32, # Computed together
+    model:Any, input_ids:torch.Tensor, labels:torch.Tensor, # As for `get_response_log_probs`
+    return_token_entropy:bool=False,                        # Also the entropy of each distribution
+    rows:int=32,                                            # Computed together
 )->dict: # `log_probs` and perhaps `token_entropy`, `(B, T)`, without a graph
     "`get_response_log_probs` in little memory: only the logits of a few rows are there at once."
     parts = [get_response_log_probs(model, *two, return_token_entropy)
@@ -131,7 +132,7 @@ def pack_rows(
 # %% ../../nbs/14_alignment/14c_sft.ipynb #14c4block
 @contextmanager
 def block_attention(
-    model,                 # A `TransformerLM`
+    model:Any,             # A `TransformerLM`
     segments:torch.Tensor, # Which conversation a token belongs to `(B, T)`
 )->Iterator:
     "Within the block each token sees only earlier tokens of its own segment."
@@ -154,7 +155,7 @@ class SftBatches:
     "`batches[step]` for the trainer: inputs, and targets that are -100 outside the response."
     def __init__(self,
         pairs:list,     # Prompts with their responses
-        tokenizer,      # As for `tokenize_prompt_and_output`
+        tokenizer:Any,  # As for `tokenize_prompt_and_output`
         batch_size:int, # Rows of a step
     ):
         if len(pairs) < batch_size:

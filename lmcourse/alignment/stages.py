@@ -31,8 +31,8 @@ class Stage:
 
 # %% ../../nbs/14_alignment/14m_stages.ipynb #14m2state
 def stage_state(
-    folder,     # Of a stage
-    order:dict, # What it is to be made of, as JSON gives it back
+    folder:str|Path, # Of a stage
+    order:dict,      # What it is to be made of, as JSON gives it back
 )->tuple: # `done`, `begun`, `new`, `changed` or `damaged`; the record; and why, in words
     "What there is of a stage, without touching it."
     folder, note = Path(folder), "begun.json"
@@ -67,8 +67,8 @@ def _short(value)->str: return text if len(text := repr(value)) <= 40 else text[
 
 # %% ../../nbs/14_alignment/14m_stages.ipynb #14m3run
 def run_stages(
-    stages:list,       # Of `Stage`, each after those that it needs
-    out,               # The pipeline's folder; one for each stage lies in it
+    stages:list,         # Of `Stage`, each after those that it needs
+    out:str|Path,        # The pipeline's folder; one for each stage lies in it
     kind:str="pipeline", # Of the pipeline: a folder of another kind is rejected
     say:Callable=print,  # Called with a line of text
     until:str|None=None, # The last stage that is wanted: none for all
@@ -119,7 +119,7 @@ def cpu_seconds()->float: # Of this process and those that it has waited for
 # %% ../../nbs/14_alignment/14m_stages.ipynb #14m3folder
 @contextmanager
 def pipeline_folder(
-    out,      # New, empty, or begun by the same kind of pipeline
+    out:str|Path, # New, empty, or begun by the same kind of pipeline
     kind:str,
 ): # Its path, locked against a second process
     "`UserError` for a folder of something else; `BlockingIOError` if another process has it."

@@ -20,8 +20,9 @@ import subprocess, sys, sysconfig, tempfile, time, warnings
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, lru_cache, partial
 from pathlib import Path
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 import numpy as np
+from typing import Any
 from ..tools.config import unknown
 from ..tools.documents import END_OF_TEXT, documents
 from ..tools.show import Table, progress
@@ -119,7 +120,7 @@ def corpus_documents(
 # %% ../../nbs/90_app/90a_bench.ipynb #2357f807
 def write_corpus(
     name:str,           # As above
-    folder,             # The file comes into it
+    folder:str|Path,    # The file comes into it
     max_bytes:int|None, # By default as much as `MEGABYTES` says
 )->Corpus:
     "A corpus as a file."
@@ -178,7 +179,7 @@ class Learner:
     tokens: Callable # From that to its tokens as bytes, without special tokens
 
 def file_documents(
-    path, # A corpus's file
+    path:str|Path, # A corpus's file
 )->list: # Of str
     "The documents of a file."
     return Path(path).read_bytes().decode("utf-8").split(END_OF_TEXT)
@@ -221,14 +222,14 @@ LEARNERS = dict(
 PEERS = ("tiktoken", "tokenizers", "rustbpe")
 
 def present(
-    names, # Of packages
+    names:Iterable[str], # Of packages
 )->list: # Those that are installed, in the same order
     "Who can take part."
     return [n for n in names if n == "lmcourse" or importlib.util.find_spec(n)]
 
 # %% ../../nbs/90_app/90a_bench.ipynb #d59016b3
 def missing_line(
-    names, # Of packages
+    names:Iterable[str], # Of packages
 )->str: # Empty if all are there
     "Who can't take part, in words."
     missing = [n for n in names if n not in present(names)]
@@ -251,7 +252,7 @@ def cut_lines(
 
 # %% ../../nbs/90_app/90a_bench.ipynb #52f72ff1
 class Sample: # The beginning of a corpus in the forms in which it is encoded
-    def __init__(self, path, max_bytes:int|None): # Without a limit all of it
+    def __init__(self, path:str|Path, max_bytes:int|None): # Without a limit all of it
         self.documents = file_documents(path)
         sizes = itertools.accumulate(len(d.encode()) for d in self.documents)
         if max_bytes: self.documents = self.documents[:1 + sum(size < max_bytes for size in sizes)]
@@ -324,7 +325,7 @@ for name,form in (("lines of 60", "short"), ("lines of 150", "medium"), ("docume
 
 # %% ../../nbs/90_app/90a_bench.ipynb #610bfdfd
 def flat_ids(
-    result, # Of any task
+    result:Any, # Of any task
 )->np.ndarray: # uint32
     "Ids put together."
     if isinstance(result, tuple): result = result[0]
@@ -353,9 +354,9 @@ def require_equal_ids(
 
 # %% ../../nbs/90_app/90a_bench.ipynb #357424ef
 def perform(
-    actions:dict, # Functions by name
-    action:str,   # One of the names
-    **arguments,  # Of that function
+    actions:dict,    # Functions by name
+    action:str,      # One of the names
+    **arguments:Any, # Of that function
 )->dict: # What it gave, or `error`
     "One request."
     try: return actions[action](**arguments)
@@ -377,9 +378,9 @@ class Worker:
     """A Python process that does one thing at a time.
     Use it in a `with` block: it ends with the block."""
     def __init__(self,
-        threads:int=1, # For libraries that ask the environment
+        threads:int=1,                   # For libraries that ask the environment
         module:str="lmcourse.app.bench", # Whose `ACTIONS` it can be asked for
-        **environment, # More variables
+        **environment:str,               # More variables
     ):
         env = (os.environ | dict(RAYON_NUM_THREADS=str(threads), TOKENIZERS_PARALLELISM="true")
                | environment)
@@ -389,7 +390,7 @@ class Worker:
                                         stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
                                         encoding="utf-8", start_new_session=True)
 
-    def ask(self, action:str, **arguments
+    def ask(self, action:str, **arguments:Any
     )->dict: # As for `perform`; `ValueError` with the error that it met
         "Have a request done."
         try:
@@ -404,7 +405,7 @@ class Worker:
         return answer
 
     def __enter__(self): return self
-    def __exit__(self, *_):
+    def __exit__(self, *_:Any):
         self.process.kill()
         self.process.communicate()
 
@@ -516,9 +517,9 @@ def encoding_jobs(
 
 # %% ../../nbs/90_app/90a_bench.ipynb #730fd929
 def measure_encoding(
-    corpus:Corpus, # To be encoded
-    saved,         # Folder of a saved tokenizer
-    threads:list,  # Numbers of threads
+    corpus:Corpus,  # To be encoded
+    saved:str|Path, # Folder of a saved tokenizer
+    threads:list,   # Numbers of threads
     rounds:int,
 )->list: # Measurements
     "All encoders on one corpus, after their ids were compared."
@@ -561,8 +562,8 @@ def compare_ids(
 
 # %% ../../nbs/90_app/90a_bench.ipynb #6b70d546
 def save_tokenizer(
-    corpus:Corpus, # From which it is learnt, if need be
-    folder,        # New; the tokenizer comes into it
+    corpus:Corpus,   # From which it is learnt, if need be
+    folder:str|Path, # New; the tokenizer comes into it
     threads:int,
 )->str: # What it is, in words
     "The vocabulary that all encoders get."
@@ -595,8 +596,8 @@ def measure_counting(
 
 # %% ../../nbs/90_app/90a_bench.ipynb #b1f7f646
 def quarter(
-    corpus:Corpus, # Any
-    folder,        # The file comes into it
+    corpus:Corpus,   # Any
+    folder:str|Path, # The file comes into it
 )->Corpus:
     "The first quarter of the documents as a corpus of its own."
     texts = file_documents(corpus.path)[:-(-corpus.documents//4)]
@@ -606,8 +607,8 @@ def quarter(
 
 # %% ../../nbs/90_app/90a_bench.ipynb #22b0747a
 def measure_memory(
-    corpus:Corpus, # To learn from
-    folder,        # For the quarter
+    corpus:Corpus,   # To learn from
+    folder:str|Path, # For the quarter
     threads:int,
 )->list: # Measurements
     "The peak of a process that only imports, and of two that learn."
@@ -738,7 +739,8 @@ def first_use_table(
 
 # %% ../../nbs/90_app/90a_bench.ipynb #a965b90d
 def machine(
-    packages=("numba", "numpy", *PEERS), # Whose versions matter, where they are installed
+    # Whose versions matter, where they are installed
+    packages:Iterable[str]=("numba", "numpy", *PEERS),
 )->dict: # Processor, cores, load and versions
     "What all this was measured on."
     names = ["lmcourse", *present(packages)]
@@ -757,7 +759,8 @@ def machine_line(
             f"{m['system']}; {versions}")
 
 # %% ../../nbs/90_app/90a_bench.ipynb #66f77a3d
-def check_bench(corpora, max_mb, threads, rounds, file): # As for `bench_tokenizer`
+def check_bench(corpora:Sequence[str], max_mb:float|None, threads:Any, rounds:int,
+    file:Path|None): # As for `bench_tokenizer`
     "`ValueError` or `OSError` for what can't be measured."
     for name in set(corpora) - {"web"}:
         if not any(documents(name)):

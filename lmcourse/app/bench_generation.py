@@ -15,6 +15,7 @@ from functools import lru_cache, partial
 from pathlib import Path
 from collections.abc import Callable, Iterator
 import numpy as np
+from typing import Any
 from ..tools.config import ModelConfig, unknown
 from ..tools.files import write_json
 from ..tools.show import Table
@@ -78,36 +79,36 @@ def start_decoder(
     return write
 
 # %% ../../nbs/90_app/90b_bench_generation.ipynb #b539c098
-def make_fast(model):
+def make_fast(model:Any):
     "The fastest decoder for one text."
     from lmcourse.inference.kv_cache import FastDecoder
     return FastDecoder(model)
 
-def make_int8(model):
+def make_int8(model:Any):
     "The same with weights of one byte."
     from lmcourse.inference.kv_cache import FastDecoder
     from lmcourse.inference.quantization import quantize
     return FastDecoder(model, pack=quantize)
 
-def make_int4(model):
+def make_int4(model:Any):
     "And with half a byte."
     from lmcourse.inference.kv_cache import FastDecoder
     from lmcourse.inference.quantization import quantize
     return FastDecoder(model, pack=partial(quantize, bits=4))
 
 # %% ../../nbs/90_app/90b_bench_generation.ipynb #238035a1
-def make_numpy(model):
+def make_numpy(model:Any):
     "The NumPy engine's."
     from lmcourse.architecture.pretrained import params_of
     from lmcourse.inference.kv_cache import NumpyDecoder
     return NumpyDecoder(params_of(model), model.config)
 
-def make_cached(model):
+def make_cached(model:Any):
     "The plain one in torch."
     from lmcourse.inference.kv_cache import CachedDecoder
     return CachedDecoder(model)
 
-def make_recomputing(model):
+def make_recomputing(model:Any):
     "The one without a cache."
     from lmcourse.generation.generate import RecomputingDecoder
     return RecomputingDecoder(model)
@@ -261,7 +262,8 @@ def writing_table(
     return Table(rows, units={"first token": "ms", "tokens": "1/s", "of reading": "%"})
 
 # %% ../../nbs/90_app/90b_bench_generation.ipynb #98cf954f
-def check_bench_generation(rounds, threads, models, names, file): # As for `bench_generation`
+def check_bench_generation(rounds:int, threads:Any, models:Any, names:Any, file:Path|None
+): # As for `bench_generation`
     "`ValueError` or `OSError` for what can't be measured."
     for name,number in dict(rounds=rounds, threads=threads).items():
         if number is not None and number < 1:

@@ -74,9 +74,9 @@ def first_batch(
 
 # %% ../../nbs/90_app/90c_bench_training.ipynb #dede6eeb
 def torch_step(
-    loss:Callable,      # Without arguments, to a tensor
-    clip:Callable,      # Without arguments, to the length of the gradients before clipping
-    optimizer,          # Moves the parameters
+    loss:Callable, # Without arguments, to a tensor
+    clip:Callable, # Without arguments, to the length of the gradients before clipping
+    optimizer:Any, # Moves the parameters
 )->tuple: # Loss and length
     "One step of any model in torch."
     value = loss()
@@ -470,7 +470,8 @@ def large_table(
                               "of its product": "%", "memory": "GB"})
 
 # %% ../../nbs/90_app/90c_bench_training.ipynb #c35d8ff0
-def check_bench_training(rounds, threads, large_vocabulary, file): # As for `bench_training`
+def check_bench_training(rounds:int, threads:Any, large_vocabulary:Any, file:Path|None
+): # As for `bench_training`
     "`ValueError` or `OSError` for what can't be measured."
     for name,number in dict(rounds=rounds, threads=threads).items():
         if number is not None and number < 1:

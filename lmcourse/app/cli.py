@@ -26,7 +26,7 @@ from importlib.metadata import metadata
 from importlib.util import find_spec
 from itertools import chain, islice
 from pathlib import Path
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Annotated, Any, Literal, Union
 import numpy as np
 import tyro
@@ -62,17 +62,18 @@ def source(data:str, split:str="train", max_bytes:int|None=None)->Iterator[str]:
     with checking_input(): yield from documents(data, split, max_bytes)
 
 # %% ../../nbs/90_app/90g_cli.ipynb #66e02c64
-def word(kind, name:str): # An argument that is given by its place, not by an option
+def word(kind:Any, name:str): # An argument that is given by its place, not by an option
     hint = ("(optional)" if type(None) in typing.get_args(kind) else "(one or more)"
             if typing.get_origin(kind) is tuple else None)
     return Annotated[kind, tyro.conf.Positional,
                      tyro.conf.arg(metavar=name, help_behavior_hint=hint)]
 
-def one_of(names, default:str): # An option that is a name; its help says which there are
+def one_of(names:Iterable[str], default:str
+): # An option that is a name; its help says which there are
     return Annotated[str, tyro.conf.arg(help_behavior_hint=f"(default: {default}; there are "
                                                            f"{', '.join(names)})")]
 
-def some(kind, hint:str
+def some(kind:Any, hint:str
 ): # An option with several values, none of them by default, which `hint` explains
     return Annotated[tuple[kind, ...], tyro.conf.arg(help_behavior_hint=f"(default: {hint})")]
 
@@ -139,7 +140,7 @@ class PrepareCommand:
         say(f"in {self.out}: train, valid and tokenizer")
 
 # %% ../../nbs/90_app/90g_cli.ipynb #49c70ac4
-def say(*lines): print(*lines, sep="\n", flush=True)
+def say(*lines:Any): print(*lines, sep="\n", flush=True)
 
 def wrapped(text:str, indent:str="", hanging:int=0
 )->str: # Between words, as wide as the terminal, 100 columns at most
@@ -147,7 +148,7 @@ def wrapped(text:str, indent:str="", hanging:int=0
     return "\n".join(textwrap.fill(line, width, initial_indent=indent, subsequent_indent=indent
                                    + " "*hanging) for line in text.split("\n"))
 
-def learn_tokenizer(texts, vocab_size:int
+def learn_tokenizer(texts:Iterable[str], vocab_size:int
 )->Tokenizer: # What there is to say of it goes to the output, and not to the errors
     with warnings.catch_warnings(record=True) as notes:
         warnings.simplefilter("always")
@@ -205,7 +206,7 @@ def validation_documents(data:str, most:int)->list: # The first ones, at least o
     if not held_out: raise _too_little(data, "validation")
     return held_out
 
-def training_documents(data:str, max_bytes:int, held_out=()
+def training_documents(data:str, max_bytes:int, held_out:Iterable[str]=()
 )->Iterator[str]: # At least one; those of `held_out` are left out
     known = set(held_out)
     texts = (d for d in source(data, "train", max_bytes) if d not in known)
@@ -332,7 +333,7 @@ def open_data(data:Path)->list: # Training and validation documents of a folder 
                                 f"prepare` has finished")
     return [TokenDataset.open(data/name) for name in ("train", "valid")]
 
-def matching_tokenizer(data:Path, *sets
+def matching_tokenizer(data:Path, *sets:Any
 )->Tokenizer: # Of a folder of `prepare`; `ValueError` if the tokens are not its own
     tokenizer = Tokenizer.from_folder(data/"tokenizer")
     for tokens in sets:
@@ -380,7 +381,7 @@ SHARED_OUT = ("data_parallel_replicate_degree", "data_parallel_shard_degree",
               "timeout_seconds", "attention", "kernels")
 
 # %% ../../nbs/90_app/90g_cli.ipynb #bb5cf175
-def model_table(model)->Table: # Parameters by part, and in all
+def model_table(model:Any)->Table: # Parameters by part, and in all
     from lmcourse.accounting.parameters import parameter_table
     from lmcourse.architecture.transformer_torch import TransformerLM
     # A process of a mesh has some of the layers
@@ -388,7 +389,7 @@ def model_table(model)->Table: # Parameters by part, and in all
                            if hasattr(model, "stages") else model)
 
 # %% ../../nbs/90_app/90g_cli.ipynb #f8a92226
-def cost_lines(trainer)->list: # What the run will take: counted, then from a few timed steps
+def cost_lines(trainer:Any)->list: # What the run will take: counted, then from a few timed steps
     from lmcourse.accounting.hardware import mfu
     from lmcourse.accounting.run_cost import price
     from lmcourse.training.trainer import measure_step, peak_memory
@@ -432,7 +433,7 @@ def _too_large(p, device)->UserError: # The error for a `Price` that does not fi
                                   "context_length"))
 
 # %% ../../nbs/90_app/90g_cli.ipynb #6dc57978
-def speed_lines(trainer)->list: # What the run took, and what had been predicted
+def speed_lines(trainer:Any)->list: # What the run took, and what had been predicted
     from lmcourse.training.trainer import peak_memory
     done, memory = trainer.step*trainer.plan.tokens, peak_memory(trainer.device)
     line = (f"{trainer.step:,} steps, {done:,} tokens in {duration(trainer.elapsed)}: "
@@ -458,8 +459,8 @@ def device_here(kind:str
 
 # %% ../../nbs/90_app/90g_cli.ipynb #d8445952
 def train_to_the_end(
-    trainer,  # At any step
-    run:Path, # Its folder
+    trainer:Any, # At any step
+    run:Path,    # Its folder
 ):
     "Train, then show what came out."
     from lmcourse.training.runs import read_run
@@ -495,7 +496,7 @@ def train_to_the_end(
 # What gloo and NCCL say of a process that is gone, or that takes too long
 _LOST = re.compile("closed by peer|reset by peer|[Tt]imed out|[Tt]imeout|Broken pipe|aborted")
 
-def speaker(trainer): # Who writes stories; of a model on a mesh a whole copy, if that is small
+def speaker(trainer:Any): # Who writes stories; of a model on a mesh a whole copy, if that is small
     model = trainer.model
     if not hasattr(model, "stages"): return model
     from lmcourse.architecture.transformer_torch import TransformerLM
@@ -510,7 +511,7 @@ def _report(trainer, evaluation): # A line where there is no progress bar to sho
             f"validation loss {evaluation.loss:.3f}{excess}")
 
 # %% ../../nbs/90_app/90g_cli.ipynb #31048de9
-def result_line(result)->str: # An `Evaluation` in words
+def result_line(result:Any)->str: # An `Evaluation` in words
     line = (f"validation loss {result.loss:.4f} nats per token (perplexity "
             f"{math.exp(result.loss):.2f}, {result.bits_per_byte:.4f} bits per byte)")
     if result.excess is None: return line + "; no floor is known for this text"
@@ -518,7 +519,8 @@ def result_line(result)->str: # An `Evaluation` in words
     return (line + f"\nfloor {result.floor:.4f}, and on average no model can do better: this one "
                    f"is {result.excess:.4f}{margin} above it")
 
-def loss_plot(run:Path, **size)->str: # For the terminal; `width` and `height` as for `text_plot`
+def loss_plot(run:Path, **size:int
+)->str: # For the terminal; `width` and `height` as for `text_plot`
     from lmcourse.training.runs import read_metrics
     metrics = read_metrics(run)
     series = {name: ([m["step"] for m in metrics if key in m],
@@ -537,11 +539,11 @@ def draw(runs:list, path:Path): # Run folders into a picture that can be read on
 
 # %% ../../nbs/90_app/90g_cli.ipynb #67008ab1
 def story(
-    model,                     # Trained
-    tokenizer:Tokenizer,       # With which it was trained
-    seed:int=0,                # The same seed gives the same story
-    prompt:str="",             # The beginning; empty for a document from its start
-    max_tokens:int=400,        # This and the next two as in `generate`
+    model:Any,           # Trained
+    tokenizer:Tokenizer, # With which it was trained
+    seed:int=0,          # The same seed gives the same story
+    prompt:str="",       # The beginning; empty for a document from its start
+    max_tokens:int=400,  # This and the next two as in `generate`
     temperature:float=0.8,
     top_p:float|None=None,
 )->str:
@@ -571,7 +573,7 @@ def checked_device(name:str, quantize:str)->str: # Its kind
                          "only there are products for it")
     return device
 
-def decoder_for(model, bits:int|None=None): # The fastest that there is, as `generate` wants it
+def decoder_for(model:Any, bits:int|None=None): # The fastest that there is, as `generate` wants it
     from lmcourse.architecture.transformer_torch import Parts
     from lmcourse.inference.kv_cache import CachedDecoder, FastDecoder, GraphDecoder
     from lmcourse.inference.quantization import quantize_fitting
@@ -593,7 +595,7 @@ def load_draft(folder:Path, tokenizer:Tokenizer, device:str): # A model
     raise ValueError(f"draft {folder}: its tokenizer is {found}…, the model's {right}…")
 
 # %% ../../nbs/90_app/90g_cli.ipynb #617f5164
-def draw_story(model, draft, ids:list, max_tokens:int, settings:dict)->Iterator[int]: # Ids
+def draw_story(model:Any, draft:Any, ids:list, max_tokens:int, settings:dict)->Iterator[int]: # Ids
     from lmcourse.generation.generate import generate
     from lmcourse.inference.speculative import DraftModel, speculate
     if draft is None: return generate(model, ids, max_tokens, **settings)
@@ -671,7 +673,7 @@ class ServeCommand:
     quantize: Literal["none", "int8", "int4"] = "none" # Weights in few bits; on the CPU
     draft: Path|None = None     # Folder of a smaller run that guesses ahead: fewer passes
 
-    def run(self, ready=None): # Called when it answers, instead of a line
+    def run(self, ready:Callable|None=None): # Called when it answers, instead of a line
         with checking_input():
             for name in ("fastapi", "pydantic", "uvicorn"):
                 if find_spec(name): continue
@@ -803,7 +805,7 @@ class QuickstartCommand:
             f"of memory at most")
 
 # %% ../../nbs/90_app/90g_cli.ipynb #8020ead1
-def get_ready(data:str, minutes:float, out:Path, card=None
+def get_ready(data:str, minutes:float, out:Path, card:Any=None
 ): # The trainer, after everything before it was done and told; `card` is the GPU, if there is one
     "From the name of a corpus to a trainer at step 0."
     size = int(min(max(4e6*minutes, 2e6), 1e8)) if card is None else 100_000_000
@@ -831,7 +833,7 @@ def get_ready(data:str, minutes:float, out:Path, card=None
 def plan(
     data:Path,     # Folder of `prepare`
     minutes:float, # Of training
-    card=None,     # The GPU as a `Device`, if there is one
+    card:Any=None, # The GPU as a `Device`, if there is one
 )->tuple: # `ModelConfig` and `TrainConfig`
     """The quickstart's model, or a larger one on a GPU, and as many steps as fit into the
     minutes."""
@@ -863,7 +865,7 @@ def card_here(): # The GPU as a `Device`, measured; none without one
     import torch
     return device_here("cuda") if torch.cuda.is_available() else None
 
-def card_lines(card, minutes:float)->list: # What a GPU will train, before anything is done
+def card_lines(card:Any, minutes:float)->list: # What a GPU will train, before anything is done
     from lmcourse.accounting.parameters import count_parameters
     from lmcourse.accounting.your_gpu import preset_for
     if card is None: return []
@@ -876,10 +878,10 @@ def card_lines(card, minutes:float)->list: # What a GPU will train, before anyth
 
 # %% ../../nbs/90_app/90g_cli.ipynb #06783ec4
 def keep(
-    model,       # At the end of its training
+    model:Any,   # At the end of its training
     run:Path,    # Where it comes from
     folder:Path, # New
-    result,      # `Evaluation` of the model before rounding
+    result:Any,  # `Evaluation` of the model before rounding
     command:str, # That made it
 ):
     "Write a model for reading: weights as float16, its tokenizer, and how it was made."
@@ -1202,7 +1204,7 @@ def align(
         with checking_input(): refuse_existing(out)
         with all_or_nothing(out), checking_input():
             trainer = new_alignment(out, kind, settings, train)
-    run = out or resume
+    run:Any = out or resume
     try: found = align_to_the_end(trainer, run, say)
     except Interrupted as e: raise Interrupted(
         f"{e}; go on with: lmcourse {kind} --resume {run}") from None

@@ -16,6 +16,7 @@ from datetime import date
 from importlib import import_module
 from importlib.resources import files
 from pathlib import Path
+from collections.abc import Callable
 from ..tools.config import UserError, unknown
 from ..tools.files import read_json, write_json
 from ..tools.show import Table
@@ -278,12 +279,12 @@ def _wait(process, job:dict, seconds:float, echo:_Echo)->bool: # Whether it ende
 
 # %% ../../nbs/90_app/90e_grade.ipynb #a4529e17
 def check_file(
-    task:Exercise,           # What to check
-    path:Path,           # File with the answer, Python or a notebook
-    seconds:float=60.,   # Until the process is ended
+    task:Exercise,            # What to check
+    path:Path,                # File with the answer, Python or a notebook
+    seconds:float=60.,        # Until the process is ended
     # Whether the file holds this answer only; if not, the name `answer` stands for none
     alone:bool=True,
-    write=None,          # Takes what the file prints; by default it goes to the standard error
+    write:Callable|None=None, # Takes what the file prints; by default it goes to the standard error
 )->Verdict: # And nothing is raised for what the file does
     """Run the file and the task's grader in a process of their own.
     `ValueError` or `OSError` for a file that is none."""
@@ -445,11 +446,11 @@ def find_answers(exercise:str, path:Path, seconds:float=60., progress:Path|None=
     return tasks, answer_files(tasks, path)
 
 def check_exercise(
-    exercise:str,       # An exercise, say 03.rope, or a chapter
-    path:Path,          # File with the answer or answers, or a folder with a file for each
-    seconds:float=60.,  # Time limit for each exercise
+    exercise:str,            # An exercise, say 03.rope, or a chapter
+    path:Path,               # File with the answer or answers, or a folder with a file for each
+    seconds:float=60.,       # Time limit for each exercise
     progress:Path|None=None, # File that remembers the results
-    say=print,          # Takes each line
+    say:Callable=print,      # Takes each line
 )->bool: # Whether all answers that were found are right
     """Check an answer, or those of a chapter.
     `ValueError` or `OSError`, as of `find_answers`, before any file runs."""

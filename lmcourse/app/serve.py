@@ -25,6 +25,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from ..generation.generate import PLAIN_CHAT, ChatTemplate, check_tokenizer, prompt_ids
 from ..generation.generate import split_at_stop
 from ..inference.engine import Engine, Request, check_request
+from ..tokenization.tokenizer import Tokenizer
 
 # %% ../../nbs/90_app/90f_serve.ipynb #e6ecfe64
 class Job:
@@ -35,10 +36,10 @@ class Job:
     ):
         self.request, self.listener, self.arrival = request, listener, time.perf_counter()
         self.sequence:Any = None                # Of the engine, as soon as it has the request
-        self.sent, self.over = 0, False         # Tokens told; whether the last event was
+        self.sent, self.over = 0, False         # Tokens reported; whether the last event was
         self.closed:Callable = lambda: None     # Called once, after the last event
 
-    def tell(self, *event):
+    def tell(self, *event:Any):
         """Events are `("prompt", list)`, `("token", id, told)`, and at last `("end", reason)` or
         `("error", message, status)`; nothing comes after these."""
         if self.over: return
@@ -48,7 +49,7 @@ class Job:
             if self.over: self.closed()
 
     def report(self):
-        "What is new since the last time."
+        "Tell the listener what is new since the last report."
         s = self.sequence
         if not self.sent and s.request.scores_prompt and (s.tokens or s.reason):
             self.tell("prompt", s.prompt_log_probs)
@@ -68,7 +69,7 @@ class JobInbox:
         self.farewell = "the engine's thread has ended, start the server again"
 
     def submit(self, jobs:list)->bool: # False if there is no room for all of them
-        "Hand in jobs. When the thread has ended they hear so at once."
+        "Hand in jobs. If the thread has ended, their listeners are told so at once."
         with self.lock:
             if self.open + len(jobs) > self.most: return False
             self.open += len(jobs)
@@ -87,7 +88,7 @@ class JobInbox:
     def cancel(self, job:Job): self.inbox.put(partial(self.stop, job, "cancelled", 499))
 
 # %% ../../nbs/90_app/90f_serve.ipynb #d25732b0
-def engine_state(engine)->dict: # For an engine or none
+def engine_state(engine:Any)->dict: # For an engine or None
     "What `Metrics` tell of an engine, as plain numbers that any thread may read."
     if engine is None: return dict(running=0, waiting=0, free=0, used=0, reused=0)
     free, blocks = len(engine.pool.free), len(engine.pool.users)
@@ -216,7 +217,7 @@ def metric(
     name:str,     # Without the prefix that all have
     kind:str,     # counter, gauge or histogram
     meaning:str,  # In words
-    samples:dict, # What stands behind the name, to a number
+    samples:dict, # From what follows the name, say labels, to a number
 )->str:
     "The lines of one metric."
     name = f"lmcourse_{name}"
@@ -264,7 +265,7 @@ class SamplingRequest(BaseModel):
 
     @field_validator("stream_options")
     @classmethod
-    def only_streamed(cls, value, info):
+    def only_streamed(cls, value:Any, info:Any):
         if value.include_usage and not info.data.get("stream"):
             raise ValueError("stream_options needs stream = true")
         return value
@@ -281,7 +282,7 @@ class CompletionRequest(SamplingRequest):
 
     @field_validator("best_of")
     @classmethod
-    def only_n(cls, value, info):
+    def only_n(cls, value:Any, info:Any):
         if value != info.data.get("n"): raise ValueError(f"expected {ONLY.format('n')}")
         return value
     @property
@@ -318,7 +319,7 @@ class ChatRequest(SamplingRequest):
 
     @field_validator("top_logprobs")
     @classmethod
-    def only_with_logprobs(cls, value, info):
+    def only_with_logprobs(cls, value:Any, info:Any):
         if not info.data.get("logprobs"): raise ValueError("top_logprobs needs logprobs = true")
         return value
     @property
@@ -345,14 +346,14 @@ def read_body(
 
 # %% ../../nbs/90_app/90f_serve.ipynb #8bdf2c79
 def refused_field(
-    e:ValidationError,          # Of which the most precise error is told
+    e:ValidationError,          # Of which the most precise error is reported
     given:dict,                 # The body
     kind:type[SamplingRequest], # What it should be
 )->Refused:
     "The error in one line: the field, its value, and what would be right."
     error, path = max(e.errors(include_url=False), key=lambda e: len(e["loc"])), ""
     value:Any = given
-    for step in error["loc"]:                   # It names types too, which are no places
+    for step in error["loc"]:                   # It names types too: they aren't places
         if isinstance(value, dict) and step in value: path += f".{step}"
         elif isinstance(value, list) and type(step) is int: path += f"[{step}]"
         else: continue
@@ -374,9 +375,9 @@ def _short(value)->str:
 
 # %% ../../nbs/90_app/90f_serve.ipynb #90bef3cc
 def read_prompts(
-    prompt:str|list, # As in the body
-    tokenizer,       # With an end-of-text token
-    most:int,        # Prompts
+    prompt:str|list,     # As in the body
+    tokenizer:Tokenizer, # With an end-of-text token
+    most:int,            # Prompts
 )->list: # Pairs: ids, and how many of them the client did not give
     "The prompts as ids."
     if type(prompt) is str or all(type(i) is int for i in prompt) and prompt: prompt = [prompt]
@@ -395,7 +396,7 @@ def read_prompts(
 def read_messages(
     messages:list,         # As in the body
     template:ChatTemplate, # Of the run
-    tokenizer,             # As for `read_prompts`
+    tokenizer:Tokenizer,   # As for `read_prompts`
 )->list: # As `read_prompts` gives it, with one pair
     "A conversation as ids, up to where the assistant's answer begins."
     try: ids = template.encode([(m.role, m.text) for m in messages], tokenizer)
@@ -413,7 +414,7 @@ class Piece:
 
 class Choice:
     "One answer as it grows."
-    def __init__(self, tokenizer, stops:list, index:int=0, log_probs:bool=False):
+    def __init__(self, tokenizer:Tokenizer, stops:list, index:int=0, log_probs:bool=False):
         self.tokenizer, self.stops, self.index, self.log_probs = tokenizer, stops, index, log_probs
         self.decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self.held, self.done, self.length = "", 0, 0    # Held back; characters shown; decoded
@@ -430,7 +431,7 @@ class Choice:
         self.length = len(text)
         return self.piece(text)
 
-    def add(self, id:int, told)->Piece|None: # A piece if there is something to show
+    def add(self, id:int, told:Any)->Piece|None: # A piece if there is something to show
         self.note(id, told)
         new = self.decoder.decode(self.tokenizer.token_bytes(id))
         self.length += len(new)
@@ -445,7 +446,7 @@ class Choice:
         self.reason = "stop" if held is None else reason
         return self.piece(shown + (held or ""))
 
-    def note(self, id:int, told): # Before its text is added
+    def note(self, id:int, told:Any): # Before its text is added
         if not self.log_probs: return
         log_prob, best = told or (None, None)
         token = self.tokenizer.token_bytes
@@ -468,7 +469,7 @@ def joined(
     return Piece(pieces[-1].index, "".join(p.text for p in pieces), tokens, pieces[-1].reason)
 
 def token_text(token:bytes)->str: # As OpenAI writes it
-    "The text of a token; one that is no whole characters is written as bytes."
+    "The text of a token, or its bytes if they are not whole characters."
     try: return token.decode()
     except UnicodeDecodeError: return "bytes:" + "".join(f"\\x{b:02x}" for b in token)
 
@@ -512,16 +513,16 @@ class ChatFormat:
 class Service:
     "What all requests share: a model, its tokenizer, the engine's thread, limits and counters."
     def __init__(self,
-        model,                    # A `TransformerLM`
-        tokenizer,                # With which it was trained
-        name:str="lmcourse",      # Of the model
-        max_body:int=1_000_000,   # Bytes
-        max_open:int=64,          # Answers running or waiting
+        model:Any,                             # A `TransformerLM`
+        tokenizer:Tokenizer,                   # With which it was trained
+        name:str="lmcourse",                   # Of the model
+        max_body:int=1_000_000,                # Bytes
+        max_open:int=64,                       # Answers running or waiting
         max_tokens:int|None=None, # Of an answer: none for what the context has room for
-        max_running:int=16,       # Answers computed together
-        num_blocks:int|None=None, # As for `Engine`
+        max_running:int=16,                    # Answers computed together
+        num_blocks:int|None=None,              # As for `Engine`
         chat_template:ChatTemplate=PLAIN_CHAT, # How a conversation becomes a text
-        make_engine:Callable=Engine, # As `Engine`, say a `DraftEngine` with a draft
+        make_engine:Callable=Engine,           # As `Engine`, say a `DraftEngine` with a draft
     ):
         check_tokenizer(model, tokenizer)
         limits = dict(max_body=max_body, max_open=max_open, max_tokens=max_tokens)
@@ -541,12 +542,13 @@ class Service:
         message = f"the model {model[:80]!r} does not exist, here is {self.name!r}"
         raise Refused(message, "model", 404, "model_not_found")
 
-    def length(self, body, ids:list)->int: # Tokens asked for; else the default, or what fits
+    def length(self, body:Any, ids:list)->int: # Tokens asked for; else the default, or what fits
         if body.wanted is not None: return body.wanted
         fits = min(self.model.config.context_length, self.room) - len(ids) + 1
         return max(1, min(self.max_tokens or fits, fits, fits if body.chat else 16))
 
-    def requests(self, body)->tuple: # For the engine; how many ids of each the client did not give
+    def requests(self, body:Any
+    )->tuple: # For the engine; how many ids of each the client did not give
         "What a body asks for. Answers to one prompt lie together."
         limit = self.max_tokens or self.model.config.context_length
         self.check_name(body.model)
@@ -574,7 +576,7 @@ class Flight:
     "A request in flight. `Refused` with status 429 if there is no room."
     def __init__(self,
         service:Service, # Which serves it
-        body,            # A `CompletionRequest` or `ChatRequest`
+        body:Any,        # A `CompletionRequest` or `ChatRequest`
         requests:list,   # This and the next as from `Service.requests`
         added:list,
     ):
@@ -600,7 +602,7 @@ class Flight:
         with suppress(RuntimeError): # The loop is closed: nobody listens any more
             self.loop.call_soon_threadsafe(self.events.put_nowait, (i, *event))
 
-    def close(self): # What still runs of it ends
+    def close(self): # Stop what is still running
         for job in self.jobs: self.worker.cancel(job)
         if self.open: self.service.metrics.count(self.ended)
         self.open = False
@@ -663,7 +665,7 @@ class Reply:
         finally: await pieces.aclose()
 
 # %% ../../nbs/90_app/90f_serve.ipynb #99cf00fa
-async def read_limited(http, most:int)->bytes: # `Refused` with status 413
+async def read_limited(http:Any, most:int)->bytes: # `Refused` with status 413
     "The body of a request, `most` bytes at most."
     data = bytearray()
     async for chunk in http.stream():
@@ -671,11 +673,11 @@ async def read_limited(http, most:int)->bytes: # `Refused` with status 413
         if len(data) > most: raise Refused(f"the body has more than {most:,} bytes", status=413)
     return bytes(data)
 
-async def until_gone(http):
+async def until_gone(http:Any):
     "Ends when the client is no longer there."
     while not await http.is_disconnected(): await asyncio.sleep(0.1)
 
-async def take_off(service:Service, http, kind:type[SamplingRequest])->Flight:
+async def take_off(service:Service, http:Any, kind:type[SamplingRequest])->Flight:
     "Read a request and hand it to the engine."
     try:
         if not http.headers.get("content-type", "").startswith("application/json"):
@@ -687,8 +689,8 @@ async def take_off(service:Service, http, kind:type[SamplingRequest])->Flight:
         raise
 
 # %% ../../nbs/90_app/90f_serve.ipynb #c3ae66ad
-async def whole_answer(flight:Flight, http): # A response
-    "The answer at its end, unless the client is gone before."
+async def whole_answer(flight:Flight, http:Any): # A response
+    "Send the answer when it is complete, unless the client leaves before."
     from starlette.responses import JSONResponse
     tasks:list = [asyncio.ensure_future(f) for f in (Reply(flight).whole(), until_gone(http))]
     try:
@@ -702,9 +704,9 @@ async def whole_answer(flight:Flight, http): # A response
 
 # %% ../../nbs/90_app/90f_serve.ipynb #4bc28351
 def event_stream(
-    lines,        # Asynchronous generator
-    http,         # The request
-    end:Callable, # Called at the end, however it comes
+    lines:AsyncIterator, # Asynchronous generator
+    http:Any,            # The request
+    end:Callable,        # Called at the end, however it comes
 ): # A response
     "Lines sent as they come, until the client is gone."
     from starlette.responses import StreamingResponse
@@ -754,7 +756,7 @@ def make_app(
 
 # %% ../../nbs/90_app/90f_serve.ipynb #463dc8ce
 def add_monitoring(
-    app,             # A FastAPI application
+    app:Any,         # A FastAPI application
     service:Service, # What is served
 ):
     "`GET /health` and `GET /metrics`."
@@ -770,7 +772,7 @@ def add_monitoring(
 
 # %% ../../nbs/90_app/90f_serve.ipynb #90fchat2
 def add_chat(
-    app, # A FastAPI application
+    app:Any, # A FastAPI application
 ):
     "`GET /chat`: a page that talks to `/v1/chat/completions`."
     from starlette.responses import HTMLResponse
@@ -782,7 +784,7 @@ def add_chat(
 
 # %% ../../nbs/90_app/90f_serve.ipynb #32916656
 def answer_errors(
-    app, # A FastAPI application
+    app:Any, # A FastAPI application
 ): # The same
     "Give every error OpenAI's form."
     from starlette.exceptions import HTTPException
@@ -838,13 +840,13 @@ def run_server(
     finally: service.worker.close()
 
 def serve_model(
-    model,                # A `TransformerLM`
-    tokenizer,            # With which it was trained
+    model:Any,            # A `TransformerLM`
+    tokenizer:Tokenizer,  # With which it was trained
     host:str="127.0.0.1", # This and the next three as for `make_server`
     port:int=8000,
     grace:float=10.,
     ready:Callable=lambda: None,
-    **settings,           # Of `Service`: `name`, `chat_template` and the like
+    **settings:Any,       # Of `Service`: `name`, `chat_template` and the like
 ):
     "Serve a model until a signal comes; from the main thread."
     run_server(Service(model, tokenizer, **settings), host, port, grace, ready)

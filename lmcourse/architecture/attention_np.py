@@ -10,6 +10,7 @@ __all__ = ['rope_tables_np', 'rope_forward', 'rope_backward', 'rope_half_forward
 
 # %% ../../nbs/03_architecture/03c_attention_np.ipynb #b5c78fde
 import numpy as np
+from typing import Any
 from ..tools.config import ModelConfig
 from .layers_np import require_dy, require_types
 from .layers_np import named_linear, named_linear_backward
@@ -19,11 +20,11 @@ from .layers_np import softmax_forward
 
 # %% ../../nbs/03_architecture/03c_attention_np.ipynb #3824ea98
 def rope_tables_np(
-    context_length:int,    # Positions 0 to `context_length - 1`, T
-    head_dim:int,          # Size of a head, K, an even number
-    theta:float=10_000.0,  # Base of the wavelengths, in tokens
-    dtype=np.float32,      # Type of the tables
-    xp=np,                 # Array module of the tables
+    context_length:int,                   # Positions 0 to `context_length - 1`, T
+    head_dim:int,                         # Size of a head, K, an even number
+    theta:float=10_000.0,                 # Base of the wavelengths, in tokens
+    dtype:np.typing.DTypeLike=np.float32, # Type of the tables
+    xp:Any=np,                            # Array module of the tables
 )->tuple: # Cosines and sines `(T, K/2)`
     """Compute cosine and sine of the angle of each position and pair.
     Source: Su et al. 2021, section 3.2.2."""
@@ -175,10 +176,10 @@ def _check_counts(T:int, S:int, window:int|None):
 
 # %% ../../nbs/03_architecture/03c_attention_np.ipynb #c34a1c8f
 def causal_mask_np(
-    num_queries:int,      # Number of queries, T, at the last T of the S positions
+    num_queries:int,        # Number of queries, T, at the last T of the S positions
     num_keys:int|None=None, # Number of keys, S; default: as many as queries
-    window:int|None=None, # Number of latest keys that a query sees, itself included; default: all
-    xp=np,                # Array module of the mask
+    window:int|None=None,   # Number of latest keys that a query sees, itself included; default: all
+    xp:Any=np,              # Array module of the mask
 )->np.ndarray: # bool `(T, S)`, `True` where a query may see a key
     """Make the mask in which each query sees itself and what came before.
     Raises `ValueError` if there are more queries than keys."""

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 from ..tools.config import ModelConfig
 from .layers_torch import Linear, RMSNorm, at_least_float32, check_index
 from .layers_torch import softmax
@@ -40,10 +41,10 @@ def scaled_dot_product_attention(
 
 # %% ../../nbs/03_architecture/03d_attention_torch.ipynb #dffbf9cd
 def causal_mask(
-    num_queries:int,      # Number of queries, T, at the last T of the S positions
-    num_keys:int|None=None, # Number of keys, S; default: as many as queries
+    num_queries:int,                   # Number of queries, T, at the last T of the S positions
+    num_keys:int|None=None,            # Number of keys, S; default: as many as queries
     window:int|None=None, # Number of latest keys that a query sees, itself included; default: all
-    device=None,          # Device of the mask
+    device:str|torch.device|None=None, # Device of the mask
 )->torch.Tensor: # `(T, S)`, `True` where a query may see a key
     """Make the mask in which each query sees itself and what came before.
     Raises `ValueError` if there are more queries than keys."""
@@ -77,10 +78,10 @@ def causal_attention(
 
 # %% ../../nbs/03_architecture/03d_attention_torch.ipynb #5bfea64b
 def rope_tables(
-    context_length:int,    # Positions 0 to `context_length - 1`, T
-    head_dim:int,          # Size of a head, K, an even number
-    theta:float=10_000.0,  # Base of the wavelengths, in tokens
-    dtype=torch.float32,   # Type of the tables
+    context_length:int,              # Positions 0 to `context_length - 1`, T
+    head_dim:int,                    # Size of a head, K, an even number
+    theta:float=10_000.0,            # Base of the wavelengths, in tokens
+    dtype:torch.dtype=torch.float32, # Type of the tables
 )->tuple: # Cosines and sines `(T, K/2)`, on the CPU
     """Compute cosine and sine of the angle of each position and pair.
     Source: Su et al. 2021, section 3.2.2."""
@@ -119,8 +120,8 @@ class FixedTable(nn.Module):
         raise NotImplementedError
 
     def place(self,
-        device=None, # Device of the model; default: torch's
-        dtype=None,  # Type of the model; default: torch's
+        device:str|torch.device|None=None, # Device of the model; default: torch's
+        dtype:torch.dtype|None=None,       # Type of the model; default: torch's
     ):
         "Compute the table on a device."
         like = torch.empty(0, device=device, dtype=dtype)
@@ -145,7 +146,7 @@ class RoPE(FixedTable):
         head_dim:int,         # Size of a head, K
         theta:float=10_000.0, # Base of the wavelengths, in tokens
         # Device and type of the model; float64 gets tables in float64, other types in float32
-        device=None, dtype=None,
+        device:str|torch.device|None=None, dtype:torch.dtype|None=None,
     ):
         super().__init__()
         self.sizes = context_length, head_dim, theta
@@ -192,14 +193,14 @@ def _turn(x:torch.Tensor, table:torch.Tensor)->torch.Tensor: # `table` is `(...,
 class HeadProjections(nn.Module):
     "The four projection matrices of attention."
     def __init__(self,
-        config:ModelConfig,     # Sizes and variant
-        linear:Callable=Linear, # Class of the matrices
-        device=None,            # Device of the weights; `meta` for shapes only
-        dtype=None,             # Type of the weights; default: torch's
+        config:ModelConfig,                  # Sizes and variant
+        linear:Callable=Linear,              # Class of the matrices
+        device:str|torch.device|None=None,   # Device of the weights; `meta` for shapes only
+        dtype:torch.dtype|None=None,         # Type of the weights; default: torch's
         generator:torch.Generator|None=None, # Random generator of the initial weights
     ):
         super().__init__()
-        c, place = config, dict(device=device, dtype=dtype)
+        c, place = config, dict[str, Any](device=device, dtype=dtype)
         make = partial(linear, bias=c.bias, generator=generator, **place)
         self.head_dim = c.head_size
         self.q_proj, self.k_proj, self.v_proj = (make(c.d_model, heads*c.head_size)
@@ -228,12 +229,13 @@ def norm_heads(norm:RMSNorm, heads:torch.Tensor
 class CausalSelfAttention(HeadProjections):
     "Multi-head causal attention, in the variant that the config asks for."
     def __init__(self,
-        config:ModelConfig,    # Sizes and variant
+        config:ModelConfig, # Sizes and variant
         # A `RoPE` shared by all layers of a model; by default one is made if the config asks for it
         rope:RoPE|None=None,
         # Function of queries, keys, values and window that returns `(..., H, T, K)`, say a kernel
         attention:Callable=causal_attention,
-        device=None, dtype=None, **more, # As for `HeadProjections`
+        # As for `HeadProjections`
+        device:str|torch.device|None=None, dtype:torch.dtype|None=None, **more:Any,
     ):
         super().__init__(config, device=device, dtype=dtype, **more)
         c, self.window, self.attention = config, config.window, attention
@@ -241,10 +243,10 @@ class CausalSelfAttention(HeadProjections):
                      if c.position == "rope" else None)
 
     def forward(self,
-        x:torch.Tensor, # `(..., T, D)`
+        x:torch.Tensor,                   # `(..., T, D)`
         positions:torch.Tensor|None=None, # Positions, `(T,)` or `(..., T)`; default: 0 to T - 1
         # A cache of earlier keys and values: `cache.update(k, v)` adds new ones and returns all
-        cache=None,
+        cache:Any=None,
         # Result of `rope.at`, if all layers share one; by default it is looked up here
         table:torch.Tensor|None=None,
     )->torch.Tensor: # `(..., T, D)`

@@ -14,11 +14,12 @@ __all__ = ['ACTIVATIONS_NP', 'array_module', 'at_least_float32_np', 'truncated_n
 import math, sys
 import numpy as np
 from dataclasses import dataclass
+from typing import Any
 from ..tools.config import FFN_KINDS, unknown
 
 # %% ../../nbs/03_architecture/03a_layers_np.ipynb #cd3a6361
 def array_module(
-    *arrays, # Arrays of one module; `None` is skipped
+    *arrays:Any, # Arrays of one module; `None` is skipped
 ):           # That module: `numpy`, or `cupy`
     """Return the module whose functions fit the arrays, by convention called `xp`.
     Raises `TypeError` if the arrays belong to two modules, or are not arrays."""
@@ -45,19 +46,20 @@ def at_least_float32_np(
     return x.astype(np.float32) if x.dtype.itemsize < 4 else x
 
 # %% ../../nbs/03_architecture/03a_layers_np.ipynb #3a9d7f3d
-def require_shape(name:str, a, shape:tuple):
+def require_shape(name:str, a:Any, shape:tuple):
     if a.shape != shape: raise ValueError(f"{name} has shape {a.shape}, expected {shape}")
 
-def require_dy(dy, shape:tuple, dtype, name:str="dy"): # Must be like the output
+def require_dy(dy:Any, shape:tuple, dtype:np.typing.DTypeLike, name:str="dy"
+): # Must be like the output
     require_shape(name, dy, shape)
     if dy.dtype != dtype: raise TypeError(f"{name} is {dy.dtype}, expected {dtype} like the output")
 
-def require_types(layer:str, *arrays): # All of one floating-point type; skips `None`
+def require_types(layer:str, *arrays:Any): # All of one floating-point type; skips `None`
     types = sorted({str(a.dtype) for a in arrays if a is not None})
     if len(types) > 1 or arrays[0].dtype.kind != "f":
         raise TypeError(f"{layer}: arrays of {', '.join(types)}, expected one floating-point type")
 
-def require_ids(name:str, ids, V:int
+def require_ids(name:str, ids:Any, V:int
 ): # Reads the smallest and the largest id; on a GPU the program waits for them
     if ids.dtype.kind not in "iu":
         raise TypeError(f"{name}s are {ids.dtype}, expected whole numbers")
@@ -74,10 +76,11 @@ def _sum_rows(a): return at_least_float32_np(_rows(a)).sum(0) # `(..., D)` to `(
 
 # %% ../../nbs/03_architecture/03a_layers_np.ipynb #e9923965
 def truncated_normal_np(
-    shape:tuple|int, # Shape of the array
-    std:float,       # Standard deviation before the cut at three of them on either side
-    rng:np.random.Generator, # Random generator
-    dtype=np.float32, # Type of the array; the numbers are drawn in float32, the same for every type
+    shape:tuple|int,                      # Shape of the array
+    std:float, # Standard deviation before the cut at three of them on either side
+    rng:np.random.Generator,              # Random generator
+    # Type of the array; the numbers are drawn in float32, the same for every type
+    dtype:np.typing.DTypeLike=np.float32,
 )->np.ndarray:
     "Draw normal random numbers around 0, none beyond three standard deviations."
     if not isinstance(rng, np.random.Generator):
@@ -94,10 +97,10 @@ def truncated_normal_np(
 
 # %% ../../nbs/03_architecture/03a_layers_np.ipynb #e8c6932d
 def linear_init(
-    d_in:int,         # Size of the input's last dimension
-    d_out:int,        # Size of the output's last dimension
-    rng:np.random.Generator, # Random generator
-    dtype=np.float32, # Type of the weight
+    d_in:int,                             # Size of the input's last dimension
+    d_out:int,                            # Size of the output's last dimension
+    rng:np.random.Generator,              # Random generator
+    dtype:np.typing.DTypeLike=np.float32, # Type of the weight
 )->np.ndarray: # `(out, in)`
     "Make the initial weight of a linear layer, of variance 2/(in + out) before the cut-off."
     return truncated_normal_np((d_out, d_in), math.sqrt(2/(d_in + d_out)), rng, dtype)
@@ -117,7 +120,7 @@ def linear_forward(
     return y.reshape(x.shape[:-1] + weight.shape[:1]), (x, weight, bias is not None)
 
 # %% ../../nbs/03_architecture/03a_layers_np.ipynb #a0ae3e2f
-def require_linear(x, weight, bias):
+def require_linear(x:Any, weight:Any, bias:Any):
     if weight.ndim != 2 or x.shape[-1:] != weight.shape[1:]:
         raise ValueError(f"linear: weight {weight.shape} does not fit x {x.shape}, expected (out, "
                          f"{x.shape[-1] if x.ndim else 'in'})")
@@ -206,7 +209,7 @@ def rmsnorm_forward(
     return _like(x_hat*weight, x), (x_hat, r, weight, x.dtype)
 
 # %% ../../nbs/03_architecture/03a_layers_np.ipynb #40ed3ae7
-def require_norm(layer:str, x, **params):
+def require_norm(layer:str, x:Any, **params:Any):
     for name,p in params.items():
         if p.shape != x.shape[-1:] or not x.ndim:
             raise ValueError(f"{layer}: {name} {p.shape} does not fit x {x.shape}, expected "
@@ -370,10 +373,10 @@ ACTIVATIONS_NP = dict(   # Name to its forward and backward function
     relu2=(relu2_forward, relu2_backward))
 
 # %% ../../nbs/03_architecture/03a_layers_np.ipynb #98d7b679
-def named_linear(x, params, name):
+def named_linear(x:Any, params:dict, name:str):
     return linear_forward(x, params[f"{name}.weight"], params.get(f"{name}.bias"))
 
-def named_linear_backward(dy, cache, name
+def named_linear_backward(dy:Any, cache:Any, name:str
 ): # The gradient of the input, and a dict with the gradients of the parameters
     dx, dweight, dbias = linear_backward(dy, cache)
     return dx, {f"{name}.weight": dweight} | ({} if dbias is None else {f"{name}.bias": dbias})
@@ -468,7 +471,7 @@ def cross_entropy_forward(
     return loss, (logits, targets, counts, top, total, z_loss)
 
 # %% ../../nbs/03_architecture/03a_layers_np.ipynb #cf080ff7
-def require_targets(logits, targets, ignore_index:int, z_loss:float
+def require_targets(logits:Any, targets:Any, ignore_index:int, z_loss:float
 )->tuple: # `(N,)` each: which targets count, and their ids (0 for those that don't)
     if not logits.ndim: raise ValueError("logits is one number, expected shape (..., V)")
     if targets.shape != logits.shape[:-1]:

@@ -20,11 +20,11 @@ from ..tools.config import FFN_KINDS, unknown
 
 # %% ../../nbs/03_architecture/03b_layers_torch.ipynb #c266cb90
 def check_same(
-    f,               # A differentiable function of some tensors
-    g,               # Another function, which should compute the same
-    *inputs,         # Arguments of both; floating-point tensors get a gradient
-    rtol:float=1e-5, # Allowed relative error, relative to the result of `g`
-    atol:float=1e-6, # Allowed absolute error, in addition
+    f:Callable,           # A differentiable function of some tensors
+    g:Callable,           # Another function, which should compute the same
+    *inputs:torch.Tensor, # Arguments of both; floating-point tensors get a gradient
+    rtol:float=1e-5,      # Allowed relative error, relative to the result of `g`
+    atol:float=1e-6,      # Allowed absolute error, in addition
 ):
     """Check that `f` and `g` agree in their output and in the gradient of every input.
     Raises `AssertionError` if they don't."""
@@ -38,10 +38,10 @@ def check_same(
 
 # %% ../../nbs/03_architecture/03b_layers_torch.ipynb #2efd78ed
 def truncated_normal(
-    shape:tuple,    # Shape of the tensor
-    std:float,      # Standard deviation before the cut at three of them on either side
-    device=None,    # Device of the tensor; on `meta` nothing is drawn
-    dtype=None,     # Type of the tensor; default: torch's
+    shape:tuple,                       # Shape of the tensor
+    std:float, # Standard deviation before the cut at three of them on either side
+    device:str|torch.device|None=None, # Device of the tensor; on `meta` nothing is drawn
+    dtype:torch.dtype|None=None,       # Type of the tensor; default: torch's
     # Random generator on the CPU; default: torch's own
     generator:torch.Generator|None=None,
 )->torch.Tensor: # The same numbers on every device: they are drawn on the CPU
@@ -65,11 +65,11 @@ def linear(
 class Linear(nn.Linear):
     "Torch's linear layer, with the initialization of Glorot and Bengio."
     def __init__(self,
-        in_features:int,  # Size of the input's last dimension
-        out_features:int, # Size of the output's last dimension
-        bias:bool=False,  # Whether to add a learnt vector, initially 0
-        device=None,      # Device of the weights; `meta` for shapes only
-        dtype=None,       # Type of the weights; default: torch's
+        in_features:int,                     # Size of the input's last dimension
+        out_features:int,                    # Size of the output's last dimension
+        bias:bool=False,                     # Whether to add a learnt vector, initially 0
+        device:str|torch.device|None=None,   # Device of the weights; `meta` for shapes only
+        dtype:torch.dtype|None=None,         # Type of the weights; default: torch's
         generator:torch.Generator|None=None, # Random generator of the initial weights
     ):
         super().__init__(in_features, out_features, bias, "meta")
@@ -82,12 +82,12 @@ class Linear(nn.Linear):
 class Embedding(nn.Embedding):
     "Looks up a row of `weight` for each id. Raises `IndexError` for an id out of range."
     def __init__(self,
-        num_embeddings:int, # Number of rows; ids are 0 to `num_embeddings - 1`
-        embedding_dim:int,  # Size of a row
+        num_embeddings:int,                  # Number of rows; ids are 0 to `num_embeddings - 1`
+        embedding_dim:int,                   # Size of a row
         # Standard deviation of the initial weights, before they are cut off at three of them
         std:float=1.0,
-        device=None,        # Device of the weights; `meta` for shapes only
-        dtype=None,         # Type of the weights; default: torch's
+        device:str|torch.device|None=None,   # Device of the weights; `meta` for shapes only
+        dtype:torch.dtype|None=None,         # Type of the weights; default: torch's
         generator:torch.Generator|None=None, # Random generator of the initial weights
     ):
         shape = num_embeddings, embedding_dim
@@ -145,10 +145,10 @@ def rmsnorm(
 class RMSNorm(nn.Module):
     "`rmsnorm` as a module, with a learnt gain that starts at 1."
     def __init__(self,
-        d_model:int,    # Size of the last dimension, D
-        eps:float=1e-5, # Number added to the mean square, in units of `x**2`
-        device=None,    # Device of the gain
-        dtype=None,     # Type of the tensor; default: torch's
+        d_model:int,                       # Size of the last dimension, D
+        eps:float=1e-5,                    # Number added to the mean square, in units of `x**2`
+        device:str|torch.device|None=None, # Device of the gain
+        dtype:torch.dtype|None=None,       # Type of the tensor; default: torch's
     ):
         super().__init__()
         self.eps, self.weight = eps, nn.Parameter(torch.ones(d_model, device=device, dtype=dtype))
@@ -175,11 +175,11 @@ def layernorm(
 class LayerNorm(nn.Module):
     "`layernorm` as a module, with a learnt gain that starts at 1 and a bias that starts at 0."
     def __init__(self,
-        d_model:int,    # Size of the last dimension, D
-        eps:float=1e-5, # Number added to the variance, in units of `x**2`
-        bias:bool=True, # Whether there is a bias
-        device=None,    # Device of the weights
-        dtype=None,     # Type of the weights; default: torch's
+        d_model:int,                       # Size of the last dimension, D
+        eps:float=1e-5,                    # Number added to the variance, in units of `x**2`
+        bias:bool=True,                    # Whether there is a bias
+        device:str|torch.device|None=None, # Device of the weights
+        dtype:torch.dtype|None=None,       # Type of the weights; default: torch's
     ):
         super().__init__()
         self.eps, self.weight = eps, nn.Parameter(torch.ones(d_model, device=device, dtype=dtype))
@@ -229,14 +229,14 @@ class FeedForward(nn.Module):
     """A feed-forward network: `w2(a(w1(x)))`, or gated `w2(a(w1(x))*w3(x))`.
     Source: Shazeer 2020."""
     def __init__(self,
-        d_model:int,       # Size of input and output, D
-        d_ff:int,          # Size of the hidden layer, F
-        kind:str="swiglu", # A name in `FFN_KINDS`
-        bias:bool=False,   # Whether the matrices have biases
-        device=None,       # Device of the weights; `meta` for shapes only
-        dtype=None,        # Type of the weights; default: torch's
+        d_model:int,                         # Size of input and output, D
+        d_ff:int,                            # Size of the hidden layer, F
+        kind:str="swiglu",                   # A name in `FFN_KINDS`
+        bias:bool=False,                     # Whether the matrices have biases
+        device:str|torch.device|None=None,   # Device of the weights; `meta` for shapes only
+        dtype:torch.dtype|None=None,         # Type of the weights; default: torch's
         generator:torch.Generator|None=None, # Random generator of the initial weights
-        linear:Callable=Linear, # Class of the matrices
+        linear:Callable=Linear,              # Class of the matrices
     ):
         super().__init__()
         if kind not in FFN_KINDS: raise unknown("feed-forward network", kind, FFN_KINDS)

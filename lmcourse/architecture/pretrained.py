@@ -25,7 +25,7 @@ from .transformer_torch import TransformerLM
 # %% ../../nbs/03_architecture/03g_pretrained.ipynb #35cd240b
 _PLAIN = dict(norm_position="pre", window=None, num_experts=None, kv_lora_rank=None)
 _LLAMA = _PLAIN | dict(norm="rmsnorm", position="rope", ffn="swiglu")
-# Under transformers' word for each: the fields of `ModelConfig` that it settles
+# Transformers' name of each family to the fields of `ModelConfig` that it fixes
 FAMILIES:dict = {
     "llama": _LLAMA | dict(qk_norm=False),
     "qwen3": _LLAMA | dict(qk_norm=True, bias=False),
@@ -34,10 +34,10 @@ FAMILIES:dict = {
 
 # %% ../../nbs/03_architecture/03g_pretrained.ipynb #143a3f2a
 def family_of(
-    config:ModelConfig, # Of the model that shall go out
+    config:ModelConfig, # Of the model to be exported
 )->str: # `llama`, `qwen3` or `gpt2`
-    """Which family of transformers has this model.
-    `ValueError` with each field that differs from the nearest one, and what would be right."""
+    """Which of transformers' families this model belongs to.
+    `ValueError` with each field that differs from the nearest family, and what would be right."""
     if any(getattr(config, name) for name in NEW_PARTS): _learn_families()
     odd = {name: {k: v for k,v in fields.items() if getattr(config, k) != v}
            for name,fields in FAMILIES.items()
@@ -111,7 +111,7 @@ def links(
     model:TransformerLM, # Of the family; one on `meta` will do
     family:str,          # `llama`, `qwen3` or `gpt2`
 )->list: # A `Link` for each tensor of theirs
-    "How the names of a model go together."
+    "How their tensors and ours go together, name by name."
     own, found = dict(model.named_parameters()), []
     for theirs, ours, change in NAMES[family]:
         for layer in range(model.config.num_layers if "*" in theirs else 1):
@@ -178,7 +178,7 @@ _GPT2_SIZES = _SIZES | dict(context_length="n_positions", d_model="n_embd", num_
                             norm_eps="layer_norm_epsilon")
 _KEYS = dict(llama=_LLAMA_SIZES | dict(bias="attention_bias"), qwen3=_LLAMA_SIZES, gpt2=_GPT2_SIZES)
 
-# What can be one thing only in our model: the first value is written, all are read
+# What our model does in one way only: the first value is written, all are accepted
 _MUST:dict = dict(
     llama=dict(hidden_act=("silu", "swish")),
     qwen3=dict(hidden_act=("silu", "swish"), attention_bias=(False,), use_sliding_window=(False,)),
@@ -186,7 +186,7 @@ _MUST:dict = dict(
               scale_attn_by_inverse_layer_idx=(False,),
               add_cross_attention=(False,)))
 
-_LEFT_OUT:dict = dict(   # What transformers takes where a file does not say
+_LEFT_OUT:dict = dict(   # What transformers assumes where a file does not say
     llama=dict(num_key_value_heads=None, head_dim=None, rms_norm_eps=1e-6,
                tie_word_embeddings=False, attention_bias=False),
     qwen3=dict(num_key_value_heads=32, head_dim=128, rms_norm_eps=1e-6, tie_word_embeddings=False),
@@ -197,7 +197,7 @@ def config_to_hf(
     config:ModelConfig,   # Of a family
     dtype:str="float32",  # Type of the weights
 )->dict: # Plain JSON values
-    "What stands in transformers' `config.json`. `ValueError` where no family has the model."
+    "What transformers' `config.json` says. `ValueError` if the model belongs to no family."
     family, sizes = family_of(config), dict(num_kv_heads=config.kv_heads,
                                             head_dim=config.head_size, d_ff=config.ffn_size,
                                             moe_d_ff=config.expert_size)
@@ -216,12 +216,12 @@ _CLASSES = dict(llama="LlamaForCausalLM", qwen3="Qwen3ForCausalLM", gpt2="GPT2LM
 
 # %% ../../nbs/03_architecture/03g_pretrained.ipynb #55f6b36b
 def register_family(
-    name:str,       # Of transformers: its `model_type`
-    fields:dict,    # Fields of `ModelConfig` that it settles
+    name:str,       # Its `model_type` in transformers
+    fields:dict,    # Fields of `ModelConfig` that it fixes
     names:list,     # Theirs, ours, what happens to the numbers on the way out
     keys:dict,      # Field of `ModelConfig` to its key in `config.json`
     must:dict,      # Key to the values that our model can be: the first is written
-    left_out:dict,  # What transformers takes where a file does not say
+    left_out:dict,  # What transformers assumes where a file does not say
     architecture:str, # Its class
 ):
     "Teach `from_hf` and `to_hf` one more family."
@@ -232,10 +232,10 @@ def _learn_families(): import_module("lmcourse.moe.pretrained") # Chapter 08 has
 
 # %% ../../nbs/03_architecture/03g_pretrained.ipynb #ad03b7b7
 def config_from_hf(
-    settings:dict,            # What stands in a `config.json`
+    settings:dict,            # What a `config.json` says
     where:str="config.json",  # Where it came from, for the error
 )->ModelConfig:
-    "The config of a model of transformers. `ValueError` with all that our model can't do."
+    "The config of a transformers model. `ValueError` with everything that our model can't do."
     family:Any = settings.get("model_type")
     if family not in FAMILIES: _learn_families()
     if family not in FAMILIES: raise unknown(f"model_type in {where}", family, FAMILIES)
@@ -299,7 +299,7 @@ def _dtype_name(model:TransformerLM)->str: # Of the type that holds all weights
 def to_hf(
     model:TransformerLM, # Of a family; its weights are copied
 ): # A `LlamaForCausalLM`, `Qwen3ForCausalLM` or `GPT2LMHeadModel` on the CPU, with the same logits
-    "A model of transformers. `ValueError` if no family has it, `ImportError` without transformers."
+    "A transformers model. `ValueError` if it fits no family, `ImportError` without transformers."
     model = getattr(model, "_orig_mod", model)
     settings = config_to_hf(model.config, _dtype_name(model))
     try: import transformers
@@ -314,7 +314,7 @@ def to_hf(
 # %% ../../nbs/03_architecture/03g_pretrained.ipynb #4095b8a9
 def untie(
     model:TransformerLM, # Tied or not
-)->TransformerLM: # A copy with the same logits, of V * D more parameters if `model` was tied
+)->TransformerLM: # A copy with the same logits, with V * D more parameters if `model` was tied
     "A model whose head is a matrix of its own."
     model = getattr(model, "_orig_mod", model)
     weight = model.token_embeddings.weight
@@ -325,8 +325,8 @@ def untie(
 
 # %% ../../nbs/03_architecture/03g_pretrained.ipynb #8b604845
 def save_hf(
-    model:TransformerLM, # Of a family
-    folder,              # Where to; its parent must exist, and it must not, or be empty
+    model:TransformerLM,               # Of a family
+    folder:str|Path,                   # A new or empty folder, whose parent must exist
     max_shard_bytes:int=5_000_000_000, # Largest weight file, unless one tensor is larger
 )->Path: # The folder
     """Write a folder that `AutoModelForCausalLM.from_pretrained` loads.
@@ -468,7 +468,7 @@ def _open_source(source, revision:str|None
 # What transformers stacks in memory, and what the files call the parts
 _STACKS = dict(mixtral=("w1", "w3", "w2"))
 
-def _as_in_files(source)->dict: # The tensors of a model of transformers, expert by expert
+def _as_in_files(source)->dict: # The tensors of a transformers model, expert by expert
     found, family = {}, source.config.model_type
     gate, up, down = _STACKS.get(family, ("gate_proj", "up_proj", "down_proj"))
     for name,t in source.state_dict().items():
@@ -483,14 +483,14 @@ def _as_in_files(source)->dict: # The tensors of a model of transformers, expert
 
 # %% ../../nbs/03_architecture/03g_pretrained.ipynb #36535666
 def from_hf(
-    # A folder, a name on the hub such as `openai-community/gpt2`, or a model of transformers
-    source,
-    dtype:torch.dtype=torch.float32, # Of the weights here, whatever they are there
-    device="cpu",         # Where they shall lie
-    revision:str|None=None, # Commit, tag or branch on the hub: none for the newest
+    # A folder, a name on the hub such as `openai-community/gpt2`, or a transformers model
+    source:Any,
+    dtype:torch.dtype=torch.float32, # Type of our weights, whatever theirs is
+    device:str|torch.device="cpu",   # Where to put them
+    revision:str|None=None,          # Commit, tag or branch on the hub: none for the newest
 )->TransformerLM: # With the same logits
-    """A Llama, Qwen3 or GPT-2.
-    `ValueError` or `OSError`, before anything is built, if that can't be."""
+    """Load a Llama, Qwen3 or GPT-2.
+    If that can't be done, `ValueError` or `OSError` before anything is built."""
     settings, tensors, where = _open_source(source, revision)
     config, found = config_from_hf(settings, where), _headers(tensors)
     model = TransformerLM(config, device="meta", dtype=dtype)
@@ -537,9 +537,9 @@ def params_of(
 # %% ../../nbs/03_architecture/03g_pretrained.ipynb #ffb84943
 def load_weights(
     model:TransformerLM, # Its weights are overwritten
-    weights,             # Name to array or tensor; or the path of a safetensors file
+    weights:Any,         # Name to array or tensor; or the path of a safetensors file
 ):
-    """Put weights in by the course's names.
+    """Fill a model with weights that have the course's names.
     `ValueError` with every name that does not fit, and nothing is changed."""
     model = getattr(model, "_orig_mod", model)
     where, source = (("the dictionary", weights) if isinstance(weights, dict)

@@ -14,6 +14,7 @@ import numpy as np
 from dataclasses import dataclass
 from functools import partial
 from collections.abc import Callable
+from typing import Any
 from ..tools.config import ModelConfig, refuse_fields
 from .layers_np import RowGradient, array_module, at_least_float32_np
 from .layers_np import cross_entropy_backward, cross_entropy_forward
@@ -57,9 +58,9 @@ def _above(grads:dict, prefix:str)->dict: return {prefix + name: g for name,g in
 
 # %% ../../nbs/03_architecture/03e_transformer_np.ipynb #2b6e126a
 def init_params(
-    config:ModelConfig, # Sizes and variant
-    seed:int=0,         # Seed of the random numbers
-    dtype=np.float32,   # Type of the arrays
+    config:ModelConfig,                   # Sizes and variant
+    seed:int=0,                           # Seed of the random numbers
+    dtype:np.typing.DTypeLike=np.float32, # Type of the arrays
 )->dict: # Name to array
     "Make the initial weights of a model."
     rng, c = np.random.default_rng(seed), config
@@ -99,9 +100,9 @@ def check_params(
 
 # %% ../../nbs/03_architecture/03e_transformer_np.ipynb #dcef836b
 def sinusoidal_table(
-    context_length:int, # Positions 0 to `context_length - 1`, T
-    d_model:int,        # Size of a row, D, an even number
-    dtype=np.float32,   # Type of the table
+    context_length:int,                   # Positions 0 to `context_length - 1`, T
+    d_model:int,                          # Size of a row, D, an even number
+    dtype:np.typing.DTypeLike=np.float32, # Type of the table
 )->np.ndarray: # `(T, D)`
     """Make a table of sine, cosine, sine, cosine … of the position at ever longer wavelengths.
     Source: Vaswani et al. 2017, section 3.5."""
@@ -271,7 +272,7 @@ def block_backward(
             | _above(dffn, "ffn."))
 
 # %% ../../nbs/03_architecture/03e_transformer_np.ipynb #1de8c494
-def require_length(ids, config:ModelConfig): # Checks the shape; the embedding checks the values
+def require_length(ids:Any, config:ModelConfig): # Checks the shape; the embedding checks the values
     array_module(ids)                                       # Rejects lists
     if not ids.ndim: raise ValueError("ids of shape (), expected (..., T)")
     if ids.size == 0: raise ValueError(f"ids of shape {ids.shape}: there are none")

@@ -24,11 +24,11 @@ from .attention_torch import causal_attention
 # %% ../../nbs/03_architecture/03f_transformer_torch.ipynb #69cb417e
 def make_norm(
     config:ModelConfig, # Sizes and variant, the kind of norm and its epsilon among them
-    device=None,        # Device of the gain
-    dtype=None,         # Type of the gain
+    device:str|torch.device|None=None, # Device of the gain
+    dtype:torch.dtype|None=None,       # Type of the gain
 )->nn.Module: # A norm over D; `nn.Identity` if the config has none
     "Make the norm that the config asks for."
-    c, place = config, dict(device=device, dtype=dtype)
+    c, place = config, dict[str, Any](device=device, dtype=dtype)
     if c.norm == "none": return nn.Identity()
     return (RMSNorm(c.d_model, c.norm_eps, **place) if c.norm == "rmsnorm"
             else LayerNorm(c.d_model, c.norm_eps, c.bias, **place))
@@ -44,14 +44,14 @@ ATTENTION_MODULES:dict[str, Callable|str] = {
 def _found(part)->Callable: return resolve_name(part) if isinstance(part, str) else part
 
 def make_ffn(
-    config:ModelConfig, # Sizes, kind and bias
-    linear:Callable=Linear, # Class of the matrices
-    device=None,        # Device of the weights
-    dtype=None,         # Type of the weights
+    config:ModelConfig,                  # Sizes, kind and bias
+    linear:Callable=Linear,              # Class of the matrices
+    device:str|torch.device|None=None,   # Device of the weights
+    dtype:torch.dtype|None=None,         # Type of the weights
     generator:torch.Generator|None=None, # Random generator of the initial weights
 )->nn.Module: # `(..., D)` to `(..., D)`
     "Make the feed-forward network that the config asks for."
-    how = dict(device=device, dtype=dtype, generator=generator, linear=linear)
+    how = dict[str, Any](device=device, dtype=dtype, generator=generator, linear=linear)
     name = "experts" if config.num_experts else config.ffn
     if name in FFN_MODULES: return _found(FFN_MODULES[name])(config, **how)
     return FeedForward(config.d_model, config.ffn_size, config.ffn, config.bias, **how)
@@ -88,17 +88,17 @@ def named_parts(
 class TransformerBlock(nn.Module):
     "Attention and a feed-forward network, each added to the residual stream."
     def __init__(self,
-        config:ModelConfig,  # Sizes and variant
+        config:ModelConfig,                  # Sizes and variant
         # A `RoPE` shared by all blocks; by default one is made if the config asks for it
         rope:RoPE|None=None,
-        device=None,         # Device of the weights; `meta` for shapes only
-        dtype=None,          # Type of the weights; default: torch's
+        device:str|torch.device|None=None,   # Device of the weights; `meta` for shapes only
+        dtype:torch.dtype|None=None,         # Type of the weights; default: torch's
         generator:torch.Generator|None=None, # Random generator of the initial weights
-        parts:Parts=Parts(), # The components to use
+        parts:Parts=Parts(),                 # The components to use
     ):
         super().__init__()
-        c, place, own = (config, dict(device=device, dtype=dtype),
-                         dict(linear=parts.linear, generator=generator))
+        c, place, own = (config, dict[str, Any](device=device, dtype=dtype),
+                         dict[str, Any](linear=parts.linear, generator=generator))
         self.norm_position = c.norm_position
         kind = _found(ATTENTION_MODULES["latent"]) if c.kv_lora_rank else CausalSelfAttention
         self.ln1, self.attn = (parts.norm(c, **place),
@@ -106,15 +106,15 @@ class TransformerBlock(nn.Module):
         self.ln2, self.ffn = parts.norm(c, **place), parts.ffn(c, **own, **place)
 
     def forward(self,
-        x:torch.Tensor, # The residual stream `(..., T, D)`
+        x:torch.Tensor,                   # The residual stream `(..., T, D)`
         positions:torch.Tensor|None=None, # Positions of the tokens; default: 0 to T - 1
-        cache=None,     # For generation, see `CausalSelfAttention`
-        table:torch.Tensor|None=None, # See `CausalSelfAttention`
+        cache:Any=None,                   # For generation, see `CausalSelfAttention`
+        table:torch.Tensor|None=None,     # See `CausalSelfAttention`
     )->torch.Tensor: # `(..., T, D)`
         x = self.add(x, partial(self.attn, positions=positions, cache=cache, table=table), self.ln1)
         return self.add(x, self.ffn, self.ln2)
 
-    def add(self, x:torch.Tensor, f, norm
+    def add(self, x:torch.Tensor, f:Callable, norm:Callable
     )->torch.Tensor: # `x` plus the output of `f`, with the norm where the config places it
         if self.norm_position == "pre": return x + f(norm(x))
         return norm(x + f(x)) if self.norm_position == "post" else x + norm(f(x))
@@ -124,10 +124,10 @@ class SinusoidalPositions(FixedTable):
     """Sines and cosines of the position, to be added to embeddings.
     Source: Vaswani et al. 2017, section 3.5."""
     def __init__(self,
-        context_length:int, # Positions 0 to `context_length - 1`, T
-        d_model:int,        # Size of a row, D, an even number
-        device=None,        # Device of the model
-        dtype=None,         # Type of the model
+        context_length:int,                # Positions 0 to `context_length - 1`, T
+        d_model:int,                       # Size of a row, D, an even number
+        device:str|torch.device|None=None, # Device of the model
+        dtype:torch.dtype|None=None,       # Type of the model
     ):
         super().__init__()
         self.sizes = context_length, d_model
@@ -148,13 +148,13 @@ class InputEmbeddings(nn.Module):
     """Turns ids into the residual stream: token embeddings and, if the config asks for them,
     position embeddings."""
     def __init__(self,
-        config:ModelConfig, # Sizes and variant
-        device=None,        # Device of the weights; `meta` for shapes only
-        dtype=None,         # Type of the weights; default: torch's
+        config:ModelConfig,                  # Sizes and variant
+        device:str|torch.device|None=None,   # Device of the weights; `meta` for shapes only
+        dtype:torch.dtype|None=None,         # Type of the weights; default: torch's
         generator:torch.Generator|None=None, # Random generator of the initial weights
     ):
         super().__init__()
-        c, place = config, dict(device=device, dtype=dtype)
+        c, place = config, dict[str, Any](device=device, dtype=dtype)
         self.scale = c.d_model**.5 if c.scale_embeddings else 1.
         self.token_embeddings = Embedding(c.vocab_size, c.d_model, c.row_std, generator=generator,
                                           **place)
@@ -180,12 +180,13 @@ class TransformerLM(InputEmbeddings):
     # whether to save only each block's input, and run the block again in the backward pass
     recompute:bool = False
     def __init__(self,
-        config:ModelConfig, # Sizes and variant
-        seed:int=0,         # Seed of the initial weights
-        device=None, dtype=None, # Device (`meta` for shapes only) and type of the weights
-        parts:Parts=Parts(), # The components to use
+        config:ModelConfig,                                             # Sizes and variant
+        seed:int=0, # Seed of the initial weights
+        # Device (`meta` for shapes only) and type of the weights
+        device:str|torch.device|None=None, dtype:torch.dtype|None=None,
+        parts:Parts=Parts(),                                            # The components to use
     ):
-        c, place, generator = (config, dict(device=device, dtype=dtype),
+        c, place, generator = (config, dict[str, Any](device=device, dtype=dtype),
                                torch.Generator().manual_seed(seed))
         super().__init__(c, generator=generator, **place)
         self.config, self.parts, rope = (c, parts,
@@ -201,13 +202,13 @@ class TransformerLM(InputEmbeddings):
         if c.mup_scale != 1: self.ln_final.register_forward_hook(partial(_scaled, c.mup_scale))
 
     def forward(self,
-        ids:torch.Tensor, # `(..., T)`, from 0 to V - 1; T up to `context_length`
+        ids:torch.Tensor,                 # `(..., T)`, from 0 to V - 1; T up to `context_length`
         positions:torch.Tensor|None=None, # Positions, `(T,)` or `(..., T)`; default: 0 to T - 1
-        cache=None,       # For generation, one entry per layer, see `CausalSelfAttention`
+        cache:Any=None, # For generation, one entry per layer, see `CausalSelfAttention`
     )->torch.Tensor: # Logits `(..., T, V)`
         return self.lm_head(self.hidden_states(ids, positions, cache))
 
-    def hidden_states(self, ids:torch.Tensor, positions:torch.Tensor|None=None, cache=None
+    def hidden_states(self, ids:torch.Tensor, positions:torch.Tensor|None=None, cache:Any=None
     )->torch.Tensor: # Input of the head `(..., T, D)`
         _check_input(ids, self.config, positions, cache)
         x, table = self.embed(ids, positions), _rope_table(self, ids.shape[-1], positions)
@@ -229,7 +230,7 @@ class TransformerLM(InputEmbeddings):
 
 # %% ../../nbs/03_architecture/03f_transformer_torch.ipynb #e3173363
 @torch.no_grad()
-def scale_branches(model
+def scale_branches(model:Any
     # two branches per layer are added to the stream; scaled down, their sum doesn't grow with the
     # depth (Radford et al. 2019, section 2.3)
 ):

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
 import numpy as np
+from typing import Any
 from .exact import normalize
 from ..tools.compiled import inner, kernel
 from ..tools.config import Config
@@ -175,9 +176,9 @@ def _signatures(values, starts, config:MinHash)->np.ndarray: # Of shingle hashes
 
 # %% ../../nbs/13_curation/13g_minhash.ipynb #13g00027
 def candidate_probability(
-    similarity, # Jaccard, a number or an array
-    bands:int,  # b
-    rows:int,   # r, numbers in each
+    similarity:Any, # Jaccard, a number or an array
+    bands:int,      # b
+    rows:int,       # r, numbers in each
 ): # Of the same shape
     "The probability that two documents meet in a band. Leskovec, Rajaraman & Ullman, 3.4.2."
     return 1 - (1 - np.asarray(similarity, float)**rows)**bands

@@ -297,7 +297,7 @@ class Recipe:
         return recipe
 
     @classmethod
-    def load(cls, path)->"Recipe": # A file that ends in `.json` or `.toml`
+    def load(cls, path:str|Path)->"Recipe": # A file that ends in `.json` or `.toml`
         path = Path(path)
         if path.suffix == ".json": return cls.from_dict(read_json(path))
         if path.suffix != ".toml": raise ValueError(f"{path}: a recipe ends in .json or .toml")
@@ -333,7 +333,7 @@ class Recipe:
 ENDINGS = (".warc", ".wet", ".jsonl", ".txt") # And each of them with `.gz`
 
 def shard_files(
-    path, # A file, or a folder with such files
+    path:str|Path, # A file, or a folder with such files
 )->list: # Sorted paths
     "The shards that `path` names. `FileNotFoundError`, or `ValueError` if there are none."
     path = Path(path)
@@ -345,7 +345,7 @@ def shard_files(
     return found
 
 def read_shard(
-    path,                  # One of `ENDINGS`
+    path:str|Path,         # One of `ENDINGS`
     max_bytes:int=1 << 26, # Of a record or a document
 )->Iterator[tuple]: # `(Document, reason)`; the reason is empty if there is a text
     """The documents of a file, or why there is none. A damaged part of an archive is one
@@ -475,10 +475,10 @@ def _decide(work:Path, key:str, k:int, shards:int): # Who stays after round k
 
 # %% ../../nbs/13_curation/13i_pipeline.ipynb #13i00025
 def curate(
-    source,               # A file or folder, as for `shard_files`
-    out,                  # New folder, or one that the same call has begun
+    source:str|Path,    # A file or folder, as for `shard_files`
+    out:str|Path,       # New folder, or one that the same call has begun
     recipe:Recipe,
-    apply:Callable=map,   # How jobs are done: `map`, a pool's `map`, or `dask_map()`
+    apply:Callable=map, # How jobs are done: `map`, a pool's `map`, or `dask_map()`
 )->Funnel:
     """Write `documents/`, `dropped.jsonl`, `funnel.json` and `card.md` into `out`.
     `ValueError` for a folder of another recipe or input, or a damaged shard."""
@@ -496,7 +496,7 @@ def curate(
     return _finish(out, work, len(rounds), len(paths), recipe)
 
 def read_funnel(
-    out, # A folder of `curate`
+    out:str|Path, # A folder of `curate`
 )->Funnel:
     "`ValueError` if it isn't finished."
     if not (path := Path(out)/"funnel.json").exists():
@@ -543,7 +543,7 @@ def _finish(out:Path, work:Path, rounds:int, shards:int, recipe:Recipe)->Funnel:
 
 # %% ../../nbs/13_curation/13i_pipeline.ipynb #13i00027
 def kept_documents(
-    out, # A folder of `curate`
+    out:str|Path, # A folder of `curate`
 )->Iterator[Document]:
     "The documents that have survived."
     for path in sorted((Path(out)/"documents").glob("*.jsonl")):
@@ -558,7 +558,7 @@ def digest(
                     for d in documents)
     return blake2b(b"".join(hashes), digest_size=8).hexdigest()
 
-def survivors(out)->str: # Of a folder of `curate`
+def survivors(out:str|Path)->str: # Of a folder of `curate`
     "The digest of the documents that have survived."
     return digest(kept_documents(out))
 

@@ -15,7 +15,7 @@ from functools import cache
 from html import escape
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 from ..tools.files import atomic_write
 from ..tools.stories import Stories
 
@@ -71,7 +71,7 @@ class Page:
     original:str=""   # For copies: the id of the page that was copied
     edits:int=0       # For near copies: words changed
     pii:tuple=()      # Planted `(kind, text)`, kind `email`, `phone` or `ip`
-    trap:str=""       # One of `TRAPS`: something in the middle of the text that isn't text
+    trap:str=""       # One of `TRAPS`: something among the text that isn't text
     body:bytes=b""    # As a browser has it, after decompression
 
 # %% ../../nbs/13_curation/13a_web.ipynb #cbd8edf6
@@ -147,7 +147,7 @@ Such a (liar|moron) deserves to lose everything, and I will laugh at the fool.""
 def class_sentences(
     kind:str, # `spam`, `nsfw` or `toxic`
 )->list: # Templates for `fill`
-    "The sentences of a planted class. The web speaks every second one, as with the languages."
+    "The sentences of a planted class. The web uses every second one, as with the languages."
     return dict(spam=_SPAM, nsfw=_NSFW, toxic=_TOXIC)[kind].split("\n")
 
 # %% ../../nbs/13_curation/13a_web.ipynb #8f7cd542
@@ -156,7 +156,7 @@ def edit_words(
     edits:int,         # How many of them to change
     pool:list,         # Words to put there
     rng:random.Random, # Decides where and what
-)->str: # As many words, of which exactly so many differ
+)->str: # The same number of words; exactly `edits` differ
     "Change words of a text. `ValueError` if it has too few."
     words = text.split(" ")
     if edits > len(words) or len(set(pool)) < 2:
@@ -180,7 +180,7 @@ _DECOYS = ("This is version 2.4.1 of the story.", "It was told on 2019-03-21 at 
            "The address 300.1.2.999 does not exist.", "We met @noon, and it was nice.",
            "Our library has 20,134,576,821 letters in it.", "Shelf 12.7.33.1024 is empty.")
 
-def _personal(kind:str, rng:random.Random)->str: # An address of nobody
+def _personal(kind:str, rng:random.Random)->str: # An address that belongs to nobody
     pattern = rng.choice(_PII[kind].split("|"))
     return pattern.format(n=rng.choice(("mia", "owen", "ruth", "eli", "polly")),
                           m=rng.choice(("fox", "hill", "brook", "99")), b=rng.randrange(1, 255),
@@ -210,7 +210,7 @@ def test_set(
 # %% ../../nbs/13_curation/13a_web.ipynb #dcaaf833
 _STOPS = {"the", "be", "to", "of", "and", "that", "have", "with", "a", "is", "was", "in"}
 
-def _junk(kind:str, words:list, rng:random.Random)->str: # No story; `kind` may be a language
+def _junk(kind:str, words:list, rng:random.Random)->str: # Not a story; `kind` may be a language
     some = lambda low, high: rng.choices(words, k=rng.randint(low, high))
     if kind in language_sentences(): return _drawn(language_sentences()[kind][1::2], 8, 13, rng)
     if kind == "noise": return " ".join(w for w in some(80, 200) if w.lower() not in _STOPS)
@@ -517,7 +517,7 @@ def read_warc(
     strict:bool=True,      # Whether damage ends the reading
 )->Iterator[WarcRecord]: # In the order of the file
     """Records, one at a time. `ValueError` with the place where the file is damaged, or, if not
-    strict, a record of the kind `damaged`, and what comes behind it."""
+    strict, a record of the kind `damaged`, and what comes after it."""
     if not strict:
         yield from _salvaged(Path(path), max_bytes)
         return
@@ -534,7 +534,7 @@ def read_warc(
 _BLOCK, _GZIP = 1 << 16, b"\x1f\x8b\x08"
 
 def unpacked_blocks(
-    file,               # Open, at the first byte
+    file:BinaryIO,      # Open, at the first byte
     end:float=math.inf, # Where to stop, in bytes of the file
 )->Iterator[bytes]: # Of bounded size
     "What a file holds, gzip or not, across members. `EOFError` or `zlib.error` if damaged."
@@ -626,7 +626,7 @@ def gzip_stretches(
         if start < size: yield start, size, True
 
 # %% ../../nbs/13_curation/13a_web.ipynb #d4e95fda
-def _member_end(file, at:int)->int: # Behind it and its padding; 0 if it is damaged
+def _member_end(file, at:int)->int: # The byte after it and its padding; 0 if it is damaged
     file.seek(at)
     unpack = zlib.decompressobj(31)
     try:
@@ -685,7 +685,7 @@ def write_truth(
 def read_truth(
     path:str|Path, # Of `write_truth`
 )->dict: # Id to its `Page`, without the body
-    "Read a truth file. `ValueError` with the line that is not one."
+    "Read a truth file. `ValueError` names the line that is no page."
     pages, names = {}, {f.name for f in fields(Page)} - {"body"}
     with open(path, encoding="utf-8") as file:
         for number,line in enumerate(file, 1):

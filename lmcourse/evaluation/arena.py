@@ -15,20 +15,20 @@ from scipy.special import expit
 # %% ../../nbs/12_evaluation/12h_arena.ipynb #12h2code
 @dataclass(frozen=True)
 class Ratings:
-    "What `bradley_terry` found."
+    "The strengths that `bradley_terry` estimates."
     strengths:np.ndarray # Log-odds of each player, `(players,)`; they add up to zero
     errors:np.ndarray    # Their standard errors
-    slope:float          # Log-odds for one unit of `extra`; 0 without it
+    slope:float          # Log-odds per unit of `extra`; 0 without it
     slope_error:float    # Its standard error
-    log_likelihood:float # Of all games, nats
+    log_likelihood:float # Log-likelihood of all games, nats
 
 def bradley_terry(
     games:list,   # `(i, j, won)`: players and whether i won: 1, 0, or 0.5 for a tie
-    players:int,  # They are numbered from 0
-    extra:list|None=None, # For each game, what else may sway it; positive is in favour of i
+    players:int,  # Number of players, numbered from 0
+    extra:list|None=None, # Another influence on each game; positive favours i
 )->Ratings:
-    """Maximum likelihood by Newton's method. `ValueError` for games that don't decide it.
-    Bradley & Terry 1952; Ford 1957 for when there is an answer."""
+    """Fit strengths by maximum likelihood. `ValueError` for games that don't determine them.
+    Bradley & Terry 1952; Ford 1957 on when a solution exists."""
     i, j, won, more = _checked_games(games, players, extra)
     _refuse_undecided(i, j, won, players)
     X = np.zeros((len(won), players + 1))
@@ -37,13 +37,13 @@ def bradley_terry(
     X[:, -1] = more
     sum_is_zero = np.zeros((players + 1, players + 1))
     sum_is_zero[:-1, :-1] = 1
-    if extra is None: sum_is_zero[-1, -1] = 1           # A column of zeros decides nothing
+    if extra is None: sum_is_zero[-1, -1] = 1           # A column of zeros determines nothing
     s = np.zeros(players + 1)
     for _ in range(50):
         p = expit(X@s)
         curvature = (X.T*(p*(1 - p)))@X + sum_is_zero
         step = np.linalg.solve(curvature, X.T@(won - p))
-        s = s + step/max(1, abs(step).max())            # No wild step far from the top
+        s = s + step/max(1, abs(step).max())            # No huge step far from the maximum
         if abs(step).max() < 1e-12: break
     spread = np.linalg.inv(curvature) - sum_is_zero/players**2
     errors = np.sqrt(np.diag(spread).clip(0))
@@ -79,11 +79,11 @@ def _refuse_undecided(i, j, won, players): # Ford's condition: wins lead from an
 
 # %% ../../nbs/12_evaluation/12h_arena.ipynb #12h3sim
 def play(
-    strengths:list,          # Of each player
-    games:int,               # How many
-    rng:np.random.Generator, # Draws pairs and winners
-)->list: # `(i, j, won)`, as for `bradley_terry`
-    "Games between random pairs, won as Bradley–Terry says."
+    strengths:list,          # Log-odds of each player
+    games:int,               # Number of games
+    rng:np.random.Generator, # Random generator of pairs and winners
+)->list: # `(i, j, won)`, as in `bradley_terry`
+    "Simulate games between random pairs under the Bradley–Terry model."
     s = np.asarray(strengths, float)
     if len(s) < 2 or games < 1:
         raise ValueError(f"{len(s)} players and {games} games, expected two and one at least")
@@ -94,11 +94,11 @@ def play(
 
 # %% ../../nbs/12_evaluation/12h_arena.ipynb #12h4code
 def elo_ratings(
-    games:list,  # As for `bradley_terry`, in their order
-    players:int, # They are numbered from 0
-    k:float=32,  # Points at stake in a game
-)->np.ndarray: # Points of each, `(players,)`, from 0 on; they add up to zero
-    "Elo's update, game by game. `ValueError` for games that can't be, and for k <= 0."
+    games:list,  # Games as in `bradley_terry`, in order
+    players:int, # Number of players, numbered from 0
+    k:float=32,  # Points at stake per game
+)->np.ndarray: # Points of each player `(players,)`; they start at 0 and add up to 0
+    "Update Elo ratings game by game. `ValueError` for impossible games, and for k <= 0."
     if not k > 0: raise ValueError(f"k = {k}, expected more than 0")
     i, j, won, _ = _checked_games(games, players, None)
     points = np.zeros(players)

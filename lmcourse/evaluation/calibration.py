@@ -12,10 +12,10 @@ from .statistics import wilson
 
 # %% ../../nbs/12_evaluation/12e_calibration.ipynb #12e06
 def choice_probs(
-    log_probs:list,       # Of the choices of one item, in nats
+    log_probs:list,       # Log-probability of each choice of one item, nats
     temperature:float=1., # Above 1 flattens, below 1 sharpens
 )->np.ndarray: # Probabilities, which sum to 1
-    "Softmax over the choices. `ValueError` for a temperature of 0 or less."
+    "Apply softmax to the choices. `ValueError` for a temperature of 0 or less."
     if not temperature > 0: raise ValueError(f"temperature = {temperature}, expected more than 0")
     scaled = np.asarray(log_probs, float)/temperature
     p = np.exp(scaled - scaled.max())
@@ -23,11 +23,11 @@ def choice_probs(
 
 # %% ../../nbs/12_evaluation/12e_calibration.ipynb #12e09
 def reliability(
-    confidence:list|np.ndarray, # Of each answer, 0 to 1
-    right:list|np.ndarray,      # Whether it was right
-    bins:int=10,     # Of equal width
-)->list: # Of each bin that has answers: how many, mean confidence, share right and its interval
-    "Rows of a reliability diagram. `ValueError` for lists that don't fit."
+    confidence:list|np.ndarray, # Confidence in each answer, 0 to 1
+    right:list|np.ndarray,      # Whether each answer was right
+    bins:int=10,     # Number of bins of equal width
+)->list: # For each bin with answers: count, mean confidence, share right and its interval
+    "Compute the rows of a reliability diagram. `ValueError` for lists of unequal length."
     c, y = np.asarray(confidence, float), np.asarray(right, float)
     if len(c) != len(y) or not len(c):
         raise ValueError(f"{len(c)} confidences and {len(y)} answers, expected as many of each")
@@ -43,20 +43,20 @@ def reliability(
     return rows
 
 def binned_error(
-    confidence:list|np.ndarray, right:list|np.ndarray, bins:int=10, # As for `reliability`
+    confidence:list|np.ndarray, right:list|np.ndarray, bins:int=10, # As in `reliability`
 )->float: # 0 to 1
-    "Mean gap of a reliability diagram, weighted by the answers; also called ECE. Guo 2017."
+    "Compute the expected calibration error: the mean gap, weighted by answers. Guo 2017."
     rows = reliability(confidence, right, bins)
     return sum(r["n"]*abs(r["confidence"] - r["right"]) for r in rows)/len(confidence)
 
 # %% ../../nbs/12_evaluation/12e_calibration.ipynb #12e17
 def calibrated_error(
-    confidence:list|np.ndarray, # Of each answer, as for `reliability`
-    rng:np.random.Generator, # Draws which answers are right
+    confidence:list|np.ndarray, # Confidence in each answer, as in `reliability`
+    rng:np.random.Generator, # Random generator that decides which answers are right
     bins:int=10,
-    draws:int=200,           # How often
-)->tuple: # Mean, and the end of the upper 5 %
-    "The binned error of a model with these confidences, if they were true."
+    draws:int=200,           # Number of simulations
+)->tuple: # Mean and 95th percentile
+    "Simulate the binned error of a perfectly calibrated model with these confidences."
     c = np.asarray(confidence, float)
     found = [binned_error(c, rng.random(len(c)) < c, bins) for _ in range(draws)]
     return float(np.mean(found)), float(np.quantile(found, .95))
@@ -64,10 +64,10 @@ def calibrated_error(
 # %% ../../nbs/12_evaluation/12e_calibration.ipynb #12e20
 def exact_error(
     probs:list, # A model's probabilities of the choices of each item
-    exact:list, # The true ones
+    exact:list, # True probabilities of the same choices
 )->float: # 0 to 1; 0 for the oracle
-    """Mean distance between a confidence and the true probability of that answer. `ValueError` for
-    lists that don't fit."""
+    """Average |confidence - true probability| of the model's answers. `ValueError` for
+    lists of unequal length."""
     if len(probs) != len(exact) or not len(probs):
         raise ValueError(f"{len(probs)} and {len(exact)} items, expected as many")
     picks = [int(np.argmax(q)) for q in probs]
@@ -75,11 +75,11 @@ def exact_error(
 
 # %% ../../nbs/12_evaluation/12e_calibration.ipynb #12e27
 def fit_temperature(
-    log_probs:list, # Of the choices of each item
+    log_probs:list, # Log-probabilities of the choices of each item
     answers:list,   # Index of each item's right choice
 )->float: # Between 0.05 and 20
-    """The temperature with the smallest mean of -log p(answer). `ValueError` for lists that don't
-    fit. Guo 2017."""
+    """Find the temperature with the least mean -log p(answer). `ValueError` for lists that don't
+    match. Guo 2017."""
     if len(log_probs) != len(answers) or not len(answers):
         raise ValueError(f"{len(log_probs)} items and {len(answers)} answers, expected as many")
     def loss(log_T):

@@ -12,14 +12,15 @@ import torch
 from .perplexity import token_nats
 from ..generation.generate import check_tokenizer
 from ..tools.stories import Stories
+from ..tokenization.tokenizer import Tokenizer
 
 # %% ../../nbs/12_evaluation/12f_contamination.ipynb #12f10
 def contamination_p(
     log_q:list, # The model's log-probability of each document, in nats
-    log_p:list, # The source's, exact
-)->float: # At most this probability, if no document was in the training text
-    """A p-value for independent documents together, that assumes nothing about the model.
-    `ValueError` for lists that don't fit. Markov's inequality."""
+    log_p:list, # The source's exact log-probability of each document
+)->float: # p-value if no document was in the training text
+    """Compute a joint p-value of independent documents, whatever the model.
+    `ValueError` for lists of unequal length. Markov's inequality."""
     if len(log_q) != len(log_p) or not len(log_q):
         raise ValueError(f"{len(log_q)} and {len(log_p)} log-probabilities, expected one of each "
                          f"for one document or more")
@@ -29,11 +30,11 @@ def contamination_p(
 
 # %% ../../nbs/12_evaluation/12f_contamination.ipynb #12f11
 def log_prob_in_order(
-    model:torch.nn.Module, # As for `token_nats`
-    tokenizer,             # The `Tokenizer` with which it was trained
+    model:torch.nn.Module, # As in `token_nats`
+    tokenizer:Tokenizer,   # The `Tokenizer` with which it was trained
     documents:list,        # Texts, read one after another with end-of-text between them
-)->float: # Nats, end-of-text after each document included
-    "What a model gives to documents in this order. `ValueError` for none."
+)->float: # Nats, with end-of-text after each document
+    "Compute the model's log-probability of documents in this order. `ValueError` for none."
     check_tokenizer(model, tokenizer)
     if not documents: raise ValueError("documents are empty, expected one or more")
     end = tokenizer.end_of_text
@@ -42,30 +43,30 @@ def log_prob_in_order(
 
 # %% ../../nbs/12_evaluation/12f_contamination.ipynb #12f17
 def ngram_set(
-    text:str, # Words are what stands between blanks
-    n:int,    # Words in a run
+    text:str, # Words separated by blanks
+    n:int,    # Words per run
 )->set: # Tuples of n words
-    "All runs of n words. `ValueError` for n below 1."
+    "Return all runs of n words. `ValueError` for n below 1."
     if n < 1: raise ValueError(f"n = {n}, expected 1 or more")
     words = text.split()
     return set(zip(*(words[k:] for k in range(n))))
 
 def ngram_overlap(
-    text:str, # A document of a test
+    text:str, # A test document
     seen:set, # `ngram_set` of the training text
-    n:int,    # As for `seen`
+    n:int,    # Words per run, as in `seen`
 )->float: # Share of the document's runs that were seen, 0 to 1
-    "`ValueError` for a document of fewer than n words."
+    "Measure n-gram overlap. `ValueError` for a document of fewer than n words."
     runs = ngram_set(text, n)
     if not runs: raise ValueError(f"a document of {len(text.split())} words has no run of {n}")
     return len(runs & seen)/len(runs)
 
 # %% ../../nbs/12_evaluation/12f_contamination.ipynb #12f20
 def rename_people(
-    story:str, # Of the course's grammar
-    rng:np.random.Generator, # Draws the new names
-)->str: # The same story about other people, as probable as it was
-    "Each name becomes another of the same list."
+    story:str, # A story of the course's grammar
+    rng:np.random.Generator, # Random generator of the new names
+)->str: # The same story about other people, equally probable
+    "Replace each name by a different name from the same list."
     rules = Stories().rules
     for names in (rules["girl"].entries, rules["boy"].entries):
         inside = [n for n in names if re.search(rf"\b{n}\b", story)]
@@ -76,8 +77,8 @@ def rename_people(
 
 # %% ../../nbs/12_evaluation/12f_contamination.ipynb #12f25
 def permutation_p(
-    log_probs:list, # Of a file in several orders: its own first, then others drawn at random
+    log_probs:list, # Nats of a file in its own order, then in random orders
 )->float: # Share of the orders that are at least as probable as the file's own
-    "Oren's p-value, exact if the items could be swapped. `ValueError` for fewer than two orders."
+    "Oren's p-value, exact for exchangeable items. `ValueError` for fewer than two orders."
     if len(log_probs) < 2: raise ValueError(f"{len(log_probs)} orders, expected two or more")
     return sum(x >= log_probs[0] for x in log_probs)/len(log_probs)

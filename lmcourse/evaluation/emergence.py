@@ -11,16 +11,16 @@ import numpy as np
 # %% ../../nbs/12_evaluation/12g_emergence.ipynb #12g09
 def exact_match(
     hits:np.ndarray, # Whether each token was right, 0 or 1 `(questions, tokens)`
-    length:int,      # How many tokens an answer has
+    length:int,      # Tokens per answer
 )->float: # Share of questions whose first `length` tokens are all right
-    "All or nothing. `ValueError` for a length that isn't there."
+    "Score answers all or nothing. `ValueError` for a length out of range."
     return float(_first(hits, length).all(1).mean())
 
 def match_from_hits(
-    hits:np.ndarray, # As for `exact_match`
+    hits:np.ndarray, # As in `exact_match`
     length:int,
-)->float: # What exact match would be if tokens failed independently of each other
-    "The product over the places of the share of right tokens. `ValueError` as for `exact_match`."
+)->float: # Exact match if tokens failed independently
+    "Multiply the shares of right tokens at each position. `ValueError` as in `exact_match`."
     return float(_first(hits, length).mean(0).prod())
 
 def _first(hits, length:int)->np.ndarray:
@@ -32,18 +32,18 @@ def _first(hits, length:int)->np.ndarray:
 
 # %% ../../nbs/12_evaluation/12g_emergence.ipynb #12g18
 def doublings(
-    steps:np.ndarray,  # Of training, rising, above 0
-    values:np.ndarray, # Of a metric at each of them
-)->float: # The less, the more sudden
-    """Doublings of `steps` from where a metric has made a tenth of its way, for the first time, to
-    where it has made nine tenths. `ValueError` for a metric that does not move."""
+    steps:np.ndarray,  # Training steps, rising and positive
+    values:np.ndarray, # Value of a metric at each step
+)->float: # Number of doublings; fewer means more sudden
+    """Count the doublings of `steps` between a metric's first tenth of its total change and
+    nine tenths. `ValueError` for a metric that does not change."""
     s, v = np.asarray(steps, float), np.asarray(values, float)
     if len(s) != len(v) or len(s) < 2 or s[0] <= 0 or (np.diff(s) <= 0).any():
         raise ValueError(f"{len(s)} steps and {len(v)} values, expected as many, two or more, "
                          f"and rising steps above 0")
     if v[0] == v[-1]: raise ValueError(f"the metric begins and ends at {v[0]}")
     way = (v - v[0])/(v[-1] - v[0])
-    def reached(share): # log2 of the step, between two looks in a straight line
+    def reached(share): # log2 of the step, interpolated linearly
         k = int(np.argmax(way >= share))
         part = (share - way[k - 1])/(way[k] - way[k - 1])
         return np.log2(s[k - 1]) + part*(np.log2(s[k]) - np.log2(s[k - 1]))

@@ -12,15 +12,16 @@ from typing import Any
 import torch
 from .perplexity import token_nats
 from ..generation.generate import check_tokenizer, complete
+from ..tokenization.tokenizer import Tokenizer
 
 # %% ../../nbs/12_evaluation/12j_harness.ipynb #12j08
 def continuation_log_prob(
     model:torch.nn.Module, # (B, T) ids to (B, T, V) logits, causal
-    tokenizer,             # The `Tokenizer` with which it was trained
-    context:str,           # May be empty: then end-of-text alone stands before
+    tokenizer:Tokenizer,   # The `Tokenizer` with which it was trained
+    context:str,           # May be empty, for end-of-text alone
     continuation:str,      # Not empty
-)->tuple: # Log-probability in nats, and whether every token is the model's first choice
-    "One `loglikelihood` request. A context that is too long loses its beginning."
+)->tuple: # Log-probability in nats, and whether greedy decoding would write it
+    "Answer a `loglikelihood` request. A context that is too long loses its beginning."
     if not continuation: raise ValueError("the continuation is empty")
     ids = tokenizer.encode(context + continuation, special=False)
     n = len(ids) - len(tokenizer.encode(context, special=False))
@@ -34,10 +35,10 @@ def continuation_log_prob(
 
 # %% ../../nbs/12_evaluation/12j_harness.ipynb #12j11
 class HarnessAnswers:
-    "Answers the three kinds of requests; each request has a tuple `args`."
+    "Answer the harness's three kinds of requests; each request has a tuple `args`."
     def __init__(self,
-        model:torch.nn.Module, # As for `continuation_log_prob`
-        tokenizer,
+        model:torch.nn.Module, # As in `continuation_log_prob`
+        tokenizer:Tokenizer,
     ):
         super().__init__()
         check_tokenizer(model, tokenizer)
@@ -47,22 +48,22 @@ class HarnessAnswers:
         return [continuation_log_prob(self.model, self.tokenizer, *r.args) for r in requests]
 
     def loglikelihood_rolling(self, requests:list, disable_tqdm:bool=False)->list: # Numbers
-        "A text from end-of-text on; the end of text after it doesn't count."
+        "Score a text after end-of-text; the end-of-text that follows it doesn't count."
         end, encode = self.tokenizer.end_of_text, self.tokenizer.encode
         return [-float(token_nats(self.model, [end, *encode(r.args[0], special=False)]).sum())
                 for r in requests]
 
     def generate_until(self, requests:list, disable_tqdm:bool=False)->list: # Texts
-        "Greedy, up to a stop string."
+        "Generate greedily up to a stop string."
         return [complete(self.model, self.tokenizer, context, how.get("max_gen_toks", 64),
                          temperature=0, stop_strings=how.get("until", ()))
                 for context,how in (r.args for r in requests)]
 
 def harness_model(
-    model:torch.nn.Module, # As for `HarnessAnswers`
-    tokenizer,
+    model:torch.nn.Module, # As in `HarnessAnswers`
+    tokenizer:Tokenizer,
 )->Any: # An `lm_eval.api.model.LM`
-    "`ModuleNotFoundError` without lm-evaluation-harness."
+    "Wrap a model for the harness. `ModuleNotFoundError` without lm-evaluation-harness."
     try: from lm_eval.api.model import LM
     except ModuleNotFoundError:
         raise ModuleNotFoundError("the harness is not installed: pip install lm_eval") from None
@@ -70,11 +71,11 @@ def harness_model(
 
 # %% ../../nbs/12_evaluation/12j_harness.ipynb #12j14
 def save_texts(
-    folder,         # New files `NAME.jsonl` and `NAME.yaml` come into it
-    name:str,       # Of the task
-    documents:list, # Texts
-)->Path: # Of the YAML
-    "A task of bits per byte over whole texts. `FileExistsError` if it is there."
+    folder:str|Path, # Folder for the new files `NAME.jsonl` and `NAME.yaml`
+    name:str,        # Name of the task
+    documents:list,  # Texts
+)->Path: # Path of the YAML file
+    "Save a task of bits per byte over whole texts. `FileExistsError` if it exists."
     data, about = Path(folder)/f"{name}.jsonl", Path(folder)/f"{name}.yaml"
     if not documents: raise ValueError(f"task {name}: no documents")
     for path in (data, about):
@@ -102,12 +103,12 @@ metadata:
 
 # %% ../../nbs/12_evaluation/12j_harness.ipynb #12j15
 def run_harness(
-    model:torch.nn.Module, # As for `HarnessAnswers`
-    tokenizer,
-    folder,                # Has the YAML files and what they name
-    tasks:list,            # Names of tasks in it
-)->dict: # For each task its metrics by name, as floats
-    "Ask the harness, offline and in silence. `ModuleNotFoundError` if it is not installed."
+    model:torch.nn.Module, # As in `HarnessAnswers`
+    tokenizer:Tokenizer,
+    folder:str|Path,       # Folder with the YAML files and their data
+    tasks:list,            # Names of tasks in the folder
+)->dict: # Task to its metrics by name, as floats
+    "Run the harness offline and quietly. `ModuleNotFoundError` if it is not installed."
     ours = harness_model(model, tokenizer)
     from lm_eval import simple_evaluate
     from lm_eval.tasks import TaskManager

@@ -11,14 +11,15 @@ from typing import NamedTuple
 import numpy as np
 from .perplexity import token_nats
 from ..tools.stories import Stories
+from ..tokenization.tokenizer import Tokenizer
 
 # %% ../../nbs/12_evaluation/12b_oracle.ipynb #27f94b02
 def oracle_nats(
-    stories:Stories, # The grammar
-    tokenizer,       # A `Tokenizer` whose tokens are whole characters of the document
-    document:str,    # One of its documents
-)->np.ndarray: # Exact nats of each token and of end-of-text, float64 `(tokens + 1,)`
-    "The surprise of each token for somebody who knows the grammar. `ValueError` if it can't be."
+    stories:Stories,     # The grammar
+    tokenizer:Tokenizer, # A `Tokenizer` whose tokens are whole characters of the document
+    document:str,        # A document of the grammar
+)->np.ndarray: # Exact nats of each token and end-of-text, float64 `(tokens + 1,)`
+    "Compute each token's exact -log p under the grammar. `ValueError` for other documents."
     total, text, reached = stories.log_prob(document), b"", [0.]
     for i in tokenizer.encode(document, special=False):
         text += tokenizer.token_bytes(i)
@@ -27,18 +28,18 @@ def oracle_nats(
 
 # %% ../../nbs/12_evaluation/12b_oracle.ipynb #18c6ee55
 class Excess(NamedTuple):
-    "A kind of token, by the oracle's probability."
-    above:float  # The oracle's probability is more than this
-    share:float  # Of the tokens
-    floor:float  # Nats per token of all, that nobody can avoid
-    excess:float # Nats per token of all, that the model adds; the kinds sum to its excess loss
+    "A group of tokens with similar oracle probability."
+    above:float  # Lower bound of the oracle's probability
+    share:float  # Share of the tokens
+    floor:float  # The group's part of the floor, nats per token of the text
+    excess:float # The group's part of the model's excess loss, nats per token of the text
 
 def excess_by_certainty(
-    ours:np.ndarray,  # A model's nats of each token `(tokens,)`
-    exact:np.ndarray, # The oracle's `(tokens,)`
-    edges:tuple=(.999, .5, .1, 0.), # Lower ends of the kinds, falling, the last 0
-)->list: # An `Excess` for each kind
-    "Split a loss by what could be known. `ValueError` for other sizes or edges."
+    ours:np.ndarray,  # The model's nats of each token `(tokens,)`
+    exact:np.ndarray, # The oracle's nats of each token `(tokens,)`
+    edges:tuple=(.999, .5, .1, 0.), # Lower bounds of the groups, falling to 0
+)->list: # An `Excess` for each group
+    "Split a loss by the oracle's certainty. `ValueError` for unequal sizes or bad edges."
     if ours.shape != exact.shape: raise ValueError(f"ours {ours.shape}, exact {exact.shape}")
     if list(edges) != sorted({*edges}, reverse=True) or edges[-1] != 0:
         raise ValueError(f"edges = {edges}, expected falling numbers that end in 0")
@@ -52,9 +53,9 @@ def excess_by_certainty(
 
 # %% ../../nbs/12_evaluation/12b_oracle.ipynb #29467876
 def ceiling(
-    probs:list, # For each question the exact probability of each choice, which sum to 1
+    probs:list, # For each question, the exact probabilities of the choices
 )->float: # Expected share of right answers, at most 1
-    "What nobody can beat. `ValueError` unless each question's probabilities sum to one."
+    "Compute the best accuracy. `ValueError` unless each question's probabilities sum to 1."
     for k,row in enumerate(probs):
         if not len(row) or abs(math.fsum(row) - 1) > 1e-9 or min(row) < 0:
             raise ValueError(f"question {k}: probabilities {list(row)}, expected a sum of 1")

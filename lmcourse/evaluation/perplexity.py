@@ -11,13 +11,14 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from ..generation.generate import check_tokenizer, context_of
+from ..tokenization.tokenizer import Tokenizer
 
 # %% ../../nbs/12_evaluation/12a_perplexity.ipynb #aa3a0683
 class Perplexity(NamedTuple):
-    "What a model's guesses of a text add up to."
+    "A model's total loss on a text, with its tokens and bytes."
     nats:float # Sum of -log p over all tokens
-    tokens:int # That were predicted, ends of text included
-    bytes:int  # Of the text, without marks at its end
+    tokens:int # Predicted tokens, ends of text included
+    bytes:int  # Bytes of the text, without ends of text
 
     @property
     def loss(self)->float: return self.nats/self.tokens # Nats per token
@@ -28,11 +29,11 @@ class Perplexity(NamedTuple):
 
 # %% ../../nbs/12_evaluation/12a_perplexity.ipynb #1dc17bd6
 def stride_windows(
-    tokens:int,         # Of the text that must be predicted
-    context_length:int, # Tokens that the model sees at most, T
+    tokens:int,         # Tokens of the text to predict
+    context_length:int, # Most tokens that the model sees, T
     stride:int,         # Tokens by which a window moves, from 1 to T
-)->list: # Triples: where a window begins, its first token that counts, where it ends
-    "Windows in which each token counts once. `ValueError` for sizes out of range."
+)->list: # Triples: start of a window, its first token that counts, its end
+    "Cut a text into windows so that each token counts once. `ValueError` for sizes out of range."
     if tokens < 1: raise ValueError(f"tokens = {tokens}, expected 1 or more")
     if context_length < 1:
         raise ValueError(f"context_length = {context_length}, expected 1 or more")
@@ -46,11 +47,11 @@ def stride_windows(
 # %% ../../nbs/12_evaluation/12a_perplexity.ipynb #af9e613c
 def token_nats(
     model:torch.nn.Module, # (B, T) ids to (B, T, V) logits, causal
-    ids:list,              # The first is only a condition, say end-of-text
-    context_length:int|None=None, # Tokens that the model is shown; none for all that it can see
-    stride:int|None=None,  # As for `stride_windows`; none for half of the context
+    ids:list,              # Token ids; the first is not predicted, for example end-of-text
+    context_length:int|None=None, # Context in tokens; None for the model's own
+    stride:int|None=None,  # As in `stride_windows`; None for half of the context
 )->np.ndarray: # Nats of each id but the first, float64 `(len(ids) - 1,)`
-    "The surprise of each token, in windows. `ValueError` for fewer than two ids."
+    "Compute -log p of each token in windows. `ValueError` for fewer than two ids."
     if len(ids) < 2: raise ValueError(f"ids = {list(ids)}, expected two or more")
     context = context_of(getattr(model, "config", None), context_length)
     context = min(context, len(ids) - 1)
@@ -66,13 +67,13 @@ def token_nats(
 
 # %% ../../nbs/12_evaluation/12a_perplexity.ipynb #cb8adef0
 def perplexity(
-    model:torch.nn.Module, # As for `token_nats`, like the last two
-    tokenizer,             # The `Tokenizer` with which it was trained
-    documents:list,        # Texts; each begins after end-of-text and must predict it at its end
+    model:torch.nn.Module, # As in `token_nats`, like the last two arguments
+    tokenizer:Tokenizer,   # The `Tokenizer` with which it was trained
+    documents:list,        # Texts; each follows an end-of-text and ends with one to predict
     context_length:int|None=None,
     stride:int|None=None,
 )->Perplexity:
-    "Read documents one by one. `ValueError` for none, or for another model's tokenizer."
+    "Measure perplexity over documents. `ValueError` for none, or for another model's tokenizer."
     check_tokenizer(model, tokenizer)
     if not documents: raise ValueError("documents are empty, expected one or more")
     end, nats = tokenizer.end_of_text, []

@@ -13,6 +13,7 @@ from functools import lru_cache
 from itertools import islice
 from pathlib import Path
 import numpy as np
+from typing import Any
 from .. import __version__
 from .calibration import choice_probs, exact_error
 from .perplexity import perplexity
@@ -27,14 +28,15 @@ from ..tools.show import Table
 from ..tools.stories import Stories
 from ..training.data import TokenDataset
 from ..training.runs import read_run
+from ..tokenization.tokenizer import Tokenizer
 
 # %% ../../nbs/12_evaluation/12i_report.ipynb #44cc4d34
 def named_task(
     name:str,     # One of `KINDS`, `write`, or the path of a YAML file
-    stories:int,  # Stories that a task of the grammar is made of
-    seed:int,     # Of those stories
+    stories:int,  # Stories for a task of the grammar
+    seed:int,     # Seed of the stories
 )->Task:
-    "A task by its name. `ValueError` for an unknown one."
+    "Load or make a task by its name. `ValueError` for an unknown name."
     if name in KINDS or name == "write": return _grammar_task(name, stories, seed)
     if not name.endswith((".yaml", ".yml")): raise unknown("task", name, [*TASKS, "PATH.yaml"])
     return load_task(name)
@@ -44,10 +46,10 @@ def _grammar_task(name:str, stories:int, seed:int)->Task:
     return writing_task(stories, seed) if name == "write" else grammar_task(name, stories, seed)
 
 def refuse_overlap(
-    tasks:list,        # Of `Task`s
+    tasks:list,        # `Task`s to check
     training:Iterable, # Texts that the model was trained on
 ):
-    "`ValueError` with the first item whose context and answer occur in the training text."
+    "Raise `ValueError` if an item's context and answer occur in the training text."
     texts = [(t.name, i.id, i.context + i.choices[i.answer]) for t in tasks for i in t.items]
     if not texts: return
     for document in training:
@@ -57,13 +59,13 @@ def refuse_overlap(
                                  f"({text[:40]!r}…)")
 
 # %% ../../nbs/12_evaluation/12i_report.ipynb #12i1train
-SHIPPED_BYTES = 12_000_000 # Of the 160 MB on which the model of the course was trained
+SHIPPED_BYTES = 12_000_000 # Part of the 160 MB on which the course's model was trained
 
 def training_texts(
-    run,       # Folder of a run or a saved model; none for the model that comes with the course
-    tokenizer, # The run's
-)->Iterator[str]|None: # Its documents; none if they are not at hand
-    "What a model was trained on. `ValueError` or `FileNotFoundError` for files that can't be read."
+    run:str|Path|None,   # Folder of a run or a saved model; None for the course's model
+    tokenizer:Tokenizer, # The run's
+)->Iterator[str]|None: # Its documents; None if they are not available
+    "Find a model's training texts. `ValueError` or `FileNotFoundError` for unreadable files."
     if run is None: return documents("stories", "train", SHIPPED_BYTES)
     if (Path(run)/"model.safetensors").is_file(): return None
     dataset = TokenDataset.open(read_run(run)[2]/"train", verify=False)
@@ -72,12 +74,12 @@ def training_texts(
 
 # %% ../../nbs/12_evaluation/12i_report.ipynb #d48fb259
 def task_rows(
-    model,     # As for `score_task`
-    tokenizer,
+    model:Any,      # As in `score_task`
+    tokenizer:Tokenizer,
     task:Task,
     norm:str="raw", # One of `NORMS`
-)->list: # Of dicts: its row, and a row on calibration if answers are a matter of chance
-    "A task's share of right answers with all that belongs to it."
+)->list: # Dicts: the task's row, and one on calibration if answers are random
+    "Score a task: its accuracy, interval, chance and ceiling."
     if norm not in NORMS: raise unknown("norm", norm, NORMS)
     if isinstance(task, WritingTask): return _writing_rows(model, tokenizer, task)
     records = score_task(model, tokenizer, task)
@@ -101,7 +103,7 @@ def task_rows(
                             norm="raw")]
 
 # %% ../../nbs/12_evaluation/12i_report.ipynb #12i6writ
-def _interval(hits:list, clusters:list)->tuple: # Wilson's, or clustered where stories repeat
+def _interval(hits:list, clusters:list)->tuple: # Wilson's interval, or clustered if stories repeat
     n, groups, value = len(hits), len(set(clusters)), float(np.mean(hits))
     if not (1 < groups < n and 0 < value < 1): return wilson(int(sum(hits)), n)
     half = 1.96*standard_error(hits, clusters)
@@ -124,12 +126,12 @@ def _writing_rows(model, tokenizer, task:WritingTask, tries:int=5)->list: # Gree
 
 # %% ../../nbs/12_evaluation/12i_report.ipynb #09998729
 def stories_rows(
-    model,     # As for `perplexity`
-    tokenizer,
-    stories:int=20, # Whole stories
-    seed:int=120_000, # Of the stories; those of training and validation are refused
-)->list: # Two dicts as of `task_rows`: bits per byte and perplexity; here less is better
-    """New stories as a whole, with intervals over stories. Chance is a uniform guess, the ceiling
+    model:Any,        # As in `perplexity`
+    tokenizer:Tokenizer,
+    stories:int=20,   # Number of stories
+    seed:int=120_000, # Seed of the stories; training and validation seeds are rejected
+)->list: # Two dicts as from `task_rows`: bits per byte and perplexity; lower is better
+    """Score whole new stories, with intervals over stories. Chance is a uniform guess, the ceiling
     the grammar's floor."""
     check_stories(stories, seed)
     texts = list(islice(Stories(seed), stories))
@@ -148,20 +150,20 @@ def stories_rows(
             row("perplexity", "token", lambda b: 2**(b*size/tokens))]
 
 def check_stories(
-    stories:int, # Stories that a task is made of
-    seed:int,    # Of those stories
+    stories:int, # Stories per task
+    seed:int,    # Seed of the stories
 ):
-    "`ValueError` for fewer than two, or for a seed of training or validation."
+    "Raise `ValueError` for fewer than two stories, or a seed of training or validation."
     if stories < 2: raise ValueError(f"stories = {stories}, expected 2 or more")
     if seed in range(len(SPLITS)):
         raise ValueError(f"seed = {seed} is that of the {SPLITS[seed]} stories, expected another")
 
 # %% ../../nbs/12_evaluation/12i_report.ipynb #00b15b0a
 class ReportCard:
-    "Rows of a report, as a table, as Markdown and as a page of HTML."
+    "A report as a table, as Markdown or as a page of HTML."
     def __init__(self,
-        rows:list,      # Dicts of `task_rows` and `stories_rows`
-        model:str,      # Its name
+        rows:list,      # Dicts from `task_rows` and `stories_rows`
+        model:str,      # Name of the model
         tokenizer:str,  # Digest of its tokenizer
         overlap:str,    # Whether the training text was searched for the items
     ):
@@ -185,17 +187,17 @@ class ReportCard:
                 f"{self.table._repr_html_()}\n</html>\n")
 
     def save(self,
-        path, # New file, `.md` or `.html`
+        path:str|Path, # New file, `.md` or `.html`
     ):
-        "Write the card. `FileExistsError` if it is there, `ValueError` for another ending."
+        "Write the card. `FileExistsError` if it exists, `ValueError` for another file ending."
         refuse_report(path := Path(path))
         text = self.html() if path.suffix == ".html" else self.markdown()
         with atomic_write(path) as part: part.write_text(text, encoding="utf-8")
 
 def refuse_report(
-    path:Path, # As for `ReportCard.save`, to be asked before any work
+    path:Path, # As in `ReportCard.save`; checked before any work
 ):
-    "`OSError` or `ValueError` if a card can't be written there."
+    "Raise `OSError` or `ValueError` if a card can't be written there."
     if path.suffix not in (".md", ".html"):
         raise ValueError(f"{path}: expected a name that ends in .md or .html")
     if path.exists(): raise FileExistsError(f"{path} exists; name a file that does not")
@@ -206,15 +208,15 @@ def refuse_report(
 TASKS = (*KINDS, "write", "stories")
 
 def named_tasks(
-    model,                # As for `report_card`, like the rest
-    tokenizer,
+    model:Any, # As in `report_card`, like the other arguments
+    tokenizer:Tokenizer,
     names:tuple=TASKS,
     stories:int=30,
     seed:int=120_000,
     norm:str="raw",
     training:Iterable|None=None,
-)->dict: # A `Task` for each name but `stories`, which needs none
-    "All that a card can be refused for, before the model is asked. `ValueError` or `OSError`."
+)->dict: # Name to `Task`, except for `stories`
+    "Check all input of a card before the model runs. `ValueError` or `OSError`."
     if norm not in NORMS: raise unknown("norm", norm, NORMS)
     if not names: raise ValueError(f"no tasks, expected some of {', '.join(TASKS)}")
     if len({*names}) < len(names):
@@ -227,22 +229,23 @@ def named_tasks(
 
 # %% ../../nbs/12_evaluation/12i_report.ipynb #03ab410c
 def report_card(
-    model,               # (B, T) ids to (B, T, V) logits, causal
-    tokenizer,           # The `Tokenizer` with which it was trained
-    tasks:tuple=TASKS,   # Names, as for `named_task`, or `stories`
-    stories:int=30,      # Stories that each is made of
-    seed:int=120_000,    # Of the stories; those of training and validation are refused
-    norm:str="raw",      # One of `NORMS`
-    name:str="the course's model", # In the title
-    training:Iterable|None=None,   # Texts that the model was trained on; none if not at hand
+    model:Any,                     # (B, T) ids to (B, T, V) logits, causal
+    tokenizer:Tokenizer,           # The `Tokenizer` with which it was trained
+    tasks:tuple=TASKS,             # Names as in `named_task`, or `stories`
+    stories:int=30,                # Stories per task
+    seed:int=120_000,              # Seed of the stories; training and validation seeds are rejected
+    norm:str="raw",                # One of `NORMS`
+    name:str="the course's model", # Name in the title
+    training:Iterable|None=None,   # Training texts of the model; None if not available
 )->ReportCard:
-    "Ask everything and write it down. `ValueError` for bad input, before the model is asked."
+    "Run all tasks and make the card. `ValueError` for bad input, before the model runs."
     made = named_tasks(model, tokenizer, tasks, stories, seed, norm, training)
     return fill_card(model, tokenizer, tasks, made, stories, seed, norm, name,
                      training is not None)
 
-def fill_card(model, tokenizer, names:tuple, made:dict, stories:int, seed:int, norm:str, name:str,
-              searched:bool)->ReportCard: # From what `named_tasks` made
+def fill_card(model:Any, tokenizer:Tokenizer, names:tuple, made:dict, stories:int, seed:int,
+    norm:str, name:str,
+              searched:bool)->ReportCard: # From the tasks of `named_tasks`
     rows = []
     for t in names:
         rows += (task_rows(model, tokenizer, made[t], norm) if t in made

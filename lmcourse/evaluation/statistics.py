@@ -15,9 +15,9 @@ from scipy.stats import norm
 def wilson(
     hits:int,  # Right answers
     n:int,     # Questions
-    level:float=.95, # Of confidence
+    level:float=.95, # Confidence level
 )->tuple: # Lower and upper end, between 0 and 1
-    "An interval for a share. `ValueError` for impossible counts. Wilson 1927."
+    "Compute an interval for a share. `ValueError` for impossible counts. Wilson 1927."
     if not 0 <= hits <= n or n < 1: raise ValueError(f"hits = {hits} of n = {n} questions")
     if not 0 < level < 1: raise ValueError(f"level = {level}, expected between 0 and 1")
     p, z = hits/n, float(norm.ppf((1 + level)/2))
@@ -27,10 +27,10 @@ def wilson(
 
 # %% ../../nbs/12_evaluation/12d_statistics.ipynb #ba1d1504
 def standard_error(
-    scores:list,        # Of each question
-    clusters:list|None=None, # The story of each question; none if each is on its own
-)->float: # Of their mean
-    "Clustered where told. `ValueError` for fewer than two clusters. Miller 2024, section 2.2."
+    scores:list,        # Score of each question
+    clusters:list|None=None, # The story of each question; None for independent questions
+)->float: # Standard error of the mean score
+    "Standard error, clustered if given. `ValueError` below two clusters. Miller 2024, section 2.2."
     x = np.asarray(scores, float)
     names = list(range(len(x))) if clusters is None else list(clusters)
     if len(names) != len(x): raise ValueError(f"{len(x)} scores, but {len(names)} clusters")
@@ -43,10 +43,10 @@ def standard_error(
 # %% ../../nbs/12_evaluation/12d_statistics.ipynb #c687fac2
 def paired_difference(
     a:list, b:list,          # Scores of two models on the same questions
-    clusters:list|None=None, # As for `standard_error`
-    level:float=.95,         # Of confidence
+    clusters:list|None=None, # As in `standard_error`
+    level:float=.95,         # Confidence level
 )->tuple: # Mean of a - b, lower and upper end
-    "An interval for the difference. `ValueError` for lists of other lengths."
+    "Compute an interval for the difference. `ValueError` for lists of unequal length."
     if len(a) != len(b): raise ValueError(f"{len(a)} and {len(b)} scores, expected as many")
     d = np.asarray(a, float) - np.asarray(b, float)
     half = float(norm.ppf((1 + level)/2))*standard_error(d, clusters)
@@ -54,13 +54,13 @@ def paired_difference(
 
 # %% ../../nbs/12_evaluation/12d_statistics.ipynb #fd0fbadb
 def sample_size(
-    difference:float,  # In the mean score, to be seen
-    variance:float,    # Of a score; p(1 - p) for right or wrong
-    correlation:float=0., # Of the models' scores on a question; 0 for other questions
-    power:float=.8,    # Probability to see it
-    level:float=.95,   # Of confidence
+    difference:float,  # Difference in mean score to detect
+    variance:float,    # Variance of a score; p(1 - p) for right or wrong
+    correlation:float=0., # Between the models' scores on a question; 0 for different questions
+    power:float=.8,    # Probability of detecting it
+    level:float=.95,   # Confidence level
 )->int: # Questions for each model
-    "Questions that a comparison needs. `ValueError` for numbers that make no sense."
+    "Compute how many questions a comparison needs. `ValueError` for invalid numbers."
     if not difference > 0: raise ValueError(f"difference = {difference}, expected more than 0")
     if not variance > 0: raise ValueError(f"variance = {variance}, expected more than 0")
     if not -1 <= correlation < 1:
@@ -72,14 +72,14 @@ def sample_size(
 
 # %% ../../nbs/12_evaluation/12d_statistics.ipynb #fbc20696
 def bootstrap(
-    statistic:Callable,      # An array of scores `(n,)` to a number
-    scores:list,             # Of each question
-    clusters:list|None=None, # As for `standard_error`: whole clusters are drawn
-    draws:int=1000,          # How often
-    level:float=.95,         # Of confidence
-    seed:int=0,              # Of the draws
+    statistic:Callable,      # Function from scores `(n,)` to a number
+    scores:list,             # Score of each question
+    clusters:list|None=None, # As in `standard_error`: whole clusters are drawn
+    draws:int=1000,          # Number of resamples
+    level:float=.95,         # Confidence level
+    seed:int=0,              # Seed of the resamples
 )->tuple: # Lower and upper end
-    "A percentile interval. `ValueError` for no scores or draws."
+    "Compute a percentile interval. `ValueError` for no scores or draws."
     x = np.asarray(scores, float)
     names = np.arange(len(x)) if clusters is None else np.asarray(list(clusters))
     if not len(x) or len(names) != len(x) or draws < 1:
@@ -95,10 +95,10 @@ def bootstrap(
 # %% ../../nbs/12_evaluation/12d_statistics.ipynb #7cc34725
 def pass_at_k(
     n:int, # Tries
-    c:int, # Right ones
-    k:int, # Tries that one may have
-)->float: # Unbiased
-    "The chance that one of k is right. `ValueError` unless 0 <= c <= n and 1 <= k <= n. Chen 2021."
+    c:int, # Right tries
+    k:int, # Tries allowed
+)->float: # Unbiased estimate
+    "Chance that one of k tries is right. `ValueError` unless 0 <= c <= n, 1 <= k <= n. Chen 2021."
     if not 0 <= c <= n or not 1 <= k <= n:
         raise ValueError(f"n = {n}, c = {c}, k = {k}, expected 0 <= c <= n and 1 <= k <= n")
     return 1 - math.comb(n - c, k)/math.comb(n, k)

@@ -16,10 +16,12 @@ from itertools import islice
 from pathlib import Path
 import numpy as np
 import torch
+from typing import Any
 from ..generation.generate import check_tokenizer, complete
 from ..tools.config import unknown
 from ..tools.documents import SPLITS
 from ..tools.stories import Stories
+from ..tokenization.tokenizer import Tokenizer
 
 # %% ../../nbs/12_evaluation/12c_tasks.ipynb #4854b4c5
 @dataclass(frozen=True)
@@ -49,7 +51,7 @@ class Task:
     "A set of questions."
     name:str
     items:tuple       # Of `Item`s
-    version:int=1     # Another number whenever items change
+    version:int=1     # A new number whenever items change
     seed:int|None=None # Of the stories that it was made of; none for items from elsewhere
 
     def __post_init__(self):
@@ -94,7 +96,7 @@ def _recall(stories:Stories, document:str, key:str, rng)->list: # One item
     probs = _shares(stories, document[:at], choices)
     return [Item(key, document[:at], tuple(choices), choices.index(f" {name}"), key, probs)]
 
-def _pairs(stories:Stories, document:str, key:str, rng)->list: # Twins with another name, as long
+def _pairs(stories:Stories, document:str, key:str, rng)->list: # Another name of the same length
     places, items = _told_again(document, _names(stories)), []
     for k in sorted(rng.choice(len(places), min(2, len(places)), replace=False).tolist()):
         at, name = places[k]
@@ -165,7 +167,7 @@ KINDS = {"recall": _recall, "next": _next, "pairs": _pairs, "hour": _hour, "quot
 
 def grammar_task(
     kind:str,        # `recall`, `next`, `pairs`, `hour` or `quote`
-    stories:int=60,  # Stories that it is made of
+    stories:int=60,  # Stories that it is made from
     seed:int=120_000, # Of the stories; those of training and validation are refused
 )->Task:
     "Questions about new stories of the course's grammar. `ValueError` for another kind or seed."
@@ -230,7 +232,7 @@ def _choice_nats(model, tokenizer, context:str, choice:str, temperature:float=1.
 # %% ../../nbs/12_evaluation/12c_tasks.ipynb #d3d47c5a
 def score_task(
     model:torch.nn.Module, # (B, T) ids to (B, T, V) logits, causal
-    tokenizer,             # The `Tokenizer` with which it was trained
+    tokenizer:Tokenizer,   # The `Tokenizer` with which it was trained
     task:Task,
 )->list: # A `Record` for each item
     "Read all choices of all items. `ValueError` for a choice that is longer than the context."
@@ -238,8 +240,8 @@ def score_task(
     return [_record(model, tokenizer, item) for item in task.items]
 
 def refuse_long_choices(
-    model,     # As for `score_task`, like the rest
-    tokenizer,
+    model:Any, # As for `score_task`, like the rest
+    tokenizer:Tokenizer,
     task:Task,
 ):
     "`ValueError` for a choice that is longer than the context, or for another model's tokenizer."
@@ -311,7 +313,7 @@ class WritingTask(Task):
 
 # %% ../../nbs/12_evaluation/12c_tasks.ipynb #12c5make
 def writing_task(
-    stories:int=60,  # Stories that it is made of, half of them for each kind
+    stories:int=60,  # Stories that it is made from, half of them for each kind
     seed:int=120_000, # As for `grammar_task`
 )->WritingTask:
     "Who and when, to be written: only places where the grammar allows a single word."
@@ -335,9 +337,9 @@ def first_word(
 
 def written_words(
     model:torch.nn.Module, # As for `score_task`
-    tokenizer,
+    tokenizer:Tokenizer,
     task:WritingTask,
-    **settings,            # As for `complete`; greedy if there are none
+    **settings:Any,        # As for `complete`; greedy if there are none
 )->list: # The first word after each prompt
     "Let the model write. `ValueError` for settings out of range."
     settings = dict(temperature=0) | settings
@@ -346,18 +348,18 @@ def written_words(
 
 def word_probs(
     model:torch.nn.Module, # As for `score_task`
-    tokenizer,
+    tokenizer:Tokenizer,
     task:WritingTask,
     temperature:float=1.,  # Above 0
 )->list: # For each prompt a probability
-    "That a sample is right: the product over the tokens of the word. `ValueError` for 0 or less."
+    "Probability that a sample is right, over all tokens of the word. `ValueError` for 0 or less."
     if not temperature > 0: raise ValueError(f"temperature = {temperature}, expected more than 0")
     return [math.exp(_choice_nats(model, tokenizer, i.context, " " + i.right, temperature)[0])
             for i in task.items]
 
 # %% ../../nbs/12_evaluation/12c_tasks.ipynb #d066737b
 def save_task(
-    folder,    # New files `NAME.jsonl` and `NAME.yaml` come into it
+    folder:str|Path, # Gets new files `NAME.jsonl` and `NAME.yaml`
     task:Task,
 )->Path: # Of the YAML
     "Write a task. `FileExistsError` if it is there."
@@ -419,7 +421,7 @@ metadata:
 
 # %% ../../nbs/12_evaluation/12c_tasks.ipynb #f3418e07
 def load_task(
-    path, # The YAML file of `save_task`
+    path:str|Path, # The YAML file of `save_task`
 )->Task:
     "Read a task. `ValueError` names the file and the line that can't be read."
     path = Path(path)

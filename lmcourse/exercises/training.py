@@ -872,7 +872,7 @@ class ToyLM(nn.Module):
         self.table, self.dropout, self.head = (nn.Embedding(32, 24), nn.Dropout(.1),
                                                nn.Linear(24, 32))
 
-    def forward(self, ids): return self.head(self.dropout(self.table(ids)))
+    def forward(self, ids:torch.Tensor): return self.head(self.dropout(self.table(ids)))
 
 # %% ../../nbs/04_training/04z_training.ipynb #b1dca152
 class _Run: # A model that is trained by the student's loop, and what it saw

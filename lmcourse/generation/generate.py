@@ -25,6 +25,7 @@ from ..tokenization.bpe import special_pattern
 from ..tools.files import read_json
 from ..tools.grammar import Rule, Slot
 from ..tools.stories import Stories
+from ..tokenization.tokenizer import Tokenizer
 
 # %% ../../nbs/05_generation/05b_generate.ipynb #f49cc824
 @contextmanager
@@ -47,7 +48,7 @@ def _logits(model, ids:list)->torch.Tensor: # `(len(ids), V)`
 # %% ../../nbs/05_generation/05b_generate.ipynb #3fb75ef5
 def checked_ids(
     ids:Iterable[int], # Token ids
-    config,            # Config of the model, for its vocabulary; `None` for a model without config
+    config:Any,        # Config of the model, for its vocabulary; `None` for a model without config
     name:str="ids",    # Name of the ids in error messages
     least:int=1,       # Smallest number of ids
 )->list: # The ids as Python integers
@@ -65,8 +66,8 @@ def checked_ids(
 
 # %% ../../nbs/05_generation/05b_generate.ipynb #61b830da
 def context_of(
-    config,               # As for `checked_ids`
-    tokens:int|None=None, # Number of tokens wanted; default: the model's context
+    config:Any,                # As for `checked_ids`
+    tokens:int|None=None,      # Number of tokens wanted; default: the model's context
     name:str="context_length", # Name of `tokens` in error messages
 )->int: # Largest number of tokens that the model is shown
     "Check a context length. Raises `ValueError` for more than the model's context."
@@ -82,7 +83,7 @@ def _config(model): return getattr(model, "config", None)
 class Remembering:
     "Base class of decoders: holds the ids of one sequence, and checks arguments before any work."
     def __init__(self,
-        config,                   # Config of the model; `None` for a model without config
+        config:Any,               # Config of the model; `None` for a model without config
         max_tokens:int|None=None, # Largest number of tokens; default: the model's context
     ):
         self.config, self.room, self.ids = config, context_of(config, max_tokens, "max_tokens"), []
@@ -125,7 +126,7 @@ class RecomputingDecoder(Remembering):
     "A decoder that recomputes the whole sequence at each step: the slow reference."
     def __init__(self,
         # Takes ids `(1, T)`, returns logits `(1, T, V)`: a `TransformerLM` or any such function
-        model,
+        model:Any,
     ):
         super().__init__(_config(model))
         self.model = model
@@ -136,7 +137,7 @@ class RecomputingDecoder(Remembering):
 
 # %% ../../nbs/05_generation/05b_generate.ipynb #771fde99
 def next_logits(
-    decoder,     # A decoder that was fed all of `ids` but the last, or nothing
+    decoder:Any, # A decoder that was fed all of `ids` but the last, or nothing
     ids:list,    # The text so far
     context:int, # Number of latest tokens that the model is shown
 )->torch.Tensor: # Logits `(V,)`
@@ -157,12 +158,12 @@ def _steps(decoder, ids:list, max_tokens:int, context:int, stop:set, draw
 
 # %% ../../nbs/05_generation/05b_generate.ipynb #0a8a0e07
 def begin(
-    model,            # As for `generate`, like the rest
+    model:Any, # As for `generate`, like the rest
     ids:Iterable[int],
     max_tokens:int,
     stop:Iterable[int]=(),
     context_length:int|None=None,
-    decoder=None,
+    decoder:Callable|None=None,
     # The ids as a list, the context, the ids of `stop` as a set, and a decoder with enough room
 )->tuple:
     "Prepare a generation loop. Raises `ValueError` for an argument out of range."
@@ -193,20 +194,20 @@ def _start(model, ids, max_tokens, stop, seed, generator, context_length, decode
 # %% ../../nbs/05_generation/05b_generate.ipynb #50a1fb97
 def generate(
     # Takes ids `(1, T)`, returns logits `(1, T, V)`: a `TransformerLM` or any such function
-    model,
-    ids:Iterable[int],         # Token ids to continue from, at least one
-    max_tokens:int,            # Largest number of tokens to draw
-    temperature:float=1.0,     # This and the next three are as in `next_token_probs`
+    model:Any,
+    ids:Iterable[int],                   # Token ids to continue from, at least one
+    max_tokens:int,                      # Largest number of tokens to draw
+    temperature:float=1.0,               # This and the next three are as in `next_token_probs`
     top_k:int|None=None,
     top_p:float|None=None,
     min_p:float|None=None,
-    stop:Iterable[int]=(),     # Ids that end the sequence; they are not yielded
-    seed:int=0,                # The same seed gives the same ids
+    stop:Iterable[int]=(),               # Ids that end the sequence; they are not yielded
+    seed:int=0,                          # The same seed gives the same ids
     generator:torch.Generator|None=None, # Random generator to use instead of `seed`
     # Number of latest tokens that the model sees; default: its context
     context_length:int|None=None,
-    decoder=None,              # Makes a decoder of the model; default: `RecomputingDecoder`
-    repetition_penalty:float|None=None, # As in `next_token_probs`, for the tokens drawn before
+    decoder:Callable|None=None, # Makes a decoder of the model; default: `RecomputingDecoder`
+    repetition_penalty:float|None=None,  # As in `next_token_probs`, for the tokens drawn before
 )->Iterator[int]: # The new ids, as they are drawn
     """Generate the tokens that follow `ids`.
     Raises `ValueError` at once, before the first token, for an argument out of range."""
@@ -225,14 +226,14 @@ def _last_logits(model, windows:list
 
 # %% ../../nbs/05_generation/05b_generate.ipynb #c18a477f
 def generate_batch(
-    model,                 # As for `generate`, for ids `(B, T)`; causal
+    model:Any,             # As for `generate`, for ids `(B, T)`; causal
     prompts:Iterable,      # Lists of token ids, each with at least one
     max_tokens:int,        # Largest number of tokens to draw for each prompt
     stop:Iterable[int]=(), # Ids that end a sequence; they are not included
     seed:int=0,            # Seed of the first prompt; each following prompt uses the next number
     # Number of latest tokens that the model sees; default: its context
     context_length:int|None=None,
-    **settings,            # Settings of `next_token_probs`: `temperature`, `top_p` and so on
+    **settings:Any,        # Settings of `next_token_probs`: `temperature`, `top_p` and so on
 )->list: # The new ids of each prompt, the same that `generate` draws for it alone
     "Generate for several prompts at once. Raises `ValueError` for an argument out of range."
     c = _config(model)
@@ -255,15 +256,15 @@ class Drawn(NamedTuple):
     log_prob:float # Log-probability under the model, given all tokens before it, in nats
 
 def generate_scored(
-    model,                 # This and the following arguments are as for `generate`
+    model:Any,      # This and the following arguments are as for `generate`
     ids:Iterable[int],
     max_tokens:int,
     stop:Iterable[int]=(),
     seed:int=0,
     generator:torch.Generator|None=None,
     context_length:int|None=None,
-    decoder=None,
-    **settings,            # Settings of `next_token_probs`
+    decoder:Callable|None=None,
+    **settings:Any, # Settings of `next_token_probs`
 )->Iterator[Drawn]: # What `generate` yields; if a stop id was drawn, it comes last
     """Generate tokens, each with its log-probability under the model.
     Raises `ValueError` at once, as `generate` does."""
@@ -294,8 +295,8 @@ def split_at_stop(
 
 # %% ../../nbs/05_generation/05b_generate.ipynb #9bf71ba2
 def stream_text(
-    tokenizer,         # A `Tokenizer`
-    ids:Iterable[int], # Token ids, also from a running `generate`
+    tokenizer:Tokenizer, # A `Tokenizer`
+    ids:Iterable[int],   # Token ids, also from a running `generate`
     # Texts that end the stream; they are not shown, and no more ids are read
     stop_strings:Iterable[str]=(),
     # Pieces of text, never empty; joined they equal `tokenizer.decode(ids)` up to the first stop
@@ -316,7 +317,7 @@ def _pieces(tokenizer, ids, stop_strings:list)->Iterator[str]:
 
 # %% ../../nbs/05_generation/05b_generate.ipynb #1754a834
 def prompt_ids(
-    tokenizer,  # A `Tokenizer` with an end-of-text token
+    tokenizer:Tokenizer, # A `Tokenizer` with an end-of-text token
     prompt:str, # Beginning of the text, possibly empty; special tokens in it are plain text
 )->list: # Ids; the first is end-of-text
     "Encode the beginning of a text for generation."
@@ -324,8 +325,8 @@ def prompt_ids(
 
 # %% ../../nbs/05_generation/05b_generate.ipynb #ddf86a80
 def check_tokenizer(
-    model,     # A model as for `generate`
-    tokenizer, # A `Tokenizer`
+    model:Any,           # A model as for `generate`
+    tokenizer:Tokenizer, # A `Tokenizer`
 ):
     "Raise `ValueError` if the tokenizer is not the model's."
     size = getattr(_config(model), "vocab_size", tokenizer.vocab_size)
@@ -339,12 +340,12 @@ def check_tokenizer(
 
 # %% ../../nbs/05_generation/05b_generate.ipynb #9382196c
 def complete_stream(
-    model,               # A model as for `generate`
-    tokenizer,           # The `Tokenizer` with which it was trained
-    prompt:str="",       # Beginning of the text
-    max_tokens:int=256,  # Largest number of tokens to draw
+    model:Any,                     # A model as for `generate`
+    tokenizer:Tokenizer,           # The `Tokenizer` with which it was trained
+    prompt:str="",                 # Beginning of the text
+    max_tokens:int=256,            # Largest number of tokens to draw
     stop_strings:Iterable[str]=(), # Texts that end the generation; they are not shown
-    **settings,          # Passed on to `generate`: `temperature`, `top_p`, `seed` and so on
+    **settings:Any, # Passed on to `generate`: `temperature`, `top_p`, `seed` and so on
 )->Iterator[str]: # The text that follows the prompt, up to end-of-text, piece by piece
     """Continue a text, and yield it as it is generated.
     Raises `ValueError` at once if the tokenizer is not the model's, or for an argument out of
@@ -355,11 +356,11 @@ def complete_stream(
                                            **settings), stop_strings)
 
 def complete(
-    model,               # This and the following arguments are as for `complete_stream`
-    tokenizer,
+    model:Any, # This and the following arguments are as for `complete_stream`
+    tokenizer:Tokenizer,
     prompt:str="",
     max_tokens:int=256,
-    **settings,
+    **settings:Any,
 )->str: # The text that follows the prompt, up to end-of-text
     "Continue a text. Raises `ValueError` as `complete_stream` does."
     return "".join(complete_stream(model, tokenizer, prompt, max_tokens, **settings))
@@ -386,7 +387,7 @@ class ChatTemplate:
 
     def encode(self,
         messages:Iterable[tuple[str, str]], # Pairs of role and content
-        tokenizer,                          # A `Tokenizer` with an end-of-text token
+        tokenizer:Tokenizer,                # A `Tokenizer` with an end-of-text token
     )->list: # Ids; the first is end-of-text
         "Encode a conversation up to the assistant's answer. Only the template may use special ids."
         split = special_pattern(tokenizer.special_tokens).split
@@ -405,7 +406,7 @@ PLAIN_CHAT = ChatTemplate(
 
 # %% ../../nbs/05_generation/05b_generate.ipynb #66485585
 def read_chat_template(
-    folder, # Folder of a run, or `None`
+    folder:str|Path, # Folder of a run, or `None`
 )->ChatTemplate: # `PLAIN_CHAT` if the folder has no template
     "Read `chat_template.json`. For an invalid file, a `ValueError` names the file and the field."
     path = Path(folder or "")/"chat_template.json"
@@ -431,8 +432,8 @@ def _are_texts(values)->bool: return all(isinstance(v, str) for v in values)
 
 # %% ../../nbs/05_generation/05b_generate.ipynb #d9abcda8
 def log_probs(
-    model,                        # A model as for `generate`
-    ids:Iterable[int],            # Token ids, at least two
+    model:Any,         # A model as for `generate`
+    ids:Iterable[int], # Token ids, at least two
     # Number of latest tokens that the model sees; default: its context
     context_length:int|None=None,
 )->torch.Tensor: # `(len(ids) - 1,)`, in nats; the first id is only a condition
@@ -545,11 +546,11 @@ def story_slips(
 
 # %% ../../nbs/05_generation/05b_generate.ipynb #49e5d576
 def measure_story(
-    model,               # A model as for `generate`, trained on `stories`
-    tokenizer,           # Its `Tokenizer`
+    model:Any,           # A model as for `generate`, trained on `stories`
+    tokenizer:Tokenizer, # Its `Tokenizer`
     seed:int=0,          # Of the story
     max_tokens:int=400,  # A story that has not ended by then has no form
-    **settings,          # As for `generate`
+    **settings:Any,      # As for `generate`
     # What `check_story` says; `tokens`; nats under the `model`, the `source`, the `forgetful`
     # source, none if impossible; `text`
 )->dict:
@@ -571,10 +572,10 @@ def _log_sum(logps:list)->float: # Of the probabilities; -inf for none
 
 # %% ../../nbs/05_generation/05b_generate.ipynb #d7314d8e
 def measure_stories(
-    model,           # As for `measure_story`
-    tokenizer,
-    count:int=100,   # Stories, of the seeds from 0 on
-    **settings,      # As for `generate`
+    model:Any,      # As for `measure_story`
+    tokenizer:Tokenizer,
+    count:int=100,  # Stories, of the seeds from 0 on
+    **settings:Any, # As for `generate`
     # `settings`; a list for each number of `measure_story`, nats to 0.001; `slips`: list to how
     # many of the stories with form
 )->dict:

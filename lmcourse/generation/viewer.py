@@ -11,15 +11,17 @@ from collections.abc import Mapping
 from itertools import count
 import numpy as np
 import torch
+from typing import Any
 from ..architecture.attention_torch import causal_mask
 from .generate import check_tokenizer, log_probs, prompt_ids
 from ..tools.show import COLORS, Table
 from ..tools.stories import Stories
+from ..tokenization.tokenizer import Tokenizer
 
 # %% ../../nbs/05_generation/05c_viewer.ipynb #27d003a5
 def floor_nats(
-    tokenizer, # A `Tokenizer`
-    document:str, # A whole document
+    tokenizer:Tokenizer, # A `Tokenizer`
+    document:str,        # A whole document
 )->np.ndarray: # Nats of each token and of the end: inf where a story becomes impossible, then nan
     "The least surprise possible on average, from the exact probabilities of `Stories`."
     stories, data, known = Stories(), b"", [0.]
@@ -184,9 +186,9 @@ def _strip_html(strip:SurprisalStrip, full:float=7.)->str: # `full` nats are a b
 
 # %% ../../nbs/05_generation/05c_viewer.ipynb #c28050c5
 def surprisal_strip(
-    model,        # Ids `(1, T)` to logits `(1, T, V)`: a `TransformerLM` or a function
-    tokenizer,    # The `Tokenizer` with which it was trained
-    document:str, # A whole document
+    model:Any, # Ids `(1, T)` to logits `(1, T, V)`: a `TransformerLM` or a function
+    tokenizer:Tokenizer,                       # The `Tokenizer` with which it was trained
+    document:str,                              # A whole document
     beside:Mapping[str, np.ndarray]|None=None, # More rows: nats of each token and of the end
 )->SurprisalStrip:
     "See where a model is surprised. `ValueError` for an empty text or one that is too long."
@@ -201,8 +203,8 @@ def surprisal_strip(
 
 # %% ../../nbs/05_generation/05c_viewer.ipynb #5efaf4e0
 def attention_weights(
-    model,    # A `TransformerLM`
-    ids:list, # Token ids (T,)
+    model:Any, # A `TransformerLM`
+    ids:list,  # Token ids (T,)
 )->torch.Tensor: # `(L, H, T, T)`: how much each token (row) takes of each earlier one (column)
     "The attention weights of one forward pass."
     found, layers = [], [block.attn for block in model.layers]
@@ -308,9 +310,9 @@ def _attention_html(viewer:AttentionViewer)->str:
 
 # %% ../../nbs/05_generation/05c_viewer.ipynb #737429d0
 def attention_viewer(
-    model,     # A `TransformerLM`
-    tokenizer, # The `Tokenizer` with which it was trained
-    text:str,  # A short one: the picture holds a weight for each pair of tokens, layer and head
+    model:Any,           # A `TransformerLM`
+    tokenizer:Tokenizer, # The `Tokenizer` with which it was trained
+    text:str, # A short one: the picture holds a weight for each pair of tokens, layer and head
 )->AttentionViewer:
     "See what each word looks at. `ValueError` for an empty text or one that is too long."
     ids = _document_ids(model, tokenizer, text, end=False)

@@ -20,11 +20,11 @@ from .speculative import verify
 class DraftEngine(Engine):
     "An `Engine` in which a draft guesses ahead for each request."
     def __init__(self,
-        model,               # A `TransformerLM`: it alone decides how answers are distributed
-        *limits,             # As for `Engine`
+        model:Any,           # A `TransformerLM`: it alone decides how answers are distributed
+        *limits:Any,         # As for `Engine`
         make_draft:Callable, # A draft for one request, say `lambda: PromptLookup(vocab_size)`
         lookahead:int=4,     # Tokens that it proposes in a step at most
-        **settings,          # As for `Engine`
+        **settings:Any,      # As for `Engine`
     ):
         super().__init__(model, *limits, **settings)
         if index(lookahead) < 1: raise ValueError(f"lookahead = {lookahead}, expected 1 or more")

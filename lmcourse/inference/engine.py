@@ -15,11 +15,12 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from collections import OrderedDict, deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
 from operator import index
+from typing import Any
 from ..architecture.attention_torch import causal_attention
 from ..architecture.layers_torch import FeedForward
 from ..tools.compiled import fused, prefetch
@@ -107,7 +108,7 @@ def timing(
 class PackedLinear(torch.nn.Module):
     """One or more linear layers side by side, with the weight in an order that oneDNN reads faster.
     A row's result is the same whether it is computed alone or among others."""
-    def __init__(self, *linears): # `nn.Linear`s with the same input
+    def __init__(self, *linears:Any): # `nn.Linear`s with the same input
         super().__init__()
         self.weight = (torch.cat([l.weight.detach() for l in linears]) if len(linears) > 1
                        else linears[0].weight.detach())
@@ -127,7 +128,7 @@ class PackedLinear(torch.nn.Module):
 # %% ../../nbs/07_inference/07b_engine.ipynb #03789ffd
 class PackedFeedForward(torch.nn.Module):
     "A `FeedForward` with packed weights; the two matrices that widen are side by side."
-    def __init__(self, ffn):
+    def __init__(self, ffn:Any):
         super().__init__()
         self.gated, self.activation = ffn.w3 is not None, ffn.activation
         self.up, self.down = PackedLinear(ffn.w1, *[ffn.w3]*self.gated), PackedLinear(ffn.w2)
@@ -137,7 +138,7 @@ class PackedFeedForward(torch.nn.Module):
         a, b = self.up(x).chunk(2, -1)
         return self.down(self.activation(a)*b)
 
-def pack_linears(model
+def pack_linears(model:Any
 ): # Another `TransformerLM`, which shares all tensors that are not packed
     "Pack the weights of a `TransformerLM`. Layers of other kinds stay as they are."
     def plain(*parts): return all(isinstance(p, torch.nn.Linear) for p in parts)
@@ -419,7 +420,7 @@ class PagedLayer:
 class PagedModel:
     "A `TransformerLM` whose keys and values are stored in blocks."
     def __init__(self,
-        model,          # A `TransformerLM`
+        model:Any,      # A `TransformerLM`
         num_blocks:int, # Number of blocks
         block_size:int, # Tokens per block
     ):
@@ -455,9 +456,9 @@ def _twice(rows:Rows
 
 # %% ../../nbs/07_inference/07b_engine.ipynb #355f4d5d
 def rows_of(
-    work:dict,      # Sequence to how many of its missing tokens to compute
-    block_size:int, # Tokens per block
-    device="cpu",   # Device of the model
+    work:dict,                     # Sequence to how many of its missing tokens to compute
+    block_size:int,                # Tokens per block
+    device:str|torch.device="cpu", # Device of the model
 )->Rows:
     "Make the rows of a step."
     tensor = partial(torch.tensor, device=device, dtype=torch.int64)
@@ -691,7 +692,7 @@ def accept(
 
 # %% ../../nbs/07_inference/07b_engine.ipynb #14b0like
 def check_like(
-    model, # A `TransformerLM`
+    model:Any,        # A `TransformerLM`
     paged:PagedModel, # The model whose weights it will replace
 ):
     """Check that a model can replace another.
@@ -707,7 +708,7 @@ def check_like(
 class Engine(Scheduler):
     "Answers requests, many at a time. Use it from one thread."
     def __init__(self,
-        model,                    # A `TransformerLM`
+        model:Any,                # A `TransformerLM`
         num_blocks:int|None=None, # Default: room for `max_running` texts of the context's length
         block_size:int=16,        # Tokens per block
         max_running:int=16,       # Largest number of sequences computed together
@@ -752,7 +753,7 @@ class Engine(Scheduler):
             if reason: self.end(s, reason)
         return list(ready)
 
-    def load(self, model): # A `TransformerLM` like the one before; its weights are copied
+    def load(self, model:Any): # A `TransformerLM` like the one before; its weights are copied
         """Switch to new weights, and forget what was cached with the old ones.
         Raises `ValueError`, and changes nothing, while requests are running or if the model
         differs."""
@@ -778,10 +779,10 @@ class Engine(Scheduler):
 
 # %% ../../nbs/07_inference/07b_engine.ipynb #c7a6b67e
 def replay(
-    engine:Engine,      # An engine without requests
-    requests:Iterable,  # The requests to answer
-    steps:Iterable,     # Number of steps after which each request arrives
-    look=None,          # Called with the engine after each step
+    engine:Engine,           # An engine without requests
+    requests:Iterable,       # The requests to answer
+    steps:Iterable,          # Number of steps after which each request arrives
+    look:Callable|None=None, # Called with the engine after each step
 )->list: # Their sequences, finished, in the order of the requests
     "Answer requests that arrive while others are running."
     todo, sequences, now = (deque(sorted(enumerate(zip(steps, requests)), key=lambda x: x[1][0])),

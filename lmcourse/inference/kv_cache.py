@@ -17,6 +17,7 @@ from numba import types
 from numba.extending import overload
 from operator import index
 from typing import Any
+from collections.abc import Callable
 from ..tools.config import ModelConfig, refuse_fields
 from ..tools.compiled import add_one, fused, give_way, peek
 from ..architecture.attention_np import rope_tables_np
@@ -75,14 +76,15 @@ class KVCache:
     """The cached keys and values of all layers.
     There are as many slots as the window has tokens, or the sequence if it is shorter."""
     def __init__(self,
-        config:ModelConfig,  # Sizes and variant
-        batch_size:int=1,    # Number of sequences, all of the same length, B
-        max_tokens:int|None=None, # Most tokens of a sequence; default: the model's context
-        dtype=torch.float32, # Type of keys and values
-        device="cpu",        # Device of keys and values
+        config:ModelConfig,              # Sizes and variant
+        batch_size:int=1,                # Number of sequences, all of the same length, B
+        max_tokens:int|None=None,        # Most tokens of a sequence; default: the model's context
+        dtype:torch.dtype=torch.float32, # Type of keys and values
+        device:str|torch.device="cpu",   # Device of keys and values
     ):
         c, self.room = config, context_of(config, max_tokens, "max_tokens")
-        slots, place = min(c.window or self.room, self.room), dict(dtype=dtype, device=device)
+        slots = min(c.window or self.room, self.room)
+        place = dict[str, Any](dtype=dtype, device=device)
         if c.kv_lora_rank: # a vector that all heads share, and a key rotated by RoPE
             widths = c.kv_lora_rank, c.qk_rope_head_dim
             self.data = torch.zeros(c.num_layers, batch_size, 1, slots, sum(widths), **place)
@@ -115,7 +117,7 @@ class KVCache:
 class CachedDecoder(Remembering):
     "A decoder with a cache for any `TransformerLM` on any device."
     def __init__(self,
-        model,                    # A `TransformerLM`
+        model:Any,                # A `TransformerLM`
         max_tokens:int|None=None, # Most tokens of a sequence; default: the model's context
     ):
         super().__init__(model.config, max_tokens)
@@ -170,7 +172,7 @@ class GraphDecoder(CachedDecoder):
     """A `CachedDecoder` whose single-token step has fixed shapes and addresses.
     On a GPU the step is one CUDA graph."""
     def __init__(self,
-        model,                    # A `TransformerLM`
+        model:Any,                # A `TransformerLM`
         max_tokens:int|None=None, # Most tokens of a sequence; default: the model's context
     ):
         # experts read how many tokens each has, which a graph can't do
@@ -517,7 +519,7 @@ class NumpyDecoder(Remembering):
         config:ModelConfig,       # Sizes and variant
         max_tokens:int|None=None, # Most tokens of a sequence; default: the model's context
         # Turns a float32 weight `(out, in)` into an object that multiplies; default: `Plain`
-        pack=None,
+        pack:Callable|None=None,
         threads:int|None=None,    # Number of threads; default: OMP_NUM_THREADS or one per core
     ):
         refuse_fields(config, type(self).__name__)
@@ -668,15 +670,15 @@ def attend_heads(layer, first, window, qkv, cache, scores, out):
 class FastDecoder(NumpyDecoder):
     "A fast decoder for a `TransformerLM` with batch size 1, on the CPU in float32."
     def __init__(self,
-        model,                    # A `TransformerLM`; its weights are copied
+        model:Any,                # A `TransformerLM`; its weights are copied
         max_tokens:int|None=None, # Most tokens of a sequence; default: the model's context
         # Turns a float32 weight `(out, in)` into an object that multiplies; default: `Plain`
-        pack=None,
+        pack:Callable|None=None,
         threads:int|None=None,    # Number of threads; default: OMP_NUM_THREADS or one per core
     ):
         super().__init__(params_of(model), model.config, max_tokens, pack, threads)
 
-    def feed(self, ids, all:bool=False)->torch.Tensor: # As for `NumpyDecoder.feed`
+    def feed(self, ids:Any, all:bool=False)->torch.Tensor: # As for `NumpyDecoder.feed`
         """Continue the sequence.
         Raises `ValueError`, and changes nothing, for no ids, ids outside the vocabulary, or more
         ids than there is room for."""

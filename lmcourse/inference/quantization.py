@@ -30,9 +30,9 @@ from ..training.checkpoint import write_safetensors
 
 # %% ../../nbs/07_inference/07d_quantization.ipynb #f8a5c123
 def grid_steps(
-    weight:np.ndarray, # In groups `(..., n)`, float32
-    bits:int,          # Of a code, 2 to 8
-    dtype=np.float32,  # Of the steps: float32 or float16
+    weight:np.ndarray,                    # In groups `(..., n)`, float32
+    bits:int,                             # Of a code, 2 to 8
+    dtype:type=np.float32, # Of the steps: float32 or float16
 )->np.ndarray: # `(...)`: 0 for a group of zeros. `ValueError` where float16 can't hold one
     "The step of each group, such that its largest weight is the largest code. Rounded up."
     exact = abs(weight).max(-1)/np.float32(_top(bits))
@@ -67,10 +67,10 @@ def _top(bits:int)->int: # The largest code
 
 # %% ../../nbs/07_inference/07d_quantization.ipynb #e0189bdd
 def best_steps(
-    weight:np.ndarray, # In groups `(..., n)`, float32
-    bits:int,          # Of a code, 2 to 8
-    dtype=np.float32,  # Of the steps: float32 or float16
-    tries:int=32,      # Steps that are tried: from the full one down to half of it
+    weight:np.ndarray,                    # In groups `(..., n)`, float32
+    bits:int,                             # Of a code, 2 to 8
+    dtype:type=np.float32, # Of the steps: float32 or float16
+    tries:int=32, # Steps that are tried: from the full one down to half of it
 )->np.ndarray: # `(...)`
     "The step of each group that has the least squared error, of some."
     full = grid_steps(weight, bits)
@@ -141,11 +141,11 @@ class QuantizedWeight:
 
 # %% ../../nbs/07_inference/07d_quantization.ipynb #3039be47
 def quantize(
-    weight:np.ndarray, # float32 `(out, in)`, all finite
-    bits:int=8,        # Of a code: 4 to 8; one of more than 4 takes a byte
+    weight:np.ndarray,                    # float32 `(out, in)`, all finite
+    bits:int=8,                           # Of a code: 4 to 8; one of more than 4 takes a byte
     # Neighbours in a row that share a step: a divisor of `in`, none for the whole row
     group:int|None=64,
-    steps=np.float16,  # How the steps are kept: float16 or float32
+    steps:type=np.float16, # How the steps are kept: float16 or float32
     # Whether to look for the best step, in place of the one that fits the largest weight
     search:bool=False,
 )->QuantizedWeight:
@@ -293,7 +293,7 @@ def quantize_model(
     model:TransformerLM,   # On any device
     bits:int=8,            # This and the next three as in `quantize`
     group:int|None=64,
-    steps=np.float16,
+    steps:type=np.float16,
     search:bool=False,
     keep:tuple=EMBEDDINGS, # Names of matrices to leave as they are
 )->QuantizedModel:
@@ -335,7 +335,7 @@ class QuantizedLinear(torch.nn.Module):
         y = torch.from_numpy(self.codes(x.detach().reshape(-1, x.shape[-1]).numpy()))
         return (y if self.bias is None else y + self.bias).unflatten(0, x.shape[:-1])
 
-    def __deepcopy__(self, memo): return self               # Nobody changes it
+    def __deepcopy__(self, memo:dict): return self               # Nobody changes it
 
 def quantize_linears(
     model:TransformerLM, # On the CPU, in float32; changed
@@ -380,10 +380,10 @@ class Int8Layer:
 class Int8Cache:
     "As `KVCache`, with a byte for each key and value. With a window it still keeps all of them."
     def __init__(self,
-        config:ModelConfig,  # Sizes and variant
-        batch_size:int=1,    # Sequences, B
-        max_tokens:int|None=None, # Of a sequence: none for the model's context
-        device="cpu",        # Where they lie
+        config:ModelConfig,            # Sizes and variant
+        batch_size:int=1,              # Sequences, B
+        max_tokens:int|None=None,      # Of a sequence: none for the model's context
+        device:str|torch.device="cpu", # Where they lie
     ):
         refuse_fields(config, "Int8Cache", "KVCache", ("kv_lora_rank",))
         c, room = config, context_of(config, max_tokens, "max_tokens")
@@ -463,7 +463,7 @@ def unpack_fours(
 
 # %% ../../nbs/07_inference/07d_quantization.ipynb #c84a258e
 def save_quantized(
-    path,             # A file; it is written beside and then renamed
+    path:str|Path,    # A file; it is written beside and then renamed
     q:QuantizedModel, # From `quantize_model`
 ):
     "Codes, steps and the other weights as one safetensors file, the config in its head."
@@ -475,7 +475,7 @@ def save_quantized(
         write_safetensors(part, tensors, dict(config=json.dumps(q.config.to_dict())))
 
 def load_quantized(
-    path, # A file of `save_quantized`
+    path:str|Path, # A file of `save_quantized`
 )->QuantizedModel:
     """What `save_quantized` wrote.
     `FileNotFoundError` if there is none, `ValueError` if it can't be read."""

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from operator import index
 import numpy as np, torch
+from typing import Any
 from ..generation.sampling import next_token_probs, sample
 from ..generation.generate import RecomputingDecoder, begin, next_logits
 
@@ -72,8 +73,8 @@ def _drawn(next_logits:Callable, count:int, vocab_size:int, to_probs:Callable, d
 class DraftModel:
     "A draft model, cheaper than the model that decides."
     def __init__(self,
-        model,        # As for `generate`
-        decoder=None, # Makes a decoder of the model; default: `RecomputingDecoder`
+        model:Any,                  # As for `generate`
+        decoder:Callable|None=None, # Makes a decoder of the model; default: `RecomputingDecoder`
     ):
         self.decoder, self.held = (decoder or RecomputingDecoder)(model), []
         self.vocab_size = _vocab_size(model, self.decoder)
@@ -114,8 +115,8 @@ def _sample_of_text(tokens, vocab_size:int, order:int)->np.ndarray:
 class NgramDraft:
     "Drafts the tokens that followed the latest tokens in a sample of text."
     def __init__(self,
-        tokens,         # Ids of a sample `(N,)`, at least one
-        vocab_size:int, # Number of ids, V
+        tokens:np.ndarray, # Ids of a sample `(N,)`, at least one
+        vocab_size:int,    # Number of ids, V
         # Length of the longest n-gram, the token that follows included; `vocab_size**order` must
         # fit into 62 bits
         order:int=4,
@@ -206,23 +207,23 @@ def _check_draft(draft, lookahead:int, model, decoder):
 
 # %% ../../nbs/07_inference/07c_speculative.ipynb #ff05796f
 def speculate(
-    model,                     # As for `generate`: it alone decides how the text is distributed
+    model:Any, # As for `generate`: it alone decides how the text is distributed
     # Guesses: a `DraftModel`, `NgramDraft`, `PromptLookup` or the like, over the same ids
-    draft,
-    ids:Iterable[int],         # Token ids to go on from, at least one
-    max_tokens:int,            # How many tokens to draw at most
-    lookahead:int=4,           # How many tokens to propose in a round at most, 1 or more
+    draft:Any,
+    ids:Iterable[int],                   # Token ids to go on from, at least one
+    max_tokens:int,                      # How many tokens to draw at most
+    lookahead:int=4,                     # How many tokens to propose in a round at most, 1 or more
     # This and the next three as in `next_token_probs`; for model and draft
     temperature:float=1.0,
     top_k:int|None=None,
     top_p:float|None=None,
     min_p:float|None=None,
-    stop:Iterable[int]=(),     # Ids that end the sequence; they are not yielded
-    seed:int=0,                # The same seed, draft and lookahead give the same ids
+    stop:Iterable[int]=(),               # Ids that end the sequence; they are not yielded
+    seed:int=0,                          # The same seed, draft and lookahead give the same ids
     generator:torch.Generator|None=None, # Source of randomness to be used in place of `seed`
     # How many of the latest tokens the model sees; none for all that it can
     context_length:int|None=None,
-    decoder=None,              # Makes a decoder of the model; default: `RecomputingDecoder`
+    decoder:Callable|None=None, # Makes a decoder of the model; default: `RecomputingDecoder`
     # A list that gets how many tokens were proposed and accepted, a pair for each round
     rounds:list|None=None,
     # Probabilities `(N,)` to an outcome's index, to be used in place of `seed`

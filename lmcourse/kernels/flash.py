@@ -8,6 +8,7 @@ __all__ = ['flash_kernel', 'key_range', 'query_range', 'flash_cost', 'row_dot_ke
 
 # %% ../../nbs/09_kernels/09f_flash.ipynb #8238c96f
 import torch
+from typing import Any
 from .traffic import Cost, check_floats, interpreted, jit, next_power_of_two
 from .traffic import power_of_two, tl
 
@@ -182,7 +183,8 @@ def flash_backward_costs(T:int, S:int, K:int, heads:int=1, kv_heads:int|None=Non
 class FlashFunction(torch.autograd.Function):
     "Attention on heads `(B, H, T, K)`, with kernels for forward and backward."
     @staticmethod
-    def forward(ctx, q, k, v, causal, window, blocks):
+    def forward(ctx:Any, q:torch.Tensor, k:torch.Tensor, v:torch.Tensor, causal:bool,
+        window:int|None, blocks:Any):
         q, k, v = (t.contiguous() for t in (q, k, v))
         (B, H, T, K), (G, S) = q.shape, k.shape[1:3]
         out, logsums = torch.empty_like(q), q.new_empty(B, H, T, dtype=torch.float32)
@@ -194,7 +196,7 @@ class FlashFunction(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx, dout):
+    def backward(ctx:Any, dout:torch.Tensor):
         (q, k, v, out, logsums), how, dout = ctx.saved_tensors, ctx.how, dout.contiguous()
         (B, H, T, K), (G, S), (bq, bk, D) = q.shape, k.shape[1:3], how[8:11]
         deltas, dq, dk, dv = map(torch.empty_like, (logsums, q, k, v))

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from typing import Any
 
 # %% ../../nbs/09_kernels/09h_fusion.ipynb #359c8177
 @dataclass
@@ -26,7 +27,7 @@ class Listener(TorchDispatchMode):
         super().__init__()
         self.work = Work()
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+    def __torch_dispatch__(self, func:Any, types:Any, args:Any=(), kwargs:Any=None):
         out = func(*args, **(kwargs or {}))
         inputs = {id(t): t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
         places = {t.untyped_storage().data_ptr() for t in inputs.values()}
@@ -39,7 +40,7 @@ class Listener(TorchDispatchMode):
 
 def count_eager(
     f:Callable, # Called with `args`
-    *args,      # Tensors
+    *args:Any,  # Tensors
 )->Work:
     "Count the operations of a call and the bytes that they move."
     with torch.no_grad(), Listener() as listener: f(*args)
@@ -62,7 +63,7 @@ def rmsnorm_steps(x:torch.Tensor, gain:torch.Tensor)->torch.Tensor: # As x
 # %% ../../nbs/09_kernels/09h_fusion.ipynb #e09fa3b3
 def count_compiled(
     f:Callable, # Called with `args`
-    *args,      # Tensors
+    *args:Any,  # Tensors
 )->tuple: # Kernels, and the result of the call
     "Count the kernels that `torch.compile` generates for a call."
     from torch._inductor.utils import run_and_get_code

@@ -8,6 +8,7 @@ __all__ = ['adamw_kernel', 'fused_adamw_cost', 'fused_adamw_', 'grouped_kernel',
 
 # %% ../../nbs/09_kernels/09g_grouped.ipynb #57dcd33c
 import torch
+from typing import Any
 from .traffic import Cost, check_floats, interpreted, jit, power_of_two, tl
 
 # %% ../../nbs/09_kernels/09g_grouped.ipynb #666adc61
@@ -97,13 +98,13 @@ def grouped_cost(offsets:list, d:int, f:int, tile:tuple=(32, 32, 32), size:int=4
 class GroupedFunction(torch.autograd.Function):
     "Multiply each row by its expert's matrix, with gradients."
     @staticmethod
-    def forward(ctx, x, weight, offsets, tile):
+    def forward(ctx:Any, x:torch.Tensor, weight:torch.Tensor, offsets:list, tile:Any):
         ctx.save_for_backward(x, weight)
         ctx.how = offsets, tile
         return _launch(x, weight, offsets, tile)
 
     @staticmethod
-    def backward(ctx, dy):
+    def backward(ctx:Any, dy:torch.Tensor):
         (x, weight), (offsets, tile) = ctx.saved_tensors, ctx.how
         own = [(dy[a:b], x[a:b]) for a,b in zip(offsets, offsets[1:])]
         return (_launch(dy, weight.mT, offsets, tile),

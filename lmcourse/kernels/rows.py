@@ -11,6 +11,7 @@ __all__ = ['softmax_kernel', 'softmax_cost', 'row_block', 'softmax', 'rmsnorm_ke
 
 # %% ../../nbs/09_kernels/09e_rows.ipynb #dd8dd4bc
 import torch
+from typing import Any
 from .traffic import Cost, check_alike, check_floats, interpreted, jit
 from .traffic import next_power_of_two, power_of_two, tl
 
@@ -84,7 +85,7 @@ def rmsnorm_backward_cost(rows:int, width:int, programs:int)->Cost:
 class RMSNormFunction(torch.autograd.Function):
     "RMSNorm over the last axis, with kernels for forward and backward."
     @staticmethod
-    def forward(ctx, x, gain, eps, programs):
+    def forward(ctx:Any, x:torch.Tensor, gain:torch.Tensor, eps:float, programs:Any):
         x, N = x.contiguous(), x.shape[-1]
         R, out = x.numel()//N, torch.empty_like(x)
         inverse, block = x.new_empty(R, dtype=torch.float32), row_block("rmsnorm", N)
@@ -94,7 +95,7 @@ class RMSNormFunction(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx, dy):
+    def backward(ctx:Any, dy:torch.Tensor):
         x, gain, inverse = ctx.saved_tensors
         N, P, dx = x.shape[-1], ctx.programs, torch.empty_like(x)
         parts = x.new_empty(P, N, dtype=torch.float32)
@@ -149,7 +150,7 @@ def swiglu_backward_cost(numbers:int, size:int=4)->Cost:
 class SwiGLUFunction(torch.autograd.Function):
     "silu(a)*b, with kernels for forward and backward."
     @staticmethod
-    def forward(ctx, a, b, block):
+    def forward(ctx:Any, a:torch.Tensor, b:torch.Tensor, block:Any):
         a, b = a.contiguous(), b.contiguous()
         out, N = torch.empty_like(a), a.numel()
         if N: swiglu_kernel[(-(-N//block),)](a, b, out, N, BLOCK=block)
@@ -158,7 +159,7 @@ class SwiGLUFunction(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx, dy):
+    def backward(ctx:Any, dy:torch.Tensor):
         (a, b), block = ctx.saved_tensors, ctx.block
         da, db, N = torch.empty_like(a), torch.empty_like(b), a.numel()
         if N: swiglu_backward_kernel[(-(-N//block),)](dy.contiguous(), a, b, da, db, N, BLOCK=block)
@@ -218,7 +219,7 @@ def cross_entropy_backward_cost(tokens:int, vocabulary:int, block:int)->Cost:
 class CrossEntropyFunction(torch.autograd.Function):
     "The cross-entropy and the log-sum of each row."
     @staticmethod
-    def forward(ctx, logits, targets, ignore, block):
+    def forward(ctx:Any, logits:torch.Tensor, targets:torch.Tensor, ignore:int, block:Any):
         (R, V), logits = logits.shape, logits.contiguous()
         losses, logsums = (logits.new_empty(R, dtype=torch.float32) for _ in range(2))
         if R: cross_entropy_kernel[(R,)](logits, targets, losses, logsums, V, ignore, BLOCK=block)
@@ -227,7 +228,7 @@ class CrossEntropyFunction(torch.autograd.Function):
         return losses
 
     @staticmethod
-    def backward(ctx, dlosses):
+    def backward(ctx:Any, dlosses:torch.Tensor):
         (logits, targets, logsums), (ignore, block) = ctx.saved_tensors, ctx.how
         (R, V), grads = logits.shape, torch.empty_like(logits)
         if R: cross_entropy_backward_kernel[(R, -(-V//block))](

@@ -17,7 +17,7 @@ from ..accounting.hardware import Device, Operation
 from .simt import SECTOR, sectors
 
 # %% ../../nbs/09_kernels/09c_traffic.ipynb #acbf7136
-def _load_triton()->tuple: # triton and its language, or none and what signatures need
+def _load_triton()->tuple: # triton and its language, or None and a stand-in for signatures
     try: import triton, triton.language as tl
     except ImportError: return None, types.SimpleNamespace(constexpr=object)
     return triton, tl
@@ -30,7 +30,7 @@ interpreted = os.environ.get("TRITON_INTERPRET", _here) == "1"
 class MissingTriton:
     "Stands for a kernel where there is no Triton."
     def __init__(self, f:Callable): self.name = f.__name__
-    def __getitem__(self, grid):
+    def __getitem__(self, grid:Any):
         raise ImportError(f"{self.name} needs triton: pip install 'lmcourse[kernels]' (for Linux)")
 
 # %% ../../nbs/09_kernels/09c_traffic.ipynb #bc4f8546
@@ -58,7 +58,7 @@ def jit(
 # %% ../../nbs/09_kernels/09c_traffic.ipynb #917f27d1
 @jit
 def add_kernel(a, b, out, N, BLOCK: tl.constexpr):
-    "A block of a sum."
+    "Add one block of two arrays."
     offsets = tl.program_id(0)*BLOCK + tl.arange(0, BLOCK)
     inside = offsets < N
     x = tl.load(a + offsets, mask=inside).to(tl.float32)    # Whatever is stored: sum in float32
@@ -86,7 +86,7 @@ class Cost:
 @dataclass
 class Traffic:
     "What passed between kernels and memory."
-    loaded:dict = field(default_factory=dict) # Name of an array to bytes
+    loaded:dict = field(default_factory=dict) # Bytes by the name of the array
     stored:dict = field(default_factory=dict) # Likewise
     flops:int = 0      # Of matrix products
     sectors:int = 0    # For 32 neighbours of a block at a time, as one warp would ask
@@ -128,7 +128,7 @@ class Watch:
                          f"{near[0] if near else 'all named arrays'}, so a mask is missing or "
                          f"wrong")
 
-    def see(self, kind:str, pointers, mask, size:int, program:int):
+    def see(self, kind:str, pointers:Any, mask:Any, size:int, program:int):
         at = np.ravel(pointers)[np.ravel(mask)].astype(np.int64)
         if not at.size: return
         name, owner, where = self.find(at, size, program)
@@ -151,7 +151,7 @@ def counting(
     **arrays:torch.Tensor, # All arrays that kernels may touch, by name
 )->Iterator[Traffic]:
     """Count what interpreted kernels load and store in a `with` block.
-    `IndexError` for an address outside, `RuntimeError` for a race."""
+    `IndexError` for an address outside all arrays, `RuntimeError` for a race."""
     if triton is None or not interpreted:
         raise RuntimeError("counting needs Triton's interpreter: set TRITON_INTERPRET=1 before the "
                            "start")
@@ -179,7 +179,7 @@ def counting(
         for name,old in zip(names, saved): setattr(Builder, name, old)
 
 # %% ../../nbs/09_kernels/09c_traffic.ipynb #f5f3e655
-def power_of_two(what:str, value, least:int=1, most:int=65_536)->int: # The value
+def power_of_two(what:str, value:Any, least:int=1, most:int=65_536)->int: # The value
     "`ValueError` unless it is a power of two between `least` and `most`, as blocks must be."
     if isinstance(value, bool) or not isinstance(value, int) or value < 1 or value & (value - 1):
         raise ValueError(f"{what} = {value!r}, expected a power of two")
@@ -213,9 +213,9 @@ def check_alike(what:str, **arrays:torch.Tensor):
 def vector_add(
     a:torch.Tensor, # Any shape
     b:torch.Tensor, # The same shape and type
-    block:int=1024, # Numbers of a program, a power of two
+    block:int=1024, # Numbers per program, a power of two
 )->torch.Tensor: # a + b
-    "The sum, by `add_kernel`."
+    "Add two arrays with `add_kernel`."
     check_alike("vector_add", a=a, b=b)
     power_of_two("vector_add: block", block)
     a, b = a.contiguous(), b.contiguous()

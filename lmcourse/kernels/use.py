@@ -39,7 +39,8 @@ class KernelRMSNorm(RMSNorm):
     def forward(self, x:torch.Tensor)->torch.Tensor: # `(..., D)`
         return rmsnorm(x, self.weight, self.eps)
 
-def kernel_norm(config:ModelConfig, device=None, dtype=None)->nn.Module: # As `make_norm`
+def kernel_norm(config:ModelConfig, device:str|torch.device|None=None, dtype:torch.dtype|None=None
+)->nn.Module: # As `make_norm`
     "Make the norm that the config asks for, by our kernels if it is RMSNorm."
     if config.norm != "rmsnorm": return make_norm(config, device, dtype)
     return KernelRMSNorm(config.d_model, config.norm_eps, device=device, dtype=dtype)
@@ -56,7 +57,7 @@ def kernel_experts(x:torch.Tensor, experts:Any, chosen:torch.Tensor, weights:tor
     def product(rows, w, ends): return grouped_matmul(rows, w, nn.functional.pad(ends, (1, 0)))
     return pile_dispatch(x, experts, chosen, weights, product)
 
-def kernel_ffn(config:ModelConfig, linear:Callable=Linear, **how)->nn.Module: # As `make_ffn`
+def kernel_ffn(config:ModelConfig, linear:Callable=Linear, **how:Any)->nn.Module: # As `make_ffn`
     "Make the feed-forward network that the config asks for, by our kernels if it is SwiGLU."
     c = config
     if not c.num_experts and c.ffn == "swiglu":
@@ -239,7 +240,7 @@ def others_norm(device:str)->dict: # Its backward overwrites the incoming gradie
     f = importlib.import_module("liger_kernel.transformers.functional").liger_rms_norm
     return {"liger-kernel": lambda x, w: f(x, w, 1e-5, in_place=False)}
 
-def others_loss(device:str, targets)->dict: # Its forward overwrites the logits,
+def others_loss(device:str, targets:torch.Tensor)->dict: # Its forward overwrites the logits,
     if not _installed("liger_kernel", device): return {}            # so it gets a copy
     f = importlib.import_module("liger_kernel.transformers.functional").liger_cross_entropy
     return {"liger-kernel (and a copy)": lambda z: f(z.clone(), targets)}

@@ -8,6 +8,7 @@ __all__ = ['experts_forward', 'experts_backward', 'moe_forward', 'moe_backward',
 # %% ../../nbs/08_moe/08b_experts_np.ipynb #9ff70b77
 import math
 import numpy as np
+from typing import Any
 from ..architecture.layers_np import ffn_backward, ffn_forward
 from .router_np import best_experts, mask_groups, router_backward, router_forward
 
@@ -48,9 +49,9 @@ def experts_backward(
 
 # %% ../../nbs/08_moe/08b_experts_np.ipynb #d8a15f98
 def moe_forward(
-    x:np.ndarray,   # `(..., D)`
-    params:dict,    # `router.weight`, `experts.w1` and so on, `shared.w1.weight` and so on
-    config,         # A `ModelConfig` with `num_experts`
+    x:np.ndarray, # `(..., D)`
+    params:dict,  # `router.weight`, `experts.w1` and so on, `shared.w1.weight` and so on
+    config:Any,   # A `ModelConfig` with `num_experts`
 )->tuple: # Output `(..., D)` and the cache for `moe_backward`
     "Forward pass of an MoE layer: route the tokens, run the experts, add the shared experts."
     c, rows = config, x.reshape(-1, x.shape[-1])

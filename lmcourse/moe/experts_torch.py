@@ -150,9 +150,9 @@ def can_group(x:torch.Tensor, experts:Any)->bool: # Whether torch's grouped prod
 class Experts(nn.Module):
     "The weights of E feed-forward networks, stacked along the first axis."
     def __init__(self,
-        config:ModelConfig, # Sizes, and the kind of network
-        device=None,        # Device of the weights; `meta` allocates no memory
-        dtype=None,         # Type of the weights; None for torch's default
+        config:ModelConfig,                  # Sizes, and the kind of network
+        device:str|torch.device|None=None,   # Device of the weights; `meta` allocates no memory
+        dtype:torch.dtype|None=None,         # Type of the weights; None for torch's default
         generator:torch.Generator|None=None, # Random generator of the initial weights
     ):
         super().__init__()
@@ -184,12 +184,14 @@ class Experts(nn.Module):
 class MoE(nn.Module):
     "A mixture-of-experts layer: route, run the experts, add the shared ones, balance the load."
     def __init__(self,
-        config:ModelConfig,     # A config with `num_experts`
+        config:ModelConfig, # A config with `num_experts`
         linear:Callable=Linear, # Class of the linear layers of router and shared experts
-        device=None, dtype=None, generator:torch.Generator|None=None, # As for `FeedForward`
+        # As for `FeedForward`
+        device:str|torch.device|None=None, dtype:torch.dtype|None=None,
+        generator:torch.Generator|None=None,
     ):
         super().__init__()
-        c, how = config, dict(device=device, dtype=dtype, generator=generator)
+        c, how = config, dict[str, Any](device=device, dtype=dtype, generator=generator)
         self.config, self.dispatch = c, grouped_dispatch
         self.router, self.experts = linear(c.d_model, c.expert_count, **how), Experts(c, **how)
         self.shared = (FeedForward(c.d_model, c.num_shared_experts*c.expert_size, c.ffn,

@@ -10,6 +10,7 @@ import torch
 from collections.abc import Callable
 from functools import partial
 from torch import nn
+from typing import Any
 from ..tools.config import ModelConfig
 from ..architecture.layers_torch import Linear, RMSNorm
 from ..architecture.attention_torch import RoPE, causal_attention
@@ -18,14 +19,17 @@ from ..architecture.attention_torch import RoPE, causal_attention
 class LatentAttention(nn.Module):
     "Attention whose keys and values are projected from one vector per token. DeepSeek-V2, 2.1."
     def __init__(self,
-        config:ModelConfig,    # A config with `kv_lora_rank`
-        rope:RoPE|None=None,   # The rotation that all layers share; None makes one
+        config:ModelConfig, # A config with `kv_lora_rank`
+        rope:RoPE|None=None, # The rotation that all layers share; None makes one
         attention:Callable=causal_attention, # As for `CausalSelfAttention`
         linear:Callable=Linear, # Class of the linear layers
-        device=None, dtype=None, generator:torch.Generator|None=None, # As for `HeadProjections`
+        # As for `HeadProjections`
+        device:str|torch.device|None=None, dtype:torch.dtype|None=None,
+        generator:torch.Generator|None=None,
     ):
         super().__init__()
-        c, place, R = config, dict(device=device, dtype=dtype), config.kv_lora_rank or 0
+        c, R = config, config.kv_lora_rank or 0
+        place = dict[str, Any](device=device, dtype=dtype)
         make = partial(linear, generator=generator, **place)
         self.heads, self.sizes = c.num_heads, (c.qk_nope_head_dim, c.qk_rope_head_dim, c.v_head_dim)
         self.attention, (plain, turned, value) = attention, self.sizes
@@ -42,7 +46,7 @@ class LatentAttention(nn.Module):
 
     def forward(self,
         x:torch.Tensor, # `(..., T, D)`
-        positions:torch.Tensor|None=None, cache=None, table:torch.Tensor|None=None,
+        positions:torch.Tensor|None=None, cache:Any=None, table:torch.Tensor|None=None,
     )->torch.Tensor: # `(..., T, D)`, as in `CausalSelfAttention`
         plain, turned, _ = self.sizes
         if table is None: table = self.rope.at(x.shape[-2], positions)

@@ -15,6 +15,7 @@ from .balance import watch_routes
 from .lab import information, shuffled_within
 from ..tools.grammar import Writer, rule_of
 from ..tools.stories import Stories
+from ..tokenization.tokenizer import Tokenizer
 
 # %% ../../nbs/08_moe/08j_roles.ipynb #08j00007
 class RoleWriter(Writer):
@@ -30,11 +31,12 @@ class RoleWriter(Writer):
             if name: self.inside.pop()
             else: self.roles.append(self.role_of(part, env))
 
-    def choice_of(self, part, env:dict)->str|None: # The rule if it chooses a template, else None
+    def choice_of(self, part:Any, env:dict
+    )->str|None: # The rule if it chooses a template, else None
         if isinstance(part, str) or part.kind != "draw" or part.remember: return None
         return None if (rule := rule_of(self.rules, part, env)).entries else rule.name
 
-    def role_of(self, part, env:dict)->str: # Role of the piece just written
+    def role_of(self, part:Any, env:dict)->str: # Role of the piece just written
         if isinstance(part, str): return f"words of {self.inside[-1]}"
         if part.kind == "attribute": return "pronoun or attribute"
         if part.kind == "again": return f"{_family(env[part.name].rule)} again"
@@ -60,10 +62,10 @@ def story_pieces(
 
 # %% ../../nbs/08_moe/08j_roles.ipynb #08j00011
 def role_sample(
-    tokenizer,          # The model's tokenizer
-    context_length:int, # T
-    stories:int=150,    # Number of stories
-    seed:int=1,         # Seed of the stories; training used seed 0
+    tokenizer:Tokenizer, # The model's tokenizer
+    context_length:int,  # T
+    stories:int=150,     # Number of stories
+    seed:int=1,          # Seed of the stories; training used seed 0
 )->tuple: # Ids `(stories, T)` with end-of-text first, roles `(stories, T)`, names of the roles
     "Tokenize the beginnings of stories and give each token its role. End-of-text has role 0, none."
     ids, roles, numbers = [], [], {"none": 0}
@@ -79,7 +81,7 @@ def role_sample(
 
 # %% ../../nbs/08_moe/08j_roles.ipynb #08j00012
 def role_information(
-    model,                   # A model with MoE layers
+    model:torch.nn.Module,   # A model with MoE layers
     sample:tuple,            # From `role_sample`
     rng:np.random.Generator, # Random generator that shuffles the baseline
 )->list: # A dict for each layer: nats `about_the_token`, `about_the_role`, `shuffled`

@@ -9,9 +9,10 @@ __all__ = ['gradient_noise', 'small_model', 'story_tokens', 'story_tokenizer', '
 # %% ../../nbs/10_parallelism/10l_batch_size.ipynb #8017e6e2
 import math
 from itertools import islice
-from typing import Literal
+from typing import Any, Literal
 import numpy as np
 import torch
+from collections.abc import Sequence
 from ..tokenization.tokenizer import Tokenizer, train_bpe
 from ..tools.config import ModelConfig, TrainConfig
 from ..tools.stories import short_stories
@@ -51,11 +52,11 @@ def small_model(
                        d_ff=round(8*width/3), mup_base_width=base)
 
 def story_tokens(
-    documents:int,      # How many short stories
-    tokenizer,          # With `encode_batch` and an end-of-text
-    seed:int=0,         # Of the stories
-    exact:bool=False,   # Note each story's exact nats, for `evaluate`
-    zipf:float=0.,      # Of the grammar's lists, as in `Stories`
+    documents:int,    # How many short stories
+    tokenizer:Any,    # With `encode_batch` and an end-of-text
+    seed:int=0,       # Of the stories
+    exact:bool=False, # Note each story's exact nats, for `evaluate`
+    zipf:float=0.,    # Of the grammar's lists, as in `Stories`
 )->TokenDataset: # In memory
     "Short stories as tokens, each with end-of-text after it."
     texts = list(islice(short_stories(seed, zipf), documents))
@@ -89,9 +90,10 @@ def new_run(
     return ENGINES[engine](model, config)
 
 def story_batch(
-    data:TokenDataset,  # Stories
-    rows,               # Which of them begin the windows, `(B,)`; after the last comes the first
-    context_length:int, # T
+    data:TokenDataset,    # Stories
+    # Which of them begin the windows, `(B,)`; after the last comes the first
+    rows:list|np.ndarray,
+    context_length:int,   # T
 )->tuple: # Inputs and targets, tensors `(B, T)`
     "Windows that begin with a story, as a batch."
     rows = np.asarray(rows) % (data.num_documents - context_length)
@@ -112,11 +114,11 @@ def tail_rates(
     return (lr*np.minimum(up, down)).tolist()
 
 def run_steps(
-    engine,             # From `new_run`; its weights move
-    data:TokenDataset,  # Stories
-    rates,              # Learning rate of each step
-    first:int=0,        # Rows that were read before
-    batch_size:int=8,   # Windows of a step, B
+    engine:Any,                       # From `new_run`; its weights move
+    data:TokenDataset,                # Stories
+    rates:Sequence[float]|np.ndarray, # Learning rate of each step
+    first:int=0,                      # Rows that were read before
+    batch_size:int=8,                 # Windows of a step, B
 )->list: # The loss before each step, in nats per token
     "One step for each rate. Windows begin with a story, in order: none comes twice."
     T, losses = engine.model.config.context_length, []
@@ -128,7 +130,7 @@ def run_steps(
 
 # %% ../../nbs/10_parallelism/10l_batch_size.ipynb #8ce48343
 def batch_gradients(
-    run,               # From `new_run`, on torch; its weights stay
+    run:Any,           # From `new_run`, on torch; its weights stay
     data:TokenDataset, # Stories
     count:int,         # Gradients
     first:int=0,       # Rows that were read before
@@ -144,9 +146,9 @@ def batch_gradients(
 
 # %% ../../nbs/10_parallelism/10l_batch_size.ipynb #5c45eaca
 def steps_to_loss(
-    losses,           # Of each step of a run, at a constant rate
-    target:float,     # Nats per token
-    window:float=.1,  # A step's loss is the mean from a tenth below its number to a tenth above
+    losses:Sequence[float]|np.ndarray, # Of each step of a run, at a constant rate
+    target:float,                      # Nats per token
+    window:float=.1, # A step's loss is the mean from a tenth below its number to a tenth above
 )->float: # Steps; NaN if the run ended before
     "The first step around which the mean loss is at most `target`."
     sums = np.append(0., np.cumsum(losses))
@@ -158,8 +160,8 @@ def steps_to_loss(
 
 # %% ../../nbs/10_parallelism/10l_batch_size.ipynb #12acb0e2
 def fit_critical_batch(
-    batches, # Batch sizes
-    steps,   # Steps to a given loss, one for each
+    batches:Sequence[float]|np.ndarray, # Batch sizes
+    steps:Sequence[float]|np.ndarray,   # Steps to a given loss, one for each
 )->tuple: # Fewest steps, and the critical batch size in the unit of `batches`
     "Least squares of relative errors for `S = S_min*(1 + B_crit/B)`. McCandlish et al. 2018."
     B, S = np.asarray(batches, float), np.asarray(steps, float)

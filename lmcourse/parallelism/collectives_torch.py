@@ -14,12 +14,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from multiprocessing import get_context
 from multiprocessing.connection import wait
 from tempfile import TemporaryDirectory
 from torch.utils._python_dispatch import TorchDispatchMode
+from typing import Any
 from . import collectives
 from .ranks import Link
 
@@ -27,11 +28,11 @@ from .ranks import Link
 HERE = "lmcourse.parallelism.collectives_torch"
 
 class ProcessPool:
-    "Ranks that are processes, joined by gloo, and wait for work. Use it in a `with`, or close it."
+    "Processes as ranks, joined by gloo, that wait for work. Use it in a `with`, or close it."
     def __init__(self,
         size:int,            # Ranks, N
         module:str=HERE,     # Whose functions they run
-        timeout_s:float=60., # Of a collective, and of a call beyond that
+        timeout_s:float=60., # For a collective; a call waits twice that for answers
     ):
         if size < 1: raise ValueError(f"ProcessPool: {size} ranks, expected 1 or more")
         self.size, self.module, self.timeout_s = size, module, timeout_s
@@ -46,7 +47,7 @@ class ProcessPool:
             theirs.close(); listens.close()
             self.ranks.append(process); self.pipes.append(mine); self.alive.append(kept)
 
-    def run(self, work:Callable, *args)->list: # What each rank gave back
+    def run(self, work:Callable, *args:Any)->list: # What each rank gave back
         "`work(*args)` on every rank. `RuntimeError` if one fails, dies or doesn't answer."
         if not self.pipes: raise RuntimeError("the pool is closed, expected a new one")
         work = exported(work, self.module)
@@ -88,21 +89,21 @@ class ProcessPool:
         self.folder.cleanup()
 
     def __enter__(self): return self
-    def __exit__(self, *error): self.close()
+    def __exit__(self, *error:Any): self.close()
 
 # %% ../../nbs/10_parallelism/10c_collectives_torch.ipynb #605ac0ce
 def serve_rank(
-    rank:int,      # Which
-    size:int,      # Ranks
-    folder:str,    # In which they find each other
-    pipe,          # Work comes in, results go out
-    alive,         # Its other end is open as long as the pool lives
+    rank:int,        # Which
+    size:int,        # Ranks
+    folder:str,      # In which they find each other
+    pipe:Any,        # Work comes in, results go out
+    alive:Any,       # Its other end is open as long as the pool lives
     timeout_s:float, # Of a collective
 ):
     "What a process of the pool does until the pool is closed."
     def watch():
         try: alive.recv()
-        except (EOFError, OSError): os._exit(1)                 # Even out of a collective
+        except (EOFError, OSError): os._exit(1)                 # Even in a collective
     threading.Thread(target=watch, daemon=True).start()
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
@@ -115,7 +116,7 @@ def serve_rank(
         except Exception as e: pipe.send((False, f"{type(e).__name__}: {e}"))
 
 # %% ../../nbs/10_parallelism/10c_collectives_torch.ipynb #127c3ed3
-def start_alone(process):
+def start_alone(process:Any):
     "Start a process without running the notebook's or script's code in it first."
     main = sys.modules["__main__"]
     sys.modules["__main__"] = types.ModuleType("__main__")
@@ -123,10 +124,10 @@ def start_alone(process):
     finally: sys.modules["__main__"] = main
 
 def exported(
-    work:Callable, # Perhaps a cell's
+    work:Callable, # May be defined in a cell
     module:str,    # Of the page
 )->Callable: # The one that other processes can import
-    "A cell's function as it stands in the module. `ValueError` if it isn't there, or is another."
+    "Find a cell's function in the module. `ValueError` if it is missing there or differs."
     if work.__module__ != "__main__": return work
     name = work.__name__
     saved = getattr(importlib.import_module(module), name, None)
@@ -144,7 +145,7 @@ def who_am_i()->dict:
 class ProcessPort:
     "As `Port`, between processes: a rank in a group, and the bytes that it has sent."
     def __init__(self,
-        members=None,   # Of the group, by their number among all: none for all
+        members:Sequence[int]|None=None, # Of the group, by their number among all: none for all
     ):
         self.members = tuple(range(dist.get_world_size()) if members is None else members)
         self.rank, self.size = self.members.index(dist.get_rank()), len(self.members)
@@ -167,7 +168,7 @@ class ProcessPort:
         if x.nbytes: dist.recv(torch.from_numpy(x.reshape(-1).view(np.uint8)), self.members[source])
         return x
 
-    def group(self, members)->"ProcessPort":
+    def group(self, members:Sequence[int])->"ProcessPort":
         "The port to some ranks of this group; it counts into the same number."
         port = ProcessPort([self.members[m] for m in members])
         port.sent_bytes, port.under_way = self.sent_bytes, self.under_way
@@ -195,7 +196,7 @@ def padded(
     x:torch.Tensor, # `(n,)`
     size:int,       # Ranks
 )->torch.Tensor: # `(m,)`, m the next multiple of `size`
-    "Zeros behind, so that all pieces are equal."
+    "Append zeros, so that all pieces are equally long."
     return torch.nn.functional.pad(x, (0, -len(x) % size))
 
 def reduce_scatter(x:torch.Tensor)->torch.Tensor:
@@ -206,7 +207,7 @@ def reduce_scatter(x:torch.Tensor)->torch.Tensor:
     return piece
 
 def all_gather(piece:torch.Tensor, length:int)->torch.Tensor: # `(length,)`
-    "The pieces of all ranks in a row, without the zeros behind."
+    "Put the pieces of all ranks in a row, without the zeros at the end."
     whole = torch.empty(len(piece)*dist.get_world_size(), dtype=piece.dtype)
     dist.all_gather(list(whole.chunk(dist.get_world_size())), piece)
     return whole[:length]
@@ -236,7 +237,7 @@ class CollectiveBytes(TorchDispatchMode):
         super().__init__()
         self.calls, self.num_bytes = defaultdict(int), defaultdict(int)
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+    def __torch_dispatch__(self, func:Any, types:Any, args:Any=(), kwargs:Any=None):
         result = func(*args, **(kwargs or {}))
         space, _, name = func._schema.name.partition("::")
         name = name.strip("_").removesuffix("_into_tensor").removesuffix("_tensor")
@@ -247,7 +248,7 @@ class CollectiveBytes(TorchDispatchMode):
         return result
 
     def ring_bytes(self, size:int)->float:
-        "What each rank sends for all that, with rings."
+        "Bytes that each rank sends for all these calls, if they use rings."
         return sum(b*(2 if kind == "all_reduce" else 1)*(size - 1)/size
                    for kind, b in self.num_bytes.items())
 
@@ -255,7 +256,7 @@ KINDS = dict(allreduce="all_reduce", allgather="all_gather", reducescatter="redu
              broadcast="broadcast", reduce="reduce", alltoall="all_to_all",
              alltoallsingle="all_to_all")
 
-def tensor_bytes(x)->int:
+def tensor_bytes(x:Any)->int:
     "Of a tensor, or of all in nested lists; anything else has none."
     if isinstance(x, (list, tuple)): return sum(map(tensor_bytes, x))
     return x.numel()*x.element_size() if isinstance(x, torch.Tensor) else 0
@@ -268,7 +269,7 @@ def hasty_reduce_scatter(x:torch.Tensor)->torch.Tensor:
     return whole.chunk(size)[dist.get_rank()]
 
 def counted_scatter(hasty:bool, length:int)->tuple: # The piece, calls, and bytes with rings
-    "A reduce-scatter, listened to."
+    "Run a reduce-scatter and count its traffic."
     x = torch.from_numpy(own_vector(length, dist.get_rank()))
     with CollectiveBytes() as count: piece = (hasty_reduce_scatter if hasty else reduce_scatter)(x)
     return piece.numpy(), dict(count.calls), count.ring_bytes(dist.get_world_size())
@@ -288,9 +289,9 @@ def time_all_reduce(lengths:list, repeats:int=15)->list: # Seconds of each lengt
     return found
 
 def fit_link(
-    num_bytes, # Of each vector
-    seconds,   # That its ring all-reduce took
-    size:int,  # Ranks
+    num_bytes:Sequence[float]|np.ndarray, # Of each vector
+    seconds:Sequence[float]|np.ndarray,   # That its ring all-reduce took
+    size:int,                             # Ranks
 )->Link: # Latency and speed of a wire
     "Least squares of relative errors. `ValueError` for fewer than two lengths or one rank."
     b, t = np.asarray(num_bytes, float), np.asarray(seconds, float)

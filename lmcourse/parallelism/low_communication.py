@@ -7,11 +7,12 @@ __all__ = ['OuterOptimizer', 'local_steps', 'simulate_ranks', 'low_communication
 
 # %% ../../nbs/10_parallelism/10m_low_communication.ipynb #a079ec4f
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
+from typing import Any
 from .batch_size import new_run, story_batch
 from ..tools.config import ModelConfig
 from ..training.data import TokenDataset
@@ -40,15 +41,15 @@ class OuterOptimizer:
 
 # %% ../../nbs/10_parallelism/10m_low_communication.ipynb #cc62a2e2
 def local_steps(
-    run,                   # This rank's replica, from `new_run` with everyone's seed
-    data:TokenDataset,     # Stories
-    rates,                 # Learning rate of each step
-    every:int,             # Steps between two meetings, H
-    outer:OuterOptimizer,  # This rank's own; all ranks' stay equal
-    rank:int=0,            # Which
-    size:int=1,            # Ranks
-    first:int=0,           # Rows that were read before
-    batch_size:int=4,      # Windows of a rank's step
+    run:Any,                          # This rank's replica, from `new_run` with everyone's seed
+    data:TokenDataset,                # Stories
+    rates:Sequence[float]|np.ndarray, # Learning rate of each step
+    every:int,                        # Steps between two meetings, H
+    outer:OuterOptimizer,             # This rank's own; all ranks' stay equal
+    rank:int=0,                       # Which
+    size:int=1,                       # Ranks
+    first:int=0,                      # Rows that were read before
+    batch_size:int=4,                 # Windows of a rank's step
 )->Iterator[torch.Tensor]: # At each meeting `(P,)`, to be overwritten with the sum over ranks
     "What one rank does: steps of its own, and a meeting after every H of them and after the last."
     if every < 1: raise ValueError(f"local_steps: {every = }, expected 1 or more")

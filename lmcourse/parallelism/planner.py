@@ -9,7 +9,7 @@ __all__ = ['GPU_WIRES', 'GPUS_PER_NODE', 'LARGE_MODELS', 'FITTED', 'MEMORY_SHARE
 
 # %% ../../nbs/10_parallelism/10o_planner.ipynb #411a108d
 import csv, functools, math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from importlib import resources
 from ..accounting.hardware import device
@@ -194,7 +194,8 @@ def fastest(plans:list, fitted:Fitted=FITTED, causal:bool=True)->Plan:
     if room: return max(room, key=lambda p: plan_mfu(p, fitted, causal))
     return min(plans, key=lambda p: sum(plan_memory(p).values()))
 
-def variants(p:Plan, micro_batches=(1, 2, 4, 8, 16), chunks:int|None=None)->Iterator[Plan]:
+def variants(p:Plan, micro_batches:Iterable[int]=(1, 2, 4, 8, 16), chunks:int|None=None
+)->Iterator[Plan]:
     "The same plan with other microbatches and chunks."
     for b in micro_batches:
         if p.batch % (p.dp*b): continue

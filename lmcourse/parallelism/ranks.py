@@ -11,6 +11,7 @@ import numpy as np
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 # %% ../../nbs/10_parallelism/10a_ranks.ipynb #b7acb92f
 @dataclass(frozen=True)
@@ -94,7 +95,7 @@ class Network:
         self._stop = self._stop or why
         self._changed.notify_all()
 
-    def run(self, work:Callable, *args)->list: # What each rank gave back
+    def run(self, work:Callable, *args:Any)->list: # What each rank gave back
         "Call `work(port, *args)` on every rank. The first error of a rank is raised."
         return _Run(self, work, args).results()
 

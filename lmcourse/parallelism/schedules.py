@@ -8,7 +8,7 @@ __all__ = ['Job', 'gpipe', 'simulate', 'needs', 'bubble', 'in_flight', 'one_forw
 
 # %% ../../nbs/10_parallelism/10g_schedules.ipynb #fc9f5b42
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 # %% ../../nbs/10_parallelism/10g_schedules.ipynb #cff229e5
 class Job(NamedTuple):
@@ -86,7 +86,7 @@ def one_forward_one_backward(p:int, m:int)->list: # Of a list of jobs for each r
     return plans
 
 # %% ../../nbs/10_parallelism/10g_schedules.ipynb #386e1920
-def number(order, job:Callable)->list: # Letters to jobs: the k-th of its kind is `job(kind, k)`
+def number(order:Any, job:Callable)->list: # Letters to jobs: the k-th of its kind is `job(kind, k)`
     counts:dict[str, int] = {}
     jobs = []
     for kind in order:

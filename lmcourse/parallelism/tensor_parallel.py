@@ -10,6 +10,7 @@ __all__ = ['Enter', 'Leave', 'EnterFromTokens', 'LeaveToTokens', 'slice_config',
 import torch
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 from ..architecture.transformer_torch import TransformerLM
 from .collectives import all_gather_bytes, ring_all_gather, ring_all_reduce
 from .collectives import ring_reduce_scatter
@@ -21,21 +22,21 @@ from ..training.parallel_np import chunk_slices, ring_bytes
 class Enter(torch.autograd.Function):
     "What each rank has whole goes into its slices: the gradients of all slices add up."
     @staticmethod
-    def forward(ctx, x:torch.Tensor, port:Port)->torch.Tensor: # `(T, ...)`
+    def forward(ctx:Any, x:torch.Tensor, port:Port)->torch.Tensor: # `(T, ...)`
         ctx.port = port
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx, *grads): return summed(grads[0], ctx.port), None
+    def backward(ctx:Any, *grads:torch.Tensor): return summed(grads[0], ctx.port), None
 
 class Leave(torch.autograd.Function):
     "Each rank has a part of the sum: all get the sum."
     @staticmethod
-    def forward(ctx, x:torch.Tensor, port:Port)->torch.Tensor: # `(T, ...)`
+    def forward(ctx:Any, x:torch.Tensor, port:Port)->torch.Tensor: # `(T, ...)`
         return summed(x, port)
 
     @staticmethod
-    def backward(ctx, *grads): return grads[0], None
+    def backward(ctx:Any, *grads:torch.Tensor): return grads[0], None
 
 # %% ../../nbs/10_parallelism/10f_tensor_parallel.ipynb #9fd5e0b1
 def summed(x:torch.Tensor, port:Port)->torch.Tensor: # `(T, ...)`, cut by T on its way
@@ -47,22 +48,23 @@ def summed(x:torch.Tensor, port:Port)->torch.Tensor: # `(T, ...)`, cut by T on i
 class EnterFromTokens(torch.autograd.Function):
     "Rank r has piece r of the tokens: all get all. The gradient is a reduce-scatter."
     @staticmethod
-    def forward(ctx, x:torch.Tensor, tokens:int, port:Port)->torch.Tensor: # `(T, ...)`
+    def forward(ctx:Any, x:torch.Tensor, tokens:int, port:Port)->torch.Tensor: # `(T, ...)`
         ctx.port = port
         return gathered(x, tokens, port)
 
     @staticmethod
-    def backward(ctx, *grads): return _scattered(grads[0], ctx.port), None, None
+    def backward(ctx:Any, *grads:torch.Tensor): return _scattered(grads[0], ctx.port), None, None
 
 class LeaveToTokens(torch.autograd.Function):
     "Each rank has a part of the sum: rank r gets piece r of it. The gradient is an all-gather."
     @staticmethod
-    def forward(ctx, x:torch.Tensor, port:Port)->torch.Tensor: # A piece of `(T, ...)`
+    def forward(ctx:Any, x:torch.Tensor, port:Port)->torch.Tensor: # A piece of `(T, ...)`
         ctx.port, ctx.tokens = port, len(x)
         return _scattered(x, port)
 
     @staticmethod
-    def backward(ctx, *grads): return gathered(grads[0], ctx.tokens, ctx.port), None
+    def backward(ctx:Any, *grads:torch.Tensor
+    ): return gathered(grads[0], ctx.tokens, ctx.port), None
 
 # %% ../../nbs/10_parallelism/10f_tensor_parallel.ipynb #831514ec
 def gathered(x:torch.Tensor, tokens:int, port:Port)->torch.Tensor: # `(T, ...)`
@@ -109,7 +111,7 @@ def slice_of(
 class VocabularyParallelLoss(torch.autograd.Function):
     "Cross-entropy over logits that are cut by words: two numbers for each token travel."
     @staticmethod
-    def forward(ctx,
+    def forward(ctx:Any,
         logits:torch.Tensor,  # This rank's words `(tokens, V/N)`
         targets:torch.Tensor, # `(tokens,)`; -100 where none counts
         first:int,            # The id of this rank's first word
@@ -126,7 +128,7 @@ class VocabularyParallelLoss(torch.autograd.Function):
         return losses[counts].mean()
 
     @staticmethod
-    def backward(ctx, *grads):
+    def backward(ctx:Any, *grads:torch.Tensor):
         logits, total, own, mine, counts = ctx.saved_tensors
         d = (logits - total[:, None]).exp()
         d[torch.arange(len(d)), own] -= mine.to(d.dtype)

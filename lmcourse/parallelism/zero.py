@@ -12,6 +12,7 @@ from collections.abc import Callable
 from torch import nn
 from torch.func import functional_call
 from torch.nn import functional as F
+from typing import Any
 from ..architecture.transformer_torch import TransformerLM
 from .collectives import all_gather_bytes, reduce_scatter_bytes
 from .collectives import ring_all_gather, ring_reduce_scatter
@@ -72,7 +73,7 @@ class ShardedDataParallel:
         port:Port,
         stage:int,           # 1 or 2
         max_norm:float=1.,   # Gradients are scaled down to this norm
-        **adamw,             # For `torch.optim.AdamW`
+        **adamw:Any,         # For `torch.optim.AdamW`
     ):
         refuse_fields(model.config, "ZeRO", "TorchEngine", ("mup_base_width",))
         if stage not in (1, 2): raise ValueError(f"{stage = }, expected 1 or 2")
@@ -120,7 +121,8 @@ class ShardedDataParallel:
             p.copy_(w.view_as(p))
 
 # %% ../../nbs/10_parallelism/10e_zero.ipynb #15a72428
-def loss_of_my_rows(model, ids:torch.Tensor, targets:torch.Tensor, port:Port)->torch.Tensor:
+def loss_of_my_rows(model:Callable, ids:torch.Tensor, targets:torch.Tensor, port:Port
+)->torch.Tensor:
     "This rank's losses, divided by the number of targets in the whole batch."
     x, y, count = my_rows(ids, port), my_rows(targets, port), int((targets != -100).sum())
     if not count: raise ValueError(f"none of the {targets.numel()} targets counts: all are -100")
@@ -136,12 +138,12 @@ def clip_shards(units:list, max_norm:float, port:Port):
 class GatherWeights(torch.autograd.Function):
     "All-gather in the forward pass, reduce-scatter in the backward pass."
     @staticmethod
-    def forward(ctx, shard:torch.Tensor, length:int, port:Port)->torch.Tensor: # `(length,)`
+    def forward(ctx:Any, shard:torch.Tensor, length:int, port:Port)->torch.Tensor: # `(length,)`
         ctx.port, ctx.length = port, length
         return gather_row(shard, length, port)
 
     @staticmethod
-    def backward(ctx, *grads):
+    def backward(ctx:Any, *grads:torch.Tensor):
         row = grads[0].clone()
         return torch.from_numpy(ring_reduce_scatter(row.numpy(), ctx.port).copy()), None, None
 
@@ -157,7 +159,7 @@ class Part(nn.Module): # A part of a model, as `functional_call` wants it
     def __init__(self, model:nn.Module, f:Callable):
         super().__init__()
         self.model, self.f = model, f
-    def forward(self, x): return self.f(self.model, x)
+    def forward(self, x:torch.Tensor): return self.f(self.model, x)
 
 # %% ../../nbs/10_parallelism/10e_zero.ipynb #14892f83
 class FullySharded:
@@ -166,7 +168,7 @@ class FullySharded:
         model:TransformerLM, # Whole, the same on each rank; its weights are cut up
         port:Port,
         max_norm:float=1.,   # Gradients are scaled down to this norm
-        **adamw,             # For `torch.optim.AdamW`
+        **adamw:Any,         # For `torch.optim.AdamW`
     ):
         refuse_fields(model.config, "ZeRO", "TorchEngine", ("mup_base_width",))
         if model.config.tie_embeddings:

@@ -8,7 +8,7 @@ __all__ = ['FAR', 'ScalingRuns', 'read_scaling_runs', 'Scaling', 'fit_scaling', 
 # %% ../../nbs/11_scaling/11g_fit_runs.ipynb #ecc1c101
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -79,7 +79,8 @@ class Scaling:
     law:LossLaw
     samples:list   # Bootstrap samples, each a `LossLaw`
 
-    def interval(self, what)->tuple: return law_interval(self.samples, what) # 95% of `what(law)`
+    def interval(self, what:Callable
+    )->tuple: return law_interval(self.samples, what) # 95% of `what(law)`
 
     def warnings(self, flops:float)->list: # Sentences; empty if there is no doubt
         largest, out = self.runs.flops.max(), []

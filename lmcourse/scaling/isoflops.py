@@ -25,8 +25,8 @@ def isoflop_points(
 
 # %% ../../nbs/11_scaling/11c_isoflops.ipynb #78b2e9ce
 def lower_envelope(
-    flops, # Budgets `(n,)` at which all curves are known
-    losses, # Of each model at each budget `(models, n)`; NaN where a model has no loss
+    flops:np.ndarray,  # Budgets `(n,)` at which all curves are known
+    losses:np.ndarray, # Of each model at each budget `(models, n)`; NaN where a model has no loss
 )->np.ndarray: # Index of the best model at each budget `(n,)`
     "Approach 1 of Hoffmann et al. 2022. `ValueError` where a budget has no loss at all."
     losses = np.asarray(losses, float)
@@ -38,8 +38,8 @@ def lower_envelope(
 
 # %% ../../nbs/11_scaling/11c_isoflops.ipynb #b1d2e295
 def fit_parabola(
-    x,    # Sizes or tokens of one budget `(n,)`
-    loss, # `(n,)`
+    x:np.ndarray,    # Sizes or tokens of one budget `(n,)`
+    loss:np.ndarray, # `(n,)`
 )->tuple: # Where the parabola is lowest, in units of `x`, and the loss there
     "A parabola in the logarithm of `x`. `ValueError` if it has no lowest point among the runs."
     x, loss = np.asarray(x, float), np.asarray(loss, float)
@@ -55,8 +55,8 @@ def fit_parabola(
     return float(np.exp(vertex + u.mean())), float(level - slope**2/(4*curve))
 
 def isoflop_optima(
-    flops, x, loss,           # Of the runs `(n,)`; `x` is size or tokens
-    method:str="parabola",    # Or `lowest` for the best run of each budget
+    flops:np.ndarray, x:np.ndarray, loss:np.ndarray, # Of the runs `(n,)`; `x` is size or tokens
+    method:str="parabola",                           # Or `lowest` for the best run of each budget
 )->tuple: # Budgets, best `x` and least loss `(budgets,)`
     "The best size of each budget. Budgets without a valley raise `ValueError`."
     flops, x, loss = (np.asarray(v, float) for v in (flops, x, loss))

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import astuple, dataclass
 from importlib import resources
 import numpy as np
+from typing import Any
 from .power_laws import interval
 
 # %% ../../nbs/11_scaling/11b_loss_law.ipynb #d96f9cb3
@@ -33,7 +34,7 @@ class LossLaw:
     def exponent(self)->float: # The optimal size grows as FLOPs to this power
         return self.beta/(self.alpha + self.beta)
 
-    def loss(self, parameters, tokens): # Numbers or arrays of one shape
+    def loss(self, parameters:Any, tokens:Any): # Numbers or arrays of one shape
         N, D = np.asarray(parameters, float), np.asarray(tokens, float)
         return self.E + self.A*N**-self.alpha + self.B*D**-self.beta
 
@@ -66,15 +67,15 @@ class LossLaw:
         return N, self.tokens_for_loss(loss, N)
 
 # %% ../../nbs/11_scaling/11b_loss_law.ipynb #f51dadc7
-def huber(error, delta:float=1e-3): # Loss of each error
+def huber(error:Any, delta:float=1e-3): # Loss of each error
     "Huber loss: half the square up to `delta`, linear beyond. Huber 1964."
     far = np.abs(error)
     return np.where(far <= delta, error*error/2, delta*(far - delta/2))
 
 def fit_error(
-    law:LossLaw,             # The law to evaluate
-    parameters, tokens, loss, # Arrays of the runs `(n,)`
-    delta:float=1e-3,        # Errors in log L beyond it count linearly
+    law:LossLaw,                                               # The law to evaluate
+    parameters:np.ndarray, tokens:np.ndarray, loss:np.ndarray, # Arrays of the runs `(n,)`
+    delta:float=1e-3, # Errors in log L beyond it count linearly
 )->float: # Sum, not mean, over the runs
     "Compute the error that both fits minimize."
     return float(huber(np.log(law.loss(parameters, tokens)/loss), delta).sum())
@@ -96,9 +97,9 @@ def _weighted(N, D, loss, alpha, beta, delta, rounds=60)->tuple: # Error, and th
 
 # %% ../../nbs/11_scaling/11b_loss_law.ipynb #756720fe
 def fit_loss_law_grid(
-    parameters, tokens, loss,    # Arrays of the runs `(n,)`
-    delta:float=1e-3,            # As in `fit_error`
-    zooms:int=12,                # Refinements; each shrinks the grid by a third
+    parameters:np.ndarray, tokens:np.ndarray, loss:np.ndarray, # Arrays of the runs `(n,)`
+    delta:float=1e-3,                                          # As in `fit_error`
+    zooms:int=12, # Refinements; each shrinks the grid by a third
 )->LossLaw: # The best law found
     "Fit slowly but readably: a grid over both exponents, non-negative least squares for the rest."
     N, D, loss = _runs(parameters, tokens, loss)
@@ -164,8 +165,8 @@ def _gauss_newton(N, D, loss, weights, start, delta, rounds=300, tolerance=1e-13
 
 # %% ../../nbs/11_scaling/11b_loss_law.ipynb #2a923cc9
 def fit_loss_law(
-    parameters, tokens, loss,  # Arrays of the runs `(n,)`
-    delta:float=1e-3,          # As in `fit_error`
+    parameters:np.ndarray, tokens:np.ndarray, loss:np.ndarray, # Arrays of the runs `(n,)`
+    delta:float=1e-3,                                          # As in `fit_error`
 )->LossLaw: # The best result of nine starts
     "Fit by damped Gauss–Newton. `ValueError` for too few runs, or values without a logarithm."
     N, D, loss = _runs(parameters, tokens, loss)
@@ -191,10 +192,10 @@ def chinchilla_points(
 
 # %% ../../nbs/11_scaling/11b_loss_law.ipynb #6e896f92
 def bootstrap_law(
-    parameters, tokens, loss,  # Arrays of the runs `(n,)`
-    rng:np.random.Generator,   # Random generator of the samples
-    draws:int=200,             # Number of samples
-    delta:float=1e-3,          # As in `fit_error`
+    parameters:np.ndarray, tokens:np.ndarray, loss:np.ndarray, # Arrays of the runs `(n,)`
+    rng:np.random.Generator,                                   # Random generator of the samples
+    draws:int=200,                                             # Number of samples
+    delta:float=1e-3,                                          # As in `fit_error`
 )->list: # A `LossLaw` for each sample
     "Fit runs drawn with replacement; each fit starts from the fit to all runs."
     N, D, loss = _runs(parameters, tokens, loss)

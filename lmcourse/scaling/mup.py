@@ -8,14 +8,16 @@ __all__ = ['watched_outputs', 'coordinate_check', 'width_slope', 'best_rate']
 # %% ../../nbs/11_scaling/11d_mup.ipynb #4137aa73
 import numpy as np
 import torch
+from typing import Any
+from collections.abc import Sequence
 from ..parallelism.batch_size import new_run, run_steps, small_model, story_tokenizer
 from ..parallelism.batch_size import story_tokens
 from ..training.data import TokenDataset
 
 # %% ../../nbs/11_scaling/11d_mup.ipynb #845299a9
 def watched_outputs(
-    model,              # A `TransformerLM`
-    ids:torch.Tensor,   # `(B, T)`
+    model:Any,        # A `TransformerLM`
+    ids:torch.Tensor, # `(B, T)`
 )->dict: # Name to tensor: outputs of the last block's attention and network, and the logits
     "Return the outputs that a coordinate check compares."
     seen, last = {}, model.layers[-1]
@@ -28,12 +30,12 @@ def watched_outputs(
 
 # %% ../../nbs/11_scaling/11d_mup.ipynb #cc716318
 def coordinate_check(
-    data:TokenDataset,   # Stories
-    widths,              # Model widths, for example 32 to 256
-    base:int|None,       # `mup_base_width`; None for the standard parametrization
-    lr:float=.016,       # Constant learning rate
-    steps:int=4,         # Number of training steps
-    seeds:int=2,         # Number of seeds to average over
+    data:TokenDataset,    # Stories
+    widths:Sequence[int], # Model widths, for example 32 to 256
+    base:int|None,        # `mup_base_width`; None for the standard parametrization
+    lr:float=.016,        # Constant learning rate
+    steps:int=4,          # Number of training steps
+    seeds:int=2,          # Number of seeds to average over
 )->dict: # Output to its mean change since initialization `(steps, widths)`
     "Measure how far outputs move in the first steps."
     rows = data.starts[-300:-292, None] + np.arange(128) # Not used for training
@@ -50,16 +52,16 @@ def coordinate_check(
     return changes
 
 def width_slope(
-    widths,  # Widths of the models
-    changes, # Change of an output at each width
+    widths:Sequence[int],    # Widths of the models
+    changes:Sequence[float], # Change of an output at each width
 )->float: # The exponent p of `change = a * width**p`
     "Fit a straight line to the logarithms."
     return float(np.polyfit(np.log(widths), np.log(changes), 1)[0])
 
 # %% ../../nbs/11_scaling/11d_mup.ipynb #78b75717
 def best_rate(
-    rates,  # Learning rates, rising
-    losses, # Loss at each rate; the lowest must not be at an end
+    rates:Sequence[float]|np.ndarray,  # Learning rates, rising
+    losses:Sequence[float]|np.ndarray, # Loss at each rate; the lowest must not be at an end
 )->float: # The lowest point of a parabola through the lowest loss and its two neighbours
     "Find the best learning rate. `ValueError` if the lowest loss is at an end of the rates."
     k = int(np.argmin(losses))

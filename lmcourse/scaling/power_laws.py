@@ -6,7 +6,7 @@
 __all__ = ['PowerLaw', 'fit_power_law', 'bootstrap', 'interval']
 
 # %% ../../nbs/11_scaling/11a_power_laws.ipynb #06301e84
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 import numpy as np
@@ -19,12 +19,12 @@ class PowerLaw:
     exponent:float   # Slope on log-log axes after subtracting the floor
     floor:float = 0. # Limit at infinite x
 
-    def __call__(self, x): return self.floor + self.scale*np.asarray(x, float)**self.exponent
+    def __call__(self, x:Any): return self.floor + self.scale*np.asarray(x, float)**self.exponent
 
 def fit_power_law(
-    x,                      # Positive numbers `(n,)`: parameters, tokens or FLOPs
-    y,                      # Positive numbers `(n,)`: losses or best sizes
-    floor:float|None = 0.,  # Subtracted from `y` first; `None` to fit it too
+    x:Sequence[float]|np.ndarray, # Positive numbers `(n,)`: parameters, tokens or FLOPs
+    y:Sequence[float]|np.ndarray, # Positive numbers `(n,)`: losses or best sizes
+    floor:float|None = 0.,        # Subtracted from `y` first; `None` to fit it too
 )->PowerLaw: # The least-squares fit in the logarithm
     "Fit a power law. `ValueError` for too few points, or values that have no logarithm."
     x, y = _positive(x, y, 2 if floor is not None else 4)
@@ -65,10 +65,10 @@ def _fit_floor(x, y)->PowerLaw: # Best fit from several starting floors
 
 # %% ../../nbs/11_scaling/11a_power_laws.ipynb #34d9f16b
 def bootstrap(
-    fit:Callable,            # `fit(x, y)` returns numbers; called with resampled points
-    x, y,                    # Arrays `(n,)`
-    rng:np.random.Generator, # Random generator of the samples
-    draws:int = 400,         # Number of samples
+    fit:Callable, # `fit(x, y)` returns numbers; called with resampled points
+    x:Sequence[float]|np.ndarray, y:Sequence[float]|np.ndarray, # Arrays `(n,)`
+    rng:np.random.Generator,                                    # Random generator of the samples
+    draws:int = 400,                                            # Number of samples
 )->np.ndarray: # Results of `fit` `(draws, numbers)`
     "Repeat a fit on points drawn with replacement. Efron 1979."
     x, y = np.asarray(x, float), np.asarray(y, float)

@@ -7,7 +7,7 @@ __all__ = ['branch_steps']
 
 # %% ../../nbs/11_scaling/11e_schedules.ipynb #b997387f
 def branch_steps(
-    budgets,            # Steps of each run
+    budgets:list,       # Steps of each run
     cooldown:float=.2,  # Share of a run that is its cooldown
 )->int: # Total steps with a shared trunk
     "Add up the trunk to the last fork and each cooldown. `ValueError` for a share outside 0 to 1."

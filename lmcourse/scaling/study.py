@@ -27,7 +27,7 @@ def three_counts(
 
 # %% ../../nbs/11_scaling/11f_study.ipynb #a1b2dec6
 def read_study(
-    path, # `scaling.jsonl`
+    path:str|Path, # `scaling.jsonl`
 )->tuple: # Settings from its first line; runs of the grid; other runs by kind
     "Read saved runs and add each run's parameter counts and tokens."
     about, *rows = map(json.loads, Path(path).read_text(encoding="utf-8").splitlines())

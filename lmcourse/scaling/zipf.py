@@ -7,6 +7,7 @@ __all__ = ['best_excess', 'local_exponents', 'floor_profile']
 
 # %% ../../nbs/11_scaling/11h_zipf.ipynb #11h00004
 import numpy as np
+from collections.abc import Sequence
 
 # %% ../../nbs/11_scaling/11h_zipf.ipynb #11h00009
 def best_excess(
@@ -31,9 +32,9 @@ def local_exponents(
 
 # %% ../../nbs/11_scaling/11h_zipf.ipynb #11h00017b
 def floor_profile(
-    runs:list,               # Each with `tokens`, `loss` and a count of parameters
-    floors,                  # Values of E to try, nats per token
-    count:str="multiplying", # Which count of parameters
+    runs:list,                         # Each with `tokens`, `loss` and a count of parameters
+    floors:Sequence[float]|np.ndarray, # Values of E to try, nats per token
+    count:str="multiplying",           # Which count of parameters
 )->np.ndarray: # Root mean square of the relative error at each floor
     "Measure the fit of the best law at each E, with A and B of 0 or more by least squares."
     exponents = np.linspace(.05, 3, 90)                                # For alpha and beta

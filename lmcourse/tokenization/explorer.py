@@ -11,7 +11,9 @@ from collections import Counter
 from dataclasses import dataclass, field
 import numpy as np
 import regex
+from collections.abc import Iterable
 from ..tools.show import Table, controls
+from .tokenizer import Tokenizer
 
 # %% ../../nbs/01_tokenization/01f_explorer.ipynb #9d4be643
 _HIDDEN = regex.compile(r"[\p{C}\p{Z}\p{DI}]")
@@ -89,8 +91,8 @@ def _tree(made:dict, token:bytes)->MergeTree:
 
 # %% ../../nbs/01_tokenization/01f_explorer.ipynb #21cb4913
 def merge_history(
-    tokenizer,         # A `Tokenizer`
-    token_bytes:bytes, # One of its tokens
+    tokenizer:Tokenizer, # A `Tokenizer`
+    token_bytes:bytes,   # One of its tokens
 )->MergeTree: # A single leaf for a byte or a special token
     """Return the tree of merges that made a token.
     Raises `ValueError` for bytes that are not a token."""
@@ -190,9 +192,9 @@ class Exploration:
 
 # %% ../../nbs/01_tokenization/01f_explorer.ipynb #2bc79975
 def explore(
-    tokenizer,      # A `Tokenizer`
-    text:str,       # Any text
-    limit:int=1000, # At most this many tokens are drawn; all are counted
+    tokenizer:Tokenizer, # A `Tokenizer`
+    text:str,            # Any text
+    limit:int=1000,      # At most this many tokens are drawn; all are counted
 )->Exploration: # Shown by a notebook as coloured tokens, by `print` as a table
     "Show a text as its tokens, with their ids, bytes and merges."
     if isinstance(limit, bool) or not isinstance(limit, int) or limit < 1:
@@ -265,8 +267,8 @@ def _explore_html(shown:Exploration)->str:
 
 # %% ../../nbs/01_tokenization/01f_explorer.ipynb #63280e89
 def explore_live(
-    tokenizer,    # A `Tokenizer`
-    text:str="",  # Initial text of the box
+    tokenizer:Tokenizer, # A `Tokenizer`
+    text:str="",         # Initial text of the box
 ): # A widget: the box and, under it, the picture
     """Show the result of `explore` while you type, in a live notebook.
     Raises `ModuleNotFoundError` without ipywidgets."""
@@ -274,8 +276,8 @@ def explore_live(
 
 # %% ../../nbs/01_tokenization/01f_explorer.ipynb #5c7e0f94
 def tokens_by_merges(
-    tokenizer, # A `Tokenizer`; each token is made by one merge, as training does it
-    texts,     # Iterable of texts
+    tokenizer:Tokenizer, # A `Tokenizer`; each token is made by one merge, as training does it
+    texts:Iterable[str], # Iterable of texts
     # `(merges + 1,)`: entry n is the number of tokens if only the first n merges are applied
 )->np.ndarray:
     """Return how many tokens the texts have under every smaller vocabulary.

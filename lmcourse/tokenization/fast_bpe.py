@@ -4,16 +4,16 @@
 
 # %% auto #0
 __all__ = ['U', 'ONE', 'ZERO', 'OTHER', 'LETTER', 'NUMBER', 'SPACE', 'GOLD', 'MIX', 'LONG', 'FIRST_BYTES', 'LOW', 'PAIR_BITS',
-           'PAIR', 'PAIRS', 'TEXT', 'WHITE', 'NEXT_CUT', 'CUT', 'BETWEEN', 'NO_PAIR', 'MOST', 'ID', 'SHORT', 'BYTE',
-           'character_classes', 'character', 'first_invalid', 'ending', 'run_end', 'pretoken_end', 'starts64',
-           'some_ends', 'pretoken_ends', 'word_key', 'shift_of', 'first_row', 'same_bytes', 'find_word', 'remember',
-           'count_kernel', 'add_kernel', 'move_rows', 'write_words', 'Words', 'WordTable', 'pair_key', 'pair_row',
-           'take_away', 'add_place', 'join_everywhere', 'token_order', 'comes_first', 'sift_up', 'sift_down', 'offer',
-           'refill', 'lay_out', 'chain_places', 'first_right', 'write_token', 'learn_kernel', 'move_pairs',
-           'train_bpe_fast', 'find_specials', 'Specials', 'last_cut', 'FilePieces', 'TextPieces', 'count_words_fast',
-           'find_pair', 'fill_pairs', 'merge_word', 'push', 'pop', 'push_pair', 'merge_long', 'learn_word',
-           'encode_span', 'encode_kernel', 'encode_short', 'SegmentEncoder', 'cut_segments', 'encode_parallel',
-           'Encoder']
+           'PAIR', 'PAIRS', 'TEXT', 'WHITE', 'NEXT_CUT', 'CUT', 'BETWEEN', 'NO_PAIR', 'MOST', 'ID', 'SHORT', 'TABLES',
+           'SEGMENTS', 'AT', 'character_classes', 'character', 'first_invalid', 'ending', 'run_end', 'pretoken_end',
+           'starts64', 'some_ends', 'pretoken_ends', 'word_key', 'shift_of', 'first_row', 'same_bytes', 'find_word',
+           'remember', 'count_kernel', 'add_kernel', 'move_rows', 'write_words', 'Words', 'WordTable', 'pair_key',
+           'pair_row', 'take_away', 'add_place', 'join_everywhere', 'token_order', 'comes_first', 'sift_up',
+           'sift_down', 'offer', 'refill', 'lay_out', 'chain_places', 'first_right', 'write_token', 'learn_kernel',
+           'move_pairs', 'train_bpe_fast', 'find_specials', 'Specials', 'last_cut', 'FilePieces', 'TextPieces',
+           'count_words_fast', 'find_pair', 'fill_pairs', 'merge_word', 'push', 'pop', 'push_pair', 'merge_long',
+           'learn_word', 'encode_span', 'pack_tables', 'pack_segments', 'encode_kernel', 'Workplace', 'SegmentEncoder',
+           'cut_segments', 'encode_parallel', 'Encoder']
 
 # %% ../../nbs/01_tokenization/01d_fast_bpe.ipynb #280ad343
 import os, sys, threading
@@ -22,13 +22,14 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from functools import cache
 from pathlib import Path
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
+from numba import types
 from numba.core import event
 from .bpe import special_list
 from .unicode import utf8
-from ..tools.compiled import borrow, eight_bytes, in_range, inner, kernel, prefetch
-from ..tools.compiled import trailing_zeros
+from ..tools.compiled import borrow, bytes_as_array, direct, eight_bytes, in_range, inner
+from ..tools.compiled import kernel, pack, prefetch, trailing_zeros, unpack
 from ..tools.machine import cores
 
 # %% ../../nbs/01_tokenization/01d_fast_bpe.ipynb #a6042b9c
@@ -722,7 +723,7 @@ def _read_piece(file, rest:bytes, buffer:np.ndarray, specials:list, size:int)->t
 class FilePieces:
     """Reads a file piece by piece; close it at the end.
     Safe to call from several threads."""
-    def __init__(self, path, specials:list, errors:str="strict", size:int=1<<22
+    def __init__(self, path:str|os.PathLike, specials:list, errors:str="strict", size:int=1<<22
     ): # Size of a piece in bytes, unless it can't be cut there
         self.path, self.specials, self.errors, self.size = Path(path), specials, errors, size
         self.file, self.rest, self.at, self.lock = (open(path, "rb", buffering=0), b"", 0,
@@ -775,7 +776,7 @@ class TextPieces:
 
 # %% ../../nbs/01_tokenization/01d_fast_bpe.ipynb #a918f61b
 def count_words_fast(
-    source,                                 # Path of a file in UTF-8, or an iterable of texts
+    source:str|os.PathLike|Iterable[str],   # Path of a file in UTF-8, or an iterable of texts
     special_tokens:Iterable[str]|None=None, # Where texts are split; not counted
     threads:int|None=None,                  # Each has its own table; default: all cores
     # For bytes of a file that are not UTF-8: 'strict', 'replace' or 'ignore'
@@ -808,7 +809,7 @@ def count_words_fast(
 NO_PAIR, MOST = np.int64(2**63 - 1), 64
 
 ID = np.int64(2**32 - 1)
-SHORT, BYTE = 1 << 12, np.dtype(np.uint8) # up to this many bytes a text counts as short
+SHORT = 1 << 12                             # up to this many bytes a text counts as short
 
 @inner
 def find_pair(pairs, shift, a, b):
@@ -930,9 +931,7 @@ def learn_word(text, i, size, a, b, byte_ids, pairs, pair_shift, rows, r, store,
 def encode_span(text, i, n, tables, out, t):
     """Write the ids of text[i:n], which contains no special token, to `out` from index t on.
     Returns the index after the last id."""
-    classes, byte_ids, pairs, rows = (borrow(tables[0]), borrow(tables[1]), borrow(tables[2]),
-                                      borrow(tables[3]))
-    store, pool, scratch = borrow(tables[4]), borrow(tables[5]), borrow(tables[6])
+    classes, byte_ids, pairs, rows, store, pool, scratch = tables
     state, ids, ranks, ends = (scratch[:3], scratch[3:3+MOST], scratch[3+MOST:3+2*MOST],
                                scratch[3+2*MOST:])
     shift, pair_shift = shift_of(rows), shift_of(pairs)
@@ -960,27 +959,49 @@ def encode_span(text, i, n, tables, out, t):
     return t
 
 # %% ../../nbs/01_tokenization/01d_fast_bpe.ipynb #295f8099
+# The tables of `encode_span` (classes, ids of bytes, pairs; rows, store, pool and scratch of the
+# cache), then of each segment start, stop, the id behind it, and where its ids
+# begin; all in one memory
+TABLES = types.Tuple((types.uint8[::1], types.int64[::1], types.uint64[:,::1], types.uint64[:,::1],
+                      types.uint8[::1], types.uint32[::1], types.int64[::1]))
+SEGMENTS = types.UniTuple(types.int64[::1], 4)
+AT = 70                                         # where the segments stand in the memory
+
 @kernel
-def encode_kernel(text_, starts, stops, specials, tables, out_, places):
-    """Write the ids of the segments text[starts[s]:stops[s]] to `out_`.
+def pack_tables(memory, classes, byte_ids, pairs, rows, store, pool, scratch):
+    pack(memory, (borrow(classes), borrow(byte_ids), borrow(pairs), borrow(rows), borrow(store),
+                  borrow(pool), borrow(scratch)))
+
+@kernel
+def pack_segments(memory, starts, stops, specials, places):
+    pack(memory[AT:], (borrow(starts), borrow(stops), borrow(specials), borrow(places)))
+
+@kernel
+def encode_kernel(data, address, out_):
+    """Write the ids of the segments data[starts[s]:stops[s]] to `out_`.
     Each segment is followed by the id specials[s] unless that is negative; the ids of segment s
     begin at places[s]. Returns how many ids there are."""
-    text, out, t = borrow(text_), borrow(out_), ZERO
+    text, out, t = bytes_as_array(data), borrow(out_), ZERO
+    tables = unpack(address, TABLES)
+    starts, stops, specials, places = unpack(address + 8*AT, SEGMENTS)
     for s in range(len(starts)):
         places[s] = t
-        t = encode_span(text, starts[s], stops[s], tables, out, t)
+        t = encode_span(text, starts[s], min(stops[s], len(text)), tables, out, t)
         if specials[s] >= 0:
             out[t] = specials[s]
             t += 1
     places[len(starts)] = t
     return t
 
-@kernel
-def encode_short(text_, tables):
-    "Write the ids of a single segment to the array tables[7]. Returns how many."
-    return encode_span(borrow(text_), ZERO, len(text_), tables, borrow(tables[7]), ZERO)
-
 # %% ../../nbs/01_tokenization/01d_fast_bpe.ipynb #8682bbb9
+class Workplace(NamedTuple):
+    "What one call works with alone."
+    code:Callable       # `encode_kernel`, called directly
+    address:int         # Of the memory that holds its arrays
+    ids:np.ndarray      # Room for the ids of a short text
+    view:memoryview     # The same
+    arrays:tuple        # The memory itself, and everything that it refers to
+
 class SegmentEncoder:
     """Encodes the segments between special tokens with the compiled kernel.
     Safe to use from several threads."""
@@ -994,8 +1015,8 @@ class SegmentEncoder:
             raise ValueError(f"{len(vocab):,} tokens, expected at most 2**24: a cached id has 24 "
                              f"bits")
         ids = {token: i for i,token in vocab.items()}
-        self.dtype, self.cache_bits, self._free = (np.uint16 if len(vocab) <= 1 << 16
-                                                   else np.uint32, cache_bits, [])
+        self.dtype, self.cache_bits, self.free = (np.uint16 if len(vocab) <= 1 << 16
+                                                  else np.uint32, cache_bits, [])
         # ids of single bytes, then what `find_pair` would return for each pair of bytes
         self.byte_ids = np.full(256 + (1 << 16), NO_PAIR)
         for b in range(256): self.byte_ids[b] = ids[bytes([b])]
@@ -1004,21 +1025,28 @@ class SegmentEncoder:
         self.pairs = np.zeros((1 << (2*len(merges) + 1).bit_length(), 2), U)
         fill_pairs(np.array([(ids[a], ids[b], ids[a+b]) for a,b in merges],
                             np.int64).reshape(-1, 3), self.pairs)
-    def _take(self)->tuple: # The arrays that the kernel needs for one call
-        try: return self._free.pop()
-        except IndexError: words = (np.zeros((1 << self.cache_bits, 4), U),
-                                    np.empty(1 << 22, np.uint8), np.empty(1 << 21, np.uint32))
-        return (character_classes(), self.byte_ids, self.pairs, *words,
-                np.zeros(3 + 2*MOST + (1 << 10), np.int64), np.empty(SHORT, self.dtype))
-    def run(self, text, starts, stops, kinds, out, places)->int: # As `encode_kernel`
-        tables = self._take()
-        try: return encode_kernel(text, starts, stops, kinds, tables, out, places)
-        finally: self._free.append(tables)
-    def short_list(self, data:bytes
-    )->list: # The ids of at most `SHORT` bytes without special tokens
-        tables = self._take()
-        try: return tables[7][:encode_short(np.frombuffer(data, BYTE), tables)].tolist()
-        finally: self._free.append(tables)
+    def workplace(self)->Workplace:
+        try: return self.free.pop()
+        except IndexError: pass
+        tables = (character_classes(), self.byte_ids, self.pairs,
+                  np.zeros((1 << self.cache_bits, 4), U), np.empty(1 << 22, np.uint8),
+                  np.empty(1 << 21, np.uint32), np.zeros(3 + 2*MOST + (1 << 10), np.int64))
+        whole = np.array([0]), np.array([1 << 62]), np.array([-1]), np.zeros(2, np.int64)
+        memory, ids = np.zeros(2*AT, np.int64), np.empty(SHORT, self.dtype)
+        pack_tables(memory, *tables)
+        pack_segments(memory, *whole)
+        code = direct(encode_kernel, b"", memory.ctypes.data, ids)
+        return Workplace(code, memory.ctypes.data, ids, ids.data, (memory, *tables, *whole))
+    def run(self,
+        data:bytes,       # A text in UTF-8
+        # Of its segments, and where the ids of each begin: one more than there are segments
+        starts:np.ndarray, stops:np.ndarray, specials:np.ndarray, out:np.ndarray, places:np.ndarray,
+    )->int: # How many ids were written to `out`
+        "As `encode_kernel`."
+        place = self.workplace()
+        pack_segments(memory := place.arrays[0].copy(), starts, stops, specials, places)
+        try: return encode_kernel(data, memory.ctypes.data, out)
+        finally: self.free.append(place)
 
 # %% ../../nbs/01_tokenization/01d_fast_bpe.ipynb #91396f7c
 def cut_segments(
@@ -1054,11 +1082,10 @@ def encode_parallel(
     Each part is first written to `out` at the offset of its bytes in `data`, and is then moved up
     against the part before."""
     starts, stops, kinds, split = cut_segments(data, starts, stops, kinds, threads)
-    text, parts = (np.frombuffer(data, np.uint8),
-                   [(i, j, out[starts[i]:], np.empty(j - i + 1, np.int64))
-                    for i,j in zip(split, split[1:]) if i < j])
+    parts = [(i, j, out[starts[i]:], np.empty(j - i + 1, np.int64))
+             for i,j in zip(split, split[1:]) if i < j]
     def run(part):
-        return encoder.run(text, *(x[part[0]:part[1]] for x in (starts, stops, kinds)), *part[2:])
+        return encoder.run(data, *(x[part[0]:part[1]] for x in (starts, stops, kinds)), *part[2:])
     with ThreadPoolExecutor(threads) as pool: sizes = list(pool.map(run, parts))
     ends = np.cumsum([0, *sizes])
     for (*_, ids, _),n,t in zip(parts, sizes, ends): out[t:t+n] = ids[:n]
@@ -1075,6 +1102,7 @@ class Encoder:
         special_ids:dict, cache_bits:int=19, # Special token as bytes to its id
     ):
         self.inner = SegmentEncoder(vocab, merges, cache_bits)
+        self._free, self._marks = self.inner.free, [(t[0], t) for t in special_ids]
         self.specials, self._between = Specials(special_ids), Specials([*special_ids, BETWEEN])
         self._kinds = {s: np.array([special_ids.get(t, -2) for t in s.tokens] + [-1])
                        for s in (self.specials, self._between)}
@@ -1084,11 +1112,15 @@ class Encoder:
         return self._segments(data, self.specials, threads)[0]
     def encode_list(self, data:bytes)->list:
         "Encode a text as a list of ids; a short text takes as few steps as possible."
-        if len(data) <= SHORT:
-            for token in self.specials.tokens:
-                if token in data: break
-            else: return self.inner.short_list(data)
-        return self.encode(data).tolist()
+        if len(data) > SHORT: return self.encode(data).tolist()
+        for first,token in self._marks:
+            if first in data and token in data: return self.encode(data).tolist()
+        try: place = self._free.pop()
+        except IndexError: place = self.inner.workplace()
+        code, address, ids, view, _ = place
+        found = view[:code(data, address, ids)].tolist()
+        self._free.append(place)
+        return found
     def encode_batch(self, texts:list, threads:int=1
     )->tuple: # Ids of all, and int64 offsets: text k is ids[offsets[k]:offsets[k+1]]
         "Encode many texts in UTF-8, each on its own."
@@ -1100,7 +1132,7 @@ class Encoder:
         starts, stops, numbers = specials.segments(text)
         kinds, out = self._kinds[specials][numbers], np.empty(len(text), self.inner.dtype)
         if threads > 1: return encode_parallel(self.inner, data, starts, stops, kinds, out, threads)
-        return out[:self.inner.run(text, starts, stops, kinds, out,
+        return out[:self.inner.run(data, starts, stops, kinds, out,
                                    places := np.empty(len(starts) + 1, np.int64))], places, kinds
 
 # %% ../../nbs/01_tokenization/01d_fast_bpe.ipynb #6978df1b

@@ -59,12 +59,12 @@ def _learn_few(source, wanted:int, special_tokens:list, threads:int|None, errors
 
 # %% ../../nbs/01_tokenization/01e_tokenizer.ipynb #5a41a63f
 def train_bpe(
-    input_path,                  # Path of a file in UTF-8, or an iterable of texts
-    vocab_size:int,              # Total number of ids: special tokens, 256 bytes and merges
+    input_path:str|os.PathLike|Iterable[str], # Path of a file in UTF-8, or an iterable of texts
+    vocab_size:int, # Total number of ids: special tokens, 256 bytes and merges
     special_tokens:Iterable[str]|None=("<|endoftext|>",), # One id each, and no merge across them
     # Whether ids follow GPT-2's order; by default special tokens come first, then bytes, merges
     gpt2_order:bool=False,
-    threads:int|None=None,       # Number of threads; default: all cores
+    threads:int|None=None,                                # Number of threads; default: all cores
     # For bytes of a file that are not UTF-8: 'strict' (`ValueError`), 'replace' or 'ignore'
     errors:str="strict",
     # `vocab`, id to bytes, and `merges`, pairs of byte strings in the order in which they were
@@ -173,19 +173,20 @@ class VocabularyFiles(Vocabulary):
                                           sorted(self.special_tokens), *more]).encode()).hexdigest()
 
     @classmethod
-    def from_files(cls, vocab_filepath, merges_filepath, special_tokens:Iterable[str]|None=None
+    def from_files(cls, vocab_filepath:str|Path, merges_filepath:str|Path,
+        special_tokens:Iterable[str]|None=None
     )->Self: # From two files like those that OpenAI published for GPT-2
         "Read `vocab.json` and `merges.txt`."
         return cls(read_vocab(vocab_filepath), read_merges(merges_filepath), special_tokens)
-    def save(self, folder): # A new or empty folder; otherwise `FileExistsError`
+    def save(self, folder:str|Path): # A new or empty folder; otherwise `FileExistsError`
         "Write `vocab.json`, `merges.txt` and `tokenizer.json`, all or none."
         write_folder(self, folder)
     @classmethod
-    def from_folder(cls, folder)->Self: # A folder written by `save`
+    def from_folder(cls, folder:str|Path)->Self: # A folder written by `save`
         "Read a tokenizer from a folder, special tokens included."
         return read_folder(cls, folder)
     @classmethod
-    def from_tokenizer_json(cls, path
+    def from_tokenizer_json(cls, path:str|Path
     )->Self: # From a file of Hugging Face `tokenizers`, such as GPT-2's, Llama 3's or Qwen's
         "Read a `tokenizer.json`. Raises `ValueError` if the tokenizer is not a byte-level BPE."
         return cls(*parse_hugging_face(read_json(path), path))
@@ -250,7 +251,7 @@ class _FirstTexts:
         self.readable = ReadableEncoder(tokenizer, special)
     def _choose(self, size:int):
         self.left -= size
-        if size <= 4096 and self.left >= 0 and not _ready("encode_short", "encode_kernel"):
+        if size <= 4096 and self.left >= 0 and not _ready("encode_kernel"):
             return self.readable
         from lmcourse.tokenization.fast_bpe import Encoder
         t = self.tokenizer
@@ -282,12 +283,15 @@ class TextEncoder(VocabularyFiles):
         """Encode a text.
         With `special=False` special tokens are encoded like any other text: use it for text that
         you don't trust. Raises `ValueError` for text that can't be encoded."""
-        return (self._encoder if special else self._plain).encode_list(_utf8(text))
+        try: data = str.encode(text)
+        except (TypeError, UnicodeEncodeError): data = _utf8(text)
+        return (self._encoder if special else self._plain).encode_list(data)
     def encode_bytes(self, data:bytes, special:bool=True
     )->list: # Ids, from which `decode_bytes` restores the bytes exactly
         "Encode bytes, which need not be UTF-8."
         return self.encode_array(data, special=special).tolist()
-    def encode_array(self, text, threads:int=1, special:bool=True)->np.ndarray:
+    def encode_array(self, text:str|bytes|bytearray|memoryview, threads:int=1, special:bool=True
+    )->np.ndarray:
         """Encode a text or bytes as an array, which is faster than a list.
         The array is uint16 for vocabularies of up to 65,536 ids, otherwise uint32."""
         data = bytes(text) if isinstance(text, (bytes, bytearray, memoryview)) else _utf8(text)
@@ -338,7 +342,8 @@ class Tokenizer(TextEncoder):
         return type(self), (self.vocab, self.merges, self.special_tokens, self.rules)
 
     @classmethod
-    def train(cls, source, vocab_size:int, special_tokens:Iterable[str]|None=("<|endoftext|>",)
+    def train(cls, source:str|os.PathLike|Iterable[str], vocab_size:int,
+        special_tokens:Iterable[str]|None=("<|endoftext|>",)
     )->Self: # As for `train_bpe`
         "Train a tokenizer on a file or on texts."
         special_tokens = special_list(special_tokens)
@@ -378,7 +383,7 @@ def _read(path)->str:
 
 # %% ../../nbs/01_tokenization/01e_tokenizer.ipynb #e191a2c7
 def read_vocab(
-    path, # A `vocab.json`: tokens in GPT-2's alphabet to ids
+    path:str|Path, # A `vocab.json`: tokens in GPT-2's alphabet to ids
 )->dict: # Id to bytes
     "Read a vocabulary. Raises `ValueError` for an invalid file or an id that occurs twice."
     vocab:dict = {}
@@ -395,7 +400,7 @@ def read_vocab(
 def read_merges(
     # A `merges.txt`: two tokens in GPT-2's alphabet per line, with or without a first line
     # `#version: ...`
-    path,
+    path:str|Path,
 )->list: # Pairs of byte strings
     "Read merges. Raises `ValueError` for a line that is not two tokens."
     lines, merges = _read(path).split("\n"), []
@@ -440,8 +445,8 @@ def _hugging_face(t:Vocabulary)->dict:
 
 # %% ../../nbs/01_tokenization/01e_tokenizer.ipynb #edb8eb6a
 def parse_hugging_face(
-    whole:dict, # Content of a `tokenizer.json`
-    path,       # Name of the file, for error messages
+    whole:dict,    # Content of a `tokenizer.json`
+    path:str|Path, # Name of the file, for error messages
 )->tuple: # Vocabulary, merges, special tokens and `Rules`, the arguments of `Tokenizer`
     "Parse a byte-level BPE tokenizer of Hugging Face `tokenizers`."
     def need(fits, what): # Raises `ValueError` unless `fits`
@@ -489,7 +494,7 @@ def _pattern(step:dict, need)->str: # The pattern that cuts a text into pre-toke
 # %% ../../nbs/01_tokenization/01e_tokenizer.ipynb #aded51b9
 def write_folder(
     tokenizer:Vocabulary, # The tokenizer to save
-    folder,               # A new or empty folder; otherwise `FileExistsError`
+    folder:str|Path,      # A new or empty folder; otherwise `FileExistsError`
 ):
     "Write the three files of a tokenizer into a new folder, all or none."
     folder = Path(folder).absolute()
@@ -509,8 +514,8 @@ def write_folder(
 
 # %% ../../nbs/01_tokenization/01e_tokenizer.ipynb #7150d999
 def read_folder(
-    cls,    # `Tokenizer`, or another `VocabularyFiles`
-    folder, # A folder written by `save`
+    cls:Any,         # `Tokenizer`, or another `VocabularyFiles`
+    folder:str|Path, # A folder written by `save`
 )->Any: # An instance of `cls`
     "Read the three files of a tokenizer. Raises `ValueError` if they don't belong together."
     paths = {name: Path(folder)/name for name in ("vocab.json", "merges.txt", "tokenizer.json")}

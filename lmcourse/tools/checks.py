@@ -8,12 +8,14 @@ __all__ = ['check_close', 'expect_error', 'gradcheck']
 # %% ../../nbs/00_tools/00a_checks.ipynb #949137f9
 from contextlib import contextmanager
 import numpy as np
+from typing import Any
+from collections.abc import Callable
 
 # %% ../../nbs/00_tools/00a_checks.ipynb #ad16d44e
 def _array(
     x,  # NumPy array or scalar, torch tensor, Python number
-    # The values as an array (floats in float64), and the name of their dtype (for a Python number,
-    # `int` and so on)
+    # The values as an array (floats in float64), and the name of their dtype; `int` or the like for
+    # a Python number
 )->tuple:
     if hasattr(x, "detach"):
         values = x.detach().cpu()
@@ -42,7 +44,7 @@ def _compare(actual, expected, rtol:float, atol:float, place:str):
         with np.errstate(invalid="ignore", over="ignore"):
             error, allowed = abs(a - e), atol + rtol*abs(e)
             close = close | np.isfinite(e) & (error <= allowed)
-            # error in units of the allowed error
+            # How often over the allowance
             score = np.where(close, 0, np.nan_to_num(error/np.maximum(allowed, 1e-300), nan=np.inf))
     else: score = ~close
     if np.all(close): return
@@ -55,16 +57,16 @@ def _compare(actual, expected, rtol:float, atol:float, place:str):
 
 # %% ../../nbs/00_tools/00a_checks.ipynb #776157cc
 def check_close(
-    # The result: array, tensor, number, text, `None`, or lists, tuples and dicts of those
-    actual,
-    # The expected result, in the same form; NumPy arrays and torch tensors may be mixed
-    expected,
-    rtol:float=1e-5, # Allowed relative error
-    atol:float=1e-8, # Allowed absolute error, in addition
-    name:str="",     # Name of the result, for the message
+    # What was computed: array, tensor, number, text, `None`, or lists, tuples and dicts of those
+    actual:Any,
+    # What it should be, of the same form; NumPy arrays and torch tensors may be mixed
+    expected:Any,
+    rtol:float=1e-5, # Allowed error in units of the expected value
+    atol:float=1e-8, # Allowed error besides, in units of the values themselves
+    name:str="",     # What is compared, for the message
 ):
-    """Check that shape, dtype and values agree; raises `AssertionError` if they don't.
-    Nothing is broadcast, and NaN agrees with nothing."""
+    """`AssertionError` unless shape, dtype and values agree.
+    Nothing is broadcast, NaN agrees with nothing."""
     place = f"{name}: " if name else ""
     if isinstance(expected, dict) or isinstance(actual, dict):
         if not (isinstance(expected, dict) and isinstance(actual, dict)):
@@ -92,11 +94,11 @@ def _kinds(actual, expected)->str:
 # %% ../../nbs/00_tools/00a_checks.ipynb #157ae979
 @contextmanager
 def expect_error(
-    kind:type,    # Type of the exception that must be raised
-    words:str="", # Text that its message must contain
+    kind:type,    # The exception that must come
+    words:str="", # What its message must contain
 ):
-    """Check that a block raises an error; errors of other types pass through.
-    Raises `AssertionError` if the block raises nothing or the message lacks `words`."""
+    """Context manager: `AssertionError` if nothing is raised or the message lacks `words`; an error
+    of another kind passes through."""
     if not (isinstance(kind, type) and issubclass(kind, BaseException)):
         raise TypeError(f"expect_error: {kind!r} is not an exception type")
     try: yield
@@ -107,16 +109,16 @@ def expect_error(
 
 # %% ../../nbs/00_tools/00a_checks.ipynb #8b8374d7
 def gradcheck(
-    f,               # Takes the inputs as separate arguments, returns one number
-    inputs,          # Point at which to check: a float64 array, or a tuple of arrays
-    # Derivatives of `f` with respect to each input, in the inputs' shapes: an array or a tuple
-    grads,
+    f:Callable,      # Takes the inputs as separate arguments, returns one number
+    inputs:Any,      # Where to check: a float64 array, or a tuple of them
+    # The derivatives of `f` by each input, of the inputs' shapes: an array or a tuple of them
+    grads:Any,
     eps:float=1e-6,  # Step of the central difference, in units of the inputs
-    rtol:float=1e-5, # Allowed relative error
-    atol:float=1e-7, # Allowed absolute error, in addition
+    rtol:float=1e-5, # Allowed error in units of the numeric derivative
+    atol:float=1e-7, # Allowed error besides, in units of the derivative
 ):
-    """Compare gradients with central differences. The arrays are not changed.
-    Raises `AssertionError`, with the worst input and element, if they disagree."""
+    """`AssertionError` with the worst input and element unless `grads` agree with central
+    differences. The arrays are not changed."""
     xs, gs = (tuple(v) if isinstance(v, (tuple, list)) else (v,) for v in (inputs, grads))
     if len(xs) != len(gs): raise ValueError(f"gradcheck: {len(xs)} inputs, but {len(gs)} gradients")
     for i,x in enumerate(xs):

@@ -11,7 +11,7 @@ import dataclasses, difflib, json, os, re, sys, tomllib, types, typing
 from dataclasses import dataclass, fields, replace
 from importlib.resources import files
 from pathlib import Path
-from typing import Literal, Self
+from typing import Any, Literal, Self
 from .files import read_json, write_json, write_text
 from .show import Table
 
@@ -35,8 +35,8 @@ def _wanted(hint)->str: # The same type in words, for a message
 
 # %% ../../nbs/00_tools/00d_config.ipynb #3311d688
 def unknown(
-    kind:str,       # What is being named, say `preset`
-    name,           # The name that is not known
+    kind:str,                   # What is being named, say `preset`
+    name:Any,                   # The name that is not known
     known:typing.Iterable[str], # The names that are
 )->ValueError: # To be raised by the caller
     "The error for a name that does not exist, with the nearest one that does."
@@ -47,14 +47,14 @@ def unknown(
 
 # %% ../../nbs/00_tools/00d_config.ipynb #85595714
 class UserError(ValueError):
-    """What a user can mend, in words that say how.
+    """An error that the user can fix, in words that say how.
     A command prints it in one line, and any other error with its traceback."""
 
 # %% ../../nbs/00_tools/00d_config.ipynb #a5e312d5
 def refuse_unwritable(
-    path, # A file or folder that is there, or is to be made
+    path:str|Path, # A file or folder that is there, or is to be made
 ):
-    """`UserError` where nothing can be written at `path`, so that no work is begun whose result
+    """`UserError` if nothing can be written at `path`, before any work is done whose result
     could not be kept."""
     above = next(p for p in (Path(path), *Path(path).absolute().parents) if p.exists())
     if above != Path(path) and not above.is_dir():
@@ -119,7 +119,8 @@ class Config(_Files):
         return cls(**values)
 
     @classmethod
-    def preset(cls, name:str, **changes)->Self: # `ValueError` for a name that is not in `presets()`
+    def preset(cls, name:str, **changes:Any
+    )->Self: # `ValueError` for a name that is not in `presets()`
         "The preset called `name`, with some fields changed."
         if name not in cls.presets(): raise unknown("preset", name, cls.presets())
         return cls.from_dict(cls.presets()[name] | changes)
@@ -141,7 +142,7 @@ def describe(
 # %% ../../nbs/00_tools/00d_config.ipynb #163bcba0
 @dataclass(frozen=True)
 class FFNKind:
-    "What sizes and accounting need to know of a kind of feed-forward network."
+    "What sizes and accounting need to know about a kind of feed-forward network."
     activation:str          # Its name in the engines' tables of activations
     gated:bool=False        # Whether a third matrix makes a gate
     saves_output:bool=False # Whether it saves its output, as the next product does anyway
@@ -313,7 +314,7 @@ def _check_experts(c:ModelConfig):
     if c.bias: raise ValueError("ModelConfig: bias = True with num_experts, expected bias = False")
 
 # %% ../../nbs/00_tools/00d_config.ipynb #c11d0001
-def _check_mup(c:ModelConfig): # The rules are about an own head, a dense network, usual attention
+def _check_mup(c:ModelConfig): # The rules assume an untied head, a dense network, usual attention
     odd = [name for name in ("tie_embeddings", "num_experts", "kv_lora_rank") if getattr(c, name)]
     if odd: raise ValueError(f"ModelConfig: {odd[0]} = {getattr(c, odd[0])} with mup_base_width = "
                              f"{c.mup_base_width}, expected {odd[0]} = "
@@ -337,7 +338,7 @@ def register(
     field:str,   # Its field whose values are the names in a table
     table:dict,  # The table: name to what it stands for
     name:str,    # The name to add
-    value,       # What it stands for: none to take the name away again
+    value:Any,   # What it stands for: none to remove the name
 ):
     "Add a choice to a field. `ValueError` for a name that is taken."
     if value is None: del table[name]
@@ -347,7 +348,7 @@ def register(
 
 def register_ffn(
     name:str,          # What `ModelConfig.ffn` is to be
-    kind:FFNKind|None, # Its record: none to take the name away again
+    kind:FFNKind|None, # Its record: none to remove the name
 ):
     "Add a kind of feed-forward network. `ValueError` for a name that is taken."
     register(ModelConfig, "ffn", FFN_KINDS, name, kind)
@@ -358,12 +359,12 @@ register_ffn("swiglu", FFN_KINDS["swiglu"]) # The field learns all names
 NEW_PARTS = "num_experts", "kv_lora_rank", "qk_norm_whole" # Of chapter 08
 
 def refuse_fields(
-    config:ModelConfig, # That somebody should compute
+    config:ModelConfig, # Of the model to be computed
     who:str,            # Who can't, say `FastDecoder`
     instead:str="CachedDecoder", # Who can
     names:tuple=NEW_PARTS, # Fields that must have their defaults
 ):
-    "`ValueError` that names the first of the fields that has another value."
+    "`ValueError` that names the first of these fields that doesn't have its default."
     default = {f.name: f.default for f in fields(ModelConfig)}
     for name in names:
         if (value := getattr(config, name)) != default[name]:

@@ -86,7 +86,7 @@ def _in_documents(blocks:Iterator[str], size:int|None)->Iterator[str]: # At most
 
 # %% ../../nbs/00_tools/00g_documents.ipynb #103ead21
 def text_documents(
-    path,                    # A text file in UTF-8; `<|endoftext|>` stands between its documents
+    path:str|Path,           # A text file in UTF-8; `<|endoftext|>` stands between its documents
     split:str="train",       # `train`: the first nine tenths, `valid`: the rest
     max_bytes:int|None=None, # Not more than that; a document that is too long is cut, at a line
 )->Iterator[str]: # The documents of that part
@@ -231,7 +231,7 @@ def _docstrings(path:Path)->list:
 
 # %% ../../nbs/00_tools/00g_documents.ipynb #00g0cur2
 def curated_documents(
-    folder,            # That `lmcourse curate` has written
+    folder:str|Path,   # That `lmcourse curate` has written
     split:str="train", # `train`, or `valid` for the one in 200, at least one
 )->Iterator[str]:
     "The documents that a pipeline has kept. `ValueError` for a folder that isn't finished or none."

@@ -12,7 +12,7 @@ from bisect import bisect
 from collections import defaultdict
 from functools import cache
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 # %% ../../nbs/00_tools/00ea_grammar.ipynb #ea1d9207
 class Slot(NamedTuple):
@@ -319,7 +319,7 @@ class Expectations:
             states = then
         return states
 
-    def outcomes(self, part, env:tuple)->dict: # The same for one part
+    def outcomes(self, part:Any, env:tuple)->dict: # The same for one part
         if isinstance(part, str): return {env: (1., 0., float(len(part.encode())))}
         # the number of a draw stands for its text
         known = {name: Value(draw, self.rules[rule]) for name,rule,draw in env}

@@ -12,6 +12,7 @@ from decimal import Decimal
 from importlib import resources
 from pathlib import Path
 from typing import Any
+from collections.abc import Iterable
 from .config import unknown
 from .files import read_json, write_text
 from .show import Table
@@ -173,12 +174,12 @@ def _rounded(value, published:float
 
 # %% ../../nbs/00_tools/00e_ledger.ipynb #6a9c7162
 def record(
-    key:str,     # Key of an existing entry
-    value:float, # The measured value, in the unit of the entry
-    setup:str,   # How the set-up differs from the published one, or that it is the same
-    made:str,    # Machine, date and command
-    runs=(),     # Keys of the runs it was computed from
-    how:str="",  # `mean of result.loss`, or without runs `notebook` and its name
+    key:str,                 # Key of an existing entry
+    value:float,             # The measured value, in the unit of the entry
+    setup:str,               # How the set-up differs from the published one, or that it is the same
+    made:str,                # Machine, date and command
+    runs:Iterable[str]=(),   # Keys of the runs it was computed from
+    how:str="",              # `mean of result.loss`, or without runs `notebook` and its name
     path:str|Path|None=None, # A file; by default the one that comes with the course
 )->Entry: # The entry with the new measurement
     "Add one of our measurements to the ledger."
@@ -203,7 +204,7 @@ def follows(
     measured:Measured, # One of our measurements
     # Records of runs, each with its `key` and `status`, as an iterable or as a dict from key to
     # record; if a key occurs twice, the last record counts
-    lines,
+    lines:dict,
 )->float: # The recomputed value; equal to `measured.value` unless a run or the ledger has changed
     """Recompute one of our measurements from its runs.
     Raises `ValueError` with the run that is missing or didn't end well."""

@@ -9,10 +9,11 @@ __all__ = ['GREY', 'COLORS', 'si', 'duration', 'Table', 'figure', 'text_plot', '
 # %% ../../nbs/00_tools/00c_show.ipynb #5f86b10e
 import base64, contextlib, functools, hashlib, html, inspect, io, json, math, os, re, shutil, sys
 import textwrap, unicodedata
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from decimal import Decimal
 from itertools import product, zip_longest
 import numpy as np
+from typing import Any
 
 # %% ../../nbs/00_tools/00c_show.ipynb #2e05a9ec
 def si(
@@ -197,11 +198,11 @@ def _styled_axes(ax
 
 # %% ../../nbs/00_tools/00c_show.ipynb #c53ac9bd
 def figure(
-    ncols:int=1,       # Number of plots side by side
+    ncols:int=1,      # Number of plots side by side
     # Width of the whole figure in inches; by default 6.4 for one plot, 9 for more
     width:float|None=None,
-    height:float=3.4,  # Height of the figure in inches
-    **kwargs,          # Passed on to `matplotlib.pyplot.subplots`, for example `sharey=True`
+    height:float=3.4, # Height of the figure in inches
+    **kwargs:Any,     # Passed on to `matplotlib.pyplot.subplots`, for example `sharey=True`
 )->tuple: # The figure, and its axes: one, or an array of `ncols`
     """Make a figure that can be read on a light and on a dark page.
     Matplotlib's global settings stay as they are."""
@@ -272,10 +273,10 @@ def _frame(dots, names:list, low, high, xlabel:str, ylabel:str
 
 # %% ../../nbs/00_tools/00c_show.ipynb #e7345205
 def progress(
-    iterable=None,     # Items to loop over; without them, call `update(n)` on the result
-    total:int|None=None,    # Number of units, if `iterable` does not know its length
-    desc:str="",       # Text before the bar
-    unit:str="step",   # Unit that is counted; `B` is shown with SI prefixes
+    iterable:Iterable|None=None, # Items to loop over; without them, call `update(n)` on the result
+    total:int|None=None,         # Number of units, if `iterable` does not know its length
+    desc:str="",                 # Text before the bar
+    unit:str="step",             # Unit that is counted; `B` is shown with SI prefixes
 ): # A `tqdm` bar: iterate over it, or use `update`, `set_postfix_str` and `close`
     """Show a progress bar if the error stream is a terminal.
     Under `torchrun` only the first process shows it."""
@@ -290,7 +291,7 @@ def live(
     # Returns the picture: axes, a figure, a `Table` or anything else that a notebook can show
     draw:Callable,
     # For each argument of `draw`, the values to choose from, in order; or a text that can be edited
-    **choices,
+    **choices:Any,
 ): # Controls above a picture in a Jupyter kernel with ipywidgets; otherwise the picture alone
     """Show a picture with controls.
     Each argument starts at its default in `draw` or, without a default, at its first value.
@@ -331,7 +332,7 @@ def _settled(shown
 # %% ../../nbs/00_tools/00c_show.ipynb #d2d9580f
 def controls(
     draw:Callable, # As for `live`
-    **choices,     # As for `live`
+    **choices:Any, # As for `live`
 ): # A widget: the controls and, under them, the picture
     """Make the widget that `live` shows in a live notebook.
     Raises `ModuleNotFoundError` without ipywidgets. If `draw` raises a `ValueError`, its message is
@@ -463,9 +464,9 @@ def _shorter(svg:str)->str: # Drops invisible parts, which halves the size
 
 # %% ../../nbs/00_tools/00c_show.ipynb #ed9982cf
 def sliders(
-    draw:Callable, # Returns the picture: axes, a figure, a `Table` or another object with HTML
+    draw:Callable,  # Returns the picture: axes, a figure, a `Table` or another object with HTML
     alt:str="Plot", # Description of the pictures for readers who can't see them
-    **choices,     # For each argument of `draw`, its values in order; its default is shown first
+    **choices:Any,  # For each argument of `draw`, its values in order; its default is shown first
 )->Sliders:
     """Draw a picture for every combination of values, with a slider for each argument.
     The reader's page needs no Python. Raises `ValueError` for an argument without values or for

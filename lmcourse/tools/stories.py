@@ -60,7 +60,7 @@ class Stories:
 
     def next_probs(self,
         prefix:str,   # A beginning of a story
-        choices:list, # Texts that may follow; the empty text means the end of the story
+        choices:list, # Texts that may follow; `None` means the end of the story
     )->dict: # Choice to its probability, 0 for one that can't follow
         """Compute the exact probability that each choice comes right after `prefix`.
         Raises `ValueError` if no story begins that way."""

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 import numpy as np
+from typing import Any
 from .. import __version__
 from ..tools.files import atomic_write, remove
 
@@ -108,7 +109,7 @@ def _stored(body:np.ndarray, dtype:str, shape:list, data_offsets:list)->_Stored:
 def unique_tensors(
     # A module (which may be compiled or wrapped for data parallelism), or a dict from name to array
     # or tensor
-    model,
+    model:Any,
 )->dict: # Plain name to tensor or array, sharing memory with the model
     "Collect the weights and buffers of a model, each once, under the first of its names."
     found = {}
@@ -142,8 +143,8 @@ def _place(t)->tuple: # Place in memory, equal for two names of one tensor
 
 # %% ../../nbs/04_training/04d_checkpoint.ipynb #bbb8bcbf
 def named_state(
-    model,     # As for `unique_tensors`
-    optimizer, # A torch optimizer, `AdamWNp`, or a result of this function
+    model:Any,     # As for `unique_tensors`
+    optimizer:Any, # A torch optimizer, `AdamWNp`, or a result of this function
     # `kind`, `state` (name to dict of tensors and numbers) and `param_groups`, in which `params`
     # are names
 )->dict:
@@ -257,7 +258,7 @@ def _digest(parts)->str: # Digest of byte strings, or of functions that return t
     for part in parts: digest.update(part() if callable(part) else part)
     return digest.hexdigest()
 
-def seal_text(text:bytes, *more)->bytes: # `text` with the digest of all as its first blanks
+def seal_text(text:bytes, *more:bytes)->bytes: # `text` with the digest of all as its first blanks
     return text.replace(BLANK_DIGEST, _digest((text, *more)).encode(), 1)
 
 def _check_seal(text:bytes, where, *more):
@@ -269,10 +270,10 @@ def _check_seal(text:bytes, where, *more):
 
 # %% ../../nbs/04_training/04d_checkpoint.ipynb #4cce705e
 def save_checkpoint(
-    model,                # As for `unique_tensors`
-    optimizer,            # A torch optimizer or `AdamWNp`; `None` saves the weights only
-    iteration:int,        # Number of steps done
-    out,                  # A folder, a path FILE.safetensors, or a file opened to write bytes
+    model:Any,                 # As for `unique_tensors`
+    optimizer:Any,             # A torch optimizer or `AdamWNp`; `None` saves the weights only
+    iteration:int,             # Number of steps done
+    out:Any,                   # A folder, a path FILE.safetensors, or a file opened to write bytes
     config:dict|None=None,     # Config of the model, to rebuild it; plain JSON values
     state:dict|None=None,      # Further values that the run needs to continue; plain JSON values
     generators:dict|None=None, # Name to generator of NumPy or torch, whose states are saved
@@ -288,7 +289,8 @@ def save_checkpoint(
             (_save_file if out.suffix == ".safetensors" else _save_folder)(out, contents)
 
 # %% ../../nbs/04_training/04d_checkpoint.ipynb #584587d0
-def checkpoint_contents(model, optimizer, iteration:int, config:dict, state:dict, generators:dict
+def checkpoint_contents(model:Any, optimizer:Any, iteration:int, config:dict, state:dict,
+    generators:dict
 )->tuple: # Weights, optimizer's tensors, record, config
     if not isinstance(iteration, int) or iteration < 0:
         raise ValueError(f"iteration = {iteration!r}, expected an int, 0 or more")
@@ -315,7 +317,7 @@ def _check_plain(value, place:str
 # %% ../../nbs/04_training/04d_checkpoint.ipynb #0321a538
 FILES = ("config.json", "model.safetensors", "optimizer.safetensors")
 
-def json_bytes(values)->bytes: return (json.dumps(values, indent=2) + "\n").encode()
+def json_bytes(values:Any)->bytes: return (json.dumps(values, indent=2) + "\n").encode()
 
 def _write_files(folder:Path, weights:dict, tensors:dict, record:dict, config:dict):
     chunks = ([json_bytes(config)],
@@ -340,8 +342,8 @@ def _write(file, chunks:list)->dict: # Size and digest of what was written
 
 # %% ../../nbs/04_training/04d_checkpoint.ipynb #46e1ba5a
 def write_safetensors(
-    path,               # A new file
-    tensors:dict,       # Name to array or tensor
+    path:str|Path,           # A new file
+    tensors:dict,            # Name to array or tensor
     metadata:dict|None=None, # Text to text
 )->dict: # `bytes` and `sha256` of the file
     "Write tensors to a safetensors file."
@@ -390,11 +392,11 @@ def in_one_line(path:Path): # Turns errors of the system into one line that name
 # %% ../../nbs/04_training/04d_checkpoint.ipynb #24690a05
 def load_checkpoint(
     # A checkpoint of `save_checkpoint`: a folder, a file, or a file opened to read bytes
-    src,
-    model,                # As for `unique_tensors`; its weights are overwritten
+    src:Any,
+    model:Any,                 # As for `unique_tensors`; its weights are overwritten
     # To continue training: the optimizer's state and settings, and torch's random states, are
     # overwritten
-    optimizer=None,
+    optimizer:Any=None,
     # Expected values, nested as in the saved config; values that are missing here are not compared
     config:dict|None=None,
     generators:dict|None=None, # Name to generator; their states are overwritten
@@ -417,19 +419,19 @@ def load_checkpoint(
 
 # %% ../../nbs/04_training/04d_checkpoint.ipynb #ff072dce
 def read_config(
-    src, # As for `load_checkpoint`
+    src:Any, # As for `load_checkpoint`
 )->dict: # The config that was passed to `save_checkpoint`
     "Read the config of a checkpoint, from which its model can be rebuilt."
     return read_record(src)[2]
 
 def read_state(
-    src, # As for `load_checkpoint`
+    src:Any, # As for `load_checkpoint`
 )->dict: # The state that was passed to `save_checkpoint`
     "Read the further values that a run needs to continue."
     return read_record(src)[1]["state"]
 
 # %% ../../nbs/04_training/04d_checkpoint.ipynb #c89e7ffc
-def read_record(src
+def read_record(src:Any
     # Name for error messages, record, config, and a function that returns the tensors of "model"
     # or "optimizer"
 )->tuple:
@@ -460,7 +462,7 @@ def intact_bytes(file:Path, record:dict
         raise ValueError(f"{file}: its SHA-256 is not that of what was written: damaged or changed")
     return data
 
-def stored_tensors(folder:Path, record:dict, kind:str, read=intact_bytes
+def stored_tensors(folder:Path, record:dict, kind:str, read:Callable=intact_bytes
 )->dict: # Name to `_Stored`, from a single file or from one file per process
     files = sorted(name for name in record["files"]
                    if re.fullmatch(rf"{kind}(-\d+-of-\d+)?\.safetensors", name))
@@ -486,7 +488,7 @@ def _read_one(data, where)->tuple: # As for `read_record`, from the bytes of one
     return where, json.loads(metadata["state"]), json.loads(metadata["config"]), of
 
 # %% ../../nbs/04_training/04d_checkpoint.ipynb #1ff50149
-def require_same_config(there:dict, here:dict, where, place:str=""):
+def require_same_config(there:dict, here:dict, where:Any, place:str=""):
     for key,value in here.items():
         other, name = there.get(key), f"{place}{key}"
         if isinstance(value, dict) and isinstance(other, dict):
@@ -495,7 +497,7 @@ def require_same_config(there:dict, here:dict, where, place:str=""):
             raise ValueError(f"{where}: a checkpoint of another config: {name} is {other!r} there, "
                              f"{value!r} here")
 
-def require_same_tensors(there:dict, here:dict, where):
+def require_same_tensors(there:dict, here:dict, where:Any):
     for names,fault in ((here.keys() - there.keys(), "is in the model, but not there"),
                         (there.keys() - here.keys(), "is there, but not in the model")):
         if names:
@@ -507,7 +509,7 @@ def require_same_tensors(there:dict, here:dict, where):
         if a != b: raise ValueError(f"{where}: {name} is {a} there, {b} in the model")
 
 # %% ../../nbs/04_training/04d_checkpoint.ipynb #15f65bfd
-def optimizer_values(where, rest:dict, tensors, model, optimizer
+def optimizer_values(where:Any, rest:dict, tensors:Any, model:Any, optimizer:Any
 ): # A function that restores the optimizer's state
     if rest is None: raise ValueError(f"{where}: saved without an optimizer")
     saved, here = _join(tensors("optimizer"), rest), named_state(model, optimizer)
@@ -557,7 +559,7 @@ def _into_np(where, state:dict, groups:list, o
 class Checkpoints:
     "The checkpoints of a run: folders like step_000500 in one folder."
     def __init__(self,
-        folder,          # Folder of the checkpoints, created with the first
+        folder:str|Path, # Folder of the checkpoints, created with the first
         keep:int=2,      # Number of latest checkpoints to keep
         keep_best:int=1, # Number of best checkpoints to keep, by validation loss
     ):
@@ -575,11 +577,11 @@ class Checkpoints:
         return next(iter(self._ranked()), None)
 
     def save(self,
-        model, optimizer, iteration:int, # As for `save_checkpoint`
-        valid_loss:float|None=None,      # Validation loss, if measured; it becomes part of `state`
-        state:dict|None=None,            # As for `save_checkpoint`
-        write:Callable=save_checkpoint,  # Function that writes the checkpoint
-        **more,                          # As for `save_checkpoint`
+        model:Any, optimizer:Any, iteration:int, # As for `save_checkpoint`
+        valid_loss:float|None=None, # Validation loss, if measured; it becomes part of `state`
+        state:dict|None=None,                    # As for `save_checkpoint`
+        write:Callable=save_checkpoint,          # Function that writes the checkpoint
+        **more:Any,                              # As for `save_checkpoint`
     )->Path: # The new checkpoint
         "Save a checkpoint, then delete those that are neither among the latest nor the best."
         for leftover in self.folder.glob("step_*.tmp"): shutil.rmtree(leftover)

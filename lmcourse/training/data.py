@@ -58,7 +58,7 @@ def _utf8(text)->bytes:
 # %% ../../nbs/04_training/04a_data.ipynb #a80722be
 def encode_documents(
     texts:list,    # Documents
-    tokenizer,     # As for `write_tokens`
+    tokenizer:Any, # As for `write_tokens`
     number:int=0,  # Number of the first document, for error messages
     threads:int=1, # Number of threads, if the tokenizer has `encode_batch`
 )->tuple: # Ids of all documents, each with an end-of-text id, and the index of each one's first id
@@ -86,9 +86,9 @@ class TokenWriter:
     "Writes token files step by step: `append` adds a batch, `finish` gives the files their names."
     documents:int; bytes:int; sums:list; texts:Any; told:str|None; files:list # Set by `_check`
     def __init__(self,
-        prefix,       # As for `write_tokens`
-        job:dict,     # Settings that must be the same to continue; plain JSON values
-        dtypes:tuple, # Number types in .bin, .idx and perhaps .nats
+        prefix:str|Path, # As for `write_tokens`
+        job:dict,        # Settings that must be the same to continue; plain JSON values
+        dtypes:tuple,    # Number types in .bin, .idx and perhaps .nats
     ):
         self.prefix, self.job = prefix, json.loads(json.dumps(job))
         self.dtypes = [np.dtype(d) for d in dtypes]
@@ -188,7 +188,7 @@ def _recover(prefix, job:dict, names:list)->dict: # The note, if it is of this j
 
 # %% ../../nbs/04_training/04a_data.ipynb #85129f43
 def unfinished(
-    prefix, # As given to `write_tokens`
+    prefix:str|Path, # As given to `write_tokens`
 )->dict: # Numbers of `documents` and `bytes` that are written; empty if nothing is unfinished
     "Return how far an interrupted call of `write_tokens` had come."
     note = _read_note(prefix)
@@ -206,18 +206,18 @@ def _made_ahead(make:Callable, items:Iterable
 
 # %% ../../nbs/04_training/04a_data.ipynb #10f0b130
 def write_tokens(
-    prefix,                # Path without suffix; the folder is created if needed
+    prefix:str|Path,           # Path without suffix; the folder is created if needed
     # Documents; to continue after an interruption, pass the same ones in the same order
     texts:Iterable[str],
     # Has `encode(text)` or `encode_batch(texts, threads)`, `end_of_text`, `vocab_size` and `digest`
-    tokenizer,
-    source:str,            # Where the documents come from, saved in the record
-    meta:dict|None=None,   # Further values for the record; plain JSON values
+    tokenizer:Any,
+    source:str,                # Where the documents come from, saved in the record
+    meta:dict|None=None,       # Further values for the record; plain JSON values
     # Function that returns -log p of a document, its end included, if the source is known exactly
     nats:Callable[[str], float]|None=None,
-    threads:int|None=None, # Number of threads for `encode_batch`; default: all cores
-    total_bytes:int|None=None,  # Approximate size of the texts, for the progress bar
-    batch_bytes:int=1 << 22,    # Bytes of text that are tokenized and recorded at a time
+    threads:int|None=None,     # Number of threads for `encode_batch`; default: all cores
+    total_bytes:int|None=None, # Approximate size of the texts, for the progress bar
+    batch_bytes:int=1 << 22,   # Bytes of text that are tokenized and recorded at a time
 )->dict: # The record, as written to `prefix`.json
     """Tokenize documents into the files `prefix`.bin, .idx and .json.
     Raises `ValueError` if there are no documents. A call that fails leaves no files; a call that
@@ -283,7 +283,7 @@ class TokenDataset:
 
     @classmethod
     def open(cls,
-        prefix,           # As given to `write_tokens`
+        prefix:str|Path,  # As given to `write_tokens`
         verify:bool=True, # Whether to read the files once and compare their SHA-256
     )->Self:
         """Open the files that `write_tokens` has written.
@@ -354,10 +354,10 @@ def _too_short(have:int, need:int)->ValueError:
 
 # %% ../../nbs/04_training/04a_data.ipynb #e0fe1a65
 def get_batch(
-    tokens:np.ndarray,  # Ids, (tokens,)
-    batch_size:int,     # Number of windows, B
-    context_length:int, # Tokens per window, T
-    device="cpu",       # Device of the tensors
+    tokens:np.ndarray,                 # Ids, (tokens,)
+    batch_size:int,                    # Number of windows, B
+    context_length:int,                # Tokens per window, T
+    device:Any="cpu",                  # Device of the tensors
     rng:np.random.Generator|None=None, # Random generator for the starts; default: a new one
 )->tuple: # Inputs and targets, int64 tensors (B, T) on `device`
     "Choose random windows, as `random_windows` does, and return them as torch tensors."
@@ -365,8 +365,8 @@ def get_batch(
                                      rng or np.random.default_rng()), device)
 
 def to_tensors(
-    arrays:Iterable, # For example inputs and targets: NumPy arrays or tensors
-    device="cpu",    # Device of the tensors
+    arrays:Iterable,  # For example inputs and targets: NumPy arrays or tensors
+    device:Any="cpu", # Device of the tensors
 )->tuple: # The same as tensors
     "Convert arrays to torch tensors on a device."
     import torch
@@ -398,7 +398,7 @@ def story_windows(
     _, targets = token_windows(dataset.tokens, starts, context_length)
     return np.insert(targets[:, :-1], 0, dataset.end_of_text, axis=1), targets
 
-def document_batch(dataset:TokenDataset, batch_size:int, context_length:int, device="cpu",
+def document_batch(dataset:TokenDataset, batch_size:int, context_length:int, device:Any="cpu",
                    rng:np.random.Generator|None=None)->tuple:
     "Choose windows as `windows_at_starts` does, as torch tensors; arguments as for `get_batch`."
     return to_tensors(windows_at_starts(dataset, batch_size, context_length,
@@ -557,10 +557,10 @@ class BatchPrefetcher:
     The thread ends at the end of a `with` block, or when the object is deleted."""
     def __init__(self,
         # `batches[step]` returns arrays, inputs and targets; only the thread uses it
-        batches,
-        steps:Iterable[int],  # Steps in order; `range(step, config.steps)` continues at `step`
-        depth:int=8,          # Largest number of batches that wait in the queue
-        device="cpu",         # Device of the tensors
+        batches:Any,
+        steps:Iterable[int], # Steps in order; `range(step, config.steps)` continues at `step`
+        depth:int=8,         # Largest number of batches that wait in the queue
+        device:Any="cpu",    # Device of the tensors
     ):
         import torch
         if depth < 1: raise ValueError(f"depth = {depth}, expected 1 or more")
@@ -576,7 +576,7 @@ class BatchPrefetcher:
         self.close = weakref.finalize(self, _stop, self._queue, thread)
 
     def __enter__(self): return self
-    def __exit__(self, *error): self.close()
+    def __exit__(self, *error:Any): self.close()
     def __iter__(self): return self
 
     def __next__(self)->tuple: # Inputs and targets, tensors (B, T) on the device
@@ -661,7 +661,7 @@ def floor(
 
 # %% ../../nbs/04_training/04a_data.ipynb #a297c766
 def count_ngrams(
-    folder,             # Folder with `train` and `valid`; `ngram.json` is written there
+    folder:str|Path,    # Folder with `train` and `valid`; `ngram.json` is written there
     most:int=4_000_000, # Largest number of training tokens to count
 )->list: # Nats per token, for orders 1 to 5
     "Measure the losses of n-gram models on the validation documents."
@@ -672,7 +672,7 @@ def count_ngrams(
     return read_ngrams(folder)
 
 def read_ngrams(
-    folder, # Folder in which `count_ngrams` has written
+    folder:str|Path, # Folder in which `count_ngrams` has written
 )->list: # Nats per token, for orders 1, 2 and so on
     """Read the losses of n-gram models.
     Raises `FileNotFoundError` if they were not counted, and `ValueError` for an invalid file."""
@@ -683,13 +683,13 @@ def read_ngrams(
 
 # %% ../../nbs/04_training/04a_data.ipynb #3496edc9
 def write_dataset(
-    folder:Path,              # Folder to write to; parts that exist already are kept
-    source:str,               # Name of the corpus
-    tokenizer,                # As for `write_tokens`; a copy is saved in the folder
-    training:Iterable[str],   # Documents
-    held_out:list,            # Documents for validation
-    total_bytes:int|None=None,# Approximate size of the training documents, for the progress bar
-    threads:int|None=None,    # As for `write_tokens`
+    folder:Path,                # Folder to write to; parts that exist already are kept
+    source:str,                 # Name of the corpus
+    tokenizer:Any,              # As for `write_tokens`; a copy is saved in the folder
+    training:Iterable[str],     # Documents
+    held_out:list,              # Documents for validation
+    total_bytes:int|None=None,  # Approximate size of the training documents, for the progress bar
+    threads:int|None=None,      # As for `write_tokens`
     ngram_tokens:int=4_000_000, # As `most` of `count_ngrams`
 ):
     "Write `tokenizer`, `train`, `valid` and `ngram.json` into a folder."

@@ -95,12 +95,12 @@ class World:
     @property
     def writes(self)->bool: return self.rank == self.copy == 0 # Whether this one writes files
 
-    def shard_batch(self, rows): # An array or a tensor
+    def shard_batch(self, rows:Any): # An array or a tensor
         "Return the rows that belong to this process: an equal share, in order."
         share = len(rows)//self.size
         return rows[self.rank*share:(self.rank + 1)*share]
 
-    def all_reduce_sum(self, *numbers)->list: # Floats, or arrays of float64
+    def all_reduce_sum(self, *numbers:Any)->list: # Floats, or arrays of float64
         "Sum each number over the parts of the batch; all processes get the same sums."
         if self.processes == 1: return list(numbers)
         kind = "cuda" if torch.distributed.get_backend() == "nccl" else "cpu"
@@ -435,7 +435,7 @@ class NumpyEngine:
     def save(self, checkpoints:Checkpoints, step:int, valid_loss:float|None, state:dict,
              config:dict):
         checkpoints.save(self.params, self.optimizer, step, valid_loss, state, config=config)
-    def load(self, path, config:dict)->int:
+    def load(self, path:str|Path, config:dict)->int:
         return load_checkpoint(path, self.params, self.optimizer, config)
     def whole_model(self)->TransformerLM: return self.model
     def find_nonfinite(self, micro_batches:list, loss:Callable)->str|None:

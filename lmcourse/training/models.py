@@ -31,7 +31,7 @@ def _packed(p:torch.Tensor
 
 # %% ../../nbs/04_training/04j_models.ipynb #37a17548
 def save_model(
-    folder,              # A new folder
+    folder:str|Path,     # A new folder
     model:TransformerLM, # The model, in any number format
     tokenizer:Tokenizer, # The tokenizer of its training data
     train:TrainConfig,   # How it was trained
@@ -51,8 +51,9 @@ def save_model(
 
 # %% ../../nbs/04_training/04j_models.ipynb #e20b90c3
 def load_model(
-    folder=None, # A folder of `save_model` or of a run; default: the course's own model
-    device:str="cpu", # As for `pick_device`
+    # A folder of `save_model` or of a run; default: the course's own model
+    folder:str|Path|None=None,
+    device:str="cpu",                           # As for `pick_device`
     checkpoint:str="best", # For a run: `best` on the validation documents, or `latest`
     attention:str="torch", kernels:str="torch", # As for `named_parts`
 )->tuple[TransformerLM, Tokenizer]: # The model in float32, and its tokenizer
@@ -76,7 +77,7 @@ def load_model(
 
 # %% ../../nbs/04_training/04j_models.ipynb #2972a8f7
 def training_of(
-    folder=None, # As for `load_model`
+    folder:str|Path|None=None, # As for `load_model`
 )->TrainConfig:
     "Return the settings with which a model was trained."
     return TrainConfig.from_dict(read_json(_model_folder(folder)/"config.json")["train"])

@@ -86,7 +86,7 @@ class AdamWNp:
         for name,g in grads.items():
             self.move(name, g, lr*self.lr_scales.get(name, 1.), scale)
 
-    def move(self, name:str, g, lr:float, scale:float): # One parameter
+    def move(self, name:str, g:np.ndarray, lr:float, scale:float): # One parameter
         p, m, v, (b1, b2) = self.params[name], self.m[name], self.v[name], self.betas
         decay = self.weight_decay if p.ndim > 1 else 0.
         # CuPy, float64 or a transposed matrix: use the formula

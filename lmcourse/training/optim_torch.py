@@ -27,7 +27,7 @@ class SGD(Optimizer):
         super().__init__(params, dict(lr=lr))
 
     @torch.no_grad()
-    def step(self, closure=None):
+    def step(self, closure:Callable|None=None):
         """Update every parameter that has a gradient.
         If a `closure` is given, it recomputes the loss, which is returned."""
         loss = None if closure is None else torch.enable_grad()(closure)()
@@ -128,7 +128,7 @@ class AdamW(Optimizer):
         super().add_param_group(group)
 
     @torch.no_grad()
-    def step(self, closure=None):
+    def step(self, closure:Callable|None=None):
         """Update every parameter that has a gradient.
         If a `closure` is given, it recomputes the loss, which is returned."""
         loss = None if closure is None else torch.enable_grad()(closure)()

@@ -16,6 +16,8 @@ from multiprocessing import get_context
 from multiprocessing.connection import wait
 from multiprocessing.shared_memory import SharedMemory
 from time import perf_counter
+from typing import Any
+from collections.abc import Iterable
 from ..tools.config import ModelConfig
 from ..tools.show import si
 from ..architecture.layers_np import RowGradient, require_ids, array_module
@@ -79,7 +81,7 @@ def queue_ports(
 
 # %% ../../nbs/04_training/04m_parallel_np.ipynb #d3656bce
 def lockstep(
-    workers, # Generators that `yield` between sending and receiving
+    workers:Iterable, # Generators that `yield` between sending and receiving
 ): # Yields the number of rounds done so far, from 0
     "Run workers side by side, one round of messages at a time, until all have ended."
     running, steps = list(workers), 0
@@ -89,21 +91,21 @@ def lockstep(
         steps += 1
 
 # %% ../../nbs/04_training/04m_parallel_np.ipynb #7ac71231
-def reduce_to_root(x:np.ndarray, port): # This worker's vector, and its port
+def reduce_to_root(x:np.ndarray, port:Any): # This worker's vector, and its port
     "Add the vectors of all workers to the vector of worker 0."
     if port.rank: port.send(0, x)
     yield
     if not port.rank:
         for source in range(1, port.size): x += port.recv(source)
 
-def broadcast(x:np.ndarray, port): # As above
+def broadcast(x:np.ndarray, port:Any): # As above
     "Copy the vector of worker 0 to all workers."
     if not port.rank:
         for to in range(1, port.size): port.send(to, x)
     yield
     if port.rank: x[...] = port.recv(0)
 
-def naive_all_reduce(x:np.ndarray, port): # As above
+def naive_all_reduce(x:np.ndarray, port:Any): # As above
     "Replace every worker's vector by the sum of all, by way of worker 0."
     yield from reduce_to_root(x, port)
     yield from broadcast(x, port)
@@ -119,7 +121,7 @@ def chunk_slices(
     return [slice(a, b) for a,b in zip(starts, starts[1:])]
 
 # %% ../../nbs/04_training/04m_parallel_np.ipynb #070abbd4
-def ring_reduce_scatter(x:np.ndarray, port): # This worker's vector, and its port
+def ring_reduce_scatter(x:np.ndarray, port:Any): # This worker's vector, and its port
     "Leave worker r with piece r of the sum of all vectors; its other pieces hold partial sums."
     pieces, rank, size = chunk_slices(len(x), port.size), port.rank, port.size
     for step in range(size - 1):
@@ -128,7 +130,7 @@ def ring_reduce_scatter(x:np.ndarray, port): # This worker's vector, and its por
         x[pieces[(rank - 2 - step) % size]] += port.recv((rank - 1) % size)
 
 # %% ../../nbs/04_training/04m_parallel_np.ipynb #468f1a37
-def ring_all_gather(x:np.ndarray, port
+def ring_all_gather(x:np.ndarray, port:Any
 ): # This worker's vector, and its port; worker r's piece r is already complete
     "Copy each worker's complete piece to all workers."
     pieces, rank, size = chunk_slices(len(x), port.size), port.rank, port.size
@@ -137,7 +139,7 @@ def ring_all_gather(x:np.ndarray, port
         yield
         x[pieces[(rank - 1 - step) % size]] = port.recv((rank - 1) % size)
 
-def ring_all_reduce(x:np.ndarray, port): # This worker's vector, and its port
+def ring_all_reduce(x:np.ndarray, port:Any): # This worker's vector, and its port
     """Replace every worker's vector by the sum of all.
     Each piece is added up on its way round the ring, and is then carried round once more."""
     yield from ring_reduce_scatter(x, port)
@@ -192,10 +194,10 @@ def pack_grads(
 class SharedPort:
     "A worker's connection to a ring whose vectors lie in shared memory."
     def __init__(self,
-        rank:int,            # Number of this worker
-        vectors:np.ndarray,  # The vectors of all workers `(N, P)`
-        right,               # Sending end of a pipe to the right neighbour
-        left,                # Receiving end of a pipe from the left neighbour
+        rank:int,           # Number of this worker
+        vectors:np.ndarray, # The vectors of all workers `(N, P)`
+        right:Any,          # Sending end of a pipe to the right neighbour
+        left:Any,           # Receiving end of a pipe from the left neighbour
     ):
         self.rank, self.size, self.vectors, self.right, self.left, self.sent_bytes = (
             rank, len(vectors), vectors, right, left, 0)
@@ -228,8 +230,8 @@ class Replica:
         memory:np.ndarray,  # Weights and gradients of all workers `(N, 2, P)`
         config:ModelConfig, # Sizes and variant
         settings:dict,      # `betas`, `eps`, `weight_decay` and `grad_clip`
-        right,              # Sending end of a pipe to the right neighbour
-        left,               # Receiving end of a pipe from the left neighbour
+        right:Any,          # Sending end of a pipe to the right neighbour
+        left:Any,           # Receiving end of a pipe from the left neighbour
     ):
         self.config, self.grad_clip, (weights, self.gradient) = (config, settings["grad_clip"],
                                                                  memory[rank])
@@ -239,7 +241,7 @@ class Replica:
                                  settings["weight_decay"], learning_rate_scales(config))
         self.port = SharedPort(rank, memory[:, 1], right, left)
 
-    def step(self, ids, targets, share:float, lr:float, ignore_index:int
+    def step(self, ids:np.ndarray, targets:np.ndarray, share:float, lr:float, ignore_index:int
     )->dict: # Loss, bytes and times of this worker
         "Take one training step with this worker's rows."
         times, loss, sent = [perf_counter()], 0., self.port.sent_bytes
@@ -349,7 +351,7 @@ class DataParallelNp:
         except BaseException: self.close(); raise
 
     def __enter__(self): return self
-    def __exit__(self, *_): self.close()
+    def __exit__(self, *_:Any): self.close()
     def _array(self)->np.ndarray: return np.ndarray(self._shape, self._dtype, self._memory.buf)
 
     def _start(self, settings:dict):

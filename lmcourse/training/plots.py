@@ -7,6 +7,7 @@ __all__ = ['plot_runs', 'live_plot']
 
 # %% ../../nbs/04_training/04l_plots.ipynb #81042ecb
 from collections.abc import Callable
+from pathlib import Path
 from ..tools.show import figure
 from .engines import plan_batch
 from .runs import read_metrics, read_run
@@ -39,7 +40,7 @@ def _tokens_per_step(run)->int:
 
 # %% ../../nbs/04_training/04l_plots.ipynb #7039553a
 def live_plot(
-    run, # The run's folder
+    run:str|Path, # The run's folder
 )->Callable: # Argument for `Trainer.fit(run, report=live_plot(run))`, in a notebook
     "Make a plot of a run that is redrawn after each evaluation."
     from IPython.display import display

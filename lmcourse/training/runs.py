@@ -32,7 +32,7 @@ def write_run(
     write_json(run/"config.json", values)
 
 def read_run(
-    run, # The run's folder; `FileNotFoundError` or `ValueError` if it is not one
+    run:str|Path, # The run's folder; `FileNotFoundError` or `ValueError` if it is not one
 )->tuple: # `ModelConfig`, `TrainConfig` and the folder with the tokens
     "Read what `write_run` has written."
     path = Path(run)/"config.json"
@@ -45,7 +45,7 @@ def read_run(
 
 # %% ../../nbs/04_training/04h_runs.ipynb #f50d3a94
 def read_metrics(
-    run, # The run's folder
+    run:str|Path, # The run's folder
 )->list: # One dict per line, in order; an incomplete last line is left out
     "Read the lines of `metrics.jsonl`."
     path = Path(run)/"metrics.jsonl"
@@ -68,9 +68,9 @@ class RunLog:
         self.track, self.close = make(self.run, settings or {})
 
     def __enter__(self): return self
-    def __exit__(self, *error): self.close()
+    def __exit__(self, *error:Any): self.close()
 
-    def write(self, step:int, **values):
+    def write(self, step:int, **values:Any):
         "Write a line of metrics."
         if not self.writes: return
         with open(self.run/"metrics.jsonl", "a", encoding="utf-8") as f:

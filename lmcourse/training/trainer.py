@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 import torch
+from typing import Any
 from ..architecture.onednn import onednn_products
 from ..tools.config import ModelConfig, TrainConfig, UserError
 from ..tools.machine import peak_bytes
@@ -33,12 +34,12 @@ class Diverged(UserError):
 class Trainer:
     "Trains a model: holds the model, its optimizer and its data at some step of a run."
     def __init__(self,
-        model_config:ModelConfig, # Sizes and variant of the model to make
-        config:TrainConfig,       # Settings of the run
-        train:TokenDataset|None,  # Training data; `None` if `batches` are given
-        valid:TokenDataset,       # Validation data, evaluated by whole documents
+        model_config:ModelConfig,      # Sizes and variant of the model to make
+        config:TrainConfig,            # Settings of the run
+        train:TokenDataset|None,       # Training data; `None` if `batches` are given
+        valid:TokenDataset,            # Validation data, evaluated by whole documents
         # Batches by step (`batches[step]`), or an iterator of batches: tuples of arrays or tensors
-        batches=None,
+        batches:Any=None,
         objective:Objective|None=None, # What to minimize; by default the next-token loss
     ):
         _check_vocabulary(model_config, train, valid)
@@ -105,7 +106,7 @@ class Trainer:
         return learning_rate(step, c.lr, c.min_lr, warmup, c.steps, cooldown, scale, c.schedule)
 
     def fit(self,
-        run,                       # An existing folder of the run, with its `config.json`
+        run:str|Path,              # An existing folder of the run, with its `config.json`
         report:Callable|None=None, # Called as `report(trainer, evaluation)` after each evaluation
         # Called after each evaluation with the model; returns a text for `samples.txt`
         sample:Callable|None=None,
@@ -114,8 +115,8 @@ class Trainer:
         After a signal it saves a checkpoint and raises `Interrupted`."""
         return _Loop(self, Path(run), report, sample).train()
 
-    def save(self, run): _save(self, Path(run))
-    def resume(self, run): _resume(self, Path(run))
+    def save(self, run:str|Path): _save(self, Path(run))
+    def resume(self, run:str|Path): _resume(self, Path(run))
 
 # %% ../../nbs/04_training/04k_trainer.ipynb #3bfc31c0
 def _check_vocabulary(model_config:ModelConfig, *datasets):
@@ -146,7 +147,7 @@ def _diverged(trainer:Trainer, loss:float, micro_batches:list
 
 # %% ../../nbs/04_training/04k_trainer.ipynb #d810bd8e
 def peak_memory(
-    device="cpu", # `cpu` or a GPU
+    device:str|torch.device="cpu", # `cpu` or a GPU
 )->int|None: # Bytes; `None` if the system doesn't say
     "Return the peak memory so far: of this process, or of its tensors on a GPU."
     if torch.device(device).type == "cuda": return torch.cuda.max_memory_allocated(device)

@@ -164,6 +164,34 @@ def one_whole(src):
     return len(body) == 1 and isinstance(body[0], ast.FunctionDef) and body[0].decorator_list and lines <= 60
 
 
+COMPILED = {"kernel", "inner", "fused", "intrinsic", "njit", "jit", "triton.jit", "cuda.jit"}   # Numba and Triton find these types out by themselves
+
+
+def untyped(source):
+    "`function(argument)` for each argument without a type, of the public functions and methods in `source`. What a compiler types is left out."
+    found = []
+    def look(body, inside=None):
+        for node in body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"): look(node.body, node.name)
+            elif isinstance(node, (ast.If, ast.Try)): look(node.body, inside)
+            elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                decorators = {ast.unparse(d).split("(")[0] for d in node.decorator_list}
+                if re.match("_(?!_)", node.name) or decorators & COMPILED: continue
+                a = node.args
+                arguments = [*a.posonlyargs, *a.args, *a.kwonlyargs, *filter(None, [a.vararg, a.kwarg])]
+                if inside and "staticmethod" not in decorators: arguments = arguments[1:]       # self or cls
+                found.extend(f"{node.name}({x.arg})" for x in arguments if x.annotation is None)
+    look(ast.parse(source).body)
+    return found
+
+
+def test_arguments_are_typed():
+    assert untyped("def f(a, b:int, *c, d=1, **e): pass\nclass C:\n    def m(self, x): pass\n    @staticmethod\n    def s(y:int, z): pass") == [
+        "f(a)", "f(d)", "f(c)", "f(e)", "m(x)", "s(z)"]
+    assert untyped("@kernel\ndef f(a): pass\ndef _g(a): pass\nclass _C:\n    def m(self, a): pass\nasync def h(a): pass") == ["h(a)"]
+    assert {module: found for module, path in MODULES.items() if (found := untyped(path.read_text(encoding="utf-8")))} == {}
+
+
 def test_methods_stand_in_their_class():
     "None is assigned from outside."
     for name in CODE:
