@@ -33,11 +33,11 @@ from ..training.data import write_dataset
 # %% ../../nbs/06_ablations/06a_sweep.ipynb #ec6768e4
 @dataclass(frozen=True)
 class RunData(Config):
-    "Where the tokens of a run come from."
+    "The source of a run's tokens."
     corpus:str = "stories"     # A name for `documents`
-    vocab_size:int = 512       # Tokens of a tokenizer that is learnt from the training text
-    max_mb:float = 8.0         # Megabytes of training text at most
-    valid_documents:int = 200  # Validation documents at most
+    vocab_size:int = 512       # Vocabulary size of the tokenizer to train
+    max_mb:float = 8.0         # Largest amount of training text, in megabytes
+    valid_documents:int = 200  # Largest number of validation documents
 
     def validate(self):
         if self.vocab_size < 257:
@@ -51,16 +51,16 @@ class RunData(Config):
                              f"more")
 
 # %% ../../nbs/06_ablations/06a_sweep.ipynb #183c1de4
-# They change no result but for rounding
+# fields that change results only by rounding
 _ASIDE = """device compile recompute prefetch log_to log_every checkpoint_every keep_checkpoints
             shard""".split()
 
 @dataclass(frozen=True)
 class Run:
-    "One run: everything that decides its numbers."
-    model:ModelConfig  # The model that is made
-    train:TrainConfig  # Its training; the seed is in here
-    data:RunData       # What it reads
+    "One run: everything that its numbers depend on."
+    model:ModelConfig  # Config of the model
+    train:TrainConfig  # Settings of the training, the seed among them
+    data:RunData       # Source of its tokens
 
     @property
     def key(self)->str: # Twelve hexadecimal digits, the same for equal runs
@@ -76,15 +76,15 @@ def _spoken(config)->dict: # The fields that are not at their defaults
 # %% ../../nbs/06_ablations/06a_sweep.ipynb #c8844412
 @dataclass(frozen=True)
 class Experiment:
-    """Variants of one base with the same seeds and budget.
-    `ValueError` for a field, preset or budget that makes no sense."""
+    """Variants of one base, with the same seeds and budget.
+    Raises `ValueError` for a field, preset or budget that makes no sense."""
     base:str                 # Preset of a model and its training
-    # Name to changed fields; the first variant is the one that others are compared with
+    # Name to changed fields; all variants are compared with the first
     variants:dict
-    seeds:tuple = (0, 1, 2)  # Of initial weights and data order
+    seeds:tuple = (0, 1, 2)  # Seeds of initial weights and data order
     tokens:int|None = None   # Training tokens of a run
-    flops:float|None = None  # FLOPs of a run, instead
-    data:RunData = RunData() # What is read
+    flops:float|None = None  # FLOPs of a run, instead of tokens
+    data:RunData = RunData() # Source of the tokens
 
     def __post_init__(self):
         if (self.tokens is None) == (self.flops is None):
@@ -102,7 +102,7 @@ class Experiment:
                 for seed in self.seeds}
 
     def run(self, changes:dict, seed:int)->Run:
-        "The run of one variant and seed."
+        "Return the run of one variant and seed."
         parts:list = []
         fields:set = set()
         for kind,start in ((ModelConfig, ModelConfig.preset(self.base)),
@@ -119,10 +119,10 @@ class Experiment:
 
 # %% ../../nbs/06_ablations/06a_sweep.ipynb #cb8a9476
 def step_cost(
-    model:ModelConfig, # That is trained
-    train:TrainConfig, # Its batch
+    model:ModelConfig, # Config of the model
+    train:TrainConfig, # Settings, the batch among them
 )->tuple: # Tokens and FLOPs
-    "What a step reads and computes, by chapter 02's count."
+    "Count the tokens and FLOPs of a step, as in chapter 02."
     windows = (train.tokens_per_step//model.context_length if train.tokens_per_step
                else train.batch_size)
     return windows*model.context_length, sum(training_flops(model, windows).values())
@@ -143,13 +143,13 @@ def _steps(experiment:Experiment, model:ModelConfig, train:TrainConfig
 STATUS = ("done", "diverged", "crashed")
 
 # %% ../../nbs/06_ablations/06a_sweep.ipynb #44293226
-FORMAT = 1 # Of the lines; a file from another version is refused
+FORMAT = 1 # of the lines; a file of another version is rejected
 
 def read_lines(
-    path:str|Path, # A file of lines; none yet will do
+    path:str|Path, # A file of lines, which need not exist
 )->dict: # Key to the latest line of that run
-    """All runs of a file.
-    `ValueError` with the place of a line that is damaged or of another version."""
+    """Read all runs of a file.
+    Raises `ValueError` with the place of a line that is damaged or of another version."""
     path, found = Path(path), {}
     text = path.read_text(encoding="utf-8") if path.exists() else ""
     for number,line in enumerate(text.split("\n")[:-1], 1):
@@ -170,10 +170,10 @@ def read_lines(
 
 # %% ../../nbs/06_ablations/06a_sweep.ipynb #51f12b81
 def add_line(
-    path:str|Path, # The file; it is made if there is none
+    path:str|Path, # The file, created if needed
     run:dict,      # Plain values
 ):
-    "Add a run to a file, whole or not at all. What a kill has left of a line is taken off first."
+    "Append a run to a file completely or not at all. An incomplete last line is removed first."
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     line = (json.dumps(run, allow_nan=False) + "\n").encode()
@@ -186,10 +186,10 @@ def add_line(
 
 # %% ../../nbs/06_ablations/06a_sweep.ipynb #8aa65dcd
 def prepare_corpus(
-    data:RunData, # What
-    folder:Path, # Where; what is there already stays as it is, and what was cut off goes on
+    data:RunData, # The source
+    folder:Path, # Folder to write to; existing parts are kept, interrupted ones are continued
 )->Path: # Folder with `train`, `valid` and `tokenizer`
-    "The tokens of a corpus, made once."
+    "Prepare the tokens of a corpus, once."
     corpus = data.corpus.replace(":", "-").replace("/", "-")
     out = Path(folder)/f"{corpus}-{data.vocab_size}-{data.max_mb:g}-{data.valid_documents}"
     if (out/"ngram.json").exists(): return out
@@ -204,17 +204,17 @@ def prepare_corpus(
     return out
 
 # %% ../../nbs/06_ablations/06a_sweep.ipynb #9e886b64
-LENGTHS = (64, 128, 256, 512) # Windows for `losses_by_length`, in tokens
+LENGTHS = (64, 128, 256, 512) # windows for `losses_by_length`, in tokens
 
 def losses_by_length(
-    model:Any,             # Trained `TransformerLM`
+    model:Any,             # A trained `TransformerLM`
     tokens:np.ndarray,     # Validation ids, documents one after another
-    lengths:tuple=LENGTHS, # Windows, T
-    most:int=32_768,       # Tokens that are read for each
-    # Length as a string to loss, in nats per token; without those that a model with learned
-    # positions has no rows for
+    lengths:tuple=LENGTHS, # Lengths of windows, T
+    most:int=32_768,       # Largest number of tokens to read for each length
+    # Length as a string to loss, in nats per token, without lengths that exceed a model's learned
+    # positions
 )->dict:
-    "The loss of a model over windows of some lengths, also beyond its context."
+    "Measure the loss of a model over windows of several lengths, also beyond its context."
     import torch
     from lmcourse.architecture.transformer_torch import TransformerLM
     losses, device = {}, next(model.parameters()).device
@@ -235,12 +235,12 @@ def losses_by_length(
 
 # %% ../../nbs/06_ablations/06a_sweep.ipynb #4bc0a95f
 def train_job(
-    job:Run,             # What
+    job:Run,             # The run
     data:Path,           # Folder of `prepare_corpus`
-    run:Path,            # Folder of the run; one that was cut off goes on
-    device:str="cpu",    # Where
-)->dict: # What came out: the last part of a line
-    "One run, from its start or its last checkpoint to its end."
+    run:Path,            # Folder of the run; an interrupted run is continued
+    device:str="cpu",    # Device to train on
+)->dict: # The result, the last part of a line
+    "Train one run from its start or its last checkpoint to its end."
     from lmcourse.architecture.transformer_torch import TransformerLM
     from lmcourse.training.evaluation import evaluate
     from lmcourse.training.runs import write_run
@@ -268,7 +268,7 @@ def train_job(
 
 # %% ../../nbs/06_ablations/06a_sweep.ipynb #9581bde6
 def _curve(run:Path, points:int=60
-)->dict: # Lists of numbers, `points` at most; what is not finite is left out
+)->dict: # Lists of at most `points` numbers, without those that are not finite
     from lmcourse.training.runs import read_metrics
     lines = [m for m in read_metrics(run)
              if all(not isinstance(v, float) or math.isfinite(v) for v in m.values())]
@@ -281,28 +281,28 @@ def _curve(run:Path, points:int=60
 
 # %% ../../nbs/06_ablations/06a_sweep.ipynb #d74f4f62
 def missing_runs(
-    experiment:Experiment, # What
+    experiment:Experiment, # The experiment
     results:str|Path,      # File of lines
 )->dict: # Key to `Run`
-    "The runs of an experiment that a file lacks, or has as crashed only."
+    "List the runs of an experiment that are missing in a file, or have only crashed."
     done = {key for key,line in read_lines(results).items() if line["status"] != "crashed"}
     return {job.key: job for job in experiment.runs().values() if job.key not in done}
 
 # %% ../../nbs/06_ablations/06a_sweep.ipynb #f877dc83
 def run_experiment(
-    experiment:Experiment,   # What
-    results:str|Path,        # File of lines: runs that it has are not made again
+    experiment:Experiment,   # The experiment
+    results:str|Path,        # File of lines; runs that it contains are not repeated
     work:str|Path,           # Folder for tokens and unfinished runs
-    processes:int|None=None, # Runs at a time: none for as many as cores, or one on a card
-    device:str="cpu",        # Where
-    command:str="",          # That asked for it, for the record
-    report:Callable=print,   # Told a sentence about each run that has ended
-)->dict: # Key to line, of this experiment
-    """Make the runs that are missing.
-    `KeyboardInterrupt` leaves checkpoints from which the next call goes on."""
+    processes:int|None=None, # Runs at a time; default: one per core, or one on a GPU
+    device:str="cpu",        # Device to train on
+    command:str="",          # Command that asked for it, for the record
+    report:Callable=print,   # Called with a sentence about each run that has ended
+)->dict: # Key to line, for the runs of this experiment
+    """Train the runs that are missing.
+    After a `KeyboardInterrupt`, the next call continues from checkpoints."""
     for place in (results, work): refuse_unwritable(place)
     missing, work = missing_runs(experiment, results), Path(work)
-    # refuses what is not there, before anything is made
+    # rejects what doesn't exist, before any work starts
     for name in {job.data.corpus for job in missing.values()}: documents(name)
     processes = processes or (cores() if device == "cpu" else 1)
     work.mkdir(parents=True, exist_ok=True)
@@ -330,7 +330,7 @@ def _run_all(missing:dict, places:dict, results, work:Path, processes:int, devic
                 line, count = (_ended(missing[key], running.pop(key).exitcode, work/"runs"/key)
                                | about, count + 1)
                 add_line(results, line)
-                # a crashed one goes on from its checkpoint
+                # a crashed run continues from its checkpoint
                 if line["status"] != "crashed": shutil.rmtree(work/"runs"/key)
                 report(f"{count} of {len(missing)}: {key} {line['status']}"
                        + (f", loss {line['result']['loss']:.4f}" if line["result"]
@@ -341,16 +341,16 @@ def _run_all(missing:dict, places:dict, results, work:Path, processes:int, devic
         for process in running.values(): process.join()
 
 # %% ../../nbs/06_ablations/06a_sweep.ipynb #840c4073
-def _start(job:Run, data:Path, run:Path, device:str, threads:int): # A process of its own
+def _start(job:Run, data:Path, run:Path, device:str, threads:int): # Starts the process of a run
     run.mkdir(parents=True, exist_ok=True)
-    # by its module, for a process that knows no notebook
+    # imported from its module, since the new process knows no notebook
     from lmcourse.ablations.sweep import _work
     records = ([record.to_dict() for record in (job.model, job.train)]
                + [dataclasses.asdict(job.data)])
     process = multiprocessing.get_context("spawn").Process(target=_work, args=(records, data, run,
                                                                                device, threads))
     before = os.environ.get("OMP_NUM_THREADS")
-    # NumPy's libraries look when they are loaded
+    # NumPy's libraries read this when they are loaded
     os.environ["OMP_NUM_THREADS"] = str(threads)
     try: process.start()
     finally:
@@ -359,7 +359,7 @@ def _start(job:Run, data:Path, run:Path, device:str, threads:int): # A process o
     return process
 
 # %% ../../nbs/06_ablations/06a_sweep.ipynb #1372e35f
-# Else the runs of a sweep that was killed would go on, beside those of the next call
+# otherwise the runs of a killed sweep would continue beside those of the next call
 def _die_with_parent():
     if parent := multiprocessing.parent_process(): parent.join()
     os._exit(1)
@@ -372,13 +372,13 @@ def _work(records:list, data:Path, run:Path, device:str, threads:int): # In that
     threading.Thread(target=_die_with_parent, daemon=True).start()
     job = Run(ModelConfig(**records[0]), TrainConfig(**records[1]), RunData(**records[2]))
     try: outcome = train_job(job, data, run, device)
-    except (Interrupted, KeyboardInterrupt): return          # the next call goes on
+    except (Interrupted, KeyboardInterrupt): return          # the next call continues
     except Exception as e: outcome = dict(status="crashed", fault=f"{type(e).__name__}: {e}",
                                           result=None)
     write_json(run/"outcome.json", outcome, indent=None)
 
 # %% ../../nbs/06_ablations/06a_sweep.ipynb #cc833cee
-def _ended(job:Run, code:int, run:Path)->dict: # What the line says of a run whose process has ended
+def _ended(job:Run, code:int, run:Path)->dict: # The result of a run whose process has ended
     try: outcome = read_json(run/"outcome.json")
     except FileNotFoundError: outcome = dict(status="crashed", fault=f"its process ended with code "
                                                                      f"{code}", result=None)
@@ -386,7 +386,7 @@ def _ended(job:Run, code:int, run:Path)->dict: # What the line says of a run who
     return dict(format=FORMAT, key=job.key, seed=job.train.seed, model=_spoken(job.model),
                 train=_spoken(job.train), data=dataclasses.asdict(job.data)) | outcome
 
-# Of the library's source, if it is a clone; with a plus if there are changes
+# commit of the library's source, if it is a clone; with a plus if there are changes
 def _commit()->str|None:
     ask = lambda *words: subprocess.run(["git", "-C", str(files("lmcourse")), *words],
                                         capture_output=True, text=True)
@@ -398,10 +398,10 @@ def _commit()->str|None:
 
 # %% ../../nbs/06_ablations/06a_sweep.ipynb #dda6a07c
 def student_t(
-    freedom:int,      # Values less one
-    level:float=0.95, # Of the interval, between 0 and 1
-)->float: # Standard errors on either side
-    "The quantile of Student's distribution. `ValueError` for less than two values."
+    freedom:int,      # Degrees of freedom: number of values minus one
+    level:float=0.95, # Confidence level of the interval, between 0 and 1
+)->float: # Half-width of the interval in standard errors
+    "Compute the quantile of Student's t distribution. Raises `ValueError` for fewer than 2 values."
     from scipy.stats import t
     if not freedom >= 1:
         raise ValueError(f"student_t: {freedom = }, expected 1 or more: an interval needs two "
@@ -412,20 +412,20 @@ def student_t(
 
 # %% ../../nbs/06_ablations/06a_sweep.ipynb #7e38b09b
 def paired_difference(
-    values:Sequence[float]|np.ndarray, # Of a variant, seed by seed
-    base:Sequence[float]|np.ndarray,   # Of the base, the same seeds
-)->tuple: # Mean difference, and half of its 95 % interval: none for a single seed
-    "How much a variant is above the base."
+    values:Sequence[float]|np.ndarray, # Values of a variant, seed by seed
+    base:Sequence[float]|np.ndarray,   # Values of the base, for the same seeds
+)->tuple: # Mean difference, and half of its 95 % interval (`None` for a single seed)
+    "Compute by how much a variant is above the base."
     d = [a - b for a,b in zip(values, base, strict=True)]
     return (statistics.fmean(d), student_t(len(d) - 1)*statistics.stdev(d)/math.sqrt(len(d))
             if len(d) > 1 else None)
 
 def paired_p(
-    values:Sequence[float]|np.ndarray, # Of a variant, seed by seed
-    base:Sequence[float]|np.ndarray,   # Of the base, the same seeds
-)->float|None: # Between 0 and 1: none for a single seed
-    """How likely a mean difference at least as large would be if there were none: the p-value of
-    the paired t-test, two-sided."""
+    values:Sequence[float]|np.ndarray, # Values of a variant, seed by seed
+    base:Sequence[float]|np.ndarray,   # Values of the base, for the same seeds
+)->float|None: # Between 0 and 1; `None` for a single seed
+    """Compute the two-sided p-value of the paired t-test: how likely a mean difference at least as
+    large would be if there were none."""
     from scipy.stats import t
     mean, half = paired_difference(values, base)
     if half is None: return None
@@ -434,10 +434,10 @@ def paired_p(
 
 # %% ../../nbs/06_ablations/06a_sweep.ipynb #cf2b4a00
 def holm(
-    p:dict, # Comparison to its p-value: all that was compared
-)->dict: # The same comparisons, the values corrected for their number
-    """Holm's correction.
-    Values below 0.05 leave the chance of any false finding among them below 5 %."""
+    p:dict, # Comparison to its p-value, for all comparisons that were made
+)->dict: # Comparison to its p-value corrected for their number
+    """Apply Holm's correction to p-values.
+    The chance of any false finding among values below 0.05 is then below 5 %."""
     found, least = {}, 0.
     for i,name in enumerate(sorted(p, key=p.get)): # type: ignore[arg-type]
         least = found[name] = min(1., max(least, (len(p) - i)*p[name]))
@@ -445,10 +445,10 @@ def holm(
 
 # %% ../../nbs/06_ablations/06a_sweep.ipynb #e95685ad
 def outcomes(
-    experiment:Experiment, # What was asked for
+    experiment:Experiment, # The experiment
     lines:dict,            # Key to line
 )->dict: # Variant to seed to line; missing ones are left out
-    "The lines of an experiment in its own words."
+    "Sort the lines of an experiment by variant and seed."
     found = {name: {} for name in experiment.variants}
     for (name, seed),job in experiment.runs().items():
         if job.key in lines: found[name][seed] = lines[job.key]
@@ -456,21 +456,21 @@ def outcomes(
 
 def values_of(
     runs:dict,   # Seed to line
-    measure:str, # A part of the line's `result`, say `loss`
-)->dict: # Seed to value, of the runs that are done
-    "One number of each run."
+    measure:str, # Field of the line's `result`, for example `loss`
+)->dict: # Seed to value, for finished runs
+    "Collect one number of each run."
     return {seed: line["result"][measure] for seed,line in runs.items() if line["status"] == "done"}
 
 # %% ../../nbs/06_ablations/06a_sweep.ipynb #b40d269f
 def compare_pairs(
-    experiment:Experiment, # What was asked for
+    experiment:Experiment, # The experiment
     lines:dict,            # Key to line
-    measure:str="loss",    # A part of the line's `result`
-    pairs:tuple=(),        # Two variants each, compared beside those with the first one
+    measure:str="loss",    # Field of the line's `result`
+    pairs:tuple=(),        # Further pairs of variants to compare
     # (variant, other) to the mean difference, half of its 95 % interval, and the p-value after
-    # Holm; none where there is none
+    # Holm's correction; `None` if there is none
 )->dict:
-    "A family of comparisons, over the seeds that are done for both."
+    "Compare variants with the first, over the seeds that are finished for both."
     found = {name: values_of(runs, measure) for name,runs in outcomes(experiment, lines).items()}
     first, *others = found
     compared, p = {}, {}
@@ -484,14 +484,14 @@ def compare_pairs(
 
 # %% ../../nbs/06_ablations/06a_sweep.ipynb #596592c0
 def compare_variants(
-    experiment:Experiment, # What was asked for
+    experiment:Experiment, # The experiment
     lines:dict,            # Key to line
-    measure:str="loss",    # What is compared: `loss`, or `bits_per_byte` where tokenizers differ
-    more:Callable|None=None,    # From a variant's name and its lines to more columns, a dict
+    measure:str="loss",    # Quantity to compare: `loss`, or `bits_per_byte` if tokenizers differ
+    more:Callable|None=None,    # Takes a variant's name and lines, returns more columns
     pairs:tuple=(),        # As for `compare_pairs`
 )->Table:
-    """Variants side by side, each difference with its 95 % interval.
-    Runs that ended badly are counted in their own column."""
+    """Show variants side by side, each difference with its 95 % interval.
+    Runs that failed are counted in their own column."""
     rows, compared = [], compare_pairs(experiment, lines, measure, pairs)
     first = next(iter(experiment.variants))
     for name,runs in outcomes(experiment, lines).items():
@@ -520,12 +520,12 @@ def _p_text(p)->str|None: # Two digits
 
 # %% ../../nbs/06_ablations/06a_sweep.ipynb #bebeae32
 def plot_curves(
-    experiment:Experiment,            # What was asked for
+    experiment:Experiment,            # The experiment
     lines:dict,                       # Key to line
-    variants:Sequence[str]|None=None, # Names; all if none
-    ax:Any=None,                      # Where: none for a new figure
+    variants:Sequence[str]|None=None, # Names of variants; default: all
+    ax:Any=None,                      # Axes to draw on; default: a new figure
 ):
-    "Training losses of all seeds: the `Axes`. A run that diverged ends in a cross."
+    "Plot the training losses of all seeds; a run that diverged ends in a cross. Returns the axes."
     if ax is None: _, ax = figure(width=6.4, height=3.6)
     found, known = outcomes(experiment, lines), {}
     for i,name in enumerate(variants or found):

@@ -16,12 +16,11 @@ from ..tools.config import ModelConfig, unknown
 # %% ../../nbs/02_accounting/02g_activations.ipynb #c6053087
 @contextmanager
 def saved_tensors(
-    # A torch module: its parameters and buffers are left out, and its submodules are named
+    # A torch module, whose parameters and buffers are left out and whose submodules are named
     model:Any=None,
-    # Yields a list that fills up: a dict for each storage, with `module`, `shape`, `dtype` and
-    # `bytes`
+    # Yields a list that fills up, with a dict per storage: `module`, `shape`, `dtype` and `bytes`
 ):
-    "What autograd keeps for the backward pass, byte by byte, while the block lasts."
+    "Record what autograd saves for the backward pass within the block."
     import torch
     modules = [] if model is None else list(model.named_modules())
     owned = (set() if model is None
@@ -46,12 +45,13 @@ def saved_tensors(
 
 # %% ../../nbs/02_accounting/02g_activations.ipynb #ef0836ac
 def checked_length(
-    config:ModelConfig, # Whose context is the default and the limit
-    batch_size:int,     # Sequences
-    context_length:int|None=None, # Tokens of each: none for the config's
+    config:ModelConfig, # Config whose context is the default and the limit
+    batch_size:int,     # Number of sequences
+    context_length:int|None=None, # Tokens of each; default: the config's
 )->int: # Tokens of each
-    """`TypeError` unless both are whole numbers, `ValueError` unless they are 1 or more and within
-    the model's context."""
+    """Check batch size and context length.
+    Raises `TypeError` unless both are integers, and `ValueError` unless they are 1 or more and
+    within the model's context."""
     if not isinstance(config, ModelConfig):
         raise TypeError(f"config is a {type(config).__name__}, expected a ModelConfig")
     whole_number("batch_size", batch_size)
@@ -68,12 +68,12 @@ class OperationMemory(NamedTuple):
     keeps:dict    # Part to bytes kept for the backward pass
     backward:int  # Bytes alive in its backward pass: what it kept, gradients in, waiting, out
     weights:int=0 # Bytes of the gradients of its weights, which stay
-    forward:int=0 # Bytes alive in its forward pass; 0 where the next operations have more
+    forward:int=0 # Bytes in use in its forward pass; 0 if the next operations use more
     copies:int=0  # Bytes of its weights in bfloat16, which autocast holds until the loss is known
-    batch:int=0   # Bytes of the batch among what it keeps: those are there anyway
+    batch:int=0   # Bytes of the batch among what it saves, which exist anyway
 
     @property
-    def kept(self)->int: # Bytes, without those of the batch
+    def kept(self)->int: # Bytes saved, without those of the batch
         return sum(self.keeps.values()) - self.batch
 
 # %% ../../nbs/02_accounting/02g_activations.ipynb #fa141706
@@ -303,14 +303,14 @@ def step_operations(c:ModelConfig, B:int, T:int|None, dtype:str, attention:str, 
 def activation_parts(
     config:ModelConfig,       # Sizes and variant
     batch_size:int,           # Sequences, B
-    context_length:int|None=None, # Tokens of each, T: none for the config's
-    dtype:str="float32",      # Of the matrix products: `float32`, or `bfloat16` by autocast
-    attention:str="fused",    # `fused`, or `explicit`: written out, with all probabilities
-    recompute:bool=False,     # Whether blocks keep only their inputs
+    context_length:int|None=None, # Tokens of each, T; default: the config's
+    dtype:str="float32",      # Format of matrix products: `float32`, or `bfloat16` by autocast
+    attention:str="fused",    # `fused`, or `explicit`, which saves all probabilities
+    recompute:bool=False,     # Whether blocks save only their inputs
     logits:bool=False,        # Whether the loss is computed from all logits at once
 )->dict: # Part to bytes, summed over the blocks
-    """What torch on a CPU keeps from the forward pass of the training loss.
-    `ValueError` for sizes and words that make no sense."""
+    """Predict what torch on a CPU saves in the forward pass of the training loss.
+    Raises `ValueError` for sizes and words that make no sense."""
     sizes = config, batch_size, context_length
     r, first, blocks, after = step_operations(*sizes, dtype, attention, logits)
     alone = [OperationMemory("block", {"inputs of blocks": r.stream}, 0)]

@@ -15,7 +15,7 @@ from .tensors import whole_number
 
 # %% ../../nbs/02_accounting/02b_flops.ipynb #08fb9b91
 class Counted:
-    "A number that counts the operations on it, by name."
+    "A number that counts the operations performed on it, by name."
     def __init__(self, value:float, tally:Counter): self.value, self.tally = value, tally
     def __repr__(self): return f"Counted({self.value})"
     def __neg__(self): return Counted(-self.value, self.tally)     # A change of sign is free
@@ -36,7 +36,6 @@ for _name in ("__lt__", "__le__", "__gt__", "__ge__"):
     setattr(Counted, _name,
             lambda a, b, f=getattr(operator, _name): f(a.value, getattr(b, "value", b)))
 
-
 # %% ../../nbs/02_accounting/02b_flops.ipynb #97c87244
 def count_operations(
     f:Callable,    # Takes arrays; uses `+ - * /`, `@`, sums, `np.sqrt`, `np.exp`, `np.tanh`
@@ -53,7 +52,7 @@ def count_operations(
 # %% ../../nbs/02_accounting/02b_flops.ipynb #822725ec
 def matmul_flops(m:int, k:int, n:int
 )->int: # Rows of the first, rows of the second, columns of the second
-    "FLOPs of a product `(m, k) @ (k, n)`. `ValueError` for a size below 1."
+    "Count the FLOPs of a product `(m, k) @ (k, n)`. Raises `ValueError` for a size below 1."
     return 2*whole_number("m", m)*whole_number("k", k)*whole_number("n", n)
 
 # %% ../../nbs/02_accounting/02b_flops.ipynb #2a8030ac
@@ -65,7 +64,7 @@ _MULTIPLIES = re.compile(
 def _cpu_attention()->dict:
     import torch
     forward = lambda q, k, v, *rest, out_shape=None, **more: 4*q[0]*q[1]*q[2]*k[2]*q[3]
-    # Scores again, and four gradients
+    # the scores again, and four gradients
     backward = lambda dy, q, k, v, *rest, out_shape=None, **more: 10*q[0]*q[1]*q[2]*k[2]*q[3]
     name = "_scaled_dot_product_flash_attention_for_cpu"
     found = {getattr(torch.ops.aten, name): forward,

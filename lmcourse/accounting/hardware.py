@@ -21,24 +21,24 @@ from ..tools.machine import cores, memory_bytes, processor_name
 from ..tools.show import COLORS, GREY, figure, si
 
 # %% ../../nbs/02_accounting/02c_hardware.ipynb #e4bfac69
-# Of matrix products; float8 of either kind
+# number types of matrix products; float8 of either kind
 DTYPES = ("float64", "float32", "tfloat32", "bfloat16", "float16", "float8")
 
 @dataclass(frozen=True)
 class Device:
-    "What a processor can do at best. `ValueError` where the numbers make no sense."
-    name:str                    # As `device` knows it
+    "The best that a processor can do. Raises `ValueError` if the numbers make no sense."
+    name:str                    # Name, as for `device`
     peak_flop_per_s:dict        # Number type to the dense peak rate of matrix products, in FLOP/s
-    bytes_per_s:float           # Bandwidth of its memory
-    memory_bytes:int            # Size of its memory
-    source:str                  # Who says so
-    remark:str = ""             # What has to be said with it
-    overhead_s:float|None = None # Time of a call that does next to nothing, where it was measured
+    bytes_per_s:float           # Memory bandwidth, in bytes per second
+    memory_bytes:int            # Size of the memory
+    source:str                  # Source of the numbers
+    remark:str = ""             # Caveat to quote with the numbers
+    overhead_s:float|None = None # Seconds of a call that does almost nothing, if measured
 
     def __post_init__(self): _check_device(self)
 
-    def peak(self, dtype:str)->float: # FLOP/s; `ValueError` for a type that has no peak here
-        "The peak rate of products of `dtype`."
+    def peak(self, dtype:str)->float: # FLOP/s; raises `ValueError` for a type without a peak
+        "Return the peak rate of products of `dtype`."
         if dtype not in DTYPES: raise unknown("number type", dtype, DTYPES)
         known = ", ".join(self.peak_flop_per_s)
         if dtype not in self.peak_flop_per_s:
@@ -46,12 +46,12 @@ class Device:
         return self.peak_flop_per_s[dtype]
 
     def ridge(self, dtype:str)->float: # FLOPs per byte
-        "The intensity at which operations and bytes take equally long."
+        "Return the intensity at which operations and bytes take equally long."
         return self.peak(dtype)/self.bytes_per_s
 
 # %% ../../nbs/02_accounting/02c_hardware.ipynb #fd9266df
 def positive(what:str, value:Any, kind:Any=numbers.Real
-): # `ValueError` unless it is a finite number above 0
+): # Raises `ValueError` unless the value is a finite number above 0
     if isinstance(value, bool) or not isinstance(value, kind) or not 0 < value < math.inf:
         raise ValueError(f"{what} = {value!r}, expected "
                          f"{'a whole number' if kind is numbers.Integral else 'a number'} above 0")
@@ -72,18 +72,18 @@ def _check_device(d:Device):
 
 # %% ../../nbs/02_accounting/02c_hardware.ipynb #ff16f983
 def devices()->dict: # Name to `Device`, without the machine at hand
-    "All devices of the ledger."
+    "List all devices of the ledger."
     found = {}
     for e in find("device"): found.setdefault(e.key.split(".")[1], {})[e.key.split(".")[2]] = e
     return {name: _device(name, entries) for name,entries in found.items()}
 
 # %% ../../nbs/02_accounting/02c_hardware.ipynb #667427fa
 def device(
-    # One of `devices()`, `a100` for the one with 80 GB, or `this` for the machine at hand, which is
-    # measured once
+    # A name from `devices()`, `a100` for the one with 80 GB, or `this` for this machine, which is
+    # measured once; or a `Device`, which is returned
     name:str|Device,
-)->Device: # `ValueError` with the nearest name for one that does not exist; a `Device` as it is
-    "A device by its name."
+)->Device: # For an unknown name, a `ValueError` suggests the nearest
+    "Look up a device by its name."
     if isinstance(name, Device): return name
     known, name = devices(), str(name).lower()
     if name == "this": return _this()
@@ -102,7 +102,7 @@ def _device(name:str, entries:dict
     return Device(name, peaks, entries["bandwidth"].best*1e9, round(entries["memory"].best*1e9),
                   source, setup)
 
-device_of = device # Where an argument is called `device` too
+device_of = device # for functions with an argument called `device`
 
 @functools.cache
 def _this()->Device: return measure_device()
@@ -110,14 +110,14 @@ def _this()->Device: return measure_device()
 # %% ../../nbs/02_accounting/02c_hardware.ipynb #f0411cf1
 def best_seconds(
     calls:dict,        # Name to a function without arguments
-    seconds:float=1.0, # How long to go on; each call is made at least twice
-    kind:str="cpu",    # Where they run: `cpu` or `cuda`
+    seconds:float=1.0, # How long to measure; each call is made at least twice
+    kind:str="cpu",    # Where the calls run: `cpu` or `cuda`
 )->dict: # Name to the shortest time of a call, in seconds
-    "Times calls in turns."
+    "Time several calls in turn."
     positive("best_seconds: seconds", seconds)
     import torch
     wait, best = getattr(torch, kind).synchronize, {name: math.inf for name in calls}
-    # The first call may have to load or allocate something
+    # the first call may have to load or allocate something
     for f in calls.values(): f()
     stop = time.perf_counter() + seconds
     while True:
@@ -132,7 +132,7 @@ def _products(kind:str, longest:float
 )->dict: # (dtype, library, n) -> a product; none takes much longer than `longest` seconds
     import torch
     calls, rng = {}, torch.Generator(kind).manual_seed(0)
-    # Older GPUs are fast in float16 only
+    # older GPUs are fast in float16 only
     other = ("float32", "NumPy") if kind == "cpu" else ("float16", "torch")
     libraries = [("float32", "torch"), ("bfloat16", "torch"), other]
     for dtype,library in libraries:
@@ -151,7 +151,7 @@ def _products(kind:str, longest:float
 # %% ../../nbs/02_accounting/02c_hardware.ipynb #04ce92dc
 def _streams(kind:str)->dict: # Name -> (bytes, call)
     import torch
-    # Half of what is free
+    # half of what is free
     n = 2**25 if kind == "cpu" else min(2**28, torch.cuda.mem_get_info()[0]//4//6)
     a, b, c = (torch.full((n,), 1., device=kind) for _ in range(3))
     return {"read": (4*n, partial(torch.sum, a)), "copy": (8*n, partial(a.copy_, b)),
@@ -197,17 +197,17 @@ def _measure(kind:str, seconds:float)->Device:
                   f"measured: {_chip(kind)}", remark, best["empty"]/_CALLS)
 
 # %% ../../nbs/02_accounting/02c_hardware.ipynb #d97c7b57
-def threads_here()->int: # What the environment says, else all cores that this process may use
-    "How many threads this process shall have."
+def threads_here()->int: # From the environment, otherwise all cores that this process may use
+    "Return the number of threads that this process should use."
     found = re.match(r"[1-9]\d*", os.environ.get("OMP_NUM_THREADS", ""))
     return int(found[0]) if found else cores()
 
 # %% ../../nbs/02_accounting/02c_hardware.ipynb #86418fec
 def measure_device(
-    seconds:float=2.0,   # About how long to measure; getting ready takes about as long again
-    kind:str|None=None,  # `cpu` or `cuda`; none for the GPU where there is one
-)->Device: # Called `this`; its remark says what gave each number
-    "Peak rates, bandwidth, overhead and memory of the machine at hand."
+    seconds:float=2.0,   # Approximate time to measure; preparation takes about as long again
+    kind:str|None=None,  # `cpu` or `cuda`; default: the GPU if there is one
+)->Device: # A device called `this`, whose remark says how each number was measured
+    "Measure peak rates, bandwidth, overhead and memory of this machine."
     positive("measure_device: seconds", seconds)
     import torch
     if kind is None: kind = "cuda" if torch.cuda.is_available() else "cpu"
@@ -216,99 +216,100 @@ def measure_device(
         raise ValueError("measure_device: kind = 'cuda', but torch finds no GPU here: expected "
                          "'cpu'")
     precision = torch.get_float32_matmul_precision()
-    # Else a GPU may take TF32 and call it float32
+    # otherwise a GPU may use TF32 and call it float32
     torch.set_float32_matmul_precision("highest")
     try: return _measure(kind, seconds)
     finally: torch.set_float32_matmul_precision(precision)
 
 # %% ../../nbs/02_accounting/02c_hardware.ipynb #9ef5fb64
 def mfu(
-    flops:float,         # That the model needs
-    seconds:float,       # That they took
-    device:Device|str,   # Where, as a device or its name
+    flops:float,         # FLOPs that the model needs
+    seconds:float,       # Seconds that they took
+    device:Device|str,   # The device, or its name
     dtype:str="bfloat16", # Number type of the products
-)->float: # Share of the peak
-    "Model FLOPs utilization."
+)->float: # Share of the peak rate
+    "Compute the model FLOPs utilization."
     for what,value in (("flops", flops), ("seconds", seconds)): positive(f"mfu: {what}", value)
     return flops/(seconds*device_of(device).peak(dtype))
 
 # %% ../../nbs/02_accounting/02c_hardware.ipynb #0246c37b
 def mbu(
-    nbytes:float,      # That must be read and written
-    seconds:float,     # That it took
-    device:Device|str, # Where, as a device or its name
+    nbytes:float,      # Bytes that must be read and written
+    seconds:float,     # Seconds that it took
+    device:Device|str, # The device, or its name
 )->float: # Share of the bandwidth
-    "Memory bandwidth utilization."
+    "Compute the memory bandwidth utilization."
     for what,value in (("bytes", nbytes), ("seconds", seconds)): positive(f"mbu: {what}", value)
     return nbytes/(seconds*device_of(device).bytes_per_s)
 
 # %% ../../nbs/02_accounting/02c_hardware.ipynb #5c6a9bf0
 @dataclass(frozen=True)
 class Operation:
-    "FLOPs, and the bytes that move if each operand is read once and each result written once."
-    name:str  # What it does
-    flops:int # Of all its arithmetic
-    bytes:int # Read and written
+    """The cost of an operation: FLOPs, and the bytes that move if each operand is read once and
+    each result is written once."""
+    name:str  # Name of the operation
+    flops:int # FLOPs of all its arithmetic
+    bytes:int # Bytes read and written
 
     @property
     def intensity(self)->float: # FLOPs per byte
         return self.flops/self.bytes
 
     def seconds(self, device:Device|str, dtype:str)->float:
-        """No program is faster on this device, if the operands come from its memory and not from a
-        cache."""
+        """Return the shortest possible time on a device, in seconds, if the operands come from its
+        memory and not from a cache."""
         device = device_of(device)
         return max(self.flops/device.peak(dtype), self.bytes/device.bytes_per_s)
 
 # %% ../../nbs/02_accounting/02c_hardware.ipynb #07500912
 def matmul_cost(m:int, k:int, n:int, dtype:str="bfloat16"
 )->Operation: # Rows of the first, rows and columns of the second matrix
-    "The product of an m x k matrix with a k x n one."
+    "Compute the cost of the product of an m x k and a k x n matrix."
     return cost_of("matmul", 2*m*k*n, m*k + k*n + m*n, dtype, m=m, k=k, n=n)
 
 def add_cost(n:int, dtype:str="bfloat16")->Operation: # Numbers in each array
-    "The sum of two arrays of n numbers."
+    "Compute the cost of adding two arrays of n numbers."
     return cost_of("add", n, 3*n, dtype, n=n)
 
 def silu_cost(n:int, dtype:str="bfloat16")->Operation: # Numbers
-    "SiLU of n numbers."
+    "Compute the cost of SiLU of n numbers."
     return cost_of("silu", 3*n, 2*n, dtype, n=n)
 
 # %% ../../nbs/02_accounting/02c_hardware.ipynb #d71a9c2d
 def rmsnorm_cost(rows:int, width:int, dtype:str="bfloat16")->Operation: # Rows, and numbers in each
-    "RMSNorm of rows of numbers, in one pass."
+    "Compute the cost of RMSNorm of rows, in one pass."
     sizes = dict(rows=rows, width=width)
     return cost_of("rmsnorm", rows*(4*width + 3), 2*rows*width + width, dtype, **sizes)
 
 def softmax_cost(rows:int, width:int, dtype:str="bfloat16")->Operation: # Rows, and numbers in each
-    "Softmax of rows of numbers, in one pass."
+    "Compute the cost of softmax of rows, in one pass."
     return cost_of("softmax", rows*(4*width - 1), 2*rows*width, dtype, rows=rows, width=width)
 
 def embedding_cost(tokens:int, width:int, dtype:str="bfloat16"
 )->Operation: # Ids, and numbers in a row of the table
-    "Rows of a table, looked up by ids of 8 bytes."
+    "Compute the cost of looking up rows of a table by ids of 8 bytes."
     return cost_of("embedding", 0, 2*tokens*width, dtype, 8*tokens, tokens=tokens, width=width)
 
 # %% ../../nbs/02_accounting/02c_hardware.ipynb #4b7a63b7
 def adamw_cost(parameters:int, dtype:str="float32"
-)->Operation: # Of the model; type of weights, gradients and moments
-    "A step of AdamW, in one pass."
+)->Operation: # For a number of parameters, and the type of weights, gradients and moments
+    "Compute the cost of a step of AdamW, in one pass."
     positive("adamw: parameters", parameters, numbers.Integral)
     return cost_of("adamw", adamw_flops(parameters), 7*parameters, dtype)
 
 # %% ../../nbs/02_accounting/02c_hardware.ipynb #20c272ae
 def cost_of(name:str, flops:int, moved:int, dtype:str, more_bytes:int=0, **sizes:int
-)->Operation: # `ValueError` for sizes that make no sense
+)->Operation: # Raises `ValueError` for sizes that make no sense
     for what,size in sizes.items(): positive(f"{name}: {what}", size, numbers.Integral)
     return Operation(name, flops, moved*dtype_bytes(dtype) + more_bytes)
 
 # %% ../../nbs/02_accounting/02c_hardware.ipynb #329c1dff
 def roofline(
-    device:Device|str, # Whose roof
-    dtype:str,         # For the flat part
+    device:Device|str, # The device, or its name
+    dtype:str,         # Number type whose peak is the flat part of the roof
     points:dict,       # Label to (intensity in FLOPs/byte, measured FLOP/s)
 ):                     # The axes
-    "The limits of a device, and what was measured under them."
+    "Plot the limits of a device, and measurements below them."
     device = device_of(device)
     fig, ax = figure(width=7, height=4)
     at = [x for x,_ in points.values()] + [device.ridge(dtype)]
@@ -333,10 +334,10 @@ def roofline(
 # %% ../../nbs/02_accounting/02c_hardware.ipynb #b5a6f22d
 @dataclass(frozen=True)
 class Waves:
-    "How a product is spread over the multiprocessors of a GPU."
-    tiles:int    # Of the result
+    "How a product is distributed over the multiprocessors of a GPU."
+    tiles:int    # Number of tiles of the result
     waves:int    # Rounds in which each multiprocessor takes one tile
-    useful:float # Share of the work that ends up in the result
+    useful:float # Share of the work that is part of the result
 
 def tile_waves(
     m:int,               # Rows of the result
@@ -344,7 +345,7 @@ def tile_waves(
     tile:tuple=(256, 128), # Rows and columns of a tile
     processors:int=108,  # Multiprocessors, by default those of an A100
 )->Waves:
-    "Tiles and waves of an m x n product, one tile for a multiprocessor at a time."
+    "Count tiles and waves of an m x n product, one tile per multiprocessor at a time."
     sizes = dict(m=m, n=n, tile_rows=tile[0], tile_columns=tile[1], processors=processors)
     for what,size in sizes.items(): positive(f"tile_waves: {what}", size, numbers.Integral)
     tiles = math.ceil(m/tile[0])*math.ceil(n/tile[1])

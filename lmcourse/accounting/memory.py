@@ -92,17 +92,18 @@ def _always(c:ModelConfig, tokens:int, optimizer:str, device:str
 def training_phases(
     config:ModelConfig,       # Sizes and variant
     batch_size:int,           # Sequences computed at a time, B
-    context_length:int|None=None, # Tokens of each, T: none for the config's
-    # Of the matrix products: `float32`, or `bfloat16` or `float16` by autocast
+    context_length:int|None=None, # Tokens of each, T; default: the config's
+    # Number format of matrix products: `float32`, or `bfloat16` or `float16` by autocast
     dtype:str="float32",
     attention:str="fused",    # `fused`, or `explicit`
-    recompute:bool=False,     # Whether blocks keep only their inputs
+    recompute:bool=False,     # Whether blocks save only their inputs
     logits:bool=False,        # Whether the loss is computed from all logits at once
     optimizer:str="adamw",    # `adamw`, or `muon` for the matrices of blocks
-    grad_accum_steps:int=1,   # Batches whose gradients are added up for a step of the optimizer
+    grad_accum_steps:int=1,   # Number of batches whose gradients are added up for a step
     device:str="cpu",         # `cpu`; or `cuda`: larger parts of the loss, a fused optimizer
-)->list: # A dict for each phase, in order: its name as `phase`, and bytes by what they are for
-    "What is alive in a training step, phase by phase; weights, gradients and moments in float32."
+)->list: # A dict per phase, in order: its name as `phase`, and bytes by purpose
+    """Predict the memory in use in a training step, phase by phase.
+    Weights, gradients and moments are float32."""
     c, k = config, whole_number("grad_accum_steps", grad_accum_steps)
     r, first, blocks, after = step_operations(c, batch_size, context_length, dtype, attention,
                                               logits, device)
@@ -121,8 +122,8 @@ def training_phases(
 def peak_phase(
     config:ModelConfig,           # Sizes and variant
     batch_size:int,               # Sequences computed at a time, B
-    context_length:int|None=None, # Tokens of each, T: none for the config's
-    **how:Any,                    # As for `training_phases`
+    context_length:int|None=None, # Tokens of each, T; default: the config's
+    **how:Any,                    # Settings as for `training_phases`
 )->dict: # One of the dicts of `training_phases`
     "The phase in which the most memory is alive."
     live = lambda phase: sum(n for part,n in phase.items() if part != "phase")
@@ -130,19 +131,19 @@ def peak_phase(
 
 def training_bytes(config:ModelConfig, batch_size:int, context_length:int|None=None, **how:Any
 )->dict:
-    "What a training step needs, in bytes by what they are for: `peak_phase` without its name."
+    "Predict the peak memory of a training step, in bytes by purpose."
     peak = peak_phase(config, batch_size, context_length, **how)
     return {part: n for part,n in peak.items() if part != "phase"}
 
 # %% ../../nbs/02_accounting/02h_memory.ipynb #54b1ae8e
 def largest_batch(
     config:ModelConfig,           # Sizes and variant
-    memory_bytes:int,             # Of the card
-    context_length:int|None=None, # Tokens of a sequence: none for the config's
-    **how:Any,                    # As for `training_bytes`
-)->int: # Sequences; 0 if not even one fits
-    """The largest batch whose training step needs no more than `memory_bytes`.
-    `ValueError` if that is not above 0."""
+    memory_bytes:int,             # Memory of the GPU, in bytes
+    context_length:int|None=None, # Tokens of a sequence; default: the config's
+    **how:Any,                    # Settings as for `training_bytes`
+)->int: # Number of sequences; 0 if not even one fits
+    """Find the largest batch whose training step fits into `memory_bytes`.
+    Raises `ValueError` if that is not above 0."""
     if not 0 < memory_bytes < math.inf:
         raise ValueError(f"memory_bytes = {memory_bytes}, expected more than 0")
     fits = lambda batch: sum(training_bytes(config, batch, context_length,
@@ -162,7 +163,7 @@ class MemoryTimeline:
         for t in tensors: self.see(t)
 
     def see(self, tensor:Any):
-        "Count its storage, from now until it dies."
+        "Count a tensor's storage from now until it is freed."
         storage = tensor.untyped_storage()
         key, size = storage._cdata, storage.nbytes()
         if key not in self._known:
@@ -174,7 +175,7 @@ class MemoryTimeline:
         self.live -= size
 
     def phase(self, name:str): # For example `forward`
-        "What comes from here on."
+        "Begin a new phase."
         self.phases.append((len(self.history), name))
 
     def __enter__(self):
@@ -200,13 +201,13 @@ class MemoryTimeline:
 def kv_cache_bytes(
     config:ModelConfig,     # Sizes and variant
     batch_size:int,         # Sequences, B
-    context_length:int|None=None, # Tokens that each has so far: none for the config's context
-    dtype:str="float32",    # Of the keys and values
+    context_length:int|None=None, # Tokens that each has so far; default: the config's context
+    dtype:str="float32",    # Number format of the keys and values
 )->int:
-    """Memory of the keys and values of all layers.
-    `ValueError` for sizes and words that make no sense."""
+    """Compute the memory of the keys and values of all layers.
+    Raises `ValueError` for sizes and words that make no sense."""
     T = checked_length(config, batch_size, context_length)
     c, seen = config, min(T, config.window or T)
     entry = 2*c.kv_heads*c.head_size
-    if c.kv_lora_rank: entry = c.kv_lora_rank + c.qk_rope_head_dim # Shared by all heads
+    if c.kv_lora_rank: entry = c.kv_lora_rank + c.qk_rope_head_dim # shared by all heads
     return c.num_layers*int(batch_size)*seen*entry*dtype_bytes(dtype)

@@ -15,18 +15,18 @@ from ..tools.show import Table
 # %% ../../nbs/02_accounting/02f_parameters.ipynb #77008569
 @dataclass(frozen=True)
 class ParameterCount:
-    "How many numbers a model learns, in the four senses of the question."
-    stored:int        # All names of a `state_dict`; a tied head counts under both of its names
+    "The number of parameters of a model, counted in several ways."
+    stored:int        # All entries of a `state_dict`; a tied head counts under both of its names
     unique:int        # Each tensor once
-    non_embedding:int # Unique ones without the input's tables (tokens, learned positions)
+    non_embedding:int # Unique parameters without the input tables (tokens, learned positions)
     matmul:int        # Entries of the matrices that each token is multiplied with
-    active:int        # Unique ones without the experts that a token does not go to
+    active:int        # Unique parameters without the experts that a token does not use
 
 # %% ../../nbs/02_accounting/02f_parameters.ipynb #52cfbc5a
 def parameter_parts(
     config:ModelConfig, # Sizes and variant
-)->dict: # Part to the number of its parameters in the whole model
-    "The unique parameters by formula."
+)->dict: # Part of the model to its number of parameters
+    "Count the unique parameters by formula."
     c = config
     D, L, rows = c.d_model, c.num_layers, c.head_size*(c.num_heads + 2*c.kv_heads)
     norm = 0 if c.norm == "none" else 2*D if c.norm == "layernorm" and c.bias else D
@@ -43,18 +43,18 @@ def parameter_parts(
         parts |= {"experts": moe*c.expert_count*expert_numbers(c),
                   "shared experts": moe*c.num_shared_experts*expert_numbers(c),
                   "router": moe*c.expert_count*(D + (c.router_bias_rate > 0))}
-    # The last norm stands after the last block, unless that ends in a norm
+    # a final norm follows the last block, unless each block ends in a norm
     return parts | {"norms": norm*(2*L + (c.norm_position != "post")),
                     "head": c.vocab_size*D*(not c.tie_embeddings)}
 
 # %% ../../nbs/02_accounting/02f_parameters.ipynb #add170bf
-def expert_layers(c:ModelConfig)->int: # Layers with experts
+def expert_layers(c:ModelConfig)->int: # Number of layers with experts
     return max(0, c.num_layers - c.first_dense_layers) if c.num_experts else 0
 
-def expert_numbers(c:ModelConfig)->int: # Of one expert
+def expert_numbers(c:ModelConfig)->int: # Number of parameters of one expert
     return c.ffn_kind.matrices*c.d_model*c.expert_size
 
-def attention_numbers(c:ModelConfig)->int: # Entries of the matrices of an attention layer
+def attention_numbers(c:ModelConfig)->int: # Number of entries of an attention layer's matrices
     H, D = c.num_heads, c.d_model
     if not c.kv_lora_rank: return 2*D*c.head_size*(H + c.kv_heads)
     query = H*(c.qk_nope_head_dim + c.qk_rope_head_dim)
@@ -64,13 +64,13 @@ def attention_numbers(c:ModelConfig)->int: # Entries of the matrices of an atten
             + H*c.v_head_dim*D)
 
 # %% ../../nbs/02_accounting/02f_parameters.ipynb #8a68bff2
-# Names of input tables in this course, in GPT-2 and in Llama
+# names of input tables in this course, in GPT-2 and in Llama
 _LOOKED_UP = re.compile(r"(^|\.)(\w*embed\w*|wte|wpe)\.")
 
-# Matrices of experts, one above the other
+# matrices of experts, stacked
 _STACKED = re.compile(r"(^|\.)experts\.w[123]$")
 
-def _named(model)->list: # (name, tensor), a tensor with two names twice
+def _named(model)->list: # Pairs (name, tensor); a tensor with two names comes twice
     if isinstance(model, dict): return list(model.items())
     if hasattr(model, "named_parameters"):
         return list(model.named_parameters(remove_duplicate=False))
@@ -89,18 +89,18 @@ def _size(tensor)->int:
 
 # %% ../../nbs/02_accounting/02f_parameters.ipynb #105e6f0b
 def count_parameters(
-    # `ModelConfig`, for the formula; or a torch module or a dict of name to array, for the count (a
-    # tied head in it under its own name)
+    # A `ModelConfig`, for the formula; or a torch module or a dict from name to array, for the
+    # count (with a tied head under its own name)
     model:Any,
 )->ParameterCount:
-    "How many numbers a model learns. `TypeError` for anything else."
+    "Count the parameters of a model. Raises `TypeError` for anything else."
     if isinstance(model, ModelConfig): return _by_formula(model)
     named = _named(model)
     once = {id(t): _size(t) for _,t in named}
     looked_up = [name for name,_ in named if _LOOKED_UP.search(name)] + _torch_tables(model)
     tables = {id(t) for name,t in named if name in looked_up}
     multiplied = {id(t) for name,t in named if len(t.shape) > 1 and name not in looked_up}
-    # Of each stack of experts, those that a token does not go to
+    # in each stack of experts, those that a token does not use
     c:Any = getattr(model, "config", None)
     share = 1 - c.num_experts_per_tok/c.num_experts if getattr(c, "num_experts", None) else 0
     idle = round(share*sum(_size(t) for name,t in named if _STACKED.search(name)))
@@ -121,11 +121,11 @@ def _by_formula(c:ModelConfig)->ParameterCount:
 
 # %% ../../nbs/02_accounting/02f_parameters.ipynb #4f810ee2
 def parameter_table(
-    model:Any, # Any torch module, or a dict of name to array; layers that are alike share a row
-    # A row for each name: the shape, how many there are, and their parameters together; the last
-    # row is the sum
+    model:Any, # Any torch module, or a dict from name to array; equal layers share a row
+    # One row per name, with the shape, the number of such tensors and their parameters together;
+    # the last row is the sum
 )->Table:
-    "Where the parameters are."
+    "Show where the parameters are."
     rows, seen = {}, set()
     for name,p in _named(model):
         name, shape = re.sub(r"\.\d+(?=\.|$)", ".*", name), " × ".join(map(str, p.shape))
@@ -141,10 +141,10 @@ def parameter_table(
 # %% ../../nbs/02_accounting/02f_parameters.ipynb #aac40acf
 def parameter_tree(
     model:Any, # As for `parameter_table`
-    # A row for each part, indented below what it is a part of; a shared tensor counts where it
-    # comes first
+    # One row per part, indented below the module that contains it; a shared tensor counts where
+    # it comes first
 )->Table:
-    "How the parameters add up."
+    "Show how the parameters add up."
     *rows, total = parameter_table(model).rows
     parts = ([(1, "all", total["parameters"])]
              + list(_branches([(r["parameter"].replace(".*", "[*]").split("."), r["parameters"])

@@ -13,19 +13,19 @@ from ..tools.config import unknown
 
 # %% ../../nbs/02_accounting/02a_tensors.ipynb #bb52abcd
 def storage_bytes(
-    tensors:Any, # Torch tensors, any number, of any type and on any device
+    tensors:Any, # Any number of torch tensors, of any type and on any device
 )->int: # Bytes of their storages, each counted once
-    "How much memory these tensors keep alive; on the meta device, how much they would."
+    "Return how much memory tensors keep alive; on the meta device, how much they would."
     storages = [t.untyped_storage() for t in tensors]
     return sum({s._cdata: s.nbytes() for s in storages}.values())
 
 # %% ../../nbs/02_accounting/02a_tensors.ipynb #b406c118
 @dataclass(frozen=True)
 class FloatFormat:
-    "A binary floating-point format. IEEE 754-2019, section 3.4."
-    name:str           # As torch calls it
-    exponent_bits:int  # How many
-    mantissa_bits:int  # How many are stored; the leading 1 is not
+    "A binary floating-point format. Source: IEEE 754-2019, section 3.4."
+    name:str           # Torch's name of the format
+    exponent_bits:int  # Number of exponent bits
+    mantissa_bits:int  # Number of stored mantissa bits; the leading 1 is not stored
     # Whether the largest exponent means infinity and NaN; otherwise only the last pattern is NaN
     infinity:bool=True
 
@@ -37,7 +37,7 @@ class FloatFormat:
     def bias(self)->int: return 2**(self.exponent_bits - 1) - 1
 
     def decode(self, pattern:int)->float: # A number, an infinity or NaN
-        "What a bit pattern, read as a whole number, means."
+        "Return the value of a bit pattern, which is given as an integer."
         if not 0 <= pattern < 2**self.bits:
             raise ValueError(f"{self.name}: pattern {pattern}, expected 0 to {2**self.bits - 1}")
         sign, rest = divmod(pattern, 2**(self.bits - 1))
@@ -57,18 +57,18 @@ FLOAT_FORMATS = {f.name: f for f in (FloatFormat("float64", 11, 52), FloatFormat
 def dtype_bytes(
     name:str, # `float32`, `bfloat16` and so on, `float8` in either form, or `int8`
 )->int:
-    "Bytes of a number. `ValueError` for a type that is not known."
+    "Return the bytes of a number. Raises `ValueError` for an unknown type."
     known = {f.name: f.bytes for f in FLOAT_FORMATS.values()} | dict(float8=1, int8=1)
     if name not in known: raise unknown("dtype", name, known)
     return known[name]
 
 def whole_number(
-    name:str,    # Of what is checked, for the message
-    n:Any,       # An integer of Python or NumPy
-    least:int=1, # The smallest that will do
+    name:str,    # Name of the number, for the message
+    n:Any,       # A Python or NumPy integer
+    least:int=1, # Smallest allowed value
 )->int:
-    """`n` as a Python integer.
-    `TypeError` unless it is one, `ValueError` unless it is at least `least`."""
+    """Check a number and return it as a Python integer.
+    Raises `TypeError` unless it is an integer, and `ValueError` if it is below `least`."""
     try: value = operator.index(n)
     except TypeError: value = None
     if value is None or isinstance(n, bool):

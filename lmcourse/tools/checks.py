@@ -14,8 +14,8 @@ from collections.abc import Callable
 # %% ../../nbs/00_tools/00a_checks.ipynb #ad16d44e
 def _array(
     x,  # NumPy array or scalar, torch tensor, Python number
-    # The values as an array (floats in float64), and the name of their dtype; `int` or the like for
-    # a Python number
+    # The values as an array (floats in float64), and the name of their dtype (for a Python number,
+    # `int` and so on)
 )->tuple:
     if hasattr(x, "detach"):
         values = x.detach().cpu()
@@ -27,7 +27,7 @@ def _array(
             else values, name)
 
 def _same_dtype(a:str, b:str
-)->bool: # A Python number has no size of its own: a float fits every float type
+)->bool: # A Python number has no size: a float fits every float type
     python = {"bool", "int", "float", "complex"}
     # bfloat16 is a float, uint16 an int
     stem = lambda name: name.removeprefix("b").removeprefix("u").rstrip("0123456789")
@@ -44,7 +44,7 @@ def _compare(actual, expected, rtol:float, atol:float, place:str):
         with np.errstate(invalid="ignore", over="ignore"):
             error, allowed = abs(a - e), atol + rtol*abs(e)
             close = close | np.isfinite(e) & (error <= allowed)
-            # How often over the allowance
+            # error in units of the allowed error
             score = np.where(close, 0, np.nan_to_num(error/np.maximum(allowed, 1e-300), nan=np.inf))
     else: score = ~close
     if np.all(close): return
@@ -57,16 +57,16 @@ def _compare(actual, expected, rtol:float, atol:float, place:str):
 
 # %% ../../nbs/00_tools/00a_checks.ipynb #776157cc
 def check_close(
-    # What was computed: array, tensor, number, text, `None`, or lists, tuples and dicts of those
+    # The result: array, tensor, number, text, `None`, or lists, tuples and dicts of those
     actual:Any,
-    # What it should be, of the same form; NumPy arrays and torch tensors may be mixed
+    # The expected result, in the same form; NumPy arrays and torch tensors may be mixed
     expected:Any,
-    rtol:float=1e-5, # Allowed error in units of the expected value
-    atol:float=1e-8, # Allowed error besides, in units of the values themselves
-    name:str="",     # What is compared, for the message
+    rtol:float=1e-5, # Allowed relative error
+    atol:float=1e-8, # Allowed absolute error, in addition
+    name:str="",     # Name of the result, for the message
 ):
-    """`AssertionError` unless shape, dtype and values agree.
-    Nothing is broadcast, NaN agrees with nothing."""
+    """Check that shape, dtype and values agree; raises `AssertionError` if they don't.
+    Nothing is broadcast, and NaN agrees with nothing."""
     place = f"{name}: " if name else ""
     if isinstance(expected, dict) or isinstance(actual, dict):
         if not (isinstance(expected, dict) and isinstance(actual, dict)):
@@ -94,11 +94,11 @@ def _kinds(actual, expected)->str:
 # %% ../../nbs/00_tools/00a_checks.ipynb #157ae979
 @contextmanager
 def expect_error(
-    kind:type,    # The exception that must come
-    words:str="", # What its message must contain
+    kind:type,    # Type of the exception that must be raised
+    words:str="", # Text that its message must contain
 ):
-    """Context manager: `AssertionError` if nothing is raised or the message lacks `words`; an error
-    of another kind passes through."""
+    """Check that a block raises an error; errors of other types pass through.
+    Raises `AssertionError` if the block raises nothing or the message lacks `words`."""
     if not (isinstance(kind, type) and issubclass(kind, BaseException)):
         raise TypeError(f"expect_error: {kind!r} is not an exception type")
     try: yield
@@ -110,15 +110,15 @@ def expect_error(
 # %% ../../nbs/00_tools/00a_checks.ipynb #8b8374d7
 def gradcheck(
     f:Callable,      # Takes the inputs as separate arguments, returns one number
-    inputs:Any,      # Where to check: a float64 array, or a tuple of them
-    # The derivatives of `f` by each input, of the inputs' shapes: an array or a tuple of them
+    inputs:Any,      # Point at which to check: a float64 array, or a tuple of arrays
+    # Derivatives of `f` with respect to each input, in the inputs' shapes: an array or a tuple
     grads:Any,
     eps:float=1e-6,  # Step of the central difference, in units of the inputs
-    rtol:float=1e-5, # Allowed error in units of the numeric derivative
-    atol:float=1e-7, # Allowed error besides, in units of the derivative
+    rtol:float=1e-5, # Allowed relative error
+    atol:float=1e-7, # Allowed absolute error, in addition
 ):
-    """`AssertionError` with the worst input and element unless `grads` agree with central
-    differences. The arrays are not changed."""
+    """Compare gradients with central differences. The arrays are not changed.
+    Raises `AssertionError`, with the worst input and element, if they disagree."""
     xs, gs = (tuple(v) if isinstance(v, (tuple, list)) else (v,) for v in (inputs, grads))
     if len(xs) != len(gs): raise ValueError(f"gradcheck: {len(xs)} inputs, but {len(gs)} gradients")
     for i,x in enumerate(xs):

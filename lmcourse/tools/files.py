@@ -17,8 +17,8 @@ from typing import IO, Any
 def sync(
     path:str|Path, # A file, or a folder for the names in it
 ):
-    "Return only when it is on the disk, and not just in the memory of the operating system."
-    if os.name == "nt" and os.path.isdir(path): return            # Windows opens no folders
+    "Wait until a file is on the disk, and not just in the memory of the operating system."
+    if os.name == "nt" and os.path.isdir(path): return            # Windows can't open folders
     handle = os.open(path, os.O_RDWR if os.name == "nt" else os.O_RDONLY)
     try: os.fsync(handle)
     finally: os.close(handle)
@@ -27,34 +27,34 @@ def sync(
 @contextmanager
 def atomic_write(
     path:str|Path,      # A file, or a folder that is new or empty
-    durable:bool=False, # Whether to end only when it is on the disk
-    alone:bool=True,    # Whether no other process writes it now; if one does, the last one wins
-)->Iterator[Path]: # Where the block writes it
-    "Put a file or a folder in its place once it is whole. After an error all is as it was before."
+    durable:bool=False, # Whether to wait until it is on the disk
+    alone:bool=True,    # Whether no other process writes it now; otherwise the last one wins
+)->Iterator[Path]: # Path that the block writes to
+    "Put a file or folder in place once it is complete. After an error nothing has changed."
     path = Path(path)
     part = path.with_name(path.name + (".tmp" if alone else f".{os.getpid()}.tmp"))
-    remove(part)                                            # A process that was killed left it
+    remove(part)                                            # left by a process that was killed
     try:
         yield part
         if durable:
             for p in (*part.rglob("*"), part): sync(p)
-        if part.is_dir() and path.is_dir(): path.rmdir()    # Windows replaces no folder
+        if part.is_dir() and path.is_dir(): path.rmdir()    # Windows can't replace a folder
         os.replace(part, path)
     finally: remove(part)
     if durable: sync(path.parent)
 
 def remove(
-    path:Path, # A file, a folder with all that is in it, or nothing
+    path:Path, # A file, a folder with everything in it, or nothing
 ):
-    "Remove what is there."
+    "Remove a file or folder if it exists."
     if path.is_dir(): shutil.rmtree(path, ignore_errors=True)
     else: path.unlink(missing_ok=True)
 
 # %% ../../nbs/00_tools/00b_files.ipynb #9b4f9165
 def lock_file(
-    file:IO, # An open file; it stays locked until it is closed
+    file:IO, # An open file, which stays locked until it is closed
 ):
-    "Lock a file for this process. `BlockingIOError` if another one has it."
+    "Lock a file for this process. Raises `BlockingIOError` if another process has locked it."
     try: import fcntl
     except ImportError: return          # Windows
     try: fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -63,26 +63,26 @@ def lock_file(
 
 # %% ../../nbs/00_tools/00b_files.ipynb #bbfd5048
 def write_text(
-    path:str|Path, # Its folder must be there
-    text:str,      # With `\n` at the ends of lines on every system
+    path:str|Path, # Path in an existing folder
+    text:str,      # The text, with `\n` at the ends of lines on every system
     durable:bool=False, alone:bool=True, # As for `atomic_write`
 ):
-    "Write a text file whole or not at all."
+    "Write a text file completely or not at all."
     with atomic_write(path, durable, alone) as part:
         part.write_text(text, encoding="utf-8", newline="\n")
 
 def write_json(
     path:str|Path,     # As for `write_text`
-    values:Any,        # What JSON can hold
-    indent:int|None=2, # Spaces of a level; everything in one line if none
+    values:Any,        # Values that JSON can hold
+    indent:int|None=2, # Spaces per level; `None` writes everything in one line
     alone:bool=True,   # As for `atomic_write`
     **more:Any,        # As for `json.dumps`
 ):
-    "Write values as a JSON file whole or not at all."
+    "Write values as a JSON file, completely or not at all."
     write_text(path, json.dumps(values, indent=indent, **more) + "\n", alone=alone)
 
 # %% ../../nbs/00_tools/00b_files.ipynb #488bd747
-def _once(pairs:list)->dict: # An object of these keys and values
+def _once(pairs:list)->dict: # A dict of these pairs; raises an error for a repeated key
     if len(known := dict(pairs)) == len(pairs): return known
     keys = [key for key,_ in pairs]
     raise ValueError(f"{next(key for key in known if keys.count(key) > 1)!r} stands there twice")
@@ -90,9 +90,10 @@ def _once(pairs:list)->dict: # An object of these keys and values
 # %% ../../nbs/00_tools/00b_files.ipynb #7c85028c
 def read_json(
     path:str|Path,  # A file
-    kind:type=dict, # Of what it holds: `dict` or `list`
-)->Any: # One of `kind`
-    "What a JSON file holds. `FileNotFoundError`, or `ValueError` with the file's name and line."
+    kind:type=dict, # Expected type of the content: `dict` or `list`
+)->Any: # The content
+    """Read a JSON file.
+    Raises `FileNotFoundError`, or `ValueError` with the name and line of an invalid file."""
     try: values = json.loads(Path(path).read_text(encoding="utf-8"), object_pairs_hook=_once)
     except FileNotFoundError: raise FileNotFoundError(f"{path}: no such file") from None
     except UnicodeDecodeError as e:
@@ -107,14 +108,14 @@ def read_json(
 def file_digest(
     path:str|Path, # A file
 )->str: # 64 hexadecimal digits
-    "The SHA-256 of a file's bytes, which are never in memory all at once."
+    "Compute the SHA-256 of a file's bytes without reading them all into memory at once."
     with open(path, "rb") as f: return hashlib.file_digest(f, "sha256").hexdigest()
 
 def file_digests(
-    folder:str|Path, # What the names are relative to
-    outputs:tuple,   # Files in it, and folders, which stand for all files in them
+    folder:str|Path, # Folder that the names are relative to
+    outputs:tuple,   # Names of files, and of folders with all their files
 )->dict: # Path to digest
-    "What every file holds. `FileNotFoundError` for an output that isn't there."
+    "Compute the digest of every file. Raises `FileNotFoundError` for one that is missing."
     found = {}
     for name in outputs:
         path = Path(folder)/name
@@ -124,9 +125,9 @@ def file_digests(
     return found
 
 def json_digest(
-    values:Any,    # What JSON can hold
-    digits:int=16, # How many are enough to tell the values at hand apart
+    values:Any,    # Values that JSON can hold
+    digits:int=16, # Number of digits, enough to tell the values at hand apart
 )->str: # Hexadecimal digits
-    "The same for equal values, in whatever order keys come."
+    "Compute a digest that is the same for equal values, whatever the order of keys."
     text = json.dumps(values, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:digits]

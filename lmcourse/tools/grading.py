@@ -33,10 +33,10 @@ def _text(value)->str: # By `repr`, but for arrays, also inside lists, tuples an
 
 # %% ../../nbs/00_tools/00i_grading.ipynb #e948ae9e
 def short(
-    value:Any,    # Anything
-    most:int=100, # Characters of it that are shown
+    value:Any,    # Any value
+    most:int=100, # Largest number of characters to show
 )->str: # One line
-    "A value in few words: arrays and tensors by type and shape, long text cut in the middle."
+    "Describe a value briefly: arrays and tensors by type and shape, long text shortened."
     try: text = re.sub(r"\s*\n\s*", " ", _text(value))
     except Exception: text = (
         f"a {type(value).__name__}")        # Its own `repr` fails, or it holds itself
@@ -45,7 +45,7 @@ def short(
 def short_args(
     args:tuple, # Arguments of a call
 )->str: # One line, in brackets
-    "Arguments in few words, each by itself."
+    "Describe arguments briefly, one by one."
     return f"({', '.join(map(short, args))})"
 
 # %% ../../nbs/00_tools/00i_grading.ipynb #5876d3c7
@@ -63,14 +63,14 @@ def _unchanged(a, b)->bool:
 
 # %% ../../nbs/00_tools/00i_grading.ipynb #3e3a0d3f
 def run_answer(
-    f:Any,     # What should be a function
-    *args:Any, # Its arguments; it gets copies of them
-    # What the message says of the call: a text such as "for x = 2: ", or other arguments; by
+    f:Any,     # The reader's answer, which should be a function
+    *args:Any, # Arguments, of which it gets copies
+    # Description of the call in messages: a text such as "for x = 2: ", or other arguments; by
     # default `args`
     shown:str|tuple|None=None
-): # What `f` gives
-    """Call what a reader wrote.
-    `AssertionError` if it is no function, raises or exits, or changes its arguments."""
+): # The result of `f`
+    """Call a function that a reader wrote.
+    Raises `AssertionError` if it is not a function, fails, exits or changes its arguments."""
     if not callable(f): raise AssertionError(f"expected a function, got {short(f)}")
     where = (shown if isinstance(shown, str)
              else f"for {short_args(args if shown is None else shown)}: ")
@@ -85,7 +85,7 @@ def run_answer(
     raise AssertionError(f"{where}your code changed its {how}")
 
 # %% ../../nbs/00_tools/00i_grading.ipynb #b62e3f77
-def _number(value)->int|float|None: # As Python has it; `None` for what is no number
+def _number(value)->int|float|None: # A Python number; `None` for anything else
     if _is_array(value) and tuple(value.shape) == (): value = value.item()
     if isinstance(value, bool) or not isinstance(value, Real) or value != value: return None
     return int(value) if isinstance(value, Integral) else float(value)
@@ -100,16 +100,15 @@ def _check_keys(answer, right:dict):
 
 # %% ../../nbs/00_tools/00i_grading.ipynb #96ab7b58
 def check_numbers(
-    answer:Any,   # What should be a dict with the keys of `right`, each with a number
+    answer:Any,   # The reader's answer, which should be a dict of numbers with the keys of `right`
     right:dict,   # Name to the right number
-    # Name to {wrong number: what it is, words that go on after the number}; a name without any may
-    # be left out
+    # Name to {wrong number: explanation that follows the number in the message}; optional per name
     why:dict,
-    rtol:float=0, # Allowed error in units of the number
-    atol:float=0, # Allowed error besides, in the number's own unit
+    rtol:float=0, # Allowed relative error
+    atol:float=0, # Allowed absolute error, in addition
 ):
-    """`AssertionError` with the first number that is wrong, and what it looks like.
-    A wrong number has the same allowance as a right one."""
+    """Compare predicted numbers with the right ones; known wrong numbers have the same tolerance.
+    Raises `AssertionError` with the first wrong number and the likely mistake."""
     def near(a, b): return a == b or abs(a - b) <= atol + rtol*abs(b)
     _check_keys(answer, right)
     for key,expected in right.items():
