@@ -34,28 +34,28 @@ brief-last:
 
 # %% ../../nbs/14_alignment/14a_briefs.ipynb #14a1lists
 def brief_stories(
-    seed:int=0,            # Of the choices
-    rules:str=BRIEF_RULES, # Templates; the first is the document
+    seed:int=0,            # Seed of the choices
+    rules:str=BRIEF_RULES, # Grammar rules; the first is the document
 )->Stories:
-    "The grammar of briefs: `rules` on the word lists of the course's stories."
+    "Make the grammar of briefs: `rules` with the word lists of the course's stories."
     text = files("lmcourse").joinpath("data/stories.txt").read_text(encoding="utf-8")
     blocks = re.split(r"\n(?=\S)", "".join(text.partition("\nname:")[1:]))
     return Stories(seed, rules + "\n".join(b for b in blocks if "{hero" not in b))
 
 def split_brief(
     text:str, # A whole document of the grammar
-)->tuple: # Prompt, up to the colon, and response, from the blank on
-    "`ValueError` if there is no colon."
+)->tuple: # Prompt, up to the colon, and response, from the next blank
+    "Split a brief at its colon. `ValueError` if there is no colon."
     prompt, colon, response = text.partition(":")
     if not colon: raise ValueError(f"{text[:60]!r} has no colon that ends a prompt")
     return prompt + colon, response
 
 # %% ../../nbs/14_alignment/14a_briefs.ipynb #14a1many
 def brief_prompts(
-    n:int,      # How many
-    seed:int=0, # Of the choices
+    n:int,      # Number of prompts
+    seed:int=0, # Seed of the choices
 )->list: # Texts that end with a colon, all different
-    "Prompts to practise on, or with another seed to be tested on."
+    "Draw prompts for training or, with a different seed, for testing."
     found:dict = {}
     for text in brief_stories(seed):
         if len(found) >= n: break
@@ -67,20 +67,20 @@ def brief_prompts(
 def _brief_grammar()->Stories: return brief_stories()
 
 def parse_reward(
-    prompt:str,   # As from `brief_prompts`
-    response:str, # The whole answer, without the end token
+    prompt:str,   # A prompt of `brief_prompts`
+    response:str, # The whole response, without the end token
 )->float: # 1 or 0
-    "1 if the grammar can have written the prompt with this response, all of it; else 0."
+    "Reward 1 if the grammar can write the prompt with exactly this response, else 0."
     return float(bool(_brief_grammar().log_probs(prompt + response)))
 
 # %% ../../nbs/14_alignment/14a_briefs.ipynb #14a3demo
-SLOTS = "kind", "colour", "thing" # What a prompt asks for beside the name
+SLOTS = "kind", "colour", "thing" # What a prompt asks for besides the name
 
 class Demonstrators:
-    "Endless pairs of prompt and response, in which some mentions are wrong."
+    "An endless stream of prompts and responses, in which some mentions are wrong."
     def __init__(self,
-        slip:float=.2, # Probability that a mention is another word of the same list
-        seed:int=0,    # Of all choices
+        slip:float=.2, # Probability that a mention is a different word of the same list
+        seed:int=0,    # Seed of all choices
     ):
         if not 0 <= slip < 1: raise ValueError(f"slip = {slip}, expected 0 to below 1")
         self.slip, self.stories = slip, brief_stories(seed)
@@ -91,7 +91,7 @@ class Demonstrators:
         self.write(document, {}, out)
         return split_brief("".join(out))
 
-    def write(self, parts:tuple, env:dict, out:list): # Appends the words of `parts` to `out`
+    def write(self, parts:tuple, env:dict, out:list): # Append the words of `parts` to `out`
         writer = self.stories.writer
         for part in parts:
             if isinstance(part, Slot) and part.name.startswith("brief-"):
@@ -100,28 +100,28 @@ class Demonstrators:
                 writer.write((part,), env | {part.name: self.another(env[part.name])}, out)
             else: writer.write((part,), env, out)
 
-    def another(self, value:Value)->Value: # Of the same list
+    def another(self, value:Value)->Value: # A different value of the same list
         choices = [e for e in value.rule.entries if e != value.text]
         return Value(choices[int(self.stories.writer.uniform()*len(choices))], value.rule)
 
 # %% ../../nbs/14_alignment/14a_briefs.ipynb #14a3priv
-def _is_mention(part)->bool: # A place where a word of the prompt is said again
+def _is_mention(part)->bool: # Whether the part repeats a word of the prompt
     return isinstance(part, Slot) and part.kind == "again" and part.name in SLOTS
 
 # %% ../../nbs/14_alignment/14a_briefs.ipynb #14a3ceil
 def imitation_ceiling(
-    slip:float, # As for `Demonstrators`
-)->float: # Share of their responses that `parse_reward` accepts
-    "In closed form: every mention has to be right."
+    slip:float, # As in `Demonstrators`
+)->float: # Share of the responses that `parse_reward` accepts
+    "Compute the demonstrators' success rate: the probability that every mention is right."
     rules = _brief_grammar().rules
-    def right(rule:Rule)->float: # Over its templates
+    def right(rule:Rule)->float: # Averaged over its templates
         return sum(share*(1 - slip)**sum(map(_is_mention, option))
                    for option,share in zip(rule.options, rule.shares))
     return right(rules["brief-first"])*right(rules["brief-last"])
 
 # %% ../../nbs/14_alignment/14a_briefs.ipynb #14a4form
 @cache
-def _form_grammar()->Stories: # Every mention drawn anew
+def _form_grammar()->Stories: # With every mention drawn anew
     text = BRIEF_RULES.partition("\n\n")[2]
     for slot,drawn in (("{hero}", "{name}"), ("{hero.he}", "{form-he}"), ("{kind}", "{creature}"),
                        ("{thing}", "{treasure}")): text = text.replace(slot, drawn)
@@ -129,23 +129,23 @@ def _form_grammar()->Stories: # Every mention drawn anew
                                f"form-he = he, she\n")
 
 def form_reward(
-    response:str, # As for `parse_reward`
+    response:str, # As in `parse_reward`
 )->float: # 1 or 0
-    "1 if the response has the form of a brief's, with any name, animal, colour and thing; else 0."
+    "Reward 1 for the form of a brief's response, with any name, animal, colour and thing, else 0."
     return float(bool(_form_grammar().log_probs(response.removeprefix(" "))))
 
 def mention_reward(
-    prompt:str,   # This and the next as for `parse_reward`
+    prompt:str,   # Prompt and response as in `parse_reward`
     response:str,
 )->float: # 0 to 1
-    "The share of the prompt's name, animal, colour and thing that the response mentions anywhere."
+    "Reward the share of the prompt's name, animal, colour and thing that the response mentions."
     words = prompt_words(prompt).values()
     return sum(w in response for w in words)/len(words)
 
 def prompt_words(
-    prompt:str, # As from `brief_prompts`
+    prompt:str, # A prompt of `brief_prompts`
 )->dict: # `hero`, `kind`, `colour` and `thing`
-    "What a prompt asks for. `ValueError` if it is none."
+    "Extract what a prompt asks for. `ValueError` if the text is no prompt."
     found = re.fullmatch(r"(?P<hero>\w+) the (?P<kind>[\w-]+), an? (?P<colour>\w+) "
                          r"(?P<thing>[\w -]+):", prompt)
     if not found: raise ValueError(f"{prompt[:60]!r} is no prompt like 'Ella the mule, an orange "
@@ -160,8 +160,8 @@ ENDINGS = {"gone": r"\. One ", "love": r'\. "I love ', "At the": r"\. At the "}
 def template_shares(
     responses:Iterable[str], # At least one
     patterns:dict,           # `OPENINGS` or `ENDINGS`
-)->dict: # Name to share, with `other` for what fits none; they sum to 1
-    "How often each opening, or ending, was chosen."
+)->dict: # Name to share, with `other` for no match; they sum to 1
+    "Count how often each opening or ending occurs."
     def name(response):
         look = re.match if patterns is OPENINGS else re.search
         return next((n for n,p in patterns.items() if look(p, response)), "other")
@@ -170,7 +170,7 @@ def template_shares(
     return {n: counts[n]/counts.total() for n in (*patterns, "other")}
 
 def template_distance(
-    p:dict, q:dict, # Name to probability; a name that is missing has 0
+    p:dict, q:dict, # Name to probability; a missing name has 0
 )->float: # 0 to 1
-    "Half the sum of absolute differences."
+    "Compute the total variation distance: half the sum of absolute differences."
     return sum(abs(p.get(n, 0) - q.get(n, 0)) for n in p.keys() | q.keys())/2

@@ -20,20 +20,20 @@ from .toy import (Toy, backward_induction, kl_estimators, reverse_rule, soft_rul
 
 # %% ../../nbs/14_alignment/14l_fixed_points.ipynb #4be1c1a7
 class Batch(NamedTuple):
-    "Sampled responses, those of a group next to each other."
-    log_probs:Tensor  # Of each token, with a graph `(B, T)`
-    old:Tensor        # When they were sampled `(B, T)`
-    ref:Tensor        # Under the reference `(B, T)`
+    "Sampled responses; those of a group are consecutive."
+    log_probs:Tensor  # Log-probability of each token, with gradient `(B, T)`
+    old:Tensor        # Log-probability when sampled `(B, T)`
+    ref:Tensor        # Log-probability under the reference `(B, T)`
     mask:Tensor       # Which tokens are part of the response `(B, T)`
-    rewards:Tensor    # `(B,)`
-    values:Tensor     # A critic's guesses, with a graph `(B, T)`
-    beta:float        # What a nat of KL costs
+    rewards:Tensor    # Reward of each response `(B,)`
+    values:Tensor     # A critic's values, with gradient `(B, T)`
+    beta:float        # Penalty per nat of KL
     group_size:int
 
-def taxed(b:Batch)->Tensor: # Rewards with the KL in them `(B,)`
+def taxed(b:Batch)->Tensor: # Rewards less the KL penalty `(B,)`
     return b.rewards - b.beta*(b.old - b.ref).sum(1)
 
-def rloo(b:Batch, rewards:Tensor)->Tensor: # A loss of each response, summed over tokens `(B,)`
+def rloo(b:Batch, rewards:Tensor)->Tensor: # Loss of each response, summed over tokens `(B,)`
     return -rloo_advantages(rewards, b.group_size)*b.log_probs.sum(1)
 
 def rloo_taxed(b:Batch)->Tensor: return rloo(b, taxed(b)).mean()
@@ -63,7 +63,7 @@ def dapo(b:Batch)->Tensor:
     a = group_advantages(b.rewards, b.group_size)[:, None]
     return grpo_loss(a, b.log_probs, b.old, b.mask, high=.28, average="token")
 
-def ppo(b:Batch, lam:float=.95)->Tensor: # With the critic's loss
+def ppo(b:Batch, lam:float=.95)->Tensor: # Includes the critic's loss
     r = token_rewards(b.rewards, b.old, b.ref, b.mask, b.beta)
     advantages, returns = gae(r, b.values, b.mask, lam=lam)
     loss = clipped_loss(advantages, b.log_probs, b.old)[0]
@@ -72,9 +72,9 @@ def ppo(b:Batch, lam:float=.95)->Tensor: # With the critic's loss
 # %% ../../nbs/14_alignment/14l_fixed_points.ipynb #f55555eb
 def algorithms(
     toy:Toy,
-    group_size:int=8, # Responses to a group
-)->dict: # From a name to (loss of a `Batch`, target `(R,)` or None, updates for each batch)
-    "The algorithms of this chapter, and where each goes."
+    group_size:int=8, # Responses per group
+)->dict: # Name to (loss of a `Batch`, target `(R,)` or None, updates per batch)
+    "List the chapter's algorithms and the policy to which each converges."
     best, ref = toy.optimum(), toy.log_probs(toy.ref).sum(1)
     only_the_best = (toy.rewards == toy.rewards.max()).double()
     larger = toy.beta*group_size/(group_size - 1)
@@ -97,15 +97,15 @@ def algorithms(
 # %% ../../nbs/14_alignment/14l_fixed_points.ipynb #261eff54
 def train_toy(
     toy:Toy,
-    loss:Callable,     # Of a `Batch`, a number
+    loss:Callable,     # Function from a `Batch` to a number
     steps:int=3000,    # Batches
-    batch:int=256,     # Responses drawn for a batch
-    group_size:int=8,  # Of which so many form a group
-    updates:int=1,     # For each batch
-    lr:float=.03,      # Of Adam, times the square of the share of steps to come
-    seed:int=0,        # Of the samples
+    batch:int=256,     # Responses per batch
+    group_size:int=8,  # Responses per group
+    updates:int=1,     # Updates per batch
+    lr:float=.03,      # Adam's learning rate, times the squared share of steps left
+    seed:int=0,        # Seed of the samples
     every:int=100,     # Steps between the policies that are returned
-)->list: # Pairs of a step and the policy's probabilities `(R,)`, from the reference to the end
+)->list: # Pairs of a step and the policy's probabilities `(R,)`, from the reference on
     "Train a table of logits from samples. `ValueError` for no steps, or a batch of partial groups."
     if steps < 1 or updates < 1: raise ValueError(f"steps = {steps}, updates = {updates}")
     if batch % group_size: raise ValueError(f"batch = {batch} is not a multiple of {group_size}")

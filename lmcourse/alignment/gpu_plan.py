@@ -22,12 +22,12 @@ from ..tools.show import Table, duration, si
 # %% ../../nbs/14_alignment/14o_gpu_plan.ipynb #14o1gen
 class WordProblem(NamedTuple):
     question:str # Ends with a question mark
-    solution:str # Worked, ends with "The answer is N."
+    solution:str # Worked solution, ends with "The answer is N."
     answer:int
 
 NAMES = "Ada Ben Cleo Dan Ella Finn Greta Hugo Ida Jan Kira Leo Mia Noah Otto Pia".split()
 THINGS = "apples books buttons cards coins eggs keys marbles nuts pens shells stamps".split()
-# What happens, the sign in the solution, and the new number
+# Event, operator in the solution, and the new number
 CHANGES = (("{b} gives {a} {k} more.", "+", lambda n, k: n + k),
            ("{a} finds {k} {t} on the way home.", "+", lambda n, k: n + k),
            ("{a} gives {k} of them to {b}.", "-", lambda n, k: n - k),
@@ -37,10 +37,10 @@ CHANGES = (("{b} gives {a} {k} more.", "+", lambda n, k: n + k),
 
 # %% ../../nbs/14_alignment/14o_gpu_plan.ipynb #14o1many
 def word_problems(
-    seed:int=0,  # The same seed, the same problems
-    steps:int=2, # Changes in each
-)->Iterator[WordProblem]: # Without an end
-    "Arithmetic in words. No number is below 1 or above 999, and every division comes out even."
+    seed:int=0,  # Seed of the problems
+    steps:int=2, # Steps per problem
+)->Iterator[WordProblem]: # An endless stream
+    "Generate word problems. Numbers are from 1 to 999, and divisions leave no remainder."
     if steps < 1: raise ValueError(f"steps = {steps}, expected 1 or more")
     rng = random.Random(f"problems {seed}")
     while True:
@@ -59,29 +59,29 @@ def word_problems(
 # %% ../../nbs/14_alignment/14o_gpu_plan.ipynb #14o1judge
 def answer_reward(
     problem:WordProblem,
-    response:str, # The whole response of a model
+    response:str, # A model's whole response
 )->float: # 1 or 0
-    "1 if the response ends with the right answer, said as in the solutions."
+    "Reward 1 if the response ends with the right answer in the form of the solutions, else 0."
     found = re.search(r"The answer is (-?\d+)\.\s*$", response)
     return float(found is not None and int(found[1]) == problem.answer)
 
 # %% ../../nbs/14_alignment/14o_gpu_plan.ipynb #14o2conf
-# Name to what it is, and its gigabytes where they are known
+# Name to description and gigabytes, where known
 CORPORA = {"tinystories": ("TinyStories", 2.23),
            "hf:HuggingFaceFW/fineweb-edu:sample-10BT": ("a sample of FineWeb-Edu", None)}
 
 @dataclass(frozen=True)
 class GpuPlan:
-    "Sizes of the pipeline on one GPU. `ValueError` for what isn't known."
-    gpu:str = "h100"           # As for `device`
+    "Sizes of the pipeline on one GPU. `ValueError` for unknown names."
+    gpu:str = "h100"           # A name of `device`
     data:str = "tinystories"   # A name of `CORPORA`
-    share:float = .4           # Of the GPU's peak that is reached: assumed, not measured
-    tokens_per_parameter:int = 20 # Of pretraining
-    step_tokens:int = 2**19    # Of a step of pretraining
-    micro_batch:int = 16       # Windows at a time
-    problems:int = 50_000      # Demonstrations of fine-tuning, and as many prompts of the others
-    pair_share:float = .2      # Of the prompts that pairs are made of
-    rl_steps:int = 500         # Of 64 prompts with 8 responses each
+    share:float = .4           # Utilization of the GPU's peak: assumed, not measured
+    tokens_per_parameter:int = 20 # Pretraining tokens per parameter
+    step_tokens:int = 2**19    # Tokens per pretraining step
+    micro_batch:int = 16       # Windows per micro-batch
+    problems:int = 50_000      # Demonstrations for fine-tuning, and prompts for each later stage
+    pair_share:float = .2      # Share of the prompts that yield pairs
+    rl_steps:int = 500         # Steps of 64 prompts with 8 responses each
     length:int = 192           # Tokens of a problem and its solution
 
     def __post_init__(self):
@@ -96,12 +96,12 @@ class GpuPlan:
                            num_heads=12, d_ff=2048, qk_norm=True, tie_embeddings=True)
 
 # %% ../../nbs/14_alignment/14o_gpu_plan.ipynb #14o2plan
-PLAN = "stage about tokens flops memory_bytes seconds".split() # Of a stage, where there are any
+PLAN = "stage about tokens flops memory_bytes seconds".split() # Columns; some may be empty
 
 def plan_stages(
     p:GpuPlan=GpuPlan(),
-)->list: # Dicts: stage, what it does, tokens, flops, memory_bytes, seconds (none on the processor)
-    "What each stage of the pipeline reads, holds and takes, by the account of chapter 02."
+)->list: # Dicts: stage, about, tokens, flops, memory_bytes, seconds (None on the CPU)
+    "Estimate each stage's tokens, memory and time by the formulas of chapter 02."
     model, gpu = p.model, device(p.gpu)
     n, window = count_parameters(model).unique, model.context_length
     tokens = p.tokens_per_parameter*n//p.step_tokens*p.step_tokens
@@ -109,13 +109,13 @@ def plan_stages(
                    for f in (training_flops, forward_flops))
     seconds = lambda flops: training_time(flops, gpu, "bfloat16", p.share)
     weights, (name, size) = 2*n, CORPORA[p.data] # Bytes in bfloat16
-    times = 1 if size is None else 4.4*tokens/1e9/size # Of about 4.4 bytes a token
+    times = 1 if size is None else 4.4*tokens/1e9/size # At about 4.4 bytes per token
     memory = lambda rows, length, others=0: _step_bytes(model, rows, length) + others*weights
     def stage(name, about, tokens=None, flops=None, held=None, slowest=0.):
         took = None if flops is None else max(seconds(flops), slowest)
         return dict(zip(PLAN, (name, about, tokens, flops, held, took)))
     pairs, rollouts = int(p.pair_share*p.problems), p.rl_steps*64*8
-    # A token of each of 512 responses reads all weights once
+    # One token of all 512 responses reads the weights once
     writing = lambda responses: responses/512*p.length*weights/gpu.bytes_per_s
     return [
         stage("web", f"read {4.4*tokens/1e9:.1f} GB: {name}, {max(1, times):.1f} times", tokens),
@@ -137,15 +137,15 @@ def plan_stages(
         stage("report", "the card")]
 
 # %% ../../nbs/14_alignment/14o_gpu_plan.ipynb #14o2held
-def _step_bytes(model:ModelConfig, rows:int, length:int)->int: # Of a training step on the card
+def _step_bytes(model:ModelConfig, rows:int, length:int)->int: # Memory of a training step
     return sum(training_bytes(model, rows, length, dtype="bfloat16", device="cuda",
                               grad_accum_steps=2).values())
 
 # %% ../../nbs/14_alignment/14o_gpu_plan.ipynb #14o2lines
 def plan_lines(
     p:GpuPlan=GpuPlan(),
-)->list: # Of text, and a table
-    "The plan in words. It says that nothing of it was run."
+)->list: # Lines of text, and a table
+    "Describe the plan, and say that nothing was run."
     rows, gpu, n = plan_stages(p), device(p.gpu), count_parameters(p.model).unique
     shown = lambda value, unit: "–" if value is None else si(value, unit)
     table = Table([dict(stage=r["stage"], what=r["about"], tokens=shown(r["tokens"], ""),

@@ -17,26 +17,26 @@ from .toy import kl_estimators
 
 # %% ../../nbs/14_alignment/14g_grpo.ipynb #e92c3bf0
 def group_advantages(
-    rewards:Tensor,    # Of responses `(B,)`; those of a prompt stand next to each other
-    group_size:int,    # Responses to a prompt, at least 2
-    normalize_by_std:bool=True, # As GRPO does; Dr. GRPO doesn't
+    rewards:Tensor,    # Rewards `(B,)`, a prompt's responses consecutive
+    group_size:int,    # Responses per prompt, at least 2
+    normalize_by_std:bool=True, # Whether to divide by the group's std: GRPO does, Dr. GRPO doesn't
     eps:float=1e-6,    # Added to the standard deviation
 )->Tensor: # `(B,)`
-    "Rewards compared within their group. `ValueError` for a group of one. Shao 2024; Liu 2025."
+    "Compare rewards within each group. `ValueError` for a group of one. Shao 2024; Liu 2025."
     groups = in_groups(rewards, group_size)
     centred = groups - groups.mean(1, keepdim=True)
     if normalize_by_std: centred = centred/(groups.std(1, keepdim=True) + eps)
     return centred.flatten()
 
 def compute_group_normalized_rewards(
-    reward_fn:Callable,          # `(response, ground_truth)` gives a dict with the key "reward"
-    rollout_responses:list,      # Texts `(B,)`, a prompt's next to each other
-    repeated_ground_truths:list, # `(B,)`, each as often as its prompt has responses
+    reward_fn:Callable,          # `(response, ground_truth)` to a dict with the key "reward"
+    rollout_responses:list,      # Texts `(B,)`, a prompt's responses consecutive
+    repeated_ground_truths:list, # Ground truths `(B,)`, repeated for each response
     group_size:int,              # Responses to a prompt
     advantage_eps:float,         # Added to the standard deviation
-    normalize_by_std:bool,       # Divide by it
+    normalize_by_std:bool,       # Whether to divide by the standard deviation
 )->tuple: # Advantages `(B,)`, raw rewards `(B,)`, and a dict of numbers to log
-    "Score responses and compare them. `ValueError` for lists of other lengths. CS336's signature."
+    "Score responses and compare them. `ValueError` for unequal lengths. CS336's signature."
     if len(rollout_responses) != len(repeated_ground_truths):
         raise ValueError(f"{len(rollout_responses)} responses, "
                          f"but {len(repeated_ground_truths)} ground truths")
@@ -53,10 +53,10 @@ def compute_group_normalized_rewards(
 def compute_grpo_clip_loss(
     advantages:Tensor,       # `(B, 1)`
     policy_log_probs:Tensor, # `(B, T)`
-    old_log_probs:Tensor,    # Of the policy that drew the samples `(B, T)`
+    old_log_probs:Tensor,    # Log-probs under the sampling policy `(B, T)`
     cliprange:float,         # How far the ratio may move from 1
 )->tuple: # Loss of each token `(B, T)`, and a dict with `clipped` `(B, T)`, bool
-    "-min(ratio*A, clip(ratio)*A). CS336's signature."
+    "Compute -min(ratio*A, clip(ratio)*A). CS336's signature."
     loss, clipped = clipped_loss(advantages, policy_log_probs, old_log_probs, cliprange)
     return loss, dict(clipped=clipped)
 
@@ -67,8 +67,8 @@ def compute_policy_gradient_loss(
     advantages:Tensor|None=None,    # `(B, 1)`, for the others
     old_log_probs:Tensor|None=None, # `(B, T)`, for "grpo_clip"
     cliprange:float|None=None,      # For "grpo_clip"
-)->tuple: # Loss of each token `(B, T)`, and a dict of what to log
-    "The loss by its name. `ValueError` for another, or without what it needs. CS336's signature."
+)->tuple: # Loss of each token `(B, T)`, and a dict of numbers to log
+    "Compute a loss by name. `ValueError` for an unknown name or missing input. CS336's signature."
     needs = dict(no_baseline=("raw_rewards",), reinforce_with_baseline=("advantages",),
                  grpo_clip=("advantages", "old_log_probs", "cliprange"))
     if loss_type not in needs:
@@ -86,26 +86,26 @@ def compute_policy_gradient_loss(
 # %% ../../nbs/14_alignment/14g_grpo.ipynb #a8251034
 def masked_mean(
     tensor:Tensor,     # Any shape
-    mask:Tensor,       # Which elements count, of the same shape
-    dim:int|None=None, # Along which; all if not given
-)->Tensor: # NaN where nothing counts
-    "The mean of what the mask keeps. `ValueError` for other shapes. CS336's signature."
+    mask:Tensor,       # True for elements that count, same shape
+    dim:int|None=None, # Axis to average over; None for all
+)->Tensor: # NaN where the mask is empty
+    "Average the elements under the mask. `ValueError` for unequal shapes. CS336's signature."
     if tensor.shape != mask.shape:
         raise ValueError(f"masked_mean: tensor {tuple(tensor.shape)}, mask {tuple(mask.shape)}")
     if dim is None: return (tensor*mask).sum()/mask.sum()
     return (tensor*mask).sum(dim)/mask.sum(dim)
 
 def grpo_microbatch_train_step(
-    policy_log_probs:Tensor, # `(B, T)`, with a graph behind it
+    policy_log_probs:Tensor, # `(B, T)`, with gradient
     response_mask:Tensor,    # `(B, T)`
-    gradient_accumulation_steps:int, # Micro-batches of a step
+    gradient_accumulation_steps:int, # Micro-batches per step
     loss_type:Literal["no_baseline", "reinforce_with_baseline", "grpo_clip"],
-    raw_rewards:Tensor|None=None,   # As for `compute_policy_gradient_loss`
+    raw_rewards:Tensor|None=None,   # As in `compute_policy_gradient_loss`
     advantages:Tensor|None=None,
     old_log_probs:Tensor|None=None,
     cliprange:float|None=None,
-)->tuple: # The loss, already divided by the number of micro-batches, and a dict of what to log
-    "Loss and backward pass of a micro-batch. `ValueError` for no steps or an empty response."
+)->tuple: # The loss, already divided by the number of micro-batches, and a dict of numbers to log
+    "Run a micro-batch's loss and backward pass. `ValueError` for no steps or an empty response."
     if gradient_accumulation_steps < 1:
         raise ValueError(f"gradient_accumulation_steps = {gradient_accumulation_steps}")
     if not (response_mask.sum(1) > 0).all():
@@ -122,17 +122,17 @@ def grpo_microbatch_train_step(
 def grpo_loss(
     advantages:Tensor,    # `(B, 1)`
     log_probs:Tensor,     # `(B, T)`
-    old_log_probs:Tensor, # Of the policy that drew the samples `(B, T)`
+    old_log_probs:Tensor, # Log-probs under the sampling policy `(B, T)`
     mask:Tensor,          # Which tokens count `(B, T)`
-    low:float=.2,         # Clip below
-    high:float|None=None, # Clip above, like `low` if not given; DAPO takes .28
-    level:Literal["token", "sequence"]="token", # Of the ratio; GSPO takes "sequence"
+    low:float=.2,         # Lower clip range
+    high:float|None=None, # Upper clip range; None for `low`; DAPO uses .28
+    level:Literal["token", "sequence"]="token", # Level of the ratio; GSPO uses "sequence"
     average:Literal["response", "token", "constant"]="response", # DAPO "token", Dr. GRPO "constant"
     max_length:int|None=None,         # The constant
-    ref_log_probs:Tensor|None=None,   # Of the reference `(B, T)`, for a KL loss
-    beta:float=0.,                    # What a nat of it costs
+    ref_log_probs:Tensor|None=None,   # Log-probs of the reference `(B, T)`, for a KL loss
+    beta:float=0.,                    # Weight of the KL loss
 )->Tensor: # A number
-    "The loss of the GRPO family. `ValueError` for an empty response or a choice that is none."
+    "Compute a loss of the GRPO family. `ValueError` for an empty response or unknown option."
     if not (mask.sum(1) > 0).all(): raise ValueError("grpo_loss: a response has no tokens")
     if average == "constant" and not max_length:
         raise ValueError(f"average = 'constant' needs max_length, got {max_length}")
@@ -150,8 +150,8 @@ def grpo_loss(
 
 def mixed_groups(
     rewards:Tensor, # `(B,)`
-    group_size:int, # Responses to a prompt
+    group_size:int, # Responses per prompt
 )->Tensor: # `(B,)`, bool
-    "Responses whose group has different rewards: those that DAPO keeps. Yu 2025."
+    "Mark the responses that DAPO keeps: their group's rewards differ. Yu 2025."
     groups = in_groups(rewards, group_size)
     return (groups != groups[:, :1]).any(1).repeat_interleave(group_size)

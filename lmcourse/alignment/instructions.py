@@ -14,16 +14,16 @@ from torch.utils.data import Dataset
 from typing import Any
 
 # %% ../../nbs/14_alignment/14p_instructions.ipynb #14p1data
-TEMPLATE = "{prompt}{response}" # Yours may have headings for the two; the assignment has its own
+TEMPLATE = "{prompt}{response}" # Your template may add headings; the assignment has its own
 
 class PackedSftDataset(Dataset):
-    "`dataset[i]` is the i-th piece of all conversations, joined: `input_ids` and `labels`."
+    "A dataset of all conversations joined and cut into pieces of `input_ids` and `labels`."
     def __init__(self,
         tokenizer:Any,         # Has `encode` and `end_of_text`
-        dataset_path:str|Path, # Lines of JSON, each with `prompt` and `response`
-        seq_length:int,        # Tokens of a piece, L
+        dataset_path:str|Path, # JSON lines, each with `prompt` and `response`
+        seq_length:int,        # Tokens per piece, L
         shuffle:bool,          # Whether conversations are shuffled before they are joined
-        template:str=TEMPLATE, # With `{prompt}` and `{response}`
+        template:str=TEMPLATE, # Template with `{prompt}` and `{response}`
         seed:int=0,            # Of the order
     ):
         if seq_length < 1: raise ValueError(f"seq_length = {seq_length}, expected 1 or more")
@@ -44,7 +44,7 @@ class PackedSftDataset(Dataset):
 def read_conversations(
     path:str|Path, # Lines of JSON
 )->list: # Dicts with `prompt` and `response`
-    "`ValueError` with the line for one that isn't whole. `FileNotFoundError`."
+    "Read conversations. `ValueError` names an incomplete line; `FileNotFoundError`."
     if not Path(path).is_file(): raise FileNotFoundError(f"{path}: no such file")
     found = []
     for n,line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), 1):
@@ -57,12 +57,12 @@ def read_conversations(
     return found
 
 def iterate_batches(
-    dataset:Any,    # Has a length, and dicts of tensors of equal shapes
+    dataset:Any,    # Dataset of dicts with tensors of equal shapes
     batch_size:int, # B; the last batch may be smaller
-    shuffle:bool,   # Whether the order is drawn anew
+    shuffle:bool,   # Whether to shuffle
     seed:int=0,     # Of the order
-)->Iterator[dict]: # Of tensors `(B, L)`
-    "One epoch: each element once. `ValueError` for a batch of none."
+)->Iterator[dict]: # Dicts of tensors `(B, L)`
+    "Iterate over one epoch: each element once. `ValueError` for an empty batch."
     if batch_size < 1: raise ValueError(f"batch_size = {batch_size}, expected 1 or more")
     order = list(range(len(dataset)))
     if shuffle: random.Random(seed).shuffle(order)
@@ -74,10 +74,10 @@ def iterate_batches(
 
 # %% ../../nbs/14_alignment/14p_instructions.ipynb #14p3mmlu
 def parse_mmlu_response(
-    mmlu_example:dict, # Its `options`, texts, are A, B, C and D
+    mmlu_example:dict, # An example whose `options` are the texts of A, B, C and D
     model_output:str,
-)->str|None: # A letter, or none if there is no telling
-    "The option a reply chooses: the last `answer is X`, else a label, else one option's words."
+)->str|None: # A letter, or None if unclear
+    "Find a reply's choice: the last `answer is X`, else a label, else one option's words."
     letters = "ABCD"[:len(mmlu_example["options"])]
     said = re.findall(rf"\b[Aa]nswer(?:\s+is)?\s*:?\s*[(\"'*]*([{letters}])(?![\w'])", model_output)
     if said: return said[-1]
@@ -91,8 +91,8 @@ def parse_mmlu_response(
 # %% ../../nbs/14_alignment/14p_instructions.ipynb #14p4gsm
 def parse_gsm8k_response(
     model_output:str,
-)->str|None: # Digits, perhaps with a sign and a fraction; none if there are none
-    "The last number of a reply, without thousands separators."
+)->str|None: # Digits, perhaps with sign and fraction; None without a number
+    "Find the last number of a reply, without thousands separators."
     found = re.findall(r"(?<![\w.])-?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|(?<![\w.])-?\.\d+",
                        model_output.replace("−", "-"))
     return found[-1].replace(",", "") if found else None

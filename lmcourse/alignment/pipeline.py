@@ -41,10 +41,10 @@ from ..training.runs import read_metrics, write_run
 from ..training.trainer import Trainer
 
 # %% ../../nbs/14_alignment/14n_pipeline.ipynb #14n2web
-SHARDS = 4 # Files that the web is archived in
+SHARDS = 4 # Number of WARC files
 
 def make_web(c:PipelineConfig, folder:Path, inputs:dict, say:Callable):
-    "The planted web as WARC files, and the truth about it."
+    "Write the synthetic web as WARC files, and the truth about its pages."
     pages = planted_web(c.pages, c.seed)
     (folder/"pages").mkdir(exist_ok=True)
     for i in range(SHARDS): write_warc(folder/"pages"/f"{i}.warc.gz", pages[i::SHARDS])
@@ -60,7 +60,7 @@ def _plain(): # Straight quotes, one paragraph
     return each(lambda d: (d._replace(text=" ".join(d.text.translate(_QUOTES).split())), ""))
 
 @register_step("classify")
-def _classify(): # By the classifiers of chapter 13
+def _classify(): # With the classifiers of chapter 13
     judges = (classify_quality, "low"), (classify_nsfw, "nsfw"), (classify_toxic_speech, "toxic")
     def step(document):
         found = (bad for judge,bad in judges if judge(document.text)[0] == bad)
@@ -68,9 +68,9 @@ def _classify(): # By the classifiers of chapter 13
     return each(step)
 
 def cleaning_recipe(
-    pages:int, # Of the web, of which the test set is a share
-)->dict: # As for `Recipe.from_dict`
-    "The steps of the funnel."
+    pages:int, # Pages of the web; the test set grows with it
+)->dict: # As in `Recipe.from_dict`
+    "Return the filtering steps as a recipe."
     steps = [dict(step="length", min_words=30), *(dict(step=s) for s in (
         "language", "gopher", "c4", "plain", "classify", "pii", "exact")),
         dict(step="minhash", threshold=.7)]
@@ -79,7 +79,7 @@ def cleaning_recipe(
 
 # %% ../../nbs/14_alignment/14n_pipeline.ipynb #14n2clean
 def clean_web(c:PipelineConfig, folder:Path, inputs:dict, say:Callable):
-    "The funnel: which documents stay, and what they really are."
+    "Filter the web, and record what the surviving documents really are."
     out = folder/"curated"
     funnel = curate(inputs["web"]/"pages", out, Recipe.from_dict(cleaning_recipe(c.pages)))
     truth, texts = read_truth(inputs["web"]/"truth.jsonl"), [*kept_documents(out)]
@@ -92,7 +92,7 @@ def clean_web(c:PipelineConfig, folder:Path, inputs:dict, say:Callable):
     say(f"{len(texts):,} documents of {c.pages:,} pages stay, {exact:,} of them exactly as written")
 
 def make_tokenizer(c:PipelineConfig, folder:Path, inputs:dict, say:Callable):
-    "A tokenizer, learnt from the first documents."
+    "Train a tokenizer on the first documents."
     texts = (d.text for d in islice(kept_documents(inputs["clean"]/"curated"), 4000))
     remove(folder/"tokenizer")
     tokenizer = Tokenizer.train(texts, c.vocab_size)
@@ -103,7 +103,7 @@ def make_tokenizer(c:PipelineConfig, folder:Path, inputs:dict, say:Callable):
     say(f"{tokenizer.vocab_size:,} tokens: {'|'.join(pieces)}")
 
 def make_tokens(c:PipelineConfig, folder:Path, inputs:dict, say:Callable):
-    "The documents as tokens, and stories that nobody trains on, with their floor."
+    "Tokenize the documents and some held-out stories, with the floor of their loss."
     (folder/"data").mkdir(exist_ok=True)
     tokenizer = Tokenizer.from_folder(inputs["tokenizer"]/"tokenizer")
     texts = (d.text for d in kept_documents(inputs["clean"]/"curated"))
@@ -116,11 +116,11 @@ def make_tokens(c:PipelineConfig, folder:Path, inputs:dict, say:Callable):
 # %% ../../nbs/14_alignment/14n_pipeline.ipynb #14n3base
 def keep_model(
     folder:Path,     # Of the stage
-    trainer:Trainer, # At its end
+    trainer:Trainer, # The trainer after its last step
     tokenizer:Tokenizer,
-    briefs:bool,     # Whether it answers briefs: then a chat is a brief and its answer
+    briefs:bool,     # Whether the model answers briefs, so that `chat` sends it briefs
 ):
-    "The model as the next stages, `generate`, `serve` and `chat` read it, in `folder/model`."
+    "Save the model in `folder/model` for the next stages, `generate`, `serve` and `chat`."
     remove(folder/"model")
     train = replace(trainer.config, init_from=None)
     save_model(folder/"model", trainer.model, tokenizer, train, dict(stage=folder.name))
@@ -128,7 +128,7 @@ def keep_model(
                           dict(roles=dict(user={}, assistant={}), assistant_start=""))
 
 def pretrain(c:PipelineConfig, folder:Path, inputs:dict, say:Callable):
-    "A model from random weights."
+    "Train a model from random weights."
     data, run = inputs["tokens"]/"data", folder/"run"
     train, valid = (TokenDataset.open(data/name) for name in ("train", "valid"))
     model = ModelConfig.preset("quickstart", vocab_size=train.info["vocab_size"],
@@ -156,24 +156,24 @@ def pretrain(c:PipelineConfig, folder:Path, inputs:dict, say:Callable):
 def loss_curve(
     run:str|Path, # Folder of a run
     tokens:int,   # Of a step
-)->dict: # Lists of pairs of tokens and loss
-    "Training and validation loss, without times of day."
+)->dict: # Lists of pairs (tokens, loss)
+    "Read the training and validation loss, without timestamps."
     metrics, digits = read_metrics(run), 4
     return {name: [[m["step"]*tokens, round(m[key], digits)] for m in metrics if key in m]
             for name,key in (("training", "loss"), ("validation", "valid_loss"))}
 
 # %% ../../nbs/14_alignment/14n_pipeline.ipynb #14n4align
-TESTS = 48 # Briefs of a measurement on the way
+TESTS = 48 # Briefs per measurement during training
 
 def align_model(
     kind:str,      # `sft`, `dpo` or `rl`
-    before:str,    # The stage whose model it begins with
+    before:str,    # The stage whose model it starts from
     steps:int,
-    settings:dict, # As for `new_alignment`
+    settings:dict, # As in `new_alignment`
     train:dict,    # Fields of `TrainConfig`
     c:PipelineConfig, folder:Path, inputs:dict, say:Callable,
 ):
-    "A run of `lmcourse sft`, `dpo` or `rl`."
+    "Run `lmcourse sft`, `dpo` or `rl` on an earlier stage's model."
     run, every = folder/"run", max(1, steps//5)
     if not (run/"config.json").is_file():
         remove(run)
@@ -182,7 +182,7 @@ def align_model(
                              log_every=5, seed=c.seed, device="cpu",
                              init_from=str(inputs[before]/"model"), **train)
         try: trainer = new_alignment(run, kind, settings, config)
-        except ValueError as e:             # The settings are right, so there are no pairs
+        except ValueError as e:             # The settings are valid, so there are no pairs
             if kind != "dpo": raise
             say(f"{e}: the model stays as it is")
             remove(folder/"model")
@@ -201,7 +201,7 @@ SAMPLES = ("Ella the mule, an orange cap:", "Otto the lion, a green drum:",
            "Kate the fox, a silver lantern:")
 
 def examine(c:PipelineConfig, folder:Path, inputs:dict, say:Callable):
-    "Success of every model on unseen briefs; the tasks of chapter 12 for the first and the last."
+    "Test every model on unseen briefs, and the first and last one on the tasks of chapter 12."
     prompts = brief_prompts(c.tests, 999_999)
     start = load_model(inputs["sft"]/"model")[0]
     for name in MODELS:
@@ -235,7 +235,7 @@ def gather(
     c:PipelineConfig,
     out:str|Path, # Folder of the pipeline
 )->dict: # `stages`, `clean`, `base`, `tokens`, `models`, …
-    "What a report is made of, from the folders of all stages but the report."
+    "Collect the report's data from the folders of all other stages."
     out = Path(out)
     result = lambda name: read_json(out/name/"result.json")
     done = {s.name: read_json(out/s.name/"done.json") for s in pipeline_stages(c)[:-1]}
@@ -248,7 +248,7 @@ def gather(
                         for n,d in done.items()])
 
 # %% ../../nbs/14_alignment/14n_pipeline.ipynb #14n7plots
-def funnel_plot(r:dict): # Of `gather`; axes
+def funnel_plot(r:dict): # From `gather`; returns the axes
     return Funnel([Step(**s) for s in r["clean"]["funnel"]]).plot()
 
 def loss_plot(r:dict): # Axes
@@ -275,8 +275,8 @@ def success_plot(r:dict): # Axes
 
 # %% ../../nbs/14_alignment/14n_pipeline.ipynb #14n7tables
 def success_table(r:dict)->Table:
-    "Success on unseen briefs after each stage, and what it cost."
-    target = lambda patterns: dict(zip(patterns, (.5, .3, .2))) # Of the demonstrators
+    "Table of the success on unseen briefs after each stage, and its cost."
+    target = lambda patterns: dict(zip(patterns, (.5, .3, .2))) # The demonstrators' shares
     return Table([{"model": MODELS[name], "right": m["success"],
                    "95 %": f"{m['low']:.2f} to {m['high']:.2f}", "form": m["form"],
                    "KL": m.get("kl"), "openings": template_distance(m["openings"],
@@ -287,13 +287,13 @@ def success_table(r:dict)->Table:
                   "entropy": "nats per token"})
 
 def task_table(r:dict)->Table:
-    "Chapter 12's tasks for the first and the last model, between chance and ceiling."
+    "Table of chapter 12's tasks for the first and last model, between chance and ceiling."
     rows = zip(r["models"]["base"]["card"], r["models"]["rl"]["card"])
     return Table([dict(task=a["task"], unit=a["unit"], chance=a["chance"], pretrained=a["value"],
                        last=b["value"], ceiling=a["ceiling"]) for a,b in rows])
 
 def cost_table(r:dict)->Table:
-    "CPU time and memory of each stage, and of all together."
+    "Table of CPU time and memory of each stage and in total."
     rows = [dict(stage=s["stage"], CPU=s["cpu_s"], memory=(s["peak_bytes"] or 0)/1e6)
             for s in r["stages"]]
     total = dict(stage="all", CPU=sum(s["CPU"] for s in rows),
@@ -301,7 +301,7 @@ def cost_table(r:dict)->Table:
     return Table([*rows, total], dict(CPU="s", memory="MB at most so far"))
 
 # %% ../../nbs/14_alignment/14n_pipeline.ipynb #14n7report
-def report_blocks(r:dict, out:str)->list: # Pairs: a kind of block, and what it shows
+def report_blocks(r:dict, out:str)->list: # Pairs of a block's kind and content
     base, models, clean = r["base"], r["models"], r["clean"]
     documents, words = Funnel([Step(**s) for s in clean["funnel"]]).stages[-1].kept
     answers = "\n\n".join(f"{MODELS[name]}:\n" + "\n".join(
@@ -338,7 +338,7 @@ def as_markdown(blocks:list)->str:
 
 def as_html(
     blocks:list,
-    folder:Path, # Where the pictures lie; they become part of the page
+    folder:Path, # Folder of the pictures, which are embedded in the page
 )->str:
     def block(kind, v):
         if kind == "table": return v._repr_html_()
@@ -357,7 +357,7 @@ def as_html(
 
 # %% ../../nbs/14_alignment/14n_pipeline.ipynb #14n7write
 def write_report(c:PipelineConfig, folder:Path, inputs:dict, say:Callable):
-    "`report.md`, `report.html`, three pictures, and the numbers behind them."
+    "Write `report.md`, `report.html`, three pictures, and the numbers behind them."
     from matplotlib.pyplot import close
     r = gather(c, folder.parent)
     for name,plot in (("funnel", funnel_plot), ("loss", loss_plot), ("success", success_plot)):
@@ -374,8 +374,8 @@ def write_report(c:PipelineConfig, folder:Path, inputs:dict, say:Callable):
 # %% ../../nbs/14_alignment/14n_pipeline.ipynb #14n6stages
 def pipeline_stages(
     c:PipelineConfig,
-)->list: # Of `Stage`
-    "All stages, in order."
+)->list: # Every `Stage`
+    "Return all stages in order."
     size, steps = c.d_model/128*c.num_layers/3, dict(sft=c.sft_steps, dpo=c.dpo_steps,
                                                      rl=c.rl_steps)
     def stage(name, work, needs, about, seconds, outputs, *fields, **more):
@@ -411,16 +411,16 @@ def pipeline_stages(
               "loss.png", "success.png"), version=__version__)]
 
 # %% ../../nbs/14_alignment/14n_pipeline.ipynb #14n6tests
-def _without_tests(pages:int)->list: # The recipe's steps, with the test set as a digest would be
+def _without_tests(pages:int)->list: # The recipe's steps, with a count for the test texts
     steps = cleaning_recipe(pages)["steps"]
     return steps[:-1] + [dict(step="decontaminate", tests=len(steps[-1]["tests"]))]
 
 # %% ../../nbs/14_alignment/14n_pipeline.ipynb #14n8run
 def run_pipeline(
-    out:str|Path,                           # Folder: new, or begun by the same command
-    config:PipelineConfig=PipelineConfig(), # Another config reruns what it changes
+    out:str|Path,                           # A new folder, or one begun by the same command
+    config:PipelineConfig=PipelineConfig(), # Sizes; a changed config reruns the stages it affects
     say:Callable=print,                     # Called with a line of text
-    until:str|None=None,                    # The last stage that is wanted: none for all
-)->dict: # Name to record, as of `run_stages`
-    "From a planted web to a report card. `UserError` for a folder of something else."
+    until:str|None=None,                    # The last stage to run; None for all
+)->dict: # Name to record, as in `run_stages`
+    "Run the pipeline from a synthetic web to a report. `UserError` for an unrelated folder."
     return run_stages(pipeline_stages(config), out, "pipeline", say, until)

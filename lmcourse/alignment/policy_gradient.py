@@ -11,10 +11,10 @@ from torch import Tensor
 
 # %% ../../nbs/14_alignment/14e_policy_gradient.ipynb #14c71a6c
 def compute_naive_policy_gradient_loss(
-    raw_rewards_or_advantages:Tensor, # One number for each response `(B, 1)`
-    policy_log_probs:Tensor,          # Of each token `(B, T)`
+    raw_rewards_or_advantages:Tensor, # One number per response `(B, 1)`
+    policy_log_probs:Tensor,          # Log-probability of each token `(B, T)`
 )->Tensor: # Loss of each token `(B, T)`
-    "REINFORCE: -advantage*log_prob. `ValueError` unless there is one finite number for a response."
+    "Compute -advantage*log_prob. `ValueError` unless each response has one finite number."
     _check_advantages(raw_rewards_or_advantages, policy_log_probs)
     return -raw_rewards_or_advantages*policy_log_probs
 
@@ -29,18 +29,18 @@ def _check_advantages(advantages:Tensor, log_probs:Tensor):
 
 # %% ../../nbs/14_alignment/14e_policy_gradient.ipynb #56232464
 def rloo_advantages(
-    rewards:Tensor, # Of responses `(B,)`; those of a prompt stand next to each other
-    group_size:int, # Responses to a prompt, at least 2
-)->Tensor: # `(B,)`: each reward less the mean of the others of its group
-    "Leave-one-out advantages. `ValueError` for a group of one. Ahmadian 2024."
+    rewards:Tensor, # Rewards `(B,)`, a prompt's responses consecutive
+    group_size:int, # Responses per prompt, at least 2
+)->Tensor: # `(B,)`: each reward less the mean of the group's other rewards
+    "Compute leave-one-out advantages. `ValueError` for a group of one. Ahmadian 2024."
     groups = in_groups(rewards, group_size)
     return (group_size/(group_size - 1)*(groups - groups.mean(1, keepdim=True))).flatten()
 
 def in_groups(
     rewards:Tensor, # `(B,)`
-    group_size:int, # Responses to a prompt
+    group_size:int, # Responses per prompt
 )->Tensor: # `(B/G, G)`
-    "A row for each prompt. `ValueError` for a group of one, a part of one, a reward not finite."
+    "Reshape to one row per prompt. `ValueError` for groups of one or incomplete, or a NaN reward."
     if group_size < 2:
         raise ValueError(f"group_size = {group_size}: a group of one has nothing to compare with, "
                          f"expected at least 2")
@@ -54,12 +54,12 @@ def in_groups(
 # %% ../../nbs/14_alignment/14e_policy_gradient.ipynb #ea5cc5da
 def clipped_loss(
     advantages:Tensor,    # `(B, 1)`, or one for each token `(B, T)`
-    log_probs:Tensor,     # Under the policy in training `(B, T)`
-    old_log_probs:Tensor, # Under the policy that drew the samples `(B, T)`
+    log_probs:Tensor,     # Log-probs under the trained policy `(B, T)`
+    old_log_probs:Tensor, # Log-probs under the sampling policy `(B, T)`
     low:float=.2,         # How far the ratio may fall below 1
-    high:float|None=None, # How far it may rise above 1; like `low` if not given
-)->tuple: # Loss of each token `(B, T)`, and where the clip holds it `(B, T)`, bool
-    "-min(ratio*A, clip(ratio)*A). `ValueError` for shapes or bounds. Schulman 2017, eq. 7."
+    high:float|None=None, # How far the ratio may rise above 1; None for `low`
+)->tuple: # Loss of each token `(B, T)`, and whether it is clipped `(B, T)`, bool
+    "Compute -min(ratio*A, clip(ratio)*A). `ValueError` for shapes or bounds. Schulman 2017, eq. 7."
     _check_advantages(advantages, log_probs)
     if old_log_probs.shape != log_probs.shape:
         raise ValueError(f"old log-probabilities {tuple(old_log_probs.shape)}, "

@@ -11,13 +11,13 @@ from torch import Tensor, nn
 
 # %% ../../nbs/14_alignment/14f_ppo.ipynb #77666788
 def gae(
-    rewards:Tensor,  # That come with each token `(B, T)`
-    values:Tensor,   # The critic's guess before each token `(B, T)`
-    mask:Tensor,     # Which tokens are part of the response `(B, T)`; a row's end is its last one
-    gamma:float=1.,  # Discount of a later reward
+    rewards:Tensor,  # Reward at each token `(B, T)`
+    values:Tensor,   # The critic's value before each token `(B, T)`
+    mask:Tensor,     # Response tokens `(B, T)`; a row ends with its last one
+    gamma:float=1.,  # Discount of later rewards
     lam:float=.95,   # 0 trusts the critic, 1 the rewards
-)->tuple: # Advantages and returns (the critic's targets) `(B, T)`, 0 behind the end
-    "Generalized advantage estimation. `ValueError` for shapes, gamma, lam. Schulman 2016, eq. 16."
+)->tuple: # Advantages and returns (the critic's targets) `(B, T)`, 0 after the end
+    "Estimate advantages by GAE. `ValueError` for shapes, gamma or lam. Schulman 2016, eq. 16."
     if not rewards.shape == values.shape == mask.shape or rewards.ndim != 2:
         raise ValueError(f"rewards {tuple(rewards.shape)}, values {tuple(values.shape)}, "
                          f"mask {tuple(mask.shape)}, expected one shape (B, T)")
@@ -35,7 +35,7 @@ def gae(
 
 # %% ../../nbs/14_alignment/14f_ppo.ipynb #84ed22b0
 class ValueHead(nn.Module):
-    "A guess of the reward to come, from each hidden state."
+    "A linear head that predicts the future reward from each hidden state."
     def __init__(self,
         d_model:int, # Width of the hidden states
     ):
@@ -45,18 +45,18 @@ class ValueHead(nn.Module):
         nn.init.zeros_(self.linear.bias)
 
     def forward(self,
-        hidden:Tensor, # `(..., T, D)`, as `TransformerLM.hidden_states` gives them
+        hidden:Tensor, # `(..., T, D)` from `TransformerLM.hidden_states`
     )->Tensor: # `(..., T)`
         return self.linear(hidden).squeeze(-1)
 
 def value_loss(
-    values:Tensor,     # The critic's guesses now `(B, T)`
-    old_values:Tensor, # When the samples were drawn `(B, T)`
-    returns:Tensor,    # From `gae` `(B, T)`
+    values:Tensor,     # The critic's current values `(B, T)`
+    old_values:Tensor, # The critic's values at sampling time `(B, T)`
+    returns:Tensor,    # Returns from `gae` `(B, T)`
     mask:Tensor,       # Which tokens count `(B, T)`
-    clip:float=.2,     # How far a guess may move for one batch, in units of reward
+    clip:float=.2,     # How far a value may move per batch, in units of reward
 )->Tensor: # Half the mean squared error
-    "The larger of the free and the clipped error. `ValueError` for shapes, or nothing to count."
+    "Take the larger of the plain and the clipped error. `ValueError` for shapes or an empty mask."
     if not values.shape == old_values.shape == returns.shape == mask.shape:
         raise ValueError(f"values {tuple(values.shape)}, old values {tuple(old_values.shape)}, "
                          f"returns {tuple(returns.shape)}, mask {tuple(mask.shape)}")
@@ -67,13 +67,13 @@ def value_loss(
 
 # %% ../../nbs/14_alignment/14f_ppo.ipynb #b63418e8
 def token_rewards(
-    rewards:Tensor,       # Of each response `(B,)`
-    log_probs:Tensor,     # Of its tokens under the policy that drew them `(B, T)`
-    ref_log_probs:Tensor, # Under the reference `(B, T)`
-    mask:Tensor,          # Which tokens are part of it `(B, T)`
-    beta:float,           # What a nat of KL costs
+    rewards:Tensor,       # Reward of each response `(B,)`
+    log_probs:Tensor,     # Log-probs of its tokens under the sampling policy `(B, T)`
+    ref_log_probs:Tensor, # Log-probs under the reference `(B, T)`
+    mask:Tensor,          # Which tokens are part of the response `(B, T)`
+    beta:float,           # Penalty per nat of KL
 )->Tensor: # `(B, T)`: -beta*log ratio at each token, and the reward at the last
-    "Rewards with the KL penalty in them. `ValueError` for a response without tokens."
+    "Spread rewards over tokens, less the KL penalty. `ValueError` for an empty response."
     if not mask.any(1).all(): raise ValueError("token_rewards: a response has no tokens")
     last = mask.shape[1] - 1 - mask.flip(1).to(torch.int8).argmax(1)
     paid = -beta*(log_probs - ref_log_probs).detach()*mask

@@ -13,10 +13,10 @@ from typing import Any
 
 # %% ../../nbs/14_alignment/14d_reward.ipynb #14d2loss
 def preference_loss(
-    won:Tensor,  # Scores of the responses that were preferred `(N,)`
-    lost:Tensor, # Scores of the others `(N,)`
-)->Tensor: # Mean, nats for a pair
-    "The surprise of a Bradley–Terry model. `ValueError` for other shapes or no pairs. Ouyang 2022."
+    won:Tensor,  # Scores of the preferred responses `(N,)`
+    lost:Tensor, # Scores of the rejected responses `(N,)`
+)->Tensor: # Mean loss, nats per pair
+    "Compute the Bradley–Terry loss. `ValueError` for unequal shapes or no pairs. Ouyang 2022."
     if won.shape != lost.shape or not won.numel():
         raise ValueError(f"{tuple(won.shape)} scores won and {tuple(lost.shape)} lost, expected as "
                          f"many, at least one")
@@ -25,11 +25,11 @@ def preference_loss(
 # %% ../../nbs/14_alignment/14d_reward.ipynb #14d3fit
 def draw_pairs(
     rewards:Tensor, # True rewards of the responses `(R,)`
-    probs:Tensor,   # How often each is drawn `(R,)`
-    n:int,          # Pairs
+    probs:Tensor,   # Probability of drawing each response `(R,)`
+    n:int,          # Number of pairs
     rng:Any,        # A NumPy generator
-)->tuple: # Who won and who lost, indices `(n,)` each
-    "Comparisons by a judge who follows Bradley–Terry."
+)->tuple: # Indices of winners and losers `(n,)` each
+    "Simulate comparisons by a Bradley–Terry judge."
     share = probs.double()/probs.double().sum()
     a, b = rng.choice(len(probs), (2, n), p=share.numpy())
     first = rng.random(n) < torch.sigmoid(rewards[a] - rewards[b]).numpy()
@@ -39,12 +39,12 @@ def draw_pairs(
 
 
 def fit_rewards(
-    features:Tensor, # Of the responses `(R, F)`; the identity for a score of its own for each
+    features:Tensor, # Features `(R, F)`; the identity gives each response its own score
     won:Tensor, lost:Tensor, # Indices of responses `(n,)`
-    ridge:float=1e-3, # Pull towards 0, in nats for a squared unit
-    steps:int=60,    # Of Newton's method at most
+    ridge:float=1e-3, # Weight of the squared scores, in nats
+    steps:int=60,    # Most steps of Newton's method
 )->Tensor: # Scores of all responses `(R,)`, with mean 0
-    "The scores that explain the comparisons best."
+    "Fit the scores that best explain the comparisons."
     x = (features[won] - features[lost]).double()
     w = torch.zeros(x.shape[1], dtype=torch.float64)
     for _ in range(steps):
@@ -59,9 +59,9 @@ def fit_rewards(
 
 # %% ../../nbs/14_alignment/14d_reward.ipynb #14d6model
 class RewardModel(nn.Module):
-    "A language model's body with a score for a head."
+    "A language model's body with a head that scores the whole text."
     def __init__(self,
-        model:Any, # A `TransformerLM`, which is taken over and trained on
+        model:Any, # A `TransformerLM`, which is reused and trained further
     ):
         super().__init__()
         self.body, width = model, model.config.d_model
@@ -72,9 +72,9 @@ class RewardModel(nn.Module):
 
     def forward(self,
         ids:Tensor,     # Rows of tokens `(B, T)`
-        lengths:Tensor, # How many of each row count `(B,)`
+        lengths:Tensor, # Tokens of each row that count `(B,)`
     )->Tensor: # Scores `(B,)`
-        "`ValueError` for a length that is not within the row."
+        "Score each row at its last token. `ValueError` for a length outside the row."
         if not (0 < lengths.min() and lengths.max() <= ids.shape[1]):
             raise ValueError(f"lengths {lengths.min()} to {lengths.max()}, expected 1 to "
                              f"{ids.shape[1]}")

@@ -22,22 +22,22 @@ from ..tokenization.tokenizer import Tokenizer
 # %% ../../nbs/14_alignment/14i_rollouts.ipynb #14i1roll
 @dataclass(frozen=True)
 class Rollout:
-    "A sampled response, and with what probability it was drawn."
+    "A sampled response with the log-probabilities of its tokens."
     prompt:str
     response:str     # Without the end token
-    ids:tuple        # Beginning, prompt, response, and the end token if it came
-    start:int        # How many of them come before the response
-    log_probs:tuple  # Of the response's tokens when they were drawn, nats, the end included
-    version:int      # Of the weights that drew it
-    finished:bool    # Whether the end token came
+    ids:tuple        # Start token, prompt, response, and the end token if sampled
+    start:int        # Number of ids before the response
+    log_probs:tuple  # Nats of the response's tokens when sampled, end included
+    version:int      # Version of the weights that sampled it
+    finished:bool    # Whether the end token was sampled
 
 class Sampler:
-    "Samples responses from a model whose weights may be replaced."
+    "A sampler of responses from a model whose weights can be replaced."
     def __init__(self,
         model:Any,           # A `TransformerLM`
-        tokenizer:Tokenizer, # The one it was trained with
-        max_tokens:int=44,   # Of a response, the end included
-        running:int=64,      # Responses computed together at most
+        tokenizer:Tokenizer, # The model's tokenizer
+        max_tokens:int=44,   # Most tokens of a response, end included
+        running:int=64,      # Most responses computed together
     ):
         self.tokenizer, self.max_tokens = tokenizer, max_tokens
         blocks = running*-(-min(model.config.context_length, 32 + max_tokens)//16)
@@ -47,11 +47,11 @@ class Sampler:
 
     def __call__(self,
         prompts:list,     # Texts
-        group_size:int=1, # Responses to each
-        seed:int=0,       # The same seed and weights give the same responses
-        first:int=0,      # Number of the first prompt among all of the step, which seeds count by
-    )->list: # `Rollout`s, those of a prompt next to each other
-        """Draw at temperature 1 from the whole distribution.
+        group_size:int=1, # Responses per prompt
+        seed:int=0,       # Seed; equal seeds and weights give equal responses
+        first:int=0,      # Index of the first prompt within the step, for the seeds
+    )->list: # `Rollout`s; those of a prompt are consecutive
+        """Sample at temperature 1 from the whole distribution.
         `ValueError` for no prompts, no group, or a prompt that is too long."""
         if not prompts: raise ValueError("no prompts, expected at least one prompt")
         if group_size < 1: raise ValueError(f"group_size = {group_size}, expected 1 or more")
@@ -64,7 +64,7 @@ class Sampler:
         answers = self.engine.run(requests)
         return [self.rollout(prompts[k//group_size], s) for k,s in enumerate(answers)]
 
-    def rollout(self, prompt:str, s:Any)->Rollout: # Of a finished sequence
+    def rollout(self, prompt:str, s:Any)->Rollout: # The rollout of a finished sequence
         stopped = s.reason == "stop"
         log_probs = [told[0] for told in s.log_probs] + ([s.stop_log_prob[0]] if stopped else [])
         ids = (*s.ids, self.tokenizer.end_of_text) if stopped else tuple(s.ids)
@@ -74,9 +74,9 @@ class Sampler:
 # %% ../../nbs/14_alignment/14i_rollouts.ipynb #14i2ten
 def rollout_tensors(
     rollouts:list,  # At least one
-    padding_id:int, # What short rows are filled up with
+    padding_id:int, # Id that pads short rows
 )->dict: # `input_ids`, `labels`, `response_mask`, `old_log_probs`, each `(B, T)`
-    "Rollouts as rows for a loss."
+    "Pad rollouts to rows for a loss."
     rows = padded_rows([(list(r.ids), r.start) for r in rollouts], padding_id)
     old = torch.zeros(rows["labels"].shape)
     for i,r in enumerate(rollouts):
@@ -85,13 +85,13 @@ def rollout_tensors(
 
 # %% ../../nbs/14_alignment/14i_rollouts.ipynb #14i3stream
 class AsyncBatches:
-    """An iterator of batches that a thread makes while the trainer trains: the batch of a step
+    """An iterator over batches that a thread makes while the trainer trains: the batch of a step
     comes from weights that are at most `staleness` steps old."""
     def __init__(self,
-        make:Callable,   # From a model and a step to the batch of this step
-        model:Any,       # In training: whoever asks for the next batch may have moved it
-        staleness:int=0, # 0 for batches of the weights as they are: nothing is made ahead
-        step:int=0,      # The first
+        make:Callable,   # Function from a model and a step to the step's batch
+        model:Any,       # The model in training; it may change between batches
+        staleness:int=0, # Steps by which weights may lag; 0 makes nothing ahead
+        step:int=0,      # First step
     ):
         if staleness < 0: raise ValueError(f"staleness = {staleness}, expected 0 or more")
         self.make, self.model, self.staleness = make, model, staleness
@@ -111,13 +111,13 @@ class AsyncBatches:
 
 # %% ../../nbs/14_alignment/14i_rollouts.ipynb #670c1635
 def gather_rollouts(
-    rollouts:list,       # Of this process: an equal share of the prompts, in order
-    prompts:list,        # Of the step, all of them
-    group_size:int,      # Responses to each
-    tokenizer:Tokenizer, # As of the `Sampler`
-    world:World,         # The processes
+    rollouts:list,       # This process's rollouts: an equal share of the prompts, in order
+    prompts:list,        # All prompts of the step
+    group_size:int,      # Responses per prompt
+    tokenizer:Tokenizer, # The tokenizer of the `Sampler`
+    world:World,         # All processes
 )->list: # The rollouts of all prompts, the same in every process
-    "Every process calls it. A single process gets back what it gave."
+    "Gather rollouts from all processes, which all must call this."
     if world.processes == 1: return rollouts
     longest = np.zeros(world.size)
     longest[world.rank] = max(len(r.ids) for r in rollouts)

@@ -37,11 +37,11 @@ KINDS = dict(sft="slip demonstrations".split(),
 def new_alignment(
     run:str|Path,      # New folder
     kind:str,          # `sft`, `dpo` or `rl`
-    settings:dict,     # `slip` and `demonstrations`; or fields of `DpoConfig`, or of `RlConfig`
-    train:TrainConfig, # Its `init_from` is where the model comes from: none for the course's own
+    settings:dict,     # `slip` and `demonstrations`, or fields of `DpoConfig` or `RlConfig`
+    train:TrainConfig, # Training config; `init_from` names the model, None the course's
 )->Trainer: # At step 0
-    """Write a run's folder. `ValueError` or `FileNotFoundError`, before it, for what can't be
-    done. Processes of `torchrun` call it together; one writes."""
+    """Create a run's folder. Bad input raises `ValueError` or `FileNotFoundError` before anything
+    is written. Processes of `torchrun` call it together; one writes."""
     if kind not in KINDS: raise ValueError(f"kind = {kind!r}, expected {', '.join(KINDS)}")
     if other := settings.keys() - {*KINDS[kind]}:
         raise ValueError(f"{kind} has no setting {min(other)!r}, but {', '.join(KINDS[kind])}")
@@ -60,12 +60,12 @@ def new_alignment(
                                               encoding="utf-8")
         write_json(run/"align.json", dict(kind=kind) | settings)
         write_run(run, model.config, train, run/"data")
-    world.all_reduce_sum(0.) # The others wait until it is there
+    world.all_reduce_sum(0.) # The others wait for the folder
     return open_alignment(run)
 
 # %% ../../nbs/14_alignment/14k_runs.ipynb #3a6713a0
-# From settings, config, model, tokenizer, and whether this process writes, to texts that are
-# practised on, the config with its batch, and pairs
+# From settings, config, model, tokenizer, and whether this process writes, to training texts,
+# the config with its batch, and pairs
 def _prepare_sft(settings:dict, train:TrainConfig, model, tokenizer, writes:bool)->tuple:
     n = settings["demonstrations"]
     if n < train.batch_size:
@@ -92,7 +92,7 @@ def _prepare_rl(settings:dict, train:TrainConfig, model, tokenizer, writes:bool)
                 tokenizer, model)
     return prompts, replace(train, batch_size=rl.prompts*rl.group_size), []
 
-def _check_room(what:str, texts:list, more:int, tokenizer, model): # Before work starts
+def _check_room(what:str, texts:list, more:int, tokenizer, model): # Checked before work starts
     longest = more + max(len(tokenizer.encode(text)) for text in texts)
     if longest > model.config.context_length: raise ValueError(
         f"{what} need {longest} tokens, the model takes {model.config.context_length}")
@@ -101,16 +101,16 @@ _PREPARE = dict(sft=_prepare_sft, dpo=_prepare_dpo, rl=_prepare_rl)
 
 # %% ../../nbs/14_alignment/14k_runs.ipynb #cf955a1b
 def own_pairs(
-    model:Any, tokenizer:Tokenizer, # Where training begins, and what it was trained with
-    prompts:int=128,                # How many
-    group_size:int=8,               # Responses to each
-    seed:int=0,                     # Of prompts and samples
-)->list: # Dicts, as of `judged_pairs`
-    "Pairs of the model's own responses. `ValueError` if no prompt has a right and a wrong one."
+    model:Any, tokenizer:Tokenizer, # The initial model and its tokenizer
+    prompts:int=128,                # Number of prompts
+    group_size:int=8,               # Responses per prompt
+    seed:int=0,                     # Seed of prompts and samples
+)->list: # Dicts, as from `judged_pairs`
+    "Make pairs of the model's responses. `ValueError` if no prompt has a right and a wrong one."
     texts = brief_prompts(prompts, 1_000_000*(seed + 1))
     found = Sampler(model, tokenizer, running=96)(texts, group_size, seed)
     groups = [found[i:i + group_size] for i in range(0, len(found), group_size)]
-    # A response that was cut off didn't end, so it can't be told with an end
+    # A truncated response has no end token, so it can't be scored with one
     pairs = [pair for p,group in zip(texts, groups)
              for pair in judged_pairs(p, [r.response for r in group if r.finished])]
     if not pairs: raise ValueError(
@@ -119,19 +119,19 @@ def own_pairs(
     return pairs
 
 def same_tokenizer(
-    reference:str,       # Folder of a model: none for the same as the policy
+    reference:str,       # Folder of a model; empty for the policy's initial model
     tokenizer:Tokenizer, # Of the policy
 ):
-    "`ValueError` for a reference of another tokenizer."
+    "Raise `ValueError` if the reference has a different tokenizer."
     if reference and (other := load_model(reference)[1]).digest != tokenizer.digest:
         raise ValueError(f"reference = {reference}: its tokenizer is {other.digest[:12]}…, that "
                          f"of the model {tokenizer.digest[:12]}…, expected the same")
 
 # %% ../../nbs/14_alignment/14k_runs.ipynb #14k2open
 def open_alignment(
-    run:str|Path, # Folder of `new_alignment`
-)->Trainer: # Where the last checkpoint left it
-    "A run to be begun or to go on. `FileNotFoundError` for a folder of another kind."
+    run:str|Path, # Folder from `new_alignment`
+)->Trainer: # The trainer at the last checkpoint
+    "Open a run to start or resume it. `FileNotFoundError` for an unrelated folder."
     run = Path(run)
     _, train, data = read_run(run)
     if not (run/"align.json").is_file():
@@ -164,9 +164,9 @@ def align_to_the_end(
     trainer:Trainer,         # From `new_alignment` or `open_alignment`
     run:str|Path,            # Its folder
     tell:Callable|None=None, # Called with a line of text after each measurement
-    tests:int=96,            # Prompts of a measurement
-)->dict: # The last measurement; empty in a process of `torchrun` that writes nothing
-    "Train, measure on the way and at the end. `Interrupted` after a signal, with a checkpoint."
+    tests:int=96,            # Prompts per measurement
+)->dict: # The last measurement; empty in `torchrun` processes that don't write
+    "Train and measure to the end. A signal saves a checkpoint and raises `Interrupted`."
     run, tokenizer = Path(run), Tokenizer.from_folder(Path(run)/"data"/"tokenizer")
     prompts = brief_prompts(tests, 999)
 
@@ -189,10 +189,10 @@ def align_to_the_end(
     return report(trainer)
 
 def note_steps(
-    path:Path, # A file of lines; made if there is none
-    rows:list, # Each with a `step`; they replace lines of the same step, and what comes after
+    path:Path, # A file of JSON lines; created if missing
+    rows:list, # Dicts with a `step`; they replace all lines from that step on
 ):
-    "Add lines, whole or not at all."
+    "Add lines atomically."
     steps = [r["step"] for r in rows]
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     kept = [r for r in map(json.loads, lines) if steps and r["step"] < min(steps)]

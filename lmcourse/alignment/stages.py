@@ -20,21 +20,21 @@ from ..tools.show import duration
 # %% ../../nbs/14_alignment/14m_stages.ipynb #14m1stage
 @dataclass(frozen=True)
 class Stage:
-    "A step of a pipeline: a function that fills a folder, and what it depends on."
-    name:str      # Also of its folder
-    work:Callable # Called as `work(folder, inputs, say)`; `inputs` is a dict of name to folder
+    "A step of a pipeline: a function that fills a folder, and its dependencies."
+    name:str      # Name of the stage and its folder
+    work:Callable # Called as `work(folder, inputs, say)`; `inputs` maps names to folders
     needs:tuple=()   # Names of the earlier stages that it reads
-    settings:dict=field(default_factory=dict) # What else it depends on: values that JSON can hold
-    outputs:tuple=() # Its files and folders that count, without times of day in them
-    about:str=""     # What it does, in a few words
-    seconds:float=0. # CPU seconds that it is expected to take
+    settings:dict=field(default_factory=dict) # Other dependencies, as JSON values
+    outputs:tuple=() # Files and folders to hash, without timestamps
+    about:str=""     # Short description
+    seconds:float=0. # Expected CPU seconds
 
 # %% ../../nbs/14_alignment/14m_stages.ipynb #14m2state
 def stage_state(
     folder:str|Path, # Of a stage
-    order:dict,      # What it is to be made of, as JSON gives it back
-)->tuple: # `done`, `begun`, `new`, `changed` or `damaged`; the record; and why, in words
-    "What there is of a stage, without touching it."
+    order:dict,      # Its inputs and settings, as read back from JSON
+)->tuple: # `done`, `begun`, `new`, `changed` or `damaged`; the record; and the reason
+    "Return the state of a stage without changing anything."
     folder, note = Path(folder), "begun.json"
     try:
         if (folder/"done.json").exists(): note = "done.json"
@@ -52,9 +52,9 @@ def stage_state(
     return "done", record, ""
 
 def difference(
-    before:dict, now:dict, # Orders
-)->str: # In words
-    "The first setting or input that differs."
+    before:dict, now:dict, # Inputs and settings of a stage
+)->str: # A description
+    "Describe the first setting or input that differs."
     for part,word in (("settings", ""), ("inputs", "input ")):
         a, b = before[part], now[part]
         for key in sorted(a.keys() | b.keys()):
@@ -67,14 +67,14 @@ def _short(value)->str: return text if len(text := repr(value)) <= 40 else text[
 
 # %% ../../nbs/14_alignment/14m_stages.ipynb #14m3run
 def run_stages(
-    stages:list,         # Of `Stage`, each after those that it needs
-    out:str|Path,        # The pipeline's folder; one for each stage lies in it
-    kind:str="pipeline", # Of the pipeline: a folder of another kind is rejected
+    stages:list,         # Every `Stage`, after the stages that it needs
+    out:str|Path,        # The pipeline's folder, with one folder per stage
+    kind:str="pipeline", # Kind of pipeline; a folder of another kind is rejected
     say:Callable=print,  # Called with a line of text
-    until:str|None=None, # The last stage that is wanted: none for all
+    until:str|None=None, # The last stage to run; None for all
 )->dict: # Name to record: `order`, `files`, `digest`, `cpu_s`, `wall_s`, `peak_bytes`
-    """Do what isn't done. `UserError` before any work for an unknown stage, or a folder that is no
-    pipeline's or another one's."""
+    """Run the unfinished stages. `UserError` before any work for an unknown stage, or the folder of
+    something else or of another pipeline."""
     names = [s.name for s in stages]
     if until is not None and until not in names: raise unknown("stage", until, names)
     wanted = stages[:len(names) if until is None else names.index(until) + 1]
@@ -112,17 +112,17 @@ def _run_stage(stage:Stage, out:Path, records:dict, say:Callable, which:str)->di
     say(f"    {duration(record['cpu_s'])} of CPU time")
     return record
 
-def cpu_seconds()->float: # Of this process and those that it has waited for
+def cpu_seconds()->float: # Of this process and its finished children
     t = os.times()
     return t.user + t.system + t.children_user + t.children_system
 
 # %% ../../nbs/14_alignment/14m_stages.ipynb #14m3folder
 @contextmanager
 def pipeline_folder(
-    out:str|Path, # New, empty, or begun by the same kind of pipeline
+    out:str|Path, # A folder: new, empty, or begun by the same kind of pipeline
     kind:str,
-): # Its path, locked against a second process
-    "`UserError` for a folder of something else; `BlockingIOError` if another process has it."
+): # Yields its path, locked against other processes
+    "Lock the pipeline's folder. `UserError` for an unrelated one, `BlockingIOError` if locked."
     out = Path(out).absolute()
     refuse_unwritable(out)
     if out.is_file(): raise UserError(f"{out} is a file, expected a folder")
@@ -142,20 +142,20 @@ def pipeline_folder(
 # %% ../../nbs/14_alignment/14m_stages.ipynb #14m6conf
 @dataclass(frozen=True)
 class PipelineConfig:
-    "How large a pipeline is. `ValueError` where values make no sense."
-    pages:int = 12_000    # Of the planted web
-    vocab_size:int = 2048 # Of the tokenizer
+    "The size of a pipeline. `ValueError` for invalid values."
+    pages:int = 12_000    # Pages of the synthetic web
+    vocab_size:int = 2048 # Vocabulary size
     d_model:int = 128     # Width of the model
-    num_layers:int = 3    # Its layers
-    base_steps:int = 3000 # Of pretraining, 512 tokens each
+    num_layers:int = 3    # Number of layers
+    base_steps:int = 3000 # Pretraining steps of 512 tokens
     slip:float = .2       # Probability that a mention in a demonstration is wrong
-    sft_steps:int = 250   # Of fine-tuning, 32 demonstrations each
-    dpo_steps:int = 40    # Of preferences, 16 pairs each
-    rl_steps:int = 60     # Of reinforcement learning, 64 responses each
-    kl:float = .05        # What a nat of divergence costs there, in reward
-    tests:int = 192       # Prompts of the examination
-    stories:int = 20      # Stories of the examination
-    seed:int = 0          # Of everything
+    sft_steps:int = 250   # Fine-tuning steps of 32 demonstrations
+    dpo_steps:int = 40    # DPO steps of 16 pairs
+    rl_steps:int = 60     # RL steps of 64 responses
+    kl:float = .05        # RL's penalty per nat of KL, in units of reward
+    tests:int = 192       # Prompts of the final evaluation
+    stories:int = 20      # Stories of the final evaluation
+    seed:int = 0          # Seed of everything
 
     def __post_init__(self):
         for name,least in dict(pages=100, vocab_size=1000, d_model=8, num_layers=1, base_steps=1,

@@ -17,16 +17,16 @@ from torch import Tensor
 # %% ../../nbs/14_alignment/14b_toy.ipynb #abc7399e
 @dataclass(frozen=True, eq=False)
 class Toy:
-    "A world whose responses can all be listed: R of them, of at most T tokens, from S states."
+    "A toy problem with R responses of at most T tokens, sampled from S states."
     texts:tuple     # The responses in words
     tokens:Tensor   # Actions `(R, T)`, int64
-    states:Tensor   # The row of the table that each action is drawn from `(R, T)`, int64
-    mask:Tensor     # Which of them are part of the response `(R, T)`, bool
-    rewards:Tensor  # Of each response `(R,)`, float64
+    states:Tensor   # Row of the table for each action `(R, T)`, int64
+    mask:Tensor     # Which actions are part of the response `(R, T)`, bool
+    rewards:Tensor  # Reward of each response `(R,)`, float64
     ref:Tensor      # Log-probabilities of the reference policy `(S, V)`, float64
-    beta:float      # What a nat of KL costs, in units of reward
+    beta:float      # Penalty per nat of KL, in units of reward
 
-    def log_probs(self, table:Tensor)->Tensor: # Of each token `(R, T)`, 0 behind the end
+    def log_probs(self, table:Tensor)->Tensor: # Of each token `(R, T)`, 0 after the end
         return table.log_softmax(-1)[self.states, self.tokens]*self.mask
 
     def probs(self, table:Tensor)->Tensor: # Of each response `(R,)`, with sum 1
@@ -48,10 +48,10 @@ class Toy:
 
 # %% ../../nbs/14_alignment/14b_toy.ipynb #dda99dcd
 def parrot(
-    seed:int=1,      # Of its habits
-    beta:float=.25,  # What a nat of KL costs, in units of reward
+    seed:int=1,      # Seed of the reference policy
+    beta:float=.25,  # Penalty per nat of KL, in units of reward
 )->Toy: # With 121 responses and 40 states
-    "The parrot's world. `ValueError` unless beta is positive."
+    "Make the toy problem of the parrot. `ValueError` unless beta is positive."
     if not beta > 0: raise ValueError(f"beta = {beta}, expected a positive number")
     words, silence, longest = ("hello", "pretty", "bird"), 3, 4
     spoken = [s for k in range(longest + 1) for s in itertools.product(range(3), repeat=k)]
@@ -75,7 +75,7 @@ def parrot(
 def total_variation(
     p:Tensor, q:Tensor, # Probabilities `(R,)`
 )->float: # Between 0 and 1
-    "Half the summed absolute difference. `ValueError` for other lengths."
+    "Halve the summed absolute differences. `ValueError` for unequal lengths."
     if p.shape != q.shape: raise ValueError(f"{tuple(p.shape)} and {tuple(q.shape)} probabilities")
     return 0.5*(p - q).abs().sum().item()
 
@@ -83,9 +83,9 @@ def total_variation(
 def expected_gradient(
     toy:Toy,
     table:Tensor,  # Logits of the policy `(S, V)`
-    loss:Callable, # `loss(log_probs)` of tokens `(R, T)` gives a loss for each response `(R,)`
-)->Tensor: # `(S, V)`: what autograd gives for a sampled response, on average
-    "The mean gradient of a sampled loss, by listing all responses instead of sampling them."
+    loss:Callable, # Function from log-probs of tokens `(R, T)` to losses of responses `(R,)`
+)->Tensor: # `(S, V)`: the mean of autograd's gradient for a sampled response
+    "Compute the mean gradient of a sampled loss by enumerating all responses."
     x = table.detach().requires_grad_()
     log_probs = toy.log_probs(x)
     weights = log_probs.sum(1).exp().detach()
@@ -93,11 +93,11 @@ def expected_gradient(
 
 def descend(
     toy:Toy,
-    loss:Callable,   # As for `expected_gradient`
-    steps:int=1000,  # Of Adam, with a rate that falls to 0 over the last half
-    lr:float=.02,    # In logits a step
-)->list: # Tables `(S, V)`: the reference, and after each 10 steps
-    "Follow the exact expected gradient from the reference. `ValueError` without a step."
+    loss:Callable,   # As in `expected_gradient`
+    steps:int=1000,  # Steps of Adam, with a rate that falls to 0 over the last half
+    lr:float=.02,    # Learning rate, in logits per step
+)->list: # Tables `(S, V)`: the reference, then one every 10 steps
+    "Follow the exact expected gradient from the reference. `ValueError` for no steps."
     if steps < 1: raise ValueError(f"steps = {steps}, expected at least 1")
     table, trail = toy.ref.clone(), [toy.ref]
     adam = torch.optim.Adam([table], lr)
@@ -110,10 +110,10 @@ def descend(
 
 # %% ../../nbs/14_alignment/14b_toy.ipynb #3bc79c3e
 def kl_estimators(
-    log_probs:Tensor,     # Of the sampled tokens or responses under the policy, any shape
-    ref_log_probs:Tensor, # The same under the reference
-)->dict: # Of tensors of that shape: "k1", "k2", "k3", in nats
-    """Estimates of KL(policy || reference) from its samples. `ValueError` for other shapes.
+    log_probs:Tensor,     # Log-probs of the samples under the policy, any shape
+    ref_log_probs:Tensor, # Log-probs of the samples under the reference
+)->dict: # Tensors of that shape under "k1", "k2" and "k3", in nats
+    """Estimate KL(policy || reference) from the policy's samples. `ValueError` for unequal shapes.
     Schulman 2020."""
     if log_probs.shape != ref_log_probs.shape:
         raise ValueError(f"log-probabilities {tuple(log_probs.shape)} of the policy, "
@@ -125,18 +125,18 @@ def kl_estimators(
 def soft_rule(
     ref:Tensor,   # Log-probabilities of the reference `(..., V)`
     q:Tensor,     # Values of the choices `(..., V)`
-    beta:float,   # What a nat costs
+    beta:float,   # Penalty per nat of KL
 )->Tensor: # Probabilities `(..., V)`
-    "The best trade of values against KL(policy || reference)."
+    "Maximize the mean value less beta*KL(policy || reference)."
     return (ref + q/beta).softmax(-1)
 
 def reverse_rule(
-    ref:Tensor, q:Tensor, beta:float, # As for `soft_rule`
+    ref:Tensor, q:Tensor, beta:float, # As in `soft_rule`
 )->Tensor: # Probabilities `(..., V)`
-    "The best trade of values against KL(reference || policy): beta*ref/(lambda - q), by bisection."
+    "Maximize mean value less beta*KL(reference || policy): beta*ref/(lambda - q), by bisection."
     p = ref.exp()
-    low = (q + beta*p).max(-1, keepdim=True).values     # no share may be above 1
-    high = q.max(-1, keepdim=True).values + beta        # here the sum is at most 1
+    low = (q + beta*p).max(-1, keepdim=True).values     # No probability may exceed 1
+    high = q.max(-1, keepdim=True).values + beta        # Here the sum is at most 1
     for _ in range(60):
         middle = (low + high)/2
         above = (beta*p/(middle - q)).sum(-1, keepdim=True) > 1
@@ -146,10 +146,10 @@ def reverse_rule(
 # %% ../../nbs/14_alignment/14b_toy.ipynb #4e8d418f
 def backward_induction(
     toy:Toy,
-    rule:Callable, # `rule(ref, q, beta)` gives the policy of a state, like `soft_rule`
-    beta:float|None=None, # Instead of the world's own
+    rule:Callable, # `rule(ref, q, beta)` returns the policy of a state, like `soft_rule`
+    beta:float|None=None, # Replaces the toy's own beta
 )->Tensor: # Probabilities of the responses `(R,)`
-    "The policy whose states each follow `rule` for the rewards to come, from the last state back."
+    "Solve for the policy that follows `rule` in every state, from the last state back."
     value, policy = torch.zeros(len(toy.ref), dtype=torch.float64), torch.zeros_like(toy.ref)
     q = torch.zeros_like(toy.ref)
     last = toy.mask.sum(1) - 1
@@ -167,11 +167,11 @@ def backward_induction(
 
 # %% ../../nbs/14_alignment/14b_toy.ipynb #45012ab2
 def best_of_n(
-    probs:Tensor,   # Of the responses under the policy `(R,)`
-    rewards:Tensor, # Of the responses `(R,)`
-    n:int,          # Responses drawn, of which the best is kept
-)->Tensor: # Probabilities `(R,)` of what is kept
-    "The exact distribution of the best of n, ties at random. `ValueError` for n below 1."
+    probs:Tensor,   # Probabilities of the responses `(R,)`
+    rewards:Tensor, # Rewards of the responses `(R,)`
+    n:int,          # Number of responses, of which the best is kept
+)->Tensor: # Probabilities of the kept response `(R,)`
+    "Compute the exact distribution of the best of n, ties at random. `ValueError` for n below 1."
     if n < 1: raise ValueError(f"n = {n}, expected at least 1")
     levels, level = rewards.unique(return_inverse=True)
     mass = torch.zeros(len(levels), dtype=probs.dtype).index_add(0, level, probs)
