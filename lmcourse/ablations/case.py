@@ -36,17 +36,17 @@ from ..training.runs import read_metrics, read_run
 # %% ../../nbs/06_ablations/06c_case.ipynb #cd825970
 @dataclass(frozen=True)
 class Case:
-    "A run as it is examined: what its files say."
+    "A run to be examined, as its files describe it."
     run:Path
     model:ModelConfig
     train:TrainConfig
-    lines:list      # Of metrics.jsonl
+    lines:list      # Lines of metrics.jsonl
     step:int        # Of the checkpoint under examination, the latest
     weights:dict    # Name to tensor, as that checkpoint has them
     moments:dict    # The optimizer's tensors
     data:Path       # Folder with the tokens
     sets:tuple      # Training and validation documents
-    record:dict = field(default_factory=dict)      # The optimizer's groups and numbers
+    record:dict = field(default_factory=dict)      # The optimizer's groups and settings
     checkpoints:dict = field(default_factory=dict) # Step to folder
 
     @cached_property
@@ -103,24 +103,24 @@ def is_number(v:Any)->bool: # Python's `True` is not one
 def at_step(
     case:Case, step:int, # Of one of its checkpoints
 )->Case:
-    "The same run as it was at an earlier checkpoint."
+    "Return the same run as it was at an earlier checkpoint."
     weights, moments = (_tensors(case.checkpoints[step], name) for name in ("model", "optimizer"))
     return replace(case, step=step, weights=weights, moments=moments)
 
 def rate_at(
     case:Case, step:int, # From 1
-)->float: # The learning rate of that step, by the config; a plateau may lower it
+)->float: # The learning rate that the config gives for that step; a plateau rule may lower it
     c, cooldown = case.train, min(case.train.cooldown_steps, case.train.steps)
     warmup = min(c.warmup_steps, c.steps - cooldown)
     return learning_rate(step, c.lr, c.min_lr, warmup, c.steps, cooldown, 1., c.schedule)
 
 # %% ../../nbs/06_ablations/06c_case.ipynb #c1ce16e8
 def reference_model(
-    config:ModelConfig,       # As the run's config says
+    config:ModelConfig,       # The run's config
     weights:dict,             # Of a checkpoint
     where:str|Path="weights", # For errors
 )->TransformerLM:
-    "The tested model with these weights. `ValueError` if they are those of another config."
+    "The tested model with these weights. Raises `ValueError` if they are those of another config."
     model = TransformerLM(config)
     own = dict(model.named_parameters())
     gone = [n for n in own if n not in weights and "ln" not in n and "norm" not in n]
@@ -145,33 +145,33 @@ def initial_model(config:ModelConfig, train:TrainConfig)->TransformerLM:
 # %% ../../nbs/06_ablations/06c_case.ipynb #1bf72646
 @dataclass(frozen=True)
 class Forward:
-    "A forward pass and what its outputs are compared with; the defaults are right."
-    causal:bool = True          # Queries see no later keys
-    scale:float|None = None     # Of the scores: none for 1/sqrt(K)
-    restart:int|None = None     # Positions begin at 0 again after that many tokens
-    half:bool = False           # RoPE turns the pairs (i, i + K/2)
-    merged:bool = True          # Heads are moved behind positions before they are merged
+    "A way to compute the forward pass and its loss, right or with a fault; the defaults are right."
+    causal:bool = True          # Whether queries see no later keys
+    scale:float|None = None     # Factor of the scores; default: 1/sqrt(K)
+    restart:int|None = None     # Number of tokens after which positions start at 0 again
+    half:bool = False           # Whether RoPE rotates the pairs (i, i + K/2)
+    merged:bool = True          # Whether heads are moved after positions before they are merged
     embedding:float = 1.        # Factor of the token embeddings
-    attn:tuple = (1., 1.)       # Weights of the stream and of what attention adds to it
-    ffn:tuple = (1., 1.)        # Likewise, of the feed-forward network
-    dropout:float = 0.          # Share of what the two add that is set to zero at random
-    final_norm:bool = True      # Norm before the head
-    own_head:bool = False       # The head of the checkpoint, though the config ties it
-    softmax:bool = False        # Probabilities are taken for logits
+    attn:tuple = (1., 1.)       # Weights of the stream and of attention's output
+    ffn:tuple = (1., 1.)        # Weights of the stream and of the feed-forward network's output
+    dropout:float = 0.          # Share of these outputs that is set to zero at random
+    final_norm:bool = True      # Whether there is a norm before the head
+    own_head:bool = False       # Whether the checkpoint's head is used though the config ties it
+    softmax:bool = False        # Whether probabilities are mistaken for logits
     smoothing:float = 0.        # Label smoothing
-    shift:int = 1               # The target is that many places after the input
-    padding:bool = False        # Targets that don't count are counted, as ends of text
-    wrap:int|None = None        # Ids are taken modulo that number
-    average:str = "tokens"      # What counts the same in the mean: tokens, rows or batches
+    shift:int = 1               # Number of places from an input to its target
+    padding:bool = False        # Whether targets that don't count are counted as ends of text
+    wrap:int|None = None        # Number modulo which ids are taken
+    average:str = "tokens"      # What has equal weight in the mean: tokens, rows or batches
 
 # %% ../../nbs/06_ablations/06c_case.ipynb #ebfa4c59
 def logits_as(
-    case:Case,          # Whose weights are used
-    forward:Forward,    # How
-    ids:torch.Tensor,   # `(B, T)`
-    model:TransformerLM|None=None, # With other weights than the case's
+    case:Case,          # The run whose weights are used
+    forward:Forward,    # The way to compute
+    ids:torch.Tensor,   # Token ids `(B, T)`
+    model:TransformerLM|None=None, # A model with other weights to use instead
 )->torch.Tensor: # Logits `(B, T, V)`
-    "The forward pass of the case's weights, with or without a fault."
+    "Compute the forward pass with a run's weights, with or without a fault."
     places = torch.arange(ids.shape[-1])
     if forward.restart: places = places % forward.restart
     head = case.weights["lm_head.weight"] if forward.own_head else None
@@ -179,11 +179,11 @@ def logits_as(
     return logits.softmax(-1) if forward.softmax else logits
 
 def faulty_model(
-    model:TransformerLM, # Stays as it is
-    forward:Forward,     # What is wrong
-    head:torch.Tensor|None=None, # Weight of another head `(V, D)`
-)->TransformerLM: # With the same tensors
-    "The model with some of its parts exchanged."
+    model:TransformerLM, # The model, which is not changed
+    forward:Forward,     # The fault
+    head:torch.Tensor|None=None, # Matrix of another head `(V, D)`
+)->TransformerLM: # A model that shares the tensors
+    "Build a fault into a copy of a model."
     twin = copy.deepcopy(model, {id(t): t for t in (*model.parameters(), *model.buffers())})
     twin.scale = model.scale*forward.embedding
     for layer in twin.layers:
@@ -218,9 +218,9 @@ def _turn_halves(x:torch.Tensor, table:torch.Tensor)->torch.Tensor:
 
 # %% ../../nbs/06_ablations/06c_case.ipynb #b4d3fc2a
 def wrong_forwards(
-    case:Case, # Its config decides which there can be
+    case:Case, # A run, whose config decides which faults are possible
 )->dict: # Name to `Forward`
-    "Known ways to get the forward pass, the targets or the mean wrong."
+    "List known ways to get the forward pass, the targets or the mean wrong."
     c, T = case.model, case.model.context_length
     wrong = _always_possible(c)
     if c.scale_embeddings: wrong["embedding not scaled"] = Forward(embedding=c.d_model**-.5)
@@ -260,12 +260,12 @@ def _always_possible(c:ModelConfig)->dict: # Name to `Forward`
 
 # %% ../../nbs/06_ablations/06c_case.ipynb #1581fb1c
 def token_losses_as(
-    case:Case,          # Whose weights are used
-    forward:Forward,    # How
+    case:Case,          # The run whose weights are used
+    forward:Forward,    # The way to compute
     x:torch.Tensor,     # Inputs `(B, T)`
-    y:torch.Tensor,     # Targets `(B, T)`, -100 where none counts
+    y:torch.Tensor,     # Targets `(B, T)`; -100 for those that don't count
     model:TransformerLM|None=None, # As for `logits_as`
-)->tuple: # Loss of each target `(B, T)`, 0 where none counts; and which ones count
+)->tuple: # Loss of each target `(B, T)`, 0 for those that don't count; and which ones count
     "Cross-entropies with or without a fault."
     if forward.padding: y = torch.where(y == -100, case.sets[0].end_of_text, y)
     if forward.wrap: x, y = x % forward.wrap, torch.where(y == -100, y, y % forward.wrap)
@@ -279,11 +279,11 @@ def token_losses_as(
 # %% ../../nbs/06_ablations/06c_case.ipynb #a00337af
 @torch.no_grad()
 def losses_as(
-    case:Case,          # Whose weights are used
-    forward:Forward,    # How
-    batches:Iterable,   # Inputs and targets, arrays `(B, T)`; what comes after them is left alone
-)->list: # Arrays `(B, T)`, NaN where no target counts
-    "The loss of each target of many batches."
+    case:Case,          # The run whose weights are used
+    forward:Forward,    # The way to compute
+    batches:Iterable,   # Tuples of inputs and targets, arrays `(B, T)`; further items are ignored
+)->list: # Arrays `(B, T)`, NaN for targets that don't count
+    "Compute the loss of each target of many batches."
     out = []
     with torch.random.fork_rng(devices=[]):
         for inputs,targets,*_ in batches:
@@ -293,10 +293,10 @@ def losses_as(
 
 # %% ../../nbs/06_ablations/06c_case.ipynb #0689212c
 def mean_loss(
-    losses:list,           # Of `losses_as`
-    average:str="tokens",  # What counts the same: tokens, rows or batches
-)->float: # In nats per token
-    "The mean of losses. Only that over tokens is right."
+    losses:list,           # Result of `losses_as`
+    average:str="tokens",  # What has equal weight: tokens, rows or batches
+)->float: # Mean in nats per token
+    "Average losses. Only the mean over tokens is right."
     if average == "batches": return float(np.mean([np.nanmean(l) for l in losses]))
     if average == "rows": return float(np.mean(np.concatenate([np.nanmean(l, 1) for l in losses])))
     return math.fsum(np.nansum(l) for l in losses)/int(sum(np.isfinite(l).sum() for l in losses))
@@ -305,7 +305,7 @@ def loss_as(case:Case, forward:Forward, batches:Iterable)->float: # The mean of 
     return mean_loss(losses_as(case, forward, batches), forward.average)
 
 # %% ../../nbs/06_ablations/06c_case.ipynb #a3acd9cb
-# Nats that rounding and another machine may change
+# difference in nats that rounding or another machine may cause
 SAME_LOSS = dict(float32=5e-4, bfloat16=0.02, float16=0.02, auto=0.02)
 FEW_DOCUMENTS, TRIED = 12, 4 # For a first look at each fault; faults that are computed in full
 EXPLAINED = 0.02   # Share of a gap that a fault may leave unexplained
@@ -319,21 +319,21 @@ def explains(
     slack:float=EXPLAINED, # As there
     few:bool=False,        # Whether they come from a few documents
 )->bool:
-    "Whether a fault closes the gap between the logged loss and the right one."
+    "Return whether a fault closes the gap between the logged loss and the right one."
     if forward.dropout: slack = BY_CHANCE[few]
     return abs(value - logged) <= max(LEAST, slack*abs(right - logged))
 
 # %% ../../nbs/06_ablations/06c_case.ipynb #ebea5a57
 def explain(
     case:Case,
-    logged:float,     # What the run wrote
-    right:float,      # What the right forward pass gives on the same batches
-    batches:Callable, # Gives all of them
-    few:Callable,     # Gives some of them
+    logged:float,     # Loss that the run logged
+    right:float,      # Loss of the right forward pass on the same batches
+    batches:Callable, # Returns all batches
+    few:Callable,     # Returns some of the batches
     slack:float=EXPLAINED, # As there
-    wrong:dict|None=None,  # Name to `Forward`: none for all of `wrong_forwards`
-)->tuple|None: # Name, `Forward` and its loss; none if no known fault gives the logged one
-    "The fault that reproduces a loss."
+    wrong:dict|None=None,  # Name to `Forward`; default: all of `wrong_forwards`
+)->tuple|None: # Name, `Forward` and its loss; `None` if no known fault gives the logged loss
+    "Find the fault that reproduces a loss."
     wrong = wrong_forwards(case) if wrong is None else wrong
     base = loss_as(case, Forward(), few())
     def near(name): return abs(right + loss_as(case, wrong[name], few()) - base - logged)
@@ -350,21 +350,21 @@ def explain(
 # %% ../../nbs/06_ablations/06c_case.ipynb #b343be53
 @dataclass(frozen=True)
 class Step:
-    "A training step; the defaults are right."
+    "A way to take a training step, right or with a fault; the defaults are right."
     forward:Forward = Forward()
-    gradient:float = 1.       # Factor of the gradient, before it is clipped
-    decays:bool = True        # Weight decay shrinks weights; else it goes into the gradient
-    distinct:int|None = None  # That many windows of the batch are repeated until it is full
-    period:int|None = None    # The batches begin again after that many steps
-    in_order:bool = False     # Windows come one after the other, whatever the config says
-    rounded:bool = False      # Weights start at the next float32: no fault, but what rounding does
+    gradient:float = 1.       # Factor of the gradient before clipping
+    decays:bool = True        # Whether decay shrinks weights; otherwise it is added to the gradient
+    distinct:int|None = None  # Number of windows that are repeated until the batch is full
+    period:int|None = None    # Number of steps after which the batches repeat
+    in_order:bool = False     # Whether windows come in order, whatever the config says
+    rounded:bool = False      # Whether weights start one float32 off: no fault, but like rounding
 
 # %% ../../nbs/06_ablations/06c_case.ipynb #c7664769
 def engine_of(
     case:Case,
     start:int=0, # Steps done: 0, or those of a checkpoint
 )->TorchEngine:
-    "The tested model and optimizer as they were. `ValueError` if the checkpoint has others."
+    "The tested model and optimizer as they were. Raises `ValueError` if the checkpoint has others."
     plain = replace(case.train, device="cpu", compile=False, shard=False, recompute=False)
     engine = TorchEngine(case.model, plain)
     if start: engine.load(case.checkpoints[start], case.model.to_dict())
@@ -372,15 +372,15 @@ def engine_of(
     return engine
 
 def batches_of(case:Case, in_order:bool=False)->Batches:
-    "The run's training batches, by step."
+    "Return the run's training batches, by step."
     windows = "sequential" if in_order else case.train.windows
     config = replace(case.train, batch_size=case.plan.windows, windows=windows)
     return Batches(case.sets[0], config, case.model.context_length)
 
 # %% ../../nbs/06_ablations/06c_case.ipynb #f0c8aecf
 def train_steps(
-    case:Case, engine:TorchEngine, # It is changed
-    steps:Iterable,                # Pairs: number of a batch, learning rate
+    case:Case, engine:TorchEngine, # The run, and a backend, which is changed
+    steps:Iterable,                # Pairs of a batch's number and a learning rate
     step:Step=Step(),
 )->tuple: # Loss of each step, and the gradient norm of the last one
     "Train as the config says, or with a fault."
@@ -417,11 +417,11 @@ def _l2(optimizer, *args): # Before a step of the optimizer: decay goes into the
 @dataclass(frozen=True)
 class Replayed:
     "The steps of one line of the log, repeated."
-    line:dict  # Of the log
-    loss:float # Mean over the steps, in nats per token
-    norm:float # Of the last gradient
+    line:dict  # The line of the log
+    loss:float # Mean loss over the steps, in nats per token
+    norm:float # Norm of the last gradient
     def off(self, dtype:str="float32")->float: # 1 where they differ by as much as they may
-        "How far log and replay are apart, in units of `SAME_STEPS`."
+        "Return the distance between log and replay, in units of `SAME_STEPS`."
         loss, norm = SAME_STEPS[dtype]
         other = self.line.get("grad_norm", self.norm)
         gaps = ((self.loss - self.line["loss"])/loss,
@@ -436,7 +436,7 @@ def replay_steps(
     case:Case, start:int, # Steps done before, as for `engine_of`
     step:Step=Step(),
 )->Replayed:
-    "Repeat the steps of the first line after `start`. `ValueError` if the log has none."
+    "Repeat the steps of the first line after `start`. Raises `ValueError` if the log has none."
     end = start + case.train.log_every
     if not (line := line_at(case, end)): raise ValueError(f"{case.run}: no line of step {end:,}")
     steps = [(s, rate_at(case, s + 1)) for s in range(start, end)]
@@ -458,7 +458,7 @@ def line_at(case:Case, step:int)->dict|None: # The line with the training loss o
 def replayable(
     case:Case,
 )->list: # Numbers of steps
-    "Where a replay can begin: at the start, and at checkpoints that a line of the log follows."
+    "List where a replay can begin: at the start, and at checkpoints followed by a line of the log."
     every = case.train.log_every
     return [s for s in (0, *case.checkpoints) if s % every == 0 and line_at(case, s + every)]
 
@@ -466,7 +466,7 @@ def replayable(
 def wrong_steps(
     case:Case, again:Replayed, # What the right step gives
 )->Iterator: # Pairs: name and `Step`, the most common first
-    "Known ways to get a training step wrong."
+    "List known ways to get a training step wrong."
     plan, ratio = case.plan, again.line.get("grad_norm", 0)/again.norm
     powers = {2.**round(math.log2(ratio))} if 0 < ratio < math.inf else set()
     for k in sorted({float(plan.grad_accum_steps), 1/plan.grad_accum_steps} | powers):
@@ -485,7 +485,7 @@ def periods(
     case:Case, again:Replayed, # As for `wrong_steps`
     most:int=8,                # Candidates
 )->list: # Steps
-    "After how many steps the batches may have begun again, the likeliest first."
+    "Guess after how many steps the batches may have repeated, the likeliest first."
     every, end = case.train.log_every, again.line["step"]
     start = end - every
     if not every <= start <= MOST_BATCHES: return []
@@ -505,7 +505,7 @@ def explain_step(
     most:int, # Replays that may be made
     first:tuple=(), # Pairs as from `wrong_steps`, tried before the others
 )->tuple|None: # Name, `Step` and its `Replayed` for the latest line; none if no known fault does
-    "The fault that reproduces lines of the log."
+    "Find the fault that reproduces lines of the log."
     latest, *others = sorted(odd, reverse=True)
     def near(r): return r.off(case.train.dtype) < EXACT
     for _,(name,step) in zip(range(most), chain(first, wrong_steps(case, odd[latest]))):

@@ -713,7 +713,7 @@ def make_envelope(
     runs:list, # Folders of healthy runs that differ in their seed only, at least five
     made:dict, # Machine, date and command
 )->dict: # Plain JSON values
-    "Mean and standard deviation over seeds. `ValueError` where runs differ in more."
+    "Mean and standard deviation over seeds. Raises `ValueError` where runs differ in more."
     if len(runs) < 5: raise ValueError(f"an envelope of {len(runs)} runs: five seeds at least")
     cases = [open_case(run) for run in runs]
     for case in cases[1:]:

@@ -94,7 +94,7 @@ def changed(
     contestant:Contestant, # The base
     changes:dict,          # Fields of its model, its training or itself
 )->Contestant:
-    "A contestant with other fields. `ValueError` for a field that there isn't."
+    "A contestant with other fields. Raises `ValueError` for a field that there isn't."
     parts:list = [contestant.model, contestant.train, contestant]
     own = [{f.name for f in dataclasses.fields(p)} for p in parts]
     for name in changes:
@@ -237,7 +237,7 @@ def race(
 def check_race(seeds:Sequence[int], minutes:float, mark:float, results:str|Path, work:str|Path,
     names:Iterable[str]=(),
     contestants:dict|None=None): # As for `race`
-    "`ValueError` for what makes no sense, before anything is trained."
+    "Raises `ValueError` for what makes no sense, before anything is trained."
     if not seeds: raise ValueError("seeds = 0, expected 1 or more")
     for name,value in dict(minutes=minutes, mark=mark).items():
         if not 0 < value < math.inf:

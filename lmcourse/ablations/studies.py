@@ -48,7 +48,7 @@ def experiment_of(
     corpus:str|None=None,  # Another corpus than the scale's, say `stories` for the full one
     tokens:int|None=None,  # Another budget of a run than the scale's
 )->Experiment:
-    "What is to be run. `ValueError` for a study or scale that does not exist."
+    "What is to be run. Raises `ValueError` for a study or scale that does not exist."
     if name not in STUDIES: raise unknown("study", name, STUDIES)
     if scale not in SCALES: raise unknown("scale", scale, SCALES)
     study, (preset, common, data, usual) = STUDIES[name], SCALES[scale]

@@ -78,7 +78,7 @@ def _cpu_attention()->dict:
 @contextmanager
 def flop_counter(): # Yields torch's counter: call its `get_total_flops()` after the block
     """Torch's `FlopCounterMode`, with fused attention on a CPU added.
-    `NotImplementedError` for a product that it can't count."""
+    Raises `NotImplementedError` for a product that it can't count."""
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils.flop_counter import FlopCounterMode
     counter = FlopCounterMode(display=False, custom_mapping=_cpu_attention())
@@ -99,5 +99,5 @@ def adamw_flops(
     corrected:bool=False, # Whether the means are corrected, rather than the learning rate
 )->int:
     """FLOPs of an AdamW step. Algorithm 2 of Loshchilov and Hutter 2017 corrects the means.
-    `ValueError` for a number below 0."""
+    Raises `ValueError` for a number below 0."""
     return (16 if corrected else 14)*whole_number("parameters", parameters, 0)

@@ -45,7 +45,7 @@ def brief_stories(
 def split_brief(
     text:str, # A whole document of the grammar
 )->tuple: # Prompt, up to the colon, and response, from the next blank
-    "Split a brief at its colon. `ValueError` if there is no colon."
+    "Split a brief at its colon. Raises `ValueError` if there is no colon."
     prompt, colon, response = text.partition(":")
     if not colon: raise ValueError(f"{text[:60]!r} has no colon that ends a prompt")
     return prompt + colon, response
@@ -145,7 +145,7 @@ def mention_reward(
 def prompt_words(
     prompt:str, # A prompt of `brief_prompts`
 )->dict: # `hero`, `kind`, `colour` and `thing`
-    "Extract what a prompt asks for. `ValueError` if the text is no prompt."
+    "Extract what a prompt asks for. Raises `ValueError` if the text is no prompt."
     found = re.fullmatch(r"(?P<hero>\w+) the (?P<kind>[\w-]+), an? (?P<colour>\w+) "
                          r"(?P<thing>[\w -]+):", prompt)
     if not found: raise ValueError(f"{prompt[:60]!r} is no prompt like 'Ella the mule, an orange "

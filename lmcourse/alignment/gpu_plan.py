@@ -72,7 +72,7 @@ CORPORA = {"tinystories": ("TinyStories", 2.23),
 
 @dataclass(frozen=True)
 class GpuPlan:
-    "Sizes of the pipeline on one GPU. `ValueError` for unknown names."
+    "Sizes of the pipeline on one GPU. Raises `ValueError` for unknown names."
     gpu:str = "h100"           # A name of `device`
     data:str = "tinystories"   # A name of `CORPORA`
     share:float = .4           # Utilization of the GPU's peak: assumed, not measured

@@ -36,7 +36,7 @@ def compute_group_normalized_rewards(
     advantage_eps:float,         # Added to the standard deviation
     normalize_by_std:bool,       # Whether to divide by the standard deviation
 )->tuple: # Advantages `(B,)`, raw rewards `(B,)`, and a dict of numbers to log
-    "Score responses and compare them. `ValueError` for unequal lengths. CS336's signature."
+    "Score responses and compare them. Raises `ValueError` for unequal lengths. CS336's signature."
     if len(rollout_responses) != len(repeated_ground_truths):
         raise ValueError(f"{len(rollout_responses)} responses, "
                          f"but {len(repeated_ground_truths)} ground truths")

@@ -62,7 +62,7 @@ def iterate_batches(
     shuffle:bool,   # Whether to shuffle
     seed:int=0,     # Of the order
 )->Iterator[dict]: # Dicts of tensors `(B, L)`
-    "Iterate over one epoch: each element once. `ValueError` for an empty batch."
+    "Iterate over one epoch: each element once. Raises `ValueError` for an empty batch."
     if batch_size < 1: raise ValueError(f"batch_size = {batch_size}, expected 1 or more")
     order = list(range(len(dataset)))
     if shuffle: random.Random(seed).shuffle(order)

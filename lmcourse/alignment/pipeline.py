@@ -422,5 +422,5 @@ def run_pipeline(
     say:Callable=print,                     # Called with a line of text
     until:str|None=None,                    # The last stage to run; None for all
 )->dict: # Name to record, as in `run_stages`
-    "Run the pipeline from a synthetic web to a report. `UserError` for an unrelated folder."
+    "Run the pipeline from a synthetic web to a report. Raises `UserError` for an unrelated folder."
     return run_stages(pipeline_stages(config), out, "pipeline", say, until)

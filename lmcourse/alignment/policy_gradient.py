@@ -14,7 +14,7 @@ def compute_naive_policy_gradient_loss(
     raw_rewards_or_advantages:Tensor, # One number per response `(B, 1)`
     policy_log_probs:Tensor,          # Log-probability of each token `(B, T)`
 )->Tensor: # Loss of each token `(B, T)`
-    "Compute -advantage*log_prob. `ValueError` unless each response has one finite number."
+    "Compute -advantage*log_prob. Raises `ValueError` unless each response has one finite number."
     _check_advantages(raw_rewards_or_advantages, policy_log_probs)
     return -raw_rewards_or_advantages*policy_log_probs
 
@@ -32,7 +32,7 @@ def rloo_advantages(
     rewards:Tensor, # Rewards `(B,)`, a prompt's responses consecutive
     group_size:int, # Responses per prompt, at least 2
 )->Tensor: # `(B,)`: each reward less the mean of the group's other rewards
-    "Compute leave-one-out advantages. `ValueError` for a group of one. Ahmadian 2024."
+    "Compute leave-one-out advantages. Raises `ValueError` for a group of one. Ahmadian 2024."
     groups = in_groups(rewards, group_size)
     return (group_size/(group_size - 1)*(groups - groups.mean(1, keepdim=True))).flatten()
 

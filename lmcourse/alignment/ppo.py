@@ -73,7 +73,7 @@ def token_rewards(
     mask:Tensor,          # Which tokens are part of the response `(B, T)`
     beta:float,           # Penalty per nat of KL
 )->Tensor: # `(B, T)`: -beta*log ratio at each token, and the reward at the last
-    "Spread rewards over tokens, less the KL penalty. `ValueError` for an empty response."
+    "Spread rewards over tokens, less the KL penalty. Raises `ValueError` for an empty response."
     if not mask.any(1).all(): raise ValueError("token_rewards: a response has no tokens")
     last = mask.shape[1] - 1 - mask.flip(1).to(torch.int8).argmax(1)
     paid = -beta*(log_probs - ref_log_probs).detach()*mask

@@ -28,14 +28,14 @@ def dpo_loss(
     ref_rejected:Tensor, # `(B,)`
     beta:float,          # What a nat of KL costs
 )->Tensor: # `(B,)`
-    "-log sigmoid(beta*margin). `ValueError` for other shapes or beta. Rafailov 2023, eq. 7."
+    "-log sigmoid(beta*margin). Raises `ValueError` for other shapes or beta. Rafailov 2023, eq. 7."
     return -F.logsigmoid(beta*_margin(chosen, rejected, ref_chosen, ref_rejected, beta))
 
 def ipo_loss(
     chosen:Tensor, rejected:Tensor, ref_chosen:Tensor, ref_rejected:Tensor, # As for `dpo_loss`
     beta:float,          # What a nat of KL costs; the paper's tau
 )->Tensor: # `(B,)`
-    "(margin - 1/(2*beta))**2. `ValueError` for other shapes or beta. Azar 2023, eq. 17."
+    "(margin - 1/(2*beta))**2. Raises `ValueError` for other shapes or beta. Azar 2023, eq. 17."
     return (_margin(chosen, rejected, ref_chosen, ref_rejected, beta) - 1/(2*beta))**2
 
 def kto_loss(
@@ -100,7 +100,7 @@ def compute_per_instance_dpo_loss(
     response_chosen:str,
     response_rejected:str,
 )->Tensor: # A number
-    "DPO's loss of one pair. `ValueError` for models of two vocabularies. CS336's signature."
+    "DPO's loss of one pair. Raises `ValueError` for models of two vocabularies. CS336's signature."
     if lm.config.vocab_size != lm_ref.config.vocab_size:
         raise ValueError(f"a model of {lm.config.vocab_size} tokens, its reference has "
                          f"{lm_ref.config.vocab_size}: expected one tokenizer")
@@ -138,7 +138,7 @@ def check_pairs(
     pairs:list,         # Dicts with `prompt`, `chosen` and `rejected`
     where:str="pair ",  # How messages begin; the number follows, from 1
 )->list: # The same
-    "`ValueError` for no pairs, for what isn't a pair, and for a pair of equal responses."
+    "Raises `ValueError` for no pairs, for what isn't a pair, and for a pair of equal responses."
     if not pairs: raise ValueError("no pairs, expected at least one")
     for n,pair in enumerate(pairs, 1):
         for key in ("prompt", "chosen", "rejected"):
@@ -227,7 +227,7 @@ def preference_objective(
 # %% ../../nbs/14_alignment/14h_preference.ipynb #6bbab916
 @dataclass(frozen=True)
 class DpoConfig:
-    "What is preferred, and how a policy learns it. `ValueError` where values make no sense."
+    "What is preferred, and how a policy learns it. Raises `ValueError` where values make no sense."
     beta:float = .3        # What a nat of KL costs
     sft_weight:float = .3  # Of the loss of chosen responses, as of `preference_objective`
     prompts:int = 128      # To which the model writes responses; the judge makes pairs of these

@@ -74,7 +74,7 @@ class RewardModel(nn.Module):
         ids:Tensor,     # Rows of tokens `(B, T)`
         lengths:Tensor, # Tokens of each row that count `(B,)`
     )->Tensor: # Scores `(B,)`
-        "Score each row at its last token. `ValueError` for a length outside the row."
+        "Score each row at its last token. Raises `ValueError` for a length outside the row."
         if not (0 < lengths.min() and lengths.max() <= ids.shape[1]):
             raise ValueError(f"lengths {lengths.min()} to {lengths.max()}, expected 1 to "
                              f"{ids.shape[1]}")

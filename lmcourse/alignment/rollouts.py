@@ -52,7 +52,7 @@ class Sampler:
         first:int=0,      # Index of the first prompt within the step, for the seeds
     )->list: # `Rollout`s; those of a prompt are consecutive
         """Sample at temperature 1 from the whole distribution.
-        `ValueError` for no prompts, no group, or a prompt that is too long."""
+        Raises `ValueError` for no prompts, no group, or a prompt that is too long."""
         if not prompts: raise ValueError("no prompts, expected at least one prompt")
         if group_size < 1: raise ValueError(f"group_size = {group_size}, expected 1 or more")
         end, requests = self.tokenizer.end_of_text, []

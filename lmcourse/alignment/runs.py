@@ -131,7 +131,7 @@ def same_tokenizer(
 def open_alignment(
     run:str|Path, # Folder from `new_alignment`
 )->Trainer: # The trainer at the last checkpoint
-    "Open a run to start or resume it. `FileNotFoundError` for an unrelated folder."
+    "Open a run to start or resume it. Raises `FileNotFoundError` for an unrelated folder."
     run = Path(run)
     _, train, data = read_run(run)
     if not (run/"align.json").is_file():

@@ -22,7 +22,7 @@ def tokenize_prompt_and_output(
 )->dict: # `input_ids`, `labels`, `response_mask`, each `(B, T)`
     """Prompt and response as tokens; labels are the tokens that come next, and the mask is true
     where a label belongs to the response. Rows are filled up with the end token.
-    `ValueError` unless each prompt has a response of at least one token."""
+    Raises `ValueError` unless each prompt has a response of at least one token."""
     if len(prompt_strs) != len(output_strs) or not prompt_strs:
         raise ValueError(f"{len(prompt_strs)} prompts and {len(output_strs)} responses, expected "
                          f"as many, at least one")
@@ -83,7 +83,7 @@ def masked_normalize(
     normalize_constant:float,  # Divides the sum
     dim:int|None=None,         # Axis to sum over: none for all
 )->torch.Tensor:
-    "The sum where the mask is true, over a constant. `ValueError` for a constant of 0."
+    "The sum where the mask is true, over a constant. Raises `ValueError` for a constant of 0."
     if not normalize_constant: raise ValueError("normalize_constant = 0, expected another number")
     kept = torch.where(mask.bool(), tensor, torch.zeros_like(tensor))
     return (kept.sum() if dim is None else kept.sum(dim))/normalize_constant
@@ -110,7 +110,7 @@ def pack_rows(
     padding_id:int, # What is left over at its end
 )->dict: # `input_ids`, `labels`, `response_mask`, `positions` and `segments`, each `(B, length)`
     """Several conversations in a row, each put into the first row that has room; segment -1 is
-    padding. `ValueError` for one that is too long."""
+    padding. Raises `ValueError` for one that is too long."""
     packed:list = []
     for ids,start in rows:
         if len(ids) - 1 > length: raise ValueError(

@@ -142,7 +142,7 @@ def pipeline_folder(
 # %% ../../nbs/14_alignment/14m_stages.ipynb #14m6conf
 @dataclass(frozen=True)
 class PipelineConfig:
-    "The size of a pipeline. `ValueError` for invalid values."
+    "The size of a pipeline. Raises `ValueError` for invalid values."
     pages:int = 12_000    # Pages of the synthetic web
     vocab_size:int = 2048 # Vocabulary size
     d_model:int = 128     # Width of the model

@@ -170,7 +170,7 @@ def wrong_choices(
 # %% ../../nbs/14_alignment/14q_stories.ipynb #38623d9c
 @dataclass(frozen=True)
 class StoryRlConfig:
-    "What a step is made of. `ValueError` where values make no sense."
+    "What a step is made of. Raises `ValueError` where values make no sense."
     credit:Credit = "choices"
     stories:int = 16     # That the policy writes for a step: 0 for none, true stories only
     anchors:int = 16     # True stories of a step

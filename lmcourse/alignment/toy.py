@@ -51,7 +51,7 @@ def parrot(
     seed:int=1,      # Seed of the reference policy
     beta:float=.25,  # Penalty per nat of KL, in units of reward
 )->Toy: # With 121 responses and 40 states
-    "Make the toy problem of the parrot. `ValueError` unless beta is positive."
+    "Make the toy problem of the parrot. Raises `ValueError` unless beta is positive."
     if not beta > 0: raise ValueError(f"beta = {beta}, expected a positive number")
     words, silence, longest = ("hello", "pretty", "bird"), 3, 4
     spoken = [s for k in range(longest + 1) for s in itertools.product(range(3), repeat=k)]
@@ -75,7 +75,7 @@ def parrot(
 def total_variation(
     p:Tensor, q:Tensor, # Probabilities `(R,)`
 )->float: # Between 0 and 1
-    "Halve the summed absolute differences. `ValueError` for unequal lengths."
+    "Halve the summed absolute differences. Raises `ValueError` for unequal lengths."
     if p.shape != q.shape: raise ValueError(f"{tuple(p.shape)} and {tuple(q.shape)} probabilities")
     return 0.5*(p - q).abs().sum().item()
 
@@ -97,7 +97,7 @@ def descend(
     steps:int=1000,  # Steps of Adam, with a rate that falls to 0 over the last half
     lr:float=.02,    # Learning rate, in logits per step
 )->list: # Tables `(S, V)`: the reference, then one every 10 steps
-    "Follow the exact expected gradient from the reference. `ValueError` for no steps."
+    "Follow the exact expected gradient from the reference. Raises `ValueError` for no steps."
     if steps < 1: raise ValueError(f"steps = {steps}, expected at least 1")
     table, trail = toy.ref.clone(), [toy.ref]
     adam = torch.optim.Adam([table], lr)

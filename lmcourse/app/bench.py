@@ -112,7 +112,7 @@ def corpus_documents(
     name:str,      # `stories`, `web` or `text:PATH`
     max_bytes:int, # About so many
 )->list:
-    "The documents of a corpus. `ValueError` for a name that is none."
+    "The documents of a corpus. Raises `ValueError` for a name that is none."
     if name.partition(":")[0] not in ("stories", "web", "text"):
         raise unknown("corpus", name, ["stories", "web", "text:PATH"])
     return web_text(max_bytes) if name == "web" else list(documents(name, "train", max_bytes))
@@ -761,7 +761,7 @@ def machine_line(
 # %% ../../nbs/90_app/90a_bench.ipynb #66f77a3d
 def check_bench(corpora:Sequence[str], max_mb:float|None, threads:Any, rounds:int,
     file:Path|None): # As for `bench_tokenizer`
-    "`ValueError` or `OSError` for what can't be measured."
+    "Raises `ValueError` or `OSError` for what can't be measured."
     for name in set(corpora) - {"web"}:
         if not any(documents(name)):
             raise ValueError(f"{name}: nothing is left for training; the text needs at least two "
@@ -775,7 +775,7 @@ def check_bench(corpora:Sequence[str], max_mb:float|None, threads:Any, rounds:in
     check_new_file(file)
 
 def check_new_file(file:Path|None): # None is right too: nothing will be written
-    "`OSError` for a file that exists, or whose folder does not."
+    "Raises `OSError` for a file that exists, or whose folder does not."
     if not file: return
     if file.exists():
         raise FileExistsError(f"{file} exists; name a file that does not, or remove it")

@@ -264,7 +264,7 @@ def writing_table(
 # %% ../../nbs/90_app/90b_bench_generation.ipynb #98cf954f
 def check_bench_generation(rounds:int, threads:Any, models:Any, names:Any, file:Path|None
 ): # As for `bench_generation`
-    "`ValueError` or `OSError` for what can't be measured."
+    "Raises `ValueError` or `OSError` for what can't be measured."
     for name,number in dict(rounds=rounds, threads=threads).items():
         if number is not None and number < 1:
             raise ValueError(f"{name} = {number}, expected 1 or more")

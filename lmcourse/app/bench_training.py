@@ -472,7 +472,7 @@ def large_table(
 # %% ../../nbs/90_app/90c_bench_training.ipynb #c35d8ff0
 def check_bench_training(rounds:int, threads:Any, large_vocabulary:Any, file:Path|None
 ): # As for `bench_training`
-    "`ValueError` or `OSError` for what can't be measured."
+    "Raises `ValueError` or `OSError` for what can't be measured."
     for name,number in dict(rounds=rounds, threads=threads).items():
         if number is not None and number < 1:
             raise ValueError(f"{name} = {number}, expected 1 or more")

@@ -287,7 +287,7 @@ def check_file(
     write:Callable|None=None, # Takes what the file prints; by default it goes to the standard error
 )->Verdict: # And nothing is raised for what the file does
     """Run the file and the task's grader in a process of their own.
-    `ValueError` or `OSError` for a file that is none."""
+    Raises `ValueError` or `OSError` for a file that is none."""
     path, echo = usable_file(path), _Echo(write or _to_stderr)
     with tempfile.TemporaryDirectory() as folder:
         job:dict = dict(task=vars(task), file=str(path), alone=alone, seconds=seconds,
@@ -323,7 +323,7 @@ def _verdict(task:Exercise, job:dict, status:int)->Verdict:
 def usable_file(
     path:Path, # As it was given
 )->Path: # The whole path
-    "`OSError` or `ValueError` unless there is such a file, and it is Python or a notebook."
+    "Raises `OSError` or `ValueError` unless there is such a file, and it is Python or a notebook."
     if not path.exists(): raise FileNotFoundError(f"{path}: no such file")
     if path.suffix not in (".py", ".ipynb") or not path.is_file():
         raise ValueError(f"{path}: expected a file that ends in .py or .ipynb")
@@ -349,7 +349,7 @@ def answer_files(
     tasks:list, # Of a chapter, or one
     path:Path,  # A file, or a folder with a file for each answer: NAME.py or NAME.ipynb
 )->dict: # Exercise to file
-    "Which file answers which task. `ValueError` or `OSError` if there is none."
+    "Which file answers which task. Raises `ValueError` or `OSError` if there is none."
     if not path.is_dir():
         path = usable_file(path)
         names = None if len(tasks) == 1 else _bound(path)
@@ -371,7 +371,7 @@ def answer_files(
 def read_progress(
     path:Path, # File that `note_verdict` wrote; it need not exist
 )->dict: # Name of the exercise to a record with `tries`, `right`, `date`, `file` and `last`
-    "What was remembered. `ValueError` for a file that is something else."
+    "What was remembered. Raises `ValueError` for a file that is something else."
     if not path.exists(): return {}
     try: record = read_json(path)
     except ValueError: record = {}
@@ -438,7 +438,7 @@ def chapter_table(
 def find_answers(exercise:str, path:Path, seconds:float=60., progress:Path|None=None
 )->tuple: # As for `check_exercise`
     """The exercises that are asked for, and which file answers which.
-    `ValueError` or `OSError` if there is nothing to check, or no way to remember it."""
+    Raises `ValueError` or `OSError` if there is nothing to check, or no way to remember it."""
     if not 0 < seconds <= 86_400:
         raise ValueError(f"seconds = {seconds}, expected more than 0 and at most 86400")
     if progress is not None: _writable(progress)
@@ -453,7 +453,7 @@ def check_exercise(
     say:Callable=print,      # Takes each line
 )->bool: # Whether all answers that were found are right
     """Check an answer, or those of a chapter.
-    `ValueError` or `OSError`, as of `find_answers`, before any file runs."""
+    Raises `ValueError` or `OSError`, as of `find_answers`, before any file runs."""
     (tasks, answers), right, wrong, other = (find_answers(exercise, path, seconds, progress), 0, 0,
                                              "")
     for task,file in answers.items():

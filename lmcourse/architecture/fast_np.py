@@ -34,7 +34,7 @@ _ZERO, _ONE, _TWO = map(np.float32, (0, 1, 2))
 # %% ../../nbs/03_architecture/03h_fast_np.ipynb #1df16c49
 @fused
 def norm_rows(x, branch, weight, bias, eps, centre, s, h, shift, inv):
-    """Fills `s = x + branch`, its norm `h`, and each row's mean `shift` and `inv`, 1 over its root.
+    """Compute `s = x + branch`, its norm `h`, and each row's mean `shift` and 1/root `inv`.
     Without a `branch`, `s` is `x` itself."""
     N, D = x.shape
     for n in range(N):
@@ -54,8 +54,8 @@ def norm_rows(x, branch, weight, bias, eps, centre, s, h, shift, inv):
 # %% ../../nbs/03_architecture/03h_fast_np.ipynb #8def6677
 @fused
 def norm_rows_backward(ds, dh, s, shift, inv, weight, centre, dx, dweight, dbias):
-    """`dx = ds +` the gradient of `s` through its norm.
-    `ds` may be none; `dweight` and `dbias` are added to."""
+    """Compute `dx`: `ds` plus the gradient of `s` through its norm.
+    `ds` may be `None`; `dweight` and `dbias` are accumulated."""
     N, D = s.shape
     for n in range(N):
         mean, r, along, level = shift[n], inv[n], _ZERO, _ZERO
@@ -78,17 +78,17 @@ def _kernels_fit(x)->bool:
 
 def _rows(x): return x.reshape(-1, x.shape[-1])
 
-def _readable(result:tuple)->tuple: # Marks the cache of a readable pair
+def _readable(result:tuple)->tuple: # Marks a cache as made by a readable function
     return *result[:-1], (None, result[-1])
 
 # %% ../../nbs/03_architecture/03h_fast_np.ipynb #65b5424c
 def fast_add_norm_forward(
     x:np.ndarray,           # The stream `(..., D)`
-    branch:np.ndarray|None, # What is added to it
+    branch:np.ndarray|None, # Output of a layer, added to it
     params:dict,            # `weight` and perhaps `bias`
-    config:ModelConfig,     # Says which norm
+    config:ModelConfig,     # Sizes and variant, the kind of norm among them
 )->tuple: # As `add_norm_forward`
-    "Add and normalise in one pass."
+    "Add and normalize in one pass over memory."
     if config.norm == "none" or not _kernels_fit(x):
         return _readable(add_norm_forward(x, branch, params, config))
     require_norm(config.norm, x, **params)
@@ -102,10 +102,10 @@ def fast_add_norm_forward(
 
 def fast_add_norm_backward(
     ds:np.ndarray|None, # Gradient of the sum
-    dh:np.ndarray,      # Gradient of the normalised sum
+    dh:np.ndarray,      # Gradient of the normalized sum
     cache:tuple,        # From `fast_add_norm_forward`
 )->tuple: # As `add_norm_backward`
-    "Back through both in one pass."
+    "Compute the gradients of `fast_add_norm_forward` in one pass over memory."
     if cache[0] is None: return add_norm_backward(ds, dh, cache[1])
     s, shift, inv, params, centre = cache
     for d in (dh,) if ds is None else (dh, ds): require_dy(d, s.shape, s.dtype)
@@ -119,31 +119,31 @@ def fast_add_norm_backward(
 def fast_norm_forward(
     x:np.ndarray,       # `(..., D)`
     params:dict,        # `weight` and perhaps `bias`
-    config:ModelConfig, # Says which norm
+    config:ModelConfig, # Sizes and variant, the kind of norm among them
 )->tuple: # As `norm_forward`
-    "The norm alone."
+    "Normalize in one pass over memory, without adding."
     return fast_add_norm_forward(x, None, params, config)[1:]
 
 def fast_norm_backward(
     dy:np.ndarray, # `(..., D)`
     cache:tuple,   # From `fast_norm_forward`
 )->tuple: # As `norm_backward`
-    "Back through the norm alone."
+    "Compute the gradients of `fast_norm_forward`."
     return fast_add_norm_backward(None, dy, cache)
 
 # %% ../../nbs/03_architecture/03h_fast_np.ipynb #2803b50b
 @fused
 def exponents(a, gelu, e):
-    """What stands in the exponential: silu is `a/(1 + exp(-a))`, and the tanh form of gelu `a/(1 +
-    exp(-2u))`."""
+    """Compute the exponent of an activation: silu is `a/(1 + exp(-a))`, and the tanh form of gelu
+    is `a/(1 + exp(-2u))`."""
     for i in range(a.size):
         e[i] = (-_TWO*np.float32(math.sqrt(2/math.pi))*(a[i] + np.float32(.044715)*a[i]*a[i]*a[i])
                 if gelu else -a[i])
 
 @fused
 def gate(a, b, e, y):
-    """`y = a*s*b` with the switch `s = 1/(1 + e)`, or `a > 0` where `e` is none.
-    `b` may be none, for 1."""
+    """Compute `y = a*s*b` with the switch `s = 1/(1 + e)`, or `a > 0` if `e` is `None`.
+    If `b` is `None`, it counts as 1."""
     for i in range(a.size):
         s = _ONE/(_ONE + e[i]) if e is not None else np.float32(a[i] > _ZERO)
         y[i] = a[i]*s if b is None else a[i]*s*b[i]
@@ -151,7 +151,7 @@ def gate(a, b, e, y):
 # %% ../../nbs/03_architecture/03h_fast_np.ipynb #ac2646ac
 @fused
 def gate_backward(dy, a, b, e, gelu, da, db):
-    "Gradients of `gate` by `a` and `b`. `da` may be `dy`."
+    "Compute the gradients of `gate` with respect to `a` and `b`. `da` may be `dy`."
     for i in range(a.size):
         s, steep, g = np.float32(a[i] > _ZERO), _ZERO, dy[i]
         if e is not None:
@@ -166,14 +166,14 @@ def gate_backward(dy, a, b, e, gelu, da, db):
         da[i] = g*(s + steep)
 
 # %% ../../nbs/03_architecture/03h_fast_np.ipynb #9db23240
-_EXPONENTIAL = dict(relu=False, silu=True, gelu=True) # What `gate` can do: with one or without
+_EXPONENTIAL = dict(relu=False, silu=True, gelu=True) # what `gate` can compute
 
 def fast_ffn_forward(
     x:np.ndarray, # `(..., D)`
     params:dict,  # `w1.weight` and so on
     kind:str,     # A name in `FFN_KINDS`
 )->tuple: # As `ffn_forward`
-    "Products by BLAS, the exponential by NumPy's vectors, all else in one pass."
+    "Run the feed-forward network: products by BLAS, exponentials by NumPy, the rest in one pass."
     require_ffn(params, kind)
     name, gated = FFN_KINDS[kind].activation, FFN_KINDS[kind].gated
     if name not in _EXPONENTIAL or not _kernels_fit(x):
@@ -194,7 +194,7 @@ def fast_ffn_backward(
     dy:np.ndarray, # `(..., D)`
     cache:tuple,   # From `fast_ffn_forward`
 )->tuple: # As `ffn_backward`
-    "Back through `fast_ffn_forward`."
+    "Compute the gradients of `fast_ffn_forward`."
     if cache[0] is None: return ffn_backward(dy, cache[1])
     a, b, e, gelu, first, second, third = cache
     # In front of w2; it becomes the gradient of `a` in its place
@@ -213,8 +213,8 @@ def fast_ffn_backward(
 # %% ../../nbs/03_architecture/03h_fast_np.ipynb #b1ec39a7
 @fused
 def turn_pairs(x, cos, sin, sign):
-    """RoPE in place: turn the pairs `(2i, 2i+1)` of `x` `(B, T, H, K)` forwards, or back with a
-    sign of -1."""
+    """Apply RoPE in place: rotate the pairs `(2i, 2i+1)` of `x` `(B, T, H, K)` forwards, or
+    backwards with a sign of -1."""
     B, T, H, K = x.shape
     for b in range(B):
         for t in range(T):
@@ -226,7 +226,7 @@ def turn_pairs(x, cos, sin, sign):
 # %% ../../nbs/03_architecture/03h_fast_np.ipynb #dca8fb94
 @fused
 def shift_scores(z, scale, first, low, window, top):
-    """Scores times `scale` less the row's largest, -infinity where a query may not see.
+    """Scale scores and subtract each row's largest; -infinity where a query may not see.
     Row r is position `first + r`, column c key `low + c`."""
     M, Q, S = z.shape
     for m in range(M):
@@ -242,7 +242,7 @@ def shift_scores(z, scale, first, low, window, top):
 
 @fused
 def divide_rows(z, top):
-    "Each row by its sum, whose logarithm is added to `top`."
+    "Divide each row by its sum, whose logarithm is added to `top`."
     M, Q, S = z.shape
     for m in range(M):
         for r in range(Q):
@@ -255,8 +255,8 @@ def divide_rows(z, top):
 # %% ../../nbs/03_architecture/03h_fast_np.ipynb #5c3dae9d
 @fused
 def less_log_sum(z, scale, first, low, window, log_sum):
-    """Scores times `scale` less the row's logarithm of Z, -infinity where a query may not see; rows
-    and columns as above."""
+    """Scale scores and subtract each row's logarithm of Z; -infinity where a query may not see.
+    Rows and columns are as above."""
     M, Q, S = z.shape
     for m in range(M):
         for r in range(Q):
@@ -268,8 +268,8 @@ def less_log_sum(z, scale, first, low, window, log_sum):
 
 @fused
 def scores_backward(p, dp, scale, first, delta):
-    """`dp` becomes the gradient of the scores: `p (dp - delta) scale`, delta the row's mean of `dp`
-    under `p`."""
+    """Turn `dp` into the gradient of the scores, `p (dp - delta) scale`, where delta is the row's
+    mean of `dp` under `p`."""
     M, Q, S = p.shape
     for m in range(M):
         for r in range(Q):
@@ -298,7 +298,7 @@ def fast_attention_forward(
     window:int|None=None, # How many latest keys a query sees: none for all
     block:int=64,    # Queries at a time
 )->tuple: # `(B, T, H, K)` and the cache for `fast_attention_backward`
-    "Causal attention, some queries of one sequence at a time, with the keys that they see."
+    "Compute causal attention, some queries of a sequence at a time, with the keys that they see."
     _check_pieces(q, k, v, window, block)
     (B, T, H, K), G, window = q.shape, k.shape[2], window or q.shape[1]
     out, log_sum, buffer = (np.empty_like(q), np.empty((B, H, T), q.dtype),
@@ -321,8 +321,8 @@ def fast_attention_backward(
     dout:np.ndarray, # `(B, T, H, K)`
     cache:tuple,     # From `fast_attention_forward`
 )->tuple: # Gradients of `q`, `k`, `v`
-    """Some keys of one sequence at a time, with the queries that see them; probabilities are
-    computed again."""
+    """Compute the gradients, some keys of a sequence at a time, with the queries that see them.
+    Probabilities are recomputed."""
     q, k, v, out, log_sum, window, block = cache
     require_dy(dout, q.shape, q.dtype)
     (B, T, H, K), G = q.shape, k.shape[2]
@@ -358,7 +358,7 @@ def fast_multihead_forward(
     config:ModelConfig,  # Sizes and variant
     tables:tuple|None=None, # Cosines and sines for RoPE `(T, K/2)`
 )->tuple: # As `multihead_forward`
-    "Projections, norms of queries and keys, RoPE in place, attention in pieces."
+    "Run attention: projections, norms of queries and keys, RoPE in place, attention in pieces."
     if not _kernels_fit(x): return _readable(multihead_forward(x, params, config, tables))
     c, T, shape = config, x.shape[-2], x.shape
     require_params(params, c)
@@ -369,7 +369,7 @@ def fast_multihead_forward(
     made = {n: linear(n, x) for n in "qkv"}
     heads, norms = {n: y.reshape(-1, T, y.shape[-1]//c.head_size, c.head_size)
                     for n,(y,_) in made.items()}, {}
-    # Always RMSNorm, whatever the stream has
+    # always RMSNorm, whatever norm the stream has
     for n in "qk" if c.qk_norm else "":
         heads[n], norms[n] = fast_norm_forward(heads[n], dict(weight=params[f"{n}_norm.weight"]),
                                                replace(c, norm="rmsnorm"))
@@ -384,7 +384,7 @@ def fast_multihead_backward(
     dy:np.ndarray, # `(..., T, D)`
     cache:tuple,   # From `fast_multihead_forward`
 )->tuple: # As `multihead_backward`
-    "Back through `fast_multihead_forward`."
+    "Compute the gradients of `fast_multihead_forward`."
     if cache[0] is None: return multihead_backward(dy, cache[1])
     made, norms, tables, attended, last = cache
     dout, *output = linear_backward(dy, last)
@@ -403,8 +403,8 @@ def fast_multihead_backward(
 # %% ../../nbs/03_architecture/03h_fast_np.ipynb #3ede6abd
 @fused
 def subtract_max(z, targets, at):
-    """Each row less its largest number.
-    `at[0]` takes that number, `at[1]` what is left of the target's."""
+    """Subtract from each row its largest number.
+    That number is stored in `at[0]`, and the target's reduced logit in `at[1]`."""
     for n in range(len(z)):
         top = z[n, 0]
         for c in range(z.shape[1]): top = max(top, z[n, c])
@@ -414,8 +414,8 @@ def subtract_max(z, targets, at):
 # %% ../../nbs/03_architecture/03h_fast_np.ipynb #252c9958
 @fused
 def entropy_rows(z, e, targets, top, ignore_index, z_loss, count):
-    """`e = exp(logits - top)` becomes the gradient of the logits, `z` is the target's `logit -
-    top`; the sum of the losses comes back."""
+    """Turn `e = exp(logits - top)` into the gradient of the logits, where `z` is the target's
+    `logit - top`. Returns the sum of the losses."""
     loss = 0.
     for n in range(len(e)):
         y, total = targets[n], _ZERO
@@ -432,14 +432,14 @@ def entropy_rows(z, e, targets, top, ignore_index, z_loss, count):
 
 # %% ../../nbs/03_architecture/03h_fast_np.ipynb #5bae0af2
 def fast_head_loss(
-    h:np.ndarray,       # What the head reads `(..., D)`
-    weight:np.ndarray,  # Of the head `(V, D)`
+    h:np.ndarray,       # Input of the head `(..., D)`
+    weight:np.ndarray,  # Matrix of the head `(V, D)`
     targets:np.ndarray, # Ids `(...)`, or `ignore_index`
-    ignore_index:int=-100, # A target that does not count
+    ignore_index:int=-100, # Value of targets that don't count
     z_loss:float=0.0,   # Weight of the mean of `log(Z)**2`
-    count:int|None=None, # Divide by it (float32 alone): none for the number of targets that count
+    count:int|None=None, # Divisor (float32 only); default: the number of targets that count
 )->tuple: # As `head_loss`
-    "Logits of some rows at a time: their loss, their gradient in their place, and on."
+    "Compute loss and gradients, with the logits of only some rows in memory at a time."
     if not _kernels_fit(h):
         if count is not None:
             raise TypeError(f"count = {count} needs a contiguous float32 h, got {h.dtype}")
@@ -473,54 +473,54 @@ FAST = Ops((fast_norm_forward, fast_norm_backward), (fast_add_norm_forward, fast
 # %% ../../nbs/03_architecture/03h_fast_np.ipynb #3c265b9f
 @cache
 def pool(
-    threads:int, # How many
+    threads:int, # Number of threads
 )->ThreadPoolExecutor:
-    "Threads that stay."
+    "Return a pool of threads that is reused."
     return ThreadPoolExecutor(threads)
 
-# Threads don't survive a fork
+# threads don't survive a fork
 if hasattr(os, "register_at_fork"): os.register_at_fork(after_in_child=pool.cache_clear)
 
 @cache
-def _libraries(): # NumPy has no call for the number of BLAS's threads
+def _libraries(): # Finds BLAS, since NumPy can't set its number of threads
     from threadpoolctl import ThreadpoolController
     return ThreadpoolController().select(user_api="blas")
 
 def blas_threads(
-    threads:int, # For each product
+    threads:int, # Number of threads per product
 ): # A context manager
-    "Let BLAS use so many cores, for the whole process."
+    "Let BLAS use this many cores, in the whole process."
     return _libraries().limit(limits=threads, user_api="blas")
 
 # %% ../../nbs/03_architecture/03h_fast_np.ipynb #58c7f1ce
 _TURN = Lock()
 
-def _add(a, b): # Two gradients of one parameter; the first is used up
+def _add(a, b): # Adds two gradients of a parameter; the first is overwritten
     if not isinstance(a, RowGradient): return np.add(a, b, out=a)
     rows, values = (np.concatenate((getattr(a, n), getattr(b, n))) for n in ("rows", "values"))
-    # Of the weight it asks shape and type alone
+    # only the weight's shape and type are used
     return embedding_backward(values, (rows, np.broadcast_to(values[:1, :1], a.shape)))
 
 # %% ../../nbs/03_architecture/03h_fast_np.ipynb #f6bcc3e6
 def fast_loss_and_grads(
     params:dict,         # Name to array
     ids:np.ndarray,      # `(B, T)`, from 0 to V - 1
-    targets:np.ndarray,  # The ids that come next `(B, T)`; `ignore_index` where none counts
+    targets:np.ndarray,  # The next ids `(B, T)`; `ignore_index` for targets that don't count
     config:ModelConfig,  # Sizes and variant
-    threads:int|None=None, # How many parts of the batch, at most: none for one a core
-    recompute:bool=False, # Keep only each block's input
-    ignore_index:int=-100, # A target that does not count
+    threads:int|None=None, # Largest number of parts of the batch; default: one per core
+    recompute:bool=False, # Whether to save only each block's input
+    ignore_index:int=-100, # Value of targets that don't count
 )->tuple: # As `loss_and_grads`
-    "The loss and every gradient, a thread for each part of the batch."
+    "Compute the loss and every gradient, with one thread for each part of the batch."
     if threads is not None and threads < 1:
         raise ValueError(f"threads = {threads}, expected 1 or more")
     check_params(params, config)
-    array_module(ids, targets)                              # Refuses lists
+    array_module(ids, targets)                              # Rejects lists
     parts = (min(threads or cores(), len(ids)) if ids.ndim > 1
              and _kernels_fit(params["token_embeddings.weight"]) else 1)
     run = partial(loss_and_grads, params, config=config, recompute=recompute,
                   ignore_index=ignore_index)
-    if parts < 2: return run(ids, targets, ops=FAST)        # BLAS may then have all cores
+    if parts < 2: return run(ids, targets, ops=FAST)        # BLAS may then use all cores
     if targets.shape != ids.shape:
         raise ValueError(f"targets {targets.shape} don't fit ids {ids.shape}, expected the same "
                          f"shape")

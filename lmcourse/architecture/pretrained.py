@@ -197,7 +197,7 @@ def config_to_hf(
     config:ModelConfig,   # Of a family
     dtype:str="float32",  # Type of the weights
 )->dict: # Plain JSON values
-    "What transformers' `config.json` says. `ValueError` if the model belongs to no family."
+    "What transformers' `config.json` says. Raises `ValueError` if the model belongs to no family."
     family, sizes = family_of(config), dict(num_kv_heads=config.kv_heads,
                                             head_dim=config.head_size, d_ff=config.ffn_size,
                                             moe_d_ff=config.expert_size)
@@ -330,7 +330,7 @@ def save_hf(
     max_shard_bytes:int=5_000_000_000, # Largest weight file, unless one tensor is larger
 )->Path: # The folder
     """Write a folder that `AutoModelForCausalLM.from_pretrained` loads.
-    `ValueError` if no family has the model."""
+    Raises `ValueError` if no family has the model."""
     model, folder = getattr(model, "_orig_mod", model), Path(folder).resolve()
     settings = config_to_hf(model.config, _dtype_name(model))
     if folder.exists() and any(folder.iterdir()):
@@ -540,7 +540,7 @@ def load_weights(
     weights:Any,         # Name to array or tensor; or the path of a safetensors file
 ):
     """Fill a model with weights that have the course's names.
-    `ValueError` with every name that does not fit, and nothing is changed."""
+    Raises `ValueError` with every name that does not fit, and nothing is changed."""
     model = getattr(model, "_orig_mod", model)
     where, source = (("the dictionary", weights) if isinstance(weights, dict)
                      else (str(weights), [_safetensors(weights)]))

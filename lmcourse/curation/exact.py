@@ -22,9 +22,9 @@ from ..tools.files import atomic_write
 _MARKS = regex.compile(r"[\p{M}\p{P}\p{S}\0]+")   # Accents, punctuation, symbols, zero bytes
 
 def normalize(
-    text:str, # Any text
-)->str: # Words between single spaces
-    "Lower case, without accents and punctuation. Normalizing twice changes nothing more."
+    text:str, # A text
+)->str: # Words separated by single spaces
+    "Convert to lower case and remove accents and punctuation. A second call changes nothing."
     bare = _MARKS.sub("", unicode_form("NFD", text.lower()))
     return " ".join(bare.split())
 
@@ -32,13 +32,13 @@ def normalize(
 def document_hash(
     text:str, # A document
 )->str: # 32 hexadecimal digits, the same on every machine
-    "The hash of a document's normal form."
+    "Hash the normal form of a document."
     return blake2b(normalize(text).encode(), digest_size=16).hexdigest()
 
 def exact_duplicates(
     texts:Iterable[str], # Documents
-)->list: # For each the position of the first one that is equal; its own if there is none before
-    "Which documents are copies? Empty ones are not."
+)->list: # For each document the position of its first copy, possibly its own
+    "Find exact copies. Empty documents are never copies."
     first:dict = {}
     return [first.setdefault(document_hash(t), i) if normalize(t) else i
             for i,t in enumerate(texts)]
@@ -46,10 +46,10 @@ def exact_duplicates(
 # %% ../../nbs/13_curation/13f_exact.ipynb #13f00018
 def exact_line_deduplication(
     input_files:list,           # Paths of text files in UTF-8
-    output_directory:str|os.PathLike, # Folder for files of the same names; made if it isn't there
+    output_directory:str|os.PathLike, # Folder for files of the same names; created if missing
 ):
-    """Write each file with only the lines that occur once in all the files together.
-    `ValueError` if two files have the same name. CS336 assignment 4."""
+    """Write each file with only the lines that occur once across all files.
+    Raises `ValueError` if two files have the same name. CS336 assignment 4."""
     paths, out = [Path(p) for p in input_files], Path(output_directory)
     if len({p.name for p in paths}) < len(paths):
         raise ValueError(f"{len(paths)} files, but only {len({p.name for p in paths})} names")
@@ -60,20 +60,20 @@ def exact_line_deduplication(
         with atomic_write(out/path.name) as part: part.write_bytes(b"".join(kept))
 
 # %% ../../nbs/13_curation/13f_exact.ipynb #13f00019
-def _lines(path:Path)->Iterable[bytes]: # With their ends
+def _lines(path:Path)->Iterable[bytes]: # With line ends
     with path.open("rb") as file: yield from file
 
-def _line_hash(line:bytes)->bytes: # Of the line without its end
+def _line_hash(line:bytes)->bytes: # Hash of the line without its end
     return blake2b(line.rstrip(b"\r\n"), digest_size=8).digest()
 
 # %% ../../nbs/13_curation/13f_exact.ipynb #13f00022
 class BloomFilter:
-    "A set that forgets what is in it but knows, almost surely, whether something is."
+    "A set that tests membership with few false positives, without storing its items."
     def __init__(self,
-        items:int,        # So many will come
-        rate:float=.01,   # False positives that are allowed then
+        items:int,        # Expected number of items
+        rate:float=.01,   # Rate of false positives at that size
     ):
-        "`ValueError` for sizes that can't be."
+        "Choose the size and number of hashes. Raises `ValueError` for impossible sizes."
         if items < 1: raise ValueError(f"items = {items}, expected 1 or more")
         if not 2**-16 <= rate < 1: raise ValueError(f"rate = {rate}, expected 2**-16 to below 1")
         self.size = math.ceil(-items*math.log(rate)/math.log(2)**2)           # In bits
@@ -81,7 +81,7 @@ class BloomFilter:
         self.hashes = max(1, round(self.size/items*math.log(2)))
         self.bits = bytearray((self.size + 7)//8)
 
-    def places(self, item:str)->list: # The numbers of its bits; four bytes of a hash make one
+    def places(self, item:str)->list: # Indices of its bits, each from four bytes of a hash
         digest = blake2b(item.encode(), digest_size=4*self.hashes).digest()
         return [int.from_bytes(digest[4*i:4*i+4], "little")*self.size >> 32
                 for i in range(self.hashes)]
@@ -98,13 +98,13 @@ class BloomFilter:
 # %% ../../nbs/13_curation/13f_exact.ipynb #13f00030
 def suffix_array(
     values:np.ndarray, # Numbers `(n,)`: characters or token ids
-)->np.ndarray: # The start of each suffix `(n,)`, in the order of the suffixes
+)->np.ndarray: # Starts of the sorted suffixes `(n,)`
     "Sort all suffixes. Prefix doubling: at most log2(n) sorts. Manber & Myers 1990."
     n, width = len(values), 1
     if n < 2: return np.arange(n)
     rank = np.unique(values, return_inverse=True)[1].astype(np.int64)
     while True:
-        then = np.full(n, -1)                        # What ends comes first
+        then = np.full(n, -1)                        # A shorter suffix comes first
         then[:-width] = rank[width:]
         order = np.lexsort((then, rank))
         new = (rank[order[1:]] != rank[order[:-1]]) | (then[order[1:]] != then[order[:-1]])
@@ -114,7 +114,7 @@ def suffix_array(
 
 # %% ../../nbs/13_curation/13f_exact.ipynb #13f00033
 @kernel
-def longest_common_prefixes(values, order): # `(n,)`: with the suffix before; the first has 0
+def longest_common_prefixes(values, order): # `(n,)`, with the previous suffix; 0 for the first
     n = len(values)
     place, lcp, h = np.empty(n, np.int64), np.zeros(n, np.int64), 0
     for k in range(n): place[order[k]] = k
@@ -131,9 +131,9 @@ def longest_common_prefixes(values, order): # `(n,)`: with the suffix before; th
 # %% ../../nbs/13_curation/13f_exact.ipynb #13f00036
 def repeated_starts(
     values:np.ndarray, # Numbers `(n,)`
-    length:int,        # Of a passage
-)->np.ndarray: # Sorted starts
-    "Where does a passage begin that occurred before? `ValueError` for a length below 1."
+    length:int,        # Length of a passage
+)->np.ndarray: # Sorted starts of repeated passages
+    "Find where passages begin that occurred before. Raises `ValueError` for a length below 1."
     if length < 1: raise ValueError(f"length = {length}, expected 1 or more")
     if not len(values): return np.zeros(0, np.int64)
     order = suffix_array(values)
@@ -144,12 +144,12 @@ def repeated_starts(
 
 def drop_repeats(
     texts:list,    # Documents
-    length:int=50, # Characters of a passage that counts as repeated
-)->list: # The documents, without what stood before
-    "Cut every repeated passage, all but its first occurrence. Lee et al. 2022, with characters."
+    length:int=50, # Characters of a repeated passage
+)->list: # The documents without repeated passages
+    "Cut all but the first occurrence of each repeated passage. Lee et al. 2022, on characters."
     sizes = [len(t) for t in texts]
     ends = np.cumsum([n + 1 for n in sizes], dtype=np.int64)
-    values = np.full(int(sum(sizes)) + len(texts), -1, np.int64)            # -1 behind each
+    values = np.full(int(sum(sizes)) + len(texts), -1, np.int64)            # -1 after each
     for end,n,text in zip(ends, sizes, texts):
         values[end-1-n:end-1] = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), "<u4")
     starts = repeated_starts(values, length)

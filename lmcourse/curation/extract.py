@@ -15,16 +15,16 @@ from .web import Document, WarcRecord, read_warc
 
 # %% ../../nbs/13_curation/13b_extract.ipynb #3f1e35dd
 class Response(NamedTuple):
-    "An answer of a server, unpacked."
-    status:int   # 200 if all went well
+    "A server's response, decompressed."
+    status:int   # Status code, 200 for success
     headers:dict # Lower-case names to values
-    body:bytes   # Of the page, as a browser has it
+    body:bytes   # Body of the page, as a browser receives it
 
 def http_response(
-    payload:bytes,         # Of a `response` record
-    max_bytes:int=1 << 26, # A body that unpacks to more is rejected
-)->Response: # With chunks joined and compression undone
-    "Take an HTTP answer apart. `ValueError` if it is none or its body is damaged."
+    payload:bytes,         # Payload of a `response` record
+    max_bytes:int=1 << 26, # Limit on a decompressed body; larger ones are rejected
+)->Response: # The response with chunks joined and decompressed
+    "Parse an HTTP response. Raises `ValueError` for a malformed response or a damaged body."
     head, found, body = payload.partition(b"\r\n\r\n")
     if not found: head, found, body = payload.partition(b"\n\n")
     first, *lines = head.decode("latin-1").splitlines() or [""]
@@ -38,7 +38,7 @@ def http_response(
     return Response(int(match[1]), headers, body)
 
 # %% ../../nbs/13_curation/13b_extract.ipynb #75dd5a4a
-def _joined(body:bytes)->bytes: # Of chunks; a body without them was joined by the crawler already
+def _joined(body:bytes)->bytes: # Join chunks, unless the crawler already did
     parts, at = [], 0
     while match := re.compile(rb"([0-9a-fA-F]{1,8})[^\r\n]*\r?\n").match(body, at):
         size, start = int(match[1], 16), match.end()
@@ -50,7 +50,7 @@ def _joined(body:bytes)->bytes: # Of chunks; a body without them was joined by t
     raise ValueError("chunks without an end")
 
 def _inflated(body:bytes, coding:str, max_bytes:int)->bytes:
-    raw = coding == "deflate" and body[:1] != b"\x78"          # Some servers leave the head away
+    raw = coding == "deflate" and body[:1] != b"\x78"          # Some servers omit the header
     unpack = zlib.decompressobj(-15 if raw else 47)
     try: data = unpack.decompress(body, max_bytes)
     except zlib.error as e: raise ValueError(f"damaged {coding}: {e}") from None
@@ -60,9 +60,9 @@ def _inflated(body:bytes, coding:str, max_bytes:int)->bytes:
 
 # %% ../../nbs/13_curation/13b_extract.ipynb #a9bb3c8b
 def decode_html(
-    body:bytes,           # Of a page
-    content_type:str="",  # The server's header, say `text/html; charset=utf-8`
-)->str: # Its text with all tags
+    body:bytes,           # Body of a page
+    content_type:str="",  # The server's header, such as `text/html; charset=utf-8`
+)->str: # The page's source with all tags
     "Decode a page: by its first bytes, as UTF-8, by header or `meta` tag, as Windows-1252."
     for mark,name in ((codecs.BOM_UTF8, "utf-8-sig"), (codecs.BOM_UTF16_LE, "utf-16"),
                       (codecs.BOM_UTF16_BE, "utf-16")):
@@ -88,10 +88,10 @@ _CUTS = _NEVER | {"p", "div", "li", "ul", "ol", "dl", "dt", "dd", "td", "th", "t
                   "br", "section", "article", "main", "pre", "blockquote", "body", "html", "center"}
 _EMPTY = {"br", "hr", "img", "input", "meta", "link", "wbr", "area", "base", "col", "embed"}
 _ENDS = {"li": {"li"}, "td": {"td", "th"}, "th": {"td", "th"}, "tr": {"tr"}, "dt": {"dt", "dd"},
-         "dd": {"dt", "dd"}}         # What a tag closes, if its end was forgotten
+         "dd": {"dt", "dd"}}         # Tags that a tag closes if their end is missing
 _LEGAL = re.compile(r"\W*(copyright\b|all rights reserved|we use cookies)", re.I)
 
-class _Node: # An element that is open, or was
+class _Node: # An element of the page
     def __init__(self, tag:str, parent=None, hidden:bool=False):
         self.tag, self.parent, self.children = tag, parent, []
         self.words = self.blocks = 0
@@ -100,13 +100,13 @@ class _Node: # An element that is open, or was
         self.pre = tag == "pre" or (parent is not None and parent.pre)
         self.depth:int = 0 if parent is None else parent.depth + 1
         if parent is not None: parent.children.append(self)
-    def up(self)->Iterator: # This element and all around it
+    def up(self)->Iterator: # This element and its ancestors
         node = self
         while node is not None:
             yield node
             node = node.parent
 
-class _Blocks(HTMLParser): # Fills `blocks` with (element, text, share of it that is a link)
+class _Blocks(HTMLParser): # Fills `blocks` with (element, text, share of link text)
     def __init__(self, source:str):
         super().__init__()
         self.root = self.at = self.owner = _Node("")
@@ -126,7 +126,7 @@ class _Blocks(HTMLParser): # Fills `blocks` with (element, text, share of it tha
         look = dict(attrs)
         hidden = "hidden" in look or bool(re.search(r"display:\s*none", look.get("style") or ""))
         self.at = _Node(tag, self.at, hidden)
-    def end_forgotten(self, tags): # Not beyond the list or the cell that is open
+    def end_forgotten(self, tags): # Not beyond the open list or cell
         for node in self.at.up():
             if node.tag in tags: self.at = node.parent
             if node.tag in tags or node.tag in ("table", "ul", "ol", "div", "body", ""): return
@@ -144,9 +144,9 @@ class _Blocks(HTMLParser): # Fills `blocks` with (element, text, share of it tha
 
 # %% ../../nbs/13_curation/13b_extract.ipynb #8855eada
 def extract_text(
-    source:str, # HTML, however broken
-)->str: # A block a line; empty if there is none
-    "The main text of a page, without menus, headings and footers."
+    source:str, # HTML, possibly malformed
+)->str: # One block per line; empty if there is none
+    "Extract the main text of a page, without menus, headings and footers."
     page = _Blocks(source)
     found = [(node, text) for node,text,linked in page.blocks
              if linked < .5 and not _LEGAL.match(text)]
@@ -166,9 +166,9 @@ def extract_text(
     return "\n".join(lines)
 
 def extract_text_from_html_bytes(
-    body:bytes,          # Of a page
+    body:bytes,          # Body of a page
     content_type:str="", # The server's header
-)->str: # Empty if the page has no text, or isn't one
+)->str: # The text; empty if the page has none or isn't HTML
     "Decode a page and extract its main text."
     source = decode_html(body, content_type)
     odd = sum(map(source.count, ("\0", "\1", "\2", "\3", "\4", "\5", "\ufffd")))
@@ -177,10 +177,10 @@ def extract_text_from_html_bytes(
 # %% ../../nbs/13_curation/13b_extract.ipynb #387e93be
 def read_documents(
     path:str|Path,         # A WARC or WET file
-    max_bytes:int=1 << 26, # Of a record, and of a body once unpacked
-    strict:bool=True,      # As for `read_warc`
+    max_bytes:int=1 << 26, # Limit on a record, and on a decompressed body
+    strict:bool=True,      # As in `read_warc`
 )->Iterator[tuple]: # `(Document, reason)`; the reason is empty if the document is kept
-    "The pages of an archive as documents, or why not. `ValueError` where the file is damaged."
+    "Read an archive's pages as documents, or why they fail. `ValueError` for a damaged file."
     for record in read_warc(path, max_bytes, strict):
         if record.kind == "conversion":
             text, why = record.payload.decode("utf-8", errors="replace"), ""
@@ -189,7 +189,7 @@ def read_documents(
         else: continue
         yield Document(record.id, record.url, text), why or ("" if text.strip() else "no text")
 
-def _page_text(record:WarcRecord, max_bytes:int)->tuple: # Text, and why there is none
+def _page_text(record:WarcRecord, max_bytes:int)->tuple: # Text, and the reason if there is none
     if "warc-truncated" in record.headers: return "", "truncated"
     try: answer = http_response(record.payload, max_bytes)
     except ValueError: return "", "damaged"

@@ -20,46 +20,46 @@ _IP = re.compile(rf"(?<![\w.-]){_OCTET}(?:\.{_OCTET}){{3}}(?![\w-]|\.\d)")
 # %% ../../nbs/13_curation/13d_filters.ipynb #c97037b3
 def mask_emails(
     text:str, # Of a document
-)->tuple: # The text with `|||EMAIL_ADDRESS|||` for each address, and how many there were
+)->tuple: # The text with `|||EMAIL_ADDRESS|||` for each address, and the number of addresses
     "Mask e-mail addresses. CS336, assignment 4."
     return _EMAIL.subn("|||EMAIL_ADDRESS|||", text)
 
 def mask_phone_numbers(
     text:str, # Of a document
-)->tuple: # The text with `|||PHONE_NUMBER|||` for each number, and how many there were
+)->tuple: # The text with `|||PHONE_NUMBER|||` for each phone number, and their number
     "Mask phone numbers of ten digits, as in North America. CS336, assignment 4."
     return _PHONE.subn("|||PHONE_NUMBER|||", text)
 
 def mask_ips(
     text:str, # Of a document
-)->tuple: # The text with `|||IP_ADDRESS|||` for each address, and how many there were
+)->tuple: # The text with `|||IP_ADDRESS|||` for each address, and the number of addresses
     "Mask IPv4 addresses. CS336, assignment 4."
     return _IP.subn("|||IP_ADDRESS|||", text)
 
 def find_pii(
     text:str, # Of a document
 )->list: # `(kind, text)`, kind `email`, `phone` or `ip`
-    "What the three masks would take out."
+    "Find what the three masks would replace."
     kinds = (("email", _EMAIL), ("phone", _PHONE), ("ip", _IP))
     return [(kind, m[0]) for kind,pattern in kinds for m in pattern.finditer(text)]
 
 # %% ../../nbs/13_curation/13d_filters.ipynb #0bc9bf21
 STOP_WORDS = frozenset({"the", "be", "to", "of", "and", "that", "have", "with"})
 GOPHER = {                        # Measure: the lowest and the highest value of a good page
-    "words": (50, 100_000),       # Between white space
-    "mean_length": (3, 10),       # Characters of a word
-    "hashes": (0, .1),            # `#` for each word
-    "ellipses": (0, .1),          # `...` for each word
-    "bullets": (0, .9),           # Share of lines that begin with one
+    "words": (50, 100_000),       # Separated by white space
+    "mean_length": (3, 10),       # Characters per word
+    "hashes": (0, .1),            # `#` per word
+    "ellipses": (0, .1),          # `...` per word
+    "bullets": (0, .9),           # Share of lines that begin with a bullet
     "broken_lines": (0, .3),      # Share of lines that end in an ellipsis
     "alphabetic": (.8, 1),        # Share of words with a letter
-    "stop_words": (2, 8),         # How many of the eight occur
+    "stop_words": (2, 8),         # Number of the eight stop words that occur
 }
 
 def gopher_measures(
     text:str, # Of a document
 )->dict: # Measure of `GOPHER` to its value
-    "What Gopher's rules look at. Rae et al. 2021, appendix A.1.1."
+    "Measure what Gopher's rules check. Rae et al. 2021, appendix A.1.1."
     words = text.split()
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     n, m = max(1, len(words)), max(1, len(lines))
@@ -73,15 +73,15 @@ def gopher_measures(
 
 def gopher_failures(
     text:str, # Of a document
-)->list: # The rules of `GOPHER` that it breaks
-    "Why a page would be dropped; empty for a page that is kept."
+)->list: # Names of rules in `GOPHER`
+    "List the rules that a page breaks; empty for a page that is kept."
     values = gopher_measures(text)
     return [name for name,(low, high) in GOPHER.items() if not low <= values[name] <= high]
 
 def gopher_quality_filter(
     text:str, # Of a document
 )->bool: # Whether to keep it
-    "Gopher's rules on a document. CS336, assignment 4."
+    "Apply Gopher's rules to a document. CS336, assignment 4."
     return not gopher_failures(text)
 
 # %% ../../nbs/13_curation/13d_filters.ipynb #3e2286b7
@@ -90,10 +90,10 @@ _POLICY = ("javascript", "terms of use", "privacy policy", "cookie policy", "use
            "use of cookies", "use cookies")
 
 def c4_filter(
-    text:str,                       # Of a document, a paragraph a line
+    text:str,                       # Document with one paragraph per line
     bad_words:frozenset=frozenset(), # Lower-case words; a page with one of them is dropped
-)->tuple: # The lines that are kept, and why the page is dropped: empty if it is not
-    "C4's rules on lines and on the page. Raffel et al. 2020, section 2.2."
+)->tuple: # The kept lines, and the reason to drop the page, or an empty string
+    "Apply C4's rules to the lines and the page. Raffel et al. 2020, section 2.2."
     words = {w.strip(".,;:!?\"'()“”’…").lower() for w in text.split()}
     if "{" in text: return "", "curly bracket"
     if "lorem ipsum" in text.lower(): return "", "lorem ipsum"

@@ -14,10 +14,10 @@ from .web import fill, language_sentences
 
 # %% ../../nbs/13_curation/13c_language.ipynb #5812891c
 def char_ngrams(
-    text:str,       # Any
-    longest:int=4,  # Letters of the longest group
-)->list: # Groups of 1 to `longest` letters, `_` where a word begins or ends
-    "All groups of neighbouring letters of the words of a text."
+    text:str,       # A text
+    longest:int=4,  # Letters in the longest n-gram
+)->list: # N-grams of 1 to `longest` letters, with `_` at word boundaries
+    "List the character n-grams of a text's words."
     grams = []
     for word in text.lower().split():
         padded = f"_{word}_"
@@ -28,9 +28,9 @@ def char_ngrams(
 # %% ../../nbs/13_curation/13c_language.ipynb #d5a7b720
 def hashed_vector(
     grams:Sequence,  # Texts
-    buckets:int,     # How many numbers stand for all possible texts
-)->np.ndarray: # `(buckets,)`, of length 1; zeros for no grams
-    "Mark the bucket of each gram. The same on every machine, unlike Python's `hash`."
+    buckets:int,     # Number of hash buckets
+)->np.ndarray: # `(buckets,)` with norm 1; zeros for no grams
+    "Hash grams to a unit vector, the same on every machine, unlike Python's `hash`."
     at = {zlib.crc32(gram.encode()) % buckets for gram in grams}
     vector = np.zeros(buckets)
     vector[sorted(at)] = 1/max(1, len(at))**.5
@@ -50,51 +50,51 @@ class TextClassifier:
     "Softmax regression on hashed grams."
     def __init__(self,
         labels:Sequence,          # Names of the classes
-        grams:Callable=char_ngrams, # A text to a list of texts
-        buckets:int=1 << 14,      # See `hashed_vector`
+        grams:Callable=char_ngrams, # Function from a text to a list of grams
+        buckets:int=1 << 14,      # As in `hashed_vector`
     ):
         if len(set(labels)) < 2 or len(set(labels)) < len(labels) or buckets < 1:
             raise ValueError(f"labels = {labels}, buckets = {buckets}, expected two names or more")
         self.labels, self.grams, self.buckets = list(labels), grams, buckets
         self.weights = np.zeros((buckets + 1, len(self.labels)))
 
-    def inputs(self, texts:Sequence)->np.ndarray: # `(n, buckets + 1)`; the last one is a bias
+    def inputs(self, texts:Sequence)->np.ndarray: # `(n, buckets + 1)`; the last column is a bias
         rows = [np.append(hashed_vector(self.grams(t), self.buckets), .1) for t in texts]
         return np.array(rows).reshape(len(rows), self.buckets + 1)
 
     def fit(self,
-        texts:Sequence,     # To learn from
-        labels:Sequence,    # The class of each
-        steps:int=200,      # Of gradient descent, all texts at once
+        texts:Sequence,     # Training texts
+        labels:Sequence,    # Class of each text
+        steps:int=200,      # Steps of gradient descent on all texts
         lr:float=10.,       # Step size
-        decay:float=1e-5,   # Pulls weights towards 0
-    )->"TextClassifier": # Itself
-        "Learn. `ValueError` unless each class has a text and each text a class."
+        decay:float=1e-5,   # Weight decay
+    )->"TextClassifier": # The classifier itself
+        "Train. Raises `ValueError` unless each class has a text and each text a class."
         if len(texts) != len(labels) or set(labels) != set(self.labels):
             raise ValueError(f"{len(texts)} texts, {len(labels)} labels {sorted(set(labels))[:9]}, "
                              f"expected texts of {self.labels}")
         x, y = self.inputs(texts), np.array([self.labels.index(k) for k in labels])
-        seen = np.flatnonzero(x.any(0))                          # Other weights stay 0
+        seen = np.flatnonzero(x.any(0))                          # All other weights stay 0
         weights, x = self.weights[seen], x[:, seen]
         for _ in range(steps): weights = weights - lr*_softmax_loss(weights, x, y, decay)[1]
         self.weights[seen] = weights
         return self
 
     def probs(self, texts:Sequence)->np.ndarray: # `(n, labels)`
-        "The probability of each class for each text."
+        "Compute the probability of each class for each text."
         blocks = [self.inputs(texts[i:i + 64])@self.weights for i in range(0, len(texts), 64)]
         scores = np.concatenate(blocks) if blocks else np.zeros((0, len(self.labels)))
         probs = np.exp(scores - scores.max(1, keepdims=True))
         return probs/probs.sum(1, keepdims=True)
 
-    def __call__(self, text:str)->tuple: # The likeliest class and its probability
+    def __call__(self, text:str)->tuple: # The most probable class and its probability
         row = self.probs([text])[0]
         return self.labels[int(row.argmax())], float(row.max())
 
 # %% ../../nbs/13_curation/13c_language.ipynb #e84e3756
 @cache
-def language_model()->TextClassifier: # Learnt when it is first asked for
-    "The course's detector of eight languages, from half of its sentences."
+def language_model()->TextClassifier: # Trained on first use
+    "Train the course's detector of eight languages on half of its sentences."
     rng, texts, labels = random.Random("languages"), [], []
     for language,templates in language_sentences().items():
         for template in templates[0::2]*3:
@@ -104,16 +104,16 @@ def language_model()->TextClassifier: # Learnt when it is first asked for
 
 def identify_language(
     text:str, # Of a document
-)->tuple: # Code of the language, and how sure: a probability
-    "One of the eight languages of `language_sentences`. CS336, assignment 4."
+)->tuple: # Code of the language, and its probability
+    "Identify one of the eight languages of `language_sentences`. CS336, assignment 4."
     return language_model()(text)
 
 # %% ../../nbs/13_curation/13c_language.ipynb #b4dc3275
 def best_threshold(
-    scores:np.ndarray, # `(n,)`: higher means yes
-    wanted:np.ndarray, # `(n,)` bool: what is right
-)->float: # Keep what scores at least this; in the middle of the best range
-    "The threshold with the fewest mistakes. `ValueError` unless both answers occur."
+    scores:np.ndarray, # Scores `(n,)`; higher means yes
+    wanted:np.ndarray, # Right answers `(n,)`, bool
+)->float: # Lowest score to keep, in the middle of the best range
+    "Find the threshold with the fewest errors. Raises `ValueError` unless both answers occur."
     scores, wanted = np.asarray(scores, float), np.asarray(wanted, bool)
     if len(scores) != len(wanted) or wanted.all() or not wanted.any():
         raise ValueError(f"{len(scores)} scores, {len(wanted)} answers, {wanted.sum()} of them yes,"

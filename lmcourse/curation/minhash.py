@@ -23,29 +23,29 @@ from ..tools.files import atomic_write
 # %% ../../nbs/13_curation/13g_minhash.ipynb #13g00008
 def shingles(
     text:str,  # A document
-    ngram:int, # Words of a shingle
+    ngram:int, # Words per shingle
 )->set: # Tuples of words
-    "All runs of `ngram` words of the normal form. A shorter text is one, an empty one has none."
+    "Return all runs of `ngram` words. A shorter text is one shingle; an empty text has none."
     words = normalize(text).split()
     return ({tuple(words[i:i+ngram]) for i in range(max(1, len(words) - ngram + 1))} if words
             else set())
 
 def jaccard(
     a:set, b:set, # Shingles of two documents
-)->float: # 1 for equal sets, 0 where nothing is common or both are empty
-    "The share of all shingles that both have."
+)->float: # 1 for equal sets, 0 for disjoint or empty ones
+    "Compute the Jaccard similarity: the share of all shingles that both documents have."
     return len(a & b)/len(a | b) if a or b else 0.
 
 # %% ../../nbs/13_curation/13g_minhash.ipynb #13g00014
 @dataclass(frozen=True)
 class MinHash(Config):
-    "How near duplicates are looked for."
-    ngram:int = 5         # Words of a shingle
-    hashes:int = 128      # Numbers of a signature
-    bands:int = 20        # Groups of these numbers; two documents meet if one group is equal
-    rows:int = 6          # Numbers of a group
-    threshold:float = .7  # Jaccard similarity of duplicates
-    seed:int = 1          # Of the hash functions
+    "The settings of the search for near duplicates."
+    ngram:int = 5         # Words per shingle
+    hashes:int = 128      # Hashes per signature
+    bands:int = 20        # Bands per signature; documents with an equal band are candidates
+    rows:int = 6          # Hashes per band
+    threshold:float = .7  # Smallest Jaccard similarity of duplicates
+    seed:int = 1          # Seed of the hash functions
     def validate(self):
         for name in ("ngram", "hashes", "bands", "rows"):
             if not 1 <= (n := getattr(self, name)) <= 10_000:
@@ -64,9 +64,9 @@ _MIX = 0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53
 _LOW64, _LOW32 = (1 << 64) - 1, (1 << 32) - 1
 
 def shingle_hash(
-    words:tuple, # Of a shingle
+    words:tuple, # Words of a shingle
 )->int: # 64 bits
-    "A number for a shingle, the same in every process and on every machine."
+    "Hash a shingle, with the same result in every process and on every machine."
     joined = 0
     for word in words:
         h = _BASIS
@@ -78,14 +78,14 @@ def shingle_hash(
 def minhash_naive(
     text:str,       # A document
     config:MinHash,
-)->np.ndarray: # uint32 `(hashes,)`; 2**32 - 1 everywhere for a text without words
-    "The signature of a document, slowly."
+)->np.ndarray: # uint32 `(hashes,)`, all 2**32 - 1 for a text without words
+    "Compute the signature of a document, slowly."
     tickets = {shingle_hash(s) >> 32 for s in shingles(text, config.ngram)}
     return np.array([min(((a*x + b) & _LOW32 for x in tickets), default=_LOW32)
                      for a,b in zip(*(c.tolist() for c in _coefficients(config)))], np.uint32)
 
 # %% ../../nbs/13_curation/13g_minhash.ipynb #13g00017
-def _coefficients(config:MinHash)->tuple: # Odd factors and summands, uint32 `(hashes,)`
+def _coefficients(config:MinHash)->tuple: # Odd multipliers, and addends, uint32 `(hashes,)`
     draws = np.random.default_rng(config.seed).integers(1 << 32, size=(2, config.hashes),
                                                         dtype=np.uint32)
     return draws[0] | np.uint32(1), draws[1]
@@ -94,14 +94,14 @@ def _coefficients(config:MinHash)->tuple: # Odd factors and summands, uint32 `(h
 _U64 = np.uint64
 _B, _P, _J, _S, _M1, _M2 = map(_U64, (_BASIS, _PRIME, _JOIN, 33, *_MIX))
 
-def _table()->np.ndarray: # What becomes of a byte: 0 drops it, 32 ends a word
+def _table()->np.ndarray: # Map of bytes: 0 drops a byte, 32 ends a word
     table = np.arange(256, dtype=np.uint8)
     for c in map(chr, range(128)):
         table[ord(c)] = 0 if c in string.punctuation else 32 if c.isspace() else ord(c.lower())
     return table
 
 @kernel
-def _hash_words(data, starts, table, out, ends): # One number a word; how many in all
+def _hash_words(data, starts, table, out, ends): # One hash per word; returns their number
     k = 0
     for d in range(len(starts) - 1):
         h = _B
@@ -120,7 +120,7 @@ def _hash_words(data, starts, table, out, ends): # One number a word; how many i
 
 # %% ../../nbs/13_curation/13g_minhash.ipynb #13g00021
 @kernel
-def _hash_shingles(words, starts, ngram, out, ends): # One number a shingle
+def _hash_shingles(words, starts, ngram, out, ends): # One hash per shingle
     k = 0
     for d in range(len(starts) - 1):
         first, end = starts[d], starts[d+1]
@@ -135,7 +135,7 @@ def _hash_shingles(words, starts, ngram, out, ends): # One number a shingle
     return k
 
 @kernel
-def _sign(tickets, starts, a, b, out): # Four tickets at a time
+def _sign(tickets, starts, a, b, out): # Four hashes at a time
     for d in range(len(starts) - 1):
         row, end = out[d], starts[d+1]
         row[:] = np.uint32(0xFFFFFFFF)
@@ -150,9 +150,9 @@ def _sign(tickets, starts, a, b, out): # Four tickets at a time
 # %% ../../nbs/13_curation/13g_minhash.ipynb #13g00022
 def shingle_hashes(
     texts:list, # Documents
-    ngram:int,  # Words of a shingle
+    ngram:int,  # Words per shingle
 )->tuple[np.ndarray, np.ndarray]: # uint64 `(shingles,)`; document starts `(documents + 1,)`
-    "The hash of every shingle of every document, in their order."
+    "Hash every shingle of every document, in order."
     raw = [t.encode() if t.isascii() else normalize(t).encode() for t in texts]
     starts = np.concatenate([[0], np.cumsum([len(r) for r in raw], dtype=np.int64)])
     data = np.frombuffer(b"".join(raw), np.uint8)
@@ -166,30 +166,30 @@ def minhash(
     texts:list,     # Documents
     config:MinHash,
 )->np.ndarray: # uint32 `(documents, hashes)`
-    "The signatures of documents, equal to `minhash_naive` bit by bit."
+    "Compute the signatures of documents, bitwise equal to `minhash_naive`."
     return _signatures(*shingle_hashes(texts, config.ngram), config)
 
-def _signatures(values, starts, config:MinHash)->np.ndarray: # Of shingle hashes
+def _signatures(values, starts, config:MinHash)->np.ndarray: # Signatures from shingle hashes
     out = np.empty((len(starts) - 1, config.hashes), np.uint32)
     _sign((values >> _U64(32)).astype(np.uint32), starts, *_coefficients(config), out)
     return out
 
 # %% ../../nbs/13_curation/13g_minhash.ipynb #13g00027
 def candidate_probability(
-    similarity:Any, # Jaccard, a number or an array
-    bands:int,      # b
-    rows:int,       # r, numbers in each
-): # Of the same shape
-    "The probability that two documents meet in a band. Leskovec, Rajaraman & Ullman, 3.4.2."
+    similarity:Any, # Jaccard similarity, a number or an array
+    bands:int,      # Number of bands, b
+    rows:int,       # Hashes per band, r
+): # Probability, in the shape of `similarity`
+    "Compute the chance that two documents share a band. Leskovec, Rajaraman & Ullman, 3.4.2."
     return 1 - (1 - np.asarray(similarity, float)**rows)**bands
 
 # %% ../../nbs/13_curation/13g_minhash.ipynb #13g00033
 def choose_bands(
-    hashes:int,         # Numbers of a signature
-    similarity:float,   # Of pairs that are to be found
-    recall:float = .95, # The share of them that must meet
+    hashes:int,         # Hashes per signature
+    similarity:float,   # Similarity of the pairs to find
+    recall:float = .95, # Share of these pairs that must share a band
 )->tuple: # Bands and rows
-    "The steepest shape that finds enough. `ValueError` if none does."
+    "Choose the steepest curve with enough recall. Raises `ValueError` if there is none."
     if not 0 < similarity <= 1 or not 0 < recall < 1 or hashes < 1:
         raise ValueError(f"hashes = {hashes}, similarity = {similarity}, recall = {recall}, "
                          f"expected 1 or more, 0 to 1, and between 0 and 1")
@@ -204,8 +204,8 @@ def choose_bands(
 def near_duplicates_naive(
     texts:list,     # Documents
     config:MinHash,
-)->list: # For each document the first position of its cluster
-    "Which documents are copies, slowly: drawers, then true similarity, then clusters."
+)->list: # Position of the first document of each one's cluster
+    "Find near duplicates slowly: candidates by band, exact similarity, clusters."
     drawers, parent = defaultdict(list), list(range(len(texts)))
     sets = [shingles(t, config.ngram) for t in texts]
     for i,text in enumerate(texts):
@@ -226,7 +226,7 @@ def band_keys(
     signatures:np.ndarray, # uint32 `(documents, hashes)`
     config:MinHash,
 )->np.ndarray: # uint64 `(documents, bands)`
-    "One number a band: all that must be kept of a document to find whom it meets."
+    "Hash each band to one key, which is enough to find a document's candidates."
     keys = np.zeros((len(signatures), config.bands), np.uint64)
     bands = signatures[:, :config.bands*config.rows].reshape(len(keys), config.bands, config.rows)
     for row in range(config.rows):
@@ -235,10 +235,10 @@ def band_keys(
     return keys
 
 def distinct(
-    values:np.ndarray, # uint64, shingle hashes as `shingle_hashes` gives them
-    starts:np.ndarray, # Where each document begins `(documents + 1,)`
-)->tuple[np.ndarray, np.ndarray]: # The same, sorted and without repetitions in a document
-    "The shingles of each document as a set."
+    values:np.ndarray, # Shingle hashes from `shingle_hashes`, uint64
+    starts:np.ndarray, # Start of each document `(documents + 1,)`
+)->tuple[np.ndarray, np.ndarray]: # Hashes and starts, sorted and unique per document
+    "Sort each document's shingle hashes and remove duplicates."
     owner = np.repeat(np.arange(len(starts) - 1), np.diff(starts))
     order = np.lexsort((values, owner))
     values, owner = values[order], owner[order]
@@ -266,7 +266,7 @@ def _find(parent, i):
     return i
 
 @kernel
-def _join(keys, order, band, values, starts, threshold, parent): # How many pairs were verified
+def _join(keys, order, band, values, starts, threshold, parent): # Count of verified pairs
     n, low, verified = len(order), 0, 0
     while low < n:
         high = low + 1
@@ -288,11 +288,11 @@ def _join(keys, order, band, values, starts, threshold, parent): # How many pair
 # %% ../../nbs/13_curation/13g_minhash.ipynb #13g00043
 def cluster(
     keys:np.ndarray,   # uint64 `(documents, bands)`
-    values:np.ndarray, # Sorted shingle hashes of each document, as `distinct` gives them
-    starts:np.ndarray, # Where each document begins `(documents + 1,)`
-    threshold:float,   # Jaccard similarity of duplicates
-)->tuple: # The first position of each one's cluster `(documents,)`, and pairs that were verified
-    "Join documents that share a key and are similar. Those without shingles stay alone."
+    values:np.ndarray, # Sorted shingle hashes of each document, from `distinct`
+    starts:np.ndarray, # Start of each document `(documents + 1,)`
+    threshold:float,   # Smallest Jaccard similarity of duplicates
+)->tuple: # First position of each one's cluster `(documents,)`, and the number of verified pairs
+    "Cluster documents that share a key and are similar. Those without shingles stay alone."
     parent, verified = np.arange(len(keys)), 0
     full = np.flatnonzero(np.diff(starts))
     for band in range(keys.shape[1]):
@@ -303,8 +303,8 @@ def cluster(
 
 def candidates(
     keys:np.ndarray, # uint64 `(documents, bands)`
-)->np.ndarray: # Sorted positions
-    "The documents that share a key with another one. Only their shingles need to be compared."
+)->np.ndarray: # Sorted positions of the candidates
+    "Find the documents that share a key with a different one: only they must be compared."
     meets = np.zeros(len(keys), bool)
     for column in keys.T:
         order = np.argsort(column)
@@ -315,8 +315,8 @@ def candidates(
 def near_duplicates(
     texts:list,     # Documents
     config:MinHash,
-)->np.ndarray: # For each document the first position of its cluster `(documents,)`
-    "Which documents are copies? Equal to `near_duplicates_naive`."
+)->np.ndarray: # Position of the first document of each one's cluster `(documents,)`
+    "Find near duplicates, with the result of `near_duplicates_naive`."
     values, starts = shingle_hashes(texts, config.ngram)
     keys = band_keys(_signatures(values, starts, config), config)
     first, some = np.arange(len(texts)), candidates(keys)
@@ -326,7 +326,7 @@ def near_duplicates(
 
 # %% ../../nbs/13_curation/13g_minhash.ipynb #e800ed7a
 @kernel
-def _meet(column, order, parent): # Neighbours in the order that have the same key are in one group
+def _meet(column, order, parent): # Group documents with equal keys
     for k in range(1, len(order)):
         i, j = order[k-1], order[k]
         if column[i] == column[j]:
@@ -335,9 +335,9 @@ def _meet(column, order, parent): # Neighbours in the order that have the same k
 
 def meetings(
     keys:np.ndarray,  # uint64 `(documents, bands)`
-    most:int=10_000,  # Documents of an array; more only if a single group has more
+    most:int=10_000,  # Documents per array, unless a single group has more
 )->list: # Arrays of sorted positions
-    "The documents that met another one. Two that met, also through others, are in one array."
+    "Group the candidates; documents connected by shared keys are in one array."
     parent = np.arange(len(keys))
     for band in range(keys.shape[1]):
         column = keys[:, band].copy()
@@ -351,15 +351,15 @@ def meetings(
 
 # %% ../../nbs/13_curation/13g_minhash.ipynb #13g00051
 def minhash_deduplication(
-    input_files:list,        # Paths of text files in UTF-8, a document each
-    num_hashes:int,          # Numbers of a signature
+    input_files:list,        # Paths of UTF-8 text files, one document each
+    num_hashes:int,          # Hashes per signature
     num_bands:int,           # A divisor of `num_hashes`
-    ngrams:int,              # Words of a shingle
-    jaccard_threshold:float, # Similarity of duplicates
-    output_directory:str|os.PathLike, # Folder for copies of the files that stay
+    ngrams:int,              # Words per shingle
+    jaccard_threshold:float, # Smallest similarity of duplicates
+    output_directory:str|os.PathLike, # Folder for copies of the kept files
 ):
-    """Copy those files that aren't near duplicates of another one; of each cluster the first by
-    name. `ValueError` for sizes that don't fit or names that stand twice. CS336 assignment 4."""
+    """Copy the files that aren't near duplicates, and of each cluster of duplicates the first by
+    name. Raises `ValueError` for inconsistent sizes or equal names. CS336 assignment 4."""
     if num_bands < 1 or num_hashes % num_bands:
         raise ValueError(f"num_hashes = {num_hashes} is not a multiple of num_bands = {num_bands}")
     config = MinHash(ngrams, num_hashes, num_bands, num_hashes//num_bands, jaccard_threshold)

@@ -14,10 +14,10 @@ from ..tools.ledger import published
 # %% ../../nbs/13_curation/13h_mixing.ipynb #13h00009
 def contamination(
     documents:list, # Training texts
-    tests:list,     # Texts that must not be in them
-    ngram:int=8,    # Words of a shingle; a shorter test is one shingle
-)->tuple: # For each document the largest share of a test that it contains, and which test that is
-    "How much of a test stands in each document? `ValueError` for a test without words."
+    tests:list,     # Test texts that must not be in them
+    ngram:int=8,    # Words per shingle; a shorter test is one shingle
+)->tuple: # For each document, the largest share of a test that it contains, and that test's index
+    "Measure how much of a test each document contains. `ValueError` for a test without words."
     shares, which = np.zeros(len(documents)), np.zeros(len(documents), np.int64)
     lengths = np.diff(shingle_hashes(tests, 1)[1])
     if len(tests) and lengths.min() < 1:
@@ -41,11 +41,11 @@ def contamination(
 # %% ../../nbs/13_curation/13h_mixing.ipynb #13h00015
 def decontaminate(
     documents:list,  # Training texts
-    tests:list,      # Texts that must not be in them
-    ngram:int=8,     # Words of a shingle
-    share:float=.5,  # A document with this share of a test goes
-)->np.ndarray: # Which documents stay `(documents,)`, bool
-    "Keep the documents that hold less than `share` of every test."
+    tests:list,      # Test texts that must not be in them
+    ngram:int=8,     # Words per shingle
+    share:float=.5,  # Share of a test from which a document is dropped
+)->np.ndarray: # Whether to keep each document `(documents,)`, bool
+    "Keep the documents that contain less than `share` of every test."
     if not 0 < share <= 1:
         raise ValueError(f"share = {share}, expected more than 0, at most 1")
     return contamination(documents, tests, ngram)[0] < share
@@ -53,12 +53,12 @@ def decontaminate(
 # %% ../../nbs/13_curation/13h_mixing.ipynb #13h00022
 def mix(
     sizes:dict,   # Source to the tokens of each of its documents
-    shares:dict,  # Source to the share of all tokens that it should have
-    tokens:int,   # Stop when there are so many
-    seed:int=0,   # Of the order of documents in an epoch
-)->list: # Of (source, document): the order in which documents are read
-    """Mix sources so that each has its share of the tokens; one that runs out begins again.
-    In each epoch of a source its documents come once, in a new order."""
+    shares:dict,  # Source to its share of all tokens
+    tokens:int,   # Total number of tokens
+    seed:int=0,   # Seed of the order of documents in an epoch
+)->list: # Pairs (source, document) in reading order
+    """Mix sources so that each has its share of the tokens; an exhausted source starts again.
+    Each epoch of a source contains each of its documents once, in a new order."""
     _check_mix(sizes, shares, tokens)
     names, rngs = list(shares), {name: np.random.default_rng([seed, k])
                                  for k,name in enumerate(sorted(shares))}
@@ -86,9 +86,9 @@ def _check_mix(sizes:dict, shares:dict, tokens:int):
 # %% ../../nbs/13_curation/13h_mixing.ipynb #13h00030
 def effective_tokens(
     unique:float, # Tokens of the source
-    epochs:float, # How often it is read, 1 or more
-)->float: # Fresh tokens that would be worth as much
-    "What repeated tokens are worth. `ValueError` for less than one epoch. Muennighoff et al. 2023."
+    epochs:float, # Number of epochs, 1 or more
+)->float: # Equivalent number of fresh tokens
+    "Estimate the worth of repeated tokens. `ValueError` below one epoch. Muennighoff et al. 2023."
     if epochs < 1 or unique < 0:
         raise ValueError(f"{unique} tokens and {epochs} epochs, expected 0 and 1 or more")
     scale = published("muennighoff-2023.repetition.r-star").value

@@ -37,12 +37,12 @@ from ..tools.show import COLORS, Table, figure
 from ..tools.stories import Stories
 
 # %% ../../nbs/13_curation/13i_pipeline.ipynb #13i00009
-STEPS:dict = {} # Name to a function that makes the step from its options
+STEPS:dict = {} # Name to a function that makes a step from its options
 
 def register_step(
-    name:str, # As in a recipe
+    name:str, # Name of the step in recipes
 )->Callable: # A decorator
-    "Give a maker of steps a name. `ValueError` for a name that is taken."
+    "Register a step's factory under a name. Raises `ValueError` for a name in use."
     def keep(maker:Callable)->Callable:
         if name in STEPS: raise ValueError(f"the step {name!r} is there already")
         STEPS[name] = maker
@@ -51,8 +51,8 @@ def register_step(
 
 def each(
     function:Callable, # `Document` to `(Document, reason)`
-)->Callable: # A list of documents to a list of such pairs
-    "A step that looks at one document at a time."
+)->Callable: # Function from a list of documents to a list of pairs
+    "Make a step from a function of a single document."
     return lambda documents: [function(d) for d in documents]
 
 # %% ../../nbs/13_curation/13i_pipeline.ipynb #13i00010
@@ -67,7 +67,7 @@ def _length(min_words:int=20, max_words:int=100_000)->Callable:
     return each(step)
 
 @register_step("language")
-def _language(keep:str="en", least:float=.5)->Callable: # How sure one must be
+def _language(keep:str="en", least:float=.5)->Callable: # `least` is the lowest probability
     if keep not in language_sentences(): raise unknown("language", keep, language_sentences())
     def step(document):
         found, sure = identify_language(document.text)
@@ -75,7 +75,7 @@ def _language(keep:str="en", least:float=.5)->Callable: # How sure one must be
     return each(step)
 
 @register_step("gopher")
-def _gopher()->Callable: # The first rule that is broken is the reason
+def _gopher()->Callable: # The reason is the first rule broken
     return each(lambda d: (d, next(iter(gopher_failures(d.text)), "").replace("_", " ")))
 
 @register_step("c4")
@@ -97,14 +97,14 @@ def _pii()->Callable: # Drops nothing
 @register_step("decontaminate")
 def _decontaminate(tests:str|list, ngram:int=8, share:float=.5)->Callable:
     texts = _texts(tests)
-    contamination([], texts, ngram)                             # Complains of empty tests
+    contamination([], texts, ngram)                             # Rejects empty tests
     if not 0 < share <= 1: raise ValueError(f"decontaminate: share = {share}, expected 0 to 1")
     def step(documents):
         found = contamination([d.text for d in documents], texts, ngram)[0]
         return [(d, "test" if s >= share else "") for d,s in zip(documents, found)]
     return step
 
-def _texts(source:str|list|None)->list: # Of a file, or listed in the recipe; else stories
+def _texts(source:str|list|None)->list: # Texts of a file or of the recipe, else stories
     if source is None: return list(_stories())
     if isinstance(source, list): return source
     return [d.text for d,why in read_shard(source) if not why]
@@ -140,21 +140,21 @@ def _perplexity(most:float, like:str|list|None=None, order:int=5)->Callable:
 @cache
 def _kneser_ney(texts:tuple, order:int)->KneserNey: return KneserNey(texts, order)
 
-def _straight(text:str)->str: # Quotes as on a typewriter
+def _straight(text:str)->str: # With straight quotes
     return text.translate(str.maketrans("“”‘’", "\"\"''"))
 
 # %% ../../nbs/13_curation/13i_pipeline.ipynb #13i00012
 @dataclass(frozen=True)
 class Whole:
     "A step that compares documents with each other."
-    reason:str        # Of the documents that it drops
-    sketch:Callable   # Documents to an array `(documents, numbers)` of uint64
-    # All sketches, in the order of the ids, and a function from positions to texts: which stay
+    reason:str        # Reason for dropping documents
+    sketch:Callable   # Function from documents to an array `(documents, numbers)`, uint64
+    # Function from all sketches, in the order of the ids, and a lookup of texts to what is kept
     decide:Callable
 
 @register_step("exact")
 def _exact()->Whole:
-    def sketch(documents): # A hash in two numbers; zeros for a text without words
+    def sketch(documents): # A hash as two numbers; zeros for a text without words
         hashes = [int(document_hash(d.text), 16) if normalize(d.text) else 0 for d in documents]
         return np.array([divmod(h, 1 << 64) for h in hashes], np.uint64).reshape(-1, 2)
     def decide(sketches, texts):
@@ -184,8 +184,8 @@ def _dsir(share:float, like:str|list|None=None, seed:int=0)->Whole:
     if seed < 0: raise ValueError(f"dsir: seed = {seed}, expected 0 or more")
     def grams(text): return word_ngrams(_straight(text))
     target = bag_log_probs(_texts(like), grams)
-    def sketch(documents): return np.zeros((len(documents), 0), np.uint64)  # Its texts are read
-    def decide(sketches, texts): # A block at a time, once to count the crawl and once to weigh
+    def sketch(documents): return np.zeros((len(documents), 0), np.uint64)  # `decide` reads texts
+    def decide(sketches, texts): # In blocks: one pass to count the crawl, one to weigh documents
         n = len(sketches)
         blocks = [np.arange(i, min(i + 1000, n)) for i in range(0, max(n, 1), 1000)]
         raw = bag_log_probs((t for block in blocks for t in texts(block)), grams)
@@ -197,19 +197,19 @@ def _dsir(share:float, like:str|list|None=None, seed:int=0)->Whole:
 # %% ../../nbs/13_curation/13i_pipeline.ipynb #13i00014
 @dataclass
 class Stage:
-    "What a step did."
-    step:str           # Its name
-    documents:int = 0  # That came in
-    words:int = 0      # In them
+    "The counts of one step."
+    step:str           # Name of the step
+    documents:int = 0  # Input documents
+    words:int = 0      # Words in the input
     dropped:dict = field(default_factory=dict) # Reason to `[documents, words]`
-    edited:int = 0     # Words that edits have removed; negative if they added some
+    edited:int = 0     # Words removed by edits; negative if edits added words
 
     @property
     def kept(self)->tuple: # Documents and words
         gone = [sum(v[k] for v in self.dropped.values()) for k in (0, 1)]
         return self.documents - gone[0], self.words - gone[1] - self.edited
 
-    def __add__(self, other:"Stage")->"Stage": # The same step on more documents
+    def __add__(self, other:"Stage")->"Stage": # Counts over both sets of documents
         if self.step != other.step: raise ValueError(f"steps {self.step} and {other.step}")
         reasons = {r: [a + b for a,b in zip(*(s.dropped.get(r, (0, 0)) for s in (self, other)))]
                    for r in sorted(self.dropped.keys() | other.dropped.keys())}
@@ -217,10 +217,10 @@ class Stage:
                      reasons, self.edited + other.edited)
 
 def run_step(
-    name:str,       # Of the step
-    pairs:Iterable, # Documents as they came, each with what the step says: `(before, after, why)`
-)->tuple: # The documents that stay, the stage, and `(id, step, reason)` of those that don't
-    "Sort documents into kept and dropped, and count."
+    name:str,       # Name of the step
+    pairs:Iterable, # Triples `(before, after, reason)` for each document
+)->tuple: # The kept documents, the stage, and `(id, step, reason)` of dropped ones
+    "Split documents into kept and dropped, and count them."
     stage, kept, gone = Stage(name), [], []
     for before,after,why in pairs:
         n = len(before.text.split())
@@ -238,16 +238,16 @@ def run_step(
 class Funnel:
     "The stages of a pipeline, in order."
     def __init__(self,
-        stages:list, # Of `Stage`
+        stages:list, # Every `Stage`
     ):
-        "`ValueError` where what one stage kept is not what the next one got."
+        "Raise `ValueError` if a stage's input differs from the previous stage's output."
         self.stages = stages
         for a,b in zip(stages, stages[1:]):
             if a.kept != (b.documents, b.words):
                 raise ValueError(f"{a.step} kept {a.kept}, but {b.step} got "
                                  f"{(b.documents, b.words)}")
 
-    def __add__(self, other:"Funnel")->"Funnel": # Of two sets of documents
+    def __add__(self, other:"Funnel")->"Funnel": # Counts over both sets of documents
         return Funnel([a + b for a,b in zip(self.stages, other.stages, strict=True)])
 
     def rows(self)->list: # A dict for each stage and reason
@@ -279,12 +279,12 @@ class Funnel:
 # %% ../../nbs/13_curation/13i_pipeline.ipynb #13i00018
 @dataclass(frozen=True)
 class Recipe:
-    "Steps and their options, in order."
-    steps:tuple # Of `(name, options)`
+    "A list of steps with their options."
+    steps:tuple # Pairs `(name, options)`
 
     @classmethod
     def from_dict(cls, values:dict)->"Recipe": # `{"steps": [{"step": NAME, OPTION: VALUE}]}`
-        "`ValueError` for an unknown step, or options that it doesn't take."
+        "Read a recipe. Raises `ValueError` for an unknown step or option."
         listed = values.get("steps")
         if values.keys() != {"steps"} or not isinstance(listed, list) or not listed:
             raise ValueError("a recipe: expected a list called steps, and nothing else")
@@ -297,7 +297,7 @@ class Recipe:
         return recipe
 
     @classmethod
-    def load(cls, path:str|Path)->"Recipe": # A file that ends in `.json` or `.toml`
+    def load(cls, path:str|Path)->"Recipe": # From a `.json` or `.toml` file
         path = Path(path)
         if path.suffix == ".json": return cls.from_dict(read_json(path))
         if path.suffix != ".toml": raise ValueError(f"{path}: a recipe ends in .json or .toml")
@@ -308,7 +308,7 @@ class Recipe:
     def key(self)->str: return json.dumps(self.to_dict(), sort_keys=True)
     def digest(self)->str: return blake2b(self.key().encode(), digest_size=8).hexdigest()
 
-    def files(self)->dict: # Files that options name, and their hashes
+    def files(self)->dict: # Files named in options, with their hashes
         named = {v for _,options in self.steps for v in options.values() if isinstance(v, str)}
         return {v: blake2b(Path(v).read_bytes(), digest_size=8).hexdigest()
                 for v in sorted(named) if Path(v).is_file()}
@@ -321,7 +321,7 @@ class Recipe:
             except TypeError as e: raise ValueError(f"step {name!r}: {e}") from None
         return made
 
-    def rounds(self)->list: # `(steps, whole step or none)`, each but the last ended by a whole one
+    def rounds(self)->list: # `(steps, whole step)`; the last round may have no whole step
         rounds:list = []
         steps:list = []
         for name,step in self.make():
@@ -330,12 +330,12 @@ class Recipe:
         return [*rounds, (steps, None)]
 
 # %% ../../nbs/13_curation/13i_pipeline.ipynb #13i00021
-ENDINGS = (".warc", ".wet", ".jsonl", ".txt") # And each of them with `.gz`
+ENDINGS = (".warc", ".wet", ".jsonl", ".txt") # Each also with `.gz`
 
 def shard_files(
-    path:str|Path, # A file, or a folder with such files
+    path:str|Path, # A shard, or a folder of shards
 )->list: # Sorted paths
-    "The shards that `path` names. `FileNotFoundError`, or `ValueError` if there are none."
+    "List the shards at `path`. `FileNotFoundError`, or `ValueError` if there are none."
     path = Path(path)
     if not path.exists(): raise FileNotFoundError(f"{path}: no such file or folder")
     found = sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
@@ -345,11 +345,11 @@ def shard_files(
     return found
 
 def read_shard(
-    path:str|Path,         # One of `ENDINGS`
-    max_bytes:int=1 << 26, # Of a record or a document
-)->Iterator[tuple]: # `(Document, reason)`; the reason is empty if there is a text
-    """The documents of a file, or why there is none. A damaged part of an archive is one
-    `unreadable` document, with `FILE@FROM-TO` for an id. `ValueError` for another format."""
+    path:str|Path,         # File with one of `ENDINGS`
+    max_bytes:int=1 << 26, # Limit on a record or a document
+)->Iterator[tuple]: # `(Document, reason)`; the reason is empty if the text could be read
+    """Read documents, each with the reason if it fails. A damaged part of an archive is one
+    `unreadable` document, with `FILE@FROM-TO` for an id. Raises `ValueError` for another format."""
     path = Path(path)
     name = path.name.removesuffix(".gz")
     if name.endswith((".warc", ".wet")): return read_documents(path, max_bytes, strict=False)
@@ -366,7 +366,7 @@ def _read_parts(path:Path, lines:bool, most:int)->Iterator[tuple]: # Of JSON lin
                 if last and part is not None and not part.strip(): continue
                 number += 1
                 document, why = _parsed(part, lines)
-                if start > 0 and not k or last and end < size: # Beside what is damaged
+                if start > 0 and not k or last and end < size: # Next to a damaged part
                     if why == "format" or not lines: why = "fragment"
                 if why == "format":
                     raise ValueError(f"{path}: {'line' if lines else 'document'} {number}, expected"
@@ -384,19 +384,19 @@ def _parts(blocks:Iterable, mark:bytes, most:int)->Iterator[tuple]: # Bytes betw
         if len(held) > most: held, lost = held[len(held) - len(mark) + 1:], True
     yield None if lost else held, True
 
-def _parsed(part, lines:bool)->tuple: # A document and why it is dropped
+def _parsed(part, lines:bool)->tuple: # A document and the reason if dropped
     if part is None: return Document("", "", ""), "too long"
     try:
         row = json.loads(part) if lines else dict(text=part.decode().replace("\r\n", "\n"))
     except ValueError: row = None
     if not isinstance(row, dict) or not isinstance(row.get("text"), str):
         return Document("", "", ""), "format"
-    text = row["text"].encode(errors="replace").decode()        # Half a character can't be written
+    text = row["text"].encode(errors="replace").decode()        # A lone surrogate can't be written
     document = Document(str(row.get("id", "")), str(row.get("url", "")), text)
     return document, "" if text.replace("\0", "").strip() else "no text"
 
 # %% ../../nbs/13_curation/13i_pipeline.ipynb #13i0022b
-def _save(path, documents)->np.ndarray: # As JSON lines, whole or not at all; where each begins
+def _save(path, documents)->np.ndarray: # Atomically, as JSON lines; returns the start of each
     starts, at = [], 0
     with atomic_write(path) as part, open(part, "wb") as file:
         for d in documents:
@@ -407,7 +407,7 @@ def _save(path, documents)->np.ndarray: # As JSON lines, whole or not at all; wh
 def _load(path)->list:
     with open(path, encoding="utf-8") as file: return [Document(**json.loads(l)) for l in file]
 
-def _load_some(path, starts)->list: # Texts of the documents that begin there
+def _load_some(path, starts)->list: # Texts of the documents at these starts
     texts = []
     with open(path, "rb") as file:
         for at in starts:
@@ -422,7 +422,7 @@ def _save_array(path, array):
 @cache
 def _rounds(key:str)->list: return Recipe.from_dict(json.loads(key)).rounds()
 
-def _job(number:int, path:str, work:str, key:str, k:int): # Round k of a shard
+def _job(number:int, path:str, work:str, key:str, k:int): # Run round k on a shard
     here = Path(work)/str(k)/f"{number:05}"
     if here.with_suffix(".json").exists(): return
     steps, whole = _rounds(key)[k]
@@ -448,7 +448,7 @@ def _job(number:int, path:str, work:str, key:str, k:int): # Round k of a shard
                                                ids=[d.id for d in documents]), indent=None)
 
 # %% ../../nbs/13_curation/13i_pipeline.ipynb #13i0024b
-def _decide(work:Path, key:str, k:int, shards:int): # Who stays after round k
+def _decide(work:Path, key:str, k:int, shards:int): # Select the documents that stay after round k
     files = [work/str(k)/f"{i:05}" for i in range(shards)]
     if all(f.with_suffix(".keep.npy").exists() for f in files): return
     ids = [name for f in files for name in read_json(f.with_suffix(".json"))["ids"]]
@@ -461,7 +461,7 @@ def _decide(work:Path, key:str, k:int, shards:int): # Who stays after round k
         some = np.load(f.with_suffix(".npy"))
         if f == files[0]: sketches = np.empty((len(order), *some.shape[1:]), some.dtype)
         sketches[rank[low:high]] = some
-    def texts(positions): # Of these places in the order, from the files
+    def texts(positions): # Texts at these positions, from the files
         wanted, found = order[positions], {}
         for i in np.unique(shard := np.searchsorted(ends, wanted, side="right") - 1):
             here = np.unique(wanted[shard == i])
@@ -475,13 +475,13 @@ def _decide(work:Path, key:str, k:int, shards:int): # Who stays after round k
 
 # %% ../../nbs/13_curation/13i_pipeline.ipynb #13i00025
 def curate(
-    source:str|Path,    # A file or folder, as for `shard_files`
-    out:str|Path,       # New folder, or one that the same call has begun
+    source:str|Path,    # A file or folder, as in `shard_files`
+    out:str|Path,       # New folder, or one begun by the same call
     recipe:Recipe,
-    apply:Callable=map, # How jobs are done: `map`, a pool's `map`, or `dask_map()`
+    apply:Callable=map, # Executor of jobs: `map`, a pool's `map`, or `dask_map()`
 )->Funnel:
     """Write `documents/`, `dropped.jsonl`, `funnel.json` and `card.md` into `out`.
-    `ValueError` for a folder of another recipe or input, or a damaged shard."""
+    Raises `ValueError` for a folder of a different recipe or input, or a damaged shard."""
     paths, out, key = shard_files(source), Path(out), recipe.key()
     job = dict(recipe=recipe.to_dict(), files=recipe.files(),
                inputs={str(p): p.stat().st_size for p in paths})
@@ -496,9 +496,9 @@ def curate(
     return _finish(out, work, len(rounds), len(paths), recipe)
 
 def read_funnel(
-    out:str|Path, # A folder of `curate`
+    out:str|Path, # Output folder of `curate`
 )->Funnel:
-    "`ValueError` if it isn't finished."
+    "Read the counts of a finished run. Raises `ValueError` if it isn't finished."
     if not (path := Path(out)/"funnel.json").exists():
         raise ValueError(f"{out}: not finished; go on with the same command")
     return Funnel([Stage(**s) for s in read_json(path)["stages"]])
@@ -543,32 +543,32 @@ def _finish(out:Path, work:Path, rounds:int, shards:int, recipe:Recipe)->Funnel:
 
 # %% ../../nbs/13_curation/13i_pipeline.ipynb #13i00027
 def kept_documents(
-    out:str|Path, # A folder of `curate`
+    out:str|Path, # Output folder of `curate`
 )->Iterator[Document]:
-    "The documents that have survived."
+    "Iterate over the documents that were kept."
     for path in sorted((Path(out)/"documents").glob("*.jsonl")):
         with open(path, encoding="utf-8") as file:
             for line in file: yield Document(**json.loads(line))
 
 def digest(
     documents:Iterable[Document],
-)->str: # The same for the same documents in any order
-    "A hash of ids and texts."
+)->str: # Digest, independent of the order of documents
+    "Hash the ids and texts of documents."
     hashes = sorted(blake2b(f"{d.id}\n{d.text}".encode(), digest_size=16).digest()
                     for d in documents)
     return blake2b(b"".join(hashes), digest_size=8).hexdigest()
 
-def survivors(out:str|Path)->str: # Of a folder of `curate`
-    "The digest of the documents that have survived."
+def survivors(out:str|Path)->str: # From a folder of `curate`
+    "Return the digest of the documents that were kept."
     return digest(kept_documents(out))
 
 # %% ../../nbs/13_curation/13i_pipeline.ipynb #13i0027b
 def data_card(
     funnel:Funnel,
     recipe:Recipe,
-    digest:str, # Of the survivors
+    digest:str, # Digest of the kept documents
 )->str: # Markdown
-    "What somebody who trains on the result should know."
+    "Write the data card: what anyone who trains on the result should know."
     documents, words = funnel.stages[-1].kept
     first = funnel.stages[0]
     steps = "\n".join(f"{k}. `{name}`" + "".join(f", {o} = {_brief(v)}" for o,v in opts.items())
@@ -586,9 +586,9 @@ def _brief(value)->str: return f"{len(value)} texts" if isinstance(value, list) 
 
 # %% ../../nbs/13_curation/13i_pipeline.ipynb #13i00037
 def dask_map(
-    client:Any=None, # A `distributed.Client`, or the address of a scheduler; here if none
+    client:Any=None, # A `distributed.Client` or a scheduler's address; None for a local one
 )->Callable: # Like `map`
-    "Jobs done by Dask. `UserError` where it isn't installed or doesn't answer."
+    "Return a `map` that runs jobs on Dask. `UserError` if Dask is missing or doesn't respond."
     from importlib.util import find_spec
     if not find_spec("dask" if client is None else "distributed"):
         raise UserError("Dask is not installed: pip install 'lmcourse[curation]'")
@@ -603,10 +603,10 @@ def dask_map(
 
 @contextmanager
 def workers(
-    count:int=1,        # Processes here
-    dask:str|None=None, # Address of a scheduler that is asked instead
+    count:int=1,        # Local processes
+    dask:str|None=None, # Address of a Dask scheduler to use instead
 )->Iterator[Callable]: # Like `map`
-    "What does the jobs of `curate`. `UserError` if one of the processes is killed."
+    "Provide the executor of `curate`. Raises `UserError` if one of the processes is killed."
     if dask is not None: yield dask_map(dask)
     elif count == 1: yield map
     else:

@@ -17,15 +17,15 @@ from .web import class_sentences, fill, language_sentences
 from ..tools.stories import Stories
 
 # %% ../../nbs/13_curation/13e_quality.ipynb #267c7310
-_END, _UNKNOWN = "\n", "\0"   # No word is one of these
+_END, _UNKNOWN = "\n", "\0"   # Marks that are never words
 
 # %% ../../nbs/13_curation/13e_quality.ipynb #cd2264ed
 class KneserNey:
-    "An interpolated Kneser–Ney model of words, with unknown words spelt in bytes."
+    "An interpolated Kneser–Ney model of words, with unknown words spelled in bytes."
     def __init__(self,
-        texts:Sequence, # To learn from; words are what white space separates
-        order:int=5,    # The longest group of words
-        least:int=2,    # Words that are rarer are taken for unknown
+        texts:Sequence, # Training texts; words are separated by white space
+        order:int=5,    # Longest n-gram, in words
+        least:int=2,    # Rarer words count as unknown
     ):
         if order < 1 or not any(t.split() for t in texts):
             raise ValueError(f"order = {order}, {len(texts)} texts, expected 1 or more with words")
@@ -36,7 +36,7 @@ class KneserNey:
         for t in texts:
             padded = [_END]*(order - 1) + self.tokens(t)
             grams.update(tuple(padded[i:i + order]) for i in range(len(padded) - order + 1))
-        self.levels:list = []             # From the longest: counts, followers, totals, discount
+        self.levels:list = []             # Longest first: counts, followers, totals, discount
         while True:
             n = len(next(iter(grams)))
             total, followers, kinds = Counter(), Counter(), Counter(grams.values())
@@ -46,12 +46,12 @@ class KneserNey:
             discount = kinds[1]/(kinds[1] + 2*kinds[2]) if kinds[1] else .5
             self.levels.append((grams, followers, total, discount))
             if n == 1: break
-            grams = Counter(gram[1:] for gram in grams)  # Once for each different word before
+            grams = Counter(gram[1:] for gram in grams)  # Once per distinct preceding word
 
-    def tokens(self, text:str)->list: # Known words, marks for unknown ones, and the end
+    def tokens(self, text:str)->list: # Known words, marks for unknown words, and the end
         return [w if w in self.known else _UNKNOWN for w in text.split()] + [_END]
 
-    def prob(self, context:tuple, word:str)->float: # Of a known word or mark
+    def prob(self, context:tuple, word:str)->float: # Probability of a known word or mark
         p = 1/len(self.words)
         for n,(grams, followers, total, discount) in enumerate(reversed(self.levels)):
             h = tuple(context[len(context) - n:])
@@ -59,25 +59,25 @@ class KneserNey:
                 p = max(grams[*h, word] - discount, 0)/count + discount*followers[h]/count*p
         return p
 
-    def log_prob(self, text:str)->float: # Nats; the end of the text included
-        "The exact log-probability of the words of a text."
+    def log_prob(self, text:str)->float: # Nats, end of text included
+        "Compute the exact log-probability of a text's words."
         padded = [_END]*(self.order - 1) + self.tokens(text)
         total = -sum((len(w.encode()) + 1)*math.log(256) for w in text.split()
-                     if w not in self.known)                     # With a byte that ends it
+                     if w not in self.known)                     # With a byte that ends the word
         for i in range(self.order - 1, len(padded)):
             total += math.log(self.prob(tuple(padded[i - self.order + 1:i]), padded[i]))
         return total
 
     def perplexity(self, text:str)->float: # Per word, the end counting as one
-        "How many words the model hesitates between. Low for text like what it has read."
+        "Compute the perplexity, which is low for text like the training texts."
         return math.exp(-self.log_prob(text)/(len(text.split()) + 1))
 
 # %% ../../nbs/13_curation/13e_quality.ipynb #21c00d92
 def auc(
-    scores:Sequence, # Higher means yes
-    wanted:Sequence, # What is right, true or false
+    scores:Sequence, # Scores; higher means yes
+    wanted:Sequence, # Right answers, true or false
 )->float: # Between 0 and 1
-    "The chance that a yes scores above a no; equal ones count half. `ValueError` for one kind."
+    "Chance that a yes scores above a no; ties count half. Raises `ValueError` unless both occur."
     s, w = np.asarray(scores, float), np.asarray(wanted, bool)
     if len(s) != len(w) or w.all() or not w.any() or np.isnan(s).any():
         raise ValueError(f"{len(s)} scores, {int(w.sum())} of {len(w)} answers are yes, expected "
@@ -88,16 +88,16 @@ def auc(
 
 # %% ../../nbs/13_curation/13e_quality.ipynb #243416bb
 def word_ngrams(
-    text:str,      # Any
-    longest:int=2, # Words of the longest group
-)->list: # Groups of 1 to `longest` words, without case and punctuation
-    "All groups of neighbouring words of a text."
+    text:str,      # A text
+    longest:int=2, # Words in the longest n-gram
+)->list: # N-grams of 1 to `longest` words, without case and punctuation
+    "List the word n-grams of a text."
     words = re.findall(r"\w+(?:'\w+)?", text.lower())
     return [" ".join(words[i:i + n]) for n in range(1, longest + 1)
             for i in range(len(words) - n + 1)]
 
 # %% ../../nbs/13_curation/13e_quality.ipynb #4d068e67
-def _pages_of(templates:Sequence, pages:int, rng:random.Random)->list: # Of a few sentences
+def _pages_of(templates:Sequence, pages:int, rng:random.Random)->list: # Pages of a few sentences
     return [" ".join(fill(t, rng) for t in rng.sample(templates, rng.randint(1, 5)))
             for _ in range(pages)]
 
@@ -114,7 +114,7 @@ def _against(label:str, other:str, kind:str, more:tuple)->TextClassifier:
 def _words(text:str)->list: return word_ngrams(text, 1)
 
 @cache
-def _classifier(kind:str)->TextClassifier: # Learnt when it is first asked for
+def _classifier(kind:str)->TextClassifier: # Trained on first use
     return {"quality": lambda: _against("low", "high", "spam", ()),
             "nsfw": lambda: _against("nsfw", "non-nsfw", "nsfw", ("spam", "toxic")),
             "toxic": lambda: _against("toxic", "non-toxic", "toxic", ("spam", "nsfw"))}[kind]()
@@ -122,55 +122,55 @@ def _classifier(kind:str)->TextClassifier: # Learnt when it is first asked for
 # %% ../../nbs/13_curation/13e_quality.ipynb #4f3fb371
 def classify_quality(
     text:str, # Of a document
-)->tuple: # `high` or `low`, and how sure: a probability
-    "Like a story, or like an advertisement. CS336, assignment 4."
+)->tuple: # `high` or `low`, and its probability
+    "Classify text as like a story or like an advertisement. CS336, assignment 4."
     return _classifier("quality")(text)
 
 def classify_nsfw(
     text:str, # Of a document
-)->tuple: # `nsfw` or `non-nsfw`, and how sure: a probability
-    "Whether a text is for adults, as far as mild examples teach it. CS336, assignment 4."
+)->tuple: # `nsfw` or `non-nsfw`, and its probability
+    "Classify adult text, as far as mild examples teach it. CS336, assignment 4."
     return _classifier("nsfw")(text)
 
 def classify_toxic_speech(
     text:str, # Of a document
-)->tuple: # `toxic` or `non-toxic`, and how sure: a probability
-    "Whether a text insults, as far as mild examples teach it. CS336, assignment 4."
+)->tuple: # `toxic` or `non-toxic`, and its probability
+    "Classify insulting text, as far as mild examples teach it. CS336, assignment 4."
     return _classifier("toxic")(text)
 
 # %% ../../nbs/13_curation/13e_quality.ipynb #6db8cd5f
 def bag_log_probs(
-    texts:Iterable,          # To count in
-    grams:Callable,          # A text to a list of texts
-    buckets:int=1 << 14,     # For hashing
+    texts:Iterable,          # Texts in which to count
+    grams:Callable,          # Function from a text to a list of grams
+    buckets:int=1 << 14,     # Number of hash buckets
     smoothing:float=1.,      # Added to each count
-)->np.ndarray: # `(buckets,)` log-probability of a gram to fall into each
-    "How often each bucket occurs. -inf for one that doesn't, without smoothing."
+)->np.ndarray: # Log-probability of each bucket `(buckets,)`
+    "Estimate log-probabilities of hash buckets; without smoothing an empty one gets -inf."
     counts = np.full(buckets, float(smoothing))
     for t in texts: counts += _bag(grams(t), buckets)
     if not counts.sum(): raise ValueError("texts without a gram, and no smoothing")
     with np.errstate(divide="ignore"): return np.log(counts/counts.sum())
 
 def dsir_log_weights(
-    texts:Sequence,      # Pages to be weighed
-    target:np.ndarray,   # Of `bag_log_probs`
-    raw:np.ndarray,      # The same of the crawl
-    grams:Callable,      # As for `bag_log_probs`
-)->np.ndarray: # `(n,)` logarithms of weights
-    "Log-likelihood ratios of bags of grams. Xie et al. 2023."
+    texts:Sequence,      # Pages to weigh
+    target:np.ndarray,   # `bag_log_probs` of the target
+    raw:np.ndarray,      # `bag_log_probs` of the crawl
+    grams:Callable,      # As in `bag_log_probs`
+)->np.ndarray: # Log weights `(n,)`
+    "Compute log-likelihood ratios of bags of grams. Xie et al. 2023."
     ratio = target - raw
     return np.array([_bag(grams(t), len(raw))@ratio for t in texts])
 
 def gumbel_top_k(
     log_weights:np.ndarray, # `(n,)`
-    k:int,                  # How many to draw
-    rng:np.random.Generator, # Decides
-)->np.ndarray: # `(k,)` different positions, in the order in which they were drawn
-    "Draw without putting back, each time in proportion to the weights. `ValueError` if k > n."
+    k:int,                  # Number to draw
+    rng:np.random.Generator, # Random generator
+)->np.ndarray: # Distinct positions `(k,)`, in the order drawn
+    "Sample without replacement, in proportion to the weights. Raises `ValueError` if k > n."
     if not 0 <= k <= len(log_weights): raise ValueError(f"k = {k} of {len(log_weights)}")
     return np.argsort(-(np.asarray(log_weights) + rng.gumbel(size=len(log_weights))))[:k]
 
 # %% ../../nbs/13_curation/13e_quality.ipynb #a660d123
-def _bag(grams:Sequence, buckets:int)->np.ndarray: # How often each bucket occurs
+def _bag(grams:Sequence, buckets:int)->np.ndarray: # Count of each bucket
     at = np.array([zlib.crc32(gram.encode()) % buckets for gram in grams], np.int64)
     return np.bincount(at, minlength=buckets)

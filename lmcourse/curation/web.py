@@ -157,7 +157,7 @@ def edit_words(
     pool:list,         # Words to put there
     rng:random.Random, # Decides where and what
 )->str: # The same number of words; exactly `edits` differ
-    "Change words of a text. `ValueError` if it has too few."
+    "Change words of a text. Raises `ValueError` if it has too few."
     words = text.split(" ")
     if edits > len(words) or len(set(pool)) < 2:
         raise ValueError(f"edits = {edits} of a text of {len(words)} words, "
@@ -401,7 +401,7 @@ def planted_web(
     seed:int=0,           # Another seed is another web
     shares:dict|None=None, # Kind to its share; by default those of `KINDS`
 )->list: # `Page`s in random order; the same on every machine
-    "A web with an answer key. `ValueError` for kinds that don't exist or copies of nothing."
+    "A web with an answer key. Raises `ValueError` for kinds that don't exist or copies of nothing."
     shares = shares or {kind: share for kind,(share,_) in KINDS.items()}
     if odd := sorted(set(shares) - set(KINDS)):
         raise ValueError(f"kinds {odd}, expected some of {', '.join(KINDS)}")
@@ -537,7 +537,7 @@ def unpacked_blocks(
     file:BinaryIO,      # Open, at the first byte
     end:float=math.inf, # Where to stop, in bytes of the file
 )->Iterator[bytes]: # Of bounded size
-    "What a file holds, gzip or not, across members. `EOFError` or `zlib.error` if damaged."
+    "What a file holds, gzip or not, across members. Raises `EOFError` or `zlib.error` if damaged."
     def read(): return file.read(int(min(_BLOCK, end - file.tell())))
     data = read()
     if data[:2] != _GZIP[:2]:

@@ -27,7 +27,7 @@ def bradley_terry(
     players:int,  # Number of players, numbered from 0
     extra:list|None=None, # Another influence on each game; positive favours i
 )->Ratings:
-    """Fit strengths by maximum likelihood. `ValueError` for games that don't determine them.
+    """Fit strengths by maximum likelihood. Raises `ValueError` for games that don't determine them.
     Bradley & Terry 1952; Ford 1957 on when a solution exists."""
     i, j, won, more = _checked_games(games, players, extra)
     _refuse_undecided(i, j, won, players)
@@ -98,7 +98,7 @@ def elo_ratings(
     players:int, # Number of players, numbered from 0
     k:float=32,  # Points at stake per game
 )->np.ndarray: # Points of each player `(players,)`; they start at 0 and add up to 0
-    "Update Elo ratings game by game. `ValueError` for impossible games, and for k <= 0."
+    "Update Elo ratings game by game. Raises `ValueError` for impossible games, and for k <= 0."
     if not k > 0: raise ValueError(f"k = {k}, expected more than 0")
     i, j, won, _ = _checked_games(games, players, None)
     points = np.zeros(players)

@@ -15,7 +15,7 @@ def choice_probs(
     log_probs:list,       # Log-probability of each choice of one item, nats
     temperature:float=1., # Above 1 flattens, below 1 sharpens
 )->np.ndarray: # Probabilities, which sum to 1
-    "Apply softmax to the choices. `ValueError` for a temperature of 0 or less."
+    "Apply softmax to the choices. Raises `ValueError` for a temperature of 0 or less."
     if not temperature > 0: raise ValueError(f"temperature = {temperature}, expected more than 0")
     scaled = np.asarray(log_probs, float)/temperature
     p = np.exp(scaled - scaled.max())
@@ -27,7 +27,7 @@ def reliability(
     right:list|np.ndarray,      # Whether each answer was right
     bins:int=10,     # Number of bins of equal width
 )->list: # For each bin with answers: count, mean confidence, share right and its interval
-    "Compute the rows of a reliability diagram. `ValueError` for lists of unequal length."
+    "Compute the rows of a reliability diagram. Raises `ValueError` for lists of unequal length."
     c, y = np.asarray(confidence, float), np.asarray(right, float)
     if len(c) != len(y) or not len(c):
         raise ValueError(f"{len(c)} confidences and {len(y)} answers, expected as many of each")
@@ -66,7 +66,7 @@ def exact_error(
     probs:list, # A model's probabilities of the choices of each item
     exact:list, # True probabilities of the same choices
 )->float: # 0 to 1; 0 for the oracle
-    """Average |confidence - true probability| of the model's answers. `ValueError` for
+    """Average |confidence - true probability| of the model's answers. Raises `ValueError` for
     lists of unequal length."""
     if len(probs) != len(exact) or not len(probs):
         raise ValueError(f"{len(probs)} and {len(exact)} items, expected as many")

@@ -20,7 +20,7 @@ def contamination_p(
     log_p:list, # The source's exact log-probability of each document
 )->float: # p-value if no document was in the training text
     """Compute a joint p-value of independent documents, whatever the model.
-    `ValueError` for lists of unequal length. Markov's inequality."""
+    Raises `ValueError` for lists of unequal length. Markov's inequality."""
     if len(log_q) != len(log_p) or not len(log_q):
         raise ValueError(f"{len(log_q)} and {len(log_p)} log-probabilities, expected one of each "
                          f"for one document or more")
@@ -34,7 +34,7 @@ def log_prob_in_order(
     tokenizer:Tokenizer,   # The `Tokenizer` with which it was trained
     documents:list,        # Texts, read one after another with end-of-text between them
 )->float: # Nats, with end-of-text after each document
-    "Compute the model's log-probability of documents in this order. `ValueError` for none."
+    "Compute the model's log-probability of documents in this order. Raises `ValueError` for none."
     check_tokenizer(model, tokenizer)
     if not documents: raise ValueError("documents are empty, expected one or more")
     end = tokenizer.end_of_text
@@ -46,7 +46,7 @@ def ngram_set(
     text:str, # Words separated by blanks
     n:int,    # Words per run
 )->set: # Tuples of n words
-    "Return all runs of n words. `ValueError` for n below 1."
+    "Return all runs of n words. Raises `ValueError` for n below 1."
     if n < 1: raise ValueError(f"n = {n}, expected 1 or more")
     words = text.split()
     return set(zip(*(words[k:] for k in range(n))))
@@ -56,7 +56,7 @@ def ngram_overlap(
     seen:set, # `ngram_set` of the training text
     n:int,    # Words per run, as in `seen`
 )->float: # Share of the document's runs that were seen, 0 to 1
-    "Measure n-gram overlap. `ValueError` for a document of fewer than n words."
+    "Measure n-gram overlap. Raises `ValueError` for a document of fewer than n words."
     runs = ngram_set(text, n)
     if not runs: raise ValueError(f"a document of {len(text.split())} words has no run of {n}")
     return len(runs & seen)/len(runs)
@@ -79,6 +79,6 @@ def rename_people(
 def permutation_p(
     log_probs:list, # Nats of a file in its own order, then in random orders
 )->float: # Share of the orders that are at least as probable as the file's own
-    "Oren's p-value, exact for exchangeable items. `ValueError` for fewer than two orders."
+    "Oren's p-value, exact for exchangeable items. Raises `ValueError` for fewer than two orders."
     if len(log_probs) < 2: raise ValueError(f"{len(log_probs)} orders, expected two or more")
     return sum(x >= log_probs[0] for x in log_probs)/len(log_probs)

@@ -13,7 +13,7 @@ def exact_match(
     hits:np.ndarray, # Whether each token was right, 0 or 1 `(questions, tokens)`
     length:int,      # Tokens per answer
 )->float: # Share of questions whose first `length` tokens are all right
-    "Score answers all or nothing. `ValueError` for a length out of range."
+    "Score answers all or nothing. Raises `ValueError` for a length out of range."
     return float(_first(hits, length).all(1).mean())
 
 def match_from_hits(
@@ -36,7 +36,7 @@ def doublings(
     values:np.ndarray, # Value of a metric at each step
 )->float: # Number of doublings; fewer means more sudden
     """Count the doublings of `steps` between a metric's first tenth of its total change and
-    nine tenths. `ValueError` for a metric that does not change."""
+    nine tenths. Raises `ValueError` for a metric that does not change."""
     s, v = np.asarray(steps, float), np.asarray(values, float)
     if len(s) != len(v) or len(s) < 2 or s[0] <= 0 or (np.diff(s) <= 0).any():
         raise ValueError(f"{len(s)} steps and {len(v)} values, expected as many, two or more, "

@@ -63,7 +63,7 @@ def harness_model(
     model:torch.nn.Module, # As in `HarnessAnswers`
     tokenizer:Tokenizer,
 )->Any: # An `lm_eval.api.model.LM`
-    "Wrap a model for the harness. `ModuleNotFoundError` without lm-evaluation-harness."
+    "Wrap a model for the harness. Raises `ModuleNotFoundError` without lm-evaluation-harness."
     try: from lm_eval.api.model import LM
     except ModuleNotFoundError:
         raise ModuleNotFoundError("the harness is not installed: pip install lm_eval") from None
@@ -75,7 +75,7 @@ def save_texts(
     name:str,        # Name of the task
     documents:list,  # Texts
 )->Path: # Path of the YAML file
-    "Save a task of bits per byte over whole texts. `FileExistsError` if it exists."
+    "Save a task of bits per byte over whole texts. Raises `FileExistsError` if it exists."
     data, about = Path(folder)/f"{name}.jsonl", Path(folder)/f"{name}.yaml"
     if not documents: raise ValueError(f"task {name}: no documents")
     for path in (data, about):
@@ -108,7 +108,7 @@ def run_harness(
     folder:str|Path,       # Folder with the YAML files and their data
     tasks:list,            # Names of tasks in the folder
 )->dict: # Task to its metrics by name, as floats
-    "Run the harness offline and quietly. `ModuleNotFoundError` if it is not installed."
+    "Run the harness offline and quietly. Raises `ModuleNotFoundError` if it is not installed."
     ours = harness_model(model, tokenizer)
     from lm_eval import simple_evaluate
     from lm_eval.tasks import TaskManager

@@ -19,7 +19,7 @@ def oracle_nats(
     tokenizer:Tokenizer, # A `Tokenizer` whose tokens are whole characters of the document
     document:str,        # A document of the grammar
 )->np.ndarray: # Exact nats of each token and end-of-text, float64 `(tokens + 1,)`
-    "Compute each token's exact -log p under the grammar. `ValueError` for other documents."
+    "Compute each token's exact -log p under the grammar. Raises `ValueError` for other documents."
     total, text, reached = stories.log_prob(document), b"", [0.]
     for i in tokenizer.encode(document, special=False):
         text += tokenizer.token_bytes(i)
@@ -39,7 +39,7 @@ def excess_by_certainty(
     exact:np.ndarray, # The oracle's nats of each token `(tokens,)`
     edges:tuple=(.999, .5, .1, 0.), # Lower bounds of the groups, falling to 0
 )->list: # An `Excess` for each group
-    "Split a loss by the oracle's certainty. `ValueError` for unequal sizes or bad edges."
+    "Split a loss by the oracle's certainty. Raises `ValueError` for unequal sizes or bad edges."
     if ours.shape != exact.shape: raise ValueError(f"ours {ours.shape}, exact {exact.shape}")
     if list(edges) != sorted({*edges}, reverse=True) or edges[-1] != 0:
         raise ValueError(f"edges = {edges}, expected falling numbers that end in 0")
@@ -55,7 +55,7 @@ def excess_by_certainty(
 def ceiling(
     probs:list, # For each question, the exact probabilities of the choices
 )->float: # Expected share of right answers, at most 1
-    "Compute the best accuracy. `ValueError` unless each question's probabilities sum to 1."
+    "Compute the best accuracy. Raises `ValueError` unless each question's probabilities sum to 1."
     for k,row in enumerate(probs):
         if not len(row) or abs(math.fsum(row) - 1) > 1e-9 or min(row) < 0:
             raise ValueError(f"question {k}: probabilities {list(row)}, expected a sum of 1")

@@ -51,7 +51,7 @@ def token_nats(
     context_length:int|None=None, # Context in tokens; None for the model's own
     stride:int|None=None,  # As in `stride_windows`; None for half of the context
 )->np.ndarray: # Nats of each id but the first, float64 `(len(ids) - 1,)`
-    "Compute -log p of each token in windows. `ValueError` for fewer than two ids."
+    "Compute -log p of each token in windows. Raises `ValueError` for fewer than two ids."
     if len(ids) < 2: raise ValueError(f"ids = {list(ids)}, expected two or more")
     context = context_of(getattr(model, "config", None), context_length)
     context = min(context, len(ids) - 1)

@@ -36,7 +36,7 @@ def named_task(
     stories:int,  # Stories for a task of the grammar
     seed:int,     # Seed of the stories
 )->Task:
-    "Load or make a task by its name. `ValueError` for an unknown name."
+    "Load or make a task by its name. Raises `ValueError` for an unknown name."
     if name in KINDS or name == "write": return _grammar_task(name, stories, seed)
     if not name.endswith((".yaml", ".yml")): raise unknown("task", name, [*TASKS, "PATH.yaml"])
     return load_task(name)
@@ -216,7 +216,7 @@ def named_tasks(
     norm:str="raw",
     training:Iterable|None=None,
 )->dict: # Name to `Task`, except for `stories`
-    "Check all input of a card before the model runs. `ValueError` or `OSError`."
+    "Check all input of a card before the model runs. Raises `ValueError` or `OSError`."
     if norm not in NORMS: raise unknown("norm", norm, NORMS)
     if not names: raise ValueError(f"no tasks, expected some of {', '.join(TASKS)}")
     if len({*names}) < len(names):
@@ -238,7 +238,7 @@ def report_card(
     name:str="the course's model", # Name in the title
     training:Iterable|None=None,   # Training texts of the model; None if not available
 )->ReportCard:
-    "Run all tasks and make the card. `ValueError` for bad input, before the model runs."
+    "Run all tasks and make the card. Raises `ValueError` for bad input, before the model runs."
     made = named_tasks(model, tokenizer, tasks, stories, seed, norm, training)
     return fill_card(model, tokenizer, tasks, made, stories, seed, norm, name,
                      training is not None)

@@ -17,7 +17,7 @@ def wilson(
     n:int,     # Questions
     level:float=.95, # Confidence level
 )->tuple: # Lower and upper end, between 0 and 1
-    "Compute an interval for a share. `ValueError` for impossible counts. Wilson 1927."
+    "Compute an interval for a share. Raises `ValueError` for impossible counts. Wilson 1927."
     if not 0 <= hits <= n or n < 1: raise ValueError(f"hits = {hits} of n = {n} questions")
     if not 0 < level < 1: raise ValueError(f"level = {level}, expected between 0 and 1")
     p, z = hits/n, float(norm.ppf((1 + level)/2))
@@ -46,7 +46,7 @@ def paired_difference(
     clusters:list|None=None, # As in `standard_error`
     level:float=.95,         # Confidence level
 )->tuple: # Mean of a - b, lower and upper end
-    "Compute an interval for the difference. `ValueError` for lists of unequal length."
+    "Compute an interval for the difference. Raises `ValueError` for lists of unequal length."
     if len(a) != len(b): raise ValueError(f"{len(a)} and {len(b)} scores, expected as many")
     d = np.asarray(a, float) - np.asarray(b, float)
     half = float(norm.ppf((1 + level)/2))*standard_error(d, clusters)
@@ -60,7 +60,7 @@ def sample_size(
     power:float=.8,    # Probability of detecting it
     level:float=.95,   # Confidence level
 )->int: # Questions for each model
-    "Compute how many questions a comparison needs. `ValueError` for invalid numbers."
+    "Compute how many questions a comparison needs. Raises `ValueError` for invalid numbers."
     if not difference > 0: raise ValueError(f"difference = {difference}, expected more than 0")
     if not variance > 0: raise ValueError(f"variance = {variance}, expected more than 0")
     if not -1 <= correlation < 1:
@@ -79,7 +79,7 @@ def bootstrap(
     level:float=.95,         # Confidence level
     seed:int=0,              # Seed of the resamples
 )->tuple: # Lower and upper end
-    "Compute a percentile interval. `ValueError` for no scores or draws."
+    "Compute a percentile interval. Raises `ValueError` for no scores or draws."
     x = np.asarray(scores, float)
     names = np.arange(len(x)) if clusters is None else np.asarray(list(clusters))
     if not len(x) or len(names) != len(x) or draws < 1:

@@ -267,7 +267,7 @@ def scaled_score(
     chance:float,   # Of a blind guesser
     ceiling:float,  # Of the best possible answerer
 )->float: # 0 at chance, 1 at the ceiling
-    "A score between two ends. `ValueError` if there is no room between them."
+    "A score between two ends. Raises `ValueError` if there is no room between them."
     if not 0 <= chance < ceiling <= 1:
         raise ValueError(f"chance = {chance}, ceiling = {ceiling}, expected 0 <= chance < ceiling")
     return (accuracy - chance)/(ceiling - chance)
@@ -341,7 +341,7 @@ def written_words(
     task:WritingTask,
     **settings:Any,        # As for `complete`; greedy if there are none
 )->list: # The first word after each prompt
-    "Let the model write. `ValueError` for settings out of range."
+    "Let the model write. Raises `ValueError` for settings out of range."
     settings = dict(temperature=0) | settings
     return [first_word(complete(model, tokenizer, i.context, 6, stop_strings=["."], **settings))
             for i in task.items]
@@ -362,7 +362,7 @@ def save_task(
     folder:str|Path, # Gets new files `NAME.jsonl` and `NAME.yaml`
     task:Task,
 )->Path: # Of the YAML
-    "Write a task. `FileExistsError` if it is there."
+    "Write a task. Raises `FileExistsError` if it is there."
     folder = Path(folder)
     data, about = folder/f"{task.name}.jsonl", folder/f"{task.name}.yaml"
     for path in (data, about):

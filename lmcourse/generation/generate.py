@@ -538,7 +538,7 @@ def check_story(
 def story_slips(
     document:str, # A whole document whose `form` is right
 )->list: # Names of lists, say `tree`; none if the story is consistent
-    "What a story does not remember. `ValueError` if it has no form."
+    "What a story does not remember. Raises `ValueError` if it has no form."
     if not _grammars()["form"].log_probs(document):
         raise ValueError(f"no sentences of the grammar: {document[:60]!r}")
     lists = dict.fromkeys(p.name for p in _slots(Stories().rules) if p.remember)

@@ -191,7 +191,7 @@ def surprisal_strip(
     document:str,                              # A whole document
     beside:Mapping[str, np.ndarray]|None=None, # More rows: nats of each token and of the end
 )->SurprisalStrip:
-    "See where a model is surprised. `ValueError` for an empty text or one that is too long."
+    "See where a model is surprised. Raises `ValueError` for an empty text or one that is too long."
     ids = _document_ids(model, tokenizer, document, end=True)
     nats = dict(model=-log_probs(model, ids).double().cpu().numpy())
     for name,n in (beside or {}).items():
@@ -314,6 +314,6 @@ def attention_viewer(
     tokenizer:Tokenizer, # The `Tokenizer` with which it was trained
     text:str, # A short one: the picture holds a weight for each pair of tokens, layer and head
 )->AttentionViewer:
-    "See what each word looks at. `ValueError` for an empty text or one that is too long."
+    "See what each word looks at. Raises `ValueError` for an empty text or one that is too long."
     ids = _document_ids(model, tokenizer, text, end=False)
     return AttentionViewer(["", *_words(tokenizer, ids[1:])], attention_weights(model, ids))

@@ -298,7 +298,7 @@ def quantize_model(
     keep:tuple=EMBEDDINGS, # Names of matrices to leave as they are
 )->QuantizedModel:
     """Every matrix of `model` in few bits, but those in `keep`.
-    `ValueError` with the name of one that can't be."""
+    Raises `ValueError` with the name of one that can't be."""
     refuse_fields(model.config, "quantize_model", "quantize_linears")
     weights = params_of(model)
     for name in keep:
@@ -316,7 +316,7 @@ def quantize_fitting(
     bits:int=8,        # As in `quantize`
 )->QuantizedWeight:
     """`quantize` with the largest group of 64, 32, 16 or 8 inputs that divides them.
-    `ValueError` for inputs that are no multiple of 8."""
+    Raises `ValueError` for inputs that are no multiple of 8."""
     group = math.gcd(64, inputs := weight.shape[-1])
     if group < 8: raise ValueError(f"{inputs} inputs, expected a multiple of 8")
     return quantize(weight, bits, group)
@@ -478,7 +478,7 @@ def load_quantized(
     path:str|Path, # A file of `save_quantized`
 )->QuantizedModel:
     """What `save_quantized` wrote.
-    `FileNotFoundError` if there is none, `ValueError` if it can't be read."""
+    Raises `FileNotFoundError` if there is none, `ValueError` if it can't be read."""
     if not Path(path).is_file(): raise FileNotFoundError(f"{path}: no file")
     try:
         with safe_open(path, framework="numpy") as file:

@@ -230,7 +230,7 @@ def speculate(
     draw:Callable|None=None,
 )->Iterator[int]: # The new ids: distributed as those of `generate`, and equal to them if greedy
     """Draw the tokens that follow `ids`, several in a pass.
-    `ValueError` at once for an argument out of range. Leviathan et al. 2023."""
+    Raises `ValueError` at once for an argument out of range. Leviathan et al. 2023."""
     to_probs = partial(next_token_probs, temperature=temperature, top_k=top_k, top_p=top_p,
                        min_p=min_p)
     to_probs(torch.zeros(1))                        # Raises now, not at the first token

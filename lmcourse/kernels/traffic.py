@@ -151,7 +151,7 @@ def counting(
     **arrays:torch.Tensor, # All arrays that kernels may touch, by name
 )->Iterator[Traffic]:
     """Count what interpreted kernels load and store in a `with` block.
-    `IndexError` for an address outside all arrays, `RuntimeError` for a race."""
+    Raises `IndexError` for an address outside all arrays, `RuntimeError` for a race."""
     if triton is None or not interpreted:
         raise RuntimeError("counting needs Triton's interpreter: set TRITON_INTERPRET=1 before the "
                            "start")
@@ -180,7 +180,7 @@ def counting(
 
 # %% ../../nbs/09_kernels/09c_traffic.ipynb #f5f3e655
 def power_of_two(what:str, value:Any, least:int=1, most:int=65_536)->int: # The value
-    "`ValueError` unless it is a power of two between `least` and `most`, as blocks must be."
+    "Raises `ValueError` unless it is a power of two between `least` and `most`, as blocks must be."
     if isinstance(value, bool) or not isinstance(value, int) or value < 1 or value & (value - 1):
         raise ValueError(f"{what} = {value!r}, expected a power of two")
     if not least <= value <= most: raise ValueError(f"{what} = {value}, expected {least} to {most}")

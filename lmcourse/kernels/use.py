@@ -81,7 +81,7 @@ def triton_parts(
     config:ModelConfig, # The model's config
     device:torch.device, # Device that computes
 )->Parts:
-    "Replace parts by our kernels. `ValueError` if the kernels can't compute the model."
+    "Replace parts by our kernels. Raises `ValueError` if the kernels can't compute the model."
     if why := _unable(what, config, device):
         raise ValueError(f"{what} = triton {why}; {what} = torch would do")
     if what == "attention": return replace(parts, attention=flash_attention)

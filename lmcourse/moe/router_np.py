@@ -15,7 +15,7 @@ def best_experts(
     scores:np.ndarray, # `(..., E)`
     k:int,             # Number to choose, 1 to E
 )->np.ndarray: # Indices `(..., k)`, best first; ties go to the lowest index
-    "Find the k best experts of each row. `ValueError` if there are fewer than k."
+    "Find the k best experts of each row. Raises `ValueError` if there are fewer than k."
     if not 1 <= k <= scores.shape[-1]:
         raise ValueError(f"k = {k}, expected 1 to {scores.shape[-1]}, the number of experts")
     return np.argsort(-scores, axis=-1, kind="stable")[..., :k]

@@ -23,13 +23,13 @@ from ..training.engines import ENGINES, NumpyEngine, TorchEngine, noise_scale
 def gradient_noise(
     dots:np.ndarray, # Dot products of the gradients of n batches `(n, n)`
     b:int,           # Examples in each batch
-)->tuple: # The noise scale in examples, and its standard error; NaN where the signal is lost
-    "McCandlish's noise scale by jackknife. `ValueError` for fewer than three gradients."
+)->tuple: # Noise scale in examples and its standard error; NaN if noise hides the signal
+    "Estimate McCandlish's noise scale by jackknife. `ValueError` for fewer than three gradients."
     n = len(dots)
     if n < 3 or dots.shape != (n, n):
         raise ValueError(f"gradient_noise: dot products of shape {dots.shape}, expected (n, n) "
                          f"with n of 3 or more")
-    def estimate(diagonal, whole, m): # Of m gradients, from two sums
+    def estimate(diagonal, whole, m): # From two sums over m gradients
         return noise_scale(diagonal/m, whole/m**2, b, m*b)
     trace, whole = np.trace(dots), dots.sum()
     left = np.array([estimate(trace - dots[i, i], whole - 2*dots[i].sum() + dots[i, i], n - 1)
@@ -41,24 +41,24 @@ def gradient_noise(
 def small_model(
     width:int,            # D, a multiple of 8; heads have size 16 at every width
     layers:int=2,         # Transformer blocks, L
-    base:int|None=None,   # `mup_base_width`, see chapter 11: none for the usual learning rates
+    base:int|None=None,   # `mup_base_width`, see chapter 11; None for the usual learning rates
     vocab_size:int=512,   # V
     context_length:int=128, # T
 )->ModelConfig:
-    "A model of a family that differs in width (and depth) alone. `ValueError` for a width of 0."
+    "Return the config of a small model with this width and depth. `ValueError` for a width of 0."
     if width < 8 or width % 8: raise ValueError(f"{width = }, expected a multiple of 8")
     return ModelConfig(vocab_size=vocab_size, context_length=context_length, d_model=width,
                        num_layers=layers, num_heads=max(1, width//16), head_dim=16,
                        d_ff=round(8*width/3), mup_base_width=base)
 
 def story_tokens(
-    documents:int,    # How many short stories
-    tokenizer:Any,    # With `encode_batch` and an end-of-text
-    seed:int=0,       # Of the stories
-    exact:bool=False, # Note each story's exact nats, for `evaluate`
-    zipf:float=0.,    # Of the grammar's lists, as in `Stories`
-)->TokenDataset: # In memory
-    "Short stories as tokens, each with end-of-text after it."
+    documents:int,    # Number of short stories
+    tokenizer:Any,    # Tokenizer with `encode_batch` and an end-of-text token
+    seed:int=0,       # Seed of the stories
+    exact:bool=False, # Whether to store each story's exact nats, for `evaluate`
+    zipf:float=0.,    # Zipf exponent of the grammar's word lists, as in `Stories`
+)->TokenDataset: # A dataset in memory
+    "Tokenize short stories, each followed by end-of-text."
     texts = list(islice(short_stories(seed, zipf), documents))
     ids = [np.append(tokenizer.encode(t), tokenizer.end_of_text) for t in texts]
     ends = np.cumsum([len(i) for i in ids])
@@ -70,43 +70,43 @@ def story_tokens(
     return TokenDataset(np.concatenate(ids).astype(np.uint16), np.append(0, ends[:-1]), info)
 
 def story_tokenizer(
-    vocab_size:int=512, # V, with one special token, the end of a text
-    zipf:float=0.,      # Of the grammar's lists, as in `Stories`
+    vocab_size:int=512, # V, including the end-of-text token
+    zipf:float=0.,      # Zipf exponent of the grammar's word lists, as in `Stories`
 )->Tokenizer:
-    "A byte-pair encoding of short stories."
+    "Train a byte-pair encoding on short stories."
     special = ["<|endoftext|>"]
     vocab, merges = train_bpe(list(islice(short_stories(99, zipf), 2000)), vocab_size, special)
     return Tokenizer(vocab, merges, special)
 
 # %% ../../nbs/10_parallelism/10l_batch_size.ipynb #749d462f
 def new_run(
-    model:ModelConfig,   # What to train
-    seed:int=0,          # Of the first weights
-    weight_decay:float=0., # AdamW's
-    engine:Literal["torch", "numpy"]="torch", # Who computes the gradients
+    model:ModelConfig,   # Config of the model
+    seed:int=0,          # Seed of the initial weights
+    weight_decay:float=0., # Weight decay of AdamW
+    engine:Literal["torch", "numpy"]="torch", # Backend that computes the gradients
 )->TorchEngine|NumpyEngine:
-    "A model with its AdamW, before the first step."
+    "Create a model and its AdamW optimizer, before the first step."
     config = TrainConfig(engine=engine, device="cpu", seed=seed, weight_decay=weight_decay)
     return ENGINES[engine](model, config)
 
 def story_batch(
     data:TokenDataset,    # Stories
-    # Which of them begin the windows, `(B,)`; after the last comes the first
+    # Index of the story that begins each window `(B,)`, modulo their number
     rows:list|np.ndarray,
     context_length:int,   # T
 )->tuple: # Inputs and targets, tensors `(B, T)`
-    "Windows that begin with a story, as a batch."
+    "Make a batch of windows that each begin with a story."
     rows = np.asarray(rows) % (data.num_documents - context_length)
     return to_tensors(story_windows(data, rows, context_length))
 
 # %% ../../nbs/10_parallelism/10l_batch_size.ipynb #70fdbb71
 def tail_rates(
-    steps:int,        # Of the run
-    lr:float,         # Highest rate
-    warmup:int=10,    # First steps, in which it rises
-    cooldown:float=.2, # Share of the steps, at the end, in which it falls to 0
-)->list: # The rate of each step, in a straight line up, flat, in a straight line down
-    "A constant rate with warm-up and cooldown. `ValueError` for numbers that make no sense."
+    steps:int,        # Steps of the run
+    lr:float,         # Peak learning rate
+    warmup:int=10,    # Warm-up steps
+    cooldown:float=.2, # Share of the steps, at the end, during which it falls to 0
+)->list: # The rate of each step: linear warm-up, constant, linear cooldown
+    "Schedule a constant rate with warm-up and cooldown. Raises `ValueError` for invalid numbers."
     if steps < 1 or warmup < 0 or not 0 <= cooldown <= 1:
         raise ValueError(f"tail_rates: {steps = }, {warmup = }, {cooldown = }")
     up = np.minimum(1, (np.arange(steps) + 1)/max(1, warmup))
@@ -114,13 +114,13 @@ def tail_rates(
     return (lr*np.minimum(up, down)).tolist()
 
 def run_steps(
-    engine:Any,                       # From `new_run`; its weights move
+    engine:Any,                       # A run from `new_run`; its weights are updated
     data:TokenDataset,                # Stories
     rates:Sequence[float]|np.ndarray, # Learning rate of each step
-    first:int=0,                      # Rows that were read before
-    batch_size:int=8,                 # Windows of a step, B
+    first:int=0,                      # Rows already used
+    batch_size:int=8,                 # Windows per step, B
 )->list: # The loss before each step, in nats per token
-    "One step for each rate. Windows begin with a story, in order: none comes twice."
+    "Take one step per rate. Windows begin with consecutive stories, and none is repeated."
     T, losses = engine.model.config.context_length, []
     for k,rate in enumerate(rates):
         rows = first + k*batch_size + np.arange(batch_size)
@@ -130,12 +130,12 @@ def run_steps(
 
 # %% ../../nbs/10_parallelism/10l_batch_size.ipynb #8ce48343
 def batch_gradients(
-    run:Any,           # From `new_run`, on torch; its weights stay
+    run:Any,           # A torch run from `new_run`; its weights don't change
     data:TokenDataset, # Stories
-    count:int,         # Gradients
-    first:int=0,       # Rows that were read before
-)->np.ndarray: # `(count, count)` dot products, of windows one by one
-    "Gradients of single windows against each other, for `gradient_noise`."
+    count:int,         # Number of gradients
+    first:int=0,       # Rows already used
+)->np.ndarray: # Dot products of all pairs of gradients `(count, count)`
+    "Compute the dot products of single windows' gradients, for `gradient_noise`."
     T, parameters = run.model.config.context_length, list(run.model.parameters())
     rows = []
     for k in range(count):
@@ -146,11 +146,11 @@ def batch_gradients(
 
 # %% ../../nbs/10_parallelism/10l_batch_size.ipynb #5c45eaca
 def steps_to_loss(
-    losses:Sequence[float]|np.ndarray, # Of each step of a run, at a constant rate
+    losses:Sequence[float]|np.ndarray, # Loss at each step of a run with a constant rate
     target:float,                      # Nats per token
-    window:float=.1, # A step's loss is the mean from a tenth below its number to a tenth above
-)->float: # Steps; NaN if the run ended before
-    "The first step around which the mean loss is at most `target`."
+    window:float=.1, # Half-width of the averaging window, as a share of the step number
+)->float: # Steps; NaN if the run never reaches it
+    "Find the first step around which the mean loss is at most `target`."
     sums = np.append(0., np.cumsum(losses))
     for k in range(1, len(losses) + 1):
         low, high = math.floor(k/(1 + window)), math.ceil(k*(1 + window))
@@ -161,9 +161,9 @@ def steps_to_loss(
 # %% ../../nbs/10_parallelism/10l_batch_size.ipynb #12acb0e2
 def fit_critical_batch(
     batches:Sequence[float]|np.ndarray, # Batch sizes
-    steps:Sequence[float]|np.ndarray,   # Steps to a given loss, one for each
-)->tuple: # Fewest steps, and the critical batch size in the unit of `batches`
-    "Least squares of relative errors for `S = S_min*(1 + B_crit/B)`. McCandlish et al. 2018."
+    steps:Sequence[float]|np.ndarray,   # Steps to a given loss at each batch size
+)->tuple: # Minimum steps, and the critical batch size in the unit of `batches`
+    "Fit `S = S_min*(1 + B_crit/B)` by least squares of relative errors. McCandlish et al. 2018."
     B, S = np.asarray(batches, float), np.asarray(steps, float)
     if len(B) < 2 or len(B) != len(S) or (B <= 0).any() or (S <= 0).any():
         raise ValueError(f"fit_critical_batch: {len(B)} batch sizes and {len(S)} counts of steps, "

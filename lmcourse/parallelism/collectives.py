@@ -19,57 +19,57 @@ from ..training.parallel_np import ring_reduce_scatter as ring_reduce_scatter_st
 
 # %% ../../nbs/10_parallelism/10b_collectives.ipynb #874a3414
 def ring_reduce_scatter(x:np.ndarray, port:Port)->np.ndarray: # Each rank's vector `(n,)`
-    "Rank r ends with piece r of the sum, which is given back; the rest of `x` holds partial sums."
+    "Return piece r of the sum on rank r; the rest of `x` holds partial sums."
     for _ in ring_reduce_scatter_steps(x, port): pass
     return x[chunk_slices(len(x), port.size)[port.rank]]
 
-def ring_all_gather(x:np.ndarray, port:Port): # A vector `(n,)`, of which rank r has piece r
-    "All ranks end with all pieces."
+def ring_all_gather(x:np.ndarray, port:Port): # A vector `(n,)` whose piece r is valid on rank r
+    "Collect all pieces on all ranks, in place."
     for _ in ring_all_gather_steps(x, port): pass
 
 def ring_all_reduce(x:np.ndarray, port:Port): # Each rank's vector `(n,)`
-    "All ranks end with the sum: a reduce-scatter, then an all-gather."
+    "Sum the vectors on all ranks, in place: a reduce-scatter, then an all-gather."
     ring_reduce_scatter(x, port)
     ring_all_gather(x, port)
 
 # %% ../../nbs/10_parallelism/10b_collectives.ipynb #7b13d6f5
 def tree_children(
-    rank:int, # Which rank
-    size:int, # Ranks, N
-)->list: # Of int
-    "The ranks below `rank` in a binomial tree with rank 0 on top, the smallest subtree first."
+    rank:int, # The rank
+    size:int, # Number of ranks, N
+)->list: # Ranks, as ints
+    "Return the children of `rank` in a binomial tree rooted at rank 0, smallest subtree first."
     lowest = rank & -rank or size
     steps = (1 << i for i in range(size.bit_length()))
     return [rank + step for step in steps if step < lowest and rank + step < size]
 
 # %% ../../nbs/10_parallelism/10b_collectives.ipynb #04c757fc
 def tree_reduce(x:np.ndarray, port:Port): # Each rank's vector
-    "Rank 0 ends with the sum; the vectors of others hold partial sums."
+    "Sum the vectors on rank 0, in place; other ranks hold partial sums."
     for child in tree_children(port.rank, port.size): x += port.recv(child)
     if port.rank: port.send(port.rank & (port.rank - 1), x)
 
-def tree_broadcast(x:np.ndarray, port:Port): # Each rank's vector: that of rank 0 counts
-    "All ranks end with the vector of rank 0."
+def tree_broadcast(x:np.ndarray, port:Port): # Each rank's vector; rank 0's is sent
+    "Copy the vector of rank 0 to all ranks."
     if port.rank: x[...] = port.recv(port.rank & (port.rank - 1))
     for child in reversed(tree_children(port.rank, port.size)): port.send(child, x)
 
 def tree_all_reduce(x:np.ndarray, port:Port): # Each rank's vector
-    "All ranks end with the sum: up the tree, and down again."
+    "Sum the vectors on all ranks, in place: up the tree, and down again."
     tree_reduce(x, port)
     tree_broadcast(x, port)
 
 def tree_bytes(
-    length:int,     # Numbers in the vector
-    size:int,       # Ranks
-    rank:int,       # Which rank
-    itemsize:int=4, # Bytes of a number
+    length:int,     # Length of the vector
+    size:int,       # Number of ranks
+    rank:int,       # The rank
+    itemsize:int=4, # Bytes per number
 )->int:
-    "What a rank sends in `tree_all_reduce`: once up, and once down to each child."
+    "Count the bytes a rank sends in `tree_all_reduce`: once up, once down to each child."
     return itemsize*length*(bool(rank) + len(tree_children(rank, size)))
 
 # %% ../../nbs/10_parallelism/10b_collectives.ipynb #a709df6c
 def halving_reduce_scatter(x:np.ndarray, port:Port): # Each rank's vector; N a power of two
-    "Rank r ends with piece r of the sum."
+    "Return piece r of the sum on rank r."
     pieces, first, last = chunk_slices(len(x), port.size), 0, port.size
     while last - first > 1:
         middle = (first + last)//2
@@ -81,8 +81,8 @@ def halving_reduce_scatter(x:np.ndarray, port:Port): # Each rank's vector; N a p
         x[keep] += port.recv(partner)
         first, last = (first, middle) if port.rank < middle else (middle, last)
 
-def doubling_all_gather(x:np.ndarray, port:Port): # A vector, of which rank r has piece r
-    "All ranks end with all pieces; N a power of two."
+def doubling_all_gather(x:np.ndarray, port:Port): # A vector whose piece r is valid on rank r
+    "Collect all pieces on all ranks, in place; N must be a power of two."
     pieces, width = chunk_slices(len(x), port.size), 1
     while width < port.size:
         partner = port.rank ^ width
@@ -94,7 +94,7 @@ def doubling_all_gather(x:np.ndarray, port:Port): # A vector, of which rank r ha
 
 # %% ../../nbs/10_parallelism/10b_collectives.ipynb #43d7add9
 def halving_doubling_all_reduce(x:np.ndarray, port:Port): # Each rank's vector
-    "All ranks end with the sum, for any N."
+    "Sum the vectors on all ranks, in place, for any N."
     core = 1 << port.size.bit_length() - 1                      # The largest power of two
     if port.rank >= core:
         port.send(port.rank - core, x)
@@ -108,7 +108,7 @@ def halving_doubling_all_reduce(x:np.ndarray, port:Port): # Each rank's vector
     if partner is not None: port.send(partner, x)
 
 def halving_doubling_bytes(length:int, size:int, rank:int, itemsize:int=4)->int:
-    "What a rank sends in `halving_doubling_all_reduce`; arguments as for `tree_bytes`."
+    "Count the bytes a rank sends in `halving_doubling_all_reduce`; arguments as in `tree_bytes`."
     core = 1 << size.bit_length() - 1
     if rank >= core: return itemsize*length
     pieces = chunk_slices(length, core)
@@ -120,17 +120,17 @@ def halving_doubling_bytes(length:int, size:int, rank:int, itemsize:int=4)->int:
 
 # %% ../../nbs/10_parallelism/10b_collectives.ipynb #58bd9c62
 def naive_reduce(x:np.ndarray, port:Port):
-    "All to rank 0 and back, as the other all-reduces."
+    "Sum the vectors on all ranks by sending everything to rank 0 and back."
     for _ in naive_all_reduce(x, port): pass
 
 # %% ../../nbs/10_parallelism/10b_collectives.ipynb #8e27eed9
 def all_reduce_seconds(
     algorithm:str,   # 'ring', 'tree' or 'halving-doubling'
-    num_bytes:float, # Of the vector, b
-    size:int,        # Ranks, N; a power of two, except for the ring
-    link:Link,       # The wire between any two
+    num_bytes:float, # Bytes of the vector, b
+    size:int,        # Number of ranks, N; a power of two, except for the ring
+    link:Link,       # The link between any two ranks
 )->float: # Seconds
-    "How long an all-reduce takes by its formula."
+    "Compute the duration of an all-reduce by its formula."
     wire, share, rounds = num_bytes/link.bytes_per_s, (size - 1)/size, (size - 1).bit_length()
     if algorithm != "ring" and size & (size - 1):
         raise ValueError(f"{size} ranks, expected a power of two for {algorithm}")
@@ -142,10 +142,10 @@ def all_reduce_seconds(
 # %% ../../nbs/10_parallelism/10b_collectives.ipynb #a5ea7b82
 def hierarchical_all_reduce(
     x:np.ndarray,        # Each rank's vector
-    port:Port,           # All ranks, those of a node next to each other
-    ranks_per_node:int,  # k, which must divide N
+    port:Port,           # All ranks, numbered node by node
+    ranks_per_node:int,  # Ranks per node, k, which must divide N
 ):
-    "All ranks end with the sum; only a k-th of each vector leaves the node, through each rank."
+    "Sum the vectors on all ranks; each rank sends only a k-th of its vector out of the node."
     k = ranks_per_node
     if port.size % k:
         fits = [d for d in range(1, port.size + 1) if port.size % d == 0]
@@ -158,7 +158,7 @@ def hierarchical_all_reduce(
     ring_all_gather(x, inside)
 
 def hierarchical_bytes(length:int, size:int, rank:int, ranks_per_node:int, itemsize:int=4)->tuple:
-    "What a rank sends in `hierarchical_all_reduce`: inside its node, and out of it."
+    "Count the bytes a rank sends in `hierarchical_all_reduce`: inside its node, and out of it."
     node, place = divmod(rank, ranks_per_node)
     piece = chunk_slices(length, ranks_per_node)[place]
     return (ring_bytes(length, ranks_per_node, place, itemsize),
@@ -166,10 +166,10 @@ def hierarchical_bytes(length:int, size:int, rank:int, ranks_per_node:int, items
 
 # %% ../../nbs/10_parallelism/10b_collectives.ipynb #b4e02441
 def all_to_all(
-    blocks:list, # N arrays: what each rank shall get, of any sizes
+    blocks:list, # N arrays of any sizes, one for each rank
     port:Port,
-)->list: # N arrays: what each rank sent here
-    "Everyone sends a block to everyone; a rank's block for itself isn't sent."
+)->list: # N arrays, one from each rank
+    "Exchange blocks between all ranks; a rank's block for itself isn't sent."
     if len(blocks) != port.size:
         raise ValueError(f"{len(blocks)} blocks for {port.size} ranks, expected one for each")
     rank, size, found = port.rank, port.size, list(blocks)
@@ -179,15 +179,15 @@ def all_to_all(
         found[source] = port.recv(source)
     return found
 
-def scatter(x:np.ndarray, port:Port)->np.ndarray: # The vector of rank 0 counts
-    "Rank r gets piece r of rank 0's vector."
+def scatter(x:np.ndarray, port:Port)->np.ndarray: # The vector on rank 0
+    "Send piece r of rank 0's vector to rank r."
     pieces = chunk_slices(len(x), port.size)
     if port.rank: return port.recv(0)
     for to in range(1, port.size): port.send(to, x[pieces[to]])
     return x[pieces[0]].copy()
 
 def gather(piece:np.ndarray, port:Port)->np.ndarray|None: # Each rank's piece
-    "Rank 0 gets all pieces in a row, the others get nothing."
+    "Concatenate all pieces on rank 0; the other ranks get None."
     if port.rank:
         port.send(0, piece)
         return None
@@ -198,7 +198,7 @@ def check_sent(
     network:Network, # After a run
     expected:list,   # Bytes that each rank should have sent
 ):
-    "`AssertionError` unless each rank sent exactly that much."
+    "Raise `AssertionError` unless each rank sent exactly the expected bytes."
     counted = network.sent_bytes.sum(1).tolist()
     for rank, (sent, right) in enumerate(zip(counted, expected, strict=True)):
         if sent == right: continue
@@ -206,10 +206,10 @@ def check_sent(
                              + (f": {sent/right:.2f} times as many" if right else ""))
 
 def reduce_scatter_bytes(length:int, size:int, rank:int, itemsize:int=4)->int:
-    "What a rank sends in `ring_reduce_scatter`: all pieces but its own."
+    "Count the bytes a rank sends in `ring_reduce_scatter`: all pieces but its own."
     piece = chunk_slices(length, size)[rank]
     return itemsize*(length - piece.stop + piece.start)
 
 def all_gather_bytes(length:int, size:int, rank:int, itemsize:int=4)->int:
-    "What a rank sends in `ring_all_gather`: all pieces but its right neighbor's."
+    "Count the bytes a rank sends in `ring_all_gather`: all pieces but its right neighbor's."
     return reduce_scatter_bytes(length, size, (rank + 1) % size, itemsize)

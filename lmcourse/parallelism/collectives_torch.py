@@ -48,7 +48,7 @@ class ProcessPool:
             self.ranks.append(process); self.pipes.append(mine); self.alive.append(kept)
 
     def run(self, work:Callable, *args:Any)->list: # What each rank gave back
-        "`work(*args)` on every rank. `RuntimeError` if one fails, dies or doesn't answer."
+        "`work(*args)` on every rank. Raises `RuntimeError` if one fails, dies or doesn't answer."
         if not self.pipes: raise RuntimeError("the pool is closed, expected a new one")
         work = exported(work, self.module)
         try:
@@ -127,7 +127,7 @@ def exported(
     work:Callable, # May be defined in a cell
     module:str,    # Of the page
 )->Callable: # The one that other processes can import
-    "Find a cell's function in the module. `ValueError` if it is missing there or differs."
+    "Find a cell's function in the module. Raises `ValueError` if it is missing there or differs."
     if work.__module__ != "__main__": return work
     name = work.__name__
     saved = getattr(importlib.import_module(module), name, None)
@@ -293,7 +293,7 @@ def fit_link(
     seconds:Sequence[float]|np.ndarray,   # That its ring all-reduce took
     size:int,                             # Ranks
 )->Link: # Latency and speed of a wire
-    "Least squares of relative errors. `ValueError` for fewer than two lengths or one rank."
+    "Least squares of relative errors. Raises `ValueError` for fewer than two lengths or one rank."
     b, t = np.asarray(num_bytes, float), np.asarray(seconds, float)
     if size < 2 or len(b) < 2 or len(b) != len(t) or not (t > 0).all():
         raise ValueError(f"fit_link: {len(b)} lengths, {len(t)} times, {size} ranks, expected two "

@@ -17,8 +17,8 @@ def block_attention(
     k:np.ndarray,     # Keys `(s, H, K)`
     v:np.ndarray,     # Values `(s, H, K)`
     may:np.ndarray,   # Whether a query may see a key `(t, s)`
-)->tuple: # Means `(t, H, K)` and log-sums `(t, H)`: -inf where a query may see none
-    "Attention to one page."
+)->tuple: # Outputs `(t, H, K)` and log-sums `(t, H)`, -inf where a query sees no key
+    "Compute attention to one block of keys and values."
     scores_HTS = np.where(may, np.einsum("thk,shk->hts", q, k)*q.shape[-1]**-.5, -np.inf)
     top_HT1 = np.maximum(scores_HTS.max(-1, keepdims=True, initial=-np.inf), -1e300)
     e_HTS = np.exp(scores_HTS - top_HT1)
@@ -26,8 +26,8 @@ def block_attention(
     with np.errstate(divide="ignore"): log_TH = (np.log(sum_HT1) + top_HT1)[..., 0].T
     return np.einsum("hts,shk->thk", e_HTS/np.maximum(sum_HT1, 1e-300), v), log_TH
 
-def merge_pages(a:tuple, b:tuple)->tuple: # Means and log-sums, as `block_attention` gives them
-    "The attention to two pages together."
+def merge_pages(a:tuple, b:tuple)->tuple: # Outputs and log-sums, as from `block_attention`
+    "Merge the attention to two blocks into the attention to both."
     total = np.logaddexp(a[1], b[1])
     safe = np.where(np.isinf(total), 0., total)
     share_a, share_b = (np.exp(log - safe)[..., None] for log in (a[1], b[1]))
@@ -35,11 +35,11 @@ def merge_pages(a:tuple, b:tuple)->tuple: # Means and log-sums, as `block_attent
 
 # %% ../../nbs/10_parallelism/10i_context_parallel.ipynb #ecc5b914
 def contiguous(tokens:int, size:int)->list: # For each rank, the positions of its tokens
-    "Rank r has the r-th piece of the text."
+    "Assign the r-th contiguous piece of the text to rank r."
     return [np.arange(tokens)[piece] for piece in chunk_slices(tokens, size)]
 
 def zigzag(tokens:int, size:int)->list: # As `contiguous`
-    "Rank r has piece r of 2n, and piece r from the end."
+    "Cut the text into 2n pieces; rank r gets piece r and piece r from the end."
     pieces = chunk_slices(tokens, 2*size)
     return [np.concatenate([np.arange(tokens)[pieces[i]] for i in (r, 2*size - 1 - r)])
             for r in range(size)]
@@ -47,15 +47,15 @@ def zigzag(tokens:int, size:int)->list: # As `contiguous`
 # %% ../../nbs/10_parallelism/10i_context_parallel.ipynb #438779d8
 def ring_attention(
     q:np.ndarray, k:np.ndarray, v:np.ndarray, # This rank's tokens `(t, H, K)` each
-    places:list,     # The positions of each rank's tokens
+    places:list,     # Positions of each rank's tokens
     port:Port,
-)->tuple: # The result `(t, H, K)`, and what `ring_attention_backward` needs
-    "Causal attention to the tokens of all ranks."
+)->tuple: # The output `(t, H, K)`, and the cache for `ring_attention_backward`
+    "Compute causal attention to the tokens of all ranks."
     require_places(q, places, port)
     r, n = port.rank, port.size
     found, page = (np.zeros_like(q), np.full(q.shape[:2], -np.inf)), (k, v)
     for step in range(n):
-        source = (r - step) % n                                 # Where this page comes from
+        source = (r - step) % n                                 # The rank whose block this is
         if step < n - 1:
             for x in page: port.send((r + 1) % n, x)
         may = places[r][:, None] >= places[source]
@@ -71,11 +71,11 @@ def require_places(q:np.ndarray, places:list, port:Port):
 
 # %% ../../nbs/10_parallelism/10i_context_parallel.ipynb #ed56e2fc
 def ring_attention_backward(
-    dout:np.ndarray, # Gradient of the result `(t, H, K)`
+    dout:np.ndarray, # Gradient of the output `(t, H, K)`
     cache:tuple,     # From `ring_attention`
     port:Port,
 )->tuple: # dq, dk, dv `(t, H, K)` each
-    "Gradients of this rank's queries, keys and values."
+    "Compute the gradients of this rank's queries, keys and values."
     q, k, v, places, out, log_TH = cache
     r, n, scale = port.rank, port.size, q.shape[-1]**-.5
     mean_HT1 = (dout*out).sum(-1).T[..., None]                  # As in softmax's backward pass
@@ -96,7 +96,7 @@ def ring_attention_backward(
     return dq, *grads
 
 def ring_attention_bytes(places:list, rank:int, row_bytes:int)->tuple: # Forward, and backward
-    "Sent by a rank; `row_bytes`: a token's key in all heads. Pages move n - 1 times, gradients n."
+    "Count a rank's bytes: blocks move n - 1 times, gradients n; `row_bytes` is a token's key."
     n, tokens = len(places), sum(map(len, places))
     if n == 1: return 0, 0
     pages = 2*row_bytes*(tokens - len(places[(rank + 1) % n]))

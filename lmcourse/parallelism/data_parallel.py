@@ -19,9 +19,9 @@ from ..training.parallel_np import ring_bytes
 # %% ../../nbs/10_parallelism/10d_data_parallel.ipynb #4136735a
 def my_rows(
     batch:torch.Tensor, # The whole batch `(B, ...)`
-    port:Port,          # Of B or fewer ranks
+    port:Port,          # Port to at most B ranks
 )->torch.Tensor: # This rank's rows, in order; some ranks may have one more
-    "Deal out the rows of a batch. `ValueError` if a rank would get none."
+    "Select this rank's rows of a batch. Raises `ValueError` if a rank would get none."
     if len(batch) < port.size:
         raise ValueError(f"a batch of {len(batch)} rows for {port.size} ranks, expected at least "
                          f"{port.size}: one for each")
@@ -34,23 +34,23 @@ def add_over_ranks(number:float, port:Port)->float: # The sum over all ranks
     return float(x[0])
 
 def loss_share(
-    model:nn.Module,      # Ids `(B, T)` to logits `(B, T, V)`
+    model:nn.Module,      # Model from ids `(B, T)` to logits `(B, T, V)`
     ids:torch.Tensor,     # This rank's rows `(B, T)`
-    targets:torch.Tensor, # The ids that come next; -100 where none counts
+    targets:torch.Tensor, # Target ids `(B, T)`; -100 is ignored
     port:Port,
-)->torch.Tensor: # The shares of all ranks add up to the mean over the batch
-    "This rank's losses, divided by the number of targets on all ranks."
+)->torch.Tensor: # This rank's share of the mean loss over the batch
+    "Sum this rank's losses and divide by the number of targets on all ranks."
     count = add_over_ranks(int((targets != -100).sum()), port)
     if not count: raise ValueError(f"none of the targets counts on any of {port.size} ranks")
     return F.cross_entropy(model(ids).flatten(0, -2), targets.flatten(), reduction="sum")/count
 
 # %% ../../nbs/10_parallelism/10d_data_parallel.ipynb #05507125
 def reduce_naive(parameters:Sequence, port:Port): # Tensors with gradients
-    "Add up each gradient by itself, in place."
+    "All-reduce each gradient separately, in place."
     for p in parameters: ring_all_reduce(p.grad.view(-1).numpy(), port)
 
 def reduce_flat(parameters:Sequence, port:Port):
-    "Add up all gradients as one vector."
+    "All-reduce all gradients as one vector."
     flat = torch.cat([p.grad.flatten() for p in parameters])
     ring_all_reduce(flat.numpy(), port)
     for p, g in zip(parameters, flat.split([p.numel() for p in parameters])):
@@ -58,10 +58,10 @@ def reduce_flat(parameters:Sequence, port:Port):
 
 # %% ../../nbs/10_parallelism/10d_data_parallel.ipynb #c5f03724
 def overlap(
-    ready_s:Sequence, # When each bucket is full, in order
-    wire_s:Sequence,  # How long its all-reduce takes
+    ready_s:Sequence, # Time when each bucket is full, in order
+    wire_s:Sequence,  # Duration of each bucket's all-reduce
 )->list: # (start, end) of each all-reduce
-    "One all-reduce after the other, none before its bucket is full."
+    "Schedule the all-reduces one after the other, each once its bucket is full."
     spans, free = [], 0.
     for ready, takes in zip(ready_s, wire_s, strict=True):
         start = max(ready, free)
@@ -71,11 +71,11 @@ def overlap(
 
 # %% ../../nbs/10_parallelism/10d_data_parallel.ipynb #ebb0ee0c
 class BucketedGradients:
-    "Adds up gradients over ranks, a bucket at a time, during the backward pass."
+    "All-reduces gradients, a bucket at a time, during the backward pass."
     def __init__(self,
-        parameters:Sequence,  # Of the model; those that get a gradient
+        parameters:Sequence,  # The model's parameters that get a gradient
         port:Port,
-        bucket_bytes:int,     # A bucket is closed when it holds that much
+        bucket_bytes:int,     # Size at which a bucket is closed
     ):
         if bucket_bytes < 1: raise ValueError(f"{bucket_bytes = }, expected 1 or more")
         self.port, self.buckets, self.sent = port, make_buckets(parameters, bucket_bytes), []
@@ -84,21 +84,21 @@ class BucketedGradients:
             for p in bucket: p.register_post_accumulate_grad_hook(lambda _, b=b: self.ready(b))
 
     def ready(self, b:int):
-        "A gradient of bucket `b` is complete. Full buckets leave in their order."
+        "Note a finished gradient of bucket `b`, and send full buckets in order."
         self.missing[b] -= 1
         while len(self.sent) < len(self.buckets) and not self.missing[len(self.sent)]:
             reduce_flat(self.buckets[len(self.sent)], self.port)
             self.sent.append(len(self.sent))
 
     def finish(self):
-        "After the backward pass. `RuntimeError` if a parameter got no gradient."
+        "Finish after the backward pass. Raises `RuntimeError` if a parameter got no gradient."
         if len(self.sent) < len(self.buckets):
             raise RuntimeError(f"bucket {len(self.sent)} of {len(self.buckets)} is not full: "
                                f"{self.missing[len(self.sent)]} parameters got no gradient")
         self.missing, self.sent = [len(bucket) for bucket in self.buckets], []
 
 def make_buckets(parameters:Sequence, bucket_bytes:int)->list: # Lists of parameters
-    "The last parameter first; a bucket is closed when it holds `bucket_bytes`."
+    "Fill buckets from the last parameter; a bucket is closed when it holds `bucket_bytes`."
     buckets:list[list] = [[]]
     for p in reversed([*parameters]):
         if sum(q.numel()*q.element_size() for q in buckets[-1]) >= bucket_bytes: buckets.append([])
@@ -110,12 +110,12 @@ def data_parallel_step(
     model:nn.Module,       # This rank's replica
     optimizer:torch.optim.Optimizer,
     ids:torch.Tensor,      # The whole batch `(B, T)`
-    targets:torch.Tensor,  # As `ids`
+    targets:torch.Tensor,  # Target ids `(B, T)`
     port:Port,
-    reduce:Callable=reduce_flat, # As `reduce_flat`
+    reduce:Callable=reduce_flat, # Function that sums gradients over ranks
     max_norm:float=1.,     # Gradients are scaled down to this norm
 )->float: # The loss of the whole batch, before the step
-    "Forward, backward, all-reduce, clip, step."
+    "Take one step: forward, backward, all-reduce, clip, update."
     optimizer.zero_grad()
     share = loss_share(model, my_rows(ids, port), my_rows(targets, port), port)
     share.backward()
@@ -126,6 +126,6 @@ def data_parallel_step(
     return add_over_ranks(share.item(), port)
 
 def data_parallel_bytes(parameters:Sequence, size:int, rank:int)->int:
-    "What a rank sends in a step of `data_parallel_step`: gradients, a count and a loss."
+    "Count the bytes a rank sends in `data_parallel_step`: gradients, a count and a loss."
     n, itemsize = sum(p.numel() for p in parameters), parameters[0].element_size()
     return ring_bytes(n, size, rank, itemsize) + 2*ring_bytes(1, size, rank, 8)

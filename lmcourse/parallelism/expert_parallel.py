@@ -13,10 +13,10 @@ from ..training.parallel_np import chunk_slices
 
 # %% ../../nbs/10_parallelism/10j_expert_parallel.ipynb #649a710c
 class Routes:
-    "Who goes where: this rank's tokens, sorted by expert, and what comes from others."
+    "Routes between ranks: this rank's tokens sorted by expert, and the rows from other ranks."
     def __init__(self,
-        experts:np.ndarray, # Of each token `(t, k)`, whole numbers from 0 to E - 1
-        num_experts:int,    # E, dealt out to ranks in order
+        experts:np.ndarray, # Experts of each token `(t, k)`, from 0 to E - 1
+        num_experts:int,    # Number of experts, E, assigned to ranks in order
         port:Port,
     ):
         if experts.size and not 0 <= experts.min() <= experts.max() < num_experts:
@@ -30,7 +30,7 @@ class Routes:
         self.coming = all_to_all(self.out, port)                # [source][my expert]
         self.which = np.concatenate([np.repeat(np.arange(len(c)), c) for c in self.coming])
 
-    def there(self, rows:np.ndarray)->np.ndarray: # A row for each pair, in `order`; those for me
+    def there(self, rows:np.ndarray)->np.ndarray: # Rows in `order` to this rank's
         "Send rows to the ranks of their experts."
         return self.walk(rows, self.out)
 
@@ -38,8 +38,8 @@ class Routes:
         "Send rows back to the ranks of their tokens."
         return self.walk(rows, self.coming)
 
-    def walk(self, rows:np.ndarray, counts:list)->np.ndarray: # What others sent here, in a row
-        "Cut rows by rank, and exchange."
+    def walk(self, rows:np.ndarray, counts:list)->np.ndarray: # Concatenated rows from all ranks
+        "Split the rows by rank and exchange them."
         ends = np.cumsum([c.sum() for c in counts])[:-1]
         return np.concatenate(all_to_all(np.split(rows, ends), self.port))
 
@@ -47,13 +47,13 @@ class Routes:
 def experts_forward(
     x:np.ndarray,       # This rank's tokens `(t, D)`
     experts:np.ndarray, # The chosen experts `(t, k)`
-    gates:np.ndarray,   # Their weights `(t, k)`
-    w1:np.ndarray,      # Of this rank's experts `(e, F, D)`
+    gates:np.ndarray,   # Weights of the chosen experts `(t, k)`
+    w1:np.ndarray,      # Matrices of this rank's experts `(e, F, D)`
     w2:np.ndarray,      # `(e, D, F)`
     num_experts:int,    # E, on all ranks
     port:Port,
-)->tuple: # `(t, D)`, and what `experts_backward` needs
-    "A mixture of ReLU networks that lie on different ranks."
+)->tuple: # Output `(t, D)`, and the cache for `experts_backward`
+    "Forward pass of a mixture of ReLU networks spread over ranks."
     routes = Routes(experts, num_experts, port)
     inbox = routes.there(x[routes.tokens])
     hidden, y = np.zeros((len(inbox), w1.shape[1]), x.dtype), np.zeros_like(inbox)
@@ -67,7 +67,7 @@ def experts_forward(
     return out, (routes, weights, results, inbox, hidden, w1, w2, gates.shape)
 
 def experts_backward(dout:np.ndarray, cache:tuple)->tuple: # dx, dgates, dw1 and dw2
-    "Gradients walk the same ways: out to the experts, and back."
+    "Backward pass: send gradients to the experts and back along the same routes."
     routes, weights, results, inbox, hidden, w1, w2, shape = cache
     drows = dout[routes.tokens]
     dgates = np.empty(len(drows), dout.dtype)
@@ -85,13 +85,13 @@ def experts_backward(dout:np.ndarray, cache:tuple)->tuple: # dx, dgates, dw1 and
 
 # %% ../../nbs/10_parallelism/10j_expert_parallel.ipynb #8befb5cf
 def expert_bytes(
-    pairs:np.ndarray, # [rank, expert]: how many of a rank's choices fall on an expert
+    pairs:np.ndarray, # [rank, expert]: tokens that a rank sends to an expert
     d_model:int,      # D
-    rank:int,         # Which rank
-    backward:bool=False, # Also in the backward pass
+    rank:int,         # The rank
+    backward:bool=False, # Whether to count the backward pass too
     itemsize:int=8,
-)->int: # Sent by a rank; the counts have eight bytes each
-    "Rows out to experts, results back to tokens, and the counts."
+)->int: # Bytes sent by a rank; each count takes eight
+    "Count bytes: rows to the experts, results back to the tokens, and the counts."
     size, num_experts = pairs.shape
     own = chunk_slices(num_experts, size)[rank]
     others = [r for r in range(size) if r != rank]
@@ -100,5 +100,5 @@ def expert_bytes(
     return int((1 + backward)*(out + back)*d_model*itemsize + counts)
 
 def count_pairs(chosen:list, num_experts:int)->np.ndarray: # [rank, expert]
-    "How many choices of each rank fall on each expert."
+    "Count the tokens that each rank sends to each expert."
     return np.stack([np.bincount(c.ravel(), minlength=num_experts) for c in chosen])

@@ -20,10 +20,10 @@ from ..training.parallel_np import ring_bytes
 
 # %% ../../nbs/10_parallelism/10m_low_communication.ipynb #db007893
 class OuterOptimizer:
-    "Nesterov's momentum on what the replicas changed. DiLoCo (Douillard et al. 2023), algorithm 1."
+    "Nesterov momentum on the replicas' mean change. DiLoCo (Douillard et al. 2023), algorithm 1."
     def __init__(self,
-        lr:float=1.,       # 1 with momentum 0 takes the mean of the replicas
-        momentum:float=0., # Of earlier changes, below 1
+        lr:float=1.,       # Learning rate; 1 with momentum 0 averages the replicas
+        momentum:float=0., # Momentum, below 1
     ):
         if not lr > 0 or not 0 <= momentum < 1:
             raise ValueError(f"OuterOptimizer: {lr = }, {momentum = }, expected lr above 0 and "
@@ -32,10 +32,10 @@ class OuterOptimizer:
         self.velocity:torch.Tensor|float = 0.
 
     def step(self,
-        start:torch.Tensor,  # Weights `(P,)` with which all replicas began
-        change:torch.Tensor, # `start` minus the replicas' mean: it plays the gradient
-    )->torch.Tensor: # Weights `(P,)` with which all go on
-        "Move against the change, and further where earlier changes pointed the same way."
+        start:torch.Tensor,  # Weights from which all replicas started `(P,)`
+        change:torch.Tensor, # `start` minus the replicas' mean, used as the gradient
+    )->torch.Tensor: # New weights for all replicas `(P,)`
+        "Step against the change, with momentum from earlier changes."
         self.velocity = self.momentum*self.velocity + change
         return start - self.lr*(change + self.momentum*self.velocity)
 
@@ -44,14 +44,14 @@ def local_steps(
     run:Any,                          # This rank's replica, from `new_run` with everyone's seed
     data:TokenDataset,                # Stories
     rates:Sequence[float]|np.ndarray, # Learning rate of each step
-    every:int,                        # Steps between two meetings, H
-    outer:OuterOptimizer,             # This rank's own; all ranks' stay equal
-    rank:int=0,                       # Which
-    size:int=1,                       # Ranks
-    first:int=0,                      # Rows that were read before
-    batch_size:int=4,                 # Windows of a rank's step
-)->Iterator[torch.Tensor]: # At each meeting `(P,)`, to be overwritten with the sum over ranks
-    "What one rank does: steps of its own, and a meeting after every H of them and after the last."
+    every:int,                        # Steps between synchronizations, H
+    outer:OuterOptimizer,             # This rank's outer optimizer; all ranks' stay equal
+    rank:int=0,                       # The rank
+    size:int=1,                       # Number of ranks
+    first:int=0,                      # Rows already used
+    batch_size:int=4,                 # Windows per step and rank
+)->Iterator[torch.Tensor]: # A vector `(P,)` per synchronization, to overwrite with the ranks' sum
+    "Train one rank: local steps, with a synchronization after every H steps and after the last."
     if every < 1: raise ValueError(f"local_steps: {every = }, expected 1 or more")
     parameters, T = list(run.model.parameters()), run.model.config.context_length
     start = parameters_to_vector(parameters).detach()
@@ -67,9 +67,9 @@ def local_steps(
 
 # %% ../../nbs/10_parallelism/10m_low_communication.ipynb #53ceb936
 def simulate_ranks(
-    ranks:list, # Of `local_steps`, one for each rank
+    ranks:list, # One `local_steps` iterator per rank
 ):
-    "Run all ranks in this process, one after the other between two meetings."
+    "Run all ranks in this process, one after the other between synchronizations."
     for changes in zip(*ranks, strict=True):
         total = sum(changes)
         for change in changes: change.copy_(total)
@@ -77,26 +77,26 @@ def simulate_ranks(
 # %% ../../nbs/10_parallelism/10m_low_communication.ipynb #fddead9b
 def low_communication_bytes(
     parameters:int, # P
-    steps:int,      # Of the run
-    every:int,      # Steps between two meetings, H; 1 for data parallelism
-    size:int,       # Ranks
-    rank:int,       # Which
-    itemsize:int=4, # Bytes of a number
-)->int: # That this rank sends, with a ring
-    "An all-reduce of all parameters at each meeting. `ValueError` for no steps."
+    steps:int,      # Steps of the run
+    every:int,      # Steps between synchronizations, H; 1 for data parallelism
+    size:int,       # Number of ranks
+    rank:int,       # The rank
+    itemsize:int=4, # Bytes per number
+)->int: # Bytes that this rank sends with a ring
+    "Count one all-reduce of all parameters per synchronization. Raises `ValueError` for no steps."
     if steps < 1 or every < 1: raise ValueError(f"{steps = }, {every = }, expected 1 or more")
     return math.ceil(steps/every)*ring_bytes(parameters, size, rank, itemsize)
 
 # %% ../../nbs/10_parallelism/10m_low_communication.ipynb #9bc01ef4
 def train_rank(
-    model:ModelConfig,    # Sizes
+    model:ModelConfig,    # Config of the model
     data:TokenDataset,    # Stories
     rates:list,           # Learning rate of each step
-    every:int,            # Steps between two meetings, H
-    outer_lr:float, momentum:float, # Of the outer optimizer
-    batch_size:int=4,     # Windows of a rank's step
-)->np.ndarray: # The weights `(P,)`, of float64
-    "A rank of a `ProcessPool`, with gloo."
+    every:int,            # Steps between synchronizations, H
+    outer_lr:float, momentum:float, # Settings of the outer optimizer
+    batch_size:int=4,     # Windows per step and rank
+)->np.ndarray: # The weights `(P,)`, float64
+    "Train one rank of a `ProcessPool` with gloo."
     run = new_run(model)
     run.model.double()
     outer = OuterOptimizer(outer_lr, momentum)

@@ -544,7 +544,7 @@ def check_mesh(
     world:World,        # On these processes
     loss:Callable=next_token_loss, # What is minimised
 ):
-    "`ValueError` where a model or a run can't be cut that way, with what would do."
+    "Raises `ValueError` where a model or a run can't be cut that way, with what would do."
     c, tp, p = config, config.tensor_parallel_degree, config.pipeline_parallel_degree
     refuse_fields(model, "A mesh", "shard = True", (*NEW_PARTS, "mup_base_width"))
     odd = dict(optimizer=("muon", "adamw"), dtype=("float16", "bfloat16 or float32"),

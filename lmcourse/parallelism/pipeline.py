@@ -18,8 +18,8 @@ from ..training.parallel_np import chunk_slices, ring_bytes
 def stage_layers(
     num_layers:int, # L
     stages:int,     # S
-)->list: # Of ranges, one for each stage
-    "Which layers a stage has. `ValueError` if one would have none."
+)->list: # A range of layers for each stage
+    "Divide the layers among the stages. Raises `ValueError` if a stage would have none."
     if num_layers < stages:
         raise ValueError(f"{num_layers} layers for {stages} stages, expected a layer for each: at "
                          f"most {num_layers} stages would do")
@@ -27,24 +27,24 @@ def stage_layers(
 
 # %% ../../nbs/10_parallelism/10h_pipeline.ipynb #5b62e527
 class Mailroom:
-    "Hands out messages by what they are, where the network only knows their order."
-    def __init__(self, port:Port, schedule:list): # Of all ranks
+    "A mailbox that delivers messages by job, while the network only keeps their order."
+    def __init__(self, port:Port, schedule:list): # Schedule of all ranks
         self.port, self.early = port, {}
         last, p = max(job.stage for jobs in schedule for job in jobs), port.size
-        def goes_to(job):                                       # The stage a job's result goes to
+        def goes_to(job):                                       # Stage that receives a job's result
             to = job.stage + {"F": 1, "B": -1}.get(job.kind, last + 1)
             return to if 0 <= to <= last else None
         self.coming = {s: [job for job in schedule[s] if (to := goes_to(job)) is not None
                            and to % p == port.rank and s != port.rank] for s in range(p)}
 
     def send(self, job:Job, to_stage:int, x:torch.Tensor):
-        "The result of a job, to the rank of another stage."
+        "Send the result of a job to the rank of another stage."
         to = to_stage % self.port.size
         if to == self.port.rank: self.early[job] = x.detach()
         else: self.port.send(to, x.detach().numpy())
 
     def recv(self, job:Job)->torch.Tensor: # What `job` sent
-        "Take messages until the wanted one is there; keep the others."
+        "Receive messages until the wanted one arrives; store the others."
         source = job.stage % self.port.size
         while job not in self.early:
             self.early[self.coming[source].pop(0)] = torch.from_numpy(self.port.recv(source))
@@ -52,12 +52,12 @@ class Mailroom:
 
 # %% ../../nbs/10_parallelism/10h_pipeline.ipynb #7a28f539
 class Pipeline:
-    "A rank's stages of a model. Gradients end up in its own parameters."
+    "A rank's stages of a model. Gradients accumulate in its own parameters."
     def __init__(self,
-        model:TransformerLM, # This rank's copy, of which it uses its stages
+        model:TransformerLM, # This rank's copy, of which it runs only its stages
         port:Port,
-        schedule:list,       # Of all ranks
-        seconds:dict|None=None, # What the rank's clock shall say for each kind of job
+        schedule:list,       # Schedule of all ranks
+        seconds:dict|None=None, # Simulated duration of each kind of job
     ):
         self.model, self.port, self.schedule, self.seconds = model, port, schedule, seconds or {}
         self.last = max(job.stage for jobs in schedule for job in jobs)
@@ -68,7 +68,7 @@ class Pipeline:
         self.held, self.loss, self.ran, self.most = {}, 0., [], 0
 
     def forward(self, i:int, s:int):
-        "A microbatch through a stage. Input and output are held for the way back."
+        "Run a microbatch through a stage. Input and output are saved for the backward pass."
         x = self.ids[i] if s == 0 else self.mail.recv(Job("F", i, s - 1)).requires_grad_()
         y = self.model.embed(x) if s == 0 else x
         for layer in self.layers[s]: y = self.model.layers[layer](y)
@@ -81,7 +81,7 @@ class Pipeline:
         if s < self.last: self.mail.send(Job("F", i, s), s + 1, y)
 
     def backward(self, i:int, s:int):
-        "The gradient of a stage's input; those of its weights too, unless they are a job."
+        "Compute a stage's input gradient, and its weight gradients unless they are a job."
         x, y, _ = self.held.pop((i, s))
         dy = None if s == self.last else self.mail.recv(Job("B", i, s + 1))
         if not self.split: y.backward(dy)
@@ -91,20 +91,20 @@ class Pipeline:
         if s: self.mail.send(Job("B", i, s), s - 1, x.grad)
 
     def weights(self, i:int, s:int):
-        "The gradients of a stage's weights."
+        "Compute the gradients of a stage's weights."
         _, y, dy = self.held.pop((i, s))
         y.backward(dy, inputs=self.parameters(s))
         self.note(Job("W", i, s))
 
     def note(self, job:Job):
-        "The job is done: its time, and how much is held."
+        "Record the time of a finished job and the number of saved activations."
         start = float(self.port.network.clock[self.port.me])
         self.port.compute(self.seconds.get(job.kind, 0.))
         self.ran.append((job, start, start + self.seconds.get(job.kind, 0.)))
         self.most = max(self.most, len(self.held))
 
     def parameters(self, s:int)->list:
-        "Of a stage."
+        "Return the parameters of a stage."
         ends:list = [self.model.token_embeddings]*(s == 0)
         ends += [self.model.position_embeddings]*(s == 0 and bool(self.model.position_embeddings))
         ends += [self.model.ln_final, self.model.lm_head]*(s == self.last)
@@ -112,7 +112,7 @@ class Pipeline:
         return [*dict.fromkeys(p for module in modules for p in module.parameters())]
 
     def step(self, ids:torch.Tensor, targets:torch.Tensor)->float: # `(B, T)` each
-        "All jobs of this rank, in the order of the list. Its share of the loss."
+        "Run all jobs of this rank in order and return its share of the loss."
         m = 1 + max(job.microbatch for jobs in self.schedule for job in jobs)
         if len(ids) < m: raise ValueError(f"a batch of {len(ids)} rows for {m} microbatches")
         self.ids, self.targets = ids.tensor_split(m), targets.tensor_split(m)
@@ -125,7 +125,7 @@ class Pipeline:
         return self.loss
 
     def tie(self):
-        "A tied table sits on the first rank and on the last: their gradients add up."
+        "Add up the gradients of a tied table, which the first and the last rank both hold."
         ends = [0, self.last % self.port.size]
         if not self.model.config.tie_embeddings or ends[0] == ends[1]: return
         grad = self.model.token_embeddings.weight.grad
@@ -138,10 +138,10 @@ def pipeline_bytes(
     d_model:int,     # D
     stages:int,      # S
     size:int, rank:int,
-    tied:int=0,      # Numbers in a table at both ends
+    tied:int=0,      # Size of the tied table
     itemsize:int=8,
-)->int: # Sent by a rank in a step
-    "Activations to the next stage and gradients to the one before."
+)->int: # Bytes sent by a rank per step
+    "Count the bytes of activations to the next stage and gradients to the previous one."
     own, last = range(rank, stages, size), (stages - 1) % size
     borders = sum((s < stages - 1) + (s > 0) for s in own) if size > 1 else 0
     table = ring_bytes(tied, 2, int(rank > 0), itemsize) if last and rank in (0, last) else 0

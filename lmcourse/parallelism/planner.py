@@ -21,27 +21,27 @@ from ..tools.config import ModelConfig, unknown
 from ..tools.show import Table, duration, si
 
 # %% ../../nbs/10_parallelism/10o_planner.ipynb #b3ccd829
-GPU_WIRES = {"a100-80gb": (300e9, 25e9), "a100-40gb": (300e9, 25e9), # Bytes/s one way: in the node,
-             "h100": (450e9, 50e9), "h200": (450e9, 50e9), "b200": (900e9, 50e9)} # and to others
+GPU_WIRES = {"a100-80gb": (300e9, 25e9), "a100-40gb": (300e9, 25e9), # Bytes/s one way: in a node,
+             "h100": (450e9, 50e9), "h200": (450e9, 50e9), "b200": (900e9, 50e9)} # and outside
 GPUS_PER_NODE = 8
 
 @dataclass(frozen=True)
 class Plan:
-    "How a model is trained on many GPUs."
-    model:ModelConfig               # Its context length is that of the sequences
+    "A plan to train a model on many GPUs."
+    model:ModelConfig               # Model; its context length is the sequence length
     gpu:str                         # A key of `GPU_WIRES`
-    batch:int                       # Sequences of a step, on all GPUs
-    tp:int = 1                      # Ranks that share each matrix
+    batch:int                       # Sequences per step on all GPUs
+    tp:int = 1                      # Tensor-parallel ranks
     pp:int = 1                      # Pipeline stages
-    cp:int = 1                      # Ranks that share each sequence
-    dp:int = 1                      # Copies of all that
-    micro_batch:int = 1             # Sequences that go through the pipeline together
-    chunks:int = 1                  # Pieces of layers on each rank, where interleaved
+    cp:int = 1                      # Context-parallel ranks
+    dp:int = 1                      # Data-parallel replicas
+    micro_batch:int = 1             # Sequences per microbatch
+    chunks:int = 1                  # Stages per rank in an interleaved schedule
     sharding:str = "zero1"          # `none`, `zero1` or `zero3`
     recompute:str = "none"          # `none`, `selective` (attention only) or `full`
-    flash:bool = True               # Fused attention, and gradients summed in float32
-    overlap:bool = True             # Gradients travel during the backward pass
-    nic_bytes_per_s:float|None = None # Of a GPU to other nodes: none for that of `GPU_WIRES`
+    flash:bool = True               # Whether attention is fused, with gradients summed in float32
+    overlap:bool = True             # Whether gradients are sent during the backward pass
+    nic_bytes_per_s:float|None = None # Speed of a GPU to other nodes; None for `GPU_WIRES`
 
     def __post_init__(self): _check_plan(self)
     @property
@@ -49,7 +49,7 @@ class Plan:
     @property
     def microbatches(self)->int: return self.batch//(self.dp*self.micro_batch)
     @property
-    def tokens(self)->float: # Of a microbatch, on a rank
+    def tokens(self)->float: # Per microbatch and rank
         return self.micro_batch*self.model.context_length/self.cp
 
 # %% ../../nbs/10_parallelism/10o_planner.ipynb #0ad423b3
@@ -83,13 +83,13 @@ LARGE_MODELS = {
 _gpu = functools.cache(device)
 
 @functools.cache
-def _sizes(model:ModelConfig)->tuple: # Parameters, and forward FLOPs of a token: all, scores, head
+def _sizes(model:ModelConfig)->tuple: # Parameters, and forward FLOPs per token: all, scores, head
     parts = forward_flops(model)
     flops = [sum(parts.values()), parts["scores"] + parts["values"], parts["head"]]
     return count_parameters(model).unique, *(f/model.context_length for f in flops)
 
 def plan_memory(p:Plan)->dict: # `weights`, `gradients`, `optimizer`, `activations`, `logits`
-    "Bytes on the first rank, where most microbatches are in flight."
+    "Estimate the bytes on the first rank, where the most microbatches are in flight."
     m, held = p.model, _sizes(p.model)[0]/(p.tp*p.pp)
     ranks = p.dp*p.cp
     gradients = 4 if p.flash else 2
@@ -105,23 +105,23 @@ def plan_memory(p:Plan)->dict: # `weights`, `gradients`, `optimizer`, `activatio
 # %% ../../nbs/10_parallelism/10o_planner.ipynb #26494e71
 @dataclass(frozen=True)
 class Fitted:
-    "What no data sheet says. Fitted to 19 published runs of one group."
-    peak_share:float = .596         # Of the peak, in large matrix products
-    bytes_per_channel:float = 694.  # Moved for each token, layer and channel, beside the products
-    network_share:float = .496       # Of the network's speed, in collectives
+    "Constants that no data sheet lists, fitted to 19 published runs of one group."
+    peak_share:float = .596         # Share of the peak that large matrix products reach
+    bytes_per_channel:float = 694.  # Bytes moved per token, layer and channel, besides the products
+    network_share:float = .496       # Share of the network's speed that collectives reach
 
 FITTED = Fitted()
 
 # %% ../../nbs/10_parallelism/10o_planner.ipynb #2d5b2456
-def plan_seconds(p:Plan, fitted:Fitted=FITTED)->dict: # Leg of the step to seconds
-    "How long a step takes. `tensor` and `context` are exposed as a whole, gradients where asked."
+def plan_seconds(p:Plan, fitted:Fitted=FITTED)->dict: # Part of the step to seconds
+    "Estimate the time of a step. `tensor` and `context` never overlap, gradients as planned."
     d, m, tokens, t = _gpu(p.gpu), p.model, p.tokens, p.tp
     parameters, forward, scores, head = _sizes(m)
     full, layers, size = p.recompute == "full", m.num_layers/p.pp, p.microbatches
     in_node, out = GPU_WIRES[p.gpu]
     network = (p.nic_bytes_per_s or out)*fitted.network_share*max(1, GPUS_PER_NODE/t)
     if p.gpus <= GPUS_PER_NODE: network = in_node*fitted.network_share
-    done = scores/2 if p.flash else scores                      # Fused attention skips the future
+    done = scores/2 if p.flash else scores                      # Fused kernels skip masked scores
     work = 4*(forward - scores + done) - head if full else 3*(forward - scores + done)
     if not full: work += done/2 if p.flash else done*(p.recompute == "selective")
     passes = 4 if full else 3
@@ -132,7 +132,7 @@ def plan_seconds(p:Plan, fitted:Fitted=FITTED)->dict: # Leg of the step to secon
                memory=moved*tokens*layers/t/d.bytes_per_s,
                tensor=2*(passes - 1)*tokens*m.d_model*2*(t - 1)/t*layers/in_node,
                context=2*values*layers/(network/max(1, GPUS_PER_NODE/t)))
-    micro = sum(one.values())                                   # Of a microbatch, on a rank
+    micro = sum(one.values())                                   # Per microbatch and rank
     legs = {k: size*s for k,s in one.items()}
     legs["bubble"] = size*micro*bubble_formula("interleaved", p.pp, size, p.chunks)
     ranks, held = p.dp*p.cp, parameters/(t*p.pp)
@@ -142,7 +142,7 @@ def plan_seconds(p:Plan, fitted:Fitted=FITTED)->dict: # Leg of the step to secon
     return legs
 
 def plan_mfu(p:Plan, fitted:Fitted=FITTED, causal:bool=True)->float: # Between 0 and 1
-    "Model FLOPs utilization; `causal` counts half of the attention, as fused kernels do."
+    "Estimate model FLOPs utilization; `causal` counts half of the attention, as fused kernels do."
     _, forward, scores, _ = _sizes(p.model)
     useful = 3*(forward - scores/2*causal)*p.batch*p.model.context_length
     seconds = sum(plan_seconds(p, fitted).values())
@@ -150,7 +150,7 @@ def plan_mfu(p:Plan, fitted:Fitted=FITTED, causal:bool=True)->float: # Between 0
 
 # %% ../../nbs/10_parallelism/10o_planner.ipynb #6d76dfc5
 def published_plans()->list: # Dicts with `plan`, `mfu`, `id`, `source`, `use` and `causal`
-    "Published runs as plans, utilizations brought to one rule. Left-out rows have no plan."
+    "Read published runs as plans, with MFU by one formula. Rows left out have no plan."
     path = resources.files("lmcourse")/"data"/"parallel_runs.csv"
     return [_published(row) for row in csv.DictReader(path.read_text().splitlines())]
 
@@ -183,20 +183,20 @@ def _published_mfu(p:Plan, unit:str, value:float, causal:bool)->float:
     return 1e12*value/peak*useful/(useful + forward - head)     # Four forward passes were counted
 
 # %% ../../nbs/10_parallelism/10o_planner.ipynb #c93d38d4
-MEMORY_SHARE = .9 # Of a GPU's memory; the rest is for buffers and fragments
+MEMORY_SHARE = .9 # Usable share of a GPU's memory; buffers and fragments need the rest
 
 def fits(p:Plan)->bool:
     return sum(plan_memory(p).values()) <= MEMORY_SHARE*_gpu(p.gpu).memory_bytes
 
 def fastest(plans:list, fitted:Fitted=FITTED, causal:bool=True)->Plan:
-    "The plan with the highest utilization of those that fit; if none does, the smallest."
+    "Find the plan with the highest utilization that fits; if none fits, the smallest."
     room = [p for p in plans if fits(p)]
     if room: return max(room, key=lambda p: plan_mfu(p, fitted, causal))
     return min(plans, key=lambda p: sum(plan_memory(p).values()))
 
 def variants(p:Plan, micro_batches:Iterable[int]=(1, 2, 4, 8, 16), chunks:int|None=None
 )->Iterator[Plan]:
-    "The same plan with other microbatches and chunks."
+    "Yield the plan with different microbatches and chunks."
     for b in micro_batches:
         if p.batch % (p.dp*b): continue
         m, layers = p.batch//(p.dp*b), math.ceil(p.model.num_layers/p.pp)
@@ -206,8 +206,8 @@ def variants(p:Plan, micro_batches:Iterable[int]=(1, 2, 4, 8, 16), chunks:int|No
 
 # %% ../../nbs/10_parallelism/10o_planner.ipynb #bf7f29bf
 def all_plans(model:ModelConfig, gpus:int, gpu:str, batch:int)->Iterator[Plan]:
-    "Every plan for so many GPUs, whether it fits or not; microbatch 1 and one chunk."
-    longest = model.context_length//8192                        # Ranks for a sequence at most
+    "Yield every plan for this many GPUs, fitting or not, with microbatch 1 and one chunk."
+    longest = model.context_length//8192                        # Most ranks per sequence
     for tp in (1, 2, 4, 8):
         if gpus % tp or model.num_heads % tp or model.kv_heads % tp: continue
         for pp in range(1, min(model.num_layers, gpus//tp) + 1):
@@ -221,12 +221,12 @@ def all_plans(model:ModelConfig, gpus:int, gpu:str, batch:int)->Iterator[Plan]:
                                    recompute=recompute)
 
 def best_plans(
-    model:ModelConfig,       # Sizes; its context length is that of the sequences
-    gpus:int,                # In nodes of eight
+    model:ModelConfig,       # Model; its context length is the sequence length
+    gpus:int,                # Number of GPUs, in nodes of eight
     gpu:str="h100",          # A key of `GPU_WIRES`
-    batch_tokens:int=2**24,  # Of a step, on all GPUs
-)->list: # Of `Plan`, one for each way to cut, the fastest first
-    "All plans that fit. `ValueError` with the smallest need if none does."
+    batch_tokens:int=2**24,  # Tokens per step on all GPUs
+)->list: # A `Plan` for each way to split the model, fastest first
+    "Rank all plans that fit. Raises `ValueError` with the least memory needed if none does."
     if gpu not in GPU_WIRES: raise unknown("GPU", gpu, GPU_WIRES)
     gpus = whole_number("gpus", gpus)
     batch = whole_number("batch_tokens", batch_tokens)//model.context_length
@@ -245,7 +245,7 @@ def best_plans(
 
 # %% ../../nbs/10_parallelism/10o_planner.ipynb #dda9bf0f
 def plan_tables(ranked:list)->list: # Tables: the best plan, its memory, its time, and the others
-    "What `lmcourse plan` prints, of what `best_plans` gave."
+    "Make the tables that `lmcourse plan` prints from the result of `best_plans`."
     best = ranked[0]
     seconds, memory = plan_seconds(best), plan_memory(best)
     step = sum(seconds.values())
@@ -267,7 +267,7 @@ def plan_tables(ranked:list)->list: # Tables: the best plan, its memory, its tim
             Table([dict(leg=k, seconds=s, share=100*s/step) for k,s in seconds.items()],
                   dict(share="%"))] + ([Table(others)] if others else [])
 
-def _against(p:Plan, best:Plan)->dict: # Why it is slower
+def _against(p:Plan, best:Plan)->dict: # The reasons why it is slower
     more = {k: s - plan_seconds(best)[k] for k,s in plan_seconds(p).items()}
     worst = max(more, key=lambda k: more[k])
     return dict(tp=p.tp, pp=p.pp, dp=p.dp, sharding=p.sharding, recompute=p.recompute,

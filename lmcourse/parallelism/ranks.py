@@ -16,9 +16,9 @@ from typing import Any
 # %% ../../nbs/10_parallelism/10a_ranks.ipynb #b7acb92f
 @dataclass(frozen=True)
 class Link:
-    "A wire between two ranks."
-    latency_s:float = 0.            # Before the first byte arrives, α
-    bytes_per_s:float = math.inf    # After that, 1/β
+    "A link between two ranks."
+    latency_s:float = 0.            # Latency α, in seconds
+    bytes_per_s:float = math.inf    # Bandwidth 1/β
 
     def __post_init__(self):
         if not 0 <= self.latency_s < math.inf or not self.bytes_per_s > 0:
@@ -26,17 +26,17 @@ class Link:
                              f"0 or more and above 0")
 
     def seconds(self, num_bytes:float)->float:
-        "How long a message takes."
+        "Return the duration of a message."
         return self.latency_s + num_bytes/self.bytes_per_s
 
 # %% ../../nbs/10_parallelism/10a_ranks.ipynb #5044b850
 class Network:
-    "Mailboxes between ranks, with a count of all that is sent and a clock for each rank."
+    "Mailboxes between ranks, with a count of sent bytes and a clock for each rank."
     def __init__(self,
-        size:int,                     # Ranks, N
-        link:Link=Link(),             # The wire between two ranks, inside a node if there are any
-        ranks_per_node:int|None=None, # Neighbors in number share a node: none for one large node
-        across:Link|None=None,        # The wire between nodes: none for `link`
+        size:int,                     # Number of ranks, N
+        link:Link=Link(),             # Link between two ranks, inside a node if there are nodes
+        ranks_per_node:int|None=None, # Consecutive ranks share a node; None for a single node
+        across:Link|None=None,        # Link between nodes; None for `link`
     ):
         if size < 1: raise ValueError(f"Network: {size} ranks, expected 1 or more")
         self.size, self.ranks_per_node = size, ranks_per_node or size
@@ -46,18 +46,18 @@ class Network:
         self._links = link, across or link
         # [source, to]
         self.sent_bytes, self.messages = (np.zeros((size, size), np.int64) for _ in range(2))
-        self.clock = np.zeros(size)                             # Seconds, of each rank
-        self._free = np.zeros((2, size))                        # When its card can send, receive
+        self.clock = np.zeros(size)                             # Time on each rank, seconds
+        self._free = np.zeros((2, size))                        # When each rank can send, receive
         self._mail:dict[tuple, deque] = {}
-        self._changed, self._waits = threading.Condition(), {}  # Rank to the rank it waits for
+        self._changed, self._waits = threading.Condition(), {}  # Waiting rank to its source
         self._running:set[int] = set()
-        self._stop:str|None = None                              # Why all have to end
+        self._stop:str|None = None                              # Reason why all ranks must stop
 
     @property
-    def seconds(self)->float: return float(self.clock.max())    # When the last rank is done
+    def seconds(self)->float: return float(self.clock.max())    # Time when the last rank is done
 
     def link(self, a:int, b:int)->Link:
-        "The wire between two ranks."
+        "Return the link between two ranks."
         return self._links[a//self.ranks_per_node != b//self.ranks_per_node]
 
     def send(self, source:int, to:int, x:np.ndarray):
@@ -71,7 +71,7 @@ class Network:
             self._changed.notify_all()
 
     def recv(self, source:int, to:int)->np.ndarray:
-        "Wait for the next array. `RuntimeError` if all wait and nobody can send."
+        "Wait for the next array. Raises `RuntimeError` if all ranks wait: a deadlock."
         with self._changed:
             self._waits[to] = source
             self._look_for_deadlock()
@@ -95,17 +95,17 @@ class Network:
         self._stop = self._stop or why
         self._changed.notify_all()
 
-    def run(self, work:Callable, *args:Any)->list: # What each rank gave back
+    def run(self, work:Callable, *args:Any)->list: # Return value of each rank
         "Call `work(port, *args)` on every rank. The first error of a rank is raised."
         return _Run(self, work, args).results()
 
 # %% ../../nbs/10_parallelism/10a_ranks.ipynb #ce6bc48a
 class Port:
-    "What a rank sees of the network: itself in a group of ranks."
+    "A rank's port to the network, within a group of ranks."
     def __init__(self,
-        network:Network,        # The mailboxes of all
-        me:int,                 # Which of all ranks this is
-        members:Sequence[int],  # The ranks of this group, by their number among all
+        network:Network,        # The network of all ranks
+        me:int,                 # Global number of this rank
+        members:Sequence[int],  # Global numbers of the group's ranks
     ):
         if me not in members: raise ValueError(f"rank {me} is not in the group {list(members)}")
         self.network, self.me, self.members = network, me, tuple(members)
@@ -116,19 +116,19 @@ class Port:
         self.network.send(self.me, self.members[to], x)
 
     def recv(self, source:int)->np.ndarray:
-        "The next array that rank `source` of the group sent."
+        "Receive the next array that rank `source` of the group sent."
         return self.network.recv(self.members[source], self.me)
 
     def group(self, members:Sequence[int])->"Port":
-        "The port to some ranks of this group; all of them must ask for the same."
+        "Return the port to a subgroup; all its ranks must make the same call."
         return Port(self.network, self.me, [self.members[m] for m in members])
 
     def compute(self, seconds:float):
-        "Let this rank's clock run."
+        "Advance this rank's clock."
         with self.network._changed: self.network.clock[self.me] += seconds
 
 # %% ../../nbs/10_parallelism/10a_ranks.ipynb #277b6324
-class _Run: # A thread for each rank, until all have ended
+class _Run: # Runs a thread for each rank until all have ended
     def __init__(self, network:Network, work:Callable, args:tuple):
         self.network, self.work, self.args = network, work, args
         self.found, self.errors = [None]*network.size, {}
@@ -155,7 +155,7 @@ class _Run: # A thread for each rank, until all have ended
         n = self.network
         try: self.found[r] = self.work(Port(n, r, range(n.size)), *self.args)
         except BaseException as e:
-            with n._changed:                                    # The cause comes first
+            with n._changed:                                    # Report the cause first
                 self.errors[r] = e
                 n._end(f"rank {r} failed with {type(e).__name__}")
         finally:

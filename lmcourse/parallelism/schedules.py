@@ -12,15 +12,15 @@ from typing import Any, NamedTuple
 
 # %% ../../nbs/10_parallelism/10g_schedules.ipynb #cff229e5
 class Job(NamedTuple):
-    "What a rank does in one go."
+    "A unit of work in a pipeline schedule."
     kind:str        # 'F', 'B' or 'W'
     microbatch:int  # 0 to m - 1
     stage:int       # 0 to p·v - 1; stage s is on rank s % p
 
     def __repr__(self): return f"{self.kind}{self.microbatch}" + f"@{self.stage}"
 
-def gpipe(p:int, m:int)->list: # Of a list of jobs for each rank
-    "All forward passes, then all backward passes."
+def gpipe(p:int, m:int)->list: # A list of jobs for each rank
+    "Schedule all forward passes, then all backward passes."
     require_counts(p, m)
     return [[Job(kind, i, rank) for kind in "FB" for i in range(m)] for rank in range(p)]
 
@@ -32,10 +32,10 @@ def require_counts(p:int, m:int, v:int=1):
 # %% ../../nbs/10_parallelism/10g_schedules.ipynb #85e427c1
 def simulate(
     schedule:list,      # A list of jobs for each rank
-    seconds:dict|None=None, # Of each kind: 1 for F, 2 for B, 1 for W, if nothing is said
-    send_s:float=0.,    # To the next rank
+    seconds:dict|None=None, # Duration of each kind of job; None for F 1, B 2 and W 1
+    send_s:float=0.,    # Seconds to send to the next rank
 )->list: # For each rank, (job, start, end) in order
-    "When each job runs. `ValueError` if the ranks wait for each other."
+    "Compute when each job runs. Raises `ValueError` for a deadlock."
     took = seconds or dict(F=1., B=2., W=1.)
     p, last = len(schedule), max(job.stage for jobs in schedule for job in jobs)
     ends, done, free = {}, [[] for _ in schedule], [0.]*p
@@ -57,26 +57,26 @@ def simulate(
     return done
 
 def needs(job:Job, last:int)->list: # Jobs that must have ended; `last` is the last stage
-    "What a job waits for."
+    "List the jobs that a job waits for."
     kind, i, s = job
     if kind == "F": return [Job("F", i, s - 1)] if s else []
     if kind == "W": return [Job("B", i, s)]
     return [Job("F", i, s)] + ([Job("B", i, s + 1)] if s < last else [])
 
 # %% ../../nbs/10_parallelism/10g_schedules.ipynb #07cd682e
-def bubble(done:list)->float: # Of `simulate`
-    "Idle time over work, of all ranks together."
+def bubble(done:list)->float: # Result of `simulate`
+    "Compute idle time divided by work over all ranks."
     work = sum(end - start for jobs in done for _,start,end in jobs)
     return len(done)*max(end for jobs in done for *_,end in jobs)/work - 1
 
-def in_flight(schedule:list, until:str="B")->list: # For each rank, the most at any time
-    "Microbatches whose activations a rank holds: from their F to their B (or W)."
+def in_flight(schedule:list, until:str="B")->list: # Maximum for each rank
+    "Count the microbatches whose activations a rank holds, from their F to their B (or W)."
     held = [[(j.kind == "F") - (j.kind == until) for j in jobs] for jobs in schedule]
     return [max(sum(steps[:k + 1]) for k in range(len(steps))) for steps in held]
 
 # %% ../../nbs/10_parallelism/10g_schedules.ipynb #129affc5
-def one_forward_one_backward(p:int, m:int)->list: # Of a list of jobs for each rank
-    "Warm up with p - 1 - rank forward passes, then one forward, one backward."
+def one_forward_one_backward(p:int, m:int)->list: # A list of jobs for each rank
+    "Schedule 1F1B: p - 1 - rank forward passes to warm up, then one forward, one backward."
     require_counts(p, m)
     plans = []
     for rank in range(p):
@@ -95,8 +95,8 @@ def number(order:Any, job:Callable)->list: # Letters to jobs: the k-th of its ki
     return jobs
 
 # %% ../../nbs/10_parallelism/10g_schedules.ipynb #e70c85d9
-def interleaved(p:int, m:int, v:int)->list: # Of a list of jobs for each rank
-    "1F1B with v chunks on each rank. `ValueError` unless p divides m."
+def interleaved(p:int, m:int, v:int)->list: # A list of jobs for each rank
+    "Schedule interleaved 1F1B with v chunks per rank. Raises `ValueError` unless p divides m."
     require_counts(p, m, v)
     if m % p:
         raise ValueError(f"{m} microbatches for {p} ranks: interleaving needs a multiple, "
@@ -112,8 +112,8 @@ def interleaved(p:int, m:int, v:int)->list: # Of a list of jobs for each rank
     return plans
 
 # %% ../../nbs/10_parallelism/10g_schedules.ipynb #269d3a79
-def zero_bubble(p:int, m:int)->list: # Of a list of jobs for each rank
-    """B first, then F with as many in flight as 1F1B and at most 2p - 1 without their W, then W.
+def zero_bubble(p:int, m:int)->list: # A list of jobs for each rank
+    """Schedule B first, then F (in flight as in 1F1B, at most 2p - 1 without their W), then W.
     For jobs of equal length."""
     require_counts(p, m)
     plans, ends, now = [[] for _ in range(p)], {}, 0            # A job takes one unit of time
@@ -134,9 +134,9 @@ def bubble_formula(
     kind:str, # 'gpipe', '1f1b', 'interleaved' or 'zero-bubble'
     p:int,    # Ranks
     m:int,    # Microbatches; for zero-bubble at least p
-    v:int=1,  # Chunks on each rank, where interleaved
-)->float: # Idle time over work, with B = 2F, or F = B = W where the backward pass is split
-    "What `bubble` finds."
+    v:int=1,  # Chunks per rank, for interleaved
+)->float: # Idle time divided by work, with B = 2F, or F = B = W for zero-bubble
+    "Compute the bubble by its formula, equal to `bubble` of the simulated schedule."
     rounds = {"gpipe": 1., "1f1b": 1., "interleaved": 1/v, "zero-bubble": 1/3}
     if kind not in rounds: raise ValueError(f"{kind!r}, expected one of {', '.join(rounds)}")
     return (p - 1)/m*rounds[kind]

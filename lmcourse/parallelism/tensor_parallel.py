@@ -20,7 +20,7 @@ from ..training.parallel_np import chunk_slices, ring_bytes
 
 # %% ../../nbs/10_parallelism/10f_tensor_parallel.ipynb #538faabe
 class Enter(torch.autograd.Function):
-    "What each rank has whole goes into its slices: the gradients of all slices add up."
+    "Identity forward, all-reduce backward: enter a region whose matrices are cut."
     @staticmethod
     def forward(ctx:Any, x:torch.Tensor, port:Port)->torch.Tensor: # `(T, ...)`
         ctx.port = port
@@ -30,7 +30,7 @@ class Enter(torch.autograd.Function):
     def backward(ctx:Any, *grads:torch.Tensor): return summed(grads[0], ctx.port), None
 
 class Leave(torch.autograd.Function):
-    "Each rank has a part of the sum: all get the sum."
+    "All-reduce forward, identity backward: leave a region whose matrices are cut."
     @staticmethod
     def forward(ctx:Any, x:torch.Tensor, port:Port)->torch.Tensor: # `(T, ...)`
         return summed(x, port)
@@ -39,14 +39,14 @@ class Leave(torch.autograd.Function):
     def backward(ctx:Any, *grads:torch.Tensor): return grads[0], None
 
 # %% ../../nbs/10_parallelism/10f_tensor_parallel.ipynb #9fd5e0b1
-def summed(x:torch.Tensor, port:Port)->torch.Tensor: # `(T, ...)`, cut by T on its way
+def summed(x:torch.Tensor, port:Port)->torch.Tensor: # The sum over ranks `(T, ...)`
     x = x.detach().contiguous().clone()
     ring_all_reduce(x.numpy(), port)
     return x
 
 # %% ../../nbs/10_parallelism/10f_tensor_parallel.ipynb #549c7fe7
 class EnterFromTokens(torch.autograd.Function):
-    "Rank r has piece r of the tokens: all get all. The gradient is a reduce-scatter."
+    "All-gather the tokens forward, reduce-scatter the gradient backward."
     @staticmethod
     def forward(ctx:Any, x:torch.Tensor, tokens:int, port:Port)->torch.Tensor: # `(T, ...)`
         ctx.port = port
@@ -56,7 +56,7 @@ class EnterFromTokens(torch.autograd.Function):
     def backward(ctx:Any, *grads:torch.Tensor): return _scattered(grads[0], ctx.port), None, None
 
 class LeaveToTokens(torch.autograd.Function):
-    "Each rank has a part of the sum: rank r gets piece r of it. The gradient is an all-gather."
+    "Reduce-scatter the partial sums forward, all-gather the gradient backward."
     @staticmethod
     def forward(ctx:Any, x:torch.Tensor, port:Port)->torch.Tensor: # A piece of `(T, ...)`
         ctx.port, ctx.tokens = port, len(x)
@@ -79,11 +79,11 @@ def _scattered(x:torch.Tensor, port:Port)->torch.Tensor: # Piece r of the sum
 
 # %% ../../nbs/10_parallelism/10f_tensor_parallel.ipynb #748141ad
 def slice_config(
-    config:ModelConfig, # Of the whole model
+    config:ModelConfig, # Config of the whole model
     size:int,           # Ranks, N
-    rank:int,           # Which rank
-)->ModelConfig: # Of the slice
-    "The sizes of a rank's slice. `ValueError` where the model can't be cut."
+    rank:int,           # The rank
+)->ModelConfig: # Config of the slice
+    "Return the config of a rank's slice. Raises `ValueError` if the model can't be cut."
     c, both = config, (config.num_heads, config.kv_heads)
     if any(n % size for n in both):
         fits = [n for n in range(1, c.num_heads + 1) if not any(h % n for h in both)]
@@ -97,11 +97,11 @@ def slice_config(
                    d_ff=F, vocab_size=V)
 
 def slice_of(
-    name:str,          # Of a parameter
+    name:str,          # Name of a parameter
     w:torch.Tensor,    # The whole parameter
     size:int, rank:int,
 )->torch.Tensor: # This rank's slice
-    "By outputs, by inputs, or whole, for norms."
+    "Slice a parameter by outputs or inputs; norms stay whole."
     if "ln" in name: return w
     axis = 1 if name.endswith(("output_proj.weight", "w2.weight")) else 0
     piece = chunk_slices(w.shape[axis], size)[rank]
@@ -109,14 +109,14 @@ def slice_of(
 
 # %% ../../nbs/10_parallelism/10f_tensor_parallel.ipynb #ec59fcf7
 class VocabularyParallelLoss(torch.autograd.Function):
-    "Cross-entropy over logits that are cut by words: two numbers for each token travel."
+    "Cross-entropy over logits split by vocabulary; two numbers per token are sent."
     @staticmethod
     def forward(ctx:Any,
-        logits:torch.Tensor,  # This rank's words `(tokens, V/N)`
-        targets:torch.Tensor, # `(tokens,)`; -100 where none counts
-        first:int,            # The id of this rank's first word
+        logits:torch.Tensor,  # Logits of this rank's vocabulary `(tokens, V/N)`
+        targets:torch.Tensor, # `(tokens,)`; -100 is ignored
+        first:int,            # First id of this rank's vocabulary
         port:Port,
-    )->torch.Tensor: # The mean over targets that count
+    )->torch.Tensor: # Mean over targets that aren't ignored
         counts, mine = targets != -100, (targets >= first) & (targets < first + logits.shape[1])
         own = torch.where(mine, targets - first, 0)
         picked = torch.where(mine, logits.gather(1, own[:, None])[:, 0], 0.)
@@ -136,11 +136,11 @@ class VocabularyParallelLoss(torch.autograd.Function):
 
 # %% ../../nbs/10_parallelism/10f_tensor_parallel.ipynb #25d58e4a
 class TensorParallelLM:
-    "A rank's slice of a `TransformerLM`, and how the slices work together."
+    "A rank's slice of a `TransformerLM`, with the communication between slices."
     def __init__(self,
-        model:TransformerLM,          # Whole; slices are copied
+        model:TransformerLM,          # The whole model; slices are copied
         port:Port,
-        sequence_parallel:bool=False, # Cut activations by tokens between the cut regions
+        sequence_parallel:bool=False, # Split activations by tokens outside the cut regions
     ):
         self.port, self.sequence_parallel = port, sequence_parallel
         c = slice_config(model.config, port.size, port.rank)
@@ -152,20 +152,20 @@ class TensorParallelLM:
                 p.copy_(slice_of(name, w, port.size, port.rank))
 
     def enter(self, x:torch.Tensor, tokens:int)->torch.Tensor: # `(T, B, D)`
-        "Before a cut matrix."
+        "Prepare the input of a cut matrix."
         if self.sequence_parallel: return EnterFromTokens.apply(x, tokens, self.port)
         return Enter.apply(x, self.port)
 
     def leave(self, x:torch.Tensor)->torch.Tensor: # `(T, B, D)`, or this rank's tokens of it
-        "After a cut matrix."
+        "Combine the outputs of a cut matrix."
         return (LeaveToTokens if self.sequence_parallel else Leave).apply(x, self.port)
 
     def around(self, f:Callable, tokens:int)->Callable:
-        "`f` of rows `(B, T, D)`, between `enter` and `leave`."
+        "Wrap `f` of rows `(B, T, D)` in `enter` and `leave`."
         return lambda x: self.leave(f(self.enter(x, tokens).transpose(0, 1)).transpose(0, 1))
 
     def loss(self, ids:torch.Tensor, targets:torch.Tensor)->torch.Tensor: # `(B, T)` each
-        "The mean loss, the same on all ranks."
+        "Compute the mean loss, the same on all ranks."
         model, T = self.slice, ids.shape[1]
         own = ids.T - self.first
         mine = (own >= 0) & (own < model.config.vocab_size)
@@ -179,7 +179,7 @@ class TensorParallelLM:
                                             self.port)
 
     def finish(self):
-        "After the backward pass: each rank saw norms on its own tokens only."
+        "Sum the norms' gradients after the backward pass: each rank saw its own tokens only."
         norms = [p.grad for name,p in self.slice.named_parameters()
                  if "ln" in name and p.grad is not None]
         if not self.sequence_parallel or not norms: return
@@ -189,14 +189,14 @@ class TensorParallelLM:
 
 # %% ../../nbs/10_parallelism/10f_tensor_parallel.ipynb #d5b1b743
 def tensor_parallel_bytes(
-    config:ModelConfig, # Of the whole model
+    config:ModelConfig, # Config of the whole model
     rows:int,           # B
     tokens:int,         # T
     size:int, rank:int,
     sequence_parallel:bool=False,
     itemsize:int=8,
-)->int: # Sent in a forward and a backward pass
-    "4L + 2 all-reduces of activations, and the loss; with sequence parallelism, the norms."
+)->int: # Bytes sent by a rank in a forward and a backward pass
+    "Count 4L + 2 all-reduces of activations, and the loss; with sequence parallelism, the norms."
     c, row = config, rows*config.d_model*itemsize               # Bytes of a token's activations
     norms = 0 if c.norm == "none" else (2*c.num_layers + (c.norm_position != "post"))
     return ((4*c.num_layers + 2)*ring_bytes(tokens, size, rank, row)

@@ -15,17 +15,17 @@ from .collectives import all_reduce_seconds
 from .ranks import Link
 
 # %% ../../nbs/10_parallelism/10n_topology.ipynb #c311b228
-NODE, NETWORK = Link(2e-6, 450e9), Link(5e-6, 50e9) # NVLink of an H100; a card of 400 Gbit/s
+NODE, NETWORK = Link(2e-6, 450e9), Link(5e-6, 50e9) # NVLink of an H100; a 400 Gbit/s network card
 
 def two_level_seconds(
-    num_bytes:float,        # Of the vector
+    num_bytes:float,        # Bytes of the vector
     size:int,               # Ranks, N
     ranks_per_node:int=8,   # k, which must divide N
-    node:Link=NODE,         # The wire inside a node
-    network:Link=NETWORK,   # The wire of each rank to other nodes
-    across:str="ring",      # Between nodes: an algorithm of `all_reduce_seconds`
+    node:Link=NODE,         # Link inside a node
+    network:Link=NETWORK,   # Link of each rank to other nodes
+    across:str="ring",      # Algorithm of `all_reduce_seconds` between nodes
 )->float: # Seconds
-    "Reduce-scatter in each node, all-reduce of the pieces between nodes, all-gather in each node."
+    "Time a reduce-scatter per node, an all-reduce between nodes, and an all-gather per node."
     k = whole_number("ranks_per_node", ranks_per_node)
     if size % k: raise ValueError(f"{size:,} ranks don't fill nodes of {k}, expected a multiple")
     inside = all_reduce_seconds("ring", num_bytes, k, node) # A reduce-scatter and an all-gather
@@ -35,10 +35,10 @@ def two_level_seconds(
 GPU_HOURS_PER_FAILURE = 54*24*16_384/419 # Llama 3's report, table 5: 419 interruptions in 54 days
 
 def seconds_between_failures(
-    gpus:int, # That all must work
-    gpu_hours:float=GPU_HOURS_PER_FAILURE, # Of one GPU, from failure to failure
-)->float: # Mean
-    "How long a run goes until something breaks."
+    gpus:int, # Number of GPUs, all of which must work
+    gpu_hours:float=GPU_HOURS_PER_FAILURE, # GPU hours between failures
+)->float: # Mean seconds
+    "Compute the mean time between failures of a run."
     positive("gpu_hours", gpu_hours)
     return 3600*gpu_hours/whole_number("gpus", gpus)
 
@@ -46,22 +46,22 @@ def seconds_between_failures(
 def goodput(
     interval_s:float,   # Useful seconds between two saves, τ
     between_s:float,    # Mean seconds between failures, M
-    save_s:float=60.,   # To save, δ
-    restart_s:float=600., # From a failure to the first step that is new or repeated, R
+    save_s:float=60.,   # Seconds per save, δ
+    restart_s:float=600., # Seconds from a failure to the next step, R
 )->float: # Between 0 and 1
-    "The share of the time in which work is done that lasts. Daly 2006."
+    "Compute the share of time spent on work that isn't lost. Daly 2006."
     check_times(interval_s=interval_s, between_s=between_s, save_s=save_s, restart_s=restart_s)
     stretch = (interval_s + save_s)/between_s
-    if stretch + restart_s/between_s > 700: return 0.           # Never done
+    if stretch + restart_s/between_s > 700: return 0.           # Never finishes
     return interval_s/(between_s*math.exp(restart_s/between_s)*math.expm1(stretch))
 
 def young_interval(between_s:float, save_s:float=60.)->float:
-    "Young 1974: save every so many seconds."
+    "Compute the best time between two saves, for rare failures. Young 1974."
     check_times(between_s=between_s, save_s=save_s)
     return math.sqrt(2*save_s*between_s)
 
 def daly_interval(between_s:float, save_s:float=60.)->float:
-    "Daly 2006: the same, for frequent failures too."
+    "Compute the best time between two saves, for frequent failures too. Daly 2006."
     check_times(between_s=between_s, save_s=save_s)
     if save_s >= 2*between_s: return between_s
     x = save_s/(2*between_s)
@@ -77,18 +77,18 @@ def check_times(**times:float):
 def simulate_goodput(
     interval_s:float,       # Useful seconds between two saves
     between_s:float,        # Mean seconds between failures
-    save_s:float=60.,       # To save
-    restart_s:float=600.,   # After a failure
+    save_s:float=60.,       # Seconds per save
+    restart_s:float=600.,   # Seconds to restart after a failure
     *,
-    stretches:int=100,      # Saves in a run
+    stretches:int=100,      # Saves per run
     runs:int=200,           # Independent runs
     rng:np.random.Generator,
 )->tuple: # Mean share of useful time, and its standard error
-    "Failures at random times, many runs at once. The share is of the mean time."
+    "Simulate failures at random times. The share is useful time over mean total time."
     check_times(interval_s=interval_s, between_s=between_s, save_s=save_s, restart_s=restart_s)
     stretches, runs = whole_number("stretches", stretches), whole_number("runs", runs)
     clock = np.zeros(runs)
-    todo = np.full(runs, interval_s + save_s)               # Of this attempt, on each run
+    todo = np.full(runs, interval_s + save_s)               # Left in this attempt, for each run
     left = np.full(runs, stretches)
     while (left > 0).any():
         lives = rng.exponential(between_s, runs)

@@ -24,22 +24,22 @@ from ..training.parallel_np import chunk_slices, ring_bytes
 # %% ../../nbs/10_parallelism/10e_zero.ipynb #75b3425f
 def zero_bytes_per_parameter(
     stage:int,        # 0 (data parallelism), 1, 2 or 3
-    size:int,         # Ranks, N
-    weight:float=2.,  # Bytes of a weight
+    size:int,         # Number of ranks, N
+    weight:float=2.,  # Bytes per weight
     gradient:float=2.,
-    optimizer:float=12., # A float32 copy and two moments
-)->float: # What a rank holds, without activations and gathered units
-    "Bytes of model state for each of the P parameters."
+    optimizer:float=12., # Bytes of a float32 copy and two moments
+)->float: # Bytes on a rank, without activations and gathered units
+    "Compute the bytes of model state per parameter."
     if stage not in (0, 1, 2, 3): raise ValueError(f"{stage = }, expected 0, 1, 2 or 3")
     parts = zip((weight, gradient, optimizer), (stage >= 3, stage >= 2, stage >= 1))
     return sum(part/size if sharded else part for part,sharded in parts)
 
 # %% ../../nbs/10_parallelism/10e_zero.ipynb #37ca5899
 class Unit:
-    "Parameters that travel together, and this rank's piece of them."
+    "A group of parameters that are sent together, and this rank's piece of them."
     def __init__(self,
-        names:list,      # Of the parameters, as in the model
-        parameters:list, # Of this rank's model, all whole
+        names:list,      # Names of the parameters in the model
+        parameters:list, # Whole parameters of this rank's model
         port:Port,
     ):
         self.names, self.parameters = names, parameters
@@ -48,14 +48,14 @@ class Unit:
 
     def __len__(self): return sum(p.numel() for p in self.parameters)
     def row(self, grads:bool=False)->torch.Tensor: # A copy `(n,)`
-        "All weights in a row, or all gradients."
+        "Concatenate all weights, or all gradients."
         return torch.cat([(p.grad if grads else p.detach()).flatten() for p in self.parameters])
 
 def make_units(
-    model:TransformerLM, # Whole; each rank has the same
+    model:TransformerLM, # The whole model, equal on all ranks
     port:Port,
-)->list: # Of `Unit`: the embedding, each block, and what comes after the last
-    "Cut a model into units. A tied table belongs to the first."
+)->list: # A `Unit` for the embedding, each block, and the layers after the last
+    "Split a model into units. A tied table belongs to the first unit."
     groups, seen = {}, set()
     for name,p in model.named_parameters():
         parts = name.split(".")
@@ -67,40 +67,40 @@ def make_units(
 
 # %% ../../nbs/10_parallelism/10e_zero.ipynb #61a2b51c
 class ShardedDataParallel:
-    "Stages 1 and 2: whole weights on each rank, but a piece of the moments."
+    "ZeRO stages 1 and 2: whole weights on each rank, but only a piece of the moments."
     def __init__(self,
-        model:TransformerLM, # This rank's copy; its gradients are taken over
+        model:TransformerLM, # This rank's copy; its gradients are managed here
         port:Port,
         stage:int,           # 1 or 2
-        max_norm:float=1.,   # Gradients are scaled down to this norm
-        **adamw:Any,         # For `torch.optim.AdamW`
+        max_norm:float=1.,   # Largest norm of the gradient
+        **adamw:Any,         # Options of `torch.optim.AdamW`
     ):
         refuse_fields(model.config, "ZeRO", "TorchEngine", ("mup_base_width",))
         if stage not in (1, 2): raise ValueError(f"{stage = }, expected 1 or 2")
         self.model, self.port, self.stage, self.max_norm = model, port, stage, max_norm
         self.units = make_units(model, port)
         self.optimizer = torch.optim.AdamW([u.shard for u in self.units], **adamw)
-        self.missing, self.peak_grads = {}, 0                  # Numbers of gradients held at once
+        self.missing, self.peak_grads = {}, 0                  # Gradient elements held at once
         for u in self.units:
             for p in u.parameters:
                 p.register_post_accumulate_grad_hook(lambda _, u=u: self.ready(u))
 
     def ready(self, u:Unit):
-        "One more gradient of a unit is complete."
+        "Note that one more gradient of a unit is complete."
         self.missing[u.names[0]] -= 1
         held = sum(p.grad.numel() for v in self.units for p in v.parameters if p.grad is not None)
         self.peak_grads = max(self.peak_grads, held)
         if self.stage == 2 and not self.missing[u.names[0]]: self.scatter(u)
 
     def scatter(self, u:Unit):
-        "Add a unit's gradients up over ranks, keep this rank's piece, and forget the rest."
+        "Reduce-scatter a unit's gradients, keep this rank's piece, and free the rest."
         row = u.row(grads=True)
         ring_reduce_scatter(row.numpy(), self.port)
         u.shard.grad = row[u.piece].clone()
         for p in u.parameters: p.grad = None
 
     def step(self, ids:torch.Tensor, targets:torch.Tensor)->float: # The whole batch `(B, T)` each
-        "One step. The loss of the whole batch, before it."
+        "Take one step and return the loss of the whole batch before it."
         self.missing = {u.names[0]: len(u.parameters) for u in self.units}
         share = loss_of_my_rows(self.model, ids, targets, self.port)
         share.backward()
@@ -113,7 +113,7 @@ class ShardedDataParallel:
 
     @torch.no_grad()
     def gather(self, u:Unit):
-        "Fetch the weights that other ranks have updated."
+        "Gather the weights that other ranks have updated."
         row = u.row()
         row[u.piece] = u.shard
         ring_all_gather(row.numpy(), self.port)
@@ -123,20 +123,20 @@ class ShardedDataParallel:
 # %% ../../nbs/10_parallelism/10e_zero.ipynb #15a72428
 def loss_of_my_rows(model:Callable, ids:torch.Tensor, targets:torch.Tensor, port:Port
 )->torch.Tensor:
-    "This rank's losses, divided by the number of targets in the whole batch."
+    "Sum this rank's losses and divide by the number of targets in the whole batch."
     x, y, count = my_rows(ids, port), my_rows(targets, port), int((targets != -100).sum())
     if not count: raise ValueError(f"none of the {targets.numel()} targets counts: all are -100")
     return F.cross_entropy(model(x).flatten(0, -2), y.flatten(), reduction="sum")/count
 
 def clip_shards(units:list, max_norm:float, port:Port):
-    "Scale gradients down to a norm that spans all pieces of all ranks."
+    "Clip gradients by their norm over all pieces on all ranks."
     squares = sum(float(u.shard.grad.square().sum()) for u in units)
     norm = add_over_ranks(squares, port)**.5
     for u in units: u.shard.grad.mul_(min(1., max_norm/(norm + 1e-6)))
 
 # %% ../../nbs/10_parallelism/10e_zero.ipynb #d38061dc
 class GatherWeights(torch.autograd.Function):
-    "All-gather in the forward pass, reduce-scatter in the backward pass."
+    "All-gather weights in the forward pass, reduce-scatter gradients in the backward pass."
     @staticmethod
     def forward(ctx:Any, shard:torch.Tensor, length:int, port:Port)->torch.Tensor: # `(length,)`
         ctx.port, ctx.length = port, length
@@ -148,7 +148,7 @@ class GatherWeights(torch.autograd.Function):
         return torch.from_numpy(ring_reduce_scatter(row.numpy(), ctx.port).copy()), None, None
 
 def gather_row(shard:torch.Tensor, length:int, port:Port)->torch.Tensor: # `(length,)`
-    "All pieces in a row."
+    "Concatenate the pieces of all ranks."
     row = torch.empty(length, dtype=shard.dtype)
     row[chunk_slices(length, port.size)[port.rank]] = shard.detach()
     ring_all_gather(row.numpy(), port)
@@ -163,12 +163,12 @@ class Part(nn.Module): # A part of a model, as `functional_call` wants it
 
 # %% ../../nbs/10_parallelism/10e_zero.ipynb #14892f83
 class FullySharded:
-    "Stage 3: a piece of everything. Units are gathered when they run, in both directions."
+    "ZeRO stage 3: each rank holds a piece of everything; units are gathered when they run."
     def __init__(self,
-        model:TransformerLM, # Whole, the same on each rank; its weights are cut up
+        model:TransformerLM, # The whole model, equal on all ranks; its weights are sharded
         port:Port,
-        max_norm:float=1.,   # Gradients are scaled down to this norm
-        **adamw:Any,         # For `torch.optim.AdamW`
+        max_norm:float=1.,   # Largest norm of the gradient
+        **adamw:Any,         # Options of `torch.optim.AdamW`
     ):
         refuse_fields(model.config, "ZeRO", "TorchEngine", ("mup_base_width",))
         if model.config.tie_embeddings:
@@ -179,16 +179,16 @@ class FullySharded:
         self.sizes = [[p.shape for p in u.parameters] for u in self.units]
         self.lengths = [len(u) for u in self.units]
         for u in self.units:
-            for p in u.parameters: p.data = p.data.new_empty(0) # Only the shards are left
+            for p in u.parameters: p.data = p.data.new_empty(0) # Only the shards remain
         self.optimizer = torch.optim.AdamW([u.shard for u in self.units], **adamw)
-        self.again, self.gathers = {}, [0]*len(self.units)      # Rows of the backward pass; counts
+        self.again, self.gathers = {}, [0]*len(self.units)      # Gathered for backward; counts
 
     def run(self, i:int, f:Callable, x:torch.Tensor)->torch.Tensor:
-        "`f(model, x)`, which uses the weights of unit `i`: gathered for the time of the call."
+        "Call `f(model, x)` with the weights of unit `i`, gathered during the call."
         row = GatherWeights.apply(self.units[i].shard, self.lengths[i], self.port)
         self.gathers[i] += 1
         where = row.untyped_storage().data_ptr()
-        def pack(t):                                            # A note, if it is a gathered weight
+        def pack(t):                                            # A marker for a gathered weight
             if t.untyped_storage().data_ptr() != where: return t
             return t.storage_offset(), t.shape, t.stride()
         def unpack(t): return t if torch.is_tensor(t) else self.gather_again(i).as_strided(
@@ -200,21 +200,21 @@ class FullySharded:
             return functional_call(Part(self.model, f), weights, (x,))
 
     def gather_again(self, i:int)->torch.Tensor:
-        "The row of unit `i` in the backward pass; that of the unit before is forgotten."
+        "Gather the weights of unit `i` in the backward pass, and free the previous unit's."
         if i not in self.again:
             self.again = {i: gather_row(self.units[i].shard, self.lengths[i], self.port)}
             self.gathers[i] += 1
         return self.again[i]
 
     def logits(self, ids:torch.Tensor)->torch.Tensor: # `(B, T)` to `(B, T, V)`
-        "The model's forward pass, a unit at a time."
+        "Run the model's forward pass, one unit at a time."
         x = self.run(0, lambda model, x: model.embed(x), ids)
         for i in range(len(self.model.layers)):
             x = self.run(i + 1, lambda model, x, i=i: model.layers[i](x), x)
         return self.run(len(self.units) - 1, lambda model, x: model.lm_head(model.ln_final(x)), x)
 
     def step(self, ids:torch.Tensor, targets:torch.Tensor)->float: # The whole batch `(B, T)` each
-        "One step. The loss of the whole batch, before it."
+        "Take one step and return the loss of the whole batch before it."
         self.optimizer.zero_grad()
         share = loss_of_my_rows(self.logits, ids, targets, self.port)
         share.backward()
@@ -224,7 +224,7 @@ class FullySharded:
         return add_over_ranks(share.item(), self.port)
 
     def weights(self)->list: # In the order of the model
-        "All parameters, gathered, for a checkpoint."
+        "Gather all parameters for a checkpoint."
         rows = [gather_row(u.shard, n, self.port) for u,n in zip(self.units, self.lengths)]
         return [part.view(shape) for row,shapes in zip(rows, self.sizes)
                 for part,shape in zip(row.split([s.numel() for s in shapes]), shapes)]
@@ -232,12 +232,12 @@ class FullySharded:
 # %% ../../nbs/10_parallelism/10e_zero.ipynb #4490f3c6
 def zero_step_bytes(
     stage:int,    # 1, 2 or 3
-    lengths:list, # Numbers in each unit
-    size:int,     # Ranks
-    rank:int,     # Which rank
+    lengths:list, # Size of each unit
+    size:int,     # Number of ranks
+    rank:int,     # The rank
     itemsize:int=8,
-)->int: # Sent in a step; the first unit of stage 3 is gathered once
-    "Reduce-scatters, all-gathers, and two numbers: the squared norm and the loss."
+)->int: # Bytes sent per step; the first unit of stage 3 is gathered once
+    "Count the reduce-scatters, all-gathers, and two numbers: the squared norm and the loss."
     gathers = [2 if stage == 3 and i else 1 for i in range(len(lengths))]
     return 2*ring_bytes(1, size, rank, 8) + sum(
         reduce_scatter_bytes(n, size, rank, itemsize) + g*all_gather_bytes(n, size, rank, itemsize)

@@ -102,7 +102,7 @@ def fit_scaling(
     draws:int=200,     # Bootstrap samples
     seed:int=0,        # Seed of the bootstrap samples
 )->Scaling:
-    "Fit a loss law with intervals. `ValueError` for too few runs, sizes or token counts."
+    "Fit a loss law with intervals. Raises `ValueError` for too few runs, sizes or token counts."
     data = runs.parameters, runs.tokens, runs.loss
     if len(runs.loss) < 6:
         raise ValueError(f"{len(runs.loss)} runs for a law with 5 constants, expected at least 6")

@@ -28,7 +28,7 @@ def lower_envelope(
     flops:np.ndarray,  # Budgets `(n,)` at which all curves are known
     losses:np.ndarray, # Of each model at each budget `(models, n)`; NaN where a model has no loss
 )->np.ndarray: # Index of the best model at each budget `(n,)`
-    "Approach 1 of Hoffmann et al. 2022. `ValueError` where a budget has no loss at all."
+    "Approach 1 of Hoffmann et al. 2022. Raises `ValueError` where a budget has no loss at all."
     losses = np.asarray(losses, float)
     if losses.ndim != 2 or losses.shape[1] != len(flops):
         raise ValueError(f"losses {losses.shape}, expected (models, {len(flops)})")

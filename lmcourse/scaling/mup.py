@@ -63,7 +63,7 @@ def best_rate(
     rates:Sequence[float]|np.ndarray,  # Learning rates, rising
     losses:Sequence[float]|np.ndarray, # Loss at each rate; the lowest must not be at an end
 )->float: # The lowest point of a parabola through the lowest loss and its two neighbours
-    "Find the best learning rate. `ValueError` if the lowest loss is at an end of the rates."
+    "Find the best learning rate. Raises `ValueError` if the lowest loss is at an end of the rates."
     k = int(np.argmin(losses))
     if not 0 < k < len(losses) - 1:
         raise ValueError(f"best_rate: the lowest loss is at the end, {rates[k]}: try more rates")

@@ -26,7 +26,7 @@ def fit_power_law(
     y:Sequence[float]|np.ndarray, # Positive numbers `(n,)`: losses or best sizes
     floor:float|None = 0.,        # Subtracted from `y` first; `None` to fit it too
 )->PowerLaw: # The least-squares fit in the logarithm
-    "Fit a power law. `ValueError` for too few points, or values that have no logarithm."
+    "Fit a power law. Raises `ValueError` for too few points, or values that have no logarithm."
     x, y = _positive(x, y, 2 if floor is not None else 4)
     if floor is None: return _fit_floor(x, y)
     if floor < 0 or floor >= y.min():

@@ -77,7 +77,7 @@ def other_seeds(
     rng:np.random.Generator, # Random generator
 )->list: # Simulated runs, as many as `runs`
     """Simulate the study with other seeds: around the mean of each point,
-    log deviations drawn from all points. `ValueError` if no point has two seeds."""
+    log deviations drawn from all points. Raises `ValueError` if no point has two seeds."""
     points:dict = {}
     for r in runs: points.setdefault((r["budget"], r["width"], r["layers"]), []).append(r)
     logs = [np.log([r["excess"] for r in some]) for some in points.values()]

@@ -121,7 +121,7 @@ def _number_of(document:str)->int:
 def text_column(
     row:dict, # Column to value
 )->str: # Its name
-    "The column that holds the documents. `ValueError` if that is not clear."
+    "The column that holds the documents. Raises `ValueError` if that is not clear."
     strings = [name for name,value in row.items() if isinstance(value, str)]
     if "text" in strings: return "text"
     if len(strings) == 1: return strings[0]
