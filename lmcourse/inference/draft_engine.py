@@ -18,12 +18,12 @@ from .speculative import verify
 
 # %% ../../nbs/07_inference/07e_draft_engine.ipynb #5ae758cf
 class DraftEngine(Engine):
-    "An `Engine` in which a draft guesses ahead for each request."
+    "An `Engine` with speculative decoding: a draft guesses ahead for each request."
     def __init__(self,
         model:Any,           # A `TransformerLM`: it alone decides how answers are distributed
         *limits:Any,         # As for `Engine`
-        make_draft:Callable, # A draft for one request, say `lambda: PromptLookup(vocab_size)`
-        lookahead:int=4,     # Tokens that it proposes in a step at most
+        make_draft:Callable, # Makes a request's draft, as in `lambda: PromptLookup(vocab_size)`
+        lookahead:int=4,     # Largest number of tokens that it proposes per step
         **settings:Any,      # As for `Engine`
     ):
         super().__init__(model, *limits, **settings)
@@ -39,7 +39,7 @@ class DraftEngine(Engine):
         return int(sample(probs, s.generator))
 
     def propose(self, work:dict)->dict: # Of a step; sequence to its proposal, which follows its ids
-        "Let each sequence that waits for a token guess, as far as budget and memory allow."
+        "Let the drafts of waiting sequences guess, as far as budget and memory allow."
         guesses = {}
         for s in work:
             left = s.request.max_tokens - len(s.tokens) - 1 # The last token is not computed
@@ -56,7 +56,7 @@ class DraftEngine(Engine):
 
     def keep(self, s:Sequence, proposal:list, q:torch.Tensor, logits:torch.Tensor
     )->str|None: # Why the answer ends, if it does
-        "Keep what the rule accepts of a proposal, and one token more."
+        "Keep what the rule accepts of a proposal, and one more token."
         p = _rule(s)(logits.cpu())
         kept, token = verify(proposal, q, p, partial(self.draw, s))
         self.proposed, self.accepted = self.proposed + len(proposal), self.accepted + kept

@@ -34,7 +34,7 @@ def grid_steps(
     bits:int,                             # Of a code, 2 to 8
     dtype:type=np.float32, # Of the steps: float32 or float16
 )->np.ndarray: # `(...)`: 0 for a group of zeros. `ValueError` where float16 can't hold one
-    "The step of each group, such that its largest weight is the largest code. Rounded up."
+    "Compute the step of each group for which its largest weight gets the largest code."
     exact = abs(weight).max(-1)/np.float32(_top(bits))
     with np.errstate(over="ignore"): steps = exact.astype(dtype)
     steps = np.where(steps.astype(np.float32) < exact,
@@ -49,7 +49,7 @@ def to_grid(
     steps:np.ndarray,  # `(...)`
     bits:int,          # Of a code, 2 to 8
 )->np.ndarray: # int8, shaped as `weight`
-    "The nearest code for each weight; what lies beyond the edge goes to the edge."
+    "Round each weight to the nearest code; values out of range get the largest code."
     steps, top = steps.astype(np.float32)[..., None], _top(bits)
     return np.rint(weight/np.where(steps > 0, steps, 1)).clip(-top, top).astype(np.int8)
 
@@ -57,7 +57,7 @@ def from_grid(
     codes:np.ndarray, # `(..., n)` whole numbers
     steps:np.ndarray, # `(...)`
 )->np.ndarray: # float32, shaped as `codes`
-    "The weights that the codes stand for."
+    "Compute the weights that the codes represent."
     return codes*steps.astype(np.float32)[..., None]
 
 # %% ../../nbs/07_inference/07d_quantization.ipynb #570cdc20
@@ -70,9 +70,9 @@ def best_steps(
     weight:np.ndarray,                    # In groups `(..., n)`, float32
     bits:int,                             # Of a code, 2 to 8
     dtype:type=np.float32, # Of the steps: float32 or float16
-    tries:int=32, # Steps that are tried: from the full one down to half of it
+    tries:int=32, # Number of steps to try, from the full one down to half of it
 )->np.ndarray: # `(...)`
-    "The step of each group that has the least squared error, of some."
+    "Search for the step of each group with the least squared error."
     full = grid_steps(weight, bits)
     best, least = grid_steps(weight, bits, dtype), np.full(full.shape, np.inf, np.float32)
     for factor in np.linspace(1, 0.5, tries, dtype=np.float32):
@@ -85,7 +85,7 @@ def best_steps(
 def pack_pairs(
     codes:np.ndarray, # `(out, in)`, -8 to 7
 )->np.ndarray: # uint8 `(out/2, in)`, rounded up
-    "Two rows of codes in one row of bytes."
+    "Pack two rows of codes into one row of bytes."
     raised = np.full((len(codes) + len(codes) % 2, codes.shape[1]), 8, np.uint8)
     raised[:len(codes)] += codes.view(np.uint8)                # Modulo 256
     return raised[::2] | raised[1::2] << 4
@@ -94,14 +94,14 @@ def unpack_pairs(
     packed:np.ndarray, # uint8 `(out/2, in)`
     rows:int,          # out
 )->np.ndarray: # int8 `(out, in)`
-    "The reverse of `pack_pairs`."
+    "Unpack the codes that `pack_pairs` has packed."
     codes = np.stack((packed & 15, packed >> 4), 1).reshape(-1, packed.shape[1])[:rows]
     return codes.astype(np.int8) - np.int8(8)
 
 # %% ../../nbs/07_inference/07d_quantization.ipynb #bfe8c89a
 class QuantizedWeight:
-    """A matrix as codes and steps.
-    It multiplies as the float32 matrix would that the codes stand for."""
+    """A quantized matrix, as codes and steps.
+    It multiplies like the float32 matrix that the codes represent."""
     def __init__(self,
         codes:np.ndarray, # int8 `(out, in)`; or for 4 bits uint8 `(out/2, in)`, two rows to a byte
         steps:np.ndarray, # `(out, groups)`, float32 or float16
@@ -124,13 +124,13 @@ class QuantizedWeight:
     def num_bytes(self)->int: return self.codes.nbytes + self.steps.nbytes
 
     def dequantize(self)->np.ndarray: # float32 `(out, in)`
-        "The matrix that the codes stand for."
+        "Return the matrix that the codes represent."
         codes = self.codes if self.bits == 8 else unpack_pairs(self.codes, self.shape[0])
         return from_grid(codes.reshape(*self.steps.shape, -1), self.steps).reshape(self.shape)
 
     def __call__(self, x:np.ndarray)->np.ndarray: # float32 `(rows, in)` to `(rows, out)`
-        """`x @ w.T` for the weight that the codes stand for.
-        More than eight rows share the work of writing it out."""
+        """Compute `x @ w.T` for the weight that the codes represent.
+        For more than eight rows the weight is dequantized once."""
         if x.dtype != np.float32 or x.ndim != 2 or x.shape[1] != self.shape[1]:
             raise ValueError(f"x is {x.dtype} {x.shape}, expected float32 (rows, {self.shape[1]})")
         if self.group % 64 or len(x) > 8: return x@self.dequantize().T
@@ -143,13 +143,13 @@ class QuantizedWeight:
 def quantize(
     weight:np.ndarray,                    # float32 `(out, in)`, all finite
     bits:int=8,                           # Of a code: 4 to 8; one of more than 4 takes a byte
-    # Neighbours in a row that share a step: a divisor of `in`, none for the whole row
+    # Number of neighbours in a row that share a step, a divisor of `in`; default: the whole row
     group:int|None=64,
-    steps:type=np.float16, # How the steps are kept: float16 or float32
-    # Whether to look for the best step, in place of the one that fits the largest weight
+    steps:type=np.float16, # Type of the stored steps: float16 or float32
+    # Whether to search for the best step instead of using the one that fits the largest weight
     search:bool=False,
 )->QuantizedWeight:
-    "A matrix with 4 to 8 bits a weight."
+    "Quantize a matrix to 4 to 8 bits per weight."
     groups = _groups(weight, bits, group, steps)
     found = (best_steps if search else grid_steps)(groups, bits, steps)
     codes = to_grid(groups, found, bits).reshape(weight.shape)
@@ -182,7 +182,7 @@ def _number(step): raise NotImplementedError # Only within compiled code
 @overload(_number)
 def _number_compiled(step): # A step as float32; one of float16 comes as its 16 bits
     if step == types.float32: return lambda step: step
-    # Exponents are raised by 15 there, by 127 here
+    # the exponent's bias is 15 in float16 and 127 in float32
     return lambda step: np.uint32(np.uint32(step) << np.uint32(13)).view(np.float32)*np.float32(
         2.**112)
 
@@ -272,9 +272,9 @@ EMBEDDINGS = ("token_embeddings.weight", "position_embeddings.weight")
 
 @dataclass(frozen=True)
 class QuantizedModel:
-    "The weights of a `TransformerLM`, most of them in few bits."
+    "The weights of a `TransformerLM`, most of them quantized."
     config:ModelConfig # Of the model
-    weights:dict       # Name to `QuantizedWeight`, or to an array that was left as it is
+    weights:dict       # Name to `QuantizedWeight`, or to an array that was not quantized
 
     @property
     def num_bytes(self)->int:
@@ -282,7 +282,7 @@ class QuantizedModel:
                    for w in self.weights.values())
 
     def model(self)->TransformerLM: # In float32
-        "The model that the codes stand for."
+        "Return the model that the codes represent, in float32."
         model = TransformerLM(self.config)
         load_weights(model, {n: w.dequantize() if isinstance(w, QuantizedWeight) else w
                              for n,w in self.weights.items()})
@@ -297,8 +297,8 @@ def quantize_model(
     search:bool=False,
     keep:tuple=EMBEDDINGS, # Names of matrices to leave as they are
 )->QuantizedModel:
-    """Every matrix of `model` in few bits, but those in `keep`.
-    Raises `ValueError` with the name of one that can't be."""
+    """Quantize every matrix of a model, except those in `keep`.
+    Raises `ValueError` with the name of a matrix that can't be quantized."""
     refuse_fields(model.config, "quantize_model", "quantize_linears")
     weights = params_of(model)
     for name in keep:
@@ -315,16 +315,16 @@ def quantize_fitting(
     weight:np.ndarray, # `(out, in)`, float32
     bits:int=8,        # As in `quantize`
 )->QuantizedWeight:
-    """`quantize` with the largest group of 64, 32, 16 or 8 inputs that divides them.
-    Raises `ValueError` for inputs that are no multiple of 8."""
+    """Quantize with the largest group of 64, 32, 16 or 8 that divides the number of inputs.
+    Raises `ValueError` if that number is not a multiple of 8."""
     group = math.gcd(64, inputs := weight.shape[-1])
     if group < 8: raise ValueError(f"{inputs} inputs, expected a multiple of 8")
     return quantize(weight, bits, group)
 
 class QuantizedLinear(torch.nn.Module):
-    "A `Linear` with a weight in few bits; on the CPU, in float32, without gradients."
+    "A `Linear` with a quantized weight; on the CPU, in float32, without gradients."
     def __init__(self,
-        linear:torch.nn.Linear, # Its weight is read, not kept
+        linear:torch.nn.Linear, # The layer, whose weight is read but not stored
         bits:int=8,             # As in `quantize_fitting`
     ):
         super().__init__()
@@ -341,7 +341,7 @@ def quantize_linears(
     model:TransformerLM, # On the CPU, in float32; changed
     bits:int=8,          # As in `quantize`
 )->TransformerLM: # The same
-    "A `QuantizedLinear` in place of every `Linear`. `ValueError` names one that can't be."
+    "Replace every `Linear` by a `QuantizedLinear`. A `ValueError` names one that doesn't fit."
     weight = model.token_embeddings.weight
     if weight.device.type != "cpu" or weight.dtype != torch.float32:
         found = f"{weight.dtype} on {weight.device}"
@@ -354,7 +354,7 @@ def quantize_linears(
 
 # %% ../../nbs/07_inference/07d_quantization.ipynb #6aba50b7
 class Int8Layer:
-    "Keys and values of one layer in 8 bits, a step for each head and token."
+    "The cached keys and values of one layer in 8 bits, with a step for each head and token."
     def __init__(self,
         codes:torch.Tensor, # int8 `(2, B, G, S, K)`, to be filled
         steps:torch.Tensor, # float32 `(2, B, G, S, 1)`, likewise
@@ -364,7 +364,7 @@ class Int8Layer:
         k:torch.Tensor, # Keys of the next T tokens `(B, G, T, K)`
         v:torch.Tensor, # Their values
     )->tuple: # Keys and values `(B, G, S, K)` of all tokens so far, as the codes have them
-        "Take the new ones, give all."
+        "Add new keys and values, and return all."
         n, new, room = self.length, torch.stack((k, v)).float(), self.codes.shape[-2]
         stop = n + k.shape[-2]
         if stop > room:
@@ -378,7 +378,7 @@ class Int8Layer:
 
 # %% ../../nbs/07_inference/07d_quantization.ipynb #73f5f045
 class Int8Cache:
-    "As `KVCache`, with a byte for each key and value. With a window it still keeps all of them."
+    "A `KVCache` with one byte per number. It stores all tokens, even with a window."
     def __init__(self,
         config:ModelConfig,            # Sizes and variant
         batch_size:int=1,              # Sequences, B
@@ -409,9 +409,9 @@ class Int8Cache:
 def magnitude_masks(
     weights:dict,        # Name to array
     share:float,         # Of the weights to leave out, 0 to 1
-    together:bool=False, # Whether the smallest of all go, or as large a share of each array
+    together:bool=False, # Whether to compare weights of all arrays, not within each array
 )->dict: # Name to mask, `True` where a weight stays
-    "Leave out the smallest weights; of equal ones the first."
+    "Choose the smallest weights to leave out; of equal ones the first."
     if not 0 <= share <= 1: raise ValueError(f"share = {share}, expected 0 to 1")
     if not together: return {name: _largest(w, share) for name,w in weights.items()}
     mask = _largest(np.concatenate([w.ravel() for w in weights.values()]), share)
@@ -423,7 +423,7 @@ def two_of_four(
     weight:np.ndarray, # `(out, in)`, in a multiple of 4
     # `True` for the two largest of each four neighbours in a row; of equal ones the first
 )->np.ndarray:
-    "The mask of 2:4 sparsity."
+    "Compute the mask of 2:4 sparsity."
     if weight.ndim != 2 or weight.shape[1] % 4:
         raise ValueError(f"weight has shape {weight.shape}, expected (out, in) with in a multiple "
                          f"of 4")
@@ -442,7 +442,7 @@ def _largest(weight:np.ndarray, share:float)->np.ndarray: # Mask of all but the 
 def pack_fours(
     weight:np.ndarray, # `(out, in)`, in a multiple of 8
 )->tuple: # The weights that stay `(out, in/2)`, and their places, uint8 `(out, in/8)`
-    "The two largest of each four neighbours."
+    "Pack a matrix with 2:4 sparsity: the two largest of each four neighbours."
     if weight.ndim != 2 or weight.shape[1] % 8:
         raise ValueError(f"weight has shape {weight.shape}, expected (out, in) with in a multiple "
                          f"of 8")
@@ -455,7 +455,7 @@ def unpack_fours(
     values:np.ndarray, # `(out, in/2)`
     places:np.ndarray, # uint8 `(out, in/8)`
 )->np.ndarray: # `(out, in)`
-    "The weights, with zeros for those that were left out."
+    "Unpack the weights, with zeros for those that were left out."
     weight = np.zeros((values.size//2, 4), values.dtype)
     at = places[..., None] >> np.arange(0, 8, 2, dtype=np.uint8) & 3
     np.put_along_axis(weight, at.reshape(-1, 2).astype(np.int64), values.reshape(-1, 2), 1)
@@ -466,7 +466,7 @@ def save_quantized(
     path:str|Path,    # A file; it is written beside and then renamed
     q:QuantizedModel, # From `quantize_model`
 ):
-    "Codes, steps and the other weights as one safetensors file, the config in its head."
+    "Save codes, steps and other weights as one safetensors file, with the config in its header."
     path, tensors = Path(path), {}
     for name,w in q.weights.items():
         tensors |= ({f"{name}.codes": w.codes, f"{name}.steps": w.steps}
@@ -477,7 +477,7 @@ def save_quantized(
 def load_quantized(
     path:str|Path, # A file of `save_quantized`
 )->QuantizedModel:
-    """What `save_quantized` wrote.
+    """Load what `save_quantized` has written.
     Raises `FileNotFoundError` if there is none, `ValueError` if it can't be read."""
     if not Path(path).is_file(): raise FileNotFoundError(f"{path}: no file")
     try:

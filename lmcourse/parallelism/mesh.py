@@ -37,11 +37,11 @@ from ..training.sharding import draw_parts
 # %% ../../nbs/10_parallelism/10k_mesh.ipynb #c10k0008
 @contextmanager
 def pretended_mesh(
-    config:TrainConfig, # Its degrees of parallelism
-    processes:int,      # How many there would be
-    rank:int=0,         # Which of them this one plays
+    config:TrainConfig, # Settings, the degrees of parallelism among them
+    processes:int,      # Number of pretended processes
+    rank:int=0,         # Number of the process that this one plays
 )->Iterator[World]:
-    "A mesh of processes of which only one is there. What it sends goes nowhere."
+    "Make a mesh of processes of which only one exists. What it sends goes nowhere."
     from torch.testing._internal.distributed.fake_pg import FakeStore
     sizes = mesh_sizes(config, processes)
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=processes)
@@ -60,7 +60,7 @@ def _forget_groups(): # DTensor remembers groups that are gone
 
 # %% ../../nbs/10_parallelism/10k_mesh.ipynb #c10k0013
 class Stage(TransformerLM):
-    """Some layers of a model in a row, without memory at first.
+    """A part of a model: some consecutive layers, created without memory.
     The first stage embeds ids, the last one has the norm, the head and the loss."""
     mesh:Any = None             # The processes that share its matrices, if several do
     context:Any = None          # The processes that share its tokens, likewise
@@ -83,7 +83,7 @@ class Stage(TransformerLM):
     @property
     def dtype(self)->torch.dtype: return next(self.parameters()).dtype
     def forward(self, # type: ignore[override]
-        x:torch.Tensor, # Ids `(B, T)`, or what the stage before gave `(B, T, D)`
+        x:torch.Tensor, # Ids `(B, T)`, or the output of the stage before `(B, T, D)`
         targets:torch.Tensor|None=None, # `(B, T)`, if the last stage is to return the loss
     )->torch.Tensor: # The residual stream; of the last stage logits `(B, T, V)`, or the loss
         if self.first: x = self.embed(x, self.places(x.shape[1]))
@@ -99,11 +99,11 @@ class Stage(TransformerLM):
         return y.clone() if self.mesh else y                    # FSDP wants no view
 
     def places(self, tokens:int)->torch.Tensor|None: # `(tokens,)`; None for 0, 1, 2 and so on
-        "The positions of this process's tokens, if they are only a part of the text."
+        "Return the positions of this process's tokens, if they are only a part of the text."
         return own_places(tokens, self.context) if self.context else None
 
     def head(self, x:torch.Tensor, targets:torch.Tensor|None)->torch.Tensor:
-        "Logits on all processes that share the head, or the loss."
+        "Compute logits on all processes that share the head, or the loss."
         if targets is None: return whole(self.lm_head(x))
         if not self.mesh:
             return self.parts.loss(x, self.lm_head.weight, targets, -100, self.config.z_loss)
@@ -140,7 +140,7 @@ def whole(x:torch.Tensor)->torch.Tensor: # All of it: one axis of the mesh after
 def placement(
     name:str, # Of a parameter
 )->list: # For the `tp` axis of a mesh
-    "Matrices that open a cut region by outputs, those that close it by inputs, the rest whole."
+    "Choose how a parameter is cut: by outputs, by inputs, or not at all."
     if name.endswith(("output_proj.weight", "w2.weight")): return [Shard(1)]
     closes = name.endswith(("output_proj.bias", "w2.bias"))
     if closes or any(part in name for part in ("ln", "norm", "position")): return [Replicate()]
@@ -194,7 +194,7 @@ def apply_data_parallel(
     mesh:DeviceMesh,     # With the axes `dp_replicate` and `dp_shard`
     dtype:str="float32", # Of the gathered weights of layers, or `bfloat16`
 ):
-    "Share out the weights of a stage, layer by layer: FSDP2."
+    "Shard the weights of a stage, layer by layer, with FSDP2."
     data = data_mesh(mesh)
     half = torch.bfloat16 if dtype == "bfloat16" else None
     policy = MixedPrecisionPolicy(half, half and torch.float32, cast_forward_inputs=False)
@@ -204,7 +204,7 @@ def apply_data_parallel(
 
 # %% ../../nbs/10_parallelism/10k_mesh.ipynb #a9340e8e
 def data_mesh(mesh:DeviceMesh)->DeviceMesh: # With one axis, or with copies two
-    "The processes among which weights are shared out: all that have other rows, or other tokens."
+    "Return the processes among which weights are sharded: those with different rows or tokens."
     names, copies = mesh.mesh_dim_names or (), mesh["dp_replicate"].size() > 1
     if "cp" not in names: return mesh["dp_replicate", "dp_shard"] if copies else mesh["dp_shard"]
     shares = shares_mesh(mesh)
@@ -217,7 +217,7 @@ def shares_mesh(mesh:DeviceMesh)->DeviceMesh: # `dp_shard` and `cp` as one axis,
 
 # %% ../../nbs/10_parallelism/10k_mesh.ipynb #616e6f2a
 def own_places(tokens:int, group:Any)->torch.Tensor: # Positions `(tokens,)` in the whole text
-    "Where the tokens of this process stand: zigzag."
+    "Return the positions of this process's tokens, in zigzag order."
     return torch.from_numpy(zigzag(tokens*group.size(), group.size())[group.rank()])
 
 def pass_on(arrays:tuple, group:Any)->tuple: # From the left neighbor, and what to wait for
@@ -229,7 +229,7 @@ def pass_on(arrays:tuple, group:Any)->tuple: # From the left neighbor, and what 
                                                 for x in got])
 
 class RingAttention(torch.autograd.Function):
-    "Causal attention of this process's queries to the tokens of all. Liu et al. 2023."
+    "Compute causal attention of this process's queries to all tokens. Source: Liu et al. 2023."
     @staticmethod
     def forward(ctx:Any, q:torch.Tensor, k:torch.Tensor, v:torch.Tensor, window:int|None, group:Any
     ):
@@ -281,7 +281,7 @@ def apply_context_parallel(
     stage:Stage, # On `meta`
     group:Any,   # The processes that share the tokens of a window
 ):
-    "Let attention go round a ring."
+    "Replace attention in a stage by ring attention."
     def attention(q, k, v, window=None): return RingAttention.apply(q, k, v, window, group)
     stage.context = group
     for layer in stage.layers.values(): layer.attn.attention = attention
@@ -303,7 +303,7 @@ def count_targets(targets:torch.Tensor)->int: return int((targets != -100).sum()
 
 # %% ../../nbs/10_parallelism/10k_mesh.ipynb #c10k0026
 class MeshModel(nn.Module):
-    "The stages of one process, and how all processes compute logits together."
+    "The stages of one process, which computes logits together with the other processes."
     stages:Any
     def __init__(self,
         config:ModelConfig, # Of the whole model
@@ -317,7 +317,7 @@ class MeshModel(nn.Module):
         for stage in self.stages: yield from stage.named_parameters(*args, **kwargs)
 
     def reshard(self):
-        "Forget the weights that other processes hold."
+        "Free the memory of weights that other processes hold."
         for stage in self.stages:
             if isinstance(stage, FSDPModule): stage.reshard()
 
@@ -353,7 +353,7 @@ class MeshModel(nn.Module):
 
 # %% ../../nbs/10_parallelism/10k_mesh.ipynb #c10k0028
 class MeshEngine(TorchEngine):
-    "A process's part of a `TransformerLM` on a mesh, and how all of them take a step."
+    "The backend for a mesh: a process's part of a `TransformerLM`, with its optimizer."
     kind_of_stage:Any = PipelineStage
     in_parts = True
     count = staticmethod(count_targets)
@@ -369,7 +369,7 @@ class MeshEngine(TorchEngine):
         super().__init__(model_config, config, world, device, loss)
 
     def make_model(self, config:ModelConfig)->MeshModel:
-        "The stages of this process: shapes, then slices, then shares, then numbers."
+        "Build the stages of this process: shapes, then slices, then shards, then numbers."
         c, mesh = self.config, self.mesh
         p = c.pipeline_parallel_degree
         self.pipeline = mesh["pp"].get_group() if p > 1 else None
@@ -389,7 +389,7 @@ class MeshEngine(TorchEngine):
 
     def make_loss(self, loss:Callable)->Any: return self.model.stages[-1]
     def forward_backward(self, batch:tuple, share:float=1.0, last:bool=True)->torch.Tensor:
-        "Add the gradient of a micro-batch; in a pipeline, of all at the last one."
+        "Add a micro-batch's gradient; in a pipeline, add all gradients at the last micro-batch."
         if self.context: batch, share = own_tokens(batch, share, self.context, self.count)
         self.waiting.append((*batch, share))
         if self.pipeline and not last: return torch.zeros(())
@@ -416,7 +416,7 @@ class MeshEngine(TorchEngine):
         return total
 
     def make_schedule(self, micro_batches:int, rows:int, tokens:int)->Any:
-        "Torch's schedule of that name. All shapes are known, so processes need not ask."
+        "Make torch's schedule of that name. Shapes are known, so processes need not ask for them."
         def stage(s): # Ids or the stream, to the stream or the loss
             stream = s.stream_like(rows, tokens, "meta").requires_grad_()
             ids = torch.empty(rows, tokens, dtype=torch.int64, device="meta")
@@ -486,7 +486,7 @@ def clip_mesh_gradients(
     world:World,     # Of all processes
     max_norm:float,  # Largest length; `math.inf` only measures
 )->float: # Their length before, the same on all processes
-    "As `clip_grad_norm`, over all stages, slices and shares, with each number counted once."
+    "Clip gradients over all stages, slices and shards, with each number counted once."
     squares = 0.
     for stage in model.stages:
         for name,p in stage.named_parameters():
@@ -501,7 +501,7 @@ def clip_mesh_gradients(
 def copies_of(
     p:torch.Tensor, # A parameter
 )->int: # Processes that hold the same numbers of it
-    "Along the axes of the mesh on which it is not cut."
+    "Count the processes that hold the same numbers of a parameter."
     if not isinstance(p, DTensor): return 1
     return math.prod(n for n,how in zip(p.device_mesh.shape, p.placements) if how.is_replicate())
 
@@ -511,7 +511,7 @@ def gather_model(
     model:MeshModel,     # In parts
     device:torch.device, # Where the copy lies
 )->TransformerLM: # In each process
-    "A whole copy. All processes must call it."
+    "Gather a whole copy of the model. All processes must call it."
     model.reshard()
     copy = TransformerLM(model.config, device="meta").to_empty(device=device)
     here = {s.number: dict(s.named_parameters()) for s in model.stages}
@@ -525,9 +525,9 @@ def gather_model(
     return copy
 
 def find_nonfinite_parts(
-    model:MeshModel, # After a step that moved nothing
-)->str|None: # In words; none if all is finite
-    "The first weight or gradient on any process that is infinite or NaN."
+    model:MeshModel, # The model, after a step that changed no weight
+)->str|None: # A description in words; `None` if everything is finite
+    "Find the first weight or gradient on any process that is infinite or NaN."
     kinds = dict(weights=lambda p: p, gradient=lambda p: p.grad)
     found = [f"the {kind} of {name}" for kind,of in kinds.items()
              for name,p in model.named_parameters()
@@ -579,7 +579,7 @@ def check_mesh(
 def stages_each(
     config:TrainConfig, # Its schedule
 )->int: # Stages of a process
-    "Two, far apart, if the schedule is interleaved."
+    "Return the number of stages per process: two, far apart, if the schedule is interleaved."
     interleaved = config.pipeline_parallel_schedule == "Interleaved1F1B"
     return 2 if interleaved and config.pipeline_parallel_degree > 1 else 1
 
@@ -603,7 +603,7 @@ def _check_slices(c:ModelConfig, tp:int, sequence_parallel:bool):
 
 # %% ../../nbs/10_parallelism/10k_mesh.ipynb #c10k0037
 class Traffic(TorchDispatchMode):
-    "Counts what this process sends, while it is active, as if each collective went by a ring."
+    "Counts the bytes that this process sends, as if each collective used a ring."
     SENT = dict(all_reduce=lambda n, b: 2*b*(n - 1)//n, all_gather=lambda n, b: b*(n - 1),
                 reduce_scatter=lambda n, b: b*(n - 1)//n, send=lambda n, b: b,
                 broadcast=lambda n, b: b)
@@ -668,7 +668,7 @@ class Rehearsal(MeshEngine):
         with self.fake: stage.to_empty(device=self.device)
 
     def step(self)->Traffic: # What was sent
-        "The forward and backward passes of one step."
+        "Run the forward and backward passes of one step."
         tokens = self.model.config.context_length
         plan = plan_batch(self.config, tokens, self.world.size)
         with self.fake, Traffic(self.mesh) as traffic:
@@ -699,7 +699,7 @@ def step_bytes(
     number:int=0,       # Of the stage; each process has only one
     itemsize:int=4,
 )->dict: # Axis to bytes
-    "What a process sends in a step, if every collective goes by a ring."
+    "Compute the bytes that a process sends in a step, if every collective uses a ring."
     sizes, stage = mesh_sizes(config, processes), Stage(model, number,
                                                         config.pipeline_parallel_degree)
     p, copies, tp, cp = (sizes.get(a, 1) for a in ("pp", "dp_replicate", "tp", "cp"))

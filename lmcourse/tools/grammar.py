@@ -18,27 +18,27 @@ from typing import Any, NamedTuple
 class Slot(NamedTuple):
     "A place in a template: `{a x=rule:key.attribute}`, where all but the name may be missing."
     name:str             # The rule to draw from, or what was remembered
-    kind:str             # `draw`, `again` (what was remembered) or `attribute` (of it)
+    kind:str             # `draw`, `again` (a remembered value) or `attribute` (of such a value)
     remember:str|None    # The name under which a draw is remembered
     key:str|None         # Draw from `name:value`, with the `attribute` of what `key` remembers
-    attribute:str|None   # Say `his`
-    article:bool         # With "a" or "an"
-    capital:bool         # With a capital first letter
+    attribute:str|None   # Name of an attribute, for example `his`
+    article:bool         # Whether it gets "a" or "an"
+    capital:bool         # Whether its first letter is a capital
 
 # %% ../../nbs/00_tools/00ea_grammar.ipynb #84906a4e
 class Rule(NamedTuple):
     "A list of entries, or a choice between templates."
-    name:str             # As it stands in the file
-    attributes:dict      # Of every entry, say `{'he': 'she'}`
+    name:str             # Name in the file
+    attributes:dict      # Attributes of every entry, for example `{'he': 'she'}`
     entries:tuple        # The entries of a list; empty for a choice
     options:tuple        # The templates of a choice, each a tuple of words and `Slot`s
     shares:tuple         # Probabilities of options or entries; empty for a list without weights
 
 # %% ../../nbs/00_tools/00ea_grammar.ipynb #6b9443de
 class Value(NamedTuple):
-    "Something remembered."
+    "A remembered entry."
     text:str             # The entry
-    rule:Rule            # The list that it came from, which holds its attributes
+    rule:Rule            # The list that it came from, which has its attributes
 
 # %% ../../nbs/00_tools/00ea_grammar.ipynb #d8518a9f
 _SLOT = re.compile(r"\{(?:([aA]) )?(?:(\w+)=)?([\w-]+)(?::(\w+))?(?:\.(\w+))?\}")
@@ -54,7 +54,7 @@ def _slot(match:re.Match, remembered:set)->Slot:
             else "again")
     return Slot(name, kind, remember, key, attribute, bool(article), capital)
 
-def _rule_parts(block:str)->tuple: # Name, attributes, `=` or `:`, and what is behind it
+def _rule_parts(block:str)->tuple: # Name, attributes, `=` or `:`, and what follows
     if not (match := _RULE.fullmatch(block)):
         raise ValueError(f"grammar: can't read {block[:60]!r}")
     return match.groups()
@@ -78,7 +78,7 @@ def _template(text:str, remembered:set)->tuple:
 def read_grammar(
     text:str, # Rules in the format that the head of `lmcourse/data/stories.txt` describes
 )->dict: # Rules by name
-    "Read a grammar. `ValueError` for a rule that can't be read, stands twice or does not exist."
+    "Read a grammar. Raises `ValueError` for a rule that is invalid, repeated or missing."
     text = re.sub(r"^#.*\n", "", text, flags=re.M)
     remembered, rules = set(re.findall(r"\{(?:[aA] )?(\w+)=", text)), {}
     for name,attributes,kind,body in map(_rule_parts, re.split(r"\n(?=\S)", text.strip())):
@@ -121,17 +121,17 @@ def _check_references(rules:dict):
 @cache
 def form(
     text:str,     # An entry of a list
-    article:bool, # Put "a" or "an" before it
-    capital:bool, # Make the first letter a capital
-)->str: # The words as they stand in a story
-    "An entry with its article and capital letter."
+    article:bool, # Whether to put "a" or "an" before it
+    capital:bool, # Whether to make the first letter a capital
+)->str: # The words as they appear in a story
+    "Write an entry with its article and capital letter."
     if article:
         text = ("an " if re.match(r"(?!one|uni|use)[aeiou]|hour|honest", text) else "a ") + text
     return text[0].upper() + text[1:] if capital else text
 
 # %% ../../nbs/00_tools/00ea_grammar.ipynb #f9fdbbfa
 class Writer:
-    "Makes the choices of the rules, one after another."
+    "Writes texts by making the choices of the rules, one after another."
     def __init__(self, rules:dict, seed:int):
         self.rules, self.uniform = rules, random.Random(seed).random
     def choose(self, rule:Rule)->tuple: # One of its templates
@@ -142,7 +142,7 @@ class Writer:
         return option
 
     def draw(self, slot:Slot, env:dict
-    )->Value: # Something to be remembered, different from what was
+    )->Value: # A value to remember, different from those remembered already
         rule = rule_of(self.rules, slot, env)
         while not rule.entries:                 # a choice of lists
             slot = self.choose(rule)[0]
@@ -170,15 +170,15 @@ class Writer:
 
 # %% ../../nbs/00_tools/00ea_grammar.ipynb #1f23a07e
 def start_at(name:str)->tuple: # Of one `Slot`
-    "A template that draws from the rule `name` and nothing else."
+    "Make a template that only draws from the rule `name`."
     return (Slot(name, "draw", None, None, None, False, False),)
 
 def rule_of(
     rules:dict, # By name
     slot:Slot,  # A draw
-    env:dict,   # What is remembered: name to `Value`
+    env:dict,   # Remembered values: name to `Value`
 )->Rule:
-    "The rule that a slot draws from, which may depend on what is remembered."
+    "Find the rule that a slot draws from, which may depend on what is remembered."
     name = f"{slot.name}:{_attribute(env, slot.key, slot.attribute)}" if slot.key else slot.name
     if name not in rules: raise ValueError(f"grammar: the rule {name!r} does not exist")
     return rules[name]
@@ -196,7 +196,7 @@ def _attribute(env:dict, name:str, attribute:str|None)->str: # Of what is rememb
                          f"{attribute!r}")
     return rule.attributes[attribute]
 
-def _left(rule:Rule, taken:int)->int: # How many of its entries are still to be had
+def _left(rule:Rule, taken:int)->int: # Number of its entries that are still available
     if taken == len(rule.entries):
         raise ValueError(f"grammar: all {taken} entries of {rule.name!r} are remembered already")
     return len(rule.entries) - taken
@@ -221,12 +221,12 @@ def _weight_left(rule:Rule, taken)->float: # Of the entries that are still to be
 
 # %% ../../nbs/00_tools/00ea_grammar.ipynb #26aa6429
 class Reader:
-    "All ways in which the rules can have made a text."
+    "Finds all ways in which the rules can have made a text."
     def __init__(self, rules:dict, text:str): self.rules, self.text = rules, text
 
     def read(self, parts:tuple, at:int, env:dict, logp:float=0.
     ): # Yields (end, what is remembered, log-probability) for every way
-        "Every way to read `parts` from position `at`, with what is remembered in `env`."
+        "Yield every way to read `parts` from position `at`, with the remembered values `env`."
         for i,part in enumerate(parts):
             if isinstance(part, Slot) and part.kind == "draw": break
             words = part if isinstance(part, str) else _known(part, env)
@@ -271,10 +271,10 @@ def _forms(name:str, entries:tuple, article:bool, capital:bool
 
 # %% ../../nbs/00_tools/00ea_grammar.ipynb #cb44179c
 class PrefixReader(Reader):
-    "All ways in which a text of the rules can begin with a text."
+    "Finds all ways in which a text of the rules can begin with a given text."
     def read(self, parts:tuple, at:int, env:dict, logp:float=0.
     ): # As in `Reader`; `end` is None where the text stops
-        "Every way to read the rest of the text."
+        "Yield every way to read the rest of the text."
         for i,part in enumerate(parts):
             if at == len(self.text): yield None, env, logp; return
             if isinstance(part, Slot) and part.kind == "draw": break
@@ -306,7 +306,7 @@ class PrefixReader(Reader):
 
 # %% ../../nbs/00_tools/00ea_grammar.ipynb #a7320ac3
 class Expectations:
-    "Probability, mean surprise and mean length of what the rules make, without listing it."
+    "Computes probability, mean surprisal and mean length of texts without listing them."
     def __init__(self, rules:dict): self.rules = rules
 
     def flow(self, parts:tuple, env:tuple)->dict: # {env afterwards: (p, p*nats, p*bytes)}
