@@ -33,18 +33,18 @@ from ..tools.files import write_json
 from ..tools.machine import cores, peak_bytes, processor_name
 
 # %% ../../nbs/90_app/90a_bench.ipynb #b6532469
-KINDS = { # Files by the ends of their names
+KINDS = { # Kinds of files by file ending
     "sources": (".py", ".pyi", ".pyx", ".pxd", ".h", ".hpp", ".c", ".cpp", ".cu", ".js", ".css"),
     "documentation": (".rst", ".md", ".txt", ".html"),
     "licences": ("METADATA", "LICENSE", "LICENCE", "COPYING", "NOTICE", "AUTHORS"),
     "tables": (".json", ".csv", ".toml", ".yaml", ".xml"),
     "messages": (".po", ".pot"),
 }
-SIZES = range(200, 200_000) # Bytes of a file that is taken
+SIZES = range(200, 200_000) # Accepted file sizes in bytes
 
 # %% ../../nbs/90_app/90a_bench.ipynb #c11a5e8f
-def installed_files()->dict: # Paths by kind, always in the same order
-    "The text files of the running Python: its standard library and the packages beside it."
+def installed_files()->dict: # Paths by kind, in a fixed order
+    "List the text files of the running Python: its standard library and installed packages."
     found = {kind: [] for kind in KINDS}
     for root in dict.fromkeys(sysconfig.get_path(name)
                               for name in ("stdlib", "purelib", "platlib")):
@@ -57,14 +57,14 @@ def installed_files()->dict: # Paths by kind, always in the same order
     return found
 
 # %% ../../nbs/90_app/90a_bench.ipynb #b511abf6
-def _texts(paths)->Iterator[str]: # Of those files that are neither too small nor too large
+def _texts(paths)->Iterator[str]: # Texts of the files within `SIZES`
     for path in paths:
         try: data = path.read_bytes() if path.stat().st_size in SIZES else b""
         except OSError: continue
         with contextlib.suppress(UnicodeDecodeError):
             if data: yield data.decode("utf-8")
 
-def _strings(data)->Iterator[str]: # All that are somewhere inside
+def _strings(data)->Iterator[str]: # All strings inside nested data
     if isinstance(data, str): yield data
     elif isinstance(data, (dict, list, tuple)):
         for inner in data.values() if isinstance(data, dict) else data: yield from _strings(inner)
@@ -78,9 +78,9 @@ def _locales()->Iterator[str]: # One text for each of Babel's locales, if it is 
 
 # %% ../../nbs/90_app/90a_bench.ipynb #6c507137
 def web_text(
-    max_bytes:int, # Stop after the document that reaches it
-)->list: # Documents without `<|endoftext|>`, the same in every call
-    "Text as the web has it, from the files of the running Python."
+    max_bytes:int, # Limit; reading stops after the document that reaches it
+)->list: # Documents without `<|endoftext|>`, equal in every call
+    "Collect web-like text from the files of the running Python."
     if not max_bytes > 0: raise ValueError(f"max_bytes = {max_bytes}, expected more than 0")
     # in every second turn: they are long lists of names
     locales = itertools.chain.from_iterable((text, None) for text in _locales())
@@ -101,18 +101,18 @@ VOCAB_SIZES = dict(stories=10_000)   # Tokens to learn from it; 32,000 from othe
 @dataclass(frozen=True)
 class Corpus:
     name: str        # `stories`, `web` or `text:PATH`
-    path: str        # The file: documents with `<|endoftext|>` between them
-    bytes: int       # Its size
-    documents: int   # In it
+    path: str        # File of documents separated by `<|endoftext|>`
+    bytes: int       # Size of the file
+    documents: int   # Number of documents
     non_ascii: float # Share of its bytes that are not ASCII
-    vocab_size: int  # Of a vocabulary for it
+    vocab_size: int  # Vocabulary size to train on it
 
 # %% ../../nbs/90_app/90a_bench.ipynb #7c517d8c
 def corpus_documents(
     name:str,      # `stories`, `web` or `text:PATH`
-    max_bytes:int, # About so many
+    max_bytes:int, # Approximate size
 )->list:
-    "The documents of a corpus. Raises `ValueError` for a name that is none."
+    "Yield the documents of a corpus. Raises `ValueError` for an unknown name."
     if name.partition(":")[0] not in ("stories", "web", "text"):
         raise unknown("corpus", name, ["stories", "web", "text:PATH"])
     return web_text(max_bytes) if name == "web" else list(documents(name, "train", max_bytes))
@@ -120,10 +120,10 @@ def corpus_documents(
 # %% ../../nbs/90_app/90a_bench.ipynb #2357f807
 def write_corpus(
     name:str,           # As above
-    folder:str|Path,    # The file comes into it
-    max_bytes:int|None, # By default as much as `MEGABYTES` says
+    folder:str|Path,    # Folder for the file
+    max_bytes:int|None, # Size; None for the size in `MEGABYTES`
 )->Corpus:
-    "A corpus as a file."
+    "Write a corpus to a file."
     texts = corpus_documents(name, max_bytes or 10**6*MEGABYTES.get(name, 30))
     data = END_OF_TEXT.join(texts).encode()
     with tempfile.NamedTemporaryFile(dir=folder, suffix=".txt", delete=False) as file:
@@ -134,19 +134,19 @@ def write_corpus(
 # %% ../../nbs/90_app/90a_bench.ipynb #e6bb498b
 def timed(
     call:Callable, # Without arguments
-)->tuple: # Seconds by both clocks, and what `call` gave
-    "Call once and look at the clocks."
+)->tuple: # Seconds by both clocks, and the result of `call`
+    "Time a single call."
     wall, cpu = time.perf_counter(), time.process_time()
     result = call()
     return dict(wall_s=time.perf_counter() - wall, cpu_s=time.process_time() - cpu), result
 
 # %% ../../nbs/90_app/90a_bench.ipynb #b03c16f0
 def interleaved(
-    jobs:dict,    # A key for each, and a function without arguments that gives a dict
-    rounds:int,   # How often each is done
-    desc:str="",  # Stands in front of the progress bar
-)->dict: # The same keys; for each what its job gave, as lists, a value a round
-    "Do all jobs in turns: A, B, C, A, B, C."
+    jobs:dict,    # Key to a function without arguments that returns a dict
+    rounds:int,   # Runs of each job
+    desc:str="",  # Label of the progress bar
+)->dict: # Key to the job's results, as lists with one value per round
+    "Run the jobs in turns: A, B, C, A, B, C."
     found = {key: [] for key in jobs}
     for _,key in progress(list(itertools.product(range(rounds), jobs)), desc=desc, unit="run"):
         found[key].append(jobs[key]())
@@ -156,39 +156,39 @@ def interleaved(
 # %% ../../nbs/90_app/90a_bench.ipynb #14a25997
 def spread(
     values:list, # Positive numbers
-)->str: # `median [least..most]`, the median with three digits
-    "Several measurements of one thing in few characters."
+)->str: # `median [min..max]`, the median with three digits
+    "Summarize repeated measurements in few characters."
     middle = statistics.median(values)
     digits = max(0, 2 - math.floor(math.log10(middle))) if middle > 0 else 2
     return "{:,.{d}f} [{:,.{d}f}..{:,.{d}f}]".format(middle, min(values), max(values), d=digits)
 
 # %% ../../nbs/90_app/90a_bench.ipynb #d52ae568
 def ratios(
-    ours:dict,   # With `bytes`, and the lists `wall_s` and `cpu_s`
+    ours:dict,   # Measurement with `bytes` and the lists `wall_s` and `cpu_s`
     theirs:dict, # The same
     clock:str="wall_s", # Or `cpu_s`
-)->list: # One a round
-    "How many times as fast ours is, byte for byte."
+)->list: # One value per round
+    "Compute the speedup of ours over theirs, per byte."
     return [(t/theirs["bytes"])/max(o/ours["bytes"], 1e-15)
             for o,t in zip(ours[clock], theirs[clock])]
 
 # %% ../../nbs/90_app/90a_bench.ipynb #f32f4751
 @dataclass(frozen=True)
 class Learner:
-    learn: Callable  # From path, vocabulary size and threads to whatever it learns
-    tokens: Callable # From that to its tokens as bytes, without special tokens
+    learn: Callable  # Function from path, vocabulary size and threads to a tokenizer
+    tokens: Callable # Function from the tokenizer to its tokens as bytes, without special tokens
 
 def file_documents(
     path:str|Path, # A corpus's file
 )->list: # Of str
-    "The documents of a file."
+    "Read the documents of a file."
     return Path(path).read_bytes().decode("utf-8").split(END_OF_TEXT)
 
 # %% ../../nbs/90_app/90a_bench.ipynb #acf0cd44
 def _learn_lmcourse(path, vocab_size, threads):
     return train_bpe(path, vocab_size, [END_OF_TEXT], threads=threads)
 
-def _learn_tokenizers(path, vocab_size, threads): # As many threads as RAYON_NUM_THREADS says
+def _learn_tokenizers(path, vocab_size, threads): # RAYON_NUM_THREADS sets the threads
     import tokenizers as hf
     learnt = hf.Tokenizer(hf.models.BPE())
     learnt.pre_tokenizer = hf.pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -199,7 +199,7 @@ def _learn_tokenizers(path, vocab_size, threads): # As many threads as RAYON_NUM
     return learnt
 
 # %% ../../nbs/90_app/90a_bench.ipynb #59ee6c65
-def _learn_rustbpe(path, vocab_size, threads): # As many threads as RAYON_NUM_THREADS says
+def _learn_rustbpe(path, vocab_size, threads): # RAYON_NUM_THREADS sets the threads
     import rustbpe
     learnt = rustbpe.Tokenizer()
     learnt.train_from_iterator(iter(file_documents(path)), vocab_size - 1,
@@ -223,15 +223,15 @@ PEERS = ("tiktoken", "tokenizers", "rustbpe")
 
 def present(
     names:Iterable[str], # Of packages
-)->list: # Those that are installed, in the same order
-    "Who can take part."
+)->list: # Installed packages, in the same order
+    "Find the installed packages."
     return [n for n in names if n == "lmcourse" or importlib.util.find_spec(n)]
 
 # %% ../../nbs/90_app/90a_bench.ipynb #d59016b3
 def missing_line(
     names:Iterable[str], # Of packages
-)->str: # Empty if all are there
-    "Who can't take part, in words."
+)->str: # Empty if all are installed
+    "Describe the packages that aren't installed."
     missing = [n for n in names if n not in present(names)]
     return (f"not installed, so not measured: {', '.join(missing)} (pip install 'lmcourse[bench]')"
             if missing else "")
@@ -239,9 +239,9 @@ def missing_line(
 # %% ../../nbs/90_app/90a_bench.ipynb #9873dd37
 def cut_lines(
     text:str,  # Any text
-    size:int,  # Characters of a line at most
-)->list: # Put together they are `text`
-    "A text in lines that end before a space, or where there is none at `size` characters."
+    size:int,  # Most characters per line
+)->list: # Lines that join to `text`
+    "Cut a text into lines that end before a space, or at `size` characters if there is none."
     lines, start = [], 0
     while start < len(text):
         end = start + size
@@ -251,8 +251,8 @@ def cut_lines(
     return lines
 
 # %% ../../nbs/90_app/90a_bench.ipynb #52f72ff1
-class Sample: # The beginning of a corpus in the forms in which it is encoded
-    def __init__(self, path:str|Path, max_bytes:int|None): # Without a limit all of it
+class Sample: # The beginning of a corpus in several forms
+    def __init__(self, path:str|Path, max_bytes:int|None): # None for the whole corpus
         self.documents = file_documents(path)
         sizes = itertools.accumulate(len(d.encode()) for d in self.documents)
         if max_bytes: self.documents = self.documents[:1 + sum(size < max_bytes for size in sizes)]
@@ -304,11 +304,11 @@ BATCH = dict(
 @dataclass(frozen=True)
 class Task:
     form: str            # An attribute of `Sample`
-    calls: dict          # By contender
-    threaded: tuple = () # Those of them that can use more than one thread here
+    calls: dict          # Contender to its function
+    threaded: tuple = () # Contenders that can use several threads
     size: int = 16_000_000 # Bytes of the sample
-    fresh: bool = False  # A new encoder each time, made before the clock starts
-    beside: tuple = ()   # Other tasks that do for the others
+    fresh: bool = False  # Whether each run gets a new encoder, made before the clock starts
+    beside: tuple = ()   # Other tasks to compare with
 
 # %% ../../nbs/90_app/90a_bench.ipynb #8aa952b4
 OURS = ("lmcourse",)
@@ -325,9 +325,9 @@ for name,form in (("lines of 60", "short"), ("lines of 150", "medium"), ("docume
 
 # %% ../../nbs/90_app/90a_bench.ipynb #610bfdfd
 def flat_ids(
-    result:Any, # Of any task
+    result:Any, # Result of any task
 )->np.ndarray: # uint32
-    "Ids put together."
+    "Concatenate ids into one array."
     if isinstance(result, tuple): result = result[0]
     if isinstance(result, list) and result and isinstance(result[0], list):
         result = list(itertools.chain.from_iterable(result))
@@ -335,13 +335,13 @@ def flat_ids(
 
 # %% ../../nbs/90_app/90a_bench.ipynb #37950a13
 def require_equal_ids(
-    what:str,               # Is encoded, for the message
+    what:str,               # Name of the encoded text, for the message
     ours:np.ndarray,        # Ids
     theirs:np.ndarray,      # Ids that should be the same
-    who:str,                # Made them
-    token_bytes:Callable,   # From an id to its bytes
+    who:str,                # Name of their encoder
+    token_bytes:Callable,   # Function from an id to its bytes
 ):
-    "`ValueError` that names the first place where two encodings differ."
+    "Raise `ValueError` at the first difference between two encodings."
     shortest = min(len(ours), len(theirs))
     places = np.flatnonzero(ours[:shortest] != theirs[:shortest])
     if not places.size and len(ours) == len(theirs): return
@@ -356,17 +356,17 @@ def require_equal_ids(
 def perform(
     actions:dict,    # Functions by name
     action:str,      # One of the names
-    **arguments:Any, # Of that function
-)->dict: # What it gave, or `error`
-    "One request."
+    **arguments:Any, # Arguments of the function
+)->dict: # The function's result, or `error`
+    "Handle one request."
     try: return actions[action](**arguments)
     except Exception as e: return dict(error=str(e) if isinstance(e, (ValueError, OSError))
                                        else f"{type(e).__name__}: {e}")
 
 def serve(
-    module:str="lmcourse.app.bench", # Whose `ACTIONS` are done
+    module:str="lmcourse.app.bench", # Module whose `ACTIONS` are served
 ):
-    "Answer requests until standard input ends. What a `Worker` runs."
+    "Answer requests until standard input ends; a `Worker` runs this."
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     actions = importlib.import_module(module).ACTIONS
@@ -378,9 +378,9 @@ class Worker:
     """A Python process that does one thing at a time.
     Use it in a `with` block: it ends with the block."""
     def __init__(self,
-        threads:int=1,                   # For libraries that ask the environment
-        module:str="lmcourse.app.bench", # Whose `ACTIONS` it can be asked for
-        **environment:str,               # More variables
+        threads:int=1,                   # Threads, set through environment variables
+        module:str="lmcourse.app.bench", # Module whose `ACTIONS` it serves
+        **environment:str,               # Further environment variables
     ):
         env = (os.environ | dict(RAYON_NUM_THREADS=str(threads), TOKENIZERS_PARALLELISM="true")
                | environment)
@@ -391,8 +391,8 @@ class Worker:
                                         encoding="utf-8", start_new_session=True)
 
     def ask(self, action:str, **arguments:Any
-    )->dict: # As for `perform`; `ValueError` with the error that it met
-        "Have a request done."
+    )->dict: # As from `perform`; `ValueError` with the worker's error
+        "Send a request and wait for its result."
         try:
             print(json.dumps(dict(action=action) | arguments), file=self.process.stdin, flush=True)
             line = self.process.stdout.readline() if self.process.stdout else ""
@@ -410,16 +410,16 @@ class Worker:
         self.process.communicate()
 
 # %% ../../nbs/90_app/90a_bench.ipynb #0ba12c76
-def warm_up_text()->str: # The same in every call
-    "20,000 random words of up to 19 letters, in 200 documents."
+def warm_up_text()->str: # Equal in every call
+    "Make 20,000 random words of up to 19 letters, in 200 documents."
     draw = random.Random(0)
     words = ["".join(draw.choices("abcdefghijklmnopqrstuvwxyzäöü", k=draw.randrange(1, 20)))
              for _ in range(20_000)]
     return END_OF_TEXT.join(" ".join(words[i:i+100]) for i in range(0, len(words), 100))
 
 # %% ../../nbs/90_app/90a_bench.ipynb #6587fd36
-def warm_learner(name:str, path:str, threads:int): # A learner of `LEARNERS`, a file to begin with
-    "Learn once, so that all code is compiled and loaded."
+def warm_learner(name:str, path:str, threads:int): # A name in `LEARNERS`, and a warm-up file
+    "Train once, so that all code is compiled and loaded."
     LEARNERS[name].learn(path, 12_000, threads)
     if name == "lmcourse":
         from lmcourse.tokenization.fast_bpe import WordTable, count_words_fast
@@ -427,8 +427,8 @@ def warm_learner(name:str, path:str, threads:int): # A learner of `LEARNERS`, a 
         WordTable().add(count_words_fast(path, threads=1))
 
 def run_training(name:str, path:str, vocab_size:int, threads:int, warm_up:str|None
-)->dict: # `warm_up`: a file to begin with
-    "Learn once in this process. Tokens as hexadecimal digits."
+)->dict: # `warm_up`: a file for warm-up
+    "Train once in this process and return the tokens as hexadecimal digits."
     with warnings.catch_warnings():
         # a small corpus may give fewer tokens
         warnings.simplefilter("ignore")
@@ -442,7 +442,7 @@ _sample, _encoder = lru_cache(2)(Sample), lru_cache(1)(lambda name, folder: ENCO
 # %% ../../nbs/90_app/90a_bench.ipynb #3a0eeb77
 def run_encoding(task:str, name:str, threads:int, path:str, max_bytes:int|None, folder:str,
                  ids:str|None=None
-)->dict: # `ids`: a file for them
+)->dict: # `ids`: a file for the ids
     "Encode a sample once."
     x = getattr(_sample(path, max_bytes), TASKS[task].form)
     t = ENCODERS[name](folder) if TASKS[task].fresh else _encoder(name, folder)
@@ -453,14 +453,14 @@ def run_encoding(task:str, name:str, threads:int, path:str, max_bytes:int|None, 
     return measured | dict(sample=len(_sample(path, max_bytes).utf8))
 
 # %% ../../nbs/90_app/90a_bench.ipynb #b13e3a3d
-def run_counting(path:str, threads:int)->dict: # And the number of distinct words
+def run_counting(path:str, threads:int)->dict: # Times and the number of distinct words
     "Count the words of a file once."
     from lmcourse.tokenization.fast_bpe import count_words_fast
     measured, words = timed(lambda: count_words_fast(path, [END_OF_TEXT], threads=threads))
     return measured | dict(words=len(words.counts))
 
 def run_first_use(path:str)->dict: # Seconds
-    "The first training and the first encoding of this process."
+    "Time the first training and the first encoding of this process."
     importlib.import_module("lmcourse.tokenization.fast_bpe")   # Numba with it
     train, tokenizer = timed(lambda: Tokenizer.train(path, 12_000))
     encode, _ = timed(lambda: tokenizer.encode("the first line"))
@@ -468,7 +468,7 @@ def run_first_use(path:str)->dict: # Seconds
 
 # %% ../../nbs/90_app/90a_bench.ipynb #e83e4543
 def run_import()->dict:
-    "What importing alone needs, most of it for Numba."
+    "Measure the memory of importing alone, most of it for Numba."
     importlib.import_module("lmcourse.tokenization.fast_bpe")
     return dict(peak_bytes=peak_bytes())
 
@@ -478,12 +478,12 @@ ACTIONS = {f.__name__: f for f in (run_training, run_encoding, run_counting, run
 
 # %% ../../nbs/90_app/90a_bench.ipynb #5f51f7d4
 def measure_training(
-    corpus:Corpus, # To learn from
-    warm_up:str,   # A file to begin with
+    corpus:Corpus, # Training corpus
+    warm_up:str,   # File for warm-up
     threads:list,  # Numbers of threads
     rounds:int,
 )->list: # Measurements
-    "All learners on one corpus."
+    "Measure all trainers on one corpus."
     def once(name, n):
         with Worker(n) as worker:
             return worker.ask("run_training", name=name, path=corpus.path,
@@ -503,26 +503,26 @@ def measure_training(
 def sample_bytes(
     task:str, # Name of a task
     who:str,  # Contender
-)->int: # Bytes at most
-    "How much of a corpus is encoded."
+)->int: # Most bytes
+    "Return how many bytes of a corpus to encode."
     return TASKS[task].size//(8 if who == "tokenizers" else 1)
 
 def encoding_jobs(
     threads:list, # Numbers of threads
 )->list: # (task, contender, number of threads)
-    "What is to be done for each corpus, neighbours in time beside each other."
+    "List the jobs for each corpus, with comparable jobs next to each other."
     return [(name, who, n) for name,task in TASKS.items() for n in threads
             for who in present(task.calls)
             if n == threads[0] or who in task.threaded]
 
 # %% ../../nbs/90_app/90a_bench.ipynb #730fd929
 def measure_encoding(
-    corpus:Corpus,  # To be encoded
+    corpus:Corpus,  # Corpus to encode
     saved:str|Path, # Folder of a saved tokenizer
     threads:list,   # Numbers of threads
     rounds:int,
 )->list: # Measurements
-    "All encoders on one corpus, after their ids were compared."
+    "Measure all encoders on one corpus after comparing their ids."
     jobs = encoding_jobs(threads)
     with contextlib.ExitStack() as stack:
         workers = {(who, n): stack.enter_context(Worker(n)) for _,who,n in jobs}
@@ -538,11 +538,11 @@ def measure_encoding(
 
 # %% ../../nbs/90_app/90a_bench.ipynb #f72b80e2
 def compare_ids(
-    jobs:list,            # As `encoding_jobs` gives
-    ask:Callable,         # Has one done
-    token_bytes:Callable, # From an id to its bytes
+    jobs:list,            # Jobs from `encoding_jobs`
+    ask:Callable,         # Runs one job
+    token_bytes:Callable, # Function from an id to its bytes
 ):
-    """Do each job once; `ValueError` if one gives other ids than ours gives in the plainest task
+    """Run each job once; `ValueError` if its ids differ from ours in the plainest task
     with the same text."""
     plain = dict(text="text to array", utf8="text to array", short="lines of 60",
                  medium="lines of 150", documents="documents")
@@ -562,11 +562,11 @@ def compare_ids(
 
 # %% ../../nbs/90_app/90a_bench.ipynb #6b70d546
 def save_tokenizer(
-    corpus:Corpus,   # From which it is learnt, if need be
-    folder:str|Path, # New; the tokenizer comes into it
+    corpus:Corpus,   # Corpus to train on, if needed
+    folder:str|Path, # New folder for the tokenizer
     threads:int,
-)->str: # What it is, in words
-    "The vocabulary that all encoders get."
+)->str: # Description of the vocabulary
+    "Save the vocabulary that all encoders use."
     files = [Path(os.environ.get("LMCOURSE_DATA") or "nowhere", name)
              for name in ("gpt2_vocab.json", "gpt2_merges.txt")]
     if all(f.is_file() for f in files):
@@ -581,15 +581,15 @@ def save_tokenizer(
 
 # %% ../../nbs/90_app/90a_bench.ipynb #ad30ba62
 def measure_counting(
-    corpus:Corpus, # Whose words are counted
+    corpus:Corpus, # Corpus whose words are counted
     threads:list,  # Numbers of threads
     rounds:int,
 )->list: # Measurements, with the number of distinct words
-    "Our count of words on one corpus."
+    "Measure our word count on one corpus."
     with Worker() as worker:
         jobs = {n: partial(worker.ask, "run_counting", path=corpus.path, threads=n)
                 for n in threads}
-        for job in jobs.values(): job()                         # loads what was compiled
+        for job in jobs.values(): job()                         # Load compiled code
         found = interleaved(jobs, rounds, f"{corpus.name}: counting")
     return [dict(task="counting", corpus=corpus.name, name="lmcourse", threads=n,
                  bytes=corpus.bytes, **r) for n,r in found.items()]
@@ -597,9 +597,9 @@ def measure_counting(
 # %% ../../nbs/90_app/90a_bench.ipynb #b1f7f646
 def quarter(
     corpus:Corpus,   # Any
-    folder:str|Path, # The file comes into it
+    folder:str|Path, # Folder for the file
 )->Corpus:
-    "The first quarter of the documents as a corpus of its own."
+    "Make a corpus of the first quarter of the documents."
     texts = file_documents(corpus.path)[:-(-corpus.documents//4)]
     data, path = END_OF_TEXT.join(texts).encode(), Path(folder)/f"quarter-{Path(corpus.path).name}"
     path.write_bytes(data)
@@ -608,10 +608,10 @@ def quarter(
 # %% ../../nbs/90_app/90a_bench.ipynb #22b0747a
 def measure_memory(
     corpus:Corpus,   # To learn from
-    folder:str|Path, # For the quarter
+    folder:str|Path, # Folder for the first quarter
     threads:int,
 )->list: # Measurements
-    "The peak of a process that only imports, and of two that learn."
+    "Measure the peak memory of a process that only imports, and of two that train."
     with Worker() as worker:
         records = [dict(task="importing", corpus=corpus.name, bytes=0, words=0,
                         **worker.ask("run_import"))]
@@ -628,8 +628,8 @@ def measure_memory(
 # %% ../../nbs/90_app/90a_bench.ipynb #52b28189
 def measure_first_use(
     warm_up:str, # The file
-)->list: # Two measurements: with an empty cache, and with what the first left there
-    "Seconds until a first result."
+)->list: # Two measurements: with an empty cache, and with a filled one
+    "Measure the seconds until a first result."
     records = []
     with tempfile.TemporaryDirectory() as cache:
         for state in ("empty", "filled"):
@@ -644,9 +644,9 @@ def measure_first_use(
 # %% ../../nbs/90_app/90a_bench.ipynb #eac89463
 def faster(
     ours:dict,   # A measurement
-    theirs:dict, # Another one
+    theirs:dict, # A measurement to compare with
 )->dict: # Two columns of a table
-    "How many times as fast ours is, by both clocks."
+    "Compute our speedup by both clocks."
     return {"× wall": spread(ratios(ours, theirs)),
             "× cpu": statistics.median(ratios(ours, theirs, "cpu_s"))}
 
@@ -654,7 +654,7 @@ def faster(
 def training_table(
     measured:list, # Measurements of one corpus
 )->Table:
-    "Who learns how fast; the last two columns say how many times as fast ours is."
+    "Table of training speeds; the last two columns are our speedups."
     found = {(m["name"], m["threads"]): m for m in measured if m["task"] == "training"}
     rows = []
     for (name,n),m in found.items():
@@ -667,16 +667,16 @@ def training_table(
 # %% ../../nbs/90_app/90a_bench.ipynb #38696b3a
 def speeds(
     m:dict, # A measurement
-)->list: # One a round
-    "In MB/s, by the clock on the wall."
+)->list: # One value per round
+    "Compute MB/s by wall-clock time."
     return [m["bytes"]/1e6/s for s in m["wall_s"]]
 
 # %% ../../nbs/90_app/90a_bench.ipynb #d574c86e
 def encoding_table(
     measured:list, # Measurements of one corpus
-    peer:str|None, # Who stands beside us, if there is anybody
+    peer:str|None, # Library to compare with, if any
 )->Table:
-    """Each of our tasks beside the fastest way that the other has to do it, with as many threads or
+    """Table of our tasks and the other library's fastest way to do each, with as many threads or
     fewer."""
     found = {(m["task"], m["name"], m["threads"]): m for m in measured if m["task"] in TASKS}
     rows = []
@@ -695,7 +695,7 @@ def encoding_table(
 def threads_table(
     measured:list, # Measurements of any corpora
 )->Table:
-    "What more threads gain: everything that ran with one and with more."
+    "Table of speedups from more threads, for everything that ran with one and with more."
     found = {(m["corpus"], m["task"], m["name"], m["threads"]): m for m in measured
              if "threads" in m}
     rows = [{"corpus": corpus, "task": task, "threads": n,
@@ -709,7 +709,7 @@ def threads_table(
 def memory_table(
     measured:list, # Measurements of any corpora
 )->Table:
-    "Peaks of our training."
+    "Table of our training's peak memory."
     return Table([{"corpus": m["corpus"], "process": m["task"], "file": round(m["bytes"]/1e6, 2),
                    "distinct words": m["words"],
                    "peak": round(m["peak_bytes"]/1e6)} for m in measured if m.get("peak_bytes")],
@@ -717,10 +717,10 @@ def memory_table(
 
 # %% ../../nbs/90_app/90a_bench.ipynb #14748b55
 def corpora_table(
-    corpora:list,  # Of `Corpus`
-    measured:list, # With their counting
+    corpora:list,  # Every `Corpus`
+    measured:list, # Measurements, including word counts
 )->Table:
-    "What is learnt from and encoded."
+    "Table of the corpora for training and encoding."
     words = {m["corpus"]: m["words"][0] for m in measured if m["task"] == "counting"}
     return Table([{"corpus": c.name, "bytes": c.bytes, "documents": c.documents,
                    "not ASCII": round(100*c.non_ascii, 1), "distinct words": words[c.name]}
@@ -730,7 +730,7 @@ def corpora_table(
 def first_use_table(
     measured:list, # As `measure_first_use` gives
 )->Table:
-    "Seconds until a first result."
+    "Measure the seconds until a first result."
     return Table([{"compiled code": "made" if m["cache"] == "empty" else "loaded",
                    "start and import": m["import_s"], "first training": m["train_s"],
                    "first encoding": m["encode_s"], "in all": m["total_s"]} for m in measured],
@@ -739,10 +739,10 @@ def first_use_table(
 
 # %% ../../nbs/90_app/90a_bench.ipynb #a965b90d
 def machine(
-    # Whose versions matter, where they are installed
+    # Packages whose versions are listed, if installed
     packages:Iterable[str]=("numba", "numpy", *PEERS),
 )->dict: # Processor, cores, load and versions
-    "What all this was measured on."
+    "Describe the machine of the measurements."
     names = ["lmcourse", *present(packages)]
     return dict(processor=processor_name(), cores=cores(), load=round(os.getloadavg()[0], 2)
                 if hasattr(os, "getloadavg") else None, system=platform.system(),
@@ -751,17 +751,17 @@ def machine(
 
 # %% ../../nbs/90_app/90a_bench.ipynb #e0fcd13e
 def machine_line(
-    m:dict, # As `machine` gives
+    m:dict, # From `machine`
 )->str:
-    "The same in words."
+    "Describe the machine in one line."
     versions = ", ".join(f"{name} {version}" for name,version in m["versions"].items())
     return (f"{m['processor']}, {m['cores']} cores, load {m['load']} at the beginning, "
             f"{m['system']}; {versions}")
 
 # %% ../../nbs/90_app/90a_bench.ipynb #66f77a3d
 def check_bench(corpora:Sequence[str], max_mb:float|None, threads:Any, rounds:int,
-    file:Path|None): # As for `bench_tokenizer`
-    "Raises `ValueError` or `OSError` for what can't be measured."
+    file:Path|None): # As in `bench_tokenizer`
+    "Raise `ValueError` or `OSError` for arguments that can't be measured."
     for name in set(corpora) - {"web"}:
         if not any(documents(name)):
             raise ValueError(f"{name}: nothing is left for training; the text needs at least two "
@@ -774,8 +774,8 @@ def check_bench(corpora:Sequence[str], max_mb:float|None, threads:Any, rounds:in
         if number < 1: raise ValueError(f"{name} = {number}, expected 1 or more")
     check_new_file(file)
 
-def check_new_file(file:Path|None): # None is right too: nothing will be written
-    "Raises `OSError` for a file that exists, or whose folder does not."
+def check_new_file(file:Path|None): # None is allowed: nothing is written then
+    "Raise `OSError` for a file that exists, or whose folder doesn't."
     if not file: return
     if file.exists():
         raise FileExistsError(f"{file} exists; name a file that does not, or remove it")
@@ -783,14 +783,14 @@ def check_new_file(file:Path|None): # None is right too: nothing will be written
 
 # %% ../../nbs/90_app/90a_bench.ipynb #4cc44f4d
 def bench_tokenizer(
-    corpora:tuple=("stories", "web"), # Of `stories`, `web` and `text:PATH`
+    corpora:tuple=("stories", "web"), # Names: `stories`, `web` or `text:PATH`
     max_mb:float|None=None, # Megabytes of each corpus; by default 80 of stories, 30 of others
-    threads:int=2,          # Set beside one thread
-    rounds:int=3,           # How often each is measured
+    threads:int=2,          # Threads, compared with one thread
+    rounds:int=3,           # Measurements of each
     file:Path|None=None,    # New file for all measurements, as JSON
-)->Iterator: # Lines of text and tables, each as soon as it is known
-    """Measure the tokenizer beside all that are installed.
-    What can't be measured is refused at once; `ValueError` later if the ids of two encoders differ.
+)->Iterator: # Lines of text and tables, each as soon as it is ready
+    """Compare the tokenizer with all installed ones.
+    Invalid arguments fail at once; `ValueError` later if the ids of two encoders differ.
     """
     check_bench(corpora, max_mb, threads, rounds, file)
     return _tokenizer_lines(corpora, max_mb, threads, rounds, file)

@@ -26,10 +26,10 @@ from .bench import spread
 # %% ../../nbs/90_app/90b_bench_generation.ipynb #0f38f3e9
 @dataclass(frozen=True)
 class WritingTask:
-    "What is written."
-    config:ModelConfig # Of the model
-    prompt:int         # Tokens that are read first
-    tokens:int         # Tokens that are written
+    "A generation task to measure."
+    config:ModelConfig # Config of the model
+    prompt:int         # Prompt length in tokens
+    tokens:int         # Tokens to generate
 
     @property
     def ids(self)->list:
@@ -50,9 +50,9 @@ WRITING = {"36M": WritingTask(ModelConfig(d_model=512, num_layers=8, num_heads=8
 
 # %% ../../nbs/90_app/90b_bench_generation.ipynb #fdb5067c
 def writing_model(
-    task:WritingTask, # Whose
+    task:WritingTask, # Task of the model
 ): # A `TransformerLM`
-    "The same weights for all."
+    "Make the model with the weights that all contenders use."
     import torch
     from lmcourse.architecture.transformer_np import init_params
     from lmcourse.architecture.transformer_torch import TransformerLM
@@ -64,10 +64,10 @@ def writing_model(
 
 # %% ../../nbs/90_app/90b_bench_generation.ipynb #c5ba679d
 def start_decoder(
-    task:WritingTask, # What is written
-    make:Callable,    # From the model to a decoder
-)->Callable: # Writes once
-    "A decoder of this course."
+    task:WritingTask, # Task to run
+    make:Callable,    # Function from the model to a decoder
+)->Callable: # Generates once
+    "Prepare a decoder of this course."
     decoder, prompt = make(writing_model(task)), task.ids
     def write():
         decoder.rewind(0)
@@ -80,44 +80,44 @@ def start_decoder(
 
 # %% ../../nbs/90_app/90b_bench_generation.ipynb #b539c098
 def make_fast(model:Any):
-    "The fastest decoder for one text."
+    "Make the fastest decoder for one text."
     from lmcourse.inference.kv_cache import FastDecoder
     return FastDecoder(model)
 
 def make_int8(model:Any):
-    "The same with weights of one byte."
+    "Make the fastest decoder with int8 weights."
     from lmcourse.inference.kv_cache import FastDecoder
     from lmcourse.inference.quantization import quantize
     return FastDecoder(model, pack=quantize)
 
 def make_int4(model:Any):
-    "And with half a byte."
+    "Make the fastest decoder with int4 weights."
     from lmcourse.inference.kv_cache import FastDecoder
     from lmcourse.inference.quantization import quantize
     return FastDecoder(model, pack=partial(quantize, bits=4))
 
 # %% ../../nbs/90_app/90b_bench_generation.ipynb #238035a1
 def make_numpy(model:Any):
-    "The NumPy engine's."
+    "Make the decoder of the NumPy engine."
     from lmcourse.architecture.pretrained import params_of
     from lmcourse.inference.kv_cache import NumpyDecoder
     return NumpyDecoder(params_of(model), model.config)
 
 def make_cached(model:Any):
-    "The plain one in torch."
+    "Make the plain torch decoder with a KV cache."
     from lmcourse.inference.kv_cache import CachedDecoder
     return CachedDecoder(model)
 
 def make_recomputing(model:Any):
-    "The one without a cache."
+    "Make the torch decoder without a KV cache."
     from lmcourse.generation.generate import RecomputingDecoder
     return RecomputingDecoder(model)
 
 # %% ../../nbs/90_app/90b_bench_generation.ipynb #ba1c9fd6
 def start_peer(
-    task:WritingTask, # What is written
-)->Callable: # Writes once
-    "`generate` of transformers."
+    task:WritingTask, # Task to run
+)->Callable: # Generates once
+    "Prepare `generate` of transformers."
     import torch, transformers
     from lmcourse.architecture.pretrained import to_hf
     transformers.utils.logging.disable_progress_bar()
@@ -139,11 +139,11 @@ def start_peer(
 # %% ../../nbs/90_app/90b_bench_generation.ipynb #efc6013e
 @dataclass(frozen=True)
 class Writer:
-    "Who writes, and how."
-    start:Callable     # From a `WritingTask` to a function that writes once
-    exact:bool = True  # Whether it must give the same ids as the first
+    "A contender that generates text."
+    start:Callable     # Function from a `WritingTask` to a function that generates once
+    exact:bool = True  # Whether its ids must equal the first contender's
     needs:tuple = ()   # Packages that must be installed
-    slow:bool = False  # Once is enough
+    slow:bool = False  # Whether to run it only once
 
 WRITERS = {
     "FastDecoder": Writer(partial(start_decoder, make=make_fast)),
@@ -156,9 +156,9 @@ WRITERS = {
 
 # %% ../../nbs/90_app/90b_bench_generation.ipynb #e9b03dd2
 def start_reading(
-    num_bytes:int, # That a token reads
-)->Callable: # Without arguments, to bytes per second
-    "The bandwidth of memory, or of the cache if so many bytes find room there."
+    num_bytes:int, # Bytes read per token
+)->Callable: # Function without arguments that returns bytes per second
+    "Prepare a measurement of the bandwidth of memory, or of the cache if the bytes fit."
     import torch
     a, b = torch.zeros(num_bytes//4), torch.zeros(num_bytes//8)
     half = a[:len(b)]
@@ -175,16 +175,16 @@ _reading = lru_cache(1)(start_reading)
 REST_AFTER_S = 0.1 # Until the threads of libraries sleep
 
 # %% ../../nbs/90_app/90b_bench_generation.ipynb #440b1198
-def run_writing(name:str, task:str)->dict: # A writer, and what `WritingTask.to_json` gives
-    "The text: once to warm up, once on the clock, then a rest."
+def run_writing(name:str, task:str)->dict: # Name of a writer, and JSON of a `WritingTask`
+    "Generate once to warm up and once timed, then rest."
     write = _writer(name, task)
     if not WRITERS[name].slow: write()
     found = write()
     time.sleep(REST_AFTER_S)
     return found
 
-def run_reading(num_bytes:int)->dict: # Of the weights
-    "The bandwidth, once."
+def run_reading(num_bytes:int)->dict: # Bytes of the weights
+    "Measure the bandwidth once."
     found = _reading(num_bytes)()
     time.sleep(REST_AFTER_S)
     return dict(bytes_per_s=found)
@@ -194,18 +194,18 @@ ACTIONS = {f.__name__: f for f in (run_writing, run_reading)}
 
 # %% ../../nbs/90_app/90b_bench_generation.ipynb #86c14556
 def writing_process(
-    threads:int, # For every library in it
-)->Worker: # To be used in a `with` block
-    "A process for one contender."
+    threads:int, # Threads of every library in the process
+)->Worker: # A worker for a `with` block
+    "Create a process for one contender."
     return Worker(threads, "lmcourse.app.bench_generation",
                   **{f"{library}_NUM_THREADS": str(threads)
                      for library in ("OMP", "MKL", "OPENBLAS")})
 
 # %% ../../nbs/90_app/90b_bench_generation.ipynb #118e77a4
 def require_same_ids(
-    texts:dict, # Name to ids; the first is what the others are compared with
+    texts:dict, # Name to ids; the first is the reference
 ):
-    "`ValueError` that names a writer with other ids, and where they begin to differ."
+    "Raise `ValueError` for a writer whose ids differ, and name the first difference."
     (first, expected), *others = texts.items()
     for name,ids in others:
         for i,(a,b) in enumerate(zip(ids, expected, strict=True)):
@@ -214,13 +214,13 @@ def require_same_ids(
 
 # %% ../../nbs/90_app/90b_bench_generation.ipynb #e34ef653
 def measure_writing(
-    task:WritingTask, # What is written
-    threads:int,      # For each
-    rounds:int,       # How often it is everybody's turn
-    names:tuple,      # Writers; the first is what the others are compared with
-    title:str="",     # Stands in front of the progress bar
-)->dict: # For each writer, and for `reading`, its measurements as lists
-    "All in turns, after their ids were compared."
+    task:WritingTask, # Task to run
+    threads:int,      # Threads of each contender
+    rounds:int,       # Number of rounds
+    names:tuple,      # Writers; the first is the reference
+    title:str="",     # Label of the progress bar
+)->dict: # Writer, or `reading`, to its measurements as lists
+    "Measure all writers in turns after comparing their ids."
     num_bytes = 4*_matmul(task.config)
     with contextlib.ExitStack() as stack:
         workers = {name: stack.enter_context(writing_process(threads))
@@ -236,17 +236,17 @@ def measure_writing(
             else {k: m[k] for k in ("first_s", "rest_s")} for name,m in found.items()}
 
 # %% ../../nbs/90_app/90b_bench_generation.ipynb #5d07ff85
-def _matmul(config:ModelConfig)->int: # Weights that a token is multiplied with
+def _matmul(config:ModelConfig)->int: # Weights that a token is multiplied by
     from lmcourse.accounting.parameters import count_parameters
     return count_parameters(config).matmul
 
 # %% ../../nbs/90_app/90b_bench_generation.ipynb #12ccaecc
 def writing_table(
-    measured:dict,    # As `measure_writing` gives
-    task:WritingTask, # What was written
-    peer:str="transformers", # Whose speed is the unit of a column, if it took part
+    measured:dict,    # From `measure_writing`
+    task:WritingTask, # The task that was run
+    peer:str="transformers", # Baseline of the last column, if measured
 )->Table:
-    "Time to the first token, tokens per second, and both ratios, which are taken within a round."
+    "Table of time to first token, tokens per second, and their ratios within each round."
     reading, rows = measured["reading"], []
     for name,m in measured.items():
         if name == "reading": continue
@@ -263,8 +263,8 @@ def writing_table(
 
 # %% ../../nbs/90_app/90b_bench_generation.ipynb #98cf954f
 def check_bench_generation(rounds:int, threads:Any, models:Any, names:Any, file:Path|None
-): # As for `bench_generation`
-    "Raises `ValueError` or `OSError` for what can't be measured."
+): # As in `bench_generation`
+    "Raise `ValueError` or `OSError` for arguments that can't be measured."
     for name,number in dict(rounds=rounds, threads=threads).items():
         if number is not None and number < 1:
             raise ValueError(f"{name} = {number}, expected 1 or more")
@@ -276,14 +276,14 @@ def check_bench_generation(rounds:int, threads:Any, models:Any, names:Any, file:
 
 # %% ../../nbs/90_app/90b_bench_generation.ipynb #452bf147
 def bench_generation(
-    rounds:int=5,             # How often it is everybody's turn
-    threads:int|None=None,    # For each: none for all cores that this process may use
+    rounds:int=5,             # Number of rounds
+    threads:int|None=None,    # Threads of each contender; None for all available cores
     models:tuple=tuple(WRITING), # Names of models
     file:Path|None=None,      # New file for all measurements, as JSON
-    names:tuple=tuple(WRITERS), # Who writes; the first is what the others are compared with
-)->Iterator: # Lines of text and tables, each as soon as it is known
-    """Measure all decoders beside `transformers` and beside the memory.
-    What can't be measured is refused at once; `ValueError` later if two write different texts."""
+    names:tuple=tuple(WRITERS), # Writers; the first is the reference
+)->Iterator: # Lines of text and tables, each as soon as it is ready
+    """Compare all decoders with `transformers` and with the memory bandwidth.
+    Invalid arguments fail at once; `ValueError` later if two write different texts."""
     check_bench_generation(rounds, threads, models, names, file)
     return _generation_lines(rounds, threads, models, file, names)
 

@@ -31,12 +31,12 @@ from .bench import spread, timed
 # %% ../../nbs/90_app/90c_bench_training.ipynb #f083389b
 @dataclass(frozen=True)
 class Setting:
-    "What is measured."
-    config:ModelConfig # Of the model
-    batch_size:int     # Windows in a step, B, each as long as the context, T
-    gemm:int           # Rows and columns of the product that is the yardstick
-    steps:int          # Of one contender before it is the next one's turn
-    products:int       # The same for the yardstick
+    "The model and batch to measure."
+    config:ModelConfig # Config of the model
+    batch_size:int     # Windows per step, B, each of the context length T
+    gemm:int           # Size of the square reference product
+    steps:int          # Steps of a contender per turn
+    products:int       # Reference products per turn
 
     @property
     def tokens(self)->int: return self.batch_size*self.config.context_length
@@ -55,30 +55,30 @@ SETTING = Setting(ModelConfig(vocab_size=4096, context_length=256, d_model=256, 
                               num_heads=8),
                   batch_size=8, gemm=2048, steps=5, products=5)
 OPTIMIZER:dict = dict(lr=1e-4, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
-MAX_NORM = 1.0 # Of all gradients together
+MAX_NORM = 1.0 # Largest norm of all gradients together
 
 # %% ../../nbs/90_app/90c_bench_training.ipynb #8599c1a0
 def first_weights(
-    setting:Setting, # Whose model
+    setting:Setting, # Setting of the model
 )->dict: # Name to array
-    "What all begin with."
+    "Make the initial weights that all contenders share."
     from lmcourse.architecture.transformer_np import init_params
     return init_params(setting.config)
 
 def first_batch(
-    setting:Setting, # Of which sizes
+    setting:Setting, # Setting of the sizes
 )->np.ndarray: # Ids and targets `(2, B, T)`
-    "What all learn, again in every step."
+    "Make the batch that all contenders learn in every step."
     return np.random.default_rng(0).integers(0, setting.config.vocab_size,
                                              (2, setting.batch_size, setting.config.context_length))
 
 # %% ../../nbs/90_app/90c_bench_training.ipynb #dede6eeb
 def torch_step(
-    loss:Callable, # Without arguments, to a tensor
-    clip:Callable, # Without arguments, to the length of the gradients before clipping
-    optimizer:Any, # Moves the parameters
-)->tuple: # Loss and length
-    "One step of any model in torch."
+    loss:Callable, # Function without arguments that returns the loss
+    clip:Callable, # Function that clips gradients and returns their norm before
+    optimizer:Any, # Optimizer of the parameters
+)->tuple: # Loss and gradient norm
+    "Take one training step of a torch model."
     value = loss()
     value.backward()
     norm = clip()
@@ -89,10 +89,10 @@ def torch_step(
 # %% ../../nbs/90_app/90c_bench_training.ipynb #f758601f
 def start_torch(
     setting:Setting,      # What is measured
-    dtype:str="float32",  # Of the products: `float32` or `bfloat16`
-    compiled:bool=False,  # With `torch.compile`
-)->Callable: # Does a step
-    "The torch engine."
+    dtype:str="float32",  # Type of the products: `float32` or `bfloat16`
+    compiled:bool=False,  # Whether to use `torch.compile`
+)->Callable: # Takes one step
+    "Prepare the torch engine."
     import torch
     from lmcourse.architecture.transformer_torch import TransformerLM
     from lmcourse.training.optim_torch import AdamW, clip_grad_norm, parameter_groups
@@ -110,8 +110,8 @@ def start_torch(
 # %% ../../nbs/90_app/90c_bench_training.ipynb #912193dc
 def start_transformers(
     setting:Setting, # What is measured
-)->Callable: # Does a step
-    "Llama, with the same weights."
+)->Callable: # Takes one step
+    "Prepare transformers' Llama with the same weights."
     import torch, transformers
     from lmcourse.architecture.pretrained import to_hf
     from lmcourse.architecture.transformer_torch import TransformerLM
@@ -131,9 +131,9 @@ def start_transformers(
 # %% ../../nbs/90_app/90c_bench_training.ipynb #785119eb
 def start_numpy(
     setting:Setting,     # What is measured
-    readable:bool=False, # Plain NumPy only
-)->Callable: # Does a step
-    "The NumPy engine."
+    readable:bool=False, # Whether to use plain NumPy only
+)->Callable: # Takes one step
+    "Prepare the NumPy engine."
     from lmcourse.architecture.fast_np import fast_loss_and_grads
     from lmcourse.architecture.transformer_np import loss_and_grads
     from lmcourse.training.optim_np import AdamWNp, clip_scale, grad_norm_np
@@ -148,36 +148,36 @@ def start_numpy(
     return step
 
 # %% ../../nbs/90_app/90c_bench_training.ipynb #a7f106e7
-def start_product_torch(n:int, dtype:str="float32")->Callable: # Without arguments
-    "A product of torch."
+def start_product_torch(n:int, dtype:str="float32")->Callable: # Function without arguments
+    "Prepare a matrix product of torch."
     import torch
     a, b = (torch.randn(n, n).to(getattr(torch, dtype)) for _ in "ab")
     return lambda: a@b
 
-def start_product_numpy(n:int)->Callable: # Without arguments
-    "A product of NumPy."
+def start_product_numpy(n:int)->Callable: # Function without arguments
+    "Prepare a matrix product of NumPy."
     a, b = np.random.default_rng(0).standard_normal((2, n, n), dtype=np.float32)
     return lambda: a@b
 
 # %% ../../nbs/90_app/90c_bench_training.ipynb #6a500022
 @contextlib.contextmanager
 def best_products(): # Torch's, for a block
-    "`onednn_products`, imported where it is used."
+    "Import `onednn_products` on first use."
     from lmcourse.architecture.onednn import onednn_products
     with onednn_products(): yield
 
 @dataclass(frozen=True)
 class Contender:
-    "Who trains, and how."
-    start:Callable                # From a `Setting` to a function that does one step
+    "A contender that trains the model."
+    start:Callable                # Function from a `Setting` to a function that takes a step
     # From a number of rows to a function that does one product, for those who do the yardstick too
     product:Any = None
-    dtype:str = "float32"         # Of its products
-    around:Callable = contextlib.nullcontext # Makes a block in which it works
-    environment:dict = field(default_factory=dict) # Variables of its process
+    dtype:str = "float32"         # Type of its products
+    around:Callable = contextlib.nullcontext # Context manager in which it runs
+    environment:dict = field(default_factory=dict) # Environment variables of its process
     # Whether it needs a compiler for C++, and is left out if that fails
     compiler:bool = False
-    slow:bool = False             # One step at a time is enough
+    slow:bool = False             # Whether to take only one step per turn
 
 # %% ../../nbs/90_app/90c_bench_training.ipynb #06e30b83
 _product16 = partial(start_product_torch, dtype="bfloat16")
@@ -202,10 +202,10 @@ _product = lru_cache(1)(lambda name, n: CONTENDERS[name].product(n))
 
 # %% ../../nbs/90_app/90c_bench_training.ipynb #889eced4
 def run_first(
-    name:str,    # Of a contender
-    setting:str, # As `Setting.to_json` gives
+    name:str,    # Name of a contender
+    setting:str, # From `Setting.to_json`
 )->dict: # Lists `loss` and `norm`, or `left_out` with the reason
-    "The first two steps; they compile what has to be compiled."
+    "Take the first two steps, which compile the code."
     keep_freed_memory()
     step = _stepper(name, setting)
     with CONTENDERS[name].around():
@@ -219,45 +219,45 @@ def run_first(
 REST_S = 0.15 # Until the threads of BLAS and OpenMP sleep
 
 def burst(
-    call:Callable, # Without arguments
-    times:int,     # How often, on the clock
-)->dict: # Seconds of all together, by both clocks
-    "Once, then some times on the clock, then a rest."
+    call:Callable, # Function without arguments
+    times:int,     # Number of timed calls
+)->dict: # Total seconds by both clocks
+    "Call once to warm up, then several times timed, then rest."
     call()
     seconds, _ = timed(lambda: [call() for _ in range(times)])
     time.sleep(REST_S)
     return seconds
 
 # %% ../../nbs/90_app/90c_bench_training.ipynb #25aa2857
-def run_steps(name:str, setting:str)->dict: # A contender, and what `Setting.to_json` gives
-    "A burst of training steps."
+def run_steps(name:str, setting:str)->dict: # Name of a contender, and JSON of a `Setting`
+    "Time a burst of training steps."
     keep_freed_memory()
     steps = 1 if CONTENDERS[name].slow else Setting.from_json(setting).steps
     with CONTENDERS[name].around(): return burst(_stepper(name, setting), steps) | dict(count=steps)
 
-def run_products(name:str, setting:str)->dict: # The same
-    "A burst of the large products."
+def run_products(name:str, setting:str)->dict: # As in `run_steps`
+    "Time a burst of large products."
     keep_freed_memory()
     setting = Setting.from_json(setting)
     with CONTENDERS[name].around():
         return burst(_product(name, setting.gemm), setting.products) | dict(count=setting.products)
 
 def run_peak()->dict:
-    "Memory at its peak."
+    "Measure peak memory."
     return dict(peak_bytes=peak_bytes())
 
 # %% ../../nbs/90_app/90c_bench_training.ipynb #75657e28
 # Whether bf16 has instructions here, and whether torch leaves half of the vectors idle
 def run_facts_torch()->dict:
-    "What torch says of this processor."
+    "Report what torch knows about this processor."
     import torch
     from lmcourse.architecture.onednn import vectors_idle
     asked = [getattr(torch.cpu, name, bool)
              for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported")]
     return dict(bf16=any(ask() for ask in asked), idle=vectors_idle())
 
-def run_facts_numpy()->dict: # Its BLAS, and the processor that this has kernels for
-    "What NumPy's BLAS says."
+def run_facts_numpy()->dict: # BLAS library, and the processor type of its kernels
+    "Report what NumPy's BLAS knows about this processor."
     from threadpoolctl import threadpool_info
     return next((dict(blas=lib["internal_api"], kernels=lib.get("architecture"))
                  for lib in threadpool_info() if lib["user_api"] == "blas"),
@@ -269,10 +269,10 @@ ACTIONS = {f.__name__: f for f in (run_first, run_steps, run_products, run_peak,
 
 # %% ../../nbs/90_app/90c_bench_training.ipynb #c6eb4016
 def contender_process(
-    name:str,     # Of a contender
-    threads:int,  # For every library in it
-)->Worker: # To be used in a `with` block
-    "A process for one contender."
+    name:str,     # Name of a contender
+    threads:int,  # Threads of every library in the process
+)->Worker: # A worker for a `with` block
+    "Create a process for one contender."
     number = {f"{library}_NUM_THREADS": str(threads) for library in ("OMP", "MKL", "OPENBLAS")}
     return Worker(threads, "lmcourse.app.bench_training", **number, **CONTENDERS[name].environment)
 
@@ -280,10 +280,10 @@ def contender_process(
 TOLERANCE = dict(float32=1e-4, bfloat16=0.02)
 
 def require_same_steps(
-    # For each contender, what `run_first` gave; the first is what the others are compared with
+    # Contender to its result of `run_first`; the first is the reference
     first:dict,
 ):
-    "`ValueError` that names two contenders whose losses or gradient norms differ."
+    "Raise `ValueError` if the losses or gradient norms of two contenders differ."
     (reference, expected), *others = first.items()
     for name,found in others:
         rtol = TOLERANCE[CONTENDERS[name].dtype]
@@ -296,10 +296,10 @@ def require_same_steps(
 
 # %% ../../nbs/90_app/90c_bench_training.ipynb #c163d78b
 def left_out(
-    torch_facts:dict, # As `run_facts_torch` gives
-    numpy_facts:dict, # As `run_facts_numpy` gives
-)->dict: # Name and reason
-    "Who can't take part, or would do the same as another one."
+    torch_facts:dict, # From `run_facts_torch`
+    numpy_facts:dict, # From `run_facts_numpy`
+)->dict: # Name to reason
+    "List the contenders that can't run, or would duplicate another one."
     reasons = {}
     if not present(["transformers"]):
         reasons["transformers"] = "not installed: pip install 'lmcourse[interop]'"
@@ -315,12 +315,12 @@ def left_out(
 
 # %% ../../nbs/90_app/90c_bench_training.ipynb #31056bb9
 def open_contenders(
-    stack:contextlib.ExitStack, # Ends the processes
+    stack:contextlib.ExitStack, # Stack that ends the processes
     setting:Setting,            # What is measured
-    threads:int,                # For each
-    names:tuple,                # Contenders; the first is what the others are compared with
-)->tuple: # Processes by name, and reasons by name of those who take no part
-    "A process for each contender that can take part, after its first two steps were compared."
+    threads:int,                # Threads of each contender
+    names:tuple,                # Contenders; the first is the reference
+)->tuple: # Processes by name, and reasons by name of contenders left out
+    "Open a process for each contender that can run, and compare their first two steps."
     def add(name): return stack.enter_context(contender_process(name, threads))
     workers = {name: add(name) for name in ("torch", "NumPy")}
     reasons = left_out(workers["torch"].ask("run_facts_torch"),
@@ -339,9 +339,9 @@ def open_contenders(
 def measure_training_steps(
     workers:dict,    # Processes by name of the contender
     setting:Setting, # What is measured
-    rounds:int,      # How often it is everybody's turn
+    rounds:int,      # Number of rounds
 )->list: # Measurements: dicts with the seconds of each round
-    "Steps and products of all, in turns."
+    "Measure steps and products of all contenders in turns."
     jobs = {(task, name): partial(workers[name].ask, f"run_{task}s", name=name,
                                   setting=setting.to_json())
             for name in workers for task in ("step", "product") if task == "step"
@@ -356,30 +356,30 @@ def measure_training_steps(
 def per_second(
     m:dict, # A measurement
     amount:str="flops", # Or `tokens`
-)->list: # A number a round
-    "How many operations, or tokens, a second."
+)->list: # One number per round
+    "Compute operations or tokens per second."
     return [m["count"]*m[amount]/s for s in m["wall_s"]]
 
 def quotients(
     ours:dict,   # A measurement
-    theirs:dict, # Another, in the same rounds
-)->list: # A number a round
-    "How many times as many operations a second ours does."
+    theirs:dict, # A measurement of the same rounds
+)->list: # One number per round
+    "Compute the ratio of our operations per second to theirs."
     return [a/b for a,b in zip(per_second(ours), per_second(theirs))]
 
 # %% ../../nbs/90_app/90c_bench_training.ipynb #82397e48
 def of_task(
     measured:list, # Measurements
     task:str,      # `step` or `product`
-)->dict: # By name
-    "The measurements of one kind."
+)->dict: # Name to measurement
+    "Select the measurements of one kind."
     return {m["name"]: m for m in measured if m["task"] == task}
 
 def best_product(
     measured:list, # Measurements
-    dtype:str,     # Of the products
-)->dict: # One of them
-    "The fastest of the large products, by its median."
+    dtype:str,     # Type of the products
+)->dict: # The fastest measurement
+    "Find the fastest large product by its median."
     return max((m for m in of_task(measured, "product").values() if m["dtype"] == dtype),
                key=lambda m: statistics.median(per_second(m)))
 
@@ -387,7 +387,7 @@ def best_product(
 def products_table(
     measured:list, # Measurements
 )->Table:
-    "What the processor can do."
+    "Table of the speeds of large products."
     return Table([{"product": name, "type": m["dtype"],
                    "rate": spread([r/1e9 for r in per_second(m)])}
                   for name,m in of_task(measured, "product").items()], units={"rate": "GFLOP/s"})
@@ -396,7 +396,7 @@ def products_table(
 def steps_table(
     measured:list, # Measurements
 )->Table:
-    "What each contender does of it."
+    "Table of each contender's speed and share of the peak."
     own, rows = of_task(measured, "product").get("torch, own products"), []
     for name,m in of_task(measured, "step").items():
         tokens, rate = (statistics.median(per_second(m, amount)) for amount in ("tokens", "flops"))
@@ -419,7 +419,7 @@ COMPARED = [("torch", "transformers"), ("torch, own products", "transformers"),
 def step_ratios_table(
     measured:list, # Measurements
 )->Table:
-    "How many times as many steps a second the first does, compared within each round."
+    "Table of the first contender's speedups, compared within each round."
     found = of_task(measured, "step")
     return Table([{"step": a, "beside": b, "times as fast": spread(quotients(found[a], found[b]))}
                   for a,b in COMPARED if a in found and b in found])
@@ -433,11 +433,11 @@ LARGE_BYTES = 3*10**9, 10**9
 
 # %% ../../nbs/90_app/90c_bench_training.ipynb #0c6903b5
 def measure_large(
-    threads:int,           # For each process
-    names:list,            # Contenders of NumPy
+    threads:int,           # Threads of each process
+    names:list,            # NumPy contenders
     setting:Setting=LARGE, # What is measured
-)->list: # Measurements, the peak of memory among them
-    "A step of the NumPy engine, its second, between two products."
+)->list: # Measurements, including peak memory
+    "Measure the NumPy engine's second step, between two products."
     records, flops = [], setting.flops
     for name in names:
         with contender_process(name, threads) as worker:
@@ -457,7 +457,7 @@ def measure_large(
 def large_table(
     measured:list, # Measurements
 )->Table:
-    """Seconds, memory and share of the peak, which is the same process's own product: before the
+    """Table of seconds, memory and share of the peak, the process's own product: before the
     step and after it."""
     products, rows = of_task(measured, "large product"), []
     for name,m in of_task(measured, "large step").items():
@@ -471,8 +471,8 @@ def large_table(
 
 # %% ../../nbs/90_app/90c_bench_training.ipynb #c35d8ff0
 def check_bench_training(rounds:int, threads:Any, large_vocabulary:Any, file:Path|None
-): # As for `bench_training`
-    "Raises `ValueError` or `OSError` for what can't be measured."
+): # As in `bench_training`
+    "Raise `ValueError` or `OSError` for arguments that can't be measured."
     for name,number in dict(rounds=rounds, threads=threads).items():
         if number is not None and number < 1:
             raise ValueError(f"{name} = {number}, expected 1 or more")
@@ -484,15 +484,15 @@ def check_bench_training(rounds:int, threads:Any, large_vocabulary:Any, file:Pat
 
 # %% ../../nbs/90_app/90c_bench_training.ipynb #f106d58f
 def bench_training(
-    rounds:int=5,            # How often it is everybody's turn
-    threads:int|None=None,   # For each contender: none for all cores that this process may use
-    large_vocabulary:bool=False, # Also a step of the NumPy engine with 151,669 tokens
+    rounds:int=5,            # Number of rounds
+    threads:int|None=None,   # Threads of each contender; None for all available cores
+    large_vocabulary:bool=False, # Whether to measure the NumPy engine with 151,669 tokens too
     file:Path|None=None,     # New file for all measurements, as JSON
     setting:Setting=SETTING, # What is measured
-    names:tuple=tuple(CONTENDERS), # By whom; somebody for the product of each type is among them
-)->Iterator: # Lines of text and tables, each as soon as it is known
-    """Measure training steps of all engines beside `transformers`.
-    What can't be measured is refused at once; `ValueError` later if two don't do the same."""
+    names:tuple=tuple(CONTENDERS), # Contenders, including one for each type of product
+)->Iterator: # Lines of text and tables, each as soon as it is ready
+    """Compare training steps of all engines with `transformers`.
+    Invalid arguments fail at once; `ValueError` later if two contenders' results differ."""
     check_bench_training(rounds, threads, large_vocabulary, file)
     return _training_lines(rounds, threads, large_vocabulary, file, setting, names)
 

@@ -26,10 +26,10 @@ from ..tools.show import Table
 # %% ../../nbs/90_app/90d_throughput.ipynb #a75ac982
 @dataclass(frozen=True)
 class Factor:
-    "A run that differs from the first one in one thing."
+    "A variant that differs from the first run in one setting."
     train:dict = field(default_factory=dict) # Fields of `TrainConfig`
     model:dict = field(default_factory=dict) # Fields of `ModelConfig`
-    one_thread:bool = False                  # Whether it has one thread only
+    one_thread:bool = False                  # Whether to use one thread only
 
 FACTORS = {
     "as it is": Factor(), "2 parts": Factor(dict(parts=2)), "4 parts": Factor(dict(parts=4)),
@@ -47,7 +47,7 @@ FACTORS = {
 # %% ../../nbs/90_app/90d_throughput.ipynb #508dc337
 @dataclass(frozen=True)
 class Work:
-    "A model and a way to train it."
+    "A model and its training config."
     model:ModelConfig
     train:TrainConfig
 
@@ -57,7 +57,7 @@ class Work:
     def flops(self)->int: return sum(training_flops(self.model, self.train.batch_size).values())
 
     def changed(self, factor:Factor
-    ): # The same with that factor; `parts` says into how many the batch is cut
+    ): # A copy with that factor; `parts` is the number of micro-batches
         train = dict(factor.train)
         if "parts" in train:
             train["micro_batch"] = max(1, self.train.batch_size//train.pop("parts"))
@@ -76,19 +76,19 @@ WORK = Work(SETTING.config, TrainConfig(batch_size=SETTING.batch_size, steps=10*
 
 # %% ../../nbs/90_app/90d_throughput.ipynb #714574e5
 class ClockedRun:
-    "A trainer in a folder that goes when it goes, with a clock around its loop."
+    "A trainer in a temporary folder, with a clock around its loop."
     def __init__(self, work:Work):
         from lmcourse.training.runs import write_run
         from lmcourse.training.trainer import Trainer
         class Unsaved(Trainer):
-            def save(self, run): pass                  # checkpoints are not what is measured
+            def save(self, run): pass                  # Checkpoints aren't measured
         self.work, self.folder = work, tempfile.TemporaryDirectory()
         run = Path(self.folder.name)
         self.trainer = Unsaved(work.model, work.train, *_corpus(run, work.model.vocab_size))
         write_run(run, work.model, work.train, run)
 
-    def steps(self, count:int)->dict: # Seconds of `count` steps, by where they go
-        "Go on for `count` steps and one before them."
+    def steps(self, count:int)->dict: # Seconds of `count` steps by part
+        "Train one warm-up step and `count` timed steps."
         trainer, clock = self.trainer, []
         trainer.config = replace(trainer.config, steps=trainer.step + count + 1)
         real = trainer.train_step
@@ -117,7 +117,7 @@ def _corpus(folder:Path, vocab_size:int)->list: # Two data sets of a few stories
 _clocked = lru_cache(1)(lambda work: ClockedRun(Work.from_json(work)))
 
 @lru_cache(1)
-def _bare(work:str): # A step without a loop; none where that bench has no such variant
+def _bare(work:str): # A step without the loop; None if there is no such variant
     w = Work.from_json(work)
     setting = Setting(w.model, w.train.batch_size, 0, 0, 0)
     odd = (w.train.micro_batch or w.train.recompute or w.model.tie_embeddings
@@ -127,26 +127,26 @@ def _bare(work:str): # A step without a loop; none where that bench has no such 
             else start_torch(setting, w.train.dtype, w.train.compile))
 
 # %% ../../nbs/90_app/90d_throughput.ipynb #ff939e88
-def run_loop(work:str, steps:int)->dict: # A variant, as `Work.to_json` gives
-    "Steps of the loop."
+def run_loop(work:str, steps:int)->dict: # A variant from `Work.to_json`
+    "Time steps of the training loop."
     keep_freed_memory()
     found = _clocked(work).steps(steps)
     # until the threads sleep that would disturb the next variant
     time.sleep(0.15)
     return found | dict(peak_bytes=_peak(Work.from_json(work).train.device))
 
-def run_bare(work:str, steps:int)->dict: # Likewise; empty where there is no such step
-    "Steps without the loop."
+def run_bare(work:str, steps:int)->dict: # As in `run_loop`; empty if there is no such step
+    "Time steps without the loop."
     with best_products():
         return burst(step, steps) | dict(count=steps) if (step := _bare(work)) else {}
 
-def run_product(kind:str, dtype:str)->dict: # `cpu` or `cuda`, and the number format
-    "The rate of the fastest large product, in FLOP/s."
+def run_product(kind:str, dtype:str)->dict: # Device `cpu` or `cuda`, and the number format
+    "Measure the fastest large product in FLOP/s."
     from lmcourse.accounting.hardware import measure_device
     with best_products(): return dict(rate=measure_device(0.3, kind).peak(dtype))
 
 # %% ../../nbs/90_app/90d_throughput.ipynb #18984303
-def _peak(kind:str)->int|None: # Bytes: of the card, or of this process
+def _peak(kind:str)->int|None: # Peak bytes on the GPU, or of this process
     import torch
     return torch.cuda.max_memory_allocated() if kind == "cuda" else peak_bytes()
 
@@ -159,13 +159,13 @@ def _process(factor:Factor, threads:int)->Worker:
 
 # %% ../../nbs/90_app/90d_throughput.ipynb #22186f58
 def measure_throughput(
-    work:Work,     # What is trained
-    factors:dict,  # Name to `Factor`; the first is what the others are compared with
-    threads:int,   # For each
-    steps:int,     # Of one variant before it is the next one's turn
-    rounds:int,    # How often it is everybody's turn
-)->tuple: # Measurements by (`loop` or `bare`, name), and the reasons by name of those left out
-    "Steps of all variants, in turns; the first round is thrown away."
+    work:Work,     # Model and training config
+    factors:dict,  # Name to `Factor`; the first is the baseline
+    threads:int,   # Threads of each variant
+    steps:int,     # Steps of a variant per turn
+    rounds:int,    # Number of rounds
+)->tuple: # Measurements by (`loop` or `bare`, name), and reasons by name for variants left out
+    "Measure all variants in turns; the first round is discarded."
     jobs, reasons = {}, {}
     with contextlib.ExitStack() as stack:
         for name,factor in factors.items():
@@ -181,11 +181,11 @@ def measure_throughput(
 
 # %% ../../nbs/90_app/90d_throughput.ipynb #268e5ea5
 def throughput_table(
-    found:dict,  # Of `measure_throughput`
-    work:Work,   # That was measured
+    found:dict,  # From `measure_throughput`
+    work:Work,   # The measured work
     peaks:dict,  # Number format to FLOP/s of the fastest product
 )->Table:
-    "A row a variant. Ratios are taken within a round."
+    "Table with a row per variant. Ratios are taken within a round."
     loops, rows = {name: m for (what, name),m in found.items() if what == "loop"}, []
     first = next(iter(loops.values()))
     for name,m in loops.items():
@@ -207,16 +207,16 @@ def throughput_table(
 
 # %% ../../nbs/90_app/90d_throughput.ipynb #3ea37c83
 def bench_throughput(
-    preset:str|None=None,    # Model and batch of that name; none for those of the bench of a step
+    preset:str|None=None,    # Preset of model and batch; None for those of `bench_training`
     device:str="cpu",        # `cpu` or `cuda`
-    steps:int=5,             # Of one variant before it is the next one's turn
-    rounds:int=5,            # How often it is everybody's turn
-    threads:int|None=None,   # For each: none for all cores that this process may use
-    only:tuple=(),           # Names of variants beside the first; all if none
+    steps:int=5,             # Steps of a variant per turn
+    rounds:int=5,            # Number of rounds
+    threads:int|None=None,   # Threads of each variant; None for all available cores
+    only:tuple=(),           # Names of variants besides the first; empty for all
     file:Path|None=None,     # New file for all measurements, as JSON
-)->Iterator: # Lines of text and tables, each as soon as it is known
+)->Iterator: # Lines of text and tables, each as soon as it is ready
     """Measure the trainer's loop, one factor at a time.
-    What can't be measured is refused at once, with `ValueError` or `OSError`."""
+    Invalid arguments fail at once, with `ValueError` or `OSError`."""
     work, factors = _work(preset, device), _chosen(only)
     for name,number in dict(steps=steps, rounds=rounds, threads=threads).items():
         if number is not None and number < 1:

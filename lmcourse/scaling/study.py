@@ -93,7 +93,7 @@ def other_seeds(
 def predict_loss(
     runs:list,               # Measured runs
     parameters:float, tokens:float, # Size and tokens of the future run
-    rng:np.random.Generator, # Random generator the samples
+    rng:np.random.Generator, # Random generator of the samples
     draws:int=200,           # Number of samples
     count:str="multiplying", # Which count of parameters
 )->dict: # `E`, `loss` and the ends of their intervals, nats per token
