@@ -52,7 +52,7 @@ def _task(chapter:str, topic:str, f:ast.FunctionDef, lines:list)->Exercise:
 
 # %% ../../nbs/90_app/90e_grade.ipynb #bba25f9e
 def exercise_tasks()->list: # In the order of the chapters and of the page
-    "All tasks that there are graders for."
+    "List all tasks that have graders."
     found = []
     for file in files("lmcourse.exercises").iterdir():
         if not file.name.endswith(".py") or file.name.startswith("_"): continue
@@ -70,7 +70,7 @@ def find_tasks(
     name:str,   # An exercise, say 03.rope, or a chapter, say 03 or architecture
     tasks:list, # All there are
 )->list: # One, or those of the chapter
-    "The tasks that are meant. `ValueError` with the nearest name for one that does not exist."
+    "Find the tasks that names refer to. For an unknown name, a `ValueError` suggests the nearest."
     chapter, _, task = name.partition(".")
     chapter = chapter.zfill(2) if chapter.isdigit() else chapter
     inside = [t for t in tasks if chapter in (t.chapter, t.topic)]
@@ -193,7 +193,7 @@ def _grade(task:Exercise, path:Path, alone:bool)->tuple: # (state, words, lines 
 
 # %% ../../nbs/90_app/90e_grade.ipynb #9205bb2e
 def answer_job():
-    "What the process of its own does: run a file and its grader, and write down the result."
+    "Run a file and its grader, and save the result; this runs in a separate process."
     job = json.loads(sys.stdin.buffer.read())
     # Ends this process if who started it is no more
     if hasattr(signal, "alarm"): signal.alarm(int(job["seconds"]) + 30)
@@ -244,7 +244,7 @@ class _Echo:
 # %% ../../nbs/90_app/90e_grade.ipynb #13c95eb6
 @dataclass(frozen=True)
 class Verdict:
-    "What came of one answer."
+    "The result of one answer."
     task: Exercise
     state: str          # right, wrong or unusable
     words: str = ""     # Why
@@ -286,8 +286,8 @@ def check_file(
     alone:bool=True,
     write:Callable|None=None, # Takes what the file prints; by default it goes to the standard error
 )->Verdict: # And nothing is raised for what the file does
-    """Run the file and the task's grader in a process of their own.
-    Raises `ValueError` or `OSError` for a file that is none."""
+    """Run a file and a task's grader in a separate process.
+    Raises `ValueError` or `OSError` for an invalid file."""
     path, echo = usable_file(path), _Echo(write or _to_stderr)
     with tempfile.TemporaryDirectory() as folder:
         job:dict = dict(task=vars(task), file=str(path), alone=alone, seconds=seconds,
@@ -323,7 +323,7 @@ def _verdict(task:Exercise, job:dict, status:int)->Verdict:
 def usable_file(
     path:Path, # As it was given
 )->Path: # The whole path
-    "Raises `OSError` or `ValueError` unless there is such a file, and it is Python or a notebook."
+    "Raise `OSError` or `ValueError` unless a file exists and is Python or a notebook."
     if not path.exists(): raise FileNotFoundError(f"{path}: no such file")
     if path.suffix not in (".py", ".ipynb") or not path.is_file():
         raise ValueError(f"{path}: expected a file that ends in .py or .ipynb")
@@ -349,7 +349,7 @@ def answer_files(
     tasks:list, # Of a chapter, or one
     path:Path,  # A file, or a folder with a file for each answer: NAME.py or NAME.ipynb
 )->dict: # Exercise to file
-    "Which file answers which task. Raises `ValueError` or `OSError` if there is none."
+    "Find out which file answers which task. Raises `ValueError` or `OSError` if there is none."
     if not path.is_dir():
         path = usable_file(path)
         names = None if len(tasks) == 1 else _bound(path)
@@ -371,7 +371,7 @@ def answer_files(
 def read_progress(
     path:Path, # File that `note_verdict` wrote; it need not exist
 )->dict: # Name of the exercise to a record with `tries`, `right`, `date`, `file` and `last`
-    "What was remembered. Raises `ValueError` for a file that is something else."
+    "Read the saved progress. Raises `ValueError` for a file that is something else."
     if not path.exists(): return {}
     try: record = read_json(path)
     except ValueError: record = {}
@@ -391,7 +391,7 @@ def note_verdict(
     verdict:Verdict, # What came of an answer
     file:str,        # Where the answer was
 ):
-    "Remember a verdict."
+    "Save a verdict."
     tasks = read_progress(path)
     before = tasks.get(verdict.task.id, {})
     first = before.get("date") if before.get("right") else date.today().isoformat()
@@ -407,14 +407,14 @@ def state_of(
     task:Exercise,     # An exercise
     progress:dict, # As `read_progress` gives it
 )->str: # done, tried or open
-    "How far an exercise is."
+    "The progress in an exercise."
     return "open" if task.id not in progress else "done" if progress[task.id]["right"] else "tried"
 
 def chapter_lines(
     tasks:list,    # All exercises
     progress:dict, # As `read_progress` gives it
 )->list: # Lines of text
-    "Chapters, with their exercises by state."
+    "Show the chapters with their exercises by state."
     lines = []
     for chapter in dict.fromkeys(t.chapter for t in tasks):
         inside = [t for t in tasks if t.chapter == chapter]
@@ -428,7 +428,7 @@ def chapter_table(
     tasks:list,    # Exercises of one chapter
     progress:dict, # As `read_progress` gives it
 )->Table: # A row for each
-    "What each exercise of a chapter asks for."
+    "Show what each exercise of a chapter asks for."
     return Table([dict(exercise=t.id, state=state_of(t, progress),
                        define=t.form.removeprefix("The class: ").replace("`", "")
                        if t.defines in t.form else f"{t.defines}: {t.form}",
@@ -437,8 +437,8 @@ def chapter_table(
 # %% ../../nbs/90_app/90e_grade.ipynb #67d6fa0a
 def find_answers(exercise:str, path:Path, seconds:float=60., progress:Path|None=None
 )->tuple: # As for `check_exercise`
-    """The exercises that are asked for, and which file answers which.
-    Raises `ValueError` or `OSError` if there is nothing to check, or no way to remember it."""
+    """Find the requested exercises, and which file answers which.
+    Raises `ValueError` or `OSError` if there is nothing to check, or no place to save progress."""
     if not 0 < seconds <= 86_400:
         raise ValueError(f"seconds = {seconds}, expected more than 0 and at most 86400")
     if progress is not None: _writable(progress)
@@ -452,8 +452,8 @@ def check_exercise(
     progress:Path|None=None, # File that remembers the results
     say:Callable=print,      # Takes each line
 )->bool: # Whether all answers that were found are right
-    """Check an answer, or those of a chapter.
-    Raises `ValueError` or `OSError`, as of `find_answers`, before any file runs."""
+    """Check an answer, or all answers of a chapter.
+    Raises `ValueError` or `OSError`, as `find_answers` does, before any file runs."""
     (tasks, answers), right, wrong, other = (find_answers(exercise, path, seconds, progress), 0, 0,
                                              "")
     for task,file in answers.items():

@@ -29,7 +29,7 @@ from ..tokenization.tokenizer import Tokenizer
 
 # %% ../../nbs/90_app/90f_serve.ipynb #e6ecfe64
 class Job:
-    "A request in the engine's thread, and who is told about it."
+    "A request in the engine's thread, and the listener that gets its events."
     def __init__(self,
         request:Request,   # For the engine
         listener:Callable, # Called in the engine's thread with one event after the other
@@ -49,7 +49,7 @@ class Job:
             if self.over: self.closed()
 
     def report(self):
-        "Tell the listener what is new since the last report."
+        "Send the listener everything that is new since the last report."
         s = self.sequence
         if not self.sent and s.request.scores_prompt and (s.tokens or s.reason):
             self.tell("prompt", s.prompt_log_probs)
@@ -60,7 +60,7 @@ class Job:
 
 # %% ../../nbs/90_app/90f_serve.ipynb #fca72203
 class JobInbox:
-    "What other threads may touch: they hand in jobs and take them back."
+    "The interface for other threads, which submit and withdraw jobs."
     def __init__(self,
         most:int=64, # Jobs that may be open, running or waiting
     ):
@@ -69,7 +69,7 @@ class JobInbox:
         self.farewell = "the engine's thread has ended, start the server again"
 
     def submit(self, jobs:list)->bool: # False if there is no room for all of them
-        "Hand in jobs. If the thread has ended, their listeners are told so at once."
+        "Submit jobs. If the thread has ended, their listeners get an error at once."
         with self.lock:
             if self.open + len(jobs) > self.most: return False
             self.open += len(jobs)
@@ -89,7 +89,7 @@ class JobInbox:
 
 # %% ../../nbs/90_app/90f_serve.ipynb #d25732b0
 def engine_state(engine:Any)->dict: # For an engine or None
-    "What `Metrics` tell of an engine, as plain numbers that any thread may read."
+    "The state of an engine for `Metrics`, as plain numbers that any thread may read."
     if engine is None: return dict(running=0, waiting=0, free=0, used=0, reused=0)
     free, blocks = len(engine.pool.free), len(engine.pool.users)
     return dict(running=len(engine.running), waiting=len(engine.waiting), free=free,
@@ -97,7 +97,7 @@ def engine_state(engine:Any)->dict: # For an engine or None
 
 # %% ../../nbs/90_app/90f_serve.ipynb #21783e41
 class JobRunner(JobInbox):
-    "What the engine's thread does with jobs. After an error it has no engine until the next one."
+    "Runs jobs in the engine's thread. After an error it makes a new engine for the next job."
     def __init__(self,
         make_engine:Callable, # A function without arguments; called again after an error
         most:int=64,          # As for `JobInbox`
@@ -174,7 +174,7 @@ class EngineThread(JobRunner):
         self.inbox.put(lambda: [self.stop(j, message, 503) for j in list(self.jobs)])
 
     def close(self, timeout:float=30.): # Seconds
-        "End all that is open, and the thread."
+        "End all open jobs, and the thread."
         self.closing, self.farewell = True, "the server is shutting down"
         self.fail_all(self.farewell)
         self.thread.join(timeout)
@@ -196,7 +196,7 @@ class Metrics:
     def text(self,
         state:dict, # As from `EngineThread.state`
     )->str:
-        "All of them in Prometheus' text format."
+        "Write all metrics in Prometheus' text format."
         with self.lock: counts, seconds = self.counts.copy(), self.seconds
         of = lambda values, *names: {f'{{state="{s}"}}': values[s] for s in names}
         found = list(accumulate(counts["first token", i] for i in range(len(self.BOUNDS) + 1)))
@@ -219,7 +219,7 @@ def metric(
     meaning:str,  # In words
     samples:dict, # From what follows the name, say labels, to a number
 )->str:
-    "The lines of one metric."
+    "Write the lines of one metric."
     name = f"lmcourse_{name}"
     lines = [f"{name}{behind} {value}\n" for behind,value in samples.items()]
     return f"# HELP {name} {meaning}\n# TYPE {name} {kind}\n" + "".join(lines)
@@ -240,7 +240,7 @@ ONLY, UP_TO_A_MILLION = "{}: nothing else is supported", "a whole number from 0 
 Stop = Annotated[str, Field(min_length=1)]
 
 class StreamOptions(BaseModel):
-    "What is sent besides the text."
+    "Options of a stream: what is sent besides the text."
     model_config = ConfigDict(strict=True, extra="forbid")
     include_usage:bool = Field(default=False, description="true or false")
 
@@ -298,7 +298,7 @@ class TextPart(BaseModel):
     text:str
 
 class Message(BaseModel):
-    "What one of the speakers said."
+    "A message of one speaker."
     model_config = ConfigDict(strict=True, extra="forbid")
     role:str
     content:str|list[TextPart]
@@ -333,7 +333,7 @@ def read_body(
     data:bytes,                                   # Of the request
     kind:type[SamplingRequest]=CompletionRequest, # What it should be
 )->Any: # A `kind`
-    "A checked request. `Refused` for anything else."
+    "Check a request. Raises `Refused` for an invalid one."
     def constant(name): raise ValueError(f"{name} is no JSON")
     no_nulls = lambda pairs: {k: v for k,v in pairs if v is not None}
     try: given = json.loads(data.decode(), parse_constant=constant, object_pairs_hook=no_nulls)
@@ -350,7 +350,7 @@ def refused_field(
     given:dict,                 # The body
     kind:type[SamplingRequest], # What it should be
 )->Refused:
-    "The error in one line: the field, its value, and what would be right."
+    "Describe the error in one line: the field, its value, and what would be right."
     error, path = max(e.errors(include_url=False), key=lambda e: len(e["loc"])), ""
     value:Any = given
     for step in error["loc"]:                   # It names types too: they aren't places
@@ -379,7 +379,7 @@ def read_prompts(
     tokenizer:Tokenizer, # With an end-of-text token
     most:int,            # Prompts
 )->list: # Pairs: ids, and how many of them the client did not give
-    "The prompts as ids."
+    "Encode the prompts of a request."
     if type(prompt) is str or all(type(i) is int for i in prompt) and prompt: prompt = [prompt]
     if not 1 <= len(prompt) <= most:
         raise Refused(f"{len(prompt)} prompts, expected 1 to {most}", "prompt")
@@ -398,7 +398,7 @@ def read_messages(
     template:ChatTemplate, # Of the run
     tokenizer:Tokenizer,   # As for `read_prompts`
 )->list: # As `read_prompts` gives it, with one pair
-    "A conversation as ids, up to where the assistant's answer begins."
+    "Encode a conversation up to where the assistant's answer begins."
     try: ids = template.encode([(m.role, m.text) for m in messages], tokenizer)
     except ValueError as e: raise Refused(f"messages: {e}", "messages") from None
     return [(ids, len(ids))]
@@ -422,7 +422,7 @@ class Choice:
         self.entries:list = []                              # Tokens whose text was not shown yet
 
     def prompt(self, ids:list, told:list)->Piece: # For `echo`
-        "The piece with the prompt itself."
+        "Return the piece with the prompt itself."
         for i,t in zip(ids, [None]*(len(ids) - len(told)) + told):
             self.note(i, t)
             self.length += len(self.decoder.decode(self.tokenizer.token_bytes(i)))
@@ -464,12 +464,12 @@ class Choice:
 def joined(
     pieces:list, # Of one answer, in order
 )->Piece: # With all of it
-    "A whole answer is the sum of its pieces."
+    "Join the pieces of a whole answer."
     tokens = [t for p in pieces for t in p.tokens]
     return Piece(pieces[-1].index, "".join(p.text for p in pieces), tokens, pieces[-1].reason)
 
 def token_text(token:bytes)->str: # As OpenAI writes it
-    "The text of a token, or its bytes if they are not whole characters."
+    "Return the text of a token, or its bytes if they are not whole characters."
     try: return token.decode()
     except UnicodeDecodeError: return "bytes:" + "".join(f"\\x{b:02x}" for b in token)
 
@@ -480,7 +480,7 @@ class CompletionFormat:
     def __init__(self, log_probs:bool): self.log_probs = log_probs
 
     def choice(self, p:Piece, streamed:bool)->dict:
-        "An entry of `choices`."
+        "Make an entry of `choices`."
         told = None
         if self.log_probs:
             best = [b and {token_text(t): x for t,x in b.items()} for *_,b in p.tokens]
@@ -496,7 +496,7 @@ class ChatFormat:
     def __init__(self, log_probs:bool): self.log_probs, self.begun = log_probs, set()
 
     def choice(self, p:Piece, streamed:bool)->dict:
-        "An entry of `choices`."
+        "Make an entry of `choices`."
         said:dict = {} if p.index in self.begun else dict(role="assistant")
         told = None
         self.begun.add(p.index)
@@ -511,7 +511,7 @@ class ChatFormat:
 
 # %% ../../nbs/90_app/90f_serve.ipynb #8d8d42cb
 class Service:
-    "What all requests share: a model, its tokenizer, the engine's thread, limits and counters."
+    "Shared by all requests: a model, its tokenizer, the engine's thread, limits and counters."
     def __init__(self,
         model:Any,                             # A `TransformerLM`
         tokenizer:Tokenizer,                   # With which it was trained
@@ -549,7 +549,7 @@ class Service:
 
     def requests(self, body:Any
     )->tuple: # For the engine; how many ids of each the client did not give
-        "What a body asks for. Answers to one prompt lie together."
+        "Make the jobs that a body asks for, with the answers to one prompt next to each other."
         limit = self.max_tokens or self.model.config.context_length
         self.check_name(body.model)
         if (body.wanted or 0) > limit:
@@ -573,7 +573,7 @@ class Service:
 
 # %% ../../nbs/90_app/90f_serve.ipynb #6f5cf810
 class Flight:
-    "A request in flight. `Refused` with status 429 if there is no room."
+    "A request in flight. Raises `Refused` with status 429 if there is no room."
     def __init__(self,
         service:Service, # Which serves it
         body:Any,        # A `CompletionRequest` or `ChatRequest`
@@ -634,7 +634,7 @@ class Flight:
 
 # %% ../../nbs/90_app/90f_serve.ipynb #019831a1
 class Reply:
-    "What a flight sends: one object, or server-sent events."
+    "The response of a flight: one object, or server-sent events."
     def __init__(self, flight:Flight):
         self.flight, body = flight, flight.body
         kind:Any = ChatFormat if body.chat else CompletionFormat
@@ -643,7 +643,7 @@ class Reply:
                          model=flight.service.name)
 
     def reply(self, pieces:list, streamed:bool, usage:dict|None=None)->dict:
-        "The object around choices."
+        "Make the object around the choices."
         name = self.format.part if streamed else self.format.whole
         choices = [self.format.choice(p, streamed) for p in pieces]
         if usage: usage = usage | dict(total_tokens=sum(usage.values()))
@@ -666,7 +666,7 @@ class Reply:
 
 # %% ../../nbs/90_app/90f_serve.ipynb #99cf00fa
 async def read_limited(http:Any, most:int)->bytes: # `Refused` with status 413
-    "The body of a request, `most` bytes at most."
+    "Read the body of a request, at most `most` bytes."
     data = bytearray()
     async for chunk in http.stream():
         data += chunk
@@ -674,7 +674,7 @@ async def read_limited(http:Any, most:int)->bytes: # `Refused` with status 413
     return bytes(data)
 
 async def until_gone(http:Any):
-    "Ends when the client is no longer there."
+    "Wait until the client has disconnected."
     while not await http.is_disconnected(): await asyncio.sleep(0.1)
 
 async def take_off(service:Service, http:Any, kind:type[SamplingRequest])->Flight:
@@ -708,7 +708,7 @@ def event_stream(
     http:Any,            # The request
     end:Callable,        # Called at the end, however it comes
 ): # A response
-    "Lines sent as they come, until the client is gone."
+    "Send lines as they come, until the client has disconnected."
     from starlette.responses import StreamingResponse
     async def watched():
         gone = asyncio.ensure_future(until_gone(http))
@@ -729,7 +729,7 @@ def event_stream(
 def make_app(
     service:Service, # What is served
 ): # A FastAPI application
-    "The routes and the errors."
+    "Make the application with its routes and error handlers."
     from fastapi import FastAPI
     from starlette.responses import JSONResponse
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
@@ -759,7 +759,7 @@ def add_monitoring(
     app:Any,         # A FastAPI application
     service:Service, # What is served
 ):
-    "`GET /health` and `GET /metrics`."
+    "Add `GET /health` and `GET /metrics`."
     from starlette.responses import JSONResponse, PlainTextResponse
     async def health(http):
         if service.worker.alive and not service.stopping: return JSONResponse(dict(status="ok"))
@@ -774,7 +774,7 @@ def add_monitoring(
 def add_chat(
     app:Any, # A FastAPI application
 ):
-    "`GET /chat`: a page that talks to `/v1/chat/completions`."
+    "Add `GET /chat`, a page that talks to `/v1/chat/completions`."
     from starlette.responses import HTMLResponse
     page = files("lmcourse").joinpath("data/chat.html").read_text(encoding="utf-8")
     allowed = ("default-src 'none'; connect-src 'self'; img-src data:; style-src 'unsafe-inline'; "
@@ -808,7 +808,7 @@ def make_server(
     grace:float=10.,       # Seconds that requests in flight have when the server is told to stop
     ready:Callable=lambda: None, # Called as soon as it answers
 ): # A `uvicorn.Server`; `run()` serves until `should_exit` is set or a signal comes
-    "A server that ends cleanly."
+    "A server that shuts down cleanly."
     import uvicorn
     class Server(uvicorn.Server):
         async def startup(self, sockets=None):

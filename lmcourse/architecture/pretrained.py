@@ -36,8 +36,8 @@ FAMILIES:dict = {
 def family_of(
     config:ModelConfig, # Of the model to be exported
 )->str: # `llama`, `qwen3` or `gpt2`
-    """Which of transformers' families this model belongs to.
-    `ValueError` with each field that differs from the nearest family, and what would be right."""
+    """Find the family of transformers that a model belongs to.
+    If there is none, a `ValueError` names each field that differs from the nearest family."""
     if any(getattr(config, name) for name in NEW_PARTS): _learn_families()
     odd = {name: {k: v for k,v in fields.items() if getattr(config, k) != v}
            for name,fields in FAMILIES.items()
@@ -101,7 +101,7 @@ NAMES = dict(llama=_LLAMA_NAMES, qwen3=_LLAMA_NAMES, gpt2=_GPT2_NAMES)
 # %% ../../nbs/03_architecture/03g_pretrained.ipynb #7195df06
 @dataclass(frozen=True)
 class Link:
-    "One tensor of theirs and the tensors of ours that it is made of."
+    "A tensor of transformers' model, and the tensors of our model that it is made of."
     theirs:str  # Its name in transformers
     ours:tuple  # Their names here
     change:str  # `same`, `halves` or `transpose`
@@ -111,7 +111,7 @@ def links(
     model:TransformerLM, # Of the family; one on `meta` will do
     family:str,          # `llama`, `qwen3` or `gpt2`
 )->list: # A `Link` for each tensor of theirs
-    "How their tensors and ours go together, name by name."
+    "List which of their tensors belongs to which of ours."
     own, found = dict(model.named_parameters()), []
     for theirs, ours, change in NAMES[family]:
         for layer in range(model.config.num_layers if "*" in theirs else 1):
@@ -136,14 +136,14 @@ def pairs_to_halves(
     rows:torch.Tensor, # A weight `(heads * K, ...)`, or a bias, for RoPE over pairs `(2i, 2i+1)`
     head_dim:int,      # K
 )->torch.Tensor: # The same rows for RoPE over `(i, i + K/2)`
-    "In each head the even rows first, then the odd ones."
+    "Reorder the rows of each head: even rows first, then odd ones."
     return rows.unflatten(0, (-1, head_dim//2, 2)).transpose(1, 2).flatten(0, 2)
 
 def halves_to_pairs(
     rows:torch.Tensor, # A weight `(heads * K, ...)`, or a bias, for RoPE over `(i, i + K/2)`
     head_dim:int,      # K
 )->torch.Tensor: # The same rows for RoPE over pairs `(2i, 2i+1)`
-    "The way back from `pairs_to_halves`."
+    "Reverse the order that `pairs_to_halves` makes."
     return rows.unflatten(0, (-1, 2, head_dim//2)).transpose(1, 2).flatten(0, 2)
 
 # %% ../../nbs/03_architecture/03g_pretrained.ipynb #69c769a9
@@ -152,7 +152,7 @@ def pack(
     tensors:list,  # The tensors `link.ours`
     head_dim:int,  # K
 )->torch.Tensor: # The tensor `link.theirs`; it may share memory
-    "Ours to theirs."
+    "Make their tensor from ours."
     t = torch.cat(tensors) if len(tensors) > 1 else tensors[0]
     if link.change == "halves": t = pairs_to_halves(t, head_dim)
     return t.t() if link.change == "transpose" else t
@@ -162,7 +162,7 @@ def unpack(
     tensor:torch.Tensor, # The tensor `link.theirs`
     head_dim:int,        # K
 )->tuple: # The tensors `link.ours`; they may share memory
-    "Theirs to ours."
+    "Make our tensors from theirs."
     if link.change == "halves": tensor = halves_to_pairs(tensor, head_dim)
     return (tensor.t() if link.change == "transpose" else tensor).chunk(len(link.ours))
 
@@ -197,7 +197,7 @@ def config_to_hf(
     config:ModelConfig,   # Of a family
     dtype:str="float32",  # Type of the weights
 )->dict: # Plain JSON values
-    "What transformers' `config.json` says. Raises `ValueError` if the model belongs to no family."
+    "Make transformers' `config.json`. Raises `ValueError` if the model belongs to no family."
     family, sizes = family_of(config), dict(num_kv_heads=config.kv_heads,
                                             head_dim=config.head_size, d_ff=config.ffn_size,
                                             moe_d_ff=config.expert_size)
@@ -235,7 +235,7 @@ def config_from_hf(
     settings:dict,            # What a `config.json` says
     where:str="config.json",  # Where it came from, for the error
 )->ModelConfig:
-    "The config of a transformers model. `ValueError` with everything that our model can't do."
+    "Read a config of transformers. A `ValueError` lists everything that our model can't do."
     family:Any = settings.get("model_type")
     if family not in FAMILIES: _learn_families()
     if family not in FAMILIES: raise unknown(f"model_type in {where}", family, FAMILIES)
@@ -299,7 +299,8 @@ def _dtype_name(model:TransformerLM)->str: # Of the type that holds all weights
 def to_hf(
     model:TransformerLM, # Of a family; its weights are copied
 ): # A `LlamaForCausalLM`, `Qwen3ForCausalLM` or `GPT2LMHeadModel` on the CPU, with the same logits
-    "A transformers model. `ValueError` if it fits no family, `ImportError` without transformers."
+    """Make a model of transformers with the same logits.
+    Raises `ValueError` if it fits no family, and `ImportError` without transformers."""
     model = getattr(model, "_orig_mod", model)
     settings = config_to_hf(model.config, _dtype_name(model))
     try: import transformers
@@ -315,7 +316,7 @@ def to_hf(
 def untie(
     model:TransformerLM, # Tied or not
 )->TransformerLM: # A copy with the same logits, with V * D more parameters if `model` was tied
-    "A model whose head is a matrix of its own."
+    "Return a copy of a model whose head is a matrix of its own."
     model = getattr(model, "_orig_mod", model)
     weight = model.token_embeddings.weight
     other = TransformerLM(replace(model.config, tie_embeddings=False), device="meta",
@@ -490,7 +491,7 @@ def from_hf(
     revision:str|None=None,          # Commit, tag or branch on the hub: none for the newest
 )->TransformerLM: # With the same logits
     """Load a Llama, Qwen3 or GPT-2.
-    If that can't be done, `ValueError` or `OSError` before anything is built."""
+    Raises `ValueError` or `OSError`, before anything is built, if that can't be done."""
     settings, tensors, where = _open_source(source, revision)
     config, found = config_from_hf(settings, where), _headers(tensors)
     model = TransformerLM(config, device="meta", dtype=dtype)
@@ -528,7 +529,7 @@ def params_of(
     model:TransformerLM, # As it is, or compiled
     # Name to array, each a copy; under a tied head no `lm_head.weight`; bfloat16 becomes float32
 )->dict:
-    "The weights of a model for NumPy."
+    "Copy the weights of a model to NumPy arrays."
     params = {name: p.detach().cpu()
               for name,p in getattr(model, "_orig_mod", model).named_parameters()}
     return {name: np.array((t.float() if t.dtype == torch.bfloat16 else t).numpy())

@@ -23,7 +23,7 @@ def floor_nats(
     tokenizer:Tokenizer, # A `Tokenizer`
     document:str,        # A whole document
 )->np.ndarray: # Nats of each token and of the end: inf where a story becomes impossible, then nan
-    "The least surprise possible on average, from the exact probabilities of `Stories`."
+    "Compute each token's exact surprisal under `Stories`, on average the least possible."
     stories, data, known = Stories(), b"", [0.]
     for i in tokenizer.encode(document, special=False):
         data += tokenizer.token_bytes(i)                      # It may end inside a character
@@ -127,7 +127,7 @@ def _quoted(word:str)->str:
 
 # %% ../../nbs/05_generation/05c_viewer.ipynb #bbc92a65
 class SurprisalStrip:
-    "The surprise of each token of a document, for a notebook, a page or a terminal."
+    "The surprisal of each token of a document, shown in a notebook, on a page or in a terminal."
     def __init__(self,
         words:list,             # The text of each token; the end of the text has an empty one
         nats:Mapping[str, np.ndarray], # Name to the nats of each token, the model's first
@@ -191,7 +191,7 @@ def surprisal_strip(
     document:str,                              # A whole document
     beside:Mapping[str, np.ndarray]|None=None, # More rows: nats of each token and of the end
 )->SurprisalStrip:
-    "See where a model is surprised. Raises `ValueError` for an empty text or one that is too long."
+    "Show where a model is surprised. Raises `ValueError` for a text that is empty or too long."
     ids = _document_ids(model, tokenizer, document, end=True)
     nats = dict(model=-log_probs(model, ids).double().cpu().numpy())
     for name,n in (beside or {}).items():
@@ -206,7 +206,7 @@ def attention_weights(
     model:Any, # A `TransformerLM`
     ids:list,  # Token ids (T,)
 )->torch.Tensor: # `(L, H, T, T)`: how much each token (row) takes of each earlier one (column)
-    "The attention weights of one forward pass."
+    "Return the attention weights of one forward pass."
     found, layers = [], [block.attn for block in model.layers]
     def attention(q, k, v, window=None):
         k, v = (x.repeat_interleave(q.shape[-3]//x.shape[-3], -3) for x in (k, v)) # Shared keys
@@ -225,7 +225,7 @@ def attention_weights(
 
 # %% ../../nbs/05_generation/05c_viewer.ipynb #dbc44bd4
 class AttentionViewer:
-    "The attention weights of a text, to be looked through by layer, head and word."
+    "A viewer of a text's attention weights by layer, head and word."
     def __init__(self,
         words:list,           # The text of each token; the first is where the text starts
         weights:torch.Tensor, # `(L, H, T, T)`
@@ -233,12 +233,12 @@ class AttentionViewer:
         self.words, self.weights = words, weights
 
     def looks_at(self, layer:int, head:int, word:int, most:int=3)->list: # (number, weight) of words
-        "What one word takes most of, the largest weight first."
+        "List the words that one word attends to most, the largest weight first."
         row = self.weights[layer, head, word, :word + 1]
         return [(int(i), float(row[i])) for i in row.argsort(descending=True, stable=True)[:most]]
 
     def longest_look(self, least:int=8)->tuple: # Layer, head, word, and the word that it looks at
-        "The largest weight on a word at least so many tokens back; only tokens with letters count."
+        "Find the largest weight on a word at least `least` tokens back that has letters."
         words = torch.tensor([any(c.isalpha() for c in w) for w in self.words])
         far = self.weights.tril(-least)*words*words[:, None]
         if not far.any(): far = self.weights
@@ -314,6 +314,6 @@ def attention_viewer(
     tokenizer:Tokenizer, # The `Tokenizer` with which it was trained
     text:str, # A short one: the picture holds a weight for each pair of tokens, layer and head
 )->AttentionViewer:
-    "See what each word looks at. Raises `ValueError` for an empty text or one that is too long."
+    "Show what each word attends to. Raises `ValueError` for a text that is empty or too long."
     ids = _document_ids(model, tokenizer, text, end=False)
     return AttentionViewer(["", *_words(tokenizer, ids[1:])], attention_weights(model, ids))

@@ -229,7 +229,7 @@ def pass_on(arrays:tuple, group:Any)->tuple: # From the left neighbor, and what 
                                                 for x in got])
 
 class RingAttention(torch.autograd.Function):
-    "Compute causal attention of this process's queries to all tokens. Source: Liu et al. 2023."
+    "Causal attention of this process's queries to all tokens. Source: Liu et al. 2023."
     @staticmethod
     def forward(ctx:Any, q:torch.Tensor, k:torch.Tensor, v:torch.Tensor, window:int|None, group:Any
     ):

@@ -111,7 +111,7 @@ HELD_OUT = 200 # One document of so many is for validation where a repository ha
 def held_out(
     document:str, # Of a repository without a validation split
 )->bool: # The same for equal documents, at any time and on any machine
-    "Is this document one of the one in 200 that are for validation?"
+    "Return whether a document is for validation, as one in 200 is."
     return _number_of(document) % HELD_OUT == 0
 
 def _number_of(document:str)->int:
@@ -121,7 +121,7 @@ def _number_of(document:str)->int:
 def text_column(
     row:dict, # Column to value
 )->str: # Its name
-    "The column that holds the documents. Raises `ValueError` if that is not clear."
+    "Find the column with the documents. Raises `ValueError` if that is not clear."
     strings = [name for name,value in row.items() if isinstance(value, str)]
     if "text" in strings: return "text"
     if len(strings) == 1: return strings[0]
@@ -176,8 +176,8 @@ def hub_documents(
     name:str,
     split:str="train",  # `train` or `valid`
 )->Iterator[str]: # Documents, without `<|endoftext|>`
-    """The documents of a repository, fetched while they are read.
-    One line as `ConnectionError`, `FileNotFoundError`, `PermissionError` or `ValueError`."""
+    """Yield the documents of a repository, fetched while they are read. Raises a one-line
+    `ConnectionError`, `FileNotFoundError`, `PermissionError` or `ValueError`."""
     with _one_line(name):
         parts = _open_repository(name)
         own = next((s for s in ("validation", "valid", "val", "dev") if s in parts), None)
@@ -201,7 +201,7 @@ def _cut(row:dict, column:str, keep)->list: # The documents of a row
 def python_documents(
     split:str="train", # `train`, or `valid` for every twentieth
 )->Iterator[str]: # Documents, the same ones in the same order for one version of Python
-    "The help pages and the docstrings of the running Python, of 100 characters or more."
+    "Yield the help pages and docstrings of the running Python that have 100 or more characters."
     return (text for i,text in enumerate(_python_texts()) if (i % 20 == 19) == (split == "valid"))
 
 # %% ../../nbs/00_tools/00g_documents.ipynb #17625ee5
@@ -234,7 +234,7 @@ def curated_documents(
     folder:str|Path,   # That `lmcourse curate` has written
     split:str="train", # `train`, or `valid` for the one in 200, at least one
 )->Iterator[str]:
-    "The documents that a pipeline has kept. `ValueError` for a folder that isn't finished or none."
+    "Yield the documents that a pipeline has kept. Raises `ValueError` for an unfinished folder."
     if not (Path(folder)/"funnel.json").is_file():
         raise ValueError(f"{folder}: expected a folder that `lmcourse curate` has finished")
     return _curated(sorted((Path(folder)/"documents").glob("*.jsonl")), split)
@@ -258,7 +258,7 @@ def documents(
     # it, at a line
     max_bytes:int|None=None,
 )->Iterator[str]: # Documents, without `<|endoftext|>`
-    "The documents of a corpus. `ValueError` for a name that is not one, before anything is read."
+    "Yield the documents of a corpus. Raises `ValueError` at once for an unknown name."
     if max_bytes is not None and not max_bytes > 0:
         raise ValueError(f"max_bytes = {max_bytes}, expected more than 0")
     kind, _, rest = name.partition(":")
