@@ -44,9 +44,9 @@ from ..alignment.stages import PipelineConfig
 
 # %% ../../nbs/90_app/90g_cli.ipynb #f4767196
 @contextlib.contextmanager
-def checking_input(): # Around all that reads what the user gave, and around nothing else
-    """Errors of the block are the user's: `UserError` with the same words.
-    `CUT_OFF` stays, as one can go on after it."""
+def checking_input(): # Wraps only code that reads the user's input
+    """Turn the block's errors into `UserError` with the same message.
+    `CUT_OFF` errors pass through, as the work can be resumed after them."""
     try: yield
     except (UserError, *CUT_OFF): raise
     except ModuleNotFoundError as e:
@@ -57,31 +57,31 @@ def checking_input(): # Around all that reads what the user gave, and around not
     except (ValueError, OSError) as e: raise UserError(str(e)) from e
 
 def source(data:str, split:str="train", max_bytes:int|None=None)->Iterator[str]:
-    """`documents`; what can't be read there is the user's too, although it's noticed in the midst
+    """Yield `documents`; unreadable input raises `UserError` even if it's noticed in the middle
     of the work."""
     with checking_input(): yield from documents(data, split, max_bytes)
 
 # %% ../../nbs/90_app/90g_cli.ipynb #66e02c64
-def word(kind:Any, name:str): # An argument that is given by its place, not by an option
+def word(kind:Any, name:str): # A positional argument
     hint = ("(optional)" if type(None) in typing.get_args(kind) else "(one or more)"
             if typing.get_origin(kind) is tuple else None)
     return Annotated[kind, tyro.conf.Positional,
                      tyro.conf.arg(metavar=name, help_behavior_hint=hint)]
 
 def one_of(names:Iterable[str], default:str
-): # An option that is a name; its help says which there are
+): # An option whose help lists the names
     return Annotated[str, tyro.conf.arg(help_behavior_hint=f"(default: {default}; there are "
                                                            f"{', '.join(names)})")]
 
 def some(kind:Any, hint:str
-): # An option with several values, none of them by default, which `hint` explains
+): # An option with several values and an empty default, which `hint` explains
     return Annotated[tuple[kind, ...], tyro.conf.arg(help_behavior_hint=f"(default: {hint})")]
 
 # %% ../../nbs/90_app/90g_cli.ipynb #ab41773c
 _RULES = tyro.constructors.ConstructorRegistry()
 
 @_RULES.primitive_rule
-def _or_none(info): # How tyro reads and shows an option of the type `int|None` and the like
+def _or_none(info): # How tyro parses and shows options of types such as `int|None`
     kinds = [k for k in typing.get_args(info.type) if k is not type(None)]
     if (typing.get_origin(info.type) not in (Union, types.UnionType) or len(kinds) != 1
         or kinds[0] not in (int, float, str, Path)):
@@ -143,20 +143,20 @@ class PrepareCommand:
 def say(*lines:Any): print(*lines, sep="\n", flush=True)
 
 def wrapped(text:str, indent:str="", hanging:int=0
-)->str: # Between words, as wide as the terminal, 100 columns at most
+)->str: # Wrapped at the terminal's width, at most 100 columns
     width = min(shutil.get_terminal_size((100, 24)).columns, 100)
     return "\n".join(textwrap.fill(line, width, initial_indent=indent, subsequent_indent=indent
                                    + " "*hanging) for line in text.split("\n"))
 
 def learn_tokenizer(texts:Iterable[str], vocab_size:int
-)->Tokenizer: # What there is to say of it goes to the output, and not to the errors
+)->Tokenizer: # Prints progress to standard output, not standard error
     with warnings.catch_warnings(record=True) as notes:
         warnings.simplefilter("always")
         tokenizer = Tokenizer.train(texts, vocab_size)
     for note in notes: say(str(note.message))
     return tokenizer
 
-def in_bytes(max_mb:float)->int: # At least one
+def in_bytes(max_mb:float)->int: # At least one byte
     if not 1e-6 <= max_mb <= 1e9: raise ValueError(f"max_mb = {max_mb}, expected more than 0")
     return int(1e6*max_mb)
 
@@ -182,14 +182,14 @@ def refuse_existing(folder:Path):
 # %% ../../nbs/90_app/90g_cli.ipynb #bebed415
 def prepare(
     data:str,               # Name of the corpus
-    out:Path,               # New folder, or one that the same call has begun
-    tokenizer:Tokenizer,    # Cuts the documents into tokens; a copy of it comes into the folder
-    max_bytes:int,          # Of training text
-    valid_documents:int,    # At most
-    threads:int|None=None,  # That tokenize; as many as there are cores if none
+    out:Path,               # New folder, or one begun by the same call
+    tokenizer:Tokenizer,    # Tokenizer, which is copied into the folder
+    max_bytes:int,          # Limit on the training text
+    valid_documents:int,    # Most validation documents
+    threads:int|None=None,  # Threads for tokenization; None for one per core
 ):
     """Write `train.*`, `valid.*`, `tokenizer/` and `ngram.json` into `out`.
-    What was cut off goes on; what fails leaves nothing."""
+    An interrupted call can be resumed; a failed one leaves nothing."""
     from lmcourse.training.data import write_dataset
     held_out = validation_documents(data, valid_documents)
     job = dict(corpus=data, max_bytes=max_bytes, valid_documents=valid_documents,
@@ -222,7 +222,7 @@ CUT_OFF = (KeyboardInterrupt, ConnectionError, TimeoutError) # After these, `pre
 
 class NotThisJob(UserError): "A folder was begun with other options."
 
-def begun(out:Path)->bool: # Is this a folder that `prepare` has not finished?
+def begun(out:Path)->bool: # Whether `prepare` hasn't finished this folder
     return (out/"prepare.part").exists()
 
 @contextlib.contextmanager
@@ -266,7 +266,7 @@ def _size_line(prefix:Path)->str:
             f"({info['bytes']/info['tokens']:.2f} bytes a token)")
 
 # %% ../../nbs/90_app/90g_cli.ipynb #3d540258
-def ngram_line(data:Path)->str: # All of them, and the best
+def ngram_line(data:Path)->str: # Perplexity of all n-gram models, and the best
     from lmcourse.training.data import read_ngrams
     losses = read_ngrams(data)
     return (f"n-grams (1 to {len(losses)}): {', '.join(f'{l:.3f}' for l in losses)}; the best is "
@@ -306,23 +306,23 @@ class TrainCommand:
 # %% ../../nbs/90_app/90g_cli.ipynb #8ae672b7
 def new_trainer(
     data:Path,         # Folder of `prepare`
-    run:Path,          # The run's folder; it is made when all else has been checked
-    model:ModelConfig, # Its vocabulary becomes the tokenizer's
-    train:TrainConfig, # Of the whole run
+    run:Path,          # The run's folder, created after all checks
+    model:ModelConfig, # Model config; its vocabulary size is set to the tokenizer's
+    train:TrainConfig, # Training config of the whole run
 ):
-    "A trainer at step 0 whose run folder has its `config.json`."
+    "Create a trainer at step 0 and write `config.json` into its run folder."
     from lmcourse.training.runs import write_run
     from lmcourse.training.trainer import Trainer
     sets = open_data(data)
     matching_tokenizer(data, *sets)
-    # what the end of the run will need must be there at its start
+    # What the end of the run needs must exist at its start
     ngram_line(data)
     model = replace(model, vocab_size=sets[0].info["vocab_size"])
     trainer = Trainer(model, cut_to_card(model, train), *sets)
     if trainer.world.writes:
         run.mkdir(parents=True, exist_ok=True)
         write_run(run, model, trainer.config, data)
-    # The other processes of torchrun wait until it is there
+    # The other processes of torchrun wait for the folder
     trainer.world.all_reduce_sum(0.)
     return trainer
 
@@ -357,7 +357,7 @@ def cut_to_card(model:ModelConfig, train:TrainConfig
 
 # %% ../../nbs/90_app/90g_cli.ipynb #4158035c
 def go_on(run:Path, train:TrainConfig|None=None, given:tuple=()): # `UserError` if it is no run
-    """Train a run that was cut off to its end.
+    """Train an interrupted run to its end.
     The fields of `train` that are `given` and say how the work is shared out, or who does it,
     take the place of the run's own."""
     from lmcourse.training.checkpoint import Checkpoints
@@ -374,14 +374,14 @@ def go_on(run:Path, train:TrainConfig|None=None, given:tuple=()): # `UserError` 
     say(f"{run}: going on after step {trainer.step:,} of {train.steps:,}")
     train_to_the_end(trainer, run)
 
-# What may differ when a run goes on: the numbers stay the same
+# Settings that may differ when a run is resumed, as results stay the same
 SHARED_OUT = ("data_parallel_replicate_degree", "data_parallel_shard_degree",
               "context_parallel_degree", "tensor_parallel_degree", "sequence_parallel",
               "pipeline_parallel_degree", "pipeline_parallel_schedule", "micro_batch",
               "timeout_seconds", "attention", "kernels")
 
 # %% ../../nbs/90_app/90g_cli.ipynb #bb5cf175
-def model_table(model:Any)->Table: # Parameters by part, and in all
+def model_table(model:Any)->Table: # Parameters by part, and in total
     from lmcourse.accounting.parameters import parameter_table
     from lmcourse.architecture.transformer_torch import TransformerLM
     # A process of a mesh has some of the layers
@@ -389,7 +389,7 @@ def model_table(model:Any)->Table: # Parameters by part, and in all
                            if hasattr(model, "stages") else model)
 
 # %% ../../nbs/90_app/90g_cli.ipynb #f8a92226
-def cost_lines(trainer:Any)->list: # What the run will take: counted, then from a few timed steps
+def cost_lines(trainer:Any)->list: # Predicted cost of the run: counted, then from a few timed steps
     from lmcourse.accounting.hardware import mfu
     from lmcourse.accounting.run_cost import price
     from lmcourse.training.trainer import measure_step, peak_memory
@@ -433,7 +433,7 @@ def _too_large(p, device)->UserError: # The error for a `Price` that does not fi
                                   "context_length"))
 
 # %% ../../nbs/90_app/90g_cli.ipynb #6dc57978
-def speed_lines(trainer:Any)->list: # What the run took, and what had been predicted
+def speed_lines(trainer:Any)->list: # Actual and predicted cost of the run
     from lmcourse.training.trainer import peak_memory
     done, memory = trainer.step*trainer.plan.tokens, peak_memory(trainer.device)
     line = (f"{trainer.step:,} steps, {done:,} tokens in {duration(trainer.elapsed)}: "
@@ -462,7 +462,7 @@ def train_to_the_end(
     trainer:Any, # At any step
     run:Path,    # Its folder
 ):
-    "Train, then show what came out."
+    "Train, then show the results."
     from lmcourse.training.runs import read_run
     from lmcourse.training.signals import Interrupted
     with checking_input():
@@ -478,7 +478,7 @@ def train_to_the_end(
         if not _LOST.search(f"{e} {e.__cause__}"): raise
         raise UserError(f"another process of this run has died, or does not answer; go on with: "
                         f"lmcourse train --resume {run}") from None
-    # A sharded model needs all processes
+    # All processes must take part for a sharded model
     model = speaker(trainer)
     stories = [wrapped(story(model, tokenizer, seed, begin).strip()) for seed in range(3)]
     trainer.world.destroy()
@@ -496,7 +496,7 @@ def train_to_the_end(
 # What gloo and NCCL say of a process that is gone, or that takes too long
 _LOST = re.compile("closed by peer|reset by peer|[Tt]imed out|[Tt]imeout|Broken pipe|aborted")
 
-def speaker(trainer:Any): # Who writes stories; of a model on a mesh a whole copy, if that is small
+def speaker(trainer:Any): # Model that writes stories; a whole copy of a small model on a mesh
     model = trainer.model
     if not hasattr(model, "stages"): return model
     from lmcourse.architecture.transformer_torch import TransformerLM
@@ -539,20 +539,20 @@ def draw(runs:list, path:Path): # Run folders into a picture that can be read on
 
 # %% ../../nbs/90_app/90g_cli.ipynb #67008ab1
 def story(
-    model:Any,           # Trained
-    tokenizer:Tokenizer, # With which it was trained
-    seed:int=0,          # The same seed gives the same story
-    prompt:str="",       # The beginning; empty for a document from its start
-    max_tokens:int=400,  # This and the next two as in `generate`
+    model:Any,           # Trained model
+    tokenizer:Tokenizer, # The model's tokenizer
+    seed:int=0,          # Seed of the story
+    prompt:str="",       # Beginning of the story; empty for a whole document
+    max_tokens:int=400,  # As in `generate`, like the next two arguments
     temperature:float=0.8,
     top_p:float|None=None,
 )->str:
-    "A document written by a model, with its beginning."
+    "Let a model write a document, and return it with its prompt."
     from lmcourse.generation.generate import complete
     from lmcourse.inference.kv_cache import CachedDecoder
     weight = next(model.parameters())
     decoder = decoder_for(model) if weight.device.type == "cuda" else CachedDecoder
-    # FSDP gathers weights for `model(ids)` alone
+    # FSDP gathers weights only for `model(ids)`
     if hasattr(weight, "full_tensor") or hasattr(model, "stages"): decoder = None
     return prompt + complete(model, tokenizer, prompt, max_tokens, temperature=temperature,
                              top_p=top_p, seed=seed, decoder=decoder)
@@ -573,12 +573,12 @@ def checked_device(name:str, quantize:str)->str: # Its kind
                          "only there are products for it")
     return device
 
-def decoder_for(model:Any, bits:int|None=None): # The fastest that there is, as `generate` wants it
+def decoder_for(model:Any, bits:int|None=None): # The fastest decoder for `generate`
     from lmcourse.architecture.transformer_torch import Parts
     from lmcourse.inference.kv_cache import CachedDecoder, FastDecoder, GraphDecoder
     from lmcourse.inference.quantization import quantize_fitting
     odd = any(getattr(model.config, name) for name in NEW_PARTS)
-    if model.parts != Parts(): return CachedDecoder     # Others compute without the model's parts
+    if model.parts != Parts(): return CachedDecoder     # Other decoders ignore the model's parts
     if odd and bits: refuse_fields(model.config, f"FastDecoder with {bits} bits")
     kind = next(model.parameters()).device.type
     if odd: return CachedDecoder
@@ -807,7 +807,7 @@ class QuickstartCommand:
 # %% ../../nbs/90_app/90g_cli.ipynb #8020ead1
 def get_ready(data:str, minutes:float, out:Path, card:Any=None
 ): # The trainer, after everything before it was done and told; `card` is the GPU, if there is one
-    "From the name of a corpus to a trainer at step 0."
+    "Prepare everything from a corpus's name to a trainer at step 0."
     size = int(min(max(4e6*minutes, 2e6), 1e8)) if card is None else 100_000_000
     training = list(training_documents(data, size))
     total = sum(len(d.encode()) for d in training)
@@ -832,10 +832,10 @@ def get_ready(data:str, minutes:float, out:Path, card:Any=None
 # %% ../../nbs/90_app/90g_cli.ipynb #09c9a91a
 def plan(
     data:Path,     # Folder of `prepare`
-    minutes:float, # Of training
+    minutes:float, # Minutes of training
     card:Any=None, # The GPU as a `Device`, if there is one
 )->tuple: # `ModelConfig` and `TrainConfig`
-    """The quickstart's model, or a larger one on a GPU, and as many steps as fit into the
+    """Choose the quickstart's model, or a larger one on a GPU, and as many steps as fit into the
     minutes."""
     from lmcourse.training.data import reach_of_starts
     from lmcourse.training.trainer import Trainer, measure_step
@@ -878,13 +878,13 @@ def card_lines(card:Any, minutes:float)->list: # What a GPU will train, before a
 
 # %% ../../nbs/90_app/90g_cli.ipynb #06783ec4
 def keep(
-    model:Any,   # At the end of its training
-    run:Path,    # Where it comes from
-    folder:Path, # New
-    result:Any,  # `Evaluation` of the model before rounding
-    command:str, # That made it
+    model:Any,   # The trained model
+    run:Path,    # Folder of its run
+    folder:Path, # New folder
+    result:Any,  # `Evaluation` of the unrounded model
+    command:str, # Command that made the model
 ):
-    "Write a model for reading: weights as float16, its tokenizer, and how it was made."
+    "Save a model for inference: float16 weights, its tokenizer, and how it was made."
     from lmcourse.training.models import save_model
     from lmcourse.training.runs import read_run
     _, train, data = read_run(run)
@@ -979,9 +979,9 @@ class ScaleCommand:
 
 # %% ../../nbs/90_app/90g_cli.ipynb #deb9167f
 def smoke(
-    seed:int=0, # Of the ids and the weights
+    seed:int=0, # Seed of the ids and the weights
 )->list: # The loss before each step, in nats per token
-    "The training of the preset `numpy-report`, on one batch of random ids."
+    "Train the preset `numpy-report` on one batch of random ids."
     from lmcourse.architecture.fast_np import fast_loss_and_grads
     from lmcourse.architecture.transformer_np import init_params
     from lmcourse.training.optim_np import AdamWNp, clip_scale, grad_norm_np
@@ -1186,13 +1186,13 @@ class RlCommand:
 
 # %% ../../nbs/90_app/90g_cli.ipynb #14b90run
 def align(
-    kind:str,           # This and the next ones as for `new_alignment`
+    kind:str,           # This and the next arguments as in `new_alignment`
     out:Path|None,      # None with `resume`
-    resume:Path|None,   # A run to go on with
+    resume:Path|None,   # A run to resume
     settings:dict,
     train:TrainConfig,
 ):
-    "Run to the end, and say what came out."
+    "Run to the end and print the results."
     from lmcourse.alignment.runs import align_to_the_end, new_alignment, open_alignment
     from lmcourse.training.signals import Interrupted
     if bool(out) == bool(resume): raise UserError(f"{kind} needs either OUT or --resume RUN")
@@ -1427,10 +1427,10 @@ COMPLETIONS = dict(
 
 # %% ../../nbs/90_app/90g_cli.ipynb #8af4bc06
 def one_line(
-    box:str, # What tyro printed, with or without colours and lines
+    box:str, # tyro's output, with or without colours and lines
 )->str:
-    "The message in tyro's box."
-    lines = re.sub(r"\x1b\[[\d;]*m", "", box).split("\n")[1:]     # without colours and the title
+    "Extract the message from tyro's box."
+    lines = re.sub(r"\x1b\[[\d;]*m", "", box).split("\n")[1:]     # Without colours and the title
     words = re.sub(r"\s+", " ", " ".join(line.strip("│╰─╯ ") for line in lines if line.strip(" -")))
     words = re.sub(r" \(applied to [^)]*\)| Arguments are applied to .*? matter\.", "", words)
     return re.split("For full helptext|Argument helptext",
@@ -1458,8 +1458,8 @@ Exit status: 0 all is well, 1 an answer is not right yet (or a bug, with a trace
 def parse(
     args:list, # Words of the command line
 ):
-    """The command that the words ask for.
-    `SystemExit` with status 0 after help, `ValueError` for words that make no sense."""
+    """Parse the words of the command line into a command.
+    `SystemExit` with status 0 after help, `ValueError` for invalid words."""
     defaults:dict = {}
     if args[:1] == ["--version"]:
         say(f"lmcourse {__version__}")
@@ -1494,7 +1494,7 @@ def parse(
     raise ValueError(one_line(box.getvalue()))
 
 # %% ../../nbs/90_app/90g_cli.ipynb #9ee9108a
-def gpu_defaults(args:list)->dict: # Fields of `TrainConfig` that suit a GPU; none without one
+def gpu_defaults(args:list)->dict: # Fields of `TrainConfig` for a GPU; empty without one
     elsewhere = r"--(device[ =](cpu|mps)|engine[ =]numpy)"
     if re.search(elsewhere, " ".join(args)) or not gpu_name(): return {}
     import torch
@@ -1507,11 +1507,11 @@ _TROUBLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM,
             errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG)
 
 def main(
-    args:list|None=None, # Words of the command line; those of this process if none
+    args:list|None=None, # Words of the command line; None for this process's
 ):
-    "The command `lmcourse`."
+    "Run the command `lmcourse`."
     keep_freed_memory()
-    # Of the processes that torchrun starts, the first one speaks
+    # Only the first process of torchrun prints
     others = os.environ.get("RANK", "0") != "0"
     try:
         with kill_as_ctrl_c(), contextlib.redirect_stdout(io.StringIO() if others else sys.stdout):
@@ -1523,7 +1523,7 @@ def main(
     except KeyboardInterrupt as e: status, line = 130, str(e) or "interrupted"
     except UserError as e: status, line = 2, str(e)
     except OSError as e:
-        # What a shell gives for SIGPIPE
+        # The shell's exit status for SIGPIPE
         if isinstance(e, BrokenPipeError) and _nobody_reads(): sys.exit(141)
         if not isinstance(e, (*CUT_OFF, BlockingIOError)) and e.errno not in _TROUBLE: raise
         status, line = 2, str(e)
@@ -1552,7 +1552,7 @@ def _nobody_reads()->bool: # Whether the output was closed; if so, what is left 
 def kill_as_ctrl_c():
     def stop(number, frame): raise KeyboardInterrupt
     try: before = signal.signal(signal.SIGTERM, stop)
-    except ValueError: before = None                    # not the main thread
+    except ValueError: before = None                    # Not the main thread
     try: yield
     finally:
         if before is not None: signal.signal(signal.SIGTERM, before)

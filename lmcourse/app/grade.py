@@ -24,14 +24,14 @@ from ..tools.show import Table
 # %% ../../nbs/90_app/90e_grade.ipynb #63173a11
 @dataclass(frozen=True)
 class Exercise:
-    "One exercise."
-    chapter: str    # Its number, say 03
-    topic: str      # The module of its grader, say architecture
-    name: str       # What follows `check_` in the grader's name
-    defines: str    # Name that an answer must define; case and underscores do not matter
-    kind: str       # What that must be: type, Callable, dict, tuple
-    form: str       # The same in the grader's words
-    right_if: str   # When the answer is right
+    "An exercise and its grader."
+    chapter: str    # Number of the chapter, such as 03
+    topic: str      # Module of the grader, such as architecture
+    name: str       # The grader's name after `check_`
+    defines: str    # Name that an answer must define, ignoring case and underscores
+    kind: str       # Its required type: type, Callable, dict or tuple
+    form: str       # The required form, in the grader's words
+    right_if: str   # Condition for a right answer
 
     @property
     def id(self)->str: # Name of the exercise on the command line
@@ -67,9 +67,9 @@ def exercise_tasks()->list: # In the order of the chapters and of the page
 
 # %% ../../nbs/90_app/90e_grade.ipynb #e5223126
 def find_tasks(
-    name:str,   # An exercise, say 03.rope, or a chapter, say 03 or architecture
-    tasks:list, # All there are
-)->list: # One, or those of the chapter
+    name:str,   # An exercise, such as 03.rope, or a chapter, such as 03 or architecture
+    tasks:list, # All exercises
+)->list: # One exercise, or all of the chapter
     "Find the tasks that names refer to. For an unknown name, a `ValueError` suggests the nearest."
     chapter, _, task = name.partition(".")
     chapter = chapter.zfill(2) if chapter.isdigit() else chapter
@@ -78,7 +78,7 @@ def find_tasks(
     if not inside and not task:
         chapters = {n for t in tasks for n in (t.chapter, t.topic)}
         e = unknown("exercise or chapter", name, chapters | {t.id for t in tasks})
-        # All exercises would be too many to list
+        # Too many exercises to list
         raise e if "did you mean" in str(e) else unknown("exercise or chapter", name, chapters)
     if not inside: raise unknown("chapter", chapter, {t.chapter for t in tasks})
     if found := [t for t in inside if t.name == task]: return found
@@ -87,11 +87,11 @@ def find_tasks(
 # %% ../../nbs/90_app/90e_grade.ipynb #39abf204
 _MAGIC = re.compile(r"^([ \t]*)(?:[%!?].*|[\w., ]+=[ \t]*[%!].*|[\w.]+\?{1,2}[ \t]*)$", re.M)
 
-def _without_magics(source:str)->str: # The number of lines stays the same
+def _without_magics(source:str)->str: # With the same number of lines
     try: ast.parse(source)
     except (SyntaxError, ValueError): pass
     else: return source
-    # A word for the whole cell: some run it as Python, others do not
+    # Cell magics: some run the cell as Python, others don't
     if whole := re.match(r"\s*%%(\w+).*", source):
         if whole[1] not in ("time", "timeit", "capture", "prun"): return ""
         source = "pass" + source[whole.end():]
@@ -108,7 +108,7 @@ def _pieces(path:Path)->list: # (name in tracebacks, source)
             for i,c in enumerate(cells, 1) if wanted(c)]
 
 # %% ../../nbs/90_app/90e_grade.ipynb #5d41377f
-def _run_file(path:Path)->dict: # What the file defines
+def _run_file(path:Path)->dict: # Names that the file defines
     name = path.stem if path.stem.isidentifier() and path.stem not in sys.modules else "answer_file"
     module = sys.modules[name] = types.ModuleType(name)
     module.__file__ = str(path)
@@ -146,13 +146,13 @@ def _pick(task:Exercise, found:dict, alone:bool
 class NotDefined(ValueError): pass
 
 # %% ../../nbs/90_app/90e_grade.ipynb #2af62aef
-def _theirs(file:str, folder:Path)->bool: # Whether it lies beside the answer, and is of no library
+def _theirs(file:str, folder:Path)->bool: # Next to the answer, and of no library
     ours = Path(str(files("lmcourse"))).resolve(), Path(sys.prefix).resolve()
     path = Path(file).resolve()
     return (path.is_relative_to(folder) and "site-packages" not in path.parts
             and not any(path.is_relative_to(p) for p in ours))
 
-def _frames(e:BaseException, folder:Path)->list: # The last lines of theirs
+def _frames(e:BaseException, folder:Path)->list: # The last lines of the answer's own code
     lines = []
     for f in [f for f in traceback.extract_tb(e.__traceback__) if _theirs(f.filename, folder)][-3:]:
         lines += [f"{Path(f.filename).name}, line {f.lineno}"
@@ -165,15 +165,15 @@ def _frames(e:BaseException, folder:Path)->list: # The last lines of theirs
                                        0) + "^"]
     return lines
 
-def _said(e:BaseException)->str: # Its name and words, on one line
+def _said(e:BaseException)->str: # Name and message, on one line
     if isinstance(e, SystemExit): return f"sys.exit({e.code!r})"
     words = " ".join("".join(traceback.format_exception_only(
         type(e), SyntaxError(e.msg) if isinstance(e, SyntaxError) else e)).split())
     return words if len(words) <= 400 else f"{words[:300]} … {words[-80:]}"
 
 # %% ../../nbs/90_app/90e_grade.ipynb #02a2ee10
-def _grade(task:Exercise, path:Path, alone:bool)->tuple: # (state, words, lines of traceback)
-    # Before the file can touch it
+def _grade(task:Exercise, path:Path, alone:bool)->tuple: # (state, message, lines of traceback)
+    # Saved before the file can change it
     grader = getattr(import_module(f"lmcourse.exercises.{task.topic}"), f"check_{task.name}")
     folder = path.parent
     try: found = _run_file(path)
@@ -195,7 +195,7 @@ def _grade(task:Exercise, path:Path, alone:bool)->tuple: # (state, words, lines 
 def answer_job():
     "Run a file and its grader, and save the result; this runs in a separate process."
     job = json.loads(sys.stdin.buffer.read())
-    # Ends this process if who started it is no more
+    # End this process if its parent is gone
     if hasattr(signal, "alarm"): signal.alarm(int(job["seconds"]) + 30)
     with open(job["where"], "w") as where:
         faulthandler.dump_traceback_later(max(job["until"] - time.time(), .1), file=where)
@@ -206,15 +206,15 @@ def answer_job():
         except (OSError, ValueError, AttributeError): pass
     Path(job["report"]).write_text(
         json.dumps(dict(word=job["word"], state=state, words=words, lines=lines)), encoding="utf-8")
-    # Whatever threads it has left
+    # Regardless of remaining threads
     os._exit(0)
 
 # %% ../../nbs/90_app/90e_grade.ipynb #c6f279c1
-def _kill(process): # With all that it has started
+def _kill(process): # Together with its children
     try: os.killpg(process.pid, signal.SIGKILL) if hasattr(os, "killpg") else process.kill()
     except (ProcessLookupError, PermissionError): pass
 
-def _last_seen(where:Path, folder:Path)->list: # The first line of faulthandler's that is theirs
+def _last_seen(where:Path, folder:Path)->list: # First line of the fault in the answer
     text = where.read_text(encoding="utf-8", errors="replace") if where.exists() else ""
     for file,line,name in re.findall(r'File "(.*)", line (\d+) in (.*)', text):
         if _theirs(file, folder):
@@ -247,10 +247,10 @@ class Verdict:
     "The result of one answer."
     task: Exercise
     state: str          # right, wrong or unusable
-    words: str = ""     # Why
-    lines: tuple = ()   # Of the reader's code, where it failed
+    words: str = ""     # Reason
+    lines: tuple = ()   # Lines of the reader's code that failed
 
-    def __str__(self)->str: # The line that the command prints, and the lines of code below it
+    def __str__(self)->str: # The printed line, and the lines of code below it
         first = (f"{self.task.id}: right" if self.state == "right"
                  else f"{self.task.id}: not yet: {self.words}")
         return "\n".join([first, *("    " + line for line in self.lines)])
@@ -259,7 +259,7 @@ class Verdict:
 _START = ("import sys; sys.path.append({!r}); from lmcourse.app.grade import answer_job; "
           "answer_job()")
 
-def _wait(process, job:dict, seconds:float, echo:_Echo)->bool: # Whether it ended by itself
+def _wait(process, job:dict, seconds:float, echo:_Echo)->bool: # Whether the process ended by itself
     def pump():
         while data := os.read(process.stdout.fileno(), 2**16): echo.feed(data)
     thread = threading.Thread(target=pump, daemon=True)
@@ -273,7 +273,7 @@ def _wait(process, job:dict, seconds:float, echo:_Echo)->bool: # Whether it ende
     finally:
         _kill(process)
         process.wait()
-        # Longer only if a process that left the group still holds the output
+        # Takes longer only if a detached process still holds the output
         thread.join(2)
     return True
 
@@ -281,11 +281,11 @@ def _wait(process, job:dict, seconds:float, echo:_Echo)->bool: # Whether it ende
 def check_file(
     task:Exercise,            # What to check
     path:Path,                # File with the answer, Python or a notebook
-    seconds:float=60.,        # Until the process is ended
+    seconds:float=60.,        # Time limit in seconds
     # Whether the file holds this answer only; if not, the name `answer` stands for none
     alone:bool=True,
-    write:Callable|None=None, # Takes what the file prints; by default it goes to the standard error
-)->Verdict: # And nothing is raised for what the file does
+    write:Callable|None=None, # Gets the file's output; None for standard error
+)->Verdict: # The result, also if the file raises an error
     """Run a file and a task's grader in a separate process.
     Raises `ValueError` or `OSError` for an invalid file."""
     path, echo = usable_file(path), _Echo(write or _to_stderr)
@@ -321,8 +321,8 @@ def _verdict(task:Exercise, job:dict, status:int)->Verdict:
 
 # %% ../../nbs/90_app/90e_grade.ipynb #ed319e94
 def usable_file(
-    path:Path, # As it was given
-)->Path: # The whole path
+    path:Path, # Path as given
+)->Path: # The absolute path
     "Raise `OSError` or `ValueError` unless a file exists and is Python or a notebook."
     if not path.exists(): raise FileNotFoundError(f"{path}: no such file")
     if path.suffix not in (".py", ".ipynb") or not path.is_file():
@@ -346,7 +346,7 @@ def _bound(path:Path
 
 # %% ../../nbs/90_app/90e_grade.ipynb #675b8d4e
 def answer_files(
-    tasks:list, # Of a chapter, or one
+    tasks:list, # Exercises of a chapter, or one
     path:Path,  # A file, or a folder with a file for each answer: NAME.py or NAME.ipynb
 )->dict: # Exercise to file
     "Find out which file answers which task. Raises `ValueError` or `OSError` if there is none."
@@ -369,8 +369,8 @@ def answer_files(
 
 # %% ../../nbs/90_app/90e_grade.ipynb #b3a4a72d
 def read_progress(
-    path:Path, # File that `note_verdict` wrote; it need not exist
-)->dict: # Name of the exercise to a record with `tries`, `right`, `date`, `file` and `last`
+    path:Path, # File written by `note_verdict`; it may be missing
+)->dict: # Exercise to a record with `tries`, `right`, `date`, `file` and `last`
     "Read the saved progress. Raises `ValueError` for a file that is something else."
     if not path.exists(): return {}
     try: record = read_json(path)
@@ -388,8 +388,8 @@ def read_progress(
 # %% ../../nbs/90_app/90e_grade.ipynb #cd3db2af
 def note_verdict(
     path:Path,       # The progress file
-    verdict:Verdict, # What came of an answer
-    file:str,        # Where the answer was
+    verdict:Verdict, # The result of an answer
+    file:str,        # File of the answer
 ):
     "Save a verdict."
     tasks = read_progress(path)
@@ -405,14 +405,14 @@ def note_verdict(
 # %% ../../nbs/90_app/90e_grade.ipynb #9a366db6
 def state_of(
     task:Exercise,     # An exercise
-    progress:dict, # As `read_progress` gives it
+    progress:dict, # From `read_progress`
 )->str: # done, tried or open
     "The progress in an exercise."
     return "open" if task.id not in progress else "done" if progress[task.id]["right"] else "tried"
 
 def chapter_lines(
     tasks:list,    # All exercises
-    progress:dict, # As `read_progress` gives it
+    progress:dict, # From `read_progress`
 )->list: # Lines of text
     "Show the chapters with their exercises by state."
     lines = []
@@ -426,8 +426,8 @@ def chapter_lines(
 
 def chapter_table(
     tasks:list,    # Exercises of one chapter
-    progress:dict, # As `read_progress` gives it
-)->Table: # A row for each
+    progress:dict, # From `read_progress`
+)->Table: # A row per exercise
     "Show what each exercise of a chapter asks for."
     return Table([dict(exercise=t.id, state=state_of(t, progress),
                        define=t.form.removeprefix("The class: ").replace("`", "")
@@ -446,12 +446,12 @@ def find_answers(exercise:str, path:Path, seconds:float=60., progress:Path|None=
     return tasks, answer_files(tasks, path)
 
 def check_exercise(
-    exercise:str,            # An exercise, say 03.rope, or a chapter
+    exercise:str,            # An exercise, such as 03.rope, or a chapter
     path:Path,               # File with the answer or answers, or a folder with a file for each
     seconds:float=60.,       # Time limit for each exercise
     progress:Path|None=None, # File that remembers the results
-    say:Callable=print,      # Takes each line
-)->bool: # Whether all answers that were found are right
+    say:Callable=print,      # Called with each line
+)->bool: # Whether all answers found are right
     """Check an answer, or all answers of a chapter.
     Raises `ValueError` or `OSError`, as `find_answers` does, before any file runs."""
     (tasks, answers), right, wrong, other = (find_answers(exercise, path, seconds, progress), 0, 0,
