@@ -24,7 +24,7 @@ class PackedSftDataset(Dataset):
         seq_length:int,        # Tokens per piece, L
         shuffle:bool,          # Whether conversations are shuffled before they are joined
         template:str=TEMPLATE, # Template with `{prompt}` and `{response}`
-        seed:int=0,            # Of the order
+        seed:int=0,            # Seed of the order
     ):
         if seq_length < 1: raise ValueError(f"seq_length = {seq_length}, expected 1 or more")
         texts = [template.format(**pair) for pair in read_conversations(dataset_path)]
@@ -60,7 +60,7 @@ def iterate_batches(
     dataset:Any,    # Dataset of dicts with tensors of equal shapes
     batch_size:int, # B; the last batch may be smaller
     shuffle:bool,   # Whether to shuffle
-    seed:int=0,     # Of the order
+    seed:int=0,     # Seed of the order
 )->Iterator[dict]: # Dicts of tensors `(B, L)`
     "Iterate over one epoch: each element once. Raises `ValueError` for an empty batch."
     if batch_size < 1: raise ValueError(f"batch_size = {batch_size}, expected 1 or more")

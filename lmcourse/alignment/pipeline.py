@@ -115,7 +115,7 @@ def make_tokens(c:PipelineConfig, folder:Path, inputs:dict, say:Callable):
 
 # %% ../../nbs/14_alignment/14n_pipeline.ipynb #14n3base
 def keep_model(
-    folder:Path,     # Of the stage
+    folder:Path,     # Folder of the stage
     trainer:Trainer, # The trainer after its last step
     tokenizer:Tokenizer,
     briefs:bool,     # Whether the model answers briefs, so that `chat` sends it briefs
@@ -155,7 +155,7 @@ def pretrain(c:PipelineConfig, folder:Path, inputs:dict, say:Callable):
 # %% ../../nbs/14_alignment/14n_pipeline.ipynb #14n3curve
 def loss_curve(
     run:str|Path, # Folder of a run
-    tokens:int,   # Of a step
+    tokens:int,   # Tokens per step
 )->dict: # Lists of pairs (tokens, loss)
     "Read the training and validation loss, without timestamps."
     metrics, digits = read_metrics(run), 4

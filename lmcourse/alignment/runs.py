@@ -120,7 +120,7 @@ def own_pairs(
 
 def same_tokenizer(
     reference:str,       # Folder of a model; empty for the policy's initial model
-    tokenizer:Tokenizer, # Of the policy
+    tokenizer:Tokenizer, # The policy's tokenizer
 ):
     "Raise `ValueError` if the reference has a different tokenizer."
     if reference and (other := load_model(reference)[1]).digest != tokenizer.digest:

@@ -31,7 +31,7 @@ class Stage:
 
 # %% ../../nbs/14_alignment/14m_stages.ipynb #14m2state
 def stage_state(
-    folder:str|Path, # Of a stage
+    folder:str|Path, # A stage's folder
     order:dict,      # Its inputs and settings, as read back from JSON
 )->tuple: # `done`, `begun`, `new`, `changed` or `damaged`; the record; and the reason
     "Return the state of a stage without changing anything."

@@ -94,7 +94,7 @@ def web_text(
     return list(found)
 
 # %% ../../nbs/90_app/90a_bench.ipynb #b949e807
-# How much of a corpus is taken, if nothing else is said; 30 of others
+# Default megabytes of a corpus; 30 of others
 MEGABYTES = dict(stories=80, web=30)
 VOCAB_SIZES = dict(stories=10_000)   # Tokens to learn from it; 32,000 from others
 
@@ -119,7 +119,7 @@ def corpus_documents(
 
 # %% ../../nbs/90_app/90a_bench.ipynb #2357f807
 def write_corpus(
-    name:str,           # As above
+    name:str,           # As in `corpus_documents`
     folder:str|Path,    # Folder for the file
     max_bytes:int|None, # Size; None for the size in `MEGABYTES`
 )->Corpus:
@@ -180,7 +180,7 @@ class Learner:
 
 def file_documents(
     path:str|Path, # A corpus's file
-)->list: # Of str
+)->list: # Documents, as strings
     "Read the documents of a file."
     return Path(path).read_bytes().decode("utf-8").split(END_OF_TEXT)
 
@@ -222,14 +222,14 @@ LEARNERS = dict(
 PEERS = ("tiktoken", "tokenizers", "rustbpe")
 
 def present(
-    names:Iterable[str], # Of packages
+    names:Iterable[str], # Names of packages
 )->list: # Installed packages, in the same order
     "Find the installed packages."
     return [n for n in names if n == "lmcourse" or importlib.util.find_spec(n)]
 
 # %% ../../nbs/90_app/90a_bench.ipynb #d59016b3
 def missing_line(
-    names:Iterable[str], # Of packages
+    names:Iterable[str], # Names of packages
 )->str: # Empty if all are installed
     "Describe the packages that aren't installed."
     missing = [n for n in names if n not in present(names)]
@@ -607,7 +607,7 @@ def quarter(
 
 # %% ../../nbs/90_app/90a_bench.ipynb #22b0747a
 def measure_memory(
-    corpus:Corpus,   # To learn from
+    corpus:Corpus,   # Training corpus
     folder:str|Path, # Folder for the first quarter
     threads:int,
 )->list: # Measurements
@@ -728,7 +728,7 @@ def corpora_table(
 
 # %% ../../nbs/90_app/90a_bench.ipynb #556881dd
 def first_use_table(
-    measured:list, # As `measure_first_use` gives
+    measured:list, # From `measure_first_use`
 )->Table:
     "Measure the seconds until a first result."
     return Table([{"compiled code": "made" if m["cache"] == "empty" else "loaded",

@@ -87,7 +87,7 @@ def _or_none(info): # How tyro parses and shows options of types such as `int|No
         or kinds[0] not in (int, float, str, Path)):
         return None
     kind = kinds[0]
-    # Who gives a word there means it
+    # A positional "none" is meant literally
     by_place = any("positional" in str(m).lower() for m in info.markers)
     def read(words): return None if words[0].lower() == "none" and not by_place else kind(words[0])
     return tyro.constructors.PrimitiveConstructorSpec(nargs=1,
@@ -227,7 +227,7 @@ def begun(out:Path)->bool: # Whether `prepare` hasn't finished this folder
 
 @contextlib.contextmanager
 def unfinished_job(out:Path, job:dict
-): # `NotThisJob` if the folder was begun for another; at the end all that is unfinished is removed
+): # `NotThisJob` for a folder of another job; removes unfinished files at the end
     out.mkdir(parents=True, exist_ok=True)
     with open(out/"prepare.part", "a+", encoding="utf-8") as file:
         lock_file(file)
@@ -251,7 +251,7 @@ def _check_job(out:Path, text:str, job:dict):
                               if (done := unfinished(out/"train")) else ""))
 
 @contextlib.contextmanager
-def told_to_go_on(out:Path): # The line of an error says so, where something can be gone on with
+def told_to_go_on(out:Path): # Adds a hint to an error if the work can be resumed
     try: yield
     except CUT_OFF as e:
         if not begun(out): raise
@@ -449,7 +449,7 @@ def speed_lines(trainer:Any)->list: # Actual and predicted cost of the run
 
 @cache
 def device_here(kind:str
-): # The `Device` that trains, measured in another process, once; none where that can't be done
+): # The training `Device`, measured once in another process; None if that fails
     if kind not in ("cpu", "cuda"): return None
     from concurrent.futures import ProcessPoolExecutor
     from multiprocessing import get_context
@@ -806,7 +806,7 @@ class QuickstartCommand:
 
 # %% ../../nbs/90_app/90g_cli.ipynb #8020ead1
 def get_ready(data:str, minutes:float, out:Path, card:Any=None
-): # The trainer, after everything before it was done and told; `card` is the GPU, if there is one
+): # The trainer, after all steps before it; `card` is the GPU, if there is one
     "Prepare everything from a corpus's name to a trainer at step 0."
     size = int(min(max(4e6*minutes, 2e6), 1e8)) if card is None else 100_000_000
     training = list(training_documents(data, size))
@@ -851,7 +851,7 @@ def plan(
         stories = reach_of_starts(train, model.context_length) > 0.5
         config = replace(config, windows="documents" if stories else "random")
         trainer = Trainer(model, config, train, valid)
-    # Outlasts a moment when the machine is busy, and is short beside the training
+    # Long enough to outlast a busy moment, and short compared with training
     seconds = measure_step(trainer, min(100, max(5, int(50*minutes))))
     most = 12*train.num_tokens/config.batch_size/model.context_length
     steps = max(1, int(min(60*minutes/seconds, most)))

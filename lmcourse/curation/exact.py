@@ -76,7 +76,7 @@ class BloomFilter:
         "Choose the size and number of hashes. Raises `ValueError` for impossible sizes."
         if items < 1: raise ValueError(f"items = {items}, expected 1 or more")
         if not 2**-16 <= rate < 1: raise ValueError(f"rate = {rate}, expected 2**-16 to below 1")
-        self.size = math.ceil(-items*math.log(rate)/math.log(2)**2)           # In bits
+        self.size = math.ceil(-items*math.log(rate)/math.log(2)**2)           # Bits
         if self.size >= 2**32: raise ValueError(f"{self.size} bits, expected fewer than 2**32")
         self.hashes = max(1, round(self.size/items*math.log(2)))
         self.bits = bytearray((self.size + 7)//8)
@@ -137,7 +137,7 @@ def repeated_starts(
     if length < 1: raise ValueError(f"length = {length}, expected 1 or more")
     if not len(values): return np.zeros(0, np.int64)
     order = suffix_array(values)
-    begins = np.flatnonzero(longest_common_prefixes(values, order) < length) # Of each run
+    begins = np.flatnonzero(longest_common_prefixes(values, order) < length) # Start of each run
     first = np.minimum.reduceat(order, begins)
     original = np.repeat(first, np.diff(np.append(begins, len(order))))
     return np.sort(order[order != original])

@@ -19,25 +19,25 @@ _IP = re.compile(rf"(?<![\w.-]){_OCTET}(?:\.{_OCTET}){{3}}(?![\w-]|\.\d)")
 
 # %% ../../nbs/13_curation/13d_filters.ipynb #c97037b3
 def mask_emails(
-    text:str, # Of a document
+    text:str, # Text of a document
 )->tuple: # The text with `|||EMAIL_ADDRESS|||` for each address, and the number of addresses
     "Mask e-mail addresses. CS336, assignment 4."
     return _EMAIL.subn("|||EMAIL_ADDRESS|||", text)
 
 def mask_phone_numbers(
-    text:str, # Of a document
+    text:str, # Text of a document
 )->tuple: # The text with `|||PHONE_NUMBER|||` for each phone number, and their number
     "Mask phone numbers of ten digits, as in North America. CS336, assignment 4."
     return _PHONE.subn("|||PHONE_NUMBER|||", text)
 
 def mask_ips(
-    text:str, # Of a document
+    text:str, # Text of a document
 )->tuple: # The text with `|||IP_ADDRESS|||` for each address, and the number of addresses
     "Mask IPv4 addresses. CS336, assignment 4."
     return _IP.subn("|||IP_ADDRESS|||", text)
 
 def find_pii(
-    text:str, # Of a document
+    text:str, # Text of a document
 )->list: # `(kind, text)`, kind `email`, `phone` or `ip`
     "Find what the three masks would replace."
     kinds = (("email", _EMAIL), ("phone", _PHONE), ("ip", _IP))
@@ -57,7 +57,7 @@ GOPHER = {                        # Measure: the lowest and the highest value of
 }
 
 def gopher_measures(
-    text:str, # Of a document
+    text:str, # Text of a document
 )->dict: # Measure of `GOPHER` to its value
     "Measure what Gopher's rules check. Rae et al. 2021, appendix A.1.1."
     words = text.split()
@@ -72,14 +72,14 @@ def gopher_measures(
                 stop_words=len(plain & STOP_WORDS))
 
 def gopher_failures(
-    text:str, # Of a document
+    text:str, # Text of a document
 )->list: # Names of rules in `GOPHER`
     "List the rules that a page breaks; empty for a page that is kept."
     values = gopher_measures(text)
     return [name for name,(low, high) in GOPHER.items() if not low <= values[name] <= high]
 
 def gopher_quality_filter(
-    text:str, # Of a document
+    text:str, # Text of a document
 )->bool: # Whether to keep it
     "Apply Gopher's rules to a document. CS336, assignment 4."
     return not gopher_failures(text)

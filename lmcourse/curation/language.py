@@ -103,7 +103,7 @@ def language_model()->TextClassifier: # Trained on first use
     return TextClassifier(list(language_sentences())).fit(texts, labels)
 
 def identify_language(
-    text:str, # Of a document
+    text:str, # Text of a document
 )->tuple: # Code of the language, and its probability
     "Identify one of the eight languages of `language_sentences`. CS336, assignment 4."
     return language_model()(text)

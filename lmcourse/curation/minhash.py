@@ -249,7 +249,7 @@ def distinct(
 
 # %% ../../nbs/13_curation/13g_minhash.ipynb #13g00042
 @inner
-def _similar(values, a, a_end, b, b_end, threshold): # Of two sorted sets
+def _similar(values, a, a_end, b, b_end, threshold): # Whether two sorted sets are similar enough
     size, common = a_end - a + b_end - b, 0
     while a < a_end and b < b_end:
         if values[a] == values[b]:

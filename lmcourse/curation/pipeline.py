@@ -356,7 +356,7 @@ def read_shard(
     return _read_parts(path, name.endswith(".jsonl"), max_bytes)
 
 # %% ../../nbs/13_curation/13i_pipeline.ipynb #13i00022
-def _read_parts(path:Path, lines:bool, most:int)->Iterator[tuple]: # Of JSON lines or of a text
+def _read_parts(path:Path, lines:bool, most:int)->Iterator[tuple]: # Parts of JSON lines or a text
     size, number, mark = path.stat().st_size, 0, b"\n" if lines else END_OF_TEXT.encode()
     with open(path, "rb") as file:
         for start,end,whole in gzip_stretches(path):

@@ -121,19 +121,19 @@ def _classifier(kind:str)->TextClassifier: # Trained on first use
 
 # %% ../../nbs/13_curation/13e_quality.ipynb #4f3fb371
 def classify_quality(
-    text:str, # Of a document
+    text:str, # Text of a document
 )->tuple: # `high` or `low`, and its probability
     "Classify text as like a story or like an advertisement. CS336, assignment 4."
     return _classifier("quality")(text)
 
 def classify_nsfw(
-    text:str, # Of a document
+    text:str, # Text of a document
 )->tuple: # `nsfw` or `non-nsfw`, and its probability
     "Classify adult text, as far as mild examples teach it. CS336, assignment 4."
     return _classifier("nsfw")(text)
 
 def classify_toxic_speech(
-    text:str, # Of a document
+    text:str, # Text of a document
 )->tuple: # `toxic` or `non-toxic`, and its probability
     "Classify insulting text, as far as mild examples teach it. CS336, assignment 4."
     return _classifier("toxic")(text)

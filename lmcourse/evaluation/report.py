@@ -41,7 +41,7 @@ def named_task(
     if not name.endswith((".yaml", ".yml")): raise unknown("task", name, [*TASKS, "PATH.yaml"])
     return load_task(name)
 
-@lru_cache(32) # The grammar needs seconds for a task, and a card of another model asks for it again
+@lru_cache(32) # A task takes seconds to make, and the next card may need it again
 def _grammar_task(name:str, stories:int, seed:int)->Task:
     return writing_task(stories, seed) if name == "write" else grammar_task(name, stories, seed)
 

@@ -209,7 +209,7 @@ class FlashFunction(torch.autograd.Function):
 def flash_attention(
     q:torch.Tensor,      # (..., H, T, K)
     k:torch.Tensor,      # (..., G, S, K), G a divisor of H and S at least T
-    v:torch.Tensor,      # As k
+    v:torch.Tensor,      # (..., G, S, K), like k
     window:int|None=None, # Latest keys that a query sees, itself included; None for all
     causal:bool=True,    # Whether to mask the future; the last query is at the last key
     blocks:tuple=(32, 32) if interpreted else (64, 64), # Queries and keys of a tile

@@ -47,16 +47,16 @@ def count_eager(
     return listener.work
 
 # %% ../../nbs/09_kernels/09h_fusion.ipynb #fbb97eaa
-def gelu(x:torch.Tensor)->torch.Tensor: # As x
+def gelu(x:torch.Tensor)->torch.Tensor: # Same shape as x
     "GELU in its tanh form, one operation at a time."
     return .5*x*(1 + torch.tanh(.7978845608*(x + .044715*x*x*x)))
 
-def softmax_steps(x:torch.Tensor)->torch.Tensor: # As x
+def softmax_steps(x:torch.Tensor)->torch.Tensor: # Same shape as x
     "Softmax of rows, one operation at a time."
     e = torch.exp(x - x.amax(-1, keepdim=True))
     return e/e.sum(-1, keepdim=True)
 
-def rmsnorm_steps(x:torch.Tensor, gain:torch.Tensor)->torch.Tensor: # As x
+def rmsnorm_steps(x:torch.Tensor, gain:torch.Tensor)->torch.Tensor: # Same shape as x
     "RMSNorm of rows, one operation at a time."
     return x*torch.rsqrt((x*x).mean(-1, keepdim=True) + 1e-5)*gain
 

@@ -108,7 +108,7 @@ def rmsnorm(
     gain:torch.Tensor, # (N,)
     eps:float=1e-5,    # Added to the mean square
     programs:int=8 if interpreted else 264, # Programs of the backward pass, about two per SM
-)->torch.Tensor: # As x
+)->torch.Tensor: # Same shape as x
     "Apply RMSNorm to the last axis, with gradients."
     check_floats("rmsnorm", x=x, gain=gain)
     if gain.shape != x.shape[-1:]:
@@ -169,7 +169,7 @@ def swiglu(
     a:torch.Tensor, # The gate, any shape
     b:torch.Tensor, # The factor, same shape and type
     block:int=1024, # Numbers per program, a power of two
-)->torch.Tensor: # As a
+)->torch.Tensor: # Same shape as a
     "Compute silu(a)*b, SwiGLU without its matrices, with gradients."
     check_alike("swiglu", a=a, b=b)
     power_of_two("swiglu: block", block)

@@ -40,7 +40,7 @@ class KernelRMSNorm(RMSNorm):
         return rmsnorm(x, self.weight, self.eps)
 
 def kernel_norm(config:ModelConfig, device:str|torch.device|None=None, dtype:torch.dtype|None=None
-)->nn.Module: # As `make_norm`
+)->nn.Module: # As from `make_norm`
     "Make the norm that the config asks for, by our kernels if it is RMSNorm."
     if config.norm != "rmsnorm": return make_norm(config, device, dtype)
     return KernelRMSNorm(config.d_model, config.norm_eps, device=device, dtype=dtype)
@@ -52,7 +52,7 @@ class KernelFeedForward(FeedForward):
         return self.w2(swiglu(self.w1(x), self.w3(x)))
 
 def kernel_experts(x:torch.Tensor, experts:Any, chosen:torch.Tensor, weights:torch.Tensor
-)->torch.Tensor: # As `dense_dispatch` of chapter 08
+)->torch.Tensor: # As in `dense_dispatch` of chapter 08
     "Run all experts by our grouped product."
     def product(rows, w, ends): return grouped_matmul(rows, w, nn.functional.pad(ends, (1, 0)))
     return pile_dispatch(x, experts, chosen, weights, product)
@@ -67,7 +67,7 @@ def kernel_ffn(config:ModelConfig, linear:Callable=Linear, **how:Any)->nn.Module
     return layer
 
 def kernel_loss(x:torch.Tensor, weight:torch.Tensor, targets:torch.Tensor, ignore_index:int=-100,
-                z_loss:float=0.)->torch.Tensor: # As `linear_cross_entropy`
+                z_loss:float=0.)->torch.Tensor: # As in `linear_cross_entropy`
     "Compute the loss by our kernel, or by `linear_cross_entropy` if there is a z-loss."
     if z_loss: return linear_cross_entropy(x, weight, targets, ignore_index, z_loss)
     return cross_entropy(x@weight.T, targets, ignore_index)
@@ -151,7 +151,7 @@ def _half(c:Cost, scale:float)->Cost: # The same traffic with smaller numbers
 
 # %% ../../nbs/09_kernels/09i_use.ipynb #81c883ba
 def kernel_tasks(
-    sizes:dict,       # As `SIZES`
+    sizes:dict,       # Sizes, as in `SIZES`
     device:str="cuda", dtype:torch.dtype=torch.bfloat16, # Device and type of the arrays
 )->dict: # Task to {implementation: call without arguments}; the first is ours
     "Make calls of each kernel and of torch's function on the same arrays."

@@ -21,9 +21,9 @@ class LatentAttention(nn.Module):
     def __init__(self,
         config:ModelConfig, # A config with `kv_lora_rank`
         rope:RoPE|None=None, # The rotation that all layers share; None makes one
-        attention:Callable=causal_attention, # As for `CausalSelfAttention`
+        attention:Callable=causal_attention, # As in `CausalSelfAttention`
         linear:Callable=Linear, # Class of the linear layers
-        # As for `HeadProjections`
+        # As in `HeadProjections`
         device:str|torch.device|None=None, dtype:torch.dtype|None=None,
         generator:torch.Generator|None=None,
     ):

@@ -23,7 +23,7 @@ class NextTokenHead(nn.Module):
         c, weight = model.config, model.token_embeddings.weight
         place:dict = dict(device=weight.device, dtype=weight.dtype)
         generator = torch.Generator().manual_seed(seed)
-        self.shared = [model] # In a list, so that its weights don't count as this module's
+        self.shared = [model] # A list hides its weights from this module's parameters
         self.norm_state, self.norm_token = (model.parts.norm(c, **place) for _ in range(2))
         self.mix = Linear(2*c.d_model, c.d_model, generator=generator, **place)
         self.block = TransformerBlock(c, generator=generator, parts=model.parts, **place)

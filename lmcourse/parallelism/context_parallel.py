@@ -38,7 +38,7 @@ def contiguous(tokens:int, size:int)->list: # For each rank, the positions of it
     "Assign the r-th contiguous piece of the text to rank r."
     return [np.arange(tokens)[piece] for piece in chunk_slices(tokens, size)]
 
-def zigzag(tokens:int, size:int)->list: # As `contiguous`
+def zigzag(tokens:int, size:int)->list: # As in `contiguous`
     "Cut the text into 2n pieces; rank r gets piece r and piece r from the end."
     pieces = chunk_slices(tokens, 2*size)
     return [np.concatenate([np.arange(tokens)[pieces[i]] for i in (r, 2*size - 1 - r)])

@@ -112,7 +112,7 @@ def fit_loss_law_grid(
     return LossLaw(*map(float, best))
 
 # %% ../../nbs/11_scaling/11b_loss_law.ipynb #bc0106a3
-def _runs(parameters, tokens, loss)->tuple: # As arrays, checked
+def _runs(parameters, tokens, loss)->tuple: # Checked arrays
     found = [np.asarray(v, float) for v in (parameters, tokens, loss)]
     if len({v.shape for v in found}) > 1 or found[0].ndim != 1:
         raise ValueError(f"runs: shapes {', '.join(str(v.shape) for v in found)}, "

@@ -37,7 +37,7 @@ def fit_power_law(
     return PowerLaw(float(np.exp(v.mean() - slope*u.mean())), float(slope), float(floor))
 
 # %% ../../nbs/11_scaling/11a_power_laws.ipynb #88fbffa0
-def _positive(x, y, least:int)->tuple: # As arrays, checked
+def _positive(x, y, least:int)->tuple: # Checked arrays
     x, y = np.asarray(x, float), np.asarray(y, float)
     if x.ndim != 1 or x.shape != y.shape:
         raise ValueError(f"power law: x {x.shape} and y {y.shape}, expected two rows of one length")

@@ -47,7 +47,7 @@ def read_study(
 # %% ../../nbs/11_scaling/11f_study.ipynb #ad900deb
 def best_size(
     runs:list,               # Runs of one budget
-    count:str="multiplying", # Which count of parameters
+    count:str="multiplying", # Key of the parameter count
 )->tuple: # Parameters and loss of the lowest point
     "Fit a parabola in log N to the lowest loss and up to two neighbours on each side."
     sizes = sorted({r[count] for r in runs})
@@ -64,7 +64,7 @@ def best_size(
 
 def size_law(
     runs:list,               # Runs of several budgets
-    count:str="multiplying", # Which count of parameters
+    count:str="multiplying", # Key of the parameter count
 )->PowerLaw: # The best size for a budget in FLOPs
     "Fit a power law to the best size of each budget (approach 2)."
     budgets = sorted({r["budget"] for r in runs})
@@ -95,7 +95,7 @@ def predict_loss(
     parameters:float, tokens:float, # Size and tokens of the future run
     rng:np.random.Generator, # Random generator of the samples
     draws:int=200,           # Number of samples
-    count:str="multiplying", # Which count of parameters
+    count:str="multiplying", # Key of the parameter count
 )->dict: # `E`, `loss` and the ends of their intervals, nats per token
     """Fit a loss law and predict the loss of another run (approach 3).
     The interval holds 95 % of fits to resampled runs, each with one run's error added."""

@@ -34,7 +34,7 @@ def local_exponents(
 def floor_profile(
     runs:list,                         # Each with `tokens`, `loss` and a count of parameters
     floors:Sequence[float]|np.ndarray, # Values of E to try, nats per token
-    count:str="multiplying",           # Which count of parameters
+    count:str="multiplying",           # Key of the parameter count
 )->np.ndarray: # Root mean square of the relative error at each floor
     "Measure the fit of the best law at each E, with A and B of 0 or more by least squares."
     exponents = np.linspace(.05, 3, 90)                                # For alpha and beta
