@@ -40,7 +40,7 @@ def in_groups(
     rewards:Tensor, # `(B,)`
     group_size:int, # Responses per prompt
 )->Tensor: # `(B/G, G)`
-    "Reshape to one row per prompt. `ValueError` for groups of one or incomplete, or a NaN reward."
+    "Reshape to a row per prompt. `ValueError` for single or partial groups, or infinite rewards."
     if group_size < 2:
         raise ValueError(f"group_size = {group_size}: a group of one has nothing to compare with, "
                          f"expected at least 2")

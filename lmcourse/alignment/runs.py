@@ -38,7 +38,7 @@ def new_alignment(
     run:str|Path,      # New folder
     kind:str,          # `sft`, `dpo` or `rl`
     settings:dict,     # `slip` and `demonstrations`, or fields of `DpoConfig` or `RlConfig`
-    train:TrainConfig, # Training config; `init_from` names the model, None the course's
+    train:TrainConfig, # Training config; without `init_from` the course's model is used
 )->Trainer: # At step 0
     """Create a run's folder. Bad input raises `ValueError` or `FileNotFoundError` before anything
     is written. Processes of `torchrun` call it together; one writes."""

@@ -266,7 +266,7 @@ def _size_line(prefix:Path)->str:
             f"({info['bytes']/info['tokens']:.2f} bytes a token)")
 
 # %% ../../nbs/90_app/90g_cli.ipynb #3d540258
-def ngram_line(data:Path)->str: # Perplexity of all n-gram models, and the best
+def ngram_line(data:Path)->str: # Losses of all n-gram models, and the lowest
     from lmcourse.training.data import read_ngrams
     losses = read_ngrams(data)
     return (f"n-grams (1 to {len(losses)}): {', '.join(f'{l:.3f}' for l in losses)}; the best is "

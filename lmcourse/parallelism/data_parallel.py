@@ -84,7 +84,7 @@ class BucketedGradients:
             for p in bucket: p.register_post_accumulate_grad_hook(lambda _, b=b: self.ready(b))
 
     def ready(self, b:int):
-        "Note a finished gradient of bucket `b`, and send full buckets in order."
+        "Count a finished gradient of bucket `b`, and send full buckets in order."
         self.missing[b] -= 1
         while len(self.sent) < len(self.buckets) and not self.missing[len(self.sent)]:
             reduce_flat(self.buckets[len(self.sent)], self.port)

@@ -30,7 +30,7 @@ class Routes:
         self.coming = all_to_all(self.out, port)                # [source][my expert]
         self.which = np.concatenate([np.repeat(np.arange(len(c)), c) for c in self.coming])
 
-    def there(self, rows:np.ndarray)->np.ndarray: # Rows in `order` to this rank's
+    def there(self, rows:np.ndarray)->np.ndarray: # Returns the rows that arrive
         "Send rows to the ranks of their experts."
         return self.walk(rows, self.out)
 

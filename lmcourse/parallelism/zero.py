@@ -86,7 +86,7 @@ class ShardedDataParallel:
                 p.register_post_accumulate_grad_hook(lambda _, u=u: self.ready(u))
 
     def ready(self, u:Unit):
-        "Note that one more gradient of a unit is complete."
+        "Count one more finished gradient of a unit."
         self.missing[u.names[0]] -= 1
         held = sum(p.grad.numel() for v in self.units for p in v.parameters if p.grad is not None)
         self.peak_grads = max(self.peak_grads, held)
