@@ -71,7 +71,7 @@ STORY_PLOTS = dict(mend=.2, find=.2, carry=.15, quarrel=.15, learn=.15, gift=.15
 def story_opening(
     text:str, # Of a story
 )->str: # A name of `STORY_OPENINGS`, or `other`
-    "How it begins."
+    "Name the way a story begins."
     patterns = r"Once there was ", r"\w+ was an? ", r"In an? ", r"If you walk "
     return next((name for name,p in zip(STORY_OPENINGS, patterns) if re.match(p, text)), "other")
 
@@ -87,7 +87,7 @@ def _plot_grammars()->dict: # The grammar without the other plots
 def story_plot(
     text:str, # Of a story that is right
 )->str: # A name of `STORY_PLOTS`
-    "What happens in it. `StopIteration` for one that no grammar makes."
+    "Name its plot. Raises `StopIteration` for a story that no grammar makes."
     return next(name for name,g in _plot_grammars().items() if g.log_probs(text))
 
 # %% ../../nbs/14_alignment/14q_stories.ipynb #8f90a012
@@ -130,7 +130,7 @@ Credit = Literal["story", "prefix", "token", "choices"]
 def credit_weights(
     rollouts:list, # Stories, at least two
     mistakes:list, # `first_mistake` of each
-    credit:Credit, # Who is praised and blamed
+    credit:Credit, # Which tokens are praised and blamed
 )->torch.Tensor: # What each token's log-probability is worth `(B, T)`, in the place of its label
     """`story`: all tokens of a story share its advantage. `prefix`: those up to the first mistake.
     `token`: the first mistake gets -1, and nothing else anything. `choices`: nothing for anyone."""
@@ -202,7 +202,7 @@ class StoryBatches:
 
     def __call__(self, model:Any, step:int
     )->tuple: # Inputs, labels and weights `(B, T)`, wrong choices `(B, T, K)`
-        "Write with the model's weights of now."
+        "Write stories with the current weights, and make a batch of them."
         c, end = self.config, self.tokenizer.end_of_text
         truth = islice(Stories(1_000_000*(c.seed + 1) + step), c.anchors)
         rows = [[end, *self.tokenizer.encode(text), end][:self.longest] for text in truth]
