@@ -157,6 +157,57 @@ def test_lines_are_short():
     assert len(long) <= 5, "\n".join(long)
 
 
+def checks_silently(src):
+    "Whether a cell's own lines check something; those inside functions and classes don't count."
+    lines = [n for n in ast.parse(re.sub(r"^( *)[%!].*$", r"\1pass", src, flags=re.M)).body
+             if not isinstance(n, (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.ClassDef))]
+    return any(isinstance(n, ast.Assert) or isinstance(n, ast.Call) and re.match("(check|test|expect)_", getattr(n.func, "id", ""))
+               for line in lines for n in ast.walk(line))
+
+
+def told(cells):
+    "The cells of a page before and after its section Proof."
+    proof = False
+    for cell in cells:
+        heads = re.findall(r"^## .*", "".join(cell["source"]), flags=re.M) if cell["cell_type"] == "markdown" else []
+        if heads: proof = heads[-1].startswith("## Proof")
+        if not proof: yield cell
+
+
+def drawn(cell):
+    "How many pictures a cell shows."
+    src = "".join(cell["source"])
+    if cell["cell_type"] == "markdown": return len(re.findall(r"!\[|<svg|```mermaid", src))
+    data = [o.get("data", {}) for o in cell.get("outputs", [])]
+    return sum(bool({"image/png", "image/svg+xml"} & set(d)) or bool(re.search("<(svg|img|div|span)", "".join(d.get("text/html", "")))) for d in data)
+
+
+PROSE = [n for n in CELLS if n[2:3] != "z" and n not in FIRST]   # Graders' pages are another kind
+
+
+@pytest.mark.parametrize("name", PROSE)
+def test_story_comes_before_proof(name):
+    "At most one cell in ten of the story only checks."
+    code = [c for c in told(CELLS[name]) if c["cell_type"] == "code" and not re.match(r"#\|\s*(export|hide|default)", "".join(c["source"]))]
+    silent = [c["id"] for c in code if not c["outputs"] and checks_silently("".join(c["source"]))]
+    assert len(silent) <= -(-len(code) // 10), silent
+
+
+def test_pages_have_pictures():
+    "One for every 500 words is the aim; the pages of the chapters that miss it must not become more."
+    few = []
+    for name in PROSE:
+        story = list(told(CELLS[name]))
+        words = sum(len("".join(c["source"]).split()) for c in story if c["cell_type"] == "markdown")
+        if "01" <= name[:2] <= "14" and words > 500 * max(1, sum(map(drawn, story))): few.append(name)
+    assert len(few) <= 58, few
+
+
+def test_a_silent_check_is_seen():
+    assert checks_silently("x = 1\nassert x") and checks_silently("with expect_error(ValueError): f()")
+    assert not checks_silently("from a import check_close\ndef f(x): assert x")
+
+
 def one_whole(src):
     "A class stands whole in one cell, with all its methods; a loop that is compiled can't be split without cost."
     body, lines = ast.parse(src).body, len(src.strip().splitlines())
