@@ -41,8 +41,10 @@ class Exercise:
 def _same_name(a:str, b:str)->bool: return a.replace("_", "").lower() == b.replace("_", "").lower()
 
 def _task(chapter:str, topic:str, f:ast.FunctionDef, lines:list)->Exercise:
-    arg, says = f.args.args[0], (ast.get_docstring(f) or "").split("\n")[0]
-    form = "" if arg.lineno == f.lineno else lines[arg.lineno-1].partition("#")[2].strip()
+    arg, says = f.args.args[0], " ".join((ast.get_docstring(f) or "").split("\n\n")[0].split())
+    # The comment stands behind the argument, or in the lines above it
+    form = " ".join(filter(None, (line.partition("#")[2].strip()
+                                  for line in lines[f.lineno:arg.lineno])))
     written = re.match(r"(?:The class: )?`(\w+)\(", form)           # RMSNorm for rmsnorm
     name = written[1] if written and _same_name(written[1], arg.arg) else arg.arg
     kind = ast.unparse(arg.annotation) if arg.annotation else ""
