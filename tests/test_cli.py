@@ -64,6 +64,15 @@ def test_a_run_leaves_what_it_says(whole):
     assert final["final"] and final["step"] == 40 and final["excess"] > 0
 
 
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_no_process_of_torchrun_touches_a_run_that_is_there(work, whole, monkeypatch, rank):
+    "What fails after a run's folder was made takes the folder away. So each process asks for itself whether it is new."
+    shutil.copytree(whole, work/f"kept-{rank}")
+    for name, value in dict(RANK=rank, WORLD_SIZE="2").items(): monkeypatch.setenv(name, value)      # There is nobody to meet: no MASTER_ADDR
+    assert here("train", "data", f"kept-{rank}", "--steps", 40, *TINY, cwd=work).returncode == 2
+    assert metrics(work/f"kept-{rank}") == metrics(whole)
+
+
 def test_the_same_command_gives_the_same_run(work, whole):
     done = lmcourse("train", "data", "same", "--steps", 40, *TINY, cwd=work)
     assert done.returncode == 0 and metrics(work/"same") == metrics(whole)

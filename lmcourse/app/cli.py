@@ -292,9 +292,9 @@ class TrainCommand:
         if self.resume: return go_on(self.resume, self.train, getattr(self, "given", ()))
         if not self.data or not self.out:
             raise UserError("train needs DATA and OUT, or --resume RUN")
-        # The other processes of torchrun may find the folder that the first one has just made
-        if os.environ.get("RANK", "0") == "0":
-            with checking_input(): refuse_existing(self.out)
+        # Every process of torchrun asks, and is past it before the first one makes the folder: they
+        # meet while the trainer is made
+        with checking_input(): refuse_existing(self.out)
         with all_or_nothing(self.out):
             with checking_input():
                 trainer = new_trainer(self.data, self.out, self.model, self.train)
