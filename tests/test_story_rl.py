@@ -8,11 +8,12 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from lmcourse.alignment.briefs import template_distance
 from lmcourse.alignment.rl import resume_rl
 from lmcourse.alignment.rollouts import Rollout
 from lmcourse.alignment.sft import get_response_log_probs
 from lmcourse.alignment.stories import (STORY_OPENINGS, STORY_PLOTS, StoryBatches, StoryRlConfig, credit_loss, credit_weights, first_mistake, measure_writer,
-                                         spread_distance, start_story_rl, story_grammar, story_opening, story_plot, story_sampler, write_stories, wrong_choices)
+                                         start_story_rl, story_grammar, story_opening, story_plot, story_sampler, write_stories, wrong_choices)
 from lmcourse.architecture.transformer_torch import TransformerLM
 from lmcourse.tools.config import ModelConfig, TrainConfig
 from lmcourse.tools.stories import Stories
@@ -196,9 +197,9 @@ def test_openings_and_plots_are_those_of_the_grammar():
     with pytest.raises(StopIteration): story_plot("The end.")
 
 
-def test_spread():
-    assert spread_distance(dict(a=3, b=1), dict(a=.5, b=.5)) == pytest.approx(.25)
-    assert spread_distance(dict(other=4), STORY_OPENINGS) == pytest.approx(1)
+def test_shares_of_openings_are_compared_like_those_of_templates():
+    assert template_distance(dict(a=3/4, b=1/4), dict(a=.5, b=.5)) == pytest.approx(.25)
+    assert template_distance(dict(other=1.), STORY_OPENINGS) == pytest.approx(1)
 
 
 def test_a_writer_is_measured():

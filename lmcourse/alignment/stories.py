@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['STORY_OPENINGS', 'STORY_PLOTS', 'Credit', 'story_sampler', 'write_stories', 'story_grammar', 'first_mistake',
-           'story_opening', 'story_plot', 'measure_writer', 'spread_distance', 'credit_weights', 'wrong_choices',
-           'StoryRlConfig', 'StoryBatches', 'used_columns', 'credit_loss', 'start_story_rl']
+           'story_opening', 'story_plot', 'measure_writer', 'credit_weights', 'wrong_choices', 'StoryRlConfig',
+           'StoryBatches', 'used_columns', 'credit_loss', 'start_story_rl']
 
 # %% ../../nbs/14_alignment/14q_stories.ipynb #042d3940
 import math
@@ -19,7 +19,7 @@ from typing import Any, get_args, Literal
 import torch
 from .policy_gradient import rloo_advantages
 from .rollouts import AsyncBatches, Rollout, Sampler, rollout_tensors
-from .sft import get_response_log_probs, padded_rows
+from .sft import measure_log_probs, padded_rows
 from ..inference.engine import Request
 from ..tools.config import TrainConfig
 from ..tools.stories import Stories
@@ -91,7 +91,6 @@ def story_plot(
     return next(name for name,g in _plot_grammars().items() if g.log_probs(text))
 
 # %% ../../nbs/14_alignment/14q_stories.ipynb #8f90a012
-@torch.no_grad()
 def measure_writer(
     model:Any, tokenizer:Tokenizer, # The policy, and what it was trained with
     n:int=200,                      # Stories
@@ -102,12 +101,10 @@ def measure_writer(
     stories = write_stories(story_sampler(model, tokenizer, min(n, 128)), n, temperature, seed)
     mistakes = [first_mistake(r, tokenizer) for r in stories]
     right = [r.response for r,m in zip(stories, mistakes) if r.finished and m is None]
-    entropy = tokens = 0
-    for k in range(0, n, 16):
-        rows = rollout_tensors(stories[k:k + 16], tokenizer.end_of_text)
-        found = get_response_log_probs(model, rows["input_ids"], rows["labels"], True)
-        entropy += (found["token_entropy"]*rows["response_mask"]).sum().item()
-        tokens += int(rows["response_mask"].sum())
+    rows = rollout_tensors(stories, tokenizer.end_of_text)
+    found = measure_log_probs(model, rows["input_ids"], rows["labels"], True)
+    entropy = (found["token_entropy"]*rows["response_mask"]).sum().item()
+    tokens = int(rows["response_mask"].sum())
     firsts = Counter(r.response.partition(".")[0] for r in stories)
     return dict(n=n, temperature=temperature, right=len(right), cut=sum(not r.finished
                                                                        for r in stories),
@@ -115,14 +112,6 @@ def measure_writer(
                 entropy=entropy/tokens, firsts=len(firsts),
                 openings=dict(Counter(story_opening(r.response) for r in stories)),
                 plots=dict(Counter(map(story_plot, right))))
-
-def spread_distance(
-    counts:dict, # Name to how often, at least one
-    shares:dict, # Name to probability, `STORY_OPENINGS` or `STORY_PLOTS`
-)->float: # Total variation, 0 to 1
-    "How far counted shares are from those of the grammar."
-    n = sum(counts.values())
-    return sum(abs(counts.get(k, 0)/n - shares.get(k, 0)) for k in counts.keys() | shares)/2
 
 # %% ../../nbs/14_alignment/14q_stories.ipynb #5552a845
 Credit = Literal["story", "prefix", "token", "choices"]

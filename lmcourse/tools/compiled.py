@@ -42,24 +42,21 @@ fused = partial(compile_once, nogil=True, error_model="numpy",
                 fastmath={"reassoc", "contract", "nsz", "arcp"})
 
 # %% ../../nbs/00_tools/00m_compiled.ipynb #8240003d
+def _uncounted(context, builder, signature, args): # The array, or the bytes, without their owner
+    a = context.make_array(signature.args[0])(context, builder, args[0])
+    a.meminfo, a.parent = a.meminfo.type(None), a.parent.type(None)
+    return a._getvalue()
+
 @intrinsic
 def borrow(typingctx, array):
     "Return an array without a reference count. The original must outlive the call."
-    def codegen(context, builder, signature, args):
-        a = context.make_array(signature.args[0])(context, builder, args[0])
-        a.meminfo, a.parent = a.meminfo.type(None), a.parent.type(None)
-        return a._getvalue()
-    return array(array), codegen
+    return array(array), _uncounted
 
 # %% ../../nbs/00_tools/00m_compiled.ipynb #0b6b47ab
 @intrinsic
 def bytes_as_array(typingctx, data):
     "The bytes of a `bytes` as an array that can't be written, without a reference count."
-    def codegen(context, builder, signature, args):
-        a = context.make_array(signature.args[0])(context, builder, args[0])
-        a.meminfo, a.parent = a.meminfo.type(None), a.parent.type(None)
-        return a._getvalue()
-    return types.Array(types.uint8, 1, "C", readonly=True)(data), codegen
+    return types.Array(types.uint8, 1, "C", readonly=True)(data), _uncounted
 
 @intrinsic
 def pack(typingctx, memory, arrays):

@@ -165,8 +165,8 @@ def checks_silently(src):
                for line in lines for n in ast.walk(line))
 
 
-def told(cells):
-    "The cells of a page before and after its section Proof."
+def story_of(cells):
+    "The cells of a page, without those of its section Proof."
     proof = False
     for cell in cells:
         heads = re.findall(r"^## .*", "".join(cell["source"]), flags=re.M) if cell["cell_type"] == "markdown" else []
@@ -174,7 +174,7 @@ def told(cells):
         if not proof: yield cell
 
 
-def drawn(cell):
+def pictures(cell):
     "How many pictures a cell shows."
     src = "".join(cell["source"])
     if cell["cell_type"] == "markdown": return len(re.findall(r"!\[|<svg|```mermaid", src))
@@ -188,7 +188,7 @@ PROSE = [n for n in CELLS if n[2:3] != "z" and n not in FIRST]   # Graders' page
 @pytest.mark.parametrize("name", PROSE)
 def test_story_comes_before_proof(name):
     "At most one cell in ten of the story only checks."
-    code = [c for c in told(CELLS[name]) if c["cell_type"] == "code" and not re.match(r"#\|\s*(export|hide|default)", "".join(c["source"]))]
+    code = [c for c in story_of(CELLS[name]) if c["cell_type"] == "code" and not re.match(r"#\|\s*(export|hide|default)", "".join(c["source"]))]
     silent = [c["id"] for c in code if not c["outputs"] and checks_silently("".join(c["source"]))]
     assert len(silent) <= -(-len(code) // 10), silent
 
@@ -197,9 +197,9 @@ def test_pages_have_pictures():
     "One for every 500 words is the aim; the pages of the chapters that miss it must not become more."
     few = []
     for name in PROSE:
-        story = list(told(CELLS[name]))
+        story = list(story_of(CELLS[name]))
         words = sum(len("".join(c["source"]).split()) for c in story if c["cell_type"] == "markdown")
-        if "01" <= name[:2] <= "14" and words > 500 * max(1, sum(map(drawn, story))): few.append(name)
+        if "01" <= name[:2] <= "14" and words > 500 * max(1, sum(map(pictures, story))): few.append(name)
     assert len(few) <= 9, few
 
 
