@@ -10,7 +10,7 @@ __all__ = ['LossLaw', 'huber', 'fit_error', 'fit_loss_law_grid', 'fit_loss_law',
 import csv
 import math
 from collections.abc import Callable
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from importlib import resources
 import numpy as np
 from typing import Any
