@@ -573,7 +573,7 @@ def data_card(
             f"documents with {first.words:,} words that were read.\n\n## Recipe\n\n"
             f"Digest `{recipe.digest()}`.\n\n{steps}\n\n## Funnel\n\n"
             f"{Table(funnel.rows())._repr_markdown_()}\n\n## Identity\n\n"
-            f"Digest of the documents: `{digest}`. Dropped ones stand in `dropped.jsonl`, "
+            f"Digest of the documents: `{digest}`. The dropped documents are in `dropped.jsonl`, "
             f"each with its reason.\n\n## To fill in\n\n"
             f"- Where the pages come from, and when they were read:\n- Licence:\n"
             f"- What was looked for and not found:\n- What this text is not good for:\n")

@@ -21,8 +21,8 @@ from ..tools.stories import Stories
 # %% ../../nbs/13_curation/13a_web.ipynb #ee54c4a1
 def fill(
     template:str,      # Text with choices, say `a (red|blue) kite`
-    rng:random.Random, # Decides
-)->str: # One of the texts it stands for
+    rng:random.Random, # Source of the choices
+)->str: # One of the texts that the template can produce
     "Choose one of the alternatives in each pair of brackets."
     return re.sub(r"\(([^()]*\|[^()]*)\)", lambda m: rng.choice(m[1].split("|")), template)
 
@@ -153,7 +153,7 @@ def edit_words(
     text:str,          # Words with single blanks between them
     edits:int,         # How many of them to change
     pool:list,         # Words to put there
-    rng:random.Random, # Decides where and what
+    rng:random.Random, # Source of the places and the new words
 )->str: # The same number of words; exactly `edits` differ
     "Change words of a text. Raises `ValueError` if it has too few."
     words = text.split(" ")
@@ -481,7 +481,7 @@ def write_warc(
     pages:Iterable[Page],  # In the order of the file
     wet:bool=False,        # Write titles and texts instead of what the servers sent
 )->list: # The byte at which each page's record begins
-    "Archive pages, one gzip member each. Nothing is left of a file that could not be finished."
+    "Archive pages, one gzip member each. If writing fails, no unfinished file is left behind."
     starts, at = [], 0
     with atomic_write(path) as part, part.open("wb") as file:
         for page in (None, *pages):
@@ -511,11 +511,11 @@ class WarcRecord(NamedTuple):
 # %% ../../nbs/13_curation/13a_web.ipynb #34694788
 def read_warc(
     path:str|Path,         # WARC 1.0 or 1.1, gzip or plain
-    max_bytes:int=1 << 26, # Of a payload; what is longer is cut and marked `warc-truncated`
+    max_bytes:int=1 << 26, # Of a payload; a longer one is cut and marked `warc-truncated`
     strict:bool=True,      # Whether damage ends the reading
 )->Iterator[WarcRecord]: # In the order of the file
-    """Records, one at a time. `ValueError` with the place where the file is damaged, or, if not
-    strict, a record of the kind `damaged`, and what comes after it."""
+    """Read records, one at a time. A damaged file raises a `ValueError` that names the place; if
+    not strict, a record of the kind `damaged` marks the place, and reading goes on after it."""
     if not strict:
         yield from _salvaged(Path(path), max_bytes)
         return
@@ -535,7 +535,7 @@ def unpacked_blocks(
     file:BinaryIO,      # Open, at the first byte
     end:float=math.inf, # Where to stop, in bytes of the file
 )->Iterator[bytes]: # Of bounded size
-    "What a file holds, gzip or not, across members. Raises `EOFError` or `zlib.error` if damaged."
+    "Unpack a file, gzip or plain, across members. Raises `EOFError` or `zlib.error` if damaged."
     def read(): return file.read(int(min(_BLOCK, end - file.tell())))
     data = read()
     if data[:2] != _GZIP[:2]:
@@ -609,7 +609,7 @@ def _next_record(source:_Bytes, max_bytes:int)->WarcRecord:
 def gzip_stretches(
     path:str|Path, # A gzip file; any other is one whole stretch
 )->Iterator[tuple]: # `(start, end, whole)`: bytes of the file, in order, nothing left out
-    "Which parts of a file can be read. In a whole one every gzip member fits its checksum."
+    "Find which parts of a file can be read: those in which every gzip member fits its checksum."
     path, start, at = Path(path), 0, 0
     with open(path, "rb") as file:
         packed = path.suffix == ".gz" or file.read(2) == _GZIP[:2]
