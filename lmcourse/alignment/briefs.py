@@ -12,8 +12,8 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from functools import cache
-from importlib.resources import files
 from itertools import islice
+from ..tools.files import data_text
 from ..tools.grammar import Rule, Slot, Value
 from ..tools.stories import Stories
 
@@ -38,8 +38,7 @@ def brief_stories(
     rules:str=BRIEF_RULES, # Grammar rules; the first is the document
 )->Stories:
     "Make the grammar of briefs: `rules` with the word lists of the course's stories."
-    text = files("lmcourse").joinpath("data/stories.txt").read_text(encoding="utf-8")
-    blocks = re.split(r"\n(?=\S)", "".join(text.partition("\nname:")[1:]))
+    blocks = re.split(r"\n(?=\S)", "".join(data_text("stories.txt").partition("\nname:")[1:]))
     return Stories(seed, rules + "\n".join(b for b in blocks if "{hero" not in b))
 
 def split_brief(

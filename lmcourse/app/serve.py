@@ -18,7 +18,6 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from importlib.resources import files
 from itertools import accumulate
 from typing import Annotated, Any, ClassVar
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator
@@ -26,6 +25,7 @@ from ..generation.generate import PLAIN_CHAT, ChatTemplate, check_tokenizer, pro
 from ..generation.generate import split_at_stop
 from ..inference.engine import Engine, Request, check_request
 from ..tokenization.tokenizer import Tokenizer
+from ..tools.files import data_text
 
 # %% ../../nbs/90_app/90f_serve.ipynb #e6ecfe64
 class Job:
@@ -776,7 +776,7 @@ def add_chat(
 ):
     "Add `GET /chat`, a page that talks to `/v1/chat/completions`."
     from starlette.responses import HTMLResponse
-    page = files("lmcourse").joinpath("data/chat.html").read_text(encoding="utf-8")
+    page = data_text("chat.html")
     allowed = ("default-src 'none'; connect-src 'self'; img-src data:; style-src 'unsafe-inline'; "
                "script-src 'unsafe-inline'; base-uri 'none'; form-action 'none'")
     async def chat(http): return HTMLResponse(page, headers={"Content-Security-Policy": allowed})

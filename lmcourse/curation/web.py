@@ -13,10 +13,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, fields
 from functools import cache
 from html import escape
-from importlib.resources import files
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
-from ..tools.files import atomic_write
+from ..tools.files import atomic_write, data_text
 from ..tools.stories import Stories
 
 # %% ../../nbs/13_curation/13a_web.ipynb #ee54c4a1
@@ -31,8 +30,7 @@ def fill(
 @cache
 def language_sentences()->dict: # Code of the language to its templates
     "The course's own sentences in eight languages; line n says the same in each."
-    text = files("lmcourse").joinpath("data/languages.txt").read_text(encoding="utf-8")
-    parts = re.split(r"^\[(\w+)\]\n", text, flags=re.M)[1:]
+    parts = re.split(r"^\[(\w+)\]\n", data_text("languages.txt"), flags=re.M)[1:]
     return {name: body.strip().split("\n") for name,body in zip(parts[::2], parts[1::2])}
 
 # %% ../../nbs/13_curation/13a_web.ipynb #440be43a
