@@ -116,7 +116,7 @@ def judged_pairs(
     responses:list,  # Texts, to this prompt
     judge:Callable=parse_reward, # From prompt and response to a number; 1 or more is right
 )->list: # Dicts with `prompt`, `chosen`, `rejected`; none if all are right, or all are wrong
-    "Each right response with a wrong one, as long as there are some of both."
+    "Pair each right response with a wrong one, as long as there are some of both."
     right, wrong = [], []
     for text in responses: (right if judge(prompt, text) >= 1 else wrong).append(text)
     return [dict(prompt=prompt, chosen=c, rejected=r) for c,r in zip(right, wrong)]
@@ -125,7 +125,7 @@ def judged_pairs(
 def read_pairs(
     path:str|Path, # Lines of JSON with `prompt`, `chosen` and `rejected`
 )->list: # Dicts
-    "Pairs from a file. `FileNotFoundError`, or `ValueError` with the number of the line."
+    "Read pairs from a file. `FileNotFoundError`, or `ValueError` with the number of the line."
     if not Path(path).is_file(): raise FileNotFoundError(f"{path}: no such file")
     pairs = []
     for n,line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), 1):
@@ -227,7 +227,7 @@ def preference_objective(
 # %% ../../nbs/14_alignment/14h_preference.ipynb #6bbab916
 @dataclass(frozen=True)
 class DpoConfig:
-    "What is preferred, and how a policy learns it. Raises `ValueError` where values make no sense."
+    "Settings for learning from pairs. Raises `ValueError` for values that make no sense."
     beta:float = .3        # What a nat of KL costs
     sft_weight:float = .3  # Of the loss of chosen responses, as of `preference_objective`
     prompts:int = 128      # To which the model writes responses; the judge makes pairs of these
