@@ -427,8 +427,9 @@ class TrainConfig(_Descent):
     compile:bool = False            # Use torch.compile
     # Who computes attention: torch, or the Triton kernel of chapter 09
     attention:Literal["torch", "triton"] = "torch"
-    # Who computes norms, feed-forward networks and the loss
-    kernels:Literal["torch", "triton"] = "torch"
+    # Who computes norms, feed-forward networks and the loss: torch, chapter 03's fused kernels for
+    # a CPU, Triton's, or auto for the fused ones where they fit
+    kernels:Literal["auto", "torch", "fused", "triton"] = "auto"
     # Keep only the inputs of blocks and run them again: less memory, a third more work at most
     recompute:bool = False
     # Share out weights, gradients and moments among the processes, not only the batch (FSDP2)

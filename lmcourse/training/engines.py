@@ -261,7 +261,8 @@ class TorchEngine:
         self.dtype = precision_for(self.device) if config.dtype == "auto" else config.dtype
         self.model:Any = self.make_model(model_config)
         self.model.recompute = config.recompute
-        self.optimizer = OPTIMIZERS[config.optimizer](self.model, config)
+        self.optimizer:Any = OPTIMIZERS[config.optimizer](self.model, config)
+        self.optimizer.one_pass = _kernels(config, self.device, self.dtype) == "fused"
         # layers that are updated once per step: routers with a bias
         self.balanced:list = [m for m in self.model.modules() if hasattr(m, "after_step")]
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.dtype == "float16")
@@ -340,7 +341,8 @@ class TorchEngine:
 # %% ../../nbs/04_training/04f_engines.ipynb #3f1836f7
 def _make_model(model_config:ModelConfig, config:TrainConfig, world:World, device:torch.device,
                 dtype:str)->TransformerLM:
-    parts = named_parts(model_config, config.attention, config.kernels, device)
+    kernels = _kernels(config, device, dtype)
+    parts = named_parts(model_config, config.attention, kernels, device)
     if config.compile and device.type == "cpu" and "triton" in (config.attention, config.kernels):
         raise ValueError("compile = True with Triton kernels on a CPU, where they are "
                          "interpreted: compile = False would do")
@@ -353,6 +355,11 @@ def _make_model(model_config:ModelConfig, config:TrainConfig, world:World, devic
         raise ValueError("shard = True, but there is one process: start several with torchrun")
     from lmcourse.training.sharding import build_sharded
     return build_sharded(model_config, config.seed, world.mesh, dtype, parts)
+
+def _kernels(config:TrainConfig, device:torch.device, dtype:str)->str: # What `auto` stands for
+    if config.kernels != "auto": return config.kernels
+    other = config.compile or config.shard or config.on_mesh
+    return "fused" if device.type == "cpu" and dtype == "float32" and not other else "torch"
 
 def _make_loss(model, loss:Callable, engine)->Any: # Wrapped so that gradients are averaged
     if engine.world.size == 1 or engine.config.shard: return _Loss(model, loss)
@@ -458,7 +465,7 @@ def _check_numpy(config:TrainConfig, world:World, loss:Callable):
     odd = {"device": config.device not in ("auto", "cpu"),
            "dtype": config.dtype not in ("auto", "float32"), "compile": config.compile,
            "shard": config.shard, "attention": config.attention != "torch",
-           "kernels": config.kernels != "torch", "processes": world.processes > 1,
+           "kernels": config.kernels not in ("auto", "torch"), "processes": world.processes > 1,
            "optimizer": config.optimizer != "adamw"}
     for name in (n for n,there in odd.items() if there):
         value = world.processes if name == "processes" else getattr(config, name)
