@@ -626,7 +626,7 @@ class GenerateCommand:
     # Who computes attention: torch, or the Triton kernel of chapter 09
     attention: Literal["torch", "triton"] = "torch"
     # Who computes norms and feed-forward networks
-    kernels: Literal["torch", "fused", "triton"] = "torch"
+    kernels: Literal["torch", "triton"] = "torch"
 
     def run(self):
         from lmcourse.generation.generate import check_tokenizer, prompt_ids, stream_text

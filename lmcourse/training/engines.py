@@ -261,8 +261,7 @@ class TorchEngine:
         self.dtype = precision_for(self.device) if config.dtype == "auto" else config.dtype
         self.model:Any = self.make_model(model_config)
         self.model.recompute = config.recompute
-        self.optimizer:Any = OPTIMIZERS[config.optimizer](self.model, config)
-        self.optimizer.one_pass = _kernels(config, self.device, self.dtype) == "fused"
+        self.optimizer = _make_optimizer(self)
         # layers that are updated once per step: routers with a bias
         self.balanced:list = [m for m in self.model.modules() if hasattr(m, "after_step")]
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.dtype == "float16")
@@ -356,11 +355,6 @@ def _make_model(model_config:ModelConfig, config:TrainConfig, world:World, devic
     from lmcourse.training.sharding import build_sharded
     return build_sharded(model_config, config.seed, world.mesh, dtype, parts)
 
-def _kernels(config:TrainConfig, device:torch.device, dtype:str)->str: # What `auto` stands for
-    if config.kernels != "auto": return config.kernels
-    other = config.compile or config.shard or config.on_mesh
-    return "fused" if device.type == "cpu" and dtype == "float32" and not other else "torch"
-
 def _make_loss(model, loss:Callable, engine)->Any: # Wrapped so that gradients are averaged
     if engine.world.size == 1 or engine.config.shard: return _Loss(model, loss)
     shared = DistributedDataParallel(_Loss(model, loss), device_mesh=engine.world.mesh)
@@ -384,6 +378,17 @@ def _whole_copy(model, device:torch.device)->TransformerLM:
     for (_, p),(_, q) in zip(copy.named_parameters(), model.named_parameters()):
         p.copy_(q.full_tensor())
     return copy
+
+# %% ../../nbs/04_training/04f_engines.ipynb #3222ba2f
+def _kernels(config:TrainConfig, device:torch.device, dtype:str)->str: # What `auto` stands for
+    if config.kernels != "auto": return config.kernels
+    other = config.compile or config.shard or config.on_mesh
+    return "fused" if device.type == "cpu" and dtype == "float32" and not other else "torch"
+
+def _make_optimizer(engine)->Any: # Which takes one pass over memory if the kernels are fused
+    optimizer:Any = OPTIMIZERS[engine.config.optimizer](engine.model, engine.config)
+    optimizer.one_pass = _kernels(engine.config, engine.device, engine.dtype) == "fused"
+    return optimizer
 
 # %% ../../nbs/04_training/04f_engines.ipynb #09f9da89
 @torch.no_grad()
