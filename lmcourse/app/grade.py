@@ -124,12 +124,7 @@ def _run_file(path:Path)->dict: # Names that the file defines
     return {k: v for k,v in vars(module).items() if not k.startswith("_")
             and not isinstance(v, types.ModuleType)}
 
-# %% ../../nbs/90_app/90e_grade.ipynb #ba1f13a5
-def _fits(value, kind:str)->bool:
-    if kind == "Callable": return callable(value)
-    kinds:dict = {"type": type, "tuple": (tuple, list)}
-    return isinstance(value, kinds.get(kind, getattr(builtins, kind, object)))
-
+# %% ../../nbs/90_app/90e_grade.ipynb #d3da5957
 def _nothing(): ...
 
 def _blank(value)->bool: # The place of an answer in the student edition, not filled in
@@ -141,6 +136,12 @@ def _blank(value)->bool: # The place of an answer in the student edition, not fi
 def _imported(value)->bool: # The module of the answer itself has no `__spec__`
     home = sys.modules.get(str(getattr(value, "__module__", "")))
     return callable(value) and getattr(home, "__spec__", None) is not None
+
+# %% ../../nbs/90_app/90e_grade.ipynb #ba1f13a5
+def _fits(value, kind:str)->bool:
+    if kind == "Callable": return callable(value)
+    kinds:dict = {"type": type, "tuple": (tuple, list)}
+    return isinstance(value, kinds.get(kind, getattr(builtins, kind, object)))
 
 def _pick(task:Exercise, found:dict, alone:bool
 )->str: # Which of the names that a file defines is the answer. `alone`: it holds no other
@@ -464,6 +465,7 @@ def find_answers(exercise:str, path:Path, seconds:float=60., progress:Path|None=
     tasks = find_tasks(exercise, exercise_tasks())
     return tasks, answer_files(tasks, path)
 
+# %% ../../nbs/90_app/90e_grade.ipynb #35b9280a
 def check_exercise(
     exercise:str,            # An exercise, such as 03.rope, or a chapter
     path:Path,               # File with the answer or answers, or a folder with a file for each
@@ -493,10 +495,9 @@ def check_exercise(
         if progress is not None: note_verdict(progress, verdict, file.name)
         right, wrong = right + (verdict.state == "right"), wrong + (verdict.state == "wrong")
     for file,(_, more) in broken.items():
-        if more:
-            say(f"{more[0].id} to {more[-1].id}: not yet: {file.name} has to run to its end first"
-                if len(more) > 1 else
-                f"{more[0].id}: not yet: {file.name} has to run to its end first")
+        if not more: continue
+        name = " to ".join(dict.fromkeys((more[0].id, more[-1].id)))
+        say(f"{name}: not yet: {file.name} has to run to its end first")
     if not right + wrong: raise UserError(other)
     if len(tasks) > 1:
         say(f"chapter {tasks[0].chapter}: {right} right, {wrong} not yet, "
