@@ -35,7 +35,7 @@ def tokenize_prompt_and_output(
 def padded_rows(
     rows:list,      # Pairs: ids of prompt and response, and how many of them are the prompt
     padding_id:int, # What short rows are filled up with
-)->dict: # As of `tokenize_prompt_and_output`
+)->dict: # As from `tokenize_prompt_and_output`
     "Inputs, labels and mask of rows of tokens."
     T = max(len(ids) for ids,_ in rows)
     whole = torch.full((len(rows), T), padding_id)
