@@ -6,7 +6,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from lmcourse.alignment.briefs import Demonstrators
-from lmcourse.alignment.sft import (SftBatches, block_attention, compute_entropy, get_response_log_probs, masked_normalize, pack_rows, padded_rows,
+from lmcourse.alignment.sft import (SftBatches, block_attention, compute_entropy, get_response_log_probs, masked_normalize, measure_log_probs, pack_rows, padded_rows,
                                     sft_microbatch_train_step, tokenize_prompt_and_output)
 from lmcourse.architecture.transformer_torch import TransformerLM
 from lmcourse.tools.config import ModelConfig
@@ -94,3 +94,19 @@ def test_batches_learn_the_response_and_its_end_and_are_the_same_for_a_step():
     (lambda: SftBatches([("a", "b")], Letters(), 2), "expected a batch of 2")])
 def test_rejected(call, words):
     with pytest.raises(ValueError, match=words): call()
+
+
+def test_log_probs_are_measured_where_the_model_is_and_come_back():
+    "Shapes and devices of a GPU, without one: torch's fake tensors reject an operation on two devices, as CUDA does."
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    class Bigram(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table = torch.nn.Parameter(torch.empty(97, 97, device="cuda"))
+        def forward(self, ids): return (ids[..., None] == torch.arange(97, device=ids.device)).float() @ self.table
+    with FakeTensorMode():
+        model = Bigram()
+        ids = torch.zeros(5, 7, dtype=torch.int64)
+        with pytest.raises(RuntimeError, match="device"): get_response_log_probs(model, ids, ids)
+        found = measure_log_probs(model, ids, ids, True, rows=2)
+        assert {k: (v.shape, v.device.type) for k, v in found.items()} == dict.fromkeys(("log_probs", "token_entropy"), ((5, 7), "cpu"))
