@@ -6,10 +6,7 @@
 __all__ = ['CORPORA', 'PLAN', 'GpuPlan', 'plan_stages', 'plan_lines']
 
 # %% ../../nbs/14_alignment/14o_gpu_plan.ipynb #14oimp
-import random, re
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
 from ..accounting.hardware import device
 from ..accounting.memory import training_bytes
 from ..accounting.model_flops import forward_flops, training_flops

@@ -65,11 +65,19 @@ def new_alignment(
     world.all_reduce_sum(0.) # The others wait for the folder
     return open_alignment(run)
 
+# %% ../../nbs/14_alignment/14k_runs.ipynb #14k1task
 def task_of(
     settings:dict, # As in `new_alignment`
 )->VerifiableTask: # Briefs, unless the settings name another task
     "Look up the task of a run. Raises `ValueError` for an unknown name."
     return verifiable_task(settings.get("task", "briefs"))
+
+def _demonstrations(settings:dict, seed:int)->list: # Pairs of prompt and response
+    stream = task_of(settings).demonstrations(settings["slip"], seed + 1)
+    return list(islice(stream, settings["demonstrations"]))
+
+def _rl_config(settings:dict, seed:int)->RlConfig: # Responses as long as the task needs
+    return RlConfig(**dict(max_tokens=task_of(settings).max_tokens) | settings, seed=seed)
 
 # %% ../../nbs/14_alignment/14k_runs.ipynb #3a6713a0
 # From settings, config, model, tokenizer, and whether this process writes, to training texts,
@@ -81,13 +89,6 @@ def _prepare_sft(settings:dict, train:TrainConfig, model, tokenizer, writes:bool
     texts = list(map("".join, _demonstrations(settings, train.seed)))
     _check_room("demonstrations", texts, 1, tokenizer, model)
     return texts, train, []
-
-def _demonstrations(settings:dict, seed:int)->list: # Pairs of prompt and response
-    stream = task_of(settings).demonstrations(settings["slip"], seed + 1)
-    return list(islice(stream, settings["demonstrations"]))
-
-def _rl_config(settings:dict, seed:int)->RlConfig: # Responses as long as the task needs
-    return RlConfig(**dict(max_tokens=task_of(settings).max_tokens) | settings, seed=seed)
 
 def _prepare_dpo(settings:dict, train:TrainConfig, model, tokenizer, writes:bool)->tuple:
     dpo = DpoConfig(**settings)
@@ -209,6 +210,7 @@ def align_to_the_end(
         if hasattr(trainer.batches, "close"): trainer.batches.close()
     return report(trainer)
 
+# %% ../../nbs/14_alignment/14k_runs.ipynb #14k3note
 def note_steps(
     path:Path, # A file of JSON lines; created if missing
     rows:list, # Dicts with a `step`; they replace all lines from that step on
