@@ -316,11 +316,10 @@ LEAST = 1e-4       # Nats that never count
 def explains(
     value:float, logged:float, right:float, # Losses: with the fault, as logged, without it
     forward:Forward,       # The fault
-    slack:float=EXPLAINED, # As there
     few:bool=False,        # Whether they come from a few documents
 )->bool:
     "Return whether a fault closes the gap between the logged loss and the right one."
-    if forward.dropout: slack = BY_CHANCE[few]
+    slack = BY_CHANCE[few] if forward.dropout else EXPLAINED
     return abs(value - logged) <= max(LEAST, slack*abs(right - logged))
 
 # %% ../../nbs/06_ablations/06c_case.ipynb #ebea5a57
@@ -330,7 +329,6 @@ def explain(
     right:float,      # Loss of the right forward pass on the same batches
     batches:Callable, # Returns all batches
     few:Callable,     # Returns some of the batches
-    slack:float=EXPLAINED, # As there
     wrong:dict|None=None,  # Name to `Forward`; default: all of `wrong_forwards`
 )->tuple|None: # Name, `Forward` and its loss; `None` if no known fault gives the logged loss
     "Find the fault that reproduces a loss."
@@ -344,7 +342,7 @@ def explain(
         values[name] = loss_as(case, wrong[name], batches())
         if abs(values[name] - logged) <= CERTAIN*abs(right - logged): break
     name = min(values, key=lambda n: abs(values[n] - logged))
-    if not explains(values[name], logged, right, wrong[name], slack): return None
+    if not explains(values[name], logged, right, wrong[name]): return None
     return name, wrong[name], values[name]
 
 # %% ../../nbs/06_ablations/06c_case.ipynb #b343be53
@@ -483,8 +481,7 @@ def wrong_steps(
 # %% ../../nbs/06_ablations/06c_case.ipynb #d1acab7b
 def periods(
     case:Case, again:Replayed, # As for `wrong_steps`
-    most:int=8,                # Candidates
-)->list: # Steps
+)->list: # Steps, at most eight
     "Guess after how many steps the batches may have repeated, the likeliest first."
     every, end = case.train.log_every, again.line["step"]
     start = end - every
@@ -494,7 +491,7 @@ def periods(
     means = np.convolve(losses, np.ones(every)/every, "valid")  # of steps s to s + every - 1
     learnt = again.loss - means[start]                          # in the steps of the line
     off = abs(means[:start - every + 1] + learnt - again.line["loss"])
-    return [int(start - s) for s in np.argsort(off)[:most]]
+    return [int(start - s) for s in np.argsort(off)[:8]]
 
 MOST_BATCHES = 400 # That are computed to find one again
 

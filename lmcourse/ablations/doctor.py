@@ -478,12 +478,12 @@ def check_weights(case:Case)->Iterator:
             f"after {case.step:,} steps {still[0]}{more} are as they were at the start", SHOWN)
 
 # %% ../../nbs/06_ablations/06d_doctor.ipynb #d54344a7
-def check_reading(case:Case, batches:int=50)->Iterator:
-    "Whether the tokens of the latest batches have reached the embedding."
+def check_reading(case:Case)->Iterator:
+    "Whether the tokens of the latest 50 batches have reached the embedding."
     seen = case.moments.get("exp_avg_sq.token_embeddings.weight")
     if seen is None or case.model.tie_embeddings: return # a head moves all of its rows
     source = batches_of(case)
-    begin = max(0, case.step - batches)
+    begin = max(0, case.step - 50)
     ids = np.concatenate([source[s][0].ravel() for s in range(begin, case.step)])
     never = (seen == 0).all(1).numpy()[ids].mean()
     yield Looked("tokens of the latest batches whose embedding never got a gradient", never, 0)
@@ -517,12 +517,12 @@ def check_tokens(case:Case)->Iterator:
                 f"{str(digests[0])[:12]}…{own}", SHOWN)
 
 # %% ../../nbs/06_ablations/06d_doctor.ipynb #d717535b
-def _comes_back(tokenizer:Tokenizer, dataset:TokenDataset, most:int=20)->float: # Share
+def _comes_back(tokenizer:Tokenizer, dataset:TokenDataset)->float: # Share of the first 20
     def same(i):
         ids = [int(t) for t in dataset.document(i)[:-1]]
         try: return tokenizer.encode(tokenizer.decode_bytes(ids).decode("utf-8")) == ids
         except (UnicodeDecodeError, KeyError, IndexError, ValueError): return False
-    return float(np.mean([same(i) for i in range(min(most, dataset.num_documents))]))
+    return float(np.mean([same(i) for i in range(min(20, dataset.num_documents))]))
 
 # %% ../../nbs/06_ablations/06d_doctor.ipynb #ac7fede0
 TREND = 6 # Standard errors
@@ -557,14 +557,9 @@ def correlation_with_place(ranks:np.ndarray)->float: # Pearson's, of numbers and
     return float(np.corrcoef(ranks, np.arange(len(ranks)))[0, 1]) if len(ranks) > 2 else 0.
 
 # %% ../../nbs/06_ablations/06d_doctor.ipynb #e2b5c546
-def drift(
-    dataset:TokenDataset,
-    blocks:int=16,    # Of documents that follow each other
-    orders:int=20,    # Random ones, to compare with
-    most:int=20_000,  # Documents
-)->float: # Standard deviations above random orders
-    "How much token counts differ between the parts of a file."
-    count, vocab_size = min(most, dataset.num_documents), dataset.info["vocab_size"]
+def drift(dataset:TokenDataset)->float: # Standard deviations above 20 random orders
+    "How much token counts differ between 16 parts of a file."
+    count, vocab_size, blocks = min(20_000, dataset.num_documents), dataset.info["vocab_size"], 16
     if count < 2*blocks: return 0.
     chosen = np.linspace(0, dataset.num_documents - 1, count).astype(int)
     counts = np.stack([np.bincount(dataset.document(i), minlength=vocab_size) for i in chosen])
@@ -574,7 +569,7 @@ def drift(
         wanted = table.sum(1, keepdims=True)*table.sum(0)/table.sum()
         return ((table - wanted)**2/np.maximum(wanted, 1e-9)).sum()
     rng = np.random.default_rng(0)
-    others = [spread(rng.permutation(count)) for _ in range(orders)]
+    others = [spread(rng.permutation(count)) for _ in range(20)]
     return float((spread(np.arange(count)) - np.mean(others))/np.std(others, ddof=1))
 
 # %% ../../nbs/06_ablations/06d_doctor.ipynb #0e7c2957

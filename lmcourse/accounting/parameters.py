@@ -6,7 +6,7 @@
 __all__ = ['ParameterCount', 'parameter_parts', 'count_parameters', 'parameter_table', 'parameter_tree']
 
 # %% ../../nbs/02_accounting/02f_parameters.ipynb #e70f7bc5
-import re
+import math, re
 from dataclasses import dataclass
 from typing import Any
 from ..tools.config import ModelConfig
@@ -82,10 +82,7 @@ def _torch_tables(model)->list: # Names of the weights of torch's own embeddings
     return [f"{name}.weight".lstrip(".") for name,m in inner
             if type(m).__module__ == "torch.nn.modules.sparse"]
 
-def _size(tensor)->int:
-    n = 1
-    for s in tensor.shape: n *= s
-    return n
+def _size(tensor)->int: return math.prod(tensor.shape)
 
 # %% ../../nbs/02_accounting/02f_parameters.ipynb #105e6f0b
 def count_parameters(

@@ -40,6 +40,7 @@ from ..tools.machine import gpu_name, keep_freed_memory, machine_name
 from ..tools.show import Table, duration, si, text_plot
 from ..tokenization.encoding import merges_wanted
 from ..tokenization.tokenizer import Tokenizer
+from ..training.signals import Interrupted
 from ..alignment.stages import PipelineConfig
 
 # %% ../../nbs/90_app/90g_cli.ipynb #f4767196
@@ -135,7 +136,7 @@ class PrepareCommand:
                 if (n := getattr(self, name)) is not None and n < 1:
                     raise ValueError(f"{name} = {n}, expected 1 or more")
             tokenizer, size = Tokenizer.from_folder(self.tokenizer), in_bytes(self.max_mb)
-        with told_to_go_on(self.out):
+        with told_to_go_on(*CUT_OFF, out=self.out):
             prepare(self.data, self.out, tokenizer, size, self.valid_documents, self.threads)
         say(f"in {self.out}: train, valid and tokenizer")
 
@@ -251,12 +252,13 @@ def _check_job(out:Path, text:str, job:dict):
                               if (done := unfinished(out/"train")) else ""))
 
 @contextlib.contextmanager
-def told_to_go_on(out:Path): # Adds a hint to an error if the work can be resumed
+# Errors of these `kinds` say how the work can be resumed; those of `prepare` if it was begun
+def told_to_go_on(*kinds:type, how:str=" the same command", out:Path|None=None):
     try: yield
-    except CUT_OFF as e:
-        if not begun(out): raise
-        kind = next(k for k in CUT_OFF if isinstance(e, k))
-        raise kind(f"{str(e) or 'interrupted'}; go on with the same command") from None
+    except kinds as e:
+        if out and not begun(out): raise
+        kind = next(k for k in kinds if isinstance(e, k))
+        raise kind(f"{str(e) or 'interrupted'}; go on with{how}") from None
 
 # %% ../../nbs/90_app/90g_cli.ipynb #7e0b3744
 def _size_line(prefix:Path)->str:
@@ -466,20 +468,19 @@ def train_to_the_end(
 ):
     "Train, then show the results."
     from lmcourse.training.runs import read_run
-    from lmcourse.training.signals import Interrupted
     with checking_input():
         data = read_run(run)[2]
         tokenizer, begin, grams = (matching_tokenizer(data, trainer.train, trainer.valid),
                                    beginning(trainer.config.windows), ngram_line(data))
+    def sample(_): return story(speaker(trainer), tokenizer, trainer.step, begin, 120)
+    again = f": lmcourse train --resume {run}"
     try:
-        def sample(_): return story(speaker(trainer), tokenizer, trainer.step, begin, 120)
-        result = trainer.fit(run, report=_report, sample=sample)
-    except Interrupted as e: raise Interrupted(
-        f"{e}; go on with: lmcourse train --resume {run}") from None
+        with told_to_go_on(Interrupted, how=again):
+            result = trainer.fit(run, report=_report, sample=sample)
     except RuntimeError as e:
         if not _LOST.search(f"{e} {e.__cause__}"): raise
-        raise UserError(f"another process of this run has died, or does not answer; go on with: "
-                        f"lmcourse train --resume {run}") from None
+        raise UserError(f"another process of this run has died, or does not answer; go on "
+                        f"with{again}") from None
     # All processes must take part for a sharded model
     model = speaker(trainer)
     stories = [wrapped(story(model, tokenizer, seed, begin).strip()) for seed in range(3)]
@@ -545,9 +546,7 @@ def story(
     tokenizer:Tokenizer, # The model's tokenizer
     seed:int=0,          # Seed of the story
     prompt:str="",       # Beginning of the story; empty for a whole document
-    max_tokens:int=400,  # As in `generate`, like the next two arguments
-    temperature:float=0.8,
-    top_p:float|None=None,
+    max_tokens:int=400,  # As in `generate`
 )->str:
     "Let a model write a document, and return it with its prompt."
     from lmcourse.generation.generate import complete
@@ -556,8 +555,8 @@ def story(
     decoder = decoder_for(model) if weight.device.type == "cuda" else CachedDecoder
     # FSDP gathers weights only for `model(ids)`
     if hasattr(weight, "full_tensor") or hasattr(model, "stages"): decoder = None
-    return prompt + complete(model, tokenizer, prompt, max_tokens, temperature=temperature,
-                             top_p=top_p, seed=seed, decoder=decoder)
+    return prompt + complete(model, tokenizer, prompt, max_tokens, temperature=0.8, seed=seed,
+                             decoder=decoder)
 
 def beginning(windows:str
 )->str: # Where no window of the training began after an end of text, begin at the start of a line
@@ -1053,11 +1052,9 @@ class AblateCommand:
             f"in {self.out}")
         command = " ".join([f"lmcourse ablate {self.study} --scale {self.scale} --device {device}",
                             *(f"--{k} {v}" for k,v in more.items() if v and k != "seeds")])
-        try:
+        with told_to_go_on(KeyboardInterrupt):
             lines = run_experiment(experiment, self.out, self.work, self.processes, device,
                                    command, say)
-        except KeyboardInterrupt: raise KeyboardInterrupt("interrupted; go on with the same "
-                                                          "command") from None
         say("", str(study_table(self.study, lines, self.scale, **more)))
 
 # %% ../../nbs/90_app/90g_cli.ipynb #02cae73d
@@ -1135,12 +1132,15 @@ def _few_steps(steps:int, **kwargs)->TrainConfig: # For runs of a minute
     return TrainConfig(**short | kwargs)
 
 @dataclass
-class SftCommand:
-    "Teach a model a task by sloppy demonstrations; without --init-from the course's model."
+class _Aligning:
     out: word(Path|None, "OUT") = None # New folder for the run
     # Go on with this run, from its last checkpoint; its own settings hold
     resume: Path|None = None
     task: _AlignmentTask = "briefs" # What is asked: briefs, or arithmetic in words
+
+@dataclass
+class SftCommand(_Aligning):
+    "Teach a model a task by sloppy demonstrations; without --init-from the course's model."
     slip: float = 0.2           # Probability that a mention in a demonstration is wrong
     demonstrations: int = 4000  # How many there are; then they come again
     train: TrainConfig = field(default_factory=partial(_few_steps, 50, batch_size=32, lr=2e-3,
@@ -1151,12 +1151,8 @@ class SftCommand:
         align("sft", self.out, self.resume, settings, self.train)
 
 @dataclass
-class DpoCommand:
+class DpoCommand(_Aligning):
     "Teach a model a task by pairs of its own responses, from --init-from RUN."
-    out: word(Path|None, "OUT") = None # New folder for the run
-    # Go on with this run, from its last checkpoint; its own settings hold
-    resume: Path|None = None
-    task: _AlignmentTask = "briefs" # What is asked: briefs, or arithmetic in words
     beta: float = 0.3           # What a nat of KL costs
     sft_weight: float = 0.3     # Of the plain loss of chosen responses
     prompts: int = 128          # That responses are written to, to make pairs
@@ -1174,12 +1170,8 @@ class DpoCommand:
         align("dpo", self.out, self.resume, settings | files, self.train)
 
 @dataclass
-class RlCommand:
+class RlCommand(_Aligning):
     "Improve a model on a task by what its own responses earn, from --init-from RUN."
-    out: word(Path|None, "OUT") = None # New folder for the run
-    # Go on with this run, from its last checkpoint; its own settings hold
-    resume: Path|None = None
-    task: _AlignmentTask = "briefs" # What is asked: briefs, or arithmetic in words
     algorithm: Literal["rloo", "grpo", "expert"] = "rloo" # How responses are compared
     # The exact judge, or for briefs one that can be fooled
     reward: Literal["parse", "mentions"] = "parse"
@@ -1203,7 +1195,6 @@ def align(
 ):
     "Run to the end and print the results."
     from lmcourse.alignment.runs import align_to_the_end, new_alignment, open_alignment, task_of
-    from lmcourse.training.signals import Interrupted
     if bool(out) == bool(resume): raise UserError(f"{kind} needs either OUT or --resume RUN")
     if resume:
         with checking_input(): trainer = open_alignment(resume)
@@ -1214,9 +1205,8 @@ def align(
         with all_or_nothing(out), checking_input():
             trainer = new_alignment(out, kind, settings, train)
     run:Any = out or resume
-    try: found = align_to_the_end(trainer, run, say)
-    except Interrupted as e: raise Interrupted(
-        f"{e}; go on with: lmcourse {kind} --resume {run}") from None
+    with told_to_go_on(Interrupted, how=f": lmcourse {kind} --resume {run}"):
+        found = align_to_the_end(trainer, run, say)
     trainer.world.destroy()
     if not trainer.world.writes: return
     task = task_of(read_json(run/"align.json"))
@@ -1244,11 +1234,8 @@ class CurateCommand:
             recipe = Recipe.load(self.recipe)
             shard_files(self.source)
             refuse_unwritable(self.out)
-        try:
-            with workers(self.workers, self.dask) as apply:
-                funnel = curate(self.source, self.out, recipe, apply)
-        except KeyboardInterrupt:
-            raise KeyboardInterrupt("interrupted; go on with the same command") from None
+        with told_to_go_on(KeyboardInterrupt), workers(self.workers, self.dask) as apply:
+            funnel = curate(self.source, self.out, recipe, apply)
         say(str(Table(funnel.rows())), "", f"in {self.out}: documents, dropped.jsonl, funnel.json, "
             f"card.md; tokens of it: lmcourse prepare curated:{self.out} DATA --tokenizer FOLDER")
 
@@ -1268,12 +1255,8 @@ class PipelineCommand:
     def run(self):
         if self.scale == "gpu" or self.dry_run: return self.plan()
         from lmcourse.alignment.pipeline import run_pipeline
-        from lmcourse.training.signals import Interrupted
-        stopped = "interrupted; go on with the same command"
-        try:
-            with checking_input(): run_pipeline(self.out, self.config, say, self.until)
-        except Interrupted as e: raise Interrupted(f"{e}; go on with the same command") from None
-        except KeyboardInterrupt: raise KeyboardInterrupt(stopped) from None
+        with told_to_go_on(Interrupted, KeyboardInterrupt), checking_input():
+            run_pipeline(self.out, self.config, say, self.until)
 
     def plan(self):
         from lmcourse.alignment.gpu_plan import GpuPlan, plan_lines

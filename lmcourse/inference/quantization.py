@@ -19,7 +19,7 @@ from numba import types
 from numba.extending import overload
 from operator import index
 from safetensors import SafetensorError, safe_open
-from ..tools.compiled import fused
+from ..tools.compiled import fused, prefetch
 from ..architecture.pretrained import load_weights, params_of
 from ..architecture.transformer_torch import TransformerLM
 from ..generation.generate import context_of
@@ -176,6 +176,7 @@ def _groups(weight, bits:int, group:int|None, dtype)->np.ndarray: # `(out, group
 
 # %% ../../nbs/07_inference/07d_quantization.ipynb #896669c2
 _ZERO = np.float32(0)
+_AHEAD = 2048 # How many bytes ahead to fetch
 
 def _number(step): raise NotImplementedError # Only within compiled code
 
@@ -197,10 +198,13 @@ def dot_int8(codes, x):
 @fused
 def row_int8(codes, steps, x):
     "A row `(groups, pieces, 64)` times `x`, of the same shape."
-    total = _ZERO
+    total, ahead = _ZERO, _AHEAD
     for g in range(len(codes)):
         part = _ZERO
-        for b in range(codes.shape[1]): part += dot_int8(codes[g, b], x[g, b])
+        for b in range(codes.shape[1]):
+            prefetch(codes, ahead)
+            ahead += 64
+            part += dot_int8(codes[g, b], x[g, b])
         total += _number(steps[g])*part
     return total
 
@@ -230,10 +234,12 @@ def dot_high(codes, x):
 @fused
 def pair_int4(codes, low_steps, high_steps, x, eights):
     "Two rows times `x`. `eights` is 8 times the sum of `x` in each group."
-    one, two = _ZERO, _ZERO
+    one, two, ahead = _ZERO, _ZERO, _AHEAD
     for g in range(len(codes)):
         low, high = -eights[g], -eights[g]
         for b in range(codes.shape[1]):
+            prefetch(codes, ahead)
+            ahead += 64
             low += dot_low(codes[g, b], x[g, b])
             high += dot_high(codes[g, b], x[g, b])
         one += _number(low_steps[g])*low

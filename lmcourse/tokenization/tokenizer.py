@@ -23,6 +23,7 @@ from .encoding import make_vocab, merges_wanted, special_bytes
 from .bpe import special_list, special_pattern
 from .unicode import utf8
 from ..tools.files import atomic_write, read_json
+from ..tools.machine import compiles
 
 # %% ../../nbs/01_tokenization/01e_tokenizer.ipynb #5b8f8fa6
 _FEW_BYTES = 1 << 20
@@ -275,8 +276,9 @@ class TextEncoder(VocabularyFiles):
     @cached_property
     def _plain(self): return self._new_encoder("_plain", False)
     def _new_encoder(self, name:str, special:bool):
-        compiled = self.rules == Rules() and all(bytes([b]) in self.ids for b in range(256))
-        return _FirstTexts(self, name, special) if compiled else ReadableEncoder(self, special)
+        common = self.rules == Rules() and all(bytes([b]) in self.ids for b in range(256))
+        return (_FirstTexts(self, name, special) if common and compiles()
+                else ReadableEncoder(self, special))
 
     def encode(self, text:str, special:bool=True
     )->list: # Ids; a special token in `text` becomes its one id
