@@ -69,7 +69,7 @@ class Page:
     original:str=""   # For copies: the id of the page that was copied
     edits:int=0       # For near copies: words changed
     pii:tuple=()      # Planted `(kind, text)`, kind `email`, `phone` or `ip`
-    trap:str=""       # One of `TRAPS`: something among the text that isn't text
+    trap:str=""       # One of `TRAPS`: something in the text that isn't story
     body:bytes=b""    # As a browser has it, after decompression
 
 # %% ../../nbs/13_curation/13a_web.ipynb #cbd8edf6
@@ -267,7 +267,7 @@ def _unclosed(p:_Parts)->str: # As pages were written by hand
     return f"<H2>{p.title}</H2>\n<UL>{menu}\n</UL>\n{text}\n<HR><P><I>{p.footer}</I>"
 
 def _entities(p:_Parts)->str:
-    def named(text): # What is a tag or an entity stays
+    def named(text): # Tags and entities stay as they are
         if text[:1] in ("<", "&"): return text
         return "".join(f"&#{ord(c)};" if c in "wzKk" else "&nbsp;" if c == " " and i % 9 == 4
                        else "&quot;" if c == '"' else c for i,c in enumerate(text))
@@ -343,7 +343,7 @@ def _sites(seed:int)->list: # Each layout at least once
     return sites
 
 # %% ../../nbs/13_curation/13a_web.ipynb #c7be27fd
-TRAPS = {                       # Something in the text that isn't text
+TRAPS = {                       # Something in the text that isn't story
     "hyphens": "soft hyphens inside long words",
     "byline": "who wrote it and when",
     "caption": "a line under a picture",
@@ -636,7 +636,7 @@ def _member_end(file, at:int)->int: # The byte after it and its padding; 0 if it
     while file.read(1) == b"\0": end += 1
     return end
 
-def _next_member(file, at:int)->int: # That is whole; the end of the file if there is none
+def _next_member(file, at:int)->int: # Start of the next whole one, or the end of the file
     while True:
         file.seek(at)
         block = file.read(1 << 20)
