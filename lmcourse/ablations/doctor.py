@@ -67,7 +67,7 @@ def check_forward(
 )->Iterator: # `Looked`s, `Finding`s, remarks; and name and `Forward` of a fault that explains it
     "Compute the validation loss again."
     if not (line := _evaluation(case)):
-        yield (f"no evaluation stands in the log at step {case.step:,}, where the latest "
+        yield (f"the log has no evaluation at step {case.step:,}, where the latest "
                "checkpoint is: the validation loss was not computed again")
         return
     rows = partial(_rows, case, line)
@@ -576,7 +576,7 @@ def drift(dataset:TokenDataset)->float: # Standard deviations above 20 random or
 MOST_TOKENS, TWICE = 50_000_000, 0.01 # Of text that is searched; share that may occur in both
 
 def check_duplicates(case:Case)->Iterator:
-    "Whether validation documents stand in the training text."
+    "Whether validation documents occur in the training text."
     train, valid = case.sets
     if train.num_tokens > MOST_TOKENS:
         yield f"validation documents were not searched in {train.num_tokens:,} training tokens"

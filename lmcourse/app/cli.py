@@ -17,8 +17,8 @@ __all__ = ['CUT_OFF', 'SHARED_OUT', 'BITS', 'BENCHES', 'COMPLETIONS', 'COMMANDS'
            'ExercisesCommand', 'CompletionCommand', 'one_line', 'parse', 'main', 'kill_as_ctrl_c']
 
 # %% ../../nbs/90_app/90g_cli.ipynb #56d80fc9
-import contextlib, errno, hashlib, io, json, math, os, re, select, shutil, signal, socket, sys
-import textwrap, time, types, typing, warnings
+import contextlib, errno, hashlib, io, json, math, os, re, select, shlex, shutil, signal, socket
+import sys, textwrap, time, types, typing, warnings
 from dataclasses import dataclass, field, replace
 from datetime import date
 from functools import cache, partial
@@ -1137,6 +1137,8 @@ class EvalCommand:
             say(f"in {path}")
 
 # %% ../../nbs/90_app/90g_cli.ipynb #14b90sft
+_AlignmentTask = Literal["briefs", "problems", "easy-problems"] # As in `VERIFIABLE_TASKS`
+
 def _few_steps(steps:int, **kwargs)->TrainConfig: # For runs of a minute
     short:dict[str, Any] = dict(steps=steps, schedule="constant", warmup_steps=5, weight_decay=0.,
                                 eval_every=10, eval_documents=32, checkpoint_every=10, log_every=5)
@@ -1147,22 +1149,23 @@ class _Aligning:
     out: word(Path|None, "OUT") = None # New folder for the run
     # Go on with this run, from its last checkpoint; its own settings hold
     resume: Path|None = None
+    task: _AlignmentTask = "briefs" # What is asked: briefs, or arithmetic in words
 
 @dataclass
 class SftCommand(_Aligning):
-    "Teach a model briefs by sloppy demonstrations; without --init-from the course's model."
+    "Teach a model a task by sloppy demonstrations; without --init-from the course's model."
     slip: float = 0.2           # Probability that a mention in a demonstration is wrong
     demonstrations: int = 4000  # How many there are; then they come again
     train: TrainConfig = field(default_factory=partial(_few_steps, 50, batch_size=32, lr=2e-3,
                                                        min_lr=2e-3))
 
     def run(self):
-        settings = dict(slip=self.slip, demonstrations=self.demonstrations)
+        settings = dict(task=self.task, slip=self.slip, demonstrations=self.demonstrations)
         align("sft", self.out, self.resume, settings, self.train)
 
 @dataclass
 class DpoCommand(_Aligning):
-    "Teach a model briefs by pairs of its own responses, from --init-from RUN."
+    "Teach a model a task by pairs of its own responses, from --init-from RUN."
     beta: float = 0.3           # What a nat of KL costs
     sft_weight: float = 0.3     # Of the plain loss of chosen responses
     prompts: int = 128          # That responses are written to, to make pairs
@@ -1174,15 +1177,17 @@ class DpoCommand(_Aligning):
                                                        min_lr=3e-4))
 
     def run(self):
-        settings = {n: getattr(self, n) for n in "beta sft_weight prompts group_size".split()}
+        settings = {n: getattr(self, n) for n in
+                    "task beta sft_weight prompts group_size".split()}
         files = {n: str(getattr(self, n) or "") for n in ("pairs", "reference")}
         align("dpo", self.out, self.resume, settings | files, self.train)
 
 @dataclass
 class RlCommand(_Aligning):
-    "Improve a model on briefs by what its own responses earn, from --init-from RUN."
+    "Improve a model on a task by what its own responses earn, from --init-from RUN."
     algorithm: Literal["rloo", "grpo", "expert"] = "rloo" # How responses are compared
-    reward: Literal["parse", "mentions"] = "parse" # The exact judge, or one that can be fooled
+    # The exact judge, or for briefs one that can be fooled
+    reward: Literal["parse", "mentions"] = "parse"
     kl: float = 0.              # What a nat of divergence from the start costs, in reward
     prompts: int = 8            # Of a step
     group_size: int = 4         # Responses to each
@@ -1190,7 +1195,7 @@ class RlCommand(_Aligning):
     train: TrainConfig = field(default_factory=partial(_few_steps, 40, lr=6e-4, min_lr=6e-4))
 
     def run(self):
-        names = "algorithm reward kl prompts group_size staleness".split()
+        names = "task algorithm reward kl prompts group_size staleness".split()
         align("rl", self.out, self.resume, {n: getattr(self, n) for n in names}, self.train)
 
 # %% ../../nbs/90_app/90g_cli.ipynb #14b90run
@@ -1202,7 +1207,7 @@ def align(
     train:TrainConfig,
 ):
     "Run to the end and print the results."
-    from lmcourse.alignment.runs import align_to_the_end, new_alignment, open_alignment
+    from lmcourse.alignment.runs import align_to_the_end, new_alignment, open_alignment, task_of
     if bool(out) == bool(resume): raise UserError(f"{kind} needs either OUT or --resume RUN")
     if resume:
         with checking_input(): trainer = open_alignment(resume)
@@ -1217,9 +1222,10 @@ def align(
         found = align_to_the_end(trainer, run, say)
     trainer.world.destroy()
     if not trainer.world.writes: return
-    say(f"success {found['success']:.3f} on briefs that were never practised on, in "
-        f"{duration(trainer.elapsed)}; try it: lmcourse generate {run} --prompt 'Ella the mule, "
-        f"an orange cap:'")
+    task = task_of(read_json(run/"align.json"))
+    say(f"success {found['success']:.3f} on {task.name} that were never practised on, in "
+        f"{duration(trainer.elapsed)}; try it: lmcourse generate {run} --prompt "
+        f"{shlex.quote(task.samples[0])}")
 
 # %% ../../nbs/90_app/90g_cli.ipynb #90g0cur1
 @dataclass

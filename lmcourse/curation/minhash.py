@@ -285,6 +285,15 @@ def _join(keys, order, band, values, starts, threshold, parent): # Count of veri
         low = high
     return verified
 
+# %% ../../nbs/13_curation/13g_minhash.ipynb #bb07e52d
+def _neighbours(keys:np.ndarray)->np.ndarray: # Pairs of documents that share a key `(2, pairs)`
+    pairs = [np.empty((2, 0), np.int64)]
+    for column in keys.T:                       # In the order of the keys, each with the next
+        order = np.argsort(column)
+        same = np.flatnonzero(column[order[1:]] == column[order[:-1]])
+        pairs.append(np.stack([order[same], order[same + 1]]))
+    return np.concatenate(pairs, 1)
+
 # %% ../../nbs/13_curation/13g_minhash.ipynb #13g00043
 def cluster(
     keys:np.ndarray,   # uint64 `(documents, bands)`
@@ -300,14 +309,6 @@ def cluster(
         verified += _join(keys, order, band, values, starts, threshold, parent)
     while (parent[parent] != parent).any(): parent = parent[parent]
     return parent, verified
-
-def _neighbours(keys:np.ndarray)->np.ndarray: # Pairs of documents that share a key `(2, pairs)`
-    pairs = [np.empty((2, 0), np.int64)]
-    for column in keys.T:                       # In the order of the keys, each with the next
-        order = np.argsort(column)
-        same = np.flatnonzero(column[order[1:]] == column[order[:-1]])
-        pairs.append(np.stack([order[same], order[same + 1]]))
-    return np.concatenate(pairs, 1)
 
 def candidates(
     keys:np.ndarray, # uint64 `(documents, bands)`

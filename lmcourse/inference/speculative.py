@@ -161,7 +161,7 @@ def find_repeat(
 
 # %% ../../nbs/07_inference/07c_speculative.ipynb #9b81c700
 class PromptLookup:
-    "Drafts what followed the longest end of the text when it stood there before."
+    "Drafts what followed the end of the text where it occurred before, for the longest such end."
     def __init__(self,
         vocab_size:int, # V
         shortest:int=2, # Ends of fewer tokens are not looked up
@@ -275,7 +275,7 @@ def acceptance_rate(
     # How many tokens were proposed and accepted in each round, as `speculate` notes them
     rounds:list,
 )->float: # α, 0 to 1; 0 if nothing was proposed
-    """The share of the proposals accepted; those behind a refused one were never looked at and do
+    """The share of the proposals accepted; those after a rejected one were never looked at and do
     not count."""
     looked_at = sum(min(accepted + 1, proposed) for proposed,accepted in rounds)
     return sum(accepted for _,accepted in rounds)/looked_at if looked_at else 0.
