@@ -18,6 +18,7 @@ from torch import Tensor
 from typing import Any
 from .briefs import parse_reward
 from .sft import get_response_log_probs, measure_log_probs, padded_rows
+from .tasks import verifiable_task
 from ..training.engines import Objective
 
 # %% ../../nbs/14_alignment/14h_preference.ipynb #3f4251c2
@@ -234,10 +235,12 @@ class DpoConfig:
     group_size:int = 8     # Responses per prompt
     pairs:str = ""         # File of `read_pairs`: then the model writes nothing
     reference:str = ""     # Folder of a model: none for the one that training begins with
+    task:str = "briefs"    # Which prompts, and whose judge: a name of `VERIFIABLE_TASKS`
 
     def __post_init__(self):
         if not self.beta > 0:
             raise ValueError(f"DpoConfig: beta = {self.beta}, expected a positive number")
+        verifiable_task(self.task)
         for name,least in (("sft_weight", 0), ("prompts", 1), ("group_size", 2)):
             if not getattr(self, name) >= least: raise ValueError(
                 f"DpoConfig: {name} = {getattr(self, name)}, expected {least} or more")
