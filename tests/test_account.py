@@ -104,8 +104,8 @@ def test_one_number_is_at_the_top():
 @pytest.mark.parametrize("words, answer", [
     ("--batch-size 4", "account: did you mean --batch?"),
     ("--usd-per-hour 2", "account: --train-tokens and --usd-per-hour need a --device"),
-    ("--device h100 --usd-per-hour 2", "usd_per_hour = 2.0 needs the tokens of the run"),
-    ("--device h100 --train-tokens 0", "tokens of the run = 0.0, expected a number above 0"),
+    ("--device h100 --usd-per-hour 2", "account: --usd-per-hour needs --train-tokens"),
+    ("--device h100 --train-tokens 0", "train_tokens = 0.0, expected a number above 0"),
     ("--batch 0", "batch_size = 0, expected 1 or more"),
     ("--context -3", "context_length = -3, expected 1 or more"),
     ("--device a10", "unknown device 'a10': did you mean 'a100'?"),

@@ -67,7 +67,7 @@ class Case:
 def open_case(
     run:str|Path, # The run's folder
 )->Case:
-    "Read a run. A one-line `FileNotFoundError` or `ValueError` if it is missing or damaged."
+    "Read a run. Raises `FileNotFoundError` or `ValueError` if it is missing or damaged."
     model, train, data = read_run(run := Path(run))
     lines = read_metrics(run)
     for i,m in enumerate(lines, 1):
@@ -120,7 +120,7 @@ def reference_model(
     weights:dict,             # Of a checkpoint
     where:str|Path="weights", # For errors
 )->TransformerLM:
-    "The tested model with these weights. Raises `ValueError` if they are those of another config."
+    "Build the tested model with these weights. Raises `ValueError` if they don't fit the config."
     model = TransformerLM(config)
     own = dict(model.named_parameters())
     gone = [n for n in own if n not in weights and "ln" not in n and "norm" not in n]
@@ -137,7 +137,7 @@ def reference_model(
 
 # %% ../../nbs/06_ablations/06c_case.ipynb #6fe17c50
 def initial_model(config:ModelConfig, train:TrainConfig)->TransformerLM:
-    "The model that a run begins with."
+    "Build the model that a run begins with."
     if train.engine == "torch": return TransformerLM(config, seed=train.seed)
     params = init_params(config, train.seed)
     return reference_model(config, {n: torch.from_numpy(a) for n,a in params.items()})
@@ -266,7 +266,7 @@ def token_losses_as(
     y:torch.Tensor,     # Targets `(B, T)`; -100 for those that don't count
     model:TransformerLM|None=None, # As for `logits_as`
 )->tuple: # Loss of each target `(B, T)`, 0 for those that don't count; and which ones count
-    "Cross-entropies with or without a fault."
+    "Compute the cross-entropies with or without a fault."
     if forward.padding: y = torch.where(y == -100, case.sets[0].end_of_text, y)
     if forward.wrap: x, y = x % forward.wrap, torch.where(y == -100, y, y % forward.wrap)
     if forward.shift == 0: y = torch.where(y == -100, y, x)
@@ -362,7 +362,7 @@ def engine_of(
     case:Case,
     start:int=0, # Steps done: 0, or those of a checkpoint
 )->TorchEngine:
-    "The tested model and optimizer as they were. Raises `ValueError` if the checkpoint has others."
+    "Restore the tested model and optimizer. Raises `ValueError` if the checkpoint has others."
     plain = replace(case.train, device="cpu", compile=False, shard=False, recompute=False)
     engine = TorchEngine(case.model, plain)
     if start: engine.load(case.checkpoints[start], case.model.to_dict())

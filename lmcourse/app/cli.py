@@ -916,7 +916,7 @@ class AccountCommand:
 
     def run(self):
         from lmcourse.accounting.account import account, account_lines, account_tables, on_device
-        from lmcourse.accounting.hardware import device_of
+        from lmcourse.accounting.hardware import device_of, positive
         from lmcourse.accounting.run_cost import training_time
         from lmcourse.accounting.tensors import whole_number
         with checking_input():
@@ -926,10 +926,15 @@ class AccountCommand:
             if where: training_time(1, where, self.dtype, self.mfu)
             elif self.train_tokens is not None or self.usd_per_hour is not None:
                 raise ValueError("account: --train-tokens and --usd-per-hour need a --device")
-            counted = account(self.model, self.batch, self.context, self.dtype, self.attention,
-                              self.recompute, self.logits)
-            placed = (on_device(counted, where, self.mfu, self.train_tokens, self.usd_per_hour)
-                      if where else None)
+            if self.usd_per_hour is not None and self.train_tokens is None:
+                raise ValueError("account: --usd-per-hour needs --train-tokens")
+            for name,amount in (("train_tokens", self.train_tokens),
+                                ("usd_per_hour", self.usd_per_hour)):
+                positive(name, 1 if amount is None else amount)
+        counted = account(self.model, self.batch, self.context, self.dtype, self.attention,
+                          self.recompute, self.logits)
+        placed = (on_device(counted, where, self.mfu, self.train_tokens, self.usd_per_hour)
+                  if where else None)
         if self.json: return say(json.dumps(counted | ({"device": placed} if placed else {})))
         usual = ModelConfig.preset(self.preset).to_dict()
         changed = [f"{k} = {v}" for k,v in self.model.to_dict().items() if v != usual[k]]

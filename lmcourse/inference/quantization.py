@@ -190,14 +190,14 @@ def _number_compiled(step): # A step as float32; one of float16 comes as its 16 
 # %% ../../nbs/07_inference/07d_quantization.ipynb #09267f71
 @fused
 def dot_int8(codes, x):
-    "Of 64 codes with 64 numbers."
+    "Compute the dot product of 64 codes with 64 numbers."
     total = _ZERO
     for j in range(64): total += np.float32(codes[j])*x[j]
     return total
 
 @fused
 def row_int8(codes, steps, x):
-    "A row `(groups, pieces, 64)` times `x`, of the same shape."
+    "Multiply a row `(groups, pieces, 64)` by `x` of the same shape, and add up."
     total, ahead = _ZERO, _AHEAD
     for g in range(len(codes)):
         part = _ZERO
@@ -210,8 +210,8 @@ def row_int8(codes, steps, x):
 
 @fused
 def int8_rows(codes, steps, x, out, start, stop):
-    """Columns `start` to `stop - 1` of `out` `(T, out)`: those rows of the codes times `x` `(T,
-    in)`."""
+    """Compute columns `start` to `stop - 1` of `out` `(T, out)`: those rows of the codes times `x`
+    `(T, in)`."""
     for t in range(len(x)):
         z = x[t].reshape(codes.shape[1:])
         for o in range(start, stop): out[t, o] = row_int8(codes[o], steps[o], z)
@@ -219,21 +219,21 @@ def int8_rows(codes, steps, x, out, start, stop):
 # %% ../../nbs/07_inference/07d_quantization.ipynb #afe50462
 @fused
 def dot_low(codes, x):
-    "Of the low halves of 64 bytes with 64 numbers."
+    "Compute the dot product of the low halves of 64 bytes with 64 numbers."
     total = _ZERO
     for j in range(64): total += np.float32(codes[j] & np.uint8(15))*x[j]
     return total
 
 @fused
 def dot_high(codes, x):
-    "Of the high halves."
+    "Compute the same for the high halves."
     total = _ZERO
     for j in range(64): total += np.float32(codes[j] >> np.uint8(4))*x[j]
     return total
 
 @fused
 def pair_int4(codes, low_steps, high_steps, x, eights):
-    "Two rows times `x`. `eights` is 8 times the sum of `x` in each group."
+    "Multiply two rows by `x`. `eights` is 8 times the sum of `x` in each group."
     one, two, ahead = _ZERO, _ZERO, _AHEAD
     for g in range(len(codes)):
         low, high = -eights[g], -eights[g]
@@ -249,7 +249,7 @@ def pair_int4(codes, low_steps, high_steps, x, eights):
 # %% ../../nbs/07_inference/07d_quantization.ipynb #e9bb9bd5
 @fused
 def int4_rows(codes, steps, x, out, start, stop):
-    "As `int8_rows`, two rows at a time; `start` is even."
+    "Compute the same as `int8_rows`, two rows at a time; `start` is even."
     eights = np.empty(codes.shape[1], np.float32)
     for t in range(len(x)):
         z = x[t].reshape(codes.shape[1:])
@@ -406,7 +406,7 @@ class Int8Cache:
 
     def holds(self, length:int)->bool: return 0 <= length <= self.length
     def rewind(self, length:int): # Tokens to keep
-        "Forget the others."
+        "Forget all later tokens."
         if not self.holds(length):
             raise ValueError(f"rewind({length}), expected 0 to {self.length}, the tokens held")
         for layer in self.layers: layer.length = length
