@@ -1064,8 +1064,9 @@ class AblateCommand:
 @dataclass
 class SpeedrunCommand:
     "Race the course's recipe against nanoGPT's on one core; runs that OUT has are not made again."
-    # race; changes of our recipe, or longer runs of some; grid of nanoGPT's sizes and rates
-    part: word(Literal["race", "changes", "longer", "grid"], "PART") = "race"
+    # race; changes of our recipe; grid of nanoGPT's sizes and rates; changes of the quickstart's
+    # recipe, or longer runs of some
+    part: word(Literal["race", "changes", "grid", "quickstart", "longer"], "PART") = "race"
     seeds: int = 5              # Of every run
     minutes: float = 60.        # Longest run of a contestant, in minutes of CPU time
     mark: float = 0.15          # Nats per token above the floor that end the race
