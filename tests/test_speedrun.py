@@ -183,7 +183,7 @@ def test_differences_are_paired_by_seed():
 def test_saved_lines_are_those_of_the_contestants():
     lines = read_lines(RESULTS)
     for key, l in lines.items():
-        if l["part"] == "steps": continue
+        if l["part"] in ("steps", "tokens"): continue
         assert json.dumps(l) and l["seconds"] > 0 and l["excess"] > 0 and l["machine"]
         who, table, _ = speedrun.PARTS.get(l["part"], (l["contestant"], {}, 0))
         name = l["contestant"].removeprefix(f"{l['part']}: ")

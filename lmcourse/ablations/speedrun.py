@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['COOLDOWN', 'CONTESTANTS', 'DATA', 'GRID', 'CHANGES', 'QUICKSTART_CHANGES', 'PARTS', 'Gpt2Engine', 'gpt2_linear',
-           'NgramLM', 'shifted_attention', 'SprintEngine', 'start_copying_', 'Contestant', 'changed', 'Racer', 'climb',
+           'shifted_attention', 'NgramLM', 'SprintEngine', 'start_copying_', 'Contestant', 'changed', 'Racer', 'climb',
            'rung_line', 'race', 'check_race', 'rungs_of', 'race_table', 'plot_race', 'step_seconds', 'fixed_run',
            'equal_time', 'changes_table', 'speedrun']
 
@@ -55,6 +55,18 @@ def gpt2_linear(
     return layer
 
 # %% ../../nbs/06_ablations/06e_speedrun.ipynb #230478bd
+def shifted_attention(
+    q:torch.Tensor, # Queries `(..., H, T, K)`, at the last T of the S positions
+    k:torch.Tensor, # Keys `(..., G, S, K)`
+    v:torch.Tensor, # Values `(..., G, S, K)`
+    window:int|None=None, # As for `causal_attention`
+)->torch.Tensor: # `(..., H, T, K)`
+    "Attention in which half of the heads find a token by the key of the token before it."
+    half = k.shape[-3]//2
+    before = torch.nn.functional.pad(k[..., :half, :-1, :], (0, 0, 1, 0))
+    return causal_attention(q, torch.cat((before, k[..., half:, :, :]), -3), v, window)
+
+# %% ../../nbs/06_ablations/06e_speedrun.ipynb #c54829e8
 class NgramLM(TransformerLM):
     "A transformer whose stream also gets a row for the last two tokens, for the last three, ..."
     def __init__(self,
@@ -74,18 +86,6 @@ class NgramLM(TransformerLM):
             code = code*31_337 + before
             x = x + table(code % len(table.weight))
         return x
-
-# %% ../../nbs/06_ablations/06e_speedrun.ipynb #c54829e8
-def shifted_attention(
-    q:torch.Tensor, # Queries `(..., H, T, K)`, at the last T of the S positions
-    k:torch.Tensor, # Keys `(..., G, S, K)`
-    v:torch.Tensor, # Values `(..., G, S, K)`
-    window:int|None=None, # As for `causal_attention`
-)->torch.Tensor: # `(..., H, T, K)`
-    "Attention in which half of the heads find a token by the key of the token before it."
-    half = k.shape[-3]//2
-    before = torch.nn.functional.pad(k[..., :half, :-1, :], (0, 0, 1, 0))
-    return causal_attention(q, torch.cat((before, k[..., half:, :, :]), -3), v, window)
 
 # %% ../../nbs/06_ablations/06e_speedrun.ipynb #a9604ab3
 class SprintEngine(TorchEngine):
@@ -164,7 +164,7 @@ _QUICK = TrainConfig.preset("quickstart", schedule="constant", warmup_steps=50, 
 CONTESTANTS = dict(
     course=Contestant(
         ModelConfig.preset("quickstart", num_layers=2, norm="layernorm", ffn="relu2", d_ff=384),
-        replace(_QUICK, lr=6e-3, weight_decay=0.), first=1000, ratio=1.25,
+        replace(_QUICK, lr=6e-3, weight_decay=0.), first=1100, ratio=1.15,
         kind="sprint", rows=(8192, 16_384), shift=True, copy=True, zero=True, row_rate=5.),
     quickstart=Contestant(ModelConfig.preset("quickstart"), _QUICK, first=4400, ratio=1.2),
     nanogpt=Contestant(
