@@ -352,18 +352,20 @@ def race_table(
     ours:str="course", # Whom the others are compared with
 )->Table:
     "When each reached the mark, or how far it was at its longest run."
-    rows, first = [], {}
+    rows:list = []
+    first:dict = {} # Machine to the times of ours, by seed
     for (name, seed), rungs in rungs_of(lines).items():
         end = next((l for l in rungs if l["excess"] <= mark), rungs[-1])
         reached, seconds = end["excess"] <= mark, end["seconds"]
-        if name == ours and reached: first[seed] = seconds
-        base = first.get(seed) or (statistics.fmean(first.values()) if first else None)
-        times = None if base is None or name == ours else (
+        times = first.setdefault(end.get("machine"), {})
+        if name == ours and reached: times[seed] = seconds
+        base = times.get(seed) or (statistics.fmean(times.values()) if times else None)
+        ratio = None if base is None or name == ours else (
             f"{seconds/base:.1f}" if reached else f"> {seconds/base:.1f}")
         rows.append(dict(contestant=name, seed=seed, cpu=round(seconds), wall=round(
             end["wall_seconds"]), steps=end["steps"], tokens=end["tokens"],
             excess=round(end["excess"], 3), reached="yes" if reached else "no",
-            times_ours=times or "–"))
+            times_ours=ratio or "–"))
     return Table(rows, units=dict(cpu="s", wall="s", excess="nats per token"))
 
 # %% ../../nbs/06_ablations/06e_speedrun.ipynb #1d4da9e0
@@ -462,7 +464,7 @@ def fixed_run(
 
 # %% ../../nbs/06_ablations/06e_speedrun.ipynb #0aebd999
 def equal_time(
-    part:str,                         # `changes`, `longer` or `grid`
+    part:str,                         # A name in `PARTS`
     seeds:Sequence[int],              # Of each row
     results:str|Path,                 # File of lines: runs that it has are not made again
     work:str|Path,                    # Folder for the tokens
@@ -499,7 +501,7 @@ def equal_time(
 # %% ../../nbs/06_ablations/06e_speedrun.ipynb #1dcf8f77
 def changes_table(
     lines:dict,          # Key to line
-    part:str="changes",  # Or `longer` or `grid`
+    part:str="changes",  # Or another name in `PARTS`
     table:dict|None=None, # Names, the base first: none for those of `PARTS`
 )->Table:
     "What each change does to the excess after equal time, seed by seed, with a 95 % interval."
@@ -522,7 +524,7 @@ def changes_table(
 
 # %% ../../nbs/06_ablations/06e_speedrun.ipynb #a056a929
 def speedrun(
-    part:str,           # `race`, `changes`, `longer` or `grid`
+    part:str,           # `race`, or a name in `PARTS`
     seeds:int,          # As many of them, from 0
     results:str|Path,   # File of lines: runs that it has are not made again
     work:str|Path,      # Folder for the tokens
