@@ -21,15 +21,17 @@ status = next(s for s in statuses if s.startswith(cfg["status"]))
 first, last = (int(cfg[k].split(".")[1]) for k in ("min_python", "max_python"))
 
 
+FOR_THE_SITE = {("lmcourse", "_modidx"), ("lmcourse.tools", "pages")}   # Needed only where the notebooks are: in a clone
 
-class WithoutIndex(build_py):
-    "What pip installs, without the index that only the site needs (nbdev reads it in a clone)."
+
+class WithoutSite(build_py):
+    "What pip installs, without the index that nbdev reads and the tools that look after pages."
     def find_package_modules(self, package, package_dir):
-        return [m for m in super().find_package_modules(package, package_dir) if m[1] != "_modidx"]
+        return [m for m in super().find_package_modules(package, package_dir) if m[:2] not in FOR_THE_SITE]
 
 
 setuptools.setup(
-    cmdclass={"build_py": WithoutIndex},
+    cmdclass={"build_py": WithoutSite},
     name=cfg["lib_name"],
     version=cfg["version"],
     description=cfg["description"],

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 import tracemalloc
+from collections import deque
 from types import SimpleNamespace
 
 import numpy as np
@@ -21,9 +22,9 @@ from hypothesis import given, settings, strategies as st
 from lmcourse.tokenization.tokenizer import Tokenizer
 from lmcourse.tools.config import TrainConfig
 from lmcourse.tools.documents import documents
-from lmcourse.training.data import (WINDOWS, BatchPrefetcher, Batches, TokenDataset, count_windows, document_batch, document_batches, document_windows,
-                                    evaluation_batches, floor, get_batch, reach_of_starts, row_spans, sequential_windows, share_within, unfinished,
-                                    windows_within, write_tokens)
+from lmcourse.training.data import (WINDOWS, BatchPrefetcher, Batches, TokenDataset, count_windows, document_batches, document_windows,
+                                    evaluation_batches, floor, get_batch, reach_of_starts, row_spans, sequential_windows, share_within, to_tensors, unfinished,
+                                    windows_at_starts, windows_within, write_tokens)
 
 
 class Bytes:
@@ -352,16 +353,17 @@ def test_windows_are_uniform_and_reach_the_end():
     counts = torch.bincount(inputs[:, 0])
     assert len(counts) == 5 and (counts - 4000).abs().max() < 300
     dataset = corpus([5, 5, 5])
-    inputs, targets = document_batch(dataset, 3000, 7, rng=np.random.default_rng(0))
+    inputs, targets = to_tensors(windows_at_starts(dataset, 3000, 7, np.random.default_rng(0)))
     assert torch.equal(inputs[:, 1:], targets[:, :-1]) and (inputs[:, 0] == 0).all() and (targets[:, 0] == 1).all()
     assert inputs.dtype == targets.dtype == torch.int64
 
 
 def test_windows_at_starts_fill_the_corpus_exactly():
     dataset = corpus([5, 5])
-    document_batch(dataset, 4, 12)
+    rng = np.random.default_rng(0)
+    windows_at_starts(dataset, 4, 12, rng)
     with pytest.raises(ValueError, match="has 12 tokens, and one window needs 13"):
-        document_batch(dataset, 4, 13)
+        windows_at_starts(dataset, 4, 13, rng)
     with pytest.raises(ValueError, match="has 12 tokens, and one window needs 13"):
         get_batch(dataset.tokens, 4, 12)
     assert reach_of_starts(dataset, 12) == 1 and reach_of_starts(dataset, 3) == 0.5
@@ -454,7 +456,7 @@ def test_a_pass_in_order(tokens, context, stride, batch_size):
 # Batches ahead of time
 
 def our_threads():
-    return [t for t in threading.enumerate() if t.name == "BatchPrefetcher"]
+    return [t for t in threading.enumerate() if t.name.startswith("BatchPrefetcher")]
 
 
 @pytest.fixture
@@ -509,9 +511,9 @@ def test_the_queue_is_bounded(no_thread_left, depth):
     with BatchPrefetcher(batches, itertools.count(), depth) as ahead:
         for taken in range(1, 4):
             next(ahead)
-            wait_until(lambda: len(batches.made) >= taken + depth + 1)
+            wait_until(lambda: len(batches.made) >= taken + depth)
             time.sleep(0.05)                                    # time to make more, if it were not bounded
-            assert len(batches.made) == taken + depth + 1       # in the queue, and one in the thread's hand
+            assert len(batches.made) == taken + depth
 
 
 def test_an_error_in_a_batch_comes_up_in_the_loop(no_thread_left):
@@ -580,11 +582,11 @@ def test_waiting_is_measured(no_thread_left, monkeypatch):
     now = [0.]
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
     with BatchPrefetcher(Numbered(), range(10)) as ahead:
-        take = ahead._queue.take
-        def slowly():
-            now[0] += 0.25
-            return take()
-        ahead._queue.take = slowly
+        class Slow(deque):
+            def popleft(self):
+                now[0] += 0.25
+                return super().popleft()
+        ahead._jobs = Slow(ahead._jobs)
         for _ in ahead: now[0] += 7
         assert ahead.waited_s == 11*0.25                        # ten batches, and that there are no more
 
@@ -595,4 +597,4 @@ def test_batches_reach_the_gpu(no_thread_left):
     for step, (x, y) in enumerate(BatchPrefetcher(batches, range(200), device="cuda")):
         assert x.device.type == y.device.type == "cuda"
         assert (x.cpu().numpy() == batches[step][0]).all() and (y.cpu().numpy() == batches[step][1]).all()
-    assert next(BatchPrefetcher(batches, range(1), device="cuda")._queue.take()[0].__iter__()).is_pinned()
+    assert next(BatchPrefetcher(batches, range(1), device="cuda")._jobs[0].result().__iter__()).is_pinned()

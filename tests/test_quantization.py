@@ -190,7 +190,8 @@ def test_the_cache_in_eight_bits(changes):
             check_close(y, expected, rtol=1e-3, atol=1e-3)
             assert cache.length == b and 0 < (y - exact[:, a:b]).abs().max() < 0.3
         cache.rewind(9)
-        check_close(model(ids[:, 9:], torch.arange(9, 24), cache), y[:, 3:], rtol=1e-3, atol=1e-3)
+        error = (y - exact[:, 6:]).abs().max().item() # A number on the border between two codes may be rounded to either
+        check_close(model(ids[:, 9:], torch.arange(9, 24), cache), y[:, 3:], rtol=0, atol=.25*error)
         with expect_error(ValueError, "it has room for 24"): cache[0].update(*torch.zeros(2, 2, config.kv_heads, 1, config.head_size))
     with expect_error(ValueError, "rewind(25)"): cache.rewind(25)
 

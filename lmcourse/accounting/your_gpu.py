@@ -87,15 +87,14 @@ def preset_for(
 def card_table(
     preset:str,         # Name of a preset of model and training
     usd_per_hour:dict,  # Name of a GPU to its price per hour, in dollars
-    share:float=SHARE,  # Share of the peak that is reached
 )->Table: # One row per GPU
     "Predict time and cost of a preset's training run on several GPUs."
     rows = []
     for name,usd in usd_per_hour.items():
-        card, fit = device_of(name), fit_to_card(preset, name, share)
+        card, fit = device_of(name), fit_to_card(preset, name)
         row = {"card": card.name, "GB": round(card.memory_bytes/1e9)}
         if fit is None: rows.append(row | {"windows at a time": 0}); continue
-        p = price(fit.model, fit.train, card, share, usd)
+        p = price(fit.model, fit.train, card, SHARE, usd)
         rows.append(row | {"products in": p.dtype, "step needs": si(p.memory_bytes, "B"),
                            "windows at a time": fit.train.micro_batch or fit.train.batch_size,
                            "tokens/s": round(fit.tokens_per_s, -3), "the run": duration(p.seconds),
@@ -106,7 +105,7 @@ def card_table(
 def measured_recipes(
     folder:str|Path, # Folder with the results of `make gpu`, `gpu-*.json`
 )->Table|None: # One row per recipe and GPU; `None` if nothing was measured
-    "Show measured tokens per second and memory beside expected and published numbers."
+    "Show measured tokens per second and memory next to expected and published numbers."
     rows = []
     for path in sorted(Path(folder).glob("gpu-*.json")):
         found = read_json(path)

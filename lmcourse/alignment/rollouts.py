@@ -28,7 +28,7 @@ class Rollout:
     ids:tuple        # Start token, prompt, response, and the end token if sampled
     start:int        # Number of ids before the response
     log_probs:tuple  # Nats of the response's tokens when sampled, end included
-    version:int      # Version of the weights that sampled it
+    version:int      # Version of the weights that were sampled from
     finished:bool    # Whether the end token was sampled
 
 class Sampler:
@@ -38,9 +38,10 @@ class Sampler:
         tokenizer:Tokenizer, # The model's tokenizer
         max_tokens:int=44,   # Most tokens of a response, end included
         running:int=64,      # Most responses computed together
+        prompt_tokens:int=32, # Tokens of a prompt to reserve memory for
     ):
         self.tokenizer, self.max_tokens = tokenizer, max_tokens
-        blocks = running*-(-min(model.config.context_length, 32 + max_tokens)//16)
+        blocks = running*-(-min(model.config.context_length, prompt_tokens + max_tokens)//16)
         self.engine = Engine(model, blocks, max_running=running, token_budget=32*running)
 
     def load(self, model:Any): self.engine.load(model)
@@ -85,12 +86,12 @@ def rollout_tensors(
 
 # %% ../../nbs/14_alignment/14i_rollouts.ipynb #14i3stream
 class AsyncBatches:
-    """An iterator over batches that a thread makes while the trainer trains: the batch of a step
-    comes from weights that are at most `staleness` steps old."""
+    """An iterator over batches that a thread prepares while the trainer trains: the batch of a
+    step comes from weights that are `staleness` steps old, or from the first weights."""
     def __init__(self,
         make:Callable,   # Function from a model and a step to the step's batch
         model:Any,       # The model in training; it may change between batches
-        staleness:int=0, # Steps by which weights may lag; 0 makes nothing ahead
+        staleness:int=0, # Steps by which the weights lag; 0 prepares nothing ahead
         step:int=0,      # First step
     ):
         if staleness < 0: raise ValueError(f"staleness = {staleness}, expected 0 or more")

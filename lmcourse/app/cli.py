@@ -17,8 +17,8 @@ __all__ = ['CUT_OFF', 'SHARED_OUT', 'BITS', 'BENCHES', 'COMPLETIONS', 'COMMANDS'
            'ExercisesCommand', 'CompletionCommand', 'one_line', 'parse', 'main', 'kill_as_ctrl_c']
 
 # %% ../../nbs/90_app/90g_cli.ipynb #56d80fc9
-import contextlib, errno, hashlib, io, json, math, os, re, select, shutil, signal, socket, sys
-import textwrap, time, types, typing, warnings
+import contextlib, errno, hashlib, io, json, math, os, re, select, shlex, shutil, signal, socket
+import sys, textwrap, time, types, typing, warnings
 from dataclasses import dataclass, field, replace
 from datetime import date
 from functools import cache, partial
@@ -40,6 +40,7 @@ from ..tools.machine import gpu_name, keep_freed_memory, machine_name
 from ..tools.show import Table, duration, si, text_plot
 from ..tokenization.encoding import merges_wanted
 from ..tokenization.tokenizer import Tokenizer
+from ..training.signals import Interrupted
 from ..alignment.stages import PipelineConfig
 
 # %% ../../nbs/90_app/90g_cli.ipynb #f4767196
@@ -135,7 +136,7 @@ class PrepareCommand:
                 if (n := getattr(self, name)) is not None and n < 1:
                     raise ValueError(f"{name} = {n}, expected 1 or more")
             tokenizer, size = Tokenizer.from_folder(self.tokenizer), in_bytes(self.max_mb)
-        with told_to_go_on(self.out):
+        with told_to_go_on(*CUT_OFF, out=self.out):
             prepare(self.data, self.out, tokenizer, size, self.valid_documents, self.threads)
         say(f"in {self.out}: train, valid and tokenizer")
 
@@ -251,12 +252,13 @@ def _check_job(out:Path, text:str, job:dict):
                               if (done := unfinished(out/"train")) else ""))
 
 @contextlib.contextmanager
-def told_to_go_on(out:Path): # Adds a hint to an error if the work can be resumed
+# Errors of these `kinds` say how the work can be resumed; those of `prepare` if it was begun
+def told_to_go_on(*kinds:type, how:str=" the same command", out:Path|None=None):
     try: yield
-    except CUT_OFF as e:
-        if not begun(out): raise
-        kind = next(k for k in CUT_OFF if isinstance(e, k))
-        raise kind(f"{str(e) or 'interrupted'}; go on with the same command") from None
+    except kinds as e:
+        if out and not begun(out): raise
+        kind = next(k for k in kinds if isinstance(e, k))
+        raise kind(f"{str(e) or 'interrupted'}; go on with{how}") from None
 
 # %% ../../nbs/90_app/90g_cli.ipynb #7e0b3744
 def _size_line(prefix:Path)->str:
@@ -466,20 +468,19 @@ def train_to_the_end(
 ):
     "Train, then show the results."
     from lmcourse.training.runs import read_run
-    from lmcourse.training.signals import Interrupted
     with checking_input():
         data = read_run(run)[2]
         tokenizer, begin, grams = (matching_tokenizer(data, trainer.train, trainer.valid),
                                    beginning(trainer.config.windows), ngram_line(data))
+    def sample(_): return story(speaker(trainer), tokenizer, trainer.step, begin, 120)
+    again = f": lmcourse train --resume {run}"
     try:
-        def sample(_): return story(speaker(trainer), tokenizer, trainer.step, begin, 120)
-        result = trainer.fit(run, report=_report, sample=sample)
-    except Interrupted as e: raise Interrupted(
-        f"{e}; go on with: lmcourse train --resume {run}") from None
+        with told_to_go_on(Interrupted, how=again):
+            result = trainer.fit(run, report=_report, sample=sample)
     except RuntimeError as e:
         if not _LOST.search(f"{e} {e.__cause__}"): raise
-        raise UserError(f"another process of this run has died, or does not answer; go on with: "
-                        f"lmcourse train --resume {run}") from None
+        raise UserError(f"another process of this run has died, or does not answer; go on "
+                        f"with{again}") from None
     # All processes must take part for a sharded model
     model = speaker(trainer)
     stories = [wrapped(story(model, tokenizer, seed, begin).strip()) for seed in range(3)]
@@ -545,9 +546,7 @@ def story(
     tokenizer:Tokenizer, # The model's tokenizer
     seed:int=0,          # Seed of the story
     prompt:str="",       # Beginning of the story; empty for a whole document
-    max_tokens:int=400,  # As in `generate`, like the next two arguments
-    temperature:float=0.8,
-    top_p:float|None=None,
+    max_tokens:int=400,  # As in `generate`
 )->str:
     "Let a model write a document, and return it with its prompt."
     from lmcourse.generation.generate import complete
@@ -556,8 +555,8 @@ def story(
     decoder = decoder_for(model) if weight.device.type == "cuda" else CachedDecoder
     # FSDP gathers weights only for `model(ids)`
     if hasattr(weight, "full_tensor") or hasattr(model, "stages"): decoder = None
-    return prompt + complete(model, tokenizer, prompt, max_tokens, temperature=temperature,
-                             top_p=top_p, seed=seed, decoder=decoder)
+    return prompt + complete(model, tokenizer, prompt, max_tokens, temperature=0.8, seed=seed,
+                             decoder=decoder)
 
 def beginning(windows:str
 )->str: # Where no window of the training began after an end of text, begin at the start of a line
@@ -909,12 +908,15 @@ class AccountCommand:
     recompute: bool = False                 # Blocks keep only their inputs
     logits: bool = False                    # The loss is computed from all logits at once
     mfu: float = 0.5                        # Share of the peak that is reached
+    # Tokens of a whole run, say 20e9: its time on the device
+    train_tokens: float|None = None
+    usd_per_hour: float|None = None         # Price of the device: what the run costs
     json: bool = False                      # For programs: everything as JSON
     model: ModelConfig = field(default_factory=ModelConfig)
 
     def run(self):
-        from lmcourse.accounting.account import account, account_tables, on_device
-        from lmcourse.accounting.hardware import device_of
+        from lmcourse.accounting.account import account, account_lines, account_tables, on_device
+        from lmcourse.accounting.hardware import device_of, positive
         from lmcourse.accounting.run_cost import training_time
         from lmcourse.accounting.tensors import whole_number
         with checking_input():
@@ -922,13 +924,28 @@ class AccountCommand:
                 whole_number(name, 1 if value is None else value)
             where = device_of(self.device) if self.device else None
             if where: training_time(1, where, self.dtype, self.mfu)
+            elif self.train_tokens is not None or self.usd_per_hour is not None:
+                raise ValueError("account: --train-tokens and --usd-per-hour need a --device")
+            if self.usd_per_hour is not None and self.train_tokens is None:
+                raise ValueError("account: --usd-per-hour needs --train-tokens")
+            for name,amount in (("train_tokens", self.train_tokens),
+                                ("usd_per_hour", self.usd_per_hour)):
+                positive(name, 1 if amount is None else amount)
         counted = account(self.model, self.batch, self.context, self.dtype, self.attention,
                           self.recompute, self.logits)
-        placed = on_device(counted, where, self.mfu) if where else None
+        placed = (on_device(counted, where, self.mfu, self.train_tokens, self.usd_per_hour)
+                  if where else None)
         if self.json: return say(json.dumps(counted | ({"device": placed} if placed else {})))
-        say(f"{self.preset}: {self.batch} x {counted['tokens']//self.batch:,} tokens, products in "
-            f"{self.dtype}, {self.attention} attention", "")
-        for table in account_tables(counted, placed): say(str(table), "")
+        usual = ModelConfig.preset(self.preset).to_dict()
+        changed = [f"{k} = {v}" for k,v in self.model.to_dict().items() if v != usual[k]]
+        name = " with ".join(filter(None, (self.preset, ", ".join(changed))))
+        say(wrapped(f"{name}: {self.batch} x {counted['tokens']//self.batch:,} tokens, products in "
+                    f"{self.dtype}, {self.attention} attention"),
+            *("  " + line for line in account_lines(counted)), "")
+        titles = ("parameters", "memory of a training step", "what the forward pass keeps",
+                  "FLOPs of a training step", "on the device")
+        for title,table in zip(titles, account_tables(counted, placed)):
+            say(f"{title}:", str(table), "")
 
 # %% ../../nbs/90_app/90g_cli.ipynb #8bac0083
 @dataclass
@@ -1053,11 +1070,9 @@ class AblateCommand:
             f"in {self.out}")
         command = " ".join([f"lmcourse ablate {self.study} --scale {self.scale} --device {device}",
                             *(f"--{k} {v}" for k,v in more.items() if v and k != "seeds")])
-        try:
+        with told_to_go_on(KeyboardInterrupt):
             lines = run_experiment(experiment, self.out, self.work, self.processes, device,
                                    command, say)
-        except KeyboardInterrupt: raise KeyboardInterrupt("interrupted; go on with the same "
-                                                          "command") from None
         say("", str(study_table(self.study, lines, self.scale, **more)))
 
 # %% ../../nbs/90_app/90g_cli.ipynb #02cae73d
@@ -1128,32 +1143,35 @@ class EvalCommand:
             say(f"in {path}")
 
 # %% ../../nbs/90_app/90g_cli.ipynb #14b90sft
+_AlignmentTask = Literal["briefs", "problems", "easy-problems"] # As in `VERIFIABLE_TASKS`
+
 def _few_steps(steps:int, **kwargs)->TrainConfig: # For runs of a minute
     short:dict[str, Any] = dict(steps=steps, schedule="constant", warmup_steps=5, weight_decay=0.,
                                 eval_every=10, eval_documents=32, checkpoint_every=10, log_every=5)
     return TrainConfig(**short | kwargs)
 
 @dataclass
-class SftCommand:
-    "Teach a model briefs by sloppy demonstrations; without --init-from the course's model."
+class _Aligning:
     out: word(Path|None, "OUT") = None # New folder for the run
     # Go on with this run, from its last checkpoint; its own settings hold
     resume: Path|None = None
+    task: _AlignmentTask = "briefs" # What is asked: briefs, or arithmetic in words
+
+@dataclass
+class SftCommand(_Aligning):
+    "Teach a model a task by sloppy demonstrations; without --init-from the course's model."
     slip: float = 0.2           # Probability that a mention in a demonstration is wrong
     demonstrations: int = 4000  # How many there are; then they come again
     train: TrainConfig = field(default_factory=partial(_few_steps, 50, batch_size=32, lr=2e-3,
                                                        min_lr=2e-3))
 
     def run(self):
-        settings = dict(slip=self.slip, demonstrations=self.demonstrations)
+        settings = dict(task=self.task, slip=self.slip, demonstrations=self.demonstrations)
         align("sft", self.out, self.resume, settings, self.train)
 
 @dataclass
-class DpoCommand:
-    "Teach a model briefs by pairs of its own responses, from --init-from RUN."
-    out: word(Path|None, "OUT") = None # New folder for the run
-    # Go on with this run, from its last checkpoint; its own settings hold
-    resume: Path|None = None
+class DpoCommand(_Aligning):
+    "Teach a model a task by pairs of its own responses, from --init-from RUN."
     beta: float = 0.3           # What a nat of KL costs
     sft_weight: float = 0.3     # Of the plain loss of chosen responses
     prompts: int = 128          # That responses are written to, to make pairs
@@ -1165,18 +1183,17 @@ class DpoCommand:
                                                        min_lr=3e-4))
 
     def run(self):
-        settings = {n: getattr(self, n) for n in "beta sft_weight prompts group_size".split()}
+        settings = {n: getattr(self, n) for n in
+                    "task beta sft_weight prompts group_size".split()}
         files = {n: str(getattr(self, n) or "") for n in ("pairs", "reference")}
         align("dpo", self.out, self.resume, settings | files, self.train)
 
 @dataclass
-class RlCommand:
-    "Improve a model on briefs by what its own responses earn, from --init-from RUN."
-    out: word(Path|None, "OUT") = None # New folder for the run
-    # Go on with this run, from its last checkpoint; its own settings hold
-    resume: Path|None = None
+class RlCommand(_Aligning):
+    "Improve a model on a task by what its own responses earn, from --init-from RUN."
     algorithm: Literal["rloo", "grpo", "expert"] = "rloo" # How responses are compared
-    reward: Literal["parse", "mentions"] = "parse" # The exact judge, or one that can be fooled
+    # The exact judge, or for briefs one that can be fooled
+    reward: Literal["parse", "mentions"] = "parse"
     kl: float = 0.              # What a nat of divergence from the start costs, in reward
     prompts: int = 8            # Of a step
     group_size: int = 4         # Responses to each
@@ -1184,7 +1201,7 @@ class RlCommand:
     train: TrainConfig = field(default_factory=partial(_few_steps, 40, lr=6e-4, min_lr=6e-4))
 
     def run(self):
-        names = "algorithm reward kl prompts group_size staleness".split()
+        names = "task algorithm reward kl prompts group_size staleness".split()
         align("rl", self.out, self.resume, {n: getattr(self, n) for n in names}, self.train)
 
 # %% ../../nbs/90_app/90g_cli.ipynb #14b90run
@@ -1196,8 +1213,7 @@ def align(
     train:TrainConfig,
 ):
     "Run to the end and print the results."
-    from lmcourse.alignment.runs import align_to_the_end, new_alignment, open_alignment
-    from lmcourse.training.signals import Interrupted
+    from lmcourse.alignment.runs import align_to_the_end, new_alignment, open_alignment, task_of
     if bool(out) == bool(resume): raise UserError(f"{kind} needs either OUT or --resume RUN")
     if resume:
         with checking_input(): trainer = open_alignment(resume)
@@ -1208,14 +1224,14 @@ def align(
         with all_or_nothing(out), checking_input():
             trainer = new_alignment(out, kind, settings, train)
     run:Any = out or resume
-    try: found = align_to_the_end(trainer, run, say)
-    except Interrupted as e: raise Interrupted(
-        f"{e}; go on with: lmcourse {kind} --resume {run}") from None
+    with told_to_go_on(Interrupted, how=f": lmcourse {kind} --resume {run}"):
+        found = align_to_the_end(trainer, run, say)
     trainer.world.destroy()
     if not trainer.world.writes: return
-    say(f"success {found['success']:.3f} on briefs that were never practised on, in "
-        f"{duration(trainer.elapsed)}; try it: lmcourse generate {run} --prompt 'Ella the mule, "
-        f"an orange cap:'")
+    task = task_of(read_json(run/"align.json"))
+    say(f"success {found['success']:.3f} on {task.name} that were never practised on, in "
+        f"{duration(trainer.elapsed)}; try it: lmcourse generate {run} --prompt "
+        f"{shlex.quote(task.samples[0])}")
 
 # %% ../../nbs/90_app/90g_cli.ipynb #90g0cur1
 @dataclass
@@ -1237,11 +1253,8 @@ class CurateCommand:
             recipe = Recipe.load(self.recipe)
             shard_files(self.source)
             refuse_unwritable(self.out)
-        try:
-            with workers(self.workers, self.dask) as apply:
-                funnel = curate(self.source, self.out, recipe, apply)
-        except KeyboardInterrupt:
-            raise KeyboardInterrupt("interrupted; go on with the same command") from None
+        with told_to_go_on(KeyboardInterrupt), workers(self.workers, self.dask) as apply:
+            funnel = curate(self.source, self.out, recipe, apply)
         say(str(Table(funnel.rows())), "", f"in {self.out}: documents, dropped.jsonl, funnel.json, "
             f"card.md; tokens of it: lmcourse prepare curated:{self.out} DATA --tokenizer FOLDER")
 
@@ -1261,12 +1274,8 @@ class PipelineCommand:
     def run(self):
         if self.scale == "gpu" or self.dry_run: return self.plan()
         from lmcourse.alignment.pipeline import run_pipeline
-        from lmcourse.training.signals import Interrupted
-        stopped = "interrupted; go on with the same command"
-        try:
-            with checking_input(): run_pipeline(self.out, self.config, say, self.until)
-        except Interrupted as e: raise Interrupted(f"{e}; go on with the same command") from None
-        except KeyboardInterrupt: raise KeyboardInterrupt(stopped) from None
+        with told_to_go_on(Interrupted, KeyboardInterrupt), checking_input():
+            run_pipeline(self.out, self.config, say, self.until)
 
     def plan(self):
         from lmcourse.alignment.gpu_plan import GpuPlan, plan_lines
@@ -1472,6 +1481,8 @@ def parse(
         raise unknown("part", args[1], BENCHES)
     if args[:1] == ["account"] and args[1:] and args[1] in ModelConfig.presets():
         raise ValueError(f"account: did you mean --preset {args[1]}?")
+    if args[:1] == ["account"] and any(re.match("--batch[-_]size", a) for a in args):
+        raise ValueError("account: did you mean --batch?")
     if args[:1] in (["train"], ["account"]):
         name = (re.findall(r"--preset[ =](\S+)", " ".join(args)) or ["quickstart"])[-1]
         training = TrainConfig.preset(name) if name in TrainConfig.presets() else TrainConfig()

@@ -8,7 +8,7 @@ __all__ = ['ONLY', 'UP_TO_A_MILLION', 'Stop', 'Job', 'JobInbox', 'engine_state',
            'read_body', 'refused_field', 'read_prompts', 'read_messages', 'Piece', 'Choice', 'joined', 'token_text',
            'CompletionFormat', 'ChatFormat', 'Service', 'Flight', 'Reply', 'read_limited', 'until_gone', 'take_off',
            'whole_answer', 'event_stream', 'make_app', 'add_monitoring', 'add_chat', 'answer_errors', 'make_server',
-           'run_server', 'serve_model']
+           'run_server']
 
 # %% ../../nbs/90_app/90f_serve.ipynb #cd08dcf0
 import asyncio, codecs, json, math, queue, threading, time, uuid
@@ -18,7 +18,6 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from importlib.resources import files
 from itertools import accumulate
 from typing import Annotated, Any, ClassVar
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator
@@ -26,6 +25,7 @@ from ..generation.generate import PLAIN_CHAT, ChatTemplate, check_tokenizer, pro
 from ..generation.generate import split_at_stop
 from ..inference.engine import Engine, Request, check_request
 from ..tokenization.tokenizer import Tokenizer
+from ..tools.files import data_text
 
 # %% ../../nbs/90_app/90f_serve.ipynb #e6ecfe64
 class Job:
@@ -776,7 +776,7 @@ def add_chat(
 ):
     "Add `GET /chat`, a page that talks to `/v1/chat/completions`."
     from starlette.responses import HTMLResponse
-    page = files("lmcourse").joinpath("data/chat.html").read_text(encoding="utf-8")
+    page = data_text("chat.html")
     allowed = ("default-src 'none'; connect-src 'self'; img-src data:; style-src 'unsafe-inline'; "
                "script-src 'unsafe-inline'; base-uri 'none'; form-action 'none'")
     async def chat(http): return HTMLResponse(page, headers={"Content-Security-Policy": allowed})
@@ -839,19 +839,7 @@ def run_server(
     try: make_server(service, host, port, grace, ready).run()
     finally: service.worker.close()
 
-def serve_model(
-    model:Any,            # A `TransformerLM`
-    tokenizer:Tokenizer,  # With which it was trained
-    host:str="127.0.0.1", # This and the next three as for `make_server`
-    port:int=8000,
-    grace:float=10.,
-    ready:Callable=lambda: None,
-    **settings:Any,       # Of `Service`: `name`, `chat_template` and the like
-):
-    "Serve a model until a signal comes; from the main thread."
-    run_server(Service(model, tokenizer, **settings), host, port, grace, ready)
-
 # %% ../../nbs/90_app/90f_serve.ipynb #504d5c4f
 # What other code may rely on
-__all__ = ["serve_model", "run_server", "make_server", "make_app", "Service", "EngineThread",
+__all__ = ["run_server", "make_server", "make_app", "Service", "EngineThread",
            "CompletionRequest", "ChatRequest", "Metrics"]

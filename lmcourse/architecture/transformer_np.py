@@ -334,10 +334,9 @@ def transformer_forward(
     ids:np.ndarray,     # `(..., T)`, from 0 to V - 1
     config:ModelConfig, # Sizes and variant
     ops:Ops=Ops(),      # The pairs of functions to use
-    recompute:bool=False, # Save only each block's input
 )->tuple: # Logits `(..., T, V)` and the cache for `transformer_backward`
     "Run the whole model: ids in, logits of the next id out."
-    h, stream = stream_forward(params, ids, config, ops, recompute)
+    h, stream = stream_forward(params, ids, config, ops)
     logits, head = linear_forward(h, params[_head_name(config)])
     return logits, (stream, head, config)
 

@@ -8,7 +8,7 @@ __all__ = ['STEPS', 'ENDINGS', 'register_step', 'each', 'Whole', 'Stage', 'run_s
            'workers']
 
 # %% ../../nbs/13_curation/13i_pipeline.ipynb #13i00004
-import json, os, tomllib
+import json, os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -30,7 +30,7 @@ from .quality import KneserNey, bag_log_probs, classify_nsfw, classify_quality
 from .quality import classify_toxic_speech, dsir_log_weights, gumbel_top_k
 from .quality import word_ngrams
 from .web import Document, gzip_stretches, language_sentences, unpacked_blocks
-from ..tools.config import UserError, unknown
+from ..tools.config import UserError, read_record, unknown
 from ..tools.documents import END_OF_TEXT
 from ..tools.files import atomic_write, read_json, remove, write_json, write_text
 from ..tools.show import COLORS, Table, figure
@@ -298,11 +298,7 @@ class Recipe:
 
     @classmethod
     def load(cls, path:str|Path)->"Recipe": # From a `.json` or `.toml` file
-        path = Path(path)
-        if path.suffix == ".json": return cls.from_dict(read_json(path))
-        if path.suffix != ".toml": raise ValueError(f"{path}: a recipe ends in .json or .toml")
-        try: return cls.from_dict(tomllib.loads(path.read_text(encoding="utf-8")))
-        except tomllib.TOMLDecodeError as e: raise ValueError(f"{path}: not TOML ({e})") from None
+        return cls.from_dict(read_record(path, "recipe"))
 
     def to_dict(self)->dict: return dict(steps=[dict(step=n, **o) for n,o in self.steps])
     def key(self)->str: return json.dumps(self.to_dict(), sort_keys=True)
@@ -577,7 +573,7 @@ def data_card(
             f"documents with {first.words:,} words that were read.\n\n## Recipe\n\n"
             f"Digest `{recipe.digest()}`.\n\n{steps}\n\n## Funnel\n\n"
             f"{Table(funnel.rows())._repr_markdown_()}\n\n## Identity\n\n"
-            f"Digest of the documents: `{digest}`. Dropped ones stand in `dropped.jsonl`, "
+            f"Digest of the documents: `{digest}`. The dropped documents are in `dropped.jsonl`, "
             f"each with its reason.\n\n## To fill in\n\n"
             f"- Where the pages come from, and when they were read:\n- Licence:\n"
             f"- What was looked for and not found:\n- What this text is not good for:\n")

@@ -6,11 +6,12 @@
 __all__ = ['TEXTS_YAML', 'continuation_log_prob', 'HarnessAnswers', 'harness_model', 'save_texts', 'run_harness']
 
 # %% ../../nbs/12_evaluation/12j_harness.ipynb #12j03
-import contextlib, io, json
+import contextlib, io
 from pathlib import Path
 from typing import Any
 import torch
 from .perplexity import token_nats
+from .tasks import write_task
 from ..generation.generate import check_tokenizer, complete
 from ..tokenization.tokenizer import Tokenizer
 
@@ -76,14 +77,8 @@ def save_texts(
     documents:list,  # Texts
 )->Path: # Path of the YAML file
     "Save a task of bits per byte over whole texts. Raises `FileExistsError` if it exists."
-    data, about = Path(folder)/f"{name}.jsonl", Path(folder)/f"{name}.yaml"
     if not documents: raise ValueError(f"task {name}: no documents")
-    for path in (data, about):
-        if path.exists(): raise FileExistsError(f"{path} exists")
-    lines = [json.dumps(dict(text=d), ensure_ascii=False) + "\n" for d in documents]
-    data.write_text("".join(lines), encoding="utf-8")
-    about.write_text(TEXTS_YAML.format(name=name, data=data.name), encoding="utf-8")
-    return about
+    return write_task(folder, name, (dict(text=d) for d in documents), TEXTS_YAML)
 
 TEXTS_YAML = """task: {name}
 dataset_path: json

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['KINDS', 'NORMS', 'Item', 'Task', 'grammar_task', 'Record', 'score_task', 'refuse_long_choices', 'scaled_score',
            'expected_accuracy', 'Prompt', 'WritingTask', 'writing_task', 'first_word', 'written_words', 'word_probs',
-           'save_task', 'load_task']
+           'write_task', 'save_task', 'load_task']
 
 # %% ../../nbs/12_evaluation/12c_tasks.ipynb #681f1c71
 import json, math, re
@@ -16,6 +16,7 @@ from itertools import islice
 from pathlib import Path
 import numpy as np
 import torch
+from collections.abc import Iterable
 from typing import Any
 from ..generation.generate import check_tokenizer, complete
 from ..tools.config import unknown
@@ -358,22 +359,30 @@ def word_probs(
             for i in task.items]
 
 # %% ../../nbs/12_evaluation/12c_tasks.ipynb #d066737b
+def write_task(
+    folder:str|Path,     # Gets new files `NAME.jsonl` and `NAME.yaml`
+    name:str,            # Of the task
+    rows:Iterable[dict], # A line each
+    form:str,            # Of the YAML, with `name`, `data` and more in braces
+    **more:Any,          # What goes there
+)->Path: # Of the YAML
+    "Write the two files of a task. Raises `FileExistsError` if one is there."
+    data, about = Path(folder)/f"{name}.jsonl", Path(folder)/f"{name}.yaml"
+    for path in (data, about):
+        if path.exists(): raise FileExistsError(f"{path} exists")
+    lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows]
+    data.write_text("".join(lines), encoding="utf-8")
+    about.write_text(form.format(name=name, data=data.name, **more), encoding="utf-8")
+    return about
+
 def save_task(
-    folder:str|Path, # Gets new files `NAME.jsonl` and `NAME.yaml`
+    folder:str|Path, # As for `write_task`
     task:Task,
 )->Path: # Of the YAML
     "Write a task. Raises `FileExistsError` if it is there."
-    folder = Path(folder)
-    data, about = folder/f"{task.name}.jsonl", folder/f"{task.name}.yaml"
-    for path in (data, about):
-        if path.exists(): raise FileExistsError(f"{path} exists")
-    lines = [json.dumps(asdict(i), ensure_ascii=False) + "\n" for i in task.items]
-    data.write_text("".join(lines), encoding="utf-8")
-    form = WRITING_YAML if isinstance(task, WritingTask) else YAML
-    about.write_text(form.format(name=task.name, data=data.name, version=task.version,
-                                 seed="null" if task.seed is None else task.seed),
-                     encoding="utf-8")
-    return about
+    return write_task(folder, task.name, map(asdict, task.items),
+                      WRITING_YAML if isinstance(task, WritingTask) else YAML, version=task.version,
+                      seed="null" if task.seed is None else task.seed)
 
 # %% ../../nbs/12_evaluation/12c_tasks.ipynb #12c6yaml
 YAML = """task: {name}

@@ -14,6 +14,7 @@ import torch
 from typing import Any
 from ..architecture.attention_torch import causal_mask
 from .generate import check_tokenizer, log_probs, prompt_ids
+from ..tools.files import data_text
 from ..tools.show import COLORS, Table
 from ..tools.stories import Stories
 from ..tokenization.tokenizer import Tokenizer
@@ -46,58 +47,9 @@ def _document_ids(model, tokenizer, text:str, end:bool)->list: # From end-of-tex
 def _words(tokenizer, ids:list)->list: # What is shown of each token
     return [tokenizer.token_bytes(i).decode(errors="replace") for i in ids]
 
-# %% ../../nbs/05_generation/05c_viewer.ipynb #5514d894
-_STYLE = """
-.lm-view{line-height:1.35;max-width:46rem;font-size:1rem}
-.lm-view .lm-words{display:flex;flex-wrap:wrap;align-items:flex-end;row-gap:.45em;
- margin:.7em 0;padding:2px;touch-action:pan-y}
-.lm-view .lm-word{display:inline-flex;flex-direction:column;align-items:center;
- font:inherit;color:inherit;background:none;border:0;padding:1px 0 2px;margin:0;border-radius:3px;
- cursor:pointer;white-space:pre}
-.lm-view .lm-join{display:inline-flex;flex-wrap:wrap;align-items:flex-end;max-width:100%;
- margin-right:.3em}
-.lm-view .lm-word[aria-pressed=true],.lm-view .lm-word:focus-visible{outline:2px solid currentColor;
- outline-offset:1px}
-.lm-view .lm-says{min-height:3.6em;margin:.4em 0;padding:.4em .7em;
- border-left:3px solid rgba(123,127,133,.6)}
-.lm-view .lm-hint{font-size:.88em;opacity:.85;margin:.3em 0}
-.lm-view .lm-bars{display:flex;align-items:flex-end;gap:1px;height:34px}
-.lm-view .lm-bars i{width:3px;border-radius:1px 1px 0 0}
-.lm-view .lm-key{display:inline-flex;align-items:center;gap:.35em;margin-right:1.1em}
-.lm-view .lm-key i{width:.8em;height:.8em;border-radius:2px}
-.lm-view .lm-slip{text-decoration:underline wavy #d9483f 2px;text-underline-offset:3px}
-.lm-view fieldset{display:inline-flex;flex-wrap:wrap;gap:.1em .7em;margin:0 .5em .4em 0;
- padding:.1em .7em .3em;border:1px solid rgba(123,127,133,.6);border-radius:5px}
-.lm-view legend{font-size:.85em;padding:0 .3em}
-.lm-view label{display:inline-flex;align-items:center;gap:.3em;min-height:1.6em;cursor:pointer}
-.lm-view .lm-map{position:relative}
-.lm-view svg.lm-lines{position:absolute;inset:0;width:100%;height:100%;pointer-events:none;
- overflow:visible}
-.lm-view .lm-map .lm-words{row-gap:1em}
-"""
-
 # %% ../../nbs/05_generation/05c_viewer.ipynb #485eb3ca
-_SCRIPT = """
-(root => {
-  if (root.dataset.on) return; root.dataset.on = 1;
-  const words = [...root.querySelectorAll('.lm-word')], says = root.querySelector('.lm-says');
-  const jump = {ArrowRight: 1, ArrowLeft: -1, ArrowDown: 5, ArrowUp: -5, Home: -1e6, End: 1e6};
-  let show = i => { says.textContent = words[i].title };
-  const pick = (i, focus) => {
-    words.forEach((w, k) => {
-      w.tabIndex = k == i ? 0 : -1; w.setAttribute('aria-pressed', k == i) });
-    if (focus) words[i].focus();
-    show(i) };
-  words.forEach((w, i) => {
-    w.onclick = () => pick(i);
-    w.onkeydown = e => { const d = jump[e.key]; if (!d) return;
-      e.preventDefault(); pick(Math.max(0, Math.min(words.length - 1, i + d)), 1) } });
-  root.querySelector('.lm-words').onpointermove = e => { // A finger that slides along a line
-    const w = e.buttons && document.elementFromPoint(e.clientX, e.clientY);
-    const i = w ? words.indexOf(w.closest('.lm-word')) : -1; if (i >= 0) pick(i) };
-  BODY
-})(document.getElementById('ID'));
-"""
+_STYLE, _SCRIPT, _LINES = (f"\n{data_text(name)}" for name in
+                           ("viewer.css", "viewer.js", "attention.js"))
 _numbers = count(1)
 
 def _page(kind:str, label:str, body:str, script:str="")->str: # HTML that needs no other file
@@ -253,34 +205,6 @@ class AttentionViewer:
         return f"{L} layers of {H} heads, {T} tokens. {self.describe(*self.longest_look()[:3])}"
     __repr__ = __str__
     def _repr_html_(self): return _attention_html(self)
-
-# %% ../../nbs/05_generation/05c_viewer.ipynb #2a4717ba
-_LINES = """
-const {heads, weights} = root.querySelector('.lm-map').dataset, T = words.length;
-const svg = root.querySelector('svg');
-const name = i => i ? '“' + words[i].textContent + '”' : 'the start';
-const chosen = kind => +root.querySelector('input[name$=' + kind + ']:checked').value;
-show = i => {
-  const l = chosen('layer'), h = chosen('head'), box = svg.getBoundingClientRect();
-  const at = (l*heads + h)*T*(T + 1)/2 + i*(i + 1)/2;
-  const row = words.map((w, k) => k > i ? 0 : parseInt(weights.substr(2*(at + k), 2), 16)/255);
-  const top = w => { const r = w.getBoundingClientRect();
-    return [r.left + r.width/2 - box.left, r.top - box.top] };
-  const [x, y] = top(words[i]);
-  svg.innerHTML = words.map((w, k) => {
-    w.style.background = `rgba(47,127,214,${row[k]/2})`;
-    const [a, b] = top(w);
-    return k >= i || row[k] < .04 ? '' :
-      `<path d="M${x} ${y}C${x} ${y - 26} ${a} ${b - 26} ${a} ${b}" fill="none" stroke="#2f7fd6"
-      stroke-opacity=".75" stroke-width="${1 + 5*row[k]}"/>` }).join('');
-  const sorted = row.map((v, k) => [v, k]).sort((a, b) => b[0] - a[0]);
-  const most = sorted.slice(0, 3).filter(p => p[0] >= .005);
-  says.textContent = `Layer ${l + 1}, head ${h + 1}: ${name(i)} looks ` + most.map(([v, k]) =>
-    `${Math.round(100*v)}% at ${name(k)}` + (k == i ? ' (itself)' : '')).join(', ') + '.' };
-const again = () => show(words.findIndex(w => w.tabIndex == 0));
-root.querySelectorAll('input').forEach(r => r.onchange = again);
-addEventListener('resize', again); new IntersectionObserver(again).observe(root);
-"""
 
 # %% ../../nbs/05_generation/05c_viewer.ipynb #a98f83ba
 def _radios(name:str, n:int, chosen:int)->str:

@@ -32,7 +32,7 @@ from .pipeline import stage_layers
 from ..tools.config import NEW_PARTS, ModelConfig, TrainConfig, refuse_fields
 from ..training.engines import TorchEngine, World, autocast, mesh_sizes
 from ..training.engines import next_token_loss, place_in, plan_batch
-from ..training.sharding import draw_parts
+from ..training.sharding import draw_parts, local
 
 # %% ../../nbs/10_parallelism/10k_mesh.ipynb #c10k0008
 @contextmanager
@@ -126,9 +126,6 @@ class Stage(TransformerLM):
         return self
 
 # %% ../../nbs/10_parallelism/10k_mesh.ipynb #c10k0014
-def local(x:Any)->torch.Tensor: # What this process holds of it
-    return x.to_local() if isinstance(x, DTensor) else x
-
 def whole(x:torch.Tensor)->torch.Tensor: # All of it: one axis of the mesh after the other
     if not isinstance(x, DTensor): return x
     for axis in range(x.device_mesh.ndim):

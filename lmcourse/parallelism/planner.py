@@ -8,16 +8,16 @@ __all__ = ['GPU_WIRES', 'GPUS_PER_NODE', 'LARGE_MODELS', 'FITTED', 'MEMORY_SHARE
            'plan_tables']
 
 # %% ../../nbs/10_parallelism/10o_planner.ipynb #411a108d
-import csv, functools, math
+import functools, math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from importlib import resources
 from ..accounting.hardware import device
 from ..accounting.model_flops import forward_flops
 from ..accounting.parameters import count_parameters
 from ..accounting.tensors import whole_number
 from .schedules import bubble_formula
 from ..tools.config import ModelConfig, unknown
+from ..tools.files import data_rows
 from ..tools.show import Table, duration, si
 
 # %% ../../nbs/10_parallelism/10o_planner.ipynb #b3ccd829
@@ -151,8 +151,7 @@ def plan_mfu(p:Plan, fitted:Fitted=FITTED, causal:bool=True)->float: # Between 0
 # %% ../../nbs/10_parallelism/10o_planner.ipynb #6d76dfc5
 def published_plans()->list: # Dicts with `plan`, `mfu`, `id`, `source`, `use` and `causal`
     "Read published runs as plans, with MFU by one formula. Rows left out have no plan."
-    path = resources.files("lmcourse")/"data"/"parallel_runs.csv"
-    return [_published(row) for row in csv.DictReader(path.read_text().splitlines())]
+    return [_published(row) for row in data_rows("parallel_runs.csv")]
 
 def _published(r:dict)->dict:
     use = dict(id=r["id"], source=r["source"], use=r["use"], causal=r["causal"] == "1")

@@ -6,17 +6,15 @@
 __all__ = ['isoflop_points', 'lower_envelope', 'fit_parabola', 'isoflop_optima']
 
 # %% ../../nbs/11_scaling/11c_isoflops.ipynb #cab255a7
-import csv
-from importlib import resources
 import numpy as np
+from ..tools.files import data_rows
 
 # %% ../../nbs/11_scaling/11c_isoflops.ipynb #4760a03e
 def isoflop_points(
     study:str,  # `llama_3`, or Marin's `comma`, `dclm` or `nemotron`
 )->tuple: # FLOPs, parameters, tokens, losses `(n,)`; the losses of Llama 3 in its figure's unit
     "Published isoFLOP runs, as collected by Open-Athena in 2026."
-    path = resources.files("lmcourse")/"data"/"isoflop_points.csv"
-    rows = [r for r in csv.DictReader(path.read_text(encoding="utf-8").splitlines())
+    rows = [r for r in data_rows("isoflop_points.csv")
             if study in r["study"].replace("/", " ").split()]
     if not rows:
         raise ValueError(f"study = {study!r}, expected llama_3, comma, dclm or nemotron")

@@ -7,14 +7,13 @@ __all__ = ['LossLaw', 'huber', 'fit_error', 'fit_loss_law_grid', 'fit_loss_law',
            'law_interval']
 
 # %% ../../nbs/11_scaling/11b_loss_law.ipynb #f912fd9b
-import csv
 import math
 from collections.abc import Callable
-from dataclasses import astuple, dataclass
-from importlib import resources
+from dataclasses import dataclass
 import numpy as np
 from typing import Any
 from .power_laws import interval
+from ..tools.files import data_rows
 
 # %% ../../nbs/11_scaling/11b_loss_law.ipynb #d96f9cb3
 @dataclass(frozen=True)
@@ -184,8 +183,7 @@ def chinchilla_points(
     drop:int=5, # Number of the highest losses to leave out
 )->tuple: # Parameters, tokens, losses `(245 - drop,)`
     "Return the points of Hoffmann et al. 2022, figure 4, from Epoch AI (Besiroglu et al. 2024)."
-    path = resources.files("lmcourse")/"data"/"chinchilla_points.csv"
-    rows = list(csv.DictReader(path.read_text(encoding="utf-8").splitlines()))
+    rows = data_rows("chinchilla_points.csv")
     N, C, loss = (np.array([float(r[k]) for r in rows]) for k in ("parameters", "flops", "loss"))
     keep = np.sort(np.argsort(loss)[:len(loss) - drop])
     return N[keep], (C/(6*N))[keep], loss[keep]

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import regex
 from collections.abc import Iterable
+from ..tools.files import data_text
 from ..tools.show import Table, controls
 from .tokenizer import Tokenizer
 
@@ -127,34 +128,8 @@ def _marked(token:bytes)->str: # HTML of a token; stand-ins for invisible charac
 
 # %% ../../nbs/01_tokenization/01f_explorer.ipynb #3dd91100
 _COLORS = ["47,127,214", "207,106,29", "42,148,97", "217,72,63", "149,102,214", "21,145,163"]
-_STYLE = """
-.lm-explore{line-height:1.3;max-width:60em}
-.lm-explore i{font-style:normal;opacity:.65}
-.lm-explore .lm-text{max-height:24em;overflow:auto;padding:2px}
-.lm-explore .lm-token{display:inline-flex;flex-direction:column;margin:1px;padding:1px 3px;
- border-radius:3px;vertical-align:top;
- max-width:100%;box-sizing:border-box;overflow-wrap:anywhere;white-space:pre-wrap;cursor:default}
-.lm-explore .lm-id{font-size:.65em;opacity:.75;font-variant-numeric:tabular-nums}
-.lm-explore .lm-special{outline:1px dashed currentColor;outline-offset:-1px}
-.lm-explore .lm-group{display:inline-block;border:1px dashed rgba(123,127,133,.8);border-radius:4px;
- padding:0 2px;margin:0 1px;max-width:100%}
-.lm-explore .lm-group>bdi{vertical-align:top;margin:0 3px}
-.lm-explore .lm-info{box-sizing:border-box;width:100%;padding:.3em .5em;
- border-top:1px solid rgba(123,127,133,.5);font-size:.9em;
- overflow-wrap:anywhere;white-space:normal;text-align:left;direction:ltr}
-.lm-explore .lm-info span{display:inline-block;margin:1px 3px 1px 0;padding:0 4px;border-radius:3px;
- background:rgba(123,127,133,.2)}
-.lm-with-info{position:relative;padding-bottom:6.5em}
-.lm-with-info .lm-info{position:absolute;left:0;bottom:0;height:6.8em;overflow:auto}
-@media(max-width:600px){.lm-with-info{padding-bottom:10em}.lm-with-info .lm-info{height:10.5em}}
-.lm-text .lm-token:hover>.lm-info,.lm-text .lm-token:focus>.lm-info{display:block!important}
-.lm-text:hover .lm-token:focus:not(:hover)>.lm-info{display:none!important}
-.lm-text:hover+.lm-info,.lm-text:focus-within+.lm-info{visibility:hidden}
-.lm-tree{display:grid;justify-content:start;overflow-x:auto;text-align:center}
-.lm-tree .lm-token{display:block;white-space:nowrap}
-.lm-tree .lm-id{display:block}
-""" + "\n".join(f".lm-explore .lm-c{i}{{background:rgba({rgb},.28)}}"
-                for i,rgb in enumerate(_COLORS))
+_STYLE = f"\n{data_text('explorer.css')}" + "\n".join(
+    f".lm-explore .lm-c{i}{{background:rgba({rgb},.28)}}" for i,rgb in enumerate(_COLORS))
 
 # %% ../../nbs/01_tokenization/01f_explorer.ipynb #b806386c
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from numba import njit, typeof, types
 from numba.core.caching import IndexDataCacheFile
 from numba.extending import intrinsic
 from typing import Any
+from .machine import compiles
 
 # %% ../../nbs/00_tools/00m_compiled.ipynb #5ab68c6a
 def compile_once(
@@ -109,6 +110,9 @@ def prefetch(typingctx, array, i):
         builder.call(llvm, [address, number(0), number(3), number(1)])
         return context.get_dummy_value()
     return types.void(array, types.int64), codegen
+
+if not compiles():
+    def prefetch(array:Any, i:int): "Do nothing: plain Python has no such instruction."
 
 @intrinsic
 def trailing_zeros(typingctx, x):

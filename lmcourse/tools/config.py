@@ -62,11 +62,16 @@ def refuse_unwritable(
     if not os.access(above, os.W_OK): raise UserError(f"{path}: {above} can't be written")
 
 # %% ../../nbs/00_tools/00d_config.ipynb #3ba5b9a8
-def _suffix(path)->str:
+def _suffix(path, kind:str="config file")->str:
     suffix = Path(path).suffix
     if suffix not in (".json", ".toml"):
-        raise ValueError(f"{path}: a config file ends in .json or .toml")
+        raise ValueError(f"{path}: a {kind} ends in .json or .toml")
     return suffix
+
+def read_record(path:str|Path, kind:str="config file")->dict: # Of a JSON or TOML file
+    if _suffix(path, kind) == ".json": return read_json(path)
+    try: return tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except tomllib.TOMLDecodeError as e: raise ValueError(f"{path}: not TOML ({e})") from None
 
 # %% ../../nbs/00_tools/00d_config.ipynb #47bb69f3
 class _Files:
@@ -87,8 +92,7 @@ class _Files:
     @classmethod
     def load(cls, path)->Self: # A file that `save` wrote, or that was written by hand
         "Read a record from `path`."
-        if _suffix(path) == ".json": return cls.from_dict(read_json(path))
-        return cls.from_dict(tomllib.loads(Path(path).read_text(encoding="utf-8")))
+        return cls.from_dict(read_record(path))
 
 # %% ../../nbs/00_tools/00d_config.ipynb #a5a7f1c2
 @dataclass(frozen=True)
@@ -265,13 +269,17 @@ class ModelConfig(_Sizes):
     def presets()->dict: return _MODELS
 
 # %% ../../nbs/00_tools/00d_config.ipynb #b4bf12a6
-def _check_model(c:ModelConfig):
-    sizes = ("vocab_size context_length d_model num_layers num_heads num_kv_heads head_dim d_ff "
-             "window norm_eps rope_theta embedding_std mup_base_width")
-    for name in sizes.split():
+def _require(c:Config, names:str, zero:bool=False): # Numbers above 0, or with `zero` 0 as well
+    for name in names.split():
         value = getattr(c, name)
-        if value is not None and not value > 0:
-            raise ValueError(f"ModelConfig: {name} = {value}, expected more than 0")
+        if value is None or value > 0 or zero and value == 0: continue
+        raise ValueError(f"{type(c).__name__}: {name} = {value}, expected "
+                         f"{'0 or more' if zero else 'more than 0'}")
+
+def _check_model(c:ModelConfig):
+    _require(c, """vocab_size context_length d_model num_layers num_heads num_kv_heads head_dim d_ff
+                   window norm_eps rope_theta embedding_std mup_base_width""")
+    _require(c, "z_loss", zero=True)
     if c.head_dim is None and c.d_model % c.num_heads:
         raise ValueError(f"ModelConfig: d_model = {c.d_model} is not a multiple of num_heads = "
                          f"{c.num_heads}")
@@ -284,7 +292,6 @@ def _check_model(c:ModelConfig):
     if c.position == "sinusoidal" and c.d_model % 2:
         raise ValueError(f"ModelConfig: sinusoidal positions need an even d_model, here "
                          f"{c.d_model}")
-    if not c.z_loss >= 0: raise ValueError(f"ModelConfig: z_loss = {c.z_loss}, expected 0 or more")
     if c.num_experts is not None: _check_experts(c)
     if c.kv_lora_rank is not None: _check_latent(c)
     if c.mup_base_width is not None: _check_mup(c)
@@ -292,15 +299,10 @@ def _check_model(c:ModelConfig):
 # %% ../../nbs/00_tools/00d_config.ipynb #5a440efc
 def _check_experts(c:ModelConfig):
     E, k, groups = c.expert_count, c.num_experts_per_tok, c.router_groups
-    positive = ("num_experts num_experts_per_tok moe_d_ff capacity_factor routed_scaling "
-                "router_groups")
-    wrong = [f"{name} = {getattr(c, name)}, expected more than 0" for name in positive.split()
-             if getattr(c, name) is not None and not getattr(c, name) > 0]
-    at_least_0 = ("num_shared_experts first_dense_layers router_aux_loss router_z_loss "
-                  "router_bias_rate")
-    wrong += [f"{name} = {getattr(c, name)}, expected 0 or more" for name in at_least_0.split()
-              if not getattr(c, name) >= 0]
-    if wrong: raise ValueError(f"ModelConfig: {wrong[0]}")
+    _require(c, """num_experts num_experts_per_tok moe_d_ff capacity_factor routed_scaling
+                   router_groups""")
+    _require(c, """num_shared_experts first_dense_layers router_aux_loss router_z_loss
+                   router_bias_rate""", zero=True)
     if k > E: raise ValueError(f"ModelConfig: num_experts_per_tok = {k}, but num_experts = {E}")
     if E % groups or not 1 <= c.router_group_limit <= groups or c.router_group_limit*E//groups < k:
         raise ValueError(f"ModelConfig: {groups} router_groups with router_group_limit = "
@@ -321,9 +323,7 @@ def _check_mup(c:ModelConfig): # The rules assume an untied head, a dense networ
                              f"{'False' if odd[0] == 'tie_embeddings' else 'none'}")
 
 def _check_latent(c:ModelConfig):
-    for name in "kv_lora_rank q_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim".split():
-        if getattr(c, name) is not None and not getattr(c, name) > 0:
-            raise ValueError(f"ModelConfig: {name} = {getattr(c, name)}, expected more than 0")
+    _require(c, "kv_lora_rank q_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim")
     if c.position != "rope" or c.qk_rope_head_dim % 2:
         raise ValueError(f"ModelConfig: kv_lora_rank needs position = 'rope' and an even "
                          f"qk_rope_head_dim, here {c.position!r} and {c.qk_rope_head_dim}")
@@ -457,17 +457,12 @@ class TrainConfig(_Descent):
 
 # %% ../../nbs/00_tools/00d_config.ipynb #46b7f55a
 def _check_train(c:TrainConfig):
-    for name in """steps batch_size tokens_per_step micro_batch lr eps stride eval_every
+    _require(c, """steps batch_size tokens_per_step micro_batch lr eps stride eval_every
                    eval_documents checkpoint_every keep_checkpoints log_every muon_lr_scale
                    data_parallel_replicate_degree context_parallel_degree tensor_parallel_degree
-                   pipeline_parallel_degree timeout_seconds""".split():
-        if getattr(c, name) is not None and not getattr(c, name) > 0:
-            raise ValueError(f"TrainConfig: {name} = {getattr(c, name)}, expected more than 0")
-    at_least_0 = ("min_lr warmup_steps cooldown_steps plateau_patience early_stop_patience "
-                  "early_stop_min_delta weight_decay grad_clip prefetch seed")
-    for name in at_least_0.split():
-        if not getattr(c, name) >= 0:
-            raise ValueError(f"TrainConfig: {name} = {getattr(c, name)}, expected 0 or more")
+                   pipeline_parallel_degree timeout_seconds""")
+    _require(c, """min_lr warmup_steps cooldown_steps plateau_patience early_stop_patience
+                   early_stop_min_delta weight_decay grad_clip prefetch seed""", zero=True)
     for name in ("beta1", "beta2"):
         if not 0 <= getattr(c, name) < 1:
             raise ValueError(f"TrainConfig: {name} = {getattr(c, name)}, expected 0 <= {name} < 1")

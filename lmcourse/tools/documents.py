@@ -249,6 +249,10 @@ def _curated(paths:list, split:str)->Iterator[str]:
     yield from (text for text in texts() if is_valid(text) == (split == "valid"))
 
 # %% ../../nbs/00_tools/00g_documents.ipynb #290f2135
+_TAKES = dict(text="a path, as in text:book.txt", # What has to stand after the kind
+              curated="a folder that `lmcourse curate` has written",
+              hf="a repository, as in hf:roneneldan/TinyStories")
+
 def documents(
     # `stories`, `stories-zipf`, `python`, `text:PATH`, `curated:FOLDER`, `tinystories`,
     # `openwebtext` or `hf:REPO[:CONFIG]`
@@ -262,18 +266,13 @@ def documents(
     if max_bytes is not None and not max_bytes > 0:
         raise ValueError(f"max_bytes = {max_bytes}, expected more than 0")
     kind, _, rest = name.partition(":")
-    if kind not in (*STORY_CORPORA, "python", "text", "curated", "hf", *HUB):
+    if kind not in (*STORY_CORPORA, "python", *_TAKES, *HUB):
         raise unknown("corpus", name, [*STORY_CORPORA, "python", "text:PATH", "curated:FOLDER",
                                        *HUB, "hf:REPO"])
     if split not in SPLITS: raise unknown("split", split, SPLITS)
-    if kind not in ("text", "curated", "hf") and rest:
+    if kind not in _TAKES and rest:
         raise ValueError(f"corpus {name!r}: {kind} takes nothing after its name")
-    if kind == "text" and not rest:
-        raise ValueError("corpus 'text:' needs a path, as in text:book.txt")
-    if kind == "hf" and not rest:
-        raise ValueError("corpus 'hf:' needs a repository, as in hf:roneneldan/TinyStories")
-    if kind == "curated" and not rest:
-        raise ValueError("corpus 'curated:' needs a folder that `lmcourse curate` has written")
+    if kind in _TAKES and not rest: raise ValueError(f"corpus '{kind}:' needs {_TAKES[kind]}")
     if kind == "text": return text_documents(rest, split, max_bytes)
     if kind == "curated": return _at_least(curated_documents(rest, split), max_bytes)
     if kind == "python": return _at_least(python_documents(split), max_bytes)

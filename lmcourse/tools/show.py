@@ -14,6 +14,7 @@ from decimal import Decimal
 from itertools import product, zip_longest
 import numpy as np
 from typing import Any
+from .files import data_text
 
 # %% ../../nbs/00_tools/00c_show.ipynb #2e05a9ec
 def si(
@@ -402,28 +403,7 @@ class Sliders:
     def _repr_html_(self): return _sliders_html(self)
 
 # %% ../../nbs/00_tools/00c_show.ipynb #590bf1a1
-_SLIDERS = """
-(root => {
-  if (root.dataset.on) return; root.dataset.on = 1;
-  const knobs = [...root.querySelectorAll('input')];
-  const pictures = [...root.lastElementChild.children];
-  const show = () => {
-    let at = 0;
-    for (const k of knobs) {
-      const text = JSON.parse(k.dataset.values)[k.value];
-      k.nextElementSibling.textContent = text; k.setAttribute('aria-valuetext', text);
-      at = at*(+k.max + 1) + +k.value }
-    pictures.forEach((p, i) => { p.style.display = i == at ? '' : 'none' }) };
-  knobs.forEach(k => { k.oninput = show }); show();
-})(document.getElementById('ID'));
-"""
-
-_KNOBS = """
-.lm-sliders .lm-knobs{display:flex;flex-wrap:wrap;gap:.3em 1.6em;margin:.4em 0}
-.lm-sliders label{display:inline-flex;align-items:center;gap:.6em;min-height:2em}
-.lm-sliders input{width:11em;max-width:45vw;accent-color:#2f7fd6}
-.lm-sliders output{min-width:3.5em;font-variant-numeric:tabular-nums}
-"""
+_SLIDERS, _KNOBS = (f"\n{data_text(name)}" for name in ("sliders.js", "sliders.css"))
 
 # %% ../../nbs/00_tools/00c_show.ipynb #705ead8c
 def _sliders_html(s:Sliders)->str:

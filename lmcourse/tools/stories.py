@@ -9,8 +9,8 @@ __all__ = ['Entropy', 'Stories']
 import math
 from collections.abc import Iterator
 from functools import cache
-from importlib.resources import files
 from typing import NamedTuple
+from .files import data_text
 from .grammar import (Expectations, PrefixReader, Reader, Writer, read_grammar,
                                     start_at, zipf_rules)
 
@@ -85,10 +85,7 @@ def _log_sum(logps:list)->float: # Of probabilities
 STORY_CORPORA = {"stories": 0., "stories-zipf": 1.}
 
 @cache
-def _course_rules()->dict: return read_grammar(_course_text())
-
-def _course_text()->str:
-    return files("lmcourse").joinpath("data/stories.txt").read_text(encoding="utf-8")
+def _course_rules()->dict: return read_grammar(data_text("stories.txt"))
 
 def short_stories(
     seed:int=0,    # Seed of the choices
@@ -96,4 +93,4 @@ def short_stories(
 )->Stories: # `stories-short`
     "The course's grammar, but a story is over before anything happens: its first three sentences."
     whole, short = "{opening} {family} {scene} {plot} {close}", "{opening} {family} {scene}"
-    return Stories(seed, _course_text().replace(whole, short, 1), zipf)
+    return Stories(seed, data_text("stories.txt").replace(whole, short, 1), zipf)

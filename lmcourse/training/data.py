@@ -5,14 +5,15 @@
 # %% auto #0
 __all__ = ['WINDOWS', 'document_batches', 'encode_documents', 'TokenWriter', 'unfinished', 'write_tokens', 'TokenDataset',
            'token_windows', 'random_windows', 'get_batch', 'to_tensors', 'windows_at_starts', 'story_windows',
-           'document_batch', 'reach_of_starts', 'windows_within', 'share_within', 'count_windows', 'sequential_windows',
-           'Batches', 'BatchPrefetcher', 'row_spans', 'document_windows', 'evaluation_batches', 'floor', 'count_ngrams',
+           'reach_of_starts', 'windows_within', 'share_within', 'count_windows', 'sequential_windows', 'Batches',
+           'BatchPrefetcher', 'row_spans', 'document_windows', 'evaluation_batches', 'floor', 'count_ngrams',
            'read_ngrams', 'write_dataset']
 
 # %% ../../nbs/04_training/04a_data.ipynb #3d3336df
 import hashlib, json, math, os, threading, time, weakref
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from collections.abc import Callable, Iterable, Iterator
@@ -231,8 +232,8 @@ def write_tokens(
                          (_dtype(tokenizer.vocab_size), "<i8") + ("<f8",)*bool(nats))
     try:
         with progress(total=total_bytes, desc=Path(prefix).name, unit="B") as bar:
-            for batch,ids,starts in _encoded(writer, iter(texts), tokenizer,
-                                             threads or _cores(tokenizer), batch_bytes, bar):
+            for batch,ids,starts in _encoded(writer, iter(texts), tokenizer, threads or cores(),
+                                             batch_bytes, bar):
                 writer.append(batch, (ids, writer.tokens + starts)
                               + ((list(map(nats, batch)),) if nats else ()))
                 bar.update(writer.bytes - bar.n)
@@ -255,10 +256,6 @@ def _encoded(writer:TokenWriter, texts:Iterator[str], tokenizer, threads:int, ba
             number += len(batch)
     return _made_ahead(lambda b: (b[1], *encode_documents(b[1], tokenizer, b[0], threads)),
                        batches())
-
-def _cores(tokenizer)->int:
-    if not hasattr(tokenizer, "encode_batch"): return 1
-    return cores()
 
 def _totals(writer:TokenWriter, prefix, about:dict)->dict: # The totals of what the files contain
     if not writer.documents: raise UserError(f"{prefix}: no documents to write")
@@ -398,12 +395,6 @@ def story_windows(
     _, targets = token_windows(dataset.tokens, starts, context_length)
     return np.insert(targets[:, :-1], 0, dataset.end_of_text, axis=1), targets
 
-def document_batch(dataset:TokenDataset, batch_size:int, context_length:int, device:Any="cpu",
-                   rng:np.random.Generator|None=None)->tuple:
-    "Choose windows as `windows_at_starts` does, as torch tensors; arguments as for `get_batch`."
-    return to_tensors(windows_at_starts(dataset, batch_size, context_length,
-                                        rng or np.random.default_rng()), device)
-
 # %% ../../nbs/04_training/04a_data.ipynb #5796b66f
 def _last_fit(dataset:TokenDataset, context_length:int
 )->int: # Number of documents with a whole window from their start on
@@ -512,44 +503,15 @@ class Batches:
         if c.windows == "within": return windows_within(data, c.batch_size, T, rng)
         return random_windows(data.tokens, c.batch_size, T, rng)
 
-# %% ../../nbs/04_training/04a_data.ipynb #09e5e9ce
-class _Queue: # Shared by the thread and the loop
-    def __init__(self, depth:int):
-        self.items, self.depth, self.closed, self.change = (deque(), depth, False,
-                                                            threading.Condition())
-
-    def put(self, *item)->bool: # Waits for room; returns false when the queue is closed
-        with self.change:
-            self.change.wait_for(lambda: self.closed or len(self.items) < self.depth)
-            if not self.closed: self.items.append(item)
-            self.change.notify_all()
-            return not self.closed
-
-    def take(self)->tuple: # Waits for an item; (None, None) if no more will come
-        with self.change:
-            self.change.wait_for(lambda: self.closed or self.items)
-            self.change.notify_all()
-            return self.items.popleft() if self.items else (None, None)
-
-    def close(self):
-        with self.change:
-            self.closed = True
-            self.items.clear()
-            self.change.notify_all()
-
 # %% ../../nbs/04_training/04a_data.ipynb #9c7f7971
-def _fill(queue:_Queue, batches, steps:Iterator[int], pin:bool):
-    try:
-        for step in steps:
-            tensors = to_tensors(batches[step])
-            if not queue.put(tuple(t.pin_memory() for t in tensors) if pin else tensors, None):
-                return
-        queue.put(None, None)
-    except BaseException as e: queue.put(None, e)
+def _next_batch(batches, steps:Iterator[int], pin:bool)->tuple: # In the thread
+    tensors = to_tensors(batches[next(steps)])
+    return tuple(t.pin_memory() for t in tensors) if pin else tensors
 
-def _stop(queue:_Queue, thread:threading.Thread):
-    queue.close()
-    if thread is not threading.current_thread(): thread.join()
+def _stop(pool:ThreadPoolExecutor, jobs:deque):
+    jobs.clear()
+    here = threading.current_thread().name.startswith("BatchPrefetcher") # can't wait for itself
+    pool.shutdown(wait=not here, cancel_futures=True)
 
 # %% ../../nbs/04_training/04a_data.ipynb #c8eb3c79
 class BatchPrefetcher:
@@ -559,33 +521,32 @@ class BatchPrefetcher:
         # `batches[step]` returns arrays, inputs and targets; only the thread uses it
         batches:Any,
         steps:Iterable[int], # Steps in order; `range(step, config.steps)` continues at `step`
-        depth:int=8,         # Largest number of batches that wait in the queue
+        depth:int=8,         # Number of batches that are made ahead
         device:Any="cpu",    # Device of the tensors
     ):
         import torch
         if depth < 1: raise ValueError(f"depth = {depth}, expected 1 or more")
         # seconds that the loop has waited for batches
         self.device, self.waited_s = torch.device(device), 0.
-        self._queue = _Queue(depth)
-        thread = threading.Thread(target=_fill,
-                                  args=(self._queue, batches, iter(steps),
-                                        self.device.type == "cuda"), name="BatchPrefetcher",
-                                  daemon=True)
-        thread.start()
+        pool = ThreadPoolExecutor(1, "BatchPrefetcher")
+        self._order = partial(pool.submit, _next_batch, batches, iter(steps),
+                              self.device.type == "cuda")
+        self._jobs = deque(self._order() for _ in range(depth))
         # runs at the first call, or when the object is deleted
-        self.close = weakref.finalize(self, _stop, self._queue, thread)
+        self.close = weakref.finalize(self, _stop, pool, self._jobs)
 
     def __enter__(self): return self
     def __exit__(self, *error:Any): self.close()
     def __iter__(self): return self
 
     def __next__(self)->tuple: # Inputs and targets, tensors (B, T) on the device
+        if not self._jobs: raise StopIteration                  # closed
         start = time.perf_counter()
-        tensors, error = self._queue.take()
-        self.waited_s += time.perf_counter() - start
-        if tensors: return tuple(t.to(self.device, non_blocking=True) for t in tensors)
-        self.close()
-        raise error or StopIteration
+        try: tensors = self._jobs.popleft().result()
+        except BaseException: self.close(); raise               # also when the steps run out
+        finally: self.waited_s += time.perf_counter() - start
+        self._jobs.append(self._order())
+        return tuple(t.to(self.device, non_blocking=True) for t in tensors)
 
 # %% ../../nbs/04_training/04a_data.ipynb #d3b81e84
 def row_spans(

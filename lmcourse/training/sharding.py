@@ -101,13 +101,13 @@ def draw_parts(
     def keep(p): # Called for each parameter of a helper model, as soon as its numbers are drawn
         name = next(order)
         if name is None or p.is_meta: return None
-        if name in parts: _local(parts[name]).copy_(local_part(p, parts[name]))
+        if name in parts: local(parts[name]).copy_(local_part(p, parts[name]))
         return torch.nn.Parameter(p.to("meta"))         # the helper model keeps only the shape
 
     with _on_registration(keep): TransformerLM(config, seed)
 
 # %% ../../nbs/04_training/04e_sharding.ipynb #c5bee7b6
-def _local(t:torch.Tensor)->torch.Tensor: # This process's part of it
+def local(t:Any)->torch.Tensor: # What this process holds of it
     return t.to_local() if isinstance(t, DTensor) else t
 
 @contextmanager
