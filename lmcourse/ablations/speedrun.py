@@ -98,7 +98,8 @@ class SprintEngine(TorchEngine):
         rows = {p for name,p in self.model.named_parameters() if name.startswith("tables")}
         for group in groups: group["params"] = [p for p in group["params"] if p not in rows]
         if muon: groups[0]["lr_scale"] = c.muon_lr_scale
-        if rows: groups.append(dict(params=list(rows), weight_decay=0., lr_scale=contestant.row_rate))
+        if rows: groups.append(dict(params=list(rows), weight_decay=0.,
+                                    lr_scale=contestant.row_rate))
         if muon: self.optimizer = Muon(groups, c.lr, betas=(c.beta1, c.beta2), eps=c.eps)
         else: self.optimizer = torch.optim.AdamW(groups, c.lr, (c.beta1, c.beta2), c.eps,
                                                  fused=True)
