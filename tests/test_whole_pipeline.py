@@ -48,7 +48,14 @@ def digests(out, names=NAMES[:-1]): return {n: json.loads((out/n/"done.json").re
 
 
 @pytest.fixture(scope="module")
-def toy(tmp_path_factory):
+def compiled():
+    "Compiled kernels are on disk before this process loads them: machine code that was just compiled may round in another way than the same code from the cache, which is all that a resumed run has."
+    script = "from lmcourse.training.models import load_model; from lmcourse.alignment.rollouts import Sampler; Sampler(*load_model(), 4)(['Ella'], 2)"
+    subprocess.run([sys.executable, "-c", script], env=os.environ | dict(PYTHONPATH=str(ROOT)), check=True)
+
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory, compiled):
     out = tmp_path_factory.mktemp("pipeline")/"toy"
     records = run_pipeline(out, TOY, quiet)
     assert list(records) == NAMES
@@ -146,12 +153,47 @@ def test_killed_anywhere_it_goes_on_to_the_same_files(toy, tmp_path, file, times
     assert not list(out.rglob("*.tmp")), "nothing of the killed process is left"
 
 
+RANDOMLY = """
+import os, random, signal, sys, threading, time
+import lmcourse.alignment.pipeline as whole
+from lmcourse.alignment.gpu_plan import GpuConfig, run_gpu_pipeline
+from lmcourse.alignment.stages import PipelineConfig
+out, run, config, seed = sys.argv[1], *eval(sys.argv[2]), int(sys.argv[3])
+rng = random.Random(seed)
+left, late = [rng.randint(3, 60)], rng.random()*.02                            # Opened files, then seconds: in the midst of writing or computing
+def opened(event, args):
+    if event != "open" or not str(args[0]).startswith(out) or left[0] < 0: return
+    left[0] -= 1
+    if left[0] == -1: threading.Thread(target=lambda: (time.sleep(late), os.kill(os.getpid(), signal.SIGKILL)), daemon=True).start()
+if seed: sys.addaudithook(opened)
+run(out, config, lambda line: None)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("run", ["small", "gpu"])
+def test_killed_at_ten_random_moments_it_ends_with_the_same_files(run, compiled, book, tmp_path):
+    "Each process is killed at a random time after it has opened a random number of the pipeline's files; the next one goes on."
+    what = f"(whole.run_pipeline, PipelineConfig(**{vars(TOY)}))" if run == "small" else f"(run_gpu_pipeline, GpuConfig(**{GPU | dict(data=f'text:{book}')}))"
+    def go(out, seed): return subprocess.run([sys.executable, "-c", RANDOMLY, out, what, str(seed)], env=os.environ | dict(PYTHONPATH=str(ROOT))).returncode
+    assert go(tmp_path/"calm", 0) == 0
+    killed, done = 0, []
+    for seed in range(1, 11):
+        code = go(tmp_path/"cut", seed)
+        assert code in (0, -signal.SIGKILL)
+        killed += code != 0
+        done.append(sum((tmp_path/"cut"/n/"done.json").exists() for n in NAMES))
+    assert go(tmp_path/"cut", 0) == 0 and killed >= 8 and len({*done}) > 3, (killed, done)
+    assert digests(tmp_path/"cut") == digests(tmp_path/"calm") and not list((tmp_path/"cut").rglob("*.tmp")), done
+    print(run, killed, done)
+
+
 def test_an_exam_that_is_interrupted_asks_only_the_models_that_are_left(copy, monkeypatch):
     before, asked, real = digests(copy), [], whole.measure_policy
-    def measured(*args):
+    def measured(*args, **kwargs):
         asked.append(args)
         if len(asked) == 3: raise KeyboardInterrupt
-        return real(*args)
+        return real(*args, **kwargs)
     monkeypatch.setattr(whole, "measure_policy", measured)
     shutil.rmtree(copy/"exam")
     with pytest.raises(KeyboardInterrupt): worked(copy)

@@ -332,7 +332,7 @@ def report_blocks(r:dict, out:str)->list: # Pairs of a block's kind and content
         ("h2", "To the floor" if base["floor"] else "Reading"),
         ("p", f"{si(base['parameters'])} parameters read {si(base['tokens'])} tokens. The loss on "
               f"text nobody trained on is {base['loss']:.3f} nats per token.{floor}"),
-        ("image", ("loss.png", "Training and validation loss falling towards a dashed floor")),
+        ("image", ("loss.png", "Training and validation loss over training tokens")),
         ("h2", "Doing what is asked"),
         ("p", f"Unseen {_asked(r)}, a sample each at temperature 1. The demonstrators themselves are "
               f"right in {r['ceiling']:.0%} of theirs."),
