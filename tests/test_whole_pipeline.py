@@ -160,9 +160,9 @@ from lmcourse.alignment.gpu_plan import GpuConfig, run_gpu_pipeline
 from lmcourse.alignment.stages import PipelineConfig
 out, run, config, seed = sys.argv[1], *eval(sys.argv[2]), int(sys.argv[3])
 rng = random.Random(seed)
-left, late = [rng.randint(3, 60)], rng.random()*.02                            # Opened files, then seconds: in the midst of writing or computing
+left, late = [rng.randint(1, 30)], rng.random()*.02                            # Files that it writes, then seconds: in the midst of writing or computing
 def opened(event, args):
-    if event != "open" or not str(args[0]).startswith(out) or left[0] < 0: return
+    if event != "open" or not str(args[0]).startswith(out) or not {*"wax+"} & {*(args[1] or "")} or left[0] < 0: return
     left[0] -= 1
     if left[0] == -1: threading.Thread(target=lambda: (time.sleep(late), os.kill(os.getpid(), signal.SIGKILL)), daemon=True).start()
 if seed: sys.addaudithook(opened)
@@ -173,7 +173,7 @@ run(out, config, lambda line: None)
 @pytest.mark.slow
 @pytest.mark.parametrize("run", ["small", "gpu"])
 def test_killed_at_ten_random_moments_it_ends_with_the_same_files(run, compiled, book, tmp_path):
-    "Each process is killed at a random time after it has opened a random number of the pipeline's files; the next one goes on."
+    "Each process is killed at a random time after it has begun a random number of files; the next one goes on."
     what = f"(whole.run_pipeline, PipelineConfig(**{vars(TOY)}))" if run == "small" else f"(run_gpu_pipeline, GpuConfig(**{GPU | dict(data=f'text:{book}')}))"
     def go(out, seed): return subprocess.run([sys.executable, "-c", RANDOMLY, out, what, str(seed)], env=os.environ | dict(PYTHONPATH=str(ROOT))).returncode
     assert go(tmp_path/"calm", 0) == 0
@@ -183,7 +183,7 @@ def test_killed_at_ten_random_moments_it_ends_with_the_same_files(run, compiled,
         assert code in (0, -signal.SIGKILL)
         killed += code != 0
         done.append(sum((tmp_path/"cut"/n/"done.json").exists() for n in NAMES))
-    assert go(tmp_path/"cut", 0) == 0 and killed >= 8 and len({*done}) > 3, (killed, done)
+    assert go(tmp_path/"cut", 0) == 0 and killed >= 5 and len({*done}) >= 3, (killed, done)
     assert digests(tmp_path/"cut") == digests(tmp_path/"calm") and not list((tmp_path/"cut").rglob("*.tmp")), done
     print(run, killed, done)
 
