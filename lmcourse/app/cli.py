@@ -908,12 +908,15 @@ class AccountCommand:
     recompute: bool = False                 # Blocks keep only their inputs
     logits: bool = False                    # The loss is computed from all logits at once
     mfu: float = 0.5                        # Share of the peak that is reached
+    # Tokens of a whole run, say 20e9: its time on the device
+    train_tokens: float|None = None
+    usd_per_hour: float|None = None         # Price of the device: what the run costs
     json: bool = False                      # For programs: everything as JSON
     model: ModelConfig = field(default_factory=ModelConfig)
 
     def run(self):
-        from lmcourse.accounting.account import account, account_tables, on_device
-        from lmcourse.accounting.hardware import device_of
+        from lmcourse.accounting.account import account, account_lines, account_tables, on_device
+        from lmcourse.accounting.hardware import device_of, positive
         from lmcourse.accounting.run_cost import training_time
         from lmcourse.accounting.tensors import whole_number
         with checking_input():
@@ -921,13 +924,28 @@ class AccountCommand:
                 whole_number(name, 1 if value is None else value)
             where = device_of(self.device) if self.device else None
             if where: training_time(1, where, self.dtype, self.mfu)
+            elif self.train_tokens is not None or self.usd_per_hour is not None:
+                raise ValueError("account: --train-tokens and --usd-per-hour need a --device")
+            if self.usd_per_hour is not None and self.train_tokens is None:
+                raise ValueError("account: --usd-per-hour needs --train-tokens")
+            for name,amount in (("train_tokens", self.train_tokens),
+                                ("usd_per_hour", self.usd_per_hour)):
+                positive(name, 1 if amount is None else amount)
         counted = account(self.model, self.batch, self.context, self.dtype, self.attention,
                           self.recompute, self.logits)
-        placed = on_device(counted, where, self.mfu) if where else None
+        placed = (on_device(counted, where, self.mfu, self.train_tokens, self.usd_per_hour)
+                  if where else None)
         if self.json: return say(json.dumps(counted | ({"device": placed} if placed else {})))
-        say(f"{self.preset}: {self.batch} x {counted['tokens']//self.batch:,} tokens, products in "
-            f"{self.dtype}, {self.attention} attention", "")
-        for table in account_tables(counted, placed): say(str(table), "")
+        usual = ModelConfig.preset(self.preset).to_dict()
+        changed = [f"{k} = {v}" for k,v in self.model.to_dict().items() if v != usual[k]]
+        name = " with ".join(filter(None, (self.preset, ", ".join(changed))))
+        say(wrapped(f"{name}: {self.batch} x {counted['tokens']//self.batch:,} tokens, products in "
+                    f"{self.dtype}, {self.attention} attention"),
+            *("  " + line for line in account_lines(counted)), "")
+        titles = ("parameters", "memory of a training step", "what the forward pass keeps",
+                  "FLOPs of a training step", "on the device")
+        for title,table in zip(titles, account_tables(counted, placed)):
+            say(f"{title}:", str(table), "")
 
 # %% ../../nbs/90_app/90g_cli.ipynb #8bac0083
 @dataclass
@@ -1464,6 +1482,8 @@ def parse(
     if args[:1] == ["pipeline"] and re.search(r"--scale[ =]gpu", " ".join(args)):
         from lmcourse.alignment.gpu_plan import GpuConfig
         defaults["pipeline"] = PipelineCommand(scale="gpu", config=GpuConfig())
+    if args[:1] == ["account"] and any(re.match("--batch[-_]size", a) for a in args):
+        raise ValueError("account: did you mean --batch?")
     if args[:1] in (["train"], ["account"]):
         name = (re.findall(r"--preset[ =](\S+)", " ".join(args)) or ["quickstart"])[-1]
         training = TrainConfig.preset(name) if name in TrainConfig.presets() else TrainConfig()

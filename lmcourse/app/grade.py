@@ -129,9 +129,9 @@ def _nothing(): ...
 
 def _blank(value)->bool: # The place of an answer in the student edition, not filled in
     if isinstance(value, dict): return bool(value) and all(v is None for v in value.values())
-    code, empty = getattr(value, "__code__", None), _nothing.__code__
-    return value is None or (isinstance(value, types.FunctionType) and code.co_code == empty.co_code
-                             and code.co_consts == empty.co_consts)
+    if not isinstance(value, types.FunctionType): return value is None
+    code, empty = value.__code__, _nothing.__code__
+    return code.co_code == empty.co_code and code.co_consts == empty.co_consts
 
 def _imported(value)->bool: # The module of the answer itself has no `__spec__`
     home = sys.modules.get(str(getattr(value, "__module__", "")))
