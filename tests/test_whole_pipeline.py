@@ -272,7 +272,8 @@ def test_mistakes_at_the_scale_of_a_gpu(words, said, book, tmp_path, capsys):
 
 
 def test_a_download_that_fails_says_in_one_line_what_to_do(book, tmp_path, monkeypatch, capsys):
-    def cut(name, split="train", broken=[True]):
+    broken = [True]
+    def cut(name, split="train"):
         for i, text in enumerate(documents(f"text:{book}", split)):
             if broken[0] and split == "train" and i == 100:
                 broken[0] = False
