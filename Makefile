@@ -15,9 +15,11 @@ help: ## this list
 
 quickstart: $(READY) ## from text to a trained model and its stories, in about five minutes
 	$(BIN)/lmcourse quickstart $(ARGS)
+	@echo "to use the command lmcourse in this shell: source $(BIN)/activate"
 
 pipeline: $(READY) ## the whole course in one go: from web pages to a model that does what you ask
 	$(BIN)/lmcourse pipeline $(ARGS)
+	@echo "to use the command lmcourse in this shell: source $(BIN)/activate"
 
 test: $(READY) ## everything a change must pass
 	$(BIN)/python tools/check.py

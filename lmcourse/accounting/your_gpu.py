@@ -105,7 +105,7 @@ def card_table(
 def measured_recipes(
     folder:str|Path, # Folder with the results of `make gpu`, `gpu-*.json`
 )->Table|None: # One row per recipe and GPU; `None` if nothing was measured
-    "Show measured tokens per second and memory beside expected and published numbers."
+    "Show measured tokens per second and memory next to expected and published numbers."
     rows = []
     for path in sorted(Path(folder).glob("gpu-*.json")):
         found = read_json(path)

@@ -451,13 +451,34 @@ def log_probs(
 def _slots(rules:dict)->list:
     return [p for r in rules.values() for o in r.options for p in o if isinstance(p, Slot)]
 
-class _Forgetful: # Rules in which what is drawn from some lists is not remembered
-    any_family:Callable[..., "Slot"]; family:Callable[..., list]; lists:Callable[..., list]
-    words:Callable[..., list]  # Methods, written below
-    def __init__(self, rules:dict, lists:set):
-        self.known, self.rules, self.sources = rules, dict(rules), defaultdict(list)
+class _Families: # Which lists the slots of some rules draw from
+    def __init__(self, rules:dict):
+        self.known, self.sources = rules, defaultdict(list)
         for p in _slots(rules):
             if p.remember: self.sources[p.remember].append(p.name)
+
+    def family(self, name:str)->list: # The rules that a slot with this name draws from
+        return ([self.known[name]] if name in self.known
+                else [r for n,r in self.known.items() if n.startswith(name + ":")])
+
+    def lists(self, name:str
+    )->list: # The lists from which a rule, or what is remembered, takes its words
+        found = self.family(name)
+        if not found: return [l for n in self.sources[name] for l in self.lists(n)]
+        return [l for r in found for l in
+                ([r] if r.entries else [l for o in r.options for l in self.lists(o[0].name)])]
+
+    def words(self, name:str, attribute:str|None=None
+    )->list: # All that can stand where something remembered is said
+        lists = [l for n in self.sources[name] for l in self.lists(n)]
+        return ([l.attributes[attribute] for l in lists] if attribute
+                else [e for l in lists for e in l.entries])
+
+# %% ../../nbs/05_generation/05b_generate.ipynb #974266fb
+class _Forgetful(_Families): # Rules in which what is drawn from some lists is not remembered
+    def __init__(self, rules:dict, lists:set):
+        super().__init__(rules)
+        self.rules = dict(rules)
         self.names = {name for name,sources in self.sources.items() if lists & {*sources}}
         for name,r in rules.items():
             # Two templates may have become the same
@@ -479,36 +500,15 @@ class _Forgetful: # Rules in which what is drawn from some lists is not remember
         self.rules["any " + name] = Rule("any " + name, {}, tuple(dict.fromkeys(words)), (), ())
         return Slot("any " + name, "draw", None, None, None, p.article, p.capital)
 
-# %% ../../nbs/05_generation/05b_generate.ipynb #974266fb
-def _any_family(self, p:Slot, family:list
-)->Slot: # In place of a `p` that one rule of the family was for
-    if all(r.entries for r in family):
-        return self.any_of(p, p.name + ":",
-                           [e for r in family for e in r.entries])._replace(remember=p.remember)
-    options = tuple((Slot(r.name, "draw", None, None, None, False, False),) for r in family)
-    self.rules["any " + p.name] = Rule("any " + p.name, {}, (), options,
-                                       (1/len(options),)*len(options))
-    return p._replace(name="any " + p.name, key=None, attribute=None)
-
-def _family(self, name:str)->list: # The rules that a slot with this name draws from
-    return ([self.known[name]] if name in self.known
-            else [r for n,r in self.known.items() if n.startswith(name + ":")])
-
-def _lists(self, name:str
-)->list: # The lists from which a rule, or what is remembered, takes its words
-    found = self.family(name)
-    if not found: return [l for n in self.sources[name] for l in self.lists(n)]
-    return [l for r in found
-            for l in ([r] if r.entries else [l for o in r.options for l in self.lists(o[0].name)])]
-
-def _words(self, name:str, attribute:str|None=None
-)->list: # All that can stand where something remembered is said
-    lists = [l for n in self.sources[name] for l in self.lists(n)]
-    return ([l.attributes[attribute] for l in lists] if attribute
-            else [e for l in lists for e in l.entries])
-
-_Forgetful.any_family, _Forgetful.family, _Forgetful.lists, _Forgetful.words = (
-    _any_family, _family, _lists, _words)
+    def any_family(self, p:Slot, family:list
+    )->Slot: # In place of a `p` that one rule of the family was for
+        if all(r.entries for r in family):
+            words = [e for r in family for e in r.entries]
+            return self.any_of(p, p.name + ":", words)._replace(remember=p.remember)
+        options = tuple((Slot(r.name, "draw", None, None, None, False, False),) for r in family)
+        shares = (1/len(options),)*len(options)
+        self.rules["any " + p.name] = Rule("any " + p.name, {}, (), options, shares)
+        return p._replace(name="any " + p.name, key=None, attribute=None)
 
 # %% ../../nbs/05_generation/05b_generate.ipynb #271e4050
 _PEOPLE = {"name", "creature", "animal", "kin"}

@@ -11,6 +11,7 @@ import math, operator
 from collections.abc import Callable, Iterable, Iterator
 import numpy as np
 import torch
+from ..architecture.layers_np import softmax_forward
 
 # %% ../../nbs/05_generation/05a_sampling.ipynb #c5263c7a
 def _shifted(logits:torch.Tensor
@@ -183,10 +184,6 @@ def chi_squared(
     return torch.special.gammaincc(torch.tensor((len(expected) - 1)/2).double(), statistic/2).item()
 
 # %% ../../nbs/05_generation/05a_sampling.ipynb #d3689e79
-def _softmax_np(logits:np.ndarray)->np.ndarray:
-    probs = np.exp(logits - logits.max(-1, keepdims=True))
-    return probs/probs.sum(-1, keepdims=True)
-
 def _penalized_np(logits:np.ndarray, value:float, seen)->np.ndarray: # Logits
     seen = np.asarray(seen if isinstance(seen, np.ndarray) else list(seen), np.int64)
     _check_seen(seen, logits.shape[-1])
@@ -213,7 +210,7 @@ def next_token_probs_np(
     if temperature < np.finfo(logits.dtype).tiny: temperature, top_k = 1.0, 1       # Greedy
     logits = (logits - logits.max(-1, keepdims=True))/temperature
     order = np.argsort(-logits, axis=-1, kind="stable")
-    probs, out = _softmax_np(np.take_along_axis(logits, order, -1)), np.empty_like(logits)
+    probs, out = softmax_forward(np.take_along_axis(logits, order, -1))[0], np.empty_like(logits)
     np.put_along_axis(out, order, _cut_np(probs, top_k, top_p, min_p), -1)
     return out
 

@@ -227,8 +227,8 @@ class GraphDecoder(CachedDecoder):
 # %% ../../nbs/07_inference/07a_kv_cache.ipynb #8c220aa8
 class Plain:
     """A weight matrix as it is.
-    What stands in its place has `w(x)` and `num_bytes`; with `arrays`, of which `dot_rows` knows
-    the types, it is fast."""
+    An object in its place needs `w(x)` and `num_bytes`. It is fast if it also has `arrays` of types
+    that `dot_rows` knows."""
     def __init__(self, weight:np.ndarray): self.arrays = (weight,)          # float32 `(out, in)`
     def __call__(self, x:np.ndarray)->np.ndarray: # `(n, in)` to `(n, out)`
         return x@self.arrays[0].T
