@@ -34,7 +34,8 @@ _CLAIM = re.compile(r"  (held|did not hold here): (.+?)"
 def _number(text:str)->float: return float(text.replace(",", ""))
 
 def _machine(processor:str, cores:str, gpu:str="no GPU")->str:
-    return f"{processor}, {cores} core{'s'*(cores != '1')}" + (f", {gpu}" if gpu != "no GPU" else "")
+    known = "" if gpu == "no GPU" else f", {gpu}"
+    return f"{processor}, {cores} core{'s'*(cores != '1')}{known}"
 
 # %% ../../nbs/90_app/90h_benchmarks.ipynb #90hbench12
 def _cells(line:str)->list: # Without what is in brackets
@@ -124,7 +125,7 @@ def page_rows(
     name, rows = Path(path).stem, []
     for c in read_json(path)["cells"]:
         if not (c["cell_type"] == "code" and "#| bench" in "".join(c["source"])): continue
-        text = "".join("".join(o.get("text", "")) for o in c["outputs"] if o.get("name") == "stdout")
+        text = "".join("".join(o["text"]) for o in c["outputs"] if o.get("name") == "stdout")
         rows += report_rows(text)
         if name in READERS and re.match(r".+, \d+ cores, load ", text): rows += READERS[name](text)
     return [dict(page=name) | row for row in rows]
@@ -133,9 +134,14 @@ def page_rows(
 def read_rows(
     file:str|Path, # As `update_rows` writes it
 )->list: # None if there is no file
-    "Read the rows of all machines."
+    "Read the rows of all machines. Raises `ValueError` with the place of a damaged line."
     if not Path(file).is_file(): return []
-    return [json.loads(line) for line in Path(file).read_text(encoding="utf-8").splitlines()]
+    rows = []
+    for number,line in enumerate(Path(file).read_text(encoding="utf-8").splitlines(), 1):
+        try: rows.append(json.loads(line))
+        except ValueError: raise ValueError(f"{file}, line {number}: not JSON; remove the line, and "
+                                            f"update_rows reads the pages again") from None
+    return rows
 
 def update_rows(
     folder:str|Path, # Folder of a page
