@@ -139,8 +139,9 @@ def read_rows(
     rows = []
     for number,line in enumerate(Path(file).read_text(encoding="utf-8").splitlines(), 1):
         try: rows.append(json.loads(line))
-        except ValueError: raise ValueError(f"{file}, line {number}: not JSON; remove the line, and "
-                                            f"update_rows reads the pages again") from None
+        except ValueError:
+            raise ValueError(f"{file}, line {number}: not JSON; remove the line, and update_rows "
+                             f"reads the pages again") from None
     return rows
 
 def update_rows(
