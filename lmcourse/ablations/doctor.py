@@ -136,9 +136,9 @@ def check_steps(
     likely:tuple=(),      # Pairs of a name and a `Step`, which are tried first
 )->Iterator: # `Looked`s, `Finding`s, remarks; and a name and `Step` that explain the log
     "Compare the repeated steps with the log."
-    if not made: yield "no steps were made again: it would take too long, or the log is not enough"
+    if not made: yield "no steps were repeated: it would take too long, or the log is not enough"
     for s,r in made.items():
-        what, line = f"of steps {s + 1} to {r.line['step']}, logged and made again", r.line
+        what, line = f"of steps {s + 1} to {r.line['step']}, logged and repeated", r.line
         yield Looked(f"training loss {what}", line["loss"], r.loss)
         yield Looked(f"gradient norm {what}", line.get("grad_norm", "none"), r.norm)
     odd = {s: r for s,r in made.items() if not _agrees(case, s, r)}
@@ -168,7 +168,7 @@ def _other_start(r:Replayed)->Finding:
 def _step_finding(case:Case, r:Replayed, found:tuple|None)->Finding:
     start, norm = r.line["step"] - case.train.log_every, r.line.get("grad_norm", math.nan)
     gap = (f"steps {start + 1} to {r.line['step']} have a loss of {r.line['loss']:.4f} and a "
-           f"gradient norm of {norm:.4g} in the log, but made again, {r.loss:.4f} and "
+           f"gradient norm of {norm:.4g} in the log, but when repeated, {r.loss:.4f} and "
            f"{r.norm:.4g}")
     if found:
         name, _, tried = found

@@ -1079,8 +1079,9 @@ class AblateCommand:
 @dataclass
 class SpeedrunCommand:
     "Race the course's recipe against nanoGPT's on one core; runs that OUT has are not made again."
-    # race; changes of our recipe, or longer runs of some; grid of nanoGPT's sizes and rates
-    part: word(Literal["race", "changes", "longer", "grid"], "PART") = "race"
+    # race; changes of our recipe; grid of nanoGPT's sizes and rates; changes of the quickstart's
+    # recipe, or longer runs of some
+    part: word(Literal["race", "changes", "grid", "quickstart", "longer"], "PART") = "race"
     seeds: int = 5              # Of every run
     minutes: float = 60.        # Longest run of a contestant, in minutes of CPU time
     mark: float = 0.15          # Nats per token above the floor that end the race
@@ -1263,25 +1264,24 @@ class PipelineCommand:
     "The whole course in one run: from web pages to a model that does what you ask."
     out: word(Path, "OUT") = Path("runs/pipeline") # Folder: new, or begun by the same command
     until: str|None = None      # Stop after this stage; by default all are done
-    # A dozen minutes of two cores, or a model of 100 million parameters and more on a GPU
+    # A dozen minutes of two cores, or real text and a model of 100 million parameters on a GPU, with
+    # options that --scale gpu --help shows
     scale: Literal["small", "gpu"] = "small"
     dry_run: bool = False       # Of the GPU's scale: only say what each stage would take
-    gpu: str = "h100"           # Of the GPU's scale: its device, a100, h100, ...
-    data: str = "tinystories"   # Of the GPU's scale: its text, by name
+    gpu: str = "h100"           # Of a dry run: the device, a100, h100, ...
     config: PipelineConfig = field(default_factory=PipelineConfig)
 
     def run(self):
-        if self.scale == "gpu" or self.dry_run: return self.plan()
-        from lmcourse.alignment.pipeline import run_pipeline
-        with told_to_go_on(Interrupted, KeyboardInterrupt), checking_input():
-            run_pipeline(self.out, self.config, say, self.until)
+        if self.dry_run: return self.plan()
+        if self.scale == "gpu": from lmcourse.alignment.gpu_plan import run_gpu_pipeline as run
+        else: from lmcourse.alignment.pipeline import run_pipeline as run
+        with told_to_go_on(Interrupted, *CUT_OFF), checking_input():
+            run(self.out, self.config, say, self.until)
 
     def plan(self):
-        from lmcourse.alignment.gpu_plan import GpuPlan, plan_lines
+        from lmcourse.alignment.gpu_plan import plan_lines
         if self.scale != "gpu": raise UserError("dry_run goes with scale = gpu")
-        if not self.dry_run: raise UserError("scale = gpu has never been run, and is only "
-                                             "planned: add --dry-run")
-        with checking_input(): lines = plan_lines(GpuPlan(self.gpu, self.data))
+        with checking_input(): lines = plan_lines(self.config, self.gpu)
         say(*map(str, lines))
 
 # %% ../../nbs/90_app/90g_cli.ipynb #9fec4938
@@ -1480,6 +1480,9 @@ def parse(
         raise unknown("part", args[1], BENCHES)
     if args[:1] == ["account"] and args[1:] and args[1] in ModelConfig.presets():
         raise ValueError(f"account: did you mean --preset {args[1]}?")
+    if args[:1] == ["pipeline"] and re.search(r"--scale[ =]gpu", " ".join(args)):
+        from lmcourse.alignment.gpu_plan import GpuConfig
+        defaults["pipeline"] = PipelineCommand(scale="gpu", config=GpuConfig())
     if args[:1] == ["account"] and any(re.match("--batch[-_]size", a) for a in args):
         raise ValueError("account: did you mean --batch?")
     if args[:1] in (["train"], ["account"]):
