@@ -15,9 +15,11 @@ help: ## this list
 
 quickstart: $(READY) ## from text to a trained model and its stories, in about five minutes
 	$(BIN)/lmcourse quickstart $(ARGS)
+	@echo "to use the command lmcourse in this shell: source $(BIN)/activate"
 
 pipeline: $(READY) ## the whole course in one go: from web pages to a model that does what you ask
 	$(BIN)/lmcourse pipeline $(ARGS)
+	@echo "to use the command lmcourse in this shell: source $(BIN)/activate"
 
 test: $(READY) ## everything a change must pass
 	$(BIN)/python tools/check.py
@@ -40,7 +42,7 @@ lab: $(READY) ## the notebooks in JupyterLab, beginning at the first page
 student: $(READY) ## the notebooks for students, exercises without answers, in _student
 	$(BIN)/python tools/student.py
 
-bench: $(READY) ## speeds on this machine: cells that measure, saved in their notebooks, and the tools' own, kept in bench/
+bench: $(READY) ## speeds on this machine: cells that measure, saved in their notebooks, all ratios on one page, and the tools' own, kept in bench/
 	$(BIN)/python tools/run_nbs.py --flags bench
 	$(BIN)/python -m pytest tests -m bench -s -q
 

@@ -9,9 +9,12 @@ program waits for its GPU.
 """
 import dataclasses
 import operator
+import sys
 from functools import wraps
+from types import SimpleNamespace
 
 import numpy as np
+import scipy.special
 
 # All are in CuPy 14.
 FUNCTIONS = """abs absolute add all allclose amax amin any append arange argmax argmin argsort array array_equal asarray ascontiguousarray atleast_1d
@@ -104,6 +107,7 @@ def _fill():
     for name in "eq ne lt le gt ge".split(): setattr(ndarray, f"__{name}__", _strict(getattr(operator, name)))
 
 _fill()
+sys.modules.setdefault("cupyx.scipy.special", SimpleNamespace(ndtr=_strict(scipy.special.ndtr)))
 
 
 def _convert(tree, leaf):

@@ -2,6 +2,7 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
@@ -12,6 +13,7 @@ from lmcourse.accounting.activations import activation_bytes
 from lmcourse.accounting.memory import kv_cache_bytes, largest_batch, peak_phase, training_bytes
 from lmcourse.accounting.parameters import count_parameters
 from lmcourse.tools.config import ModelConfig
+from lmcourse.tools.show import si
 
 
 def lmcourse(*words):
@@ -84,7 +86,26 @@ def test_fields_of_the_model_are_options():
     assert longer["parameters"]["unique"] == 124_439_808 + 1024*768 and longer["model"]["context_length"] == 2048
 
 
+def test_one_number_is_at_the_top():
+    words = "--preset llama-3-8b --num-layers 16 --d-model 2048 --d-ff 8192 --tie-embeddings --batch 4 --context 2048 --dtype bfloat16".split()
+    a = account(replace(ModelConfig.preset("llama-3-8b"), num_layers=16, d_model=2048, d_ff=8192, tie_embeddings=True), 4, 2048, dtype="bfloat16")
+    shown = lmcourse(*words, "--device", "h100", "--train-tokens", "20e9", "--usd-per-hour", 2).stdout
+    top = " ".join(shown.partition("parameters:\n")[0].split())
+    assert "llama-3-8b with d_model = 2048, num_layers = 16, d_ff = 8192, tie_embeddings = True: 4 x 2,048 tokens" in top
+    assert f"activations {si(sum(a['memory']['parts'].values()), 'B')}" in top and "KV cache of 4 x 2,048 tokens: 268 MB in bfloat16" in top
+    step = a["flops"]["step"]
+    assert f"{si((step['forward'] + step['backward'])/a['tokens'], 'FLOPs')} per token" in top
+    run = on_device(a, "h100", tokens=20e9, usd_per_hour=2)["run"]
+    assert run["seconds"] == pytest.approx((step["forward"] + step["backward"])/a["tokens"]*20e9/(.5*device("h100").peak("bfloat16")))
+    assert "a run of 20.0 G tokens" in shown and f"${run['usd']:,.2f}" in shown
+    assert not lmcourse().stdout.startswith("quickstart with")
+
+
 @pytest.mark.parametrize("words, answer", [
+    ("--batch-size 4", "account: did you mean --batch?"),
+    ("--usd-per-hour 2", "account: --train-tokens and --usd-per-hour need a --device"),
+    ("--device h100 --usd-per-hour 2", "account: --usd-per-hour needs --train-tokens"),
+    ("--device h100 --train-tokens 0", "train_tokens = 0.0, expected a number above 0"),
     ("--batch 0", "batch_size = 0, expected 1 or more"),
     ("--context -3", "context_length = -3, expected 1 or more"),
     ("--device a10", "unknown device 'a10': did you mean 'a100'?"),

@@ -5,6 +5,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -12,13 +13,17 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from lmcourse.alignment.briefs import Demonstrators
+from lmcourse.alignment import runs
 from lmcourse.alignment.preference import read_pairs
+from lmcourse.alignment.rollouts import Rollout
 from lmcourse.alignment.runs import align_to_the_end, new_alignment, note_steps, open_alignment, own_pairs
+from lmcourse.alignment.tasks import verifiable_task
 from lmcourse.app import cli
 from lmcourse.architecture.transformer_torch import TransformerLM
 from lmcourse.parallelism.collectives_torch import ProcessPool
 from lmcourse.tokenization.tokenizer import Tokenizer
 from lmcourse.tools.config import ModelConfig, TrainConfig
+from lmcourse.training.data import TokenDataset
 from lmcourse.training.models import load_model, save_model
 
 ROOT = Path(__file__).parents[1]
@@ -126,9 +131,39 @@ def test_two_processes_do_what_one_does(little, tmp_path):
             if kind == "rl": assert (tmp_path/"rl-one"/"rollouts.jsonl").read_text().count("\n") == (tmp_path/"rl-two"/"rollouts.jsonl").read_text().count("\n") == 3
 
 
+@pytest.mark.parametrize("kind", ["sft", "dpo", "rl"])
+def test_another_task_has_its_own_prompts_judge_and_measures(kind, little, tmp_path):
+    task = verifiable_task("easy-problems")
+    (tmp_path/"pairs.jsonl").write_text("".join(json.dumps(dict(prompt=p, chosen=r, rejected=" The answer is 0.")) + "\n" for p, r in islice(task.demonstrations(0., 1), 8)))
+    settings = settings_of(kind, tmp_path) | dict(task=task.name)
+    if kind == "rl": settings = dict(task=task.name, prompts=2, group_size=2)
+    run = tmp_path/"run"
+    trainer = new_alignment(run, kind, settings, little)
+    assert TokenDataset.open(run/"data"/"valid").info["source"] == task.name
+    found = align_to_the_end(trainer, run, tests=3)
+    assert found.keys() >= {"success", "form", "entropy"} and not found.keys() & {"mentions", "openings", "endings"}
+    if kind == "rl":
+        assert trainer.batches.make.config.max_tokens == task.max_tokens and len(trainer.batches.make.log) == 3
+        prompts = task.prompts(2, 1_000_000)
+        ids = trainer.batches.make(trainer.model, 0)[0]
+        assert all(prompts[i//2] in Tokenizer.from_folder(run/"data"/"tokenizer").decode(row.tolist()) for i, row in enumerate(ids))
+    assert open_alignment(run).step == 3
+
+
+def test_own_pairs_are_judged_by_the_task(monkeypatch):
+    task, (shipped, tokenizer) = verifiable_task("easy-problems"), load_model()
+    right = dict(islice(task.demonstrations(0., 1_000_000), 4))
+    class Writer:
+        def __init__(self, *args): assert args[2] == task.max_tokens
+        def __call__(self, prompts, n, seed): return [Rollout(p, right[p] if i else " The answer is 0.", (), 0, (), 0, True) for p in prompts for i in range(n)]
+    monkeypatch.setattr(runs, "Sampler", Writer)
+    assert own_pairs(shipped, tokenizer, 3, 2, 0, task) == [dict(prompt=p, chosen=right[p], rejected=" The answer is 0.") for p in task.prompts(3, 1_000_000)]
+
+
 def test_lines_replace_those_of_the_same_step_and_later_ones(tmp_path):
     note_steps(tmp_path/"a", [dict(step=k) for k in range(6)])
     note_steps(tmp_path/"a", [dict(step=2, new=1), dict(step=3, new=1)])
+    note_steps(tmp_path/"a", [])                                            # A run that was killed after its last step has nothing to add
     assert [json.loads(line) for line in (tmp_path/"a").read_text().splitlines()] == [dict(step=0), dict(step=1), dict(step=2, new=1), dict(step=3, new=1)]
 
 
@@ -140,6 +175,7 @@ def test_lines_replace_those_of_the_same_step_and_later_ones(tmp_path):
     ("dpo a --pairs text.jsonl", "text.jsonl: line 1 is not JSON"), ("dpo a --pairs few.jsonl", "1 pairs, expected a batch of 16"), ("dpo a --pairs long.jsonl", "pair 1 has"), ("dpo a --pairs few.jsonl --reference other", "reference = other: its tokenizer is"),
     ("dpo a --pairs few.jsonl --reference nowhere", "nowhere"), ("dpo a --pairs few.jsonl --shard", "model in parts"), ("rl a --init-from other", "the model takes 32"),
     ("sft a --init-from other", "the model takes 32"),
+    ("sft a --task poems", "poems"), ("rl a --task problems --reward mentions", "reward = 'mentions' with task = 'problems'"),
     ("sft a --demonstrations 3", "demonstrations = 3"), ("sft taken", "taken exists"), ("rl a --staleness -1", "staleness = -1")])
 def test_a_mistake_is_one_line_before_any_work(words, message, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)

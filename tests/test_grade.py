@@ -290,6 +290,25 @@ def test_a_folder_with_a_file_for_each(here):
     assert ask("check", "01.split", "mine").stdout == "01.split: right\n"
 
 
+def test_an_empty_place_is_no_answer_and_no_try(here):
+    empty = "sizes = {'utf-8': None, 'utf-16': None}\nsame_look = None\ndef split(text, special_tokens):\n    # gives a list\n    ...\n"
+    got = check("from collections import Counter\n" + empty + "def step(words, numbers): return 1\n", exercise="01")
+    for name in ("sizes", "same_look", "split"): assert f"01.{name}: mine.py: {name} is still empty: no answer to 01.{name} yet\n" in got.stdout
+    assert "chapter 01: 0 right, 1 not yet, 8 without an answer" in got.stdout
+    assert set(json.loads(Path("progress.json").read_text())["tasks"]) == {"01.step"}
+    got = check("from collections import Counter\ndef other(): return 1\n")
+    assert got.stderr.endswith("it defines other\n")                    # And not what it imports
+
+
+def test_an_error_in_the_file_is_told_once(here):
+    cells = SIZES.replace("answer", "sizes"), SPLIT, "def step(words, numbers): return 1\n"
+    got = check(notebook(*cells, "1/0\n"), exercise="01", name="mine.ipynb")
+    assert got.returncode == 1 and got.stdout.count("ZeroDivisionError") == 1
+    assert "\n01.split to 01.step: not yet: mine.ipynb has to run to its end first\nchapter 01: 0 right, 3 not yet, 6 without" in got.stdout
+    assert len(json.loads(Path("progress.json").read_text())["tasks"]) == 3
+    assert check(notebook(*cells, "#| hide\nimport nbdev; nbdev.nbdev_export()"), exercise="01", name="mine.ipynb").stdout.startswith("01.sizes: right")
+
+
 # Progress
 
 def test_progress(here):

@@ -5,8 +5,9 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from lmcourse.alignment import sft
 from lmcourse.alignment.briefs import Demonstrators
-from lmcourse.alignment.sft import (SftBatches, block_attention, compute_entropy, get_response_log_probs, masked_normalize, pack_rows, padded_rows,
+from lmcourse.alignment.sft import (SftBatches, block_attention, compute_entropy, get_response_log_probs, masked_normalize, measure_log_probs, pack_rows, padded_rows,
                                     sft_microbatch_train_step, tokenize_prompt_and_output)
 from lmcourse.architecture.transformer_torch import TransformerLM
 from lmcourse.tools.config import ModelConfig
@@ -94,3 +95,15 @@ def test_batches_learn_the_response_and_its_end_and_are_the_same_for_a_step():
     (lambda: SftBatches([("a", "b")], Letters(), 2), "expected a batch of 2")])
 def test_rejected(call, words):
     with pytest.raises(ValueError, match=words): call()
+
+
+def test_log_probs_are_measured_on_the_device_of_the_model(monkeypatch):
+    "The meta device stands in for a GPU: only where the rows are is looked at."
+    asked = []
+    def log_probs(model, ids, labels, entropy):
+        asked.append((ids.device.type, labels.device.type, len(ids)))
+        return dict(log_probs=torch.zeros(labels.shape))
+    monkeypatch.setattr(sft, "get_response_log_probs", log_probs)
+    ids = torch.zeros(5, 7, dtype=torch.int64)
+    found = measure_log_probs(torch.nn.Linear(1, 1, device="meta"), ids, ids, rows=2)
+    assert asked == [("meta", "meta", 2), ("meta", "meta", 2), ("meta", "meta", 1)] and found["log_probs"].shape == (5, 7) and found["log_probs"].device.type == "cpu"

@@ -16,13 +16,17 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import lmcourse.alignment.pipeline as whole
-from lmcourse.alignment import runs
+from lmcourse.alignment import gpu_plan, runs
 from lmcourse.alignment.briefs import Demonstrators
 from lmcourse.alignment.pipeline import pipeline_stages, run_pipeline
 from lmcourse.alignment.stages import PipelineConfig, run_stages
+from lmcourse.alignment.tasks import NAMES as NAMES_OF_PEOPLE
 from lmcourse.app import cli
 from lmcourse.generation.generate import read_chat_template
+from lmcourse.tools.documents import END_OF_TEXT, documents
+from lmcourse.training.data import TokenDataset
 from lmcourse.training.models import load_model
+from lmcourse.training.runs import read_run
 
 TOY = PipelineConfig(pages=100, vocab_size=1000, d_model=32, num_layers=1, base_steps=4, sft_steps=2, dpo_steps=2, rl_steps=1, tests=4, stories=8)
 WORDS = [w for k, v in vars(TOY).items() if v != getattr(PipelineConfig(), k) for w in (f"--{k.replace('_', '-')}", str(v))]
@@ -44,7 +48,14 @@ def digests(out, names=NAMES[:-1]): return {n: json.loads((out/n/"done.json").re
 
 
 @pytest.fixture(scope="module")
-def toy(tmp_path_factory):
+def compiled():
+    "Compiled kernels are on disk before this process loads them: machine code that was just compiled may round in another way than the same code from the cache, which is all that a resumed run has."
+    script = "from lmcourse.training.models import load_model; from lmcourse.alignment.rollouts import Sampler; Sampler(*load_model(), 4)(['Ella'], 2)"
+    subprocess.run([sys.executable, "-c", script], env=os.environ | dict(PYTHONPATH=str(ROOT)), check=True)
+
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory, compiled):
     out = tmp_path_factory.mktemp("pipeline")/"toy"
     records = run_pipeline(out, TOY, quiet)
     assert list(records) == NAMES
@@ -142,12 +153,47 @@ def test_killed_anywhere_it_goes_on_to_the_same_files(toy, tmp_path, file, times
     assert not list(out.rglob("*.tmp")), "nothing of the killed process is left"
 
 
+RANDOMLY = """
+import os, random, signal, sys, threading, time
+import lmcourse.alignment.pipeline as whole
+from lmcourse.alignment.gpu_plan import GpuConfig, run_gpu_pipeline
+from lmcourse.alignment.stages import PipelineConfig
+out, run, config, seed = sys.argv[1], *eval(sys.argv[2]), int(sys.argv[3])
+rng = random.Random(seed)
+left, late = [rng.randint(1, 30)], rng.random()*.02                            # Files that it writes, then seconds: in the midst of writing or computing
+def opened(event, args):
+    if event != "open" or not str(args[0]).startswith(out) or not {*"wax+"} & {*(args[1] or "")} or left[0] < 0: return
+    left[0] -= 1
+    if left[0] == -1: threading.Thread(target=lambda: (time.sleep(late), os.kill(os.getpid(), signal.SIGKILL)), daemon=True).start()
+if seed: sys.addaudithook(opened)
+run(out, config, lambda line: None)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("run", ["small", "gpu"])
+def test_killed_at_ten_random_moments_it_ends_with_the_same_files(run, compiled, book, tmp_path):
+    "Each process is killed at a random time after it has begun a random number of files; the next one goes on."
+    what = f"(whole.run_pipeline, PipelineConfig(**{vars(TOY)}))" if run == "small" else f"(run_gpu_pipeline, GpuConfig(**{GPU | dict(data=f'text:{book}')}))"
+    def go(out, seed): return subprocess.run([sys.executable, "-c", RANDOMLY, out, what, str(seed)], env=os.environ | dict(PYTHONPATH=str(ROOT))).returncode
+    assert go(tmp_path/"calm", 0) == 0
+    killed, done = 0, []
+    for seed in range(1, 11):
+        code = go(tmp_path/"cut", seed)
+        assert code in (0, -signal.SIGKILL)
+        killed += code != 0
+        done.append(sum((tmp_path/"cut"/n/"done.json").exists() for n in NAMES))
+    assert go(tmp_path/"cut", 0) == 0 and killed >= 5 and len({*done}) >= 3, (killed, done)
+    assert digests(tmp_path/"cut") == digests(tmp_path/"calm") and not list((tmp_path/"cut").rglob("*.tmp")), done
+    print(run, killed, done)
+
+
 def test_an_exam_that_is_interrupted_asks_only_the_models_that_are_left(copy, monkeypatch):
     before, asked, real = digests(copy), [], whole.measure_policy
-    def measured(*args):
+    def measured(*args, **kwargs):
         asked.append(args)
         if len(asked) == 3: raise KeyboardInterrupt
-        return real(*args)
+        return real(*args, **kwargs)
     monkeypatch.setattr(whole, "measure_policy", measured)
     shutil.rmtree(copy/"exam")
     with pytest.raises(KeyboardInterrupt): worked(copy)
@@ -162,6 +208,88 @@ def test_preferences_change_the_model_if_there_are_any(copy, monkeypatch):
     run_pipeline(copy, replace(TOY, dpo_steps=3), quiet, until="dpo")
     assert not torch.equal(weights("sft"), weights("dpo"))
     assert [c["step"] for c in json.loads((copy/"dpo"/"result.json").read_text())["curve"]] == [1, 2, 3]
+
+
+GPU = dict(task="easy-problems", device="cpu", pages=150, stories=8, vocab_size=1000, d_model=64, num_layers=1, context_length=128, base_steps=2, step_tokens=512, micro_batch=2, sft_steps=2,
+           dpo_steps=1, rl_steps=2, rl_prompts=2, tests=4)                      # Everything else is that of the GPU
+
+
+@pytest.fixture(scope="module")
+def book(tmp_path_factory):
+    file = tmp_path_factory.mktemp("text")/"book.txt"
+    file.write_text(END_OF_TEXT.join(islice(documents("stories"), 170)), encoding="utf-8")
+    return file
+
+
+def gpu_words(out, book): return ["pipeline", str(out), "--scale", "gpu", "--data", f"text:{book}", *(w for k, v in GPU.items() for w in (f"--{k.replace('_', '-')}", str(v)))]
+
+
+def test_the_path_of_the_gpu_takes_real_text_and_word_problems(book, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(gpu_plan, "SHARD", 60)
+    monkeypatch.setattr(gpu_plan, "cores", lambda: 1)                           # Processes take seconds to start
+    cli.main(gpu_words(tmp_path/"gpu", book))
+    said, out = capsys.readouterr().out, tmp_path/"gpu"
+    assert [n for n in NAMES if (out/n/"done.json").exists()] == NAMES and "None" not in said and ", about" not in said
+    texts = [json.loads(line)["text"] for f in sorted((out/"web"/"pages").glob("*.jsonl")) for line in f.read_text().splitlines()]
+    held_out = [json.loads(line)["text"] for line in (out/"web"/"valid.jsonl").read_text().splitlines()]
+    assert len(texts) == 150 and len([*(out/"web"/"pages").glob("*.jsonl")]) == 3 and set(texts) <= set(book.read_text().split(END_OF_TEXT)) and len(held_out) == 8 and not {*texts} & {*held_out}
+    assert json.loads((out/"tokens"/"data"/"train.json").read_text())["source"] == json.loads((out/"clean"/"result.json").read_text())["source"] == f"text:{book}"
+    assert json.loads((out/"rl"/"run"/"align.json").read_text())["task"] == "easy-problems"
+    practised = TokenDataset.open(out/"rl"/"run"/"data"/"train")
+    assert "How many" in load_model(out/"rl"/"model")[1].decode(practised.document(0).tolist())
+    steps = [json.loads(line)["step"] for line in (out/"rl"/"run"/"rollouts.jsonl").read_text().splitlines()]
+    result = json.loads((out/"report"/"result.json").read_text())
+    assert steps == [0, 1] and result["task"] == "easy-problems" and result["data"] == f"text:{book}" and result["base"]["floor"] is None and result["ceiling"] == .8
+    for m in result["models"].values(): assert "openings" not in m and all(s[0].startswith(tuple(NAMES_OF_PEOPLE)) for s in m["samples"])
+    page = (out/"report"/"report.md").read_text()
+    assert "Unseen easy-problems" in page and "held-out text" in page and f"150 pages of text:{book}" in page and "floor" not in page
+    settings = read_run(out/"base"/"run")[1]
+    assert settings.tokens_per_step == 512 and settings.device == "cpu"
+    before = digests(out)
+    cli.main(gpu_words(out, book))
+    assert capsys.readouterr().out.count(": done (") == 10 and digests(out) == before
+
+
+def test_every_option_of_the_gpu_is_a_setting_of_a_stage():
+    stages = gpu_plan.pipeline_stages(gpu_plan.GpuConfig(), gpu_plan.text_sources)
+    one = {f for s in stages for f in s.settings}
+    assert [s.name for s in stages] == NAMES and one >= {*vars(gpu_plan.GpuConfig())} - {"rl_prompts"}
+    change = lambda **kw: [a.name for a, b in zip(stages, gpu_plan.pipeline_stages(replace(gpu_plan.GpuConfig(), **kw), gpu_plan.text_sources)) if a.settings != b.settings]
+    assert change(rl_prompts=32) == ["dpo", "rl"] and change(device="cpu") == ["base"] and change(task="briefs") == ["sft", "dpo", "rl"]
+    assert gpu_plan.GpuConfig().pretraining().dtype == "auto", "bfloat16 where the GPU has it"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_its_scale_is_refused_before_any_work(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert "--dry-run" in refused(["pipeline", "new", "--scale", "gpu"], capsys) and not Path("new").exists()
+
+
+@pytest.mark.parametrize("words, said", [
+    ("--data books", "unknown corpus 'books'"), ("--data text:nowhere", "nowhere: no such file"), ("--task poems", "unknown task 'poems'"), ("--step-tokens 500", "tokens_per_step by context_length"), ("--micro-batch 3 --step-tokens 384", "micro_batch = 3")])
+def test_mistakes_at_the_scale_of_a_gpu(words, said, book, tmp_path, capsys):
+    assert said in refused([*gpu_words(tmp_path/"new", book), *words.split()], capsys) and not (tmp_path/"new").exists()
+
+
+def test_a_download_that_fails_says_in_one_line_what_to_do(book, tmp_path, monkeypatch, capsys):
+    broken = [True]
+    def cut(name, split="train"):
+        for i, text in enumerate(documents(f"text:{book}", split)):
+            if broken[0] and split == "train" and i == 100:
+                broken[0] = False
+                raise ConnectionError(f"{name}: the Hugging Face hub can't be reached")
+            yield text
+    monkeypatch.setattr(gpu_plan, "SHARD", 60)
+    words = [*gpu_words(tmp_path/"gpu", book), "--data", "tinystories", "--until", "web"]
+    with monkeypatch.context() as m:
+        m.setattr(gpu_plan, "documents", cut)
+        error = refused(words, capsys)
+        assert "can't be reached" in error and "go on with the same command" in error
+        assert [f.name for f in (tmp_path/"gpu"/"web"/"pages").iterdir()] == ["00000.jsonl"]
+        cli.main(words)
+    cli.main([*gpu_words(tmp_path/"whole", book), "--until", "web"])
+    files = lambda out: {f.name: f.read_bytes() for f in (tmp_path/out/"web"/"pages").iterdir()}
+    assert files("gpu") == files("whole") and len(files("gpu")) == 3
 
 
 def refused(words, capsys):

@@ -187,3 +187,5 @@ if __name__ == "__main__":
     out = parser.parse_args().out
     for name, graders in make(out).items(): print(f"{name}: {len(graders)} tasks")
     print(f"the student edition is in {out}")
+    if "github.com/example/" in (out / "README.md").read_text(encoding="utf-8"):
+        print("its README.md names an example's address: write your account into `user` in settings.ini, and make it again")

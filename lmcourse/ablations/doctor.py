@@ -47,7 +47,7 @@ class Finding:
 # %% ../../nbs/06_ablations/06d_doctor.ipynb #f23fe580
 @dataclass(frozen=True)
 class Looked:
-    "Something that was looked at."
+    "One thing that was looked at."
     what:str          # In words
     found:float|str   # What the run has
     expected:float|str = "" # What a healthy run would have
@@ -67,7 +67,7 @@ def check_forward(
 )->Iterator: # `Looked`s, `Finding`s, remarks; and name and `Forward` of a fault that explains it
     "Compute the validation loss again."
     if not (line := _evaluation(case)):
-        yield (f"no evaluation stands in the log at step {case.step:,}, where the latest "
+        yield (f"the log has no evaluation at step {case.step:,}, where the latest "
                "checkpoint is: the validation loss was not computed again")
         return
     rows = partial(_rows, case, line)
@@ -122,7 +122,7 @@ MOST_FLOPS = 2e12 # For replays: about a minute on two cores
 def replays(
     case:Case,
 )->dict: # Steps done before to `Replayed`: for the start, and the latest checkpoint before a line
-    "The steps of one or two lines, made again by the config; none where it would take long."
+    "Repeat the steps of one or two lines by the config, unless that would take long."
     starts = replayable(case)
     if case.train.plateau_patience or not rates_agree(case): return {}
     if case.flops_per_step*case.train.log_every*len(starts) > MOST_FLOPS: return {}
@@ -135,10 +135,10 @@ def check_steps(
     search:bool=True,     # Whether all known faults are tried
     likely:tuple=(),      # Pairs of a name and a `Step`, which are tried first
 )->Iterator: # `Looked`s, `Finding`s, remarks; and a name and `Step` that explain the log
-    "The steps of a line against the log."
-    if not made: yield "no steps were made again: it would take too long, or the log is not enough"
+    "Compare the repeated steps with the log."
+    if not made: yield "no steps were repeated: it would take too long, or the log is not enough"
     for s,r in made.items():
-        what, line = f"of steps {s + 1} to {r.line['step']}, logged and made again", r.line
+        what, line = f"of steps {s + 1} to {r.line['step']}, logged and repeated", r.line
         yield Looked(f"training loss {what}", line["loss"], r.loss)
         yield Looked(f"gradient norm {what}", line.get("grad_norm", "none"), r.norm)
     odd = {s: r for s,r in made.items() if not _agrees(case, s, r)}
@@ -168,7 +168,7 @@ def _other_start(r:Replayed)->Finding:
 def _step_finding(case:Case, r:Replayed, found:tuple|None)->Finding:
     start, norm = r.line["step"] - case.train.log_every, r.line.get("grad_norm", math.nan)
     gap = (f"steps {start + 1} to {r.line['step']} have a loss of {r.line['loss']:.4f} and a "
-           f"gradient norm of {norm:.4g} in the log, but made again, {r.loss:.4f} and "
+           f"gradient norm of {norm:.4g} in the log, but when repeated, {r.loss:.4f} and "
            f"{r.norm:.4g}")
     if found:
         name, _, tried = found
@@ -181,7 +181,7 @@ def _step_finding(case:Case, r:Replayed, found:tuple|None)->Finding:
 def rate_ratios(
     case:Case,
 )->list: # Pairs: step, and logged over config's rate; empty where a plateau may have changed it
-    "Learning rates of the log in units of the schedule's."
+    "Compute the learning rates of the log in units of the schedule's."
     if case.train.plateau_patience: return []
     lines = [m for m in case.logged if is_number(m.get("lr")) and rate_at(case, m["step"]) > 0]
     return [(m["step"], m["lr"]/rate_at(case, m["step"])) for m in lines]
@@ -191,7 +191,7 @@ def rates_agree(case:Case)->bool:
 
 # %% ../../nbs/06_ablations/06d_doctor.ipynb #ee1a303f
 def check_rate(case:Case)->Iterator:
-    "The learning rate of the log against the schedule."
+    "Compare the learning rate of the log with the schedule."
     steps, ratios = map(np.array, zip(*(rate_ratios(case) or [(0, 1.)])))
     yield Looked(
         "learning rate, logged over the config's", f"{ratios.min():.3g} to {ratios.max():.3g}",
@@ -218,7 +218,7 @@ START = 2.5
 
 # %% ../../nbs/06_ablations/06d_doctor.ipynb #c5a298fe
 def check_start(case:Case)->Iterator:
-    "The loss of the initial weights against ln V, and the first line of the log."
+    "Compare the loss of the initial weights with ln V and with the first line of the log."
     c, uniform = case.model, math.log(case.model.vocab_size)
     fresh = replace(case, weights=dict(case.initial.named_parameters()))
     start, first = loss_as(fresh, Forward(), [batches_of(case)[0]]), case.logged[0]
@@ -251,7 +251,7 @@ def matrices(case:Case)->list: # Names of the blocks' matrices
     return [n for n,p in own if n.startswith("layers.") and p.ndim == 2]
 
 def first_updates(case:Case)->float: # Median over matrices
-    "The part of a matrix that a step with the highest logged learning rate replaces at first."
+    "Compute what part of a matrix a first step at the highest logged learning rate replaces."
     peak = max(m.get("lr", case.train.lr) for m in case.logged)
     if case.train.optimizer == "muon": peak *= 0.2
     own = dict(case.initial.named_parameters())
@@ -260,7 +260,7 @@ def first_updates(case:Case)->float: # Median over matrices
 
 # %% ../../nbs/06_ablations/06d_doctor.ipynb #30eb38dd
 def last_updates(case:Case)->float|None: # None where the optimizer's means aren't those of AdamW
-    "The same at the end, from the optimizer's means."
+    "Compute the same for the end of the run, from the optimizer's means."
     known = all(f"exp_avg.{n}" in case.moments for n in matrices(case))
     if case.train.optimizer == "muon" or not known: return None
     rms = lambda t: t.float().square().mean().sqrt().item()
@@ -272,7 +272,7 @@ def last_updates(case:Case)->float|None: # None where the optimizer's means aren
 
 # %% ../../nbs/06_ablations/06d_doctor.ipynb #6aed4270
 def check_updates(case:Case)->Iterator:
-    "How large steps are, and whether they were allowed to be small at first."
+    "Check how large steps are, and whether they were small at first."
     share, last = first_updates(case), last_updates(case)
     yield Looked(
         "update-to-weight ratio of a first step at the highest learning rate", share,
@@ -312,7 +312,7 @@ def probe(
     factor:float, # Of the config's learning rate
     steps:int,    # Of a short run with a schedule of its own
 )->float: # Mean loss of the last tenth
-    "How far a short run gets from the initial weights."
+    "Measure how far a short run gets from the initial weights."
     tenth, lr = max(1, steps//10), factor*case.train.lr
     rates = [cosine_lr(s + 1, lr, 0., tenth, steps) for s in range(steps)]
     losses, _ = train_steps(case, engine_of(case), enumerate(rates))
@@ -320,7 +320,7 @@ def probe(
 
 # %% ../../nbs/06_ablations/06d_doctor.ipynb #0925c92a
 def check_sensitivity(case:Case)->Iterator:
-    "Whether a smaller learning rate would have done as well in a short run."
+    "Check whether a smaller learning rate would have done as well in a short run."
     steps = min(PROBE, case.train.steps)
     if steps < PROBE//2 or 2*steps*case.flops_per_step > MOST_FLOPS:
         yield ("other learning rates were not tried: the run is too short, or its steps too "
@@ -339,13 +339,13 @@ def check_sensitivity(case:Case)->Iterator:
 BELOW = 5   # Standard errors below the floor
 
 def ngrams(case:Case)->list: # Losses of order 1, 2, ...; empty if the tokens come without
-    "What `lmcourse prepare` left beside the tokens."
+    "Read the n-gram losses that `lmcourse prepare` wrote next to the tokens."
     try: return read_ngrams(case.data)
     except (OSError, ValueError): return []
 
 # %% ../../nbs/06_ablations/06d_doctor.ipynb #ffbccfe9
 def check_floor(case:Case)->Iterator:
-    "The final loss between n-grams and floor."
+    "Compare the final loss with n-grams and with the floor."
     if not case.evaluations: return
     m, losses = case.evaluations[-1], ngrams(case)
     if losses:
@@ -371,7 +371,7 @@ OVERFIT, RISEN = 0.1, 0.02
 
 # %% ../../nbs/06_ablations/06d_doctor.ipynb #b6a0e57d
 def check_overfitting(case:Case)->Iterator:
-    "Training loss against validation loss."
+    "Compare training loss and validation loss."
     tokens = case.logged[-1].get("tokens", case.step*case.plan.tokens)
     passes, few = tokens/case.sets[0].num_tokens, max(1, len(case.logged)//20)
     train = np.mean([m["loss"] for m in case.logged[-few:]])
@@ -394,7 +394,7 @@ SPIKE = 1.5 # Nats above the best line so far, after the warm-up
 
 # %% ../../nbs/06_ablations/06d_doctor.ipynb #70aef531
 def check_course(case:Case)->Iterator:
-    "Whether losses and gradients are finite and go on falling."
+    "Check whether losses and gradients are finite and the loss goes on falling."
     loss, norms = (np.array([m.get(k, math.nan) for m in case.logged], float)
                    for k in ("loss", "grad_norm"))
     if not np.isfinite(loss).all():
@@ -429,7 +429,7 @@ NUMBERS = {"betas": "betas are not the config's", "eps": "eps is not the config'
            "lr": "the optimizer's learning rate is not the schedule's"}
 
 def check_optimizer(case:Case)->Iterator:
-    "What a checkpoint says of its optimizer, against the config."
+    "Compare what a checkpoint says about its optimizer with the config."
     for key,name in NUMBERS.items():
         if key == "lr" and (case.train.plateau_patience or not rates_agree(case)): continue
         same = partial(np.allclose, rtol=1e-6, atol=1e-12)
@@ -459,7 +459,7 @@ def _optimizer_numbers(case:Case, key:str)->list: # Triples: weight, its number,
 
 # %% ../../nbs/06_ablations/06d_doctor.ipynb #39448dd6
 def check_weights(case:Case)->Iterator:
-    "Whether weights are kept in full, and whether all of them have moved."
+    "Check whether weights are stored in full, and whether all of them have moved."
     entries = torch.cat([w.flatten() for w in case.weights.values() if w.ndim > 1])
     short = (entries == entries.bfloat16()).float().mean().item()
     own = dict(case.initial.named_parameters())
@@ -479,7 +479,7 @@ def check_weights(case:Case)->Iterator:
 
 # %% ../../nbs/06_ablations/06d_doctor.ipynb #d54344a7
 def check_reading(case:Case)->Iterator:
-    "Whether the tokens of the latest 50 batches have reached the embedding."
+    "Check whether the tokens of the latest 50 batches have reached the embedding."
     seen = case.moments.get("exp_avg_sq.token_embeddings.weight")
     if seen is None or case.model.tie_embeddings: return # a head moves all of its rows
     source = batches_of(case)
@@ -495,7 +495,7 @@ def check_reading(case:Case)->Iterator:
 
 # %% ../../nbs/06_ablations/06d_doctor.ipynb #f3c0f7e3
 def check_tokens(case:Case)->Iterator:
-    "Whether both sets of tokens were made by the tokenizer of the run."
+    "Check whether both sets of tokens come from the run's tokenizer."
     digests = [s.info.get("tokenizer") for s in case.sets]
     try: tokenizer = Tokenizer.from_folder(case.data/"tokenizer")
     except (FileNotFoundError, ValueError): tokenizer = None
@@ -528,7 +528,7 @@ def _comes_back(tokenizer:Tokenizer, dataset:TokenDataset)->float: # Share of th
 TREND = 6 # Standard errors
 
 def check_order(case:Case)->Iterator:
-    "For windows in order: whether the documents come in random order."
+    "Check whether the documents are in random order, for windows in order."
     if case.train.windows != "sequential": return
     lengths = case.sets[0].ends - case.sets[0].starts
     ranks = np.argsort(np.argsort(lengths, kind="stable"), kind="stable")
@@ -558,7 +558,7 @@ def correlation_with_place(ranks:np.ndarray)->float: # Pearson's, of numbers and
 
 # %% ../../nbs/06_ablations/06d_doctor.ipynb #e2b5c546
 def drift(dataset:TokenDataset)->float: # Standard deviations above 20 random orders
-    "How much token counts differ between 16 parts of a file."
+    "Measure how much token counts differ between 16 parts of a file."
     count, vocab_size, blocks = min(20_000, dataset.num_documents), dataset.info["vocab_size"], 16
     if count < 2*blocks: return 0.
     chosen = np.linspace(0, dataset.num_documents - 1, count).astype(int)
@@ -576,7 +576,7 @@ def drift(dataset:TokenDataset)->float: # Standard deviations above 20 random or
 MOST_TOKENS, TWICE = 50_000_000, 0.01 # Of text that is searched; share that may occur in both
 
 def check_duplicates(case:Case)->Iterator:
-    "Whether validation documents stand in the training text."
+    "Check whether validation documents occur in the training text."
     train, valid = case.sets
     if train.num_tokens > MOST_TOKENS:
         yield f"validation documents were not searched in {train.num_tokens:,} training tokens"
@@ -593,7 +593,7 @@ def check_duplicates(case:Case)->Iterator:
 
 # %% ../../nbs/06_ablations/06d_doctor.ipynb #5ac6ac3c
 def check_tie(case:Case)->Iterator:
-    "Whether embedding and head are one matrix where they should be."
+    "Check whether embedding and head are one matrix where they should be."
     head, rows = (case.weights.get(f"{name}.weight") for name in ("lm_head", "token_embeddings"))
     if head is None or rows is None: return
     apart = ((head - rows).norm()/rows.norm()).item()
@@ -615,7 +615,7 @@ def look_inside(
     case:Case,
     documents:int=30, # Of validation
 )->dict: # By block `stream`: root mean square, `dead`: part of units or `visits`; `positions`: loss
-    "Activations by block, and the loss by first position."
+    "Measure activations by block, and the loss by first position."
     model, T = case.reference, case.model.context_length
     stream, most, routes, hooks = {}, {}, {}, []
     for i,layer in enumerate(model.layers):
@@ -672,7 +672,7 @@ def _check_visits(visits:dict, k:int)->Iterator: # Layer to the share of tokens 
 
 # %% ../../nbs/06_ablations/06d_doctor.ipynb #5200845d
 def check_inside(case:Case)->Iterator:
-    "Activation scale by layer, dead units, loss by position."
+    "Check activation scale by layer, dead units, and loss by position."
     seen = look_inside(case)
     words = lambda values: ", ".join(f"{v:.3g}" for v in values)
     yield Looked(
@@ -696,7 +696,7 @@ BOOKKEEPING = set("seed eval_every eval_documents checkpoint_every keep_checkpoi
 OUTSIDE, OFTEN = 4., 0.1 # z of a line that lies outside; part of the lines that do
 
 def envelope_values(case:Case)->dict: # Name to numbers: what an envelope is about
-    "The numbers of a run that are compared with other seeds."
+    "Collect the numbers of a run that are compared with other seeds."
     last = case.evaluations[-1] if case.evaluations else {}
     return dict(steps=[m["step"] for m in case.logged], loss=[m["loss"] for m in case.logged],
                 grad_norm=[m.get("grad_norm", math.nan) for m in case.logged],
@@ -708,7 +708,7 @@ def make_envelope(
     runs:list, # Folders of healthy runs that differ in their seed only, at least five
     made:dict, # Machine, date and command
 )->dict: # Plain JSON values
-    "Mean and standard deviation over seeds. Raises `ValueError` where runs differ in more."
+    "Compute mean and deviation over seeds. Raises `ValueError` if runs differ in more."
     if len(runs) < 5: raise ValueError(f"an envelope of {len(runs)} runs: five seeds at least")
     cases = [open_case(run) for run in runs]
     for case in cases[1:]:
@@ -722,7 +722,7 @@ def make_envelope(
 
 # %% ../../nbs/06_ablations/06d_doctor.ipynb #4830d406
 def about(case:Case)->dict: # What must be the same for an envelope to fit
-    "The config of a run without its bookkeeping, and its tokens."
+    "Return the config of a run without its bookkeeping, and its tokens."
     train = {k: v for k,v in case.train.to_dict().items() if k not in BOOKKEEPING}
     tokens = {k: case.sets[0].info.get(k) for k in ("source", "tokenizer", "tokens")}
     return dict(model=case.model.to_dict(), train=train, tokens=tokens)
@@ -737,7 +737,7 @@ def fitting(case:Case, known:dict)->list: # Names of the envelopes for this conf
     return [name for name,e in known.items() if not differences(about(case), e)]
 
 def envelopes()->dict: # Name to envelope
-    "Those that come with the course."
+    "Read the envelopes that come with the course."
     path = files("lmcourse").joinpath("data/envelopes.json")
     return read_json(str(path)) if path.is_file() else {}
 
@@ -757,7 +757,7 @@ def check_envelope(
     case:Case,
     known:dict, # Name to envelope
 )->Iterator:
-    "The run among healthy runs of its config."
+    "Compare the run with healthy runs of its config."
     if not (fits := fitting(case, known)):
         odd = {name: sorted(differences(about(case), e)) for name,e in known.items()}
         near = min(odd, key=lambda n: len(odd[n]), default=None)
@@ -814,7 +814,7 @@ def examine(
     run:str|Path|Case,    # The run's folder, or the `Case` that `open_case` made of it
     known:dict|None=None, # Name to envelope: none for those that come with the course
 )->Findings:
-    "What is wrong with a run. `FileNotFoundError` or `ValueError`, in one line, if it is none."
+    "Find what is wrong with a run. Raises `FileNotFoundError` or `ValueError` if it is none."
     case = run if isinstance(run, Case) else open_case(run)
     known = envelopes() if known is None else known
     read = [s for check in CHECKS for s in check(case)]
@@ -838,7 +838,7 @@ def _shown(said:list)->bool: return any(isinstance(s, Finding) and s.weight == S
 def report(
     findings:Findings, # Of `examine`
 )->list: # Lines of text
-    "What `lmcourse doctor` says: the most likely cause first."
+    "Write what `lmcourse doctor` says, with the most likely cause first."
     head = [f"{findings.run}: nothing wrong found"]
     if findings.causes:
         first, *others = findings.causes
@@ -849,7 +849,7 @@ def report(
 
 # %% ../../nbs/06_ablations/06d_doctor.ipynb #42ec637f
 def table_of(findings:Findings)->Table:
-    "All that was looked at."
+    "Show everything that was looked at."
     text = lambda v: f"{v:,.4g}" if is_number(v) else v
     return Table([dict(looked_at=l.what, found=text(l.found), healthy=text(l.expected))
                   for l in findings.looked])

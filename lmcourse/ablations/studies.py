@@ -23,7 +23,7 @@ SCALES:dict[str, tuple[str, dict, RunData, int]] = {
 # %% ../../nbs/06_ablations/06b_studies.ipynb #bfcdd393
 @dataclass(frozen=True)
 class Study:
-    "A question, and the variants that ask it."
+    "A question, and the variants that answer it."
     question:str             # In words
     small:dict               # Variants of the preset `small`; the first one is the base
     full:dict                # Variants of `ts-36m`, the published set-up
@@ -48,7 +48,7 @@ def experiment_of(
     corpus:str|None=None,  # Another corpus than the scale's, say `stories` for the full one
     tokens:int|None=None,  # Another budget of a run than the scale's
 )->Experiment:
-    "What is to be run. Raises `ValueError` for a study or scale that does not exist."
+    "Build the experiment of a study. Raises `ValueError` for an unknown study or scale."
     if name not in STUDIES: raise unknown("study", name, STUDIES)
     if scale not in SCALES: raise unknown("scale", scale, SCALES)
     study, (preset, common, data, usual) = STUDIES[name], SCALES[scale]
@@ -68,8 +68,8 @@ def study_table(
     scale:str="small", # Of which runs
     **more:Any,        # Seeds, corpus and tokens, as for `experiment_of`
 )->Table:
-    """A study's runs, each variant's difference from the first, and the published one where there
-    is one."""
+    """Show a study's runs, each variant's difference from the first, and the published one where
+    there is one."""
     study, experiment = STUDIES[name], experiment_of(name, scale, **more)
     theirs = _published(study) if scale == "full" or study.alike else {}
     beside = lambda variant, runs: dict(zip(("published", "published difference"),
@@ -224,7 +224,7 @@ STUDIES["corpus"] = Study("How much harder is a hard text?",
 
 # %% ../../nbs/06_ablations/06b_studies.ipynb #55994015
 def study_list()->Table:
-    "All studies, their questions and how many runs they have at either scale."
+    "List all studies, their questions and how many runs they have at either scale."
     return Table([dict(study=name, question=study.question,
                        **{scale: len(experiment_of(name, scale).runs()) for scale in SCALES})
                   for name,study in STUDIES.items()])

@@ -25,8 +25,7 @@ def micro_batch_for(
     memory_bytes:int,  # Memory of the GPU, in bytes
 )->int: # Number of windows; 0 if not even one fits
     "Halve the batch until a tenth of the memory stays free, and return the size of that part."
-    windows = (train.tokens_per_step//model.context_length if train.tokens_per_step
-               else train.batch_size)
+    windows = train.windows_per_step(model.context_length)
     micro, dtype = windows, "bfloat16" if train.dtype == "auto" else train.dtype
     def need(size): # Bytes
         return sum(training_bytes(model, size, dtype=dtype, recompute=train.recompute,
@@ -105,7 +104,7 @@ def card_table(
 def measured_recipes(
     folder:str|Path, # Folder with the results of `make gpu`, `gpu-*.json`
 )->Table|None: # One row per recipe and GPU; `None` if nothing was measured
-    "Show measured tokens per second and memory beside expected and published numbers."
+    "Show measured tokens per second and memory next to expected and published numbers."
     rows = []
     for path in sorted(Path(folder).glob("gpu-*.json")):
         found = read_json(path)

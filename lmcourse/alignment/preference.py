@@ -18,6 +18,7 @@ from torch import Tensor
 from typing import Any
 from .briefs import parse_reward
 from .sft import get_response_log_probs, measure_log_probs, padded_rows
+from .tasks import verifiable_task
 from ..training.engines import Objective
 
 # %% ../../nbs/14_alignment/14h_preference.ipynb #3f4251c2
@@ -206,7 +207,7 @@ class PreferenceBatches:
 # %% ../../nbs/14_alignment/14h_preference.ipynb #37861e76
 def pair_log_probs(
     model:Callable,                               # From ids to logits
-    input_ids:Tensor, labels:Tensor, mask:Tensor, # `(B, 2, T)`, as of `PreferenceBatches`
+    input_ids:Tensor, labels:Tensor, mask:Tensor, # `(B, 2, T)`, as from `PreferenceBatches`
     *, log_probs:Callable=get_response_log_probs, # Of rows; `measure_log_probs` needs less memory
 )->Tensor: # Of whole responses `(B, 2)`
     "Log-probabilities of chosen and rejected responses."
@@ -229,15 +230,17 @@ def preference_objective(
 class DpoConfig:
     "Settings for learning from pairs. Raises `ValueError` for values that make no sense."
     beta:float = .3        # What a nat of KL costs
-    sft_weight:float = .3  # Of the loss of chosen responses, as of `preference_objective`
+    sft_weight:float = .3  # Weight of the chosen responses' loss, as in `preference_objective`
     prompts:int = 128      # To which the model writes responses; the judge makes pairs of these
-    group_size:int = 8     # Responses to each
+    group_size:int = 8     # Responses per prompt
     pairs:str = ""         # File of `read_pairs`: then the model writes nothing
     reference:str = ""     # Folder of a model: none for the one that training begins with
+    task:str = "briefs"    # Which prompts, and whose judge: a name of `VERIFIABLE_TASKS`
 
     def __post_init__(self):
         if not self.beta > 0:
             raise ValueError(f"DpoConfig: beta = {self.beta}, expected a positive number")
+        verifiable_task(self.task)
         for name,least in (("sft_weight", 0), ("prompts", 1), ("group_size", 2)):
             if not getattr(self, name) >= least: raise ValueError(
                 f"DpoConfig: {name} = {getattr(self, name)}, expected {least} or more")

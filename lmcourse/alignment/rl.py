@@ -15,13 +15,12 @@ from itertools import accumulate
 from typing import Any, Literal
 import torch
 from pathlib import Path
-from .briefs import ENDINGS, OPENINGS, SLOTS, brief_prompts, form_reward
-from .briefs import mention_reward, parse_reward, prompt_words, template_distance
-from .briefs import template_shares
+from .briefs import SLOTS, mention_reward, parse_reward, prompt_words
 from .grpo import group_advantages
 from .policy_gradient import clipped_loss, in_groups, rloo_advantages
 from .rollouts import AsyncBatches, Sampler, gather_rollouts, rollout_tensors
 from .sft import get_response_log_probs, measure_log_probs, padded_rows
+from .tasks import VERIFIABLE_TASKS, VerifiableTask, verifiable_task
 from ..tools.config import TrainConfig
 from ..training.data import TokenDataset
 from ..training.engines import Objective, World, fill
@@ -41,8 +40,12 @@ class RlConfig:
     clip:float = .2      # How far a ratio may leave 1
     staleness:int = 0    # How many steps old the weights may be that draw a batch
     seed:int = 0         # Of prompts and samples
+    task:str = "briefs"  # What is asked, a name of `VERIFIABLE_TASKS`
 
     def __post_init__(self):
+        if verifiable_task(self.task).name != "briefs" and self.reward != "parse":
+            raise ValueError(f"RlConfig: reward = {self.reward!r} with task = {self.task!r}, "
+                             f"expected 'parse', the task's own judge")
         for name,right in (("algorithm", ALGORITHMS), ("reward", REWARDS)):
             if getattr(self, name) not in right:
                 raise ValueError(f"RlConfig: {name} = {getattr(self, name)!r}, expected one of "
@@ -80,8 +83,10 @@ class RolloutBatches:
         if config.staleness and world.size > 1: raise ValueError(
             f"staleness = {config.staleness} for {world.size} processes, expected 0")
         self.config, self.tokenizer, self.world = config, tokenizer, world
+        self.task = verifiable_task(config.task)
         self.sampler = Sampler(model, tokenizer, config.max_tokens,
-                               config.prompts*config.group_size//world.size)
+                               config.prompts*config.group_size//world.size,
+                               self.task.prompt_tokens)
         self.reference = (reference or copy.deepcopy(model)).eval() if config.kl else None
         self.log:list = []                      # A dict for each step
 
@@ -89,12 +94,12 @@ class RolloutBatches:
         "Sample with the model's weights of now."
         c = self.config
         self.sampler.load(model)
-        prompts = brief_prompts(c.prompts, 1_000_000*(c.seed + 1) + step)
+        prompts = self.task.prompts(c.prompts, 1_000_000*(c.seed + 1) + step)
         mine, share = self.world.shard_batch(prompts), c.prompts//self.world.size
         rollouts = gather_rollouts(self.sampler(mine, c.group_size, 10_000*c.seed + step,
                                                 self.world.rank*share),
                                    prompts, c.group_size, self.tokenizer, self.world)
-        gold = [r.finished*parse_reward(r.prompt, r.response) for r in rollouts]
+        gold = [r.finished*self.task.reward(r.prompt, r.response) for r in rollouts]
         rewards = gold if c.reward == "parse" else [REWARDS[c.reward](r.prompt, r.response)
                                                     for r in rollouts]
         rows = rollout_tensors(rollouts, self.tokenizer.end_of_text)
@@ -158,18 +163,20 @@ def measure_policy(
     prompts:list,                   # Texts, not practised on
     seed:int=0,                     # Of the samples
     reference:Any=None,             # A model to tell the divergence from: none for no `kl`
-    max_tokens:int=44,              # Of a response
+    max_tokens:int|None=None,       # Of a response: none for as many as the task needs
+    task:VerifiableTask=VERIFIABLE_TASKS["briefs"], # Whose prompts these are
 )->dict: # Shares, distances, and means
-    "Success, form, mentions, variety, length and entropy of one sample for each prompt."
-    rollouts = Sampler(model, tokenizer, max_tokens, min(96, len(prompts)))(prompts, 1, seed)
+    """Success, form, length and entropy of one sample for each prompt; of briefs also mentions and
+    variety."""
+    sampler = Sampler(model, tokenizer, max_tokens or task.max_tokens, min(96, len(prompts)),
+                      task.prompt_tokens)
+    rollouts = sampler(prompts, 1, seed)
     texts, n = [r.response for r in rollouts], len(prompts)
     rows = rollout_tensors(rollouts, tokenizer.end_of_text)
     mask, ids, labels = rows["response_mask"], rows["input_ids"], rows["labels"]
     entropy = measure_log_probs(model, ids, labels, True)["token_entropy"]
-    found = dict(success=sum(r.finished*parse_reward(r.prompt, r.response) for r in rollouts)/n,
-                 form=sum(map(form_reward, texts))/n,
-                 mentions=sum(mention_reward(r.prompt, r.response) for r in rollouts)/n,
-                 openings=template_shares(texts, OPENINGS), endings=template_shares(texts, ENDINGS),
+    found = dict(success=sum(r.finished*task.reward(r.prompt, r.response) for r in rollouts)/n,
+                 form=sum(map(task.form, texts))/n, **task.measures(rollouts),
                  tokens=mask.sum(1).float().mean().item(),
                  entropy=(entropy*mask).sum().item()/mask.sum().item(), example=texts[0])
     if reference is not None:

@@ -38,9 +38,10 @@ class Sampler:
         tokenizer:Tokenizer, # The model's tokenizer
         max_tokens:int=44,   # Most tokens of a response, end included
         running:int=64,      # Most responses computed together
+        prompt_tokens:int=32, # Tokens of a prompt to reserve memory for
     ):
         self.tokenizer, self.max_tokens = tokenizer, max_tokens
-        blocks = running*-(-min(model.config.context_length, 32 + max_tokens)//16)
+        blocks = running*-(-min(model.config.context_length, prompt_tokens + max_tokens)//16)
         self.engine = Engine(model, blocks, max_running=running, token_budget=32*running)
 
     def load(self, model:Any): self.engine.load(model)

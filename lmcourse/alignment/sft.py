@@ -35,7 +35,7 @@ def tokenize_prompt_and_output(
 def padded_rows(
     rows:list,      # Pairs: ids of prompt and response, and how many of them are the prompt
     padding_id:int, # What short rows are filled up with
-)->dict: # As of `tokenize_prompt_and_output`
+)->dict: # As from `tokenize_prompt_and_output`
     "Inputs, labels and mask of rows of tokens."
     T = max(len(ids) for ids,_ in rows)
     whole = torch.full((len(rows), T), padding_id)
@@ -70,11 +70,13 @@ def measure_log_probs(
     model:Any, input_ids:torch.Tensor, labels:torch.Tensor, # As for `get_response_log_probs`
     return_token_entropy:bool=False,                        # Also the entropy of each distribution
     rows:int=32,                                            # Computed together
-)->dict: # `log_probs` and perhaps `token_entropy`, `(B, T)`, without a graph
-    "`get_response_log_probs` in little memory: only a few rows' logits exist at once."
-    parts = [get_response_log_probs(model, *two, return_token_entropy)
-             for two in zip(input_ids.split(rows), labels.split(rows))]
-    return {k: torch.cat([part[k] for part in parts]) for k in parts[0]}
+)->dict: # `log_probs` and perhaps `token_entropy`, `(B, T)`, without a graph, where the labels are
+    """`get_response_log_probs` in little memory: only a few rows' logits exist at once, on
+    the model's device."""
+    device = next(model.parameters()).device
+    parts = [get_response_log_probs(model, ids.to(device), targets.to(device), return_token_entropy)
+             for ids,targets in zip(input_ids.split(rows), labels.split(rows))]
+    return {k: torch.cat([part[k].to(labels.device) for part in parts]) for k in parts[0]}
 
 # %% ../../nbs/14_alignment/14c_sft.ipynb #14c3norm
 def masked_normalize(

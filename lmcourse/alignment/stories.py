@@ -33,7 +33,7 @@ def story_sampler(
     model:Any, tokenizer:Tokenizer, # The policy, and what it was trained with
     running:int=64,                 # Stories that are computed together at most
 )->Sampler: # Of responses as long as the context allows
-    "Whole stories are responses to nothing: their prompt is the empty text."
+    "Make a sampler of whole stories, whose prompt is the empty text."
     return Sampler(model, tokenizer, model.config.context_length - 1, running)
 
 def write_stories(
@@ -42,7 +42,7 @@ def write_stories(
     temperature:float=1., # That tokens are drawn with, from the whole distribution
     seed:int=0,           # The same seed and weights give the same stories
 )->list: # `Rollout`s
-    "Whole stories. One that is longer than the context is cut, and not finished."
+    "Write whole stories. A story longer than the context is cut, and not finished."
     end = sampler.tokenizer.end_of_text
     requests = [Request((end,), sampler.max_tokens, temperature, stop=(end,), log_probs=0,
                         seed=seed*1_000_003 + k) for k in range(n)]
@@ -56,7 +56,7 @@ def first_mistake(
     rollout:Rollout,     # A story
     tokenizer:Tokenizer, # The one it was written with
 )->int|None: # Number of a token of the response, the end included; none if there is no mistake
-    "The first token after which no story can go on."
+    "Find the first token after which no story can go on."
     grammar, ids = story_grammar(), rollout.ids[rollout.start:]
     words = len(ids) - rollout.finished
     def lost(n): # Whether the grammar can't begin a story with the first n tokens
@@ -97,7 +97,7 @@ def measure_writer(
     temperature:float=1.,           # That they are drawn with, uncut
     seed:int=0,                     # Of the draws
 )->dict: # Counts, lists and means, ready for JSON
-    "How many stories are right, where the others go wrong, and how much they vary."
+    "Measure how many stories are right, where the others go wrong, and how much they vary."
     stories = write_stories(story_sampler(model, tokenizer, min(n, 128)), n, temperature, seed)
     mistakes = [first_mistake(r, tokenizer) for r in stories]
     right = [r.response for r,m in zip(stories, mistakes) if r.finished and m is None]
@@ -121,8 +121,8 @@ def credit_weights(
     mistakes:list, # `first_mistake` of each
     credit:Credit, # Which tokens are praised and blamed
 )->torch.Tensor: # What each token's log-probability is worth `(B, T)`, in the place of its label
-    """`story`: all tokens of a story share its advantage. `prefix`: those up to the first mistake.
-    `token`: the first mistake gets -1, and nothing else anything. `choices`: nothing for anyone."""
+    """Weight the tokens. `story`: each gets its story's advantage. `prefix`: up to the first mistake.
+    `token`: the first mistake gets -1, and all others get 0. `choices`: all tokens get 0."""
     right = torch.tensor([float(r.finished and m is None) for r,m in zip(rollouts, mistakes)])
     weights = torch.zeros(len(rollouts), max(len(r.ids) for r in rollouts) - 1)
     for row,r,m,a in zip(weights, rollouts, mistakes, rloo_advantages(right, len(right))):
@@ -140,8 +140,8 @@ def wrong_choices(
     least:float=.003,               # Probability of a token that is looked at
     most:int=8,                     # Tokens that are looked at in each place
 )->torch.Tensor: # Ids in the place of a label `(T, most)`, -1 for none
-    """Of the likely tokens in each place, up to the first mistake, those after which no story can
-    go on, whether they were drawn or not."""
+    """List the likely tokens in each place, up to the first mistake, after which no story can go
+    on, whether they were drawn or not."""
     grammar, ids = story_grammar(), list(rollout.ids)
     found = torch.full((len(ids) - 1, most), -1)
     top = model(torch.tensor([ids[:-1]]))[0].softmax(-1).topk(most)
@@ -227,14 +227,14 @@ def used_columns(
     weights:torch.Tensor, # `(B, T)`
     wrong:torch.Tensor,   # `(B, T, K)`
 )->torch.Tensor: # `(B,)`
-    "How many columns of each row count for something."
+    "Count the columns of each row that contribute to the loss."
     used = (weights != 0) | (wrong >= 0).any(-1)
     return (used*torch.arange(1, used.shape[1] + 1)).amax(1)
 
 def credit_loss(model:Any, input_ids:torch.Tensor, labels:torch.Tensor, weights:torch.Tensor,
     wrong:torch.Tensor)->torch.Tensor:
-    """The mean of the rows' sums: minus what each token is worth times its log-probability, and the
-    probability of each wrong choice."""
+    """Compute the mean over rows of this sum: minus each token's weight times its log-probability,
+    plus the probability of each wrong choice."""
     T = max(1, int(used_columns(weights, wrong).max())) # The rest is padding
     log_p = model(input_ids[:, :T]).log_softmax(-1)
     said = log_p.gather(-1, labels[:, :T, None])[..., 0]
@@ -248,7 +248,7 @@ def start_story_rl(
     train:TrainConfig,              # Steps, learning rate and so on; `batch_size` is set
     valid:TokenDataset,             # True stories for the trainer's own evaluation
 )->Trainer: # Its `batches.make.log` has a dict for each step
-    "The course's trainer with stories for batches and their credit for a loss."
+    "Make the course's trainer, with stories for batches and their credit for a loss."
     train = replace(train, batch_size=config.stories + config.anchors, tokens_per_step=None)
     trainer = Trainer(model.config, train, None, valid, (), Objective(credit_loss))
     fill(trainer.model, dict(model.named_parameters()))

@@ -17,8 +17,8 @@ __all__ = ['CUT_OFF', 'SHARED_OUT', 'BITS', 'BENCHES', 'COMPLETIONS', 'COMMANDS'
            'ExercisesCommand', 'CompletionCommand', 'one_line', 'parse', 'main', 'kill_as_ctrl_c']
 
 # %% ../../nbs/90_app/90g_cli.ipynb #56d80fc9
-import contextlib, errno, hashlib, io, json, math, os, re, select, shutil, signal, socket, sys
-import textwrap, time, types, typing, warnings
+import contextlib, errno, hashlib, io, json, math, os, re, select, shlex, shutil, signal, socket
+import sys, textwrap, time, types, typing, warnings
 from dataclasses import dataclass, field, replace
 from datetime import date
 from functools import cache, partial
@@ -908,12 +908,15 @@ class AccountCommand:
     recompute: bool = False                 # Blocks keep only their inputs
     logits: bool = False                    # The loss is computed from all logits at once
     mfu: float = 0.5                        # Share of the peak that is reached
+    # Tokens of a whole run, say 20e9: its time on the device
+    train_tokens: float|None = None
+    usd_per_hour: float|None = None         # Price of the device: what the run costs
     json: bool = False                      # For programs: everything as JSON
     model: ModelConfig = field(default_factory=ModelConfig)
 
     def run(self):
-        from lmcourse.accounting.account import account, account_tables, on_device
-        from lmcourse.accounting.hardware import device_of
+        from lmcourse.accounting.account import account, account_lines, account_tables, on_device
+        from lmcourse.accounting.hardware import device_of, positive
         from lmcourse.accounting.run_cost import training_time
         from lmcourse.accounting.tensors import whole_number
         with checking_input():
@@ -921,13 +924,28 @@ class AccountCommand:
                 whole_number(name, 1 if value is None else value)
             where = device_of(self.device) if self.device else None
             if where: training_time(1, where, self.dtype, self.mfu)
+            elif self.train_tokens is not None or self.usd_per_hour is not None:
+                raise ValueError("account: --train-tokens and --usd-per-hour need a --device")
+            if self.usd_per_hour is not None and self.train_tokens is None:
+                raise ValueError("account: --usd-per-hour needs --train-tokens")
+            for name,amount in (("train_tokens", self.train_tokens),
+                                ("usd_per_hour", self.usd_per_hour)):
+                positive(name, 1 if amount is None else amount)
         counted = account(self.model, self.batch, self.context, self.dtype, self.attention,
                           self.recompute, self.logits)
-        placed = on_device(counted, where, self.mfu) if where else None
+        placed = (on_device(counted, where, self.mfu, self.train_tokens, self.usd_per_hour)
+                  if where else None)
         if self.json: return say(json.dumps(counted | ({"device": placed} if placed else {})))
-        say(f"{self.preset}: {self.batch} x {counted['tokens']//self.batch:,} tokens, products in "
-            f"{self.dtype}, {self.attention} attention", "")
-        for table in account_tables(counted, placed): say(str(table), "")
+        usual = ModelConfig.preset(self.preset).to_dict()
+        changed = [f"{k} = {v}" for k,v in self.model.to_dict().items() if v != usual[k]]
+        name = " with ".join(filter(None, (self.preset, ", ".join(changed))))
+        say(wrapped(f"{name}: {self.batch} x {counted['tokens']//self.batch:,} tokens, products in "
+                    f"{self.dtype}, {self.attention} attention"),
+            *("  " + line for line in account_lines(counted)), "")
+        titles = ("parameters", "memory of a training step", "what the forward pass keeps",
+                  "FLOPs of a training step", "on the device")
+        for title,table in zip(titles, account_tables(counted, placed)):
+            say(f"{title}:", str(table), "")
 
 # %% ../../nbs/90_app/90g_cli.ipynb #8bac0083
 @dataclass
@@ -1061,8 +1079,9 @@ class AblateCommand:
 @dataclass
 class SpeedrunCommand:
     "Race the course's recipe against nanoGPT's on one core; runs that OUT has are not made again."
-    # race; changes of our recipe, or longer runs of some; grid of nanoGPT's sizes and rates
-    part: word(Literal["race", "changes", "longer", "grid"], "PART") = "race"
+    # race; changes of our recipe; grid of nanoGPT's sizes and rates; changes of the quickstart's
+    # recipe, or longer runs of some
+    part: word(Literal["race", "changes", "grid", "quickstart", "longer"], "PART") = "race"
     seeds: int = 5              # Of every run
     minutes: float = 60.        # Longest run of a contestant, in minutes of CPU time
     mark: float = 0.15          # Nats per token above the floor that end the race
@@ -1124,6 +1143,8 @@ class EvalCommand:
             say(f"in {path}")
 
 # %% ../../nbs/90_app/90g_cli.ipynb #14b90sft
+_AlignmentTask = Literal["briefs", "problems", "easy-problems"] # As in `VERIFIABLE_TASKS`
+
 def _few_steps(steps:int, **kwargs)->TrainConfig: # For runs of a minute
     short:dict[str, Any] = dict(steps=steps, schedule="constant", warmup_steps=5, weight_decay=0.,
                                 eval_every=10, eval_documents=32, checkpoint_every=10, log_every=5)
@@ -1134,22 +1155,23 @@ class _Aligning:
     out: word(Path|None, "OUT") = None # New folder for the run
     # Go on with this run, from its last checkpoint; its own settings hold
     resume: Path|None = None
+    task: _AlignmentTask = "briefs" # What is asked: briefs, or arithmetic in words
 
 @dataclass
 class SftCommand(_Aligning):
-    "Teach a model briefs by sloppy demonstrations; without --init-from the course's model."
+    "Teach a model a task by sloppy demonstrations; without --init-from the course's model."
     slip: float = 0.2           # Probability that a mention in a demonstration is wrong
     demonstrations: int = 4000  # How many there are; then they come again
     train: TrainConfig = field(default_factory=partial(_few_steps, 50, batch_size=32, lr=2e-3,
                                                        min_lr=2e-3))
 
     def run(self):
-        settings = dict(slip=self.slip, demonstrations=self.demonstrations)
+        settings = dict(task=self.task, slip=self.slip, demonstrations=self.demonstrations)
         align("sft", self.out, self.resume, settings, self.train)
 
 @dataclass
 class DpoCommand(_Aligning):
-    "Teach a model briefs by pairs of its own responses, from --init-from RUN."
+    "Teach a model a task by pairs of its own responses, from --init-from RUN."
     beta: float = 0.3           # What a nat of KL costs
     sft_weight: float = 0.3     # Of the plain loss of chosen responses
     prompts: int = 128          # That responses are written to, to make pairs
@@ -1161,15 +1183,17 @@ class DpoCommand(_Aligning):
                                                        min_lr=3e-4))
 
     def run(self):
-        settings = {n: getattr(self, n) for n in "beta sft_weight prompts group_size".split()}
+        settings = {n: getattr(self, n) for n in
+                    "task beta sft_weight prompts group_size".split()}
         files = {n: str(getattr(self, n) or "") for n in ("pairs", "reference")}
         align("dpo", self.out, self.resume, settings | files, self.train)
 
 @dataclass
 class RlCommand(_Aligning):
-    "Improve a model on briefs by what its own responses earn, from --init-from RUN."
+    "Improve a model on a task by what its own responses earn, from --init-from RUN."
     algorithm: Literal["rloo", "grpo", "expert"] = "rloo" # How responses are compared
-    reward: Literal["parse", "mentions"] = "parse" # The exact judge, or one that can be fooled
+    # The exact judge, or for briefs one that can be fooled
+    reward: Literal["parse", "mentions"] = "parse"
     kl: float = 0.              # What a nat of divergence from the start costs, in reward
     prompts: int = 8            # Of a step
     group_size: int = 4         # Responses to each
@@ -1177,7 +1201,7 @@ class RlCommand(_Aligning):
     train: TrainConfig = field(default_factory=partial(_few_steps, 40, lr=6e-4, min_lr=6e-4))
 
     def run(self):
-        names = "algorithm reward kl prompts group_size staleness".split()
+        names = "task algorithm reward kl prompts group_size staleness".split()
         align("rl", self.out, self.resume, {n: getattr(self, n) for n in names}, self.train)
 
 # %% ../../nbs/90_app/90g_cli.ipynb #14b90run
@@ -1189,7 +1213,7 @@ def align(
     train:TrainConfig,
 ):
     "Run to the end and print the results."
-    from lmcourse.alignment.runs import align_to_the_end, new_alignment, open_alignment
+    from lmcourse.alignment.runs import align_to_the_end, new_alignment, open_alignment, task_of
     if bool(out) == bool(resume): raise UserError(f"{kind} needs either OUT or --resume RUN")
     if resume:
         with checking_input(): trainer = open_alignment(resume)
@@ -1204,9 +1228,10 @@ def align(
         found = align_to_the_end(trainer, run, say)
     trainer.world.destroy()
     if not trainer.world.writes: return
-    say(f"success {found['success']:.3f} on briefs that were never practised on, in "
-        f"{duration(trainer.elapsed)}; try it: lmcourse generate {run} --prompt 'Ella the mule, "
-        f"an orange cap:'")
+    task = task_of(read_json(run/"align.json"))
+    say(f"success {found['success']:.3f} on {task.name} that were never practised on, in "
+        f"{duration(trainer.elapsed)}; try it: lmcourse generate {run} --prompt "
+        f"{shlex.quote(task.samples[0])}")
 
 # %% ../../nbs/90_app/90g_cli.ipynb #90g0cur1
 @dataclass
@@ -1239,25 +1264,24 @@ class PipelineCommand:
     "The whole course in one run: from web pages to a model that does what you ask."
     out: word(Path, "OUT") = Path("runs/pipeline") # Folder: new, or begun by the same command
     until: str|None = None      # Stop after this stage; by default all are done
-    # A dozen minutes of two cores, or a model of 100 million parameters and more on a GPU
+    # A dozen minutes of two cores, or real text and a model of 100 million parameters on a GPU, with
+    # options that --scale gpu --help shows
     scale: Literal["small", "gpu"] = "small"
     dry_run: bool = False       # Of the GPU's scale: only say what each stage would take
-    gpu: str = "h100"           # Of the GPU's scale: its device, a100, h100, ...
-    data: str = "tinystories"   # Of the GPU's scale: its text, by name
+    gpu: str = "h100"           # Of a dry run: the device, a100, h100, ...
     config: PipelineConfig = field(default_factory=PipelineConfig)
 
     def run(self):
-        if self.scale == "gpu" or self.dry_run: return self.plan()
-        from lmcourse.alignment.pipeline import run_pipeline
-        with told_to_go_on(Interrupted, KeyboardInterrupt), checking_input():
-            run_pipeline(self.out, self.config, say, self.until)
+        if self.dry_run: return self.plan()
+        if self.scale == "gpu": from lmcourse.alignment.gpu_plan import run_gpu_pipeline as run
+        else: from lmcourse.alignment.pipeline import run_pipeline as run
+        with told_to_go_on(Interrupted, *CUT_OFF), checking_input():
+            run(self.out, self.config, say, self.until)
 
     def plan(self):
-        from lmcourse.alignment.gpu_plan import GpuPlan, plan_lines
+        from lmcourse.alignment.gpu_plan import plan_lines
         if self.scale != "gpu": raise UserError("dry_run goes with scale = gpu")
-        if not self.dry_run: raise UserError("scale = gpu has never been run, and is only "
-                                             "planned: add --dry-run")
-        with checking_input(): lines = plan_lines(GpuPlan(self.gpu, self.data))
+        with checking_input(): lines = plan_lines(self.config, self.gpu)
         say(*map(str, lines))
 
 # %% ../../nbs/90_app/90g_cli.ipynb #9fec4938
@@ -1441,6 +1465,16 @@ ABOUT = """Build a language model from scratch.
 
 Exit status: 0 all is well, 1 an answer is not right yet (or a bug, with a traceback), 2 refused in one line, 130 stopped."""
 
+# %% ../../nbs/90_app/90g_cli.ipynb #11a277da
+def _refuse_near_misses(args:list): # With what was probably meant
+    if args == ["bench"]: raise ValueError(f"bench needs a PART: {', '.join(BENCHES)}")
+    if args[:1] == ["bench"] and args[1] not in [*BENCHES, "-h", "--help"]:
+        raise unknown("part", args[1], BENCHES)
+    if args[:1] == ["account"] and args[1:] and args[1] in ModelConfig.presets():
+        raise ValueError(f"account: did you mean --preset {args[1]}?")
+    if args[:1] == ["account"] and any(re.match("--batch[-_]size", a) for a in args):
+        raise ValueError("account: did you mean --batch?")
+
 # %% ../../nbs/90_app/90g_cli.ipynb #75c30046
 def parse(
     args:list, # Words of the command line
@@ -1451,11 +1485,10 @@ def parse(
     if args[:1] == ["--version"]:
         say(f"lmcourse {__version__}")
         sys.exit(0)
-    if args == ["bench"]: raise ValueError(f"bench needs a PART: {', '.join(BENCHES)}")
-    if args[:1] == ["bench"] and args[1] not in [*BENCHES, "-h", "--help"]:
-        raise unknown("part", args[1], BENCHES)
-    if args[:1] == ["account"] and args[1:] and args[1] in ModelConfig.presets():
-        raise ValueError(f"account: did you mean --preset {args[1]}?")
+    _refuse_near_misses(args)
+    if args[:1] == ["pipeline"] and re.search(r"--scale[ =]gpu", " ".join(args)):
+        from lmcourse.alignment.gpu_plan import GpuConfig
+        defaults["pipeline"] = PipelineCommand(scale="gpu", config=GpuConfig())
     if args[:1] in (["train"], ["account"]):
         name = (re.findall(r"--preset[ =](\S+)", " ".join(args)) or ["quickstart"])[-1]
         training = TrainConfig.preset(name) if name in TrainConfig.presets() else TrainConfig()

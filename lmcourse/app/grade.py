@@ -11,7 +11,7 @@ __all__ = ['Exercise', 'exercise_tasks', 'find_tasks', 'answer_job', 'Verdict', 
 import ast, builtins, faulthandler, json, linecache, os, re, secrets, signal, subprocess, sys
 import tempfile, threading, time, tokenize, traceback, types
 from codecs import getincrementaldecoder
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import date
 from importlib import import_module
 from importlib.resources import files
@@ -105,7 +105,9 @@ def _pieces(path:Path)->list: # (name in tracebacks, source)
     try: cells = [c for c in read_json(path)["cells"] if c["cell_type"] == "code"]
     except (ValueError, KeyError,
             TypeError): raise ValueError(f"{path.name}: not a notebook") from None
-    def wanted(c): return "raises-exception" not in (c.get("metadata") or {}).get("tags", ())
+    def wanted(c): # A cell that writes the modules of the course is no part of an answer
+        return ("raises-exception" not in (c.get("metadata") or {}).get("tags", ())
+                and "nbdev_export(" not in "".join(c["source"]))
     return [(f"{path}, code cell {i}", _without_magics("".join(c["source"])))
             for i,c in enumerate(cells, 1) if wanted(c)]
 
@@ -122,6 +124,19 @@ def _run_file(path:Path)->dict: # Names that the file defines
     return {k: v for k,v in vars(module).items() if not k.startswith("_")
             and not isinstance(v, types.ModuleType)}
 
+# %% ../../nbs/90_app/90e_grade.ipynb #d3da5957
+def _nothing(): ...
+
+def _blank(value)->bool: # The place of an answer in the student edition, not filled in
+    if isinstance(value, dict): return bool(value) and all(v is None for v in value.values())
+    if not isinstance(value, types.FunctionType): return value is None
+    code, empty = value.__code__, _nothing.__code__
+    return code.co_code == empty.co_code and code.co_consts == empty.co_consts
+
+def _imported(value)->bool: # The module of the answer itself has no `__spec__`
+    home = sys.modules.get(str(getattr(value, "__module__", "")))
+    return callable(value) and getattr(home, "__spec__", None) is not None
+
 # %% ../../nbs/90_app/90e_grade.ipynb #ba1f13a5
 def _fits(value, kind:str)->bool:
     if kind == "Callable": return callable(value)
@@ -131,7 +146,8 @@ def _fits(value, kind:str)->bool:
 def _pick(task:Exercise, found:dict, alone:bool
 )->str: # Which of the names that a file defines is the answer. `alone`: it holds no other
     names = [task.name, task.defines] if alone or task.defines != "answer" else [task.name]
-    fitting = [k for k in found if any(_same_name(k, n) for n in names)
+    named = [k for k in found if any(_same_name(k, n) for n in names)]
+    fitting = [k for k in named if not _blank(found[k])
                and (_fits(found[k], task.kind) or _same_name(k, task.defines))]
     own = [k for k in fitting
            if not str(getattr(found[k], "__module__", "")).startswith("lmcourse.")]
@@ -141,7 +157,9 @@ def _pick(task:Exercise, found:dict, alone:bool
     if fitting:
         raise NotDefined(f"{fitting[0]} comes from {found[fitting[0]].__module__}; {task.id} asks "
                          f"for your own")
-    there = ", ".join(list(found)[:20]) or "nothing"
+    for k in named:
+        if _blank(found[k]): raise NotDefined(f"{k} is still empty: no answer to {task.id} yet")
+    there = ", ".join([k for k in found if not _imported(found[k])][:20]) or "nothing"
     raise NotDefined(f"defines no {task.defines}, which {task.id} asks for (case and underscores "
                      f"do not matter); it defines {there}")
 
@@ -447,6 +465,7 @@ def find_answers(exercise:str, path:Path, seconds:float=60., progress:Path|None=
     tasks = find_tasks(exercise, exercise_tasks())
     return tasks, answer_files(tasks, path)
 
+# %% ../../nbs/90_app/90e_grade.ipynb #35b9280a
 def check_exercise(
     exercise:str,            # An exercise, such as 03.rope, or a chapter
     path:Path,               # File with the answer or answers, or a folder with a file for each
@@ -458,8 +477,16 @@ def check_exercise(
     Raises `ValueError` or `OSError`, as `find_answers` does, before any file runs."""
     (tasks, answers), right, wrong, other = (find_answers(exercise, path, seconds, progress), 0, 0,
                                              "")
+    broken:dict = {} # File that doesn't run to its end: its verdict, and the answers after it
     for task,file in answers.items():
+        if file in broken:
+            first, more = broken[file]
+            more.append(task)
+            wrong += 1
+            if progress is not None: note_verdict(progress, replace(first, task=task), file.name)
+            continue
         verdict = check_file(task, file, seconds, alone=len(tasks) == 1 or path.is_dir())
+        if verdict.words.startswith("your file "): broken[file] = verdict, []
         if verdict.state == "unusable":
             other = f"{file.name}: {verdict.words}"
             if len(answers) > 1: say(f"{task.id}: {other}")
@@ -467,6 +494,10 @@ def check_exercise(
         say(str(verdict))
         if progress is not None: note_verdict(progress, verdict, file.name)
         right, wrong = right + (verdict.state == "right"), wrong + (verdict.state == "wrong")
+    for file,(_, more) in broken.items():
+        if not more: continue
+        name = " to ".join(dict.fromkeys((more[0].id, more[-1].id)))
+        say(f"{name}: not yet: {file.name} has to run to its end first")
     if not right + wrong: raise UserError(other)
     if len(tasks) > 1:
         say(f"chapter {tasks[0].chapter}: {right} right, {wrong} not yet, "

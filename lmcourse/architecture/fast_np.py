@@ -23,7 +23,7 @@ from .layers_np import RowGradient, require_dy, require_ffn, require_linear
 from .layers_np import require_norm, require_shape, require_targets
 from .layers_np import array_module
 from .layers_np import embedding_backward, ffn_backward, ffn_forward
-from .layers_np import linear_backward, linear_forward
+from .layers_np import named_linear, named_linear_backward
 from .attention_np import require_params, multihead_backward, multihead_forward
 from .transformer_np import Ops, add_norm_backward, add_norm_forward
 from .transformer_np import check_params, head_loss, loss_and_grads
@@ -178,15 +178,15 @@ def fast_ffn_forward(
     name, gated = FFN_KINDS[kind].activation, FFN_KINDS[kind].gated
     if name not in _EXPONENTIAL or not _kernels_fit(x):
         return _readable(ffn_forward(x, params, kind))
-    linear = lambda name, x: linear_forward(x, params[f"{name}.weight"], params.get(f"{name}.bias"))
-    (a, first), (b, third) = linear("w1", x), linear("w3", x) if gated else (None, None)
+    a, first = named_linear(x, params, "w1")
+    b, third = named_linear(x, params, "w3") if gated else (None, None)
     e, y, gelu = np.empty_like(a) if _EXPONENTIAL[name] else None, np.empty_like(a), name == "gelu"
     if e is not None:
         exponents(a.ravel(), gelu, e.ravel())
         # 1/(1 + infinity) is 0, as it should be
         with np.errstate(over="ignore"): np.exp(e, out=e)
     gate(a.ravel(), None if b is None else b.ravel(), None if e is None else e.ravel(), y.ravel())
-    out, second = linear("w2", y)
+    out, second = named_linear(y, params, "w2")
     return out, (a, b, e, gelu, first, second, third)
 
 # %% ../../nbs/03_architecture/03h_fast_np.ipynb #b89b6b9e
@@ -198,17 +198,15 @@ def fast_ffn_backward(
     if cache[0] is None: return ffn_backward(dy, cache[1])
     a, b, e, gelu, first, second, third = cache
     # In front of w2; it becomes the gradient of `a` in its place
-    da, *second = linear_backward(dy, second)
+    da, grads = named_linear_backward(dy, second, "w2")
     db = None if b is None else np.empty_like(b)
     flat = lambda z: None if z is None else z.ravel()
     gate_backward(flat(da), flat(a), flat(b), flat(e), gelu, flat(da), flat(db))
-    dx, *first = linear_backward(da, first)
-    grads = dict(w1=first, w2=second)
-    if db is not None:
-        dx3, *grads["w3"] = linear_backward(db, third)
-        dx += dx3
-    return dx, {f"{w}.{part}": g for w,pair in grads.items()
-                for part,g in zip(("weight", "bias"), pair) if g is not None}
+    dx, dfirst = named_linear_backward(da, first, "w1")
+    if db is None: return dx, grads | dfirst
+    dx3, dthird = named_linear_backward(db, third, "w3")
+    dx += dx3
+    return dx, grads | dfirst | dthird
 
 # %% ../../nbs/03_architecture/03h_fast_np.ipynb #b1ec39a7
 @fused
@@ -364,9 +362,7 @@ def fast_multihead_forward(
     require_params(params, c)
     if c.position != "rope": tables = None
     else: _check_tables(tables, T, c.head_size)
-    linear = lambda name, x: linear_forward(x, params[f"{name}_proj.weight"],
-                                            params.get(f"{name}_proj.bias"))
-    made = {n: linear(n, x) for n in "qkv"}
+    made = {n: named_linear(x, params, f"{n}_proj") for n in "qkv"}
     heads, norms = {n: y.reshape(-1, T, y.shape[-1]//c.head_size, c.head_size)
                     for n,(y,_) in made.items()}, {}
     # always RMSNorm, whatever norm the stream has
@@ -376,7 +372,7 @@ def fast_multihead_forward(
     if tables:
         for n in "qk": turn_pairs(heads[n], *tables, _ONE)
     out, attended = fast_attention_forward(heads["q"], heads["k"], heads["v"], c.window)
-    y, last = linear("output", out.reshape(*shape[:-1], -1))
+    y, last = named_linear(out.reshape(*shape[:-1], -1), params, "output_proj")
     return y, ({n: m for n,(_,m) in made.items()}, norms, tables, attended, last)
 
 # %% ../../nbs/03_architecture/03h_fast_np.ipynb #495a2971
@@ -387,18 +383,18 @@ def fast_multihead_backward(
     "Compute the gradients of `fast_multihead_forward`."
     if cache[0] is None: return multihead_backward(dy, cache[1])
     made, norms, tables, attended, last = cache
-    dout, *output = linear_backward(dy, last)
+    dout, grads = named_linear_backward(dy, last, "output_proj")
     heads = dict(zip("qkv", fast_attention_backward(dout.reshape(attended[0].shape), attended)))
     for n in "qk" if tables else "": turn_pairs(heads[n], *tables, -_ONE)
-    grads, dx = dict(output_proj=output), None
+    dx = None
     for n,d in heads.items():
         if n in norms:
             d, dnorm = fast_norm_backward(d, norms[n])
-            grads[f"{n}_norm"] = [dnorm["weight"]]
-        dn, *grads[f"{n}_proj"] = linear_backward(d.reshape(*dy.shape[:-1], -1), made[n])
+            grads[f"{n}_norm.weight"] = dnorm["weight"]
+        dn, dlinear = named_linear_backward(d.reshape(*dy.shape[:-1], -1), made[n], f"{n}_proj")
+        grads |= dlinear
         dx = dn if dx is None else np.add(dx, dn, out=dx)
-    return dx, {f"{name}.{part}": g for name,pair in grads.items()
-                for part,g in zip(("weight", "bias"), pair) if g is not None}
+    return dx, grads
 
 # %% ../../nbs/03_architecture/03h_fast_np.ipynb #3ede6abd
 @fused

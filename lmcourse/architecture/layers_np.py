@@ -14,6 +14,7 @@ __all__ = ['ACTIVATIONS_NP', 'array_module', 'at_least_float32_np', 'truncated_n
 import math, sys
 import numpy as np
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any
 from ..tools.config import FFN_KINDS, unknown
 
@@ -315,27 +316,15 @@ def silu_backward(
     require_dy(dy, x.shape, x.dtype)
     return _like(dy*(gate + x*gate*(1 - gate)), x)
 
-# %% ../../nbs/03_architecture/03a_layers_np.ipynb #8b982ca5
-_FAR = 40.0 # beyond it no gate in float64 changes any more
-def _tails(t): # exp(a²/2) Φ(-a) for a = 3 (1 - t)/(1 + t), number by number
-    return np.array([math.exp(a*a/2)*math.erfc(a/math.sqrt(2))/2
-                     for a in (3*(1 - t)/(1 + t)).tolist()])
-
-_SERIES = np.polynomial.Chebyshev.interpolate(_tails, 20, domain=[(3 - 37)/(3 + 37), 1])
-# Python's floats, which keep float32 as it is
-_TAIL = _SERIES.convert(kind=np.polynomial.Polynomial).coef.tolist()
-
 # %% ../../nbs/03_architecture/03a_layers_np.ipynb #4c183fb0
+_FAR = 40.0 # beyond it no gate in float64 changes any more
+
 def normal_cdf(
     x:np.ndarray, # float32 or float64, any shape
 )->np.ndarray: # Same shape and type as `x`
     "Compute the probability Φ(x) that a standard normal number is below `x`."
-    xp = array_module(x)
-    a = xp.minimum(xp.abs(x), _FAR)
-    t, tail = (3 - a)/(3 + a), 0.
-    for c in reversed(_TAIL): tail = tail*t + c
-    tail = tail*xp.exp(-a*a/2)
-    return xp.where(x < 0, tail, 1 - tail)
+    special = "scipy.special" if array_module(x) is np else "cupyx.scipy.special"
+    return import_module(special).ndtr(x)
 
 # %% ../../nbs/03_architecture/03a_layers_np.ipynb #fb192b48
 def gelu_forward(

@@ -285,6 +285,15 @@ def _join(keys, order, band, values, starts, threshold, parent): # Count of veri
         low = high
     return verified
 
+# %% ../../nbs/13_curation/13g_minhash.ipynb #bb07e52d
+def _neighbours(keys:np.ndarray)->np.ndarray: # Pairs of documents that share a key `(2, pairs)`
+    pairs = [np.empty((2, 0), np.int64)]
+    for column in keys.T:                       # In the order of the keys, each with the next
+        order = np.argsort(column)
+        same = np.flatnonzero(column[order[1:]] == column[order[:-1]])
+        pairs.append(np.stack([order[same], order[same + 1]]))
+    return np.concatenate(pairs, 1)
+
 # %% ../../nbs/13_curation/13g_minhash.ipynb #13g00043
 def cluster(
     keys:np.ndarray,   # uint64 `(documents, bands)`
@@ -305,12 +314,7 @@ def candidates(
     keys:np.ndarray, # uint64 `(documents, bands)`
 )->np.ndarray: # Sorted positions of the candidates
     "Find the documents that share a key with a different one: only they must be compared."
-    meets = np.zeros(len(keys), bool)
-    for column in keys.T:
-        order = np.argsort(column)
-        same = np.flatnonzero(column[order[1:]] == column[order[:-1]])
-        meets[order[same]] = meets[order[same + 1]] = True
-    return np.flatnonzero(meets)
+    return np.unique(_neighbours(keys))
 
 def near_duplicates(
     texts:list,     # Documents
@@ -325,27 +329,19 @@ def near_duplicates(
     return first
 
 # %% ../../nbs/13_curation/13g_minhash.ipynb #e800ed7a
-@kernel
-def _meet(column, order, parent): # Group documents with equal keys
-    for k in range(1, len(order)):
-        i, j = order[k-1], order[k]
-        if column[i] == column[j]:
-            i, j = _find(parent, i), _find(parent, j)
-            parent[max(i, j)] = min(i, j)
-
 def meetings(
     keys:np.ndarray,  # uint64 `(documents, bands)`
     most:int=10_000,  # Documents per array, unless a single group has more
 )->list: # Arrays of sorted positions
     "Group the candidates; documents connected by shared keys are in one array."
-    parent = np.arange(len(keys))
-    for band in range(keys.shape[1]):
-        column = keys[:, band].copy()
-        _meet(column, np.argsort(column), parent)
-    while (parent[parent] != parent).any(): parent = parent[parent]
-    some = np.flatnonzero(np.bincount(parent, minlength=len(keys))[parent] > 1)
-    some = some[np.argsort(parent[some], kind="stable")]
-    begins = np.flatnonzero(np.diff(parent[some], prepend=-1))
+    from scipy.sparse import coo_array
+    from scipy.sparse.csgraph import connected_components
+    pairs, n = _neighbours(keys), len(keys)
+    graph = coo_array((np.ones(pairs.shape[1]), tuple(pairs)), (n, n))
+    group = connected_components(graph, directed=False)[1]
+    some = np.flatnonzero(np.bincount(group, minlength=len(keys))[group] > 1)
+    some = some[np.argsort(group[some], kind="stable")]
+    begins = np.flatnonzero(np.diff(group[some], prepend=-1))
     cuts = begins[1:][np.diff(begins//most) > 0]
     return [np.sort(part) for part in np.split(some, cuts) if len(part)]
 

@@ -28,10 +28,13 @@ def fill(
 
 # %% ../../nbs/13_curation/13a_web.ipynb #dd4ad403
 @cache
+def _sections(name:str)->dict: # Name of a section to its lines
+    parts = re.split(r"^\[(\w+)\]\n", data_text(name), flags=re.M)[1:]
+    return {title: body.strip().split("\n") for title,body in zip(parts[::2], parts[1::2])}
+
 def language_sentences()->dict: # Code of the language to its templates
     "The course's own sentences in eight languages; line n says the same in each."
-    parts = re.split(r"^\[(\w+)\]\n", data_text("languages.txt"), flags=re.M)[1:]
-    return {name: body.strip().split("\n") for name,body in zip(parts[::2], parts[1::2])}
+    return _sections("languages.txt")
 
 # %% ../../nbs/13_curation/13a_web.ipynb #440be43a
 KINDS = {                     # Kind of a page: its share of the web, and what it is
@@ -69,84 +72,15 @@ class Page:
     original:str=""   # For copies: the id of the page that was copied
     edits:int=0       # For near copies: words changed
     pii:tuple=()      # Planted `(kind, text)`, kind `email`, `phone` or `ip`
-    trap:str=""       # One of `TRAPS`: something among the text that isn't text
+    trap:str=""       # One of `TRAPS`: something in the text that isn't story
     body:bytes=b""    # As a browser has it, after decompression
-
-# %% ../../nbs/13_curation/13a_web.ipynb #cbd8edf6
-_SPAM = """\
-(Buy|Order|Get) your (watch|handbag|mattress) (now|today) and save (half|most) of the price.
-This (offer|deal) ends (tonight|on Sunday), so (do not wait|act fast) and click on the button.
-Thousands of (happy|smart) customers have already made (money|a fortune) with our simple system.
-You will not believe how (easy|cheap) it is to (lose weight|get rich) with this one trick.
-We ship to all countries and the (delivery|first month) is free for you and your family.
-Enter your (code|name) and win a (phone|car|holiday) that is worth more than you think.
-No risk: we give you the money back if you are not (happy|richer) after (ten|thirty) days.
-The best (casino|credit|insurance) of the year is waiting for you with a bonus.
-Doctors (hate|fear) this (pill|powder), and that is the reason to try it today.
-Our (prices|discounts) are the lowest on the market, and they have never been this low.
-Subscribe to the (newsletter|channel) and be the first to hear of the next (sale|bargain).
-Only a few (pieces|places) are left, and other buyers have them in their basket.
-With a loan of ours you can pay for the (kitchen|wedding|car) that you have always wanted.
-Click here to (claim|unlock) the gift that we have reserved for (you|your account).
-Save money (now|today) with the (lowest|best) prices for a new phone or car.
-You can win a (holiday|fortune) if you subscribe (tonight|today), and it is free.
-Our customers get rich in ten days, so click on the (button|link) before the offer ends.
-The (bonus|discount) is free for the first (hundred|thousand) customers who order today.
-Lose weight with this simple (pill|trick), or we give you all of your money back.
-Free delivery, low prices and a (bonus|gift) for every new account: buy now."""
-
-# %% ../../nbs/13_curation/13a_web.ipynb #9e2c7dec
-_NSFW = """\
-This (club|page) is for adults only, and you must be over eighteen to (enter|look).
-(She|He) slowly took off the (shirt|robe) and came (closer|to the bed) with a smile.
-Our (steamy|naughty|sexy) photos are waiting for you behind the (curtain|door).
-They kissed on the (sofa|balcony) until nobody thought of the (film|dinner) any more.
-Meet (sexy|hot) singles of your (town|street) and chat with them (tonight|all night long).
-The (dancer|model) wore nothing but a (hat|necklace) and high heels.
-Lingerie for lovers: (silk|lace) that is made to be taken off in the bedroom.
-He whispered what he would do to her (in bed|under the shower), and she blushed with desire.
-The (erotic|naked) pictures in this (gallery|calendar) are not meant for children.
-A (passionate|wild) night in a (hotel|motel), told with all the naked details.
-Undress, lie down and let a (lover|masseur) do the rest to your body.
-The party was hot, the couples were half naked, and desire was in the air.
-(Sexy|Naughty) girls of your town want to (chat|meet) tonight in this adult club.
-She was naked under the (robe|shirt), and he came to the bed and kissed her.
-Adult (photos|films) with hot couples: you must be over eighteen to look at them.
-He took off her lace (lingerie|stockings) and slowly kissed her body.
-A (sexy|steamy) massage for lovers, with all the erotic details on this page.
-The naughty (calendar|film) shows the model in bed and under the shower.
-They were hot with desire, and she began to undress (him|her lover) on the sofa.
-Erotic (chat|stories) for adults: singles tell what they do in the bedroom at night."""
-
-# %% ../../nbs/13_curation/13a_web.ipynb #abbf1f34
-_TOXIC = """\
-You are (an idiot|a stupid fool|a loser), and (everyone|the whole town) knows it.
-Shut up, (moron|clown), nobody wants to hear your (stupid|pathetic) opinion.
-I (hate|despise) people like you, and I hope that you (fail|suffer).
-What a (dumb|pathetic|disgusting) thing to say, you worthless (liar|pig).
-Go away and never come back, because you (make me sick|ruin everything).
-Only a complete (moron|idiot) could believe this (garbage|nonsense).
-Your (mother|dog) must be ashamed of such an ugly (loser|idiot).
-Those (idiots|pigs) from the (valley|other side) are all stupid and dirty.
-Nobody likes you, nobody ever will, and you (know|deserve) it.
-You write like a (donkey|drunk), so do us all a favour and shut your stupid mouth.
-I will (laugh|dance) when you lose everything, you miserable (fool|coward).
-Get lost, you disgusting (coward|clown), before somebody throws you out.
-You are a worthless (liar|coward) and an idiot, and I despise you.
-Nobody wants to hear a (dumb|stupid) loser like you, so shut up and go away.
-What a pathetic (fool|clown) you are, with your stupid garbage.
-I hate this (moron|pig), and everyone hopes that he will fail and suffer.
-You make me sick, you (ugly|dirty) pig, and your opinion is disgusting nonsense.
-Those (losers|fools) are too dumb to know how miserable and pathetic they are.
-Shut your (ugly|stupid) mouth, idiot, or get lost and never come back.
-Such a (liar|moron) deserves to lose everything, and I will laugh at the fool."""
 
 # %% ../../nbs/13_curation/13a_web.ipynb #bf16448e
 def class_sentences(
     kind:str, # `spam`, `nsfw` or `toxic`
 )->list: # Templates for `fill`
     "The sentences of a planted class. The web uses every second one, as with the languages."
-    return dict(spam=_SPAM, nsfw=_NSFW, toxic=_TOXIC)[kind].split("\n")
+    return _sections("classes.txt")[kind]
 
 # %% ../../nbs/13_curation/13a_web.ipynb #8f7cd542
 def edit_words(
@@ -267,7 +201,7 @@ def _unclosed(p:_Parts)->str: # As pages were written by hand
     return f"<H2>{p.title}</H2>\n<UL>{menu}\n</UL>\n{text}\n<HR><P><I>{p.footer}</I>"
 
 def _entities(p:_Parts)->str:
-    def named(text): # What is a tag or an entity stays
+    def named(text): # Tags and entities stay as they are
         if text[:1] in ("<", "&"): return text
         return "".join(f"&#{ord(c)};" if c in "wzKk" else "&nbsp;" if c == " " and i % 9 == 4
                        else "&quot;" if c == '"' else c for i,c in enumerate(text))
@@ -343,7 +277,7 @@ def _sites(seed:int)->list: # Each layout at least once
     return sites
 
 # %% ../../nbs/13_curation/13a_web.ipynb #c7be27fd
-TRAPS = {                       # Something in the text that isn't text
+TRAPS = {                       # Something in the text that isn't story
     "hyphens": "soft hyphens inside long words",
     "byline": "who wrote it and when",
     "caption": "a line under a picture",
@@ -636,7 +570,7 @@ def _member_end(file, at:int)->int: # The byte after it and its padding; 0 if it
     while file.read(1) == b"\0": end += 1
     return end
 
-def _next_member(file, at:int)->int: # That is whole; the end of the file if there is none
+def _next_member(file, at:int)->int: # Start of the next whole one, or the end of the file
     while True:
         file.seek(at)
         block = file.read(1 << 20)

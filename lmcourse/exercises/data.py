@@ -29,7 +29,7 @@ def _same(got, right)->bool: # Of the same kind and value; floats nearly
     return math.isclose(got, right, rel_tol=1e-6, abs_tol=1e-12)
 
 def _grade(f:Callable, right:Callable, cases:list, mistakes:dict, run:Callable=run_answer):
-    # Words to a wrong function
+    # An error for a wrong function
     def shows(wrong, case): # Does the answer do there what this mistake does?
         try: return _same(run(f, *case), run(wrong, *case))
         except (ArithmeticError, ValueError, AssertionError, LookupError): return False

@@ -11,6 +11,7 @@ import math, operator
 from collections.abc import Callable, Iterable, Iterator
 import numpy as np
 import torch
+from ..architecture.layers_np import softmax_forward
 
 # %% ../../nbs/05_generation/05a_sampling.ipynb #c5263c7a
 def _shifted(logits:torch.Tensor
@@ -155,14 +156,17 @@ def sample(
     generator:torch.Generator, # Random generator; one uniform number is used for each row
 )->torch.Tensor: # Token ids `(...)`, int64, on the device of `probs`
     "Draw one token from each row. Raises `ValueError` if `probs` is not a distribution."
-    totals = probs.sum(-1)
-    if not ((probs >= 0).all() and ((totals - 1).abs() < 0.01).all()):
-        raise ValueError(f"probs: smallest {probs.min()}, sums {totals.min()} to {totals.max()}, "
-                         f"expected none below 0 and sums of 1")
+    _check_distribution(probs)
     sums = probs.to(generator.device).double().cumsum(-1)
     u = torch.rand(*probs.shape[:-1], 1, dtype=torch.float64, generator=generator,
                    device=generator.device)
     return torch.searchsorted(sums/sums[..., -1:], u, right=True).squeeze(-1).to(probs.device)
+
+def _check_distribution(probs): # A tensor or an array `(..., V)`
+    totals = probs.sum(-1)
+    if not ((probs >= 0).all() and (abs(totals - 1) < 0.01).all()):
+        raise ValueError(f"probs: smallest {probs.min()}, sums {totals.min()} to {totals.max()}, "
+                         f"expected none below 0 and sums of 1")
 
 # %% ../../nbs/05_generation/05a_sampling.ipynb #ae1b56cf
 def chi_squared(
@@ -183,10 +187,6 @@ def chi_squared(
     return torch.special.gammaincc(torch.tensor((len(expected) - 1)/2).double(), statistic/2).item()
 
 # %% ../../nbs/05_generation/05a_sampling.ipynb #d3689e79
-def _softmax_np(logits:np.ndarray)->np.ndarray:
-    probs = np.exp(logits - logits.max(-1, keepdims=True))
-    return probs/probs.sum(-1, keepdims=True)
-
 def _penalized_np(logits:np.ndarray, value:float, seen)->np.ndarray: # Logits
     seen = np.asarray(seen if isinstance(seen, np.ndarray) else list(seen), np.int64)
     _check_seen(seen, logits.shape[-1])
@@ -213,7 +213,7 @@ def next_token_probs_np(
     if temperature < np.finfo(logits.dtype).tiny: temperature, top_k = 1.0, 1       # Greedy
     logits = (logits - logits.max(-1, keepdims=True))/temperature
     order = np.argsort(-logits, axis=-1, kind="stable")
-    probs, out = _softmax_np(np.take_along_axis(logits, order, -1)), np.empty_like(logits)
+    probs, out = softmax_forward(np.take_along_axis(logits, order, -1))[0], np.empty_like(logits)
     np.put_along_axis(out, order, _cut_np(probs, top_k, top_p, min_p), -1)
     return out
 
@@ -260,12 +260,9 @@ def sample_np(
     source:Iterator[float],  # Uniform numbers, as from `uniforms`; one is used for each row
 )->np.ndarray: # Token ids `(...)`, int64
     "Do the same as `sample` in NumPy. Raises `ValueError` if `probs` is not a distribution."
-    totals = probs.sum(-1)
-    if not ((probs >= 0).all() and (abs(totals - 1) < 0.01).all()):
-        raise ValueError(f"probs: smallest {probs.min()}, sums {totals.min()} to {totals.max()}, "
-                         f"expected none below 0 and sums of 1")
+    _check_distribution(probs)
     sums = probs.astype(np.float64).cumsum(-1)
-    u = np.fromiter(source, np.float64, totals.size).reshape(*totals.shape, 1)
+    u = np.fromiter(source, np.float64, sums[..., 0].size).reshape(*sums.shape[:-1], 1)
     return (sums/sums[..., -1:] <= u).sum(-1)
 
 # %% ../../nbs/05_generation/05a_sampling.ipynb #715daca3

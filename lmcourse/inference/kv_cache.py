@@ -19,7 +19,7 @@ from operator import index
 from typing import Any
 from collections.abc import Callable
 from ..tools.config import ModelConfig, refuse_fields
-from ..tools.compiled import add_one, fused, give_way, peek
+from ..tools.compiled import add_one, fused, give_way, peek, prefetch
 from ..architecture.attention_np import rope_tables_np
 from ..architecture.layers_np import ACTIVATIONS_NP
 from ..architecture.transformer_np import check_params, sinusoidal_table
@@ -227,8 +227,8 @@ class GraphDecoder(CachedDecoder):
 # %% ../../nbs/07_inference/07a_kv_cache.ipynb #8c220aa8
 class Plain:
     """A weight matrix as it is.
-    What stands in its place has `w(x)` and `num_bytes`; with `arrays`, of which `dot_rows` knows
-    the types, it is fast."""
+    An object in its place needs `w(x)` and `num_bytes`. It is fast if it also has `arrays` of types
+    that `dot_rows` knows."""
     def __init__(self, weight:np.ndarray): self.arrays = (weight,)          # float32 `(out, in)`
     def __call__(self, x:np.ndarray)->np.ndarray: # `(n, in)` to `(n, out)`
         return x@self.arrays[0].T
@@ -256,6 +256,7 @@ def _pack_layers(stack:np.ndarray, pack
 
 # %% ../../nbs/07_inference/07a_kv_cache.ipynb #15580fa1
 _ZERO, _ONE = np.float32(0), np.float32(1)
+_AHEAD = 256 # how many numbers ahead of each place to fetch: 1 KiB
 
 # %% ../../nbs/07_inference/07a_kv_cache.ipynb #c97579c2
 @fused
@@ -265,6 +266,8 @@ def dot_far(w, x, out, start, stop):
     T, D, n = len(x), x.shape[1], (stop - start)//4
     for r in range(start, start + n):
         w0, w1, w2, w3 = w[r], w[r + n], w[r + 2*n], w[r + 3*n]
+        for j in range(_AHEAD, _AHEAD + D, 16):            # one line of the cache has 16 numbers
+            prefetch(w0, j); prefetch(w1, j); prefetch(w2, j); prefetch(w3, j)
         for t in range(T):
             a = b = c = d = _ZERO
             for j in range(D):

@@ -161,7 +161,7 @@ def find_repeat(
 
 # %% ../../nbs/07_inference/07c_speculative.ipynb #9b81c700
 class PromptLookup:
-    "Drafts what followed the longest end of the text when it stood there before."
+    "Drafts what followed the end of the text where it occurred before, for the longest such end."
     def __init__(self,
         vocab_size:int, # V
         shortest:int=2, # Ends of fewer tokens are not looked up
@@ -171,7 +171,7 @@ class PromptLookup:
 
     def propose(self, ids:list, count:int, to_probs:Callable, draw:Callable
     )->tuple: # As for `DraftModel.propose`; nothing is drawn
-        """What followed before; where that reaches the end of the text, it goes on with what it
+        """Propose what followed before. At the end of the text, go on with what was just
         proposed."""
         length, stop = find_repeat(ids, max(8, self.shortest))
         text = list(ids)
@@ -249,8 +249,8 @@ def exact_law(
     # a key
     run:Callable,
 )->dict: # Result to probability
-    """How a random program's result is distributed: it runs once for each possible sequence of
-    answers of `draw`."""
+    """Compute the distribution of a random program's result. The program runs once for each
+    possible sequence of answers of `draw`."""
     law:dict = {}
     scripts:list = [[]]
     while scripts:
@@ -275,8 +275,8 @@ def acceptance_rate(
     # How many tokens were proposed and accepted in each round, as `speculate` notes them
     rounds:list,
 )->float: # α, 0 to 1; 0 if nothing was proposed
-    """The share of the proposals accepted; those behind a refused one were never looked at and do
-    not count."""
+    """Compute the share of the proposals that were accepted. Those after a rejected one were never
+    looked at and do not count."""
     looked_at = sum(min(accepted + 1, proposed) for proposed,accepted in rounds)
     return sum(accepted for _,accepted in rounds)/looked_at if looked_at else 0.
 
@@ -284,7 +284,7 @@ def expected_tokens(
     rate:float,    # α, 0 to 1
     lookahead:int, # γ
 )->float: # Tokens a round, 1 to γ + 1
-    """What a round gives on average if each proposal is accepted with the same probability.
+    """Compute the mean number of tokens of a round, if all proposals are accepted equally often.
     Leviathan et al. 2023, equation 1."""
     if not 0 <= rate <= 1: raise ValueError(f"rate = {rate}, expected 0 to 1")
     return sum(rate**i for i in range(lookahead + 1))
@@ -295,6 +295,6 @@ def expected_speedup(
     draft_cost:float,     # c: the time of a draft's step, in steps of the model
     pass_cost:float=1.,   # v: the time of a pass over γ + 1 tokens, in steps of the model
 )->float: # Over 1 where speculation is faster
-    """How much faster than token by token. Leviathan et al.
+    """Compute the speedup over token by token. Leviathan et al.
     2023, theorem 3.8, where `pass_cost` is 1."""
     return expected_tokens(rate, lookahead)/(lookahead*draft_cost + pass_cost)

@@ -52,7 +52,7 @@ def story_pieces(
     seed:int=0,   # Seed of `Stories`; the stories are the same
     stories:Stories|None=None, # Source of the rules; None for the course's
 ): # An endless iterator with one list of `(words, role)` per story
-    "Yield stories in pieces, each with the rule that made it."
+    "Yield stories in pieces, each with the rule that produced it."
     source = stories or Stories()
     writer = RoleWriter(source.rules, seed)
     while True:

@@ -61,7 +61,7 @@ def count_words(
     special_tokens:Iterable[str]|None=None, # Where documents are split; not counted
 )->Counter: # Distinct pre-tokens in UTF-8, and how often each occurs
     """Count the words that BPE trains on.
-    Raises `TypeError` if `texts` is a single string or contains something else than strings."""
+    Raises `TypeError` if `texts` is a single string or contains anything but strings."""
     if isinstance(texts, str):
         raise TypeError("texts is one str, expected an iterable of them: [text]")
     split, counts = special_pattern(special_tokens).split, Counter()

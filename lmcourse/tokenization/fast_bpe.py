@@ -965,7 +965,7 @@ def encode_span(text, i, n, tables, out, t):
 TABLES = types.Tuple((types.uint8[::1], types.int64[::1], types.uint64[:,::1], types.uint64[:,::1],
                       types.uint8[::1], types.uint32[::1], types.int64[::1]))
 SEGMENTS = types.UniTuple(types.int64[::1], 4)
-AT = 70                                         # where the segments stand in the memory
+AT = 70                                         # where the segments begin in the memory
 
 @kernel
 def pack_tables(memory, classes, byte_ids, pairs, rows, store, pool, scratch):

@@ -114,7 +114,7 @@ def prefetch(typingctx, array, i):
     return types.void(array, types.int64), codegen
 
 if not compiles():
-    def prefetch(array, i): "Do nothing: plain Python has no such instruction."
+    def prefetch(array:Any, i:int): "Do nothing: plain Python has no such instruction."
 
 @intrinsic
 def trailing_zeros(typingctx, x):

@@ -447,6 +447,9 @@ class TrainConfig(_Descent):
     # Order of forward and backward passes in a pipeline
     pipeline_parallel_schedule:Literal["GPipe", "1F1B", "Interleaved1F1B"] = "1F1B"
     timeout_seconds:int = 600       # Wait that long for another process before giving up
+    def windows_per_step(self, context_length:int)->int: # Tokens per window
+        "Count the windows of a step, all processes together."
+        return self.tokens_per_step//context_length if self.tokens_per_step else self.batch_size
     @property
     def on_mesh(self)->bool: # Whether more than the batch is shared out, in a way other than shard
         sizes = {self.data_parallel_replicate_degree, self.context_parallel_degree,

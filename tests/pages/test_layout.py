@@ -272,6 +272,9 @@ def sidebar():
 def test_sidebar_lists_every_notebook_once():
     "Its order is that of readers: the first pages, the chapters, and the tools of the course at the end. A page stands in a section of its number."
     found = list(sidebar())
+    listed = {n for _, main, more in found for n in main + more}
+    odd = listed ^ {nb.as_posix() for nb in PAGES.values()}
+    assert not odd, f"in only one of _quarto.yml and nbs: {sorted(odd)}"
     assert sorted(n for _, main, more in found for n in main + more) == sorted(nb.as_posix() for nb in PAGES.values())
     assert [main for section, main, _ in found if not section] == [[f"{n}.ipynb"] for n in FIRST] and [s for s, _, _ in found[:len(FIRST)]] == [""] * len(FIRST)
     elsewhere = {Path(n).stem for s, main, more in found for n in main + more if s and Path(n).stem[:2] != s[:2]}
