@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("torch")
 from lmcourse.ablations import speedrun
-from lmcourse.ablations.speedrun import CHANGES, CONTESTANTS, COOLDOWN, DATA, GRID, Contestant, Racer, changed, changes_table, race, race_table, rungs_of
+from lmcourse.ablations.speedrun import CONTESTANTS, COOLDOWN, DATA, Contestant, Racer, changed, changes_table, race, race_table, rungs_of
 from lmcourse.ablations.sweep import paired_difference, read_lines
 from lmcourse.tools.checks import expect_error
 from lmcourse.training.optim_torch import learning_rate
@@ -130,10 +130,45 @@ def test_nanogpts_model_has_gpt2s_parameters_and_first_weights():
         assert found == pytest.approx(.02/(2*L)**.5 if name.endswith(("output_proj.weight", "w2.weight")) else .02, rel=.03), name
 
 
+def test_a_sprinters_heads_start_as_copiers():
+    import torch
+    from lmcourse.ablations.speedrun import NgramLM, SprintEngine, shifted_attention
+    c = CONTESTANTS["course"]
+    config, D = replace(c.model, vocab_size=300, context_length=16), c.model.d_model
+    train = replace(c.train, grad_clip=0.)
+    model = SprintEngine(config, train, c).model
+    for attn in (layer.attn for layer in model.layers):
+        assert torch.equal(attn.v_proj.weight, torch.eye(D)) and torch.equal(attn.output_proj.weight, torch.eye(D))
+        q, k = attn.q_proj.weight, attn.k_proj.weight
+        assert torch.equal(q[:D//2], k[:D//2]) and not torch.equal(q[D//2:], k[D//2:])
+    plain = SprintEngine(config, train, replace(c, copy=False, zero=False, shift=False, rows=())).model
+    assert isinstance(plain, NgramLM) and not plain.tables and plain.layers[0].ffn.w2.weight.abs().max() > 0
+    q, k, v = (torch.randn(1, 2, 5, 4, generator=torch.Generator().manual_seed(i)) for i in range(3))
+    found = shifted_attention(q, k, v)
+    ahead = torch.cat((torch.zeros(1, 1, 1, 4), k[:, :1, :-1]), 2)                       # By hand: the key of the position before
+    for head, keys in ((0, ahead[:, 0]), (1, k[:, 1])):
+        scores = (q[:, head]@keys.mT/2).masked_fill(torch.ones(5, 5).triu(1).bool(), float("-inf"))
+        assert torch.allclose(found[:, head], scores.softmax(-1)@v[:, head], atol=1e-6)
+
+
+def test_rows_of_a_table_see_the_tokens_that_end_there_and_no_later_ones():
+    import torch
+    from lmcourse.ablations.speedrun import NgramLM
+    config = replace(CONTESTANTS["course"].model, vocab_size=300, context_length=16)
+    model, ids = NgramLM(config, rows=(64, 128)), torch.arange(12)[None]
+    for table in model.tables: torch.nn.init.normal_(table.weight)
+    base = model.embed(ids)
+    for at in range(12):
+        other = ids.clone()
+        other[0, at] = 250
+        moved = (model.embed(other) != base).any(-1)[0].nonzero().flatten().tolist()
+        assert at in moved and set(moved) <= {at, at + 1, at + 2}
+
+
 def test_every_change_and_every_size_makes_a_contestant():
-    for who, table in (("course", CHANGES), ("nanogpt", GRID)):
+    for who, table, _ in speedrun.PARTS.values():
         made = [changed(CONTESTANTS[who], fields) for fields in table.values()]
-        assert all(isinstance(c, Contestant) for c in made) and len({c.job(0, 100, DATA).key + str(c.gpt2) for c in made}) == len(made)
+        assert all(isinstance(c, Contestant) for c in made) and len(set(made)) == len(made)
     with expect_error(ValueError, "unknown field to change 'layers'"): changed(CONTESTANTS["course"], dict(layers=3))
 
 
@@ -148,7 +183,7 @@ def test_differences_are_paired_by_seed():
 def test_saved_lines_are_those_of_the_contestants():
     lines = read_lines(RESULTS)
     for key, l in lines.items():
-        if l["part"] == "steps": continue
+        if l["part"] in ("steps", "tokens"): continue
         assert json.dumps(l) and l["seconds"] > 0 and l["excess"] > 0 and l["machine"]
         who, table, _ = speedrun.PARTS.get(l["part"], (l["contestant"], {}, 0))
         name = l["contestant"].removeprefix(f"{l['part']}: ")
