@@ -42,7 +42,7 @@ lab: $(READY) ## the notebooks in JupyterLab, beginning at the first page
 student: $(READY) ## the notebooks for students, exercises without answers, in _student
 	$(BIN)/python tools/student.py
 
-bench: $(READY) ## speeds on this machine: cells that measure, saved in their notebooks, and the tools' own, kept in bench/
+bench: $(READY) ## speeds on this machine: cells that measure, saved in their notebooks, all ratios on one page, and the tools' own, kept in bench/
 	$(BIN)/python tools/run_nbs.py --flags bench
 	$(BIN)/python -m pytest tests -m bench -s -q
 

@@ -290,7 +290,7 @@ def draw_step(seed):
 def live_bytes(c, B, T, how):
     "Bytes alive after each operation of a step of the course's engine, the second one"
     parts = how["grad_accum_steps"]
-    engine = TorchEngine(c, TrainConfig(dtype=how["dtype"], recompute=how["recompute"], optimizer=how["optimizer"], device="cpu"))
+    engine = TorchEngine(c, TrainConfig(dtype=how["dtype"], recompute=how["recompute"], optimizer=how["optimizer"], device="cpu", kernels="torch"))
     if how["logits"]: engine.loss = lambda ids, targets: cross_entropy(engine.model(ids), targets)
     batches = [tuple(torch.zeros(B, T, dtype=torch.int64) for _ in range(2)) for _ in range(parts)]
     def step():

@@ -60,7 +60,7 @@ def test_train_with_kernels_has_the_same_losses_and_says_so_in_its_config(runs):
     assert len(losses(runs["torch"])) == 3
     check_close(losses(runs["triton"]), losses(runs["torch"]), 1e-5)
     saved = read_json(runs["triton"]/"config.json")
-    assert {k: saved["train"][k] for k in BOTH} == dict(attention="triton", kernels="torch")
+    assert {k: saved["train"][k] for k in BOTH} == dict(attention="triton", kernels="auto")
 
 
 def test_a_run_is_a_model_with_whatever_kernels(runs):
@@ -132,7 +132,7 @@ def test_configs_of_before_load():
     values = TrainConfig().to_dict()
     for field in BOTH: del values[field]
     old = TrainConfig.from_dict(values)
-    assert (old.attention, old.kernels) == ("torch", "torch")
+    assert (old.attention, old.kernels) == ("torch", "auto")
 
 
 @pytest.mark.parametrize("names, fields", [

@@ -123,8 +123,7 @@ def step_cost(
     train:TrainConfig, # Settings, the batch among them
 )->tuple: # Tokens and FLOPs
     "Count the tokens and FLOPs of a step, as in chapter 02."
-    windows = (train.tokens_per_step//model.context_length if train.tokens_per_step
-               else train.batch_size)
+    windows = train.windows_per_step(model.context_length)
     return windows*model.context_length, sum(training_flops(model, windows).values())
 
 # %% ../../nbs/06_ablations/06a_sweep.ipynb #997e2f48

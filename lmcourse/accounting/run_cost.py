@@ -117,7 +117,7 @@ def price(
         if peaks.get("float16", 0) > 2*peaks[fastest]: fastest = "float16"
         t = replace(t, dtype=fastest)
     if usd_per_hour is not None: positive("price: usd_per_hour", usd_per_hour)
-    windows = t.tokens_per_step//model_config.context_length if t.tokens_per_step else t.batch_size
+    windows = t.windows_per_step(model_config.context_length)
     step = sum(training_flops(model_config, windows).values())
     step_seconds = training_time(step, device, t.dtype, mfu)
     how:dict = dict(dtype=t.dtype, recompute=t.recompute, optimizer=t.optimizer,

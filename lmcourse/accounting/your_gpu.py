@@ -25,8 +25,7 @@ def micro_batch_for(
     memory_bytes:int,  # Memory of the GPU, in bytes
 )->int: # Number of windows; 0 if not even one fits
     "Halve the batch until a tenth of the memory stays free, and return the size of that part."
-    windows = (train.tokens_per_step//model.context_length if train.tokens_per_step
-               else train.batch_size)
+    windows = train.windows_per_step(model.context_length)
     micro, dtype = windows, "bfloat16" if train.dtype == "auto" else train.dtype
     def need(size): # Bytes
         return sum(training_bytes(model, size, dtype=dtype, recompute=train.recompute,

@@ -56,7 +56,7 @@ def compute_grpo_clip_loss(
     old_log_probs:Tensor,    # Log-probs under the sampling policy `(B, T)`
     cliprange:float,         # How far the ratio may move from 1
 )->tuple: # Loss of each token `(B, T)`, and a dict with `clipped` `(B, T)`, bool
-    "Compute -min(ratio*A, clip(ratio)*A). CS336's signature."
+    "Compute `-min(ratio*A, clip(ratio)*A)`. CS336's signature."
     loss, clipped = clipped_loss(advantages, policy_log_probs, old_log_probs, cliprange)
     return loss, dict(clipped=clipped)
 

@@ -59,7 +59,7 @@ def clipped_loss(
     low:float=.2,         # How far the ratio may fall below 1
     high:float|None=None, # How far the ratio may rise above 1; None for `low`
 )->tuple: # Loss of each token `(B, T)`, and whether it is clipped `(B, T)`, bool
-    "Compute -min(ratio*A, clip(ratio)*A). `ValueError` for shapes or bounds. Schulman 2017, eq. 7."
+    "Compute `-min(ratio*A, clip(ratio)*A)`. `ValueError` for shapes or bounds. Schulman 2017, eq. 7."
     _check_advantages(advantages, log_probs)
     if old_log_probs.shape != log_probs.shape:
         raise ValueError(f"old log-probabilities {tuple(old_log_probs.shape)}, "

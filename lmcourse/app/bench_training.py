@@ -91,14 +91,16 @@ def start_torch(
     setting:Setting,      # What is measured
     dtype:str="float32",  # Type of the products: `float32` or `bfloat16`
     compiled:bool=False,  # Whether to use `torch.compile`
+    kernels:str="torch",  # As in `TrainConfig`: `torch` or `fused`
 )->Callable: # Takes one step
     "Prepare the torch engine."
     import torch
-    from lmcourse.architecture.transformer_torch import TransformerLM
+    from lmcourse.architecture.transformer_torch import TransformerLM, named_parts
     from lmcourse.training.optim_torch import AdamW, clip_grad_norm, parameter_groups
-    model = TransformerLM(setting.config)
+    model = TransformerLM(setting.config, parts=named_parts(setting.config, kernels=kernels))
     model.load_state_dict({name: torch.from_numpy(w) for name,w in first_weights(setting).items()})
     optimizer = AdamW(parameter_groups(model, OPTIMIZER["weight_decay"]), **OPTIMIZER)
+    optimizer.one_pass = kernels == "fused"
     ids, targets = map(torch.from_numpy, first_batch(setting))
     loss_of = torch.compile(model.loss) if compiled else model.loss
     def loss():
@@ -183,7 +185,9 @@ class Contender:
 _product16 = partial(start_product_torch, dtype="bfloat16")
 _start16 = partial(start_torch, dtype="bfloat16")
 CONTENDERS = {
-    "torch": Contender(start_torch, start_product_torch, around=best_products),
+    "torch": Contender(partial(start_torch, kernels="fused"), start_product_torch,
+                       around=best_products),
+    "torch, own kernels": Contender(start_torch, around=best_products),
     "torch, own products": Contender(start_torch, start_product_torch),
     "torch, compiled": Contender(partial(start_torch, compiled=True), around=best_products,
                                  compiler=True),
@@ -411,7 +415,8 @@ def steps_table(
 
 # %% ../../nbs/90_app/90c_bench_training.ipynb #db30f5b9
 COMPARED = [("torch", "transformers"), ("torch, own products", "transformers"),
-         ("torch", "torch, own products"), ("torch, compiled", "torch"),
+         ("torch", "torch, own kernels"), ("torch, own kernels", "torch, own products"),
+         ("torch, compiled", "torch"),
          ("torch, bf16", "torch"), ("torch, bf16, compiled", "torch, compiled"),
          ("NumPy", "torch"), ("NumPy, AVX-512", "torch"),
          ("NumPy", "NumPy, readable")]

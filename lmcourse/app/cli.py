@@ -1465,6 +1465,16 @@ ABOUT = """Build a language model from scratch.
 
 Exit status: 0 all is well, 1 an answer is not right yet (or a bug, with a traceback), 2 refused in one line, 130 stopped."""
 
+# %% ../../nbs/90_app/90g_cli.ipynb #11a277da
+def _refuse_near_misses(args:list): # With what was probably meant
+    if args == ["bench"]: raise ValueError(f"bench needs a PART: {', '.join(BENCHES)}")
+    if args[:1] == ["bench"] and args[1] not in [*BENCHES, "-h", "--help"]:
+        raise unknown("part", args[1], BENCHES)
+    if args[:1] == ["account"] and args[1:] and args[1] in ModelConfig.presets():
+        raise ValueError(f"account: did you mean --preset {args[1]}?")
+    if args[:1] == ["account"] and any(re.match("--batch[-_]size", a) for a in args):
+        raise ValueError("account: did you mean --batch?")
+
 # %% ../../nbs/90_app/90g_cli.ipynb #75c30046
 def parse(
     args:list, # Words of the command line
@@ -1475,16 +1485,10 @@ def parse(
     if args[:1] == ["--version"]:
         say(f"lmcourse {__version__}")
         sys.exit(0)
-    if args == ["bench"]: raise ValueError(f"bench needs a PART: {', '.join(BENCHES)}")
-    if args[:1] == ["bench"] and args[1] not in [*BENCHES, "-h", "--help"]:
-        raise unknown("part", args[1], BENCHES)
-    if args[:1] == ["account"] and args[1:] and args[1] in ModelConfig.presets():
-        raise ValueError(f"account: did you mean --preset {args[1]}?")
+    _refuse_near_misses(args)
     if args[:1] == ["pipeline"] and re.search(r"--scale[ =]gpu", " ".join(args)):
         from lmcourse.alignment.gpu_plan import GpuConfig
         defaults["pipeline"] = PipelineCommand(scale="gpu", config=GpuConfig())
-    if args[:1] == ["account"] and any(re.match("--batch[-_]size", a) for a in args):
-        raise ValueError("account: did you mean --batch?")
     if args[:1] in (["train"], ["account"]):
         name = (re.findall(r"--preset[ =](\S+)", " ".join(args)) or ["quickstart"])[-1]
         training = TrainConfig.preset(name) if name in TrainConfig.presets() else TrainConfig()

@@ -225,6 +225,18 @@ def norm_heads(norm:RMSNorm, heads:torch.Tensor
     if len(norm.weight) == K: return norm(heads)
     return norm(heads.transpose(-2, -3).flatten(-2)).unflatten(-1, (-1, K)).transpose(-2, -3)
 
+def prepare_heads(
+    q:torch.Tensor, # Queries `(..., H, T, K)`
+    k:torch.Tensor, # Keys `(..., G, T, K)`
+    q_norm:Any, k_norm:Any,  # Their norms, or none
+    rope:RoPE|None,          # The rotation, or none
+    table:torch.Tensor|None, # Result of `rope.at`
+)->tuple: # Queries and keys
+    "Normalize and rotate queries and keys, as far as the model does either."
+    if q_norm is not None: q, k = norm_heads(q_norm, q), norm_heads(k_norm, k)
+    if rope is None or table is None: return q, k
+    return rope.turn(q, table.unsqueeze(-4)), rope.turn(k, table.unsqueeze(-4))
+
 # %% ../../nbs/03_architecture/03d_attention_torch.ipynb #0ee90fce
 class CausalSelfAttention(HeadProjections):
     "Multi-head causal attention, in the variant that the config asks for."
@@ -234,11 +246,12 @@ class CausalSelfAttention(HeadProjections):
         rope:RoPE|None=None,
         # Function of queries, keys, values and window that returns `(..., H, T, K)`, say a kernel
         attention:Callable=causal_attention,
+        heads:Callable=prepare_heads, # Function like `prepare_heads`
         # As for `HeadProjections`
         device:str|torch.device|None=None, dtype:torch.dtype|None=None, **more:Any,
     ):
         super().__init__(config, device=device, dtype=dtype, **more)
-        c, self.window, self.attention = config, config.window, attention
+        c, self.window, self.attention, self.heads = config, config.window, attention, heads
         self.rope = ((rope or RoPE(c.context_length, c.head_size, c.rope_theta, device, dtype))
                      if c.position == "rope" else None)
 
@@ -251,10 +264,7 @@ class CausalSelfAttention(HeadProjections):
         table:torch.Tensor|None=None,
     )->torch.Tensor: # `(..., T, D)`
         q, k, v = self.project(x)
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = norm_heads(self.q_norm, q), norm_heads(self.k_norm, k)
-        if self.rope is not None:
-            if table is None: table = self.rope.at(x.shape[-2], positions)
-            q, k = self.rope.turn(q, table.unsqueeze(-4)), self.rope.turn(k, table.unsqueeze(-4))
+        if self.rope is not None and table is None: table = self.rope.at(x.shape[-2], positions)
+        q, k = self.heads(q, k, self.q_norm, self.k_norm, self.rope, table)
         if cache is not None: k, v = cache.update(k, v)
         return self.output_proj(self.attention(q, k, v, self.window).transpose(-2, -3).flatten(-2))

@@ -19,7 +19,7 @@ from ..tools.config import ModelConfig, unknown
 from .layers_torch import Embedding, FeedForward, LayerNorm, Linear, RMSNorm
 from .layers_torch import linear_cross_entropy
 from .attention_torch import CausalSelfAttention, FixedTable, RoPE
-from .attention_torch import causal_attention
+from .attention_torch import causal_attention, prepare_heads
 
 # %% ../../nbs/03_architecture/03f_transformer_torch.ipynb #69cb417e
 def make_norm(
@@ -63,11 +63,13 @@ class Parts:
     linear:Callable = Linear
     norm:Callable = make_norm     # like `make_norm`
     attention:Callable = causal_attention # like `causal_attention`
+    heads:Callable = prepare_heads # like `prepare_heads`
     ffn:Callable = make_ffn       # like `make_ffn`
     loss:Callable = linear_cross_entropy  # like `linear_cross_entropy`
 
 # name to a function that replaces parts; a string names a function of a later chapter
-PARTS:dict[str, Callable|str] = {"triton": "lmcourse.kernels.use:triton_parts"}
+PARTS:dict[str, Callable|str] = {"triton": "lmcourse.kernels.use:triton_parts",
+                                 "fused": "lmcourse.architecture.fused:fused_parts"}
 
 def named_parts(
     config:ModelConfig,     # Config of the model
@@ -100,7 +102,8 @@ class TransformerBlock(nn.Module):
         c, place, own = (config, dict[str, Any](device=device, dtype=dtype),
                          dict[str, Any](linear=parts.linear, generator=generator))
         self.norm_position = c.norm_position
-        kind = _found(ATTENTION_MODULES["latent"]) if c.kv_lora_rank else CausalSelfAttention
+        kind = (_found(ATTENTION_MODULES["latent"]) if c.kv_lora_rank
+                else partial(CausalSelfAttention, heads=parts.heads))
         self.ln1, self.attn = (parts.norm(c, **place),
                                kind(c, rope, attention=parts.attention, **own, **place))
         self.ln2, self.ffn = parts.norm(c, **place), parts.ffn(c, **own, **place)

@@ -19,7 +19,8 @@ from .calibration import choice_probs, exact_error
 from .perplexity import perplexity
 from .statistics import bootstrap, standard_error, wilson
 from .tasks import KINDS, NORMS, Task, WritingTask, grammar_task, load_task
-from .tasks import expected_accuracy, refuse_long_choices, scaled_score, score_task
+from .tasks import expected_accuracy, refuse_long_choices, scaled_score
+from .tasks import score_task
 from .tasks import word_probs, writing_task, written_words
 from ..tools.config import unknown
 from ..tools.documents import SPLITS, documents

@@ -156,14 +156,17 @@ def sample(
     generator:torch.Generator, # Random generator; one uniform number is used for each row
 )->torch.Tensor: # Token ids `(...)`, int64, on the device of `probs`
     "Draw one token from each row. Raises `ValueError` if `probs` is not a distribution."
-    totals = probs.sum(-1)
-    if not ((probs >= 0).all() and ((totals - 1).abs() < 0.01).all()):
-        raise ValueError(f"probs: smallest {probs.min()}, sums {totals.min()} to {totals.max()}, "
-                         f"expected none below 0 and sums of 1")
+    _check_distribution(probs)
     sums = probs.to(generator.device).double().cumsum(-1)
     u = torch.rand(*probs.shape[:-1], 1, dtype=torch.float64, generator=generator,
                    device=generator.device)
     return torch.searchsorted(sums/sums[..., -1:], u, right=True).squeeze(-1).to(probs.device)
+
+def _check_distribution(probs): # A tensor or an array `(..., V)`
+    totals = probs.sum(-1)
+    if not ((probs >= 0).all() and (abs(totals - 1) < 0.01).all()):
+        raise ValueError(f"probs: smallest {probs.min()}, sums {totals.min()} to {totals.max()}, "
+                         f"expected none below 0 and sums of 1")
 
 # %% ../../nbs/05_generation/05a_sampling.ipynb #ae1b56cf
 def chi_squared(
@@ -257,12 +260,9 @@ def sample_np(
     source:Iterator[float],  # Uniform numbers, as from `uniforms`; one is used for each row
 )->np.ndarray: # Token ids `(...)`, int64
     "Do the same as `sample` in NumPy. Raises `ValueError` if `probs` is not a distribution."
-    totals = probs.sum(-1)
-    if not ((probs >= 0).all() and (abs(totals - 1) < 0.01).all()):
-        raise ValueError(f"probs: smallest {probs.min()}, sums {totals.min()} to {totals.max()}, "
-                         f"expected none below 0 and sums of 1")
+    _check_distribution(probs)
     sums = probs.astype(np.float64).cumsum(-1)
-    u = np.fromiter(source, np.float64, totals.size).reshape(*totals.shape, 1)
+    u = np.fromiter(source, np.float64, sums[..., 0].size).reshape(*sums.shape[:-1], 1)
     return (sums/sums[..., -1:] <= u).sum(-1)
 
 # %% ../../nbs/05_generation/05a_sampling.ipynb #715daca3

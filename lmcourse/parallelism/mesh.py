@@ -547,6 +547,7 @@ def check_mesh(
     odd = dict(optimizer=("muon", "adamw"), dtype=("float16", "bfloat16 or float32"),
                compile=(True, "False"), attention=("triton", "torch"),
                kernels=("triton", "torch"))
+    if c.kernels == "fused": odd["kernels"] = ("fused", "torch")
     for name,(bad, instead) in odd.items():
         if getattr(c, name) == bad:
             raise ValueError(f"{name} = {bad} on a mesh: {name} = {instead} would do")

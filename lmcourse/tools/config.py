@@ -427,8 +427,9 @@ class TrainConfig(_Descent):
     compile:bool = False            # Use torch.compile
     # Who computes attention: torch, or the Triton kernel of chapter 09
     attention:Literal["torch", "triton"] = "torch"
-    # Who computes norms, feed-forward networks and the loss
-    kernels:Literal["torch", "triton"] = "torch"
+    # Who computes norms, feed-forward networks and the loss: torch, chapter 03's fused kernels for
+    # a CPU, Triton's, or auto for the fused ones where they fit
+    kernels:Literal["auto", "torch", "fused", "triton"] = "auto"
     # Keep only the inputs of blocks and run them again: less memory, a third more work at most
     recompute:bool = False
     # Share out weights, gradients and moments among the processes, not only the batch (FSDP2)
@@ -446,6 +447,9 @@ class TrainConfig(_Descent):
     # Order of forward and backward passes in a pipeline
     pipeline_parallel_schedule:Literal["GPipe", "1F1B", "Interleaved1F1B"] = "1F1B"
     timeout_seconds:int = 600       # Wait that long for another process before giving up
+    def windows_per_step(self, context_length:int)->int: # Tokens per window
+        "Count the windows of a step, all processes together."
+        return self.tokens_per_step//context_length if self.tokens_per_step else self.batch_size
     @property
     def on_mesh(self)->bool: # Whether more than the batch is shared out, in a way other than shard
         sizes = {self.data_parallel_replicate_degree, self.context_parallel_degree,

@@ -91,14 +91,21 @@ def return_freed_memory():
 
 # %% ../../nbs/00_tools/00l_machine.ipynb #d04030a9
 def report_speed(
-    claims:dict, # A claim about a measurement, in words, to whether it holds here
+    # A claim about a measurement, in words, to whether it holds here; or, for a ratio, to a pair:
+    # the ratio and the least that is expected
+    claims:dict,
 ):
     """Print whether each claim held, under the machine's name and the date.
     Never fails: a speed is not a property of the code."""
     if not isinstance(claims, dict) or not claims:
         raise TypeError(f"report_speed takes a dict of claims, got {claims!r}")
     print(f"Measured on {machine_name()}, {date.today()}:")
-    for claim,held in claims.items(): print(f"  {'held' if held else 'did not hold here'}: {claim}")
+    for claim,held in claims.items():
+        if isinstance(held, tuple):
+            ratio, least = held
+            claim = f"{claim}: {ratio:,.2f} times, expected at least {least:g}"
+            held = ratio >= least
+        print(f"  {'held' if held else 'did not hold here'}: {claim}")
 
 # %% ../../nbs/00_tools/00l_machine.ipynb #59e153bc
 def asked_for(

@@ -261,7 +261,7 @@ class TorchEngine:
         self.dtype = precision_for(self.device) if config.dtype == "auto" else config.dtype
         self.model:Any = self.make_model(model_config)
         self.model.recompute = config.recompute
-        self.optimizer = OPTIMIZERS[config.optimizer](self.model, config)
+        self.optimizer = _make_optimizer(self)
         # layers that are updated once per step: routers with a bias
         self.balanced:list = [m for m in self.model.modules() if hasattr(m, "after_step")]
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.dtype == "float16")
@@ -340,7 +340,8 @@ class TorchEngine:
 # %% ../../nbs/04_training/04f_engines.ipynb #3f1836f7
 def _make_model(model_config:ModelConfig, config:TrainConfig, world:World, device:torch.device,
                 dtype:str)->TransformerLM:
-    parts = named_parts(model_config, config.attention, config.kernels, device)
+    kernels = _kernels(config, device, dtype)
+    parts = named_parts(model_config, config.attention, kernels, device)
     if config.compile and device.type == "cpu" and "triton" in (config.attention, config.kernels):
         raise ValueError("compile = True with Triton kernels on a CPU, where they are "
                          "interpreted: compile = False would do")
@@ -377,6 +378,17 @@ def _whole_copy(model, device:torch.device)->TransformerLM:
     for (_, p),(_, q) in zip(copy.named_parameters(), model.named_parameters()):
         p.copy_(q.full_tensor())
     return copy
+
+# %% ../../nbs/04_training/04f_engines.ipynb #3222ba2f
+def _kernels(config:TrainConfig, device:torch.device, dtype:str)->str: # What `auto` stands for
+    if config.kernels != "auto": return config.kernels
+    other = config.compile or config.shard or config.on_mesh
+    return "fused" if device.type == "cpu" and dtype == "float32" and not other else "torch"
+
+def _make_optimizer(engine)->Any: # Which takes one pass over memory if the kernels are fused
+    optimizer:Any = OPTIMIZERS[engine.config.optimizer](engine.model, engine.config)
+    optimizer.one_pass = _kernels(engine.config, engine.device, engine.dtype) == "fused"
+    return optimizer
 
 # %% ../../nbs/04_training/04f_engines.ipynb #09f9da89
 @torch.no_grad()
@@ -458,7 +470,7 @@ def _check_numpy(config:TrainConfig, world:World, loss:Callable):
     odd = {"device": config.device not in ("auto", "cpu"),
            "dtype": config.dtype not in ("auto", "float32"), "compile": config.compile,
            "shard": config.shard, "attention": config.attention != "torch",
-           "kernels": config.kernels != "torch", "processes": world.processes > 1,
+           "kernels": config.kernels not in ("auto", "torch"), "processes": world.processes > 1,
            "optimizer": config.optimizer != "adamw"}
     for name in (n for n,there in odd.items() if there):
         value = world.processes if name == "processes" else getattr(config, name)

@@ -104,6 +104,7 @@ def on_one_card(params:list)->bool: # Whether all lie on one GPU, where `fused_s
 # %% ../../nbs/04_training/04c_optim_torch.ipynb #1a7e9f0c
 class AdamW(Optimizer):
     "AdamW in torch's form, with torch's defaults. Raises `ValueError` for numbers out of range."
+    one_pass = False # Whether to use `fused_step_` on a CPU, too, where all numbers are of one type
     def __init__(self,
         params:Iterable,             # Parameters, or dicts of `params` and their own settings
         lr:float=1e-3,               # Learning rate
@@ -141,7 +142,7 @@ class AdamW(Optimizer):
         return loss
 
     def _move(self, params:list, group:dict): # The parameters of a group that have a gradient
-        step_ = fused_step_ if on_one_card(params) else _step_all_
+        step_ = fused_step_ if self.one_pass or on_one_card(params) else _step_all_
         step_(params, [self._advance(p) for p in params],
               *(group[k] for k in ("lr", "betas", "eps", "weight_decay")))
 

@@ -26,7 +26,7 @@ def plot_runs(
                 alpha=.35, linewidth=1)
         ax.plot([m["step"]*per_step for m in valid], [m["valid_loss"] for m in valid], "o-",
                 color=f"C{2*i}", markersize=3, label=f"{name}, validation")
-        if floor and valid and "floor" in valid[-1]: floors.add(valid[-1]["floor"])
+        if floor and valid and "floor" in valid[-1]: floors.add(round(valid[-1]["floor"], 6))
     for i,nats in enumerate(sorted(floors)): # runs on the same corpus share a floor
         ax.axhline(nats, color=f"C{2*i+1}", linestyle="--", label="floor of the source")
     ax.set(xlabel="training tokens", ylabel="loss (nats per token)", ylim=(0, None))

@@ -1,0 +1,153 @@
+"The fused CPU kernels: equal to the readable layers in values and gradients, compiled or not, and out of the way where they don't fit."
+import copy
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from lmcourse.architecture import fused as fused_kernels
+from lmcourse.architecture.attention_torch import RoPE, prepare_heads
+from lmcourse.architecture.fused import FusedFeedForward, FusedRMSNorm, exp2_below, fused_heads, fused_loss, largest, rms_norm, swiglu
+from lmcourse.architecture.layers_torch import RMSNorm, check_same, linear_cross_entropy, rmsnorm, silu
+from lmcourse.architecture.transformer_torch import Parts, TransformerLM, named_parts
+from lmcourse.tools.checks import check_close, expect_error
+from lmcourse.tools.config import ModelConfig, TrainConfig
+from lmcourse.training.engines import NumpyEngine, TorchEngine
+
+SMALL = ModelConfig(vocab_size=61, context_length=40, d_model=32, num_layers=2, num_heads=4, num_kv_heads=2, d_ff=48)
+
+
+def drawn(*shape, seed=0): return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def test_exponentials():
+    x = np.linspace(-126, 0, 100_001, dtype=np.float32)
+    found = np.array([exp2_below(v) for v in x[::50]], np.float32)
+    check_close(found, np.exp2(x[::50].astype(np.float64)).astype(np.float32), rtol=3e-7, atol=0)
+    assert exp2_below(np.float32(-1e30)) == np.float32(2.)**-126 and np.isnan(exp2_below(np.float32("nan")))
+    for row in ([-3, -2.5, -9], [0., -1], [-0., 5, np.inf], [-np.inf, -np.inf]):
+        row = np.array(row, np.float32)
+        check_close(np.array(largest(row.view(np.int32)), np.float32), np.array(row.max()), 0, 0)
+    assert np.isnan(largest(np.array([1, np.nan], np.float32).view(np.int32)))
+
+
+@pytest.mark.parametrize("shape", [(3, 5, 32), (1, 1), (7, 33)])
+def test_norm_and_gate(shape):
+    x, w = drawn(*shape), drawn(shape[-1], seed=1)
+    check_same(lambda x, w: rms_norm(x, w, 1e-5)[0], lambda x, w: rmsnorm(x, w, 1e-5), x, w)
+    check_same(lambda x, w: rms_norm(x.T, w, 1e-5)[0], lambda x, w: rmsnorm(x.T, w, 1e-5), drawn(shape[-1], 4), w)
+    check_same(swiglu, lambda a, b: silu(a)*b, 9*x, drawn(*shape, seed=2))
+
+
+@pytest.mark.parametrize("norm", [False, True])
+def test_heads(norm):
+    rope, (q, k) = RoPE(40, 8), (drawn(2, 9, 4, 8).transpose(1, 2), drawn(2, 9, 2, 8, seed=1).transpose(1, 2))
+    a, b = RMSNorm(8), RMSNorm(8)
+    with torch.no_grad(): a.weight.copy_(drawn(8, seed=2)); b.weight.copy_(drawn(8, seed=3))
+    norms = (a, b) if norm else (None, None)
+    for i in range(2): check_same(lambda q, k: fused_heads(q, k, *norms, rope, rope.at(9))[i] + 0*(q.sum() + k.sum()),
+                                  lambda q, k: prepare_heads(q, k, *norms, rope, rope.at(9))[i] + 0*(q.sum() + k.sum()), q, k)
+    if not norm: return
+    found = []
+    for f in (fused_heads, prepare_heads):
+        a.zero_grad(); b.zero_grad()
+        sum((y*y.detach().cos()).sum() for y in f(q, k, a, b, rope, rope.at(9))).backward()
+        found.append([a.weight.grad.clone(), b.weight.grad.clone()])
+    check_close(found[0], found[1], 1e-5, 1e-5)
+
+
+@pytest.mark.parametrize("z_loss", [0., .1])
+@pytest.mark.parametrize("n, vocabulary", [(11, 61), (600, 5000)])
+def test_loss(z_loss, n, vocabulary):
+    x, w = drawn(2, n, 16), drawn(vocabulary, 16, seed=1)
+    targets = torch.randint(vocabulary, (2, n), generator=torch.Generator().manual_seed(0))
+    targets[0, :3] = -100
+    check_same(lambda x, w: fused_loss(x, w, targets, z_loss=z_loss), lambda x, w: linear_cross_entropy(x, w, targets, z_loss=z_loss), x, w, rtol=2e-5)
+    none = torch.full_like(targets, -100)
+    x.requires_grad_()
+    loss = fused_loss(x, w, none)
+    loss.backward()
+    assert loss.isnan() and not x.grad.any()
+    with expect_error(ValueError, "targets (3,) don't fit"): fused_loss(x, w, targets[0, :3])
+
+
+@pytest.mark.parametrize("fields", [dict(), dict(qk_norm=True, tie_embeddings=True, z_loss=.01), dict(qk_norm=True, qk_norm_whole=True), dict(norm="layernorm", ffn="gelu"),
+                                    dict(position="none"), dict(window=5, bias=True, norm_position="post"), dict(num_experts=4, moe_d_ff=20)], ids=str)
+def test_a_step_is_the_readable_model_s(fields):
+    config, found = replace(SMALL, **fields), []
+    ids = torch.randint(61, (3, 30), generator=torch.Generator().manual_seed(1))
+    for kernels in ("torch", "fused", "auto"):
+        engine, steps = TorchEngine(config, TrainConfig(device="cpu", kernels=kernels)), []
+        for _ in range(3):
+            loss = engine.forward_backward((ids[:, :-1], ids[:, 1:])).item()
+            steps.append((loss, engine.optimizer_step(1e-3)))
+        found.append(steps)
+    check_close(found[1], found[0], 2e-5)
+    assert found[2] == found[1]
+
+
+def test_recomputed_and_in_parts():
+    ids, found = torch.randint(61, (4, 30), generator=torch.Generator().manual_seed(1)), []
+    for how in (dict(), dict(recompute=True)):
+        engine = TorchEngine(SMALL, TrainConfig(device="cpu", **how))
+        for part in ids.split(2): engine.forward_backward((part[:, :-1], part[:, 1:]), .5)
+        found.append([p.grad for p in engine.model.parameters()])
+    check_close(found[1], found[0], 0, 0)
+
+
+def test_what_auto_chooses():
+    def parts(**how): return TorchEngine(SMALL, TrainConfig(device="cpu", **how)).model.parts
+    assert parts() == fused_kernels.FUSED_PARTS and TrainConfig().kernels == "auto"
+    assert parts(dtype="bfloat16") == parts(kernels="torch") == parts(compile=True) == Parts()
+    assert TransformerLM(SMALL).parts == Parts()
+    with expect_error(ValueError, "kernels = fused on cuda, expected cpu; kernels = torch would do"): named_parts(SMALL, "torch", "fused", "cuda")
+    NumpyEngine(SMALL, TrainConfig(engine="numpy"))
+    with expect_error(ValueError, "engine = numpy with kernels = fused"): NumpyEngine(SMALL, TrainConfig(engine="numpy", kernels="fused"))
+
+
+def test_other_types_and_no_gradients_take_the_readable_way():
+    x, norm, ffn = drawn(2, 5, 32), FusedRMSNorm(32), FusedFeedForward(32, 48)
+    check_close(norm.double()(x.double()), RMSNorm(32, dtype=torch.float64)(x.double()), 0, 0)
+    assert norm.float()(x[:0]).shape == (0, 5, 32)
+    with torch.autocast("cpu", torch.bfloat16): assert ffn(x).dtype == torch.bfloat16
+    ids = torch.randint(61, (2, 12))
+    model = TransformerLM(SMALL, parts=fused_kernels.FUSED_PARTS)
+    with torch.no_grad(): check_close(model.loss(ids[:, :-1], ids[:, 1:]), TransformerLM(SMALL).loss(ids[:, :-1], ids[:, 1:]), 1e-5)
+    copied = copy.deepcopy(model)
+    check_close(copied(ids).detach(), TransformerLM(SMALL)(ids).detach(), 1e-5, 1e-5)
+
+
+def test_the_compiler_sees_operators():
+    model, ids = TransformerLM(replace(SMALL, qk_norm=True), parts=fused_kernels.FUSED_PARTS), torch.randint(61, (2, 12))
+    plain = model.loss(ids[:, :-1], ids[:, 1:])
+    plain.backward()
+    expected = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    loss = torch.compile(model.loss, backend="aot_eager", fullgraph=True)(ids[:, :-1], ids[:, 1:])
+    loss.backward()
+    check_close(loss.detach(), plain.detach(), 1e-6)
+    check_close([p.grad for p in model.parameters()], expected, 1e-5, 1e-6)
+    ops = torch.ops.lmcourse
+    ask = lambda *shape: drawn(*shape).requires_grad_()
+    for op, inputs in ((ops.rms_norm, (ask(3, 8), ask(8), 1e-5)), (ops.swiglu, (ask(3, 8), ask(3, 8))), (ops.turn_heads, (ask(2, 5, 3, 8), ask(8), drawn(5, 4, 2), 1e-5)),
+                       (ops.head_loss, (ask(7, 8), ask(9, 8), torch.arange(7), -100, 0.))):
+        torch.library.opcheck(op.default, inputs)
+
+
+def test_not_twice_differentiable():
+    x = drawn(3, 8).requires_grad_()
+    g, = torch.autograd.grad(rms_norm(x, torch.ones(8), 1e-5)[0].square().sum(), x, create_graph=True)
+    with expect_error(RuntimeError, "once_differentiable"): g.sum().backward()
+
+
+def test_one_thread_or_two():
+    ids, found, before = torch.randint(61, (2, 12), generator=torch.Generator().manual_seed(0)), [], torch.get_num_threads()
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        model = TransformerLM(SMALL, parts=fused_kernels.FUSED_PARTS)
+        model.loss(ids[:, :-1], ids[:, 1:]).backward()
+        found.append([p.grad for p in model.parameters()])
+    torch.set_num_threads(before)
+    check_close(found[1], found[0], 1e-6, 1e-7)
