@@ -76,7 +76,7 @@ class NgramLM(TransformerLM):
         rows:tuple=(),       # Of the table for pairs, of that for triples, and so on
     ):
         super().__init__(config, seed, parts=parts)
-        self.tables = torch.nn.ModuleList(Embedding(n, config.d_model) for n in rows)
+        self.tables:Any = torch.nn.ModuleList(Embedding(n, config.d_model) for n in rows)
         for table in self.tables: torch.nn.init.zeros_(table.weight)
 
     def embed(self, ids:torch.Tensor, positions:torch.Tensor|None=None)->torch.Tensor:

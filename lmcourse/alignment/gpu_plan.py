@@ -143,8 +143,8 @@ def clean_text(c:GpuConfig, folder:Path, inputs:dict, say:Callable):
 
 # %% ../../nbs/14_alignment/14o_gpu_plan.ipynb #14o1stages
 def text_sources(c:GpuConfig)->list: # The first two stages, as `planted_sources`
-    return [config_stage(c, "web", read_text, (), "a corpus by name", None, ("pages", "valid.jsonl"),
-                         "data", "pages", "stories"),
+    return [config_stage(c, "web", read_text, (), "a corpus by name", None,
+                         ("pages", "valid.jsonl"), "data", "pages", "stories"),
             config_stage(c, "clean", clean_text, ("web",), "the funnel", None, (
                 "curated/documents", "valid.jsonl", "result.json"), recipe=REAL_RECIPE["steps"])]
 
@@ -154,7 +154,7 @@ def run_gpu_pipeline(
     say:Callable=print,
     until:str|None=None,
 )->dict:
-    "Run the pipeline on real text. `UserError` before any work, for a device that isn't there, too."
+    "Run the pipeline on real text. `UserError` before any work, e.g. for a missing device."
     try: pick_device(config.device)
     except ValueError as e:
         raise UserError(f"{e}; --dry-run says what it would take, without a GPU") from None
@@ -162,15 +162,14 @@ def run_gpu_pipeline(
     stages = [replace(s, seconds=None) for s in pipeline_stages(config, text_sources)]
     return run_stages(stages, out, "pipeline", say, until)
 
-# %% ../../nbs/14_alignment/14o_gpu_plan.ipynb #14o2plan
+# %% ../../nbs/14_alignment/14o_gpu_plan.ipynb #14o2corp
 CORPORA = {"tinystories": ("TinyStories", 2.23), # Name to description and gigabytes, where known
            "hf:HuggingFaceFW/fineweb-edu:sample-10BT": ("a sample of FineWeb-Edu", None)}
 PLAN = "stage about tokens flops memory_bytes seconds".split() # Columns; some may be empty
 
+# %% ../../nbs/14_alignment/14o_gpu_plan.ipynb #14o2plan
 def plan_stages(
-    c:GpuConfig=GpuConfig(),
-    gpu:str="h100",  # A name of `device`
-    share:float=.4,  # Utilization of the GPU's peak: assumed, not measured
+    c:GpuConfig=GpuConfig(), gpu:str="h100", share:float=.4, # `device`; assumed share of its peak
 )->list: # Dicts: stage, about, tokens, flops, memory_bytes, seconds (None on the CPU)
     "Estimate each stage's tokens, memory and time by the formulas of chapter 02."
     if not 0 < share <= 1: raise ValueError(f"share = {share}, expected above 0 and at most 1")
@@ -181,14 +180,13 @@ def plan_stages(
                    for f in (training_flops, forward_flops))
     name, size = CORPORA.get(c.data, (c.data, None))
     stored = tokens if size is None else min(tokens, size*1e9/4.4) # At about 4.4 bytes per token
-    texts = 4*c.micro_batch # Computed at a time
+    texts, examples = 4*c.micro_batch, 64*c.sft_steps # Computed at a time, and in all
     def memory(rows, length, dtype, others=0):
         return _step_bytes(model, rows, length, dtype) + others*4*n
     def stage(name, about, tokens=None, flops=None, held=None, dtype="bfloat16", slowest=0.):
         took = None if flops is None else max(training_time(flops, card, dtype, share), slowest)
         return dict(zip(PLAN, (name, about, tokens, flops, held, took)))
-    examples, pairs, rollouts = 64*c.sft_steps, c.rl_prompts*c.dpo_steps, 8*c.rl_prompts*c.rl_steps
-    # One token of all 512 responses reads the weights once, in float32
+    pairs, rollouts = c.rl_prompts*c.dpo_steps, 8*c.rl_prompts*c.rl_steps
     writing = lambda responses: responses/512*task.max_tokens*4*n/card.bytes_per_s
     practice = training_time(train(rollouts, length), card, "tfloat32", share) + writing(rollouts)
     return [
