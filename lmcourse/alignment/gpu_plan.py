@@ -143,8 +143,8 @@ def clean_text(c:GpuConfig, folder:Path, inputs:dict, say:Callable):
 
 # %% ../../nbs/14_alignment/14o_gpu_plan.ipynb #14o1stages
 def text_sources(c:GpuConfig)->list: # The first two stages, as `planted_sources`
-    return [config_stage(c, "web", read_text, (), "a corpus by name", None, ("pages", "valid.jsonl"),
-                         "data", "pages", "stories"),
+    return [config_stage(c, "web", read_text, (), "a corpus by name", None,
+                         ("pages", "valid.jsonl"), "data", "pages", "stories"),
             config_stage(c, "clean", clean_text, ("web",), "the funnel", None, (
                 "curated/documents", "valid.jsonl", "result.json"), recipe=REAL_RECIPE["steps"])]
 
@@ -154,7 +154,7 @@ def run_gpu_pipeline(
     say:Callable=print,
     until:str|None=None,
 )->dict:
-    "Run the pipeline on real text. `UserError` before any work, for a device that isn't there, too."
+    "Run the pipeline on real text. `UserError` before any work, e.g. for a missing device."
     try: pick_device(config.device)
     except ValueError as e:
         raise UserError(f"{e}; --dry-run says what it would take, without a GPU") from None
@@ -169,8 +169,7 @@ PLAN = "stage about tokens flops memory_bytes seconds".split() # Columns; some m
 
 # %% ../../nbs/14_alignment/14o_gpu_plan.ipynb #14o2plan
 def plan_stages(
-    c:GpuConfig=GpuConfig(),
-    gpu:str="h100", share:float=.4, # A name of `device`, and the share of its peak: assumed
+    c:GpuConfig=GpuConfig(), gpu:str="h100", share:float=.4, # `device`; assumed share of its peak
 )->list: # Dicts: stage, about, tokens, flops, memory_bytes, seconds (None on the CPU)
     "Estimate each stage's tokens, memory and time by the formulas of chapter 02."
     if not 0 < share <= 1: raise ValueError(f"share = {share}, expected above 0 and at most 1")

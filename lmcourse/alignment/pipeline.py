@@ -334,8 +334,8 @@ def report_blocks(r:dict, out:str)->list: # Pairs of a block's kind and content
               f"text nobody trained on is {base['loss']:.3f} nats per token.{floor}"),
         ("image", ("loss.png", "Training and validation loss over training tokens")),
         ("h2", "Doing what is asked"),
-        ("p", f"Unseen {_asked(r)}, a sample each at temperature 1. The demonstrators themselves are "
-              f"right in {r['ceiling']:.0%} of theirs."),
+        ("p", f"Unseen {_asked(r)}, a sample each at temperature 1. The demonstrators themselves "
+              f"are right in {r['ceiling']:.0%} of theirs."),
         ("image", ("success.png", "A bar of success for each of four models")),
         ("table", success_table(r)), ("pre", answers),
         ("h2", "What it knows"), ("table", task_table(r)),

@@ -1264,8 +1264,8 @@ class PipelineCommand:
     "The whole course in one run: from web pages to a model that does what you ask."
     out: word(Path, "OUT") = Path("runs/pipeline") # Folder: new, or begun by the same command
     until: str|None = None      # Stop after this stage; by default all are done
-    # A dozen minutes of two cores, or real text and a model of 100 million parameters on a GPU, with
-    # options that --scale gpu --help shows
+    # A dozen minutes of two cores, or real text and a model of 100 million parameters on a GPU,
+    # with options that --scale gpu --help shows
     scale: Literal["small", "gpu"] = "small"
     dry_run: bool = False       # Of the GPU's scale: only say what each stage would take
     gpu: str = "h100"           # Of a dry run: the device, a100, h100, ...
