@@ -263,8 +263,8 @@ class CausalSelfAttention(HeadProjections):
         # Result of `rope.at`, if all layers share one; by default it is looked up here
         table:torch.Tensor|None=None,
     )->torch.Tensor: # `(..., T, D)`
-        q, k, v = self.project(x)
+        v, *made = reversed(self.project(x)) # Popped, so that their memory is free once turned
         if self.rope is not None and table is None: table = self.rope.at(x.shape[-2], positions)
-        q, k = self.heads(q, k, self.q_norm, self.k_norm, self.rope, table)
+        q, k = self.heads(made.pop(), made.pop(), self.q_norm, self.k_norm, self.rope, table)
         if cache is not None: k, v = cache.update(k, v)
         return self.output_proj(self.attention(q, k, v, self.window).transpose(-2, -3).flatten(-2))

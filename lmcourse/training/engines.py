@@ -361,6 +361,7 @@ def _make_loss(model, loss:Callable, engine)->Any: # Wrapped so that gradients a
     shared.broadcast_buffers = False # RoPE's tables are equal everywhere; 2.13 warns of an argument
     return shared
 
+# %% ../../nbs/04_training/04f_engines.ipynb #28a14a31
 def _find_fault(engine, micro_batches:list, loss:Callable)->str|None: # The cause, in words
     if engine.config.shard: return find_nonfinite_sharded(engine.model, micro_batches, loss)
     found = (find_nonfinite(engine.model, part, loss) for part in micro_batches)
