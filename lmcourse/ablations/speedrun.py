@@ -76,15 +76,16 @@ class NgramLM(TransformerLM):
         rows:tuple=(),       # Of the table for pairs, of that for triples, and so on
     ):
         super().__init__(config, seed, parts=parts)
-        self.tables:Any = torch.nn.ModuleList(Embedding(n, config.d_model) for n in rows)
-        for table in self.tables: torch.nn.init.zeros_(table.weight)
+        tables = [Embedding(n, config.d_model) for n in rows]
+        for table in tables: torch.nn.init.zeros_(table.weight)
+        self.tables, self.rows = torch.nn.ModuleList(tables), rows
 
     def embed(self, ids:torch.Tensor, positions:torch.Tensor|None=None)->torch.Tensor:
         x, code = super().embed(ids, positions), ids
-        for n,table in enumerate(self.tables, 1):
+        for n,(rows,table) in enumerate(zip(self.rows, self.tables), 1):
             before = torch.nn.functional.pad(ids, (n, 0))[..., :-n]
             code = code*31_337 + before
-            x = x + table(code % len(table.weight))
+            x = x + table(code % rows)
         return x
 
 # %% ../../nbs/06_ablations/06e_speedrun.ipynb #a9604ab3

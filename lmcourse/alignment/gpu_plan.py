@@ -32,6 +32,10 @@ from ..training.engines import pick_device, plan_batch
 class GpuRecipe:
     "Models and optimizers of `GpuConfig`. The learning rates are common ones, not tuned."
     tokenizer_documents = 100_000
+    # Fields of the config
+    d_model:int; num_layers:int; context_length:int; step_tokens:int; micro_batch:int; device:str
+    base_steps:int; sft_steps:int; dpo_steps:int; rl_prompts:int; seed:int; slip:float; kl:float
+    task:str
     base_fields = "context_length", "step_tokens", "micro_batch", "device"
 
     def model(self, vocab_size:int)->ModelConfig:

@@ -110,8 +110,9 @@ def make_tokens(c:PipelineConfig, folder:Path, inputs:dict, say:Callable):
     tokenizer = Tokenizer.from_folder(inputs["tokenizer"]/"tokenizer")
     texts = (d.text for d in kept_documents(inputs["clean"]/"curated"))
     own = inputs["clean"]/"valid.jsonl" # Of a real corpus; a planted web has new stories instead
-    held_out = ([json.loads(line)["text"] for line in open(own, encoding="utf-8")] if own.exists()
-                else [*islice(documents("stories", "valid"), min(200, c.pages))])
+    lines = own.read_text(encoding="utf-8").splitlines() if own.exists() else []
+    held_out = [json.loads(line)["text"] for line in lines]
+    if not held_out: held_out = [*islice(documents("stories", "valid"), min(200, c.pages))]
     write_dataset(folder/"data", c.data, tokenizer, texts, held_out)
     tokens = read_json(folder/"data"/"train.json")["tokens"]
     write_json(folder/"result.json", dict(tokens=tokens))
@@ -390,7 +391,7 @@ def config_stage(
     c:PipelineConfig, name:str,
     work:Callable,                    # Called as `work(c, folder, inputs, say)`
     needs:tuple, about:str, seconds:float|None, outputs:tuple, # As in `Stage`
-    *fields:str, **more,              # Fields of the config, and other settings
+    *fields:str, **more:object,       # Fields of the config, and other settings
 )->Stage:
     "Make a stage that depends on some fields of the config."
     return Stage(name, partial(work, c), needs, {f: getattr(c, f) for f in fields} | more, outputs,

@@ -146,6 +146,9 @@ def pipeline_folder(
 class PipelineRecipe:
     "What the pipeline on two cores takes for granted; `GpuConfig` has recipes of its own."
     data, task, device, tokenizer_documents = "stories", "briefs", "cpu", 4000
+    # Fields of the config
+    d_model:int; num_layers:int; base_steps:int; sft_steps:int; dpo_steps:int; seed:int
+    slip:float; kl:float
     base_fields:tuple = () # More fields that pretraining depends on
 
     def model(self, vocab_size:int)->ModelConfig:

@@ -133,7 +133,7 @@ def soft_rule(
 def reverse_rule(
     ref:Tensor, q:Tensor, beta:float, # As in `soft_rule`
 )->Tensor: # Probabilities `(..., V)`
-    "Maximize mean value less `beta*KL(reference || policy)`: `beta*ref/(lambda - q)`, by bisection."
+    "Maximize mean value less `beta*KL(reference || policy)`: `beta*ref/(lambda - q)`, bisected."
     p = ref.exp()
     low = (q + beta*p).max(-1, keepdim=True).values     # No probability may exceed 1
     high = q.max(-1, keepdim=True).values + beta        # Here the sum is at most 1

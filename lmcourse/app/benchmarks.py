@@ -43,6 +43,7 @@ def _cells(line:str)->list: # Without what is in brackets
 
 def _header(text:str)->dict: # Machine and date, from the first line of a benchmark
     m = re.match(r"(.+?), (\d+) cores, load ", text)
+    assert m # `report_speed` wrote it
     day = re.search(r"; (\d{4}-\d\d-\d\d)$", text.partition("\n")[0])
     return dict(machine=_machine(m[1], m[2]), date=day and day[1])
 

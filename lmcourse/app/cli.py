@@ -253,7 +253,7 @@ def _check_job(out:Path, text:str, job:dict):
 
 @contextlib.contextmanager
 # Errors of these `kinds` say how the work can be resumed; those of `prepare` if it was begun
-def told_to_go_on(*kinds:type, how:str=" the same command", out:Path|None=None):
+def told_to_go_on(*kinds:type[BaseException], how:str=" the same command", out:Path|None=None):
     try: yield
     except kinds as e:
         if out and not begun(out): raise
@@ -1276,12 +1276,14 @@ class PipelineCommand:
         if self.scale == "gpu": from lmcourse.alignment.gpu_plan import run_gpu_pipeline as run
         else: from lmcourse.alignment.pipeline import run_pipeline as run
         with told_to_go_on(Interrupted, *CUT_OFF), checking_input():
-            run(self.out, self.config, say, self.until)
+            config:Any = self.config # Of the scale
+            run(self.out, config, say, self.until)
 
     def plan(self):
         from lmcourse.alignment.gpu_plan import plan_lines
         if self.scale != "gpu": raise UserError("dry_run goes with scale = gpu")
-        with checking_input(): lines = plan_lines(self.config, self.gpu)
+        config:Any = self.config
+        with checking_input(): lines = plan_lines(config, self.gpu)
         say(*map(str, lines))
 
 # %% ../../nbs/90_app/90g_cli.ipynb #9fec4938

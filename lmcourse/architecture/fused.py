@@ -80,7 +80,7 @@ def operator(
     shapes:Callable, shapes_backward:Callable, # Like the two, but only make empty tensors
 )->Callable: # Takes the same as `forward`
     "Make an operator of torch from a kernel and its gradient, for autograd and the compiler."
-    define = partial(torch.library.custom_op, mutates_args=())
+    define:Any = partial(torch.library.custom_op, mutates_args=())
     whole = define(f"lmcourse::{name}", forward)
     back = define(f"lmcourse::{name}_backward", backward)
     whole.register_fake(shapes)

@@ -113,8 +113,8 @@ def prefetch(typingctx, array, i):
         return context.get_dummy_value()
     return types.void(array, types.int64), codegen
 
-if not compiles():
-    def prefetch(array:Any, i:int): "Do nothing: plain Python has no such instruction."
+def _no_prefetch(array, i): "Do nothing: plain Python has no such instruction."
+if not compiles(): prefetch = _no_prefetch
 
 @intrinsic
 def trailing_zeros(typingctx, x):

@@ -529,7 +529,8 @@ class BatchPrefetcher:
         # seconds that the loop has waited for batches
         self.device, self.waited_s = torch.device(device), 0.
         pool = ThreadPoolExecutor(1, "BatchPrefetcher")
-        self._order = partial(pool.submit, _next_batch, batches, iter(steps),
+        submit:Any = pool.submit
+        self._order = partial(submit, _next_batch, batches, iter(steps),
                               self.device.type == "cuda")
         self._jobs = deque(self._order() for _ in range(depth))
         # runs at the first call, or when the object is deleted
