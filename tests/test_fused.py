@@ -15,6 +15,7 @@ from lmcourse.architecture.transformer_torch import Parts, TransformerLM, named_
 from lmcourse.tools.checks import check_close, expect_error
 from lmcourse.tools.config import ModelConfig, TrainConfig
 from lmcourse.training.engines import NumpyEngine, TorchEngine
+from lmcourse.training.optim_torch import AdamW
 
 SMALL = ModelConfig(vocab_size=61, context_length=40, d_model=32, num_layers=2, num_heads=4, num_kv_heads=2, d_ff=48)
 
@@ -151,3 +152,11 @@ def test_one_thread_or_two():
         found.append([p.grad for p in model.parameters()])
     torch.set_num_threads(before)
     check_close(found[1], found[0], 1e-6, 1e-7)
+
+
+def test_a_copy_of_the_optimizer_takes_the_same_step():
+    "Branches of a trunk are copies: they must round as a run of their own does."
+    w = torch.nn.Parameter(torch.randn(64, generator=torch.Generator().manual_seed(0)))
+    optimizer = AdamW([w], lr=.1)
+    optimizer.one_pass = True
+    assert copy.deepcopy(optimizer).one_pass and not copy.deepcopy(AdamW([w])).one_pass

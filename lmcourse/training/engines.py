@@ -28,6 +28,7 @@ from ..architecture.layers_torch import auxiliary_scale
 from ..architecture.transformer_np import init_params, learning_rate_scales
 from ..architecture.transformer_torch import TransformerLM, named_parts
 from ..tools.config import ModelConfig, TrainConfig
+from ..tools.machine import compiles
 from .checkpoint import Checkpoints, load_checkpoint, read_state, save_checkpoint
 from .optim_np import AdamWNp, clip_scale, grad_norm_np
 from .optim_torch import OPTIMIZERS, clip_grad_norm
@@ -383,7 +384,7 @@ def _whole_copy(model, device:torch.device)->TransformerLM:
 # %% ../../nbs/04_training/04f_engines.ipynb #3222ba2f
 def _kernels(config:TrainConfig, device:torch.device, dtype:str)->str: # What `auto` stands for
     if config.kernels != "auto": return config.kernels
-    other = config.compile or config.shard or config.on_mesh
+    other = config.compile or config.shard or config.on_mesh or not compiles()
     return "fused" if device.type == "cpu" and dtype == "float32" and not other else "torch"
 
 def _make_optimizer(engine)->Any: # Which takes one pass over memory if the kernels are fused

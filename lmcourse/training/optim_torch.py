@@ -116,6 +116,9 @@ class AdamW(Optimizer):
     ):
         super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay))
 
+    def __getstate__(self)->dict: # What a copy has; torch's own forgets other attributes
+        return super().__getstate__() | dict(one_pass=self.one_pass)
+
     def add_param_group(self, group:dict): # torch calls it for every group, the first included
         "Add a group of parameters."
         numbers = self.defaults | group
