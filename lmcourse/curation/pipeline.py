@@ -42,9 +42,11 @@ STEPS:dict = {} # Name to a function that makes a step from its options
 def register_step(
     name:str, # Name of the step in recipes
 )->Callable: # A decorator
-    "Register a step's factory under a name. Raises `ValueError` for a name in use."
+    """Register a step's factory under a name. Raises `ValueError` for a name that another function
+    has; a cell may be run again."""
     def keep(maker:Callable)->Callable:
-        if name in STEPS: raise ValueError(f"the step {name!r} is there already")
+        if STEPS.get(name, maker).__name__ != maker.__name__:
+            raise ValueError(f"the step {name!r} is there already")
         STEPS[name] = maker
         return maker
     return keep
