@@ -390,6 +390,7 @@ def plot_race(
     for axis in (ax.xaxis, ax.yaxis):
         axis.set_major_formatter("{x:g}")
         axis.set_minor_formatter("{x:g}")
+        axis.get_minor_locator().set_params(subs=(2, 5))
     ax.legend()
     return ax
 
