@@ -508,7 +508,7 @@ def _():
     def step(params, states, lr, betas, eps, weight_decay):
         for p in params: p.grad.add_(p, alpha=weight_decay)
         right(params, states, lr, betas, eps, 0.)
-    return [(optim_torch, "_step_all_", step)]
+    return [(optim_torch, "_step_all_", step), (optim_torch, "fused_step_", step)]
 
 
 @fault("learning rate × 3", r"learning rate|step.*large|large.*step",

@@ -254,13 +254,13 @@ turn_heads = operator(
 
 # %% ../../nbs/03_architecture/03k_fused.ipynb #cb19c828
 def fused_heads(
-    q:Tensor, # Queries `(B, H, T, K)`, as `prepare_heads` takes them
+    q:Tensor, # Queries `(B, H, T, K)`, before norm and rotation
     k:Tensor, # Keys `(B, G, T, K)`
     q_norm:Any, k_norm:Any,    # Their norms, or none
     rope:RoPE|None,            # The rotation, or none
     table:Tensor|None,         # Cosines and sines `(T, K/2, 2)`
 )->tuple: # Queries and keys, normalized and rotated
-    "Prepare queries and keys in one pass if the kernel fits, and by `prepare_heads` otherwise."
+    "Prepare queries and keys in one pass if the kernel fits, and in the readable way otherwise."
     T, K = q.shape[-2:]
     whole = q_norm is not None and len(q_norm.weight) != K
     if (q.ndim != 4 or table is None or table.shape != (T, K//2, 2) or whole
