@@ -183,7 +183,7 @@ def changed(
     contestant:Contestant, # The base
     changes:dict,          # Fields of its model, its training or itself
 )->Contestant:
-    "A contestant with other fields. Raises `ValueError` for a field that there isn't."
+    "A contestant with other fields. Raises `ValueError` for an unknown field."
     parts:list = [contestant.model, contestant.train, contestant]
     own = [{f.name for f in dataclasses.fields(p)} for p in parts]
     for name in changes:
