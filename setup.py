@@ -21,7 +21,7 @@ status = next(s for s in statuses if s.startswith(cfg["status"]))
 first, last = (int(cfg[k].split(".")[1]) for k in ("min_python", "max_python"))
 
 
-FOR_THE_SITE = {("lmcourse", "_modidx"), ("lmcourse.tools", "pages")}   # Needed only where the notebooks are: in a clone
+FOR_THE_SITE = {("lmcourse", "_modidx"), ("lmcourse.tools", "pages"), ("lmcourse.app", "benchmarks")}   # Needed only where the notebooks are: in a clone
 
 
 class WithoutSite(build_py):

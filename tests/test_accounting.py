@@ -287,10 +287,10 @@ def draw_step(seed):
     return c, max(1, pick((10, 100, 300, 1000, 2500))//T), T - pick((0, 0, T//3)), how
 
 
-def live_bytes(c, B, T, how):
+def live_bytes(c, B, T, how, kernels="torch"):
     "Bytes alive after each operation of a step of the course's engine, the second one"
     parts = how["grad_accum_steps"]
-    engine = TorchEngine(c, TrainConfig(dtype=how["dtype"], recompute=how["recompute"], optimizer=how["optimizer"], device="cpu", kernels="torch"))
+    engine = TorchEngine(c, TrainConfig(dtype=how["dtype"], recompute=how["recompute"], optimizer=how["optimizer"], device="cpu", kernels=kernels))
     if how["logits"]: engine.loss = lambda ids, targets: cross_entropy(engine.model(ids), targets)
     batches = [tuple(torch.zeros(B, T, dtype=torch.int64) for _ in range(2)) for _ in range(parts)]
     def step():
@@ -326,6 +326,13 @@ def histories(): return [live_bytes(*case) for case in STEPS[:FEW]]
 
 def test_a_need_is_the_measured_peak(histories):
     assert not too_low_or_high(STEPS[:FEW], list(map(max, histories)))
+
+
+def test_the_fused_kernels_save_no_more():
+    "A rotation saves nothing of its input, and a norm no scale: so the need of the readable layers serves, but for half a per cent."
+    cases = [case for case in STEPS[:FEW] if case[3]["dtype"] == "float32"]
+    over = [(case, max(live_bytes(*case, kernels="fused"))/sum(training_bytes(*case[:3], **case[3]).values())) for case in cases]
+    assert len(cases) > 10 and not [(case, share) for case, share in over if share > 1.005]
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])

@@ -344,6 +344,16 @@ def test_no_thread_is_left(data, tmp_path):
     assert threading.active_count() == before
 
 
+def test_what_a_killed_process_left_is_gone_after_a_resume(data, tmp_path):
+    "Also where no checkpoint is written any more."
+    trainer = Trainer(MODEL, SHORT, *sets(data))
+    trainer.fit(tmp_path)
+    (tmp_path/"checkpoints"/"step_000001.tmp").mkdir()
+    again = Trainer(MODEL, SHORT, *sets(data))
+    again.resume(tmp_path)
+    assert again.step == trainer.step and not list(tmp_path.rglob("*.tmp"))
+
+
 def test_nothing_moves_when_the_loss_is_no_number(data):
     "Not even where the gradient is one; and the part of the batch is found that brought it"
     trainer = Trainer(MODEL, replace(SHORT, micro_batch=2, kernels="torch"), *sets(data))    # The fused norm has a finite gradient there

@@ -185,6 +185,7 @@ def test_killed_at_ten_random_moments_it_ends_with_the_same_files(run, compiled,
         done.append(sum((tmp_path/"cut"/n/"done.json").exists() for n in NAMES))
     assert go(tmp_path/"cut", 0) == 0 and killed >= 5 and len({*done}) >= 3, (killed, done)
     assert digests(tmp_path/"cut") == digests(tmp_path/"calm"), done
+    assert not list((tmp_path/"cut").rglob("*.tmp")), "nothing of a killed process is left"
 
 
 def test_an_exam_that_is_interrupted_asks_only_the_models_that_are_left(copy, monkeypatch):

@@ -193,64 +193,69 @@ def fused_ffn(config:ModelConfig, linear:Callable=Linear, **how:Any)->nn.Module:
 
 # %% ../../nbs/03_architecture/03k_fused.ipynb #24f6a659
 @fused
-def turn_rows(x, weight, table, eps, y, inv):
-    """Normalize heads if there is a weight, and rotate them by RoPE: `x` is `(B, T, H, K)`,
+def turn_rows(x, weight, table, eps, y):
+    """Normalize heads unless `eps` is below 0, and rotate them by RoPE: `x` is `(B, T, H, K)`,
     `y` `(B, H, T, K)`, and a row of the table holds cosine, sine, cosine and so on."""
     B, T, H, K = x.shape
     for b in range(B):
         for t in range(T):
             for h in range(H):
                 z, out, turn, r, square = x[b, t, h], y[b, h, t], table[t], _ONE, _ZERO
-                inv[b, t, h] = _ZERO
                 if eps >= _ZERO:
                     for i in range(K): square += z[i]*z[i]
                     r = one_over_root(square/np.float32(K) + eps)
-                    inv[b, t, h] = r
                 for i in range(K//2):
                     p, q = z[2*i]*r*weight[2*i], z[2*i + 1]*r*weight[2*i + 1]
                     out[2*i] = p*turn[2*i] - q*turn[2*i + 1]
                     out[2*i + 1] = p*turn[2*i + 1] + q*turn[2*i]
 
 @fused
-def turn_rows_backward(dy, x, weight, table, inv, dx, dweight):
-    """Compute the gradients of `turn_rows`: turn back, then through the norm, if `inv` is not 0:
-    0 marks a head without one."""
-    B, T, H, K = x.shape
+def turn_rows_backward(dy, x, weight, table, eps, dx, dweight):
+    """Compute the gradients of `turn_rows`: turn back, then through the norm, whose scale is
+    computed again. Without a norm `x` is not looked at."""
+    B, T, H, K = dx.shape
     for b in range(B):
         for t in range(T):
             for h in range(H):
-                z, g, out, turn = x[b, t, h], dy[b, h, t], dx[b, t, h], table[t]
+                g, out, turn = dy[b, h, t], dx[b, t, h], table[t]
                 for i in range(K//2):
                     p, q = g[2*i], g[2*i + 1]
                     out[2*i] = p*turn[2*i] + q*turn[2*i + 1]
                     out[2*i + 1] = q*turn[2*i] - p*turn[2*i + 1]
-                r, along = inv[b, t, h], _ZERO
-                if r != _ZERO:
-                    for i in range(K): along += out[i]*weight[i]*z[i]
+                if eps >= _ZERO:
+                    z, square, along = x[b, t, h], _ZERO, _ZERO
+                    for i in range(K):
+                        square += z[i]*z[i]
+                        along += out[i]*weight[i]*z[i]
+                    r = one_over_root(square/np.float32(K) + eps)
                     along *= r*r/np.float32(K)
                     for i in range(K): dweight[i] += out[i]*z[i]*r
                     for i in range(K): out[i] = (out[i]*weight[i] - z[i]*along)*r
 
 # %% ../../nbs/03_architecture/03k_fused.ipynb #cfcc955c
-def _turn_heads(x:Tensor, weight:Tensor, table:Tensor, eps:float)->tuple[Tensor, Tensor]:
+def _turn_heads(x:Tensor, weight:Tensor, table:Tensor, eps:float)->Tensor:
     B, T, H, K = x.shape
-    y, inv = x.new_empty(B, H, T, K), x.new_empty(B, T, H)
-    turn_rows(_array(x), _array(weight), _array(table).reshape(T, K), np.float32(eps), y.numpy(),
-              inv.numpy())
-    return y, inv
+    y = x.new_empty(B, H, T, K)
+    turn_rows(_array(x), _array(weight), _array(table).reshape(T, K), np.float32(eps), y.numpy())
+    return y
 
-def _turn_heads_backward(dy:Tensor, x:Tensor, weight:Tensor, table:Tensor, inv:Tensor
+def _turn_heads_backward(dy:Tensor, x:Tensor, weight:Tensor, table:Tensor, eps:Tensor
                          )->tuple[Tensor, Tensor]:
-    (T, K), dx, dweight = (x.shape[1], x.shape[3]), _like(x), torch.zeros_like(weight)
+    (B, H, T, K), dweight = dy.shape, torch.zeros_like(weight)
+    dx = dy.new_empty(B, T, H, K)
     turn_rows_backward(_array(dy), _array(x), _array(weight), _array(table).reshape(T, K),
-                       _array(inv), dx.numpy(), dweight.numpy())
+                       np.float32(eps.item()), dx.numpy(), dweight.numpy())
     return dx, dweight
+
+def _for_turning_back(x:Tensor, weight:Tensor, table:Tensor, eps:float
+)->tuple: # What is saved; a rotation alone doesn't need its input
+    return x if eps >= 0 else x.new_empty(0, 0, 0, 0), weight, table, x.new_full((), eps)
 
 turn_heads = operator(
     "turn_heads", _turn_heads, _turn_heads_backward,
-    lambda inputs, output: (*inputs[:3], output[1]),
-    lambda x, weight, table, eps: (x.new_empty(x.transpose(1, 2).shape), x.new_empty(x.shape[:3])),
-    lambda dy, x, weight, table, inv: (_like(x), torch.empty_like(weight)))
+    lambda inputs, output: _for_turning_back(*inputs),
+    lambda x, weight, table, eps: x.new_empty(x.transpose(1, 2).shape),
+    lambda dy, x, weight, table, eps: (_like(dy.transpose(1, 2)), torch.empty_like(weight)))
 
 # %% ../../nbs/03_architecture/03k_fused.ipynb #cb19c828
 def fused_heads(
@@ -268,7 +273,7 @@ def fused_heads(
         return prepare_heads(q, k, q_norm, k_norm, rope, table)
     def turn(x, norm):
         weight, eps = (x.new_ones(K), -1.) if norm is None else (norm.weight, norm.eps)
-        return turn_heads(x.transpose(1, 2), weight, table, eps)[0]
+        return turn_heads(x.transpose(1, 2), weight, table, eps)
     return turn(q, q_norm), turn(k, k_norm)
 
 # %% ../../nbs/03_architecture/03k_fused.ipynb #afe34871

@@ -584,7 +584,7 @@ class Checkpoints:
         **more:Any,                              # As for `save_checkpoint`
     )->Path: # The new checkpoint
         "Save a checkpoint, then delete those that are neither among the latest nor the best."
-        for leftover in self.folder.glob("step_*.tmp"): shutil.rmtree(leftover)
+        self.clear_leftovers()
         path = self.folder/f"step_{iteration:06d}"
         state = (state or {}) | ({} if valid_loss is None else dict(valid_loss=float(valid_loss)))
         write(model, optimizer, iteration, path, state=state, **more)
@@ -593,6 +593,10 @@ class Checkpoints:
         for p in self._all():
             if p not in kept: _remove(p)
         return path
+
+    def clear_leftovers(self):
+        "Delete what a process left that was killed while it saved or deleted a checkpoint."
+        for leftover in self.folder.glob("step_*.tmp"): shutil.rmtree(leftover)
 
     def _all(self)->list: # Complete checkpoints by step; one that is being replaced comes first
         folders = (p for p in self.folder.glob("step_*") if p.is_dir())

@@ -279,7 +279,9 @@ def _save(t:Trainer, run:Path): # Saves a checkpoint, written by one process for
     t.engine.save(kept, t.step, loss, state, t.model_config.to_dict())
 
 def _resume(t:Trainer, run:Path): # From the last checkpoint, or from the start if there is none
-    if path := Checkpoints(run/"checkpoints").latest():
+    kept = Checkpoints(run/"checkpoints")
+    if t.world.writes: kept.clear_leftovers()
+    if path := kept.latest():
         t.step, state = t.engine.load(path, t.model_config.to_dict()), read_state(path)
         t.elapsed, t.waited, t.recent = state["elapsed"], state["waited"], state["recent"]
         t.best, t.best_step = state.get("best") or (math.inf, 0) # older runs have none
