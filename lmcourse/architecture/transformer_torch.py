@@ -23,7 +23,7 @@ from .attention_torch import causal_attention, prepare_heads
 
 # %% ../../nbs/03_architecture/03f_transformer_torch.ipynb #69cb417e
 def make_norm(
-    config:ModelConfig, # Sizes and variant, the kind of norm and its epsilon among them
+    config:ModelConfig, # Sizes and variant, including the kind of norm and its epsilon
     device:str|torch.device|None=None, # Device of the gain
     dtype:torch.dtype|None=None,       # Type of the gain
 )->nn.Module: # A norm over D; `nn.Identity` if the config has none
