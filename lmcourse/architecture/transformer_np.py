@@ -73,7 +73,17 @@ def init_params(
         if len(shape) == 1: return (np.zeros if name.endswith("bias") else np.ones)(shape, dtype)
         scale = last if name.endswith(("output_proj.weight", "w2.weight")) else 1.
         return truncated_normal_np(shape, scale*std.get(name, (2/sum(shape))**.5), rng, dtype)
-    return {name: start(name, shape) for name,shape in parameter_shapes(c).items()}
+    params = {name: start(name, shape) for name,shape in parameter_shapes(c).items()}
+    return params | _copying(params, last, dtype) if c.copy_init else params
+
+def _copying(params:dict, last:float, dtype
+)->dict: # Heads that copy what they look at, and feed-forward networks that add nothing yet
+    made = {name: np.eye(len(w), dtype=dtype) for name,w in params.items()
+            if name.endswith("v_proj.weight")}
+    made |= {name: last*np.eye(len(w), dtype=dtype) for name,w in params.items()
+             if name.endswith("output_proj.weight")}
+    return made | {name: np.zeros_like(w) for name,w in params.items()
+                   if name.endswith("w2.weight")}
 
 # %% ../../nbs/03_architecture/03e_transformer_np.ipynb #5f75dac9
 def learning_rate_scales(
