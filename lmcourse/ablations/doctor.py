@@ -258,7 +258,7 @@ def first_updates(case:Case)->float: # Median over the matrices
     if case.train.optimizer == "muon": peak *= 0.2
     own = dict(case.initial.named_parameters())
     sizes = [own[n].detach().square().mean().sqrt().item() for n in matrices(case)]
-    return float(np.median([peak/size for size in sizes]))
+    return float(np.median([peak/size for size in sizes if size])) # Some start at 0: `copy_init`
 
 # %% ../../nbs/06_ablations/06d_doctor.ipynb #30eb38dd
 def last_updates(case:Case)->float|None: # None where the optimizer's means aren't those of AdamW

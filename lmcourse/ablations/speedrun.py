@@ -430,8 +430,12 @@ QUICKSTART_CHANGES:dict[str, dict] = {
     "windows anywhere": dict(windows="random"),
     "GPT-2's first weights": dict(kind="gpt2", embedding_std=.02, scale_embeddings=False,
                                   scaled_init=True),
+    "heads start as copiers": dict(copy_init=True),
+    "twice the rate": dict(lr=5e-3),
+    "copiers at twice the rate": dict(copy_init=True, lr=5e-3),
 }
-_LONGER = "the quickstart's recipe", "GPT-2's first weights"
+_LONGER = ("the quickstart's recipe", "GPT-2's first weights", "heads start as copiers",
+           "twice the rate", "copiers at twice the rate")
 
 # Part of the study to its contestant, the changes to it, and the steps of the unchanged one
 PARTS:dict[str, tuple] = dict(
