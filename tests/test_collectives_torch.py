@@ -80,7 +80,7 @@ def test_two_pools_do_not_meet(pool):
     with ct.ProcessPool(1, timeout_s=30) as other:
         assert [r["of"] for r in pool.run(ct.who_am_i)] == [3]*3 and other.run(ct.who_am_i)[0]["of"] == 1
         pids = [p.pid for p in other.ranks]
-        with pytest.raises(RuntimeError, match="rank [01] failed with ValueError: 'gossip' is no collective"): other.run(ct.torch_collective, "gossip", 3)
+        with pytest.raises(RuntimeError, match="rank [01] failed with ValueError: 'gossip' isn't a collective"): other.run(ct.torch_collective, "gossip", 3)
         assert not TOLD or gone(*pids)
         with pytest.raises(RuntimeError, match="the pool is closed"): other.run(ct.who_am_i)
 
@@ -126,7 +126,7 @@ def test_functions_of_cells(monkeypatch):
     def who_am_i(): return 3
     def elsewhere(): return 3
     assert ct.exported(who_am_i, ct.HERE) is who_am_i                          # Of a module that can be imported
-    for f, words in ((who_am_i, "differs from that in lmcourse.parallelism.collectives_torch: run nbdev_export"), (elsewhere, "can't find it")):
+    for f, words in ((who_am_i, "differs from the one in lmcourse.parallelism.collectives_torch: run nbdev_export"), (elsewhere, "can't find it")):
         f.__module__ = "__main__"
         with pytest.raises(ValueError, match=words): ct.exported(f, ct.HERE)
     monkeypatch.setattr(ct.fit_link, "__module__", "__main__")

@@ -26,7 +26,7 @@ def exponent_by_tens(a, b, c, d): return (math.log10(d) - math.log10(b))/(math.l
 
 
 EXPONENT = [(lambda a, b, c, d: (d - b)/(c - a), "both axes"), (lambda a, b, c, d: log(d/b)/(c - a), "of x too"), (lambda a, b, c, d: (d - b)/log(c/a), "of y too"),
-            (lambda a, b, c, d: log(c/a)/log(d/b) if b != d else 0., "slope of x by y"), (lambda *v: -exponent(*v), "the sign"), (lambda a, b, c, d: math.log10(d/b)/log(c/a), "expected")]
+            (lambda a, b, c, d: log(c/a)/log(d/b) if b != d else 0., "slope of x over y"), (lambda *v: -exponent(*v), "the sign"), (lambda a, b, c, d: math.log10(d/b)/log(c/a), "expected")]
 
 
 # 2. Extrapolation
@@ -46,7 +46,7 @@ def extrapolate_by_hand(x, y, at):
     return 10**(mv + s*(math.log10(at) - mu))
 
 
-EXTRAPOLATE = [(lambda x, y, at: fit(x, y, float, float, at), "one of logarithms"), (lambda x, y, at: fit(x, y, log, float, at), "this is the logarithm"),
+EXTRAPOLATE = [(lambda x, y, at: fit(x, y, float, float, at), "fit the line to logarithms"), (lambda x, y, at: fit(x, y, log, float, at), "this is the logarithm"),
                (lambda x, y, at: y[0]*(at/x[0])**exponent(x[0], y[0], x[-1], y[-1]), "all points"), (lambda x, y, at: y[-1]*(at/x[-1])**np.polyfit(np.log(x), np.log(y), 1)[0], "at the fitted line"),
                (lambda x, y, at: np.polyfit(np.log(x), np.log(y), 1)[0], "this is the exponent"), (lambda x, y, at: math.exp(np.polyval(np.polyfit(x, np.log(y), 1), at)), "of x too"),
                (lambda x, y, at: np.polyval(np.polyfit(np.log(x), y, 1), log(at)), "of y too")]
@@ -60,8 +60,8 @@ def seen(E, k, p, x): return p*k*x**p/(E + k*x**p)
 def seen_by_steps(E, k, p, x, h=1e-5): return (log(E + k*(x*math.exp(h))**p) - log(E + k*(x*math.exp(-h))**p))/(2*h)
 
 
-SEEN = [(lambda E, k, p, x: p, "floor bends"), (lambda E, k, p, x: p*k*x**(p - 1), "linear axes"), (lambda E, k, p, x: seen(E, k, p, x)/x, "only y"), (lambda E, k, p, x: p*k*x**p, "only x"),
-        (lambda E, k, p, x: p - seen(E, k, p, x), "keeps its slope"), (lambda *v: -seen(*v), "the curve falls"), (lambda E, k, p, x: k*x**p/(E + k*x**p), "lacks the exponent")]
+SEEN = [(lambda E, k, p, x: p, "floor bends"), (lambda E, k, p, x: p*k*x**(p - 1), "linear axes"), (lambda E, k, p, x: seen(E, k, p, x)/x, "of y only"), (lambda E, k, p, x: p*k*x**p, "of x only"),
+        (lambda E, k, p, x: p - seen(E, k, p, x), "share of the other term"), (lambda *v: -seen(*v), "the curve falls"), (lambda E, k, p, x: k*x**p/(E + k*x**p), "lacks the exponent")]
 
 
 # 4. The best split
@@ -78,7 +78,7 @@ def split_by_search(A, B, a, b, C):
     return [math.exp(low), C/6/math.exp(low)]
 
 
-SPLIT = [(partial(split, six=1), "not ND"), (lambda A, B, a, b, C: split(A, B, a, b, C, power=a/(a + b)), "exponent of N"), (lambda A, B, a, b, C: split(A, B, a, b, C, factor=b*B/(a*A)), "alpha and A above"),
+SPLIT = [(partial(split, six=1), "not ND"), (lambda A, B, a, b, C: split(A, B, a, b, C, power=a/(a + b)), "exponent of N"), (lambda A, B, a, b, C: split(A, B, a, b, C, factor=b*B/(a*A)), "in the numerator"),
          (lambda A, B, a, b, C: split(A, B, a, b, C, factor=A/B), "derivative brings"), (lambda *v: split(*v)[::-1], "(N, D)"), (lambda A, B, a, b, C: ((C/120)**.5, 20*(C/120)**.5), "one law"),
          (lambda *v: (split(*v)[0], v[4]/split(*v)[0]), "6ND must equal")]
 
@@ -125,8 +125,8 @@ def even_by_sums(a, b, c, d):
     return 0 if at(0) <= 0 else at(0)/(at(0) - at(1e12))*1e12
 
 
-EVEN = [(partial(even, train=2), "6N in training"), (partial(even, serve=6), "6N in training"), (partial(even, serve=1), "backward pass"), (lambda a, b, c, d: 3*(a*b - c*d)/(c - a), "less than nothing"),
-        (lambda a, b, c, d: max(0., 3*(a*b - c*d)/c), "difference of sizes"), (lambda a, b, c, d: 3*(b - d), "not tokens"), (lambda a, b, c, d: max(0., 6*(a*b - c*d)), "FLOPs that are saved"),
+EVEN = [(partial(even, train=2), "6N in training"), (partial(even, serve=6), "6N in training"), (partial(even, serve=1), "backward pass"), (lambda a, b, c, d: 3*(a*b - c*d)/(c - a), "negative number"),
+        (lambda a, b, c, d: max(0., 3*(a*b - c*d)/c), "difference of the sizes"), (lambda a, b, c, d: 3*(b - d), "not tokens"), (lambda a, b, c, d: max(0., 6*(a*b - c*d)), "extra FLOPs of training"),
         (lambda a, b, c, d: even(c, d, a, b) if a*b > c*d else 1., "expected")]
 
 
@@ -143,8 +143,8 @@ def vertex_by_solving(n, l):
     return 10**(-c[1]/(2*c[2]))
 
 
-VERTEX = [(lambda n, l: n[int(np.argmin(l))], "lowest run"), (partial(parabola, at=lambda v: v, back=float), "one in the logarithm"), (partial(parabola, back=float), "logarithm of the size"),
-          (partial(parabola, at=np.log10), "base of your logarithm"), (partial(parabola, factor=-1), "lies at -b/(2a)"), (partial(parabola, factor=.5), "the sign"),
+VERTEX = [(lambda n, l: n[int(np.argmin(l))], "lowest run"), (partial(parabola, at=lambda v: v, back=float), "parabola to the logarithm"), (partial(parabola, back=float), "logarithm of the size"),
+          (partial(parabola, at=np.log10), "with its own base"), (partial(parabola, factor=-1), "lies at -b/(2a)"), (partial(parabola, factor=.5), "the sign"),
           (lambda n, l: float(np.polyval(np.polyfit(np.log(n), l, 2), log(parabola(n, l)))), "the loss there"), (lambda n, l: n.sort() or n.append(1.) or 1., "changed its")]
 
 

@@ -60,4 +60,4 @@ def test_lengths_outside_the_row_are_rejected(lengths):
 
 def test_pairs_that_make_no_sense_are_rejected():
     for a, b in ((torch.zeros(2), torch.zeros(3)), (torch.zeros(0), torch.zeros(0))):
-        with pytest.raises(ValueError, match="expected as many, at least one"): preference_loss(a, b)
+        with pytest.raises(ValueError, match="expected equal numbers, at least one"): preference_loss(a, b)

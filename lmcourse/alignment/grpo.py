@@ -32,7 +32,7 @@ def compute_group_normalized_rewards(
     reward_fn:Callable,          # `(response, ground_truth)` to a dict with the key "reward"
     rollout_responses:list,      # Texts `(B,)`, a prompt's responses consecutive
     repeated_ground_truths:list, # Ground truths `(B,)`, repeated for each response
-    group_size:int,              # Responses to a prompt
+    group_size:int,              # Responses per prompt
     advantage_eps:float,         # Added to the standard deviation
     normalize_by_std:bool,       # Whether to divide by the standard deviation
 )->tuple: # Advantages `(B,)`, raw rewards `(B,)`, and a dict of numbers to log
@@ -128,17 +128,17 @@ def grpo_loss(
     high:float|None=None, # Upper clip range; None for `low`; DAPO uses .28
     level:Literal["token", "sequence"]="token", # Level of the ratio; GSPO uses "sequence"
     average:Literal["response", "token", "constant"]="response", # DAPO "token", Dr. GRPO "constant"
-    max_length:int|None=None,         # The constant
+    max_length:int|None=None,         # Divisor for `average="constant"`
     ref_log_probs:Tensor|None=None,   # Log-probs of the reference `(B, T)`, for a KL loss
     beta:float=0.,                    # Weight of the KL loss
-)->Tensor: # A number
+)->Tensor: # Scalar
     "Compute a loss of the GRPO family. `ValueError` for an empty response or unknown option."
     if not (mask.sum(1) > 0).all(): raise ValueError("grpo_loss: a response has no tokens")
     if average == "constant" and not max_length:
         raise ValueError(f"average = 'constant' needs max_length, got {max_length}")
     if beta and ref_log_probs is None: raise ValueError(f"beta = {beta} needs ref_log_probs")
     moved = log_probs - old_log_probs.detach()
-    if level == "sequence": # every token gets the response's mean
+    if level == "sequence": # Every token gets the response's mean
         moved = masked_mean(moved, mask, 1)[:, None].expand_as(moved)
     elif level != "token": raise ValueError(f"level = {level!r}, expected 'token' or 'sequence'")
     loss, _ = clipped_loss(advantages, moved, torch.zeros_like(moved), low, high)

@@ -31,7 +31,7 @@ def _check_advantages(advantages:Tensor, log_probs:Tensor):
 def rloo_advantages(
     rewards:Tensor, # Rewards `(B,)`, a prompt's responses consecutive
     group_size:int, # Responses per prompt, at least 2
-)->Tensor: # `(B,)`: each reward less the mean of the group's other rewards
+)->Tensor: # `(B,)`: each reward minus the mean of the group's other rewards
     "Compute leave-one-out advantages. Raises `ValueError` for a group of one. Ahmadian 2024."
     groups = in_groups(rewards, group_size)
     return (group_size/(group_size - 1)*(groups - groups.mean(1, keepdim=True))).flatten()
@@ -59,7 +59,8 @@ def clipped_loss(
     low:float=.2,         # How far the ratio may fall below 1
     high:float|None=None, # How far the ratio may rise above 1; None for `low`
 )->tuple: # Loss of each token `(B, T)`, and whether it is clipped `(B, T)`, bool
-    "Compute `-min(ratio*A, clip(ratio)*A)`. `ValueError` for shapes or bounds. Schulman 2017, eq. 7."
+    """Compute `-min(ratio*A, clip(ratio)*A)`. Schulman 2017, eq. 7.
+    Raises `ValueError` for shapes that don't match or bounds out of range."""
     _check_advantages(advantages, log_probs)
     if old_log_probs.shape != log_probs.shape:
         raise ValueError(f"old log-probabilities {tuple(old_log_probs.shape)}, "

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 def gae(
     rewards:Tensor,  # Reward at each token `(B, T)`
     values:Tensor,   # The critic's value before each token `(B, T)`
-    mask:Tensor,     # Response tokens `(B, T)`; a row ends with its last one
+    mask:Tensor,     # True for the response's tokens `(B, T)`
     gamma:float=1.,  # Discount of later rewards
     lam:float=.95,   # 0 trusts the critic, 1 the rewards
 )->tuple: # Advantages and returns (the critic's targets) `(B, T)`, 0 after the end
-    "Estimate advantages by GAE. `ValueError` for shapes, gamma or lam. Schulman 2016, eq. 16."
+    "Estimate advantages by GAE. `ValueError` for bad shapes, gamma or lam. Schulman 2016, eq. 16."
     if not rewards.shape == values.shape == mask.shape or rewards.ndim != 2:
         raise ValueError(f"rewards {tuple(rewards.shape)}, values {tuple(values.shape)}, "
                          f"mask {tuple(mask.shape)}, expected one shape (B, T)")
@@ -53,10 +53,11 @@ def value_loss(
     values:Tensor,     # The critic's current values `(B, T)`
     old_values:Tensor, # The critic's values at sampling time `(B, T)`
     returns:Tensor,    # Returns from `gae` `(B, T)`
-    mask:Tensor,       # Which tokens count `(B, T)`
+    mask:Tensor,       # True for tokens that count `(B, T)`
     clip:float=.2,     # How far a value may move per batch, in units of reward
 )->Tensor: # Half the mean squared error
-    "Take the larger of the plain and the clipped error. `ValueError` for shapes or an empty mask."
+    """Take the larger of the plain and the clipped error.
+    Raises `ValueError` for unequal shapes or an empty mask."""
     if not values.shape == old_values.shape == returns.shape == mask.shape:
         raise ValueError(f"values {tuple(values.shape)}, old values {tuple(old_values.shape)}, "
                          f"returns {tuple(returns.shape)}, mask {tuple(mask.shape)}")
@@ -70,10 +71,10 @@ def token_rewards(
     rewards:Tensor,       # Reward of each response `(B,)`
     log_probs:Tensor,     # Log-probs of its tokens under the sampling policy `(B, T)`
     ref_log_probs:Tensor, # Log-probs under the reference `(B, T)`
-    mask:Tensor,          # Which tokens are part of the response `(B, T)`
+    mask:Tensor,          # True for the response's tokens `(B, T)`
     beta:float,           # Penalty per nat of KL
 )->Tensor: # `(B, T)`: -beta*log ratio at each token, and the reward at the last
-    "Spread rewards over tokens, less the KL penalty. Raises `ValueError` for an empty response."
+    "Charge each token for its KL, and reward the last. `ValueError` for an empty response."
     if not mask.any(1).all(): raise ValueError("token_rewards: a response has no tokens")
     last = mask.shape[1] - 1 - mask.flip(1).to(torch.int8).argmax(1)
     paid = -beta*(log_probs - ref_log_probs).detach()*mask

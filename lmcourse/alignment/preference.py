@@ -24,29 +24,29 @@ from ..training.engines import Objective
 # %% ../../nbs/14_alignment/14h_preference.ipynb #3f4251c2
 def dpo_loss(
     chosen:Tensor,       # Log-probabilities of the chosen responses `(B,)`
-    rejected:Tensor,     # Of the rejected ones `(B,)`
+    rejected:Tensor,     # Log-probabilities of the rejected responses `(B,)`
     ref_chosen:Tensor,   # The same under the reference `(B,)`
     ref_rejected:Tensor, # `(B,)`
     beta:float,          # What a nat of KL costs
 )->Tensor: # `(B,)`
-    "-log sigmoid(beta*margin). Raises `ValueError` for other shapes or beta. Rafailov 2023, eq. 7."
+    "Compute -log sigmoid(beta*margin). `ValueError` for bad shapes or beta. Rafailov 2023, eq. 7."
     return -F.logsigmoid(beta*_margin(chosen, rejected, ref_chosen, ref_rejected, beta))
 
 def ipo_loss(
     chosen:Tensor, rejected:Tensor, ref_chosen:Tensor, ref_rejected:Tensor, # As for `dpo_loss`
     beta:float,          # What a nat of KL costs; the paper's tau
 )->Tensor: # `(B,)`
-    "(margin - 1/(2*beta))**2. Raises `ValueError` for other shapes or beta. Azar 2023, eq. 17."
+    "Compute (margin - 1/(2*beta))**2. Raises `ValueError` as `dpo_loss` does. Azar 2023, eq. 17."
     return (_margin(chosen, rejected, ref_chosen, ref_rejected, beta) - 1/(2*beta))**2
 
 def kto_loss(
-    log_probs:Tensor,     # Of responses, good and bad ones `(B,)`
-    ref_log_probs:Tensor, # Under the reference `(B,)`
-    good:Tensor,          # Which are good `(B,)`, bool
+    log_probs:Tensor,     # Log-probabilities of good and bad responses `(B,)`
+    ref_log_probs:Tensor, # The same under the reference `(B,)`
+    good:Tensor,          # True for the good ones `(B,)`
     kl:Tensor,            # An estimate of KL(policy || reference), a number
     beta:float,           # What a nat of KL costs
 )->Tensor: # `(B,)`: no pairs are needed
-    "1 - sigmoid of gain over the KL, or of loss. `ValueError` for shapes. Ethayarajh 2024, eq. 8."
+    "1 - sigmoid(±beta*(log ratio - KL)), minus for bad responses. Ethayarajh 2024, eq. 8."
     _same_shapes(beta, log_probs, ref_log_probs, good)
     gain = log_probs - ref_log_probs - kl.detach().clamp(min=0)
     return 1 - torch.sigmoid(beta*torch.where(good, gain, -gain))
@@ -56,9 +56,9 @@ def simpo_loss(
     chosen_lengths:Tensor,   # Tokens of the chosen responses `(B,)`
     rejected_lengths:Tensor, # `(B,)`
     beta:float,              # Steepness
-    gamma:float=0.,          # The margin that is asked for
+    gamma:float=0.,          # Margin that the loss asks for
 )->Tensor: # `(B,)`: no reference is needed
-    "-log sigmoid(beta*difference of means - gamma). `ValueError` for shapes. Meng 2024, eq. 6."
+    "Compute -log sigmoid(beta*difference of means - gamma). Meng 2024, eq. 6."
     _same_shapes(beta, chosen, rejected, chosen_lengths, rejected_lengths)
     return -F.logsigmoid(beta*(chosen/chosen_lengths - rejected/rejected_lengths) - gamma)
 
@@ -80,8 +80,9 @@ def response_log_prob(
     tokenizer:Any, # With `encode` and `end_of_text`
     prompt:str,    # At least one token
     response:str,  # The end token is added here
-)->Tensor: # A number, with the model's graph behind it
-    "Log-probability of a response and its end. `ValueError` for no prompt, or beyond the context."
+)->Tensor: # Scalar, attached to the model's graph
+    """Compute the log-probability of a response and its end token.
+    Raises `ValueError` for an empty prompt or a text that is longer than the context."""
     first = list(tokenizer.encode(prompt))
     ids = [*first, *tokenizer.encode(response), tokenizer.end_of_text]
     if not first: raise ValueError("response_log_prob: the prompt has no tokens")
@@ -95,13 +96,14 @@ def response_log_prob(
 
 def compute_per_instance_dpo_loss(
     lm:Any, lm_ref:Any, # Model in training and reference, as for `response_log_prob`
-    tokenizer:Any,                # Of both
+    tokenizer:Any,                # The tokenizer of both models
     beta:float,                   # What a nat of KL costs
     prompt:str,                   # With its template, if there is one
     response_chosen:str,
     response_rejected:str,
-)->Tensor: # A number
-    "DPO's loss of one pair. Raises `ValueError` for models of two vocabularies. CS336's signature."
+)->Tensor: # Scalar
+    """Compute DPO's loss for one pair. The signature is from CS336.
+    Raises `ValueError` if the models' vocabularies differ in size."""
     if lm.config.vocab_size != lm_ref.config.vocab_size:
         raise ValueError(f"a model of {lm.config.vocab_size} tokens, its reference has "
                          f"{lm_ref.config.vocab_size}: expected one tokenizer")
@@ -114,10 +116,10 @@ def compute_per_instance_dpo_loss(
 # %% ../../nbs/14_alignment/14h_preference.ipynb #1af89f4d
 def judged_pairs(
     prompt:str,      # As for `judge`
-    responses:list,  # Texts, to this prompt
+    responses:list,  # Responses to this prompt
     judge:Callable=parse_reward, # From prompt and response to a number; 1 or more is right
 )->list: # Dicts with `prompt`, `chosen`, `rejected`; none if all are right, or all are wrong
-    "Pair each right response with a wrong one, as long as there are some of both."
+    "Pair right responses with wrong ones, until either kind runs out."
     right, wrong = [], []
     for text in responses: (right if judge(prompt, text) >= 1 else wrong).append(text)
     return [dict(prompt=prompt, chosen=c, rejected=r) for c,r in zip(right, wrong)]
@@ -126,7 +128,7 @@ def judged_pairs(
 def read_pairs(
     path:str|Path, # Lines of JSON with `prompt`, `chosen` and `rejected`
 )->list: # Dicts
-    "Read pairs from a file. `FileNotFoundError`, or `ValueError` with the number of the line."
+    "Read pairs from a file. Raises `FileNotFoundError`, or `ValueError` with the line's number."
     if not Path(path).is_file(): raise FileNotFoundError(f"{path}: no such file")
     pairs = []
     for n,line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), 1):
@@ -137,8 +139,8 @@ def read_pairs(
 
 def check_pairs(
     pairs:list,         # Dicts with `prompt`, `chosen` and `rejected`
-    where:str="pair ",  # How messages begin; the number follows, from 1
-)->list: # The same
+    where:str="pair ",  # Beginning of error messages; the pair's number follows
+)->list: # The pairs, unchanged
     "Raises `ValueError` for no pairs, for a malformed pair, and for a pair of equal responses."
     if not pairs: raise ValueError("no pairs, expected at least one")
     for n,pair in enumerate(pairs, 1):
@@ -155,9 +157,9 @@ def check_pairs(
 def pair_rows(
     pairs:list,         # As for `check_pairs`
     tokenizer:Any,      # Has `encode` and `end_of_text`
-    context_length:int, # Of the model
-)->list: # Of each pair two rows for `padded_rows`, the chosen first
-    "Pairs as tokens. `ValueError` as of `check_pairs`, and for what the model can't read whole."
+    context_length:int, # The model's context length
+)->list: # Two rows for each pair, the chosen response first, as for `padded_rows`
+    "Tokenize pairs. Raises `ValueError` as `check_pairs` does, and for a pair that is too long."
     rows, end = [], tokenizer.end_of_text
     for n,pair in enumerate(check_pairs(pairs), 1):
         first = [end, *tokenizer.encode(pair["prompt"])]
@@ -169,12 +171,12 @@ def pair_rows(
 
 # %% ../../nbs/14_alignment/14h_preference.ipynb #2da16a30
 class PreferenceBatches:
-    """`batches[step]` for the trainer: pairs as rows of two, the chosen response first, with the
+    """`batches[step]` for the trainer: two rows for each pair, the chosen response first, and the
     reference's log-probabilities."""
     def __init__(self,
         pairs:list,     # As for `check_pairs`
-        tokenizer:Any,  # Of both models
-        batch_size:int, # Pairs of a step
+        tokenizer:Any,  # The tokenizer of both models
+        batch_size:int, # Pairs per step
         reference:Any,  # A `TransformerLM`
     ):
         self.rows = pair_rows(pairs, tokenizer, reference.config.context_length)
@@ -190,13 +192,13 @@ class PreferenceBatches:
         names = "input_ids", "labels", "response_mask"
         return tuple(rows[k].unflatten(0, (-1, 2)) for k in names)
 
-    def __getitem__(self, step:int)->tuple: # The same, and the reference's log-probs `(B, 2)`
+    def __getitem__(self, step:int)->tuple: # The tensors, and the reference's log-probs `(B, 2)`
         first = step*self.batch_size
         which = [i % len(self.rows) for i in range(first, first + self.batch_size)]
         return (*self.tensors(which), self.reference[which])
 
-    def measure(self, model:torch.nn.Module, most:int=64)->dict: # Nats; of `ordered` a share
-        "Mean log ratios of the first `most` pairs, and how often the chosen response's is larger."
+    def measure(self, model:torch.nn.Module, most:int=64)->dict: # Means in nats, and a share
+        "Measure log ratios, and the share of the first `most` pairs whose chosen one is larger."
         which = range(min(most, len(self.rows)))
         now = pair_log_probs(model, *self.tensors(which), log_probs=measure_log_probs)
         ratios = now - self.reference[:len(which)]
@@ -208,17 +210,17 @@ class PreferenceBatches:
 def pair_log_probs(
     model:Callable,                               # From ids to logits
     input_ids:Tensor, labels:Tensor, mask:Tensor, # `(B, 2, T)`, as from `PreferenceBatches`
-    *, log_probs:Callable=get_response_log_probs, # Of rows; `measure_log_probs` needs less memory
-)->Tensor: # Of whole responses `(B, 2)`
-    "Log-probabilities of chosen and rejected responses."
+    *, log_probs:Callable=get_response_log_probs, # Or `measure_log_probs`, in less memory
+)->Tensor: # Log-probabilities of whole responses `(B, 2)`
+    "Add up the log-probabilities of chosen and rejected responses."
     found = log_probs(model, input_ids.flatten(0, 1), labels.flatten(0, 1))
     return torch.where(mask, found["log_probs"].view_as(labels), 0.).sum(-1)
 
 def preference_objective(
     beta:float,          # What a nat of KL costs
-    sft_weight:float=0., # Of the loss of the chosen responses, nats per token
+    sft_weight:float=0., # Weight of the chosen responses' loss per token
 )->Objective: # For the trainer, with `PreferenceBatches`
-    "DPO, and with `sft_weight` the plain loss of the chosen responses, to keep them likely."
+    "Combine DPO's loss with the plain loss of the chosen responses, which keeps them likely."
     def loss(model, input_ids, labels, mask, reference):
         now = pair_log_probs(model, input_ids, labels, mask)
         dpo = dpo_loss(now[:, 0], now[:, 1], reference[:, 0], reference[:, 1], beta)
@@ -231,11 +233,11 @@ class DpoConfig:
     "Settings for learning from pairs. Raises `ValueError` for values that make no sense."
     beta:float = .3        # What a nat of KL costs
     sft_weight:float = .3  # Weight of the chosen responses' loss, as in `preference_objective`
-    prompts:int = 128      # To which the model writes responses; the judge makes pairs of these
+    prompts:int = 128      # Prompts for which the model writes responses to be paired
     group_size:int = 8     # Responses per prompt
-    pairs:str = ""         # File of `read_pairs`: then the model writes nothing
-    reference:str = ""     # Folder of a model: none for the one that training begins with
-    task:str = "briefs"    # Which prompts, and whose judge: a name of `VERIFIABLE_TASKS`
+    pairs:str = ""         # File for `read_pairs`, instead of pairs that the model writes
+    reference:str = ""     # Folder of the reference; "" for the model that training begins with
+    task:str = "briefs"    # Task of the prompts and the judge, a name of `VERIFIABLE_TASKS`
 
     def __post_init__(self):
         if not self.beta > 0:

@@ -18,8 +18,8 @@ def preference_loss(
 )->Tensor: # Mean loss, nats per pair
     "Compute the Bradley–Terry loss. `ValueError` for unequal shapes or no pairs. Ouyang 2022."
     if won.shape != lost.shape or not won.numel():
-        raise ValueError(f"{tuple(won.shape)} scores won and {tuple(lost.shape)} lost, expected as "
-                         f"many, at least one")
+        raise ValueError(f"{tuple(won.shape)} scores won and {tuple(lost.shape)} lost, expected "
+                         f"equal numbers, at least one")
     return -nn.functional.logsigmoid(won - lost).mean()
 
 # %% ../../nbs/14_alignment/14d_reward.ipynb #14d3fit
@@ -36,13 +36,11 @@ def draw_pairs(
     won, lost = (a*first + b*~first), (b*first + a*~first)
     return torch.from_numpy(won), torch.from_numpy(lost)
 
-
-
 def fit_rewards(
     features:Tensor, # Features `(R, F)`; the identity gives each response its own score
     won:Tensor, lost:Tensor, # Indices of responses `(n,)`
     ridge:float=1e-3, # Weight of the squared scores, in nats
-    steps:int=60,    # Most steps of Newton's method
+    steps:int=60,    # Largest number of steps of Newton's method
 )->Tensor: # Scores of all responses `(R,)`, with mean 0
     "Fit the scores that best explain the comparisons."
     x = (features[won] - features[lost]).double()

@@ -30,17 +30,17 @@ from ..tokenization.tokenizer import Tokenizer
 # %% ../../nbs/14_alignment/14j_rl.ipynb #14j1conf
 @dataclass(frozen=True)
 class RlConfig:
-    "What is rewarded, and how a policy learns from it. `ValueError` where values make no sense."
+    "What is rewarded, and how a policy learns from it. Raises `ValueError` for bad values."
     algorithm:Literal["rloo", "grpo", "expert"] = "rloo"
     reward:Literal["parse", "mentions"] = "parse"
     kl:float = 0.        # Weight of the divergence from the reference, in the reward
-    prompts:int = 8      # Of a step
-    group_size:int = 8   # Responses to each
-    max_tokens:int = 44  # Of a response
-    clip:float = .2      # How far a ratio may leave 1
-    staleness:int = 0    # How many steps old the weights may be that draw a batch
-    seed:int = 0         # Of prompts and samples
-    task:str = "briefs"  # What is asked, a name of `VERIFIABLE_TASKS`
+    prompts:int = 8      # Prompts per step
+    group_size:int = 8   # Responses per prompt
+    max_tokens:int = 44  # Largest number of tokens of a response
+    clip:float = .2      # How far a ratio may move from 1
+    staleness:int = 0    # How many steps old the weights that draw a batch may be
+    seed:int = 0         # Seed of prompts and samples
+    task:str = "briefs"  # Task of prompts and judge, a name of `VERIFIABLE_TASKS`
 
     def __post_init__(self):
         if verifiable_task(self.task).name != "briefs" and self.reward != "parse":
@@ -59,9 +59,9 @@ class RlConfig:
 # %% ../../nbs/14_alignment/14j_rl.ipynb #14j2adv
 def imitation_weights(
     rewards:torch.Tensor, # `(B,)`
-    group_size:int,       # Responses to a prompt
+    group_size:int,       # Responses per prompt
 )->torch.Tensor: # `(B,)`
-    "Expert iteration: learn the best responses, ignore the rest; weights have the mean 1."
+    "Weigh responses for expert iteration: 0 for the wrong ones; the mean is 1."
     best = (rewards >= 1).float()
     return best/best.mean().clamp(min=1/len(best))
 
@@ -71,11 +71,11 @@ REWARDS:dict[str, Callable] = dict(parse=parse_reward, mentions=mention_reward)
 
 # %% ../../nbs/14_alignment/14j_rl.ipynb #14j3batch
 class RolloutBatches:
-    "Makes the batch of a step: prompts, responses of the policy, rewards, advantages."
+    "Makes the batch of a step: samples responses, and computes rewards and advantages."
     def __init__(self,
-        model:Any, tokenizer:Tokenizer, # The policy, and what it was trained with
+        model:Any, tokenizer:Tokenizer, # The policy and its tokenizer
         config:RlConfig,
-        reference:Any=None,             # Where `config.kl` is above 0: none for a copy of `model`
+        reference:Any=None,             # Used if `config.kl` > 0; None for a copy of `model`
         world:World=World(),            # The processes that share the prompts of a step
     ):
         if config.prompts % world.size: raise ValueError(
@@ -91,7 +91,7 @@ class RolloutBatches:
         self.log:list = []                      # A dict for each step
 
     def __call__(self, model:Any, step:int)->tuple: # Tensors, rows first
-        "Sample with the model's weights of now."
+        "Sample with the model's current weights."
         c = self.config
         self.sampler.load(model)
         prompts = self.task.prompts(c.prompts, 1_000_000*(c.seed + 1) + step)
@@ -120,9 +120,9 @@ class RolloutBatches:
 
 # %% ../../nbs/14_alignment/14j_rl.ipynb #14j4loss
 def policy_objective(
-    config:RlConfig, # Its algorithm, `max_tokens` and `clip`
-)->Objective: # For the trainer; batches as `RolloutBatches` makes them
-    "The clipped policy gradient: a sum over tokens, or with GRPO the mean of each response."
+    config:RlConfig, # Gives algorithm, `max_tokens` and `clip`
+)->Objective: # For the trainer, with batches from `RolloutBatches`
+    "Make the clipped loss: a sum over tokens, or with GRPO the mean over each response."
     def loss(model, input_ids, labels, mask, old_log_probs, advantages):
         log_probs = get_response_log_probs(model, input_ids, labels)["log_probs"]
         per_token, _ = clipped_loss(advantages[:, None], log_probs, old_log_probs, config.clip)
@@ -132,13 +132,13 @@ def policy_objective(
 
 # %% ../../nbs/14_alignment/14j_rl.ipynb #14j4start
 def start_rl(
-    # Where the policy begins, which is also the reference; how it reads
+    # Model from which the policy starts, which is also the reference, and its tokenizer
     model:Any, tokenizer:Tokenizer,
     config:RlConfig,
     train:TrainConfig,              # Steps, learning rate and so on; `batch_size` is set
     valid:TokenDataset,             # Texts for the trainer's own evaluation
 )->Trainer: # Its `batches.make.log` has a dict for each step
-    "The course's trainer with rollouts for batches and the policy gradient for a loss."
+    "Make a trainer whose batches are rollouts and whose loss is the policy gradient."
     train = replace(train, batch_size=config.prompts*config.group_size)
     trainer = Trainer(model.config, train, None, valid, (), policy_objective(config))
     fill(trainer.model, dict(model.named_parameters()))
@@ -148,26 +148,26 @@ def start_rl(
 
 # %% ../../nbs/14_alignment/14j_rl.ipynb #14j4resume
 def resume_rl(
-    trainer:Trainer, # From `start_rl`, called as the first time
+    trainer:Trainer, # From `start_rl`, with the same arguments
     run:str|Path,    # Folder where it was saved
 ):
-    "Go on from the last checkpoint: bit by bit where `staleness` is 0."
+    "Resume from the last checkpoint. With `staleness` 0 the results have the same bits."
     trainer.resume(run)
-    batches:Any = trainer.batches                                      # Rollouts, by `start_rl`
+    batches:Any = trainer.batches # `AsyncBatches`, from `start_rl`
     batches.step = batches.asked = trainer.step
 
 # %% ../../nbs/14_alignment/14j_rl.ipynb #14j5eval
 @torch.no_grad()
 def measure_policy(
-    model:Any, tokenizer:Tokenizer, # The policy, and what it was trained with
-    prompts:list,                   # Texts, not practised on
-    seed:int=0,                     # Of the samples
-    reference:Any=None,             # A model to tell the divergence from: none for no `kl`
-    max_tokens:int|None=None,       # Of a response: none for as many as the task needs
-    task:VerifiableTask=VERIFIABLE_TASKS["briefs"], # Whose prompts these are
-)->dict: # Shares, distances, and means
-    """Success, form, length and entropy of one sample for each prompt; of briefs also mentions and
-    variety."""
+    model:Any, tokenizer:Tokenizer, # The policy and its tokenizer
+    prompts:list,                   # Prompts that weren't used in training
+    seed:int=0,                     # Seed of the samples
+    reference:Any=None,             # Model to measure the divergence from; None for no `kl`
+    max_tokens:int|None=None,       # Limit of a response; None for the task's own
+    task:VerifiableTask=VERIFIABLE_TASKS["briefs"], # Task of the prompts
+)->dict: # Shares and means
+    """Measure success, form, length and entropy on one response per prompt; for briefs also
+    mentions and variety."""
     sampler = Sampler(model, tokenizer, max_tokens or task.max_tokens, min(96, len(prompts)),
                       task.prompt_tokens)
     rollouts = sampler(prompts, 1, seed)
@@ -186,18 +186,18 @@ def measure_policy(
 
 # %% ../../nbs/14_alignment/14j_rl.ipynb #d270bb1a
 def slot_confidence(
-    model:Any, tokenizer:Tokenizer, # The policy, and what it was trained with
+    model:Any, tokenizer:Tokenizer, # The policy and its tokenizer
     pairs:list, # Prompts with right responses, as `Demonstrators(0.)` writes them
-)->dict: # Of `kind`, `colour` and `thing` a list of dicts, one for each mention
-    """Where a right response says a word of the prompt again: the likeliest token's probability,
-    whether it's the right one, and -log p of the right word, in nats."""
+)->dict: # `kind`, `colour` and `thing` to a list of dicts, one for each mention
+    """Measure, wherever a right response repeats a word of the prompt, the probability of the
+    likeliest token, whether it's the right one, and -log p of the right word, in nats."""
     found:dict = {slot: [] for slot in SLOTS}
     end = tokenizer.end_of_text
     firsts, replies = ([list(tokenizer.encode(text)) for text in texts] for texts in zip(*pairs))
     rows = padded_rows([([end, *p, *r, end], 1 + len(p)) for p,r in zip(firsts, replies)], end)
     with torch.no_grad(): log_p = model(rows["input_ids"]).log_softmax(-1)
     for i,(prompt,response) in enumerate(pairs):
-        starts = [len(firsts[i]) + t for t in range(len(replies[i]))] # In the row of labels
+        starts = [len(firsts[i]) + t for t in range(len(replies[i]))] # Positions of labels
         ends = list(accumulate(len(tokenizer.decode([t])) for t in replies[i]))
         for slot in SLOTS:
             for m in re.finditer(rf"\b{prompt_words(prompt)[slot]}\b", response):

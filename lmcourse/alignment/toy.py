@@ -21,22 +21,22 @@ class Toy:
     texts:tuple     # The responses in words
     tokens:Tensor   # Actions `(R, T)`, int64
     states:Tensor   # Row of the table for each action `(R, T)`, int64
-    mask:Tensor     # Which actions are part of the response `(R, T)`, bool
+    mask:Tensor     # True where an action is part of the response `(R, T)`, bool
     rewards:Tensor  # Reward of each response `(R,)`, float64
     ref:Tensor      # Log-probabilities of the reference policy `(S, V)`, float64
     beta:float      # Penalty per nat of KL, in units of reward
 
-    def log_probs(self, table:Tensor)->Tensor: # Of each token `(R, T)`, 0 after the end
+    def log_probs(self, table:Tensor)->Tensor: # Log-probs of tokens `(R, T)`, 0 after the end
         return table.log_softmax(-1)[self.states, self.tokens]*self.mask
 
-    def probs(self, table:Tensor)->Tensor: # Of each response `(R,)`, with sum 1
+    def probs(self, table:Tensor)->Tensor: # Probabilities of the responses `(R,)`
         return self.log_probs(table).sum(1).exp()
 
-    def objective(self, table:Tensor)->Tensor: # Expected reward less beta times KL
+    def objective(self, table:Tensor)->Tensor: # Expected reward minus beta times KL
         p, ref = self.probs(table), self.log_probs(self.ref).sum(1)
         return (p*(self.rewards - self.beta*(p.log() - ref))).sum()
 
-    def optimum(self, rewards:Tensor|None=None)->Tensor: # The policy with the best objective `(R,)`
+    def optimum(self, rewards:Tensor|None=None)->Tensor: # Probabilities of the best policy `(R,)`
         r = self.rewards if rewards is None else rewards
         return (self.log_probs(self.ref).sum(1) + r/self.beta).softmax(0)
 
@@ -127,13 +127,13 @@ def soft_rule(
     q:Tensor,     # Values of the choices `(..., V)`
     beta:float,   # Penalty per nat of KL
 )->Tensor: # Probabilities `(..., V)`
-    "Maximize the mean value less beta*KL(policy || reference)."
+    "Maximize the mean value minus beta*KL(policy || reference)."
     return (ref + q/beta).softmax(-1)
 
 def reverse_rule(
     ref:Tensor, q:Tensor, beta:float, # As in `soft_rule`
 )->Tensor: # Probabilities `(..., V)`
-    "Maximize mean value less `beta*KL(reference || policy)`: `beta*ref/(lambda - q)`, bisected."
+    "Like `soft_rule`, with KL(reference || policy): `beta*ref/(lambda - q)`, by bisection."
     p = ref.exp()
     low = (q + beta*p).max(-1, keepdim=True).values     # No probability may exceed 1
     high = q.max(-1, keepdim=True).values + beta        # Here the sum is at most 1
@@ -147,7 +147,7 @@ def reverse_rule(
 def backward_induction(
     toy:Toy,
     rule:Callable, # `rule(ref, q, beta)` returns the policy of a state, like `soft_rule`
-    beta:float|None=None, # Replaces the toy's own beta
+    beta:float|None=None, # Used instead of the toy's beta
 )->Tensor: # Probabilities of the responses `(R,)`
     "Solve for the policy that follows `rule` in every state, from the last state back."
     value, policy = torch.zeros(len(toy.ref), dtype=torch.float64), torch.zeros_like(toy.ref)

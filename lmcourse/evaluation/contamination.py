@@ -30,7 +30,7 @@ def contamination_p(
 
 # %% ../../nbs/12_evaluation/12f_contamination.ipynb #12f11
 def log_prob_in_order(
-    model:torch.nn.Module, # As in `token_nats`
+    model:torch.nn.Module, # As for `token_nats`
     tokenizer:Tokenizer,   # The `Tokenizer` with which it was trained
     documents:list,        # Texts, read one after another with end-of-text between them
 )->float: # Nats, with end-of-text after each document
@@ -79,6 +79,6 @@ def rename_people(
 def permutation_p(
     log_probs:list, # Nats of a file in its own order, then in random orders
 )->float: # Share of the orders that are at least as probable as the file's own
-    "Oren's p-value, exact for exchangeable items. Raises `ValueError` for fewer than two orders."
+    "Compute Oren's p-value, exact for exchangeable items. `ValueError` below two orders."
     if len(log_probs) < 2: raise ValueError(f"{len(log_probs)} orders, expected two or more")
     return sum(x >= log_probs[0] for x in log_probs)/len(log_probs)

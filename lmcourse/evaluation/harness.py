@@ -19,8 +19,8 @@ from ..tokenization.tokenizer import Tokenizer
 def continuation_log_prob(
     model:torch.nn.Module, # (B, T) ids to (B, T, V) logits, causal
     tokenizer:Tokenizer,   # The `Tokenizer` with which it was trained
-    context:str,           # May be empty, for end-of-text alone
-    continuation:str,      # Not empty
+    context:str,           # Text before it; may be empty
+    continuation:str,      # Text to score, not empty
 )->tuple: # Log-probability in nats, and whether greedy decoding would write it
     "Answer a `loglikelihood` request. A context that is too long loses its beginning."
     if not continuation: raise ValueError("the continuation is empty")
@@ -45,10 +45,10 @@ class HarnessAnswers:
         check_tokenizer(model, tokenizer)
         self.model, self.tokenizer = model, tokenizer
 
-    def loglikelihood(self, requests:list, disable_tqdm:bool=False)->list: # Pairs
+    def loglikelihood(self, requests:list, disable_tqdm:bool=False)->list: # One pair each
         return [continuation_log_prob(self.model, self.tokenizer, *r.args) for r in requests]
 
-    def loglikelihood_rolling(self, requests:list, disable_tqdm:bool=False)->list: # Numbers
+    def loglikelihood_rolling(self, requests:list, disable_tqdm:bool=False)->list: # In nats
         "Score a text after end-of-text; the end-of-text that follows it doesn't count."
         end, encode = self.tokenizer.end_of_text, self.tokenizer.encode
         return [-float(token_nats(self.model, [end, *encode(r.args[0], special=False)]).sum())

@@ -18,7 +18,7 @@ class Perplexity(NamedTuple):
     "A model's total loss on a text, with its tokens and bytes."
     nats:float # Sum of -log p over all tokens
     tokens:int # Predicted tokens, ends of text included
-    bytes:int  # Bytes of the text, without ends of text
+    bytes:int  # Bytes of the text; an end-of-text has none
 
     @property
     def loss(self)->float: return self.nats/self.tokens # Nats per token
@@ -32,7 +32,7 @@ def stride_windows(
     tokens:int,         # Tokens of the text to predict
     context_length:int, # Most tokens that the model sees, T
     stride:int,         # Tokens by which a window moves, from 1 to T
-)->list: # Triples: start of a window, its first token that counts, its end
+)->list: # Triples: where a window starts, its first scored token, where it ends
     "Cut a text into windows so that each token counts once. `ValueError` for sizes out of range."
     if tokens < 1: raise ValueError(f"tokens = {tokens}, expected 1 or more")
     if context_length < 1:
@@ -67,13 +67,13 @@ def token_nats(
 
 # %% ../../nbs/12_evaluation/12a_perplexity.ipynb #cb8adef0
 def perplexity(
-    model:torch.nn.Module, # As in `token_nats`, like the last two arguments
+    model:torch.nn.Module, # As for `token_nats`, like the last two arguments
     tokenizer:Tokenizer,   # The `Tokenizer` with which it was trained
-    documents:list,        # Texts; each follows an end-of-text and ends with one to predict
+    documents:list,        # Texts; an end-of-text goes before each, and one after it is predicted
     context_length:int|None=None,
     stride:int|None=None,
 )->Perplexity:
-    "Measure perplexity over documents. `ValueError` for none, or for another model's tokenizer."
+    "Measure perplexity over documents. `ValueError` for none, or for a tokenizer that doesn't fit."
     check_tokenizer(model, tokenizer)
     if not documents: raise ValueError("documents are empty, expected one or more")
     end, nats = tokenizer.end_of_text, []

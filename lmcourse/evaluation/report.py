@@ -34,7 +34,7 @@ from ..tokenization.tokenizer import Tokenizer
 # %% ../../nbs/12_evaluation/12i_report.ipynb #44cc4d34
 def named_task(
     name:str,     # One of `KINDS`, `write`, or the path of a YAML file
-    stories:int,  # Stories for a task of the grammar
+    stories:int,  # Number of stories for a task of the grammar
     seed:int,     # Seed of the stories
 )->Task:
     "Load or make a task by its name. Raises `ValueError` for an unknown name."
@@ -64,8 +64,8 @@ SHIPPED_BYTES = 12_000_000 # Part of the 160 MB on which the course's model was 
 
 def training_texts(
     run:str|Path|None,   # Folder of a run or a saved model; None for the course's model
-    tokenizer:Tokenizer, # The run's
-)->Iterator[str]|None: # Its documents; None if they are not available
+    tokenizer:Tokenizer, # Tokenizer of the run
+)->Iterator[str]|None: # The training documents; None if they are not available
     "Find a model's training texts. `ValueError` or `FileNotFoundError` for unreadable files."
     if run is None: return documents("stories", "train", SHIPPED_BYTES)
     if (Path(run)/"model.safetensors").is_file(): return None
@@ -80,7 +80,7 @@ def task_rows(
     task:Task,
     norm:str="raw", # One of `NORMS`
 )->list: # Dicts: the task's row, and one on calibration if answers are random
-    "Score a task: its accuracy, interval, chance and ceiling."
+    "Score a task: accuracy, interval, chance and ceiling."
     if norm not in NORMS: raise unknown("norm", norm, NORMS)
     if isinstance(task, WritingTask): return _writing_rows(model, tokenizer, task)
     records = score_task(model, tokenizer, task)
@@ -132,8 +132,8 @@ def stories_rows(
     stories:int=20,   # Number of stories
     seed:int=120_000, # Seed of the stories; training and validation seeds are rejected
 )->list: # Two dicts as from `task_rows`: bits per byte and perplexity; lower is better
-    """Score whole new stories, with intervals over stories. Chance is a uniform guess, the ceiling
-    the grammar's floor."""
+    """Score whole new stories, with intervals over stories. Chance is a uniform guess, and the
+    ceiling is the grammar's floor."""
     check_stories(stories, seed)
     texts = list(islice(Stories(seed), stories))
     each = [perplexity(model, tokenizer, [d]) for d in texts]
@@ -166,7 +166,7 @@ class ReportCard:
         rows:list,      # Dicts from `task_rows` and `stories_rows`
         model:str,      # Name of the model
         tokenizer:str,  # Digest of its tokenizer
-        overlap:str,    # Whether the training text was searched for the items
+        overlap:str,    # What a search of the training text for the items found
     ):
         self.rows, self.title = rows, f"Report card of {model}"
         self.about = (f"tokenizer {tokenizer[:12]}, lmcourse {__version__}, intervals of 95 %; "
@@ -221,7 +221,7 @@ def named_tasks(
     if norm not in NORMS: raise unknown("norm", norm, NORMS)
     if not names: raise ValueError(f"no tasks, expected some of {', '.join(TASKS)}")
     if len({*names}) < len(names):
-        raise ValueError(f"tasks = {', '.join(names)}: one of them is there twice")
+        raise ValueError(f"tasks = {', '.join(names)}: one of them appears twice")
     check_stories(stories, seed)
     made = {t: named_task(t, stories, seed) for t in names if t != "stories"}
     for task in made.values(): refuse_long_choices(model, tokenizer, task)

@@ -30,7 +30,7 @@ def standard_error(
     scores:list,        # Score of each question
     clusters:list|None=None, # The story of each question; None for independent questions
 )->float: # Standard error of the mean score
-    "Standard error, clustered if given. `ValueError` below two clusters. Miller 2024, section 2.2."
+    "Compute a standard error. `ValueError` for fewer than two clusters. Miller 2024, section 2.2."
     x = np.asarray(scores, float)
     names = list(range(len(x))) if clusters is None else list(clusters)
     if len(names) != len(x): raise ValueError(f"{len(x)} scores, but {len(names)} clusters")
@@ -59,7 +59,7 @@ def sample_size(
     correlation:float=0., # Between the models' scores on a question; 0 for different questions
     power:float=.8,    # Probability of detecting it
     level:float=.95,   # Confidence level
-)->int: # Questions for each model
+)->int: # Number of questions for each model
     "Compute how many questions a comparison needs. Raises `ValueError` for invalid numbers."
     if not difference > 0: raise ValueError(f"difference = {difference}, expected more than 0")
     if not variance > 0: raise ValueError(f"variance = {variance}, expected more than 0")

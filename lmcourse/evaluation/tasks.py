@@ -28,7 +28,7 @@ from ..tokenization.tokenizer import Tokenizer
 @dataclass(frozen=True)
 class Item:
     "A question with choices."
-    id:str        # Names it within its task
+    id:str        # Unique within its task
     context:str   # What the model reads first
     choices:tuple # Texts that may follow, each with its leading space
     answer:int    # Index of the right choice
@@ -51,9 +51,9 @@ class Item:
 class Task:
     "A set of questions."
     name:str
-    items:tuple       # Of `Item`s
-    version:int=1     # A new number whenever items change
-    seed:int|None=None # Of the stories that it was made of; none for items from elsewhere
+    items:tuple       # One `Item` for each question
+    version:int=1     # Goes up whenever the items change
+    seed:int|None=None # Seed of the stories that the items come from; `None` for other items
 
     def __post_init__(self):
         if not self.items: raise ValueError(f"task {self.name}: no items")
@@ -61,10 +61,10 @@ class Task:
             raise ValueError(f"task {self.name}: two items have the same id")
 
     @property
-    def chance(self)->float: # Share of right answers of a blind guesser
+    def chance(self)->float: # Expected share of right answers for a blind guesser
         return float(np.mean([1/len(i.choices) for i in self.items]))
     @property
-    def ceiling(self)->float|None: # The best that can be expected; none where it is unknown
+    def ceiling(self)->float|None: # Best expected share of right answers, or `None` if unknown
         if not all(i.probs for i in self.items): return None
         return float(np.mean([max(i.probs) for i in self.items]))
 
@@ -82,7 +82,7 @@ def _told_again(document:str, names:tuple)->list: # Places of names that were sa
         at += len(word) + 1
     return [(at, name) for at,name in places if at > 0]
 
-def _shares(stories:Stories, context:str, choices:list)->tuple: # Exact, among the choices
+def _shares(stories:Stories, context:str, choices:list)->tuple: # Exact, with a sum of 1
     p = list(stories.next_probs(context, choices).values())
     return tuple(x/sum(p) for x in p)
 
@@ -119,7 +119,7 @@ def _openers()->tuple: # Words that begin sentences of stories, with the leading
     words = Counter(" " + part.split(" ")[0].rstrip(",") for part in re.split(ends, text) if part)
     return tuple(w for w,_ in words.most_common(60) if w.strip() not in names)
 
-def _whole(stories:Stories, text:str)->bool: # Whether its last word can't be a part of a longer one
+def _whole(stories:Stories, text:str)->bool: # True if the last word can't go on
     return math.fsum(stories.next_probs(text, list(" ,.!?'")).values()) > 1 - 1e-9
 
 def _next(stories:Stories, document:str, key:str, rng)->list: # Opening words of the next sentence
@@ -136,7 +136,7 @@ def _next(stories:Stories, document:str, key:str, rng)->list: # Opening words of
     return [Item(key, context, tuple(choices), int(rng.choice(len(best), p=probs)), key, probs)]
 
 # %% ../../nbs/12_evaluation/12c_tasks.ipynb #12c1once
-def _cut(stories:Stories, document:str, ending:str)->str: # The longest start before it, or ""
+def _cut(stories:Stories, document:str, ending:str)->str: # Start of the document, plus the ending
     ends = [i + 1 for i in range(len(document) - 1) if document[i] in '.!?"' and
             document[i + 1] == " "]
     cuts = (document[:i] + ending for i in reversed(ends))
@@ -168,10 +168,10 @@ KINDS = {"recall": _recall, "next": _next, "pairs": _pairs, "hour": _hour, "quot
 
 def grammar_task(
     kind:str,        # `recall`, `next`, `pairs`, `hour` or `quote`
-    stories:int=60,  # Stories that it is made from
-    seed:int=120_000, # Of the stories; those of training and validation are refused
+    stories:int=60,  # Number of stories to ask about
+    seed:int=120_000, # Seed of the stories; those of training and validation are rejected
 )->Task:
-    "Questions about new stories of the course's grammar. `ValueError` for another kind or seed."
+    "Make questions about new stories of the grammar. `ValueError` for another kind or seed."
     if kind not in KINDS: raise unknown("task", kind, KINDS)
     if stories < 1: raise ValueError(f"stories = {stories}, expected 1 or more")
     if seed in range(len(SPLITS)):
@@ -188,19 +188,19 @@ NORMS = ("raw", "token", "byte", "character", "unconditional")
 
 @dataclass(frozen=True)
 class Record:
-    "What a model gave to the choices of one item."
+    "A model's log-probabilities for the choices of one item."
     item:str
     cluster:str
     answer:int
     log_probs:tuple     # Nats of each choice after the context
     unconditional:tuple # Nats of each choice after end-of-text alone
-    tokens:tuple        # Of each choice
-    bytes:tuple         # Of each choice
-    characters:tuple    # Of each choice
-    split:bool          # Whether a joint encoding changed the context's tokens
+    tokens:tuple        # Number of tokens of each choice
+    bytes:tuple         # Number of bytes of each choice
+    characters:tuple    # Number of characters of each choice
+    split:bool          # True if a joint encoding changed the context's tokens
 
-    def scores(self, norm:str)->list: # Of the choices, the larger the better
-        "By one of `NORMS`."
+    def scores(self, norm:str)->list: # One number per choice; the largest wins
+        "Score each choice by one of `NORMS`."
         if norm not in NORMS: raise unknown("norm", norm, NORMS)
         by = dict(raw=[1]*len(self.tokens), token=self.tokens, byte=self.bytes,
                   character=self.characters)
@@ -208,7 +208,7 @@ class Record:
             return [a - b for a,b in zip(self.log_probs, self.unconditional)]
         return [a/n for a,n in zip(self.log_probs, by[norm])]
 
-    def picked(self, norm:str)->int: # Of equal choices the first
+    def picked(self, norm:str)->int: # Index of the winner, or of the first of several
         scores = self.scores(norm)
         return scores.index(max(scores))
 
@@ -236,16 +236,16 @@ def score_task(
     tokenizer:Tokenizer,   # The `Tokenizer` with which it was trained
     task:Task,
 )->list: # A `Record` for each item
-    "Read all choices of all items. `ValueError` for a choice that is longer than the context."
+    "Score every choice of every item. `ValueError` for a choice longer than the context."
     refuse_long_choices(model, tokenizer, task)
     return [_record(model, tokenizer, item) for item in task.items]
 
 def refuse_long_choices(
-    model:Any, # As for `score_task`, like the rest
+    model:Any, # As for `score_task`, like the other arguments
     tokenizer:Tokenizer,
     task:Task,
 ):
-    "`ValueError` for a choice that is longer than the context, or for another model's tokenizer."
+    "Raise `ValueError` for a choice longer than the context, or another model's tokenizer."
     check_tokenizer(model, tokenizer)
     most = getattr(getattr(model, "config", None), "context_length", 10**9)
     for item in task.items:
@@ -265,21 +265,21 @@ def _record(model, tokenizer, item:Item)->Record:
 # %% ../../nbs/12_evaluation/12c_tasks.ipynb #0fb55618
 def scaled_score(
     accuracy:float, # Share of right answers
-    chance:float,   # Of a blind guesser
-    ceiling:float,  # Of the best possible answerer
+    chance:float,   # Accuracy of a blind guesser
+    ceiling:float,  # Accuracy of the best possible model
 )->float: # 0 at chance, 1 at the ceiling
-    "A score between two ends. Raises `ValueError` if there is no room between them."
+    "Scale an accuracy to its range. Raises `ValueError` if chance isn't below the ceiling."
     if not 0 <= chance < ceiling <= 1:
         raise ValueError(f"chance = {chance}, ceiling = {ceiling}, expected 0 <= chance < ceiling")
     return (accuracy - chance)/(ceiling - chance)
 
 # %% ../../nbs/12_evaluation/12c_tasks.ipynb #2438e8bb
 def expected_accuracy(
-    task:Task,    # Whose items have exact probabilities
-    records:list, # A `Record` for each of them
+    task:Task,    # A task whose items have exact probabilities
+    records:list, # A `Record` for each item
     norm:str,     # One of `NORMS`
 )->float: # At most the ceiling
-    "The share of right answers that the picks earn on average. `ValueError` without `probs`."
+    "Average the exact probability of each picked choice. `ValueError` for items without `probs`."
     if task.ceiling is None or len(records) != len(task.items):
         raise ValueError(f"task {task.name}: expected exact probabilities and {len(task.items)} "
                          f"records, got {len(records)}")
@@ -293,12 +293,12 @@ class Prompt:
     context:str   # What the model reads
     right:str     # The only word that may follow
     cluster:str   # Prompts of one story share it
-    chance:float  # That of somebody who draws among the words of this kind
+    chance:float  # Chance that a random word of its kind is right
 
     def __post_init__(self):
         if not re.fullmatch(r"\w+", self.right) or not 0 < self.chance < 1:
             raise ValueError(f"prompt {self.id}: right = {self.right!r}, chance = {self.chance}, "
-                             f"expected a word, and between 0 and 1")
+                             f"expected one word, and a chance between 0 and 1")
     @property
     def choices(self)->tuple: return (" " + self.right,)
     @property
@@ -314,10 +314,10 @@ class WritingTask(Task):
 
 # %% ../../nbs/12_evaluation/12c_tasks.ipynb #12c5make
 def writing_task(
-    stories:int=60,  # Stories that it is made from, half of them for each kind
+    stories:int=60,  # Number of stories to ask about, half of them for each kind
     seed:int=120_000, # As for `grammar_task`
 )->WritingTask:
-    "Who and when, to be written: only places where the grammar allows a single word."
+    "Ask who or when, only at places where the grammar allows a single word."
     grammar, prompts = Stories(), []
     for kind,n in (("recall", (stories + 1)//2), ("hour", stories//2)):
         for i in grammar_task(kind, n, seed).items if n else ():
@@ -333,7 +333,7 @@ def writing_task(
 def first_word(
     text:str, # What a model has written
 )->str: # Letters and digits; empty if there is none
-    "The answer in a text."
+    "Find the answer in a text, its first word."
     return found[0] if (found := re.search(r"\w+", text)) else ""
 
 def written_words(
@@ -342,7 +342,7 @@ def written_words(
     task:WritingTask,
     **settings:Any,        # As for `complete`; greedy if there are none
 )->list: # The first word after each prompt
-    "Let the model write. Raises `ValueError` for settings out of range."
+    "Let the model write each answer. Raises `ValueError` for settings out of range."
     settings = dict(temperature=0) | settings
     return [first_word(complete(model, tokenizer, i.context, 6, stop_strings=["."], **settings))
             for i in task.items]
@@ -352,7 +352,7 @@ def word_probs(
     tokenizer:Tokenizer,
     task:WritingTask,
     temperature:float=1.,  # Above 0
-)->list: # For each prompt a probability
+)->list: # A probability for each prompt
     "Probability that a sample is right, over all tokens of the word. `ValueError` for 0 or less."
     if not temperature > 0: raise ValueError(f"temperature = {temperature}, expected more than 0")
     return [math.exp(_choice_nats(model, tokenizer, i.context, " " + i.right, temperature)[0])
@@ -360,13 +360,13 @@ def word_probs(
 
 # %% ../../nbs/12_evaluation/12c_tasks.ipynb #d066737b
 def write_task(
-    folder:str|Path,     # Gets new files `NAME.jsonl` and `NAME.yaml`
-    name:str,            # Of the task
-    rows:Iterable[dict], # A line each
-    form:str,            # Of the YAML, with `name`, `data` and more in braces
-    **more:Any,          # What goes there
-)->Path: # Of the YAML
-    "Write the two files of a task. Raises `FileExistsError` if one is there."
+    folder:str|Path,     # Folder for the new files `NAME.jsonl` and `NAME.yaml`
+    name:str,            # Name of the task
+    rows:Iterable[dict], # One dict for each line of the data
+    form:str,            # Template of the YAML; fields in braces: `name`, `data` and others
+    **more:Any,          # Values of the other fields
+)->Path: # Path of the YAML file
+    "Write the two files of a task. Raises `FileExistsError` if either exists."
     data, about = Path(folder)/f"{name}.jsonl", Path(folder)/f"{name}.yaml"
     for path in (data, about):
         if path.exists(): raise FileExistsError(f"{path} exists")
@@ -378,8 +378,8 @@ def write_task(
 def save_task(
     folder:str|Path, # As for `write_task`
     task:Task,
-)->Path: # Of the YAML
-    "Write a task. Raises `FileExistsError` if it is there."
+)->Path: # Path of the YAML file
+    "Write a task. Raises `FileExistsError` if its files exist."
     return write_task(folder, task.name, map(asdict, task.items),
                       WRITING_YAML if isinstance(task, WritingTask) else YAML, version=task.version,
                       seed="null" if task.seed is None else task.seed)

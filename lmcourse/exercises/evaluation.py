@@ -16,14 +16,14 @@ from ..evaluation.perplexity import Perplexity, stride_windows
 from ..tools.grading import run_answer, short, short_args
 
 # %% ../../nbs/12_evaluation/12z_evaluation.ipynb #63bbf12a
-def _same(got, right)->bool: # Of the same kind and value; floats nearly
+def _same(got, right)->bool: # Equal in kind and value; floats nearly
     if isinstance(right, (list, tuple)):
         return (isinstance(got, (list, tuple)) and len(got) == len(right)
                 and all(map(_same, got, right)))
     if isinstance(got, bool) or not isinstance(got, (int, float)): return False
     return math.isclose(got, right, rel_tol=1e-9, abs_tol=1e-12)
 
-def _grade(f:Callable, right:Callable, cases:list, mistakes:dict): # Words to a wrong function
+def _grade(f:Callable, right:Callable, cases:list, mistakes:dict): # Message to wrong function
     def shows(wrong, case, got):
         try: return _same(got, wrong(*case))
         except (ArithmeticError, ValueError): return False
@@ -192,7 +192,7 @@ def check_paired_error(
 def check_pass_at_k(
     pass_at_k:Callable, # `pass_at_k(n, c, k)` gives a number
 ):
-    "`AssertionError` unless it counts draws without putting back."
+    "`AssertionError` unless it counts draws without replacement."
     comb = math.comb
     _grade(pass_at_k, lambda n, c, k: 1 - comb(n - c, k)/comb(n, k),
            [(10, 1, 5), (10, 3, 2), (5, 4, 3), (8, 0, 4), (6, 6, 1), (200, 7, 100)], {

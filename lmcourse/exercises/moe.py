@@ -17,7 +17,7 @@ from ..tools.checks import check_close
 from ..tools.grading import run_answer, short
 
 # %% ../../nbs/08_moe/08z_moe.ipynb #4bfd9fad
-def _judge(where:str, got, right, mistakes:dict): # `mistakes`: words to what the mistake gives
+def _judge(where:str, got, right, mistakes:dict): # `mistakes` maps words to wrong results
     def agrees(value):
         try: check_close(got, value, 1e-6, 1e-9)
         except AssertionError as e: return str(e)
@@ -28,7 +28,7 @@ def _judge(where:str, got, right, mistakes:dict): # `mistakes`: words to what th
         why = f"expected {right:,.6g}, got {got:,.6g}"
     raise AssertionError(f"{where}{why}{words}")
 
-def _routed(rng, N:int, E:int, k:int)->tuple: # Logits, and k different experts a token
+def _routed(rng, N:int, E:int, k:int)->tuple: # Logits, and k different experts per token
     logits = rng.normal(size=(N, E)) + 2*(np.arange(E) == 0)
     return logits, best_experts(logits, k)
 
@@ -161,7 +161,7 @@ def check_dropped(
 
 # %% ../../nbs/08_moe/08z_moe.ipynb #51879bcb
 def check_balance(
-    balance:Callable, # `balance(logits, chosen)`, lists with an array a layer, gives a number
+    balance:Callable, # `balance(logits, chosen)`, lists with one array per layer, gives a number
 ):
     "`AssertionError` unless the loss is taken per layer and is 1 for an even load."
     rng = np.random.default_rng(0)

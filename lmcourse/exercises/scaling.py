@@ -26,12 +26,12 @@ def _same(got, right, rtol=1e-6)->bool:
                 and all(_same(g, r, rtol) for g, r in zip(got, right)))
     return _number(got) and bool(math.isclose(got, right, rel_tol=rtol, abs_tol=1e-12))
 
-def _made(mistake:Callable, case:tuple): # Nothing where the mistake itself fails
+def _made(mistake:Callable, case:tuple): # Result of a mistake, or `None` if it fails
     try: return mistake(*case)
     except (ArithmeticError, ValueError): return None
 
 def _grade(answer:Callable, right:Callable, cases:list, mistakes:dict):
-    # `mistakes`: words to a function
+    # `mistakes`: for each message, the function that makes this mistake
     for case in cases:
         got, expected = run_answer(answer, *case), right(*case)
         if _same(got, expected): continue
@@ -42,9 +42,9 @@ def _grade(answer:Callable, right:Callable, cases:list, mistakes:dict):
 
 # %% ../../nbs/11_scaling/11z_scaling.ipynb #0b640e8e
 def check_power_exponent(
-    power_exponent:Callable, # `power_exponent(x1, y1, x2, y2)` gives a number
+    power_exponent:Callable, # `power_exponent(x1, y1, x2, y2)` returns a number
 ):
-    "`AssertionError` unless it is the slope on log-log axes."
+    "Raise `AssertionError` unless the answer is the slope on log-log axes."
     def right(a, b, c, d): return math.log(d/b)/math.log(c/a)
     rng = np.random.default_rng(0)
     cases = ([(1., 8., 100., 2.), (10., 3., 1000., 2.4), (2., 5., 4., 5.)]
@@ -53,16 +53,16 @@ def check_power_exponent(
         "take logarithms of both axes": lambda a, b, c, d: (d - b)/(c - a),
         "take the logarithm of x too": lambda a, b, c, d: math.log(d/b)/(c - a),
         "take the logarithm of y too": lambda a, b, c, d: (d - b)/math.log(c/a),
-        "this is the slope of x by y": lambda a, b, c, d: math.log(c/a)/math.log(d/b),
+        "this is the slope of x over y: swap them": lambda a, b, c, d: math.log(c/a)/math.log(d/b),
         "the sign: the law is k*x**p": lambda a, b, c, d: -math.log(d/b)/math.log(c/a),
         "a difference of logarithms is the logarithm of a ratio":
             lambda a, b, c, d: math.log(abs(d - b))/math.log(abs(c - a))})
 
 # %% ../../nbs/11_scaling/11z_scaling.ipynb #75671a18
 def check_extrapolate(
-    extrapolate:Callable, # `extrapolate(x, y, at)` gives a number
+    extrapolate:Callable, # `extrapolate(x, y, at)` returns a number
 ):
-    "`AssertionError` unless it is the value of the fitted power law."
+    "Raise `AssertionError` unless the answer is the value of the fitted power law."
     def right(x, y, at): return float(fit_power_law(x, y)(at))
     def logs(x, y, at): return float(np.polyval(np.polyfit(np.log(x), np.log(y), 1), math.log(at)))
     def line(x, y, at): return float(np.polyval(np.polyfit(x, y, 1), at))
@@ -74,7 +74,7 @@ def check_extrapolate(
         cases.append((x.tolist(), (9*x**-.2*np.exp(.1*rng.standard_normal(6))).tolist(),
                       float(rng.uniform(1e5, 1e6))))
     _grade(extrapolate, right, cases, {
-        "the line is one of logarithms": line, "this is the logarithm of it": logs,
+        "fit the line to logarithms": line, "this is the logarithm of the answer": logs,
         "use all points, not the first and the last": ends,
         "take the logarithm of x too":
             lambda x, y, at: math.exp(np.polyval(np.polyfit(x, np.log(y), 1), at)),
@@ -86,9 +86,9 @@ def check_extrapolate(
 
 # %% ../../nbs/11_scaling/11z_scaling.ipynb #84412134
 def check_seen_slope(
-    seen_slope:Callable, # `seen_slope(E, k, p, x)` gives a number
+    seen_slope:Callable, # `seen_slope(E, k, p, x)` returns a number
 ):
-    "`AssertionError` unless it is the derivative of log y by log x."
+    "Raise `AssertionError` unless the answer is the derivative of log y by log x."
     def right(E, k, p, x): return p*k*x**p/(E + k*x**p)
     rng = np.random.default_rng(0)
     cases = [(1.7, 60., -.3, 1e5), (0., 5., -.1, 30.), (2., 2., -.5, 1.)]
@@ -98,17 +98,17 @@ def check_seen_slope(
     _grade(seen_slope, right, cases, {
         "the floor bends the curve": lambda E, k, p, x: p,
         "this is the slope on linear axes": lambda E, k, p, x: p*k*x**(p - 1),
-        "only y has a logarithm there": lambda E, k, p, x: p*k*x**(p - 1)/(E + k*x**p),
-        "only x has a logarithm there": lambda E, k, p, x: p*k*x**p,
-        "the floor's share flattens, the rest keeps its slope": lambda E, k, p, x: p*E/(E + k*x**p),
+        "this takes the logarithm of y only": lambda E, k, p, x: p*k*x**(p - 1)/(E + k*x**p),
+        "this takes the logarithm of x only": lambda E, k, p, x: p*k*x**p,
+        "the floor flattens: use the share of the other term": lambda E, k, p, x: p*E/(E + k*x**p),
         "the sign: the curve falls": lambda E, k, p, x: -p*k*x**p/(E + k*x**p),
         "this share lacks the exponent": lambda E, k, p, x: k*x**p/(E + k*x**p)})
 
 # %% ../../nbs/11_scaling/11z_scaling.ipynb #5cc3c9ae
 def check_best_split(
-    best_split:Callable, # `best_split(A, B, alpha, beta, flops)` gives a pair
+    best_split:Callable, # `best_split(A, B, alpha, beta, flops)` returns a pair
 ):
-    "`AssertionError` unless both are at the minimum, with 6ND = flops."
+    "Raise `AssertionError` unless the answer is the minimum of the loss with 6ND = flops."
     def right(A, B, a, b, C): return tuple(map(float, LossLaw(0, A, B, a, b).optimum(C)))
     def with_size(N, C, six=6): return N, C/(six*N)
     def size(A, B, a, b, C, six=6): return (a*A/(b*B))**(1/(a + b))*(C/six)**(b/(a + b))
@@ -121,7 +121,7 @@ def check_best_split(
         "FLOPs are 6ND, not ND": lambda *v: with_size(size(*v, six=1), v[4], 1),
         "the exponent of N is beta/(alpha + beta)":
             lambda A, B, a, b, C: with_size((a*A/(b*B))**(1/(a + b))*(C/6)**(a/(a + b)), C),
-        "the factor has alpha and A above":
+        "in the factor, alpha and A belong in the numerator":
             lambda A, B, a, b, C: with_size((b*B/(a*A))**(1/(a + b))*(C/6)**(b/(a + b)), C),
         "the derivative brings alpha and beta into the factor":
             lambda A, B, a, b, C: with_size((A/B)**(1/(a + b))*(C/6)**(b/(a + b)), C),
@@ -132,9 +132,9 @@ def check_best_split(
 
 # %% ../../nbs/11_scaling/11z_scaling.ipynb #fd569b91
 def check_growth(
-    growth:Callable, # `growth(alpha, beta, factor)` gives a pair
+    growth:Callable, # `growth(alpha, beta, factor)` returns a pair
 ):
-    "`AssertionError` unless the two factors are those of the optimum."
+    "Raise `AssertionError` unless size and tokens of the optimum grow by these factors."
     def right(a, b, f): return f**(b/(a + b)), f**(a/(a + b))
     rng = np.random.default_rng(0)
     cases = ([(.5, .5, 100.), (.34, .28, 10.), (.2, .6, 16.)]
@@ -152,9 +152,9 @@ def check_growth(
 
 # %% ../../nbs/11_scaling/11z_scaling.ipynb #4e0ff188
 def check_tokens_needed(
-    tokens_needed:Callable, # `tokens_needed(E, A, B, alpha, beta, loss, N)` gives a number
+    tokens_needed:Callable, # `tokens_needed(E, A, B, alpha, beta, loss, N)` returns a number
 ):
-    "`AssertionError` unless the law has that loss at these tokens."
+    "Raise `AssertionError` unless the law has that loss at this number of tokens."
     def right(E, A, B, a, b, L, N): return float(LossLaw(E, A, B, a, b).tokens_for_loss(L, N))
     def power(x, b): return x**(1/b) if x > 0 else math.inf
     rng = np.random.default_rng(0)
@@ -178,9 +178,9 @@ def check_tokens_needed(
 
 # %% ../../nbs/11_scaling/11z_scaling.ipynb #bb792b4d
 def check_break_even(
-    break_even:Callable, # `break_even(n1, d1, n2, d2)` gives a number
+    break_even:Callable, # `break_even(n1, d1, n2, d2)` returns a number
 ):
-    "`AssertionError` unless the sums of training and serving are equal there."
+    "Raise `AssertionError` unless training and serving cost the same in total there."
     def right(n1, d1, n2, d2): return max(0., 3*(n1*d1 - n2*d2)/(n2 - n1))
     rng = np.random.default_rng(0)
     cases = [(1e9, 1e11, 2e9, 3e10), (1e9, 1e10, 2e9, 3e10)]
@@ -190,19 +190,21 @@ def check_break_even(
     _grade(break_even, right, cases, {
         "a token costs 6N in training and 2N when served": lambda *v: right(*v)/3,
         "a served token has no backward pass": lambda *v: right(*v)*2,
-        "less than nothing can't be served: 0": lambda a, b, c, d: 3*(a*b - c*d)/(c - a),
-        "all tokens are served by one of them: divide by the difference of sizes":
+        "a negative number of tokens can't be served: return 0":
+            lambda a, b, c, d: 3*(a*b - c*d)/(c - a),
+        "both models serve the same tokens: divide by the difference of the sizes":
             lambda a, b, c, d: max(0., 3*(a*b - c*d)/c),
         "compare FLOPs, not tokens": lambda a, b, c, d: max(0., 3*(b - d)),
-        "these are the FLOPs that are saved by then": lambda a, b, c, d: max(0., 6*(a*b - c*d)),
-        "the small one is the dearer one to train":
+        "these are the extra FLOPs of training: divide by the FLOPs saved per token":
+            lambda a, b, c, d: max(0., 6*(a*b - c*d)),
+        "the small model is the one that costs more to train":
             lambda a, b, c, d: max(0., 3*(c*d - a*b)/(c - a))})
 
 # %% ../../nbs/11_scaling/11z_scaling.ipynb #54920ae4
 def check_vertex(
-    vertex:Callable, # `vertex(sizes, losses)` gives a number
+    vertex:Callable, # `vertex(sizes, losses)` returns a number
 ):
-    "`AssertionError` unless it is the lowest point of the parabola."
+    "Raise `AssertionError` unless the answer is the size at the parabola's lowest point."
     def right(n, l): return fit_parabola(n, l)[0]
     def lowest(n, l, at=np.log, back=math.exp):
         c = np.polyfit(at(np.array(n)), l, 2)
@@ -215,18 +217,19 @@ def check_vertex(
         cases.append((n.tolist(), (2 + .1*(u - u.mean())**2 + .01*rng.standard_normal(7)).tolist()))
     _grade(vertex, right, cases, {
         "this is the lowest run": lambda n, l: n[int(np.argmin(l))],
-        "the parabola is one in the logarithm": lambda n, l: lowest(n, l, lambda v: v, float),
+        "fit the parabola to the logarithm of the size":
+            lambda n, l: lowest(n, l, lambda v: v, float),
         "this is the logarithm of the size": lambda n, l: lowest(n, l, back=float),
-        "take the power of the base of your logarithm": lambda n, l: lowest(n, l, np.log10),
+        "undo the logarithm with its own base": lambda n, l: lowest(n, l, np.log10),
         "the vertex lies at -b/(2a)": lambda n, l: lowest(n, l, back=lambda u: math.exp(2*u)),
         "the sign of -b/(2a)": lambda n, l: lowest(n, l, back=lambda u: math.exp(-u)),
         "this is the loss there": lambda n, l: fit_parabola(n, l)[1]})
 
 # %% ../../nbs/11_scaling/11z_scaling.ipynb #7758954b
 def check_huber_sum(
-    huber_sum:Callable, # `huber_sum(errors, delta)` gives a number
+    huber_sum:Callable, # `huber_sum(errors, delta)` returns a number
 ):
-    "`AssertionError` unless it is the sum, with a smooth join."
+    "Raise `AssertionError` unless the answer is the sum of Huber's losses."
     def right(e, d): return float(huber(np.array(e), d).sum())
     rng = np.random.default_rng(0)
     cases = ([([.5, 3.], 1.), ([.1, .2], 1.), ([2., -2., 5.], .5)]
@@ -246,9 +249,9 @@ def check_huber_sum(
 
 # %% ../../nbs/11_scaling/11z_scaling.ipynb #0e58aafd
 def check_three_constants(
-    three_constants:Callable, # `three_constants(N, D, loss, alpha, beta)` gives (E, A, B)
+    three_constants:Callable, # `three_constants(N, D, loss, alpha, beta)` returns (E, A, B)
 ):
-    "`AssertionError` unless they are those of the law behind the runs."
+    "Raise `AssertionError` unless the answer has the constants of the law behind the runs."
     rng = np.random.default_rng(0)
     cases, laws = [], {}
     for _ in range(10):
@@ -274,9 +277,9 @@ def check_three_constants(
 
 # %% ../../nbs/11_scaling/11z_scaling.ipynb #fb3d025a
 def check_slope_error(
-    slope_error:Callable, # `slope_error(x, y, picks)` gives a number
+    slope_error:Callable, # `slope_error(x, y, picks)` returns a number
 ):
-    "`AssertionError` unless it is the spread of the resampled slopes."
+    "Raise `AssertionError` unless the answer is the spread of the resampled slopes."
     def slopes(x, y, picks, keep=lambda p: p):
         return np.array([fit_power_law(np.array(x)[keep(p)], np.array(y)[keep(p)]).exponent
                          for p in picks])
@@ -291,10 +294,10 @@ def check_slope_error(
                        if len(set(p.tolist())) > 3]))
     _grade(slope_error, right, cases, {
         "this is the variance": lambda *v: right(*v)**2,
-        "the spread of the slopes is the error already: don't divide by a root":
+        "the spread of the slopes already is the error: don't divide by a root":
             lambda x, y, p: right(x, y, p)/math.sqrt(len(p)),
         "divide by the number of samples": lambda *v: float(slopes(*v).std(ddof=1)),
-        "an index that comes twice counts twice":
+        "an index that occurs twice counts twice":
             lambda x, y, p: float(slopes(x, y, p, keep=lambda q: sorted(set(q))).std()),
         "this is the mean slope": lambda *v: float(slopes(*v).mean()),
         "this is half the range": lambda *v: float(np.ptp(slopes(*v))/2),
@@ -303,7 +306,7 @@ def check_slope_error(
                 np.std([np.polyfit(np.array(x)[p], np.array(y)[p], 1)[0] for p in picks]))})
 
 # %% ../../nbs/11_scaling/11z_scaling.ipynb #717c1d05
-def _trainer(law:LossLaw, budget:float, noise:float=.001): # `train`, and what it has been asked for
+def _trainer(law:LossLaw, budget:float, noise:float=.001): # `train`, and the FLOPs of each call
     asked:list = []
     def train(parameters, flops):
         for name, v in (("parameters", parameters), ("flops", flops)):
@@ -320,10 +323,10 @@ def _trainer(law:LossLaw, budget:float, noise:float=.001): # `train`, and what i
 
 # %% ../../nbs/11_scaling/11z_scaling.ipynb #272c1432
 def check_predict_best(
-    predict_best:Callable, # `predict_best(train, budget, target)` gives a pair: size and loss
+    predict_best:Callable, # `predict_best(train, budget, target)` returns a pair: size and loss
 ):
-    """`AssertionError` unless size and loss are near the truth, within the budget, for each hidden
-    law."""
+    """Raise `AssertionError` unless size and loss are near the truth for each hidden law, and the
+    runs are within the budget."""
     for law, budget in ((LossLaw(1.7, 400, 1500, .34, .36), 1e20),
                         (LossLaw(1.2, 150, 600, .28, .33), 1e19),
                         (LossLaw(2.2, 900, 900, .38, .32), 1e20)):

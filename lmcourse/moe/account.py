@@ -39,7 +39,7 @@ def all_to_all_bytes(
     config:ModelConfig,  # A mixture of experts
     tokens:int,          # Tokens of a step on all GPUs, N
     gpus:int,            # Number of GPUs, each with the same number of experts
-    dtype:str="bfloat16", # Type of the numbers that are sent
+    dtype:str="bfloat16", # Type of the numbers sent
     training:bool=False, # Whether to count the gradients too
 )->float: # Expected bytes under uniform routing; a visit to a local expert sends nothing
     "Count the bytes that expert parallelism sends between GPUs. Lepikhin et al. 2020."

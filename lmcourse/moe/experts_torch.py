@@ -72,7 +72,7 @@ def dense_dispatch(
     return (torch.stack(every, -1)*sent[:, None]).sum(-1)
 
 def loop_dispatch(x:torch.Tensor, experts:Any, chosen:torch.Tensor, weights:torch.Tensor
-)->torch.Tensor: # As in `dense_dispatch`
+)->torch.Tensor: # `(N, D)`; the arguments are those of `dense_dispatch`
     "Loop over the experts: each picks its tokens and adds its output to their rows."
     y = torch.zeros_like(x)
     for e,own in enumerate(experts.unbound()):
@@ -83,7 +83,7 @@ def loop_dispatch(x:torch.Tensor, experts:Any, chosen:torch.Tensor, weights:torc
 
 # %% ../../nbs/08_moe/08c_experts_torch.ipynb #6566d2db
 def sorted_dispatch(x:torch.Tensor, experts:Any, chosen:torch.Tensor, weights:torch.Tensor
-)->torch.Tensor: # As in `dense_dispatch`
+)->torch.Tensor: # `(N, D)`; the arguments are those of `dense_dispatch`
     "Sort the slots by expert, run one expert at a time, and restore the order."
     slots, counts = _sort(chosen, len(experts.w1))
     piles = x[slots//chosen.shape[-1]].split(counts.tolist())
@@ -91,7 +91,7 @@ def sorted_dispatch(x:torch.Tensor, experts:Any, chosen:torch.Tensor, weights:to
     return _put_back(torch.cat(out), slots, weights)
 
 def padded_dispatch(x:torch.Tensor, experts:Any, chosen:torch.Tensor, weights:torch.Tensor
-)->torch.Tensor: # As in `dense_dispatch`
+)->torch.Tensor: # `(N, D)`; the arguments are those of `dense_dispatch`
     "Pad all experts to the largest number of tokens and run one batched product."
     slots, counts = _sort(chosen, E := len(experts.w1))
     pile = torch.arange(E, device=x.device).repeat_interleave(counts)
@@ -103,8 +103,8 @@ def padded_dispatch(x:torch.Tensor, experts:Any, chosen:torch.Tensor, weights:to
 
 # %% ../../nbs/08_moe/08c_experts_torch.ipynb #752bc80c
 def pile_dispatch(x:torch.Tensor, experts:Any, chosen:torch.Tensor, weights:torch.Tensor,
-    product:Callable, # From sorted rows `(n, D)`, matrices `(E, F, D)` and ends `(E,)` to rows
-)->torch.Tensor: # As in `dense_dispatch`
+    product:Callable, # Maps sorted rows `(n, D)`, matrices `(E, F, D)` and pile ends `(E,)` to rows
+)->torch.Tensor: # `(N, D)`; the arguments are those of `dense_dispatch`
     "Run one grouped product over experts with different numbers of tokens."
     slots, counts = _sort(chosen, len(experts.w1))
     ends, low = counts.cumsum(0), _product_dtype(x)
@@ -114,7 +114,7 @@ def pile_dispatch(x:torch.Tensor, experts:Any, chosen:torch.Tensor, weights:torc
     return _put_back(of(wide, experts.w2), slots, weights)
 
 def grouped_dispatch(x:torch.Tensor, experts:Any, chosen:torch.Tensor, weights:torch.Tensor
-)->torch.Tensor: # As in `dense_dispatch`
+)->torch.Tensor: # `(N, D)`; the arguments are those of `dense_dispatch`
     "Run `pile_dispatch` with torch's grouped product, or `sorted_dispatch` if torch can't."
     if not can_group(x, experts): return sorted_dispatch(x, experts, chosen, weights)
     def product(rows, w, ends): return F.grouped_mm(rows, w.mT, offs=ends.to(torch.int32))
@@ -125,7 +125,7 @@ DISPATCHES:dict[str, Callable] = dict(dense=dense_dispatch, loop=loop_dispatch,
                                       grouped=grouped_dispatch)
 
 # %% ../../nbs/08_moe/08c_experts_torch.ipynb #be7ebd24
-def _sort(chosen:torch.Tensor, E:int)->tuple: # Slots by expert, without the dropped; their counts
+def _sort(chosen:torch.Tensor, E:int)->tuple: # Served slots sorted by expert; their counts
     flat = chosen.flatten()
     counts = torch.bincount(flat + 1, minlength=E + 1)
     order = flat.argsort(stable=True)
@@ -186,7 +186,7 @@ class MoE(nn.Module):
     def __init__(self,
         config:ModelConfig, # A config with `num_experts`
         linear:Callable=Linear, # Class of the linear layers of router and shared experts
-        # As for `FeedForward`
+        # Device, type and random generator of the weights, as in `FeedForward`
         device:str|torch.device|None=None, dtype:torch.dtype|None=None,
         generator:torch.Generator|None=None,
     ):
@@ -234,7 +234,7 @@ class MoE(nn.Module):
         if c.router_z_loss: loss = loss + c.router_z_loss*logits.logsumexp(-1).square().mean()
         return add_auxiliary_loss(y, loss, lambda: self.count(f))
 
-    def count(self, load:torch.Tensor): # Runs in the backward pass, so once even with recomputation
+    def count(self, load:torch.Tensor): # Called once per backward pass, even with recomputation
         self.load = load if self.load is None else self.load + load
 
     @torch.no_grad()

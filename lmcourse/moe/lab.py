@@ -86,7 +86,7 @@ def upcycle(
 # %% ../../nbs/08_moe/08g_lab.ipynb #51c2b07a
 def information(
     a:np.ndarray, # Whole numbers `(N,)`
-    b:np.ndarray, # Likewise
+    b:np.ndarray, # Whole numbers `(N,)`
     given:np.ndarray|None=None, # Whole numbers `(N,)`; None for the plain mutual information
 )->float: # Nats, 0 or more
     "Estimate the mutual information of `a` and `b` given `given` from the counts of a sample."

@@ -21,9 +21,9 @@ class LatentAttention(nn.Module):
     def __init__(self,
         config:ModelConfig, # A config with `kv_lora_rank`
         rope:RoPE|None=None, # The rotation that all layers share; None makes one
-        attention:Callable=causal_attention, # As in `CausalSelfAttention`
+        attention:Callable=causal_attention, # The attention of all heads, as in `CausalSelfAttention`
         linear:Callable=Linear, # Class of the linear layers
-        # As in `HeadProjections`
+        # Device, type and random generator of the weights, as in `HeadProjections`
         device:str|torch.device|None=None, dtype:torch.dtype|None=None,
         generator:torch.Generator|None=None,
     ):
@@ -72,7 +72,7 @@ class LatentAttention(nn.Module):
         return self.attention(torch.cat((q, q_turned), -1), k, v, None)
 
     def absorbed(self, q:torch.Tensor, q_turned:torch.Tensor, card:torch.Tensor,
-                 k_turned:torch.Tensor)->torch.Tensor: # The same
+                 k_turned:torch.Tensor)->torch.Tensor: # `(..., H, T, V)`, equal to `unpacked`
         "Project the queries into the latent space: all heads read the latent vectors directly."
         up = self.kv_up_proj.weight.unflatten(0, (self.heads, -1))        # (H, plain + value, R)
         to_keys, to_values = up.split((self.sizes[0], self.sizes[2]), 1)

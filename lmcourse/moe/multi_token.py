@@ -16,7 +16,7 @@ from ..architecture.transformer_torch import TransformerBlock, TransformerLM
 class NextTokenHead(nn.Module):
     "A head for the token after next, with the model's embedding and output. DeepSeek-V3, 2.2."
     def __init__(self,
-        model:TransformerLM, # Shared, neither copied nor registered as a submodule
+        model:TransformerLM, # The model to share; it is neither copied nor registered as a submodule
         seed:int=0,          # Seed of the initial weights
     ):
         super().__init__()
@@ -31,7 +31,7 @@ class NextTokenHead(nn.Module):
 
     def hidden_states(self,
         states:torch.Tensor, # The inputs of the model's output head `(..., T, D)`
-        ids:torch.Tensor,    # The token that follows each `(..., T)`
+        ids:torch.Tensor,    # The token that follows each state `(..., T)`
     )->torch.Tensor: # `(..., T, D)`
         "Compute the states from which the output head predicts the token after `ids`."
         model, = self.shared

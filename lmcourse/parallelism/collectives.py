@@ -145,7 +145,7 @@ def hierarchical_all_reduce(
     port:Port,           # All ranks, numbered node by node
     ranks_per_node:int,  # Ranks per node, k, which must divide N
 ):
-    "Sum the vectors on all ranks; each rank sends only a k-th of its vector out of the node."
+    "Sum the vectors on all ranks; each rank takes only a k-th of its vector out of the node."
     k = ranks_per_node
     if port.size % k:
         fits = [d for d in range(1, port.size + 1) if port.size % d == 0]
@@ -211,5 +211,5 @@ def reduce_scatter_bytes(length:int, size:int, rank:int, itemsize:int=4)->int:
     return itemsize*(length - piece.stop + piece.start)
 
 def all_gather_bytes(length:int, size:int, rank:int, itemsize:int=4)->int:
-    "Count the bytes a rank sends in `ring_all_gather`: all pieces but its right neighbor's."
+    "Count the bytes a rank sends in `ring_all_gather`: all pieces but its right neighbour's."
     return reduce_scatter_bytes(length, size, (rank + 1) % size, itemsize)

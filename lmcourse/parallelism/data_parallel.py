@@ -61,7 +61,7 @@ def overlap(
     ready_s:Sequence, # Time when each bucket is full, in order
     wire_s:Sequence,  # Duration of each bucket's all-reduce
 )->list: # (start, end) of each all-reduce
-    "Schedule the all-reduces one after the other, each once its bucket is full."
+    "Schedule the all-reduces one after the other, each as soon as its bucket is full."
     spans, free = [], 0.
     for ready, takes in zip(ready_s, wire_s, strict=True):
         start = max(ready, free)

@@ -41,16 +41,16 @@ class OuterOptimizer:
 
 # %% ../../nbs/10_parallelism/10m_low_communication.ipynb #cc62a2e2
 def local_steps(
-    run:Any,                          # This rank's replica, from `new_run` with everyone's seed
+    run:Any,                          # This rank's replica, from `new_run` with a common seed
     data:TokenDataset,                # Stories
     rates:Sequence[float]|np.ndarray, # Learning rate of each step
     every:int,                        # Steps between synchronizations, H
-    outer:OuterOptimizer,             # This rank's outer optimizer; all ranks' stay equal
-    rank:int=0,                       # The rank
+    outer:OuterOptimizer,             # Outer optimizer; stays the same on all ranks
+    rank:int=0,                       # Number of this rank
     size:int=1,                       # Number of ranks
-    first:int=0,                      # Rows already used
+    first:int=0,                      # Index of the first window
     batch_size:int=4,                 # Windows per step and rank
-)->Iterator[torch.Tensor]: # A vector `(P,)` per synchronization, to overwrite with the ranks' sum
+)->Iterator[torch.Tensor]: # A change `(P,)` per meeting; overwrite it with the ranks' sum
     "Train one rank: local steps, with a synchronization after every H steps and after the last."
     if every < 1: raise ValueError(f"local_steps: {every = }, expected 1 or more")
     parameters, T = list(run.model.parameters()), run.model.config.context_length
@@ -76,12 +76,12 @@ def simulate_ranks(
 
 # %% ../../nbs/10_parallelism/10m_low_communication.ipynb #fddead9b
 def low_communication_bytes(
-    parameters:int, # P
+    parameters:int, # Number of parameters, P
     steps:int,      # Steps of the run
     every:int,      # Steps between synchronizations, H; 1 for data parallelism
     size:int,       # Number of ranks
-    rank:int,       # The rank
-    itemsize:int=4, # Bytes per number
+    rank:int,       # The rank that sends
+    itemsize:int=4, # Bytes of a number
 )->int: # Bytes that this rank sends with a ring
     "Count one all-reduce of all parameters per synchronization. Raises `ValueError` for no steps."
     if steps < 1 or every < 1: raise ValueError(f"{steps = }, {every = }, expected 1 or more")

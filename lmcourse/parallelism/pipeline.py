@@ -43,7 +43,7 @@ class Mailroom:
         if to == self.port.rank: self.early[job] = x.detach()
         else: self.port.send(to, x.detach().numpy())
 
-    def recv(self, job:Job)->torch.Tensor: # What `job` sent
+    def recv(self, job:Job)->torch.Tensor: # The result that `job` sent
         "Receive messages until the wanted one arrives; store the others."
         source = job.stage % self.port.size
         while job not in self.early:
@@ -81,7 +81,7 @@ class Pipeline:
         if s < self.last: self.mail.send(Job("F", i, s), s + 1, y)
 
     def backward(self, i:int, s:int):
-        "Compute a stage's input gradient, and its weight gradients unless they are a job."
+        "Compute a stage's input gradient, and its weight gradients unless W jobs compute them."
         x, y, _ = self.held.pop((i, s))
         dy = None if s == self.last else self.mail.recv(Job("B", i, s + 1))
         if not self.split: y.backward(dy)
@@ -138,7 +138,7 @@ def pipeline_bytes(
     d_model:int,     # D
     stages:int,      # S
     size:int, rank:int,
-    tied:int=0,      # Size of the tied table
+    tied:int=0,      # Number of elements of the tied table
     itemsize:int=8,
 )->int: # Bytes sent by a rank per step
     "Count the bytes of activations to the next stage and gradients to the previous one."

@@ -39,8 +39,8 @@ class Plan:
     chunks:int = 1                  # Stages per rank in an interleaved schedule
     sharding:str = "zero1"          # `none`, `zero1` or `zero3`
     recompute:str = "none"          # `none`, `selective` (attention only) or `full`
-    flash:bool = True               # Whether attention is fused, with gradients summed in float32
-    overlap:bool = True             # Whether gradients are sent during the backward pass
+    flash:bool = True               # True for fused attention, and gradients summed in float32
+    overlap:bool = True             # True to send gradients during the backward pass
     nic_bytes_per_s:float|None = None # Speed of a GPU to other nodes; None for `GPU_WIRES`
 
     def __post_init__(self): _check_plan(self)
@@ -49,7 +49,7 @@ class Plan:
     @property
     def microbatches(self)->int: return self.batch//(self.dp*self.micro_batch)
     @property
-    def tokens(self)->float: # Per microbatch and rank
+    def tokens(self)->float: # Tokens per microbatch and rank
         return self.micro_batch*self.model.context_length/self.cp
 
 # %% ../../nbs/10_parallelism/10o_planner.ipynb #0ad423b3
@@ -113,8 +113,8 @@ class Fitted:
 FITTED = Fitted()
 
 # %% ../../nbs/10_parallelism/10o_planner.ipynb #2d5b2456
-def plan_seconds(p:Plan, fitted:Fitted=FITTED)->dict: # Part of the step to seconds
-    "Estimate the time of a step. `tensor` and `context` never overlap, gradients as planned."
+def plan_seconds(p:Plan, fitted:Fitted=FITTED)->dict: # Seconds of each part of the step
+    "Estimate the time of a step. Of all messages, only gradients can overlap with computation."
     d, m, tokens, t = _gpu(p.gpu), p.model, p.tokens, p.tp
     parameters, forward, scores, head = _sizes(m)
     full, layers, size = p.recompute == "full", m.num_layers/p.pp, p.microbatches
@@ -141,7 +141,7 @@ def plan_seconds(p:Plan, fitted:Fitted=FITTED)->dict: # Part of the step to seco
     else: legs["gradients"] = max(0, sent - micro*p.overlap)
     return legs
 
-def plan_mfu(p:Plan, fitted:Fitted=FITTED, causal:bool=True)->float: # Between 0 and 1
+def plan_mfu(p:Plan, fitted:Fitted=FITTED, causal:bool=True)->float: # A share from 0 to 1
     "Estimate model FLOPs utilization; `causal` counts half of the attention, as fused kernels do."
     _, forward, scores, _ = _sizes(p.model)
     useful = 3*(forward - scores/2*causal)*p.batch*p.model.context_length
@@ -150,7 +150,7 @@ def plan_mfu(p:Plan, fitted:Fitted=FITTED, causal:bool=True)->float: # Between 0
 
 # %% ../../nbs/10_parallelism/10o_planner.ipynb #6d76dfc5
 def published_plans()->list: # Dicts with `plan`, `mfu`, `id`, `source`, `use` and `causal`
-    "Read published runs as plans, with MFU by one formula. Rows left out have no plan."
+    "Read published runs as plans, with MFU by one formula. Rows that are left out have no plan."
     return [_published(row) for row in data_rows("parallel_runs.csv")]
 
 def _published(r:dict)->dict:
@@ -178,8 +178,8 @@ def _published_mfu(p:Plan, unit:str, value:float, causal:bool)->float:
     if unit == "seconds a step":
         return useful*p.batch*p.model.context_length/(value*p.gpus*peak)
     if unit == "TFLOP/s of the model": return 1e12*value/peak
-    if unit != "TFLOP/s of hardware": raise ValueError(f"{unit!r} is no unit of utilization")
-    return 1e12*value/peak*useful/(useful + forward - head)     # Four forward passes were counted
+    if unit != "TFLOP/s of hardware": raise ValueError(f"{unit!r} is not a unit of utilization")
+    return 1e12*value/peak*useful/(useful + forward - head)     # Counted as four forward passes
 
 # %% ../../nbs/10_parallelism/10o_planner.ipynb #c93d38d4
 MEMORY_SHARE = .9 # Usable share of a GPU's memory; buffers and fragments need the rest
@@ -205,7 +205,7 @@ def variants(p:Plan, micro_batches:Iterable[int]=(1, 2, 4, 8, 16), chunks:int|No
 
 # %% ../../nbs/10_parallelism/10o_planner.ipynb #bf7f29bf
 def all_plans(model:ModelConfig, gpus:int, gpu:str, batch:int)->Iterator[Plan]:
-    "Yield every plan for this many GPUs, fitting or not, with microbatch 1 and one chunk."
+    "Yield every plan for this many GPUs, even if it doesn't fit, with microbatch 1 and one chunk."
     longest = model.context_length//8192                        # Most ranks per sequence
     for tp in (1, 2, 4, 8):
         if gpus % tp or model.num_heads % tp or model.kv_heads % tp: continue
@@ -266,7 +266,7 @@ def plan_tables(ranked:list)->list: # Tables: the best plan, its memory, its tim
             Table([dict(leg=k, seconds=s, share=100*s/step) for k,s in seconds.items()],
                   dict(share="%"))] + ([Table(others)] if others else [])
 
-def _against(p:Plan, best:Plan)->dict: # The reasons why it is slower
+def _against(p:Plan, best:Plan)->dict: # Row of the table, with the slowest leg
     more = {k: s - plan_seconds(best)[k] for k,s in plan_seconds(p).items()}
     worst = max(more, key=lambda k: more[k])
     return dict(tp=p.tp, pp=p.pp, dp=p.dp, sharding=p.sharding, recompute=p.recompute,

@@ -23,7 +23,7 @@ class Link:
     def __post_init__(self):
         if not 0 <= self.latency_s < math.inf or not self.bytes_per_s > 0:
             raise ValueError(f"Link: {self.latency_s} s and {self.bytes_per_s} bytes/s, expected "
-                             f"0 or more and above 0")
+                             f"a latency of 0 or more and a bandwidth above 0")
 
     def seconds(self, num_bytes:float)->float:
         "Return the duration of a message."
@@ -34,9 +34,9 @@ class Network:
     "Mailboxes between ranks, with a count of sent bytes and a clock for each rank."
     def __init__(self,
         size:int,                     # Number of ranks, N
-        link:Link=Link(),             # Link between two ranks, inside a node if there are nodes
-        ranks_per_node:int|None=None, # Consecutive ranks share a node; None for a single node
-        across:Link|None=None,        # Link between nodes; None for `link`
+        link:Link=Link(),             # Link between two ranks of one node
+        ranks_per_node:int|None=None, # Consecutive ranks that share a node; None for all
+        across:Link|None=None,        # Link between ranks of different nodes; None for `link`
     ):
         if size < 1: raise ValueError(f"Network: {size} ranks, expected 1 or more")
         self.size, self.ranks_per_node = size, ranks_per_node or size
@@ -44,7 +44,7 @@ class Network:
             raise ValueError(f"Network: {size} ranks don't fill nodes of {ranks_per_node}, "
                              f"expected a multiple")
         self._links = link, across or link
-        # [source, to]
+        # Both have the shape (N, N) and are indexed by [source, to]
         self.sent_bytes, self.messages = (np.zeros((size, size), np.int64) for _ in range(2))
         self.clock = np.zeros(size)                             # Time on each rank, seconds
         self._free = np.zeros((2, size))                        # When each rank can send, receive

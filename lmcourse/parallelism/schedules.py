@@ -86,7 +86,7 @@ def one_forward_one_backward(p:int, m:int)->list: # A list of jobs for each rank
     return plans
 
 # %% ../../nbs/10_parallelism/10g_schedules.ipynb #386e1920
-def number(order:Any, job:Callable)->list: # Letters to jobs: the k-th of its kind is `job(kind, k)`
+def number(order:Any, job:Callable)->list: # Letters to jobs; `job(kind, k)` makes the k-th
     counts:dict[str, int] = {}
     jobs = []
     for kind in order:
@@ -113,8 +113,8 @@ def interleaved(p:int, m:int, v:int)->list: # A list of jobs for each rank
 
 # %% ../../nbs/10_parallelism/10g_schedules.ipynb #269d3a79
 def zero_bubble(p:int, m:int)->list: # A list of jobs for each rank
-    """Schedule B first, then F (in flight as in 1F1B, at most 2p - 1 without their W), then W.
-    For jobs of equal length."""
+    """Schedule B before F before W, for jobs of equal length. A rank starts no F while p - rank
+    microbatches lack their B, as in 1F1B, or 2p - 1 lack their W."""
     require_counts(p, m)
     plans, ends, now = [[] for _ in range(p)], {}, 0            # A job takes one unit of time
     while any(len(plan) < 3*m for plan in plans):

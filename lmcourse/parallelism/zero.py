@@ -23,10 +23,10 @@ from ..training.parallel_np import chunk_slices, ring_bytes
 
 # %% ../../nbs/10_parallelism/10e_zero.ipynb #75b3425f
 def zero_bytes_per_parameter(
-    stage:int,        # 0 (data parallelism), 1, 2 or 3
+    stage:int,        # 0 for data parallelism, or 1, 2 or 3
     size:int,         # Number of ranks, N
     weight:float=2.,  # Bytes per weight
-    gradient:float=2.,
+    gradient:float=2., # Bytes per element of the gradient
     optimizer:float=12., # Bytes of a float32 copy and two moments
 )->float: # Bytes on a rank, without activations and gathered units
     "Compute the bytes of model state per parameter."
@@ -54,7 +54,7 @@ class Unit:
 def make_units(
     model:TransformerLM, # The whole model, equal on all ranks
     port:Port,
-)->list: # A `Unit` for the embedding, each block, and the layers after the last
+)->list: # A `Unit` for the embedding, each block, and the final norm with the head
     "Split a model into units. A tied table belongs to the first unit."
     groups, seen = {}, set()
     for name,p in model.named_parameters():
@@ -155,7 +155,7 @@ def gather_row(shard:torch.Tensor, length:int, port:Port)->torch.Tensor: # `(len
     return row
 
 # %% ../../nbs/10_parallelism/10e_zero.ipynb #7c14230f
-class Part(nn.Module): # A part of a model, as `functional_call` wants it
+class Part(nn.Module): # A function of the model as a module, for `functional_call`
     def __init__(self, model:nn.Module, f:Callable):
         super().__init__()
         self.model, self.f = model, f
@@ -181,14 +181,14 @@ class FullySharded:
         for u in self.units:
             for p in u.parameters: p.data = p.data.new_empty(0) # Only the shards remain
         self.optimizer = torch.optim.AdamW([u.shard for u in self.units], **adamw)
-        self.again, self.gathers = {}, [0]*len(self.units)      # Gathered for backward; counts
+        self.again, self.gathers = {}, [0]*len(self.units)      # Gathered again; gathers per unit
 
     def run(self, i:int, f:Callable, x:torch.Tensor)->torch.Tensor:
         "Call `f(model, x)` with the weights of unit `i`, gathered during the call."
         row = GatherWeights.apply(self.units[i].shard, self.lengths[i], self.port)
         self.gathers[i] += 1
         where = row.untyped_storage().data_ptr()
-        def pack(t):                                            # A marker for a gathered weight
+        def pack(t):                                            # Save a marker, not the weight
             if t.untyped_storage().data_ptr() != where: return t
             return t.storage_offset(), t.shape, t.stride()
         def unpack(t): return t if torch.is_tensor(t) else self.gather_again(i).as_strided(

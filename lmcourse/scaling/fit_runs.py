@@ -57,7 +57,7 @@ def _run(line:str, where:str)->dict: # The run on one line
             raise ValueError(f"{where}: {name} = {v!r}, expected a positive number")
     return run
 
-def _size_and_tokens(run:Any, where:str)->tuple: # And the loss
+def _size_and_tokens(run:Any, where:str)->tuple: # Parameters, tokens and loss
     N, D, C, loss = (run.get(k) for k in ("parameters", "tokens", "flops", "loss"))
     if loss is None: raise ValueError(f"{where}: no loss")
     if sum(v is not None for v in (N, D, C)) < 2:
@@ -86,7 +86,7 @@ class Scaling:
         largest, out = self.runs.flops.max(), []
         if flops > FAR*largest:
             out.append(f"{flops:.3g} FLOPs are {flops/largest:,.0f} times the largest run: "
-                       f"the law has not been seen there")
+                       f"no run has tested the law there")
         if flops < self.runs.flops.min()/FAR:
             out.append(f"{flops:.3g} FLOPs are far below the smallest run")
         if self.interval(lambda l: l.E)[0] < .05*self.runs.loss.min():

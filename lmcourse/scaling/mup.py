@@ -17,8 +17,8 @@ from ..training.data import TokenDataset
 # %% ../../nbs/11_scaling/11d_mup.ipynb #845299a9
 def watched_outputs(
     model:Any,        # A `TransformerLM`
-    ids:torch.Tensor, # `(B, T)`
-)->dict: # Name to tensor: outputs of the last block's attention and network, and the logits
+    ids:torch.Tensor, # Token ids `(B, T)`
+)->dict: # Tensors by name: outputs of the last block's attention and network, and the logits
     "Return the outputs that a coordinate check compares."
     seen, last = {}, model.layers[-1]
     parts = {"attention": last.attn, "feed-forward": last.ffn, "logits": model.lm_head}
@@ -30,13 +30,13 @@ def watched_outputs(
 
 # %% ../../nbs/11_scaling/11d_mup.ipynb #cc716318
 def coordinate_check(
-    data:TokenDataset,    # Stories
+    data:TokenDataset,    # Tokens of stories
     widths:Sequence[int], # Model widths, for example 32 to 256
     base:int|None,        # `mup_base_width`; None for the standard parametrization
     lr:float=.016,        # Constant learning rate
     steps:int=4,          # Number of training steps
     seeds:int=2,          # Number of seeds to average over
-)->dict: # Output to its mean change since initialization `(steps, widths)`
+)->dict: # For each output, its mean change since initialization `(steps, widths)`
     "Measure how far outputs move in the first steps."
     rows = data.starts[-300:-292, None] + np.arange(128) # Not used for training
     ids, changes = torch.from_numpy(data.tokens[rows].astype(np.int64)), {}
