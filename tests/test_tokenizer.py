@@ -400,11 +400,11 @@ def test_training_is_the_readable_one(tmp_path, threads):
 
 
 def test_too_few_pairs_are_said():
-    with pytest.warns(UserWarning, match="pairs for 10 merges and not for 143: the vocabulary has 267 tokens and not 400"):
+    with pytest.warns(UserWarning, match="pairs for only 10 merges, not 143, so the vocabulary has 267 tokens, not 400"):
         vocab, merges = train_bpe(["ten tents then tend the tent"], 400, [END])
     assert (len(vocab), len(merges)) == (267, 10)
     for empty in ([], [""], ["", END]):
-        with pytest.warns(UserWarning, match="pairs for 0 merges"): assert train_bpe(empty, 258) == (make_vocab([], [END]), [])
+        with pytest.warns(UserWarning, match="pairs for only 0 merges"): assert train_bpe(empty, 258) == (make_vocab([], [END]), [])
 
 
 @pytest.mark.parametrize("size, special, error, words", [

@@ -40,9 +40,9 @@ def check_sizes(
     text = "Zo\u00eb: \u597d\U0001f642\U0001f642"
     right, n = ({codec: len(text.encode(codec)) for codec in ("utf-8", "utf-16", "utf-32")},
                 len(text))
-    mark = "is without the mark for the order of bytes, which Python puts in front"
+    mark = "leaves out the byte order mark, which Python puts in front"
     pairs = "takes 🙂 for one unit of two bytes, but it is a pair of surrogates"
-    characters = "is the number of characters, and not of bytes"
+    characters = "is the number of characters, not of bytes"
     why = {"utf-8":
                {n: characters,
                 right["utf-8"] - 2: "is short by one for each 🙂, which takes four bytes"},
@@ -70,16 +70,16 @@ def check_same_look(
     if n != m: raise AssertionError(f"{ascii(a)} has {n} bytes and {ascii(b)} has {m}")
 
 # %% ../../nbs/01_tokenization/01z_tokenization.ipynb #5273eff4
-_SPLITS = [("a<|b|>c", ["<|b|>"], "signs such as | are meant as they stand"),
+_SPLITS = [("a<|b|>c", ["<|b|>"], "characters such as | have no special meaning"),
            ("ab", [], "without special tokens the text is one part"),
            ("", ["x"], "an empty text has no parts"),
            ("", [], "an empty text has no parts, also without special tokens"),
            (" x\n<|b|> ", ["<|b|>"], "white space stays"),
            ("<|b|><|b|>", ["<|b|>"], "no part is empty, and each special token is one"),
            ("1<|b|><|b|>2<|b|>", ["<|b|>", "<|b|><|b|>"],
-            "of several that begin at one place the longest is taken"),
+            "of several that begin at one place, the longest is taken"),
            ("<|b|><|b|><|b|>", ["<|b|>", "<|b|><|b|>"],
-            "of several that begin at one place the longest is taken"),
+            "of several that begin at one place, the longest is taken"),
            ("abcd", ["bcd", "ab"],
             "the first from the left is taken, although a longer one begins later")]
 
@@ -101,9 +101,8 @@ def check_split(
               [part for part in special_pattern(special).split(text) if part], why)
 
 # %% ../../nbs/01_tokenization/01z_tokenization.ipynb #9d0b9c3e
-# the count decides; a tie, in both orders
-# numbers count; pairs may overlap
-# every occurrence is joined; a word of one byte
+# Line by line they check that the count decides, and a tie in either order; that the numbers
+# matter, and that pairs may overlap; that every occurrence is joined, and a word of one byte
 _STEPS = [("ab cb", [1, 2]), ("ab ac", [1, 1]), ("ac ab", [1, 1]),
           ("ab cde cd", [5, 1, 1]), ("aaa bc", [1, 1]), ("aaaa", [1]),
           ("abxab xx", [1, 1]), ("aab", [2]), ("x ab", [3, 1])]
@@ -202,7 +201,7 @@ def check_ids(
 # %% ../../nbs/01_tokenization/01z_tokenization.ipynb #9652f912
 def _words()->list: # (word, ranks, why)
     cases = [(b"abc", [(b"b", b"c"), (b"a", b"b")],
-              "the pair of lowest rank is joined first, wherever it stands"),
+              "the pair of lowest rank is joined first, wherever it is"),
              (b"abcd", [(b"b", b"c"), (b"a", b"b"), (b"c", b"d"), (b"ab", b"cd")],
               "the pair of lowest rank is joined first, even if longer tokens exist"),
              (b"abab", [(b"a", b"b")], "every occurrence is joined"),
@@ -263,7 +262,7 @@ def _check_refused(encode_chunks:Callable, chunks:list, ranks:dict):
     except Exception as e:
         raise AssertionError(f"for {chunks}: expected a ValueError, your code "
                              f"raised {short(e)}") from e
-    raise AssertionError(f"for {chunks}: these bytes are no UTF-8, expected a "
+    raise AssertionError(f"for {chunks}: these bytes aren't valid UTF-8, expected a "
                          f"ValueError, got {short(got)}")
 
 # %% ../../nbs/01_tokenization/01z_tokenization.ipynb #91ee9eac
@@ -271,7 +270,7 @@ def check_encode_chunks(
     encode_chunks:Callable, # `encode_chunks(chunks, ranks)` gives an iterator over bytes
 ):
     """`AssertionError` unless the tokens are those of the whole text, come before the stream is
-    over, and bytes that are no UTF-8 are refused."""
+    over, and bytes that aren't valid UTF-8 are rejected."""
     if not callable(encode_chunks):
         raise AssertionError(f"expected a function, got {short(encode_chunks)}")
     rng = random.Random(0)
@@ -285,7 +284,7 @@ def check_encode_chunks(
         expected = [token for word in pretokenize(text) for token in encode_word(utf8(word), ranks)]
         for chunks in _cuts(utf8(text), rng):
             _same((chunks,), run_answer(collect, chunks, ranks, shown=(chunks,)), expected,
-                  "what the text gives in one piece is expected")
+                  "expected the same tokens as for the whole text")
     _check_lazy(encode_chunks, ranks)
     for chunks in ([b"caf", b"\xc3"], [b"caf\xc3", b"("], [b"\xff"]):
         _check_refused(encode_chunks, chunks, ranks)
@@ -296,14 +295,14 @@ def _story_merges()->tuple: return tuple(train_bpe_heap(count_words(islice(Stori
 
 # %% ../../nbs/01_tokenization/01z_tokenization.ipynb #a6ce7eec
 def story_ranks()->dict: # Pair of byte strings to its place in the list of 744 merges
-    "The merges of exercise 9."
+    "Return the merges of exercise 9."
     return {pair: rank for rank,pair in enumerate(_story_merges())}
 
 # %% ../../nbs/01_tokenization/01z_tokenization.ipynb #6921d7a1
 def check_grows(
     answer:tuple, # The text and its bytes per token
 ):
-    """`AssertionError` unless ids take more room than the text, but not in small letters, and the
+    """`AssertionError` unless the ids take more room than the text, but not in lower case, and the
     measured number is right."""
     if not isinstance(answer, (tuple, list)) or len(answer) != 2 or not isinstance(answer[0], str):
         raise AssertionError(f"expected (text, bytes per token), got {short(answer)}")
@@ -315,10 +314,10 @@ def check_grows(
     parts, small = ([[len(encode_word(word.encode(), ranks)) for word in pretokenize(t)]
                      for t in (text, text.lower())])
     n, room = sum(parts), f"bytes of ids for {len(text):,} bytes of text"
-    if 2*n <= len(text): raise AssertionError(f"it does not get larger: {2*n:,} {room}")
+    if 2*n <= len(text): raise AssertionError(f"it does not get larger: there are {2*n:,} {room}")
     if 2*sum(small) >= len(text):
-        raise AssertionError(f"these are no words that the tokenizer knows: in small letters too "
-                             f"{2*sum(small):,} {room}")
+        raise AssertionError(f"these aren't words that the tokenizer knows: in lower case, too, "
+                             f"there are {2*sum(small):,} {room}")
     if isinstance(ratio, bool) or not isinstance(ratio, (int, float)):
         raise AssertionError(f"bytes per token: {short(ratio)} is not a number")
     each = sum(len(word)/k for word,k in zip(pretokenize(text), parts))/len(parts)

@@ -56,7 +56,7 @@ class MergeTree:
             yield depth, node
             if node.rank is not None: todo += [(depth + 1, node.right), (depth + 1, node.left)]
     def leaves(self)->list: return [node.token for _,node in self.walk() if node.rank is None]
-    def merges(self)->list: # (rank, left, right), each once
+    def merges(self)->list: # `(rank, left, right)`, without repeats
         "Return the merges that made the token, in the order in which they were learnt."
         return sorted({(node.rank, node.left.token, node.right.token) for _,node in self.walk()
                        if node.rank is not None})

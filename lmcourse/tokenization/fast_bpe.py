@@ -113,7 +113,7 @@ def pretoken_end(text, i, n, classes):
     last = j = i
     while j < n:
         kind, size = character(text, j, n, classes)
-        # the last of several belongs to the next pre-token
+        # the last of several spaces belongs to the next pre-token
         if kind != SPACE: return last if last > i else j
         last, j = j, j + size
     return n
@@ -597,7 +597,7 @@ def train_bpe_fast(
         raise OverflowError(f"{size:,} bytes of distinct words, {total:,} with their counts: "
                             f"expected less than 2**29 and 2**37")
     symbols, words_at = np.empty((2, size + len(words.counts) + 1), np.int32)
-    # each time a pair is merged, there is one symbol fewer and up to two places more
+    # each time a pair is joined, there is one symbol fewer, and up to two places are added
     places = np.empty((3*size + 1, 2), np.int32)
     pairs, token_text, offsets = (np.zeros((1 << max(17, (size//4).bit_length()), 4), U),
                                   np.arange((1 << 16) + 8*n).astype(np.uint8),
@@ -678,7 +678,7 @@ def _read_only(data)->np.ndarray: # Bytes as a read-only array, so all kernels s
     return array
 
 # %% ../../nbs/01_tokenization/01d_fast_bpe.ipynb #e235e50e
-# beyond ASCII
+# White space beyond ASCII
 WHITE = "\x85\xa0\u1680\u2028\u2029\u202f\u205f\u3000" + "".join(map(chr, range(0x2000, 0x200B)))
 NEXT_CUT = regex.compile(rb"(?<=[^\t-\r ])(?<!" + b"|".join(map(utf8, WHITE)) + rb")[ \t\n\r]")
 CUT = regex.compile(b"(?r)" + NEXT_CUT.pattern) # searches from the end
@@ -777,8 +777,8 @@ class TextPieces:
 # %% ../../nbs/01_tokenization/01d_fast_bpe.ipynb #a918f61b
 def count_words_fast(
     source:str|os.PathLike|Iterable[str],   # Path of a file in UTF-8, or an iterable of texts
-    special_tokens:Iterable[str]|None=None, # Where texts are split; not counted
-    threads:int|None=None,                  # Each has its own table; default: all cores
+    special_tokens:Iterable[str]|None=None, # Texts are split at these, which aren't counted
+    threads:int|None=None,                  # Threads, each with its own table; default: all cores
     # For bytes of a file that are not UTF-8: 'strict', 'replace' or 'ignore'
     errors:str="strict",
 )->Words:
@@ -959,9 +959,9 @@ def encode_span(text, i, n, tables, out, t):
     return t
 
 # %% ../../nbs/01_tokenization/01d_fast_bpe.ipynb #295f8099
-# The tables of `encode_span` (classes, ids of bytes, pairs; rows, store, pool and scratch of the
-# cache), then of each segment start, stop, the id behind it, and where its ids
-# begin; all in one memory
+# One piece of memory holds the tables of `encode_span` (classes, ids of bytes, pairs; rows, store,
+# pool and scratch of the cache), then four arrays with the start and stop of each segment, the id
+# after it, and the index where its ids begin
 TABLES = types.Tuple((types.uint8[::1], types.int64[::1], types.uint64[:,::1], types.uint64[:,::1],
                       types.uint8[::1], types.uint32[::1], types.int64[::1]))
 SEGMENTS = types.UniTuple(types.int64[::1], 4)
@@ -995,11 +995,11 @@ def encode_kernel(data, address, out_):
 
 # %% ../../nbs/01_tokenization/01d_fast_bpe.ipynb #8682bbb9
 class Workplace(NamedTuple):
-    "What one call works with alone."
+    "The memory that a call uses, and that no other call uses meanwhile."
     code:Callable       # `encode_kernel`, called directly
-    address:int         # Of the memory that holds its arrays
+    address:int         # Address of the memory that describes its arrays
     ids:np.ndarray      # Room for the ids of a short text
-    view:memoryview     # The same
+    view:memoryview     # A view of `ids`
     arrays:tuple        # The memory itself, and everything that it refers to
 
 class SegmentEncoder:
@@ -1039,10 +1039,10 @@ class SegmentEncoder:
         return Workplace(code, memory.ctypes.data, ids, ids.data, (memory, *tables, *whole))
     def run(self,
         data:bytes,       # A text in UTF-8
-        # Of its segments, and where the ids of each begin: one more than there are segments
+        # Of each segment; `places` gets the index where its ids begin, and at last their number
         starts:np.ndarray, stops:np.ndarray, specials:np.ndarray, out:np.ndarray, places:np.ndarray,
     )->int: # How many ids were written to `out`
-        "As `encode_kernel`."
+        "Encode segments with `encode_kernel`."
         place = self.workplace()
         pack_segments(memory := place.arrays[0].copy(), starts, stops, specials, places)
         try: return encode_kernel(data, memory.ctypes.data, out)

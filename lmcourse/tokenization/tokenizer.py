@@ -83,8 +83,8 @@ def train_bpe(
         from lmcourse.tokenization.fast_bpe import count_words_fast, train_bpe_fast
         merges = train_bpe_fast(count_words_fast(source, special_tokens, threads, errors), wanted)
     if len(merges) < wanted:
-        warnings.warn(f"the text has pairs for {len(merges):,} merges and not for {wanted:,}: "
-                      f"the vocabulary has {vocab_size - wanted + len(merges):,} tokens and not "
+        warnings.warn(f"the text has pairs for only {len(merges):,} merges, not {wanted:,}, so "
+                      f"the vocabulary has {vocab_size - wanted + len(merges):,} tokens, not "
                       f"{vocab_size:,}", stacklevel=2)
     return make_vocab(merges, special_tokens, gpt2_order), merges
 
@@ -118,7 +118,7 @@ def _check_merges(merges:list, tokens):
 # %% ../../nbs/01_tokenization/01e_tokenizer.ipynb #7379f423
 class Rules(NamedTuple):
     "How a text is prepared before the merges; the defaults are GPT-2's."
-    pattern:str = PRETOKENIZE.pattern # Finds pre-tokens; text between matches counts as one, too
+    pattern:str = PRETOKENIZE.pattern # Finds pre-tokens; text between matches is one, too
     nfc:bool = False                  # Whether to compose accents (NFC) first
     whole_words:bool = False          # Whether a pre-token in the vocabulary is never split
 
@@ -340,7 +340,7 @@ class Tokenizer(TextEncoder):
     def __repr__(self):
         return (f"Tokenizer({self.vocab_size:,} ids, {len(self.merges):,} merges, special tokens "
                 f"{self.special_tokens})")
-    def __reduce__(self): # for other processes: without caches
+    def __reduce__(self): # copies for other processes have no caches
         return type(self), (self.vocab, self.merges, self.special_tokens, self.rules)
 
     @classmethod
@@ -453,8 +453,8 @@ def parse_hugging_face(
     "Parse a byte-level BPE tokenizer of Hugging Face `tokenizers`."
     def need(fits, what): # Raises `ValueError` unless `fits`
         if not fits:
-            raise ValueError(f"{path}: {what}, which is not supported: expected byte-level BPE as "
-                             f"of GPT-2, Llama 3 or Qwen")
+            raise ValueError(f"{path}: {what}, which is not supported: expected byte-level BPE "
+                             f"like GPT-2's, Llama 3's or Qwen's")
     try:
         model, added = whole["model"], whole["added_tokens"]
         need(model.get("type", "BPE") == "BPE", f"a model of type {model.get('type')}")
