@@ -118,7 +118,7 @@ def test_healthy_seeds_raise_nothing(place, seed):
 
 VARIANTS = {"post": dict(norm_position="post"), "learned": dict(position="learned"), "none": dict(position="none"),
             "tied": dict(tie_embeddings=True), "relu": dict(ffn="relu", norm="layernorm", bias=True), "sinusoidal": dict(position="sinusoidal"),
-            "more": dict(num_kv_heads=1, qk_norm=True, z_loss=1e-3, window=16, scale_embeddings=True, tie_embeddings=True)} | {f"ffn {kind}": dict(ffn=kind) for kind in FFN_KINDS}
+            "copiers": dict(copy_init=True), "more": dict(num_kv_heads=1, qk_norm=True, z_loss=1e-3, window=16, scale_embeddings=True, tie_embeddings=True)} | {f"ffn {kind}": dict(ffn=kind) for kind in FFN_KINDS}
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_healthy_variants_raise_nothing(place, name):

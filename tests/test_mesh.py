@@ -80,7 +80,7 @@ def test_two_and_four_processes_take_the_steps_of_one(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("processes, cases", [
     (2, [(dict(data_parallel_shard_degree=2), {}), (dict(data_parallel_replicate_degree=2), {}), (TP, {}), (SP, {}), (PP | dict(pipeline_parallel_schedule="GPipe"), {}), (PP | dict(pipeline_parallel_schedule="Interleaved1F1B"), TIED)]),
-    (2, [(TP, GPT2), (SP, GPT2), (PP, GPT2), (TP, dict(norm_position="post", num_kv_heads=2)), (SP, dict(window=5, embedding_std=.02)), (PP, dict(norm_position="sublayer", z_loss=.01, scaled_init=True)), (PP | dict(recompute=True), {}), (SP | dict(recompute=True), {})]),
+    (2, [(TP, GPT2), (SP, GPT2), (PP, GPT2), (TP, dict(norm_position="post", num_kv_heads=2)), (SP, dict(window=5, embedding_std=.02)), (PP, dict(norm_position="sublayer", z_loss=.01, scaled_init=True)), (PP | dict(recompute=True), {}), (TP, dict(copy_init=True)), (PP, dict(copy_init=True)), (SP | dict(recompute=True), {})]),
     (3, [(dict(pipeline_parallel_degree=3), TIED), (dict(data_parallel_shard_degree=-1, tensor_parallel_degree=3), dict(num_heads=6, head_dim=4, d_ff=33))]),
     (4, [(TP, TIED), (PP, TIED), (COPIES, {}), (COPIES | TP, {}), (dict(tensor_parallel_degree=4), {}), (dict(pipeline_parallel_degree=4), TIED), (COPIES | PP, GPT2)]),
     (4, [(CP, {}), (CP | SP, GPT2), (CP | PP, TIED), (CP | COPIES, {}), (dict(context_parallel_degree=4), dict(num_kv_heads=1)), (CP | TP | dict(recompute=True), {})]),

@@ -75,6 +75,7 @@ def script(tmp_path, text, seconds=120, **environment):
 
 BITS = """
 CHANGES = [{}, dict(tie_embeddings=False, scaled_init=True, norm="layernorm", bias=True, position="learned", ffn="gelu", embedding_std=.02),
+           dict(copy_init=True, scaled_init=True),
            dict(position="sinusoidal", num_kv_heads=1, norm_position="post"), dict(norm="none", num_heads=1)]
 def work(rank):
     mesh = join_world(CPU).mesh

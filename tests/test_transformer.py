@@ -12,6 +12,7 @@ torch = pytest.importorskip("torch")
 from hypothesis import given, settings, strategies as st
 
 from lmcourse.architecture.layers_torch import cross_entropy
+from lmcourse.architecture.transformer_np import init_params
 from lmcourse.architecture.transformer_torch import (InputEmbeddings, SinusoidalPositions, TransformerBlock, TransformerLM)
 from lmcourse.accounting.parameters import count_parameters, parameter_table
 from lmcourse.tools.checks import check_close, expect_error
@@ -22,7 +23,7 @@ base = ModelConfig(vocab_size=20, context_length=12, d_model=16, num_layers=2, n
 CHANGES = dict(vocab_size=[7], context_length=[20], d_model=[24], num_layers=[1, 3], num_heads=[2], num_kv_heads=[1, 2], head_dim=[2, 8], d_ff=[8, 40],
                norm=["layernorm", "none"], norm_position=["post", "sublayer"], norm_eps=[.1], position=["learned", "sinusoidal", "none"], rope_theta=[10.],
                ffn=[kind for kind in FFN_KINDS if kind != base.ffn], window=[1, 3], qk_norm=[True], bias=[True], tie_embeddings=[True],
-               scale_embeddings=[True], z_loss=[.1], embedding_std=[.02], scaled_init=[True])
+               scale_embeddings=[True], z_loss=[.1], embedding_std=[.02], scaled_init=[True], copy_init=[True])
 ONE = [{k: v} for k, vs in CHANGES.items() for v in vs]
 BOTH = [dict(tie_embeddings=True, scale_embeddings=True), dict(tie_embeddings=True, scale_embeddings=True, position="learned"),
         dict(norm="layernorm", bias=True, norm_position="post"), dict(norm="none", norm_position="sublayer"), dict(norm="layernorm", norm_position="sublayer"),
@@ -168,7 +169,7 @@ def test_no_field_is_dead(changes):
     c, ids = replace(base, **changes), ids_of(base) % 7
     new, old = TransformerLM(c), TransformerLM(base)
     own = new.state_dict()
-    if field in ("embedding_std", "scaled_init"):                       # Only of the initial weights
+    if field in ("embedding_std", "scaled_init", "copy_init"):                       # Only of the initial weights
         assert any(not torch.equal(w, old.state_dict()[n]) for n, w in own.items())
         return
     new.load_state_dict({n: w for n, w in old.state_dict().items() if n in own and own[n].shape == w.shape}, strict=False)
@@ -293,6 +294,27 @@ def test_seeds(changes):
     check_close(one.state_dict(), same.state_dict(), 0, 0)
     assert torch.equal(before, torch.get_rng_state())
     for (n, p), q in zip(one.named_parameters(), other.parameters()): assert torch.equal(p, q) == (p.ndim == 1), n
+
+
+def test_heads_can_start_as_copiers():
+    "A row alone is doubled; later rows get a mixture of those up to them; all other weights start as without the field."
+    for changes in ({}, dict(scaled_init=True), dict(tie_embeddings=True, bias=True)):
+        c = replace(base, norm="none", **changes)
+        plain, model, params = TransformerLM(c), TransformerLM(replace(c, copy_init=True)), init_params(replace(c, copy_init=True))
+        x, share = torch.randn(3, 5, 16, generator=torch.Generator().manual_seed(0)), .5 if c.scaled_init else 1.
+        for layer in model.layers:
+            y = layer(x)
+            check_close(y[:, 0], (1 + share)*x[:, 0])
+            low, high = (torch.stack([f(x[:, :t + 1], 1).values for t in range(5)], 1) for f in (torch.min, torch.max))
+            assert (y <= x + share*high + 1e-5).all() and (y >= x + share*low - 1e-5).all()
+        for (name, p), (same, q) in zip(model.named_parameters(), plain.named_parameters(), strict=True):
+            copier = name.endswith(("v_proj.weight", "output_proj.weight", "w2.weight"))
+            assert name == same and torch.equal(p, q) != copier, name
+            if copier: check_close(params[name], p.detach(), 0, 0, name)
+    for changes, words in ((dict(num_kv_heads=2), "copy_init = True with 4 query heads and 2 key heads of size 4"), (dict(head_dim=6), "4 key heads of size 6"),
+                           (dict(num_experts=4), "copy_init = True with num_experts = 4, expected num_experts = none"),
+                           (dict(kv_lora_rank=8), "copy_init = True with kv_lora_rank = 8")):
+        with expect_error(ValueError, words): replace(base, copy_init=True, **changes)
 
 
 def test_learned_positions_start_as_large_as_tokens():

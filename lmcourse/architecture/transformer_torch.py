@@ -23,7 +23,7 @@ from .attention_torch import causal_attention, prepare_heads
 
 # %% ../../nbs/03_architecture/03f_transformer_torch.ipynb #69cb417e
 def make_norm(
-    config:ModelConfig, # Sizes and variant, the kind of norm and its epsilon among them
+    config:ModelConfig, # Sizes and variant, including the kind of norm and its epsilon
     device:str|torch.device|None=None, # Device of the gain
     dtype:torch.dtype|None=None,       # Type of the gain
 )->nn.Module: # A norm over D; `nn.Identity` if the config has none
@@ -107,6 +107,7 @@ class TransformerBlock(nn.Module):
         self.ln1, self.attn = (parts.norm(c, **place),
                                kind(c, rope, attention=parts.attention, **own, **place))
         self.ln2, self.ffn = parts.norm(c, **place), parts.ffn(c, **own, **place)
+        if c.copy_init: _start_copying(self, **place)
 
     def forward(self,
         x:torch.Tensor,                   # The residual stream `(..., T, D)`
@@ -121,6 +122,13 @@ class TransformerBlock(nn.Module):
     )->torch.Tensor: # `x` plus the output of `f`, with the norm where the config places it
         if self.norm_position == "pre": return x + f(norm(x))
         return norm(x + f(x)) if self.norm_position == "post" else x + norm(f(x))
+
+@torch.no_grad()
+def _start_copying(block, **place
+): # Each head adds a part of what it looks at, unchanged; the feed-forward network adds nothing yet
+    for matrix in (block.attn.v_proj, block.attn.output_proj):
+        matrix.weight = nn.Parameter(torch.eye(len(matrix.weight), **place))
+    block.ffn.w2.weight = nn.Parameter(torch.zeros(block.ffn.w2.weight.shape, **place))
 
 # %% ../../nbs/03_architecture/03f_transformer_torch.ipynb #07970f9e
 class SinusoidalPositions(FixedTable):

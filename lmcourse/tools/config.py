@@ -232,6 +232,8 @@ class ModelConfig(_Sizes):
     embedding_std:float|None = None
     # Scale the initial output matrices of attention and FFN by 1/sqrt(2 L) (GPT-2)
     scaled_init:bool = False
+    # Heads start as copiers (values and output are the identity), feed-forward networks at 0
+    copy_init:bool = False
     # Weight of log(Z)**2 in the training loss, Z the softmax's denominator
     z_loss:float = 0.0
     # The RMSNorm of queries and keys runs over all heads at once (OLMoE)
@@ -292,6 +294,7 @@ def _check_model(c:ModelConfig):
     if c.position == "sinusoidal" and c.d_model % 2:
         raise ValueError(f"ModelConfig: sinusoidal positions need an even d_model, here "
                          f"{c.d_model}")
+    if c.copy_init: _check_copy_init(c)
     if c.num_experts is not None: _check_experts(c)
     if c.kv_lora_rank is not None: _check_latent(c)
     if c.mup_base_width is not None: _check_mup(c)
@@ -331,6 +334,15 @@ def _check_latent(c:ModelConfig):
     odd += [name for name in ("bias", "qk_norm") if getattr(c, name)]
     if odd: raise ValueError(f"ModelConfig: {odd[0]} = {getattr(c, odd[0])} with kv_lora_rank, "
                              f"expected {'none' if odd[0] not in ('bias', 'qk_norm') else 'False'}")
+
+def _check_copy_init(c:ModelConfig): # Values and output must be square, feed-forward networks dense
+    odd = [name for name in ("num_experts", "kv_lora_rank") if getattr(c, name) is not None]
+    if odd: raise ValueError(f"ModelConfig: copy_init = True with {odd[0]} = "
+                             f"{getattr(c, odd[0])}, expected {odd[0]} = none")
+    if c.kv_heads*c.head_size != c.d_model or c.num_heads != c.kv_heads:
+        raise ValueError(f"ModelConfig: copy_init = True with {c.num_heads} query heads and "
+                         f"{c.kv_heads} key heads of size {c.head_size}, expected as many key as "
+                         f"query heads, which together are as wide as d_model = {c.d_model}")
 
 # %% ../../nbs/00_tools/00d_config.ipynb #2b9a7d14
 def register(
