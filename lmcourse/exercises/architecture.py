@@ -640,7 +640,7 @@ def check_lm(
 def check_parameters(
     answer:dict, # 'attention', 'ffn', 'model', 'tied' and 'longer', each with a whole number
 ):
-    "`AssertionError` unless the numbers are those of the assignment's model."
+    "`AssertionError` unless the numbers are right for the assignment's model."
     count, c = lambda module: count_parameters(module).unique, ModelConfig(d_ff=1344)
     (V, D, d_ff, L), model = ((c.vocab_size, c.d_model, c.ffn_size, c.num_layers),
                               transformer_torch.TransformerLM(c, device="meta"))
