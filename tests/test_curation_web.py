@@ -138,7 +138,7 @@ def test_what_is_no_truth_is_rejected(web, tmp_path):
     lines = (tmp_path/"t").read_text(encoding="utf-8").splitlines()
     for bad in ("", "[]", "{", json.dumps(json.loads(lines[1]) | {"more": 1})):
         (tmp_path/"t").write_text("\n".join([lines[0], bad]) + "\n", encoding="utf-8")
-        with expect_error(ValueError, "line 2 is no page"): read_truth(tmp_path/"t")
+        with expect_error(ValueError, "line 2 is not a page"): read_truth(tmp_path/"t")
 
 
 def test_warcio_reads_the_same(web, tmp_path):

@@ -67,7 +67,7 @@ def phones_in_two(text):
 
 BYTE = r"(?:25[0-5]|2[0-4]\d|1?\d?\d)"
 ADDRESS = rf"(?<![\d.]){BYTE}(?:\.{BYTE}){{3}}(?!\.?\d)"
-IPS = [(sub(r"(?<![\d.])\d{1,3}(?:\.\d{1,3}){3}(?!\d)", IP), "up to 255"), (sub(rf"{BYTE}(?:\.{BYTE}){{3}}", IP), "before or behind"), (sub(ADDRESS, IP, 1), "not only the first"), (lambda t: (re.sub(ADDRESS, IP, t), 0), "count"),
+IPS = [(sub(r"(?<![\d.])\d{1,3}(?:\.\d{1,3}){3}(?!\d)", IP), "up to 255"), (sub(rf"{BYTE}(?:\.{BYTE}){{3}}", IP), "before or after it"), (sub(ADDRESS, IP, 1), "not only the first"), (lambda t: (re.sub(ADDRESS, IP, t), 0), "count"),
        (sub(rf"(?<![\d.]){BYTE}(?:\.{BYTE}){{2,3}}(?!\.?\d)", IP), "not three"), (sub(ADDRESS, "IP"), "expected"), (lambda t: re.sub(ADDRESS, IP, t), "expected")]
 
 

@@ -535,7 +535,7 @@ def by_counting(w): # A weight stays if fewer than two of its four come before i
 
 WRONG_ANSWERS = dict(
     kv_bytes=[
-        (kv(two=1), "expected 11,520, got 5,760: these are the keys alone"), (kv(heads=lambda c: c.num_heads), "every query head was given keys of its own"),
+        (kv(two=1), "expected 11,520, got 5,760: these are the keys alone"), (kv(heads=lambda c: c.num_heads), "every query head was given its own keys"),
         (kv(size=lambda n: 1), "these are the numbers, not their bytes"), (kv(layers=lambda c: 1), "that is for one layer"),
         (kv(batch=lambda B: 1), "that is for one sequence"), (kv(seen=lambda c, T: T), "no query looks further back than the window"),
         (kv(seen=lambda c, T: c.window or T), "the text is shorter than the window"), (kv(head_dim=lambda c: c.d_model//c.num_heads), "the head size is head_dim, not D/H"),
@@ -560,15 +560,15 @@ WRONG_ANSWERS = dict(
         (attend(shared=neighbours), "for 6 query heads, 2 key/value heads and 5 keys"), (attend(shared=neighbours), "query head h reads head h modulo G"),
         (attend(axis=0), "the softmax is over heads"), (attend(keys_of=lambda a: a[:, :-1]), "the new token does not see itself"),
         (attend(keys_of=lambda a: a[:, 1:] if a.shape[1] > 1 else a), "the first token is not seen"), (attend(shift=False), "(scores in the thousands)"),
-        (attend(shift=False), "exp overflows: take the largest score off"), (lambda q, k, v: attend()(q, k, v).astype(np.float64), "dtype float64, expected float32"),
+        (attend(shift=False), "exp overflows: subtract the largest score first"), (lambda q, k, v: attend()(q, k, v).astype(np.float64), "dtype float64, expected float32"),
         (lambda q, k, v: attend()(q, k, v).tolist(), "expected a NumPy array, got [["), (lambda q, k, v: attend()(q, k, v)[None], "shape (1, 4, 6), expected (4, 6)"),
         (lambda q, k, v: attend()(q, k, np.add(v, 1, out=v)), "changed its argument in place"), (lambda q, k: q, "your code raised TypeError"), (fails, "raised RuntimeError")],
     rotated_cache=[
         (cache(first=lambda self, T: 0), "the new tokens were put at positions 0, 1"), (cache(first=lambda self, T: self.at + T), "counted after the new tokens were appended"),
-        (cache(asked=lambda self, q, T: turn(q, self.at + 1, self.theta)), "queries stand one position further"), (cache(stored=lambda self, k, T: k), "keys were stored without their rotation"),
-        (cache(read=lambda self, k: turn(k, 0, self.theta)), "keys were turned again when they were read"), (cache(value=lambda self, v, T: turn(v, self.at, self.theta)), "values are not turned"),
+        (cache(asked=lambda self, q, T: turn(q, self.at + 1, self.theta)), "queries are placed one position after"), (cache(stored=lambda self, k, T: k), "keys were stored without their rotation"),
+        (cache(read=lambda self, k: turn(k, 0, self.theta)), "keys were rotated again when they were read"), (cache(value=lambda self, v, T: turn(v, self.at, self.theta)), "values must not be rotated"),
         (cache(masked=False), "a query sees the later ones"), (cache(shared=staticmethod(neighbours)), "query head h reads head h modulo G"), (KeepsAll, "tokens after the length kept are still seen"),
-        (ForgetsToCount, "the next position was not put back"), (Longer, "rewind(4) with 3 tokens: expected a ValueError"), (OneMore, "after feed 5, feed 1, back to 3, feed 1: "),
+        (ForgetsToCount, "the next position was not reset"), (Longer, "rewind(4) with 3 tokens: expected a ValueError"), (OneMore, "after feed 5, feed 1, back to 3, feed 1: "),
         (cache(error=KeyError), "expected a ValueError, your code raised KeyError"), (OneForAll, "after feed 4: "), (cache(rewind=None), "Flawed has no rewind"), (lambda theta: None, "NoneType has no feed"), (fails, "raised RuntimeError")],
     block_tables=[
         (blocks(append=never_shared), "append b2: block 3 is shared with a, whose text would be written over"), (blocks(copied=lambda self, b: None), "the tokens before would be lost"),
@@ -587,7 +587,7 @@ WRONG_ANSWERS = dict(
     finish_steps=[
         (lambda a, n, places, continuous: finish(a, n, places, True), "that is with continuous batches"), (lambda a, n, places, continuous: finish(a, n, places, False), "that is with static batches"),
         (partial(finish, plus=1), "expected [2], got [3]: steps are numbered from 0"), (partial(finish, order=lambda w, n: sorted(w, key=lambda i: n[i])), "the shortest request was let in first"),
-        (partial(finish, here=lambda a, t: True), "requests came in before they were there"), (finish_late, "a place that gets free in a step can be taken in the next one"),
+        (partial(finish, here=lambda a, t: True), "requests were started before they had arrived"), (finish_late, "a place that becomes free in a step can be taken in the next one"),
         (finish_in_full_batches, "the batch need not be full"), (lambda a, *rest: [e - b for e, b in zip(finish(a, *rest), a)], "how long each took from its arrival"),
         (lambda *args: sorted(finish(*args)), "the order in which they end"), (lambda *args: finish(*args)[:-1], "expected a list of 1 steps, got []"), (lambda *args: max(finish(*args)), "expected a list of 1 steps, got 2"),
         (lambda a, n, *rest: n.sort() or finish(a, n, *rest), "changed its arguments"), (fails, "raised RuntimeError")],
@@ -598,11 +598,11 @@ WRONG_ANSWERS = dict(
         (step(other=lambda x, p, q: normal(abs(p - q))), "drawn from |p - q|"), (step(other=lambda x, p, q: normal(np.clip(q - p, 0, None))), "the positive part of q - p"),
         (step(ratio=lambda x, p, q: p[x]), "x is kept with probability p(x)"), (step(ratio=lambda x, p, q: min(1, q[x]/p[x]) if p[x] else 1), "the ratio is upside down"),
         (step(ratio=lambda x, p, q: float(p[x] >= q[x])), "x is kept only if p(x) ≥ q(x)"), (step(other=without), "the replacement is drawn from p without x"),
-        (lambda x, p, q, draw: draw(p), "but x is kept in 17.5% of all cases, and 50.0% are possible"), (lambda x, p, q, draw: draw(nothing_left(p)), "NaN comes of 0/0"),
+        (lambda x, p, q, draw: draw(p), "but x is kept in 17.5% of all cases, and 50.0% are possible"), (lambda x, p, q, draw: draw(nothing_left(p)), "NaN comes from 0/0"),
         (lambda x, p, q, draw: 4, "expected a token, got 4"), (lambda x, p, q, draw: None, "expected a token, got None"), (lambda x, p, q, draw: draw("p"), "draw takes probabilities, got 'p'"), (fails, "raised RuntimeError")],
     tokens_a_pass=[
-        (lambda a, n: closed(a, n) - 1, "the replacement, or the one token more, counts too"), (lambda a, n: 1 + a*n, "what stands behind a refused one is dropped"), (lambda a, n: a*n, "what stands behind a refused one is dropped"),
-        (lambda a, n: closed(a, n - 1), "when none is refused there is one token more"), (lambda a, n: closed(a, n + 1), "that is one term too many"), (lambda a, n: 1/(1 - a), "that is for proposals without end"),
+        (lambda a, n: closed(a, n) - 1, "the replacement, or the one extra token, counts too"), (lambda a, n: 1 + a*n, "what follows a rejected token is dropped"), (lambda a, n: a*n, "what follows a rejected token is dropped"),
+        (lambda a, n: closed(a, n - 1), "if none is rejected, there is one extra token"), (lambda a, n: closed(a, n + 1), "that is one term too many"), (lambda a, n: 1/(1 - a), "that is for proposals without end"),
         (lambda a, n: (1 - a**(n + 1))/(1 - a), "for rate = 1.0, lookahead = 4: your code raised ZeroDivisionError"), (lambda a, n: (n + 1)*a**n, "but else none"), (lambda a, n: None, "expected a number, got None"), (fails, "raised RuntimeError")],
     quantize_rows=[
         (rows(128), "divided by 128, expected 127"), (rows(255), "divided by 255"), (rows(axis=0), "the steps are those of columns"), (rows(round=np.trunc), "cut off towards 0"), (rows(round=away), "a half goes to the even neighbour"),
@@ -619,10 +619,10 @@ WRONG_ANSWERS = dict(
     outlier=[
         (OUTLIER | dict(step=128), "counts the width from -64 to 64"), (OUTLIER | dict(step=1), "the largest weight sets the step"), (OUTLIER | dict(noise=4096), "is the ratio of mean squares"), (OUTLIER | dict(noise=8), "is its root"),
         (OUTLIER | dict(noise=36.1), "is in decibels"), (OUTLIER | dict(zeros=.504), "takes all weights within a whole step"), (OUTLIER | dict(zeros=.0039), "is that without the large weight"),
-        (OUTLIER | dict(groups=1), "forgets the group in which the large weight stands"), (OUTLIER | dict(groups=1.98), "is the mean of the ratios"), (OUTLIER | dict(groups=65), "is the ratio of mean squares"), (OUTLIER | dict(groups=math.nan), "is not a number"), (5, "expected a dict")],
+        (OUTLIER | dict(groups=1), "forgets the group that contains the large weight"), (OUTLIER | dict(groups=1.98), "is the mean of the ratios"), (OUTLIER | dict(groups=65), "is the ratio of mean squares"), (OUTLIER | dict(groups=math.nan), "is not a number"), (5, "expected a dict")],
     two_largest=[
         (fours(lambda a: first_two(-a)), "signs don't count"), (lambda w: ~two_of_four(w), "that is what is left out"), (fours(lambda a: first_two(abs(a))), "that is what is left out"),
-        (fours(lambda a: first_two(-abs(a)[:, ::-1])[:, ::-1]), "of equal ones the first stays"), (fours(lambda a: abs(a) >= np.sort(abs(a), 1)[:, 2:3]), "of equal ones only the first stays: two of four"),
+        (fours(lambda a: first_two(-abs(a)[:, ::-1])[:, ::-1]), "of equal weights the first stays"), (fours(lambda a: abs(a) >= np.sort(abs(a), 1)[:, 2:3]), "of equal weights only the first stays: two of four"),
         (fours(lambda a: abs(a) > np.sort(abs(a), 1)[:, 1:2]), "and always two"), (half_of_all, "half of the whole matrix was kept"), (lambda w: w*two_of_four(w), "dtype float32, expected bool"),
         (lambda w: two_of_four(np.ascontiguousarray(w.T)).T if len(w) % 4 == 0 else two_of_four(w), "the fours are neighbours in a column"), (lambda w: two_of_four(w).astype(int), "expected bool"),
         (lambda w: two_of_four(w).tolist(), "expected a NumPy array"), (fails, "raised RuntimeError")])

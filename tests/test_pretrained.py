@@ -315,7 +315,7 @@ def test_config_round_trip(config):
 
 @pytest.mark.parametrize("family, changes, words", [
     ("llama", dict(model_type="mistral"), "unknown model_type in config.json 'mistral'"), ("llama", dict(model_type=None), "there are deepseek_v3, gpt2, llama, mixtral, olmoe, qwen3, qwen3_moe"),
-    ("llama", dict(hidden_act="gelu"), "hidden_act = 'gelu', expected 'silu'"), ("qwen3", dict(hidden_act="relu"), "a qwen3 that this model can't be: hidden_act = 'relu'"),
+    ("llama", dict(hidden_act="gelu"), "hidden_act = 'gelu', expected 'silu'"), ("qwen3", dict(hidden_act="relu"), "a qwen3 that this model can't represent: hidden_act = 'relu'"),
     ("llama", dict(mlp_bias=True), "attention_bias = False, mlp_bias = True, expected the same"), ("llama", dict(attention_bias=True), "attention_bias = True, mlp_bias = False"),
     ("qwen3", dict(attention_bias=True), "attention_bias = True, expected False"), ("qwen3", dict(use_sliding_window=True), "use_sliding_window = True, expected False"),
     ("qwen3", dict(layer_types=["full_attention", "sliding_attention"]), "layer_types has sliding_attention"),
@@ -649,7 +649,7 @@ def test_the_state_dict_of_another_solution_needs_no_renaming(tmp_path):
         model = TransformerLM(course, seed=1)
         load_weights(model, weights)
         check_close(model(ids), other(ids), 1e-5, 1e-5)
-    with expect_error(ValueError, "other.pt: expected a safetensors file; of a file made by torch.save give the dictionary"): load_weights(model, tmp_path/"other.pt")
+    with expect_error(ValueError, "other.pt: expected a safetensors file; for a file made by torch.save, pass the dictionary"): load_weights(model, tmp_path/"other.pt")
     same_logits(to_hf(model), other, course)
 
 

@@ -96,9 +96,9 @@ def test_more_seeds_are_added_to_those_that_are_there(tmp_path, turns):
 def test_the_table_says_when_or_how_far(tmp_path, turns):
     ours, theirs = race_table(run(tmp_path)).rows
     assert (ours["contestant"], ours["cpu"], ours["wall"], ours["reached"], ours["steps"]) == ("course", 80, 240, "yes", 800)
-    assert (theirs["reached"], theirs["excess"], theirs["times_ours"]) == ("no", 1.25, "> 2.0")
+    assert (theirs["reached"], theirs["excess"], theirs["relative_time"]) == ("no", 1.25, "> 2.0")
     reached = race_table(run(tmp_path, minutes=60.)).rows[1]
-    assert reached["reached"] == "yes" and reached["times_ours"] == f"{.4*6400/80:.1f}"
+    assert reached["reached"] == "yes" and reached["relative_time"] == f"{.4*6400/80:.1f}"
 
 
 @pytest.mark.parametrize("change, words", [

@@ -41,7 +41,7 @@ class Case:
     model:ModelConfig
     train:TrainConfig
     lines:list      # Lines of metrics.jsonl
-    step:int        # Of the checkpoint under examination, the latest
+    step:int        # Step of the checkpoint under examination
     weights:dict    # Name to tensor, as that checkpoint has them
     moments:dict    # The optimizer's tensors
     data:Path       # Folder with the tokens
@@ -60,7 +60,7 @@ class Case:
     @cached_property
     def plan(self)->BatchPlan: return plan_batch(self.train, self.model.context_length)
     @cached_property
-    def flops_per_step(self)->float: # Roughly
+    def flops_per_step(self)->float: # Approximate
         return 6*sum(w.numel() for w in self.weights.values())*self.plan.tokens
 
 # %% ../../nbs/06_ablations/06c_case.ipynb #5ad384cc
@@ -87,28 +87,28 @@ def open_case(
                 state.get("optimizer") or {}, dict(sorted(folders.items())))
 
 # %% ../../nbs/06_ablations/06c_case.ipynb #ca038302
-def _tensors(path:Path, name:str)->dict: # Of a file of a checkpoint
+def _tensors(path:Path, name:str)->dict: # Tensors in one file of a checkpoint
     try: return load_file(path/f"{name}.safetensors")
     except SafetensorError as e: why = str(e).splitlines()[0]
     raise ValueError(f"{path}: damaged ({why})")
 
-def _is_line(m)->bool: # Of a log
+def _is_line(m)->bool: # Whether this can be a line of a log
     return (isinstance(m, dict) and isinstance(m.get("step"), int)
             and any(is_number(m.get(k)) for k in ("loss", "valid_loss")))
 
 # %% ../../nbs/06_ablations/06c_case.ipynb #1b366fd2
-def is_number(v:Any)->bool: # Python's `True` is not one
+def is_number(v:Any)->bool: # `True` and `False` don't count as numbers
     return isinstance(v, (int, float)) and not isinstance(v, bool)
 
 def at_step(
-    case:Case, step:int, # Of one of its checkpoints
+    case:Case, step:int, # Step of one of its checkpoints
 )->Case:
     "Return the same run as it was at an earlier checkpoint."
     weights, moments = (_tensors(case.checkpoints[step], name) for name in ("model", "optimizer"))
     return replace(case, step=step, weights=weights, moments=moments)
 
 def rate_at(
-    case:Case, step:int, # From 1
+    case:Case, step:int, # Number of the step, counted from 1
 )->float: # The learning rate that the config gives for that step; a plateau rule may lower it
     c, cooldown = case.train, min(case.train.cooldown_steps, case.train.steps)
     warmup = min(c.warmup_steps, c.steps - cooldown)
@@ -117,8 +117,8 @@ def rate_at(
 # %% ../../nbs/06_ablations/06c_case.ipynb #c1ce16e8
 def reference_model(
     config:ModelConfig,       # The run's config
-    weights:dict,             # Of a checkpoint
-    where:str|Path="weights", # For errors
+    weights:dict,             # Tensors of a checkpoint
+    where:str|Path="weights", # Where they come from, for error messages
 )->TransformerLM:
     "Build the tested model with these weights. Raises `ValueError` if they don't fit the config."
     model = TransformerLM(config)
@@ -307,11 +307,11 @@ def loss_as(case:Case, forward:Forward, batches:Iterable)->float: # The mean of 
 # %% ../../nbs/06_ablations/06c_case.ipynb #a3acd9cb
 # difference in nats that rounding or another machine may cause
 SAME_LOSS = dict(float32=5e-4, bfloat16=0.02, float16=0.02, auto=0.02)
-FEW_DOCUMENTS, TRIED = 12, 4 # For a first look at each fault; faults that are computed in full
+FEW_DOCUMENTS, TRIED = 12, 4 # Documents for a first look; faults computed in full
 EXPLAINED = 0.02   # Share of a gap that a fault may leave unexplained
-CERTAIN = 1e-3     # The same, where no other fault needs to be tried
-BY_CHANCE = 0.15, 0.5 # The same for a fault that is random: on many documents, on few
-LEAST = 1e-4       # Nats that never count
+CERTAIN = 1e-3     # Unexplained share below which no other fault needs to be tried
+BY_CHANCE = 0.15, 0.5 # As `EXPLAINED`, for random faults: on many documents, on few
+LEAST = 1e-4       # Differences up to this, in nats, are ignored
 
 def explains(
     value:float, logged:float, right:float, # Losses: with the fault, as logged, without it
@@ -360,7 +360,7 @@ class Step:
 # %% ../../nbs/06_ablations/06c_case.ipynb #c7664769
 def engine_of(
     case:Case,
-    start:int=0, # Steps done: 0, or those of a checkpoint
+    start:int=0, # Number of steps already taken: 0, or that of a checkpoint
 )->TorchEngine:
     "Restore the tested model and optimizer. Raises `ValueError` if the checkpoint has others."
     plain = replace(case.train, device="cpu", compile=False, shard=False, recompute=False)
@@ -418,7 +418,7 @@ class Replayed:
     line:dict  # The line of the log
     loss:float # Mean loss over the steps, in nats per token
     norm:float # Norm of the last gradient
-    def off(self, dtype:str="float32")->float: # 1 where they differ by as much as they may
+    def off(self, dtype:str="float32")->float: # 1 if they differ by the largest amount allowed
         "Return the distance between log and replay, in units of `SAME_STEPS`."
         loss, norm = SAME_STEPS[dtype]
         other = self.line.get("grad_norm", self.norm)
@@ -427,11 +427,11 @@ class Replayed:
         return max(abs(g) if math.isfinite(g) else math.inf for g in gaps)
 
 _SIXTEEN = 0.02, 0.1
-# Nats, and share of the norm
+# Largest differences of the loss (in nats) and of the norm (as a share of it)
 SAME_STEPS = dict(float32=(1e-4, 1e-3), bfloat16=_SIXTEEN, float16=_SIXTEEN, auto=_SIXTEEN)
 
 def replay_steps(
-    case:Case, start:int, # Steps done before, as for `engine_of`
+    case:Case, start:int, # Number of steps already taken, as for `engine_of`
     step:Step=Step(),
 )->Replayed:
     "Repeat the steps of the first line after `start`. Raises `ValueError` if the log has none."
@@ -462,7 +462,7 @@ def replayable(
 
 # %% ../../nbs/06_ablations/06c_case.ipynb #87603b17
 def wrong_steps(
-    case:Case, again:Replayed, # What the right step gives
+    case:Case, again:Replayed, # Result of the right step
 )->Iterator: # Pairs: name and `Step`, the most common first
     "List known ways to get a training step wrong."
     plan, ratio = case.plan, again.line.get("grad_norm", 0)/again.norm
@@ -489,19 +489,20 @@ def periods(
     batches, then = batches_of(case), at_step(case, start)
     losses = [loss_as(then, Forward(), [batches[s]]) for s in range(end)]
     means = np.convolve(losses, np.ones(every)/every, "valid")  # of steps s to s + every - 1
-    learnt = again.loss - means[start]                          # in the steps of the line
+    learnt = again.loss - means[start]                          # change of the loss in these steps
     off = abs(means[:start - every + 1] + learnt - again.line["loss"])
     return [int(start - s) for s in np.argsort(off)[:8]]
 
-MOST_BATCHES = 400 # That are computed to find one again
+MOST_BATCHES = 400 # Largest number of batches computed to find a repeated one
 
 # %% ../../nbs/06_ablations/06c_case.ipynb #d2d4c32d
 def explain_step(
     case:Case,
-    odd:dict, # Steps done before to `Replayed`: lines of the log that the right step does not give
-    most:int, # Replays that may be made
+    # Number of steps taken before to `Replayed`, for log lines that the right step doesn't give
+    odd:dict,
+    most:int, # Largest number of replays
     first:tuple=(), # Pairs as from `wrong_steps`, tried before the others
-)->tuple|None: # Name, `Step` and its `Replayed` for the latest line; none if no known fault does
+)->tuple|None: # Name, `Step` and its `Replayed` for the latest line; `None` if no fault fits
     "Find the fault that reproduces lines of the log."
     latest, *others = sorted(odd, reverse=True)
     def near(r): return r.off(case.train.dtype) < EXACT
@@ -511,10 +512,10 @@ def explain_step(
             return name, step, tried
     return None
 
-EXACT = 0.3 # As far as log and replay may be apart if a fault explains the log, in `SAME_STEPS`
+EXACT = 0.3 # Largest distance from the log if a fault explains it, in units of `SAME_STEPS`
 
 # %% ../../nbs/06_ablations/06c_case.ipynb #f332c4e6
-# What other code may rely on
+# The public names
 __all__ = ["Case", "open_case", "explain", "explain_step", "Forward", "Step", "replay_steps",
            "Replayed", "train_steps", "token_losses_as", "losses_as", "loss_as", "mean_loss",
            "SAME_LOSS"]

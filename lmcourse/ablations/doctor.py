@@ -41,14 +41,14 @@ SHOWN, LIKELY, UNEXPLAINED, SYMPTOM = 0.95, 0.8, 0.6, 0.4 # Weights of findings
 class Finding:
     "Something that is probably wrong with a run."
     name:str     # The cause in a few words
-    sentence:str # What speaks for it, with the numbers
+    sentence:str # The evidence, with the numbers
     weight:float # From 0 to 1
 
 # %% ../../nbs/06_ablations/06d_doctor.ipynb #f23fe580
 @dataclass(frozen=True)
 class Looked:
-    "One thing that was looked at."
-    what:str          # In words
+    "One row of the table of everything that was checked."
+    what:str          # The quantity, in words
     found:float|str   # What the run has
     expected:float|str = "" # What a healthy run would have
 
@@ -58,12 +58,12 @@ class Findings:
     "What the doctor has to say about a run."
     run:Path
     causes:tuple  # `Finding`s, the most likely first; empty if nothing wrong was found
-    remarks:tuple # Sentences: what could not be looked at, and what is worth knowing
+    remarks:tuple # Sentences: what could not be checked, and what is worth knowing
     looked:tuple  # `Looked`s, in order
 
 # %% ../../nbs/06_ablations/06d_doctor.ipynb #e4b1458d
 def check_forward(
-    case:Case, made:dict, # Replays, as of `replays`
+    case:Case, made:dict, # Result of `replays`
 )->Iterator: # `Looked`s, `Finding`s, remarks; and name and `Forward` of a fault that explains it
     "Compute the validation loss again."
     if not (line := _evaluation(case)):
@@ -90,12 +90,13 @@ def check_forward(
 def _evaluation(case:Case)->dict|None: # The line with the validation loss of the case's step
     return next((m for m in reversed(case.evaluations) if m["step"] == case.step), None)
 
-def _rows(case:Case, line:dict, most:int|None=None)->Iterator: # Its validation batches, or a few
+def _rows(case:Case, line:dict, most:int|None=None)->Iterator: # Its validation batches
     count = None if line.get("final") else case.train.eval_documents
     few = most and min(most, count or most)
     return evaluation_batches(case.sets[1], case.model.context_length, few or count)
 
-def _possible(case:Case, made:dict)->dict: # Dropout that is left on was there in training, too
+def _possible(case:Case, made:dict)->dict:
+    # No dropout if the training steps agree: if it was left on, it was on in training, too
     same = bool(made) and all(r.off(case.train.dtype) < 1 for r in made.values())
     return {name: f for name,f in wrong_forwards(case).items() if not (same and f.dropout)}
 
@@ -117,11 +118,11 @@ def _forward_finding(logged:float, right:float, found:tuple|None)->Finding:
     return Finding(found[0], f"{gap}; with this fault they give {found[2]:.4f}", SHOWN)
 
 # %% ../../nbs/06_ablations/06d_doctor.ipynb #4feeb4e2
-MOST_FLOPS = 2e12 # For replays: about a minute on two cores
+MOST_FLOPS = 2e12 # Limit for replays: about a minute on two cores
 
 def replays(
     case:Case,
-)->dict: # Steps done before to `Replayed`: for the start, and the latest checkpoint before a line
+)->dict: # Number of steps taken before to `Replayed`: the start, and the latest usable checkpoint
     "Repeat the steps of one or two lines by the config, unless that would take long."
     starts = replayable(case)
     if case.train.plateau_patience or not rates_agree(case): return {}
@@ -131,7 +132,7 @@ def replays(
 
 # %% ../../nbs/06_ablations/06d_doctor.ipynb #6533f203
 def check_steps(
-    case:Case, made:dict, # Of `replays`
+    case:Case, made:dict, # Result of `replays`
     search:bool=True,     # Whether all known faults are tried
     likely:tuple=(),      # Pairs of a name and a `Step`, which are tried first
 )->Iterator: # `Looked`s, `Finding`s, remarks; and a name and `Step` that explain the log
@@ -150,9 +151,10 @@ def check_steps(
     if found: yield found[:2]
 
 # %% ../../nbs/06_ablations/06d_doctor.ipynb #aeeef450
-AMPLIFIED = 10 # Times what the last digit of each weight does to a replay
+# Allowed difference, in units of what changing the last digit of every weight does to a replay
+AMPLIFIED = 10
 
-def _agrees(case:Case, start:int, r:Replayed)->bool: # But for rounding, which some runs amplify
+def _agrees(case:Case, start:int, r:Replayed)->bool: # Apart from rounding, which some runs amplify
     off = r.off(case.train.dtype)
     if off < 1 or not math.isfinite(off): return off < 1
     other, norm = replay_steps(case, start, Step(rounded=True)), r.line.get("grad_norm", r.norm)
@@ -180,7 +182,7 @@ def _step_finding(case:Case, r:Replayed, found:tuple|None)->Finding:
 # %% ../../nbs/06_ablations/06d_doctor.ipynb #1e67578d
 def rate_ratios(
     case:Case,
-)->list: # Pairs: step, and logged over config's rate; empty where a plateau may have changed it
+)->list: # Pairs of a step and the ratio; empty if a plateau may have changed the rate
     "Compute the learning rates of the log in units of the schedule's."
     if case.train.plateau_patience: return []
     lines = [m for m in case.logged if is_number(m.get("lr")) and rate_at(case, m["step"]) > 0]
@@ -209,11 +211,11 @@ def check_rate(case:Case)->Iterator:
         name = f"learning rate × {late[0]:.3g}"
         factor = f"it is {late[0]:.3g} times the config's"
     yield Finding(
-        name, f"the learning rate in the log is not the schedule of the config: {factor}", SHOWN)
+        name, f"the learning rate in the log doesn't follow the config's schedule: {factor}", SHOWN)
 
 # %% ../../nbs/06_ablations/06d_doctor.ipynb #f5a60fb9
-# Nats above ln V: logits of variance 5. Of the course's own initial weights, tied ones start
-# highest, below 1.5
+# Largest healthy start, in nats above ln V: logits of variance 5. Among the course's own initial
+# weights, tied ones start highest, less than 1.5 above ln V
 START = 2.5
 
 # %% ../../nbs/06_ablations/06d_doctor.ipynb #c5a298fe
@@ -222,7 +224,7 @@ def check_start(case:Case)->Iterator:
     c, uniform = case.model, math.log(case.model.vocab_size)
     fresh = replace(case, weights=dict(case.initial.named_parameters()))
     start, first = loss_as(fresh, Forward(), [batches_of(case)[0]]), case.logged[0]
-    yield Looked("loss of the initial weights, ln V", start, uniform)
+    yield Looked("loss of the initial weights, and ln V", start, uniform)
     high = f"about {start:.2f} or less"
     yield Looked(f"logged loss up to step {first['step']}", first["loss"], high)
     have = f"the initial weights of this config have a loss of {start:.2f}"
@@ -236,21 +238,21 @@ def check_start(case:Case)->Iterator:
     elif first["loss"] > start + START:
         yield Finding(
             "another start",
-            f"{have}, the first line of the log {first['loss']:.2f}: weights that are too large "
-            "at first, or first steps that are", LIKELY)
+            f"{have}, the first line of the log says {first['loss']:.2f}: the "
+            "initial weights or the first steps are too large", LIKELY)
 
 # %% ../../nbs/06_ablations/06d_doctor.ipynb #0a08502a
-# Peak update-to-weight ratio: a matrix is replaced in three steps. The presets have 0.01 to 0.12
+# Largest healthy update-to-weight ratio: three such steps replace a matrix. Presets: 0.01 to 0.12
 LARGE_STEP = 0.4
-# The same, where the first steps are as large as the peak: Adam's means are of a few gradients
+# The same if there is no warm-up: Adam's first means come from a few gradients
 UNWARMED = 0.04
-FEW = 10 # Steps: a warm-up that is shorter is none
+FEW = 10 # A warm-up of fewer steps doesn't count as one
 
 def matrices(case:Case)->list: # Names of the blocks' matrices
     own = case.initial.named_parameters()
     return [n for n,p in own if n.startswith("layers.") and p.ndim == 2]
 
-def first_updates(case:Case)->float: # Median over matrices
+def first_updates(case:Case)->float: # Median over the matrices
     "Compute what part of a matrix a first step at the highest logged learning rate replaces."
     peak = max(m.get("lr", case.train.lr) for m in case.logged)
     if case.train.optimizer == "muon": peak *= 0.2
@@ -286,7 +288,8 @@ def check_updates(case:Case)->Iterator:
         yield Finding(
             "learning rate too large",
             f"with {high:g} a step of {case.train.optimizer} first moves the entries of a matrix "
-            f"by {share:.0%} of their size: nothing lasts longer than a few steps{_poor(case)}",
+            f"by {share:.0%} of their size, so nothing learnt lasts longer than a few "
+            f"steps{_poor(case)}",
             LIKELY)
     elif share > UNWARMED and rise < min(FEW, case.train.steps//10):
         yield Finding(
@@ -296,7 +299,7 @@ def check_updates(case:Case)->Iterator:
             LIKELY)
 
 # %% ../../nbs/06_ablations/06d_doctor.ipynb #f3daa601
-def _poor(case:Case)->str: # What it has done, as far as n-grams show it
+def _poor(case:Case)->str: # How far training got, compared with n-grams
     best, losses = min((m["loss"] for m in case.logged), default=math.nan), ngrams(case)
     if len(losses) < 2: return ""
     if best > losses[1]:
@@ -305,13 +308,13 @@ def _poor(case:Case)->str: # What it has done, as far as n-grams show it
     return f"; all the same, the training loss came down to {best:.2f}"
 
 # %% ../../nbs/06_ablations/06d_doctor.ipynb #a4206f88
-PROBE, TOO_LARGE = 100, 0.05 # Steps of a probe; nats that a third of a healthy rate costs at least
+PROBE, TOO_LARGE = 100, 0.05 # Steps of a probe; least cost in nats of a third of a healthy rate
 
 def probe(
     case:Case,
-    factor:float, # Of the config's learning rate
-    steps:int,    # Of a short run with a schedule of its own
-)->float: # Mean loss of the last tenth
+    factor:float, # Multiplies the config's learning rate
+    steps:int,    # Length of the short run, which has its own schedule
+)->float: # Mean loss over the last tenth of the run
     "Measure how far a short run gets from the initial weights."
     tenth, lr = max(1, steps//10), factor*case.train.lr
     rates = [cosine_lr(s + 1, lr, 0., tenth, steps) for s in range(steps)]
@@ -332,13 +335,13 @@ def check_sensitivity(case:Case)->Iterator:
     if third - whole < TOO_LARGE:
         yield Finding(
             "learning rate too large",
-            f"in {steps} steps from the start a third of the rate comes to {third:.3f}, the "
-            f"whole one to {whole:.3f}: the longer a run, the smaller the best rate", LIKELY)
+            f"in {steps} steps from the start a third of the rate reaches a loss of {third:.3f}, "
+            f"the full rate {whole:.3f}, and the longer a run, the smaller its best rate", LIKELY)
 
 # %% ../../nbs/06_ablations/06d_doctor.ipynb #7c8fd897
 BELOW = 5   # Standard errors below the floor
 
-def ngrams(case:Case)->list: # Losses of order 1, 2, ...; empty if the tokens come without
+def ngrams(case:Case)->list: # Losses of order 1, 2, ...; empty if there are none with the tokens
     "Read the n-gram losses that `lmcourse prepare` wrote next to the tokens."
     try: return read_ngrams(case.data)
     except (OSError, ValueError): return []
@@ -352,8 +355,8 @@ def check_floor(case:Case)->Iterator:
         yield Looked(
             "validation loss, and bigrams", m["valid_loss"], losses[1 % len(losses)])
     if "floor" not in m:
-        yield ("the floor of this text is not known: a loss that is too good would not be noticed "
-               "by it")
+        yield ("the floor of this text is not known, so it can't show that a loss is too good "
+               "to be true")
     else:
         yield Looked("validation loss, and the floor of the source", m["valid_loss"], m["floor"])
         if m["valid_loss"] < m["floor"] - BELOW*(m.get("error") or 0):
@@ -366,7 +369,7 @@ def check_floor(case:Case)->Iterator:
                f"({m['valid_loss']:.3f} and {losses[1]:.3f})")
 
 # %% ../../nbs/06_ablations/06d_doctor.ipynb #961b2708
-# Parts of the validation loss: by which training is below it, and by which it is above its best
+# Shares of the validation loss: training is so far below it; it is so far above its own best
 OVERFIT, RISEN = 0.1, 0.02
 
 # %% ../../nbs/06_ablations/06d_doctor.ipynb #b6a0e57d
@@ -378,8 +381,8 @@ def check_overfitting(case:Case)->Iterator:
     yield Looked("passes over the training text", passes)
     if not case.evaluations: return
     last, best = case.evaluations[-1]["valid_loss"], min(m["valid_loss"] for m in case.evaluations)
-    yield Looked("training loss at the end, validation loss", train, last)
-    yield Looked("validation loss above its own best", last - best, "about 0")
+    yield Looked("training loss at the end, and validation loss", train, last)
+    yield Looked("rise of the validation loss above its best", last - best, "about 0")
     if passes > 1.5 and train < (1 - OVERFIT)*last:
         up = last > (1 + RISEN)*best
         risen = f", which has risen by {last - best:.2f} since its best" if up else ""
@@ -410,9 +413,10 @@ def check_course(case:Case)->Iterator:
         f"{np.nanmedian(norms[late]):.3g}, {np.nanmax(norms[late]):.3g}")
     if case.train.grad_clip:
         yield Looked(
-            "lines with a clipped gradient", float(np.mean(norms > case.train.grad_clip)))
+            "share of lines with a clipped gradient", float(np.mean(norms > case.train.grad_clip)))
     yield Looked(
-        "loss above its best so far, at most, after the warm-up", climb.max(), f"below {SPIKE}")
+        "largest rise of the loss above its best so far, after the warm-up", climb.max(),
+        f"below {SPIKE}")
     if climb.max() > SPIKE:
         yield Finding(
             "the loss jumps",
@@ -421,7 +425,7 @@ def check_course(case:Case)->Iterator:
             "other", SYMPTOM)
     if case.step < case.train.steps:
         yield (f"the latest checkpoint is of step {case.step:,} of {case.train.steps:,}: the run "
-               "is not at its end")
+               "has not finished")
 
 # %% ../../nbs/06_ablations/06d_doctor.ipynb #49a4117b
 NUMBERS = {"betas": "betas are not the config's", "eps": "eps is not the config's",
@@ -437,16 +441,16 @@ def check_optimizer(case:Case)->Iterator:
             weight, own, right = odd[0]
             yield Finding(
                 name,
-                f"in the checkpoint of step {case.step:,} {weight} has {key} {own}, by the "
-                f"config it is {right}; so with {len(odd)} weights", SHOWN)
+                f"in the checkpoint of step {case.step:,} {weight} has {key} {own}, but the "
+                f"config says {right}; {len(odd)} weights differ like this", SHOWN)
     numbers = case.record.get("numbers", {})
     counts = [n for name,n in numbers.items() if name.startswith("step.")]
-    if counts: yield Looked("steps that the optimizer has counted", min(counts), case.step)
+    if counts: yield Looked("steps counted by the optimizer", min(counts), case.step)
     if counts and (less := case.step - min(counts)) > 0:
         yield Finding(
             "optimizer state lost",
             f"the run has made {case.step:,} steps, the optimizer has counted {min(counts):,}: "
-            f"it began anew at step {less:,}", SHOWN)
+            f"it started again at step {less:,}", SHOWN)
 
 # %% ../../nbs/06_ablations/06d_doctor.ipynb #c72b8ac9
 def _optimizer_numbers(case:Case, key:str)->list: # Triples: weight, its number, the right one
@@ -464,18 +468,18 @@ def check_weights(case:Case)->Iterator:
     short = (entries == entries.bfloat16()).float().mean().item()
     own = dict(case.initial.named_parameters())
     still = [n for n,w in case.weights.items() if n in own and torch.equal(own[n], w)]
-    yield Looked("entries of matrices that fit into bfloat16", short, "about 0")
+    yield Looked("share of matrix entries that fit into bfloat16", short, "about 0")
     yield Looked("weights that are still the initial ones", len(still), 0)
     if short > 0.99:
         yield Finding(
             "weights kept in bfloat16",
-            f"{short:.0%} of the entries of matrices have no more digits than bfloat16: smaller "
+            f"{short:.0%} of the matrix entries have no more digits than bfloat16: smaller "
             "steps were rounded away", SHOWN)
     if still:
         more = f" and {len(still) - 1} more" if len(still) > 1 else ""
         yield Finding(
             "frozen weights",
-            f"after {case.step:,} steps {still[0]}{more} are as they were at the start", SHOWN)
+            f"after {case.step:,} steps {still[0]}{more} still have their initial values", SHOWN)
 
 # %% ../../nbs/06_ablations/06d_doctor.ipynb #d54344a7
 def check_reading(case:Case)->Iterator:
@@ -505,12 +509,13 @@ def check_tokens(case:Case)->Iterator:
     if tokenizer:
         back = [_comes_back(tokenizer, s) for s in case.sets]
         for name,share in zip(names, back):
-            yield Looked(f"{name} documents that decode and encode to themselves", share, "1")
+            what = f"share of {name} documents unchanged by decoding and encoding"
+            yield Looked(what, share, "1")
     for name,digest,share in zip(names, digests, back):
         other = tokenizer and digest != tokenizer.digest
         if share < 1 or digest != digests[0] or other:
             own = (f", the run's tokenizer is {tokenizer.digest[:12]}…; {share:.0%} of {name} "
-                   "documents decode and encode to themselves") if tokenizer else ""
+                   "documents are unchanged by decoding and encoding") if tokenizer else ""
             yield Finding(
                 f"{name} in another tokenizer",
                 f"the {name} tokens were made by {str(digest)[:12]}…, the training tokens by "
@@ -525,7 +530,7 @@ def _comes_back(tokenizer:Tokenizer, dataset:TokenDataset)->float: # Share of th
     return float(np.mean([same(i) for i in range(min(20, dataset.num_documents))]))
 
 # %% ../../nbs/06_ablations/06d_doctor.ipynb #ac7fede0
-TREND = 6 # Standard errors
+TREND = 6 # Largest healthy value, in standard errors
 
 def check_order(case:Case)->Iterator:
     "Check whether the documents are in random order, for windows in order."
@@ -549,11 +554,11 @@ def check_order(case:Case)->Iterator:
             f"drift along the file, {kinds:.0f} standard errors more than in a random order",
             LIKELY)
     else:
-        yield ("windows are read in order: as good as random ones, since the documents' order is "
-               "random")
+        yield ("windows are read in order, which is as good as a random order here: the documents "
+               "already are in random order")
 
 # %% ../../nbs/06_ablations/06d_doctor.ipynb #2eeb2f96
-def correlation_with_place(ranks:np.ndarray)->float: # Pearson's, of numbers and their places
+def correlation_with_place(ranks:np.ndarray)->float: # Pearson's correlation with places
     return float(np.corrcoef(ranks, np.arange(len(ranks)))[0, 1]) if len(ranks) > 2 else 0.
 
 # %% ../../nbs/06_ablations/06d_doctor.ipynb #e2b5c546
@@ -563,7 +568,7 @@ def drift(dataset:TokenDataset)->float: # Standard deviations above 20 random or
     if count < 2*blocks: return 0.
     chosen = np.linspace(0, dataset.num_documents - 1, count).astype(int)
     counts = np.stack([np.bincount(dataset.document(i), minlength=vocab_size) for i in chosen])
-    counts = counts[:, np.argsort(-counts.sum(0))[:200]]          # of common tokens
+    counts = counts[:, np.argsort(-counts.sum(0))[:200]]          # only common tokens
     def spread(order): # Chi-square of blocks by tokens
         table = np.stack([counts[p].sum(0) for p in np.array_split(order, blocks)]).astype(float)
         wanted = table.sum(1, keepdims=True)*table.sum(0)/table.sum()
@@ -573,13 +578,13 @@ def drift(dataset:TokenDataset)->float: # Standard deviations above 20 random or
     return float((spread(np.arange(count)) - np.mean(others))/np.std(others, ddof=1))
 
 # %% ../../nbs/06_ablations/06d_doctor.ipynb #0e7c2957
-MOST_TOKENS, TWICE = 50_000_000, 0.01 # Of text that is searched; share that may occur in both
+MOST_TOKENS, TWICE = 50_000_000, 0.01 # Limit of the search; share that may occur in both texts
 
 def check_duplicates(case:Case)->Iterator:
     "Check whether validation documents occur in the training text."
     train, valid = case.sets
     if train.num_tokens > MOST_TOKENS:
-        yield f"validation documents were not searched in {train.num_tokens:,} training tokens"
+        yield f"validation documents were not searched for in {train.num_tokens:,} training tokens"
         return
     wanted = {valid.document(i).tobytes() for i in range(valid.num_documents)}
     found = {d for i in range(train.num_documents) if (d := train.document(i).tobytes()) in wanted}
@@ -589,7 +594,7 @@ def check_duplicates(case:Case)->Iterator:
         yield Finding(
             "validation documents in the training text",
             f"{share:.0%} of the validation text ({len(found):,} documents) is training text as "
-            "well: its loss says how much was learnt by heart", SHOWN)
+            "well: its loss partly measures memorization", SHOWN)
 
 # %% ../../nbs/06_ablations/06d_doctor.ipynb #5ac6ac3c
 def check_tie(case:Case)->Iterator:
@@ -598,7 +603,7 @@ def check_tie(case:Case)->Iterator:
     if head is None or rows is None: return
     apart = ((head - rows).norm()/rows.norm()).item()
     yield Looked(
-        "distance of head and embedding, in lengths of the embedding", apart,
+        "distance between head and embedding, over the embedding's length", apart,
         "0" if case.model.tie_embeddings else "")
     if case.model.tie_embeddings and apart > 1e-6:
         yield Finding(
@@ -607,14 +612,14 @@ def check_tie(case:Case)->Iterator:
             f"differ by {apart:.2f} of their length", SHOWN)
 
 # %% ../../nbs/06_ablations/06d_doctor.ipynb #009261e8
-DEAD = 0.5 # Part of the units of a layer
+DEAD = 0.5 # Share of a layer's units
 
 # %% ../../nbs/06_ablations/06d_doctor.ipynb #db00fdf4
 @torch.no_grad()
 def look_inside(
     case:Case,
-    documents:int=30, # Of validation
-)->dict: # By block `stream`: root mean square, `dead`: part of units or `visits`; `positions`: loss
+    documents:int=30, # Number of validation documents
+)->dict: # By block `stream` (rms), `dead` (share of units) or `visits`; `positions` (losses)
     "Measure activations by block, and the loss by first position."
     model, T = case.reference, case.model.context_length
     stream, most, routes, hooks = {}, {}, {}, []
@@ -647,24 +652,24 @@ def look_inside(
     return dict(stream=sizes, dead=dead, visits=shares, positions=at)
 
 # %% ../../nbs/06_ablations/06d_doctor.ipynb #abe096a6
-ASLEEP, DEAD_EXPERTS = 0.01, 0.125 # Visits, in even shares; part of the experts of a layer
-OVERLOADED = 0.5 # Part of the way from an even share of the tokens to all of them
+ASLEEP, DEAD_EXPERTS = 0.01, 0.125 # Visits over an even share; share of a layer's experts
+OVERLOADED = 0.5 # Fraction of the way from an even share of the tokens to all of them
 
-def _share_of_tokens(chosen:torch.Tensor, E:int)->torch.Tensor: # That visit each expert `(E,)`
+def _share_of_tokens(chosen:torch.Tensor, E:int)->torch.Tensor: # For each expert `(E,)`
     return torch.bincount(chosen.flatten() + 1, minlength=E + 1)[1:]/len(chosen)
 
 def _check_visits(visits:dict, k:int)->Iterator: # Layer to the share of tokens of each expert
     words = lambda values: ", ".join(f"{v:.3g}" for v in values)
-    loads = {i: share/(k/len(share)) for i,share in visits.items()}       # In even shares
-    yield Looked("visits of the busiest expert of each layer, in even shares",
+    loads = {i: share/(k/len(share)) for i,share in visits.items()} # Relative to an even share
+    yield Looked("visits of the busiest expert of each layer, relative to an even share",
                  words(load.max().item() for load in loads.values()), "near 1")
-    yield Looked("visits of the idlest expert of each layer, in even shares",
+    yield Looked("visits of the idlest expert of each layer, relative to an even share",
                  words(load.min().item() for load in loads.values()), f"above {ASLEEP}")
     for i,share in visits.items():
         dead, E = int((loads[i] < ASLEEP).sum()), len(share)
         if dead > DEAD_EXPERTS*E:
             yield Finding("dead experts", f"{dead} of the {E} experts of block {i} are visited by "
-                          "hardly a token of the validation documents", SYMPTOM)
+                          "hardly any token of the validation documents", SYMPTOM)
         if share.max() > k/E + OVERLOADED*(1 - k/E):
             yield Finding("an overloaded expert", f"{share.max():.0%} of the tokens visit expert "
                           f"{int(share.argmax())} of block {i}; an even share would be {k/E:.0%}",
@@ -687,15 +692,15 @@ def check_inside(case:Case)->Iterator:
         if share > DEAD:
             yield Finding(
                 "dead units",
-                f"{share:.0%} of the units of block {i} never say anything on validation "
+                f"{share:.0%} of the units of block {i} are never active on validation "
                 "documents", SYMPTOM)
 
 # %% ../../nbs/06_ablations/06d_doctor.ipynb #4230c5be
 BOOKKEEPING = set("seed eval_every eval_documents checkpoint_every keep_checkpoints log_to device "
                   "engine prefetch micro_batch recompute compile shard".split())
-OUTSIDE, OFTEN = 4., 0.1 # z of a line that lies outside; part of the lines that do
+OUTSIDE, OFTEN = 4., 0.1 # z beyond which a line lies outside; share of such lines that means ill
 
-def envelope_values(case:Case)->dict: # Name to numbers: what an envelope is about
+def envelope_values(case:Case)->dict: # Name of each quantity to its values
     "Collect the numbers of a run that are compared with other seeds."
     last = case.evaluations[-1] if case.evaluations else {}
     return dict(steps=[m["step"] for m in case.logged], loss=[m["loss"] for m in case.logged],
@@ -709,7 +714,8 @@ def make_envelope(
     made:dict, # Machine, date and command
 )->dict: # Plain JSON values
     "Compute mean and deviation over seeds. Raises `ValueError` if runs differ in more."
-    if len(runs) < 5: raise ValueError(f"an envelope of {len(runs)} runs: five seeds at least")
+    if len(runs) < 5: raise ValueError(
+        f"an envelope of {len(runs)} runs, expected five seeds or more")
     cases = [open_case(run) for run in runs]
     for case in cases[1:]:
         if odd := differences(about(case), about(cases[0])):
@@ -727,8 +733,8 @@ def about(case:Case)->dict: # What must be the same for an envelope to fit
     tokens = {k: case.sets[0].info.get(k) for k in ("source", "tokenizer", "tokens")}
     return dict(model=case.model.to_dict(), train=train, tokens=tokens)
 
-def differences(a:dict, b:dict)->list: # Of two results of `about`
-    "Names of the fields that differ."
+def differences(a:dict, b:dict)->list: # Arguments: two results of `about`
+    "List the fields that differ."
     return [f"{k} ({a[part].get(k)}, not {b[part].get(k)})"
             for part in ("model", "train", "tokens") for k in a[part] | b[part]
             if a[part].get(k) != b[part].get(k)]
@@ -742,7 +748,7 @@ def envelopes()->dict: # Name to envelope
     return read_json(str(path)) if path.is_file() else {}
 
 # %% ../../nbs/06_ablations/06d_doctor.ipynb #a55652ab
-def _mean_and_spread(values:np.ndarray)->dict: # Of (runs, n); nine neighbours share a spread
+def _mean_and_spread(values:np.ndarray)->dict: # Of `(runs, n)`; nine neighbours share a spread
     padded = np.pad(values.var(0, ddof=1), 4, mode="edge")
     spread = np.sqrt(np.convolve(padded, np.ones(9)/9, "valid"))
     return dict(mean=[float(f"{x:.6g}") for x in values.mean(0)],
@@ -762,7 +768,7 @@ def check_envelope(
         odd = {name: sorted(differences(about(case), e)) for name,e in known.items()}
         near = min(odd, key=lambda n: len(odd[n]), default=None)
         what = odd[near] if near else []
-        few = f": that of {near} differs in {', '.join(what)}" if 0 < len(what) <= 3 else ""
+        few = f": the one of {near} differs in {', '.join(what)}" if 0 < len(what) <= 3 else ""
         yield f"no envelope fits this run{few}"
         if near and [w.split()[0] for w in what] == ["lr"]:
             yield from _other_rate(case, near, known[near])
@@ -782,7 +788,7 @@ _WORDS = dict(loss="training loss", grad_norm="gradient norm", updates="update-t
 def _outside(name:str, envelope:str, values:list, stats:dict, seeds:int)->Iterator:
     z = _z(values, stats, seeds)
     outside = np.abs(z) > OUTSIDE
-    what = f"{_WORDS[name]}: part of the values outside the envelope {envelope}"
+    what = f"{_WORDS[name]}: share of the values outside the envelope {envelope}"
     yield Looked(what, float(outside.mean()), f"below {OFTEN}")
     if outside.mean() > OFTEN:
         side, i = "above" if np.median(z[outside]) > 0 else "below", int(np.abs(z).argmax())
@@ -812,9 +818,9 @@ CHECKS = (check_start, check_rate, check_updates, check_optimizer, check_weights
 # %% ../../nbs/06_ablations/06d_doctor.ipynb #c4e55367
 def examine(
     run:str|Path|Case,    # The run's folder, or the `Case` that `open_case` made of it
-    known:dict|None=None, # Name to envelope: none for those that come with the course
+    known:dict|None=None, # Name to envelope; default: those that come with the course
 )->Findings:
-    "Find what is wrong with a run. Raises `FileNotFoundError` or `ValueError` if it is none."
+    "Find what is wrong with a run. Raises `FileNotFoundError` or `ValueError` if it isn't one."
     case = run if isinstance(run, Case) else open_case(run)
     known = envelopes() if known is None else known
     read = [s for check in CHECKS for s in check(case)]
@@ -836,7 +842,7 @@ def _shown(said:list)->bool: return any(isinstance(s, Finding) and s.weight == S
 
 # %% ../../nbs/06_ablations/06d_doctor.ipynb #d6137fea
 def report(
-    findings:Findings, # Of `examine`
+    findings:Findings, # Result of `examine`
 )->list: # Lines of text
     "Write what `lmcourse doctor` says, with the most likely cause first."
     head = [f"{findings.run}: nothing wrong found"]
@@ -849,12 +855,12 @@ def report(
 
 # %% ../../nbs/06_ablations/06d_doctor.ipynb #42ec637f
 def table_of(findings:Findings)->Table:
-    "Show everything that was looked at."
+    "Show everything that was checked."
     text = lambda v: f"{v:,.4g}" if is_number(v) else v
-    return Table([dict(looked_at=l.what, found=text(l.found), healthy=text(l.expected))
+    return Table([dict(checked=l.what, found=text(l.found), healthy=text(l.expected))
                   for l in findings.looked])
 
 # %% ../../nbs/06_ablations/06d_doctor.ipynb #9ddfafb6
-# What other code may rely on
+# The public names
 __all__ = ["examine", "report", "table_of", "make_envelope", "envelopes", "Finding", "Findings",
            "look_inside"]

@@ -32,7 +32,7 @@ from .sweep import prepare_corpus, read_lines
 
 # %% ../../nbs/06_ablations/06e_speedrun.ipynb #1da77b7e
 class Gpt2Engine(TorchEngine):
-    "GPT-2's first weights and torch's own fused AdamW. Radford et al. 2019, section 2.3."
+    "GPT-2's initial weights and torch's own fused AdamW. Radford et al. 2019, section 2.3."
     def __init__(self, model_config:ModelConfig, config:TrainConfig, **more:Any):
         super().__init__(model_config, config, **more)
         c, groups = config, parameter_groups(self.model, config.weight_decay)
@@ -45,10 +45,10 @@ def gpt2_linear(
     d_in:int, # Size of the input's last dimension
     d_out:int, # Size of the output's last dimension
     bias:bool=False, # Whether to add a learnt vector, 0 at first
-    device:str|torch.device|None=None, dtype:torch.dtype|None=None, # Of the weights
-    generator:torch.Generator|None=None, # Where the initial weights come from
+    device:str|torch.device|None=None, dtype:torch.dtype|None=None, # Device and type of the weights
+    generator:torch.Generator|None=None, # Generator for the initial weights
 )->torch.nn.Linear:
-    "A linear layer whose first weights are drawn from N(0, 0.02²), whatever its sizes."
+    "A linear layer whose initial weights are drawn from N(0, 0.02²), whatever its sizes."
     layer = Linear(d_in, d_out, bias, device, dtype, generator)
     if layer.weight.device.type != "meta":
         torch.nn.init.normal_(layer.weight, std=.02, generator=generator)
@@ -71,9 +71,9 @@ class NgramLM(TransformerLM):
     "A transformer whose stream also gets a row for the last two tokens, for the last three, ..."
     def __init__(self,
         config:ModelConfig,  # Sizes and variant
-        seed:int=0,          # Of the first weights
+        seed:int=0,          # Seed of the initial weights
         parts:Parts=Parts(), # The components to use
-        rows:tuple=(),       # Of the table for pairs, of that for triples, and so on
+        rows:tuple=(),       # Rows of the table for pairs, of the one for triples, and so on
     ):
         super().__init__(config, seed, parts=parts)
         tables = [Embedding(n, config.d_model) for n in rows]
@@ -90,7 +90,7 @@ class NgramLM(TransformerLM):
 
 # %% ../../nbs/06_ablations/06e_speedrun.ipynb #a9604ab3
 class SprintEngine(TorchEngine):
-    "Tables of n-grams, shifted keys, heads that start as copiers, and a rate for tables."
+    "An engine with tables of n-grams, shifted keys, heads that start as copiers, and table rates."
     def __init__(self, model_config:ModelConfig, config:TrainConfig, contestant:Any, **more:Any):
         self.contestant = contestant
         super().__init__(model_config, config, **more)
@@ -119,7 +119,7 @@ class SprintEngine(TorchEngine):
 def start_copying_(
     attention:Any, # A `CausalSelfAttention` with as many key heads as query heads
 ):
-    "Make values and output the identity, and keys those of queries where keys are shifted."
+    "Make values and output the identity; in shifted heads, give keys the weights of queries."
     torch.nn.init.eye_(attention.v_proj.weight)
     torch.nn.init.eye_(attention.output_proj.weight)
     half = len(attention.q_proj.weight)//2
@@ -129,16 +129,16 @@ def start_copying_(
 @dataclass(frozen=True)
 class Contestant:
     "A model, how it is trained, and which lengths of its run are tried."
-    model:ModelConfig     # Of the model that is made
-    train:TrainConfig     # Its rate is that of the trunk; the number of steps is a rung's
+    model:ModelConfig     # Config of the model
+    train:TrainConfig     # Training settings, with the trunk's rate; a rung sets the steps
     first:int             # Steps of the shortest run
-    ratio:float = 2.      # Each further run is so many times as long
+    ratio:float = 2.      # Length of each further run over the length of the one before
     kind:str = "torch"    # The engine: `torch`, `gpt2` or `sprint`
-    rows:tuple = ()       # Sprint: of the table for pairs of tokens, for triples, and so on
+    rows:tuple = ()       # Sprint: rows of the table for pairs of tokens, for triples, and so on
     shift:bool = False    # Sprint: whether half of the heads have shifted keys
     copy:bool = False     # Sprint: whether heads start as copiers
     zero:bool = False     # Sprint: whether feed-forward networks start at 0
-    row_rate:float = 1.   # Sprint: what the learning rate of these tables is multiplied by
+    row_rate:float = 1.   # Sprint: factor of the learning rate for these tables
 
     def job(self, seed:int, steps:int, data:RunData)->Run: # A rung of the ladder, as a run
         "A run of that many steps: warm-up, constant rate, and cooldown in the last part."
@@ -154,11 +154,11 @@ class Contestant:
         kind = Gpt2Engine if self.kind == "gpt2" else engine_for(job.train)
         return kind(job.model, job.train, device=cpu)
 
-    def rungs(self)->Iterator[int]: # Steps, without end
+    def rungs(self)->Iterator[int]: # Numbers of steps, endless
         "The lengths that are tried."
         return (round(self.first*self.ratio**k) for k in itertools.count())
 
-COOLDOWN = .4 # Share of a run in which its rate falls to 0 in a straight line
+COOLDOWN = .4 # Share of a run, at its end, in which the rate falls linearly to 0
 
 # %% ../../nbs/06_ablations/06e_speedrun.ipynb #deb47f41
 _QUICK = TrainConfig.preset("quickstart", schedule="constant", warmup_steps=50, min_lr=0., seed=0,
@@ -197,11 +197,11 @@ def changed(
 class Racer:
     "A contestant on its way: it takes steps, and only they move its clock."
     def __init__(self,
-        contestant:Contestant, # Who
+        contestant:Contestant, # The contestant
         name:str,              # Its name
-        folder:Path,           # Of `prepare_corpus`
-        seed:int=0,            # Of first weights and data order
-        data:RunData=DATA,     # What `folder` holds
+        folder:Path,           # Result of `prepare_corpus`
+        seed:int=0,            # Seed of initial weights and data order
+        data:RunData=DATA,     # Source of the tokens in `folder`
         clock:Callable=time.process_time, # Seconds of this process
     ):
         self.contestant, self.name, self.seed, self.data = contestant, name, seed, data
@@ -211,11 +211,11 @@ class Racer:
                              for part in ("train", "valid"))
         self.engine = contestant.engine(job)
         self.batches = Batches(train, job.train, job.model.context_length)
-        # Seconds and excess on the way, for the picture
+        # Seconds and excess during the run, for the picture
         self.curve:list = []
 
     def advance(self, rates:list): # Learning rates of the next steps
-        "Take steps, and add their seconds. `Diverged` if a gradient is not finite."
+        "Take steps, and add their seconds. Raises `Diverged` if a gradient is not finite."
         gpt2 = self.contestant.kind == "gpt2"
         products = contextlib.nullcontext() if gpt2 else onednn_products()
         with products:
@@ -229,26 +229,26 @@ class Racer:
             self.spent += (took := self.clock() - began)
             self.seconds, self.wall = self.seconds + took, self.wall + time.perf_counter() - wall
 
-    def rates(self, steps:int)->list: # Of steps 1 to `steps`
+    def rates(self, steps:int)->list: # Rates of steps 1 to `steps`
         "Warm-up, constant, cooldown: the schedule of a run of that many steps."
         c = self.contestant.job(self.seed, steps, self.data).train
         return [learning_rate(t, c.lr, c.min_lr, c.warmup_steps, steps, c.cooldown_steps,
                               shape="constant") for t in range(1, steps + 1)]
 
-    def look(self, documents:int)->Any: # `Evaluation` on the first that many
+    def look(self, documents:int)->Any: # An `Evaluation` on the first `documents` ones
         "Loss and excess on validation documents. The clock stands still."
         return evaluate(self.engine.model, self.valid, self.contestant.model.context_length,
                         documents)
 
 # %% ../../nbs/06_ablations/06e_speedrun.ipynb #cdc650bf
 def climb(
-    racer:Racer,    # At step 0
+    racer:Racer,    # The contestant, at step 0
     mark:float,     # Excess to be reached, in nats per token
-    limit_s:float,  # Seconds of a run, by the racer's clock; no longer one is begun
-    done:dict,      # Lines that are there already, by key
+    limit_s:float,  # Longest run to start, in seconds of the racer's clock
+    done:dict,      # Existing lines, by key
     add:Callable,   # Called with each new line
-)->Iterator[None]: # A stop: somebody else may run
-    "A trunk with a branch for each length, until one reaches the mark."
+)->Iterator[None]: # Yields where another contestant may run
+    "Train a trunk with a branch for each length, until one reaches the mark."
     for steps in racer.contestant.rungs():
         job = racer.contestant.job(racer.seed, steps, racer.data)
         key = f"{racer.name}-{job.key}"
@@ -265,7 +265,7 @@ def climb(
         line = done[key]
         if line["excess"] <= mark or line["seconds"]*racer.contestant.ratio > limit_s: return
 
-def _steps(racer:Racer, rates:list, each:int=50)->Iterator[None]: # Up to the last rate
+def _steps(racer:Racer, rates:list, each:int=50)->Iterator[None]: # Yields after `each` steps
     every = max(each, racer.contestant.first//8)
     while racer.step < len(rates):
         racer.advance(rates[racer.step:racer.step + each])
@@ -275,11 +275,11 @@ def _steps(racer:Racer, rates:list, each:int=50)->Iterator[None]: # Up to the la
 
 # %% ../../nbs/06_ablations/06e_speedrun.ipynb #b5c320f3
 def rung_line(
-    racer:Racer, # At the end of a branch
-    job:Run,     # That the branch is
-    key:str,     # Of the line
+    racer:Racer, # The contestant, at the end of a branch
+    job:Run,     # The run that the branch is
+    key:str,     # Key of the line
 )->dict: # A line for `add_line`
-    "What a run took, and where it ended."
+    "Describe what a run took and where it ended."
     result = racer.look(racer.contestant.train.eval_documents)
     spoken = lambda c: {k: v for k,v in c.to_dict().items() if v != type(c)().to_dict()[k]}
     return dict(key=key, format=FORMAT, status="done", part="race", contestant=racer.name,
@@ -293,18 +293,18 @@ def rung_line(
 
 # %% ../../nbs/06_ablations/06e_speedrun.ipynb #7b7d7f6b
 def race(
-    seeds:Sequence[int],               # Of each contestant
-    results:str|Path,                  # File of lines: runs that it has are not made again
+    seeds:Sequence[int],               # Seeds of each contestant
+    results:str|Path,                  # File of lines; its runs are not repeated
     work:str|Path,                     # Folder for the tokens
     minutes:float=60.,                 # Longest run of a contestant, by its clock
     mark:float=.15,                    # Excess to be reached, in nats per token
-    names:tuple=("course", "nanogpt"), # Who
-    contestants:dict|None=None,        # By name: none for `CONTESTANTS`
-    data:RunData=DATA,                 # What is read
+    names:tuple=("course", "nanogpt"), # Names of the contestants
+    contestants:dict|None=None,        # Contestants by name; default: `CONTESTANTS`
+    data:RunData=DATA,                 # Source of the tokens
     clock:Callable=time.process_time,  # Seconds of this process
-    say:Callable=print,                # Told of each new line
+    say:Callable=print,                # Called with a sentence about each new line
 )->dict: # Key to line
-    "The race: seed by seed, and within a seed whoever has used the fewest seconds goes next."
+    "Run the race seed by seed; within a seed, the contestant with the fewest seconds goes next."
     check_race(seeds, minutes, mark, results, work, names, contestants)
     torch.set_num_threads(1)
     folder, who = prepare_corpus(data, Path(work)), contestants or CONTESTANTS
@@ -325,8 +325,8 @@ def race(
 # %% ../../nbs/06_ablations/06e_speedrun.ipynb #07a3a31c
 def check_race(seeds:Sequence[int], minutes:float, mark:float, results:str|Path, work:str|Path,
     names:Iterable[str]=(),
-    contestants:dict|None=None): # As for `race`
-    "Raises `ValueError` for what makes no sense, before anything is trained."
+    contestants:dict|None=None): # Arguments as for `race`
+    "Raise `ValueError` for settings that make no sense, before anything is trained."
     if not seeds: raise ValueError("seeds = 0, expected 1 or more")
     for name,value in dict(minutes=minutes, mark=mark).items():
         if not 0 < value < math.inf:
@@ -341,7 +341,7 @@ def check_race(seeds:Sequence[int], minutes:float, mark:float, results:str|Path,
 def rungs_of(
     lines:dict, # Key to line
 )->dict: # (contestant, seed) to lines of the race, the shortest first
-    "The race's lines, sorted."
+    "Sort the lines of the race."
     found:dict = {}
     for line in sorted(lines.values(), key=lambda l: l["steps"]):
         if line["part"] == "race":
@@ -351,11 +351,11 @@ def rungs_of(
 def race_table(
     lines:dict,      # Key to line
     mark:float=.15,  # Excess to be reached, in nats per token
-    ours:str="course", # Whom the others are compared with
+    ours:str="course", # Contestant that the others are compared with
 )->Table:
-    "When each reached the mark, or how far it was at its longest run."
+    "Show when each contestant reached the mark, or how far it got in its longest run."
     rows:list = []
-    first:dict = {} # Machine to the times of ours, by seed
+    first:dict = {} # Machine to the times of `ours`, by seed
     for (name, seed), rungs in rungs_of(lines).items():
         end = next((l for l in rungs if l["excess"] <= mark), rungs[-1])
         reached, seconds = end["excess"] <= mark, end["seconds"]
@@ -367,7 +367,7 @@ def race_table(
         rows.append(dict(contestant=name, seed=seed, cpu=round(seconds), wall=round(
             end["wall_seconds"]), steps=end["steps"], tokens=end["tokens"],
             excess=round(end["excess"], 3), reached="yes" if reached else "no",
-            times_ours=ratio or "–"))
+            relative_time=ratio or "–"))
     return Table(rows, units=dict(cpu="s", wall="s", excess="nats per token"))
 
 # %% ../../nbs/06_ablations/06e_speedrun.ipynb #1d4da9e0
@@ -395,7 +395,7 @@ def plot_race(
     return ax
 
 # %% ../../nbs/06_ablations/06e_speedrun.ipynb #cbb5c158
-def _size(L, D, B, lr, **more)->dict: # A model and its training
+def _size(L, D, B, lr, **more)->dict: # Fields of a model and its training
     return dict(num_layers=L, d_model=D, batch_size=B, lr=lr) | more
 
 # Sizes, batches and rates of nanoGPT's model; the first decides how long all of them may take
@@ -438,7 +438,7 @@ _LONGER = ("the quickstart's recipe", "GPT-2's first weights", "heads start as c
            "twice the rate", "copiers at twice the rate")
 _WHOLE = _LONGER[0], _LONGER[-1]
 
-# Of a part of the study: who is changed, how, and the steps of the first
+# Part of the study to its contestant, the changes to it, and the steps of the unchanged one
 PARTS:dict[str, tuple] = dict(
     changes=("course", CHANGES, 400), grid=("nanogpt", GRID, 220),
     quickstart=("quickstart", QUICKSTART_CHANGES, 400),
@@ -448,11 +448,11 @@ PARTS:dict[str, tuple] = dict(
 
 # %% ../../nbs/06_ablations/06e_speedrun.ipynb #cf2740c2
 def step_seconds(
-    racers:dict,   # By name; each at step 0
-    rounds:int=3,  # How often it is everybody's turn
-    steps:int=4,   # Of a turn
+    racers:dict,   # Contestants by name, each at step 0
+    rounds:int=3,  # Number of turns of each contestant
+    steps:int=4,   # Steps in a turn
 )->dict: # Name to the median over rounds, after one that isn't counted
-    "Seconds of one step by each racer's clock, in turns."
+    "Measure the seconds of one step by each racer's clock; the racers take turns."
     found:dict = {name: [] for name in racers}
     for _ in range(rounds + 1):
         for name,racer in racers.items():
@@ -463,10 +463,10 @@ def step_seconds(
 
 # %% ../../nbs/06_ablations/06e_speedrun.ipynb #e11e3570
 def fixed_run(
-    racer:Racer, # At step 0
-    steps:int,   # Of its run
-)->dict: # A line
-    "One run of a known length."
+    racer:Racer, # The contestant, at step 0
+    steps:int,   # Length of the run
+)->dict: # A line for `add_line`
+    "Do one run of a known length."
     job = racer.contestant.job(racer.seed, steps, racer.data)
     for _ in _steps(racer, racer.rates(steps)): pass
     return rung_line(racer, job, f"{racer.name}-{job.key}")
@@ -474,17 +474,17 @@ def fixed_run(
 # %% ../../nbs/06_ablations/06e_speedrun.ipynb #0aebd999
 def equal_time(
     part:str,                         # A name in `PARTS`
-    seeds:Sequence[int],              # Of each row
-    results:str|Path,                 # File of lines: runs that it has are not made again
+    seeds:Sequence[int],              # Seeds of each row
+    results:str|Path,                 # File of lines; its runs are not repeated
     work:str|Path,                    # Folder for the tokens
-    data:RunData=DATA,                # What is read
+    data:RunData=DATA,                # Source of the tokens
     clock:Callable=time.process_time, # Seconds of this process
-    say:Callable=print,               # Told of each new line
-    parts:dict|None=None,             # As `PARTS`: none for these
-    contestants:dict|None=None,       # By name: none for `CONTESTANTS`
-    costs:dict|None=None, # Seconds of a step in units of the first's: none to measure them
+    say:Callable=print,               # Called with a sentence about each new line
+    parts:dict|None=None,             # Like `PARTS`, the default
+    contestants:dict|None=None,       # Contestants by name; default: `CONTESTANTS`
+    costs:dict|None=None, # Seconds of a step in units of the first's; default: measured
 )->dict: # Key to line
-    "Runs of equal time: the first takes its steps, each other one as many as fit into them."
+    "Run all changes for equal time: as many steps as fit into the time of the first one's steps."
     torch.set_num_threads(1)
     who, table, steps = (parts or PARTS)[part]
     folder, base = prepare_corpus(data, Path(work)), (contestants or CONTESTANTS)[who]
@@ -510,10 +510,10 @@ def equal_time(
 # %% ../../nbs/06_ablations/06e_speedrun.ipynb #1dcf8f77
 def changes_table(
     lines:dict,          # Key to line
-    part:str="changes",  # Or another name in `PARTS`
-    table:dict|None=None, # Names, the base first: none for those of `PARTS`
+    part:str="changes",  # A name in `PARTS`
+    table:dict|None=None, # Names, the base first; default: those of `PARTS`
 )->Table:
-    "What each change does to the excess after equal time, seed by seed, with a 95 % interval."
+    "Show each change's effect on the excess after equal time, paired by seed, with 95 % intervals."
     found:dict = {}
     for line in lines.values():
         if line["part"] == part:
@@ -534,14 +534,14 @@ def changes_table(
 # %% ../../nbs/06_ablations/06e_speedrun.ipynb #a056a929
 def speedrun(
     part:str,           # `race`, or a name in `PARTS`
-    seeds:int,          # As many of them, from 0
-    results:str|Path,   # File of lines: runs that it has are not made again
+    seeds:int,          # Number of seeds, which start at 0
+    results:str|Path,   # File of lines; its runs are not repeated
     work:str|Path,      # Folder for the tokens
-    minutes:float=60.,  # Of the race: longest run of a contestant
-    mark:float=.15,     # Of the race: excess to be reached, in nats per token
-    say:Callable=print, # Told of each new line
+    minutes:float=60.,  # Longest run of a contestant, for the race
+    mark:float=.15,     # Excess to be reached in nats per token, for the race
+    say:Callable=print, # Called with a sentence about each new line
 )->Table:
-    "Make the lines of a part that are missing, and show them all."
+    "Do the missing runs of a part, and show all of its results."
     check_race(range(seeds), minutes, mark, results, work)
     if part == "race":
         return race_table(race(range(seeds), results, work, minutes, mark, say=say), mark)

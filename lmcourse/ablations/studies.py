@@ -14,7 +14,7 @@ from ..tools.show import Table
 from .sweep import Experiment, RunData, compare_variants, step_cost
 
 # %% ../../nbs/06_ablations/06b_studies.ipynb #cbbcfd26
-# Preset, fields that all variants change, what is read, tokens of a run
+# Preset, fields that all variants change, source of the tokens, number of tokens in a run
 SCALES:dict[str, tuple[str, dict, RunData, int]] = {
     "small": ("small", dict(batch_size=4), RunData("stories", 512, 8., 200), 1_536_000),
     "full": ("ts-36m", {}, RunData("tinystories", 10_000, 2500., 2000), 163_840_000),
@@ -28,14 +28,14 @@ class Study:
     small:dict               # Variants of the preset `small`; the first one is the base
     full:dict                # Variants of `ts-36m`, the published set-up
     measure:str = "loss"     # What is compared
-    # Of every variant, fixed before the first run: five where the effect is small
+    # Number of seeds of each variant, fixed before the first run: five where the effect is small
     seeds:int = 3
-    equal_flops:bool = False # Runs have the same FLOPs, and not the same tokens
-    # Pairs of a variant of `full` and its key in the ledger after `cs336-report.`; the first is the
-    # base
+    equal_flops:bool = False # Runs have the same FLOPs, instead of the same tokens
+    # Pairs of a variant of `full` and the end of its key in the ledger, after `cs336-report.`; the
+    # first pair is the base
     published:tuple = ()
-    pairs:tuple = ()         # Two variants of `small` each, compared beside those with the base
-    # Whether a variant of `small` is the same change as the one of `full` with its name
+    pairs:tuple = ()         # Pairs of variants of `small` to compare in addition
+    # Whether variants of `small` and `full` with the same name make the same change
     alike:bool = True
 
 STUDIES = {}
@@ -44,9 +44,9 @@ STUDIES = {}
 def experiment_of(
     name:str,          # A study, say `learning-rate`
     scale:str="small", # `small`, or `full` for the published set-up
-    seeds:tuple|None=None, # Of every variant; by default as many as the study was planned with
-    corpus:str|None=None,  # Another corpus than the scale's, say `stories` for the full one
-    tokens:int|None=None,  # Another budget of a run than the scale's
+    seeds:tuple|None=None, # Seeds of each variant; default: those planned for the study
+    corpus:str|None=None,  # A corpus instead of the scale's own, say `stories` for `full`
+    tokens:int|None=None,  # Tokens of a run, instead of the scale's own number
 )->Experiment:
     "Build the experiment of a study. Raises `ValueError` for an unknown study or scale."
     if name not in STUDIES: raise unknown("study", name, STUDIES)
@@ -65,11 +65,11 @@ def experiment_of(
 def study_table(
     name:str,          # A study
     lines:dict,        # Key to line, as `read_lines` gives them
-    scale:str="small", # Of which runs
+    scale:str="small", # Scale of the runs to show
     **more:Any,        # Seeds, corpus and tokens, as for `experiment_of`
 )->Table:
-    """Show a study's runs, each variant's difference from the first, and the published one where
-    there is one."""
+    """Show a study's runs and each variant's difference from the first, next to the published loss
+    and difference if there are any."""
     study, experiment = STUDIES[name], experiment_of(name, scale, **more)
     theirs = _published(study) if scale == "full" or study.alike else {}
     beside = lambda variant, runs: dict(zip(("published", "published difference"),
@@ -97,7 +97,7 @@ STUDIES["learning-rate"] = Study("How large may the learning rate be?",
 
 # %% ../../nbs/06_ablations/06b_studies.ipynb #9b81d729
 def _batches(sizes:tuple, base:int, lr:float, steps:int, cap:float
-)->dict: # Equal steps or tokens, rate fixed or by the root
+)->dict: # Variants at equal steps or tokens, with the rate fixed or scaled by the root
     variants = {f"{base}": {}}
     for size in sizes:
         rule = dict(lr=min(cap, lr*(size/base)**.5))
@@ -168,7 +168,7 @@ _GUARDS:dict = {"base": {}, "z-loss": dict(z_loss=1e-4), "QK-norm": dict(qk_norm
 def _guards(lr:float)->dict:
     return _GUARDS | {f"{name}, {lr:g}": change | dict(lr=lr) for name,change in _GUARDS.items()}
 
-STUDIES["stability"] = Study("What do QK-norm and z-loss protect from?", _guards(3e-2),
+STUDIES["stability"] = Study("What do QK-norm and z-loss protect against?", _guards(3e-2),
     _guards(5e-3), seeds=5,
     pairs=(("z-loss, 0.03", "base, 0.03"), ("QK-norm, 0.03", "base, 0.03")))
 

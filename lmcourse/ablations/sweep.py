@@ -51,7 +51,7 @@ class RunData(Config):
                              f"more")
 
 # %% ../../nbs/06_ablations/06a_sweep.ipynb #183c1de4
-# fields that change results only by rounding
+# fields that change the results by rounding at most
 _ASIDE = """device compile recompute prefetch log_to log_every checkpoint_every keep_checkpoints
             shard""".split()
 
@@ -59,7 +59,7 @@ _ASIDE = """device compile recompute prefetch log_to log_every checkpoint_every 
 class Run:
     "One run: everything that its numbers depend on."
     model:ModelConfig  # Config of the model
-    train:TrainConfig  # Settings of the training, the seed among them
+    train:TrainConfig  # Training settings, including the seed
     data:RunData       # Source of its tokens
 
     @property
@@ -120,7 +120,7 @@ class Experiment:
 # %% ../../nbs/06_ablations/06a_sweep.ipynb #cb8a9476
 def step_cost(
     model:ModelConfig, # Config of the model
-    train:TrainConfig, # Settings, the batch among them
+    train:TrainConfig, # Training settings, including the batch size
 )->tuple: # Tokens and FLOPs
     "Count the tokens and FLOPs of a step, as in chapter 02."
     windows = train.windows_per_step(model.context_length)
@@ -128,7 +128,7 @@ def step_cost(
 
 # %% ../../nbs/06_ablations/06a_sweep.ipynb #997e2f48
 def _steps(experiment:Experiment, model:ModelConfig, train:TrainConfig
-)->dict: # And a warm-up in proportion
+)->dict: # Number of steps, and a warm-up in proportion
     tokens, flops = step_cost(model, train)
     budget, step, unit = ((experiment.tokens, tokens, "tokens") if experiment.flops is None
                           else (experiment.flops, flops, "FLOPs"))
@@ -142,7 +142,7 @@ def _steps(experiment:Experiment, model:ModelConfig, train:TrainConfig
 STATUS = ("done", "diverged", "crashed")
 
 # %% ../../nbs/06_ablations/06a_sweep.ipynb #44293226
-FORMAT = 1 # of the lines; a file of another version is rejected
+FORMAT = 1 # version of the lines' format; a file of another version is rejected
 
 def read_lines(
     path:str|Path, # A file of lines, which need not exist
@@ -153,8 +153,8 @@ def read_lines(
     text = path.read_text(encoding="utf-8") if path.exists() else ""
     for number,line in enumerate(text.split("\n")[:-1], 1):
         try: run = json.loads(line)
-        except ValueError: raise ValueError(f"{path}, line {number}: not JSON; remove it to have "
-                                            f"that run made again") from None
+        except ValueError: raise ValueError(f"{path}, line {number}: not JSON; remove the line, "
+                                            f"and that run will be repeated") from None
         missing = ({"key", "format", "status", "model", "train", "data"} - set(run)
                    if isinstance(run, dict) else {"everything"})
         if missing: raise ValueError(f"{path}, line {number}: lacks {', '.join(sorted(missing))}")
@@ -238,7 +238,7 @@ def train_job(
     data:Path,           # Folder of `prepare_corpus`
     run:Path,            # Folder of the run; an interrupted run is continued
     device:str="cpu",    # Device to train on
-)->dict: # The result, the last part of a line
+)->dict: # Status, result and measurements: the last part of a line
     "Train one run from its start or its last checkpoint to its end."
     from lmcourse.architecture.transformer_torch import TransformerLM
     from lmcourse.training.evaluation import evaluate
@@ -283,7 +283,7 @@ def missing_runs(
     experiment:Experiment, # The experiment
     results:str|Path,      # File of lines
 )->dict: # Key to `Run`
-    "List the runs of an experiment that are missing in a file, or have only crashed."
+    "List the runs of an experiment that are missing from a file, or have only crashed."
     done = {key for key,line in read_lines(results).items() if line["status"] != "crashed"}
     return {job.key: job for job in experiment.runs().values() if job.key not in done}
 
@@ -292,16 +292,16 @@ def run_experiment(
     experiment:Experiment,   # The experiment
     results:str|Path,        # File of lines; runs that it contains are not repeated
     work:str|Path,           # Folder for tokens and unfinished runs
-    processes:int|None=None, # Runs at a time; default: one per core, or one on a GPU
+    processes:int|None=None, # Runs at the same time; default: one per core, or one on a GPU
     device:str="cpu",        # Device to train on
-    command:str="",          # Command that asked for it, for the record
+    command:str="",          # The command that started the runs, saved with them
     report:Callable=print,   # Called with a sentence about each run that has ended
 )->dict: # Key to line, for the runs of this experiment
     """Train the runs that are missing.
     After a `KeyboardInterrupt`, the next call continues from checkpoints."""
     for place in (results, work): refuse_unwritable(place)
     missing, work = missing_runs(experiment, results), Path(work)
-    # rejects what doesn't exist, before any work starts
+    # rejects a corpus that doesn't exist, before any work starts
     for name in {job.data.corpus for job in missing.values()}: documents(name)
     processes = processes or (cores() if device == "cpu" else 1)
     work.mkdir(parents=True, exist_ok=True)
@@ -358,7 +358,7 @@ def _start(job:Run, data:Path, run:Path, device:str, threads:int): # Starts the 
     return process
 
 # %% ../../nbs/06_ablations/06a_sweep.ipynb #1372e35f
-# otherwise the runs of a killed sweep would continue beside those of the next call
+# otherwise the runs of a killed sweep would continue alongside those of the next call
 def _die_with_parent():
     if parent := multiprocessing.parent_process(): parent.join()
     os._exit(1)
@@ -436,7 +436,7 @@ def holm(
     p:dict, # Comparison to its p-value, for all comparisons that were made
 )->dict: # Comparison to its p-value corrected for their number
     """Apply Holm's correction to p-values.
-    The chance of any false finding among values below 0.05 is then below 5 %."""
+    The chance of any false finding among values below 0.05 is then at most 5 %."""
     found, least = {}, 0.
     for i,name in enumerate(sorted(p, key=p.get)): # type: ignore[arg-type]
         least = found[name] = min(1., max(least, (len(p) - i)*p[name]))
@@ -505,16 +505,16 @@ def compare_variants(
                   for r in rows])
 
 # %% ../../nbs/06_ablations/06a_sweep.ipynb #5ae538c9
-def _mean(values): # Of those that are known, to four decimals
+def _mean(values): # Mean of the known values, to four decimals
     known = [v for v in values if v is not None]
     return round(statistics.fmean(known), 4) if known else None
 
-def _how_they_ended(runs:dict)->str: # Say `3`, or `2, 1 diverged`
+def _how_they_ended(runs:dict)->str: # For example `3`, or `2, 1 diverged`
     ends = [line["status"] for line in runs.values()]
     words = [f"{ends.count(s)}" + f" {s}"*(s != "done") for s in STATUS if s in ends]
     return ", ".join(words) or "not run"
 
-def _p_text(p)->str|None: # Two digits
+def _p_text(p)->str|None: # Text with two significant digits
     return None if p is None else "< 0.001" if p < .001 else f"{p:.2g}"
 
 # %% ../../nbs/06_ablations/06a_sweep.ipynb #bebeae32

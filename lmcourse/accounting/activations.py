@@ -28,7 +28,7 @@ def saved_tensors(
     inside, kept, hooks, alive = [], [], [], []
     def pack(t):
         storage = t.untyped_storage()
-        alive.append(storage)                                # So that its address is not used again
+        alive.append(storage)                                # Keeps its address from being reused
         if storage.nbytes() and storage._cdata not in owned:
             owned.add(storage._cdata)
             kept.append(dict(module=inside[-1] if inside else "", shape=tuple(t.shape),
@@ -47,8 +47,8 @@ def saved_tensors(
 def checked_length(
     config:ModelConfig, # Config whose context is the default and the limit
     batch_size:int,     # Number of sequences
-    context_length:int|None=None, # Tokens of each; default: the config's
-)->int: # Tokens of each
+    context_length:int|None=None, # Tokens per sequence; default: the config's
+)->int: # Tokens per sequence
     """Check batch size and context length.
     Raises `TypeError` unless both are integers, and `ValueError` unless they are 1 or more and
     within the model's context."""
@@ -66,11 +66,11 @@ class OperationMemory(NamedTuple):
     "What an operation keeps for its backward pass, and how much memory is alive while it runs."
     name:str      # For example `gate`
     keeps:dict    # Part to bytes kept for the backward pass
-    backward:int  # Bytes alive in its backward pass: what it kept, gradients in, waiting, out
+    backward:int  # Bytes alive in its backward pass: what it kept, gradients in, waiting and out
     weights:int=0 # Bytes of the gradients of its weights, which stay
     forward:int=0 # Bytes in use in its forward pass; 0 if the next operations use more
     copies:int=0  # Bytes of its weights in bfloat16, which autocast holds until the loss is known
-    batch:int=0   # Bytes of the batch among what it saves, which exist anyway
+    batch:int=0   # Bytes of its saved tensors that belong to the batch, in memory anyway
 
     @property
     def kept(self)->int: # Bytes saved, without those of the batch
@@ -92,9 +92,9 @@ class RowBytes: # Bytes of a batch's rows; numbers in matrix products take `size
 def _norm(c:ModelConfig, r:RowBytes, name:str, part:str, place:str, sums:int=0)->OperationMemory:
     x, factors = r.stream, 4*r.n # `factors`: a number for each row
     weights = 4*c.d_model*(1 + (c.norm == "layernorm" and c.bias))
-    if c.norm == "rmsnorm": # Keeps input and normalized rows; needs input and five of its shape
+    if c.norm == "rmsnorm": # Keeps input and normalized rows; backward, six arrays of that size
         keeps, backward = 2*x + factors, 6*x + factors*(place == "pre") + x*(place == "sublayer")
-    else: # Keeps its input; needs it, two gradients, and whatever else waits
+    else: # Keeps its input; backward, also two gradients and what waits
         waits = place == "pre" or place == "sublayer" and r.low
         keeps, backward = x + 2*factors, 3*x + 2*factors + x*waits
     forward = keeps + x + x*(place == "sublayer") + sums*x*r.low # Output, sum, the stream so far
@@ -103,7 +103,7 @@ def _norm(c:ModelConfig, r:RowBytes, name:str, part:str, place:str, sums:int=0)-
 
 # %% ../../nbs/02_accounting/02g_activations.ipynb #f63ae757
 def _product(c:ModelConfig, r:RowBytes, name, into:int, width:int, keeps, moving, left):
-    # `moving`: gradients in, waiting and out; `left`: those besides the weights' own, in float32
+    # `moving`: gradients in, waiting and out; `left`: those in float32, without the weights'
     numbers = (into + c.bias)*width
     if r.low: keeps = keeps | {"weights in bfloat16": 2*into*width}
     backward = sum(keeps.values()) + moving + (2 if r.low else 4)*numbers
@@ -111,7 +111,7 @@ def _product(c:ModelConfig, r:RowBytes, name, into:int, width:int, keeps, moving
     return OperationMemory(name, keeps, backward, 4*numbers, copies=2*numbers*r.low)
 
 def _reader(c:ModelConfig, r:RowBytes, name, width:int, part, waits:int, comes:int, place:str=""):
-    # Reads the stream, or a norm of it, to whose gradient every reader adds
+    # A product that reads the stream or its norm; all readers add to that gradient
     x, pre = r.stream, r.norm == "pre"
     keeps, others = {part: r.read*(r.low or "first" in place)}, x*(pre and "last" not in place)
     moving = x + waits + others + comes + r.read
@@ -204,8 +204,8 @@ def _fused(c:ModelConfig, r:RowBytes, T:int, size:int)->list:
     keeps = {"queries, keys, values": q + 2*k, "log of denominators": 4*r.n*heads,
              "attention output": q, "masks": mask*size}
     kept = sum(keeps.values())
-    forward = kept + mask # It is made from truth values
-    if r.low and c.position == "rope": # Which rotates queries, then keys, in float32
+    forward = kept + mask # The mask is made from booleans
+    if r.low and c.position == "rope": # RoPE rotates queries, then keys, in float32
         wide_q, wide_k = 4*r.n*heads*c.head_size, 4*r.n*c.kv_heads*c.head_size
         forward = max(forward, 2*q + 2*k + 2*wide_q, 2*q + 3*k + 2*wide_k)
     backward = kept + x + q + (q + 2*k) # One gradient comes in, three go out
@@ -214,16 +214,16 @@ def _fused(c:ModelConfig, r:RowBytes, T:int, size:int)->list:
 # %% ../../nbs/02_accounting/02g_activations.ipynb #4e614c6c
 def _explicit(c:ModelConfig, r:RowBytes, B:int, T:int, size:int)->list: # Written out, in float32
     x, q, k, low, H = r.stream, r.query, r.key, r.low, c.num_heads
-    # Queries; keys; scores or probabilities
+    # Bytes of the queries, of the keys, and of scores or probabilities
     Q, S, A = 4*r.n*H*c.head_size, 4*r.n*c.kv_heads*c.head_size, 4*B*H*T*T
     # Strided: products copy what they read
     grouped, strided = c.kv_heads != H, B > 1 and H > 1 and T > 1
     mask = T*T*(1 + size) if c.window is not None and c.window < T else 4*T*T*(T > 1)
-    given = q + 2*k + low*(Q + 2*S) + 2*Q*grouped + mask # As they came; in float32; for all heads
+    given = q + 2*k + low*(Q + 2*S) + 2*Q*grouped + mask # As given; in float32; for all heads
     scaled = 2*Q + Q*(strided and not c.qk_norm) # Queries and keys
     mixing = A + Q*(strided and not grouped) + Q + low*(A//2 + q) # Probabilities, values, output
     inside = given + scaled + max(2*A, mixing) # 2 A: scores and probabilities
-    # The output copied, as heads lie
+    # The output is copied into the layout of the heads
     outside = q + 2*k + 2*Q + Q*(strided or grouped or low) + A + 2*q
     forward = x*low + max(inside, outside*(H > 1 and T > 1))
     part = "queries, keys, values"
@@ -266,17 +266,17 @@ def _after(c:ModelConfig, r:RowBytes, size:int, logits:bool, device:str)->list: 
         return [*last, OperationMemory("loss", keeps, backward, 4*head, forward)]
     keeps = {"input of head": y, "head in bfloat16": low*2*head}
     backward, all_v = max(sum(keeps.values()) + size*n*V + size*head + y, turned), 4*n*V
-    loss = {"loss": all_v + 8*n + 4} # Of each: log-probabilities; two gradients; logits
+    loss = {"loss": all_v + 8*n + 4} # `all_v` each: log-probabilities, two gradients, logits
     return [*last, OperationMemory("head", keeps, backward, 4*head),
             OperationMemory("loss", loss, 3*all_v + 4, forward=2*all_v + 4, batch=8*n)]
 
 # %% ../../nbs/02_accounting/02g_activations.ipynb #45a525b2
-def _loss_in_parts(c:ModelConfig, n:int, size:int, device:str)->int: # Most bytes alive, forward
+def _loss_in_parts(c:ModelConfig, n:int, size:int, device:str)->int: # Peak of the forward pass
     V, D, low = c.vocab_size, c.d_model, size < 4
     room = 2**21 if device == "cpu" else 2**27
-    m = min(n, max(256, room//V)) # Tokens of a part: what fits a cache, or makes a GPU busy
+    m = min(n, max(256, room//V)) # Tokens of a part: fits a cache, or keeps a GPU busy
     parts = -(-n//m)
-    def part(i): # Logits, four numbers a token; gradients of rows, of the head: new, all, old
+    def part(i): # Logits, four numbers per token; gradients of rows and head
         tokens = m if i < parts else n - (parts - 1)*m
         head = V*D*(size + 4*(i > 1) + size*(i > 2 - low))
         return tokens*((4 + 2*low)*V + 4*4) + size*D*((i - 1)*m + tokens) + head
@@ -302,12 +302,12 @@ def step_operations(c:ModelConfig, B:int, T:int|None, dtype:str, attention:str, 
 # %% ../../nbs/02_accounting/02g_activations.ipynb #d946cc25
 def activation_parts(
     config:ModelConfig,       # Sizes and variant
-    batch_size:int,           # Sequences, B
-    context_length:int|None=None, # Tokens of each, T; default: the config's
+    batch_size:int,           # Number of sequences, B
+    context_length:int|None=None, # Tokens per sequence, T; default: the config's
     dtype:str="float32",      # Format of matrix products: `float32`, or `bfloat16` by autocast
     attention:str="fused",    # `fused`, or `explicit`, which saves all probabilities
-    recompute:bool=False,     # Whether blocks save only their inputs
-    logits:bool=False,        # Whether the loss is computed from all logits at once
+    recompute:bool=False,     # True if blocks save only their inputs
+    logits:bool=False,        # True if the loss is computed from all logits at once
 )->dict: # Part to bytes, summed over the blocks
     """Predict what torch on a CPU saves in the forward pass of the training loss.
     Raises `ValueError` for sizes and words that make no sense."""
@@ -318,12 +318,12 @@ def activation_parts(
     return {k: v for k,v in _parts([*kept, first, *after]).items() if v}
 
 def activation_bytes(config:ModelConfig, batch_size:int, context_length:int|None=None, **how:Any
-)->int: # As for `activation_parts`
-    "Everything that autograd keeps, in bytes."
+)->int: # Bytes; the arguments are those of `activation_parts`
+    "Predict how many bytes autograd saves."
     return sum(activation_parts(config, batch_size, context_length, **how).values())
 
 # %% ../../nbs/02_accounting/02g_activations.ipynb #1751ef48
-def tiny_lm(c:ModelConfig): # A module built from torch's own parts: ids and targets to the loss
+def tiny_lm(c:ModelConfig): # A module of torch's own parts that maps ids and targets to the loss
     import torch.nn.functional as F
     from torch import nn
     from torch.utils.checkpoint import checkpoint

@@ -40,7 +40,7 @@ for _name in ("__lt__", "__le__", "__gt__", "__ge__"):
 def count_operations(
     f:Callable,    # Takes arrays; uses `+ - * /`, `@`, sums, `np.sqrt`, `np.exp`, `np.tanh`
     *shapes:tuple, # Shapes of these arrays, which are filled with ones
-)->Counter: # How often each operation was done, by its name
+)->Counter: # Name of an operation to the number of times it was done
     "Count the operations that `f` does, by kind."
     tally = Counter()
     arrays = [np.empty(shape, object) for shape in shapes]
@@ -95,8 +95,8 @@ def flop_counter(): # Yields torch's counter: call its `get_total_flops()` after
 
 # %% ../../nbs/02_accounting/02b_flops.ipynb #b44f9f9e
 def adamw_flops(
-    parameters:int,       # How many, shared ones once
-    corrected:bool=False, # Whether the means are corrected, rather than the learning rate
+    parameters:int,       # Number of parameters; shared ones count once
+    corrected:bool=False, # True if the means are corrected, False if the learning rate is
 )->int:
     """FLOPs of an AdamW step. Algorithm 2 of Loshchilov and Hutter 2017 corrects the means.
     Raises `ValueError` for a number below 0."""

@@ -27,7 +27,7 @@ DTYPES = ("float64", "float32", "tfloat32", "bfloat16", "float16", "float8")
 @dataclass(frozen=True)
 class Device:
     "The best that a processor can do. Raises `ValueError` if the numbers make no sense."
-    name:str                    # Name, as for `device`
+    name:str                    # Name that `device` accepts
     peak_flop_per_s:dict        # Number type to the dense peak rate of matrix products, in FLOP/s
     bytes_per_s:float           # Memory bandwidth, in bytes per second
     memory_bytes:int            # Size of the memory
@@ -71,7 +71,7 @@ def _check_device(d:Device):
     if d.overhead_s is not None: positive(f"Device {d.name}: overhead_s", d.overhead_s)
 
 # %% ../../nbs/02_accounting/02c_hardware.ipynb #ff16f983
-def devices()->dict: # Name to `Device`, without the machine at hand
+def devices()->dict: # Name to `Device`; this machine is not among them
     "List all devices of the ledger."
     found = {}
     for e in find("device"): found.setdefault(e.key.split(".")[1], {})[e.key.split(".")[2]] = e
@@ -341,7 +341,7 @@ class Waves:
 
 def tile_waves(
     m:int,               # Rows of the result
-    n:int,               # Its columns
+    n:int,               # Columns of the result
     tile:tuple=(256, 128), # Rows and columns of a tile
     processors:int=108,  # Multiprocessors, by default those of an A100
 )->Waves:

@@ -16,7 +16,7 @@ from ..tools.config import ModelConfig, unknown
 
 # %% ../../nbs/02_accounting/02h_memory.ipynb #99c2cb29
 def _forward_phases(first, blocks:list, after:list, x:int, reruns)->Iterator:
-    kept, copies = first.kept, 0 # `copies` of weights, which only autocast holds
+    kept, copies = first.kept, 0 # `copies`: bfloat16 weights, under autocast only
     for i,(block,rerun) in enumerate(zip(blocks, reruns)):
         if rerun: kept += x # With recomputation a block keeps its input
         for op in block:
@@ -57,7 +57,7 @@ def _backward_phases(first, blocks:list, after:list, x:int, reruns)->Iterator:
 def _rerun(c:ModelConfig, r:RowBytes, block:list)->tuple: # A block computed again
     x, y, low, place = r.stream, r.read, r.low, r.norm
     also = x*(low and place != "pre") # The block's input, where no operation keeps it
-    comes = x + low*dict(post=0, sublayer=x).get(place, y) # The gradient of its output; as read
+    comes = x + low*dict(post=0, sublayer=x).get(place, y) # Gradient of the output, in both formats
     biases = sum(op.copies - op.keeps.get("weights in bfloat16", 0) for op in block)
     phases, inside = [], 0
     for op in block:
@@ -67,7 +67,7 @@ def _rerun(c:ModelConfig, r:RowBytes, block:list)->tuple: # A block computed aga
             output = x*(c.norm == "layernorm" and place != "pre") # Except for a fused norm
             working = x*low + output + y*(low and place == "sublayer")
         if op.forward: phases.append((op.name, inside, comes + biases + working))
-    # In the first run: the gate, not yet forgotten
+    # In the first run the gate's result is still alive
     return also, {"narrowing": r.wide*c.gated}, phases
 
 # %% ../../nbs/02_accounting/02h_memory.ipynb #72b23b3f
@@ -80,7 +80,7 @@ def _always(c:ModelConfig, tokens:int, optimizer:str, device:str
     hidden = c.num_layers*attention_numbers(c) + dense*D*matrices*widths[2]
     # AdamW: two; the roots of all second moments at once, or on a GPU only a count
     moments, room = 8*P, 4*P if device == "cpu" else 4
-    if optimizer == "muon": # A block's matrix: one; three of its shape, two squares
+    if optimizer == "muon": # One moment per matrix; room for three like it, two squares
         moments -= 4*hidden
         room = max(room - 4*hidden, *(4*(3*D*n + 2*min(D, n)**2) for n in widths))
     table = 4*c.context_length*dict(rope=c.rope_size, sinusoidal=D).get(c.position, 0)
@@ -91,13 +91,13 @@ def _always(c:ModelConfig, tokens:int, optimizer:str, device:str
 # %% ../../nbs/02_accounting/02h_memory.ipynb #b7eaab2f
 def training_phases(
     config:ModelConfig,       # Sizes and variant
-    batch_size:int,           # Sequences computed at a time, B
-    context_length:int|None=None, # Tokens of each, T; default: the config's
+    batch_size:int,           # Number of sequences computed at a time, B
+    context_length:int|None=None, # Tokens per sequence, T; default: the config's
     # Number format of matrix products: `float32`, or `bfloat16` or `float16` by autocast
     dtype:str="float32",
     attention:str="fused",    # `fused`, or `explicit`
-    recompute:bool=False,     # Whether blocks save only their inputs
-    logits:bool=False,        # Whether the loss is computed from all logits at once
+    recompute:bool=False,     # True if blocks save only their inputs
+    logits:bool=False,        # True if the loss is computed from all logits at once
     optimizer:str="adamw",    # `adamw`, or `muon` for the matrices of blocks
     grad_accum_steps:int=1,   # Number of batches whose gradients are added up for a step
     device:str="cpu",         # `cpu`; or `cuda`: larger parts of the loss, a fused optimizer
@@ -112,7 +112,7 @@ def training_phases(
     reruns = [_rerun(c, r, block) if recompute else None for block in blocks]
     step = first, blocks, after, r.stream, reruns
     found = [*_forward_phases(*step), *_backward_phases(*step)]
-    if k > 1: # Those of earlier batches are there; a tied head's waits for the table's
+    if k > 1: # Earlier batches left gradients; a tied head's waits for the table's
         found = [(*phase, every + min(gradients, tied)) for *phase,gradients in found]
     found.append(("optimizer", 0, room, every))
     parts = "activations", "working space", "gradients"
@@ -121,11 +121,11 @@ def training_phases(
 # %% ../../nbs/02_accounting/02h_memory.ipynb #723468ca
 def peak_phase(
     config:ModelConfig,           # Sizes and variant
-    batch_size:int,               # Sequences computed at a time, B
-    context_length:int|None=None, # Tokens of each, T; default: the config's
+    batch_size:int,               # Number of sequences computed at a time, B
+    context_length:int|None=None, # Tokens per sequence, T; default: the config's
     **how:Any,                    # Settings as for `training_phases`
 )->dict: # One of the dicts of `training_phases`
-    "The phase in which the most memory is alive."
+    "Return the phase in which the most memory is alive."
     live = lambda phase: sum(n for part,n in phase.items() if part != "phase")
     return max(training_phases(config, batch_size, context_length, **how), key=live)
 
@@ -139,7 +139,7 @@ def training_bytes(config:ModelConfig, batch_size:int, context_length:int|None=N
 def largest_batch(
     config:ModelConfig,           # Sizes and variant
     memory_bytes:int,             # Memory of the GPU, in bytes
-    context_length:int|None=None, # Tokens of a sequence; default: the config's
+    context_length:int|None=None, # Tokens per sequence; default: the config's
     **how:Any,                    # Settings as for `training_bytes`
 )->int: # Number of sequences; 0 if not even one fits
     """Find the largest batch whose training step fits into `memory_bytes`.
@@ -158,7 +158,7 @@ def largest_batch(
 # %% ../../nbs/02_accounting/02h_memory.ipynb #b2456aa1
 class MemoryTimeline:
     "Bytes of live tensors after each operation of torch in a `with` block."
-    def __init__(self, *tensors:Any): # Those that are alive before the block
+    def __init__(self, *tensors:Any): # Tensors that are alive before the block
         self.live, self.history, self.phases, self._known = 0, [], [], {}
         for t in tensors: self.see(t)
 
@@ -188,7 +188,7 @@ class MemoryTimeline:
                 for leaf in tree_leaves(result):
                     if isinstance(leaf, torch.Tensor): self.see(leaf)
                 sums = operation is torch.ops.aten.add.Tensor and torch._C._current_autograd_node()
-                # Else in place: no view
+                # Unwatched, autograd adds in place, unless it is a view
                 if not sums or args[0]._is_view(): self.history.append(self.live)
                 return result
         self._watch = Watch()
@@ -200,7 +200,7 @@ class MemoryTimeline:
 # %% ../../nbs/02_accounting/02h_memory.ipynb #7a8aaa89
 def kv_cache_bytes(
     config:ModelConfig,     # Sizes and variant
-    batch_size:int,         # Sequences, B
+    batch_size:int,         # Number of sequences, B
     context_length:int|None=None, # Tokens that each has so far; default: the config's context
     dtype:str="float32",    # Number format of the keys and values
 )->int:

@@ -16,7 +16,7 @@ from ..tools.config import ModelConfig
 def attention_pairs(
     num_queries:int,      # Number of queries, T, at the latest positions
     past:int=0,           # Number of keys before them
-    window:int|None=None, # Number of latest keys that a query sees, itself included; default: all
+    window:int|None=None, # Number of latest keys that a query sees, its own included; default: all
 )->int: # Number of pairs of a query and a key that it sees
     """Count the entries of the causal mask that are `True`.
     Raises `ValueError` for sizes that make no sense."""
@@ -29,11 +29,11 @@ def attention_pairs(
 # %% ../../nbs/02_accounting/02i_model_flops.ipynb #c7ade518
 def forward_flops(
     config:ModelConfig,   # Sizes and variant
-    batch_size:int=1,     # Sequences, B
-    # New tokens of each, T; default: the config's context minus `past`
+    batch_size:int=1,     # Number of sequences, B
+    # New tokens per sequence, T; default: the config's context minus `past`
     context_length:int|None=None,
-    past:int=0,           # Tokens of each whose keys and values are cached
-    causal:bool=False,    # Whether to count only the pairs of queries and keys that are used
+    past:int=0,           # Tokens per sequence whose keys and values are cached
+    causal:bool=False,    # True: count only the pairs of queries and keys that are used
 )->dict: # `projections`, `scores`, `values`, `ffn`, `head`, in FLOPs; `router`, `experts`
     """Count the FLOPs of the matrix products from ids to logits.
     Raises `ValueError` for sizes that make no sense."""
@@ -64,11 +64,11 @@ def forward_flops(
 # %% ../../nbs/02_accounting/02i_model_flops.ipynb #58e92a8d
 def training_flops(
     config:ModelConfig,   # Sizes and variant
-    batch_size:int=1,     # Sequences, B
-    context_length:int|None=None, # Tokens of each, T; default: the config's
-    causal:bool=False,    # Whether to count only the pairs of queries and keys that are used
-    recompute:bool=False, # Whether blocks run again in the backward pass
-    fused:bool=False,     # Whether the backward pass of attention computes the scores again
+    batch_size:int=1,     # Number of sequences, B
+    context_length:int|None=None, # Tokens per sequence, T; default: the config's
+    causal:bool=False,    # True: count only the pairs of queries and keys that are used
+    recompute:bool=False, # True if blocks run again in the backward pass
+    fused:bool=False,     # True if the backward pass of attention computes the scores again
     # FLOPs of `forward` and `backward` and, if requested, of `recomputed blocks` and `recomputed
     # scores`
 )->dict:

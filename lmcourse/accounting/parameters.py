@@ -70,7 +70,7 @@ _LOOKED_UP = re.compile(r"(^|\.)(\w*embed\w*|wte|wpe)\.")
 # matrices of experts, stacked
 _STACKED = re.compile(r"(^|\.)experts\.w[123]$")
 
-def _named(model)->list: # Pairs (name, tensor); a tensor with two names comes twice
+def _named(model)->list: # Pairs (name, tensor); a tensor with two names appears twice
     if isinstance(model, dict): return list(model.items())
     if hasattr(model, "named_parameters"):
         return list(model.named_parameters(remove_duplicate=False))
@@ -87,7 +87,7 @@ def _size(tensor)->int: return math.prod(tensor.shape)
 # %% ../../nbs/02_accounting/02f_parameters.ipynb #105e6f0b
 def count_parameters(
     # A `ModelConfig`, for the formula; or a torch module or a dict from name to array, for the
-    # count (with a tied head under its own name)
+    # count (list a tied head under its own name, too)
     model:Any,
 )->ParameterCount:
     "Count the parameters of a model. Raises `TypeError` for anything else."
@@ -139,7 +139,7 @@ def parameter_table(
 def parameter_tree(
     model:Any, # As for `parameter_table`
     # One row per part, indented below the module that contains it; a shared tensor counts where
-    # it comes first
+    # it appears first
 )->Table:
     "Show how the parameters add up."
     *rows, total = parameter_table(model).rows

@@ -22,7 +22,7 @@ def attention_cost(
     keys:int,     # Keys per sequence, S
     head_dim:int, # Size of a head, K
     heads:int=1,  # Number of heads of all sequences together
-    fused:bool=True, # Whether in one pass, or as product, scaling, softmax and product in turn
+    fused:bool=True, # True: one pass; False: product, scaling, softmax and product in turn
     dtype:str="bfloat16", # Number type
 )->Operation:
     "Compute the cost of attention without a mask: scores, scaling, softmax, values."
@@ -84,8 +84,8 @@ class Price:
     step_seconds:float  # Seconds of one step
     seconds:float       # Seconds of the run
     memory_bytes:int    # Bytes that a step needs, from `training_bytes`
-    fits:bool           # Whether the device has that much memory
-    largest_batch:int   # Largest number of windows at a time that fits; 0 if none does
+    fits:bool           # True if the device has that much memory
+    largest_batch:int   # Largest number of sequences at a time that fits; 0 if none does
     usd:float|None      # Price of the run in dollars, if the price per hour was given
 
     def table(self)->Table:
@@ -95,8 +95,8 @@ class Price:
                 "a step": f"{si(self.step_flops, 'FLOPs')}, {duration(self.step_seconds)}",
                 "the run": f"{si(self.flops, 'FLOPs')}, {duration(self.seconds)}",
                 "memory": f"{si(self.memory_bytes, 'B')}, "
-                          f"{'fits' if self.fits else 'does not fit'}; the largest batch that does "
-                          f"has {self.largest_batch:,}"}
+                          f"{'fits' if self.fits else 'does not fit'}; the largest batch that fits "
+                          f"has {self.largest_batch:,} sequences"}
         if self.usd is not None: rows["cost"] = f"${self.usd:,.2f}"
         return Table([dict(quantity=k, value=v) for k,v in rows.items()])
 

@@ -26,7 +26,7 @@ class FloatFormat:
     name:str           # Torch's name of the format
     exponent_bits:int  # Number of exponent bits
     mantissa_bits:int  # Number of stored mantissa bits; the leading 1 is not stored
-    # Whether the largest exponent means infinity and NaN; otherwise only the last pattern is NaN
+    # True if the largest exponent means infinity or NaN; if False, only the last pattern is NaN
     infinity:bool=True
 
     @property

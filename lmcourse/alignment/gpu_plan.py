@@ -52,7 +52,7 @@ class GpuRecipe:
                            device=self.device, eval_every=every, checkpoint_every=every,
                            log_every=max(1, self.base_steps//400))
 
-    def teachers(self)->dict: # As in `PipelineRecipe`
+    def teachers(self)->dict: # The same format as in `PipelineRecipe`
         def train(batch, lr, dtype): return dict(micro_batch=min(4*self.micro_batch, batch),
                                                  lr=lr, min_lr=lr, dtype=dtype)
         some, task = self.rl_prompts, self.task
@@ -70,22 +70,22 @@ class GpuConfig(GpuRecipe, PipelineConfig):
     "The size of the pipeline on a GPU. Raises `ValueError` for invalid values."
     # Text by name: tinystories, hf:HuggingFaceFW/fineweb-edu:sample-10BT, text:FILE, ...
     data:str = "tinystories"
-    task:str = "problems"     # What is asked: problems, easy-problems or briefs
-    device:str = "cuda"       # Where it computes: cuda, or cpu for a toy
-    pages:int = 2_200_000     # Documents of the text at most
+    task:str = "problems"     # The task: problems, easy-problems or briefs
+    device:str = "cuda"       # Device: cuda, or cpu for a toy
+    pages:int = 2_200_000     # Largest number of documents
     stories:int = 500         # Documents held out for validation
     vocab_size:int = 32_768   # Vocabulary size
     d_model:int = 768         # Width of the model
     num_layers:int = 12       # Number of layers
-    context_length:int = 1024 # Tokens of a window
+    context_length:int = 1024 # Tokens per window
     base_steps:int = 4200     # Pretraining steps
-    step_tokens:int = 2**19   # Tokens of a pretraining step
-    micro_batch:int = 16      # Windows computed at a time; of alignment, 4 times as many texts
+    step_tokens:int = 2**19   # Tokens per pretraining step
+    micro_batch:int = 16      # Windows computed at a time; in alignment, 4 times as many texts
     slip:float = .2           # Probability that a demonstration is wrong
     sft_steps:int = 1560      # Fine-tuning steps of 64 demonstrations, each seen twice
-    dpo_steps:int = 156       # DPO steps, of as many pairs as RL has prompts
+    dpo_steps:int = 156       # DPO steps of `rl_prompts` pairs
     rl_steps:int = 500        # RL steps
-    rl_prompts:int = 64       # Prompts of an RL step, with 8 responses each
+    rl_prompts:int = 64       # Prompts per RL step, with 8 responses each
     tests:int = 2000          # Prompts of the final evaluation
 
     def __post_init__(self):
@@ -95,17 +95,17 @@ class GpuConfig(GpuRecipe, PipelineConfig):
                                rl_prompts=1).items():
             if not getattr(self, name) >= least:
                 raise ValueError(f"{name} = {getattr(self, name)}, expected {least} or more")
-        plan_batch(self.pretraining(), self.context_length) # Sizes that don't divide each other
+        plan_batch(self.pretraining(), self.context_length) # Rejects sizes that don't divide each other
         for size in (64, self.rl_prompts, 8*self.rl_prompts):
             if size % min(4*self.micro_batch, size): raise ValueError(
                 f"micro_batch = {self.micro_batch}: {4*self.micro_batch} texts at a time don't "
                 f"divide a batch of {size}")
 
 # %% ../../nbs/14_alignment/14o_gpu_plan.ipynb #14o1read
-SHARD = 20_000 # Documents of a file
+SHARD = 20_000 # Documents per file
 
 def read_text(c:GpuConfig, folder:Path, inputs:dict, say:Callable):
-    "Fetch the documents of a corpus, and those held out. Goes on after the last whole file."
+    "Fetch the documents of a corpus, and those held out. Goes on after the last complete file."
     (folder/"pages").mkdir(exist_ok=True)
     if not (folder/"valid.jsonl").exists():
         _write_lines(folder/"valid.jsonl", islice(documents(c.data, "valid"), c.stories))
@@ -146,7 +146,7 @@ def clean_text(c:GpuConfig, folder:Path, inputs:dict, say:Callable):
     say(f"{kept:,} of {read:,} documents stay")
 
 # %% ../../nbs/14_alignment/14o_gpu_plan.ipynb #14o1stages
-def text_sources(c:GpuConfig)->list: # The first two stages, as `planted_sources`
+def text_sources(c:GpuConfig)->list: # The first two stages, in place of `planted_sources`
     return [config_stage(c, "web", read_text, (), "a corpus by name", None,
                          ("pages", "valid.jsonl"), "data", "pages", "stories"),
             config_stage(c, "clean", clean_text, ("web",), "the funnel", None, (
@@ -162,18 +162,18 @@ def run_gpu_pipeline(
     try: pick_device(config.device)
     except ValueError as e:
         raise UserError(f"{e}; --dry-run says what it would take, without a GPU") from None
-    documents(config.data) # An unknown name, or a file that isn't there
+    documents(config.data) # Rejects an unknown name or a missing file
     stages = [replace(s, seconds=None) for s in pipeline_stages(config, text_sources)]
     return run_stages(stages, out, "pipeline", say, until)
 
 # %% ../../nbs/14_alignment/14o_gpu_plan.ipynb #14o2corp
-CORPORA = {"tinystories": ("TinyStories", 2.23), # Name to description and gigabytes, where known
+CORPORA = {"tinystories": ("TinyStories", 2.23), # Maps names to a description and, if known, gigabytes
            "hf:HuggingFaceFW/fineweb-edu:sample-10BT": ("a sample of FineWeb-Edu", None)}
 PLAN = "stage about tokens flops memory_bytes seconds".split() # Columns; some may be empty
 
 # %% ../../nbs/14_alignment/14o_gpu_plan.ipynb #14o2plan
 def plan_stages(
-    c:GpuConfig=GpuConfig(), gpu:str="h100", share:float=.4, # `device`; assumed share of its peak
+    c:GpuConfig=GpuConfig(), gpu:str="h100", share:float=.4, # A name for `device`; assumed share of peak
 )->list: # Dicts: stage, about, tokens, flops, memory_bytes, seconds (None on the CPU)
     "Estimate each stage's tokens, memory and time by the formulas of chapter 02."
     if not 0 < share <= 1: raise ValueError(f"share = {share}, expected above 0 and at most 1")
@@ -184,7 +184,7 @@ def plan_stages(
                    for f in (training_flops, forward_flops))
     name, size = CORPORA.get(c.data, (c.data, None))
     stored = tokens if size is None else min(tokens, size*1e9/4.4) # At about 4.4 bytes per token
-    texts, examples = 4*c.micro_batch, 64*c.sft_steps # Computed at a time, and in all
+    texts, examples = 4*c.micro_batch, 64*c.sft_steps # Texts computed at a time; examples in all
     def memory(rows, length, dtype, others=0):
         return _step_bytes(model, rows, length, dtype) + others*4*n
     def stage(name, about, tokens=None, flops=None, held=None, dtype="bfloat16", slowest=0.):
@@ -213,7 +213,7 @@ def plan_stages(
         stage("report", "the card")]
 
 # %% ../../nbs/14_alignment/14o_gpu_plan.ipynb #14o2held
-def _step_bytes(model:ModelConfig, rows:int, length:int, dtype:str)->int: # Of a training step
+def _step_bytes(model:ModelConfig, rows:int, length:int, dtype:str)->int: # Bytes held in a training step
     return sum(training_bytes(model, rows, length, dtype=dtype, device="cuda",
                               grad_accum_steps=2).values())
 
@@ -239,4 +239,4 @@ def plan_lines(
             table, "",
             f"{total/3600:.1f} hours of the GPU in all; {si(most, 'B')} of memory at most, "
             f"{si(card.memory_bytes, 'B')} are there: it {fits}",
-            "This is a plan, counted and not measured: nothing of it was run."]
+            "This is a plan, counted and not measured: none of it was run."]

@@ -44,7 +44,7 @@ class PackedSftDataset(Dataset):
 def read_conversations(
     path:str|Path, # Lines of JSON
 )->list: # Dicts with `prompt` and `response`
-    "Read conversations. `ValueError` names an incomplete line; `FileNotFoundError`."
+    "Read conversations. `ValueError` names an incomplete line, `FileNotFoundError` a missing file."
     if not Path(path).is_file(): raise FileNotFoundError(f"{path}: no such file")
     found = []
     for n,line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), 1):

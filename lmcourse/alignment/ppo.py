@@ -17,7 +17,7 @@ def gae(
     gamma:float=1.,  # Discount of later rewards
     lam:float=.95,   # 0 trusts the critic, 1 the rewards
 )->tuple: # Advantages and returns (the critic's targets) `(B, T)`, 0 after the end
-    "Estimate advantages by GAE. `ValueError` for wrong shapes, gamma or lam. Schulman 2016, eq. 16."
+    "Estimate advantages by GAE. `ValueError` for bad shapes, gamma or lam. Schulman 2016, eq. 16."
     if not rewards.shape == values.shape == mask.shape or rewards.ndim != 2:
         raise ValueError(f"rewards {tuple(rewards.shape)}, values {tuple(values.shape)}, "
                          f"mask {tuple(mask.shape)}, expected one shape (B, T)")

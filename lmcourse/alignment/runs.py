@@ -37,7 +37,7 @@ KINDS = dict(sft="task slip demonstrations".split(),
 def new_alignment(
     run:str|Path,      # New folder
     kind:str,          # `sft`, `dpo` or `rl`
-    # `slip` and `demonstrations`, or fields of `DpoConfig` or `RlConfig`; and perhaps a `task`
+    # `slip` and `demonstrations`, or fields of `DpoConfig` or `RlConfig`; optionally a `task`
     settings:dict,
     train:TrainConfig, # Training config; without `init_from` the course's model is used
 )->Trainer: # At step 0
@@ -80,8 +80,7 @@ def _rl_config(settings:dict, seed:int)->RlConfig: # Responses as long as the ta
     return RlConfig(**dict(max_tokens=task_of(settings).max_tokens) | settings, seed=seed)
 
 # %% ../../nbs/14_alignment/14k_runs.ipynb #3a6713a0
-# From settings, config, model, tokenizer, and whether this process writes, to training texts,
-# the config with its batch, and pairs
+# Each function returns the training texts, the config with its batch size, and the pairs
 def _prepare_sft(settings:dict, train:TrainConfig, model, tokenizer, writes:bool)->tuple:
     n = settings["demonstrations"]
     if n < train.batch_size:
@@ -121,7 +120,7 @@ def own_pairs(
     prompts:int=128,                # Number of prompts
     group_size:int=8,               # Responses per prompt
     seed:int=0,                     # Seed of prompts and samples
-    task:VerifiableTask=VERIFIABLE_TASKS["briefs"], # What is asked, and who judges
+    task:VerifiableTask=VERIFIABLE_TASKS["briefs"], # Supplies the prompts and judges the responses
 )->list: # Dicts, as from `judged_pairs`
     "Make pairs of the model's responses. `ValueError` if no prompt has a right and a wrong one."
     texts = task.prompts(prompts, 1_000_000*(seed + 1))
@@ -194,7 +193,7 @@ def align_to_the_end(
 
     def report(trainer, evaluation=None):
         if not trainer.world.writes: return {}
-        return_freed_memory()           # Batches of many lengths have left gaps
+        return_freed_memory()           # Batches of many lengths fragment the memory
         found = measure_policy(trainer.model, tokenizer, prompts, 7, task=task)
         if hasattr(trainer.batches, "measure"): found |= trainer.batches.measure(trainer.model)
         note_steps(run/"success.jsonl", [dict(step=trainer.step) | found])

@@ -29,7 +29,7 @@ class Stage:
     settings:dict=field(default_factory=dict) # Other dependencies, as JSON values
     outputs:tuple=() # Files and folders to hash, without timestamps
     about:str=""     # Short description
-    seconds:float|None=0. # Expected CPU seconds; none if nobody has measured them
+    seconds:float|None=0. # Expected CPU seconds; None if not measured
 
 # %% ../../nbs/14_alignment/14m_stages.ipynb #14m2state
 def stage_state(
@@ -115,7 +115,7 @@ def _run_stage(stage:Stage, out:Path, records:dict, say:Callable, which:str)->di
     say(f"    {duration(record['cpu_s'])} of CPU time")
     return record
 
-def cpu_seconds()->float: # Of this process and its finished children
+def cpu_seconds()->float: # CPU time of this process and its finished children
     t = os.times()
     return t.user + t.system + t.children_user + t.children_system
 
@@ -123,7 +123,7 @@ def cpu_seconds()->float: # Of this process and its finished children
 @contextmanager
 def pipeline_folder(
     out:str|Path, # A folder: new, empty, or begun by the same kind of pipeline
-    kind:str,
+    kind:str,     # Kind of pipeline, as in `run_stages`
 ): # Yields its path, locked against other processes
     "Lock the pipeline's folder. `UserError` for an unrelated one, `BlockingIOError` if locked."
     out = Path(out).absolute()
@@ -144,7 +144,7 @@ def pipeline_folder(
 
 # %% ../../nbs/14_alignment/14m_stages.ipynb #14m6rec
 class PipelineRecipe:
-    "What the pipeline on two cores takes for granted; `GpuConfig` has recipes of its own."
+    "Model, optimizers and batches of the pipeline on two cores; `GpuRecipe` has those for a GPU."
     data, task, device, tokenizer_documents = "stories", "briefs", "cpu", 4000
     # Fields of the config
     d_model:int; num_layers:int; base_steps:int; sft_steps:int; dpo_steps:int; seed:int
@@ -161,7 +161,7 @@ class PipelineRecipe:
                                   device="cpu", eval_every=every, checkpoint_every=every,
                                   eval_documents=50, log_every=max(1, self.base_steps//100))
 
-    def teachers(self)->dict: # Kind to settings of `new_alignment` and fields of `TrainConfig`
+    def teachers(self)->dict: # Maps kinds to settings of `new_alignment` and fields of `TrainConfig`
         return dict(
             sft=(dict(slip=self.slip, demonstrations=32*self.sft_steps),
                  dict(batch_size=32, lr=2e-3, min_lr=2e-3)),

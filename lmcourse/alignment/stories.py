@@ -30,19 +30,19 @@ from ..tokenization.tokenizer import Tokenizer
 
 # %% ../../nbs/14_alignment/14q_stories.ipynb #1277596e
 def story_sampler(
-    model:Any, tokenizer:Tokenizer, # The policy, and what it was trained with
-    running:int=64,                 # Stories that are computed together at most
-)->Sampler: # Of responses as long as the context allows
+    model:Any, tokenizer:Tokenizer, # The policy and its tokenizer
+    running:int=64,                 # Largest number of stories computed together
+)->Sampler: # Its responses may be as long as the context allows
     "Make a sampler of whole stories, whose prompt is the empty text."
     return Sampler(model, tokenizer, model.config.context_length - 1, running)
 
 def write_stories(
     sampler:Sampler,      # From `story_sampler`
-    n:int,                # How many
-    temperature:float=1., # That tokens are drawn with, from the whole distribution
+    n:int,                # Number of stories
+    temperature:float=1., # Sampling temperature, without top-k or top-p
     seed:int=0,           # The same seed and weights give the same stories
 )->list: # `Rollout`s
-    "Write whole stories. A story longer than the context is cut, and not finished."
+    "Write whole stories. A story that is longer than the context is cut off and marked as unfinished."
     end = sampler.tokenizer.end_of_text
     requests = [Request((end,), sampler.max_tokens, temperature, stop=(end,), log_probs=0,
                         seed=seed*1_000_003 + k) for k in range(n)]
@@ -54,8 +54,8 @@ def story_grammar()->Stories: return Stories()
 
 def first_mistake(
     rollout:Rollout,     # A story
-    tokenizer:Tokenizer, # The one it was written with
-)->int|None: # Number of a token of the response, the end included; none if there is no mistake
+    tokenizer:Tokenizer, # The tokenizer of the model that wrote it
+)->int|None: # Index in the response, which includes the end; None without a mistake
     "Find the first token after which no story can go on."
     grammar, ids = story_grammar(), rollout.ids[rollout.start:]
     words = len(ids) - rollout.finished
@@ -69,14 +69,14 @@ STORY_OPENINGS = {"Once there was": 3/8, "NAME was": 1/4, "In the": 1/4, "If you
 STORY_PLOTS = dict(mend=.2, find=.2, carry=.15, quarrel=.15, learn=.15, gift=.15)
 
 def story_opening(
-    text:str, # Of a story
+    text:str, # Text of a story
 )->str: # A name of `STORY_OPENINGS`, or `other`
     "Name the way a story begins."
     patterns = r"Once there was ", r"\w+ was an? ", r"In an? ", r"If you walk "
     return next((name for name,p in zip(STORY_OPENINGS, patterns) if re.match(p, text)), "other")
 
 @cache
-def _plot_grammars()->dict: # The grammar without the other plots
+def _plot_grammars()->dict: # For each plot, the grammar without the others
     rules, found = story_grammar().rules, {}
     for name,option in zip(STORY_PLOTS, rules["plot"].options):
         found[name] = Stories()
@@ -85,17 +85,17 @@ def _plot_grammars()->dict: # The grammar without the other plots
     return found
 
 def story_plot(
-    text:str, # Of a story that is right
+    text:str, # Text of a correct story
 )->str: # A name of `STORY_PLOTS`
-    "Name its plot. Raises `StopIteration` for a story that no grammar makes."
+    "Name its plot. Raises `StopIteration` for a story that the grammar can't write."
     return next(name for name,g in _plot_grammars().items() if g.log_probs(text))
 
 # %% ../../nbs/14_alignment/14q_stories.ipynb #8f90a012
 def measure_writer(
-    model:Any, tokenizer:Tokenizer, # The policy, and what it was trained with
-    n:int=200,                      # Stories
-    temperature:float=1.,           # That they are drawn with, uncut
-    seed:int=0,                     # Of the draws
+    model:Any, tokenizer:Tokenizer, # The policy and its tokenizer
+    n:int=200,                      # Number of stories
+    temperature:float=1.,           # Sampling temperature, without top-k or top-p
+    seed:int=0,                     # Seed of the samples
 )->dict: # Counts, lists and means, ready for JSON
     "Measure how many stories are right, where the others go wrong, and how much they vary."
     stories = write_stories(story_sampler(model, tokenizer, min(n, 128)), n, temperature, seed)
@@ -120,7 +120,7 @@ def credit_weights(
     rollouts:list, # Stories, at least two
     mistakes:list, # `first_mistake` of each
     credit:Credit, # Which tokens are praised and blamed
-)->torch.Tensor: # What each token's log-probability is worth `(B, T)`, in the place of its label
+)->torch.Tensor: # Weight of each token's log-probability `(B, T)`, at the place of its label
     """Weight the tokens. `story`: each gets its story's advantage. `prefix`: up to the first mistake.
     `token`: the first mistake gets -1, and all others get 0. `choices`: all tokens get 0."""
     right = torch.tensor([float(r.finished and m is None) for r,m in zip(rollouts, mistakes)])
@@ -134,14 +134,14 @@ def credit_weights(
 # %% ../../nbs/14_alignment/14q_stories.ipynb #ef6c3695
 @torch.no_grad()
 def wrong_choices(
-    model:Any, tokenizer:Tokenizer, # The policy, and what it was trained with
+    model:Any, tokenizer:Tokenizer, # The policy and its tokenizer
     rollout:Rollout,                # One of its stories
     mistake:int|None,               # Its `first_mistake`
-    least:float=.003,               # Probability of a token that is looked at
-    most:int=8,                     # Tokens that are looked at in each place
-)->torch.Tensor: # Ids in the place of a label `(T, most)`, -1 for none
-    """List the likely tokens in each place, up to the first mistake, after which no story can go
-    on, whether they were drawn or not."""
+    least:float=.003,               # Tokens with a smaller probability are skipped
+    most:int=8,                     # Largest number of tokens judged per place
+)->torch.Tensor: # Ids at the places of the labels `(T, most)`, padded with -1
+    """List the likely wrong tokens of each place up to the first mistake, whether or not they were
+    drawn. A token is wrong if no story can go on after it."""
     grammar, ids = story_grammar(), list(rollout.ids)
     found = torch.full((len(ids) - 1, most), -1)
     top = model(torch.tensor([ids[:-1]]))[0].softmax(-1).topk(most)
@@ -159,12 +159,12 @@ def wrong_choices(
 # %% ../../nbs/14_alignment/14q_stories.ipynb #38623d9c
 @dataclass(frozen=True)
 class StoryRlConfig:
-    "What a step is made of. Raises `ValueError` where values make no sense."
+    "What a step consists of. Raises `ValueError` for invalid values."
     credit:Credit = "choices"
-    stories:int = 16     # That the policy writes for a step: 0 for none, true stories only
-    anchors:int = 16     # True stories of a step
-    anchor:float = .1    # What their next-token loss counts for, beside the reward
-    seed:int = 0         # Of what is written and of true stories
+    stories:int = 16     # Stories that the policy writes per step; 0 for true stories only
+    anchors:int = 16     # True stories per step
+    anchor:float = .1    # Weight of their next-token loss, relative to the reward
+    seed:int = 0         # Seed of the written and of the true stories
 
     def __post_init__(self):
         if self.credit not in get_args(Credit): raise ValueError(
@@ -181,7 +181,7 @@ class StoryRlConfig:
 class StoryBatches:
     "Makes the batch of a step: stories of the policy with their credit, and true stories."
     def __init__(self,
-        model:Any, tokenizer:Tokenizer, # The policy, and what it was trained with
+        model:Any, tokenizer:Tokenizer, # The policy and its tokenizer
         config:StoryRlConfig,
     ):
         self.config, self.tokenizer = config, tokenizer
@@ -204,7 +204,7 @@ class StoryBatches:
         choices = torch.full((*table.shape, K), -1)
         for i,(w,x) in enumerate(zip(weights, wrong)):
             table[i, :len(w)], choices[i, :len(x), :x.shape[1]] = w, x
-        order = used_columns(table, choices).argsort(stable=True) # Short rows stand together
+        order = used_columns(table, choices).argsort(stable=True) # Rows of similar length together
         return tuple(t[order] for t in (made["input_ids"], made["labels"], table, choices))
 
     def write(self, model:Any, step:int, rows:list, weights:list, wrong:list): # Adds to the lists
@@ -243,7 +243,7 @@ def credit_loss(model:Any, input_ids:torch.Tensor, labels:torch.Tensor, weights:
     return (might.sum(-1) - weights[:, :T]*said).sum(1).mean()
 
 def start_story_rl(
-    model:Any, tokenizer:Tokenizer, # Where the policy begins; how it reads
+    model:Any, tokenizer:Tokenizer, # The initial policy and its tokenizer
     config:StoryRlConfig,
     train:TrainConfig,              # Steps, learning rate and so on; `batch_size` is set
     valid:TokenDataset,             # True stories for the trainer's own evaluation

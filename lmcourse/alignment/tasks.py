@@ -72,7 +72,7 @@ def solve_problem(
     for event in sentences[1:-1]:
         told = ((change, m) for pattern,change in _EVENTS if (m := pattern.fullmatch(event)))
         change, m = next(told, (None, None))
-        if not change or not m: raise ValueError(f"{event!r} isn't an event that a problem can have")
+        if not change or not m: raise ValueError(f"{event!r} isn't an event of a problem")
         n = change(n, int(m[1]))
     return n
 

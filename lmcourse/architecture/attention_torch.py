@@ -46,7 +46,7 @@ def causal_mask(
     window:int|None=None, # Number of latest keys that a query sees, itself included; default: all
     device:str|torch.device|None=None, # Device of the mask
 )->torch.Tensor: # `(T, S)`, `True` where a query may see a key
-    """Make the mask in which each query sees itself and what came before.
+    """Make the mask in which each query sees its own position and earlier ones.
     Raises `ValueError` if there are more queries than keys."""
     T, S = num_queries, num_queries if num_keys is None else num_keys
     if T > S:
@@ -94,7 +94,7 @@ def rope_tables(
 def apply_rope(
     x:torch.Tensor,   # Queries or keys `(..., T, K)`
     cos:torch.Tensor, # Cosines, in any shape that broadcasts to `(..., T, K/2)`
-    sin:torch.Tensor, # Sines, likewise
+    sin:torch.Tensor, # Sines, in the shape of `cos`
 )->torch.Tensor: # Same shape and type as `x`
     "Rotate the pairs of coordinates `(2i, 2i+1)`."
     a, b = at_least_float32(x[..., 0::2]), at_least_float32(x[..., 1::2])
@@ -104,7 +104,7 @@ def apply_rope(
 def apply_rope_half(
     x:torch.Tensor,   # Queries or keys `(..., T, K)`
     cos:torch.Tensor, # Cosines, as for `apply_rope`
-    sin:torch.Tensor, # Sines, likewise
+    sin:torch.Tensor, # Sines, in the shape of `cos`
 )->torch.Tensor: # Same shape and type as `x`
     "Rotate the pairs `(i, i + K/2)`: `apply_rope` for rows in the half-split layout."
     a, b = at_least_float32(x).chunk(2, -1)
@@ -113,9 +113,9 @@ def apply_rope_half(
 # %% ../../nbs/03_architecture/03d_attention_torch.ipynb #5f2f33d2
 class FixedTable(nn.Module):
     """A table of numbers that are computed, not learnt.
-    It is saved in no file, has at least float32, and is recomputed when the module moves."""
+    It isn't saved with the model, is at least float32, and is recomputed when the module moves."""
     table:torch.Tensor
-    def values(self)->torch.Tensor: # In float64, on the CPU
+    def values(self)->torch.Tensor: # The table in float64, on the CPU
         "Compute the numbers; a subclass says how."
         raise NotImplementedError
 
@@ -177,7 +177,7 @@ class RoPE(FixedTable):
         return self.turn(x, self.at(x.shape[-2], positions))
 
 # %% ../../nbs/03_architecture/03d_attention_torch.ipynb #99d6ef17
-def _pairs_lie_together(x:torch.Tensor)->bool: # Whether `x` can be seen as complex numbers
+def _pairs_lie_together(x:torch.Tensor)->bool: # True if torch can read `x` as complex numbers
     *outer, last = x.stride()
     return (last == 1 and not x.storage_offset() % 2 and all(s % 2 == 0 for s in outer)
             and x.device.type in ("cpu", "cuda"))
@@ -206,7 +206,7 @@ class HeadProjections(nn.Module):
         self.q_proj, self.k_proj, self.v_proj = (make(c.d_model, heads*c.head_size)
                                                  for heads in (c.num_heads, c.kv_heads, c.kv_heads))
         self.output_proj = make(c.num_heads*c.head_size, c.d_model)
-        # norms of each head, or of all heads at once
+        # one norm for each head, or for all heads at once
         width = [heads*c.head_size if c.qk_norm_whole else c.head_size
                  for heads in (c.num_heads, c.kv_heads)]
         self.q_norm, self.k_norm = (RMSNorm(n, c.norm_eps, **place) if c.qk_norm else None
@@ -232,7 +232,7 @@ def prepare_heads(
     rope:RoPE|None,          # The rotation, or none
     table:torch.Tensor|None, # Result of `rope.at`
 )->tuple: # Queries and keys
-    "Normalize and rotate queries and keys, as far as the model does either."
+    "Normalize and rotate queries and keys, if the model has norms and RoPE."
     if q_norm is not None: q, k = norm_heads(q_norm, q), norm_heads(k_norm, k)
     if rope is None or table is None: return q, k
     return rope.turn(q, table.unsqueeze(-4)), rope.turn(k, table.unsqueeze(-4))
@@ -242,12 +242,12 @@ class CausalSelfAttention(HeadProjections):
     "Multi-head causal attention, in the variant that the config asks for."
     def __init__(self,
         config:ModelConfig, # Sizes and variant
-        # A `RoPE` shared by all layers of a model; by default one is made if the config asks for it
+        # A `RoPE` shared by all layers of a model; default: a new one if the config asks for RoPE
         rope:RoPE|None=None,
         # Function of queries, keys, values and window that returns `(..., H, T, K)`, say a kernel
         attention:Callable=causal_attention,
         heads:Callable=prepare_heads, # Function like `prepare_heads`
-        # As for `HeadProjections`
+        # Arguments of `HeadProjections`
         device:str|torch.device|None=None, dtype:torch.dtype|None=None, **more:Any,
     ):
         super().__init__(config, device=device, dtype=dtype, **more)
@@ -256,14 +256,14 @@ class CausalSelfAttention(HeadProjections):
                      if c.position == "rope" else None)
 
     def forward(self,
-        x:torch.Tensor,                   # `(..., T, D)`
+        x:torch.Tensor,                   # Rows of tokens `(..., T, D)`
         positions:torch.Tensor|None=None, # Positions, `(T,)` or `(..., T)`; default: 0 to T - 1
         # A cache of earlier keys and values: `cache.update(k, v)` adds new ones and returns all
         cache:Any=None,
         # Result of `rope.at`, if all layers share one; by default it is looked up here
         table:torch.Tensor|None=None,
     )->torch.Tensor: # `(..., T, D)`
-        v, *made = reversed(self.project(x)) # Popped, so that their memory is free once turned
+        v, *made = reversed(self.project(x)) # Popped, to free memory after rotation
         if self.rope is not None and table is None: table = self.rope.at(x.shape[-2], positions)
         q, k = self.heads(made.pop(), made.pop(), self.q_norm, self.k_norm, self.rope, table)
         if cache is not None: k, v = cache.update(k, v)

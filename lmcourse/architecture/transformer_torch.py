@@ -23,7 +23,7 @@ from .attention_torch import causal_attention, prepare_heads
 
 # %% ../../nbs/03_architecture/03f_transformer_torch.ipynb #69cb417e
 def make_norm(
-    config:ModelConfig, # Sizes and variant, the kind of norm and its epsilon among them
+    config:ModelConfig, # Sizes and variant, including the kind of norm and its epsilon
     device:str|torch.device|None=None, # Device of the gain
     dtype:torch.dtype|None=None,       # Type of the gain
 )->nn.Module: # A norm over D; `nn.Identity` if the config has none
@@ -91,7 +91,7 @@ class TransformerBlock(nn.Module):
     "Attention and a feed-forward network, each added to the residual stream."
     def __init__(self,
         config:ModelConfig,                  # Sizes and variant
-        # A `RoPE` shared by all blocks; by default one is made if the config asks for it
+        # A `RoPE` shared by all blocks; default: a new one if the config asks for RoPE
         rope:RoPE|None=None,
         device:str|torch.device|None=None,   # Device of the weights; `meta` for shapes only
         dtype:torch.dtype|None=None,         # Type of the weights; default: torch's

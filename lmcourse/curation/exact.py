@@ -60,7 +60,7 @@ def exact_line_deduplication(
         with atomic_write(out/path.name) as part: part.write_bytes(b"".join(kept))
 
 # %% ../../nbs/13_curation/13f_exact.ipynb #13f00019
-def _lines(path:Path)->Iterable[bytes]: # With line ends
+def _lines(path:Path)->Iterable[bytes]: # Lines with their ends
     with path.open("rb") as file: yield from file
 
 def _line_hash(line:bytes)->bytes: # Hash of the line without its end
@@ -92,7 +92,7 @@ class BloomFilter:
     def __contains__(self, item:str)->bool:
         return all(self.bits[p >> 3] >> (p & 7) & 1 for p in self.places(item))
 
-    def fill(self)->float: # The share of its bits that are set
+    def fill(self)->float: # Share of the bits that are set
         return sum(b.bit_count() for b in self.bits)/self.size
 
 # %% ../../nbs/13_curation/13f_exact.ipynb #13f00030
@@ -114,7 +114,7 @@ def suffix_array(
 
 # %% ../../nbs/13_curation/13f_exact.ipynb #13f00033
 @kernel
-def longest_common_prefixes(values, order): # `(n,)`, with the previous suffix; 0 for the first
+def longest_common_prefixes(values, order): # Lengths `(n,)` shared with the suffix before
     n = len(values)
     place, lcp, h = np.empty(n, np.int64), np.zeros(n, np.int64), 0
     for k in range(n): place[order[k]] = k

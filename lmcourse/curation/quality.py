@@ -63,7 +63,7 @@ class KneserNey:
         "Compute the exact log-probability of a text's words."
         padded = [_END]*(self.order - 1) + self.tokens(text)
         total = -sum((len(w.encode()) + 1)*math.log(256) for w in text.split()
-                     if w not in self.known)                     # With a byte that ends the word
+                     if w not in self.known)                     # With a byte that ends it
         for i in range(self.order - 1, len(padded)):
             total += math.log(self.prob(tuple(padded[i - self.order + 1:i]), padded[i]))
         return total
@@ -162,7 +162,7 @@ def dsir_log_weights(
     return np.array([_bag(grams(t), len(raw))@ratio for t in texts])
 
 def gumbel_top_k(
-    log_weights:np.ndarray, # `(n,)`
+    log_weights:np.ndarray, # Log weights `(n,)`
     k:int,                  # Number to draw
     rng:np.random.Generator, # Random generator
 )->np.ndarray: # Distinct positions `(k,)`, in the order drawn

@@ -33,7 +33,7 @@ def _sections(name:str)->dict: # Name of a section to its lines
     return {title: body.strip().split("\n") for title,body in zip(parts[::2], parts[1::2])}
 
 def language_sentences()->dict: # Code of the language to its templates
-    "The course's own sentences in eight languages; line n says the same in each."
+    "Return the course's own sentences in eight languages; line n says the same in each."
     return _sections("languages.txt")
 
 # %% ../../nbs/13_curation/13a_web.ipynb #440be43a
@@ -60,34 +60,34 @@ KINDS = {                     # Kind of a page: its share of the web, and what i
 class Page:
     "A page of the planted web and the truth about it."
     id:str            # Five digits
-    url:str           # Of a domain that can't exist (`.example`)
+    url:str           # Address, in a domain that can't exist (`.example`)
     kind:str          # One of `KINDS`
     text:str          # What a perfect extractor finds: no menu, no title, no footer
     title:str         # The heading above it
     language:str      # Code, say `en`; empty for noise
     layout:str        # One of `LAYOUTS`; empty for a binary page
-    charset:str       # In which the body is written
-    declared:str      # What the server says it is written in; may be wrong or empty
+    charset:str       # Character set of the body
+    declared:str      # Character set that the server claims; may be wrong or empty
     sent:str          # `plain`, `gzip`, `chunked` or `gzip chunked`
     original:str=""   # For copies: the id of the page that was copied
-    edits:int=0       # For near copies: words changed
+    edits:int=0       # For near copies: number of changed words
     pii:tuple=()      # Planted `(kind, text)`, kind `email`, `phone` or `ip`
     trap:str=""       # One of `TRAPS`: something in the text that isn't story
-    body:bytes=b""    # As a browser has it, after decompression
+    body:bytes=b""    # What a browser has after decompression
 
 # %% ../../nbs/13_curation/13a_web.ipynb #bf16448e
 def class_sentences(
     kind:str, # `spam`, `nsfw` or `toxic`
 )->list: # Templates for `fill`
-    "The sentences of a planted class. The web uses every second one, as with the languages."
+    "Return the sentences of a planted class. The web uses every second one, as for languages."
     return _sections("classes.txt")[kind]
 
 # %% ../../nbs/13_curation/13a_web.ipynb #8f7cd542
 def edit_words(
     text:str,          # Words with single blanks between them
-    edits:int,         # How many of them to change
-    pool:list,         # Words to put there
-    rng:random.Random, # Source of the places and the new words
+    edits:int,         # Number of words to change
+    pool:list,         # Words to put in
+    rng:random.Random, # Source of the positions and the new words
 )->str: # The same number of words; exactly `edits` differ
     "Change words of a text. Raises `ValueError` if it has too few."
     words = text.split(" ")
@@ -132,10 +132,10 @@ _WEB, _TEST = 1_000_000, 2_000_000  # Seeds of stories begin here
 
 # %% ../../nbs/13_curation/13a_web.ipynb #99511a62
 def test_set(
-    seed:int=0,     # Another seed is another test set
-    stories:int=50, # How many
+    seed:int=0,     # Another seed gives another test set
+    stories:int=50, # Number of stories
 )->list: # Texts
-    "Stories that nobody may train on. The planted web has leaked the first of them."
+    "Generate stories that nobody may train on. The planted web contains the first of them."
     source = Stories(_TEST + seed)
     return [next(source) for _ in range(stories)]
 
@@ -195,7 +195,7 @@ def _tables(p:_Parts)->str:
             f"</table>")
 
 # %% ../../nbs/13_curation/13a_web.ipynb #a0109f02
-def _unclosed(p:_Parts)->str: # As pages were written by hand
+def _unclosed(p:_Parts)->str: # Like pages that were written by hand
     menu = "\n".join(f"<LI><A HREF=/{i}>{m}</A>" for i,m in enumerate(p.menu))
     text = "\n".join(f"<P ALIGN=justify>{t}" for t in p.body)
     return f"<H2>{p.title}</H2>\n<UL>{menu}\n</UL>\n{text}\n<HR><P><I>{p.footer}</I>"
@@ -329,11 +329,11 @@ def _render(site:_Site, title:str, text:str, trap:str, others:list, rng:random.R
 
 # %% ../../nbs/13_curation/13a_web.ipynb #19e03140
 def planted_web(
-    pages:int=1000,       # How many
-    seed:int=0,           # Another seed is another web
-    shares:dict|None=None, # Kind to its share; by default those of `KINDS`
+    pages:int=1000,       # Number of pages
+    seed:int=0,           # Another seed gives another web
+    shares:dict|None=None, # Kind to its share; default: those of `KINDS`
 )->list: # `Page`s in random order; the same on every machine
-    "A web with an answer key. Raises `ValueError` for kinds that don't exist or copies of nothing."
+    "Generate a web with an answer key. Raises `ValueError` for unknown kinds or copies of nothing."
     shares = shares or {kind: share for kind,(share,_) in KINDS.items()}
     if odd := sorted(set(shares) - set(KINDS)):
         raise ValueError(f"kinds {odd}, expected some of {', '.join(KINDS)}")
@@ -367,7 +367,7 @@ def planted_web(
     return sorted(made, key=lambda page: page.id)
 
 # %% ../../nbs/13_curation/13a_web.ipynb #04c92bea
-def _counts(pages:int, shares:dict)->dict: # Whole pages of each kind, that add up
+def _counts(pages:int, shares:dict)->dict: # Number of pages of each kind; they add up to `pages`
     if pages < 1 or min(shares.values()) < 0 or not sum(shares.values()) > 0:
         raise ValueError(f"pages = {pages}, shares = {shares}, expected a page and shares above 0")
     exact = {k: pages*v/sum(shares.values()) for k,v in shares.items()}
@@ -411,8 +411,8 @@ def _response(page:Page)->bytes: # What the server sent
 
 # %% ../../nbs/13_curation/13a_web.ipynb #222dc0d0
 def write_warc(
-    path:str|Path,         # Usually ends in `.warc.gz` or `.warc.wet.gz`
-    pages:Iterable[Page],  # In the order of the file
+    path:str|Path,         # File to write; its name usually ends in `.warc.gz` or `.warc.wet.gz`
+    pages:Iterable[Page],  # Pages, in the order of the file
     wet:bool=False,        # Write titles and texts instead of what the servers sent
 )->list: # The byte at which each page's record begins
     "Archive pages, one gzip member each. If writing fails, no unfinished file is left behind."
@@ -435,7 +435,7 @@ class WarcRecord(NamedTuple):
     "A record of a WARC or WET file."
     kind:str     # `response`, `conversion`, `warcinfo`, `request`, ...
     headers:dict # Lower-case names to values
-    payload:bytes # What the server sent, with its headers; of a `conversion` the text
+    payload:bytes # What the server sent, with its headers; the text of a `conversion`
 
     @property
     def url(self)->str: return self.headers.get("warc-target-uri", "").strip("<>")
@@ -444,10 +444,10 @@ class WarcRecord(NamedTuple):
 
 # %% ../../nbs/13_curation/13a_web.ipynb #34694788
 def read_warc(
-    path:str|Path,         # WARC 1.0 or 1.1, gzip or plain
-    max_bytes:int=1 << 26, # Of a payload; a longer one is cut and marked `warc-truncated`
+    path:str|Path,         # File in WARC 1.0 or 1.1, gzip or plain
+    max_bytes:int=1 << 26, # Limit on a payload; longer ones are cut and marked `warc-truncated`
     strict:bool=True,      # Whether damage ends the reading
-)->Iterator[WarcRecord]: # In the order of the file
+)->Iterator[WarcRecord]: # Records in the order of the file
     """Read records, one at a time. A damaged file raises a `ValueError` that names the place; if
     not strict, a record of the kind `damaged` marks the place, and reading goes on after it."""
     if not strict:
@@ -466,9 +466,9 @@ def read_warc(
 _BLOCK, _GZIP = 1 << 16, b"\x1f\x8b\x08"
 
 def unpacked_blocks(
-    file:BinaryIO,      # Open, at the first byte
+    file:BinaryIO,      # Open file, at its first byte
     end:float=math.inf, # Where to stop, in bytes of the file
-)->Iterator[bytes]: # Of bounded size
+)->Iterator[bytes]: # Blocks of bounded size
     "Unpack a file, gzip or plain, across members. Raises `EOFError` or `zlib.error` if damaged."
     def read(): return file.read(int(min(_BLOCK, end - file.tell())))
     data = read()
@@ -543,7 +543,7 @@ def _next_record(source:_Bytes, max_bytes:int)->WarcRecord:
 def gzip_stretches(
     path:str|Path, # A gzip file; any other is one whole stretch
 )->Iterator[tuple]: # `(start, end, whole)`: bytes of the file, in order, nothing left out
-    "Find which parts of a file can be read: those in which every gzip member fits its checksum."
+    "Find which parts of a file can be read: those in which every gzip member matches its checksum."
     path, start, at = Path(path), 0, 0
     with open(path, "rb") as file:
         packed = path.suffix == ".gz" or file.read(2) == _GZIP[:2]
@@ -605,32 +605,32 @@ def _salvaged(path:Path, max_bytes:int)->Iterator[WarcRecord]: # What can be rea
 
 # %% ../../nbs/13_curation/13a_web.ipynb #c31ca2ad
 def write_truth(
-    path:str|Path,        # Of JSON lines
-    pages:Iterable[Page], # Of a planted web
+    path:str|Path,        # File of JSON lines to write
+    pages:Iterable[Page], # Pages of a planted web
 ):
-    "Write all that is known about pages, without their bodies."
+    "Write everything that is known about pages, without their bodies."
     with atomic_write(path) as part, part.open("wb") as file:
         for page in pages:
             known = {k: v for k,v in asdict(page).items() if k != "body"}
             file.write((json.dumps(known, ensure_ascii=False) + "\n").encode())
 
 def read_truth(
-    path:str|Path, # Of `write_truth`
+    path:str|Path, # File that `write_truth` wrote
 )->dict: # Id to its `Page`, without the body
-    "Read a truth file. `ValueError` names the line that is no page."
+    "Read a truth file. `ValueError` names a line that isn't a page."
     pages, names = {}, {f.name for f in fields(Page)} - {"body"}
     with open(path, encoding="utf-8") as file:
         for number,line in enumerate(file, 1):
             try: raw:Any = json.loads(line)
             except json.JSONDecodeError: raw = None
             if not isinstance(raw, dict) or set(raw) != names:
-                raise ValueError(f"{path}: line {number} is no page: {line[:60]!r}")
+                raise ValueError(f"{path}: line {number} is not a page: {line[:60]!r}")
             pages[raw["id"]] = Page(**raw | {"pii": tuple(map(tuple, raw["pii"]))})
     return pages
 
 # %% ../../nbs/13_curation/13a_web.ipynb #6c27b9e5
 class Document(NamedTuple):
     "A text and where it came from."
-    id:str   # Of the record: looks up the truth of a planted page
+    id:str   # Id of the record, which leads to the truth about a planted page
     url:str
     text:str

@@ -17,8 +17,9 @@ show = i => {
       stroke-opacity=".75" stroke-width="${1 + 5*row[k]}"/>` }).join('');
   const sorted = row.map((v, k) => [v, k]).sort((a, b) => b[0] - a[0]);
   const most = sorted.slice(0, 3).filter(p => p[0] >= .005);
-  says.textContent = `Layer ${l + 1}, head ${h + 1}: ${name(i)} looks ` + most.map(([v, k]) =>
-    `${Math.round(100*v)}% at ${name(k)}` + (k == i ? ' (itself)' : '')).join(', ') + '.' };
+  says.textContent = `Layer ${l + 1}, head ${h + 1}: ${name(i)} puts ` + most.map(([v, k], n) =>
+    `${Math.round(100*v)}%${n ? '' : ' of its attention'} on ${name(k)}` +
+    (k == i ? ' (itself)' : '')).join(', ') + '.' };
 const again = () => show(words.findIndex(w => w.tabIndex == 0));
 root.querySelectorAll('input').forEach(r => r.onchange = again);
 addEventListener('resize', again); new IntersectionObserver(again).observe(root);

@@ -19,8 +19,8 @@ from ..tools.grading import check_numbers, run_answer, short
 
 # %% ../../nbs/06_ablations/06z_ablations.ipynb #6f59d66b
 def _seeds(seed:int, n:int, more:int=0)->tuple:
-    # Losses of a variant and a base by seed; what is easy is so for both. `more` seeds have one of
-    # the two
+    # Losses of a variant and a base by seed; an easy seed is easy for both. `more` seeds have only
+    # one of the two
     rng = np.random.default_rng(seed)
     easy = rng.normal(1.4, .05, n + more)
     a, b = easy + rng.normal(.02, .01, n + more), easy + rng.normal(0, .01, n + more)
@@ -33,7 +33,7 @@ def _seeds(seed:int, n:int, more:int=0)->tuple:
     return variant, base
 
 def _interval_mistakes()->dict:
-    # Words to a function of the values of both, seed by seed, that gives half a width
+    # Message to a function that makes this mistake: values of both, seed by seed, to half a width
     root, spread = (lambda a: math.sqrt(len(a)),
                     lambda a, b: statistics.stdev(x - y for x,y in zip(a, b)))
     t, apart = (lambda a: student_t(len(a) - 1),
@@ -99,7 +99,7 @@ def _least(half:Callable, most:float)->int:
 
 # %% ../../nbs/06_ablations/06z_ablations.ipynb #d25cd37f
 @cache
-def _seed_numbers()->tuple: # The right numbers, and what wrong ones are
+def _seed_numbers()->tuple: # The right numbers, and what is behind each usual wrong one
     paired, apart = ((lambda n: student_t(n - 1)*.02/math.sqrt(n)),
                      (lambda n: student_t(2*n - 2)*.04*math.sqrt(2/n)))
     right = dict(correlation=1 - .02**2/(2*.04**2), two=paired(2), seeds=_least(paired, .01),
@@ -135,14 +135,14 @@ def _seed_numbers()->tuple: # The right numbers, and what wrong ones are
 def check_seeds_needed(
     answer:dict, # 'correlation', 'two', 'seeds', 'half' and 'unpaired', each a number
 ):
-    """`AssertionError` unless the numbers follow from Student's t, to half a per cent, so numbers
-    of seeds exactly."""
+    """`AssertionError` unless the numbers follow from Student's t, to half a per cent; numbers of
+    seeds must be exact."""
     check_numbers(answer, *_seed_numbers(), rtol=.005)
 
 # %% ../../nbs/06_ablations/06z_ablations.ipynb #7513eb06
 def _step_flops(V:int, T:int, D:int, d_ff:int, L:int, windows:int, passes:int=3, pairs:float=1,
                 matrices:int=3, looked_up:int=0, projections:int=4,
-                head:int=1)->float: # Right by default
+                head:int=1)->float: # The defaults are right
     return passes*2*windows*T*(L*(projections*D*D + matrices*D*d_ff + pairs*2*T*D)
                                + (head + looked_up)*V*D)
 
@@ -243,7 +243,7 @@ _FLOOR, _UNIFORM = .169, math.log(320)
 
 # %% ../../nbs/06_ablations/06z_ablations.ipynb #11b61004
 def nine_runs()->dict: # Letter to a dict of numbers
-    "The runs of exercise 5."
+    "Return the numbers of the nine runs of exercise 5."
     return {letter: dict(zip(_COLUMNS, row)) for letter,row in _RUNS.items()}
 
 # %% ../../nbs/06_ablations/06z_ablations.ipynb #856dd933

@@ -17,7 +17,7 @@ from ..curation.minhash import candidate_probability
 from ..tools.grading import check_numbers, run_answer, short, short_args
 
 # %% ../../nbs/13_curation/13z_data.ipynb #13z00007
-def _same(got, right)->bool: # Of the same kind and value; floats nearly
+def _same(got, right)->bool: # Whether type and value agree; floats only nearly
     if isinstance(right, dict):
         return (isinstance(got, dict) and got.keys() == right.keys()
                 and all(_same(got[k], v) for k,v in right.items()))
@@ -29,7 +29,7 @@ def _same(got, right)->bool: # Of the same kind and value; floats nearly
     return math.isclose(got, right, rel_tol=1e-6, abs_tol=1e-12)
 
 def _grade(f:Callable, right:Callable, cases:list, mistakes:dict, run:Callable=run_answer):
-    # An error for a wrong function
+    # Raises an `AssertionError` for a wrong function
     def shows(wrong, case): # Does the answer do there what this mistake does?
         try: return _same(run(f, *case), run(wrong, *case))
         except (ArithmeticError, ValueError, AssertionError, LookupError): return False
@@ -54,9 +54,9 @@ def check_mask_emails(
              ("a.b+c@mail.x-y.example, or A_B@C.EXAMPLE!",), ("We met @noon, at 3@4, and a @ b.",),
              ("(x@y.example)(z@y.example)",), ("No address.",)]
     _grade(mask_emails, by(good), cases, {
-        "the full stop behind an address is not part of it": by(r"\S+@\S+"),
+        "the full stop after an address is not part of it": by(r"\S+@\S+"),
         "names may have dots, + and -": by(r"\w+@[\w-]+(?:\.[\w-]+)+"),
-        "an address has a dot behind the @": by(r"[\w.+-]+@[\w.-]*\w"),
+        "an address has a dot after the @": by(r"[\w.+-]+@[\w.-]*\w"),
         "mask every address, not only the first": by(good, 1),
         "capital letters occur too": by(r"[a-z0-9_.+-]+@[a-z0-9-]+(?:\.[a-z0-9-]+)+"),
         "a domain may have several dots": by(r"[\w.+-]+@[\w-]+\.\w+(?![\w.-])"),
@@ -77,7 +77,7 @@ def check_mask_phone_numbers(
     _grade(mask_phone_numbers, by(good), cases, {
         "a longer number is no phone number": by(r"\(?\d{3}\)?[ -]?\d{3}[ -]?\d{4}"),
         "brackets belong to the number": by(r"(?<!\d)\d{3}\)?[ -]?\d{3}[ -]?\d{4}(?!\d)"),
-        "digits may stand without signs between":
+        "there may be no signs between the digits":
             by(r"\(?(?<!\d)\d{3}\)?[ -]+\d{3}[ -]\d{4}(?!\d)"),
         "hyphens occur": by(r"\(?(?<!\d)\d{3}\)? ?\d{3} ?\d{4}(?!\d)"),
         "blanks occur": by(r"\(?(?<!\d)\d{3}\)?-?\d{3}-?\d{4}(?!\d)"),
@@ -100,7 +100,7 @@ def check_mask_ips(
         "numbers go up to 255": by(r"(?<![\d.])\d{1,3}(?:\.\d{1,3}){3}(?![\d])"),
         "four numbers, not three": by(rf"(?<![\d.]){byte}(?:\.{byte}){{2,3}}(?!\.?\d)"),
         "255 is allowed": by(good.replace("[0-5]", "[0-4]")),
-        "digits before or behind belong to the number": by(rf"{byte}(?:\.{byte}){{3}}"),
+        "digits before or after it belong to the number": by(rf"{byte}(?:\.{byte}){{3}}"),
         "mask every address, not only the first": by(good, 1),
         "0 is allowed": by(good.replace(r"1?\d?\d", r"1\d\d|[1-9]\d?")),
         "a dot is only a dot": by(rf"(?<![\d.]){byte}(?:.{byte}){{3}}(?!\.?\d)"),
@@ -221,7 +221,7 @@ def check_meeting_probability(
     cases = [(.8, 20, 6), (.5, 3, 2), (.3, 1, 4), (.9, 5, 1), (1., 4, 4), (0., 9, 3)]
     _grade(meeting_probability, lambda s, b, r: 1 - (1 - s**r)**b, cases, {
         "b and r are swapped": lambda s, b, r: 1 - (1 - s**b)**r,
-        "that is the probability to miss each other": lambda s, b, r: (1 - s**r)**b,
+        "that is the probability of missing each other": lambda s, b, r: (1 - s**r)**b,
         "that is one band": lambda s, b, r: s**r,
         "chances don't add up": lambda s, b, r: min(1, b*s**r),
         "all bands need not be equal, one is enough": lambda s, b, r: s**(r*b),
@@ -297,7 +297,7 @@ def _near(normal:Callable=normalize, similar:Callable|None=None, keep:Callable=m
 
 # %% ../../nbs/13_curation/13z_data.ipynb #13z00038
 def check_minhash_deduplication(
-    minhash_deduplication:Callable, # With the six arguments above
+    minhash_deduplication:Callable, # Function with the six arguments above
 ):
     "`AssertionError` unless the first by name of each cluster stays, and nothing else goes."
     base = " ".join(f"w{i}" for i in range(60))
@@ -314,15 +314,15 @@ def check_minhash_deduplication(
     _grade(minhash_deduplication, _near(), cases, {
         "of a cluster the first by name stays": _near(keep=max),
         "normalize before you compare": _near(normal=lambda t: t),
-        "lower case is not all of it": _near(normal=str.lower),
+        "lower case alone is not enough": _near(normal=str.lower),
         "similarity is Jaccard, not containment":
             _near(similar=lambda x, y: len(x & y)/min(len(x), len(y))),
         "only equal files were found": _near(least=lambda j, t: j == 1),
         "a cluster may be a chain": _near(chain=False),
         "all files stay": _near(least=lambda j, t: False),
         "a copy goes, not the whole cluster": _near(keep=lambda g: min(g) if len(g) == 1 else None),
-        "strangers went too": _near(least=lambda j, t: j > 0),
-        "files are gone that stand alone": _near(keep=lambda g: min(g) if len(g) > 1 else None)},
+        "files that are not similar were dropped too": _near(least=lambda j, t: j > 0),
+        "files without a duplicate were dropped": _near(keep=lambda g: min(g) if len(g) > 1 else None)},
            run)
 
 # %% ../../nbs/13_curation/13z_data.ipynb #13z00041
@@ -352,7 +352,7 @@ def check_containment(
         "that is single words": lambda t, d, n: share(t, d, 1),
         "say how much, not whether": lambda t, d, n: float(share(t, d, n) > 0),
         "all or nothing is too strict": lambda t, d, n: float(share(t, d, n) == 1),
-        "how many is no share": lambda t, d, n: share(t, d, n, lambda x, y: 1)})
+        "a number of runs is not a share": lambda t, d, n: share(t, d, n, lambda x, y: 1)})
 
 # %% ../../nbs/13_curation/13z_data.ipynb #13z00044
 def check_next_source(
@@ -374,7 +374,7 @@ def check_next_source(
         "shares count, not equal parts": most(lambda t, s, n, all_: -t[n]),
         "behind in tokens, not in parts of its share":
             most(lambda t, s, n, all_: -t[n]/s[n] if s[n] else -math.inf),
-        "that has most tokens": most(lambda t, s, n, all_: t[n]),
-        "of equal ones the first":
+        "that one has the most tokens": most(lambda t, s, n, all_: t[n]),
+        "of equal ones take the first":
             lambda t, s: max(reversed(list(s)), key=lambda n: s[n]*sum(t.values()) - t[n]),
         "that is the first": lambda t, s: next(iter(s))})

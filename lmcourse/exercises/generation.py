@@ -17,7 +17,7 @@ from ..generation.generate import generate as course_generate, log_probs, split_
 from ..tools.grading import check_numbers, run_answer, short
 
 # %% ../../nbs/05_generation/05z_generation.ipynb #a437ebae
-def _row(x:Tensor)->str: # Up to eight numbers as they are
+def _row(x:Tensor)->str: # Shows up to eight numbers in full
     return (f"[{', '.join(f'{v:.4g}' for v in x.tolist())}]" if x.ndim == 1 and len(x) <= 8
             else short(x))
 
@@ -26,7 +26,7 @@ def _alike(a, b:Tensor)->bool:
             and torch.allclose(a.double(), b.double(), 1e-4, 1e-6, equal_nan=True))
 
 def _grade_rows(f:Callable, oracle:Callable, names:tuple, cases:list, mistakes:dict):
-    # `cases`: arguments and a reason. `mistakes`: words to a function
+    # `cases`: arguments and a reason. `mistakes`: message to a wrong function
     for *args,why in cases:
         given = (f"{n} = {_row(a) if isinstance(a, Tensor) else short(a)}"
                  for n,a in zip(names, args))
@@ -48,7 +48,7 @@ def _randn(*shape, seed:int=0)->Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 def _cut(rule:Callable, scaled:bool=True, back:bool=True)->Callable:
-    # Of probabilities: what `rule(falling, sums, p)` keeps of the falling ones
+    # Makes a function that keeps the probabilities for which `rule(falling, sums, p)` is true
     def f(probs, p):
         falling, order = probs.sort(descending=True, stable=True)
         kept = falling*rule(falling, falling.cumsum(-1), p)
@@ -77,7 +77,7 @@ def _next_cases()->list: # (logits, temperature, top_p, why)
 def _next_mistakes()->dict:
     right, after = (_cut(lambda q, s, p: s - q < p),
                     lambda f: lambda z, t, p: f((z/t).softmax(-1), p))
-    mistakes = {"exp overflows or underflows: take the largest logit off first":
+    mistakes = {"exp overflows or underflows: subtract the largest logit first":
                     lambda z, t, p: right((z/t).exp()/(z/t).exp().sum(), p),
             "the logits are multiplied by the temperature, expected divided":
                     lambda z, t, p: right((z*t).softmax(-1), p),
@@ -85,7 +85,7 @@ def _next_mistakes()->dict:
                 "top_p is not used": after(lambda q, p: q),
             "what is kept is not scaled to sum to 1":
                     after(_cut(lambda q, s, p: s - q < p, scaled=False)),
-            "the numbers stand in falling order, expected each at its id":
+            "the numbers are in falling order, expected each at its id":
                     after(_cut(lambda q, s, p: s - q < p, back=False)),
             "the token that crosses top_p is missing": after(_cut(lambda q, s, p: s <= p)),
             "the token that reaches top_p is missing": after(_cut(lambda q, s, p: s < p)),
@@ -216,7 +216,8 @@ def check_draw(
         if not 0 <= got < 4: raise AssertionError(f"{where}{got} is not an id")
         counts[got] += 1
     if counts != [100, 200, 300, 400]:
-        raise AssertionError(f"of 1,000 even u, the ids of {_row(probs)} came {counts} times")
+        raise AssertionError(f"for 1,000 even u, the ids of {_row(probs)} were drawn {counts} "
+                             "times")
 
 # %% ../../nbs/05_generation/05z_generation.ipynb #87432a09
 _V = 7 # Vocabulary of the grader's model
@@ -269,8 +270,8 @@ def check_generate(
     # ids
     generate:Callable,
 ):
-    """`AssertionError` unless the ids are those of the course's loop, and the model is asked no
-    more than that."""
+    """`AssertionError` unless the ids are those of the course's loop, and the model is
+    called no more often."""
     for ids,most,context in _LOOPS:
         watched, right_model = _Watched(), _Watched()
         right = list(course_generate(right_model, ids, most, 0, stop=[0], context_length=context))
@@ -298,7 +299,7 @@ def check_generate(
                                  "use torch.no_grad()")
 
 # %% ../../nbs/05_generation/05z_generation.ipynb #92f486b5
-def _sampler_numbers()->tuple: # The right numbers, and what wrong ones are
+def _sampler_numbers()->tuple: # The right numbers, and messages for wrong ones
     three, halves, source, q = (torch.tensor(p, dtype=torch.float64)
                                 for p in ([.6, .3, .1], [.5**i for i in range(1, 60)], [.5, .3, .2],
                                           1/50))
@@ -369,7 +370,7 @@ def _penalised(z:Tensor, seen:list, t:float)->Tensor: return sampling.repetition
 def check_penalise(
     penalise:Callable, # `penalise(logits, seen, theta)` gives logits `(V,)`
 ):
-    "`AssertionError` unless what came is less likely, by the usual rule."
+    "`AssertionError` unless tokens that occurred become less likely, by the usual rule."
     z, zero = torch.tensor([2., -1., .5]), torch.tensor([0., 3., -math.inf, -2.])
     cases = [(z, [0], 2., ""), (z, [0, 1], 2., ""), (z, [1, 0, 1, 1], 2., ""),
              (z, [], 2., "nothing came yet"),
@@ -438,7 +439,7 @@ def _stop_cases()->list:
 
 # %% ../../nbs/05_generation/05z_generation.ipynb #00a97bdd
 def _shown_by(until_stop:Callable, pieces:list, stop:str)->tuple:
-    # What was shown each time a piece was asked for, and all pieces that came
+    # What was shown each time a piece was asked for, and all pieces that were yielded
     shown, at = [], []
     def source():
         for piece in pieces:
@@ -473,8 +474,8 @@ def _stop_hint(text:str, right:str, whole:str, stop:str, why:str)->str:
 def check_until_stop(
     until_stop:Callable, # `until_stop(pieces, stop)` yields pieces of text
 ):
-    """`AssertionError` unless the text ends before the stop string, comes as early as it can, and
-    no piece is taken in vain."""
+    """`AssertionError` unless the text ends before the stop string, is shown as early as possible,
+    and no piece is requested in vain."""
     if not callable(until_stop):
         raise AssertionError(f"expected a function, got {short(until_stop)}")
     for pieces,stop,why in _stop_cases():

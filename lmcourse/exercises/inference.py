@@ -28,8 +28,8 @@ from ..tools.grading import check_numbers, run_answer, short
 
 # %% ../../nbs/07_inference/07z_inference.ipynb #ea2568bb
 def _number_or_words(where:str, got, right, mistakes:dict, rtol:float=0):
-    # A number; `mistakes`: words to the number that one gives
-    # The last can't become a float
+    # Checks a number; `mistakes` maps words to the number that a mistake gives.
+    # A very large integer can't become a float
     whole = isinstance(got, Integral)
     if isinstance(got, bool) or not isinstance(got, Real) or whole and abs(got) > 2**999:
         raise AssertionError(f"{where}expected a number, got {short(got)}")
@@ -43,7 +43,7 @@ def _shown(number)->str: return f"{number:,}" if isinstance(number, Integral) el
 # %% ../../nbs/07_inference/07z_inference.ipynb #8fa51e7d
 def _array_or_words(where:str, got, right:np.ndarray, mistakes:dict, rtol:float=1e-6,
                     atol:float=1e-9):
-    # `mistakes`: words to array
+    # Checks an array; `mistakes` maps words to the array that a mistake gives
     if not isinstance(got, np.ndarray):
         raise AssertionError(f"{where}expected a NumPy array, got {short(got)}")
     try: check_close(got, right, rtol, atol)
@@ -53,7 +53,7 @@ def _array_or_words(where:str, got, right:np.ndarray, mistakes:dict, rtol:float=
         raise AssertionError(f"{where}{e}{words or _nan(got)}") from None
 
 def _nan(got:np.ndarray)->str:
-    return (": NaN comes of 0/0 or inf - inf" if got.dtype.kind == "f" and np.isnan(got).any()
+    return (": NaN comes from 0/0 or inf - inf" if got.dtype.kind == "f" and np.isnan(got).any()
             else "")
 
 # %% ../../nbs/07_inference/07z_inference.ipynb #72711bb3
@@ -63,7 +63,7 @@ def _kv_mistakes(c:ModelConfig, B:int, T:int, n:int)->dict:
     right = 2*L*B*G*seen*K*n
     return {"these are the keys alone, values are kept too": right//2,
             "these are the numbers, not their bytes": right//n,
-            "every query head was given keys of its own": 2*L*B*c.num_heads*seen*K*n,
+            "every query head was given its own keys": 2*L*B*c.num_heads*seen*K*n,
             "that is for one key/value head": 2*L*B*seen*K*n,
             "the head size is head_dim, not D/H, where it is given":
                 2*L*B*G*seen*(c.d_model//c.num_heads)*n,
@@ -137,7 +137,7 @@ def check_decoding_intensity(
 # %% ../../nbs/07_inference/07z_inference.ipynb #9bded332
 def _step_seconds(B, weights, cache, flop_per_s, bytes_per_s, readings=1, caches=None, size=2,
                   flops=2, join=max):
-    # Of one step
+    # Time of one step
     read, compute = ((readings*size*weights + (B if caches is None else caches)*cache)/bytes_per_s,
                      flops*B*weights/flop_per_s)
     return join(read, compute)
@@ -159,7 +159,7 @@ def _rate_mistakes(B:int, *sizes)->dict: # Words to the rate that the mistake gi
 
 # %% ../../nbs/07_inference/07z_inference.ipynb #4aaaf5c4
 def check_token_rate(
-    # `token_rate(batch_size, weights, cache_bytes, flop_per_s, bytes_per_s)` gives tokens a second
+    # `token_rate(batch_size, weights, cache_bytes, flop_per_s, bytes_per_s)`, in tokens per second
     token_rate:Callable,
 ):
     "`AssertionError` unless the rate is that of the longer one of reading and computing."
@@ -199,7 +199,7 @@ def _attend_mistakes(q, keys, values)->dict: # Words to what the mistake gives
              "query head h reads head h modulo G: neighbours share a head":
                  _attended(q, np.tile(keys, (H//G, 1, 1))[:H], np.tile(values, (H//G, 1, 1))[:H]),
              "every head reads key/value head 0": _attended(q, keys[:1], values[:1]),
-             "exp overflows: take the largest score off": by(naive, v)}
+             "exp overflows: subtract the largest score first": by(naive, v)}
     if keys.shape[1] > 1:
         found |= {"the new token does not see itself": _attended(q, keys[:, :-1], values[:, :-1]),
                   "the first token is not seen": _attended(q, keys[:, 1:], values[:, 1:])}
@@ -227,20 +227,20 @@ def check_attend_new(
 
 # %% ../../nbs/07_inference/07z_inference.ipynb #2bc0a0bc
 def _turned(x, first:int, theta:float)->np.ndarray:
-    # `(heads, T, K)`, the tokens at `first` and after
+    # `x` `(heads, T, K)`, rotated for positions from `first` on
     cos, sin = rope_tables_np(first + x.shape[-2], x.shape[-1], theta, np.float64)
     return rope_forward(x, cos[first:], sin[first:])[0]
 
 _FEED_FLAWS = {"the new tokens were put at positions 0, 1 …": "zero",
                "the position was counted after the new tokens were appended": "after",
-               "queries stand one position further than their own keys": "query",
+               "queries are placed one position after their own keys": "query",
                "keys were stored without their rotation": "raw",
-               "keys were turned again when they were read": "twice",
-               "values are not turned": "values",
+               "keys were rotated again when they were read": "twice",
+               "values must not be rotated": "values",
                "within the new tokens a query sees the later ones": "mask",
                "the new tokens don't see each other": "apart",
                "tokens after the length kept are still seen": "kept",
-               "the next position was not put back": "place",
+               "the next position was not reset": "place",
                "query head h reads head h modulo G: neighbours share a head": "tile"}
 
 # %% ../../nbs/07_inference/07z_inference.ipynb #fc441270
@@ -304,7 +304,7 @@ def check_rotated_cache(
 
 # %% ../../nbs/07_inference/07z_inference.ipynb #09a7631d
 def _play(cache, script:list, moves:list, right:list, wrong:dict, title:str)->int:
-    # Tokens at the end; `right` and `wrong` as from `_feed_all`
+    # Returns the number of tokens at the end; `right` and `wrong` are as from `_feed_all`
     for name in ("feed", "rewind"):
         if not callable(getattr(cache, name, None)):
             raise AssertionError(f"expected a class with the methods feed and rewind, but "
@@ -378,7 +378,7 @@ def _check_append(where:str, name:str, n:int, size:int, before:dict, after:dict,
 
 # %% ../../nbs/07_inference/07z_inference.ipynb #b6b897f2
 def _move(tables, kind:str, names:list, where:str):
-    # What the method gives; an `IndexError` comes through
+    # Calls a method; an `IndexError` of append is returned
     if not callable(getattr(tables, kind, None)):
         raise AssertionError(f"expected a class with append, fork and free, but "
                              f"{type(tables).__name__} has no {kind}")
@@ -390,7 +390,7 @@ def _move(tables, kind:str, names:list, where:str):
         raise AssertionError(f"{where}your code raised {short(e)}") from e
 
 def _check_others(where:str, names:list, before:dict, after:dict):
-    # Tables of sequences that had no part in it
+    # The tables of all other sequences must not change
     for k in (before.keys() | after.keys()) - set(names):
         if before.get(k) != after.get(k):
             raise AssertionError(f"{where}the table of {k} was {before.get(k)} and "
@@ -399,7 +399,7 @@ def _check_others(where:str, names:list, before:dict, after:dict):
 # %% ../../nbs/07_inference/07z_inference.ipynb #7b1decfd
 def _check_refused(where:str, free:int, num_blocks:int, before:dict, after:dict, needed:bool,
                    error):
-    # Whether an `IndexError` came as it should
+    # Checks whether an `IndexError` was justified
     if not needed:
         raise AssertionError(f"{where}no block is needed, but your code "
                              f"raised {short(error)}") from error
@@ -428,9 +428,9 @@ def check_block_tables(
 
 # %% ../../nbs/07_inference/07z_inference.ipynb #77c67b71
 def _check_move(where:str, tables, tokens:dict, num_blocks:int, size:int, kind:str, *names):
-    # `tokens`: how many each sequence has; brought up to date
+    # `tokens` maps each sequence to its number of tokens, and is updated
     name, before, n = names[0], _tables(tables), tokens.get(names[0], 0)
-    # An append before was refused
+    # Skip what follows a rejected append
     if kind != "append" and name not in tokens or kind == "fork" and names[1] in tokens: return
     got, after = _move(tables, kind, names, where), _tables(tables)
     _check_others(where, names[-1:], before, after)
@@ -522,10 +522,10 @@ def check_empty_places(
                        7 + 4*2: "lets all four write into the prompt's last block",
                        7 + 4*3: "keeps the prompt's last block beside four copies: the last one "
                                 "to write needs none"},
-               copies={4: "is one too many: who writes last is alone in the block",
+               copies={4: "is one too many: the last answer to write is alone in the block",
                        0: "lets several write into one block", 1: "is right for two answers",
-                       7: "counts full blocks, into which nobody writes",
-                       4*7: "counts full blocks, into which nobody writes"})
+                       7: "counts full blocks, which nobody writes into",
+                       4*7: "counts full blocks, which nobody writes into"})
     check_numbers(answer, right, why, rtol=5e-4)
 
 # %% ../../nbs/07_inference/07z_inference.ipynb #41a00879
@@ -567,8 +567,8 @@ def _finish_mistakes(*args)->dict: # Words to what the mistake gives
     *rest, continuous = args
     right = _scheduled(*args)
     flaws = {"the shortest request was let in first": "shortest",
-             "requests came in before they were there": "there",
-             "a place that gets free in a step can be taken in the next one": "late",
+             "requests were started before they had arrived": "there",
+             "a place that becomes free in a step can be taken in the next one": "late",
              "the batch need not be full": "full",
              "steps in which nobody runs count too": "idle"}
     return {f"that is with {'static' if continuous else 'continuous'} batches":
@@ -607,11 +607,11 @@ def check_finish_steps(
 
 # %% ../../nbs/07_inference/07z_inference.ipynb #bdd295d3
 def _law(p, q, keep, other)->np.ndarray:
-    # Of the result: `keep` `(V,)` is how likely x is kept, `other` `(V,)` how a replacement is
-    # distributed
+    # Distribution of the result, if x is kept with probability `keep[x]` and a replacement is
+    # drawn from `other`
     return q*keep + (q*(1 - keep)).sum()*other
 
-def _accept_mistakes(p, q)->dict: # Words to the law of the result
+def _accept_mistakes(p, q)->dict: # Words to the distribution of the result
     def normal(w): return w/w.sum() if w.sum() > 0 else p
     with np.errstate(divide="ignore", invalid="ignore"):
         right, turned = (np.nan_to_num(np.minimum(1, r), nan=0.) for r in (p/q, q/p))
@@ -631,13 +631,13 @@ def _accept_mistakes(p, q)->dict: # Words to the law of the result
 
 # %% ../../nbs/07_inference/07z_inference.ipynb #35191a22
 def _checked_draw(draw:Callable, said:list)->Callable:
-    # Refuses what is no distribution, and says so
+    # Rejects what isn't a distribution, and notes why
     def checked(probabilities):
         try: probs = np.asarray(probabilities, float).ravel()
         except (TypeError, ValueError):
             said.append(f"draw takes probabilities, got {short(probabilities)}"); raise
         if not probs.size or np.isnan(probs).any():
-            said.append(f"draw was given {short(probs.tolist())}: NaN comes of 0/0")
+            said.append(f"draw was given {short(probs.tolist())}: NaN comes from 0/0")
         elif probs.max() > 1 + 1e-9 or probs.min() < -1e-9:
             said.append(f"draw was given {probs.round(4).tolist()}: p/q is above 1 where the draft "
                         "gives too little, take min(1, p/q)" if len(probs) == 2
@@ -693,14 +693,14 @@ def check_accept(
 # %% ../../nbs/07_inference/07z_inference.ipynb #57116bdc
 def _pass_mistakes(a:float, n:int)->dict: # Words to the number that the mistake gives
     series = lambda first, last: sum(a**i for i in range(first, last + 1))
-    found = {"the replacement, or the one token more, counts too": series(1, n),
-             "that is 1 + rate·lookahead: what stands behind a refused one is dropped": 1 + a*n,
-             "that is rate·lookahead: what stands behind a refused one is dropped, and one token "
-             "comes in any case": a*n,
-             "when none is refused there is one token more": series(0, n - 1),
+    found = {"the replacement, or the one extra token, counts too": series(1, n),
+             "that is 1 + rate·lookahead: what follows a rejected token is dropped": 1 + a*n,
+             "that is rate·lookahead: what follows a rejected token is dropped, and one token "
+             "is certain": a*n,
+             "if none is rejected, there is one extra token": series(0, n - 1),
              "that is one term too many": series(0, n + 1),
              "that is lookahead + 1 if all are accepted, but else none": (n + 1)*a**n,
-             "a refused one is replaced: that gives a token too": series(1, n) + a**n}
+             "a rejected token is replaced, which gives a token too": series(1, n) + a**n}
     return found | ({"that is for proposals without end": 1/(1 - a)} if a < 1 else {})
 
 # %% ../../nbs/07_inference/07z_inference.ipynb #8f8f7f9b
@@ -746,7 +746,7 @@ def _row_mistakes(w:np.ndarray)->dict: # Words to (codes, steps)
 
 # %% ../../nbs/07_inference/07z_inference.ipynb #3945fb2a
 def _check_pair(where:str, got, right:tuple, names:tuple, mistakes:dict, rtol:float=1e-5):
-    # Of two arrays; `mistakes`: words to such a pair
+    # Checks a pair of arrays; `mistakes` maps words to such a pair
     if not isinstance(got, tuple) or len(got) != 2:
         raise AssertionError(f"{where}expected ({', '.join(names)}), got {short(got)}")
     for a in got:
@@ -871,7 +871,7 @@ def check_outlier(
     right = dict(step=float(after[0]/before[0]), noise=float(noise/error),
                  zeros=float((codes == 0).mean()), groups=float(grouped/small))
     n, share = 64, 1/64
-    why = dict(step={128: "counts the width from -64 to 64 beside a width of 1",
+    why = dict(step={128: "counts the width from -64 to 64, but compares it with a width of 1",
                      32: "is half of it: the largest absolute weight counts, on one side",
                      1: "is no change: the largest weight sets the step"},
                noise={n**2: "is the ratio of mean squares, expected their roots",
@@ -883,7 +883,7 @@ def check_outlier(
                       1/254: "is that without the large weight",
                       1.: "is too large: half a step is 0.25",
                       0.: "is too small: half a step is 0.25"},
-               groups={1.: "forgets the group in which the large weight stands",
+               groups={1.: "forgets the group that contains the large weight",
                        n: "is that of whole rows",
                        (n + 63)/64:
                            "is the mean of the ratios: add mean squares, then take the root",
@@ -892,7 +892,7 @@ def check_outlier(
 
 # %% ../../nbs/07_inference/07z_inference.ipynb #65039e88
 def _fours_mask(key:np.ndarray)->np.ndarray:
-    # Of rows of four, the two with the least key; of equal ones the first
+    # Mask of the two smallest keys in each row of four; of equal keys the first
     mask = np.zeros(key.shape, bool)
     np.put_along_axis(mask, np.argsort(key, axis=1, kind="stable")[:, :2], True, 1)
     return mask
@@ -905,9 +905,9 @@ def _mask_mistakes(w:np.ndarray)->dict: # Words to the mask that the mistake giv
     whole[np.argsort(-size.ravel(), kind="stable")[:w.size//2]] = True
     found = {"signs don't count": _fours_mask(-fours), "that is what is left out": ~two_of_four(w),
              "the two smallest were kept": _fours_mask(abs(fours)),
-             "of equal ones the first stays": _fours_mask(-abs(fours)[:, ::-1])[:, ::-1],
-             "of equal ones only the first stays: two of four": abs(fours) >= second,
-             "of equal ones the first stays, and always two":
+             "of equal weights the first stays": _fours_mask(-abs(fours)[:, ::-1])[:, ::-1],
+             "of equal weights only the first stays: two of four": abs(fours) >= second,
+             "of equal weights the first stays, and always two":
                  abs(fours) > np.sort(abs(fours), 1)[:, 1:2],
              "half of the whole matrix was kept, expected two of each four": whole}
     if len(w) % 4 == 0:

@@ -18,7 +18,7 @@ from ..kernels.simt import bank_rounds as rounds_of_banks, chips, occupancy, sec
 from ..tools.grading import run_answer, short, short_args
 
 # %% ../../nbs/09_kernels/09z_kernels.ipynb #6ec4c1b9
-def _same(got, right)->bool: # Of the same kind and value; floats nearly
+def _same(got, right)->bool: # True for the same type and value; floats may differ by rounding
     if isinstance(right, bool): return isinstance(got, bool) and got == right
     if isinstance(right, Integral):
         return isinstance(got, Integral) and not isinstance(got, bool) and got == right
@@ -30,14 +30,14 @@ def _same(got, right)->bool: # Of the same kind and value; floats nearly
     return type(got) is type(right) and got == right
 
 def _agreement(answer:Callable, mistake:Callable, cases:list)->int:
-    # In how many cases they give the same
+    # Number of cases in which both give the same result
     def same(args):
         try: return _same(run_answer(answer, *args), mistake(*args))
         except Exception: return False
     return sum(map(same, cases))
 
 def _grade(answer:Callable, right:Callable, cases:list, mistakes:dict):
-    # `mistakes`: words to a function
+    # `mistakes` maps an explanation to a function with that mistake
     for args in cases:
         got, expected = run_answer(answer, *args), right(*args)
         if _same(got, expected): continue
@@ -72,7 +72,7 @@ def check_count_sectors(
 def check_rounds(
     rounds:Callable, # `rounds(words)` gives a whole number
 ):
-    "`AssertionError` unless it is the most different words of one bank."
+    "`AssertionError` unless it is the largest number of different words in one bank."
     rng = random.Random(0)
     cases:list = [(list(range(32)),), ([32*t for t in range(32)],), ([33*t for t in range(32)],),
                   ([7]*32,), ([2*t for t in range(32)],), ([],), ([0, 32, 32, 64],)]
@@ -108,7 +108,7 @@ def check_blocks_per_sm(
     _grade(blocks_per_sm, right, cases, {
         "each block needs 1 KiB of shared memory for the system": lambda *a: blocks(*a, system=0),
         "an SM keeps 32 blocks at most": lambda *a: blocks(*a, most=10**6),
-        "registers are given out by 256 to a warp": lambda *a: blocks(*a, grain=1),
+        "a warp gets registers in multiples of 256": lambda *a: blocks(*a, grain=1),
         "the scarcest of the four decides": lambda *a: blocks(*a, use=max),
         "this is the number of warps": lambda *a: blocks(*a)*-(-a[0]//32),
         "this is the occupancy": lambda *a: blocks(*a)*-(-a[0]//32)/64})
@@ -137,7 +137,7 @@ def check_idle_share(
 def check_product_bytes(
     product_bytes:Callable, # `product_bytes(m, n, k, bm, bn, size)` gives a whole number
 ):
-    "`AssertionError` unless it is what the kernel's counter says."
+    "`AssertionError` unless it is the number that was counted for the kernel."
     def right(m, n, k, bm, bn, size): return tiled_matmul_cost(m, n, k, (bm, bn, 32), size).bytes
     rng = random.Random(0)
     cases = [(128, 128, 128, 32, 32, 4), (100, 70, 90, 32, 32, 4), (1, 1, 1, 16, 16, 2),
@@ -247,7 +247,7 @@ def check_races(
         "a store and another program's load are a race too":
             lambda a: sorted({x for p, k, x in a if k == S
                               and any(q != p and y == x and j == S for q, j, y in a)}),
-        "loads alone disturb nobody":
+        "loads alone are no race":
             lambda a: sorted({x for p, _, x in a if any(q != p and y == x for q, _, y in a)}),
         "a program may return to its own numbers":
             lambda a: sorted({x for n, (p, k, x) in enumerate(a) if k == S
@@ -263,7 +263,7 @@ def check_races(
 def check_flash_loads(
     flash_loads:Callable, # `flash_loads(T, K, block_q, block_k, size)` gives a whole number
 ):
-    "`AssertionError` unless it is what the kernel's counter says."
+    "`AssertionError` unless it is the number that was counted for the kernel."
     def right(T, K, bq, bk, size): return flash_cost(T, T, K, blocks=(bq, bk), size=size).loads
     def count(T, K, bq, bk, size, q=1, kv=2, causal=True, cut=True):
         keys = 0

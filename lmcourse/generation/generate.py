@@ -158,7 +158,7 @@ def _steps(decoder, ids:list, max_tokens:int, context:int, stop:set, draw
 
 # %% ../../nbs/05_generation/05b_generate.ipynb #0a8a0e07
 def begin(
-    model:Any, # As for `generate`, like the rest
+    model:Any, # As for `generate`, like the other arguments
     ids:Iterable[int],
     max_tokens:int,
     stop:Iterable[int]=(),
@@ -469,7 +469,7 @@ class _Families: # Which lists the slots of some rules draw from
                 ([r] if r.entries else [l for o in r.options for l in self.lists(o[0].name)])]
 
     def words(self, name:str, attribute:str|None=None
-    )->list: # All that can stand where something remembered is said
+    )->list: # All words that can appear where something remembered is repeated
         lists = [l for n in self.sources[name] for l in self.lists(n)]
         return ([l.attributes[attribute] for l in lists] if attribute
                 else [e for l in lists for e in l.entries])
@@ -496,12 +496,12 @@ class _Forgetful(_Families): # Rules in which what is drawn from some lists is n
         return (self.any_family(p, self.family(p.name)) if p.kind == "draw" and p.key in self.names
                 else p)
 
-    def any_of(self, p:Slot, name:str, words:list)->Slot: # In place of `p`
+    def any_of(self, p:Slot, name:str, words:list)->Slot: # To use in place of `p`
         self.rules["any " + name] = Rule("any " + name, {}, tuple(dict.fromkeys(words)), (), ())
         return Slot("any " + name, "draw", None, None, None, p.article, p.capital)
 
     def any_family(self, p:Slot, family:list
-    )->Slot: # In place of a `p` that one rule of the family was for
+    )->Slot: # To use in place of `p`, a slot for one rule of a family
         if all(r.entries for r in family):
             words = [e for r in family for e in r.entries]
             return self.any_of(p, p.name + ":", words)._replace(remember=p.remember)
@@ -522,7 +522,7 @@ def _grammars()->dict: # A `Stories` for each question
     return grammars | dict(consistent=whole)
 
 @cache
-def _remembering(name:str)->Stories: # Only what is drawn from one list
+def _remembering(name:str)->Stories: # Remembers one list only
     only = Stories()
     only.rules = _Forgetful(only.rules,
                             {p.name for p in _slots(only.rules) if p.remember} - {name}).rules
@@ -532,13 +532,13 @@ def _remembering(name:str)->Stories: # Only what is drawn from one list
 def check_story(
     document:str, # A whole document
 )->dict: # `form`, `people`, `things`, `consistent`: whether each is right
-    "What is right about a story: its sentences, its people, its things, and all together."
+    "Check a story's sentences, its people, its things, and all of them together."
     return {name: bool(grammar.log_probs(document)) for name,grammar in _grammars().items()}
 
 def story_slips(
     document:str, # A whole document whose `form` is right
-)->list: # Names of lists, say `tree`; none if the story is consistent
-    "What a story does not remember. Raises `ValueError` if it has no form."
+)->list: # Names of lists, for example `tree`; empty if the story is consistent
+    "List what a story does not remember. Raises `ValueError` if it has no form."
     if not _grammars()["form"].log_probs(document):
         raise ValueError(f"no sentences of the grammar: {document[:60]!r}")
     lists = dict.fromkeys(p.name for p in _slots(Stories().rules) if p.remember)
@@ -547,12 +547,12 @@ def story_slips(
 # %% ../../nbs/05_generation/05b_generate.ipynb #49e5d576
 def measure_story(
     model:Any,           # A model as for `generate`, trained on `stories`
-    tokenizer:Tokenizer, # Its `Tokenizer`
-    seed:int=0,          # Of the story
+    tokenizer:Tokenizer, # The model's `Tokenizer`
+    seed:int=0,          # Seed of the draws
     max_tokens:int=400,  # A story that has not ended by then has no form
     **settings:Any,      # As for `generate`
-    # What `check_story` says; `tokens`; nats under the `model`, the `source`, the `forgetful`
-    # source, none if impossible; `text`
+    # The values of `check_story`; `tokens`; nats under the `model`, the `source` and the
+    # `forgetful` source, `None` for a source that can't write the text; `text`
 )->dict:
     "Write a story and measure it."
     drawn = list(generate_scored(model, prompt_ids(tokenizer, ""), max_tokens,
@@ -567,17 +567,17 @@ def measure_story(
             | dict(tokens=len(ids), model=-sum(d.log_prob for d in drawn), source=source,
                    forgetful=forgetful, text=text))
 
-def _log_sum(logps:list)->float: # Of the probabilities; -inf for none
+def _log_sum(logps:list)->float: # Log of the summed probabilities; -inf for none
     return torch.tensor(logps, dtype=torch.float64).logsumexp(0).item()
 
 # %% ../../nbs/05_generation/05b_generate.ipynb #d7314d8e
 def measure_stories(
     model:Any,      # As for `measure_story`
     tokenizer:Tokenizer,
-    count:int=100,  # Stories, of the seeds from 0 on
+    count:int=100,  # Number of stories, with the seeds from 0 on
     **settings:Any, # As for `generate`
-    # `settings`; a list for each number of `measure_story`, nats to 0.001; `slips`: list to how
-    # many of the stories with form
+    # `settings`; a list for each value of `measure_story`, nats rounded to 0.001; `slips`: name of
+    # a list to the number of stories with form that forget a word of it
 )->dict:
     "Measure many stories."
     told = [measure_story(model, tokenizer, seed, **settings) for seed in range(count)]

@@ -41,7 +41,7 @@ def _check(name:str, value): # `ValueError` if it is out of range
 
 # %% ../../nbs/05_generation/05a_sampling.ipynb #91bf6a72
 def temperature(
-    logits:torch.Tensor, # Logits `(..., V)`; `-inf` for a token that can't come
+    logits:torch.Tensor, # Logits `(..., V)`; `-inf` for a token that can't occur
     value:float,         # Temperature τ, 0 or more; 0 is greedy (of equal logits, the lowest id)
 )->torch.Tensor: # Probabilities `(..., V)`, float32 or float64
     """Compute the softmax of `logits / value`.
@@ -232,7 +232,7 @@ def _check_np(logits, **settings):
         if value is not None: _check(name, value)
 
 def _cut_np(probs:np.ndarray, top_k:int|None, top_p:float|None, min_p:float|None
-)->np.ndarray: # Of falling probabilities
+)->np.ndarray: # Probabilities; those given must be in falling order
     if top_k is not None: probs = _scaled_np(probs, np.arange(probs.shape[-1]) < top_k)
     if top_p is not None and top_p < 1:
         before = probs.cumsum(-1) - probs

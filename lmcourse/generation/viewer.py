@@ -44,7 +44,7 @@ def _document_ids(model, tokenizer, text:str, end:bool)->list: # From end-of-tex
                          f"but the model sees {longest - 1} after the start: give a shorter text")
     return ids
 
-def _words(tokenizer, ids:list)->list: # What is shown of each token
+def _words(tokenizer, ids:list)->list: # Text to show for each token
     return [tokenizer.token_bytes(i).decode(errors="replace") for i in ids]
 
 # %% ../../nbs/05_generation/05c_viewer.ipynb #485eb3ca
@@ -157,7 +157,7 @@ def surprisal_strip(
 def attention_weights(
     model:Any, # A `TransformerLM`
     ids:list,  # Token ids (T,)
-)->torch.Tensor: # `(L, H, T, T)`: how much each token (row) takes of each earlier one (column)
+)->torch.Tensor: # `(L, H, T, T)`: weight of each earlier token (column) for each token (row)
     "Return the attention weights of one forward pass."
     found, layers = [], [block.attn for block in model.layers]
     def attention(q, k, v, window=None):
@@ -197,9 +197,10 @@ class AttentionViewer:
         return tuple(int(i) for i in np.unravel_index(int(far.argmax()), far.shape))
 
     def describe(self, layer:int, head:int, word:int)->str: # In words
-        looks = ", ".join(f"{w:.0%} at {_quoted(self.words[i])}{' (itself)'*(i == word)}"
-                          for i,w in self.looks_at(layer, head, word) if w >= 0.005)
-        return f"Layer {layer + 1}, head {head + 1}: {_quoted(self.words[word])} looks {looks}."
+        looks = [(i, w) for i,w in self.looks_at(layer, head, word) if w >= 0.005]
+        shares = ", ".join(f"{w:.0%}{' of its attention'*(k == 0)} on {_quoted(self.words[i])}"
+                           f"{' (itself)'*(i == word)}" for k,(i, w) in enumerate(looks))
+        return f"Layer {layer + 1}, head {head + 1}: {_quoted(self.words[word])} puts {shares}."
     def __str__(self):
         L, H, T, _ = self.weights.shape
         return f"{L} layers of {H} heads, {T} tokens. {self.describe(*self.longest_look()[:3])}"
@@ -229,7 +230,7 @@ def _attention_html(viewer:AttentionViewer)->str:
         f'{_joined(viewer.words, parts)}</div><svg class="lm-lines" aria-hidden="true"></svg></div>'
         f'<div class="lm-says" aria-live="polite">{told}</div>'
         '<div class="lm-hint">Choose a layer, a head and a word, with clicks or with the tab and '
-        'arrow keys. The thicker the line, the more the word takes from there. ▸ is the start of '
+        'arrow keys. The thicker the line, the larger the weight. ▸ is the start of '
         'the text.</div>'), _LINES)
 
 # %% ../../nbs/05_generation/05c_viewer.ipynb #737429d0

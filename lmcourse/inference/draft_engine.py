@@ -32,14 +32,14 @@ class DraftEngine(Engine):
             raise ValueError(f"the draft has {found} ids, the model's vocabulary "
                              f"{model.config.vocab_size}")
         self.make_draft, self.lookahead = make_draft, lookahead
-        self.drafts:dict[Sequence, Any] = {} # Of requests that run
+        self.drafts:dict[Sequence, Any] = {} # Drafts of the running requests
         self.proposed = self.accepted = 0    # Tokens so far
 
-    def draw(self, s:Sequence, probs:torch.Tensor)->int: # From `(V,)`
+    def draw(self, s:Sequence, probs:torch.Tensor)->int: # A token drawn from `(V,)`
         return int(sample(probs, s.generator))
 
-    def propose(self, work:dict)->dict: # Of a step; sequence to its proposal, which follows its ids
-        "Let the drafts of waiting sequences guess, as far as budget and memory allow."
+    def propose(self, work:dict)->dict: # Sequence to its proposal, which is appended to its ids
+        "Let the drafts guess for sequences that need a token, as far as budget and memory allow."
         guesses = {}
         for s in work:
             left = s.request.max_tokens - len(s.tokens) - 1 # The last token is not computed
@@ -88,12 +88,12 @@ class DraftEngine(Engine):
             if reason: self.end(s, reason)
         return list(ends)
 
-    def end(self, s:Sequence, reason:str="abort"): # Its blocks and its draft are free
+    def end(self, s:Sequence, reason:str="abort"): # Frees its blocks and its draft
         super().end(s, reason)
         self.drafts.pop(s, None)
 
 # %% ../../nbs/07_inference/07e_draft_engine.ipynb #5525f40e
-def _rule(s:Sequence)->Callable: # Logits to the probabilities that a request draws from
+def _rule(s:Sequence)->Callable: # From logits to the probabilities from which a request draws
     known = s.request.settings
     return partial(next_token_probs, **{k: known[k] for k in known if k != "repetition_penalty"})
 

@@ -89,8 +89,8 @@ class Sequence:
 def timing(
     sequences:list, # Finished sequences
 )->dict: # Times in seconds, and throughput in tokens per second
-    """Summarize response times: medians of time to first token, gap between tokens and latency,
-    the worst time to first token, and the throughput."""
+    """Summarize response times: medians of time to first token, gap between tokens and latency, the
+    worst time to first token, and the throughput. Of two middle values the larger is taken."""
     done = [s for s in sequences if s.times]
     if not done:
         raise ValueError(f"none of {len(sequences)} sequences has a token, so there is nothing to "
@@ -624,7 +624,7 @@ class Scheduler(BlockTables):
         self.waiting.appendleft(s)
 
 # %% ../../nbs/07_inference/07b_engine.ipynb #cf60b500
-def _new_names(s:Sequence, n:int, size:int)->set: # Of blocks that are full after `n` more tokens
+def _new_names(s:Sequence, n:int, size:int)->set: # Names of blocks that `n` more tokens fill
     done = s.computed + n
     end = -(-done//size) if done == len(s.request.ids) else done//size
     return {s.name(i, size) for i in range(s.computed//size, end)}
@@ -664,7 +664,7 @@ def check_request(
 def note_computed(
     work:dict,           # Work of a step, from `Scheduler.schedule`
     logits:torch.Tensor, # Logits of its wanted rows `(wanted, V)`
-)->dict: # Sequences whose ids are all computed, each with its row of the logits
+)->dict: # Sequences with no tokens left to compute, each with its row of the logits
     "Record what a step computed, and the prompt's log-probabilities if they were requested."
     at, ready = 0, {}
     for s,n in work.items():
@@ -676,7 +676,7 @@ def note_computed(
     return ready
 
 def accept(
-    s:Sequence,          # A sequence whose ids are all computed
+    s:Sequence,          # A sequence with no tokens left to compute
     token:int,           # The token drawn for it
     logits:torch.Tensor, # Logits from which it was drawn `(V,)`
 )->str|None: # Why the answer ends, or `None`
@@ -738,7 +738,7 @@ class Engine(Scheduler):
         return s
 
     def step(self)->list: # Sequences that got a token
-        "Run one step, and draw a token for each sequence whose ids are all computed."
+        "Run one step, and draw a token for each sequence that has no tokens left to compute."
         if not (work := self.schedule()): return []
         logits = self.paged.forward(rows_of(work, self.pool.block_size, self.device))
         self.steps, self.computed = self.steps + 1, self.computed + sum(work.values())

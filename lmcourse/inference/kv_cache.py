@@ -74,7 +74,7 @@ def _still_there(length:int, window:int, slots:int, reach:int
 # %% ../../nbs/07_inference/07a_kv_cache.ipynb #2a405388
 class KVCache:
     """The cached keys and values of all layers.
-    There are as many slots as the window has tokens, or the sequence if it is shorter."""
+    The number of slots is the window's length, or `max_tokens` if that is smaller."""
     def __init__(self,
         config:ModelConfig,              # Sizes and variant
         batch_size:int=1,                # Number of sequences, all of the same length, B
@@ -226,9 +226,9 @@ class GraphDecoder(CachedDecoder):
 
 # %% ../../nbs/07_inference/07a_kv_cache.ipynb #8c220aa8
 class Plain:
-    """A weight matrix as it is.
-    An object in its place needs `w(x)` and `num_bytes`. It is fast if it also has `arrays` of types
-    that `dot_rows` knows."""
+    """A weight matrix stored as it is.
+    Any object with `w(x)` and `num_bytes` can replace it. If it also has `arrays` of types that
+    `dot_rows` knows, the fast kernels use it."""
     def __init__(self, weight:np.ndarray): self.arrays = (weight,)          # float32 `(out, in)`
     def __call__(self, x:np.ndarray)->np.ndarray: # `(n, in)` to `(n, out)`
         return x@self.arrays[0].T

@@ -30,11 +30,12 @@ from ..training.checkpoint import write_safetensors
 
 # %% ../../nbs/07_inference/07d_quantization.ipynb #f8a5c123
 def grid_steps(
-    weight:np.ndarray,                    # In groups `(..., n)`, float32
-    bits:int,                             # Of a code, 2 to 8
-    dtype:type=np.float32, # Of the steps: float32 or float16
-)->np.ndarray: # `(...)`: 0 for a group of zeros. `ValueError` where float16 can't hold one
-    "Compute the step of each group for which its largest weight gets the largest code."
+    weight:np.ndarray,     # In groups `(..., n)`, float32
+    bits:int,              # Bits of a code, 2 to 8
+    dtype:type=np.float32, # Type of the steps: float32 or float16
+)->np.ndarray: # Steps `(...)`, 0 for a group of zeros
+    """Compute the step with which the largest weight of each group gets the largest code.
+    Raises `ValueError` if a step is too large for float16."""
     exact = abs(weight).max(-1)/np.float32(_top(bits))
     with np.errstate(over="ignore"): steps = exact.astype(dtype)
     steps = np.where(steps.astype(np.float32) < exact,
@@ -47,7 +48,7 @@ def grid_steps(
 def to_grid(
     weight:np.ndarray, # In groups `(..., n)`, float32
     steps:np.ndarray,  # `(...)`
-    bits:int,          # Of a code, 2 to 8
+    bits:int,          # Bits of a code, 2 to 8
 )->np.ndarray: # int8, shaped as `weight`
     "Round each weight to the nearest code; values out of range get the largest code."
     steps, top = steps.astype(np.float32)[..., None], _top(bits)
@@ -67,10 +68,10 @@ def _top(bits:int)->int: # The largest code
 
 # %% ../../nbs/07_inference/07d_quantization.ipynb #e0189bdd
 def best_steps(
-    weight:np.ndarray,                    # In groups `(..., n)`, float32
-    bits:int,                             # Of a code, 2 to 8
-    dtype:type=np.float32, # Of the steps: float32 or float16
-    tries:int=32, # Number of steps to try, from the full one down to half of it
+    weight:np.ndarray,     # In groups `(..., n)`, float32
+    bits:int,              # Bits of a code, 2 to 8
+    dtype:type=np.float32, # Type of the steps: float32 or float16
+    tries:int=32,          # Number of steps to try, from the full one down to half of it
 )->np.ndarray: # `(...)`
     "Search for the step of each group with the least squared error."
     full = grid_steps(weight, bits)
@@ -142,7 +143,7 @@ class QuantizedWeight:
 # %% ../../nbs/07_inference/07d_quantization.ipynb #3039be47
 def quantize(
     weight:np.ndarray,                    # float32 `(out, in)`, all finite
-    bits:int=8,                           # Of a code: 4 to 8; one of more than 4 takes a byte
+    bits:int=8,                           # Bits of a code, 4 to 8; more than 4 take a byte
     # Number of neighbours in a row that share a step, a divisor of `in`; default: the whole row
     group:int|None=64,
     steps:type=np.float16, # Type of the stored steps: float16 or float32
@@ -181,7 +182,7 @@ _AHEAD = 2048 # How many bytes ahead to fetch
 def _number(step): raise NotImplementedError # Only within compiled code
 
 @overload(_number)
-def _number_compiled(step): # A step as float32; one of float16 comes as its 16 bits
+def _number_compiled(step): # A step as float32; a float16 step is passed as 16 bits
     if step == types.float32: return lambda step: step
     # the exponent's bias is 15 in float16 and 127 in float32
     return lambda step: np.uint32(np.uint32(step) << np.uint32(13)).view(np.float32)*np.float32(
@@ -279,7 +280,7 @@ EMBEDDINGS = ("token_embeddings.weight", "position_embeddings.weight")
 @dataclass(frozen=True)
 class QuantizedModel:
     "The weights of a `TransformerLM`, most of them quantized."
-    config:ModelConfig # Of the model
+    config:ModelConfig # Config of the model
     weights:dict       # Name to `QuantizedWeight`, or to an array that was not quantized
 
     @property
@@ -341,12 +342,12 @@ class QuantizedLinear(torch.nn.Module):
         y = torch.from_numpy(self.codes(x.detach().reshape(-1, x.shape[-1]).numpy()))
         return (y if self.bias is None else y + self.bias).unflatten(0, x.shape[:-1])
 
-    def __deepcopy__(self, memo:dict): return self               # Nobody changes it
+    def __deepcopy__(self, memo:dict): return self               # Shared, because it never changes
 
 def quantize_linears(
     model:TransformerLM, # On the CPU, in float32; changed
     bits:int=8,          # As in `quantize`
-)->TransformerLM: # The same
+)->TransformerLM: # The same model
     "Replace every `Linear` by a `QuantizedLinear`. A `ValueError` names one that doesn't fit."
     weight = model.token_embeddings.weight
     if weight.device.type != "cpu" or weight.dtype != torch.float32:
@@ -369,7 +370,7 @@ class Int8Layer:
     def update(self,
         k:torch.Tensor, # Keys of the next T tokens `(B, G, T, K)`
         v:torch.Tensor, # Their values
-    )->tuple: # Keys and values `(B, G, S, K)` of all tokens so far, as the codes have them
+    )->tuple: # Keys and values `(B, G, S, K)` of all tokens, from the codes
         "Add new keys and values, and return all."
         n, new, room = self.length, torch.stack((k, v)).float(), self.codes.shape[-2]
         stop = n + k.shape[-2]
@@ -388,8 +389,8 @@ class Int8Cache:
     def __init__(self,
         config:ModelConfig,            # Sizes and variant
         batch_size:int=1,              # Sequences, B
-        max_tokens:int|None=None,      # Of a sequence: none for the model's context
-        device:str|torch.device="cpu", # Where they lie
+        max_tokens:int|None=None,      # Largest length; None for the model's context
+        device:str|torch.device="cpu", # Device of codes and steps
     ):
         refuse_fields(config, "Int8Cache", "KVCache", ("kv_lora_rank",))
         c, room = config, context_of(config, max_tokens, "max_tokens")
@@ -414,10 +415,10 @@ class Int8Cache:
 # %% ../../nbs/07_inference/07d_quantization.ipynb #66b614a8
 def magnitude_masks(
     weights:dict,        # Name to array
-    share:float,         # Of the weights to leave out, 0 to 1
+    share:float,         # Share of the weights to leave out, 0 to 1
     together:bool=False, # Whether to compare weights of all arrays, not within each array
 )->dict: # Name to mask, `True` where a weight stays
-    "Choose the smallest weights to leave out; of equal ones the first."
+    "Choose the smallest weights to leave out; of equal weights the first."
     if not 0 <= share <= 1: raise ValueError(f"share = {share}, expected 0 to 1")
     if not together: return {name: _largest(w, share) for name,w in weights.items()}
     mask = _largest(np.concatenate([w.ravel() for w in weights.values()]), share)
@@ -426,7 +427,7 @@ def magnitude_masks(
             for (name,w),m in zip(weights.items(), np.split(mask, ends[:-1]))}
 
 def two_of_four(
-    weight:np.ndarray, # `(out, in)`, in a multiple of 4
+    weight:np.ndarray, # `(out, in)`, where `in` is a multiple of 4
     # `True` for the two largest of every four neighbours in a row; of equal ones the first
 )->np.ndarray:
     "Compute the mask of 2:4 sparsity."
@@ -446,7 +447,7 @@ def _largest(weight:np.ndarray, share:float)->np.ndarray: # Mask of all but the 
 
 # %% ../../nbs/07_inference/07d_quantization.ipynb #8bfc8b17
 def pack_fours(
-    weight:np.ndarray, # `(out, in)`, in a multiple of 8
+    weight:np.ndarray, # `(out, in)`, where `in` is a multiple of 8
 )->tuple: # The weights that stay `(out, in/2)`, and their places, uint8 `(out, in/8)`
     "Pack a matrix with 2:4 sparsity: the two largest of every four neighbours."
     if weight.ndim != 2 or weight.shape[1] % 8:
@@ -469,7 +470,7 @@ def unpack_fours(
 
 # %% ../../nbs/07_inference/07d_quantization.ipynb #c84a258e
 def save_quantized(
-    path:str|Path,    # A file; it is written beside and then renamed
+    path:str|Path,    # A file, written under a temporary name and then renamed
     q:QuantizedModel, # From `quantize_model`
 ):
     "Save codes, steps and other weights as one safetensors file, with the config in its header."
@@ -495,7 +496,7 @@ def load_quantized(
             ValueError) as e: raise ValueError(f"{path}: no quantized model ({e})") from None
 
 # %% ../../nbs/07_inference/07d_quantization.ipynb #886cb7c2
-def _joined(tensors:dict)->dict: # Codes and steps as one
+def _joined(tensors:dict)->dict: # Joins codes and steps
     joined = {n: t for n,t in tensors.items() if not n.endswith((".codes", ".steps"))}
     for name in (n.removesuffix(".codes") for n in tensors if n.endswith(".codes")):
         codes, steps = tensors[f"{name}.codes"], tensors[f"{name}.steps"]

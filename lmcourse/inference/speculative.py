@@ -28,7 +28,7 @@ def residual(
 
 # %% ../../nbs/07_inference/07c_speculative.ipynb #1e9f9878
 def _distributions(probs:torch.Tensor
-)->torch.Tensor: # In float64, so that rows sum to 1 far better than float32 can
+)->torch.Tensor: # In float64, so that rows sum to 1 more precisely than in float32
     probs = probs.double()
     return probs/probs.sum(-1, keepdim=True)
 
@@ -36,7 +36,7 @@ def _distributions(probs:torch.Tensor
 def verify(
     proposal:list,   # n tokens, each drawn by the draft
     q:torch.Tensor,  # The draft's distributions, from which they were drawn `(n, V)`
-    p:torch.Tensor,  # The model's distributions, also after the last token `(n + 1, V)`
+    p:torch.Tensor,  # The model's distributions, one more than proposals `(n + 1, V)`
     draw:Callable,   # Takes probabilities `(N,)`, returns the index of an outcome
 )->tuple: # The number of accepted tokens, and the token that follows them
     """Accept a part of a proposal, and draw one more token.
@@ -161,7 +161,7 @@ def find_repeat(
 
 # %% ../../nbs/07_inference/07c_speculative.ipynb #9b81c700
 class PromptLookup:
-    "Drafts what followed the end of the text where it occurred before, for the longest such end."
+    "Proposes what followed the latest earlier occurrence of the text's longest repeated end."
     def __init__(self,
         vocab_size:int, # V
         shortest:int=2, # Ends of fewer tokens are not looked up
@@ -245,8 +245,7 @@ def speculate(
 
 # %% ../../nbs/07_inference/07c_speculative.ipynb #52508c9e
 def exact_law(
-    # Takes a function `draw`, from probabilities `(N,)` to an index, and gives a result that can be
-    # a key
+    # Takes a function `draw`, from probabilities `(N,)` to an index, and returns a hashable result
     run:Callable,
 )->dict: # Result to probability
     """Compute the distribution of a random program's result. The program runs once for each
@@ -258,7 +257,7 @@ def exact_law(
         def draw(probs):
             nonlocal weight
             probs = _distributions(torch.as_tensor(probs, dtype=torch.float64)).tolist()
-            # Here nothing is laid down yet: take the first, keep the others for later
+            # The script ends here: take the first outcome, keep the others for later runs
             if len(answers) == len(script):
                 first, *others = (i for i,p in enumerate(probs) if p > 0)
                 scripts.extend(script + [i] for i in others)
@@ -283,7 +282,7 @@ def acceptance_rate(
 def expected_tokens(
     rate:float,    # α, 0 to 1
     lookahead:int, # γ
-)->float: # Tokens a round, 1 to γ + 1
+)->float: # Tokens per round, 1 to γ + 1
     """Compute the mean number of tokens of a round, if all proposals are accepted equally often.
     Leviathan et al. 2023, equation 1."""
     if not 0 <= rate <= 1: raise ValueError(f"rate = {rate}, expected 0 to 1")
@@ -294,7 +293,7 @@ def expected_speedup(
     lookahead:int,        # γ
     draft_cost:float,     # c: the time of a draft's step, in steps of the model
     pass_cost:float=1.,   # v: the time of a pass over γ + 1 tokens, in steps of the model
-)->float: # Over 1 where speculation is faster
+)->float: # Above 1 if speculation is faster
     """Compute the speedup over token by token. Leviathan et al.
     2023, theorem 3.8, where `pass_cost` is 1."""
     return expected_tokens(rate, lookahead)/(lookahead*draft_cost + pass_cost)

@@ -56,13 +56,13 @@ def flash_kernel(q, k, v, out, logsums, T, S, H, G, scale, WINDOW: tl.constexpr,
 
 # %% ../../nbs/09_kernels/09f_flash.ipynb #e8aa73e7
 def key_range(block:int, T:int, S:int, causal:bool, window:int, bq:int, bk:int
-)->range: # First key of each block that a block of queries reads
+)->range: # First key of each block of keys that is read
     "Return the blocks of keys that one program of the forward pass reads."
     start = max(0, block*bq + S - T - window + 1)//bk*bk if window else 0
     return range(start, min(S, (block + 1)*bq + S - T) if causal else S, bk)
 
 def query_range(block:int, T:int, S:int, causal:bool, window:int, bq:int, bk:int
-)->range: # First query of each block that a block of keys reads
+)->range: # First query of each block of queries that is read
     "Return the blocks of queries that one program of the backward pass for keys reads."
     start = max(0, block*bk - (S - T))//bq*bq if causal else 0
     return range(start, min(T, (block + 1)*bk + window - 1 - (S - T)) if window else T, bq)
@@ -210,7 +210,7 @@ def flash_attention(
     q:torch.Tensor,      # (..., H, T, K)
     k:torch.Tensor,      # (..., G, S, K), G a divisor of H and S at least T
     v:torch.Tensor,      # (..., G, S, K), like k
-    window:int|None=None, # Latest keys that a query sees, itself included; None for all
+    window:int|None=None, # Number of latest keys that a query sees; None for all
     causal:bool=True,    # Whether to mask the future; the last query is at the last key
     blocks:tuple=(32, 32) if interpreted else (64, 64), # Queries and keys of a tile
 )->torch.Tensor: # (..., H, T, K)

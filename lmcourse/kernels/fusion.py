@@ -18,11 +18,11 @@ from typing import Any
 @dataclass
 class Work:
     "The operations that were executed."
-    operations:int = 0
-    bytes:int = 0     # Bytes that they read and write
+    operations:int = 0 # Number of operations
+    bytes:int = 0      # Bytes that the operations read and write
 
 class Listener(TorchDispatchMode):
-    "Counts operations that make or change arrays."
+    "Counts operations that create or change arrays."
     def __init__(self):
         super().__init__()
         self.work = Work()

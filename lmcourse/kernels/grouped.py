@@ -35,9 +35,9 @@ def fused_adamw_cost(parameters:int)->Cost:
 @torch.no_grad()
 def fused_adamw_(
     p:torch.Tensor,    # Weights, updated in place
-    grad:torch.Tensor, # Their gradient
+    grad:torch.Tensor, # Gradient of the weights
     m:torch.Tensor,    # Mean of the gradients, float32, updated in place
-    v:torch.Tensor,    # Mean of their squares, float32, updated in place
+    v:torch.Tensor,    # Mean of the squared gradients, float32, updated in place
     step:int,          # Number of the step, from 1
     lr:float=1e-3, betas:tuple=(.9, .98), eps:float=1e-8, weight_decay:float=.1,
     block:int=1024,    # Parameters per program, a power of two
@@ -88,7 +88,7 @@ def expert_tiles(
             for first in range(start, end, rows)]
 
 def grouped_cost(offsets:list, d:int, f:int, tile:tuple=(32, 32, 32), size:int=4)->Cost:
-    "Cost: rows are read once per column of tiles, matrices once per tile of rows."
+    "Cost of the product: rows are read per column of tiles, matrices per tile of rows."
     bm, bn, bk = tile
     tiles, columns, n = len(expert_tiles(offsets, bm)), -(-f//bn), offsets[-1] - offsets[0]
     return Cost(size*(n*d*columns + f*d*tiles) + 12*tiles*columns, size*n*f,
@@ -124,8 +124,8 @@ def _launch(x, weight, offsets:list, tile:tuple)->torch.Tensor:
 def grouped_matmul(
     x:torch.Tensor,       # (N, D), sorted by expert
     weight:torch.Tensor,  # (E, F, D), one matrix per expert
-    offsets:torch.Tensor, # (E + 1), whole numbers that rise from 0 to N
-    tile:tuple=(32, 32, 32), # Rows, columns and depth, powers of two from 16
+    offsets:torch.Tensor, # (E + 1), whole numbers from 0 up to N, none smaller than the one before
+    tile:tuple=(32, 32, 32), # Rows, columns and depth, powers of two from 16 to 256
 )->torch.Tensor: # (N, F): row n is `weight[e] @ x[n]`, where e is the row's expert
     "Compute the products of all experts in one launch, with gradients."
     check_floats("grouped_matmul", x=x, weight=weight)

@@ -50,7 +50,7 @@ def matmul_kernel(a, b, out, M, N, K, BM: tl.constexpr, BN: tl.constexpr, BK: tl
 def matmul(
     a:torch.Tensor, # (M, K)
     b:torch.Tensor, # (K, N), of the same type
-    tile:tuple=(32, 32, 32), # BM, BN and BK, powers of two from 16
+    tile:tuple=(32, 32, 32), # BM, BN and BK, powers of two from 16 to 256
     group:int=1,    # Rows of tiles that are processed together
 )->torch.Tensor: # (M, N)
     "Multiply two matrices tile by tile."

@@ -17,7 +17,7 @@ from ..accounting.hardware import Device, Operation
 from .simt import SECTOR, sectors
 
 # %% ../../nbs/09_kernels/09c_traffic.ipynb #acbf7136
-def _load_triton()->tuple: # triton and its language, or None and a stand-in for signatures
+def _load_triton()->tuple: # `triton` and its language, or None and a stand-in for signatures
     try: import triton, triton.language as tl
     except ImportError: return None, types.SimpleNamespace(constexpr=object)
     return triton, tl
@@ -28,14 +28,14 @@ _here = str(int(not torch.cuda.is_available()))
 interpreted = os.environ.get("TRITON_INTERPRET", _here) == "1"
 
 class MissingTriton:
-    "Stands for a kernel where there is no Triton."
+    "A placeholder for a kernel where Triton is not installed."
     def __init__(self, f:Callable): self.name = f.__name__
     def __getitem__(self, grid:Any):
         raise ImportError(f"{self.name} needs triton: pip install 'lmcourse[kernels]' (for Linux)")
 
 # %% ../../nbs/09_kernels/09c_traffic.ipynb #bc4f8546
-def _interpret_all(): # The functions of Triton's language too, if they are not interpreted already
-    import triton.experimental.gluon # noqa: F401  It wants the functions as they were
+def _interpret_all(): # Interpret the functions of Triton's language too, unless they already are
+    import triton.experimental.gluon # noqa: F401  Needs the functions as they were
     from triton.runtime.interpreter import InterpretedFunction
     from triton.runtime.jit import JITFunction
     for name in [m for m in sys.modules if m.startswith("triton.language")]:
@@ -49,7 +49,7 @@ if triton is not None and interpreted: _interpret_all()
 def jit(
     f:Callable, # A function in Triton's language
 )->Any: # To be launched as `kernel[grid](...)`
-    "A kernel: compiled on a GPU, interpreted without one."
+    "Turn a function into a kernel: compiled if there is a GPU, otherwise interpreted."
     if triton is None: return MissingTriton(f)
     if not interpreted: return triton.jit(f)
     from triton.runtime.interpreter import InterpretedFunction
@@ -61,17 +61,17 @@ def add_kernel(a, b, out, N, BLOCK: tl.constexpr):
     "Add one block of two arrays."
     offsets = tl.program_id(0)*BLOCK + tl.arange(0, BLOCK)
     inside = offsets < N
-    x = tl.load(a + offsets, mask=inside).to(tl.float32)    # Whatever is stored: sum in float32
+    x = tl.load(a + offsets, mask=inside).to(tl.float32)    # Add in float32, whatever is stored
     y = tl.load(b + offsets, mask=inside).to(tl.float32)
     tl.store(out + offsets, x + y, mask=inside)             # Rounded to the type of `out`
 
 # %% ../../nbs/09_kernels/09c_traffic.ipynb #d16b8f6c
 @dataclass(frozen=True)
 class Cost:
-    "What a kernel asks of a GPU."
+    "The bytes that a kernel moves, and the FLOPs of its matrix products."
     loads:int    # Bytes read from main memory or a cache
     stores:int   # Bytes written
-    flops:int=0  # Of matrix products
+    flops:int=0  # FLOPs of matrix products; other operations are not counted
 
     @property
     def bytes(self)->int: return self.loads + self.stores
@@ -79,26 +79,26 @@ class Cost:
         return Cost(self.loads + other.loads, self.stores + other.stores, self.flops + other.flops)
 
     def seconds(self, device:Device|str="h100", dtype:str="float32")->float:
-        "No GPU of this kind is faster, if all bytes come from its main memory."
+        "Return the least time on such a GPU if all bytes go through its main memory."
         return Operation("kernel", self.flops, self.bytes).seconds(device, dtype)
 
 # %% ../../nbs/09_kernels/09c_traffic.ipynb #4b69c480
 @dataclass
 class Traffic:
-    "What passed between kernels and memory."
-    loaded:dict = field(default_factory=dict) # Bytes by the name of the array
-    stored:dict = field(default_factory=dict) # Likewise
-    flops:int = 0      # Of matrix products
-    sectors:int = 0    # For 32 neighbours of a block at a time, as one warp would ask
-    requests:int = 0   # Groups of 32 neighbours
-    trace:list = field(default_factory=list)  # Sectors in order, an array for each access
+    "The traffic between kernels and memory."
+    loaded:dict = field(default_factory=dict) # Name of an array to the bytes loaded from it
+    stored:dict = field(default_factory=dict) # Name of an array to the bytes stored to it
+    flops:int = 0      # FLOPs of matrix products
+    sectors:int = 0    # Sectors moved if each 32 neighbours of a block are a warp's request
+    requests:int = 0   # Number of such requests
+    trace:list = field(default_factory=list)  # An array of sectors for each access, in order
 
     @property
     def cost(self)->Cost:
         return Cost(sum(self.loaded.values()), sum(self.stored.values()), self.flops)
 
-    def missed(self, cache_bytes:int)->int: # Bytes that are moved although there is a cache
-        "Traffic behind a cache that forgets what was not used for longest."
+    def missed(self, cache_bytes:int)->int: # Bytes that main memory still has to move
+        "Count the traffic behind a cache that drops the least recently used sector."
         cache:OrderedDict = OrderedDict()
         misses, room = 0, cache_bytes//SECTOR
         for s in (int(s) for part in self.trace for s in part):
@@ -110,7 +110,7 @@ class Traffic:
 
 # %% ../../nbs/09_kernels/09c_traffic.ipynb #444f739f
 class Watch:
-    "Sees every access of interpreted kernels to the arrays that it knows."
+    "Records every access of interpreted kernels to the arrays that it knows."
     def __init__(self, arrays:dict):
         self.traffic, self.places = Traffic(), {}
         for name,x in arrays.items():
@@ -118,7 +118,7 @@ class Watch:
             owner = np.full(storage.nbytes(), -1)       # The program that stored each byte
             self.places[name] = (storage.data_ptr(), storage.nbytes(), owner)
 
-    def find(self, at:np.ndarray, size:int, program:int)->tuple: # Name, owners, and where
+    def find(self, at:np.ndarray, size:int, program:int)->tuple: # Name, owner of each byte, offsets
         for name,(start, length, owner) in self.places.items():
             if start <= at.min() and at.max() + size <= start + length:
                 return name, owner, at - start
@@ -151,7 +151,7 @@ def counting(
     **arrays:torch.Tensor, # All arrays that kernels may touch, by name
 )->Iterator[Traffic]:
     """Count what interpreted kernels load and store in a `with` block.
-    Raises `IndexError` for an address outside all arrays, `RuntimeError` for a race."""
+    `IndexError` for an address outside all arrays, `RuntimeError` for a race that it notices."""
     if triton is None or not interpreted:
         raise RuntimeError("counting needs Triton's interpreter: set TRITON_INTERPRET=1 before the "
                            "start")
@@ -180,19 +180,19 @@ def counting(
 
 # %% ../../nbs/09_kernels/09c_traffic.ipynb #f5f3e655
 def power_of_two(what:str, value:Any, least:int=1, most:int=65_536)->int: # The value
-    "Raises `ValueError` unless it is a power of two between `least` and `most`, as blocks must be."
+    "Check a block size. `ValueError` unless it is a power of two from `least` to `most`."
     if isinstance(value, bool) or not isinstance(value, int) or value < 1 or value & (value - 1):
         raise ValueError(f"{what} = {value!r}, expected a power of two")
     if not least <= value <= most: raise ValueError(f"{what} = {value}, expected {least} to {most}")
     return value
 
-def next_power_of_two(n:int)->int: # At least n
+def next_power_of_two(n:int)->int: # The least power of two that is `n` or more
     return 1 << max(0, n - 1).bit_length()
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 def check_floats(what:str, dtypes:tuple=FLOATS, **arrays:torch.Tensor):
-    "`TypeError` for a type that the kernel does not take, `ValueError` for arrays of two devices."
+    "`TypeError` for a type that the kernel does not take, `ValueError` for two devices."
     for name,x in arrays.items():
         if x.dtype not in dtypes:
             names = [str(d).removeprefix("torch.") for d in dtypes]
@@ -203,7 +203,7 @@ def check_floats(what:str, dtypes:tuple=FLOATS, **arrays:torch.Tensor):
         raise ValueError(f"{what}: {places}, expected one device")
 
 def check_alike(what:str, **arrays:torch.Tensor):
-    "As `check_floats`, and `ValueError` for arrays of several shapes or types."
+    "Check like `check_floats`. `ValueError` also for arrays that differ in shape or type."
     check_floats(what, FLOATS, **arrays)
     if len({(x.shape, x.dtype) for x in arrays.values()}) > 1:
         each = ", ".join(f"{n} is {x.dtype} {tuple(x.shape)}" for n,x in arrays.items())

@@ -23,8 +23,7 @@ from .runs import read_run
 
 # %% ../../nbs/04_training/04j_models.ipynb #0946b5dc
 def _packed(p:torch.Tensor
-    # float16 with an even last bit: of the 23 fraction bits 9 stay, in a single rounding to the
-    # nearest
+    # rounds once, to the nearest number with 9 fraction bits, so that float16's last bit is 0
 )->torch.Tensor:
     bits = p.detach().float().cpu().contiguous().view(torch.int32)
     return (bits + 0x1FFF + (bits >> 14 & 1) & -0x4000).view(torch.float32).half()
@@ -68,7 +67,7 @@ def load_model(
     except (KeyError, TypeError, RuntimeError, SafetensorError) as e:
         why = str(e).splitlines()[0]
         raise ValueError(f"{folder}: no model that can be read ({why})") from None
-    # `complete` rejects other values, too
+    # `complete` compares this digest with its tokenizer's
     wanted = model.tokenizer_digest = read_json(folder/"config.json").get("tokenizer")
     if wanted not in (None, tokenizer.digest):
         raise ValueError(f"{folder}: trained with the tokenizer {wanted[:12]}…, but the one that "
@@ -105,7 +104,7 @@ def _weights_in(path:Path)->dict: # Also reads 8-bit codes, with a step size per
     return weights
 
 def _read_run_model(run:Path, make:Callable, checkpoint:str
-)->tuple: # For runs of older versions the latest
+)->tuple: # Older runs don't record a best one: the latest
     config, _, data = read_run(run)
     kept = Checkpoints(run/"checkpoints")
     if (path := kept.latest()) is None: raise FileNotFoundError(f"{run}: no checkpoint yet")

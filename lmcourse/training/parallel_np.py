@@ -28,7 +28,7 @@ from .optim_np import AdamWNp, clip_scale, grad_norm_np
 
 # %% ../../nbs/04_training/04m_parallel_np.ipynb #d9366311
 def split_batch(
-    ids:np.ndarray,     # `(B, T)`, from 0 to V - 1
+    ids:np.ndarray,     # Token ids `(B, T)`, from 0 to V - 1
     targets:np.ndarray, # The next ids `(B, T)`; `ignore_index` for targets that don't count
     workers:int,        # Number of parts, N; at most B
     ignore_index:int=-100, # Value of targets that don't count
@@ -98,14 +98,14 @@ def reduce_to_root(x:np.ndarray, port:Any): # This worker's vector, and its port
     if not port.rank:
         for source in range(1, port.size): x += port.recv(source)
 
-def broadcast(x:np.ndarray, port:Any): # As above
+def broadcast(x:np.ndarray, port:Any): # As for `reduce_to_root`
     "Copy the vector of worker 0 to all workers."
     if not port.rank:
         for to in range(1, port.size): port.send(to, x)
     yield
     if port.rank: x[...] = port.recv(0)
 
-def naive_all_reduce(x:np.ndarray, port:Any): # As above
+def naive_all_reduce(x:np.ndarray, port:Any): # As for `reduce_to_root`
     "Replace every worker's vector by the sum of all, by way of worker 0."
     yield from reduce_to_root(x, port)
     yield from broadcast(x, port)

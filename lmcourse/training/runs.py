@@ -60,7 +60,7 @@ class RunLog:
     def __init__(self,
         run:Path,                # The run's folder
         log_to:str="file",       # Tracker that gets a copy: a key of `TRACKERS`
-        settings:dict|None=None, # Settings that the tracker shows beside the curves
+        settings:dict|None=None, # Settings that the tracker shows with the curves
         writes:bool=True,        # Whether this process writes the files
     ):
         self.run, self.writes = Path(run), writes

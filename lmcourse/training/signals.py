@@ -25,7 +25,7 @@ def stop_signals()->Iterator[list]:
     try:
         try:
             for s in (signal.SIGINT, signal.SIGTERM): before[s] = signal.signal(s, note)
-        except ValueError: pass              # not the main thread: signals go elsewhere
+        except ValueError: pass              # not the main thread, which gets the signals
         yield noted
     finally:
         for s,handler in before.items(): signal.signal(s, handler)
