@@ -468,8 +468,8 @@ def in_place(matrix): matrix /= matrix.norm(); return muon()(matrix)
 WRONG_ANSWERS = dict(
     toy_rates=[
         (TOY | dict(ten=.8), "ten: 0.8 is the factor of the weights"), (TOY | dict(ten=.81), "takes θ/n for the gradient"),
-        (TOY | dict(hundred=1), "the same height on the other side"), (TOY | dict(thousand=19), "that of the loss is its square"),
-        (TOY | dict(thousand=-19), "that of the loss is its square"), (TOY | dict(turn=100), "the factor -1: the loss stays as it is"),
+        (TOY | dict(hundred=1), "the same height on the other side"), (TOY | dict(thousand=19), "changes by its square"),
+        (TOY | dict(thousand=-19), "changes by its square"), (TOY | dict(turn=100), "the factor -1: the loss stays as it is"),
         (TOY | dict(turn=400), "is the step that reaches the minimum"), (TOY | dict(largest=50), "reaches the minimum in one step"),
         (TOY | dict(largest=200), "it is 2θ/n"), (TOY | dict(largest=1), "forgets that the loss is a mean"),
         (TOY | dict(bowl=2), "the steepest direction decides"), (TOY | dict(bowl=.001), "reaches the minimum in one step"),
@@ -563,7 +563,7 @@ WRONG_ANSWERS = dict(
     orthogonalize=[
         (muon(start=lambda x: x), "the numbers grow beyond all bounds"), (muon(start=lambda x: x/torch.linalg.svdvals(x)[0]), "by its largest singular value"),
         (muon(start=lambda x: x/x.norm(dim=1, keepdim=True)), "is the whole matrix divided by its Frobenius norm"), (muon(start=lambda x: x/x.abs().max()), "divided by its Frobenius norm"), (muon(rounds=1), "that is one iteration, expected five"),
-        (muon(rounds=6), "that is six iterations"), (muon(abc=(ABC[0], ABC[2], ABC[1])), "do a, b and c stand where they should?"), (muon(abc=(ABC[0], -ABC[1], ABC[2])), "do a, b and c stand"), (muon(abc=(1.5, -.5, 0)), "the classical iteration"),
+        (muon(rounds=6), "that is six iterations"), (muon(abc=(ABC[0], ABC[2], ABC[1])), "a, b and c in the right places?"), (muon(abc=(ABC[0], -ABC[1], ABC[2])), "a, b and c in the right places"), (muon(abc=(1.5, -.5, 0)), "the classical iteration"),
         (muon(end=lambda y, x: y*x.norm()), "multiplied by the norm again"), (not_turned_back, "a tall matrix was turned and not turned back"), (in_place, "changed its argument in place"),
         (lambda m: torch.linalg.svd(m, full_matrices=False).U@torch.linalg.svd(m, full_matrices=False).Vh, "that is the exact U Vᵀ"), (lambda m: m/m.norm(), "divided by its norm, and no more"),
         (muon(start=lambda x: x.float()/x.norm()), "dtype float32, expected float64"), (in_bfloat16, "are the iterations in a shorter number format?"), (lambda m: None, "expected a tensor, got None"), (fails, "raised RuntimeError")],

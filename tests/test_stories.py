@@ -176,9 +176,9 @@ def test_words_of_the_grammar_are_plain_and_no_rule_is_unused():
 @pytest.mark.parametrize("grammar, words", [
     ("story:\n    {x}", "uses 'x', which does not exist"),
     ("story:\n    {x=y} {z:x.kind}\ny = a", "uses 'z', which does not exist"),
-    ("story:\n    {a y}\ny:\n    {z} {z}\nz = a", "no list"),
-    ("a = x\na = y", "stands twice"),
-    ("a = x, x", "something stands twice"),
+    ("story:\n    {a y}\ny:\n    {z} {z}\nz = a", "isn.t a list"),
+    ("a = x\na = y", "appears twice"),
+    ("a = x, x", "an entry of .a. appears twice"),
     ("story:\n    {", "can't be read"),
     ("just words", "can't read"),
     ("a = x, 0* y", "a weight of 0 in 'a'"),

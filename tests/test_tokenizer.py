@@ -367,7 +367,7 @@ def test_damaged_folders(tmp_path):
 
 def test_files_that_are_something_else(tmp_path):
     file = tmp_path/"file"
-    for text, words in [("[1]", "a list, expected an object"), ('{"a": 0, "a": 1}', "'a' stands there twice"), ("", "not JSON"), ('{"a": true}', "expected an integer")]:
+    for text, words in [("[1]", "a list, expected an object"), ('{"a": 0, "a": 1}', "'a' appears twice"), ("", "not JSON"), ('{"a": true}', "expected an integer")]:
         file.write_text(text)
         with pytest.raises(ValueError, match=words): read_vocab(file)
     file.write_bytes(b"\xff\xfe")

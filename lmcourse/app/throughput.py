@@ -131,7 +131,7 @@ def run_loop(work:str, steps:int)->dict: # A variant from `Work.to_json`
     "Time steps of the training loop."
     keep_freed_memory()
     found = _clocked(work).steps(steps)
-    # until the threads sleep that would disturb the next variant
+    # Until threads that would disturb the next variant sleep
     time.sleep(0.15)
     return found | dict(peak_bytes=_peak(Work.from_json(work).train.device))
 

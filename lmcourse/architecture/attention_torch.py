@@ -242,12 +242,12 @@ class CausalSelfAttention(HeadProjections):
     "Multi-head causal attention, in the variant that the config asks for."
     def __init__(self,
         config:ModelConfig, # Sizes and variant
-        # A `RoPE` shared by all layers of a model; by default one is made if the config asks for it
+        # A `RoPE` shared by all layers of a model; default: a new one if the config asks for RoPE
         rope:RoPE|None=None,
         # Function of queries, keys, values and window that returns `(..., H, T, K)`, say a kernel
         attention:Callable=causal_attention,
         heads:Callable=prepare_heads, # Function like `prepare_heads`
-        # As for `HeadProjections`
+        # Arguments of `HeadProjections`
         device:str|torch.device|None=None, dtype:torch.dtype|None=None, **more:Any,
     ):
         super().__init__(config, device=device, dtype=dtype, **more)

@@ -197,7 +197,7 @@ def fast_ffn_backward(
     "Compute the gradients of `fast_ffn_forward`."
     if cache[0] is None: return ffn_backward(dy, cache[1])
     a, b, e, gelu, first, second, third = cache
-    # Gradient of w2's input; `gate_backward` overwrites it with that of `a`
+    # Gradient of w2's input, overwritten below by the gradient of `a`
     da, grads = named_linear_backward(dy, second, "w2")
     db = None if b is None else np.empty_like(b)
     flat = lambda z: None if z is None else z.ravel()

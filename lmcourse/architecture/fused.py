@@ -185,7 +185,7 @@ class FusedFeedForward(FeedForward):
         a, b = self.w1(x), self.w3(x)
         return self.w2(swiglu(a, b) if fits(a, b) else self.activation(a)*b)
 
-def fused_ffn(config:ModelConfig, linear:Callable=Linear, **how:Any)->nn.Module: # As `make_ffn`
+def fused_ffn(config:ModelConfig, linear:Callable=Linear, **how:Any)->nn.Module: # Like `make_ffn`
     "Make the feed-forward network that the config asks for, by our kernel if it is SwiGLU."
     c = config
     if c.num_experts or c.ffn != "swiglu": return make_ffn(c, linear, **how)
@@ -336,7 +336,7 @@ head_loss = operator(
 # %% ../../nbs/03_architecture/03k_fused.ipynb #2c43c176
 def fused_loss(
     x:Tensor, weight:Tensor, targets:Tensor, ignore_index:int=-100, z_loss:float=0.
-)->Tensor: # As in `linear_cross_entropy`
+)->Tensor: # The loss, as from `linear_cross_entropy`
     "Compute the loss by our kernel where it fits, and by `linear_cross_entropy` otherwise."
     if (not fits(x, weight) or targets.shape != x.shape[:-1] or not torch.is_grad_enabled()
         or torch.is_autocast_enabled("cpu")):

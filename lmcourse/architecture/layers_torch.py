@@ -119,7 +119,7 @@ def check_index(
 
 # %% ../../nbs/03_architecture/03b_layers_torch.ipynb #e6a06d22
 def _can_look(x:torch.Tensor
-)->bool: # Whether values can be read: not on a GPU (which means waiting), nor while compiling
+)->bool: # False on a GPU, where reading values means waiting, and while compiling
     return (x.device.type == "cpu" and not torch.compiler.is_compiling()
             and not torch.jit.is_tracing())
 

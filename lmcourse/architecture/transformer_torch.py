@@ -91,7 +91,7 @@ class TransformerBlock(nn.Module):
     "Attention and a feed-forward network, each added to the residual stream."
     def __init__(self,
         config:ModelConfig,                  # Sizes and variant
-        # A `RoPE` shared by all blocks; by default one is made if the config asks for it
+        # A `RoPE` shared by all blocks; default: a new one if the config asks for RoPE
         rope:RoPE|None=None,
         device:str|torch.device|None=None,   # Device of the weights; `meta` for shapes only
         dtype:torch.dtype|None=None,         # Type of the weights; default: torch's

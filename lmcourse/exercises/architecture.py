@@ -24,15 +24,15 @@ from ..tools.grading import check_numbers, run_answer, short
 
 # %% ../../nbs/03_architecture/03z_architecture.ipynb #0bbbf161
 def _got(value)->str:
-    # What came where another type was expected
+    # A value of an unexpected type, for the message
     return "None" if value is None else f"{type(value).__name__} {short(value)}"
 
-def _call(f:Callable, args:tuple, where:str): # What `f` gives for copies of `args`
+def _call(f:Callable, args:tuple, where:str): # Result of `f` for copies of `args`
     with torch.no_grad(): return run_answer(f, *args, shown=where)
 
 # %% ../../nbs/03_architecture/03z_architecture.ipynb #f4f5671e
 def _hint(got:Tensor, mistakes:dict, args:tuple, rtol:float, atol:float)->str:
-    # Which known mistake gives these numbers
+    # The known mistake that gives these numbers, if there is one
     for words,f in mistakes.items():
         with torch.no_grad(): wrong = f(*args)
         if got.shape == wrong.shape and torch.allclose(got.double(), wrong.double(), rtol, atol,
@@ -41,12 +41,12 @@ def _hint(got:Tensor, mistakes:dict, args:tuple, rtol:float, atol:float)->str:
     return _nan(got)
 
 def _nan(got:Tensor)->str:
-    return ": NaN comes of inf - inf, inf/inf, 0/0 or 0*inf" if got.isnan().any() else ""
+    return ": NaN comes from inf - inf, inf/inf, 0/0 or 0*inf" if got.isnan().any() else ""
 
 def _grade(title:str, f:Callable, oracle:Callable, mistakes:dict, note:str="", rtol:float=1e-4,
            atol:float=1e-5, **args):
-    """`AssertionError` unless `f` and `oracle` agree on `args`, given in order. `mistakes`: words
-    to a function that makes this one."""
+    """`AssertionError` unless `f` and `oracle` agree on `args`, given in order. `mistakes` maps
+    words to a function that makes this mistake."""
     where = (f"{title}for "
              f"{', '.join(f'{name} {short(value)}' for name,value in args.items())}{note}: ")
     args = tuple(args.values())
@@ -83,7 +83,7 @@ def _grade_gradients(where:str, f:Callable, oracle:Callable, args:tuple):
         if got is None and right[name] is not None:
             raise AssertionError(f"{where}no gradient reaches {name}: {_CUT}")
         if got is None: continue
-        # Of sums in float32, whatever the order
+        # Rounding of sums in float32
         rounding = 1e-5*right[name].abs().max().item()
         try: check_close(got, right[name], 1e-3, 1e-4 + rounding)
         except AssertionError as e:
@@ -91,12 +91,12 @@ def _grade_gradients(where:str, f:Callable, oracle:Callable, args:tuple):
                                  f"not: {e}{_nan(got)}") from None
 
 # %% ../../nbs/03_architecture/03z_architecture.ipynb #579b1db7
-def _check_names(title:str, module:nn.Module, like:nn.Module): # Of parameters, and their shapes
+def _check_names(title:str, module:nn.Module, like:nn.Module): # Compares names and shapes
     found, expected = ({k: tuple(v.shape) for k,v in m.state_dict().items()}
                        for m in (module, like))
     learnt = dict(module.named_parameters(remove_duplicate=False))
     if extra := [f"{k} {s}" for k,s in found.items() if k not in expected and k not in learnt]:
-        raise AssertionError(f"{title}what is computed belongs in no file: register_buffer(..., "
+        raise AssertionError(f"{title}a computed table shouldn't be saved: register_buffer(..., "
                              f"persistent=False) for {_some(extra)}")
     lacks, extra = ([f"{k} {a[k]}" for k in a if k not in b]
                     for a,b in ((expected, found), (found, expected)))
@@ -109,7 +109,7 @@ def _check_names(title:str, module:nn.Module, like:nn.Module): # Of parameters, 
         if found[k] != shape:
             raise AssertionError(f"{title}{k} has the shape {found[k]}, expected {shape}{turned}")
         if k not in learnt:
-            raise AssertionError(f"{title}{k} is no nn.Parameter: it would not be learnt")
+            raise AssertionError(f"{title}{k} isn't an nn.Parameter, so it would not be learnt")
     names = {}
     for k,p in learnt.items():
         if names.setdefault(id(p), k) != k:
@@ -121,7 +121,7 @@ def _some(names:list)->str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 # %% ../../nbs/03_architecture/03z_architecture.ipynb #1cd675e9
-def _check_own(title:str, module:nn.Module): # Written by the student: torch's containers will do
+def _check_own(title:str, module:nn.Module): # Allows only torch's containers
     for m in module.modules():
         for c in type(m).__mro__:
             if c.__module__.startswith("torch.nn.modules.") and c.__module__.split(".")[-1] not in (
@@ -163,11 +163,11 @@ def _twin(make:Callable, args:tuple, like:nn.Module, **place)->tuple:
     return title, module
 
 def _rng(seed:int=0)->torch.Generator:
-    return torch.Generator().manual_seed(seed)  # Torch's own generator is left as it was
+    return torch.Generator().manual_seed(seed)  # Torch's own generator isn't used
 
 def _randn(*shape, seed:int=0)->Tensor: return torch.randn(shape, generator=_rng(seed))
 
-def _check_place(make:Callable, args:tuple, like:nn.Module): # Whether `dtype` and `device` are used
+def _check_place(make:Callable, args:tuple, like:nn.Module): # Are `dtype` and `device` used?
     title, module = _make(make, args, like, dtype=torch.float64)
     for k,p in module.named_parameters():
         if p.dtype != torch.float64: raise AssertionError(f"{title}{k} is {p.dtype}")
@@ -177,11 +177,11 @@ def _check_place(make:Callable, args:tuple, like:nn.Module): # Whether `dtype` a
         if e.__cause__ and not isinstance(e.__cause__, TypeError): return
         raise
     for k,p in module.named_parameters():
-        if p.device.type != "meta": raise AssertionError(f"{title}{k} lies on {p.device}")
+        if p.device.type != "meta": raise AssertionError(f"{title}{k} is on {p.device}")
 
 # %% ../../nbs/03_architecture/03z_architecture.ipynb #9193b0fe
 def _check_start(make:Callable, args:tuple, like:nn.Module, std:float, mistakes:dict):
-    # `mistakes`: standard deviation to words
+    # `mistakes` maps standard deviations to words
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
         title, w = _make(make, args, like)
@@ -190,13 +190,13 @@ def _check_start(make:Callable, args:tuple, like:nn.Module, std:float, mistakes:
     s, mean, largest, far = (w.std().item(), w.mean().item(), w.abs().max().item(),
                              (w.abs() > 2*w.std()).double().mean().item())
     if not s > 0:
-        raise AssertionError(f"{title}the first weights are all the same, or NaN: "
+        raise AssertionError(f"{title}the initial weights are all the same, or NaN: "
                              "they should be drawn")
     if first.equal(second):
         raise AssertionError(f"{title}two layers start with the same weights: is "
                              "there a seed inside?")
-    found = (f"{title}the first weights should be normal, with a standard deviation of {std:.3g}, "
-             "cut at three of them: ")
+    found = (f"{title}the initial weights should be normal with a standard deviation of {std:.3g}, "
+             "cut at three deviations: ")
     if abs(mean) > .03*s: raise AssertionError(f"{found}their mean is {mean:.3g}")
     if (at_cut := int((w.abs() == largest).sum())) > 9:
         raise AssertionError(f"{found}{at_cut} lie exactly at a cut: draw them again")
@@ -213,7 +213,7 @@ def _check_start(make:Callable, args:tuple, like:nn.Module, std:float, mistakes:
 def check_linear(
     linear:type, # The class: `Linear(in_features, out_features, device=None, dtype=None)`
 ):
-    "`AssertionError` unless the layer has the right weight, output, gradient and first weights."
+    "`AssertionError` unless the layer has the right initial weights, output and gradient."
     oracle = layers_torch.Linear(6, 4, generator=_rng())
     title, mine = _twin(linear, (6, 4), oracle)
     for shape in ((2, 6), (6,), (2, 3, 5, 6)): _grade(title, mine, oracle, {}, x=_randn(*shape))
@@ -230,8 +230,8 @@ def check_linear(
 def check_embedding(
     embedding:type, # The class: `Embedding(num_embeddings, embedding_dim, device=None, dtype=None)`
 ):
-    """`AssertionError` unless ids give their rows, rows get their gradients and start as they
-    should."""
+    """`AssertionError` unless ids give their rows, and rows have the right gradients and initial
+    values."""
     oracle = layers_torch.Embedding(7, 5, generator=_rng())
     title, mine = _twin(embedding, (7, 5), oracle)
     for ids in ([3, 0, 6], [[1, 1, 2], [6, 1, 0]], 4):
@@ -251,7 +251,7 @@ def _rmsnorm_mistakes(g:Tensor, eps:float)->dict:
             "without the root": lambda x: x/(ms(x) + eps)*g,
             "the sum of squares is taken, not their mean":
                 lambda x: x/(ms(x)*x.shape[-1] + eps).sqrt()*g,
-            "the mean is taken off first: that is LayerNorm":
+            "the mean is subtracted first: that is LayerNorm":
                 lambda x: layers_torch.layernorm(x, g, eps=eps),
             "all rows are scaled together": lambda x: x/(ms(x).mean() + eps).sqrt()*g}
 
@@ -283,7 +283,7 @@ def _check_array(where:str, name:str, got, like:np.ndarray): # The form of a gra
         raise AssertionError(f"{where}{name} is {short(got)}, expected {short(like)}")
 
 def _check_derivative(where:str, name:str, f:Callable, x:np.ndarray, got, mistakes:dict):
-    # Of `f`, a function of `x` alone
+    # Derivative of `f`, a function of `x` alone
     _check_array(where, name, got, x)
     try: gradcheck(f, x, got, rtol=1e-5, atol=1e-6)
     except AssertionError as e:
@@ -294,7 +294,7 @@ def _check_derivative(where:str, name:str, f:Callable, x:np.ndarray, got, mistak
 
 # %% ../../nbs/03_architecture/03z_architecture.ipynb #341940d7
 def check_rmsnorm_gradient(
-    # `rmsnorm_gradient(dy, x, weight, eps)` gives `(dx, dweight)`, arrays of NumPy
+    # `rmsnorm_gradient(dy, x, weight, eps)` returns `(dx, dweight)`, NumPy arrays
     rmsnorm_gradient:Callable,
 ):
     "`AssertionError` unless both are the derivatives that central differences find."
@@ -312,8 +312,8 @@ def check_rmsnorm_gradient(
                     "the gain is missing": r*(dy - x*r*r*(dy*x).mean(-1, keepdims=True)),
                     "the sum over D is not divided by D": r*h - r**3*along*shape[-1],
                     "the sign of the second part is wrong": r*h + r**3*along,
-                    "r stands in the second part once, not three times": r*h - r*along,
-                    "r stands in the second part twice, not three times": r*h - r*r*along}
+                    "the second part has the factor r once, expected three times": r*h - r*along,
+                    "the second part has the factor r twice, expected three times": r*h - r*r*along}
         _check_derivative(where, "dx", lambda x: (layers_np.rmsnorm_forward(x, g, eps)[0]*dy).sum(),
                           x, got[0], mistakes)
         rows = (dy*x*r).reshape(-1, len(g))
@@ -339,7 +339,7 @@ def _swiglu_mistakes(w1:Tensor, w2:Tensor, w3:Tensor)->dict:
 def check_swiglu(
     swiglu:type, # The class: `SwiGLU(d_model, d_ff, device=None, dtype=None)`
 ):
-    "`AssertionError` unless it is the gated network with SiLU on `w1`, also for large numbers."
+    "`AssertionError` unless it is the gated network with SiLU on `w1`, for large numbers too."
     oracle = layers_torch.FeedForward(6, 10, generator=_rng())
     title, mine = _twin(swiglu, (6, 10), oracle)
     mistakes = _swiglu_mistakes(*oracle.state_dict().values())
@@ -349,7 +349,7 @@ def check_swiglu(
 
 # %% ../../nbs/03_architecture/03z_architecture.ipynb #a260f3cd
 def _turned(x:Tensor, positions, theta:float, sign:int=1, half:bool=False, shift:int=0)->Tensor:
-    # With a mistake
+    # RoPE, or a mistake in it
     speeds = theta**(-(torch.arange(0, x.shape[-1], 2) + 2*shift)/x.shape[-1])
     angles = torch.as_tensor(positions)[..., None]*speeds
     apply = attention_torch.apply_rope_half if half else attention_torch.apply_rope
@@ -359,7 +359,7 @@ def _rope_mistakes(theta:float)->dict:
     turn = partial(_turned, theta=theta)
     return {"pairs are (i, i + K/2), expected (2i, 2i+1)": partial(turn, half=True),
             "the rotation is the other way round": partial(turn, sign=-1),
-            "token_positions are not looked at": lambda x, p: turn(x, range(x.shape[-2])),
+            "token_positions are ignored": lambda x, p: turn(x, range(x.shape[-2])),
             "positions are one too large": lambda x, p: turn(x, p + 1),
             "the exponent is i/K, expected 2i/K": lambda x, p: _turned(x, p, math.sqrt(theta)),
             "i counts from 1, expected from 0": partial(turn, shift=1),
@@ -384,7 +384,7 @@ def check_rope(
 
 # %% ../../nbs/03_architecture/03z_architecture.ipynb #af9719ac
 def _first_below(share:float, theta:float)->int:
-    # Distance at which a score of ones is below `share`, 1 at distance 0
+    # First distance at which the score of ones is below `share` of its value at 0
     cos, _ = attention_torch.rope_tables(20_000, 64, theta, torch.float64)
     return int((cos.mean(-1) < share).nonzero()[0])
 
@@ -392,7 +392,7 @@ def _first_below(share:float, theta:float)->int:
 def check_rope_scores(
     answer:dict, # 'half', 'negative' and 'slow', each with a distance in tokens
 ):
-    "`AssertionError` unless these are the distances at which scores of ones fall."
+    "`AssertionError` unless these are the first distances with such scores."
     asked = dict(half=(.5, 1e4), negative=(0, 1e4), slow=(.5, 1e6))
     right = {k: _first_below(*a) for k,a in asked.items()}
     why = {k:
@@ -405,9 +405,9 @@ def check_rope_scores(
 # %% ../../nbs/03_architecture/03z_architecture.ipynb #ac491d5b
 def _softmax_mistakes(x:Tensor)->dict:
     def share(e, dim): return e/e.sum(dim, keepdim=True)
-    found = {"the largest is not taken off first, and exp overflows":
+    found = {"the largest logit is not subtracted first, and exp overflows":
                  lambda x, dim: share(x.exp(), dim),
-             "the largest of all is taken off, expected that of each row":
+             "the largest logit of all is subtracted, expected the largest of each row":
                  lambda x, dim: share((x - x.max()).exp(), dim),
              "the sum is over all, expected along dim":
                  lambda x, dim: x.flatten().softmax(0).view(x.shape),
@@ -419,8 +419,8 @@ def _softmax_mistakes(x:Tensor)->dict:
 def check_softmax(
     softmax:Callable, # `softmax(x, dim)` gives a tensor of the shape of `x`
 ):
-    """`AssertionError` unless probabilities along `dim` are right, also of very large and infinite
-    logits."""
+    """`AssertionError` unless probabilities along `dim` are right, for very large and infinite
+    logits too."""
     far = torch.tensor([[0., 1., 2.], [1000., 1001., 1002.], [-5000., -5001., 0.]])
     masked = torch.tensor([[0., -math.inf, 1.], [2., -math.inf, -math.inf]])
     cases = [(_randn(2, 3, 4), dim, "") for dim in (2, 1, 0, -2)] + [(_randn(5), 0, "")]
@@ -431,7 +431,7 @@ def check_softmax(
 
 # %% ../../nbs/03_architecture/03z_architecture.ipynb #69b767f0
 def check_softmax_gradient(
-    softmax_gradient:Callable, # `softmax_gradient(dy, p)` gives `dx`, an array of NumPy
+    softmax_gradient:Callable, # `softmax_gradient(dy, p)` returns `dx`, a NumPy array
 ):
     "`AssertionError` unless it is the derivative that central differences find."
     for shape in ((5,), (2, 3, 4)):
@@ -451,7 +451,7 @@ def check_softmax_gradient(
 
 # %% ../../nbs/03_architecture/03z_architecture.ipynb #77177743
 def _attention(q:Tensor, k:Tensor, v:Tensor, mask, scale:float=1., dim:int=-1)->Tensor:
-    # With a mistake, if you like
+    # Attention, or a mistake in it
     scores = q@k.mT*(scale/math.sqrt(q.shape[-1]))
     return (scores if mask is None else scores.masked_fill(~mask, -math.inf)).softmax(dim)@v
 
@@ -497,7 +497,7 @@ def _merge(a:Tensor)->Tensor: return a.transpose(1, 2).flatten(-2)              
 
 def _heads(w:dict, x:Tensor, places=None, H:int=3, theta=None, mask=None, scale:float=1.,
            split:Callable=_split, merge:Callable=_merge, turned:str="qk", whole:bool=False)->Tensor:
-    "Multi-head attention, with a mistake if you like."
+    "Compute multi-head attention, or a mistake in it."
     T, square = x.shape[1], torch.ones(x.shape[1], x.shape[1], dtype=torch.bool)
     def turn(name, a):
         return (a if theta is None or name not in turned
@@ -534,9 +534,9 @@ def _multihead_mistakes(w:dict, T:int, D:int, H:int, theta)->dict:
     return found | {"RoPE turns values too": partial(f, turned="qkv"),
                     "RoPE turns queries only": partial(f, turned="q"),
                     "nothing is turned": partial(f, turned=""),
-                    "RoPE turns before the heads are split: each head gets other angles":
+                    "RoPE turns before the heads are split: each head gets different angles":
                         partial(f, whole=True),
-                    "token_positions are not looked at": lambda x, places=None: f(x)}
+                    "token_positions are ignored": lambda x, places=None: f(x)}
 
 # %% ../../nbs/03_architecture/03z_architecture.ipynb #2444257b
 def check_multihead(
@@ -573,10 +573,10 @@ def _block_mistakes(b:transformer_torch.TransformerBlock)->dict:
     def on_norms(x): return b.ln1(x) + b.attn(b.ln1(x))
     return {"that is post-norm, norm(x + f(x))": post,
             "the norms are after attn and ffn: x + norm(f(x))": sublayer,
-            "attn and ffn read the same x: the second should read what the first gave":
+            "attn and ffn read the same x: the second should read the first one's output":
                 lambda x: attend(x) + b.ffn(b.ln2(x)),
             "nothing is added to x": lambda x: b.ffn(b.ln2(b.attn(b.ln1(x)))),
-            "z is not added to what ffn gives": lambda x: b.ffn(b.ln2(attend(x))),
+            "z is not added to the output of ffn": lambda x: b.ffn(b.ln2(attend(x))),
             "ln1 is used twice": lambda x: attend(x) + b.ffn(b.ln1(attend(x))),
             "ffn reads without a norm": lambda x: attend(x) + b.ffn(attend(x)),
             "the norm's output is added to, expected x itself":
@@ -608,7 +608,7 @@ def _lm_mistakes(m:transformer_torch.TransformerLM)->dict:
             "these are log-probabilities, expected logits": lambda ids: logits(ids).log_softmax(-1),
             "only the first layer is used": lambda ids: logits(ids, m.layers[:1]),
             "the last layer is not used": lambda ids: logits(ids, m.layers[:-1]),
-            "layers come in reverse order": lambda ids: logits(ids, m.layers[::-1]),
+            "the layers run in reverse order": lambda ids: logits(ids, m.layers[::-1]),
             "the embeddings are multiplied by the root of D":
                 lambda ids: logits(ids, m.layers, math.sqrt(m.config.d_model))}
 
@@ -640,7 +640,7 @@ def check_lm(
 def check_parameters(
     answer:dict, # 'attention', 'ffn', 'model', 'tied' and 'longer', each with a whole number
 ):
-    "`AssertionError` unless the numbers are those of the assignment's model."
+    "`AssertionError` unless the numbers are right for the assignment's model."
     count, c = lambda module: count_parameters(module).unique, ModelConfig(d_ff=1344)
     (V, D, d_ff, L), model = ((c.vocab_size, c.d_model, c.ffn_size, c.num_layers),
                               transformer_torch.TransformerLM(c, device="meta"))
@@ -674,7 +674,7 @@ def _loss_mistakes()->dict:
             "the sign is wrong": lambda z, t: -each(z, t).mean(),
             "that is in bits, expected nats": lambda z, t: each(z, t).mean()/math.log(2),
             "softmax is taken twice": lambda z, t: each(z.softmax(-1), t).mean(),
-            "exp overflows: take the largest logit off":
+            "exp overflows: subtract the largest logit":
                 lambda z, t: (z.exp().sum(-1).log() - at(z, t)).mean(),
             "the logarithm of the softmax: log 0 is -inf": lambda z, t: -p(z, t).log().mean(),
             "the logarithm of the mean, expected the mean logarithm":
@@ -695,14 +695,14 @@ def check_cross_entropy(
     grade(" (logits in the thousands)", logits=large, targets=targets)
 
 # %% ../../nbs/03_architecture/03z_architecture.ipynb #8db466ba
-def _mean_loss(z:Tensor)->float: # Over all targets, each as likely
+def _mean_loss(z:Tensor)->float: # Mean over all targets, all equally likely
     return (z.logsumexp(-1) - z.mean(-1)).mean().item()
 
 # %% ../../nbs/03_architecture/03z_architecture.ipynb #a4a94508
 def check_first_loss(
     answer:dict, # 'even', 'scattered' and 'model', each in nats
 ):
-    "`AssertionError` unless the losses are those that such logits give."
+    "`AssertionError` unless the losses are right for such logits."
     model = transformer_torch.TransformerLM(ModelConfig(vocab_size=256, context_length=64,
                                                         d_model=256, num_layers=1, num_heads=4))
     with torch.no_grad(): logits = model(torch.arange(256).view(4, 64))

@@ -45,7 +45,7 @@ def _grade(f:Callable, right:Callable, cases:list, mistakes:dict): # Raises with
 def check_ring_bytes(
     ring_bytes:Callable, # `ring_bytes(num_bytes, size)` gives a whole number
 ):
-    "`AssertionError` unless the bytes are those of a reduce-scatter and an all-gather."
+    "`AssertionError` unless the bytes are right for a reduce-scatter and an all-gather."
     _grade(ring_bytes, lambda b, n: 2*(n - 1)*b//n,
            [(96, 4), (96, 1), (96, 2), (1000, 5), (7*2**30, 7), (2**40, 1024)],
            {"that is the reduce-scatter alone": lambda b, n: (n - 1)*b//n,
@@ -135,7 +135,7 @@ def check_zero_bytes(
 def check_sliced_loss(
     sliced_loss:Callable, # `sliced_loss(slices, target)` gives a number
 ):
-    "`AssertionError` unless the loss is that of the whole vocabulary."
+    "`AssertionError` unless the loss is right for the whole vocabulary."
     def right(slices, target):
         z = np.concatenate(slices)
         return float(z.max() + np.log(np.exp(z - z.max()).sum()) - z[target])
@@ -192,7 +192,7 @@ def check_in_flight(
 def check_zigzag(
     zigzag:Callable, # `zigzag(tokens, size, rank)` gives a list of whole numbers
 ):
-    "`AssertionError` unless the positions are those of zigzag."
+    "`AssertionError` unless the positions are right for zigzag pieces."
     def two(t, n, i, j):
         c = t//(2*n)
         return [*range(i*c, i*c + c), *range(j*c, j*c + c)]
@@ -311,7 +311,7 @@ def check_noise(
 def check_meeting(
     meeting:Callable, # `meeting(start, ends, velocity, lr, momentum)` gives two arrays
 ):
-    """`AssertionError` unless weights and velocity are those of Nesterov's momentum on the mean
+    """`AssertionError` unless weights and velocity are right for Nesterov's momentum on the mean
     change."""
     def right(s, ends, v, lr, mu, sign=1, mean=np.mean, nesterov=True, old=False):
         g = sign*(s - mean(ends, 0))

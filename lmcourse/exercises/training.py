@@ -29,13 +29,13 @@ from ..training import optim_torch
 from ..training.parallel_np import naive_bytes, ring_bytes
 
 # %% ../../nbs/04_training/04z_training.ipynb #53684246
-def _do(where:str, f:Callable, *args): # What `f` gives, which may change its arguments
+def _do(where:str, f:Callable, *args): # Result of `f`, which may change its arguments
     if not callable(f): raise AssertionError(f"expected a function, got {short(f)}")
     return run_answer(lambda: f(*args), shown=where)
 
 @contextmanager
 def _own_dice(seed:int=0):
-    # The random generators that all share start from `seed`, and are put back
+    # Seed the shared random generators, and restore them afterwards
     states = random.getstate(), np.random.get_state()
     with torch.random.fork_rng(devices=[]):
         for start in (random.seed, np.random.seed, torch.manual_seed): start(seed)
@@ -49,16 +49,16 @@ def _randn(*shape, seed:int=0, dtype=torch.float64)->Tensor:
 def _flat(tensors)->Tensor: return torch.cat([t.detach().double().flatten() for t in tensors])
 
 def _hint(got:Tensor, mistakes:dict, rtol:float=1e-6, atol:float=1e-9)->str:
-    # Which known mistake gives these numbers: words to a function
+    # The message of the mistake, if any, whose function gives these numbers
     for words,f in mistakes.items():
         wrong = f()
         if got.shape == wrong.shape and torch.allclose(got.double(), wrong.double(), rtol, atol,
                                                        equal_nan=True):
             return f": {words}"
-    return ": NaN comes of 0/0, inf - inf or 0*inf" if got.isnan().any() else ""
+    return ": NaN comes from 0/0, inf - inf or 0*inf" if got.isnan().any() else ""
 
 def _same_or(where:str, got, expected, mistakes:dict, rtol:float=1e-6, atol:float=1e-9):
-    # Compare; say which mistake it looks like
+    # Compare, and name the mistake that it looks like
     try: check_close(got, expected, rtol, atol)
     except AssertionError as e:
         close = isinstance(got, Tensor) and got.dtype == expected.dtype
@@ -67,7 +67,7 @@ def _same_or(where:str, got, expected, mistakes:dict, rtol:float=1e-6, atol:floa
 
 # %% ../../nbs/04_training/04z_training.ipynb #d32606e3
 def _largest_rate(loss:Callable, size:int)->float:
-    # Of gradient descent: 2 by the greatest curvature
+    # Largest stable rate of gradient descent: 2 over the greatest curvature
     curvature = torch.autograd.functional.hessian(loss, torch.ones(size, dtype=torch.float64))
     return 2/torch.linalg.eigvalsh(curvature)[-1].item()
 
@@ -83,7 +83,7 @@ def _toy_run(lr:float, steps:int)->list: # Losses before and after each step
 
 # %% ../../nbs/04_training/04z_training.ipynb #d23e3316
 def _toy_slips()->dict: # What wrong numbers mean
-    weights, half = ("is the factor of the weights: that of the loss is its square",
+    weights, half = ("is the factor of the weights: the loss changes by its square",
                      "takes θ/n for the gradient: it is 2θ/n")
     once = "reaches the minimum in one step: up to twice as far the loss doesn't grow"
     return dict(
@@ -119,7 +119,7 @@ def check_toy_rates(
 # %% ../../nbs/04_training/04z_training.ipynb #9fe97204
 def _adamw_rule(theta, g, m, v, t:int, lr:float, betas:tuple, eps:float, weight_decay:float,
                 how=())->tuple:
-    # One step, with the mistakes in `how`
+    # One step with the mistakes in `how`
     b1, b2 = betas[::-1] if "swapped" in how else betas
     t += ("late" in how) - ("early" in how)
     if "l2" in how: g = g + weight_decay*theta
@@ -239,7 +239,7 @@ def _adamw_made(make:Callable, params:list)->Optimizer:
 def _all_close(a:Tensor, b:Tensor)->bool: return torch.allclose(a, b, 1e-6, 1e-9)
 
 def _check_five_steps(got:Tensor, right:list):
-    # Weights after each step, and those of the right forms
+    # `got`: weights after each step; `right`: the same for each correct form
     if any(_all_close(got, r) for r in right): return
     k = next(k for k in range(5) if not any(_all_close(got[:k + 1], r[:k + 1]) for r in right))
     nearest, hint = min(right, key=lambda r: (got - r).abs().nan_to_num(1e9).max()), ""
@@ -273,7 +273,7 @@ def check_adamw(
 
 # %% ../../nbs/04_training/04z_training.ipynb #9e2348d1
 def _moved(grads:list, betas:tuple=(.9, .999), before:int=0, m:float=0., v:float=0.)->float:
-    # By the last step, in units of the rate
+    # Length of the last step, in units of the rate
     theta, m, v = (torch.tensor(x, dtype=torch.float64) for x in (0., m, v))
     for t,g in enumerate(grads, before + 1):
         last = theta
@@ -310,7 +310,7 @@ def check_first_steps(
     answer:dict,
 ):
     "`AssertionError` unless AdamW's steps are as long as that."
-    # So late that nothing is corrected
+    # So many steps that the corrections are 1
     late = 10**6
     plain, turned, spike = (_moved([1000.], before=late), _moved([5., -5.]),
                             _moved([100.], before=late, m=1., v=1.))
@@ -357,7 +357,7 @@ def _rate(it, top, low, warm, end, start=0., early=0, long=0, begin=None, bottom
     begin, bottom = warm if begin is None else begin, low if bottom is None else bottom
     return low if it > last else bottom + curve((it - begin)/(end - begin + long))*(top - bottom)
 
-def _rate_mistakes(top, low, warm, end)->dict: # Words to a function of `it`
+def _rate_mistakes(top, low, warm, end)->dict: # For each message, a wrong schedule
     def by(**kw): return lambda it: _rate(it, top, low, warm, end, **(dict(last=end) | kw))
     half = (end - warm)/2
     straight = {"the warm-up is one iteration early: it/warmup_iters, expected 0 at it = 0":
@@ -380,7 +380,7 @@ def _rate_mistakes(top, low, warm, end)->dict: # Words to a function of `it`
 
 # %% ../../nbs/04_training/04z_training.ipynb #9714d920
 def _rates(f:Callable, top, low, warm, end)->list:
-    # Of the student's function, with the words for each call
+    # Rates of the reader's function, each with a description of the call
     found = []
     for it in range(end + 8):
         where = (f"for it = {it}, rates {top} and {low}, warmup_iters = {warm}, "
@@ -413,7 +413,7 @@ def check_schedule(
 def _norm(grads:list)->Tensor: return _flat(grads).norm()
 
 def _clip_mistakes(grads:list, M:float)->dict:
-    # Words to a function that gives all gradients in one row
+    # For each message, a function that returns all gradients in one row
     rows, norms = _flat(grads), torch.stack([g.norm() for g in grads])
     def by(norm, eps=1e-6): return lambda: rows*min(1, M/(norm + eps))
     return {"each gradient is clipped by itself, expected one length for all":
@@ -469,7 +469,7 @@ def check_clipping(
 
 # %% ../../nbs/04_training/04z_training.ipynb #77dc5e5e
 def _batch(get_batch:Callable, dataset:np.ndarray, B:int, T:int, device:str="cpu")->tuple:
-    # Inputs and targets, of the right form
+    # Inputs and targets, after a check of their form
     where = f"for {len(dataset)} tokens, {B} windows of {T}, device {device!r}: "
     got = run_answer(lambda: get_batch(dataset, B, T, device), shown=where)
     if not isinstance(got, (tuple, list)) or len(got) != 2:
@@ -510,7 +510,7 @@ def _check_windows(where:str, x:Tensor, y:Tensor)->Tensor:
                          f"expected {expected}{words}")
 
 # %% ../../nbs/04_training/04z_training.ipynb #be8184a1
-def _check_starts(get_batch:Callable, N:int, T:int, draws:int=3000): # All starts, and each as often
+def _check_starts(get_batch:Callable, N:int, T:int, draws:int=3000): # All starts, equally often
     where, x, y = _batch(get_batch, 5 + 3*np.arange(N, dtype=np.uint16), draws, T)
     count, last = Counter(_check_windows(where, x, y).tolist()), N - T - 1
     if last not in count:
@@ -559,7 +559,7 @@ def _check_mapped(get_batch:Callable, N:int=200_000):
 
 # %% ../../nbs/04_training/04z_training.ipynb #252367e9
 def _check_drawn(get_batch:Callable, B:int=16, T:int=6):
-    # Windows that have nothing to do with each other
+    # Windows that are independent of each other
     tokens, at = 5 + 3*np.arange(20_000, dtype=np.uint16), torch.arange(B)
     where, x, y = _batch(get_batch, tokens, B, T)
     starts = _check_windows(where, x, y)
@@ -586,7 +586,7 @@ def check_get_batch(
         _check_mapped(get_batch)
 
 # %% ../../nbs/04_training/04z_training.ipynb #aa2e7373
-def _row(f:Callable, steps, n:int, B:int, seed:int)->list: # Of window numbers
+def _row(f:Callable, steps, n:int, B:int, seed:int)->list: # Window numbers of these steps
     row = []
     for step in steps:
         where = f"for step {step}, {n} windows, batch_size {B}, seed {seed}: "
@@ -629,7 +629,7 @@ def _shared_state()->tuple:
     return random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
 
 def _check_stateless(f:Callable)->list:
-    # Orders of the first passes of 40 windows, which step and seed alone decide
+    # Orders of the first passes of 40 windows, which may depend only on step and seed
     with _own_dice(0):
         one, two = (_check_passes(f, 40, B, 0) for B in (8, 7))
         if _row(f, [9], 40, 8, 0) != one[1][32:]:
@@ -695,13 +695,13 @@ def _same_all(a:dict, b:dict)->bool:
     return a.keys() == b.keys() and all(_equal(a[k], b[k]) for k in a)
 
 # %% ../../nbs/04_training/04z_training.ipynb #95571eba
-def _why_not_same(name:str)->str: # A guess
+def _why_not_same(name:str)->str: # The likely reason
     if "running" in name or "batches" in name:
         return ": a buffer is no parameter; state_dict has both"
     return ": it is in the groups of the optimizer's state_dict" if "group" in name else ""
 
 def _check_same_run(where:str, saved:dict, model:nn.Module, optimizer:Optimizer):
-    # As it was when it was saved
+    # Check that model and optimizer are as they were when saved
     held = {id(p) for g in optimizer.param_groups for p in g["params"]}
     now = _all_of(model, optimizer)
     if not any(k.startswith("the optimizer's") for k in now):
@@ -717,7 +717,7 @@ def _check_same_run(where:str, saved:dict, model:nn.Module, optimizer:Optimizer)
 
 # %% ../../nbs/04_training/04z_training.ipynb #7bb5284e
 def _save_to(save:Callable, kind:str, folder:str, model:nn.Module, optimizer:Optimizer, k:int):
-    # Where to load it from
+    # Saves the run; returns a function that opens what was saved
     path, where = Path(folder)/f"{kind}{k}.pt", f"save_checkpoint to a {kind} after step {k}: "
     before = _all_of(model, optimizer)
     out = (io.BytesIO() if kind == "BytesIO" else open(path, "wb") if kind == "file" else path
@@ -776,7 +776,7 @@ def check_checkpointing(
 
 # %% ../../nbs/04_training/04z_training.ipynb #62aac139
 class _Watched(nn.Module):
-    # A small model that notes how many rows it sees, and when a gradient comes
+    # A small model that notes how many rows it sees, and when it gets a gradient
     def __init__(self):
         super().__init__()
         self.table, self.head, self.events = nn.Embedding(11, 6), nn.Linear(6, 11), []
@@ -851,16 +851,16 @@ def check_accumulation(
 # %% ../../nbs/04_training/04z_training.ipynb #e02f71df
 def toy_tokens(
     count:int,  # Tokens
-    seed:int=0, # Of the generator
+    seed:int=0, # Seed of the generator
 )->np.ndarray: # Ids below 32, `uint16` (count,)
-    """A row in which token `a` is followed by `5a + 1` (mod 32) with probability 0.8, else by any
-    token."""
+    """A row in which token `a` is followed by `5a + 1` (mod 32) with probability 0.8,
+    otherwise by a random token."""
     rng = np.random.default_rng(seed)
     keep, other, row = rng.random(count) < .8, rng.integers(32, size=count), [0]
     for k in range(1, count): row.append((5*row[-1] + 1) % 32 if keep[k] else int(other[k]))
     return np.array(row, np.uint16)
 
-def toy_floor()->float: # In nats a token
+def toy_floor()->float: # Nats per token
     "The entropy of the next token of `toy_tokens`, given all before it."
     likely, rest = .8 + .2/32, .2/32
     return -likely*math.log(likely) - 31*rest*math.log(rest)
@@ -875,7 +875,7 @@ class ToyLM(nn.Module):
     def forward(self, ids:torch.Tensor): return self.head(self.dropout(self.table(ids)))
 
 # %% ../../nbs/04_training/04z_training.ipynb #b1dca152
-class _Run: # A model that is trained by the student's loop, and what it saw
+class _Run: # A model that the reader's loop trains, with a record of its calls
     def __init__(self, train:Callable, steps:int, every:int, seed:int, tokens:tuple):
         with _own_dice():
             self.model, self.events, self.empty = ToyLM(), [], []
@@ -996,7 +996,7 @@ def _iterated(x:Tensor, abc:tuple=optim_torch.NEWTON_SCHULZ, rounds:int=5)->Tens
     for _ in range(rounds): x = a*x + (b*(A := x@x.T) + c*A@A)@x
     return x
 
-def _muon_mistakes(m:Tensor)->dict: # Words to a function
+def _muon_mistakes(m:Tensor)->dict: # For each message, a wrong result
     (a, b, c), x, svd = (optim_torch.NEWTON_SCHULZ, m/m.norm(),
                          torch.linalg.svd(m, full_matrices=False))
     rounds = {1: "one iteration", 4: "four iterations", 6: "six iterations"}
@@ -1005,7 +1005,7 @@ def _muon_mistakes(m:Tensor)->dict: # Words to a function
 "the matrix is divided by its largest singular value, expected the Frobenius norm":
     partial(_iterated, m/svd.S[0]),
 "the result is multiplied by the norm again": lambda: _iterated(x)*m.norm(),
-"c stands with A, expected with A²": partial(_iterated, x, (a, b + c, 0.)),
+"c multiplies A, expected A²": partial(_iterated, x, (a, b + c, 0.)),
 "that is the classical iteration, 1.5 X - 0.5 X Xᵀ X": partial(_iterated, x, (1.5, -.5, 0.)),
 "that is the exact U Vᵀ: the iteration's values are only near 1": lambda: svd.U@svd.Vh,
 "that is the matrix divided by its norm, and no more": lambda: x}
@@ -1025,7 +1025,7 @@ def check_orthogonalize(
             raise AssertionError(f"{where}expected a tensor, got {short(got)}")
         if not got.isfinite().all(): raise AssertionError(
             f"{where}the numbers grow beyond all bounds: is the whole matrix divided by its "
-            "Frobenius norm, and do a, b and c stand where they should?")
+            "Frobenius norm, and are a, b and c in the right places?")
         turned = (": a tall matrix was turned and not turned back"
                   if got.shape == shape[::-1] != shape else "")
         if got.shape != shape:
@@ -1038,7 +1038,7 @@ def check_orthogonalize(
 
 # %% ../../nbs/04_training/04z_training.ipynb #2da33d1a
 def _state_bytes(make:Callable, model:nn.Module)->int:
-    # Of the tensors that an optimizer keeps after a step, counted
+    # Bytes of the tensors that an optimizer keeps after a step
     for p in model.parameters(): p.grad = torch.empty_like(p)
     optimizer = make(model)
     optimizer.step()
@@ -1046,7 +1046,7 @@ def _state_bytes(make:Callable, model:nn.Module)->int:
                if torch.is_tensor(t) and t.ndim)
 
 def _sizes()->dict:
-    # Bytes of state by name, and the model's parameters; the device `meta` has shapes and no
+    # Bytes of state by name, and the model's parameters; on the device `meta`, tensors have no
     # numbers
     model = TransformerLM(ModelConfig(d_ff=1344), device="meta")
     make = dict(momentum=lambda m: torch.optim.SGD(m.parameters(), momentum=.9),

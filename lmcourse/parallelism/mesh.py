@@ -54,7 +54,7 @@ def pretended_mesh(
 
 def _forget_groups(): # DTensor remembers groups that are gone
     if clear := getattr(debug, "_clear_sharding_prop_cache", None): clear()
-    else: # As in torch 2.9
+    else: # For torch 2.9
         propagator = DTensor._op_dispatcher.sharding_propagator
         propagator.propagate_op_sharding.cache.cache_clear()
 
@@ -331,7 +331,7 @@ class MeshModel(nn.Module):
         order = torch.cat([torch.from_numpy(p) for p in zigzag(ids.shape[1], n)]).argsort()
         return torch.cat(parts, 1)[:, order][:, :tokens]
 
-    def through(self, ids:torch.Tensor)->torch.Tensor: # As `forward`, for this process's tokens
+    def through(self, ids:torch.Tensor)->torch.Tensor: # Like `forward`, for this process's tokens
         "Send ids through all stages, and the logits to all processes."
         one = self.stages[0]
         if self.group is None: return one(ids)
@@ -640,7 +640,7 @@ class Traffic(TorchDispatchMode):
         return {a: sum(b for axis,_,b in self.calls if axis == a) for a in self.sizes}
 
 # %% ../../nbs/10_parallelism/10k_mesh.ipynb #c10k0038
-def _group_name(value)->str|None: # Of a group, or its name itself
+def _group_name(value)->str|None: # Name of a group, or a name itself
     if not isinstance(value, torch.ScriptObject): return value if isinstance(value, str) else None
     try: return dist.ProcessGroup.unbox(value).group_name
     except RuntimeError: return None                            # It is something else

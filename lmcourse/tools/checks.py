@@ -104,8 +104,8 @@ def expect_error(
     try: yield
     except kind as e:
         if words not in str(e):
-            raise AssertionError(f"{kind.__name__} came, but without {words!r}: {e}") from e
-    else: raise AssertionError(f"no {kind.__name__} came")
+            raise AssertionError(f"{kind.__name__} without {words!r} in its message: {e}") from e
+    else: raise AssertionError(f"no {kind.__name__} was raised")
 
 # %% ../../nbs/00_tools/00a_checks.ipynb #8b8374d7
 def gradcheck(

@@ -39,7 +39,7 @@ class _NamedFiles(IndexDataCacheFile): # Saves machine code in files named after
 # %% ../../nbs/00_tools/00m_compiled.ipynb #d20fc74e
 kernel = partial(compile_once, nogil=True, no_cfunc_wrapper=True)
 inner = njit(nogil=True, forceinline=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)
-# Without `fastmath` of its own a function takes its caller's; this one rounds as it is written
+# A function without its own `fastmath` inherits its caller's; this one rounds as written
 strict = njit(nogil=True, forceinline=True, fastmath={"contract"}, error_model="numpy")
 fused = partial(compile_once, nogil=True, error_model="numpy",
                 fastmath={"reassoc", "contract", "nsz", "arcp"})
@@ -58,12 +58,12 @@ def borrow(typingctx, array):
 # %% ../../nbs/00_tools/00m_compiled.ipynb #0b6b47ab
 @intrinsic
 def bytes_as_array(typingctx, data):
-    "The bytes of a `bytes` as an array that can't be written, without a reference count."
+    "Return a `bytes` as a read-only array, without a reference count."
     return types.Array(types.uint8, 1, "C", readonly=True)(data), _uncounted
 
 @intrinsic
 def pack(typingctx, memory, arrays):
-    "Write a tuple of borrowed arrays into memory. Ten numbers of 64 bits for each are enough."
+    "Write a tuple of borrowed arrays into memory. Ten 64-bit numbers per array are enough."
     def codegen(context, builder, signature, args):
         data = context.make_array(signature.args[0])(context, builder, args[0]).data
         builder.store(args[1], builder.bitcast(data, args[1].type.as_pointer()), align=8)
@@ -72,7 +72,7 @@ def pack(typingctx, memory, arrays):
 
 @intrinsic
 def unpack(typingctx, address, kinds):
-    "The tuple of arrays that `pack` wrote into the memory at an address. `kinds` is its type."
+    "Read the tuple of arrays that `pack` wrote to an address. `kinds` is the type of the tuple."
     def codegen(context, builder, signature, args):
         kind = context.get_value_type(signature.return_type)
         return builder.load(builder.inttoptr(args[0], kind.as_pointer()), align=8)
@@ -80,9 +80,9 @@ def unpack(typingctx, address, kinds):
 
 def direct(
     kernel:Any,     # A compiled function
-    *arguments:Any, # It is called with them once
+    *arguments:Any, # Example arguments; `kernel` is called with them once
 )->Callable: # Takes arguments of the same types; with others the process may crash
-    "The machine code for these arguments, called without a look at their types."
+    "Return the machine code for these types, to be called without a check of the types."
     kernel(*arguments)
     return kernel.overloads[tuple(map(typeof, arguments))].entry_point
 
@@ -151,7 +151,7 @@ def add_one(typingctx, array, i):
 
 @intrinsic
 def peek(typingctx, array, i):
-    "Read element i as other threads have left it."
+    "Read element i atomically, as other threads have left it."
     def codegen(context, builder, signature, args):
         address = _address(context, builder, signature.args[0], *args)
         return builder.load_atomic(address, "seq_cst", 8)

@@ -16,7 +16,7 @@ from .config import unknown
 from .stories import STORY_CORPORA, Stories
 
 # %% ../../nbs/00_tools/00g_documents.ipynb #bcf80339
-# Stands between documents in a file, and is the special token after each
+# Separates documents in a file, and is the special token after each document
 END_OF_TEXT = "<|endoftext|>"
 SPLITS = ("train", "valid")
 
@@ -66,12 +66,12 @@ def _whole_marks(blocks:Iterator[str])->Iterator[str]: # No mark lies across two
         yield text[:len(text)-keep]
     yield held
 
-def _in_documents(blocks:Iterator[str], size:int|None)->Iterator[str]: # At most so many bytes
-    # of the document that has begun, and their bytes
+def _in_documents(blocks:Iterator[str], size:int|None)->Iterator[str]: # At most `size` bytes
+    # The parts of the document that has begun, and the number of their bytes
     parts, held = [], 0
     for block in _whole_marks(blocks):
         for i,part in enumerate(block.split(END_OF_TEXT)):
-            if i:                                               # a mark stands before this part
+            if i:                                               # a mark comes before this part
                 if (document := "".join(parts)).strip():
                     yield document
                     if size is not None: size -= held
@@ -86,13 +86,13 @@ def _in_documents(blocks:Iterator[str], size:int|None)->Iterator[str]: # At most
 
 # %% ../../nbs/00_tools/00g_documents.ipynb #103ead21
 def text_documents(
-    path:str|Path,           # A text file in UTF-8; `<|endoftext|>` stands between its documents
+    path:str|Path,           # A text file in UTF-8; `<|endoftext|>` separates its documents
     split:str="train",       # `train`: the first nine tenths, `valid`: the rest
-    max_bytes:int|None=None, # Not more than that; a document that is too long is cut, at a line
+    max_bytes:int|None=None, # Stop at this size; a document that is too long is cut at a line
 )->Iterator[str]: # The documents of that part
-    """Read a text file, as far as asked for. `FileNotFoundError`, or `ValueError` for a file that
-    is empty or no text:
-    at once if its beginning tells, else when that place is read."""
+    """Read a text file, as far as asked for. Raises `FileNotFoundError`, or `ValueError` for a file
+    that is empty or isn't text: at once if its beginning shows it, otherwise when reading reaches
+    the bad place."""
     if not (path := Path(path)).is_file(): raise FileNotFoundError(f"{path}: no such file")
     size = path.stat().st_size
     if all(not text.strip() for text in _blocks(path, 0, size)):
@@ -105,11 +105,11 @@ HUB = { # Name to repository and commit
     "tinystories": ("roneneldan/TinyStories", "f54c09fd23315a6f9c86f9dc80f725de7d8f9c64"),
     "openwebtext": ("Skylion007/openwebtext", "b4325f019c648b1641a1784748667e8b74e5e064"),
 }
-HELD_OUT = 200 # One document of so many is for validation where a repository has no such split
+HELD_OUT = 200 # One document in this many is for validation where a repository has no such split
 
 # %% ../../nbs/00_tools/00g_documents.ipynb #dee11fc9
 def held_out(
-    document:str, # Of a repository without a validation split
+    document:str, # A document of a repository without a validation split
 )->bool: # The same for equal documents, at any time and on any machine
     "Return whether a document is for validation, as one in 200 is."
     return _number_of(document) % HELD_OUT == 0
@@ -133,7 +133,7 @@ def text_column(
 _NETWORK = ("httpx", "httpcore", "requests", "aiohttp", "urllib3")
 
 @contextmanager
-def _one_line(name:str): # Errors of `datasets` and the libraries below it, in words of ours
+def _one_line(name:str): # Explains errors of `datasets` and of its libraries in one line
     try: yield
     except Exception as e: raise _explained(name, e) from e
 
@@ -152,7 +152,7 @@ def _explained(name:str, e:Exception)->Exception:
     return ValueError(f"{name}: can't be read ({what})")
 
 # %% ../../nbs/00_tools/00g_documents.ipynb #51b2ac2b
-def _reach(): # An error at once, where `load_dataset` would try for half a minute
+def _reach(): # Fails at once, where `load_dataset` would try for half a minute
     from huggingface_hub import constants
     from huggingface_hub.utils import get_session
     get_session().head(constants.ENDPOINT, timeout=10)
@@ -164,7 +164,7 @@ def _open_repository(name:str): # Split to rows
         raise FileNotFoundError(f"{repo!r}: no such folder")
     if not local: _reach()
     from datasets import load_dataset
-    # streaming keeps nothing but lock files
+    # streaming saves nothing but lock files
     with tempfile.TemporaryDirectory() as nothing:
         return load_dataset(repo, config or None, revision=None if local else revision,
                             streaming=True, cache_dir=nothing)
@@ -199,14 +199,14 @@ def _cut(row:dict, column:str, keep)->list: # The documents of a row
 
 # %% ../../nbs/00_tools/00g_documents.ipynb #e17b2ce4
 def python_documents(
-    split:str="train", # `train`, or `valid` for every twentieth
+    split:str="train", # `train`, or `valid` for every twentieth document
 )->Iterator[str]: # Documents, the same ones in the same order for one version of Python
     "Yield the help pages and docstrings of the running Python that have 100 or more characters."
     return (text for i,text in enumerate(_python_texts()) if (i % 20 == 19) == (split == "valid"))
 
 # %% ../../nbs/00_tools/00g_documents.ipynb #17625ee5
 @functools.cache
-def _python_texts()->tuple: # Each once
+def _python_texts()->tuple: # Each text once
     from pydoc_data.topics import topics
     texts, root = (dict.fromkeys(topics[name] for name in sorted(topics)),
                    Path(sysconfig.get_path("stdlib")))
@@ -215,24 +215,24 @@ def _python_texts()->tuple: # Each once
             texts |= dict.fromkeys(_docstrings(path))
     return tuple(t for t in texts if len(t) >= 100 and END_OF_TEXT not in t)
 
-# Packages of others, and programs
+# Packages that aren't Python's, tests, and programs
 _NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3",
                 "turtledemo"}
 
 def _docstrings(path:Path)->list:
-    # of invalid escapes, which are not ours
+    # Silence warnings about invalid escapes: the code isn't ours
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try: tree = ast.parse(path.read_bytes())
-        except (SyntaxError, ValueError): return []             # a few files are there to be broken
+        except (SyntaxError, ValueError): return []             # some are broken on purpose
     return [d for node in ast.walk(tree)
             if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef))
             and (d := ast.get_docstring(node))]
 
 # %% ../../nbs/00_tools/00g_documents.ipynb #00g0cur2
 def curated_documents(
-    folder:str|Path,   # That `lmcourse curate` has written
-    split:str="train", # `train`, or `valid` for the one in 200, at least one
+    folder:str|Path,   # A folder that `lmcourse curate` has written
+    split:str="train", # `train`, or `valid` for one document in 200, and at least one
 )->Iterator[str]:
     "Yield the documents that a pipeline has kept. Raises `ValueError` for an unfinished folder."
     if not (Path(folder)/"funnel.json").is_file():
@@ -249,7 +249,7 @@ def _curated(paths:list, split:str)->Iterator[str]:
     yield from (text for text in texts() if is_valid(text) == (split == "valid"))
 
 # %% ../../nbs/00_tools/00g_documents.ipynb #290f2135
-_TAKES = dict(text="a path, as in text:book.txt", # What has to stand after the kind
+_TAKES = dict(text="a path, as in text:book.txt", # What must follow the kind
               curated="a folder that `lmcourse curate` has written",
               hf="a repository, as in hf:roneneldan/TinyStories")
 
@@ -258,8 +258,8 @@ def documents(
     # `openwebtext` or `hf:REPO[:CONFIG]`
     name:str,
     split:str="train",  # `train` or `valid`
-    # Stop after the document that reaches it (`stories` never ends without); a text is cut before
-    # it, at a line
+    # Stop after the document that reaches this size (without a limit, `stories` never ends); a text
+    # file is cut before it, at a line
     max_bytes:int|None=None,
 )->Iterator[str]: # Documents, without `<|endoftext|>`
     "Yield the documents of a corpus. Raises `ValueError` at once for an unknown name."
@@ -281,7 +281,7 @@ def documents(
 
 # %% ../../nbs/00_tools/00g_documents.ipynb #3b6e6e7e
 def _at_least(source:Iterator[str], size:int|None
-)->Iterator[str]: # Until that many bytes are reached
+)->Iterator[str]: # Documents until `size` bytes are reached
     for document in source:
         yield document
         if size is None: continue

@@ -13,11 +13,11 @@ import numpy as np
 from typing import Any
 
 # %% ../../nbs/00_tools/00i_grading.ipynb #b4c3f00a
-def _is_array(value)->bool: # NumPy's or torch's; a single number of NumPy is a number
+def _is_array(value)->bool: # NumPy array or torch tensor, but not a NumPy scalar
     return (hasattr(value, "dtype") and hasattr(value, "shape")
             and not isinstance(value, (type, np.generic)))
 
-def _text(value)->str: # By `repr`, but for arrays, also inside lists, tuples and dicts
+def _text(value)->str: # `repr`, except for arrays, also inside lists, tuples and dicts
     if _is_array(value):
         kind, shape = str(value.dtype).removeprefix("torch."), tuple(value.shape)
         # A tensor on the device `meta` has no numbers
@@ -39,7 +39,7 @@ def short(
     "Describe a value briefly: arrays and tensors by type and shape, long text shortened."
     try: text = re.sub(r"\s*\n\s*", " ", _text(value))
     except Exception: text = (
-        f"a {type(value).__name__}")        # Its own `repr` fails, or it holds itself
+        f"a {type(value).__name__}")        # Its own `repr` fails, or it contains itself
     return text if len(text) <= most else f"{text[:most*6//10]} … {text[-most*35//100:]}"
 
 def short_args(
@@ -59,12 +59,12 @@ def _unchanged(a, b)->bool:
     if isinstance(a, (list, tuple)): return len(a) == len(b) and all(map(_unchanged, a, b))
     if isinstance(a, (set, frozenset, bytearray)): return a == b
     try: return not hasattr(a, "__dict__") or _unchanged(vars(a), vars(b))
-    except RecursionError: return True                          # It holds itself
+    except RecursionError: return True                          # It contains itself
 
 # %% ../../nbs/00_tools/00i_grading.ipynb #3e3a0d3f
 def run_answer(
     f:Any,     # The reader's answer, which should be a function
-    *args:Any, # Arguments, of which it gets copies
+    *args:Any, # Arguments; `f` gets copies of them
     # Description of the call in messages: a text such as "for x = 2: ", or other arguments; by
     # default `args`
     shown:str|tuple|None=None
@@ -74,7 +74,7 @@ def run_answer(
     if not callable(f): raise AssertionError(f"expected a function, got {short(f)}")
     where = (shown if isinstance(shown, str)
              else f"for {short_args(args if shown is None else shown)}: ")
-    # torch's random generators
+    # torch's random generators have a method of their own for copies
     given = deepcopy(args, {id(a): a.clone_state() for a in args if hasattr(a, "clone_state")})
     try: result = f(*given)
     except (Exception, SystemExit) as e: raise AssertionError(f"{where}your code raised "
@@ -101,8 +101,8 @@ def _check_keys(answer, right:dict):
 # %% ../../nbs/00_tools/00i_grading.ipynb #96ab7b58
 def check_numbers(
     answer:Any,   # The reader's answer, which should be a dict of numbers with the keys of `right`
-    right:dict,   # Name to the right number
-    # Name to {wrong number: explanation that follows the number in the message}; optional per name
+    right:dict,   # Right numbers by name
+    # For some names, {wrong number: explanation that follows the number in the message}
     why:dict,
     rtol:float=0, # Allowed relative error
     atol:float=0, # Allowed absolute error, in addition

@@ -82,7 +82,7 @@ def read_grammar(
     text = re.sub(r"^#.*\n", "", text, flags=re.M)
     remembered, rules = set(re.findall(r"\{(?:[aA] )?(\w+)=", text)), {}
     for name,attributes,kind,body in map(_rule_parts, re.split(r"\n(?=\S)", text.strip())):
-        if name in rules: raise ValueError(f"grammar: the rule {name!r} stands twice")
+        if name in rules: raise ValueError(f"grammar: the rule {name!r} appears twice")
         lines = [_weighed(l.strip()) for l in
                  (re.split(r",\s+", body.strip()) if kind == "=" else body.split("\n"))
                  if kind == "=" or l.strip()]
@@ -91,7 +91,7 @@ def read_grammar(
         if min(weights, default=1) < 1:
             raise ValueError(f"grammar: a weight of 0 in {name!r}: leave the entry out")
         if len(set(options)) < len(options):
-            raise ValueError(f"grammar: something stands twice in {name!r}")
+            raise ValueError(f"grammar: an entry of {name!r} appears twice")
         entries = tuple(o[0] for o in options if len(o) == 1 and isinstance(o[0], str))
         if len(entries) < len(options): entries = ()              # a choice of templates
         elif len(set(weights)) == 1: weights = []                 # a list, all equally likely
@@ -115,7 +115,7 @@ def _check_references(rules:dict):
         if ((slot.article or slot.capital) and not slot.remember
             and not all(rules[t].entries for t in targets)):
             raise ValueError(f"grammar: {name!r} wants an article or a capital of {slot.name!r}, "
-                             f"which is no list")
+                             f"which isn't a list")
 
 # %% ../../nbs/00_tools/00ea_grammar.ipynb #815269f0
 @cache
@@ -134,7 +134,7 @@ class Writer:
     "Writes texts by making the choices of the rules, one after another."
     def __init__(self, rules:dict, seed:int):
         self.rules, self.uniform = rules, random.Random(seed).random
-    def choose(self, rule:Rule)->tuple: # One of its templates
+    def choose(self, rule:Rule)->tuple: # One of the rule's templates
         u = self.uniform()
         for option,share in zip(rule.options, rule.shares):
             u -= share
@@ -152,7 +152,7 @@ class Writer:
         while (text := self.entry(rule)) in taken: pass
         return Value(text, rule)
 
-    def entry(self, rule:Rule)->str: # One of a list
+    def entry(self, rule:Rule)->str: # One entry of a list
         u = self.uniform()
         if not rule.shares: return rule.entries[int(u*len(rule.entries))]
         return rule.entries[min(bisect(_summed(rule.shares), u), len(rule.entries) - 1)]
@@ -169,13 +169,13 @@ class Writer:
             else: self.write(self.choose(rule), env, out)
 
 # %% ../../nbs/00_tools/00ea_grammar.ipynb #1f23a07e
-def start_at(name:str)->tuple: # Of one `Slot`
+def start_at(name:str)->tuple: # A template of one `Slot`
     "Make a template that only draws from the rule `name`."
     return (Slot(name, "draw", None, None, None, False, False),)
 
 def rule_of(
-    rules:dict, # By name
-    slot:Slot,  # A draw
+    rules:dict, # Rules by name
+    slot:Slot,  # A slot of the kind `draw`
     env:dict,   # Remembered values: name to `Value`
 )->Rule:
     "Find the rule that a slot draws from, which may depend on what is remembered."
@@ -189,7 +189,7 @@ def _recall(env:dict, name:str)->Value: # What is remembered as `name`
         raise ValueError(f"grammar: {{{name}}} is used where nothing is remembered by this name")
     return env[name]
 
-def _attribute(env:dict, name:str, attribute:str|None)->str: # Of what is remembered as `name`
+def _attribute(env:dict, name:str, attribute:str|None)->str: # That of the value called `name`
     rule = _recall(env, name).rule
     if attribute not in rule.attributes:
         raise ValueError(f"grammar: {{{name}.{attribute}}}, but the list {rule.name!r} has no "
@@ -208,14 +208,14 @@ def _known(slot:Slot, env:dict)->str: # The words of a slot that needs no choice
 
 # %% ../../nbs/00_tools/00ea_grammar.ipynb #059d969e
 @cache
-def _summed(shares:tuple)->list: # Each with all before it
+def _summed(shares:tuple)->list: # Running totals
     return list(accumulate(shares))
 
 @cache
 def _share_of(entries:tuple, shares:tuple)->dict: # Entry to its weight
     return dict(zip(entries, shares or (1,)*len(entries)))
 
-def _weight_left(rule:Rule, taken)->float: # Of the entries that are still to be had
+def _weight_left(rule:Rule, taken)->float: # Of the entries that are still available
     if not rule.shares: return len(rule.entries) - len(taken)
     return math.fsum(s for e,s in zip(rule.entries, rule.shares) if e not in taken)
 
@@ -238,7 +238,7 @@ class Reader:
         for end,then,more in self.drawn(part, at, env):
             yield from self.read(parts[i+1:], end, then, logp + more)
 
-    def drawn(self, slot:Slot, at:int, env:dict): # The same for a draw
+    def drawn(self, slot:Slot, at:int, env:dict): # As `read`, for a draw
         rule = rule_of(self.rules, slot, env)
         if rule.entries:
             taken = {v.text for v in env.values() if v.rule is rule} if slot.remember else ()
@@ -319,9 +319,9 @@ class Expectations:
             states = then
         return states
 
-    def outcomes(self, part:Any, env:tuple)->dict: # The same for one part
+    def outcomes(self, part:Any, env:tuple)->dict: # As `flow`, for one part
         if isinstance(part, str): return {env: (1., 0., float(len(part.encode())))}
-        # the number of a draw stands for its text
+        # The number of a draw takes the place of its text
         known = {name: Value(draw, self.rules[rule]) for name,rule,draw in env}
         if part.kind == "attribute":
             return {env: (1., 0., float(len(_known(part, known).encode())))}
@@ -351,7 +351,7 @@ class Expectations:
         return dict(states)
 
 # %% ../../nbs/00_tools/00ea_grammar.ipynb #e8c5c315
-def _mean_bytes(rule:Rule, draw:int, slot:Slot)->float: # Of what the draw of this number gives
+def _mean_bytes(rule:Rule, draw:int, slot:Slot)->float: # Of the draw with this number
     return _mean_form(rule.entries, rule.shares, draw, slot.article, slot.capital)
 
 @cache
@@ -363,8 +363,8 @@ def _mean_form(entries:tuple, shares:tuple, draw:int, article:bool, capital:bool
 # %% ../../nbs/00_tools/00ea_grammar.ipynb #116bc0f8
 @cache
 def _draw(
-    shares,      # Of the entries, adding up to 1; or how many, if all are equally likely
-    earlier:int, # Draws before, all different
+    shares,      # Probabilities of the entries; or their number, if all are equally likely
+    earlier:int, # Number of earlier draws, all different
 )->tuple: # Its mean surprisal in nats, and the probability of each entry
     if isinstance(shares, int):
         return math.log(shares - earlier), (1/shares,)*shares

@@ -100,8 +100,8 @@ def read_ledger(
     for a,b in zip(entries, entries[1:]):
         if a.key == b.key: raise ValueError(f"ledger: {b.key!r} appears twice")
         if a.key > b.key:
-            raise ValueError(f"ledger: {b.key!r} stands after {a.key!r}, expected the order of the "
-                             f"keys")
+            raise ValueError(f"ledger: {b.key!r} comes after {a.key!r}, expected entries sorted "
+                             f"by key")
     return {e.key: e for e in entries}
 
 # %% ../../nbs/00_tools/00e_ledger.ipynb #977272a8

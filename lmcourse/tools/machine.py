@@ -22,7 +22,7 @@ def compiles()->bool: # Not with NUMBA_DISABLE_JIT=1, which runs kernels as plai
 
 # %% ../../nbs/00_tools/00l_machine.ipynb #122bbee6
 def processor_name()->str:
-    "Return the name of the processor, as far as the system tells."
+    "Return the name of the processor, as far as the system reports it."
     try: lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError: lines = []
     names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
@@ -42,7 +42,7 @@ def machine_name()->str:
             f"{f'with {gpu}' if gpu else 'no GPU'}")
 
 # %% ../../nbs/00_tools/00l_machine.ipynb #db595ff2
-def peak_bytes()->int|None: # None where the system doesn't tell
+def peak_bytes()->int|None: # None if the system doesn't report it
     "Return the peak memory of this process so far, in bytes."
     if (status := Path("/proc/self/status")).exists():
         return 1024*int(re.findall(r"VmHWM:\s+(\d+)", status.read_text())[0])
@@ -52,14 +52,14 @@ def peak_bytes()->int|None: # None where the system doesn't tell
                                                                else 1024)
 
 # %% ../../nbs/00_tools/00l_machine.ipynb #573b431b
-def memory_bytes()->int: # `OSError` where the system doesn't tell
-    "Return the memory of this machine, or of the container this process runs in, in bytes."
+def memory_bytes()->int: # `OSError` if the system doesn't report it
+    "Return the memory in bytes of this machine, or of the container this process runs in."
     if not hasattr(os, "sysconf"):
         raise OSError("memory_bytes: this system does not say how much memory it has")
     whole = os.sysconf("SC_PAGE_SIZE")*os.sysconf("SC_PHYS_PAGES")
     return min(whole, _container_bytes("max") or whole)
 
-def available_bytes()->int|None: # None where the system doesn't tell
+def available_bytes()->int|None: # None if the system doesn't report it
     "Return how much memory is still available, in bytes."
     try: free = 1024*int(re.findall(r"MemAvailable:\s+(\d+)", Path("/proc/meminfo").read_text())[0])
     except (OSError, IndexError): return None
@@ -67,7 +67,7 @@ def available_bytes()->int|None: # None where the system doesn't tell
     return free if limit is None or used is None else min(free, limit - used)
 
 def _container_bytes(which:str
-)->int|None: # Its limit (`max`) or use (`current`); None if it has none
+)->int|None: # The container's limit (`max`) or use (`current`); None without one
     try: return int(Path(f"/sys/fs/cgroup/memory.{which}").read_text())
     except (OSError, ValueError): return None
 
@@ -91,8 +91,8 @@ def return_freed_memory():
 
 # %% ../../nbs/00_tools/00l_machine.ipynb #d04030a9
 def report_speed(
-    # A claim about a measurement, in words, to whether it holds here; or, for a ratio, to a pair:
-    # the ratio and the least that is expected
+    # For each claim, in words, whether it holds here; for a ratio a pair: the ratio and the least
+    # that is expected
     claims:dict,
 ):
     """Print whether each claim held, under the machine's name and the date.

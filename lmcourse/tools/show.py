@@ -65,7 +65,7 @@ def _plain(v): # Converts NumPy and torch scalars to Python numbers
 def _number(v)->bool: return isinstance(v, (int, float)) and not isinstance(v, bool)
 
 def _column(values:list)->list: # The text of each cell
-    # all other floats are written with a power of ten
+    # Floats of other sizes are written with a power of ten
     sizes = [abs(v) for v in values if isinstance(v, float) and 1e-5 <= abs(v) < 1e15]
     typed = [_typed(v) for v in sizes]
     spread = max(sizes)/min(sizes) if sizes else 1

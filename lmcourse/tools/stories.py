@@ -53,7 +53,7 @@ class Stories:
                              f"characters)")
         return _log_sum(ways)
 
-    def prefix_log_prob(self, text:str)->float: # In nats; -inf if no story begins so
+    def prefix_log_prob(self, text:str)->float: # In nats; -inf if no story begins that way
         "Compute the exact log-probability that a document begins with `text`."
         ways = PrefixReader(self.rules, text).read(self.start, 0, {})
         return _log_sum([logp for end,_,logp in ways if end in (None, len(text))])
@@ -72,11 +72,11 @@ class Stories:
         return {choice: math.exp(log_prob(choice) - begun) for choice in choices}
 
     def entropy(self)->Entropy: # In closed form
-        "Compute the mean of -log p over all derivations: the entropy, if no document has two."
+        "Compute the mean of -log p over all derivations: the entropy, if none has two."
         _, nats, size = map(sum, zip(*Expectations(self.rules).flow(self.start, ()).values()))
         return Entropy(nats, nats/size, size)
 
-def _log_sum(logps:list)->float: # Of probabilities
+def _log_sum(logps:list)->float: # Log of the sum of probabilities
     if not logps: return -math.inf
     return max(logps) + math.log(sum(math.exp(w - max(logps)) for w in logps))
 
@@ -89,8 +89,8 @@ def _course_rules()->dict: return read_grammar(data_text("stories.txt"))
 
 def short_stories(
     seed:int=0,    # Seed of the choices
-    zipf:float=0., # Of the lists, as in `Stories`
+    zipf:float=0., # Exponent of the lists, as in `Stories`
 )->Stories: # `stories-short`
-    "The course's grammar, but a story is over before anything happens: its first three sentences."
+    "Stories of the course that end after their first sentences, before anything happens."
     whole, short = "{opening} {family} {scene} {plot} {close}", "{opening} {family} {scene}"
     return Stories(seed, data_text("stories.txt").replace(whole, short, 1), zipf)

@@ -102,7 +102,7 @@ class TokenWriter:
         self.files = [open(f, "a+b") for f in self.parts]
         if not self._check(found): self._check(dict(lengths=[0]*len(dtypes)))
 
-    def _check(self, note:dict)->bool: # Truncates the files as noted, and compares
+    def _check(self, note:dict)->bool: # Truncates the files; whether they are as noted
         if not note: return False
         self.sums = [_cut(file, length) for file,length in zip(self.files, note["lengths"])]
         self.documents, self.bytes = note.get("documents", 0), note.get("bytes", 0)
@@ -132,7 +132,7 @@ class TokenWriter:
             job=self.job, documents=self.documents, bytes=self.bytes, texts=self.texts.hexdigest(),
             lengths=[f.tell() for f in self.files], sha256=[s.hexdigest() for s in self.sums]))
 
-    def _read(self, text:str)->int: # Number of its bytes, which are added to the hash of all texts
+    def _read(self, text:str)->int: # Number of bytes; adds the text to the hash of all texts
         data = _utf8(text)
         self.texts.update(len(data).to_bytes(8, "little") + data)
         return len(data)
@@ -172,12 +172,12 @@ def _read_note(prefix)->dict: # Empty if there is none
     return note if note.keys() >= set(wanted.split()) else {}
 
 # %% ../../nbs/04_training/04a_data.ipynb #f9f0d3cc
-def _cut(file, length:int): # Truncates a file to `length`; returns the SHA-256 of the rest
+def _cut(file, length:int): # Truncates a file to `length`; returns the SHA-256 of what is left
     file.truncate(min(length, file.seek(0, os.SEEK_END)))
     file.seek(0)
     return hashlib.file_digest(file, "sha256")
 
-def _recover(prefix, job:dict, names:list)->dict: # The note, if it is of this job
+def _recover(prefix, job:dict, names:list)->dict: # The note, if it belongs to this job
     note = _read_note(prefix)
     if not note or note["job"] != job or len(note["sha256"]) != len(names): return {}
     written = _read_or_empty(Path(f"{prefix}.json")).get("sha256")
@@ -191,7 +191,7 @@ def _recover(prefix, job:dict, names:list)->dict: # The note, if it is of this j
 def unfinished(
     prefix:str|Path, # As given to `write_tokens`
 )->dict: # Numbers of `documents` and `bytes` that are written; empty if nothing is unfinished
-    "Return how far an interrupted call of `write_tokens` had come."
+    "Return how far an interrupted call of `write_tokens` had got."
     note = _read_note(prefix)
     return {key: note[key] for key in ("documents", "bytes") if note}
 
@@ -664,5 +664,5 @@ def write_dataset(
     if not (folder/"valid.json").exists():
         write_tokens(folder/"valid", held_out, tokenizer, source, nats=nats, threads=threads)
     for left in [*folder.glob("train.*.part"), *folder.glob("valid.*.part")]:
-        remove(left)                            # of a call that was killed at its very end
+        remove(left)                            # left by a call that was killed at its very end
     count_ngrams(folder, ngram_tokens)

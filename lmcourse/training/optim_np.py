@@ -21,7 +21,7 @@ def adamw_step_np(
     lr:float,         # Learning rate
     betas:tuple=(.9, .999), # Decay rates of the two running means
     eps:float=1e-8,   # Number added to the root
-    weight_decay:float=.01, # Fraction of `p` subtracted, times `lr`
+    weight_decay:float=.01, # `lr` times this fraction of `p` is subtracted
 )->tuple: # The new `p`, `m` and `v`
     "Take one step of AdamW, following the formula."
     xp, (b1, b2) = array_module(p), betas
@@ -32,8 +32,8 @@ def adamw_step_np(
 @fused
 def adamw_kernel(p, g, slots, m, v, b1, b2, keep, step, root, eps, scale):
     """Take one step in one pass over the rows of `p`.
-    Row r has the gradient `g[slots[r]]`, none where that is -1; without `slots`, `g[r]`. The betas
-    are float64."""
+    Row r has the gradient `g[slots[r]]`, or none if `slots[r]` is -1. If `slots` is None, it has
+    the gradient `g[r]`. The betas are float64."""
     d1, d2, o1, o2, zero = (np.float32(b1), np.float32(b2), np.float32(1 - b1), np.float32(1 - b2),
                             np.float32(0))
     for r in range(p.shape[0]):
@@ -48,11 +48,11 @@ def adamw_kernel(p, g, slots, m, v, b1, b2, keep, step, root, eps, scale):
 class AdamWNp:
     "AdamW for a dictionary of arrays, updated in place. Gradients may be `RowGradient`s."
     def __init__(self,
-        params:dict,      # Name to array of float32 or float64; matrices decay, vectors don't
+        params:dict,      # Arrays by name, float32 or float64; matrices decay, vectors don't
         betas:tuple=(.9, .999), # Decay rates of the two running means
         eps:float=1e-8,   # Number added to the root
-        weight_decay:float=.01, # Fraction of a matrix subtracted per step, times `lr`
-        lr_scales:dict|None=None, # Name to a factor for its learning rate; 1 if missing
+        weight_decay:float=.01, # `lr` times this fraction of a matrix is subtracted per step
+        lr_scales:dict|None=None, # Factors of the learning rate by name; 1 if missing
     ):
         if not all(0 <= b < 1 for b in betas):
             raise ValueError(f"AdamWNp: betas = {betas}, expected 0 <= beta < 1")
@@ -70,7 +70,7 @@ class AdamWNp:
                           for _ in "mv")
 
     def step(self,
-        grads:dict,      # Name to gradient, for the parameters that have one
+        grads:dict,      # Gradients by name; parameters may be missing
         lr:float,        # Learning rate
         scale:float=1.0, # Factor for all gradients, see `clip_scale`
     ):
@@ -107,7 +107,7 @@ class AdamWNp:
 
 # %% ../../nbs/04_training/04b_optim_np.ipynb #3fd569c1
 def grad_norm_np(
-    grads:dict, # Name to gradient; rows without a gradient add nothing
+    grads:dict, # Gradients by name; rows without a gradient add nothing
 )->float: # Norm of all gradients together
     """Compute the norm of all gradients, the root of the sum of all squares.
     Sums within an array use the array's type, and the sum over arrays uses float64."""

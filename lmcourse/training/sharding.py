@@ -87,7 +87,7 @@ def build_sharded(
     return model
 
 def draw_parts(
-    parts:dict,             # Name to this process's part of a parameter; overwritten
+    parts:dict,             # This process's parts of the parameters by name; overwritten
     config:ModelConfig,     # Sizes and variant
     seed:int,               # Seed of the initial weights
 ):
@@ -107,7 +107,7 @@ def draw_parts(
     with _on_registration(keep): TransformerLM(config, seed)
 
 # %% ../../nbs/04_training/04e_sharding.ipynb #c5bee7b6
-def local(t:Any)->torch.Tensor: # What this process holds of it
+def local(t:Any)->torch.Tensor: # This process's part of the tensor
     return t.to_local() if isinstance(t, DTensor) else t
 
 @contextmanager
