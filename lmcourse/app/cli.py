@@ -36,7 +36,7 @@ from ..tools.config import refuse_unwritable, unknown
 from ..tools.documents import documents
 from ..tools.files import lock_file, read_json, remove
 from ..tools.ledger import published
-from ..tools.machine import gpu_name, keep_freed_memory, machine_name
+from ..tools.machine import compiles, gpu_name, keep_freed_memory, machine_name
 from ..tools.show import Table, duration, si, text_plot
 from ..tokenization.encoding import merges_wanted
 from ..tokenization.tokenizer import Tokenizer
@@ -582,7 +582,7 @@ def decoder_for(model:Any, bits:int|None=None): # The fastest decoder for `gener
     if model.parts != Parts(): return CachedDecoder     # Other decoders ignore the model's parts
     if odd and bits: refuse_fields(model.config, f"FastDecoder with {bits} bits")
     kind = next(model.parameters()).device.type
-    if odd: return CachedDecoder
+    if odd or not (bits or compiles()): return CachedDecoder
     if kind != "cpu": return GraphDecoder if kind == "cuda" else CachedDecoder
     if bits is None: return FastDecoder
     return partial(FastDecoder, pack=partial(quantize_fitting, bits=bits))
@@ -1082,8 +1082,8 @@ class AblateCommand:
 class SpeedrunCommand:
     "Race the course's recipe against nanoGPT's on one core; runs that OUT has are not repeated."
     # race; changes of our recipe; grid of nanoGPT's sizes and rates; changes of the quickstart's
-    # recipe, or longer runs of some
-    part: word(Literal["race", "changes", "grid", "quickstart", "longer"], "PART") = "race"
+    # recipe, longer runs of some, or whole runs
+    part: word(Literal["race", "changes", "grid", "quickstart", "longer", "whole"], "PART") = "race"
     seeds: int = 5              # Number of seeds for every run
     minutes: float = 60.        # Longest run of a contestant, in minutes of CPU time
     mark: float = 0.15          # Nats per token above the floor that end the race
