@@ -60,7 +60,7 @@ def rloo_in_loops(r, g):
 
 
 RLOO = [(lambda r, g: rloo(r, g)*(g - 1)/g, "out of the mean"), (lambda r, g: r - r.mean(), "within the group"), (lambda r, g: rloo(r, g)*(g - 1)/g/r.view(-1, g).std(1).repeat_interleave(g), "spread"), (lambda r, g: r - rloo(r, g), "subtract the mean"),
-        (lambda r, g: -rloo(r, g), "turned"), (lambda r, g: rloo(r, g).view(-1, g), "expected"), (lambda r, g: r.sub_(r.mean()), "changed its argument")]
+        (lambda r, g: -rloo(r, g), "flipped"), (lambda r, g: rloo(r, g).view(-1, g), "expected"), (lambda r, g: r.sub_(r.mean()), "changed its argument")]
 
 
 # 5. Group-normalized rewards
@@ -170,8 +170,8 @@ def gae_backwards(r, v, g, l):
     return torch.stack(out)
 
 
-GAE = [(lambda r, v, g, l: gae(torch.cat([r[:-1], r[-1:] + g*v[-1:]]), v, g, l), "behind the end"), (lambda r, v, g, l: gae(r, v, g, 1.), "lam is missing"), (lambda r, v, g, l: gae(r, v, g, l) + v, "returns"), (lambda r, v, g, l: gae(r, v, g, 0.), "later differences"),
-       (lambda r, v, g, l: gae(r, 0*v, g, l), "values are missing"), (lambda r, v, g, l: gae(r, v, g, l).flip(0), "turned"), (lambda r, v, g, l: -gae(r, v, g, l), "expected")]
+GAE = [(lambda r, v, g, l: gae(torch.cat([r[:-1], r[-1:] + g*v[-1:]]), v, g, l), "after the end"), (lambda r, v, g, l: gae(r, v, g, 1.), "lam is missing"), (lambda r, v, g, l: gae(r, v, g, l) + v, "returns"), (lambda r, v, g, l: gae(r, v, g, 0.), "later differences"),
+       (lambda r, v, g, l: gae(r, 0*v, g, l), "values are missing"), (lambda r, v, g, l: gae(r, v, g, l).flip(0), "reversed"), (lambda r, v, g, l: -gae(r, v, g, l), "expected")]
 
 
 # 10. DPO on a model
@@ -198,7 +198,7 @@ def dpo_of_whole_texts(lm, ref, tokenizer, beta, prompt, good, bad):
     return math.log1p(math.exp(-margin.item()))
 
 
-DPO = [(lambda *a: dpo(*a, end=False), "end token"), (lambda *a: dpo(*a, shift=0), "token behind it"), (lambda lm, ref, *a: dpo(lm, lambda ids: torch.zeros(1, ids.shape[1], 6).double(), *a[:2], a[2], *a[3:]), "expected"), (lambda *a: dpo(*a[:5], a[6], a[5]), "swapped"),
+DPO = [(lambda *a: dpo(*a, end=False), "end token"), (lambda *a: dpo(*a, shift=0), "token after it"), (lambda lm, ref, *a: dpo(lm, lambda ids: torch.zeros(1, ids.shape[1], 6).double(), *a[:2], a[2], *a[3:]), "expected"), (lambda *a: dpo(*a[:5], a[6], a[5]), "swapped"),
        (lambda *a: dpo(*a, mean=True), "don't average"), (lambda lm, ref, t, b, *a: dpo(lm, ref, t, 1., *a), "beta is missing"), (lambda *a: -dpo(*a), "needs a minus"), (lambda *a: 1 - (-dpo(*a)).exp(), "logarithm is missing")]
 
 
@@ -232,7 +232,7 @@ def mask_by_slices(starts, lengths, T):
     return out
 
 
-MASK = [(lambda s, n, T: mask_of(s, n, T, 0), "predicts the first"), (lambda s, n, T: mask_of(s, n, T, -2), "too early"), (lambda s, n, T: mask_of(s, n, T, end=99), "filled up"),
+MASK = [(lambda s, n, T: mask_of(s, n, T, 0), "predicts the first"), (lambda s, n, T: mask_of(s, n, T, -2), "too early"), (lambda s, n, T: mask_of(s, n, T, end=99), "padding doesn't count"),
         (lambda s, n, T: mask_of(s, n, T, end=-2), "last token of the response"), (lambda s, n, T: mask_of(s, n, T, 0, 0), "shift by one"), (lambda s, n, T: mask_of(s, n, T, end=0), "too many"),
         (lambda s, n, T: ~mask_of(s, n, T), "that is the prompt"), (lambda s, n, T: mask_of(s, n, T, -99), "prompt doesn't count"), (lambda s, n, T: mask_of(s, n, T).float(), "tensor of bool"),
         (lambda s, n, T: mask_of(s, n, T)[:, 1:], "expected"), (lambda s, n, T: torch.ones(len(s), T, dtype=torch.bool), "expected")]
@@ -258,7 +258,7 @@ def entropy(z): return -(z.softmax(-1)*z.log_softmax(-1)).sum(-1)
 def entropy_by_difference(z): return z.logsumexp(-1) - (z.softmax(-1)*z).sum(-1)
 
 
-ENTROPY = [(lambda z: -entropy(z), "minus is missing"), (lambda z: entropy(z)/math.log(2), "not bits"), (lambda z: entropy(z)/z.shape[-1], "not a mean"), (lambda z: -z.log_softmax(-1).mean(-1), "weigh by"),
+ENTROPY = [(lambda z: -entropy(z), "minus is missing"), (lambda z: entropy(z)/math.log(2), "not bits"), (lambda z: entropy(z)/z.shape[-1], "not a mean"), (lambda z: -z.log_softmax(-1).mean(-1), "weight by"),
            (lambda z: -(z.softmax(-1)*z.log_softmax(-1)), "sum over the vocabulary"), (lambda z: entropy(z).exp(), "perplexity"), (lambda z: -(z.softmax(-1)*z).sum(-1), "aren't log-probabilities"),
            (lambda z: entropy(z).mean(), "for each position"), (lambda z: -(z.exp()/z.exp().sum(-1, keepdim=True)*(z - z.exp().sum(-1, keepdim=True).log())).sum(-1), "overflows"),
            (lambda z: -z.log_softmax(-1).max(-1).values, "expected"), (lambda z: z.logsumexp(-1), "expected")]
@@ -268,7 +268,7 @@ def preferred(a, b): return torch.nn.functional.softplus(b - a).mean()
 def preferred_by_logaddexp(a, b): return (torch.logaddexp(a, b) - a).mean()
 
 
-PREFERRED = [(lambda a, b: preferred(b, a), "exchanged"), (lambda a, b: preferred(a, b)*len(a), "not a sum"), (lambda a, b: -(a - b).sigmoid().mean(), "logarithm is missing"), (lambda a, b: -preferred(a, b), "needs a minus"),
+PREFERRED = [(lambda a, b: preferred(b, a), "swapped"), (lambda a, b: preferred(a, b)*len(a), "not a sum"), (lambda a, b: -(a - b).sigmoid().mean(), "logarithm is missing"), (lambda a, b: -preferred(a, b), "needs a minus"),
              (lambda a, b: -(a - b).sigmoid().log().mean(), "underflow"), (lambda a, b: torch.nn.functional.softplus(b - a), "not for each"), (lambda a, b: preferred(a, b)/math.log(2), "not bits"),
              (lambda a, b: (1 - a + b).clamp(min=0).mean(), "hinge"), (lambda a, b: torch.nn.functional.softplus(b.mean() - a.mean()), "in pairs"), (lambda a, b: torch.nn.functional.softplus(-a/b).mean(), "not a ratio"),
              (lambda a, b: (b - a).mean(), "expected")]

@@ -64,7 +64,7 @@ def blocks_by_trying(t, r, s):
     return n
 
 
-BLOCKS = [(partial(blocks, system=0), "1 KiB"), (partial(blocks, most=99), "32 blocks"), (partial(blocks, grain=1), "by 256"), (partial(blocks, use=max), "scarcest"),
+BLOCKS = [(partial(blocks, system=0), "1 KiB"), (partial(blocks, most=99), "32 blocks"), (partial(blocks, grain=1), "multiples of 256"), (partial(blocks, use=max), "scarcest"),
           (lambda *a: blocks(*a)*up(a[0], 32), "number of warps"), (lambda *a: blocks(*a)*up(a[0], 32)/64, "occupancy"), (partial(blocks, warps=48), "expected"),
           (partial(blocks, size=100*1024), "expected"), (partial(blocks, warp=lambda a, b: a//b), "expected"), (lambda *a: max(1, blocks(*a)), "expected 0, got 1")]
 
@@ -183,7 +183,7 @@ def races_in_pairs(a):
 
 
 RACES = [(lambda a: sorted({x for p, k, x in a if k == "store" and any(q != p and y == x and j == "store" for q, j, y in a)}), "load are a race"),
-         (lambda a: sorted({x for p, _, x in a if any(q != p and y == x for q, _, y in a)}), "disturb nobody"),
+         (lambda a: sorted({x for p, _, x in a if any(q != p and y == x for q, _, y in a)}), "are no race"),
          (lambda a: sorted({x for n, (p, k, x) in enumerate(a) if k == "store" and any(y == x for m, (*_, y) in enumerate(a) if m != n)}), "its own numbers"),
          (lambda a: sorted({x for n, (p, k, x) in enumerate(a) if k == "store" and any(q != p and y == x for q, _, y in a[n + 1:])}), "any order"),
          (lambda a: sorted(x for p, k, x in a if k == "store" and any(q != p and y == x for q, _, y in a)), "once"), (lambda a: set(races(a)), "expected"), (lambda a: races(a)[::-1], "expected"),

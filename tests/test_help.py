@@ -63,7 +63,7 @@ def test_a_page_without_explanations_is_noticed():
 def test_the_first_page_names_all_commands_and_exit_statuses(monkeypatch):
     page = help_of([], monkeypatch)
     for name in cli.COMMANDS: assert f"• {name} " in page
-    for words in ("lmcourse --version", "0 all is well", "1 an answer is not right yet (or a bug, with a traceback)", "2 refused in one line", "130 stopped"): assert words in page
+    for words in ("lmcourse --version", "0 all is well", "1 an answer is not right yet (or a bug, with a traceback)", "2 input rejected in one line", "130 stopped"): assert words in page
 
 
 def test_the_same_option_has_the_same_words(monkeypatch):
@@ -72,7 +72,7 @@ def test_the_same_option_has_the_same_words(monkeypatch):
         for name, text in arguments(help_of(words, monkeypatch)):
             if name.split()[0] in ("--threads", "--rounds", "--work", "RUN", "CORPUS", "--help"): said.setdefault(name, set()).add(explained(text))
     assert said["RUN"] == {"Folder of a run", "Folders of runs"} and len(said["CORPUS"]) == 1 and len(said["--rounds INT"]) == 1
-    assert said["--threads INT|none"] == {"Threads; by default one a core", "Threads of each; by default one a core"}
+    assert said["--threads INT|none"] == {"Threads; by default one per core", "Threads of each; by default one per core"}
 
 
 @pytest.mark.parametrize("words, value", [("--window none", None), ("--window None", None), ("--window 7", 7), ("", None)])

@@ -64,7 +64,7 @@ def test_conventions_are_made_equal():
     for unit, value in (("MFU in percent", 40), ("seconds a step", seconds), ("tokens/s a GPU", tokens/8/seconds),
                         ("TFLOP/s of the model", .4*peak/1e12), ("TFLOP/s of hardware", .4*peak/1e12*(4*forward - head)/(3*forward))):
         assert _published_mfu(p, unit, value, False) == pytest.approx(.4)
-    with pytest.raises(ValueError, match="'furlongs' is no unit"): _published_mfu(p, "furlongs", 1, False)
+    with pytest.raises(ValueError, match="'furlongs' is not a unit"): _published_mfu(p, "furlongs", 1, False)
 
 
 @settings(max_examples=30, deadline=None)

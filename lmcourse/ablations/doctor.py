@@ -698,7 +698,7 @@ def check_inside(case:Case)->Iterator:
 # %% ../../nbs/06_ablations/06d_doctor.ipynb #4230c5be
 BOOKKEEPING = set("seed eval_every eval_documents checkpoint_every keep_checkpoints log_to device "
                   "engine prefetch micro_batch recompute compile shard".split())
-OUTSIDE, OFTEN = 4., 0.1 # z beyond which a line lies outside; share of such lines that means ill
+OUTSIDE, OFTEN = 4., 0.1 # z beyond which a value lies outside; largest healthy share of such values
 
 def envelope_values(case:Case)->dict: # Name of each quantity to its values
     "Collect the numbers of a run that are compared with other seeds."

@@ -436,12 +436,14 @@ QUICKSTART_CHANGES:dict[str, dict] = {
 }
 _LONGER = ("the quickstart's recipe", "GPT-2's first weights", "heads start as copiers",
            "twice the rate", "copiers at twice the rate")
+_WHOLE = _LONGER[0], _LONGER[-1]
 
 # Part of the study to its contestant, the changes to it, and the steps of the unchanged one
 PARTS:dict[str, tuple] = dict(
     changes=("course", CHANGES, 400), grid=("nanogpt", GRID, 220),
     quickstart=("quickstart", QUICKSTART_CHANGES, 400),
-    longer=("quickstart", {k: QUICKSTART_CHANGES[k] for k in _LONGER}, 800))
+    longer=("quickstart", {k: QUICKSTART_CHANGES[k] for k in _LONGER}, 800),
+    whole=("quickstart", {k: QUICKSTART_CHANGES[k] for k in _WHOLE}, 4400))
 
 
 # %% ../../nbs/06_ablations/06e_speedrun.ipynb #cf2740c2

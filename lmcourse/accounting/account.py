@@ -21,13 +21,13 @@ from .tensors import dtype_bytes, whole_number
 # %% ../../nbs/02_accounting/02k_account.ipynb #856c92c6
 def account(
     config:ModelConfig,     # Sizes and variant
-    batch_size:int=1,       # Sequences of a training step, B
-    # Tokens of each, T; default: the config's; a larger number enlarges the model's context
+    batch_size:int=1,       # Number of sequences of a training step, B
+    # Tokens per sequence, T; default: the config's; a larger number enlarges the model's context
     context_length:int|None=None,
     dtype:str="float32",    # Format of matrix products and cache: `float32` or `bfloat16`
     attention:str="fused",  # `fused`, or `explicit`
-    recompute:bool=False,   # Whether blocks save only their inputs
-    logits:bool=False,      # Whether the loss is computed from all logits at once
+    recompute:bool=False,   # True if blocks save only their inputs
+    logits:bool=False,      # True if the loss is computed from all logits at once
 )->dict: # `model`, `parameters`, `memory` in bytes, `flops`
     """Count the costs of a model: parameters, memory and FLOPs.
     Raises `ValueError` for sizes and words that make no sense."""
@@ -56,7 +56,7 @@ def on_device(
     tokens:float|None=None,       # Tokens of a whole run
     usd_per_hour:float|None=None, # Price of the device per hour, in dollars
 )->dict: # `device`, `source`, `fits`, `largest_batch`, `step_seconds`, `token_seconds`, `run`
-    """Compute what an account means on a device.
+    """Compute fit, largest batch, times and price of an account on a device.
     Raises `ValueError` for an unknown device or number type, and for a price without tokens."""
     d, a = device_of(device), counted
     if usd_per_hour is not None and tokens is None:
@@ -137,7 +137,7 @@ def _placed_table(d:dict)->Table:
 def account_lines(
     counted:dict, # Result of `account`
 )->list: # Four lines of text
-    "Say what most people ask for: parameters, memory, FLOPs per token and the KV cache."
+    "Summarize an account: parameters, memory, FLOPs per token and the KV cache."
     p, m, each = (counted["parameters"], counted["memory"],
                   counted["tokens"]//counted["batch_size"])
     active = f", {si(p['active'])} active" if p["active"] != p["unique"] else ""

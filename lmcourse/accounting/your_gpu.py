@@ -23,7 +23,7 @@ def micro_batch_for(
     model:ModelConfig, # Config of the model
     train:TrainConfig, # Settings: batch (in one process), dtype and optimizer
     memory_bytes:int,  # Memory of the GPU, in bytes
-)->int: # Number of windows; 0 if not even one fits
+)->int: # Number of windows; 0 if no halving fits
     "Halve the batch until a tenth of the memory stays free, and return the size of that part."
     windows = train.windows_per_step(model.context_length)
     micro, dtype = windows, "bfloat16" if train.dtype == "auto" else train.dtype
@@ -110,7 +110,7 @@ def measured_recipes(
         found = read_json(path)
         for step,r in found["steps"].items():
             if "mfu" not in r or "fault" in r: continue
-            # at `SHARE` of the product that was measured there
+            # What `SHARE` of the peak measured on this card would give
             expected = SHARE/r["mfu"]*r["tokens_per_s"]
             rows.append({"card": found["gpu"] or "dry run", "recipe": step,
                          "tokens/s": round(r["tokens_per_s"]), "expected": round(expected),
@@ -121,7 +121,7 @@ def measured_recipes(
 
 # %% ../../nbs/02_accounting/02l_your_gpu.ipynb #42e75d93
 def measured_peers(
-    folder:str|Path, # As for `measured_recipes`
+    folder:str|Path, # The folder that `measured_recipes` reads
 )->Table|None: # One row per library and variant; `None` if nothing was measured
     "Compare steps of training and generation in this and in other libraries."
     rows = []

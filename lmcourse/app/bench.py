@@ -49,7 +49,7 @@ def installed_files()->dict: # Paths by kind, in a fixed order
     for root in dict.fromkeys(sysconfig.get_path(name)
                               for name in ("stdlib", "purelib", "platlib")):
         for folder, below, names in os.walk(root):
-            # the packages have a root of their own
+            # the packages are listed separately
             below[:] = sorted(set(below) - {"site-packages", "dist-packages", "__pycache__"})
             for name in sorted(names):
                 for kind in [k for k,ends in KINDS.items() if name.endswith(ends)]:
@@ -82,7 +82,7 @@ def web_text(
 )->list: # Documents without `<|endoftext|>`, equal in every call
     "Collect web-like text from the files of the running Python."
     if not max_bytes > 0: raise ValueError(f"max_bytes = {max_bytes}, expected more than 0")
-    # in every second turn: they are long lists of names
+    # Only in every second turn, because they are long lists of names
     locales = itertools.chain.from_iterable((text, None) for text in _locales())
     turns = itertools.zip_longest(*map(_texts, installed_files().values()), locales)
     found, size = {}, 0                                         # a dict keeps the order
@@ -165,7 +165,7 @@ def spread(
 # %% ../../nbs/90_app/90a_bench.ipynb #d52ae568
 def ratios(
     ours:dict,   # Measurement with `bytes` and the lists `wall_s` and `cpu_s`
-    theirs:dict, # The same
+    theirs:dict, # The other library's
     clock:str="wall_s", # Or `cpu_s`
 )->list: # One value per round
     "Compute the speedup of ours over theirs, per byte."
@@ -207,7 +207,7 @@ def _learn_rustbpe(path, vocab_size, threads): # RAYON_NUM_THREADS sets the thre
     return learnt
 
 # %% ../../nbs/90_app/90a_bench.ipynb #e82cc1bc
-def _tokens_of_tokenizers(learnt)->list: # They stand there in GPT-2's alphabet
+def _tokens_of_tokenizers(learnt)->list: # The library writes bytes in GPT-2's alphabet
     byte = {c: b for b,c in byte_alphabet().items()}
     return [bytes(byte[c] for c in token) for token in learnt.get_vocab() if token != END_OF_TEXT]
 
@@ -423,7 +423,7 @@ def warm_learner(name:str, path:str, threads:int): # A name in `LEARNERS`, and a
     LEARNERS[name].learn(path, 12_000, threads)
     if name == "lmcourse":
         from lmcourse.tokenization.fast_bpe import WordTable, count_words_fast
-        # Whether a second thread found work, and its words had to be added, was chance
+        # By chance, a second thread may have had no words to add: do it here
         WordTable().add(count_words_fast(path, threads=1))
 
 def run_training(name:str, path:str, vocab_size:int, threads:int, warm_up:str|None
@@ -446,7 +446,7 @@ def run_encoding(task:str, name:str, threads:int, path:str, max_bytes:int|None, 
     "Encode a sample once."
     x = getattr(_sample(path, max_bytes), TASKS[task].form)
     t = ENCODERS[name](folder) if TASKS[task].fresh else _encoder(name, folder)
-    # makes its tables, which hold no word yet: none so long
+    # Makes the tables, and no word enters them: this one is too long
     if TASKS[task].fresh: t.encode_array("x"*5000)
     measured, result = timed(lambda: TASKS[task].calls[name](t, x, threads))
     if ids: np.save(ids, flat_ids(result))
@@ -730,7 +730,7 @@ def corpora_table(
 def first_use_table(
     measured:list, # From `measure_first_use`
 )->Table:
-    "Measure the seconds until a first result."
+    "Table of the seconds until a first result."
     return Table([{"compiled code": "made" if m["cache"] == "empty" else "loaded",
                    "start and import": m["import_s"], "first training": m["train_s"],
                    "first encoding": m["encode_s"], "in all": m["total_s"]} for m in measured],

@@ -38,12 +38,12 @@ def _machine(processor:str, cores:str, gpu:str="no GPU")->str:
     return f"{processor}, {cores} core{'s'*(cores != '1')}{known}"
 
 # %% ../../nbs/90_app/90h_benchmarks.ipynb #90hbench12
-def _cells(line:str)->list: # Without what is in brackets
+def _cells(line:str)->list: # Cells of a line, without brackets
     return re.split(r"\s{2,}", re.sub(r"\[[^\]]*\]", " ", line).strip())
 
 def _header(text:str)->dict: # Machine and date, from the first line of a benchmark
     m = re.match(r"(.+?), (\d+) cores, load ", text)
-    assert m # `report_speed` wrote it
+    assert m # Written by `machine_line`
     day = re.search(r"; (\d{4}-\d\d-\d\d)$", text.partition("\n")[0])
     return dict(machine=_machine(m[1], m[2]), date=day and day[1])
 
@@ -55,7 +55,7 @@ def _row(what:str, ratio:float, least:float|None=None, **more)->dict:
 def tokenizer_rows(
     text:str, # What `lmcourse bench tokenizer` printed
 )->list: # As from `report_rows`; also `ours`, `theirs` and their `unit`
-    "Read how many times as fast the tokenizer is on one thread, by the clock on the wall."
+    "Read the tokenizer's speedups on one thread, by wall-clock time."
     rows, corpus, peer, ours = [], "", None, None
     for line in text.splitlines():
         if m := re.match(r"(\w+): (learning|encoding)", line): corpus, peer = m[1], None
@@ -134,7 +134,7 @@ def page_rows(
 # %% ../../nbs/90_app/90h_benchmarks.ipynb #90hbench19
 def read_rows(
     file:str|Path, # As `update_rows` writes it
-)->list: # None if there is no file
+)->list: # An empty list if there is no file
     "Read the rows of all machines. Raises `ValueError` with the place of a damaged line."
     if not Path(file).is_file(): return []
     rows = []

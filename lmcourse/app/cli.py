@@ -36,7 +36,7 @@ from ..tools.config import refuse_unwritable, unknown
 from ..tools.documents import documents
 from ..tools.files import lock_file, read_json, remove
 from ..tools.ledger import published
-from ..tools.machine import gpu_name, keep_freed_memory, machine_name
+from ..tools.machine import compiles, gpu_name, keep_freed_memory, machine_name
 from ..tools.show import Table, duration, si, text_plot
 from ..tokenization.encoding import merges_wanted
 from ..tokenization.tokenizer import Tokenizer
@@ -103,7 +103,7 @@ class TokenizerCommand:
     # stories, python, text:PATH, curated:OUT, tinystories, openwebtext or hf:REPO
     data: word(str, "CORPUS")
     out: word(Path, "OUT")        # New folder for vocab.json, merges.txt and tokenizer.json
-    vocab_size: int = 2048                      # Tokens in all: 256 bytes, merges and <|endoftext|>
+    vocab_size: int = 2048                      # All tokens: 256 bytes, merges and <|endoftext|>
     max_mb: float = 4.                          # Megabytes of text to learn from
 
     def run(self):
@@ -127,7 +127,7 @@ class PrepareCommand:
     tokenizer: Path                             # Folder that `lmcourse tokenizer` wrote
     max_mb: float = 12.                         # Megabytes of training text at most
     valid_documents: int = 400                  # Validation documents at most
-    threads: int|None = None                    # Threads; by default one a core
+    threads: int|None = None                    # Threads; by default one per core
 
     def run(self):
         with checking_input():
@@ -163,8 +163,8 @@ def in_bytes(max_mb:float)->int: # At least one byte
 
 @contextlib.contextmanager
 def all_or_nothing(folder:Path, but:tuple=()
-    # What ends the block early, `but` these errors, takes the folder away, with those above it that
-    # are new
+    # If an error other than `but` ends the block early, the folder is removed, and with it any new
+    # folders above it
 ):
     new = next((p for p in reversed(folder.parents) if not p.exists()), folder)
     try: yield
@@ -219,7 +219,7 @@ def _too_little(data:str, what:str)->UserError:
                      f"differ")
 
 # %% ../../nbs/90_app/90g_cli.ipynb #41aa21dc
-CUT_OFF = (KeyboardInterrupt, ConnectionError, TimeoutError) # After these, `prepare` can go on
+CUT_OFF = (KeyboardInterrupt, ConnectionError, TimeoutError) # After these, `prepare` can be resumed
 
 class NotThisJob(UserError): "A folder was begun with other options."
 
@@ -252,7 +252,7 @@ def _check_job(out:Path, text:str, job:dict):
                               if (done := unfinished(out/"train")) else ""))
 
 @contextlib.contextmanager
-# Errors of these `kinds` say how the work can be resumed; those of `prepare` if it was begun
+# Errors of these `kinds` say how to resume; with `out`, only if `prepare` has begun that folder
 def told_to_go_on(*kinds:type[BaseException], how:str=" the same command", out:Path|None=None):
     try: yield
     except kinds as e:
@@ -280,7 +280,7 @@ class TrainCommand:
     "Train a model on prepared data, or continue a run that was interrupted."
     data: word(Path|None, "DATA") = None    # Folder that `lmcourse prepare` wrote
     out: word(Path|None, "OUT") = None      # New folder for the run
-    # Go on with this run, from its last checkpoint; its own settings hold
+    # Resume this run from its last checkpoint, with its own settings
     resume: Path|None = None
     # Model and training settings to start from
     preset: one_of(ModelConfig.presets(), "quickstart") = "quickstart"
@@ -294,8 +294,8 @@ class TrainCommand:
         if self.resume: return go_on(self.resume, self.train, getattr(self, "given", ()))
         if not self.data or not self.out:
             raise UserError("train needs DATA and OUT, or --resume RUN")
-        # Every process of torchrun asks, and is past it before the first one makes the folder: they
-        # meet while the trainer is made
+        # Every process of torchrun checks this before the first one makes the folder, because all
+        # of them wait for each other while the trainer is made
         with checking_input(): refuse_existing(self.out)
         with all_or_nothing(self.out):
             with checking_input():
@@ -338,7 +338,7 @@ def open_data(data:Path)->list: # Training and validation documents of a folder 
     return [TokenDataset.open(data/name) for name in ("train", "valid")]
 
 def matching_tokenizer(data:Path, *sets:Any
-)->Tokenizer: # Of a folder of `prepare`; `ValueError` if the tokens are not its own
+)->Tokenizer: # From a folder of `prepare`; `ValueError` if its tokens were made by another one
     tokenizer = Tokenizer.from_folder(data/"tokenizer")
     for tokens in sets:
         if tokens.info["tokenizer"] != tokenizer.digest:
@@ -362,15 +362,15 @@ def cut_to_card(model:ModelConfig, train:TrainConfig
 # %% ../../nbs/90_app/90g_cli.ipynb #4158035c
 def go_on(run:Path, train:TrainConfig|None=None, given:tuple=()): # `UserError` if it is no run
     """Train an interrupted run to its end.
-    The fields of `train` that are `given` and say how the work is shared out, or who does it,
-    take the place of the run's own."""
+    Fields of `train` that are `given`, and that only say how the work is divided or computed,
+    replace the run's own."""
     from lmcourse.training.checkpoint import Checkpoints
     from lmcourse.training.runs import read_run
     from lmcourse.training.trainer import Trainer
     with checking_input():
         model, own, data = read_run(run)
         train = replace(own, **{k: getattr(train, k) for k in SHARED_OUT if k in given})
-        # then its weights count, not those it was started from
+        # with a checkpoint, the weights from which the run started aren't needed
         begun = Checkpoints(run/"checkpoints").latest()
         trainer = Trainer(model, replace(train, init_from=None) if begun else train,
                           *open_data(data))
@@ -463,8 +463,8 @@ def device_here(kind:str
 
 # %% ../../nbs/90_app/90g_cli.ipynb #d8445952
 def train_to_the_end(
-    trainer:Any, # At any step
-    run:Path,    # Its folder
+    trainer:Any, # Trainer at any step
+    run:Path,    # Folder of its run
 ):
     "Train, then show the results."
     from lmcourse.training.runs import read_run
@@ -496,7 +496,7 @@ def train_to_the_end(
     return result
 
 # %% ../../nbs/90_app/90g_cli.ipynb #90g0k001
-# What gloo and NCCL say of a process that is gone, or that takes too long
+# Messages of gloo and NCCL about a process that is gone or too slow
 _LOST = re.compile("closed by peer|reset by peer|[Tt]imed out|[Tt]imeout|Broken pipe|aborted")
 
 def speaker(trainer:Any): # Model that writes stories; a whole copy of a small model on a mesh
@@ -559,19 +559,19 @@ def story(
                              decoder=decoder)
 
 def beginning(windows:str
-)->str: # Where no window of the training began after an end of text, begin at the start of a line
+)->str: # Stories begin at the start of a line if no training window began after an end of text
     return "" if windows in ("documents", "within") else "\n"
 
 # %% ../../nbs/90_app/90g_cli.ipynb #ab6a45dd
 BITS = dict(none=None, int8=8, int4=4)
 
-def checked_device(name:str, quantize:str)->str: # Its kind
-    "`ValueError` for a device that is not there, or one without products for quantized weights."
+def checked_device(name:str, quantize:str)->str: # The device's kind
+    "Raise `ValueError` for a device that isn't there, or that can't multiply quantized weights."
     from lmcourse.training.engines import pick_device
     device = pick_device(name).type
     if quantize != "none" and device != "cpu":
         raise ValueError(f"quantize = {quantize} with device = {device}, expected cpu: "
-                         "only there are products for it")
+                         "which alone can multiply such weights")
     return device
 
 def decoder_for(model:Any, bits:int|None=None): # The fastest decoder for `generate`
@@ -582,13 +582,13 @@ def decoder_for(model:Any, bits:int|None=None): # The fastest decoder for `gener
     if model.parts != Parts(): return CachedDecoder     # Other decoders ignore the model's parts
     if odd and bits: refuse_fields(model.config, f"FastDecoder with {bits} bits")
     kind = next(model.parameters()).device.type
-    if odd: return CachedDecoder
+    if odd or not (bits or compiles()): return CachedDecoder
     if kind != "cpu": return GraphDecoder if kind == "cuda" else CachedDecoder
     if bits is None: return FastDecoder
     return partial(FastDecoder, pack=partial(quantize_fitting, bits=bits))
 
 def load_draft(folder:Path, tokenizer:Tokenizer, device:str): # A model
-    "`ValueError` if it has another tokenizer than the model that it drafts for."
+    "Load a draft. Raises `ValueError` if its tokenizer isn't `tokenizer`."
     from lmcourse.training.models import load_model
     model, other = load_model(folder, device)
     if other.digest == tokenizer.digest: return model
@@ -608,24 +608,24 @@ def draw_story(model:Any, draft:Any, ids:list, max_tokens:int, settings:dict)->I
 class GenerateCommand:
     "Write stories with a trained model; without RUN with the one that comes with the course."
     folder: word(Path|None, "RUN") = None # Folder of a run
-    prompt: str = ""            # How each begins
-    number: int = 1             # Stories
-    max_tokens: int = 400       # Tokens of a story at most
-    temperature: float = 0.8    # Below 1 for the likelier words; 0 for the likeliest token always
-    top_k: int|None = None      # Draw from so many likeliest tokens
+    prompt: str = ""            # Beginning of each story
+    number: int = 1             # Number of stories
+    max_tokens: int = 400       # Largest number of tokens of a story
+    temperature: float = 0.8    # Below 1 favours likelier tokens; 0 always takes the likeliest
+    top_k: int|None = None      # Draw only from this many of the likeliest tokens
     top_p: float|None = None    # Draw from the smallest set of tokens with this probability
     # Draw from tokens with this share of the likeliest one's probability
     min_p: float|None = None
-    repetition_penalty: float|None = None # Above 1 against tokens that were drawn before
+    repetition_penalty: float|None = None # Above 1 makes repeated tokens less likely
     stop: some(str, "none") = ()    # Texts that end a story; they are not shown
-    seed: int = 0               # The first story's; the next has the next
+    seed: int = 0               # Seed of the first story; the next story has the next seed
 
-    device: str = "cpu"         # cpu, cuda, mps, or auto for the best there is
-    quantize: Literal["none", "int8", "int4"] = "none" # Weights in few bits; on the CPU
-    draft: Path|None = None     # Folder of a smaller run that guesses ahead: fewer passes
-    # Who computes attention: torch, or the Triton kernel of chapter 09
+    device: str = "cpu"         # cpu, cuda, mps, or auto for the best available
+    quantize: Literal["none", "int8", "int4"] = "none" # Quantize the weights; on the CPU
+    draft: Path|None = None     # Folder of a smaller run that guesses ahead, to save passes
+    # What computes attention: torch, or the Triton kernel of chapter 09
     attention: Literal["torch", "triton"] = "torch"
-    # Who computes norms and feed-forward networks
+    # What computes norms and feed-forward networks
     kernels: Literal["torch", "triton"] = "torch"
 
     def run(self):
@@ -661,20 +661,20 @@ class GenerateCommand:
 class ServeCommand:
     "Answer requests over HTTP as OpenAI's API does; without RUN with the course's model."
     folder: word(Path|None, "RUN") = None # Folder of a run
-    host: str = "127.0.0.1"     # Who may ask: by default programs on this machine
-    port: int = 8000            # Where it listens
-    name: str = "lmcourse"      # Of the model, for clients
-    max_open: int = 64          # Answers running or waiting; more are rejected
-    max_running: int = 16       # Answers computed together
-    max_tokens: int|None = None # Of an answer; by default what the context has room for
-    max_body: int = 1_000_000   # Bytes of a request
+    host: str = "127.0.0.1"     # Address; the default can be reached only from this machine
+    port: int = 8000            # Port to listen on
+    name: str = "lmcourse"      # Name of the model for clients
+    max_open: int = 64          # Largest number of answers running or waiting
+    max_running: int = 16       # Largest number of answers computed together
+    max_tokens: int|None = None # Limit of an answer; by default what the context has room for
+    max_body: int = 1_000_000   # Largest number of bytes of a request
     grace: float = 10.          # Seconds for requests in flight when the server is stopped
 
-    device: str = "cpu"         # cpu, cuda, mps, or auto for the best there is
-    quantize: Literal["none", "int8", "int4"] = "none" # Weights in few bits; on the CPU
-    draft: Path|None = None     # Folder of a smaller run that guesses ahead: fewer passes
+    device: str = "cpu"         # cpu, cuda, mps, or auto for the best available
+    quantize: Literal["none", "int8", "int4"] = "none" # Quantize the weights; on the CPU
+    draft: Path|None = None     # Folder of a smaller run that guesses ahead, to save passes
 
-    def run(self, ready:Callable|None=None): # Called when it answers, instead of a line
+    def run(self, ready:Callable|None=None): # Called, instead of a message, when it answers
         with checking_input():
             for name in ("fastapi", "pydantic", "uvicorn"):
                 if find_spec(name): continue
@@ -730,10 +730,10 @@ def _check_address(host:str, port:int): # `OSError` in words where a server coul
 class ChatCommand:
     "Talk to a model in the browser; without RUN to the course's model."
     folder: word(Path|None, "RUN") = None # Folder of a run
-    port: int = 8000            # Of this machine, where the page is
+    port: int = 8000            # Port of the page on this machine
     browser: bool = True        # Whether to open the page
-    device: str = "cpu"         # cpu, cuda, mps, or auto for the best there is
-    quantize: Literal["none", "int8", "int4"] = "none" # Weights in few bits; on the CPU
+    device: str = "cpu"         # cpu, cuda, mps, or auto for the best available
+    quantize: Literal["none", "int8", "int4"] = "none" # Quantize the weights; on the CPU
 
     def run(self):
         address = f"http://127.0.0.1:{self.port}/chat"
@@ -745,7 +745,7 @@ class ChatCommand:
         ServeCommand(self.folder, port=self.port, device=self.device,
                      quantize=self.quantize).run(ready)
 
-def _has_screen()->bool: # Else the browser might be one that takes over the terminal
+def _has_screen()->bool: # Without one, a browser might take over the terminal
     if sys.platform in ("darwin", "win32"): return True
     return bool(os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY"))
 
@@ -755,9 +755,9 @@ class PlotCommand:
     "Draw the losses of one or more runs."
     runs: word(tuple[Path, ...], "RUN")  # Folders of runs
     out: Path = Path("loss.png")                            # The picture
-    # Of the plot of a single run in the terminal, in characters
+    # Width of a single run's plot in the terminal, in characters
     width: int = 64
-    height: int = 12                                        # The same in lines
+    height: int = 12                                        # Height of that plot, in lines
 
     def run(self):
         from lmcourse.training.runs import read_metrics, read_run
@@ -779,11 +779,11 @@ class PlotCommand:
 @dataclass
 class QuickstartCommand:
     "Text to tokenizer to model to stories, in a few minutes on two cores or on a GPU."
-    data: str = "stories"      # stories, or text:PATH for a file of yours
-    minutes: float = 3.        # Of training
+    data: str = "stories"      # stories, or text:PATH for your own file
+    minutes: float = 3.        # Minutes of training
     # New folder for everything; by default the first free one of runs/quickstart-1, -2, …
     out: Path|None = None
-    keep: Path|None = None     # Also write the model, small, into this new folder
+    keep: Path|None = None     # Also save the model, in float16, in this new folder
 
     def run(self):
         out = self.out or next(p for i in range(1, 10**6)
@@ -792,7 +792,7 @@ class QuickstartCommand:
             if not 0 < self.minutes <= 1e6:
                 raise ValueError(f"minutes = {self.minutes}, expected more than 0")
             for folder in filter(None, (out, self.keep)): refuse_existing(folder)
-            documents(self.data)            # refuses what is not there
+            documents(self.data)            # raises if the corpus isn't there
         began = time.perf_counter()
         say(f"lmcourse {__version__}: {self.data}, {self.minutes:g} min of training, into {out}",
             *card_lines(card := card_here(), self.minutes), "")
@@ -807,7 +807,7 @@ class QuickstartCommand:
 
 # %% ../../nbs/90_app/90g_cli.ipynb #8020ead1
 def get_ready(data:str, minutes:float, out:Path, card:Any=None
-): # The trainer, after all steps before it; `card` is the GPU, if there is one
+): # A trainer at step 0; `card` is the GPU, if there is one
     "Prepare everything from a corpus's name to a trainer at step 0."
     size = int(min(max(4e6*minutes, 2e6), 1e8)) if card is None else 100_000_000
     training = list(training_documents(data, size))
@@ -842,7 +842,7 @@ def plan(
     from lmcourse.training.trainer import Trainer, measure_step
     with checking_input():
         train, valid = open_data(data)
-        # Heads that start as copiers bear twice the preset's rate, see chapter 06's speed run
+        # Heads that start as copiers allow twice the preset's rate, see chapter 06's speed run
         model = ModelConfig.preset("quickstart", vocab_size=train.info["vocab_size"],
                                    copy_init=True)
         config = TrainConfig.preset("quickstart", lr=5e-3)
@@ -864,7 +864,7 @@ def plan(
 
 # %% ../../nbs/90_app/90g_cli.ipynb #2104f32f
 @cache
-def card_here(): # The GPU as a `Device`, measured; none without one
+def card_here(): # The GPU as a measured `Device`; None without a GPU
     import torch
     return device_here("cuda") if torch.cuda.is_available() else None
 
@@ -901,19 +901,19 @@ def keep(
 class AccountCommand:
     "Count a model before it runs: parameters, memory, FLOPs and, on a device, the time."
     preset: one_of(ModelConfig.presets(), "quickstart") = "quickstart" # Model to start from
-    batch: int = 1                          # Sequences of a training step
-    context: int|None = None                # Tokens of each; by default as many as the model takes
-    # Device whose times are told: a100, h100, …, or this for a measurement
+    batch: int = 1                          # Sequences per training step
+    context: int|None = None                # Tokens of a sequence; by default the model's context
+    # Device to compute times for: a100, h100, …, or this to measure this machine
     device: str|None = None
-    dtype: Literal["float32", "bfloat16"] = "float32"   # Of the matrix products
-    attention: Literal["fused", "explicit"] = "fused"   # Explicit keeps all probabilities
-    recompute: bool = False                 # Blocks keep only their inputs
-    logits: bool = False                    # The loss is computed from all logits at once
+    dtype: Literal["float32", "bfloat16"] = "float32"   # Number format of the products
+    attention: Literal["fused", "explicit"] = "fused"   # Explicit stores all probabilities
+    recompute: bool = False                 # Whether blocks store only their inputs
+    logits: bool = False                    # Whether the loss needs all logits at once
     mfu: float = 0.5                        # Share of the peak that is reached
-    # Tokens of a whole run, say 20e9: its time on the device
+    # Tokens of a whole run, say 20e9, to compute its time on the device
     train_tokens: float|None = None
-    usd_per_hour: float|None = None         # Price of the device: what the run costs
-    json: bool = False                      # For programs: everything as JSON
+    usd_per_hour: float|None = None         # Price of the device, for a run's cost
+    json: bool = False                      # Print everything as JSON, for programs
     model: ModelConfig = field(default_factory=ModelConfig)
 
     def run(self):
@@ -954,10 +954,10 @@ class AccountCommand:
 class PlanCommand:
     "Divide a large model among many GPUs: memory, communication, idle time and utilization."
     model: str = "llama3-405b"      # llama3-405b, llama3-70b, gpt3-175b or a preset of `account`
-    gpus: int = 16_384                          # In nodes of eight
+    gpus: int = 16_384                          # Number of GPUs, in nodes of eight
     gpu: str = "h100"                           # a100-80gb, a100-40gb, h100, h200 or b200
     context: int|None = None                    # Tokens of a sequence; by default the model's
-    batch_tokens: int = 2**24                   # Tokens of a step, on all GPUs
+    batch_tokens: int = 2**24                   # Tokens per step, on all GPUs together
 
     def run(self):
         from lmcourse.accounting.tensors import whole_number
@@ -1021,7 +1021,7 @@ def smoke(
 @dataclass
 class SmokeCommand:
     "Train the NumPy engine for a second, and compare with the published run of the same size."
-    seed: int = 0 # Of the ids and the weights
+    seed: int = 0 # Seed of the ids and the weights
 
     def run(self):
         if self.seed < 0: raise UserError(f"seed = {self.seed}, expected 0 or more")
@@ -1040,17 +1040,17 @@ class SmokeCommand:
 class AblateCommand:
     """Make the runs of one of chapter 06's studies, or those of them that are missing; without
     STUDY, list them."""
-    study: word(str|None, "STUDY") = None       # Its name
+    study: word(str|None, "STUDY") = None       # Name of the study
     # Runs of a minute for two cores, or the published set-up for a GPU
     scale: Literal["small", "full"] = "small"
-    device: str = "cpu"                         # cpu, cuda, mps, or auto for the best there is
-    seeds: some(int, "as many as were planned") = () # Of every variant
-    # Another corpus than the scale's: stories for small, tinystories for full
+    device: str = "cpu"                         # cpu, cuda, mps, or auto for the best available
+    seeds: some(int, "as many as were planned") = () # Seeds of every variant
+    # Corpus instead of the scale's, which is stories for small and tinystories for full
     corpus: str|None = None
     tokens: int|None = None                     # Training tokens of a run; by default the scale's
-    # Runs at a time; by default one a core, or one on a GPU
+    # Runs at a time; by default one per core, or one on a GPU
     processes: int|None = None
-    # A line for every run; those that it has are not made again
+    # File with a line for every run; runs that it has are not repeated
     out: Path = Path("runs/ablations.jsonl")
     work: Path = Path("runs/ablations")         # Folder for tokens and unfinished runs
 
@@ -1080,14 +1080,14 @@ class AblateCommand:
 # %% ../../nbs/90_app/90g_cli.ipynb #02cae73d
 @dataclass
 class SpeedrunCommand:
-    "Race the course's recipe against nanoGPT's on one core; runs that OUT has are not made again."
+    "Race the course's recipe against nanoGPT's on one core; runs that OUT has are not repeated."
     # race; changes of our recipe; grid of nanoGPT's sizes and rates; changes of the quickstart's
-    # recipe, or longer runs of some
-    part: word(Literal["race", "changes", "grid", "quickstart", "longer"], "PART") = "race"
-    seeds: int = 5              # Of every run
+    # recipe, longer runs of some, or whole runs
+    part: word(Literal["race", "changes", "grid", "quickstart", "longer", "whole"], "PART") = "race"
+    seeds: int = 5              # Number of seeds for every run
     minutes: float = 60.        # Longest run of a contestant, in minutes of CPU time
     mark: float = 0.15          # Nats per token above the floor that end the race
-    out: Path = Path("runs/speedrun.jsonl") # A line for every run
+    out: Path = Path("runs/speedrun.jsonl") # File with a line for every run
     work: Path = Path("runs/speedrun")      # Folder for the tokens
 
     def run(self):
@@ -1104,7 +1104,7 @@ class DoctorCommand:
 
     def run(self):
         from lmcourse.ablations.doctor import examine, open_case, report
-        # whose weights must be those of its config
+        # its weights must fit its config
         with checking_input(): (case := open_case(self.folder)).reference
         say(*report(examine(case)))
 
@@ -1113,14 +1113,14 @@ class DoctorCommand:
 class EvalCommand:
     "Examine a run and write a report card; without RUN, or with quickstart, the course's model."
     folder: word(Path|None, "RUN") = None # Folder of a run
-    # With commas between: recall, next, pairs, hour, quote, write, stories, or YAML files
+    # Tasks, separated by commas: recall, next, pairs, hour, quote, write, stories, or YAML files
     tasks: str = "recall,next,pairs,hour,quote,write,stories"
-    stories: int = 30           # Stories that each task is made of
-    seed: int = 120_000         # Of the stories; not 0 or 1, with which one trains and validates
-    # How choices are compared: raw, or by token, byte, or what is likely anyway
+    stories: int = 30           # Stories from which each task is made
+    seed: int = 120_000         # Seed of the stories; not 0 or 1, which are used in training
+    # How choices are compared: raw, per token, byte or character, or relative to no context
     norm: Literal["raw", "token", "byte", "character", "unconditional"] = "raw"
     out: some(Path, "none") = ()    # New files for the card, .md or .html
-    device: str = "cpu"         # cpu, cuda, mps, or auto for the best there is
+    device: str = "cpu"         # cpu, cuda, mps, or auto for the best available
 
     def run(self):
         from lmcourse.evaluation.report import fill_card, named_tasks, refuse_report, training_texts
@@ -1132,7 +1132,7 @@ class EvalCommand:
         with checking_input():
             for path in self.out: refuse_report(path)
             if len({path.absolute() for path in self.out}) < len(self.out):
-                raise ValueError("out: the same file is there twice")
+                raise ValueError("out: the same file is named twice")
             model, tokenizer = load_model(folder, self.device)
             training = training_texts(folder, tokenizer)
             made = named_tasks(model, tokenizer, names, self.stories, self.seed, self.norm,
@@ -1155,15 +1155,15 @@ def _few_steps(steps:int, **kwargs)->TrainConfig: # For runs of a minute
 @dataclass
 class _Aligning:
     out: word(Path|None, "OUT") = None # New folder for the run
-    # Go on with this run, from its last checkpoint; its own settings hold
+    # Resume this run from its last checkpoint, with its own settings
     resume: Path|None = None
-    task: _AlignmentTask = "briefs" # What is asked: briefs, or arithmetic in words
+    task: _AlignmentTask = "briefs" # Task: briefs, or arithmetic in words
 
 @dataclass
 class SftCommand(_Aligning):
     "Teach a model a task by sloppy demonstrations; without --init-from the course's model."
     slip: float = 0.2           # Probability that a mention in a demonstration is wrong
-    demonstrations: int = 4000  # How many there are; then they come again
+    demonstrations: int = 4000  # Number of demonstrations, which are then repeated
     train: TrainConfig = field(default_factory=partial(_few_steps, 50, batch_size=32, lr=2e-3,
                                                        min_lr=2e-3))
 
@@ -1175,12 +1175,12 @@ class SftCommand(_Aligning):
 class DpoCommand(_Aligning):
     "Teach a model a task by pairs of its own responses, from --init-from RUN."
     beta: float = 0.3           # What a nat of KL costs
-    sft_weight: float = 0.3     # Of the plain loss of chosen responses
-    prompts: int = 128          # That responses are written to, to make pairs
-    group_size: int = 8         # Responses to each
-    # Lines of JSON with prompt, chosen and rejected: then the model writes none
+    sft_weight: float = 0.3     # Weight of the plain loss of chosen responses
+    prompts: int = 128          # Prompts for which responses are written, to make pairs
+    group_size: int = 8         # Responses per prompt
+    # File of JSON lines with prompt, chosen and rejected, instead of pairs that the model writes
     pairs: Path|None = None
-    reference: Path|None = None # Another model than --init-from to stay near to
+    reference: Path|None = None # Model to stay near to, if not that of --init-from
     train: TrainConfig = field(default_factory=partial(_few_steps, 60, batch_size=16, lr=3e-4,
                                                        min_lr=3e-4))
 
@@ -1197,9 +1197,9 @@ class RlCommand(_Aligning):
     # The exact judge, or for briefs one that can be fooled
     reward: Literal["parse", "mentions"] = "parse"
     kl: float = 0.              # What a nat of divergence from the start costs, in reward
-    prompts: int = 8            # Of a step
-    group_size: int = 4         # Responses to each
-    staleness: int = 0          # How many steps old the weights may be that write a batch
+    prompts: int = 8            # Prompts per step
+    group_size: int = 4         # Responses per prompt
+    staleness: int = 0          # How many steps old the weights that write a batch may be
     train: TrainConfig = field(default_factory=partial(_few_steps, 40, lr=6e-4, min_lr=6e-4))
 
     def run(self):
@@ -1231,7 +1231,7 @@ def align(
     trainer.world.destroy()
     if not trainer.world.writes: return
     task = task_of(read_json(run/"align.json"))
-    say(f"success {found['success']:.3f} on {task.name} that were never practised on, in "
+    say(f"success {found['success']:.3f} on {task.name} that weren't used in training, in "
         f"{duration(trainer.elapsed)}; try it: lmcourse generate {run} --prompt "
         f"{shlex.quote(task.samples[0])}")
 
@@ -1242,7 +1242,7 @@ class CurateCommand:
     source: word(Path, "IN")    # WARC, WET, JSON lines or text, also .gz, or a folder of them
     out: word(Path, "OUT")      # New folder, or one that the same command has begun
     recipe: Path                # Steps and their options, .toml or .json
-    workers: int = 1            # Processes
+    workers: int = 1            # Number of processes
     dask: str|None = None       # Address of a Dask scheduler that does the work instead
 
     def run(self):
@@ -1266,11 +1266,11 @@ class PipelineCommand:
     "The whole course in one run: from web pages to a model that does what you ask."
     out: word(Path, "OUT") = Path("runs/pipeline") # Folder: new, or begun by the same command
     until: str|None = None      # Stop after this stage; by default all are done
-    # A dozen minutes of two cores, or real text and a model of 100 million parameters on a GPU,
-    # with options that --scale gpu --help shows
+    # A dozen minutes on two cores, or real text and a model of 100 million parameters on a GPU;
+    # --scale gpu --help shows its options
     scale: Literal["small", "gpu"] = "small"
-    dry_run: bool = False       # Of the GPU's scale: only say what each stage would take
-    gpu: str = "h100"           # Of a dry run: the device, a100, h100, ...
+    dry_run: bool = False       # With --scale gpu: only print what each stage would take
+    gpu: str = "h100"           # Device of a dry run: a100, h100, ...
     config: PipelineConfig = field(default_factory=PipelineConfig)
 
     def run(self):
@@ -1278,7 +1278,7 @@ class PipelineCommand:
         if self.scale == "gpu": from lmcourse.alignment.gpu_plan import run_gpu_pipeline as run
         else: from lmcourse.alignment.pipeline import run_pipeline as run
         with told_to_go_on(Interrupted, *CUT_OFF), checking_input():
-            config:Any = self.config # Of the scale
+            config:Any = self.config # For this scale
             run(self.out, config, say, self.until)
 
     def plan(self):
@@ -1297,7 +1297,7 @@ class BenchTokenizerCommand:
     # Megabytes of each corpus; by default 80 of stories, 30 of others
     max_mb: float|None = None
     threads: int = 2                            # Threads, compared with one thread
-    rounds: int = 3                             # How often it is each one's turn
+    rounds: int = 3                            # Number of rounds; each contender has a turn in each
     out: Path|None = None                       # New file for all measurements, as JSON
 
     def lines(self):
@@ -1309,8 +1309,8 @@ class BenchTokenizerCommand:
 class BenchTrainingCommand:
     """A training step of each engine, compared with transformers and the fastest matrix product of
     this machine."""
-    rounds: int = 5                             # How often it is each one's turn
-    threads: int|None = None                    # Threads of each; by default one a core
+    rounds: int = 5                            # Number of rounds; each contender has a turn in each
+    threads: int|None = None                    # Threads of each; by default one per core
     # Also a step of the NumPy engine with 151,669 tokens, which needs 3 GB and one more for each
     # thread
     large_vocabulary: bool = False
@@ -1326,10 +1326,10 @@ class BenchLoopCommand:
     "The training loop compared with bare steps, one setting changed at a time."
     # Model and batch; by default those of `bench training`
     preset: str|None = None
-    device: Literal["cpu", "cuda"] = "cpu"      # Where it computes
-    steps: int = 5                              # Of one variant before it is the next one's turn
-    rounds: int = 5                             # How often it is each one's turn
-    threads: int|None = None                    # Threads of each; by default one a core
+    device: Literal["cpu", "cuda"] = "cpu"      # Device that computes
+    steps: int = 5                              # Steps of a variant per turn
+    rounds: int = 5                            # Number of rounds; each contender has a turn in each
+    threads: int|None = None                    # Threads of each; by default one per core
     only: some(str, "all") = ()                 # Variants to compare with the first
     out: Path|None = None                       # New file for all measurements, as JSON
 
@@ -1342,9 +1342,9 @@ class BenchLoopCommand:
 @dataclass
 class BenchGenerationCommand:
     "Writing token by token, compared with transformers and with reading all weights."
-    rounds: int = 5                             # How often it is each one's turn
-    threads: int|None = None                    # Threads of each; by default one a core
-    models: tuple[str, ...] = ("36M", "5M")     # Which sizes
+    rounds: int = 5                            # Number of rounds; each contender has a turn in each
+    threads: int|None = None                    # Threads of each; by default one per core
+    models: tuple[str, ...] = ("36M", "5M")     # Sizes of the models
     out: Path|None = None                       # New file for all measurements, as JSON
 
     def lines(self):
@@ -1401,8 +1401,8 @@ class CheckCommand:
 @dataclass
 class ExercisesCommand:
     "List the exercises and what is done; with CHAPTER, what each of its exercises asks for."
-    chapter: word(str|None, "CHAPTER") = None   # Its number or name, say 03 or architecture
-    progress: Path = Path("progress.json")      # File that `lmcourse check` remembers results in
+    chapter: word(str|None, "CHAPTER") = None   # Number or name, say 03 or architecture
+    progress: Path = Path("progress.json")      # File in which `lmcourse check` saves results
 
     def run(self):
         with checking_input():
@@ -1467,7 +1467,7 @@ ABOUT = """Build a language model from scratch.
 
 `lmcourse quickstart` goes the whole way; tokenizer, prepare, train and generate are its steps. `lmcourse COMMAND --help` explains a command; `lmcourse --version` says which version this is.
 
-Exit status: 0 all is well, 1 an answer is not right yet (or a bug, with a traceback), 2 refused in one line, 130 stopped."""
+Exit status: 0 all is well, 1 an answer is not right yet (or a bug, with a traceback), 2 input rejected in one line, 130 stopped."""
 
 # %% ../../nbs/90_app/90g_cli.ipynb #11a277da
 def _refuse_near_misses(args:list): # With what was probably meant
@@ -1512,7 +1512,7 @@ def parse(
             command = None
     if isinstance(command, TrainCommand):
         options = (re.match(r"--(?:no-)?([\w-]+)", a) for a in args)
-        # No field, as it is no option
+        # Not a field, because it isn't an option
         vars(command)["given"] = tuple(m[1].replace("-", "_") for m in options if m)
     if command is not None: return command
     raise ValueError(one_line(box.getvalue()))
@@ -1526,7 +1526,7 @@ def gpu_defaults(args:list)->dict: # Fields of `TrainConfig` for a GPU; empty wi
     return dict(dtype="auto", compile=True) if torch.cuda.is_available() else {}
 
 # %% ../../nbs/90_app/90g_cli.ipynb #80cf9209
-# Of disks, rights and paths
+# Errors of disks, rights and paths
 _TROUBLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM,
             errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG)
 
@@ -1561,7 +1561,7 @@ def main(
     sys.exit(status)
 
 # %% ../../nbs/90_app/90g_cli.ipynb #57e0c690
-def _nobody_reads()->bool: # Whether the output was closed; if so, what is left of it goes nowhere
+def _nobody_reads()->bool: # Whether the output was closed; if so, the rest is discarded
     try: (poll := select.poll()).register(sys.stdout.fileno(), 0)
     except (AttributeError,
             OSError): return False              # There is no `poll`, or the output is no file
@@ -1571,8 +1571,7 @@ def _nobody_reads()->bool: # Whether the output was closed; if so, what is left 
 
 # %% ../../nbs/90_app/90g_cli.ipynb #acd22472
 @contextlib.contextmanager
-# SIGTERM raises `KeyboardInterrupt` too, so that what cleans up after the one does it after the
-# other
+# SIGTERM raises `KeyboardInterrupt` too, so that the same code cleans up after both
 def kill_as_ctrl_c():
     def stop(number, frame): raise KeyboardInterrupt
     try: before = signal.signal(signal.SIGTERM, stop)

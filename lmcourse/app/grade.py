@@ -42,7 +42,7 @@ def _same_name(a:str, b:str)->bool: return a.replace("_", "").lower() == b.repla
 
 def _task(chapter:str, topic:str, f:ast.FunctionDef, lines:list)->Exercise:
     arg, says = f.args.args[0], " ".join((ast.get_docstring(f) or "").split("\n\n")[0].split())
-    # The comment stands behind the argument, or in the lines above it
+    # The comment follows the argument, or is in the lines above it
     form = " ".join(filter(None, (line.partition("#")[2].strip()
                                   for line in lines[f.lineno:arg.lineno])))
     written = re.match(r"(?:The class: )?`(\w+)\(", form)           # RMSNorm for rmsnorm
@@ -105,8 +105,8 @@ def _pieces(path:Path)->list: # (name in tracebacks, source)
     try: cells = [c for c in read_json(path)["cells"] if c["cell_type"] == "code"]
     except (ValueError, KeyError,
             TypeError): raise ValueError(f"{path.name}: not a notebook") from None
-    # A cell that writes the modules of the course is no part of an answer. In two parts, as
-    # nbdev's tests leave out every cell that has the whole
+    # A cell that writes the modules of the course isn't part of an answer. The word is in two
+    # parts, because nbdev's tests leave out every cell that contains it
     exports = "nbdev_export" + "("
     def wanted(c):
         return ("raises-exception" not in (c.get("metadata") or {}).get("tags", ())
@@ -147,7 +147,7 @@ def _fits(value, kind:str)->bool:
     return isinstance(value, kinds.get(kind, getattr(builtins, kind, object)))
 
 def _pick(task:Exercise, found:dict, alone:bool
-)->str: # Which of the names that a file defines is the answer. `alone`: it holds no other
+)->str: # The name of the answer in a file; `alone` if the file holds no other answers
     names = [task.name, task.defines] if alone or task.defines != "answer" else [task.name]
     named = [k for k in found if any(_same_name(k, n) for n in names)]
     fitting = [k for k in named if not _blank(found[k])
@@ -169,7 +169,7 @@ def _pick(task:Exercise, found:dict, alone:bool
 class NotDefined(ValueError): pass
 
 # %% ../../nbs/90_app/90e_grade.ipynb #2af62aef
-def _theirs(file:str, folder:Path)->bool: # Next to the answer, and of no library
+def _theirs(file:str, folder:Path)->bool: # Whether a file belongs to the answer, not to a library
     ours = Path(str(files("lmcourse"))).resolve(), Path(sys.prefix).resolve()
     path = Path(file).resolve()
     return (path.is_relative_to(folder) and "site-packages" not in path.parts
@@ -305,7 +305,7 @@ def check_file(
     task:Exercise,            # What to check
     path:Path,                # File with the answer, Python or a notebook
     seconds:float=60.,        # Time limit in seconds
-    # Whether the file holds this answer only; if not, the name `answer` stands for none
+    # Whether the file holds only this answer; if not, `answer` isn't accepted as a name
     alone:bool=True,
     write:Callable|None=None, # Gets the file's output; None for standard error
 )->Verdict: # The result, also if the file raises an error
@@ -328,8 +328,8 @@ def check_file(
                            tuple(_last_seen(Path(job["where"]), path.parent)))
         return _verdict(task, job, process.returncode)
 
-_TOO_LONG = ("no result after {:g} seconds: is there a loop without an end? (--seconds gives it "
-             "longer)")
+_TOO_LONG = ("no result after {:g} seconds: is there an endless loop? (--seconds allows more "
+             "time)")
 
 # %% ../../nbs/90_app/90e_grade.ipynb #28fe1da1
 def _to_stderr(text:str): print(text, end="", file=sys.stderr, flush=True)
@@ -394,7 +394,7 @@ def answer_files(
 def read_progress(
     path:Path, # File written by `note_verdict`; it may be missing
 )->dict: # Exercise to a record with `tries`, `right`, `date`, `file` and `last`
-    "Read the saved progress. Raises `ValueError` for a file that is something else."
+    "Read the saved progress. Raises `ValueError` for any other file."
     if not path.exists(): return {}
     try: record = read_json(path)
     except ValueError: record = {}
@@ -430,7 +430,7 @@ def state_of(
     task:Exercise,     # An exercise
     progress:dict, # From `read_progress`
 )->str: # done, tried or open
-    "The progress in an exercise."
+    "Return the progress in an exercise."
     return "open" if task.id not in progress else "done" if progress[task.id]["right"] else "tried"
 
 def chapter_lines(

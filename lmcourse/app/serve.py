@@ -31,17 +31,17 @@ from ..tools.files import data_text
 class Job:
     "A request in the engine's thread, and the listener that gets its events."
     def __init__(self,
-        request:Request,   # For the engine
-        listener:Callable, # Called in the engine's thread with one event after the other
+        request:Request,   # Request for the engine
+        listener:Callable, # Called with each event, in the engine's thread
     ):
         self.request, self.listener, self.arrival = request, listener, time.perf_counter()
-        self.sequence:Any = None                # Of the engine, as soon as it has the request
-        self.sent, self.over = 0, False         # Tokens reported; whether the last event was
+        self.sequence:Any = None                # The engine's, once it has the request
+        self.sent, self.over = 0, False         # Tokens reported; whether it has ended
         self.closed:Callable = lambda: None     # Called once, after the last event
 
     def tell(self, *event:Any):
-        """Events are `("prompt", list)`, `("token", id, told)`, and at last `("end", reason)` or
-        `("error", message, status)`; nothing comes after these."""
+        """Send an event: `("prompt", list)`, `("token", id, told)`, and as the last one
+        `("end", reason)` or `("error", message, status)`."""
         if self.over: return
         self.over = event[0] in ("end", "error")
         try: self.listener(event)
@@ -83,7 +83,7 @@ class JobInbox:
     def one_less(self):
         with self.lock: self.open -= 1
 
-    def start(self, job:Job): raise NotImplementedError # In the engine's thread, like the next
+    def start(self, job:Job): raise NotImplementedError # Runs in the engine's thread
     def stop(self, job:Job, message:str, status:int): raise NotImplementedError
     def cancel(self, job:Job): self.inbox.put(partial(self.stop, job, "cancelled", 499))
 
@@ -104,8 +104,8 @@ class JobRunner(JobInbox):
     ):
         super().__init__(most)
         self.make_engine, self.engine, self.closing = make_engine, make_engine(), False
-        self.jobs:list = []                                 # In the engine
-        self.state = engine_state(self.engine)              # As it was after the last step
+        self.jobs:list = []                                 # Jobs in the engine
+        self.state = engine_state(self.engine)              # State after the last step
 
     def start(self, job:Job):
         if self.closing or not self.alive: return job.tell("error", self.farewell, 503)
@@ -119,18 +119,18 @@ class JobRunner(JobInbox):
             self.jobs.remove(job)
             job.tell("error", str(e), 400)
 
-    def stop(self, job:Job, message:str, status:int): # Its blocks are free at once
+    def stop(self, job:Job, message:str, status:int): # Frees its blocks at once
         if job in self.jobs:
             self.jobs.remove(job)
             self.engine.end(job.sequence)
         job.tell("error", message, status)
 
-    def report(self): # What came of a step
+    def report(self): # Reports what a step has computed
         for job in list(self.jobs):
             job.report()
             if job.over: self.jobs.remove(job)
 
-    def drop(self, message:str, status:int): # The engine and its cache, before another one is made
+    def drop(self, message:str, status:int): # Drops the engine and its cache
         lost, self.jobs, self.engine, self.state = self.jobs, [], None, engine_state(None)
         for job in lost:
             with suppress(Exception): job.tell("error", message, status)
@@ -146,7 +146,7 @@ class EngineThread(JobRunner):
     @property
     def busy(self)->bool: return self.engine is not None and self.engine.busy
 
-    def turn(self): # One round: what others ask for, a step, what came of it
+    def turn(self): # One round: calls from other threads, a step, reports
         wait = not self.busy and not self.closing
         while wait or not self.inbox.empty():
             self.inbox.get()()
@@ -160,11 +160,11 @@ class EngineThread(JobRunner):
             while not (self.closing and self.inbox.empty() and not self.jobs):
                 message = None
                 try: self.turn()
-                except Exception as e: message = f"{type(e).__name__}: {e}" # It holds the engine
+                except Exception as e: message = f"{type(e).__name__}: {e}" # `e` holds the engine
                 if message: self.drop(message, 500)
         finally: self.bury()
 
-    def bury(self): # The thread ends: those who wait are told, and so are those who come later
+    def bury(self): # The thread ends: waiting and later jobs get an error
         with self.lock: self.alive = False
         self.drop(self.farewell, 503)
         while not self.inbox.empty():
@@ -182,13 +182,13 @@ class EngineThread(JobRunner):
 # %% ../../nbs/90_app/90f_serve.ipynb #7bdb174a
 class Metrics:
     "Counters and a histogram, for any thread."
-    BOUNDS = .005, .01, .025, .05, .1, .25, .5, 1., 2.5, 5., 10., 30. # Of the histogram, in seconds
+    BOUNDS = .005, .01, .025, .05, .1, .25, .5, 1., 2.5, 5., 10., 30. # Bounds, in seconds
     def __init__(self): self.lock, self.counts, self.seconds = threading.Lock(), Counter(), 0.
 
     def count(self, name:str, amount:int=1): # A key of `counts`
         with self.lock: self.counts[name] += amount
 
-    def first_token(self, seconds:float): # From the request to its first token
+    def first_token(self, seconds:float): # Time from a request to its first token
         with self.lock:
             self.counts["first token", bisect_left(self.BOUNDS, seconds)] += 1
             self.seconds += seconds
@@ -231,7 +231,7 @@ class Refused(Exception):
         super().__init__(message)
         kinds = {429: "rate_limit_error"} | dict.fromkeys(range(500, 600), "server_error")
         kind = kinds.get(status, "invalid_request_error")
-        sent = lambda x: x and x.encode(errors="replace").decode() # No half of a surrogate pair
+        sent = lambda x: x and x.encode(errors="replace").decode() # Replaces lone surrogates
         self.status = status
         self.body = {"error": dict(message=sent(message), type=kind, param=sent(param), code=code)}
 
@@ -330,8 +330,8 @@ class ChatRequest(SamplingRequest):
 
 # %% ../../nbs/90_app/90f_serve.ipynb #77927f0e
 def read_body(
-    data:bytes,                                   # Of the request
-    kind:type[SamplingRequest]=CompletionRequest, # What it should be
+    data:bytes,                                   # Body of the request
+    kind:type[SamplingRequest]=CompletionRequest, # Expected kind of request
 )->Any: # A `kind`
     "Check a request. Raises `Refused` for an invalid one."
     def constant(name): raise ValueError(f"{name} is no JSON")
@@ -346,14 +346,14 @@ def read_body(
 
 # %% ../../nbs/90_app/90f_serve.ipynb #8bdf2c79
 def refused_field(
-    e:ValidationError,          # Of which the most precise error is reported
+    e:ValidationError,          # Errors, of which the most precise is reported
     given:dict,                 # The body
-    kind:type[SamplingRequest], # What it should be
+    kind:type[SamplingRequest], # Expected kind of request
 )->Refused:
     "Describe the error in one line: the field, its value, and what would be right."
     error, path = max(e.errors(include_url=False), key=lambda e: len(e["loc"])), ""
     value:Any = given
-    for step in error["loc"]:                   # It names types too: they aren't places
+    for step in error["loc"]:                   # Some steps name types, not places
         if isinstance(value, dict) and step in value: path += f".{step}"
         elif isinstance(value, list) and type(step) is int: path += f"[{step}]"
         else: continue
@@ -376,9 +376,9 @@ def _short(value)->str:
 # %% ../../nbs/90_app/90f_serve.ipynb #90bef3cc
 def read_prompts(
     prompt:str|list,     # As in the body
-    tokenizer:Tokenizer, # With an end-of-text token
-    most:int,            # Prompts
-)->list: # Pairs: ids, and how many of them the client did not give
+    tokenizer:Tokenizer, # Tokenizer with an end-of-text token
+    most:int,            # Largest number of prompts
+)->list: # Pairs: ids, and how many of them were added to the client's
     "Encode the prompts of a request."
     if type(prompt) is str or all(type(i) is int for i in prompt) and prompt: prompt = [prompt]
     if not 1 <= len(prompt) <= most:
@@ -395,9 +395,9 @@ def read_prompts(
 # %% ../../nbs/90_app/90f_serve.ipynb #02339852
 def read_messages(
     messages:list,         # As in the body
-    template:ChatTemplate, # Of the run
+    template:ChatTemplate, # Chat template of the run
     tokenizer:Tokenizer,   # As for `read_prompts`
-)->list: # As `read_prompts` gives it, with one pair
+)->list: # As from `read_prompts`, with one pair
     "Encode a conversation up to where the assistant's answer begins."
     try: ids = template.encode([(m.role, m.text) for m in messages], tokenizer)
     except ValueError as e: raise Refused(f"messages: {e}", "messages") from None
@@ -407,19 +407,19 @@ def read_messages(
 @dataclass
 class Piece:
     "A part of an answer, as it can be shown."
-    index:int            # Of the answer
+    index:int            # Index of the answer
     text:str
-    tokens:list          # For each: where its text begins, bytes, log-probability, likely others
-    reason:str|None=None # With the last piece: stop or length
+    tokens:list          # For each token: offset of its text, bytes, log-probability, likely others
+    reason:str|None=None # In the last piece: stop or length
 
 class Choice:
     "One answer as it grows."
     def __init__(self, tokenizer:Tokenizer, stops:list, index:int=0, log_probs:bool=False):
         self.tokenizer, self.stops, self.index, self.log_probs = tokenizer, stops, index, log_probs
         self.decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        self.held, self.done, self.length = "", 0, 0    # Held back; characters shown; decoded
+        self.held, self.done, self.length = "", 0, 0    # Text held back; characters shown; decoded
         self.reason:str|None = None
-        self.entries:list = []                              # Tokens whose text was not shown yet
+        self.entries:list = []                              # Tokens whose text is still hidden
 
     def prompt(self, ids:list, told:list)->Piece: # For `echo`
         "Return the piece with the prompt itself."
@@ -440,7 +440,7 @@ class Choice:
         self.held = held or ""
         return self.piece(shown) if shown or self.reason else None
 
-    def finish(self, reason:str)->Piece: # The last one
+    def finish(self, reason:str)->Piece: # The last piece
         if self.reason: return self.piece("")
         shown, held = split_at_stop(self.held + self.decoder.decode(b"", final=True), self.stops)
         self.reason = "stop" if held is None else reason
@@ -462,8 +462,8 @@ class Choice:
 
 # %% ../../nbs/90_app/90f_serve.ipynb #b9ade847
 def joined(
-    pieces:list, # Of one answer, in order
-)->Piece: # With all of it
+    pieces:list, # Pieces of one answer, in order
+)->Piece: # The whole answer
     "Join the pieces of a whole answer."
     tokens = [t for p in pieces for t in p.tokens]
     return Piece(pieces[-1].index, "".join(p.text for p in pieces), tokens, pieces[-1].reason)
@@ -491,7 +491,7 @@ class CompletionFormat:
 
 # %% ../../nbs/90_app/90f_serve.ipynb #36385a87
 class ChatFormat:
-    "Answers of `/v1/chat/completions`. In a stream the first piece also says whose it is."
+    "Answers of `/v1/chat/completions`. In a stream the first piece also has the role."
     prefix, whole, part = "chatcmpl", "chat.completion", "chat.completion.chunk"
     def __init__(self, log_probs:bool): self.log_probs, self.begun = log_probs, set()
 
@@ -514,15 +514,15 @@ class Service:
     "Shared by all requests: a model, its tokenizer, the engine's thread, limits and counters."
     def __init__(self,
         model:Any,                             # A `TransformerLM`
-        tokenizer:Tokenizer,                   # With which it was trained
-        name:str="lmcourse",                   # Of the model
-        max_body:int=1_000_000,                # Bytes
-        max_open:int=64,                       # Answers running or waiting
-        max_tokens:int|None=None, # Of an answer: none for what the context has room for
-        max_running:int=16,                    # Answers computed together
+        tokenizer:Tokenizer,                   # The model's tokenizer
+        name:str="lmcourse",                   # Name of the model
+        max_body:int=1_000_000,                # Largest number of bytes of a request
+        max_open:int=64,                       # Largest number of answers running or waiting
+        max_tokens:int|None=None,              # Limit of an answer; None for the context's
+        max_running:int=16,                    # Largest number of answers computed together
         num_blocks:int|None=None,              # As for `Engine`
         chat_template:ChatTemplate=PLAIN_CHAT, # How a conversation becomes a text
-        make_engine:Callable=Engine,           # As `Engine`, say a `DraftEngine` with a draft
+        make_engine:Callable=Engine,           # Such as a `DraftEngine` with a draft
     ):
         check_tokenizer(model, tokenizer)
         limits = dict(max_body=max_body, max_open=max_open, max_tokens=max_tokens)
@@ -542,13 +542,13 @@ class Service:
         message = f"the model {model[:80]!r} does not exist, here is {self.name!r}"
         raise Refused(message, "model", 404, "model_not_found")
 
-    def length(self, body:Any, ids:list)->int: # Tokens asked for; else the default, or what fits
+    def length(self, body:Any, ids:list)->int: # Requested tokens, or the default, or what fits
         if body.wanted is not None: return body.wanted
         fits = min(self.model.config.context_length, self.room) - len(ids) + 1
         return max(1, min(self.max_tokens or fits, fits, fits if body.chat else 16))
 
     def requests(self, body:Any
-    )->tuple: # For the engine; how many ids of each the client did not give
+    )->tuple: # Requests for the engine, and how many ids of each were added
         "Make the jobs that a body asks for, with the answers to one prompt next to each other."
         limit = self.max_tokens or self.model.config.context_length
         self.check_name(body.model)
@@ -575,15 +575,15 @@ class Service:
 class Flight:
     "A request in flight. Raises `Refused` with status 429 if there is no room."
     def __init__(self,
-        service:Service, # Which serves it
+        service:Service, # Service that answers it
         body:Any,        # A `CompletionRequest` or `ChatRequest`
         requests:list,   # This and the next as from `Service.requests`
         added:list,
     ):
         self.service, self.worker, self.body = service, service.worker, body
         self.requests, self.added = requests, added
-        self.events:asyncio.Queue = asyncio.Queue()     # Number of the answer, kind, what is told
-        self.loop, self.ended = asyncio.get_running_loop(), "cancelled" # Till it comes to its end
+        self.events:asyncio.Queue = asyncio.Queue()     # Number of the answer, kind, content
+        self.loop, self.ended = asyncio.get_running_loop(), "cancelled" # Until it has ended
         self.jobs = [Job(r, partial(self.hear, i)) for i,r in enumerate(requests)]
         self.waiting, self.open = {*range(len(requests))}, True         # Answers without a token
         if service.stopping: raise Refused("the server is shutting down", status=503)
@@ -607,7 +607,7 @@ class Flight:
         if self.open: self.service.metrics.count(self.ended)
         self.open = False
 
-    async def pieces(self)->AsyncGenerator[Piece, None]: # Of all answers, as they come
+    async def pieces(self)->AsyncGenerator[Piece, None]: # Pieces of all answers, as they come
         stops = self.body.stop + list(self.service.chat_template.stop if self.body.chat else ())
         choices = [Choice(self.service.tokenizer, stops, i, r.log_probs is not None)
                    for i,r in enumerate(self.requests)]
@@ -706,7 +706,7 @@ async def whole_answer(flight:Flight, http:Any): # A response
 def event_stream(
     lines:AsyncIterator, # Asynchronous generator
     http:Any,            # The request
-    end:Callable,        # Called at the end, however it comes
+    end:Callable,        # Called at the end, also after an error
 ): # A response
     "Send lines as they come, until the client has disconnected."
     from starlette.responses import StreamingResponse
@@ -785,7 +785,7 @@ def add_chat(
 # %% ../../nbs/90_app/90f_serve.ipynb #32916656
 def answer_errors(
     app:Any, # A FastAPI application
-): # The same
+): # The same application
     "Give every error OpenAI's form."
     from starlette.exceptions import HTTPException
     from starlette.requests import ClientDisconnect
@@ -803,12 +803,12 @@ def answer_errors(
 # %% ../../nbs/90_app/90f_serve.ipynb #18a668b3
 def make_server(
     service:Service,       # What is served
-    host:str="127.0.0.1",  # The address: by default only this machine can reach it
-    port:int=8000,         # 0 for any that is free
-    grace:float=10.,       # Seconds that requests in flight have when the server is told to stop
+    host:str="127.0.0.1",  # Address; the default can be reached only from this machine
+    port:int=8000,         # Port; 0 for any free one
+    grace:float=10.,       # Seconds for requests in flight when the server stops
     ready:Callable=lambda: None, # Called as soon as it answers
-): # A `uvicorn.Server`; `run()` serves until `should_exit` is set or a signal comes
-    "A server that shuts down cleanly."
+): # A `uvicorn.Server`; `run()` serves until `should_exit` is set or a signal arrives
+    "Make a server that shuts down cleanly."
     import uvicorn
     class Server(uvicorn.Server):
         async def startup(self, sockets=None):
@@ -835,7 +835,7 @@ def run_server(
     grace:float=10.,
     ready:Callable=lambda: None,
 ):
-    "Serve until a signal comes; from the main thread."
+    "Serve until the process gets a signal. Call it from the main thread."
     try: make_server(service, host, port, grace, ready).run()
     finally: service.worker.close()
 

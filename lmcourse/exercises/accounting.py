@@ -25,7 +25,7 @@ from ..tools.show import si
 
 # %% ../../nbs/02_accounting/02z_accounting.ipynb #912a8c9c
 def _grade(where:str, got, right, wrong:dict, rtol:float=0):
-    # `wrong`: words to the number that this mistake gives; the nearest is named
+    # `wrong` maps a mistake's name to the number it gives; the nearest is reported
     if isinstance(got, bool) or not isinstance(got, Real):
         raise AssertionError(f"{where}expected a number, got {short(got)}")
     if abs(got - right) <= rtol*abs(right): return
@@ -73,7 +73,7 @@ def _rounded(bits:int)->int:
     x, low = FLOAT_FORMATS["float32"].decode(bits), bits >> 16
     if not math.isfinite(x): return low | (64 if x != x else 0)
     def size(p):
-        # Infinity as the next number would be
+        # Infinity counts as the next number would
         return min(abs(FLOAT_FORMATS["bfloat16"].decode(p)), 2.0**128)
     below, above = abs(x) - size(low), size(low + 1) - abs(x)
     return low + (above < below or above == below and low % 2)
@@ -101,7 +101,7 @@ def check_formats(
     why = dict(next={257: f"{nine}: the spacing is 2", 256.25: "is float16's",
                      256 + 2**-15: "is float32's", 260: "is the second one"},
                largest={65535: "is the largest of 16 bits as a whole number",
-                        65536: "is where infinity would stand",
+                        65536: "is where infinity would be",
                         2**15: "is the largest power of two",
                         bf16.decode(0x7f7f): "is bfloat16's"},
                bfloat16={steps: lost, a//2: early, 2*a: late, b: "is right for float16",
@@ -124,7 +124,7 @@ def _slip(bits:int, got:int)->str: # Which mistake gives this pattern
                            "in the middle the last bit that stays decides: take the even "
                            "one, not always the ")
     if size > 0x7f800000:
-        how = (": its ones stand in the lower half" if got & 0x7fff == 0x7f80
+        how = (": its ones are in the lower half" if got & 0x7fff == 0x7f80
                else ": the carry ran through it" if got & 0x7fff < 0x7f80 else "")
         return f"NaN must stay NaN{how}"
     if got ^ 0x8000 == _rounded(bits): return "the sign is lost"
@@ -177,7 +177,7 @@ def _einsums()->list: # Specs and shapes, from a product of matrices to random o
 _TWO = "each multiplication goes with an addition: the factor 2 is missing"
 
 def _einsum_groups(spec:str, a:tuple, b:tuple)->tuple:
-    # Sizes of the batch, of the rows, of the columns, of what is summed over
+    # Sizes of the batch, of the rows, of the columns, and of the letters summed over
     (first, second), out = spec.split("->")[0].split(","), spec.split("->")[1]
     size = dict(zip(first, a)) | dict(zip(second, b))
     both = set(first) & set(second)
@@ -210,7 +210,7 @@ def check_einsum_flops(
     raise AssertionError(f"{where}expected a ValueError, since k is 5 and 6, got {short(got)}")
 
 # %% ../../nbs/02_accounting/02z_accounting.ipynb #b54c5470
-def _size_slips(c:ModelConfig)->dict: # Words to the number that a mistake gives
+def _size_slips(c:ModelConfig)->dict: # Name of a mistake to the number it gives
     D, L, n, parts, table = (c.d_model, c.num_layers, count_parameters(c).unique,
                              parameter_parts(c), c.vocab_size*c.d_model)
     found = ({"tied: table and head are one matrix, which counts once": n + table}
@@ -243,13 +243,13 @@ def check_model_size(
 
 # %% ../../nbs/02_accounting/02z_accounting.ipynb #042921d0
 def _part_slips(key:str, c:ModelConfig, right:int)->dict:
-    # Words to the number that a mistake gives for this part
+    # Name of a mistake to the number it gives for this part
     T, D, L, H, K = c.context_length, c.d_model, c.num_layers, c.num_heads, c.head_size
     half = ("the pairs are all of T × T, not half of them, and each multiplication "
             "goes with an addition" if key in ("scores", "values") else _TWO)
     found = {half: right//2, "that is one token, of T": right//T}
     if key == "head":
-        return found | {"the head comes once, after the last layer": right*L,
+        return found | {"the head occurs once, after the last layer": right*L,
                         "the head is a product too": 0,
                         "the table is looked up, only the head is multiplied": 2*right}
     found |= {"that is one layer, of L": right//L, "that is with the backward pass": 3*right}
@@ -287,11 +287,11 @@ _LARGE = ModelConfig(vocab_size=32_000, context_length=2048, d_model=4096, num_l
                      num_heads=32, d_ff=10_944)
 _LONG = replace(_LARGE, context_length=32_768)
 
-def _share(c:ModelConfig, *keys, **how)->float: # Of the forward FLOPs, in per cent
+def _share(c:ModelConfig, *keys, **how)->float: # Share of the forward FLOPs, in per cent
     parts = forward_flops(c, **how)
     return 100*sum(parts[k] for k in keys)/sum(parts.values())
 
-def _share_slips(c:ModelConfig, keys:tuple)->dict: # Number to words
+def _share_slips(c:ModelConfig, keys:tuple)->dict: # A mistake's number to its name
     found = {_share(replace(c, ffn="silu"), *keys): "forgets the third matrix of a gated network",
              _share(c, *keys)/100: "is a share of 1, not per cent",
              _share(c, *keys, causal=True): "counts only the causal pairs"}
@@ -299,7 +299,7 @@ def _share_slips(c:ModelConfig, keys:tuple)->dict: # Number to words
         return found | {100*c.vocab_size*c.d_model/count_parameters(c).unique:
                             "is its share of the parameters, not of the FLOPs"}
     return found | {_share(c, "scores"): "is the share of the scores alone",
-                    _share(c, *keys, "projections"): "has the projections with it"}
+                    _share(c, *keys, "projections"): "includes the projections"}
 
 # %% ../../nbs/02_accounting/02z_accounting.ipynb #dcd2bd06
 def check_shares(
@@ -328,7 +328,7 @@ def check_shares(
 # %% ../../nbs/02_accounting/02z_accounting.ipynb #44cdf9a5
 _HELD = dict(attention="explicit", logits=True) # Written out, and all logits at once
 
-def _activation_slips(c:ModelConfig, B:int)->dict: # Words to the bytes that a mistake gives
+def _activation_slips(c:ModelConfig, B:int)->dict: # Name of a mistake to its bytes
     parts, a, L, row = (activation_parts(c, B, **_HELD), activation_bytes(c, B, **_HELD),
                         c.num_layers, 4*B*c.context_length*c.d_model)
     probs = parts["probabilities"]
@@ -336,12 +336,12 @@ def _activation_slips(c:ModelConfig, B:int)->dict: # Words to the bytes that a m
              "that is one block, of L": activation_bytes(replace(c, num_layers=1), B, **_HELD),
              "a row of D in each block is missing: what the three projections, the last projection "
              "or the network read": a - L*row,
-             "each norm keeps its input and the normalised row": a - (2*L + 1)*row,
+             "each norm keeps its input and the normalized row": a - (2*L + 1)*row,
              "each head has probabilities of its own": a - probs*(c.num_heads - 1)//c.num_heads,
              "the probabilities are kept whole, also where they are masked": a - probs//2,
-             "the scores are not kept beside the probabilities": a + probs,
+             "the scores are not kept in addition to the probabilities": a + probs,
              "queries, keys and values are three rows": a - 2*L*row,
-             "the logits are not kept beside the log-probabilities": a + parts["loss"],
+             "the logits are not kept in addition to the log-probabilities": a + parts["loss"],
              "a gated network keeps four rows of F":
                  activation_bytes(replace(c, ffn="silu"), B, **_HELD)}
     missing = ("norms", "probabilities", "inside feed-forward", "queries, keys, values",
@@ -385,7 +385,7 @@ def check_step_memory(
 _FITS = ModelConfig(vocab_size=50_000, context_length=256, d_model=1536, num_layers=32,
                     num_heads=16, d_ff=4096)
 
-def _batch_slips()->tuple: # The largest batch, and number to words for other ways of counting
+def _batch_slips()->tuple: # The largest batch, and each mistake's number to its name
     def needs(c, fixed=4, memory=device("h100").memory_bytes, numbers=1, less=0):
         # `fixed`: numbers that are held for a parameter
         return int((memory - fixed*numbers*4*count_parameters(c).unique)//(
@@ -431,7 +431,7 @@ _RUN = ModelConfig(vocab_size=32_000, context_length=2048, d_model=2048, num_lay
                    num_heads=16, d_ff=5504)
 
 def _days(flops:float, name:str, cards:int, mfu:float)->tuple:
-    # Days, and number of days to words for the usual mistakes
+    # Days, and each usual mistake's number of days to its name
     def days(dtype="bfloat16", mfu=mfu): return training_time(flops, name, dtype, mfu)/cards/86400
     right = days()
     return right, {right/3: "is the forward pass alone", days(mfu=1): "leaves out the MFU",
@@ -442,14 +442,14 @@ def _days(flops:float, name:str, cards:int, mfu:float)->tuple:
                    days("tfloat32"): "takes the peak of TF32", right*86400: "is in seconds",
                    right*24: "is in hours"}
 
-def _step_flop_slips(c:ModelConfig, batch:int)->dict: # FLOPs to words
+def _step_flop_slips(c:ModelConfig, batch:int)->dict: # A mistake's FLOPs to its name
     def step(c=c, **how): return sum(training_flops(c, batch, **how).values())
     right, P, tokens = step(), count_parameters(c), batch*c.context_length
     return {right/3: "is the forward pass alone",
             2*right/3: "is the backward pass alone, or two forward passes",
             right/2: "counts one FLOP for a multiplication with its addition",
             right/batch: "is one sequence", step(causal=True): "counts only the causal pairs",
-            step(recompute=True): "has recomputed blocks with it",
+            step(recompute=True): "includes recomputed blocks",
             step(replace(c, ffn="silu")): "forgets the third matrix of a gated network",
             6*P.matmul*tokens: "is 6ND with the matrices: it leaves out attention",
             6*P.unique*tokens: "is 6ND with all parameters: it leaves out attention, and the "
@@ -487,7 +487,7 @@ def _products()->list: # (m, k, n, number type, device)
     return found
 
 def _time_slips(m:int, k:int, n:int, size:int, peak:float, bandwidth:float)->dict:
-    # Words to seconds
+    # Name of a mistake to its seconds
     work, moved = 2*m*k*n/peak, size*(m*k + k*n + m*n)/bandwidth
     return {"arithmetic and memory work at the same time: the longer one counts, not the sum":
                 work + moved,
@@ -510,26 +510,26 @@ def check_matmul_time(
         where = _said(m=m, k=k, n=n, size=size, peak=f"{args[4]:g}", bandwidth=f"{args[5]:g}")
         got = run_answer(matmul_time, *args, shown=where)
         if not isinstance(got, (tuple, list)) or len(got) != 2:
-            raise AssertionError(f"{where}expected (seconds, what binds), got {short(got)}")
+            raise AssertionError(f"{where}expected (seconds, bound), got {short(got)}")
         _grade(where, got[0], cost.seconds(card, dtype), _time_slips(*args), rtol=1e-6)
         bound = "arithmetic" if cost.intensity >= card.ridge(dtype) else "memory"
-        beside = f"{cost.intensity:.3g} FLOPs a byte, the ridge is at {card.ridge(dtype):.3g}"
+        beside = f"{cost.intensity:.3g} FLOPs per byte, the ridge is at {card.ridge(dtype):.3g}"
         if got[1] != bound:
-            raise AssertionError(f"{where}the time is right, but {bound} binds ({beside}), "
+            raise AssertionError(f"{where}the time is right, but the bound is {bound} ({beside}), "
                                  f"got {short(got[1])}")
 
 # %% ../../nbs/02_accounting/02z_accounting.ipynb #c4d99133
 _WIDTH = 4096
 
 def _arithmetic_from(shape:str, dtype:str, card:Device, factor:float=1)->int:
-    # The smallest number from 1 on with which arithmetic binds
+    # The smallest number from 1 on that is bound by arithmetic
     def sizes(n): return (n, n, n) if shape == "square" else (n, _WIDTH, _WIDTH)
     n = 1
     while matmul_cost(*sizes(n), dtype).intensity*factor < card.ridge(dtype): n += 1
     return n
 
 def _crossover_slips(card:Device, right:dict, one)->dict:
-    # Key to number to words; `one`: the cost of one row
+    # For each key, a mistake's number to its name; `one`: the cost of one row
     a, b, rows = (card.ridge("bfloat16"), card.ridge("float32"),
                   partial(_arithmetic_from, "rows", "bfloat16", card))
     half = ("counts one FLOP for a multiplication with its addition, or takes the peak "
@@ -550,7 +550,7 @@ def _crossover_slips(card:Device, right:dict, one)->dict:
                       rows(.5): half, rows(2): number,
                       right["square"]: "is right for square matrices"},
                 one={1e6*one.flops/card.peak("bfloat16"):
-                         "is the time of the arithmetic, but memory binds",
+                         "is the time of the arithmetic, but the bound is memory",
                      2*right["one"]: "takes 4 bytes for a number",
                      right["one"]/2: number, 1e-6*right["one"]: "is in seconds",
                      1e-3*right["one"]: "is in milliseconds"})
@@ -559,7 +559,7 @@ def _crossover_slips(card:Device, right:dict, one)->dict:
 def check_crossover(
     answer:dict, # 'square', 'float32' and 'rows', whole numbers, and 'one', in microseconds
 ):
-    """`AssertionError` unless these are the sizes at which arithmetic binds, and the time of one
+    """`AssertionError` unless these are the sizes bound by arithmetic, and the time of one
     row."""
     card, one = device("h200"), matmul_cost(1, _WIDTH, _WIDTH, "bfloat16")
     right = {k: _arithmetic_from("rows" if k == "rows" else "square", "float32" if k == "float32"
@@ -606,7 +606,7 @@ _MACHINES = {
                            "of 0.3 s, and longer than many ticks?")}
 
 def _rate_of(flop_rate:Callable, flops:float, habits:dict, where:str)->float:
-    # What the function says, if that is a rate
+    # The function's result, if it is a rate
     call, clock, wait, now = _machine(**habits)
     try: got = run_answer(flop_rate, call, flops, clock, wait, shown=where)
     except AssertionError as e:

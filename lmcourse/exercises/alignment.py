@@ -25,7 +25,7 @@ from ..alignment.toy import best_of_n as best_of, kl_estimators
 from ..tools.grading import run_answer, short, short_args
 
 # %% ../../nbs/14_alignment/14z_alignment.ipynb #50635cd6
-def _same(got, right)->bool: # Of the same kind, shape and value; floats nearly
+def _same(got, right)->bool: # Same type, shape and value, floats approximately
     if isinstance(right, (list, tuple)):
         return (isinstance(got, (list, tuple)) and len(got) == len(right)
                 and all(map(_same, got, right)))
@@ -39,7 +39,7 @@ def _same(got, right)->bool: # Of the same kind, shape and value; floats nearly
     if isinstance(got, bool) or not isinstance(got, (int, float)): return False
     return math.isclose(got, right, rel_tol=1e-6, abs_tol=1e-9)
 
-def _told(right, got)->str: # What was expected and what came; of two tensors the first difference
+def _told(right, got)->str: # Describes the difference; for tensors, its first element
     both = isinstance(right, Tensor) and isinstance(got, Tensor)
     if both and right.shape == got.shape and right.ndim:
         a, b = right.detach().double(), got.detach().double()
@@ -49,10 +49,10 @@ def _told(right, got)->str: # What was expected and what came; of two tensors th
     return f"expected {short(right)}, got {short(got)}"
 
 # %% ../../nbs/14_alignment/14z_alignment.ipynb #50635ca1
-class _Form(Exception): pass # What a function gives isn't of the form that is asked for
+class _Form(Exception): pass # The result doesn't have the form that is asked for
 
 def _grade(f, right:Callable, cases:list, mistakes:dict, call:Callable=lambda f, *case: f(*case)):
-    # Words to a wrong function
+    # `mistakes` maps descriptions to wrong functions
     if not callable(f): run_answer(f)
     def shows(wrong, case, got):
         try: return _same(got, call(wrong, *case))
@@ -111,7 +111,7 @@ def check_compute_naive_policy_gradient_loss(
     "`AssertionError` unless it is minus advantage times log-probability, for each token."
     cases = [(_numbers(1, 3, 1), _numbers(2, 3, 4) - 2), (_numbers(3, 2, 1), _numbers(4, 2, 2) - 2)]
     _grade(compute_naive_policy_gradient_loss, lambda a, x: -a*x, cases, {
-        "a loss is made small, so it needs a minus": lambda a, x: a*x,
+        "a loss is minimised, so it needs a minus": lambda a, x: a*x,
         "log-probability, not probability": lambda a, x: -a*x.exp(),
         "a loss for each token, not their sum": lambda a, x: -a*x.sum(1, keepdim=True),
         "a loss for each token, not their mean": lambda a, x: (-a*x).mean(),
@@ -136,9 +136,9 @@ def check_rloo(
             lambda r, g: groups(r, g, lambda x: x - (x.sum(1, keepdim=True) - x)/g),
         "subtract the mean of the others from the reward":
             lambda r, g: groups(r, g, lambda x: (x.sum(1, keepdim=True) - x)/(g - 1)),
-        "responses of a group stand next to each other":
+        "responses of a group are next to each other":
             lambda r, g: rloo_advantages(r.view(g, -1).T.flatten(), g).view(-1, g).T.flatten(),
-        "the sign is turned": lambda r, g: -rloo_advantages(r, g)})
+        "the sign is flipped": lambda r, g: -rloo_advantages(r, g)})
 
 # %% ../../nbs/14_alignment/14z_alignment.ipynb #9f251adb
 def _length_reward(response, truth):
@@ -206,7 +206,7 @@ def check_compute_grpo_clip_loss(
         "the ratio needs an exponential": clip(lambda n, o: n - o),
         "the ratio is upside down": clip(lambda n, o: (o - n).exp()),
         "take the smaller gain": clip(pick=torch.max),
-        "a loss is made small, so it needs a minus": clip(sign=1),
+        "a loss is minimised, so it needs a minus": clip(sign=1),
         "the clip is missing": clip(pick=lambda free, held: free),
         "compare with the free ratio: a token that moved the wrong way isn't clipped":
             clip(pick=lambda free, held: held),
@@ -294,7 +294,7 @@ def check_gae(
                     l) in enumerate(((3, 1., .95), (5, .9, .5), (1, 1., 1.), (4, .9, 0.),
                                      (6, .8, 1.)))]
     _grade(gae, right, cases, {
-        "behind the end the value is 0": lambda r, v, g, l: of(r, v, g, l, end=v[-1]),
+        "after the end the value is 0": lambda r, v, g, l: of(r, v, g, l, end=v[-1]),
         "lam is missing": lambda r, v, g, l: of(r, v, g, l, decay=lambda g, l: g),
         "gamma belongs before the next value, too":
             lambda r, v, g, l: of(r, v, g, l, later=lambda g: 1.),
@@ -303,7 +303,7 @@ def check_gae(
         "these are the returns": lambda r, v, g, l: of(r, v, g, l, more=lambda a, v: a + v),
         "later differences are missing": lambda r, v, g, l: of(r, v, g, 0.),
         "the values are missing": lambda r, v, g, l: of(r, 0*v, g, l),
-        "the order is turned": lambda r, v, g, l: right(r, v, g, l).flip(0)})
+        "the order is reversed": lambda r, v, g, l: right(r, v, g, l).flip(0)})
 
 # %% ../../nbs/14_alignment/14z_alignment.ipynb #0637823c
 class _LM: # A small model whose logits depend on the last two tokens
@@ -345,13 +345,13 @@ def check_compute_per_instance_dpo_loss(
                                           (2., "abcde", "ea", "bc")))]
     _grade(compute_per_instance_dpo_loss, _dpo(), cases, {
         "the end token is part of the response": _dpo(end=False),
-        "the logits at a position are for the token behind it": _dpo(shift=0),
+        "the logits at a position are for the token after it": _dpo(shift=0),
         "the reference is missing": _dpo(ref=False),
         "chosen and rejected are swapped": _dpo(swap=True),
         "sum over tokens, don't average": _dpo(mean=True), "beta is missing": _dpo(beta=False),
-        "a loss is made small, so it needs a minus": _dpo(sign=1),
+        "a loss is minimised, so it needs a minus": _dpo(sign=1),
         "the logarithm is missing": _dpo(log=False),
-        "logits are no log-probabilities": _dpo(probs=False)})
+        "logits are not log-probabilities": _dpo(probs=False)})
 
 # %% ../../nbs/14_alignment/14z_alignment.ipynb #1f4f3bc4
 def check_best_of_n(
@@ -398,7 +398,7 @@ def check_response_mask(
     _grade(response_mask, mask(), cases, {
         "the last token of the prompt predicts the first of the response": mask(first=0),
         "one label too early": mask(first=-2),
-        "what a row is filled up with doesn't count": mask(end=99),
+        "padding doesn't count": mask(end=99),
         "the last token of the response counts": mask(end=-2),
         "labels, not tokens: shift by one": mask(0, 0),
         "one label too many at the end": mask(end=0),
@@ -441,7 +441,7 @@ def check_compute_entropy(
         "entropy is positive: a minus is missing": lambda z: -entropy_of(z),
         "nats, not bits": lambda z: entropy_of(z)/math.log(2),
         "a sum over the vocabulary, not a mean": lambda z: -(log_p(z).exp()*log_p(z)).mean(-1),
-        "weigh by the probabilities": lambda z: -log_p(z).mean(-1),
+        "weight by the probabilities": lambda z: -log_p(z).mean(-1),
         "sum over the vocabulary": lambda z: -(log_p(z).exp()*log_p(z)),
         "that is the perplexity": lambda z: entropy_of(z).exp(),
         "the exponential of a large logit overflows":
@@ -459,10 +459,10 @@ def check_preference_loss(
               torch.tensor([0., 900.], dtype=torch.float64))]
     soft = torch.nn.functional.softplus
     _grade(preference_loss, preference_of, cases, {
-        "won and lost are exchanged": lambda a, b: preference_of(b, a),
+        "won and lost are swapped": lambda a, b: preference_of(b, a),
         "a mean over the pairs, not a sum": lambda a, b: preference_of(a, b)*len(a),
         "the logarithm is missing": lambda a, b: -torch.sigmoid(a - b).mean(),
-        "a loss is made small, so it needs a minus": lambda a, b: -preference_of(a, b),
+        "a loss is minimised, so it needs a minus": lambda a, b: -preference_of(a, b),
         "the logarithm of an underflow is infinite":
             lambda a, b: -torch.sigmoid(a - b).log().mean(),
         "a loss for all pairs, not for each": lambda a, b: soft(b - a),
@@ -483,7 +483,7 @@ def check_penalized_rewards(
     def pay(by=lambda x, m: (x*m).sum(1), sign=-1., price=lambda b: b):
         return lambda r, x, y, m, b: r + sign*price(b)*by(x - y, m)
     _grade(penalized_rewards, pay(), cases, {
-        "a price is subtracted, and the difference is log p less log p of the reference":
+        "a price is subtracted: log p minus log p of the reference":
             pay(sign=1.),
         "the sum over the response, not the mean": pay(lambda x, m: (x*m).sum(1)/m.sum(1)),
         "the mask is missing": pay(lambda x, m: x.sum(1)),
@@ -491,7 +491,7 @@ def check_penalized_rewards(
         "that is k2": pay(lambda x, m: (x*x/2*m).sum(1)),
         "that is k3: in the reward only k1 is exact":
             pay(lambda x, m: (((-x).exp() - 1 + x)*m).sum(1)),
-        "of logarithms, no exponential": pay(lambda x, m: (x.exp()*m).sum(1)),
+        "the difference of logarithms needs no exponential": pay(lambda x, m: (x.exp()*m).sum(1)),
         "no absolute value: a token may be less likely than before":
             pay(lambda x, m: (x.abs()*m).sum(1)),
         "multiply by beta": pay(price=lambda b: 1/b),

@@ -184,7 +184,7 @@ def check_balance(
                     "the factor E is missing": right/E,
                     "the shares are squared, the probabilities unused":
                         np.mean([E*(s*s).sum() for s in f]),
-                    "1 is taken off": right - 1,
+                    "1 was subtracted": right - 1,
                     "the worst layer alone": max(each)}
         where = f"for {L} layers, E = {E}, k = {k}: "
         got = run_answer(balance, logits, chosen, shown=where)
@@ -204,11 +204,11 @@ def check_balance_gradient(
         p /= p.sum(-1, keepdims=True)
         f = count_load(chosen, E)/chosen.size
         mistakes = {"that is the gradient at the probabilities": np.tile(E*f/N, (N, 1)),
-                    "the softmax takes off the mean, too": E/N*p*f,
+                    "the softmax's gradient also subtracts the mean": E/N*p*f,
                     "the mean over the tokens is missing": right*N,
                     "f must be shares of the visits, not of the tokens": right*k,
                     "the factor E is missing": right/E,
-                    "the sign is turned: a gradient points uphill": -right}
+                    "the sign is flipped: a gradient points uphill": -right}
         where = f"for N = {N}, E = {E}, k = {k}: "
         _judge(where, run_answer(balance_gradient, logits, chosen, shown=where), right, mistakes)
 
@@ -226,8 +226,8 @@ def check_next_bias(
         right, share = update_bias(bias, load, rate), load/load.sum()
         away = rate*np.sign(load.mean() - load)
         mistakes = {"busy experts must fall": bias - away,
-                    "a step, not in proportion": bias + rate*(load.mean() - load),
-                    "a step, not in proportion to the share": bias + rate*(1/E - share),
+                    "a fixed step, not one in proportion": bias + rate*(load.mean() - load),
+                    "a fixed step, not one in proportion to the share": bias + rate*(1/E - share),
                     "the step is added to the old bias": away,
                     "an expert at exactly an even share stays":
                         bias + np.where(load >= load.mean(), -rate, rate),
@@ -319,16 +319,16 @@ def check_reinforce(
         others = (losses.sum() - losses)/(N - 1)
         above, all_mean = (losses - others)[:, None], (losses - losses.mean())[:, None]
         right = above*(one - p)/N
-        mistakes = {"the sign is turned: that raises the loss": -right,
+        mistakes = {"the sign is flipped: that raises the loss": -right,
                     "the baseline is missing": losses[:, None]*(one - p)/N,
                     "a token's own loss is in its baseline": all_mean*(one - p)/N,
                     "the mean over the tokens is missing": right*N,
-                    "p is not taken off": above*one/N,
+                    "p was not subtracted": above*one/N,
                     "that is the gradient at the probabilities": above*one/p/N,
                     "the other experts' logits move, too": above*one*(1 - p)/N,
-                    "p of the drawn expert is a factor too many":
+                    "p of the drawn expert is not a factor":
                         right*(p*one).sum(-1, keepdims=True),
-                    "the spread of the losses is divided out": right/losses.std(),
+                    "don't divide by the spread of the losses": right/losses.std(),
                     "the baseline is the median": (losses - np.median(losses))[:, None]*(one - p)/N,
                     "the best expert is not the drawn one": above*(np.eye(E)[p.argmax(-1)] - p)/N}
         where = f"for N = {N}, E = {E}: "

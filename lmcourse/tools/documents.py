@@ -105,7 +105,7 @@ HUB = { # Name to repository and commit
     "tinystories": ("roneneldan/TinyStories", "f54c09fd23315a6f9c86f9dc80f725de7d8f9c64"),
     "openwebtext": ("Skylion007/openwebtext", "b4325f019c648b1641a1784748667e8b74e5e064"),
 }
-HELD_OUT = 200 # One document of so many is for validation where a repository has no such split
+HELD_OUT = 200 # One document in this many is for validation where a repository has no such split
 
 # %% ../../nbs/00_tools/00g_documents.ipynb #dee11fc9
 def held_out(
@@ -206,7 +206,7 @@ def python_documents(
 
 # %% ../../nbs/00_tools/00g_documents.ipynb #17625ee5
 @functools.cache
-def _python_texts()->tuple: # Each once
+def _python_texts()->tuple: # Each text once
     from pydoc_data.topics import topics
     texts, root = (dict.fromkeys(topics[name] for name in sorted(topics)),
                    Path(sysconfig.get_path("stdlib")))

@@ -189,7 +189,7 @@ def _recall(env:dict, name:str)->Value: # What is remembered as `name`
         raise ValueError(f"grammar: {{{name}}} is used where nothing is remembered by this name")
     return env[name]
 
-def _attribute(env:dict, name:str, attribute:str|None)->str: # That of what `name` remembers
+def _attribute(env:dict, name:str, attribute:str|None)->str: # That of the value called `name`
     rule = _recall(env, name).rule
     if attribute not in rule.attributes:
         raise ValueError(f"grammar: {{{name}.{attribute}}}, but the list {rule.name!r} has no "
