@@ -154,7 +154,7 @@ def curve_by_bands(s, b, r):
     return 1. - missed
 
 
-CURVE = [(lambda s, b, r: curve(s, r, b), "swapped"), (lambda s, b, r: 1 - curve(s, b, r), "miss each other"), (lambda s, b, r: s**r, "one band"), (lambda s, b, r: min(1, b*s**r), "add up"), (lambda s, b, r: s, "similarity")]
+CURVE = [(lambda s, b, r: curve(s, r, b), "swapped"), (lambda s, b, r: 1 - curve(s, b, r), "missing each other"), (lambda s, b, r: s**r, "one band"), (lambda s, b, r: min(1, b*s**r), "add up"), (lambda s, b, r: s, "similarity")]
 
 
 # 8. Choosing

@@ -1,6 +1,6 @@
 """The saved runs of page 08j: `nbs/results/story_experts.jsonl`, dense models and experts that read the stories.
 
-A run that stands in the file already is not repeated, so a run that was stopped goes on.
+A run that is already in the file is not repeated, so a study that was stopped goes on where it was.
 Usage: nice tools/expert_runs.py WORK [VARIANT ...]
 """
 import argparse, datetime, json, time
