@@ -125,7 +125,7 @@ def test_a_file_that_is_not_utf_8(here):
 def test_a_loop_without_end(here):
     got = check(LOOP, "--seconds", 6)           # A loaded machine may need some of them to begin
     assert got.returncode == 1
-    assert got.stdout == ("01.split: not yet: no result after 6 seconds: is there a loop without an end? (--seconds gives it longer)\n"
+    assert got.stdout == ("01.split: not yet: no result after 6 seconds: is there an endless loop? (--seconds allows more time)\n"
                        "    last seen in mine.py, line 2, in split\n")
 
 

@@ -49,7 +49,7 @@ def installed_files()->dict: # Paths by kind, in a fixed order
     for root in dict.fromkeys(sysconfig.get_path(name)
                               for name in ("stdlib", "purelib", "platlib")):
         for folder, below, names in os.walk(root):
-            # the packages have a root of their own
+            # the packages are listed separately
             below[:] = sorted(set(below) - {"site-packages", "dist-packages", "__pycache__"})
             for name in sorted(names):
                 for kind in [k for k,ends in KINDS.items() if name.endswith(ends)]:
@@ -165,7 +165,7 @@ def spread(
 # %% ../../nbs/90_app/90a_bench.ipynb #d52ae568
 def ratios(
     ours:dict,   # Measurement with `bytes` and the lists `wall_s` and `cpu_s`
-    theirs:dict, # The same
+    theirs:dict, # The other library's
     clock:str="wall_s", # Or `cpu_s`
 )->list: # One value per round
     "Compute the speedup of ours over theirs, per byte."
@@ -825,8 +825,8 @@ def _bench_corpus(corpus, folder, warm_up, numbers, rounds, measured
     encoded = measure_encoding(corpus, saved, numbers, rounds)
     peers = [name for name in present(ENCODERS) if name != "lmcourse"]
     yield f"{corpus.name}: encoding with {which}; " + ("all ids are equal" if peers
-                                                       else "there is nobody to compare the ids "
-                                                            "with")
+                                                       else "no other encoder can compare the "
+                                                            "ids")
     yield from (encoding_table(encoded, peer) for peer in peers or [None])
     measured += found + encoded + measure_memory(corpus, folder, numbers[-1])
 

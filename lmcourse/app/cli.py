@@ -103,7 +103,7 @@ class TokenizerCommand:
     # stories, python, text:PATH, curated:OUT, tinystories, openwebtext or hf:REPO
     data: word(str, "CORPUS")
     out: word(Path, "OUT")        # New folder for vocab.json, merges.txt and tokenizer.json
-    vocab_size: int = 2048                      # Tokens in all: 256 bytes, merges and <|endoftext|>
+    vocab_size: int = 2048                      # All tokens: 256 bytes, merges and <|endoftext|>
     max_mb: float = 4.                          # Megabytes of text to learn from
 
     def run(self):
@@ -219,7 +219,7 @@ def _too_little(data:str, what:str)->UserError:
                      f"differ")
 
 # %% ../../nbs/90_app/90g_cli.ipynb #41aa21dc
-CUT_OFF = (KeyboardInterrupt, ConnectionError, TimeoutError) # After these, `prepare` can go on
+CUT_OFF = (KeyboardInterrupt, ConnectionError, TimeoutError) # After these, `prepare` can be resumed
 
 class NotThisJob(UserError): "A folder was begun with other options."
 
@@ -370,7 +370,7 @@ def go_on(run:Path, train:TrainConfig|None=None, given:tuple=()): # `UserError` 
     with checking_input():
         model, own, data = read_run(run)
         train = replace(own, **{k: getattr(train, k) for k in SHARED_OUT if k in given})
-        # a run with a checkpoint needs the weights from which it started no more
+        # with a checkpoint, the weights from which the run started aren't needed
         begun = Checkpoints(run/"checkpoints").latest()
         trainer = Trainer(model, replace(train, init_from=None) if begun else train,
                           *open_data(data))

@@ -328,8 +328,8 @@ def check_file(
                            tuple(_last_seen(Path(job["where"]), path.parent)))
         return _verdict(task, job, process.returncode)
 
-_TOO_LONG = ("no result after {:g} seconds: is there a loop without an end? (--seconds gives it "
-             "longer)")
+_TOO_LONG = ("no result after {:g} seconds: is there an endless loop? (--seconds allows more "
+             "time)")
 
 # %% ../../nbs/90_app/90e_grade.ipynb #28fe1da1
 def _to_stderr(text:str): print(text, end="", file=sys.stderr, flush=True)

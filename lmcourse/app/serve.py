@@ -607,7 +607,7 @@ class Flight:
         if self.open: self.service.metrics.count(self.ended)
         self.open = False
 
-    async def pieces(self)->AsyncGenerator[Piece, None]: # Of all answers, in order of arrival
+    async def pieces(self)->AsyncGenerator[Piece, None]: # Pieces of all answers, as they come
         stops = self.body.stop + list(self.service.chat_template.stop if self.body.chat else ())
         choices = [Choice(self.service.tokenizer, stops, i, r.log_probs is not None)
                    for i,r in enumerate(self.requests)]
@@ -805,9 +805,9 @@ def make_server(
     service:Service,       # What is served
     host:str="127.0.0.1",  # Address; the default can be reached only from this machine
     port:int=8000,         # Port; 0 for any free one
-    grace:float=10.,       # Seconds that requests in flight have when the server is told to stop
+    grace:float=10.,       # Seconds for requests in flight when the server stops
     ready:Callable=lambda: None, # Called as soon as it answers
-): # A `uvicorn.Server`; `run()` serves until `should_exit` is set or a signal comes
+): # A `uvicorn.Server`; `run()` serves until `should_exit` is set or a signal arrives
     "Make a server that shuts down cleanly."
     import uvicorn
     class Server(uvicorn.Server):

@@ -237,7 +237,7 @@ def _throughput_lines(work, factors, device, steps, rounds, threads, file):
     slow = [n for n,f in factors.items() if device == "cpu" and "attention" in f.train]
     factors = {name: f for name,f in factors.items() if name not in slow}
     found, reasons = measure_throughput(work, factors, threads, steps, rounds)
-    reasons |= {name: "on a processor kernels are interpreted; it wants a GPU" for name in slow}
+    reasons |= {name: "Triton only interprets its kernels on a CPU; needs a GPU" for name in slow}
     yield from (f"not measured: {name} ({why})" for name,why in reasons.items())
     yield throughput_table(found, work, peaks)
     measured = [dict(what=what, name=name) | m for (what, name),m in found.items()]

@@ -109,7 +109,7 @@ def check_decoding_intensity(
     def products(T):
         # FLOPs for T tokens
         return sum(forward_flops(c, 1, T)[part] for part in ("projections", "ffn", "head"))
-    weights_bytes = products(1)//2*2            # A weight does two FLOPs a token, and has two bytes
+    weights_bytes = products(1)//2*2          # A weight does two FLOPs per token, and has two bytes
     new = forward_flops(c, 200, 1, past=999)
     attention = (new["scores"] + new["values"])/kv_cache_bytes(c, 200, 1000, "bfloat16")
     right = dict(decode=products(1)/weights_bytes, prefill=products(512)/weights_bytes, batch=ridge,
@@ -162,7 +162,7 @@ def check_token_rate(
     # `token_rate(batch_size, weights, cache_bytes, flop_per_s, bytes_per_s)`, in tokens per second
     token_rate:Callable,
 ):
-    "`AssertionError` unless the rate is that of the longer one of reading and computing."
+    "`AssertionError` unless a step takes as long as the longer of reading and computing."
     rng = random.Random(0)
     cases = [(1, 8*10**9, 0, 4e14, 2e12), (1, 8*10**9, 10**9, 4e14, 2e12),
              (16, 8*10**9, 10**9, 4e14, 2e12), (500, 8*10**9, 10**6, 4e14, 2e12)]
@@ -415,7 +415,7 @@ def check_block_tables(
     # The class: `BlockTables(num_blocks, block_size)` has `tables`, `append`, `fork` and `free`
     block_tables:type,
 ):
-    """`AssertionError` unless each token has a place of its own, shared blocks are copied before
+    """`AssertionError` unless each token has its own place, shared blocks are copied before
     they are written, and none is lost."""
     rng = random.Random(0)
     for num_blocks,size,moves in [(8, 2, _DRILL)] + [(n, size, _drill(rng, "abcde", 150))

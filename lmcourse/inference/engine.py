@@ -521,7 +521,7 @@ class BlockTables:
     def copy(self, old:int, new:int): raise NotImplementedError # Copies a block's keys and values
 
     def reserve(self, s:Sequence, length:int)->bool: # Whether there were enough blocks
-        "Give a sequence blocks of its own for tokens `computed` to `length - 1`."
+        "Give a sequence blocks that no other uses, for tokens `computed` to `length - 1`."
         pool, size = self.pool, self.pool.block_size
         written = range(s.computed//size - s.dropped, len(s.blocks))
         shared = [i for i in written if pool.users[s.blocks[i]] > 1]

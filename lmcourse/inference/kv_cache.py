@@ -150,7 +150,7 @@ class CachedDecoder(Remembering):
 # %% ../../nbs/07_inference/07a_kv_cache.ipynb #46c42325
 class StaticLayer:
     "A `CacheLayer` with fixed shapes: one new token, and all slots to read."
-    def __init__(self, layer:CacheLayer, slot:torch.Tensor): # Of the new token `(1,)`
+    def __init__(self, layer:CacheLayer, slot:torch.Tensor): # `slot` of the new token `(1,)`
         self.keys, self.values, self.slot = layer.keys, layer.values, slot
 
     def update(self, k:torch.Tensor, v:torch.Tensor)->tuple: # `(B, G, 1, K)` each; all slots
@@ -409,7 +409,7 @@ def activate(wide, hidden, kind, start, stop):
             hidden[t, f] = y*wide[t, F + f] if wide.shape[1] > F else y
 
 # %% ../../nbs/07_inference/07a_kv_cache.ipynb #c211b538
-ROW = 24 # numbers per phase on the board: three counters, each in a cache line of its own
+ROW = 24 # numbers per phase on the board: three counters, each in its own cache line
 
 @fused
 def take_unit(board, p, n):
@@ -601,7 +601,7 @@ def _gains(params:dict, c:ModelConfig)->tuple: # Gains and shifts of the norms, 
     return np.stack([gains, shifts]).astype(np.float32), qk_gains
 
 # %% ../../nbs/07_inference/07a_kv_cache.ipynb #990e0d94
-_MORE, _MANY, _KEPT = 63, 256, 8 # slots beside the window; most tokens at a time; cached buffers
+_MORE, _MANY, _KEPT = 63, 256, 8 # additional slots; most tokens at a time; cached buffers
 
 def _positions(params:dict, c:ModelConfig, room:int)->tuple: # Tables for RoPE and for embeddings
     nothing = np.zeros((0, 0), np.float32)
@@ -630,7 +630,7 @@ def _embed(decoder, buffers:tuple, ids:list, first:int): # Fills `x`, and `h` fo
     add_and_norm(x, branch, h, decoder.gains, -1, norm, position, decoder.eps)
 
 # %% ../../nbs/07_inference/07a_kv_cache.ipynb #72862011
-def _through_layers(decoder, ids:list, first:int, rows:int)->np.ndarray: # As `_share`, with `w(x)`
+def _through_layers(decoder, ids:list, first:int, rows:int)->np.ndarray: # Like `_share`, by `w(x)`
     c, (norm, position, _) = decoder.config, decoder.kinds
     x, h, branch, qkv, attended, wide, hidden, scores = buffers = _buffers(decoder, len(ids))
     _embed(decoder, buffers, ids, first)

@@ -210,9 +210,9 @@ def speculate(
     model:Any, # As for `generate`: it alone decides how the text is distributed
     # Guesses: a `DraftModel`, `NgramDraft`, `PromptLookup` or the like, over the same ids
     draft:Any,
-    ids:Iterable[int],                   # Token ids to go on from, at least one
-    max_tokens:int,                      # How many tokens to draw at most
-    lookahead:int=4,                     # How many tokens to propose in a round at most, 1 or more
+    ids:Iterable[int],                   # Token ids to continue, at least one
+    max_tokens:int,                      # Largest number of tokens to draw
+    lookahead:int=4,                     # Largest number of tokens to propose per round
     # This and the next three as in `next_token_probs`; for model and draft
     temperature:float=1.0,
     top_k:int|None=None,
@@ -220,13 +220,13 @@ def speculate(
     min_p:float|None=None,
     stop:Iterable[int]=(),               # Ids that end the sequence; they are not yielded
     seed:int=0,                          # The same seed, draft and lookahead give the same ids
-    generator:torch.Generator|None=None, # Source of randomness to be used in place of `seed`
-    # How many of the latest tokens the model sees; none for all that it can
+    generator:torch.Generator|None=None, # Source of randomness instead of `seed`
+    # Number of latest tokens that the model sees; None for as many as it can
     context_length:int|None=None,
     decoder:Callable|None=None, # Makes a decoder of the model; default: `RecomputingDecoder`
-    # A list that gets how many tokens were proposed and accepted, a pair for each round
+    # List to which each round adds a pair: tokens proposed, and tokens accepted
     rounds:list|None=None,
-    # Probabilities `(N,)` to an outcome's index, to be used in place of `seed`
+    # From probabilities `(N,)` to an outcome's index, instead of `seed`
     draw:Callable|None=None,
 )->Iterator[int]: # The new ids: distributed as those of `generate`, and equal to them if greedy
     """Draw the tokens that follow `ids`, several in a pass.
