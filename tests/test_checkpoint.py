@@ -392,7 +392,7 @@ def test_what_is_not_a_checkpoint_is_not_replaced(tmp_path):
     (tmp_path / "mine/thesis.txt").write_text("years of work")
     (tmp_path / "file").write_text("years of work")
     for name in ("mine", "file"):
-        with pytest.raises(FileExistsError, match=f"{name}: there is something else"): save_checkpoint(*made(), 1, tmp_path / name)
+        with pytest.raises(FileExistsError, match=f"{name}: it exists, and it is not a checkpoint"): save_checkpoint(*made(), 1, tmp_path / name)
     with pytest.raises(OSError, match="checkpoint not saved"): save_checkpoint(*made(), 1, tmp_path / "file/below")
     assert (tmp_path / "mine/thesis.txt").read_text() == (tmp_path / "file").read_text() == "years of work" and len(list(tmp_path.iterdir())) == 2
     (tmp_path / "empty").mkdir()

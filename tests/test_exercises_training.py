@@ -479,7 +479,7 @@ WRONG_ANSWERS = dict(
         (adamw(by_formula(below=lambda v, eps: v.sqrt())), "ε is not used"), (adamw(by_formula(below=lambda v, eps: v + eps)), "the root is missing"),
         (adamw(by_formula(shrink=lambda p, lr, d: None)), "there is no weight decay"),
         (adamw(by_formula(shrink=lambda p, lr, d: p.mul_(1 - d))), "the decay is λθ, expected αλθ"),
-        (adamw(with_l2), "that is L2, expected a decay beside the step"),
+        (adamw(with_l2), "that is L2, expected a decay apart from the gradient"),
         (adamw(lambda *a: algorithm_1(*a, rate=lambda lr, lr_t: lr_t)), "the decay has the corrected rate α_t, expected α"),
         (adamw(by_formula(c=(0, 0))), "neither mean is corrected"), (adamw(by_formula(c=(1, 0))), "the mean of the squares is not corrected"),
         (adamw(by_formula(c=(0, 1))), "the mean of the gradients is not corrected"), (adamw(by_formula(), first=1), "t is 2 at the first step"),
@@ -510,7 +510,7 @@ WRONG_ANSWERS = dict(
         (lambda it, top, low, w, e: one_expression(it, top, low, w, e) if it*top/w >= 0 else 0, "raised ZeroDivisionError"),
         (lambda it, *rest: torch.tensor(1.), "expected a float"), (lambda it, *rest: None, "expected a float, got None"), (fails, "raised RuntimeError")],
     clipping=[
-        (clip(factor=lambda n, M: M/(n + 1e-6)), "gradients that are short enough are scaled up"), (clip(factor=lambda n, M: min(1., M/n)), "without 10⁻⁶ beside the length"),
+        (clip(factor=lambda n, M: M/(n + 1e-6)), "gradients that are short enough are scaled up"), (clip(factor=lambda n, M: min(1., M/n)), "10⁻⁶ is not added to the length"),
         (clip(norm=lambda gs: sum(g.square().sum() for g in gs)), "the root is missing"), (clip(norm=lambda gs: sum(g.norm() for g in gs)), "the length is a sum of lengths"),
         (clip(norm=lambda gs: max(g.norm() for g in gs)), "the largest gradient alone"), (clip(norm=lambda gs: max(g.abs().max() for g in gs)), "the length is the largest entry"),
         (clip(norm=lambda gs: torch.cat([g.flatten() for g in gs]).square().mean().sqrt()), "a root of a mean"), (clip(norm=lambda gs: sum(g.abs().sum() for g in gs)), "the sum of sizes"),
@@ -519,7 +519,7 @@ WRONG_ANSWERS = dict(
         (empty_gets_zero, "a parameter that had no gradient has one now"), (clip_weights, "your code changed the weights"), (lambda ps, M: None, "nothing was clipped"),
         (clip(factor=lambda n, M: M if n > M else 1.), "multiplied by M, but not divided"), (clip(factor=lambda n, M: 1/(n + 1e-6) if n > M else 1.), "not multiplied by M"), (fails, "raised RuntimeError")],
     get_batch=[
-        (batch(starts=lambda n, B, T: np.random.randint(0, n - T - 1, B)), "no window starts at 4"), (batch(starts=lambda n, B, T: np.random.randint(0, max(n - T - 1, 1), B)), "no window starts at 4, the last start there is"),
+        (batch(starts=lambda n, B, T: np.random.randint(0, n - T - 1, B)), "no window starts at 4"), (batch(starts=lambda n, B, T: np.random.randint(0, max(n - T - 1, 1), B)), "no window starts at 4, the last possible start"),
         (batch(starts=lambda n, B, T: np.random.randint(0, n - T + 1, B)), "raised ValueError"), (batch(starts=lambda n, B, T: np.random.randint(min(1, n - T - 1), n - T, B)), "no window starts at 0"),
         (batch(y=lambda r: r[:, :-1]), "they are the inputs themselves"), (batch(x=lambda r: r[:, 1:], y=lambda r: r[:, :-1]), "they are the tokens before"),
         (batch(y=lambda r: np.roll(r[:, :-1], -1, 1)), "the inputs turned round"), (batch(starts=seeded_starts), "is there a seed inside?"),
@@ -533,7 +533,7 @@ WRONG_ANSWERS = dict(
     passes=[
         (drawn, "is each drawn anew?"), (passes(order=lambda n, s, k: np.arange(n)), "pass 0 is not shuffled"), (passes(order=lambda n, s, k: np.random.default_rng(s).permutation(n)), "pass 1 has the order of pass 0"),
         (passes(order=lambda n, s, k: np.random.default_rng(s + k).permutation(n)), "pass 0 of seed 1 has the order of pass 1 of seed 0"), (passes(order=without_seed), "seed 1 gives the order of seed 0"),
-        (passes(order=by_shared), "sets or uses a random generator that all share"), (passes(order=lambda n, s, k: np.random.permutation(n)), "comes more than once"),
+        (passes(order=by_shared), "sets or uses a random generator that all share"), (passes(order=lambda n, s, k: np.random.permutation(n)), "occurs more than once"),
         (dropped, "the last 5 of a pass must not be left out"), (cut, "expected 7 numbers, got 5"),
         (lambda step, n, B, seed: np.arange(step*B, step*B + B), "are not all from 0 to 39"), (lambda step, n, B, seed: None, "expected 8 numbers, got None"),
         (lambda step, n, B, seed: np.ones(B)/2, "whole numbers"), (Counting(), "asked for again: another batch"),

@@ -825,8 +825,8 @@ def _bench_corpus(corpus, folder, warm_up, numbers, rounds, measured
     encoded = measure_encoding(corpus, saved, numbers, rounds)
     peers = [name for name in present(ENCODERS) if name != "lmcourse"]
     yield f"{corpus.name}: encoding with {which}; " + ("all ids are equal" if peers
-                                                       else "there is nobody to compare the ids "
-                                                            "with")
+                                                       else "no other encoder can compare the "
+                                                            "ids")
     yield from (encoding_table(encoded, peer) for peer in peers or [None])
     measured += found + encoded + measure_memory(corpus, folder, numbers[-1])
 

@@ -162,7 +162,7 @@ class _Ruled(Optimizer): # AdamW with the mistakes in `how`
 
 # %% ../../nbs/04_training/04z_training.ipynb #da9dc803
 _ADAMW_MISTAKES = {
-    "λθ is added to the gradient: that is L2, expected a decay beside the step": ("l2",),
+    "λθ is added to the gradient: that is L2, expected a decay apart from the gradient": ("l2",),
     "there is no weight decay": ("no decay",),
     "the decay has the corrected rate α_t, expected α": ("corrected",),
     "the decay is λθ, expected αλθ": ("bare",),
@@ -421,7 +421,7 @@ def _clip_mistakes(grads:list, M:float)->dict:
             "each entry is clipped, expected the length of all": lambda: rows.clamp(-M, M),
             "gradients that are short enough are scaled up": lambda: rows*M/(rows.norm() + 1e-6),
             "nothing was clipped": lambda: rows,
-            "without 10⁻⁶ beside the length": by(rows.norm(), 0),
+            "10⁻⁶ is not added to the length": by(rows.norm(), 0),
             "the root is missing: that is the square of the length": by(rows.norm()**2),
             "the length is a sum of lengths, expected the root of the sum of squares":
                 by(norms.sum()),
@@ -514,7 +514,7 @@ def _check_starts(get_batch:Callable, N:int, T:int, draws:int=3000): # All start
     where, x, y = _batch(get_batch, 5 + 3*np.arange(N, dtype=np.uint16), draws, T)
     count, last = Counter(_check_windows(where, x, y).tolist()), N - T - 1
     if last not in count:
-        raise AssertionError(f"{where}no window starts at {last}, the last start there is: its "
+        raise AssertionError(f"{where}no window starts at {last}, the last possible start: its "
                              "last target is the last token")
     if 0 not in count: raise AssertionError(f"{where}no window starts at 0")
     expected = draws/(last + 1)
@@ -615,7 +615,7 @@ def _check_passes(f:Callable, n:int, B:int, seed:int, passes:int=3)->list: # Ord
             whole = row[:n//B*B]
             why = (f"the last {n % B} of a pass must not be left out"
                    if len(set(whole)) == len(whole) < n else "is each drawn anew?")
-            raise AssertionError(f"{where}in pass {i} window {twice} comes more than once and "
+            raise AssertionError(f"{where}in pass {i} window {twice} occurs more than once and "
                                  f"window {lacks[0]} not at all: {why}")
         if order == sorted(order): raise AssertionError(f"{where}pass {i} is not shuffled")
     if orders[0] == orders[1]:

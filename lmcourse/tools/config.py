@@ -58,7 +58,7 @@ def refuse_unwritable(
     couldn't be saved."""
     above = next(p for p in (Path(path), *Path(path).absolute().parents) if p.exists())
     if above != Path(path) and not above.is_dir():
-        raise UserError(f"{path} can't be made: {above.name} is a file")
+        raise UserError(f"{path} can't be created: {above.name} is a file")
     if not os.access(above, os.W_OK): raise UserError(f"{path}: {above} can't be written")
 
 # %% ../../nbs/00_tools/00d_config.ipynb #3ba5b9a8

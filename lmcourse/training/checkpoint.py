@@ -366,7 +366,7 @@ def _save_file(path:Path, contents:tuple):
 def _save_folder(path:Path, contents:tuple):
     if (path.exists() and not (path/"state.json").is_file()
         and (not path.is_dir() or any(path.iterdir()))):
-        raise FileExistsError(f"{path}: there is something else, and it is not a checkpoint")
+        raise FileExistsError(f"{path}: it exists, and it is not a checkpoint")
     path.parent.mkdir(parents=True, exist_ok=True)
     aside = path.with_name(path.name + ".old")
     try:

@@ -165,7 +165,7 @@ def _not_met(why:str, processes:int, seconds:int)->str: # Why the processes did 
     if "EADDRINUSE" in why or "in use" in why: return (
         f"port {port} is in use by another program: another MASTER_PORT would do, or torchrun "
         f"--standalone")
-    return (f"{processes} processes were to meet at {address}:{port}, and not all of them came "
+    return (f"{processes} processes were to meet at {address}:{port}, but not all of them came "
             f"within {seconds} seconds")
 
 # %% ../../nbs/04_training/04f_engines.ipynb #2ba3175d
@@ -382,7 +382,7 @@ def _whole_copy(model, device:torch.device)->TransformerLM:
     return copy
 
 # %% ../../nbs/04_training/04f_engines.ipynb #3222ba2f
-def _kernels(config:TrainConfig, device:torch.device, dtype:str)->str: # What `auto` stands for
+def _kernels(config:TrainConfig, device:torch.device, dtype:str)->str: # Meaning of `auto`
     if config.kernels != "auto": return config.kernels
     other = config.compile or config.shard or config.on_mesh or not compiles()
     return "fused" if device.type == "cpu" and dtype == "float32" and not other else "torch"
@@ -500,7 +500,7 @@ def find_nonfinite(
         if not p.isfinite().all(): return f"the weights {name} are not finite"
     with _watched(model) as found: value = loss(model, *batch)
     if found: return f"the output of {found[0]} is not finite"
-    if not value.isfinite(): return "the loss is not finite, though all that it is computed from is"
+    if not value.isfinite(): return "the loss is not finite, though all its inputs are"
     learnt = {name: p for name,p in model.named_parameters() if p.requires_grad}
     grads = torch.autograd.grad(value, list(learnt.values()))
     bad = [name for name,g in zip(learnt, grads) if not g.isfinite().all()]

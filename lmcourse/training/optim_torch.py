@@ -161,7 +161,7 @@ class AdamW(Optimizer):
         for group in state_dict["param_groups"]:
             gone = [k for k in self.defaults if k not in group and k != "differentiable"]
             on = [k for k in ("amsgrad", "maximize") if group.get(k)]
-            if gone: raise ValueError(f"{name}: a state without {gone[0]}, so another optimizer's")
+            if gone: raise ValueError(f"{name}: a state without {gone[0]}: another optimizer's")
             if on:
                 raise ValueError(f"{name}: a state with {on[0]} = True, which is not computed here")
         Optimizer.load_state_dict(self, state_dict)

@@ -186,7 +186,7 @@ def _write_part(path:Path, own:dict)->dict: # Writes tensors and where they begi
 def _begin_folder(path:Path, part:Path): # `part` is for the parts until all of them are there
     whole, empty = (path/"state.json").is_file(), path.is_dir() and not any(path.iterdir())
     if path.exists() and not (whole or empty):
-        raise FileExistsError(f"{path}: there is something else, and it is not a checkpoint")
+        raise FileExistsError(f"{path}: it exists, and it is not a checkpoint")
     if part.exists(): shutil.rmtree(part)                   # left by an interrupted save
     part.mkdir(parents=True)
 
