@@ -311,7 +311,7 @@ WRONG_ANSWERS = dict(
         (watch(n=1, blocks=1), "take the best of several measurements"), (watch(n=1, seconds=1, take=statistics.fmean), "not a mean"), (watch(seconds=.2), "over more than a second"),
         (watch(n=1), "on a machine where a call takes 37.0 µs, and the clock ticks every millisecond: the clock said 0 s for what took longer: time many calls together"), (watch(n=100), "so that they take many ticks"),
         (watch(before=False, after=False), "and the work goes on after the call: expected 268 GFLOP/s"), (watch(before=False, after=False), "wait before the clock is read, both times"),
-        (watch(n=3000, blocks=12), "your code raised TimeoutError('the ten seconds are over')"), (watch(rate=lambda s, flops: s), "that is the time of a call, not FLOPs by time"), (watch(rate=lambda s, flops: 1/s), "that is calls a second"),
+        (watch(n=3000, blocks=12), "your code raised TimeoutError('the ten seconds are over')"), (watch(rate=lambda s, flops: s), "that is the time of a call, not FLOPs by time"), (watch(rate=lambda s, flops: 1/s), "that is calls per second"),
         (watch(rate=lambda s, flops: s/flops), "that is seconds by FLOPs"), (watch(rate=lambda s, flops: None), "expected a rate in FLOP/s, got None"), (watch(rate=lambda s, flops: math.inf), "got inf"),
         (own_clock, "the clock was never read"), (lambda call, flops, clock, wait: flops/(clock() + 1), "nothing was called"),
         (never_ends, "the ten seconds are over"), (fails, "your code raised RuntimeError")])

@@ -114,7 +114,7 @@ def test_without_triton_one_sentence_says_what_to_install(data, tmp_path, capsys
 
 def test_on_a_processor_beside_a_gpu(monkeypatch):
     monkeypatch.setattr(use, "interpreted", False)
-    with expect_error(ValueError, "attention = triton on a processor beside a GPU: TRITON_INTERPRET=1 interprets the kernels; attention = torch would do"):
+    with expect_error(ValueError, "attention = triton on the CPU of a machine with a GPU: TRITON_INTERPRET=1 interprets the kernels; attention = torch would do"):
         TorchEngine(TINY, TrainConfig(device="cpu", attention="triton"))
     named_parts(TINY, "triton", "triton", "cuda")
 

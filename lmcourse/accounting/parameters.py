@@ -137,7 +137,7 @@ def parameter_table(
 
 # %% ../../nbs/02_accounting/02f_parameters.ipynb #aac40acf
 def parameter_tree(
-    model:Any, # As for `parameter_table`
+    model:Any, # The same as for `parameter_table`
     # One row per part, indented below the module that contains it; a shared tensor counts where
     # it appears first
 )->Table:

@@ -637,7 +637,7 @@ def check_flop_rate(
         got = _rate_of(flop_rate, flops, habits, where)
         if abs(got/right - 1) <= .1: continue
         known = {"that is the time of a call, not FLOPs by time": call_s,
-                 "that is calls a second, of which each has flops FLOPs": 1/call_s,
+                 "that is calls per second, and each call has flops FLOPs": 1/call_s,
                  "that is seconds by FLOPs": call_s/flops}
         words = next((w for w,n in known.items() if abs(got/n - 1) <= .1), words)
         raise AssertionError(f"{where}expected {si(right, 'FLOP/s')}, got "

@@ -211,7 +211,7 @@ def flash_attention(
     k:torch.Tensor,      # (..., G, S, K), G a divisor of H and S at least T
     v:torch.Tensor,      # (..., G, S, K), like k
     window:int|None=None, # Number of latest keys that a query sees; None for all
-    causal:bool=True,    # Whether to mask the future; the last query is at the last key
+    causal:bool=True,    # True masks the future; the last query is at the last key
     blocks:tuple=(32, 32) if interpreted else (64, 64), # Queries and keys of a tile
 )->torch.Tensor: # (..., H, T, K)
     "Compute attention without storing the scores, with gradients, like `causal_attention`."

@@ -20,7 +20,7 @@ from ..tools.ledger import find
 class Chip:
     "The resources on a GPU's chip."
     name:str            # Key in `chips()`
-    sms:int             # Streaming multiprocessors
+    sms:int             # Number of streaming multiprocessors
     registers:int       # Registers of 4 bytes per SM
     shared_bytes:int    # Shared memory per SM
     block_shared_bytes:int # Largest shared memory of one block
@@ -40,7 +40,7 @@ def chips()->dict: # Name to `Chip`
             for name,sizes in found.items()}
 
 # %% ../../nbs/09_kernels/09a_simt.ipynb #95389322
-WARP, SECTOR, BANKS = 32, 32, 32 # Threads; bytes; columns of shared memory
+WARP, SECTOR, BANKS = 32, 32, 32 # Threads of a warp, bytes of a sector, banks of shared memory
 
 def sectors(
     addresses:Iterable[int], # Byte addresses, one for each active thread of a warp
@@ -78,7 +78,7 @@ def run_threads(
     threads:int, # Number of threads
     arrays:dict, # Name to a flat NumPy array; stores change it
 )->Traffic:
-    "Run all threads, one warp at a time and in lockstep."
+    "Run all threads, one warp at a time and in lock step."
     if not threads > 0: raise ValueError(f"run_threads: threads = {threads}, expected 1 or more")
     ends = np.cumsum([0, *(-(-a.nbytes//256)*256 for a in arrays.values())])
     start, traffic = dict(zip(arrays, map(int, ends))), Traffic()
@@ -109,7 +109,7 @@ def run_threads(
 def bank_rounds(
     words:Iterable[int], # Index of the 4-byte word that each thread of a warp reads
 )->int: # Number of rounds, 1 without bank conflicts
-    "Count the rounds that a warp's request takes: the most distinct words in one bank."
+    "Count the rounds that a warp's request takes: the largest number of different words in a bank."
     queues:dict = {}
     for w in words: queues.setdefault(w % BANKS, set()).add(w)
     return max(map(len, queues.values()), default=0)

@@ -91,7 +91,7 @@ def _unable(what:str, c:ModelConfig, device:torch.device)->str|None: # Why not, 
     if triton is None: return "needs Triton: pip install 'lmcourse[kernels]', on Linux"
     if device.type not in ("cpu", "cuda"): return f"on {device.type}, expected cuda or cpu"
     if device.type == "cpu" and not interpreted:
-        return "on a processor beside a GPU: TRITON_INTERPRET=1 interprets the kernels"
+        return "on the CPU of a machine with a GPU: TRITON_INTERPRET=1 interprets the kernels"
     if what == "attention":
         if c.kv_lora_rank: return f"with kv_lora_rank = {c.kv_lora_rank}, expected none"
         wide = c.head_size > 256
