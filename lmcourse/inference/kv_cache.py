@@ -573,7 +573,7 @@ class NumpyDecoder(Remembering):
         return logits
 
 # %% ../../nbs/07_inference/07a_kv_cache.ipynb #9ca7fd8e
-def _weights(params:dict, c:ModelConfig, pack)->tuple: # Packed weights, arrays for the kernels, biases
+def _weights(params:dict, c:ModelConfig, pack)->tuple: # Packed, arrays for kernels, and biases
     head = params["token_embeddings.weight" if c.tie_embeddings else "lm_head.weight"]
     stacks = [_stacked(params, c, [f"{n}.weight" for n in names]) for names in _groups(c)]
     stacks.append(np.array(head[None], np.float32)*np.float32(c.mup_scale))
