@@ -95,7 +95,8 @@ class GpuConfig(GpuRecipe, PipelineConfig):
                                rl_prompts=1).items():
             if not getattr(self, name) >= least:
                 raise ValueError(f"{name} = {getattr(self, name)}, expected {least} or more")
-        plan_batch(self.pretraining(), self.context_length) # Rejects sizes that don't divide each other
+        # Rejects sizes that don't divide each other
+        plan_batch(self.pretraining(), self.context_length)
         for size in (64, self.rl_prompts, 8*self.rl_prompts):
             if size % min(4*self.micro_batch, size): raise ValueError(
                 f"micro_batch = {self.micro_batch}: {4*self.micro_batch} texts at a time don't "
@@ -167,13 +168,15 @@ def run_gpu_pipeline(
     return run_stages(stages, out, "pipeline", say, until)
 
 # %% ../../nbs/14_alignment/14o_gpu_plan.ipynb #14o2corp
-CORPORA = {"tinystories": ("TinyStories", 2.23), # Maps names to a description and, if known, gigabytes
+# Maps names to a description and, if known, gigabytes
+CORPORA = {"tinystories": ("TinyStories", 2.23),
            "hf:HuggingFaceFW/fineweb-edu:sample-10BT": ("a sample of FineWeb-Edu", None)}
 PLAN = "stage about tokens flops memory_bytes seconds".split() # Columns; some may be empty
 
 # %% ../../nbs/14_alignment/14o_gpu_plan.ipynb #14o2plan
 def plan_stages(
-    c:GpuConfig=GpuConfig(), gpu:str="h100", share:float=.4, # A name for `device`; assumed share of peak
+    # A name for `device`; assumed share of peak
+    c:GpuConfig=GpuConfig(), gpu:str="h100", share:float=.4,
 )->list: # Dicts: stage, about, tokens, flops, memory_bytes, seconds (None on the CPU)
     "Estimate each stage's tokens, memory and time by the formulas of chapter 02."
     if not 0 < share <= 1: raise ValueError(f"share = {share}, expected above 0 and at most 1")
@@ -213,7 +216,8 @@ def plan_stages(
         stage("report", "the card")]
 
 # %% ../../nbs/14_alignment/14o_gpu_plan.ipynb #14o2held
-def _step_bytes(model:ModelConfig, rows:int, length:int, dtype:str)->int: # Bytes held in a training step
+# Bytes held in a training step
+def _step_bytes(model:ModelConfig, rows:int, length:int, dtype:str)->int:
     return sum(training_bytes(model, rows, length, dtype=dtype, device="cuda",
                               grad_accum_steps=2).values())
 

@@ -182,7 +182,7 @@ def align_model(
                              log_every=5, seed=c.seed, device=c.device,
                              init_from=str(inputs[before]/"model"), **train)
         try: trainer = new_alignment(run, kind, settings, config)
-        except ValueError as e:             # The settings are valid, so it must be that no pair was found
+        except ValueError as e: # The settings are valid, so it must be that no pair was found
             if kind != "dpo": raise
             say(f"{e}: the model stays as it is")
             remove(folder/"model")

@@ -135,7 +135,7 @@ def start_rl(
     # Model from which the policy starts, which is also the reference, and its tokenizer
     model:Any, tokenizer:Tokenizer,
     config:RlConfig,
-    train:TrainConfig,              # Steps, learning rate and so on; `batch_size` is set
+    train:TrainConfig,              # Steps, learning rate and so on; `config` sets `batch_size`
     valid:TokenDataset,             # Texts for the trainer's own evaluation
 )->Trainer: # Its `batches.make.log` has a dict for each step
     "Make a trainer whose batches are rollouts and whose loss is the policy gradient."

@@ -161,7 +161,8 @@ class PipelineRecipe:
                                   device="cpu", eval_every=every, checkpoint_every=every,
                                   eval_documents=50, log_every=max(1, self.base_steps//100))
 
-    def teachers(self)->dict: # Maps kinds to settings of `new_alignment` and fields of `TrainConfig`
+    # Maps kinds to settings of `new_alignment` and fields of `TrainConfig`
+    def teachers(self)->dict:
         return dict(
             sft=(dict(slip=self.slip, demonstrations=32*self.sft_steps),
                  dict(batch_size=32, lr=2e-3, min_lr=2e-3)),

@@ -42,7 +42,8 @@ def write_stories(
     temperature:float=1., # Sampling temperature, without top-k or top-p
     seed:int=0,           # The same seed and weights give the same stories
 )->list: # `Rollout`s
-    "Write whole stories. A story that is longer than the context is cut off and marked as unfinished."
+    """Write whole stories. A story that is longer than the context is cut off and marked as
+    unfinished."""
     end = sampler.tokenizer.end_of_text
     requests = [Request((end,), sampler.max_tokens, temperature, stop=(end,), log_probs=0,
                         seed=seed*1_000_003 + k) for k in range(n)]
@@ -121,7 +122,8 @@ def credit_weights(
     mistakes:list, # `first_mistake` of each
     credit:Credit, # Which tokens are praised and blamed
 )->torch.Tensor: # Weight of each token's log-probability `(B, T)`, at the place of its label
-    """Weight the tokens. `story`: each gets its story's advantage. `prefix`: up to the first mistake.
+    """Weight the tokens. `story`: each gets its story's advantage. `prefix`: up to the first
+    mistake.
     `token`: the first mistake gets -1, and all others get 0. `choices`: all tokens get 0."""
     right = torch.tensor([float(r.finished and m is None) for r,m in zip(rollouts, mistakes)])
     weights = torch.zeros(len(rollouts), max(len(r.ids) for r in rollouts) - 1)

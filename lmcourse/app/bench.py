@@ -94,9 +94,9 @@ def web_text(
     return list(found)
 
 # %% ../../nbs/90_app/90a_bench.ipynb #b949e807
-# Default megabytes of a corpus; 30 of others
+# Default megabytes of each corpus; 30 for others
 MEGABYTES = dict(stories=80, web=30)
-VOCAB_SIZES = dict(stories=10_000)   # Tokens to learn from it; 32,000 from others
+VOCAB_SIZES = dict(stories=10_000)   # Tokens to learn; 32,000 for others
 
 @dataclass(frozen=True)
 class Corpus:
@@ -166,7 +166,7 @@ def spread(
 def ratios(
     ours:dict,   # Measurement with `bytes` and the lists `wall_s` and `cpu_s`
     theirs:dict, # The other library's
-    clock:str="wall_s", # Or `cpu_s`
+    clock:str="wall_s", # `wall_s` or `cpu_s`
 )->list: # One value per round
     "Compute the speedup of ours over theirs, per byte."
     return [(t/theirs["bytes"])/max(o/ours["bytes"], 1e-15)
@@ -503,7 +503,7 @@ def measure_training(
 def sample_bytes(
     task:str, # Name of a task
     who:str,  # Contender
-)->int: # Most bytes
+)->int: # Largest number of bytes
     "Return how many bytes of a corpus to encode."
     return TASKS[task].size//(8 if who == "tokenizers" else 1)
 
@@ -596,7 +596,7 @@ def measure_counting(
 
 # %% ../../nbs/90_app/90a_bench.ipynb #b1f7f646
 def quarter(
-    corpus:Corpus,   # Any
+    corpus:Corpus,   # Any corpus
     folder:str|Path, # Folder for the file
 )->Corpus:
     "Make a corpus of the first quarter of the documents."
@@ -627,7 +627,7 @@ def measure_memory(
 
 # %% ../../nbs/90_app/90a_bench.ipynb #52b28189
 def measure_first_use(
-    warm_up:str, # The file
+    warm_up:str, # The file for warm-up
 )->list: # Two measurements: with an empty cache, and with a filled one
     "Measure the seconds until a first result."
     records = []
@@ -786,7 +786,7 @@ def bench_tokenizer(
     corpora:tuple=("stories", "web"), # Names: `stories`, `web` or `text:PATH`
     max_mb:float|None=None, # Megabytes of each corpus; by default 80 of stories, 30 of others
     threads:int=2,          # Threads, compared with one thread
-    rounds:int=3,           # Measurements of each
+    rounds:int=3,           # Number of rounds
     file:Path|None=None,    # New file for all measurements, as JSON
 )->Iterator: # Lines of text and tables, each as soon as it is ready
     """Compare the tokenizer with all installed ones.
@@ -825,8 +825,8 @@ def _bench_corpus(corpus, folder, warm_up, numbers, rounds, measured
     encoded = measure_encoding(corpus, saved, numbers, rounds)
     peers = [name for name in present(ENCODERS) if name != "lmcourse"]
     yield f"{corpus.name}: encoding with {which}; " + ("all ids are equal" if peers
-                                                       else "there is nobody to compare the ids "
-                                                            "with")
+                                                       else "no other encoder can compare the "
+                                                            "ids")
     yield from (encoding_table(encoded, peer) for peer in peers or [None])
     measured += found + encoded + measure_memory(corpus, folder, numbers[-1])
 

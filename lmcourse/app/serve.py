@@ -214,7 +214,7 @@ class Metrics:
                    buckets | {"_sum": seconds, "_count": found[-1]})])
 
 def metric(
-    name:str,     # Without the prefix that all have
+    name:str,     # Name without the common prefix
     kind:str,     # counter, gauge or histogram
     meaning:str,  # In words
     samples:dict, # From what follows the name, say labels, to a number

@@ -322,7 +322,8 @@ def check_minhash_deduplication(
         "all files stay": _near(least=lambda j, t: False),
         "a copy goes, not the whole cluster": _near(keep=lambda g: min(g) if len(g) == 1 else None),
         "files that are not similar were dropped too": _near(least=lambda j, t: j > 0),
-        "files without a duplicate were dropped": _near(keep=lambda g: min(g) if len(g) > 1 else None)},
+        "files without a duplicate were dropped":
+            _near(keep=lambda g: min(g) if len(g) > 1 else None)},
            run)
 
 # %% ../../nbs/13_curation/13z_data.ipynb #13z00041

@@ -598,7 +598,7 @@ class Scheduler(BlockTables):
         if calm and (self.continuous or not self.running): self.admit(work)
         return work
 
-    def admit(self, work:dict): # Oldest first, as long as there is budget, a free place and memory
+    def admit(self, work:dict): # Lets in the oldest while there is budget, a place and memory
         size, coming = self.pool.block_size, set()  # names of blocks that this step computes
         for s,n in work.items():
             if n > 1: coming |= _new_names(s, n, size)

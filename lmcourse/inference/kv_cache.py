@@ -573,7 +573,7 @@ class NumpyDecoder(Remembering):
         return logits
 
 # %% ../../nbs/07_inference/07a_kv_cache.ipynb #9ca7fd8e
-def _weights(params:dict, c:ModelConfig, pack)->tuple: # Packed; for the kernels; biases
+def _weights(params:dict, c:ModelConfig, pack)->tuple: # Packed, arrays for kernels, and biases
     head = params["token_embeddings.weight" if c.tie_embeddings else "lm_head.weight"]
     stacks = [_stacked(params, c, [f"{n}.weight" for n in names]) for names in _groups(c)]
     stacks.append(np.array(head[None], np.float32)*np.float32(c.mup_scale))
@@ -647,7 +647,7 @@ def _through_layers(decoder, ids:list, first:int, rows:int)->np.ndarray: # Like 
     if not rows: return np.empty((0, c.vocab_size), np.float32)
     return _product(decoder.packed[4][0], h[len(h) - rows:])
 
-def _activate_all(decoder, wide, hidden): # By the kernel if it has the activation
+def _activate_all(decoder, wide, hidden): # With the kernel if it has the activation
     c, kind = decoder.config, decoder.kinds[2]
     if kind >= 0: return activate(wide, hidden, kind, 0, c.ffn_size)
     a = ACTIVATIONS_NP[c.ffn_kind.activation][0](wide[:, :c.ffn_size])[0]

@@ -93,7 +93,7 @@ def pack_pairs(
 
 def unpack_pairs(
     packed:np.ndarray, # uint8 `(out/2, in)`
-    rows:int,          # out
+    rows:int,          # Number of rows, out
 )->np.ndarray: # int8 `(out, in)`
     "Unpack the codes that `pack_pairs` has packed."
     codes = np.stack((packed & 15, packed >> 4), 1).reshape(-1, packed.shape[1])[:rows]
@@ -369,7 +369,7 @@ class Int8Layer:
 
     def update(self,
         k:torch.Tensor, # Keys of the next T tokens `(B, G, T, K)`
-        v:torch.Tensor, # Their values
+        v:torch.Tensor, # Values of these tokens
     )->tuple: # Keys and values `(B, G, S, K)` of all tokens, from the codes
         "Add new keys and values, and return all."
         n, new, room = self.length, torch.stack((k, v)).float(), self.codes.shape[-2]

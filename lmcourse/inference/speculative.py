@@ -62,7 +62,7 @@ def _agree(a:list, b:list)->int: # Length of the common beginning
     return next((i for i,(x,y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
 
 def _drawn(next_logits:Callable, count:int, vocab_size:int, to_probs:Callable, draw:Callable
-)->tuple: # One by one
+)->tuple: # Tokens drawn one by one, and their distributions
     proposal, q = [], []
     for _ in range(count):
         q.append(to_probs(next_logits(proposal)))
@@ -163,7 +163,7 @@ def find_repeat(
 class PromptLookup:
     "Proposes what followed the latest earlier occurrence of the text's longest repeated end."
     def __init__(self,
-        vocab_size:int, # V
+        vocab_size:int, # Number of ids, V
         shortest:int=2, # Ends of fewer tokens are not looked up
     ):
         if index(shortest) < 1: raise ValueError(f"shortest = {shortest}, expected 1 or more")
@@ -171,7 +171,7 @@ class PromptLookup:
 
     def propose(self, ids:list, count:int, to_probs:Callable, draw:Callable
     )->tuple: # As for `DraftModel.propose`; nothing is drawn
-        """Propose what followed before. At the end of the text, go on with what was just
+        """Propose what followed before. At the end of the text, continue with what was just
         proposed."""
         length, stop = find_repeat(ids, max(8, self.shortest))
         text = list(ids)

@@ -112,7 +112,7 @@ def within_capacity(
     room:int,          # Slots of each expert
 )->np.ndarray: # `True` where the slot is served `(N, k)`
     "Fill the experts with all first choices, then second ones, each in token order."
-    queue = chosen.T.ravel()                                       # All first choices, then all second
+    queue = chosen.T.ravel() # All first choices, then all second
     order = np.argsort(queue, kind="stable")
     starts = np.cumsum(np.bincount(queue, minlength=num_experts)) - np.bincount(
         queue, minlength=num_experts)

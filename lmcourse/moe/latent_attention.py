@@ -21,7 +21,8 @@ class LatentAttention(nn.Module):
     def __init__(self,
         config:ModelConfig, # A config with `kv_lora_rank`
         rope:RoPE|None=None, # The rotation that all layers share; None makes one
-        attention:Callable=causal_attention, # The attention of all heads, as in `CausalSelfAttention`
+        # The attention of all heads, as in `CausalSelfAttention`
+        attention:Callable=causal_attention,
         linear:Callable=Linear, # Class of the linear layers
         # Device, type and random generator of the weights, as in `HeadProjections`
         device:str|torch.device|None=None, dtype:torch.dtype|None=None,

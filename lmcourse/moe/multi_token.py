@@ -16,7 +16,8 @@ from ..architecture.transformer_torch import TransformerBlock, TransformerLM
 class NextTokenHead(nn.Module):
     "A head for the token after next, with the model's embedding and output. DeepSeek-V3, 2.2."
     def __init__(self,
-        model:TransformerLM, # The model to share; it is neither copied nor registered as a submodule
+        # The model to share; it is neither copied nor registered as a submodule
+        model:TransformerLM,
         seed:int=0,          # Seed of the initial weights
     ):
         super().__init__()
