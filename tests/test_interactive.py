@@ -19,7 +19,7 @@ from lmcourse.tools.show import Table, controls, figure, live
 
 NBS = Path(__file__).parent.parent / "nbs"
 PAGES = {name: NBS / path for name, path in page_files(NBS).items()}
-MARK = "# Parameters: change these and run on"
+MARK = "# Parameters: change these and run the cells below"
 
 
 def cells(name):

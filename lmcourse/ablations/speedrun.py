@@ -326,7 +326,7 @@ def race(
 def check_race(seeds:Sequence[int], minutes:float, mark:float, results:str|Path, work:str|Path,
     names:Iterable[str]=(),
     contestants:dict|None=None): # Arguments as for `race`
-    "Raise `ValueError` for settings that make no sense, before anything is trained."
+    "Raise `ValueError` for invalid settings, before anything is trained."
     if not seeds: raise ValueError("seeds = 0, expected 1 or more")
     for name,value in dict(minutes=minutes, mark=mark).items():
         if not 0 < value < math.inf:

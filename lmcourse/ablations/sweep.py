@@ -77,7 +77,7 @@ def _spoken(config)->dict: # The fields that are not at their defaults
 @dataclass(frozen=True)
 class Experiment:
     """Variants of one base, with the same seeds and budget.
-    Raises `ValueError` for a field, preset or budget that makes no sense."""
+    Raises `ValueError` for an invalid field, preset or budget."""
     base:str                 # Preset of a model and its training
     # Name to changed fields; all variants are compared with the first
     variants:dict

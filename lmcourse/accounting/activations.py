@@ -310,7 +310,7 @@ def activation_parts(
     logits:bool=False,        # True if the loss is computed from all logits at once
 )->dict: # Part to bytes, summed over the blocks
     """Predict what torch on a CPU saves in the forward pass of the training loss.
-    Raises `ValueError` for sizes and words that make no sense."""
+    Raises `ValueError` for invalid sizes or unknown words."""
     sizes = config, batch_size, context_length
     r, first, blocks, after = step_operations(*sizes, dtype, attention, logits)
     alone = [OperationMemory("block", {"inputs of blocks": r.stream}, 0)]

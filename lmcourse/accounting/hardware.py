@@ -26,7 +26,7 @@ DTYPES = ("float64", "float32", "tfloat32", "bfloat16", "float16", "float8")
 
 @dataclass(frozen=True)
 class Device:
-    "The best that a processor can do. Raises `ValueError` if the numbers make no sense."
+    "The best that a processor can do. Raises `ValueError` for invalid numbers."
     name:str                    # Name that `device` accepts
     peak_flop_per_s:dict        # Number type to the dense peak rate of matrix products, in FLOP/s
     bytes_per_s:float           # Memory bandwidth, in bytes per second
@@ -299,7 +299,7 @@ def adamw_cost(parameters:int, dtype:str="float32"
 
 # %% ../../nbs/02_accounting/02c_hardware.ipynb #20c272ae
 def cost_of(name:str, flops:int, moved:int, dtype:str, more_bytes:int=0, **sizes:int
-)->Operation: # Raises `ValueError` for sizes that make no sense
+)->Operation: # Raises `ValueError` for invalid sizes
     for what,size in sizes.items(): positive(f"{name}: {what}", size, numbers.Integral)
     return Operation(name, flops, moved*dtype_bytes(dtype) + more_bytes)
 

@@ -19,7 +19,7 @@ def attention_pairs(
     window:int|None=None, # Number of latest keys that a query sees, its own included; default: all
 )->int: # Number of pairs of a query and a key that it sees
     """Count the entries of the causal mask that are `True`.
-    Raises `ValueError` for sizes that make no sense."""
+    Raises `ValueError` for invalid sizes."""
     num_queries, past = whole_number("num_queries", num_queries), whole_number("past", past, 0)
     window = None if window is None else whole_number("window", window)
     # queries that see all keys so far
@@ -36,7 +36,7 @@ def forward_flops(
     causal:bool=False,    # True: count only the pairs of queries and keys that are used
 )->dict: # `projections`, `scores`, `values`, `ffn`, `head`, in FLOPs; `router`, `experts`
     """Count the FLOPs of the matrix products from ids to logits.
-    Raises `ValueError` for sizes that make no sense."""
+    Raises `ValueError` for invalid sizes."""
     most = checked_length(config, batch_size)
     c, past = config, whole_number("past", past, 0)
     if context_length is None and past >= most:

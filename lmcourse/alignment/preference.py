@@ -230,7 +230,7 @@ def preference_objective(
 # %% ../../nbs/14_alignment/14h_preference.ipynb #6bbab916
 @dataclass(frozen=True)
 class DpoConfig:
-    "Settings for learning from pairs. Raises `ValueError` for values that make no sense."
+    "Settings for learning from pairs. Raises `ValueError` for invalid values."
     beta:float = .3        # What a nat of KL costs
     sft_weight:float = .3  # Weight of the chosen responses' loss, as in `preference_objective`
     prompts:int = 128      # Prompts for which the model writes responses to be paired

@@ -36,8 +36,8 @@ class Sampler:
     def __init__(self,
         model:Any,           # A `TransformerLM`
         tokenizer:Tokenizer, # The model's tokenizer
-        max_tokens:int=44,   # Most tokens of a response, end included
-        running:int=64,      # Most responses computed together
+        max_tokens:int=44,   # Maximum number of tokens of a response, end included
+        running:int=64,      # Maximum number of responses computed together
         prompt_tokens:int=32, # Tokens of a prompt to reserve memory for
     ):
         self.tokenizer, self.max_tokens = tokenizer, max_tokens
@@ -118,7 +118,7 @@ def gather_rollouts(
     tokenizer:Tokenizer, # The tokenizer of the `Sampler`
     world:World,         # All processes
 )->list: # The rollouts of all prompts, the same in every process
-    "Gather rollouts from all processes, which all must call this."
+    "Gather rollouts from all processes. Every process must call this."
     if world.processes == 1: return rollouts
     longest = np.zeros(world.size)
     longest[world.rank] = max(len(r.ids) for r in rollouts)

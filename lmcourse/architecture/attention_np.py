@@ -93,7 +93,7 @@ def half_split_order(
     head_dim:int, # Size of a head, K, an even number
 )->np.ndarray: # Integers `(K,)`
     """Return the order p for which `x_half = x[..., p]`: even coordinates, then odd ones.
-    `np.argsort(p)` is the reverse order."""
+    `np.argsort(p)` is the order that undoes it."""
     if head_dim % 2: raise ValueError(f"RoPE turns pairs, but head_dim = {head_dim} is odd")
     return np.arange(head_dim).reshape(-1, 2).T.ravel()
 

@@ -55,12 +55,13 @@ def bradley_terry(
 # %% ../../nbs/12_evaluation/12h_arena.ipynb #12h2check
 def _checked_games(games, players, extra)->tuple: # Arrays i, j, won, extra
     if players < 2 or not len(games):
-        raise ValueError(f"{players} players and {len(games)} games, expected two and one at least")
+        raise ValueError(f"{players} players and {len(games)} games, "
+                         f"expected at least 2 players and 1 game")
     i, j = (np.array([g[k] for g in games], int) for k in (0, 1))
     won = np.array([g[2] for g in games], float)
     if min(i.min(), j.min()) < 0 or max(i.max(), j.max()) >= players or (i == j).any():
         raise ValueError(f"games between players {min(i.min(), j.min())} to {max(i.max(), j.max())}"
-                         f", expected two different ones of 0 to {players - 1}")
+                         f", expected two different players, 0 to {players - 1}")
     if not np.isin(won, (0, .5, 1)).all():
         raise ValueError(f"won = {won[~np.isin(won, (0, .5, 1))][0]}, expected 0, 0.5 or 1")
     more = np.zeros(len(won)) if extra is None else np.asarray(extra, float)
@@ -86,7 +87,8 @@ def play(
     "Simulate games between random pairs under the Bradley–Terry model."
     s = np.asarray(strengths, float)
     if len(s) < 2 or games < 1:
-        raise ValueError(f"{len(s)} players and {games} games, expected two and one at least")
+        raise ValueError(f"{len(s)} players and {games} games, expected at least 2 "
+                         f"players and 1 game")
     i = rng.integers(len(s), size=games)
     j = (i + rng.integers(1, len(s), size=games)) % len(s)
     won = rng.random(games) < expit(s[i] - s[j])

@@ -27,7 +27,7 @@ def _first(hits, length:int)->np.ndarray:
     hits = np.asarray(hits)
     if hits.ndim != 2 or not len(hits) or not 1 <= length <= hits.shape[1]:
         raise ValueError(f"length = {length} of hits {hits.shape}, expected (questions, tokens) "
-                         f"and a length of 1 to their number of tokens")
+                         f"and a length between 1 and the number of tokens")
     return hits[:, :length]
 
 # %% ../../nbs/12_evaluation/12g_emergence.ipynb #12g18
@@ -39,8 +39,8 @@ def doublings(
     change. Raises `ValueError` for a metric that does not change."""
     s, v = np.asarray(steps, float), np.asarray(values, float)
     if len(s) != len(v) or len(s) < 2 or s[0] <= 0 or (np.diff(s) <= 0).any():
-        raise ValueError(f"{len(s)} steps and {len(v)} values, expected as many, two or more, "
-                         f"and rising steps above 0")
+        raise ValueError(f"{len(s)} steps and {len(v)} values, expected equal numbers of "
+                         f"both, at least two, and rising steps above 0")
     if v[0] == v[-1]: raise ValueError(f"the metric begins and ends at {v[0]}")
     way = (v - v[0])/(v[-1] - v[0])
     def reached(share): # log2 of the step, interpolated linearly

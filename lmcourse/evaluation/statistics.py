@@ -36,7 +36,8 @@ def standard_error(
     if len(names) != len(x): raise ValueError(f"{len(x)} scores, but {len(names)} clusters")
     _, index = np.unique(names, return_inverse=True)
     if len(x) < 2 or (groups := index.max() + 1) < 2:
-        raise ValueError(f"{len(x)} scores of {len(set(names))} clusters, expected two clusters")
+        raise ValueError(f"{len(x)} scores of {len(set(names))} clusters, expected at least two "
+                         f"clusters")
     sums = np.bincount(index, x - x.mean())
     return float(math.sqrt(groups/(groups - 1)*(sums**2).sum())/len(x))
 
@@ -47,7 +48,7 @@ def paired_difference(
     level:float=.95,         # Confidence level
 )->tuple: # Mean of a - b, lower and upper end
     "Compute an interval for the difference. Raises `ValueError` for lists of unequal length."
-    if len(a) != len(b): raise ValueError(f"{len(a)} and {len(b)} scores, expected as many")
+    if len(a) != len(b): raise ValueError(f"{len(a)} and {len(b)} scores, expected equal numbers")
     d = np.asarray(a, float) - np.asarray(b, float)
     half = float(norm.ppf((1 + level)/2))*standard_error(d, clusters)
     return float(d.mean()), float(d.mean() - half), float(d.mean() + half)

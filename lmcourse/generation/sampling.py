@@ -180,8 +180,8 @@ def chi_squared(
     if counts[probs == 0].any(): return 0.
     counts, expected = counts[probs > 0], counts.sum()*probs[probs > 0]
     if expected.min() < 5:
-        raise ValueError(f"an outcome is expected {expected.min():.2g} times, 5 is the least: draw "
-                         f"more")
+        raise ValueError(f"an outcome is expected {expected.min():.2g} times, expected at least 5: "
+                         f"draw more")
     if len(expected) == 1: return 1.
     statistic = ((counts - expected)**2/expected).sum()
     return torch.special.gammaincc(torch.tensor((len(expected) - 1)/2).double(), statistic/2).item()

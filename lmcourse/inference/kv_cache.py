@@ -175,7 +175,7 @@ class GraphDecoder(CachedDecoder):
         model:Any,                # A `TransformerLM`
         max_tokens:int|None=None, # Most tokens of a sequence; default: the model's context
     ):
-        # experts read how many tokens each has, which a graph can't do
+        # a mixture of experts must read back each expert's number of tokens, which a graph can't do
         refuse_fields(model.config, "GraphDecoder", names=("num_experts", "kv_lora_rank"))
         super().__init__(model, max_tokens)
         tensors = (*model.parameters(), *model.buffers())
@@ -398,7 +398,7 @@ _ACTIVATIONS = dict(relu=0, silu=1, gelu=2) # activations that the kernel has
 
 @fused
 def activate(wide, hidden, kind, start, stop):
-    "Apply the activation to columns `start` to `stop - 1`, times the gate's half if there is one."
+    "Apply the activation to columns `start` to `stop - 1`; with a gate, multiply by its half."
     F = hidden.shape[1]
     for t in range(len(wide)):
         for f in range(start, stop):
@@ -573,7 +573,7 @@ class NumpyDecoder(Remembering):
         return logits
 
 # %% ../../nbs/07_inference/07a_kv_cache.ipynb #9ca7fd8e
-def _weights(params:dict, c:ModelConfig, pack)->tuple: # Packed weights, arrays for the kernels, biases
+def _weights(params:dict, c:ModelConfig, pack)->tuple: # Packed, arrays for kernels, and biases
     head = params["token_embeddings.weight" if c.tie_embeddings else "lm_head.weight"]
     stacks = [_stacked(params, c, [f"{n}.weight" for n in names]) for names in _groups(c)]
     stacks.append(np.array(head[None], np.float32)*np.float32(c.mup_scale))

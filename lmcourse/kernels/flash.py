@@ -210,7 +210,7 @@ def flash_attention(
     q:torch.Tensor,      # (..., H, T, K)
     k:torch.Tensor,      # (..., G, S, K), G a divisor of H and S at least T
     v:torch.Tensor,      # (..., G, S, K), like k
-    window:int|None=None, # Number of latest keys that a query sees; None for all
+    window:int|None=None, # Number of most recent keys that a query sees; None for all
     causal:bool=True,    # True masks the future; the last query is at the last key
     blocks:tuple=(32, 32) if interpreted else (64, 64), # Queries and keys of a tile
 )->torch.Tensor: # (..., H, T, K)
@@ -221,10 +221,10 @@ def flash_attention(
     if not (q.ndim == k.ndim >= 3 and k.shape == v.shape and q.shape[:-3] == k.shape[:-3]
             and q.shape[-1] == k.shape[-1] and q.dtype == k.dtype == v.dtype):
         raise ValueError(f"flash_attention: q {tuple(q.shape)}, k {tuple(k.shape)} and v "
-                         f"{tuple(v.shape)} do not fit, expected (..., H, T, K) and twice "
-                         f"(..., G, S, K) of one type")
+                         f"{tuple(v.shape)} do not fit, expected (..., H, T, K) and two of "
+                         f"(..., G, S, K), all of one type")
     (H, T, K), (G, S) = q.shape[-3:], k.shape[-3:-1]
-    if H % G: raise ValueError(f"flash_attention: {H} query heads are no multiple of {G}")
+    if H % G: raise ValueError(f"flash_attention: {H} query heads, expected a multiple of {G}")
     if causal and S < T: raise ValueError(f"flash_attention: {T} queries, but only {S} keys")
     if window is not None and (window < 1 or not causal):
         raise ValueError(f"flash_attention: window = {window}, expected 1 or more, with "

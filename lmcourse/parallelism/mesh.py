@@ -237,7 +237,7 @@ class RingAttention(torch.autograd.Function):
             coming, waits = pass_on(page, group) if step < n - 1 else (page, [])
             scores = _ring_scores(q, page[0], places[r], places[(r - step) % n], window)
             log = scores.logsumexp(-1)
-            total = torch.logaddexp(logs, log)                  # Log-sums up to this page
+            total = torch.logaddexp(logs, log)                  # Log-sums, these keys included
             safe = total.masked_fill(total.isinf(), 0.)[..., None]
             out = (logs[..., None] - safe).exp()*out + (scores - safe).exp()@_each(q, page[1])
             logs = total
@@ -289,7 +289,7 @@ def own_tokens(
     group:Any,   # The processes that share its tokens
     count:Callable, # Counts the targets that aren't padding
 )->tuple: # This process's inputs and targets, and the factor of its loss
-    "Pick the tokens at `own_places`. FSDP averages over n processes, so times n."
+    "Pick the tokens at `own_places`. FSDP averages over n processes, so we multiply by n."
     here = own_places(batch[0].shape[1]//group.size(), group)
     inputs, targets = (x[:, here] for x in batch)
     share *= group.size()*count(targets)/max(1, count(batch[1]))
@@ -552,7 +552,7 @@ def check_mesh(
         if getattr(c, name) == bad:
             raise ValueError(f"{name} = {bad} on a mesh: {name} = {instead} would do")
     if loss is not next_token_loss:
-        raise ValueError("a mesh computes the loss of the next token, no other: shard = True does")
+        raise ValueError("a mesh has only the next-token loss: for others use shard = True")
     if tp > 1: _check_slices(model, tp, c.sequence_parallel)
     elif c.sequence_parallel:
         raise ValueError("sequence_parallel = True with tensor_parallel_degree = 1: a degree of 2 "
@@ -563,9 +563,10 @@ def check_mesh(
         f"{max(model.context_length//unit, 1)*unit} or "
         f"{(model.context_length//unit + 1)*unit} would do")
     if p == 1: return
-    if not hasattr(debug, "_clear_sharding_prop_cache"): # Its schedules take no `return_outputs`
-        raise ValueError(f"{p} pipeline stages with torch {torch.__version__}: pipelines are tried "
-                         f"with torch 2.13")
+    # The schedules of older torch take no `return_outputs`
+    if not hasattr(debug, "_clear_sharding_prop_cache"):
+        raise ValueError(f"{p} pipeline stages with torch {torch.__version__}: pipelines are "
+                         f"tested only with torch 2.13")
     stage_layers(model.num_layers, p*stages_each(c))
     parts = plan_batch(c, model.context_length, world.size).grad_accum_steps
     if parts < p or c.pipeline_parallel_schedule == "Interleaved1F1B" and parts % p:

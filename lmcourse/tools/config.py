@@ -417,7 +417,7 @@ class _Descent(Config):
 # %% ../../nbs/00_tools/00d_config.ipynb #181e8431
 @dataclass(frozen=True)
 class TrainConfig(_Descent):
-    "How a model is trained. Raises `ValueError` where the values make no sense."
+    "How a model is trained. Raises `ValueError` for invalid values."
     engine:Literal["torch", "numpy"] = "torch"              # What computes the gradients
     # Where windows start: anywhere, one after another, anywhere in a document, or at its start
     windows:Literal["random", "sequential", "within", "documents"] = "random"

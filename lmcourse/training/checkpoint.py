@@ -39,7 +39,7 @@ def _raw(t)->np.ndarray: # The bytes of a torch tensor, or of a NumPy or CuPy ar
 # %% ../../nbs/04_training/04d_checkpoint.ipynb #2599a315
 def safetensors_chunks(
     tensors:dict,       # Arrays or tensors by name
-    metadata:dict|None=None, # Further texts for the header, by name
+    metadata:dict|None=None, # Further strings for the header, by name
 )->list: # The header as bytes, then for each tensor a function that returns its bytes
     """Make the parts of a safetensors file, in order.
     Wide types come first, so that each tensor lies at a multiple of its type's size."""
@@ -174,7 +174,7 @@ def _named_np(params:dict, o)->dict: # State of an `AdamWNp`, by name
     if not all(hasattr(o, name) for name in ("params", "m", "v", "t")):
         raise TypeError(f"optimizer: {type(o).__name__}, expected one of torch or AdamWNp")
     if o.params.keys() != params.keys() or any(o.params[n] is not a for n,a in params.items()):
-        raise ValueError("the optimizer holds other arrays than the model")
+        raise ValueError("the optimizer's arrays are not the model's")
     split = ([n for n,a in params.items() if a.ndim > 1],
              o.weight_decay), ([n for n,a in params.items() if a.ndim < 2], 0.)
     groups = [dict(betas=o.betas, eps=o.eps, weight_decay=decay, params=own) for own,decay in split
@@ -236,8 +236,8 @@ def _generator_states(saved:dict, generators:dict, where)->list: # Pairs: genera
     pairs = []
     for name,g in generators.items():
         if name not in saved:
-            raise ValueError(f"{where}: no generator {name!r} there, only "
-                             f"{', '.join(saved) or 'none'}")
+            raise ValueError(f"{where}: no generator {name!r} there "
+                             f"(saved: {', '.join(saved) or 'none'})")
         state = _from_text(saved[name])
         there, here = (s["bit_generator"] if isinstance(s, dict) else "torch"
                        for s in (state, _state_of(g)))
@@ -258,7 +258,8 @@ def _digest(parts)->str: # Digest of byte strings, or of functions that return t
     for part in parts: digest.update(part() if callable(part) else part)
     return digest.hexdigest()
 
-def seal_text(text:bytes, *more:bytes)->bytes: # `text` with the digest of all as its first blanks
+# `text`, with the digest of all parts in place of its first blank digest
+def seal_text(text:bytes, *more:bytes)->bytes:
     return text.replace(BLANK_DIGEST, _digest((text, *more)).encode(), 1)
 
 def _check_seal(text:bytes, where, *more):
@@ -344,7 +345,7 @@ def _write(file, chunks:list)->dict: # Size and digest of what was written
 def write_safetensors(
     path:str|Path,           # A new file
     tensors:dict,            # Arrays or tensors by name
-    metadata:dict|None=None, # Further texts for the header, by name
+    metadata:dict|None=None, # Further strings for the header, by name
 )->dict: # `bytes` and `sha256` of the file
     "Write tensors to a safetensors file."
     return write_digested(Path(path), safetensors_chunks(tensors, metadata))
@@ -517,7 +518,7 @@ def optimizer_values(where:Any, rest:dict, tensors:Any, model:Any, optimizer:Any
         raise ValueError(f"{where}: the optimizer is {rest['kind']} there, {here['kind']} here")
     if [set(g["params"]) for g in here.get("param_groups", rest["groups"])] != [
         set(g["params"]) for g in rest["groups"]]:
-        raise ValueError(f"{where}: the optimizer's groups hold other parameters than here")
+        raise ValueError(f"{where}: the saved groups hold different parameters")
     groups = [{k: tuple(v) if isinstance(v, list) and k != "params" else v for k,v in g.items()}
               for g in saved["param_groups"]]
     if not isinstance(optimizer, dict) and not hasattr(optimizer, "param_groups"):
@@ -547,8 +548,8 @@ def _into_np(where, state:dict, groups:list, o
     decays = [(g["weight_decay"], o.params[g["params"][0]].ndim) for g in groups]
     rules = {(g["betas"], g["eps"], g.get("lr_scale", 1)) for g in groups}
     if len(rules) > 1 or any(d for d,ndim in decays if ndim < 2):
-        raise ValueError(f"{where}: groups that differ in more than NumPy's AdamW knows: it decays "
-                         f"matrices, and the rest is equal")
+        raise ValueError(f"{where}: the groups differ in ways that NumPy's AdamW doesn't support: "
+                         f"it has one setting for all, apart from decaying only matrices")
     def put():
         for key,a in here.items(): there[key].put(a) if state else a.fill(0)
         o.t, o.betas, o.eps = max(steps.values(), default=0), groups[0]["betas"], groups[0]["eps"]
@@ -595,7 +596,7 @@ class Checkpoints:
         return path
 
     def clear_leftovers(self):
-        "Delete what a process left that was killed while it saved or deleted a checkpoint."
+        "Delete what was left by a process that was killed while it saved or deleted a checkpoint."
         for leftover in self.folder.glob("step_*.tmp"): shutil.rmtree(leftover)
 
     def _all(self)->list: # Complete checkpoints by step; one that is being replaced comes first

@@ -258,7 +258,7 @@ class _Best: # The best loss so far, and the number of evaluations since
 # %% ../../nbs/04_training/04c_optim_torch.ipynb #6fb2eb13
 class Plateau(_Best):
     """Lowers the learning rate, through its `scale`, when the loss no longer falls.
-    Raises `ValueError` for settings that make no sense."""
+    Raises `ValueError` for invalid settings."""
     KEPT = "best", "waited", "scale"
     def __init__(self,
         patience:int,        # Number of evaluations without a new best before the rate is lowered
@@ -279,7 +279,7 @@ class Plateau(_Best):
 
 # %% ../../nbs/04_training/04c_optim_torch.ipynb #2a6b814f
 class EarlyStop(_Best):
-    "Says when to stop, and why. Raises `ValueError` for settings that make no sense."
+    "Says when to stop, and why. Raises `ValueError` for invalid settings."
     KEPT = "best", "waited", "reason"
     reason:str|None
     def __init__(self,

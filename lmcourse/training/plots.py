@@ -41,7 +41,7 @@ def _tokens_per_step(run)->int:
 # %% ../../nbs/04_training/04l_plots.ipynb #7039553a
 def live_plot(
     run:str|Path, # The run's folder
-)->Callable: # Argument for `Trainer.fit(run, report=live_plot(run))`, in a notebook
+)->Callable: # Pass it to `Trainer.fit` as `report`, in a notebook
     "Make a plot of a run that is redrawn after each evaluation."
     from IPython.display import display
     from matplotlib.pyplot import close

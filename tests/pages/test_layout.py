@@ -131,6 +131,14 @@ def test_captions_and_texts_of_pictures_can_be_read(name):
 
 
 @notebooks
+def test_every_picture_has_a_text_for_readers_who_cannot_see_it(name):
+    for c in CELLS[name]:
+        if any(kind in ("image/png", "image/svg+xml") for out in c.get("outputs", []) for kind in out.get("data", {})):
+            src = "".join(c["source"])
+            assert re.search(r"^#\| *fig-alt: *\S", src, flags=re.M), f"no fig-alt:\n{src}"
+
+
+@notebooks
 def test_first_cell_is_title_and_sentence_alone(name):
     "nbdev makes the page's heading of this cell and drops whatever else stands in it."
     assert re.fullmatch(r"# \S.*\n+> \S.*\n*(- [\w-]+: .*\n*)*", "".join(CELLS[name][0]["source"]))
