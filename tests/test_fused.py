@@ -14,6 +14,7 @@ from lmcourse.architecture.layers_torch import RMSNorm, check_same, linear_cross
 from lmcourse.architecture.transformer_torch import Parts, TransformerLM, named_parts
 from lmcourse.tools.checks import check_close, expect_error
 from lmcourse.tools.config import ModelConfig, TrainConfig
+from lmcourse.tools.machine import compiles
 from lmcourse.training.engines import NumpyEngine, TorchEngine
 from lmcourse.training.optim_torch import AdamW
 
@@ -86,7 +87,7 @@ def test_a_step_is_the_readable_model_s(fields):
             steps.append((loss, engine.optimizer_step(1e-3)))
         found.append(steps)
     check_close(found[1], found[0], 2e-5)
-    assert found[2] == found[1]
+    assert found[2] == found[compiles()]                        # `auto` takes no kernels that would run as plain Python
 
 
 def test_recomputed_and_in_parts():
@@ -100,7 +101,7 @@ def test_recomputed_and_in_parts():
 
 def test_what_auto_chooses():
     def parts(**how): return TorchEngine(SMALL, TrainConfig(device="cpu", **how)).model.parts
-    assert parts() == fused_kernels.FUSED_PARTS and TrainConfig().kernels == "auto"
+    assert parts() == (fused_kernels.FUSED_PARTS if compiles() else Parts()) and TrainConfig().kernels == "auto"
     assert parts(dtype="bfloat16") == parts(kernels="torch") == parts(compile=True) == Parts()
     assert TransformerLM(SMALL).parts == Parts()
     with expect_error(ValueError, "kernels = fused on cuda, expected cpu; kernels = torch would do"): named_parts(SMALL, "torch", "fused", "cuda")

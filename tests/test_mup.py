@@ -15,6 +15,7 @@ from lmcourse.scaling import mup
 from lmcourse.scaling.mup import best_rate, width_slope
 from lmcourse.tools.checks import check_close
 from lmcourse.tools.config import ModelConfig, TrainConfig
+from lmcourse.tools.machine import compiles
 from lmcourse.training.data import TokenDataset
 from lmcourse.training.optim_np import AdamWNp
 from lmcourse.training.optim_torch import OPTIMIZERS, parameter_groups
@@ -47,7 +48,7 @@ def test_logits_are_scaled_in_every_engine(position, norm):
     with torch.no_grad(): logits = model(ids[None])[0]
     with torch.no_grad(): check_close(logits, plain(ids[None])[0]/4, 1e-5, 1e-7)
     check_close(transformer_forward(params_of(model), ids.numpy(), config)[0], logits.numpy(), 1e-4, 1e-5)
-    check_close(FastDecoder(model).feed(ids.tolist(), all=True), logits, 1e-4, 1e-5)
+    if compiles(): check_close(FastDecoder(model).feed(ids.tolist(), all=True), logits, 1e-4, 1e-5)
     check_close(CachedDecoder(model).feed(ids.tolist(), all=True), logits, 1e-4, 1e-5)
     targets = (ids + 1)[None]
     loss, grads = loss_and_grads(params_of(model), ids[None].numpy(), targets.numpy(), config)

@@ -90,7 +90,7 @@ class NgramLM(TransformerLM):
 
 # %% ../../nbs/06_ablations/06e_speedrun.ipynb #a9604ab3
 class SprintEngine(TorchEngine):
-    "An engine with tables of n-grams, shifted keys, heads that start as copiers, and table rates."
+    "An engine with n-gram tables and their own learning rate, shifted keys, and copying heads."
     def __init__(self, model_config:ModelConfig, config:TrainConfig, contestant:Any, **more:Any):
         self.contestant = contestant
         super().__init__(model_config, config, **more)
@@ -130,7 +130,7 @@ def start_copying_(
 class Contestant:
     "A model, how it is trained, and which lengths of its run are tried."
     model:ModelConfig     # Config of the model
-    train:TrainConfig     # Training settings, with the trunk's rate; a rung sets the steps
+    train:TrainConfig     # Training settings; `lr` is the rate before the cooldown, each run sets its steps
     first:int             # Steps of the shortest run
     ratio:float = 2.      # Length of each further run over the length of the one before
     kind:str = "torch"    # The engine: `torch`, `gpt2` or `sprint`
@@ -140,7 +140,7 @@ class Contestant:
     zero:bool = False     # Sprint: whether feed-forward networks start at 0
     row_rate:float = 1.   # Sprint: factor of the learning rate for these tables
 
-    def job(self, seed:int, steps:int, data:RunData)->Run: # A rung of the ladder, as a run
+    def job(self, seed:int, steps:int, data:RunData)->Run: # A run of this length
         "A run of that many steps: warm-up, constant rate, and cooldown in the last part."
         down = round(COOLDOWN*steps)
         train = replace(self.train, seed=seed, steps=steps, cooldown_steps=down,
@@ -235,7 +235,7 @@ class Racer:
         return [learning_rate(t, c.lr, c.min_lr, c.warmup_steps, steps, c.cooldown_steps,
                               shape="constant") for t in range(1, steps + 1)]
 
-    def look(self, documents:int)->Any: # An `Evaluation` on the first `documents` ones
+    def look(self, documents:int)->Any: # An `Evaluation` on the first `documents` documents
         "Loss and excess on validation documents. The clock stands still."
         return evaluate(self.engine.model, self.valid, self.contestant.model.context_length,
                         documents)

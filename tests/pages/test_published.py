@@ -27,7 +27,8 @@ SOURCE = re.compile(r"(?<!on )\b(reports?|reported|handout(?:'s)?|papers?|publis
 OF_OURS = re.compile(r"^(?!Its?\b|Their|They).*\b(?:ours?|we)\b", re.I | re.S)                            # In a sentence that has no such word itself
 
 # Numbers that are neither published nor computed, with the reason
-ALLOWED: dict[str, dict[str, str]] = {}
+ALLOWED = {
+}
 
 
 # Reading numbers
