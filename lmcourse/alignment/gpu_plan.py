@@ -175,8 +175,7 @@ PLAN = "stage about tokens flops memory_bytes seconds".split() # Columns; some m
 
 # %% ../../nbs/14_alignment/14o_gpu_plan.ipynb #14o2plan
 def plan_stages(
-    # A name for `device`; assumed share of peak
-    c:GpuConfig=GpuConfig(), gpu:str="h100", share:float=.4,
+    c:GpuConfig=GpuConfig(), gpu:str="h100", share:float=.4, # The card, and the share of its peak
 )->list: # Dicts: stage, about, tokens, flops, memory_bytes, seconds (None on the CPU)
     "Estimate each stage's tokens, memory and time by the formulas of chapter 02."
     if not 0 < share <= 1: raise ValueError(f"share = {share}, expected above 0 and at most 1")

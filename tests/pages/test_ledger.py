@@ -91,7 +91,7 @@ def test_measured_that_does_not_say_where_it_comes_from_is_refused(path, change,
     (lambda es, e: e.pop("remark"), "remark"), (lambda es, e: e.update(extra=1), "extra"), (lambda es, e: e.update(value=float("nan")), "value"),
     (lambda es, e: e.update(value="1"), "value"), (lambda es, e: e.update(value=True), "value"), (lambda es, e: e.update(correct=float("inf")), "correct"),
     (lambda es, e: e.update(where=" "), "where"), (lambda es, e: e.update(ours=[dict(value=1)]), "among ours"), (lambda es, e: e.update(ours=None), "ours"),
-    (lambda es, e: es.insert(es.index(e), dict(e)), "twice"), (lambda es, e: es.append(es.pop(es.index(e))), "order of the keys")])
+    (lambda es, e: es.insert(es.index(e), dict(e)), "twice"), (lambda es, e: es.append(es.pop(es.index(e))), "expected entries sorted by key")])
 def test_bad_file_is_refused_by_key(path, change, words):
     entries = json.loads(path.read_text())
     change(entries, next(e for e in entries if e["key"] == KEY))
