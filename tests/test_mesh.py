@@ -265,7 +265,7 @@ def test_an_older_torch_refuses_a_pipeline(monkeypatch):
     from torch.distributed.tensor import debug
     monkeypatch.delattr(debug, "_clear_sharding_prop_cache", raising=False)
     config = TrainConfig(device="cpu", batch_size=8, micro_batch=1, **PP)
-    with pytest.raises(ValueError, match="2 pipeline stages with torch .*: pipelines are tried with torch 2.13"), pretended_mesh(config, 2) as world:
+    with pytest.raises(ValueError, match="2 pipeline stages with torch .*: pipelines are tested only with torch 2.13"), pretended_mesh(config, 2) as world:
         check_mesh(ModelConfig(vocab_size=48, context_length=16, d_model=16, num_layers=4, num_heads=4, d_ff=32), config, world)
 
 

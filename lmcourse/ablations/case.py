@@ -150,7 +150,7 @@ class Forward:
     scale:float|None = None     # Factor of the scores; default: 1/sqrt(K)
     restart:int|None = None     # Number of tokens after which positions start at 0 again
     half:bool = False           # Whether RoPE rotates the pairs (i, i + K/2)
-    merged:bool = True          # Whether heads are moved after positions before they are merged
+    merged:bool = True          # Whether the axis of heads is put behind that of positions
     embedding:float = 1.        # Factor of the token embeddings
     attn:tuple = (1., 1.)       # Weights of the stream and of attention's output
     ffn:tuple = (1., 1.)        # Weights of the stream and of the feed-forward network's output
@@ -161,7 +161,7 @@ class Forward:
     smoothing:float = 0.        # Label smoothing
     shift:int = 1               # Number of places from an input to its target
     padding:bool = False        # Whether targets that don't count are counted as ends of text
-    wrap:int|None = None        # Number modulo which ids are taken
+    wrap:int|None = None        # Modulus to which ids are reduced
     average:str = "tokens"      # What has equal weight in the mean: tokens, rows or batches
 
 # %% ../../nbs/06_ablations/06c_case.ipynb #ebfa4c59
@@ -355,7 +355,7 @@ class Step:
     distinct:int|None = None  # Number of windows that are repeated until the batch is full
     period:int|None = None    # Number of steps after which the batches repeat
     in_order:bool = False     # Whether windows come in order, whatever the config says
-    rounded:bool = False      # Whether weights start one float32 off: no fault, but like rounding
+    rounded:bool = False      # Whether weights start one float32 off: imitates rounding, no fault
 
 # %% ../../nbs/06_ablations/06c_case.ipynb #c7664769
 def engine_of(
@@ -498,7 +498,7 @@ MOST_BATCHES = 400 # Largest number of batches computed to find a repeated one
 # %% ../../nbs/06_ablations/06c_case.ipynb #d2d4c32d
 def explain_step(
     case:Case,
-    # Number of steps taken before to `Replayed`, for log lines that the right step doesn't give
+    # Maps a number of steps to its `Replayed`, for lines that the right step doesn't reproduce
     odd:dict,
     most:int, # Largest number of replays
     first:tuple=(), # Pairs as from `wrong_steps`, tried before the others

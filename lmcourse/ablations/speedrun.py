@@ -130,7 +130,7 @@ def start_copying_(
 class Contestant:
     "A model, how it is trained, and which lengths of its run are tried."
     model:ModelConfig     # Config of the model
-    train:TrainConfig     # Training settings; `lr` is the rate before the cooldown, each run sets its steps
+    train:TrainConfig     # Training settings; `lr` is the rate before the cooldown
     first:int             # Steps of the shortest run
     ratio:float = 2.      # Length of each further run over the length of the one before
     kind:str = "torch"    # The engine: `torch`, `gpt2` or `sprint`

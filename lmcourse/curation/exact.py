@@ -60,10 +60,10 @@ def exact_line_deduplication(
         with atomic_write(out/path.name) as part: part.write_bytes(b"".join(kept))
 
 # %% ../../nbs/13_curation/13f_exact.ipynb #13f00019
-def _lines(path:Path)->Iterable[bytes]: # Lines with their ends
+def _lines(path:Path)->Iterable[bytes]: # Lines with their line breaks
     with path.open("rb") as file: yield from file
 
-def _line_hash(line:bytes)->bytes: # Hash of the line without its end
+def _line_hash(line:bytes)->bytes: # Hash of the line without its line break
     return blake2b(line.rstrip(b"\r\n"), digest_size=8).digest()
 
 # %% ../../nbs/13_curation/13f_exact.ipynb #13f00022
@@ -133,7 +133,7 @@ def repeated_starts(
     values:np.ndarray, # Numbers `(n,)`
     length:int,        # Length of a passage
 )->np.ndarray: # Sorted starts of repeated passages
-    "Find where passages begin that occurred before. Raises `ValueError` for a length below 1."
+    "Find the starts of passages that have occurred before. Raises `ValueError` for a length below 1."
     if length < 1: raise ValueError(f"length = {length}, expected 1 or more")
     if not len(values): return np.zeros(0, np.int64)
     order = suffix_array(values)

@@ -26,7 +26,7 @@ def mask_emails(
 
 def mask_phone_numbers(
     text:str, # Text of a document
-)->tuple: # The text with `|||PHONE_NUMBER|||` for each phone number, and their number
+)->tuple: # The text with `|||PHONE_NUMBER|||` for each phone number, and the count
     "Mask phone numbers of ten digits, as in North America. CS336, assignment 4."
     return _PHONE.subn("|||PHONE_NUMBER|||", text)
 
@@ -53,7 +53,7 @@ GOPHER = {                        # Measure: the lowest and the highest value of
     "bullets": (0, .9),           # Share of lines that begin with a bullet
     "broken_lines": (0, .3),      # Share of lines that end in an ellipsis
     "alphabetic": (.8, 1),        # Share of words with a letter
-    "stop_words": (2, 8),         # Number of the eight stop words that occur
+    "stop_words": (2, 8),         # How many of the eight stop words occur; 8 is all
 }
 
 def gopher_measures(

@@ -100,7 +100,7 @@ class ShardedDataParallel:
         for p in u.parameters: p.grad = None
 
     def step(self, ids:torch.Tensor, targets:torch.Tensor)->float: # The whole batch `(B, T)` each
-        "Take one step and return the loss of the whole batch before it."
+        "Take one step and return the loss that the whole batch had before the step."
         self.missing = {u.names[0]: len(u.parameters) for u in self.units}
         share = loss_of_my_rows(self.model, ids, targets, self.port)
         share.backward()
@@ -214,7 +214,7 @@ class FullySharded:
         return self.run(len(self.units) - 1, lambda model, x: model.lm_head(model.ln_final(x)), x)
 
     def step(self, ids:torch.Tensor, targets:torch.Tensor)->float: # The whole batch `(B, T)` each
-        "Take one step and return the loss of the whole batch before it."
+        "Take one step and return the loss that the whole batch had before the step."
         self.optimizer.zero_grad()
         share = loss_of_my_rows(self.logits, ids, targets, self.port)
         share.backward()
@@ -237,7 +237,7 @@ def zero_step_bytes(
     rank:int,     # The rank
     itemsize:int=8,
 )->int: # Bytes sent per step; the first unit of stage 3 is gathered once
-    "Count the reduce-scatters, all-gathers, and two numbers: the squared norm and the loss."
+    "Count the bytes of reduce-scatters, all-gathers and two numbers: squared norm and loss."
     gathers = [2 if stage == 3 and i else 1 for i in range(len(lengths))]
     return 2*ring_bytes(1, size, rank, 8) + sum(
         reduce_scatter_bytes(n, size, rank, itemsize) + g*all_gather_bytes(n, size, rank, itemsize)

@@ -16,7 +16,7 @@ from .power_laws import PowerLaw, fit_power_law
 
 # %% ../../nbs/11_scaling/11f_study.ipynb #3043c5d1
 def three_counts(
-    width:int,  # Width of a `small_model`, D
+    width:int,  # Width of a `small_model`
     layers:int, # Number of layers, L
 )->dict: # `all`, `multiplying` and `blocks`, whole numbers
     "Count a model's matrix entries: all, those used in products, and those of the blocks."
@@ -54,8 +54,8 @@ def best_size(
     losses = [np.mean([r["loss"] for r in runs if r[count] == n]) for n in sizes]
     k = int(np.argmin(losses))
     if not 0 < k < len(sizes) - 1:
-        raise ValueError(f"best_size: the lowest loss is that of an end, {sizes[k]}: try more "
-                         f"sizes")
+        raise ValueError("best_size: the lowest loss is at the smallest or largest size, "
+                         f"{sizes[k]}: try more sizes")
     near = slice(max(0, k - 2), k + 3)
     x, centre = np.log(sizes[near]), np.log(sizes[k])
     a, b, c = np.polyfit(x - centre, losses[near], 2)

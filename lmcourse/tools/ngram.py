@@ -61,10 +61,10 @@ def ngram_losses(
         seen = [np.bincount(g[:len(train)], minlength=g.max()+1) for g in grams]
         lower, losses = np.full(len(valid), 1/vocab_size), []
         for n,(c,g) in enumerate(zip(contexts, grams)):
-            # as the model's longest history: true counts
+            # where this history is the model's longest: true counts
             losses.append(-np.log(tick(_estimate(c, g, seen[n], lower))))
             if n+1 == order: break
             longer, first = np.unique(grams[n+1][:len(train)], return_index=True)
-            # below a longer history: continuation counts
+            # where it backs up a longer one: continuation counts
             lower = _estimate(c, g, np.bincount(g[first], minlength=len(seen[n])), lower)
     return np.array(losses)
