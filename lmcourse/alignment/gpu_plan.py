@@ -220,7 +220,7 @@ def _step_bytes(model:ModelConfig, rows:int, length:int, dtype:str)->int:
     return sum(training_bytes(model, rows, length, dtype=dtype, device="cuda",
                               grad_accum_steps=2).values())
 
-def _length(c:GpuConfig)->int: # Most tokens of a prompt and its response
+def _length(c:GpuConfig)->int: # Maximum number of tokens of a prompt and its response
     task = verifiable_task(c.task)
     return task.prompt_tokens + task.max_tokens
 

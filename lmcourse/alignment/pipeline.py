@@ -297,7 +297,7 @@ def success_table(r:dict)->Table:
                   for name,m in r["models"].items()], units)
 
 def task_table(r:dict)->Table:
-    "Table of chapter 12's tasks for the first and last model, between chance and ceiling."
+    "Table of the first and last model's scores on chapter 12's tasks, with chance and ceiling."
     rows = zip(r["models"]["base"]["card"], r["models"]["rl"]["card"])
     return Table([dict(task=a["task"], unit=a["unit"], chance=a["chance"], pretrained=a["value"],
                        last=b["value"], ceiling=a["ceiling"]) for a,b in rows])

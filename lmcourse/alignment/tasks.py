@@ -103,7 +103,7 @@ class VerifiableTask:
     form:Callable           # `form(response)`: 1 if it has the shape of an answer, else 0
     ceiling:Callable        # `ceiling(slip)`: share of the demonstrations that are right
     samples:tuple           # A few prompts to show
-    max_tokens:int          # Most tokens that a response may have, end included
+    max_tokens:int          # Largest number of tokens of a response, end included
     prompt_tokens:int       # Room to leave for a prompt, in tokens
     # `measures(rollouts)`: a dict of further measurements on the responses
     measures:Callable = lambda rollouts: {}

@@ -239,7 +239,7 @@ def missing_line(
 # %% ../../nbs/90_app/90a_bench.ipynb #9873dd37
 def cut_lines(
     text:str,  # Any text
-    size:int,  # Most characters per line
+    size:int,  # Largest number of characters per line
 )->list: # Lines that join to `text`
     "Cut a text into lines that end before a space, or at `size` characters if there is none."
     lines, start = [], 0

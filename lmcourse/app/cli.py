@@ -186,7 +186,7 @@ def prepare(
     out:Path,               # New folder, or one begun by the same call
     tokenizer:Tokenizer,    # Tokenizer, which is copied into the folder
     max_bytes:int,          # Limit on the training text
-    valid_documents:int,    # Most validation documents
+    valid_documents:int,    # Largest number of validation documents
     threads:int|None=None,  # Threads for tokenization; None for one per core
 ):
     """Write `train.*`, `valid.*`, `tokenizer/` and `ngram.json` into `out`.

@@ -119,7 +119,7 @@ def _check_attention(q, k, v, mask):
            and _fits(k.shape[:-2], q.shape[:-2]))
     if not fit or not k.shape[-2]:
         raise ValueError(f"attention: queries {q.shape}, keys {k.shape}, values {v.shape}: "
-                         f"expected (..., T, K) and twice (..., S, K), S > 0")
+                         f"expected (..., T, K) and two of (..., S, K), S > 0")
     if mask is None: return
     if mask.dtype != bool:
         raise TypeError(f"mask is {mask.dtype}, expected bool: True where a query may see a key")
@@ -194,7 +194,7 @@ def _grouped(q, k, v
     if not (q.ndim == k.ndim >= 3 and k.shape == v.shape
             and (q.shape[:-3], q.shape[-1]) == (k.shape[:-3], k.shape[-1])):
         raise ValueError(f"attention: queries {q.shape}, keys {k.shape}, values {v.shape}: "
-                         f"expected (..., H, T, K) and twice (..., G, S, K)")
+                         f"expected (..., H, T, K) and two of (..., G, S, K)")
     H, G = q.shape[-3], k.shape[-3]
     if not G or H % G:
         raise ValueError(f"{H} query heads cannot share {G} key/value heads: {H} is not a multiple "

@@ -284,7 +284,7 @@ def _check_pieces(q, k, v, window, block):
     if (k.shape != v.shape or q.shape[:2] + q.shape[3:] != k.shape[:2] + k.shape[3:]
         or q.shape[2] % k.shape[2]):
         raise ValueError(f"attention: queries {q.shape}, keys {k.shape}, values {v.shape}: "
-                         f"expected (B, T, H, K) and twice (B, T, G, K)")
+                         f"expected (B, T, H, K) and two of (B, T, G, K)")
     if block < 1 or window is not None and window < 1:
         raise ValueError(f"attention: {window = }, {block = }, expected 1 or more")
 

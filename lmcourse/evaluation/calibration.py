@@ -30,7 +30,7 @@ def reliability(
     "Compute the rows of a reliability diagram. Raises `ValueError` for lists of unequal length."
     c, y = np.asarray(confidence, float), np.asarray(right, float)
     if len(c) != len(y) or not len(c):
-        raise ValueError(f"{len(c)} confidences and {len(y)} answers, expected as many of each")
+        raise ValueError(f"{len(c)} confidences and {len(y)} answers, expected equal numbers")
     if not (0 <= c.min() and c.max() <= 1):
         raise ValueError(f"confidences from {c.min()} to {c.max()}, expected 0 to 1")
     if bins < 1: raise ValueError(f"bins = {bins}, expected 1 or more")
@@ -69,7 +69,7 @@ def exact_error(
     """Average |confidence - true probability| of the model's answers. Raises `ValueError` for
     lists of unequal length."""
     if len(probs) != len(exact) or not len(probs):
-        raise ValueError(f"{len(probs)} and {len(exact)} items, expected as many")
+        raise ValueError(f"{len(probs)} and {len(exact)} items, expected equal numbers")
     picks = [int(np.argmax(q)) for q in probs]
     return float(np.mean([abs(q[k] - p[k]) for q,p,k in zip(probs, exact, picks)]))
 
@@ -81,7 +81,7 @@ def fit_temperature(
     """Find the temperature with the least mean -log p(answer). `ValueError` for lists that don't
     match. Guo 2017."""
     if len(log_probs) != len(answers) or not len(answers):
-        raise ValueError(f"{len(log_probs)} items and {len(answers)} answers, expected as many")
+        raise ValueError(f"{len(log_probs)} items and {len(answers)} answers, expected equal numbers")
     def loss(log_T):
         T = np.exp(log_T)
         return -np.mean([np.log(choice_probs(x, T)[a] + 1e-300) for x,a in zip(log_probs, answers)])

@@ -30,7 +30,7 @@ class Perplexity(NamedTuple):
 # %% ../../nbs/12_evaluation/12a_perplexity.ipynb #1dc17bd6
 def stride_windows(
     tokens:int,         # Tokens of the text to predict
-    context_length:int, # Most tokens that the model sees, T
+    context_length:int, # Largest number of tokens that the model sees, T
     stride:int,         # Tokens by which a window moves, from 1 to T
 )->list: # Triples: where a window starts, its first scored token, where it ends
     "Cut a text into windows so that each token counts once. `ValueError` for sizes out of range."

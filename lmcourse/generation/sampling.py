@@ -180,7 +180,7 @@ def chi_squared(
     if counts[probs == 0].any(): return 0.
     counts, expected = counts[probs > 0], counts.sum()*probs[probs > 0]
     if expected.min() < 5:
-        raise ValueError(f"an outcome is expected {expected.min():.2g} times, expected at least 5: "
+        raise ValueError(f"an outcome has a mean of {expected.min():.2g} draws, expected at least 5: "
                          f"draw more")
     if len(expected) == 1: return 1.
     statistic = ((counts - expected)**2/expected).sum()

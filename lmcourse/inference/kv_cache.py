@@ -78,7 +78,7 @@ class KVCache:
     def __init__(self,
         config:ModelConfig,              # Sizes and variant
         batch_size:int=1,                # Number of sequences, all of the same length, B
-        max_tokens:int|None=None,        # Most tokens of a sequence; default: the model's context
+        max_tokens:int|None=None,        # Largest length of a sequence; default: the model's context
         dtype:torch.dtype=torch.float32, # Type of keys and values
         device:str|torch.device="cpu",   # Device of keys and values
     ):
@@ -118,7 +118,7 @@ class CachedDecoder(Remembering):
     "A decoder with a cache for any `TransformerLM` on any device."
     def __init__(self,
         model:Any,                # A `TransformerLM`
-        max_tokens:int|None=None, # Most tokens of a sequence; default: the model's context
+        max_tokens:int|None=None, # Largest length of a sequence; default: the model's context
     ):
         super().__init__(model.config, max_tokens)
         weight = model.token_embeddings.weight
@@ -173,7 +173,7 @@ class GraphDecoder(CachedDecoder):
     On a GPU the step is one CUDA graph."""
     def __init__(self,
         model:Any,                # A `TransformerLM`
-        max_tokens:int|None=None, # Most tokens of a sequence; default: the model's context
+        max_tokens:int|None=None, # Largest length of a sequence; default: the model's context
     ):
         # a mixture of experts must read back each expert's number of tokens, which a graph can't do
         refuse_fields(model.config, "GraphDecoder", names=("num_experts", "kv_lora_rank"))
@@ -520,7 +520,7 @@ class NumpyDecoder(Remembering):
     def __init__(self,
         params:dict,              # Name to array, as for `transformer_forward`; they are copied
         config:ModelConfig,       # Sizes and variant
-        max_tokens:int|None=None, # Most tokens of a sequence; default: the model's context
+        max_tokens:int|None=None, # Largest length of a sequence; default: the model's context
         # Turns a float32 weight `(out, in)` into an object that multiplies; default: `Plain`
         pack:Callable|None=None,
         threads:int|None=None,    # Number of threads; default: OMP_NUM_THREADS or one per core
@@ -674,7 +674,7 @@ class FastDecoder(NumpyDecoder):
     "A fast decoder for a `TransformerLM` with batch size 1, on the CPU in float32."
     def __init__(self,
         model:Any,                # A `TransformerLM`; its weights are copied
-        max_tokens:int|None=None, # Most tokens of a sequence; default: the model's context
+        max_tokens:int|None=None, # Largest length of a sequence; default: the model's context
         # Turns a float32 weight `(out, in)` into an object that multiplies; default: `Plain`
         pack:Callable|None=None,
         threads:int|None=None,    # Number of threads; default: OMP_NUM_THREADS or one per core

@@ -28,7 +28,7 @@ class HashRouter(nn.Module):
 
     def forward(self, x:torch.Tensor)->torch.Tensor: # `(N, D)` to `(N, E)`
         if self.ids is None or self.ids.numel() != len(x): raise ValueError(
-            f"HashRouter: {len(x)} tokens, but the model has not read as many ids")
+            f"HashRouter: {len(x)} tokens, but the model has read another number of ids")
         return self.table[self.ids.flatten()]
 
 class NoisyRouter(nn.Linear):
@@ -92,7 +92,7 @@ def information(
     "Estimate the mutual information of `a` and `b` given `given` from the counts of a sample."
     c = np.zeros(len(a), int) if given is None else given
     if not len(a) == len(b) == len(c): raise ValueError(
-        f"information: {len(a)}, {len(b)} and {len(c)} values, expected as many of each")
+        f"information: {len(a)}, {len(b)} and {len(c)} values, expected equal numbers")
     counts = np.zeros((c.max() + 1, a.max() + 1, b.max() + 1))
     np.add.at(counts, (c, a, b), 1)
     p = counts/counts.sum()

@@ -341,8 +341,8 @@ def _check_copy_init(c:ModelConfig): # Values and output must be square, feed-fo
                              f"{getattr(c, odd[0])}, expected {odd[0]} = none")
     if c.kv_heads*c.head_size != c.d_model or c.num_heads != c.kv_heads:
         raise ValueError(f"ModelConfig: copy_init = True with {c.num_heads} query heads and "
-                         f"{c.kv_heads} key heads of size {c.head_size}, expected as many key as "
-                         f"query heads, which together are as wide as d_model = {c.d_model}")
+                         f"{c.kv_heads} key heads of size {c.head_size}, expected equal "
+                         f"numbers of both, together as wide as d_model = {c.d_model}")
 
 # %% ../../nbs/00_tools/00d_config.ipynb #2b9a7d14
 def register(
