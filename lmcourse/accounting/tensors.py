@@ -55,7 +55,7 @@ FLOAT_FORMATS = {f.name: f for f in (FloatFormat("float64", 11, 52), FloatFormat
 
 # %% ../../nbs/02_accounting/02a_tensors.ipynb #80944fbf
 def dtype_bytes(
-    name:str, # `float32`, `bfloat16` and so on, `float8` in either form, or `int8`
+    name:str, # A name in `FLOAT_FORMATS`, or `float8` or `int8`
 )->int:
     "Return the bytes of a number. Raises `ValueError` for an unknown type."
     known = {f.name: f.bytes for f in FLOAT_FORMATS.values()} | dict(float8=1, int8=1)

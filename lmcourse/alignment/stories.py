@@ -229,7 +229,7 @@ def used_columns(
     weights:torch.Tensor, # `(B, T)`
     wrong:torch.Tensor,   # `(B, T, K)`
 )->torch.Tensor: # `(B,)`
-    "Count the columns of each row that contribute to the loss."
+    "Return the length of each row up to its last column that contributes to the loss."
     used = (weights != 0) | (wrong >= 0).any(-1)
     return (used*torch.arange(1, used.shape[1] + 1)).amax(1)
 

@@ -17,7 +17,7 @@ from torch import Tensor
 # %% ../../nbs/14_alignment/14b_toy.ipynb #abc7399e
 @dataclass(frozen=True, eq=False)
 class Toy:
-    "A toy problem with R responses of at most T tokens, sampled from S states."
+    "A toy problem with R responses of at most T tokens, each token drawn in one of S states."
     texts:tuple     # The responses in words
     tokens:Tensor   # Actions `(R, T)`, int64
     states:Tensor   # Row of the table for each action `(R, T)`, int64

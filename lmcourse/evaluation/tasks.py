@@ -171,7 +171,8 @@ def grammar_task(
     stories:int=60,  # Number of stories to ask about
     seed:int=120_000, # Seed of the stories; those of training and validation are rejected
 )->Task:
-    "Make questions about new stories of the grammar. `ValueError` for another kind or seed."
+    """Make questions about new stories of the grammar. Raises `ValueError` for an unknown kind,
+    or for the seed of the training or validation stories."""
     if kind not in KINDS: raise unknown("task", kind, KINDS)
     if stories < 1: raise ValueError(f"stories = {stories}, expected 1 or more")
     if seed in range(len(SPLITS)):
@@ -236,7 +237,7 @@ def score_task(
     tokenizer:Tokenizer,   # The `Tokenizer` with which it was trained
     task:Task,
 )->list: # A `Record` for each item
-    "Score every choice of every item. `ValueError` for a choice longer than the context."
+    "Score every choice of every item. `ValueError` for one longer than the context length."
     refuse_long_choices(model, tokenizer, task)
     return [_record(model, tokenizer, item) for item in task.items]
 
@@ -245,7 +246,7 @@ def refuse_long_choices(
     tokenizer:Tokenizer,
     task:Task,
 ):
-    "Raise `ValueError` for a choice longer than the context, or another model's tokenizer."
+    "Raise `ValueError` for a choice over `context_length`, or another model's tokenizer."
     check_tokenizer(model, tokenizer)
     most = getattr(getattr(model, "config", None), "context_length", 10**9)
     for item in task.items:
@@ -353,7 +354,8 @@ def word_probs(
     task:WritingTask,
     temperature:float=1.,  # Above 0
 )->list: # A probability for each prompt
-    "Probability that a sample is right, over all tokens of the word. `ValueError` for 0 or less."
+    """Probability that a sample is right, over all tokens of the word. Raises `ValueError` unless
+    the temperature is above 0."""
     if not temperature > 0: raise ValueError(f"temperature = {temperature}, expected more than 0")
     return [math.exp(_choice_nats(model, tokenizer, i.context, " " + i.right, temperature)[0])
             for i in task.items]

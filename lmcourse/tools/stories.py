@@ -23,7 +23,7 @@ class Entropy(NamedTuple):
 
 # %% ../../nbs/00_tools/00f_stories.ipynb #b63826dd
 class Stories:
-    "Endless documents from a grammar, the same for a seed on every machine."
+    "Endless documents from a grammar; a seed gives the same ones on every machine."
     def __init__(self,
         seed:int=0,            # Seed of the choices
         grammar:str|None=None, # Another grammar as text; its first rule is the document
@@ -72,7 +72,7 @@ class Stories:
         return {choice: math.exp(log_prob(choice) - begun) for choice in choices}
 
     def entropy(self)->Entropy: # In closed form
-        "Compute the mean of -log p over all derivations: the entropy, if none has two."
+        "Mean of -log p over all derivations: the entropy, if no document has two derivations."
         _, nats, size = map(sum, zip(*Expectations(self.rules).flow(self.start, ()).values()))
         return Entropy(nats, nats/size, size)
 
