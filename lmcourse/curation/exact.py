@@ -133,7 +133,8 @@ def repeated_starts(
     values:np.ndarray, # Numbers `(n,)`
     length:int,        # Length of a passage
 )->np.ndarray: # Sorted starts of repeated passages
-    "Find the starts of passages that have occurred before. Raises `ValueError` for a length below 1."
+    """Find the starts of passages that have occurred before.
+    Raises `ValueError` for a length below 1."""
     if length < 1: raise ValueError(f"length = {length}, expected 1 or more")
     if not len(values): return np.zeros(0, np.int64)
     order = suffix_array(values)

@@ -81,7 +81,8 @@ def fit_temperature(
     """Find the temperature with the least mean -log p(answer). `ValueError` for lists that don't
     match. Guo 2017."""
     if len(log_probs) != len(answers) or not len(answers):
-        raise ValueError(f"{len(log_probs)} items and {len(answers)} answers, expected equal numbers")
+        raise ValueError(f"{len(log_probs)} items and {len(answers)} answers, expected equal "
+                         f"numbers")
     def loss(log_T):
         T = np.exp(log_T)
         return -np.mean([np.log(choice_probs(x, T)[a] + 1e-300) for x,a in zip(log_probs, answers)])

@@ -180,8 +180,8 @@ def chi_squared(
     if counts[probs == 0].any(): return 0.
     counts, expected = counts[probs > 0], counts.sum()*probs[probs > 0]
     if expected.min() < 5:
-        raise ValueError(f"an outcome has a mean of {expected.min():.2g} draws, expected at least 5: "
-                         f"draw more")
+        raise ValueError(f"an outcome has a mean of {expected.min():.2g} draws, expected at "
+                         f"least 5: draw more")
     if len(expected) == 1: return 1.
     statistic = ((counts - expected)**2/expected).sum()
     return torch.special.gammaincc(torch.tensor((len(expected) - 1)/2).double(), statistic/2).item()
