@@ -90,6 +90,7 @@ def draw(made):
     for n, (step, words) in enumerate(made["samples"].items(), 1):
         step = int(step)
         words = re.sub(r"[^\x20-\x7e]+", "·", " ".join(words.split()))
+        words = re.sub(r"(\S{44})\S+", r"\1…", words)         # Untrained, it may never make a space
         lines = textwrap.wrap(words, 56, max_lines=2, placeholder=" …")
         name = f"step {step:,}" if step else "before training"
         parts += [mark(x(step), y(losses[max(step, 1)]), n), mark(LEFT, at - 5, n)]
