@@ -78,7 +78,7 @@ def _sum_rows(a): return at_least_float32_np(_rows(a)).sum(0) # `(..., D)` to `(
 # %% ../../nbs/03_architecture/03a_layers_np.ipynb #e9923965
 def truncated_normal_np(
     shape:tuple|int,                      # Shape of the array
-    std:float, # Standard deviation before the cut at three of them on either side
+    std:float, # Standard deviation before truncation at ±3 standard deviations
     rng:np.random.Generator,              # Random generator
     # Type of the array; the numbers are drawn in float32, the same for every type
     dtype:np.typing.DTypeLike=np.float32,
