@@ -20,7 +20,7 @@ def contamination_p(
     log_p:list, # The source's exact log-probability of each document
 )->float: # p-value if no document was in the training text
     """Compute a joint p-value of independent documents, whatever the model.
-    Raises `ValueError` for lists of unequal length. It rests on Markov's inequality."""
+    Raises `ValueError` for lists of unequal length. The p-value rests on Markov's inequality."""
     if len(log_q) != len(log_p) or not len(log_q):
         raise ValueError(f"{len(log_q)} and {len(log_p)} log-probabilities, expected one of each "
                          f"for one document or more")
