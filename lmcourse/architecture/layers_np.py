@@ -103,7 +103,7 @@ def linear_init(
     rng:np.random.Generator,              # Random generator
     dtype:np.typing.DTypeLike=np.float32, # Type of the weight
 )->np.ndarray: # `(out, in)`
-    "Make the initial weight of a linear layer, of variance 2/(in + out) before the cut-off."
+    "Make the initial weight of a linear layer, of variance 2/(in + out) before truncation."
     return truncated_normal_np((d_out, d_in), math.sqrt(2/(d_in + d_out)), rng, dtype)
 
 # %% ../../nbs/03_architecture/03a_layers_np.ipynb #fd58751d
@@ -144,7 +144,7 @@ def linear_backward(
 @dataclass(frozen=True, eq=False)
 class RowGradient:
     "The gradient of a matrix, stored without the rows in which it is 0."
-    rows:np.ndarray   # Indices of the rows with a gradient, ascending, each once `(n,)`
+    rows:np.ndarray   # Indices of the rows with a gradient, ascending, no repeats `(n,)`
     values:np.ndarray # Gradients of these rows `(n, D)`
     shape:tuple       # Shape of the matrix, `(V, D)`
 
