@@ -19,7 +19,7 @@ class ParameterCount:
     stored:int        # All entries of a `state_dict`; a tied head counts under both of its names
     unique:int        # Each tensor once
     non_embedding:int # Unique parameters without the input tables (tokens, learned positions)
-    matmul:int        # Entries of the matrices that each token is multiplied with
+    matmul:int        # Entries of the matrices by which each token is multiplied
     active:int        # Unique parameters without the experts that a token does not use
 
 # %% ../../nbs/02_accounting/02f_parameters.ipynb #52cfbc5a

@@ -29,7 +29,7 @@ def dpo_loss(
     ref_rejected:Tensor, # `(B,)`
     beta:float,          # What a nat of KL costs
 )->Tensor: # `(B,)`
-    "Compute -log sigmoid(beta*margin). `ValueError` for bad shapes or beta. Rafailov 2023, eq. 7."
+    "Compute -log sigmoid(beta*margin). Raises `ValueError` for bad input. Rafailov 2023, eq. 7."
     return -F.logsigmoid(beta*_margin(chosen, rejected, ref_chosen, ref_rejected, beta))
 
 def ipo_loss(

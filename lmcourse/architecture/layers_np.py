@@ -78,7 +78,7 @@ def _sum_rows(a): return at_least_float32_np(_rows(a)).sum(0) # `(..., D)` to `(
 # %% ../../nbs/03_architecture/03a_layers_np.ipynb #e9923965
 def truncated_normal_np(
     shape:tuple|int,                      # Shape of the array
-    std:float, # Standard deviation before the cut at three of them on either side
+    std:float, # Standard deviation before truncation at ±3 standard deviations
     rng:np.random.Generator,              # Random generator
     # Type of the array; the numbers are drawn in float32, the same for every type
     dtype:np.typing.DTypeLike=np.float32,
@@ -103,7 +103,7 @@ def linear_init(
     rng:np.random.Generator,              # Random generator
     dtype:np.typing.DTypeLike=np.float32, # Type of the weight
 )->np.ndarray: # `(out, in)`
-    "Make the initial weight of a linear layer, of variance 2/(in + out) before the cut-off."
+    "Make the initial weight of a linear layer, of variance 2/(in + out) before truncation."
     return truncated_normal_np((d_out, d_in), math.sqrt(2/(d_in + d_out)), rng, dtype)
 
 # %% ../../nbs/03_architecture/03a_layers_np.ipynb #fd58751d
@@ -144,7 +144,7 @@ def linear_backward(
 @dataclass(frozen=True, eq=False)
 class RowGradient:
     "The gradient of a matrix, stored without the rows in which it is 0."
-    rows:np.ndarray   # Indices of the rows with a gradient, ascending, each once `(n,)`
+    rows:np.ndarray   # Indices of the rows with a gradient, ascending, no repeats `(n,)`
     values:np.ndarray # Gradients of these rows `(n, D)`
     shape:tuple       # Shape of the matrix, `(V, D)`
 

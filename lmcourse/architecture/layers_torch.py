@@ -39,7 +39,7 @@ def check_same(
 # %% ../../nbs/03_architecture/03b_layers_torch.ipynb #2efd78ed
 def truncated_normal(
     shape:tuple,                       # Shape of the tensor
-    std:float, # Standard deviation before the cut at three of them on either side
+    std:float, # Standard deviation before truncation at ±3 standard deviations
     device:str|torch.device|None=None, # Device of the tensor; on `meta` nothing is drawn
     dtype:torch.dtype|None=None,       # Type of the tensor; default: torch's
     # Random generator on the CPU; default: torch's own

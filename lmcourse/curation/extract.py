@@ -63,7 +63,8 @@ def decode_html(
     body:bytes,           # Body of a page
     content_type:str="",  # The server's header, such as `text/html; charset=utf-8`
 )->str: # The page's source with all tags
-    "Decode a page: by its first bytes, as UTF-8, by header or `meta` tag, as Windows-1252."
+    """Decode a page. Tries, in this order: UTF-16 or UTF-8 as the first bytes show it, UTF-8,
+    the charset of the header or of a `meta` tag, Windows-1252."""
     for mark,name in ((codecs.BOM_UTF8, "utf-8-sig"), (codecs.BOM_UTF16_LE, "utf-16"),
                       (codecs.BOM_UTF16_BE, "utf-16")):
         if body.startswith(mark): return body.decode(name, errors="replace")

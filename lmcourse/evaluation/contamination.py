@@ -20,7 +20,7 @@ def contamination_p(
     log_p:list, # The source's exact log-probability of each document
 )->float: # p-value if no document was in the training text
     """Compute a joint p-value of independent documents, whatever the model.
-    Raises `ValueError` for lists of unequal length. Markov's inequality."""
+    Raises `ValueError` for lists of unequal length. The p-value rests on Markov's inequality."""
     if len(log_q) != len(log_p) or not len(log_q):
         raise ValueError(f"{len(log_q)} and {len(log_p)} log-probabilities, expected one of each "
                          f"for one document or more")
@@ -79,6 +79,6 @@ def rename_people(
 def permutation_p(
     log_probs:list, # Nats of a file in its own order, then in random orders
 )->float: # Share of the orders that are at least as probable as the file's own
-    "Compute Oren's p-value, exact for exchangeable items. `ValueError` below two orders."
+    "Compute Oren's p-value, exact for exchangeable items. Raises `ValueError` below two orders."
     if len(log_probs) < 2: raise ValueError(f"{len(log_probs)} orders, expected two or more")
     return sum(x >= log_probs[0] for x in log_probs)/len(log_probs)

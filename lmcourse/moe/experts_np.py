@@ -101,7 +101,7 @@ def capacity(
     num_experts:int,   # E
     k:int,             # Experts per token
     factor:float,      # Capacity factor; 1 gives every expert exactly an even share
-)->int: # Slots per expert, at most `num_tokens`
+)->int: # Places at each expert, at most `num_tokens`
     "Return an expert's capacity. Lepikhin et al. 2020; `ValueError` for a factor of 0 or less."
     if not factor > 0: raise ValueError(f"capacity factor = {factor}, expected more than 0")
     return min(num_tokens, math.ceil(factor*num_tokens*k/num_experts))
@@ -109,7 +109,7 @@ def capacity(
 def within_capacity(
     chosen:np.ndarray, # Experts `(N, k)`
     num_experts:int,   # E
-    room:int,          # Slots of each expert
+    room:int,          # Places at each expert
 )->np.ndarray: # `True` where the slot is served `(N, k)`
     "Fill the experts with all first choices, then second ones, each in token order."
     queue = chosen.T.ravel() # All first choices, then all second

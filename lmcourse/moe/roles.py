@@ -85,7 +85,7 @@ def role_information(
     sample:tuple,            # From `role_sample`
     rng:np.random.Generator, # Random generator that shuffles the baseline
 )->list: # A dict for each layer: nats `about_the_token`, `about_the_role`, `shuffled`
-    "Measure what a token's first expert reveals about the token, and beyond it about its role."
+    "Measure what a token's first expert reveals about the token, and what it adds about the role."
     ids, roles, _ = sample
     with watch_routes(model) as routes, torch.no_grad():
         for part in ids.split(16): model(part)

@@ -98,7 +98,7 @@ def _weighted(N, D, loss, alpha, beta, delta, rounds=60)->tuple: # Error, and th
 def fit_loss_law_grid(
     parameters:np.ndarray, tokens:np.ndarray, loss:np.ndarray, # Arrays of the runs `(n,)`
     delta:float=1e-3,                                          # As in `fit_error`
-    zooms:int=12, # Refinements; each shrinks the grid by a third
+    zooms:int=12, # Refinements; each narrows the grid to three fifths
 )->LossLaw: # The best law found
     "Fit slowly but readably: a grid over both exponents, non-negative least squares for the rest."
     N, D, loss = _runs(parameters, tokens, loss)

@@ -90,9 +90,9 @@ def text_documents(
     split:str="train",       # `train`: the first nine tenths, `valid`: the rest
     max_bytes:int|None=None, # Stop at this size; a document that is too long is cut at a line
 )->Iterator[str]: # The documents of that part
-    """Read a text file, as far as asked for. Raises `FileNotFoundError`, or `ValueError` for a file
-    that is empty or isn't text: at once if its beginning shows it, otherwise when reading reaches
-    the bad place."""
+    """Read a text file lazily, only as far as the caller asks. Raises `FileNotFoundError`, or
+    `ValueError` for a file that is empty or isn't text: at once if its beginning shows it,
+    otherwise when reading reaches the bad place."""
     if not (path := Path(path)).is_file(): raise FileNotFoundError(f"{path}: no such file")
     size = path.stat().st_size
     if all(not text.strip() for text in _blocks(path, 0, size)):

@@ -73,7 +73,7 @@ def autocast(
 def tf32_products(
     device:torch.device, # The device that computes the products
 )->Iterator[None]:
-    "Let a GPU multiply float32 matrices in TF32 within the block; a CPU is not affected."
+    "Let an NVIDIA GPU multiply float32 matrices in TF32 within the block, if it can."
     before = torch.get_float32_matmul_precision()
     if device.type == "cuda": torch.set_float32_matmul_precision("high")
     try: yield
@@ -349,8 +349,8 @@ def _make_model(model_config:ModelConfig, config:TrainConfig, world:World, devic
     if not config.shard:
         return TransformerLM(model_config, seed=config.seed, parts=parts).to(device)
     if config.optimizer == "muon":
-        raise ValueError("shard = True with optimizer = muon: Muon needs whole matrices; without "
-                         "shard it would do")
+        raise ValueError("shard = True with optimizer = muon: Muon needs whole matrices; "
+                         "shard = False would do")
     if world.mesh is None:
         raise ValueError("shard = True, but there is one process: start several with torchrun")
     from lmcourse.training.sharding import build_sharded
@@ -359,7 +359,8 @@ def _make_model(model_config:ModelConfig, config:TrainConfig, world:World, devic
 def _make_loss(model, loss:Callable, engine)->Any: # Wrapped so that gradients are averaged
     if engine.world.size == 1 or engine.config.shard: return _Loss(model, loss)
     shared = DistributedDataParallel(_Loss(model, loss), device_mesh=engine.world.mesh)
-    shared.broadcast_buffers = False # RoPE's tables are equal everywhere; 2.13 warns of an argument
+    # RoPE's tables are equal everywhere; torch 2.13 warns if this is passed as an argument
+    shared.broadcast_buffers = False
     return shared
 
 # %% ../../nbs/04_training/04f_engines.ipynb #28a14a31
@@ -504,7 +505,7 @@ def find_nonfinite(
     learnt = {name: p for name,p in model.named_parameters() if p.requires_grad}
     grads = torch.autograd.grad(value, list(learnt.values()))
     bad = [name for name,g in zip(learnt, grads) if not g.isfinite().all()]
-    return f"the gradient of {bad[-1]} is not finite, and {len(bad) - 1} before it" if bad else None
+    return f"the gradient of {bad[-1]} is not finite (others: {len(bad) - 1})" if bad else None
 
 # %% ../../nbs/04_training/04f_engines.ipynb #55e08eb1
 @contextmanager
@@ -534,7 +535,7 @@ def find_nonfinite_sharded(
         for batch in batches: loss(model, *batch)
     if weights: return f"the weights {weights[0]} are not finite"
     if found: return f"the output of {found[0]} is not finite"
-    return (f"the gradient of {grads[-1]} is not finite, and {len(grads) - 1} before it" if grads
+    return (f"the gradient of {grads[-1]} is not finite (others: {len(grads) - 1})" if grads
             else None)
 
 # %% ../../nbs/04_training/04f_engines.ipynb #2fc3864c
