@@ -799,14 +799,14 @@ def replay(
 # %% ../../nbs/07_inference/07b_engine.ipynb #9741069c
 @dataclass
 class Waste:
-    "Counts slots for tokens, summed over steps: used, allocated, and under static allocation."
-    held:int = 0        # Slots in use; a shared slot counts once
-    owned:int = 0       # Slots in allocated blocks
-    asked:int = 0       # Slots for prompt and `max_tokens` of each running sequence
-    longest:int = 0     # Slots for the model's context for each running sequence
+    "Counts places for tokens, summed over steps: used, allocated, and under static allocation."
+    held:int = 0        # Places in use; a shared place counts once
+    owned:int = 0       # Places in allocated blocks
+    asked:int = 0       # Places for prompt and `max_tokens` of each running sequence
+    longest:int = 0     # Places for the model's context for each running sequence
 
     def __call__(self, engine:Engine): # Argument `look` of `replay`
-        "Count the slots after a step."
+        "Count the places after a step."
         size, filled = engine.pool.block_size, {}
         for s in engine.running:
             for i,b in enumerate(s.blocks, s.dropped):
@@ -815,6 +815,6 @@ class Waste:
         self.asked += sum(len(s.request.ids) + s.request.max_tokens - 1 for s in engine.running)
         self.longest += engine.paged.config.context_length*len(engine.running)
 
-    def shares(self)->dict: # Kind of allocation to its share of empty slots
+    def shares(self)->dict: # Kind of allocation to its share of empty places
         "Return the wasted share of the memory."
         return {name: 1 - self.held/getattr(self, name) for name in ("owned", "asked", "longest")}
