@@ -59,6 +59,6 @@ def test_shares_of_templates_sum_to_one_and_know_the_other():
 
 @pytest.mark.parametrize("call, words", [
     (lambda: Demonstrators(-.1), "slip = -0.1"), (lambda: Demonstrators(1.), "slip = 1.0"), (lambda: split_brief("x"), "no colon"),
-    (lambda: prompt_words("Ella the mule:"), "no prompt"), (lambda: template_shares([], ENDINGS), "no responses")])
+    (lambda: prompt_words("Ella the mule:"), "isn't a prompt"), (lambda: template_shares([], ENDINGS), "no responses")])
 def test_rejected(call, words):
     with pytest.raises(ValueError, match=words): call()

@@ -48,7 +48,7 @@ def _task(chapter:str, topic:str, f:ast.FunctionDef, lines:list)->Exercise:
     written = re.match(r"(?:The class: )?`(\w+)\(", form)           # RMSNorm for rmsnorm
     name = written[1] if written and _same_name(written[1], arg.arg) else arg.arg
     kind = ast.unparse(arg.annotation) if arg.annotation else ""
-    right_if = re.sub("^`AssertionError` (unless|if) ",
+    right_if = re.sub("^(?:Raises? )?`AssertionError` (unless|if) ",
                       lambda m: "" if m[1] == "unless" else "not if ", says).rstrip(".")
     return Exercise(chapter, topic, f.name.removeprefix("check_"), name, kind, form, right_if)
 
