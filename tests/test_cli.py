@@ -716,7 +716,8 @@ def test_a_gpu_gets_a_larger_model(work, monkeypatch, minutes, preset):
     assert config.steps == max(1, min(120*minutes, 12*tokens//(128*256)))
     line, = cli.card_lines(CARD, minutes)
     assert line.startswith(f"a card, 80.0 GB: {preset}, ") and f"about {minutes + 2} min" in line and not cli.card_lines(None, minutes)
-    assert cli.plan(work/"data", minutes)[0] == ModelConfig.preset("quickstart", vocab_size=600, copy_init=True)
+    model, config = cli.plan(work/"data", minutes)
+    assert model == ModelConfig.preset("quickstart", vocab_size=600, copy_init=True) and config.lr == 2*TrainConfig.preset("quickstart").lr
 
 
 def test_the_trainer_that_is_measured_is_gone_before_the_next_one_is_made(work, monkeypatch):

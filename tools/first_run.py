@@ -4,14 +4,15 @@ Writes nbs/results/first_run.json, and draws nbs/images/first.svg from it.
 Usage: python tools/first_run.py [--steps 5000] [--draw]     --draw only draws what is there.
 """
 import argparse, html, json, math, re, sys, tempfile, textwrap
+from dataclasses import replace
 from datetime import date
 from itertools import count, islice
 from pathlib import Path
 
 import torch
 
-from lmcourse.app.cli import learn_tokenizer, open_data, prepare, story, training_documents
-from lmcourse.tools.config import ModelConfig, TrainConfig
+from lmcourse.app.cli import learn_tokenizer, open_data, prepare, quickstart_configs, story
+from lmcourse.app.cli import training_documents
 from lmcourse.tools.machine import processor_name
 from lmcourse.training.evaluation import evaluate
 from lmcourse.training.trainer import Trainer
@@ -33,9 +34,8 @@ def first_run(folder, steps, size):
     tokenizer = learn_tokenizer(islice(training, 4000), 2048)
     prepare("stories", folder/"data", tokenizer, size, VALID)
     train, valid = open_data(folder/"data")
-    # As `lmcourse quickstart` does
-    config = ModelConfig.preset("quickstart", vocab_size=tokenizer.vocab_size, copy_init=True)
-    trainer = Trainer(config, TrainConfig.preset("quickstart", lr=5e-3, steps=steps), train, valid)
+    config, how = quickstart_configs(tokenizer.vocab_size)
+    trainer = Trainer(config, replace(how, steps=steps), train, valid)
     samples, losses, recent = {}, [], []
     for step in range(steps + 1):
         if step in (*SHOWN, steps):

@@ -10,11 +10,11 @@ __all__ = ['CUT_OFF', 'SHARED_OUT', 'BITS', 'BENCHES', 'COMPLETIONS', 'COMMANDS'
            'matching_tokenizer', 'go_on', 'model_table', 'cost_lines', 'speed_lines', 'device_here', 'train_to_the_end',
            'result_line', 'loss_plot', 'draw', 'story', 'beginning', 'checked_device', 'decoder_for', 'load_draft',
            'draw_story', 'GenerateCommand', 'ServeCommand', 'ChatCommand', 'PlotCommand', 'QuickstartCommand',
-           'get_ready', 'plan', 'keep', 'AccountCommand', 'PlanCommand', 'ScaleCommand', 'smoke', 'SmokeCommand',
-           'AblateCommand', 'SpeedrunCommand', 'DoctorCommand', 'EvalCommand', 'SftCommand', 'DpoCommand', 'RlCommand',
-           'align', 'CurateCommand', 'PipelineCommand', 'BenchTokenizerCommand', 'BenchTrainingCommand',
-           'BenchLoopCommand', 'BenchGenerationCommand', 'BenchKernelsCommand', 'BenchCommand', 'CheckCommand',
-           'ExercisesCommand', 'CompletionCommand', 'one_line', 'parse', 'main', 'kill_as_ctrl_c']
+           'get_ready', 'quickstart_configs', 'plan', 'keep', 'AccountCommand', 'PlanCommand', 'ScaleCommand', 'smoke',
+           'SmokeCommand', 'AblateCommand', 'SpeedrunCommand', 'DoctorCommand', 'EvalCommand', 'SftCommand',
+           'DpoCommand', 'RlCommand', 'align', 'CurateCommand', 'PipelineCommand', 'BenchTokenizerCommand',
+           'BenchTrainingCommand', 'BenchLoopCommand', 'BenchGenerationCommand', 'BenchKernelsCommand', 'BenchCommand',
+           'CheckCommand', 'ExercisesCommand', 'CompletionCommand', 'one_line', 'parse', 'main', 'kill_as_ctrl_c']
 
 # %% ../../nbs/90_app/90g_cli.ipynb #56d80fc9
 import contextlib, errno, hashlib, io, json, math, os, re, select, shlex, shutil, signal, socket
@@ -582,9 +582,9 @@ def decoder_for(model:Any, bits:int|None=None): # The fastest decoder for `gener
     if model.parts != Parts(): return CachedDecoder     # Other decoders ignore the model's parts
     if odd and bits: refuse_fields(model.config, f"FastDecoder with {bits} bits")
     kind = next(model.parameters()).device.type
-    if odd or not (bits or compiles()): return CachedDecoder
+    if odd: return CachedDecoder
     if kind != "cpu": return GraphDecoder if kind == "cuda" else CachedDecoder
-    if bits is None: return FastDecoder
+    if bits is None: return FastDecoder if compiles() else CachedDecoder
     return partial(FastDecoder, pack=partial(quantize_fitting, bits=bits))
 
 def load_draft(folder:Path, tokenizer:Tokenizer, device:str): # A model
@@ -831,6 +831,11 @@ def get_ready(data:str, minutes:float, out:Path, card:Any=None
     return trainer
 
 # %% ../../nbs/90_app/90g_cli.ipynb #09c9a91a
+def quickstart_configs(vocab_size:int)->tuple: # `ModelConfig` and `TrainConfig`, without its steps
+    "The presets, but with heads that start as copiers and twice the rate, as chapter 06 found."
+    return (ModelConfig.preset("quickstart", vocab_size=vocab_size, copy_init=True),
+            TrainConfig.preset("quickstart", lr=5e-3))
+
 def plan(
     data:Path,     # Folder of `prepare`
     minutes:float, # Minutes of training
@@ -842,10 +847,7 @@ def plan(
     from lmcourse.training.trainer import Trainer, measure_step
     with checking_input():
         train, valid = open_data(data)
-        # Heads that start as copiers allow twice the preset's rate, see chapter 06's speed run
-        model = ModelConfig.preset("quickstart", vocab_size=train.info["vocab_size"],
-                                   copy_init=True)
-        config = TrainConfig.preset("quickstart", lr=5e-3)
+        model, config = quickstart_configs(train.info["vocab_size"])
         if card is not None:
             from lmcourse.accounting.your_gpu import fit_to_card, preset_for
             name = preset_for(card, minutes, 2048).preset # As `card_lines` says

@@ -131,11 +131,11 @@ def test_captions_and_texts_of_pictures_can_be_read(name):
 
 
 @notebooks
-def test_every_picture_has_a_text_for_readers_who_cannot_see_it(name):
+def test_every_picture_has_a_caption_and_a_text_for_readers_who_cannot_see_it(name):
     for c in CELLS[name]:
         if any(kind in ("image/png", "image/svg+xml") for out in c.get("outputs", []) for kind in out.get("data", {})):
             src = "".join(c["source"])
-            assert re.search(r"^#\| *fig-alt: *\S", src, flags=re.M), f"no fig-alt:\n{src}"
+            for text in ("fig-cap", "fig-alt"): assert re.search(rf"^#\| *{text}: *\S", src, flags=re.M), f"no {text}:\n{src}"
 
 
 @notebooks
