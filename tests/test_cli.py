@@ -193,6 +193,9 @@ def test_quantized_weights_have_a_product_on_the_cpu_only(monkeypatch):
     monkeypatch.setattr("lmcourse.training.engines.pick_device", lambda name: torch.device(name))
     assert cli.checked_device("cuda", "none") == "cuda" and cli.checked_device("cpu", "int8") == "cpu"
     with pytest.raises(ValueError, match="quantize = int8 with device = cuda, expected cpu"): cli.checked_device("cuda", "int8")
+    monkeypatch.setattr(cli, "compiles", lambda: False)
+    assert cli.checked_device("cpu", "none") == "cpu"
+    with pytest.raises(ValueError, match="quantize = int4 with NUMBA_DISABLE_JIT = 1"): cli.checked_device("cpu", "int4")
 
 
 def test_serve_reads_the_run_s_chat_template(whole, tmp_path):

@@ -13,7 +13,7 @@ from hypothesis import given, settings, strategies as st
 
 from lmcourse.architecture.layers_torch import cross_entropy
 from lmcourse.architecture.transformer_np import init_params
-from lmcourse.architecture.transformer_torch import (InputEmbeddings, SinusoidalPositions, TransformerBlock, TransformerLM)
+from lmcourse.architecture.transformer_torch import (InputEmbeddings, Parts, SinusoidalPositions, TransformerBlock, TransformerLM)
 from lmcourse.accounting.parameters import count_parameters, parameter_table
 from lmcourse.tools.checks import check_close, expect_error
 from lmcourse.tools.config import FFN_KINDS, ModelConfig
@@ -315,6 +315,10 @@ def test_heads_can_start_as_copiers():
                            (dict(num_experts=4), "copy_init = True with num_experts = 4, expected num_experts = none"),
                            (dict(kv_lora_rank=8), "copy_init = True with kv_lora_rank = 8")):
         with expect_error(ValueError, words): replace(base, copy_init=True, **changes)
+    class Odd(torch.nn.Module):
+        def __init__(self, config, **_): super().__init__()
+    with expect_error(ValueError, "copy_init = True with Odd, expected a feed-forward network whose last matrix is w2"):
+        TransformerBlock(replace(base, copy_init=True), parts=Parts(ffn=Odd))
 
 
 def test_learned_positions_start_as_large_as_tokens():

@@ -572,6 +572,9 @@ def checked_device(name:str, quantize:str)->str: # The device's kind
     if quantize != "none" and device != "cpu":
         raise ValueError(f"quantize = {quantize} with device = {device}, expected cpu: "
                          "which alone can multiply such weights")
+    if quantize != "none" and not compiles():
+        raise ValueError(f"quantize = {quantize} with NUMBA_DISABLE_JIT = 1: its products are "
+                         "compiled with Numba, expected quantize = none or the variable unset")
     return device
 
 def decoder_for(model:Any, bits:int|None=None): # The fastest decoder for `generate`

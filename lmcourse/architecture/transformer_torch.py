@@ -128,7 +128,10 @@ def _start_copying(block, **place
 ): # Each head adds a part of what it looks at, unchanged; the feed-forward network adds nothing yet
     for matrix in (block.attn.v_proj, block.attn.output_proj):
         matrix.weight = nn.Parameter(torch.eye(len(matrix.weight), **place))
-    block.ffn.w2.weight = nn.Parameter(torch.zeros(block.ffn.w2.weight.shape, **place))
+    last = getattr(block.ffn, "w2", None)
+    if last is None: raise ValueError(f"copy_init = True with {type(block.ffn).__name__}, "
+                                      "expected a feed-forward network whose last matrix is w2")
+    last.weight = nn.Parameter(torch.zeros(last.weight.shape, **place))
 
 # %% ../../nbs/03_architecture/03f_transformer_torch.ipynb #07970f9e
 class SinusoidalPositions(FixedTable):
