@@ -69,7 +69,10 @@ def judged(model, tokenizer, valid, stories):
 
 
 def measure(folder, stories):
-    "A line for each checkpoint that is there, and one for the packed model."
+    "A line for each checkpoint that is there, and one for the packed model, which must be of this run."
+    made = json.loads((SHIPPED/"config.json").read_text())["made"]
+    if (made["step"], made["command"]) != (max(checkpoints(folder)), f"lmcourse {TRAIN}"):
+        sys.exit(f"{SHIPPED} is another run's model: call `pack {folder}` first")
     valid = open_data(folder/"data")[1]
     lines = []
     for step in [s for s in checkpoints(folder) if s in SHOWN]:
