@@ -45,7 +45,7 @@ def small_model(
     vocab_size:int=512,   # Vocabulary size, V
     context_length:int=128, # Tokens of a window, T
 )->ModelConfig:
-    "Return the config of a small model with this width and depth. `ValueError` for a width of 0."
+    "Return the config of a small model. Raises `ValueError` unless 8 divides the width."
     if width < 8 or width % 8: raise ValueError(f"{width = }, expected a multiple of 8")
     return ModelConfig(vocab_size=vocab_size, context_length=context_length, d_model=width,
                        num_layers=layers, num_heads=max(1, width//16), head_dim=16,

@@ -41,7 +41,7 @@ def pretended_mesh(
     processes:int,      # Number of pretended processes
     rank:int=0,         # Rank that this process plays
 )->Iterator[World]:
-    "Make a mesh of processes of which only one exists. Everything it sends is dropped."
+    "Make a mesh of which only one process exists. Everything that it sends is dropped."
     from torch.testing._internal.distributed.fake_pg import FakeStore
     sizes = mesh_sizes(config, processes)
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=processes)
