@@ -98,6 +98,6 @@ def adamw_flops(
     parameters:int,       # Number of parameters; shared ones count once
     corrected:bool=False, # True if the means are corrected, False if the learning rate is
 )->int:
-    """FLOPs of an AdamW step. Algorithm 2 of Loshchilov and Hutter 2017 corrects the means.
+    """Count the FLOPs of an AdamW step. Loshchilov and Hutter's Algorithm 2 corrects the means.
     Raises `ValueError` for a number below 0."""
     return (16 if corrected else 14)*whole_number("parameters", parameters, 0)

@@ -79,7 +79,7 @@ def devices()->dict: # Name to `Device`; this machine is not among them
 
 # %% ../../nbs/02_accounting/02c_hardware.ipynb #667427fa
 def device(
-    # A name from `devices()`, `a100` for the one with 80 GB, or `this` for this machine, which is
+    # A name from `devices()`, `a100` for the 80 GB model, or `this` for this machine, which is
     # measured once; or a `Device`, which is returned
     name:str|Device,
 )->Device: # For an unknown name, a `ValueError` suggests the nearest

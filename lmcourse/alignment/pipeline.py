@@ -229,7 +229,7 @@ def _card_rows(c:PipelineConfig, model, tokenizer, inputs:dict)->list:
              for i in range(tokens.num_documents))
     return report_card(model, tokenizer, fitting, c.stories, training=texts).rows
 
-def _fits(task:str, stories:int, model, tokenizer)->bool: # Whether it fits into the context
+def _fits(task:str, stories:int, model, tokenizer)->bool: # Whether the task fits the context
     try: named_tasks(model, tokenizer, (task,), stories)
     except ValueError: return False
     return True

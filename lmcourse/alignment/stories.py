@@ -177,7 +177,7 @@ class StoryRlConfig:
             if not getattr(self, name) >= 0: raise ValueError(
                 f"StoryRlConfig: {name} = {getattr(self, name)}, expected 0 or more")
         if not self.stories + self.anchors: raise ValueError(
-            "StoryRlConfig: stories = 0 and anchors = 0, expected some of either")
+            "StoryRlConfig: stories = 0 and anchors = 0, expected at least one above 0")
 
 # %% ../../nbs/14_alignment/14q_stories.ipynb #39fb75ef
 class StoryBatches:

@@ -224,7 +224,7 @@ def turn_pairs(x, cos, sin, sign):
 # %% ../../nbs/03_architecture/03h_fast_np.ipynb #dca8fb94
 @fused
 def shift_scores(z, scale, first, low, window, top):
-    """Scale scores and subtract each row's largest; -infinity where a query may not see.
+    """Scale scores and subtract each row's largest; -infinity for keys that a query may not see.
     Row r is position `first + r`, column c key `low + c`."""
     M, Q, S = z.shape
     for m in range(M):
@@ -253,7 +253,7 @@ def divide_rows(z, top):
 # %% ../../nbs/03_architecture/03h_fast_np.ipynb #5c3dae9d
 @fused
 def less_log_sum(z, scale, first, low, window, log_sum):
-    """Scale scores and subtract each row's logarithm of Z; -infinity where a query may not see.
+    """Scale scores and subtract each row's logarithm of Z; -infinity for keys that are hidden.
     Rows and columns are positions as in `shift_scores`."""
     M, Q, S = z.shape
     for m in range(M):

@@ -84,14 +84,14 @@ class Embedding(nn.Embedding):
     def __init__(self,
         num_embeddings:int,                  # Number of rows; ids are 0 to `num_embeddings - 1`
         embedding_dim:int,                   # Size of a row
-        # Standard deviation of the initial weights, before they are cut off at three of them
+        # Standard deviation of the initial weights, before truncation at ±3 standard deviations
         std:float=1.0,
         device:str|torch.device|None=None,   # Device of the weights; `meta` for shapes only
         dtype:torch.dtype|None=None,         # Type of the weights; default: torch's
         generator:torch.Generator|None=None, # Random generator of the initial weights
     ):
         shape = num_embeddings, embedding_dim
-        # torch's own drawing on `meta` would load its compiler
+        # On `meta`, torch's own initialization would load its compiler
         super().__init__(*shape, _weight=truncated_normal(shape, std, device, dtype, generator))
 
     def forward(self, ids:torch.Tensor)->torch.Tensor: # `(...)` whole numbers to `(..., D)`
@@ -106,8 +106,8 @@ def check_index(
     of:str,             # Name of the thing that has that size, for the message
 ):
     """Check that indices are integers within a range.
-    Raises `TypeError` if they aren't integers, and `IndexError` with the one furthest out of
-    range."""
+    Raises `TypeError` if they aren't integers, and `IndexError` with the value furthest out
+    of range."""
     if index.dtype not in (torch.int64, torch.int32):
         raise TypeError(f"{name}s are {index.dtype}, expected torch.int64")
     if not index.numel() or not _can_look(index): return
@@ -199,7 +199,7 @@ def relu(x:torch.Tensor)->torch.Tensor: # The positive part
 def relu2(x:torch.Tensor)->torch.Tensor: # The positive part, squared
     "Return `x*x` where `x` is above 0, and 0 elsewhere."
     x = F.relu(x)
-    # `x*x`: autograd saves only `x`, and autocast doesn't go to float32 as for `x**2`
+    # `x*x`: autograd saves only `x`, and autocast doesn't go to float32 as it does for `x**2`
     return x*x
 
 def silu(x:torch.Tensor)->torch.Tensor: # `x` times its sigmoid

@@ -143,7 +143,7 @@ def halves_to_pairs(
     rows:torch.Tensor, # A weight `(heads * K, ...)`, or a bias, for RoPE over `(i, i + K/2)`
     head_dim:int,      # Size of a head, K
 )->torch.Tensor: # The same rows for RoPE over pairs `(2i, 2i+1)`
-    "Reverse the order that `pairs_to_halves` makes."
+    "Undo the reordering of `pairs_to_halves`."
     return rows.unflatten(0, (-1, 2, head_dim//2)).transpose(1, 2).flatten(0, 2)
 
 # %% ../../nbs/03_architecture/03g_pretrained.ipynb #69c769a9

@@ -269,7 +269,7 @@ def _check_input(ids:torch.Tensor, c:ModelConfig, positions, cache
         raise ValueError(f"{ids.shape[-1]} tokens, but the model's context_length is "
                          f"{c.context_length}")
     if cache is not None and positions is None:
-        raise ValueError("a cache needs positions: after earlier tokens, the new ones don't stand "
+        raise ValueError("a cache needs positions: after earlier tokens, the new ones don't start "
                          "at 0")
 
 def _rope_table(model, T:int, positions)->torch.Tensor|None: # Looked up once for all layers

@@ -23,7 +23,7 @@ class DraftEngine(Engine):
         model:Any,           # A `TransformerLM`: it alone decides how answers are distributed
         *limits:Any,         # As for `Engine`
         make_draft:Callable, # Makes a request's draft, as in `lambda: PromptLookup(vocab_size)`
-        lookahead:int=4,     # Largest number of tokens that it proposes per step
+        lookahead:int=4,     # Largest number of tokens that a draft proposes per step
         **settings:Any,      # As for `Engine`
     ):
         super().__init__(model, *limits, **settings)

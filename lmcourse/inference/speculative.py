@@ -274,8 +274,8 @@ def acceptance_rate(
     # How many tokens were proposed and accepted in each round, as `speculate` notes them
     rounds:list,
 )->float: # α, 0 to 1; 0 if nothing was proposed
-    """Compute the share of the proposals that were accepted. Those after a rejected one were never
-    looked at and do not count."""
+    """Compute the share of the proposals that were accepted. Proposals after a rejected one
+    were never looked at and do not count."""
     looked_at = sum(min(accepted + 1, proposed) for proposed,accepted in rounds)
     return sum(accepted for _,accepted in rounds)/looked_at if looked_at else 0.
 

@@ -28,11 +28,11 @@ from .ranks import Link
 HERE = "lmcourse.parallelism.collectives_torch"
 
 class ProcessPool:
-    "Processes as ranks, joined by gloo, that wait for work. Use it in a `with`, or close it."
+    "Processes as ranks, joined by gloo, that wait for work. Use it in a `with` block, or close it."
     def __init__(self,
         size:int,            # Number of ranks, N
         module:str=HERE,     # Module whose functions the ranks run
-        timeout_s:float=60., # Time for a collective; `run` waits twice as long for results
+        timeout_s:float=60., # Timeout of a collective; `run` waits twice as long for results
     ):
         if size < 1: raise ValueError(f"ProcessPool: {size} ranks, expected 1 or more")
         self.size, self.module, self.timeout_s = size, module, timeout_s
@@ -103,7 +103,7 @@ def serve_rank(
     "Do the work that comes through the pipe, until the pool is closed."
     def watch():
         try: alive.recv()
-        except (EOFError, OSError): os._exit(1)                 # Even amid a collective
+        except (EOFError, OSError): os._exit(1)                 # Even during a collective
     threading.Thread(target=watch, daemon=True).start()
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
@@ -214,7 +214,7 @@ def all_gather(piece:torch.Tensor, length:int)->torch.Tensor: # `(length,)`
 
 # %% ../../nbs/10_parallelism/10c_collectives_torch.ipynb #3d73e800
 def torch_collective(name:str, length:int)->np.ndarray:
-    "Run one of torch's collectives on `own_vector`, and return what this rank holds then."
+    "Run one of torch's collectives on `own_vector`, and return what this rank holds afterwards."
     rank, size = dist.get_rank(), dist.get_world_size()
     x = torch.from_numpy(own_vector(length, rank))
     if name == "broadcast": dist.broadcast(x, 0)
@@ -268,7 +268,7 @@ def hasty_reduce_scatter(x:torch.Tensor)->torch.Tensor:
     dist.all_reduce(whole)
     return whole.chunk(size)[dist.get_rank()]
 
-def counted_scatter(hasty:bool, length:int)->tuple: # Its piece, calls, and bytes with rings
+def counted_scatter(hasty:bool, length:int)->tuple: # This rank's piece, calls, bytes with rings
     "Run a reduce-scatter and count its traffic."
     x = torch.from_numpy(own_vector(length, dist.get_rank()))
     with CollectiveBytes() as count: piece = (hasty_reduce_scatter if hasty else reduce_scatter)(x)
@@ -293,7 +293,7 @@ def fit_link(
     seconds:Sequence[float]|np.ndarray,   # Time of its ring all-reduce
     size:int,                             # Number of ranks
 )->Link: # Latency and bandwidth of a wire
-    "Fit a link by relative least squares. Raises `ValueError` below two lengths or two ranks."
+    "Fit a link by relative least squares. Raises `ValueError` for fewer than two lengths or ranks."
     b, t = np.asarray(num_bytes, float), np.asarray(seconds, float)
     if size < 2 or len(b) < 2 or len(b) != len(t) or not (t > 0).all():
         raise ValueError(f"fit_link: {len(b)} lengths, {len(t)} times, {size} ranks, expected two "

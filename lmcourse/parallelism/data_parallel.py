@@ -28,7 +28,7 @@ def my_rows(
     return torch.tensor_split(batch, port.size)[port.rank]
 
 def add_over_ranks(number:float, port:Port)->float: # The sum over all ranks
-    "Add up one number of each rank."
+    "Add up one number from each rank."
     x = np.array([number], np.float64)
     ring_all_reduce(x, port)
     return float(x[0])

@@ -52,7 +52,7 @@ class Mailroom:
 
 # %% ../../nbs/10_parallelism/10h_pipeline.ipynb #7a28f539
 class Pipeline:
-    "A rank's stages of a model. Gradients accumulate in its own parameters."
+    "A rank's stages of a model. Gradients accumulate in the parameters of this rank's copy."
     def __init__(self,
         model:TransformerLM, # This rank's copy, of which it runs only its stages
         port:Port,

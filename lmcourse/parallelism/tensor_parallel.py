@@ -161,7 +161,7 @@ class TensorParallelLM:
         return (LeaveToTokens if self.sequence_parallel else Leave).apply(x, self.port)
 
     def around(self, f:Callable, tokens:int)->Callable:
-        "Wrap `f` of rows `(B, T, D)` in `enter` and `leave`."
+        "Wrap `f`, which takes rows `(B, T, D)`, in `enter` and `leave`."
         return lambda x: self.leave(f(self.enter(x, tokens).transpose(0, 1)).transpose(0, 1))
 
     def loss(self, ids:torch.Tensor, targets:torch.Tensor)->torch.Tensor: # `(B, T)` each

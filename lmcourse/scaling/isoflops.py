@@ -13,7 +13,7 @@ from ..tools.files import data_rows
 def isoflop_points(
     study:str,  # `llama_3`, or Marin's `comma`, `dclm` or `nemotron`
 )->tuple: # FLOPs, parameters, tokens, losses `(n,)`; the losses of Llama 3 in its figure's unit
-    "Published isoFLOP runs, as collected by Open-Athena in 2026."
+    "Return published isoFLOP runs, as collected by Open-Athena in 2026."
     rows = [r for r in data_rows("isoflop_points.csv")
             if study in r["study"].replace("/", " ").split()]
     if not rows:

@@ -33,7 +33,7 @@ def special_list(
     special_tokens:Iterable[str]|None, # As passed by the caller
 )->list: # The same tokens
     """Check special tokens and return them as a list.
-    Raises `ValueError` for an empty or repeated one, and `TypeError` for one that is not a
+    Raises `ValueError` for an empty or repeated token, and `TypeError` for a token that is not a
     string."""
     if isinstance(special_tokens, (str, bytes)):
         raise TypeError(f"special_tokens = {special_tokens!r}, expected a list of strings")
@@ -179,7 +179,7 @@ def train_bpe_indexed(
 
 # %% ../../nbs/01_tokenization/01b_bpe.ipynb #ccebae95
 class HeapEntry(tuple):
-    "A count and its pair, in reverse order, so that the best is the smallest, as in a heap."
+    "A count and its pair, in reverse order, so that the best is the smallest, as a heap needs it."
     __lt__ = tuple.__gt__
 
 def train_bpe_heap(

@@ -1039,7 +1039,7 @@ class SegmentEncoder:
         return Workplace(code, memory.ctypes.data, ids, ids.data, (memory, *tables, *whole))
     def run(self,
         data:bytes,       # A text in UTF-8
-        # Of each segment; `places` gets the index where its ids begin, and finally their number
+        # For each segment; `places` gets the index of its first id, and at its end their number
         starts:np.ndarray, stops:np.ndarray, specials:np.ndarray, out:np.ndarray, places:np.ndarray,
     )->int: # How many ids were written to `out`
         "Encode segments with `encode_kernel`."

@@ -28,7 +28,7 @@ from ..tools.machine import compiles
 # %% ../../nbs/01_tokenization/01e_tokenizer.ipynb #5b8f8fa6
 _FEW_BYTES = 1 << 20
 
-def _ready(*kernels:str)->bool: # Whether one of them was compiled or loaded in this process
+def _ready(*kernels:str)->bool: # Whether a kernel was compiled or loaded in this process
     fast = sys.modules.get("lmcourse.tokenization.fast_bpe")
     return bool(fast and any(getattr(fast, kernel).signatures for kernel in kernels))
 
@@ -118,7 +118,7 @@ def _check_merges(merges:list, tokens):
 # %% ../../nbs/01_tokenization/01e_tokenizer.ipynb #7379f423
 class Rules(NamedTuple):
     "How a text is prepared before the merges; the defaults are GPT-2's."
-    pattern:str = PRETOKENIZE.pattern # Finds pre-tokens; text between matches is one, too
+    pattern:str = PRETOKENIZE.pattern # Finds pre-tokens; text between matches is a pre-token too
     nfc:bool = False                  # Whether to compose accents (NFC) first
     whole_words:bool = False          # Whether a pre-token in the vocabulary is never split
 
@@ -281,7 +281,7 @@ class TextEncoder(VocabularyFiles):
                 else ReadableEncoder(self, special))
 
     def encode(self, text:str, special:bool=True
-    )->list: # Ids; a special token in `text` becomes its one id
+    )->list: # Ids; a special token in `text` becomes a single id
         """Encode a text.
         With `special=False` special tokens are encoded like any other text: use it for text that
         you don't trust. Raises `ValueError` for text that can't be encoded."""
@@ -319,7 +319,7 @@ def cut_chunks(
     chunks:Iterable, # `str` or `bytes`; a chunk may end in the middle of a character
     specials:list,   # Special tokens as bytes
     spaces:bool=True,# Whether text may be cut before white space, not only before special tokens
-)->Iterator[bytes]: # The same bytes, at least 64 KiB at a time
+)->Iterator[bytes]: # The same bytes, about 64 KiB or more at a time
     "Join chunks, and cut them again at places that no token reaches across."
     held, size, enough = [], 0, 1 << 16
     for chunk in chunks:
@@ -354,7 +354,7 @@ class Tokenizer(TextEncoder):
 
     def encode_iterable(self, chunks:Iterable, special:bool=True)->Iterator[int]:
         """Encode a text that comes in chunks, such as the lines of a file, one id at a time.
-        It holds in memory at most 64 KiB, or the text between two places where it may be cut."""
+        Memory holds about 64 KiB of it at a time, or more if a chunk is larger or can't be cut."""
         if isinstance(chunks, (str, bytes)):
             raise TypeError(f"chunks is one {type(chunks).__name__}, expected an iterable of them: "
                             f"[text]")

@@ -364,7 +364,7 @@ def get_batch(
 def to_tensors(
     arrays:Iterable,  # For example inputs and targets: NumPy arrays or tensors
     device:Any="cpu", # Device of the tensors
-)->tuple: # The same as tensors
+)->tuple: # The same values as tensors
     "Convert arrays to torch tensors on a device."
     import torch
     tensors = (a if torch.is_tensor(a) else torch.from_numpy(np.ascontiguousarray(a))

@@ -104,7 +104,7 @@ def _weights_in(path:Path)->dict: # Also reads 8-bit codes, with a step size per
     return weights
 
 def _read_run_model(run:Path, make:Callable, checkpoint:str
-)->tuple: # Older runs don't record a best one: the latest
+)->tuple: # The latest one if the run is too old to record the best
     config, _, data = read_run(run)
     kept = Checkpoints(run/"checkpoints")
     if (path := kept.latest()) is None: raise FileNotFoundError(f"{run}: no checkpoint yet")

@@ -62,7 +62,7 @@ class AdamWNp:
                if str(p.dtype) not in ("float32", "float64")]
         if odd:
             raise TypeError(f"AdamWNp: {', '.join(odd)}, expected float32 or float64: squares of "
-                            f"gradients are too small for less")
+                            f"gradients are too small for fewer bits")
         self.params, self.betas, self.eps, self.weight_decay, self.t = (params, betas, eps,
                                                                         weight_decay, 0)
         self.lr_scales = lr_scales or {}

@@ -324,7 +324,7 @@ def clip_grad_norm(
     if not grads: return torch.tensor(0.)
     norms = torch._foreach_norm(grads)
     norm = torch.linalg.vector_norm(torch.stack([n.to(norms[0].device) for n in norms]))
-    # for sharded gradients, torch 2.9 has so far summed only this process's part
+    # for sharded gradients, torch 2.9 sums only this process's part up to here
     if hasattr(norm, "full_tensor"): norm = norm.full_tensor()
     torch._foreach_mul_(grads, torch.where(norm.isfinite(), (max_norm/(norm + 1e-6)).clamp(max=1.),
                                            1.))
@@ -385,8 +385,8 @@ class Muon(AdamW):
             raise unknown("adjust_lr_fn", group["adjust_lr_fn"], _STEP_FACTOR)
         if group["dtype"] not in (None, *_FORMATS): raise unknown("dtype", group["dtype"], _FORMATS)
         if odd := [tuple(p.shape) for p in group["params"] if group["orthogonal"] and p.ndim != 2]:
-            raise ValueError(f"Muon: a parameter of shape {odd[0]}, expected two axes; the others "
-                             f"are for AdamW")
+            raise ValueError(f"Muon: a parameter of shape {odd[0]}, expected two axes; leave "
+                             f"the others to AdamW")
 
     @torch.no_grad()
     def _move(self, params:list, group:dict): # The parameters of a group that have a gradient

@@ -15,7 +15,7 @@ class Interrupted(KeyboardInterrupt):
     "Raised when a signal has stopped a run, after a checkpoint was saved."
 
 @contextmanager
-# Names of the signals that have arrived; a second signal acts as usual
+# Names of the signals that have arrived; a second one raises `KeyboardInterrupt`
 def stop_signals()->Iterator[list]:
     "Record Ctrl-C and `kill` instead of ending the process."
     noted, before = [], {}

@@ -107,7 +107,8 @@ class Trainer:
 
     def fit(self,
         run:str|Path,              # An existing folder of the run, with its `config.json`
-        report:Callable|None=None, # Called as `report(trainer, evaluation)` after each evaluation
+        # Called as `report(trainer, evaluation)` after each evaluation before the last step
+        report:Callable|None=None,
         # Called after each evaluation with the model; returns a text for `samples.txt`
         sample:Callable|None=None,
     )->Evaluation: # The final evaluation, on all validation documents
