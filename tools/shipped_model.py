@@ -1,8 +1,9 @@
-"""The model that comes with the course: trained for hours, packed into 6 bits, its stories judged.
+"""The model that comes with the course: trained on stories, then distilled, packed into 6 bits, its stories judged.
 
 Usage:
   python tools/shipped_model.py train FOLDER    # data and run; the same call goes on where it was stopped
-  python tools/shipped_model.py pack FOLDER     # the end of the run, as lmcourse/data/quickstart
+  python tools/shipped_model.py pack FOLDER     # the end of the run, as nbs/results/pretrained
+  python tools/shipped_model.py distill FOLDER  # from there with a teacher; the end becomes lmcourse/data/quickstart
   python tools/shipped_model.py measure FOLDER  # the stories of each checkpoint: nbs/results/shipped_model.json
 """
 import argparse, json, shutil, subprocess, sys
