@@ -181,7 +181,7 @@ def read_documents(
     max_bytes:int=1 << 26, # Limit on a record, and on a decompressed body
     strict:bool=True,      # As in `read_warc`
 )->Iterator[tuple]: # `(Document, reason)`; the reason is empty if the document is kept
-    "Read an archive's pages as documents, or why they fail. `ValueError` for a damaged file."
+    "Read pages as documents, or give the reason why not. `ValueError` for a damaged file."
     for record in read_warc(path, max_bytes, strict):
         if record.kind == "conversion":
             text, why = record.payload.decode("utf-8", errors="replace"), ""

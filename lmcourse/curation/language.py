@@ -94,7 +94,7 @@ class TextClassifier:
 # %% ../../nbs/13_curation/13c_language.ipynb #e84e3756
 @cache
 def language_model()->TextClassifier: # Trained on first use
-    "Train the course's detector of eight languages on half of its sentences."
+    "Train the course's detector of eight languages on half of the sentences."
     rng, texts, labels = random.Random("languages"), [], []
     for language,templates in language_sentences().items():
         for template in templates[0::2]*3:

@@ -63,7 +63,7 @@ class Page:
     url:str           # Address, in a domain that can't exist (`.example`)
     kind:str          # One of `KINDS`
     text:str          # What a perfect extractor finds: no menu, no title, no footer
-    title:str         # The heading above it
+    title:str         # The heading above the text
     language:str      # Code, say `en`; empty for noise
     layout:str        # One of `LAYOUTS`; empty for a binary page
     charset:str       # Character set of the body
@@ -84,7 +84,7 @@ def class_sentences(
 
 # %% ../../nbs/13_curation/13a_web.ipynb #8f7cd542
 def edit_words(
-    text:str,          # Words with single blanks between them
+    text:str,          # Words with single spaces between them
     edits:int,         # Number of words to change
     pool:list,         # Words to put in
     rng:random.Random, # Source of the positions and the new words
@@ -333,7 +333,7 @@ def planted_web(
     seed:int=0,           # Another seed gives another web
     shares:dict|None=None, # Kind to its share; default: those of `KINDS`
 )->list: # `Page`s in random order; the same on every machine
-    "Generate a web with an answer key. Raises `ValueError` for unknown kinds or copies of nothing."
+    "Generate a web with an answer key. `ValueError` for unknown kinds, or copies without a story."
     shares = shares or {kind: share for kind,(share,_) in KINDS.items()}
     if odd := sorted(set(shares) - set(KINDS)):
         raise ValueError(f"kinds {odd}, expected some of {', '.join(KINDS)}")
