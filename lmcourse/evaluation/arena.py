@@ -68,7 +68,7 @@ def _checked_games(games, players, extra)->tuple: # Arrays i, j, won, extra
     if more.shape != won.shape: raise ValueError(f"{len(won)} games, but {len(more)} of extra")
     return i, j, won, more
 
-def _refuse_undecided(i, j, won, players): # Ford: chains of wins must link all
+def _refuse_undecided(i, j, won, players): # Ford: wins must link all players, both ways
     beats = np.zeros((players, players))
     np.add.at(beats, (i, j), won)
     np.add.at(beats, (j, i), 1 - won)
