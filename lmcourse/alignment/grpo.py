@@ -125,7 +125,7 @@ def grpo_loss(
     old_log_probs:Tensor, # Log-probs under the sampling policy `(B, T)`
     mask:Tensor,          # Which tokens count `(B, T)`
     low:float=.2,         # Lower clip range
-    high:float|None=None, # Upper clip range; None for `low`; DAPO uses .28
+    high:float|None=None, # Upper clip range; None means `low`; DAPO uses .28
     level:Literal["token", "sequence"]="token", # Level of the ratio; GSPO uses "sequence"
     average:Literal["response", "token", "constant"]="response", # DAPO "token", Dr. GRPO "constant"
     max_length:int|None=None,         # Divisor for `average="constant"`

@@ -11,10 +11,10 @@ from torch import Tensor
 
 # %% ../../nbs/14_alignment/14e_policy_gradient.ipynb #14c71a6c
 def compute_naive_policy_gradient_loss(
-    raw_rewards_or_advantages:Tensor, # One number per response `(B, 1)`
+    raw_rewards_or_advantages:Tensor, # One number per response `(B, 1)`, or per token
     policy_log_probs:Tensor,          # Log-probability of each token `(B, T)`
 )->Tensor: # Loss of each token `(B, T)`
-    "Compute -advantage*log_prob. Raises `ValueError` unless each response has one finite number."
+    "Compute -advantage*log_prob. Raises `ValueError` for bad shapes or numbers that aren't finite."
     _check_advantages(raw_rewards_or_advantages, policy_log_probs)
     return -raw_rewards_or_advantages*policy_log_probs
 
@@ -57,7 +57,7 @@ def clipped_loss(
     log_probs:Tensor,     # Log-probs under the trained policy `(B, T)`
     old_log_probs:Tensor, # Log-probs under the sampling policy `(B, T)`
     low:float=.2,         # How far the ratio may fall below 1
-    high:float|None=None, # How far the ratio may rise above 1; None for `low`
+    high:float|None=None, # How far the ratio may rise above 1; None means `low`
 )->tuple: # Loss of each token `(B, T)`, and whether it is clipped `(B, T)`, bool
     """Compute `-min(ratio*A, clip(ratio)*A)`. Schulman 2017, eq. 7.
     Raises `ValueError` for shapes that don't match or bounds out of range."""

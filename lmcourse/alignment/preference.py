@@ -46,7 +46,7 @@ def kto_loss(
     kl:Tensor,            # An estimate of KL(policy || reference), a number
     beta:float,           # What a nat of KL costs
 )->Tensor: # `(B,)`: no pairs are needed
-    "1 - sigmoid(±beta*(log ratio - KL)), minus for bad responses. Ethayarajh 2024, eq. 8."
+    "Compute 1 - sigmoid(±beta*(log ratio - KL)), minus for bad ones. Ethayarajh 2024, eq. 8."
     _same_shapes(beta, log_probs, ref_log_probs, good)
     gain = log_probs - ref_log_probs - kl.detach().clamp(min=0)
     return 1 - torch.sigmoid(beta*torch.where(good, gain, -gain))
@@ -141,7 +141,7 @@ def check_pairs(
     pairs:list,         # Dicts with `prompt`, `chosen` and `rejected`
     where:str="pair ",  # Beginning of error messages; the pair's number follows
 )->list: # The pairs, unchanged
-    "Raises `ValueError` for no pairs, for a malformed pair, and for a pair of equal responses."
+    "Check pairs. Raises `ValueError` for no pairs, a malformed pair or equal responses."
     if not pairs: raise ValueError("no pairs, expected at least one")
     for n,pair in enumerate(pairs, 1):
         for key in ("prompt", "chosen", "rejected"):
@@ -198,7 +198,7 @@ class PreferenceBatches:
         return (*self.tensors(which), self.reference[which])
 
     def measure(self, model:torch.nn.Module, most:int=64)->dict: # Means in nats, and a share
-        "Measure log ratios, and the share of the first `most` pairs whose chosen one is larger."
+        "Measure log ratios of `most` pairs, and how often the chosen response's is larger."
         which = range(min(most, len(self.rows)))
         now = pair_log_probs(model, *self.tensors(which), log_probs=measure_log_probs)
         ratios = now - self.reference[:len(which)]

@@ -133,7 +133,7 @@ def own_pairs(
              for pair in judged_pairs(p, [r.response for r in group if r.finished], task.reward)]
     if not pairs: raise ValueError(
         f"{len(found)} responses to {prompts} prompts, and to no prompt a right and a wrong one: "
-        f"begin with a model after sft")
+        f"begin with a model that sft has trained")
     return pairs
 
 def same_tokenizer(
@@ -142,8 +142,8 @@ def same_tokenizer(
 ):
     "Raise `ValueError` if the reference has a different tokenizer."
     if reference and (other := load_model(reference)[1]).digest != tokenizer.digest:
-        raise ValueError(f"reference = {reference}: its tokenizer is {other.digest[:12]}…, that "
-                         f"of the model {tokenizer.digest[:12]}…, expected the same")
+        raise ValueError(f"reference = {reference}: its tokenizer is {other.digest[:12]}…, the "
+                         f"model's is {tokenizer.digest[:12]}…, expected the same")
 
 # %% ../../nbs/14_alignment/14k_runs.ipynb #14k2open
 def open_alignment(

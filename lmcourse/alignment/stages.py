@@ -75,8 +75,8 @@ def run_stages(
     say:Callable=print,  # Called with a line of text
     until:str|None=None, # The last stage to run; None for all
 )->dict: # Name to record: `order`, `files`, `digest`, `cpu_s`, `wall_s`, `peak_bytes`
-    """Run the unfinished stages. `UserError` before any work for an unknown stage, or the folder of
-    something else or of another pipeline."""
+    """Run the unfinished stages. Raises `ValueError`, before any work, for an unknown stage or an
+    unrelated folder."""
     names = [s.name for s in stages]
     if until is not None and until not in names: raise unknown("stage", until, names)
     wanted = stages[:len(names) if until is None else names.index(until) + 1]

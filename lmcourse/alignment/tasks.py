@@ -113,7 +113,7 @@ def problem_prompts(
     n:int, seed:int=0,             # Number of questions, all different; seed of the choices
     steps:int=2, easy:bool=False,  # As in `word_problems`
 )->list: # Questions
-    "Draw questions. Another seed draws others, but easy ones may occur under both."
+    "Draw questions. A different seed draws different ones, but easy ones may occur twice."
     found:dict = {}
     for problem in word_problems(seed, steps, easy):
         if len(found) >= n: return list(found)
@@ -121,7 +121,7 @@ def problem_prompts(
     return []
 
 def problem_demonstrations(
-    slip:float=0., seed:int=0,     # Probability that the last sum is off by one; the seed
+    slip:float=0., seed:int=0,     # Probability that the last result is off; the seed
     steps:int=2, easy:bool=False,  # As in `word_problems`
 )->Iterator[tuple]: # Endless pairs of question and solution
     "Work out word problems, some of them wrongly. `ValueError` for a slip outside 0 to 1."

@@ -42,8 +42,8 @@ STEPS:dict = {} # Name to a function that makes a step from its options
 def register_step(
     name:str, # Name of the step in recipes
 )->Callable: # A decorator
-    """Register a step's factory under a name. Raises `ValueError` for a name that another function
-    has; a cell may be run again."""
+    """Register a step's factory under a name. Raises `ValueError` if a different function has the
+    name already; a cell may be run again."""
     def keep(maker:Callable)->Callable:
         if STEPS.get(name, maker).__name__ != maker.__name__:
             raise ValueError(f"the step {name!r} is there already")
@@ -347,7 +347,7 @@ def read_shard(
     max_bytes:int=1 << 26, # Limit on a record or a document
 )->Iterator[tuple]: # `(Document, reason)`; the reason is empty if the text could be read
     """Read documents, each with the reason if it fails. A damaged part of an archive is one
-    `unreadable` document, with `FILE@FROM-TO` for an id. Raises `ValueError` for another format."""
+    `unreadable` document, with the id `FILE@FROM-TO`. Raises `ValueError` for another format."""
     path = Path(path)
     name = path.name.removesuffix(".gz")
     if name.endswith((".warc", ".wet")): return read_documents(path, max_bytes, strict=False)

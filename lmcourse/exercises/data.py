@@ -187,7 +187,7 @@ def check_exact_line_deduplication(
 def check_similarity(
     similarity:Callable, # `similarity(a, b, n)` gives a number
 ):
-    "`AssertionError` unless it is the share of common shingles in all."
+    "`AssertionError` unless it is the share of all shingles that both texts have."
     def runs(t, n, lower=True, letters=False, short=True):
         w = (t.lower() if lower else t)
         w = list(w) if letters else w.split()

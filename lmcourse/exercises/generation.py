@@ -105,7 +105,7 @@ def _next_mistakes()->dict:
 def check_next_probs(
     next_probs:Callable, # `next_probs(logits, temperature, top_p)` gives probabilities `(V,)`
 ):
-    "`AssertionError` unless temperature and nucleus are those of the definition."
+    "Raise `AssertionError` unless temperature and nucleus follow the definition."
     def oracle(z, t, p): return sampling.next_token_probs(z, t, top_p=p)
     _grade_rows(next_probs, oracle, ("logits", "temperature", "top_p"), _next_cases(),
                 _next_mistakes())
@@ -135,7 +135,7 @@ def _top_mistakes()->dict:
 def check_top_k(
     top_k:Callable, # `top_k(logits, k)` gives probabilities `(V,)`
 ):
-    "`AssertionError` unless exactly `k` tokens stay, the right ones."
+    "Raise `AssertionError` unless exactly the right `k` tokens stay."
     cases = ([(torch.tensor([4., 1., 3., 2.]).log(), k, "") for k in (2, 1, 3)]
              + [(torch.zeros(4), 2, "of equal logits the lower ids stay")])
     cases += [(torch.tensor([1., 3., 3., 3., 0.]), 2, "of equal logits the lower ids stay"),
@@ -161,7 +161,8 @@ def _min_mistakes()->dict:
 def check_min_p(
     min_p:Callable, # `min_p(logits, p)` gives probabilities `(V,)`
 ):
-    "`AssertionError` unless the tokens of at least a share `p` of the largest probability stay."
+    """Raise `AssertionError` unless the tokens that stay are those with at least a share `p` of the
+    largest probability."""
     four = torch.tensor([5., 1., 3., 1.]).log()
     cases = [(four, .5, ""),
              (four + 100, .5, "the same number added to all logits changes nothing"),
@@ -198,7 +199,7 @@ def _id(value)->int|None: # A whole number, also in a tensor
 def check_draw(
     draw:Callable, # `draw(probs, u)` gives an id
 ):
-    "`AssertionError` unless each `u` gives the id in whose piece it lies."
+    "Raise `AssertionError` unless each `u` gives the id in whose piece it lies."
     def drawn(probs, u):
         got, where = run_answer(draw, probs, u), f"for probs = {_row(probs)}, u = {u!r}: "
         if _id(got) is None: raise AssertionError(f"{where}expected an id, got {short(got)}")
@@ -270,8 +271,8 @@ def check_generate(
     # ids
     generate:Callable,
 ):
-    """`AssertionError` unless the ids are those of the course's loop, and the model is
-    called no more often."""
+    """Raise `AssertionError` unless the ids are those of the course's loop, with no more calls
+    of the model."""
     for ids,most,context in _LOOPS:
         watched, right_model = _Watched(), _Watched()
         right = list(course_generate(right_model, ids, most, 0, stop=[0], context_length=context))
@@ -334,8 +335,8 @@ def check_sampler_numbers(
     # 'cold', 'nucleus', 'warm', 'length', 'cut', 'likeliest' and 'typical', each a number
     answer:dict,
 ):
-    """`AssertionError` unless the numbers are those that the course's sampler gives, to one per
-    cent."""
+    """Raise `AssertionError` unless the numbers are those that the course's sampler gives, to one
+    per cent."""
     check_numbers(answer, *_sampler_numbers(), rtol=.01)
 
 # %% ../../nbs/05_generation/05z_generation.ipynb #e21768d2
@@ -370,7 +371,7 @@ def _penalised(z:Tensor, seen:list, t:float)->Tensor: return sampling.repetition
 def check_penalise(
     penalise:Callable, # `penalise(logits, seen, theta)` gives logits `(V,)`
 ):
-    "`AssertionError` unless tokens that occurred become less likely, by the usual rule."
+    "Raise `AssertionError` unless tokens that occurred become less likely, by the usual rule."
     z, zero = torch.tensor([2., -1., .5]), torch.tensor([0., 3., -math.inf, -2.])
     cases = [(z, [0], 2., ""), (z, [0, 1], 2., ""), (z, [1, 0, 1, 1], 2., ""),
              (z, [], 2., "nothing came yet"),
@@ -396,8 +397,8 @@ def _tree_logits(ids:list)->Tensor: # The first id stands for the empty prompt
 def check_beam(
     answer:dict, # 'greedy', 'kept', 'beam' and 'likeliest', each a probability
 ):
-    """`AssertionError` unless the probabilities are those that the course's beam search finds, to
-    one per cent."""
+    """Raise `AssertionError` unless the probabilities are those that the course's beam search
+    finds, to one per cent."""
     def found(letters, width):
         return [math.exp(s) for s,_ in sampling.beam_search(_tree_logits, [0], letters, width)]
     greedy, wide, every, two = found(3, 1)[0], found(3, 2), found(3, 8), found(2, 4)
@@ -474,8 +475,8 @@ def _stop_hint(text:str, right:str, whole:str, stop:str, why:str)->str:
 def check_until_stop(
     until_stop:Callable, # `until_stop(pieces, stop)` yields pieces of text
 ):
-    """`AssertionError` unless the text ends before the stop string, is shown as early as possible,
-    and no piece is requested in vain."""
+    """Raise `AssertionError` unless the text ends before the stop string, is shown as early as
+    possible, and no piece is requested in vain."""
     if not callable(until_stop):
         raise AssertionError(f"expected a function, got {short(until_stop)}")
     for pieces,stop,why in _stop_cases():
@@ -519,8 +520,8 @@ def _log_prob_mistakes()->dict:
 def check_text_log_prob(
     text_log_prob:Callable, # `text_log_prob(logits, ids)` gives a number
 ):
-    """`AssertionError` unless it is the sum of the tokens' log-probabilities, for long texts and
-    large logits too."""
+    """Raise `AssertionError` unless the number is the sum of the tokens' log-probabilities, for
+    long texts and large logits too."""
     rng = torch.Generator().manual_seed(0)
     for T,V,scale,why in ((5, 7, 1, ""), (2, 3, 1, ""),
                           (6, 7, 1000, "exp overflows, or log 0: use log_softmax"),

@@ -160,7 +160,7 @@ def predicted_share(
     n:int,          # Size of the three square fp16 matrices
     tile:tuple=(256, 128), # Rows and columns of a tile of the result
     chip:str="a100", # A key of `chips()`, for the number of SMs
-)->float: # Share of the rate of all SMs with no time for loads
+)->float: # Share of the rate that all SMs would reach if loads took no time
     "Predict the speed of an n x n product if an SM alternates between loads and arithmetic."
     rows, columns = tile
     arithmetic = rows*columns/1024

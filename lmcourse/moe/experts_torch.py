@@ -46,7 +46,7 @@ def _first(scores:torch.Tensor, k:int)->torch.Tensor: # Indices of the k best, t
 def drop_late(
     chosen:torch.Tensor, # Experts `(N, k)`
     num_experts:int,     # E
-    room:int,            # Slots of each expert
+    room:int,            # Places at each expert
 )->torch.Tensor: # `chosen` with -1 where the expert was full
     "Drop the slots beyond capacity: first choices are served first, each in token order."
     queue = chosen.T.flatten()
@@ -176,7 +176,7 @@ class Experts(nn.Module):
         return F.linear(self.gate(F.linear(x, w1), None if w3 is None else F.linear(x, w3)), w2)
 
     def unbound(self)->list: # `(w1, w2, w3)` of each expert
-        "Split by one `unbind`: its backward stacks once; `w[e]` would fill an array each time."
+        "Split with one `unbind`: its backward pass stacks once, but each `w[e]` fills an array."
         third = [None]*len(self.w1) if self.w3 is None else self.w3.unbind(0)
         return list(zip(self.w1.unbind(0), self.w2.unbind(0), third))
 

@@ -24,7 +24,7 @@ def gradient_noise(
     dots:np.ndarray, # Dot products of the gradients of n batches `(n, n)`
     b:int,           # Examples in each batch
 )->tuple: # Noise scale in examples and its standard error; NaN if noise hides the signal
-    "Estimate McCandlish's noise scale by jackknife. `ValueError` for fewer than three gradients."
+    "Estimate McCandlish's noise scale by jackknife. Raises `ValueError` for fewer than 3 gradients."
     n = len(dots)
     if n < 3 or dots.shape != (n, n):
         raise ValueError(f"gradient_noise: dot products of shape {dots.shape}, expected (n, n) "
@@ -91,7 +91,7 @@ def new_run(
 
 def story_batch(
     data:TokenDataset,    # Stories
-    # Index of the story that begins each window `(B,)`, modulo their number
+    # Index of the story that begins each window `(B,)`, modulo the number of stories
     rows:list|np.ndarray,
     context_length:int,   # Tokens of a window, T
 )->tuple: # Inputs and targets, tensors `(B, T)`
@@ -104,7 +104,7 @@ def tail_rates(
     steps:int,        # Steps of the run
     lr:float,         # Peak learning rate
     warmup:int=10,    # Warm-up steps
-    cooldown:float=.2, # Share of the steps, at the end, during which it falls to 0
+    cooldown:float=.2, # Share of the steps, at the end, during which the rate falls to 0
 )->list: # The rate of each step: linear warm-up, constant, linear cooldown
     "Schedule a constant rate with warm-up and cooldown. Raises `ValueError` for invalid numbers."
     if steps < 1 or warmup < 0 or not 0 <= cooldown <= 1:
@@ -149,7 +149,7 @@ def steps_to_loss(
     losses:Sequence[float]|np.ndarray, # Loss at each step of a run with a constant rate
     target:float,                      # Nats per token
     window:float=.1, # Half-width of the averaging window, as a share of the step number
-)->float: # Steps; NaN if the run never reaches it
+)->float: # Steps; NaN if the run never reaches `target`
     "Find the first step around which the mean loss is at most `target`."
     sums = np.append(0., np.cumsum(losses))
     for k in range(1, len(losses) + 1):

@@ -103,7 +103,7 @@ class Stage(TransformerLM):
         return own_places(tokens, self.context) if self.context else None
 
     def head(self, x:torch.Tensor, targets:torch.Tensor|None)->torch.Tensor:
-        "Compute logits on all processes that share the head, or the loss."
+        "Compute the loss, or the logits on all processes that share the head."
         if targets is None: return whole(self.lm_head(x))
         if not self.mesh:
             return self.parts.loss(x, self.lm_head.weight, targets, -100, self.config.z_loss)
@@ -541,7 +541,7 @@ def check_mesh(
     world:World,        # The processes
     loss:Callable=next_token_loss, # The loss of the run
 ):
-    "Raise `ValueError`, with a suggestion, if a model or a run can't be cut in that way."
+    "Raise `ValueError`, with a suggestion, if a model or a run can't be cut as asked."
     c, tp, p = config, config.tensor_parallel_degree, config.pipeline_parallel_degree
     refuse_fields(model, "A mesh", "shard = True", (*NEW_PARTS, "mup_base_width"))
     odd = dict(optimizer=("muon", "adamw"), dtype=("float16", "bfloat16 or float32"),
@@ -705,7 +705,7 @@ def step_bytes(
     n = sizes["dp_shard"]                                       # Parts of the batch
     plan = plan_batch(config, model.context_length, copies*n)
     m, tokens = plan.grad_accum_steps, plan.micro_batch*model.context_length//cp*itemsize
-    page, n = tokens*model.kv_heads*model.head_size//tp, n*cp   # From here on: shares of a weight
+    page, n = tokens*model.kv_heads*model.head_size//tp, n*cp   # From here on, n counts shares
     ring = lambda n, size: 2*(n - 1)*size//n                    # An all-reduce
     calls = 4*len(stage.layers) + stage.first + stage.last
     norms = sum(w.numel() for name,w in stage.named_parameters()

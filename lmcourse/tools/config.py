@@ -149,8 +149,8 @@ class FFNKind:
     "What sizes and accounting need to know about a kind of feed-forward network."
     activation:str          # Name in the engines' tables of activations
     gated:bool=False        # Whether a third matrix makes a gate
-    saves_output:bool=False # Whether it saves its output, as the next product does anyway
-    backward:int=3          # Tensors of width F alive in its backward pass: saved ones, gradients
+    saves_output:bool=False # Whether it saves its output, which the next product saves anyway
+    backward:int=3          # Tensors of width F alive in its backward pass: saved and gradients
 
     @property
     def matrices(self)->int: return 3 if self.gated else 2

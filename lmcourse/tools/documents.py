@@ -41,7 +41,7 @@ def _blocks(path:Path, start:int, stop:int)->Iterator[str]: # The text of a file
 _MARK = END_OF_TEXT.encode()
 
 def _last_end(data:bytes, most:int
-)->int: # Where the last document, else line, else word of `most` bytes ends
+)->int: # Where, in `most` bytes, the last document ends; else the last line; else the last word
     across = data.find(_MARK, max(0, most-len(_MARK)+1), most+len(_MARK)-1)
     if across >= 0: most = across + len(_MARK)                  # no mark is cut in two
     while 0 < most < len(data) and data[most] & 0xC0 == 0x80: most -= 1 # and no character

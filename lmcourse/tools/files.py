@@ -29,7 +29,7 @@ def sync(
 def atomic_write(
     path:str|Path,      # A file, or a folder that is new or empty
     durable:bool=False, # Whether to wait until the content is on the disk
-    alone:bool=True,    # Whether only this process writes it; if not, the last to finish wins
+    alone:bool=True,    # Whether only this process writes `path`; if not, the last to finish wins
 )->Iterator[Path]: # Path that the block writes to
     "Put a file or folder in place once it is complete. After an error nothing has changed."
     path = Path(path)

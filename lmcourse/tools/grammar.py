@@ -20,7 +20,7 @@ class Slot(NamedTuple):
     name:str             # The rule to draw from, or what was remembered
     kind:str             # `draw`, `again` (a remembered value) or `attribute` (of such a value)
     remember:str|None    # The name under which a draw is remembered
-    key:str|None         # Draw from `name:value`, with the `attribute` of what `key` remembers
+    key:str|None         # A remembered value, whose `attribute` completes the name of the rule
     attribute:str|None   # Name of an attribute, for example `his`
     article:bool         # Whether it gets "a" or "an"
     capital:bool         # Whether its first letter is a capital

@@ -83,7 +83,7 @@ def keep_freed_memory():
 
 # %% ../../nbs/00_tools/00l_machine.ipynb #a2ed2a33
 def return_freed_memory():
-    """Return freed memory to the system, also what `keep_freed_memory` holds.
+    """Return freed memory to the system, even if `keep_freed_memory` was called.
     Does nothing without glibc."""
     try: trim = ctypes.CDLL(None).malloc_trim
     except (AttributeError, OSError, TypeError): return
