@@ -316,7 +316,7 @@ LEAST = 1e-4       # Differences up to this, in nats, are ignored
 def explains(
     value:float, logged:float, right:float, # Losses: with the fault, as logged, without it
     forward:Forward,       # The fault
-    few:bool=False,        # Whether they come from a few documents
+    few:bool=False,        # Whether the losses come from a few documents
 )->bool:
     "Return whether a fault closes the gap between the logged loss and the right one."
     slack = BY_CHANCE[few] if forward.dropout else EXPLAINED
@@ -355,7 +355,7 @@ class Step:
     distinct:int|None = None  # Number of windows that are repeated until the batch is full
     period:int|None = None    # Number of steps after which the batches repeat
     in_order:bool = False     # Whether windows come in order, whatever the config says
-    rounded:bool = False      # Whether weights start one float32 off: imitates rounding, no fault
+    rounded:bool = False      # Whether weights start one float32 off, to imitate rounding
 
 # %% ../../nbs/06_ablations/06c_case.ipynb #c7664769
 def engine_of(

@@ -369,7 +369,7 @@ def check_floor(case:Case)->Iterator:
                f"({m['valid_loss']:.3f} and {losses[1]:.3f})")
 
 # %% ../../nbs/06_ablations/06d_doctor.ipynb #961b2708
-# Shares of the validation loss: training is so far below it; it is so far above its own best
+# As shares of the validation loss: how far training is below it, how far it has risen
 OVERFIT, RISEN = 0.1, 0.02
 
 # %% ../../nbs/06_ablations/06d_doctor.ipynb #b6a0e57d

@@ -195,7 +195,7 @@ def changed(
 
 # %% ../../nbs/06_ablations/06e_speedrun.ipynb #949f2109
 class Racer:
-    "A contestant on its way: it takes steps, and only they move its clock."
+    "A contestant during the race: it takes steps, and only steps move its clock."
     def __init__(self,
         contestant:Contestant, # The contestant
         name:str,              # Its name
@@ -484,7 +484,7 @@ def equal_time(
     contestants:dict|None=None,       # Contestants by name; default: `CONTESTANTS`
     costs:dict|None=None, # Seconds of a step in units of the first's; default: measured
 )->dict: # Key to line
-    "Run all changes for equal time: as many steps as fit into the time of the first one's steps."
+    "Run all changes for equal time: as many steps as fit into the time of the first variant's."
     torch.set_num_threads(1)
     who, table, steps = (parts or PARTS)[part]
     folder, base = prepare_corpus(data, Path(work)), (contestants or CONTESTANTS)[who]

@@ -89,7 +89,7 @@ _CUTS = _NEVER | {"p", "div", "li", "ul", "ol", "dl", "dt", "dd", "td", "th", "t
                   "br", "section", "article", "main", "pre", "blockquote", "body", "html", "center"}
 _EMPTY = {"br", "hr", "img", "input", "meta", "link", "wbr", "area", "base", "col", "embed"}
 _ENDS = {"li": {"li"}, "td": {"td", "th"}, "th": {"td", "th"}, "tr": {"tr"}, "dt": {"dt", "dd"},
-         "dd": {"dt", "dd"}}         # Tags that a tag closes if their end is missing
+         "dd": {"dt", "dd"}}         # Open tags that a new tag closes if they have no end tag
 _LEGAL = re.compile(r"\W*(copyright\b|all rights reserved|we use cookies)", re.I)
 
 class _Node: # An element of the page
@@ -181,7 +181,7 @@ def read_documents(
     max_bytes:int=1 << 26, # Limit on a record, and on a decompressed body
     strict:bool=True,      # As in `read_warc`
 )->Iterator[tuple]: # `(Document, reason)`; the reason is empty if the document is kept
-    "Read an archive's pages as documents, or why they fail. `ValueError` for a damaged file."
+    "Read pages as documents, or give the reason why not. `ValueError` for a damaged file."
     for record in read_warc(path, max_bytes, strict):
         if record.kind == "conversion":
             text, why = record.payload.decode("utf-8", errors="replace"), ""

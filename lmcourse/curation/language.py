@@ -29,7 +29,7 @@ def char_ngrams(
 def hashed_vector(
     grams:Sequence,  # Texts
     buckets:int,     # Number of hash buckets
-)->np.ndarray: # `(buckets,)` with norm 1; zeros for no grams
+)->np.ndarray: # `(buckets,)` with norm 1; all zeros if there are no grams
     "Hash grams to a unit vector, the same on every machine, unlike Python's `hash`."
     at = {zlib.crc32(gram.encode()) % buckets for gram in grams}
     vector = np.zeros(buckets)
@@ -94,7 +94,7 @@ class TextClassifier:
 # %% ../../nbs/13_curation/13c_language.ipynb #e84e3756
 @cache
 def language_model()->TextClassifier: # Trained on first use
-    "Train the course's detector of eight languages on half of its sentences."
+    "Train the course's detector of eight languages on half of the sentences."
     rng, texts, labels = random.Random("languages"), [], []
     for language,templates in language_sentences().items():
         for template in templates[0::2]*3:

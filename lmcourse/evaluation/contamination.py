@@ -43,7 +43,7 @@ def log_prob_in_order(
 
 # %% ../../nbs/12_evaluation/12f_contamination.ipynb #12f17
 def ngram_set(
-    text:str, # Words separated by blanks
+    text:str, # Words separated by whitespace
     n:int,    # Words per run
 )->set: # Tuples of n words
     "Return all runs of n words. Raises `ValueError` for n below 1."

@@ -19,7 +19,7 @@ def oracle_nats(
     tokenizer:Tokenizer, # A `Tokenizer` that splits no character of the document
     document:str,        # A document of the grammar
 )->np.ndarray: # Exact nats of each token and end-of-text, float64 `(tokens + 1,)`
-    "Compute each token's exact -log p. Raises `ValueError` for a document not of the grammar."
+    "Compute each token's exact -log p. `ValueError` for a document that isn't of the grammar."
     total, text, reached = stories.log_prob(document), b"", [0.]
     for i in tokenizer.encode(document, special=False):
         text += tokenizer.token_bytes(i)

@@ -82,7 +82,7 @@ def _told_again(document:str, names:tuple)->list: # Places of names that were sa
         at += len(word) + 1
     return [(at, name) for at,name in places if at > 0]
 
-def _shares(stories:Stories, context:str, choices:list)->tuple: # Exact, with a sum of 1
+def _shares(stories:Stories, context:str, choices:list)->tuple: # Exact probabilities that sum to 1
     p = list(stories.next_probs(context, choices).values())
     return tuple(x/sum(p) for x in p)
 
@@ -237,7 +237,7 @@ def score_task(
     tokenizer:Tokenizer,   # The `Tokenizer` with which it was trained
     task:Task,
 )->list: # A `Record` for each item
-    "Score every choice of every item. `ValueError` for one longer than the context length."
+    "Score every choice of every item. `ValueError` for a choice longer than the context length."
     refuse_long_choices(model, tokenizer, task)
     return [_record(model, tokenizer, item) for item in task.items]
 
@@ -354,8 +354,8 @@ def word_probs(
     task:WritingTask,
     temperature:float=1.,  # Above 0
 )->list: # A probability for each prompt
-    """Probability that a sample is right, over all tokens of the word. Raises `ValueError` unless
-    the temperature is above 0."""
+    """Compute the probability that a sample is right, over all tokens of the word. Raises
+    `ValueError` unless the temperature is above 0."""
     if not temperature > 0: raise ValueError(f"temperature = {temperature}, expected more than 0")
     return [math.exp(_choice_nats(model, tokenizer, i.context, " " + i.right, temperature)[0])
             for i in task.items]

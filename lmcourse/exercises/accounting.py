@@ -99,7 +99,7 @@ def check_formats(
                    "is too far: at half of it 1 is half the spacing, and the tie goes "
                    "to the even number")
     why = dict(next={257: f"{nine}: the spacing is 2", 256.25: "is float16's",
-                     256 + 2**-15: "is float32's", 260: "is the second one"},
+                     256 + 2**-15: "is float32's", 260: "is the second above 256"},
                largest={65535: "is the largest of 16 bits as a whole number",
                         65536: "is where infinity would be",
                         2**15: "is the largest power of two",
@@ -107,7 +107,7 @@ def check_formats(
                bfloat16={steps: lost, a//2: early, 2*a: late, b: "is right for float16",
                          a + 1: nine, right["wide"]: "is right for a sum in float32"},
                float16={steps: lost, b//2: early, 2*b: late, a: "is right for bfloat16"},
-               wide={steps: "is no number of bfloat16: the spacing is 16 there",
+               wide={steps: "isn't a bfloat16 number: the spacing is 16 there",
                      steps - 8: "is as near, but its last mantissa bit is 1",
                      a: "is right for a sum in bfloat16"})
     check_numbers(answer, right, why)
@@ -435,7 +435,7 @@ def _days(flops:float, name:str, cards:int, mfu:float)->tuple:
     def days(dtype="bfloat16", mfu=mfu): return training_time(flops, name, dtype, mfu)/cards/86400
     right = days()
     return right, {right/3: "is the forward pass alone", days(mfu=1): "leaves out the MFU",
-                   right*mfu**2: "multiplies with the MFU, but a lower one takes longer",
+                   right*mfu**2: "multiplies with the MFU, but a lower MFU takes longer",
                    right*cards: "is for one card",
                    right/2: "takes the peak for sparse matrices, twice the dense one",
                    days("float32"): "takes the peak of float32",
@@ -452,8 +452,8 @@ def _step_flop_slips(c:ModelConfig, batch:int)->dict: # A mistake's FLOPs to its
             step(recompute=True): "includes recomputed blocks",
             step(replace(c, ffn="silu")): "forgets the third matrix of a gated network",
             6*P.matmul*tokens: "is 6ND with the matrices: it leaves out attention",
-            6*P.unique*tokens: "is 6ND with all parameters: it leaves out attention, and the "
-                               "table is no product"}
+            6*P.unique*tokens: "is 6ND with all parameters: it leaves out attention, and "
+                               "counts the table, which isn't multiplied"}
 
 # %% ../../nbs/02_accounting/02z_accounting.ipynb #4621e408
 def check_run(

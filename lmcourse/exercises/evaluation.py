@@ -23,7 +23,7 @@ def _same(got, right)->bool: # Equal in kind and value; floats nearly
     if isinstance(got, bool) or not isinstance(got, (int, float)): return False
     return math.isclose(got, right, rel_tol=1e-9, abs_tol=1e-12)
 
-def _grade(f:Callable, right:Callable, cases:list, mistakes:dict): # Message to wrong function
+def _grade(f:Callable, right:Callable, cases:list, mistakes:dict): # Message of each wrong function
     def shows(wrong, case, got):
         try: return _same(got, wrong(*case))
         except (ArithmeticError, ValueError): return False
@@ -38,7 +38,7 @@ def _grade(f:Callable, right:Callable, cases:list, mistakes:dict): # Message to 
 def check_bits_per_byte(
     bits_per_byte:Callable, # `bits_per_byte(nats, text)` gives a number
 ):
-    "`AssertionError` unless nats become bits and text becomes bytes."
+    "Raise `AssertionError` unless nats become bits and text becomes bytes."
     def right(nats, text): return Perplexity(nats, 1, len(text.encode())).bits_per_byte
     _grade(bits_per_byte, right,
            [(8., "naïve café"), (20., "a fig"), (3.5, "µ"), (100., "plum "*9)], {
@@ -47,13 +47,13 @@ def check_bits_per_byte(
 "a nat is more than a bit": lambda n, t: n*math.log(2)/len(t.encode()),
 "these are bits, not bits per byte": lambda n, t: n/math.log(2),
 "that is per word": lambda n, t: n/math.log(2)/max(1, len(t.split())),
-"a byte is one byte, not 8": lambda n, t: n/math.log(2)/len(t.encode())/8})
+"a byte counts once, not 8 times": lambda n, t: n/math.log(2)/len(t.encode())/8})
 
 # %% ../../nbs/12_evaluation/12z_evaluation.ipynb #fef9f023
 def check_windows(
     windows:Callable, # `windows(tokens, context, stride)` gives a list of triples
 ):
-    "`AssertionError` unless each token counts once, with its context."
+    "Raise `AssertionError` unless each token counts once, with its context."
     def other(start, end=None, n=None):
         def wrong(t, c, s):
             return [(start(b, f, e, c, s), f, e if end is None else end(b, f, e, c, s))
@@ -77,11 +77,11 @@ def check_windows(
 def check_ceiling(
     ceiling:Callable, # `ceiling(probs)` gives a number
 ):
-    "`AssertionError` unless it is the mean of the largest probability."
+    "Raise `AssertionError` unless it is the mean of the largest probability."
     cases:list = [([[.5, .3, .2], [1., 0.]],), ([[.25]*4],), ([[.1, .9], [.6, .4], [.2, .2, .6]],),
                   ([[1.], [.5, .5]],)]
     _grade(ceiling, ceiling_of, cases, {
-        "an answerer who draws by the probabilities is beaten by one who takes the likeliest":
+        "the best model takes the likeliest choice, it doesn't draw one":
             lambda p: sum(sum(x*x for x in r) for r in p)/len(p),
         "that is chance": lambda p: sum(1/len(r) for r in p)/len(p),
         "the mean over questions is missing": lambda p: sum(map(max, p)),
@@ -93,7 +93,7 @@ def check_ceiling(
 def check_score(
     score:Callable, # `score(accuracy, chance, ceiling)` gives a number
 ):
-    "`AssertionError` unless chance is 0 and the ceiling is 1."
+    "Raise `AssertionError` unless chance is 0 and the ceiling is 1."
     _grade(score, lambda a, c, t: (a - c)/(t - c),
            [(.6, .25, .9), (.25, .25, .8), (.9, .5, .9), (.1, .25, .7)], {
 "chance was left out": lambda a, c, t: a/t,
@@ -107,7 +107,7 @@ def check_score(
 def check_pick(
     pick:Callable, # `pick(log_probs, choices)` gives an index
 ):
-    "`AssertionError` unless it is the best per byte, the first among equals."
+    "Raise `AssertionError` unless it is the best per byte, the first among equals."
     inf = math.inf
     def best(scores, first=True):
         return max(range(len(scores)), key=lambda i: (scores[i], -i if first else i))
@@ -131,7 +131,7 @@ def check_pick(
 def check_wilson(
     wilson:Callable, # `wilson(hits, n, z)` gives two numbers
 ):
-    "`AssertionError` unless the interval is Wilson's."
+    "Raise `AssertionError` unless the interval is Wilson's."
     def right(h, n, z, shift=1, scale=1, inner=1, root=True):
         p, s = h/n, z*z/n
         half = p*(1 - p)/n + inner*s/(4*n)
@@ -150,7 +150,7 @@ def check_wilson(
 def check_clustered_error(
     clustered_error:Callable, # `clustered_error(scores, clusters)` gives a number
 ):
-    "`AssertionError` unless deviations add up within a cluster before they are squared."
+    "Raise `AssertionError` unless deviations add up within a cluster before they are squared."
     def right(x, c, square=lambda s: s*s, root=math.sqrt, per=len):
         mean, sums = sum(x)/len(x), {}
         for a,k in zip(x, c): sums[k] = sums.get(k, 0.) + a - mean
@@ -175,7 +175,7 @@ def check_clustered_error(
 def check_paired_error(
     paired_error:Callable, # `paired_error(a, b)` gives a number
 ):
-    "`AssertionError` unless differences are taken question by question."
+    "Raise `AssertionError` unless differences are taken question by question."
     def var(x, less=1): return sum((v - sum(x)/len(x))**2 for v in x)/(len(x) - less)
     def diff(a, b): return [x - y for x,y in zip(a, b)]
     cases:list = [([1., 0., 1., 1.], [1., 0., 0., 1.]), ([.5, .7, .1], [.4, .9, .3]),
@@ -192,7 +192,7 @@ def check_paired_error(
 def check_pass_at_k(
     pass_at_k:Callable, # `pass_at_k(n, c, k)` gives a number
 ):
-    "`AssertionError` unless it counts draws without replacement."
+    "Raise `AssertionError` unless it counts draws without replacement."
     comb = math.comb
     _grade(pass_at_k, lambda n, c, k: 1 - comb(n - c, k)/comb(n, k),
            [(10, 1, 5), (10, 3, 2), (5, 4, 3), (8, 0, 4), (6, 6, 1), (200, 7, 100)], {
@@ -207,7 +207,7 @@ def check_pass_at_k(
 def check_calibration_error(
     calibration_error:Callable, # `calibration_error(confidence, right, bins)` gives a number
 ):
-    "`AssertionError` unless bins are weighted by their answers."
+    "Raise `AssertionError` unless bins are weighted by their answers."
     def error(c, r, n, gap=abs, weigh=True, last=True):
         groups:dict = {}
         for x,y in zip(c, r):
@@ -219,7 +219,7 @@ def check_calibration_error(
                   ([.1, .4, .4, .8], [0, 1, 0, 1], 4), ([1., .99, .6], [1, 0, 1], 10),
                   ([.5, .5], [1, 0], 1)]
     _grade(calibration_error, error, cases, {
-        "bins have weights": lambda *a: error(*a, weigh=False),
+        "the bins have weights, their shares of the answers": lambda *a: error(*a, weigh=False),
         "a gap has no sign": lambda *a: error(*a, gap=lambda v: v),
         "gaps are not squared": lambda *a: error(*a, gap=lambda v: v*v),
         "1.0 goes to the last bin": lambda *a: error(*a, last=False),
@@ -231,7 +231,7 @@ def check_calibration_error(
 def check_contamination_p(
     contamination_p:Callable, # `contamination_p(log_q, log_p)` gives a number from 0 to 1
 ):
-    "`AssertionError` unless the bound holds for all documents together."
+    "Raise `AssertionError` unless the bound holds for all documents together."
     def right(q, p): return min(1., math.exp(sum(p) - sum(q)))
     cases:list = [([-80.], [-91.2],), ([-90.], [-85.]), ([-88., -70.], [-86., -80.]),
                   ([-60., -61., -90.], [-62., -63., -92.])]
@@ -243,13 +243,13 @@ def check_contamination_p(
         "ratios multiply, they are not averaged":
             lambda q, p: min(1., math.exp((sum(p) - sum(q))/len(p))),
         "that is the log of it": lambda q, p: min(0., sum(p) - sum(q)),
-        "that is one minus it": lambda q, p: 1 - right(q, p)})
+        "that is one minus the p-value": lambda q, p: 1 - right(q, p)})
 
 # %% ../../nbs/12_evaluation/12z_evaluation.ipynb #13de005e
 def check_elo(
     elo:Callable, # `elo(a, b, won, k)` gives two numbers
 ):
-    "`AssertionError` unless points only change hands."
+    "Raise `AssertionError` unless points only change hands."
     def right(a, b, won, k, base=10., scale=400., sign=1, other=-1):
         expected = 1/(1 + base**(sign*(b - a)/scale))
         return (a + k*(won - expected), b + other*k*(won - expected))
@@ -267,7 +267,7 @@ def check_elo(
 def check_soften(
     soften:Callable, # `soften(log_probs, temperature)` gives a list of numbers
 ):
-    "`AssertionError` unless it is the softmax at that temperature."
+    "Raise `AssertionError` unless it is the softmax at that temperature."
     def share(w): return [x/sum(w) for x in w]
     def right(x, T): return share([math.exp((v - max(x))/T) for v in x])
     def plain(x): return [math.exp(v) for v in x]
@@ -286,7 +286,7 @@ def check_soften(
 def check_brier(
     brier:Callable, # `brier(probs, answer)` gives a number
 ):
-    "`AssertionError` unless all choices count."
+    "Raise `AssertionError` unless all choices count."
     def right(p, a): return math.fsum((x - (k == a))**2 for k,x in enumerate(p))
     _grade(brier, right,
            [([.5, .3, .2], 1), ([.1, .9], 0), ([.25]*4, 2), ([1., 0.], 0), ([.7, .2, .1], 0)], {
@@ -303,7 +303,7 @@ def check_brier(
 def check_overlap(
     overlap:Callable, # `overlap(text, training, n)` gives a number from 0 to 1
 ):
-    "`AssertionError` unless runs of words are compared, each once."
+    "Raise `AssertionError` unless runs of words are compared, each once."
     def runs(t, n): w = t.split(); return [tuple(w[i:i + n]) for i in range(len(w) - n + 1)]
     def right(t, s, n): a = {*runs(t, n)}; return len(a & {*runs(s, n)})/len(a)
     def letters(t, n): return {t[i:i + n] for i in range(len(t) - n + 1)}
@@ -328,24 +328,24 @@ def check_overlap(
 def check_order_p(
     order_p:Callable, # `order_p(log_probs)` gives a number above 0, at most 1
 ):
-    "`AssertionError` unless the file's own order counts, and ties do."
+    "Raise `AssertionError` unless the file's own order counts, and ties do."
     def right(x): return sum(v >= x[0] for v in x)/len(x)
     _grade(order_p, right,
            [([-9., -10., -8., -12.],), ([-5., -5., -5., -6., -7., -8., -9.],),
             ([-1., -2., -3., -4., -5.],), ([-7., -6., -5.],), ([-3., -3.],)], {
 "the file's own order counts too": lambda x: sum(v >= x[0] for v in x[1:])/(len(x) - 1),
 "the file's own order is one of them": lambda x: sum(v >= x[0] for v in x[1:])/len(x),
-"as probable is enough": lambda x: (1 + sum(v > x[0] for v in x))/len(x),
+"an equal probability is enough": lambda x: (1 + sum(v > x[0] for v in x))/len(x),
 "more probable, not less": lambda x: sum(v <= x[0] for v in x)/len(x),
 "a share, not a rank": lambda x: sum(v >= x[0] for v in x),
-"that is one minus it": lambda x: 1 - right(x),
+"that is one minus the p-value": lambda x: 1 - right(x),
 "a p-value, not whether it is the best": lambda x: float(x[0] == max(x))})
 
 # %% ../../nbs/12_evaluation/12z_evaluation.ipynb #12z17b
 def check_match(
     match:Callable, # `match(hits)` gives a number from 0 to 1
 ):
-    "`AssertionError` unless it is the product over places."
+    "Raise `AssertionError` unless it is the product over places."
     def columns(h): return [sum(c)/len(c) for c in zip(*h)]
     def right(h): return math.prod(columns(h))
     cases:list = [([[1, 0, 1], [1, 1, 1]],), ([[1, 1, 0], [1, 1, 1], [0, 1, 1]],),
@@ -364,7 +364,7 @@ def check_match(
 def check_split_tokens(
     split_tokens:Callable, # `split_tokens(encode, context, continuation)` gives two lists
 ):
-    "`AssertionError` unless the texts are encoded together and cut by the context's tokens."
+    "Raise `AssertionError` unless the texts are encoded together and cut by the context's tokens."
     def pairs(text): return [sum(text[i:i + 2].encode()) for i in range(0, len(text), 2)]
     def words(text): return [sum(w.encode()) for w in text.replace(" ", "\0 ").split("\0") if w]
     def letters(text): return [*text.encode()]

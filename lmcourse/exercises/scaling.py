@@ -88,7 +88,7 @@ def check_extrapolate(
 def check_seen_slope(
     seen_slope:Callable, # `seen_slope(E, k, p, x)` returns a number
 ):
-    "Raise `AssertionError` unless the answer is the derivative of log y by log x."
+    "Raise `AssertionError` unless the answer is the derivative of log y with respect to log x."
     def right(E, k, p, x): return p*k*x**p/(E + k*x**p)
     rng = np.random.default_rng(0)
     cases = [(1.7, 60., -.3, 1e5), (0., 5., -.1, 30.), (2., 2., -.5, 1.)]
@@ -167,7 +167,7 @@ def check_tokens_needed(
     _grade(tokens_needed, right, cases, {
         "take the floor off first":
             lambda E, A, B, a, b, L, N: power(B/max(L - A*N**-a, 1e-300), b),
-        "take off what the size costs": lambda E, A, B, a, b, L, N: power(B/(L - E), b),
+        "subtract what the size costs": lambda E, A, B, a, b, L, N: power(B/(L - E), b),
         "a model that is too small never gets there":
             lambda E, A, B, a, b, L, N: (B/max(abs(L - E - A*N**-a), 1e-9))**(1/b),
         "use beta for the data": lambda E, A, B, a, b, L, N: power(B/(L - E - A*N**-a), a)

@@ -48,7 +48,7 @@ def tree_reduce(x:np.ndarray, port:Port): # Each rank's vector
     for child in tree_children(port.rank, port.size): x += port.recv(child)
     if port.rank: port.send(port.rank & (port.rank - 1), x)
 
-def tree_broadcast(x:np.ndarray, port:Port): # Each rank's vector; rank 0's is sent
+def tree_broadcast(x:np.ndarray, port:Port): # Each rank's vector; only rank 0's is sent
     "Copy the vector of rank 0 to all ranks."
     if port.rank: x[...] = port.recv(port.rank & (port.rank - 1))
     for child in reversed(tree_children(port.rank, port.size)): port.send(child, x)

@@ -32,7 +32,7 @@ class ProcessPool:
     def __init__(self,
         size:int,            # Number of ranks, N
         module:str=HERE,     # Module whose functions the ranks run
-        timeout_s:float=60., # Time for a collective; `run` waits twice as long for results
+        timeout_s:float=60., # Timeout of a collective; `run` waits twice as long for results
     ):
         if size < 1: raise ValueError(f"ProcessPool: {size} ranks, expected 1 or more")
         self.size, self.module, self.timeout_s = size, module, timeout_s
@@ -293,7 +293,7 @@ def fit_link(
     seconds:Sequence[float]|np.ndarray,   # Time of its ring all-reduce
     size:int,                             # Number of ranks
 )->Link: # Latency and bandwidth of a wire
-    "Fit a link by relative least squares. Raises `ValueError` below two lengths or two ranks."
+    "Fit a link by relative least squares. Raises `ValueError` for fewer than two lengths or ranks."
     b, t = np.asarray(num_bytes, float), np.asarray(seconds, float)
     if size < 2 or len(b) < 2 or len(b) != len(t) or not (t > 0).all():
         raise ValueError(f"fit_link: {len(b)} lengths, {len(t)} times, {size} ranks, expected two "

@@ -39,7 +39,7 @@ class Plan:
     chunks:int = 1                  # Stages per rank in an interleaved schedule
     sharding:str = "zero1"          # `none`, `zero1` or `zero3`
     recompute:str = "none"          # `none`, `selective` (attention only) or `full`
-    flash:bool = True               # True for fused attention, and gradients summed in float32
+    flash:bool = True               # True for fused attention and for gradients summed in float32
     overlap:bool = True             # True to send gradients during the backward pass
     nic_bytes_per_s:float|None = None # Speed of a GPU to other nodes; None for `GPU_WIRES`
 
@@ -195,7 +195,7 @@ def fastest(plans:list, fitted:Fitted=FITTED, causal:bool=True)->Plan:
 
 def variants(p:Plan, micro_batches:Iterable[int]=(1, 2, 4, 8, 16), chunks:int|None=None
 )->Iterator[Plan]:
-    "Yield the plan with different microbatches and chunks."
+    "Yield variants of the plan that differ in microbatches and chunks."
     for b in micro_batches:
         if p.batch % (p.dp*b): continue
         m, layers = p.batch//(p.dp*b), math.ceil(p.model.num_layers/p.pp)

@@ -49,7 +49,7 @@ class Network:
         self.clock = np.zeros(size)                             # Time on each rank, seconds
         self._free = np.zeros((2, size))                        # When each rank can send, receive
         self._mail:dict[tuple, deque] = {}
-        self._changed, self._waits = threading.Condition(), {}  # Waiting rank to its source
+        self._changed, self._waits = threading.Condition(), {}  # Source of each waiting rank
         self._running:set[int] = set()
         self._stop:str|None = None                              # Reason why all ranks must stop
 

@@ -52,7 +52,7 @@ def goodput(
     "Compute the share of time spent on work that isn't lost. Daly 2006."
     check_times(interval_s=interval_s, between_s=between_s, save_s=save_s, restart_s=restart_s)
     stretch = (interval_s + save_s)/between_s
-    if stretch + restart_s/between_s > 700: return 0.           # Practically never ends
+    if stretch + restart_s/between_s > 700: return 0.           # The run practically never ends
     return interval_s/(between_s*math.exp(restart_s/between_s)*math.expm1(stretch))
 
 def young_interval(between_s:float, save_s:float=60.)->float:

@@ -181,7 +181,7 @@ class FullySharded:
         for u in self.units:
             for p in u.parameters: p.data = p.data.new_empty(0) # Only the shards remain
         self.optimizer = torch.optim.AdamW([u.shard for u in self.units], **adamw)
-        self.again, self.gathers = {}, [0]*len(self.units)      # Gathered again; gathers per unit
+        self.again, self.gathers = {}, [0]*len(self.units)      # Regathered unit; gathers per unit
 
     def run(self, i:int, f:Callable, x:torch.Tensor)->torch.Tensor:
         "Call `f(model, x)` with the weights of unit `i`, gathered during the call."
