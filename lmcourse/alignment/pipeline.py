@@ -315,7 +315,7 @@ def report_blocks(r:dict, out:str)->list: # Pairs of a block's kind and content
     base, models, clean = r["base"], r["models"], r["clean"]
     funnel = [Step(**s) for s in clean["funnel"]]
     documents, words = funnel[-1].kept
-    exact = (f", {clean['exact']:,} of them exactly as their authors wrote them" if "exact" in clean
+    exact = (f"; {clean['exact']:,} are exactly as their authors wrote them" if "exact" in clean
              else "")
     floor = (f" The floor, below which no model can be, is {base['floor']:.3f}." if base["floor"]
              else "")
@@ -327,16 +327,16 @@ def report_blocks(r:dict, out:str)->list: # Pairs of a block's kind and content
         ("h1", "Report card of a pipeline"),
         ("p", f"lmcourse {r['lmcourse']} on {r['machine']}, seed {r['config']['seed']}"),
         ("h2", "From pages to documents"),
-        ("p", f"Of {funnel[0].documents:,} pages of {r.get('data', 'stories')} {documents:,} "
-              f"documents with {words:,} words stay{exact}."),
+        ("p", f"{documents:,} of {funnel[0].documents:,} pages of {r.get('data', 'stories')} "
+              f"remain, with {words:,} words{exact}."),
         ("image", ("funnel.png", "Bars that get shorter with each step of cleaning")),
         ("h2", "To the floor" if base["floor"] else "Reading"),
         ("p", f"{si(base['parameters'])} parameters read {si(base['tokens'])} tokens. The loss on "
               f"text nobody trained on is {base['loss']:.3f} nats per token.{floor}"),
         ("image", ("loss.png", "Training and validation loss over training tokens")),
         ("h2", "Doing what is asked"),
-        ("p", f"Unseen {_asked(r)}, a sample each at temperature 1. The demonstrators themselves "
-              f"are right in {r['ceiling']:.0%} of theirs."),
+        ("p", f"Each model answered the same unseen {_asked(r)}, once each, at temperature 1. The "
+              f"demonstrators themselves are right in {r['ceiling']:.0%} of cases."),
         ("image", ("success.png", "A bar of success for each of four models")),
         ("table", success_table(r)), ("pre", answers),
         ("h2", "What it knows"), ("table", task_table(r)),

@@ -30,7 +30,7 @@ from ..tokenization.tokenizer import Tokenizer
 # %% ../../nbs/14_alignment/14j_rl.ipynb #14j1conf
 @dataclass(frozen=True)
 class RlConfig:
-    "What is rewarded, and how a policy learns from it. Raises `ValueError` for bad values."
+    "Settings for reinforcement learning. Raises `ValueError` for invalid values."
     algorithm:Literal["rloo", "grpo", "expert"] = "rloo"
     reward:Literal["parse", "mentions"] = "parse"
     kl:float = 0.        # Weight of the divergence from the reference, in the reward

@@ -105,7 +105,7 @@ def _run_stage(stage:Stage, out:Path, records:dict, say:Callable, which:str)->di
     say(f"{head}{about}{says.get(state, '')}")
     start, cpu = time.perf_counter(), cpu_seconds()
     stage.work(folder, inputs, lambda line: say(f"    {line}"))
-    gc.collect() # A trainer refers to itself: free its memory now, before the next stage
+    gc.collect() # A trainer has reference cycles: free its memory now, before the next stage
     return_freed_memory()
     files = file_digests(folder, stage.outputs)
     record = dict(order=order, files=files, digest=json_digest([order, files]),

@@ -161,7 +161,7 @@ def wrong_choices(
 # %% ../../nbs/14_alignment/14q_stories.ipynb #38623d9c
 @dataclass(frozen=True)
 class StoryRlConfig:
-    "What a step consists of. Raises `ValueError` for invalid values."
+    "Settings of a training step. Raises `ValueError` for invalid values."
     credit:Credit = "choices"
     stories:int = 16     # Stories that the policy writes per step; 0 for true stories only
     anchors:int = 16     # True stories per step

@@ -89,7 +89,7 @@ _CUTS = _NEVER | {"p", "div", "li", "ul", "ol", "dl", "dt", "dd", "td", "th", "t
                   "br", "section", "article", "main", "pre", "blockquote", "body", "html", "center"}
 _EMPTY = {"br", "hr", "img", "input", "meta", "link", "wbr", "area", "base", "col", "embed"}
 _ENDS = {"li": {"li"}, "td": {"td", "th"}, "th": {"td", "th"}, "tr": {"tr"}, "dt": {"dt", "dd"},
-         "dd": {"dt", "dd"}}         # Tags that a tag closes if their end is missing
+         "dd": {"dt", "dd"}}         # Open tags that a new tag closes if they have no end tag
 _LEGAL = re.compile(r"\W*(copyright\b|all rights reserved|we use cookies)", re.I)
 
 class _Node: # An element of the page

@@ -29,7 +29,7 @@ def char_ngrams(
 def hashed_vector(
     grams:Sequence,  # Texts
     buckets:int,     # Number of hash buckets
-)->np.ndarray: # `(buckets,)` with norm 1; zeros for no grams
+)->np.ndarray: # `(buckets,)` with norm 1; all zeros if there are no grams
     "Hash grams to a unit vector, the same on every machine, unlike Python's `hash`."
     at = {zlib.crc32(gram.encode()) % buckets for gram in grams}
     vector = np.zeros(buckets)

@@ -204,7 +204,7 @@ def choose_bands(
 def near_duplicates_naive(
     texts:list,     # Documents
     config:MinHash,
-)->list: # Position of the first document of each one's cluster
+)->list: # For each document, the position of the first one in its cluster
     "Find near duplicates slowly: candidates by band, exact similarity, clusters."
     drawers, parent = defaultdict(list), list(range(len(texts)))
     sets = [shingles(t, config.ngram) for t in texts]
@@ -300,7 +300,7 @@ def cluster(
     values:np.ndarray, # Sorted shingle hashes of each document, from `distinct`
     starts:np.ndarray, # Start of each document `(documents + 1,)`
     threshold:float,   # Smallest Jaccard similarity of duplicates
-)->tuple: # First position of each one's cluster `(documents,)`, and the number of verified pairs
+)->tuple: # For each document, the first one in its cluster `(documents,)`; verified pairs
     "Cluster documents that share a key and are similar. Those without shingles stay alone."
     parent, verified = np.arange(len(keys)), 0
     full = np.flatnonzero(np.diff(starts))
@@ -319,7 +319,7 @@ def candidates(
 def near_duplicates(
     texts:list,     # Documents
     config:MinHash,
-)->np.ndarray: # Position of the first document of each one's cluster `(documents,)`
+)->np.ndarray: # For each document, the position of the first one in its cluster `(documents,)`
     "Find near duplicates, with the result of `near_duplicates_naive`."
     values, starts = shingle_hashes(texts, config.ngram)
     keys = band_keys(_signatures(values, starts, config), config)

@@ -151,7 +151,7 @@ class Whole:
     "A step that compares documents with each other."
     reason:str        # Reason for dropping documents
     sketch:Callable   # Function from documents to an array `(documents, numbers)`, uint64
-    # Function from all sketches, in the order of the ids, and a lookup of texts to what is kept
+    # Function from all sketches, in the order of the ids, and a lookup of texts, to a mask
     decide:Callable
 
 @register_step("exact")
@@ -220,7 +220,7 @@ class Stage:
 
 def run_step(
     name:str,       # Name of the step
-    pairs:Iterable, # Triples `(before, after, reason)` for each document
+    pairs:Iterable, # A triple `(before, after, reason)` for each document
 )->tuple: # The kept documents, the stage, and `(id, step, reason)` of dropped ones
     "Split documents into kept and dropped, and count them."
     stage, kept, gone = Stage(name), [], []

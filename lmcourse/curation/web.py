@@ -445,7 +445,7 @@ class WarcRecord(NamedTuple):
 # %% ../../nbs/13_curation/13a_web.ipynb #34694788
 def read_warc(
     path:str|Path,         # File in WARC 1.0 or 1.1, gzip or plain
-    max_bytes:int=1 << 26, # Limit on a payload; longer ones are cut and marked `warc-truncated`
+    max_bytes:int=1 << 26, # Limit on a payload; a longer one is cut and marked `warc-truncated`
     strict:bool=True,      # Whether damage ends the reading
 )->Iterator[WarcRecord]: # Records in the order of the file
     """Read records, one at a time. A damaged file raises a `ValueError` that names the place; if
@@ -541,7 +541,7 @@ def _next_record(source:_Bytes, max_bytes:int)->WarcRecord:
 
 # %% ../../nbs/13_curation/13a_web.ipynb #d330726e
 def gzip_stretches(
-    path:str|Path, # A gzip file; any other is one whole stretch
+    path:str|Path, # A gzip file; any other file is one whole stretch
 )->Iterator[tuple]: # `(start, end, whole)`: bytes of the file, in order, nothing left out
     "Find which parts of a file can be read: those in which every gzip member matches its checksum."
     path, start, at = Path(path), 0, 0
@@ -558,7 +558,7 @@ def gzip_stretches(
         if start < size: yield start, size, True
 
 # %% ../../nbs/13_curation/13a_web.ipynb #d4e95fda
-def _member_end(file, at:int)->int: # The byte after it and its padding; 0 if it is damaged
+def _member_end(file, at:int)->int: # The byte after a member and its padding; 0 if damaged
     file.seek(at)
     unpack = zlib.decompressobj(31)
     try:
@@ -570,7 +570,7 @@ def _member_end(file, at:int)->int: # The byte after it and its padding; 0 if it
     while file.read(1) == b"\0": end += 1
     return end
 
-def _next_member(file, at:int)->int: # Start of the next whole one, or the end of the file
+def _next_member(file, at:int)->int: # Start of the next whole member, or the end of the file
     while True:
         file.seek(at)
         block = file.read(1 << 20)
@@ -581,7 +581,7 @@ def _next_member(file, at:int)->int: # Start of the next whole one, or the end o
 
 # %% ../../nbs/13_curation/13a_web.ipynb #c87362fb
 def _salvaged(path:Path, max_bytes:int)->Iterator[WarcRecord]: # What can be read, and what can't
-    lost = False                                # Whether the last thing was counted as damaged
+    lost = False                                # Whether the last bytes were reported as damaged
     def damaged(start, end):
         return WarcRecord("damaged", {"warc-record-id": f"{path.name}@{start}-{end}"}, b"")
     with open(path, "rb") as file:

@@ -68,15 +68,15 @@ def _checked_games(games, players, extra)->tuple: # Arrays i, j, won, extra
     if more.shape != won.shape: raise ValueError(f"{len(won)} games, but {len(more)} of extra")
     return i, j, won, more
 
-def _refuse_undecided(i, j, won, players): # Ford: wins lead from each player to each other
+def _refuse_undecided(i, j, won, players): # Ford: wins must link all players, both ways
     beats = np.zeros((players, players))
     np.add.at(beats, (i, j), won)
     np.add.at(beats, (j, i), 1 - won)
     parts, part = connected_components(beats > 0, connection="strong")
     if parts > 1:
         some = np.flatnonzero(part == part[0]).tolist()
-        raise ValueError(f"players {some} never lost to, or never beat, any of the others: no "
-                         f"strengths would be the likeliest")
+        raise ValueError(f"players {some} never lost to, or never beat, any of the others: the "
+                         f"games don't determine their strengths")
 
 # %% ../../nbs/12_evaluation/12h_arena.ipynb #12h3sim
 def play(

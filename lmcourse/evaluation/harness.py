@@ -76,7 +76,7 @@ def save_texts(
     name:str,        # Name of the task
     documents:list,  # Texts
 )->Path: # Path of the YAML file
-    "Save a task of bits per byte over whole texts. Raises `FileExistsError` if it exists."
+    "Save a task: bits per byte of whole texts. Raises `FileExistsError` if it exists."
     if not documents: raise ValueError(f"task {name}: no documents")
     return write_task(folder, name, (dict(text=d) for d in documents), TEXTS_YAML)
 

@@ -69,7 +69,7 @@ def token_nats(
 def perplexity(
     model:torch.nn.Module, # As for `token_nats`, like the last two arguments
     tokenizer:Tokenizer,   # The `Tokenizer` with which it was trained
-    documents:list,        # Texts; an end-of-text goes before each, and one after it is predicted
+    documents:list,        # Texts; end-of-text precedes each, and another one is predicted after it
     context_length:int|None=None,
     stride:int|None=None,
 )->Perplexity:

@@ -99,7 +99,8 @@ def pass_at_k(
     c:int, # Right tries
     k:int, # Tries allowed
 )->float: # Unbiased estimate
-    "Chance that some try of k is right. `ValueError` unless 0 <= c <= n, 1 <= k <= n. Chen 2021."
+    """Estimate the chance that at least one of k tries is right. Raises `ValueError` unless
+    0 <= c <= n and 1 <= k <= n. Chen 2021."""
     if not 0 <= c <= n or not 1 <= k <= n:
         raise ValueError(f"n = {n}, c = {c}, k = {k}, expected 0 <= c <= n and 1 <= k <= n")
     return 1 - math.comb(n - c, k)/math.comb(n, k)

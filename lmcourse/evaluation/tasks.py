@@ -82,7 +82,7 @@ def _told_again(document:str, names:tuple)->list: # Places of names that were sa
         at += len(word) + 1
     return [(at, name) for at,name in places if at > 0]
 
-def _shares(stories:Stories, context:str, choices:list)->tuple: # Exact, with a sum of 1
+def _shares(stories:Stories, context:str, choices:list)->tuple: # Exact probabilities that sum to 1
     p = list(stories.next_probs(context, choices).values())
     return tuple(x/sum(p) for x in p)
 

@@ -80,9 +80,9 @@ class Scaling:
     samples:list   # Bootstrap samples, each a `LossLaw`
 
     def interval(self, what:Callable
-    )->tuple: return law_interval(self.samples, what) # 95% of `what(law)`
+    )->tuple: return law_interval(self.samples, what) # 95% interval of `what(law)`
 
-    def warnings(self, flops:float)->list: # Sentences; empty if there is no doubt
+    def warnings(self, flops:float)->list: # Sentences; empty if nothing is wrong
         largest, out = self.runs.flops.max(), []
         if flops > FAR*largest:
             out.append(f"{flops:.3g} FLOPs are {flops/largest:,.0f} times the largest run: "

@@ -190,7 +190,7 @@ def _recall(env:dict, name:str)->Value: # What is remembered as `name`
         raise ValueError(f"grammar: {{{name}}} is used where nothing is remembered by this name")
     return env[name]
 
-def _attribute(env:dict, name:str, attribute:str|None)->str: # That of the value called `name`
+def _attribute(env:dict, name:str, attribute:str|None)->str: # Of the value called `name`
     rule = _recall(env, name).rule
     if attribute not in rule.attributes:
         raise ValueError(f"grammar: {{{name}.{attribute}}}, but the list {rule.name!r} has no "
@@ -216,7 +216,7 @@ def _summed(shares:tuple)->list: # Running totals
 def _share_of(entries:tuple, shares:tuple)->dict: # Entry to its weight
     return dict(zip(entries, shares or (1,)*len(entries)))
 
-def _weight_left(rule:Rule, taken)->float: # Of the entries that are still available
+def _weight_left(rule:Rule, taken)->float: # Of all entries that are still available
     if not rule.shares: return len(rule.entries) - len(taken)
     return math.fsum(s for e,s in zip(rule.entries, rule.shares) if e not in taken)
 
@@ -373,7 +373,7 @@ class Expectations:
         return dict(states)
 
 # %% ../../nbs/00_tools/00ea_grammar.ipynb #e8c5c315
-def _mean_bytes(rule:Rule, draw:int, slot:Slot)->float: # Of the draw with this number
+def _mean_bytes(rule:Rule, draw:int, slot:Slot)->float: # Mean length of the draw with this number
     return _mean_form(rule.entries, rule.shares, draw, slot.article, slot.capital)
 
 @cache

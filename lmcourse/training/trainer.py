@@ -107,8 +107,7 @@ class Trainer:
 
     def fit(self,
         run:str|Path,              # An existing folder of the run, with its `config.json`
-        # Called as `report(trainer, evaluation)` after each evaluation before the last step
-        report:Callable|None=None,
+        report:Callable|None=None, # Gets the trainer and each evaluation, except the final one
         # Called after each evaluation with the model; returns a text for `samples.txt`
         sample:Callable|None=None,
     )->Evaluation: # The final evaluation, on all validation documents
