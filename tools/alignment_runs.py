@@ -35,6 +35,8 @@ from lmcourse.training.models import load_model
 from lmcourse.training.trainer import Trainer
 
 SLIP, SFT_STEPS, STEPS, EVERY, TESTED = .2, 50, 40, 10, 96
+PRETRAINED = Path(__file__).resolve().parent.parent/"nbs/results/pretrained"  # The course's model before it was distilled
+
 METHODS = {name: RlConfig(**dict(prompts=8, group_size=4) | kwargs) for name, kwargs in {
     "rloo": {}, "rloo-kl": dict(kl=.1), "expert": dict(algorithm="expert"), "grpo": dict(algorithm="grpo"), "mentions": dict(reward="mentions"), "rloo-kl-long": dict(kl=.1, group_size=8),
     "rloo-kl-settled": dict(kl=.2, group_size=8)}.items()}
@@ -130,7 +132,7 @@ def run(method, seed, folder, start, row, measure=True):
 
 
 # What a step holds, steps, highest rate, steps of the cool-down
-STORY_RUNS = {"shipped": (None, 0, 0., 0), "gradients": (None, 0, 0., 0), "step": (None, 0, 0., 0), "token": (StoryRlConfig("token", 64, 16, .3), 13, 1.5e-4, 0),
+STORY_RUNS = {"pretrained": (None, 0, 0., 0), "gradients": (None, 0, 0., 0), "step": (None, 0, 0., 0), "token": (StoryRlConfig("token", 64, 16, .3), 13, 1.5e-4, 0),
               "choices": (StoryRlConfig("choices", 32, 16, .1), 13, 3e-4, 0), "bare": (StoryRlConfig("choices", 32, 0), 13, 3e-4, 0),
               "pretraining": (StoryRlConfig("choices", 0, 64), 40, 1.5e-4, 20)}
 LOOK = 5                 # Steps between two looks at the loss
@@ -149,8 +151,8 @@ def judge(model, valid, n=200):
 
 def story_run(name, seed, valid, row, keep=None):
     config_of, steps, lr, cooldown = STORY_RUNS[name]
-    if not steps: return row | (judge(shipped, valid, 300) if name == "shipped" else agreement() if name == "gradients" else one_step(valid))
-    trainer = start_story_rl(shipped, tokenizer, replace(config_of, seed=seed), story_train(seed, steps, lr, cooldown), valid)
+    if not steps: return row | (judge(pretrained, valid, 300) if name == "pretrained" else agreement() if name == "gradients" else one_step(valid))
+    trainer = start_story_rl(pretrained, tokenizer, replace(config_of, seed=seed), story_train(seed, steps, lr, cooldown), valid)
     spent, row["curve"] = 0., []
     with onednn_products():
         for step in range(1, steps + 1):
@@ -168,26 +170,26 @@ def story_run(name, seed, valid, row, keep=None):
 
 
 def gradient(stories, mistakes, wrong, credit):
-    "Of the shipped model, from some of its stories, one long row; and the loss."
+    "Of the pretrained model, from some of its stories, one long row; and the loss."
     weights = credit_weights(stories, mistakes, credit)
-    shipped.zero_grad()
+    pretrained.zero_grad()
     total = 0.
     for k in range(0, len(stories), 16):
         rows = padded_rows([(list(r.ids), 1) for r in stories[k:k + 16]], tokenizer.end_of_text)
         choices = torch.full((*rows["labels"].shape, 8), -1)
         if credit == "choices":
             for row, found in zip(choices, wrong[k:k + 16]): row[:len(found)] = found
-        loss = credit_loss(shipped, rows["input_ids"], rows["labels"], weights[k:k + 16, :rows["labels"].shape[1]], choices)
+        loss = credit_loss(pretrained, rows["input_ids"], rows["labels"], weights[k:k + 16, :rows["labels"].shape[1]], choices)
         (loss*len(choices)/len(stories)).backward()
         total += loss.item()*len(choices)/len(stories)
-    return torch.cat([p.grad.flatten() for p in shipped.parameters()]), total
+    return torch.cat([p.grad.flatten() for p in pretrained.parameters()]), total
 
 
 def agreement(n=256):
     "For each kind of credit, the cosines between the gradients of four batches of stories."
-    stories = write_stories(story_sampler(shipped, tokenizer, 128), n, 1., 5_000)
+    stories = write_stories(story_sampler(pretrained, tokenizer, 128), n, 1., 5_000)
     mistakes = [first_mistake(r, tokenizer) for r in stories]
-    wrong = [wrong_choices(shipped, tokenizer, r, m) for r, m in zip(stories, mistakes)]
+    wrong = [wrong_choices(pretrained, tokenizer, r, m) for r, m in zip(stories, mistakes)]
     found = dict(right=sum(r.finished and m is None for r, m in zip(stories, mistakes)), stories=n//4, wrong=sum(int((w >= 0).sum()) for w in wrong))
     with onednn_products():
         for credit in get_args(Credit):
@@ -199,25 +201,25 @@ def agreement(n=256):
 
 def one_step(valid, n=96, held=32, sizes=(0., .03, .1, .2, .4)):
     "One step of steepest descent on the wrong choices of some stories: what it does to those of other stories, and to the loss."
-    stories = write_stories(story_sampler(shipped, tokenizer, n), n, 1., 5_000)
+    stories = write_stories(story_sampler(pretrained, tokenizer, n), n, 1., 5_000)
     mistakes = [first_mistake(r, tokenizer) for r in stories]
-    wrong = [wrong_choices(shipped, tokenizer, r, m) for r, m in zip(stories, mistakes)]
-    start, rows = {k: v.clone() for k, v in shipped.state_dict().items()}, []
+    wrong = [wrong_choices(pretrained, tokenizer, r, m) for r, m in zip(stories, mistakes)]
+    start, rows = {k: v.clone() for k, v in pretrained.state_dict().items()}, []
     with onednn_products():
         downhill, _ = gradient(stories[held:], mistakes[held:], wrong[held:], "choices")
         for size in sizes:
             with torch.no_grad():
-                for p, g in zip(shipped.parameters(), downhill.split([p.numel() for p in shipped.parameters()])): p -= size*g.view_as(p)
+                for p, g in zip(pretrained.parameters(), downhill.split([p.numel() for p in pretrained.parameters()])): p -= size*g.view_as(p)
             other = gradient(stories[:held], mistakes[:held], wrong[:held], "choices")[1]
-            look = evaluate(shipped, valid, shipped.config.context_length)
+            look = evaluate(pretrained, valid, pretrained.config.context_length)
             rows.append(dict(size=size, other=round(other, 4), excess=round(look.excess, 5)))
             print(rows[-1], flush=True)
-            shipped.load_state_dict(start)
+            pretrained.load_state_dict(start)
     return dict(stories=n - held, held=held, rows=rows)
 
 
 def story_runs(out, seeds, done, keep=None):
-    "Whole stories: a line for the shipped model, and one for each kind of credit and seed."
+    "Whole stories: a line for the pretrained model, and one for each kind of credit and seed."
     write_tokens(folder/"stories", islice(Stories(555), 100), tokenizer, "stories", nats=lambda text: -grammar.log_prob(text))
     valid = TokenDataset.open(folder/"stories")
     for seed in seeds:
@@ -234,7 +236,7 @@ if __name__ == "__main__":
     seeds = [int(s) for s in sys.argv[2:] if s != "stories"] or [0, 1, 2]
     torch.set_num_threads(1)
     done = {(r["method"], r["seed"]) for r in map(json.loads, out.read_text().splitlines())} if out.exists() else set()
-    shipped, tokenizer = load_model()
+    pretrained, tokenizer = load_model(PRETRAINED)
     folder = Path(tempfile.mkdtemp())
     grammar = Stories()
     if whole:
@@ -243,12 +245,12 @@ if __name__ == "__main__":
     write_tokens(folder/"valid", ["".join(pair) for pair in islice(Demonstrators(0., 555), 32)], tokenizer, "briefs")
 
     for seed in seeds:
-        policies = dict(shipped=shipped)
+        policies = dict(pretrained=pretrained)
         for method in ("sft", "dpo", *["dpo-bare"]*(seed == 0), "rloo", "rloo-kl", "rloo-kl-long", "rloo-kl-settled", "more-sft", "expert", "grpo", *["mentions"]*(seed == 0)):
-            wanted, start = (method, seed) not in done, dict(sft="shipped", mentions="rloo").get(method, "sft")
+            wanted, start = (method, seed) not in done, dict(sft="pretrained", mentions="rloo").get(method, "sft")
             if not wanted: continue
             for before in ("sft", "rloo")[:1 + (start == "rloo")]:          # What this run begins with, where it isn't in memory
-                if before not in policies and before != method: policies[before] = run(before, seed, folder, policies["sft" if before == "rloo" else "shipped"], {}, False)
+                if before not in policies and before != method: policies[before] = run(before, seed, folder, policies["sft" if before == "rloo" else "pretrained"], {}, False)
             row = dict(method=method, seed=seed, start=start) | dict(sft=dict(SFT, steps=SFT_STEPS, slip=SLIP)).get(method, {})
             if method == "more-sft": row["cpu_s"] = BUDGET
             policies[method] = run(method, seed, folder, policies[start], row)

@@ -20,6 +20,7 @@ from lmcourse.tools.stories import Stories, short_stories
 from lmcourse.training.models import load_model
 
 RESULTS = Path(__file__).parent.parent/"nbs/results"
+PRETRAINED = RESULTS/"pretrained"  # The course's model before it was distilled
 COPIES = (1, 3, 10, 30)
 STORY_SEED, FRESH_SEED, HELD_OUT_SEED, FILE_SEED = 1230, 1231, 1232, 1233
 EACH, FRESH, HELD_OUT, NULL_FILES = 6, 1500, 48, 200            # EACH: planted stories, and files, for each number of copies
@@ -65,7 +66,7 @@ def order_log_probs(model, tokenizer, items):
 def contamination():
     "The course's model is trained on fresh stories, among which some stand several times"
     torch.manual_seed(0)
-    model, tokenizer = load_model()
+    model, tokenizer = load_model(PRETRAINED)
     rng, grammar, short = np.random.default_rng(0), Stories(), short_stories()
     planted = list(islice(Stories(STORY_SEED), 2*EACH*len(COPIES)))
     stories, masked = planted[:EACH*len(COPIES)], planted[EACH*len(COPIES):]
@@ -96,7 +97,7 @@ def calibration():
     torch.manual_seed(0)
     few, epochs, batch = 40, 20, 8
     task, rng = grammar_task("next", 900, 125_000), np.random.default_rng(0)
-    (model, tokenizer), found = load_model(), {}
+    (model, tokenizer), found = load_model(PRETRAINED), {}
     found["course"] = score_task(model, tokenizer, task)
     rows = [joined(tokenizer, [d]) for d in islice(Stories(1237), few)]
     train(model, [rows[k] for _ in range(epochs) for k in rng.permutation(few)], epochs*few//batch, batch, 1e-3)
@@ -140,7 +141,7 @@ def harness():
     from importlib.metadata import version
     from lmcourse.evaluation.harness import run_harness, save_texts
     from lmcourse.evaluation.tasks import save_task, writing_task
-    model, tokenizer = load_model()
+    model, tokenizer = load_model(PRETRAINED)
     with tempfile.TemporaryDirectory() as folder:
         names = ["texts", *(save_task(folder, grammar_task(kind, n, seed=126_000)).stem for kind, n in (("recall", 12), ("next", 40), ("quote", 12)))]
         names.append(save_task(folder, writing_task(12, seed=126_000)).stem)

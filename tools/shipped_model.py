@@ -1,35 +1,40 @@
-"""The model that comes with the course: trained on stories, then distilled, packed into 6 bits, its stories judged.
+"""The model that comes with the course: trained on stories, distilled, packed into 6 bits, its stories judged.
 
 Usage:
   python tools/shipped_model.py train FOLDER    # data and run; the same call goes on where it was stopped
-  python tools/shipped_model.py pack FOLDER     # the end of the run, as nbs/results/pretrained
-  python tools/shipped_model.py distill FOLDER  # from there with a teacher; the end becomes lmcourse/data/quickstart
+  python tools/shipped_model.py distill FOLDER  # what `pack` made of the run goes on with a teacher; also goes on
+  python tools/shipped_model.py pack FOLDER     # the end of the run, as nbs/results/pretrained; of the distillation, as lmcourse/data/quickstart
   python tools/shipped_model.py measure FOLDER  # the stories of each checkpoint: nbs/results/shipped_model.json
 """
 import argparse, json, shutil, subprocess, sys
 from datetime import date
 from pathlib import Path
 
+from lmcourse.alignment.distillation import start_distillation
 from lmcourse.app.cli import open_data
 from lmcourse.architecture.transformer_torch import TransformerLM
 from lmcourse.generation.generate import measure_stories
 from lmcourse.inference.kv_cache import FastDecoder
 from lmcourse.inference.quantization import quantize_model, save_quantized
 from lmcourse.tokenization.tokenizer import Tokenizer
-from lmcourse.tools.files import atomic_write, write_json
+from lmcourse.tools.config import ModelConfig, TrainConfig
+from lmcourse.tools.files import atomic_write, read_json, write_json
 from lmcourse.tools.machine import processor_name
 from lmcourse.training.checkpoint import load_checkpoint
 from lmcourse.training.evaluation import evaluate
 from lmcourse.training.models import load_model
-from lmcourse.training.runs import read_run
 
 ROOT = Path(__file__).resolve().parent.parent
-SHIPPED, RESULT = ROOT/"lmcourse/data/quickstart", ROOT/"nbs/results/shipped_model.json"
-PREPARE = f"prepare stories data --tokenizer {SHIPPED} --max-mb 160"
+RESULT = ROOT/"nbs/results/shipped_model.json"
+PLACES = dict(run=ROOT/"nbs/results/pretrained", distilled=ROOT/"lmcourse/data/quickstart")   # Name of a run to where its model goes
+PREPARE = "prepare stories data --tokenizer {} --max-mb 160"
 TRAIN = ("train data run --preset quickstart --engine numpy --d-model 160 --num-layers 4 "
          "--num-heads 5 --d-ff 448 --batch-size 4 --lr 0.0025 --min-lr 0.00002 --warmup-steps 200 "
          "--schedule constant --steps 26000 --cooldown-steps 14000 --eval-every 2000 "
          "--checkpoint-every 2000 --keep-checkpoints 20 --log-every 100")
+COMMANDS = dict(run=f"lmcourse {TRAIN}", distilled="python tools/shipped_model.py distill FOLDER")
+DISTILL = dict(engine="torch", device="cpu", batch_size=4, lr=1e-3, min_lr=2e-5, schedule="constant", steps=12000, warmup_steps=100, cooldown_steps=11900,
+               eval_every=1000, checkpoint_every=2000, keep_checkpoints=20, log_every=100, seed=1)
 SHOWN = {2000, 4000, 6000, 8000, 12000, 16000, 18000, 20000, 22000, 24000, 26000}
 BITS = 6   # A package is compressed, and a code of 6 bits takes about 5 there
 
@@ -42,22 +47,33 @@ def command(folder, words):
 def train(folder):
     "Data and run, each only if it is not there yet."
     folder.mkdir(parents=True, exist_ok=True)
-    if not (folder/"data").exists(): command(folder, PREPARE)
+    if not (folder/"data").exists(): command(folder, PREPARE.format(PLACES["run"]))
     command(folder, "train --resume run" if (folder/"run").exists() else TRAIN)
 
 
-def checkpoints(folder):
+def distill(folder):
+    "From the packed end of the run; stopped, it goes on from its last checkpoint."
+    run, valid = folder/"distilled", open_data(folder/"data")[1]
+    model, tokenizer = load_model(PLACES["run"])
+    config = TrainConfig.preset("quickstart", **DISTILL)
+    trainer = start_distillation(model, tokenizer, config, valid)
+    run.mkdir(exist_ok=True)
+    write_json(run/"config.json", dict(model=model.config.to_dict(), train=config.to_dict()))
+    trainer.resume(run)
+    print(trainer.fit(run))
+    trainer.batches.close()
+
+
+def checkpoints(run):
     "Step to checkpoint, in order."
-    found = {int(p.name.removeprefix("step_")): p for p in (folder/"run/checkpoints").glob("step_*")}
-    return dict(sorted(found.items()))
+    return dict(sorted((int(p.name.removeprefix("step_")), p) for p in (run/"checkpoints").glob("step_*")))
 
 
-def read(folder, step):
-    "The model of a step, its tokenizer and its config of training."
-    model_config, train_config, data = read_run(folder/"run")
-    model = TransformerLM(model_config)
-    load_checkpoint(checkpoints(folder)[step], model)
-    return model.eval(), Tokenizer.from_folder(data/"tokenizer"), train_config
+def read(run, step):
+    "The model of a step."
+    model = TransformerLM(ModelConfig.from_dict(read_json(run/"config.json")["model"]))
+    load_checkpoint(checkpoints(run)[step], model)
+    return model.eval()
 
 
 def judged(model, tokenizer, valid, stories):
@@ -70,46 +86,44 @@ def judged(model, tokenizer, valid, stories):
 
 
 def measure(folder, stories):
-    "A line for each checkpoint that is there, and one for the packed model, which must be of this run."
-    made = json.loads((SHIPPED/"config.json").read_text())["made"]
-    if (made["step"], made["command"]) != (max(checkpoints(folder)), f"lmcourse {TRAIN}"):
-        sys.exit(f"{SHIPPED} is another run's model: call `pack {folder}` first")
+    "A line for each checkpoint that is there (kept, for those that aren't), and one for the packed model, which must be of this distillation."
+    found, tokenizer = json.loads(RESULT.read_text()), Tokenizer.from_folder(PLACES["run"])
+    made, last = read_json(PLACES["distilled"]/"config.json")["made"], max(checkpoints(folder/"distilled"))
+    if (made["step"], made["command"]) != (last, COMMANDS["distilled"]): sys.exit(f"{PLACES['distilled']} is another run's model: call `pack {folder}` first")
     valid = open_data(folder/"data")[1]
-    lines = []
-    for step in [s for s in checkpoints(folder) if s in SHOWN]:
-        model, tokenizer, _ = read(folder, step)
-        lines.append(dict(step=step) | judged(model, tokenizer, valid, stories))
-        print(json.dumps(lines[-1]), flush=True)
-    packed = judged(*load_model(SHIPPED), valid, stories)
-    write_json(RESULT, dict(machine=processor_name(), date=f"{date.today()}", temperature=0.8,
-                            commands=[PREPARE.replace(str(SHIPPED), "MODEL"), TRAIN],
-                            training=lines, packed=packed))
+    for name, key in (("run", "training"), ("distilled", "distillation")):
+        run = folder/name
+        lines = [dict(step=s) | judged(read(run, s), tokenizer, valid, stories) for s in checkpoints(run) if s in SHOWN]
+        found[key] = lines or found[key]
+    found |= dict(machine=processor_name(), date=f"{date.today()}", commands=[PREPARE.format("MODEL"), TRAIN, COMMANDS["distilled"]],
+                  packed=judged(*load_model(PLACES["distilled"]), valid, stories))
+    write_json(RESULT, found)
 
 
 def pack(folder):
-    "The last checkpoint in 8 bits, with its configs and tokenizer, in place of the model that was there."
-    step = max(checkpoints(folder))
-    model, tokenizer, train_config = read(folder, step)
-    found = evaluate(model, open_data(folder/"data")[1], model.config.context_length)
-    made = dict(command=f"lmcourse {TRAIN}", date=f"{date.today()}", step=step,
-                weights=f"{BITS} bits, and a step in float16 for each row",
-                machine=processor_name(), result=vars(found))
-    with atomic_write(SHIPPED.with_name("quickstart.new"), durable=True) as part:
-        tokenizer.save(part)
-        save_quantized(part/"model.safetensors", quantize_model(model, BITS, None, keep=()))
-        write_json(part/"config.json", dict(model=model.config.to_dict(), train=train_config.to_dict(),
-                                            tokenizer=tokenizer.digest, made=made))
-    shutil.rmtree(SHIPPED)
-    SHIPPED.with_name("quickstart.new").rename(SHIPPED)
-    print(f"{sum(p.stat().st_size for p in SHIPPED.iterdir()):,} bytes in {SHIPPED}")
+    "The last checkpoint of each run that is there, in few bits, with its configs and tokenizer, in place of the model that was there."
+    tokenizer, valid = Tokenizer.from_folder(PLACES["run"]), open_data(folder/"data")[1]
+    for name, place in PLACES.items():
+        if not (steps := checkpoints(folder/name)): continue
+        model = read(folder/name, step := max(steps))
+        found = evaluate(model, valid, model.config.context_length)
+        made = dict(command=COMMANDS[name], date=f"{date.today()}", step=step, weights=f"{BITS} bits, and a step in float16 for each row",
+                    machine=processor_name(), result=vars(found))
+        new = place.with_name(f"{place.name}.new")
+        with atomic_write(new, durable=True) as part:
+            tokenizer.save(part)
+            save_quantized(part/"model.safetensors", quantize_model(model, BITS, None, keep=()))
+            write_json(part/"config.json", read_json(folder/name/"config.json") | dict(tokenizer=tokenizer.digest, made=made))
+        shutil.rmtree(place)
+        new.rename(place)
+        print(f"{sum(p.stat().st_size for p in place.iterdir()):,} bytes in {place}")
 
 
 if __name__ == "__main__":
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("what", choices=("train", "pack", "measure"))
+    p.add_argument("what", choices=("train", "distill", "pack", "measure"))
     p.add_argument("folder", type=lambda text: Path(text).resolve())
     p.add_argument("--stories", type=int, default=200, help="written by each checkpoint")
     a = p.parse_args()
-    if a.what == "train": train(a.folder)
-    elif a.what == "pack": pack(a.folder)
-    else: measure(a.folder, a.stories)
+    if a.what == "measure": measure(a.folder, a.stories)
+    else: dict(train=train, distill=distill, pack=pack)[a.what](a.folder)
