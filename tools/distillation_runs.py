@@ -72,7 +72,8 @@ def main(folder):
         curve = [dict(step=line["step"], excess=round(line["excess"], 5)) for line in log if not line.get("final")]
         rows.append(dict(labels=kind, steps=steps, lr=lr, seed=seed, curve=curve) | judged(student, tokenizer, valid))
         print(json.dumps(rows[-1])[:300], flush=True)
-    write_json(RESULTS/"distillation.json", dict(machine=processor_name(), date=f"{date.today()}", start=judged(model, tokenizer, valid), runs=rows))
+    write_json(RESULTS/"distillation.json", dict(machine=processor_name(), date=f"{date.today()}", start=judged(model, tokenizer, valid), runs=rows,
+                                                shipped=judged(*load_model(), valid)))
 
 
 if __name__ == "__main__": main(Path(sys.argv[1]))
