@@ -2,22 +2,22 @@
 
 Usage:
   python tools/shipped_model.py train FOLDER    # data and run; the same call goes on where it was stopped
-  python tools/shipped_model.py distill FOLDER  # what `pack` made of the run goes on with a teacher; also goes on
-  python tools/shipped_model.py pack FOLDER     # the end of the run, as nbs/results/pretrained; of the distillation, as lmcourse/data/quickstart
+  python tools/shipped_model.py pack FOLDER     # the end of the run, as nbs/results/pretrained
+  python tools/distillation_runs.py FOLDER      # with a teacher, from there
+  python tools/shipped_model.py pack FOLDER     # the end of the distillation, as lmcourse/data/quickstart
   python tools/shipped_model.py measure FOLDER  # the stories of each checkpoint: nbs/results/shipped_model.json
 """
 import argparse, json, shutil, subprocess, sys
 from datetime import date
 from pathlib import Path
 
-from lmcourse.alignment.distillation import start_distillation
 from lmcourse.app.cli import open_data
 from lmcourse.architecture.transformer_torch import TransformerLM
 from lmcourse.generation.generate import measure_stories
 from lmcourse.inference.kv_cache import FastDecoder
 from lmcourse.inference.quantization import quantize_model, save_quantized
 from lmcourse.tokenization.tokenizer import Tokenizer
-from lmcourse.tools.config import ModelConfig, TrainConfig
+from lmcourse.tools.config import ModelConfig
 from lmcourse.tools.files import atomic_write, read_json, write_json
 from lmcourse.tools.machine import processor_name
 from lmcourse.training.checkpoint import load_checkpoint
@@ -26,15 +26,13 @@ from lmcourse.training.models import load_model
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULT = ROOT/"nbs/results/shipped_model.json"
-PLACES = dict(run=ROOT/"nbs/results/pretrained", distilled=ROOT/"lmcourse/data/quickstart")   # Name of a run to where its model goes
+PLACES = dict(run=ROOT/"nbs/results/pretrained", practice=ROOT/"lmcourse/data/quickstart")   # Name of a run to where its model goes
 PREPARE = "prepare stories data --tokenizer {} --max-mb 160"
 TRAIN = ("train data run --preset quickstart --engine numpy --d-model 160 --num-layers 4 "
          "--num-heads 5 --d-ff 448 --batch-size 4 --lr 0.0025 --min-lr 0.00002 --warmup-steps 200 "
          "--schedule constant --steps 26000 --cooldown-steps 14000 --eval-every 2000 "
          "--checkpoint-every 2000 --keep-checkpoints 20 --log-every 100")
-COMMANDS = dict(run=f"lmcourse {TRAIN}", distilled="python tools/shipped_model.py distill FOLDER")
-DISTILL = dict(engine="torch", device="cpu", batch_size=4, lr=1e-3, min_lr=2e-5, schedule="constant", steps=12000, warmup_steps=100, cooldown_steps=11900,
-               eval_every=1000, checkpoint_every=2000, keep_checkpoints=20, log_every=100, seed=1)
+COMMANDS = dict(run=f"lmcourse {TRAIN}", practice="python tools/distillation_runs.py FOLDER")
 SHOWN = {2000, 4000, 6000, 8000, 12000, 16000, 18000, 20000, 22000, 24000, 26000}
 BITS = 6   # A package is compressed, and a code of 6 bits takes about 5 there
 
@@ -49,19 +47,6 @@ def train(folder):
     folder.mkdir(parents=True, exist_ok=True)
     if not (folder/"data").exists(): command(folder, PREPARE.format(PLACES["run"]))
     command(folder, "train --resume run" if (folder/"run").exists() else TRAIN)
-
-
-def distill(folder):
-    "From the packed end of the run; stopped, it goes on from its last checkpoint."
-    run, valid = folder/"distilled", open_data(folder/"data")[1]
-    model, tokenizer = load_model(PLACES["run"])
-    config = TrainConfig.preset("quickstart", **DISTILL)
-    trainer = start_distillation(model, tokenizer, config, valid)
-    run.mkdir(exist_ok=True)
-    write_json(run/"config.json", dict(model=model.config.to_dict(), train=config.to_dict()))
-    trainer.resume(run)
-    print(trainer.fit(run))
-    trainer.batches.close()
 
 
 def checkpoints(run):
@@ -88,15 +73,15 @@ def judged(model, tokenizer, valid, stories):
 def measure(folder, stories):
     "A line for each checkpoint that is there (kept, for those that aren't), and one for the packed model, which must be of this distillation."
     found, tokenizer = json.loads(RESULT.read_text()), Tokenizer.from_folder(PLACES["run"])
-    made, last = read_json(PLACES["distilled"]/"config.json")["made"], max(checkpoints(folder/"distilled"))
-    if (made["step"], made["command"]) != (last, COMMANDS["distilled"]): sys.exit(f"{PLACES['distilled']} is another run's model: call `pack {folder}` first")
+    made, last = read_json(PLACES["practice"]/"config.json")["made"], max(checkpoints(folder/"practice"))
+    if (made["step"], made["command"]) != (last, COMMANDS["practice"]): sys.exit(f"{PLACES['practice']} is another run's model: call `pack {folder}` first")
     valid = open_data(folder/"data")[1]
-    for name, key in (("run", "training"), ("distilled", "distillation")):
+    for name, key in (("run", "training"), ("long", "distillation"), ("practice", "practice")):
         run = folder/name
         lines = [dict(step=s) | judged(read(run, s), tokenizer, valid, stories) for s in checkpoints(run) if s in SHOWN]
-        found[key] = lines or found[key]
-    found |= dict(machine=processor_name(), date=f"{date.today()}", commands=[PREPARE.format("MODEL"), TRAIN, COMMANDS["distilled"]],
-                  packed=judged(*load_model(PLACES["distilled"]), valid, stories))
+        found[key] = lines or found.get(key, [])
+    found |= dict(machine=processor_name(), date=f"{date.today()}", commands=[PREPARE.format("MODEL"), TRAIN, COMMANDS["practice"]],
+                  packed=judged(*load_model(PLACES["practice"]), valid, stories))
     write_json(RESULT, found)
 
 
@@ -121,9 +106,9 @@ def pack(folder):
 
 if __name__ == "__main__":
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("what", choices=("train", "distill", "pack", "measure"))
+    p.add_argument("what", choices=("train", "pack", "measure"))
     p.add_argument("folder", type=lambda text: Path(text).resolve())
     p.add_argument("--stories", type=int, default=200, help="written by each checkpoint")
     a = p.parse_args()
     if a.what == "measure": measure(a.folder, a.stories)
-    else: dict(train=train, distill=distill, pack=pack)[a.what](a.folder)
+    else: dict(train=train, pack=pack)[a.what](a.folder)
