@@ -24,7 +24,7 @@ def gradient_noise(
     dots:np.ndarray, # Dot products of the gradients of n batches `(n, n)`
     b:int,           # Examples in each batch
 )->tuple: # Noise scale in examples and its standard error; NaN if noise hides the signal
-    "Estimate McCandlish's noise scale by jackknife. Raises `ValueError` for fewer than 3 gradients."
+    "Estimate McCandlish's noise scale by jackknife. Raises `ValueError` below 3 gradients."
     n = len(dots)
     if n < 3 or dots.shape != (n, n):
         raise ValueError(f"gradient_noise: dot products of shape {dots.shape}, expected (n, n) "

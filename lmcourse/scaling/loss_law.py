@@ -167,7 +167,7 @@ def fit_loss_law(
     parameters:np.ndarray, tokens:np.ndarray, loss:np.ndarray, # Arrays of the runs `(n,)`
     delta:float=1e-3,                                          # As in `fit_error`
 )->LossLaw: # The best result of nine starts
-    "Fit by damped Gauss–Newton. Raises `ValueError` for too few runs or values without a logarithm."
+    "Fit by damped Gauss–Newton. Raises `ValueError` for too few runs or values without logarithm."
     N, D, loss = _runs(parameters, tokens, loss)
     powers = [(a, b) for a in (.2, .4, .8) for b in (.2, .4, .8)]
     found = [_weighted(N, D, loss, a, b, 1e9, rounds=1)[1] for a, b in powers]
