@@ -309,7 +309,7 @@ def check_first_steps(
     # 'first', 'tenth', 'turned', 'plain', 'half' and 'spike', each in units of the rate
     answer:dict,
 ):
-    "`AssertionError` unless AdamW's steps are as long as that."
+    "`AssertionError` unless these are the lengths of AdamW's steps."
     # So many steps that the corrections are 1
     late = 10**6
     plain, turned, spike = (_moved([1000.], before=late), _moved([5., -5.]),
