@@ -109,7 +109,9 @@ def at_step(
 
 def rate_at(
     case:Case, step:int, # Number of the step, counted from 1
-)->float: # The learning rate that the config gives for that step; a plateau rule may lower it
+    # The learning rate that the config gives for that step; the trainer may lower it further when
+    # the validation loss stops falling
+)->float:
     c, cooldown = case.train, min(case.train.cooldown_steps, case.train.steps)
     warmup = min(c.warmup_steps, c.steps - cooldown)
     return learning_rate(step, c.lr, c.min_lr, warmup, c.steps, cooldown, 1., c.schedule)
@@ -150,7 +152,7 @@ class Forward:
     scale:float|None = None     # Factor of the scores; default: 1/sqrt(K)
     restart:int|None = None     # Number of tokens after which positions start at 0 again
     half:bool = False           # Whether RoPE rotates the pairs (i, i + K/2)
-    merged:bool = True          # Whether the axis of heads is put behind that of positions
+    merged:bool = True          # Whether the axis of heads is moved after that of positions
     embedding:float = 1.        # Factor of the token embeddings
     attn:tuple = (1., 1.)       # Weights of the stream and of attention's output
     ffn:tuple = (1., 1.)        # Weights of the stream and of the feed-forward network's output

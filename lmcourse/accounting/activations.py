@@ -20,7 +20,7 @@ def saved_tensors(
     model:Any=None,
     # Yields a list that fills up, with a dict per storage: `module`, `shape`, `dtype` and `bytes`
 ):
-    "Record what autograd saves for the backward pass within the block."
+    "Record what autograd saves for the backward pass while the `with` statement runs."
     import torch
     modules = [] if model is None else list(model.named_modules())
     owned = (set() if model is None
@@ -66,7 +66,9 @@ class OperationMemory(NamedTuple):
     "What an operation keeps for its backward pass, and how much memory is alive while it runs."
     name:str      # For example `gate`
     keeps:dict    # Part to bytes kept for the backward pass
-    backward:int  # Bytes alive in its backward pass: what it kept, gradients in, waiting and out
+    # Bytes alive in its backward pass: what it kept, and the gradients that come in, go out, or
+    # wait until those of other operations are added
+    backward:int
     weights:int=0 # Bytes of the gradients of its weights, which stay
     forward:int=0 # Bytes in use in its forward pass; 0 if the next operations use more
     copies:int=0  # Bytes of its weights in bfloat16, which autocast holds until the loss is known
@@ -130,13 +132,14 @@ def _network(c:ModelConfig, r:RowBytes)->list: # The feed-forward network
                   OperationMemory("activation", {inner: w}, backward, forward=forward)]
     if gated:
         kept = w*(2 - kind.saves_output) # Both factors; two gradients go out, one comes in
-        # No norm: the sum with a view, not in place
+        # Without a norm the gradient is added to a view, which makes a new array
         comes = w if r.low or r.norm != "none" else max(w, x)
         operations += [_reader(c, r, "second widening", c.ffn_size, part, w, comes, "last"),
                        OperationMemory("gate", {inner: kept}, kept + 3*w + x)]
     keeps = {inner: w*(gated or not kind.saves_output)}
     narrow = _product(c, r, "narrowing", c.ffn_size, c.d_model, keeps, x + r.comes + w, x + w)
-    out = r.read + x*(r.norm != "sublayer") - x*(r.low and r.norm == "pre") # Or their sum
+    # The output and its sum with the stream; under autocast the norm's output is gone by then
+    out = r.read + x*(r.norm != "sublayer") - x*(r.low and r.norm == "pre")
     return [*operations, narrow._replace(forward=narrow.kept + others + out)]
 
 # %% ../../nbs/02_accounting/02g_activations.ipynb #bfb543a4
@@ -175,7 +178,7 @@ def _attention(c:ModelConfig, r:RowBytes, B:int, T:int, size:int, explicit:bool)
             keeps, backward = {"q/k norms": 2*numbers + factors}, 6*numbers + x + waits + 4*K
             operations.append(OperationMemory(name, keeps, backward, 4*K))
     operations += _explicit(c, r, B, T, size) if explicit else _fused(c, r, T, size)
-    # A product reads another layout than the kernel's
+    # The product reads another layout than the one that the kernel writes, and so keeps a copy
     turned = c.qk_norm and not c.qk_norm_whole and H > 1 and T > 1
     keeps = {"attention output": q} if explicit else {"attention output, copied": q*turned}
     return [*operations, _product(c, r, "output", H*K, c.d_model, keeps, x + r.comes + q, x + q)]
@@ -250,7 +253,8 @@ def _embeddings(c:ModelConfig, r:RowBytes, T:int, logits:bool)->OperationMemory:
     x, row, learned = r.stream, 4*c.d_model, c.position == "learned"
     table = row*c.vocab_size
     at, places = 8*T*learned, row*c.context_length*learned # Positions; the gradient of their table
-    summed = 2*table*(c.tie_embeddings and logits and not r.low) # With the head's: that is a view
+    # The head's gradient of a tied table is a view, so adding to it makes a new array
+    summed = 2*table*(c.tie_embeddings and logits and not r.low)
     backward = places + max(x + at + row*T*learned, x + x*c.scale_embeddings, x + table, summed)
     weights = table*(not c.tie_embeddings) + places
     keeps = {"ids and positions": 8*r.n + at}

@@ -215,7 +215,7 @@ def examine(c:PipelineConfig, folder:Path, inputs:dict, say:Callable):
         write_json(folder/f"{name}.json", found)
         gc.collect()
         return_freed_memory()
-        say(f"{MODELS[name]}: {found['success']:.3f} of {c.tests} unseen {task.name} are right")
+        say(f"{MODELS[name]}: {found['success']:.1%} of {c.tests} unseen {task.name} are right")
 
 def _card_rows(c:PipelineConfig, model, tokenizer, inputs:dict)->list:
     if c.data != "stories": # The tasks need the course's stories; else measure the loss

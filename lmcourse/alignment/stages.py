@@ -27,7 +27,7 @@ class Stage:
     work:Callable # Called as `work(folder, inputs, say)`; `inputs` maps names to folders
     needs:tuple=()   # Names of the earlier stages that it reads
     settings:dict=field(default_factory=dict) # Other dependencies, as JSON values
-    outputs:tuple=() # Files and folders to hash, without timestamps
+    outputs:tuple=() # Files and folders to hash; they must not contain timestamps
     about:str=""     # Short description
     seconds:float|None=0. # Expected CPU seconds; None if not measured
 

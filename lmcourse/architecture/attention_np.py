@@ -22,7 +22,7 @@ from .layers_np import softmax_forward
 def rope_tables_np(
     context_length:int,                   # Positions 0 to `context_length - 1`, T
     head_dim:int,                         # Size of a head, K, an even number
-    theta:float=10_000.0,                 # Base of the wavelengths, in tokens
+    theta:float=10_000.0,                 # Base of the powers that give the wavelengths
     dtype:np.typing.DTypeLike=np.float32, # Type of the tables
     xp:Any=np,                            # Array module of the tables
 )->tuple: # Cosines and sines `(T, K/2)`

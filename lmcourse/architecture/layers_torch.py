@@ -148,7 +148,7 @@ class RMSNorm(nn.Module):
         d_model:int,                       # Size of the last dimension, D
         eps:float=1e-5,                    # Number added to the mean square, in units of `x**2`
         device:str|torch.device|None=None, # Device of the gain
-        dtype:torch.dtype|None=None,       # Type of the tensor; default: torch's
+        dtype:torch.dtype|None=None,       # Type of the gain; default: torch's
     ):
         super().__init__()
         self.eps, self.weight = eps, nn.Parameter(torch.ones(d_model, device=device, dtype=dtype))

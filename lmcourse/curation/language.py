@@ -27,7 +27,7 @@ def char_ngrams(
 
 # %% ../../nbs/13_curation/13c_language.ipynb #d5a7b720
 def hashed_vector(
-    grams:Sequence,  # Texts
+    grams:Sequence,  # N-grams
     buckets:int,     # Number of hash buckets
 )->np.ndarray: # `(buckets,)` with norm 1; all zeros if there are no grams
     "Hash grams to a unit vector, the same on every machine, unlike Python's `hash`."

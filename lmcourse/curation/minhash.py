@@ -313,7 +313,7 @@ def cluster(
 def candidates(
     keys:np.ndarray, # uint64 `(documents, bands)`
 )->np.ndarray: # Sorted positions of the candidates
-    "Find the documents that share a key with a different one: only they must be compared."
+    "Find the documents that share a key with another document: only they must be compared."
     return np.unique(_neighbours(keys))
 
 def near_duplicates(

@@ -43,7 +43,7 @@ def decontaminate(
     documents:list,  # Training texts
     tests:list,      # Test texts that must not be in them
     ngram:int=8,     # Words per shingle
-    share:float=.5,  # Share of a test from which a document is dropped
+    share:float=.5,  # Documents with this share of a test or more are dropped
 )->np.ndarray: # Whether to keep each document `(documents,)`, bool
     "Keep the documents that contain less than `share` of every test."
     if not 0 < share <= 1:
@@ -90,6 +90,7 @@ def effective_tokens(
 )->float: # Equivalent number of fresh tokens
     "Estimate the worth of repeated tokens. `ValueError` below one epoch. Muennighoff et al. 2023."
     if epochs < 1 or unique < 0:
-        raise ValueError(f"{unique} tokens and {epochs} epochs, expected 0 and 1 or more")
+        raise ValueError(f"{unique} tokens and {epochs} epochs, "
+                         "expected at least 0 tokens and 1 epoch")
     scale = published("muennighoff-2023.repetition.r-star").value
     return unique*(1 + scale*(1 - math.exp(-(epochs - 1)/scale)))

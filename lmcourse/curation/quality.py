@@ -145,7 +145,7 @@ def bag_log_probs(
     buckets:int=1 << 14,     # Number of hash buckets
     smoothing:float=1.,      # Added to each count
 )->np.ndarray: # Log-probability of each bucket `(buckets,)`
-    "Estimate log-probabilities of hash buckets; without smoothing an empty one gets -inf."
+    "Estimate log-probabilities of hash buckets; without smoothing, an empty bucket gets -inf."
     counts = np.full(buckets, float(smoothing))
     for t in texts: counts += _bag(grams(t), buckets)
     if not counts.sum(): raise ValueError("texts without a gram, and no smoothing")

@@ -36,7 +36,7 @@ def bradley_terry(
     X[np.arange(len(won)), j] -= 1
     X[:, -1] = more
     sum_is_zero = np.zeros((players + 1, players + 1))
-    sum_is_zero[:-1, :-1] = 1
+    sum_is_zero[:-1, :-1] = 1                           # Fixes the sum, which no game determines
     if extra is None: sum_is_zero[-1, -1] = 1           # A column of zeros determines nothing
     s = np.zeros(players + 1)
     for _ in range(50):

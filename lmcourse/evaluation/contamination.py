@@ -22,8 +22,8 @@ def contamination_p(
     """Compute a joint p-value of independent documents, whatever the model.
     Raises `ValueError` for lists of unequal length. The p-value rests on Markov's inequality."""
     if len(log_q) != len(log_p) or not len(log_q):
-        raise ValueError(f"{len(log_q)} and {len(log_p)} log-probabilities, expected one of each "
-                         f"for one document or more")
+        raise ValueError(f"{len(log_q)} and {len(log_p)} log-probabilities, expected equal "
+                         f"numbers, at least one")
     if max(log_q) > 0 or max(log_p) > 0:
         raise ValueError(f"a log-probability of {max(*log_q, *log_p)}, expected none above 0")
     return min(1., math.exp(min(0., math.fsum(log_p) - math.fsum(log_q))))

@@ -101,7 +101,7 @@ def check_score(
 "the range is from chance to the ceiling": lambda a, c, t: (a - c)/t,
 "the ends are swapped": lambda a, c, t: (t - a)/(t - c),
 "a score below chance is negative": lambda a, c, t: max(0., (a - c)/(t - c)),
-"not the accuracy itself": lambda a, c, t: a})
+"that is the accuracy itself": lambda a, c, t: a})
 
 # %% ../../nbs/12_evaluation/12z_evaluation.ipynb #8610c286
 def check_pick(
@@ -200,7 +200,7 @@ def check_pass_at_k(
 "that is the probability that none is right": lambda n, c, k: comb(n - c, k)/comb(n, k),
 "one right answer is enough": lambda n, c, k: comb(c, k)/comb(n, k),
 "that is pass@1": lambda n, c, k: c/n,
-"chances of draws don't add up": lambda n, c, k: min(1, k*c/n),
+"the chances of the draws don't add up": lambda n, c, k: min(1, k*c/n),
 "that is n draws": lambda n, c, k: 1 - (1 - c/n)**n})
 
 # %% ../../nbs/12_evaluation/12z_evaluation.ipynb #e7f2f431
@@ -249,14 +249,14 @@ def check_contamination_p(
 def check_elo(
     elo:Callable, # `elo(a, b, won, k)` gives two numbers
 ):
-    "Raise `AssertionError` unless points only change hands."
+    "Raise `AssertionError` unless A gains k times the surprise and B loses as much."
     def right(a, b, won, k, base=10., scale=400., sign=1, other=-1):
         expected = 1/(1 + base**(sign*(b - a)/scale))
         return (a + k*(won - expected), b + other*k*(won - expected))
     _grade(elo, right,
            [(1500., 1400., 1, 32), (1200., 1600., 1, 16), (1000., 1000., .5, 32),
             (1300., 1250., 0, 24)], {
-"A's surprise, not B's": lambda *a: right(*a, sign=-1),
+"use A's surprise, not B's": lambda *a: right(*a, sign=-1),
 "the base is 10": lambda *a: right(*a, base=math.e),
 "the scale is 400": lambda *a: right(*a, scale=1000.),
 "what one wins the other loses": lambda *a: right(*a, other=1),
@@ -293,8 +293,8 @@ def check_brier(
 "all choices count, not only the right one": lambda p, a: (1 - p[a])**2,
 "the sum over choices, not their mean": lambda p, a: right(p, a)/len(p),
 "squares, not distances": lambda p, a: math.fsum(abs(x - (k == a)) for k,x in enumerate(p)),
-"no root": lambda p, a: math.sqrt(right(p, a)),
-"0 is perfect": lambda p, a: 1 - right(p, a),
+"take no root": lambda p, a: math.sqrt(right(p, a)),
+"a score of 0 is perfect": lambda p, a: 1 - right(p, a),
 "the truth is 1 for one choice and 0 for the others": lambda p, a: math.fsum((1 - x)**2 for x in p),
 "the right choice, not the likeliest": lambda p, a: right(p, p.index(max(p))),
 "that is the loss": lambda p, a: -math.log(p[a])})
@@ -328,7 +328,7 @@ def check_overlap(
 def check_order_p(
     order_p:Callable, # `order_p(log_probs)` gives a number above 0, at most 1
 ):
-    "Raise `AssertionError` unless the file's own order counts, and ties do."
+    "Raise `AssertionError` unless the file's own order and ties count."
     def right(x): return sum(v >= x[0] for v in x)/len(x)
     _grade(order_p, right,
            [([-9., -10., -8., -12.],), ([-5., -5., -5., -6., -7., -8., -9.],),

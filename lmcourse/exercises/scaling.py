@@ -54,7 +54,7 @@ def check_power_exponent(
         "take the logarithm of x too": lambda a, b, c, d: math.log(d/b)/(c - a),
         "take the logarithm of y too": lambda a, b, c, d: (d - b)/math.log(c/a),
         "this is the slope of x over y: swap them": lambda a, b, c, d: math.log(c/a)/math.log(d/b),
-        "the sign: the law is k*x**p": lambda a, b, c, d: -math.log(d/b)/math.log(c/a),
+        "the sign is wrong: the law is k*x**p": lambda a, b, c, d: -math.log(d/b)/math.log(c/a),
         "a difference of logarithms is the logarithm of a ratio":
             lambda a, b, c, d: math.log(abs(d - b))/math.log(abs(c - a))})
 
@@ -101,7 +101,7 @@ def check_seen_slope(
         "this takes the logarithm of y only": lambda E, k, p, x: p*k*x**(p - 1)/(E + k*x**p),
         "this takes the logarithm of x only": lambda E, k, p, x: p*k*x**p,
         "the floor flattens: use the share of the other term": lambda E, k, p, x: p*E/(E + k*x**p),
-        "the sign: the curve falls": lambda E, k, p, x: -p*k*x**p/(E + k*x**p),
+        "the sign is wrong: the curve falls": lambda E, k, p, x: -p*k*x**p/(E + k*x**p),
         "this share lacks the exponent": lambda E, k, p, x: k*x**p/(E + k*x**p)})
 
 # %% ../../nbs/11_scaling/11z_scaling.ipynb #5cc3c9ae
@@ -142,7 +142,8 @@ def check_growth(
                 for _ in range(20)])
     _grade(growth, right, cases, {
         "the pair is size, then tokens": lambda a, b, f: right(a, b, f)[::-1],
-        "equal shares are for equal exponents": lambda a, b, f: (math.sqrt(f), math.sqrt(f)),
+        "equal shares are right only for equal exponents":
+            lambda a, b, f: (math.sqrt(f), math.sqrt(f)),
         "the factor is raised to a power, not multiplied":
             lambda a, b, f: (f*b/(a + b), f*a/(a + b)),
         "the powers add up to one": lambda a, b, f: (f**b, f**a),
@@ -222,7 +223,8 @@ def check_vertex(
         "this is the logarithm of the size": lambda n, l: lowest(n, l, back=float),
         "undo the logarithm with its own base": lambda n, l: lowest(n, l, np.log10),
         "the vertex lies at -b/(2a)": lambda n, l: lowest(n, l, back=lambda u: math.exp(2*u)),
-        "the sign of -b/(2a)": lambda n, l: lowest(n, l, back=lambda u: math.exp(-u)),
+        "the sign is wrong: the vertex lies at -b/(2a)":
+            lambda n, l: lowest(n, l, back=lambda u: math.exp(-u)),
         "this is the loss there": lambda n, l: fit_parabola(n, l)[1]})
 
 # %% ../../nbs/11_scaling/11z_scaling.ipynb #7758954b
@@ -239,7 +241,7 @@ def check_huber_sum(
         return sum(near(abs(x), d) if abs(x) <= d else far(abs(x), d) for x in e)
     _grade(huber_sum, right, cases, {
         "sum, don't average: averages make optimizers stop early": lambda e, d: right(e, d)/len(e),
-        "half the square": lambda e, d: parts(e, d, near=lambda x, d: x*x),
+        "near zero the loss is half the square": lambda e, d: parts(e, d, near=lambda x, d: x*x),
         "beyond delta it is straight": lambda e, d: sum(x*x for x in e)/2,
         "the line must go on where the square ends": lambda e, d: parts(e, d, far=lambda x, d: d*x),
         "the line must have the slope delta": lambda e, d: parts(e, d, far=lambda x, d: x - d/2),
@@ -301,7 +303,7 @@ def check_slope_error(
             lambda x, y, p: float(slopes(x, y, p, keep=lambda q: sorted(set(q))).std()),
         "this is the mean slope": lambda *v: float(slopes(*v).mean()),
         "this is half the range": lambda *v: float(np.ptp(slopes(*v))/2),
-        "fit on logarithms":
+        "fit the line on logarithms":
             lambda x, y, picks: float(
                 np.std([np.polyfit(np.array(x)[p], np.array(y)[p], 1)[0] for p in picks]))})
 

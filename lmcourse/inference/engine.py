@@ -456,7 +456,7 @@ def _twice(rows:Rows
 
 # %% ../../nbs/07_inference/07b_engine.ipynb #355f4d5d
 def rows_of(
-    work:dict,                     # Sequence to how many of its missing tokens to compute
+    work:dict,                     # Maps each sequence to the number of tokens to compute
     block_size:int,                # Tokens per block
     device:str|torch.device="cpu", # Device of the model
 )->Rows:

@@ -398,7 +398,8 @@ _ACTIVATIONS = dict(relu=0, silu=1, gelu=2) # activations that the kernel has
 
 @fused
 def activate(wide, hidden, kind, start, stop):
-    "Apply the activation to columns `start` to `stop - 1`; with a gate, multiply by its half."
+    """Apply the activation to columns `start` to `stop - 1` of `wide`.
+    With a gate, multiply by the second half of `wide`."""
     F = hidden.shape[1]
     for t in range(len(wide)):
         for f in range(start, stop):
@@ -479,7 +480,8 @@ def share_attention(board, p, layer, first, window, qkv, cache, scores, out):
 # %% ../../nbs/07_inference/07a_kv_cache.ipynb #e531ba60
 @fused
 def open_turn(board):
-    "End the previous turn, clear the board and begin the next. Returns the number of the turn."
+    """End the previous turn (a token or a piece of a prompt), clear the board and begin the next.
+    Returns the number of the turn."""
     if peek(board, 0) % 2: add_one(board, 0)
     while peek(board, 8) != peek(board, 16): give_way()
     for i in range(ROW, board.size): board[i] = 0
@@ -516,7 +518,8 @@ def join_turn(board, number, arrays, biases, buffers, gains, qk_gains, cache, co
 
 # %% ../../nbs/07_inference/07a_kv_cache.ipynb #2e8908c2
 class NumpyDecoder(Remembering):
-    "The NumPy model with a cache: batch size 1, float32, every field of the config."
+    """The NumPy model with a cache: batch size 1, float32.
+    Rejects a config with fields that it doesn't compute."""
     def __init__(self,
         params:dict,              # Name to array, as for `transformer_forward`; they are copied
         config:ModelConfig,       # Sizes and variant

@@ -52,7 +52,7 @@ def verify(
     return len(proposal), draw(p[-1])
 
 # %% ../../nbs/07_inference/07c_speculative.ipynb #08b11f30
-def _vocab_size(model, decoder)->int: # From the config; a function without one is called
+def _vocab_size(model, decoder)->int: # From the config, or by calling the model
     if hasattr(model, "config"): return model.config.vocab_size
     size = len(decoder.feed([0]))
     decoder.rewind(0)

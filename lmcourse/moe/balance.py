@@ -17,7 +17,7 @@ from .experts_torch import MoE
 def watch_routes(
     model:nn.Module, # A model with layers of experts
 )->Iterator[list]: # One list per layer of experts; each call appends `(chosen, weights)`
-    "Record which experts each token visits, while the block lasts."
+    "Record which experts each token visits while the `with` statement runs."
     layers = [m for m in model.modules() if isinstance(m, MoE)]
     found:list = [[] for _ in layers]
     def listen(own, route):
@@ -35,7 +35,7 @@ def expert_loads(
     model:nn.Module,   # A model with layers of experts
     ids:torch.Tensor,  # Tokens `(..., T)`
 )->torch.Tensor: # Share of the visits that each expert gets `(layers with experts, E)`
-    "Measure how a text is spread over the experts. Dropped visits are left out."
+    "Measure how a text is spread over the experts. Visits dropped at a full expert are left out."
     with watch_routes(model) as routes, torch.no_grad(): model(ids)
     E = max(m.config.expert_count for m in model.modules() if isinstance(m, MoE))
     counts = [torch.bincount(chosen.flatten() + 1, minlength=E + 1)[1:] for (chosen, _), in routes]

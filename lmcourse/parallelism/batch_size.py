@@ -91,7 +91,8 @@ def new_run(
 
 def story_batch(
     data:TokenDataset,    # Stories
-    # Index of the story that begins each window `(B,)`, modulo the number of stories
+    # Index of the story that begins each window `(B,)`; beyond the last story after which a window
+    # surely fits, indices start over from 0
     rows:list|np.ndarray,
     context_length:int,   # Tokens of a window, T
 )->tuple: # Inputs and targets, tensors `(B, T)`

@@ -293,7 +293,7 @@ def own_tokens(
     here = own_places(batch[0].shape[1]//group.size(), group)
     inputs, targets = (x[:, here] for x in batch)
     share *= group.size()*count(targets)/max(1, count(batch[1]))
-    if not share: targets = torch.zeros_like(targets)           # A mean of none is NaN
+    if not share: targets = torch.zeros_like(targets)           # No targets: NaN as a mean
     return (inputs, targets), share
 
 def count_targets(targets:torch.Tensor)->int: return int((targets != -100).sum())

@@ -12,7 +12,7 @@ from ..tools.files import data_rows
 # %% ../../nbs/11_scaling/11c_isoflops.ipynb #4760a03e
 def isoflop_points(
     study:str,  # `llama_3`, or Marin's `comma`, `dclm` or `nemotron`
-)->tuple: # FLOPs, parameters, tokens, losses `(n,)`; the losses of Llama 3 in its figure's unit
+)->tuple: # FLOPs, parameters, tokens, losses `(n,)`; Llama 3's losses in the unit of its figure
     "Return published isoFLOP runs, as collected by Open-Athena in 2026."
     rows = [r for r in data_rows("isoflop_points.csv")
             if study in r["study"].replace("/", " ").split()]

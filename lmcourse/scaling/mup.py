@@ -18,7 +18,7 @@ from ..training.data import TokenDataset
 def watched_outputs(
     model:Any,        # A `TransformerLM`
     ids:torch.Tensor, # Token ids `(B, T)`
-)->dict: # Tensors by name: outputs of the last block's attention and network, and the logits
+)->dict: # Tensors by name: the last block's attention, its feed-forward network, and the logits
     "Return the outputs that a coordinate check compares."
     seen, last = {}, model.layers[-1]
     parts = {"attention": last.attn, "feed-forward": last.ffn, "logits": model.lm_head}

@@ -30,8 +30,8 @@ def fit_power_law(
     x, y = _positive(x, y, 2 if floor is not None else 4)
     if floor is None: return _fit_floor(x, y)
     if floor < 0 or floor >= y.min():
-        raise ValueError(f"floor = {floor}, expected 0 or more and less than all y, "
-                         f"the least of which is {y.min():.6g}")
+        raise ValueError(f"floor = {floor}, expected at least 0 and less than the smallest y, "
+                         f"{y.min():.6g}")
     u, v = np.log(x), np.log(y - floor)
     slope = ((u - u.mean())@v)/((u - u.mean())@u)
     return PowerLaw(float(np.exp(v.mean() - slope*u.mean())), float(slope), float(floor))

@@ -179,7 +179,7 @@ def train_bpe_indexed(
 
 # %% ../../nbs/01_tokenization/01b_bpe.ipynb #ccebae95
 class HeapEntry(tuple):
-    "A count and its pair, in reverse order, so that the best is the smallest, as a heap needs it."
+    "A count and its pair, compared in reverse: the best is the smallest, as a heap needs it."
     __lt__ = tuple.__gt__
 
 def train_bpe_heap(

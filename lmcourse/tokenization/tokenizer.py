@@ -118,7 +118,7 @@ def _check_merges(merges:list, tokens):
 # %% ../../nbs/01_tokenization/01e_tokenizer.ipynb #7379f423
 class Rules(NamedTuple):
     "How a text is prepared before the merges; the defaults are GPT-2's."
-    pattern:str = PRETOKENIZE.pattern # Finds pre-tokens; text between matches is a pre-token too
+    pattern:str = PRETOKENIZE.pattern # Finds pre-tokens; so is each character between matches
     nfc:bool = False                  # Whether to compose accents (NFC) first
     whole_words:bool = False          # Whether a pre-token in the vocabulary is never split
 

@@ -215,7 +215,7 @@ def _state_of(generator): # State of a generator of NumPy or torch
             else generator.get_state().numpy())
 
 # %% ../../nbs/04_training/04d_checkpoint.ipynb #437e838d
-def _random_states(generators:dict)->dict: # Torch's, if loaded, and the given ones
+def _random_states(generators:dict)->dict: # States of torch's, if loaded, and of the given
     own = {}
     if torch := sys.modules.get("torch"):
         own["cpu"] = torch.get_rng_state().numpy()

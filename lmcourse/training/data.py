@@ -489,7 +489,7 @@ class Batches:
             and (reach := reach_of_starts(dataset, context_length)) < 0.5):
             raise ValueError(f"windows at the starts of documents reach {reach:.1%} of the "
                              f"{dataset.num_tokens:,} tokens: "
-                             f"the documents are longer than the context of {context_length:,}, "
+                             f"the documents are longer than the context of {context_length:,}; "
                              f"use windows = random")
         self[0]
 

@@ -54,7 +54,7 @@ def pick_device(
 def precision_for(
     device:torch.device, # The device that trains the model
 )->Literal["float32", "bfloat16", "float16"]:
-    "Return the fastest number format in which `device` multiplies without emulation."
+    "Return what `dtype = auto` means: the fastest format of an NVIDIA GPU, or else float32."
     if device.type != "cuda": return "float32"
     return "bfloat16" if torch.cuda.get_device_capability(device) >= (8, 0) else "float16"
 

@@ -210,7 +210,7 @@ def learning_rate(
     warmup_steps:int,   # Steps of the warm-up; 0 for none
     steps:int,          # Steps of the whole run, T
     cooldown_steps:int=0, # Steps of the linear cool-down at the end, n; 0 for none
-    # Factor for the highest rate, which stays above `min_lr`; don't change it during the cool-down
+    # Factor for the highest rate (never below `min_lr`); keep it fixed during the cool-down
     scale:float=1.0,
     shape:str="cosine", # Schedule between warm-up and cool-down: `cosine` or `constant`
 )->float: # The learning rate of that step

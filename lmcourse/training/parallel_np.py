@@ -262,7 +262,7 @@ class Replica:
                 | dict(zip(("gradient_s", "exchange_s", "update_s"), seconds)))
 
     def digest(self)->str:
-        "Return the sha256 of weights and moments, which is equal if all their bits are."
+        "Return the sha256 of weights and moments; workers with equal bits have equal digests."
         h = hashlib.sha256()
         for arrays in (self.params, self.optimizer.m, self.optimizer.v):
             for a in arrays.values(): h.update(a.tobytes())

@@ -42,7 +42,7 @@ def _tokens_per_step(run)->int:
 def live_plot(
     run:str|Path, # The run's folder
 )->Callable: # Pass it to `Trainer.fit` as `report`, in a notebook
-    "Make a plot of a run that is redrawn after each evaluation."
+    "Make a function that redraws the plot of a run each time it is called."
     from IPython.display import display
     from matplotlib.pyplot import close
     place = []

@@ -112,16 +112,16 @@ def check_tracker(
 ):
     "Raise `ValueError`, before any work starts, if a tracker's package is not installed."
     if name != "file" and find_spec(name) is None:
-        raise ValueError(f"log_to = {name}: the package {name} is not installed, pip install "
-                         f"{name}")
+        raise ValueError(f"log_to = {name}: the package {name} is not installed; install it "
+                         f"with: pip install {name}")
 
 # %% ../../nbs/04_training/04h_runs.ipynb #f02effd4
 def rewind_run(
     run:Path,  # The run's folder
     step:int,  # Step of the checkpoint
-    steps:int, # Steps of the whole run; the sample of the last step is always rewritten
+    steps:int, # Steps of the whole run; its last sample goes too, since resuming writes it again
 ):
-    "Cut metrics and samples back to what was there after `step`."
+    "Remove the metrics and samples that were written after `step`."
     lines = [m for m in read_metrics(run) if m["step"] <= step and not m.get("final")]
     write_text(run/"metrics.jsonl", "".join(json.dumps(m) + "\n" for m in lines))
     if not (samples := run/"samples.txt").exists(): return

@@ -78,7 +78,7 @@ def build_sharded(
     parts:Parts=Parts(),  # The components of the model
 )->TransformerLM: # A sharded model, bit for bit `TransformerLM(config, seed)`
     """Build a sharded model: first shapes, then parts, then numbers.
-    No process ever holds more than one whole parameter."""
+    Besides its parts, no process ever holds more than one whole parameter tensor."""
     model = TransformerLM(config, device="meta", parts=parts)
     apply_fsdp(model, mesh, dtype)
     model.to_empty(device=mesh.device_type)
@@ -139,7 +139,7 @@ def save_shards(
             if out: shutil.rmtree(writer.part, ignore_errors=True)
 
 # %% ../../nbs/04_training/04e_sharding.ipynb #3cab71ad
-class _ShardWriter(StorageWriter): # Safetensors and JSON: torch's own writers use pickle
+class _ShardWriter(StorageWriter): # Safetensors and JSON: torch's default writer uses pickle
     def __init__(self, out:str|Path|None, weights, record:dict, config:dict):
         self.path, self.part = Path(str(out)), Path(f"{out}.tmp")
         self.weights, self.record, self.config = weights, record, config
