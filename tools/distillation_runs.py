@@ -13,9 +13,8 @@ from pathlib import Path
 import torch
 
 from lmcourse.alignment.distillation import start_distillation
-from lmcourse.alignment.stories import measure_writer
-from lmcourse.generation.generate import story_slips
-from lmcourse.alignment.stories import story_sampler, write_stories
+from lmcourse.alignment.stories import measure_writer, story_sampler, write_stories
+from lmcourse.generation.generate import check_story, story_slips
 from lmcourse.tools.config import TrainConfig
 from lmcourse.tools.documents import documents
 from lmcourse.tools.files import write_json
@@ -66,7 +65,8 @@ def judged(model, tokenizer, valid):
     "Loss; right stories at two temperatures; and which lists the wrong ones at 0.8 forget a word of."
     loss = evaluate(model, valid, model.config.context_length)
     written = [measure_writer(model, tokenizer, WRITTEN, t) for t in (1., .8)]
-    slips = [name for r in write_stories(story_sampler(model, tokenizer, 128), WRITTEN, .8) for name in set(story_slips(r.response))]
+    texts = [r.response for r in write_stories(story_sampler(model, tokenizer, 128), WRITTEN, .8)]
+    slips = [name for t in texts if check_story(t)["form"] for name in story_slips(t)]
     return dict(excess=round(loss.excess, 5), error=round(loss.error, 5), slips={n: slips.count(n) for n in sorted(set(slips), key=slips.count, reverse=True)},
                 written=[{k: w[k] for k in ("temperature", "n", "right", "mistakes", "openings", "plots")} for w in written])
 
