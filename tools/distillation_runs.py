@@ -5,22 +5,21 @@
 FOLDER gets the data and the runs. If it is stopped, call it again: it makes what is missing. The last run is the model
 that comes with the course: `python tools/shipped_model.py pack FOLDER`."""
 import json
+import subprocess
 import sys
 from datetime import date
-from itertools import islice
 from pathlib import Path
 
 import torch
 
 from lmcourse.alignment.distillation import start_distillation
 from lmcourse.alignment.stories import measure_writer, story_sampler, write_stories
+from lmcourse.app.cli import open_data
 from lmcourse.generation.generate import check_story, story_slips
 from lmcourse.tools.config import TrainConfig
-from lmcourse.tools.documents import documents
 from lmcourse.tools.files import write_json
 from lmcourse.tools.machine import processor_name
 from lmcourse.training.checkpoint import Checkpoints, load_checkpoint
-from lmcourse.training.data import TokenDataset, write_tokens
 from lmcourse.training.evaluation import evaluate
 from lmcourse.training.models import load_model
 
@@ -74,10 +73,10 @@ def judged(model, tokenizer, valid):
 def main(folder):
     torch.set_num_threads(1)
     model, tokenizer = load_model(PRETRAINED)
-    if not (folder/"valid").exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        write_tokens(folder/"valid", islice(documents("stories", "valid"), 400), tokenizer, "stories")
-    valid, rows = TokenDataset.open(folder/"valid"), []
+    folder.mkdir(parents=True, exist_ok=True)
+    if not (folder/"data").exists():
+        subprocess.run([sys.executable, "-m", "lmcourse", "prepare", "stories", "data", "--tokenizer", PRETRAINED, "--max-mb", "1"], cwd=folder, check=True)
+    valid, rows = open_data(folder/"data")[1], []
     for name, (labels, steps, lr, seed, start, practice) in RUNS.items():
         student = distill(folder, name, valid)
         log = [json.loads(line) for line in (folder/name/"metrics.jsonl").read_text().splitlines()]
