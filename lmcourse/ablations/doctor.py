@@ -807,7 +807,7 @@ def _other_rate(case:Case, name:str, e:dict)->Iterator: # The envelope differs i
     sentence = (f"healthy runs of this config have a learning rate of {rate:g} and end at an "
                 f"excess of {final['mean'][0]:.4g}; with {case.train.lr:g} this one ends at "
                 f"{ends[0]:.4g}")
-    if case.train.lr < rate: yield sentence             # careful, not wrong
+    if case.train.lr < rate: yield sentence             # cautious, not wrong
     else: yield Finding(f"learning rate × {case.train.lr/rate:.3g}", sentence, LIKELY)
 
 # %% ../../nbs/06_ablations/06d_doctor.ipynb #b7489346

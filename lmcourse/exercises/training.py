@@ -336,7 +336,7 @@ def _decay_slips(constant:float)->dict: # What wrong numbers mean
 def check_two_decays(
     answer:dict, # 'sgd', 'adam', 'adamw', 'steps' and 'cosine'
 ):
-    "`AssertionError` unless a weight without a gradient shrinks like that."
+    "`AssertionError` unless these numbers say how a weight without a gradient shrinks."
     w, lr, decay = torch.tensor(50., dtype=torch.float64), .01, .2
     zero = torch.zeros_like(w)
     def adam(g, decay):
@@ -461,7 +461,7 @@ def check_clipping(
     # `gradient_clipping(parameters, max_l2_norm)` changes gradients in place
     gradient_clipping:Callable,
 ):
-    "`AssertionError` unless gradients keep their direction and are together at most that long."
+    "`AssertionError` unless gradients keep their direction, and are together short enough."
     for scale,M,once in ((1., .5, False), (1., 2., False), (.01, 1., False), (3., 4., True),
                          (1e-6, 1e-6, False)):
         _check_clipped(gradient_clipping, scale, M, once)
@@ -653,8 +653,8 @@ def check_passes(
     # `windows_of_step(step, num_windows, batch_size, seed)` gives the numbers of the step's windows
     windows_of_step:Callable,
 ):
-    """`AssertionError` unless each pass has every window once, in an order of its own that step
-    and seed alone decide."""
+    """`AssertionError` unless each pass has every window once, in its own order, which only
+    its number and the seed decide."""
     with _own_dice():
         one = _check_stateless(windows_of_step)
         other = _check_passes(windows_of_step, 40, 8, 1)
@@ -768,7 +768,7 @@ def check_checkpointing(
     # `load_checkpoint(src, model, optimizer)`
     checkpointing:tuple,
 ):
-    "`AssertionError` unless a run that was saved and loaded goes on as if nothing had been."
+    "`AssertionError` unless a run that was saved and loaded goes on as if nothing had happened."
     if not isinstance(checkpointing, (tuple, list)) or len(checkpointing) != 2:
         raise AssertionError(f"expected two functions, save and load, got {short(checkpointing)}")
     with _own_dice(), tempfile.TemporaryDirectory() as folder:
