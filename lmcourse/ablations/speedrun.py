@@ -73,7 +73,7 @@ class NgramLM(TransformerLM):
         config:ModelConfig,  # Sizes and variant
         seed:int=0,          # Seed of the initial weights
         parts:Parts=Parts(), # The components to use
-        rows:tuple=(),       # Rows of the table for pairs, of the one for triples, and so on
+        rows:tuple=(),       # Numbers of rows of the tables: for pairs, for triples, and so on
     ):
         super().__init__(config, seed, parts=parts)
         tables = [Embedding(n, config.d_model) for n in rows]
@@ -141,21 +141,21 @@ class Contestant:
     row_rate:float = 1.   # Sprint: factor of the learning rate for these tables
 
     def job(self, seed:int, steps:int, data:RunData)->Run: # A run of this length
-        "A run of that many steps: warm-up, constant rate, and cooldown in the last part."
+        "Make a run of that many steps: warm-up, constant rate, and cooldown in the last part."
         down = round(COOLDOWN*steps)
         train = replace(self.train, seed=seed, steps=steps, cooldown_steps=down,
                         warmup_steps=min(self.train.warmup_steps, steps - down))
         return Run(replace(self.model, vocab_size=data.vocab_size), train, data)
 
     def engine(self, job:Run)->TorchEngine:
-        "The model with its optimizer, before the first step."
+        "Make the model with its optimizer, before the first step."
         cpu = torch.device("cpu")
         if self.kind == "sprint": return SprintEngine(job.model, job.train, self, device=cpu)
         kind = Gpt2Engine if self.kind == "gpt2" else engine_for(job.train)
         return kind(job.model, job.train, device=cpu)
 
     def rungs(self)->Iterator[int]: # Numbers of steps, endless
-        "The lengths that are tried."
+        "Yield the lengths that are tried, shortest first."
         return (round(self.first*self.ratio**k) for k in itertools.count())
 
 COOLDOWN = .4 # Share of a run, at its end, in which the rate falls linearly to 0
@@ -183,7 +183,7 @@ def changed(
     contestant:Contestant, # The base
     changes:dict,          # Fields of its model, its training or itself
 )->Contestant:
-    "A contestant with other fields. Raises `ValueError` for an unknown field."
+    "Make a contestant with other fields. Raises `ValueError` for an unknown field."
     parts:list = [contestant.model, contestant.train, contestant]
     own = [{f.name for f in dataclasses.fields(p)} for p in parts]
     for name in changes:
@@ -230,13 +230,13 @@ class Racer:
             self.seconds, self.wall = self.seconds + took, self.wall + time.perf_counter() - wall
 
     def rates(self, steps:int)->list: # Rates of steps 1 to `steps`
-        "Warm-up, constant, cooldown: the schedule of a run of that many steps."
+        "Compute the rates of a run of that many steps: warm-up, constant, cooldown."
         c = self.contestant.job(self.seed, steps, self.data).train
         return [learning_rate(t, c.lr, c.min_lr, c.warmup_steps, steps, c.cooldown_steps,
                               shape="constant") for t in range(1, steps + 1)]
 
     def look(self, documents:int)->Any: # An `Evaluation` on the first `documents` documents
-        "Loss and excess on validation documents. The clock stands still."
+        "Compute loss and excess on validation documents. The clock stands still meanwhile."
         return evaluate(self.engine.model, self.valid, self.contestant.model.context_length,
                         documents)
 
@@ -376,7 +376,7 @@ def plot_race(
     ax:Any,         # Axes to draw into
     mark:float=.15, # Excess to be reached, in nats per token
 ):
-    "Excess against CPU seconds: each contestant's run that reached the mark, or its longest."
+    "Plot excess against CPU seconds: each contestant's run that reached the mark, or its longest."
     names = list(dict.fromkeys(name for name,_ in rungs_of(lines)))
     for (name, seed), rungs in rungs_of(lines).items():
         end = next((l for l in rungs if l["excess"] <= mark), rungs[-1])
@@ -451,7 +451,7 @@ def step_seconds(
     racers:dict,   # Contestants by name, each at step 0
     rounds:int=3,  # Number of turns of each contestant
     steps:int=4,   # Steps in a turn
-)->dict: # Name to the median over rounds, after one that isn't counted
+)->dict: # Name to the median over rounds; one more round at the start isn't counted
     "Measure the seconds of one step by each racer's clock; the racers take turns."
     found:dict = {name: [] for name in racers}
     for _ in range(rounds + 1):
