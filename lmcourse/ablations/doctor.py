@@ -122,13 +122,13 @@ MOST_FLOPS = 2e12 # Limit for replays: about a minute on two cores
 
 def replays(
     case:Case,
-)->dict: # Number of steps taken before to `Replayed`: the start, and the latest usable checkpoint
+)->dict: # Steps already taken to `Replayed`: at the start, and at the latest usable checkpoint
     "Repeat the steps of one or two lines by the config, unless that would take long."
     starts = replayable(case)
     if case.train.plateau_patience or not rates_agree(case): return {}
     if case.flops_per_step*case.train.log_every*len(starts) > MOST_FLOPS: return {}
     try: return {s: replay_steps(case, s) for s in sorted({*starts[:1], *starts[-1:]})}
-    except ValueError: return {}                # the optimizer's state is of another config
+    except ValueError: return {}                # the optimizer's state belongs to another config
 
 # %% ../../nbs/06_ablations/06d_doctor.ipynb #6533f203
 def check_steps(
@@ -397,7 +397,7 @@ SPIKE = 1.5 # Nats above the best line so far, after the warm-up
 
 # %% ../../nbs/06_ablations/06d_doctor.ipynb #70aef531
 def check_course(case:Case)->Iterator:
-    "Check whether losses and gradients are finite and the loss goes on falling."
+    "Check whether losses and gradients are finite and the loss keeps falling."
     loss, norms = (np.array([m.get(k, math.nan) for m in case.logged], float)
                    for k in ("loss", "grad_norm"))
     if not np.isfinite(loss).all():
@@ -463,7 +463,7 @@ def _optimizer_numbers(case:Case, key:str)->list: # Triples: weight, its number,
 
 # %% ../../nbs/06_ablations/06d_doctor.ipynb #39448dd6
 def check_weights(case:Case)->Iterator:
-    "Check whether weights are stored in full, and whether all of them have moved."
+    "Check whether weights are stored in full precision, and whether all of them have moved."
     entries = torch.cat([w.flatten() for w in case.weights.values() if w.ndim > 1])
     short = (entries == entries.bfloat16()).float().mean().item()
     own = dict(case.initial.named_parameters())
@@ -533,7 +533,7 @@ def _comes_back(tokenizer:Tokenizer, dataset:TokenDataset)->float: # Share of th
 TREND = 6 # Largest healthy value, in standard errors
 
 def check_order(case:Case)->Iterator:
-    "Check whether the documents are in random order, for windows in order."
+    "If windows are read in order, check whether the documents are in random order."
     if case.train.windows != "sequential": return
     lengths = case.sets[0].ends - case.sets[0].starts
     ranks = np.argsort(np.argsort(lengths, kind="stable"), kind="stable")
@@ -612,7 +612,7 @@ def check_tie(case:Case)->Iterator:
             f"differ by {apart:.2f} of their length", SHOWN)
 
 # %% ../../nbs/06_ablations/06d_doctor.ipynb #009261e8
-DEAD = 0.5 # Share of a layer's units
+DEAD = 0.5 # Largest healthy share of a layer's units that never fire
 
 # %% ../../nbs/06_ablations/06d_doctor.ipynb #db00fdf4
 @torch.no_grad()

@@ -451,7 +451,7 @@ def step_seconds(
     racers:dict,   # Contestants by name, each at step 0
     rounds:int=3,  # Number of turns of each contestant
     steps:int=4,   # Steps in a turn
-)->dict: # Name to the median over rounds, after one that isn't counted
+)->dict: # Name to the median over rounds; one more round at the start isn't counted
     "Measure the seconds of one step by each racer's clock; the racers take turns."
     found:dict = {name: [] for name in racers}
     for _ in range(rounds + 1):

@@ -30,7 +30,7 @@ def account(
     logits:bool=False,      # True if the loss is computed from all logits at once
 )->dict: # `model`, `parameters`, `memory` in bytes, `flops`
     """Count the costs of a model: parameters, memory and FLOPs.
-    Raises `ValueError` for invalid sizes or unknown words."""
+    Raises `ValueError` for invalid sizes or unknown settings."""
     T = (config.context_length if context_length is None
          else whole_number("context_length", context_length))
     c = replace(config, context_length=T) if T > config.context_length else config

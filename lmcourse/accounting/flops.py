@@ -51,7 +51,7 @@ def count_operations(
 
 # %% ../../nbs/02_accounting/02b_flops.ipynb #822725ec
 def matmul_flops(m:int, k:int, n:int
-)->int: # Rows of the first, rows of the second, columns of the second
+)->int: # FLOPs; m and k are the rows of the two matrices, n the columns of the second
     "Count the FLOPs of a product `(m, k) @ (k, n)`. Raises `ValueError` for a size below 1."
     return 2*whole_number("m", m)*whole_number("k", k)*whole_number("n", n)
 
@@ -69,7 +69,7 @@ def _cpu_attention()->dict:
     name = "_scaled_dot_product_flash_attention_for_cpu"
     found = {getattr(torch.ops.aten, name): forward,
              getattr(torch.ops.aten, name + "_backward"): backward}
-    if hasattr(torch.ops.aten, "_grouped_mm"): # Every row of the first meets one matrix
+    if hasattr(torch.ops.aten, "_grouped_mm"): # Each row meets one matrix
         found[torch.ops.aten._grouped_mm] = lambda a, b, *rest, out_shape=None, **more: (
             2*a[-2]*a[-1]*b[-1])
     return found

@@ -43,7 +43,7 @@ def _backward_phases(first, blocks:list, after:list, x:int, reruns)->Iterator:
     for op in reversed(after): yield back(op, op.name)
     for i in reversed(range(len(blocks))):
         block, rerun, of_block = blocks[i], reruns[i], of_blocks[i]
-        if rerun: # Everything that the block keeps is there again
+        if rerun: # All that the block keeps is in memory again
             also, _, phases = rerun
             kept += also - x
             for name,inside,working in phases:
@@ -63,7 +63,7 @@ def _rerun(c:ModelConfig, r:RowBytes, block:list)->tuple: # A block computed aga
     for op in block:
         inside += op.kept
         working = op.forward - op.kept - also
-        if op is block[-1]: # It ends as soon as everything is kept: before the last output
+        if op is block[-1]: # The run ends when all is kept: before the last output
             output = x*(c.norm == "layernorm" and place != "pre") # Except for a fused norm
             working = x*low + output + y*(low and place == "sublayer")
         if op.forward: phases.append((op.name, inside, comes + biases + working))
@@ -113,7 +113,7 @@ def training_phases(
     reruns = [_rerun(c, r, block) if recompute else None for block in blocks]
     step = first, blocks, after, r.stream, reruns
     found = [*_forward_phases(*step), *_backward_phases(*step)]
-    # Earlier batches'; with tied embeddings the head's gradient waits to be added to the table's
+    # Gradients of earlier batches; a tied head's gradient waits to be added to the table's
     if k > 1:
         found = [(*phase, every + min(gradients, tied)) for *phase,gradients in found]
     found.append(("optimizer", 0, room, every))

@@ -509,7 +509,7 @@ def check_empty_places(
     why = dict(paged={8: "is half a block: " + full, 8.5: full,
                       7: "is half a place too few: 0 to 15 are equally likely",
                       mean: "is the mean length"},
-               longest={mean: "is the mean length, that is what is full",
+               longest={mean: "is the mean length: those places are full",
                         most/2: "is half the room, half a place too many: no "
                                 "sequence has 0 tokens"},
                more={most/mean: "forgets that blocks have empty places too",

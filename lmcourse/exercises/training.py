@@ -170,15 +170,15 @@ _ADAMW_MISTAKES = {
     "the root is missing": ("no root",),
     "the mean of the gradients is not corrected": ("m",),
     "the mean of the squares is not corrected": ("v",),
-    "neither mean is corrected": ("m", "v"), "m takes in the whole gradient, expected 1 - β₁ of it":
+    "neither mean is corrected": ("m", "v"), "m adds the whole gradient, expected 1 - β₁ of it":
         ("whole",),
     "t starts at 0, expected 1 at the first step": ("early",),
     "t is 2 at the first step, expected 1": ("late",),
-    "β₁ and β₂ are swapped": ("swapped",), "v is a mean of sizes, expected one of squares":
+    "β₁ and β₂ are swapped": ("swapped",), "v is a mean of absolute values, expected of squares":
         ("not squared",),
     "all parameters share one t, expected the number of steps in which this one had a gradient":
         ("one count",),
-    "a parameter without a gradient moves, as if it had one of zeros, expected left as it is":
+    "a parameter without a gradient moves, as if its gradient were 0; expected it to stay":
         ("zero",),
     "the numbers of the group are not used: read them from param_groups at each step":
         ("defaults",)}
@@ -638,14 +638,14 @@ def _check_stateless(f:Callable)->list:
     with _own_dice(1):
         before = _shared_state()
         if _check_passes(f, 40, 8, 0) != one:
-            raise AssertionError(f"another seed of the generators that all share gives "
+            raise AssertionError(f"another seed of the shared generators gives "
                                  f"another order: {_OWN}")
         if before != _shared_state():
             raise AssertionError(f"your code sets or uses a random generator that "
                                  f"all share: {_OWN}")
     if two != one:
         raise AssertionError("batch_size 7 gives another order than 8, expected the same "
-                             "row in other pieces")
+                             "sequence, cut differently")
     return one
 
 # %% ../../nbs/04_training/04z_training.ipynb #e5673783
@@ -757,8 +757,8 @@ def _check_resumed(save:Callable, load:Callable, folder:str):
         _check_same_run(where, saved, *run)
         _train_on(*run, 6, 8)
         if not _same_all(_all_of(*run), _all_of(*whole)):
-            raise AssertionError(f"{where}all is as it was saved, but three steps on "
-                                 "the run is another")
+            raise AssertionError(f"{where}all is as it was saved, but after three more "
+                                 "steps the run differs")
     where, *run = _load_from(load, "str", early, 2)
     _check_same_run(where, then, *run)
 

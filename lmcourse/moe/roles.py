@@ -49,7 +49,7 @@ def _family(rule)->str: # `trade` for the rule `trade:wool`
 
 # %% ../../nbs/08_moe/08j_roles.ipynb #08j00008
 def story_pieces(
-    seed:int=0,   # Seed of `Stories`; the stories are the same
+    seed:int=0,   # Seed, as for `Stories`, which writes the same stories
     stories:Stories|None=None, # Source of the rules; None for the course's
 ): # An endless iterator with one list of `(words, role)` per story
     "Yield stories in pieces, each with the rule that produced it."

@@ -46,7 +46,7 @@ def router_backward(
     cache:tuple,         # From `router_forward`
     dlogits:np.ndarray|None=None, # Extra gradient of the logits, from a router loss `(N, E)`
 )->tuple: # Gradients of `x` `(N, D)` and of `weight` `(E, D)`
-    "Backward pass of `router_forward`, with the chosen experts held fixed."
+    "Compute the gradients of `router_forward`, with the chosen experts held fixed."
     x, weight, scores, chosen, weights, total, score, normalize, scale = cache
     dkept = scale*dweights
     if normalize: dkept = dkept - (dweights*weights).sum(-1, keepdims=True)
@@ -70,7 +70,7 @@ def balance_loss(
     logits:np.ndarray, # The router's logits `(N, E)`
     chosen:np.ndarray, # Experts `(N, k)`
 )->tuple: # The loss, and its gradient with respect to the logits `(N, E)`
-    "E times the sum of load share times mean probability, 1 if even. Fedus 2021, eq. 4 to 6."
+    "Compute E times the sum of load share times mean probability. Fedus 2021, eq. 4 to 6."
     N, E = logits.shape
     f, p = count_load(chosen, E)/chosen.size, softmax_forward(logits)[0]
     return E*f@p.mean(0), E/N*p*(f - p@f[:, None])
