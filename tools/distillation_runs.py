@@ -83,7 +83,7 @@ def main(folder):
         curve = [dict(step=line["step"], excess=round(line["excess"], 5)) for line in log if "valid_loss" in line and not line.get("final")]
         rows.append(dict(run=name, labels=labels, steps=steps, lr=lr, seed=seed, start=start, practice=practice, curve=curve) | judged(student, tokenizer, valid))
         print(json.dumps(rows[-1])[:300], flush=True)
-    write_json(RESULTS/"distillation.json", dict(machine=processor_name(), date=f"{date.today()}", start=judged(model, tokenizer, valid), runs=rows,
+    write_json(RESULTS/"distillation.json", dict(machine=processor_name(), date=f"{date.today()}", stories=valid.info["documents"], start=judged(model, tokenizer, valid), runs=rows,
                                                 shipped=judged(*load_model(), valid)))
 
 

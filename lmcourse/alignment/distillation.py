@@ -54,7 +54,8 @@ def counted_probs(probs:torch.Tensor)->float: # Weight of a batch for `Objective
     return float(probs.sum())
 
 # %% ../../nbs/14_alignment/14r_distillation.ipynb #d04745ae
-JOB_STEPS, FIRST_STORY = 50, 8_000_000 # Steps that are prepared at once; seed far from the corpora's
+# Steps that are prepared at once; a seed that is far from those of the corpora
+JOB_STEPS, FIRST_STORY = 50, 8_000_000
 
 def prepare_job(
     job:int,             # Number of the job, from 0

@@ -78,7 +78,7 @@ class KVCache:
     def __init__(self,
         config:ModelConfig,              # Sizes and variant
         batch_size:int=1,                # Number of sequences, all of the same length, B
-        max_tokens:int|None=None,        # Largest length of a sequence; default: the model's context
+        max_tokens:int|None=None,        # Longest sequence; default: the model's context
         dtype:torch.dtype=torch.float32, # Type of keys and values
         device:str|torch.device="cpu",   # Device of keys and values
     ):

@@ -78,6 +78,6 @@ class LatentAttention(nn.Module):
         up = self.kv_up_proj.weight.unflatten(0, (self.heads, -1))        # (H, plain + value, R)
         to_keys, to_values = up.split((self.sizes[0], self.sizes[2]), 1)
         q = torch.cat((q@to_keys.to(q.dtype), q_turned), -1)              # (..., H, T, R + turned)
-        scale = (q.shape[-1]/sum(self.sizes[:2]))**.5 # The kernel divides by the longer width's root
+        scale = (q.shape[-1]/sum(self.sizes[:2]))**.5 # The kernel divides by the longer one's root
         found = self.attention(q*scale, torch.cat((card, k_turned), -1), card, None)
         return found@to_values.to(found.dtype).mT
