@@ -65,6 +65,7 @@ def test_words_that_begin_alike_share_their_first_token():
 def test_nothing_is_told_after_an_impossible_token():
     begun = TOKENIZER.encode(SOME[0])[:9]
     assert len(list(ORACLE.next_probs([*begun, END, *begun]))) == 10
+    assert len(list(ORACLE.next_probs([*encoded(SOME[0]), *begun]))) == len(encoded(SOME[0]))
 
 
 def test_hard_labels_are_the_next_tokens_and_soft_ones_the_oracle_s():
@@ -113,6 +114,8 @@ def test_another_process_makes_the_same_batches():
         for step in (51, 0, 99):                               # A run may go on anywhere
             for a, b in zip(batches[step], prepare_job(step//50, *how)[step % 50]): assert (a == b).all()
     finally: batches.close()
+    first, second = (prepare_job(job, *how)[0][0] for job in (0, 1))
+    assert first.shape != second.shape or (first != second).any()
 
 
 def test_a_stopped_run_goes_on_alike(tmp_path):
