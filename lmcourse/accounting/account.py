@@ -125,10 +125,10 @@ def _placed_table(d:dict)->Table:
                       f"{'fits' if d['fits'] else 'does not fit'}",
             "largest batch": f"{d['largest_batch']:,}",
             "a step": f"{duration(d['step_seconds'])} at {100*d['mfu']:g} % of the peak",
-            "a token of each sequence, written with a full cache":
+            "generating a token of each sequence, with a full cache":
                 f"{duration(d['token_seconds'])} at least"}
     if run := d["run"]:
-        rows[f"a run of {si(run['tokens'])} tokens"] = f"{duration(run['seconds'])} on one of them"
+        rows[f"a run of {si(run['tokens'])} tokens"] = f"{duration(run['seconds'])} on one device"
         if run["usd"] is not None:
             rows[f"its price at ${run['usd_per_hour']:g} an hour"] = f"${run['usd']:,.2f}"
     return Table([dict(what=k, value=v) for k,v in rows.items()])

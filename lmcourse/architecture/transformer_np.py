@@ -366,7 +366,7 @@ def _head_name(c:ModelConfig)->str:
 def _with_head(grads:dict, dweight, c:ModelConfig)->dict:
     if c.tie_embeddings:
         rows = grads.pop("token_embeddings.weight")
-        dweight[rows.rows] += rows.values               # they are unique
+        dweight[rows.rows] += rows.values               # no row occurs twice, so += loses nothing
     return grads | {_head_name(c): dweight}
 
 # %% ../../nbs/03_architecture/03e_transformer_np.ipynb #b7fcd1a1

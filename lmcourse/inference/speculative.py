@@ -58,7 +58,7 @@ def _vocab_size(model, decoder)->int: # From the config, or by calling the model
     decoder.rewind(0)
     return size
 
-def _agree(a:list, b:list)->int: # Length of the common beginning
+def _agree(a:list, b:list)->int: # Length of the common prefix
     return next((i for i,(x,y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
 
 def _drawn(next_logits:Callable, count:int, vocab_size:int, to_probs:Callable, draw:Callable
@@ -128,7 +128,7 @@ class NgramDraft:
             self.grams.append(np.unique(keys, return_counts=True))
 
     def counts(self, ids:list)->np.ndarray: # `(V,)`
-        "Count how often each token followed the longest end of `ids` that occurs in the sample."
+        "Count how often each token followed the longest suffix of `ids` that occurs in the sample."
         for n in reversed(range(min(len(ids) + 1, len(self.grams)))):
             context = sum(t*self.vocab_size**i
                           for i,t in enumerate(reversed(ids[len(ids) - n:]), 1))
@@ -147,10 +147,10 @@ class NgramDraft:
 def find_repeat(
     ids:list,      # A text of ids
     longest:int=8, # Largest length that is compared
-    # Length of the longest end of `ids` that occurred before (0 if none did), and the index after
+    # Length of the longest suffix of `ids` that occurred before (0 if none did), and the index after
     # its latest earlier occurrence
 )->tuple:
-    "Find the longest end of `ids` that occurred before."
+    "Find the longest suffix of `ids` that occurred before."
     ids, length = np.asarray(ids), 0
     stops = found = np.flatnonzero(ids[:-1] == ids[-1]) + 1
     while len(found) and length < longest:
@@ -161,10 +161,10 @@ def find_repeat(
 
 # %% ../../nbs/07_inference/07c_speculative.ipynb #9b81c700
 class PromptLookup:
-    "Proposes what followed the latest earlier occurrence of the text's longest repeated end."
+    "Proposes what followed the latest earlier occurrence of the text's longest repeated suffix."
     def __init__(self,
         vocab_size:int, # Number of ids, V
-        shortest:int=2, # Ends of fewer tokens are not looked up
+        shortest:int=2, # Shorter suffixes are not looked up
     ):
         if index(shortest) < 1: raise ValueError(f"shortest = {shortest}, expected 1 or more")
         self.vocab_size, self.shortest = vocab_size, shortest

@@ -85,7 +85,7 @@ class Stage(TransformerLM):
     def forward(self, # type: ignore[override]
         x:torch.Tensor, # Ids `(B, T)`, or the output of the stage before `(B, T, D)`
         targets:torch.Tensor|None=None, # `(B, T)`, if the last stage is to return the loss
-    )->torch.Tensor: # The residual stream; of the last stage logits `(B, T, V)`, or the loss
+    )->torch.Tensor: # The residual stream; from the last stage the logits `(B, T, V)`, or the loss
         if self.first: x = self.embed(x, self.places(x.shape[1]))
         elif self.mesh: x = DTensor.from_local(x, self.mesh, self.stream, run_check=False)
         table = None
@@ -189,7 +189,7 @@ def _as_copies(mesh:DeviceMesh)->Callable:
 def apply_data_parallel(
     stage:Stage,         # A stage on `meta`
     mesh:DeviceMesh,     # A mesh with the axes `dp_replicate` and `dp_shard`
-    dtype:str="float32", # Type of the layers' gathered weights; or `bfloat16`
+    dtype:str="float32", # Type of the layers' gathered weights, `float32` or `bfloat16`
 ):
     "Shard the weights of a stage, layer by layer, with FSDP2."
     data = data_mesh(mesh)
@@ -293,7 +293,7 @@ def own_tokens(
     here = own_places(batch[0].shape[1]//group.size(), group)
     inputs, targets = (x[:, here] for x in batch)
     share *= group.size()*count(targets)/max(1, count(batch[1]))
-    if not share: targets = torch.zeros_like(targets)           # No targets: NaN as a mean
+    if not share: targets = torch.zeros_like(targets)           # The mean over no targets is NaN
     return (inputs, targets), share
 
 def count_targets(targets:torch.Tensor)->int: return int((targets != -100).sum())

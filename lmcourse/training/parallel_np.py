@@ -152,8 +152,8 @@ def ring_bytes(
     rank:int,     # Number of a worker
     itemsize:int=4, # Bytes per number
 )->int: # Bytes that worker `rank` sends in `ring_all_reduce`
-    """Count the bytes that a worker sends in the ring: two vectors, without its own piece and its
-    right neighbour's."""
+    """Count the bytes that a worker sends in the ring: two vectors, less one piece of its own and one
+    of its right neighbour's."""
     lengths = [piece.stop - piece.start for piece in chunk_slices(length, size)]
     return itemsize*(2*length - lengths[rank] - lengths[(rank + 1) % size])
 
@@ -331,7 +331,7 @@ class DataParallelNp:
         workers:int=2,        # Number of processes, each with one core
         betas:tuple=(.9, .999), # AdamW: decay rates of the two moving means
         eps:float=1e-8,       # AdamW: number added to the root
-        weight_decay:float=.01, # AdamW: fraction of a matrix subtracted per step, times `lr`
+        weight_decay:float=.01, # AdamW: `lr` times this fraction of a matrix is subtracted
         grad_clip:float=0.,   # Largest norm of all gradients together; 0 for no limit
     ):
         settings = dict(betas=betas, eps=eps, weight_decay=weight_decay, grad_clip=grad_clip)
