@@ -147,8 +147,8 @@ class NgramDraft:
 def find_repeat(
     ids:list,      # A text of ids
     longest:int=8, # Largest length that is compared
-    # Length of the longest suffix of `ids` that occurred before (0 if none did), and the index after
-    # its latest earlier occurrence
+    # Length of the longest suffix of `ids` that occurred before (0 if none did), and the index
+    # after its latest earlier occurrence
 )->tuple:
     "Find the longest suffix of `ids` that occurred before."
     ids, length = np.asarray(ids), 0

@@ -152,8 +152,8 @@ def ring_bytes(
     rank:int,     # Number of a worker
     itemsize:int=4, # Bytes per number
 )->int: # Bytes that worker `rank` sends in `ring_all_reduce`
-    """Count the bytes that a worker sends in the ring: two vectors, less one piece of its own and one
-    of its right neighbour's."""
+    """Count the bytes that a worker sends in the ring: two vectors, less one piece of its own and
+    one of its right neighbour's."""
     lengths = [piece.stop - piece.start for piece in chunk_slices(length, size)]
     return itemsize*(2*length - lengths[rank] - lengths[(rank + 1) % size])
 
