@@ -64,7 +64,7 @@ def prepare_job(
     context_length:int,  # As for `distillation_batch`
     seed:int,            # Another seed gives other stories
     soft:bool,           # As for `distillation_batch`
-    practice:str,        # A pattern that three of four stories have to contain; "" for any story
+    practice:str,        # A pattern that three out of every four stories contain; "": any story
 )->list: # `JOB_STEPS` batches
     "Make the batches of some steps in a row; they depend on nothing but the arguments."
     stories, made = Stories(FIRST_STORY + 100_000*seed + job), []
