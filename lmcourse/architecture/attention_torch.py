@@ -43,7 +43,7 @@ def scaled_dot_product_attention(
 def causal_mask(
     num_queries:int,                   # Number of queries, T, at the last T of the S positions
     num_keys:int|None=None,            # Number of keys, S; default: as many as queries
-    window:int|None=None, # Number of latest keys that a query sees, itself included; default: all
+    window:int|None=None, # Number of latest keys that a query sees, including its own; default: all
     device:str|torch.device|None=None, # Device of the mask
 )->torch.Tensor: # `(T, S)`, `True` where a query may see a key
     """Make the mask in which each query sees its own position and earlier ones.
@@ -63,7 +63,7 @@ def causal_attention(
     q:torch.Tensor, # Queries `(..., H, T, K)`, at the last T of the S positions
     k:torch.Tensor, # Keys `(..., G, S, K)`; G divides H
     v:torch.Tensor, # Values `(..., G, S, K)`
-    window:int|None=None, # Number of latest keys that a query sees, itself included; default: all
+    window:int|None=None, # Number of latest keys that a query sees, including its own; default: all
 )->torch.Tensor: # `(..., H, T, K)`
     "Compute attention under `causal_mask` with torch's fused function."
     T, S = q.shape[-2], k.shape[-2]

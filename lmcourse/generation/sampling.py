@@ -79,7 +79,8 @@ def top_p(
     logits:torch.Tensor, # Logits `(..., V)`
     p:float,             # Smallest total probability of the kept tokens, above 0 and at most 1
 )->torch.Tensor: # Probabilities `(..., V)`, float32 or float64
-    """Return the distribution over the nucleus, the smallest set of tokens with probability `p`.
+    """Return the distribution over the nucleus, the smallest set of tokens whose probabilities add
+    up to at least `p`.
     Raises `ValueError` if `p` is not in (0, 1]. Source: Holtzman et al. 2020."""
     logits = _shifted(logits)
     _check("top_p", p)
