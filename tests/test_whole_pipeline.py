@@ -1,5 +1,6 @@
 "`lmcourse pipeline`: killed anywhere it goes on to the same files, a change reruns what depends on it, damage is noticed, mistakes are one line."
 import errno
+import gc
 import json
 import os
 import re
@@ -7,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import weakref
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -19,7 +21,7 @@ import lmcourse.alignment.pipeline as whole
 from lmcourse.alignment import gpu_plan, runs
 from lmcourse.alignment.briefs import Demonstrators
 from lmcourse.alignment.pipeline import pipeline_stages, run_pipeline
-from lmcourse.alignment.stages import PipelineConfig, run_stages
+from lmcourse.alignment.stages import PipelineConfig, Stage, run_stages
 from lmcourse.alignment.tasks import NAMES as NAMES_OF_PEOPLE
 from lmcourse.app import cli
 from lmcourse.generation.generate import read_chat_template
@@ -324,3 +326,17 @@ def test_a_folder_that_cannot_be_written_is_one_line(tmp_path, capsys):
     tmp_path.chmod(0o500)
     try: assert "can't be written" in refused(["pipeline", str(tmp_path/"out")], capsys)
     finally: tmp_path.chmod(0o700)
+
+
+def test_a_stage_leaves_no_garbage_and_searches_nothing_old(tmp_path):
+    "A cycle that a stage leaves is freed before the next; what existed before the pipeline isn't searched for garbage."
+    class Node: pass
+    left, frozen = [], gc.get_freeze_count()
+    def work(folder, inputs, say):
+        node = Node()
+        node.me = node
+        left.append(weakref.ref(node))
+        assert [r() for r in left[:-1]] == [None]*(len(left) - 1) and gc.get_freeze_count() > frozen
+        (folder/"a").write_text("x")
+    run_stages([Stage(n, work, (), {}, ("a",)) for n in "abc"], tmp_path/"p", say=lambda line: None)
+    assert left[-1]() is None and gc.get_freeze_count() == 0
