@@ -2,6 +2,7 @@
 import math
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 from itertools import islice
 
 import pytest
@@ -20,7 +21,7 @@ from lmcourse.tools.stories import Stories
 from lmcourse.training.data import TokenDataset, write_tokens
 from lmcourse.training.models import load_model
 
-SHIPPED, TOKENIZER = load_model()
+PRETRAINED, TOKENIZER = load_model(Path(__file__).parent.parent/"nbs/results/pretrained")    # It makes mistakes; the distilled one hardly does
 END = TOKENIZER.end_of_text
 CONFIG = ModelConfig(vocab_size=TOKENIZER.vocab_size, context_length=24, d_model=32, num_layers=1, num_heads=2, d_ff=64)
 FEW = StoryRlConfig("token", stories=6, anchors=2)
@@ -113,10 +114,10 @@ def test_a_step_is_the_same_twice_and_holds_what_it_says(credit):
 
 def test_wrong_choices_are_those_that_the_grammar_rules_out():
     seen = 0
-    for story in write_stories(story_sampler(SHIPPED, TOKENIZER, 4), 4, 1., 12):
+    for story in write_stories(story_sampler(PRETRAINED, TOKENIZER, 4), 4, 1., 12):
         m = first_mistake(story, TOKENIZER)
-        wrong = wrong_choices(SHIPPED, TOKENIZER, story, m, least=.003, most=4)
-        probs = SHIPPED(torch.tensor([story.ids[:-1]]))[0].softmax(-1).detach()
+        wrong = wrong_choices(PRETRAINED, TOKENIZER, story, m, least=.003, most=4)
+        probs = PRETRAINED(torch.tensor([story.ids[:-1]]))[0].softmax(-1).detach()
         stop = len(wrong) if m is None else m + 1
         assert (wrong[stop:] == -1).all()
         for t in range(stop):
@@ -131,8 +132,8 @@ def test_wrong_choices_are_those_that_the_grammar_rules_out():
 
 
 def test_right_stories_are_praised_beside_wrong_ones():
-    make = StoryBatches(SHIPPED, TOKENIZER, StoryRlConfig("prefix", stories=10, anchors=0))
-    ids, _, weights, _ = make(SHIPPED, 0)
+    make = StoryBatches(PRETRAINED, TOKENIZER, StoryRlConfig("prefix", stories=10, anchors=0))
+    ids, _, weights, _ = make(PRETRAINED, 0)
     right = round(make.log[0]["right"]*10)
     assert 0 < right < 10 and len(ids) == 10
     assert int((weights.sum(1) > 0).sum()) == right
@@ -203,11 +204,11 @@ def test_shares_of_openings_are_compared_like_those_of_templates():
 
 
 def test_a_writer_is_measured():
-    found = measure_writer(SHIPPED, TOKENIZER, 6, .8, 3)
+    found = measure_writer(PRETRAINED, TOKENIZER, 6, .8, 3)
     assert found["n"] == 6 and found["right"] + len(found["mistakes"]) + found["cut"] >= 6
     assert sum(found["openings"].values()) == 6 and sum(found["plots"].values()) == found["right"]
     assert 180 < found["tokens"] < 257 and .2 < found["entropy"] < .6
-    stories = write_stories(story_sampler(SHIPPED, TOKENIZER, 3), 6, .8, 3)    # Others computed together, the same stories
+    stories = write_stories(story_sampler(PRETRAINED, TOKENIZER, 3), 6, .8, 3)    # Others computed together, the same stories
     assert [m for r in stories if (m := first_mistake(r, TOKENIZER)) is not None] == found["mistakes"]
 
 

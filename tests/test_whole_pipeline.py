@@ -244,7 +244,7 @@ def test_the_path_of_the_gpu_takes_real_text_and_word_problems(book, tmp_path, m
     assert steps == [0, 1] and result["task"] == "easy-problems" and result["data"] == f"text:{book}" and result["base"]["floor"] is None and result["ceiling"] == .8
     for m in result["models"].values(): assert "openings" not in m and all(s[0].startswith(tuple(NAMES_OF_PEOPLE)) for s in m["samples"])
     page = (out/"report"/"report.md").read_text()
-    assert "Unseen easy-problems" in page and "held-out text" in page and f"150 pages of text:{book}" in page and "floor" not in page
+    assert "the same unseen easy-problems" in page and "held-out text" in page and f"150 pages of text:{book}" in page and "floor" not in page
     settings = read_run(out/"base"/"run")[1]
     assert settings.tokens_per_step == 512 and settings.device == "cpu"
     before = digests(out)
