@@ -173,7 +173,8 @@ def the_theme(page, site):
     after = page.evaluate(colour)
     assert after != before, "the theme's button does nothing"
     page.goto(site.find("memory.html"))
-    assert page.evaluate(colour) == after, "the next page forgets the theme"
+    try: page.wait_for_function(f"{colour} === {after!r}", timeout=5000)      # The page may be shown before its script has run
+    except Exception as e: raise AssertionError("the next page forgets the theme") from e
     page.locator(site.parts["theme"]).first.click()
     assert page.evaluate(colour) == before, "the theme does not come back"
 
