@@ -12,7 +12,7 @@ from lmcourse.alignment.distillation import (DistillationBatches, counted_probs,
 from lmcourse.evaluation.oracle import TokenOracle, oracle_nats
 from lmcourse.tools.checks import check_close
 from lmcourse.tools.config import TrainConfig
-from lmcourse.tools.grammar import expand, start_at
+from lmcourse.tools.grammar import expand_part, start_at
 from lmcourse.tools.stories import Stories
 from lmcourse.training.data import TokenDataset, write_tokens
 from lmcourse.training.models import load_model
@@ -29,13 +29,13 @@ def test_expand_gives_every_way_once():
     "Probabilities sum to 1, and an entry that is remembered from the same list is left out."
     rules = Stories().rules
     for name in ("story", "opening", "hour", "creature", "plot"):
-        assert abs(sum(p for p, *_ in expand(rules, start_at(name)[0], {})) - 1) < 1e-12, name
+        assert abs(sum(p for p, *_ in expand_part(rules, start_at(name)[0], {})) - 1) < 1e-12, name
     toy = Stories(grammar="story:\n    {x=food} and {y=food}\n\nfood = fig, plum, pear\n")
-    [(_, _, parts, env)] = expand(toy.rules, toy.start[0], {})
-    first = list(expand(toy.rules, parts[0], env))
+    [(_, _, parts, env)] = expand_part(toy.rules, toy.start[0], {})
+    first = list(expand_part(toy.rules, parts[0], env))
     assert [w for _, w, *_ in first] == ["fig", "plum", "pear"]
     for _, word, _, then in first:
-        rest = {w: p for p, w, *_ in expand(toy.rules, parts[2], then)}
+        rest = {w: p for p, w, *_ in expand_part(toy.rules, parts[2], then)}
         assert rest.keys() == {"fig", "plum", "pear"} - {word} and {*rest.values()} == {1/2}
 
 

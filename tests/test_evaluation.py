@@ -1,4 +1,4 @@
-"Chapter 12: calibration, the certificate of contamination, order and overlap, exact match and its product, questions that the shipped model fails, the harness."
+"Chapter 12: calibration, the certificate of contamination, order and overlap, exact match and its product, questions that the pretrained model fails, the harness."
 import json
 import math
 import re
@@ -143,7 +143,7 @@ def test_doublings_of_a_straight_line_and_of_a_jump():
     assert doublings(steps, np.arange(11) >= 5) == pytest.approx(.8)
 
 
-# Questions that the shipped model fails
+# Questions that the pretrained model fails
 
 @pytest.mark.parametrize("kind", ["hour", "quote"])
 def test_what_was_said_once_is_certain_and_not_in_sight(kind, tmp_path):

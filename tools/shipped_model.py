@@ -98,7 +98,8 @@ def pack(folder):
         with atomic_write(new, durable=True) as part:
             tokenizer.save(part)
             save_quantized(part/"model.safetensors", quantize_model(model, BITS, None, keep=()))
-            write_json(part/"config.json", read_json(folder/name/"config.json") | dict(tokenizer=tokenizer.digest, made=made))
+            config = read_json(folder/name/"config.json")
+            write_json(part/"config.json", dict(model=config["model"], train=config["train"], tokenizer=tokenizer.digest, made=made))
         shutil.rmtree(place)
         new.rename(place)
         print(f"{sum(p.stat().st_size for p in place.iterdir()):,} bytes in {place}")
