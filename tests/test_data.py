@@ -597,4 +597,4 @@ def test_batches_reach_the_gpu(no_thread_left):
     for step, (x, y) in enumerate(BatchPrefetcher(batches, range(200), device="cuda")):
         assert x.device.type == y.device.type == "cuda"
         assert (x.cpu().numpy() == batches[step][0]).all() and (y.cpu().numpy() == batches[step][1]).all()
-    assert next(BatchPrefetcher(batches, range(1), device="cuda")._jobs[0].result().__iter__()).is_pinned()
+    with BatchPrefetcher(batches, range(1), device="cuda") as ahead: assert all(t.is_pinned() for t in ahead._jobs[0].result())

@@ -89,9 +89,10 @@ def timed(function, batches, steps, device):
 # Steps: from whether it is a dry run to a dict that JSON can hold
 
 def tests(toy):
-    "All tests that need a GPU"
-    done = subprocess.run([sys.executable, "-m", "pytest", "-q", "-m", "cuda", "-p", "no:cacheprovider", "-n0",
-                           "tests/test_gpu.py" if toy else "tests"],
+    "All tests that need a GPU; four processes, because most of their time goes into compiling"
+    files = [str(p) for p in sorted((ROOT/"tests").glob("test_*.py")) if "mark.cuda" in p.read_text()]
+    done = subprocess.run([sys.executable, "-m", "pytest", "-q", "-m", "cuda", "-p", "no:cacheprovider", "-n0" if toy else "-n4", "--durations=8",
+                           *(["tests/test_gpu.py"] if toy else files)],
                           cwd=ROOT, capture_output=True, text=True)
     counts = {what: int(n) for n, what in re.findall(r"(\d+) (passed|failed|error|skipped)", done.stdout)}
     nothing = toy and done.returncode == 5              # without a GPU all of them are skipped
@@ -103,6 +104,12 @@ def products(toy):
     from lmcourse.accounting.hardware import measure_device
     d = measure_device(.2 if toy else 5., device_for(toy).type)
     return dict(flop_per_s=d.peak_flop_per_s, bytes_per_s=d.bytes_per_s, memory_bytes=d.memory_bytes, overhead_s=d.overhead_s)
+
+
+def by_kernel(name, toy):
+    "Chapter 09's kernels: see tools/gpu_kernels.py"
+    import gpu_kernels
+    return getattr(gpu_kernels, name)(toy)
 
 
 def recipe(name, toy):
@@ -249,7 +256,7 @@ def writers(model, toy):
         return write
     def together(many):
         def write(length):
-            Engine(model, many*(length//16 + 2), 16).run([Request((1, 2, 3 + i), length, temperature=0.) for i in range(many)])
+            Engine(model, many*(length//16 + 2), 16, many, max(256, many)).run([Request((1, 2, 3 + i), length, temperature=0.) for i in range(many)])
         return write
     return {"growing cache": partial(with_decoder, CachedDecoder), "CUDA graph": partial(with_decoder, GraphDecoder),
             "CUDA graph, compiled": partial(with_decoder, GraphDecoder, True),
@@ -309,7 +316,7 @@ def training(name, steps, windows, seconds, toy):
                 curve=[[m["step"], m["valid_loss"]] for m in lines])
 
 
-STEPS = {"tests": tests, "products": products} | {n: partial(recipe, n) for n in RECIPES} | {
+STEPS = {"tests": tests, "products": products, "kernels": partial(by_kernel, "kernels"), "launches": partial(by_kernel, "launches")} | {n: partial(recipe, n) for n in RECIPES} | {
     f"step: {n}": partial(training_step, n) for n in TRAINERS} | {
     "writing, 42M": partial(writing, "leaderboard-42m"), "writing, GPT-2 small": partial(writing, "gpt2-small"),
     "36M on stories": partial(training, "ts-36m", 5000, 128, 390), "GPT-2 small": partial(training, "gpt2-small", 10**5, 32, 60),
@@ -326,8 +333,8 @@ def machine(toy):
 def result_of(name, toy, limit):
     "The step in a process of its own"
     command = [sys.executable, __file__, "--only", name, *["--dry-run"]*toy]
-    start = time.time()
-    try: done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=limit, env=os.environ | {"PYTHONPATH": str(ROOT)})
+    path, start = os.pathsep.join([str(ROOT), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]), time.time()
+    try: done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=limit, env=os.environ | {"PYTHONPATH": path})
     except subprocess.TimeoutExpired: return dict(fault=f"took more than {limit} s")
     if done.returncode: return dict(fault=(done.stderr or done.stdout)[-3000:])
     return json.loads(done.stdout.splitlines()[-1]) | dict(took_s=round(time.time() - start, 1))

@@ -23,6 +23,7 @@ from pathlib import Path
 from collections.abc import Callable, Iterable, Iterator, Sequence
 import numpy as np
 from typing import Any
+from .. import __version__
 from ..tools.config import unknown
 from ..tools.documents import END_OF_TEXT, documents
 from ..tools.show import Table, progress
@@ -743,11 +744,10 @@ def machine(
     packages:Iterable[str]=("numba", "numpy", *PEERS),
 )->dict: # Processor, cores, load and versions
     "Describe the machine of the measurements."
-    names = ["lmcourse", *present(packages)]
     return dict(processor=processor_name(), cores=cores(), load=round(os.getloadavg()[0], 2)
                 if hasattr(os, "getloadavg") else None, system=platform.system(),
-                versions=dict(python=platform.python_version(),
-                              **{n: importlib.metadata.version(n) for n in names}))
+                versions=dict(python=platform.python_version(), lmcourse=__version__,
+                              **{n: importlib.metadata.version(n) for n in present(packages)}))
 
 # %% ../../nbs/90_app/90a_bench.ipynb #e0fcd13e
 def machine_line(

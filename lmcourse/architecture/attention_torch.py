@@ -263,8 +263,9 @@ class CausalSelfAttention(HeadProjections):
         # Result of `rope.at`, if all layers share one; by default it is looked up here
         table:torch.Tensor|None=None,
     )->torch.Tensor: # `(..., T, D)`
-        v, *made = reversed(self.project(x)) # Popped, to free memory after rotation
+        made = list(self.project(x)) # Popped, to free memory after rotation
+        v = made.pop()
         if self.rope is not None and table is None: table = self.rope.at(x.shape[-2], positions)
-        q, k = self.heads(made.pop(), made.pop(), self.q_norm, self.k_norm, self.rope, table)
+        q, k = self.heads(made.pop(0), made.pop(), self.q_norm, self.k_norm, self.rope, table)
         if cache is not None: k, v = cache.update(k, v)
         return self.output_proj(self.attention(q, k, v, self.window).transpose(-2, -3).flatten(-2))

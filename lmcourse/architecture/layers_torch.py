@@ -301,8 +301,11 @@ def _some_tokens(x, weight, targets, counts, z_loss, wants
     # without `z_loss` nothing is squared: 0 times a square that overflows would be NaN
     loss = ((total.log() - at + (z_loss*log_z.square() if z_loss else 0))*counts).sum()
     if not any(wants): return loss, None, None
-    p.mul_((1 + 2*z_loss*log_z)*counts/total).scatter_add_(-1, targets[:, None], -counts)
+    p.mul_((1 + 2*z_loss*log_z)*counts/total)
+    # subtracted before rounding, stored after it: the compiler then keeps no float32 copy of `p`
+    at = p.gather(-1, targets[:, None]) - counts
     p = p.to(x.dtype)
+    p.scatter_(-1, targets[:, None], at.to(x.dtype))
     return loss, p@weight if wants[0] else None, p.T@x if wants[1] else None
 
 # %% ../../nbs/03_architecture/03b_layers_torch.ipynb #e3a3d004
@@ -346,7 +349,7 @@ def linear_cross_entropy(
                          f"{tuple(x.shape[:-1])}")
     if torch.is_autocast_enabled(x.device.type):
         x, weight = (a.to(torch.get_autocast_dtype(x.device.type)) for a in (x, weight))
-    tokens = tokens or max(256, (2**21 if x.device.type == "cpu" else 2**27)//len(weight))
+    tokens = tokens or max(256, (2**21 if x.device.type == "cpu" else 2**28)//len(weight))
     wants = tuple(torch.is_grad_enabled() and a.requires_grad for a in (x, weight))
     with torch.autocast(x.device.type, enabled=False):
         return _LinearCrossEntropy.apply(x.reshape(-1, x.shape[-1]), weight, targets.flatten(),

@@ -158,14 +158,15 @@ def sample(
 )->torch.Tensor: # Token ids `(...)`, int64, on the device of `probs`
     "Draw one token from each row. Raises `ValueError` if `probs` is not a distribution."
     _check_distribution(probs)
-    sums = probs.to(generator.device).double().cumsum(-1)
+    place = "cpu" if probs.device.type == "mps" else probs.device   # MPS has no float64
+    sums = probs.to(place).double().cumsum(-1)
     u = torch.rand(*probs.shape[:-1], 1, dtype=torch.float64, generator=generator,
-                   device=generator.device)
+                   device=generator.device).to(place)
     return torch.searchsorted(sums/sums[..., -1:], u, right=True).squeeze(-1).to(probs.device)
 
 def _check_distribution(probs): # A tensor or an array `(..., V)`
     totals = probs.sum(-1)
-    if not ((probs >= 0).all() and (abs(totals - 1) < 0.01).all()):
+    if not ((probs >= 0).all() & (abs(totals - 1) < 0.01).all()): # Read back at once
         raise ValueError(f"probs: smallest {probs.min()}, sums {totals.min()} to {totals.max()}, "
                          f"expected none below 0 and sums of 1")
 

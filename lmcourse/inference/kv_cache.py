@@ -163,9 +163,11 @@ def attend_to_slots(
     v:torch.Tensor,    # Values of all slots, likewise
     seen:torch.Tensor, # `True` for the slots that the token sees `(1, S)`
 )->torch.Tensor: # `(B, H, 1, K)`
-    "Compute the attention of one token; heads that share keys are computed in one product."
+    """Compute the attention of one token; heads that share keys are computed in one product.
+    A single query keeps few of a GPU's processors busy in a fused kernel, many in products."""
     groups = q.reshape(len(q), k.shape[1], -1, q.shape[-1])
-    return F.scaled_dot_product_attention(groups, k, v, seen).reshape(q.shape)
+    scores = (groups@k.mT*q.shape[-1]**-.5).masked_fill(~seen, -torch.inf)
+    return (scores.softmax(-1)@v).reshape(q.shape)
 
 # %% ../../nbs/07_inference/07a_kv_cache.ipynb #310cc5f2
 class GraphDecoder(CachedDecoder):

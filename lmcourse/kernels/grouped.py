@@ -9,6 +9,7 @@ __all__ = ['adamw_kernel', 'fused_adamw_cost', 'fused_adamw_', 'grouped_kernel',
 # %% ../../nbs/09_kernels/09g_grouped.ipynb #57dcd33c
 import torch
 from typing import Any
+from .matmul import tile_warps
 from .traffic import Cost, check_floats, interpreted, jit, power_of_two, tl
 
 # %% ../../nbs/09_kernels/09g_grouped.ipynb #666adc61
@@ -117,7 +118,7 @@ def _launch(x, weight, offsets:list, tile:tuple)->torch.Tensor:
     experts, starts, ends = table.T.contiguous()
     if tiles: grouped_kernel[(len(tiles), -(-F//tile[1]))](
         x.contiguous(), weight.contiguous(), out, experts, starts, ends, D, F,
-        BM=tile[0], BN=tile[1], BK=tile[2], WIDE=interpreted)
+        BM=tile[0], BN=tile[1], BK=tile[2], WIDE=interpreted, num_warps=tile_warps(*tile[:2]))
     return out
 
 # %% ../../nbs/09_kernels/09g_grouped.ipynb #b0cf3cd4
