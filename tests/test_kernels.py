@@ -64,6 +64,16 @@ def test_rows(device, shape):
     both(lambda x: rows.cross_entropy(x, t, block=16), lambda x: F.cross_entropy(x.flatten(0, -2), t.flatten()), (x,))
 
 
+def test_a_target_that_is_no_token_makes_the_loss_nan(device):
+    "On a card nobody looks at the targets in advance; nothing outside the row is read"
+    x, losses, logsums = drawn(4, 33, device=device), *torch.zeros(2, 4, device=device)
+    targets = torch.tensor([5, 33, -1, -100], device=device)
+    rows.cross_entropy_kernel[(4,)](x, targets, losses, logsums, 33, -100, BLOCK=16)
+    assert losses.isnan().tolist() == [False, True, True, False]
+    check_close(losses[0], F.cross_entropy(x[:1], targets[:1]), 1e-5)
+    if device == "cuda": assert rows.cross_entropy(x, targets).isnan()
+
+
 @pytest.mark.parametrize("heads, T, S, K, window", [((2, 2), 32, 32, 16, None), ((4, 2), 20, 33, 16, None), ((2, 1), 40, 40, 12, 7), ((1, 1), 1, 1, 2, 1)])
 def test_attention(device, heads, T, S, K, window):
     (H, G), block = heads, (16, 16) if device == "cpu" else (64, 64)
