@@ -4,7 +4,7 @@ from itertools import product
 import torch
 from lmcourse.accounting.hardware import best_seconds
 from lmcourse.kernels import flash, grouped, matmul, rows
-from lmcourse.kernels.use import SIZES, SMALL, check_agreement, kernel_costs, kernel_tasks
+from lmcourse.kernels.use import SIZES, SMALL, check_agreement, event_seconds, kernel_costs, kernel_tasks
 
 
 def kernels(toy):
@@ -15,15 +15,8 @@ def kernels(toy):
         with torch.no_grad():
             try: check_agreement(task, calls)
             except AssertionError as e: faults.append(str(e)[:500])
-            found[task] = dict(seconds={who: timed(f, toy) for who, f in calls.items()}, bytes=costs[task].bytes, flops=costs[task].flops)
+            found[task] = dict(seconds={who: best_seconds(dict(it=f), .02)["it"] if toy else event_seconds(f, .1) for who, f in calls.items()}, bytes=costs[task].bytes, flops=costs[task].flops)
     return dict(found=found) | (dict(fault="\n".join(faults)) if faults else {})
-
-
-def timed(call, toy):
-    "Median by the card's own events, with a cold cache; what a launch takes on the processor counts where the card waits for it"
-    if toy: return best_seconds(dict(call=call), .02)["call"]
-    from triton.testing import do_bench
-    return do_bench(call, return_mode="median")/1e3
 
 
 def alone(call, toy):
