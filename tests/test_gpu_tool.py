@@ -8,6 +8,7 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT/"tools"))
 import gpu
 
+from lmcourse.accounting.hardware import device_of
 from lmcourse.accounting.your_gpu import measured_peers, measured_recipes
 
 
@@ -57,7 +58,8 @@ def test_all_steps_run_at_toy_size(tmp_path):
 
 def test_every_step_has_a_line_in_the_tables_of_the_page(tmp_path):
     "From a file as a card would write it; steps that failed or were left out have none"
-    recipe = dict(tokens_per_s=1.2e6, published_tokens_per_s=556e3, mfu=.45, memory_bytes=13*10**9, counted_bytes=14*10**9)
+    recipe = dict(tokens_per_s=1.2e6, published_tokens_per_s=556e3, mfu=.45, memory_bytes=13*10**9, counted_bytes=14*10**9, dtype="bfloat16",
+                  product_flop_per_s=device_of("h200").peak("bfloat16")/2)
     steps = {"tests": dict(passed=3), "42M, batch 128": recipe, "36M, batch 128": dict(fault="out of memory"), "loop": dict(step_s={}),
              "step: ours": dict(tokens_per_s=1e6, memory_bytes=10**10), "step: nanoGPT, GPT-2 small": dict(left_out="not there"),
              "writing, 42M": dict(tokens_per_s={"CUDA graph": 3000., "engine, 16 texts": 20_000.}, share_of_bandwidth={"CUDA graph": .6})}
@@ -65,6 +67,8 @@ def test_every_step_has_a_line_in_the_tables_of_the_page(tmp_path):
     (tmp_path/"gpu-nvidia-x.json").write_text(json.dumps(dict(gpu="NVIDIA X", steps=steps)))
     row, = measured_recipes(tmp_path).rows
     assert row["card"] == "NVIDIA X" and row["tokens/s"] == 1_200_000 and row["expected"] == 400_000 and row["MFU"] == 45 and row["counted"] == 14
+    (tmp_path/"gpu-nvidia-x.json").write_text(json.dumps(dict(gpu="NVIDIA H200", steps=steps)))
+    assert [r["expected"] for r in measured_recipes(tmp_path).rows] == [800_000]     # Of the data sheet's peak where the ledger has one
     one, two, three = measured_peers(tmp_path).rows
     assert (one["what"], one["who"], one["tokens/s"], one["memory"]) == ("a step of training", "ours", 1_000_000, 10.)
     assert (two["what"], two["who"], two["of the bandwidth"]) == ("writing, 42M", "CUDA graph", 60) and three["of the bandwidth"] is None

@@ -12,7 +12,7 @@ from pathlib import Path
 from ..tools.config import ModelConfig, TrainConfig
 from ..tools.files import read_json
 from ..tools.show import Table, duration, si
-from .hardware import Device, device_of
+from .hardware import Device, device_of, devices
 from .memory import training_bytes
 from .model_flops import training_flops
 from .parameters import count_parameters
@@ -24,7 +24,7 @@ def micro_batch_for(
     train:TrainConfig, # Settings: batch (in one process), dtype and optimizer
     memory_bytes:int,  # Memory of the GPU, in bytes
 )->int: # Number of windows; 0 if no halving fits
-    "Halve the batch until a tenth of the memory stays free, and return the size of that part."
+    "Halve the batch until a step leaves a tenth of the memory free, and return one piece's size."
     windows = train.windows_per_step(model.context_length)
     micro, dtype = windows, "bfloat16" if train.dtype == "auto" else train.dtype
     def need(size): # Bytes
@@ -46,7 +46,7 @@ class CardFit:
     model:ModelConfig   # Config of the model
     train:TrainConfig   # Settings, with the `micro_batch` that fits
     tokens_per_s:float  # Expected throughput
-    memory_bytes:int    # Bytes that a step needs; 0 if nothing fits
+    memory_bytes:int    # Bytes that a step needs
 
 def fit_to_card(
     preset:str,         # Name of a preset of model and training
@@ -101,6 +101,12 @@ def card_table(
     return Table(rows)
 
 # %% ../../nbs/02_accounting/02l_your_gpu.ipynb #109fc70f
+def _peak(gpu:str|None, r:dict)->float: # Of the data sheet, if the ledger has the card
+    name = (gpu or "").lower().replace(" ", "-")
+    card = next((d for key,d in devices().items() if key in name), None)
+    dtype = "tfloat32" if r["dtype"] == "float32" else r["dtype"]
+    return card.peak(dtype) if card else r["product_flop_per_s"]
+
 def measured_recipes(
     folder:str|Path, # Folder with the results of `make gpu`, `gpu-*.json`
 )->Table|None: # One row per recipe and GPU; `None` if nothing was measured
@@ -110,8 +116,8 @@ def measured_recipes(
         found = read_json(path)
         for step,r in found["steps"].items():
             if "mfu" not in r or "fault" in r: continue
-            # What `SHARE` of the peak measured on this card would give
-            expected = SHARE/r["mfu"]*r["tokens_per_s"]
+            per_token = r["mfu"]*r["product_flop_per_s"]/r["tokens_per_s"] # FLOPs
+            expected = SHARE*_peak(found["gpu"], r)/per_token
             rows.append({"card": found["gpu"] or "dry run", "recipe": step,
                          "tokens/s": round(r["tokens_per_s"]), "expected": round(expected),
                          "published": r["published_tokens_per_s"], "MFU": 100*r["mfu"],
@@ -123,7 +129,7 @@ def measured_recipes(
 def measured_peers(
     folder:str|Path, # The folder that `measured_recipes` reads
 )->Table|None: # One row per library and variant; `None` if nothing was measured
-    "Compare steps of training and generation in this and in other libraries."
+    "Compare training steps, and generation, in this library and in others."
     rows = []
     for path in sorted(Path(folder).glob("gpu-*.json")):
         found = read_json(path)

@@ -164,7 +164,7 @@ def attend_to_slots(
     seen:torch.Tensor, # `True` for the slots that the token sees `(1, S)`
 )->torch.Tensor: # `(B, H, 1, K)`
     """Compute the attention of one token; heads that share keys are computed in one product.
-    A single query keeps few of a GPU's processors busy in a fused kernel, many in products."""
+    In a fused kernel a single query keeps few of a GPU's processors busy, in products many."""
     groups = q.reshape(len(q), k.shape[1], -1, q.shape[-1])
     scores = (groups@k.mT*q.shape[-1]**-.5).masked_fill(~seen, -torch.inf)
     return (scores.softmax(-1)@v).reshape(q.shape)

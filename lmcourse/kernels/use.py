@@ -35,7 +35,7 @@ from ..tools.show import Table
 
 # %% ../../nbs/09_kernels/09i_use.ipynb #ccfa9d5d
 class KernelRMSNorm(RMSNorm):
-    "RMSNorm by our kernels, with the weight and name of `RMSNorm`."
+    "RMSNorm computed by our kernels, with the weight and name of `RMSNorm`."
     def forward(self, x:torch.Tensor)->torch.Tensor: # `(..., D)`
         return rmsnorm(x, self.weight, self.eps)
 
@@ -46,7 +46,7 @@ def kernel_norm(config:ModelConfig, device:str|torch.device|None=None, dtype:tor
     return KernelRMSNorm(config.d_model, config.norm_eps, device=device, dtype=dtype)
 
 class KernelFeedForward(FeedForward):
-    "A SwiGLU network with our kernel between its matrices and the names of `FeedForward`."
+    "A SwiGLU network with our kernel between its matrices; its weights have `FeedForward`'s names."
     def forward(self, x:torch.Tensor)->torch.Tensor: # `(..., D)`
         assert self.w3 is not None
         return self.w2(swiglu(self.w1(x), self.w3(x)))
@@ -128,11 +128,11 @@ SMALL = dict(rows=4, width=32, words=40, tokens=20, heads=2, head_dim=16, produc
              parameters=50, experts=3)
 
 def kernel_costs(sizes:dict, size:int=2)->dict: # Name to `Cost`; `size`: bytes per number
-    "Count the least bytes and FLOPs of each task."
+    "Count the fewest bytes that each task must move, and its FLOPs in matrix products."
     R, N, V, T, H, K, n, P, E = sizes.values()
     product, scale, heads = matmul_cost(n, n, n, "float16"), size/4, size*H*T*K
     back = flash_backward_costs(T, T, K, H, blocks=(64, 64), size=size)
-    norm = Cost(4*(R*N + N), 4*(R*N + R))   # In float32; the gain leaves main memory once
+    norm = Cost(4*(R*N + N), 4*(R*N + R))   # In float32; the gain is read only once
     loss = cross_entropy_cost(R, V)         # In float32
     flash = Cost(3*heads, heads, flash_cost(T, T, K, H, blocks=(64, 64), size=size).flops)
     return {"softmax": softmax_cost(R, N, size), "rmsnorm": _half(norm, scale),
@@ -156,7 +156,7 @@ def kernel_tasks(
     sizes:dict,       # Sizes, as in `SIZES`
     device:str="cuda", dtype:torch.dtype=torch.bfloat16, # Device and type of the arrays
 )->dict: # Task to {implementation: call without arguments}; the first is ours
-    "Make calls of each kernel and of torch's function on the same arrays."
+    "Prepare calls to each kernel and to torch's function, on the same arrays."
     R, N, V, T, H, K, n, P, E = sizes.values()
     g = torch.Generator(device).manual_seed(0)
     def draw(*shape): return torch.randn(*shape, generator=g, device=device).to(dtype)
@@ -237,13 +237,14 @@ def others_attention(device:str)->dict: # Installed libraries, which take `(B, T
         return flash_attn_func(q, k, v, causal=True).transpose(1, 2)
     return {"flash-attn": attend}
 
-def others_norm(device:str)->dict: # Its backward overwrites the incoming gradient
+def others_norm(device:str)->dict: # liger-kernel's backward overwrites the incoming gradient
     if not _installed("liger_kernel", device): return {}
     f = importlib.import_module("liger_kernel.transformers.functional").liger_rms_norm
     return {"liger-kernel": lambda x, w: f(x, w, 1e-5, in_place=False)}
 
-def others_loss(device:str, targets:torch.Tensor)->dict: # Its forward overwrites the logits,
-    if not _installed("liger_kernel", device): return {}            # so it gets a copy
+def others_loss(device:str, targets:torch.Tensor)->dict:
+    # liger-kernel's forward overwrites the logits, so it gets a copy
+    if not _installed("liger_kernel", device): return {}
     f = importlib.import_module("liger_kernel.transformers.functional").liger_cross_entropy
     return {"liger-kernel (and a copy)": lambda z: f(z.clone(), targets)}
 

@@ -211,7 +211,7 @@ def plan_batch(
     processes:int=1,    # Number of processes that share the batch
 )->BatchPlan:
     """Divide a batch among processes and micro-batches.
-    If the numbers don't divide each other, a `ValueError` suggests the nearest that do."""
+    If the numbers don't divide evenly, a `ValueError` suggests the nearest that do."""
     def divide(n, by, what):
         if n % by or n < by:
             raise ValueError(f"{what}: {n} is not a multiple of {by}; {max(n//by, 1)*by} or "
