@@ -11,7 +11,6 @@ __all__ = ['ROW', 'CacheLayer', 'KVCache', 'CachedDecoder', 'GraphDecoder', 'Pla
 import copy, math
 import numpy as np
 import torch
-import torch.nn.functional as F
 from functools import partial
 from numba import types
 from numba.extending import overload
