@@ -5,6 +5,10 @@ import signal
 # One thread a process, as for the processes that tests start: a run is the same to the bit only with as many threads.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# A processor without AVX-512 has none for oneDNN either. Where torch alone is told so, its attention in bfloat16 packs for instructions that
+# it then may not use, and fails ("pack_vnni2 is only supported when avx512 is supported", torch 2.13 on a processor with AMX).
+if os.environ.get("ATEN_CPU_CAPABILITY") in ("avx2", "default"): os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX2")
+
 # pytest-xdist's processes ignore Ctrl-C, and so would every command that a test starts and stops by it.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN: signal.signal(signal.SIGINT, signal.default_int_handler)
 
