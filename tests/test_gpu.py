@@ -247,7 +247,10 @@ def test_many_requests_at_once(device):
         found = Engine(model.to(dtype), 60, 8).run(asked)
         assert all(len(s.tokens) == 20 for s in found)
     exact = model.to(torch.float64)
-    assert [s.tokens for s in Engine(exact, 60, 8).run(asked)] == [list(generate(exact, r.ids, 20, temperature=0.)) for r in asked]
+    for temperature in (0., .8):
+        asked = [replace(r, temperature=temperature, seed=k) for k, r in enumerate(asked)]
+        found = Engine(exact, 60, 8).run(asked)
+        assert [s.tokens for s in found] == [list(generate(exact, r.ids, 20, temperature=temperature, seed=r.seed)) for r in asked]
 
 
 @on_both

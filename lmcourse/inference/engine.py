@@ -25,7 +25,7 @@ from ..architecture.attention_torch import causal_attention
 from ..architecture.layers_torch import FeedForward
 from ..tools.compiled import fused, prefetch
 from ..generation.generate import checked_ids
-from ..generation.sampling import next_token_probs
+from ..generation.sampling import inverse_cdf, next_token_probs
 from ..tools.config import ModelConfig, refuse_fields
 
 # %% ../../nbs/07_inference/07b_engine.ipynb #065aa8c8
@@ -485,9 +485,8 @@ def sample_rows(
     generators:list,    # One random generator for each row
 )->torch.Tensor: # Ids `(B,)`
     "Draw one id from each row, with the row's own random generator."
-    sums = probs.cpu().double().cumsum(-1)
     u = torch.cat([torch.rand(1, 1, dtype=torch.float64, generator=g) for g in generators])
-    return torch.searchsorted(sums/sums[:, -1:], u, right=True).squeeze(-1)
+    return inverse_cdf(probs, u)
 
 def draw_tokens(
     logits:torch.Tensor, # Logits `(B, V)`
