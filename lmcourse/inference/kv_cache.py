@@ -33,7 +33,7 @@ class CacheLayer:
     def __init__(self,
         keys:torch.Tensor,   # Buffer for the keys `(B, G, S, K)`
         values:torch.Tensor, # Buffer for the values, likewise
-        room:int,            # Largest number of tokens of a sequence
+        room:int,            # Maximum number of tokens in a sequence
     ):
         self.keys, self.values, self.room = keys, values, room
         # number of tokens now, and the largest number so far
@@ -67,7 +67,7 @@ def _take(ring:torch.Tensor, new:torch.Tensor, start:int, stop:int
 
 # %% ../../nbs/07_inference/07a_kv_cache.ipynb #e23e1a65
 def _still_there(length:int, window:int, slots:int, reach:int
-)->bool: # Whether the keys that a token at `length` sees were not overwritten
+)->bool: # Whether all keys that a token at `length` sees are still there
     return length == 0 or max(0, length - window + 1) >= reach - slots
 
 # %% ../../nbs/07_inference/07a_kv_cache.ipynb #2a405388
@@ -117,7 +117,7 @@ class CachedDecoder(Remembering):
     "A decoder with a cache for any `TransformerLM` on any device."
     def __init__(self,
         model:Any,                # A `TransformerLM`
-        max_tokens:int|None=None, # Largest length of a sequence; default: the model's context
+        max_tokens:int|None=None, # Maximum length of a sequence; default: the model's context
     ):
         super().__init__(model.config, max_tokens)
         weight = model.token_embeddings.weight
@@ -174,7 +174,7 @@ class GraphDecoder(CachedDecoder):
     On a GPU the step is one CUDA graph."""
     def __init__(self,
         model:Any,                # A `TransformerLM`
-        max_tokens:int|None=None, # Largest length of a sequence; default: the model's context
+        max_tokens:int|None=None, # Maximum length of a sequence; default: the model's context
     ):
         # a mixture of experts must read back each expert's number of tokens, which a graph can't do
         refuse_fields(model.config, "GraphDecoder", names=("num_experts", "kv_lora_rank"))
@@ -247,7 +247,7 @@ def _stacked(params:dict, c:ModelConfig, names:list
                      for i in range(c.num_layers)]).astype(np.float32, copy=False)
 
 def _pack_layers(stack:np.ndarray, pack
-    # one object per layer; if the objects have arrays, these are views of arrays of all layers
+    # one object per layer; if the objects have arrays, each is a view into one for all layers
 )->tuple:
     packed = [pack(weight) for weight in stack]
     if not all(hasattr(w, "arrays") for w in packed): return packed, None
@@ -524,7 +524,7 @@ class NumpyDecoder(Remembering):
     def __init__(self,
         params:dict,              # Name to array, as for `transformer_forward`; they are copied
         config:ModelConfig,       # Sizes and variant
-        max_tokens:int|None=None, # Largest length of a sequence; default: the model's context
+        max_tokens:int|None=None, # Maximum length of a sequence; default: the model's context
         # Turns a float32 weight `(out, in)` into an object that multiplies; default: `Plain`
         pack:Callable|None=None,
         threads:int|None=None,    # Number of threads; default: OMP_NUM_THREADS or one per core
@@ -605,7 +605,7 @@ def _gains(params:dict, c:ModelConfig)->tuple: # Gains and shifts of the norms, 
     return np.stack([gains, shifts]).astype(np.float32), qk_gains
 
 # %% ../../nbs/07_inference/07a_kv_cache.ipynb #990e0d94
-_MORE, _MANY, _KEPT = 63, 256, 8 # additional slots; most tokens at a time; cached buffers
+_MORE, _MANY, _KEPT = 63, 256, 8 # spare slots; tokens at a time; tokens whose buffers are kept
 
 def _positions(params:dict, c:ModelConfig, room:int)->tuple: # Tables for RoPE and for embeddings
     nothing = np.zeros((0, 0), np.float32)
@@ -678,7 +678,7 @@ class FastDecoder(NumpyDecoder):
     "A fast decoder for a `TransformerLM` with batch size 1, on the CPU in float32."
     def __init__(self,
         model:Any,                # A `TransformerLM`; its weights are copied
-        max_tokens:int|None=None, # Largest length of a sequence; default: the model's context
+        max_tokens:int|None=None, # Maximum length of a sequence; default: the model's context
         # Turns a float32 weight `(out, in)` into an object that multiplies; default: `Plain`
         pack:Callable|None=None,
         threads:int|None=None,    # Number of threads; default: OMP_NUM_THREADS or one per core
