@@ -69,6 +69,8 @@ def test_every_step_has_a_line_in_the_tables_of_the_page(tmp_path):
     assert row["card"] == "NVIDIA X" and row["tokens/s"] == 1_200_000 and row["expected"] == 400_000 and row["MFU"] == 45 and row["counted"] == 14
     (tmp_path/"gpu-nvidia-x.json").write_text(json.dumps(dict(gpu="NVIDIA H200", steps=steps)))
     assert [r["expected"] for r in measured_recipes(tmp_path).rows] == [800_000]     # Of the data sheet's peak where the ledger has one
+    (tmp_path/"gpu-nvidia-x.json").write_text(json.dumps(dict(gpu="NVIDIA L40S", steps=steps)))
+    assert [r["expected"] for r in measured_recipes(tmp_path).rows] == [400_000]     # It is no L4
     one, two, three = measured_peers(tmp_path).rows
     assert (one["what"], one["who"], one["tokens/s"], one["memory"]) == ("a step of training", "ours", 1_000_000, 10.)
     assert (two["what"], two["who"], two["of the bandwidth"]) == ("writing, 42M", "CUDA graph", 60) and three["of the bandwidth"] is None

@@ -15,7 +15,8 @@ def kernels(toy):
         with torch.no_grad():
             try: check_agreement(task, calls)
             except AssertionError as e: faults.append(str(e)[:500])
-            found[task] = dict(seconds={who: best_seconds(dict(it=f), .02)["it"] if toy else event_seconds(f, .1) for who, f in calls.items()}, bytes=costs[task].bytes, flops=costs[task].flops)
+            seconds = best_seconds(calls, .02) if toy else {who: event_seconds(f, .1) for who, f in calls.items()}
+            found[task] = dict(seconds=seconds, bytes=costs[task].bytes, flops=costs[task].flops)
     return dict(found=found) | (dict(fault="\n".join(faults)) if faults else {})
 
 
@@ -34,16 +35,14 @@ def launches(toy):
     def draw(*shape): return torch.randn(*shape, device=device).to(dtype)
     def by(blocks, warps, launch): # Launches take the block and the number of warps
         return {f"{block}, {w} warps": alone(lambda: launch(block, num_warps=w), toy) for block, w in product(blocks[:1] if toy else blocks, warps)}
-    return {name: make(by, draw) for name, make in (("rows", lambda by, draw: row_launches(by, draw, R, N, V, toy)),
-            ("attention", lambda by, draw: flash_launches(by, draw, T, H, K, toy)), ("products", lambda by, draw: product_launches(by, draw, n, T, E, N, toy)))}
+    return dict(rows=row_launches(by, draw, R, N, V, toy), attention=flash_launches(by, draw, T, H, K, toy), products=product_launches(by, draw, n, T, E, N, toy))
 
 
 def row_launches(by, draw, R, N, V, toy):
     x, dy, gain, z, block = draw(R, N), draw(R, N), draw(N), draw(R, V), 1 << (N - 1).bit_length()
     out, wide, grads = torch.empty_like(x), x.new_empty(R, dtype=torch.float32), torch.empty_like(z)
     targets, scale = torch.randint(V, (R,), device=x.device), wide.clone()
-    def parts(P): return x.new_empty(P, N, dtype=torch.float32)
-    shares = {P: parts(P) for P in (264, 528, 1056)}
+    shares = {P: x.new_empty(P, N, dtype=torch.float32) for P in (264, 528, 1056)}
     return {"softmax": by([block], (4, 8), lambda b, **w: rows.softmax_kernel[(R,)](x, out, N, BLOCK=b, **w)) |
                        dict(torch=alone(lambda: x.softmax(-1), toy)),
             "rmsnorm": by([block], (4, 8), lambda b, **w: rows.rmsnorm_kernel[(R,)](x, gain, out, wide, N, 1e-5, BLOCK=b, **w)) |

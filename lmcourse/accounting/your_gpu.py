@@ -102,8 +102,8 @@ def card_table(
 
 # %% ../../nbs/02_accounting/02l_your_gpu.ipynb #109fc70f
 def _peak(gpu:str|None, r:dict)->float: # Of the data sheet, if the ledger has the card
-    name = (gpu or "").lower().replace(" ", "-")
-    card = next((d for key,d in devices().items() if key in name), None)
+    name = f"-{gpu or ''}-".lower().replace(" ", "-")
+    card = next((d for key,d in devices().items() if f"-{key}-" in name), None)
     dtype = "tfloat32" if r["dtype"] == "float32" else r["dtype"]
     return card.peak(dtype) if card else r["product_flop_per_s"]
 

@@ -263,7 +263,8 @@ class CausalSelfAttention(HeadProjections):
         # Result of `rope.at`, if all layers share one; by default it is looked up here
         table:torch.Tensor|None=None,
     )->torch.Tensor: # `(..., T, D)`
-        made = list(self.project(x)) # Popped, to free memory after rotation
+        # Popped, to free memory after rotation; in torch 2.11 a compiled `v, *made` is a tuple
+        made = list(self.project(x))
         v = made.pop()
         if self.rope is not None and table is None: table = self.rope.at(x.shape[-2], positions)
         q, k = self.heads(made.pop(0), made.pop(), self.q_norm, self.k_norm, self.rope, table)
