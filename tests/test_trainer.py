@@ -372,6 +372,91 @@ def test_nothing_moves_when_the_loss_is_no_number(data):
     with pytest.raises(Diverged, match="gradient nan long; the gradient of .* is not finite"): trainer.train_step((ids, ids))
 
 
+# A GPU begins with the next step before this one's loss is known here; the same code runs on a processor if it is told to
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
+def ahead(request, monkeypatch):
+    "Settings of a run, and a function that says whether steps are queued from here on"
+    def queue(wanted): monkeypatch.setattr(TorchEngine, "runs_ahead", wanted)
+    monkeypatch.setattr("lmcourse.training.optim_torch.on_one_card", lambda params: True)
+    return replace(SHORT, device=request.param), queue
+
+
+@pytest.fixture
+def queued(monkeypatch):
+    "For each step of a run that ends, whether the next one has begun"
+    seen, real = [], Trainer.finish_step
+    def finish(self, now): seen.append((self.step + 1, self.queued is not None)); real(self, now)
+    monkeypatch.setattr(Trainer, "finish_step", finish)
+    return seen
+
+
+def test_a_step_that_is_queued_changes_no_bit(data, tmp_path, ahead, queued):
+    config, queue = ahead
+    found = []
+    for wanted in (False, True):
+        queue(wanted)
+        found.append(run(data, tmp_path/str(wanted), config=config))
+    (waits, a), (goes_on, b) = found
+    assert a == b and (tmp_path/"False/samples.txt").read_text() == (tmp_path/"True/samples.txt").read_text()
+    check_close(weights(goes_on), weights(waits), 0, 0)
+    for x, y in zip(*(t.engine.optimizer.state.values() for t in (waits, goes_on))): assert x["step"] == y["step"] == 12
+    assert [n for n, began in queued[12:] if not began] == [4, 5, 8, 10, 12] and not any(began for _, began in queued[:12])
+
+
+@pytest.mark.parametrize("bad", [(3,), (3, 4), (4,)])
+def test_nothing_moves_from_the_step_on_whose_loss_is_no_number(data, ahead, bad):
+    "Not in the step after it either, which has begun by then; and the trainer can go on"
+    config, queue = ahead
+    queue(True)
+    trainer = Trainer(MODEL, config, *sets(data))
+    real, batches = trainer.engine.loss, [tuple(torch.as_tensor(a).to(trainer.device) for a in trainer.batches[i]) for i in range(6)]
+    calls, before = [], None
+    def loss(*batch):
+        calls.append(1)
+        return real(*batch)*(math.nan if len(calls) in bad else 1.)
+    trainer.engine.loss = loss
+    for step in range(bad[0] - 1):
+        trainer.train_step(batches[step], *[batches[step + 1]]*(step + 2 < bad[0]))
+        before = {n: w.clone() for n, w in weights(trainer).items()}
+    with pytest.raises(Diverged, match=f"^step {bad[0]}: the loss is nan"): trainer.train_step(batches[bad[0] - 1], batches[bad[0]])
+    check_close(weights(trainer), before, 0, 0)
+    assert {s["step"] for s in trainer.engine.optimizer.state.values()} == {trainer.step} == {bad[0] - 1} and trainer.queued is None
+    trainer.engine.loss = real
+    assert math.isfinite(trainer.train_step(batches[0])) and trainer.step == bad[0]
+
+
+def test_a_signal_lets_the_step_that_is_queued_end(data, tmp_path, ahead, queued, monkeypatch):
+    config, queue = ahead
+    queue(True)
+    (folder := tmp_path/"a").mkdir()
+    write_run(folder, MODEL, config, data)
+    trainer = Trainer(MODEL, config, *sets(data))
+    real = trainer.compute_step
+    def compute(step, *more):
+        if step == 6: os.kill(os.getpid(), signal.SIGINT)               # While step 6 waits for its numbers
+        return real(step, *more)
+    trainer.compute_step = compute
+    with pytest.raises(Interrupted, match="after step 7 of 12$"): trainer.fit(folder)
+    assert queued[-2:] == [(6, True), (7, False)] and Checkpoints(folder/"checkpoints").latest().name == "step_000007"
+    again = Trainer(MODEL, config, *sets(data))
+    again.resume(folder)
+    again.fit(folder)
+    whole, _ = run(data, tmp_path/"whole", config=config)
+    check_close(weights(again), weights(whole), 0, 0)
+
+
+def test_a_measurement_with_queued_steps_leaves_no_trace(data, ahead):
+    config, queue = ahead
+    queue(True)
+    trainer = Trainer(MODEL, config, *sets(data))
+    for _ in range(2): trainer.train_step()
+    before = {n: w.clone() for n, w in weights(trainer).items()}
+    assert measure_step(trainer) > 0 and trainer.queued is None and trainer.step == 2
+    check_close(weights(trainer), before, 0, 0)
+    assert {s["step"] for s in trainer.engine.optimizer.state.values()} == {2}
+
+
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_a_run_after_a_whole_step_and_is_named(data, tmp_path, how):
     before = [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)]

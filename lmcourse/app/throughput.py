@@ -92,9 +92,9 @@ class ClockedRun:
         trainer, clock = self.trainer, []
         trainer.config = replace(trainer.config, steps=trainer.step + count + 1)
         real = trainer.train_step
-        def clocked(batch):
+        def clocked(*batches):
             begin = time.perf_counter()
-            real(batch)
+            real(*batches)
             clock.append((begin, time.perf_counter(), trainer.waited))
         trainer.train_step = clocked # type: ignore[assignment]
         try: trainer.fit(self.folder.name)

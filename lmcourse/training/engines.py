@@ -31,7 +31,7 @@ from ..tools.config import ModelConfig, TrainConfig
 from ..tools.machine import compiles
 from .checkpoint import Checkpoints, load_checkpoint, read_state, save_checkpoint
 from .optim_np import AdamWNp, clip_scale, grad_norm_np
-from .optim_torch import OPTIMIZERS, clip_grad_norm
+from .optim_torch import OPTIMIZERS, AdamW, clip_grad_norm
 
 # %% ../../nbs/04_training/04f_engines.ipynb #02ac2898
 def pick_device(
@@ -306,6 +306,23 @@ class TorchEngine:
         for layer in self.balanced: layer.after_step(self.world.all_reduce_sum)
         return norm
 
+    @property
+    def runs_ahead(self)->bool: # Whether the next step may be queued before this one's loss is known
+        return (self.device.type == "cuda" and self.world.processes == 1 and not self.balanced
+                and not self.scaler.is_enabled() and type(self.optimizer) is AdamW)
+
+    def queue_optimizer_step(self,
+        lr:float,           # Learning rate
+        loss:torch.Tensor,  # The step's loss, and whatever else has to be finite: a scalar
+    )->torch.Tensor: # Norm of the gradients before clipping; NaN if the loss is not finite
+        """Queue the update of the weights on the GPU without waiting for anything.
+        If loss or norm turn out not to be finite, the GPU leaves weights and means as they are."""
+        for group in self.optimizer.param_groups: group["lr"] = lr*group.get("lr_scale", 1.)
+        norm = clip_grad_norm(self.model.parameters(), self.config.grad_clip or math.inf) + 0*loss
+        self.optimizer.step_if_finite(norm)
+        self.optimizer.zero_grad()
+        return norm
+
     def clip_gradients(self, max_norm:float)->float: # Norm before clipping, over all processes
         return clip_grad_norm(self.model.parameters(), max_norm).item()
     def skip_step(self)->float: # 0
@@ -455,6 +472,7 @@ class NumpyEngine:
     def whole_model(self)->TransformerLM: return self.model
     def find_nonfinite(self, micro_batches:list, loss:Callable)->str|None:
         return _find_fault(self, micro_batches, loss)
+    runs_ahead = False
 
 # a string names a class from a later chapter, which is imported when a run asks for it
 ENGINES:dict[str, Any] = dict(

@@ -86,16 +86,17 @@ def _step_all_(params:list, states:list, lr:float, betas:tuple, eps:float, weigh
     torch._foreach_addcdiv_(params, ms, below, [-lr*r/(1 - beta1**t) for r,t in zip(roots, ts)])
 
 # %% ../../nbs/04_training/04c_optim_torch.ipynb #f5dfc470
-def fused_step_(params:list, states:list, lr:float, betas:tuple, eps:float, weight_decay:float):
+def fused_step_(params:list, states:list, lr:float, betas:tuple, eps:float, weight_decay:float,
+                found_inf:torch.Tensor|None=None):
     """Do the same as `_step_all_` in one pass over memory, for parameters of one type on one
-    device."""
+    device. If `found_inf` holds 1, nothing changes."""
     part = lambda t: t.to_local() if hasattr(t, "to_local") else t    # this process's part
     ps, grads = [part(p) for p in params], [part(p.grad) for p in params]
     ms, vs = ([part(s[k]) for s in states] for k in ("exp_avg", "exp_avg_sq"))
     counts = {t: torch.full((), float(t), device=ps[0].device) for t in {s["step"] for s in states}}
     torch._fused_adamw_(ps, grads, ms, vs, [], [counts[s["step"]] for s in states], lr=lr,
                         beta1=betas[0], beta2=betas[1], eps=eps, weight_decay=weight_decay,
-                        amsgrad=False, maximize=False)
+                        amsgrad=False, maximize=False, found_inf=found_inf)
 
 def on_one_card(params:list)->bool: # Whether all lie on one GPU, where `fused_step_` is faster
     kinds = {(p.device, p.dtype) for p in params}
@@ -105,6 +106,7 @@ def on_one_card(params:list)->bool: # Whether all lie on one GPU, where `fused_s
 class AdamW(Optimizer):
     "AdamW in torch's form, with torch's defaults. Raises `ValueError` for numbers out of range."
     one_pass = False # Whether to use `fused_step_` on a CPU, too, where all numbers are of one type
+    found_inf:torch.Tensor|None = None # For `fused_step_`, by the name that `GradScaler` uses, too
     def __init__(self,
         params:Iterable,             # Parameters, or dicts of `params` and their own settings
         lr:float=1e-3,               # Learning rate
@@ -145,9 +147,23 @@ class AdamW(Optimizer):
         return loss
 
     def _move(self, params:list, group:dict): # The parameters of a group that have a gradient
-        step_ = fused_step_ if self.one_pass or on_one_card(params) else _step_all_
-        step_(params, [self._advance(p) for p in params],
-              *(group[k] for k in ("lr", "betas", "eps", "weight_decay")))
+        how = [group[k] for k in ("lr", "betas", "eps", "weight_decay")]
+        states = [self._advance(p) for p in params]
+        if self.one_pass or on_one_card(params):
+            fused_step_(params, states, *how, self.found_inf)
+        else: _step_all_(params, states, *how)
+
+    def step_if_finite(self,
+        norm:torch.Tensor, # Norm of the gradients, a scalar on the device of the parameters
+    ):
+        """Take a step by `fused_step_`, unless `norm` is infinite or NaN.
+        The device decides that, so nobody waits for the norm; a step that was not taken counts."""
+        self.found_inf = (~norm.isfinite()).float()
+        try: self.step()
+        finally: self.found_inf = None
+
+    def uncount(self, steps:int): # Steps that were counted, though they were not taken
+        for state in self.state.values(): state["step"] -= steps
 
     def _advance(self, p)->dict: # The state of `p`, created if needed, with the step counted
         state = self.state[p]
