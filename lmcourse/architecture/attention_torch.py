@@ -182,7 +182,14 @@ def _pairs_lie_together(x:torch.Tensor)->bool: # True if torch can read `x` as c
     return (last == 1 and not x.storage_offset() % 2 and all(s % 2 == 0 for s in outer)
             and x.device.type in ("cpu", "cuda"))
 
+def _turn_swapped(x:torch.Tensor, table:torch.Tensor
+)->torch.Tensor: # The same numbers; neighbours are read as neighbours, which compiled GPU code needs
+    pairs, (cos, sin) = at_least_float32(x).unflatten(-1, (-1, 2)), table.unbind(-1)
+    swapped = pairs.flip(-1)*torch.stack((-sin, sin), -1)
+    return (pairs*cos[..., None] + swapped).flatten(-2).to(x.dtype)
+
 def _turn(x:torch.Tensor, table:torch.Tensor)->torch.Tensor: # `table` is `(..., T, K/2, 2)`
+    if torch.compiler.is_compiling() and x.is_cuda: return _turn_swapped(x, table)
     wide = at_least_float32(x)
     if torch.compiler.is_compiling() or not _pairs_lie_together(wide):
         return apply_rope(x, *table.unbind(-1))

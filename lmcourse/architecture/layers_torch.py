@@ -290,9 +290,17 @@ def cross_entropy(
     return loss + z_loss*(logits.logsumexp(-1).square()*counts).sum()/counts.sum()
 
 # %% ../../nbs/03_architecture/03b_layers_torch.ipynb #1f7bdc3f
-def _some_tokens(x, weight, targets, counts, z_loss, wants
+def _tokens_at_a_time(device:str, n:int, V:int)->int: # Of n tokens, for so many logits each
+    if device == "cpu": return max(256, 2**21//V)
+    return -(-n//-(-n//max(256, 2**29//V))) # In equal parts
+
+def _row_padding(x, rows:int)->int: # Rows to add to a matrix, so that a GPU's tensor cores can read
+    return -rows % 64 if x.device.type == "cuda" and rows % 8 else 0
+
+def _some_tokens(x, weight, V, targets, counts, z_loss, wants
 ): # Sum of the losses of some tokens, and their gradients with respect to `x` and `weight`
     z = (x@weight.T).float() if x.dtype.itemsize < 4 else x@weight.T
+    if len(weight) > V: z[:, V:] = -torch.inf                  # ids that don't exist
     top = z.amax(-1, keepdim=True)
     at = z.sub_(top).gather(-1, targets[:, None])
     p = z.exp_()
@@ -314,16 +322,18 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def forward(ctx, x, weight, targets, ignore_index, z_loss, tokens, wants
     ): # `wants` says whether gradients of `x` and of `weight` are needed
         counts = targets != ignore_index
-        targets, n = targets.where(counts, 0), counts.sum()
+        targets, n, V = targets.where(counts, 0), counts.sum(), len(weight)
+        if more := _row_padding(x, V): weight = F.pad(weight, (0, 0, 0, more))
         loss, dxs, dweight = 0, [], None
         for some in zip(x.split(tokens), targets.split(tokens),
                         at_least_float32(counts.to(x.dtype))[:, None].split(tokens)):
-            part, dx, dw = _some_tokens(some[0], weight, *some[1:], z_loss, wants)
+            part, dx, dw = _some_tokens(some[0], weight, V, *some[1:], z_loss, wants)
             loss = loss + part
             dxs.append(dx)
             if wants[1]: dweight = at_least_float32(dw) if dweight is None else dweight.add_(dw)
         ctx.save_for_backward(torch.cat(dxs) if wants[0] else None,
-                              None if dweight is None else dweight.to(weight.dtype), n.clamp(min=1))
+                              None if dweight is None else dweight[:V].to(weight.dtype),
+                              n.clamp(min=1))
         return loss/n
 
     @staticmethod
@@ -349,7 +359,7 @@ def linear_cross_entropy(
                          f"{tuple(x.shape[:-1])}")
     if torch.is_autocast_enabled(x.device.type):
         x, weight = (a.to(torch.get_autocast_dtype(x.device.type)) for a in (x, weight))
-    tokens = tokens or max(256, (2**21 if x.device.type == "cpu" else 2**28)//len(weight))
+    tokens = tokens or _tokens_at_a_time(x.device.type, targets.numel(), len(weight))
     wants = tuple(torch.is_grad_enabled() and a.requires_grad for a in (x, weight))
     with torch.autocast(x.device.type, enabled=False):
         return _LinearCrossEntropy.apply(x.reshape(-1, x.shape[-1]), weight, targets.flatten(),

@@ -14,6 +14,9 @@ import torch
 from ..architecture.layers_np import softmax_forward
 
 # %% ../../nbs/05_generation/05a_sampling.ipynb #c5263c7a
+def _read_at_once(x)->bool: # Whether to look at a result now; on a GPU that would end its head start
+    return x.device.type != "cuda"
+
 def _shifted(logits:torch.Tensor
 )->torch.Tensor: # The same distribution with the largest logit at 0, at least float32
     if not torch.is_tensor(logits) or not logits.is_floating_point():
@@ -23,7 +26,7 @@ def _shifted(logits:torch.Tensor
         raise ValueError(f"logits of shape {tuple(logits.shape)}, expected (..., V) with V > 0")
     logits = logits.float() if logits.dtype.itemsize < 4 else logits
     largest = logits.amax(-1, keepdim=True)
-    if not largest.isfinite().all():
+    if _read_at_once(logits) and not largest.isfinite().all():
         raise ValueError(f"logits: the largest of a row is {largest[~largest.isfinite()][0]}, "
                          f"expected a finite number")
     return logits - largest
@@ -50,7 +53,9 @@ def temperature(
     logits = _shifted(logits)
     _check("temperature", value)
     if value < torch.finfo(logits.dtype).tiny:  # 0, or too small to be a divisor
-        return torch.zeros_like(logits).scatter(-1, logits.argmax(-1, keepdim=True), 1)
+        # the largest is 0, or NaN where nobody has looked at the logits yet
+        zeros = torch.zeros_like(logits) + logits.amax(-1, keepdim=True)
+        return zeros.scatter(-1, logits.argmax(-1, keepdim=True), 1)
     return (logits/value).softmax(-1)
 
 # %% ../../nbs/05_generation/05a_sampling.ipynb #3a152ea9
@@ -159,7 +164,7 @@ def inverse_cdf(
     "Find the token at which the cumulative probability passes `u`."
     place = "cpu" if probs.device.type == "mps" else probs.device   # MPS has no float64
     sums = probs.to(place).double().cumsum(-1)
-    ids = torch.searchsorted(sums/sums[..., -1:], u.to(place), right=True)
+    ids = torch.searchsorted(sums/sums[..., -1:], u.to(place, non_blocking=True), right=True)
     return ids.squeeze(-1).to(probs.device)
 
 def sample(
@@ -167,10 +172,11 @@ def sample(
     generator:torch.Generator, # Random generator; one uniform number is used for each row
 )->torch.Tensor: # Token ids `(...)`, int64, on the device of `probs`
     "Draw one token from each row. Raises `ValueError` if `probs` is not a distribution."
-    _check_distribution(probs)
     u = torch.rand(*probs.shape[:-1], 1, dtype=torch.float64, generator=generator,
                    device=generator.device)
-    return inverse_cdf(probs, u)
+    ids = inverse_cdf(probs, u)
+    _check_distribution(probs)  # after the draw, because a GPU has to be waited for here
+    return ids
 
 def _check_distribution(probs): # A tensor or an array `(..., V)`
     totals = probs.sum(-1)

@@ -32,9 +32,12 @@ class Diverged(UserError):
     "Raised when the loss or its gradient is no longer a finite number."
 
 class Computed(NamedTuple):
-    "What a step of training has computed; on a GPU loss and norm are tensors at first."
-    loss:Any            # Loss of the batch
-    norm:Any            # Norm of its gradient before clipping; not finite if nothing was updated
+    "What a step of training has computed; a GPU may still be at it."
+    # Loss of the batch, and norm of its gradient before clipping, which is not finite if nothing
+    # was updated: floats, or a tensor in main memory
+    numbers:Any
+    ready:Any           # Event after which the numbers have arrived; `None` if they are here
+    norm:Any            # The norm, on the GPU
     lr:float            # Learning rate
     micro_batches:list  # The parts of the batch
 
@@ -112,15 +115,16 @@ class Trainer:
         lr = self.learning_rate(step + 1)
         if self.engine.runs_ahead:
             norm = self.engine.queue_optimizer_step(lr, loss + before)
-            return Computed(loss, norm, lr, micro_batches)
+            return Computed(*_on_the_way(loss, norm), norm, lr, micro_batches)
         loss, signals = world.all_reduce_sum(float(loss), float(len(self.noted)))
         self.agreed = signals > 0
         if signals and not self.noted: self.noted.append("a signal to another process")
         norm = self.engine.optimizer_step(lr) if math.isfinite(loss) else math.nan
-        return Computed(loss, norm, lr, micro_batches)
+        return Computed((loss, norm), None, norm, lr, micro_batches)
 
     def finish_step(self, now:"Computed"): # Waits for the step's numbers, and counts the step
-        loss, self.lr, self.norm = float(now.loss), now.lr, float(now.norm)
+        if now.ready: now.ready.synchronize()
+        (loss, self.norm), self.lr = map(float, now.numbers), now.lr
         if not math.isfinite(self.norm):
             if self.engine.runs_ahead: self.engine.optimizer.uncount(1 + bool(self.queued))
             self.queued = None
@@ -160,6 +164,14 @@ def _batches(trainer:Trainer)->Batches: # Windows of the training tokens
     if trainer.train is None: raise ValueError("train = None, so batches have to be given")
     config = replace(trainer.config, batch_size=trainer.plan.windows)
     return Batches(trainer.train, config, trainer.model_config.context_length)
+
+def _on_the_way(*numbers:torch.Tensor
+)->tuple: # The numbers, as they arrive in main memory, and the event that says so
+    # reading them one by one would wait for all that is queued by then, the next step included
+    sent = torch.stack(numbers).to("cpu", non_blocking=True)
+    if not numbers[0].is_cuda: return sent, None
+    (arrived := torch.cuda.Event()).record()
+    return sent, arrived
 
 def _next(batches, step:int)->tuple:
     return batches[step] if hasattr(batches, "__getitem__") else next(batches)
