@@ -17,7 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from lmcourse.accounting import activations, flops, memory, model_flops, parameters, tensors
 from lmcourse.accounting.flops import adamw_flops, Counted, count_operations, flop_counter
 from lmcourse.accounting.model_flops import attention_pairs, forward_flops, training_flops
-from lmcourse.accounting.activations import activation_bytes, activation_parts, saved_tensors
+from lmcourse.accounting.activations import step_operations, activation_bytes, activation_parts, saved_tensors
 from lmcourse.accounting.memory import kv_cache_bytes, largest_batch, MemoryTimeline, peak_phase
 from lmcourse.accounting.memory import training_bytes, training_phases
 from lmcourse.accounting.parameters import count_parameters, parameter_table, parameter_tree
@@ -339,7 +339,7 @@ def test_the_fused_kernels_save_no_more():
 @pytest.mark.parametrize("B, optimizer_decides", [(1, True), (48, False)])
 def test_the_need_on_a_gpu(monkeypatch, B, optimizer_decides, optimizer):
     "There the loss takes more tokens at a time and AdamW no room: done so on the processor, it is counted so"
-    c, how = ModelConfig(vocab_size=4096, context_length=16, d_model=32, num_layers=1, num_heads=2), PLAIN | dict(optimizer=optimizer)
+    c, how = ModelConfig(vocab_size=4096, context_length=16, d_model=32, num_layers=1, num_heads=2, norm="layernorm"), PLAIN | dict(optimizer=optimizer)
     on_cpu = sum(training_bytes(c, B, **how).values())
     monkeypatch.setattr(optim_torch, "on_one_card", lambda params: True)
     monkeypatch.setattr(TransformerLM, "loss", lambda self, ids, targets: linear_cross_entropy(self.hidden_states(ids), self.lm_head.weight, targets,
@@ -348,6 +348,20 @@ def test_the_need_on_a_gpu(monkeypatch, B, optimizer_decides, optimizer):
     assert (sum(training_bytes(c, B, **how, device="cuda").values()) < on_cpu) == optimizer_decides
     half = [sum(training_bytes(c, B, dtype=d, device="cuda").values()) for d in ("bfloat16", "float16")]
     assert half[0] == half[1]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_gpu_keeps_of_a_norm_what_layernorm_keeps(dtype):
+    "Its kernel for RMSNorm saves the rows and one number a row, that for LayerNorm two: nothing else differs, and no bias is there"
+    rms = ModelConfig(vocab_size=97, context_length=24, d_model=32, num_layers=3, num_heads=2)
+    def kept(c, device):
+        r, first, blocks, after = step_operations(c, 4, None, dtype, "fused", False, device)
+        return sum(op.kept for block in blocks for op in block) + after[0].kept
+    layer, norms = replace(rms, norm="layernorm"), 2*3 + 1
+    assert kept(layer, "cuda") - kept(rms, "cuda") == norms*4*4*24
+    assert kept(rms, "cpu") - kept(rms, "cuda") == norms*4*4*24*32 and kept(layer, "cpu") == kept(layer, "cuda")
+    heads = [kept(replace(rms, qk_norm=True), d) - kept(rms, d) for d in ("cpu", "cuda")]
+    assert heads[0] - heads[1] == 3*2*4*4*24*32
 
 
 @pytest.mark.slow

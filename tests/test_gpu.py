@@ -121,6 +121,16 @@ def test_a_compiled_step_is_the_plain_one_with_one_graph():
     assert counters["stats"]["unique_graphs"] <= 2 and not counters["graph_break"], counters
 
 
+@on_both
+@pytest.mark.parametrize("bad", [[math.nan, 1.], [math.inf, 1.], [-math.inf, -math.inf]])
+@pytest.mark.parametrize("how", [dict(), dict(temperature=0.), dict(top_k=1), dict(top_p=.5), dict(min_p=.1), dict(repetition_penalty=1.2)])
+def test_no_token_is_drawn_from_logits_that_are_no_numbers(device, how, bad, monkeypatch):
+    "On a card nobody looks at the logits before the draw, which says so then"
+    from lmcourse.generation import sampling
+    monkeypatch.setattr(sampling, "_read_at_once", lambda x: False)     # Done so on the processor
+    with pytest.raises(ValueError): sampling.sample(sampling.next_token_probs(torch.tensor([*bad, 0.]*(bad[0] != -math.inf) or bad, device=device), **how), torch.Generator())
+
+
 @pytest.mark.cuda
 def test_products_in_tf32_are_rounded_and_only_within_the_block():
     a = torch.randn(512, 512, device="cuda")

@@ -197,6 +197,31 @@ def test_head_and_loss_in_one(N, D, V, tokens, z_loss, ignored, seed, dtype):
                rtol=1e-4 if dtype == torch.float32 else 1e-9, atol=1e-5 if dtype == torch.float32 else 1e-11)
 
 
+@pytest.mark.parametrize("z_loss", [0., .05])
+@pytest.mark.parametrize("tokens", [None, 4])
+def test_a_gpu_pads_the_head_and_nobody_notices(monkeypatch, tokens, z_loss):
+    "Done so on the processor: ids that don't exist have no probability and no gradient"
+    x, head, targets = randn(10, 6), 3*randn(33, 6, seed=1), torch.arange(10).masked_fill(torch.arange(10) == 3, -100)
+    expected, shapes, real = (lambda x, W: cross_entropy(x@W.T, targets, z_loss=z_loss)), [], layers_torch._some_tokens
+    def some(x, weight, *more): shapes.append(weight.shape); return real(x, weight, *more)
+    monkeypatch.setattr(layers_torch, "_row_padding", lambda x, rows: -rows % 64)
+    monkeypatch.setattr(layers_torch, "_some_tokens", some)
+    check_same(expected, lambda x, W: linear_cross_entropy(x, W, targets, z_loss=z_loss, tokens=tokens), x, head)
+    assert set(shapes) == {(64, 6)}
+
+
+@pytest.mark.parametrize("device, rows, more", [("cpu", 50_257, 0), ("cuda", 50_257, 47), ("cuda", 10_000, 0), ("cuda", 32_001, 63)])
+def test_which_heads_are_padded(device, rows, more):
+    import types
+    assert layers_torch._row_padding(types.SimpleNamespace(device=torch.device(device)), rows) == more
+
+
+@pytest.mark.parametrize("n, V, parts", [(32_768, 32_000, 2), (16_384, 50_257, 2), (100, 50_257, 1), (32_769, 32_000, 2), (10**5, 2**30, 391)])
+def test_a_gpu_gets_equal_parts(n, V, parts):
+    tokens = layers_torch._tokens_at_a_time("cuda", n, V)
+    assert -(-n//tokens) == parts and tokens - n/parts < 1
+
+
 def test_head_and_loss_in_one_under_autocast():
     rng = torch.Generator().manual_seed(0)
     x, head = torch.randn(3, 7, 16, generator=rng, requires_grad=True), torch.randn(50, 16, generator=rng, requires_grad=True)

@@ -80,8 +80,8 @@ class OperationMemory(NamedTuple):
 
 # %% ../../nbs/02_accounting/02g_activations.ipynb #fa141706
 class RowBytes: # Bytes of a batch's rows; numbers in matrix products take `size` bytes each
-    def __init__(self, c:ModelConfig, B:int, T:int, size:int):
-        n = B*T
+    def __init__(self, c:ModelConfig, B:int, T:int, size:int, device:str="cpu"):
+        n, self.device = B*T, device
         self.n, self.low = n, size < 4 # `low`: products in bfloat16
         self.stream, self.read = 4*n*c.d_model, size*n*c.d_model # The stream; what products read
         self.wide = size*n*c.ffn_size # Inside the feed-forward network
@@ -94,11 +94,13 @@ class RowBytes: # Bytes of a batch's rows; numbers in matrix products take `size
 def _norm(c:ModelConfig, r:RowBytes, name:str, part:str, place:str, sums:int=0)->OperationMemory:
     x, factors = r.stream, 4*r.n # `factors`: a number for each row
     weights = 4*c.d_model*(1 + (c.norm == "layernorm" and c.bias))
-    if c.norm == "rmsnorm": # Keeps input and normalized rows; backward, six arrays of that size
+    if c.norm == "rmsnorm" and r.device == "cpu":
+        # Keeps input and normalized rows; backward, six arrays of that size
         keeps, backward = 2*x + factors, 6*x + factors*(place == "pre") + x*(place == "sublayer")
     else: # Keeps its input; backward, also two gradients and what waits
         waits = place == "pre" or place == "sublayer" and r.low
-        keeps, backward = x + 2*factors, 3*x + 2*factors + x*waits
+        factors *= 1 + (c.norm == "layernorm")
+        keeps, backward = x + factors, 3*x + factors + x*waits
     forward = keeps + x + x*(place == "sublayer") + sums*x*r.low # Output, sum, the stream so far
     forward *= place in ("post", "sublayer")
     return OperationMemory(name, {part: keeps}, backward + weights, weights, forward)
@@ -159,7 +161,7 @@ def _experts(c:ModelConfig, r:RowBytes)->list: # A layer of experts; its workspa
                              2*numbers*r.low)]
     if not c.num_shared_experts: return found
     shared = replace(c, num_experts=None, d_ff=c.num_shared_experts*c.expert_size)
-    for op in _network(shared, RowBytes(shared, 1, r.n, size)):
+    for op in _network(shared, RowBytes(shared, 1, r.n, size, r.device)):
         if not r.low: op.keeps.pop("inputs of feed-forward", None) # The router keeps them
         found.append(op)
     return found
@@ -172,10 +174,12 @@ def _attention(c:ModelConfig, r:RowBytes, B:int, T:int, size:int, explicit:bool)
                   _reader(c, r, "keys", c.kv_heads*K, part, q, k),
                   _reader(c, r, "values", c.kv_heads*K, part, q + k, k, "last")]
     if c.qk_norm: # As RMSNorm above, in float32, on the rows of heads
+        times, arrays = (2, 6) if r.device == "cpu" else (1, 3)
         for name,heads,waits in (("query norm", H, 2*k), ("key norm", c.kv_heads, q + k)):
             numbers = 4*r.n*heads*K
             factors = 4*r.n*(1 if c.qk_norm_whole else heads)
-            keeps, backward = {"q/k norms": 2*numbers + factors}, 6*numbers + x + waits + 4*K
+            keeps = {"q/k norms": times*numbers + factors}
+            backward = arrays*numbers + x + waits + 4*K
             operations.append(OperationMemory(name, keeps, backward, 4*K))
     operations += _explicit(c, r, B, T, size) if explicit else _fused(c, r, T, size)
     # The product reads another layout than the one that the kernel writes, and so keeps a copy
@@ -297,7 +301,7 @@ def step_operations(c:ModelConfig, B:int, T:int|None, dtype:str, attention:str, 
                             ("attention", attention, ("fused", "explicit"))):
         if word not in words: raise unknown(what, word, words)
     size = dtype_bytes(dtype)
-    r = RowBytes(c, B, T, size)
+    r = RowBytes(c, B, T, size, device)
     kinds = {c.layer(i) for i in range(c.num_layers)} # Dense layers and those with experts
     made = {kind: _block(kind, r, B, T, size, attention == "explicit") for kind in kinds}
     blocks = [made[c.layer(i)] for i in range(c.num_layers)]

@@ -183,7 +183,7 @@ def _pairs_lie_together(x:torch.Tensor)->bool: # True if torch can read `x` as c
             and x.device.type in ("cpu", "cuda"))
 
 def _turn_swapped(x:torch.Tensor, table:torch.Tensor
-)->torch.Tensor: # The same numbers; neighbours are read as neighbours, which compiled GPU code needs
+)->torch.Tensor: # The same numbers, in a form that compiles to faster code on a GPU
     pairs, (cos, sin) = at_least_float32(x).unflatten(-1, (-1, 2)), table.unbind(-1)
     swapped = pairs.flip(-1)*torch.stack((-sin, sin), -1)
     return (pairs*cos[..., None] + swapped).flatten(-2).to(x.dtype)

@@ -294,7 +294,7 @@ def _tokens_at_a_time(device:str, n:int, V:int)->int: # Of n tokens, for so many
     if device == "cpu": return max(256, 2**21//V)
     return -(-n//-(-n//max(256, 2**29//V))) # In equal parts
 
-def _row_padding(x, rows:int)->int: # Rows to add to a matrix, so that a GPU's tensor cores can read
+def _row_padding(x, rows:int)->int: # Rows to add, so that a GPU can read 16 bytes at once
     return -rows % 64 if x.device.type == "cuda" and rows % 8 else 0
 
 def _some_tokens(x, weight, V, targets, counts, z_loss, wants

@@ -14,7 +14,7 @@ import torch
 from ..architecture.layers_np import softmax_forward
 
 # %% ../../nbs/05_generation/05a_sampling.ipynb #c5263c7a
-def _read_at_once(x)->bool: # Whether to look at a result now; on a GPU that would end its head start
+def _read_at_once(x)->bool: # Whether to look at a result now; a GPU would have to be waited for
     return x.device.type != "cuda"
 
 def _shifted(logits:torch.Tensor

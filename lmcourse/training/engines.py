@@ -307,7 +307,7 @@ class TorchEngine:
         return norm
 
     @property
-    def runs_ahead(self)->bool: # Whether the next step may be queued before this one's loss is known
+    def runs_ahead(self)->bool: # Whether a step may be queued before the last one's loss is known
         return (self.device.type == "cuda" and self.world.processes == 1 and not self.balanced
                 and not self.scaler.is_enabled() and type(self.optimizer) is AdamW)
 

@@ -253,7 +253,7 @@ class _Loop:
         return result
 
     @property
-    def goes_on(self)->bool: # Whether nobody looks at the weights between the next step and the one after
+    def goes_on(self)->bool: # Whether nobody needs the weights that the next step leaves
         t, c = self.trainer, self.trainer.config
         looks = (c.eval_every, c.checkpoint_every, c.steps)
         return t.engine.runs_ahead and not t.noted and all((t.step + 1) % n for n in looks)
