@@ -203,9 +203,9 @@ def updating(before=None, after=None, lr=lambda engine, lr: lr):
 
 def at_resume(change):
     "What a resume in the middle of the run gets wrong."
-    def step(self, batch=None, right=Trainer.train_step):
+    def step(self, *batches, right=Trainer.train_step):
         if self.step == self.config.steps//2: change(self)
-        return right(self, batch)
+        return right(self, *batches)
     return [(Trainer, "train_step", step)]
 
 

@@ -85,9 +85,9 @@ import os, sys
 from lmcourse.app import cli
 from lmcourse.training.trainer import Trainer
 real = Trainer.train_step
-def train_step(trainer, batch=None):
+def train_step(trainer, *batches):
     if trainer.step == 30: os.kill(os.getpid(), int(sys.argv.pop()))
-    return real(trainer, batch)
+    return real(trainer, *batches)
 Trainer.train_step = train_step
 cli.main(sys.argv[1:-1])
 """

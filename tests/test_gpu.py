@@ -127,8 +127,20 @@ def test_a_compiled_step_is_the_plain_one_with_one_graph():
 def test_no_token_is_drawn_from_logits_that_are_no_numbers(device, how, bad, monkeypatch):
     "On a card nobody looks at the logits before the draw, which says so then"
     from lmcourse.generation import sampling
-    monkeypatch.setattr(sampling, "_read_at_once", lambda x: False)     # Done so on the processor
+    monkeypatch.setattr(sampling, "read_at_once", lambda x: False)     # Done so on the processor
     with pytest.raises(ValueError): sampling.sample(sampling.next_token_probs(torch.tensor([*bad, 0.]*(bad[0] != -math.inf) or bad, device=device), **how), torch.Generator())
+
+
+@on_both
+@pytest.mark.parametrize("temperature", [0., 1.])
+def test_the_engine_draws_nothing_from_logits_that_are_no_numbers(device, temperature, monkeypatch):
+    "An id past the vocabulary would end the card's context at the next lookup"
+    from lmcourse.generation import sampling
+    from lmcourse.inference import engine
+    for module in (sampling, engine): monkeypatch.setattr(module, "read_at_once", lambda x: False)
+    model = TransformerLM(MODEL, seed=0).to(device).eval()
+    with torch.no_grad(): model.ln_final.weight[0] = math.nan
+    with pytest.raises(ValueError, match="expected none below 0 and sums of 1"): Engine(model, 8, 16, 2, 32).run([Request((1, 2, 3), 4, temperature=temperature)])
 
 
 @pytest.mark.cuda

@@ -216,6 +216,11 @@ def test_which_heads_are_padded(device, rows, more):
     assert layers_torch._row_padding(types.SimpleNamespace(device=torch.device(device)), rows) == more
 
 
+def test_no_tokens_are_no_parts():
+    for device in ("cpu", "cuda", "mps"): assert layers_torch._tokens_at_a_time(device, 0, 100) >= 1
+    assert layers_torch._tokens_at_a_time("mps", 10**6, 2**16) <= 2**12
+
+
 @pytest.mark.parametrize("n, V, parts", [(32_768, 32_000, 2), (16_384, 50_257, 2), (100, 50_257, 1), (32_769, 32_000, 2), (10**5, 2**30, 391)])
 def test_a_gpu_gets_equal_parts(n, V, parts):
     tokens = layers_torch._tokens_at_a_time("cuda", n, V)

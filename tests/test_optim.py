@@ -540,3 +540,20 @@ def test_gradients_that_are_shared_out_are_clipped_by_the_length_of_all(monkeypa
     p = torch.nn.Parameter(torch.zeros(2))
     p.grad = torch.tensor([3., 4.])
     assert float(clip_grad_norm([p], 1.)) == 5 and torch.allclose(p.grad, torch.tensor([.6, .8]))
+
+
+def test_a_step_only_if_the_norm_is_a_number():
+    "By the fused kernel, whatever `one_pass` says; Muon can't"
+    from lmcourse.training.optim_torch import AdamW, Muon
+    for norm, moves in ((2., True), (float("nan"), False), (float("inf"), False)):
+        p, q = (torch.nn.Parameter(torch.ones(3)) for _ in range(2))
+        p.grad, q.grad = torch.full((3,), norm), torch.full((3,), norm)
+        a, b = AdamW([p]), AdamW([q])
+        a.step_if_finite(p.grad.norm())
+        b.one_pass = True
+        b.step()
+        assert torch.equal(p, q if moves else torch.ones(3)) and a.found_inf is None and a.state[p]["step"] == 1
+        assert bool(a.state[p]["exp_avg"].any()) == moves
+        if not moves: a.uncount(1)
+        assert a.state[p]["step"] == moves
+    with pytest.raises(TypeError, match="step_if_finite: Muon can't"): Muon([p]).step_if_finite(torch.ones(()))

@@ -432,11 +432,11 @@ def test_a_signal_lets_the_step_that_is_queued_end(data, tmp_path, ahead, queued
     (folder := tmp_path/"a").mkdir()
     write_run(folder, MODEL, config, data)
     trainer = Trainer(MODEL, config, *sets(data))
-    real = trainer.compute_step
+    real = trainer.begin_step
     def compute(step, *more):
         if step == 6: os.kill(os.getpid(), signal.SIGINT)               # While step 6 waits for its numbers
         return real(step, *more)
-    trainer.compute_step = compute
+    trainer.begin_step = compute
     with pytest.raises(Interrupted, match="after step 7 of 12$"): trainer.fit(folder)
     assert queued[-2:] == [(6, True), (7, False)] and Checkpoints(folder/"checkpoints").latest().name == "step_000007"
     again = Trainer(MODEL, config, *sets(data))
@@ -444,6 +444,41 @@ def test_a_signal_lets_the_step_that_is_queued_end(data, tmp_path, ahead, queued
     again.fit(folder)
     whole, _ = run(data, tmp_path/"whole", config=config)
     check_close(weights(again), weights(whole), 0, 0)
+
+
+def test_a_measurement_asks_for_no_batch_that_isnt_there(data, ahead):
+    "Nor for any twice, where nothing is queued"
+    config, queue = ahead
+    for wanted in (False, True):
+        queue(wanted)
+        trainer, asked = Trainer(MODEL, config, *sets(data)), []
+        real = [trainer.batches[i] for i in range(config.steps)]
+        class Listed:
+            def __getitem__(self, step): asked.append(step); return real[step]
+        trainer.batches = Listed()
+        assert measure_step(trainer) > 0 and sorted(asked) == list(range(config.steps))
+
+
+def test_a_trainer_that_was_interrupted_resumes_from_its_checkpoint(data, tmp_path, ahead, monkeypatch):
+    "A step that was queued then is forgotten; before that, nothing can be saved"
+    config, queue = ahead
+    queue(True)
+    (folder := tmp_path/"a").mkdir()
+    write_run(folder, MODEL, config, data)
+    trainer, real = Trainer(MODEL, config, *sets(data)), Trainer.finish_step
+    def finish(self, now):
+        if self.step == 6: raise KeyboardInterrupt
+        real(self, now)
+    monkeypatch.setattr(Trainer, "finish_step", finish)
+    with pytest.raises(KeyboardInterrupt): trainer.fit(folder)
+    assert trainer.queued is not None
+    with pytest.raises(ValueError, match="save after step 6, but step 7 has begun"): trainer.save(folder)
+    monkeypatch.setattr(Trainer, "finish_step", real)
+    trainer.resume(folder)
+    trainer.fit(folder)
+    whole, _ = run(data, tmp_path/"whole", config=config)
+    check_close(weights(trainer), weights(whole), 0, 0)
+    assert {s["step"] for s in trainer.engine.optimizer.state.values()} == {12}
 
 
 def test_a_measurement_with_queued_steps_leaves_no_trace(data, ahead):

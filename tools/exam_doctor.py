@@ -99,9 +99,9 @@ def train_run(j, work):
 
 def train_in_two(j, data, run):
     "Cut off in the middle, and resumed from the last checkpoint."
-    def step(self, batch=None, right=Trainer.train_step):
+    def step(self, *batches, right=Trainer.train_step):
         if self.step == 170: raise KeyboardInterrupt
-        return right(self, batch)
+        return right(self, *batches)
     try:
         with patch.object(Trainer, "train_step", step): faults.train(None, j["model"], j["train"], data, run)
     except KeyboardInterrupt: pass

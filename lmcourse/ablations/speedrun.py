@@ -403,7 +403,8 @@ GRID = {f"{L} x {D}, batch {B}, rate {lr:g}": _size(L, D, B, lr, warmup_steps=50
         for L,D,B,lr in ((4, 128, 8, 3e-3), (4, 128, 4, 3e-3), (3, 128, 4, 3e-3),
                          (4, 128, 4, 1.5e-3), (4, 128, 4, 6e-3), (4, 128, 2, 1.5e-3),
                          (4, 192, 4, 1.5e-3), (6, 128, 4, 1.5e-3), (3, 128, 4, 6e-3),
-                         (3, 128, 2, 3e-3), (2, 128, 4, 3e-3))}
+                         (3, 128, 2, 3e-3), (2, 128, 4, 3e-3), (2, 128, 4, 6e-3),
+                         (2, 128, 2, 3e-3), (2, 192, 4, 3e-3), (1, 128, 4, 3e-3))}
 
 # %% ../../nbs/06_ablations/06e_speedrun.ipynb #f07dcacf
 # Fields that a change sets in the course's contestant, its model or its training

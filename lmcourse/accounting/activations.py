@@ -289,7 +289,9 @@ def _loss_in_parts(c:ModelConfig, n:int, size:int, device:str)->int: # Peak of t
         head = V*D*(size + 4*(i > 1) + size*(i > 2 - low))
         return tokens*((4 + 2*low)*V + 4*4) + size*D*((i - 1)*m + tokens) + head
     end = 2*size*n*D + V*D*(4 + size*(parts > 1 or low) + 2*low) # All rows, in parts and as one
-    around = size*n*D + (1 + 8 + 4)*n + low*2*V*D # Input, targets that count, the head
+    padded = V + -V % 64*(V % 8 > 0) # Rows of the copy that a GPU makes if V is no multiple of 8
+    # Input, targets that count, the head
+    around = size*n*D + (1 + 8 + 4)*n + low*2*V*D + size*padded*D*(device != "cpu" and padded > V)
     return around + max(part(max(1, parts - 1)), part(parts), end)
 
 # %% ../../nbs/02_accounting/02g_activations.ipynb #15b328fe

@@ -290,9 +290,12 @@ def cross_entropy(
     return loss + z_loss*(logits.logsumexp(-1).square()*counts).sum()/counts.sum()
 
 # %% ../../nbs/03_architecture/03b_layers_torch.ipynb #1f7bdc3f
-def _tokens_at_a_time(device:str, n:int, V:int)->int: # Of n tokens, for so many logits each
-    if device == "cpu": return max(256, 2**21//V)
-    return -(-n//-(-n//max(256, 2**29//V))) # In equal parts
+def _tokens_at_a_time(device:str, n:int, V:int
+)->int: # How many of n tokens to take at a time, with V logits each
+    most = max(256, dict(cpu=2**21, cuda=2**29).get(device, 2**28)//V)
+    if device == "cpu": return most
+    parts = -(-max(n, 1)//most)
+    return -(-n//parts) or 1 # In equal parts
 
 def _row_padding(x, rows:int)->int: # Rows to add, so that a GPU can read 16 bytes at once
     return -rows % 64 if x.device.type == "cuda" and rows % 8 else 0

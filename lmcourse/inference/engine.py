@@ -25,7 +25,8 @@ from ..architecture.attention_torch import causal_attention
 from ..architecture.layers_torch import FeedForward
 from ..tools.compiled import fused, prefetch
 from ..generation.generate import checked_ids
-from ..generation.sampling import inverse_cdf, next_token_probs
+from ..generation.sampling import check_distribution, inverse_cdf, next_token_probs
+from ..generation.sampling import read_at_once
 from ..tools.config import ModelConfig, refuse_fields
 
 # %% ../../nbs/07_inference/07b_engine.ipynb #065aa8c8
@@ -504,6 +505,7 @@ def draw_tokens(
         probs = next_token_probs(logits[rows], **r.settings,
                                  seen=torch.tensor([some[0].tokens], dtype=torch.int64))
         ids = sample_rows(probs, [s.generator for s in some]) if r.temperature else probs.argmax(-1)
+        if not read_at_once(probs): check_distribution(probs)
         drawn |= dict(zip(rows, ids.tolist()))
     return [drawn[row] for row in range(len(sequences))]
 

@@ -352,7 +352,7 @@ class MeshModel(nn.Module):
 class MeshEngine(TorchEngine):
     "The backend for a mesh: a process's part of a `TransformerLM`, with its optimizer."
     kind_of_stage:Any = PipelineStage
-    in_parts = True
+    in_parts, runs_ahead = True, False
     count = staticmethod(count_targets)
     def __init__(self,
         model_config:ModelConfig, config:TrainConfig, # Settings, as for `TorchEngine`

@@ -106,7 +106,7 @@ def on_one_card(params:list)->bool: # Whether all lie on one GPU, where `fused_s
 class AdamW(Optimizer):
     "AdamW in torch's form, with torch's defaults. Raises `ValueError` for numbers out of range."
     one_pass = False # Whether to use `fused_step_` on a CPU, too, where all numbers are of one type
-    found_inf:torch.Tensor|None = None # For `fused_step_`, by the name that `GradScaler` uses, too
+    found_inf:torch.Tensor|None = None # For `fused_step_`, within `step_if_finite`
     def __init__(self,
         params:Iterable,             # Parameters, or dicts of `params` and their own settings
         lr:float=1e-3,               # Learning rate
@@ -149,7 +149,7 @@ class AdamW(Optimizer):
     def _move(self, params:list, group:dict): # The parameters of a group that have a gradient
         how = [group[k] for k in ("lr", "betas", "eps", "weight_decay")]
         states = [self._advance(p) for p in params]
-        if self.one_pass or on_one_card(params):
+        if self.found_inf is not None or self.one_pass or on_one_card(params):
             fused_step_(params, states, *how, self.found_inf)
         else: _step_all_(params, states, *how)
 
@@ -158,11 +158,13 @@ class AdamW(Optimizer):
     ):
         """Take a step by `fused_step_`, unless `norm` is infinite or NaN.
         The device decides that, so nobody waits for the norm; a step that was not taken counts."""
+        if type(self) is not AdamW: raise TypeError(f"step_if_finite: {type(self).__name__} can't")
         self.found_inf = (~norm.isfinite()).float()
         try: self.step()
         finally: self.found_inf = None
 
-    def uncount(self, steps:int): # Steps that were counted, though they were not taken
+    # Steps that were counted, though not taken; in each of them all parameters had a gradient
+    def uncount(self, steps:int):
         for state in self.state.values(): state["step"] -= steps
 
     def _advance(self, p)->dict: # The state of `p`, created if needed, with the step counted
