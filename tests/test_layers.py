@@ -286,7 +286,8 @@ def test_head_and_loss_in_one_in_float16():
 def test_where_torch_cannot_replace_a_product_nothing_is_replaced(monkeypatch):
     "A build without oneDNN"
     monkeypatch.setattr(onednn_module, "_can_replace_products", lambda: False)
-    assert not vectors_idle()
+    monkeypatch.setattr(onednn_module, "vectors_idle", vectors_idle.__wrapped__)
+    assert not onednn_module.vectors_idle()
     with onednn_products(): assert (torch.ones(2, 3)@torch.ones(3, 2)).sum() == 12
     with pytest.raises(RuntimeError, match=f"torch {torch.__version__.split('+')[0]}.* can't replace a product, expected a build with oneDNN"):
         with onednn_products(True): pass
@@ -328,6 +329,47 @@ def test_products_by_onednn():
         with pytest.raises(RuntimeError): torch.ones(2, 3)@torch.ones(2, 3)
     expected = torch.autograd.grad(line(x).square().sum(), (x, line.weight))
     check_close((x.grad, line.weight.grad), expected, rtol=1e-4, atol=1e-5)
+
+
+@onednn
+@pytest.mark.parametrize("shape", [(5,), (3, 5), (2, 4, 5), (0, 5)])
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_layer_that_calls_onednn_is_a_linear_layer(shape, bias):
+    "To the bit that of a block, and within rounding torch's own; other types, autocast and the compiler get torch's own"
+    layer = onednn_module.OneDNNLinear(5, 3, bias, generator=torch.Generator().manual_seed(0))
+    if bias: torch.nn.init.normal_(layer.bias)
+    plain = torch.nn.Linear(5, 3, bias)
+    plain.load_state_dict(layer.state_dict())
+    x = torch.randn(shape)
+    def grads(layer, x): return (y := layer(x)).detach(), *torch.autograd.grad(y.square().sum(), [x, *layer.parameters()])
+    ours, torchs = grads(layer, x.clone().requires_grad_()), grads(plain, x.clone().requires_grad_())
+    check_close(ours, torchs, rtol=1e-5, atol=1e-6)
+    if not bias and x.ndim > 1:
+        with onednn_products(True): inside = grads(plain, x.clone().requires_grad_())
+        for a, b in zip(ours, inside): assert torch.equal(a, b)
+    for other in (layer.double(), plain.double()): assert other(x.double()).dtype == torch.float64
+    check_close(grads(layer, x.double().requires_grad_()), grads(plain, x.double().requires_grad_()), 0, 0)
+    layer.float()
+    with torch.autocast("cpu", torch.bfloat16): assert layer(x).dtype == torch.bfloat16
+    with torch.no_grad(): check_close(layer(x), ours[0], 0, 0)
+
+
+@onednn
+@pytest.mark.parametrize("idle", [False, True])
+def test_training_asks_for_onednn_where_vectors_would_be_idle(idle, monkeypatch):
+    "All products of a step but the head's gradient; in the layer, for this model alone"
+    from lmcourse.architecture import fused
+    from lmcourse.tools.config import ModelConfig, TrainConfig
+    from lmcourse.tools.machine import compiles
+    from lmcourse.training.engines import TorchEngine
+    if not compiles(): pytest.skip("nothing is compiled here")
+    for module in (onednn_module, fused): monkeypatch.setattr(module, "vectors_idle", lambda: idle)
+    c, ids = ModelConfig(vocab_size=50, context_length=16, d_model=32, num_layers=2, num_heads=4), torch.randint(50, (2, 17))
+    engine = TorchEngine(c, TrainConfig(device="cpu"))
+    with torch.profiler.profile() as record: engine.forward_backward((ids[:, :-1], ids[:, 1:]))
+    products = sum("_linear_pointwise" in e.name for e in record.events())
+    assert products == (2*7*3 + 2)*idle and {type(m) for m in engine.model.modules() if isinstance(m, torch.nn.Linear)} <= (
+        {onednn_module.OneDNNLinear} if idle else {torch.nn.Linear})
 
 
 @onednn

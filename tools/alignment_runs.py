@@ -24,7 +24,6 @@ from lmcourse.alignment.runs import own_pairs
 from lmcourse.alignment.sft import SftBatches, padded_rows
 from lmcourse.alignment.stories import (Credit, StoryRlConfig, credit_loss, credit_weights, first_mistake, measure_writer, start_story_rl, story_sampler,
                                          write_stories, wrong_choices)
-from lmcourse.architecture.onednn import onednn_products
 from lmcourse.evaluation.calibration import binned_error, reliability
 from lmcourse.tools.config import TrainConfig
 from lmcourse.tools.stories import Stories
@@ -56,16 +55,15 @@ def config(seed, steps, lr, batch_size=1, **more):
 def curve(trainer, steps, tokenizer, reference, row, measure=True):
     "Train, and note what the policy does every few steps; CPU seconds are those of training, rollouts included."
     spent, row["curve"] = row.get("pairs_s", 0.), []
-    with onednn_products():
-        for step in range(steps + 1):
-            if measure and (step % EVERY == 0 or step == steps):
-                found = measure_policy(trainer.model, tokenizer, TESTS, 7, reference)
-                if hasattr(trainer.batches, "measure"): found |= trainer.batches.measure(trainer.model)
-                row["curve"].append(dict(step=step, cpu_s=round(spent, 2)) | {k: round(v, 4) if isinstance(v, float) else v for k, v in found.items()})
-            if step == steps or (row.get("cpu_s") and spent > row["cpu_s"]): return spent
-            start = time.process_time()
-            trainer.train_step()
-            spent += time.process_time() - start
+    for step in range(steps + 1):
+        if measure and (step % EVERY == 0 or step == steps):
+            found = measure_policy(trainer.model, tokenizer, TESTS, 7, reference)
+            if hasattr(trainer.batches, "measure"): found |= trainer.batches.measure(trainer.model)
+            row["curve"].append(dict(step=step, cpu_s=round(spent, 2)) | {k: round(v, 4) if isinstance(v, float) else v for k, v in found.items()})
+        if step == steps or (row.get("cpu_s") and spent > row["cpu_s"]): return spent
+        start = time.process_time()
+        trainer.train_step()
+        spent += time.process_time() - start
 
 
 def sft(seed, folder, model, steps, skip=0):
@@ -154,19 +152,18 @@ def story_run(name, seed, valid, row, keep=None):
     if not steps: return row | (judge(pretrained, valid, 300) if name == "pretrained" else agreement() if name == "gradients" else one_step(valid))
     trainer = start_story_rl(pretrained, tokenizer, replace(config_of, seed=seed), story_train(seed, steps, lr, cooldown), valid)
     spent, row["curve"] = 0., []
-    with onednn_products():
-        for step in range(1, steps + 1):
-            start = time.process_time()
-            trainer.train_step()
-            spent += time.process_time() - start
-            if step % LOOK == 0:
-                look = evaluate(trainer.model, valid, trainer.model.config.context_length)
-                row["curve"].append(dict(step=step, cpu_s=round(spent, 1), excess=round(look.excess, 5), error=round(look.error, 5)))
-                if keep: torch.save(trainer.model.state_dict(), keep)
-            print(name, seed, step, trainer.batches.make.log[-1:], row["curve"][-1:], flush=True)
-        row |= dict(spent_s=round(spent, 1), log=trainer.batches.make.log)
-        trainer.batches.close()
-        return row | judge(trainer.model.eval(), valid)
+    for step in range(1, steps + 1):
+        start = time.process_time()
+        trainer.train_step()
+        spent += time.process_time() - start
+        if step % LOOK == 0:
+            look = evaluate(trainer.model, valid, trainer.model.config.context_length)
+            row["curve"].append(dict(step=step, cpu_s=round(spent, 1), excess=round(look.excess, 5), error=round(look.error, 5)))
+            if keep: torch.save(trainer.model.state_dict(), keep)
+        print(name, seed, step, trainer.batches.make.log[-1:], row["curve"][-1:], flush=True)
+    row |= dict(spent_s=round(spent, 1), log=trainer.batches.make.log)
+    trainer.batches.close()
+    return row | judge(trainer.model.eval(), valid)
 
 
 def gradient(stories, mistakes, wrong, credit):
@@ -191,11 +188,10 @@ def agreement(n=256):
     mistakes = [first_mistake(r, tokenizer) for r in stories]
     wrong = [wrong_choices(pretrained, tokenizer, r, m) for r, m in zip(stories, mistakes)]
     found = dict(right=sum(r.finished and m is None for r, m in zip(stories, mistakes)), stories=n//4, wrong=sum(int((w >= 0).sum()) for w in wrong))
-    with onednn_products():
-        for credit in get_args(Credit):
-            parts, losses = zip(*[gradient(stories[k::4], mistakes[k::4], wrong[k::4], credit) for k in range(4)])
-            if credit == "choices": found["hazard"] = round(mean(losses), 4)
-            found[credit] = [round(torch.cosine_similarity(a, b, 0).item(), 4) for i, a in enumerate(parts) for b in parts[:i]]
+    for credit in get_args(Credit):
+        parts, losses = zip(*[gradient(stories[k::4], mistakes[k::4], wrong[k::4], credit) for k in range(4)])
+        if credit == "choices": found["hazard"] = round(mean(losses), 4)
+        found[credit] = [round(torch.cosine_similarity(a, b, 0).item(), 4) for i, a in enumerate(parts) for b in parts[:i]]
     return found
 
 
@@ -205,16 +201,15 @@ def one_step(valid, n=96, held=32, sizes=(0., .03, .1, .2, .4)):
     mistakes = [first_mistake(r, tokenizer) for r in stories]
     wrong = [wrong_choices(pretrained, tokenizer, r, m) for r, m in zip(stories, mistakes)]
     start, rows = {k: v.clone() for k, v in pretrained.state_dict().items()}, []
-    with onednn_products():
-        downhill, _ = gradient(stories[held:], mistakes[held:], wrong[held:], "choices")
-        for size in sizes:
-            with torch.no_grad():
-                for p, g in zip(pretrained.parameters(), downhill.split([p.numel() for p in pretrained.parameters()])): p -= size*g.view_as(p)
-            other = gradient(stories[:held], mistakes[:held], wrong[:held], "choices")[1]
-            look = evaluate(pretrained, valid, pretrained.config.context_length)
-            rows.append(dict(size=size, other=round(other, 4), excess=round(look.excess, 5)))
-            print(rows[-1], flush=True)
-            pretrained.load_state_dict(start)
+    downhill, _ = gradient(stories[held:], mistakes[held:], wrong[held:], "choices")
+    for size in sizes:
+        with torch.no_grad():
+            for p, g in zip(pretrained.parameters(), downhill.split([p.numel() for p in pretrained.parameters()])): p -= size*g.view_as(p)
+        other = gradient(stories[:held], mistakes[:held], wrong[:held], "choices")[1]
+        look = evaluate(pretrained, valid, pretrained.config.context_length)
+        rows.append(dict(size=size, other=round(other, 4), excess=round(look.excess, 5)))
+        print(rows[-1], flush=True)
+        pretrained.load_state_dict(start)
     return dict(stories=n - held, held=held, rows=rows)
 
 

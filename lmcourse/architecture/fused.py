@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from ..tools.compiled import fused, strict
 from ..tools.config import ModelConfig
+from .onednn import OneDNNLinear, product_into, vectors_idle
 from .layers_torch import FeedForward, Linear, RMSNorm, linear_cross_entropy
 from .attention_torch import RoPE, prepare_heads
 from .transformer_torch import Parts, make_ffn, make_norm
@@ -318,10 +319,10 @@ def _head_loss(x:Tensor, weight:Tensor, targets:Tensor, ignore_index:int, z_loss
     room = x.new_empty(min(tokens, len(x)), len(weight))
     for i in range(0, len(x), tokens):
         rows = x[i:i + tokens]
-        z = torch.mm(rows, weight.T, out=room[:len(rows)])
+        z = product_into(rows, weight.T, room[:len(rows)])
         loss += loss_rows(z.numpy(), z.numpy().view(np.int32), used[i:i + tokens],
                           np.float32(z_loss), count)
-        torch.mm(z, weight, out=dx[i:i + tokens])
+        product_into(z, weight, dx[i:i + tokens])
         torch.addmm(dweight, z.T, rows, beta=min(i, 1), out=dweight)
     return x.new_tensor(loss/n if n else math.nan), dx, dweight
 
@@ -356,4 +357,5 @@ def fused_parts(
     "Replace parts by our kernels. Raises `ValueError` for a device other than a CPU."
     if device.type != "cpu":
         raise ValueError(f"{what} = fused on {device.type}, expected cpu; {what} = torch would do")
-    return replace(FUSED_PARTS, attention=parts.attention, linear=parts.linear)
+    linear = OneDNNLinear if parts.linear is Linear and vectors_idle() else parts.linear
+    return replace(FUSED_PARTS, attention=parts.attention, linear=linear)

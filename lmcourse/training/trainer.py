@@ -13,7 +13,6 @@ from dataclasses import replace
 from pathlib import Path
 import torch
 from typing import Any, NamedTuple
-from ..architecture.onednn import onednn_products
 from ..tools.config import ModelConfig, TrainConfig, UserError
 from ..tools.machine import peak_bytes
 from ..tools.show import progress
@@ -213,7 +212,7 @@ def measure_step(
     "Measure how long one step takes on this machine."
     before, times = dict(vars(trainer)), []
     trainer.step, trainer.recent = 0, []
-    with onednn_products(), frozen_objects(), unchanged(trainer.engine):
+    with frozen_objects(), unchanged(trainer.engine):
         for _ in range(min(steps + steps//3 + 1, trainer.config.steps)):
             start, began, more = trainer.elapsed, time.perf_counter(), {}
             after = trainer.step + 1
@@ -236,8 +235,8 @@ class _Loop:
 
     def train(self)->Evaluation:
         t, c = self.trainer, self.trainer.config
-        with (stop_signals() as t.noted, onednn_products(), frozen_objects(), self.log,
-              _ahead(t) as batches, progress(total=c.steps, desc="training") as bar):
+        with (stop_signals() as t.noted, frozen_objects(), self.log, _ahead(t) as batches,
+              progress(total=c.steps, desc="training") as bar):
             bar.initial = bar.n = t.step
             while t.step < c.steps and not t.stop.reason:
                 batch = None if t.queued else self.wait_for(batches)
