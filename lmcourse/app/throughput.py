@@ -96,7 +96,7 @@ class ClockedRun:
             begin = time.perf_counter()
             real(*batches)
             clock.append((begin, time.perf_counter(), trainer.waited))
-        trainer.train_step = clocked # type: ignore[assignment]
+        trainer.train_step = clocked # type: ignore[method-assign]
         try: trainer.fit(self.folder.name)
         finally: del trainer.train_step
         wall, waited = (clock[-1][k] - clock[0][k] for k in (1, 2))

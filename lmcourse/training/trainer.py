@@ -109,14 +109,16 @@ class Trainer:
         world, weight = self.world, self.objective.weight
         if batch is None: batch = to_tensors(_next(self.batches, step), self.device)
         mine = [world.shard_batch(t).split(self.plan.micro_batch) for t in batch]
-        micro_batches, total, loss = list(zip(*mine)), weight(batch[-1]), 0.
+        micro_batches, total = list(zip(*mine)), weight(batch[-1])
+        loss:Any = 0.
         for i,part in enumerate(micro_batches):
             last = i == len(micro_batches) - 1
             loss += self.engine.forward_backward(part, weight(part[-1])/total, last)
         lr = self.learning_rate(step + 1)
         if self.engine.runs_ahead:
             norm = self.engine.queue_optimizer_step(lr, loss + before)
-            return BegunStep(*_on_the_way(loss, norm), norm, lr, micro_batches)
+            numbers, ready = _on_the_way(loss, norm)
+            return BegunStep(numbers, ready, norm, lr, micro_batches)
         loss, signals = world.all_reduce_sum(float(loss), float(len(self.noted)))
         self.agreed = signals > 0
         if signals and not self.noted: self.noted.append("a signal to another process")
