@@ -715,7 +715,8 @@ print(list(unique_tensors(three[0])))
 
 @pytest.mark.skipif(not hasattr(os, "fork") or not torch.distributed.is_available(), reason="needs fork and torch.distributed")
 def test_what_two_processes_wrote_one_and_three_read(tmp_path):
-    assert run(WORLDS, tmp_path) == "['0.weight', '0.bias', '2.weight', '2.bias']\n"
+    said = [line for line in run(WORLDS, tmp_path).splitlines() if not line.startswith("[Gloo]")]       # torch 2.9's gloo tells of its peers
+    assert said == ["['0.weight', '0.bias', '2.weight', '2.bias']"]
 
 
 KILLED = """

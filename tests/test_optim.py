@@ -48,7 +48,7 @@ def test_the_step_of_a_gpu_is_the_same_in_one_pass(monkeypatch, dtype, rtol):
     one, many = make(dtype), make(dtype)
     kw = dict(lr=.1, betas=(.8, .9), eps=1e-3, weight_decay=.3)
     expected, calls, real = run(AdamW(many, **kw), many, 7), [], optim_torch.fused_step_
-    monkeypatch.setattr(optim_torch, "fused_step_", lambda params, *rest: (calls.append(len(params)), real(params, *rest)))
+    monkeypatch.setattr(optim_torch, "fused_step_", lambda params, *rest, **how: (calls.append(len(params)), real(params, *rest, **how)))
     assert not on_one_card(one) and not on_one_card([])
     monkeypatch.setattr(optim_torch, "on_one_card", lambda params: True)
     check_close(run(AdamW(one, **kw), one, 7), expected, rtol=rtol, atol=rtol/10)

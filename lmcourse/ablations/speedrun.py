@@ -176,6 +176,8 @@ CONTESTANTS = dict(
         replace(_QUICK, windows="random", batch_size=4, lr=3e-3, beta1=.9, beta2=.99,
                 weight_decay=.1, grad_clip=1., warmup_steps=50, optimizer="adamw"),
         first=524, kind="gpt2"))
+CONTESTANTS["nanogpt, 2 layers"] = replace(
+    CONTESTANTS["nanogpt"], model=replace(CONTESTANTS["nanogpt"].model, num_layers=2), first=707)
 DATA = RunData("stories", 2048, 32., 400)
 
 # %% ../../nbs/06_ablations/06e_speedrun.ipynb #5bc0fafe
