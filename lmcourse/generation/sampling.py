@@ -168,7 +168,8 @@ def inverse_cdf(
     "Find the token at which the cumulative probability passes `u`."
     place = "cpu" if probs.device.type == "mps" else probs.device   # MPS has no float64
     sums = probs.to(place).double().cumsum(-1)
-    ids = torch.searchsorted(sums/sums[..., -1:], u.to(place, non_blocking=sums.is_cuda), right=True)
+    u = u.to(place, non_blocking=sums.is_cuda)
+    ids = torch.searchsorted(sums/sums[..., -1:], u, right=True)
     return ids.squeeze(-1).to(probs.device)
 
 def sample(

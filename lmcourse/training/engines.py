@@ -306,22 +306,13 @@ class TorchEngine:
         for layer in self.balanced: layer.after_step(self.world.all_reduce_sum)
         return norm
 
-    @property
-    def runs_ahead(self)->bool: # Whether a step may be queued before the last one's loss is known
-        return (self.device.type == "cuda" and self.world.processes == 1 and not self.balanced
-                and not self.scaler.is_enabled() and type(self.optimizer) is AdamW)
-
-    def queue_optimizer_step(self,
-        lr:float,           # Learning rate
-        loss:torch.Tensor,  # The step's loss, and whatever else has to be finite: a scalar
+    @property # Whether a step may be queued before the last one's loss is known
+    def runs_ahead(self)->bool: return _runs_ahead(self)
+    def queue_optimizer_step(self, lr:float, loss:torch.Tensor
     )->torch.Tensor: # Norm of the gradients before clipping; NaN if the loss is not finite
         """Queue the update of the weights on the GPU without waiting for anything.
         If loss or norm turn out not to be finite, the GPU leaves weights and means as they are."""
-        for group in self.optimizer.param_groups: group["lr"] = lr*group.get("lr_scale", 1.)
-        norm = clip_grad_norm(self.model.parameters(), self.config.grad_clip or math.inf) + 0*loss
-        self.optimizer.step_if_finite(norm)
-        self.optimizer.zero_grad()
-        return norm
+        return _queue_update(self, lr, loss)
 
     def clip_gradients(self, max_norm:float)->float: # Norm before clipping, over all processes
         return clip_grad_norm(self.model.parameters(), max_norm).item()
@@ -334,19 +325,10 @@ class TorchEngine:
     def save(self, checkpoints:Checkpoints, step:int, valid_loss:float|None, state:dict,
              config:dict):
         "Save a checkpoint. All processes must call it."
-        if self.scaler.is_enabled(): state = state | dict(scaler=self.scaler.state_dict())
-        _, write = _savers(self.in_parts)
-        if self.world.writes:
-            checkpoints.save(self.model, self.optimizer, step, valid_loss, state, write,
-                             config=config)
-        elif self.in_parts: write(self.model, self.optimizer, step, None)
+        _save(self, checkpoints, step, valid_loss, state, config)
     def load(self, path:Path, config:dict)->int: # Number of steps done
         "Load a checkpoint that one process or several have written, sharded or not."
-        read, _ = _savers(self.in_parts)
-        step = read(path, self.model, self.optimizer, config)
-        if self.scaler.is_enabled() and (saved := read_state(path).get("scaler")):
-            self.scaler.load_state_dict(saved)
-        return step
+        return _load(self, path, config)
     @property
     def in_parts(self)->bool: return self.config.shard # Whether the model is split among processes
     def find_nonfinite(self, micro_batches:list, loss:Callable)->str|None: # The cause, in words
@@ -354,6 +336,34 @@ class TorchEngine:
     def whole_model(self)->TransformerLM:
         "Return the model; if it is sharded, every process gets a whole copy."
         return _whole_copy(self.model, self.device) if self.config.shard else self.model
+
+# %% ../../nbs/04_training/04f_engines.ipynb #f8a0f274
+def _runs_ahead(engine)->bool: # For one GPU, whose fused AdamW can skip a step by itself
+    return (engine.device.type == "cuda" and engine.world.processes == 1 and not engine.balanced
+            and not engine.scaler.is_enabled() and type(engine.optimizer) is AdamW)
+
+def _queue_update(engine, lr:float, loss)->torch.Tensor: # `loss`: all that has to be finite
+    for group in engine.optimizer.param_groups: group["lr"] = lr*group.get("lr_scale", 1.)
+    norm = clip_grad_norm(engine.model.parameters(), engine.config.grad_clip or math.inf) + 0*loss
+    engine.optimizer.step_if_finite(norm)
+    engine.optimizer.zero_grad()
+    return norm
+
+def _save(engine, checkpoints:Checkpoints, step:int, valid_loss:float|None, state:dict,
+          config:dict):
+    if engine.scaler.is_enabled(): state = state | dict(scaler=engine.scaler.state_dict())
+    _, write = _savers(engine.in_parts)
+    if engine.world.writes:
+        checkpoints.save(engine.model, engine.optimizer, step, valid_loss, state, write,
+                         config=config)
+    elif engine.in_parts: write(engine.model, engine.optimizer, step, None)
+
+def _load(engine, path:Path, config:dict)->int: # Number of steps done
+    read, _ = _savers(engine.in_parts)
+    step = read(path, engine.model, engine.optimizer, config)
+    if engine.scaler.is_enabled() and (saved := read_state(path).get("scaler")):
+        engine.scaler.load_state_dict(saved)
+    return step
 
 # %% ../../nbs/04_training/04f_engines.ipynb #3f1836f7
 def _make_model(model_config:ModelConfig, config:TrainConfig, world:World, device:torch.device,

@@ -26,7 +26,7 @@ from .optim_torch import EarlyStop, Plateau, learning_rate
 from .runs import RunLog, check_tracker, rewind_run
 from .signals import Interrupted, stop_signals
 
-# %% ../../nbs/04_training/04k_trainer.ipynb #c8ff33e6
+# %% ../../nbs/04_training/04k_trainer.ipynb #e2127c32
 class Diverged(UserError):
     "Raised when the loss or its gradient is no longer a finite number."
 
@@ -40,6 +40,7 @@ class BegunStep(NamedTuple):
     lr:float            # Learning rate
     micro_batches:list  # The parts of the batch
 
+# %% ../../nbs/04_training/04k_trainer.ipynb #c8ff33e6
 class Trainer:
     "Trains a model: holds the model, its optimizer and its data at some step of a run."
     def __init__(self,
@@ -100,40 +101,11 @@ class Trainer:
         self.elapsed += time.perf_counter() - start
         return self.recent[-1]
 
-    def begin_step(self,
-        step:int,              # Number of steps before this one
-        batch:tuple|None=None, # Whole batch, on the device; by default that of `step`
-        before:Any=0.,         # Norm of the step before, if it isn't known yet
-    )->BegunStep: # The step's numbers; on a GPU they may still be in the making
+    def begin_step(self, step:int, batch:tuple|None=None, before:Any=0.)->BegunStep:
         "Compute the gradients of a batch and move the weights, if all numbers are finite."
-        world, weight = self.world, self.objective.weight
-        if batch is None: batch = to_tensors(_next(self.batches, step), self.device)
-        mine = [world.shard_batch(t).split(self.plan.micro_batch) for t in batch]
-        micro_batches, total = list(zip(*mine)), weight(batch[-1])
-        loss:Any = 0.
-        for i,part in enumerate(micro_batches):
-            last = i == len(micro_batches) - 1
-            loss += self.engine.forward_backward(part, weight(part[-1])/total, last)
-        lr = self.learning_rate(step + 1)
-        if self.engine.runs_ahead:
-            norm = self.engine.queue_optimizer_step(lr, loss + before)
-            numbers, ready = _on_the_way(loss, norm)
-            return BegunStep(numbers, ready, norm, lr, micro_batches)
-        loss, signals = world.all_reduce_sum(float(loss), float(len(self.noted)))
-        self.agreed = signals > 0
-        if signals and not self.noted: self.noted.append("a signal to another process")
-        norm = self.engine.optimizer_step(lr) if math.isfinite(loss) else math.nan
-        return BegunStep((loss, norm), None, norm, lr, micro_batches)
+        return _begin_step(self, step, batch, before)
 
-    def finish_step(self, now:BegunStep): # Waits for the step's numbers, and counts the step
-        if now.ready: now.ready.synchronize()
-        (loss, self.norm), self.lr = map(float, now.numbers), now.lr
-        if not math.isfinite(self.norm):
-            if self.engine.runs_ahead: self.engine.optimizer.uncount(1 + bool(self.queued))
-            self.queued = None
-            raise Diverged(_diverged(self, loss, now.micro_batches))
-        self.step += 1
-        self.recent.append(loss)
+    def finish_step(self, now:BegunStep): _finish_step(self, now)
 
     def learning_rate(self, step:int)->float: # Number of a step, from 1
         "Return a step's learning rate; a short run shortens warm-up and cool-down."
@@ -155,6 +127,41 @@ class Trainer:
 
     def save(self, run:str|Path): _save(self, Path(run))
     def resume(self, run:str|Path): _resume(self, Path(run))
+
+# %% ../../nbs/04_training/04k_trainer.ipynb #2dca1ee8
+def _begin_step(t:Trainer,
+    step:int,         # Number of steps before this one
+    batch:tuple|None, # Whole batch, on the device; by default that of `step`
+    before:Any,       # Norm of the step before, if it isn't known yet; else 0
+)->BegunStep:
+    world, weight = t.world, t.objective.weight
+    if batch is None: batch = to_tensors(_next(t.batches, step), t.device)
+    mine = [world.shard_batch(part).split(t.plan.micro_batch) for part in batch]
+    micro_batches, total = list(zip(*mine)), weight(batch[-1])
+    loss:Any = 0.
+    for i,part in enumerate(micro_batches):
+        last = i == len(micro_batches) - 1
+        loss += t.engine.forward_backward(part, weight(part[-1])/total, last)
+    lr = t.learning_rate(step + 1)
+    if t.engine.runs_ahead:
+        norm = t.engine.queue_optimizer_step(lr, loss + before)
+        numbers, ready = _on_the_way(loss, norm)
+        return BegunStep(numbers, ready, norm, lr, micro_batches)
+    loss, signals = world.all_reduce_sum(float(loss), float(len(t.noted)))
+    t.agreed = signals > 0
+    if signals and not t.noted: t.noted.append("a signal to another process")
+    norm = t.engine.optimizer_step(lr) if math.isfinite(loss) else math.nan
+    return BegunStep((loss, norm), None, norm, lr, micro_batches)
+
+def _finish_step(t:Trainer, now:BegunStep): # Waits for the step's numbers, and counts the step
+    if now.ready: now.ready.synchronize()
+    (loss, t.norm), t.lr = map(float, now.numbers), now.lr
+    if not math.isfinite(t.norm):
+        if t.engine.runs_ahead: t.engine.optimizer.uncount(1 + bool(t.queued))
+        t.queued = None
+        raise Diverged(_diverged(t, loss, now.micro_batches))
+    t.step += 1
+    t.recent.append(loss)
 
 # %% ../../nbs/04_training/04k_trainer.ipynb #3bfc31c0
 def _check_vocabulary(model_config:ModelConfig, *datasets):
