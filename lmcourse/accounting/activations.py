@@ -281,9 +281,11 @@ def _after(c:ModelConfig, r:RowBytes, size:int, logits:bool, device:str)->list: 
 # %% ../../nbs/02_accounting/02g_activations.ipynb #45a525b2
 def _loss_in_parts(c:ModelConfig, n:int, size:int, device:str)->int: # Peak of the forward pass
     V, D, low = c.vocab_size, c.d_model, size < 4
-    m = min(n, max(256, (2**21 if device == "cpu" else 2**29)//V))
-    parts = -(-n//m) # Each fits a CPU's cache, or keeps a GPU busy; there they are equal
-    if device != "cpu": m = -(-n//parts)
+    m = max(256, (2**21 if device == "cpu" else 2**29)//V)
+    # A part fits a CPU's cache, or keeps a GPU busy; there they are equal, and two at least
+    if device != "cpu": m = max(256, -(-n//max(2, -(-n//m))))
+    m = min(n, m)
+    parts = -(-n//m)
     def part(i): # Logits, four numbers per token; gradients of rows and head
         tokens = m if i < parts else n - (parts - 1)*m
         head = V*D*(size + 4*(i > 1) + size*(i > 2 - low))

@@ -294,8 +294,8 @@ def _tokens_at_a_time(device:str, n:int, V:int
 )->int: # How many of n tokens to take at a time, with V logits each
     most = max(256, dict(cpu=2**21, cuda=2**29).get(device, 2**28)//V)
     if device == "cpu": return most
-    parts = -(-max(n, 1)//most)
-    return -(-n//parts) or 1 # In equal parts
+    parts = max(2, -(-n//most)) # Two at least, so that a small batch fits a small card
+    return max(256, -(-n//parts))
 
 def _row_padding(x, rows:int)->int: # Rows to add, so that a GPU can read 16 bytes at once
     return -rows % 64 if x.device.type == "cuda" and rows % 8 else 0

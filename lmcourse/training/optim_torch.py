@@ -147,11 +147,11 @@ class AdamW(Optimizer):
         return loss
 
     def _move(self, params:list, group:dict): # The parameters of a group that have a gradient
-        how = {k: group[k] for k in ("lr", "betas", "eps", "weight_decay")}
-        states = [self._advance(p) for p in params]
-        if self.found_inf is not None or self.one_pass or on_one_card(params):
-            fused_step_(params, states, found_inf=self.found_inf, **how)
-        else: _step_all_(params, states, **how)
+        queued = {} if self.found_inf is None else dict(found_inf=self.found_inf)
+        fused = queued or self.one_pass or on_one_card(params)
+        step_:Any = fused_step_ if fused else _step_all_
+        step_(params, [self._advance(p) for p in params],
+              *(group[k] for k in ("lr", "betas", "eps", "weight_decay")), **queued)
 
     def step_if_finite(self,
         norm:torch.Tensor, # Norm of the gradients, a scalar on the device of the parameters
