@@ -28,7 +28,7 @@ from lmcourse.tools.stories import Stories
 from lmcourse.training.data import TokenDataset, write_tokens
 from lmcourse.training.engines import NumpyEngine, Objective, TorchEngine, World, noise_scale, plan_batch
 from lmcourse.training.checkpoint import Checkpoints, read_state
-from lmcourse.training import engines, evaluation
+from lmcourse.training import engines, evaluation, trainer as trainer_module
 from lmcourse.training.evaluation import evaluate, summarize
 from lmcourse.training.models import load_model, save_model, training_of
 from lmcourse.training.plots import live_plot, plot_runs
@@ -384,9 +384,9 @@ def ahead(request, monkeypatch):
 @pytest.fixture
 def queued(monkeypatch):
     "For each step of a run that ends, whether the next one has begun"
-    seen, real = [], Trainer.finish_step
-    def finish(self, now): seen.append((self.step + 1, self.queued is not None)); real(self, now)
-    monkeypatch.setattr(Trainer, "finish_step", finish)
+    seen, real = [], trainer_module._finish_step
+    def finish(t, now): seen.append((t.step + 1, t.queued is not None)); real(t, now)
+    monkeypatch.setattr(trainer_module, "_finish_step", finish)
     return seen
 
 
@@ -431,11 +431,11 @@ def test_a_signal_lets_the_step_that_is_queued_end(data, tmp_path, ahead, queued
     (folder := tmp_path/"a").mkdir()
     write_run(folder, MODEL, config, data)
     trainer = Trainer(MODEL, config, *sets(data))
-    real = trainer.begin_step
-    def compute(step, *more):
-        if step == 6: os.kill(os.getpid(), signal.SIGINT)               # While step 6 waits for its numbers
-        return real(step, *more)
-    trainer.begin_step = compute
+    real = trainer_module._begin_step
+    def begin(t, step, *more):
+        if t is trainer and step == 6: os.kill(os.getpid(), signal.SIGINT)               # While step 6 waits for its numbers
+        return real(t, step, *more)
+    monkeypatch.setattr(trainer_module, "_begin_step", begin)
     with pytest.raises(Interrupted, match="after step 7 of 12$"): trainer.fit(folder)
     assert queued[-2:] == [(6, True), (7, False)] and Checkpoints(folder/"checkpoints").latest().name == "step_000007"
     again = Trainer(MODEL, config, *sets(data))
@@ -464,15 +464,15 @@ def test_a_trainer_that_was_interrupted_resumes_from_its_checkpoint(data, tmp_pa
     queue(True)
     (folder := tmp_path/"a").mkdir()
     write_run(folder, MODEL, config, data)
-    trainer, real = Trainer(MODEL, config, *sets(data)), Trainer.finish_step
-    def finish(self, now):
-        if self.step == 6: raise KeyboardInterrupt
-        real(self, now)
-    monkeypatch.setattr(Trainer, "finish_step", finish)
+    trainer, real = Trainer(MODEL, config, *sets(data)), trainer_module._finish_step
+    def finish(t, now):
+        if t.step == 6: raise KeyboardInterrupt
+        real(t, now)
+    monkeypatch.setattr(trainer_module, "_finish_step", finish)
     with pytest.raises(KeyboardInterrupt): trainer.fit(folder)
     assert trainer.queued is not None
     with pytest.raises(ValueError, match="save after step 6, but step 7 has begun"): trainer.save(folder)
-    monkeypatch.setattr(Trainer, "finish_step", real)
+    monkeypatch.setattr(trainer_module, "_finish_step", real)
     trainer.resume(folder)
     trainer.fit(folder)
     whole, _ = run(data, tmp_path/"whole", config=config)

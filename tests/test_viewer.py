@@ -96,6 +96,7 @@ def test_the_page_of_a_viewer_has_its_weights():
     packed = np.frombuffer(packed, np.uint8).reshape(L, H, -1)/255
     np.testing.assert_allclose(packed, viewer.weights.numpy()[..., *np.tril_indices(T)], atol=1/500)
     layer, head, word, _ = viewer.longest_look()
+    assert ".lm-map').dataset" in str(soup)           # The script that draws the lines
     assert [int(r["value"]) for r in soup.select("input[checked]")] == [layer, head]
     assert [b["aria-pressed"] for b in soup.select("button")].index("true") == word
     assert viewer.describe(layer, head, word) in str(viewer)
@@ -138,3 +139,9 @@ def test_one_token_and_what_is_rejected(make):
 def test_a_row_needs_a_number_for_each_token():
     with pytest.raises(ValueError, match=r"floor has the shape \(2,\)"):
         surprisal_strip(MODEL, TOKENIZER, "a cat sat.", dict(floor=[1, 2]))
+
+
+def test_no_file_that_pages_show_is_empty():
+    "A script that is lost leaves a page that looks right and does nothing"
+    from importlib.resources import files
+    assert not [p.name for p in files("lmcourse").joinpath("data").iterdir() if p.is_file() and not p.read_bytes().strip()]

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['rms_norm', 'swiglu', 'turn_heads', 'head_loss', 'FUSED_PARTS', 'one_over_root', 'norm_rows', 'norm_rows_backward',
-           'operator', 'fits', 'FusedRMSNorm', 'fused_norm', 'exp2_below', 'swiglu_all', 'swiglu_all_backward',
+           'operator', 'FusedRMSNorm', 'fused_norm', 'exp2_below', 'swiglu_all', 'swiglu_all_backward',
            'FusedFeedForward', 'fused_ffn', 'turn_rows', 'turn_rows_backward', 'fused_heads', 'largest', 'loss_rows',
            'fused_loss', 'fused_parts']
 
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from ..tools.compiled import fused, strict
 from ..tools.config import ModelConfig
-from .onednn import OneDNNLinear, product_into, vectors_idle
+from .onednn import OneDNNLinear, fits, product_into, vectors_idle
 from .layers_torch import FeedForward, Linear, RMSNorm, linear_cross_entropy
 from .attention_torch import RoPE, prepare_heads
 from .transformer_torch import Parts, make_ffn, make_norm
@@ -115,12 +115,6 @@ rms_norm = operator(
     lambda dy, x, weight, inv: (_like(x), torch.empty_like(weight)))
 
 # %% ../../nbs/03_architecture/03k_fused.ipynb #622fe735
-def fits(
-    *tensors:Tensor, # Activations and weights
-)->bool:
-    "Check that the kernels can take these tensors: float32 on a CPU, and at least one number."
-    return all(t.dtype == torch.float32 and t.device.type == "cpu" and t.numel() for t in tensors)
-
 class FusedRMSNorm(RMSNorm):
     "RMSNorm by our kernel, with the same parameter as `RMSNorm`."
     def forward(self, x:Tensor)->Tensor: # `(..., D)`

@@ -163,8 +163,8 @@ class AdamW(Optimizer):
         try: self.step()
         finally: self.found_inf = None
 
-    # Steps that were counted, though not taken; in each of them all parameters had a gradient
-    def uncount(self, steps:int):
+    def uncount(self, steps:int): # In each of which all parameters had a gradient
+        "Take back the count of steps that were not taken."
         for state in self.state.values(): state["step"] -= steps
 
     def _advance(self, p)->dict: # The state of `p`, created if needed, with the step counted
