@@ -1,5 +1,7 @@
 "The fused CPU kernels: equal to the readable layers in values and gradients, compiled or not, and out of the way where they don't fit."
 import copy
+import threading
+import time
 from dataclasses import replace
 
 import numpy as np
@@ -7,9 +9,10 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from lmcourse.architecture import fused as fused_kernels
 from lmcourse.architecture.attention_torch import RoPE, prepare_heads
+from lmcourse.architecture import fused
 from lmcourse.architecture.fused import FusedFeedForward, FusedRMSNorm, exp2_below, fused_heads, fused_loss, largest, rms_norm, swiglu
+from lmcourse.architecture.fused_attention import FUSED_PARTS
 from lmcourse.architecture.layers_torch import RMSNorm, check_same, linear_cross_entropy, rmsnorm, silu
 from lmcourse.architecture.transformer_torch import Parts, TransformerLM, named_parts
 from lmcourse.tools.checks import check_close, expect_error
@@ -101,7 +104,7 @@ def test_recomputed_and_in_parts():
 
 def test_what_auto_chooses():
     def parts(**how): return TorchEngine(SMALL, TrainConfig(device="cpu", **how)).model.parts
-    assert parts() == (fused_kernels.FUSED_PARTS if compiles() else Parts()) and TrainConfig().kernels == "auto"
+    assert parts() == (FUSED_PARTS if compiles() else Parts()) and TrainConfig().kernels == "auto"
     assert parts(dtype="bfloat16") == parts(kernels="torch") == parts(compile=True) == Parts()
     assert TransformerLM(SMALL).parts == Parts()
     with expect_error(ValueError, "kernels = fused on cuda, expected cpu; kernels = torch would do"): named_parts(SMALL, "torch", "fused", "cuda")
@@ -115,14 +118,14 @@ def test_other_types_and_no_gradients_take_the_readable_way():
     assert norm.float()(x[:0]).shape == (0, 5, 32)
     with torch.autocast("cpu", torch.bfloat16): assert ffn(x).dtype == torch.bfloat16
     ids = torch.randint(61, (2, 12))
-    model = TransformerLM(SMALL, parts=fused_kernels.FUSED_PARTS)
+    model = TransformerLM(SMALL, parts=FUSED_PARTS)
     with torch.no_grad(): check_close(model.loss(ids[:, :-1], ids[:, 1:]), TransformerLM(SMALL).loss(ids[:, :-1], ids[:, 1:]), 1e-5)
     copied = copy.deepcopy(model)
     check_close(copied(ids).detach(), TransformerLM(SMALL)(ids).detach(), 1e-5, 1e-5)
 
 
 def test_the_compiler_sees_operators():
-    model, ids = TransformerLM(replace(SMALL, qk_norm=True), parts=fused_kernels.FUSED_PARTS), torch.randint(61, (2, 12))
+    model, ids = TransformerLM(replace(SMALL, qk_norm=True), parts=FUSED_PARTS), torch.randint(61, (2, 12))
     plain = model.loss(ids[:, :-1], ids[:, 1:])
     plain.backward()
     expected = [p.grad.clone() for p in model.parameters()]
@@ -144,15 +147,60 @@ def test_not_twice_differentiable():
     with expect_error(RuntimeError, "once_differentiable"): g.sum().backward()
 
 
-def test_one_thread_or_two():
-    ids, found, before = torch.randint(61, (2, 12), generator=torch.Generator().manual_seed(0)), [], torch.get_num_threads()
-    for threads in (1, 2):
-        torch.set_num_threads(threads)
-        model = TransformerLM(SMALL, parts=fused_kernels.FUSED_PARTS)
+def test_one_thread_or_two(monkeypatch, threads):
+    monkeypatch.setattr(fused, "SHARED", 1)
+    ids, found = torch.randint(61, (2, 12), generator=torch.Generator().manual_seed(0)), []
+    for n in (1, 2, 3):
+        threads(n)
+        model = TransformerLM(SMALL, parts=FUSED_PARTS)
         model.loss(ids[:, :-1], ids[:, 1:]).backward()
         found.append([p.grad for p in model.parameters()])
+    for other in found[1:]: check_close(other, found[0], 1e-5, 1e-7)
+
+
+@pytest.fixture
+def threads():
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
     torch.set_num_threads(before)
-    check_close(found[1], found[0], 1e-6, 1e-7)
+
+
+def test_work_is_shared_out(threads):
+    threads(3)
+    names, result = [], []
+    def part(i, j):
+        names.append(threading.get_native_id())
+        time.sleep(.02)                                         # so that each thread gets a part
+        return i, j
+    for _ in range(3): result.append(fused.share(part, 10, fused.SHARED))
+    assert result == [[(0, 3), (3, 6), (6, 10)]]*3 and len(names) == 9
+    if fused.torch_threads(): assert len(set(names)) == 3 and threading.get_native_id() in names   # torch's own, the same each time
+    assert fused.share(part, 10, fused.SHARED - 1) == [(0, 10)] and fused.share(part, 2, fused.SHARED) == [(0, 1), (1, 2)]
+    assert fused.share(part, 1, fused.SHARED) == [(0, 1)]
+
+
+def test_an_error_on_another_thread_is_raised(threads):
+    threads(2)
+    def part(i, j):
+        time.sleep(.02)
+        if i: raise ValueError(f"part from {i}")
+    with expect_error(ValueError, "part from 5"): fused.share(part, 10, fused.SHARED)
+    assert fused.share(lambda i, j: j, 10, fused.SHARED) == [5, 10]
+
+
+def test_without_openmp_one_thread_does_it(threads, monkeypatch):
+    threads(2)
+    monkeypatch.setattr(fused, "threadpool_info", lambda: [dict(user_api="blas", filepath="nowhere")])
+    assert fused.torch_threads.__wrapped__() is None
+    monkeypatch.setattr(fused, "torch_threads", lambda: None)
+    assert fused.share(lambda i, j: (i, j), 10, fused.SHARED) == [(0, 10)]
+
+
+def test_fewer_threads_than_parts_do_all_of_them(threads, monkeypatch):
+    "OpenMP may grant fewer threads than asked for."
+    threads(3)
+    monkeypatch.setattr(fused, "torch_threads", lambda: lambda f, data, n, flags: f(None))
+    assert fused.share(lambda i, j: (i, j), 10, fused.SHARED) == [(0, 3), (3, 6), (6, 10)]
 
 
 def test_a_copy_of_the_optimizer_takes_the_same_step():

@@ -69,7 +69,7 @@ class Parts:
 
 # name to a function that replaces parts; a string names a function of a later chapter
 PARTS:dict[str, Callable|str] = {"triton": "lmcourse.kernels.use:triton_parts",
-                                 "fused": "lmcourse.architecture.fused:fused_parts"}
+                                 "fused": "lmcourse.architecture.fused_attention:fused_parts"}
 
 def named_parts(
     config:ModelConfig,     # Config of the model
