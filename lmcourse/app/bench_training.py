@@ -185,9 +185,8 @@ class Contender:
 _product16 = partial(start_product_torch, dtype="bfloat16")
 _start16 = partial(start_torch, dtype="bfloat16")
 CONTENDERS = {
-    "torch": Contender(partial(start_torch, kernels="fused"), start_product_torch,
-                       around=best_products),
-    "torch, own kernels": Contender(start_torch, around=best_products),
+    "torch": Contender(partial(start_torch, kernels="fused"), start_product_torch),
+    "torch, own kernels": Contender(start_torch, start_product_torch, around=best_products),
     "torch, own products": Contender(start_torch, start_product_torch),
     "torch, compiled": Contender(partial(start_torch, compiled=True), around=best_products,
                                  compiler=True),

@@ -69,7 +69,7 @@ def torch_threads()->Any: # None if torch's threads can't be found
         if run: return run
     return None
 
-SHARED = 2**20 # Numbers from which on several threads are faster
+SHARED = 2**18 # Numbers from which on several threads are faster
 
 def share(
     f:Callable, # Takes the first item and the end of a part

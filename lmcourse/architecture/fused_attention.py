@@ -4,14 +4,12 @@
 
 # %% auto #0
 __all__ = ['BLOCK', 'ROWS', 'COLUMNS', 'attend_heads', 'LARGEST', 'FUSED_PARTS', 'multiply_tile_naive', 'multiply_tile',
-           'transpose_tile_naive', 'transpose_tile', 'pack', 'score', 'mix', 'mix_back', 'hide', 'exponentials',
-           'attend', 'scores_gradient', 'attend_backward', 'fused_attention', 'fused_parts']
+           'transpose_tile_naive', 'transpose_tile', 'pack', 'score', 'mix', 'hide', 'exponentials', 'attend',
+           'mix_back', 'scores_gradient', 'attend_backward', 'fused_attention', 'fused_parts']
 
-# %% ../../nbs/03_architecture/03l_fused_attention.ipynb #d02c7864
+# %% ../../nbs/03_architecture/03l_fused_attention.ipynb #2499ad08
 import math
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
@@ -28,25 +26,31 @@ from .transformer_torch import Parts
 from .fused import exp2_below, fused_ffn, fused_heads, fused_loss, fused_norm
 from .fused import largest, operator, share
 
-# %% ../../nbs/03_architecture/03l_fused_attention.ipynb #fad8e1ed
+# %% ../../nbs/03_architecture/03l_fused_attention.ipynb #53fb7545
 _ZERO, _ONE, _LOG2E, _LEAST = map(np.float32, (0, 1, math.log2(math.e), -1e30))
 _FLOAT, _INT = ir.FloatType(), ir.IntType(32)
 _VECTOR = ir.VectorType(_FLOAT, 16) # 16 floats, in one register or in several narrow ones
 
-# %% ../../nbs/03_architecture/03l_fused_attention.ipynb #9b9e0a76
+# %% ../../nbs/03_architecture/03l_fused_attention.ipynb #5a87daef
 BLOCK = 32                                                # Queries at a time, and keys of a panel
 ROWS, COLUMNS = (8, 32) if "+avx512f" in host_features() else (4, 16) # A tile: as registers allow
 
-def multiply_tile_naive(a, b, c, row, column, start, stop, add):
-    """Compute a tile of a product from `start` to `stop` of the inner dimension:
-    `c[row:row + ROWS, column:column + COLUMNS]` is set, or with `add` added to."""
+def multiply_tile_naive(
+    a:np.ndarray, # First matrix
+    b:np.ndarray, # Second matrix
+    c:np.ndarray, # Result: `c[row:row + ROWS, column:column + COLUMNS]` is overwritten
+    row:int, column:int, # Where the tile begins
+    start:int, stop:int, # Part of the inner dimension
+    add:bool,     # Whether to add to what the tile holds
+):
+    "Compute a tile of the product of two float32 matrices."
     for i in range(row, row + ROWS):
         for j in range(column, column + COLUMNS):
             total = c[i, j] if add else _ZERO
             for k in range(start, stop): total += a[i, k]*b[k, j]
             c[i, j] = total
 
-# %% ../../nbs/03_architecture/03l_fused_attention.ipynb #0c1b9578
+# %% ../../nbs/03_architecture/03l_fused_attention.ipynb #709da421
 class _Matrix: # Elements of a two-dimensional array, for machine code that is being written
     def __init__(self, context, builder, kind, value):
         array = context.make_array(kind)(context, builder, value)
@@ -68,7 +72,7 @@ def _multiply_add(builder, x, y, total): # One instruction, thanks to the flags
     product = builder.fmul(x, y, flags=["contract"])
     return builder.fadd(total, product, flags=["contract"])
 
-# %% ../../nbs/03_architecture/03l_fused_attention.ipynb #584d630d
+# %% ../../nbs/03_architecture/03l_fused_attention.ipynb #e0c56add
 def _write_tile(context, builder, signature, args): # Writes the machine code of `multiply_tile`
     a, b, c = (_Matrix(context, builder, *pair) for pair in zip(signature.args[:3], args))
     row, column, start, stop, add = args[3:]
@@ -92,15 +96,15 @@ def _write_tile(context, builder, signature, args): # Writes the machine code of
     for (i, j),s in zip([(i, j) for i in rows for j in columns], later): c.store(s, i, j)
     return context.get_dummy_value()
 
-# %% ../../nbs/03_architecture/03l_fused_attention.ipynb #ac713a72
+# %% ../../nbs/03_architecture/03l_fused_attention.ipynb #a4c8e33f
 @intrinsic
 def multiply_tile(typingctx, a, b, c, row, column, start, stop, add):
     "Like `multiply_tile_naive`, for at least one step, with the whole tile in registers."
     number = types.int64
     return types.void(a, b, c, number, number, number, number, types.boolean), _write_tile
 
-# %% ../../nbs/03_architecture/03l_fused_attention.ipynb #4624de4a
-def transpose_tile_naive(x, i, j, y, k, l):
+# %% ../../nbs/03_architecture/03l_fused_attention.ipynb #81c999b3
+def transpose_tile_naive(x:np.ndarray, i:int, j:int, y:np.ndarray, k:int, l:int):
     "Transpose 16 rows and columns of `x` into `y`: `y[k + c, l + r] = x[i + r, j + c]`."
     y[k:k + 16, l:l + 16] = x[i:i + 16, j:j + 16].T
 
@@ -131,7 +135,7 @@ def pack(x, panels):
         panel = panels[t//BLOCK]
         for k in range(0, x.shape[1], 16): transpose_tile(x, t, k, panel, k, t % BLOCK)
 
-# %% ../../nbs/03_architecture/03l_fused_attention.ipynb #079ea0ee
+# %% ../../nbs/03_architecture/03l_fused_attention.ipynb #1291ecbb
 @inner
 def score(q, panels, scores, low):
     "Compute the scores of 32 queries `(32, K)` in panels of 32 keys, from panel `low` on."
@@ -152,20 +156,10 @@ def mix(weights, x, y, low):
             for c in range(0, y.shape[1], COLUMNS):
                 multiply_tile(block, rows, y, r, c, 0, stop, p > low)
 
-@inner
-def mix_back(weights, y, x, low):
-    "Add to rows of `x` `(T, K)` what they gave to `y` `(32, K)`: `mix` in the other direction."
-    last = len(weights) - 1
-    for p in range(low, last + 1):
-        rows, block = x[p*BLOCK:(p + 1)*BLOCK], weights[p].T
-        for r in range(0, BLOCK, ROWS):
-            start = r if p == last else 0
-            for c in range(0, x.shape[1], COLUMNS):
-                multiply_tile(block, y, rows, r, c, start, BLOCK, True)
-
+# %% ../../nbs/03_architecture/03l_fused_attention.ipynb #68573466
 @inner
 def hide(scores, low, window, value):
-    "Overwrite the scores of keys that a query may not see: later ones, and those before its window."
+    "Overwrite the scores of keys that a query may not see."
     last = len(scores) - 1
     for p in range(low, last + 1):
         behind = (last - p)*BLOCK                # From the first key to the first query
@@ -175,7 +169,7 @@ def hide(scores, low, window, value):
                 row[:min(BLOCK, max(0, behind + r + 1 - window))] = value
                 row[min(BLOCK, behind + r + 1):] = value
 
-# %% ../../nbs/03_architecture/03l_fused_attention.ipynb #38f06d4c
+# %% ../../nbs/03_architecture/03l_fused_attention.ipynb #a6619613
 @inner
 def exponentials(scores, room, log_sums, low, scale):
     """Turn scores into 2 to the power of score times `scale`, less the row's largest, which is
@@ -194,12 +188,13 @@ def exponentials(scores, room, log_sums, low, scale):
             panel[i] = exp2_below(panel[i]*scale - most[i])
             sums[i] += panel[i]
 
+# %% ../../nbs/03_architecture/03l_fused_attention.ipynb #a418b8b1
 @fused
 def attend(q, k, v, out, log_sums, window, scale, panels, scores, room, start, stop):
     """Compute causal attention for some groups of heads: `q` is `(B, H, T, K)`, `k`
     `(B, G, T, K)`, `v` `(B, T, G, K)`, `out` `(B, T, H, K)`. Groups are numbered from 0 to
     `B*G - 1`. `log_sums` are base 2. `panels`, `scores` and `room` are room to compute in."""
-    (B, H, T, K), G = q.shape, k.shape[1]
+    (H, T, K), G = q.shape[1:], k.shape[1]
     for n in range(start, stop):
         b, g = n//G, n % G
         values = borrow(v)[b, :, g]
@@ -218,7 +213,18 @@ def attend(q, k, v, out, log_sums, window, scale, panels, scores, room, start, s
                     sums[r] += np.log2(total)
                     for d in range(K): row[d] /= total
 
-# %% ../../nbs/03_architecture/03l_fused_attention.ipynb #d90dd74e
+# %% ../../nbs/03_architecture/03l_fused_attention.ipynb #796a1ae8
+@inner
+def mix_back(weights, y, x, low):
+    "Add to rows of `x` `(T, K)` what they gave to `y` `(32, K)`: `mix` in the other direction."
+    last = len(weights) - 1
+    for p in range(low, last + 1):
+        rows, block = x[p*BLOCK:(p + 1)*BLOCK], weights[p].T
+        for r in range(0, BLOCK, ROWS):
+            start = r if p == last else 0
+            for c in range(0, x.shape[1], COLUMNS):
+                multiply_tile(block, y, rows, r, c, start, BLOCK, True)
+
 @inner
 def scores_gradient(scores, dscores, log_sums, delta, low, scale):
     """Turn scores into probabilities, and the gradients `dscores` of the probabilities into those
@@ -230,12 +236,13 @@ def scores_gradient(scores, dscores, log_sums, delta, low, scale):
                 row[c] = exp2_below(min(row[c]*(scale*_LOG2E) - log_sum, _ZERO))
                 grad[c] = row[c]*(grad[c] - mean)*scale
 
+# %% ../../nbs/03_architecture/03l_fused_attention.ipynb #0840c193
 @fused
 def attend_backward(dout, q, k, v, log_sums, delta, window, scale, dq, dk, dv, panels, scores,
                     start, stop):
     """Compute the gradients of `attend`; `dk` and `dv` are added to. `delta` `(B, H, T)` is the
     product of each row of the output and its gradient. Two of `panels` and `scores` are needed."""
-    (B, H, T, K), G = q.shape, k.shape[1]
+    (H, T), G = q.shape[1:3], k.shape[1]
     for n in range(start, stop):
         b, g = n//G, n % G
         keys, dkeys, dvalues = borrow(k)[b, g], borrow(dk)[b, g], borrow(dv)[b, :, g]
@@ -257,7 +264,7 @@ def attend_backward(dout, q, k, v, log_sums, delta, window, scale, dq, dk, dv, p
                 mix_back(dscores, queries, dkeys, low)
                 mix_back(probs, dy, dvalues, low)
 
-# %% ../../nbs/03_architecture/03l_fused_attention.ipynb #01847184
+# %% ../../nbs/03_architecture/03l_fused_attention.ipynb #ccc6170c
 def _attend(q:Tensor, k:Tensor, v:Tensor, window:int)->tuple[Tensor, Tensor]:
     (B, H, T, K), G, new = q.shape, k.shape[1], q.new_empty
     out, log_sums = new(B, T, H, K), new(B, H, T)
@@ -289,7 +296,7 @@ attend_heads = operator(
     lambda dout, q, k, v, *_: (q.new_empty(q.shape), k.new_empty(k.shape),
                                v.new_empty(v.transpose(1, 2).shape).transpose(1, 2)))
 
-# %% ../../nbs/03_architecture/03l_fused_attention.ipynb #3c86cdc3
+# %% ../../nbs/03_architecture/03l_fused_attention.ipynb #4980b82f
 LARGEST = 2**17 # Numbers in a head's keys: if there are more, they leave the processor's cache
 
 def fused_attention(
@@ -306,7 +313,7 @@ def fused_attention(
         return causal_attention(q, k, v, window)
     return attend_heads(q, k, v, min(window or T, T))[0].transpose(1, 2)
 
-# %% ../../nbs/03_architecture/03l_fused_attention.ipynb #3522f804
+# %% ../../nbs/03_architecture/03l_fused_attention.ipynb #093e15b8
 FUSED_PARTS = Parts(norm=fused_norm, attention=fused_attention, heads=fused_heads, ffn=fused_ffn,
                     loss=fused_loss)
 

@@ -437,10 +437,10 @@ class TrainConfig(_Descent):
     # Format of matrix products: auto for the device's fastest one; weights stay float32
     dtype:Literal["float32", "bfloat16", "float16", "auto"] = "float32"
     compile:bool = False            # Use torch.compile
-    # What computes attention: torch, or the Triton kernel of chapter 09
+    # What computes attention where `kernels` doesn't: torch, or the Triton kernel of chapter 09
     attention:Literal["torch", "triton"] = "torch"
     # What computes norms, feed-forward networks and the loss: torch, chapter 03's fused kernels for
-    # a CPU, Triton's, or auto for the fused ones where they fit
+    # a CPU, attention among them, Triton's, or auto for the fused ones where they fit
     kernels:Literal["auto", "torch", "fused", "triton"] = "auto"
     # Save only the inputs of blocks and run blocks again: less memory, up to a third more work
     recompute:bool = False

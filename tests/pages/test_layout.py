@@ -346,7 +346,7 @@ def test_public_names_exist_and_are_few():
 @pytest.mark.parametrize("what, home", [
     (r"json\.loads?\(.*(read_text|open)\(", "tools.files"),
     (r"cpu_count|sched_getaffinity|cpuinfo|VmHWM|MemAvailable|SC_PHYS_PAGES", "tools.machine"),
-    (r"\bnjit\(|@njit|@intrinsic\b|import.*\bir\b", "tools.compiled"),
+    (r"\bnjit\(|@njit|@intrinsic\b|import.*\bir\b", "tools.compiled architecture.fused_attention"), # The tile is the page's subject
     (r"\[:, None\] *[-+].*np\.arange\(", "training.data"),
     (r"^def ngram_losses|ngram_losses\(.*vocab_size", "tools.ngram training.data"),
     (r"os\.replace\(", "tools.files training.data"),             # The second gives several files their names at once
