@@ -358,12 +358,12 @@ def test_a_layer_that_calls_onednn_is_a_linear_layer(shape, bias):
 @pytest.mark.parametrize("idle", [False, True])
 def test_training_asks_for_onednn_where_vectors_would_be_idle(idle, monkeypatch):
     "All products of a step but the head's gradient; in the layer, for this model alone"
-    from lmcourse.architecture import fused
+    from lmcourse.architecture import fused_attention
     from lmcourse.tools.config import ModelConfig, TrainConfig
     from lmcourse.tools.machine import compiles
     from lmcourse.training.engines import TorchEngine
     if not compiles(): pytest.skip("nothing is compiled here")
-    for module in (onednn_module, fused): monkeypatch.setattr(module, "vectors_idle", lambda: idle)
+    for module in (onednn_module, fused_attention): monkeypatch.setattr(module, "vectors_idle", lambda: idle)
     c, ids = ModelConfig(vocab_size=50, context_length=16, d_model=32, num_layers=2, num_heads=4), torch.randint(50, (2, 17))
     engine = TorchEngine(c, TrainConfig(device="cpu"))
     with torch.profiler.profile() as record: engine.forward_backward((ids[:, :-1], ids[:, 1:]))

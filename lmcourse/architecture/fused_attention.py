@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['BLOCK', 'ROWS', 'COLUMNS', 'attend_heads', 'LARGEST', 'FUSED_PARTS', 'multiply_tile_naive', 'multiply_tile',
            'transpose_tile_naive', 'transpose_tile', 'pack', 'score', 'mix', 'hide', 'exponentials', 'attend',
-           'mix_back', 'scores_gradient', 'attend_backward', 'fused_attention', 'fused_parts']
+           'mix_back', 'deltas', 'scores_gradient', 'attend_backward', 'fused_attention', 'fused_parts']
 
 # %% ../../nbs/03_architecture/03l_fused_attention.ipynb #2499ad08
 import math
@@ -215,15 +215,23 @@ def attend(q, k, v, out, log_sums, window, scale, panels, scores, room, start, s
 
 # %% ../../nbs/03_architecture/03l_fused_attention.ipynb #796a1ae8
 @inner
-def mix_back(weights, y, x, low):
-    "Add to rows of `x` `(T, K)` what they gave to `y` `(32, K)`: `mix` in the other direction."
+def mix_back(weights, y, x, low, add):
+    """Add to rows of `x` `(T, K)` what they gave to `y` `(32, K)`: `mix` in the other direction.
+    Without `add`, the last panel's rows are overwritten, as nothing was added to them so far."""
     last = len(weights) - 1
     for p in range(low, last + 1):
         rows, block = x[p*BLOCK:(p + 1)*BLOCK], weights[p].T
         for r in range(0, BLOCK, ROWS):
             start = r if p == last else 0
             for c in range(0, x.shape[1], COLUMNS):
-                multiply_tile(block, y, rows, r, c, start, BLOCK, True)
+                multiply_tile(block, y, rows, r, c, start, BLOCK, add or p < last)
+
+@inner
+def deltas(y, dy, delta):
+    "Compute δ of each row."
+    for r in range(BLOCK):
+        row, grad, delta[r] = y[r], dy[r], _ZERO
+        for d in range(y.shape[1]): delta[r] += row[d]*grad[d]
 
 @inner
 def scores_gradient(scores, dscores, log_sums, delta, low, scale):
@@ -238,10 +246,10 @@ def scores_gradient(scores, dscores, log_sums, delta, low, scale):
 
 # %% ../../nbs/03_architecture/03l_fused_attention.ipynb #0840c193
 @fused
-def attend_backward(dout, q, k, v, log_sums, delta, window, scale, dq, dk, dv, panels, scores,
-                    start, stop):
-    """Compute the gradients of `attend`; `dk` and `dv` are added to. `delta` `(B, H, T)` is the
-    product of each row of the output and its gradient. Two of `panels` and `scores` are needed."""
+def attend_backward(dout, q, k, v, out, log_sums, window, scale, dq, dk, dv, panels, scores,
+                    room, start, stop):
+    """Compute the gradients of `attend`. The arguments are its own, but that `panels` and `scores`
+    are two, and `room` is `(32,)`."""
     (H, T), G = q.shape[1:3], k.shape[1]
     for n in range(start, stop):
         b, g = n//G, n % G
@@ -256,13 +264,14 @@ def attend_backward(dout, q, k, v, log_sums, delta, window, scale, dq, dk, dv, p
                 probs, dscores = (borrow(scores)[0, :j//BLOCK], borrow(scores)[1, :j//BLOCK])
                 score(queries, key_panels, probs, low)
                 score(dy, value_panels, dscores, low)
-                scores_gradient(probs, dscores, borrow(log_sums)[b, h, i:j],
-                                borrow(delta)[b, h, i:j], low, scale)
+                deltas(borrow(out)[b, i:j, h], dy, borrow(room))
+                scores_gradient(probs, dscores, borrow(log_sums)[b, h, i:j], borrow(room), low,
+                                scale)
                 hide(probs, low, window, _ZERO)
                 hide(dscores, low, window, _ZERO)
                 mix(dscores, keys, borrow(dq)[b, h, i:j], low)
-                mix_back(dscores, queries, dkeys, low)
-                mix_back(probs, dy, dvalues, low)
+                mix_back(dscores, queries, dkeys, low, h > g*(H//G))
+                mix_back(probs, dy, dvalues, low, h > g*(H//G))
 
 # %% ../../nbs/03_architecture/03l_fused_attention.ipynb #ccc6170c
 def _attend(q:Tensor, k:Tensor, v:Tensor, window:int)->tuple[Tensor, Tensor]:
@@ -277,13 +286,11 @@ def _attend(q:Tensor, k:Tensor, v:Tensor, window:int)->tuple[Tensor, Tensor]:
 
 def _attend_backward(dout:Tensor, q:Tensor, k:Tensor, v:Tensor, out:Tensor, log_sums:Tensor,
                      window:Tensor)->tuple[Tensor, Tensor, Tensor]:
-    (B, H, T, K), G, new = q.shape, k.shape[1], q.new_empty
-    dout, v = dout.contiguous(), v.transpose(1, 2)
-    delta = (dout*out).sum(-1).transpose(1, 2)
-    grads = dq, dk, dv = new(q.shape), torch.zeros_like(k), new(v.shape).zero_()
-    arrays = [x.detach().contiguous().numpy() for x in (dout, q, k, v, log_sums, delta)]
+    (B, H, T, K), G, new, v = q.shape, k.shape[1], q.new_empty, v.transpose(1, 2)
+    grads = dq, dk, dv = new(q.shape), new(k.shape), new(v.shape)
+    arrays = [x.detach().contiguous().numpy() for x in (dout, q, k, v, out, log_sums)]
     def part(start, stop):
-        shapes = (2, T//BLOCK, K, BLOCK), (2, T//BLOCK, BLOCK, BLOCK)
+        shapes = (2, T//BLOCK, K, BLOCK), (2, T//BLOCK, BLOCK, BLOCK), (BLOCK,)
         attend_backward(*arrays, int(window), np.float32(K**-.5), *(x.numpy() for x in grads),
                         *(new(s).numpy() for s in shapes), start, stop)
     share(part, B*G, B*H*T*T)
