@@ -1,6 +1,8 @@
 "Facts about the repository that nbdev takes for granted and does not check."
 import ast
+import base64
 import importlib
+import io
 import json
 import os
 import re
@@ -188,6 +190,16 @@ def pictures(cell):
     if cell["cell_type"] == "markdown": return len(re.findall(r"!\[|<svg|```mermaid", src))
     data = [o.get("data", {}) for o in cell.get("outputs", [])]
     return sum(bool({"image/png", "image/svg+xml"} & set(d)) or bool(re.search("<(svg|img|div|span)", "".join(d.get("text/html", "")))) for d in data)
+
+
+@notebooks
+def test_pictures_fit_light_and_dark_pages(name):
+    "Their background is transparent, as `figure` makes it."
+    from matplotlib.image import imread
+    for c in CELLS[name]:
+        for png in [o["data"]["image/png"] for o in c.get("outputs", []) if "image/png" in o.get("data", {})]:
+            corner = imread(io.BytesIO(base64.b64decode("".join(png))), format="png")[1, 1]
+            assert len(corner) == 4 and corner[3] == 0, "".join(c["source"])
 
 
 PROSE = [n for n in CELLS if n[2:3] != "z" and n not in FIRST]   # Graders' pages are another kind
