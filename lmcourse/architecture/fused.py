@@ -62,7 +62,6 @@ _CALLBACK = ctypes.CFUNCTYPE(None, ctypes.c_void_p) # What OpenMP calls
 @cache
 def torch_threads()->Any: # None if torch's threads can't be found
     "Find OpenMP's function that runs another function on all of torch's threads."
-    torch.ones(1) + 1
     found = [lib["filepath"] for lib in threadpool_info() if lib["user_api"] == "openmp"]
     for path in sorted(found, key=lambda path: "torch" not in path):
         run = getattr(ctypes.CDLL(path), "GOMP_parallel", None)
