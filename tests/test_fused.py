@@ -185,6 +185,8 @@ def test_an_error_on_another_thread_is_raised(threads):
         time.sleep(.02)
         if i: raise ValueError(f"part from {i}")
     with expect_error(ValueError, "part from 5"): fused.share(part, 10, fused.SHARED)
+    def stopped(i, j): raise KeyboardInterrupt                  # As Ctrl-C in a notebook does, in the main thread
+    with pytest.raises(KeyboardInterrupt): fused.share(stopped, 10, fused.SHARED)
     assert fused.share(lambda i, j: j, 10, fused.SHARED) == [5, 10]
 
 

@@ -101,7 +101,7 @@ def training_rows(
 )->list: # As from `report_rows`
     "Read the ratios of training steps. A step should be 1.15 times as fast as transformers'."
     rows = []
-    for threads,run in re.findall(r"\na step of .*; (\d+) threads((?:\n(?!a step of ).*)*)", text):
+    for threads,run in re.findall(r"\na step of .*; (\d+) threads?((?:\n(?!a step of ).*)*)", text):
         table = run.partition("\nratios\n")[2].partition("\n\n")[0].splitlines()[2:]
         for ours,theirs,ratio in map(_cells, table):
             rows.append(_row(f"a training step on {threads} thread{'s'*(threads != '1')}: "

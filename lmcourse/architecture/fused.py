@@ -81,10 +81,10 @@ def share(
     if run is None: return [f(0, items)]
     ends = [items*i//threads for i in range(threads + 1)]
     found, parts, failed = [None]*threads, iter(range(threads)), []
-    def take(_): # Runs on each thread; an exception can't pass through OpenMP
-        for i in parts:
-            try: found[i] = f(ends[i], ends[i + 1])
-            except Exception as e: failed.append(e)
+    def take(_): # Runs on each thread; an exception, or Ctrl-C, can't pass through OpenMP
+        try:
+            for i in parts: found[i] = f(ends[i], ends[i + 1])
+        except BaseException as e: failed.append(e)
     run(_CALLBACK(take), None, threads, 0)
     if failed: raise failed[0]
     return found

@@ -27,7 +27,7 @@ from .fused import exp2_below, fused_ffn, fused_heads, fused_loss, fused_norm
 from .fused import largest, operator, share
 
 # %% ../../nbs/03_architecture/03l_fused_attention.ipynb #53fb7545
-_ZERO, _ONE, _LOG2E, _LEAST = map(np.float32, (0, 1, math.log2(math.e), -1e30))
+_ZERO, _LOG2E, _LEAST = map(np.float32, (0, math.log2(math.e), -1e30))
 _FLOAT, _INT = ir.FloatType(), ir.IntType(32)
 _VECTOR = ir.VectorType(_FLOAT, 16) # 16 floats, in one register or in several narrow ones
 
@@ -99,7 +99,8 @@ def _write_tile(context, builder, signature, args): # Writes the machine code of
 # %% ../../nbs/03_architecture/03l_fused_attention.ipynb #a4c8e33f
 @intrinsic
 def multiply_tile(typingctx, a, b, c, row, column, start, stop, add):
-    "Like `multiply_tile_naive`, for at least one step, with the whole tile in registers."
+    """Like `multiply_tile_naive`, with the whole tile in registers. `stop` is larger than `start`,
+    and each row of `b` and `c` is contiguous; neither is checked."""
     number = types.int64
     return types.void(a, b, c, number, number, number, number, types.boolean), _write_tile
 
@@ -230,8 +231,9 @@ def mix_back(weights, y, x, low, add):
 def deltas(y, dy, delta):
     "Compute δ of each row."
     for r in range(BLOCK):
-        row, grad, delta[r] = y[r], dy[r], _ZERO
-        for d in range(y.shape[1]): delta[r] += row[d]*grad[d]
+        row, grad, total = y[r], dy[r], _ZERO
+        for d in range(y.shape[1]): total += row[d]*grad[d]
+        delta[r] = total
 
 @inner
 def scores_gradient(scores, dscores, log_sums, delta, low, scale):
@@ -248,8 +250,8 @@ def scores_gradient(scores, dscores, log_sums, delta, low, scale):
 @fused
 def attend_backward(dout, q, k, v, out, log_sums, window, scale, dq, dk, dv, panels, scores,
                     room, start, stop):
-    """Compute the gradients of `attend`. The arguments are its own, but that `panels` and `scores`
-    are two, and `room` is `(32,)`."""
+    """Compute the gradients of `attend`, whose arguments it takes. `panels` and `scores` hold two
+    of each, for keys and values, and `room` is `(32,)`."""
     (H, T), G = q.shape[1:3], k.shape[1]
     for n in range(start, stop):
         b, g = n//G, n % G
@@ -304,7 +306,7 @@ attend_heads = operator(
                                v.new_empty(v.transpose(1, 2).shape).transpose(1, 2)))
 
 # %% ../../nbs/03_architecture/03l_fused_attention.ipynb #4980b82f
-LARGEST = 2**17 # Numbers in a head's keys: if there are more, they leave the processor's cache
+LARGEST = 2**17 # Numbers in a head's keys; more of them leave the cache of a core
 
 def fused_attention(
     q:Tensor, # Queries `(B, H, T, K)`

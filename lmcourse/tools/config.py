@@ -439,8 +439,8 @@ class TrainConfig(_Descent):
     compile:bool = False            # Use torch.compile
     # What computes attention where `kernels` doesn't: torch, or the Triton kernel of chapter 09
     attention:Literal["torch", "triton"] = "torch"
-    # What computes norms, feed-forward networks and the loss: torch, chapter 03's fused kernels for
-    # a CPU, attention among them, Triton's, or auto for the fused ones where they fit
+    # What computes norms, feed-forward networks and the loss: torch, Triton, chapter 03's fused
+    # kernels for a CPU (with attention), or auto for the fused ones where they fit
     kernels:Literal["auto", "torch", "fused", "triton"] = "auto"
     # Save only the inputs of blocks and run blocks again: less memory, up to a third more work
     recompute:bool = False
