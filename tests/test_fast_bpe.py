@@ -8,16 +8,19 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate, islice
 from pathlib import Path
+from threading import Barrier
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 import regex
 from hypothesis import given, settings, strategies as st
 
+from lmcourse.tokenization import fast_bpe
 from lmcourse.tokenization.bpe import count_words, train_bpe_heap, pretokenize, special_pattern
 from lmcourse.tokenization.encoding import encode_word, make_vocab
-from lmcourse.tokenization.fast_bpe import (Encoder, FilePieces, Specials, WordTable, Words, character_classes, count_words_fast, cut_segments, first_invalid,
-                                            last_cut, train_bpe_fast, pretoken_ends)
+from lmcourse.tokenization.fast_bpe import (Encoder, FilePieces, Specials, WordTable, Words, character_classes, count_words_fast, first_invalid,
+                                            in_turns, last_cut, pretoken_ends, text_pieces, train_bpe_fast)
 from lmcourse.tokenization.tokenizer import ReadableEncoder, Rules, Vocabulary
 from lmcourse.tools.stories import Stories
 
@@ -138,19 +141,34 @@ def test_text_is_cut_before_white_space_after_every_character_but_white_space():
 
 
 @settings(max_examples=1000, deadline=None)
-@given(SMALL, st.integers(2, 5))
-def test_segments_cut_for_several_threads_change_nothing(text, parts):
-    data = text.encode()
-    starts, stops, _, split = cut_segments(data, np.array([0]), np.array([len(data)]), np.array([-1]), parts)
-    assert len(split) == parts + 1 and b"".join(data[i:j] for i, j in zip(starts, stops)) == data
-    assert sum((count_words([data[i:j].decode()]) for i, j in zip(starts, stops)), Counter()) == count_words([text])
+@given(SMALL, st.integers(1, 9), st.sampled_from([[], ["<a b>"], ["<a b>", "b c"]]))
+def test_pieces_change_nothing(text, size, special):
+    text, marks = text.replace("é", "é<a b> b c "), [t.encode() for t in special]
+    for whole in (text, text.encode()):
+        with patch.object(fast_bpe, "PIECE", size): parts = [data[i:j] for data, i, j in text_pieces(whole, marks)]
+        assert b"".join(parts) == text.encode() and all(parts)
+        assert sum((count_words([part.decode()], special) for part in parts), Counter()) == count_words([text], special)
 
 
 def test_lines_in_chinese_are_cut():
-    data = ("天气很好。\n"*10_000).encode()
-    starts, stops, _, _ = cut_segments(data, np.array([0]), np.array([len(data)]), np.array([-1]), 4)
-    assert [round(4*i/len(data), 3) for i in starts] == [0, 1, 2, 3]
-    assert len(data) - 2 <= last_cut(data, []) < len(data)
+    text = "天气很好。\n"*10_000
+    for whole, size in ((text, 6), (text.encode(), 16)):
+        with patch.object(fast_bpe, "PIECE", 1000*size): pieces = list(text_pieces(whole, []))
+        assert len(pieces) == 11 and all(16_000 - 16 <= stop - start <= 16_000 for _, start, stop in pieces[:-1])
+    assert len(text.encode()) - 2 <= last_cut(text.encode(), []) < len(text.encode())
+
+
+def test_a_text_that_cannot_be_cut_is_one_piece():
+    with patch.object(fast_bpe, "PIECE", 8): assert [stop - start for _, start, stop in text_pieces("x"*1000 + " y"*50, [])][:2] == [1022, 6]
+
+
+def test_pieces_are_taken_in_turns():
+    both = Barrier(2, timeout=30)                                  # two calls at the same time, or an error
+    assert in_turns(lambda k: (both.wait(), k)[1], ((k,) for k in range(6)), 2) == list(range(6))
+    for threads in (1, 2, 5):
+        with pytest.raises(ZeroDivisionError): in_turns(lambda k: 1//k, ((k,) for k in (3, 0, 2)), threads)
+        with pytest.raises(ValueError, match="surrogate"): in_turns(len, ((fast_bpe.utf8(t),) for t in ("a", "\ud800")), threads)
+        assert in_turns(len, iter(()), threads) == []
 
 
 @pytest.mark.parametrize("seen", [1, 2])
@@ -221,17 +239,19 @@ def test_many_words_and_long_ones():
     for threads in (1, 4): assert count_words_fast(texts, threads=threads).counter() == count_words(texts)
 
 
-@pytest.mark.parametrize("parts", [2, 3, 8])
-def test_segments_are_cut_where_nothing_reaches_across(parts):
-    data = (END.join(STORIES) + "a"*50_000 + " "*1000 + "好"*1000).encode()
-    found = Specials([END.encode()])
-    starts, stops, numbers = found.segments(np.frombuffer(data, np.uint8))
-    new = cut_segments(data, starts, stops, numbers, parts)
-    assert len(new[3]) == parts + 1 and all(i <= j for i, j in zip(new[3], new[3][1:]))
-    whole = Counter(); split = Counter()
-    for i, j in zip(starts, stops): whole += count_words([data[i:j].decode()])
-    for i, j in zip(new[0], new[1]): split += count_words([data[i:j].decode()])
-    assert whole == split and np.array_equal(new[2][new[2] >= 0], numbers[numbers >= 0])
+@pytest.mark.parametrize("text", ["a\0b", "\0", "é\0", "", "a", "a<|endoftext|>\0"])
+def test_a_batch_of_texts_with_any_byte_between(text):
+    for texts in ([text], [text]*3, ["b", text, "c d"], [text, "好", ""]):
+        ids, offsets = BIG.encode_batch(texts)
+        assert [ids[i:j].tolist() for i, j in zip(offsets, offsets[1:])] == [BIG.encode_list(t.encode()) for t in texts]
+
+
+@pytest.mark.parametrize("threads", [2, 3, 8])
+def test_a_long_text_has_the_same_ids_in_pieces(threads):
+    text = END.join(STORIES) + "a"*50_000 + " "*1000 + "好"*1000 + "ab "*1000
+    with patch.object(fast_bpe, "PIECE", 1 << 12):
+        for whole in (text, text.encode(), text.encode() + b"\xff\xfe x"*5000):
+            assert BIG.encode(whole, threads).tolist() == BIG.encode(whole).tolist()
 
 
 def test_long_words_with_the_same_hash_are_two():
@@ -299,6 +319,22 @@ def test_ids(text):
     assert BIG.encode(text.encode()).tolist() == TIGHT.encode(text.encode()).tolist() == ids_slowly(text)
 
 
+@pytest.mark.parametrize("ending", ["  ", "   ", "\n\n", "'l", "'r", "'v", "'", "''", "a", "1", ".", "a ", "a\n"])
+@pytest.mark.parametrize("behind", ["a", "l", "e", "s", "1", ".", " ", "\n", "é", "\u3000", "'s"])
+def test_what_lies_behind_a_text_is_not_seen(ending, behind):
+    "The copy of a short text still has what an earlier text left there; a text in a batch has the next one behind it."
+    merges = [(a.encode(), b.encode()) for a, b in ("'l", "'r", "'v", ("'l", "l"), "  ", "\n\n", "''", ("  ", " "))]
+    vocab = make_vocab(merges, [])
+    number, ranks, encoder = {t: i for i, t in vocab.items()}, {pair: k for k, pair in enumerate(merges)}, Encoder(vocab, merges, {}, 10)
+    def slowly(text): return [number[token] for word in pretokenize(text) for token in encode_word(word.encode(), ranks)]
+    for text in (ending, "b" + ending, "the end, " + ending, "word "*11 + ending, "word "*13 + ending, "é" + ending):
+        encoder.encode_list((text + behind*70).encode())
+        assert encoder.encode_list(text.encode()) == slowly(text)
+        for texts in ([text, behind*70], [text, behind*5000]):                        # short, and not
+            ids, offsets = encoder.encode_batch(texts)
+            assert ids[:offsets[1]].tolist() == slowly(text)
+
+
 @settings(max_examples=300, deadline=None)
 @given(st.text(st.sampled_from("theand"), min_size=60, max_size=400) | st.text(st.sampled_from("é好"), min_size=30, max_size=200))
 def test_ids_of_long_words(word): assert BIG.encode(word.encode()).tolist() == ids_slowly(word)
@@ -341,6 +377,7 @@ encoder = F.Encoder(make_vocab(merges, ["<|end|>"]), merges, {b"<|end|>": 0})
 pieces = ["the", " ", "'s", "'ll", "é", "好", "🙂", "x"*17, "\\n", "<|end|>", "<|en", "1", "a"*70, "'", "\\u3000"]
 for n in range(4000):
     data = "".join(rng.choices(pieces, k=rng.randrange(1, 30))).encode()[:rng.randrange(1, 200)]
+    if n % 8 == 0: data = b"the end "*513 + data                  # not short: read where it is
     area[size - len(data):size] = data
     text = np.frombuffer(area, np.uint8)[size - len(data):size]
     text.flags.writeable = False
@@ -348,11 +385,10 @@ for n in range(4000):
     assert F.first_invalid(text, F.character_classes()) == F.first_invalid(plain, F.character_classes())
     tables = []
     for t in (text, plain):
-        starts, stops, numbers = encoder.specials.segments(t)
-        out, places = np.empty(len(t), np.uint16), np.empty(len(starts) + 1, np.int64)
+        starts, stops, _ = encoder.inner.specials[()].segments(t)
         table = F.WordTable()
         table.count(t, starts, stops)
-        tables.append((out[:encoder.inner.run(t, starts, stops, np.full(len(starts), -1), out, places)].tolist(), table.words().counter()))
+        tables.append((encoder.inner.run(t)[0].tolist(), table.words().counter()))
     assert tables[0] == tables[1]
 print("done")
 """
@@ -369,7 +405,7 @@ def test_threads_share_an_encoder_of_short_texts():
             for found in pool.map(lambda _: [shared.encode_list(t.encode()) for t in texts], range(16)): assert found == expected
     finally: sys.setswitchinterval(before)
     places = shared.inner.free
-    assert 1 <= len(places) <= 8 and len({place.address for place in places}) == len(places)
+    assert 1 <= len(places) <= 8 and len({address for _, address, *_ in places}) == len(places)
 
 
 @pytest.mark.parametrize("size", [4095, 4096, 4097])

@@ -4,32 +4,32 @@
 
 # %% auto #0
 __all__ = ['U', 'ONE', 'ZERO', 'OTHER', 'LETTER', 'NUMBER', 'SPACE', 'GOLD', 'MIX', 'LONG', 'FIRST_BYTES', 'LOW', 'PAIR_BITS',
-           'PAIR', 'PAIRS', 'TEXT', 'WHITE', 'NEXT_CUT', 'CUT', 'BETWEEN', 'NO_PAIR', 'MOST', 'ID', 'SHORT', 'TABLES',
-           'SEGMENTS', 'AT', 'character_classes', 'character', 'first_invalid', 'ending', 'run_end', 'pretoken_end',
-           'starts64', 'some_ends', 'pretoken_ends', 'word_key', 'shift_of', 'first_row', 'same_bytes', 'find_word',
-           'remember', 'count_kernel', 'add_kernel', 'move_rows', 'write_words', 'Words', 'WordTable', 'pair_key',
-           'pair_row', 'take_away', 'add_place', 'join_everywhere', 'token_order', 'comes_first', 'sift_up',
-           'sift_down', 'offer', 'refill', 'lay_out', 'chain_places', 'first_right', 'write_token', 'learn_kernel',
-           'move_pairs', 'train_bpe_fast', 'find_specials', 'Specials', 'last_cut', 'FilePieces', 'TextPieces',
-           'count_words_fast', 'find_pair', 'fill_pairs', 'merge_word', 'push', 'pop', 'push_pair', 'merge_long',
-           'learn_word', 'encode_span', 'pack_tables', 'pack_segments', 'encode_kernel', 'Workplace', 'SegmentEncoder',
-           'cut_segments', 'encode_parallel', 'Encoder']
+           'PAIR', 'PAIRS', 'TEXT', 'WHITE', 'CUT', 'BETWEEN', 'NO_PAIR', 'MOST', 'ID', 'SHORT', 'PIECE', 'ENDS',
+           'READ_ONLY', 'BYTES', 'NUMBERS', 'ROWS', 'IDS', 'TABLES', 'JOB', 'AT', 'quick', 'character_classes',
+           'character', 'first_invalid', 'ending', 'run_end', 'pretoken_end', 'starts64', 'some_ends', 'pretoken_ends',
+           'word_key', 'shift_of', 'first_row', 'same_bytes', 'find_word', 'remember', 'count_kernel', 'add_kernel',
+           'move_rows', 'write_words', 'Words', 'WordTable', 'pair_key', 'pair_row', 'take_away', 'add_place',
+           'join_everywhere', 'token_order', 'comes_first', 'sift_up', 'sift_down', 'offer', 'refill', 'lay_out',
+           'chain_places', 'first_right', 'write_token', 'learn_kernel', 'move_pairs', 'train_bpe_fast', 'next_special',
+           'find_specials', 'Specials', 'last_cut', 'FilePieces', 'TextPieces', 'count_words_fast', 'find_pair',
+           'fill_pairs', 'merge_word', 'push', 'pop', 'push_pair', 'merge_long', 'learn_word', 'encode_span',
+           'pack_tables', 'pack_job', 'encode_kernel', 'PieceEncoder', 'text_pieces', 'in_turns', 'Encoder']
 
 # %% ../../nbs/01_tokenization/01d_fast_bpe.ipynb #280ad343
 import os, sys, threading
 import numpy as np, regex
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 from numba import types
 from numba.core import event
 from .bpe import special_list
 from .unicode import utf8
-from ..tools.compiled import borrow, bytes_as_array, direct, eight_bytes, in_range, inner
-from ..tools.compiled import kernel, pack, prefetch, trailing_zeros, unpack
+from ..tools.compiled import borrow, bytes_as_array, compile_once, direct, eight_bytes
+from ..tools.compiled import in_range, inner, kernel, pack, prefetch, trailing_zeros, unpack
 from ..tools.machine import cores
 
 # %% ../../nbs/01_tokenization/01d_fast_bpe.ipynb #a6042b9c
@@ -122,14 +122,17 @@ def pretoken_end(text, i, n, classes):
 @inner
 def starts64(text, i, room):
     """Return a mask whose bit j says that a pre-token begins at i + j, given that one begins at i.
-    Reads 72 bytes from i on, `room` of which belong to the text. Only bits that are certain are
-    set; the mask is 0 if none is."""
-    space, letter = in_range(text, i, 32, 1), in_range(text, i, 65, 26) | in_range(text, i, 97, 26)
+    Reads 72 bytes from i on, `room` of which belong to the text; bit `room` is set for its end.
+    Only bits that are certain are set; the mask is 0 if none is."""
+    inside = (ONE << U(room)) - ONE if room < 64 else ~U(0)
+    space = in_range(text, i, 32, 1) | ~inside       # as if spaces came after the text
+    letter = in_range(text, i, 65, 26) | in_range(text, i, 97, 26)
     white, digit = space | in_range(text, i, 9, 5), in_range(text, i, 48, 10)
     other = ~(white | letter | digit)
     run = (letter & ~(letter << ONE)) | (digit & ~(digit << ONE)) | (other & ~(other << ONE))
     starts = (run & ~(space << ONE)) | (white & ~(white << ONE)) | (white & ~(white >> ONE))
-    sure = min(room, 64, trailing_zeros(in_range(text, i, 128, 128))) - 2
+    sure = min(trailing_zeros(in_range(text, i, 128, 128) & inside), 64) - 2
+    if room < sure: sure, starts = room + 1, starts | ONE << U(room)
     if sure < 2: return U(0)
     limit = (ONE << U(sure)) - ONE
     quotes = in_range(text, i, 39, 1) & (starts | ONE) & limit
@@ -137,8 +140,9 @@ def starts64(text, i, room):
         j = trailing_zeros(quotes)
         quotes &= quotes - ONE
         size = ending(text[i+j+1], text[i+j+2])
-        if size: starts = starts & ~(U(2) << U(j)) | U(2) << U(j + size)
+        if size and j + size < room: starts = starts & ~(U(2) << U(j)) | U(2) << U(j + size)
     return starts & limit & ~ONE
+
 
 # %% ../../nbs/01_tokenization/01d_fast_bpe.ipynb #aa8f3704
 @inner
@@ -624,13 +628,12 @@ def train_bpe_fast(
     return [(tokens[a], tokens[b]) for a,b in merges[:state[0]].tolist()]
 
 # %% ../../nbs/01_tokenization/01d_fast_bpe.ipynb #45ed48bb
-@kernel
-def find_specials(text_, patterns, offsets, first_bytes, at, found):
-    """Find special tokens from byte `at` on, from left to right, until `found` is full.
-    Writes rows (index of the first byte, number of the special token) to `found` and returns how
-    many. Special token p is patterns[offsets[p]:offsets[p+1]]; if several match, the first wins."""
-    text, i, k = borrow(text_), at, 0
-    while i < len(text) and k < len(found):
+@inner
+def next_special(text, i, n, patterns, offsets, first_bytes):
+    """Find the first special token in text[i:n].
+    Special token p is patterns[offsets[p]:offsets[p+1]]; if several match, the first wins.
+    Returns (index of its first byte, its number), or (n, -1) if there is none."""
+    while i < n:
         if i + 64 <= len(text):
             hits = U(0)
             for b in first_bytes: hits |= in_range(text, i, b, 1)
@@ -638,15 +641,25 @@ def find_specials(text_, patterns, offsets, first_bytes, at, found):
                 i += 64
                 continue
             i += trailing_zeros(hits)
-        next_i = i + 1
         for p in range(len(offsets) - 1):
             size = offsets[p+1] - offsets[p]
-            if i + size <= len(text) and same_bytes(patterns, offsets[p], text, i, size):
-                found[k,0], found[k,1] = i, p
-                k, next_i = k + 1, i + size
-                break
-        i = next_i
+            if i + size <= n and same_bytes(patterns, offsets[p], text, i, size): return i, p
+        i += 1
+    return n, -1
+
+@kernel
+def find_specials(text_, patterns, offsets, first_bytes, at, found):
+    """Find special tokens from byte `at` on, from left to right, until `found` is full.
+    Writes rows (index of the first byte, number of the special token) to `found` and returns how
+    many."""
+    text, i, k = borrow(text_), at, 0
+    while k < len(found):
+        i, p = next_special(text, i, len(text), patterns, offsets, first_bytes)
+        if p < 0: break
+        found[k,0], found[k,1] = i, p
+        k, i = k + 1, i + offsets[p+1] - offsets[p]
     return k
+
 
 # %% ../../nbs/01_tokenization/01d_fast_bpe.ipynb #8c5f9d95
 class Specials:
@@ -654,9 +667,9 @@ class Specials:
     def __init__(self, tokens:Iterable[bytes]): # None of them empty
         self.tokens = sorted(tokens, key=len, reverse=True)
         self.sizes = np.array([len(t) for t in self.tokens], np.int64)
-        self._arrays = (np.frombuffer(b"".join(self.tokens), np.uint8).copy(),
-                        np.concatenate([[0], np.cumsum(self.sizes)]).astype(np.int64),
-                        np.unique([t[0] for t in self.tokens]).astype(np.int64))
+        self.arrays = (np.frombuffer(b"".join(self.tokens), np.uint8).copy(),
+                       np.concatenate([[0], np.cumsum(self.sizes)]).astype(np.int64),
+                       np.unique([t[0] for t in self.tokens]).astype(np.int64))
     def segments(self, text:np.ndarray
         # Starts and stops of the segments between special tokens, and the number of the special
         # token that follows each; -1 for the last segment
@@ -664,7 +677,7 @@ class Specials:
         "Split a text at special tokens."
         rows, at = [], 0
         while self.tokens:
-            k = find_specials(text, *self._arrays, at, found := np.empty((1 << 10, 2), np.int64))
+            k = find_specials(text, *self.arrays, at, found := np.empty((1 << 10, 2), np.int64))
             rows.append(found[:k])
             if k < len(found): break
             at = found[-1,0] + self.sizes[found[-1,1]]
@@ -680,8 +693,8 @@ def _read_only(data)->np.ndarray: # Bytes as a read-only array, so all kernels s
 # %% ../../nbs/01_tokenization/01d_fast_bpe.ipynb #e235e50e
 # White space beyond ASCII
 WHITE = "\x85\xa0\u1680\u2028\u2029\u202f\u205f\u3000" + "".join(map(chr, range(0x2000, 0x200B)))
-NEXT_CUT = regex.compile(rb"(?<=[^\t-\r ])(?<!" + b"|".join(map(utf8, WHITE)) + rb")[ \t\n\r]")
-CUT = regex.compile(b"(?r)" + NEXT_CUT.pattern) # searches from the end
+CUT = regex.compile(rb"(?r)(?<=[^\t-\r ])(?<!" + b"|".join(map(utf8, WHITE)) # from the end
+                    + rb")[ \t\n\r]")
 
 def last_cut(
     data:bytes,    # Text in UTF-8
@@ -702,20 +715,24 @@ def last_cut(
                  and not inside(i)), 0)
 
 # %% ../../nbs/01_tokenization/01d_fast_bpe.ipynb #0eda4d7b
+def _late_cut(data, specials:list)->int: # As `last_cut`, which sees only the end if that is enough
+    window = 1 << 16
+    # a white-space character or a special token may begin this many bytes before the window
+    blind = max([2, *map(len, specials)])
+    if (cut := last_cut(bytes(data[-window:]), specials)) > blind:
+        return cut + max(len(data) - window, 0)
+    return last_cut(bytes(data), specials)
+
 def _read_piece(file, rest:bytes, buffer:np.ndarray, specials:list, size:int)->tuple:
     """Fill a buffer with `rest` and the next bytes of the file.
     Returns the buffer, how many bytes it contains, and where they may be cut."""
     if len(buffer) < size + len(rest): buffer = np.empty(size + len(rest), np.uint8)
-    n, window = len(rest), 1 << 16
-    # a white-space character or a special token may begin this many bytes before the window
-    blind = max([2, *map(len, specials)])
+    n = len(rest)
     buffer[:n] = np.frombuffer(rest, np.uint8)
     while got := file.readinto(buffer.data[n:]):
         n += got
         if n < len(buffer): continue
-        if (cut := last_cut(buffer[-window:].tobytes(), specials)) > blind:
-            return buffer, n, cut + max(n - window, 0)
-        if cut := last_cut(buffer.tobytes(), specials): return buffer, n, cut
+        if cut := _late_cut(buffer, specials): return buffer, n, cut
         buffer = np.concatenate([buffer, np.empty_like(buffer)])
     return buffer, n, n
 
@@ -810,6 +827,8 @@ NO_PAIR, MOST = np.int64(2**63 - 1), 64
 
 ID = np.int64(2**32 - 1)
 SHORT = 1 << 12                             # up to this many bytes a text counts as short
+PIECE = 1 << 20                             # longer texts are shared out among threads in pieces
+ENDS = (b"\0",), (BETWEEN,)                 # a byte that ends each text of a batch
 
 @inner
 def find_pair(pairs, shift, a, b):
@@ -931,9 +950,7 @@ def learn_word(text, i, size, a, b, byte_ids, pairs, pair_shift, rows, r, store,
 def encode_span(text, i, n, tables, out, t):
     """Write the ids of text[i:n], which contains no special token, to `out` from index t on.
     Returns the index after the last id."""
-    classes, byte_ids, pairs, rows, store, pool, scratch = tables
-    state, ids, ranks, ends = (scratch[:3], scratch[3:3+MOST], scratch[3+MOST:3+2*MOST],
-                               scratch[3+2*MOST:])
+    classes, byte_ids, pairs, rows, store, pool, state, ids, ranks, ends = tables
     shift, pair_shift = shift_of(rows), shift_of(pairs)
     while i < n:
         for k in range(some_ends(text, i, n, classes, ends)):
@@ -959,55 +976,64 @@ def encode_span(text, i, n, tables, out, t):
     return t
 
 # %% ../../nbs/01_tokenization/01d_fast_bpe.ipynb #295f8099
-# One piece of memory holds the tables of `encode_span` (classes, ids of bytes, pairs; rows, store,
-# pool and scratch of the cache), then four arrays with the start and stop of each segment, the id
-# after it, and the index where its ids begin
-TABLES = types.Tuple((types.uint8[::1], types.int64[::1], types.uint64[:,::1], types.uint64[:,::1],
-                      types.uint8[::1], types.uint32[::1], types.int64[::1]))
-SEGMENTS = types.UniTuple(types.int64[::1], 4)
-AT = 70                                         # where the segments begin in the memory
+# One piece of memory holds room for a copy of a short text, to write and to read, and the tables of
+# `encode_span` (classes, ids of bytes, pairs; rows, store and pool of the cache; four arrays to work
+# with). Then it holds a job: the special tokens as for `next_special`, their ids (-1: the end of a
+# text in a batch), where to start and stop, and an array for the number of ids after each text
+READ_ONLY, BYTES, NUMBERS = (types.Array(types.uint8, 1, "C", readonly=True), types.uint8[::1],
+                             types.int64[::1])
+ROWS, IDS = types.uint64[:,::1], types.uint32[::1]
+TABLES = types.Tuple((BYTES, READ_ONLY, BYTES, NUMBERS, ROWS, ROWS, BYTES, IDS, *[NUMBERS]*4))
+JOB = types.Tuple((BYTES, *[NUMBERS]*5))
+AT = 120                                         # where the job begins in the memory
 
-@kernel
-def pack_tables(memory, classes, byte_ids, pairs, rows, store, pool, scratch):
-    pack(memory, (borrow(classes), borrow(byte_ids), borrow(pairs), borrow(rows), borrow(store),
-                  borrow(pool), borrow(scratch)))
+quick = partial(compile_once, no_cfunc_wrapper=True) # holds Python's lock: it is over at once
 
-@kernel
-def pack_segments(memory, starts, stops, specials, places):
-    pack(memory[AT:], (borrow(starts), borrow(stops), borrow(specials), borrow(places)))
+@quick
+def pack_tables(memory, copy, same, classes, byte_ids, pairs, rows, store, pool, state, ids, ranks,
+                ends):
+    pack(memory, (borrow(copy), borrow(same), borrow(classes), borrow(byte_ids), borrow(pairs),
+                  borrow(rows), borrow(store), borrow(pool), borrow(state), borrow(ids),
+                  borrow(ranks), borrow(ends)))
+
+@quick
+def pack_job(memory, patterns, offsets, first_bytes, ids, span, ends):
+    pack(memory[AT:], (borrow(patterns), borrow(offsets), borrow(first_bytes), borrow(ids),
+                       borrow(span), borrow(ends)))
 
 @kernel
 def encode_kernel(data, address, out_):
-    """Write the ids of the segments data[starts[s]:stops[s]] to `out_`.
-    Each segment is followed by the id specials[s] unless that is negative; the ids of segment s
-    begin at places[s]. Returns how many ids there are."""
-    text, out, t = bytes_as_array(data), borrow(out_), ZERO
+    """Write the ids of a text to `out_`.
+    Returns how many there are, or -1 if a batch has more ends than texts."""
+    text, out, t, k = bytes_as_array(data), borrow(out_), ZERO, ZERO
     tables = unpack(address, TABLES)
-    starts, stops, specials, places = unpack(address + 8*AT, SEGMENTS)
-    for s in range(len(starts)):
-        places[s] = t
-        t = encode_span(text, starts[s], min(stops[s], len(text)), tables, out, t)
-        if specials[s] >= 0:
-            out[t] = specials[s]
+    patterns, offsets, first_bytes, ids, span, ends = unpack(address + 8*AT, JOB)
+    i, n = span[0], min(span[1], len(text))
+    if len(text) <= SHORT:                       # a copy, with memory to read behind its end
+        for j in range(n): tables[0][j] = text[j]
+        text = tables[1]
+    while True:
+        at, p = next_special(text, i, n, patterns, offsets, first_bytes)
+        t = encode_span(text, i, at, tables[2:], out, t)
+        if p < 0: return t
+        if ids[p] >= 0:
+            out[t] = ids[p]
             t += 1
-    places[len(starts)] = t
-    return t
+        elif k == len(ends): return -1           # the byte between texts is in one of them
+        else:
+            ends[k] = t
+            k += 1
+        i = at + offsets[p+1] - offsets[p]
+
 
 # %% ../../nbs/01_tokenization/01d_fast_bpe.ipynb #8682bbb9
-class Workplace(NamedTuple):
-    "The memory that a call uses, and that no other call uses meanwhile."
-    code:Callable       # `encode_kernel`, called directly
-    address:int         # Address of the memory that describes its arrays
-    ids:np.ndarray      # Room for the ids of a short text
-    view:memoryview     # A view of `ids`
-    arrays:tuple        # The memory itself, and everything that it refers to
-
-class SegmentEncoder:
-    """Encodes the segments between special tokens with the compiled kernel.
+class PieceEncoder:
+    """Encodes texts, or pieces of them, with the compiled kernel.
     Safe to use from several threads."""
     def __init__(self,
         vocab:dict,     # Id to bytes
         merges:list,    # Pairs of byte strings in the order in which they were learnt
+        special_ids:dict, # Special token as bytes to its id
         # A cache has 2**cache_bits rows of 32 bytes; rows that no word uses are never touched
         cache_bits:int=19,
     ):
@@ -1025,96 +1051,102 @@ class SegmentEncoder:
         self.pairs = np.zeros((1 << (2*len(merges) + 1).bit_length(), 2), U)
         fill_pairs(np.array([(ids[a], ids[b], ids[a+b]) for a,b in merges],
                             np.int64).reshape(-1, 3), self.pairs)
-    def workplace(self)->Workplace:
+        self.specials = {end: Specials([*special_ids, *end]) for end in ((), *ENDS)}
+        self.special_ids = {end: np.array([special_ids.get(t, -1) for t in found.tokens], np.int64)
+                            for end,found in self.specials.items()}
+    def _job(self, start:int, stop:int, end:tuple, texts:int)->tuple: # Arguments of `pack_job`
+        return (*self.specials[end].arrays, self.special_ids[end], np.array([start, stop]),
+                np.empty(texts, np.int64))
+    def workplace(self
+    # `encode_kernel`, called directly; the address of the memory that describes its arrays; room for
+    # the ids of a short text, and a view of it; the memory itself, and everything that it refers to
+    )->tuple:
+        "Return memory that no other call uses until it is appended to `free`."
         try: return self.free.pop()
         except IndexError: pass
-        tables = (character_classes(), self.byte_ids, self.pairs,
+        copy = np.zeros(SHORT + 128, np.uint8)
+        (same := copy[:]).flags.writeable = False
+        tables = (copy, same, character_classes(), self.byte_ids, self.pairs,
                   np.zeros((1 << self.cache_bits, 4), U), np.empty(1 << 22, np.uint8),
-                  np.empty(1 << 21, np.uint32), np.zeros(3 + 2*MOST + (1 << 10), np.int64))
-        whole = np.array([0]), np.array([1 << 62]), np.array([-1]), np.zeros(2, np.int64)
-        memory, ids = np.zeros(2*AT, np.int64), np.empty(SHORT, self.dtype)
+                  np.empty(1 << 21, np.uint32),
+                  *(np.zeros(size, np.int64) for size in (3, MOST, MOST, 1 << 10)))
+        memory, ids, job = (np.zeros(2*AT, np.int64), np.empty(SHORT, self.dtype),
+                            self._job(0, 1 << 62, (), 0))
         pack_tables(memory, *tables)
-        pack_segments(memory, *whole)
+        pack_job(memory, *job)
         code = direct(encode_kernel, b"", memory.ctypes.data, ids)
-        return Workplace(code, memory.ctypes.data, ids, ids.data, (memory, *tables, *whole))
+        return code, memory.ctypes.data, ids, ids.data, (memory, *tables, *job)
     def run(self,
-        data:bytes,       # A text in UTF-8
-        # For each segment; `places` gets the index of its first id, and at its end their number
-        starts:np.ndarray, stops:np.ndarray, specials:np.ndarray, out:np.ndarray, places:np.ndarray,
-    )->int: # How many ids were written to `out`
-        "Encode segments with `encode_kernel`."
-        place = self.workplace()
-        pack_segments(memory := place.arrays[0].copy(), starts, stops, specials, places)
-        try: return encode_kernel(data, memory.ctypes.data, out)
+        data:bytes,                      # A text in UTF-8
+        start:int=0, stop:int=1 << 62,   # Which part of it to encode
+        end:tuple=(), texts:int=0,       # For a batch: one of `ENDS`, and the number of texts
+    )->tuple: # Ids; and for a batch, how many there are after each text
+        """Encode a piece of a text with `encode_kernel`.
+        Raises `ValueError` if a text of a batch contains the byte that should end it."""
+        stop = min(stop, len(data))
+        place, job = self.workplace(), self._job(start, stop, end, texts)
+        pack_job(memory := place[-1][0].copy(), *job)
+        out = np.empty(stop - start, self.dtype)
+        try: found = encode_kernel(data, memory.ctypes.data, out)
         finally: self.free.append(place)
+        if found < 0: raise ValueError(f"the byte {end[0]} ends more than {texts} texts")
+        # a copy of a piece, so that the memory of `out`, mostly unused, serves the next one
+        return out[:found].copy() if len(out) <= PIECE else out[:found], job[-1]
+
 
 # %% ../../nbs/01_tokenization/01d_fast_bpe.ipynb #91396f7c
-def cut_segments(
-    data:bytes,     # A text in UTF-8
-    # Its segments, and the id of the special token after each (-1: none)
-    starts:np.ndarray, stops:np.ndarray, kinds:np.ndarray,
-    parts:int,      # Number of parts, with about the same number of bytes in each
-    # Starts, stops and kinds including the new segments, with -1 at each new cut, and the index of
-    # the first segment of each part
-)->tuple:
-    "Split segments where the pre-tokenizer splits anyway, to get parts of about equal size."
-    split = [0]
-    for part in range(1, parts):
-        found = NEXT_CUT.search(data, len(data)*part//parts)
-        at = found.start() if found else len(data)
-        s = int(np.searchsorted(starts, at, "right")) - 1
-        if starts[s] < at < stops[s]:
-            starts, stops, kinds = (np.insert(starts, s + 1, at), np.insert(stops, s, at),
-                                    np.insert(kinds, s, -1))
-        split.append(max(s + 1, split[-1]))
-    return starts, stops, kinds, [*split, len(starts)]
+def text_pieces(
+    text:str|bytes,           # A text, or its bytes
+    specials:list,            # Special tokens as bytes
+)->Iterator[tuple]: # Bytes in UTF-8, and where in them the piece begins and ends
+    "Cut a text into pieces at places that no pre-token and no special token reaches across."
+    at, size = 0, PIECE
+    while at < len(text):
+        data, start = (text, at) if isinstance(text, bytes) else (utf8(text[at:at+size]), 0)
+        stop = min(start + size, len(data)) if data is text else len(data)
+        last = at + size >= len(text)
+        cut = stop - start if last else _late_cut(memoryview(data)[start:stop], specials)
+        if not cut: size *= 2                # no such place yet
+        else:
+            yield data, start, start + cut
+            at += (cut if data is text else
+                   min(size, len(text) - at) - len(data[cut:].decode()))
+            size = PIECE
 
-# %% ../../nbs/01_tokenization/01d_fast_bpe.ipynb #881fed01
-def encode_parallel(
-    encoder:SegmentEncoder, # Does the work
-    data:bytes,             # A text in UTF-8
-    # Its segments, and the id of the special token after each (-1: none)
-    starts:np.ndarray, stops:np.ndarray, kinds:np.ndarray,
-    out:np.ndarray,         # Buffer with room for as many ids as there are bytes
-    threads:int,            # 2 or more
-)->tuple: # Ids, the index where each segment's ids begin, and the special token after each
-    """Encode a text with several threads, one part each.
-    Each part is first written to `out` at the offset of its bytes in `data`, and is then moved up
-    against the part before."""
-    starts, stops, kinds, split = cut_segments(data, starts, stops, kinds, threads)
-    parts = [(i, j, out[starts[i]:], np.empty(j - i + 1, np.int64))
-             for i,j in zip(split, split[1:]) if i < j]
-    def run(part):
-        return encoder.run(data, *(x[part[0]:part[1]] for x in (starts, stops, kinds)), *part[2:])
-    with ThreadPoolExecutor(threads) as pool: sizes = list(pool.map(run, parts))
-    ends = np.cumsum([0, *sizes])
-    for (*_, ids, _),n,t in zip(parts, sizes, ends): out[t:t+n] = ids[:n]
-    return (out[:ends[-1]],
-            np.concatenate([places[:-1] + t for (*_, places),t in zip(parts, ends)] + [ends[-1:]]),
-            kinds)
+def in_turns(work:Callable, pieces:Iterable, threads:int)->list: # Results, in the order of `pieces`
+    "Call `work(*piece)` for each piece. Each thread takes the next piece as soon as it is free."
+    numbered, lock, results = enumerate(pieces), threading.Lock(), {}
+    def run():
+        while True:
+            with lock: number, piece = next(numbered, (-1, ()))
+            if number < 0: return
+            results[number] = work(*piece)
+    with ThreadPoolExecutor(max(1, threads - 1)) as pool:
+        others = [pool.submit(run) for _ in range(threads - 1)]
+        run()
+        for other in others: other.result()
+    return [results[number] for number in range(len(results))]
+
 
 # %% ../../nbs/01_tokenization/01d_fast_bpe.ipynb #0633d2d8
 class Encoder:
-    """Encodes bytes as ids.
+    """Encodes text as ids.
     Safe to use from several threads."""
     def __init__(self,
-        vocab:dict, merges:list, # As for `SegmentEncoder`
-        special_ids:dict, cache_bits:int=19, # Special token as bytes to its id
+        vocab:dict, merges:list, special_ids:dict, cache_bits:int=19, # As for `PieceEncoder`
     ):
-        self.inner = SegmentEncoder(vocab, merges, cache_bits)
-        self._free, self._marks = self.inner.free, [(t[0], t) for t in special_ids]
-        self.specials, self._between = Specials(special_ids), Specials([*special_ids, BETWEEN])
-        self._kinds = {s: np.array([special_ids.get(t, -2) for t in s.tokens] + [-1])
-                       for s in (self.specials, self._between)}
-    def encode(self, data:bytes, threads:int=1
+        self.inner = PieceEncoder(vocab, merges, special_ids, cache_bits)
+        self._free = self.inner.free
+    def encode(self, data:str|bytes, threads:int=1
     )->np.ndarray: # uint16 if the vocabulary allows it, else uint32
-        "Encode a text in UTF-8, special tokens included."
-        return self._segments(data, self.specials, threads)[0]
+        "Encode a text, or bytes, special tokens included."
+        if threads > 1 and len(data) > PIECE:
+            pieces = text_pieces(data, self.inner.specials[()].tokens)
+            return np.concatenate([ids for ids,_ in in_turns(self.inner.run, pieces, threads)])
+        return self.inner.run(utf8(data) if isinstance(data, str) else data)[0]
     def encode_list(self, data:bytes)->list:
-        "Encode a text as a list of ids; a short text takes as few steps as possible."
+        "Encode a text in UTF-8 as a list of ids; a short text takes as few steps as possible."
         if len(data) > SHORT: return self.encode(data).tolist()
-        for first,token in self._marks:
-            if first in data and token in data: return self.encode(data).tolist()
         try: place = self._free.pop()
         except IndexError: place = self.inner.workplace()
         code, address, ids, view, _ = place
@@ -1123,17 +1155,22 @@ class Encoder:
         return found
     def encode_batch(self, texts:list, threads:int=1
     )->tuple: # Ids of all, and int64 offsets: text k is ids[offsets[k]:offsets[k+1]]
-        "Encode many texts in UTF-8, each on its own."
-        ids, places, kinds = self._segments(BETWEEN.join([*texts, b""]), self._between, threads)
-        return ids, np.concatenate([[0], places[1:][kinds == -2]])
-    def _segments(self, data, specials, threads
-    )->tuple: # Ids, the index where each segment's ids begin, and the special token after each
-        text = np.frombuffer(data, np.uint8)
-        starts, stops, numbers = specials.segments(text)
-        kinds, out = self._kinds[specials][numbers], np.empty(len(text), self.inner.dtype)
-        if threads > 1: return encode_parallel(self.inner, data, starts, stops, kinds, out, threads)
-        return out[:self.inner.run(data, starts, stops, kinds, out,
-                                   places := np.empty(len(starts) + 1, np.int64))], places, kinds
+        "Encode many texts, each on its own."
+        some = min(4096, max(1, len(texts)//(8*threads)))
+        pieces = ((texts[i:i+some],) for i in range(0, len(texts), some))
+        ids, offsets, total = [np.empty(0, self.inner.dtype)], [np.zeros(1, np.int64)], 0
+        for found,ends in in_turns(self._several, pieces, threads):
+            ids.append(found)
+            offsets.append(ends + total)
+            total += len(found)
+        return np.concatenate(ids), np.concatenate(offsets)
+    def _several(self, texts:list)->tuple: # As `PieceEncoder.run`
+        encode = partial(self.inner.run, texts=len(texts))
+        if all(map(str.isascii, texts)):         # then one long text becomes bytes sooner than many
+            try: return encode("\0".join([*texts, ""]).encode(), end=ENDS[0])
+            except ValueError: pass              # a text contains \0
+        return encode(BETWEEN.join([*map(utf8, texts), b""]), end=ENDS[1])
+
 
 # %% ../../nbs/01_tokenization/01d_fast_bpe.ipynb #6978df1b
 class _Announce(event.Listener):

@@ -222,7 +222,7 @@ def _without_special(t:Vocabulary)->tuple: # Bytes to id and merges, without spe
 
 # %% ../../nbs/01_tokenization/01e_tokenizer.ipynb #662fef28
 class ReadableEncoder:
-    """Encodes bytes by any rules, with the methods of the compiled `Encoder`.
+    """Encodes text by any rules, with the methods of the compiled `Encoder`.
     `threads` has no effect here."""
     def __init__(self, vocabulary:Vocabulary, special:bool=True): # As for `TextEncoder.encode`
         self.ids, self.rules = vocabulary.ids, vocabulary.rules
@@ -238,8 +238,8 @@ class ReadableEncoder:
                 if self.rules.nfc: part = unicodedata.normalize("NFC", part)
                 for word in self.cut.finditer(part): yield from self.words[word[0]]
     def encode_list(self, data:bytes)->list: return list(self._ids(data))
-    def encode(self, data:bytes, threads:int=1)->np.ndarray:
-        return np.fromiter(self._ids(data), self.dtype)
+    def encode(self, data:str|bytes, threads:int=1)->np.ndarray:
+        return np.fromiter(self._ids(_utf8(data) if isinstance(data, str) else data), self.dtype)
     def encode_batch(self, texts:list, threads:int=1)->tuple: # As for `Encoder.encode_batch`
         parts = [self.encode(data) for data in texts]
         return np.concatenate([np.empty(0, self.dtype), *parts]), np.cumsum([0, *map(len, parts)])
@@ -262,7 +262,7 @@ class _FirstTexts:
         vars(t)[self.name] = encoder = Encoder(t.vocab, merges, ids)
         return encoder
     def encode_list(self, data:bytes)->list: return self._choose(len(data)).encode_list(data)
-    def encode(self, data:bytes, threads:int=1)->np.ndarray:
+    def encode(self, data:str|bytes, threads:int=1)->np.ndarray:
         return self._choose(len(data)).encode(data, threads)
     def encode_batch(self, texts:list, threads:int=1)->tuple:
         return self._choose(sum(map(len, texts))).encode_batch(texts, threads)
@@ -296,16 +296,20 @@ class TextEncoder(VocabularyFiles):
     )->np.ndarray:
         """Encode a text or bytes as an array, which is faster than a list.
         The array is uint16 for vocabularies of up to 65,536 ids, otherwise uint32."""
-        data = bytes(text) if isinstance(text, (bytes, bytearray, memoryview)) else _utf8(text)
-        return (self._encoder if special else self._plain).encode(data, threads)
+        if isinstance(text, (bytearray, memoryview)): text = bytes(text)
+        elif not isinstance(text, (str, bytes)): _utf8(text)      # says what is wrong
+        return (self._encoder if special else self._plain).encode(text, threads)
     def encode_batch(self, texts:Iterable[str], threads:int=1, special:bool=True)->tuple:
         """Encode many texts, each on its own.
         Returns ids and offsets; the ids of text k are `ids[offsets[k]:offsets[k+1]]`."""
         if isinstance(texts, (str, bytes)):
             raise TypeError(f"texts is one {type(texts).__name__}, expected an iterable of them: "
                             f"[text]")
-        return (self._encoder if special else self._plain).encode_batch(list(map(_utf8, texts)),
-                                                                        threads)
+        texts = list(texts)
+        try: return (self._encoder if special else self._plain).encode_batch(texts, threads)
+        except TypeError:
+            for text in texts: _utf8(text)                        # says what is wrong
+            raise
 
 # %% ../../nbs/01_tokenization/01e_tokenizer.ipynb #dceea947
 def _utf8(text)->bytes:
