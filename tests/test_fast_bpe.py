@@ -443,3 +443,33 @@ def test_every_index_is_within_its_array(tmp_path):
     tests = ["test_merges", "test_ids", "test_ids_of_long_words", "test_more_room_is_made", "test_many_words_and_long_ones", "test_a_full_cache_starts_anew", "test_cuts"]
     done = subprocess.run([sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__, "-k", " or ".join(tests)], capture_output=True, text=True, env=env)
     assert done.returncode == 0, done.stdout[-3000:]
+
+
+FIRST_USE = """
+import random
+import numpy as np
+from numba.core import event
+from lmcourse.tokenization import fast_bpe
+from lmcourse.tokenization.bpe import count_words, train_bpe_heap
+from lmcourse.tokenization.tokenizer import Tokenizer
+compiled = []
+class Listener(event.Listener):
+    def on_start(self, happening): compiled.append(happening.data["dispatcher"].py_func.__module__)
+    def on_end(self, happening): pass
+event.register("numba:compile", Listener())
+rng = random.Random(0)
+words = [bytes(rng.choices(range(97, 123), k=12)).decode() for _ in range(9000)]
+tokenizer = Tokenizer.train([" ".join(words)], 1500)
+assert fast_bpe.learn_kernel.signatures and not fast_bpe.count_kernel.signatures, "a small text is counted without compiling"
+assert tokenizer.merges == train_bpe_heap(count_words([" ".join(words)]), 1243)
+fast_bpe.move_pairs(np.zeros((2, 4), np.uint64), np.zeros((4, 4), np.uint64))
+fast_bpe.count_words_fast([" ".join(words)], threads=1)
+assert fast_bpe.move_rows.signatures
+print(sorted({module for module in compiled if module.startswith("numba.")}))
+"""
+
+
+def test_first_use_compiles_no_more_than_it_needs(tmp_path):
+    "A row assigned to a row would compile a check that writes a message: two seconds for nothing."
+    out = subprocess.run([sys.executable, "-c", FIRST_USE], env=os.environ | {"NUMBA_CACHE_DIR": str(tmp_path)}, capture_output=True, text=True, check=True).stdout
+    assert "unicode" not in out and out.strip() == "['numba.cpython.builtins']"

@@ -28,8 +28,9 @@ from numba import types
 from numba.core import event
 from .bpe import special_list
 from .unicode import utf8
-from ..tools.compiled import borrow, bytes_as_array, compile_once, direct, eight_bytes
-from ..tools.compiled import in_range, inner, kernel, pack, prefetch, trailing_zeros, unpack
+from ..tools.compiled import borrow, bytes_as_array, called, compile_once, direct
+from ..tools.compiled import eight_bytes, in_range, inner, kernel, pack, prefetch
+from ..tools.compiled import trailing_zeros, unpack
 from ..tools.machine import cores
 
 # %% ../../nbs/01_tokenization/01d_fast_bpe.ipynb #a6042b9c
@@ -289,7 +290,8 @@ def move_rows(old, rows_):
         if old[s,1]:
             r = first_row(old[s,0], old[s,1], shift_of(rows))
             while rows[r,1]: r = (r + 1) & (len(rows) - 1)
-            rows[r] = old[s]
+            # not rows[r] = old[s]: a check of the shapes would take seconds to compile
+            for k in range(4): rows[r,k] = old[s,k]
 
 @kernel
 def write_words(rows, offsets, store, text):
@@ -438,14 +440,14 @@ def comes_first(x, y, pairs, prefixes, offsets, token_text):
     return order > 0
 
 # %% ../../nbs/01_tokenization/01d_fast_bpe.ipynb #62aa4648
-@inner
+@called
 def sift_up(heap, i, x, pairs, prefixes, offsets, token_text):
     while i > 0 and comes_first(x, heap[(i-1) >> 1], pairs, prefixes, offsets, token_text):
         heap[i] = heap[(i-1) >> 1]
         i = (i-1) >> 1
     heap[i] = x
 
-@inner
+@called
 def sift_down(heap, n, x, pairs, prefixes, offsets, token_text):
     i = 0
     while 2*i + 1 < n:
@@ -584,7 +586,9 @@ def move_pairs(old, pairs_):
     "Copy the rows of a table of pairs into a larger, empty one."
     pairs = borrow(pairs_)
     for q in range(len(old)):
-        if old[q,0]: pairs[pair_row(pairs, shift_of(pairs), old[q,0])] = old[q]
+        if old[q,0]:
+            p = pair_row(pairs, shift_of(pairs), old[q,0])
+            for k in range(4): pairs[p,k] = old[q,k]
 
 # %% ../../nbs/01_tokenization/01d_fast_bpe.ipynb #037ea64f
 def train_bpe_fast(

@@ -46,17 +46,19 @@ def _few_texts(source, errors:str
     return head, head
 
 # %% ../../nbs/01_tokenization/01e_tokenizer.ipynb #507b9dc1
-def _learn_few(source, wanted:int, special_tokens:list, threads:int|None, errors:str)->tuple:
-    "Learn the merges of a small text: returns them (`None` if it is large) and the whole source."
+def _count_few(source, special_tokens:list, threads:int|None, errors:str)->tuple:
+    "Count the words of a small text: returns them (`None` if it is large) and the whole source."
     odd = errors not in ("strict", "replace", "ignore") or threads is not None and threads < 1
-    if odd or isinstance(source, bytes) or wanted > 1000 or _ready("learn_kernel"):
+    if odd or isinstance(source, bytes) or _ready("count_kernel"):
         # for invalid arguments, `count_words_fast` raises the error
         return None, source
     texts, source = _few_texts(source, errors)
-    if texts is None: return None, source
-    counts = count_words(texts, special_tokens)
-    few = len(counts) <= 10_000 and all(len(word) <= 100 for word in counts)
-    return train_bpe_heap(counts, wanted) if few else None, source
+    return None if texts is None else count_words(texts, special_tokens), source
+
+def _few_merges(counts:dict, wanted:int)->bool: # Whether the readable learner is done sooner
+    return (wanted <= 1000 and not _ready("learn_kernel") and len(counts) <= 10_000
+            and all(len(word) <= 100 for word in counts))
+
 
 # %% ../../nbs/01_tokenization/01e_tokenizer.ipynb #5a41a63f
 def train_bpe(
@@ -78,10 +80,13 @@ def train_bpe(
     if isinstance(input_path, (str, os.PathLike)) and not Path(input_path).is_file():
         raise FileNotFoundError(f"{str(input_path)[:80]!r} is not a file; a text itself is given "
                                 f"as [text]")
-    merges, source = _learn_few(input_path, wanted, special_tokens, threads, errors)
-    if merges is None:
-        from lmcourse.tokenization.fast_bpe import count_words_fast, train_bpe_fast
-        merges = train_bpe_fast(count_words_fast(source, special_tokens, threads, errors), wanted)
+    counts, source = _count_few(input_path, special_tokens, threads, errors)
+    if counts is not None and _few_merges(counts, wanted): merges = train_bpe_heap(counts, wanted)
+    else:
+        from lmcourse.tokenization.fast_bpe import Words, count_words_fast, train_bpe_fast
+        words = (count_words_fast(source, special_tokens, threads, errors) if counts is None
+                 else Words.of(counts))
+        merges = train_bpe_fast(words, wanted)
     if len(merges) < wanted:
         warnings.warn(f"the text has pairs for only {len(merges):,} merges, not {wanted:,}, so "
                       f"the vocabulary has {vocab_size - wanted + len(merges):,} tokens, not "
