@@ -8,7 +8,7 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate, islice
 from pathlib import Path
-from threading import Barrier
+from threading import Barrier, Event
 from unittest.mock import patch
 
 import numpy as np
@@ -19,7 +19,7 @@ from hypothesis import given, settings, strategies as st
 from lmcourse.tokenization import fast_bpe
 from lmcourse.tokenization.bpe import count_words, train_bpe_heap, pretokenize, special_pattern
 from lmcourse.tokenization.encoding import encode_word, make_vocab
-from lmcourse.tokenization.fast_bpe import (Encoder, FilePieces, Specials, WordTable, Words, character_classes, count_words_fast, first_invalid,
+from lmcourse.tokenization.fast_bpe import (Encoder, FilePieces, Gathered, Specials, WordTable, Words, character_classes, count_words_fast, first_invalid,
                                             in_turns, last_cut, pretoken_ends, text_pieces, train_bpe_fast)
 from lmcourse.tokenization.tokenizer import ReadableEncoder, Rules, Vocabulary
 from lmcourse.tools.stories import Stories
@@ -162,13 +162,33 @@ def test_a_text_that_cannot_be_cut_is_one_piece():
     with patch.object(fast_bpe, "PIECE", 8): assert [stop - start for _, start, stop in text_pieces("x"*1000 + " y"*50, [])][:2] == [1022, 6]
 
 
+def turns(work, pieces, threads):
+    found = []
+    in_turns(work, pieces, threads, lambda *result: found.append(result))
+    return [one for one, in found]
+
+
 def test_pieces_are_taken_in_turns():
     both = Barrier(2, timeout=30)                                  # two calls at the same time, or an error
-    assert in_turns(lambda k: (both.wait(), k)[1], ((k,) for k in range(6)), 2) == list(range(6))
+    assert turns(lambda k: (both.wait(), (k,))[1], ((k,) for k in range(6)), 2) == list(range(6))
+    second = Event()
+    def first_is_late(k):
+        if k == 0: assert second.wait(30)
+        if k == 2: second.set()
+        return k,
+    assert turns(first_is_late, ((k,) for k in range(5)), 2) == list(range(5))
     for threads in (1, 2, 5):
-        with pytest.raises(ZeroDivisionError): in_turns(lambda k: 1//k, ((k,) for k in (3, 0, 2)), threads)
-        with pytest.raises(ValueError, match="surrogate"): in_turns(len, ((fast_bpe.utf8(t),) for t in ("a", "\ud800")), threads)
-        assert in_turns(len, iter(()), threads) == []
+        with pytest.raises(ZeroDivisionError): turns(lambda k: (1//k,), ((k,) for k in (3, 0, 2)), threads)
+        with pytest.raises(ValueError, match="surrogate"): turns(len, ((fast_bpe.utf8(t),) for t in ("\ud800", "a")), threads)
+        assert turns(len, iter(()), threads) == []
+
+
+@pytest.mark.parametrize("size", [0, 1, 3, 100])
+def test_ids_are_gathered(size):
+    gathered = Gathered(np.uint16, size)
+    for ids, ends in (([1, 2], [1, 2]), ([], [0]), ([3, 4, 5], []), ([6], [1])): gathered.take(np.array(ids, np.uint16), np.array(ends, np.int64))
+    assert gathered.ids.tolist() == [1, 2, 3, 4, 5, 6] and gathered.ids.dtype == np.uint16
+    assert np.concatenate(gathered.ends).tolist() == [0, 1, 2, 2, 6]
 
 
 @pytest.mark.parametrize("seen", [1, 2])

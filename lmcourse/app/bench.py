@@ -424,8 +424,9 @@ def warm_learner(name:str, path:str, threads:int): # A name in `LEARNERS`, and a
     LEARNERS[name].learn(path, 12_000, threads)
     if name == "lmcourse":
         from lmcourse.tokenization.fast_bpe import WordTable, count_words_fast
-        # By chance, a second thread may have had no words to add: do it here
-        WordTable().add(count_words_fast(path, threads=1))
+        # Such a small text is counted without compiled code, and by chance a second thread may
+        # have no words to add: do both here
+        WordTable().add(count_words_fast(path, [END_OF_TEXT], threads=1))
 
 def run_training(name:str, path:str, vocab_size:int, threads:int, warm_up:str|None
 )->dict: # `warm_up`: a file for warm-up

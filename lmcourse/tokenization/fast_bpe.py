@@ -13,7 +13,7 @@ __all__ = ['U', 'ONE', 'ZERO', 'OTHER', 'LETTER', 'NUMBER', 'SPACE', 'GOLD', 'MI
            'chain_places', 'first_right', 'write_token', 'learn_kernel', 'move_pairs', 'train_bpe_fast', 'next_special',
            'find_specials', 'Specials', 'last_cut', 'FilePieces', 'TextPieces', 'count_words_fast', 'find_pair',
            'fill_pairs', 'merge_word', 'push', 'pop', 'push_pair', 'merge_long', 'learn_word', 'encode_span',
-           'pack_tables', 'pack_job', 'encode_kernel', 'PieceEncoder', 'text_pieces', 'in_turns', 'Encoder']
+           'pack_tables', 'pack_job', 'encode_kernel', 'PieceEncoder', 'text_pieces', 'in_turns', 'Gathered', 'Encoder']
 
 # %% ../../nbs/01_tokenization/01d_fast_bpe.ipynb #280ad343
 import os, sys, threading
@@ -23,7 +23,7 @@ from contextlib import closing
 from functools import cache, partial
 from pathlib import Path
 from collections.abc import Callable, Iterable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from numba import types
 from numba.core import event
 from .bpe import special_list
@@ -831,7 +831,7 @@ NO_PAIR, MOST = np.int64(2**63 - 1), 64
 
 ID = np.int64(2**32 - 1)
 SHORT = 1 << 12                             # up to this many bytes a text counts as short
-PIECE = 1 << 20                             # longer texts are shared out among threads in pieces
+PIECE = 1 << 19                             # longer texts are shared out among threads in pieces
 ENDS = (b"\0",), (BETWEEN,)                 # a byte that ends each text of a batch
 
 @inner
@@ -1094,8 +1094,7 @@ class PieceEncoder:
         try: found = encode_kernel(data, memory.ctypes.data, out)
         finally: self.free.append(place)
         if found < 0: raise ValueError(f"the byte {end[0]} ends more than {texts} texts")
-        # a copy of a piece, so that the memory of `out`, mostly unused, serves the next one
-        return out[:found].copy() if len(out) <= PIECE else out[:found], job[-1]
+        return out[:found], job[-1]
 
 
 # %% ../../nbs/01_tokenization/01d_fast_bpe.ipynb #91396f7c
@@ -1117,19 +1116,46 @@ def text_pieces(
                    min(size, len(text) - at) - len(data[cut:].decode()))
             size = PIECE
 
-def in_turns(work:Callable, pieces:Iterable, threads:int)->list: # Results, in the order of `pieces`
-    "Call `work(*piece)` for each piece. Each thread takes the next piece as soon as it is free."
-    numbered, lock, results = enumerate(pieces), threading.Lock(), {}
+def in_turns(
+    work:Callable,    # Called with each piece
+    pieces:Iterable,  # Tuples of arguments
+    threads:int,
+    take:Callable,    # Called with each result, in the order of the pieces
+):
+    "Call `work` with each piece. Each thread takes the next piece as soon as it is free."
+    numbered, lock, waiting = enumerate(pieces), threading.Lock(), {}
+    following = 0
     def run():
+        nonlocal following
         while True:
             with lock: number, piece = next(numbered, (-1, ()))
             if number < 0: return
-            results[number] = work(*piece)
-    with ThreadPoolExecutor(max(1, threads - 1)) as pool:
-        others = [pool.submit(run) for _ in range(threads - 1)]
-        run()
-        for other in others: other.result()
-    return [results[number] for number in range(len(results))]
+            result = work(*piece)
+            with lock:
+                waiting[number] = result
+                while following in waiting:
+                    take(*waiting.pop(following))
+                    following += 1
+    if threads == 1: return run()
+    # this thread only waits: with a part in the work it would hold up the start of the others
+    with ThreadPoolExecutor(threads) as pool:
+        for done in [pool.submit(run) for _ in range(threads)]: done.result()
+
+class Gathered:
+    "Collects ids, and where texts end, piece by piece. Its memory doubles when it is full."
+    def __init__(self, dtype:Any, size:int): # Type of the ids, and how many are expected
+        self.array, self.ends, self.n = np.empty(size, dtype), [np.zeros(1, np.int64)], 0
+    def take(self, ids:np.ndarray, ends:np.ndarray): # As from `PieceEncoder.run`
+        n = self.n + len(ids)
+        if n > len(self.array):
+            larger = np.empty(2*n, ids.dtype)
+            larger[:self.n] = self.array[:self.n]
+            self.array = larger
+        self.array[self.n:n] = ids
+        self.ends.append(ends + self.n)
+        self.n = n
+    @property
+    def ids(self)->np.ndarray: return self.array[:self.n]
 
 
 # %% ../../nbs/01_tokenization/01d_fast_bpe.ipynb #0633d2d8
@@ -1146,7 +1172,9 @@ class Encoder:
         "Encode a text, or bytes, special tokens included."
         if threads > 1 and len(data) > PIECE:
             pieces = text_pieces(data, self.inner.specials[()].tokens)
-            return np.concatenate([ids for ids,_ in in_turns(self.inner.run, pieces, threads)])
+            gathered = Gathered(self.inner.dtype, len(data)//2)
+            in_turns(self.inner.run, pieces, threads, gathered.take)
+            return gathered.ids
         return self.inner.run(utf8(data) if isinstance(data, str) else data)[0]
     def encode_list(self, data:bytes)->list:
         "Encode a text in UTF-8 as a list of ids; a short text takes as few steps as possible."
@@ -1160,14 +1188,12 @@ class Encoder:
     def encode_batch(self, texts:list, threads:int=1
     )->tuple: # Ids of all, and int64 offsets: text k is ids[offsets[k]:offsets[k+1]]
         "Encode many texts, each on its own."
+        threads = max(1, threads)
         some = min(4096, max(1, len(texts)//(8*threads)))
         pieces = ((texts[i:i+some],) for i in range(0, len(texts), some))
-        ids, offsets, total = [np.empty(0, self.inner.dtype)], [np.zeros(1, np.int64)], 0
-        for found,ends in in_turns(self._several, pieces, threads):
-            ids.append(found)
-            offsets.append(ends + total)
-            total += len(found)
-        return np.concatenate(ids), np.concatenate(offsets)
+        gathered = Gathered(self.inner.dtype, 1 << 20)
+        in_turns(self._several, pieces, threads, gathered.take)
+        return gathered.ids, np.concatenate(gathered.ends)
     def _several(self, texts:list)->tuple: # As `PieceEncoder.run`
         encode = partial(self.inner.run, texts=len(texts))
         if all(map(str.isascii, texts)):         # then one long text becomes bytes sooner than many
