@@ -141,6 +141,39 @@ def test_the_compiler_sees_operators():
         torch.library.opcheck(op.default, inputs)
 
 
+@pytest.mark.parametrize("shape", [(3,), (5, 7, 48), (2, 1, 1)])
+@pytest.mark.parametrize("ways", ["both", "norm", "past"])
+def test_both_ways_of_a_block(shape, ways):
+    norm = FusedRMSNorm(shape[-1], 1e-5)
+    used = [ways != "past", ways != "norm"]
+    def ours(x): return sum(y*y*u for y, u in zip(norm.branch(x), used) if u)
+    def readable(x): return sum(y*y*u for y, u in zip((rmsnorm(x, norm.weight, 1e-5), x), used) if u)
+    check_same(ours, readable, torch.randn(shape))
+    x, found = torch.randn(shape, requires_grad=True), []
+    for f in (ours, readable):
+        norm.zero_grad()
+        f(x).sum().backward()
+        found.append(norm.weight.grad)
+    if ways == "past": assert found == [None, None]
+    else: check_close(found[0], found[1], 1e-4, 1e-5)
+
+
+def test_a_branch_is_the_norm_where_somebody_watches_it(monkeypatch):
+    norm, seen, x = FusedRMSNorm(8), [], torch.randn(2, 8, requires_grad=True)
+    y, same = norm.branch(x)
+    assert same is not x and torch.equal(same, x)
+    hook = norm.register_forward_hook(lambda module, inputs, output: seen.append(output))
+    y, same = norm.branch(x)
+    assert same is x and seen == [y]
+    hook.remove()
+    assert norm.double().branch(x.double())[1].dtype == torch.float64
+    model, ids = TransformerLM(SMALL, parts=FUSED_PARTS), torch.zeros(1, 8, dtype=int)
+    calls, back = [], fused._norm_gradients
+    monkeypatch.setattr(fused, "_norm_gradients", lambda dy, past, *rest: (calls.append(past is not None), back(dy, past, *rest))[1])
+    model.loss(ids, ids).backward()
+    assert calls == [False] + [True]*2*SMALL.num_layers
+
+
 def test_not_twice_differentiable():
     x = drawn(3, 8).requires_grad_()
     g, = torch.autograd.grad(rms_norm(x, torch.ones(8), 1e-5)[0].square().sum(), x, create_graph=True)

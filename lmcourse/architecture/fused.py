@@ -46,14 +46,19 @@ def norm_rows(x, weight, eps, y, inv):
         for d in range(D): out[d] = z[d]*r*weight[d]
 
 @fused
-def norm_rows_backward(dy, x, weight, inv, dx, dweight):
-    "Compute the gradient `dx` of each row; `dweight` is accumulated."
+def norm_rows_backward(dy, past, x, weight, inv, dx, dweight):
+    """Compute the gradient `dx` of each row; `dweight` is accumulated. If `past` has rows, they are
+    added to `dx`."""
     N, D = x.shape
     for n in range(N):
         z, g, out, r, along = x[n], dy[n], dx[n], inv[n], _ZERO
         for d in range(D): along += g[d]*weight[d]*z[d]
         along *= r*r/np.float32(D)
-        for d in range(D): out[d] = (g[d]*weight[d] - z[d]*along)*r
+        if len(past):
+            more = past[n]
+            for d in range(D): out[d] = (g[d]*weight[d] - z[d]*along)*r + more[d]
+        else:
+            for d in range(D): out[d] = (g[d]*weight[d] - z[d]*along)*r
         for d in range(D): dweight[d] += g[d]*z[d]*r
 
 # %% ../../nbs/03_architecture/03k_fused.ipynb #ec8ac079
@@ -101,14 +106,19 @@ def _rms_norm(x:Tensor, weight:Tensor, eps:float)->tuple[Tensor, Tensor]:
     share(part, len(z), z.size)
     return y, inv
 
-def _rms_norm_backward(dy:Tensor, x:Tensor, weight:Tensor, inv:Tensor)->tuple[Tensor, Tensor]:
+def _norm_gradients(dy:Tensor, past:Tensor|None, x:Tensor, weight:Tensor, inv:Tensor
+)->tuple[Tensor, Tensor]: # Of `x`, with `past` added, and of the weight
     dx = _like(x)
     g, z, out, w, r = *map(_rows, (dy, x, dx)), _array(weight), _array(inv).ravel()
+    more = z[:0] if past is None else _rows(past)
     def part(i, j):
         dweight = np.zeros_like(w)
-        norm_rows_backward(g[i:j], z[i:j], w, r[i:j], out[i:j], dweight)
+        norm_rows_backward(g[i:j], more[i:j], z[i:j], w, r[i:j], out[i:j], dweight)
         return dweight
     return dx, torch.from_numpy(np.sum(share(part, len(z), z.size), 0))
+
+def _rms_norm_backward(dy:Tensor, x:Tensor, weight:Tensor, inv:Tensor)->tuple[Tensor, Tensor]:
+    return _norm_gradients(dy, None, x, weight, inv)
 
 # %% ../../nbs/03_architecture/03k_fused.ipynb #723a6a4c
 def operator(
@@ -153,11 +163,32 @@ rms_norm = operator(
     lambda dy, x, weight, inv: (_like(x), torch.empty_like(weight)))
 
 # %% ../../nbs/03_architecture/03k_fused.ipynb #622fe735
+class _Branch(torch.autograd.Function): # The norm of `x`, and `x`, whose gradients are one pass
+    @staticmethod
+    def forward(ctx, x, weight, eps):
+        ctx.set_materialize_grads(False)
+        y, inv = _rms_norm(x, weight, eps)
+        ctx.save_for_backward(x, weight, inv)
+        return y, x.view_as(x)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, dy, past):
+        if dy is None: return past, None, None
+        return *_norm_gradients(dy, past, *ctx.saved_tensors), None
+
 class FusedRMSNorm(RMSNorm):
     "RMSNorm by our kernel, with the same parameter as `RMSNorm`."
     def forward(self, x:Tensor)->Tensor: # `(..., D)`
         if not fits(x, self.weight): return super().forward(x)
         return rms_norm(x, self.weight, self.eps)[0]
+
+    def branch(self, x:Tensor)->tuple[Tensor, Tensor]: # The norm of `x`, and `x` for the sum
+        "Go both ways of a block, so that the gradients of both are added in one pass."
+        watched = self._forward_hooks or self._forward_pre_hooks
+        if watched or torch.compiler.is_compiling() or not fits(x, self.weight):
+            return self(x), x
+        return _Branch.apply(x, self.weight, self.eps)
 
 def fused_norm(config:ModelConfig, device:str|torch.device|None=None, dtype:torch.dtype|None=None
 )->nn.Module: # A norm, as from `make_norm`

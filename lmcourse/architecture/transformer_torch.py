@@ -120,7 +120,10 @@ class TransformerBlock(nn.Module):
 
     def add(self, x:torch.Tensor, f:Callable, norm:Callable
     )->torch.Tensor: # `x` plus the output of `f`, with the norm where the config places it
-        if self.norm_position == "pre": return x + f(norm(x))
+        if self.norm_position == "pre":
+            # some norms join the gradients of both ways, see `FusedRMSNorm.branch`
+            y, x = norm.branch(x) if hasattr(norm, "branch") else (norm(x), x)
+            return x + f(y)
         return norm(x + f(x)) if self.norm_position == "post" else x + norm(f(x))
 
 @torch.no_grad()
