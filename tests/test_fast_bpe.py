@@ -183,12 +183,17 @@ def test_pieces_are_taken_in_turns():
         assert turns(len, iter(()), threads) == []
 
 
-@pytest.mark.parametrize("size", [0, 1, 3, 100])
-def test_ids_are_gathered(size):
-    gathered = Gathered(np.uint16, size)
+@pytest.mark.parametrize("pieces", [1, 2, 4, 100])
+def test_ids_are_gathered(pieces):
+    gathered = Gathered(np.uint16, pieces)
     for ids, ends in (([1, 2], [1, 2]), ([], [0]), ([3, 4, 5], []), ([6], [1])): gathered.take(np.array(ids, np.uint16), np.array(ends, np.int64))
     assert gathered.ids.tolist() == [1, 2, 3, 4, 5, 6] and gathered.ids.dtype == np.uint16
     assert np.concatenate(gathered.ends).tolist() == [0, 1, 2, 2, 6]
+
+
+def test_a_small_batch_holds_little_memory():
+    ids, _ = BIG.encode_batch(["a b"])
+    assert len(ids) == 2 and (ids if ids.base is None else ids.base).size == 2
 
 
 @pytest.mark.parametrize("seen", [1, 2])

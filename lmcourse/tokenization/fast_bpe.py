@@ -1105,8 +1105,10 @@ def text_pieces(
     "Cut a text into pieces at places that no pre-token and no special token reaches across."
     at, size = 0, PIECE
     while at < len(text):
-        data, start = (text, at) if isinstance(text, bytes) else (utf8(text[at:at+size]), 0)
-        stop = min(start + size, len(data)) if data is text else len(data)
+        if isinstance(text, bytes): data, start, stop = text, at, min(at + size, len(text))
+        else:
+            data = utf8(text[at:at+size])
+            start, stop = 0, len(data)
         last = at + size >= len(text)
         cut = stop - start if last else _late_cut(memoryview(data)[start:stop], specials)
         if not cut: size *= 2                # no such place yet
@@ -1142,13 +1144,15 @@ def in_turns(
         for done in [pool.submit(run) for _ in range(threads)]: done.result()
 
 class Gathered:
-    "Collects ids, and where texts end, piece by piece. Its memory doubles when it is full."
-    def __init__(self, dtype:Any, size:int): # Type of the ids, and how many are expected
-        self.array, self.ends, self.n = np.empty(size, dtype), [np.zeros(1, np.int64)], 0
+    "Collects ids, and where texts end, piece by piece."
+    def __init__(self, dtype:Any, pieces:int): # Type of the ids; pieces of about the same size
+        self.array, self.ends, self.n = np.empty(0, dtype), [np.zeros(1, np.int64)], 0
+        self.pieces = pieces
     def take(self, ids:np.ndarray, ends:np.ndarray): # As from `PieceEncoder.run`
         n = self.n + len(ids)
-        if n > len(self.array):
-            larger = np.empty(2*n, ids.dtype)
+        if n > len(self.array):              # room for all, or twice as much
+            size = n if self.pieces == 1 else max(2*n, len(ids)*self.pieces*9//8)
+            larger = np.empty(size, ids.dtype)
             larger[:self.n] = self.array[:self.n]
             self.array = larger
         self.array[self.n:n] = ids
@@ -1172,7 +1176,7 @@ class Encoder:
         "Encode a text, or bytes, special tokens included."
         if threads > 1 and len(data) > PIECE:
             pieces = text_pieces(data, self.inner.specials[()].tokens)
-            gathered = Gathered(self.inner.dtype, len(data)//2)
+            gathered = Gathered(self.inner.dtype, len(data)//PIECE + 1)
             in_turns(self.inner.run, pieces, threads, gathered.take)
             return gathered.ids
         return self.inner.run(utf8(data) if isinstance(data, str) else data)[0]
@@ -1191,7 +1195,7 @@ class Encoder:
         threads = max(1, threads)
         some = min(4096, max(1, len(texts)//(8*threads)))
         pieces = ((texts[i:i+some],) for i in range(0, len(texts), some))
-        gathered = Gathered(self.inner.dtype, 1 << 20)
+        gathered = Gathered(self.inner.dtype, -(-len(texts)//some))
         in_turns(self._several, pieces, threads, gathered.take)
         return gathered.ids, np.concatenate(gathered.ends)
     def _several(self, texts:list)->tuple: # As `PieceEncoder.run`
