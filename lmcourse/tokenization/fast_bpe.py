@@ -5,12 +5,12 @@
 # %% auto #0
 __all__ = ['U', 'ONE', 'ZERO', 'OTHER', 'LETTER', 'NUMBER', 'SPACE', 'GOLD', 'MIX', 'LONG', 'FIRST_BYTES', 'LOW', 'PAIR_BITS',
            'PAIR', 'PAIRS', 'TEXT', 'WHITE', 'CUT', 'BETWEEN', 'NO_PAIR', 'MOST', 'ID', 'SHORT', 'PIECE', 'ENDS',
-           'READ_ONLY', 'BYTES', 'NUMBERS', 'ROWS', 'IDS', 'TABLES', 'JOB', 'AT', 'quick', 'character_classes',
-           'character', 'first_invalid', 'ending', 'run_end', 'pretoken_end', 'starts64', 'some_ends', 'pretoken_ends',
-           'word_key', 'shift_of', 'first_row', 'same_bytes', 'find_word', 'remember', 'count_kernel', 'add_kernel',
-           'move_rows', 'write_words', 'Words', 'WordTable', 'pair_key', 'pair_row', 'take_away', 'add_place',
-           'join_everywhere', 'token_order', 'comes_first', 'sift_up', 'sift_down', 'offer', 'refill', 'lay_out',
-           'chain_places', 'first_right', 'write_token', 'learn_kernel', 'move_pairs', 'train_bpe_fast', 'next_special',
+           'READ_ONLY', 'BYTES', 'NUMBERS', 'ROWS', 'IDS', 'TABLES', 'JOB', 'AT', 'character_classes', 'character',
+           'first_invalid', 'ending', 'run_end', 'pretoken_end', 'starts64', 'some_ends', 'pretoken_ends', 'word_key',
+           'shift_of', 'first_row', 'same_bytes', 'find_word', 'remember', 'count_kernel', 'add_kernel', 'move_rows',
+           'write_words', 'Words', 'WordTable', 'pair_key', 'pair_row', 'take_away', 'add_place', 'join_everywhere',
+           'token_order', 'comes_first', 'sift_up', 'sift_down', 'offer', 'refill', 'lay_out', 'chain_places',
+           'first_right', 'write_token', 'learn_kernel', 'move_pairs', 'train_bpe_fast', 'next_special',
            'find_specials', 'Specials', 'last_cut', 'FilePieces', 'TextPieces', 'count_words_fast', 'find_pair',
            'fill_pairs', 'merge_word', 'push', 'pop', 'push_pair', 'merge_long', 'learn_word', 'encode_span',
            'pack_tables', 'pack_job', 'encode_kernel', 'PieceEncoder', 'text_pieces', 'in_turns', 'Gathered', 'Encoder']
@@ -28,9 +28,8 @@ from numba import types
 from numba.core import event
 from .bpe import special_list
 from .unicode import utf8
-from ..tools.compiled import borrow, bytes_as_array, called, compile_once, direct
-from ..tools.compiled import eight_bytes, in_range, inner, kernel, pack, prefetch
-from ..tools.compiled import trailing_zeros, unpack
+from ..tools.compiled import borrow, bytes_as_array, called, direct, eight_bytes, in_range
+from ..tools.compiled import inner, kernel, pack, prefetch, quick, trailing_zeros, unpack
 from ..tools.machine import cores
 
 # %% ../../nbs/01_tokenization/01d_fast_bpe.ipynb #a6042b9c
@@ -980,18 +979,16 @@ def encode_span(text, i, n, tables, out, t):
     return t
 
 # %% ../../nbs/01_tokenization/01d_fast_bpe.ipynb #295f8099
-# One piece of memory holds room for a copy of a short text, to write and to read, and the tables of
-# `encode_span` (classes, ids of bytes, pairs; rows, store and pool of the cache; four arrays to work
-# with). Then it holds a job: the special tokens as for `next_special`, their ids (-1: the end of a
-# text in a batch), where to start and stop, and an array for the number of ids after each text
+# One piece of memory holds room for a copy of a short text, to write and to read, and the tables
+# of `encode_span` (classes, ids of bytes, pairs; rows, store and pool of the cache; four arrays to
+# work with). Then it holds a job: the special tokens as for `next_special`, their ids (-1: the end
+# of a text in a batch), where to start and stop, and an array for the number of ids after each text
 READ_ONLY, BYTES, NUMBERS = (types.Array(types.uint8, 1, "C", readonly=True), types.uint8[::1],
                              types.int64[::1])
 ROWS, IDS = types.uint64[:,::1], types.uint32[::1]
 TABLES = types.Tuple((BYTES, READ_ONLY, BYTES, NUMBERS, ROWS, ROWS, BYTES, IDS, *[NUMBERS]*4))
 JOB = types.Tuple((BYTES, *[NUMBERS]*5))
 AT = 120                                         # where the job begins in the memory
-
-quick = partial(compile_once, no_cfunc_wrapper=True) # holds Python's lock: it is over at once
 
 @quick
 def pack_tables(memory, copy, same, classes, byte_ids, pairs, rows, store, pool, state, ids, ranks,
@@ -1005,6 +1002,8 @@ def pack_job(memory, patterns, offsets, first_bytes, ids, span, ends):
     pack(memory[AT:], (borrow(patterns), borrow(offsets), borrow(first_bytes), borrow(ids),
                        borrow(span), borrow(ends)))
 
+
+# %% ../../nbs/01_tokenization/01d_fast_bpe.ipynb #5600c6b0
 @kernel
 def encode_kernel(data, address, out_):
     """Write the ids of a text to `out_`.
@@ -1062,8 +1061,8 @@ class PieceEncoder:
         return (*self.specials[end].arrays, self.special_ids[end], np.array([start, stop]),
                 np.empty(texts, np.int64))
     def workplace(self
-    # `encode_kernel`, called directly; the address of the memory that describes its arrays; room for
-    # the ids of a short text, and a view of it; the memory itself, and everything that it refers to
+    # `encode_kernel`, called directly; the address of the memory that describes its arrays; room
+    # for the ids of a short text, and a view of it; the memory itself, and all that it refers to
     )->tuple:
         "Return memory that no other call uses until it is appended to `free`."
         try: return self.free.pop()

@@ -235,7 +235,7 @@ def one_whole(src):
     return len(body) == 1 and isinstance(body[0], ast.FunctionDef) and body[0].decorator_list and lines <= 60
 
 
-COMPILED = {"kernel", "inner", "fused", "intrinsic", "njit", "jit", "triton.jit", "cuda.jit"}   # Numba and Triton find these types out by themselves
+COMPILED = {"kernel", "quick", "inner", "called", "fused", "intrinsic", "njit", "jit", "triton.jit", "cuda.jit"}   # Numba and Triton find these types out by themselves
 
 
 def untyped(source):
