@@ -143,7 +143,6 @@ def starts64(text, i, room):
         if size and j + size < room: starts = starts & ~(U(2) << U(j)) | U(2) << U(j + size)
     return starts & limit & ~ONE
 
-
 # %% ../../nbs/01_tokenization/01d_fast_bpe.ipynb #aa8f3704
 @inner
 def some_ends(text, i, n, classes, ends):
@@ -663,7 +662,6 @@ def find_specials(text_, patterns, offsets, first_bytes, at, found):
         k, i = k + 1, i + offsets[p+1] - offsets[p]
     return k
 
-
 # %% ../../nbs/01_tokenization/01d_fast_bpe.ipynb #8c5f9d95
 class Specials:
     "Finds special tokens in a text; if several match, the longest wins."
@@ -1002,7 +1000,6 @@ def pack_job(memory, patterns, offsets, first_bytes, ids, span, ends):
     pack(memory[AT:], (borrow(patterns), borrow(offsets), borrow(first_bytes), borrow(ids),
                        borrow(span), borrow(ends)))
 
-
 # %% ../../nbs/01_tokenization/01d_fast_bpe.ipynb #5600c6b0
 @kernel
 def encode_kernel(data, address, out_):
@@ -1027,7 +1024,6 @@ def encode_kernel(data, address, out_):
             ends[k] = t
             k += 1
         i = at + offsets[p+1] - offsets[p]
-
 
 # %% ../../nbs/01_tokenization/01d_fast_bpe.ipynb #8682bbb9
 class PieceEncoder:
@@ -1095,7 +1091,6 @@ class PieceEncoder:
         if found < 0: raise ValueError(f"the byte {end[0]} ends more than {texts} texts")
         return out[:found], job[-1]
 
-
 # %% ../../nbs/01_tokenization/01d_fast_bpe.ipynb #91396f7c
 def text_pieces(
     text:str|bytes,           # A text, or its bytes
@@ -1160,7 +1155,6 @@ class Gathered:
     @property
     def ids(self)->np.ndarray: return self.array[:self.n]
 
-
 # %% ../../nbs/01_tokenization/01d_fast_bpe.ipynb #0633d2d8
 class Encoder:
     """Encodes text as ids.
@@ -1203,7 +1197,6 @@ class Encoder:
             try: return encode("\0".join([*texts, ""]).encode(), end=ENDS[0])
             except ValueError: pass              # a text contains \0
         return encode(BETWEEN.join([*map(utf8, texts), b""]), end=ENDS[1])
-
 
 # %% ../../nbs/01_tokenization/01d_fast_bpe.ipynb #6978df1b
 class _Announce(event.Listener):

@@ -59,7 +59,6 @@ def _few_merges(counts:dict, wanted:int)->bool: # Whether the readable learner i
     return (wanted <= 1000 and not _ready("learn_kernel") and len(counts) <= 10_000
             and all(len(word) <= 100 for word in counts))
 
-
 # %% ../../nbs/01_tokenization/01e_tokenizer.ipynb #5a41a63f
 def train_bpe(
     input_path:str|os.PathLike|Iterable[str], # Path of a file in UTF-8, or an iterable of texts
