@@ -266,9 +266,25 @@ def test_many_words_and_long_ones():
 
 @pytest.mark.parametrize("text", ["a\0b", "\0", "é\0", "", "a", "a<|endoftext|>\0"])
 def test_a_batch_of_texts_with_any_byte_between(text):
-    for texts in ([text], [text]*3, ["b", text, "c d"], [text, "好", ""]):
+    for texts in ([text], [text]*3, ["b", text, "c d"]*9, [text, "好", ""]*9):
         ids, offsets = BIG.encode_batch(texts)
         assert [ids[i:j].tolist() for i, j in zip(offsets, offsets[1:])] == [BIG.encode_list(t.encode()) for t in texts]
+
+
+def test_a_special_token_with_a_zero_does_not_join_two_texts():
+    zero = Encoder(VOCAB | {len(VOCAB): b"a\0b"}, MERGES, {b"a\0b": len(VOCAB)}, 10)
+    for texts in (["a", "b\0c"]*20, ["a", "b"]*20, ["xa\0b"]*20):
+        ids, offsets = zero.encode_batch(texts)
+        assert [ids[i:j].tolist() for i, j in zip(offsets, offsets[1:])] == [zero.encode_list(t.encode()) for t in texts]
+
+
+def test_few_texts_are_shared_out_one_by_one(monkeypatch):
+    shared = []
+    monkeypatch.setattr(fast_bpe, "PIECE", 1 << 10)
+    monkeypatch.setattr(fast_bpe, "in_turns", lambda work, pieces, threads, take: (shared.append(found := list(pieces)), in_turns(work, found, threads, take)))
+    ids, offsets = BIG.encode_batch(["a b "*2000, "", "é c"], 3)
+    assert [len(pieces) for pieces in shared] == [8] and offsets.tolist()[1:] == [len(BIG.encode(b"a b "*2000))]*2 + [len(ids)]
+    assert ids.tolist() == BIG.encode_list(b"a b "*2000) + BIG.encode_list("é c".encode())
 
 
 @pytest.mark.parametrize("threads", [2, 3, 8])
@@ -355,7 +371,7 @@ def test_what_lies_behind_a_text_is_not_seen(ending, behind):
     for text in (ending, "b" + ending, "the end, " + ending, "word "*11 + ending, "word "*13 + ending, "é" + ending):
         encoder.encode_list((text + behind*70).encode())
         assert encoder.encode_list(text.encode()) == slowly(text)
-        for texts in ([text, behind*70], [text, behind*5000]):                        # short, and not
+        for texts in ([text, behind*70]*8, [text, behind*5000]*8):                    # short, and not
             ids, offsets = encoder.encode_batch(texts)
             assert ids[:offsets[1]].tolist() == slowly(text)
 

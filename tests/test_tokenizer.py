@@ -254,6 +254,10 @@ def test_texts_that_are_none():
     with pytest.raises(TypeError, match="expected an iterable"): next(TOKENIZER.encode_iterable("a"))
     with pytest.raises(TypeError, match="expected an iterable"): TOKENIZER.encode_batch("a")
     with pytest.raises(TypeError, match="is a int"): TOKENIZER.encode_batch(["a", 1])
+    readable = Tokenizer(TOKENIZER.vocab, TOKENIZER.merges, rules=Rules(nfc=True))
+    for t in (TOKENIZER, readable):
+        for texts in ([b"a"], ["é", b"a"], ["é", b"a"]*20, ["a"]*40 + [1]):
+            with pytest.raises(TypeError, match="text is a (bytes|int), expected a str"): t.encode_batch(texts)
 
 
 def test_arguments_are_not_changed():

@@ -1164,6 +1164,7 @@ class Encoder:
     ):
         self.inner = PieceEncoder(vocab, merges, special_ids, cache_bits)
         self._free = self.inner.free
+        self._free_of_zeros = not any(b"\0" in token for token in special_ids)
     def encode(self, data:str|bytes, threads:int=1
     )->np.ndarray: # uint16 if the vocabulary allows it, else uint32
         "Encode a text, or bytes, special tokens included."
@@ -1186,14 +1187,18 @@ class Encoder:
     )->tuple: # Ids of all, and int64 offsets: text k is ids[offsets[k]:offsets[k+1]]
         "Encode many texts, each on its own."
         threads = max(1, threads)
-        some = min(4096, max(1, len(texts)//(8*threads)))
-        pieces = ((texts[i:i+some],) for i in range(0, len(texts), some))
-        gathered = Gathered(self.inner.dtype, -(-len(texts)//some))
-        in_turns(self._several, pieces, threads, gathered.take)
+        some = min(4096, len(texts)//(8*threads))
+        gathered = Gathered(self.inner.dtype, -(-len(texts)//max(1, some)))
+        if some:
+            pieces = ((texts[i:i+some],) for i in range(0, len(texts), some))
+            in_turns(self._several, pieces, threads, gathered.take)
+        else:                                    # few texts: share out each of them
+            for ids in (self.encode(utf8(text), threads) for text in texts):
+                gathered.take(ids, np.array([len(ids)]))
         return gathered.ids, np.concatenate(gathered.ends)
     def _several(self, texts:list)->tuple: # As `PieceEncoder.run`
         encode = partial(self.inner.run, texts=len(texts))
-        if all(map(str.isascii, texts)):         # then one long text becomes bytes sooner than many
+        if self._free_of_zeros and all(map(str.isascii, texts)): # then one `encode` serves all
             try: return encode("\0".join([*texts, ""]).encode(), end=ENDS[0])
             except ValueError: pass              # a text contains \0
         return encode(BETWEEN.join([*map(utf8, texts), b""]), end=ENDS[1])

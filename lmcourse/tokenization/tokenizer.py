@@ -245,7 +245,7 @@ class ReadableEncoder:
     def encode(self, data:str|bytes, threads:int=1)->np.ndarray:
         return np.fromiter(self._ids(_utf8(data) if isinstance(data, str) else data), self.dtype)
     def encode_batch(self, texts:list, threads:int=1)->tuple: # As for `Encoder.encode_batch`
-        parts = [self.encode(data) for data in texts]
+        parts = [self.encode(_utf8(text)) for text in texts]
         return np.concatenate([np.empty(0, self.dtype), *parts]), np.cumsum([0, *map(len, parts)])
 
 # %% ../../nbs/01_tokenization/01e_tokenizer.ipynb #cab9c44d
@@ -311,7 +311,7 @@ class TextEncoder(VocabularyFiles):
                             f"[text]")
         texts = list(texts)
         try: return (self._encoder if special else self._plain).encode_batch(texts, threads)
-        except TypeError:
+        except (AttributeError, TypeError):
             for text in texts: _utf8(text)                        # says what is wrong
             raise
 
