@@ -10,7 +10,7 @@ pytest.importorskip("triton", reason="kernels need triton: pip install 'lmcourse
 
 from lmcourse.app import cli
 from lmcourse.architecture.transformer_torch import Parts, TransformerLM, named_parts
-from lmcourse.kernels import use
+from lmcourse.kernels import traffic
 from lmcourse.kernels.traffic import interpreted
 from lmcourse.tools.checks import check_close, expect_error
 from lmcourse.tools.config import ModelConfig, TrainConfig
@@ -107,7 +107,7 @@ def test_what_kernels_cannot_is_rejected_before_anything_is_written(data, tmp_pa
 
 
 def test_without_triton_one_sentence_says_what_to_install(data, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(use, "triton", None)
+    monkeypatch.setattr(traffic, "triton", None)
     for field in BOTH:
         status, _, err = command(capsys, "train", data/"data", tmp_path/"run", *SIZES, f"--{field}", "triton")
         assert status == 2 and not (tmp_path/"run").exists()
@@ -115,7 +115,7 @@ def test_without_triton_one_sentence_says_what_to_install(data, tmp_path, capsys
 
 
 def test_on_a_processor_beside_a_gpu(monkeypatch):
-    monkeypatch.setattr(use, "interpreted", False)
+    monkeypatch.setattr(traffic, "interpreted", False)
     with expect_error(ValueError, "attention = triton on the CPU of a machine with a GPU: TRITON_INTERPRET=1 interprets the kernels; attention = torch would do"):
         TorchEngine(TINY, TrainConfig(device="cpu", attention="triton"))
     named_parts(TINY, "triton", "triton", "cuda")

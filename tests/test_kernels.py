@@ -1,4 +1,5 @@
 "Triton kernels equal torch's formulas for any sizes; interpreted without a GPU, compiled on one (mark `cuda`)."
+import re
 import subprocess
 import sys
 
@@ -203,6 +204,14 @@ KERNELS = [
     ("flash.row_dot_kernel", (F16, F16, F32, "i32", "i32"), dict(BLOCK=64, BD=64)),
     ("grouped.adamw_kernel", (F16, F16, F32, F32, "i32") + ("fp32",)*7, ROW),
     ("grouped.grouped_kernel", (F16, F16, F16, I32, I32, I32, "i32", "i32"), dict(BM=64, BN=64, BK=32, WIDE=False))]
+STEP = dict(NORM=1, SHIFT=False, BIAS=True, WIDTH=1024, ROWS=4)
+def step_kernels(AHEAD):
+    "The kernels of a token's step"
+    return [("decode.embed_kernel", (I64, I64) + (F32,)*3 + ("i32", "fp32"), dict(PLACES=True, BLOCK=1024, AHEAD=AHEAD)),
+            ("decode.project_kernel", (F32,)*8 + ("i32", "i32", "fp32"), STEP | dict(KIND="silu", GATED=True, ADD=True, AHEAD=AHEAD)),
+            ("decode.heads_kernel", (F32,)*10 + (I64,) + (F32,)*3 + ("i32",)*5 + ("fp32",), STEP | dict(ROPE=True, AHEAD=AHEAD)),
+            ("decode.attend_kernel", (F32,)*3 + (I64,) + (F32,)*3 + (I32, F32) + ("i32",)*4 + ("fp32",), dict(SPLITS=8, SLOTS=32, WIDE=64, AHEAD=AHEAD))]
+KERNELS += step_kernels(False)
 for window in (0, 100):
     for name, arrays in (("flash_kernel", (F16,)*4 + (F32,)), ("flash_dq_kernel", (F16,)*4 + (F32, F32, F16)), ("flash_dkv_kernel", (F16,)*4 + (F32, F32, F16, F16))):
         KERNELS.append((f"flash.{name}", arrays + ("i32",)*4 + ("fp32", "i32"), HEAD | dict(WINDOW=window)))
@@ -216,3 +225,14 @@ def test_all_kernels_compile_for_a_gpu_that_is_not_there(cc):
         name = code.job.kernel
         products = any(w in name for w in (".matmul_k", ".flash_", "grouped_k"))
         assert bool(code.count("w?g?mma")) == products and code.occupancy.blocks, name
+
+
+@pytest.mark.slow
+def test_a_step_asks_for_its_weights_before_it_waits():
+    "All loads of a matrix stand before the wait in the code of an H100, and nothing is spilled"
+    for code in compile_kernels(Job(*k, capability=90) for k in step_kernels(True)):
+        before, wait, after = code.ptx.partition("griddepcontrol.wait")
+        assert wait and not code.stack_bytes
+        loads = [len(re.findall(r"ld\.global", part)) for part in (before, after)]
+        assert (loads[0] > loads[1]) == ("attend" not in code.job.kernel), (code.job.kernel, loads)
+        assert "st.global" not in before and "launch_dependents" in before

@@ -187,7 +187,8 @@ def by_transformers(toy, liger=False):
         if liger: return model(input_ids=ids, labels=ids, use_cache=False).loss
         logits = model(input_ids=ids, use_cache=False).logits
         return torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
-    return faster(loss, toy), model
+    # torch 2.11 can't compile Liger's joint head and loss
+    return loss if liger else faster(loss, toy), model
 
 
 def by_nanogpt(toy):
@@ -265,6 +266,7 @@ def writers(model, toy):
     from lmcourse import CachedDecoder, Engine
     from lmcourse.inference.engine import Request
     from lmcourse.inference.kv_cache import GraphDecoder
+    from lmcourse.kernels.decode import KernelDecoder
     def with_decoder(kind, compiled=False):
         decoder = kind(model)
         if compiled: decoder.token = faster(decoder.token, toy)
@@ -276,8 +278,33 @@ def writers(model, toy):
         return write
     return {"growing cache": partial(with_decoder, CachedDecoder), "CUDA graph": partial(with_decoder, GraphDecoder),
             "CUDA graph, compiled": partial(with_decoder, GraphDecoder, True),
+            "CUDA graph of our kernels": partial(with_decoder, KernelDecoder),
             "transformers, static cache": partial(write_with_transformers, model, toy),
             **{f"engine, {n} texts": partial(together, n) for n in ((2,) if toy else (16, 128))}}
+
+
+def step_times(model, toy):
+    "Microseconds of a token's step alone, without choosing the token: the graph, replayed many times after 100 tokens"
+    import torch
+    from lmcourse.inference.kv_cache import GraphDecoder
+    from lmcourse.kernels.decode import KernelDecoder
+    found, many = {}, 2 if toy else 200
+    for name, kind, compiled in (("CUDA graph", GraphDecoder, False), ("CUDA graph, compiled", GraphDecoder, True),
+                                 ("CUDA graph of our kernels", KernelDecoder, False)):
+        decoder = kind(model)
+        if compiled: decoder.token = faster(decoder.token, toy)
+        decoder.feed([1]*(20 if toy else 100))
+        with torch.no_grad():
+            decoder.feed([2])
+            step, times = decoder.token if decoder.graph is None else decoder.graph.replay, []
+            for _ in range(1 if toy else 7):
+                sync(device_for(toy))
+                start = time.perf_counter()
+                for _ in range(many): step()
+                sync(device_for(toy))
+                times.append((time.perf_counter() - start)/many)
+        found[name] = 1e6*statistics.median(times)
+    return found
 
 
 def writing(preset, toy):
@@ -300,7 +327,7 @@ def writing(preset, toy):
         found[name] = many*length/statistics.median(times)
     size = sum(p.nbytes for p in model.parameters())
     bandwidth = measure_device(.2 if toy else 2., device.type).bytes_per_s
-    return dict(tokens_per_s=found, left_out=reasons, weight_bytes=size, bytes_per_s=bandwidth,
+    return dict(tokens_per_s=found, left_out=reasons, weight_bytes=size, bytes_per_s=bandwidth, step_us=step_times(model, toy),
                 share_of_bandwidth={n: r*size/bandwidth for n, r in found.items() if not n.startswith("engine")})
 
 

@@ -579,14 +579,16 @@ def checked_device(name:str, quantize:str)->str: # The device's kind
 
 def decoder_for(model:Any, bits:int|None=None): # The fastest decoder for `generate`
     from lmcourse.architecture.transformer_torch import Parts
-    from lmcourse.inference.kv_cache import CachedDecoder, FastDecoder, GraphDecoder
+    from lmcourse.inference.kv_cache import CachedDecoder, FastDecoder
     from lmcourse.inference.quantization import quantize_fitting
+    from lmcourse.kernels.decode import gpu_decoder
     odd = any(getattr(model.config, name) for name in NEW_PARTS)
     if model.parts != Parts(): return CachedDecoder     # Other decoders ignore the model's parts
     if odd and bits: refuse_fields(model.config, f"FastDecoder with {bits} bits")
     kind = next(model.parameters()).device.type
     if odd: return CachedDecoder
-    if kind != "cpu": return GraphDecoder if kind == "cuda" else CachedDecoder
+    if kind == "cuda": return gpu_decoder(model)
+    if kind != "cpu": return CachedDecoder
     if bits is None: return FastDecoder if compiles() else CachedDecoder
     return partial(FastDecoder, pack=partial(quantize_fitting, bits=bits))
 

@@ -182,8 +182,13 @@ def begin(
 def _draw(settings:dict, generator:torch.Generator
 ): # A function that takes logits `(V,)` and the ids drawn before, and returns the next id
     next_token_probs(torch.zeros(1), **settings)        # raises now, not at the first token
-    return lambda logits, drawn: sample(next_token_probs(logits, **settings, seen=drawn),
-                                        generator).item()
+    greedy = settings.get("temperature") == 0 and settings.get("repetition_penalty") is None
+    def draw(logits, drawn):
+        if greedy: # without the work of a distribution; the draw rejects what is not finite
+            largest, best = logits.max(-1)
+            if math.isfinite(largest.item()): return best.item()
+        return sample(next_token_probs(logits, **settings, seen=drawn), generator).item()
+    return draw
 
 def _start(model, ids, max_tokens, stop, seed, generator, context_length, decoder, settings
 )->tuple: # The iterator of steps, and the ids that end it

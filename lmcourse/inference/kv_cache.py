@@ -208,9 +208,9 @@ class GraphDecoder(CachedDecoder):
         else:
             if self.graph is None: self._record()
             self.graph.replay()
-            logits = self.logits.clone()        # the next step overwrites the logits
+            logits = self.logits
         for layer in layers: layer.length, layer.reach = n + 1, max(layer.reach, n + 1)
-        return logits
+        return logits.clone()                   # the next step overwrites them
 
     def _record(self): # Records the step as a graph, after a first run without one
         with torch.cuda.device(self.id.device):

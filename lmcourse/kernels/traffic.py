@@ -27,6 +27,14 @@ tl:Any = _tl
 _here = str(int(not torch.cuda.is_available()))
 interpreted = os.environ.get("TRITON_INTERPRET", _here) == "1"
 
+def no_kernels(device:torch.device)->str|None: # The reason, or none if they can run
+    "Say why kernels can't run on a device."
+    if triton is None: return "needs Triton: pip install 'lmcourse[kernels]', on Linux"
+    if device.type not in ("cpu", "cuda"): return f"on {device.type}, expected cuda or cpu"
+    if device.type == "cpu" and not interpreted:
+        return "on the CPU of a machine with a GPU: TRITON_INTERPRET=1 interprets the kernels"
+    return None
+
 class MissingTriton:
     "A placeholder for a kernel where Triton is not installed."
     def __init__(self, f:Callable): self.name = f.__name__

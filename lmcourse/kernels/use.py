@@ -25,7 +25,7 @@ from .grouped import fused_adamw_, fused_adamw_cost, grouped_matmul
 from .matmul import matmul
 from .rows import cross_entropy, cross_entropy_backward_cost, cross_entropy_cost
 from .rows import rmsnorm, rmsnorm_backward_cost, softmax, softmax_cost, swiglu
-from .traffic import Cost, interpreted, triton
+from .traffic import Cost, no_kernels
 from ..moe.experts_torch import pile_dispatch
 from ..tools.checks import check_close
 from ..tools.config import ModelConfig
@@ -89,10 +89,7 @@ def triton_parts(
 
 # %% ../../nbs/09_kernels/09i_use.ipynb #765af68f
 def _unable(what:str, c:ModelConfig, device:torch.device)->str|None: # Why not, or None
-    if triton is None: return "needs Triton: pip install 'lmcourse[kernels]', on Linux"
-    if device.type not in ("cpu", "cuda"): return f"on {device.type}, expected cuda or cpu"
-    if device.type == "cpu" and not interpreted:
-        return "on the CPU of a machine with a GPU: TRITON_INTERPRET=1 interprets the kernels"
+    if why := no_kernels(device): return why
     if what == "attention":
         if c.kv_lora_rank: return f"with kv_lora_rank = {c.kv_lora_rank}, expected none"
         wide = c.head_size > 256
