@@ -126,6 +126,20 @@ def test_no_signature_stands_above_the_source_that_says_the_same(tmp_path):
     assert "Says what" in h.outputs[0].data["text/markdown"]
 
 
+def test_a_kernel_and_a_function_without_docstring_say_nothing_of_pythons_call(tmp_path):
+    "nbdev has no source link and no signature for what is compiled, and for both the docstring of a call"
+    def bare(name):
+        c = doc(name)
+        text = c.outputs[0].data["text/markdown"].replace('[source](https://x){target="_blank"}\n\n', "")
+        c.outputs[0].data["text/markdown"] = text.replace("*Says what.*\nAnd more.", "*Call self as a function.*")
+        return c
+    path = notebook(tmp_path, bare("f"), new_code("#| code-fold: show\n@jit\ndef f(x): pass"), bare("h"), new_md("Text."))
+    for _ in range(2): enrich(path, None)
+    f, _, h, _ = nbformat.read(path, 4).cells
+    assert f.outputs[0].data["text/markdown"] == "---\n\n### f\n"
+    assert "def h(x)" in (text := h.outputs[0].data["text/markdown"]) and "Call self" not in text
+
+
 def test_source_that_its_cell_folds_is_folded_with_either_builder(tmp_path):
     "nbdev opens the source of what is exported."
     shown = '#| code-fold: show\n#| code-summary: "Exported source"\ndef f(x): return x'

@@ -126,7 +126,7 @@ def without_echo(cells):
     for i, c in enumerate(cells):
         if c.cell_type != "code" or not re.search(r"^#\| code-fold", c.source, flags=re.M): continue
         for before in reversed(cells[:i]):
-            said = [o.data for o in before.get("outputs", []) if "[source](" in o.get("data", {}).get("text/markdown", "")]
+            said = [o.data for o in before.get("outputs", []) if DOC.match(o.get("data", {}).get("text/markdown", ""))]
             if not said: break
             for data in said:
                 if (m := DOC.match(data["text/markdown"])) and re.search(rf"(def|class) {m[2].split('.')[-1]}\b", c.source):
@@ -159,6 +159,14 @@ def unlink_code(cells):
                 data["text/markdown"] = fence.sub(lambda m: link.sub(r"\1", m[0]), data["text/markdown"])
 
 
+def without_stand_in(cells):
+    "Where a function has no docstring, nbdev shows that of Python's own call."
+    for c in cells:
+        for o in c.get("outputs", []):
+            if "text/markdown" in (data := o.get("data", {})):
+                data["text/markdown"] = data["text/markdown"].replace("*Call self as a function.*", "").rstrip() + "\n"
+
+
 def spoken(text):
     "A caption as a text that is read aloud, and that an address can hold: Quarto decodes it as one, and stumbles over a bare percent sign."
     return re.sub(r"(?<=\d) ?%", " percent", text).replace("%", "percent").replace("`", "")
@@ -172,6 +180,7 @@ def enrich(path, line):
     head = next((i for i, c in enumerate(nb.cells) if c.cell_type == "raw"), -1) + 1
     if line: nb.cells.insert(head, nbformat.v4.new_markdown_cell(line, id="facts"))
     without_echo(nb.cells)
+    without_stand_in(nb.cells)
     for c in nb.cells:                  # nbdev opens the source of all that is exported; that of long or inner parts stays folded
         if c.metadata.get("code-fold"): c.source = re.sub(r"^#\| code-fold: show$", "#| code-fold: true", c.source, flags=re.M)
     unlink_parameters(nb.cells)
