@@ -22,6 +22,12 @@ on_both = pytest.mark.parametrize("device", [
 TINY = ModelConfig(vocab_size=60, context_length=24, d_model=32, num_layers=2, num_heads=4, num_kv_heads=2, d_ff=48)
 
 
+class OnCard:
+    "What the check asks of a model on a GPU"
+    is_cuda, device, dtype = True, torch.device("cuda"), torch.float32
+    def __init__(self, config): self.config = config; self.token_embeddings = self.weight = self
+
+
 def model_of(changes, device="cpu", seed=1):
     "A model whose biases and gains are not what they were at the start"
     model = TransformerLM(replace(TINY, **changes), seed=seed).eval()
@@ -40,8 +46,8 @@ def step_by_step(decoder, prompt, more):
 @on_both
 @pytest.mark.parametrize("changes", [
     dict(), dict(num_kv_heads=None, bias=True), dict(num_kv_heads=1, window=5), dict(norm="layernorm", position="learned", ffn="gelu", bias=True, tie_embeddings=True),
-    dict(norm="layernorm", ffn="geglu", position="sinusoidal", scale_embeddings=True), dict(norm="none", ffn="relu2", position="none"), dict(ffn="reglu", head_dim=6),
-    dict(ffn="silu", bias=True), dict(d_model=35, num_heads=5, num_kv_heads=1, position="learned", ffn="relu", d_ff=70)], ids=str)
+    dict(norm="layernorm", ffn="geglu", position="sinusoidal", scale_embeddings=True), dict(norm="none", ffn="relu", position="none"), dict(ffn="geglu", head_dim=6),
+    dict(ffn="silu", bias=True), dict(d_model=35, num_heads=5, num_kv_heads=1, position="learned", ffn="reglu", d_ff=70)], ids=str)
 def test_each_step_is_torchs(device, changes):
     "Also where the window's slots are used again"
     model = model_of(changes, device)
@@ -115,7 +121,7 @@ def test_tiles_fit():
 
 
 @pytest.mark.parametrize("changes, words", [(dict(norm_position="post"), "norm_position = post: GraphDecoder does"), (dict(qk_norm=True), "qk_norm = True"),
-    (dict(mup_base_width=16), "mup_base_width = 16"), (dict(num_experts=2), "num_experts = 2")])
+    (dict(mup_base_width=16), "mup_base_width = 16"), (dict(ffn="relu2"), "does not compute relu2: GraphDecoder does"), (dict(num_experts=2), "num_experts = 2")])
 @pytest.mark.skipif(not interpreted, reason="on the processor")
 def test_what_it_does_not_compute(changes, words):
     model = TransformerLM(replace(TINY, **changes))
@@ -131,6 +137,7 @@ def test_unknown_parts_and_places(monkeypatch):
     model.layers[1].ffn.w2 = Lora(48, 32)
     with expect_error(ValueError, "does not compute Lora: GraphDecoder does"): KernelDecoder(model)
     with expect_error(ValueError, "does not compute torch.float64"): KernelDecoder(TransformerLM(TINY, dtype=torch.float64))
+    with expect_error(ValueError, "can't record interpreted kernels"): decode.check_model(OnCard(TINY))
     monkeypatch.setattr(traffic, "interpreted", False)
     with expect_error(ValueError, "TRITON_INTERPRET=1 interprets"): KernelDecoder(TransformerLM(TINY))
     monkeypatch.setattr(traffic, "triton", None)

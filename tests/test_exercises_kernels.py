@@ -229,10 +229,34 @@ EXPERTS = [(lambda c, r: [(e, f, f + r) for e, f, _ in experts(c, r)], "ends whe
            (lambda c, r: [(e, f, t - 1) for e, f, t in experts(c, r)], "expected"), (lambda c, r: [list(t) for t in experts(c, r)], "expected")]
 
 
+# 12. Parts of an attention
+
+def join(parts, shift=lambda m, high: math.exp(m - high), sums=True, mixtures=True):
+    high = max(m for m, *_ in parts)
+    shares = [shift(m, high) if m > -inf else 0. for m, *_ in parts]
+    return (sum((w if mixtures else 1)*y for w, (*_, y) in zip(shares, parts)))/sum((w if sums else 1)*s for w, (_, s, _) in zip(shares, parts))
+
+
+def join_two_by_two(parts):
+    (m, s, y), *more = [p for p in parts if p[1]]
+    for n, t, z in more:
+        if n > m: (m, s, y), (n, t, z) = (n, t, z), (m, s, y)
+        s, y = s + t*math.exp(n - m), y + z*math.exp(n - m)
+    return y/s
+
+
+JOIN = [(partial(join, sums=False, mixtures=False), "to one maximum"), (partial(join, sums=False), "the totals too"), (partial(join, mixtures=False), "the mixtures too"),
+        (lambda p: join(p)*sum(s*math.exp(m - max(n for n, *_ in p)) for m, s, _ in p), "divide by the total"), (lambda p: sum(y/s for _, s, y in p if s)/sum(1 for _, s, _ in p if s), "by its share"),
+        (partial(join, shift=lambda m, high: math.exp(min(700, high - m))), "exp(maximum - highest)"), (lambda p: sum(y/s for _, s, y in p if s)/len(p), "expected"),
+        (lambda p: sum(math.exp(m)*y for m, _, y in p)/sum(math.exp(m)*s for m, s, _ in p), "OverflowError"), (lambda p: 1/join(p), "expected"), (lambda p: p[0][2]/p[0][1], "expected"),
+        (lambda p: max(p)[2]/max(p)[1], "expected")]
+
+
 TASKS = {"count_sectors": (SECTORS, sectors, sectors_by_bytes), "rounds": (BANKS, rounds, rounds_step_by_step), "blocks_per_sm": (BLOCKS, blocks, blocks_by_trying),
          "idle_share": (IDLE, idle, idle_in_floats), "product_bytes": (MOVED, moved, moved_tile_by_tile), "tile_order": (ORDER, order, order_by_sorting),
          "update": (UPDATE, update, update_one_by_one), "best_tile": (TILE, tile, tile_by_halving), "races": (RACES, races_by_address, races_in_pairs),
-         "flash_loads": (FLASH, flash, flash_by_formula), "expert_tiles": (EXPERTS, experts, experts_token_by_token)}
+         "flash_loads": (FLASH, flash, flash_by_formula), "expert_tiles": (EXPERTS, experts, experts_token_by_token),
+         "join": (JOIN, join, join_two_by_two)}
 graders = Graders(ex, [(task, *pair) for task, (wrong, right, _) in TASKS.items() for pair in wrong + spoiled(right)],
                   [(task, f) for task, (_, *right) in TASKS.items() for f in right])
 test_wrong_answers, test_right_answers, test_each_grader, test_same_words = graders.tests(least_wrong=10)

@@ -211,7 +211,8 @@ def test_wrong_types(model, change):
 
 
 def test_other_errors(model):
-    with pytest.raises(ValueError, match="logits"): next(generate(lambda ids: table(ids)*math.nan, [0], 5))
+    for temperature in (0., 1.):
+        with pytest.raises(ValueError, match="logits"): next(generate(lambda ids: table(ids)*math.nan, [0], 5, temperature=temperature))
     with pytest.raises(ValueError, match="at least two"): log_probs(model, [0])
     with pytest.raises(ValueError, match="300 ids, the model's vocabulary 257"): complete(model, MERGED, "a")
     with pytest.raises(ValueError, match="id 257"): list(stream_text(BYTES, [257]))

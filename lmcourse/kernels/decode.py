@@ -11,7 +11,8 @@ __all__ = ['TILE', 'SPLITS', 'SLOTS', 'KNOWN', 'ACTIVATIONS', 'load_rows', 'norm
 from typing import Any
 import torch
 from ..inference.kv_cache import GraphDecoder
-from .traffic import FLOATS, Cost, jit, next_power_of_two, no_kernels, tl
+from .traffic import FLOATS, Cost, interpreted, jit, next_power_of_two
+from .traffic import no_kernels, tl
 from ..tools.config import refuse_fields
 
 # %% ../../nbs/09_kernels/09k_decode.ipynb #f997c62c
@@ -34,7 +35,6 @@ def activated(y, KIND: tl.constexpr):
     if KIND == "silu": y = y/(1 + tl.exp(-y))
     if KIND == "gelu": y = y/(1 + tl.exp(-1.5957691216057308*(y + .044715*y*y*y)))
     if KIND == "relu": y = tl.maximum(y, 0.)
-    if KIND == "relu2": y = tl.maximum(y, 0.)*tl.maximum(y, 0.)
     return y
 
 # %% ../../nbs/09_kernels/09k_decode.ipynb #b4d07e72
@@ -211,15 +211,16 @@ def embed_kernel(token, position, embeddings, places, x, D, scale, PLACES: tl.co
 # %% ../../nbs/09_kernels/09k_decode.ipynb #d652bb25
 KNOWN = {"TransformerLM", "ModuleList", "TransformerBlock", "CausalSelfAttention", "FeedForward",
          "Linear", "Embedding", "RMSNorm", "LayerNorm", "Identity", "RoPE", "SinusoidalPositions"}
-ACTIVATIONS = "silu", "gelu", "relu", "relu2"
+ACTIVATIONS = "silu", "gelu", "relu"
 
 def check_model(
     model:Any, # A `TransformerLM`
 ):
     "Raise `ValueError` for a model whose step our kernels can't compute."
     weight, c = model.token_embeddings.weight, model.config
-    if why := no_kernels(weight.device):
-        raise ValueError(f"KernelDecoder {why}: GraphDecoder would do")
+    why = no_kernels(weight.device)
+    if weight.is_cuda and interpreted: why = "can't record interpreted kernels in a graph"
+    if why: raise ValueError(f"KernelDecoder {why}: GraphDecoder would do")
     names = "norm_position", "qk_norm", "num_experts", "kv_lora_rank", "mup_base_width"
     refuse_fields(c, "KernelDecoder", "GraphDecoder", names)
     odd = sorted({type(m).__name__ for m in model.modules()} - KNOWN)
