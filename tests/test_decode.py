@@ -7,7 +7,8 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("triton", reason="kernels need triton: pip install 'lmcourse[kernels]'")
 
 from lmcourse.architecture.layers_torch import FeedForward, LayerNorm, Linear, RMSNorm
-from lmcourse.architecture.transformer_torch import TransformerLM
+from lmcourse.architecture.attention_torch import causal_attention
+from lmcourse.architecture.transformer_torch import Parts, TransformerLM
 from lmcourse.generation.generate import generate
 from lmcourse.inference.kv_cache import CachedDecoder, GraphDecoder
 from lmcourse.kernels import decode, traffic
@@ -136,6 +137,13 @@ def test_unknown_parts_and_places(monkeypatch):
     assert gpu_decoder(model) is KernelDecoder
     model.layers[1].ffn.w2 = Lora(48, 32)
     with expect_error(ValueError, "does not compute Lora: GraphDecoder does"): KernelDecoder(model)
+    own = TransformerLM(TINY, parts=Parts(attention=lambda *a: causal_attention(*a)))
+    with expect_error(ValueError, "does not compute parts of your own"): KernelDecoder(own)
+    gaps = TransformerLM(TINY)
+    gaps.layers[0].ffn.w1.weight = torch.nn.Parameter(torch.randn(32, 48).T)
+    with expect_error(ValueError, "does not compute weights with gaps"): KernelDecoder(gaps)
+    with expect_error(TypeError, "norm is BatchNorm1d"): project(torch.randn(32), torch.nn.BatchNorm1d(32), Linear(32, 8), torch.empty(8))
+    with expect_error(ValueError, "expected both or none"): project(torch.randn(32), None, Linear(32, 8), torch.empty(8), Linear(32, 8, bias=True))
     with expect_error(ValueError, "does not compute torch.float64"): KernelDecoder(TransformerLM(TINY, dtype=torch.float64))
     with expect_error(ValueError, "can't record interpreted kernels"): decode.check_model(OnCard(TINY))
     monkeypatch.setattr(traffic, "interpreted", False)

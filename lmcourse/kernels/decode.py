@@ -10,6 +10,7 @@ __all__ = ['TILE', 'SPLITS', 'SLOTS', 'KNOWN', 'ACTIVATIONS', 'load_rows', 'norm
 # %% ../../nbs/09_kernels/09k_decode.ipynb #66aaa117
 from typing import Any
 import torch
+from ..architecture.transformer_torch import Parts
 from ..inference.kv_cache import GraphDecoder
 from .traffic import FLOATS, Cost, interpreted, jit, next_power_of_two
 from .traffic import no_kernels, tl
@@ -82,8 +83,11 @@ def tile_of(width:int)->tuple: # Rows, padded width and warps
 
 def norm_arrays(norm:Any, spare:torch.Tensor # The norm, or none; an array to pass instead of none
 )->tuple: # Gain, shift, and the constants of the kernel
-    "Return what a kernel needs to know about a norm."
-    kind = {"RMSNorm": 1, "LayerNorm": 2}.get(type(norm).__name__, 0)
+    "Return what a kernel needs to know about a norm. `TypeError` for a norm that it doesn't know."
+    kinds = {"NoneType": 0, "Identity": 0, "RMSNorm": 1, "LayerNorm": 2}
+    if (name := type(norm).__name__) not in kinds:
+        raise TypeError(f"norm is {name}, expected RMSNorm, LayerNorm or none")
+    kind = kinds[name]
     shift = getattr(norm, "bias", None)
     return (norm.weight if kind else spare, spare if shift is None else shift,
             dict(NORM=kind, SHIFT=shift is not None, eps=norm.eps if kind else 0.))
@@ -91,8 +95,8 @@ def norm_arrays(norm:Any, spare:torch.Tensor # The norm, or none; an array to pa
 # %% ../../nbs/09_kernels/09k_decode.ipynb #7498e5bc
 def ahead(device:torch.device)->dict: # Launch options
     "Return how to launch kernels on a device: ahead of their input from Hopper (H100) on."
-    if device.type != "cuda" or torch.cuda.get_device_capability(device) < (9, 0):
-        return dict(AHEAD=False)
+    if device.type != "cuda" or torch.version.hip: return dict(AHEAD=False)
+    if torch.cuda.get_device_capability(device) < (9, 0): return dict(AHEAD=False)
     return dict(AHEAD=True, launch_pdl=True)
 
 def project(
@@ -106,6 +110,8 @@ def project(
 ):
     "Compute `activation(linear(norm(x)))*gate(norm(x))` for one token."
     (R, D), second = linear.weight.shape, linear if gate is None else gate
+    if (linear.bias is None) != (second.bias is None):
+        raise ValueError("project: one of two matrices has a bias, expected both or none")
     rows, width, warps = tile_of(D)
     gain, shift, how = norm_arrays(norm, x)
     bias = [x if m.bias is None else m.bias for m in (linear, second)]
@@ -116,7 +122,7 @@ def project(
 
 # %% ../../nbs/09_kernels/09k_decode.ipynb #5024bf6a
 def project_cost(R:int, D:int, size:int=4)->Cost: # `size`: bytes per weight
-    "Cost of `project` with an RMSNorm and without biases: only the matrix is large."
+    "Cost of `project` with an RMSNorm, without biases: each program reads input and gain."
     programs = -(-R//tile_of(D)[0])
     return Cost(size*R*D + programs*D*(4 + size), 4*R)
 
@@ -129,11 +135,11 @@ def heads_kernel(x, gain, shift, wq, wk, wv, bq, bk, bv, rope, position, q, keys
     "Compute some rows of the queries, keys or values of a token; keys and values are cached."
     start_next(AHEAD)
     row, columns = tl.program_id(0)*ROWS, tl.arange(0, WIDTH)
-    if row < H*K: w, bias, first = wq, bq, K*0
+    if row < H*K: w, bias, first = wq, bq, K*0  # Not 0: all branches need the same type
     elif row < (H + G)*K: w, bias, first = wk, bk, H*K
     else: w, bias, first = wv, bv, (H + G)*K
     rows, inside = row - first + tl.arange(0, ROWS), columns < D
-    tile = load_rows(w, rows, columns, (H + G)*K, D).to(tl.float32)
+    tile = load_rows(w, rows, columns, H*K, D).to(tl.float32) # ROWS divides K: all are there
     g, s, b = 1., 0., 0.
     if NORM: g = tl.load(gain + columns, mask=inside, other=0.).to(tl.float32)
     if SHIFT: s = tl.load(shift + columns, mask=inside, other=0.).to(tl.float32)
@@ -226,6 +232,8 @@ def check_model(
     odd = sorted({type(m).__name__ for m in model.modules()} - KNOWN)
     if weight.dtype not in FLOATS: odd.append(str(weight.dtype))
     if c.ffn_kind.activation not in ACTIVATIONS: odd.append(c.ffn_kind.activation)
+    if model.parts != Parts(): odd.append("parts of your own")
+    if not all(p.is_contiguous() for p in model.parameters()): odd.append("weights with gaps")
     if odd: raise ValueError(f"KernelDecoder does not compute {odd[0]}: GraphDecoder does")
 
 def gpu_decoder(
