@@ -25,7 +25,7 @@ TINY = ModelConfig(vocab_size=60, context_length=24, d_model=32, num_layers=2, n
 
 class OnCard:
     "What the check asks of a model on a GPU"
-    is_cuda, device, dtype = True, torch.device("cuda"), torch.float32
+    device, dtype = torch.device("cuda"), torch.float32
     def __init__(self, config): self.config = config; self.token_embeddings = self.weight = self
 
 
