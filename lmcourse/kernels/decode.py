@@ -225,7 +225,8 @@ def check_model(
     "Raise `ValueError` for a model whose step our kernels can't compute."
     weight, c = model.token_embeddings.weight, model.config
     why = no_kernels(weight.device)
-    if weight.device.type == "cuda" and interpreted: why = "can't record interpreted kernels in a graph"
+    if weight.device.type == "cuda" and interpreted:
+        why = "can't record interpreted kernels in a graph"
     if why: raise ValueError(f"KernelDecoder {why}: GraphDecoder would do")
     names = "norm_position", "qk_norm", "num_experts", "kv_lora_rank", "mup_base_width"
     refuse_fields(c, "KernelDecoder", "GraphDecoder", names)
