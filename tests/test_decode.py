@@ -115,6 +115,17 @@ def test_a_gated_network_with_biases_is_added():
     check_close(x, expected, 1e-4, 1e-5)
 
 
+@pytest.mark.parametrize("change, words", [
+    (dict(x=torch.zeros(31)), "x is torch.float32 (31,), expected 32 float32 in a row"), (dict(x=torch.zeros(32, dtype=torch.float64)), "x is torch.float64"),
+    (dict(x=torch.zeros(64)[::2]), "in a row"), (dict(out=torch.zeros(9)), "out is torch.float32 (9,), expected 8"), (dict(gate=Linear(32, 9)), "matrices (8, 32) and (9, 32)"),
+    (dict(gate=Linear(32, 8, bias=True)), "expected both or none"), (dict(activation="swish"), "unknown activation of project 'swish'"),
+    (dict(linear=torch.nn.utils.skip_init(torch.nn.Linear, 32, 8, bias=False)), "has gaps")], ids=str)
+def test_what_a_product_cannot_take(change, words):
+    if words == "has gaps": change["linear"].weight = torch.nn.Parameter(torch.randn(32, 8).T)
+    given = dict(x=torch.zeros(32), norm=None, linear=Linear(32, 8), out=torch.zeros(8)) | change
+    with expect_error(ValueError, words): project(**given)
+
+
 def test_tiles_fit():
     for width in (1, 40, 768, 1024, 3072, 5000, 11_008, 28_672):
         rows, padded, warps = tile_of(width)
@@ -143,7 +154,6 @@ def test_unknown_parts_and_places(monkeypatch):
     gaps.layers[0].ffn.w1.weight = torch.nn.Parameter(torch.randn(32, 48).T)
     with expect_error(ValueError, "does not compute weights with gaps"): KernelDecoder(gaps)
     with expect_error(TypeError, "norm is BatchNorm1d"): project(torch.randn(32), torch.nn.BatchNorm1d(32), Linear(32, 8), torch.empty(8))
-    with expect_error(ValueError, "expected both or none"): project(torch.randn(32), None, Linear(32, 8), torch.empty(8), Linear(32, 8, bias=True))
     with expect_error(ValueError, "does not compute torch.float64"): KernelDecoder(TransformerLM(TINY, dtype=torch.float64))
     with expect_error(ValueError, "can't record interpreted kernels"): decode.check_model(OnCard(TINY))
     monkeypatch.setattr(traffic, "interpreted", False)

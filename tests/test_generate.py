@@ -211,6 +211,7 @@ def test_wrong_types(model, change):
 
 
 def test_other_errors(model):
+    assert list(generate(lambda ids: torch.zeros_like(table(ids)), [0], 3, temperature=0.)) == [0]*3      # of equal ones the lowest id
     for temperature in (0., 1.):
         with pytest.raises(ValueError, match="logits"): next(generate(lambda ids: table(ids)*math.nan, [0], 5, temperature=temperature))
     with pytest.raises(ValueError, match="at least two"): log_probs(model, [0])

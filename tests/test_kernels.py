@@ -210,7 +210,7 @@ def step_kernels(AHEAD):
     return [("decode.embed_kernel", (I64, I64) + (F32,)*3 + ("i32", "fp32"), dict(PLACES=True, BLOCK=1024, AHEAD=AHEAD)),
             ("decode.project_kernel", (F32,)*8 + ("i32", "i32", "fp32"), STEP | dict(KIND="silu", GATED=True, ADD=True, AHEAD=AHEAD)),
             ("decode.heads_kernel", (F32,)*10 + (I64,) + (F32,)*3 + ("i32",)*5 + ("fp32",), STEP | dict(ROPE=True, AHEAD=AHEAD)),
-            ("decode.attend_kernel", (F32,)*3 + (I64,) + (F32,)*3 + (I32, F32) + ("i32",)*4 + ("fp32",), dict(SPLITS=8, SLOTS=32, WIDE=64, AHEAD=AHEAD))]
+            ("decode.attend_kernel", (F32,)*3 + (I64,) + (F32,)*3 + (I32, F32) + ("i32",)*4 + ("fp32",), dict(SPLITS=16, SLOTS=32, WIDE=64, AHEAD=AHEAD))]
 KERNELS += step_kernels(False)
 for window in (0, 100):
     for name, arrays in (("flash_kernel", (F16,)*4 + (F32,)), ("flash_dq_kernel", (F16,)*4 + (F32, F32, F16)), ("flash_dkv_kernel", (F16,)*4 + (F32, F32, F16, F16))):
@@ -229,7 +229,7 @@ def test_all_kernels_compile_for_a_gpu_that_is_not_there(cc):
 
 @pytest.mark.slow
 def test_a_step_asks_for_its_weights_before_it_waits():
-    "All loads of a matrix stand before the wait in the code of an H100, and nothing is spilled"
+    "Most loads of a product stand before the wait in the code of an H100, no store does, and nothing is spilled"
     for code in compile_kernels(Job(*k, capability=90) for k in step_kernels(True)):
         before, wait, after = code.ptx.partition("griddepcontrol.wait")
         assert wait and not code.stack_bytes

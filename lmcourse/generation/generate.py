@@ -184,7 +184,7 @@ def _draw(settings:dict, generator:torch.Generator
     next_token_probs(torch.zeros(1), **settings)        # raises now, not at the first token
     greedy = settings.get("temperature") == 0 and settings.get("repetition_penalty") is None
     def draw(logits, drawn):
-        if greedy: # without the work of a distribution; the draw rejects what is not finite
+        if greedy: # the largest logit needs no distribution; `sample` rejects what is not finite
             largest, best = logits.max(-1)
             if math.isfinite(largest.item()): return best.item()
         return sample(next_token_probs(logits, **settings, seen=drawn), generator).item()

@@ -163,8 +163,8 @@ def without_stand_in(cells):
     "Where a function has no docstring, nbdev shows that of Python's own call."
     for c in cells:
         for o in c.get("outputs", []):
-            if "text/markdown" in (data := o.get("data", {})):
-                data["text/markdown"] = data["text/markdown"].replace("*Call self as a function.*", "").rstrip() + "\n"
+            if (said := o.get("data", {}).get("text/markdown", "")).endswith(of_call := "*Call self as a function.*"):
+                o.data["text/markdown"] = said.removesuffix(of_call).rstrip() + "\n"
 
 
 def spoken(text):
