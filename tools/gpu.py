@@ -361,10 +361,99 @@ def training(name, steps, windows, seconds, toy):
                 waited=trainer.waited/trainer.elapsed, loss=result.loss, floor=result.floor, excess=result.excess,
                 curve=[[m["step"], m["valid_loss"]] for m in lines])
 
+# Serving
+
+def together(model, paged, many, length):
+    "A function that answers so many requests at once, and the engine that does it"
+    from lmcourse import Engine
+    from lmcourse.inference.engine import Request
+    engine = Engine(model, many*(length//16 + 2), 16, many, max(256, many), share=False, paged=paged)
+    return engine, lambda: engine.run([Request((1, 2, 3 + i % 50), length, temperature=0.) for i in range(many)])
+
+
+def together_by_transformers(model, many, length, toy):
+    import torch
+    from lmcourse.architecture.pretrained import to_hf
+    theirs = to_hf(model).to(model.token_embeddings.weight.device).eval()
+    prompts = torch.tensor([[1, 2, 3 + i % 50] for i in range(many)], device=theirs.device)
+    how = dict(attention_mask=torch.ones_like(prompts), do_sample=False, eos_token_id=None, pad_token_id=0, **({} if toy else dict(cache_implementation="static")))
+    return lambda: theirs.generate(prompts, max_new_tokens=length, **how)
+
+
+def median_time(call, times, device):
+    found = []
+    for _ in range(times):
+        sync(device)
+        start = time.perf_counter()
+        call()
+        sync(device)
+        found.append(time.perf_counter() - start)
+    return statistics.median(found)
+
+
+def few_rows(toy):
+    "Microseconds of products with 16 rows, and their largest errors: torch's, and ours. Twenty matrices in turns, more than the cache holds"
+    import torch
+    from lmcourse.kernels.serving import SplitKLinear
+    device, found, copies = device_for(toy), {}, 2 if toy else 20
+    for name, (N, D) in {"q, k, v": (2304, 768), "output": (768, 768), "up": (3072, 768), "down": (768, 3072)}.items():
+        if toy: N, D = N//48, D//48
+        linears = [torch.nn.Linear(D, N, device=device) for _ in range(copies)]
+        x, ways = torch.randn(16, D, device=device), dict(torch=linears, ours=[SplitKLinear(m) for m in linears])
+        exact, found[name] = linears[0].double()(x.double()), {}
+        linears[0].float()
+        for who, modules in ways.items():
+            def all_of_them(modules=modules): return [m(x) for m in modules]
+            found[name][f"{who}_error"] = (modules[0](x) - exact).abs().max().item()
+            if device.type == "cuda":
+                from lmcourse.inference.kv_cache import record_graph
+                graph, _ = record_graph(all_of_them, device)
+                found[name][f"{who}_us"] = 1e6*median_time(graph.replay, 7, device)/copies
+            else: found[name][f"{who}_us"] = 1e6*median_time(all_of_them, 1, device)/copies
+    return found
+
+
+def same_bits(model, paged, toy):
+    "Of some requests, how many get the same log-probabilities alone, together, and with prompts in pieces and too few blocks"
+    from lmcourse import Engine
+    from lmcourse.inference.engine import Request
+    many, length = (2, 2) if toy else (20, 40)
+    requests = [Request(tuple((7*i + 5*j) % 60 for j in range(1 + 8*i)), length, temperature=0., log_probs=0) for i in range(many)]
+    blocks = -(-(8*many + length)//16)
+    one, crowd, tight = (Engine(model, n, 16, running, budget, share=False, paged=paged)
+                         for n, running, budget in ((blocks, 1, 256), (many*blocks, many, 256), (2*blocks, many, many + 17)))
+    alone, crowd, tight = [one.run([r])[0] for r in requests], crowd.run(requests), tight.run(requests)
+    return dict(requests=many, together=sum(s.log_probs == t.log_probs for s, t in zip(alone, crowd)), preempted=sum(s.preempted for s in tight),
+                tight=sum(s.log_probs == t.log_probs for s, t in zip(alone, tight)))
+
+
+def serving(preset, toy):
+    "Many texts at once: tokens/s of the engine, of the engine with our kernels, and of transformers; the graphs alone; products of few rows; bits"
+    import torch
+    if toy: os.environ["TRITON_INTERPRET"] = "1"        # On a machine with a GPU too
+    from lmcourse import TransformerLM
+    from lmcourse.inference.engine import PagedModel
+    from lmcourse.kernels.serving import GraphModel
+    device, length, rates, graphs = device_for(toy), 2 if toy else 200, {}, {}
+    model = TransformerLM(config_of(preset, toy), seed=0).to(device).eval()
+    for many in (2,) if toy else (1, 16, 128):
+        for name, paged in (("engine", PagedModel), ("our kernels", GraphModel)):
+            engine, answer = together(model, paged, many, length)
+            answer()
+            rates[f"{name}, {many}"] = many*length/median_time(answer, 1 if toy else 3, device)
+            if paged is GraphModel and device.type == "cuda":
+                graphs |= {size: 1e6*median_time(lambda g=g: [g.replay() for _ in range(50)], 5, device)/50 for size, (g, _) in engine.paged.graphs.items()}
+        answer = together_by_transformers(model, many, length, toy)
+        answer()
+        rates[f"transformers, {many}"] = many*length/median_time(answer, 1 if toy else 3, device)
+    bits = {name: same_bits(model, paged, toy) for name, paged in (("engine", PagedModel), ("our kernels", GraphModel))}
+    with torch.no_grad(): return dict(tokens_per_s=rates, graph_us=graphs, products=few_rows(toy), same_bits=bits)
+
 
 STEPS = {"tests": tests, "products": products, "kernels": partial(by_kernel, "kernels"), "launches": partial(by_kernel, "launches")} | {n: partial(recipe, n) for n in RECIPES} | {
     f"step: {n}": partial(training_step, n) for n in TRAINERS} | {
     "writing, 42M": partial(writing, "leaderboard-42m"), "writing, GPT-2 small": partial(writing, "gpt2-small"),
+    "serving, 42M": partial(serving, "leaderboard-42m"), "serving, GPT-2 small": partial(serving, "gpt2-small"),
     "36M on stories": partial(training, "ts-36m", 5000, 128, 390), "GPT-2 small": partial(training, "gpt2-small", 10**5, 32, 60),
     "loop": loop}
 

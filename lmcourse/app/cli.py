@@ -8,13 +8,14 @@ __all__ = ['CUT_OFF', 'SHARED_OUT', 'BITS', 'BENCHES', 'COMPLETIONS', 'COMMANDS'
            'refuse_existing', 'prepare', 'validation_documents', 'training_documents', 'NotThisJob', 'begun',
            'unfinished_job', 'told_to_go_on', 'ngram_line', 'TrainCommand', 'new_trainer', 'open_data',
            'matching_tokenizer', 'go_on', 'model_table', 'cost_lines', 'speed_lines', 'device_here', 'train_to_the_end',
-           'result_line', 'loss_plot', 'draw', 'story', 'beginning', 'checked_device', 'decoder_for', 'load_draft',
-           'draw_story', 'GenerateCommand', 'ServeCommand', 'ChatCommand', 'PlotCommand', 'QuickstartCommand',
-           'get_ready', 'quickstart_configs', 'plan', 'keep', 'AccountCommand', 'PlanCommand', 'ScaleCommand', 'smoke',
-           'SmokeCommand', 'AblateCommand', 'SpeedrunCommand', 'DoctorCommand', 'EvalCommand', 'SftCommand',
-           'DpoCommand', 'RlCommand', 'align', 'CurateCommand', 'PipelineCommand', 'BenchTokenizerCommand',
-           'BenchTrainingCommand', 'BenchLoopCommand', 'BenchGenerationCommand', 'BenchKernelsCommand', 'BenchCommand',
-           'CheckCommand', 'ExercisesCommand', 'CompletionCommand', 'one_line', 'parse', 'main', 'kill_as_ctrl_c']
+           'result_line', 'loss_plot', 'draw', 'story', 'beginning', 'checked_device', 'decoder_for', 'paged_for',
+           'load_draft', 'draw_story', 'GenerateCommand', 'ServeCommand', 'ChatCommand', 'PlotCommand',
+           'QuickstartCommand', 'get_ready', 'quickstart_configs', 'plan', 'keep', 'AccountCommand', 'PlanCommand',
+           'ScaleCommand', 'smoke', 'SmokeCommand', 'AblateCommand', 'SpeedrunCommand', 'DoctorCommand', 'EvalCommand',
+           'SftCommand', 'DpoCommand', 'RlCommand', 'align', 'CurateCommand', 'PipelineCommand',
+           'BenchTokenizerCommand', 'BenchTrainingCommand', 'BenchLoopCommand', 'BenchGenerationCommand',
+           'BenchKernelsCommand', 'BenchCommand', 'CheckCommand', 'ExercisesCommand', 'CompletionCommand', 'one_line',
+           'parse', 'main', 'kill_as_ctrl_c']
 
 # %% ../../nbs/90_app/90g_cli.ipynb #56d80fc9
 import contextlib, errno, hashlib, io, json, math, os, re, select, shlex, shutil, signal, socket
@@ -592,6 +593,12 @@ def decoder_for(model:Any, bits:int|None=None): # The fastest decoder for `gener
     if bits is None: return FastDecoder if compiles() else CachedDecoder
     return partial(FastDecoder, pack=partial(quantize_fitting, bits=bits))
 
+def paged_for(model:Any)->type: # Argument `paged` of an `Engine`
+    from lmcourse.inference.engine import PagedModel
+    from lmcourse.kernels.serving import gpu_paged
+    return gpu_paged(model) if next(model.parameters()).device.type == "cuda" else PagedModel
+
+# %% ../../nbs/90_app/90g_cli.ipynb #2137dc03
 def load_draft(folder:Path, tokenizer:Tokenizer, device:str): # A model
     "Load a draft. Raises `ValueError` if its tokenizer isn't `tokenizer`."
     from lmcourse.training.models import load_model
@@ -704,6 +711,7 @@ class ServeCommand:
         from lmcourse.app.serve import Service
         from lmcourse.generation.generate import read_chat_template
         from lmcourse.inference.draft_engine import DraftEngine
+        from lmcourse.inference.engine import Engine
         from lmcourse.inference.kv_cache import CachedDecoder
         from lmcourse.inference.quantization import quantize_linears
         from lmcourse.inference.speculative import DraftModel
@@ -713,11 +721,13 @@ class ServeCommand:
         model, tokenizer = load_model(self.folder, device)
         names = "name", "max_open", "max_running", "max_tokens", "max_body"
         limits = {k: getattr(self, k) for k in names}
+        engine:type = Engine
+        how:dict = dict(paged=paged_for(model))
         if self.draft is not None:
             draft = load_draft(self.draft, tokenizer, device)
-            limits["make_engine"] = partial(DraftEngine,
-                                            make_draft=partial(DraftModel, draft, CachedDecoder))
+            engine, how["make_draft"] = DraftEngine, partial(DraftModel, draft, CachedDecoder)
         if bits is not None: model = quantize_linears(model, bits)
+        limits["make_engine"] = partial(engine, **how)
         return Service(model, tokenizer, chat_template=template, **limits)
 
 # %% ../../nbs/90_app/90g_cli.ipynb #ed1af3fa

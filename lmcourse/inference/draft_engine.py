@@ -42,7 +42,7 @@ class DraftEngine(Engine):
         "Let the drafts guess for sequences that need a token, as far as budget and memory allow."
         guesses = {}
         for s in work:
-            left = s.request.max_tokens - len(s.tokens) - 1 # The last token is not computed
+            left = s.request.max_tokens - s.length - 1 # The last token is not computed
             count = min(self.lookahead, left, self.token_budget - sum(work.values()))
             if s.missing > 1 or s.request.repetition_penalty is not None or count < 1: continue
             if not self.reserve(s, len(s.ids) + count): continue
@@ -69,7 +69,7 @@ class DraftEngine(Engine):
         "Propose, compute once, and keep what the model accepts."
         if not (work := self.schedule()): return []
         guesses = self.propose(work)
-        rows, spans = _with_guesses(rows_of(work, self.pool.block_size, self.device), work, guesses)
+        rows, spans = _with_guesses(rows_of(work, self.pool.block_size), work, guesses)
         logits = self.paged.forward(rows)
         self.steps, self.computed = self.steps + 1, self.computed + sum(work.values())
         for s,(proposal,_) in guesses.items(): del s.ids[-len(proposal):]
@@ -81,7 +81,7 @@ class DraftEngine(Engine):
         ends |= {s: self.keep(s, proposal, q, logits[spans[s]])
                  for s,(proposal,q) in guesses.items()}
         for s in work:
-            s.versions += [self.version]*(len(s.tokens) - len(s.versions))
+            s.versions += [self.version]*(s.length - len(s.versions))
             if self.share: self.tell_names(s)
             self.forget_unseen(s)
         for s,reason in ends.items():
@@ -104,5 +104,5 @@ def _with_guesses(rows, work:dict, guesses:dict
         mine = [r for r in range(begin, begin + n) if s in guesses or r in asked]
         spans[s] = slice(len(wanted), len(wanted) + len(mine))
         wanted, begin = wanted + mine, begin + n
-    wanted = torch.tensor(wanted, device=rows.ids.device, dtype=torch.int64)
+    wanted = torch.tensor(wanted, dtype=torch.int64)
     return replace(rows, wanted=wanted), spans

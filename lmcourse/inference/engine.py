@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
-from operator import index
+from operator import attrgetter, index
 from typing import Any
 from ..architecture.attention_torch import causal_attention
 from ..architecture.layers_torch import FeedForward
@@ -77,6 +77,8 @@ class Sequence:
     @property
     def tokens(self)->list: return self.ids[len(self.request.ids):] # The answer so far
     @property
+    def length(self)->int: return len(self.ids) - len(self.request.ids) # Number of its tokens
+    @property
     def missing(self)->int: return len(self.ids) - self.computed    # Tokens without keys and values
 
     def name(self, i:int, size:int)->bytes: # Block `i` must be full
@@ -129,34 +131,37 @@ class PackedLinear(torch.nn.Module):
 # %% ../../nbs/07_inference/07b_engine.ipynb #03789ffd
 class PackedFeedForward(torch.nn.Module):
     "A `FeedForward` with packed weights; the two matrices that widen are side by side."
-    def __init__(self, ffn:Any):
+    def __init__(self, ffn:Any, linear:Callable=PackedLinear): # Arguments as for `pack_linears`
         super().__init__()
         self.gated, self.activation = ffn.w3 is not None, ffn.activation
-        self.up, self.down = PackedLinear(ffn.w1, *[ffn.w3]*self.gated), PackedLinear(ffn.w2)
+        self.up, self.down = linear(ffn.w1, *[ffn.w3]*self.gated), linear(ffn.w2)
 
     def forward(self, x:torch.Tensor)->torch.Tensor: # `(..., D)` to `(..., D)`
         if not self.gated: return self.down(self.activation(self.up(x)))
         a, b = self.up(x).chunk(2, -1)
         return self.down(self.activation(a)*b)
 
-def pack_linears(model:Any
-): # Another `TransformerLM`, which shares all tensors that are not packed
-    "Pack the weights of a `TransformerLM`. Layers of other kinds stay as they are."
+def pack_linears(
+    model:Any, # A `TransformerLM`
+    # Class of the packed layers, made from one or more linear layers with the same input
+    linear:Callable=PackedLinear,
+)->Any: # Another `TransformerLM`, which shares all tensors that are not packed
+    "Pack the weights of a model. Layers of other kinds stay as they are."
     def plain(*parts): return all(isinstance(p, torch.nn.Linear) for p in parts)
     twin = copy.deepcopy(model, {id(t): t for t in (*model.parameters(), *model.buffers())})
     for layer in twin.layers:
         attn = layer.attn
-        if plain(attn.q_proj, attn.k_proj, attn.v_proj): attn.project = _Heads(attn)
-        if plain(attn.output_proj): attn.output_proj = PackedLinear(attn.output_proj)
+        if plain(attn.q_proj, attn.k_proj, attn.v_proj): attn.project = _Heads(attn, linear)
+        if plain(attn.output_proj): attn.output_proj = linear(attn.output_proj)
         if isinstance(layer.ffn, FeedForward) and plain(*layer.ffn.children()):
-            layer.ffn = PackedFeedForward(layer.ffn)
-    if plain(twin.lm_head): twin.lm_head = PackedLinear(twin.lm_head)
+            layer.ffn = PackedFeedForward(layer.ffn, linear)
+    if plain(twin.lm_head): twin.lm_head = linear(twin.lm_head)
     return twin
 
 # %% ../../nbs/07_inference/07b_engine.ipynb #aacbe25d
 class _Heads: # Replaces `CausalSelfAttention.project` by a single product
-    def __init__(self, attn):
-        self.product, self.head_dim = (PackedLinear(attn.q_proj, attn.k_proj, attn.v_proj),
+    def __init__(self, attn, linear):
+        self.product, self.head_dim = (linear(attn.q_proj, attn.k_proj, attn.v_proj),
                                        attn.head_dim)
         self.heads = [len(p.weight)//attn.head_dim for p in (attn.q_proj, attn.k_proj, attn.v_proj)]
 
@@ -227,6 +232,10 @@ class Rows:
     computed:list          # Number of tokens of each sequence computed before
     wanted:torch.Tensor    # Indices of the rows whose logits are needed
     plans:tuple = ()       # Plans from `plan_attention`, if they are used
+
+    def to(self, device:str|torch.device)->"Rows":
+        moved:dict = {name: x.to(device) for name,x in vars(self).items() if torch.is_tensor(x)}
+        return replace(self, **moved)
 
 # %% ../../nbs/07_inference/07b_engine.ipynb #bd182db2
 def gathered_attention(
@@ -425,12 +434,15 @@ class PagedModel:
         num_blocks:int, # Number of blocks
         block_size:int, # Tokens per block
     ):
-        self.model, self.config, c = pack_linears(model), model.config, model.config
+        self.config = c = model.config
+        self.use(model)
         weight = model.token_embeddings.weight
         shape = c.num_layers, 2, num_blocks, c.kv_heads, block_size, c.head_size
         self.cache = torch.zeros(shape, dtype=weight.dtype, device=weight.device)
         on_cpu = weight.device.type == "cpu" and weight.dtype.itemsize >= 4
         self.attend = paged_attention if on_cpu else batched_attention
+
+    def use(self, model:Any): self.model = pack_linears(model) # Replaces the weights
 
     @torch.no_grad()
     def forward(self, rows:Rows)->torch.Tensor: # Logits `(wanted, V)`, float32 at least
@@ -439,6 +451,7 @@ class PagedModel:
         def attention(q, keys, values, window):
             return self.attend(q[..., 0, :], keys, values, rows, window)[..., None, :]
         for layer in self.model.layers: layer.attn.attention = attention
+        rows = rows.to(self.cache.device)
         if len(rows.ids) == 1 and self.attend is paged_attention: rows = _twice(rows)
         if self.attend is batched_attention:
             c = self.config
@@ -457,12 +470,11 @@ def _twice(rows:Rows
 
 # %% ../../nbs/07_inference/07b_engine.ipynb #355f4d5d
 def rows_of(
-    work:dict,                     # Maps each sequence to the number of tokens to compute
-    block_size:int,                # Tokens per block
-    device:str|torch.device="cpu", # Device of the model
-)->Rows:
+    work:dict,      # Maps each sequence to the number of tokens to compute
+    block_size:int, # Tokens per block
+)->Rows: # On the CPU
     "Make the rows of a step."
-    tensor = partial(torch.tensor, device=device, dtype=torch.int64)
+    tensor = partial(torch.tensor, dtype=torch.int64)
     spans = [(s, range(s.computed, s.computed + n)) for s,n in work.items()]
     every = [(s, p) for s,span in spans for p in span]
     tables = [[0]*s.dropped + s.blocks for s in work]
@@ -480,7 +492,7 @@ def _scored(s:Sequence, position:int)->bool:
     # whether the logits after this position give a log-probability of the prompt not known yet
     return s.request.scores_prompt and len(s.prompt_log_probs) <= position < len(s.request.ids) - 1
 
-# %% ../../nbs/07_inference/07b_engine.ipynb #546c2445
+# %% ../../nbs/07_inference/07b_engine.ipynb #f3a75cc8
 def sample_rows(
     probs:torch.Tensor, # Probabilities `(B, V)`
     generators:list,    # One random generator for each row
@@ -489,6 +501,33 @@ def sample_rows(
     u = torch.cat([torch.rand(1, 1, dtype=torch.float64, generator=g) for g in generators])
     return inverse_cdf(probs, u)
 
+# %% ../../nbs/07_inference/07b_engine.ipynb #9b58e41f
+def _rows_at(x:torch.Tensor, rows:list
+)->torch.Tensor: # No copy if all rows are asked for: a copy of indices to a GPU has to wait for it
+    return x if rows == [*range(len(x))] else x[rows]
+
+_settings_of = attrgetter("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+
+def _sampled_ids(logits:torch.Tensor, sequences:list
+)->list: # An id for each row; all sequences have the settings of the first
+    "Draw from the distribution that the settings ask for."
+    r = sequences[0].request
+    penalized = r.repetition_penalty is not None             # only the penalty reads the answer
+    seen = torch.tensor([sequences[0].tokens]*penalized, dtype=torch.int64)
+    probs = next_token_probs(logits, **r.settings, seen=seen)
+    ids = sample_rows(probs, [s.generator for s in sequences])
+    if not read_at_once(probs): check_distribution(probs)
+    return ids.tolist()
+
+def _likeliest_ids(logits:torch.Tensor, sequences:list
+)->list: # Empty where the settings don't ask for it, or a logit is not finite
+    "Return the id of each row's largest logit, which needs no distribution."
+    r = sequences[0].request
+    if r.temperature or r.repetition_penalty is not None: return []
+    largest, ids = torch.stack([x.float() for x in logits.max(-1)]).tolist() # read back at once
+    return [int(i) for i in ids] if all(map(math.isfinite, largest)) else []
+
+# %% ../../nbs/07_inference/07b_engine.ipynb #546c2445
 def draw_tokens(
     logits:torch.Tensor, # Logits `(B, V)`
     sequences:list,      # The sequence of each row
@@ -497,16 +536,10 @@ def draw_tokens(
     groups, drawn = {}, {}
     for row,s in enumerate(sequences):
         penalised = s.request.repetition_penalty is not None
-        groups.setdefault((*s.request.settings.values(), row if penalised else None),
-                          []).append(row)
+        groups.setdefault((_settings_of(s.request), row if penalised else None), []).append(row)
     for rows in groups.values():
-        some, r = [sequences[n] for n in rows], sequences[rows[0]].request
-        # only the penalty reads `seen`
-        probs = next_token_probs(logits[rows], **r.settings,
-                                 seen=torch.tensor([some[0].tokens], dtype=torch.int64))
-        ids = sample_rows(probs, [s.generator for s in some]) if r.temperature else probs.argmax(-1)
-        if not read_at_once(probs): check_distribution(probs)
-        drawn |= dict(zip(rows, ids.tolist()))
+        some, part = [sequences[n] for n in rows], _rows_at(logits, rows)
+        drawn |= dict(zip(rows, _likeliest_ids(part, some) or _sampled_ids(part, some)))
     return [drawn[row] for row in range(len(sequences))]
 
 # %% ../../nbs/07_inference/07b_engine.ipynb #9b1813c2
@@ -589,13 +622,16 @@ class Scheduler(BlockTables):
     def schedule(self)->dict: # Sequence to number of tokens
         "Choose the work of the next step."
         work:dict = {}
-        calm = True
-        for s in list(self.running):            # oldest first; only the youngest is in its prompt
-            n = min(s.missing, self.token_budget - sum(work.values()))
-            while s in self.running and n and not self.reserve(s, s.computed + n):
-                calm = False                                # a sequence was preempted
-                self.preempt(self.running[-1], work)
-            if s in self.running and n: work[s] = n
+        left, calm, i = self.token_budget, True, 0
+        while i < len(self.running):            # oldest first; only the youngest is in its prompt
+            s = self.running[i]
+            n = min(s.missing, left)
+            if n and not self.reserve(s, s.computed + n):
+                self.preempt(self.running[-1])
+                calm = False
+                continue
+            if n: work[s] = n
+            left, i = left - n, i + 1
         if calm and (self.continuous or not self.running): self.admit(work)
         return work
 
@@ -618,9 +654,8 @@ class Scheduler(BlockTables):
         self.running.remove(s)
         self.forget(s)
 
-    def preempt(self, s:Sequence, work:dict): # The sequence waits again, before all others
+    def preempt(self, s:Sequence): # The sequence waits again, before all others
         self.leave(s)
-        work.pop(s, None)
         s.preempted += 1
         self.waiting.appendleft(s)
 
@@ -638,7 +673,8 @@ def top_logprobs(
 )->tuple: # Log-probability of `id` in nats, and a dict of the likeliest ids with theirs
     """Return the log-probabilities that a request with `log_probs` gets for a token.
     They are the model's own, before temperature and other settings."""
-    log_probs = logits.float().log_softmax(-1)
+    # a copy starts at a round address, on which the order of a GPU's sums depends
+    log_probs = logits.float().clone().log_softmax(-1)
     best = log_probs.topk(min(most, len(logits)))
     return log_probs[id].item(), dict(zip(best.indices.tolist(), best.values.tolist()))
 
@@ -669,10 +705,12 @@ def note_computed(
     "Record what a step computed, and the prompt's log-probabilities if they were requested."
     at, ready = 0, {}
     for s,n in work.items():
-        asked = sum(_scored(s, p) for p in range(s.computed, s.computed + n))
-        for row,i in zip(logits[at:at + asked], s.ids[s.computed + 1:]):
-            s.prompt_log_probs.append(top_logprobs(row, i, s.request.log_probs))
-        s.computed, at = s.computed + n, at + asked
+        if s.request.scores_prompt:
+            asked = sum(_scored(s, p) for p in range(s.computed, s.computed + n))
+            for row,i in zip(logits[at:at + asked], s.ids[s.computed + 1:]):
+                s.prompt_log_probs.append(top_logprobs(row, i, s.request.log_probs))
+            at += asked
+        s.computed += n
         if not s.missing: ready[s] = at; at += 1
     return ready
 
@@ -689,7 +727,7 @@ def accept(
     if token in r.stop: s.stop_log_prob = known; return "stop"
     if known: s.log_probs.append(known)
     s.ids.append(token)
-    return "length" if len(s.tokens) == r.max_tokens else None
+    return "length" if s.length == r.max_tokens else None
 
 # %% ../../nbs/07_inference/07b_engine.ipynb #14b0like
 def check_like(
@@ -716,14 +754,14 @@ class Engine(Scheduler):
         token_budget:int=256,     # Largest number of tokens computed in a step
         continuous:bool=True,     # Whether requests are admitted while others run
         share:bool=True,          # Whether to reuse blocks with the same beginning of a text
+        paged:Callable=PagedModel, # Class that computes the rows
     ):
         c = model.config
         refuse_fields(c, "Engine", names=("kv_lora_rank", "capacity_factor"))
         if num_blocks is None: num_blocks = max_running*-(-c.context_length//block_size)
         limits = max_running, token_budget, continuous, share
         super().__init__(num_blocks, block_size, *limits, c.window)
-        self.paged = PagedModel(model, num_blocks, block_size)
-        self.device = model.token_embeddings.weight.device
+        self.paged = paged(model, num_blocks, block_size)
         self.steps = self.computed = 0          # steps done so far, and tokens computed in them
         self.version = 0                        # how often weights were loaded
 
@@ -741,16 +779,18 @@ class Engine(Scheduler):
     def step(self)->list: # Sequences that got a token
         "Run one step, and draw a token for each sequence that has no tokens left to compute."
         if not (work := self.schedule()): return []
-        logits = self.paged.forward(rows_of(work, self.pool.block_size, self.device))
+        logits = self.paged.forward(rows_of(work, self.pool.block_size))
         self.steps, self.computed = self.steps + 1, self.computed + sum(work.values())
         ready = note_computed(work, logits)
         for s in work:
             if self.share: self.tell_names(s)
             self.forget_unseen(s)
-        drawn = draw_tokens(logits[list(ready.values())], list(ready)) if ready else []
+        rows = list(ready.values())
+        drawn = draw_tokens(_rows_at(logits, rows), list(ready)) if ready else []
+        each = logits.unbind()
         for (s,row),token in zip(ready.items(), drawn):
-            reason = accept(s, token, logits[row])
-            s.versions += [self.version]*(len(s.tokens) - len(s.versions))
+            reason = accept(s, token, each[row])
+            s.versions += [self.version]*(s.length - len(s.versions))
             if reason: self.end(s, reason)
         return list(ready)
 
@@ -762,7 +802,7 @@ class Engine(Scheduler):
             f"load: {len(self.running)} requests are running and {len(self.waiting)} waiting, "
             f"expected none")
         check_like(model, self.paged)
-        self.paged.model = pack_linears(copy.deepcopy(model))
+        self.paged.use(copy.deepcopy(model))
         self.pool = BlockPool(len(self.pool.users), self.pool.block_size)
         self.version += 1
 

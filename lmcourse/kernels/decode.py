@@ -5,7 +5,8 @@
 # %% auto #0
 __all__ = ['TILE', 'ACTIVATIONS', 'SPLITS', 'SLOTS', 'KNOWN', 'load_rows', 'normalized', 'activated', 'start_next',
            'wait_for_input', 'project_kernel', 'tile_of', 'norm_arrays', 'ahead', 'project', 'project_cost',
-           'heads_kernel', 'attend_kernel', 'embed_kernel', 'check_model', 'gpu_decoder', 'KernelDecoder']
+           'heads_kernel', 'take_slots', 'join_parts', 'attend_kernel', 'embed_kernel', 'no_graph', 'check_model',
+           'gpu_decoder', 'KernelDecoder']
 
 # %% ../../nbs/09_kernels/09k_decode.ipynb #66aaa117
 from typing import Any
@@ -178,6 +179,34 @@ def heads_kernel(x, gain, shift, wq, wk, wv, bq, bk, bv, rope, position, q, keys
     tl.store(keys + slot, y, mask=(first == H*K) & (rows < G*K))
     tl.store(values + slot, y, mask=(first == (H + G)*K) & (rows < G*K))
 
+# %% ../../nbs/09_kernels/09k_decode.ipynb #0a0aa05a
+@jit
+def take_slots(query, k, v, inside, m, total, mixed):
+    "Take more keys and values into a softmax: its maximum, its sum and the mixture."
+    z = tl.where(inside, tl.sum(k*query[None], 1), -float("inf"))
+    higher = tl.maximum(m, tl.max(z, 0))
+    e, shrink = tl.exp(z - higher), tl.exp(m - higher)
+    return higher, total*shrink + tl.sum(e, 0), mixed*shrink + tl.sum(e[:, None]*v, 0)
+
+@jit
+def join_parts(m, total, mixed, head, split, parts, maxima, sums, done, out, K,
+               SPLITS: tl.constexpr, WIDE: tl.constexpr):
+    "Store a part of a head's attention; the last program of the head joins the parts."
+    part, d = head*SPLITS + split, tl.arange(0, WIDE)
+    tl.store(parts + part*K + d, mixed, mask=d < K)
+    tl.store(maxima + part, m)
+    tl.store(sums + part, total)
+    tl.debug_barrier()
+    if tl.atomic_add(done + head, 1) == SPLITS - 1:
+        each = head*SPLITS + tl.arange(0, SPLITS)
+        highest = tl.load(maxima + each, cache_modifier=".cg")
+        share = tl.exp(highest - tl.max(highest, 0))
+        whole = tl.sum(tl.load(sums + each, cache_modifier=".cg")*share, 0)
+        mixtures = tl.load(parts + each[:, None]*K + d[None], mask=(d < K)[None], other=0.,
+                           cache_modifier=".cg")
+        tl.store(out + head*K + d, tl.sum(mixtures*share[:, None], 0)/whole, mask=d < K)
+        tl.store(done + head, 0)
+
 # %% ../../nbs/09_kernels/09k_decode.ipynb #dd771924
 SPLITS, SLOTS = 16, 32 # Programs per head; slots of the cache that a program takes at a time
 
@@ -198,25 +227,8 @@ def attend_kernel(q, keys, values, position, parts, maxima, sums, done, out, H, 
         inside = (slots < n)[:, None] & (d < K)[None]
         k = tl.load(keys + at, mask=inside, other=0.).to(tl.float32)
         v = tl.load(values + at, mask=inside, other=0.).to(tl.float32)
-        z = tl.where(slots < n, tl.sum(k*query[None], 1), -float("inf"))
-        higher = tl.maximum(m, tl.max(z, 0))
-        e, shrink = tl.exp(z - higher), tl.exp(m - higher)
-        mixed = mixed*shrink + tl.sum(e[:, None]*v, 0)
-        total, m = total*shrink + tl.sum(e, 0), higher
-    part = h*SPLITS + split
-    tl.store(parts + part*K + d, mixed, mask=d < K)
-    tl.store(maxima + part, m)
-    tl.store(sums + part, total)
-    tl.debug_barrier()
-    if tl.atomic_add(done + h, 1) == SPLITS - 1:
-        each = h*SPLITS + tl.arange(0, SPLITS)
-        highest = tl.load(maxima + each, cache_modifier=".cg")
-        share = tl.exp(highest - tl.max(highest, 0))
-        whole = tl.sum(tl.load(sums + each, cache_modifier=".cg")*share, 0)
-        mixtures = tl.load(parts + each[:, None]*K + d[None], mask=(d < K)[None], other=0.,
-                           cache_modifier=".cg")
-        tl.store(out + h*K + d, tl.sum(mixtures*share[:, None], 0)/whole, mask=d < K)
-        tl.store(done + h, 0)
+        m, total, mixed = take_slots(query, k, v, slots < n, m, total, mixed)
+    join_parts(m, total, mixed, h, split, parts, maxima, sums, done, out, K, SPLITS, WIDE)
 
 # %% ../../nbs/09_kernels/09k_decode.ipynb #3d23efa3
 @jit
@@ -236,15 +248,18 @@ def embed_kernel(token, position, embeddings, places, x, D, scale, PLACES: tl.co
 KNOWN = {"TransformerLM", "ModuleList", "TransformerBlock", "CausalSelfAttention", "FeedForward",
          "Linear", "Embedding", "RMSNorm", "LayerNorm", "Identity", "RoPE", "SinusoidalPositions"}
 
+def no_graph(device:torch.device)->str|None: # The reason, or none if they can
+    "Say why kernels can't compute a step on a device, as a graph on a GPU."
+    if device.type == "cuda" and interpreted: return "can't record interpreted kernels in a graph"
+    return no_kernels(device)
+
 def check_model(
     model:Any, # A `TransformerLM`
 ):
     "Raise `ValueError` for a model whose step our kernels can't compute."
     weight, c = model.token_embeddings.weight, model.config
-    why = no_kernels(weight.device)
-    if weight.device.type == "cuda" and interpreted:
-        why = "can't record interpreted kernels in a graph"
-    if why: raise ValueError(f"KernelDecoder {why}: GraphDecoder would do")
+    if why := no_graph(weight.device):
+        raise ValueError(f"KernelDecoder {why}: GraphDecoder would do")
     names = "norm_position", "qk_norm", "num_experts", "kv_lora_rank", "mup_base_width"
     refuse_fields(c, "KernelDecoder", "GraphDecoder", names)
     odd = sorted({type(m).__name__ for m in model.modules()} - KNOWN)
