@@ -167,6 +167,20 @@ def test_models_are_loaded_where_the_device_says(capsys, monkeypatch):
     assert places[2:] == ["mps"]
 
 
+def test_the_server_takes_the_model_that_fits_the_device(monkeypatch):
+    pytest.importorskip("torch")
+    from lmcourse.inference.draft_engine import DraftEngine
+    from lmcourse.inference.engine import Engine, PagedModel
+    from lmcourse.kernels import serving
+    class Graphs(PagedModel): pass
+    for kind in (PagedModel, Graphs):
+        for draft, engine in ((None, Engine), (files("lmcourse").joinpath("data/quickstart"), DraftEngine)):
+            service = cli.ServeCommand(draft=draft).service()
+            assert type(service.worker.engine) is engine and type(service.worker.engine.paged) is kind
+            service.worker.close()
+        monkeypatch.setattr(serving, "gpu_paged", lambda model: Graphs)
+
+
 @pytest.mark.parametrize("kind, bits", [("int8", 8), ("int4", 4)])
 def test_quantized_weights_write_what_they_stand_for(capsys, kind, bits):
     torch = pytest.importorskip("torch")

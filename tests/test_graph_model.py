@@ -9,9 +9,10 @@ pytest.importorskip("triton", reason="kernels need triton: pip install 'lmcourse
 from lmcourse.architecture.transformer_torch import TransformerLM
 from lmcourse.inference.draft_engine import DraftEngine
 from lmcourse.inference.engine import Engine, PagedModel, Request, Sequence, gathered_attention, rows_of
-from lmcourse.inference.speculative import PromptLookup
+from lmcourse.inference.kv_cache import CachedDecoder
+from lmcourse.inference.speculative import DraftModel
 from lmcourse.kernels import serving
-from lmcourse.kernels.serving import GraphModel, SplitKLinear, attend_to_blocks, gpu_paged, splits_of, token_tables
+from lmcourse.kernels.serving import GraphModel, SplitKLinear, paged_attention_triton, gpu_paged, splits_of, token_tables
 from lmcourse.kernels.traffic import interpreted
 from lmcourse.tools.checks import check_close, expect_error
 from lmcourse.tools.config import ModelConfig
@@ -55,8 +56,8 @@ def test_logits_are_the_engines(device, changes):
     "Of prompts, in one piece and in two, and of a token after them, in a table that needs more than one graph"
     model = model_of(changes, device)
     own, ours = PagedModel(model, 20, 4), GraphModel(model, 20, 4)
-    one, two = sequences(10, 3)
-    for work in ({one: 6}, {one: 3, two: 3}, {one: 1}):
+    one, two, three, four = sequences(10, 3, 9, 2)
+    for work in ({one: 6}, {one: 3, two: 3}, {one: 1}, {three: 9, four: 2}):
         rows = rows_of(work, 4)
         want = own.forward(rows)
         check_close(ours.forward(rows), want, 1e-4, 1e-4*max(1., float(want.abs().max())) if len(want) else 1.)
@@ -66,13 +67,14 @@ def test_logits_are_the_engines(device, changes):
 
 
 @on_both
-def test_weights_of_16_bits(device):
-    "As close to the float32 model with the same weights as torch is, within a third"
-    model, exact = model_of({}, device).to(torch.bfloat16), model_of({}, device)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_weights_of_16_bits(device, dtype):
+    "Nearly as close to the float32 model with the same weights as torch is"
+    model, exact = model_of({}, device).to(dtype), model_of({}, device)
     exact.load_state_dict({k: v.float() for k, v in model.state_dict().items()})
     rows = rows_of(dict.fromkeys(sequences(5), 5), 4)
     mine, theirs, right = (kind(m, 20, 4).forward(rows) for kind, m in ((GraphModel, model), (PagedModel, model), (PagedModel, exact)))
-    assert mine.dtype == torch.float32 and (mine - right).norm() < max(1.33*(theirs - right).norm(), .02*right.norm())
+    assert mine.dtype == torch.float32 and (mine - right).norm() < 1.5*(theirs - right).norm() < .1*right.norm()
 
 
 @on_both
@@ -87,9 +89,23 @@ def test_the_engine_answers_alike(device):
         found = engine.run(requests)
         assert sum(s.preempted for s in found)
         engine.load(other)
-        draft = DraftEngine(model, 12, 4, make_draft=lambda: PromptLookup(60), paged=kind)
+        draft = DraftEngine(model, 12, 4, make_draft=lambda: DraftModel(other, CachedDecoder), paged=kind)
         answers[kind] = [s.tokens for s in (*found, *engine.run(requests[:1]), *draft.run(requests[:1]))]
+        assert draft.proposed
     assert answers[GraphModel] == answers[PagedModel] and answers[PagedModel][0] != answers[PagedModel][3]
+
+
+@on_both
+def test_shared_beginnings_windows_and_scored_prompts(device):
+    "Blocks that are shared, copied before they are written, and dropped when the window has passed; more rows than the largest graph has"
+    model = model_of(dict(window=5, num_heads=2, num_kv_heads=1), device)
+    same = tuple(range(20, 31))
+    requests = [Request(same, 4, seed=0), Request(same, 4, seed=1), Request((*same, 7), 3, temperature=0., log_probs=0, echo=True)]
+    found = [Engine(model, 12, 3, max_running=3, token_budget=20, paged=kind).run(requests) for kind in (PagedModel, GraphModel)]
+    assert [s.tokens for s in found[0]] == [s.tokens for s in found[1]]
+    scores = [torch.tensor([p for p, _ in s[2].prompt_log_probs + s[2].log_probs]) for s in found]
+    assert len(scores[0]) == 11 + 3
+    check_close(scores[1], scores[0], 1e-4, 1e-4)
 
 
 @on_both
@@ -103,7 +119,7 @@ def test_attention_in_more_places_than_its_programs_take_at_once(device, window)
     q, done = torch.randn(2, 3, 8, generator=g).to(device), torch.zeros(6, dtype=torch.int32, device=device)
     table = torch.cat((rows.ids[:, None], rows.positions[:, None], rows.tables[rows.owners]), 1).to(device)
     for _ in range(2):
-        check_close(attend_to_blocks(q, keys, values, table, done, window), gathered_attention(q, keys, values, rows.to(device), window), 1e-5, 1e-5)
+        check_close(paged_attention_triton(q, keys, values, table, done, window), gathered_attention(q, keys, values, rows.to(device), window), 1e-5, 1e-5)
     assert not done.any()
 
 
@@ -114,29 +130,48 @@ def test_a_product(device, R, D, N, bias):
     ours = SplitKLinear(linear)
     with torch.no_grad():
         for _ in range(2): check_close(ours(x), linear(x), 1e-4, 1e-5*D**.5)
-        both = SplitKLinear(linear, linear)(x.expand(R, 2, D).transpose(0, 1)[:1])       # An input with gaps
-        check_close(both, torch.cat([linear(x.transpose(0, 1))]*2, -1), 1e-4, 1e-5*D**.5)
+        both = SplitKLinear(linear, torch.nn.Linear(D, 3, bias=False).to(device))
+        for gaps in (torch.randn(R, 2*D, device=device)[:, :D], torch.randn(D, R, device=device).T):
+            check_close(both(gaps)[:, :N], linear(gaps), 1e-4, 1e-5*D**.5)
+            check_close(both(gaps)[:, N:], gaps@both.weight[N:].T, 1e-4, 1e-5*D**.5)
     assert not ours.done.any()
 
 
-def test_a_product_has_counters_for_so_many_rows():
-    with expect_error(ValueError, "257 rows, expected at most 256"): SplitKLinear(torch.nn.Linear(4, 4))(torch.zeros(257, 4))
+@pytest.mark.parametrize("x", [torch.zeros(257, 4), torch.zeros(2, 3), torch.zeros(2, 5), torch.zeros(2, 4, dtype=torch.float64)], ids=str)
+def test_what_a_product_cannot_take(x):
+    with expect_error(ValueError, "expected at most 256 rows of 4, torch.float32"): SplitKLinear(torch.nn.Linear(4, 4))(x)
+
+
+def test_sums_of_a_product_do_not_follow_the_default_type():
+    linear = torch.nn.Linear(300, 8)
+    ours, x = SplitKLinear(linear), torch.randn(3, 300)
+    torch.set_default_dtype(torch.bfloat16)
+    try: found = ours(x)
+    finally: torch.set_default_dtype(torch.float32)
+    check_close(found, linear(x).detach(), 1e-4, 1e-5)
+
+
+def test_what_attention_cannot_take():
+    q, keys, table, done = torch.zeros(2, 2, 8), torch.zeros(3, 2, 4, 8), torch.zeros(2, 3, dtype=torch.int64), torch.zeros(4, dtype=torch.int32)
+    for words, change in (("keys has gaps", dict(keys=keys.mT)), ("tokens has gaps", dict(tokens=torch.zeros(2, 4, dtype=torch.int64)[:, :3])),
+                          ("and 3 counters don't fit", dict(done=done[:3])), ("1 rows in the table", dict(tokens=table[:1])), ("3 key heads", dict(keys=torch.zeros(3, 3, 4, 8)))):
+        with expect_error(ValueError, words): paged_attention_triton(**dict(q=q, keys=keys, values=keys, tokens=table, done=done) | change)
 
 
 def test_programs_share_the_depth_until_there_are_enough():
-    assert [splits_of(*s) for s in ((768, 768), (768, 3072), (2304, 768), (50257, 768), (1, 1), (64, 10**6))] == [12, 22, 7, 1, 1, 264]
+    assert [splits_of(*s) for s in ((768, 768), (768, 3072), (2304, 768), (50257, 768), (1, 1), (64, 10**6))] == [12, 16, 6, 1, 1, 261]
 
 
 def test_tables_are_filled_and_split():
     one, two = sequences(9, 2)
     rows = rows_of({one: 9, two: 2}, 4)
-    tables = token_tables(rows, 5, 77)
+    tables = token_tables(rows, 77)
     assert [(len(t), n) for t, n in tables] == ([(8, 8), (3, 3)] if serving.SIZES == (3, 8) else [(16, 11)])
     joined = torch.cat([t[:n] for t, n in tables])
     assert joined[:, 0].tolist() == one.ids + two.ids and joined[:, 1].tolist() == [*range(9), 0, 1]
-    assert joined[8].tolist() == [one.ids[8], 8, *one.blocks, 0, 0] and joined[10, 2:].tolist() == [*two.blocks, 0, 0, 0, 0]
-    small, _ = token_tables(rows_of({two: 1}, 4), 5, 77)[0]
-    assert all(row.tolist() == [0, 0, 77, 0, 0, 0, 0] for row in small[1:])
+    assert joined[8].tolist() == [one.ids[8], 8, *one.blocks] and joined[10, 2:].tolist() == [*two.blocks, 0, 0]
+    small, _ = token_tables(rows_of({two: 1, one: 1}, 4), 77)[0]
+    assert all(row.tolist() == [0, 0, 77, 0, 0] for row in small[2:])
 
 
 @pytest.mark.skipif(not interpreted, reason="on the processor")
@@ -145,16 +180,21 @@ def test_what_it_does_not_compute():
                          (model_of({}, dtype=torch.float64), "torch.float64: PagedModel does"), (TransformerLM(TINY, device="meta"), "on meta, expected cuda or cpu")):
         with expect_error(ValueError, words): GraphModel(model, 8, 4)
         assert gpu_paged(model) is PagedModel
-    assert gpu_paged(model_of({})) is GraphModel
+    assert gpu_paged(model_of({})) is PagedModel            # Graphs are for a GPU
+
+
+@pytest.mark.cuda
+def test_graphs_are_chosen_on_a_gpu():
+    assert gpu_paged(model_of({}, "cuda")) is GraphModel and gpu_paged(model_of(dict(num_experts=2), "cuda")) is PagedModel
 
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("changes", [dict(), dict(norm="layernorm", position="learned", ffn="gelu", bias=True, d_model=96, num_heads=3, d_ff=384)], ids=str)
+@pytest.mark.parametrize("changes", [dict(), dict(norm="layernorm", position="learned", ffn="gelu", bias=True, d_model=96, num_heads=3, d_ff=384, vocab_size=5001)], ids=str)
 def test_an_answer_has_the_same_bits_in_any_company(dtype, changes):
     "Alone, among others with prompts in pieces, and computed again after it was preempted"
     model = model_of(dict(context_length=300, num_layers=3) | changes, "cuda").to(dtype)
-    requests = [Request(tuple((7*i + 5*j) % 60 for j in range(1 + 11*i)), 40, seed=i, log_probs=0) for i in range(20)]
+    requests = [Request(tuple((7*i + 5*j) % 60 for j in range(1 + 11*i)), 40, temperature=0., log_probs=0) for i in range(20)]
     one = Engine(model, max_running=1, paged=GraphModel)
     alone = [one.run([r])[0] for r in requests]
     crowd = Engine(model, 400, 16, max_running=20, token_budget=100, paged=GraphModel).run(requests)

@@ -43,7 +43,7 @@ def in_sync():
         sys.exit("not what nbdev_export and nbdev_clean would write: " + ", ".join(odd))
 
 
-TRITON = tuple(f"09{name}" for name in ("c_traffic", "d_matmul", "e_rows", "f_flash", "g_grouped", "i_use", "j_machine_code", "k_decode"))    # They run its kernels
+TRITON = tuple(f"09{name}" for name in ("c_traffic", "d_matmul", "e_rows", "f_flash", "g_grouped", "i_use", "j_machine_code", "k_decode", "l_serving"))    # They run its kernels
 
 
 def notebooks(slow, without=()):

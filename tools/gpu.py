@@ -7,6 +7,7 @@ where they are installed; nanoGPT where NANOGPT names the folder of its model.py
 --dry-run does all of it at toy size on the processor, to see that it would work.
 """
 import argparse, json, os, re, statistics, subprocess, sys, tempfile, time
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
@@ -363,12 +364,12 @@ def training(name, steps, windows, seconds, toy):
 
 # Serving
 
-def together(model, paged, many, length):
+def together(model, paged, many, length, prompt=3):
     "A function that answers so many requests at once, and the engine that does it"
     from lmcourse import Engine
     from lmcourse.inference.engine import Request
-    engine = Engine(model, many*(length//16 + 2), 16, many, max(256, many), share=False, paged=paged)
-    return engine, lambda: engine.run([Request((1, 2, 3 + i % 50), length, temperature=0.) for i in range(many)])
+    engine = Engine(model, many*((prompt + length)//16 + 2), 16, many, max(256, many), share=False, paged=paged)
+    return engine, lambda: engine.run([Request((*[1, 2]*(prompt//2), 3 + i % 50), length, temperature=0.) for i in range(many)])
 
 
 def together_by_transformers(model, many, length, toy):
@@ -392,24 +393,25 @@ def median_time(call, times, device):
 
 
 def few_rows(toy):
-    "Microseconds of products with 16 rows, and their largest errors: torch's, and ours. Twenty matrices in turns, more than the cache holds"
+    "Microseconds of products with 16 rows: torch's, ours, and ours with an idea left out; and errors. Twenty matrices in turns, more than the cache holds"
     import torch
-    from lmcourse.kernels.serving import SplitKLinear
+    from unittest.mock import patch
+    from lmcourse.inference.kv_cache import record_graph
+    from lmcourse.kernels import serving
     device, found, copies = device_for(toy), {}, 2 if toy else 20
     for name, (N, D) in {"q, k, v": (2304, 768), "output": (768, 768), "up": (3072, 768), "down": (768, 3072)}.items():
         if toy: N, D = N//48, D//48
         linears = [torch.nn.Linear(D, N, device=device) for _ in range(copies)]
-        x, ways = torch.randn(16, D, device=device), dict(torch=linears, ours=[SplitKLinear(m) for m in linears])
-        exact, found[name] = linears[0].double()(x.double()), {}
+        x, ours, found[name] = torch.randn(16, D, device=device), [serving.SplitKLinear(m) for m in linears], {}
+        exact = linears[0].double()(x.double())
         linears[0].float()
-        for who, modules in ways.items():
-            def all_of_them(modules=modules): return [m(x) for m in modules]
-            found[name][f"{who}_error"] = (modules[0](x) - exact).abs().max().item()
-            if device.type == "cuda":
-                from lmcourse.inference.kv_cache import record_graph
-                graph, _ = record_graph(all_of_them, device)
-                found[name][f"{who}_us"] = 1e6*median_time(graph.replay, 7, device)/copies
-            else: found[name][f"{who}_us"] = 1e6*median_time(all_of_them, 1, device)/copies
+        for who, modules, change in (("torch", linears, {}), ("ours", ours, {}), ("one program", ours, dict(splits_of=lambda N, D: 1)),
+                                     ("without TF32", ours, dict(precision_of=lambda x: "ieee"))):
+            def all_of_them(): return [m(x) for m in modules]
+            with patch.multiple(serving, **change) if change else nullcontext():
+                found[name][f"{who}_error"] = (modules[0](x) - exact).abs().max().item()
+                call = all_of_them if toy else record_graph(all_of_them, device)[0].replay
+            found[name][f"{who}_us"] = 1e6*median_time(call, 1 if toy else 7, device)/copies
     return found
 
 
@@ -434,8 +436,12 @@ def serving(preset, toy):
     from lmcourse import TransformerLM
     from lmcourse.inference.engine import PagedModel
     from lmcourse.kernels.serving import GraphModel
-    device, length, rates, graphs = device_for(toy), 2 if toy else 200, {}, {}
+    device, length, rates, graphs, prompts = device_for(toy), 2 if toy else 200, {}, {}, {}
     model = TransformerLM(config_of(preset, toy), seed=0).to(device).eval()
+    for name, paged in (("engine", PagedModel), ("our kernels", GraphModel)):
+        _, answer = together(model, paged, *((2, 2, 5) if toy else (16, 10, 401 if model.config.context_length > 500 else 201)))
+        answer()
+        prompts[name] = median_time(answer, 1 if toy else 5, device)
     for many in (2,) if toy else (1, 16, 128):
         for name, paged in (("engine", PagedModel), ("our kernels", GraphModel)):
             engine, answer = together(model, paged, many, length)
@@ -447,7 +453,7 @@ def serving(preset, toy):
         answer()
         rates[f"transformers, {many}"] = many*length/median_time(answer, 1 if toy else 3, device)
     bits = {name: same_bits(model, paged, toy) for name, paged in (("engine", PagedModel), ("our kernels", GraphModel))}
-    with torch.no_grad(): return dict(tokens_per_s=rates, graph_us=graphs, products=few_rows(toy), same_bits=bits)
+    with torch.no_grad(): return dict(tokens_per_s=rates, graph_us=graphs, prompts_s=prompts, products=few_rows(toy), same_bits=bits)
 
 
 STEPS = {"tests": tests, "products": products, "kernels": partial(by_kernel, "kernels"), "launches": partial(by_kernel, "launches")} | {n: partial(recipe, n) for n in RECIPES} | {

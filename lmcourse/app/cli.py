@@ -8,14 +8,13 @@ __all__ = ['CUT_OFF', 'SHARED_OUT', 'BITS', 'BENCHES', 'COMPLETIONS', 'COMMANDS'
            'refuse_existing', 'prepare', 'validation_documents', 'training_documents', 'NotThisJob', 'begun',
            'unfinished_job', 'told_to_go_on', 'ngram_line', 'TrainCommand', 'new_trainer', 'open_data',
            'matching_tokenizer', 'go_on', 'model_table', 'cost_lines', 'speed_lines', 'device_here', 'train_to_the_end',
-           'result_line', 'loss_plot', 'draw', 'story', 'beginning', 'checked_device', 'decoder_for', 'paged_for',
-           'load_draft', 'draw_story', 'GenerateCommand', 'ServeCommand', 'ChatCommand', 'PlotCommand',
-           'QuickstartCommand', 'get_ready', 'quickstart_configs', 'plan', 'keep', 'AccountCommand', 'PlanCommand',
-           'ScaleCommand', 'smoke', 'SmokeCommand', 'AblateCommand', 'SpeedrunCommand', 'DoctorCommand', 'EvalCommand',
-           'SftCommand', 'DpoCommand', 'RlCommand', 'align', 'CurateCommand', 'PipelineCommand',
-           'BenchTokenizerCommand', 'BenchTrainingCommand', 'BenchLoopCommand', 'BenchGenerationCommand',
-           'BenchKernelsCommand', 'BenchCommand', 'CheckCommand', 'ExercisesCommand', 'CompletionCommand', 'one_line',
-           'parse', 'main', 'kill_as_ctrl_c']
+           'result_line', 'loss_plot', 'draw', 'story', 'beginning', 'checked_device', 'decoder_for', 'load_draft',
+           'draw_story', 'GenerateCommand', 'ServeCommand', 'ChatCommand', 'PlotCommand', 'QuickstartCommand',
+           'get_ready', 'quickstart_configs', 'plan', 'keep', 'AccountCommand', 'PlanCommand', 'ScaleCommand', 'smoke',
+           'SmokeCommand', 'AblateCommand', 'SpeedrunCommand', 'DoctorCommand', 'EvalCommand', 'SftCommand',
+           'DpoCommand', 'RlCommand', 'align', 'CurateCommand', 'PipelineCommand', 'BenchTokenizerCommand',
+           'BenchTrainingCommand', 'BenchLoopCommand', 'BenchGenerationCommand', 'BenchKernelsCommand', 'BenchCommand',
+           'CheckCommand', 'ExercisesCommand', 'CompletionCommand', 'one_line', 'parse', 'main', 'kill_as_ctrl_c']
 
 # %% ../../nbs/90_app/90g_cli.ipynb #56d80fc9
 import contextlib, errno, hashlib, io, json, math, os, re, select, shlex, shutil, signal, socket
@@ -593,11 +592,6 @@ def decoder_for(model:Any, bits:int|None=None): # The fastest decoder for `gener
     if bits is None: return FastDecoder if compiles() else CachedDecoder
     return partial(FastDecoder, pack=partial(quantize_fitting, bits=bits))
 
-def paged_for(model:Any)->type: # Argument `paged` of an `Engine`
-    from lmcourse.inference.engine import PagedModel
-    from lmcourse.kernels.serving import gpu_paged
-    return gpu_paged(model) if next(model.parameters()).device.type == "cuda" else PagedModel
-
 # %% ../../nbs/90_app/90g_cli.ipynb #2137dc03
 def load_draft(folder:Path, tokenizer:Tokenizer, device:str): # A model
     "Load a draft. Raises `ValueError` if its tokenizer isn't `tokenizer`."
@@ -715,6 +709,7 @@ class ServeCommand:
         from lmcourse.inference.kv_cache import CachedDecoder
         from lmcourse.inference.quantization import quantize_linears
         from lmcourse.inference.speculative import DraftModel
+        from lmcourse.kernels.serving import gpu_paged
         from lmcourse.training.models import load_model
         device, bits = checked_device(self.device, self.quantize), BITS[self.quantize]
         template = read_chat_template(self.folder)
@@ -722,7 +717,7 @@ class ServeCommand:
         names = "name", "max_open", "max_running", "max_tokens", "max_body"
         limits = {k: getattr(self, k) for k in names}
         engine:type = Engine
-        how:dict = dict(paged=paged_for(model))
+        how:dict = dict(paged=gpu_paged(model))
         if self.draft is not None:
             draft = load_draft(self.draft, tokenizer, device)
             engine, how["make_draft"] = DraftEngine, partial(DraftModel, draft, CachedDecoder)

@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['TILE', 'ACTIVATIONS', 'SPLITS', 'SLOTS', 'KNOWN', 'load_rows', 'normalized', 'activated', 'start_next',
            'wait_for_input', 'project_kernel', 'tile_of', 'norm_arrays', 'ahead', 'project', 'project_cost',
-           'heads_kernel', 'take_slots', 'join_parts', 'attend_kernel', 'embed_kernel', 'no_graph', 'check_model',
-           'gpu_decoder', 'KernelDecoder']
+           'heads_kernel', 'online_softmax_step', 'combine_splits', 'attend_kernel', 'embed_kernel', 'no_graph',
+           'check_model', 'gpu_decoder', 'KernelDecoder']
 
 # %% ../../nbs/09_kernels/09k_decode.ipynb #66aaa117
 from typing import Any
@@ -181,7 +181,7 @@ def heads_kernel(x, gain, shift, wq, wk, wv, bq, bk, bv, rope, position, q, keys
 
 # %% ../../nbs/09_kernels/09k_decode.ipynb #0a0aa05a
 @jit
-def take_slots(query, k, v, inside, m, total, mixed):
+def online_softmax_step(query, k, v, inside, m, total, mixed):
     "Take more keys and values into a softmax: its maximum, its sum and the mixture."
     z = tl.where(inside, tl.sum(k*query[None], 1), -float("inf"))
     higher = tl.maximum(m, tl.max(z, 0))
@@ -189,7 +189,7 @@ def take_slots(query, k, v, inside, m, total, mixed):
     return higher, total*shrink + tl.sum(e, 0), mixed*shrink + tl.sum(e[:, None]*v, 0)
 
 @jit
-def join_parts(m, total, mixed, head, split, parts, maxima, sums, done, out, K,
+def combine_splits(m, total, mixed, head, split, parts, maxima, sums, done, out, K,
                SPLITS: tl.constexpr, WIDE: tl.constexpr):
     "Store a part of a head's attention; the last program of the head joins the parts."
     part, d = head*SPLITS + split, tl.arange(0, WIDE)
@@ -227,8 +227,8 @@ def attend_kernel(q, keys, values, position, parts, maxima, sums, done, out, H, 
         inside = (slots < n)[:, None] & (d < K)[None]
         k = tl.load(keys + at, mask=inside, other=0.).to(tl.float32)
         v = tl.load(values + at, mask=inside, other=0.).to(tl.float32)
-        m, total, mixed = take_slots(query, k, v, slots < n, m, total, mixed)
-    join_parts(m, total, mixed, h, split, parts, maxima, sums, done, out, K, SPLITS, WIDE)
+        m, total, mixed = online_softmax_step(query, k, v, slots < n, m, total, mixed)
+    combine_splits(m, total, mixed, h, split, parts, maxima, sums, done, out, K, SPLITS, WIDE)
 
 # %% ../../nbs/09_kernels/09k_decode.ipynb #3d23efa3
 @jit
