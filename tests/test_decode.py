@@ -23,6 +23,12 @@ on_both = pytest.mark.parametrize("device", [
 TINY = ModelConfig(vocab_size=60, context_length=24, d_model=32, num_layers=2, num_heads=4, num_kv_heads=2, d_ff=48)
 
 
+@pytest.fixture(autouse=True)
+def few_programs(monkeypatch):
+    "Interpreted, a program costs milliseconds"
+    if interpreted: monkeypatch.setattr(decode, "SPLITS", 4); monkeypatch.setattr(decode, "SLOTS", 8)
+
+
 class OnCard:
     "What the check asks of a model on a GPU"
     device, dtype = torch.device("cuda"), torch.float32

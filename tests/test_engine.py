@@ -1,5 +1,6 @@
 "The engine: answers that don't depend on company, blocks that are never lost, and what is refused."
 import inspect
+import math
 import random
 from dataclasses import replace
 
@@ -295,6 +296,22 @@ def test_bfloat16_runs_and_is_near():
     s = Engine(model).run([Request((1, 2, 3), 5, temperature=0., log_probs=0)])[0]
     want = log_probs(exact.to(torch.bfloat16).float(), s.ids)[2:]
     check_close(torch.tensor([p for p, _ in s.log_probs]), want, 0, .1)
+
+
+@pytest.mark.parametrize("temperature", [0., 1.])
+@pytest.mark.parametrize("odd", [math.nan, math.inf])
+def test_logits_that_are_not_finite_are_rejected(temperature, odd):
+    logits = torch.tensor([[1., 2., 0.], [0., odd, 1.]])
+    with expect_error(ValueError, "logits"): draw_tokens(logits, [Sequence(Request((1,), temperature=temperature)) for _ in range(2)])
+
+
+def test_greedy_answers_with_a_penalty_are_those_of_generate():
+    "The likeliest id is another one with the penalty; without it, of equal logits the lowest"
+    model, ids = small(torch.float64), (5, 6, 7)
+    settings = dict(temperature=0., repetition_penalty=1.8)
+    plain, punished = Engine(model).run([Request(ids, 12, temperature=0.), Request(ids, 12, **settings)])
+    assert punished.tokens == list(generate(model, ids, 12, **settings)) != plain.tokens
+    assert draw_tokens(torch.tensor([[0., 2., 2.]]), [Sequence(Request((1,), temperature=0.))]) == [1]
 
 
 @pytest.mark.cuda

@@ -50,7 +50,7 @@ def sequences(*lengths):
 
 @on_both
 @pytest.mark.parametrize("changes", [
-    dict(), dict(num_kv_heads=1, bias=True), dict(window=3), dict(norm="layernorm", position="learned", ffn="gelu", bias=True, tie_embeddings=True),
+    dict(num_heads=4, num_kv_heads=2), dict(num_kv_heads=1, bias=True), dict(window=3), dict(norm="layernorm", position="learned", ffn="gelu", bias=True, tie_embeddings=True),
     dict(qk_norm=True, norm_position="post"), dict(head_dim=6, position="none", norm="none"), dict(num_layers=2, ffn="geglu", mup_base_width=16)], ids=str)
 def test_logits_are_the_engines(device, changes):
     "Of prompts, in one piece and in two, and of a token after them, in a table that needs more than one graph"
@@ -64,6 +64,17 @@ def test_logits_are_the_engines(device, changes):
         for s, n in work.items(): s.computed += n
     check_close(ours.cache[:, :, :20], own.cache, 1e-4, 1e-4)
     assert not ours.done.any() and not ours.model.lm_head.done.any()
+
+
+@on_both
+def test_keys_that_lie_anyhow_are_written_into_their_blocks(device):
+    k, v = torch.randn(2, 2, 8, 1, 3, device=device).transpose(2, 4)    # (R, G, 1, K): neighbours are of other heads
+    assert k.shape == (2, 3, 1, 8) and not k[..., 0, :].is_contiguous()
+    blocks, table = torch.zeros(2, 5, 3, 4, 8, device=device), torch.tensor([[0, 6, 2, 4], [0, 1, 3, 0]], device=device)
+    serving.TableLayer(blocks, table).update(k, v)
+    for new, written in zip((k, v), blocks):
+        assert torch.equal(written[4, :, 2], new[0, :, 0]) and torch.equal(written[3, :, 1], new[1, :, 0])
+    assert blocks.count_nonzero() == 2*2*3*8
 
 
 @on_both
