@@ -110,7 +110,7 @@ class TableLayer:
 
 # %% ../../nbs/09_kernels/09l_serving.ipynb #a2287632
 BLOCK_N, BLOCK_K = 64, 64 # Columns of a tile; inputs that are taken at a time
-TARGET_PROGRAMS = 264 # Programs that a product should have at most: two per processor of an H100
+TARGET_PROGRAMS = 264 # Tiles are split into at most so many programs: two per H100 processor
 
 def splits_of(N:int, D:int)->int: # Programs per tile, for a matrix `(N, D)`
     "Choose how many programs share a tile. It does not depend on the number of rows."
