@@ -6,6 +6,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton", reason="kernels need triton: pip install 'lmcourse[kernels]'")
 
+from kernel_models import odd_model, on_both
 from lmcourse.architecture.layers_torch import FeedForward, LayerNorm, Linear, RMSNorm
 from lmcourse.architecture.attention_torch import causal_attention
 from lmcourse.architecture.transformer_torch import Parts, TransformerLM
@@ -17,9 +18,6 @@ from lmcourse.kernels.traffic import counting, interpreted
 from lmcourse.tools.checks import check_close, expect_error
 from lmcourse.tools.config import ModelConfig
 
-on_both = pytest.mark.parametrize("device", [
-    pytest.param("cpu", marks=pytest.mark.skipif(not interpreted, reason="on a machine with a GPU, TRITON_INTERPRET=1 runs these")),
-    pytest.param("cuda", marks=pytest.mark.cuda)])
 TINY = ModelConfig(vocab_size=60, context_length=24, d_model=32, num_layers=2, num_heads=4, num_kv_heads=2, d_ff=48)
 
 
@@ -35,14 +33,7 @@ class OnCard:
     def __init__(self, config): self.config = config; self.token_embeddings = self.weight = self
 
 
-def model_of(changes, device="cpu", seed=1):
-    "A model whose biases and gains are not what they were at the start"
-    model = TransformerLM(replace(TINY, **changes), seed=seed).eval()
-    rng = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for name, p in model.named_parameters():
-            if p.ndim == 1: p.add_(torch.randn(p.shape, generator=rng)*.3)
-    return model.to(device)
+def model_of(changes, device="cpu", **how): return odd_model(replace(TINY, **changes), device, **how)
 
 
 def step_by_step(decoder, prompt, more):

@@ -6,6 +6,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton", reason="kernels need triton: pip install 'lmcourse[kernels]'")
 
+from kernel_models import odd_model, on_both
 from lmcourse.architecture.transformer_torch import TransformerLM
 from lmcourse.inference.draft_engine import DraftEngine
 from lmcourse.inference.engine import Engine, PagedModel, Request, Sequence, gathered_attention, rows_of
@@ -17,9 +18,6 @@ from lmcourse.kernels.traffic import interpreted
 from lmcourse.tools.checks import check_close, expect_error
 from lmcourse.tools.config import ModelConfig
 
-on_both = pytest.mark.parametrize("device", [
-    pytest.param("cpu", marks=pytest.mark.skipif(not interpreted, reason="on a machine with a GPU, TRITON_INTERPRET=1 runs these")),
-    pytest.param("cuda", marks=pytest.mark.cuda)])
 TINY = ModelConfig(vocab_size=60, context_length=40, d_model=32, num_layers=1, num_heads=2, d_ff=48)
 
 
@@ -29,13 +27,7 @@ def small_graphs(request, monkeypatch):
     if interpreted and "product" not in request.node.name: monkeypatch.setattr(serving, "SIZES", (3, 8))
 
 
-def model_of(changes, device="cpu", **how):
-    "A model whose biases and gains are not what they were at the start"
-    model, rng = TransformerLM(replace(TINY, **changes), seed=1, **how).eval(), torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for p in model.parameters():
-            if p.ndim == 1: p.add_(torch.randn(p.shape, generator=rng)*.3)
-    return model.to(device)
+def model_of(changes, device="cpu", **how): return odd_model(replace(TINY, **changes), device, **how)
 
 
 def sequences(*lengths):
@@ -162,10 +154,18 @@ def test_sums_of_a_product_do_not_follow_the_default_type():
     check_close(found, linear(x).detach(), 1e-4, 1e-5)
 
 
+@on_both
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_a_product_of_16_bits_adds_up_in_float32(device, dtype):
+    linear, x = torch.nn.Linear(3000, 40, bias=False, device=device, dtype=dtype), torch.randn(3, 3000, device=device).to(dtype)
+    assert splits_of(40, 3000) > 1
+    check_close(SplitKLinear(linear)(x).float(), torch.nn.functional.linear(x.float(), linear.weight.float()).detach(), torch.finfo(dtype).eps, 1e-4)
+
+
 def test_what_attention_cannot_take():
     q, keys, table, done = torch.zeros(2, 2, 8), torch.zeros(3, 2, 4, 8), torch.zeros(2, 3, dtype=torch.int64), torch.zeros(4, dtype=torch.int32)
-    for words, change in (("keys has gaps", dict(keys=keys.mT)), ("tokens has gaps", dict(tokens=torch.zeros(2, 4, dtype=torch.int64)[:, :3])),
-                          ("and 3 counters don't fit", dict(done=done[:3])), ("1 rows in the table", dict(tokens=table[:1])), ("3 key heads", dict(keys=torch.zeros(3, 3, 4, 8)))):
+    for words, change in (("keys has gaps", dict(keys=torch.zeros(3, 2, 8, 4).mT)), ("tokens has gaps", dict(tokens=torch.zeros(2, 4, dtype=torch.int64)[:, :3])),
+                          ("and 3 counters don't fit", dict(done=done[:3])), ("1 rows in the table", dict(tokens=table[:1])), ("3 key heads", dict.fromkeys(("keys", "values"), torch.zeros(3, 3, 4, 8))), ("keys and values differ", dict(keys=torch.zeros(4, 2, 4, 8)))):
         with expect_error(ValueError, words): paged_attention_triton(**dict(q=q, keys=keys, values=keys, tokens=table, done=done) | change)
 
 

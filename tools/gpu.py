@@ -101,6 +101,17 @@ def timed_run(trainer, steps):
     return float(times[0]), float(np.median(times[3:]))
 
 
+def median_time(call, times, device):
+    found = []
+    for _ in range(times):
+        sync(device)
+        start = time.perf_counter()
+        call()
+        sync(device)
+        found.append(time.perf_counter() - start)
+    return statistics.median(found)
+
+
 # Steps: from whether it is a dry run to a dict that JSON can hold
 
 def tests(toy):
@@ -251,21 +262,19 @@ def write_with(decoder, model, length):
     return list(generate(model, [1, 2, 3], length, temperature=0., decoder=lambda m: decoder))
 
 
-def write_with_transformers(model, toy):
-    if not find_spec("transformers"): raise LeftOut("transformers is not installed")
+def write_with_transformers(model, many, toy):
+    "A function that writes so many tokens of each of `many` texts, in one batch with a static cache"
     import torch
     from lmcourse.architecture.pretrained import to_hf
-    theirs, prompt = to_hf(model).to(model.token_embeddings.weight.device).eval(), torch.tensor([[1, 2, 3]], device=device_for(toy))
-    def write(length):
-        theirs.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=length, do_sample=False, eos_token_id=None,
-                        pad_token_id=0, **({} if toy else dict(cache_implementation="static")))
-    return write
+    theirs = to_hf(model).to(model.token_embeddings.weight.device).eval()
+    prompts = torch.tensor([[1, 2, 3 + i % 50] for i in range(many)], device=theirs.device)
+    how = dict(attention_mask=torch.ones_like(prompts), do_sample=False, eos_token_id=None, pad_token_id=0, **({} if toy else dict(cache_implementation="static")))
+    return lambda length: theirs.generate(prompts, max_new_tokens=length, **how)
 
 
 def writers(model, toy):
     "Name to a function that makes what writes so many tokens"
-    from lmcourse import CachedDecoder, Engine
-    from lmcourse.inference.engine import Request
+    from lmcourse import CachedDecoder
     from lmcourse.inference.kv_cache import GraphDecoder
     from lmcourse.kernels.decode import KernelDecoder
     def with_decoder(kind, compiled=False):
@@ -274,15 +283,10 @@ def writers(model, toy):
         if compiled: decoder.token = faster(decoder.token, toy)
         def write(length): decoder.rewind(0); write_with(decoder, model, length)
         return write
-    def together(many):
-        def write(length):
-            Engine(model, many*(length//16 + 2), 16, many, max(256, many)).run([Request((1, 2, 3 + i), length, temperature=0.) for i in range(many)])
-        return write
     return {"growing cache": partial(with_decoder, CachedDecoder), "CUDA graph": partial(with_decoder, GraphDecoder),
             "CUDA graph, compiled": partial(with_decoder, GraphDecoder, True),
             "CUDA graph of our kernels": partial(with_decoder, KernelDecoder),
-            "transformers, static cache": partial(write_with_transformers, model, toy),
-            **{f"engine, {n} texts": partial(together, n) for n in ((2,) if toy else (16, 128))}}
+            "transformers, static cache": partial(write_with_transformers, model, 1, toy)}
 
 
 def step_times(model, toy):
@@ -299,19 +303,13 @@ def step_times(model, toy):
         decoder.feed([1]*(20 if toy else 100))
         with torch.no_grad():
             decoder.feed([2])
-            step, times = decoder.token if decoder.graph is None else decoder.graph.replay, []
-            for _ in range(1 if toy else 7):
-                sync(device_for(toy))
-                start = time.perf_counter()
-                for _ in range(many): step()
-                sync(device_for(toy))
-                times.append((time.perf_counter() - start)/many)
-        found[name] = 1e6*statistics.median(times)
+            step = decoder.token if decoder.graph is None else decoder.graph.replay
+            found[name] = 1e6*median_time(lambda: [step() for _ in range(many)], 1 if toy else 7, device_for(toy))/many
     return found
 
 
 def writing(preset, toy):
-    "`bench generation`: tokens/s of one text, and of many; share of the bandwidth that reading the weights for each token takes"
+    "`bench generation`: tokens/s of one text; share of the bandwidth that reading the weights for each token takes"
     if toy: os.environ["TRITON_INTERPRET"] = "1"        # On a machine with a GPU too
     from lmcourse import TransformerLM
     from lmcourse.accounting.hardware import measure_device
@@ -321,18 +319,11 @@ def writing(preset, toy):
         try: write = make()
         except LeftOut as e: reasons[name] = str(e); continue
         write(4)
-        times = []
-        for _ in range(1 if toy else 5):
-            start = time.perf_counter()
-            write(length)
-            sync(device)
-            times.append(time.perf_counter() - start)
-        many = int(name.split()[1]) if name.startswith("engine") else 1
-        found[name] = many*length/statistics.median(times)
+        found[name] = length/median_time(partial(write, length), 1 if toy else 5, device)
     size = sum(p.nbytes for p in model.parameters())
     bandwidth = measure_device(.2 if toy else 2., device.type).bytes_per_s
     return dict(tokens_per_s=found, left_out=reasons, weight_bytes=size, bytes_per_s=bandwidth, step_us=step_times(model, toy),
-                share_of_bandwidth={n: r*size/bandwidth for n, r in found.items() if not n.startswith("engine")})
+                share_of_bandwidth={n: r*size/bandwidth for n, r in found.items()})
 
 
 def training(name, steps, windows, seconds, toy):
@@ -370,26 +361,6 @@ def together(model, paged, many, length, prompt=3):
     from lmcourse.inference.engine import Request
     engine = Engine(model, many*((prompt + length)//16 + 2), 16, many, max(256, many), share=False, paged=paged)
     return engine, lambda: engine.run([Request((*[1, 2]*(prompt//2), 3 + i % 50), length, temperature=0.) for i in range(many)])
-
-
-def together_by_transformers(model, many, length, toy):
-    import torch
-    from lmcourse.architecture.pretrained import to_hf
-    theirs = to_hf(model).to(model.token_embeddings.weight.device).eval()
-    prompts = torch.tensor([[1, 2, 3 + i % 50] for i in range(many)], device=theirs.device)
-    how = dict(attention_mask=torch.ones_like(prompts), do_sample=False, eos_token_id=None, pad_token_id=0, **({} if toy else dict(cache_implementation="static")))
-    return lambda: theirs.generate(prompts, max_new_tokens=length, **how)
-
-
-def median_time(call, times, device):
-    found = []
-    for _ in range(times):
-        sync(device)
-        start = time.perf_counter()
-        call()
-        sync(device)
-        found.append(time.perf_counter() - start)
-    return statistics.median(found)
 
 
 def few_rows(toy):
@@ -449,7 +420,7 @@ def serving(preset, toy):
             rates[f"{name}, {many}"] = many*length/median_time(answer, 1 if toy else 3, device)
             if paged is GraphModel and device.type == "cuda":
                 graphs |= {size: 1e6*median_time(lambda g=g: [g.replay() for _ in range(50)], 5, device)/50 for size, (g, _) in engine.paged.graphs.items()}
-        answer = together_by_transformers(model, many, length, toy)
+        answer = partial(write_with_transformers(model, many, toy), length)
         answer()
         rates[f"transformers, {many}"] = many*length/median_time(answer, 1 if toy else 3, device)
     bits = {name: same_bits(model, paged, toy) for name, paged in (("engine", PagedModel), ("our kernels", GraphModel))}

@@ -65,11 +65,12 @@ def paged_attention_triton(
     done:torch.Tensor,   # Counters `(R*H,)` or more, int32, all zero
     window:int|None=None, # Number of latest keys that a query sees; default: all
 )->torch.Tensor: # `(R, H, K)`
-    "Compute attention that reads the blocks in place. Raises `ValueError` for arrays with gaps."
+    """Compute attention that reads the blocks in place.
+    Raises `ValueError` for sizes that don't fit and arrays with gaps."""
     (R, H, K), (G, size) = q.shape, keys.shape[1:3]
-    if H % G or len(tokens) != R or len(done) < R*H:
+    if H % G or len(tokens) != R or len(done) < R*H or keys.shape != values.shape:
         raise ValueError(f"{R} rows of {H} heads, {G} key heads, {len(tokens)} rows in the table "
-                         f"and {len(done)} counters don't fit")
+                         f"and {len(done)} counters don't fit, or keys and values differ")
     for name,a in dict(keys=keys, values=values, tokens=tokens).items():
         if not a.is_contiguous(): raise ValueError(f"{name} has gaps, expected none")
     if q.stride()[1:] != (K, 1): q = q.contiguous()
