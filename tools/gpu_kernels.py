@@ -2,6 +2,8 @@
 from itertools import product
 
 import torch
+from triton import OutOfResources
+from triton.testing import do_bench_cudagraph
 from lmcourse.accounting.hardware import best_seconds
 from lmcourse.kernels import flash, grouped, matmul, rows
 from lmcourse.kernels.use import SIZES, SMALL, check_agreement, event_seconds, kernel_costs, kernel_tasks
@@ -23,7 +25,6 @@ def kernels(toy):
 def alone(call, toy):
     "Median in a CUDA graph of many calls, where nothing waits for the processor; `None` for a kernel that doesn't fit"
     if toy: return best_seconds(dict(call=call), .02)["call"]
-    from triton.testing import OutOfResources, do_bench_cudagraph
     try: return do_bench_cudagraph(call, rep=60, return_mode="median")/1e3
     except OutOfResources: return None
 
