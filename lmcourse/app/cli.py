@@ -1147,10 +1147,10 @@ class EvalCommand:
                 raise ValueError("out: the same file is named twice")
             model, tokenizer = load_model(folder, self.device)
             training = training_texts(folder, tokenizer)
-            made = named_tasks(model, tokenizer, names, self.stories, self.seed, self.norm,
-                               training)
+            made, searched = named_tasks(model, tokenizer, names, self.stories, self.seed,
+                                         self.norm, training)
         card = fill_card(model, tokenizer, names, made, self.stories, self.seed, self.norm,
-                         "the course's model" if shipped else str(folder), training is not None)
+                         "the course's model" if shipped else str(folder), searched)
         say(str(card))
         for path in self.out:
             card.save(path)

@@ -35,6 +35,8 @@ def bradley_terry(
     X[np.arange(len(won)), i] += 1
     X[np.arange(len(won)), j] -= 1
     X[:, -1] = more
+    if extra is not None and np.linalg.matrix_rank(X) < players:
+        raise ValueError("extra is 0 or given by who plays: no game tells its effect from strength")
     sum_is_zero = np.zeros((players + 1, players + 1))
     sum_is_zero[:-1, :-1] = 1                           # Fixes the sum, which no game determines
     if extra is None: sum_is_zero[-1, -1] = 1           # A column of zeros determines nothing
@@ -45,6 +47,7 @@ def bradley_terry(
         step = np.linalg.solve(curvature, X.T@(won - p))
         s = s + step/max(1, abs(step).max())            # No huge step far from the maximum
         if abs(step).max() < 1e-12: break
+    else: raise ValueError("no largest likelihood: with extra, all results can be explained")
     spread = np.linalg.inv(curvature) - sum_is_zero/players**2
     errors = np.sqrt(np.diag(spread).clip(0))
     z = X@s
@@ -74,7 +77,9 @@ def _refuse_undecided(i, j, won, players): # Ford: wins must link all players, b
     np.add.at(beats, (j, i), 1 - won)
     parts, part = connected_components(beats > 0, connection="strong")
     if parts > 1:
-        some = np.flatnonzero(part == part[0]).tolist()
+        def one_way(own): return not (beats[own][:, ~own].any() and beats[~own][:, own].any())
+        own = next(part == p for p in dict.fromkeys(part.tolist()) if one_way(part == p))
+        some = np.flatnonzero(own).tolist()
         raise ValueError(f"players {some} never lost to, or never beat, any of the others: the "
                          f"games don't determine their strengths")
 

@@ -33,6 +33,7 @@ def reliability(
         raise ValueError(f"{len(c)} confidences and {len(y)} answers, expected equal numbers")
     if not (0 <= c.min() and c.max() <= 1):
         raise ValueError(f"confidences from {c.min()} to {c.max()}, expected 0 to 1")
+    if not np.isin(y, (0, 1)).all(): raise ValueError(f"right = {right}, expected 0 or 1 for each")
     if bins < 1: raise ValueError(f"bins = {bins}, expected 1 or more")
     where, rows = np.minimum((c*bins).astype(int), bins - 1), []
     for b in np.unique(where):
@@ -45,7 +46,7 @@ def reliability(
 def binned_error(
     confidence:list|np.ndarray, right:list|np.ndarray, bins:int=10, # As in `reliability`
 )->float: # 0 to 1
-    "Compute the expected calibration error: the mean gap, weighted by answers. Guo 2017."
+    "Compute the expected calibration error: the mean gap, weighted by answers. Naeini 2015."
     rows = reliability(confidence, right, bins)
     return sum(r["n"]*abs(r["confidence"] - r["right"]) for r in rows)/len(confidence)
 

@@ -81,4 +81,5 @@ def permutation_p(
 )->float: # Share of the orders that are at least as probable as the file's own
     "Compute Oren's p-value, exact for exchangeable items. Raises `ValueError` below two orders."
     if len(log_probs) < 2: raise ValueError(f"{len(log_probs)} orders, expected two or more")
+    if np.isnan(log_probs).any(): raise ValueError("a log-probability is NaN")
     return sum(x >= log_probs[0] for x in log_probs)/len(log_probs)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 import torch
 from .perplexity import token_nats
-from .tasks import write_task
+from .tasks import encode_pair, write_task
 from ..generation.generate import check_tokenizer, complete
 from ..tokenization.tokenizer import Tokenizer
 
@@ -24,10 +24,9 @@ def continuation_log_prob(
 )->tuple: # Log-probability in nats, and whether greedy decoding would write it
     "Answer a `loglikelihood` request. A context that is too long loses its beginning."
     if not continuation: raise ValueError("the continuation is empty")
-    ids = tokenizer.encode(context + continuation, special=False)
-    n = len(ids) - len(tokenizer.encode(context, special=False))
+    ids, n, _ = encode_pair(tokenizer, context, continuation)
     most = getattr(getattr(model, "config", None), "context_length", 10**9)
-    if n >= most: raise ValueError(f"a continuation of {n} tokens, the model's context is {most}")
+    if n > most: raise ValueError(f"a continuation of {n} tokens, the model's context is {most}")
     row = torch.tensor([tokenizer.end_of_text, *ids][-most - 1:],
                        device=next(model.parameters()).device)
     with torch.inference_mode(): logits = model(row[None, :-1])[0, -n:].float()

@@ -54,9 +54,9 @@ def token_nats(
     "Compute -log p of each token in windows. Raises `ValueError` for fewer than two ids."
     if len(ids) < 2: raise ValueError(f"ids = {list(ids)}, expected two or more")
     context = context_of(getattr(model, "config", None), context_length)
-    context = min(context, len(ids) - 1)
+    if stride is None: stride = max(1, context//2)
+    windows = stride_windows(len(ids) - 1, context, stride)
     device, nats = next(model.parameters()).device, []
-    windows = stride_windows(len(ids) - 1, context, min(stride or max(1, context//2), context))
     with torch.inference_mode():
         for begin,first,end in windows:
             logits = model(torch.tensor([ids[begin:end]], device=device))[0, first - begin:]
@@ -75,7 +75,7 @@ def perplexity(
 )->Perplexity:
     "Measure perplexity over documents. `ValueError` for none, or for a tokenizer that doesn't fit."
     check_tokenizer(model, tokenizer)
-    if not documents: raise ValueError("documents are empty, expected one or more")
+    if not any(documents): raise ValueError("documents are empty, expected one or more with text")
     end, nats = tokenizer.end_of_text, []
     for text in documents:
         ids = [end, *tokenizer.encode(text, special=False), end]

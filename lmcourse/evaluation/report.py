@@ -47,17 +47,21 @@ def _grammar_task(name:str, stories:int, seed:int)->Task:
     return writing_task(stories, seed) if name == "write" else grammar_task(name, stories, seed)
 
 def refuse_overlap(
-    tasks:list,        # `Task`s to check
-    training:Iterable, # Texts that the model was trained on
-):
+    tasks:list,          # `Task`s to check
+    training:Iterable,   # Texts that the model was trained on
+    stories:Iterable=(), # Whole texts to check, too
+)->int: # Number of training texts that were searched
     "Raise `ValueError` if an item's context and answer occur in the training text."
     texts = [(t.name, i.id, i.context + i.choices[i.answer]) for t in tasks for i in t.items]
-    if not texts: return
+    texts += [("stories", k, text) for k,text in enumerate(stories)]
+    searched = 0
     for document in training:
+        searched += 1
         for name,key,text in texts:
             if text in document:
                 raise ValueError(f"task {name}: item {key} occurs in the training text "
                                  f"({text[:40]!r}…)")
+    return searched
 
 # %% ../../nbs/12_evaluation/12i_report.ipynb #12i1train
 SHIPPED_BYTES = 12_000_000 # Part of the 160 MB on which the course's model was trained
@@ -98,7 +102,7 @@ def task_rows(
     def gaps(probs): return [exact_error([q], [p]) for q,p in zip(probs, exact)]
     each = gaps([choice_probs(r.log_probs) for r in records])
     value, chance = float(np.mean(each)), float(np.mean(gaps([p*0 + 1/len(p) for p in exact])))
-    low, high = bootstrap(np.mean, each, clusters)
+    low, high = _resampled(each, clusters)
     return [row, row | dict(unit="calibration", value=value, low=low, high=high, chance=chance,
                             ceiling=0., score=(chance - value)/chance if chance else None,
                             norm="raw")]
@@ -106,9 +110,14 @@ def task_rows(
 # %% ../../nbs/12_evaluation/12i_report.ipynb #12i6writ
 def _interval(hits:list, clusters:list)->tuple: # Wilson's interval, or clustered if stories repeat
     n, groups, value = len(hits), len(set(clusters)), float(np.mean(hits))
-    if not (1 < groups < n and 0 < value < 1): return wilson(int(sum(hits)), n)
+    if groups == n: return wilson(int(sum(hits)), n)
+    if groups == 1: return 0., 1.
+    if value in (0, 1): return wilson(round(value*groups), groups)  # a story counts once
     half = 1.96*standard_error(hits, clusters)
     return max(0., value - half), min(1., value + half)
+
+def _resampled(values:list, clusters:list)->tuple: # Interval of a mean of numbers from 0 to 1
+    return bootstrap(np.mean, values, clusters) if len(set(clusters)) > 1 else (0., 1.)
 
 def _writing_rows(model, tokenizer, task:WritingTask, tries:int=5)->list: # Greedy, and pass@k
     clusters, ceiling = [i.cluster for i in task.items], task.ceiling
@@ -123,7 +132,7 @@ def _writing_rows(model, tokenizer, task:WritingTask, tries:int=5)->list: # Gree
                     version=task.version)
     return [row("right", "greedy", float(np.mean(hits)), _interval(hits, clusters), task.chance),
             row(f"pass@{tries}", "T = 1", float(np.mean(found)),
-                bootstrap(np.mean, found, clusters), guessed)]
+                _resampled(found, clusters), guessed)]
 
 # %% ../../nbs/12_evaluation/12i_report.ipynb #09998729
 def stories_rows(
@@ -138,8 +147,10 @@ def stories_rows(
     texts = list(islice(Stories(seed), stories))
     each = [perplexity(model, tokenizer, [d]) for d in texts]
     size, tokens = sum(p.bytes for p in each), sum(p.tokens for p in each)
-    bits = [p.nats/math.log(2)/size*stories for p in each]
-    value, (low, high) = float(np.mean(bits)), bootstrap(np.mean, bits)
+    bits, sizes = (np.array(x) for x in zip(*((p.nats/math.log(2), p.bytes) for p in each)))
+    def ratio(k): return float(bits[k.astype(int)].sum()/sizes[k.astype(int)].sum())
+    drawn = np.arange(stories)                              # long stories have more bits and bytes
+    value, (low, high) = ratio(drawn), bootstrap(ratio, drawn)
     ends = (math.log2(tokenizer.vocab_size)*tokens/size,
             -sum(map(Stories().log_prob, texts))/math.log(2)/size)
     def row(unit, norm, of):
@@ -216,7 +227,7 @@ def named_tasks(
     seed:int=120_000,
     norm:str="raw",
     training:Iterable|None=None,
-)->dict: # Name to `Task`, except for `stories`
+)->tuple: # Name to `Task`, except for `stories`; number of training texts searched, or None
     "Check all input of a card before the model runs. Raises `ValueError` or `OSError`."
     if norm not in NORMS: raise unknown("norm", norm, NORMS)
     if not names: raise ValueError(f"no tasks, expected some of {', '.join(TASKS)}")
@@ -225,8 +236,9 @@ def named_tasks(
     check_stories(stories, seed)
     made = {t: named_task(t, stories, seed) for t in names if t != "stories"}
     for task in made.values(): refuse_long_choices(model, tokenizer, task)
-    refuse_overlap(list(made.values()), training or [])
-    return made
+    if training is None: return made, None
+    whole = islice(Stories(seed), stories) if "stories" in names else ()
+    return made, refuse_overlap(list(made.values()), training, whole)
 
 # %% ../../nbs/12_evaluation/12i_report.ipynb #03ab410c
 def report_card(
@@ -240,15 +252,15 @@ def report_card(
     training:Iterable|None=None,   # Training texts of the model; None if not available
 )->ReportCard:
     "Run all tasks and make the card. Raises `ValueError` for bad input, before the model runs."
-    made = named_tasks(model, tokenizer, tasks, stories, seed, norm, training)
-    return fill_card(model, tokenizer, tasks, made, stories, seed, norm, name,
-                     training is not None)
+    made, searched = named_tasks(model, tokenizer, tasks, stories, seed, norm, training)
+    return fill_card(model, tokenizer, tasks, made, stories, seed, norm, name, searched)
 
 def fill_card(model:Any, tokenizer:Tokenizer, names:tuple, made:dict, stories:int, seed:int,
     norm:str, name:str,
-              searched:bool)->ReportCard: # From the tasks of `named_tasks`
+              searched:int|None)->ReportCard: # From the results of `named_tasks`
     rows = []
     for t in names:
         rows += (task_rows(model, tokenizer, made[t], norm) if t in made
                  else stories_rows(model, tokenizer, stories, seed))
-    return ReportCard(rows, name, tokenizer.digest, "none found" if searched else "not searched")
+    overlap = "not searched" if searched is None else f"none found in {searched:,} documents"
+    return ReportCard(rows, name, tokenizer.digest, overlap)

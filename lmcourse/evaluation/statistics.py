@@ -50,6 +50,7 @@ def paired_difference(
     "Compute an interval for the difference. Raises `ValueError` for lists of unequal length."
     if len(a) != len(b): raise ValueError(f"{len(a)} and {len(b)} scores, expected equal numbers")
     d = np.asarray(a, float) - np.asarray(b, float)
+    if not 0 < level < 1: raise ValueError(f"level = {level}, expected between 0 and 1")
     half = float(norm.ppf((1 + level)/2))*standard_error(d, clusters)
     return float(d.mean()), float(d.mean() - half), float(d.mean() + half)
 
@@ -80,11 +81,13 @@ def bootstrap(
     level:float=.95,         # Confidence level
     seed:int=0,              # Seed of the resamples
 )->tuple: # Lower and upper end
-    "Compute a percentile interval. Raises `ValueError` for no scores or draws."
+    "Compute a percentile interval. Raises `ValueError` for fewer than two clusters, or no draws."
     x = np.asarray(scores, float)
     names = np.arange(len(x)) if clusters is None else np.asarray(list(clusters))
-    if not len(x) or len(names) != len(x) or draws < 1:
-        raise ValueError(f"{len(x)} scores, {len(names)} clusters, {draws} draws")
+    if len(names) != len(x) or len({*names}) < 2 or draws < 1 or not 0 < level < 1:
+        raise ValueError(f"{len(x)} scores, {len(names)} clusters of which {len({*names})} differ, "
+                         f"{draws} draws and level = {level}, expected two different clusters, "
+                         f"a draw and a level between 0 and 1")
     groups = [x[names == name] for name in np.unique(names)]
     rng = np.random.default_rng(seed)
     values = [statistic(np.concatenate([groups[k] for k in rng.integers(len(groups),

@@ -162,7 +162,7 @@ def check_clustered_error(
                   ([1., 0., 1., 1.], [0, 1, 2, 2])]
     _grade(clustered_error, right, cases, {
         "clusters were ignored": plain,
-        "clusters were ignored, and the sample's variance divides by n - 1":
+        "clusters were ignored: add up the deviations of a cluster before you square":
             lambda x, c: plain(x, c, 0),
         "the root is missing": lambda x, c: right(x, c, root=lambda v: v),
         "divide by the number of questions, not of clusters":
