@@ -321,3 +321,12 @@ def test_files_of_each_kind(tmp_path):
         found = [(d.id, d.text, why) for d, why in read_shard(tmp_path / name)]
         assert found == ([("7", "one", "")] if "jsonl" in name else [(f"{name}:00000000", "é", ""), (f"{name}:00000001", "two", "")])
     assert isinstance(STEPS["exact"](), Whole)
+
+
+def test_files_of_one_name_in_two_folders_have_different_documents(tmp_path):
+    for folder in "ab":
+        (tmp_path / "in" / folder).mkdir(parents=True)
+        (tmp_path / "in" / folder / "p.txt").write_text(f"text {folder}<|endoftext|>the same in both")
+    curate(tmp_path / "in", tmp_path / "out", Recipe.from_dict(dict(steps=[dict(step="exact")])))
+    assert [d.id for d in kept_documents(tmp_path / "out")] == ["a/p.txt:00000000", "a/p.txt:00000001", "b/p.txt:00000000"]
+    assert json.loads((tmp_path / "out" / "dropped.jsonl").read_text())["id"] == "b/p.txt:00000001"

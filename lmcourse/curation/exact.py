@@ -19,14 +19,15 @@ from ..tools.compiled import kernel
 from ..tools.files import atomic_write
 
 # %% ../../nbs/13_curation/13f_exact.ipynb #13f00009
-_MARKS = regex.compile(r"[\p{M}\p{P}\p{S}\0]+")   # Accents, punctuation, symbols, zero bytes
+# Accents, punctuation, symbols and zero bytes. Marks of other scripts stay: many are vowels
+_MARKS = regex.compile(r"[\u0300-\u036f\p{P}\p{S}\0]+")
 
 def normalize(
     text:str, # A text
 )->str: # Words separated by single spaces
     "Convert to lower case and remove accents and punctuation. A second call changes nothing."
     bare = _MARKS.sub("", unicode_form("NFD", text.lower()))
-    return " ".join(bare.split())
+    return " ".join(unicode_form("NFD", bare).split())
 
 # %% ../../nbs/13_curation/13f_exact.ipynb #13f00013
 def document_hash(

@@ -51,11 +51,16 @@ def _joined(body:bytes)->bytes: # Join chunks, unless the crawler already did
 
 def _inflated(body:bytes, coding:str, max_bytes:int)->bytes:
     raw = coding == "deflate" and body[:1] != b"\x78"          # Some servers omit the header
-    unpack = zlib.decompressobj(-15 if raw else 47)
-    try: data = unpack.decompress(body, max_bytes)
-    except zlib.error as e: raise ValueError(f"damaged {coding}: {e}") from None
-    if unpack.unconsumed_tail: raise ValueError(f"the body unpacks to more than {max_bytes} bytes")
-    if not unpack.eof: raise ValueError(f"{coding} is cut short")
+    data, more = b"", True
+    while more:
+        unpack = zlib.decompressobj(-15 if raw else 47)
+        try: data += unpack.decompress(body, max_bytes - len(data) + 1)
+        except zlib.error as e: raise ValueError(f"damaged {coding}: {e}") from None
+        if len(data) > max_bytes:
+            raise ValueError(f"the body unpacks to more than {max_bytes} bytes")
+        if not unpack.eof: raise ValueError(f"{coding} is cut short")
+        body = unpack.unused_data
+        more = body.startswith(b"\x1f\x8b")                    # gzip may have several members
     return data
 
 # %% ../../nbs/13_curation/13b_extract.ipynb #a9bb3c8b
@@ -63,13 +68,14 @@ def decode_html(
     body:bytes,           # Body of a page
     content_type:str="",  # The server's header, such as `text/html; charset=utf-8`
 )->str: # The page's source with all tags
-    """Decode a page. Tries, in this order: UTF-16 or UTF-8 as the first bytes show it, UTF-8,
-    the charset of the header or of a `meta` tag, Windows-1252."""
+    """Decode a page. Tries, in this order: UTF-16 or UTF-8 as the first bytes show it, ISO-2022-JP
+    by its escape sequences, UTF-8, the charset of the header or of a `meta` tag, Windows-1252."""
     for mark,name in ((codecs.BOM_UTF8, "utf-8-sig"), (codecs.BOM_UTF16_LE, "utf-16"),
                       (codecs.BOM_UTF16_BE, "utf-16")):
         if body.startswith(mark): return body.decode(name, errors="replace")
     if body[:4].count(0) == 2:                                   # `<` and 0, or 0 and `<`
         return body.decode("utf-16-be" if body[0] == 0 else "utf-16-le", errors="replace")
+    if re.search(rb"\x1b\$[@B]", body): return body.decode("iso-2022-jp", errors="replace")
     try: return body.decode("utf-8")
     except UnicodeDecodeError: pass
     said = [re.search(rb"charset\s*=\s*[\"']?([\w:-]+)", s)

@@ -64,7 +64,7 @@ def mix(
                                  for k,name in enumerate(sorted(shares))}
     taken, left, order = dict.fromkeys(names, 0), {name: [] for name in names}, []
     while (total := sum(taken.values())) < tokens:
-        name = max(names, key=lambda n: shares[n]*total - taken[n])
+        name = max((n for n in names if shares[n]), key=lambda n: shares[n]*total - taken[n])
         if not left[name]: left[name] = rngs[name].permutation(len(sizes[name])).tolist()
         i = left[name].pop()
         order.append((name, i))

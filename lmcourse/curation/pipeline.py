@@ -345,20 +345,22 @@ def shard_files(
 def read_shard(
     path:str|Path,         # File with one of `ENDINGS`
     max_bytes:int=1 << 26, # Limit on a record or a document
+    label:str|None=None,   # Name of the file in ids; default: without its folder
 )->Iterator[tuple]: # `(Document, reason)`; the reason is empty if the text could be read
     """Read documents, each with the reason if it fails. A damaged part of an archive is one
     `unreadable` document, with the id `FILE@FROM-TO`. Raises `ValueError` for another format."""
     path = Path(path)
     name = path.name.removesuffix(".gz")
     if name.endswith((".warc", ".wet")): return read_documents(path, max_bytes, strict=False)
-    return _read_parts(path, name.endswith(".jsonl"), max_bytes)
+    return _read_parts(path, name.endswith(".jsonl"), max_bytes, label or path.name)
 
 # %% ../../nbs/13_curation/13i_pipeline.ipynb #13i00022
-def _read_parts(path:Path, lines:bool, most:int)->Iterator[tuple]: # Parts of JSON lines or a text
+def _read_parts(path:Path, lines:bool, most:int, label:str
+)->Iterator[tuple]: # Parts of JSON lines or a text
     size, number, mark = path.stat().st_size, 0, b"\n" if lines else END_OF_TEXT.encode()
     with open(path, "rb") as file:
         for start,end,whole in gzip_stretches(path):
-            if not whole: yield Document(f"{path.name}@{start}-{end}", "", ""), "unreadable"
+            if not whole: yield Document(f"{label}@{start}-{end}", "", ""), "unreadable"
             file.seek(start if whole else end)
             for k,(part,last) in enumerate(_parts(unpacked_blocks(file, end), mark, most)):
                 if last and part is not None and not part.strip(): continue
@@ -370,7 +372,7 @@ def _read_parts(path:Path, lines:bool, most:int)->Iterator[tuple]: # Parts of JS
                     raise ValueError(f"{path}: {'line' if lines else 'document'} {number}, expected"
                                      f" {'an object with a text' if lines else 'UTF-8'}: "
                                      f"{part[:40]!r}")
-                yield document._replace(id=document.id or f"{path.name}:{number-1:08}"), why
+                yield document._replace(id=document.id or f"{label}:{number-1:08}"), why
 
 def _parts(blocks:Iterable, mark:bytes, most:int)->Iterator[tuple]: # Bytes between marks, last one?
     held, lost = b"", False
@@ -420,12 +422,12 @@ def _save_array(path, array):
 @cache
 def _rounds(key:str)->list: return Recipe.from_dict(json.loads(key)).rounds()
 
-def _job(number:int, path:str, work:str, key:str, k:int): # Run round k on a shard
+def _job(number:int, path:str, label:str, work:str, key:str, k:int): # Run round k on a shard
     here = Path(work)/str(k)/f"{number:05}"
     if here.with_suffix(".json").exists(): return
     steps, whole = _rounds(key)[k]
     if k == 0:
-        try: name, pairs = "read", [(d, d, why) for d,why in read_shard(path)]
+        try: name, pairs = "read", [(d, d, why) for d,why in read_shard(path, label=label)]
         except ValueError as e: raise UserError(str(e)) from None
     else:
         name, before = _rounds(key)[k-1][1]
@@ -479,8 +481,10 @@ def curate(
     apply:Callable=map, # Executor of jobs: `map`, a pool's `map`, or `dask_map()`
 )->Funnel:
     """Write `documents/`, `dropped.jsonl`, `funnel.json` and `card.md` into `out`.
-    Raises `ValueError` for a folder of a different recipe or input, or a damaged shard."""
+    Raises `ValueError` for a folder of another recipe, for input files of other names or sizes
+    than before, and for a damaged shard."""
     paths, out, key = shard_files(source), Path(out), recipe.key()
+    labels = [p.relative_to(source).as_posix() if Path(source).is_dir() else p.name for p in paths]
     job = dict(recipe=recipe.to_dict(), files=recipe.files(),
                inputs={str(p): p.stat().st_size for p in paths})
     _begin(out, job, recipe)
@@ -489,7 +493,7 @@ def curate(
     for k,(_,whole) in enumerate(rounds):
         (work/str(k)).mkdir(parents=True, exist_ok=True)
         todo = partial(_numbered, work=str(work), key=key, k=k)
-        for _ in apply(todo, list(enumerate(map(str, paths)))): pass
+        for _ in apply(todo, list(zip(range(len(paths)), map(str, paths), labels))): pass
         if whole: _decide(work, key, k, len(paths))
     return _finish(out, work, len(rounds), len(paths), recipe)
 
@@ -502,7 +506,7 @@ def read_funnel(
     return Funnel([Stage(**s) for s in read_json(path)["stages"]])
 
 # %% ../../nbs/13_curation/13i_pipeline.ipynb #13i00026
-def _numbered(item:tuple, work:str, key:str, k:int): _job(item[0], item[1], work, key, k)
+def _numbered(item:tuple, work:str, key:str, k:int): _job(*item, work, key, k)
 
 def _begin(out:Path, job:dict, recipe:Recipe):
     if not (path := out/"job.json").exists():

@@ -158,8 +158,10 @@ def dsir_log_weights(
     grams:Callable,      # As in `bag_log_probs`
 )->np.ndarray: # Log weights `(n,)`
     "Compute log-likelihood ratios of bags of grams. Xie et al. 2023."
-    ratio = target - raw
-    return np.array([_bag(grams(t), len(raw))@ratio for t in texts])
+    with np.errstate(invalid="ignore"):              # a gram of neither side says nothing
+        ratio = np.where(np.isneginf(target) & np.isneginf(raw), 0., target - raw)
+    bags = (_bag(grams(t), len(raw)) for t in texts)
+    return np.array([bag[bag > 0]@ratio[bag > 0] for bag in bags])
 
 def gumbel_top_k(
     log_weights:np.ndarray, # Log weights `(n,)`
@@ -168,6 +170,7 @@ def gumbel_top_k(
 )->np.ndarray: # Distinct positions `(k,)`, in the order drawn
     "Sample without replacement, in proportion to the weights. Raises `ValueError` if k > n."
     if not 0 <= k <= len(log_weights): raise ValueError(f"k = {k} of {len(log_weights)}")
+    if np.isnan(log_weights).any(): raise ValueError("a log weight is NaN")
     return np.argsort(-(np.asarray(log_weights) + rng.gumbel(size=len(log_weights))))[:k]
 
 # %% ../../nbs/13_curation/13e_quality.ipynb #a660d123
