@@ -274,6 +274,17 @@ def test_the_largest_batch(recompute):
         assert (n == 0 or need(n) <= budget) and need(n + 1) > budget
 
 
+@pytest.mark.parametrize("recompute", [False, True])
+def test_on_a_gpu_larger_batches_may_fit_than_one_that_does_not(recompute):
+    c, how = ModelConfig.preset("gpt2-small"), dict(dtype="bfloat16", recompute=recompute, device="cuda")
+    needs = [sum(training_bytes(c, batch, **how).values()) for batch in range(1, 80)]
+    drops = [(low, high) for high, low in zip(needs, needs[1:]) if low < high]
+    assert drops
+    for low, high in drops:
+        for budget in (low - 1, low, (low + high)//2, high - 1, high):
+            assert largest_batch(c, budget, **how) == max(n for n, need in enumerate(needs, 1) if need <= budget)
+
+
 # The peak of a step
 
 def draw_step(seed):
@@ -421,6 +432,13 @@ def test_more_than_one_way_to_be_counted():
     assert [r["parameters"] for r in parameter_tree(model).rows] == [44, 16, 0, 16, 12]
 
 
+def test_a_head_is_a_head_whatever_its_name():
+    table = torch.nn.Embedding(10, 4)
+    model = torch.nn.ModuleDict(dict(embed_in=table, again=table, embed_out=torch.nn.Linear(4, 10, bias=False)))
+    for counted in (model, {f"{name}.weight": m.weight for name, m in model.items() if name != "again"}):
+        assert (count_parameters(counted).non_embedding, count_parameters(counted).matmul) == (40, 40)
+
+
 def test_numbers_that_stand_on_their_own():
     c = ModelConfig(context_length=9, d_model=32, num_heads=4)
     assert [tensors.dtype_bytes(n) for n in ("float64", "float32", "bfloat16", "float16", "float8", "float8_e5m2", "int8")] == [8, 4, 2, 2, 1, 1, 1]
@@ -460,6 +478,21 @@ def test_an_attention_that_cannot_be_counted_is_refused():
     with pytest.raises(NotImplementedError, match="aten.dot can't be counted"), flop_counter(): torch.ones(3)@torch.ones(3)
     with flop_counter() as counter, onednn_products(True if torch.backends.mkldnn.is_available() else None): torch.ones(3, 4)@torch.ones(4, 5)
     assert counter.get_total_flops() == 120
+
+
+@pytest.mark.parametrize("f", [torch.linalg.inv, torch.linalg.qr, torch.linalg.lu_factor, torch.linalg.ldl_factor, torch.linalg.det, torch.linalg.slogdet,
+    torch.matrix_exp, torch.pdist, torch.linalg.eigh, lambda x: torch.linalg.lstsq(x, x), lambda x: torch.ormqr(x, torch.ones(3), x)])
+def test_solvers_and_distances_are_refused(f):
+    with pytest.raises(NotImplementedError, match="can't be counted"), flop_counter(): f(torch.eye(3))
+
+
+def test_what_only_sounds_like_a_product_counts_as_zero():
+    normed = torch.nn.utils.parametrizations.weight_norm(torch.nn.Linear(4, 5))
+    with flop_counter() as counter:
+        normed(torch.ones(2, 4)).sum().backward()
+        for mode, axes in (("linear", 1), ("bilinear", 2), ("trilinear", 3)):
+            torch.nn.functional.interpolate(torch.ones(1, 1, *[3]*axes, requires_grad=True), scale_factor=2, mode=mode).sum().backward()
+    assert counter.get_total_flops() == 2*2*4*5*2
 
 
 @pytest.mark.parametrize("call, words", [

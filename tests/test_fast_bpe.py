@@ -393,6 +393,11 @@ def test_a_full_cache_starts_anew():
     assert expected == BIG.encode(text.encode()).tolist() and expected[:3000] == ids_slowly(text[:20_000])[:3000]
 
 
+def test_ids_with_gaps_keep_all_their_bits():
+    vocab = {i: bytes([i]) for i in range(256)} | {70_000: b"ab", 70_001: b"<e>"}
+    assert Encoder(vocab, [(b"a", b"b")], {b"<e>": 70_001}).encode(b"abc<e>").tolist() == [70_000, 99, 70_001]
+    with pytest.raises(ValueError, match=r"id 16,777,216, expected less than 2\*\*24"): Encoder(vocab | {1 << 24: b"cd"}, [], {})
+
 def test_many_ids_need_four_bytes():
     vocab = VOCAB | {i: b"<%d>" % i for i in range(len(VOCAB), 70_000)}
     wide = Encoder(vocab, MERGES, {b"<69999>": 69_999})

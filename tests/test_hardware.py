@@ -180,6 +180,13 @@ def test_a_batch_that_has_to_be_cut_fits_as_advised():
         assert not p.fits and need(p.largest_batch) <= memory < need(p.largest_batch + 1)
 
 
+def test_a_price_takes_the_fastest_known_number_type_that_can_be_trained_in():
+    c, t = ModelConfig.preset("quickstart"), TrainConfig(steps=3, batch_size=2, dtype="auto")
+    has = lambda *types: replace(device("a100"), peak_flop_per_s=dict.fromkeys(types, 1e12))
+    assert price(c, t, has("float64", "float32")).dtype == "float32"
+    with pytest.raises(ValueError, match="a100-80gb has no peak rate for bfloat16, float16 or float32: there are float64"): price(c, t, has("float64"))
+
+
 def test_a_price_knows_the_optimizer():
     c, t = ModelConfig.preset("quickstart"), TrainConfig(steps=3, batch_size=2)
     muon = price(c, replace(t, optimizer="muon"), "a100")

@@ -216,6 +216,16 @@ def test_same_bits_where_the_order_of_sums_is_the_same(workers, name, grad_clip)
     check_close(found, alone(params, config, full, workers, grad_clip)[1], 0, 0)
 
 
+@pytest.mark.parametrize("grad_clip", [0., 1.])
+def test_a_gradient_that_is_not_finite_moves_nothing(grad_clip):
+    config, params = CONFIGS["rope"], init_params(CONFIGS["rope"])
+    params["lm_head.weight"][0, 0] = np.nan
+    ids = np.ones((2, 4), int)
+    with DataParallelNp(params, config, 2, grad_clip=grad_clip) as engine:
+        before = engine.digests()
+        assert np.isnan(engine.step(ids, ids, 1e-2)) and engine.digests() == before
+
+
 # Bad input
 
 def test_bad_settings_start_nothing():

@@ -148,13 +148,16 @@ def largest_batch(
     Raises `ValueError` if that is not above 0."""
     if not 0 < memory_bytes < math.inf:
         raise ValueError(f"memory_bytes = {memory_bytes}, expected more than 0")
-    fits = lambda batch: sum(training_bytes(config, batch, context_length,
-                                            **how).values()) <= memory_bytes
-    low, high = 0, 1
-    while fits(high): low, high = high, 2*high
+    def fits(batch, without=""):
+        return all(sum(n for part,n in phase.items() if part != "phase") <= memory_bytes
+                   for phase in training_phases(config, batch, context_length, **how)
+                   if phase["phase"] != without)
+    low, high, loss = 0, 1, "loss, forward"
+    while fits(high, loss): low, high = high, 2*high
     while high - low > 1:
         middle = (low + high)//2
-        low, high = (middle, high) if fits(middle) else (low, middle)
+        low, high = (middle, high) if fits(middle, loss) else (low, middle)
+    while low and not fits(low): low -= 1
     return low
 
 # %% ../../nbs/02_accounting/02h_memory.ipynb #b2456aa1

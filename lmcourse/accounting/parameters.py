@@ -64,8 +64,8 @@ def attention_numbers(c:ModelConfig)->int: # Number of entries of an attention l
             + H*c.v_head_dim*D)
 
 # %% ../../nbs/02_accounting/02f_parameters.ipynb #8a68bff2
-# names of input tables in this course, in GPT-2 and in Llama
-_LOOKED_UP = re.compile(r"(^|\.)(\w*embed\w*|wte|wpe)\.")
+# names of input tables in this course, in GPT-2 and in Llama; `embed_out` is GPT-NeoX's head
+_LOOKED_UP = re.compile(r"(^|\.)(?!embed_out\.)(\w*embed\w*|wte|wpe)\.")
 
 # matrices of experts, stacked
 _STACKED = re.compile(r"(^|\.)experts\.w[123]$")
@@ -77,10 +77,12 @@ def _named(model)->list: # Pairs (name, tensor); a tensor with two names appears
     raise TypeError(f"parameters of a {type(model).__name__}: expected a ModelConfig, a torch "
                     f"module or a dict of arrays")
 
-def _torch_tables(model)->list: # Names of the weights of torch's own embeddings
-    inner = model.named_modules() if hasattr(model, "named_modules") else ()
-    return [f"{name}.weight".lstrip(".") for name,m in inner
-            if type(m).__module__ == "torch.nn.modules.sparse"]
+def _tables(model)->set: # Names of input tables; a torch module knows which they are
+    if isinstance(model, dict): return {name for name in model if _LOOKED_UP.search(name)}
+    from torch.nn import Embedding, EmbeddingBag
+    return {f"{name}.weight".lstrip(".")
+            for name,m in model.named_modules(remove_duplicate=False)
+            if isinstance(m, (Embedding, EmbeddingBag))}
 
 def _size(tensor)->int: return math.prod(tensor.shape)
 
@@ -94,7 +96,7 @@ def count_parameters(
     if isinstance(model, ModelConfig): return _by_formula(model)
     named = _named(model)
     once = {id(t): _size(t) for _,t in named}
-    looked_up = [name for name,_ in named if _LOOKED_UP.search(name)] + _torch_tables(model)
+    looked_up = _tables(model)
     tables = {id(t) for name,t in named if name in looked_up}
     multiplied = {id(t) for name,t in named if len(t.shape) > 1 and name not in looked_up}
     # in each stack of experts, those that a token does not use

@@ -9,7 +9,7 @@ __all__ = ['attention_cost', 'decoding', 'training_time', 'Price', 'price']
 import numbers
 from dataclasses import dataclass, replace
 from typing import Any
-from .hardware import DTYPES, Device, Operation, cost_of, device_of, positive
+from .hardware import Device, Operation, cost_of, device_of, positive
 from .memory import largest_batch, training_bytes
 from .model_flops import training_flops
 from .tensors import dtype_bytes, whole_number
@@ -112,7 +112,10 @@ def price(
     device, t = device_of(device), train_config
     if t.dtype == "auto":
         peaks = device.peak_flop_per_s
-        fastest:Any = next(d for d in ("bfloat16", "float16", *DTYPES) if d in peaks)
+        fastest:Any = next((d for d in ("bfloat16", "float16", "float32") if d in peaks), None)
+        if not fastest:
+            raise ValueError(f"{device.name} has no peak rate for bfloat16, float16 or float32: "
+                             f"there are {', '.join(peaks)}")
         # a GPU without bfloat16 emulates it
         if peaks.get("float16", 0) > 2*peaks[fastest]: fastest = "float16"
         t = replace(t, dtype=fastest)

@@ -292,9 +292,10 @@ def _weights_out(model:TransformerLM, link:Link)->torch.Tensor: # A copy, on the
     return pack(link, parts,
                 model.config.head_size).cpu().clone(memory_format=torch.contiguous_format)
 
-def _dtype_name(model:TransformerLM)->str: # Name of the type that holds all weights
-    return str(reduce(torch.promote_types, (p.dtype for p in model.parameters()))).removeprefix(
-        "torch.")
+def _dtype_name(model:TransformerLM
+)->str: # Name of the type that holds all weights (the biases that balance experts are wider)
+    types = [p.dtype for name,p in model.named_parameters() if not name.endswith("expert_bias")]
+    return str(reduce(torch.promote_types, types)).removeprefix("torch.")
 
 # %% ../../nbs/03_architecture/03g_pretrained.ipynb #5d2b718c
 def to_hf(

@@ -1036,11 +1036,11 @@ class PieceEncoder:
         # A cache has 2**cache_bits rows of 32 bytes; rows that no word uses are never touched
         cache_bits:int=19,
     ):
-        if len(vocab) > 1 << 24:
-            raise ValueError(f"{len(vocab):,} tokens, expected at most 2**24: a cached id has 24 "
-                             f"bits")
+        largest = max(*vocab, *special_ids.values())
+        if largest >= 1 << 24:
+            raise ValueError(f"id {largest:,}, expected less than 2**24: a cached id has 24 bits")
         ids = {token: i for i,token in vocab.items()}
-        self.dtype, self.cache_bits, self.free = (np.uint16 if len(vocab) <= 1 << 16
+        self.dtype, self.cache_bits, self.free = (np.uint16 if largest < 1 << 16
                                                   else np.uint32, cache_bits, [])
         # ids of single bytes, then what `find_pair` would return for each pair of bytes
         self.byte_ids = np.full(256 + (1 << 16), NO_PAIR)

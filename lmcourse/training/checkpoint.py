@@ -179,7 +179,7 @@ def _named_np(params:dict, o)->dict: # State of an `AdamWNp`, by name
              o.weight_decay), ([n for n,a in params.items() if a.ndim < 2], 0.)
     groups = [dict(betas=o.betas, eps=o.eps, weight_decay=decay, params=own) for own,decay in split
               if own]
-    return dict(kind="AdamW", state={n: dict(step=o.t, exp_avg=o.m[n], exp_avg_sq=o.v[n])
+    return dict(kind="AdamW", state={n: dict(step=o.t[n], exp_avg=o.m[n], exp_avg_sq=o.v[n])
                                      for n in params}, param_groups=groups)
 
 # %% ../../nbs/04_training/04d_checkpoint.ipynb #ce57e840
@@ -535,12 +535,9 @@ def optimizer_values(where:Any, rest:dict, tensors:Any, model:Any, optimizer:Any
 
 # %% ../../nbs/04_training/04d_checkpoint.ipynb #2891d131
 def _into_np(where, state:dict, groups:list, o
-): # The same for an `AdamWNp`, which counts one step for all parameters
+): # The same for an `AdamWNp`
     steps = {n: int(s["step"].array() if isinstance(s["step"], _Stored) else s["step"])
              for n,s in state.items()}
-    if len({*steps.values()}) > 1 or steps and steps.keys() != o.params.keys():
-        raise ValueError(f"{where}: the parameters did not all take the same number of steps, as "
-                         f"they do in NumPy's AdamW")
     there = {f"{k}.{n}": s[k] for n,s in state.items() for k in ("exp_avg", "exp_avg_sq")}
     here = {f"{k}.{n}": a for k,arrays in (("exp_avg", o.m), ("exp_avg_sq", o.v))
             for n,a in arrays.items()}
@@ -552,7 +549,8 @@ def _into_np(where, state:dict, groups:list, o
                          f"it has one setting for all, apart from decaying only matrices")
     def put():
         for key,a in here.items(): there[key].put(a) if state else a.fill(0)
-        o.t, o.betas, o.eps = max(steps.values(), default=0), groups[0]["betas"], groups[0]["eps"]
+        o.t = dict.fromkeys(o.params, 0) | steps
+        o.betas, o.eps = groups[0]["betas"], groups[0]["eps"]
         o.weight_decay = max((d for d,ndim in decays if ndim > 1), default=o.weight_decay)
     return put
 

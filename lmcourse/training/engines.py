@@ -608,7 +608,7 @@ def noise_scale(
     # true gradient's squared length is not positive
 )->float:
     """Estimate the simple noise scale, the gradient's variance over its squared length.
-    Source: McCandlish et al. 2018, equation A.1."""
+    Source: McCandlish et al. 2018, appendix A.1."""
     if not 0 < b < B: raise ValueError(f"noise_scale: {b = }, {B = }, expected 0 < b < B")
     signal, noise = (B*large - b*small)/(B - b), (small - large)/(1/b - 1/B)
     return noise/signal if signal > 0 else math.nan

@@ -63,9 +63,9 @@ class AdamWNp:
         if odd:
             raise TypeError(f"AdamWNp: {', '.join(odd)}, expected float32 or float64: squares of "
                             f"gradients are too small for fewer bits")
-        self.params, self.betas, self.eps, self.weight_decay, self.t = (params, betas, eps,
-                                                                        weight_decay, 0)
-        self.lr_scales = lr_scales or {}
+        self.params, self.betas, self.eps, self.weight_decay = params, betas, eps, weight_decay
+        # a parameter's steps count from its first gradient, as in torch
+        self.lr_scales, self.t = lr_scales or {}, dict.fromkeys(params, 0)
         self.m, self.v = ({name: array_module(p).zeros_like(p) for name,p in params.items()}
                           for _ in "mv")
 
@@ -82,25 +82,25 @@ class AdamWNp:
             if tuple(g.shape) != self.params[name].shape:
                 raise ValueError(f"{name}: a gradient of {g.shape}, expected "
                                  f"{self.params[name].shape}")
-        self.t += 1
         for name,g in grads.items():
+            self.t[name] += 1
             self.move(name, g, lr*self.lr_scales.get(name, 1.), scale)
 
     def move(self, name:str, g:np.ndarray, lr:float, scale:float): # One parameter
-        p, m, v, (b1, b2) = self.params[name], self.m[name], self.v[name], self.betas
+        p, m, v, t = self.params[name], self.m[name], self.v[name], self.t[name]
+        b1, b2 = self.betas
         decay = self.weight_decay if p.ndim > 1 else 0.
         # CuPy, float64 or a transposed matrix: use the formula
         if not (type(p) is np.ndarray and p.dtype == np.float32 and p.flags.c_contiguous):
             g = scale*(g.dense() if isinstance(g, RowGradient) else g)
-            p[...], m[...], v[...] = adamw_step_np(p, g, m, v, self.t, lr, self.betas, self.eps,
-                                                   decay)
+            p[...], m[...], v[...] = adamw_step_np(p, g, m, v, t, lr, self.betas, self.eps, decay)
             return
         # treat a gradient without rows as one long row
         slots, values, width = None, g, p.size
         if isinstance(g, RowGradient):
             slots, values, width = np.full(len(p), -1), g.values, p.size//len(p)
             slots[g.rows] = np.arange(len(g.rows))
-        numbers = 1 - lr*decay, lr/(1 - b1**self.t), (1 - b2**self.t)**-.5, self.eps, scale
+        numbers = 1 - lr*decay, lr/(1 - b1**t), (1 - b2**t)**-.5, self.eps, scale
         rows = lambda a: a.reshape(-1, width)
         adamw_kernel(rows(p), rows(values), slots, rows(m), rows(v), float(b1), float(b2),
                      *map(np.float32, numbers))

@@ -8,7 +8,7 @@ __all__ = ['split_batch', 'QueuePort', 'queue_ports', 'lockstep', 'reduce_to_roo
            'parameter_views', 'pack_grads', 'SharedPort', 'Replica', 'DataParallelNp']
 
 # %% ../../nbs/04_training/04m_parallel_np.ipynb #8173d838
-import hashlib, os, shutil, signal, struct, weakref
+import hashlib, math, os, shutil, signal, struct, weakref
 import numpy as np
 from collections import deque
 from contextlib import suppress
@@ -243,7 +243,7 @@ class Replica:
 
     def step(self, ids:np.ndarray, targets:np.ndarray, share:float, lr:float, ignore_index:int
     )->dict: # Loss, bytes and times of this worker
-        "Take one training step with this worker's rows."
+        "Take one training step with this worker's rows, or none if a gradient isn't finite."
         times, loss, sent = [perf_counter()], 0., self.port.sent_bytes
         if share:
             loss, grads = fast_loss_and_grads(self.params, ids, targets, self.config, 1,
@@ -255,8 +255,10 @@ class Replica:
         times.append(perf_counter())
         for _ in ring_all_reduce(self.gradient, self.port): pass
         times.append(perf_counter())
-        scale = clip_scale(grad_norm_np(self.grads), self.grad_clip) if self.grad_clip else 1.
-        self.optimizer.step(self.grads, lr, scale)
+        norm = grad_norm_np(self.grads)
+        if math.isfinite(norm): # The norm of the sum, so all workers agree
+            scale = clip_scale(norm, self.grad_clip) if self.grad_clip else 1.
+            self.optimizer.step(self.grads, lr, scale)
         seconds = np.diff([*times, perf_counter()]).tolist()
         return (dict(loss=share*float(loss), sent_bytes=self.port.sent_bytes - sent)
                 | dict(zip(("gradient_s", "exchange_s", "update_s"), seconds)))
