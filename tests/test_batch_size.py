@@ -32,6 +32,12 @@ def data():
     return TokenDataset(rng.integers(40, size=1200).astype(np.uint16), np.arange(60)*20, dict(end_of_text=0, vocab_size=40))
 
 
+def test_windows_need_more_stories_than_tokens():
+    "Fewer would give a negative row, and so a window that begins anywhere."
+    with pytest.raises(ValueError, match="60 stories for windows of 60 tokens, expected more than 60"): story_batch(data(), [0], 60)
+    assert story_batch(data(), [0], 59)[0].shape == (1, 59)
+
+
 def test_noise_of_planted_gradients():
     rng = np.random.default_rng(3)
     G, spread, b = rng.normal(size=30)*.5, rng.uniform(.5, 2, 30), 4

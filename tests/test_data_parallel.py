@@ -51,3 +51,25 @@ def test_hooks_work_step_after_step():
             buckets.finish()
         return w.grad.tolist()
     assert Network(3).run(work) == [[12.]*3]*3
+
+
+@pytest.mark.parametrize("finish", [True, False])
+def test_a_second_backward_pass_without_finish_is_rejected(finish):
+    def work(port):
+        w = torch.ones(3, requires_grad=True)
+        buckets = BucketedGradients([w], port, 1)
+        for _ in range(2):
+            w.grad = None
+            w.sum().backward()
+            if finish: buckets.finish()
+        return w.grad.tolist()
+    if finish: assert Network(2).run(work) == [[2.]*3]*2
+    else:
+        with pytest.raises(RuntimeError, match="bucket 0 was already sent, expected one backward pass"): Network(2).run(work)
+
+
+@pytest.mark.parametrize("more", [dict(z_loss=.1), dict(num_experts=4)])
+def test_a_loss_with_more_than_cross_entropy_is_rejected(more):
+    model = TransformerLM(ModelConfig(vocab_size=9, context_length=4, d_model=4, num_layers=2, num_heads=1, **more))
+    ids = torch.zeros(1, 3, dtype=torch.long)
+    with pytest.raises(ValueError, match=f"loss_share does not compute {[*more][0]}"): Network(1).run(lambda port: loss_share(model, ids, ids, port))

@@ -88,6 +88,16 @@ def test_with_gradient_descent_a_meeting_at_each_step_is_data_parallelism():
         assert np.allclose(weights(runs[0]), weights(whole), rtol=1e-10, atol=1e-12) == same
 
 
+def test_ranks_may_share_the_outer_optimizer_that_they_are_given():
+    found = []
+    for outers in ([OuterOptimizer(.7, .9)]*2, [OuterOptimizer(.7, .9), OuterOptimizer(.7, .9)]):
+        runs = [double(), double()]
+        simulate_ranks([local_steps(run, data(), RATES, 2, outer, r, 2, batch_size=2) for r, (run, outer) in enumerate(zip(runs, outers))])
+        found.append(weights(runs[0]))
+        assert np.array_equal(weights(runs[0]), weights(runs[1]))
+    assert np.array_equal(*found)
+
+
 def test_outer_steps_by_hand():
     outer, start = OuterOptimizer(.5, .8), torch.tensor([1.])
     one = outer.step(start, torch.tensor([.1]))                                 # Velocity .1, and .1 + .8*.1 = .18

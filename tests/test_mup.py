@@ -155,3 +155,7 @@ def test_windows_come_in_order_and_start_with_a_story():
             at = d.starts[3 + 2*k + j]
             assert np.array_equal(targets[j], d.tokens[at:at + 12])
             assert np.array_equal(inputs[j], np.append(0, targets[j][:-1]))
+
+
+def test_the_coordinate_check_needs_stories_that_it_does_not_train_on():
+    with pytest.raises(ValueError, match="307 stories for 1 steps, expected at least 308"): mup.coordinate_check(tokens(307), [16], 16, steps=1)

@@ -18,8 +18,10 @@ from lmcourse.tools.config import ModelConfig
 def test_zero_bubble_keeps_its_two_promises(p, m):
     plan = zero_bubble(p, m)
     assert sorted(job for jobs in plan for job in jobs) == sorted(Job(k, i, s) for k in "FBW" for i in range(m) for s in range(p))
-    assert max(in_flight(plan, "W")) <= 2*p - 1 and in_flight(plan) == [min(p - r, m) for r in range(p)]
+    assert in_flight(plan, "W") == [min(p, m)]*p and in_flight(plan) == [min(p - r, m) for r in range(p)]
     if m >= p: assert bubble(simulate(plan, dict(F=1., B=1., W=1.))) == pytest.approx(bubble_formula("zero-bubble", p, m), abs=1e-12)
+    else:
+        with pytest.raises(ValueError, match=f"{m} microbatches for {p} ranks, expected at least {p}"): bubble_formula("zero-bubble", p, m)
 
 
 def test_layers_are_dealt_out_in_order():
@@ -57,3 +59,33 @@ def test_a_plan_in_which_ranks_wait_for_each_other_is_named_by_simulator_and_net
     ids = torch.zeros(2, 3, dtype=torch.long)
     with pytest.raises(RuntimeError, match="deadlock: rank 0 waits for rank 1, rank 1 waits for rank 0"):
         Network(2).run(lambda port: Pipeline(copy.deepcopy(model), port, plan).step(ids, ids))
+
+
+@pytest.mark.parametrize("zeroed", [True, False])
+def test_each_step_returns_its_own_loss_and_gradients_add_up(zeroed):
+    "Also those of the tied table, which the first and the last rank exchange after each step."
+    config = ModelConfig(vocab_size=20, context_length=6, d_model=8, num_layers=3, num_heads=2, d_ff=9, tie_embeddings=True)
+    model = TransformerLM(config, dtype=torch.float64)
+    batch = torch.randint(20, (3, 4, 7), generator=torch.Generator().manual_seed(1))
+    def work(port):
+        pipeline, found = Pipeline(copy.deepcopy(model), port, one_forward_one_backward(3, 4)), []
+        for rows in batch:
+            if zeroed: pipeline.model.zero_grad()
+            found.append((pipeline.step(rows[:, :-1], rows[:, 1:]), len(pipeline.ran), pipeline.most))
+        return found, {n: q.grad for n, q in pipeline.model.named_parameters() if q.grad is not None}
+    found = Network(3).run(work)
+    for k, rows in enumerate(batch):
+        if zeroed: model.zero_grad()
+        loss = model.loss(rows[:, :-1], rows[:, 1:])
+        loss.backward()
+        assert sum(steps[k][0] for steps, _ in found) == pytest.approx(loss.item(), rel=1e-12)
+        assert [steps[k][1:] for steps, _ in found] == [(8, 3), (8, 2), (8, 1)]
+    for _, grads in found:
+        for n, g in grads.items(): assert torch.allclose(g, model.get_parameter(n).grad, rtol=1e-11, atol=1e-14), n
+
+
+def test_a_loss_with_more_than_cross_entropy_is_rejected():
+    for more in (dict(z_loss=.1), dict(num_experts=4)):
+        model = TransformerLM(ModelConfig(vocab_size=9, context_length=4, d_model=4, num_layers=2, num_heads=1, **more))
+        with pytest.raises(ValueError, match=f"Pipeline does not compute {[*more][0]}"):
+            Network(2).run(lambda port: Pipeline(model, port, gpipe(2, 2)))

@@ -7,8 +7,10 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from lmcourse.accounting.hardware import device
+from lmcourse.parallelism.collectives import all_reduce_seconds
 from lmcourse.parallelism.planner import (
     FITTED,
+    GPU_WIRES,
     LARGE_MODELS,
     Fitted,
     Plan,
@@ -23,6 +25,7 @@ from lmcourse.parallelism.planner import (
     published_plans,
     variants,
 )
+from lmcourse.parallelism.ranks import Link
 from lmcourse.tools.config import ModelConfig
 
 LLAMA, SMALL = LARGE_MODELS["llama3-405b"], ModelConfig.preset("llama-3-8b")
@@ -42,8 +45,8 @@ def errors(use, fitted=FITTED):
 
 def test_errors_on_published_runs():
     fitted, unseen = errors("fit"), errors("held out")
-    assert len(fitted) == 19 and median(map(abs, fitted)) <= .06
-    assert len(unseen) == 14 and median(map(abs, unseen)) <= .08
+    assert len(fitted) == 19 and median(map(abs, fitted)) <= .04
+    assert len(unseen) == 14 and median(map(abs, unseen)) < .06
     assert all(run["use"] in ("fit", "held out") or run["use"].startswith("left out: ") for run in RUNS) and len(RUNS) == 41
 
 
@@ -112,11 +115,27 @@ def test_what_cannot_be_planned(wrong, words):
     with pytest.raises((ValueError, TypeError), match=words): best_plans(**dict(model=LLAMA, gpus=64) | wrong)
 
 
+def test_tensor_parallel_ranks_wait_for_all_reduces_of_two_byte_numbers():
+    "A ring sends its vector nearly twice. With recomputation the two all-reduces of the forward pass run again."
+    for recompute, sums in (("none", 4), ("full", 6)):
+        p = Plan(SMALL, "h100", 16, tp=4, recompute=recompute)
+        each = all_reduce_seconds("ring", SMALL.context_length*SMALL.d_model*2, 4, Link(0., GPU_WIRES["h100"][0]))
+        assert plan_seconds(p)["tensor"] == pytest.approx(16*SMALL.num_layers*sums*each)
+
+
 @pytest.mark.parametrize("wrong, words", [
+    (dict(batch=17, dp=1, pp=16, chunks=2), "17 microbatches for 16 stages of 2 chunks, expected a multiple of 16"),
     (dict(tp=0), "tp"), (dict(batch=100), "expected a multiple of 128"), (dict(sharding="zero9"), "sharding"),
     (dict(recompute="half"), "recompute"), (dict(gpu="tpu"), "GPU"), (dict(pp=64, chunks=8), "a layer in each")])
 def test_plans_that_make_no_sense(wrong, words):
     with pytest.raises(ValueError, match=words): Plan(**dict(model=LLAMA, gpu="h100", batch=128, dp=128) | wrong)
+
+
+def test_variants_of_a_plan_are_plans_that_a_schedule_exists_for():
+    "Chunks need a number of microbatches that the stages divide: 32 sequences in microbatches of 8 are too few for 16 stages."
+    p = Plan(LLAMA, "h100", 32, pp=16)
+    found = list(variants(p, (1, 2, 8), chunks=4)) + list(variants(p, (1, 2, 8)))
+    assert {(q.micro_batch, q.chunks) for q in found} == {(b, v) for b in (1, 2) for v in (1, 2, 4, 8)} | {(8, 1)}
 
 
 def test_every_cut_uses_all_gpus():

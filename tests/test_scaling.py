@@ -64,6 +64,8 @@ def test_bootstrap_resamples_pairs():
     samples = bootstrap(lambda a, b: (a.mean(), (a == b).all()), x, x, rng, 50)
     assert samples.shape == (50, 2) and samples[:, 1].all() and samples[:, 0].std() > 0
     assert interval(np.arange(101.), .9) == pytest.approx((5, 95))
+    for y in (x[1:], np.append(x, 1.), x[:, None]):
+        with pytest.raises(ValueError, match="expected two rows of one length"): bootstrap(lambda a, b: a.mean(), x, y, rng, 50)
 
 
 # The loss law
@@ -217,6 +219,7 @@ def test_two_of_three_are_enough(tmp_path):
     by = [("parameters", "tokens"), ("parameters", "flops"), ("flops", "tokens")]
     runs = [r | dict(flops=6*r["parameters"]*r["tokens"]) for r in lines()]
     read = [read_scaling_runs(write(tmp_path, [{k: r[k] for k in (*two, "loss")} for r in runs])) for two in by]
+    read.append(read_scaling_runs(write(tmp_path, [r | dict(flops=2*r["flops"]) for r in runs])))    # With attention, say
     for r in read: assert r.parameters == pytest.approx(read[0].parameters) and r.tokens == pytest.approx(read[0].tokens) and r.flops == pytest.approx(read[0].flops)
 
 
@@ -225,7 +228,8 @@ MISTAKES = {
     "few": (lambda rs: rs.__delitem__(slice(5, None)), "5 runs for a law with 5 constants"), "no loss": (lambda rs: rs[0].pop("loss"), "line 1: no loss"), "one number": (lambda rs: rs[0].pop("tokens"), "line 1: expected two of"),
     "negative": (lambda rs: rs[1].update(loss=-1), "line 2: loss = -1"), "nan": (lambda rs: rs[1].update(loss=math.nan), "line 2: loss = nan"), "text": (lambda rs: rs[1].update(tokens="many"), "line 2: tokens = 'many'"),
     "truth": (lambda rs: rs[1].update(parameters=True), "line 2: parameters = True"), "one size": (lambda rs: [r.update(parameters=10**6) for r in rs], "1 different parameters"), "none": (lambda rs: rs.clear(), "no runs"),
-    "list": (lambda rs: rs.insert(0, [1]), "line 1: expected an object")}
+    "list": (lambda rs: rs.insert(0, [1]), "line 1: expected an object"),
+    "contradiction": (lambda rs: rs[0].update(flops=1e20), "line 1: flops = 1e+20 for 1e+06 parameters and 5e+06 tokens, expected about 3e+13")}
 
 
 @pytest.mark.parametrize("name", MISTAKES)

@@ -53,6 +53,18 @@ def test_the_loss_survives_large_logits_and_more_ranks_than_it_has_use_for():
 
 @pytest.mark.parametrize("change, words", [
     (dict(num_heads=8), "8 query and 8 key/value heads over 3 ranks: a tensor parallel degree of 1, 2, 4, 8 would do"),
-    (dict(num_heads=6, d_model=12, bias=True), "c.bias = True"), (dict(num_heads=6, d_model=12, qk_norm=True), "c.qk_norm = True")])
+    (dict(num_heads=6, d_model=12, bias=True), "c.bias = True"), (dict(num_heads=6, d_model=12, qk_norm=True), "c.qk_norm = True"),
+    (dict(num_heads=6, d_model=12, z_loss=.1), "does not compute z_loss = 0.1"),
+    (dict(num_heads=6, d_model=12, num_experts=4), "does not compute num_experts = 4"),
+    (dict(num_heads=6, d_model=12, kv_lora_rank=4), "does not compute kv_lora_rank = 4")])
 def test_what_cannot_be_cut_is_rejected_with_what_would_do(change, words):
     with pytest.raises(ValueError, match=words): slice_config(ModelConfig(**dict(d_model=16) | change), 3, 0)
+
+
+@pytest.mark.parametrize("ids, targets, words", [
+    ([77, 1], [2, 3], "ids from 1 to 77, expected 0 to 49"), ([-1, 1], [2, 3], "ids from -1 to 1"),
+    ([0, 49], [50, 3], "targets from 3 to 50, expected 0 to 49"), ([0, 49], [-1, -100], "targets from -1 to -1")])
+def test_words_that_no_rank_has_are_rejected(ids, targets, words):
+    model = TransformerLM(ModelConfig(vocab_size=50, context_length=4, d_model=6, num_layers=1, num_heads=3))
+    with pytest.raises(ValueError, match=words):
+        Network(3).run(lambda port: TensorParallelLM(model, port).loss(torch.tensor([ids]), torch.tensor([targets])))

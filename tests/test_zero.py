@@ -56,3 +56,10 @@ def test_gathered_weights_live_no_longer_than_their_call(monkeypatch):
         out.sum().backward()
         return [*alive, sum(r() is not None for r in rows), len(rows)]
     assert Network(1).run(work) == [[0, 1, 4 + 3]]              # The last one until the end of the step
+
+
+@pytest.mark.parametrize("more", [dict(z_loss=.1), dict(num_experts=4)])
+def test_a_loss_with_more_than_cross_entropy_is_rejected(more):
+    model = TransformerLM(ModelConfig(**SIZES | more))
+    for make in (zero.FullySharded, lambda model, port: zero.ShardedDataParallel(model, port, 1)):
+        with pytest.raises(ValueError, match=f"ZeRO does not compute {[*more][0]}"): Network(1).run(lambda port: make(model, port))

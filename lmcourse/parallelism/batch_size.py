@@ -24,7 +24,7 @@ def gradient_noise(
     dots:np.ndarray, # Dot products of the gradients of n batches `(n, n)`
     b:int,           # Examples in each batch
 )->tuple: # Noise scale in examples and its standard error; NaN if noise hides the signal
-    "Estimate McCandlish's noise scale by jackknife. Raises `ValueError` below 3 gradients."
+    "Estimate McCandlish's simple noise scale by jackknife. Raises `ValueError` below 3 gradients."
     n = len(dots)
     if n < 3 or dots.shape != (n, n):
         raise ValueError(f"gradient_noise: dot products of shape {dots.shape}, expected (n, n) "
@@ -97,6 +97,9 @@ def story_batch(
     context_length:int,   # Tokens of a window, T
 )->tuple: # Inputs and targets, tensors `(B, T)`
     "Make a batch of windows that each begin with a story."
+    if data.num_documents <= context_length:
+        raise ValueError(f"{data.num_documents} stories for windows of {context_length} tokens, "
+                         f"expected more than {context_length}")
     rows = np.asarray(rows) % (data.num_documents - context_length)
     return to_tensors(story_windows(data, rows, context_length))
 

@@ -232,7 +232,8 @@ def torch_collective(name:str, length:int)->np.ndarray:
 
 # %% ../../nbs/10_parallelism/10c_collectives_torch.ipynb #e8612d20
 class CollectiveBytes(TorchDispatchMode):
-    "Counts the calls of collectives in a `with` block, and the bytes of their whole vectors."
+    """Counts the calls of the collectives in `KINDS` in a `with` block, and their whole vectors'
+    bytes. Other calls, such as gather and scatter, aren't counted."""
     def __init__(self):
         super().__init__()
         self.calls, self.num_bytes = defaultdict(int), defaultdict(int)

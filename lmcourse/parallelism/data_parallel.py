@@ -12,8 +12,10 @@ import torch
 from collections.abc import Callable, Sequence
 from torch import nn
 from torch.nn import functional as F
+from ..architecture.transformer_torch import TransformerLM
 from .collectives import ring_all_reduce
 from .ranks import Network, Port
+from ..tools.config import refuse_fields
 from ..training.parallel_np import ring_bytes
 
 # %% ../../nbs/10_parallelism/10d_data_parallel.ipynb #4136735a
@@ -34,12 +36,13 @@ def add_over_ranks(number:float, port:Port)->float: # The sum over all ranks
     return float(x[0])
 
 def loss_share(
-    model:nn.Module,      # Model from ids `(B, T)` to logits `(B, T, V)`
+    model:TransformerLM,  # Model whose loss is the mean cross-entropy
     ids:torch.Tensor,     # This rank's rows `(B, T)`
     targets:torch.Tensor, # Target ids `(B, T)`; -100 is ignored
     port:Port,
 )->torch.Tensor: # This rank's share of the mean loss over the batch
     "Sum this rank's losses and divide by the number of targets on all ranks."
+    refuse_fields(model.config, "loss_share", "TorchEngine", ("z_loss", "num_experts"))
     count = add_over_ranks(int((targets != -100).sum()), port)
     if not count: raise ValueError(f"none of the targets counts on any of {port.size} ranks")
     return F.cross_entropy(model(ids).flatten(0, -2), targets.flatten(), reduction="sum")/count
@@ -71,7 +74,8 @@ def overlap(
 
 # %% ../../nbs/10_parallelism/10d_data_parallel.ipynb #ebb0ee0c
 class BucketedGradients:
-    "All-reduces gradients, a bucket at a time, during the backward pass."
+    """All-reduces gradients, a bucket at a time, during *one* backward pass. Zero the gradients
+    before it: what they already hold would be added up over the ranks again."""
     def __init__(self,
         parameters:Sequence,  # The model's parameters that get a gradient
         port:Port,
@@ -85,6 +89,9 @@ class BucketedGradients:
 
     def ready(self, b:int):
         "Count a finished gradient of bucket `b`, and send full buckets in order."
+        if b < len(self.sent):
+            raise RuntimeError(f"bucket {b} was already sent, expected one backward pass, then "
+                               f"finish() and zeroed gradients")
         self.missing[b] -= 1
         while len(self.sent) < len(self.buckets) and not self.missing[len(self.sent)]:
             reduce_flat(self.buckets[len(self.sent)], self.port)
@@ -107,7 +114,7 @@ def make_buckets(parameters:Sequence, bucket_bytes:int)->list: # Lists of parame
 
 # %% ../../nbs/10_parallelism/10d_data_parallel.ipynb #14836cc7
 def data_parallel_step(
-    model:nn.Module,       # This rank's replica
+    model:TransformerLM,   # This rank's replica
     optimizer:torch.optim.Optimizer,
     ids:torch.Tensor,      # The whole batch `(B, T)`
     targets:torch.Tensor,  # Target ids `(B, T)`

@@ -6,6 +6,7 @@
 __all__ = ['OuterOptimizer', 'local_steps', 'simulate_ranks', 'low_communication_bytes', 'train_rank']
 
 # %% ../../nbs/10_parallelism/10m_low_communication.ipynb #a079ec4f
+import copy
 import math
 from collections.abc import Iterator, Sequence
 import numpy as np
@@ -45,7 +46,8 @@ def local_steps(
     data:TokenDataset,                # Stories
     rates:Sequence[float]|np.ndarray, # Learning rate of each step
     every:int,                        # Steps between synchronizations, H
-    outer:OuterOptimizer,             # Outer optimizer; stays the same on all ranks
+    # Outer optimizer with the same settings on all ranks; each rank works on a copy
+    outer:OuterOptimizer,
     rank:int=0,                       # Number of this rank
     size:int=1,                       # Number of ranks
     first:int=0,                      # Index of the first window
@@ -53,6 +55,7 @@ def local_steps(
 )->Iterator[torch.Tensor]: # A change `(P,)` per meeting; overwrite it with the ranks' sum
     "Train one rank: local steps, with a synchronization after every H steps and after the last."
     if every < 1: raise ValueError(f"local_steps: {every = }, expected 1 or more")
+    outer = copy.copy(outer)
     parameters, T = list(run.model.parameters()), run.model.config.context_length
     start = parameters_to_vector(parameters).detach()
     for step, rate in enumerate(rates):

@@ -12,6 +12,7 @@ from ..architecture.transformer_torch import TransformerLM
 from .collectives import ring_all_reduce
 from .ranks import Port
 from .schedules import Job
+from ..tools.config import refuse_fields
 from ..training.parallel_np import chunk_slices, ring_bytes
 
 # %% ../../nbs/10_parallelism/10h_pipeline.ipynb #6d60d89f
@@ -59,6 +60,7 @@ class Pipeline:
         schedule:list,       # Schedule of all ranks
         seconds:dict|None=None, # Simulated duration of each kind of job
     ):
+        refuse_fields(model.config, "Pipeline", "TorchEngine", ("z_loss", "num_experts"))
         self.model, self.port, self.schedule, self.seconds = model, port, schedule, seconds or {}
         self.last = max(job.stage for jobs in schedule for job in jobs)
         if len(schedule) != port.size:
@@ -113,6 +115,9 @@ class Pipeline:
 
     def step(self, ids:torch.Tensor, targets:torch.Tensor)->float: # `(B, T)` each
         "Run all jobs of this rank in order and return its share of the loss."
+        self.loss, self.ran, self.most = 0., [], 0
+        g = self.model.token_embeddings.weight.grad
+        before = 0. if g is None else g.clone()                 # From earlier steps, already tied
         m = 1 + max(job.microbatch for jobs in self.schedule for job in jobs)
         if len(ids) < m: raise ValueError(f"a batch of {len(ids)} rows for {m} microbatches")
         self.ids, self.targets = ids.tensor_split(m), targets.tensor_split(m)
@@ -121,16 +126,18 @@ class Pipeline:
         todo = dict(F=self.forward, B=self.backward, W=self.weights)
         for job in self.schedule[self.port.rank]:
             todo[job.kind](job.microbatch, job.stage)
-        self.tie()
+        self.tie(before)
         return self.loss
 
-    def tie(self):
-        "Add up the gradients of a tied table, which the first and the last rank both hold."
+    def tie(self, before:torch.Tensor|float):
+        "Add up the step's gradients of a tied table, which the first and the last rank both hold."
         ends = [0, self.last % self.port.size]
         if not self.model.config.tie_embeddings or ends[0] == ends[1]: return
         grad = self.model.token_embeddings.weight.grad
         if self.port.rank in ends and grad is not None:
+            grad -= before
             ring_all_reduce(grad.view(-1).numpy(), self.port.group(ends))
+            grad += before
 
 # %% ../../nbs/10_parallelism/10h_pipeline.ipynb #179e1ad5
 def pipeline_bytes(

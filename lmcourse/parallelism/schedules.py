@@ -113,20 +113,14 @@ def interleaved(p:int, m:int, v:int)->list: # A list of jobs for each rank
 
 # %% ../../nbs/10_parallelism/10g_schedules.ipynb #269d3a79
 def zero_bubble(p:int, m:int)->list: # A list of jobs for each rank
-    """Schedule B before F before W, for jobs of equal length. A rank starts no F while p - rank
-    microbatches lack their B, as in 1F1B, or 2p - 1 lack their W."""
+    "Schedule 1F1B with W after B, put off by `rank` microbatches. Qi et al. 2023, ZB-H1."
     require_counts(p, m)
-    plans, ends, now = [[] for _ in range(p)], {}, 0            # A job takes one unit of time
-    while any(len(plan) < 3*m for plan in plans):
-        for rank, plan in enumerate(plans):
-            f, b, w = (sum(j.kind == kind for j in plan) for kind in "FBW")
-            more = f < m and f - b < p - rank and f - w < 2*p - 1
-            choices = [Job("B", b, rank)]*(b < f) + [Job("F", f, rank)]*more
-            ready = [j for j in choices + [Job("W", w, rank)]*(w < b)
-                     if all(ends.get(n, now + 1) <= now for n in needs(j, p - 1))]
-            if ready: plan.append(ready[0])
-        now += 1
-        for plan in plans: ends |= {j: now for j in plan if j not in ends}
+    plans = []
+    for rank in range(p):
+        warm, late = min(p - 1 - rank, m), min(rank, m)
+        order = "".join("F"*(i < m - warm) + "B" + "W"*(i >= late) for i in range(m))
+        plans.append(number("F"*warm + order + "W"*late,
+                            lambda kind, k, rank=rank: Job(kind, k, rank)))
     return plans
 
 # %% ../../nbs/10_parallelism/10g_schedules.ipynb #324a9039
@@ -139,4 +133,6 @@ def bubble_formula(
     "Compute the bubble by its formula, equal to `bubble` of the simulated schedule."
     rounds = {"gpipe": 1., "1f1b": 1., "interleaved": 1/v, "zero-bubble": 1/3}
     if kind not in rounds: raise ValueError(f"{kind!r}, expected one of {', '.join(rounds)}")
+    if kind == "zero-bubble" and m < p:
+        raise ValueError(f"{m} microbatches for {p} ranks, expected at least {p} for zero-bubble")
     return (p - 1)/m*rounds[kind]

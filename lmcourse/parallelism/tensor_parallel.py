@@ -15,7 +15,7 @@ from ..architecture.transformer_torch import TransformerLM
 from .collectives import all_gather_bytes, ring_all_gather, ring_all_reduce
 from .collectives import ring_reduce_scatter
 from .ranks import Port
-from ..tools.config import ModelConfig
+from ..tools.config import ModelConfig, refuse_fields
 from ..training.parallel_np import chunk_slices, ring_bytes
 
 # %% ../../nbs/10_parallelism/10f_tensor_parallel.ipynb #538faabe
@@ -85,6 +85,7 @@ def slice_config(
 )->ModelConfig: # Config of the slice
     "Return the config of a rank's slice. Raises `ValueError` if the model can't be cut."
     c, both = config, (config.num_heads, config.kv_heads)
+    refuse_fields(c, "Tensor parallelism", "TorchEngine", ("z_loss", "num_experts", "kv_lora_rank"))
     if any(n % size for n in both):
         fits = [n for n in range(1, c.num_heads + 1) if not any(h % n for h in both)]
         raise ValueError(f"{both[0]} query and {both[1]} key/value heads over {size} ranks: a "
@@ -166,6 +167,10 @@ class TensorParallelLM:
 
     def loss(self, ids:torch.Tensor, targets:torch.Tensor)->torch.Tensor: # `(B, T)` each
         "Compute the mean loss, the same on all ranks."
+        for name, x in (("ids", ids), ("targets", targets[targets != -100])):
+            if x.numel() and not 0 <= x.min() <= x.max() < self.whole.vocab_size:
+                raise ValueError(f"{name} from {x.min()} to {x.max()}, expected 0 to "
+                                 f"{self.whole.vocab_size - 1}")
         model, T = self.slice, ids.shape[1]
         own = ids.T - self.first
         mine = (own >= 0) & (own < model.config.vocab_size)

@@ -86,7 +86,7 @@ def simulate_goodput(
 )->tuple: # Mean share of useful time, and its standard error
     "Simulate failures at random times. The share is useful time over mean total time."
     check_times(interval_s=interval_s, between_s=between_s, save_s=save_s, restart_s=restart_s)
-    stretches, runs = whole_number("stretches", stretches), whole_number("runs", runs)
+    stretches, runs = whole_number("stretches", stretches), whole_number("runs", runs, 2)
     clock = np.zeros(runs)
     todo = np.full(runs, interval_s + save_s)               # Seconds left in each run's attempt
     left = np.full(runs, stretches)

@@ -75,7 +75,8 @@ class ShardedDataParallel:
         max_norm:float=1.,   # Largest norm of the gradient
         **adamw:Any,         # Options of `torch.optim.AdamW`
     ):
-        refuse_fields(model.config, "ZeRO", "TorchEngine", ("mup_base_width",))
+        refuse_fields(model.config, "ZeRO", "TorchEngine",
+                      ("mup_base_width", "z_loss", "num_experts"))
         if stage not in (1, 2): raise ValueError(f"{stage = }, expected 1 or 2")
         self.model, self.port, self.stage, self.max_norm = model, port, stage, max_norm
         self.units = make_units(model, port)
@@ -170,7 +171,8 @@ class FullySharded:
         max_norm:float=1.,   # Largest norm of the gradient
         **adamw:Any,         # Options of `torch.optim.AdamW`
     ):
-        refuse_fields(model.config, "ZeRO", "TorchEngine", ("mup_base_width",))
+        refuse_fields(model.config, "ZeRO", "TorchEngine",
+                      ("mup_base_width", "z_loss", "num_experts"))
         if model.config.tie_embeddings:
             raise ValueError("stage 3 needs a model without tied embeddings: the first unit and "
                              "the last would share a table")

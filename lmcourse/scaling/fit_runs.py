@@ -64,6 +64,9 @@ def _size_and_tokens(run:Any, where:str)->tuple: # Parameters, tokens and loss
         raise ValueError(f"{where}: expected two of parameters, tokens and flops")
     N = N if N is not None else C/(6*D)
     D = D if D is not None else C/(6*N)
+    if C is not None and not 1/4 < C/(6*N*D) < 4:               # Some count attention or the head
+        raise ValueError(f"{where}: flops = {C:g} for {N:g} parameters and {D:g} tokens, expected "
+                         f"about {6*N*D:g}")
     if (planned := run.get("schedule_tokens")) is not None and D < .99*planned:
         raise ValueError(f"{where}: ended after {D:,.0f} of the {planned:,.0f} tokens of its "
                          f"schedule, expected a finished run")

@@ -38,6 +38,9 @@ def coordinate_check(
     seeds:int=2,          # Number of seeds to average over
 )->dict: # For each output, its mean change since initialization `(steps, widths)`
     "Measure how far outputs move in the first steps."
+    if data.num_documents < 300 + 8*steps:
+        raise ValueError(f"{data.num_documents} stories for {steps} steps, expected at least "
+                         f"{300 + 8*steps}: the last 300 aren't trained on")
     rows = data.starts[-300:-292, None] + np.arange(128) # Not used for training
     ids, changes = torch.from_numpy(data.tokens[rows].astype(np.int64)), {}
     for j,width in enumerate(widths):

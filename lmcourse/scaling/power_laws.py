@@ -73,6 +73,8 @@ def bootstrap(
     "Repeat a fit on points drawn with replacement. Efron 1979."
     x, y = np.asarray(x, float), np.asarray(y, float)
     if draws < 20: raise ValueError(f"draws = {draws}, expected at least 20")
+    if x.ndim != 1 or x.shape != y.shape:
+        raise ValueError(f"x {x.shape} and y {y.shape}, expected two rows of one length")
     picks = (rng.integers(len(x), size=len(x)) for _ in range(draws))
     return np.array([np.ravel(fit(x[i], y[i])) for i in picks])
 
