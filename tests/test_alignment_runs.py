@@ -167,6 +167,13 @@ def test_lines_replace_those_of_the_same_step_and_later_ones(tmp_path):
     assert [json.loads(line) for line in (tmp_path/"a").read_text().splitlines()] == [dict(step=0), dict(step=1), dict(step=2, new=1), dict(step=3, new=1)]
 
 
+def test_new_alignment_refuses_before_any_sampling(tmp_path, monkeypatch):
+    monkeypatch.setattr(runs, "load_model", None)                               # Nothing is loaded
+    for kind, settings, words in (("sft", {}, "sft needs the settings demonstrations, slip"),
+                                  ("sft", dict(slip=.2), "sft needs the settings demonstrations$"), ("dpo", {}, "exists, expected a new folder")):
+        with pytest.raises(ValueError, match=words): new_alignment(tmp_path, kind, settings, TrainConfig())
+
+
 @pytest.mark.parametrize("words, message", [
     ("rl", "rl needs either OUT or --resume RUN"), ("sft a --resume b", "sft needs either"), ("sft --resume nowhere", "nowhere: no run folder"), ("rl a --group-size 1", "group_size = 1"),
     ("rl a --kl -1", "kl = -1"), ("rl a --algorithm ppo", "ppo"), ("rl a --init-from nowhere", "nowhere: no run folder"), ("sft a --slip 1", "slip = 1"),
@@ -176,7 +183,9 @@ def test_lines_replace_those_of_the_same_step_and_later_ones(tmp_path):
     ("dpo a --pairs few.jsonl --reference nowhere", "nowhere"), ("dpo a --pairs few.jsonl --shard", "model in parts"), ("rl a --init-from other", "the model takes 32"),
     ("sft a --init-from other", "the model takes 32"),
     ("sft a --task poems", "poems"), ("rl a --task problems --reward mentions", "reward = 'mentions' with task = 'problems'"),
-    ("sft a --demonstrations 3", "demonstrations = 3"), ("sft taken", "taken exists"), ("rl a --staleness -1", "staleness = -1")])
+    ("sft a --demonstrations 3", "demonstrations = 3"), ("sft taken", "taken exists"), ("rl a --staleness -1", "staleness = -1"),
+    ("rl a --algorithm expert --kl .1", "kl = 0.1 with algorithm = 'expert'"),
+    ("dpo a --task easy-problems --prompts 6000", "n = 6,000 questions, but there are only 5,888")])
 def test_a_mistake_is_one_line_before_any_work(words, message, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     Path("taken").mkdir()

@@ -27,6 +27,11 @@ def test_a_response_to_another_prompt_is_wrong_and_its_form_right():
         assert parse_reward(prompt, response) == 0 and form_reward(response) == 1 and mention_reward(prompt, response) < 1
 
 
+def test_a_word_inside_another_word_is_no_mention():
+    assert mention_reward("Kate the fox, a red drum:", " Kate the foxglove admired a drummer.") == 1/4
+    assert mention_reward("Kate the fox, a red drum:", ' "My red drum!" said Kate the fox.') == 1
+
+
 @pytest.mark.parametrize("slip", [0., .1, .2, .4])
 def test_share_of_right_demonstrations_is_the_closed_form(slip):
     hits = sum(parse_reward(*pair) for pair in islice(Demonstrators(slip, 5), 2000))

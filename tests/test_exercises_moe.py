@@ -160,6 +160,9 @@ def scored(**how): return lambda *a: scores(*a, **how)
 def unpacked(q, q_turned, cards, turned, up): return (cards@up.T@q + turned@q_turned)/(len(q) + len(q_turned))**.5
 
 
+def by_method(q, q_turned, cards, turned, up): return (cards.dot(up.T).dot(q) + turned.dot(q_turned))/(len(q) + len(q_turned))**.5
+
+
 def transposed(q, q_turned, cards, turned, up): return (up.T@q@cards.T + q_turned@turned.T)*(len(q) + len(q_turned))**-.5
 
 
@@ -213,7 +216,8 @@ TASKS = {
                   (lambda E, k, n: E, "for E")], [lambda E, k, n: E*(1 - (1 - k/E)**n), lambda E, k, n: np.float64(E - E*math.exp(n*math.log1p(-k/E))) if k < E else E]),
     "latent_scores": ([(scored(root=lambda K, Q, R: 1), "the root of K + Q is missing"), (scored(root=lambda K, Q, R: K**.5), "both parts count"),
                        (scored(root=lambda K, Q, R: (R + Q)**.5), "the root stays"), (scored(parts=(1, 0)), "the turned part is missing"), (scored(parts=(0, 1)), "the content is missing"),
-                       (scored(root=lambda K, Q, R: K + Q), "divide by the root"), (unpacked, "the keys were unpacked"), (scored(parts=(1, -1)), "for S"),
+                       (scored(root=lambda K, Q, R: K + Q), "divide by the root"), (unpacked, "the keys were unpacked"),
+                       (by_method, "the keys were unpacked"), (scored(parts=(1, -1)), "for S"),
                        (lambda q, t, c, r, u: np.einsum("sr,kr,k->s", c, u, q), "can't be counted")], [scored(), transposed]),
     "reinforce": ([(rewarded(sign=-1), "that raises the loss"), (rewarded(base=lambda l: 0), "the baseline is missing"), (rewarded(base=np.mean), "a token's own loss"),
                    (rewarded(over=lambda l: 1), "mean over the tokens"), (rewarded(off=lambda p, one: 0), "p was not subtracted"), (rewarded(base=np.median), "the baseline is the median"),

@@ -132,6 +132,32 @@ def test_what_balances_changes_the_gradient_or_the_bias_but_not_the_loss(changes
     assert moved or not torch.allclose(one.layers[0].ffn.router.weight.grad, two.layers[0].ffn.router.weight.grad, atol=1e-7)
 
 
+@torch.no_grad()
+def crowded(factor): # A layer whose router sends nearly every token to expert 0 first
+    layer = MoE(replace(SMALL, capacity_factor=factor, router_aux_loss=1., router_bias_rate=.1), generator=torch.Generator().manual_seed(0))
+    layer.router.weight[0] += 1
+    return layer
+
+
+def test_a_capacity_does_not_hide_the_imbalance_from_what_balances():
+    "Load and loss come from the router's choice, as without a capacity."
+    x, found = torch.rand(64, 32, generator=torch.Generator().manual_seed(1)), []
+    for factor in (None, 1.):
+        layer = crowded(factor)
+        (0*layer(x).sum()).backward()                                       # So only the losses have a gradient
+        found.append((layer.load, layer.router.weight.grad))
+    assert found[0][0][0] > 60 and (layer.route(layer.logits(x))[0] == 0).sum() == 16
+    check_close(found[0], found[1])
+
+
+def test_the_bias_of_bfloat16_weights_moves_on():
+    layer = MoE(replace(SMALL, router_bias_rate=.001), dtype=torch.bfloat16)
+    layer.expert_bias.fill_(.75)
+    layer.load = torch.tensor([0] + [1]*7)
+    layer.after_step()
+    assert layer.router.weight.dtype == torch.bfloat16 and layer.expert_bias[0] > .75 > layer.expert_bias[1]
+
+
 # Accounts
 
 TOTALS = {"mixtral-8x7b": (46_702_792_704, 12_879_925_248), "qwen3-30b-a3b": (30_532_122_624, 3_353_032_704), "olmoe-1b-7b": (6_919_161_856, 1_282_017_280),
@@ -186,6 +212,9 @@ def test_a_dense_model_grows_into_experts_with_the_same_logits():
     from lmcourse.moe.lab import upcycle
     dense = TransformerLM(replace(SMALL, num_experts=None, ffn="gelu", tie_embeddings=True))
     with torch.no_grad(): check_close(upcycle(dense, 4, 3)(IDS), dense(IDS), 1e-4, 1e-5)
+    idle = dict(norm_topk_prob=False, routed_scaling=2.5, capacity_factor=.5, num_shared_experts=1) # Without effect in a dense model
+    dense = TransformerLM(replace(SMALL, num_experts=None, **idle))
+    with torch.no_grad(): check_close(upcycle(dense, 4)(IDS), dense(IDS), 1e-4, 1e-5)
 
 
 def test_a_second_head_drafts_and_changes_no_token():

@@ -41,8 +41,7 @@ def small(seed):
 def weights(trainer): return torch.cat([p.detach().flatten() for p in trainer.model.parameters()])
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-@pytest.mark.parametrize("kl", [0., .1])
+@pytest.mark.parametrize("algorithm, kl", [(name, kl) for name in ALGORITHMS for kl in (0., .1) if not (name == "expert" and kl)])
 def test_a_run_that_is_stopped_goes_on_bit_by_bit(algorithm, kl, valid, tmp_path):
     model, config = small(3), replace(FEW, algorithm=algorithm, kl=kl)
     whole, stopped, resumed = (start_rl(model, TOKENIZER, config, TRAIN, valid) for _ in range(3))

@@ -139,7 +139,7 @@ def mention_reward(
 )->float: # 0 to 1
     "Compute the share of the prompt's name, animal, colour and thing that the response has."
     words = prompt_words(prompt).values()
-    return sum(w in response for w in words)/len(words)
+    return sum(bool(re.search(rf"\b{re.escape(w)}\b", response)) for w in words)/len(words)
 
 def prompt_words(
     prompt:str, # A prompt of `brief_prompts`

@@ -90,7 +90,10 @@ class GpuConfig(GpuRecipe, PipelineConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        verifiable_task(self.task)
+        task, most = verifiable_task(self.task), max(self.tests, self.rl_prompts*self.dpo_steps)
+        if task.distinct and most > task.distinct: raise ValueError(
+            f"tests = {self.tests:,} and rl_prompts*dpo_steps = {self.rl_prompts*self.dpo_steps:,}"
+            f", expected at most {task.distinct:,}, the number of different {self.task}")
         for name,least in dict(context_length=64, step_tokens=64, micro_batch=1,
                                rl_prompts=1).items():
             if not getattr(self, name) >= least:
@@ -210,7 +213,7 @@ def plan_stages(
         stage("rl", f"{c.rl_steps:,} steps of {c.rl_prompts} prompts with 8 responses",
               rollouts*length, 2*read(rollouts, length) + train(rollouts, length),
               memory(texts, length, "float32", 2), "tfloat32", practice),
-        stage("exam", f"{c.tests:,} unseen {c.task}, loss on held-out text", 4*c.tests*length,
+        stage("exam", f"{c.tests:,} {task.fresh}, loss on held-out text", 4*c.tests*length,
               read(4*c.tests, length), 4*n + 10**9, "tfloat32", writing(4*c.tests)),
         stage("report", "the card")]
 

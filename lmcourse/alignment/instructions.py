@@ -79,7 +79,8 @@ def parse_mmlu_response(
 )->str|None: # A letter, or None if unclear
     "Find a reply's choice: the last `answer is X`, else a label, else one option's words."
     letters = "ABCD"[:len(mmlu_example["options"])]
-    said = re.findall(rf"\b[Aa]nswer(?:\s+is)?\s*:?\s*[(\"'*]*([{letters}])(?![\w'])", model_output)
+    said = re.findall(rf"\b[Aa]nswer(?:\s+is\s*:?|\s*:)\s*[(\"'*]*([{letters}])(?![\w'])"
+                      r"(?!\s+(?:or|and)\b)", model_output)
     if said: return said[-1]
     label = re.match(rf"\W*([{letters}])(?:\W*$|[).:])", model_output)
     if label: return label[1]

@@ -215,7 +215,7 @@ def examine(c:PipelineConfig, folder:Path, inputs:dict, say:Callable):
         write_json(folder/f"{name}.json", found)
         gc.collect()
         return_freed_memory()
-        say(f"{MODELS[name]}: {found['success']:.1%} of {c.tests} unseen {task.name} are right")
+        say(f"{MODELS[name]}: {found['success']:.1%} of {c.tests} {task.fresh} are right")
 
 def _card_rows(c:PipelineConfig, model, tokenizer, inputs:dict)->list:
     if c.data != "stories": # The tasks need the course's stories; else measure the loss
@@ -322,7 +322,8 @@ def report_blocks(r:dict, out:str)->list: # Pairs of a block's kind and content
     answers = "\n\n".join(f"{MODELS[name]}:\n" + "\n".join(
         f"    {'right' if ok else 'wrong'}  {p}{a}" for p,a,ok in m["samples"])
         for name,m in models.items())
-    example = shlex.quote(verifiable_task(_asked(r)).samples[0])
+    task = verifiable_task(_asked(r))
+    example = shlex.quote(task.samples[0])
     return [
         ("h1", "Report card of a pipeline"),
         ("p", f"lmcourse {r['lmcourse']} on {r['machine']}, seed {r['config']['seed']}"),
@@ -335,7 +336,7 @@ def report_blocks(r:dict, out:str)->list: # Pairs of a block's kind and content
               f"text nobody trained on is {base['loss']:.3f} nats per token.{floor}"),
         ("image", ("loss.png", "Training and validation loss over training tokens")),
         ("h2", "Doing what is asked"),
-        ("p", f"Each model answered the same unseen {_asked(r)}, once each, at temperature 1. The "
+        ("p", f"Each model answered the same {task.fresh}, once each, at temperature 1. The "
               f"demonstrators themselves are right in {r['ceiling']:.0%} of cases."),
         ("image", ("success.png", "A bar of success for each of four models")),
         ("table", success_table(r)), ("pre", answers),

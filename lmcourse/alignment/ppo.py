@@ -16,7 +16,7 @@ def gae(
     mask:Tensor,     # True for the response's tokens `(B, T)`
     gamma:float=1.,  # Discount of later rewards
     lam:float=.95,   # 0 trusts the critic, 1 the rewards
-)->tuple: # Advantages and returns (the critic's targets) `(B, T)`, 0 after the end
+)->tuple: # Advantages and returns (the critic's targets) `(B, T)`, 0 outside the response
     "Estimate advantages by GAE. `ValueError` for bad shapes, gamma or lam. Schulman 2016, eq. 16."
     if not rewards.shape == values.shape == mask.shape or rewards.ndim != 2:
         raise ValueError(f"rewards {tuple(rewards.shape)}, values {tuple(values.shape)}, "
@@ -31,7 +31,7 @@ def gae(
     for t in reversed(range(values.shape[1])):
         ahead = delta[:, t] + gamma*lam*ahead
         advantages[:, t] = ahead
-    return advantages, (advantages + values)*keep
+    return advantages*keep, (advantages + values)*keep
 
 # %% ../../nbs/14_alignment/14f_ppo.ipynb #84ed22b0
 class ValueHead(nn.Module):

@@ -50,6 +50,9 @@ class RlConfig:
             if getattr(self, name) not in right:
                 raise ValueError(f"RlConfig: {name} = {getattr(self, name)!r}, expected one of "
                                  f"{', '.join(right)}")
+        if self.algorithm == "expert" and self.kl: raise ValueError(
+            f"RlConfig: kl = {self.kl} with algorithm = 'expert', expected 0: it imitates right "
+            f"responses and has no penalty")
         for name,least in (("kl", 0), ("prompts", 1), ("group_size", 2), ("max_tokens", 1),
                            ("clip", 0), ("staleness", 0), ("seed", 0)):
             if not getattr(self, name) >= least:

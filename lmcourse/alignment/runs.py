@@ -48,6 +48,9 @@ def new_alignment(
         raise ValueError(f"{kind} has no setting {min(other)!r}, but {', '.join(KINDS[kind])}")
     if train.shard or train.on_mesh:
         raise ValueError(f"{kind} with a model in parts, expected shard = False and no mesh")
+    if kind == "sft" and (missing := {"slip", "demonstrations"} - settings.keys()):
+        raise ValueError(f"sft needs the settings {', '.join(sorted(missing))}")
+    if Path(run).exists(): raise ValueError(f"{run} exists, expected a new folder")
     task, device = task_of(settings), pick_device(train.device)
     run, (model, tokenizer) = Path(run), load_model(train.init_from, str(device))
     world = join_world(device, train)

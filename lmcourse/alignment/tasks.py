@@ -107,6 +107,12 @@ class VerifiableTask:
     prompt_tokens:int       # Room to leave for a prompt, in tokens
     # `measures(rollouts)`: a dict of further measurements on the responses
     measures:Callable = lambda rollouts: {}
+    distinct:int|None = None # Number of different prompts; None if repeats are rare
+
+    @property
+    def fresh(self)->str: # What to call prompts that are drawn with a new seed
+        if self.distinct is None: return f"unseen {self.name}"
+        return f"{self.name} that may also occur in training"
 
 # %% ../../nbs/14_alignment/14aa_tasks.ipynb #14aademo
 def problem_prompts(
@@ -115,10 +121,14 @@ def problem_prompts(
 )->list: # Questions
     "Draw questions. A different seed draws different ones, but easy ones may occur twice."
     found:dict = {}
+    repeats = 0 # In a row
     for problem in word_problems(seed, steps, easy):
-        if len(found) >= n: return list(found)
+        if len(found) >= n: break
+        repeats = repeats + 1 if problem.question in found else 0
+        if repeats == 100_000: raise ValueError(
+            f"n = {n:,} questions, but there are only {len(found):,} different ones")
         found[problem.question] = None
-    return []
+    return list(found)
 
 def problem_demonstrations(
     slip:float=0., seed:int=0,     # Probability that the last result is off; the seed
@@ -138,11 +148,12 @@ def _brief_measures(rollouts:list)->dict: # Share of mentions, and of openings a
     return dict(mentions=sum(mention_reward(r.prompt, r.response) for r in rollouts)/len(rollouts),
                 openings=template_shares(texts, OPENINGS), endings=template_shares(texts, ENDINGS))
 
-def _problems(name:str, max_tokens:int, prompt_tokens:int, **how)->VerifiableTask:
+def _problems(name:str, max_tokens:int, prompt_tokens:int, distinct:int|None=None, **how
+)->VerifiableTask:
     return VerifiableTask(name, partial(problem_prompts, **how),
                           partial(problem_demonstrations, **how), answer_reward, answer_form,
                           lambda slip: 1 - slip, tuple(problem_prompts(3, 4, **how)), max_tokens,
-                          prompt_tokens)
+                          prompt_tokens, distinct=distinct)
 
 _SAMPLES = ("Ella the mule, an orange cap:", "Otto the lion, a green drum:",
             "Kate the fox, a silver lantern:")
@@ -150,7 +161,7 @@ VERIFIABLE_TASKS = {t.name: t for t in (
     VerifiableTask("briefs", brief_prompts, Demonstrators, parse_reward, form_reward,
                    imitation_ceiling, _SAMPLES, 44, 32, _brief_measures),
     _problems("problems", 52, 96, steps=2),
-    _problems("easy-problems", 32, 64, steps=1, easy=True))}
+    _problems("easy-problems", 32, 64, 5888, steps=1, easy=True))}
 
 def verifiable_task(
     name:str, # A name of `VERIFIABLE_TASKS`

@@ -177,4 +177,4 @@ def best_of_n(
     mass = torch.zeros(len(levels), dtype=probs.dtype).index_add(0, level, probs)
     up_to = mass.cumsum(0).clamp(max=1)
     kept = up_to**n - torch.cat([up_to.new_zeros(1), up_to[:-1]])**n
-    return probs*(kept/mass)[level]
+    return probs*torch.where(mass > 0, kept/mass, 0.)[level] # A level may have probability 0

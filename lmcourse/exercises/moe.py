@@ -269,6 +269,7 @@ class _Tallied(np.ndarray): # An array whose products are counted
                                                                 dtype=int)))
         elif ufunc is np.multiply: self.tally.append(np.size(made))
         return _tallied(made, self.tally)
+    def dot(self, other): return self@other # The method of an array isn't counted
     def __array_function__(self, function, types, args, kwargs):
         raise AssertionError(f"np.{function.__name__} can't be counted: use @, *, / and +")
 

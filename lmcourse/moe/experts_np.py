@@ -104,7 +104,8 @@ def capacity(
 )->int: # Places at each expert, at most `num_tokens`
     "Return an expert's capacity. Lepikhin et al. 2020; `ValueError` for a factor of 0 or less."
     if not factor > 0: raise ValueError(f"capacity factor = {factor}, expected more than 0")
-    return min(num_tokens, math.ceil(factor*num_tokens*k/num_experts))
+    places = factor*num_tokens*k/num_experts
+    return min(num_tokens, math.ceil(places - 1e-9)) # 1.1*100*2/20 is 11 and a rounding error
 
 def within_capacity(
     chosen:np.ndarray, # Experts `(N, k)`

@@ -196,8 +196,10 @@ class MoE(nn.Module):
         self.router, self.experts = linear(c.d_model, c.expert_count, **how), Experts(c, **how)
         self.shared = (FeedForward(c.d_model, c.num_shared_experts*c.expert_size, c.ffn,
                                    linear=linear, **how) if c.num_shared_experts else None)
-        # A parameter without gradient, so it is saved, loaded and sharded like the others
-        self.expert_bias = (nn.Parameter(torch.zeros(c.expert_count, device=device, dtype=dtype),
+        # A parameter without gradient, so it is saved, loaded and sharded like the others. In
+        # bfloat16 its small steps would round away
+        wide = torch.promote_types(dtype or torch.get_default_dtype(), torch.float32)
+        self.expert_bias = (nn.Parameter(torch.zeros(c.expert_count, device=device, dtype=wide),
                                          requires_grad=False) if c.router_bias_rate else None)
         self.load:torch.Tensor|None = None # Visits since the last step
 
@@ -228,7 +230,9 @@ class MoE(nn.Module):
     def balance(self, y:torch.Tensor, logits:torch.Tensor, chosen:torch.Tensor)->torch.Tensor:
         "Return `y` unchanged; its backward pass adds the router's losses and counts the visits."
         c, E = self.config, self.config.expert_count
-        f = torch.bincount(chosen.flatten() + 1, minlength=E + 1)[1:]
+        # The router's choice, before full experts drop any: a capacity would hide the imbalance
+        if c.capacity_factor: chosen, _ = choose_experts(logits.detach(), c, self.expert_bias)
+        f = torch.bincount(chosen.flatten(), minlength=E)
         loss = 0*logits.sum()
         if c.router_aux_loss: loss = loss + c.router_aux_loss*balance_loss_of(logits, f)
         if c.router_z_loss: loss = loss + c.router_z_loss*logits.logsumexp(-1).square().mean()

@@ -74,7 +74,9 @@ def upcycle(
     "Copy each feed-forward network E times to make experts. Komatsuzaki et al. 2022, section 3."
     c = model.config
     if c.num_experts: raise ValueError(f"upcycle: the model has {c.num_experts} experts already")
-    new = replace(c, num_experts=num_experts, num_experts_per_tok=k, moe_d_ff=c.ffn_size)
+    new = replace(c, num_experts=num_experts, num_experts_per_tok=k, moe_d_ff=c.ffn_size,
+                  norm_topk_prob=True, routed_scaling=1., capacity_factor=None,
+                  num_shared_experts=0) # A dense config may have other values, without effect
     made = TransformerLM(new, seed=seed, parts=model.parts).to(model.token_embeddings.weight.device)
     old = dict(model.named_parameters())
     for name,p in made.named_parameters():

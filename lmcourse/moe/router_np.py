@@ -31,6 +31,8 @@ def router_forward(
     bias:np.ndarray|None=None, # Balancing bias `(E,)`, used to choose experts, not to weight them
 )->tuple: # Chosen experts `(N, k)`, their weights `(N, k)`, and the cache for `router_backward`
     "Choose and weight the experts. Shazeer et al. 2017; DeepSeek-V3, equations 12 to 16."
+    if score not in ("softmax", "sigmoid"):
+        raise ValueError(f"score = {score!r}, expected softmax or sigmoid")
     logits = x@weight.T                                            # (N, E)
     if score == "softmax": scores = softmax_forward(logits)[0]
     else: scores = 1/(1 + np.exp(-logits))
