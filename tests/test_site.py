@@ -36,7 +36,8 @@ def notebook(tmp_path, *cells, name="02h_memory.ipynb"):
 
 # Markdown
 
-@pytest.mark.parametrize("heading, key", [("When must reshape copy?", "when-must-reshape-copy"), ("1. A list", "a-list"), ("f_np.g", "f_np.g"), ("12", "section")])
+@pytest.mark.parametrize("heading, key", [("When must reshape copy?", "when-must-reshape-copy"), ("1. A list", "a-list"), ("f_np.g", "f_np.g"), ("12", "section"),
+                                          ("Train & evaluate", "train-evaluate"), ("Élan vital", "élan-vital")])
 def test_anchor_is_that_of_pandoc(heading, key): assert heading_anchor(heading) == key
 
 

@@ -506,7 +506,9 @@ def read_funnel(
     return Funnel([Stage(**s) for s in read_json(path)["stages"]])
 
 # %% ../../nbs/13_curation/13i_pipeline.ipynb #13i00026
-def _numbered(item:tuple, work:str, key:str, k:int): _job(*item, work, key, k)
+def _numbered(item:tuple, work:str, key:str, k:int):
+    number, path, label = item
+    _job(number, path, label, work, key, k)
 
 def _begin(out:Path, job:dict, recipe:Recipe):
     if not (path := out/"job.json").exists():

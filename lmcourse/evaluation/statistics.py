@@ -75,7 +75,7 @@ def sample_size(
 # %% ../../nbs/12_evaluation/12d_statistics.ipynb #fbc20696
 def bootstrap(
     statistic:Callable,      # Function from scores `(n,)` to a number
-    scores:list,             # Score of each question
+    scores:list|np.ndarray,  # Score of each question
     clusters:list|None=None, # As in `standard_error`: whole clusters are drawn
     draws:int=1000,          # Number of resamples
     level:float=.95,         # Confidence level

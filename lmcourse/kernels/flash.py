@@ -81,7 +81,7 @@ def flash_cost(T:int, S:int, K:int, heads:int=1, causal:bool=True, window:int=0,
 @jit
 def row_dot_kernel(a, b, out, R, K, BLOCK: tl.constexpr, BD: tl.constexpr):
     "Compute the dot products of rows: δ of the backward pass."
-    rows, d = tl.program_id(0)*BLOCK + tl.arange(0, BLOCK), tl.arange(0, BD)
+    rows, d = tl.program_id(0).to(tl.int64)*BLOCK + tl.arange(0, BLOCK), tl.arange(0, BD)
     at, inside = rows[:, None]*K + d[None, :], (rows[:, None] < R) & (d[None, :] < K)
     x = tl.load(a + at, mask=inside, other=0.).to(tl.float32)
     y = tl.load(b + at, mask=inside, other=0.).to(tl.float32)

@@ -42,7 +42,7 @@ def count_eager(
     f:Callable, # Called with `args`
     *args:Any,  # Tensors
 )->Work:
-    "Count the operations of a call and the bytes that they move."
+    "Count the operations of a call, and the bytes of the arrays that they take and return."
     with torch.no_grad(), Listener() as listener: f(*args)
     return listener.work
 
@@ -73,4 +73,4 @@ def count_compiled(
 
 def kernel_names(source:str)->set: # From Inductor's code for a CPU or a GPU
     "Return the names of the kernels in Inductor's generated code."
-    return set(re.findall(r"\b((?:cpp_fused|triton_(?:poi|red|per|tem))_\w+)", source))
+    return set(re.findall(r"\b((?:cpp_fused|triton_(?:poi|red|per|tem|for))_\w+)", source))

@@ -10,7 +10,8 @@ __all__ = ['adamw_kernel', 'fused_adamw_cost', 'fused_adamw_', 'grouped_kernel',
 import torch
 from typing import Any
 from .matmul import tile_warps
-from .traffic import Cost, check_floats, interpreted, jit, power_of_two, tl
+from .traffic import Cost, check_addresses, check_floats, interpreted, jit
+from .traffic import power_of_two, tl
 
 # %% ../../nbs/09_kernels/09g_grouped.ipynb #666adc61
 @jit
@@ -139,4 +140,5 @@ def grouped_matmul(
     if len(o) != len(weight) + 1 or o[0] != 0 or o[-1] != len(x) or sorted(o) != o:
         raise ValueError(f"grouped_matmul: offsets = {o}, expected {len(weight) + 1} numbers that "
                          f"go up from 0 to {len(x)}")
+    check_addresses("grouped_matmul", x=x.numel(), product=len(x)*weight.shape[1])
     return GroupedFunction.apply(x, weight, o, tuple(tile))

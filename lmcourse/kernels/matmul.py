@@ -7,7 +7,8 @@ __all__ = ['naive_matmul_kernel', 'naive_matmul_cost', 'matmul_kernel', 'tile_wa
 
 # %% ../../nbs/09_kernels/09d_matmul.ipynb #e84f6565
 import torch
-from .traffic import Cost, check_floats, interpreted, jit, power_of_two, tl
+from .traffic import Cost, check_addresses, check_floats, interpreted, jit
+from .traffic import power_of_two, tl
 
 # %% ../../nbs/09_kernels/09d_matmul.ipynb #dacb61e4
 @jit
@@ -56,7 +57,7 @@ def matmul(
     tile:tuple=(32, 32, 32), # BM, BN and BK, powers of two from 16 to 256
     group:int=1,    # Rows of tiles that are processed together
 )->torch.Tensor: # (M, N)
-    "Multiply two matrices tile by tile."
+    "Multiply two matrices tile by tile. The product has no gradient."
     check_floats("matmul", a=a, b=b)
     if a.ndim != 2 or b.ndim != 2 or a.shape[1] != b.shape[0] or a.dtype != b.dtype:
         raise ValueError(f"matmul: a is {a.dtype} {tuple(a.shape)}, b is {b.dtype} "
@@ -64,6 +65,7 @@ def matmul(
     for name,size in zip(("BM", "BN", "BK"), tile): power_of_two(f"matmul: {name}", size, 16, 256)
     if group < 1: raise ValueError(f"matmul: group = {group}, expected 1 or more")
     (M, K), N, (bm, bn, bk) = a.shape, b.shape[1], tile
+    check_addresses("matmul", a=M*K, b=K*N, product=M*N)
     a, b, out = a.contiguous(), b.contiguous(), a.new_empty(M, N)
     matmul_kernel[(-(-M//bm)*-(-N//bn),)](a, b, out, M, N, K, BM=bm, BN=bn, BK=bk, GROUP=group,
                                           WIDE=interpreted, num_warps=tile_warps(bm, bn))

@@ -19,7 +19,7 @@ from .traffic import next_power_of_two, power_of_two, tl
 @jit
 def softmax_kernel(x, out, N, BLOCK: tl.constexpr):
     "Compute the softmax of one row."
-    row, columns = tl.program_id(0), tl.arange(0, BLOCK)
+    row, columns = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK) # It may begin past 2^31
     inside = columns < N
     z = tl.load(x + row*N + columns, mask=inside, other=-float("inf")).to(tl.float32)
     e = tl.exp(z - tl.max(z, 0))
@@ -37,7 +37,7 @@ def row_block(what:str, width:int)->int: # The smallest power of two that holds 
 def softmax(
     x:torch.Tensor, # (..., N)
 )->torch.Tensor: # (..., N), each row sums to 1
-    "Compute softmax over the last axis in one pass."
+    "Compute softmax over the last axis in one pass. It has no gradient."
     check_floats("softmax", x=x)
     x, out = x.contiguous(), torch.empty_like(x, memory_format=torch.contiguous_format)
     block = row_block("softmax", x.shape[-1])
@@ -48,7 +48,7 @@ def softmax(
 @jit
 def rmsnorm_kernel(x, gain, out, inverse, N, eps, BLOCK: tl.constexpr):
     "Normalize one row by its RMS r; `inverse` stores 1/r."
-    row, columns = tl.program_id(0), tl.arange(0, BLOCK)
+    row, columns = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     inside = columns < N
     z = tl.load(x + row*N + columns, mask=inside, other=0.).to(tl.float32)
     g = tl.load(gain + columns, mask=inside, other=0.).to(tl.float32)
@@ -59,7 +59,7 @@ def rmsnorm_kernel(x, gain, out, inverse, N, eps, BLOCK: tl.constexpr):
 @jit
 def rmsnorm_backward_kernel(dy, x, gain, inverse, dx, parts, R, N, BLOCK: tl.constexpr):
     "Compute the gradients of every P-th row and this program's part of the gain's gradient."
-    first, P, columns = tl.program_id(0), tl.num_programs(0), tl.arange(0, BLOCK)
+    first, P, columns = tl.program_id(0).to(tl.int64), tl.num_programs(0), tl.arange(0, BLOCK)
     inside = columns < N
     g = tl.load(gain + columns, mask=inside, other=0.).to(tl.float32)
     part = tl.zeros((BLOCK,), tl.float32)
@@ -86,7 +86,7 @@ class RMSNormFunction(torch.autograd.Function):
     "RMSNorm over the last axis, with kernels for forward and backward."
     @staticmethod
     def forward(ctx:Any, x:torch.Tensor, gain:torch.Tensor, eps:float, programs:Any):
-        x, N = x.contiguous(), x.shape[-1]
+        x, gain, N = x.contiguous(), gain.contiguous(), x.shape[-1]
         R, out = x.numel()//N, torch.empty_like(x)
         inverse, block = x.new_empty(R, dtype=torch.float32), row_block("rmsnorm", N)
         if R: rmsnorm_kernel[(R,)](x, gain, out, inverse, N, eps, BLOCK=block)
@@ -185,7 +185,8 @@ def cross_entropy_kernel(logits, targets, losses, logsums, V, ignore, BLOCK: tl.
         columns = first + tl.arange(0, BLOCK)
         z = tl.load(logits + row*V + columns, mask=columns < V, other=-float("inf")).to(tl.float32)
         higher = tl.maximum(m, tl.max(z, 0))
-        s = s*tl.exp(m - higher) + tl.sum(tl.exp(z - higher), 0)
+        base = tl.where(higher == -float("inf"), 0., higher)    # All logits so far may be -inf
+        s = s*tl.exp(m - base) + tl.sum(tl.exp(z - base), 0)
         m = higher
     target = tl.load(targets + row)
     counts = target != ignore

@@ -128,7 +128,7 @@ def occupancy(
     shared_bytes:int=0, # Shared memory per block
     chip:str="a100", # A key of `chips()`
 )->Occupancy: # `ValueError` if not even one block fits
-    "Compute how many blocks fit on an SM, by the vendor's rounding rules."
+    "Compute how many blocks fit on an SM, by the rules of CUDA's `cuda_occupancy.h`."
     c = chips()[chip]
     for what,value,most in (("threads", threads, 1024), ("registers", registers, 255)):
         if not (isinstance(value, numbers.Integral) and 1 <= value <= most):
@@ -140,8 +140,11 @@ def occupancy(
     per_warp = math.ceil(registers*WARP/256)*256        # Registers are allocated in units of 256
     # Shared memory comes in units of 128 bytes, and the system takes 1 KiB of each block
     shared = math.ceil((shared_bytes + 1024)/128)*128
-    fits = {"warps": c.warps//warps, "blocks": c.blocks,
-            "registers": c.registers//per_warp//warps, "shared memory": c.shared_bytes//shared}
+    # Each of the SM's four partitions has a quarter of the registers and holds whole warps
+    by_registers = c.registers//4//per_warp*4//warps
+    if math.ceil(warps/4)*4*per_warp > c.registers: by_registers = 0
+    fits = {"warps": c.warps//warps, "blocks": c.blocks, "registers": by_registers,
+            "shared memory": c.shared_bytes//shared}
     least = min(fits, key=fits.__getitem__)
     if not fits[least]: raise ValueError(f"occupancy: no block fits, too few {least}")
     return Occupancy(fits[least], fits[least]*warps/c.warps, least)

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['FLOATS', 'jit', 'add_kernel', 'Cost', 'Traffic', 'counting', 'power_of_two', 'next_power_of_two', 'check_floats',
-           'check_alike', 'vector_add']
+           'check_addresses', 'check_alike', 'vector_add']
 
 # %% ../../nbs/09_kernels/09c_traffic.ipynb #eab78578
 import contextlib, os, sys, types
@@ -67,7 +67,7 @@ def jit(
 @jit
 def add_kernel(a, b, out, N, BLOCK: tl.constexpr):
     "Add one block of two arrays."
-    offsets = tl.program_id(0)*BLOCK + tl.arange(0, BLOCK)
+    offsets = tl.program_id(0).to(tl.int64)*BLOCK + tl.arange(0, BLOCK) # They may pass 2^31
     inside = offsets < N
     x = tl.load(a + offsets, mask=inside).to(tl.float32)    # Add in float32, whatever is stored
     y = tl.load(b + offsets, mask=inside).to(tl.float32)
@@ -159,7 +159,8 @@ def counting(
     **arrays:torch.Tensor, # All arrays that kernels may touch, by name
 )->Iterator[Traffic]:
     """Count what interpreted kernels load and store in a `with` block.
-    `IndexError` for an address outside all arrays, `RuntimeError` for a race that it notices."""
+    `IndexError` for an address outside the memory of all arrays, `RuntimeError` for a race that it
+    notices. Atomic operations are neither counted nor checked."""
     if triton is None or not interpreted:
         raise RuntimeError("counting needs Triton's interpreter: set TRITON_INTERPRET=1 before the "
                            "start")
@@ -210,6 +211,12 @@ def check_floats(what:str, dtypes:tuple=FLOATS, **arrays:torch.Tensor):
         places = ", ".join(f"{n} on {x.device}" for n,x in arrays.items())
         raise ValueError(f"{what}: {places}, expected one device")
 
+def check_addresses(what:str, **numbers:int): # Numbers of each array, whose addresses have 32 bits
+    "`ValueError` for an array that is too large."
+    for name,n in numbers.items():
+        if n >= 2**31:
+            raise ValueError(f"{what}: {name} has {n:,} numbers, expected fewer than 2**31")
+
 def check_alike(what:str, **arrays:torch.Tensor):
     "Check like `check_floats`. `ValueError` also for arrays that differ in shape or type."
     check_floats(what, FLOATS, **arrays)
@@ -223,7 +230,7 @@ def vector_add(
     b:torch.Tensor, # The same shape and type
     block:int=1024, # Numbers per program, a power of two
 )->torch.Tensor: # a + b
-    "Add two arrays with `add_kernel`."
+    "Add two arrays with `add_kernel`. The sum has no gradient."
     check_alike("vector_add", a=a, b=b)
     power_of_two("vector_add: block", block)
     a, b = a.contiguous(), b.contiguous()

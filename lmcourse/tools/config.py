@@ -107,6 +107,8 @@ class Config(_Files):
             if not _fits(value, hint):
                 raise ValueError(f"{type(self).__name__}: {name} = {value!r}, expected "
                                  f"{_wanted(hint)}")
+            if type(value) is int and float in (hint, *typing.get_args(hint)):
+                object.__setattr__(self, name, float(value)) # so that equal records are saved alike
         self.validate()
 
     def to_dict(self)->dict: # Field names and values, in order
@@ -461,7 +463,11 @@ class TrainConfig(_Descent):
     timeout_seconds:int = 600       # Time to wait for another process before giving up
     def windows_per_step(self, context_length:int)->int: # Tokens per window
         "Count the windows of a step, all processes together."
-        return self.tokens_per_step//context_length if self.tokens_per_step else self.batch_size
+        if self.tokens_per_step is None: return self.batch_size
+        if self.tokens_per_step % context_length:
+            raise ValueError(f"tokens_per_step = {self.tokens_per_step}, expected a multiple of "
+                             f"the context length, {context_length}")
+        return self.tokens_per_step//context_length
     @property
     def on_mesh(self)->bool: # Whether any degree of parallelism is set
         sizes = {self.data_parallel_replicate_degree, self.context_parallel_degree,

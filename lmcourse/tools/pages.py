@@ -64,8 +64,8 @@ def heading_anchor(
     text:str, # Text of a heading
 )->str: # The address, without the number that is added for a repeated heading
     "Return the address that Pandoc, and so Quarto and nbdev's links, gives to a heading."
-    return re.sub(r"^[^a-z]+", "",
-                  re.sub(r"[^\w\-. ]", "", text.lower()).strip().replace(" ", "-")) or "section"
+    words = re.sub(r"[^\w\-. ]", "", text.lower()).split()
+    return re.sub(r"^[\W\d_]+", "", "-".join(words)) or "section"
 
 # %% ../../nbs/00_tools/00k_pages.ipynb #6efa47aa
 def page_anchors(
