@@ -3,6 +3,7 @@ import inspect
 import math
 import random
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
@@ -14,8 +15,10 @@ from lmcourse.architecture import layers_torch
 from lmcourse.architecture.transformer_torch import TransformerLM
 from lmcourse.generation.generate import generate, log_probs
 from lmcourse.generation.sampling import next_token_probs, sample
+from lmcourse.inference.draft_engine import DraftEngine
 from lmcourse.inference.engine import (BlockPool, Engine, PackedLinear, PagedModel, Request, Sequence, Waste, batched_attention, chunk_name,
                                        draw_tokens, gathered_attention, paged_attention, plan_attention, replay, rows_of, sample_rows, timing)
+from lmcourse.inference.speculative import PromptLookup
 from lmcourse.tools.checks import check_close, expect_error
 from lmcourse.tools.config import ModelConfig
 from lmcourse.tools.machine import compiles
@@ -362,6 +365,33 @@ def test_a_beginning_is_found_again_after_its_owner_left_until_it_is_overwritten
     before = engine.computed
     engine.run([Request(prompt + (50,), 1)])
     assert engine.computed == before + 17
+
+
+@packed
+@pytest.mark.parametrize("make", [Engine, partial(DraftEngine, make_draft=partial(PromptLookup, 97))], ids=["alone", "with a draft"])
+def test_a_text_that_was_computed_again_in_pieces_is_found_with_its_own_keys(make):
+    model, told = small(torch.float32), 0
+    for seed in range(4):
+        rng = random.Random(seed)
+        requests = [Request(tuple(rng.randrange(97) for _ in range(11)), 25, seed=k) for k in range(3)]
+        for k in range(3):
+            engine = make(model, num_blocks=9, block_size=8, max_running=3, token_budget=12)
+            s = engine.run(requests)[k]
+            again = Request(tuple(s.ids), 4, temperature=0., log_probs=0)
+            (found,), (fresh,) = engine.run([again]), Engine(model, block_size=8).run([again])
+            assert found.log_probs == fresh.log_probs
+            told += s.preempted
+    assert told
+
+
+@pytest.mark.parametrize("make", [Engine, partial(DraftEngine, make_draft=partial(PromptLookup, 97))], ids=["alone", "with a draft"])
+def test_each_turn_of_a_chat_finds_all_that_the_turn_before_computed(make):
+    engine, ids = make(small(), block_size=4), tuple(range(10))
+    for turn in range(4):
+        before = engine.reused
+        s, = engine.run([Request(ids, 7)])
+        assert engine.reused - before == (turn > 0) * (len(ids) - 3) // 4 * 4   # The last token drawn has no keys, two more are new
+        ids = tuple(s.ids) + (50, 51)
 
 
 def test_names_depend_on_everything_before():

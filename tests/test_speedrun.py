@@ -165,6 +165,18 @@ def test_rows_of_a_table_see_the_tokens_that_end_there_and_no_later_ones():
         assert at in moved and set(moved) <= {at, at + 1, at + 2}
 
 
+def test_rows_of_a_table_need_the_whole_text_so_decoders_with_a_cache_are_rejected():
+    from lmcourse.ablations.speedrun import NgramLM
+    from lmcourse.generation.generate import RecomputingDecoder, generate
+    from lmcourse.inference.engine import Engine, Request
+    from lmcourse.inference.kv_cache import CachedDecoder
+    from lmcourse.tools.config import ModelConfig
+    model = NgramLM(ModelConfig(vocab_size=32, context_length=16, d_model=16, num_layers=1, num_heads=2, d_ff=32), rows=(64,)).eval()
+    with expect_error(ValueError, "can't run with a cache; use RecomputingDecoder"): CachedDecoder(model).feed([1, 2, 3])
+    with expect_error(ValueError, "can't run with a cache; use RecomputingDecoder"): Engine(model).run([Request((1, 2, 3), 2)])
+    assert len(list(generate(model, [1, 2, 3], 4, decoder=RecomputingDecoder))) == 4
+
+
 def test_every_change_and_every_size_makes_a_contestant():
     for who, table, _ in speedrun.PARTS.values():
         made = [changed(CONTESTANTS[who], fields) for fields in table.values()]

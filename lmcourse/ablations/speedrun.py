@@ -32,7 +32,8 @@ from .sweep import prepare_corpus, read_lines
 
 # %% ../../nbs/06_ablations/06e_speedrun.ipynb #1da77b7e
 class Gpt2Engine(TorchEngine):
-    "GPT-2's initial weights and torch's own fused AdamW. Radford et al. 2019, section 2.3."
+    """GPT-2's initial weights and torch's own fused AdamW. The weights are from N(0, 0.02²) as in
+    Radford et al. 2018, the branches scaled as in Radford et al. 2019, section 2.3."""
     def __init__(self, model_config:ModelConfig, config:TrainConfig, **more:Any):
         super().__init__(model_config, config, **more)
         c, groups = config, parameter_groups(self.model, config.weight_decay)
@@ -81,7 +82,11 @@ class NgramLM(TransformerLM):
         self.tables, self.rows = torch.nn.ModuleList(tables), rows
 
     def embed(self, ids:torch.Tensor, positions:torch.Tensor|None=None)->torch.Tensor:
-        x, code = super().embed(ids, positions), ids
+        if positions is not None:   # Of a decoder with a cache, which gives the new tokens only
+            raise ValueError(f"NgramLM got {ids.shape[-1]} ids with positions, expected a whole "
+                             "text without: its tables read the tokens before, so it can't run "
+                             "with a cache; use RecomputingDecoder")
+        x, code = super().embed(ids), ids
         for n,(rows,table) in enumerate(zip(self.rows, self.tables), 1):
             before = torch.nn.functional.pad(ids, (n, 0))[..., :-n]
             code = code*31_337 + before

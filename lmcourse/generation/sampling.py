@@ -123,6 +123,10 @@ def repetition_penalty(
 )->torch.Tensor: # Probabilities `(..., V)`, float32 or float64
     """Compute the softmax after lowering the logits of the ids in `seen`.
     Raises `ValueError` for a `value` or an id out of range. Source: Keskar et al. 2019."""
+    return _shifted(_penalized(logits, value, seen)).softmax(-1)
+
+# %% ../../nbs/05_generation/05a_sampling.ipynb #5826c9d8
+def _penalized(logits:torch.Tensor, value:float, seen)->torch.Tensor: # Logits
     _shifted(logits)                                # raises an error if they are not logits
     _check("repetition_penalty", value)
     seen = torch.as_tensor(seen if torch.is_tensor(seen) else list(seen), dtype=torch.int64,
@@ -130,9 +134,8 @@ def repetition_penalty(
     _check_seen(seen, logits.shape[-1])
     came = torch.zeros_like(logits, dtype=torch.bool).scatter(-1, seen, True)
     smaller = torch.where(logits > 0, logits/value, logits*value)
-    return _shifted(torch.where(came, smaller, logits)).softmax(-1)
+    return torch.where(came, smaller, logits)
 
-# %% ../../nbs/05_generation/05a_sampling.ipynb #5826c9d8
 def _check_seen(seen, vocab_size:int): # An array or a tensor of ids
     if (wrong := seen[(seen < 0) | (seen >= vocab_size)]).shape[0]:
         raise ValueError(f"seen: id {wrong[0]} is not in the vocabulary, expected 0 to "
@@ -140,7 +143,6 @@ def _check_seen(seen, vocab_size:int): # An array or a tensor of ids
 
 # %% ../../nbs/05_generation/05a_sampling.ipynb #3f25f65f
 _RULES:dict = dict(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
-_penalty = repetition_penalty
 
 # %% ../../nbs/05_generation/05a_sampling.ipynb #5c456264
 def next_token_probs(
@@ -154,7 +156,7 @@ def next_token_probs(
 )->torch.Tensor: # Probabilities `(..., V)`, float32 or float64
     """Compute the distribution from which the next token is drawn.
     Raises `ValueError` for a setting out of range."""
-    if repetition_penalty is not None: logits = _penalty(logits, repetition_penalty, seen).log()
+    if repetition_penalty is not None: logits = _penalized(logits, repetition_penalty, seen)
     probs = _RULES["temperature"](logits, temperature)
     for name,value in dict(top_k=top_k, top_p=top_p, min_p=min_p).items():
         if value is not None: probs = _RULES[name](probs.log(), value)

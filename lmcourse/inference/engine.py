@@ -81,12 +81,13 @@ class Sequence:
     @property
     def missing(self)->int: return len(self.ids) - self.computed    # Tokens without keys and values
 
-    def name(self, i:int, size:int)->bytes: # Block `i` must be full
-        "Return the name of a block of `size` tokens, a digest of all ids up to its end."
+    def name(self, end:int, size:int)->bytes: # Name of the block that holds token `end - 1`
+        "Return the name of a block of `size` places with tokens up to `end`, a digest of all ids."
+        i = (end - 1)//size
         for k in range(len(self.chain), i):
             before = self.chain[-1] if self.chain else b""
             self.chain.append(chunk_name(before, self.ids[k*size:][:size]))
-        return chunk_name(self.chain[i-1] if i else b"", self.ids[i*size:(i+1)*size])
+        return chunk_name(self.chain[i-1] if i else b"", self.ids[i*size:end])
 
 # %% ../../nbs/07_inference/07b_engine.ipynb #672570f0
 def timing(
@@ -582,20 +583,22 @@ class BlockTables:
         size, pool = self.pool.block_size, self.pool
         known = self.share and not s.request.scores_prompt
         for i in range(-(-len(s.ids)//size) if known else 0):
-            if (name := s.name(i, size)) not in pool.blocks: return name
+            end = min((i + 1)*size, len(s.ids))
+            if (name := s.name(end, size)) not in pool.blocks: return name
             pool.share(pool.blocks[name])
             s.blocks.append(pool.blocks[name])
-            s.computed = s.named = min((i + 1)*size, len(s.ids) - 1)
-        s.named = len(s.blocks)
+            s.computed = min(end, len(s.ids) - 1)
+            s.named = s.computed//size
         return None
 
     def tell_names(self, s:Sequence): # Tells the pool the names of blocks that are now computed
         size, prompt = self.pool.block_size, len(s.request.ids)
         for i in range(s.named, s.computed//size):
-            self.pool.name(s.blocks[i - s.dropped], s.name(i, size))
+            self.pool.name(s.blocks[i - s.dropped], s.name((i + 1)*size, size))
         s.named = max(s.named, s.computed//size)
+        # a text computed again may go on behind its prompt, in its ids and in its blocks
         if s.computed == prompt and prompt % size:
-            self.pool.name(s.blocks[-1], s.name(prompt//size, size))
+            self.pool.name(s.blocks[prompt//size - s.dropped], s.name(prompt, size))
 
     def forget(self, s:Sequence): # Releases all its blocks
         for block in reversed(s.blocks): self.pool.release(block)
@@ -672,7 +675,7 @@ class Scheduler(BlockTables):
 def _new_names(s:Sequence, n:int, size:int)->set: # Names of blocks that `n` more tokens fill
     done = s.computed + n
     end = -(-done//size) if done == len(s.request.ids) else done//size
-    return {s.name(i, size) for i in range(s.computed//size, end)}
+    return {s.name(min((i + 1)*size, done), size) for i in range(s.computed//size, end)}
 
 # %% ../../nbs/07_inference/07b_engine.ipynb #fd11b1c3
 def top_logprobs(
