@@ -101,6 +101,12 @@ def test_one_number_is_at_the_top():
     assert not lmcourse().stdout.startswith("quickstart with")
 
 
+def test_a_price_in_float32_tells_of_a_faster_format():
+    price = lambda *words: lmcourse("--train-tokens", "1e9", "--device", *words).stdout
+    assert "products in bfloat16 are 14.8 times as fast there: --dtype bfloat16\n" in price("h100")
+    assert "times as fast" not in price("h100", "--dtype", "bfloat16") + price("m2")
+
+
 @pytest.mark.parametrize("words, answer", [
     ("--batch-size 4", "account: did you mean --batch?"),
     ("--usd-per-hour 2", "account: --train-tokens and --usd-per-hour need a --device"),

@@ -5,6 +5,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from importlib.resources import files
 from itertools import islice
 from pathlib import Path
 
@@ -175,6 +176,7 @@ def test_new_alignment_refuses_before_any_sampling(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("words, message", [
+    ("rl a", "rl needs --init-from RUN: the course's model never succeeds"),
     ("rl", "rl needs either OUT or --resume RUN"), ("sft a --resume b", "sft needs either"), ("sft --resume nowhere", "nowhere: no run folder"), ("rl a --group-size 1", "group_size = 1"),
     ("rl a --kl -1", "kl = -1"), ("rl a --algorithm ppo", "ppo"), ("rl a --init-from nowhere", "nowhere: no run folder"), ("sft a --slip 1", "slip = 1"),
     ("dpo a --resume b", "dpo needs either"), ("dpo a --beta 0", "beta = 0"), ("dpo a --sft-weight -1", "sft_weight = -1"), ("dpo a --pairs nowhere", "nowhere: no such file"), ("dpo a --group-size 1", "group_size = 1"),
@@ -197,6 +199,7 @@ def test_a_mistake_is_one_line_before_any_work(words, message, tmp_path, monkeyp
         tokenizer = Tokenizer.train(["Ella the mule, an orange cap: "*20], 270)
         save_model("other", TransformerLM(ModelConfig(vocab_size=tokenizer.vocab_size, context_length=32, d_model=16, d_ff=32, num_layers=1, num_heads=2)), tokenizer, TrainConfig(), {})
     before = sorted(p.name for p in Path().iterdir())
-    with pytest.raises(SystemExit) as e: cli.main(words.split())
+    course = ["--init-from", str(files("lmcourse")/"data/quickstart")]*(words.startswith("rl a --") and "--init-from" not in words)
+    with pytest.raises(SystemExit) as e: cli.main(words.split() + course)
     error = capsys.readouterr().err
     assert e.value.code == 2 and message in error and len(error.splitlines()) == 1 and sorted(p.name for p in Path().iterdir()) == before

@@ -174,7 +174,7 @@ def test_the_command_says_where_the_page_is(monkeypatch, capsys):
     opened = []
     monkeypatch.setattr("webbrowser.open", opened.append)
     monkeypatch.setattr(cli, "_has_screen", lambda: True)
-    for words, n in (["chat", "--port", "8765"], 1), (["chat", "--port", "8765", "--no-browser"], 1):
+    for words, n in (["chat", "--port", "8765"], 1), (["chat", "--port", "8765", "--no-browser"], 1), (["serve", "--port", "8765"], 1):
         cli.main(words)
         assert "http://127.0.0.1:8765/chat" in capsys.readouterr().out and len(opened) == n
 

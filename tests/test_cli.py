@@ -177,6 +177,7 @@ def test_the_server_takes_the_model_that_fits_the_device(monkeypatch):
         for draft, engine in ((None, Engine), (files("lmcourse").joinpath("data/quickstart"), DraftEngine)):
             service = cli.ServeCommand(draft=draft).service()
             assert type(service.worker.engine) is engine and type(service.worker.engine.paged) is kind
+            assert service.worker.engine.steps == 1            # its kernels are compiled before the first client comes
             service.worker.close()
         monkeypatch.setattr(serving, "gpu_paged", lambda model: Graphs)
 
@@ -276,6 +277,9 @@ def broken(work, whole):
     ("quickstart --data text:letter.txt", "nothing is left for training"),
     ("prepare text:letter.txt new --tokenizer tok", "nothing is left for training"),
     ("prepare stories new --tokenizer tok --max-mb nan", "max_mb = nan, expected more than 0"),
+    ("tokenizer stories new --max-mb 1e10", "max_mb = 1e+10, expected more than 0 and at most 1e9"),
+    ("quickstart --minutes 1e7", "minutes = 1e+07, expected more than 0 and at most 1e6"),
+    ("scale nowhere", "nowhere: no such file"),
     ("prepare stories new --tokenizer tok --valid-documents 0", "valid_documents = 0, expected 1 or more"),
     ("prepare stories new --tokenizer tok --threads 0", "threads = 0, expected 1 or more"),
     ("prepare stories data --tokenizer tok", "data exists"),
@@ -369,7 +373,9 @@ def broken(work, whole):
     ("exercises 01 --progress damaged.jsonl", "damaged.jsonl: no progress file"),
     ("prepare text:latin.txt new --tokenizer tok", "latin.txt: not UTF-8 text (byte 0xe9 at 3)"),
     ("tokenizer text:empty.txt new", "empty.txt: the file is empty"),
-    ("no-such-command", "quickstart, tokenizer, prepare, curate, pipeline, train, generate, plot, check, exercises, account, plan, scale, serve, chat, ablate, speedrun, doctor, eval, sft, dpo, rl, bench, smoke, completion"),
+    ("no-such-command", "unknown command 'no-such-command': there are ablate, account, bench, chat, check, completion, curate, doctor, "),
+    ("trian", "did you mean 'train'?"),
+    ("", "name a command, say `lmcourse quickstart`; `lmcourse --help` lists them"),
 ])
 def test_a_mistake_is_one_line_and_leaves_nothing(broken, monkeypatch, capsys, words, answer):
     before = sorted(broken.rglob("*"))
@@ -378,6 +384,21 @@ def test_a_mistake_is_one_line_and_leaves_nothing(broken, monkeypatch, capsys, w
     said = capsys.readouterr().err
     assert end.value.code == 2 and said.startswith("lmcourse: ") and said.count("\n") == 1 and answer in said, said
     assert sorted(broken.rglob("*")) == before
+
+
+@pytest.mark.parametrize("words, own, foreign", [
+    ("generate --promt x", "Perhaps you meant: --prompt STR", "--prompts"), ("chat --quantise int8", "--quantize {none,int8,int4}", "lmcourse"),
+    ("sft a --promt x", "Unrecognized options: --promt, x", "meant"), ("bench loop --round 3", "--rounds INT", "(default: 3)"),
+    ("train --num-layer 3 --promptt 4", "similar to --num-layer: --num-layers INT", "--prompt ")])
+def test_a_mistyped_option_is_compared_with_those_of_its_command(words, own, foreign):
+    said = here(*words.split(), cwd=".").stderr.removeprefix("lmcourse: ")
+    assert own in said and foreign not in said
+
+
+def test_help_without_dashes_is_help_too():
+    for words, same in (("help", "--help"), ("help plot", "plot --help")):
+        done = here(*words.split(), cwd=".")
+        assert done.returncode == 0 and done.stdout == here(*same.split(), cwd=".").stdout
 
 
 @pytest.mark.parametrize("words", ["no-such-command", "generate not-weights"])   # Before torch is loaded, and after

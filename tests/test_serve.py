@@ -169,11 +169,13 @@ def test_echo_and_log_probs(service):
             ids = prompt_ids(TOKENIZER, "the cat. Zoë")
             assert c["text"].startswith("the cat. Zoë") and len(told["tokens"]) == len(told["token_logprobs"]) == len(told["text_offset"]) == len(told["top_logprobs"])
             check_close(torch.tensor(told["token_logprobs"][:len(ids) - 1]), log_probs(MODEL, ids), 1e-4, 1e-4)
-            assert all(len(t) == 2 for t in told["top_logprobs"]) and told["text_offset"] == sorted(told["text_offset"])
+            assert all(t[token] == x and len(t) in (2, 3) for token, x, t in zip(*(told[k] for k in ("tokens", "token_logprobs", "top_logprobs"))))
+            assert told["text_offset"] == sorted(told["text_offset"])
             for token, offset in zip(told["tokens"], told["text_offset"]):
                 if not token.startswith("bytes:"): assert c["text"][offset:].startswith(token)
     first = call(service, BODY | dict(prompt=TOKENIZER.encode("the cat"), echo=True, logprobs=0, max_tokens=1))[1]["choices"][0]["logprobs"]
     assert first["token_logprobs"][0] is None and None not in first["token_logprobs"][1:]
+    assert first["top_logprobs"][0] is None and [list(t) for t in first["top_logprobs"][1:]] == [[t] for t in first["tokens"][1:]]
     assert call(service, BODY | dict(echo=True, max_tokens=0))[1]["choices"][0]["text"] == "the cat"
     assert token_text(b"ab") == "ab" and token_text(b"\xe6\x97") == r"bytes:\xe6\x97"
 
@@ -257,14 +259,34 @@ def test_streamed_chat_adds_up(chatting):
 
 @pytest.mark.parametrize("more, param, words", [
     (dict(messages=None), "messages", "you must provide messages"), (dict(messages=[]), "messages", "at least one message"), (dict(messages="hi"), "messages", 'messages = "hi"'),
-    (dict(messages=[dict(role="tool", content="x")]), "messages", "role = 'tool', expected one of system, user, assistant"), (dict(messages=[dict(role="user")]), "messages", "content"),
-    (dict(messages=[dict(role="user", content=[dict(type="image_url", text="x")])]), "messages", "messages[0].content[0].type = \"image_url\""),
+    (dict(messages=[dict(role="tool", content="x")]), "messages", "role = 'tool', expected one of system, user, assistant"), (dict(messages=[dict(role="user")]), "messages", "must provide messages[0].content"),
+    (dict(messages=[dict(role="user", content=[dict(type="text")])]), "messages", "you must provide messages[0].content[0].text"),
+    (dict(messages=[1]), "messages", "messages[0] = 1, expected an object"),
+    (dict(messages=[dict(role="user", content=1)]), "messages", "messages[0].content = 1, expected a text"),
+    (dict(response_format=dict(type="json_object")), "response_format",
+     'response_format.type = "json_object", expected "text": nothing else is supported'),
+    (dict(tools=[{}]), "tools", "expected []: nothing else"),
+    (dict(tool_choice="required"), "tool_choice", 'expected "none" or "auto"'), (dict(store=True), "store", "expected false"),
+    (dict(max_tokens=None, max_completion_tokens=99), "max_completion_tokens", "max_completion_tokens = 99, expected at most 64"),
+    (dict(max_tokens=None, max_completion_tokens=60), "messages", "tokens and max_completion_tokens = 60 need room"),
+    (dict(messages=[dict(role="user", content=[dict(type="image_url", text="x")])]), "messages", "messages[0].content[0].type = \"image_url\", expected \"text\""),
     (dict(messages=[dict(role="user", content="\ud800")]), "messages", "messages: "), (dict(messages=[dict(role="user", content="a"*400)]), "messages", "need room"),
     (dict(top_logprobs=2), "top_logprobs", "needs logprobs = true"), (dict(prompt="x"), "prompt", "unrecognized"), (dict(echo=True), "echo", "unrecognized"),
     (dict(max_completion_tokens=-1), "max_completion_tokens", "max_completion_tokens = -1"), (dict(max_tokens=99), "max_tokens", "expected at most 64")], ids=str)
 def test_what_is_wrong_in_a_chat_is_named(chatting, more, param, words):
     status, got = chat(chatting, **more)
     assert status == 400 and got["error"]["param"] == param and words in got["error"]["message"] and "\n" not in got["error"]["message"]
+
+
+def test_what_clients_send_without_being_asked_changes_nothing(chatting):
+    "Default values, a speaker's name, and the later name of the role system."
+    usual = dict(response_format=dict(type="text"), tools=[], tool_choice="none", parallel_tool_calls=True, store=False,
+                 stream_options=dict(include_obfuscation=False))
+    messages = [dict(role="developer", content="the"), dict(role="user", name="Zoë", content="the cat")]
+    assert chat(chatting, messages=messages, **usual)[1]["choices"] == chat(chatting)[1]["choices"]
+
+
+def test_the_content_type_may_have_capitals(service): assert call(service, BODY, kind=b"Application/JSON; charset=UTF-8")[0] == 200
 
 
 def test_a_chat_that_names_no_length_gets_what_there_is_room_for():

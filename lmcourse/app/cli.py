@@ -158,7 +158,8 @@ def learn_tokenizer(texts:Iterable[str], vocab_size:int
     return tokenizer
 
 def in_bytes(max_mb:float)->int: # At least one byte
-    if not 1e-6 <= max_mb <= 1e9: raise ValueError(f"max_mb = {max_mb}, expected more than 0")
+    if not 1e-6 <= max_mb <= 1e9:
+        raise ValueError(f"max_mb = {max_mb:g}, expected more than 0 and at most 1e9")
     return int(1e6*max_mb)
 
 @contextlib.contextmanager
@@ -693,10 +694,12 @@ class ServeCommand:
                 raise ValueError(f"grace = {self.grace}, expected 0 to 3600")
             _check_address(self.host, self.port)
             service = self.service()
-        where = f"{self.name!r} on http://{self.host}:{self.port}/v1"
+        address = f"http://{self.host}:{self.port}"
+        where = f"{self.name!r} on {address}/v1"
         if service.chat_template.is_default:
             where += ", chats as plain text (no chat_template.json)"
-        greet = ready or (lambda: say(f"serving {where}; stop with Ctrl-C"))
+        greet = ready or (lambda: say(f"serving {where}; talk to it on {address}/chat; stop with "
+                                      "Ctrl-C"))
         with contextlib.suppress(KeyboardInterrupt):
             run_server(service, self.host, self.port, self.grace, greet)
         say("stopped")
@@ -705,7 +708,7 @@ class ServeCommand:
         from lmcourse.app.serve import Service
         from lmcourse.generation.generate import read_chat_template
         from lmcourse.inference.draft_engine import DraftEngine
-        from lmcourse.inference.engine import Engine
+        from lmcourse.inference.engine import Engine, Request
         from lmcourse.inference.kv_cache import CachedDecoder
         from lmcourse.inference.quantization import quantize_linears
         from lmcourse.inference.speculative import DraftModel
@@ -723,7 +726,9 @@ class ServeCommand:
             engine, how["make_draft"] = DraftEngine, partial(DraftModel, draft, CachedDecoder)
         if bits is not None: model = quantize_linears(model, bits)
         limits["make_engine"] = partial(engine, **how)
-        return Service(model, tokenizer, chat_template=template, **limits)
+        service = Service(model, tokenizer, chat_template=template, **limits)
+        service.worker.engine.run([Request((0,), 1)]) # compiles, so that no client waits for it
+        return service
 
 # %% ../../nbs/90_app/90g_cli.ipynb #ed1af3fa
 def _check_address(host:str, port:int): # `OSError` in words where a server could not listen
@@ -800,7 +805,8 @@ class QuickstartCommand:
                                if not (p := Path(f"runs/quickstart-{i}")).exists())
         with checking_input():
             if not 0 < self.minutes <= 1e6:
-                raise ValueError(f"minutes = {self.minutes}, expected more than 0")
+                raise ValueError(f"minutes = {self.minutes:g}, expected more than 0 and at most "
+                                 "1e6")
             for folder in filter(None, (out, self.keep)): refuse_existing(folder)
             documents(self.data)            # raises if the corpus isn't there
         began = time.perf_counter()
@@ -917,7 +923,8 @@ class AccountCommand:
     context: int|None = None                # Tokens of a sequence; by default the model's context
     # Device to compute times for: a100, h100, …, or this to measure this machine
     device: str|None = None
-    dtype: Literal["float32", "bfloat16"] = "float32"   # Number format of the products
+    # Number format of the products; GPUs usually train in bfloat16
+    dtype: Literal["float32", "bfloat16"] = "float32"
     attention: Literal["fused", "explicit"] = "fused"   # Explicit stores all probabilities
     recompute: bool = False                 # Whether blocks store only their inputs
     logits: bool = False                    # Whether the loss needs all logits at once
@@ -960,6 +967,10 @@ class AccountCommand:
                   "FLOPs of a training step", "on the device")
         for title,table in zip(titles, account_tables(counted, placed)):
             say(f"{title}:", str(table), "")
+        peaks = where.peak_flop_per_s if where else {}
+        if self.dtype == "float32" and "bfloat16" in peaks:
+            say(f"in float32; products in bfloat16 are {peaks['bfloat16']/peaks['float32']:.3g} "
+                f"times as fast there: --dtype bfloat16")
 
 # %% ../../nbs/90_app/90g_cli.ipynb #8bac0083
 @dataclass
@@ -1002,6 +1013,7 @@ class ScaleCommand:
                 raise FileNotFoundError(f"{self.out.parent}: no such folder")
             if self.flops is not None and not 0 < self.flops < math.inf:
                 raise ValueError(f"flops = {self.flops}, expected more than 0")
+            if not self.runs.exists(): raise FileNotFoundError(f"{self.runs}: no such file")
             runs = read_scaling_runs(self.runs)
             scaling = fit_scaling(runs, self.draws)
         flops = self.flops or FAR*float(runs.flops.max())
@@ -1215,6 +1227,9 @@ class RlCommand(_Aligning):
     train: TrainConfig = field(default_factory=partial(_few_steps, 40, lr=6e-4, min_lr=6e-4))
 
     def run(self):
+        if self.out and not self.train.init_from:
+            raise UserError("rl needs --init-from RUN: the course's model never succeeds on this "
+                            "task; begin with lmcourse sft")
         names = "task algorithm reward kl prompts group_size staleness".split()
         align("rl", self.out, self.resume, {n: getattr(self, n) for n in names}, self.train)
 
@@ -1243,7 +1258,7 @@ def align(
     trainer.world.destroy()
     if not trainer.world.writes: return
     task = task_of(read_json(run/"align.json"))
-    say(f"success {found['success']:.3f} on {task.name} that weren't used in training, in "
+    say(f"success {found['success']:.3f} on {task.fresh}, in "
         f"{duration(trainer.elapsed)}; try it: lmcourse generate {run} --prompt "
         f"{shlex.quote(task.samples[0])}")
 
@@ -1278,7 +1293,7 @@ class PipelineCommand:
     "The whole course in one run: from web pages to a model that does what you ask."
     out: word(Path, "OUT") = Path("runs/pipeline") # Folder: new, or begun by the same command
     until: str|None = None      # Stop after this stage; by default all are done
-    # A dozen minutes on two cores, or real text and a model of 100 million parameters on a GPU;
+    # Six minutes of CPU time, or real text and a model of 100 million parameters on a GPU;
     # --scale gpu --help shows its options
     scale: Literal["small", "gpu"] = "small"
     dry_run: bool = False       # With --scale gpu: only print what each stage would take
@@ -1454,14 +1469,21 @@ COMPLETIONS = dict(
 
 # %% ../../nbs/90_app/90g_cli.ipynb #8af4bc06
 def one_line(
-    box:str, # tyro's output, with or without colours and lines
+    box:str,        # tyro's output, with or without colours and lines
+    command:str="", # The command line; options of other commands are left out
 )->str:
     "Extract the message from tyro's box."
     lines = re.sub(r"\x1b\[[\d;]*m", "", box).split("\n")[1:]     # Without colours and the title
     words = re.sub(r"\s+", " ", " ".join(line.strip("│╰─╯ ") for line in lines if line.strip(" -")))
     words = re.sub(r" \(applied to [^)]*\)| Arguments are applied to .*? matter\.", "", words)
-    return re.split("For full helptext|Argument helptext",
-                    re.sub(r"Error parsing __tyro\S+ ", "", words))[0].strip()
+    words = re.split("For full helptext|Argument helptext",
+                     re.sub(r"Error parsing __tyro\S+ ", "", words))[0].strip()
+    line, *rest = re.split(r"( Perhaps you meant:| Arguments similar to \S+:)", words)
+    for title,options in zip(rest[::2], rest[1::2]):
+        own = [text for text,name in re.findall(r"(.*?) in lmcourse (.*?) --help", options)
+               if f"{command} ".startswith(f"{name} ")]
+        if own: line += title + "".join(own)
+    return line
 
 COMMANDS = dict(quickstart=QuickstartCommand, tokenizer=TokenizerCommand, prepare=PrepareCommand,
                 curate=CurateCommand, pipeline=PipelineCommand,
@@ -1483,6 +1505,10 @@ Exit status: 0 all is well, 1 an answer is not right yet (or a bug, with a trace
 
 # %% ../../nbs/90_app/90g_cli.ipynb #11a277da
 def _refuse_near_misses(args:list): # With what was probably meant
+    if not args:
+        raise ValueError("name a command, say `lmcourse quickstart`; `lmcourse --help` lists them")
+    if not args[0].startswith("-") and args[0] not in COMMANDS:
+        raise unknown("command", args[0], COMMANDS)
     if args == ["bench"]: raise ValueError(f"bench needs a PART: {', '.join(BENCHES)}")
     if args[:1] == ["bench"] and args[1] not in [*BENCHES, "-h", "--help"]:
         raise unknown("part", args[1], BENCHES)
@@ -1501,6 +1527,7 @@ def parse(
     if args[:1] == ["--version"]:
         say(f"lmcourse {__version__}")
         sys.exit(0)
+    if args[:1] == ["help"]: args = [*args[1:], "--help"]
     _refuse_near_misses(args)
     if args[:1] == ["pipeline"] and re.search(r"--scale[ =]gpu", " ".join(args)):
         from lmcourse.alignment.gpu_plan import GpuConfig
@@ -1527,7 +1554,7 @@ def parse(
         # Not a field, because it isn't an option
         vars(command)["given"] = tuple(m[1].replace("-", "_") for m in options if m)
     if command is not None: return command
-    raise ValueError(one_line(box.getvalue()))
+    raise ValueError(one_line(box.getvalue(), " ".join(args)))
 
 # %% ../../nbs/90_app/90g_cli.ipynb #9ee9108a
 def gpu_defaults(args:list)->dict: # Fields of `TrainConfig` for a GPU; empty without one

@@ -387,7 +387,9 @@ def answer_files(
     some = ", ".join(t.name for t in tasks[:5]) + ", …"*(len(tasks) > 5)
     if not found:
         what = tasks[0].id if len(tasks) == 1 else f"any task of chapter {tasks[0].chapter}"
-        raise ValueError(f"{path.name}: no answer to {what}; names are {some}")
+        why = "no file is named after" if path.is_dir() else "defines no answer to"
+        raise ValueError(f"{path}: {why} {what}; names are {some}"
+                         + " (with .py or .ipynb)"*path.is_dir())
     return found
 
 # %% ../../nbs/90_app/90e_grade.ipynb #b3a4a72d

@@ -4,11 +4,11 @@
 
 # %% auto #0
 __all__ = ['ONLY', 'UP_TO_A_MILLION', 'Stop', 'Job', 'JobInbox', 'engine_state', 'JobRunner', 'EngineThread', 'Metrics', 'metric',
-           'Refused', 'StreamOptions', 'SamplingRequest', 'CompletionRequest', 'TextPart', 'Message', 'ChatRequest',
-           'read_body', 'refused_field', 'read_prompts', 'read_messages', 'Piece', 'Choice', 'joined', 'token_text',
-           'CompletionFormat', 'ChatFormat', 'Service', 'Flight', 'Reply', 'read_limited', 'until_gone', 'take_off',
-           'whole_answer', 'event_stream', 'make_app', 'add_monitoring', 'add_chat', 'answer_errors', 'make_server',
-           'run_server']
+           'Refused', 'StreamOptions', 'SamplingRequest', 'CompletionRequest', 'TextType', 'TextPart', 'Message',
+           'ChatRequest', 'read_body', 'refused_field', 'read_prompts', 'read_messages', 'Piece', 'Choice', 'joined',
+           'token_text', 'CompletionFormat', 'ChatFormat', 'Service', 'Flight', 'Reply', 'read_limited', 'until_gone',
+           'take_off', 'whole_answer', 'event_stream', 'make_app', 'add_monitoring', 'add_chat', 'answer_errors',
+           'make_server', 'run_server']
 
 # %% ../../nbs/90_app/90f_serve.ipynb #cd08dcf0
 import asyncio, codecs, json, math, queue, threading, time, uuid
@@ -19,7 +19,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator
 from ..generation.generate import PLAIN_CHAT, ChatTemplate, check_tokenizer, prompt_ids
 from ..generation.generate import split_at_stop
@@ -243,6 +243,7 @@ class StreamOptions(BaseModel):
     "Options of a stream: what is sent besides the text."
     model_config = ConfigDict(strict=True, extra="forbid")
     include_usage:bool = Field(default=False, description="true or false")
+    include_obfuscation:bool = False            # Padding, which is never sent
 
 class SamplingRequest(BaseModel):
     "The fields that both kinds of requests have."
@@ -291,10 +292,13 @@ class CompletionRequest(SamplingRequest):
     def wanted(self)->int|None: return self.max_tokens  # Tokens that were asked for
 
 # %% ../../nbs/90_app/90f_serve.ipynb #a78bd9b6
-class TextPart(BaseModel):
-    "A piece of a message."
+class TextType(BaseModel):
+    "A format or a piece of a message that can only be text."
     model_config = ConfigDict(strict=True, extra="forbid")
-    type:str = Field(pattern="^text$", description=ONLY.format('"text"'))
+    type:str = Field(pattern="^text$")
+
+class TextPart(TextType):
+    "A piece of a message."
     text:str
 
 class Message(BaseModel):
@@ -302,6 +306,7 @@ class Message(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid")
     role:str
     content:str|list[TextPart]
+    name:str|None = None                        # Ignored: no template has a place for it
 
     @property
     def text(self)->str:
@@ -316,6 +321,12 @@ class ChatRequest(SamplingRequest):
     max_completion_tokens:int|None = Field(None, ge=0, le=10**6, description=UP_TO_A_MILLION)
     logprobs:bool = Field(False, description="true or false")
     top_logprobs:int|None = Field(None, ge=0, le=20, description="a whole number from 0 to 20")
+    response_format:TextType = Field(TextType(type="text"),
+                                     description=ONLY.format('{"type": "text"}'))
+    tools:list = Field([], max_length=0, description=ONLY.format("[]"))
+    tool_choice:str = Field("none", pattern="^(none|auto)$", description='"none" or "auto"')
+    parallel_tool_calls:bool = Field(True, description="true or false")
+    store:Literal[False] = Field(False, description=ONLY.format("false"))
 
     @field_validator("top_logprobs")
     @classmethod
@@ -360,11 +371,14 @@ def refused_field(
         value = value[step]
     path, name = path[1:], str(error["loc"][0]) if error["loc"] else None
     if error["type"] == "missing":
-        return Refused(f"you must provide {'.'.join(map(str, error['loc']))}", name)
+        return Refused(f"you must provide {path + '.' if path else ''}{error['loc'][-1]}", name)
     if name is None: return Refused("the name of a field is not Unicode")
     if error["type"] == "extra_forbidden":
         return Refused(f"unrecognized request argument supplied: {path[:80]!r}", name[:80])
-    words = error["msg"].removeprefix("Value error, ").replace("Input should be", "expected")
+    plain = dict(model_type="an object", string_type="a text",
+                 string_pattern_mismatch=ONLY.format('"text"'))
+    words = (f"expected {plain[error['type']]}" if error["type"] in plain else
+             error["msg"].removeprefix("Value error, ").replace("Input should be", "expected"))
     if path == name and error["type"] != "value_error":
         words = f"expected {kind.model_fields[name].description}"
     return Refused(f"{path} = {_short(value)}, {words}", name)
@@ -399,7 +413,8 @@ def read_messages(
     tokenizer:Tokenizer,   # As for `read_prompts`
 )->list: # As from `read_prompts`, with one pair
     "Encode a conversation up to where the assistant's answer begins."
-    try: ids = template.encode([(m.role, m.text) for m in messages], tokenizer)
+    role = lambda m: "system" if m.role == "developer" else m.role # The name that came later
+    try: ids = template.encode([(role(m), m.text) for m in messages], tokenizer)
     except ValueError as e: raise Refused(f"messages: {e}", "messages") from None
     return [(ids, len(ids))]
 
@@ -483,7 +498,10 @@ class CompletionFormat:
         "Make an entry of `choices`."
         told = None
         if self.log_probs:
-            best = [b and {token_text(t): x for t,x in b.items()} for *_,b in p.tokens]
+            # Up to `logprobs` + 1 entries, as the token itself is always one of them
+            best = [None if b is None else
+                    {token_text(k): v for k,v in b.items()} | {token_text(t): x}
+                    for _,t,x,b in p.tokens]
             told = dict(text_offset=[at for at,*_ in p.tokens], top_logprobs=best,
                         tokens=[token_text(t) for _,t,*_ in p.tokens],
                         token_logprobs=[x for _,_,x,_ in p.tokens])
@@ -552,8 +570,10 @@ class Service:
         "Make the jobs that a body asks for, with the answers to one prompt next to each other."
         limit = self.max_tokens or self.model.config.context_length
         self.check_name(body.model)
+        newer = body.chat and body.max_completion_tokens is not None
+        name = "max_completion_tokens" if newer else "max_tokens" # As the client calls it
         if (body.wanted or 0) > limit:
-            raise Refused(f"max_tokens = {body.wanted}, expected at most {limit}", "max_tokens")
+            raise Refused(f"{name} = {body.wanted}, expected at most {limit}", name)
         most, tokenizer = self.worker.most, self.tokenizer
         if body.chat: prompts = read_messages(body.messages, self.chat_template, tokenizer)
         else: prompts = read_prompts(body.prompt, tokenizer, most)
@@ -568,7 +588,8 @@ class Service:
         try: [check_request(r, self.model.config, self.room) for r in made[::body.n]]
         except ValueError as e:
             code = "context_length_exceeded" if "need room" in str(e) else None
-            raise Refused(str(e), "messages" if body.chat else "prompt", code=code) from None
+            words = str(e).replace("max_tokens", name)
+            raise Refused(words, "messages" if body.chat else "prompt", code=code) from None
         return made, [added for _,added in prompts for _ in range(body.n)]
 
 # %% ../../nbs/90_app/90f_serve.ipynb #6f5cf810
@@ -680,7 +701,7 @@ async def until_gone(http:Any):
 async def take_off(service:Service, http:Any, kind:type[SamplingRequest])->Flight:
     "Read a request and hand it to the engine."
     try:
-        if not http.headers.get("content-type", "").startswith("application/json"):
+        if not http.headers.get("content-type", "").lower().startswith("application/json"):
             raise Refused("the content-type is not application/json", status=415)
         body = read_body(await read_limited(http, service.max_body), kind)
         return Flight(service, body, *await asyncio.to_thread(service.requests, body))
