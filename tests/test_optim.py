@@ -119,6 +119,7 @@ def test_the_state_of_adamw_goes_to_torch_and_comes_from_there(makes, pass_on, t
 @pytest.mark.parametrize("other, words", [
     (lambda p: torch.optim.AdamW(p, amsgrad=True), "AdamW: a state with amsgrad = True, which is not computed here"),
     (lambda p: torch.optim.AdamW(p, maximize=True), "AdamW: a state with maximize = True"),
+    (lambda p: torch.optim.RAdam(p, weight_decay=.1), "AdamW: a state of an optimizer whose weight decay is part of the gradient|the optimizer is RAdam there"),
     (lambda p: torch.optim.SGD(p, momentum=.9), "AdamW: a state without betas|the optimizer is SGD there, AdamW here")])
 def test_a_state_of_another_rule_is_refused(other, words, pass_on, tmp_path):
     params, fresh = make(), make()

@@ -441,7 +441,7 @@ def hard_texts(seed=0, n=300):
     return HARD + ["".join(rng.choices(alphabet, k=rng.randrange(60))) for _ in range(n)]
 
 
-@pytest.mark.parametrize("rules", [Rules(), LLAMA3, QWEN])
+@pytest.mark.parametrize("rules", [Rules(), LLAMA3, QWEN, Rules(r"\d"), Rules(r" ?\p{L}+")])
 def test_hugging_face_gives_the_same_ids(tmp_path, rules):
     tokenizers = pytest.importorskip("tokenizers")
     ours = Tokenizer(TOKENIZER.vocab, TOKENIZER.merges, TOKENIZER.special_tokens, rules)
@@ -468,7 +468,8 @@ def test_whole_words_come_before_merges():
     (dict(pre_tokenizer=dict(type="Metaspace")), "the pre-tokenizer Metaspace"), (dict(pre_tokenizer=None), "the pre-tokenizer None"),
     (dict(pre_tokenizer=dict(type="ByteLevel", add_prefix_space=True)), "add_prefix_space"), (dict(model=dict(type="BPE")), "not a whole tokenizer.json"),
     (dict(pre_tokenizer=dict(type="ByteLevel", use_regex=False)), "a second pattern"), (dict(added_tokens=[dict(id=0, content="<s>", lstrip=True)]), "with a condition"),
-    (dict(pre_tokenizer=dict(type="Sequence", pretokenizers=[dict(type="Digits"), dict(type="ByteLevel")])), "Digits"), (dict(added_tokens=3), "not a whole")])
+    (dict(pre_tokenizer=dict(type="Sequence", pretokenizers=[dict(type="Digits"), dict(type="ByteLevel")])), "Digits"), (dict(added_tokens=3), "not a whole"),
+    (dict(normalizer=dict(type="NFC"), added_tokens=[dict(id=0, content="é", normalized=True)]), "the normalized added token 'é'")])
 def test_other_kinds_of_tokenizer_are_refused_by_name(tmp_path, change, words):
     TOKENIZER.save(tmp_path/"t")
     file = tmp_path/"t/tokenizer.json"

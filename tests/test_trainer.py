@@ -3,6 +3,7 @@ import importlib.machinery
 import json
 import math
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -221,11 +222,35 @@ def test_windows_that_count_differently_are_weighed(data):
     check_close(weights(a), weights(b), rtol=1e-2, atol=1e-4)
 
 
+@pytest.mark.parametrize("engine", ["torch", "numpy"])
+def test_a_part_in_which_nothing_counts_adds_nothing(data, engine):
+    inputs, targets = (torch.from_numpy(a).clone() for a in Trainer(MODEL, SHORT, *sets(data)).batches[0])
+    targets[:2] = -100
+    made = lambda m: Trainer(MODEL, replace(SHORT, engine=engine, micro_batch=m), None, sets(data)[1], [(inputs, targets)]*9, Objective(weight=engines.counted_targets))
+    whole, parts = made(6), made(2)
+    for _ in range(2): check_close(parts.train_step(), whole.train_step(), rtol=1e-5)
+    check_close(parts.norm, whole.norm, rtol=1e-4)
+
+
+def test_a_step_that_float16_skips_leaves_no_trace():
+    "Neither in the visits of a router, nor in the number of good steps after which the scale grows"
+    ids = torch.randint(400, (2, 16), generator=torch.Generator().manual_seed(0))
+    e = TorchEngine(replace(MODEL, num_experts=4, num_experts_per_tok=2, router_bias_rate=.01), replace(SHORT, dtype="float16"))
+    e.forward_backward((ids, ids))
+    e.optimizer_step(1e-4)
+    e.forward_backward((ids, ids))
+    next(e.model.parameters()).grad.fill_(math.inf)
+    before = e.scaler.state_dict()
+    assert before["_growth_tracker"] == 1 and e.optimizer_step(1e-4) == 0
+    assert e.scaler.state_dict() == before | dict(scale=before["scale"]/2, _growth_tracker=0)
+    assert e.balanced and all(layer.load is None for layer in e.balanced)
+
+
 @pytest.mark.parametrize("config, processes, words", [
     (TrainConfig(tokens_per_step=1000), 1, "tokens_per_step by context_length: 1000 is not a multiple of 32; 992 or 1024 would do"),
-    (TrainConfig(tokens_per_step=10), 1, "10 is not a multiple of 32; 32 or 32 would do"),
+    (TrainConfig(tokens_per_step=10), 1, "10 is not a multiple of 32; 32 would do"),
     (TrainConfig(batch_size=4), 3, "windows of a step by processes: 4 is not a multiple of 3; 3 or 6 would do"),
-    (TrainConfig(batch_size=2), 3, "2 is not a multiple of 3; 3 or 3 would do"),
+    (TrainConfig(batch_size=2), 3, "2 is not a multiple of 3; 3 would do"),
     (TrainConfig(batch_size=8, micro_batch=3), 2, "windows of a process by micro_batch: 4 is not a multiple of 3; 3 or 6 would do")])
 def test_numbers_that_do_not_divide(config, processes, words):
     with pytest.raises(ValueError, match=words): plan_batch(config, 32, processes)
@@ -257,6 +282,48 @@ def test_a_run_that_is_cut_goes_on_bit_for_bit(data, tmp_path, changes):
     again.fit(cut, sample=sum_of_weights)
     assert lines(cut) == expected and (cut/"samples.txt").read_text() == (tmp_path/"whole/samples.txt").read_text()
     check_close(weights(again), weights(whole), 0, 0)
+
+
+@pytest.mark.parametrize("engine", ["torch", "numpy"])
+def test_a_trainer_whose_step_failed_goes_on_after_a_resume(data, tmp_path, engine):
+    "Nothing is left of the parts before the error, nor of a gradient that was not finite"
+    whole, t = (Trainer(MODEL, replace(SHORT, engine=engine, micro_batch=2), *sets(data)) for _ in range(2))
+    for _ in range(2): t.train_step()
+    t.save(tmp_path)
+    for _ in range(3): whole.train_step()
+    real, calls = t.engine.forward_backward, []
+    def dies(*args):
+        calls.append(1)
+        if len(calls) == 2: raise MemoryError
+        return real(*args)
+    t.engine.forward_backward = dies
+    for error in (MemoryError, Diverged):
+        if error is Diverged:
+            with torch.no_grad(): next(t.model.parameters()).fill_(math.inf)
+        with pytest.raises(error): t.train_step()
+        t.resume(tmp_path)
+        t.train_step()
+        assert (t.norm, t.recent[-1]) == (whole.norm, whole.recent[-1])
+        check_close(weights(t), weights(whole), 0, 0)
+
+
+def test_without_a_checkpoint_a_trainer_that_has_moved_cannot_go_back(data, tmp_path):
+    t = Trainer(MODEL, SHORT, *sets(data))
+    write_run(tmp_path, MODEL, SHORT, data)
+    t.resume(tmp_path)
+    t.train_step()
+    with pytest.raises(ValueError, match="no checkpoint to go back to, .*: make a new Trainer"): t.resume(tmp_path)
+
+
+def test_a_run_that_stops_early_writes_each_sample_once(data, tmp_path):
+    changes = dict(early_stop_patience=1, early_stop_min_delta=10., schedule="constant", eval_every=2)
+    t, _ = run(data, tmp_path/"a", **changes)
+    assert t.step == 4 and t.stop.reason
+    for _ in range(2):
+        assert re.findall(r"--- step (\d+)", (tmp_path/"a/samples.txt").read_text()) == ["2", "4"]
+        again = Trainer(MODEL, replace(SHORT, **changes), *sets(data))
+        again.resume(tmp_path/"a")
+        again.fit(tmp_path/"a", sample=sum_of_weights)
 
 
 def test_recomputation_and_prefetching_change_no_bit(data, tmp_path):

@@ -122,7 +122,8 @@ def _check_merges(merges:list, tokens):
 # %% ../../nbs/01_tokenization/01e_tokenizer.ipynb #7379f423
 class Rules(NamedTuple):
     "How a text is prepared before the merges; the defaults are GPT-2's."
-    pattern:str = PRETOKENIZE.pattern # Finds pre-tokens; so is each character between matches
+    # Finds pre-tokens; the text between two matches is one, too
+    pattern:str = PRETOKENIZE.pattern
     nfc:bool = False                  # Whether to compose accents (NFC) first
     whole_words:bool = False          # Whether a pre-token in the vocabulary is never split
 
@@ -224,6 +225,14 @@ def _without_special(t:Vocabulary)->tuple: # Bytes to id and merges, without spe
     ids = {token: i for token,i in t.ids.items() if token not in special}
     return ids, [(a, b) for a,b in t.merges if not special & {a, b, a + b}]
 
+def _pieces(cut, text:str)->Iterator[str]: # Matches of a pattern, and what lies between them
+    at = 0
+    for m in cut.finditer(text):
+        if m.start() > at: yield text[at:m.start()]
+        if m[0]: yield m[0]
+        at = m.end()
+    if at < len(text): yield text[at:]
+
 # %% ../../nbs/01_tokenization/01e_tokenizer.ipynb #662fef28
 class ReadableEncoder:
     """Encodes text by any rules, with the methods of the compiled `Encoder`.
@@ -233,14 +242,14 @@ class ReadableEncoder:
         known, merges = (self.ids, vocabulary.merges) if special else _without_special(vocabulary)
         self.words = _WordIds(known, merges, self.rules.whole_words)
         self.split = special_pattern(vocabulary.special_tokens if special else ()).split
-        self.cut = regex.compile(f"(?:{self.rules.pattern})|(?s:.)", cache_pattern=False)
+        self.cut = regex.compile(self.rules.pattern, cache_pattern=False)
         self.dtype = np.uint16 if vocabulary.vocab_size <= 1 << 16 else np.uint32
     def _ids(self, data:bytes)->Iterator[int]:
         for i,part in enumerate(self.split(data.decode("utf-8", "surrogateescape"))):
             if i % 2: yield self.ids[part.encode()]
             else:
                 if self.rules.nfc: part = unicodedata.normalize("NFC", part)
-                for word in self.cut.finditer(part): yield from self.words[word[0]]
+                for word in _pieces(self.cut, part): yield from self.words[word]
     def encode_list(self, data:bytes)->list: return list(self._ids(data))
     def encode(self, data:str|bytes, threads:int=1)->np.ndarray:
         return np.fromiter(self._ids(_utf8(data) if isinstance(data, str) else data), self.dtype)
@@ -293,7 +302,9 @@ class TextEncoder(VocabularyFiles):
         except (TypeError, UnicodeEncodeError): data = _utf8(text)
         return (self._encoder if special else self._plain).encode_list(data)
     def encode_bytes(self, data:bytes, special:bool=True
-    )->list: # Ids, from which `decode_bytes` restores the bytes exactly
+    # Ids, from which `decode_bytes` restores the bytes exactly (unless the rules compose accents
+    # first)
+    )->list:
         "Encode bytes, which need not be UTF-8."
         return self.encode_array(data, special=special).tolist()
     def encode_array(self, text:str|bytes|bytearray|memoryview, threads:int=1, special:bool=True
@@ -472,6 +483,9 @@ def parse_hugging_face(
         for token in added:
             need(not (token.get("lstrip") or token.get("rstrip") or token.get("single_word")),
                  f"added token {token['content']!r} with a condition")
+            # matched after NFC there, and before it here: a difference for letters with accents
+            need(not (whole.get("normalizer") and token.get("normalized"))
+                 or token["content"].isascii(), f"the normalized added token {token['content']!r}")
         need(whole.get("normalizer") in (None, dict(type="NFC")),
              f"the normalizer {whole.get('normalizer')}")
         rules = Rules(_pattern(whole["pre_tokenizer"], need), bool(whole.get("normalizer")),

@@ -541,14 +541,15 @@ def _into_np(where, state:dict, groups:list, o
     there = {f"{k}.{n}": s[k] for n,s in state.items() for k in ("exp_avg", "exp_avg_sq")}
     here = {f"{k}.{n}": a for k,arrays in (("exp_avg", o.m), ("exp_avg_sq", o.v))
             for n,a in arrays.items()}
-    if state: require_same_tensors(there, here, where)
+    # a parameter that never had a gradient has no state in torch
+    require_same_tensors(there, {key: a for key,a in here.items() if key in there}, where)
     decays = [(g["weight_decay"], o.params[g["params"][0]].ndim) for g in groups]
     rules = {(g["betas"], g["eps"], g.get("lr_scale", 1)) for g in groups}
     if len(rules) > 1 or any(d for d,ndim in decays if ndim < 2):
         raise ValueError(f"{where}: the groups differ in ways that NumPy's AdamW doesn't support: "
                          f"it has one setting for all, apart from decaying only matrices")
     def put():
-        for key,a in here.items(): there[key].put(a) if state else a.fill(0)
+        for key,a in here.items(): there[key].put(a) if key in there else a.fill(0)
         o.t = dict.fromkeys(o.params, 0) | steps
         o.betas, o.eps = groups[0]["betas"], groups[0]["eps"]
         o.weight_decay = max((d for d,ndim in decays if ndim > 1), default=o.weight_decay)

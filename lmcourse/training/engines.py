@@ -214,8 +214,8 @@ def plan_batch(
     If the numbers don't divide evenly, a `ValueError` suggests the nearest that do."""
     def divide(n, by, what):
         if n % by or n < by:
-            raise ValueError(f"{what}: {n} is not a multiple of {by}; {max(n//by, 1)*by} or "
-                             f"{(n//by + 1)*by} would do")
+            near = f"{n//by*by} or {(n//by + 1)*by}" if n > by else by
+            raise ValueError(f"{what}: {n} is not a multiple of {by}; {near} would do")
         return n//by
     windows = (divide(config.tokens_per_step, context_length, "tokens_per_step by context_length")
                if config.tokens_per_step else config.batch_size)
@@ -284,7 +284,7 @@ class TorchEngine:
         with self.sync_gradients(last), tf32_products(self.device), auxiliary_scale(part):
             with autocast(self.device, self.dtype): loss = self.loss(*batch)
             self.scaler.scale(loss*(share*self.world.size)).backward()
-        return loss.detach()*share
+        return loss.detach()*share if share else torch.zeros_like(loss) # a mean of none is NaN
 
     def sync_gradients(self, last:bool):
         "Return a context; within it the backward pass exchanges gradients only if `last`."
@@ -318,9 +318,15 @@ class TorchEngine:
         return clip_grad_norm(self.model.parameters(), max_norm).item()
     def skip_step(self)->float: # 0
         "Skip a step after a float16 overflow: halve the scale and clear the gradients."
-        self.scaler.update(self.scaler.get_scale()/2)
-        self.optimizer.zero_grad()
+        self.scaler.update(self.scaler.get_scale()/2)   # also ends torch's record of this step
+        # the scale grows after a number of good steps in a row: count them anew
+        self.scaler.load_state_dict(self.scaler.state_dict() | dict(_growth_tracker=0))
+        self.forget_gradients()
         return 0.
+    def forget_gradients(self):
+        "Clear what an interrupted or failed step has left behind."
+        self.optimizer.zero_grad()
+        for layer in self.balanced: layer.load = None
 
     def save(self, checkpoints:Checkpoints, step:int, valid_loss:float|None, state:dict,
              config:dict):
@@ -463,17 +469,18 @@ class NumpyEngine:
             if name in self.grads or share != 1: g = _dense(g)*np.float32(share)
             before = self.grads.get(name)
             self.grads[name] = g if before is None else g + _dense(before)
-        return float(loss)*share
+        return float(loss)*share if share else 0. # a mean of none is NaN
 
     def optimizer_step(self, lr:float)->float: # Norm of the gradients before clipping
         "Update the weights. If the norm of the gradients is not finite, no weight changes."
         norm = grad_norm_np(self.grads)
         if not math.isfinite(norm): return norm
         self.optimizer.step(self.grads, lr, clip_scale(norm, self.config.grad_clip or math.inf))
-        self.grads = {}
+        self.forget_gradients()
         return norm
 
     # as in `TorchEngine`
+    def forget_gradients(self): self.grads = {}
     def save(self, checkpoints:Checkpoints, step:int, valid_loss:float|None, state:dict,
              config:dict):
         checkpoints.save(self.params, self.optimizer, step, valid_loss, state, config=config)

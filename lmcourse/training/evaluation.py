@@ -19,7 +19,9 @@ class Evaluation:
     "The loss of a model on whole documents, and what is known about it."
     loss:float              # Nats per token
     tokens:int              # Predicted tokens, ends of text included
-    bits_per_byte:float     # The same loss, independent of the tokenizer
+    # The same loss in bits per byte. Exact for all documents; for the first few, their bytes are
+    # estimated from their share of the tokens
+    bits_per_byte:float
     floor:float|None = None # Exact loss of the source, nats per token; `None` if unknown
     excess:float|None = None # loss - floor
     # Standard error over documents: of the excess, or of the loss if there is no floor; `None` for

@@ -182,6 +182,9 @@ class AdamW(Optimizer):
             if gone: raise ValueError(f"{name}: a state without {gone[0]}: another optimizer's")
             if on:
                 raise ValueError(f"{name}: a state with {on[0]} = True, which is not computed here")
+            if group.get("decoupled_weight_decay") is False and group["weight_decay"]:
+                raise ValueError(f"{name}: a state of an optimizer whose weight decay is part of "
+                                 f"the gradient (Adam, not AdamW)")
         Optimizer.load_state_dict(self, state_dict)
         for state in self.state.values():
             if "step" in state: state["step"] = int(state["step"])

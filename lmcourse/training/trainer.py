@@ -128,6 +128,7 @@ def _begin_step(t:Trainer,
     batch:tuple|None,  # Whole batch, on the device; by default that of `step`
     before:Any=0.,     # Norm of the step before, if it isn't known yet
 )->_BegunStep: # The gradients are computed and the weights moved, if all numbers are finite
+    t.engine.forget_gradients()
     world, weight = t.world, t.objective.weight
     if batch is None: batch = to_tensors(_next(t.batches, step), t.device)
     mine = [world.shard_batch(part).split(t.plan.micro_batch) for part in batch]
@@ -257,7 +258,8 @@ class _Loop:
                                       f"{c.steps:,}")
             self.write_evaluation(result := self.evaluate(None), final=True)
             if self.signal: raise Interrupted(f"stopped by {self.signal} in the last evaluation")
-        self.write_sample()
+        # the evaluation that stopped a run early has written a sample
+        if not t.stop.reason: self.write_sample()
         return result
 
     @property
@@ -342,7 +344,7 @@ def _save(t:Trainer, run:Path): # Saves a checkpoint, written by one process for
     t.engine.save(kept, t.step, loss, state, t.model_config.to_dict())
 
 def _resume(t:Trainer, run:Path): # From the last checkpoint, or from the start if there is none
-    kept, t.queued = Checkpoints(run/"checkpoints"), None
+    kept, begun, t.queued = Checkpoints(run/"checkpoints"), t.step or t.queued, None
     if t.world.writes: kept.clear_leftovers()
     if path := kept.latest():
         t.step, state = t.engine.load(path, t.model_config.to_dict()), read_state(path)
@@ -350,6 +352,8 @@ def _resume(t:Trainer, run:Path): # From the last checkpoint, or from the start 
         t.best, t.best_step = state.get("best") or (math.inf, 0) # older runs have none
         t.stop.load(state["stop"])
         if t.plateau and state["plateau"]: t.plateau.load(state["plateau"])
+    elif begun: raise ValueError(f"{run}: no checkpoint to go back to, and this trainer has taken "
+                                 f"steps already: make a new Trainer")
     if t.world.writes: rewind_run(run, t.step, t.config.steps)
 
 # %% ../../nbs/04_training/04k_trainer.ipynb #37b5ffab
