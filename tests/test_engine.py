@@ -487,6 +487,15 @@ def test_log_probs_of_prompt_and_answer(budget):
         check_close(torch.tensor(list(best.values())), want.values.float().detach(), 1e-4, 1e-5)
 
 
+def test_a_prompt_that_was_preempted_in_its_middle_is_scored_as_alone():
+    model, scored = small(), Request(tuple(range(20)), 1, log_probs=0, echo=True)
+    engine = Engine(model, num_blocks=7, block_size=4, max_running=3, token_budget=4)
+    s = engine.run([Request((0, 1, 2), 7), Request((5,), 2, seed=3), scored])[-1]
+    assert s.preempted == 1
+    want = Engine(model, max_running=1).run([scored])[0].prompt_log_probs
+    check_close(torch.tensor([p for p, _ in s.prompt_log_probs]), torch.tensor([p for p, _ in want]), 1e-6)
+
+
 def test_rows_are_drawn_as_sample_draws_one():
     logits = torch.randn(7, 50, generator=torch.Generator().manual_seed(0))*3
     make = lambda: [torch.Generator().manual_seed(k) for k in range(7)]

@@ -148,7 +148,8 @@ def drop_repeats(
     texts:list,    # Documents
     length:int=50, # Characters of a repeated passage
 )->list: # The documents without repeated passages
-    "Cut all but the first occurrence of each repeated passage. Lee et al. 2022, on characters."
+    """Cut all but the first occurrence of each repeated passage. A text that repeats itself at once
+    ("ha ha ha …") shrinks to its first period. Lee et al. 2022, on characters."""
     sizes = [len(t) for t in texts]
     ends = np.cumsum([n + 1 for n in sizes], dtype=np.int64)
     values = np.full(int(sum(sizes)) + len(texts), -1, np.int64)            # -1 after each

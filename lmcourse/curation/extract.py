@@ -25,8 +25,7 @@ def http_response(
     max_bytes:int=1 << 26, # Limit on a decompressed body; larger ones are rejected
 )->Response: # The response with chunks joined and decompressed
     "Parse an HTTP response. Raises `ValueError` for a malformed response or a damaged body."
-    head, found, body = payload.partition(b"\r\n\r\n")
-    if not found: head, found, body = payload.partition(b"\n\n")
+    head, body = [*re.split(rb"\r?\n\r?\n", payload, maxsplit=1), b""][:2]
     first, *lines = head.decode("latin-1").splitlines() or [""]
     if not (match := re.match(r"HTTP/\S+ (\d{3})", first)):
         raise ValueError(f"{first[:30]!r}, expected an answer that begins with 'HTTP/'")
@@ -83,16 +82,21 @@ def decode_html(
     for name in [m[1].decode().lower() for m in said if m]:
         if name.replace("-", "") in ("utf8", "utf16", "ascii", "usascii", "iso88591", "latin1"):
             continue
-        try: return body.decode(name)
+        try: return body.decode(_MEANT.get(name, name))
         except (LookupError, UnicodeDecodeError): pass
     return body.decode("windows-1252", errors="replace")
 
+_MEANT = {"gb2312": "gbk", "shift_jis": "cp932", "shift-jis": "cp932", "sjis": "cp932",
+          "x-sjis": "cp932", "euc-kr": "cp949", "ks_c_5601-1987": "cp949", "iso-8859-9": "cp1254",
+          "tis-620": "cp874", "iso-8859-11": "cp874"} # What browsers read under these names
+
 # %% ../../nbs/13_curation/13b_extract.ipynb #0c271227
-_NEVER = {"script", "style", "noscript", "template", "head", "title", "nav", "header", "footer",
-          "aside", "form", "button", "select", "svg", "iframe", "address", "figure",
-          "h1", "h2", "h3", "h4", "h5", "h6"}
+_HEADINGS = {"h1", "h2", "h3", "h4", "h5", "h6"}
+_NEVER = _HEADINGS | {"script", "style", "noscript", "template", "head", "title", "nav", "header",
+                      "footer", "aside", "button", "select", "svg", "iframe", "address", "figure"}
 _CUTS = _NEVER | {"p", "div", "li", "ul", "ol", "dl", "dt", "dd", "td", "th", "tr", "table", "hr",
-                  "br", "section", "article", "main", "pre", "blockquote", "body", "html", "center"}
+                  "br", "section", "article", "main", "pre", "blockquote", "body", "html", "center",
+                  "form"}
 _EMPTY = {"br", "hr", "img", "input", "meta", "link", "wbr", "area", "base", "col", "embed"}
 _ENDS = {"li": {"li"}, "td": {"td", "th"}, "th": {"td", "th"}, "tr": {"tr"}, "dt": {"dt", "dd"},
          "dd": {"dt", "dd"}}         # Open tags that a new tag closes if they have no end tag
@@ -139,7 +143,8 @@ class _Blocks(HTMLParser): # Fills `blocks` with (element, text, share of link t
             if node.tag in tags or node.tag in ("table", "ul", "ol", "div", "body", ""): return
     def handle_endtag(self, tag):
         if tag in _CUTS: self.cut()
-        found = next((n for n in self.at.up() if n.tag == tag and n.parent is not None), None)
+        same = _HEADINGS if tag in _HEADINGS else {tag}             # `<h1>…</h2>` ends a heading
+        found = next((n for n in self.at.up() if n.tag in same and n.parent is not None), None)
         if found: self.at = found.parent
     def handle_data(self, data):
         if self.at.hidden: return

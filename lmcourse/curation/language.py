@@ -125,5 +125,5 @@ def best_threshold(
     mistakes = (lost + let_in)[cuts]
     best = cuts[mistakes == mistakes.min()]
     k = min(best, key=lambda c: abs(c - best.mean()))
-    ends = np.r_[s[0] - 1, s, s[-1] + 1]
-    return float((ends[k] + ends[k + 1])/2)
+    low, high = np.r_[s[0] - 1, s, s[-1] + 1][k:k + 2]
+    return float((low + high)/2 if np.isfinite(low) else high)

@@ -256,7 +256,7 @@ def _similar(values, a, a_end, b, b_end, threshold): # Whether two sorted sets a
             common, a, b = common + 1, a + 1, b + 1
         elif values[a] < values[b]: a += 1
         else: b += 1
-    return common >= threshold*(size - common)
+    return common/(size - common) >= threshold
 
 @inner
 def _find(parent, i):

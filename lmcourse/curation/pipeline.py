@@ -488,6 +488,7 @@ def curate(
     job = dict(recipe=recipe.to_dict(), files=recipe.files(),
                inputs={str(p): p.stat().st_size for p in paths})
     _begin(out, job, recipe)
+    _rounds.cache_clear()                                   # steps and their files may have changed
     if (out/"funnel.json").exists(): return read_funnel(out)
     work, rounds = out/"work", recipe.rounds()
     for k,(_,whole) in enumerate(rounds):

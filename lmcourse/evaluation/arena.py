@@ -34,7 +34,8 @@ def bradley_terry(
     X = np.zeros((len(won), players + 1))
     X[np.arange(len(won)), i] += 1
     X[np.arange(len(won)), j] -= 1
-    X[:, -1] = more
+    unit = more.std() or 1.                             # the units of `extra` must not matter
+    X[:, -1] = more/unit
     if extra is not None and np.linalg.matrix_rank(X) < players:
         raise ValueError("extra is 0 or given by who plays: no game tells its effect from strength")
     sum_is_zero = np.zeros((players + 1, players + 1))
@@ -44,16 +45,17 @@ def bradley_terry(
     for _ in range(50):
         p = expit(X@s)
         curvature = (X.T*(p*(1 - p)))@X + sum_is_zero
-        step = np.linalg.solve(curvature, X.T@(won - p))
+        try: step = np.linalg.solve(curvature, X.T@(won - p))
+        except np.linalg.LinAlgError: step = np.inf*s
         s = s + step/max(1, abs(step).max())            # No huge step far from the maximum
-        if abs(step).max() < 1e-12: break
+        if abs(step).max() < 1e-9: break
     else: raise ValueError("no largest likelihood: with extra, all results can be explained")
     spread = np.linalg.inv(curvature) - sum_is_zero/players**2
     errors = np.sqrt(np.diag(spread).clip(0))
     z = X@s
     total = float((won*z - np.logaddexp(0, z)).sum())
-    slope_error = 0. if extra is None else float(errors[-1])
-    return Ratings(s[:-1], errors[:-1], float(s[-1]), slope_error, total)
+    slope_error = 0. if extra is None else float(errors[-1]/unit)
+    return Ratings(s[:-1], errors[:-1], float(s[-1]/unit), slope_error, total)
 
 # %% ../../nbs/12_evaluation/12h_arena.ipynb #12h2check
 def _checked_games(games, players, extra)->tuple: # Arrays i, j, won, extra

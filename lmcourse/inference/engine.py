@@ -719,7 +719,8 @@ def note_computed(
     for s,n in work.items():
         if s.request.scores_prompt:
             asked = sum(_scored(s, p) for p in range(s.computed, s.computed + n))
-            for row,i in zip(logits[at:at + asked], s.ids[s.computed + 1:]):
+            # one that was preempted in its prompt may have some of them already
+            for row,i in zip(logits[at:at + asked], s.ids[len(s.prompt_log_probs) + 1:]):
                 s.prompt_log_probs.append(top_logprobs(row, i, s.request.log_probs))
             at += asked
         s.computed += n

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from torch import nn
 from ..architecture.layers_torch import Linear, linear_cross_entropy
 from ..architecture.transformer_torch import TransformerBlock, TransformerLM
+from ..tools.config import refuse_fields
 
 # %% ../../nbs/08_moe/08i_multi_token.ipynb #8598c3ec
 class NextTokenHead(nn.Module):
@@ -57,6 +58,7 @@ def two_token_loss(
 )->tuple: # The weighted sum to minimise, the loss of the next token, the loss of the token after it
     "Add the loss of one extra token. DeepSeek-V3, eq. 24 and 25; `ValueError` if `weight` < 0."
     if not weight >= 0: raise ValueError(f"weight = {weight}, expected 0 or more")
+    refuse_fields(model.config, "two_token_loss", "TorchEngine", ("z_loss",))
     states = model.hidden_states(ids[..., :-2])
     first = linear_cross_entropy(states, model.lm_head.weight, ids[..., 1:-1])
     second = head.loss(states, ids[..., 1:-1], ids[..., 2:])

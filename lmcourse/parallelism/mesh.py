@@ -373,9 +373,7 @@ class MeshEngine(TorchEngine):
         self.context = mesh["cp"].get_group() if c.context_parallel_degree > 1 else None
         me, count = self.pipeline.rank() if self.pipeline else 0, p*stages_each(c)
         stages = [Stage(config, i, count) for i in range(me, count, p)]
-        for stage in stages:
-            cut_stage(stage, self)
-            self.fill(stage)
+        for stage in stages: cut_stage(stage, self); self.fill(stage)
         return MeshModel(config, stages, self.pipeline)
 
     def fill(self, stage:Stage):
@@ -385,6 +383,7 @@ class MeshEngine(TorchEngine):
         scale_branches(stage)
 
     def make_loss(self, loss:Callable)->Any: return self.model.stages[-1]
+    def forget_gradients(self): super().forget_gradients(); self.waiting = []
     def forward_backward(self, batch:tuple, share:float=1.0, last:bool=True)->torch.Tensor:
         "Add a micro-batch's gradient; in a pipeline, add all gradients at the last micro-batch."
         if self.context: batch, share = own_tokens(batch, share, self.context, self.count)
@@ -708,8 +707,9 @@ def step_bytes(
     page, n = tokens*model.kv_heads*model.head_size//tp, n*cp   # From here on, n counts shares
     ring = lambda n, size: 2*(n - 1)*size//n                    # An all-reduce
     calls = 4*len(stage.layers) + stage.first + stage.last
-    norms = sum(w.numel() for name,w in stage.named_parameters()
-                if placement(name)[0].is_replicate())*itemsize
+    # a rank sees all tokens, unless the sequence is cut, but never all heads
+    norms = sum(w.numel() for name,w in stage.named_parameters() if placement(name)[0].is_replicate()
+                and (config.sequence_parallel or name.endswith(("q_norm.weight", "k_norm.weight"))))
     def share(name, w): # Bytes of a share of a weight, rows rounded up
         rows, columns = (tp if placement(name)[0].is_shard(axis) else 1 for axis in (0, 1))
         return -(-w.shape[0]//(n*rows))*(w.numel()//w.shape[0])//columns*itemsize
@@ -725,4 +725,4 @@ def step_bytes(
     return ring_cp | dict(
         pp=(p > 1)*ends, dp_replicate=ring(copies, all_of), dp_shard=(n - 1)*(gathers + all_of),
         tp=m*(calls*ring(tp, tokens*model.d_model) + stage.last*3*ring(tp, tokens))
-           + config.sequence_parallel*ring(tp, norms))
+           + ring(tp, norms*itemsize))

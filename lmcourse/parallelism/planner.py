@@ -16,7 +16,7 @@ from ..accounting.model_flops import forward_flops
 from ..accounting.parameters import count_parameters
 from ..accounting.tensors import whole_number
 from .schedules import bubble_formula
-from ..tools.config import ModelConfig, unknown
+from ..tools.config import ModelConfig, refuse_fields, unknown
 from ..tools.files import data_rows
 from ..tools.show import Table, duration, si
 
@@ -63,6 +63,7 @@ def _check_plan(p:Plan):
     if p.batch % (p.dp*p.micro_batch):
         raise ValueError(f"Plan: a batch of {p.batch} for {p.dp} copies with microbatches of "
                          f"{p.micro_batch}, expected a multiple of {p.dp*p.micro_batch}")
+    refuse_fields(p.model, "A plan", "all_to_all_bytes", ("num_experts", "kv_lora_rank"))
     if p.pp*p.chunks > p.model.num_layers + 2:
         raise ValueError(f"Plan: {p.pp} stages of {p.chunks} chunks for {p.model.num_layers} "
                          f"layers, expected at least a layer in each")
@@ -122,8 +123,9 @@ def plan_seconds(p:Plan, fitted:Fitted=FITTED)->dict: # Seconds of each part of 
     parameters, forward, scores, head = _sizes(m)
     full, layers, size = p.recompute == "full", m.num_layers/p.pp, p.microbatches
     in_node, out = GPU_WIRES[p.gpu]
-    network = (p.nic_bytes_per_s or out)*fitted.network_share*max(1, GPUS_PER_NODE/t)
-    if p.gpus <= GPUS_PER_NODE: network = in_node*fitted.network_share
+    one_nic = (p.nic_bytes_per_s or out)*fitted.network_share
+    network = one_nic*max(1, GPUS_PER_NODE/t)                   # Of all GPUs that share the work
+    if p.gpus <= GPUS_PER_NODE: one_nic = network = in_node*fitted.network_share
     done = scores/2 if p.flash else scores                      # Fused kernels skip masked scores
     work = 4*(forward - scores + done) - head if full else 3*(forward - scores + done)
     if not full: work += done/2 if p.flash else done*(p.recompute == "selective")
@@ -135,13 +137,14 @@ def plan_seconds(p:Plan, fitted:Fitted=FITTED)->dict: # Seconds of each part of 
                memory=moved*tokens*layers/t/d.bytes_per_s,
                # Each all-reduce sends 2(t - 1)/t of a vector, 2 bytes a number
                tensor=2*(passes - 1)*2*(t - 1)/t*tokens*m.d_model*2*layers/in_node,
-               context=2*values*layers/(network/max(1, GPUS_PER_NODE/t)))
+               context=2*values*layers/one_nic)
     micro = sum(one.values())                                   # Per microbatch and rank
     legs = {k: size*s for k,s in one.items()}
     legs["bubble"] = size*micro*bubble_formula("interleaved", p.pp, size, p.chunks)
     ranks, held = p.dp*p.cp, parameters/(t*p.pp)
-    sent = held*(ranks - 1)/ranks*(6 if p.flash or p.sharding == "zero3" else 4)/network
-    if p.sharding == "zero3": legs["gradients"] = size*max(0, sent - micro)
+    each = 8 if p.flash and p.sharding == "none" else 6 if p.flash or p.sharding == "zero3" else 4
+    sent = held*(ranks - 1)/ranks*each/network
+    if p.sharding == "zero3": legs["gradients"] = size*max(0, sent - micro*p.overlap)
     else: legs["gradients"] = max(0, sent - micro*p.overlap)
     return legs
 
@@ -205,7 +208,7 @@ def variants(p:Plan, micro_batches:Iterable[int]=(1, 2, 4, 8, 16), chunks:int|No
         m, layers = p.batch//(p.dp*b), math.ceil(p.model.num_layers/p.pp)
         many = range(1, layers + 1) if p.pp > 1 else (1,)
         for v in many if chunks is None else (chunks,):
-            if layers % v == 0 and (v == 1 or m % p.pp == 0):
+            if layers % v == 0 and (v == 1 or m % p.pp == 0 and p.pp*v <= p.model.num_layers + 2):
                 yield replace(p, micro_batch=b, chunks=v)
 
 # %% ../../nbs/10_parallelism/10o_planner.ipynb #bf7f29bf
@@ -215,6 +218,7 @@ def all_plans(model:ModelConfig, gpus:int, gpu:str, batch:int)->Iterator[Plan]:
     for tp in (1, 2, 4, 8):
         if gpus % tp or model.num_heads % tp or model.kv_heads % tp: continue
         for pp in range(1, min(model.num_layers, gpus//tp) + 1):
+            if math.ceil(model.num_layers/pp)*pp > model.num_layers + 2: continue # Uneven stages
             for cp in (1, 2, 4, 8, 16, 32):
                 if gpus % (tp*pp*cp) or cp > max(1, longest): continue
                 dp = gpus//(tp*pp*cp)
