@@ -1,4 +1,5 @@
 "Policy gradients, PPO and GRPO: formulas beside the functions, on ragged random batches; and TRL's trainer where it is installed."
+import math
 import re
 from collections import defaultdict
 from types import SimpleNamespace
@@ -33,6 +34,11 @@ def test_group_advantages_have_mean_0_and_spread_1():
     torch.testing.assert_close(a.mean(1), torch.zeros(3).double(), rtol=0, atol=1e-12)
     torch.testing.assert_close(a.std(1), torch.ones(3).double())
     assert not group_advantages(torch.full((4,), .1), 4).abs().gt(1e-6).any()
+
+
+@pytest.mark.parametrize("reward, size", [(.7, 7), (100.1, 7), (1000.1, 6)])
+def test_equal_rewards_have_no_advantage_even_where_their_mean_is_rounded(reward, size):
+    for by in (True, False): assert not group_advantages(torch.full((size,), reward), size, by).any()
 
 
 def test_scored_by_a_function():
@@ -83,6 +89,21 @@ def test_masked_mean():
     x, mask = torch.arange(6.).view(2, 3), torch.tensor([[1, 0, 1], [0, 0, 1]])
     assert masked_mean(x, mask).item() == pytest.approx(7/3) and masked_mean(x, mask, 1).tolist() == [1, 5] and masked_mean(x, mask, 0)[0] == 0
     assert masked_mean(x, mask, 0).isnan().tolist() == [False, True, False]
+
+
+@pytest.mark.parametrize("level, average", [("token", "response"), ("token", "token"), ("token", "constant"), ("sequence", "response")])
+@pytest.mark.parametrize("now, old, ref", [(-100., -100., -1.), (-1., -200., -1.), (-math.inf, -math.inf, -math.inf), (math.nan, math.nan, math.nan)])
+def test_masked_tokens_change_nothing_whatever_their_log_probs_are(level, average, now, old, ref):
+    mask, a = torch.tensor([[1, 1, 0]]), torch.ones(1, 1)
+    def found(*last):
+        x, y, z = (torch.tensor([[-1., -2., e]]) for e in last)
+        x.requires_grad_()
+        loss = grpo_loss(a, x, y, mask, level=level, average=average, max_length=4, ref_log_probs=z, beta=.1)
+        loss.backward()
+        steps = [x.detach().clone().requires_grad_() for _ in range(2)]
+        for s, kind in zip(steps, ("grpo_clip", "reinforce_with_baseline")): grpo_microbatch_train_step(s, mask, 1, kind, advantages=a, old_log_probs=y, cliprange=.2)
+        return loss.item(), x.grad.tolist(), [s.grad.tolist() for s in steps], token_rewards(torch.ones(1), x, z, mask, .1).tolist(), gae(torch.zeros(1, 3), x, mask)[0].tolist()
+    assert found(now, old, ref) == found(0., 0., 0.)
 
 
 @pytest.mark.parametrize("lam", [0., .3, 1.])

@@ -25,6 +25,7 @@ from lmcourse.parallelism.collectives_torch import ProcessPool
 from lmcourse.tokenization.tokenizer import Tokenizer
 from lmcourse.tools.config import ModelConfig, TrainConfig
 from lmcourse.training.data import TokenDataset
+from lmcourse.training.engines import World
 from lmcourse.training.models import load_model, save_model
 
 ROOT = Path(__file__).parents[1]
@@ -101,6 +102,36 @@ def test_dpo_measures_pairs_and_writes_them_down(little, tmp_path):
     align_to_the_end(trainer, tmp_path/"dpo", tests=4)
     line = json.loads((tmp_path/"dpo"/"success.jsonl").read_text().splitlines()[-1])
     assert line["step"] == 3 and line["chosen"] > line["rejected"] and line["ordered"] > .5 and 0 <= line["success"] <= 1
+
+
+def test_a_line_of_pairs_ends_only_where_json_lines_end(tmp_path):
+    pairs = [dict(prompt="a\u2028b\u2029", chosen="c\x85d", rejected=""), dict(prompt="e", chosen="f", rejected="g")]
+    for line_end in ("\n", "\r\n"):
+        (tmp_path/"pairs.jsonl").write_bytes("".join(json.dumps(p, ensure_ascii=False) + line_end for p in pairs).encode())
+        assert read_pairs(tmp_path/"pairs.jsonl") == pairs
+
+
+@pytest.mark.parametrize("seed, measured", [(998, 999), (554, 555), (999_998, 999_999)])
+def test_no_seed_trains_on_the_prompts_of_a_measurement(seed, measured):
+    task = verifiable_task("problems")
+    trained = {p for p, _ in runs._demonstrations(dict(task=task.name, slip=.2, demonstrations=200), seed)}
+    assert len(trained) > 190 and not trained & {*task.prompts(96, measured), *(p for p, _ in islice(task.demonstrations(0., measured), 64))}
+
+
+def test_a_model_with_no_room_for_the_test_prompts_is_rejected(tmp_path):
+    tokenizer = load_model()[1]                                             # Demonstrations of briefs need 49 tokens, test prompts and their responses 58
+    save_model(tmp_path/"model", TransformerLM(ModelConfig(vocab_size=tokenizer.vocab_size, context_length=52, d_model=16, d_ff=32, num_layers=1, num_heads=2)), tokenizer, TrainConfig(), {})
+    with pytest.raises(ValueError, match="test prompts need 58 tokens, the model takes 52"):
+        new_alignment(tmp_path/"run", "sft", settings_of("sft", tmp_path), replace(TRAIN, init_from=str(tmp_path/"model")))
+    assert not (tmp_path/"run").exists()
+
+
+@pytest.mark.parametrize("kind, change, words", [("rl", dict(prompts=3), "prompts = 3 for 2 processes"), ("rl", dict(staleness=1), "staleness = 1 for 2 processes"), ("sft", {}, "5 is not a multiple of 2"), ("dpo", {}, "5 is not a multiple of 2")])
+def test_what_processes_cannot_share_is_rejected_before_there_is_a_folder(kind, change, words, little, tmp_path, monkeypatch):
+    monkeypatch.setattr(runs, "join_world", lambda *args: World(0, 2))
+    write_pairs(tmp_path/"pairs.jsonl")
+    with pytest.raises(ValueError, match=words): new_alignment(tmp_path/"run", kind, settings_of(kind, tmp_path) | change, replace(little, batch_size=5))
+    assert not (tmp_path/"run").exists()
 
 
 def test_own_pairs_are_a_right_and_a_wrong_response_of_the_model(tmp_path):
@@ -186,6 +217,7 @@ def test_new_alignment_refuses_before_any_sampling(tmp_path, monkeypatch):
     ("sft a --init-from other", "the model takes 32"),
     ("sft a --task poems", "poems"), ("rl a --task problems --reward mentions", "reward = 'mentions' with task = 'problems'"),
     ("sft a --demonstrations 3", "demonstrations = 3"), ("sft taken", "taken exists"), ("rl a --staleness -1", "staleness = -1"),
+    ("sft a --batch-size 8 --micro-batch 3", "8 is not a multiple of 3"), ("dpo a --batch-size 8 --micro-batch 3", "8 is not a multiple of 3"), ("rl a --prompts 3 --group-size 2 --micro-batch 4", "6 is not a multiple of 4"),
     ("rl a --algorithm expert --kl .1", "kl = 0.1 with algorithm = 'expert'"),
     ("dpo a --task easy-problems --prompts 6000", "n = 6,000 questions, but there are only 5,888")])
 def test_a_mistake_is_one_line_before_any_work(words, message, tmp_path, monkeypatch, capsys):

@@ -119,7 +119,7 @@ def masked(x, m, d=None): return (x*m).sum()/m.sum() if d is None else (x*m).sum
 
 
 def masked_by_nan(x, m, d=None):
-    x = x.masked_fill(m == 0, math.nan)
+    x = x.masked_fill(~m, math.nan)
     return x.nanmean() if d is None else x.nanmean(d)
 
 
@@ -127,7 +127,7 @@ def along(f): return lambda x, m, d: f(x, m, d) if d is not None else f(x.flatte
 
 
 MASKED = [(along(lambda x, m, d: (x*m).mean(d)), "number of elements"), (along(lambda x, m, d: x.mean(d)), "mask is missing"), (along(lambda x, m, d: (x*m).sum(d)), "that is the sum"), (lambda x, m, d: masked(x, m), "dim is ignored"),
-          (along(lambda x, m, d: masked(x, m, d).nan_to_num()), "NaN, not 0"), (along(lambda x, m, d: masked(x, 1 - m, d)), "masked out"), (along(lambda x, m, d: x.sum(d)/m.sum(d)), "before you sum")]
+          (along(lambda x, m, d: masked(x, m, d).nan_to_num()), "NaN, not 0"), (along(lambda x, m, d: masked(x, ~m, d)), "masked out"), (along(lambda x, m, d: x.sum(d)/m.sum(d)), "before you sum")]
 
 
 # 8. A micro-batch
@@ -142,7 +142,7 @@ def step(x, mask, n, kind, raw=None, a=None, old=None, c=None, average=lambda l,
 def step_row_by_row(x, mask, n, kind, raw, a, old, c):
     rows = []
     for b in range(len(x)):
-        keep = mask[b].bool()
+        keep = mask[b]
         now, w = x[b][keep], (raw if kind == "no_baseline" else a)[b]
         rows.append((clip_by_cases(w[None], now[None], old[b][keep][None], c)[0] if kind == "grpo_clip" else -w*now).mean())
     total = torch.stack(rows).mean()/n
@@ -238,7 +238,7 @@ MASK = [(lambda s, n, T: mask_of(s, n, T, 0), "predicts the first"), (lambda s, 
         (lambda s, n, T: mask_of(s, n, T)[:, 1:], "expected"), (lambda s, n, T: torch.ones(len(s), T, dtype=torch.bool), "expected")]
 
 
-def kept(x, m): return torch.where(m.bool(), x, 0.)
+def kept(x, m): return torch.where(m, x, 0.)
 def total(x, d): return x.sum() if d is None else x.sum(d)
 def norm(x, m, c, d): return total(kept(x, m), d)/c
 
@@ -250,7 +250,7 @@ def norm_in_loops(x, m, c, d):
 
 NORM = [(lambda x, m, c, d: total(kept(x, m), d), "constant is missing"), (lambda x, m, c, d: total(kept(x, m), d)*c, "divide by the constant"), (lambda x, m, c, d: total(x, d)/c, "mask is missing"),
         (lambda x, m, c, d: total(kept(x, m), d)/total(m, d), "not a mean"), (lambda x, m, c, d: total(kept(x, m), d)/total(m, d)/c, "as well"), (lambda x, m, c, d: kept(x, m).sum()/c, "dim is ignored"),
-        (lambda x, m, c, d: total(kept(x, 1 - m), d)/c, "masked out"), (lambda x, m, c, d: total(x*m, d)/c, "infinity times 0"), (lambda x, m, c, d: -norm(x, m, c, d), "expected"),
+        (lambda x, m, c, d: total(kept(x, ~m), d)/c, "masked out"), (lambda x, m, c, d: total(x*m, d)/c, "infinity times 0"), (lambda x, m, c, d: -norm(x, m, c, d), "expected"),
         (lambda x, m, c, d: norm(x.abs(), m, c, d), "expected")]
 
 
@@ -275,20 +275,20 @@ PREFERRED = [(lambda a, b: preferred(b, a), "swapped"), (lambda a, b: preferred(
 
 
 def penalized(r, x, y, m, b): return r - b*((x - y)*m).sum(1)
-def penalized_by_einsum(r, x, y, m, b): return r + b*torch.einsum("bt,bt->b", y - x, m.to(x.dtype))
+def penalized_by_where(r, x, y, m, b): return r + b*torch.where(m, y - x, 0.).sum(1)
 
 
 PENALIZED = [(lambda r, x, y, m, b: penalized(r, y, x, m, b), "price is subtracted"), (lambda r, x, y, m, b: r - b*((x - y)*m).sum(1)/m.sum(1), "not the mean"), (lambda r, x, y, m, b: r - b*(x - y).sum(1), "mask is missing"),
              (lambda r, x, y, m, b: r - ((x - y)*m).sum(1), "beta is missing"), (lambda r, x, y, m, b: r - b*((x - y)**2/2*m).sum(1), "k2"), (lambda r, x, y, m, b: r - b*(((y - x).exp() - 1 + x - y)*m).sum(1), "k3"),
              (lambda r, x, y, m, b: r - b*((x - y).exp()*m).sum(1), "no exponential"), (lambda r, x, y, m, b: r - b*((x - y).abs()*m).sum(1), "absolute value"), (lambda r, x, y, m, b: r - ((x - y)*m).sum(1)/b, "multiply by beta"),
-             (lambda r, x, y, m, b: r - b*((x - y)*(1 - m)).sum(1), "only the tokens of the response"), (lambda r, x, y, m, b: r - b*((x - y)*m).sum(1).mean(), "not their mean"), (lambda r, x, y, m, b: r, "expected")]
+             (lambda r, x, y, m, b: r - b*((x - y)*~m).sum(1), "only the tokens of the response"), (lambda r, x, y, m, b: r - b*((x - y)*m).sum(1).mean(), "not their mean"), (lambda r, x, y, m, b: r, "expected")]
 
 
 TASKS = {"optimum": (OPTIMUM, optimum, optimum_one_by_one), "k3": (K3, k3, lambda a, b: torch.expm1(b - a) + a - b), "compute_naive_policy_gradient_loss": (NAIVE, naive, lambda a, x: torch.einsum("bo,bt->bt", a, -x)),
          "rloo": (RLOO, rloo, rloo_in_loops), "compute_group_normalized_rewards": (NORMALIZED, normalized, normalized_in_loops), "compute_grpo_clip_loss": (CLIP, clip, clip_by_cases), "masked_mean": (MASKED, masked, masked_by_nan),
          "grpo_microbatch_train_step": (STEP, step, step_row_by_row), "gae": (GAE, gae, gae_backwards), "compute_per_instance_dpo_loss": (DPO, dpo, dpo_of_whole_texts), "best_of_n": (BEST, best, best_by_levels),
          "response_mask": (MASK, mask_of, mask_by_slices), "masked_normalize": (NORM, norm, norm_in_loops), "compute_entropy": (ENTROPY, entropy, entropy_by_difference),
-         "preference_loss": (PREFERRED, preferred, preferred_by_logaddexp), "penalized_rewards": (PENALIZED, penalized, penalized_by_einsum)}
+         "preference_loss": (PREFERRED, preferred, preferred_by_logaddexp), "penalized_rewards": (PENALIZED, penalized, penalized_by_where)}
 graders = Graders(ex, [(task, *pair) for task, (wrong, right, _) in TASKS.items() for pair in wrong + spoiled(right)],
                   [(task, f) for task, (_, *right) in TASKS.items() for f in right])
 test_wrong_answers, test_right_answers, test_each_grader, test_same_words = graders.tests(least_wrong=10)

@@ -1,11 +1,13 @@
 "Rollouts: log-probabilities are the model's after every update; batches made ahead come from weights of a known age."
 import threading
 import time
+from contextlib import contextmanager
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
+from lmcourse.alignment import rollouts
 from lmcourse.alignment.briefs import brief_prompts
 from lmcourse.alignment.rollouts import AsyncBatches, Rollout, Sampler, rollout_tensors
 from lmcourse.alignment.sft import get_response_log_probs
@@ -21,6 +23,21 @@ CONFIG = ModelConfig(vocab_size=TOKENIZER.vocab_size, context_length=64, d_model
 def moved(model, seed):
     g = torch.Generator().manual_seed(seed)
     for p in model.parameters(): p.mul_(1 + .2*torch.randn(p.shape, generator=g))
+
+
+def test_the_policy_samples_with_the_products_of_training(monkeypatch):
+    within, model = [], TransformerLM(CONFIG, 0)
+    @contextmanager
+    def products(device):
+        within.append(device)
+        yield
+        within.append("left")
+    monkeypatch.setattr(rollouts, "tf32_products", products)
+    sampler, (device,) = Sampler(model, TOKENIZER, 4, 2), {p.device for p in model.parameters()}
+    run = sampler.engine.run
+    monkeypatch.setattr(sampler.engine, "run", lambda requests: within.append("run") or run(requests))
+    sampler(brief_prompts(1, 2))
+    assert within == [device, "run", "left"]
 
 
 def test_log_probs_are_the_models_after_every_update_the_end_included():

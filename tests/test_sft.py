@@ -1,4 +1,5 @@
 "Supervised fine-tuning: masks, constants, micro-batches, packing."
+from contextlib import contextmanager
 from itertools import islice
 
 import pytest
@@ -32,6 +33,19 @@ def test_tokens_labels_and_mask_by_hand():
     a, b, c, d = Letters().encode("abcd")
     assert found["input_ids"].tolist() == [[a, b, c], [a, b, c]] and found["labels"].tolist() == [[b, c, 0], [b, c, d]]
     assert found["response_mask"].tolist() == [[False, True, False], [True, True, True]]
+
+
+def test_log_probs_are_measured_with_the_products_of_training(monkeypatch):
+    within, model = [], TransformerLM(CONFIG)
+    @contextmanager
+    def products(device):
+        within.append(device)
+        yield
+        within.append("left")
+    monkeypatch.setattr(sft, "tf32_products", products)
+    model.register_forward_pre_hook(lambda *args: within.append("model"))
+    measure_log_probs(model, torch.ones(3, 4).long(), torch.ones(3, 4).long(), rows=2)
+    assert within == [torch.device("cpu"), "model", "model", "left"]
 
 
 @pytest.mark.parametrize("kwargs", [dict(num_kv_heads=2), dict(position="learned"), dict(qk_norm=True, tie_embeddings=True), dict(position="none")], ids=str)

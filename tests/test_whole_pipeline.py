@@ -270,7 +270,8 @@ def test_without_a_gpu_its_scale_is_refused_before_any_work(tmp_path, monkeypatc
 
 @pytest.mark.parametrize("words, said", [
     ("--data books", "unknown corpus 'books'"), ("--data text:nowhere", "nowhere: no such file"), ("--task poems", "unknown task 'poems'"), ("--step-tokens 500", "tokens_per_step by context_length"),
-    ("--micro-batch 3 --step-tokens 384", "micro_batch = 3"),
+    ("--micro-batch 3 --step-tokens 384", "micro_batch = 3"), ("--d-model 200", "d_model = 200 is not a multiple of num_heads = 3"), ("--context-length 64", "context_length = 64, expected 97"),
+    ("--task problems", "context_length = 128, expected 149"), ("--sft-steps 1", "sft_steps = 1, expected 2"),
     ("--rl-prompts 64 --dpo-steps 93", "rl_prompts*dpo_steps = 5,952, expected at most 5,888"), ("--tests 5889", "tests = 5,889")])
 def test_mistakes_at_the_scale_of_a_gpu(words, said, book, tmp_path, capsys):
     assert said in refused([*gpu_words(tmp_path/"new", book), *words.split()], capsys) and not (tmp_path/"new").exists()

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from ..accounting.hardware import device
-from ..accounting.memory import training_bytes
+from ..accounting.memory import kv_cache_bytes, training_bytes
 from ..accounting.model_flops import forward_flops, training_flops
 from ..accounting.parameters import count_parameters
 from ..accounting.run_cost import training_time
@@ -94,11 +94,13 @@ class GpuConfig(GpuRecipe, PipelineConfig):
         if task.distinct and most > task.distinct: raise ValueError(
             f"tests = {self.tests:,} and rl_prompts*dpo_steps = {self.rl_prompts*self.dpo_steps:,}"
             f", expected at most {task.distinct:,}, the number of different {self.task}")
-        for name,least in dict(context_length=64, step_tokens=64, micro_batch=1,
+        room = 1 + task.prompt_tokens + task.max_tokens # For a prompt and its response
+        for name,least in dict(context_length=room, step_tokens=64, micro_batch=1, sft_steps=2,
                                rl_prompts=1).items():
             if not getattr(self, name) >= least:
                 raise ValueError(f"{name} = {getattr(self, name)}, expected {least} or more")
         # Rejects sizes that don't divide each other
+        self.model(self.vocab_size)
         plan_batch(self.pretraining(), self.context_length)
         for size in (64, self.rl_prompts, 8*self.rl_prompts):
             if size % min(4*self.micro_batch, size): raise ValueError(
@@ -184,19 +186,18 @@ def plan_stages(
     if not 0 < share <= 1: raise ValueError(f"share = {share}, expected above 0 and at most 1")
     model, card, task = c.model(c.vocab_size), device(gpu), verifiable_task(c.task)
     n, window, length = count_parameters(model).unique, c.context_length, _length(c)
-    tokens = c.base_steps*c.step_tokens
+    tokens, (name, size) = c.base_steps*c.step_tokens, CORPORA.get(c.data, (c.data, None))
     train, read = (lambda rows, length, f=f: sum(f(model, rows, length).values())
                    for f in (training_flops, forward_flops))
-    name, size = CORPORA.get(c.data, (c.data, None))
     stored = tokens if size is None else min(tokens, size*1e9/4.4) # At about 4.4 bytes per token
     texts, examples = 4*c.micro_batch, 64*c.sft_steps # Texts computed at a time; examples in all
-    def memory(rows, length, dtype, others=0):
-        return _step_bytes(model, rows, length, dtype) + others*4*n
+    memory = lambda *how, others=0: _step_bytes(model, *how) + others*4*n
+    cache = lambda texts: kv_cache_bytes(model, texts*-(-length//16), 16) # Blocks of 16 tokens
     def stage(name, about, tokens=None, flops=None, held=None, dtype="bfloat16", slowest=0.):
         took = None if flops is None else max(training_time(flops, card, dtype, share), slowest)
         return dict(zip(PLAN, (name, about, tokens, flops, held, took)))
-    pairs, rollouts = c.rl_prompts*c.dpo_steps, 8*c.rl_prompts*c.rl_steps
-    writing = lambda responses: responses/512*task.max_tokens*4*n/card.bytes_per_s
+    pairs, rollouts, exams = c.rl_prompts*c.dpo_steps, 8*c.rl_prompts*c.rl_steps, 4*c.tests
+    writing = lambda texts, at_once=512: texts/at_once*task.max_tokens*4*n/card.bytes_per_s
     practice = training_time(train(rollouts, length), card, "tfloat32", share) + writing(rollouts)
     return [
         stage("web", f"fetch {4.4*stored/1e9:.1f} GB: {name}", stored),
@@ -209,12 +210,13 @@ def plan_stages(
               train(examples, length), memory(texts, length, "bfloat16")),
         stage("dpo", f"{pairs:,} pairs out of {8*pairs:,} responses", 2*pairs*length,
               read(8*pairs, length) + train(2*pairs, length) + read(2*pairs, length),
-              memory(2*texts, length, "float32", 1), "tfloat32", writing(8*pairs)),
+              memory(2*texts, length, "float32", others=1), "tfloat32", writing(8*pairs)),
         stage("rl", f"{c.rl_steps:,} steps of {c.rl_prompts} prompts with 8 responses",
               rollouts*length, 2*read(rollouts, length) + train(rollouts, length),
-              memory(texts, length, "float32", 2), "tfloat32", practice),
-        stage("exam", f"{c.tests:,} {task.fresh}, loss on held-out text", 4*c.tests*length,
-              read(4*c.tests, length), 4*n + 10**9, "tfloat32", writing(4*c.tests)),
+              cache(8*c.rl_prompts) + memory(texts, length, "float32", others=3),
+              "tfloat32", practice),
+        stage("exam", f"{c.tests:,} {task.fresh}, loss on held-out text", exams*length,
+              read(exams, length), 12*n + cache(96) + 10**9, "tfloat32", writing(exams, 96)),
         stage("report", "the card")]
 
 # %% ../../nbs/14_alignment/14o_gpu_plan.ipynb #14o2held

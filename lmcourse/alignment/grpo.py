@@ -24,6 +24,7 @@ def group_advantages(
 )->Tensor: # `(B,)`
     "Compare rewards within each group. `ValueError` for a group of one. Shao 2024; Liu 2025."
     groups = in_groups(rewards, group_size)
+    groups = groups - groups[:, :1] # Equal rewards become exactly 0; their mean could be rounded
     centred = groups - groups.mean(1, keepdim=True)
     if normalize_by_std: centred = centred/(groups.std(1, keepdim=True) + eps)
     return centred.flatten()
@@ -92,8 +93,8 @@ def masked_mean(
     "Average the elements under the mask. `ValueError` for unequal shapes. CS336's signature."
     if tensor.shape != mask.shape:
         raise ValueError(f"masked_mean: tensor {tuple(tensor.shape)}, mask {tuple(mask.shape)}")
-    if dim is None: return (tensor*mask).sum()/mask.sum()
-    return (tensor*mask).sum(dim)/mask.sum(dim)
+    kept = torch.where(mask.bool(), tensor, 0.) # A product with 0 would keep NaN and infinity
+    return kept.sum()/mask.sum() if dim is None else kept.sum(dim)/mask.sum(dim)
 
 def grpo_microbatch_train_step(
     policy_log_probs:Tensor, # `(B, T)`, with gradient
@@ -110,7 +111,8 @@ def grpo_microbatch_train_step(
         raise ValueError(f"gradient_accumulation_steps = {gradient_accumulation_steps}")
     if not (response_mask.sum(1) > 0).all():
         raise ValueError("grpo_microbatch_train_step: a response has no tokens")
-    loss, log = compute_policy_gradient_loss(policy_log_probs, loss_type, raw_rewards, advantages,
+    kept = policy_log_probs.masked_fill(~response_mask.bool(), 0.) # No NaN in its gradient
+    loss, log = compute_policy_gradient_loss(kept, loss_type, raw_rewards, advantages,
                                              old_log_probs, cliprange)
     if "clipped" in log:
         log = dict(clip_fraction=masked_mean(log["clipped"].float(), response_mask))
@@ -137,6 +139,7 @@ def grpo_loss(
     if average == "constant" and not max_length:
         raise ValueError(f"average = 'constant' needs max_length, got {max_length}")
     if beta and ref_log_probs is None: raise ValueError(f"beta = {beta} needs ref_log_probs")
+    log_probs = log_probs.masked_fill(~mask.bool(), 0.) # No NaN in its gradient
     moved = log_probs - old_log_probs.detach()
     if level == "sequence": # Every token gets the response's mean
         moved = masked_mean(moved, mask, 1)[:, None].expand_as(moved)
@@ -145,7 +148,8 @@ def grpo_loss(
     if ref_log_probs is not None: loss = loss + beta*kl_estimators(log_probs, ref_log_probs)["k3"]
     if average == "response": return masked_mean(loss, mask, 1).mean()
     if average == "token": return masked_mean(loss, mask)
-    if average == "constant": return (loss*mask).sum()/(len(loss)*(max_length or 1))
+    if average == "constant":
+        return torch.where(mask.bool(), loss, 0.).sum()/(len(loss)*(max_length or 1))
     raise ValueError(f"average = {average!r}, expected 'response', 'token' or 'constant'")
 
 def mixed_groups(

@@ -47,13 +47,14 @@ def read_conversations(
     "Read conversations. `ValueError` names an incomplete line, `FileNotFoundError` a missing file."
     if not Path(path).is_file(): raise FileNotFoundError(f"{path}: no such file")
     found = []
-    for n,line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), 1):
-        try: pair = json.loads(line)
-        except json.JSONDecodeError: raise ValueError(f"{path}: line {n} is not JSON") from None
-        for key in ("prompt", "response"):
-            if not isinstance(pair, dict) or not isinstance(pair.get(key), str):
-                raise ValueError(f"{path}: line {n} has no text {key!r}")
-        found.append({k: pair[k] for k in ("prompt", "response")})
+    with open(path, encoding="utf-8") as file: # `splitlines` would also split at U+2028
+        for n,line in enumerate(file, 1):
+            try: pair = json.loads(line)
+            except json.JSONDecodeError: raise ValueError(f"{path}: line {n} is not JSON") from None
+            for key in ("prompt", "response"):
+                if not isinstance(pair, dict) or not isinstance(pair.get(key), str):
+                    raise ValueError(f"{path}: line {n} has no text {key!r}")
+            found.append({k: pair[k] for k in ("prompt", "response")})
     return found
 
 def iterate_batches(
@@ -80,7 +81,7 @@ def parse_mmlu_response(
     "Find a reply's choice: the last `answer is X`, else a label, else one option's words."
     letters = "ABCD"[:len(mmlu_example["options"])]
     said = re.findall(rf"\b[Aa]nswer(?:\s+is\s*:?|\s*:)\s*[(\"'*]*([{letters}])(?![\w'])"
-                      r"(?!\s+(?:or|and)\b)", model_output)
+                      rf"(?![)\"'*]*\s+(?:or|and)\s+[(\"'*]*[{letters}](?![\w']))", model_output)
     if said: return said[-1]
     label = re.match(rf"\W*([{letters}])(?:\W*$|[).:])", model_output)
     if label: return label[1]

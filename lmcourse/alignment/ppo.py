@@ -24,7 +24,7 @@ def gae(
     if not 0 <= gamma <= 1 or not 0 <= lam <= 1:
         raise ValueError(f"gamma = {gamma}, lam = {lam}, expected numbers from 0 to 1")
     if not torch.isfinite(rewards).all(): raise ValueError("rewards: expected finite numbers")
-    keep, values = mask.to(values.dtype), values.detach()*mask
+    keep, values = mask.to(values.dtype), torch.where(mask.bool(), values.detach(), 0.)
     after = torch.cat([values[:, 1:], torch.zeros_like(values[:, :1])], 1)
     delta = (rewards + gamma*after - values)*keep
     advantages, ahead = torch.zeros_like(values), torch.zeros_like(values[:, 0])
@@ -77,5 +77,5 @@ def token_rewards(
     "Charge each token for its KL, and reward the last. `ValueError` for an empty response."
     if not mask.any(1).all(): raise ValueError("token_rewards: a response has no tokens")
     last = mask.shape[1] - 1 - mask.flip(1).to(torch.int8).argmax(1)
-    paid = -beta*(log_probs - ref_log_probs).detach()*mask
+    paid = torch.where(mask.bool(), -beta*(log_probs - ref_log_probs).detach(), 0.)
     return paid.scatter_add(1, last[:, None], rewards[:, None].to(paid.dtype))

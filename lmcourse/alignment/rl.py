@@ -54,10 +54,22 @@ class RlConfig:
             f"RlConfig: kl = {self.kl} with algorithm = 'expert', expected 0: it imitates right "
             f"responses and has no penalty")
         for name,least in (("kl", 0), ("prompts", 1), ("group_size", 2), ("max_tokens", 1),
-                           ("clip", 0), ("staleness", 0), ("seed", 0)):
+                           ("staleness", 0), ("seed", 0)):
             if not getattr(self, name) >= least:
                 raise ValueError(f"RlConfig: {name} = {getattr(self, name)}, expected {least} or "
                                  f"more")
+        if not 0 <= self.clip <= 1:
+            raise ValueError(f"RlConfig: clip = {self.clip}, expected 0 to 1")
+
+    def prompts_of(self,
+        world:World, # The processes that share the prompts of a step
+    )->int:
+        "Return how many prompts a process takes. Raises `ValueError` if they can't be shared."
+        if self.prompts % world.size: raise ValueError(
+            f"prompts = {self.prompts} for {world.size} processes, expected a multiple")
+        if self.staleness and world.size > 1: raise ValueError(
+            f"staleness = {self.staleness} for {world.size} processes, expected 0")
+        return self.prompts//world.size
 
 # %% ../../nbs/14_alignment/14j_rl.ipynb #14j2adv
 def imitation_weights(
@@ -81,15 +93,11 @@ class RolloutBatches:
         reference:Any=None,             # Used if `config.kl` > 0; None for a copy of `model`
         world:World=World(),            # The processes that share the prompts of a step
     ):
-        if config.prompts % world.size: raise ValueError(
-            f"prompts = {config.prompts} for {world.size} processes, expected a multiple")
-        if config.staleness and world.size > 1: raise ValueError(
-            f"staleness = {config.staleness} for {world.size} processes, expected 0")
         self.config, self.tokenizer, self.world = config, tokenizer, world
+        self.share = config.prompts_of(world)
         self.task = verifiable_task(config.task)
         self.sampler = Sampler(model, tokenizer, config.max_tokens,
-                               config.prompts*config.group_size//world.size,
-                               self.task.prompt_tokens)
+                               self.share*config.group_size, self.task.prompt_tokens)
         self.reference = (reference or copy.deepcopy(model)).eval() if config.kl else None
         self.log:list = []                      # A dict for each step
 
@@ -98,9 +106,9 @@ class RolloutBatches:
         c = self.config
         self.sampler.load(model)
         prompts = self.task.prompts(c.prompts, 1_000_000*(c.seed + 1) + step)
-        mine, share = self.world.shard_batch(prompts), c.prompts//self.world.size
+        mine = self.world.shard_batch(prompts)
         rollouts = gather_rollouts(self.sampler(mine, c.group_size, 10_000*c.seed + step,
-                                                self.world.rank*share),
+                                                self.world.rank*self.share),
                                    prompts, c.group_size, self.tokenizer, self.world)
         gold = [r.finished*self.task.reward(r.prompt, r.response) for r in rollouts]
         rewards = gold if c.reward == "parse" else [REWARDS[c.reward](r.prompt, r.response)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 from .sft import padded_rows
 from ..inference.engine import Engine, Request
-from ..training.engines import World
+from ..training.engines import World, tf32_products
 from ..tokenization.tokenizer import Tokenizer
 
 # %% ../../nbs/14_alignment/14i_rollouts.ipynb #14i1roll
@@ -41,6 +41,7 @@ class Sampler:
         prompt_tokens:int=32, # Tokens of a prompt to reserve memory for
     ):
         self.tokenizer, self.max_tokens = tokenizer, max_tokens
+        self.device = next(model.parameters()).device
         blocks = running*-(-min(model.config.context_length, prompt_tokens + max_tokens)//16)
         self.engine = Engine(model, blocks, max_running=running, token_budget=32*running)
 
@@ -62,7 +63,7 @@ class Sampler:
             number = seed*1_000_003 + (first + i)*group_size
             requests += [Request(ids, self.max_tokens, stop=(end,), log_probs=0, seed=number + j)
                          for j in range(group_size)]
-        answers = self.engine.run(requests)
+        with tf32_products(self.device): answers = self.engine.run(requests) # As in training
         return [self.rollout(prompts[k//group_size], s) for k,s in enumerate(answers)]
 
     def rollout(self, prompt:str, s:Any)->Rollout: # The rollout of a finished sequence

@@ -24,7 +24,8 @@ from ..tools.files import atomic_write, read_json, write_json
 from ..tools.machine import return_freed_memory
 from ..training.checkpoint import Checkpoints
 from ..training.data import TokenDataset, write_tokens
-from ..training.engines import Objective, counted_targets, fill, join_world, pick_device
+from ..training.engines import Objective, World, counted_targets, fill, join_world
+from ..training.engines import pick_device, plan_batch
 from ..training.models import load_model
 from ..training.runs import read_run, write_run
 from ..training.trainer import Trainer
@@ -54,7 +55,8 @@ def new_alignment(
     task, device = task_of(settings), pick_device(train.device)
     run, (model, tokenizer) = Path(run), load_model(train.init_from, str(device))
     world = join_world(device, train)
-    texts, train, pairs = _PREPARE[kind](settings, train, model, tokenizer, world.writes)
+    _check_room("test prompts", task.prompts(96, 999), 1 + task.max_tokens, tokenizer, model)
+    texts, train, pairs = _PREPARE[kind](settings, train, model, tokenizer, world)
     if world.writes:
         run.mkdir(parents=True)
         tokenizer.save(run/"data"/"tokenizer")
@@ -76,7 +78,9 @@ def task_of(
     return verifiable_task(settings.get("task", "briefs"))
 
 def _demonstrations(settings:dict, seed:int)->list: # Pairs of prompt and response
-    stream = task_of(settings).demonstrations(settings["slip"], seed + 1)
+    number = seed + 1
+    if number in (555, 999, 999_999): number += 10**9 # The texts of a measurement are made from it
+    stream = task_of(settings).demonstrations(settings["slip"], number)
     return list(islice(stream, settings["demonstrations"]))
 
 def _rl_config(settings:dict, seed:int)->RlConfig: # Responses as long as the task needs
@@ -84,7 +88,8 @@ def _rl_config(settings:dict, seed:int)->RlConfig: # Responses as long as the ta
 
 # %% ../../nbs/14_alignment/14k_runs.ipynb #3a6713a0
 # Each function returns the training texts, the config with its batch size, and the pairs
-def _prepare_sft(settings:dict, train:TrainConfig, model, tokenizer, writes:bool)->tuple:
+def _prepare_sft(settings:dict, train:TrainConfig, model, tokenizer, world:World)->tuple:
+    plan_batch(train, model.config.context_length, world.size)
     n = settings["demonstrations"]
     if n < train.batch_size:
         raise ValueError(f"demonstrations = {n}, expected a batch of {train.batch_size}")
@@ -92,10 +97,11 @@ def _prepare_sft(settings:dict, train:TrainConfig, model, tokenizer, writes:bool
     _check_room("demonstrations", texts, 1, tokenizer, model)
     return texts, train, []
 
-def _prepare_dpo(settings:dict, train:TrainConfig, model, tokenizer, writes:bool)->tuple:
+def _prepare_dpo(settings:dict, train:TrainConfig, model, tokenizer, world:World)->tuple:
     dpo = DpoConfig(**settings)
+    plan_batch(train, model.config.context_length, world.size)
     same_tokenizer(dpo.reference, tokenizer)
-    if not writes: return (), train, [] # One process writes pairs for all
+    if not world.writes: return (), train, [] # One process writes pairs for all
     pairs = read_pairs(dpo.pairs) if dpo.pairs else own_pairs(
         model, tokenizer, dpo.prompts, dpo.group_size, train.seed, task_of(settings))
     rows = pair_rows(pairs, tokenizer, model.config.context_length)
@@ -103,12 +109,15 @@ def _prepare_dpo(settings:dict, train:TrainConfig, model, tokenizer, writes:bool
         raise ValueError(f"{len(rows)} pairs, expected a batch of {train.batch_size}")
     return (p["prompt"] + p["chosen"] for p in pairs), train, pairs
 
-def _prepare_rl(settings:dict, train:TrainConfig, model, tokenizer, writes:bool)->tuple:
+def _prepare_rl(settings:dict, train:TrainConfig, model, tokenizer, world:World)->tuple:
     rl = _rl_config(settings, train.seed)
+    rl.prompts_of(world)
+    train = replace(train, batch_size=rl.prompts*rl.group_size)
+    plan_batch(train, model.config.context_length, world.size)
     prompts = task_of(settings).prompts(100, 1_000_000*(train.seed + 1))
     _check_room(f"prompts with max_tokens = {rl.max_tokens}", prompts, 1 + rl.max_tokens,
                 tokenizer, model)
-    return prompts, replace(train, batch_size=rl.prompts*rl.group_size), []
+    return prompts, train, []
 
 def _check_room(what:str, texts:list, more:int, tokenizer, model): # Checked before work starts
     longest = more + max(len(tokenizer.encode(text)) for text in texts)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 from ..architecture.layers_torch import token_losses
+from ..training.engines import tf32_products
 
 # %% ../../nbs/14_alignment/14c_sft.ipynb #14c1tok
 def tokenize_prompt_and_output(
@@ -74,8 +75,10 @@ def measure_log_probs(
     """Compute what `get_response_log_probs` does, but only a few rows at a time, so that few logits
     exist at once."""
     device = next(model.parameters()).device
-    parts = [get_response_log_probs(model, ids.to(device), targets.to(device), return_token_entropy)
-             for ids,targets in zip(input_ids.split(rows), labels.split(rows))]
+    with tf32_products(device): # As in training, with whose numbers these are compared
+        parts = [get_response_log_probs(model, ids.to(device), targets.to(device),
+                                        return_token_entropy)
+                 for ids,targets in zip(input_ids.split(rows), labels.split(rows))]
     return {k: torch.cat([part[k].to(labels.device) for part in parts]) for k in parts[0]}
 
 # %% ../../nbs/14_alignment/14c_sft.ipynb #14c3norm

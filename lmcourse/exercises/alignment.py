@@ -217,9 +217,9 @@ def check_masked_mean(
     masked_mean:Callable, # `masked_mean(tensor, mask, dim)` gives a tensor
 ):
     "`AssertionError` unless only what the mask keeps is summed and counted."
-    mask = torch.tensor([[1, 1, 0, 0], [1, 0, 0, 0], [0, 0, 0, 0]])
+    mask = torch.tensor([[1, 1, 0, 0], [1, 0, 0, 0], [0, 0, 0, 0]]).bool()
     cases = ([(_numbers(1, 3, 4), mask, dim) for dim in (1, None, 0)]
-             + [(_numbers(2, 2, 3), torch.tensor([[1, 1, 1], [1, 1, 0]]), 1)])
+             + [(_numbers(2, 2, 3), torch.tensor([[1, 1, 1], [1, 1, 0]]).bool(), 1)])
     def along(f):
         return lambda x, m, d: f(x, m, d) if d is not None else f(x.flatten(), m.flatten(), 0)
     _grade(masked_mean, mean_of, cases, {
@@ -230,7 +230,7 @@ def check_masked_mean(
         "NaN, not 0, where nothing counts":
             along(lambda x, m, d: (x*m).sum(d)/m.sum(d).clamp(min=1)),
         "that is the mean of what is masked out":
-            along(lambda x, m, d: (x*(1 - m)).sum(d)/(1 - m).sum(d)),
+            along(lambda x, m, d: (x*~m).sum(d)/(~m).sum(d)),
         "mask before you sum": along(lambda x, m, d: x.sum(d)/m.sum(d))})
 
 # %% ../../nbs/14_alignment/14z_alignment.ipynb #bb7360c1
@@ -259,7 +259,7 @@ def check_grpo_microbatch_train_step(
 ):
     """`AssertionError` unless loss and gradient are those of the mean over responses of means over
     tokens."""
-    mask = torch.tensor([[1, 1, 1, 0], [1, 0, 0, 0], [1, 1, 1, 1]])
+    mask = torch.tensor([[1, 1, 1, 0], [1, 0, 0, 0], [1, 1, 1, 1]]).bool()
     x, old, raw, a = (_numbers(1, 3, 4)*.3 - 2, _numbers(2, 3, 4)*.3 - 2, _numbers(3, 3, 1),
                       _numbers(4, 3, 1))
     cases = [(x, mask, n, kind, raw, a, old, .2)
@@ -413,11 +413,11 @@ def check_masked_normalize(
     "`AssertionError` unless what the mask keeps is summed and divided by the constant."
     odd = _numbers(3, 2, 3)
     odd[0, 2] = math.inf
-    cases = [(_numbers(1, 3, 4), torch.tensor([[1, 1, 0, 0], [1, 0, 0, 1], [0, 1, 1, 1]]), c, d)
-             for c,d in ((2., None), (5., 1), (.5, 0))]
-    cases.append((odd, torch.tensor([[1, 1, 0], [1, 1, 1]]), 3., 1))
+    mask = torch.tensor([[1, 1, 0, 0], [1, 0, 0, 1], [0, 1, 1, 1]]).bool()
+    cases = [(_numbers(1, 3, 4), mask, c, d) for c,d in ((2., None), (5., 1), (.5, 0))]
+    cases.append((odd, odd.isfinite(), 3., 1))
     def total(x, d): return x.sum() if d is None else x.sum(d)
-    def kept(x, m): return torch.where(m.bool(), x, 0.)
+    def kept(x, m): return torch.where(m, x, 0.)
     _grade(masked_normalize, normalize_of, cases, {
         "the constant is missing": lambda x, m, c, d: total(kept(x, m), d),
         "divide by the constant": lambda x, m, c, d: total(kept(x, m), d)*c,
@@ -425,7 +425,7 @@ def check_masked_normalize(
         "a sum over the constant, not a mean": lambda x, m, c, d: total(kept(x, m), d)/total(m, d),
         "don't divide by the count as well": lambda x, m, c, d: total(kept(x, m), d)/total(m, d)/c,
         "dim is ignored": lambda x, m, c, d: kept(x, m).sum()/c,
-        "that is what is masked out": lambda x, m, c, d: total(kept(x, 1 - m), d)/c,
+        "that is what is masked out": lambda x, m, c, d: total(kept(x, ~m), d)/c,
         "infinity times 0 is not 0": lambda x, m, c, d: total(x*m, d)/c})
 
 # %% ../../nbs/14_alignment/14z_alignment.ipynb #14zentb
@@ -478,7 +478,7 @@ def check_penalized_rewards(
 ):
     "`AssertionError` unless a response pays beta for each nat that it moved from the reference."
     cases = [(_numbers(k, 3), _numbers(k + 1, 3, 4), _numbers(k + 2, 3, 4),
-              torch.tensor([[0, 1, 1, 0], [1, 1, 1, 1], [0, 0, 0, 1]]), b)
+              torch.tensor([[0, 1, 1, 0], [1, 1, 1, 1], [0, 0, 0, 1]]).bool(), b)
              for k,b in ((1, .1), (5, 2.))]
     def pay(by=lambda x, m: (x*m).sum(1), sign=-1., price=lambda b: b):
         return lambda r, x, y, m, b: r + sign*price(b)*by(x - y, m)
@@ -495,6 +495,6 @@ def check_penalized_rewards(
         "no absolute value: a token may be less likely than before":
             pay(lambda x, m: (x.abs()*m).sum(1)),
         "multiply by beta": pay(price=lambda b: 1/b),
-        "only the tokens of the response": pay(lambda x, m: (x*(1 - m)).sum(1)),
+        "only the tokens of the response": pay(lambda x, m: (x*~m).sum(1)),
         "a price for each response, not their mean":
             lambda r, x, y, m, b: r - b*((x - y)*m).sum(1).mean()})
