@@ -56,12 +56,22 @@ def test_what_depends_on_what():
     assert rows["6 N D, for comparison"]["FLOPs"] == 6*124_439_808*256
     assert rows["AdamW"]["FLOPs"] == short["flops"]["adamw"]
     again = account(c, 2, recompute=True)
-    assert on_device(again, "l4")["largest_batch"] == largest_batch(c, device("l4").memory_bytes, recompute=True) > on_device(account(c, 2), "l4")["largest_batch"]
+    assert on_device(again, "l4")["largest_batch"] == largest_batch(c, device("l4").memory_bytes, recompute=True, device="cuda") > on_device(account(c, 2), "l4")["largest_batch"]
     for batch, words in ((2, ": the step fits"), (2000, ": the step does not fit")):
         a = account(c, batch)
         assert next(r["value"] for r in account_tables(a, on_device(a, "l4"))[-1].rows if r["what"] == "memory").endswith(words)
     forward = short["flops"]["forward"]
     assert rows["ffn"]["share"] == pytest.approx(100*forward["ffn"]/sum(forward.values()))
+
+
+def test_the_memory_is_that_of_the_device():
+    "A GPU has no copy of the roots that AdamW takes: with 14 layers the step fits"
+    c = replace(ModelConfig.preset("llama-3-8b"), num_layers=14)
+    for a in (account(c, 1, 512), account(c, 1, 512, device="cuda")):
+        placed = on_device(a, "h100")
+        assert placed["fits"] and placed["largest_batch"] == largest_batch(c, 80*10**9, 512, device="cuda") == 10
+        assert not on_device(a, replace(device("h100"), kind="cpu"))["fits"]
+    assert account(c, 1, 512)["memory"]["training"] > 80*10**9 > a["memory"]["training"] == sum(training_bytes(c, 1, 512, device="cuda").values())
 
 
 def test_the_command_prints_what_the_function_counts():
@@ -71,8 +81,8 @@ def test_the_command_prints_what_the_function_counts():
     assert out.returncode == 0 and not out.stderr
     c = ModelConfig.preset("cs336-gpt2-xl")
     assert counted["parameters"]["unique"] == 2_127_057_600 and sum(counted["flops"]["forward"].values()) == 4_513_336_524_800
-    assert sum(counted["memory"]["parts"].values()) == activation_bytes(c, 1, 1024, attention="explicit", logits=True)
-    a = account(c, 1, 1024, attention="explicit", logits=True)
+    assert sum(counted["memory"]["parts"].values()) == activation_bytes(c, 1, 1024, attention="explicit", logits=True, device="cuda")
+    a = account(c, 1, 1024, attention="explicit", logits=True, device="cuda")
     assert counted == json.loads(json.dumps(a | dict(device=on_device(a, "a100"))))
     shown = lmcourse(*words).stdout
     for number in (2_127_057_600, 4_513_336_524_800, counted["memory"]["training"]): assert f"{number:,}" in shown
@@ -88,7 +98,8 @@ def test_fields_of_the_model_are_options():
 
 def test_one_number_is_at_the_top():
     words = "--preset llama-3-8b --num-layers 16 --d-model 2048 --d-ff 8192 --tie-embeddings --batch 4 --context 2048 --dtype bfloat16".split()
-    a = account(replace(ModelConfig.preset("llama-3-8b"), num_layers=16, d_model=2048, d_ff=8192, tie_embeddings=True), 4, 2048, dtype="bfloat16")
+    a = account(replace(ModelConfig.preset("llama-3-8b"), num_layers=16, d_model=2048, d_ff=8192, tie_embeddings=True), 4, 2048, dtype="bfloat16",
+                device="cuda")
     shown = lmcourse(*words, "--device", "h100", "--train-tokens", "20e9", "--usd-per-hour", 2).stdout
     top = " ".join(shown.partition("parameters:\n")[0].split())
     assert "llama-3-8b with d_model = 2048, num_layers = 16, d_ff = 8192, tie_embeddings = True: 4 x 2,048 tokens" in top

@@ -166,6 +166,11 @@ def test_a_branch_is_the_norm_where_somebody_watches_it(monkeypatch):
     y, same = norm.branch(x)
     assert same is x and seen == [y]
     hook.remove()
+    for register in (norm.register_full_backward_hook, norm.register_full_backward_pre_hook):
+        hook = register(lambda module, *grads: seen.append(grads))
+        sum(norm.branch(x)).sum().backward()
+        hook.remove()
+    assert len(seen) == 3
     assert norm.double().branch(x.double())[1].dtype == torch.float64
     model, ids = TransformerLM(SMALL, parts=FUSED_PARTS), torch.zeros(1, 8, dtype=int)
     calls, back = [], fused._norm_gradients

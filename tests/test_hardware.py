@@ -159,7 +159,7 @@ def test_a_price_knows_recomputation():
     c, t = ModelConfig.preset("quickstart"), TrainConfig(steps=3, batch_size=8)
     plain, again = price(c, t, "a100"), price(c, replace(t, recompute=True), "a100")
     assert again.step_flops == plain.step_flops == sum(training_flops(c, 8).values()) and again.memory_bytes < plain.memory_bytes
-    assert again.memory_bytes == sum(training_bytes(c, 8, recompute=True).values()) and again.largest_batch > plain.largest_batch > 8
+    assert again.memory_bytes == sum(training_bytes(c, 8, recompute=True, device="cuda").values()) and again.largest_batch > plain.largest_batch > 8
 
 
 def test_a_price_knows_how_a_batch_is_cut():
@@ -167,7 +167,8 @@ def test_a_price_knows_how_a_batch_is_cut():
     whole = price(c, TrainConfig(steps=3, batch_size=32), "a100")
     parts = price(c, TrainConfig(steps=3, tokens_per_step=32*256, batch_size=1, micro_batch=4), "a100")
     assert (parts.tokens, parts.step_flops, parts.flops) == (whole.tokens, whole.step_flops, whole.flops) == (3*32*256, whole.step_flops, 3*whole.step_flops)
-    assert parts.memory_bytes == sum(training_bytes(c, 4, grad_accum_steps=8).values()) < whole.memory_bytes == sum(training_bytes(c, 32).values())
+    need = lambda n, k: sum(training_bytes(c, n, grad_accum_steps=k, device="cuda").values())
+    assert parts.memory_bytes == need(4, 8) < whole.memory_bytes == need(32, 1)
 
 
 def test_a_batch_that_has_to_be_cut_fits_as_advised():
@@ -176,7 +177,7 @@ def test_a_batch_that_has_to_be_cut_fits_as_advised():
     whole = price(c, t, "a100").memory_bytes
     for memory in range(whole//8, whole, whole//8):
         p = price(c, t, replace(device("a100"), memory_bytes=memory))
-        need = lambda n: sum(training_bytes(c, n, grad_accum_steps=2).values())
+        need = lambda n: sum(training_bytes(c, n, grad_accum_steps=2, device="cuda").values())
         assert not p.fits and need(p.largest_batch) <= memory < need(p.largest_batch + 1)
 
 
@@ -187,10 +188,19 @@ def test_a_price_takes_the_fastest_known_number_type_that_can_be_trained_in():
     with pytest.raises(ValueError, match="a100-80gb has no peak rate for bfloat16, float16 or float32: there are float64"): price(c, t, has("float64"))
 
 
+def test_a_price_is_that_of_the_device_not_of_the_settings():
+    c, t = ModelConfig.preset("ts-36m"), TrainConfig.preset("ts-36m")
+    assert {name for name, d in devices().items() if d.kind == "cpu"} == {"m1-max", "m2"}
+    p, on_cpu = price(c, t, "h100"), price(c, replace(t, dtype="auto"), replace(device("h100"), kind="cpu"))
+    assert p == price(c, replace(t, device="cuda"), "h100") and (round(p.memory_bytes/1e9, 2), p.largest_batch) == (11.54, 953)
+    assert on_cpu.dtype == "float32" and (round(on_cpu.memory_bytes/1e9, 2), on_cpu.largest_batch) == (12.18, 868)
+    with pytest.raises(ValueError, match="unknown kind of device 'gpu'"): replace(TOY, kind="gpu")
+
+
 def test_a_price_knows_the_optimizer():
     c, t = ModelConfig.preset("quickstart"), TrainConfig(steps=3, batch_size=2)
     muon = price(c, replace(t, optimizer="muon"), "a100")
-    assert muon.memory_bytes == sum(training_bytes(c, 2, optimizer="muon").values()) < price(c, t, "a100").memory_bytes
+    assert muon.memory_bytes == sum(training_bytes(c, 2, optimizer="muon", device="cuda").values()) < price(c, t, "a100").memory_bytes
 
 
 def test_names_and_whole_numbers_in_other_clothes():
@@ -335,7 +345,7 @@ def test_price_is_made_of_its_parts(preset, dtype):
     p = price(config, train, "a100", mfu=0.4, usd_per_hour=3)
     assert p.tokens == 123 * 7 * config.context_length and p.step_flops == sum(training_flops(config, 7).values()) and p.flops == 123 * p.step_flops
     assert p.step_seconds == pytest.approx(p.step_flops / (0.4 * device("a100").peak(dtype))) and p.seconds == pytest.approx(123 * p.step_seconds)
-    assert p.memory_bytes == sum(training_bytes(config, 7, dtype=dtype).values()) and p.usd == pytest.approx(3 * p.seconds / 3600)
+    assert p.memory_bytes == sum(training_bytes(config, 7, dtype=dtype, device="cuda").values()) and p.usd == pytest.approx(3 * p.seconds / 3600)
     exact = replace(device("a100"), memory_bytes=p.memory_bytes)
     assert price(config, train, exact).fits and not price(config, train, replace(exact, memory_bytes=p.memory_bytes - 1)).fits
     text = str(p.table())

@@ -13,6 +13,7 @@ from .activations import activation_parts
 from .flops import adamw_flops
 from .hardware import Device, device_of, positive
 from .memory import kv_cache_bytes, largest_batch, peak_phase
+from .memory import training_bytes
 from .model_flops import forward_flops, training_flops
 from .parameters import count_parameters, parameter_parts
 from .run_cost import training_time
@@ -28,6 +29,7 @@ def account(
     attention:str="fused",  # `fused`, or `explicit`
     recompute:bool=False,   # True if blocks save only their inputs
     logits:bool=False,      # True if the loss is computed from all logits at once
+    device:str="cpu",       # Where the step's memory is counted: `cpu` or `cuda`
 )->dict: # `model`, `parameters`, `memory` in bytes, `flops`
     """Count the costs of a model: parameters, memory and FLOPs.
     Raises `ValueError` for invalid sizes or unknown settings."""
@@ -35,13 +37,14 @@ def account(
          else whole_number("context_length", context_length))
     c = replace(config, context_length=T) if T > config.context_length else config
     how:dict = dict(dtype=dtype, attention=attention, recompute=recompute, logits=logits)
-    memory = peak_phase(c, batch_size, T, **how)
+    memory = peak_phase(c, batch_size, T, device=device, **how)
     peak = memory.pop("phase")
     step = training_flops(c, batch_size, T, recompute=recompute, fused=attention == "fused")
     return dict(model=c.to_dict(), batch_size=batch_size, tokens=batch_size*T, **how,
                 parameters=vars(count_parameters(c)) | dict(parts=parameter_parts(c)),
                 memory=memory | dict(training=sum(memory.values()), peak=peak,
-                                     parts=activation_parts(c, batch_size, T, **how),
+                                     parts=activation_parts(c, batch_size, T, device=device,
+                                                            **how),
                                      cache=kv_cache_bytes(c, batch_size, T, dtype)),
                 flops=dict(forward=forward_flops(c, batch_size, T),
                            causal=sum(forward_flops(c, batch_size, T, causal=True).values()),
@@ -61,8 +64,8 @@ def on_device(
     d, a = device_of(device), counted
     if usd_per_hour is not None and tokens is None:
         raise ValueError(f"usd_per_hour = {usd_per_hour} needs the tokens of the run")
-    config, how = (ModelConfig.from_dict(a["model"]),
-                   {k: a[k] for k in ("dtype", "attention", "recompute", "logits")})
+    config, B, T = ModelConfig.from_dict(a["model"]), a["batch_size"], a["tokens"]//a["batch_size"]
+    how = {k: a[k] for k in ("dtype", "attention", "recompute", "logits")} | dict(device=d.kind)
     useful = a["flops"]["step"]["forward"] + a["flops"]["step"]["backward"]
     read = a["parameters"]["matmul"]*dtype_bytes(a["dtype"]) + a["memory"]["cache"]
     step_seconds, run = training_time(useful, d, a["dtype"], mfu), None
@@ -74,9 +77,9 @@ def on_device(
                    usd=None if usd_per_hour is None else seconds/3600*usd_per_hour)
     return dict(device=d.name, source=d.source, dtype=a["dtype"], mfu=mfu,
                 peak_flop_per_s=d.peak(a["dtype"]), bytes_per_s=d.bytes_per_s,
-                memory_bytes=d.memory_bytes, fits=a["memory"]["training"] <= d.memory_bytes,
-                largest_batch=largest_batch(config, d.memory_bytes, a["tokens"]//a["batch_size"],
-                                            **how),
+                memory_bytes=d.memory_bytes,
+                fits=sum(training_bytes(config, B, T, **how).values()) <= d.memory_bytes,
+                largest_batch=largest_batch(config, d.memory_bytes, T, **how),
                 step_seconds=step_seconds, token_seconds=read/d.bytes_per_s, run=run)
 
 # %% ../../nbs/02_accounting/02k_account.ipynb #cfcaeb28

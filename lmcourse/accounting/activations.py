@@ -320,11 +320,12 @@ def activation_parts(
     attention:str="fused",    # `fused`, or `explicit`, which saves all probabilities
     recompute:bool=False,     # True if blocks save only their inputs
     logits:bool=False,        # True if the loss is computed from all logits at once
+    device:str="cpu",         # `cpu`; or `cuda`, where an RMSNorm saves its input only
 )->dict: # Part to bytes, summed over the blocks
-    """Predict what torch on a CPU saves in the forward pass of the training loss.
+    """Predict what torch saves in the forward pass of the training loss.
     Raises `ValueError` for invalid sizes or unknown words."""
     sizes = config, batch_size, context_length
-    r, first, blocks, after = step_operations(*sizes, dtype, attention, logits)
+    r, first, blocks, after = step_operations(*sizes, dtype, attention, logits, device)
     alone = [OperationMemory("block", {"inputs of blocks": r.stream}, 0)]
     kept = [op for block in blocks for op in (alone if recompute else block)]
     return {k: v for k,v in _parts([*kept, first, *after]).items() if v}

@@ -34,6 +34,7 @@ class Device:
     source:str                  # Source of the numbers
     remark:str = ""             # Caveat to quote with the numbers
     overhead_s:float|None = None # Seconds of a call that does almost nothing, if measured
+    kind:str = "cuda"           # `cuda`, or `cpu`: how the memory of a training step is counted
 
     def __post_init__(self): _check_device(self)
 
@@ -66,6 +67,7 @@ def _check_device(d:Device):
     for dtype,rate in d.peak_flop_per_s.items():
         if dtype not in DTYPES: raise unknown(f"number type of {d.name}", dtype, DTYPES)
         positive(f"Device {d.name}: peak_flop_per_s[{dtype!r}]", rate)
+    if d.kind not in ("cpu", "cuda"): raise unknown("kind of device", d.kind, ("cpu", "cuda"))
     positive(f"Device {d.name}: bytes_per_s", d.bytes_per_s)
     positive(f"Device {d.name}: memory_bytes", d.memory_bytes, numbers.Integral)
     if d.overhead_s is not None: positive(f"Device {d.name}: overhead_s", d.overhead_s)
@@ -93,6 +95,7 @@ def device(
 
 # %% ../../nbs/02_accounting/02c_hardware.ipynb #04d42111
 _SHORT = {"a100": "a100-80gb"}
+_ONE_MEMORY = "m1-max", "m2" # Apple's, whose GPU has no memory of its own
 
 def _device(name:str, entries:dict
 )->Device: # From the ledger's units (TFLOP/s, GB/s, GB) to FLOP/s and bytes
@@ -100,7 +103,7 @@ def _device(name:str, entries:dict
     source = "; ".join(dict.fromkeys(e.where for e in entries.values()))
     setup = "; ".join(dict.fromkeys(e.setup for e in entries.values()))
     return Device(name, peaks, entries["bandwidth"].best*1e9, round(entries["memory"].best*1e9),
-                  source, setup)
+                  source, setup, kind="cpu" if name in _ONE_MEMORY else "cuda")
 
 device_of = device # for functions with an argument called `device`
 
@@ -194,7 +197,7 @@ def _measure(kind:str, seconds:float)->Device:
               + f"; bandwidth by {stream}")
     return Device("this", {d: rates[k] for d,k in winners.items()}, bandwidths[stream],
                   _memory(kind),
-                  f"measured: {_chip(kind)}", remark, best["empty"]/_CALLS)
+                  f"measured: {_chip(kind)}", remark, best["empty"]/_CALLS, kind)
 
 # %% ../../nbs/02_accounting/02c_hardware.ipynb #d97c7b57
 def threads_here()->int: # From the environment, otherwise all cores that this process may use

@@ -77,12 +77,16 @@ def _named(model)->list: # Pairs (name, tensor); a tensor with two names appears
     raise TypeError(f"parameters of a {type(model).__name__}: expected a ModelConfig, a torch "
                     f"module or a dict of arrays")
 
-def _tables(model)->set: # Names of input tables; a torch module knows which they are
+def _tables(model)->set: # Names of input tables
     if isinstance(model, dict): return {name for name in model if _LOOKED_UP.search(name)}
-    from torch.nn import Embedding, EmbeddingBag
-    return {f"{name}.weight".lstrip(".")
-            for name,m in model.named_modules(remove_duplicate=False)
-            if isinstance(m, (Embedding, EmbeddingBag))}
+    from torch.nn import Embedding, EmbeddingBag, Linear
+    found = set()
+    for path,m in model.named_modules(remove_duplicate=False):
+        for name,p in m.named_parameters(path, recurse=False, remove_duplicate=False):
+            named = _LOOKED_UP.search(".".join(name.split(".")[-2:]) + ".") and p.ndim > 1
+            if (name.endswith("weight") if isinstance(m, (Embedding, EmbeddingBag))
+                else named and not isinstance(m, Linear)): found.add(name)
+    return found
 
 def _size(tensor)->int: return math.prod(tensor.shape)
 

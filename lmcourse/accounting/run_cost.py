@@ -110,6 +110,7 @@ def price(
 )->Price: # Raises `ValueError` for a number type whose peak is unknown
     "Predict the cost of a training run before it starts."
     device, t = device_of(device), train_config
+    if t.dtype == "auto" and device.kind == "cpu": t = replace(t, dtype="float32") # As it trains
     if t.dtype == "auto":
         peaks = device.peak_flop_per_s
         fastest:Any = next((d for d in ("bfloat16", "float16", "float32") if d in peaks), None)
@@ -124,7 +125,7 @@ def price(
     step = sum(training_flops(model_config, windows).values())
     step_seconds = training_time(step, device, t.dtype, mfu)
     how:dict = dict(dtype=t.dtype, recompute=t.recompute, optimizer=t.optimizer,
-                    device="cuda" if t.device.startswith("cuda") else "cpu")
+                    device=device.kind)
     micro, largest = (t.micro_batch or windows,
                       largest_batch(model_config, device.memory_bytes, **how))
     # the batch has to be divided

@@ -953,7 +953,7 @@ class AccountCommand:
                                 ("usd_per_hour", self.usd_per_hour)):
                 positive(name, 1 if amount is None else amount)
         counted = account(self.model, self.batch, self.context, self.dtype, self.attention,
-                          self.recompute, self.logits)
+                          self.recompute, self.logits, where.kind if where else "cpu")
         placed = (on_device(counted, where, self.mfu, self.train_tokens, self.usd_per_hour)
                   if where else None)
         if self.json: return say(json.dumps(counted | ({"device": placed} if placed else {})))

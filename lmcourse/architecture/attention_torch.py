@@ -28,6 +28,8 @@ def scaled_dot_product_attention(
 )->torch.Tensor: # `(..., T, K)`
     """Return for each query the softmax-weighted mean of the values that it sees.
     Source: Vaswani et al. 2017, equation 1."""
+    q, k = at_least_float32(q), at_least_float32(k)
+    # Under autocast this product is in 16 bits all the same
     scores_TS = at_least_float32(q@k.mT)/math.sqrt(q.shape[-1])
     if mask is None: return softmax(scores_TS).to(v.dtype)@v
     if mask.dtype != torch.bool:

@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from ..tools.compiled import fused, strict
 from ..tools.config import ModelConfig
 from .onednn import fits, product_into
-from .layers_torch import FeedForward, Linear, RMSNorm, linear_cross_entropy
+from .layers_torch import FeedForward, Linear, RMSNorm
+from .layers_torch import check_index, linear_cross_entropy
 from .attention_torch import RoPE, prepare_heads
 from .transformer_torch import make_ffn, make_norm
 
@@ -99,7 +100,12 @@ def _array(x): return x.detach().contiguous().numpy()
 def _rows(x): return _array(x).reshape(-1, x.shape[-1])
 def _like(x): return torch.empty_like(x, memory_format=torch.contiguous_format)
 
+def _check_shapes(name:str, x:tuple, expected:tuple): # The kernels don't check where arrays end
+    if x != expected:
+        raise ValueError(f"{name} has shape {tuple(x)}, expected {tuple(expected)}")
+
 def _rms_norm(x:Tensor, weight:Tensor, eps:float)->tuple[Tensor, Tensor]:
+    _check_shapes("rms_norm: weight", weight.shape, x.shape[-1:])
     y, inv = _like(x), x.new_empty(x.shape[:-1])
     z, w, out, r = _rows(x), _array(weight), _rows(y), inv.numpy().ravel()
     def part(i, j): norm_rows(z[i:j], w, np.float32(eps), out[i:j], r[i:j])
@@ -185,7 +191,8 @@ class FusedRMSNorm(RMSNorm):
 
     def branch(self, x:Tensor)->tuple[Tensor, Tensor]: # The norm of `x`, and `x` for the sum
         "Go both ways of a block, so that the gradients of both are added in one pass."
-        watched = self._forward_hooks or self._forward_pre_hooks
+        watched = (self._forward_hooks or self._forward_pre_hooks or self._backward_hooks
+                   or self._backward_pre_hooks)
         if watched or torch.compiler.is_compiling() or not fits(x, self.weight):
             return self(x), x
         return _Branch.apply(x, self.weight, self.eps)
@@ -229,6 +236,7 @@ def swiglu_all_backward(dy, a, b, da, db):
 
 # %% ../../nbs/03_architecture/03k_fused.ipynb #a7fd26b9
 def _swiglu(a:Tensor, b:Tensor)->Tensor:
+    _check_shapes("swiglu: b", b.shape, a.shape)
     y = _like(a)
     arrays = [_array(t).ravel() for t in (a, b, y)]
     share(lambda i, j: swiglu_all(*(x[i:j] for x in arrays)), y.numel(), y.numel())
@@ -385,6 +393,7 @@ def _loss_part(z, targets, z_loss, count, i, j): # The sum of the losses of rows
 def _head_loss(x:Tensor, weight:Tensor, targets:Tensor, ignore_index:int, z_loss:float
                )->tuple[Tensor, Tensor, Tensor]: # The mean, and the gradients of `x` and `weight`
     counts = targets != ignore_index
+    check_index(targets[counts], len(weight), "target", "a vocabulary")
     n, tokens = int(counts.sum()), max(256, 2**21//len(weight))
     used, count, loss = targets.where(counts, -1).numpy(), np.float32(max(n, 1)), 0.
     x, weight, dx, dweight = x.detach(), weight.detach(), _like(x), torch.empty_like(weight)

@@ -16,6 +16,7 @@ from torch import Tensor
 from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 from ..tools.compiled import borrow, fused, host_features, inner
 from ..tools.config import ModelConfig
 from ..tools.machine import compiles
@@ -318,9 +319,12 @@ def fused_attention(
     if not compiles() or q.ndim != 4 or not fits(q, k, v): return causal_attention(q, k, v, window)
     (B, H, T, K), (_, G, _, _) = q.shape, k.shape
     if (k.shape != (B, G, T, K) or v.shape != k.shape or H % G or T % BLOCK or K % BLOCK
-        or T*K > LARGEST):
+        or T*K > LARGEST or window is not None and window < 1):
         return causal_attention(q, k, v, window)
-    return attend_heads(q, k, v, min(window or T, T))[0].transpose(1, 2)
+    # A FLOP counter sees only what goes through torch's dispatcher
+    counted = not torch.compiler.is_compiling() and _get_current_dispatch_mode() is not None
+    run = torch.ops.lmcourse.attend if counted else attend_heads
+    return run(q, k, v, min(window or T, T))[0].transpose(1, 2)
 
 # %% ../../nbs/03_architecture/03l_fused_attention.ipynb #093e15b8
 FUSED_PARTS = Parts(norm=fused_norm, attention=fused_attention, heads=fused_heads, ffn=fused_ffn,
@@ -335,5 +339,6 @@ def fused_parts(
     "Replace parts by our kernels. Raises `ValueError` for a device other than a CPU."
     if device.type != "cpu":
         raise ValueError(f"{what} = fused on {device.type}, expected cpu; {what} = torch would do")
+    if what == "attention": return replace(parts, attention=fused_attention)
     linear = OneDNNLinear if parts.linear is Linear and vectors_idle() else parts.linear
     return replace(FUSED_PARTS, linear=linear)

@@ -56,6 +56,8 @@ def _limits(c:ModelConfig, family:str)->list: # Problems with other fields than 
     if c.tie_embeddings and c.scale_embeddings:
         wrong.append("scale_embeddings = True with a tied head, expected False (or a model after "
                      "`untie`)")
+    if c.qk_norm and c.qk_norm_whole and "qk_norm_whole" not in FAMILIES[family]:
+        wrong.append("qk_norm_whole = True, expected False")
     if family == "gpt2" and c.kv_heads != c.num_heads:
         wrong.append(f"num_kv_heads = {c.kv_heads}, expected {c.num_heads}, one for each query "
                      f"head")
@@ -114,6 +116,7 @@ def links(
     "Link each of their tensors to the tensors of ours that it is made of."
     own, found = dict(model.named_parameters()), []
     for theirs, ours, change in NAMES[family]:
+        if model.config.q_lora_rank is None: theirs = theirs.replace(".q_b_proj", ".q_proj")
         for layer in range(model.config.num_layers if "*" in theirs else 1):
             for kind in (".weight", ".bias", ""):
                 first, *others = (f"{name}{kind}".replace("*", str(layer))

@@ -74,7 +74,8 @@ PARTS:dict[str, Callable|str] = {"triton": "lmcourse.kernels.use:triton_parts",
 def named_parts(
     config:ModelConfig,     # Config of the model
     attention:str="torch",  # Name of the implementation of attention
-    kernels:str="torch",    # Name of the implementation of norms, feed-forward networks and loss
+    # Name of the implementation of norms, feed-forward networks and loss; `fused`: attention, too
+    kernels:str="torch",
     device:str|torch.device="cpu", # Device of the model
 )->Parts:
     """Choose the components of a model by the names of their implementations.

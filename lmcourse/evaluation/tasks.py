@@ -454,7 +454,8 @@ def load_task(
     writing = about.get("output_type") == "generate_until"
     items, data = [], path.parent/about["data_files"]
     make:type = Prompt if writing else Item
-    for n,line in enumerate(data.read_text(encoding="utf-8").splitlines(), 1):
+    lines = data.read_text(encoding="utf-8").removesuffix("\n").split("\n") # may hold U+2028
+    for n,line in enumerate(lines, 1):
         try: raw = json.loads(line)
         except ValueError as e: raise ValueError(f"{data}, line {n}: {e}") from None
         try:

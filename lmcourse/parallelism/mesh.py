@@ -708,8 +708,10 @@ def step_bytes(
     ring = lambda n, size: 2*(n - 1)*size//n                    # An all-reduce
     calls = 4*len(stage.layers) + stage.first + stage.last
     # a rank sees all tokens, unless the sequence is cut, but never all heads
-    norms = sum(w.numel() for name,w in stage.named_parameters() if placement(name)[0].is_replicate()
-                and (config.sequence_parallel or name.endswith(("q_norm.weight", "k_norm.weight"))))
+    of_heads = "q_norm.weight", "k_norm.weight"
+    norms = sum(w.numel() for name,w in stage.named_parameters()
+                if placement(name)[0].is_replicate()
+                and (config.sequence_parallel or name.endswith(of_heads)))
     def share(name, w): # Bytes of a share of a weight, rows rounded up
         rows, columns = (tp if placement(name)[0].is_shard(axis) else 1 for axis in (0, 1))
         return -(-w.shape[0]//(n*rows))*(w.numel()//w.shape[0])//columns*itemsize

@@ -300,8 +300,7 @@ class TorchEngine:
         if self.scaler.is_enabled(): self.scaler.unscale_(self.optimizer)
         norm = self.clip_gradients(self.config.grad_clip or math.inf)
         if not math.isfinite(norm): return self.skip_step() if self.scaler.get_scale() > 1 else norm
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
+        self.scaler.step(self.optimizer); self.scaler.update()
         self.optimizer.zero_grad()
         for layer in self.balanced: layer.after_step(self.world.all_reduce_sum)
         return norm
@@ -318,11 +317,7 @@ class TorchEngine:
         return clip_grad_norm(self.model.parameters(), max_norm).item()
     def skip_step(self)->float: # 0
         "Skip a step after a float16 overflow: halve the scale and clear the gradients."
-        self.scaler.update(self.scaler.get_scale()/2)   # also ends torch's record of this step
-        # the scale grows after a number of good steps in a row: count them anew
-        self.scaler.load_state_dict(self.scaler.state_dict() | dict(_growth_tracker=0))
-        self.forget_gradients()
-        return 0.
+        return _skip_step(self)
     def forget_gradients(self):
         "Clear what an interrupted or failed step has left behind."
         self.optimizer.zero_grad()
@@ -347,6 +342,13 @@ class TorchEngine:
 def _runs_ahead(engine)->bool: # For one GPU, whose fused AdamW can skip a step by itself
     return (engine.device.type == "cuda" and engine.world.processes == 1 and not engine.balanced
             and not engine.scaler.is_enabled() and type(engine.optimizer) is AdamW)
+
+def _skip_step(e)->float: # 0
+    e.scaler.update(e.scaler.get_scale()/2)     # also ends torch's record of this step
+    # count good steps in a row anew: the scale grows after a number of them
+    e.scaler.load_state_dict(e.scaler.state_dict() | dict(_growth_tracker=0))
+    e.forget_gradients()
+    return 0.
 
 def _queue_update(engine, lr:float, loss)->torch.Tensor: # `loss`: all that has to be finite
     for group in engine.optimizer.param_groups: group["lr"] = lr*group.get("lr_scale", 1.)
