@@ -122,7 +122,7 @@ def clustered_in_pairs(x, c):
 def plain(x, less): return math.sqrt(sum((a - sum(x)/len(x))**2 for a in x)/(len(x) - less)/len(x))
 
 
-CLUSTERS = [(lambda x, c: plain(x, 1), "ignored"), (lambda x, c: plain(x, 0), "n - 1"), (partial(clustered, root=lambda v: v), "root is missing"), (lambda x, c: clustered(x, c)*len(x)/len(set(c)), "not of clusters"),
+CLUSTERS = [(lambda x, c: plain(x, 1), "ignored"), (lambda x, c: plain(x, 0), "before you square"), (partial(clustered, root=lambda v: v), "root is missing"), (lambda x, c: clustered(x, c)*len(x)/len(set(c)), "not of clusters"),
             (lambda x, c: clustered(x, c)*len(x), "of a sum"), (lambda x, c: clustered(x, c)*1.96, "expected"), (lambda x, c: 0., "expected")]
 
 
