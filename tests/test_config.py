@@ -1,4 +1,5 @@
 "Configs: what is saved comes back, what makes no sense is refused."
+import json
 import math
 import typing
 from dataclasses import dataclass, fields, replace
@@ -131,3 +132,15 @@ def test_where_nothing_can_be_kept_is_said_before_work(tmp_path, monkeypatch):
     monkeypatch.setattr("os.access", lambda path, mode: False)
     for place in ("file", "new", "new/newer"):
         with pytest.raises(UserError, match=f"{place}: .* can't be written"): refuse_unwritable(place)
+
+
+def test_equal_numbers_are_saved_alike():
+    whole, real = (TrainConfig(grad_clip=x) for x in (0, 0.))
+    assert whole == real and json.dumps(whole.to_dict()) == json.dumps(real.to_dict())
+
+
+def test_windows_of_a_step_are_whole():
+    assert TrainConfig(tokens_per_step=512).windows_per_step(256) == 2 and TrainConfig(batch_size=3).windows_per_step(256) == 3
+    for tokens in (100, 300):
+        with pytest.raises(ValueError, match=f"tokens_per_step = {tokens}, expected a multiple of the context length, 256"):
+            TrainConfig(tokens_per_step=tokens).windows_per_step(256)

@@ -330,3 +330,17 @@ def test_files_of_one_name_in_two_folders_have_different_documents(tmp_path):
     curate(tmp_path / "in", tmp_path / "out", Recipe.from_dict(dict(steps=[dict(step="exact")])))
     assert [d.id for d in kept_documents(tmp_path / "out")] == ["a/p.txt:00000000", "a/p.txt:00000001", "b/p.txt:00000000"]
     assert json.loads((tmp_path / "out" / "dropped.jsonl").read_text())["id"] == "b/p.txt:00000001"
+
+
+def test_a_second_run_reads_its_files_and_finds_its_steps_again(tmp_path):
+    "In one process, into a new folder, with the same recipe"
+    (tmp_path / "in.txt").write_text("one two three four<|endoftext|>five six seven eight")
+    recipe = dict(steps=[dict(step="decontaminate", tests=str(tmp_path / "tests.txt"), ngram=3), dict(step="mine")])
+    try:
+        for k, (text, left) in enumerate((("one two three four", "FIVE six"), ("five six seven eight", "one TWO"))):
+            (tmp_path / "tests.txt").write_text(text)
+            register_step("mine")(lambda left=left: each(lambda d: (d._replace(text=left), "")))
+            curate(tmp_path / "in.txt", tmp_path / f"out{k}", Recipe.from_dict(recipe))
+            kept, = kept_documents(tmp_path / f"out{k}")
+            assert kept.text == left and kept.id == f"in.txt:0000000{1 - k}"
+    finally: del STEPS["mine"]

@@ -22,6 +22,7 @@ def test_formulas_are_those_of_torch():
 
 def test_kernels_are_counted_once():
     assert kernel_names("") == set() and kernel_names("cpp_fused_a_0 = f()\ncpp_fused_a_0(x); cpp_fused_b_1(y)") == {"cpp_fused_a_0", "cpp_fused_b_1"}
+    assert kernel_names("triton_for_fused_add_0") == {"triton_for_fused_add_0"}
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ torch = pytest.importorskip("torch")
 from processes import here, lmcourse
 from test_sharding import script
 
-from lmcourse.parallelism.mesh import check_mesh, dry_run, pretended_mesh, step_bytes
+from lmcourse.parallelism.mesh import MeshEngine, check_mesh, dry_run, pretended_mesh, step_bytes
 from lmcourse.tools.config import ModelConfig, TrainConfig
 from lmcourse.training.engines import mesh_sizes
 
@@ -362,3 +362,12 @@ assert [p.name for p in sorted((folder/"run/checkpoints").iterdir()) if p.name.s
 def test_a_lost_process_is_told_in_one_sentence_by_the_others(tmp_path):
     "Nobody waits: the wires close with the process, and no step is begun after that"
     script(tmp_path, BEGIN + f"os.chdir({str(tmp_path)!r})\n" + LOST, seconds=300)
+
+
+def test_a_failed_step_leaves_no_micro_batch_waiting():
+    config = TrainConfig(device="cpu", tensor_parallel_degree=2)
+    with pretended_mesh(config, 2) as world:
+        engine = MeshEngine(TOY, config, world, torch.device("cpu"))
+        engine.waiting.append("of a step that failed")
+        engine.forget_gradients()
+        assert not engine.waiting

@@ -156,6 +156,8 @@ def test_the_bias_of_bfloat16_weights_moves_on():
     layer.load = torch.tensor([0] + [1]*7)
     layer.after_step()
     assert layer.router.weight.dtype == torch.bfloat16 and layer.expert_bias[0] > .75 > layer.expert_bias[1]
+    from lmcourse.architecture.pretrained import _dtype_name
+    assert _dtype_name(TransformerLM(replace(SMALL, router_bias_rate=.001), dtype=torch.bfloat16)) == "bfloat16"
 
 
 # Accounts

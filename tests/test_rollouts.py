@@ -1,11 +1,12 @@
 "Rollouts: log-probabilities are the model's after every update; batches made ahead come from weights of a known age."
 import threading
 import time
-from contextlib import contextmanager
 
 import pytest
 
 torch = pytest.importorskip("torch")
+
+from recorder import recorder
 
 from lmcourse.alignment import rollouts
 from lmcourse.alignment.briefs import brief_prompts
@@ -27,12 +28,7 @@ def moved(model, seed):
 
 def test_the_policy_samples_with_the_products_of_training(monkeypatch):
     within, model = [], TransformerLM(CONFIG, 0)
-    @contextmanager
-    def products(device):
-        within.append(device)
-        yield
-        within.append("left")
-    monkeypatch.setattr(rollouts, "tf32_products", products)
+    monkeypatch.setattr(rollouts, "tf32_products", recorder(within))
     sampler, (device,) = Sampler(model, TOKENIZER, 4, 2), {p.device for p in model.parameters()}
     run = sampler.engine.run
     monkeypatch.setattr(sampler.engine, "run", lambda requests: within.append("run") or run(requests))

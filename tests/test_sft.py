@@ -1,10 +1,11 @@
 "Supervised fine-tuning: masks, constants, micro-batches, packing."
-from contextlib import contextmanager
 from itertools import islice
 
 import pytest
 
 torch = pytest.importorskip("torch")
+
+from recorder import recorder
 
 from lmcourse.alignment import sft
 from lmcourse.alignment.briefs import Demonstrators
@@ -37,12 +38,7 @@ def test_tokens_labels_and_mask_by_hand():
 
 def test_log_probs_are_measured_with_the_products_of_training(monkeypatch):
     within, model = [], TransformerLM(CONFIG)
-    @contextmanager
-    def products(device):
-        within.append(device)
-        yield
-        within.append("left")
-    monkeypatch.setattr(sft, "tf32_products", products)
+    monkeypatch.setattr(sft, "tf32_products", recorder(within))
     model.register_forward_pre_hook(lambda *args: within.append("model"))
     measure_log_probs(model, torch.ones(3, 4).long(), torch.ones(3, 4).long(), rows=2)
     assert within == [torch.device("cpu"), "model", "model", "left"]

@@ -119,7 +119,8 @@ def problem_prompts(
     n:int, seed:int=0,             # Number of questions, all different; seed of the choices
     steps:int=2, easy:bool=False,  # As in `word_problems`
 )->list: # Questions
-    "Draw questions. A different seed draws different ones, but easy ones may occur twice."
+    """Draw questions. A different seed draws different ones, but easy ones may occur twice.
+    Raises `ValueError` if there are fewer than `n`."""
     found:dict = {}
     repeats = 0 # In a row
     for problem in word_problems(seed, steps, easy):

@@ -976,7 +976,8 @@ class AccountCommand:
 @dataclass
 class PlanCommand:
     "Divide a large model among many GPUs: memory, communication, idle time and utilization."
-    model: str = "llama3-405b"      # llama3-405b, llama3-70b, gpt3-175b or a preset of `account`
+    # llama3-405b, llama3-70b, gpt3-175b or a preset of `account` without experts
+    model: str = "llama3-405b"
     gpus: int = 16_384                          # Number of GPUs, in nodes of eight
     gpu: str = "h100"                           # a100-80gb, a100-40gb, h100, h200 or b200
     context: int|None = None                    # Tokens of a sequence; by default the model's

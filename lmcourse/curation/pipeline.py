@@ -12,7 +12,7 @@ import json, os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from hashlib import blake2b
 from itertools import islice
 from pathlib import Path
@@ -345,7 +345,7 @@ def shard_files(
 def read_shard(
     path:str|Path,         # File with one of `ENDINGS`
     max_bytes:int=1 << 26, # Limit on a record or a document
-    label:str|None=None,   # Name of the file in ids; default: without its folder
+    label:str|None=None,   # Name of the file in ids of lines and texts; default: without folders
 )->Iterator[tuple]: # `(Document, reason)`; the reason is empty if the text could be read
     """Read documents, each with the reason if it fails. A damaged part of an archive is one
     `unreadable` document, with the id `FILE@FROM-TO`. Raises `ValueError` for another format."""
@@ -419,18 +419,18 @@ def _save_array(path, array):
     with atomic_write(path) as part, open(part, "wb") as file: np.save(file, array)
 
 # %% ../../nbs/13_curation/13i_pipeline.ipynb #13i0024a
-@cache
-def _rounds(key:str)->list: return Recipe.from_dict(json.loads(key)).rounds()
+@lru_cache(1) # Of one folder: for another, steps and their files may have changed
+def _rounds(key:str, work:str)->list: return Recipe.from_dict(json.loads(key)).rounds()
 
 def _job(number:int, path:str, label:str, work:str, key:str, k:int): # Run round k on a shard
     here = Path(work)/str(k)/f"{number:05}"
     if here.with_suffix(".json").exists(): return
-    steps, whole = _rounds(key)[k]
+    steps, whole = _rounds(key, work)[k]
     if k == 0:
         try: name, pairs = "read", [(d, d, why) for d,why in read_shard(path, label=label)]
         except ValueError as e: raise UserError(str(e)) from None
     else:
-        name, before = _rounds(key)[k-1][1]
+        name, before = _rounds(key, work)[k-1][1]
         last = Path(work)/str(k-1)/f"{number:05}"
         documents, keep = _load(last.with_suffix(".jsonl")), np.load(last.with_suffix(".keep.npy"))
         pairs = [(d, d, "" if stays else before.reason) for d,stays in zip(documents, keep)]
@@ -469,7 +469,7 @@ def _decide(work:Path, key:str, k:int, shards:int): # Select the documents that 
             found |= dict(zip(here.tolist(), some))
         return [found[w] for w in wanted.tolist()]
     keep = np.ones(len(order), bool)
-    keep[order] = _rounds(key)[k][1][1].decide(sketches, texts)
+    keep[order] = _rounds(key, str(work))[k][1][1].decide(sketches, texts)
     for f,low,high in zip(files, ends, ends[1:]):
         _save_array(f.with_suffix(".keep.npy"), keep[low:high])
 
@@ -488,7 +488,6 @@ def curate(
     job = dict(recipe=recipe.to_dict(), files=recipe.files(),
                inputs={str(p): p.stat().st_size for p in paths})
     _begin(out, job, recipe)
-    _rounds.cache_clear()                                   # steps and their files may have changed
     if (out/"funnel.json").exists(): return read_funnel(out)
     work, rounds = out/"work", recipe.rounds()
     for k,(_,whole) in enumerate(rounds):

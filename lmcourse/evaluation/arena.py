@@ -46,7 +46,7 @@ def bradley_terry(
         p = expit(X@s)
         curvature = (X.T*(p*(1 - p)))@X + sum_is_zero
         try: step = np.linalg.solve(curvature, X.T@(won - p))
-        except np.linalg.LinAlgError: step = np.inf*s
+        except np.linalg.LinAlgError: continue          # No curvature is left: there is no maximum
         s = s + step/max(1, abs(step).max())            # No huge step far from the maximum
         if abs(step).max() < 1e-9: break
     else: raise ValueError("no largest likelihood: with extra, all results can be explained")

@@ -299,8 +299,9 @@ class TorchEngine:
         for group in self.optimizer.param_groups: group["lr"] = lr*group.get("lr_scale", 1.)
         if self.scaler.is_enabled(): self.scaler.unscale_(self.optimizer)
         norm = self.clip_gradients(self.config.grad_clip or math.inf)
-        if not math.isfinite(norm): return self.skip_step() if self.scaler.get_scale() > 1 else norm
-        self.scaler.step(self.optimizer); self.scaler.update()
+        if not math.isfinite(norm): return _skip_step(self) if self.scaler.get_scale() > 1 else norm
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
         self.optimizer.zero_grad()
         for layer in self.balanced: layer.after_step(self.world.all_reduce_sum)
         return norm
@@ -315,9 +316,6 @@ class TorchEngine:
 
     def clip_gradients(self, max_norm:float)->float: # Norm before clipping, over all processes
         return clip_grad_norm(self.model.parameters(), max_norm).item()
-    def skip_step(self)->float: # 0
-        "Skip a step after a float16 overflow: halve the scale and clear the gradients."
-        return _skip_step(self)
     def forget_gradients(self):
         "Clear what an interrupted or failed step has left behind."
         self.optimizer.zero_grad()
@@ -343,7 +341,7 @@ def _runs_ahead(engine)->bool: # For one GPU, whose fused AdamW can skip a step 
     return (engine.device.type == "cuda" and engine.world.processes == 1 and not engine.balanced
             and not engine.scaler.is_enabled() and type(engine.optimizer) is AdamW)
 
-def _skip_step(e)->float: # 0
+def _skip_step(e)->float: # 0; after a float16 overflow, halves the scale and clears the gradients
     e.scaler.update(e.scaler.get_scale()/2)     # also ends torch's record of this step
     # count good steps in a row anew: the scale grows after a number of them
     e.scaler.load_state_dict(e.scaler.state_dict() | dict(_growth_tracker=0))

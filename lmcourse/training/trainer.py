@@ -344,16 +344,19 @@ def _save(t:Trainer, run:Path): # Saves a checkpoint, written by one process for
     t.engine.save(kept, t.step, loss, state, t.model_config.to_dict())
 
 def _resume(t:Trainer, run:Path): # From the last checkpoint, or from the start if there is none
-    kept, begun, t.queued = Checkpoints(run/"checkpoints"), t.step or t.queued, None
+    kept = Checkpoints(run/"checkpoints")
     if t.world.writes: kept.clear_leftovers()
-    if path := kept.latest():
+    path = kept.latest()
+    if not path and (t.step or t.queued): raise ValueError(
+        f"{run}: no checkpoint to go back to, and this trainer has taken steps already: make a new "
+        f"Trainer")
+    t.queued = None
+    if path:
         t.step, state = t.engine.load(path, t.model_config.to_dict()), read_state(path)
         t.elapsed, t.waited, t.recent = state["elapsed"], state["waited"], state["recent"]
         t.best, t.best_step = state.get("best") or (math.inf, 0) # older runs have none
         t.stop.load(state["stop"])
         if t.plateau and state["plateau"]: t.plateau.load(state["plateau"])
-    elif begun: raise ValueError(f"{run}: no checkpoint to go back to, and this trainer has taken "
-                                 f"steps already: make a new Trainer")
     if t.world.writes: rewind_run(run, t.step, t.config.steps)
 
 # %% ../../nbs/04_training/04k_trainer.ipynb #37b5ffab
