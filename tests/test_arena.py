@@ -16,6 +16,11 @@ def test_two_players_have_the_log_odds_of_their_games(wins, losses):
     assert r.slope == r.slope_error == 0 and abs(r.strengths.sum()) < 1e-12
 
 
+def test_a_long_chain_of_nearly_sure_winners_has_an_answer():
+    games = [(i, i + 1, 1) for i in range(24) for _ in range(1000)] + [(i + 1, i, 1) for i in range(24)]
+    check_close(-np.diff(bradley_terry(games, 25).strengths), np.full(24, math.log(1000)), 1e-6)
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_neither_order_nor_names_nor_sides_matter(seed):
     rng = np.random.default_rng(seed)
@@ -62,7 +67,7 @@ def test_games_that_decide_nothing_are_rejected(games, players, words):
     assert abs(elo_ratings(games, players).sum()) < 1e-9        # Elo needs no likeliest answer
 
 
-@pytest.mark.parametrize("games,words", [([(0, -1, 1)], "players -1 to 0"), ([(0, 1, float("nan"))], "won = nan"), ([], "0 games")])
+@pytest.mark.parametrize("games,words", [([(0, -1, 1)], "players -1 to 0"), ([(.7, 1, 1), (1, 0, 1)], "players 0 to 1"), ([(0, 1, float("nan"))], "won = nan"), ([], "0 games")])
 def test_games_that_cant_be_are_rejected(games, words):
     for rate in (bradley_terry, elo_ratings):
         with expect_error(ValueError, words): rate(games, 2)

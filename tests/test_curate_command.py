@@ -5,11 +5,13 @@ import json
 import signal
 import subprocess
 import sys
+from functools import partial
 from itertools import islice
 
 import pytest
 from processes import here
 
+from lmcourse.curation import pipeline
 from lmcourse.curation.pipeline import (
     STEPS, Funnel, Recipe, Stage, Whole, curate, dask_map, digest, each, kept_documents, read_funnel, read_shard, register_step, survivors)
 from lmcourse.curation.web import Document, planted_web, write_warc
@@ -118,17 +120,34 @@ def test_killed_anywhere_it_goes_on(crawl, done, jobs, tmp_path):
     assert survivors(tmp_path / "out") == survivors(crawl / "out") and read_funnel(tmp_path / "out").rows() == read_funnel(crawl / "out").rows()
 
 
+@pytest.mark.parametrize("name", ["write_text", "write_json", "remove"])
+def test_stopped_at_the_end_it_goes_on(name, tmp_path, monkeypatch):
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps(dict(text=t)) + "\n" for t in "abca"))
+    call = partial(curate, tmp_path / "in.jsonl", tmp_path / "out", Recipe.from_dict(dict(steps=[dict(step="exact")])))
+    whole = getattr(pipeline, name)
+    def stop(path, *args, **more):
+        if path.name in ("dropped.jsonl", "funnel.json", "work"): raise KeyboardInterrupt
+        return whole(path, *args, **more)
+    monkeypatch.setattr(pipeline, name, stop)
+    with pytest.raises(KeyboardInterrupt): call()
+    monkeypatch.undo()
+    assert call().stages[-1].kept == (3, 3) and {p.name for p in (tmp_path / "out").iterdir()} == {"job.json", "documents", "dropped.jsonl", "funnel.json", "card.md"}
+
+
 @pytest.mark.parametrize("words, recipe, said", [
     ("in new", '[[steps]]\nstep = "gohper"\n', "unknown step 'gohper'"), ("in new", '[[steps]]\nstep = "minhash"\nbands = 40\n', "bands x rows = 40 x 6 = 240"),
     ("in out", '[[steps]]\nstep = "exact"\n', "out: made with another recipe"), ("more.jsonl out", None, "begun with other input files"), ("no.warc new", None, "no.warc: b'<html', expected"),
     ("in new", "steps = 3\n", "a list called steps"), ("in new", "[[steps\n", "not TOML"), ("nowhere new", None, "nowhere: no such file"), ("empty new", None, "expected files that end in"),
-    ("in in", None, "not empty, and not a folder of"), ("in new --workers 0", None, "workers = 0"), ("in new --workers 2 --dask here", None, "can't go together"),
+    ("in mine", None, "not empty, and not a folder of"), ("in in", None, "expected a folder outside of in"), ("in in/new/out", None, "expected a folder outside of in"), ("in new --workers 0", None, "workers = 0"), ("in new --workers 2 --dask here", None, "can't go together"),
     ("in out", STEPS_TOML.replace("tests.txt", "tests2.txt"), "out: made with another recipe"), ("bad.jsonl new", None, "bad.jsonl: line 2"), ("latin.txt new", None, "latin.txt: document 2, expected UTF-8"),
     ("in new", '[[steps]]\nstep = "quality"\nmost = 2\n', "quality: most = 2, expected 0 to 1"), ("in new", '[[steps]]\nstep = "nsfw"\nleast = 0.5\n', "step 'nsfw':"),
     ("in new", '[[steps]]\nstep = "toxic"\nmost = nan\n', "toxic: most = nan"), ("in new", '[[steps]]\nstep = "perplexity"\n', "step 'perplexity':"),
     ("in new", '[[steps]]\nstep = "perplexity"\nmost = 1\n', "perplexity: most = 1, expected more than 1"), ("in new", '[[steps]]\nstep = "perplexity"\nmost = 50\norder = 0\n', "order = 0"),
     ("in new", '[[steps]]\nstep = "perplexity"\nmost = 50\nlike = "none.txt"\n', "none.txt"), ("in new", '[[steps]]\nstep = "dsir"\nshare = 0\n', "dsir: share = 0, expected 0 to 1"),
-    ("in new", '[[steps]]\nstep = "dsir"\nshare = 0.5\nseed = -1\n', "dsir: seed = -1"), ("in new", '[[steps]]\nstep = "quality"\nmost = "high"\n', "step 'quality':"),
+    ("in new", '[[steps]]\nstep = "dsir"\nshare = 0.5\nseed = -1\n', "dsir: seed = -1"),
+    ("in new", '[[steps]]\nstep = "dsir"\nshare = 0.5\nseed = 1.5\n', "dsir: seed = 1.5"), ("in new", '[[steps]]\nstep = ["exact"]\n', "with the key step"),
+    ("in new", '[[steps]]\nstep = "language"\nleast = 5\n', "language: least = 5, expected 0 to 1"), ("in new", '[[steps]]\nstep = "decontaminate"\ntests = [1, 2]\n', "expected a list of texts"),
+    ("in new", '[[steps]]\nstep = "decontaminate"\ntests = "tests.txt"\nngram = 0\n', "ngram = 0"), ("in new", '[[steps]]\nstep = "decontaminate"\ntests = "tests.txt"\nngram = 2.5\n', "ngram = 2.5"), ("in new", '[[steps]]\nstep = "quality"\nmost = "high"\n', "step 'quality':"),
     ("in new", '[[steps]]\nstep = "decontaminate"\ntests = "none.txt"\n', "none.txt")])
 def test_mistakes_are_one_line(crawl, done, words, recipe, said):
     (crawl / "empty").mkdir(exist_ok=True)
@@ -137,6 +156,8 @@ def test_mistakes_are_one_line(crawl, done, words, recipe, said):
     (crawl / "latin.txt").write_bytes("one<|endoftext|>é".encode("latin-1"))
     (crawl / "no.warc").write_text("<html>")
     (crawl / "tests2.txt").write_text("one two three")
+    (crawl / "mine").mkdir(exist_ok=True)
+    (crawl / "mine" / "notes").write_text("")
     if recipe: (crawl / "other.toml").write_text(recipe)
     out = here("curate", *words.split(), "--recipe", "other.toml" if recipe else "recipe.toml", cwd=crawl)
     assert out.returncode == 2 and said in out.stderr and out.stderr.count("\n") == 1, (out.returncode, out.stderr, out.stdout)
@@ -321,6 +342,8 @@ def test_files_of_each_kind(tmp_path):
         found = [(d.id, d.text, why) for d, why in read_shard(tmp_path / name)]
         assert found == ([("7", "one", "")] if "jsonl" in name else [(f"{name}:00000000", "é", ""), (f"{name}:00000001", "two", "")])
     assert isinstance(STEPS["exact"](), Whole)
+    (tmp_path / "c.jsonl").write_text('{"text": "one", "id": null, "url": null}\n{"text": "two", "id": 0}\n')
+    assert [d for d, _ in read_shard(tmp_path / "c.jsonl")] == [("c.jsonl:00000000", "", "one"), ("0", "", "two")]
 
 
 def test_files_of_one_name_in_two_folders_have_different_documents(tmp_path):

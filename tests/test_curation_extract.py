@@ -85,7 +85,7 @@ def test_what_is_said_is_believed_where_the_bytes_allow_it(charset):
 
 
 def test_lies_about_the_character_set():
-    for said in ("utf-8", "iso-8859-1", "ascii", "utf-16", "nonsense", ""):
+    for said in ("utf-8", "iso-8859-1", "ascii", "utf-16", "nonsense", "undefined", ""):
         assert decode_html("“é”".encode("cp1252"), f"text/html; charset={said}") == "“é”"
         assert decode_html("“é”".encode(), f"text/html; charset={said}") == "“é”"
 
@@ -116,6 +116,8 @@ def test_texts_that_others_extracted(web, tmp_path):
     write_warc(tmp_path/"w.wet.gz", web[:30], wet=True)
     found = list(read_documents(tmp_path/"w.wet.gz"))
     assert [d.text for d, _ in found] == [f"{p.title}\n{p.text}\n" for p in web[:30]] and not any(why for _, why in found)
+    cut = list(read_documents(tmp_path/"w.wet.gz", max_bytes=400))                      # Like a page that is too long
+    assert [why for _, why in cut] == ["truncated"*(len(d.text.encode()) > 400) for d, _ in found] and {d.text for d, why in cut if why} == {""}
 
 
 def test_a_damaged_archive_gives_what_was_whole_first(web, tmp_path):

@@ -17,7 +17,8 @@ from lmcourse.evaluation.contamination import contamination_p, log_prob_in_order
 from lmcourse.evaluation.emergence import doublings, exact_match, match_from_hits
 from lmcourse.evaluation.harness import HarnessAnswers, continuation_log_prob, harness_model, run_harness, save_texts
 from lmcourse.evaluation.perplexity import perplexity, token_nats
-from lmcourse.evaluation.tasks import KINDS, grammar_task, load_task, save_task, score_task
+from lmcourse.evaluation.tasks import KINDS, grammar_task, load_task, save_task, score_task, writing_task, written_words
+from lmcourse.tokenization.tokenizer import Tokenizer
 from lmcourse.tools.stories import Stories, short_stories
 from lmcourse.training.models import load_model
 
@@ -231,6 +232,25 @@ def test_answers_to_requests_are_those_of_the_scorer(asked):
     assert answers.loglikelihood_rolling([Request(t) for t in texts]) == pytest.approx(rolled) and rolled[0] != pytest.approx(rolled[1])
     text, = answers.generate_until([Request("Once there was a", dict(until=[" named"], max_gen_toks=8))])
     assert " named" not in text and continuation_log_prob(model, tokenizer, "Once there was a", text)[1]
+    assert answers.generate_until([Request("Once there was a", dict(until=" named", max_gen_toks=8))]) == [text]
+    long, = answers.generate_until([Request("Once there was a", dict(until=None))])     # Without a limit the harness's own, 256
+    assert 64 < len(tokenizer.encode(long)) <= 256
+    for how in (dict(do_sample=True), dict(temperature=.7)):
+        with pytest.raises(ValueError, match="greedy"): answers.generate_until([Request("Once", how)])
+
+
+def test_a_model_that_knows_every_answer_has_the_tokens_to_write_it(tmp_path):
+    import torch
+    task, tokenizer = writing_task(8), Tokenizer.train(list(islice(Stories(4718), 5)), 257)
+    known = [[tokenizer.end_of_text, *tokenizer.encode(f"{i.context} {i.right}, and so on")] for i in task.items]
+    class Knows(torch.nn.Linear):
+        def forward(self, ids):
+            row = ids[0].tolist()
+            following = next(k[len(row)] for k in known if k[:len(row)] == row)
+            return torch.eye(tokenizer.vocab_size)[torch.full((1, len(row)), following)]
+    assert written_words(Knows(1, 1), tokenizer, task) == [i.right for i in task.items]
+    longest = max(len(tokenizer.encode(" " + i.right)) for i in task.items)
+    assert f"max_gen_toks: {longest + 1}\n" in save_task(tmp_path, task).read_text()   # Here a token is a byte
 
 
 def test_prompts_have_one_answer_and_the_harness_request_gives_what_we_read():
@@ -243,7 +263,7 @@ def test_prompts_have_one_answer_and_the_harness_request_gives_what_we_read():
     for i in task.items: assert grammar.next_probs(i.context, [f" {i.right}"])[f" {i.right}"] == pytest.approx(1, abs=1e-9) and not i.context.endswith(" ")
     model, tokenizer = load_model()
     Request = namedtuple("Request", "args")
-    texts = HarnessAnswers(model, tokenizer).generate_until([Request((i.context, dict(until=["."], max_gen_toks=6, do_sample=False))) for i in task.items])
+    texts = HarnessAnswers(model, tokenizer).generate_until([Request((i.context, dict(until=["."], max_gen_toks=task.max_tokens, do_sample=False))) for i in task.items])
     assert [first_word(t) for t in texts] == written_words(model, tokenizer, task)
     cold, warm = (word_probs(model, tokenizer, task, t) for t in (.01, 1.))
     assert all(0 <= p <= 1 for p in cold + warm)

@@ -5,6 +5,7 @@ from collections import Counter
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 from graders import Graders, fails
 
 from lmcourse.curation import exact, filters, minhash
@@ -38,7 +39,8 @@ def sub(pattern, name, count=0): return lambda t: re.subn(pattern, name, t, coun
 EMAIL, PHONE, IP = "|||EMAIL_ADDRESS|||", "|||PHONE_NUMBER|||", "|||IP_ADDRESS|||"
 MAIL = r"[\w.+-]+@[\w-]+(?:\.[\w-]+)+"
 EMAILS = [(sub(r"\S+@\S+", EMAIL), "full stop"), (sub(r"\w+@[\w-]+(?:\.[\w-]+)+", EMAIL), "dots, + and -"), (sub(MAIL, EMAIL, 1), "not only the first"), (lambda t: (re.sub(MAIL, EMAIL, t), 0), "count"),
-          (lambda t: re.sub(MAIL, EMAIL, t), "expected"), (sub(MAIL, "EMAIL"), "expected"), (sub(r"[a-z0-9_.+-]+@[a-z0-9-]+(?:\.[a-z0-9-]+)+", EMAIL), "capital")]
+          (lambda t: re.sub(MAIL, EMAIL, t), "expected"), (sub(MAIL, "EMAIL"), "expected"), (sub(r"[a-z0-9_.+-]+@[a-z0-9-]+(?:\.[a-z0-9-]+)+", EMAIL), "capital"),
+          (sub(r"[a-zA-Z0-9_.+-]+@[a-zA-Z0-9-]+\.[a-zA-Z0-9-.]+", EMAIL), "full stop")]
 
 
 def emails_by_words(text):
@@ -58,7 +60,7 @@ def emails_by_words(text):
 NUMBER = r"(?<!\d)(?:\(\d{3}\)|\d{3})[ -]?\d{3}[ -]?\d{4}(?!\d)"
 PHONES = [(sub(r"\(?\d{3}\)?[ -]?\d{3}[ -]?\d{4}", PHONE), "longer number"), (sub(NUMBER, PHONE, 1), "not only the first"), (lambda t: (re.sub(NUMBER, PHONE, t), 0), "count"),
           (sub(r"(?<!\d)(?:\(?\d{3}\)?[ -]?)?\d{3}[ -]?\d{4}(?!\d)", PHONE), "area code"), (sub(r"\d[\d -]*\d", PHONE), "not every number"), (sub(NUMBER, "PHONE"), "expected"),
-          (sub(r"(?<!\d)\d{3}\)?[ -]?\d{3}[ -]?\d{4}(?!\d)", PHONE), "brackets")]
+          (sub(r"(?<!\d)\d{3}\)?[ -]?\d{3}[ -]?\d{4}(?!\d)", PHONE), "brackets"), (sub(r"(?<!\d)\(?\d{3}\)?\D?\d{3}\D?\d{4}(?!\d)", PHONE), "only blanks and hyphens")]
 def phones_in_two(text):
     text, a = re.subn(r"\(\d{3}\)[ -]?\d{3}[ -]?\d{4}(?!\d)", PHONE, text)
     text, b = re.subn(r"\b\d{3}([ -]?)\d{3}\1\d{4}\b", PHONE, text)
@@ -83,10 +85,17 @@ def ips_by_numbers(text):
 
 # 4. Gopher
 
-def gopher(t, words=(50, 100_000), mean=(3, 10), dots=.3, letters=.8):
-    w, lines = t.split(), t.split("\n")
+def gopher(t, words=(50, 100_000), mean=(3, 10), dots=.3, letters=.8, split=str.split):
+    w, lines = split(t), t.split("\n")
     if not words[0] <= len(w) <= words[1]: return False
     return mean[0] <= sum(map(len, w))/max(1, len(w)) <= mean[1] and sum(l.rstrip().endswith("...") for l in lines)/len(lines) <= dots and sum(bool(re.search("[^\\W\\d_]", x)) for x in w)/max(1, len(w)) >= letters
+
+
+def gopher_in_numpy(t):
+    w, lines = np.array(t.split()), np.array(t.split("\n"))
+    if not 50 <= len(w) <= 100_000: return False
+    mean, dots, letters = np.strings.str_len(w).mean(), np.mean([x.rstrip().endswith("...") for x in lines]), np.mean([any(map(str.isalpha, x)) for x in w])
+    return (mean >= 3) & (mean <= 10) & (dots <= .3) & (letters >= .8)
 
 
 def gopher_by_reasons(t):
@@ -100,27 +109,29 @@ def gopher_by_reasons(t):
 
 
 GOPHER = [(partial(gopher, words=(0, 10**5)), "few words"), (partial(gopher, words=(50, 10**9)), "many words"), (partial(gopher, mean=(0, 10)), "short words"), (partial(gopher, mean=(3, 99)), "long words"),
-          (partial(gopher, dots=1), "break off"), (partial(gopher, letters=0), "without letters"), (lambda t: not gopher(t), "what to drop"), (lambda t: True, "expected"), (lambda t: int(gopher(t)), "expected")]
+          (partial(gopher, dots=1), "break off"), (partial(gopher, letters=0), "without letters"), (lambda t: not gopher(t), "what to drop"), (lambda t: True, "expected"), (lambda t: int(gopher(t)), "expected"),
+          (partial(gopher, mean=(2.01, 10)), "short words"), (partial(gopher, mean=(3, 10.99)), "long words"), (partial(gopher, dots=.39), "break off"), (partial(gopher, split=partial(re.findall, r"\w+")), "expected")]
 
 
 # 5. Lines
 
-def lines_of(keep):
+def lines_of(keep, bare=lambda l: l.rstrip("\n")):
     def f(paths, out):
         texts = {Path(p).name: Path(p).read_text().splitlines(keepends=True) for p in paths}
-        count = Counter(l.rstrip("\n") for t in texts.values() for l in t)
+        count = Counter(bare(l) for t in texts.values() for l in t)
         seen = set()
         for name, t in texts.items():
             kept = []
             for l in t:
-                if keep(count[l.rstrip("\n")], l.rstrip("\n") in seen): kept.append(l)
-                seen.add(l.rstrip("\n"))
+                if keep(count[bare(l)], bare(l) in seen): kept.append(l)
+                seen.add(bare(l))
             (Path(out)/name).write_text("".join(kept))
     return f
 
 
 lines_once = lines_of(lambda n, seen: n == 1)
-LINES = [(lines_of(lambda n, seen: not seen), "first copy too"), (lines_of(lambda n, seen: n > 1), "to drop"), (lines_of(lambda n, seen: True), "nothing was dropped"), (lines_of(lambda n, seen: n <= 2), "occur twice")]
+LINES = [(lines_of(lambda n, seen: not seen), "first copy too"), (lines_of(lambda n, seen: n > 1), "to drop"), (lines_of(lambda n, seen: True), "nothing was dropped"), (lines_of(lambda n, seen: n <= 2), "occur twice"),
+         (lines_of(lambda n, seen: n == 1, str.strip), "indented")]
 
 
 # 6. Similarity
@@ -162,6 +173,12 @@ CURVE = [(lambda s, b, r: curve(s, r, b), "swapped"), (lambda s, b, r: 1 - curve
 def choose(h, s, p): return next((h//r, r) for r in range(h, 0, -1) if curve(s, h//r, r) >= p)
 
 
+def choose_in_numpy(h, s, p):
+    r = np.arange(h, 0, -1)
+    best = (1 - (1 - s**r)**(h//r) >= p).argmax()
+    return h//r[best], r[best]
+
+
 def choose_by_max(h, s, p):
     r = max(r for r in range(1, h + 1) if curve(s, h//r, r) >= p)
     return [h//r, r]
@@ -196,7 +213,17 @@ def near(paths, hashes, bands, ngrams, threshold, out, normal=exact.normalize, l
         if first[n] == n: (Path(out)/n).write_text(t, encoding="utf-8")
 
 
-NEAR = [(partial(near, last=True), "first by name"), (partial(near, normal=lambda t: t), "normalize"), (partial(near, ratio=lambda x, y: len(x & y)/min(len(x), len(y))), "containment")]
+def near_in_turn(paths, hashes, bands, ngrams, threshold, out, kept_only=True):
+    "Compares each file with the earlier ones, or only with those that were kept: no chains"
+    earlier = []
+    for p in sorted(map(Path, paths)):
+        s = minhash.shingles(p.read_text(encoding="utf-8"), ngrams)
+        copy = any(minhash.jaccard(s, x) >= threshold for x in earlier)
+        if not copy: (Path(out)/p.name).write_text(p.read_text(encoding="utf-8"), encoding="utf-8")
+        if not copy or not kept_only: earlier.append(s)
+
+
+NEAR = [(near_in_turn, "chain"), (partial(near_in_turn, kept_only=False), "chain"), (partial(near, last=True), "first by name"), (partial(near, normal=lambda t: t), "normalize"), (partial(near, ratio=lambda x, y: len(x & y)/min(len(x), len(y))), "containment")]
 
 
 # 11. Containment
@@ -207,6 +234,9 @@ def containment(t, d, n):
     return len(x & y)/len(x)
 
 
+def words(t, n): return {tuple(t.split()[i:i + n]) for i in range(max(1, len(t.split()) - n + 1))}
+
+
 def containment_in_strings(t, d, n):
     words, n = t.lower().split(), min(n, len(t.split()))
     own = {" ".join(words[i:i + n]) for i in range(len(words) - n + 1)}
@@ -214,7 +244,9 @@ def containment_in_strings(t, d, n):
 
 
 CONTAINMENT = [(lambda t, d, n: similarity(t, d, min(n, len(t.split()))), "expected"), (lambda t, d, n: containment(t, d, 1), "single words"), (lambda t, d, n: float(containment(t, d, n) > 0), "how much"),
-               (lambda t, d, n: float(containment(t, d, n) == 1), "too strict"), (lambda t, d, n: containment(d, t, n), "expected")]
+               (lambda t, d, n: float(containment(t, d, n) == 1), "too strict"), (lambda t, d, n: containment(d, t, n), "expected"),
+               (lambda t, d, n: len(words(t.lower(), n) & words(d, min(n, len(t.split()))))/len(words(t, n)), "document in lower case"), (lambda t, d, n: np.mean([" ".join(r) in d.lower() for r in words(t.lower(), n)]), "whole words"),
+               (lambda t, d, n: sum(r in runs(d, min(n, len(t.split()))) for r in runs(t, n))/len(runs(t, n)), "counts once")]
 
 
 # 12. The next source
@@ -237,7 +269,7 @@ TASKS = {"mask_emails": (EMAILS, filters.mask_emails, emails_by_words), "mask_ph
 FILES = {"exact_line_deduplication": (LINES, lines_once, exact.exact_line_deduplication), "minhash_deduplication": (NEAR, near, minhash.minhash_deduplication)}
 WRONG = [(task, *pair) for task, (wrong, right, _) in TASKS.items() for pair in wrong + spoiled(right)]
 WRONG += [(task, *pair) for task, (wrong, right, _) in FILES.items() for pair in wrong + spoiled_files(right)] + [("letters", *pair) for pair in LETTERS]
-RIGHT = [(task, f) for task, (_, *right) in (TASKS | FILES).items() for f in right] + [("letters", RIGHT_LETTERS), ("letters", {k: float(v) for k, v in RIGHT_LETTERS.items()})]
+RIGHT = [(task, f) for task, (_, *right) in (TASKS | FILES).items() for f in right] + [("gopher_quality_filter", gopher_in_numpy), ("choose", choose_in_numpy), ("letters", RIGHT_LETTERS), ("letters", {k: float(v) for k, v in RIGHT_LETTERS.items()})]
 graders = Graders(ex, WRONG, RIGHT)
 test_wrong_answers, test_right_answers, test_each_grader, test_same_words = graders.tests(least_wrong=10)
 

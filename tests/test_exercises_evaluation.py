@@ -2,7 +2,7 @@
 import math
 from fractions import Fraction
 from functools import partial
-from itertools import combinations
+from itertools import combinations, groupby
 
 import numpy as np
 from graders import Graders, fails
@@ -70,7 +70,7 @@ def score_in_fractions(a, c, t): return float((Fraction(a) - Fraction(c))/(Fract
 
 
 SCORE = [(lambda a, c, t: a/t, "chance was left out"), (lambda a, c, t: (a - c)/(1 - c), "ceiling was left out"), (lambda a, c, t: (a - c)/t, "range"), (lambda a, c, t: (t - a)/(t - c), "swapped"),
-         (lambda a, c, t: max(0., score(a, c, t)), "negative"), (lambda a, c, t: a, "accuracy itself"), (lambda a, c, t: 100*score(a, c, t), "expected")]
+         (lambda a, c, t: max(0., score(a, c, t)), "negative"), (lambda a, c, t: a, "accuracy itself"), (lambda a, c, t: 100*score(a, c, t), "expected"), (lambda a, c, t: min(1., score(a, c, t)), "above the ceiling")]
 
 
 # 5. Pick
@@ -81,12 +81,15 @@ def best(scores): return scores.index(max(scores))
 def pick(p, t): return best([x/len(s.encode()) for x, s in zip(p, t)])
 
 
+def pick_in_numpy(p, t): return np.argmax(np.array(p)/[len(s.encode()) for s in t])
+
+
 def pick_by_sorting(p, t): return sorted(range(len(p)), key=lambda i: -p[i]/len(t[i].encode()))[0]
 
 
 PICK = [(lambda p, t: best(p), "without the length"), (lambda p, t: best([x/len(s) for x, s in zip(p, t)]), "per character"), (lambda p, t: best([-x/len(s.encode()) for x, s in zip(p, t)]), "worst"),
         (lambda p, t: max(range(len(p)), key=lambda i: (p[i]/len(t[i].encode()), i)), "first among equals"), (lambda p, t: best([len(s) for s in t]), "expected"), (lambda p, t: 0, "expected"),
-        (lambda p, t: t[pick(p, t)], "expected")]
+        (lambda p, t: t[pick(p, t)], "expected"), (lambda p, t: pick(p, [s.strip() for s in t]), "space is a byte")]
 
 
 # 6. Wilson
@@ -119,11 +122,16 @@ def clustered_in_pairs(x, c):
     return float(np.sqrt(max(0., (np.outer(d, d)*np.equal.outer(c, c)).sum())))/len(x)
 
 
+def neighbours(x, c):
+    "Ends a cluster where the next question belongs to another"
+    return clustered(x, [k for k, (_, group) in enumerate(groupby(c)) for _ in group])
+
+
 def plain(x, less): return math.sqrt(sum((a - sum(x)/len(x))**2 for a in x)/(len(x) - less)/len(x))
 
 
 CLUSTERS = [(lambda x, c: plain(x, 1), "ignored"), (lambda x, c: plain(x, 0), "before you square"), (partial(clustered, root=lambda v: v), "root is missing"), (lambda x, c: clustered(x, c)*len(x)/len(set(c)), "not of clusters"),
-            (lambda x, c: clustered(x, c)*len(x), "of a sum"), (lambda x, c: clustered(x, c)*1.96, "expected"), (lambda x, c: 0., "expected")]
+            (lambda x, c: clustered(x, c)*len(x), "of a sum"), (neighbours, "scattered"), (lambda x, c: clustered(x, c)*1.96, "expected"), (lambda x, c: 0., "expected")]
 
 
 # 8. Pairs
@@ -164,9 +172,9 @@ PASS = [(lambda n, c, k: 1 - (1 - c/n)**k, "biased"), (lambda n, c, k: 1 - pass_
 
 # 10. Calibration
 
-def calibration(c, r, n, gap=abs, weigh=True, last=True):
+def calibration(c, r, n, gap=abs, weigh=True, bin=lambda x, n: min(int(x*n), n - 1)):
     groups = {}
-    for x, y in zip(c, r): groups.setdefault(min(int(x*n), n - 1) if last else int(x*n), []).append(x - y)
+    for x, y in zip(c, r): groups.setdefault(bin(x, n), []).append(x - y)
     return sum(gap(sum(g)/len(g))*(len(g)/len(c) if weigh else 1/len(groups)) for g in groups.values())
 
 
@@ -175,8 +183,9 @@ def calibration_in_numpy(c, r, n):
     return float(np.abs(np.bincount(bins, np.subtract(c, r), n)).sum()/len(c))
 
 
-CALIBRATION = [(partial(calibration, weigh=False), "weights"), (partial(calibration, gap=lambda v: v), "no sign"), (partial(calibration, gap=lambda v: v*v), "not squared"), (partial(calibration, last=False), "last bin"),
-               (lambda c, r, n: calibration(c, r, 1), "one bin"), (lambda c, r, n: sum(abs(x - y) for x, y in zip(c, r))/len(c), "without bins"), (lambda c, r, n: sum((x - y)**2 for x, y in zip(c, r))/len(c), "Brier")]
+CALIBRATION = [(partial(calibration, weigh=False), "weights"), (partial(calibration, gap=lambda v: v), "no sign"), (partial(calibration, gap=lambda v: v*v), "not squared"), (partial(calibration, bin=lambda x, n: int(x*n)), "last bin"),
+               (lambda c, r, n: calibration(c, r, 1), "one bin"), (lambda c, r, n: sum(abs(x - y) for x, y in zip(c, r))/len(c), "without bins"), (lambda c, r, n: sum((x - y)**2 for x, y in zip(c, r))/len(c), "Brier"),
+               (partial(calibration, bin=lambda x, n: min(round(x*n), n - 1)), "don't round"), (partial(calibration, bin=lambda x, n: max(0, math.ceil(x*n) - 1)), "lower end")]
 
 
 # 11. Contamination
@@ -255,7 +264,8 @@ def overlap_in_strings(t, s, n):
 OVERLAP = [(lambda t, s, n: len({t[i:i+n] for i in range(len(t)-n+1)} & {s[i:i+n] for i in range(len(s)-n+1)})/len({t[i:i+n] for i in range(len(t)-n+1)}), "not of letters"),
            (lambda t, s, n: np.mean([g in grams(s, n) for g in grams(t, n)]).item(), "counts once"), (lambda t, s, n: len(set(grams(t, n)) & set(grams(s, n)))/len(set(grams(s, n))), "not of the training text's"),
            (lambda t, s, n: len(set(grams(t, n)) & set(grams(s, n)))/len(set(grams(t, n)) | set(grams(s, n))), "not of all"), (lambda t, s, n: overlap(t, s, 1), "not single words"),
-           (lambda t, s, n: len(set(grams(t, n)) & set(grams(s, n))), "not a number"), (lambda t, s, n: 1 - overlap(t, s, n), "that is new"), (lambda t, s, n: float(t in s), "expected")]
+           (lambda t, s, n: len(set(grams(t, n)) & set(grams(s, n))), "not a number"), (lambda t, s, n: 1 - overlap(t, s, n), "that is new"), (lambda t, s, n: float(t in s), "expected"),
+           (lambda t, s, n: sum(" ".join(g) in s for g in set(grams(t, n)))/len(set(grams(t, n))), "whole words"), (lambda t, s, n: overlap(t.lower(), s.lower(), n), "capital")]
 
 
 # 16. Order
@@ -303,7 +313,7 @@ TASKS = {"bits_per_byte": (BITS, bits, bits_by_log2), "windows": (WINDOWS, windo
          "elo": (ELO, elo, elo_by_strength), "soften": (SOFTEN, soften, soften_in_numpy), "brier": (BRIER, brier, brier_in_squares), "overlap": (OVERLAP, overlap, overlap_in_strings),
          "order_p": (ORDER, order_p, order_by_sorting), "match": (MATCH, match, match_in_numpy), "split_tokens": (SPLIT, split, split_by_popping)}
 graders = Graders(ex, [(task, *pair) for task, (wrong, right, _) in TASKS.items() for pair in wrong + spoiled(right)],
-                  [(task, f) for task, (_, *right) in TASKS.items() for f in right])
+                  [(task, f) for task, (_, *right) in TASKS.items() for f in right] + [("pick", pick_in_numpy)])
 test_wrong_answers, test_right_answers, test_each_grader, test_same_words = graders.tests(least_wrong=10)
 
 

@@ -79,7 +79,7 @@ class BloomFilter:
         if not 2**-16 <= rate < 1: raise ValueError(f"rate = {rate}, expected 2**-16 to below 1")
         self.size = math.ceil(-items*math.log(rate)/math.log(2)**2)           # Bits
         if self.size >= 2**32: raise ValueError(f"{self.size} bits, expected fewer than 2**32")
-        self.hashes = max(1, round(self.size/items*math.log(2)))
+        self.hashes = min(16, max(1, round(self.size/items*math.log(2)))) # BLAKE2b gives 64 bytes
         self.bits = bytearray((self.size + 7)//8)
 
     def places(self, item:str)->list: # Indices of its bits, each from four bytes of a hash
@@ -100,7 +100,7 @@ class BloomFilter:
 def suffix_array(
     values:np.ndarray, # Numbers `(n,)`: characters or token ids
 )->np.ndarray: # Starts of the sorted suffixes `(n,)`
-    "Sort all suffixes. Prefix doubling: at most log2(n) sorts. Manber & Myers 1990."
+    "Sort all suffixes. Prefix doubling: about log2(n) sorts. Manber & Myers 1990."
     n, width = len(values), 1
     if n < 2: return np.arange(n)
     rank = np.unique(values, return_inverse=True)[1].astype(np.int64)

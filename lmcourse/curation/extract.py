@@ -37,9 +37,11 @@ def http_response(
     return Response(int(match[1]), headers, body)
 
 # %% ../../nbs/13_curation/13b_extract.ipynb #75dd5a4a
+_CHUNK = re.compile(rb"0*([0-9a-fA-F]{1,8})(?![0-9a-fA-F])[^\r\n]*\r?\n") # Size, extensions
+
 def _joined(body:bytes)->bytes: # Join chunks, unless the crawler already did
     parts, at = [], 0
-    while match := re.compile(rb"([0-9a-fA-F]{1,8})[^\r\n]*\r?\n").match(body, at):
+    while match := _CHUNK.match(body, at):
         size, start = int(match[1], 16), match.end()
         if not size: return b"".join(parts)
         if start + size > len(body): raise ValueError(f"a chunk of {size} bytes is cut short")
@@ -83,7 +85,7 @@ def decode_html(
         if name.replace("-", "") in ("utf8", "utf16", "ascii", "usascii", "iso88591", "latin1"):
             continue
         try: return body.decode(_MEANT.get(name, name))
-        except (LookupError, UnicodeDecodeError): pass
+        except (LookupError, UnicodeError): pass         # The codec `undefined` always fails
     return body.decode("windows-1252", errors="replace")
 
 _MEANT = {"gb2312": "gbk", "shift_jis": "cp932", "shift-jis": "cp932", "sjis": "cp932",
@@ -194,15 +196,15 @@ def read_documents(
 )->Iterator[tuple]: # `(Document, reason)`; the reason is empty if the document is kept
     "Read pages as documents, or give the reason why not. `ValueError` for a damaged file."
     for record in read_warc(path, max_bytes, strict):
-        if record.kind == "conversion":
-            text, why = record.payload.decode("utf-8", errors="replace"), ""
+        text = ""
+        if record.kind == "damaged": why = "unreadable"
+        elif record.kind not in ("conversion", "response"): continue
+        elif "warc-truncated" in record.headers: why = "truncated"
         elif record.kind == "response": text, why = _page_text(record, max_bytes)
-        elif record.kind == "damaged": text, why = "", "unreadable"
-        else: continue
+        else: text, why = record.payload.decode("utf-8", errors="replace"), ""
         yield Document(record.id, record.url, text), why or ("" if text.strip() else "no text")
 
 def _page_text(record:WarcRecord, max_bytes:int)->tuple: # Text, and the reason if there is none
-    if "warc-truncated" in record.headers: return "", "truncated"
     try: answer = http_response(record.payload, max_bytes)
     except ValueError: return "", "damaged"
     content_type = answer.headers.get("content-type", "")

@@ -113,11 +113,14 @@ def best_threshold(
     scores:np.ndarray, # Scores `(n,)`; higher means yes
     wanted:np.ndarray, # Right answers `(n,)`, bool
 )->float: # Lowest score to keep, in the middle of the best range
-    "Find the threshold with the fewest errors. Raises `ValueError` unless both answers occur."
+    """Find the threshold with the fewest errors. Raises `ValueError` unless both answers occur, and
+    for a score that no threshold can exceed: infinity or NaN."""
     scores, wanted = np.asarray(scores, float), np.asarray(wanted, bool)
     if len(scores) != len(wanted) or wanted.all() or not wanted.any():
         raise ValueError(f"{len(scores)} scores, {len(wanted)} answers, {wanted.sum()} of them yes,"
                          " expected both kinds")
+    if not (scores < np.inf).all():
+        raise ValueError(f"scores up to {scores.max()}, expected numbers below infinity")
     order = np.argsort(scores, kind="stable")
     s, w = scores[order], wanted[order]
     cuts = np.r_[0, np.flatnonzero(np.diff(s) > 0) + 1, len(s)]  # Keep s[cut:]
@@ -126,4 +129,5 @@ def best_threshold(
     best = cuts[mistakes == mistakes.min()]
     k = min(best, key=lambda c: abs(c - best.mean()))
     low, high = np.r_[s[0] - 1, s, s[-1] + 1][k:k + 2]
-    return float((low + high)/2 if np.isfinite(low) else high)
+    middle = (low + high)/2
+    return float(middle if middle > low else high)               # Neighbours have no middle

@@ -26,6 +26,7 @@ def shingles(
     ngram:int, # Words per shingle
 )->set: # Tuples of words
     "Return all runs of `ngram` words. A shorter text is one shingle; an empty text has none."
+    _check_ngram(ngram)
     words = normalize(text).split()
     return ({tuple(words[i:i+ngram]) for i in range(max(1, len(words) - ngram + 1))} if words
             else set())
@@ -35,6 +36,10 @@ def jaccard(
 )->float: # 1 for equal sets, 0 for disjoint or empty ones
     "Compute the Jaccard similarity: the share of all shingles that both documents have."
     return len(a & b)/len(a | b) if a or b else 0.
+
+def _check_ngram(ngram:int):
+    if not isinstance(ngram, (int, np.integer)) or ngram < 1:
+        raise ValueError(f"ngram = {ngram}, expected a whole number, 1 or more")
 
 # %% ../../nbs/13_curation/13g_minhash.ipynb #13g00014
 @dataclass(frozen=True)
@@ -152,7 +157,8 @@ def shingle_hashes(
     texts:list, # Documents
     ngram:int,  # Words per shingle
 )->tuple[np.ndarray, np.ndarray]: # uint64 `(shingles,)`; document starts `(documents + 1,)`
-    "Hash every shingle of every document, in order."
+    "Hash every shingle of every document, in order. Raises `ValueError` for ngram below 1."
+    _check_ngram(ngram)                    # The kernel would write beyond its arrays
     raw = [t.encode() if t.isascii() else normalize(t).encode() for t in texts]
     starts = np.concatenate([[0], np.cumsum([len(r) for r in raw], dtype=np.int64)])
     data = np.frombuffer(b"".join(raw), np.uint8)
@@ -341,8 +347,9 @@ def meetings(
     group = connected_components(graph, directed=False)[1]
     some = np.flatnonzero(np.bincount(group, minlength=len(keys))[group] > 1)
     some = some[np.argsort(group[some], kind="stable")]
-    begins = np.flatnonzero(np.diff(group[some], prepend=-1))
-    cuts = begins[1:][np.diff(begins//most) > 0]
+    begins, cuts = np.flatnonzero(np.diff(group[some], prepend=-1)).tolist(), [0]
+    for begin,end in zip(begins, [*begins[1:], len(some)]):
+        if end - cuts[-1] > most: cuts.append(begin)
     return [np.sort(part) for part in np.split(some, cuts) if len(part)]
 
 # %% ../../nbs/13_curation/13g_minhash.ipynb #13g00051

@@ -17,7 +17,8 @@ def contamination(
     tests:list,     # Test texts that must not be in them
     ngram:int=8,    # Words per shingle; a shorter test is one shingle
 )->tuple: # For each document, the largest share of a test that it contains, and that test's index
-    "Measure how much of a test each document contains. `ValueError` for a test without words."
+    """Measure how much of a test each document contains. Raises `ValueError` for a test without
+    words, and for ngram below 1."""
     shares, which = np.zeros(len(documents)), np.zeros(len(documents), np.int64)
     lengths = np.diff(shingle_hashes(tests, 1)[1])
     if len(tests) and lengths.min() < 1:

@@ -71,6 +71,7 @@ def _length(min_words:int=20, max_words:int=100_000)->Callable:
 @register_step("language")
 def _language(keep:str="en", least:float=.5)->Callable: # `least` is the lowest probability
     if keep not in language_sentences(): raise unknown("language", keep, language_sentences())
+    if not 0 <= least <= 1: raise ValueError(f"language: least = {least}, expected 0 to 1")
     def step(document):
         found, sure = identify_language(document.text)
         return document, f"not {keep}" if found != keep else "" if sure >= least else "unsure"
@@ -108,7 +109,10 @@ def _decontaminate(tests:str|list, ngram:int=8, share:float=.5)->Callable:
 
 def _texts(source:str|list|None)->list: # Texts of a file or of the recipe, else stories
     if source is None: return list(_stories())
-    if isinstance(source, list): return source
+    if isinstance(source, list):
+        if odd := [t for t in source if not isinstance(t, str)]:
+            raise ValueError(f"{odd[0]!r}, expected a list of texts")
+        return source
     return [d.text for d,why in read_shard(source) if not why]
 
 @cache
@@ -183,7 +187,8 @@ def _minhash(**options)->Whole:
 @register_step("dsir")
 def _dsir(share:float, like:str|list|None=None, seed:int=0)->Whole:
     if not 0 < share <= 1: raise ValueError(f"dsir: share = {share}, expected 0 to 1")
-    if seed < 0: raise ValueError(f"dsir: seed = {seed}, expected 0 or more")
+    if type(seed) is not int or seed < 0:
+        raise ValueError(f"dsir: seed = {seed}, expected a whole number, 0 or more")
     def grams(text): return word_ngrams(_straight(text))
     target = bag_log_probs(_texts(like), grams)
     def sketch(documents): return np.zeros((len(documents), 0), np.uint64)  # `decide` reads texts
@@ -291,8 +296,8 @@ class Recipe:
         if values.keys() != {"steps"} or not isinstance(listed, list) or not listed:
             raise ValueError("a recipe: expected a list called steps, and nothing else")
         for s in listed:
-            if not isinstance(s, dict) or "step" not in s:
-                raise ValueError(f"a recipe: {s!r}, expected an object with the key step")
+            if not isinstance(s, dict) or not isinstance(s.get("step"), str):
+                raise ValueError(f"a recipe: {s!r}, expected an object with the key step, a name")
         recipe = cls(tuple((s["step"], {k: v for k,v in s.items() if k != "step"})
                            for s in listed))
         recipe.make()
@@ -392,8 +397,8 @@ def _parsed(part, lines:bool)->tuple: # A document and the reason if dropped
     if not isinstance(row, dict) or not isinstance(row.get("text"), str):
         return Document("", "", ""), "format"
     text = row["text"].encode(errors="replace").decode()        # A lone surrogate can't be written
-    document = Document(str(row.get("id", "")), str(row.get("url", "")), text)
-    return document, "" if text.replace("\0", "").strip() else "no text"
+    name, url = ("" if row.get(k) is None else str(row[k]) for k in ("id", "url"))
+    return Document(name, url, text), "" if text.replace("\0", "").strip() else "no text"
 
 # %% ../../nbs/13_curation/13i_pipeline.ipynb #13i0022b
 def _save(path, documents)->np.ndarray: # Atomically, as JSON lines; returns the start of each
@@ -476,19 +481,23 @@ def _decide(work:Path, key:str, k:int, shards:int): # Select the documents that 
 # %% ../../nbs/13_curation/13i_pipeline.ipynb #13i00025
 def curate(
     source:str|Path,    # A file or folder, as in `shard_files`
-    out:str|Path,       # New folder, or one begun by the same call
+    out:str|Path,       # New folder outside of `source`, or one begun by the same call
     recipe:Recipe,
     apply:Callable=map, # Executor of jobs: `map`, a pool's `map`, or `dask_map()`
 )->Funnel:
     """Write `documents/`, `dropped.jsonl`, `funnel.json` and `card.md` into `out`.
-    Raises `ValueError` for a folder of another recipe, for input files of other names or sizes
-    than before, and for a damaged shard."""
+    Raises `ValueError` for a folder of another recipe or inside of `source`, for input files of
+    other names or sizes than before, and for a damaged shard."""
     paths, out, key = shard_files(source), Path(out), recipe.key()
+    if out.resolve().is_relative_to(Path(source).resolve()): # Its files would count as input
+        raise UserError(f"{out}: expected a folder outside of {source}")
     labels = [p.relative_to(source).as_posix() if Path(source).is_dir() else p.name for p in paths]
     job = dict(recipe=recipe.to_dict(), files=recipe.files(),
                inputs={str(p): p.stat().st_size for p in paths})
     _begin(out, job, recipe)
-    if (out/"funnel.json").exists(): return read_funnel(out)
+    if (out/"funnel.json").exists():
+        remove(out/"work")                           # Left by a run that was killed at the very end
+        return read_funnel(out)
     work, rounds = out/"work", recipe.rounds()
     for k,(_,whole) in enumerate(rounds):
         (work/str(k)).mkdir(parents=True, exist_ok=True)
@@ -534,6 +543,7 @@ def _finish(out:Path, work:Path, rounds:int, shards:int, recipe:Recipe)->Funnel:
         funnels.append(Funnel([Stage(**s) for p in parts for s in p["stages"]]))
         dropped += [gone for p in parts for gone in p["dropped"]]
     funnel = sum(funnels[1:], funnels[0])
+    remove(out/"documents")                          # Left by a run that was killed below
     with atomic_write(out/"documents") as part:
         part.mkdir()
         for i in range(shards):

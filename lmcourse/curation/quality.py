@@ -69,8 +69,10 @@ class KneserNey:
         return total
 
     def perplexity(self, text:str)->float: # Per word, the end counting as one
-        "Compute the perplexity, which is low for text like the training texts."
-        return math.exp(-self.log_prob(text)/(len(text.split()) + 1))
+        """Compute the perplexity, which is low for text like the training texts. It is infinite for
+        a long unknown word alone, such as a line of Chinese."""
+        rate = -self.log_prob(text)/(len(text.split()) + 1)
+        return math.exp(rate) if rate < 700 else math.inf        # exp(710) overflows
 
 # %% ../../nbs/13_curation/13e_quality.ipynb #21c00d92
 def auc(

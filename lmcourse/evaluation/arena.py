@@ -42,7 +42,7 @@ def bradley_terry(
     sum_is_zero[:-1, :-1] = 1                           # Fixes the sum, which no game determines
     if extra is None: sum_is_zero[-1, -1] = 1           # A column of zeros determines nothing
     s = np.zeros(players + 1)
-    for _ in range(50):
+    for _ in range(50*players if extra is None else 50): # Strengths add up along a chain
         p = expit(X@s)
         curvature = (X.T*(p*(1 - p)))@X + sum_is_zero
         try: step = np.linalg.solve(curvature, X.T@(won - p))
@@ -62,15 +62,18 @@ def _checked_games(games, players, extra)->tuple: # Arrays i, j, won, extra
     if players < 2 or not len(games):
         raise ValueError(f"{players} players and {len(games)} games, "
                          f"expected at least 2 players and 1 game")
-    i, j = (np.array([g[k] for g in games], int) for k in (0, 1))
+    pairs = np.array([g[:2] for g in games], float).T
+    i, j = pairs.astype(int)
     won = np.array([g[2] for g in games], float)
-    if min(i.min(), j.min()) < 0 or max(i.max(), j.max()) >= players or (i == j).any():
+    if (min(i.min(), j.min()) < 0 or max(i.max(), j.max()) >= players or (i == j).any()
+            or (pairs != (i, j)).any()):
         raise ValueError(f"games between players {min(i.min(), j.min())} to {max(i.max(), j.max())}"
                          f", expected two different players, 0 to {players - 1}")
     if not np.isin(won, (0, .5, 1)).all():
         raise ValueError(f"won = {won[~np.isin(won, (0, .5, 1))][0]}, expected 0, 0.5 or 1")
     more = np.zeros(len(won)) if extra is None else np.asarray(extra, float)
     if more.shape != won.shape: raise ValueError(f"{len(won)} games, but {len(more)} of extra")
+    if not np.isfinite(more).all(): raise ValueError("extra has a number that is not finite")
     return i, j, won, more
 
 def _refuse_undecided(i, j, won, players): # Ford: wins must link all players, both ways

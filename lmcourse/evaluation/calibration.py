@@ -57,7 +57,9 @@ def calibrated_error(
     bins:int=10,
     draws:int=200,           # Number of simulations
 )->tuple: # Mean and 95th percentile
-    "Simulate the binned error of a perfectly calibrated model with these confidences."
+    """Simulate the binned error of a perfectly calibrated model with these confidences. Raises
+    `ValueError` for no draws."""
+    if draws < 1: raise ValueError(f"draws = {draws}, expected 1 or more")
     c = np.asarray(confidence, float)
     found = [binned_error(c, rng.random(len(c)) < c, bins) for _ in range(draws)]
     return float(np.mean(found)), float(np.quantile(found, .95))
@@ -84,6 +86,8 @@ def fit_temperature(
     if len(log_probs) != len(answers) or not len(answers):
         raise ValueError(f"{len(log_probs)} items and {len(answers)} answers, expected equal "
                          f"numbers")
+    for k,(x,a) in enumerate(zip(log_probs, answers)):
+        if not 0 <= a < len(x): raise ValueError(f"item {k}: answer {a} of {len(x)} choices")
     def loss(log_T):
         T = np.exp(log_T)
         return -np.mean([np.log(choice_probs(x, T)[a] + 1e-300) for x,a in zip(log_probs, answers)])

@@ -19,11 +19,12 @@ def contamination_p(
     log_q:list, # The model's log-probability of each document, in nats
     log_p:list, # The source's exact log-probability of each document
 )->float: # p-value if no document was in the training text
-    """Compute a joint p-value of independent documents, whatever the model.
-    Raises `ValueError` for lists of unequal length. The p-value rests on Markov's inequality."""
+    """Compute a joint p-value of independent documents, whatever the model. It rests on Markov's
+    inequality. Raises `ValueError` for lists of unequal length, and for NaN."""
     if len(log_q) != len(log_p) or not len(log_q):
         raise ValueError(f"{len(log_q)} and {len(log_p)} log-probabilities, expected equal "
                          f"numbers, at least one")
+    if np.isnan([*log_q, *log_p]).any(): raise ValueError("a log-probability is NaN")
     if max(log_q) > 0 or max(log_p) > 0:
         raise ValueError(f"a log-probability of {max(*log_q, *log_p)}, expected none above 0")
     return min(1., math.exp(min(0., math.fsum(log_p) - math.fsum(log_q))))

@@ -54,10 +54,16 @@ class HarnessAnswers:
                 for r in requests]
 
     def generate_until(self, requests:list, disable_tqdm:bool=False)->list: # Texts
-        "Generate greedily up to a stop string."
-        return [complete(self.model, self.tokenizer, context, how.get("max_gen_toks", 64),
-                         temperature=0, stop_strings=how.get("until", ()))
-                for context,how in (r.args for r in requests)]
+        "Generate greedily up to a stop string. Raises `ValueError` if a task wants samples."
+        return [self._greedy(*r.args) for r in requests]
+
+    def _greedy(self, context:str, how:dict)->str:
+        if how.get("do_sample", how.get("temperature")):
+            raise ValueError(f"generation_kwargs = {how}, but this model writes greedy answers")
+        stop = how.get("until") or []
+        most = how.get("max_gen_toks", 256)              # The harness's own default
+        return complete(self.model, self.tokenizer, context, most, temperature=0,
+                        stop_strings=[stop] if isinstance(stop, str) else stop)
 
 def harness_model(
     model:torch.nn.Module, # As in `HarnessAnswers`

@@ -16,7 +16,7 @@ import regex
 from .perplexity import token_nats
 from ..tools.grammar import expand_part
 from ..tools.stories import Stories
-from ..tokenization.tokenizer import Tokenizer
+from ..tokenization.tokenizer import Tokenizer, _pieces
 
 # %% ../../nbs/12_evaluation/12b_oracle.ipynb #27f94b02
 def oracle_nats(
@@ -72,8 +72,8 @@ class TokenOracle:
         tokenizer:Tokenizer, # A tokenizer that encodes the words of its pattern one by one
     ):
         self.stories, self.end = stories, tokenizer.end_of_text
-        self.word = regex.compile(f"(?:{tokenizer.rules.pattern})|(?s:.)")
-        self.ids = cache(lambda word: tuple(tokenizer.encode(word, special=False)))
+        self.cut = regex.compile(tokenizer.rules.pattern)
+        self.ids = cache(lambda piece: tuple(tokenizer.encode(piece, special=False)))
 
     def next_probs(self,
         ids:Iterable[int], # Tokens of a story; end-of-text ends it
@@ -92,12 +92,14 @@ class TokenOracle:
         todo = [way]
         while todo:
             p, rest, env, text, _ = todo.pop()
-            word = self.word.match(text)
-            if word and (word.end() < len(text) or not rest): # Nothing can make it longer
-                yield Way(p, rest, env, text[word.end():], self.ids(word.group()))
+            piece = next(_pieces(self.cut, text), "")
+            if piece and (len(piece) < len(text) or not rest): # Nothing can make it longer
+                yield Way(p, rest, env, text[len(piece):], self.ids(piece))
             elif not rest: yield Way(p, rest, env, text, (self.end,))
-            else: todo += [Way(p*share, _before(parts, rest[1]), then, text + words, ())
-                           for share,words,parts,then in expand_part(self.stories.rules, rest[0], env)]
+            else:
+                more = expand_part(self.stories.rules, rest[0], env)
+                todo += [Way(p*share, _before(parts, rest[1]), then, text + words, ())
+                         for share,words,parts,then in more]
 
 def _before(
     parts:tuple,     # A template
@@ -113,7 +115,7 @@ def ceiling(
 )->float: # Expected share of right answers, at most 1
     "Compute the best accuracy. Raises `ValueError` unless each question's probabilities sum to 1."
     for k,row in enumerate(probs):
-        if not len(row) or abs(math.fsum(row) - 1) > 1e-9 or min(row) < 0:
+        if not len(row) or not abs(math.fsum(row) - 1) <= 1e-9 or min(row) < 0: # NaN, too
             raise ValueError(f"question {k}: probabilities {list(row)}, expected a sum of 1")
     if not probs: raise ValueError("no questions, expected one or more")
     return float(np.mean([max(row) for row in probs]))

@@ -7,6 +7,7 @@ __all__ = ['Perplexity', 'stride_windows', 'token_nats', 'perplexity']
 
 # %% ../../nbs/12_evaluation/12a_perplexity.ipynb #3302d7b2
 import math
+from collections.abc import Iterable
 from typing import NamedTuple
 import numpy as np
 import torch
@@ -69,12 +70,13 @@ def token_nats(
 def perplexity(
     model:torch.nn.Module, # As for `token_nats`, like the last two arguments
     tokenizer:Tokenizer,   # The `Tokenizer` with which it was trained
-    documents:list,        # Texts; end-of-text precedes each, and another one is predicted after it
+    documents:Iterable,    # Texts; end-of-text precedes each, and another one is predicted after it
     context_length:int|None=None,
     stride:int|None=None,
 )->Perplexity:
     "Measure perplexity over documents. `ValueError` for none, or for a tokenizer that doesn't fit."
     check_tokenizer(model, tokenizer)
+    documents = list(documents)                            # Read twice, which an iterator can't be
     if not any(documents): raise ValueError("documents are empty, expected one or more with text")
     end, nats = tokenizer.end_of_text, []
     for text in documents:

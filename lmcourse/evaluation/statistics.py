@@ -23,7 +23,9 @@ def wilson(
     p, z = hits/n, float(norm.ppf((1 + level)/2))
     s = z*z/n
     half = z*math.sqrt(p*(1 - p)/n + s/(4*n))
-    return max(0., (p + s/2 - half)/(1 + s)), min(1., (p + s/2 + half)/(1 + s))
+    low = max(0., (p + s/2 - half)/(1 + s)) if hits else 0.      # Exactly, whatever the rounding
+    high = min(1., (p + s/2 + half)/(1 + s)) if hits < n else 1.
+    return low, high
 
 # %% ../../nbs/12_evaluation/12d_statistics.ipynb #ba1d1504
 def standard_error(

@@ -36,14 +36,19 @@ class Item:
     probs:tuple=()# Exact probability of each choice among these; empty where unknown
 
     def __post_init__(self):
+        if isinstance(self.choices, str) or not all(isinstance(t, str)
+                                                    for t in (self.context, *self.choices)):
+            raise ValueError(f"item {self.id}: context {self.context!r}, choices {self.choices}, "
+                             f"expected a text and several texts")
         if len(self.choices) < 2 or len({*self.choices}) < len(self.choices) or "" in self.choices:
             raise ValueError(f"item {self.id}: choices {self.choices}, expected two or more, "
                              f"all different")
-        if not 0 <= self.answer < len(self.choices):
+        if type(self.answer) is not int or not 0 <= self.answer < len(self.choices):
             raise ValueError(f"item {self.id}: answer = {self.answer}, expected 0 to "
                              f"{len(self.choices) - 1}")
         if self.probs and (len(self.probs) != len(self.choices)
-                           or abs(math.fsum(self.probs) - 1) > 1e-9):
+                           or not abs(math.fsum(self.probs) - 1) <= 1e-9 # True for NaN
+                           or min(self.probs) < 0):
             raise ValueError(f"item {self.id}: probs {self.probs}, expected a sum of 1")
 
 # %% ../../nbs/12_evaluation/12c_tasks.ipynb #e8ba248d
@@ -307,6 +312,8 @@ class Prompt:
     chance:float  # Chance that a random word of its kind is right
 
     def __post_init__(self):
+        if not isinstance(self.context, str):
+            raise ValueError(f"prompt {self.id}: context {self.context!r}, expected a text")
         if not re.fullmatch(r"\w+", self.right) or not 0 < self.chance < 1:
             raise ValueError(f"prompt {self.id}: right = {self.right!r}, chance = {self.chance}, "
                              f"expected one word, and a chance between 0 and 1")
@@ -322,6 +329,9 @@ class WritingTask(Task):
     def chance(self)->float: return float(np.mean([i.chance for i in self.items]))
     @property
     def ceiling(self)->float: return 1.
+    @property
+    def max_tokens(self)->int: # Enough for any answer and its end, even with a token per byte
+        return max(len(i.choices[0].encode()) for i in self.items) + 1
 
 # %% ../../nbs/12_evaluation/12c_tasks.ipynb #12c5make
 def writing_task(
@@ -355,8 +365,8 @@ def written_words(
 )->list: # The first word after each prompt
     "Let the model write each answer. Raises `ValueError` for settings out of range."
     settings = dict(temperature=0) | settings
-    return [first_word(complete(model, tokenizer, i.context, 6, stop_strings=["."], **settings))
-            for i in task.items]
+    return [first_word(complete(model, tokenizer, i.context, task.max_tokens, stop_strings=["."],
+                                **settings)) for i in task.items]
 
 def word_probs(
     model:torch.nn.Module, # As for `score_task`
@@ -382,9 +392,9 @@ def write_task(
     data, about = Path(folder)/f"{name}.jsonl", Path(folder)/f"{name}.yaml"
     for path in (data, about):
         if path.exists(): raise FileExistsError(f"{path} exists")
-    lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows]
-    data.write_text("".join(lines), encoding="utf-8")
-    about.write_text(form.format(name=name, data=data.name, **more), encoding="utf-8")
+    lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    texts = [t.encode() for t in (lines, form.format(name=name, data=data.name, **more))]
+    for path,text in zip((data, about), texts): path.write_bytes(text)
     return about
 
 def save_task(
@@ -392,9 +402,9 @@ def save_task(
     task:Task,
 )->Path: # Path of the YAML file
     "Write a task. Raises `FileExistsError` if its files exist."
-    return write_task(folder, task.name, map(asdict, task.items),
-                      WRITING_YAML if isinstance(task, WritingTask) else YAML, version=task.version,
-                      seed="null" if task.seed is None else task.seed)
+    more = dict(max_tokens=task.max_tokens) if isinstance(task, WritingTask) else {}
+    return write_task(folder, task.name, map(asdict, task.items), WRITING_YAML if more else YAML,
+                      version=task.version, seed="null" if task.seed is None else task.seed, **more)
 
 # %% ../../nbs/12_evaluation/12c_tasks.ipynb #12c6yaml
 YAML = """task: {name}
@@ -423,7 +433,7 @@ doc_to_text: context
 doc_to_target: right
 generation_kwargs:
   until: ["."]
-  max_gen_toks: 6
+  max_gen_toks: {max_tokens}
   do_sample: false
 filter_list:
   - name: word

@@ -12,12 +12,14 @@ import math, re, tempfile
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+import numpy as np
 from ..curation.exact import normalize
 from ..curation.minhash import candidate_probability
 from ..tools.grading import check_numbers, run_answer, short, short_args
 
 # %% ../../nbs/13_curation/13z_data.ipynb #13z00007
 def _same(got, right)->bool: # Whether type and value agree; floats only nearly
+    if isinstance(got, np.generic): got = got.item()
     if isinstance(right, dict):
         return (isinstance(got, dict) and got.keys() == right.keys()
                 and all(_same(got[k], v) for k,v in right.items()))
@@ -52,7 +54,7 @@ def check_mask_emails(
     good = r"[\w.+-]+@[\w-]+(?:\.[\w-]+)+"
     cases = [("Write to mia@forest.example today.",),
              ("a.b+c@mail.x-y.example, or A_B@C.EXAMPLE!",), ("We met @noon, at 3@4, and a @ b.",),
-             ("(x@y.example)(z@y.example)",), ("No address.",)]
+             ("(x@y.example)(z@y.example)",), ("No address.",), ("Ask mia@forest.example.",)]
     _grade(mask_emails, by(good), cases, {
         "the full stop after an address is not part of it": by(r"\S+@\S+"),
         "names may have dots, + and -": by(r"\w+@[\w-]+(?:\.[\w-]+)+"),
@@ -73,7 +75,7 @@ def check_mask_phone_numbers(
     good = r"(?<![\d-])(?:\(\d{3}\)|\d{3})[ -]?\d{3}[ -]?\d{4}(?![\d-])"
     cases = [("Call 2025550123 or 202-555-0123.",), ("At (202)-555-0123, (202) 555 0123.",),
              ("In 20255501234567 days, for 12,345 crowns.",), ("Nobody: 555-0123.",),
-             ("On 2024-01-31 at 18:30",)]
+             ("On 2024-01-31 at 18:30",), ("Room 202/555x0123",)]
     _grade(mask_phone_numbers, by(good), cases, {
         "a longer number is no phone number": by(r"\(?\d{3}\)?[ -]?\d{3}[ -]?\d{4}"),
         "brackets belong to the number": by(r"(?<!\d)\d{3}\)?[ -]?\d{3}[ -]?\d{4}(?!\d)"),
@@ -82,6 +84,8 @@ def check_mask_phone_numbers(
         "hyphens occur": by(r"\(?(?<!\d)\d{3}\)? ?\d{3} ?\d{4}(?!\d)"),
         "blanks occur": by(r"\(?(?<!\d)\d{3}\)?-?\d{3}-?\d{4}(?!\d)"),
         "mask every number, not only the first": by(good, 1),
+        "only blanks and hyphens may separate the digits":
+            by(r"(?<!\d)\(?\d{3}\)?\D?\d{3}\D?\d{4}(?!\d)"),
         "an area code is needed": by(r"(?<!\d)(?:\(?\d{3}\)?[ -]?)?\d{3}[ -]?\d{4}(?!\d)"),
         "count the numbers": lambda t: (re.sub(good, name, t), 0),
         "not every number is a phone number": by(r"\d[\d -]*\d")})
@@ -127,16 +131,17 @@ def check_gopher_quality_filter(
              ("an "*60,), ("abcdefghij "*60,), ("abcdefghijk "*60,), (lines(10, 3),),
              (lines(10, 4),),
              ("word "*80 + "1234 "*20,), ("word "*79 + "1234 "*21,), ("word1 "*60,), ("",),
-             ("wonderful "*45,)]
+             ("wonderful "*45,), ("and "*98 + "an "*2,), ("abcdefghij "*99 + "abcdefghijk ",),
+             (lines(100, 31),), ("word "*49 + "-- ",)]
     _grade(gopher_quality_filter, keep, cases, {
         "texts at a limit stay": lambda t: keep(t, strict=True),
         "count words, not characters": lambda t: keep(t, characters=True),
-        "there is no rule for too few words": lambda t: keep(t, low=0),
-        "there is no rule for too many words": lambda t: keep(t, high=10**9),
-        "there is no rule for short words": lambda t: keep(t, short=0),
-        "there is no rule for long words": lambda t: keep(t, long=99),
-        "there is no rule for lines that break off": lambda t: keep(t, dots=1),
-        "there is no rule for words without letters": lambda t: keep(t, letters=0),
+        "texts of too few words stay": lambda t: keep(t, low=0),
+        "texts of too many words stay": lambda t: keep(t, high=10**9),
+        "texts of short words stay": lambda t: keep(t, short=0),
+        "texts of long words stay": lambda t: keep(t, long=99),
+        "texts whose lines break off stay": lambda t: keep(t, dots=1),
+        "texts of words without letters stay": lambda t: keep(t, letters=0),
         "this is what to drop": lambda t: not keep(t)})
 
 # %% ../../nbs/13_curation/13z_data.ipynb #13z00021
@@ -149,11 +154,10 @@ def _files_through(f:Callable, files:dict, *options)->dict: # {name: text} in, {
                    shown=f"for the files {short(files, 90)}: ")
         return {p.name: p.read_bytes().decode() for p in sorted((top/"out").iterdir())}
 
-def _line_rule(keep:Callable, strip:bool=True, whole:bool=True)->Callable:
+def _line_rule(keep:Callable, name:Callable=lambda l: l.rstrip("\n"), whole:bool=True)->Callable:
     # Lines by how often they occur
     def rule(paths, out):
         texts = {Path(p).name: Path(p).read_text().splitlines(keepends=True) for p in paths}
-        def name(line): return line.rstrip("\n") if strip else line
         all_lines = Counter(name(l) for lines in texts.values() for l in lines)
         seen = set()
         for file,lines in texts.items():
@@ -172,12 +176,13 @@ def check_exact_line_deduplication(
     "`AssertionError` unless lines are counted over all files, and repeated ones go everywhere."
     cases = [({"a": "Menu\nOne.\n", "b": "Menu\nTwo.\n"},), ({"a": "x\ny\nx\n", "b": "z\n"},),
              ({"a": "end\n", "b": "start\nend"},), ({"a": "", "b": "A\na\n"},),
-             ({"a": "q\nq\n", "b": "q\nr\n"},)]
+             ({"a": "q\nq\n", "b": "q\nr\n"},), ({"a": "x\n", "b": "  x\n"},)]
     once = lambda n, seen: n == 1
     _grade(exact_line_deduplication, _line_rule(once), cases, {
         "a repeated line goes everywhere, its first copy too": _line_rule(lambda n, seen: not seen),
         "count over all files, not in each": _line_rule(once, whole=False),
-        "the last line of a file may lack its end": _line_rule(once, strip=False),
+        "the last line of a file may lack its end": _line_rule(once, str),
+        "an indented line is another line": _line_rule(once, str.strip),
         "lines that occur twice go too": _line_rule(lambda n, seen: n <= 2),
         "those are the lines to drop": _line_rule(lambda n, seen: n > 1),
         "nothing was dropped": _line_rule(lambda n, seen: True),
@@ -307,9 +312,10 @@ def check_minhash_deduplication(
     look = {"b.txt": "The Crème, at nine o'clock: " + base,
             "a.txt": "the creme at nine oclock " + base.upper(), "c.txt": base[::-1]}
     part = {"a.txt": base, "b.txt": base + " " + " ".join(f"v{i}" for i in range(60))}
+    chain = {"a.txt": base, "b.txt": swap(base, 30, 45), "c.txt": swap(base, 30)}
     few = {"b.txt": "one two", "a.txt": "one two", "c.txt": "one three"}
     cases = [(far, 100, 20, 5, .8), (look, 100, 25, 3, .9), (part, 100, 50, 5, .7),
-             (few, 100, 100, 5, .5)]
+             (few, 100, 100, 5, .5), (chain, 100, 20, 5, .8)]
     def run(f, files, *options): return _files_through(f, files, *options)
     _grade(minhash_deduplication, _near(), cases, {
         "of a cluster the first by name stays": _near(keep=max),
@@ -331,25 +337,33 @@ def check_containment(
     containment:Callable, # `containment(test, document, n)` gives a number
 ):
     "`AssertionError` unless it is the test's share, also for short tests."
-    def runs(t, n):
-        w = t.lower().split()
-        return {tuple(w[i:i+n]) for i in range(len(w) - n + 1)}
-    def share(t, d, n, under=lambda x, y: len(x), own=True, lower=True):
+    def runs(t, n, lower=True):
+        w = (t.lower() if lower else t).split()
+        return [tuple(w[i:i+n]) for i in range(len(w) - n + 1)]
+    def share(t, d, n, under=lambda x, y: len(x), own=True, lower=(True, True)):
         n = min(n, len(t.split())) if own else n
-        x, y = runs(t, n), runs(d, n)
-        if not lower: x = {tuple(t.split()[i:i+n]) for i in range(len(t.split()) - n + 1)}
+        x, y = {*runs(t, n, lower[0])}, {*runs(d, n, lower[1])}
         return len(x & y)/max(1, under(x, y))
+    def listed(t, d, n, kind, inside): # Share of the runs, in a list or a set
+        own = kind(runs(t, min(n, len(t.split()))))
+        return sum(inside(r, d) for r in own)/len(own)
     page = "Home page . a red kite flew over the old bridge and Home again"
     cases = [("A red kite flew over the old bridge", page, 3),
              ("A red kite flew under the bridge", page, 3), ("The end", "it was the end of it", 5),
              ("go go go on", "go go on", 2), ("x y", "a b c", 2),
-             ("the old bridge", "the old", 4)]
+             ("the old bridge", "the old", 4), ("red kite", "A Red Kite flew", 2),
+             ("go go go up", "go go on", 2), ("a red", "a reddish kite", 2)]
     _grade(containment, share, cases, {
         "that is the Jaccard similarity": lambda t, d, n: share(t, d, n, lambda x, y: len(x | y)),
         "divide by the test's runs, not the document's":
             lambda t, d, n: share(t, d, n, lambda x, y: len(y)),
         "a short test is compared by its own length": lambda t, d, n: share(t, d, n, own=False),
-        "lower case": lambda t, d, n: share(t, d, n, lower=False),
+        "lower case": lambda t, d, n: share(t, d, n, lower=(False, True)),
+        "the document in lower case, too": lambda t, d, n: share(t, d, n, lower=(True, False)),
+        "a run counts once":
+            lambda t, d, n: listed(t, d, n, list, lambda r, d: r in runs(d, len(r))),
+        "whole words, not parts of words":
+            lambda t, d, n: listed(t, d, n, set, lambda r, d: " ".join(r) in d.lower()),
         "that is single words": lambda t, d, n: share(t, d, 1),
         "say how much, not whether": lambda t, d, n: float(share(t, d, n) > 0),
         "all or nothing is too strict": lambda t, d, n: float(share(t, d, n) == 1),

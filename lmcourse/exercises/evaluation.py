@@ -11,12 +11,14 @@ __all__ = ['check_bits_per_byte', 'check_windows', 'check_ceiling', 'check_score
 # %% ../../nbs/12_evaluation/12z_evaluation.ipynb #abbd0fff
 import math
 from collections.abc import Callable
+import numpy as np
 from ..evaluation.oracle import ceiling as ceiling_of
 from ..evaluation.perplexity import Perplexity, stride_windows
 from ..tools.grading import run_answer, short, short_args
 
 # %% ../../nbs/12_evaluation/12z_evaluation.ipynb #63bbf12a
 def _same(got, right)->bool: # Equal in kind and value; floats nearly
+    if isinstance(got, np.generic): got = got.item()
     if isinstance(right, (list, tuple)):
         return (isinstance(got, (list, tuple)) and len(got) == len(right)
                 and all(map(_same, got, right)))
@@ -95,12 +97,13 @@ def check_score(
 ):
     "Raise `AssertionError` unless chance is 0 and the ceiling is 1."
     _grade(score, lambda a, c, t: (a - c)/(t - c),
-           [(.6, .25, .9), (.25, .25, .8), (.9, .5, .9), (.1, .25, .7)], {
+           [(.6, .25, .9), (.25, .25, .8), (.9, .5, .9), (.1, .25, .7), (.95, .25, .9)], {
 "chance was left out": lambda a, c, t: a/t,
 "the ceiling was left out": lambda a, c, t: (a - c)/(1 - c),
 "the range is from chance to the ceiling": lambda a, c, t: (a - c)/t,
 "the ends are swapped": lambda a, c, t: (t - a)/(t - c),
 "a score below chance is negative": lambda a, c, t: max(0., (a - c)/(t - c)),
+"a score above the ceiling, by luck, is more than 1": lambda a, c, t: min(1., (a - c)/(t - c)),
 "that is the accuracy itself": lambda a, c, t: a})
 
 # %% ../../nbs/12_evaluation/12z_evaluation.ipynb #8610c286
@@ -116,10 +119,12 @@ def check_pick(
                   ([-4., -6.], [" fig", " strawberry"]), ([-5., -5.], [" yes", " yes"]),
                   ([-inf, -9.], [" a", " b"]), ([-8., -7., -9.], [" añééé", " abcd", " ab"]),
                   ([-3., -2.], [" x", " yyyyyy"]), ([-6., -5.], [" éé", " abc"]),
-                  ([-2., -30.], [" go", " slowly on"])]
+                  ([-2., -30.], [" go", " slowly on"]), ([-4., -10.], [" fig", " red apple"])]
     _grade(pick, right, cases, {
         "that is without the length": lambda p, t: best(p),
         "that is per character": lambda p, t: best([x/len(s) for x,s in zip(p, t)]),
+        "the space is a byte, too":
+            lambda p, t: best([x/len(s.strip().encode()) for x,s in zip(p, t)]),
         "the first among equals wins": lambda p, t: best([x/len(s.encode()) for x,s in zip(p, t)],
                                                          False),
         "that is the worst": lambda p, t: best([-x/len(s.encode()) for x,s in zip(p, t)]),
@@ -155,15 +160,18 @@ def check_clustered_error(
         mean, sums = sum(x)/len(x), {}
         for a,k in zip(x, c): sums[k] = sums.get(k, 0.) + a - mean
         return root(sum(map(square, sums.values())))/per(x)
+    def neighbours(c): # A new cluster wherever the next question belongs to another one
+        return [sum(a != b for a,b in zip(c[:k], c[1:k + 1])) for k in range(len(c))]
     def plain(x, c, less=1):
         return math.sqrt(sum((a - sum(x)/len(x))**2 for a in x)/(len(x) - less)/len(x))
     cases:list = [([1., 0., 1., 1., 0., 0.], ["a", "a", "b", "b", "c", "c"]),
                   ([1., 1., 0., 0.], [1, 1, 2, 2]), ([.5, 2., 4.], [3, 3, 7]),
-                  ([1., 0., 1., 1.], [0, 1, 2, 2])]
+                  ([1., 0., 1., 1.], [0, 1, 2, 2]), ([1., 1., 0., 1.], [0, 0, 1, 0])]
     _grade(clustered_error, right, cases, {
         "clusters were ignored": plain,
         "clusters were ignored: add up the deviations of a cluster before you square":
             lambda x, c: plain(x, c, 0),
+        "the questions of a cluster may be scattered": lambda x, c: right(x, neighbours(c)),
         "the root is missing": lambda x, c: right(x, c, root=lambda v: v),
         "divide by the number of questions, not of clusters":
             lambda x, c: right(x, c, per=lambda x: len({*c})),
@@ -208,21 +216,24 @@ def check_calibration_error(
     calibration_error:Callable, # `calibration_error(confidence, right, bins)` gives a number
 ):
     "Raise `AssertionError` unless bins are weighted by their answers."
-    def error(c, r, n, gap=abs, weigh=True, last=True):
+    def error(c, r, n, gap=abs, weigh=True, bin=int, last=True):
         groups:dict = {}
         for x,y in zip(c, r):
-            groups.setdefault(min(int(x*n), n - 1) if last else int(x*n), []).append((x, y))
+            groups.setdefault(min(bin(x*n), n - 1) if last else bin(x*n), []).append((x, y))
         gaps = [(sum(x for x,_ in g)/len(g) - sum(y for _,y in g)/len(g), len(g))
                 for g in groups.values()]
         return sum(gap(v)*(k/len(c) if weigh else 1/len(gaps)) for v,k in gaps)
     cases:list = [([1., .6, .55, .6], [0, 0, 1, 1], 2), ([.9, .95, 1., .2], [1, 0, 1, 0], 2),
                   ([.1, .4, .4, .8], [0, 1, 0, 1], 4), ([1., .99, .6], [1, 0, 1], 10),
-                  ([.5, .5], [1, 0], 1)]
+                  ([.5, .5], [1, 0], 1), ([.5, .3, .7], [1, 1, 0], 2)]
     _grade(calibration_error, error, cases, {
         "the bins have weights, their shares of the answers": lambda *a: error(*a, weigh=False),
         "a gap has no sign": lambda *a: error(*a, gap=lambda v: v),
         "gaps are not squared": lambda *a: error(*a, gap=lambda v: v*v),
         "1.0 goes to the last bin": lambda *a: error(*a, last=False),
+        "int cuts, don't round": lambda *a: error(*a, bin=round),
+        "a bin contains its lower end, not its upper one":
+            lambda *a: error(*a, bin=lambda v: max(0, math.ceil(v) - 1)),
         "that is one bin": lambda c, r, n: error(c, r, 1),
         "that is without bins": lambda c, r, n: sum(abs(x - y) for x,y in zip(c, r))/len(c),
         "that is the Brier score": lambda c, r, n: sum((x - y)**2 for x,y in zip(c, r))/len(c)})
@@ -311,7 +322,8 @@ def check_overlap(
     cases:list = [("a fig and a plum and a fig and a pear and a pear", "she had a fig and a plum",
                    2), ("one two three four", "two three four five six seven", 3),
                   ("x y", "y x", 2), ("go go go stop", "go go", 1),
-                  ("the cat sat on the mat", "the cat sat on the mat today", 4)]
+                  ("the cat sat on the mat", "the cat sat on the mat today", 4),
+                  ("a red fig plum", "a red figure", 2), ("A fig", "a fig", 2)]
     _grade(overlap, right, cases, {
         "runs of words, not of letters":
             lambda t, s, n: len(letters(t, n) & letters(s, n))/len(letters(t, n)),
@@ -321,6 +333,9 @@ def check_overlap(
         "a share of the text's runs, not of all":
             lambda t, s, n: len({*runs(t, n)} & {*runs(s, n)})/len({*runs(t, n)} | {*runs(s, n)}),
         "runs, not single words": lambda t, s, n: right(t, s, 1),
+        "whole words, not parts of words":
+            lambda t, s, n: sum(" ".join(r) in s for r in {*runs(t, n)})/len({*runs(t, n)}),
+        "capital letters count": lambda t, s, n: right(t.lower(), s.lower(), n),
         "a share, not a number of runs": lambda t, s, n: len({*runs(t, n)} & {*runs(s, n)}),
         "that is the share that is new": lambda t, s, n: 1 - right(t, s, n)})
 
