@@ -106,6 +106,19 @@ def test_masked_tokens_change_nothing_whatever_their_log_probs_are(level, averag
     assert found(now, old, ref) == found(0., 0., 0.)
 
 
+@pytest.mark.parametrize("hidden", [math.nan, math.inf])
+def test_masked_values_change_no_loss(hidden):
+    def found(last):
+        v, old, goal = (torch.tensor([[x, last]]) for x in (.5, .1, 1.))
+        loss = value_loss(v.requires_grad_(), old, goal, torch.tensor([[1, 0]]))
+        return loss.item(), torch.autograd.grad(loss, v)[0].tolist()
+    assert found(hidden) == found(0.)
+
+
+def test_whole_numbers_are_rewards_too():
+    for f in (rloo_advantages, group_advantages): assert torch.equal(f(torch.tensor([1, 0, 0]), 3), f(torch.tensor([1., 0., 0.]), 3))
+
+
 @pytest.mark.parametrize("lam", [0., .3, 1.])
 def test_gae_row_by_row(lam):
     g = torch.Generator().manual_seed(0)
@@ -143,7 +156,7 @@ L, M = torch.zeros(4, 3), torch.ones(4, 3)
 BAD = [(lambda: rloo_advantages(torch.ones(4), 1), "a group of one"), (lambda: group_advantages(torch.ones(5), 2), "a multiple of 2"), (lambda: group_advantages(torch.tensor([1., float("nan")]), 2), "a reward is nan"),
        (lambda: mixed_groups(torch.ones(0), 2), "(0,) rewards"), (lambda: compute_naive_policy_gradient_loss(torch.ones(4), L), "advantages (4,)"), (lambda: clipped_loss(M, L, L[:2]), "(2, 3)"), (lambda: clipped_loss(M, L, L, -.1), "clip by -0.1"),
        (lambda: compute_policy_gradient_loss(L, "grpo-clip"), "'grpo-clip'"), (lambda: compute_policy_gradient_loss(L, "reinforce_with_baseline", raw_rewards=M), "needs advantages"), (lambda: grpo_loss(M, L, L, 0*M), "a response has no tokens"),
-       (lambda: grpo_loss(M, L, L, M, average="constant", max_length=0), "needs max_length, got 0"), (lambda: grpo_microbatch_train_step(L, M, 0, "no_baseline", M), "steps = 0"), (lambda: gae(L, L, M, 1.1), "gamma = 1.1"),
+       (lambda: grpo_loss(M, L, L, M, average="constant", max_length=0), "max_length = 0"), (lambda: grpo_loss(M, L, L, M, average="constant", max_length=-5), "max_length = -5"), (lambda: grpo_microbatch_train_step(L, M, 0, "no_baseline", M), "steps = 0"), (lambda: gae(L, L, M, 1.1), "gamma = 1.1"),
        (lambda: token_rewards(L[:, 0], L, L, 0*M.bool(), 1.), "no tokens"), (lambda: value_loss(L, L, L, 0*M), "no token")]
 
 

@@ -93,6 +93,50 @@ def test_stopped_between_two_steps_it_goes_on_with_the_same_bits(kind, little, t
     assert all(torch.equal(a, b) for a, b in zip(whole.model.parameters(), again.model.parameters()))
 
 
+def test_each_step_of_a_run_that_was_killed_has_a_line(little, tmp_path):
+    "However seldom it measures, and where batches are made ahead."
+    for name, more in (("plain", {}), ("ahead", dict(staleness=1))):
+        run, train = tmp_path/name, replace(little, steps=5, checkpoint_every=2)
+        killed = new_alignment(run, "rl", settings_of("rl", tmp_path) | more, train)
+        for _ in range(3):
+            killed.train_step()
+            if killed.step == 2: killed.save(run)
+        killed.batches.close()
+        align_to_the_end(open_alignment(run), run, tests=2)
+        lines = [json.loads(line) for line in (run/"rollouts.jsonl").read_text().splitlines()]
+        assert [line["step"] for line in lines] == [0, 1, 2, 3, 4] and lines[0].keys() >= {"reward", "gold", "kl"}
+
+
+@pytest.mark.parametrize("kind", ["dpo", "rl"])
+def test_a_run_goes_on_from_another_working_directory(kind, little, tmp_path, monkeypatch):
+    monkeypatch.chdir(Path(little.init_from).parent)
+    write_pairs(tmp_path/"pairs.jsonl")
+    more = dict(reference="model") if kind == "dpo" else {}
+    new_alignment(tmp_path/"run", kind, settings_of(kind, tmp_path) | more, replace(little, init_from="model"))
+    monkeypatch.chdir(tmp_path)
+    assert open_alignment(tmp_path/"run").step == 0
+
+
+def test_what_the_reference_of_dpo_has_no_room_for_is_rejected_before_there_is_a_folder(little, tmp_path, monkeypatch):
+    tokenizer = load_model()[1]
+    save_model(tmp_path/"small", TransformerLM(ModelConfig(vocab_size=tokenizer.vocab_size, context_length=32, d_model=16, d_ff=32, num_layers=1, num_heads=2)), tokenizer, TrainConfig(), {})
+    write_pairs(tmp_path/"pairs.jsonl")
+    monkeypatch.setattr(runs, "own_pairs", None)                            # Nothing is written by the model
+    for given, words in ((settings_of("dpo", tmp_path), "tokens to read, the model takes 32"), ({}, "prompts with their responses need 58 tokens, the model takes 32")):
+        with pytest.raises(ValueError, match=words): new_alignment(tmp_path/"run", "dpo", given | dict(reference=str(tmp_path/"small")), little)
+    assert not (tmp_path/"run").exists()
+
+
+def test_the_prompts_of_all_steps_have_room(little, tmp_path):
+    "In the second step of this seed comes a prompt that is longer than the first 100."
+    task, tokenizer = verifiable_task("easy-problems"), load_model()[1]
+    def longest(n, seed): return max(len(tokenizer.encode(p)) for p in task.prompts(n, seed))
+    seed = next(s for s in range(999) if longest(8, 1_000_000*(s + 1) + 1) > longest(100, 1_000_000*(s + 1)))
+    settings = dict(task=task.name, prompts=8, group_size=2, max_tokens=95 - longest(100, 1_000_000*(seed + 1)))
+    with pytest.raises(ValueError, match="prompts with max_tokens = .* need 9[7-9] tokens, the model takes 96"): new_alignment(tmp_path/"run", "rl", settings, replace(little, seed=seed))
+    assert not (tmp_path/"run").exists()
+
+
 def test_dpo_measures_pairs_and_writes_them_down(little, tmp_path):
     pairs = write_pairs(tmp_path/"pairs.jsonl")
     trainer = new_alignment(tmp_path/"dpo", "dpo", settings_of("dpo", tmp_path), little)
@@ -107,7 +151,7 @@ def test_dpo_measures_pairs_and_writes_them_down(little, tmp_path):
 def test_a_line_of_pairs_ends_only_where_json_lines_end(tmp_path):
     pairs = [dict(prompt="a\u2028b\u2029", chosen="c\x85d", rejected=""), dict(prompt="e", chosen="f", rejected="g")]
     for line_end in ("\n", "\r\n"):
-        (tmp_path/"pairs.jsonl").write_bytes("".join(json.dumps(p, ensure_ascii=False) + line_end for p in pairs).encode())
+        (tmp_path/"pairs.jsonl").write_bytes("".join(json.dumps(p, ensure_ascii=False) + line_end for p in pairs).encode("utf-8-sig")) # With the mark that Windows likes to put first
         assert read_pairs(tmp_path/"pairs.jsonl") == pairs
 
 
@@ -195,7 +239,6 @@ def test_own_pairs_are_judged_by_the_task(monkeypatch):
 def test_lines_replace_those_of_the_same_step_and_later_ones(tmp_path):
     note_steps(tmp_path/"a", [dict(step=k) for k in range(6)])
     note_steps(tmp_path/"a", [dict(step=2, new=1), dict(step=3, new=1)])
-    note_steps(tmp_path/"a", [])                                            # A run that was killed after its last step has nothing to add
     assert [json.loads(line) for line in (tmp_path/"a").read_text().splitlines()] == [dict(step=0), dict(step=1), dict(step=2, new=1), dict(step=3, new=1)]
 
 
@@ -212,7 +255,7 @@ def test_new_alignment_refuses_before_any_sampling(tmp_path, monkeypatch):
     ("rl a --kl -1", "kl = -1"), ("rl a --algorithm ppo", "ppo"), ("rl a --init-from nowhere", "nowhere: no run folder"), ("sft a --slip 1", "slip = 1"),
     ("dpo a --resume b", "dpo needs either"), ("dpo a --beta 0", "beta = 0"), ("dpo a --sft-weight -1", "sft_weight = -1"), ("dpo a --pairs nowhere", "nowhere: no such file"), ("dpo a --group-size 1", "group_size = 1"),
     ("dpo a --pairs equal.jsonl", "equal.jsonl: line 2: chosen and rejected are equal, ' b'"), ("dpo a --pairs part.jsonl", "part.jsonl: line 1 has no text 'rejected'"), ("dpo a --pairs empty.jsonl", "empty.jsonl: no pairs"),
-    ("dpo a --pairs text.jsonl", "text.jsonl: line 1 is not JSON"), ("dpo a --pairs few.jsonl", "1 pairs, expected a batch of 16"), ("dpo a --pairs long.jsonl", "pair 1 has"), ("dpo a --pairs few.jsonl --reference other", "reference = other: its tokenizer is"),
+    ("dpo a --pairs text.jsonl", "text.jsonl: line 1 is not JSON"), ("dpo a --pairs latin.jsonl", "latin.jsonl: line 2 is not JSON"), ("dpo a --pairs few.jsonl", "1 pairs, expected a batch of 16"), ("dpo a --pairs long.jsonl", "pair 1 has"), ("dpo a --pairs few.jsonl --reference other", "reference = other: its tokenizer is"),
     ("dpo a --pairs few.jsonl --reference nowhere", "nowhere"), ("dpo a --pairs few.jsonl --shard", "model in parts"), ("rl a --init-from other", "the model takes 32"),
     ("sft a --init-from other", "the model takes 32"),
     ("sft a --task poems", "poems"), ("rl a --task problems --reward mentions", "reward = 'mentions' with task = 'problems'"),
@@ -227,6 +270,7 @@ def test_a_mistake_is_one_line_before_any_work(words, message, tmp_path, monkeyp
     for name, pairs in dict(equal=[pair, pair | dict(rejected=" b")], part=[dict(prompt="a", chosen=" b")], empty=[], few=[pair], long=[pair | dict(chosen=" Ella"*999)]).items():
         Path(f"{name}.jsonl").write_text("".join(json.dumps(p) + "\n" for p in pairs))
     Path("text.jsonl").write_text("a\n")
+    Path("latin.jsonl").write_bytes(Path("few.jsonl").read_bytes() + '{"prompt": "\xe9"}'.encode("latin-1"))
     if "other" in words:                                                    # A small model with another tokenizer
         tokenizer = Tokenizer.train(["Ella the mule, an orange cap: "*20], 270)
         save_model("other", TransformerLM(ModelConfig(vocab_size=tokenizer.vocab_size, context_length=32, d_model=16, d_ff=32, num_layers=1, num_heads=2)), tokenizer, TrainConfig(), {})

@@ -2,6 +2,7 @@
 import math
 import re
 from itertools import islice
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -116,6 +117,17 @@ def test_another_process_makes_the_same_batches():
     finally: batches.close()
     first, second = (prepare_job(job, *how)[0][0] for job in (0, 1))
     assert first.shape != second.shape or (first != second).any()
+
+
+def test_data_that_were_half_prepared_are_prepared_to_the_end(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(Path(__file__).parents[1]/"tools")
+    import distillation_runs
+    def prepare(words, **how): raise InterruptedError(words[3])
+    monkeypatch.setattr(distillation_runs.subprocess, "run", prepare)
+    (tmp_path/"data").mkdir()
+    for name in ("prepare.part", "train.json"):                             # Both are there at the end of `prepare`
+        (tmp_path/"data"/name).touch()
+        with pytest.raises(InterruptedError, match="prepare"): distillation_runs.main(tmp_path)
 
 
 def test_a_stopped_run_goes_on_alike(tmp_path):

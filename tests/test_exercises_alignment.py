@@ -110,7 +110,7 @@ def clip_by_cases(a, n, o, c):
 
 CLIP = [(lambda a, n, o, c: clip(a, (n/o).log(), 0*o, c), "not of their logarithms"), (lambda a, n, o, c: clip(a, o, n, c), "upside down"), (lambda a, n, o, c: (-torch.maximum((n - o).exp()*a, (n - o).exp().clamp(1 - c, 1 + c)*a), {}), "smaller gain"),
         (lambda a, n, o, c: (-clip(a, n, o, c)[0], {}), "needs a minus"), (lambda a, n, o, c: (-(n - o).exp()*a, {}), "clip is missing"), (lambda a, n, o, c: (-(n - o).exp().clamp(1 - c, 1 + c)*a, {}), "wrong way"),
-        (lambda *a: clip(*a)[0], "a loss and a dict"), (lambda *a: (clip(*a)[0].mean(), {}), "expected")]
+        (lambda *a: clip(*a)[0], "a loss and a dict"), (lambda *a: (clip(*a)[0].mean(), {}), "expected"), (lambda *a: (clip(*a)[0].detach(), {}), "no gradient"), (lambda a, n, o, c: (clip(a, n, o, c)[0].detach() + n - n.detach(), {}), "gradient")]
 
 
 # 7. A masked mean
@@ -132,7 +132,7 @@ MASKED = [(along(lambda x, m, d: (x*m).mean(d)), "number of elements"), (along(l
 
 # 8. A micro-batch
 
-def step(x, mask, n, kind, raw=None, a=None, old=None, c=None, average=lambda l, m: masked(l, m, 1).mean(), scale=True, back=True):
+def step(x, mask, n, kind, raw=None, a=None, old=None, c=None, average=lambda l, m: masked(l, m, 1).mean(), scale=True, back=True, clip=clip):
     loss = clip(a, x, old, c)[0] if kind == "grpo_clip" else naive(raw if kind == "no_baseline" else a, x)
     total = average(loss, mask)/(n if scale else 1)
     if back: total.backward()
@@ -152,7 +152,15 @@ def step_row_by_row(x, mask, n, kind, raw, a, old, c):
 
 STEP = [(lambda *a: step(*a, scale=False), "gradient_accumulation_steps"), (lambda *a: step(*a, back=False), "backward pass"), (lambda *a: step(*a, average=masked), "each response first"), (lambda *a: step(*a, average=lambda l, m: (l*m).mean()), "tokens that count"),
         (lambda *a: step(*a, average=lambda l, m: l.mean()), "mask is missing"), (lambda *a: step(*a, average=lambda l, m: masked(l, m, 1).sum()), "over responses, not the sum"), (lambda *a: step(*a, average=lambda l, m: (l*m).sum(1).mean()), "over tokens, not the sum"),
-        (lambda *a: step(*a)[0], "a loss and a dict")]
+        (lambda *a: step(*a)[0], "a loss and a dict"), (lambda *a: step(*a, clip=between(0, math.inf)), "clip is missing"), (lambda *a: step(*a, clip=between(0, 1.2)), "clip below, too"),
+        (lambda *a: step(*a, clip=between(.8, math.inf)), "clip above, too"), (lambda *a: step(*a, clip=lambda *b: (-b[0]*(b[1] - b[2]).exp().clamp(.8, 1.2), {})), "expected")]
+
+
+def between(low, high): # The clipped loss with bounds of its own
+    def f(a, n, o, c):
+        ratio = (n - o).exp()
+        return -torch.minimum(ratio*a, ratio.clamp(low, high)*a), {}
+    return f
 
 
 # 9. GAE
@@ -195,11 +203,12 @@ def dpo_of_whole_texts(lm, ref, tokenizer, beta, prompt, good, bad):
         ids = torch.tensor([tokenizer.encode(prompt + text) + [tokenizer.end_of_text]])
         return -F.cross_entropy(m(ids)[0, :-1], ids[0, 1:], reduction="sum")
     margin = beta*(whole(lm, good) - whole(lm, bad) - whole(ref, good) + whole(ref, bad))
-    return math.log1p(math.exp(-margin.item()))
+    return torch.log1p(torch.exp(-margin))
 
 
 DPO = [(lambda *a: dpo(*a, end=False), "end token"), (lambda *a: dpo(*a, shift=0), "token after it"), (lambda lm, ref, *a: dpo(lm, lambda ids: torch.zeros(1, ids.shape[1], 6).double(), *a[:2], a[2], *a[3:]), "expected"), (lambda *a: dpo(*a[:5], a[6], a[5]), "swapped"),
-       (lambda *a: dpo(*a, mean=True), "don't average"), (lambda lm, ref, t, b, *a: dpo(lm, ref, t, 1., *a), "beta is missing"), (lambda *a: -dpo(*a), "needs a minus"), (lambda *a: 1 - (-dpo(*a)).exp(), "logarithm is missing")]
+       (lambda *a: dpo(*a, mean=True), "don't average"), (lambda lm, ref, t, b, *a: dpo(lm, ref, t, 1., *a), "beta is missing"), (lambda *a: -dpo(*a), "needs a minus"), (lambda *a: 1 - (-dpo(*a)).exp(), "logarithm is missing"),
+       (torch.no_grad()(dpo), "no gradient"), (lambda *a: dpo(*a).item(), "expected a tensor")]
 
 
 # 11. Best of n

@@ -143,6 +143,26 @@ def test_the_engine_draws_nothing_from_logits_that_are_no_numbers(device, temper
     with pytest.raises(ValueError, match="expected none below 0 and sums of 1"): Engine(model, 8, 16, 2, 32).run([Request((1, 2, 3), 4, temperature=temperature)])
 
 
+@on_both
+def test_stories_are_judged_wherever_the_policy_is(device, tmp_path):
+    from itertools import islice
+
+    from lmcourse.alignment.briefs import Demonstrators
+    from lmcourse.alignment.rl import slot_confidence
+    from lmcourse.alignment.stories import StoryRlConfig, start_story_rl
+    from lmcourse.tools.stories import Stories
+    from lmcourse.training.data import TokenDataset, write_tokens
+    from lmcourse.training.models import load_model
+    tokenizer, pairs = load_model()[1], list(islice(Demonstrators(0., 9), 2))
+    write_tokens(tmp_path/"valid", islice(Stories(1), 2), tokenizer, "stories")
+    model = TransformerLM(replace(MODEL, vocab_size=tokenizer.vocab_size))
+    trainer = start_story_rl(model, tokenizer, StoryRlConfig("choices", 4, 2), TrainConfig(steps=1, device=device), TokenDataset.open(tmp_path/"valid"))
+    loss = trainer.train_step()
+    trainer.batches.close()
+    found = slot_confidence(trainer.model, tokenizer, pairs)
+    assert math.isfinite(loss) and trainer.device.type == device and all(0 < m["confidence"] < 1 for m in found["kind"]) and found["kind"]
+
+
 @pytest.mark.cuda
 def test_products_in_tf32_are_rounded_and_only_within_the_block():
     a = torch.randn(512, 512, device="cuda")

@@ -60,7 +60,8 @@ EXAMPLE = dict(options=["Paris", "a national holiday", "42", "all of them"])
     ("The correct answer is B. There are many of them.", "B"), ("Answer: C", "C"), ("the answer is (D).", "D"), ("answer is: A", "A"), ("A", "A"), (" b", None), ("**C**", "C"), ("(A) because", "A"), ("D) all", "D"),
     ("A good question.", None), ("A national day? No: the answer is D", "D"), ("The answer is A. No, the answer is C.", "C"), ("It must be Paris!", "A"), ("Parisian", None), ("Paris, or all of them", None), ("", None), ("Clearly 42.", "C"), ("142", None),
     ("The answer is Alabama", None), ("The answer is B's", None), ("Because", None),
-    ("The answer is B and not 42.", "B"), ("The answer is B and it is not Paris.", "B"), ("The answer is A or B.", None), ("The answer is (A) or (B).", None), ("The answer is **C** and **D**", None)])
+    ("The answer is B and not 42.", "B"), ("The answer is B and it is not Paris.", "B"), ("The answer is A or B.", None), ("The answer is (A) or (B).", None), ("The answer is **C** and **D**", None),
+    ("The answer is A, B or C.", None), ("The answer is A & B", None), ("The answer is (B)/(C).", None), ("The answer is A, or B.", None), ("The answer is B, not A.", "B"), ("The answer is B, since it has to.", "B")])
 def test_letters(text, letter): assert parse_mmlu_response(EXAMPLE, text) == letter
 
 
@@ -70,16 +71,16 @@ def test_letters(text, letter): assert parse_mmlu_response(EXAMPLE, text) == let
 def test_numbers(text, number): assert parse_gsm8k_response(text) == number
 
 
-@pytest.mark.parametrize("text, words", [("{", "line 1 is not JSON"), ('{"prompt": "a"}', "line 1 has no text 'response'"), ('{"prompt": "a", "response": "b"}\n[]', "line 2 has no text 'prompt'"), ('{"prompt": 1, "response": "b"}', "no text 'prompt'")])
+@pytest.mark.parametrize("text, words", [("{", "line 1 is not JSON"), ('{"prompt": "a", "response": "b"}\n{"prompt": "\xe9", "response": "b"}', "line 2 is not JSON"), ('{"prompt": "a"}', "line 1 has no text 'response'"), ('{"prompt": "a", "response": "b"}\n[]', "line 2 has no text 'prompt'"), ('{"prompt": 1, "response": "b"}', "no text 'prompt'")])
 def test_what_is_no_conversation(tmp_path, text, words):
-    (tmp_path/"data.jsonl").write_text(text)
+    (tmp_path/"data.jsonl").write_text(text, encoding="latin-1")
     with pytest.raises(ValueError, match=re.escape(words)): read_conversations(tmp_path/"data.jsonl")
 
 
 @pytest.mark.parametrize("line_end", ["\n", "\r\n"])
 def test_a_line_ends_only_where_json_lines_end(tmp_path, line_end):
     pairs = [dict(prompt="a\u2028b\u2029", response="c\x85d"), dict(prompt="e", response="f")]
-    (tmp_path/"data.jsonl").write_bytes(line_end.join(json.dumps(p, ensure_ascii=False) for p in pairs).encode() + line_end.encode())
+    (tmp_path/"data.jsonl").write_bytes(line_end.join(json.dumps(p, ensure_ascii=False) for p in pairs).encode("utf-8-sig") + line_end.encode())
     assert read_conversations(tmp_path/"data.jsonl") == pairs
 
 

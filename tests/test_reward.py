@@ -29,9 +29,10 @@ def test_features_are_weighted():
 def test_the_fit_has_no_gradient_left():
     rng = np.random.default_rng(1)
     won, lost = draw_pairs(torch.arange(5.), torch.tensor([.4, .3, .1, .1, .1]), 500, rng)
-    scores = fit_rewards(torch.eye(5), won, lost, 1e-9).requires_grad_()
-    loss = preference_loss(scores[won], scores[lost])
-    assert torch.autograd.grad(loss, scores)[0].abs().max() < 1e-6
+    for ridge in (1e-9, .1):
+        scores = fit_rewards(torch.eye(5), won, lost, ridge).requires_grad_()
+        loss = preference_loss(scores[won], scores[lost]) + ridge*(scores**2).sum()/2
+        assert torch.autograd.grad(loss, scores)[0].abs().max() < 1e-6
 
 
 def test_loss_by_hand_and_its_gradient():
@@ -61,3 +62,4 @@ def test_lengths_outside_the_row_are_rejected(lengths):
 def test_pairs_that_make_no_sense_are_rejected():
     for a, b in ((torch.zeros(2), torch.zeros(3)), (torch.zeros(0), torch.zeros(0))):
         with pytest.raises(ValueError, match="expected equal numbers, at least one"): preference_loss(a, b)
+    with pytest.raises(ValueError, match="0 pairs"): fit_rewards(torch.eye(2), *torch.zeros(2, 0).long())

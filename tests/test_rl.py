@@ -1,6 +1,8 @@
 "Reinforcement learning on briefs: batches, the gradient, going on bit by bit, and what is rejected."
 from dataclasses import replace
 from itertools import islice
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -8,6 +10,7 @@ torch = pytest.importorskip("torch")
 
 from lmcourse.alignment.briefs import SLOTS, Demonstrators, brief_prompts, prompt_words
 from lmcourse.alignment.rl import ALGORITHMS, REWARDS, RlConfig, RolloutBatches, imitation_weights, measure_policy, policy_objective, resume_rl, slot_confidence, start_rl
+from lmcourse.alignment.rollouts import AsyncBatches
 from lmcourse.alignment.sft import get_response_log_probs
 from lmcourse.architecture.transformer_torch import TransformerLM
 from lmcourse.tools.config import ModelConfig, TrainConfig
@@ -128,6 +131,42 @@ def test_confidence_is_read_off_where_a_word_of_the_prompt_comes_again():
         assert len(expected) == len(found[slot]) > 5
         for (confidence, right, nats), got in zip(expected, found[slot]):
             assert got["confidence"] == pytest.approx(confidence, abs=1e-5) and got["right"] == right and got["nats"] == pytest.approx(nats, abs=1e-4)
+
+
+def test_confidence_is_measured_on_the_device_of_the_model():
+    "The meta device stands in for a GPU: only where the rows are is looked at."
+    asked, model, pairs = [], torch.nn.Linear(1, 1, device="meta"), list(islice(Demonstrators(0., 9), 1))
+    def answer(ids):
+        asked.append(ids.device.type)
+        return torch.zeros(*ids.shape, TOKENIZER.vocab_size)
+    model.forward = answer
+    assert slot_confidence(model, TOKENIZER, pairs)["kind"] and asked == ["meta"]
+
+
+def test_a_policy_is_measured_on_at_least_one_prompt():
+    with pytest.raises(ValueError, match="no prompts"): measure_policy(small(0), TOKENIZER, [])
+
+
+@pytest.mark.parametrize("staleness", [0, 2])
+def test_a_trainer_that_trained_on_goes_back_to_its_checkpoint(staleness):
+    batches = AsyncBatches(lambda model, step: step, torch.nn.Linear(1, 1), staleness)
+    assert [next(batches) for _ in range(3)] == [0, 1, 2]
+    resume_rl(SimpleNamespace(batches=batches, step=1, resume=lambda run: None), "run")
+    assert [next(batches) for _ in range(3)] == [1, 2, 3]
+    batches.close()
+
+
+def test_the_runs_of_the_course_measure_the_policy_that_they_end_with(monkeypatch):
+    "Also where the time is up between two measurements."
+    monkeypatch.syspath_prepend(Path(__file__).parents[1]/"tools")
+    import alignment_runs
+    times = iter(range(99))
+    monkeypatch.setattr(alignment_runs, "measure_policy", lambda *args: {})
+    monkeypatch.setattr(alignment_runs.time, "process_time", lambda: next(times))
+    trainer = SimpleNamespace(train_step=lambda: None, model=None, batches=None)
+    for limit, steps in ((dict(cpu_s=12.), [0, 10, 13]), ({}, [0, 10, 20, 25])):
+        assert alignment_runs.curve(trainer, 25, None, None, row := dict(limit)) == steps[-1]
+        assert [c["step"] for c in row["curve"]] == steps
 
 
 def test_processes_share_prompts_only_where_they_can():

@@ -36,6 +36,11 @@ def test_tokens_labels_and_mask_by_hand():
     assert found["response_mask"].tolist() == [[False, True, False], [True, True, True]]
 
 
+def test_a_row_without_a_prompt_is_all_response():
+    rows = [([1, 2, 3], 0)]
+    assert padded_rows(rows, 9)["response_mask"].tolist() == pack_rows(rows, 2, 9)["response_mask"].tolist() == [[True, True]]
+
+
 def test_log_probs_are_measured_with_the_products_of_training(monkeypatch):
     within, model = [], TransformerLM(CONFIG)
     monkeypatch.setattr(sft, "tf32_products", recorder(within))
@@ -81,6 +86,9 @@ def test_micro_batches_give_the_gradient_of_the_batch(pieces):
 def test_entropy_and_normalize():
     logits = torch.tensor([[0., 0., 0.], [1e4, 0., 0.], [-1e4, 0., 0.]], dtype=torch.float64)
     assert torch.allclose(compute_entropy(logits), torch.tensor([3., 1., 2.], dtype=torch.float64).log())
+    barred = torch.tensor([0., 0., -torch.inf], requires_grad=True)         # An impossible token
+    assert compute_entropy(barred).item() == pytest.approx(torch.tensor(2.).log().item())
+    assert torch.autograd.grad(compute_entropy(barred), barred)[0].abs().max() < 1e-6
     x, mask = torch.tensor([[1., float("inf")], [2., 3.]]), torch.tensor([[1, 0], [1, 1]])
     assert masked_normalize(x, mask, 3.) == 2 and masked_normalize(x, mask, 1., 0).tolist() == [3, 3]
 

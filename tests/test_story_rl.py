@@ -8,13 +8,14 @@ from itertools import islice
 import pytest
 
 torch = pytest.importorskip("torch")
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lmcourse.alignment.briefs import template_distance
 from lmcourse.alignment.rl import resume_rl
 from lmcourse.alignment.rollouts import Rollout
 from lmcourse.alignment.sft import get_response_log_probs
 from lmcourse.alignment.stories import (STORY_OPENINGS, STORY_PLOTS, StoryBatches, StoryRlConfig, credit_loss, credit_weights, first_mistake, measure_writer,
-                                         start_story_rl, story_grammar, story_opening, story_plot, story_sampler, write_stories, wrong_choices)
+                                         start_story_rl, story_grammar, story_opening, story_plot, story_sampler, used_columns, write_stories, wrong_choices)
 from lmcourse.architecture.transformer_torch import TransformerLM
 from lmcourse.tools.config import ModelConfig, TrainConfig
 from lmcourse.tools.stories import Stories
@@ -131,6 +132,19 @@ def test_wrong_choices_are_those_that_the_grammar_rules_out():
     assert seen > 1
 
 
+def test_wrong_choices_and_columns_are_found_wherever_the_model_is():
+    "Only where tensors are is looked at: the meta device stands in for a GPU, and fake tensors for its own."
+    asked, model = [], torch.nn.Linear(1, 1, device="meta")
+    def answer(ids):
+        asked.append(ids.device.type)
+        return torch.zeros(*ids.shape, TOKENIZER.vocab_size)
+    model.forward = answer
+    assert wrong_choices(model, TOKENIZER, rollout("Once"), None).device.type == "cpu" and asked == ["meta"]
+    with FakeTensorMode():
+        weights, wrong = torch.ones(2, 5, device="cuda"), torch.ones(2, 5, 3, device="cuda")
+        assert used_columns(weights, wrong).device.type == "cuda"
+
+
 def test_right_stories_are_praised_beside_wrong_ones():
     make = StoryBatches(PRETRAINED, TOKENIZER, StoryRlConfig("prefix", stories=10, anchors=0))
     ids, _, weights, _ = make(PRETRAINED, 0)
@@ -195,7 +209,7 @@ def test_openings_and_plots_are_those_of_the_grammar():
     assert story_opening("The end.") == "other"
     plots = Counter(map(story_plot, TRUE))
     assert set(plots) <= set(STORY_PLOTS) and sum(plots.values()) == len(TRUE)
-    with pytest.raises(StopIteration): story_plot("The end.")
+    with pytest.raises(ValueError, match="'The end.'"): list(map(story_plot, ["The end."]))
 
 
 def test_shares_of_openings_are_compared_like_those_of_templates():
@@ -210,6 +224,7 @@ def test_a_writer_is_measured():
     assert 180 < found["tokens"] < 257 and .2 < found["entropy"] < .6
     stories = write_stories(story_sampler(PRETRAINED, TOKENIZER, 3), 6, .8, 3)    # Others computed together, the same stories
     assert [m for r in stories if (m := first_mistake(r, TOKENIZER)) is not None] == found["mistakes"]
+    with pytest.raises(ValueError, match="no stories"): measure_writer(PRETRAINED, TOKENIZER, 0)
 
 
 @pytest.mark.parametrize("fields, words", [

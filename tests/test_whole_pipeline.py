@@ -29,6 +29,7 @@ from lmcourse.tools.documents import END_OF_TEXT, documents
 from lmcourse.training.data import TokenDataset
 from lmcourse.training.models import load_model
 from lmcourse.training.runs import read_run
+from lmcourse.training.trainer import frozen_objects
 
 TOY = PipelineConfig(pages=100, vocab_size=1000, d_model=32, num_layers=1, base_steps=4, sft_steps=2, dpo_steps=2, rl_steps=1, tests=4, stories=8)
 WORDS = [w for k, v in vars(TOY).items() if v != getattr(PipelineConfig(), k) for w in (f"--{k.replace('_', '-')}", str(v))]
@@ -341,6 +342,7 @@ def test_a_stage_leaves_no_garbage_and_searches_nothing_old(tmp_path):
         node.me = node
         left.append(weakref.ref(node))
         assert [r() for r in left[:-1]] == [None]*(len(left) - 1) and gc.get_freeze_count() > frozen
+        with frozen_objects(): pass                                         # As a training does, which thaws all at its end
         (folder/"a").write_text("x")
     run_stages([Stage(n, work, (), {}, ("a",)) for n in "abc"], tmp_path/"p", say=lambda line: None)
     assert left[-1]() is None and gc.get_freeze_count() == 0

@@ -56,11 +56,12 @@ def curve(trainer, steps, tokenizer, reference, row, measure=True):
     "Train, and note what the policy does every few steps; CPU seconds are those of training, rollouts included."
     spent, row["curve"] = row.get("pairs_s", 0.), []
     for step in range(steps + 1):
-        if measure and (step % EVERY == 0 or step == steps):
+        done = step == steps or (row.get("cpu_s") and spent > row["cpu_s"])
+        if measure and (step % EVERY == 0 or done):
             found = measure_policy(trainer.model, tokenizer, TESTS, 7, reference)
             if hasattr(trainer.batches, "measure"): found |= trainer.batches.measure(trainer.model)
             row["curve"].append(dict(step=step, cpu_s=round(spent, 2)) | {k: round(v, 4) if isinstance(v, float) else v for k, v in found.items()})
-        if step == steps or (row.get("cpu_s") and spent > row["cpu_s"]): return spent
+        if done: return spent
         start = time.process_time()
         trainer.train_step()
         spent += time.process_time() - start

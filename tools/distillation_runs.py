@@ -13,8 +13,8 @@ from pathlib import Path
 import torch
 
 from lmcourse.alignment.distillation import start_distillation
-from lmcourse.alignment.stories import measure_writer, story_sampler, write_stories
-from lmcourse.app.cli import open_data
+from lmcourse.alignment.stories import measure_stories, story_sampler, write_stories
+from lmcourse.app.cli import begun, open_data
 from lmcourse.generation.generate import check_story, story_slips
 from lmcourse.tools.config import TrainConfig
 from lmcourse.tools.files import write_json
@@ -63,9 +63,9 @@ def distill(folder, name, valid):
 def judged(model, tokenizer, valid):
     "Loss; right stories at two temperatures; and which lists the wrong ones at 0.8 forget a word of."
     loss = evaluate(model, valid, model.config.context_length)
-    written = [measure_writer(model, tokenizer, WRITTEN, t) for t in (1., .8)]
-    texts = [r.response for r in write_stories(story_sampler(model, tokenizer, 128), WRITTEN, .8)]
-    slips = [name for t in texts if check_story(t)["form"] for name in story_slips(t)]
+    stories = {t: write_stories(story_sampler(model, tokenizer, 128), WRITTEN, t) for t in (1., .8)}
+    written = [dict(temperature=t) | measure_stories(model, tokenizer, some) for t, some in stories.items()]
+    slips = [name for r in stories[.8] if check_story(r.response)["form"] for name in story_slips(r.response)]
     return dict(excess=round(loss.excess, 5), error=round(loss.error, 5), slips={n: slips.count(n) for n in sorted(set(slips), key=slips.count, reverse=True)},
                 written=[{k: w[k] for k in ("temperature", "n", "right", "mistakes", "openings", "plots")} for w in written])
 
@@ -74,7 +74,7 @@ def main(folder):
     torch.set_num_threads(1)
     model, tokenizer = load_model(PRETRAINED)
     folder.mkdir(parents=True, exist_ok=True)
-    if not (folder/"data").exists():
+    if not (folder/"data"/"train.json").exists() or begun(folder/"data"):
         subprocess.run([sys.executable, "-m", "lmcourse", "prepare", "stories", "data", "--tokenizer", PRETRAINED, "--max-mb", "1"], cwd=folder, check=True)
     valid, rows = open_data(folder/"data")[1], []
     for name, (labels, steps, lr, seed, start, practice) in RUNS.items():

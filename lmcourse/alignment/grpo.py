@@ -136,8 +136,8 @@ def grpo_loss(
 )->Tensor: # Scalar
     "Compute a loss of the GRPO family. `ValueError` for an empty response or unknown option."
     if not (mask.sum(1) > 0).all(): raise ValueError("grpo_loss: a response has no tokens")
-    if average == "constant" and not max_length:
-        raise ValueError(f"average = 'constant' needs max_length, got {max_length}")
+    if average == "constant" and not (max_length or 0) > 0:
+        raise ValueError(f"average = 'constant' with max_length = {max_length}, expected above 0")
     if beta and ref_log_probs is None: raise ValueError(f"beta = {beta} needs ref_log_probs")
     log_probs = log_probs.masked_fill(~mask.bool(), 0.) # No NaN in its gradient
     moved = log_probs - old_log_probs.detach()

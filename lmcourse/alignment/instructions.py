@@ -47,10 +47,10 @@ def read_conversations(
     "Read conversations. `ValueError` names an incomplete line, `FileNotFoundError` a missing file."
     if not Path(path).is_file(): raise FileNotFoundError(f"{path}: no such file")
     found = []
-    with open(path, encoding="utf-8") as file: # `splitlines` would also split at U+2028
+    with open(path, "rb") as file: # Text that isn't UTF-8 is rejected with its line
         for n,line in enumerate(file, 1):
             try: pair = json.loads(line)
-            except json.JSONDecodeError: raise ValueError(f"{path}: line {n} is not JSON") from None
+            except ValueError: raise ValueError(f"{path}: line {n} is not JSON in UTF-8") from None
             for key in ("prompt", "response"):
                 if not isinstance(pair, dict) or not isinstance(pair.get(key), str):
                     raise ValueError(f"{path}: line {n} has no text {key!r}")
@@ -80,9 +80,11 @@ def parse_mmlu_response(
 )->str|None: # A letter, or None if unclear
     "Find a reply's choice: the last `answer is X`, else a label, else one option's words."
     letters = "ABCD"[:len(mmlu_example["options"])]
-    said = re.findall(rf"\b[Aa]nswer(?:\s+is\s*:?|\s*:)\s*[(\"'*]*([{letters}])(?![\w'])"
-                      rf"(?![)\"'*]*\s+(?:or|and)\s+[(\"'*]*[{letters}](?![\w']))", model_output)
-    if said: return said[-1]
+    letter = rf"[(\"'*]*[{letters}](?![\w'])" # By itself, perhaps after a bracket
+    # A second letter makes it unclear, whatever is said about it
+    said = re.findall(rf"\b[Aa]nswer(?:\s+is\s*:?|\s*:)\s*({letter})"
+                      rf"(?![)\"'*]*\s*(?:[,/&]|,?\s*\b(?:or|and)\b)\s*{letter})", model_output)
+    if said: return said[-1][-1]
     label = re.match(rf"\W*([{letters}])(?:\W*$|[).:])", model_output)
     if label: return label[1]
     low = model_output.lower()

@@ -49,6 +49,7 @@ def in_groups(
     if not torch.isfinite(rewards).all():
         raise ValueError(f"a reward is {rewards[~torch.isfinite(rewards)][0].item()}, "
                          f"expected finite numbers")
+    if not rewards.is_floating_point(): rewards = rewards.float() # torch averages no integers
     return rewards.view(-1, group_size)
 
 # %% ../../nbs/14_alignment/14e_policy_gradient.ipynb #ea5cc5da

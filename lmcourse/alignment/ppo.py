@@ -62,6 +62,9 @@ def value_loss(
         raise ValueError(f"values {tuple(values.shape)}, old values {tuple(old_values.shape)}, "
                          f"returns {tuple(returns.shape)}, mask {tuple(mask.shape)}")
     if not mask.any(): raise ValueError("value_loss: the mask leaves no token")
+    # A product with 0 would keep NaN and infinity
+    values, old_values, returns = (torch.where(mask.bool(), x, 0.)
+                                   for x in (values, old_values, returns))
     held = old_values + (values - old_values).clamp(-clip, clip)
     error = torch.max((values - returns)**2, (held - returns)**2)
     return .5*(error*mask).sum()/mask.sum()

@@ -39,10 +39,11 @@ def draw_pairs(
 def fit_rewards(
     features:Tensor, # Features `(R, F)`; the identity gives each response its own score
     won:Tensor, lost:Tensor, # Indices of responses `(n,)`
-    ridge:float=1e-3, # Weight of the squared scores, in nats
+    ridge:float=1e-3, # The penalty is ridge/2 times the sum of squared weights, in nats
     steps:int=60,    # Largest number of steps of Newton's method
 )->Tensor: # Scores of all responses `(R,)`, with mean 0
-    "Fit the scores that best explain the comparisons."
+    "Fit the scores that best explain the comparisons. Raises `ValueError` for no pairs."
+    if not len(won): raise ValueError("0 pairs, expected at least one")
     x = (features[won] - features[lost]).double()
     w = torch.zeros(x.shape[1], dtype=torch.float64)
     for _ in range(steps):

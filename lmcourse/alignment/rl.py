@@ -100,6 +100,7 @@ class RolloutBatches:
                                self.share*config.group_size, self.task.prompt_tokens)
         self.reference = (reference or copy.deepcopy(model)).eval() if config.kl else None
         self.log:list = []                      # A dict for each step
+        self.tell:Callable = lambda line: None  # Called with each of these dicts
 
     def __call__(self, model:Any, step:int)->tuple: # Tensors, rows first
         "Sample with the model's current weights."
@@ -122,6 +123,7 @@ class RolloutBatches:
         self.log.append(dict(step=step, reward=sum(rewards)/len(rewards), gold=sum(gold)/len(gold),
                              kl=kl.mean().item(), equal_groups=equal.item(),
                              tokens=mask.sum(1).float().mean().item()))
+        self.tell(self.log[-1])
         return (rows["input_ids"], rows["labels"], mask, rows["old_log_probs"], advantages)
 
     def divergence(self, rows:dict)->torch.Tensor: # log p - log p of the reference `(B,)`
@@ -165,7 +167,7 @@ def resume_rl(
     "Resume from the last checkpoint. With `staleness` 0 the results have the same bits."
     trainer.resume(run)
     batches:Any = trainer.batches # `AsyncBatches`, from `start_rl`
-    batches.step = batches.asked = trainer.step
+    batches.go_to(trainer.step)
 
 # %% ../../nbs/14_alignment/14j_rl.ipynb #14j5eval
 @torch.no_grad()
@@ -178,8 +180,8 @@ def measure_policy(
     task:VerifiableTask=VERIFIABLE_TASKS["briefs"], # Task of the prompts
 )->dict: # Shares and means
     """Measure success, form, length and entropy on one response per prompt; for briefs also
-    mentions and variety."""
-    sampler = Sampler(model, tokenizer, max_tokens or task.max_tokens, min(96, len(prompts)),
+    mentions and variety. Raises `ValueError` for no prompts."""
+    sampler = Sampler(model, tokenizer, max_tokens or task.max_tokens, min(96, len(prompts) or 1),
                       task.prompt_tokens)
     rollouts = sampler(prompts, 1, seed)
     texts, n = [r.response for r in rollouts], len(prompts)
@@ -206,7 +208,8 @@ def slot_confidence(
     end = tokenizer.end_of_text
     firsts, replies = ([list(tokenizer.encode(text)) for text in texts] for texts in zip(*pairs))
     rows = padded_rows([([end, *p, *r, end], 1 + len(p)) for p,r in zip(firsts, replies)], end)
-    with torch.no_grad(): log_p = model(rows["input_ids"]).log_softmax(-1)
+    device = next(model.parameters()).device
+    with torch.no_grad(): log_p = model(rows["input_ids"].to(device)).cpu().log_softmax(-1)
     for i,(prompt,response) in enumerate(pairs):
         starts = [len(firsts[i]) + t for t in range(len(replies[i]))] # Positions of labels
         ends = list(accumulate(len(tokenizer.decode([t])) for t in replies[i]))

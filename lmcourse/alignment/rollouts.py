@@ -63,7 +63,10 @@ class Sampler:
             number = seed*1_000_003 + (first + i)*group_size
             requests += [Request(ids, self.max_tokens, stop=(end,), log_probs=0, seed=number + j)
                          for j in range(group_size)]
-        with tf32_products(self.device): answers = self.engine.run(requests) # As in training
+        try:
+            with tf32_products(self.device): answers = self.engine.run(requests) # As in training
+        finally: # After an error nothing is left in the engine, else `load` would fail
+            for s in [*self.engine.running, *self.engine.waiting]: self.engine.end(s)
         return [self.rollout(prompts[k//group_size], s) for k,s in enumerate(answers)]
 
     def rollout(self, prompt:str, s:Any)->Rollout: # The rollout of a finished sequence
@@ -97,8 +100,8 @@ class AsyncBatches:
     ):
         if staleness < 0: raise ValueError(f"staleness = {staleness}, expected 0 or more")
         self.make, self.model, self.staleness = make, model, staleness
-        self.step = self.asked = step
         self.jobs, self.pool = deque(), ThreadPoolExecutor(1)
+        self.go_to(step)
 
     def __iter__(self)->Iterator: return self
     def __next__(self):
@@ -106,8 +109,21 @@ class AsyncBatches:
         while self.asked <= self.step + self.staleness:
             self.jobs.append(self.pool.submit(self.make, weights, self.asked))
             self.asked += 1
+        try: batch = self.jobs[0].result()
+        except BaseException: # The next call asks for this step again
+            self.go_to(self.step)
+            raise
+        self.jobs.popleft()
         self.step += 1
-        return self.jobs.popleft().result()
+        return batch
+
+    def go_to(self,
+        step:int, # Step of the next batch
+    ):
+        "Go on at another step. Batches that were prepared for other steps are dropped."
+        for job in self.jobs: job.cancel()
+        self.jobs.clear()
+        self.step = self.asked = step
 
     def close(self): self.pool.shutdown(cancel_futures=True)
 

@@ -43,7 +43,7 @@ def padded_rows(
     mask = torch.zeros(len(rows), T - 1, dtype=torch.bool)
     for i,(ids,start) in enumerate(rows):
         whole[i, :len(ids)] = torch.tensor(ids)
-        mask[i, start - 1:len(ids) - 1] = True
+        mask[i, max(start - 1, 0):len(ids) - 1] = True # The first token isn't predicted
     return dict(input_ids=whole[:, :-1], labels=whole[:, 1:], response_mask=mask)
 
 # %% ../../nbs/14_alignment/14c_sft.ipynb #14c2lp
@@ -52,7 +52,7 @@ def compute_entropy(
 )->torch.Tensor: # Nats `(...)`
     "Compute the entropy of each next-token distribution, without overflow."
     log_p = logits.log_softmax(-1)
-    return -(log_p.exp()*log_p).sum(-1)
+    return -(log_p.exp()*log_p.masked_fill(log_p.isneginf(), 0.)).sum(-1) # 0 times infinity is NaN
 
 def get_response_log_probs(
     model:Callable,                  # From ids `(B, T)` to logits `(B, T, V)`
@@ -128,8 +128,8 @@ def pack_rows(
     for b,row in enumerate(packed):
         at = 0
         for k,(ids,start) in enumerate(row):
-            n = len(ids) - 1
-            values = ids[:-1], ids[1:], [0]*(start - 1) + [1]*(n - start + 1), range(n), [k]*n
+            n, m = len(ids) - 1, max(start - 1, 0)
+            values = ids[:-1], ids[1:], [0]*m + [1]*(n - m), range(n), [k]*n
             for t,v in zip(found.values(), values): t[b, at:at + n] = torch.tensor(list(v))
             at += n
     return found | dict(response_mask=found["response_mask"].bool())

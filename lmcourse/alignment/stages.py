@@ -81,9 +81,10 @@ def run_stages(
     if until is not None and until not in names: raise unknown("stage", until, names)
     wanted = stages[:len(names) if until is None else names.index(until) + 1]
     records:dict = {}
-    with pipeline_folder(out, kind) as out, _existing_frozen():
+    with pipeline_folder(out, kind) as out:
         for i,stage in enumerate(wanted, 1):
-            records[stage.name] = _run_stage(stage, out, records, say, f"{i}/{len(names)}")
+            with _existing_frozen(): # For each stage anew: the end of a training thaws all objects
+                records[stage.name] = _run_stage(stage, out, records, say, f"{i}/{len(names)}")
     return records
 
 @contextmanager

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['STORY_OPENINGS', 'STORY_PLOTS', 'Credit', 'story_sampler', 'write_stories', 'story_grammar', 'first_mistake',
-           'story_opening', 'story_plot', 'measure_writer', 'credit_weights', 'wrong_choices', 'StoryRlConfig',
-           'StoryBatches', 'used_columns', 'credit_loss', 'start_story_rl']
+           'story_opening', 'story_plot', 'measure_writer', 'measure_stories', 'credit_weights', 'wrong_choices',
+           'StoryRlConfig', 'StoryBatches', 'used_columns', 'credit_loss', 'start_story_rl']
 
 # %% ../../nbs/14_alignment/14q_stories.ipynb #042d3940
 import math
@@ -88,8 +88,10 @@ def _plot_grammars()->dict: # For each plot, the grammar without the others
 def story_plot(
     text:str, # Text of a correct story
 )->str: # A name of `STORY_PLOTS`
-    "Name its plot. Raises `StopIteration` for a story that the grammar can't write."
-    return next(name for name,g in _plot_grammars().items() if g.log_probs(text))
+    "Name its plot. Raises `ValueError` for a story that the grammar can't write."
+    for name,grammar in _plot_grammars().items():
+        if grammar.log_probs(text): return name
+    raise ValueError(f"{text[:60]!r}: no story that the grammar can write")
 
 # %% ../../nbs/14_alignment/14q_stories.ipynb #8f90a012
 def measure_writer(
@@ -98,8 +100,18 @@ def measure_writer(
     temperature:float=1.,           # Sampling temperature, without top-k or top-p
     seed:int=0,                     # Seed of the samples
 )->dict: # Counts, lists and means, ready for JSON
+    "Write stories and measure them. Raises `ValueError` for no stories."
+    sampler = story_sampler(model, tokenizer, max(1, min(n, 128)))
+    stories = write_stories(sampler, n, temperature, seed)
+    return dict(temperature=temperature) | measure_stories(model, tokenizer, stories)
+
+def measure_stories(
+    model:Any, tokenizer:Tokenizer, # The policy and its tokenizer
+    stories:list,                   # Its `Rollout`s
+)->dict: # Counts, lists and means, ready for JSON
     "Measure how many stories are right, where the others go wrong, and how much they vary."
-    stories = write_stories(story_sampler(model, tokenizer, min(n, 128)), n, temperature, seed)
+    if not stories: raise ValueError("no stories, expected at least one")
+    n = len(stories)
     mistakes = [first_mistake(r, tokenizer) for r in stories]
     right = [r.response for r,m in zip(stories, mistakes) if r.finished and m is None]
     rows = rollout_tensors(stories, tokenizer.end_of_text)
@@ -107,8 +119,7 @@ def measure_writer(
     entropy = (found["token_entropy"]*rows["response_mask"]).sum().item()
     tokens = int(rows["response_mask"].sum())
     firsts = Counter(r.response.partition(".")[0] for r in stories)
-    return dict(n=n, temperature=temperature, right=len(right), cut=sum(not r.finished
-                                                                       for r in stories),
+    return dict(n=n, right=len(right), cut=sum(not r.finished for r in stories),
                 mistakes=[m for m in mistakes if m is not None], tokens=tokens/n,
                 entropy=entropy/tokens, firsts=len(firsts),
                 openings=dict(Counter(story_opening(r.response) for r in stories)),
@@ -146,7 +157,8 @@ def wrong_choices(
     drawn. A token is wrong if no story can go on after it."""
     grammar, ids = story_grammar(), list(rollout.ids)
     found = torch.full((len(ids) - 1, most), -1)
-    top = model(torch.tensor([ids[:-1]]))[0].softmax(-1).topk(most)
+    device = next(model.parameters()).device
+    top = model(torch.tensor([ids[:-1]], device=device))[0].cpu().softmax(-1).topk(most)
     stop = len(ids) - 1 if mistake is None else rollout.start + mistake
     for t in range(rollout.start - 1, stop):
         said, text = ids[t + 1], tokenizer.decode(ids[rollout.start:t + 1])
@@ -231,7 +243,7 @@ def used_columns(
 )->torch.Tensor: # `(B,)`
     "Return the length of each row up to its last column that contributes to the loss."
     used = (weights != 0) | (wrong >= 0).any(-1)
-    return (used*torch.arange(1, used.shape[1] + 1)).amax(1)
+    return (used*torch.arange(1, used.shape[1] + 1, device=used.device)).amax(1)
 
 def credit_loss(model:Any, input_ids:torch.Tensor, labels:torch.Tensor, weights:torch.Tensor,
     wrong:torch.Tensor)->torch.Tensor:

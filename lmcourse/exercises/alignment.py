@@ -12,6 +12,7 @@ __all__ = ['check_optimum', 'check_k3', 'check_compute_naive_policy_gradient_los
 # %% ../../nbs/14_alignment/14z_alignment.ipynb #d5f96d85
 import math
 from collections.abc import Callable
+from copy import copy
 import torch
 from torch import Tensor
 from ..alignment.grpo import (compute_group_normalized_rewards as normalized_of,
@@ -26,9 +27,7 @@ from ..tools.grading import run_answer, short, short_args
 
 # %% ../../nbs/14_alignment/14z_alignment.ipynb #50635cd6
 def _same(got, right)->bool: # Same type, shape and value, floats approximately
-    if isinstance(right, (list, tuple)):
-        return (isinstance(got, (list, tuple)) and len(got) == len(right)
-                and all(map(_same, got, right)))
+    if isinstance(right, dict): return all(_same(got[name], right[name]) for name in right)
     if isinstance(right, Tensor):
         if not isinstance(got, Tensor):
             return right.ndim == 0 and isinstance(got, float) and _same(got, right.item())
@@ -39,7 +38,10 @@ def _same(got, right)->bool: # Same type, shape and value, floats approximately
     if isinstance(got, bool) or not isinstance(got, (int, float)): return False
     return math.isclose(got, right, rel_tol=1e-6, abs_tol=1e-9)
 
-def _told(right, got)->str: # Describes the difference; for tensors, its first element
+def _told(right, got)->str: # Describes the first difference
+    if isinstance(right, dict):
+        name = next(name for name in right if not _same(got[name], right[name]))
+        return f"{name}: {_told(right[name], got[name])}"
     both = isinstance(right, Tensor) and isinstance(got, Tensor)
     if both and right.shape == got.shape and right.ndim:
         a, b = right.detach().double(), got.detach().double()
@@ -71,6 +73,12 @@ def _grade(f, right:Callable, cases:list, mistakes:dict, call:Callable=lambda f,
 
 def _numbers(seed:int, *shape:int)->Tensor: # Standard normal, float64
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+def _with_gradient(loss, x:Tensor)->dict: # A loss, and the gradient of its sum for `x`
+    if not isinstance(loss, Tensor):
+        raise _Form(f"gives {short(loss)} as its loss, expected a tensor")
+    if not loss.requires_grad: raise _Form("gives a loss that has no gradient for the policy")
+    return dict(loss=loss.detach(), gradient=torch.autograd.grad(loss.sum(), x)[0])
 
 # %% ../../nbs/14_alignment/14z_alignment.ipynb #f7cc3fbe
 def check_optimum(
@@ -167,7 +175,7 @@ def check_compute_group_normalized_rewards(
         found = f(*case)
         if not isinstance(found, tuple) or len(found) != 3 or not isinstance(found[2], dict):
             raise _Form(f"gives {short(found)}, expected advantages, rewards and a dict")
-        return list(found[:2])
+        return dict(advantages=found[0], rewards=found[1])
     _grade(compute_group_normalized_rewards, normalized_of, cases, {
         "the sample's standard deviation divides by G - 1":
             _normalized(lambda x, e, s: (x - mean(x))/(std(x, False) + e if s else 1)),
@@ -188,7 +196,7 @@ def check_compute_group_normalized_rewards(
 def check_compute_grpo_clip_loss(
     compute_grpo_clip_loss:Callable, # CS336's arguments; gives `(B, T)` and a dict
 ):
-    "`AssertionError` unless it is PPO's clip, for each token."
+    "`AssertionError` unless loss and gradient are those of PPO's clip, for each token."
     cases = [(_numbers(1, 3, 1), _numbers(2, 3, 4)*.3 - 2, _numbers(3, 3, 4)*.3 - 2, .2),
              (_numbers(4, 2, 1), _numbers(5, 2, 5)*.3 - 1, _numbers(6, 2, 5)*.3 - 1, .05)]
     def clip(ratio=lambda n, o: (n - o).exp(), pick=torch.min, low=1., high=1., sign=-1):
@@ -196,11 +204,12 @@ def check_compute_grpo_clip_loss(
             r = ratio(n, o)
             return sign*pick(r*a, r.clamp(1 - low*c, 1 + high*c)*a), {}
         return f
-    def first(f, *case):
-        found = f(*case)
+    def first(f, a, x, *rest):
+        x = x.detach().clone().requires_grad_()
+        found = f(a, x, *rest)
         if not isinstance(found, tuple) or len(found) != 2:
             raise _Form(f"gives {short(found)}, expected a loss and a dict")
-        return found[0]
+        return _with_gradient(found[0], x)
     _grade(compute_grpo_clip_loss, clip_of, cases, {
         "the ratio is of probabilities, not of their logarithms": clip(lambda n, o: n/o),
         "the ratio needs an exponential": clip(lambda n, o: n - o),
@@ -234,23 +243,27 @@ def check_masked_mean(
         "mask before you sum": along(lambda x, m, d: x.sum(d)/m.sum(d))})
 
 # %% ../../nbs/14_alignment/14z_alignment.ipynb #bb7360c1
-def _step(average:Callable, divide:bool=True, backward:bool=True, raw:bool=False)->Callable:
-    # A grader's variant
+def _step(average:Callable, divide:bool=True, backward:bool=True, raw:bool=False, low=1., high=1.
+)->Callable:
+    # A grader's variant; `low` and `high` multiply the bounds of the clip
     def f(x, mask, steps, loss_type, raw_rewards, advantages, old, cliprange):
         a = raw_rewards if raw or loss_type == "no_baseline" else advantages
-        loss = clip_of(a, x, old, cliprange)[0] if loss_type == "grpo_clip" else -a*x
+        if loss_type == "grpo_clip":
+            r = (x - old).exp()
+            loss = -torch.min(r*a, r.clamp(1 - low*cliprange, 1 + high*cliprange)*a)
+        else: loss = -a*x
         total = average(loss, mask)/(steps if divide else 1)
         if backward: total.backward()
         return total, {}
     return f
 
-def _gradient(f, x, *rest)->list: # The loss and the gradient that a step leaves
+def _gradient(f, x, *rest)->dict: # The loss and the gradient that a step leaves
     x = x.detach().clone().requires_grad_()
     found = f(x, *rest)
     if not isinstance(found, tuple) or len(found) != 2:
         raise _Form(f"gives {short(found)}, expected a loss and a dict")
     loss = found[0].detach() if isinstance(found[0], Tensor) else found[0]
-    return [loss, torch.zeros_like(x) if x.grad is None else x.grad]
+    return dict(loss=loss, gradient=torch.zeros_like(x) if x.grad is None else x.grad)
 
 # %% ../../nbs/14_alignment/14z_alignment.ipynb #1a859353
 def check_grpo_microbatch_train_step(
@@ -260,8 +273,9 @@ def check_grpo_microbatch_train_step(
     """`AssertionError` unless loss and gradient are those of the mean over responses of means over
     tokens."""
     mask = torch.tensor([[1, 1, 1, 0], [1, 0, 0, 0], [1, 1, 1, 1]]).bool()
-    x, old, raw, a = (_numbers(1, 3, 4)*.3 - 2, _numbers(2, 3, 4)*.3 - 2, _numbers(3, 3, 1),
-                      _numbers(4, 3, 1))
+    # Of the tokens that count, some are clipped above, and some below
+    x, old, raw, a = (_numbers(24, 3, 4)*.3 - 2, _numbers(25, 3, 4)*.3 - 2, _numbers(26, 3, 1),
+                      _numbers(27, 3, 1))
     cases = [(x, mask, n, kind, raw, a, old, .2)
              for n,kind in ((2, "reinforce_with_baseline"), (4, "no_baseline"), (3, "grpo_clip"))]
     def right(l, m): return mean_of(l, m, 1).mean()
@@ -274,7 +288,10 @@ def check_grpo_microbatch_train_step(
         "the mask is missing": _step(lambda l, m: l.mean()),
         "the mean over responses, not the sum": _step(lambda l, m: mean_of(l, m, 1).sum()),
         "the mean over tokens, not the sum": _step(lambda l, m: (l*m).sum(1).mean()),
-        "raw rewards are for no_baseline alone": _step(right, raw=True)}, _gradient)
+        "raw rewards are for no_baseline alone": _step(right, raw=True),
+        "the clip is missing": _step(right, low=99., high=99.),
+        "clip below, too": _step(right, low=99.), "clip above, too": _step(right, high=99.)},
+        _gradient)
 
 # %% ../../nbs/14_alignment/14z_alignment.ipynb #f400461c
 def check_gae(
@@ -336,13 +353,18 @@ def _dpo(end:bool=True, shift:int=1, ref:bool=True, swap:bool=False, mean:bool=F
 
 # %% ../../nbs/14_alignment/14z_alignment.ipynb #db92a810
 def check_compute_per_instance_dpo_loss(
-    compute_per_instance_dpo_loss:Callable, # CS336's arguments; gives a number
+    compute_per_instance_dpo_loss:Callable, # CS336's arguments; gives a tensor without axes
 ):
-    "`AssertionError` unless it is DPO's loss of sums over the response and its end."
+    """`AssertionError` unless loss and gradient are those of DPO, with sums over the response and
+    its end."""
     cases = [(_LM(k), _LM(k + 5), _Letters(), b, *texts)
              for k,(b,
                     *texts) in enumerate(((.5, "ab", "cde", "a"), (.1, "e", "b", "ddac"),
                                           (2., "abcde", "ea", "bc")))]
+    def learnt(f, lm, *rest): # The case's own model stays as it is
+        policy = copy(lm)
+        policy.table = lm.table.clone().requires_grad_()
+        return _with_gradient(f(policy, *rest), policy.table)
     _grade(compute_per_instance_dpo_loss, _dpo(), cases, {
         "the end token is part of the response": _dpo(end=False),
         "the logits at a position are for the token after it": _dpo(shift=0),
@@ -351,7 +373,7 @@ def check_compute_per_instance_dpo_loss(
         "sum over tokens, don't average": _dpo(mean=True), "beta is missing": _dpo(beta=False),
         "a loss is minimised, so it needs a minus": _dpo(sign=1),
         "the logarithm is missing": _dpo(log=False),
-        "logits are not log-probabilities": _dpo(probs=False)})
+        "logits are not log-probabilities": _dpo(probs=False)}, learnt)
 
 # %% ../../nbs/14_alignment/14z_alignment.ipynb #1f4f3bc4
 def check_best_of_n(
