@@ -4,6 +4,7 @@ import subprocess
 import sys
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from lmcourse.accounting.account import account, account_tables, on_device
@@ -49,6 +50,7 @@ def test_a_step_takes_as_long_as_its_useful_flops():
 def test_what_depends_on_what():
     c = ModelConfig.preset("gpt2-small")
     explicit, short = account(c, 2, attention="explicit"), account(c, 2, 128)
+    assert json.dumps(account(c, np.int64(2), np.int64(128))) == json.dumps(short)
     assert explicit["flops"]["training"] == sum(training_flops(c, 2).values()) < account(c, 2)["flops"]["training"]
     assert short["flops"]["causal"] < sum(short["flops"]["forward"].values()) and short["flops"]["adamw"] == 14*124_439_808
     assert on_device(short, device("l4"))["largest_batch"] > on_device(account(c, 2), "l4")["largest_batch"]

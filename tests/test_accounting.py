@@ -430,6 +430,8 @@ def test_more_than_one_way_to_be_counted():
     rows = parameter_table(model).rows
     assert [r["parameters"] for r in rows] == [16, 0, 16, 12, 44] and rows[-1]["tensors"] == 3 and "shared" in rows[1]["shape"]
     assert [r["parameters"] for r in parameter_tree(model).rows] == [44, 16, 0, 16, 12]
+    *rows, total = parameter_table(torch.nn.ModuleDict(dict(a=torch.nn.ModuleList([shared]*3)))).rows                # one row of equal names
+    assert rows[0]["shape"] == "4 × 4, shared" and sum(r["tensors"] for r in rows) == total["tensors"] == 1
 
 
 def test_a_head_is_a_head_whatever_its_name():
@@ -481,7 +483,7 @@ def test_an_attention_that_cannot_be_counted_is_refused():
 
 
 @pytest.mark.parametrize("f", [torch.linalg.inv, torch.linalg.qr, torch.linalg.lu_factor, torch.linalg.ldl_factor, torch.linalg.det, torch.linalg.slogdet,
-    torch.matrix_exp, torch.pdist, torch.linalg.eigh, lambda x: torch.linalg.lstsq(x, x), lambda x: torch.ormqr(x, torch.ones(3), x)])
+    torch.matrix_exp, torch.pdist, torch.linalg.pinv, torch.linalg.eigh, lambda x: torch.cdist(x.repeat(10, 1), x.repeat(10, 1)), lambda x: torch.linalg.lstsq(x, x), lambda x: torch.ormqr(x, torch.ones(3), x)])
 def test_solvers_and_distances_are_refused(f):
     with pytest.raises(NotImplementedError, match="can't be counted"), flop_counter(): f(torch.eye(3))
 

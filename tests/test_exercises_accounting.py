@@ -309,6 +309,7 @@ WRONG_ANSWERS = dict(
         (watch(warm=False, n=1, blocks=1), "on a machine where a call takes 2.00 ms, and the first call takes half a second longer: expected 134 GFLOP/s, got 535 MFLOP/s: the first call is no measurement"),
         (watch(warm=False, n=1, blocks=20, take=statistics.fmean), "make it before the clock starts"),
         (watch(n=1, blocks=1), "take the best of several measurements"), (watch(n=1, seconds=1, take=statistics.fmean), "not a mean"), (watch(seconds=.2), "over more than a second"),
+        (watch(blocks=40, take=statistics.median), "take the best of several measurements"),
         (watch(n=1), "on a machine where a call takes 37.0 µs, and the clock ticks every millisecond: the clock said 0 s for what took longer: time many calls together"), (watch(n=100), "so that they take many ticks"),
         (watch(before=False, after=False), "and the work goes on after the call: expected 268 GFLOP/s"), (watch(before=False, after=False), "wait before the clock is read, both times"),
         (watch(n=3000, blocks=12), "your code raised TimeoutError('the ten seconds are over')"), (watch(rate=lambda s, flops: s), "that is the time of a call, not FLOPs by time"), (watch(rate=lambda s, flops: 1/s), "that is calls per second"),
@@ -374,5 +375,5 @@ def test_machines_keep_their_own_time(name):
     for _ in range(400): call()
     wait()
     work = 400*habits["call_s"]
-    assert work + habits.get("first_s", 0) <= now["done"]*(1 + 1e-9) <= 3*work + habits.get("first_s", 0) + 1 and now["calls"] == 400
+    assert work + habits.get("first_s", 0) <= now["done"]*(1 + 1e-9) <= 1.4*work + habits.get("first_s", 0) + 1 and now["calls"] == 400
     assert abs(clock() - now["s"]) <= habits.get("tick_s", 0) + 1e-6

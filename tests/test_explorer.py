@@ -91,6 +91,8 @@ def test_empty_text_direction_and_limit():
     soup = BeautifulSoup(shown._repr_html_(), "html.parser")
     assert len(soup.select(".lm-text .lm-token")) == 7 and len(shown.table()) == 7
     for said in (soup.text, str(shown)): assert f"… and {len(shown) - 7:,} more tokens" in said
+    inside = explore(TOKENIZER, "\U000e0001"*2, limit=3)                                          # the limit is inside a character
+    assert len(BeautifulSoup(inside._repr_html_(), "html.parser").select(".lm-text .lm-token")) == 3 and f"{len(inside) - 3} more tokens" in str(inside)
     for bad in (0, -1, True, 1.5, "9"):
         with pytest.raises(ValueError, match="expected an int of at least 1"): explore(TOKENIZER, "a", limit=bad)
     with pytest.raises(ValueError, match="half of a surrogate pair"): explore(TOKENIZER, "a\ud800")

@@ -212,6 +212,20 @@ def test_a_piece_that_decodes_to_nothing_is_not_the_end_of_the_file(tmp_path):
     for threads in (1, 3): assert count_words_fast(tmp_path/"text", None, threads, "ignore").counter() == {}
 
 
+@pytest.mark.parametrize("errors", ["ignore", "replace"])
+def test_pieces_of_invalid_text(tmp_path, errors):
+    "Bytes that are left out must not hide where a word or a special token goes on"
+    rng, special = random.Random(0), ["<x y>", "a<x y>"]
+    parts = [b"a", b" ", b"\n", b"\xff", b"\xe5", "好".encode(), b"  ", b"<x y>", b"<x", b" y>", b"'s", b"\xc3"]
+    for _ in range(300):
+        data = b"".join(rng.choices(parts, k=30))
+        (tmp_path/"text").write_bytes(data)
+        pieces, found, buffer = FilePieces(tmp_path/"text", [s.encode() for s in special], errors, size=5), Counter(), np.empty(0, np.uint8)
+        while len((read := pieces.read(buffer))[0]): found += count_words([read[0].tobytes().decode()], special); buffer = read[1]
+        pieces.close()
+        assert found == count_words([data.decode(errors=errors)], special), data
+
+
 def test_a_file_is_closed(tmp_path, monkeypatch):
     opened, real = [], open
     monkeypatch.setattr("builtins.open", lambda *args, **how: opened.append(real(*args, **how)) or opened[-1])
@@ -219,7 +233,8 @@ def test_a_file_is_closed(tmp_path, monkeypatch):
     count_words_fast(tmp_path/"text")
     (tmp_path/"text").write_bytes(b"\xff")
     with pytest.raises(ValueError, match="not UTF-8"): count_words_fast(tmp_path/"text")
-    assert len(opened) >= 2 and all(file.closed for file in opened)
+    count_words_fast(tmp_path/"text", errors="ignore")
+    assert len(opened) >= 3 and all(file.closed for file in opened)
 
 
 @settings(max_examples=300, deadline=None)

@@ -67,10 +67,11 @@ def test_every_step_has_a_line_in_the_tables_of_the_page(tmp_path):
     (tmp_path/"gpu-nvidia-x.json").write_text(json.dumps(dict(gpu="NVIDIA X", steps=steps)))
     row, = measured_recipes(tmp_path).rows
     assert row["card"] == "NVIDIA X" and row["tokens/s"] == 1_200_000 and row["expected"] == 400_000 and row["MFU"] == 45 and row["counted"] == 14
-    (tmp_path/"gpu-nvidia-x.json").write_text(json.dumps(dict(gpu="NVIDIA H200", steps=steps)))
-    assert [r["expected"] for r in measured_recipes(tmp_path).rows] == [800_000]     # Of the data sheet's peak where the ledger has one
-    (tmp_path/"gpu-nvidia-x.json").write_text(json.dumps(dict(gpu="NVIDIA L40S", steps=steps)))
-    assert [r["expected"] for r in measured_recipes(tmp_path).rows] == [400_000]     # It is no L4
+    for name, peak in (("H200", "h200"), ("A100-SXM4-80GB", "a100-80gb"), ("GeForce RTX 4090", "rtx-4090"), ("L40S", None), ("H100 PCIe", None),
+                       ("GeForce RTX 4090 Laptop GPU", None), ("GeForce RTX 3070 Ti", None), ("Tesla T4", None)):    # The T4's sheet has no bfloat16
+        (tmp_path/"gpu-nvidia-x.json").write_text(json.dumps(dict(gpu=f"NVIDIA {name}", steps=steps)))
+        expected = 400_000*(device_of(peak).peak("bfloat16")/recipe["product_flop_per_s"] if peak else 1)    # Of the data sheet's peak where the ledger has one
+        assert [r["expected"] for r in measured_recipes(tmp_path).rows] == [round(expected)], name
     one, two, three = measured_peers(tmp_path).rows
     assert (one["what"], one["who"], one["tokens/s"], one["memory"]) == ("a step of training", "ours", 1_000_000, 10.)
     assert (two["what"], two["who"], two["of the bandwidth"]) == ("writing, 42M", "CUDA graph", 60) and three["of the bandwidth"] is None

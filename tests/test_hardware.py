@@ -255,7 +255,7 @@ def test_type_scales_bytes_and_heads_scale_all():
 @pytest.mark.parametrize("f, sizes", [(matmul_cost, (2, 3, 4)), (add_cost, (2,)), (silu_cost, (2,)), (rmsnorm_cost, (2, 3)), (softmax_cost, (2, 3)),
                                       (embedding_cost, (2, 3)), (attention_cost, (2, 3, 4, 5)), (adamw_cost, (2,)), (tile_waves, (2, 3)), (decoding, (2, 3, 8, 4, 2))])
 def test_sizes_that_make_no_sense(f, sizes):
-    f(*sizes)
+    assert f(*map(np.int32, sizes)) == f(*sizes) and f(*[np.int32(2**16*n) for n in sizes]) == f(*[2**16*n for n in sizes])    # no overflow
     for i in range(len(sizes)):
         for bad in (0, -3, 2.0, True):
             with pytest.raises(ValueError, match=f"= {bad!r}, expected a whole number above 0"): f(*sizes[:i], bad, *sizes[i + 1:])

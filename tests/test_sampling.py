@@ -228,6 +228,15 @@ def test_numpy_twin(logits, chosen, seen, seed):
     assert sample(p.expand(20, -1), torch.Generator().manual_seed(seed)).tolist() == sample_np(np.broadcast_to(q, (20, len(q))), uniforms(seed)).tolist()
 
 
+def test_rounding_in_the_middle_decides_nothing():
+    few = np.array([11, 10, 9], np.float16)                                                 # the penalty is computed in float32
+    check_close(next_token_probs(torch.tensor(few), repetition_penalty=1.07, seen=[0]).numpy(), next_token_probs_np(few, repetition_penalty=1.07, seen=[0]), rtol=1e-6)
+    for close, t in (([0.1, 0.10000001], 1), ([1., 1.001], 1e5), ([1., 1.001], 0)):         # their float32 probabilities are equal
+        for cut in (dict(top_k=1), dict(top_p=1e-9), dict(min_p=1), dict(top_k=2, top_p=1e-9)):
+            p = next_token_probs(torch.tensor(close), t, **cut)
+            assert (p[1] == 1 or "min_p" in cut) and torch.equal(p, torch.tensor(next_token_probs_np(np.array(close, np.float32), t, **cut))), (close, t, cut)
+
+
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
 def test_numpy_dtypes_and_rows(dtype):
     logits = np.random.default_rng(0).normal(size=(2, 3, 7)).astype(dtype)

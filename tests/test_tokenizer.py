@@ -66,6 +66,22 @@ def test_compiled_and_readable_are_equal(text):
     assert array.dtype == np.uint16 and array.tolist() == ids
 
 
+def test_merges_in_any_order_are_joined_one_at_a_time(tmp_path):
+    "Joining a pair may make one of lower rank, which comes next: in the compiled encoder, the readable one, and Hugging Face's"
+    rng, texts = random.Random(0), hard_texts(1, 50) + ["ab"*40 + "a", " "*70, "the"*60]
+    aba = Tokenizer(BYTES | {256: b"ab", 257: b"aba"}, [(b"ab", b"a"), (b"a", b"b")])
+    shuffled = [Tokenizer(TOKENIZER.vocab, rng.sample(TOKENIZER.merges, len(TOKENIZER.merges)), TOKENIZER.special_tokens) for _ in range(5)]
+    for i, t in enumerate([aba, *shuffled]):
+        t.save(tmp_path/str(i))
+        try: other = __import__("tokenizers").Tokenizer.from_file(str(tmp_path/str(i)/"tokenizer.json"))
+        except ImportError: other = None
+        for text in texts:
+            ids = t.encode(text)
+            assert ReadableEncoder(t).encode(text.encode()).tolist() == ids, text
+            assert other is None or other.encode(text).ids == ids, text
+    assert aba.encode("abab") == [257, 98]
+
+
 @settings(max_examples=100, deadline=None)
 @given(st.lists(TEXT, max_size=6), st.integers(1, 3))
 def test_batch_is_each_text_by_itself(texts, threads):
@@ -252,6 +268,9 @@ def test_texts_that_are_none():
     with pytest.raises(TypeError, match="is a bytes"): TOKENIZER.encode(b"a")
     with pytest.raises(TypeError, match="is a NoneType"): TOKENIZER.encode(None)
     with pytest.raises(TypeError, match="expected an iterable"): next(TOKENIZER.encode_iterable("a"))
+    for bad in (3, [65], None):
+        with pytest.raises(TypeError, match=f"chunk 1 is a {type(bad).__name__}, expected str or bytes"): list(TOKENIZER.encode_iterable(["a", bad]))
+    assert list(TOKENIZER.encode_iterable(["th", b"e", bytearray(b" e"), memoryview(b"nd")])) == TOKENIZER.encode("the end")
     with pytest.raises(TypeError, match="expected an iterable"): TOKENIZER.encode_batch("a")
     with pytest.raises(TypeError, match="is a int"): TOKENIZER.encode_batch(["a", 1])
     readable = Tokenizer(TOKENIZER.vocab, TOKENIZER.merges, rules=Rules(nfc=True))
@@ -361,7 +380,7 @@ def test_damaged_folders(tmp_path):
             ("vocab.json", "{", "", "vocab.json: not JSON"), ("vocab.json", ': 300,', ': 301,', "both have the id 301"), ("vocab.json", ': 300,', ': "300",', "expected an integer"),
             ("vocab.json", ': 300,', ': 3000,', "3000 among them and 300 not"), ("merges.txt", "\n", "\nno such token\n", "line 2: 'no such token'"),
             ("merges.txt", "\n", "\nq zq\n", "not in vocab"), ("tokenizer.json", "added_tokens", "added", "not a whole tokenizer.json"), ("tokenizer.json", "{", "[", "not JSON"),
-            ("tokenizer.json", f'"{END}": 0', f'"{END}": 1', "not of the same tokenizer")]:
+            ("tokenizer.json", f'"{END}": 0', f'"{END}": 1', "both have the id 1"), ("tokenizer.json", ': 300,', ': 3000,', "not of the same tokenizer")]:
         with pytest.raises(ValueError, match=words): Tokenizer.from_folder(damaged(name, old, new))
     folder = damaged("vocab.json", "{", "{")
     (folder/"merges.txt").unlink()
@@ -469,6 +488,8 @@ def test_whole_words_come_before_merges():
     (dict(pre_tokenizer=dict(type="ByteLevel", add_prefix_space=True)), "add_prefix_space"), (dict(model=dict(type="BPE")), "not a whole tokenizer.json"),
     (dict(pre_tokenizer=dict(type="ByteLevel", use_regex=False)), "a second pattern"), (dict(added_tokens=[dict(id=0, content="<s>", lstrip=True)]), "with a condition"),
     (dict(pre_tokenizer=dict(type="Sequence", pretokenizers=[dict(type="Digits"), dict(type="ByteLevel")])), "Digits"), (dict(added_tokens=3), "not a whole"),
+    (dict(pre_tokenizer=dict(type="Sequence", pretokenizers=[dict(type="Split", pattern=dict(Regex="("), behavior="Isolated"), dict(type="ByteLevel", use_regex=False)])),
+     r"tokenizer.json: the pattern '\('"),
     (dict(normalizer=dict(type="NFC"), added_tokens=[dict(id=0, content="é", normalized=True)]), "the normalized added token 'é'")])
 def test_other_kinds_of_tokenizer_are_refused_by_name(tmp_path, change, words):
     TOKENIZER.save(tmp_path/"t")
@@ -476,6 +497,17 @@ def test_other_kinds_of_tokenizer_are_refused_by_name(tmp_path, change, words):
     file.write_text(json.dumps(json.loads(file.read_text(encoding="utf-8")) | change), encoding="utf-8")
     for f in (lambda: Tokenizer.from_tokenizer_json(file), lambda: Tokenizer.from_folder(tmp_path/"t")):
         with pytest.raises(ValueError, match=words): f()
+
+
+@pytest.mark.parametrize("damage, words", [
+    (lambda model: model["vocab"].update(zz=5), "'zz' and '.' both have the id 5"), (lambda model: model["vocab"].update(zz=0), "'zz' and '<.endoftext.>' both have the id 0"),
+    (lambda model: model["vocab"].update(a="5"), "the id of 'a' is '5', expected an integer"), (lambda model: model["vocab"].update(a=None), "the id of 'a' is None")])
+def test_ids_of_a_tokenizer_json(tmp_path, damage, words):
+    TOKENIZER.save(tmp_path/"t")
+    file = tmp_path/"t/tokenizer.json"
+    damage((whole := json.loads(file.read_text(encoding="utf-8")))["model"])
+    file.write_text(json.dumps(whole), encoding="utf-8")
+    with pytest.raises(ValueError, match=f"tokenizer.json: {words}"): Tokenizer.from_tokenizer_json(file)
 
 
 def gpt2():

@@ -14,8 +14,8 @@ from hypothesis import given, settings, strategies as st
 from lmcourse.architecture.attention_torch import scaled_dot_product_attention, causal_mask
 from lmcourse.architecture.transformer_torch import TransformerLM
 from lmcourse.generation.generate import log_probs
-from lmcourse.generation.viewer import (attention_viewer, attention_weights, floor_nats,
-                                        surprisal_strip)
+from lmcourse.generation.viewer import (AttentionViewer, SurprisalStrip, attention_viewer,
+                                        attention_weights, floor_nats, surprisal_strip)
 from lmcourse.tokenization.tokenizer import Tokenizer
 from lmcourse.tools.config import ModelConfig
 from lmcourse.tools.stories import Stories
@@ -101,6 +101,13 @@ def test_the_page_of_a_viewer_has_its_weights():
     assert [b["aria-pressed"] for b in soup.select("button")].index("true") == word
     assert viewer.describe(layer, head, word) in str(viewer)
     assert math.isclose(sum(w for _, w in viewer.looks_at(layer, head, word, T)), 1, rel_tol=1e-5)
+
+
+def test_surprises_and_weights_too_small_for_a_percentage():
+    strip = SurprisalStrip(["a", ""], dict(model=np.array([800., 1.])))
+    assert "1 in 10^347 (800.0 nats)" in strip.describe(0) and "10^347" in page(strip).text
+    even = AttentionViewer(["", *"a"*299], torch.full((1, 1, 300, 300), 1/300).tril())
+    assert even.describe(0, 0, 299).endswith("puts under 1% of its attention on the start.")
 
 
 @VIEWERS

@@ -35,6 +35,7 @@ def account(
     Raises `ValueError` for invalid sizes or unknown settings."""
     T = (config.context_length if context_length is None
          else whole_number("context_length", context_length))
+    batch_size = whole_number("batch_size", batch_size)
     c = replace(config, context_length=T) if T > config.context_length else config
     how:dict = dict(dtype=dtype, attention=attention, recompute=recompute, logits=logits)
     memory = peak_phase(c, batch_size, T, device=device, **how)

@@ -57,8 +57,8 @@ def matmul_flops(m:int, k:int, n:int
 
 # %% ../../nbs/02_accounting/02b_flops.ipynb #2a8030ac
 _MULTIPLIES = re.compile(
-    r"attention|transformer|trilinear(?!3d)|rnn|[cp]dist|cholesky|solve|svd|eig(?!ht)|"
-    r"linalg_(inv|lu|ldl|qr|lstsq|det|slogdet)|matrix_exp|geqrf|ormqr|householder|"
+    r"attention|transformer|trilinear(?!3d)|rnn|([cp]|euclidean_)dist|cholesky|solve|svd|eig(?!ht)|"
+    r"linalg_(p?inv|lu|ldl|qr|lstsq|det|slogdet)|matrix_exp|geqrf|ormqr|householder|"
     r"embedding_bag_per|pack_mm|[._]\w*(mm|mv|matmul|dot|addr)_?$|"
     r"[._](linear(?!1d)|conv|einsum|lstm|gru)(?!alg)")
 

@@ -268,42 +268,50 @@ class Operation:
 def matmul_cost(m:int, k:int, n:int, dtype:str="bfloat16"
 )->Operation: # Rows of the first, rows and columns of the second matrix
     "Compute the cost of the product of an m x k and a k x n matrix."
-    return cost_of("matmul", 2*m*k*n, m*k + k*n + m*n, dtype, m=m, k=k, n=n)
+    m, k, n = whole_sizes("matmul", m=m, k=k, n=n)
+    return cost_of("matmul", 2*m*k*n, m*k + k*n + m*n, dtype)
 
 def add_cost(n:int, dtype:str="bfloat16")->Operation: # Numbers in each array
     "Compute the cost of adding two arrays of n numbers."
-    return cost_of("add", n, 3*n, dtype, n=n)
+    n, = whole_sizes("add", n=n)
+    return cost_of("add", n, 3*n, dtype)
 
 def silu_cost(n:int, dtype:str="bfloat16")->Operation: # Numbers
     "Compute the cost of SiLU of n numbers."
-    return cost_of("silu", 3*n, 2*n, dtype, n=n)
+    n, = whole_sizes("silu", n=n)
+    return cost_of("silu", 3*n, 2*n, dtype)
 
 # %% ../../nbs/02_accounting/02c_hardware.ipynb #d71a9c2d
 def rmsnorm_cost(rows:int, width:int, dtype:str="bfloat16")->Operation: # Rows, and numbers in each
     "Compute the cost of RMSNorm of rows, in one pass."
-    sizes = dict(rows=rows, width=width)
-    return cost_of("rmsnorm", rows*(4*width + 3), 2*rows*width + width, dtype, **sizes)
+    rows, width = whole_sizes("rmsnorm", rows=rows, width=width)
+    return cost_of("rmsnorm", rows*(4*width + 3), 2*rows*width + width, dtype)
 
 def softmax_cost(rows:int, width:int, dtype:str="bfloat16")->Operation: # Rows, and numbers in each
     "Compute the cost of softmax of rows, in one pass."
-    return cost_of("softmax", rows*(4*width - 1), 2*rows*width, dtype, rows=rows, width=width)
+    rows, width = whole_sizes("softmax", rows=rows, width=width)
+    return cost_of("softmax", rows*(4*width - 1), 2*rows*width, dtype)
 
 def embedding_cost(tokens:int, width:int, dtype:str="bfloat16"
 )->Operation: # Ids, and numbers in a row of the table
     "Compute the cost of looking up rows of a table by ids of 8 bytes."
-    return cost_of("embedding", 0, 2*tokens*width, dtype, 8*tokens, tokens=tokens, width=width)
+    tokens, width = whole_sizes("embedding", tokens=tokens, width=width)
+    return cost_of("embedding", 0, 2*tokens*width, dtype, 8*tokens)
 
 # %% ../../nbs/02_accounting/02c_hardware.ipynb #4b7a63b7
 def adamw_cost(parameters:int, dtype:str="float32"
 )->Operation: # For a number of parameters, and the type of weights, gradients and moments
     "Compute the cost of a step of AdamW, in one pass."
-    positive("adamw: parameters", parameters, numbers.Integral)
+    parameters, = whole_sizes("adamw", parameters=parameters)
     return cost_of("adamw", adamw_flops(parameters), 7*parameters, dtype)
 
 # %% ../../nbs/02_accounting/02c_hardware.ipynb #20c272ae
-def cost_of(name:str, flops:int, moved:int, dtype:str, more_bytes:int=0, **sizes:int
-)->Operation: # Raises `ValueError` for invalid sizes
+def whole_sizes(name:str, **sizes:Any
+)->list: # As Python's integers, which can't overflow; raises `ValueError` for invalid sizes
     for what,size in sizes.items(): positive(f"{name}: {what}", size, numbers.Integral)
+    return [int(size) for size in sizes.values()]
+
+def cost_of(name:str, flops:int, moved:int, dtype:str, more_bytes:int=0)->Operation:
     return Operation(name, flops, moved*dtype_bytes(dtype) + more_bytes)
 
 # %% ../../nbs/02_accounting/02c_hardware.ipynb #329c1dff
@@ -349,8 +357,8 @@ def tile_waves(
     processors:int=108,  # Multiprocessors, by default those of an A100
 )->Waves:
     "Count tiles and waves of an m x n product, one tile per multiprocessor at a time."
-    sizes = dict(m=m, n=n, tile_rows=tile[0], tile_columns=tile[1], processors=processors)
-    for what,size in sizes.items(): positive(f"tile_waves: {what}", size, numbers.Integral)
-    tiles = math.ceil(m/tile[0])*math.ceil(n/tile[1])
+    m, n, rows, columns, processors = whole_sizes("tile_waves", m=m, n=n, tile_rows=tile[0],
+                                                  tile_columns=tile[1], processors=processors)
+    tiles = math.ceil(m/rows)*math.ceil(n/columns)
     waves = math.ceil(tiles/processors)
-    return Waves(tiles, waves, m*n/(waves*processors*tile[0]*tile[1]))
+    return Waves(tiles, waves, m*n/(waves*processors*rows*columns))

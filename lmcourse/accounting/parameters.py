@@ -126,7 +126,7 @@ def _by_formula(c:ModelConfig)->ParameterCount:
 def parameter_table(
     model:Any, # Any torch module, or a dict from name to array; equal layers share a row
     # One row per name, with the shape, the number of such tensors and their parameters together;
-    # the last row is the sum
+    # a shared tensor counts where it appears first; the last row is the sum
 )->Table:
     "Show where the parameters are."
     rows, seen = {}, set()
@@ -134,9 +134,10 @@ def parameter_table(
         name, shape = re.sub(r"\.\d+(?=\.|$)", ".*", name), " × ".join(map(str, p.shape))
         row = rows.setdefault((name, shape),
                               dict(parameter=name, shape=shape, tensors=0, parameters=0))
-        row["tensors"] += 1
-        if id(p) in seen: row["shape"] += ", shared"
-        else: row["parameters"] += _size(p)
+        if id(p) in seen: row["shape"] = f"{shape}, shared"
+        else:
+            row["tensors"] += 1
+            row["parameters"] += _size(p)
         seen.add(id(p))
     return Table([*rows.values(), dict(parameter="all", shape="", tensors=len(seen),
                                        parameters=count_parameters(model).unique)])

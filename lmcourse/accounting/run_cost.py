@@ -6,10 +6,10 @@
 __all__ = ['attention_cost', 'decoding', 'training_time', 'Price', 'price']
 
 # %% ../../nbs/02_accounting/02j_run_cost.ipynb #f7094ade
-import numbers
 from dataclasses import dataclass, replace
 from typing import Any
 from .hardware import Device, Operation, cost_of, device_of, positive
+from .hardware import whole_sizes
 from .memory import largest_batch, training_bytes
 from .model_flops import training_flops
 from .tensors import dtype_bytes, whole_number
@@ -26,11 +26,12 @@ def attention_cost(
     dtype:str="bfloat16", # Number type
 )->Operation:
     "Compute the cost of attention without a mask: scores, scaling, softmax, values."
+    name = "attention" if fused else "explicit attention"
+    queries, keys, head_dim, heads = whole_sizes(name, queries=queries, keys=keys,
+                                                 head_dim=head_dim, heads=heads)
     scores, io = queries*keys, 2*queries*head_dim + 2*keys*head_dim
     flops = 4*scores*head_dim + scores + queries*(4*keys - 1)
-    return cost_of("attention" if fused else "explicit attention", heads*flops,
-                 heads*(io if fused else io + 6*scores), dtype,
-                 queries=queries, keys=keys, head_dim=head_dim, heads=heads)
+    return cost_of(name, heads*flops, heads*(io if fused else io + 6*scores), dtype)
 
 # %% ../../nbs/02_accounting/02j_run_cost.ipynb #53f5ecea
 def decoding(
@@ -43,11 +44,10 @@ def decoding(
     dtype:str="bfloat16",       # Number type of weights, cache and activations
 )->Operation:
     "Compute the cost of an attention layer and its projections over steps of cached decoding."
-    n, b, d, h = steps, batch_size, d_model, num_heads
-    g = h if num_kv_heads is None else num_kv_heads
-    for what,size in dict(steps=n, batch_size=b, d_model=d, num_heads=h, num_kv_heads=g).items():
-        positive(f"decoding: {what}", size, numbers.Integral)
-    whole_number("decoding: past", past, 0)
+    n, b, d, h, g = whole_sizes(
+        "decoding", steps=steps, batch_size=batch_size, d_model=d_model, num_heads=num_heads,
+        num_kv_heads=num_heads if num_kv_heads is None else num_kv_heads)
+    past = whole_number("decoding: past", past, 0)
     if d % h or h % g:
         raise ValueError(f"decoding: d_model = {d}, num_heads = {h}, num_kv_heads = {g}: expected "
                          f"each a multiple of the next")

@@ -7,6 +7,7 @@ __all__ = ['SHARE', 'LADDER', 'micro_batch_for', 'CardFit', 'fit_to_card', 'pres
            'measured_peers']
 
 # %% ../../nbs/02_accounting/02l_your_gpu.ipynb #5457aaaf
+import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 from ..tools.config import ModelConfig, TrainConfig
@@ -101,11 +102,15 @@ def card_table(
     return Table(rows)
 
 # %% ../../nbs/02_accounting/02l_your_gpu.ipynb #109fc70f
-def _peak(gpu:str|None, r:dict)->float: # Of the data sheet, if the ledger has the card
-    name = f"-{gpu or ''}-".lower().replace(" ", "-")
-    card = next((d for key,d in devices().items() if f"-{key}-" in name), None)
+# Cards with the name of another, and other peaks
+_VARIANTS = {"laptop", "max", "ti", "super", "d", "pcie", "nvl", "mig"}
+
+def _peak(gpu:str|None, r:dict)->float: # Of the data sheet, if the ledger has it
+    words = set(re.split(r"\W+", (gpu or "").lower()))
+    card = next((d for key,d in devices().items() if {*key.split("-")} <= words), None)
+    peaks = card.peak_flop_per_s if card and not words & _VARIANTS else {}
     dtype = "tfloat32" if r["dtype"] == "float32" else r["dtype"]
-    return card.peak(dtype) if card else r["product_flop_per_s"]
+    return peaks.get(dtype, r["product_flop_per_s"])
 
 def measured_recipes(
     folder:str|Path, # Folder with the results of `make gpu`, `gpu-*.json`

@@ -16,9 +16,9 @@ show = i => {
       `<path d="M${x} ${y}C${x} ${y - 26} ${a} ${b - 26} ${a} ${b}" fill="none" stroke="#2f7fd6"
       stroke-opacity=".75" stroke-width="${1 + 5*row[k]}"/>` }).join('');
   const sorted = row.map((v, k) => [v, k]).sort((a, b) => b[0] - a[0]);
-  const most = sorted.slice(0, 3).filter(p => p[0] >= .005);
+  const most = sorted.slice(0, 3).filter((p, n) => !n || p[0] >= .005);
   says.textContent = `Layer ${l + 1}, head ${h + 1}: ${name(i)} puts ` + most.map(([v, k], n) =>
-    `${Math.round(100*v)}%${n ? '' : ' of its attention'} on ${name(k)}` +
+    `${v < .005 ? 'under 1' : Math.round(100*v)}%${n ? '' : ' of its attention'} on ${name(k)}` +
     (k == i ? ' (itself)' : '')).join(', ') + '.' };
 const again = () => show(words.findIndex(w => w.tabIndex == 0));
 root.querySelectorAll('input').forEach(r => r.onchange = again);

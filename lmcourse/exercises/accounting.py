@@ -577,7 +577,7 @@ def _machine(call_s:float, first_s:float=0, tick_s:float=0, busy:bool=False,
         if now["s"] > 10 or now["calls"] + now["reads"] > 2_000_000:
             raise TimeoutError("the ten seconds are over")
     def call():
-        slow = 3 if busy and max(now["s"], now["done"]) % .75 < .45 else 1
+        slow = 1.4 if busy and max(now["s"], now["done"]) % .75 < .45 else 1
         took = call_s*slow if now["calls"] else call_s + first_s
         now["calls"] += 1
         now["done"] = max(now["s"], now["done"]) + took

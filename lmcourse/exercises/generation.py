@@ -9,6 +9,7 @@ __all__ = ['check_next_probs', 'check_top_k', 'check_min_p', 'check_draw', 'chec
 # %% ../../nbs/05_generation/05z_generation.ipynb #73d86fef
 import math
 from collections.abc import Callable
+from numbers import Real
 from operator import index
 import torch
 from torch import Tensor
@@ -531,8 +532,9 @@ def check_text_log_prob(
                  f"ids {short(ids)}: ")
         got = run_answer(text_log_prob, z, ids, shown=where)
         number = got.item() if isinstance(got, Tensor) and got.numel() == 1 else got
-        if isinstance(number, bool) or not isinstance(number, (int, float)):
+        if isinstance(number, bool) or not isinstance(number, Real):
             raise AssertionError(f"{where}expected a number, got {short(got)}")
+        number = float(number)
         expected = log_probs(lambda x: z[None, :x.shape[1]].double(), ids).sum().item()
         if abs(number - expected) <= 1e-3*abs(expected): continue
         known = next((words for words,f in _log_prob_mistakes().items()

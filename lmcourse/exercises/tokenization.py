@@ -7,11 +7,11 @@ __all__ = ['check_sizes', 'check_same_look', 'check_split', 'check_step', 'check
            'check_encode_chunks', 'story_ranks', 'check_grows']
 
 # %% ../../nbs/01_tokenization/01z_tokenization.ipynb #94bb20ef
-import random
+import random, tracemalloc
 from collections.abc import Callable
 from functools import cache
 from itertools import islice, product
-from numbers import Integral
+from numbers import Integral, Real
 from unicodedata import normalize
 from ..tokenization.bpe import best_pair, count_pairs, count_words, train_bpe_heap
 from ..tokenization.bpe import merge_pair, pretokenize, special_pattern, split_bytes
@@ -242,19 +242,24 @@ def _cuts(data:bytes, rng)->list: # The same bytes in chunks: each place, every 
     return cuts
 
 # %% ../../nbs/01_tokenization/01z_tokenization.ipynb #40189acd
-def _check_lazy(encode_chunks:Callable, ranks:dict):
-    taken, many = 0, 1000
+def _check_memory(encode_chunks:Callable, ranks:dict):
+    text, word, chunks = "for a text of 1.0 MB: your code", b"extraordinarily ", 256
     def stream():
-        nonlocal taken
-        for _ in range(many):
-            taken += 1
-            yield b"the cat "
-    try: next(iter(encode_chunks(stream(), ranks)))
-    except Exception as e:
-        raise AssertionError(f"for {many:,} times b'the cat ': your code raised {short(e)}") from e
-    if taken > many//10:
-        raise AssertionError(f"for {many:,} times b'the cat ': {taken:,} chunks were taken before "
-                             "the first token came")
+        for k in range(chunks):
+            held = tracemalloc.get_traced_memory()[0] - before
+            if held > 500_000:
+                raise AssertionError(f"{text} holds {held/1e6:.2f} MB after {k/chunks:.0%} of it, "
+                                     f"expected at most 0.5 MB")
+            yield word*chunks                    # a new object of 4 KB each time
+    tracing = tracemalloc.is_tracing()
+    if not tracing: tracemalloc.start()
+    before = tracemalloc.get_traced_memory()[0]
+    try:
+        for _ in encode_chunks(stream(), ranks): pass
+    except AssertionError: raise
+    except Exception as e: raise AssertionError(f"{text} raised {short(e)}") from e
+    finally:
+        if not tracing: tracemalloc.stop()
 
 def _check_refused(encode_chunks:Callable, chunks:list, ranks:dict):
     try: got = list(encode_chunks(iter(chunks), ranks))
@@ -269,8 +274,8 @@ def _check_refused(encode_chunks:Callable, chunks:list, ranks:dict):
 def check_encode_chunks(
     encode_chunks:Callable, # `encode_chunks(chunks, ranks)` gives an iterator over bytes
 ):
-    """Raise `AssertionError` unless the tokens are those of the whole text, the first ones come
-    before the stream is over, and bytes that aren't valid UTF-8 are rejected."""
+    """Raise `AssertionError` unless the tokens are those of the whole text, memory holds only a
+    part of it at a time, and bytes that aren't valid UTF-8 are rejected."""
     if not callable(encode_chunks):
         raise AssertionError(f"expected a function, got {short(encode_chunks)}")
     rng = random.Random(0)
@@ -285,7 +290,7 @@ def check_encode_chunks(
         for chunks in _cuts(utf8(text), rng):
             _same((chunks,), run_answer(collect, chunks, ranks, shown=(chunks,)), expected,
                   "expected the same tokens as for the whole text")
-    _check_lazy(encode_chunks, ranks)
+    _check_memory(encode_chunks, ranks)
     for chunks in ([b"caf", b"\xc3"], [b"caf\xc3", b"("], [b"\xff"]):
         _check_refused(encode_chunks, chunks, ranks)
 
@@ -318,7 +323,7 @@ def check_grows(
     if 2*sum(small) >= len(text):
         raise AssertionError(f"these aren't words that the tokenizer knows: in lower case, too, "
                              f"there are {2*sum(small):,} {room}")
-    if isinstance(ratio, bool) or not isinstance(ratio, (int, float)):
+    if isinstance(ratio, bool) or not isinstance(ratio, Real):
         raise AssertionError(f"bytes per token: {short(ratio)} is not a number")
     each = sum(len(word)/k for word,k in zip(pretokenize(text), parts))/len(parts)
     why = {n/len(text): "tokens per byte",

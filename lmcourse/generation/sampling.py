@@ -127,7 +127,7 @@ def repetition_penalty(
 
 # %% ../../nbs/05_generation/05a_sampling.ipynb #5826c9d8
 def _penalized(logits:torch.Tensor, value:float, seen)->torch.Tensor: # Logits
-    _shifted(logits)                                # raises an error if they are not logits
+    logits = logits.to(_shifted(logits).dtype)      # raises an error if they are not logits
     _check("repetition_penalty", value)
     seen = torch.as_tensor(seen if torch.is_tensor(seen) else list(seen), dtype=torch.int64,
                            device=logits.device)
@@ -158,8 +158,13 @@ def next_token_probs(
     Raises `ValueError` for a setting out of range."""
     if repetition_penalty is not None: logits = _penalized(logits, repetition_penalty, seen)
     probs = _RULES["temperature"](logits, temperature)
-    for name,value in dict(top_k=top_k, top_p=top_p, min_p=min_p).items():
-        if value is not None: probs = _RULES[name](probs.log(), value)
+    cuts = {k: v for k,v in dict(top_k=top_k, top_p=top_p, min_p=min_p).items() if v is not None}
+    if cuts:
+        logits = _shifted(logits)
+        logits = logits/max(temperature, torch.finfo(logits.dtype).tiny)
+    for name,value in cuts.items():
+        logits = logits.masked_fill(probs == 0, -torch.inf)
+        probs = _RULES[name](logits, value)
     return probs
 
 # %% ../../nbs/05_generation/05a_sampling.ipynb #c3e8ca62

@@ -110,8 +110,9 @@ class SurprisalStrip:
 def _chance(nats:float)->str: # A surprise as odds
     if math.isnan(nats): return "no such story"
     if math.isinf(nats): return "impossible"
-    p = math.exp(-abs(nats))
-    return (f"{p:.0%}" if p > 0.095 else f"1 in {1/p:,.0f}") + f" ({abs(nats):.1f} nats)"
+    p, nats = math.exp(-abs(nats)), abs(nats)
+    odds = f"{1/p:,.0f}" if nats < 30 else f"10^{nats/math.log(10):.0f}"
+    return (f"{p:.0%}" if p > 0.095 else f"1 in {odds}") + f" ({nats:.1f} nats)"
 
 # %% ../../nbs/05_generation/05c_viewer.ipynb #94b02456
 _COLORS = dict(model=COLORS[0], floor=COLORS[2])       # The same wherever they are shown
@@ -197,8 +198,10 @@ class AttentionViewer:
         return tuple(int(i) for i in np.unravel_index(int(far.argmax()), far.shape))
 
     def describe(self, layer:int, head:int, word:int)->str: # In words
-        looks = [(i, w) for i,w in self.looks_at(layer, head, word) if w >= 0.005]
-        shares = ", ".join(f"{w:.0%}{' of its attention'*(k == 0)} on {_quoted(self.words[i])}"
+        first, *others = self.looks_at(layer, head, word)
+        looks = [first, *((i, w) for i,w in others if w >= 0.005)]
+        shares = ", ".join(f"{'under 1%' if w < 0.005 else f'{w:.0%}'}"
+                           f"{' of its attention'*(k == 0)} on {_quoted(self.words[i])}"
                            f"{' (itself)'*(i == word)}" for k,(i, w) in enumerate(looks))
         return f"Layer {layer + 1}, head {head + 1}: {_quoted(self.words[word])} puts {shares}."
     def __str__(self):

@@ -224,6 +224,7 @@ def _explore_html(shown:Exploration)->str:
     parts, drawn = [], 0
     for group in shown.groups():
         if drawn >= shown.limit: break
+        group = group[:shown.limit - drawn]
         data, inside = (b"".join(view.token for view in group),
                         "".join(_token_html(view, drawn + i) for i,view in enumerate(group)))
         if len(group) > 1:

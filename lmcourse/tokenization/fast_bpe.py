@@ -738,14 +738,26 @@ def _read_piece(file, rest:bytes, buffer:np.ndarray, specials:list, size:int)->t
     return buffer, n, n
 
 # %% ../../nbs/01_tokenization/01d_fast_bpe.ipynb #f7e6b795
+class _ValidBytes: # Reads a file without its invalid bytes: one might hide that a word goes on
+    def __init__(self, path):
+        self.file, self.rest = open(path, encoding="utf-8", errors="ignore", newline=""), b""
+    def close(self): self.file.close()
+    def readinto(self, view:memoryview)->int:
+        if not self.rest: self.rest = self.file.read(1 << 16).encode()
+        part, self.rest = self.rest[:len(view)], self.rest[len(view):]
+        view[:len(part)] = part
+        return len(part)
+
+# %% ../../nbs/01_tokenization/01d_fast_bpe.ipynb #5821def3
 class FilePieces:
     """Reads a file piece by piece; close it at the end.
     Safe to call from several threads."""
     def __init__(self, path:str|os.PathLike, specials:list, errors:str="strict", size:int=1<<22
     ): # Size of a piece in bytes, unless it can't be cut there
         self.path, self.specials, self.errors, self.size = Path(path), specials, errors, size
-        self.file, self.rest, self.at, self.lock = (open(path, "rb", buffering=0), b"", 0,
-                                                    threading.Lock())
+        self.file = (_ValidBytes(path) if errors == "ignore"
+                     else open(path, "rb", buffering=0))
+        self.rest, self.at, self.lock = b"", 0, threading.Lock()
     def close(self): self.file.close()
 
     def read(self, buffer:np.ndarray
@@ -754,18 +766,15 @@ class FilePieces:
     )->tuple:
         """Read the next piece.
         Raises `ValueError` if it is not UTF-8 and `errors` is 'strict'."""
-        while True:
-            with self.lock:
-                buffer, n, cut = _read_piece(self.file, self.rest, buffer, self.specials, self.size)
-                at, self.at, self.rest = self.at, self.at + cut, buffer[cut:n].tobytes()
-            text = self._valid(_read_only(buffer[:cut]), at)
-            # if 'ignore' leaves nothing of a piece, read the next one
-            if len(text) or not cut: return text, buffer
+        with self.lock:
+            buffer, n, cut = _read_piece(self.file, self.rest, buffer, self.specials, self.size)
+            at, self.at, self.rest = self.at, self.at + cut, buffer[cut:n].tobytes()
+        return self._valid(_read_only(buffer[:cut]), at), buffer
 
     def _valid(self, text:np.ndarray, at:int)->np.ndarray:
         if (bad := first_invalid(text, character_classes())) < 0: return text
-        if self.errors != "strict":
-            return _read_only(text.tobytes().decode("utf-8", self.errors).encode())
+        if self.errors == "replace":
+            return _read_only(text.tobytes().decode("utf-8", "replace").encode())
         raise ValueError(f"{self.path}: byte {text[bad]:#04x} at {at + bad} is not UTF-8; "
                          f"errors='replace' or 'ignore' would accept it")
 

@@ -197,6 +197,26 @@ class VocabularyFiles(Vocabulary):
         "Read a `tokenizer.json`. Raises `ValueError` if the tokenizer is not a byte-level BPE."
         return cls(*parse_hugging_face(read_json(path), path))
 
+# %% ../../nbs/01_tokenization/01e_tokenizer.ipynb #458df307
+def _as_learnt(merges:list)->bool: # Whether no merge makes a token that an earlier merge uses
+    made = {a + b: rank for rank,(a,b) in enumerate(merges)}
+    return all(made.get(a, -1) < rank > made.get(b, -1) for rank,(a,b) in enumerate(merges))
+
+def _join_singly(word:bytes, ranks:dict)->list:
+    "As `encode_word`, for merges in any order: a join may make a pair of lower rank."
+    parts = [bytes([b]) for b in word]
+    while len(parts) > 1:
+        best = min(zip(parts, parts[1:]), key=lambda pair: ranks.get(pair, len(ranks)))
+        if (rank := ranks.get(best)) is None: break
+        i = 0
+        while i < len(parts) - 1:
+            if (parts[i], parts[i+1]) == best:
+                parts[i:i+2] = [best[0] + best[1]]
+                near = parts[max(i - 1, 0):i + 2]
+                if any(ranks.get(pair, rank) < rank for pair in zip(near, near[1:])): break
+            i += 1
+    return parts
+
 # %% ../../nbs/01_tokenization/01e_tokenizer.ipynb #4720e4be
 class _WordIds(dict):
     """A cache from pre-token to ids, which computes missing ones.
@@ -204,10 +224,11 @@ class _WordIds(dict):
     def __init__(self, ids:dict, merges:list, whole_words:bool, limit:int=1<<16):
         self.ids, self.limit, self.whole_words = ids, limit, whole_words
         self.ranks = {pair: rank for rank,pair in enumerate(merges)}
+        self.join = encode_word if _as_learnt(merges) else _join_singly
 
     def __missing__(self, word:str)->list:
         data = word.encode("utf-8", "surrogateescape")
-        tokens = [data] if self.whole_words and data in self.ids else encode_word(data, self.ranks)
+        tokens = [data] if self.whole_words and data in self.ids else self.join(data, self.ranks)
         for token in tokens:
             if token in self.ids: continue
             lacking, byte = (sum(bytes([b]) not in self.ids for b in range(256)),
@@ -341,8 +362,11 @@ def cut_chunks(
 )->Iterator[bytes]: # The same bytes, about 64 KiB or more at a time
     "Join chunks, and cut them again at places that no token reaches across."
     held, size, enough = [], 0, 1 << 16
-    for chunk in chunks:
-        held.append(utf8(chunk) if isinstance(chunk, str) else bytes(chunk))
+    for i,chunk in enumerate(chunks):
+        if isinstance(chunk, str): chunk = utf8(chunk)
+        elif not isinstance(chunk, (bytes, bytearray, memoryview)):
+            raise TypeError(f"chunk {i} is a {type(chunk).__name__}, expected str or bytes")
+        held.append(bytes(chunk))
         size += len(held[-1])
         if size < enough: continue
         from lmcourse.tokenization.fast_bpe import last_cut
@@ -402,20 +426,21 @@ def _read(path)->str:
     except UnicodeDecodeError as e: raise ValueError(
         f"{path}: not UTF-8 (byte {e.start})") from None
 
+def _by_id(named:Iterable, path)->dict: # (text of a token, id) pairs to a dict from id to text
+    texts:dict = {}
+    for text,i in named:
+        if isinstance(i, bool) or not isinstance(i, int):
+            raise ValueError(f"{path}: the id of {text!r} is {i!r}, expected an integer")
+        if texts.setdefault(i, text) != text:
+            raise ValueError(f"{path}: {text!r} and {texts[i]!r} both have the id {i}")
+    return texts
+
 # %% ../../nbs/01_tokenization/01e_tokenizer.ipynb #e191a2c7
 def read_vocab(
     path:str|Path, # A `vocab.json`: tokens in GPT-2's alphabet to ids
 )->dict: # Id to bytes
     "Read a vocabulary. Raises `ValueError` for an invalid file or an id that occurs twice."
-    vocab:dict = {}
-    for text,i in read_json(path).items():
-        if isinstance(i, bool) or not isinstance(i, int):
-            raise ValueError(f"{path}: the id of {text!r} is {i!r}, expected an integer")
-        if i in vocab:
-            raise ValueError(f"{path}: {text!r} and {token_to_text(vocab[i])!r} both have the id "
-                             f"{i}")
-        vocab[i] = text_to_token(text)
-    return vocab
+    return {i: text_to_token(text) for i,text in _by_id(read_json(path).items(), path).items()}
 
 # %% ../../nbs/01_tokenization/01e_tokenizer.ipynb #b82d6762
 def read_merges(
@@ -490,8 +515,12 @@ def parse_hugging_face(
              f"the normalizer {whole.get('normalizer')}")
         rules = Rules(_pattern(whole["pre_tokenizer"], need), bool(whole.get("normalizer")),
                       bool(model.get("ignore_merges")))
-        content = {token["id"]: token["content"] for token in added}
-        vocab = ({i: text_to_token(text) for text,i in model["vocab"].items() if i not in content}
+        content = _by_id(((token["content"], token["id"]) for token in added), path)
+        texts = _by_id(model["vocab"].items(), path)
+        for i,text in texts.items():    # it may repeat an added token, in either way of writing
+            if i in content and content[i].encode() not in (text.encode(), text_to_token(text)):
+                raise ValueError(f"{path}: {text!r} and {content[i]!r} both have the id {i}")
+        vocab = ({i: text_to_token(text) for i,text in texts.items()}
                  | {i: text.encode() for i,text in content.items()})
         merges = [tuple(map(text_to_token, m.split(" ") if isinstance(m, str) else m))
                   for m in model["merges"]]
@@ -513,7 +542,10 @@ def _pattern(step:dict, need)->str: # The pattern that cuts a text into pre-toke
     if len(steps) == 1: return PRETOKENIZE.pattern
     need(steps[0]["behavior"] == "Isolated" and not steps[0].get("invert"),
          f"a split that is {steps[0]['behavior']}")
-    return steps[0]["pattern"].get("Regex") or regex.escape(steps[0]["pattern"]["String"])
+    pattern = steps[0]["pattern"].get("Regex") or regex.escape(steps[0]["pattern"]["String"])
+    try: regex.compile(pattern, cache_pattern=False)
+    except regex.error as e: need(False, f"the pattern {pattern!r} ({e})")
+    return pattern
 
 # %% ../../nbs/01_tokenization/01e_tokenizer.ipynb #aded51b9
 def write_folder(
