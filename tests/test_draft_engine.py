@@ -94,6 +94,20 @@ def test_blocks_that_run_out_are_given_back():
     assert not engine.drafts and len(engine.pool.free) == 9
 
 
+def test_guesses_of_a_pass_that_fails_are_not_part_of_the_answer():
+    model, r = small(), Request((1, 2, 1, 2), 12, temperature=0.)
+    engine = DraftEngine(model, make_draft=lambda: NgramDraft(range(97), 97, 2))
+    s, failures = engine.add(r), [3]
+    def forward(rows, forward=engine.paged.forward):
+        if engine.steps in failures: failures.remove(engine.steps); raise MemoryError("once")
+        return forward(rows)
+    engine.paged.forward = forward
+    while engine.busy:
+        try: engine.step()
+        except MemoryError: pass
+    assert s.tokens == alone(model, r) and not failures
+
+
 def test_what_makes_no_sense_is_refused():
     model = small()
     with expect_error(ValueError, "the draft has 3 ids, the model's vocabulary 97"): DraftEngine(model, make_draft=lambda: PromptLookup(3))

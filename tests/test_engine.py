@@ -367,8 +367,55 @@ def test_a_beginning_is_found_again_after_its_owner_left_until_it_is_overwritten
     assert engine.computed == before + 17
 
 
+MAKERS = dict(argvalues=[Engine, partial(DraftEngine, make_draft=partial(PromptLookup, 97, shortest=1))], ids=["alone", "with a draft"])
+
+
+@pytest.mark.parametrize("make", **MAKERS)
+def test_a_second_answer_to_a_prompt_does_not_pass_for_the_first(make):
+    "It is written over the first one in the block where the prompt ends, so that block isn't the first answer's any longer"
+    model, prompt = small(), tuple(range(10))
+    engine = make(model, block_size=4)
+    first, second = (engine.run([Request(prompt, 6, seed=k)])[0] for k in (1, 2))
+    assert first.tokens[:2] != second.tokens[:2]
+    for s in (first, second):
+        again = Request(prompt + tuple(s.tokens[:4]), 6, temperature=0., log_probs=0)
+        assert engine.run([again])[0].log_probs == make(model, block_size=4, share=False).run([again])[0].log_probs
+        check_pool(engine)
+
+
+def test_a_prompt_is_shared_while_its_answer_is_written_behind_it():
+    engine, prompt = Engine(small(), block_size=4), tuple(range(10))
+    replay(engine, [Request(prompt, 6, seed=k) for k in range(2)], [0, 2], check_pool)
+    assert engine.computed == 10 + 1 + 2*5
+
+
+@pytest.mark.parametrize("make", **MAKERS)
+def test_an_error_while_tokens_are_drawn_leaves_nothing_that_can_t_go_on(make):
+    model = small()
+    with torch.no_grad(): model.token_embeddings.weight[7] = math.nan
+    engine, good = make(model, block_size=4), Request((1, 2, 3), 5)
+    s = engine.add(good)
+    engine.add(Request((1, 7, 3), 5))
+    with expect_error(ValueError, "logits"): engine.step()
+    assert s.reason == "error" and not engine.busy and len(engine.pool.free) == len(engine.pool.users)
+    assert engine.run([good])[0].reason == "length"
+
+
+@pytest.mark.parametrize("make", **MAKERS)
+def test_run_takes_all_requests_or_none(make):
+    engine = make(small())
+    with expect_error(ValueError, "id 97"): engine.run([Request((1,), 3), Request((97,), 3)])
+    def fails(rows): raise MemoryError("once")
+    forward, engine.paged.forward = engine.paged.forward, fails
+    with expect_error(MemoryError, "once"): engine.run([Request((1,), 3)]*20)
+    engine.paged.forward = forward
+    assert not engine.busy and len(engine.pool.free) == len(engine.pool.users)
+    with expect_error(ValueError, "zip"): replay(engine, [Request((1,), 3)]*3, [0])
+    assert not engine.busy
+
+
 @packed
-@pytest.mark.parametrize("make", [Engine, partial(DraftEngine, make_draft=partial(PromptLookup, 97))], ids=["alone", "with a draft"])
+@pytest.mark.parametrize("make", **MAKERS)
 def test_a_text_that_was_computed_again_in_pieces_is_found_with_its_own_keys(make):
     model, told = small(torch.float32), 0
     for seed in range(4):
@@ -384,7 +431,7 @@ def test_a_text_that_was_computed_again_in_pieces_is_found_with_its_own_keys(mak
     assert told
 
 
-@pytest.mark.parametrize("make", [Engine, partial(DraftEngine, make_draft=partial(PromptLookup, 97))], ids=["alone", "with a draft"])
+@pytest.mark.parametrize("make", **MAKERS)
 def test_each_turn_of_a_chat_finds_all_that_the_turn_before_computed(make):
     engine, ids = make(small(), block_size=4), tuple(range(10))
     for turn in range(4):
@@ -411,7 +458,7 @@ def test_without_sharing_everything_is_computed():
 def test_blocks_that_hold_nothing_of_use_are_taken_first_and_then_the_one_that_was_idle_longest():
     pool = BlockPool(4, 4)
     a, b, c, d = (pool.take() for _ in range(4))
-    for block, name in ((a, b"a"), (c, b"c"), (d, b"d")): pool.name(block, name)
+    for block, name in ((a, b"a"), (c, b"c"), (d, b"d")): pool.name(block, name, 4)
     for block in (a, c, b, d): pool.release(block)
     assert list(pool.free) == [b, a, c, d]                      # b has no name: nobody will ask for what it holds
     pool.share(a)                                               # somebody did ask for this one, so it comes last now
@@ -424,7 +471,7 @@ def test_pool_by_hand():
     pool = BlockPool(2, 4)
     a, b = pool.take(), pool.take()
     with expect_error(IndexError, "all 2 blocks are in use"): pool.take()
-    pool.name(a, b"x"); pool.name(b, b"x")
+    pool.name(a, b"x", 4); pool.name(b, b"x", 4)
     assert pool.blocks == {b"x": a} and not pool.names[b]
     pool.release(a)
     with expect_error(ValueError, f"block {a} has no users"): pool.release(a)
@@ -553,7 +600,8 @@ def test_timing_needs_tokens():
     (dict(ids=()), "ids are empty"), (dict(ids=(97,)), "id 97"), (dict(ids=(-1,)), "id -1"), (dict(stop=(97,)), "stop: id 97"), (dict(max_tokens=-1), "max_tokens = -1"),
     (dict(max_tokens=64), "need room for 66, but the model's context_length is 64"), (dict(max_tokens=40), "need room for 42, but the room in all blocks is 40"),
     (dict(temperature=-.1), "temperature = -0.1"), (dict(temperature=float("nan")), "temperature = nan"), (dict(top_p=0.), "top_p = 0"), (dict(top_p=1.5), "top_p = 1.5"),
-    (dict(top_k=0), "top_k = 0"), (dict(min_p=2.), "min_p = 2"), (dict(repetition_penalty=0.), "repetition_penalty = 0"), (dict(log_probs=-1), "log_probs = -1"), (dict(log_probs=98), "log_probs = 98")])
+    (dict(top_k=0), "top_k = 0"), (dict(min_p=2.), "min_p = 2"), (dict(repetition_penalty=0.), "repetition_penalty = 0"), (dict(log_probs=-1), "log_probs = -1"), (dict(log_probs=98), "log_probs = 98"),
+    (dict(seed=2**64), "seed = 18446744073709551616")])
 def test_what_can_t_be_answered_is_refused_and_nothing_changes(changes, words):
     engine = Engine(small(), num_blocks=10, block_size=4)
     with expect_error(ValueError, words): engine.add(Request(**dict(ids=(1, 2, 3)) | changes))
@@ -564,7 +612,7 @@ def test_what_just_fits_is_answered():
     model = small()
     assert len(Engine(model, num_blocks=16, block_size=4).run([Request((1, 2, 3), 62)])[0].tokens) == 62
     assert Engine(model).run([Request((1,), 0)])[0].reason == "length"
-    for wrong in (dict(max_running=0), dict(max_running=5, token_budget=4)):
+    for wrong in (dict(max_running=0), dict(max_running=5, token_budget=4), dict(block_size=0)):
         with expect_error(ValueError, "expected 1 or more"): Engine(model, **wrong)
 
 

@@ -55,19 +55,17 @@ BANKS = [(partial(rounds, of=list), "served together"), (lambda w: len(set(w)), 
 
 def blocks(t, r, s, grain=256, most=32, system=1024, use=min, warps=64, registers=65_536, size=164*1024, near=128, warp=up, parts=4):
     n, each = warp(t, 32) or 1, up(r*32, grain)*grain
-    fits = up(n, parts)*parts*each <= registers
-    return use((warps//n, most, fits*(registers//parts//each*parts//n), size//(max(1, up(s + system, near)*near))))
+    return use((warps//n, most, registers//parts//each*parts//n, size//(max(1, up(s + system, near)*near))))
 
 
 def blocks_by_trying(t, r, s):
     n, warps, each = 0, up(t, 32), up(r*32, 256)*256
-    if up(warps, 4)*each > 16_384: return 0
     while n < 32 and (n + 1)*warps <= min(64, 4*(16_384//each)) and (n + 1)*up(s + 1024, 128)*128 <= 164*1024: n += 1
     return n
 
 
 BLOCKS = [(partial(blocks, system=0), "1 KiB"), (partial(blocks, most=99), "32 blocks"), (partial(blocks, grain=1), "multiples of 256"), (partial(blocks, parts=1), "four partitions"),
-          (partial(blocks, use=max), "scarcest"),
+          (partial(blocks, near=1), "multiples of 128"), (partial(blocks, use=max), "scarcest"),
           (lambda *a: blocks(*a)*up(a[0], 32), "number of warps"), (lambda *a: blocks(*a)*up(a[0], 32)/64, "occupancy"), (partial(blocks, warps=48), "expected"),
           (partial(blocks, size=100*1024), "expected"), (partial(blocks, warp=lambda a, b: a//b), "expected"), (lambda *a: max(1, blocks(*a)), "expected 0, got 1")]
 

@@ -10,7 +10,8 @@ X = torch.ones(4, 8)
 
 @pytest.mark.parametrize("f, operations, size", [
     (lambda x: x.T, 0, 0), (lambda x: x[1:], 0, 0), (lambda x: -x, 1, 2), (lambda x: x + x, 1, 2), (lambda x: x.clone().mul_(2), 2, 4),
-    (lambda x: x*x.clone(), 2, 5), (gelu, 9, 22)])
+    (lambda x: x*x.clone(), 2, 5), (torch.empty_like, 0, 0), (lambda x: torch.add(x, 1, out=x.new_empty(4, 8)), 1, 2),
+    (lambda x: x + x[:1].expand(4, 8), 1, 2.25), (gelu, 9, 22)])
 def test_operations_and_bytes(f, operations, size): assert count_eager(f, X) == Work(operations, size*X.nbytes)
 
 

@@ -15,7 +15,7 @@ from lmcourse.architecture.attention_torch import causal_attention
 from lmcourse.architecture.transformer_torch import Parts, TransformerLM
 from lmcourse.kernels import flash, grouped, matmul as mm, rows
 from lmcourse.kernels.machine_code import Job, compile_kernels
-from lmcourse.kernels.traffic import FLOATS, MissingTriton, counting, interpreted, vector_add
+from lmcourse.kernels.traffic import FLOATS, MissingTriton, add_kernel, counting, interpreted, jit, tl, vector_add
 from lmcourse.kernels.use import KERNEL_PARTS, SMALL, bench_kernels, check_agreement, kernel_tasks, use_kernels
 from lmcourse.tools.checks import check_close, expect_error
 from lmcourse.tools.config import ModelConfig
@@ -119,6 +119,14 @@ def test_a_model_on_kernels_has_the_same_loss_and_gradients(device, fields):
 def test_who_is_compared_agrees(device):
     with torch.no_grad():
         for task, calls in kernel_tasks(SMALL, device, torch.float32).items(): check_agreement(task, calls)
+        for task, calls in kernel_tasks(SMALL | dict(width=1024), device, torch.float32).items():
+            def zeros(call=calls["torch"]):
+                result = call()
+                result = result() if callable(result) else result
+                return tuple(torch.zeros_like(x) for x in result) if isinstance(result, tuple) else torch.zeros_like(result)
+            with expect_error(AssertionError, f"{task} by zeros"): check_agreement(task, dict(torch=calls["torch"], zeros=zeros))
+    x = drawn(2, 4)
+    with expect_error(AssertionError, "by half"): check_agreement("rows", dict(torch=lambda: (1e3*x, x), half=lambda: (1e3*x, 0*x)))
 
 
 def test_the_bench_says_that_there_is_no_gpu(tmp_path):
@@ -131,7 +139,7 @@ def test_the_bench_says_that_there_is_no_gpu(tmp_path):
 @given(st.integers(1, 40), st.integers(0, 20), st.sampled_from((4, 12, 16)), st.sampled_from(((1, 1), (2, 1), (4, 2))), st.sampled_from((0, 1, 9, 50)))
 def test_traffic_of_attention_is_its_formula(T, more, K, heads, window):
     if not interpreted: pytest.skip("counting needs the interpreter")
-    (H, G), S, D = heads, T + more, 1 << (K - 1).bit_length()
+    (H, G), S, D = heads, T + more, 16     # As `flash_attention` launches it: no product is narrower
     q, k, v = drawn(1, H, T, K), drawn(1, G, S, K), drawn(1, G, S, K)
     out, logsums = torch.empty_like(q), torch.empty(1, H, T)
     how = (T, S, H, G, K**-.5, window, K, True, 16, 16, D, True)
@@ -164,6 +172,39 @@ def test_traffic_of_rows_is_its_formula(R, N, P):
     with counting(x=x, dy=dy, gain=gain, dx=out, inverse=inverse, parts=parts) as back:
         rows.rmsnorm_backward_kernel[(P,)](dy, x, gain, inverse, out, parts, R, N, BLOCK=64)
     assert forward.cost == rows.rmsnorm_cost(R, N) and back.cost == rows.rmsnorm_backward_cost(R, N, P)
+
+
+def test_launches_follow_each_other_and_what_was_loaded_and_changed_moves_twice():
+    if not interpreted: pytest.skip("counting needs the interpreter")
+    a, b, c, d = (torch.ones(64) for _ in range(4))
+    with counting(a=a, b=b, c=c, d=d):                          # The second launch has other blocks, and reads what the first one stored
+        add_kernel[(4,)](a, b, c, 64, BLOCK=16)
+        add_kernel[(2,)](c, b, d, 64, BLOCK=32)
+    with counting(a=a) as t: add_kernel[(1,)](a, a, a, 64, BLOCK=64)
+    assert t.missed(10**6) == t.missed(256) == 2*256 and t.missed(32) == 3*256
+    p, g, m, v = (torch.ones(64) for _ in range(4))
+    with counting(p=p, g=g, m=m, v=v) as t: grouped.fused_adamw_(p, g, m, v, 1)
+    assert t.missed(10**6) == t.cost.bytes == 28*64
+
+
+def test_a_request_is_made_of_neighbours_also_where_some_are_masked():
+    if not interpreted: pytest.skip("counting needs the interpreter")
+    @jit
+    def every_other(x, out, BLOCK: tl.constexpr):
+        at = tl.arange(0, BLOCK)
+        tl.store(out + at, tl.load(x + at, mask=at % 2 == 0, other=0.))
+    x, out = torch.ones(64), torch.empty(64)
+    with counting(x=x, out=out) as t: every_other[(1,)](x, out, BLOCK=64)
+    assert (t.requests, t.sectors) == (4, 16)
+
+
+def test_bad_input_is_named(device):
+    q, x = torch.ones(1, 2, 4, 8, device=device), torch.ones(4, 8, device=device)
+    with expect_error(ValueError, "4 queries, but only 0 keys"): flash.flash_attention(q, q[..., :0, :], q[..., :0, :], causal=False)
+    check_close(flash.flash_attention(q, q, q, window=2**40), flash.flash_attention(q, q, q), 0, 0)
+    with expect_error(TypeError, "integer"): mm.matmul(x, x.T, group=1.5)
+    with expect_error(TypeError, "integer"): rows.rmsnorm(x, x[0], programs=2.5)
+    with expect_error(ValueError, "offsets = [0.0, 2.7"): grouped.grouped_matmul(x, torch.ones(2, 3, 8, device=device), torch.tensor([0, 2.7, 4.]))
 
 
 def test_counting_leaves_nothing_behind():

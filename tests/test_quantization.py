@@ -14,7 +14,7 @@ from lmcourse.architecture.pretrained import params_of
 from lmcourse.architecture.transformer_torch import TransformerLM
 from lmcourse.inference.engine import Engine, Request
 from lmcourse.inference.kv_cache import CachedDecoder, FastDecoder
-from lmcourse.inference.quantization import (EMBEDDINGS, Int8Cache, QuantizedModel, QuantizedWeight, best_steps, from_grid, grid_steps,
+from lmcourse.inference.quantization import (EMBEDDINGS, Int8Cache, QuantizedLinear, QuantizedModel, QuantizedWeight, best_steps, from_grid, grid_steps,
     load_quantized, magnitude_masks, pack_fours, pack_pairs, quantize, quantize_linears, quantize_model, save_quantized, to_grid, two_of_four, unpack_fours,
     unpack_pairs)
 from lmcourse.tools.checks import check_close, expect_error
@@ -220,6 +220,11 @@ def test_two_of_four_are_the_largest_two(seed, rows, eights):
     check_close(unpack_fours(values, places), w*two_of_four(w), rtol=0, atol=0)
 
 
+def test_masks_of_whole_numbers():
+    assert two_of_four(np.array([[0, 1, 2, 3]], np.uint8)).tolist() == [[False, False, True, True]]
+    assert magnitude_masks(dict(a=np.array([-128, 1], np.int8)), .5)["a"].tolist() == [True, False]
+
+
 @few
 @given(SEEDS, st.floats(0, 1), st.booleans())
 def test_masks_leave_out_the_smallest(seed, share, together):
@@ -287,6 +292,18 @@ def test_a_model_with_quantized_linears_is_the_one_that_the_codes_stand_for(bits
         for some in (ids, ids[:, :3]): check_close(model(some), plain(some), 1e-4, 1e-4)
         greedy = lambda m: Engine(m, block_size=4).run([Request(tuple(range(10)), 8, temperature=0.)])[0].tokens
         assert greedy(model) == greedy(plain)
+
+
+def test_a_model_that_is_rejected_stays_as_it_was():
+    model = TransformerLM(ModelConfig(vocab_size=131, context_length=24, d_model=32, num_layers=1, num_heads=4, d_ff=36))
+    with expect_error(ValueError, "layers.0.ffn.w2: 36 inputs"): quantize_linears(model, 4)
+    assert not any(isinstance(m, QuantizedLinear) for m in model.modules())
+
+
+def test_a_quantized_linear_takes_any_number_of_axes():
+    layer, x = QuantizedLinear(torch.nn.Linear(64, 6)), torch.randn(2, 64)
+    assert layer(x[0]).shape == (6,) and layer(x[:0, None]).shape == (0, 1, 6)
+    check_close(layer(x[0]), layer(x)[0], 1e-5, 1e-6)
 
 
 def test_linears_that_cant_be_quantized_are_named():

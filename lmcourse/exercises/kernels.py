@@ -93,21 +93,22 @@ def check_blocks_per_sm(
     blocks_per_sm:Callable, # `blocks_per_sm(threads, registers, shared_bytes)` gives a whole number
 ):
     "`AssertionError` unless it is the vendor's count."
-    def blocks(t, r, s, grain=256, most=32, system=1024, use=min, parts=4):
+    def blocks(t, r, s, grain=256, most=32, system=1024, use=min, parts=4, unit=128):
         c, warps, each = chips()["a100"], -(-t//32), -(-r*32//grain)*grain
-        fits = -(-warps//parts)*parts*each <= c.registers
-        return use((c.warps//warps, most, fits*(c.registers//parts//each*parts//warps),
-                    c.shared_bytes//max(1, -(-(s + system)//128)*128)))
+        return use((c.warps//warps, most, c.registers//parts//each*parts//warps,
+                    c.shared_bytes//max(1, -(-(s + system)//unit)*unit)))
     def right(t, r, s):
         try: return occupancy(t, r, s).blocks
         except ValueError: return 0
     rng = random.Random(0)
     cases = [(256, 32, 0), (256, 64, 0), (256, 33, 0), (32, 16, 0), (128, 32, 48*1024),
-             (1024, 128, 0), (100, 40, 0), (128, 32, 32*1024), (64, 37, 1000), (288, 176, 0)]
+             (1024, 128, 0), (100, 40, 0), (128, 32, 32*1024), (64, 37, 1000), (288, 176, 0),
+             (128, 32, 54_954)]
     cases += [(rng.randint(1, 1024), rng.randint(16, 255), rng.randrange(0, 160_000))
               for _ in range(60)]
     _grade(blocks_per_sm, right, cases, {
         "each block needs 1 KiB of shared memory for the system": lambda *a: blocks(*a, system=0),
+        "a block gets shared memory in multiples of 128 bytes": lambda *a: blocks(*a, unit=1),
         "an SM keeps 32 blocks at most": lambda *a: blocks(*a, most=10**6),
         "a warp gets registers in multiples of 256": lambda *a: blocks(*a, grain=1),
         "each of four partitions holds whole warps": lambda *a: blocks(*a, parts=1),

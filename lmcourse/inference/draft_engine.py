@@ -38,7 +38,7 @@ class DraftEngine(Engine):
     def draw(self, s:Sequence, probs:torch.Tensor)->int: # A token drawn from `(V,)`
         return int(sample(probs, s.generator))
 
-    def propose(self, work:dict)->dict: # Sequence to its proposal, which is appended to its ids
+    def propose(self, work:dict)->dict: # Sequence to its proposal
         "Let the drafts guess for sequences that need a token, as far as budget and memory allow."
         guesses = {}
         for s in work:
@@ -50,7 +50,6 @@ class DraftEngine(Engine):
             to_probs, draw = _rule(s), partial(self.draw, s)
             proposal, q = self.drafts[s].propose(list(s.ids), count, to_probs, draw)
             if not proposal: continue
-            s.ids += proposal
             work[s], guesses[s] = 1 + len(proposal), (proposal, q.cpu())
         return guesses
 
@@ -69,17 +68,24 @@ class DraftEngine(Engine):
         "Propose, compute once, and keep what the model accepts."
         if not (work := self.schedule()): return []
         guesses = self.propose(work)
-        rows, spans = _with_guesses(rows_of(work, self.pool.block_size), work, guesses)
-        logits = self.paged.forward(rows)
+        for s,(proposal,_) in guesses.items(): s.ids += proposal
+        try:
+            rows, spans = _with_guesses(rows_of(work, self.pool.block_size), work, guesses)
+            logits = self.paged.forward(rows)
+        finally:                                # even after an error, guesses are no answer
+            for s,(proposal,_) in guesses.items(): del s.ids[-len(proposal):]
         self.steps, self.computed = self.steps + 1, self.computed + sum(work.values())
-        for s,(proposal,_) in guesses.items(): del s.ids[-len(proposal):]
         plain = {s: n for s,n in work.items() if s not in guesses}
         others = torch.cat([logits[spans[s]] for s in plain]) if plain else logits[:0]
         ready = note_computed(plain, others)
-        drawn = draw_tokens(others[list(ready.values())], list(ready)) if ready else []
-        ends = {s: accept(s, token, others[row]) for (s,row),token in zip(ready.items(), drawn)}
-        ends |= {s: self.keep(s, proposal, q, logits[spans[s]])
-                 for s,(proposal,q) in guesses.items()}
+        try:
+            drawn = draw_tokens(others[list(ready.values())], list(ready)) if ready else []
+            ends = {s: accept(s, token, others[row]) for (s,row),token in zip(ready.items(), drawn)}
+            ends |= {s: self.keep(s, proposal, q, logits[spans[s]])
+                     for s,(proposal,q) in guesses.items()}
+        except BaseException:
+            for s in (*ready, *guesses): self.end(s, "error")
+            raise
         for s in work:
             s.versions += [self.version]*(s.length - len(s.versions))
             if self.share: self.tell_names(s)

@@ -65,7 +65,7 @@ class Sequence:
         self.dropped = 0                        # number of blocks at the front that were released
         self.chain:list = []                    # names of its full blocks
         self.named = 0                          # how many of them the pool knows
-        self.reason:str|None = None             # why it ended: stop, length or abort
+        self.reason:str|None = None             # why it ended: stop, length, abort or error
         self.log_probs:list = []                # log-probabilities of the tokens drawn
         self.stop_log_prob:tuple|None = None    # log-probability of the token that ended it
         self.versions:list = []                 # weights' version that drew each token
@@ -192,24 +192,30 @@ class BlockPool:
         # in the order in which they will be taken
         self.free = OrderedDict.fromkeys(range(num_blocks))
         self.blocks:dict = {}                               # name to block
-        self.names:list = [set() for _ in range(num_blocks)] # block to names
+        # for each block, the names of what it holds, and how many of its places each is about
+        self.names:list = [{} for _ in range(num_blocks)]
 
     def take(self)->int: # Raises `IndexError` if none is free
         "Take a free block for one user; its earlier content is forgotten."
         if not self.free: raise IndexError(f"all {len(self.users)} blocks are in use")
         block, _ = self.free.popitem(last=False)
-        for name in self.names[block]: del self.blocks[name]
-        self.names[block], self.users[block] = set(), 1
+        self.forget(block)
+        self.users[block] = 1
         return block
+
+    def forget(self, block:int, places:int=0):
+        "Forget the names of a block's content beyond the first `places` tokens."
+        for name in [n for n,filled in self.names[block].items() if filled > places]:
+            del self.blocks[name], self.names[block][name]
 
     def share(self, block:int):
         "Add a user to a block."
         self.users[block] += 1
         self.free.pop(block, None)
 
-    def name(self, block:int, name:bytes):
-        "Record the content of a block, unless another block has the same."
-        if self.blocks.setdefault(name, block) == block: self.names[block].add(name)
+    def name(self, block:int, name:bytes, filled:int):
+        "Record what the first `filled` places of a block hold, unless another block has the same."
+        if self.blocks.setdefault(name, block) == block: self.names[block][name] = filled
 
     def release(self, block:int):
         "Remove a user from a block. A free block with a name is reused last, others first."
@@ -575,6 +581,7 @@ class BlockTables:
             old, s.blocks[i] = s.blocks[i], pool.take()
             self.copy(old, s.blocks[i])
             pool.release(old)
+        if written: pool.forget(s.blocks[written[0]], s.computed % size) # The rest is written over
         s.blocks += [pool.take() for _ in range(more)]
         return True
 
@@ -594,11 +601,11 @@ class BlockTables:
     def tell_names(self, s:Sequence): # Tells the pool the names of blocks that are now computed
         size, prompt = self.pool.block_size, len(s.request.ids)
         for i in range(s.named, s.computed//size):
-            self.pool.name(s.blocks[i - s.dropped], s.name((i + 1)*size, size))
+            self.pool.name(s.blocks[i - s.dropped], s.name((i + 1)*size, size), size)
         s.named = max(s.named, s.computed//size)
         # a text computed again may go on behind its prompt, in its ids and in its blocks
         if s.computed == prompt and prompt % size:
-            self.pool.name(s.blocks[prompt//size - s.dropped], s.name(prompt, size))
+            self.pool.name(s.blocks[prompt//size - s.dropped], s.name(prompt, size), prompt % size)
 
     def forget(self, s:Sequence): # Releases all its blocks
         for block in reversed(s.blocks): self.pool.release(block)
@@ -699,6 +706,8 @@ def check_request(
     checked_ids(r.ids, config)
     checked_ids(r.stop, config, "stop", least=0)
     if index(r.max_tokens) < 0: raise ValueError(f"max_tokens = {r.max_tokens}, expected 0 or more")
+    if not -2**63 <= index(r.seed) < 2**64:
+        raise ValueError(f"seed = {r.seed}, expected -2^63 to 2^64 - 1")
     if r.log_probs is not None and not 0 <= index(r.log_probs) <= config.vocab_size:
         raise ValueError(f"log_probs = {r.log_probs}, expected 0 to {config.vocab_size}")
     needed = len(r.ids) + max(r.max_tokens - 1, 0)          # the last token drawn is not computed
@@ -771,7 +780,7 @@ class Engine(Scheduler):
     ):
         c = model.config
         refuse_fields(c, "Engine", names=("kv_lora_rank", "capacity_factor"))
-        if num_blocks is None: num_blocks = max_running*-(-c.context_length//block_size)
+        if num_blocks is None: num_blocks = max_running*-(-c.context_length//max(1, block_size))
         limits = max_running, token_budget, continuous, share
         super().__init__(num_blocks, block_size, *limits, c.window)
         self.paged = paged(model, num_blocks, block_size)
@@ -790,7 +799,8 @@ class Engine(Scheduler):
         return s
 
     def step(self)->list: # Sequences that got a token
-        "Run one step, and draw a token for each sequence that has no tokens left to compute."
+        """Run one step, and draw a token for each sequence that has no tokens left to compute.
+        If drawing fails, these sequences end with the reason "error"."""
         if not (work := self.schedule()): return []
         logits = self.paged.forward(rows_of(work, self.pool.block_size))
         self.steps, self.computed = self.steps + 1, self.computed + sum(work.values())
@@ -799,7 +809,10 @@ class Engine(Scheduler):
             if self.share: self.tell_names(s)
             self.forget_unseen(s)
         rows = list(ready.values())
-        drawn = draw_tokens(_rows_at(logits, rows), list(ready)) if ready else []
+        try: drawn = draw_tokens(_rows_at(logits, rows), list(ready)) if ready else []
+        except BaseException:                   # their generators may have drawn already
+            for s in ready: self.end(s, "error")
+            raise
         each = logits.unbind()
         for (s,row),token in zip(ready.items(), drawn):
             reason = accept(s, token, each[row])
@@ -826,9 +839,13 @@ class Engine(Scheduler):
         s.reason = reason
 
     def run(self, requests:Iterable)->list: # Their sequences, finished
-        "Answer all requests."
-        sequences = [self.add(r) for r in requests]
-        while self.busy: self.step()
+        "Answer all requests. After an error none of them stays in the engine."
+        sequences:list = []
+        try:
+            for r in requests: sequences.append(self.add(r))
+            while self.busy: self.step()
+        finally:
+            for s in sequences: self.end(s)
         return sequences
 
 # %% ../../nbs/07_inference/07b_engine.ipynb #c7a6b67e
@@ -839,8 +856,8 @@ def replay(
     look:Callable|None=None, # Called with the engine after each step
 )->list: # Their sequences, finished, in the order of the requests
     "Answer requests that arrive while others are running."
-    todo, sequences, now = (deque(sorted(enumerate(zip(steps, requests)), key=lambda x: x[1][0])),
-                            {}, 0)
+    todo, sequences, now = (
+        deque(sorted(enumerate(zip(steps, requests, strict=True)), key=lambda x: x[1][0])), {}, 0)
     while todo or engine.busy:
         while todo and todo[0][1][0] <= now:
             k, (_, r) = todo.popleft()

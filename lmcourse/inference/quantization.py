@@ -340,23 +340,27 @@ class QuantizedLinear(torch.nn.Module):
 
     def forward(self, x:torch.Tensor)->torch.Tensor: # `(..., in)` to `(..., out)`
         y = torch.from_numpy(self.codes(x.detach().reshape(-1, x.shape[-1]).numpy()))
-        return (y if self.bias is None else y + self.bias).unflatten(0, x.shape[:-1])
+        return (y if self.bias is None else y + self.bias).reshape(*x.shape[:-1], y.shape[-1])
 
     def __deepcopy__(self, memo:dict): return self               # Shared, because it never changes
 
+# %% ../../nbs/07_inference/07d_quantization.ipynb #d8dd9cbc
 def quantize_linears(
     model:TransformerLM, # On the CPU, in float32; changed
     bits:int=8,          # As in `quantize`
 )->TransformerLM: # The same model
-    "Replace every `Linear` by a `QuantizedLinear`. A `ValueError` names one that doesn't fit."
+    """Replace every `Linear` by a `QuantizedLinear`.
+    Raises `ValueError` with the name of one that doesn't fit, and changes nothing."""
     weight = model.token_embeddings.weight
     if weight.device.type != "cpu" or weight.dtype != torch.float32:
         found = f"{weight.dtype} on {weight.device}"
         raise ValueError(f"a model in {found}, expected float32 on the CPU")
-    for name,module in list(model.named_modules()):
+    made = {}
+    for name,module in model.named_modules():
         if not isinstance(module, torch.nn.Linear): continue
-        try: model.set_submodule(name, QuantizedLinear(module, bits))
+        try: made[name] = QuantizedLinear(module, bits)
         except ValueError as e: raise ValueError(f"{name}: {e}") from None
+    for name,layer in made.items(): model.set_submodule(name, layer)
     return model
 
 # %% ../../nbs/07_inference/07d_quantization.ipynb #6aba50b7
@@ -434,15 +438,15 @@ def two_of_four(
     if weight.ndim != 2 or weight.shape[1] % 4:
         raise ValueError(f"weight has shape {weight.shape}, expected (out, in) with in a multiple "
                          f"of 4")
-    fours = abs(weight).reshape(-1, 4)
+    fours = abs(weight.astype(np.float64)).reshape(-1, 4)    # Whole numbers may have no opposite
     mask = np.zeros(fours.shape, bool)
     np.put_along_axis(mask, np.argsort(-fours, axis=1, kind="stable")[:, :2], True, 1)
     return mask.reshape(weight.shape)
 
 # %% ../../nbs/07_inference/07d_quantization.ipynb #b47654cf
 def _largest(weight:np.ndarray, share:float)->np.ndarray: # Mask of all but the smallest
-    mask = np.ones(weight.size, bool)
-    mask[np.argsort(abs(weight).ravel(), kind="stable")[:round(share*weight.size)]] = False
+    mask, sizes = np.ones(weight.size, bool), abs(weight.astype(np.float64)).ravel()
+    mask[np.argsort(sizes, kind="stable")[:round(share*weight.size)]] = False
     return mask.reshape(weight.shape)
 
 # %% ../../nbs/07_inference/07d_quantization.ipynb #8bfc8b17

@@ -6,7 +6,7 @@
 __all__ = ['Work', 'Listener', 'count_eager', 'gelu', 'softmax_steps', 'rmsnorm_steps', 'count_compiled', 'kernel_names']
 
 # %% ../../nbs/09_kernels/09h_fusion.ipynb #6956c69b
-import re
+import math, re
 from collections.abc import Callable
 from dataclasses import dataclass
 import torch
@@ -28,14 +28,17 @@ class Listener(TorchDispatchMode):
         self.work = Work()
 
     def __torch_dispatch__(self, func:Any, types:Any, args:Any=(), kwargs:Any=None):
-        out = func(*args, **(kwargs or {}))
-        inputs = {id(t): t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        if "empty" in func._schema.name: return out             # It only reserves memory
+        read = args, {name: x for name,x in kwargs.items() if name != "out"}
+        inputs = {id(t): t for t in tree_leaves(read) if isinstance(t, torch.Tensor)}
         places = {t.untyped_storage().data_ptr() for t in inputs.values()}
         made = [t for t in tree_leaves(out) if isinstance(t, torch.Tensor)
                 and (func._schema.is_mutable or t.untyped_storage().data_ptr() not in places)]
         if made:
             self.work.operations += 1
-            self.work.bytes += sum(t.numel()*t.element_size() for t in [*inputs.values(), *made])
+            self.work.bytes += sum(map(_bytes, [*inputs.values(), *made]))
         return out
 
 def count_eager(
@@ -45,6 +48,10 @@ def count_eager(
     "Count the operations of a call, and the bytes of the arrays that they take and return."
     with torch.no_grad(), Listener() as listener: f(*args)
     return listener.work
+
+# %% ../../nbs/09_kernels/09h_fusion.ipynb #7d557384
+def _bytes(t:torch.Tensor)->int: # An expanded array repeats the same numbers
+    return math.prod(n for n,step in zip(t.shape, t.stride()) if step)*t.element_size()
 
 # %% ../../nbs/09_kernels/09h_fusion.ipynb #fbb97eaa
 def gelu(x:torch.Tensor)->torch.Tensor: # Same shape as x

@@ -133,12 +133,13 @@ def grouped_matmul(
     check_floats("grouped_matmul", x=x, weight=weight)
     for name,b in zip(("rows", "columns", "depth"), tile):
         power_of_two(f"grouped_matmul: {name} of a tile", b, 16, 256)
-    o = [int(n) for n in offsets]
+    given = offsets.tolist()
+    o = [int(n) for n in given]
     if x.ndim != 2 or weight.ndim != 3 or x.shape[1] != weight.shape[2] or x.dtype != weight.dtype:
         raise ValueError(f"grouped_matmul: x {tuple(x.shape)} and weight {tuple(weight.shape)} do "
                          f"not fit, expected (N, D) and (E, F, D) of one type")
-    if len(o) != len(weight) + 1 or o[0] != 0 or o[-1] != len(x) or sorted(o) != o:
-        raise ValueError(f"grouped_matmul: offsets = {o}, expected {len(weight) + 1} numbers that "
-                         f"go up from 0 to {len(x)}")
+    if len(o) != len(weight) + 1 or o[0] != 0 or o[-1] != len(x) or sorted(o) != given:
+        raise ValueError(f"grouped_matmul: offsets = {given}, expected {len(weight) + 1} whole "
+                         f"numbers that go up from 0 to {len(x)}")
     check_addresses("grouped_matmul", x=x.numel(), product=len(x)*weight.shape[1])
     return GroupedFunction.apply(x, weight, o, tuple(tile))

@@ -11,6 +11,7 @@ __all__ = ['softmax_kernel', 'softmax_cost', 'row_block', 'softmax', 'rmsnorm_ke
 
 # %% ../../nbs/09_kernels/09e_rows.ipynb #dd8dd4bc
 import torch
+from operator import index
 from typing import Any
 from .traffic import Cost, check_alike, check_floats, interpreted, jit
 from .traffic import next_power_of_two, power_of_two, tl
@@ -113,7 +114,7 @@ def rmsnorm(
     check_floats("rmsnorm", x=x, gain=gain)
     if gain.shape != x.shape[-1:]:
         raise ValueError(f"rmsnorm: gain {tuple(gain.shape)} does not fit x {tuple(x.shape)}")
-    if programs < 1: raise ValueError(f"rmsnorm: programs = {programs}, expected 1 or more")
+    if index(programs) < 1: raise ValueError(f"rmsnorm: programs = {programs}, expected 1 or more")
     return RMSNormFunction.apply(x, gain, eps, programs)
 
 # %% ../../nbs/09_kernels/09e_rows.ipynb #63249d52

@@ -142,7 +142,6 @@ def occupancy(
     shared = math.ceil((shared_bytes + 1024)/128)*128
     # Each of the SM's four partitions has a quarter of the registers and holds whole warps
     by_registers = c.registers//4//per_warp*4//warps
-    if math.ceil(warps/4)*4*per_warp > c.registers: by_registers = 0
     fits = {"warps": c.warps//warps, "blocks": c.blocks, "registers": by_registers,
             "shared memory": c.shared_bytes//shared}
     least = min(fits, key=fits.__getitem__)

@@ -99,22 +99,24 @@ class Traffic:
     flops:int = 0      # FLOPs of matrix products
     sectors:int = 0    # Sectors moved if every 32 neighbours in a block make one request
     requests:int = 0   # Number of such requests
-    trace:list = field(default_factory=list)  # An array of sectors for each access, in order
+    # For each access, in order: whether it is a store, and an array of its sectors
+    trace:list = field(default_factory=list)
 
     @property
     def cost(self)->Cost:
         return Cost(sum(self.loaded.values()), sum(self.stored.values()), self.flops)
 
     def missed(self, cache_bytes:int)->int: # Bytes that main memory still has to move
-        "Count the traffic behind a cache that drops the least recently used sector."
-        cache:OrderedDict = OrderedDict()
-        misses, room = 0, cache_bytes//SECTOR
-        for s in (int(s) for part in self.trace for s in part):
-            if s in cache: cache.move_to_end(s); continue
-            misses += 1
-            cache[s] = None
+        """Count the traffic behind a cache that drops the least recently used sector, and writes
+        changed sectors back."""
+        cache:OrderedDict = OrderedDict()               # Sector to whether it was changed
+        moved, room = 0, cache_bytes//SECTOR
+        for stores,s in ((stores, int(s)) for stores,part in self.trace for s in part):
+            changed = cache.pop(s, None)
+            moved += not changed if stores else changed is None
+            cache[s] = stores or bool(changed)
             if len(cache) > room: cache.popitem(last=False)
-        return misses*SECTOR
+        return moved*SECTOR
 
 # %% ../../nbs/09_kernels/09c_traffic.ipynb #444f739f
 class Watch:
@@ -125,6 +127,9 @@ class Watch:
             storage = x.untyped_storage()
             owner = np.full(storage.nbytes(), -1)       # The program that stored each byte
             self.places[name] = (storage.data_ptr(), storage.nbytes(), owner)
+
+    def launch(self): # Launches run one after the other, so no race is between two of them
+        for _,_,owner in self.places.values(): owner[:] = -1
 
     def find(self, at:np.ndarray, size:int, program:int)->tuple: # Name, owner of each byte, offsets
         for name,(start, length, owner) in self.places.items():
@@ -137,7 +142,8 @@ class Watch:
                          f"wrong")
 
     def see(self, kind:str, pointers:Any, mask:Any, size:int, program:int):
-        at = np.ravel(pointers)[np.ravel(mask)].astype(np.int64)
+        every, inside = np.ravel(pointers).astype(np.int64), np.ravel(mask)
+        at = every[inside]
         if not at.size: return
         name, owner, where = self.find(at, size, program)
         others = owner[where][(owner[where] >= 0) & (owner[where] != program)]
@@ -148,10 +154,11 @@ class Watch:
         t = self.traffic
         bytes_of = t.stored if kind == "store" else t.loaded
         bytes_of[name] = bytes_of.get(name, 0) + size*at.size
-        t.trace.append(np.unique(at//SECTOR))
-        for k in range(0, at.size, 32):
-            t.requests += 1
-            t.sectors += sectors(at[k:k + 32].tolist(), size)
+        t.trace.append((kind == "store", np.unique(at//SECTOR)))
+        for k in range(0, every.size, 32):
+            warp = every[k:k + 32][inside[k:k + 32]]
+            t.requests += warp.size > 0
+            t.sectors += sectors(warp.tolist(), size)
 
 # %% ../../nbs/09_kernels/09c_traffic.ipynb #a3bf6353
 @contextlib.contextmanager
@@ -164,9 +171,11 @@ def counting(
     if triton is None or not interpreted:
         raise RuntimeError("counting needs Triton's interpreter: set TRITON_INTERPRET=1 before the "
                            "start")
-    from triton.runtime.interpreter import InterpreterBuilder as Builder, interpreter_builder as now
-    names = ("create_masked_load", "create_masked_store", "create_dot")
-    watch, saved = Watch(arrays), [getattr(Builder, name) for name in names]
+    from triton.runtime.interpreter import GridExecutor, InterpreterBuilder as Builder
+    from triton.runtime.interpreter import interpreter_builder as now
+    methods = [(Builder, f"create_{name}") for name in ("masked_load", "masked_store", "dot")]
+    methods.append((GridExecutor, "__call__"))
+    watch, saved = Watch(arrays), [getattr(*method) for method in methods]
     def program(): return int(np.ravel_multi_index(now.grid_idx, now.grid_dim))
     def size_of(pointers): return pointers.dtype.element_ty.primitive_bitwidth//8
     def load(self, ptrs, mask, *args, **kwargs):
@@ -178,14 +187,17 @@ def counting(
     def dot(self, a, b, *args, **kwargs):
         watch.traffic.flops += 2*a.data.size*b.data.shape[-1]
         return saved[2](self, a, b, *args, **kwargs)
+    def launch(self, *args, **kwargs):
+        watch.launch()
+        return saved[3](self, *args, **kwargs)
     try:
-        for name,new in zip(names, (load, store, dot)): setattr(Builder, name, new)
+        for method,new in zip(methods, (load, store, dot, launch)): setattr(*method, new)
         yield watch.traffic
     except Exception as e:
         if type(e).__name__ == "InterpreterError" and e.__cause__: raise e.__cause__ from None
         raise
     finally:
-        for name,old in zip(names, saved): setattr(Builder, name, old)
+        for method,old in zip(methods, saved): setattr(*method, old)
 
 # %% ../../nbs/09_kernels/09c_traffic.ipynb #f5f3e655
 def power_of_two(what:str, value:Any, least:int=1, most:int=65_536)->int: # The value
