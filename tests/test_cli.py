@@ -280,6 +280,7 @@ def broken(work, whole):
     ("tokenizer stories new --max-mb 1e10", "max_mb = 1e+10, expected more than 0 and at most 1e9"),
     ("quickstart --minutes 1e7", "minutes = 1e+07, expected more than 0 and at most 1e6"),
     ("scale nowhere", "nowhere: no such file"),
+    ("scale tok", "tok: is a directory"),
     ("prepare stories new --tokenizer tok --valid-documents 0", "valid_documents = 0, expected 1 or more"),
     ("prepare stories new --tokenizer tok --threads 0", "threads = 0, expected 1 or more"),
     ("prepare stories data --tokenizer tok", "data exists"),
