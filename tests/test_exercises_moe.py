@@ -52,6 +52,10 @@ def by_torch(logits, k):
     return chosen.numpy(), z.gather(-1, chosen).softmax(-1).numpy()
 
 
+def heaped(z): # Sorts short rows as a stable sort would
+    return np.argsort(-z, -1, kind="stable" if z.shape[1] <= 16 else "heapsort")
+
+
 def exponentials(z):
     with np.errstate(all="ignore"): return np.exp(z)/np.exp(z).sum(-1, keepdims=True)
 
@@ -163,6 +167,15 @@ def unpacked(q, q_turned, cards, turned, up): return (cards@up.T@q + turned@q_tu
 def by_method(q, q_turned, cards, turned, up): return (cards.dot(up.T).dot(q) + turned.dot(q_turned))/(len(q) + len(q_turned))**.5
 
 
+def by_numpy(q, q_turned, cards, turned, up): return (np.dot(cards, np.dot(q, up)) + np.sum(turned*q_turned, -1))/np.sqrt(len(q) + len(q_turned))
+
+
+def side_by_side(q, q_turned, cards, turned, up): return np.hstack([cards, turned])@np.concatenate([q@up, q_turned])/(len(q) + len(q_turned))**.5
+
+
+def unpacked_side_by_side(q, q_turned, cards, turned, up): return np.hstack([np.dot(cards, up.T), turned])@np.concatenate([q, q_turned])/(len(q) + len(q_turned))**.5
+
+
 def transposed(q, q_turned, cards, turned, up): return (up.T@q@cards.T + q_turned@turned.T)*(len(q) + len(q_turned))**-.5
 
 
@@ -190,7 +203,8 @@ TASKS = {
     "route": ([(routed(norm=False), "do not sum to 1"), (routed(order=lambda z: z.shape[1] - 1 - np.argsort(-z[:, ::-1], -1, kind="stable")), "the lowest expert comes first"),
                (routed(order=lambda z: np.argsort(z, -1, kind="stable")), "for logits"), (routed(after=lambda c, w: (c[:, ::-1], w[:, ::-1])), "the best must come first"),
                (routed(after=lambda c, w: (w, c)), "the wrong way round"), (routed(after=lambda c, w: c), "expected experts and weights"), (routed(soft=exponentials), "for logits"),
-               (routed(soft=lambda z: 1/(1 + np.exp(-z.clip(-500, 500)))), "for logits"), (routed(after=lambda c, w: (c + 1, w)), "for logits")], [routed(), by_torch]),
+               (routed(soft=lambda z: 1/(1 + np.exp(-z.clip(-500, 500)))), "for logits"), (routed(after=lambda c, w: (c + 1, w)), "for logits"),
+               (routed(order=heaped), "for logits")], [routed(), by_torch]),
     "dispatch": ([(dispatched(weigh=np.ones_like), "the weights are left out"), (dispatched(weigh=np.ones_like, mean=True), "the mean is taken"),
                   (dispatched(choose=lambda c: c[:, :1]), "only the first choice"), (dispatched(act=lambda h: h), "the ReLU is missing"), (dispatched(add=1), "the block's work"),
                   (dispatched(weigh=lambda w: w[:, ::-1]), "in the order of `chosen`"), (dispatched(act=np.tanh), "for N = "), (dispatched(choose=lambda c: c + 1), "for N = "),
@@ -199,7 +213,7 @@ TASKS = {
                  (drops(room=lambda N, k, E, f: math.ceil(N*k/E)), "the factor is left out"), (drops(of=lambda o, load, c: int(c.size - o.sum())), "visits that are served"),
                  (drops(of=lambda o, load, c: int(o.max())), "of one expert"), (drops(of=lambda o, load, c: o.sum()/c.size), "a share, not a number"),
                  (drops(of=lambda o, load, c: int(o.sum()) + 1), "for "), (drops(room=lambda N, k, E, f: math.ceil(f*N*k)), "for "), (lambda *a: -drops()(*a) - 1, "for ")],
-                [drops(), one_by_one]),
+                [drops(), one_by_one, drops(of=lambda o, load, c: o.sum(), room=lambda N, k, E, f: np.ceil(f*N*k/E))]),
     "balance": ([(balanced(join=pooled), "one hides the other"), (balanced(join=pooled, per="tokens"), "pooled, and f is not divided"), (balanced(per="tokens"), "shares of the visits"),
                  (balanced(of=np.sum), "not the sum"), (balanced(factor=0), "the factor E is missing"), (balanced(off=1), "1 was subtracted"),
                  (balanced(of=max), "for "), (balanced(p_of=lambda z: z), "for "), (balanced(of=list), "for ")], [balanced(), by_loops]),
@@ -217,8 +231,8 @@ TASKS = {
     "latent_scores": ([(scored(root=lambda K, Q, R: 1), "the root of K + Q is missing"), (scored(root=lambda K, Q, R: K**.5), "both parts count"),
                        (scored(root=lambda K, Q, R: (R + Q)**.5), "the root stays"), (scored(parts=(1, 0)), "the turned part is missing"), (scored(parts=(0, 1)), "the content is missing"),
                        (scored(root=lambda K, Q, R: K + Q), "divide by the root"), (unpacked, "the keys were unpacked"),
-                       (by_method, "the keys were unpacked"), (scored(parts=(1, -1)), "for S"),
-                       (lambda q, t, c, r, u: np.einsum("sr,kr,k->s", c, u, q), "can't be counted")], [scored(), transposed]),
+                       (by_method, "the keys were unpacked"), (unpacked_side_by_side, "the keys were unpacked"), (scored(parts=(1, -1)), "for S"),
+                       (lambda q, t, c, r, u: np.einsum("sr,kr,k->s", c, u, q), "can't be counted")], [scored(), transposed, by_numpy, side_by_side]),
     "reinforce": ([(rewarded(sign=-1), "that raises the loss"), (rewarded(base=lambda l: 0), "the baseline is missing"), (rewarded(base=np.mean), "a token's own loss"),
                    (rewarded(over=lambda l: 1), "mean over the tokens"), (rewarded(off=lambda p, one: 0), "p was not subtracted"), (rewarded(base=np.median), "the baseline is the median"),
                    (rewarded(off=lambda p, one: 0, weigh=lambda p, one: 1/p), "at the probabilities"), (rewarded(off=lambda p, one: p*one), "the other experts' logits"),

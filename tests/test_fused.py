@@ -11,7 +11,7 @@ torch = pytest.importorskip("torch")
 
 from lmcourse.architecture.attention_torch import RoPE, prepare_heads
 from lmcourse.architecture import fused
-from lmcourse.architecture.fused import FusedFeedForward, FusedRMSNorm, exp2_below, fused_heads, fused_loss, largest, rms_norm, swiglu
+from lmcourse.architecture.fused import FusedFeedForward, FusedRMSNorm, exp2_below, fused_heads, fused_loss, head_loss, largest, rms_norm, swiglu, turn_heads
 from lmcourse.architecture.fused_attention import FUSED_PARTS
 from lmcourse.architecture.layers_torch import RMSNorm, check_same, linear_cross_entropy, rmsnorm, silu
 from lmcourse.architecture.transformer_torch import Parts, TransformerLM, named_parts
@@ -61,6 +61,19 @@ def test_heads(norm):
         sum((y*y.detach().cos()).sum() for y in f(q, k, a, b, rope, rope.at(9))).backward()
         found.append([a.weight.grad.clone(), b.weight.grad.clone()])
     check_close(found[0], found[1], 1e-5, 1e-5)
+
+
+def test_what_the_kernels_would_read_beyond_is_refused():
+    x, table, h, head, targets = drawn(1, 3, 2, 8), RoPE(4, 8).at(3), drawn(6, 16), drawn(40, 16), torch.arange(6)
+    for error, words, f, inputs in (
+            (ValueError, "weight has shape (2,), expected (8,)", turn_heads, (x, torch.ones(2), table, 1e-5)),
+            (ValueError, "table has shape (2, 4, 2), expected (3, 4, 2)", turn_heads, (x, torch.ones(8), table[:2], 1e-5)),
+            (ValueError, "targets has shape (3,), expected (6,)", head_loss, (h, head, targets[:3], -100, 0.)),
+            (ValueError, "weight has shape (40, 8), expected (40, 16)", head_loss, (h, head[:, :8], targets, -100, 0.)),
+            (TypeError, "head_loss: torch.float64", head_loss, (h.double(), head.double(), targets, -100, 0.))):
+        with expect_error(error, words): f(*inputs)
+    q, rope = drawn(1, 2, 3, 8), RoPE(4, 8)
+    with expect_error(RuntimeError, "normalized_shape=[4]"): fused_heads(q, q, RMSNorm(8), RMSNorm(4), rope, rope.at(3))
 
 
 @pytest.mark.parametrize("z_loss", [0., .1])

@@ -68,6 +68,14 @@ def test_torch_takes_what_does_not_fit(counted):
     with pytest.raises(ValueError, match="3 query heads can't be shared out among 2"): fused_attention(q[:, :3], k, v)
 
 
+def test_the_kernel_refuses_what_it_would_read_beyond():
+    q, k, v = heads(1, 4, 2, 64, 32)
+    for inputs in (heads(1, 4, 2, 50, 32), heads(1, 4, 2, 64, 24), heads(1, 3, 2, 64, 32), (q, k[:, :, :32], v[:, :, :32]), (q, k, v[..., :16]), (q[0], k[0], v[0]),
+                   (q.double(), k.double(), v.double())):
+        with pytest.raises(ValueError, match="expected float32"): attend_heads(*inputs, 64)
+    with pytest.raises(ValueError, match="window = 0"): attend_heads(q, k, v, 0)
+
+
 def test_strides():
     "Queries and keys as a model without RoPE makes them, and a gradient that is no whole array."
     q, k, v = (drawn(2, 64, 4, 32, seed=i).transpose(1, 2).requires_grad_() for i in range(3))

@@ -283,6 +283,12 @@ def test_head_and_loss_in_one_in_float16():
     for g, e in zip(grads(linear_cross_entropy, x.half().requires_grad_(), head.half().requires_grad_()), exact): assert (g.double() - e).norm() < 1e-3*e.norm()
 
 
+def test_in_float16_a_sum_over_many_tokens_does_not_overflow():
+    head = torch.zeros(8, 4, dtype=torch.float16, requires_grad=True)
+    linear_cross_entropy(torch.ones(2**17, 4, dtype=torch.float16), head, torch.zeros(2**17, dtype=torch.long)).backward()
+    check_close(head.grad, (1/8 - torch.eye(8)[:, :1]).expand(8, 4).half(), 1e-3)
+
+
 def test_where_torch_cannot_replace_a_product_nothing_is_replaced(monkeypatch):
     "A build without oneDNN"
     monkeypatch.setattr(onednn_module, "_can_replace_products", lambda: False)

@@ -99,6 +99,11 @@ def test_loads_are_counted_and_the_watcher_leaves():
     check_close(loads.sum(-1), torch.ones(2))
     with pytest.raises(RuntimeError), watch_routes(model) as routes: model(IDS); raise RuntimeError
     assert [routes[0][0][0].shape, "route" in vars(model.layers[0].ffn)] == [(32, 2), False]
+    with watch_routes(model) as routes:                         # A watcher within a watcher
+        expert_loads(model, IDS)
+        model(IDS)
+    assert [len(calls) for calls in routes] == [2, 2] and "route" not in vars(model.layers[0].ffn)
+    with pytest.raises(ValueError, match="the model has no experts"): expert_loads(TransformerLM(replace(SMALL, num_experts=None)), IDS)
 
 
 LATENT = dict(kv_lora_rank=12, num_kv_heads=None, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=6)
@@ -150,14 +155,32 @@ def test_a_capacity_does_not_hide_the_imbalance_from_what_balances():
     check_close(found[0], found[1])
 
 
-def test_the_bias_of_bfloat16_weights_moves_on():
-    layer = MoE(replace(SMALL, router_bias_rate=.001), dtype=torch.bfloat16)
+@pytest.mark.parametrize("made", [lambda c: MoE(c, dtype=torch.bfloat16), lambda c: MoE(c).bfloat16(), lambda c: MoE(c).to(torch.bfloat16)], ids=["built", "bfloat16", "to"])
+def test_the_bias_of_bfloat16_weights_moves_on(made):
+    layer = made(replace(SMALL, router_bias_rate=.001))
     layer.expert_bias.fill_(.75)
     layer.load = torch.tensor([0] + [1]*7)
     layer.after_step()
     assert layer.router.weight.dtype == torch.bfloat16 and layer.expert_bias[0] > .75 > layer.expert_bias[1]
     from lmcourse.architecture.pretrained import _dtype_name
     assert _dtype_name(TransformerLM(replace(SMALL, router_bias_rate=.001), dtype=torch.bfloat16)) == "bfloat16"
+
+
+def test_a_conversion_does_not_round_the_bias():
+    layer = MoE(replace(SMALL, router_bias_rate=.001))
+    layer.expert_bias.fill_(.123456)
+    check_close(layer.half().expert_bias, torch.full((8,), .123456), 0, 0)
+    assert layer.experts.w1.dtype == torch.float16
+
+
+def test_the_balance_loss_of_a_sigmoid_router_is_of_its_scores():
+    "DeepSeek-V3, equations 17 to 20: sigmoids, divided by their sum."
+    layer, x = MoE(replace(SMALL, router_score="sigmoid", router_aux_loss=.5), generator=torch.Generator().manual_seed(0)), torch.randn(40, 32, generator=torch.Generator().manual_seed(1))
+    (0*layer(x).sum()).backward()                               # So only the loss has a gradient
+    logits = layer.logits(x)
+    s, f = logits.sigmoid(), torch.bincount(layer.route(logits)[0].flatten(), minlength=8)/80
+    expected, = torch.autograd.grad(.5*8*(f*(s/s.sum(-1, keepdim=True)).mean(0)).sum(), layer.router.weight)
+    check_close(layer.router.weight.grad, expected, 1e-4, 1e-7)
 
 
 # Accounts
@@ -214,9 +237,30 @@ def test_a_dense_model_grows_into_experts_with_the_same_logits():
     from lmcourse.moe.lab import upcycle
     dense = TransformerLM(replace(SMALL, num_experts=None, ffn="gelu", tie_embeddings=True))
     with torch.no_grad(): check_close(upcycle(dense, 4, 3)(IDS), dense(IDS), 1e-4, 1e-5)
-    idle = dict(norm_topk_prob=False, routed_scaling=2.5, capacity_factor=.5, num_shared_experts=1) # Without effect in a dense model
-    dense = TransformerLM(replace(SMALL, num_experts=None, **idle))
-    with torch.no_grad(): check_close(upcycle(dense, 4)(IDS), dense(IDS), 1e-4, 1e-5)
+    idle = dict(norm_topk_prob=False, routed_scaling=2.5, capacity_factor=.5, num_shared_experts=1, router_groups=3, router_bias_rate=.01) # Without effect in a dense model
+    for fields, dtype in ((idle, torch.float64), (dict(copy_init=True, num_kv_heads=None), torch.float32)):
+        dense = TransformerLM(replace(SMALL, num_experts=None, **fields), dtype=dtype)
+        with torch.no_grad(): check_close(upcycle(dense, 4)(IDS), dense(IDS), 1e-4, 1e-5)
+
+
+def test_two_tokens_are_no_text_for_two_losses():
+    from lmcourse.moe.multi_token import NextTokenHead, two_token_loss
+    model = TransformerLM(SMALL)
+    for n in (1, 2):
+        with pytest.raises(ValueError, match=f"ids of {n} tokens, expected 3 or more"): two_token_loss(model, NextTokenHead(model), IDS[:, :n])
+
+
+def test_numpy_s_routers_name_what_does_not_fit():
+    from lmcourse.moe.experts_np import expert_choice
+    from lmcourse.moe.router_np import mask_groups, router_forward
+    for words, f, inputs in (("room = 9, expected 1 to 6, the number of tokens", expert_choice, (np.full((6, 4), .25), 9)),
+                             ("limit = 5, expected 1 to 4, the number of groups", mask_groups, (np.zeros((2, 8)), 4, 5)),
+                             ("8 experts can't form 3 equal groups", mask_groups, (np.zeros((2, 8)), 3, 1))):
+        with pytest.raises(ValueError, match=words): f(*inputs)
+    with np.errstate(over="raise"):                             # Nothing overflows on the way to 0
+        assert router_forward(np.array([[1000.]]), np.array([[-1.], [1.]]), 1, "sigmoid", False)[1] == 1
+        moe_forward(np.full((1, 4), 1e3), {n: p.detach().double().numpy() for n, p in MoE(replace(SMALL, d_model=4, num_heads=1, num_kv_heads=None, router_score="sigmoid")).named_parameters()},
+                    replace(SMALL, d_model=4, num_heads=1, num_kv_heads=None, router_score="sigmoid", router_groups=4, router_group_limit=2))
 
 
 def test_a_second_head_drafts_and_changes_no_token():

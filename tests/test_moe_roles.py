@@ -1,4 +1,5 @@
 "Roles of tokens, and routers that are drawn by chance or noisy."
+import copy
 from dataclasses import replace
 from itertools import islice
 
@@ -11,6 +12,7 @@ from lmcourse.architecture.transformer_torch import TransformerLM
 from lmcourse.moe.balance import watch_routes
 from lmcourse.moe.lab import HashRouter, NoisyRouter, with_routers
 from lmcourse.moe.roles import STUDY, role_information, role_sample, story_pieces
+from lmcourse.tools.checks import check_close
 from lmcourse.tools.config import ModelConfig
 from lmcourse.tools.stories import Stories, short_stories
 
@@ -83,6 +85,21 @@ def test_a_hash_knows_the_token_alone():
     assert all(p.grad is not None for p in model.parameters())
     with pytest.raises(ValueError, match="another number of ids"): model.layers[0].ffn.router(torch.zeros(2, 16))
     with pytest.raises(ValueError, match="has no experts"): with_routers(TransformerLM(replace(CONFIG, num_experts=None, moe_d_ff=None)), NoisyRouter)
+
+
+def test_a_copy_of_a_hashed_model_has_ids_of_its_own():
+    model, other = with_routers(TransformerLM(CONFIG), HashRouter), (IDS + 1) % 40
+    routes_of(model)
+    check_close([c for c, _ in routes_of(copy.deepcopy(model), other)], [c for c, _ in routes_of(model, other)])
+
+
+def test_a_noisy_router_has_the_model_s_type_and_leaves_torch_s_generator_alone():
+    model, before = TransformerLM(CONFIG, dtype=torch.float64), torch.get_rng_state()
+    plain = model(IDS)
+    with_routers(model, NoisyRouter)
+    assert torch.equal(before, torch.get_rng_state()) and model(IDS).dtype == torch.float64
+    check_close(model.eval()(IDS), plain)
+    with pytest.raises(ValueError, match="a hash router has no weights"): with_routers(with_routers(model, HashRouter), NoisyRouter)
 
 
 def test_noise_is_for_training_alone_and_its_size_is_learnt():

@@ -209,6 +209,7 @@ def test_models_of_theirs_as_they_come():
     broken.token_embeddings.weight.data[3, 2] = math.nan        # A run that diverged can be looked at
     assert from_hf(to_hf(broken)).token_embeddings.weight.isnan().sum() == 1
     with expect_error(TypeError, "Linear"): from_hf(nn.Linear(2, 2))
+    with expect_error(TypeError, "TransformerLM"): from_hf(ours(gpt2))
 
 
 # The order of rows
@@ -358,6 +359,7 @@ def test_what_a_file_leaves_out_is_what_transformers_takes(family, keys):
         full = transformers.AutoConfig.for_model(**short).to_dict()
         a, b = config_from_hf(short), config_from_hf(full)
         assert (a.kv_heads, a.head_size, a.ffn_size, a.norm_eps, a.tie_embeddings, a.bias) == (b.kv_heads, b.head_size, b.ffn_size, b.norm_eps, b.tie_embeddings, b.bias), key
+    if "attention_bias" in keys: assert config_from_hf(PLAIN[family] | dict(attention_bias=None)).bias is False
 
 
 def test_files_of_well_known_models():

@@ -308,6 +308,8 @@ def turn_rows_backward(dy, x, weight, table, eps, dx, dweight):
 # %% ../../nbs/03_architecture/03k_fused.ipynb #cfcc955c
 def _turn_heads(x:Tensor, weight:Tensor, table:Tensor, eps:float)->Tensor:
     B, T, H, K = x.shape
+    _check_shapes("turn_heads: weight", weight.shape, (K,))
+    _check_shapes("turn_heads: table", table.shape, (T, K//2, 2))
     y = x.new_empty(B, H, T, K)
     z, w, turns, out = _array(x), _array(weight), _array(table).reshape(T, K), y.numpy()
     share(lambda i, j: turn_rows(z[i:j], w, turns, np.float32(eps), out[i:j]), B, z.size)
@@ -345,7 +347,7 @@ def fused_heads(
 )->tuple: # Queries and keys, normalized and rotated
     "Prepare queries and keys in one pass if the kernel fits, and in the readable way otherwise."
     T, K = q.shape[-2:]
-    whole = q_norm is not None and len(q_norm.weight) != K
+    whole = any(norm is not None and len(norm.weight) != K for norm in (q_norm, k_norm))
     if (q.ndim != 4 or table is None or table.shape != (T, K//2, 2) or whole
         or not fits(q, k, table)):
         return prepare_heads(q, k, q_norm, k_norm, rope, table)
@@ -392,13 +394,18 @@ def _loss_part(z, targets, z_loss, count, i, j): # The sum of the losses of rows
 
 def _head_loss(x:Tensor, weight:Tensor, targets:Tensor, ignore_index:int, z_loss:float
                )->tuple[Tensor, Tensor, Tensor]: # The mean, and the gradients of `x` and `weight`
-    counts = targets != ignore_index
+    (N, D), counts = x.shape, targets != ignore_index
+    if not fits(x, weight): # The bits of other numbers would be read as float32
+        raise TypeError(f"head_loss: {x.dtype} {tuple(x.shape)} and {weight.dtype} "
+                        f"{tuple(weight.shape)}, expected float32 numbers on a CPU")
+    _check_shapes("head_loss: weight", weight.shape, (len(weight), D))
+    _check_shapes("head_loss: targets", targets.shape, (N,))
     check_index(targets[counts], len(weight), "target", "a vocabulary")
     n, tokens = int(counts.sum()), max(256, 2**21//len(weight))
     used, count, loss = targets.where(counts, -1).numpy(), np.float32(max(n, 1)), 0.
     x, weight, dx, dweight = x.detach(), weight.detach(), _like(x), torch.empty_like(weight)
-    room = x.new_empty(min(tokens, len(x)), len(weight))
-    for i in range(0, len(x), tokens):
+    room = x.new_empty(min(tokens, N), len(weight))
+    for i in range(0, N, tokens):
         rows = x[i:i + tokens]
         z, y = product_into(rows, weight.T, room[:len(rows)]), used[i:i + tokens]
         loss += sum(share(partial(_loss_part, z.numpy(), y, np.float32(z_loss), count), len(z),

@@ -277,7 +277,17 @@ def attend_backward(dout, q, k, v, out, log_sums, window, scale, dq, dk, dv, pan
                 mix_back(probs, dy, dvalues, low, h > g*(H//G))
 
 # %% ../../nbs/03_architecture/03l_fused_attention.ipynb #ccc6170c
+def _in_blocks(q:Tensor, k:Tensor, v:Tensor, window:int)->bool: # Whether the kernel can compute it
+    if not q.ndim == k.ndim == 4 or not fits(q, k, v): return False
+    (B, H, T, K), G = q.shape, k.shape[1]
+    return (k.shape == v.shape == (B, G, T, K) and not (H % G or T % BLOCK or K % BLOCK)
+            and window >= 1)
+
 def _attend(q:Tensor, k:Tensor, v:Tensor, window:int)->tuple[Tensor, Tensor]:
+    if not _in_blocks(q, k, v, window): # The kernel doesn't check where arrays end
+        shapes = ", ".join(f"{tuple(x.shape)}" for x in (q, k, v))
+        raise ValueError(f"attend: q, k, v of {q.dtype} {shapes}, {window = }; expected float32 "
+                         f"(B, H, T, K), (B, G, T, K) twice, T and K multiples of {BLOCK}, H of G")
     (B, H, T, K), G, new = q.shape, k.shape[1], q.new_empty
     out, log_sums = new(B, T, H, K), new(B, H, T)
     arrays = [x.detach().contiguous().numpy() for x in (q, k, v.transpose(1, 2), out, log_sums)]
@@ -316,15 +326,14 @@ def fused_attention(
     window:int|None=None, # Number of latest keys that a query sees; default: all
 )->Tensor: # `(B, H, T, K)`
     "Compute attention by our kernel where it fits, and by `causal_attention` otherwise."
-    if not compiles() or q.ndim != 4 or not fits(q, k, v): return causal_attention(q, k, v, window)
-    (B, H, T, K), (_, G, _, _) = q.shape, k.shape
-    if (k.shape != (B, G, T, K) or v.shape != k.shape or H % G or T % BLOCK or K % BLOCK
-        or T*K > LARGEST or window is not None and window < 1):
+    T, K = q.shape[-2:]
+    seen = T if window is None else min(window, T)
+    if not compiles() or T*K > LARGEST or not _in_blocks(q, k, v, seen):
         return causal_attention(q, k, v, window)
     # A FLOP counter sees only what goes through torch's dispatcher
     counted = not torch.compiler.is_compiling() and _get_current_dispatch_mode() is not None
     run = torch.ops.lmcourse.attend if counted else attend_heads
-    return run(q, k, v, min(window or T, T))[0].transpose(1, 2)
+    return run(q, k, v, seen)[0].transpose(1, 2)
 
 # %% ../../nbs/03_architecture/03l_fused_attention.ipynb #093e15b8
 FUSED_PARTS = Parts(norm=fused_norm, attention=fused_attention, heads=fused_heads, ffn=fused_ffn,

@@ -290,7 +290,7 @@ def relu2_backward(
     "Return `dy` times twice the positive part of the input."
     positive, dtype = cache
     require_dy(dy, positive.shape, dtype)
-    return (2*dy*positive).astype(dtype, copy=False)
+    return (2*positive*dy).astype(dtype, copy=False)        # `2*dy` could overflow in float16
 
 # %% ../../nbs/03_architecture/03a_layers_np.ipynb #5c21e51b
 def _sigmoid(x): # 1/(1 + exp(-x)), without overflow

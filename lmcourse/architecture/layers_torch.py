@@ -46,8 +46,10 @@ def truncated_normal(
     generator:torch.Generator|None=None,
 )->torch.Tensor: # The same numbers on every device: they are drawn on the CPU
     "Draw normal random numbers around 0, none beyond three standard deviations."
+    if not std >= 0: raise ValueError(f"{std = }, expected 0 or more")
     w = torch.empty(shape, device=device, dtype=dtype)
     if w.is_meta: return w
+    if std == 0: return w.zero_()
     drawn = torch.empty(shape, device="cpu", dtype=torch.float32)
     return w.copy_(nn.init.trunc_normal_(drawn, 0, std, -3*std, 3*std, generator=generator))
 
@@ -320,6 +322,8 @@ def _some_tokens(x, weight, V, targets, counts, z_loss, wants
     return loss, p@weight if wants[0] else None, p.T@x if wants[1] else None
 
 # %% ../../nbs/03_architecture/03b_layers_torch.ipynb #e3a3d004
+_FLOAT16_TOKENS = 2**13 # A sum over more tokens is scaled down to these, or it could overflow
+
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, targets, ignore_index, z_loss, tokens, wants
@@ -334,6 +338,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
             loss = loss + part
             dxs.append(dx)
             if wants[1]: dweight = at_least_float32(dw) if dweight is None else dweight.add_(dw)
+        ctx.parts = max(1, len(x)/_FLOAT16_TOKENS) if x.dtype == torch.float16 else 1
+        if ctx.parts > 1 and dweight is not None: dweight.div_(ctx.parts)
         ctx.save_for_backward(torch.cat(dxs) if wants[0] else None,
                               None if dweight is None else dweight[:V].to(weight.dtype),
                               n.clamp(min=1))
@@ -342,8 +348,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, dloss):
-        *grads, n = ctx.saved_tensors
-        return *(g if g is None else g*(dloss/n) for g in grads), None, None, None, None, None
+        dx, dweight, n = ctx.saved_tensors
+        return (None if dx is None else dx*(dloss/n),
+                None if dweight is None else dweight*(dloss/n*ctx.parts), *[None]*5)
 
 # %% ../../nbs/03_architecture/03b_layers_torch.ipynb #d32e3ca2
 def linear_cross_entropy(
@@ -354,7 +361,7 @@ def linear_cross_entropy(
     z_loss:float=0.0,       # Weight of the mean of `log(Z)**2`
     # Tokens at a time; by default a number that suits a CPU's cache, or keeps a GPU busy
     tokens:int|None=None,
-)->torch.Tensor: # The same as `cross_entropy(x@weight.T, ...)`
+)->torch.Tensor: # The same as `cross_entropy(x@weight.T, ...)` if all logits are finite
     """Compute the training loss without holding all logits at once.
     Raises `ValueError` if the shapes don't fit."""
     if targets.shape != x.shape[:-1]:
@@ -363,6 +370,7 @@ def linear_cross_entropy(
     if torch.is_autocast_enabled(x.device.type):
         x, weight = (a.to(torch.get_autocast_dtype(x.device.type)) for a in (x, weight))
     tokens = tokens or _tokens_at_a_time(x.device.type, targets.numel(), len(weight))
+    if x.dtype == torch.float16: tokens = min(tokens, _FLOAT16_TOKENS)
     wants = tuple(torch.is_grad_enabled() and a.requires_grad for a in (x, weight))
     with torch.autocast(x.device.type, enabled=False):
         return _LinearCrossEntropy.apply(x.reshape(-1, x.shape[-1]), weight, targets.flatten(),

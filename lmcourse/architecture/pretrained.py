@@ -184,7 +184,8 @@ _KEYS = dict(llama=_LLAMA_SIZES | dict(bias="attention_bias"), qwen3=_LLAMA_SIZE
 # Values that our model supports: the first is written, all are accepted
 _MUST:dict = dict(
     llama=dict(hidden_act=("silu", "swish")),
-    qwen3=dict(hidden_act=("silu", "swish"), attention_bias=(False,), use_sliding_window=(False,)),
+    qwen3=dict(hidden_act=("silu", "swish"), attention_bias=(False, None),
+               use_sliding_window=(False,)),
     gpt2=dict(activation_function=("gelu_new", "gelu_pytorch_tanh"), scale_attn_weights=(True,),
               scale_attn_by_inverse_layer_idx=(False,),
               add_cross_attention=(False,)))
@@ -246,6 +247,7 @@ def config_from_hf(
     if "num_local_experts" in settings: # Its name in transformers 5 for a model in memory
         settings = dict(num_experts=settings["num_local_experts"]) | settings
     sizes = {field: settings.get(key) for field,key in _KEYS[family].items()}
+    if family == "llama": sizes["bias"] = sizes["bias"] or False # A file may say null
     wrong = [f"{key} is missing" for key in _KEYS[family].values() if key not in settings]
     wrong += [f"{key} = {settings[key]!r}, expected {known[0]!r}"
               for key,known in _MUST[family].items() if settings.get(key, known[0]) not in known]
@@ -460,7 +462,7 @@ def _download(name:str, revision:str|None)->Path:
 def _open_source(source, revision:str|None
 )->tuple: # Content of config.json, the weights, and a name for errors
     source = getattr(source, "_orig_mod", source)       # Unwraps a compiled model
-    if hasattr(source, "state_dict") and hasattr(source, "config"):
+    if hasattr(getattr(source, "config", None), "model_type"): # A model of transformers
         return source.config.to_dict(), _as_in_files(source), type(source).__name__
     folder = Path(source)
     if not folder.is_dir():

@@ -26,17 +26,21 @@ def watch_routes(
             own.append((chosen, weights.detach()))
             return chosen, weights
         return watched
+    before = [vars(layer).get("route") for layer in layers] # A watcher further out
     for layer,own in zip(layers, found): layer.__dict__["route"] = listen(own, layer.route)
     try: yield found
     finally:
-        for layer in layers: del layer.__dict__["route"]
+        for layer,outer in zip(layers, before):
+            if outer is None: del layer.__dict__["route"]
+            else: layer.__dict__["route"] = outer
 
 def expert_loads(
     model:nn.Module,   # A model with layers of experts
     ids:torch.Tensor,  # Tokens `(..., T)`
 )->torch.Tensor: # Share of the visits that each expert gets `(layers with experts, E)`
     "Measure how a text is spread over the experts. Visits dropped at a full expert are left out."
+    E = max((m.config.expert_count for m in model.modules() if isinstance(m, MoE)), default=0)
+    if not E: raise ValueError("expert_loads: the model has no experts")
     with watch_routes(model) as routes, torch.no_grad(): model(ids)
-    E = max(m.config.expert_count for m in model.modules() if isinstance(m, MoE))
     counts = [torch.bincount(chosen.flatten() + 1, minlength=E + 1)[1:] for (chosen, _), in routes]
     return torch.stack([n/n.sum() for n in counts])

@@ -9,7 +9,7 @@ __all__ = ['experts_forward', 'experts_backward', 'moe_forward', 'moe_backward',
 import math
 import numpy as np
 from typing import Any
-from ..architecture.layers_np import ffn_backward, ffn_forward
+from ..architecture.layers_np import _sigmoid, ffn_backward, ffn_forward
 from .router_np import best_experts, mask_groups, router_backward, router_forward
 
 # %% ../../nbs/08_moe/08b_experts_np.ipynb #fbfdcb82
@@ -91,7 +91,7 @@ def _part(params:dict, prefix:str)->dict: # Parameters whose names begin with `p
     return {n.removeprefix(prefix): w for n,w in params.items() if n.startswith(prefix)}
 
 def _scores(z, score:str):
-    if score == "sigmoid": return 1/(1 + np.exp(-z))
+    if score == "sigmoid": return _sigmoid(z)
     e = np.exp(z - z.max(-1, keepdims=True))
     return e/e.sum(-1, keepdims=True)
 
@@ -100,7 +100,7 @@ def capacity(
     num_tokens:int,    # Tokens in the batch, N
     num_experts:int,   # E
     k:int,             # Experts per token
-    factor:float,      # Capacity factor; 1 gives every expert exactly an even share
+    factor:float,      # Capacity factor; 1 gives every expert an even share, rounded up
 )->int: # Places at each expert, at most `num_tokens`
     "Return an expert's capacity. Lepikhin et al. 2020; `ValueError` for a factor of 0 or less."
     if not factor > 0: raise ValueError(f"capacity factor = {factor}, expected more than 0")
@@ -127,6 +127,8 @@ def expert_choice(
     room:int,         # Tokens that each expert takes
 )->np.ndarray: # Weights `(N, E)`, 0 where an expert does not take a token
     "Let each expert take the tokens most likely to choose it. Zhou et al. 2022."
+    if not 1 <= room <= len(probs):
+        raise ValueError(f"{room = }, expected 1 to {len(probs)}, the number of tokens")
     taken = best_experts(probs.T, room)                                   # (E, room)
     weights = np.zeros_like(probs)
     np.put_along_axis(weights, taken.T, np.take_along_axis(probs, taken.T, 0), 0)

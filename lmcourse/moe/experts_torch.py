@@ -203,6 +203,15 @@ class MoE(nn.Module):
                                          requires_grad=False) if c.router_bias_rate else None)
         self.load:torch.Tensor|None = None # Visits since the last step
 
+    def _apply(self, fn, recurse=True): # torch calls it to convert a module; the bias stays wide
+        before = self.expert_bias
+        values = None if before is None else before.data
+        super()._apply(fn, recurse)
+        bias = self.expert_bias
+        if values is not None and bias is not None and bias.dtype.itemsize < 4:
+            bias.data = values.to(bias.device, torch.float32)
+        return self
+
     def logits(self, x:torch.Tensor)->torch.Tensor: # `(..., D)` to `(..., E)`, at least float32
         "Compute the router's logits for each token."
         with torch.autocast(x.device.type, enabled=False):
@@ -234,7 +243,8 @@ class MoE(nn.Module):
         if c.capacity_factor: chosen, _ = choose_experts(logits.detach(), c, self.expert_bias)
         f = torch.bincount(chosen.flatten(), minlength=E)
         loss = 0*logits.sum()
-        if c.router_aux_loss: loss = loss + c.router_aux_loss*balance_loss_of(logits, f)
+        if c.router_aux_loss:
+            loss = loss + c.router_aux_loss*balance_loss_of(logits, f, c.router_score)
         if c.router_z_loss: loss = loss + c.router_z_loss*logits.logsumexp(-1).square().mean()
         return add_auxiliary_loss(y, loss, lambda: self.count(f))
 
@@ -255,7 +265,9 @@ class MoE(nn.Module):
             part.to_local().add_(local_rows(step, part).to(part.to_local()))
 
 # %% ../../nbs/08_moe/08c_experts_torch.ipynb #a4923256
-def balance_loss_of(logits:torch.Tensor, load:torch.Tensor)->torch.Tensor: # 1 if even
+def balance_loss_of(logits:torch.Tensor, load:torch.Tensor, score:str="softmax"
+)->torch.Tensor: # 1 if even
     share = load.to(logits.dtype)/load.sum().clamp(min=1)
-    probs = logits.softmax(-1)
+    if score == "softmax": probs = logits.softmax(-1)
+    else: probs = (s := logits.sigmoid())/s.sum(-1, keepdim=True) # DeepSeek-V3, equation 19
     return len(load)*(share*probs.mean(0)).sum()

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from dataclasses import replace
 from torch import nn
 from ..tools.config import ModelConfig
+from ..architecture.layers_torch import Linear
 from ..architecture.transformer_torch import TransformerLM
 
 # %% ../../nbs/08_moe/08g_lab.ipynb #08ghash2
@@ -31,20 +32,26 @@ class HashRouter(nn.Module):
             f"HashRouter: {len(x)} tokens, but the model has read another number of ids")
         return self.table[self.ids.flatten()]
 
-class NoisyRouter(nn.Linear):
+class NoisyRouter(Linear):
     "A router whose scores are noisy while it trains. Shazeer et al. 2017, equations 3 to 5."
     def __init__(self, config:ModelConfig, seed:int=0):
-        super().__init__(config.d_model, config.expert_count, bias=False)
+        super().__init__(config.d_model, config.expert_count,
+                         generator=torch.Generator().manual_seed(seed))
         self.spread = nn.Parameter(torch.zeros_like(self.weight))
-        self.generator = torch.Generator().manual_seed(seed)
+        self.generator = torch.Generator().manual_seed(seed) # Of the noise; on the CPU
 
     def forward(self, x:torch.Tensor)->torch.Tensor: # `(N, D)` to `(N, E)`
         logits = super().forward(x)
         if not self.training: return logits
-        noise = torch.randn(logits.shape, generator=self.generator)
+        noise = torch.randn(logits.shape, generator=self.generator).to(logits)
         return logits + noise*F.softplus(F.linear(x, self.spread))
 
 # %% ../../nbs/08_moe/08g_lab.ipynb #08ghash3
+class _NoteIds: # Gives hash routers their ids; an object, so that a model's deep copy copies it
+    def __init__(self, layers:list): self.layers = layers
+    def __call__(self, module, inputs):
+        for layer in self.layers: layer.router.ids = inputs[0]
+
 def with_routers(
     model:TransformerLM, # A mixture of experts; its routers are replaced
     kind:type,           # `HashRouter` or `NoisyRouter`
@@ -53,14 +60,14 @@ def with_routers(
     "Replace the routers of a model. A noisy router starts from the old router's weights."
     layers = [layer.ffn for layer in model.layers if hasattr(layer.ffn, "router")]
     if not layers: raise ValueError("with_routers: the model has no experts")
+    if kind is NoisyRouter and isinstance(layers[0].router, HashRouter):
+        raise ValueError("with_routers: a hash router has no weights that a noisy one could take")
     for i,layer in enumerate(layers):
-        router = kind(model.config, seed=1000*seed + i)
+        router = kind(model.config, seed=1000*seed + i).to(model.token_embeddings.weight)
         if hasattr(router, "weight"):
             router.load_state_dict(layer.router.state_dict(), strict=False)
         layer.router = router
-    def note(module, inputs):                               # A hash router needs the ids
-        for layer in layers: layer.router.ids = inputs[0]
-    if kind is HashRouter: model.token_embeddings.register_forward_pre_hook(note)
+    if kind is HashRouter: model.token_embeddings.register_forward_pre_hook(_NoteIds(layers))
     return model
 
 # %% ../../nbs/08_moe/08g_lab.ipynb #7fda25c8
@@ -72,15 +79,17 @@ def upcycle(
     seed:int=0,          # Seed of the routers
 )->TransformerLM: # A new model with the same logits
     "Copy each feed-forward network E times to make experts. Komatsuzaki et al. 2022, section 3."
-    c = model.config
+    c, weight = model.config, model.token_embeddings.weight
     if c.num_experts: raise ValueError(f"upcycle: the model has {c.num_experts} experts already")
     new = replace(c, num_experts=num_experts, num_experts_per_tok=k, moe_d_ff=c.ffn_size,
                   norm_topk_prob=True, routed_scaling=1., capacity_factor=None,
-                  num_shared_experts=0) # A dense config may have other values, without effect
-    made = TransformerLM(new, seed=seed, parts=model.parts).to(model.token_embeddings.weight.device)
+                  num_shared_experts=0, router_groups=1, router_group_limit=1,
+                  copy_init=False) # A dense config may have other values, without effect
+    made = TransformerLM(new, device=weight.device, dtype=weight.dtype, seed=seed,
+                         parts=model.parts)
     old = dict(model.named_parameters())
     for name,p in made.named_parameters():
-        if ".ffn.router." in name: continue
+        if ".ffn.router." in name or name.endswith(".expert_bias"): continue
         name = name.replace(".ffn.experts.", ".ffn.")
         p.copy_(old[name if name in old else f"{name}.weight"])
     return made

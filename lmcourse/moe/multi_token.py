@@ -58,6 +58,7 @@ def two_token_loss(
 )->tuple: # The weighted sum to minimise, the loss of the next token, the loss of the token after it
     "Add the loss of one extra token. DeepSeek-V3, eq. 24 and 25; `ValueError` if `weight` < 0."
     if not weight >= 0: raise ValueError(f"weight = {weight}, expected 0 or more")
+    if ids.shape[-1] < 3: raise ValueError(f"ids of {ids.shape[-1]} tokens, expected 3 or more")
     refuse_fields(model.config, "two_token_loss", "TorchEngine", ("z_loss",))
     states = model.hidden_states(ids[..., :-2])
     first = linear_cross_entropy(states, model.lm_head.weight, ids[..., 1:-1])

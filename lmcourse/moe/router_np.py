@@ -8,7 +8,7 @@ __all__ = ['best_experts', 'router_forward', 'router_backward', 'count_load', 'b
 
 # %% ../../nbs/08_moe/08a_router_np.ipynb #f37f6be8
 import numpy as np
-from ..architecture.layers_np import softmax_forward
+from ..architecture.layers_np import _sigmoid, softmax_forward
 
 # %% ../../nbs/08_moe/08a_router_np.ipynb #57ab56aa
 def best_experts(
@@ -35,7 +35,7 @@ def router_forward(
         raise ValueError(f"score = {score!r}, expected softmax or sigmoid")
     logits = x@weight.T                                            # (N, E)
     if score == "softmax": scores = softmax_forward(logits)[0]
-    else: scores = 1/(1 + np.exp(-logits))
+    else: scores = _sigmoid(logits)
     chosen = best_experts(scores if bias is None else scores + bias, k)   # (N, k)
     kept = np.take_along_axis(scores, chosen, -1)                  # (N, k)
     total = kept.sum(-1, keepdims=True) if normalize else np.ones_like(kept[:, :1])
@@ -102,6 +102,10 @@ def mask_groups(
     limit:int,         # Groups that a token may visit
 )->np.ndarray: # The scores, with -inf outside the best groups `(N, E)`
     "Mask all but each token's best groups. DeepSeek-V3, section 2.1.2."
+    if groups < 1 or scores.shape[-1] % groups:
+        raise ValueError(f"{scores.shape[-1]} experts can't form {groups} equal groups")
+    if not 1 <= limit <= groups:
+        raise ValueError(f"{limit = }, expected 1 to {groups}, the number of groups")
     parts = scores.reshape(len(scores), groups, -1)                        # (N, groups, E/groups)
     best = best_experts(np.sort(parts, -1)[..., -2:].sum(-1), limit)              # (N, limit)
     allowed = np.zeros(parts.shape[:2], bool)
