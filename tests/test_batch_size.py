@@ -74,7 +74,7 @@ def test_gradients_of_windows_add_up_to_that_of_their_batch():
 def test_critical_batch():
     B = np.array([1., 2, 8, 32])
     check_close(list(fit_critical_batch(B, 70*(1 + 5/B))), [70., 5.], 1e-9)
-    for bad in (([1], [1]), ([1, 2], [1]), ([1, 0], [1, 1]), ([1, 2], [0, 1])):
+    for bad in (([1], [1]), ([4, 4], [10, 10]), ([1, 2, 4], [10, 20, 40]), ([1, 2], [1]), ([1, 0], [1, 1]), ([1, 2], [0, 1])):
         with pytest.raises(ValueError, match="fit_critical_batch"): fit_critical_batch(*bad)
 
 
@@ -108,6 +108,8 @@ def test_steps_to_a_loss():
     noisy = curve*np.exp(.1*np.random.default_rng(0).standard_normal(1000))
     assert abs(steps_to_loss(noisy, 1.5)/256 - 1) < .1                          # One lucky step doesn't count
     assert math.isnan(steps_to_loss(curve, 1.)) and math.isnan(steps_to_loss([], 1.)) and steps_to_loss([1., 1.], 2.) == 1
+    assert steps_to_loss([3., 2., 1.], 2., window=0) == 2                       # One step alone
+    with pytest.raises(ValueError, match="window = -1"): steps_to_loss([1.], 2., window=-1)
 
 
 def test_saved_runs_are_whole():

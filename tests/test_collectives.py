@@ -78,6 +78,15 @@ def test_three_of_four_in_a_circle_and_one_that_ended_are_a_deadlock():
     with pytest.raises(RuntimeError, match="deadlock: rank 0 waits for rank 1, rank 1 waits for rank 2, rank 2 waits for rank 0"): Network(4).run(work)
 
 
+@pytest.mark.parametrize("work, error, words", [
+    (lambda port: port.send(-1, np.ones(1)), IndexError, "rank -1 of a group of 3"), (lambda port: port.recv(3), IndexError, "rank 3 of a group of 3"), (lambda port: port.group([0, 1, 2, 0]), ValueError, "names a rank twice"),
+    (lambda port: co.hierarchical_all_reduce(np.ones(4), port, 0), ValueError, "3 ranks don't fill nodes of 0"), (lambda port: Network(3, ranks_per_node=-3), ValueError, "3 ranks don't fill nodes of -3"),
+    (lambda port: Network(3, ranks_per_node=0), ValueError, "3 ranks don't fill nodes of 0"), (lambda port: co.all_reduce_seconds("ring", 8, 0, Link()), ValueError, "0 ranks, expected 1 or more"),
+    (lambda port: co.all_reduce_seconds("star", 8, 6, Link()), ValueError, "'star', expected 'ring'")])
+def test_ranks_that_do_not_exist(work, error, words):
+    with pytest.raises(error, match=words): Network(3).run(work)
+
+
 def test_a_group_of_a_group_counts_anew():
     def work(port):
         if port.rank < 2: return None

@@ -39,6 +39,22 @@ def test_pages_can_be_merged_in_any_order_and_empty_ones_change_nothing():
         for a, b in zip(merge_pages(found, empty), whole): np.testing.assert_allclose(a, b, rtol=1e-13, atol=1e-14)
 
 
+@pytest.mark.parametrize("dtype, limit", [(np.float32, 2e-6), (np.float16, 1e-2)])
+def test_short_floats_with_hidden_pages(dtype, limit):
+    given = np.random.default_rng(0).standard_normal((4, 23, 2, 4))
+    def work(port, arrays):
+        places = contiguous(23, port.size)
+        mine = places[port.rank]
+        q, k, v, dout = arrays[:, mine]
+        out, cache = ring_attention(q, k, v, places, port)
+        return mine, (out, *ring_attention_backward(dout, cache, port))
+    right = Network(1).run(work, given)[0][1]
+    for mine, arrays in Network(3).run(work, given.astype(dtype)):
+        for got, whole in zip(arrays, right, strict=True):
+            assert got.dtype == dtype
+            np.testing.assert_allclose(got, whole[mine], rtol=limit, atol=limit)
+
+
 def test_tokens_that_are_not_the_plans_are_rejected():
     x = np.ones((2, 1, 2))
     with pytest.raises(ValueError, match=r"rank 0 of 1 has 2 tokens, but the plan is for \[1, 1\]"):

@@ -34,16 +34,17 @@ from lmcourse.parallelism.mesh import MeshEngine
 torch.set_default_dtype(torch.float64)
 MODEL = ModelConfig(vocab_size=48, context_length=16, d_model=16, num_layers=4, num_heads=4, d_ff=32)
 SHORT = TrainConfig(device="cpu", batch_size=8, micro_batch=1, timeout_seconds=30)
-def rows(step):
-    ids = torch.randint(48, (8, 17), generator=torch.Generator().manual_seed(step))
+def rows(step, tokens=16): # One row has no target at all
+    ids = torch.randint(48, (8, tokens + 1), generator=torch.Generator().manual_seed(step))
     targets = ids[:, 1:].clone()
-    targets[5:, 4:] = -100
+    targets[5:, 4:] = targets[2] = -100
     return ids[:, :-1], targets
 def train(e, steps): # Loss and length of the gradient of each step
     seen = []
     for step in steps:
-        x, y = (e.world.shard_batch(t).split(1) for t in rows(step))
-        total, loss = int((rows(step)[1] != -100).sum()), 0.
+        batch = rows(step, e.model.config.context_length)
+        x, y = (e.world.shard_batch(t).split(1) for t in batch)
+        total, loss = int((batch[1] != -100).sum()), 0.
         for i,part in enumerate(zip(x, y)): loss += float(e.forward_backward(part, int((part[1] != -100).sum())/total, i == len(x) - 1))
         seen.append((*e.world.all_reduce_sum(loss), e.optimizer_step(1e-2)))
     return seen
@@ -59,9 +60,14 @@ def equal(model, config): # One process and the mesh
     same_weights(many.whole_model(), one.model, 1e-300)         # The same bits at the start
     near(train(many, range(3)), train(one, range(3)))
     same_weights(many.whole_model(), one.model)
-    with torch.inference_mode():
-        ids = rows(0)[0][:3, :7]                                # Also a length that no process divides
-        assert float((many.model(ids) - one.model(ids)).abs().max()) < 1e-12
+    mine = set(map(id, many.model.parameters()))
+    for tokens in (7, model.context_length):                    # 7: no process divides it
+        with torch.inference_mode():
+            ids = rows(0, model.context_length)[0][:3, :tokens]
+            assert float((many.model(ids) - one.model(ids)).abs().max()) < 1e-12
+    many.model.reshard()                                        # As before a checkpoint
+    assert set(map(id, many.model.parameters())) == mine
+    near(train(many, range(3, 4)), train(one, range(3, 4)))
 def case(change, variant={}): equal(replace(MODEL, **variant), replace(SHORT, **change))
 """
 
@@ -73,8 +79,8 @@ def on(tmp_path, processes, cases, **how):
 
 
 def test_two_and_four_processes_take_the_steps_of_one(tmp_path):
-    on(tmp_path, 2, [(SP, TIED), (PP, TIED), (CP, TIED | dict(num_kv_heads=2, window=5))])
-    on(tmp_path, 4, [(PP | SP, dict(tie_embeddings=True))])
+    on(tmp_path, 2, [(SP, TIED), (PP, TIED), (CP, TIED | dict(num_kv_heads=2, window=5)), (TP, dict(context_length=15))])
+    on(tmp_path, 4, [(PP | SP, dict(tie_embeddings=True)), (PP, {})])
 
 
 @pytest.mark.slow
@@ -83,9 +89,42 @@ def test_two_and_four_processes_take_the_steps_of_one(tmp_path):
     (2, [(TP, GPT2), (SP, GPT2), (PP, GPT2), (TP, dict(norm_position="post", num_kv_heads=2)), (SP, dict(window=5, embedding_std=.02)), (PP, dict(norm_position="sublayer", z_loss=.01, scaled_init=True)), (PP | dict(recompute=True), {}), (TP, dict(copy_init=True)), (PP, dict(copy_init=True)), (SP | dict(recompute=True), {})]),
     (3, [(dict(pipeline_parallel_degree=3), TIED), (dict(data_parallel_shard_degree=-1, tensor_parallel_degree=3), dict(num_heads=6, head_dim=4, d_ff=33))]),
     (4, [(TP, TIED), (PP, TIED), (COPIES, {}), (COPIES | TP, {}), (dict(tensor_parallel_degree=4), {}), (dict(pipeline_parallel_degree=4), TIED), (COPIES | PP, GPT2)]),
-    (4, [(CP, {}), (CP | SP, GPT2), (CP | PP, TIED), (CP | COPIES, {}), (dict(context_parallel_degree=4), dict(num_kv_heads=1)), (CP | TP | dict(recompute=True), {})]),
+    (4, [(CP, {}), (CP | SP, GPT2), (CP | PP, TIED), (CP | COPIES, {}), (dict(context_parallel_degree=4), dict(num_kv_heads=1)), (CP | TP | dict(recompute=True), dict(context_length=12))]),
     (8, [(PP | SP, TIED)]), (8, [(COPIES | SP, TIED)]), (8, [(CP | PP | TP, TIED)])], ids=str)
 def test_every_mesh_takes_the_steps_of_one_process(tmp_path, processes, cases): on(tmp_path, processes, cases)
+
+
+def test_a_pipeline_evaluates_again_in_bfloat16(tmp_path):
+    "Its layers are whole, and in 16 bits, after the first time; what stages send is still float32"
+    script(tmp_path, BEGIN + """
+torch.set_default_dtype(torch.float32)
+def work(rank):
+    e = on_mesh(MODEL, replace(SHORT, pipeline_parallel_degree=2, dtype="bfloat16"))
+    with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16): a, b = (e.model(rows(0)[0][:3]) for _ in range(2))
+    assert torch.equal(a, b)
+world(4, work)
+""")
+
+
+def test_ring_attention_in_bfloat16_is_as_exact_as_on_one_process(tmp_path):
+    "Torch's attention is .004 from float64"
+    script(tmp_path, """
+from lmcourse.parallelism.mesh import RingAttention, own_places
+def work(rank):
+    here, g = own_places(64, dist.group.WORLD), torch.Generator().manual_seed(0)
+    *given, dout = torch.randn(4, 1, 4, 128, 32, generator=g)
+    exact = [t.double().requires_grad_() for t in given]
+    right = torch.nn.functional.scaled_dot_product_attention(*exact, is_causal=True)
+    right.backward(dout.double())
+    inputs = [t[:, :, here].bfloat16().requires_grad_() for t in given]
+    with torch.autocast("cpu", torch.bfloat16):
+        out = RingAttention.apply(*inputs, None, dist.group.WORLD)
+        out.backward(dout[:, :, here].bfloat16())
+    for got, want in zip((out, *(t.grad for t in inputs)), (right, *(t.grad for t in exact))):
+        want = want[:, :, here]
+        assert got.dtype == torch.bfloat16 and float((got - want).norm()/want.norm()) < .006
+world(2, work)
+""")
 
 
 # Checkpoints

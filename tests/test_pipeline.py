@@ -29,6 +29,11 @@ def test_layers_are_dealt_out_in_order():
     with pytest.raises(ValueError, match="2 layers for 3 stages"): stage_layers(2, 3)
 
 
+@pytest.mark.parametrize("arguments, words", [(("interleaved", 4, 6, 2), "6 microbatches for 4 ranks: interleaving needs a multiple, 4 or 8"), (("1f1b", 0, 4), "0 ranks"), (("gpipe", 4, 0), "0 microbatches"), (("1f1b", 4, 8, 0), "0 chunks")])
+def test_no_bubble_of_schedules_that_do_not_exist(arguments, words):
+    with pytest.raises(ValueError, match=words): bubble_formula(*arguments)
+
+
 @settings(max_examples=12, deadline=None)
 @given(st.data())
 def test_any_valid_order_of_jobs_gives_the_same_gradients(data):
@@ -59,6 +64,8 @@ def test_a_plan_in_which_ranks_wait_for_each_other_is_named_by_simulator_and_net
     ids = torch.zeros(2, 3, dtype=torch.long)
     with pytest.raises(RuntimeError, match="deadlock: rank 0 waits for rank 1, rank 1 waits for rank 0"):
         Network(2).run(lambda port: Pipeline(copy.deepcopy(model), port, plan).step(ids, ids))
+    with pytest.raises(ValueError, match="none of the 6 targets counts: all are -100"):
+        Network(2).run(lambda port: Pipeline(copy.deepcopy(model), port, gpipe(2, 2)).step(ids, ids - 100))
 
 
 @pytest.mark.parametrize("zeroed", [True, False])

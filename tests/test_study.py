@@ -55,8 +55,8 @@ def test_seeds_are_averaged():
     runs = [dict(multiplying=n, loss=abs(np.log(n/8))**2 + e) for n in (2, 4, 8, 16, 32) for e in (-.1, .1)]
     size, loss = best_size(runs)
     assert size == pytest.approx(8) and loss == pytest.approx(0, abs=1e-9)
-    for losses in ([1, 2, 3], [3, 2, 1]):
-        with pytest.raises(ValueError, match="try more sizes"): best_size([dict(multiplying=n + 1, loss=v) for n, v in enumerate(losses)])
+    for losses, words in (([1, 2, 3], "try more sizes"), ([3, 2, 1], "try more sizes"), ([2.6, 2.15, 2.26, 2.08, 2.16], "opens downwards")):
+        with pytest.raises(ValueError, match=words): best_size([dict(multiplying=2**n, loss=v) for n, v in enumerate(losses)])
 
 
 def test_excess_over_a_known_floor():

@@ -63,7 +63,7 @@ def test_what_cannot_be_cut_is_rejected_with_what_would_do(change, words):
 
 @pytest.mark.parametrize("ids, targets, words", [
     ([77, 1], [2, 3], "ids from 1 to 77, expected 0 to 49"), ([-1, 1], [2, 3], "ids from -1 to 1"),
-    ([0, 49], [50, 3], "targets from 3 to 50, expected 0 to 49"), ([0, 49], [-1, -100], "targets from -1 to -1")])
+    ([0, 49], [50, 3], "targets from 3 to 50, expected 0 to 49"), ([0, 49], [-1, -100], "targets from -1 to -1"), ([0, 49], [-100, -100], "none of the 2 targets counts: all are -100")])
 def test_words_that_no_rank_has_are_rejected(ids, targets, words):
     model = TransformerLM(ModelConfig(vocab_size=50, context_length=4, d_model=6, num_layers=1, num_heads=3))
     with pytest.raises(ValueError, match=words):

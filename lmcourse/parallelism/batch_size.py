@@ -155,9 +155,10 @@ def steps_to_loss(
     window:float=.1, # Half-width of the averaging window, as a share of the step number
 )->float: # Steps; NaN if the run never reaches `target`
     "Find the first step around which the mean loss is at most `target`."
+    if not window >= 0: raise ValueError(f"{window = }, expected 0 or more")
     sums = np.append(0., np.cumsum(losses))
     for k in range(1, len(losses) + 1):
-        low, high = math.floor(k/(1 + window)), math.ceil(k*(1 + window))
+        low, high = min(k - 1, math.floor(k/(1 + window))), math.ceil(k*(1 + window))
         if high > len(losses): break
         if (sums[high] - sums[low])/(high - low) <= target: return float(k)
     return math.nan
@@ -169,8 +170,10 @@ def fit_critical_batch(
 )->tuple: # Minimum steps, and the critical batch size in the unit of `batches`
     "Fit `S = S_min*(1 + B_crit/B)` by least squares of relative errors. McCandlish et al. 2018."
     B, S = np.asarray(batches, float), np.asarray(steps, float)
-    if len(B) < 2 or len(B) != len(S) or (B <= 0).any() or (S <= 0).any():
+    if len(set(B)) < 2 or len(B) != len(S) or (B <= 0).any() or (S <= 0).any():
         raise ValueError(f"fit_critical_batch: {len(B)} batch sizes and {len(S)} counts of steps, "
-                         f"expected two or more of each, above 0")
+                         f"expected two or more of each, above 0, for different batch sizes")
     a, c = np.linalg.lstsq(np.stack([1/S, 1/(B*S)], 1), np.ones(len(B)), rcond=None)[0]
+    if not (a > 0 and c > 0):
+        raise ValueError("fit_critical_batch: the steps don't fall as the batch grows")
     return float(a), float(c/a)

@@ -131,13 +131,15 @@ def all_reduce_seconds(
     link:Link,       # The link between any two ranks
 )->float: # Seconds
     "Compute the duration of an all-reduce by its formula."
+    if size < 1: raise ValueError(f"{size} ranks, expected 1 or more")
     wire, share, rounds = num_bytes/link.bytes_per_s, (size - 1)/size, (size - 1).bit_length()
+    if algorithm not in ("ring", "tree", "halving-doubling"):
+        raise ValueError(f"{algorithm!r}, expected 'ring', 'tree' or 'halving-doubling'")
     if algorithm != "ring" and size & (size - 1):
         raise ValueError(f"{size} ranks, expected a power of two for {algorithm}")
     if algorithm == "ring": return 2*(size - 1)*link.latency_s + 2*share*wire
     if algorithm == "tree": return 2*rounds*(link.latency_s + wire)
-    if algorithm == "halving-doubling": return 2*rounds*link.latency_s + 2*share*wire
-    raise ValueError(f"{algorithm!r}, expected 'ring', 'tree' or 'halving-doubling'")
+    return 2*rounds*link.latency_s + 2*share*wire
 
 # %% ../../nbs/10_parallelism/10b_collectives.ipynb #a5ea7b82
 def hierarchical_all_reduce(
@@ -147,7 +149,7 @@ def hierarchical_all_reduce(
 ):
     "Sum the vectors on all ranks; each rank takes only a k-th of its vector out of the node."
     k = ranks_per_node
-    if port.size % k:
+    if k < 1 or port.size % k:
         fits = [d for d in range(1, port.size + 1) if port.size % d == 0]
         raise ValueError(f"{port.size} ranks don't fill nodes of {k}: {fits} would do")
     node, place = divmod(port.rank, k)

@@ -296,9 +296,9 @@ def fit_link(
 )->Link: # Latency and bandwidth of a wire
     "Fit a link by relative least squares. Raises `ValueError` for fewer than two lengths or ranks."
     b, t = np.asarray(num_bytes, float), np.asarray(seconds, float)
-    if size < 2 or len(b) < 2 or len(b) != len(t) or not (t > 0).all():
+    if size < 2 or len(set(b)) < 2 or len(b) != len(t) or not (t > 0).all():
         raise ValueError(f"fit_link: {len(b)} lengths, {len(t)} times, {size} ranks, expected two "
-                         f"or more of each and times above 0")
+                         f"or more of each, different lengths, and times above 0")
     table = np.stack([2*(size - 1)/t, 2*(size - 1)/size*b/t], 1)
     alpha, beta = np.linalg.lstsq(table, np.ones(len(b)), rcond=None)[0]
     return Link(max(0., float(alpha)), 1/float(beta) if beta > 0 else math.inf)

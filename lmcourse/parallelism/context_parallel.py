@@ -20,11 +20,12 @@ def block_attention(
 )->tuple: # Outputs `(t, H, K)` and log-sums `(t, H)`, -inf where a query sees no key
     "Compute attention to one block of keys and values."
     scores_HTS = np.where(may, np.einsum("thk,shk->hts", q, k)*q.shape[-1]**-.5, -np.inf)
-    top_HT1 = np.maximum(scores_HTS.max(-1, keepdims=True, initial=-np.inf), -1e300)
+    top_HT1 = scores_HTS.max(-1, keepdims=True, initial=-np.inf)
+    top_HT1 = np.where(np.isinf(top_HT1), 0, top_HT1).astype(q.dtype) # No key: -inf - -inf is NaN
     e_HTS = np.exp(scores_HTS - top_HT1)
     sum_HT1 = e_HTS.sum(-1, keepdims=True)
     with np.errstate(divide="ignore"): log_TH = (np.log(sum_HT1) + top_HT1)[..., 0].T
-    return np.einsum("hts,shk->thk", e_HTS/np.maximum(sum_HT1, 1e-300), v), log_TH
+    return np.einsum("hts,shk->thk", e_HTS/np.where(sum_HT1, sum_HT1, 1), v), log_TH
 
 def merge_pages(a:tuple, b:tuple)->tuple: # Outputs and log-sums, as from `block_attention`
     "Merge the attention to two blocks into the attention to both."
@@ -54,7 +55,7 @@ def ring_attention(
     "Compute causal attention to the tokens of all ranks."
     require_places(q, places, port)
     r, n = port.rank, port.size
-    found, page = (np.zeros_like(q), np.full(q.shape[:2], -np.inf)), (k, v)
+    found, page = (np.zeros_like(q), np.full(q.shape[:2], -np.inf, q.dtype)), (k, v)
     for step in range(n):
         source = (r - step) % n                                 # The rank whose page this is
         if step < n - 1:

@@ -122,6 +122,8 @@ class Pipeline:
         if len(ids) < m: raise ValueError(f"a batch of {len(ids)} rows for {m} microbatches")
         self.ids, self.targets = ids.tensor_split(m), targets.tensor_split(m)
         self.count = int((targets != -100).sum())
+        if not self.count:
+            raise ValueError(f"none of the {targets.numel()} targets counts: all are -100")
         self.mail = Mailroom(self.port, self.schedule)
         todo = dict(F=self.forward, B=self.backward, W=self.weights)
         for job in self.schedule[self.port.rank]:

@@ -144,7 +144,7 @@ def plan_seconds(p:Plan, fitted:Fitted=FITTED)->dict: # Seconds of each part of 
     ranks, held = p.dp*p.cp, parameters/(t*p.pp)
     # Bytes sent for a weight: its gradient (4 bytes in newer runs, else 2), and the sum or the new
     # weight (2 bytes) back; stage 3 gathers weights twice
-    each = 8 if p.flash and p.sharding == "none" else 6 if p.flash or p.sharding == "zero3" else 4
+    each = 8 if p.flash and p.sharding != "zero1" else 6 if p.flash or p.sharding == "zero3" else 4
     sent = held*(ranks - 1)/ranks*each/network
     if p.sharding == "zero3": legs["gradients"] = size*max(0, sent - micro*p.overlap)
     else: legs["gradients"] = max(0, sent - micro*p.overlap)

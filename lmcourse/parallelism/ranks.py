@@ -39,8 +39,9 @@ class Network:
         across:Link|None=None,        # Link between ranks of different nodes; None for `link`
     ):
         if size < 1: raise ValueError(f"Network: {size} ranks, expected 1 or more")
-        self.size, self.ranks_per_node = size, ranks_per_node or size
-        if size % self.ranks_per_node:
+        self.size = size
+        self.ranks_per_node = size if ranks_per_node is None else ranks_per_node
+        if self.ranks_per_node < 1 or size % self.ranks_per_node:
             raise ValueError(f"Network: {size} ranks don't fill nodes of {ranks_per_node}, "
                              f"expected a multiple")
         self._links = link, across or link
@@ -108,16 +109,22 @@ class Port:
         members:Sequence[int],  # Global numbers of the group's ranks
     ):
         if me not in members: raise ValueError(f"rank {me} is not in the group {list(members)}")
+        if len(set(members)) < len(members):
+            raise ValueError(f"the group {list(members)} names a rank twice")
         self.network, self.me, self.members = network, me, tuple(members)
         self.rank, self.size = self.members.index(me), len(self.members)
 
     def send(self, to:int, x:np.ndarray):
         "Send a copy of `x` to rank `to` of the group, without waiting."
-        self.network.send(self.me, self.members[to], x)
+        self.network.send(self.me, self._member(to), x)
 
     def recv(self, source:int)->np.ndarray:
         "Receive the next array that rank `source` of the group sent."
-        return self.network.recv(self.members[source], self.me)
+        return self.network.recv(self._member(source), self.me)
+
+    def _member(self, rank:int)->int: # Global number; Python would take -1 for the last rank
+        if 0 <= rank < self.size: return self.members[rank]
+        raise IndexError(f"rank {rank} of a group of {self.size}")
 
     def group(self, members:Sequence[int])->"Port":
         "Return the port to a subgroup; all its ranks must make the same call."

@@ -29,6 +29,10 @@ def require_counts(p:int, m:int, v:int=1):
     if min(p, m, v) < 1: raise ValueError(f"{p} ranks, {m} microbatches and {v} chunks, expected "
                                           f"at least 1 of each")
 
+def require_multiple(p:int, m:int):
+    if m % p: raise ValueError(f"{m} microbatches for {p} ranks: interleaving needs a multiple, "
+                               f"{m//p*p or p} or {(m//p + 1)*p} would do")
+
 # %% ../../nbs/10_parallelism/10g_schedules.ipynb #85e427c1
 def simulate(
     schedule:list,      # A list of jobs for each rank
@@ -98,9 +102,7 @@ def number(order:Any, job:Callable)->list: # Letters to jobs; `job(kind, k)` mak
 def interleaved(p:int, m:int, v:int)->list: # A list of jobs for each rank
     "Schedule interleaved 1F1B with v chunks per rank. Raises `ValueError` unless p divides m."
     require_counts(p, m, v)
-    if m % p:
-        raise ValueError(f"{m} microbatches for {p} ranks: interleaving needs a multiple, "
-                         f"{m//p*p or p} or {(m//p + 1)*p} would do")
+    require_multiple(p, m)
     plans = []
     for rank in range(p):
         def job(kind, k, rank=rank): # Groups of p microbatches, chunk after chunk
@@ -131,8 +133,10 @@ def bubble_formula(
     v:int=1,  # Chunks per rank, for interleaved
 )->float: # Idle time divided by work, with B = 2F, or F = B = W for zero-bubble
     "Compute the bubble by its formula, equal to `bubble` of the simulated schedule."
+    require_counts(p, m, v)
     rounds = {"gpipe": 1., "1f1b": 1., "interleaved": 1/v, "zero-bubble": 1/3}
     if kind not in rounds: raise ValueError(f"{kind!r}, expected one of {', '.join(rounds)}")
     if kind == "zero-bubble" and m < p:
         raise ValueError(f"{m} microbatches for {p} ranks, expected at least {p} for zero-bubble")
+    if kind == "interleaved" and v > 1: require_multiple(p, m)  # One chunk is 1F1B
     return (p - 1)/m*rounds[kind]

@@ -171,6 +171,8 @@ class TensorParallelLM:
             if x.numel() and not 0 <= x.min() <= x.max() < self.whole.vocab_size:
                 raise ValueError(f"{name} from {x.min()} to {x.max()}, expected 0 to "
                                  f"{self.whole.vocab_size - 1}")
+        if (targets == -100).all():
+            raise ValueError(f"none of the {targets.numel()} targets counts: all are -100")
         model, T = self.slice, ids.shape[1]
         own = ids.T - self.first
         mine = (own >= 0) & (own < model.config.vocab_size)

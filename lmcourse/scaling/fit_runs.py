@@ -7,7 +7,6 @@ __all__ = ['FAR', 'ScalingRuns', 'read_scaling_runs', 'Scaling', 'fit_scaling', 
 
 # %% ../../nbs/11_scaling/11g_fit_runs.ipynb #ecc1c101
 import json
-import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,18 +30,20 @@ def read_scaling_runs(
     path:str|Path, # JSON lines with `loss` and two of `parameters`, `tokens` and `flops`
 )->ScalingRuns:
     "Read runs from a file. Raises `ValueError` with the number of a bad line."
-    lines = Path(path).read_text(encoding="utf-8").splitlines()
+    try: text = Path(path).read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError: raise ValueError(f"{path}: not UTF-8 text") from None
     found, tokenizers = [], {}
-    for i, line in enumerate(lines, 1):
+    for i, line in enumerate(text.split("\n"), 1): # `splitlines` would cut strings of JSON, too
         if not line.strip(): continue
         run = _run(line, f"{path}: line {i}")
         found.append(_size_and_tokens(run, f"{path}: line {i}"))
-        tokenizers.setdefault(str(run.get("tokenizer")), i)
+        name = run.get("tokenizer")
+        tokenizers.setdefault("no tokenizer" if name is None else f"tokenizer {name}", i)
     if not found: raise ValueError(f"{path}: no runs")
     if len(tokenizers) > 1:
         (a, i), (b, j) = list(tokenizers.items())[:2]
-        raise ValueError(f"{path}: tokenizer {a} in line {i} and {b} in line {j}; losses per token "
-                         f"can't be compared, expected one tokenizer")
+        raise ValueError(f"{path}: {a} in line {i} and {b} in line {j}; losses per token can't be "
+                         f"compared, expected one tokenizer")
     return ScalingRuns(*np.array(found).T)
 
 # %% ../../nbs/11_scaling/11g_fit_runs.ipynb #e9b9737e
@@ -53,7 +54,7 @@ def _run(line:str, where:str)->dict: # The run on one line
     for name in ("parameters", "tokens", "flops", "loss", "schedule_tokens"):
         v = run.get(name)
         if v is None: continue
-        if isinstance(v, bool) or not isinstance(v, (int, float)) or not 0 < v < math.inf:
+        if isinstance(v, bool) or not isinstance(v, (int, float)) or not 0 < v < 1e100:
             raise ValueError(f"{where}: {name} = {v!r}, expected a positive number")
     return run
 
@@ -81,6 +82,7 @@ class Scaling:
     runs:ScalingRuns
     law:LossLaw
     samples:list   # Bootstrap samples, each a `LossLaw`
+    failed:int = 0 # Further samples that determine no law
 
     def interval(self, what:Callable
     )->tuple: return law_interval(self.samples, what) # 95% interval of `what(law)`
@@ -94,6 +96,9 @@ class Scaling:
             out.append(f"{flops:.3g} FLOPs are far below the smallest run")
         if self.interval(lambda l: l.E)[0] < .05*self.runs.loss.min():
             out.append("the floor E can't be told from 0: the runs end too far above it")
+        if self.failed > .05*(draws := self.failed + len(self.samples)):
+            out.append(f"{self.failed} of {draws} resampled runs determine no law: the loss may "
+                       f"not depend on both parameters and tokens")
         low, high = self.interval(lambda l: l.exponent)
         if high - low > .3:
             out.append(f"the exponent of the best size is only known to lie between {low:.2f} and "
@@ -110,7 +115,8 @@ def fit_scaling(
     if len(runs.loss) < 6:
         raise ValueError(f"{len(runs.loss)} runs for a law with 5 constants, expected at least 6")
     law = fit_loss_law(*data)
-    return Scaling(runs, law, bootstrap_law(*data, np.random.default_rng(seed), draws))
+    samples = bootstrap_law(*data, np.random.default_rng(seed), draws)
+    return Scaling(runs, law, samples, draws - len(samples))
 
 # %% ../../nbs/11_scaling/11g_fit_runs.ipynb #f1232ae5
 def scaling_tables(

@@ -14,10 +14,10 @@ def isoflop_points(
     study:str,  # `llama_3`, or Marin's `comma`, `dclm` or `nemotron`
 )->tuple: # FLOPs, parameters, tokens, losses `(n,)`; Llama 3's losses in the unit of its figure
     "Return published isoFLOP runs, as collected by Open-Athena in 2026."
+    if study not in ("llama_3", "comma", "dclm", "nemotron"): # Other words occur in several studies
+        raise ValueError(f"study = {study!r}, expected llama_3, comma, dclm or nemotron")
     rows = [r for r in data_rows("isoflop_points.csv")
             if study in r["study"].replace("/", " ").split()]
-    if not rows:
-        raise ValueError(f"study = {study!r}, expected llama_3, comma, dclm or nemotron")
     return tuple(np.array([float(r[k]) for r in rows])
                  for k in ("budget", "parameters", "tokens", "loss"))
 

@@ -26,7 +26,8 @@ class LossLaw:
     beta:float  # Exponent of the data
 
     def __post_init__(self):
-        if self.E < 0 or min(self.A, self.B, self.alpha, self.beta) <= 0:
+        others = self.A, self.B, self.alpha, self.beta
+        if not (0 <= self.E < math.inf and all(0 < v < math.inf for v in others)):
             raise ValueError(f"{self}, expected E of 0 or more and the others positive")
 
     @property
@@ -174,9 +175,15 @@ def fit_loss_law(
     start = [(*np.log(np.maximum(f[:3], 1e-6)), *f[3:]) for f in found]
     ends, errors = _gauss_newton(N, D, loss, np.ones((9, len(N))), start, delta, 60, 1e-6)
     ends, _ = _gauss_newton(N, D, loss, np.ones((1, len(N))), ends[[errors.argmin()]], delta)
+    if lost := _vanished(ends[0]): raise ValueError(
+        f"runs: the losses don't fall as a power of the {' and the '.join(lost)}, so no law fits")
     return _law(ends[0])
 
 def _law(t)->LossLaw: return LossLaw(*map(float, (*np.exp(t[:3]), *t[3:])))
+
+def _vanished(t)->list: # What the loss doesn't depend on: the exponent has run away
+    with np.errstate(over="ignore"): terms = zip(("parameters", "tokens"), np.exp(t[1:3]), t[3:])
+    return [name for name, c, power in terms if not (0 < c < math.inf and 0 < power < 5)]
 
 # %% ../../nbs/11_scaling/11b_loss_law.ipynb #6f5e870d
 def chinchilla_points(
@@ -194,7 +201,7 @@ def bootstrap_law(
     rng:np.random.Generator,                                   # Random generator of the samples
     draws:int=200,                                             # Number of samples
     delta:float=1e-3,                                          # As in `fit_error`
-)->list: # A `LossLaw` for each sample
+)->list: # A `LossLaw` for each sample that determines one
     "Fit runs drawn with replacement; each fit starts from the fit to all runs."
     N, D, loss = _runs(parameters, tokens, loss)
     if draws < 20: raise ValueError(f"draws = {draws}, expected at least 20")
@@ -202,7 +209,10 @@ def bootstrap_law(
     start = [*np.log(np.maximum([law.E, law.A, law.B], 1e-9)), law.alpha, law.beta]
     counts = rng.multinomial(len(N), np.full(len(N), 1/len(N)), draws).astype(float)
     ends, _ = _gauss_newton(N, D, loss, counts, np.tile(start, (draws, 1)), delta, 60, 1e-8)
-    return [_law(t) for t in ends if min(t[3:]) > 0]
+    laws = [_law(t) for t in ends if not _vanished(t)]
+    if len(laws) < draws/2:
+        raise ValueError(f"runs: only {len(laws)} of {draws} resamples determine a law")
+    return laws
 
 def law_interval(
     laws:list,           # Laws from `bootstrap_law`

@@ -29,7 +29,7 @@ def fit_power_law(
     "Fit a power law. Raises `ValueError` for too few points, or values that have no logarithm."
     x, y = _positive(x, y, 2 if floor is not None else 4)
     if floor is None: return _fit_floor(x, y)
-    if floor < 0 or floor >= y.min():
+    if not 0 <= floor < y.min():
         raise ValueError(f"floor = {floor}, expected at least 0 and less than the smallest y, "
                          f"{y.min():.6g}")
     u, v = np.log(x), np.log(y - floor)
@@ -76,7 +76,9 @@ def bootstrap(
     if x.ndim != 1 or x.shape != y.shape:
         raise ValueError(f"x {x.shape} and y {y.shape}, expected two rows of one length")
     picks = (rng.integers(len(x), size=len(x)) for _ in range(draws))
-    return np.array([np.ravel(fit(x[i], y[i])) for i in picks])
+    try: return np.array([np.ravel(fit(x[i], y[i])) for i in picks])
+    except ValueError as e: raise ValueError(f"bootstrap: a resample of {len(x)} points can't be "
+                                             f"fitted ({e}); use more points") from None
 
 def interval(
     samples:np.ndarray,  # Samples from `bootstrap` `(draws, ...)`

@@ -59,6 +59,7 @@ def best_size(
     near = slice(max(0, k - 2), k + 3)
     x, centre = np.log(sizes[near]), np.log(sizes[k])
     a, b, c = np.polyfit(x - centre, losses[near], 2)
+    if a <= 0: raise ValueError("best_size: the parabola opens downwards, expected a valley")
     at = np.clip(-b/(2*a), x[0] - centre, x[-1] - centre)
     return float(np.exp(centre + at)), float(np.polyval([a, b, c], at))
 
