@@ -347,7 +347,7 @@ def broken(work, whole):
     ("speedrun --work short.txt/work", "short.txt"),
     ("ablate head --out damaged.jsonl", "damaged.jsonl, line 1: not JSON"),
     ("ablate head --out future.jsonl", "future.jsonl, line 1: format 9, but this version reads 1"),
-    ("plot whole --out loss.xyz", "Format 'xyz' is not supported"),
+    ("plot whole --out loss.xyz", "loss.xyz is no name of a picture"), ("scale tok --out .", ". is no name of a picture"),
     ("tokenizer stories short.txt/tok", "short.txt"),
     ("prepare stories short.txt/new --tokenizer tok --max-mb 0.05", "short.txt"),
     ("train data short.txt/new", "short.txt"),

@@ -8,13 +8,14 @@ __all__ = ['CUT_OFF', 'SHARED_OUT', 'BITS', 'BENCHES', 'COMPLETIONS', 'COMMANDS'
            'all_or_nothing', 'refuse_existing', 'prepare', 'validation_documents', 'training_documents', 'NotThisJob',
            'begun', 'unfinished_job', 'told_to_go_on', 'ngram_line', 'TrainCommand', 'new_trainer', 'open_data',
            'matching_tokenizer', 'go_on', 'model_table', 'cost_lines', 'speed_lines', 'device_here', 'train_to_the_end',
-           'result_line', 'loss_plot', 'draw', 'story', 'beginning', 'checked_device', 'decoder_for', 'load_draft',
-           'draw_story', 'GenerateCommand', 'ServeCommand', 'ChatCommand', 'PlotCommand', 'QuickstartCommand',
-           'get_ready', 'quickstart_configs', 'plan', 'keep', 'AccountCommand', 'PlanCommand', 'ScaleCommand', 'smoke',
-           'SmokeCommand', 'AblateCommand', 'SpeedrunCommand', 'DoctorCommand', 'EvalCommand', 'SftCommand',
-           'DpoCommand', 'RlCommand', 'align', 'CurateCommand', 'PipelineCommand', 'BenchTokenizerCommand',
-           'BenchTrainingCommand', 'BenchLoopCommand', 'BenchGenerationCommand', 'BenchKernelsCommand', 'BenchCommand',
-           'CheckCommand', 'ExercisesCommand', 'CompletionCommand', 'one_line', 'parse', 'main', 'kill_as_ctrl_c']
+           'result_line', 'loss_plot', 'draw', 'check_picture', 'story', 'beginning', 'checked_device', 'decoder_for',
+           'load_draft', 'draw_story', 'GenerateCommand', 'ServeCommand', 'ChatCommand', 'PlotCommand',
+           'QuickstartCommand', 'get_ready', 'quickstart_configs', 'plan', 'keep', 'AccountCommand', 'PlanCommand',
+           'ScaleCommand', 'smoke', 'SmokeCommand', 'AblateCommand', 'SpeedrunCommand', 'DoctorCommand', 'EvalCommand',
+           'SftCommand', 'DpoCommand', 'RlCommand', 'align', 'CurateCommand', 'PipelineCommand',
+           'BenchTokenizerCommand', 'BenchTrainingCommand', 'BenchLoopCommand', 'BenchGenerationCommand',
+           'BenchKernelsCommand', 'BenchCommand', 'CheckCommand', 'ExercisesCommand', 'CompletionCommand', 'one_line',
+           'parse', 'main', 'kill_as_ctrl_c']
 
 # %% ../../nbs/90_app/90g_cli.ipynb #56d80fc9
 import contextlib, errno, hashlib, io, json, math, os, re, select, shlex, shutil, signal, socket
@@ -547,6 +548,12 @@ def draw(runs:list, path:Path): # Run folders into a picture that can be read on
     picture = plot_runs({str(run): run for run in runs}).figure
     with checking_input(): picture.savefig(path, dpi=150, facecolor="white")
 
+def check_picture(path:Path): # Raises an error before any work if the picture can't be saved there
+    from matplotlib.backend_bases import FigureCanvasBase
+    if not path.parent.is_dir(): raise FileNotFoundError(f"{path.parent}: no such folder")
+    if path.is_dir() or path.suffix[1:].lower() not in FigureCanvasBase.get_supported_filetypes():
+        raise ValueError(f"{path} is no name of a picture, such as loss.png or loss.svg")
+
 # %% ../../nbs/90_app/90g_cli.ipynb #67008ab1
 def story(
     model:Any,           # Trained model
@@ -784,8 +791,7 @@ class PlotCommand:
         from lmcourse.training.runs import read_metrics, read_run
         with checking_input():
             if not self.runs: raise ValueError("plot needs at least one run folder")
-            if not self.out.parent.is_dir():
-                raise FileNotFoundError(f"{self.out.parent}: no such folder")
+            check_picture(self.out)
             for name in ("width", "height"):
                 if not 2 <= (n := getattr(self, name)) <= 1000:
                     raise ValueError(f"{name} = {n}, expected 2 to 1000")
@@ -1016,8 +1022,7 @@ class ScaleCommand:
         from lmcourse.scaling.fit_runs import FAR, fit_scaling, read_scaling_runs, scaling_lines
         from lmcourse.scaling.fit_runs import scaling_plot
         with checking_input():
-            if not self.out.parent.is_dir():
-                raise FileNotFoundError(f"{self.out.parent}: no such folder")
+            check_picture(self.out)
             if self.flops is not None and not 0 < self.flops < math.inf:
                 raise ValueError(f"flops = {self.flops}, expected more than 0")
             if not self.runs.exists(): raise FileNotFoundError(f"{self.runs}: no such file")
