@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch")
 import faults
 from faults import patched
 
-from lmcourse.ablations.case import (EXACT, Forward, Step, _to_the_next_float, explain, explain_step, explains, logits_as, loss_as, losses_as,
+from lmcourse.ablations.case import (EXACT, Forward, Step, _to_the_next_float, engine_of, explain, explain_step, explains, logits_as, loss_as, losses_as,
                                      mean_loss, open_case, rate_at, reference_model, replay_steps, replayable, wrong_forwards)
 from lmcourse.architecture import attention_torch
 from lmcourse.architecture.attention_torch import RoPE, apply_rope_half
@@ -156,6 +156,12 @@ TRAININGS = {"plain": {}, "within": dict(windows="within"), "parts": dict(micro_
 def test_steps_made_again_are_the_logs(place, name):
     case = open_case(trained(place, f"training-{name}", train=TRAININGS[name]))
     assert replayable(case) == [0, 10] and all(replay_steps(case, s).off(case.train.dtype) < .1 for s in (0, 10))
+
+
+def test_steps_are_repeated_without_triton_and_not_from_a_start_that_the_seed_does_not_give(healthy):
+    case = open_case(healthy)
+    others = replace(case, train=replace(case.train, attention="triton", kernels="triton", init_from="elsewhere"))
+    assert engine_of(others, 40).model.parts == engine_of(case, 40).model.parts and replayable(others) == [40]
 
 
 def test_replays_leave_torchs_random_state_alone(healthy):

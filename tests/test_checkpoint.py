@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +19,7 @@ import safetensors.torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from lmcourse.architecture.transformer_np import init_params, loss_and_grads
+from lmcourse.architecture.transformer_np import init_params, learning_rate_scales, loss_and_grads
 from lmcourse.architecture.transformer_torch import TransformerLM
 from lmcourse.tools import files
 from lmcourse.tools.config import ModelConfig
@@ -553,7 +554,7 @@ ENGINE = [ModelConfig(vocab_size=40, context_length=8, d_model=16, num_layers=2,
 
 def numpy_engine(config, steps, seed=0):
     params, rng = init_params(config, seed), np.random.default_rng(seed)
-    optimizer = AdamWNp(params, (0.8, 0.95), 1e-6, 0.2)
+    optimizer = AdamWNp(params, (0.8, 0.95), 1e-6, 0.2, learning_rate_scales(config))
     numpy_steps(params, optimizer, rng, config, steps)
     return params, optimizer, rng
 
@@ -584,7 +585,7 @@ def test_the_numpy_engine_goes_on_bit_for_bit(tmp_path, config, cut):
     assert same_arrays(arrays(*other), arrays(*numpy_engine(config, 5))) and other[1].betas == (0.8, 0.95) and other[1].weight_decay == 0.2
 
 
-@pytest.mark.parametrize("config", ENGINE, ids=["tied", "untied"])
+@pytest.mark.parametrize("config", [*ENGINE, replace(ENGINE[1], mup_base_width=8)], ids=["tied", "untied", "muP"])
 def test_across_the_engines_and_back(tmp_path, config):
     one = numpy_engine(config, 3)
     save_checkpoint(*one[:2], 3, tmp_path / "numpy", config.to_dict())
@@ -592,7 +593,9 @@ def test_across_the_engines_and_back(tmp_path, config):
     optimizer = AdamW(parameter_groups(model, 0.1), lr=0.5)
     assert load_checkpoint(tmp_path / "numpy", model, optimizer, config.to_dict()) == 3
     state = named_state(model, optimizer)
-    assert [(g["lr"], g["betas"], g["eps"], g["weight_decay"]) for g in state["param_groups"]] == [(0.5, (0.8, 0.95), 1e-6, 0.2), (0.5, (0.8, 0.95), 1e-6, 0.)]
+    kinds = [(0.5, 0.2)]*bool(config.mup_base_width) + [(1, 0.2), (1, 0.)]
+    assert [(g.get("lr_scale", 1), g["weight_decay"]) for g in state["param_groups"]] == kinds
+    assert all((g["lr"], g["betas"], g["eps"]) == (0.5, (0.8, 0.95), 1e-6) for g in state["param_groups"])
     assert all(np.array_equal(state["state"][n]["exp_avg"], one[1].m[n]) and np.array_equal(state["state"][n]["exp_avg_sq"], one[1].v[n]) and state["state"][n]["step"] == 3 for n in one[0])
     save_checkpoint(model, optimizer, 3, tmp_path / "torch", config.to_dict())
     back = numpy_engine(config, 1, seed=5)
@@ -601,7 +604,7 @@ def test_across_the_engines_and_back(tmp_path, config):
     ids = np.random.default_rng(0).integers(40, size=(4, 9))                         # And both take the same next step
     back[1].step(loss_and_grads(back[0], ids[:, :-1], ids[:, 1:], config)[1], 1e-2)
     model.loss(*(torch.from_numpy(np.ascontiguousarray(a)) for a in (ids[:, :-1], ids[:, 1:]))).backward()
-    for g in optimizer.param_groups: g["lr"] = 1e-2
+    for g in optimizer.param_groups: g["lr"] = 1e-2*g.get("lr_scale", 1)
     optimizer.step()
     assert all(np.allclose(p.detach().numpy(), back[0][n], rtol=1e-4, atol=1e-5) for n, p in model.named_parameters())
 

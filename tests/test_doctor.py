@@ -126,9 +126,15 @@ def test_healthy_variants_raise_nothing(place, name):
 
 
 @pytest.mark.parametrize("change", [dict(optimizer="muon"), dict(engine="numpy"), dict(batch_size=2), dict(windows="within"), dict(windows="sequential"),
-                                    dict(lr=1e-4, warmup_steps=0), dict(plateau_patience=1), dict(dtype="bfloat16")], ids=str)
+                                    dict(lr=1e-4, warmup_steps=0), dict(plateau_patience=1), dict(dtype="bfloat16"), dict(dtype="float16")], ids=str)
 def test_other_ways_to_train_raise_nothing(place, change):
     assert names(examine(trained(place, f"train-{change}", train=replace(HALF, **change)), {})) == []
+
+
+def test_a_healthy_run_that_began_with_other_weights_raises_nothing(place, healthy):
+    findings = examine(trained(place, "tuned", train=replace(SHORT, init_from=str(healthy), seed=5)), {})
+    assert names(findings) == [] and sum("init_from" in r for r in findings.remarks) == 2
+    assert [l.what for l in findings.looked if "steps" in l.what and "repeated" in l.what] == [f"{n} of steps 41 to 42, logged and repeated" for n in ("training loss", "gradient norm")]
 
 
 # Loss and steps again

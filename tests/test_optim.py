@@ -133,10 +133,12 @@ def test_a_state_of_another_rule_is_refused(other, words, pass_on, tmp_path):
     if pass_on is through_a_file: check_close([p.detach() for p in fresh], weights, 0, 0)
 
 
-def test_muon_takes_no_state_of_adamw():
+def test_muon_and_adamw_take_no_state_of_each_other():
     params, fresh = [[nn.Parameter(torch.ones(3, 2))] for _ in range(2)]
     run(first := AdamW(params), params, 2)
     with pytest.raises(ValueError, match="Muon: a state without orthogonal"): Muon(all_orthogonal(fresh)).load_state_dict(first.state_dict())
+    run(second := Muon(all_orthogonal(fresh)), fresh, 2)
+    with pytest.raises(ValueError, match="AdamW: a state with orthogonal: another optimizer's"): first.load_state_dict(second.state_dict())
 
 
 def test_works_with_schedulers_and_closures():
@@ -268,6 +270,7 @@ def test_sgd_counts_a_parameters_own_steps_and_takes_groups():
         optimizer.step()
     check_close(one.detach(), torch.tensor([-sum(k**-0.5 for k in range(1, 5))]))
     check_close(other.detach(), torch.tensor([-8 * (1 + 2**-0.5)]))
+    with pytest.raises(ValueError, match="SGD: lr = -1.0, expected 0 or more"): SGD([dict(params=[one], lr=-1.0)])
     again = SGD([dict(params=[one]), dict(params=[other], lr=8.0)], lr=1.0)
     again.load_state_dict(optimizer.state_dict())
     assert [again.state[p]["step"] for p in (one, other)] == [4, 2]
@@ -526,6 +529,9 @@ def test_muon_numbers_out_of_range(changes, words):
 def test_muon_refuses_vectors_and_sparse_gradients():
     with pytest.raises(ValueError, match=r"shape \(3,\), expected two axes"):
         Muon(all_orthogonal([nn.Parameter(torch.ones(3))]))
+    optimizer = Muon(all_orthogonal([nn.Parameter(torch.ones(3, 2))]))
+    with pytest.raises(ValueError, match=r"shape \(3,\)"): optimizer.add_param_group(dict(params=[nn.Parameter(torch.ones(3))], orthogonal=True))
+    assert len(optimizer.param_groups) == 1
     e = nn.Embedding(4, 2, sparse=True)
     e(torch.tensor([1])).sum().backward()
     with pytest.raises(ValueError, match="a sparse gradient"):

@@ -3,6 +3,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 
 import pytest
 
@@ -329,6 +330,23 @@ def test_tf32_is_on_within_a_step_on_a_gpu_alone(monkeypatch):
     with tf32_products(torch.device("cpu")): assert torch.get_float32_matmul_precision() == before == "highest"
     with tf32_products(torch.device("cuda")): assert torch.get_float32_matmul_precision() == "high"
     assert torch.get_float32_matmul_precision() == before
+
+
+def test_tf32_lasts_as_long_as_any_thread_is_in_its_block():
+    "As with rollouts ahead: the writer leaves its block while the trainer is in one."
+    entered, left, device = threading.Event(), threading.Event(), torch.device("cuda")
+    def write():
+        with tf32_products(device):
+            entered.set()
+            left.wait()
+    writer = threading.Thread(target=write)
+    writer.start()
+    entered.wait()
+    with tf32_products(device):
+        left.set()
+        writer.join()
+        assert torch.get_float32_matmul_precision() == "high"
+    assert torch.get_float32_matmul_precision() == "highest"
 
 
 def test_float16_has_a_scaler_that_skips_a_step_and_is_saved(tmp_path):

@@ -93,6 +93,13 @@ def test_more_seeds_are_added_to_those_that_are_there(tmp_path, turns):
     assert {seed for _, seed in rungs_of(run(tmp_path, seeds=(0, 1)))} == {0, 1}
 
 
+def test_runs_of_another_contestant_of_the_same_name_are_not_taken_for_its_own(tmp_path, turns):
+    run(tmp_path)
+    other = BOTH | dict(course=replace(BOTH["course"], rows=(), shift=False))
+    with pytest.raises(ValueError, match=r"the file has a run of another contestant of this name, with .*'rows': \[8192, 16384\]"):
+        race([0], tmp_path/"lines.jsonl", tmp_path, 5., .15, contestants=other, say=lambda s: None)
+
+
 def test_the_table_says_when_or_how_far(tmp_path, turns):
     ours, theirs = race_table(run(tmp_path)).rows
     assert (ours["contestant"], ours["cpu"], ours["wall"], ours["reached"], ours["steps"]) == ("course", 80, 240, "yes", 800)

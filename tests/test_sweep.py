@@ -1,5 +1,5 @@
 "Experiments: what is refused, what a kill leaves, and that a run is never made twice nor lost"
-import hashlib, json, math, multiprocessing, os, statistics, subprocess, sys, threading
+import hashlib, json, math, multiprocessing, os, re, statistics, subprocess, sys, threading
 from dataclasses import replace
 from pathlib import Path
 import processes
@@ -66,6 +66,14 @@ def test_an_error_is_a_crashed_run(tmp_path):
     line = lines[e.runs()["bad", 0].key]
     assert line["status"] == "crashed" and line["fault"].startswith("ValueError: windows of a process by micro_batch: 8 is not a multiple of 3")
     assert any("crashed: ValueError" in s for s in said) and lines[e.runs()["good", 0].key]["status"] == "done"
+
+def test_a_validation_loss_that_is_not_finite_is_a_result(tmp_path):
+    "The run's last update ruins the weights, after the last training loss; the other run goes on"
+    common = SLOW | dict(warmup_steps=0, schedule="constant")
+    e = experiment(1024, base=common, wild=common | dict(lr=1e12, norm="none", grad_clip=0.))
+    lines = run_experiment(e, tmp_path/"runs.jsonl", tmp_path, 2)
+    base, wild = (lines[e.runs()[v, 0].key] for v in e.variants)
+    assert (base["status"], wild["status"]) == ("done", "diverged") and re.match("the validation loss is (nan|inf)", wild["fault"])
 
 def test_two_sweeps_in_one_folder(tmp_path):
     "The second one is refused; a folder for each would do"
@@ -270,7 +278,10 @@ def test_losses_at_other_lengths_are_those_of_each_window():
     few = sweep.losses_by_length(TransformerLM(config, seed=1), tokens, (8,), most=8*3)
     assert few == sweep.losses_by_length(TransformerLM(config, seed=1), tokens[:8*3 + 1], (8,))
     assert sweep.losses_by_length(TransformerLM(replace(config, position="learned"), seed=1), tokens, (8, 16)).keys() == {"8"}
-    assert sweep.LENGTHS == (64, 128, 256, 512)
+    assert sweep.losses_by_length(TransformerLM(replace(config, z_loss=.1), seed=1), tokens, (4, 8, 16)) == {k: v for k, v in found.items() if k != "512"}
+    broken = TransformerLM(config, seed=1)
+    with torch.no_grad(): broken.lm_head.weight.fill_(math.nan)
+    assert sweep.losses_by_length(broken, tokens, (4, 8)) == {} and sweep.LENGTHS == (64, 128, 256, 512)
 
 def test_a_step_costs_the_same_however_its_batch_is_given():
     model = ModelConfig(vocab_size=40, context_length=8, d_model=16, num_layers=1, num_heads=2)

@@ -205,6 +205,17 @@ def test_measured_steps_leave_no_trace(data, tmp_path):
             check_close(weights(a), weights(b), 0, 0)
 
 
+def test_an_error_leaves_a_trainer_and_a_mode_as_they_were(data, monkeypatch):
+    t = Trainer(MODEL, SHORT, *sets(data))
+    for _ in range(3): t.train_step()
+    t.batches = [t.batches[0]]
+    with pytest.raises(IndexError): measure_step(t, 3)
+    assert (t.step, len(t.recent)) == (3, 3)
+    monkeypatch.setattr(evaluation, "_row_losses", lambda *a: 1/0)
+    with pytest.raises(ZeroDivisionError): evaluate(t.model, t.valid, 32)
+    assert t.model.training
+
+
 def test_measured_steps_leave_the_scale_of_float16(data):
     t = Trainer(MODEL, replace(SHORT, dtype="float16"), *sets(data))
     t.train_step()
@@ -222,14 +233,31 @@ def test_windows_that_count_differently_are_weighed(data):
     check_close(weights(a), weights(b), rtol=1e-2, atol=1e-4)
 
 
-@pytest.mark.parametrize("engine", ["torch", "numpy"])
-def test_a_part_in_which_nothing_counts_adds_nothing(data, engine):
+def own_mean(model, inputs, targets):
+    "0/0 where no target counts"
+    keep = targets != -100
+    nats = torch.nn.functional.cross_entropy(model(inputs).mT, targets.clamp(min=0), reduction="none")
+    return (nats*keep).sum()/keep.sum()
+
+
+@pytest.mark.parametrize("engine, loss", [("torch", engines.next_token_loss), ("torch", own_mean), ("numpy", engines.next_token_loss)])
+def test_a_part_in_which_nothing_counts_adds_nothing(data, engine, loss):
+    "And is not blamed for a fault; a batch in which nothing counts is rejected"
     inputs, targets = (torch.from_numpy(a).clone() for a in Trainer(MODEL, SHORT, *sets(data)).batches[0])
     targets[:2] = -100
-    made = lambda m: Trainer(MODEL, replace(SHORT, engine=engine, micro_batch=m), None, sets(data)[1], [(inputs, targets)]*9, Objective(weight=engines.counted_targets))
+    made = lambda m: Trainer(MODEL, replace(SHORT, engine=engine, micro_batch=m), None, sets(data)[1], [(inputs, targets)]*9, Objective(loss, engines.counted_targets))
     whole, parts = made(6), made(2)
     for _ in range(2): check_close(parts.train_step(), whole.train_step(), rtol=1e-5)
     check_close(parts.norm, whole.norm, rtol=1e-4)
+    assert trainer_module._diverged(parts, math.nan, list(zip(inputs.split(2), targets.split(2)))).endswith("computed again, all is finite")
+    with pytest.raises(ValueError, match="step 3: nothing in this batch counts: its weight is 0"): parts.train_step((inputs, targets.fill_(-100)))
+
+
+def test_a_gradient_that_is_not_finite_is_found_beside_weights_that_the_loss_does_not_use(data):
+    "The head has no gradient"
+    def square_root(model, inputs, targets): return model.token_embeddings(inputs).mul(0).abs().pow(.5).sum()
+    trainer = Trainer(MODEL, SHORT, *sets(data), objective=Objective(square_root))
+    with pytest.raises(Diverged, match="the gradient of token_embeddings.weight is not finite"): trainer.train_step()
 
 
 def test_a_step_that_float16_skips_leaves_no_trace():
@@ -246,6 +274,18 @@ def test_a_step_that_float16_skips_leaves_no_trace():
     assert e.balanced and all(layer.load is None for layer in e.balanced)
 
 
+def test_float16_goes_on_after_a_gradient_that_no_scale_makes_finite():
+    ids = torch.randint(400, (2, 16), generator=torch.Generator().manual_seed(0))
+    e = TorchEngine(MODEL, replace(SHORT, dtype="float16"))
+    e.forward_backward((ids, ids))
+    e.scaler.update(1.)
+    next(e.model.parameters()).grad.fill_(math.inf)
+    assert e.optimizer_step(1e-4) == math.inf and e.scaler.get_scale() == 1
+    e.forget_gradients()
+    e.forward_backward((ids, ids))
+    assert 0 < e.optimizer_step(1e-4) < math.inf
+
+
 @pytest.mark.parametrize("config, processes, words", [
     (TrainConfig(tokens_per_step=1000), 1, "tokens_per_step by context_length: 1000 is not a multiple of 32; 992 or 1024 would do"),
     (TrainConfig(tokens_per_step=10), 1, "10 is not a multiple of 32; 32 would do"),
@@ -260,6 +300,7 @@ def test_a_plan_in_words():
     assert str(plan_batch(TrainConfig(tokens_per_step=1024, micro_batch=4), 32, 4)) == "1,024 tokens a step = 4 processes x 2 times x 4 windows of 32"
     assert plan_batch(TrainConfig(batch_size=6), 32).tokens == 192
     assert [World(r, 2).shard_batch(torch.arange(6)).tolist() for r in range(2)] == [[0, 1, 2], [3, 4, 5]]
+    with pytest.raises(ValueError, match="a batch of 7 rows for 2 processes, expected a multiple"): World(0, 2).shard_batch(torch.arange(7))
 
 
 def test_the_noise_scale_is_exact_where_both_lengths_are():

@@ -139,7 +139,7 @@ def reference_model(
 
 # %% ../../nbs/06_ablations/06c_case.ipynb #6fe17c50
 def initial_model(config:ModelConfig, train:TrainConfig)->TransformerLM:
-    "Build the model that a run begins with."
+    "Build the model that a run begins with, unless its config has `init_from`."
     if train.engine == "torch": return TransformerLM(config, seed=train.seed)
     params = init_params(config, train.seed)
     return reference_model(config, {n: torch.from_numpy(a) for n,a in params.items()})
@@ -365,7 +365,8 @@ def engine_of(
     start:int=0, # Number of steps already taken: 0, or that of a checkpoint
 )->TorchEngine:
     "Restore the tested model and optimizer. Raises `ValueError` if the checkpoint has others."
-    plain = replace(case.train, device="cpu", compile=False, shard=False, recompute=False)
+    plain = replace(case.train, device="cpu", compile=False, shard=False, recompute=False,
+                    attention="torch", kernels="auto")   # a CPU would interpret Triton's kernels
     engine = TorchEngine(case.model, plain)
     if start: engine.load(case.checkpoints[start], case.model.to_dict())
     else: engine.model.load_state_dict(case.initial.state_dict())
@@ -458,9 +459,10 @@ def line_at(case:Case, step:int)->dict|None: # The line with the training loss o
 def replayable(
     case:Case,
 )->list: # Numbers of steps
-    "List where a replay can begin: at the start, and at checkpoints followed by a line of the log."
-    every = case.train.log_every
-    return [s for s in (0, *case.checkpoints) if s % every == 0 and line_at(case, s + every)]
+    """List where a replay can begin: at checkpoints followed by a line of the log, and at the start
+    if its weights are those of the seed."""
+    every, start = case.train.log_every, () if case.train.init_from else (0,)
+    return [s for s in (*start, *case.checkpoints) if s % every == 0 and line_at(case, s + every)]
 
 # %% ../../nbs/06_ablations/06c_case.ipynb #87603b17
 def wrong_steps(

@@ -137,7 +137,8 @@ def check_steps(
     likely:tuple=(),      # Pairs of a name and a `Step`, which are tried first
 )->Iterator: # `Looked`s, `Finding`s, remarks; and a name and `Step` that explain the log
     "Compare the repeated steps with the log."
-    if not made: yield "no steps were repeated: it would take too long, or the log is not enough"
+    if not made: yield ("no steps were repeated: it would take too long, the log is not enough, or "
+                        "the optimizer's state belongs to another config")
     for s,r in made.items():
         what, line = f"of steps {s + 1} to {r.line['step']}, logged and repeated", r.line
         yield Looked(f"training loss {what}", line["loss"], r.loss)
@@ -221,6 +222,10 @@ START = 2.5
 # %% ../../nbs/06_ablations/06d_doctor.ipynb #c5a298fe
 def check_start(case:Case)->Iterator:
     "Compare the loss of the initial weights with ln V and with the first line of the log."
+    if case.train.init_from:
+        yield ("the first steps were not examined: the run began with the weights of init_from = "
+               f"{case.train.init_from}")
+        return
     c, uniform = case.model, math.log(case.model.vocab_size)
     fresh = replace(case, weights=dict(case.initial.named_parameters()))
     start, first = loss_as(fresh, Forward(), [batches_of(case)[0]]), case.logged[0]
@@ -325,6 +330,9 @@ def probe(
 def check_sensitivity(case:Case)->Iterator:
     "Check whether a smaller learning rate would have done as well in a short run."
     steps = min(PROBE, case.train.steps)
+    if case.train.init_from:
+        yield "other learning rates were not tried: a run with init_from has learnt before"
+        return
     if steps < PROBE//2 or 2*steps*case.flops_per_step > MOST_FLOPS:
         yield ("other learning rates were not tried: the run is too short, or its steps too "
                "expensive")
@@ -455,7 +463,8 @@ def check_optimizer(case:Case)->Iterator:
 # %% ../../nbs/06_ablations/06d_doctor.ipynb #c72b8ac9
 def _optimizer_numbers(case:Case, key:str)->list: # Triples: weight, its number, the right one
     engine = engine_of(case)
-    engine.optimizer_step(rate_at(case, case.step))     # no gradient: only groups get their rates
+    for g in engine.optimizer.param_groups:             # as in `optimizer_step`
+        g["lr"] = rate_at(case, case.step)*g.get("lr_scale", 1.)
     names = {p: n for n,p in engine.model.named_parameters()}
     wanted = {names[p]: g[key] for g in engine.optimizer.param_groups for p in g["params"]}
     groups = [g for g in case.record.get("groups", []) if key in g]

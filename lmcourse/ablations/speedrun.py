@@ -269,7 +269,7 @@ def climb(
                 done[key] = rung_line(racer, job, key)
             racer.step, racer.seconds, racer.wall, racer.curve = trunk
             add(done[key])
-        line = done[key]
+        _check_own(line := done[key], racer.contestant)
         if line["excess"] <= mark or line["seconds"]*racer.contestant.ratio > limit_s: return
 
 def _steps(racer:Racer, rates:list, each:int=50)->Iterator[None]: # Yields after `each` steps
@@ -296,7 +296,16 @@ def rung_line(
                 excess=round(result.excess, 5), error=round(result.error, 5),
                 curve=[*racer.curve, (round(racer.seconds, 2), round(result.excess, 5))],
                 model=spoken(job.model), train=spoken(job.train),
-                data=dataclasses.asdict(job.data), machine=machine_name())
+                data=dataclasses.asdict(job.data), own=_own(racer.contestant),
+                machine=machine_name())
+
+def _own(c:Contestant)->dict: # Fields that change the numbers, but neither model nor training
+    own = {k: v for k,v in vars(c).items() if k not in ("model", "train", "first", "ratio")}
+    return own | dict(rows=list(c.rows))        # as JSON has them
+
+def _check_own(line:dict, c:Contestant): # Saved lines of the first version have no `own`
+    if line.get("own", _own(c)) != _own(c): raise ValueError(
+        f"{line['key']}: the file has a run of another contestant of this name, with {line['own']}")
 
 # %% ../../nbs/06_ablations/06e_speedrun.ipynb #7b7d7f6b
 def race(
@@ -507,8 +516,10 @@ def equal_time(
             times = step_seconds({n: new(n) for n in {next(iter(made)), name}})
             costs[name] = round(times[name]/times[next(iter(made))], 3)
     for seed,name in itertools.product(seeds, made):
-        if any(l["contestant"] == f"{part}: {name}" and l["seed"] == seed
-               for l in read_lines(results).values()): continue
+        old = [l for l in read_lines(results).values()
+               if l["contestant"] == f"{part}: {name}" and l["seed"] == seed]
+        for line in old: _check_own(line, made[name])
+        if old: continue
         line = fixed_run(new(name, seed), round(steps/costs[name])) | dict(part=part,
                                                                           cost=costs[name])
         add_line(results, line)

@@ -211,7 +211,7 @@ def losses_by_length(
     lengths:tuple=LENGTHS, # Lengths of windows, T
     most:int=32_768,       # Largest number of tokens to read for each length
     # Length as a string to loss, in nats per token, without lengths that exceed a model's learned
-    # positions
+    # positions, and without losses that are not finite
 )->dict:
     "Measure the loss of a model over windows of several lengths, also beyond its context."
     import torch
@@ -222,15 +222,15 @@ def losses_by_length(
         if (not rows
             or (model.config.position == "learned" and length > model.config.context_length)):
             continue
-        longer = TransformerLM(replace(model.config,
-                                       context_length=max(length, model.config.context_length)),
-                               device="meta").to_empty(device=device)
+        config = replace(model.config, context_length=max(length, model.config.context_length),
+                         z_loss=0.)                     # a penalty in training, not a loss in nats
+        longer = TransformerLM(config, device="meta").to_empty(device=device)
         longer.load_state_dict(model.state_dict())
         x, y = to_tensors(sequential_windows(tokens, 0, rows, length), device)
         with torch.inference_mode():
             parts = [longer.loss(a, b).item()*len(a) for a,b in zip(x.split(16), y.split(16))]
         losses[str(length)] = math.fsum(parts)/rows
-    return losses
+    return {length: loss for length,loss in losses.items() if math.isfinite(loss)}
 
 # %% ../../nbs/06_ablations/06a_sweep.ipynb #4bc0a95f
 def train_job(
@@ -255,7 +255,10 @@ def train_job(
                  parameters=count_parameters(job.model).unique,
                  flops=trainer.config.steps*step_cost(job.model, job.train)[1],
                  tokens=trainer.config.steps*trainer.plan.tokens)
-    try: result = vars(trainer.fit(run))
+    try:
+        result = vars(trainer.fit(run))
+        if not math.isfinite(loss := result["loss"]):   # the last update has ruined the weights
+            raise Diverged(f"the validation loss is {loss:g}")
     except Diverged as e: outcome = dict(status="diverged", fault=str(e), result=None,
                                          by_length=None)
     else:

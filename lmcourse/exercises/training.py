@@ -617,8 +617,10 @@ def _check_passes(f:Callable, n:int, B:int, seed:int, passes:int=3)->list: # Ord
                    if len(set(whole)) == len(whole) < n else "is each drawn anew?")
             raise AssertionError(f"{where}in pass {i} window {twice} occurs more than once and "
                                  f"window {lacks[0]} not at all: {why}")
-        if order == sorted(order): raise AssertionError(f"{where}pass {i} is not shuffled")
-    if orders[0] == orders[1]:
+        # few windows may come in order, or twice in the same order, by chance
+        if n >= 20 and order == sorted(order):
+            raise AssertionError(f"{where}pass {i} is not shuffled")
+    if n >= 20 and orders[0] == orders[1]:
         raise AssertionError(f"{where}pass 1 has the order of pass 0, expected another one")
     return orders
 
@@ -832,6 +834,9 @@ def _check_parts(f:Callable, x:Tensor, y:Tensor, sizes:list):
     if isinstance(loss, Tensor) and loss.requires_grad:
         raise AssertionError(f"{where}the loss still holds its graph, and with it the memory: give "
                              "a float, by .item()")
+    if isinstance(loss, (float, Tensor)) and math.isnan(loss):
+        raise AssertionError(f"{where}the loss is NaN: a part has no targets, and a mean over none "
+                             "is NaN. Sum, and divide by all")
     if not isinstance(loss, (float, Tensor)) or not abs(float(loss) - right.item()) <= 1e-5:
         raise AssertionError(f"{where}expected the loss {right.item():.6f}, got {short(loss)}")
 
@@ -844,8 +849,10 @@ def check_accumulation(
     batch, one part at a time."""
     x, y = (torch.randint(11, (8, 5), generator=torch.Generator().manual_seed(i)) for i in (0, 1))
     holes = y.masked_fill(torch.arange(40).view(8, 5) % 7 < 3*(torch.arange(8)[:, None] < 4), -100)
+    half = y.masked_fill(torch.arange(8)[:, None] < 4, -100)
     with _own_dice():
-        for targets,sizes in ((y, [4, 4]), (y, [5, 2, 1]), (holes, [3, 1, 4]), (holes, [4, 4])):
+        for targets,sizes in ((y, [4, 4]), (y, [5, 2, 1]), (holes, [3, 1, 4]), (holes, [4, 4]),
+                              (half, [4, 4])):
             _check_parts(accumulate_gradients, x, targets, sizes)
 
 # %% ../../nbs/04_training/04z_training.ipynb #e02f71df

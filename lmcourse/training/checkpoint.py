@@ -175,10 +175,13 @@ def _named_np(params:dict, o)->dict: # State of an `AdamWNp`, by name
         raise TypeError(f"optimizer: {type(o).__name__}, expected one of torch or AdamWNp")
     if o.params.keys() != params.keys() or any(o.params[n] is not a for n,a in params.items()):
         raise ValueError("the optimizer's arrays are not the model's")
-    split = ([n for n,a in params.items() if a.ndim > 1],
-             o.weight_decay), ([n for n,a in params.items() if a.ndim < 2], 0.)
-    groups = [dict(betas=o.betas, eps=o.eps, weight_decay=decay, params=own) for own,decay in split
-              if own]
+    # as `parameter_groups` splits them: matrices with a rate of their own, others, vectors
+    scale = lambda n: o.lr_scales.get(n, 1.)
+    kinds = {n: (a.ndim < 2, scale(n) == 1, scale(n)) for n,a in params.items()}
+    groups = [dict(betas=o.betas, eps=o.eps, weight_decay=0. if vectors else o.weight_decay,
+                   params=[n for n in params if kinds[n] == (vectors, plain, factor)])
+              | ({} if plain else dict(lr_scale=factor))
+              for vectors,plain,factor in sorted(set(kinds.values()))]
     return dict(kind="AdamW", state={n: dict(step=o.t[n], exp_avg=o.m[n], exp_avg_sq=o.v[n])
                                      for n in params}, param_groups=groups)
 
@@ -544,8 +547,9 @@ def _into_np(where, state:dict, groups:list, o
     # a parameter that never had a gradient has no state in torch
     require_same_tensors(there, {key: a for key,a in here.items() if key in there}, where)
     decays = [(g["weight_decay"], o.params[g["params"][0]].ndim) for g in groups]
-    rules = {(g["betas"], g["eps"], g.get("lr_scale", 1)) for g in groups}
-    if len(rules) > 1 or any(d for d,ndim in decays if ndim < 2):
+    rules = {(g["betas"], g["eps"]) for g in groups}
+    scaled = any(g.get("lr_scale", 1) != o.lr_scales.get(n, 1) for g in groups for n in g["params"])
+    if len(rules) > 1 or scaled or any(d for d,ndim in decays if ndim < 2):
         raise ValueError(f"{where}: the groups differ in ways that NumPy's AdamW doesn't support: "
                          f"it has one setting for all, apart from decaying only matrices")
     def put():

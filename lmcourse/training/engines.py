@@ -17,6 +17,7 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from pkgutil import resolve_name
+from threading import Lock
 from typing import Any, Literal
 import numpy as np
 import torch
@@ -69,16 +70,28 @@ def autocast(
             else torch.autocast(device.type, getattr(torch, dtype)))
 
 # %% ../../nbs/04_training/04f_engines.ipynb #e5bba07e
+class _Tf32: # The setting is that of the whole process, so its users are counted
+    lock, users, before = Lock(), 0, "highest"
+
 @contextmanager
 def tf32_products(
     device:torch.device, # The device that computes the products
 )->Iterator[None]:
-    "Let an NVIDIA GPU multiply float32 matrices in TF32 within the block, if it can."
-    before = torch.get_float32_matmul_precision()
-    if device.type == "cuda": torch.set_float32_matmul_precision("high")
+    """Let an NVIDIA GPU multiply float32 matrices in TF32 within the block, if it can.
+    It does so in all threads, until the last of them leaves its block."""
+    if device.type != "cuda":
+        yield
+        return
+    with _Tf32.lock:
+        if not _Tf32.users:
+            _Tf32.before = torch.get_float32_matmul_precision()
+            torch.set_float32_matmul_precision("high")
+        _Tf32.users += 1
     try: yield
     finally:
-        if device.type == "cuda": torch.set_float32_matmul_precision(before)
+        with _Tf32.lock:
+            _Tf32.users -= 1
+            if not _Tf32.users: torch.set_float32_matmul_precision(_Tf32.before)
 
 # %% ../../nbs/04_training/04f_engines.ipynb #32e5b808
 @dataclass(frozen=True)
@@ -98,6 +111,8 @@ class World:
 
     def shard_batch(self, rows:Any): # An array or a tensor
         "Return the rows that belong to this process: an equal share, in order."
+        if len(rows) % self.size: raise ValueError(
+            f"a batch of {len(rows)} rows for {self.size} processes, expected a multiple")
         share = len(rows)//self.size
         return rows[self.rank*share:(self.rank + 1)*share]
 
@@ -232,7 +247,9 @@ def next_token_loss(model:TransformerLM, inputs:torch.Tensor, targets:torch.Tens
 @dataclass(frozen=True)
 class Objective:
     "What a step minimizes: a mean loss, and a weight that says how much of a batch counts."
-    loss:Callable = next_token_loss # Takes the model and a batch's tensors, returns a scalar mean
+    # Takes the model and a batch's tensors, returns a scalar mean. One process skips parts in which
+    # nothing counts; several can't, so there the mean must be finite: divide by max(1, count)
+    loss:Callable = next_token_loss
     weight:Callable = len           # Takes the batch's last tensor, returns how much of it counts
 
 def counted_targets(targets:torch.Tensor)->int: # Integers of any shape
@@ -280,6 +297,8 @@ class TorchEngine:
         last:bool=True,  # Whether this is the process's last micro-batch of the step
     )->torch.Tensor: # The loss times `share`
         "Run the forward and backward pass of a micro-batch, and add its gradient to the others."
+        # nothing here counts: a loss that divides by the number of targets would be 0/0
+        if not share and self.world.processes == 1: return torch.zeros((), device=self.device)
         part = share*self.world.size*self.scaler.get_scale() # also for losses within layers
         with self.sync_gradients(last), tf32_products(self.device), auxiliary_scale(part):
             with autocast(self.device, self.dtype): loss = self.loss(*batch)
@@ -299,7 +318,7 @@ class TorchEngine:
         for group in self.optimizer.param_groups: group["lr"] = lr*group.get("lr_scale", 1.)
         if self.scaler.is_enabled(): self.scaler.unscale_(self.optimizer)
         norm = self.clip_gradients(self.config.grad_clip or math.inf)
-        if not math.isfinite(norm): return _skip_step(self) if self.scaler.get_scale() > 1 else norm
+        if not math.isfinite(norm): return _skip_step(self, norm)
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.optimizer.zero_grad()
@@ -341,8 +360,12 @@ def _runs_ahead(engine)->bool: # For one GPU, whose fused AdamW can skip a step 
     return (engine.device.type == "cuda" and engine.world.processes == 1 and not engine.balanced
             and not engine.scaler.is_enabled() and type(engine.optimizer) is AdamW)
 
-def _skip_step(e)->float: # 0; after a float16 overflow, halves the scale and clears the gradients
-    e.scaler.update(e.scaler.get_scale()/2)     # also ends torch's record of this step
+# The norm; 0 after a float16 overflow, which halves the scale and clears the gradients
+def _skip_step(e, norm:float)->float:
+    scale = e.scaler.get_scale()                # 1 without float16
+    if e.scaler.is_enabled():                   # the update also ends torch's record of this step
+        e.scaler.update(scale/2 if scale > 1 else scale)
+    if scale <= 1: return norm
     # count good steps in a row anew: the scale grows after a number of them
     e.scaler.load_state_dict(e.scaler.state_dict() | dict(_growth_tracker=0))
     e.forget_gradients()
@@ -538,8 +561,8 @@ def find_nonfinite(
     if found: return f"the output of {found[0]} is not finite"
     if not value.isfinite(): return "the loss is not finite, though all its inputs are"
     learnt = {name: p for name,p in model.named_parameters() if p.requires_grad}
-    grads = torch.autograd.grad(value, list(learnt.values()))
-    bad = [name for name,g in zip(learnt, grads) if not g.isfinite().all()]
+    grads = torch.autograd.grad(value, list(learnt.values()), allow_unused=True)
+    bad = [n for n,g in zip(learnt, grads) if g is not None and not g.isfinite().all()]
     return f"the gradient of {bad[-1]} is not finite (others: {len(bad) - 1})" if bad else None
 
 # %% ../../nbs/04_training/04f_engines.ipynb #55e08eb1

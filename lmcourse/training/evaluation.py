@@ -44,16 +44,18 @@ def evaluate(
     size = max(1, min(16, 2**25//(context_length*dataset.info["vocab_size"])))
     # for each row: its nats and the index of its document
     losses, owners = [], []
+    batches = evaluation_batches(dataset, context_length, count, size)
     model.eval()
-    with torch.inference_mode(), autocast(device, dtype):
-        for i,(*batch,owner) in enumerate(evaluation_batches(dataset, context_length, count, size)):
-            mine = i % world.size == world.rank
-            losses.append(_row_losses(model, *to_tensors(batch, device)) if mine
-                          else np.zeros(len(owner)))
-            owners.append(owner)
-        if 0 < len(owners) % world.size <= world.rank:
-            _row_losses(model, *to_tensors(batch, device))
-    model.train(training)
+    try:
+        with torch.inference_mode(), autocast(device, dtype):
+            for i,(*batch,owner) in enumerate(batches):
+                mine = i % world.size == world.rank
+                losses.append(_row_losses(model, *to_tensors(batch, device)) if mine
+                              else np.zeros(len(owner)))
+                owners.append(owner)
+            if 0 < len(owners) % world.size <= world.rank:
+                _row_losses(model, *to_tensors(batch, device))
+    finally: model.train(training)
     summed, = world.all_reduce_sum(np.concatenate(losses))
     nats = np.zeros(count)
     np.add.at(nats, np.concatenate(owners), summed)

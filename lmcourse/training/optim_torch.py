@@ -23,8 +23,13 @@ class SGD(Optimizer):
         params:Iterable, # Parameters, or dicts of `params` and their own settings
         lr:float=1e-3,   # Learning rate of the first step
     ):
-        if not lr >= 0: raise ValueError(f"SGD: lr = {lr}, expected 0 or more")
         super().__init__(params, dict(lr=lr))
+
+    def add_param_group(self, group:dict): # torch calls it for every group, the first included
+        "Add a group of parameters."
+        lr = group.get("lr", self.defaults["lr"])
+        if not lr >= 0: raise ValueError(f"SGD: lr = {lr}, expected 0 or more")
+        super().add_param_group(group)
 
     @torch.no_grad()
     def step(self, closure:Callable|None=None):
@@ -178,6 +183,8 @@ class AdamW(Optimizer):
         name = type(self).__name__
         for group in state_dict["param_groups"]:
             gone = [k for k in self.defaults if k not in group and k != "differentiable"]
+            if group.get("orthogonal") and "orthogonal" not in self.defaults:
+                raise ValueError(f"{name}: a state with orthogonal: another optimizer's")
             on = [k for k in ("amsgrad", "maximize") if group.get(k)]
             if gone: raise ValueError(f"{name}: a state without {gone[0]}: another optimizer's")
             if on:
@@ -399,7 +406,12 @@ class Muon(AdamW):
     def add_param_group(self, group:dict): # torch calls it for every group, the first included
         "Add a group of parameters."
         super().add_param_group(group)
-        group = self.param_groups[-1]
+        try: self._check(self.param_groups[-1])
+        except ValueError:
+            self.param_groups.pop()
+            raise
+
+    def _check(self, group:dict): # A group with all its settings
         if not 0 <= group["momentum"] < 1:
             raise ValueError(f"Muon: momentum = {group['momentum']}, expected 0 <= momentum < 1")
         if group["adjust_lr_fn"] not in _STEP_FACTOR:

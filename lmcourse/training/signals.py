@@ -18,10 +18,11 @@ class Interrupted(KeyboardInterrupt):
 # Names of the signals that have arrived; a second one raises `KeyboardInterrupt`
 def stop_signals()->Iterator[list]:
     "Record Ctrl-C and `kill` instead of ending the process."
-    noted, before = [], {}
+    # `noted` may also get notes from other processes, which don't count as a first signal
+    noted, received, before = [], [], {}
     def note(number, frame):
-        if noted: raise KeyboardInterrupt
-        noted.append(signal.Signals(number).name)
+        if received: raise KeyboardInterrupt
+        for names in (noted, received): names.append(signal.Signals(number).name)
     try:
         try:
             for s in (signal.SIGINT, signal.SIGTERM): before[s] = signal.signal(s, note)

@@ -133,6 +133,8 @@ def _begin_step(t:Trainer,
     if batch is None: batch = to_tensors(_next(t.batches, step), t.device)
     mine = [world.shard_batch(part).split(t.plan.micro_batch) for part in batch]
     micro_batches, total = list(zip(*mine)), weight(batch[-1])
+    if not total: raise ValueError(f"step {step + 1:,}: nothing in this batch counts: its weight "
+                                   "is 0")
     loss:Any = 0.
     for i,part in enumerate(micro_batches):
         last = i == len(micro_batches) - 1
@@ -187,8 +189,11 @@ def _plateau(c:TrainConfig)->Plateau|None:
 
 def _diverged(trainer:Trainer, loss:float, micro_batches:list
 )->str: # What happened, and where it began, in words
+    # a loss may be 0/0 where nothing counts; processes that share a model need all their parts
+    parts = [part for part in micro_batches
+             if trainer.config.shard or trainer.objective.weight(part[-1])]
     with autocast(trainer.device, trainer.config.dtype):
-        fault = trainer.engine.find_nonfinite(micro_batches, trainer.objective.loss)
+        fault = trainer.engine.find_nonfinite(parts, trainer.objective.loss)
     fault = fault or "computed again, all is finite"
     return (f"step {trainer.step + 1:,}: the loss is {loss:g}, its gradient {trainer.norm:g} long; "
             f"{fault}")
@@ -216,17 +221,18 @@ def measure_step(
     "Measure how long one step takes on this machine."
     before, times = dict(vars(trainer)), []
     trainer.step, trainer.recent = 0, []
-    with frozen_objects(), unchanged(trainer.engine):
-        for _ in range(min(steps + steps//3 + 1, trainer.config.steps)):
-            start, began, more = trainer.elapsed, time.perf_counter(), {}
-            after = trainer.step + 1
-            if trainer.engine.runs_ahead and after < trainer.config.steps:
-                more["following"] = to_tensors(_next(trainer.batches, after), trainer.device)
-            # the card computes the queued step while the batch is made, so that time counts
-            trainer.elapsed += time.perf_counter() - began
-            trainer.train_step(**more)
-            times.append(trainer.elapsed - start)
-    vars(trainer).update(before)
+    try:
+        with frozen_objects(), unchanged(trainer.engine):
+            for _ in range(min(steps + steps//3 + 1, trainer.config.steps)):
+                start, began, more = trainer.elapsed, time.perf_counter(), {}
+                after = trainer.step + 1
+                if trainer.engine.runs_ahead and after < trainer.config.steps:
+                    more["following"] = to_tensors(_next(trainer.batches, after), trainer.device)
+                # the card computes the queued step while the batch is made, so that time counts
+                trainer.elapsed += time.perf_counter() - began
+                trainer.train_step(**more)
+                times.append(trainer.elapsed - start)
+    finally: vars(trainer).update(before)
     return statistics.median(times[-steps:])
 
 # %% ../../nbs/04_training/04k_trainer.ipynb #e6532d6a
