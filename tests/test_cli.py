@@ -18,6 +18,7 @@ from lmcourse.accounting.hardware import Device
 from lmcourse.app import cli
 from lmcourse.tokenization.tokenizer import Tokenizer
 from lmcourse.tools.config import ModelConfig, TrainConfig
+from lmcourse.tools.files import lock_file
 from lmcourse.training.data import TokenDataset, unfinished
 
 TINY = ("--context-length 64 --d-model 32 --num-layers 1 --windows random --eval-documents 5 "
@@ -311,6 +312,11 @@ def broken(work, whole):
     ("train no-ngrams new", "no-ngrams/ngram.json"),
     ("train data new --d-model 10000000000 --num-heads 1", "not enough memory"),
     ("train data --resume whole", "takes no DATA and no OUT"),
+    ("train --resume whole --steps 40", "train --resume whole takes no --steps"),
+    ("sft --resume whole", "whole: a run of `lmcourse train`; go on with lmcourse train --resume whole"),
+    ("generate --stop . whole", "--stop takes all words after it, and whole is a run"),
+    ("generate whole --prompt \udcff", "half of a surrogate pair"),
+    ("quickstart --out new --keep new", "keep = new would hold the run new"),
     ("train cut new", "bytes, but train.json says"),
     ("train swapped new", "another file, or damaged"),
     ("train --resume data", "data: no run folder"),
@@ -485,6 +491,13 @@ def test_a_bug_ends_the_command_with_a_traceback(runs):
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 1 and "Traceback (most recent call last)" in done.stderr and ", in planted" in done.stderr
     assert done.stderr.endswith("ValueError: invalid literal for int() with base 10: 'no number'\n")
+
+
+def test_one_process_at_a_time_trains_a_run(runs, capsys):
+    with open("cut-here/config.json", "rb+") as file:
+        lock_file(file)                                       # As another process would
+        with pytest.raises(SystemExit) as end: cli.main(["train", "--resume", "cut-here"])
+    assert end.value.code == 2 and "another process is writing these files" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), PermissionError(13, "Permission denied"), TimeoutError("the hub is slow"), ConnectionResetError("the hub is gone")], ids=repr)

@@ -7,15 +7,15 @@ __all__ = ['CUT_OFF', 'SHARED_OUT', 'BITS', 'BENCHES', 'COMPLETIONS', 'COMMANDS'
            'source', 'TokenizerCommand', 'PrepareCommand', 'say', 'wrapped', 'learn_tokenizer', 'in_bytes',
            'all_or_nothing', 'refuse_existing', 'prepare', 'validation_documents', 'training_documents', 'NotThisJob',
            'begun', 'unfinished_job', 'told_to_go_on', 'ngram_line', 'TrainCommand', 'new_trainer', 'open_data',
-           'matching_tokenizer', 'go_on', 'model_table', 'cost_lines', 'speed_lines', 'device_here', 'train_to_the_end',
-           'result_line', 'loss_plot', 'draw', 'check_picture', 'story', 'beginning', 'checked_device', 'decoder_for',
-           'load_draft', 'draw_story', 'GenerateCommand', 'ServeCommand', 'ChatCommand', 'PlotCommand',
-           'QuickstartCommand', 'get_ready', 'quickstart_configs', 'plan', 'keep', 'AccountCommand', 'PlanCommand',
-           'ScaleCommand', 'smoke', 'SmokeCommand', 'AblateCommand', 'SpeedrunCommand', 'DoctorCommand', 'EvalCommand',
-           'SftCommand', 'DpoCommand', 'RlCommand', 'align', 'CurateCommand', 'PipelineCommand',
-           'BenchTokenizerCommand', 'BenchTrainingCommand', 'BenchLoopCommand', 'BenchGenerationCommand',
-           'BenchKernelsCommand', 'BenchCommand', 'CheckCommand', 'ExercisesCommand', 'CompletionCommand', 'one_line',
-           'parse', 'main', 'kill_as_ctrl_c']
+           'matching_tokenizer', 'go_on', 'begun_by', 'locked', 'model_table', 'cost_lines', 'speed_lines',
+           'device_here', 'train_to_the_end', 'result_line', 'loss_plot', 'draw', 'check_picture', 'story', 'beginning',
+           'checked_device', 'decoder_for', 'load_draft', 'draw_story', 'GenerateCommand', 'ServeCommand',
+           'ChatCommand', 'PlotCommand', 'QuickstartCommand', 'get_ready', 'quickstart_configs', 'plan', 'keep',
+           'AccountCommand', 'PlanCommand', 'ScaleCommand', 'smoke', 'SmokeCommand', 'AblateCommand', 'SpeedrunCommand',
+           'DoctorCommand', 'EvalCommand', 'SftCommand', 'DpoCommand', 'RlCommand', 'align', 'CurateCommand',
+           'PipelineCommand', 'BenchTokenizerCommand', 'BenchTrainingCommand', 'BenchLoopCommand',
+           'BenchGenerationCommand', 'BenchKernelsCommand', 'BenchCommand', 'CheckCommand', 'ExercisesCommand',
+           'CompletionCommand', 'one_line', 'parse', 'main', 'kill_as_ctrl_c']
 
 # %% ../../nbs/90_app/90g_cli.ipynb #56d80fc9
 import contextlib, errno, hashlib, io, json, math, os, re, select, shlex, shutil, signal, socket
@@ -299,7 +299,14 @@ class TrainCommand:
         if self.resume and self.data:
             raise UserError(f"train --resume {self.resume} takes no DATA and no OUT: the run knows "
                             f"them")
-        if self.resume: return go_on(self.resume, self.train, getattr(self, "given", ()))
+        if self.resume:
+            given = getattr(self, "given", ())
+            for name in given:
+                if name in ("resume", *SHARED_OUT): continue
+                option = name.replace("_", "-")
+                raise UserError(f"train --resume {self.resume} takes no --{option}: a run keeps its "
+                                f"own. Begin another with --init-from {self.resume}")
+            return go_on(self.resume, self.train, given)
         if not self.data or not self.out:
             raise UserError("train needs DATA and OUT, or --resume RUN")
         # Every process of torchrun checks this before the first one makes the folder, because all
@@ -376,6 +383,7 @@ def go_on(run:Path, train:TrainConfig|None=None, given:tuple=()): # `UserError` 
     from lmcourse.training.runs import read_run
     from lmcourse.training.trainer import Trainer
     with checking_input():
+        begun_by(run, "train")
         model, own, data = read_run(run)
         train = replace(own, **{k: getattr(train, k) for k in SHARED_OUT if k in given})
         # with a checkpoint, the weights from which the run started aren't needed
@@ -385,6 +393,21 @@ def go_on(run:Path, train:TrainConfig|None=None, given:tuple=()): # `UserError` 
         trainer.resume(run)
     say(f"{run}: going on after step {trainer.step:,} of {train.steps:,}")
     train_to_the_end(trainer, run)
+
+def begun_by(run:Path, command:str): # Raises `ValueError` for a run that another command has begun
+    "Check the kind of a run before it is resumed."
+    if not (run/"config.json").is_file(): return            # `read_run` says so
+    path = run/"align.json"
+    if (kind := read_json(path)["kind"] if path.is_file() else "train") != command:
+        raise ValueError(f"{run}: a run of `lmcourse {kind}`; go on with lmcourse {kind} --resume "
+                         f"{shlex.quote(str(run))}")
+
+@contextlib.contextmanager
+def locked(run:Path, world:Any): # `BlockingIOError` if another process trains this run
+    "Keep other processes from training the same run."
+    with open(run/"config.json", "rb+") if world.writes else contextlib.nullcontext() as file:
+        if file: lock_file(file)
+        yield
 
 # Settings that may differ when a run is resumed, as results stay the same
 SHARED_OUT = ("data_parallel_replicate_degree", "data_parallel_shard_degree",
@@ -481,9 +504,9 @@ def train_to_the_end(
         tokenizer, begin, grams = (matching_tokenizer(data, trainer.train, trainer.valid),
                                    beginning(trainer.config.windows), ngram_line(data))
     def sample(_): return story(speaker(trainer), tokenizer, trainer.step, begin, 120)
-    again = f": lmcourse train --resume {run}"
+    again = f": lmcourse train --resume {shlex.quote(str(run))}"
     try:
-        with told_to_go_on(Interrupted, how=again):
+        with told_to_go_on(Interrupted, how=again), locked(run, trainer.world):
             result = trainer.fit(run, report=_report, sample=sample)
     except RuntimeError as e:
         if not _LOST.search(f"{e} {e.__cause__}"): raise
@@ -500,7 +523,7 @@ def train_to_the_end(
     draw([run], run/"loss.png")
     for text in stories: say(text, "")
     say(f"everything is in {run}: loss.png, metrics.jsonl, samples.txt, checkpoints; more stories: "
-        f"lmcourse generate {run}")
+        f"lmcourse generate {shlex.quote(str(run))}")
     return result
 
 # %% ../../nbs/90_app/90g_cli.ipynb #90g0k001
@@ -653,6 +676,10 @@ class GenerateCommand:
         from lmcourse.training.models import load_model, training_of
         with checking_input():
             if self.number < 1: raise ValueError(f"number = {self.number}, expected 1 or more")
+            for text in () if self.folder else self.stop:
+                if not (Path(text)/"config.json").is_file(): continue
+                raise ValueError(f"--stop takes all words after it, and {text} is a run: put it "
+                                 f"before --stop")
             device, bits = checked_device(self.device, self.quantize), BITS[self.quantize]
             if self.draft is not None and self.repetition_penalty is not None:
                 raise ValueError("draft and repetition_penalty can't go together, "
@@ -665,7 +692,8 @@ class GenerateCommand:
             check_tokenizer(model, tokenizer)
             prompt = self.prompt or beginning(training_of(self.folder).windows)
             draft = None if self.draft is None else load_draft(self.draft, tokenizer, device)
-        ids, decoder = prompt_ids(tokenizer, prompt), decoder_for(model, bits)
+            ids = prompt_ids(tokenizer, prompt)
+        decoder = decoder_for(model, bits)
         names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
         settings = {k: getattr(self, k) for k in names}
         for seed in range(self.seed, self.seed + self.number):
@@ -820,6 +848,9 @@ class QuickstartCommand:
                 raise ValueError(f"minutes = {self.minutes:g}, expected more than 0 and at most "
                                  "1e6")
             for folder in filter(None, (out, self.keep)): refuse_existing(folder)
+            if self.keep and out.absolute().is_relative_to(self.keep.absolute()):
+                raise ValueError(f"keep = {self.keep} would hold the run {out}; name another "
+                                 f"folder")
             documents(self.data)            # raises if the corpus isn't there
         began = time.perf_counter()
         say(f"lmcourse {__version__}: {self.data}, {self.minutes:g} min of training, into {out}",
@@ -876,6 +907,8 @@ def plan(
     with checking_input():
         train, valid = open_data(data)
         model, config = quickstart_configs(train.info["vocab_size"])
+        if (n := train.info["tokens"]) <= (need := model.context_length): raise ValueError(
+            f"the text has {n:,} tokens, and one window needs {need:,}: take a longer text")
         if card is not None:
             from lmcourse.accounting.your_gpu import fit_to_card, preset_for
             name = preset_for(card, minutes, 2048).preset # As `card_lines` says
@@ -1257,7 +1290,9 @@ def align(
     from lmcourse.alignment.runs import align_to_the_end, new_alignment, open_alignment, task_of
     if bool(out) == bool(resume): raise UserError(f"{kind} needs either OUT or --resume RUN")
     if resume:
-        with checking_input(): trainer = open_alignment(resume)
+        with checking_input():
+            begun_by(resume, kind)
+            trainer = open_alignment(resume)
         if trainer.world.writes:
             say(f"{resume}: going on after step {trainer.step:,} of {trainer.config.steps:,}")
     elif out:
@@ -1265,13 +1300,15 @@ def align(
         with all_or_nothing(out), checking_input():
             trainer = new_alignment(out, kind, settings, train)
     run:Any = out or resume
-    with told_to_go_on(Interrupted, how=f": lmcourse {kind} --resume {run}"):
+    quoted = shlex.quote(str(run))
+    with told_to_go_on(Interrupted, how=f": lmcourse {kind} --resume {quoted}"), locked(
+        run, trainer.world):
         found = align_to_the_end(trainer, run, say)
     trainer.world.destroy()
     if not trainer.world.writes: return
     task = task_of(read_json(run/"align.json"))
     say(f"success {found['success']:.3f} on {task.fresh}, in "
-        f"{duration(trainer.elapsed)}; try it: lmcourse generate {run} --prompt "
+        f"{duration(trainer.elapsed)}; try it: lmcourse generate {quoted} --prompt "
         f"{shlex.quote(task.samples[0])}")
 
 # %% ../../nbs/90_app/90g_cli.ipynb #90g0cur1
@@ -1374,6 +1411,8 @@ class BenchLoopCommand:
 
     def lines(self):
         from lmcourse.app.throughput import bench_throughput
+        from lmcourse.training.engines import pick_device
+        pick_device(self.device)                                # Raises an error before any work
         return bench_throughput(self.preset, self.device, self.steps, self.rounds, self.threads,
                                 self.only, self.out)
 
