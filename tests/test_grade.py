@@ -116,6 +116,14 @@ def test_what_goes_wrong_is_told_in_the_readers_own_lines(here, source, words, l
     assert len(block) <= 8
 
 
+def test_generated_code_is_not_the_readers(here):
+    source = ("from dataclasses import dataclass\n@dataclass\nclass Part:\n    text: str\n    def __post_init__(self): raise ValueError('no')\n"
+              "def split(a, b): return Part(a)\n")
+    lines = [line.strip() for line in check(source).stdout.splitlines()[1:]]
+    assert [line for line in lines if line.startswith("mine.py, line ")] == ["mine.py, line 6, in split", "mine.py, line 5, in __post_init__"]
+    assert len(lines) == 4 and "<string>" not in "".join(lines), lines
+
+
 def test_a_file_that_is_not_utf_8(here):
     Path("mine.py").write_bytes(b"x = '\xff'\n")
     got = ask("check", "01.split", "mine.py")

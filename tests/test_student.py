@@ -139,6 +139,32 @@ def test_the_command_checks_answers_in_the_notebook(edition, tmp_path):
     assert empty.state == "unusable" and empty.words == "ids is still empty: no answer to 01.ids yet", empty
 
 
+@pytest.mark.parametrize("touch", [False, True])
+def test_untouched_answers_are_no_answers_and_touched_ones_are(edition, tmp_path, monkeypatch, touch):
+    from lmcourse.app import grade
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setitem(sys.modules, "answer_file", None)           # Where a file runs; afterwards it is gone
+    tasks, empty, touched = grade.exercise_tasks(), [], set()
+    for name in EXERCISES:
+        nb = json.loads((edition[0] / "nbs" / PAGES[name]).read_text(encoding="utf-8"))
+        for c, after in zip(nb["cells"], nb["cells"][1:]):
+            if not touch or not text(after).startswith("check_"): continue
+            changed, n = re.subn(r"(?<=[=:;] )\.{3}|^( +)\.{3}$", r"\g<1>0", text(c), count=1, flags=re.M)
+            c["source"] = [changed]
+            if n: touched.add(f"{name[:2]}.{text(after).partition('(')[0].removeprefix('check_')}")
+        path = tmp_path / f"{name}.ipynb"
+        path.write_text(json.dumps(nb), encoding="utf-8")
+        found = grade._run_file(path)
+        for t in tasks:
+            if t.chapter != name[:2]: continue
+            try: grade._pick(t, found, alone=False)
+            except grade.NotDefined as e:
+                assert f"is still empty: no answer to {t.id} yet" in str(e)
+                empty.append(t.id)
+    if touch: assert len(touched) > 100 and not touched & set(empty)
+    else: assert empty == [t.id for t in tasks if t.id != "08.balance"]         # That one begins with code to mend
+
+
 @pytest.mark.parametrize("task, arg, kind, comment, expected", [
     ("text\n\n    def f(x): ...    # (B, T)\n", "f", "Callable", "", ("f", "def f(x): ...    # (B, T)")),
     ("    class RoPE(nn.Module):\n        def forward(self, x): ...\n", "ro_pe", "type", "", ("RoPE", "class RoPE(nn.Module):\n    def forward(self, x): ...")),
