@@ -321,7 +321,7 @@ def test_a_full_disk_is_one_line_and_the_command_goes_on_later(tmp_path, monkeyp
     def full(*args): raise OSError(errno.ENOSPC, "No space left on device", "a file")
     with monkeypatch.context() as m:
         m.setattr(whole, "write_warc", full)
-        assert "No space left" in refused(["pipeline", str(tmp_path/"out"), *WORDS, "--until", "web"], capsys)
+        assert "no space left" in refused(["pipeline", str(tmp_path/"out"), *WORDS, "--until", "web"], capsys)
     cli.main(["pipeline", str(tmp_path/"out"), *WORDS, "--until", "web"])
     assert "100 pages" in capsys.readouterr().out and (tmp_path/"out"/"web"/"done.json").exists()
 
