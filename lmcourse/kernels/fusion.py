@@ -38,7 +38,7 @@ class Listener(TorchDispatchMode):
                 and (func._schema.is_mutable or t.untyped_storage().data_ptr() not in places)]
         if made:
             self.work.operations += 1
-            self.work.bytes += sum(map(_bytes, [*inputs.values(), *made]))
+            self.work.bytes += sum(map(_array_bytes, [*inputs.values(), *made]))
         return out
 
 def count_eager(
@@ -50,7 +50,7 @@ def count_eager(
     return listener.work
 
 # %% ../../nbs/09_kernels/09h_fusion.ipynb #7d557384
-def _bytes(t:torch.Tensor)->int: # An expanded array repeats the same numbers
+def _array_bytes(t:torch.Tensor)->int: # An expanded array repeats the same numbers
     return math.prod(n for n,step in zip(t.shape, t.stride()) if step)*t.element_size()
 
 # %% ../../nbs/09_kernels/09h_fusion.ipynb #fbb97eaa
