@@ -676,9 +676,9 @@ class GenerateCommand:
         from lmcourse.training.models import load_model, training_of
         with checking_input():
             if self.number < 1: raise ValueError(f"number = {self.number}, expected 1 or more")
-            for text in () if self.folder else self.stop:
-                if not (Path(text)/"config.json").is_file(): continue
-                raise ValueError(f"--stop takes all words after it, and {text} is a run: put it "
+            runs = [t for t in self.stop if os.path.isfile(os.path.join(t, "config.json"))]
+            if runs and not self.folder:
+                raise ValueError(f"--stop takes all words after it, and {runs[0]} is a run: put it "
                                  f"before --stop")
             device, bits = checked_device(self.device, self.quantize), BITS[self.quantize]
             if self.draft is not None and self.repetition_penalty is not None:
