@@ -120,6 +120,30 @@ def test_killed_anywhere_it_goes_on(crawl, done, jobs, tmp_path):
     assert survivors(tmp_path / "out") == survivors(crawl / "out") and read_funnel(tmp_path / "out").rows() == read_funnel(crawl / "out").rows()
 
 
+def test_a_mended_file_is_read_again_and_the_others_are_not(crawl, done, tmp_path):
+    "The rounds that follow count all files, so they are done again, too"
+    (tmp_path / "in").mkdir()
+    for path in (crawl / "in").iterdir(): (tmp_path / "in" / path.name).write_bytes(path.read_bytes())
+    more, right = tmp_path / "in" / "more.jsonl", (crawl / "in" / "more.jsonl").read_text()
+    run = partial(here, "curate", tmp_path / "in", tmp_path / "out", "--recipe", "recipe.toml", cwd=crawl)
+    more.write_text('{"text": 5}\n' + right)
+    assert (bad := run()).returncode == 2 and "more.jsonl: line 1" in bad.stderr
+    first = tmp_path / "out" / "work" / "0" / "00000.jsonl"
+    made = first.stat().st_mtime_ns
+    more.write_text(right.partition("\n")[0] + "\n")                # Mended once, and killed in the second round
+    with contextlib.chdir(crawl), pytest.raises(KeyboardInterrupt):
+        def stopping(f, items):
+            if f.keywords["k"] == 1: f(items[0]); raise KeyboardInterrupt
+            return map(f, items)
+        curate(tmp_path / "in", tmp_path / "out", Recipe.load("recipe.toml"), stopping)
+    assert first.stat().st_mtime_ns == made and (tmp_path / "out" / "work" / "1" / "00000.json").exists()
+    more.write_text(right)
+    assert (good := run()).returncode == 0, good.stderr
+    assert survivors(tmp_path / "out") == survivors(crawl / "out") and read_funnel(tmp_path / "out").rows() == read_funnel(crawl / "out").rows()
+    more.write_text(right + right)
+    assert (finished := run()).returncode == 2 and "begun with other input files" in finished.stderr
+
+
 @pytest.mark.parametrize("name", ["write_text", "write_json", "remove"])
 def test_stopped_at_the_end_it_goes_on(name, tmp_path, monkeypatch):
     (tmp_path / "in.jsonl").write_text("".join(json.dumps(dict(text=t)) + "\n" for t in "abca"))

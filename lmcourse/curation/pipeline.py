@@ -486,8 +486,8 @@ def curate(
     apply:Callable=map, # Executor of jobs: `map`, a pool's `map`, or `dask_map()`
 )->Funnel:
     """Write `documents/`, `dropped.jsonl`, `funnel.json` and `card.md` into `out`.
-    Raises `ValueError` for a folder of another recipe or inside of `source`, for input files of
-    other names or sizes than before, and for a damaged shard."""
+    An unfinished run reads files anew whose size has changed. Raises `ValueError` for a folder of
+    another recipe, of other input files or inside of `source`, and for a damaged shard."""
     paths, out, key = shard_files(source), Path(out), recipe.key()
     if out.resolve().is_relative_to(Path(source).resolve()): # Its files would count as input
         raise UserError(f"{out}: expected a folder outside of {source}")
@@ -533,9 +533,17 @@ def _begin(out:Path, job:dict, recipe:Recipe):
     if before.get("files") != job["files"]:
         raise UserError(f"{out}: begun with other content of {', '.join(job['files'])}; name "
                         f"another folder")
-    if before.get("inputs") != job["inputs"]:
+    was, now, work = before.get("inputs", {}), job["inputs"], out/"work"
+    if was == now: return
+    if list(was) != list(now) or (out/"funnel.json").exists():
         raise UserError(f"{out}: begun with other input files; name another folder")
+    # Files were mended: read them again, and repeat what compares all files
+    for i,name in enumerate(now):
+        if was[name] != now[name]: remove(work/"0"/f"{i:05}.json")
+    for old in (*work.glob("[1-9]*"), *work.glob("0/*.keep.npy")): remove(old)
+    write_json(path, job)
 
+# %% ../../nbs/13_curation/13i_pipeline.ipynb #aed47d71
 def _finish(out:Path, work:Path, rounds:int, shards:int, recipe:Recipe)->Funnel:
     funnels, dropped = [], []
     for i in range(shards):
