@@ -102,7 +102,8 @@ def ring_attention_bytes(
     rank:int,      # The rank that sends
     row_bytes:int, # Bytes of one token's keys, all heads together
 )->tuple: # Bytes sent in the forward pass and in the backward pass
-    "Count the bytes that a rank sends: pages move n - 1 times, their gradients n times."
+    """Count the bytes that a rank sends: pages move n - 1 times, their gradients n times, with as
+    many bytes per number."""
     n, tokens = len(places), sum(map(len, places))
     if n == 1: return 0, 0
     pages = 2*row_bytes*(tokens - len(places[(rank + 1) % n]))

@@ -128,7 +128,7 @@ def plan_seconds(p:Plan, fitted:Fitted=FITTED)->dict: # Seconds of each part of 
     if p.gpus <= GPUS_PER_NODE: one_nic = network = in_node*fitted.network_share
     done = scores/2 if p.flash else scores                      # Fused kernels skip masked scores
     work = 4*(forward - scores + done) - head if full else 3*(forward - scores + done)
-    if not full: work += done/2 if p.flash else done*(p.recompute == "selective")
+    work += done/2 if p.flash else done*(p.recompute == "selective") # Fused: scores once more
     passes = 4 if full else 3
     moved = fitted.bytes_per_channel*m.d_model*passes/3
     if not p.flash: moved += 8*4*m.context_length*m.num_heads   # All scores go through memory
