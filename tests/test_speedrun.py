@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("torch")
 from lmcourse.ablations import speedrun
-from lmcourse.ablations.speedrun import CONTESTANTS, COOLDOWN, DATA, Contestant, Racer, changed, changes_table, race, race_table, rungs_of
+from lmcourse.ablations.speedrun import CONTESTANTS, COOLDOWN, DATA, Contestant, Racer, changed, changes_table, equal_time, race, race_table, rungs_of
 from lmcourse.ablations.sweep import paired_difference, read_lines
 from lmcourse.tools.checks import expect_error
 from lmcourse.training.optim_torch import learning_rate
@@ -98,6 +98,16 @@ def test_runs_of_another_contestant_of_the_same_name_are_not_taken_for_its_own(t
     other = BOTH | dict(course=replace(BOTH["course"], rows=(), shift=False))
     with pytest.raises(ValueError, match=r"the file has a run of another contestant of this name, with .*'rows': \[8192, 16384\]"):
         race([0], tmp_path/"lines.jsonl", tmp_path, 5., .15, contestants=other, say=lambda s: None)
+
+
+def test_a_change_of_the_same_name_is_not_taken_for_another(tmp_path, turns, monkeypatch):
+    monkeypatch.setitem(STEP, "trial: base", .1)
+    monkeypatch.setitem(WORK, "trial: base", 100.)
+    def trial(**fields):
+        return equal_time("trial", [0], tmp_path/"lines.jsonl", tmp_path, say=lambda s: None, parts=dict(trial=("course", dict(base=fields), 100)), costs=dict(base=1.))
+    assert trial() == trial() and len(turns) == 2                           # Two slices of 50 steps
+    for fields in (dict(num_layers=3), dict(lr=1e-3)):
+        with pytest.raises(ValueError, match="of this name with another model, training or data"): trial(**fields)
 
 
 def test_the_table_says_when_or_how_far(tmp_path, turns):

@@ -269,7 +269,7 @@ def climb(
                 done[key] = rung_line(racer, job, key)
             racer.step, racer.seconds, racer.wall, racer.curve = trunk
             add(done[key])
-        _check_own(line := done[key], racer.contestant)
+        _check_own(line := done[key], racer.contestant, racer.data)
         if line["excess"] <= mark or line["seconds"]*racer.contestant.ratio > limit_s: return
 
 def _steps(racer:Racer, rates:list, each:int=50)->Iterator[None]: # Yields after `each` steps
@@ -303,9 +303,12 @@ def _own(c:Contestant)->dict: # Fields that change the numbers, but neither mode
     own = {k: v for k,v in vars(c).items() if k not in ("model", "train", "first", "ratio")}
     return own | dict(rows=list(c.rows))        # as JSON has them
 
-def _check_own(line:dict, c:Contestant): # Saved lines of the first version have no `own`
-    if line.get("own", _own(c)) != _own(c): raise ValueError(
+def _check_own(line:dict, c:Contestant, data:RunData):
+    if line.get("own", _own(c)) != _own(c): raise ValueError( # The first version saved no `own`
         f"{line['key']}: the file has a run of another contestant of this name, with {line['own']}")
+    if line["key"] != f"{line['contestant']}-{c.job(line['seed'], line['steps'], data).key}":
+        raise ValueError(f"{line['key']}: the file has a run of this name with another model, "
+                         f"training or data; name another file")
 
 # %% ../../nbs/06_ablations/06e_speedrun.ipynb #7b7d7f6b
 def race(
@@ -350,7 +353,8 @@ def check_race(seeds:Sequence[int], minutes:float, mark:float, results:str|Path,
     for name in names:
         if name not in (contestants or CONTESTANTS):
             raise unknown("contestant", name, contestants or CONTESTANTS)
-    for path in (results, work): refuse_unwritable(path)
+    refuse_unwritable(results)
+    refuse_unwritable(work, folder=True)
     read_lines(results)
 
 # %% ../../nbs/06_ablations/06e_speedrun.ipynb #75f347c6
@@ -518,7 +522,7 @@ def equal_time(
     for seed,name in itertools.product(seeds, made):
         old = [l for l in read_lines(results).values()
                if l["contestant"] == f"{part}: {name}" and l["seed"] == seed]
-        for line in old: _check_own(line, made[name])
+        for line in old: _check_own(line, made[name], data)
         if old: continue
         line = fixed_run(new(name, seed), round(steps/costs[name])) | dict(part=part,
                                                                           cost=costs[name])

@@ -302,7 +302,8 @@ def run_experiment(
 )->dict: # Key to line, for the runs of this experiment
     """Train the runs that are missing.
     After a `KeyboardInterrupt`, the next call continues from checkpoints."""
-    for place in (results, work): refuse_unwritable(place)
+    refuse_unwritable(results)
+    refuse_unwritable(work, folder=True)
     missing, work = missing_runs(experiment, results), Path(work)
     # rejects a corpus that doesn't exist, before any work starts
     for name in {job.data.corpus for job in missing.values()}: documents(name)
