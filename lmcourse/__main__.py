@@ -6,7 +6,8 @@ from lmcourse import __version__
 
 def main():
     if sys.argv[1:] == ["--version"]: return print(f"lmcourse {__version__}")
-    from lmcourse.app.cli import main as command
+    try: from lmcourse.app.cli import main as command
+    except KeyboardInterrupt: return 130                    # Ctrl-C while modules are imported
     return command()
 
 

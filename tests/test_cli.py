@@ -265,6 +265,8 @@ def broken(work, whole):
     subprocess.run(["cp", "-r", "another", "misfit"], cwd=work, check=True)
     config["model"]["layers"] = 3
     (work/"unknown/config.json").write_text(json.dumps(config))
+    subprocess.run(["cp", "-r", "whole", "number"], cwd=work, check=True)
+    (work/"number/metrics.jsonl").write_text('{"step": 5, "loss": 6.0}\n7\n')
     (work/"damaged.jsonl").write_text('{"key": \n')
     (work/"future.jsonl").write_text(json.dumps(dict(key="a", format=9, status="done", model={}, train={}, data={})) + "\n")
     return work
@@ -296,23 +298,34 @@ def broken(work, whole):
     ("train data new --num-layer 2", "--num-layers"),
     ("train data new --num-heads 7", "d_model = 128 is not a multiple of num_heads = 7"),
     ("train data new --norm batch", "('rmsnorm', 'layernorm', 'none')"),
-    ("train data new --context-length 1000000 --windows random", "one window needs 1,000,001"),
+    ("train data new --context-length 200000 --batch-size 1 --num-layers 1 --d-model 16 --windows random", "one window needs 200,001"),
     ("train data new --device tpu", "device = 'tpu', expected auto, cpu, cuda or mps"),
     ("train data whole", "whole exists"),
     ("train nowhere new", "nowhere is no folder that `lmcourse prepare` has finished"),
     ("train data new --vocab-size 5000", "leave the option out, the tokenizer decides"),
     ("train data new --batch-size 100000", "of memory, and this machine has"),
+    ("train data new --learning-rate 1", "train: did you mean --lr?"),
+    ("plot number", "number/metrics.jsonl: line 2 is 7, expected an object"),
+    ("train --resume number", "number/metrics.jsonl: line 2 is 7, expected an object"),
+    ("tokenizer stories /proc/new", "/proc"),                        # Where even root can't make a folder
     ("account gpt2-xl", "did you mean --preset gpt2-xl?"),
     ("plan --gpus 8", "doesn't fit on 8 h100: the smallest plan needs"),
     ("plan --model llama4", "unknown model 'llama4'"),
     ("plan --gpu h10", "did you mean 'h100'?"),
+    ("plan --gpu a100", "did you mean 'a100-80gb' or 'a100-40gb'?"),
     ("exercises 55", "there are 01, 02, 03, 04, 05, 06, 07, 08, "),
     ("plot whole --out nowhere/loss.png", "nowhere: no such folder"),
     ("train other-tokenizer new", "made by another tokenizer"),
     ("train no-ngrams new", "no-ngrams/ngram.json"),
-    ("train data new --d-model 10000000000 --num-heads 1", "not enough memory"),
+    ("train data new --d-model 10000000000 --num-heads 1", "even one window does not fit"),
+    ("train data new --d-model 10000000000 --num-heads 1 --engine numpy", "not enough memory"),
     ("train data --resume whole", "takes no DATA and no OUT"),
     ("train --resume whole --steps 40", "train --resume whole takes no --steps"),
+    ("sft --resume whole --slip 0.1", "sft --resume whole takes no --slip"),
+    ("rl --resume whole --micro-batch 2", "rl --resume whole takes no --micro-batch"),
+    *((f"{kind} new --init-from whole --{name} {value}", f"{kind} takes no --{name}") for kind in ("sft", "dpo", "rl")
+      for name, value in (("windows", "documents"), ("stride", 3), ("tokens-per-step", 512))),
+    ("rl new --init-from whole --batch-size 8", "rl takes no --batch-size"),
     ("sft --resume whole", "whole: a run of `lmcourse train`; go on with lmcourse train --resume whole"),
     ("generate --stop . whole", "--stop takes all words after it, and whole is a run"),
     ("generate whole --prompt \udcff", "half of a surrogate pair"),
@@ -351,6 +364,7 @@ def broken(work, whole):
     ("speedrun grid --out damaged.jsonl", "damaged.jsonl, line 1: not JSON"),
     ("speedrun --out short.txt/new.jsonl", "short.txt"),
     ("speedrun --work short.txt/work", "short.txt"),
+    ("speedrun --work short.txt", "short.txt is a file, expected a folder"),
     ("ablate head --out damaged.jsonl", "damaged.jsonl, line 1: not JSON"),
     ("ablate head --out future.jsonl", "future.jsonl, line 1: format 9, but this version reads 1"),
     ("plot whole --out loss.xyz", "loss.xyz is no name of a picture"), ("scale tok --out .", ". is no name of a picture"),
@@ -358,7 +372,7 @@ def broken(work, whole):
     ("prepare stories short.txt/new --tokenizer tok --max-mb 0.05", "short.txt"),
     ("train data short.txt/new", "short.txt"),
     ("quickstart --out short.txt/new", "short.txt"),
-    ("ablate head --work short.txt", "short.txt"),
+    ("ablate head --work short.txt", "short.txt is a file, expected a folder"),
     ("ablate head --out short.txt/new.jsonl --work new", "short.txt"),
     ("check 01.split answer.py --progress short.txt/new.json", "short.txt"),
     ("train data new --lr inf", "lr = inf, expected a finite number"),
@@ -391,6 +405,51 @@ def test_a_mistake_is_one_line_and_leaves_nothing(broken, monkeypatch, capsys, w
     said = capsys.readouterr().err
     assert end.value.code == 2 and said.startswith("lmcourse: ") and said.count("\n") == 1 and answer in said, said
     assert sorted(broken.rglob("*")) == before
+
+
+def raises(error):
+    def planted(*args, **more): raise error
+    return planted
+
+
+def test_a_model_that_does_not_fit_is_never_made(work, monkeypatch):
+    monkeypatch.setattr("lmcourse.training.trainer.Trainer", raises(AssertionError("made")))
+    done = here("train", "data", "new", "--preset", "quickstart", "--batch-size", 100_000, "--micro-batch", 50_000, cwd=work)
+    assert done.returncode == 2 and "of memory, and this machine has" in done.stderr
+    with pytest.raises(AssertionError, match="made"): here("train", "data", "new", "--batch-size", 100_000, "--micro-batch", 1, cwd=work)
+    assert not (work/"new").exists()
+
+
+@pytest.mark.parametrize("words, place", [
+    ("plot whole --out new.png", "training.plots.plot_runs"), ("scale damaged.jsonl --out new.png", "scaling.fit_runs.read_scaling_runs"),
+    ("eval --tasks recall --stories 2 --out new.md", "training.models.load_model"), ("bench training --out new.json", "app.bench_training._training_lines"),
+    ("bench kernels --out new.json", "kernels.use._bench_lines"), ("train data new", "training.trainer.Trainer")])
+def test_a_result_that_can_not_be_saved_is_told_before_any_work(broken, monkeypatch, words, place):
+    "On a read-only disk, say, where the rights of the folder look well."
+    monkeypatch.setattr("tempfile.TemporaryFile", raises(OSError(30, "Read-only file system")))
+    monkeypatch.setattr(f"lmcourse.{place}", raises(AssertionError("begun")))
+    done = here(*words.split(), cwd=broken)
+    assert done.returncode == 2 and not done.stdout and "can't be written" in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_who_begins_with_the_course_s_model_is_not_told_of_new_weights():
+    assert "--init-from" in (said := here("sft", "--help", cwd=".").stdout) and "new weights" not in " ".join(said.split())
+
+
+def test_the_address_of_ipv6_has_brackets(monkeypatch, capsys):
+    pytest.importorskip("uvicorn")
+    def served(service, host, port, grace, greet): greet(); service.worker.close()
+    monkeypatch.setattr("lmcourse.app.serve.run_server", served)
+    monkeypatch.setattr(cli, "_check_address", lambda host, port: None)
+    cli.main(["serve", "--host", "::1"])
+    assert "http://[::1]:8000/v1" in capsys.readouterr().out
+
+
+def test_ctrl_c_is_quiet_from_the_first_moment():
+    code = ("import sys\nclass Finder:\n    def find_spec(self, name, *more):\n        if name == 'lmcourse.app.cli': raise KeyboardInterrupt\n"
+            "sys.meta_path.insert(0, Finder())\nfrom lmcourse.__main__ import main\nsys.exit(main())")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
 
 
 @pytest.mark.parametrize("words, own, foreign", [
@@ -457,11 +516,6 @@ def runs(broken, whole, monkeypatch):
     monkeypatch.setattr(cli, "_check_address", lambda host, port: None)
     yield broken
     for new in set(broken.iterdir()) - before: shutil.rmtree(new) if new.is_dir() else new.unlink()
-
-
-def raises(error):
-    def planted(*args, **more): raise error
-    return planted
 
 
 @pytest.mark.parametrize("words, place", WORK.items(), ids=[f"{w.split(' -')[0]}: {p.split('.')[-1]}" for w, p in WORK.items()])

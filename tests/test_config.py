@@ -129,7 +129,10 @@ def test_where_nothing_can_be_kept_is_said_before_work(tmp_path, monkeypatch):
     for place in (".", "file", "new", "new/newer", tmp_path/"new"): refuse_unwritable(place)
     for place in ("file/new", "file/new/newer", tmp_path/"file"/"new"):
         with pytest.raises(UserError, match="can't be created: file is a file"): refuse_unwritable(place)
+    with pytest.raises(UserError, match="file is a file, expected a folder"): refuse_unwritable("file", folder=True)
+    def none(*args, **more): raise PermissionError(13, "Permission denied")
     monkeypatch.setattr("os.access", lambda path, mode: False)
+    monkeypatch.setattr("tempfile.TemporaryFile", none)
     for place in ("file", "new", "new/newer"):
         with pytest.raises(UserError, match=f"{place}: .* can't be written"): refuse_unwritable(place)
 

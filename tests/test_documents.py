@@ -57,6 +57,13 @@ def test_a_text_is_not_longer_than_asked_for(tmp_path, most):
     if most > 9: assert part == whole or part.endswith("\n") and len(part.encode()) > most - 12
 
 
+def test_a_path_may_begin_at_home(tmp_path, monkeypatch):
+    (tmp_path/"book.txt").write_text("one\ntwo\n"*10)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("USERPROFILE", str(tmp_path))                   # Windows
+    assert list(documents("text:~/book.txt")) == list(documents(f"text:{tmp_path}/book.txt"))
+
+
 def test_a_line_is_never_cut(tmp_path):
     (tmp_path/"book.txt").write_text("".join(f"line {i}\n" for i in range(100)))
     train, valid = ("".join(documents(f"text:{tmp_path}/book.txt", s)) for s in ("train", "valid"))

@@ -521,12 +521,12 @@ def test_where_no_engine_can_be_made_all_are_told_at_once_and_a_later_one_serves
         raise RuntimeError("out of memory")
     service.worker.make_engine = none
     service.worker.engine.paged.forward = lambda rows: 1/0
-    app, go = make_app(service), threading.Event()
+    app, begun, go = make_app(service), threading.Event(), threading.Event()
     step = service.worker.engine.step
-    service.worker.engine.step = lambda: (go.wait(120), step())[1]
+    service.worker.engine.step = lambda: (begun.set(), go.wait(120), step())[2]
     async def many():
         first = asyncio.ensure_future(ask(app, BODY))
-        await asyncio.to_thread(wait_for, lambda: service.worker.jobs)       # It is in the engine; the others wait at its door
+        await asyncio.to_thread(begun.wait, 120)       # It is in the engine; the others wait at its door
         others = [asyncio.ensure_future(ask(app, BODY | dict(stream=s))) for s in (False, True)]
         await asyncio.to_thread(wait_for, lambda: service.worker.open == 3)
         go.set()

@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import numpy as np
 from typing import Any
 from .. import __version__
-from ..tools.config import unknown
+from ..tools.config import refuse_unwritable, unknown
 from ..tools.documents import END_OF_TEXT, documents
 from ..tools.show import Table, progress
 from ..tokenization.bpe import PRETOKENIZE
@@ -776,11 +776,12 @@ def check_bench(corpora:Sequence[str], max_mb:float|None, threads:Any, rounds:in
     check_new_file(file)
 
 def check_new_file(file:Path|None): # None is allowed: nothing is written then
-    "Raise `OSError` for a file that exists, or whose folder doesn't."
+    "Raise `OSError` or `UserError` if no new file can be written there."
     if not file: return
     if file.exists():
         raise FileExistsError(f"{file} exists; name a file that does not, or remove it")
     if not file.parent.is_dir(): raise FileNotFoundError(f"{file.parent}: no such folder")
+    refuse_unwritable(file)
 
 # %% ../../nbs/90_app/90a_bench.ipynb #4cc44f4d
 def bench_tokenizer(

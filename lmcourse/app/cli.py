@@ -7,15 +7,15 @@ __all__ = ['CUT_OFF', 'SHARED_OUT', 'BITS', 'BENCHES', 'COMPLETIONS', 'COMMANDS'
            'source', 'TokenizerCommand', 'PrepareCommand', 'say', 'wrapped', 'learn_tokenizer', 'in_bytes',
            'all_or_nothing', 'refuse_existing', 'prepare', 'validation_documents', 'training_documents', 'NotThisJob',
            'begun', 'unfinished_job', 'told_to_go_on', 'ngram_line', 'TrainCommand', 'new_trainer', 'open_data',
-           'matching_tokenizer', 'go_on', 'begun_by', 'locked', 'model_table', 'cost_lines', 'speed_lines',
-           'device_here', 'train_to_the_end', 'result_line', 'loss_plot', 'draw', 'check_picture', 'story', 'beginning',
-           'checked_device', 'decoder_for', 'load_draft', 'draw_story', 'GenerateCommand', 'ServeCommand',
-           'ChatCommand', 'PlotCommand', 'QuickstartCommand', 'get_ready', 'quickstart_configs', 'plan', 'keep',
-           'AccountCommand', 'PlanCommand', 'ScaleCommand', 'smoke', 'SmokeCommand', 'AblateCommand', 'SpeedrunCommand',
-           'DoctorCommand', 'EvalCommand', 'SftCommand', 'DpoCommand', 'RlCommand', 'align', 'CurateCommand',
-           'PipelineCommand', 'BenchTokenizerCommand', 'BenchTrainingCommand', 'BenchLoopCommand',
-           'BenchGenerationCommand', 'BenchKernelsCommand', 'BenchCommand', 'CheckCommand', 'ExercisesCommand',
-           'CompletionCommand', 'one_line', 'parse', 'main', 'kill_as_ctrl_c']
+           'matching_tokenizer', 'go_on', 'locked', 'refuse_beside_resume', 'begun_by', 'model_table', 'cost_lines',
+           'refuse_too_large', 'speed_lines', 'device_here', 'train_to_the_end', 'result_line', 'loss_plot', 'draw',
+           'check_picture', 'story', 'beginning', 'checked_device', 'decoder_for', 'load_draft', 'draw_story',
+           'GenerateCommand', 'ServeCommand', 'ChatCommand', 'PlotCommand', 'QuickstartCommand', 'get_ready',
+           'quickstart_configs', 'plan', 'keep', 'AccountCommand', 'PlanCommand', 'ScaleCommand', 'smoke',
+           'SmokeCommand', 'AblateCommand', 'SpeedrunCommand', 'DoctorCommand', 'EvalCommand', 'SftCommand',
+           'DpoCommand', 'RlCommand', 'align', 'CurateCommand', 'PipelineCommand', 'BenchTokenizerCommand',
+           'BenchTrainingCommand', 'BenchLoopCommand', 'BenchGenerationCommand', 'BenchKernelsCommand', 'BenchCommand',
+           'CheckCommand', 'ExercisesCommand', 'CompletionCommand', 'one_line', 'parse', 'main', 'kill_as_ctrl_c']
 
 # %% ../../nbs/90_app/90g_cli.ipynb #56d80fc9
 import contextlib, errno, hashlib, io, json, math, os, re, select, shlex, shutil, signal, socket
@@ -38,6 +38,7 @@ from ..tools.documents import documents
 from ..tools.files import lock_file, read_json, remove
 from ..tools.ledger import published
 from ..tools.machine import compiles, gpu_name, keep_freed_memory, machine_name
+from ..tools.machine import memory_bytes
 from ..tools.show import Table, duration, si, text_plot
 from ..tokenization.encoding import merges_wanted
 from ..tokenization.tokenizer import Tokenizer
@@ -301,11 +302,7 @@ class TrainCommand:
                             f"them")
         if self.resume:
             given = getattr(self, "given", ())
-            for name in given:
-                if name in ("resume", *SHARED_OUT): continue
-                option = name.replace("_", "-")
-                raise UserError(f"train --resume {self.resume} takes no --{option}: a run keeps its "
-                                f"own. Begin another with --init-from {self.resume}")
+            refuse_beside_resume("train", self.resume, given, SHARED_OUT)
             return go_on(self.resume, self.train, given)
         if not self.data or not self.out:
             raise UserError("train needs DATA and OUT, or --resume RUN")
@@ -337,7 +334,9 @@ def new_trainer(
     # What the end of the run needs must exist at its start
     ngram_line(data)
     model = replace(model, vocab_size=sets[0].info["vocab_size"])
-    trainer = Trainer(model, cut_to_card(model, train), *sets)
+    train = cut_to_card(model, train)
+    refuse_too_large(model, train)
+    trainer = Trainer(model, train, *sets)
     if trainer.world.writes:
         run.mkdir(parents=True, exist_ok=True)
         write_run(run, model, trainer.config, data)
@@ -394,14 +393,6 @@ def go_on(run:Path, train:TrainConfig|None=None, given:tuple=()): # `UserError` 
     say(f"{run}: going on after step {trainer.step:,} of {train.steps:,}")
     train_to_the_end(trainer, run)
 
-def begun_by(run:Path, command:str): # Raises `ValueError` for a run that another command has begun
-    "Check the kind of a run before it is resumed."
-    if not (run/"config.json").is_file(): return            # `read_run` says so
-    path = run/"align.json"
-    if (kind := read_json(path)["kind"] if path.is_file() else "train") != command:
-        raise ValueError(f"{run}: a run of `lmcourse {kind}`; go on with lmcourse {kind} --resume "
-                         f"{shlex.quote(str(run))}")
-
 @contextlib.contextmanager
 def locked(run:Path, world:Any): # `BlockingIOError` if another process trains this run
     "Keep other processes from training the same run."
@@ -414,6 +405,23 @@ SHARED_OUT = ("data_parallel_replicate_degree", "data_parallel_shard_degree",
               "context_parallel_degree", "tensor_parallel_degree", "sequence_parallel",
               "pipeline_parallel_degree", "pipeline_parallel_schedule", "micro_batch",
               "timeout_seconds", "attention", "kernels")
+
+# %% ../../nbs/90_app/90g_cli.ipynb #c163e744
+def refuse_beside_resume(command:str, run:Path, given:tuple, but:tuple=()):
+    "Raise `UserError` for an option beside `--resume`, except for `but`."
+    for name in given:
+        if name in ("resume", *but): continue
+        option = name.replace("_", "-")
+        raise UserError(f"{command} --resume {run} takes no --{option}: a run keeps its own. Begin "
+                        f"another with --init-from {run}")
+
+def begun_by(run:Path, command:str): # Raises `ValueError` for a run that another command has begun
+    "Check the kind of a run before it is resumed."
+    if not (run/"config.json").is_file(): return            # `read_run` says so
+    path = run/"align.json"
+    if (kind := read_json(path)["kind"] if path.is_file() else "train") != command:
+        raise ValueError(f"{run}: a run of `lmcourse {kind}`; go on with lmcourse {kind} --resume "
+                         f"{shlex.quote(str(run))}")
 
 # %% ../../nbs/90_app/90g_cli.ipynb #bb5cf175
 def model_table(model:Any)->Table: # Parameters by part, and in total
@@ -437,9 +445,6 @@ def cost_lines(trainer:Any)->list: # Predicted cost of the run: counted, then fr
         p = price(trainer.model_config,
                   replace(c, tokens_per_step=None, batch_size=plan.windows//plan.processes,
                           micro_batch=plan.micro_batch, device=trainer.device.type), device)
-        alone = c.engine == "torch" and not (c.shard or c.on_mesh)
-        if not p.fits and trainer.device.type == "cpu" and alone:
-            raise _too_large(p, device)
     seconds, memory = measure_step(trainer), peak_memory(trainer.device)
     measured = (f"{c.steps:,} steps of {str(plan).replace(' a step', '')} at {1e3*seconds:.0f} ms: "
                 f"{duration(c.steps*seconds)}, {plan.tokens/seconds:,.0f} tokens/s, "
@@ -458,14 +463,24 @@ def cost_lines(trainer:Any)->list: # Predicted cost of the run: counted, then fr
             f"that rate"]
 
 # %% ../../nbs/90_app/90g_cli.ipynb #f223cd71
-def _too_large(p, device)->UserError: # The error for a `Price` that does not fit
-    line = (f"a step needs {si(p.memory_bytes, 'B')} of memory, and this machine has "
-            f"{si(device.memory_bytes, 'B')}; ")
-    n = p.largest_batch
-    return UserError(line + (f"at most {n:,} window{'s'*(n != 1)} at a time fit: a smaller "
-                             f"batch_size, or micro_batch = {n}" if n
-                             else "even one window does not fit: take a smaller model or "
-                                  "context_length"))
+def refuse_too_large(model:ModelConfig, train:TrainConfig): # Before anything is allocated
+    "Raise `UserError` if a step on the CPU needs more memory than this machine has."
+    from lmcourse.accounting.memory import largest_batch, training_bytes
+    from lmcourse.training.engines import pick_device, plan_batch
+    if train.engine != "torch" or train.shard or train.on_mesh: return
+    if pick_device(train.device).type != "cpu": return
+    plan = plan_batch(train, model.context_length, int(os.environ.get("WORLD_SIZE", "1")))
+    how:dict = dict(dtype="float32" if train.dtype == "auto" else train.dtype,
+                    recompute=train.recompute, optimizer=train.optimizer)
+    parts = plan.windows//plan.processes//plan.micro_batch
+    need = sum(training_bytes(model, plan.micro_batch, grad_accum_steps=parts, **how).values())
+    if need <= (there := memory_bytes()): return
+    n = largest_batch(model, there, grad_accum_steps=2, **how)
+    line = f"a step needs {si(need, 'B')} of memory, and this machine has {si(there, 'B')}; "
+    raise UserError(line + (f"at most {n:,} window{'s'*(n != 1)} at a time fit: a smaller "
+                            f"batch_size, or micro_batch = {n}" if n
+                            else "even one window does not fit: take a smaller model or "
+                                 "context_length"))
 
 # %% ../../nbs/90_app/90g_cli.ipynb #6dc57978
 def speed_lines(trainer:Any)->list: # Actual and predicted cost of the run
@@ -576,6 +591,7 @@ def check_picture(path:Path): # Raises an error before any work if the picture c
     if not path.parent.is_dir(): raise FileNotFoundError(f"{path.parent}: no such folder")
     if path.is_dir() or path.suffix[1:].lower() not in FigureCanvasBase.get_supported_filetypes():
         raise ValueError(f"{path} is no name of a picture, such as loss.png or loss.svg")
+    refuse_unwritable(path)
 
 # %% ../../nbs/90_app/90g_cli.ipynb #67008ab1
 def story(
@@ -735,7 +751,8 @@ class ServeCommand:
                 raise ValueError(f"grace = {self.grace}, expected 0 to 3600")
             _check_address(self.host, self.port)
             service = self.service()
-        address = f"http://{self.host}:{self.port}"
+        host = f"[{self.host}]" if ":" in self.host else self.host      # IPv6
+        address = f"http://{host}:{self.port}"
         where = f"{self.name!r} on {address}/v1"
         if service.chat_template.is_default:
             where += ", chats as plain text (no chat_template.json)"
@@ -1238,7 +1255,7 @@ class SftCommand(_Aligning):
 
     def run(self):
         settings = dict(task=self.task, slip=self.slip, demonstrations=self.demonstrations)
-        align("sft", self.out, self.resume, settings, self.train)
+        align("sft", self, settings)
 
 @dataclass
 class DpoCommand(_Aligning):
@@ -1257,7 +1274,7 @@ class DpoCommand(_Aligning):
         settings = {n: getattr(self, n) for n in
                     "task beta sft_weight prompts group_size".split()}
         files = {n: str(getattr(self, n) or "") for n in ("pairs", "reference")}
-        align("dpo", self.out, self.resume, settings | files, self.train)
+        align("dpo", self, settings | files)
 
 @dataclass
 class RlCommand(_Aligning):
@@ -1276,29 +1293,34 @@ class RlCommand(_Aligning):
             raise UserError("rl needs --init-from RUN: the course's model never succeeds on this "
                             "task; begin with lmcourse sft")
         names = "task algorithm reward kl prompts group_size staleness".split()
-        align("rl", self.out, self.resume, {n: getattr(self, n) for n in names}, self.train)
+        align("rl", self, {n: getattr(self, n) for n in names})
 
 # %% ../../nbs/90_app/90g_cli.ipynb #14b90run
 def align(
-    kind:str,           # This and the next arguments as in `new_alignment`
-    out:Path|None,      # None with `resume`
-    resume:Path|None,   # A run to resume
-    settings:dict,
-    train:TrainConfig,
+    kind:str,      # As in `new_alignment`
+    command:Any,   # `SftCommand`, `DpoCommand` or `RlCommand`
+    settings:dict, # As in `new_alignment`
 ):
     "Run to the end and print the results."
     from lmcourse.alignment.runs import align_to_the_end, new_alignment, open_alignment, task_of
+    out, resume, given = command.out, command.resume, getattr(command, "given", ())
     if bool(out) == bool(resume): raise UserError(f"{kind} needs either OUT or --resume RUN")
+    unused = ["windows", "stride", "tokens_per_step", *["batch_size"]*(kind == "rl")]
     if resume:
+        refuse_beside_resume(kind, resume, given)
         with checking_input():
             begun_by(resume, kind)
             trainer = open_alignment(resume)
         if trainer.world.writes:
             say(f"{resume}: going on after step {trainer.step:,} of {trainer.config.steps:,}")
+    elif other := [name for name in given if name in unused]:
+        size = "--prompts and --group-size" if kind == "rl" else "--batch-size"
+        raise UserError(f"{kind} takes no --{other[0].replace('_', '-')}: {size} sets how "
+                        f"many responses a batch has")
     elif out:
         with checking_input(): refuse_existing(out)
         with all_or_nothing(out), checking_input():
-            trainer = new_alignment(out, kind, settings, train)
+            trainer = new_alignment(out, kind, settings, command.train)
     run:Any = out or resume
     quoted = shlex.quote(str(run))
     with told_to_go_on(Interrupted, how=f": lmcourse {kind} --resume {quoted}"), locked(
@@ -1330,7 +1352,7 @@ class CurateCommand:
                 raise ValueError("workers and dask can't go together, leave out one of them")
             recipe = Recipe.load(self.recipe)
             shard_files(self.source)
-            refuse_unwritable(self.out)
+            refuse_unwritable(self.out, folder=True)
         with told_to_go_on(KeyboardInterrupt), workers(self.workers, self.dask) as apply:
             funnel = curate(self.source, self.out, recipe, apply)
         say(str(Table(funnel.rows())), "", f"in {self.out}: documents, dropped.jsonl, funnel.json, "
@@ -1437,7 +1459,9 @@ class BenchKernelsCommand:
     out: Path|None = None                       # New file for all times, as JSON
 
     def lines(self):
+        from lmcourse.app.bench import check_new_file
         from lmcourse.kernels.use import bench_kernels
+        check_new_file(self.out)
         return bench_kernels(self.seconds, self.out)
 
 # %% ../../nbs/90_app/90g_cli.ipynb #59d2f213
@@ -1565,8 +1589,10 @@ def _refuse_near_misses(args:list): # With what was probably meant
         raise unknown("part", args[1], BENCHES)
     if args[:1] == ["account"] and args[1:] and args[1] in ModelConfig.presets():
         raise ValueError(f"account: did you mean --preset {args[1]}?")
-    if args[:1] == ["account"] and any(re.match("--batch[-_]size", a) for a in args):
-        raise ValueError("account: did you mean --batch?")
+    for commands,pattern,option in ((("account",), "--batch[-_]size", "--batch"),
+                                    (("train", "sft", "dpo", "rl"), "--learning[-_]rate", "--lr")):
+        if args[0] in commands and any(re.match(pattern, a) for a in args):
+            raise ValueError(f"{args[0]}: did you mean {option}?")
 
 # %% ../../nbs/90_app/90g_cli.ipynb #75c30046
 def parse(
@@ -1600,7 +1626,7 @@ def parse(
         except SystemExit as e:
             if not e.code: raise
             command = None
-    if isinstance(command, TrainCommand):
+    if isinstance(command, (TrainCommand, _Aligning)):
         options = (re.match(r"--(?:no-)?([\w-]+)", a) for a in args)
         # Not a field, because it isn't an option
         vars(command)["given"] = tuple(m[1].replace("-", "_") for m in options if m)

@@ -22,7 +22,7 @@ from .tasks import KINDS, NORMS, Task, WritingTask, grammar_task, load_task
 from .tasks import expected_accuracy, refuse_long_choices, scaled_score
 from .tasks import score_task
 from .tasks import word_probs, writing_task, written_words
-from ..tools.config import unknown
+from ..tools.config import refuse_unwritable, unknown
 from ..tools.documents import SPLITS, documents
 from ..tools.files import atomic_write
 from ..tools.show import Table
@@ -215,6 +215,7 @@ def refuse_report(
     if path.exists(): raise FileExistsError(f"{path} exists; name a file that does not")
     if not path.absolute().parent.is_dir():
         raise FileNotFoundError(f"{path.parent}: no such folder")
+    refuse_unwritable(path)
 
 # %% ../../nbs/12_evaluation/12i_report.ipynb #24747a5a
 TASKS = (*KINDS, "write", "stories")

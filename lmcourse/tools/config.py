@@ -7,7 +7,7 @@ __all__ = ['FFN_KINDS', 'unknown', 'UserError', 'refuse_unwritable', 'Config', '
            'register_ffn', 'TrainConfig']
 
 # %% ../../nbs/00_tools/00d_config.ipynb #8721c1b6
-import dataclasses, difflib, json, os, re, sys, tomllib, types, typing
+import dataclasses, difflib, json, os, re, sys, tempfile, tomllib, types, typing
 from dataclasses import dataclass, fields, replace
 from importlib.resources import files
 from pathlib import Path
@@ -41,9 +41,12 @@ def unknown(
 )->ValueError: # To be raised by the caller
     "Make the error for a name that doesn't exist, with the nearest name that does."
     known = sorted(known)
-    near = difflib.get_close_matches(str(name), known, 1)
-    return ValueError(f"unknown {kind} {name!r}: " + (f"did you mean {near[0]!r}?" if near
-                                                      else f"there are {', '.join(known)}"))
+    longer = [k for k in known if k.startswith(str(name))]
+    near = (difflib.get_close_matches(str(name), longer)
+            or difflib.get_close_matches(str(name), known, 1))
+    return ValueError(f"unknown {kind} {name!r}: "
+                      + (f"did you mean {' or '.join(map(repr, near))}?" if near
+                         else f"there are {', '.join(known)}"))
 
 # %% ../../nbs/00_tools/00d_config.ipynb #85595714
 class UserError(ValueError):
@@ -52,14 +55,19 @@ class UserError(ValueError):
 
 # %% ../../nbs/00_tools/00d_config.ipynb #a5e312d5
 def refuse_unwritable(
-    path:str|Path, # A file or folder that exists or will be created
+    path:str|Path,     # A file or folder that exists or will be created
+    folder:bool=False, # Whether it must be a folder
 ):
     """Raise `UserError` if nothing can be written at `path`, before any work is done whose result
     couldn't be saved."""
     above = next(p for p in (Path(path), *Path(path).absolute().parents) if p.exists())
     if above != Path(path) and not above.is_dir():
         raise UserError(f"{path} can't be created: {above.name} is a file")
-    if not os.access(above, os.W_OK): raise UserError(f"{path}: {above} can't be written")
+    if folder and not above.is_dir(): raise UserError(f"{path} is a file, expected a folder")
+    try: # Permissions don't show everything: in /proc, not even root can create a file
+        if above.is_dir(): tempfile.TemporaryFile(dir=above).close()
+        elif not os.access(above, os.W_OK): raise PermissionError
+    except OSError: raise UserError(f"{path}: {above} can't be written") from None
 
 # %% ../../nbs/00_tools/00d_config.ipynb #3ba5b9a8
 def _suffix(path, kind:str="config file")->str:
@@ -433,7 +441,7 @@ class TrainConfig(_Descent):
     log_every:int = 10              # Steps between two lines of metrics.jsonl
     log_to:Literal["file", "tensorboard", "wandb", "trackio"] = "file" # Where else they go
     seed:int = 0                    # Seed of the initial weights and of the order of windows
-    # Folder of a run or of weights to start from: none for new weights
+    # Folder of a run or of weights to start from
     init_from:str|None = None
     device:str = "auto"             # cpu, cuda, mps, or auto for the best there is
     # Format of matrix products: auto for the device's fastest one; weights stay float32

@@ -7,7 +7,7 @@ __all__ = ['END_OF_TEXT', 'SPLITS', 'HUB', 'HELD_OUT', 'text_documents', 'held_o
            'python_documents', 'curated_documents', 'documents']
 
 # %% ../../nbs/00_tools/00g_documents.ipynb #bb0ad824
-import ast, codecs, functools, hashlib, json, sysconfig, tempfile, warnings
+import ast, codecs, functools, hashlib, json, os, sysconfig, tempfile, warnings
 from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
@@ -273,8 +273,9 @@ def documents(
     if kind not in _TAKES and rest:
         raise ValueError(f"corpus {name!r}: {kind} takes nothing after its name")
     if kind in _TAKES and not rest: raise ValueError(f"corpus '{kind}:' needs {_TAKES[kind]}")
-    if kind == "text": return text_documents(rest, split, max_bytes)
-    if kind == "curated": return _at_least(curated_documents(rest, split), max_bytes)
+    path = os.path.expanduser(rest)     # The shell expands only a ~ that begins a word
+    if kind == "text": return text_documents(path, split, max_bytes)
+    if kind == "curated": return _at_least(curated_documents(path, split), max_bytes)
     if kind == "python": return _at_least(python_documents(split), max_bytes)
     if kind not in STORY_CORPORA: return _at_least(hub_documents(name, split), max_bytes)
     return _at_least(Stories(SPLITS.index(split), zipf=STORY_CORPORA[kind]), max_bytes)

@@ -50,8 +50,13 @@ def read_metrics(
     "Read the lines of `metrics.jsonl`."
     path = Path(run)/"metrics.jsonl"
     lines = path.read_text(encoding="utf-8").split("\n")[:-1] if path.exists() else []
-    try: return [json.loads(line) for line in lines]
-    except json.JSONDecodeError as e: raise ValueError(f"{path}: not JSON ({e})") from None
+    found = []
+    for i,line in enumerate(lines, 1):
+        try: found.append(json.loads(line))
+        except json.JSONDecodeError: raise ValueError(f"{path}: line {i} is not JSON") from None
+        if not isinstance(found[-1], dict):
+            raise ValueError(f"{path}: line {i} is {found[-1]!r:.60}, expected an object")
+    return found
 
 # %% ../../nbs/04_training/04h_runs.ipynb #b9cc39bb
 class RunLog:
