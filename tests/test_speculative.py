@@ -2,6 +2,7 @@
 import itertools
 import math
 from collections import Counter
+from functools import partial
 
 import numpy as np
 import pytest
@@ -382,3 +383,17 @@ def test_a_draft_that_lies_is_refused():
     class Liar(PromptLookup):
         def propose(self, ids, count, to_probs, draw): return [1], torch.tensor([[1., 0, 0]])
     with pytest.raises(ValueError, match="proposed token 1, to which it gives the probability 0"): list(speculate(little, Liar(3), [0], 5))
+
+
+def test_a_draft_that_failed_once_goes_on():
+    "It failed while it fed a text again whose keys had left the window."
+    model = TransformerLM(ModelConfig(vocab_size=97, context_length=64, d_model=32, num_layers=2, num_heads=4, d_ff=64, window=5))
+    draft, ids = DraftModel(model, CachedDecoder), list(range(20))
+    greedy = dict(to_probs=partial(next_token_probs, temperature=0), draw=lambda p: int(p.argmax()))
+    draft.propose(ids, 4, **greedy)
+    feed = draft.decoder.feed
+    def broken(*args, **more): raise MemoryError
+    draft.decoder.feed = broken
+    with pytest.raises(MemoryError): draft.propose(ids[:15], 4, **greedy)
+    draft.decoder.feed = feed
+    assert draft.propose(ids[:15], 4, **greedy)[0] == DraftModel(model, CachedDecoder).propose(ids[:15], 4, **greedy)[0]

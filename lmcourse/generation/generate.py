@@ -294,8 +294,8 @@ def split_at_stop(
     "Split a text before a stop string, or before a part that may become one."
     if found := [(text.index(s) + len(s), -len(s)) for s in stop_strings if s in text]:
         return text[:sum(min(found))], None
-    held = max((n for s in stop_strings for n in range(1, len(s)) if text.endswith(s[:n])),
-               default=0)
+    held = max((n for s in stop_strings for n in range(1, min(len(s), len(text) + 1))
+                if text.endswith(s[:n])), default=0)
     return text[:len(text) - held], text[len(text) - held:]
 
 # %% ../../nbs/05_generation/05b_generate.ipynb #9bf71ba2

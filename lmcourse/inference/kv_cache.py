@@ -141,10 +141,14 @@ class CachedDecoder(Remembering):
         layers, self.ids, kept = self.cache.layers, [], self.ids
         reach = max(layer.reach for layer in layers)
         for layer in layers: layer.length, layer.reach = n, reach
-        if not self.forget(n):
-            self.forget(0)
-            self.feed(kept)
-        self.ids = kept
+        try:
+            if not self.forget(n):
+                self.forget(0)
+                self.feed(kept)
+        except BaseException:                   # The next feed has to begin anew, too
+            for layer in layers: layer.length, layer.reach = 0, 2**62
+            raise
+        finally: self.ids = kept
 
 # %% ../../nbs/07_inference/07a_kv_cache.ipynb #46c42325
 class StaticLayer:
@@ -219,6 +223,8 @@ class GraphDecoder(CachedDecoder):
         n, layers = self.length, self.cache.layers
         if len(ids) > 1 or any(layer.length != n for layer in layers):
             return super().compute(ids, all)
+        # The token's key is written even if the step fails later
+        for layer in layers: layer.reach = max(layer.reach, n + 1)
         self.id.fill_(ids[0])
         self.position.fill_(n)
         if self.id.device.type != "cuda": logits = self.token()
@@ -227,7 +233,7 @@ class GraphDecoder(CachedDecoder):
                 self.graph, self.logits = record_graph(self.token, self.id.device)
             self.graph.replay()
             logits = self.logits
-        for layer in layers: layer.length, layer.reach = n + 1, max(layer.reach, n + 1)
+        for layer in layers: layer.length = n + 1
         return logits.clone()                   # the next step overwrites them
 
 # %% ../../nbs/07_inference/07a_kv_cache.ipynb #8c220aa8
@@ -557,6 +563,7 @@ class NumpyDecoder(Remembering):
         return sum(w.num_bytes for layer in self.packed for w in layer)
 
     def compute(self, ids:list, all:bool)->np.ndarray: # `(len(ids), V)`, or `(1, V)`
+        if not self.forget(self.length): self._feed_again()
         self.reach, first = max(self.reach, self.length + len(ids)), self.length
         step, logits = self._share if self.arrays else partial(_through_layers, self), []
         for i in range(0, len(ids), self.piece):
@@ -569,6 +576,15 @@ class NumpyDecoder(Remembering):
         if not _still_there(length, self.window, self.cache.shape[3], self.reach): return False
         if length == 0: self.reach = 0
         return True
+
+    def _feed_again(self): # An interrupted feed has overwritten keys that are still needed
+        kept, self.ids = self.ids, []
+        self.forget(0)
+        try: self.feed(kept)
+        except BaseException:
+            self.reach = 2**62                  # The next feed has to begin anew, too
+            raise
+        finally: self.ids = kept
 
     def _share(self, ids:list, first:int, rows:int)->np.ndarray: # Logits, computed by all threads
         number, buffers = open_turn(self.board), _buffers(self, len(ids))

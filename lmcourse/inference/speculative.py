@@ -89,7 +89,8 @@ class DraftModel:
         room, half = self.decoder.room, max(1, self.decoder.room//2)
         count = min(count, room - half)
         ids = ids[max(0, -((room - len(ids) - count)//half))*half:]
-        keep = min(_agree(self.held, ids), len(ids) - 1)
+        # The decoder holds fewer tokens if it failed while it rewound
+        keep = min(_agree(self.held, ids), len(ids) - 1, self.decoder.length)
         self.decoder.rewind(keep)
         del self.held[keep:]
         return _drawn(lambda proposal: self._feed((ids + proposal)[len(self.held):]), count,
