@@ -179,6 +179,7 @@ def test_the_server_takes_the_model_that_fits_the_device(monkeypatch):
             service = cli.ServeCommand(draft=draft).service()
             assert type(service.worker.engine) is engine and type(service.worker.engine.paged) is kind
             assert service.worker.engine.steps == 1            # its kernels are compiled before the first client comes
+            assert service.worker.make_engine().steps == 1     # and those of an engine that replaces it after an error
             service.worker.close()
         monkeypatch.setattr(serving, "gpu_paged", lambda model: Graphs)
 

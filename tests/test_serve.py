@@ -177,6 +177,10 @@ def test_echo_and_log_probs(service):
     assert first["token_logprobs"][0] is None and None not in first["token_logprobs"][1:]
     assert first["top_logprobs"][0] is None and [list(t) for t in first["top_logprobs"][1:]] == [[t] for t in first["tokens"][1:]]
     assert call(service, BODY | dict(echo=True, max_tokens=0))[1]["choices"][0]["text"] == "the cat"
+    broken, ids = Choice(TOKENIZER, [], log_probs=True), [TOKENIZER.encode(t)[0] for t in ("æ", "a", "b")]
+    shown = [p for p in (broken.add(i, (0., {})) for i in ids) if p]
+    text = "".join(p.text for p in shown)
+    assert text == "�ab" and [(text[at], t) for p in shown for at, t, *_ in p.tokens][1:] == [("a", b"a"), ("b", b"b")]
     assert token_text(b"ab") == "ab" and token_text(b"\xe6\x97") == r"bytes:\xe6\x97"
 
 
@@ -258,7 +262,7 @@ def test_streamed_chat_adds_up(chatting):
 
 
 @pytest.mark.parametrize("more, param, words", [
-    (dict(messages=None), "messages", "you must provide messages"), (dict(messages=[]), "messages", "at least one message"), (dict(messages="hi"), "messages", 'messages = "hi"'),
+    (dict(messages=None), "messages", "you must provide messages"), (dict(messages=[]), "messages", "1 to 1000 messages"), (dict(messages="hi"), "messages", 'messages = "hi"'),
     (dict(messages=[dict(role="tool", content="x")]), "messages", "role = 'tool', expected one of system, user, assistant"), (dict(messages=[dict(role="user")]), "messages", "must provide messages[0].content"),
     (dict(messages=[dict(role="user", content=[dict(type="text")])]), "messages", "you must provide messages[0].content[0].text"),
     (dict(messages=[1]), "messages", "messages[0] = 1, expected an object"),
@@ -563,6 +567,23 @@ def test_where_the_thread_dies_those_who_wait_and_those_who_come_are_told(servic
     for stream in (False, True):
         status, data = asyncio.run(asyncio.wait_for(ask(make_app(service), BODY | dict(stream=stream)), 120))
         assert b"thread has ended" in data and (stream or status == 503)
+
+
+def test_who_leaves_before_the_first_line_is_cancelled(service):
+    body, gone = json.dumps(BODY | dict(max_tokens=20, stream=True)).encode(), asyncio.Event()
+    async def receive():
+        if gone.is_set() or inbox: return inbox.pop() if inbox else dict(type="http.disconnect")
+        await gone.wait()
+        return dict(type="http.disconnect")
+    async def send(message): # A client that doesn't read: the head of the answer has to wait
+        gone.set()
+        await asyncio.sleep(.05)
+    inbox = [dict(type="http.request", body=body, more_body=False)]
+    scope = dict(type="http", asgi=dict(version="3.0", spec_version="2.3"), http_version="1.1", method="POST", path="/v1/completions",
+                 raw_path=b"", query_string=b"", root_path="", scheme="http", headers=[(b"content-type", b"application/json")])
+    asyncio.run(make_app(service)(scope, receive, send))
+    counts = {k: v for k, v in service.metrics.counts.items() if "cancelled" in str(k)}
+    assert sum(counts.values()) == 1, service.metrics.counts
 
 
 def test_a_listener_that_fails_keeps_nobody_from_being_told(service):

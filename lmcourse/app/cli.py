@@ -783,10 +783,11 @@ class ServeCommand:
             draft = load_draft(self.draft, tokenizer, device)
             engine, how["make_draft"] = DraftEngine, partial(DraftModel, draft, CachedDecoder)
         if bits is not None: model = quantize_linears(model, bits)
-        limits["make_engine"] = partial(engine, **how)
-        service = Service(model, tokenizer, chat_template=template, **limits)
-        service.worker.engine.run([Request((0,), 1)]) # compiles, so that no client waits for it
-        return service
+        def warm(*args:Any, **more:Any): # Compiles before its thread starts: no client waits
+            made = engine(*args, **how, **more)
+            made.run([Request((0,), 1)])
+            return made
+        return Service(model, tokenizer, chat_template=template, make_engine=warm, **limits)
 
 # %% ../../nbs/90_app/90g_cli.ipynb #ed1af3fa
 def _check_address(host:str, port:int): # `OSError` in words where a server could not listen

@@ -305,7 +305,7 @@ class Message(BaseModel):
     "A message of one speaker."
     model_config = ConfigDict(strict=True, extra="forbid")
     role:str
-    content:str|list[TextPart]
+    content:str|Annotated[list[TextPart], Field(max_length=1000)]
     name:str|None = None                        # Ignored: no template has a place for it
 
     @property
@@ -317,7 +317,8 @@ class ChatRequest(SamplingRequest):
     "The body of `POST /v1/chat/completions`."
     chat:ClassVar[bool] = True
     echo:ClassVar[bool] = False
-    messages:list[Message] = Field(min_length=1, description="a list of at least one message")
+    messages:list[Message] = Field(min_length=1, max_length=1000,
+                                   description="a list of 1 to 1000 messages")
     max_completion_tokens:int|None = Field(None, ge=0, le=10**6, description=UP_TO_A_MILLION)
     logprobs:bool = Field(False, description="true or false")
     top_logprobs:int|None = Field(None, ge=0, le=20, description="a whole number from 0 to 20")
@@ -439,18 +440,14 @@ class Choice:
     def prompt(self, ids:list, told:list)->Piece: # For `echo`
         "Return the piece with the prompt itself."
         for i,t in zip(ids, [None]*(len(ids) - len(told)) + told):
-            self.note(i, t)
-            self.length += len(self.decoder.decode(self.tokenizer.token_bytes(i)))
+            self.decode(i, t)
         self.decoder.reset()
         text = self.tokenizer.decode(ids)
         self.length = len(text)
         return self.piece(text)
 
     def add(self, id:int, told:Any)->Piece|None: # A piece if there is something to show
-        self.note(id, told)
-        new = self.decoder.decode(self.tokenizer.token_bytes(id))
-        self.length += len(new)
-        shown, held = split_at_stop(self.held + new, self.stops)
+        shown, held = split_at_stop(self.held + self.decode(id, told), self.stops)
         if held is None: self.reason = "stop"
         self.held = held or ""
         return self.piece(shown) if shown or self.reason else None
@@ -461,12 +458,17 @@ class Choice:
         self.reason = "stop" if held is None else reason
         return self.piece(shown + (held or ""))
 
-    def note(self, id:int, told:Any): # Before its text is added
-        if not self.log_probs: return
-        log_prob, best = told or (None, None)
+    def decode(self, id:int, told:Any)->str: # The text that the token completes
         token = self.tokenizer.token_bytes
+        new, at = self.decoder.decode(token(id)), self.length
+        self.length += len(new)
+        if not self.log_probs: return new
+        # Broken bytes before a whole token appear as a character of their own
+        with suppress(UnicodeDecodeError): at += len(new) - len(token(id).decode())
+        log_prob, best = told or (None, None)
         best = best and {token(i): p for i,p in best.items()}
-        self.entries.append((self.length, token(id), log_prob, best))
+        self.entries.append((at, token(id), log_prob, best))
+        return new
 
     def piece(self, text:str)->Piece:
         self.done += len(text)
@@ -743,8 +745,12 @@ def event_stream(
             end()
             for task in (line, gone): task.cancel()
             await asyncio.gather(line, gone, return_exceptions=True)
+    class Stream(StreamingResponse):
+        async def __call__(self, *args):
+            try: await super().__call__(*args)
+            finally: end()                      # Also if the client has left before the first line
     headers = {"Cache-Control": "no-cache"}
-    return StreamingResponse(watched(), media_type="text/event-stream", headers=headers)
+    return Stream(watched(), media_type="text/event-stream", headers=headers)
 
 # %% ../../nbs/90_app/90f_serve.ipynb #33c5a166
 def make_app(
