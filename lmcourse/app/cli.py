@@ -1618,9 +1618,13 @@ def parse(
         defaults["train"] = TrainCommand(preset=name, model=ModelConfig.preset(name),
                                          train=training)
         defaults["account"] = AccountCommand(preset=name, model=ModelConfig.preset(name))
-    kinds = [Annotated[cls, tyro.conf.subcommand(name, **({"default": defaults[name]}
-                                                          if name in defaults else {}))]
-             for name,cls in COMMANDS.items()]
+    # After a mistake, tyro searches the source of each command that it knows for similar options:
+    # with all of them, that takes seconds. (If it knew a single one, it wouldn't expect its name.)
+    known = args[0], "completion", "exercises"
+    names = [n for n in COMMANDS if args[0] not in COMMANDS or n in known]
+    kinds = [Annotated[COMMANDS[n], tyro.conf.subcommand(n, **({"default": defaults[n]}
+                                                               if n in defaults else {}))]
+             for n in names]
     with contextlib.redirect_stderr(io.StringIO()) as box, _RULES:
         try: command = tyro.cli(Union[tuple(kinds)], args=args, prog="lmcourse", description=ABOUT,
                              config=(tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes))
