@@ -1,6 +1,7 @@
 "`lmcourse sft`, `dpo` and `rl`: a run that was killed ends with the same bits, two processes do what one does, and mistakes are one line before any work."
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -27,6 +28,7 @@ from lmcourse.tools.config import ModelConfig, TrainConfig
 from lmcourse.training.data import TokenDataset
 from lmcourse.training.engines import World
 from lmcourse.training.models import load_model, save_model
+from lmcourse.training.runs import read_metrics
 
 ROOT = Path(__file__).parents[1]
 ENV = os.environ | dict(OMP_NUM_THREADS="1", PYTHONPATH=str(ROOT))
@@ -105,6 +107,17 @@ def test_each_step_of_a_run_that_was_killed_has_a_line(little, tmp_path):
         align_to_the_end(open_alignment(run), run, tests=2)
         lines = [json.loads(line) for line in (run/"rollouts.jsonl").read_text().splitlines()]
         assert [line["step"] for line in lines] == [0, 1, 2, 3, 4] and lines[0].keys() >= {"reward", "gold", "kl"}
+
+
+@pytest.mark.parametrize("kind", ["sft", "dpo", "rl"])
+def test_a_run_that_was_killed_before_its_first_checkpoint_begins_anew(kind, little, tmp_path):
+    write_pairs(tmp_path/"pairs.jsonl")
+    run = tmp_path/"run"
+    align_to_the_end(new_alignment(run, kind, settings_of(kind, tmp_path), little), run, tests=2)
+    once = [line["step"] for line in read_metrics(run)]
+    shutil.rmtree(run/"checkpoints")
+    align_to_the_end(open_alignment(run), run, tests=2)
+    assert [line["step"] for line in read_metrics(run)] == once
 
 
 @pytest.mark.parametrize("kind", ["dpo", "rl"])

@@ -548,7 +548,9 @@ def test_a_bug_ends_the_command_with_a_traceback(runs):
     assert done.stderr.endswith("ValueError: invalid literal for int() with base 10: 'no number'\n")
 
 
-def test_one_process_at_a_time_trains_a_run(runs, capsys):
+def test_one_process_at_a_time_trains_a_run(runs, capsys, monkeypatch):
+    "The second one changes nothing before it asks."
+    monkeypatch.setattr("lmcourse.training.trainer.Trainer.resume", lambda *_: pytest.fail("files were touched"))
     with open("cut-here/config.json", "rb+") as file:
         lock_file(file)                                       # As another process would
         with pytest.raises(SystemExit) as end: cli.main(["train", "--resume", "cut-here"])

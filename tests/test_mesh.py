@@ -16,7 +16,9 @@ from processes import here, lmcourse
 from test_sharding import script
 
 from lmcourse.parallelism.mesh import MeshEngine, check_mesh, dry_run, pretended_mesh, step_bytes
+from lmcourse.tokenization.tokenizer import Tokenizer
 from lmcourse.tools.config import ModelConfig, TrainConfig
+from lmcourse.training.data import write_tokens
 from lmcourse.training.engines import mesh_sizes
 
 pytestmark = [pytest.mark.skipif(not hasattr(os, "fork") or not torch.distributed.is_available(), reason="needs fork and torch.distributed"),
@@ -103,6 +105,22 @@ def work(rank):
     with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16): a, b = (e.model(rows(0)[0][:3]) for _ in range(2))
     assert torch.equal(a, b)
 world(4, work)
+""")
+
+
+def test_a_sharded_model_may_be_evaluated_before_its_first_step(tmp_path):
+    "FSDP makes tensors in the first forward pass that it needs again, also for training."
+    tokenizer = Tokenizer.train(["the cat sat"], 262)
+    write_tokens(tmp_path/"valid", [f"the cat sat {i}" for i in range(4)], tokenizer, "cats")
+    script(tmp_path, BEGIN + f"""
+from lmcourse.training.data import TokenDataset
+from lmcourse.training.evaluation import evaluate
+def work(rank):
+    e = on_mesh(replace(MODEL, vocab_size=262), replace(SHORT, data_parallel_replicate_degree=2))
+    found = [evaluate(e.model, TokenDataset.open({str(tmp_path/'valid')!r}), 16, world=e.world).loss for _ in range(2)]
+    assert found[0] == found[1]
+    train(e, range(1))
+world(2, work)
 """)
 
 

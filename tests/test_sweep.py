@@ -187,6 +187,13 @@ def test_an_interrupted_corpus_is_prepared_to_its_end_by_the_next_call(tmp_path,
     cut, whole = prepare_corpus(TINY, tmp_path/"cut"), prepare_corpus(TINY, tmp_path/"whole")
     assert contents(tmp_path/"cut") == contents(tmp_path/"whole") and (cut/"ngram.json").exists() and cut.name == whole.name
 
+def test_two_texts_of_like_names_are_two_corpora(tmp_path):
+    (tmp_path/"a").mkdir()
+    texts = tmp_path/"a"/"b.txt", tmp_path/"a-b.txt"
+    for text,word in zip(texts, ("cat", "dog")): text.write_text("<|endoftext|>".join(f"the {word} {i} ran" for i in range(99)))
+    made = [prepare_corpus(RunData(corpus=f"text:{text}", vocab_size=300, max_mb=.01, valid_documents=5), tmp_path/"work") for text in texts]
+    assert made[0] != made[1]
+
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="kills a forked process")
 @pytest.mark.parametrize("name", ["tokenizer", "train.json", "valid.json"])
 def test_a_corpus_whose_process_was_killed_is_prepared_by_the_next_call(tmp_path, name):

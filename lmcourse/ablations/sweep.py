@@ -18,6 +18,7 @@ from pathlib import Path
 from collections.abc import Callable, Sequence
 import numpy as np
 from typing import Any
+from urllib.parse import quote
 from .. import __version__
 from ..tools.config import Config, ModelConfig, TrainConfig, refuse_unwritable, unknown
 from ..tools.documents import documents
@@ -189,7 +190,7 @@ def prepare_corpus(
     folder:Path, # Folder to write to; existing parts are kept, interrupted ones are continued
 )->Path: # Folder with `train`, `valid` and `tokenizer`
     "Prepare the tokens of a corpus, once."
-    corpus = data.corpus.replace(":", "-").replace("/", "-")
+    corpus = quote(data.corpus, "")             # Two texts must not share a folder
     out = Path(folder)/f"{corpus}-{data.vocab_size}-{data.max_mb:g}-{data.valid_documents}"
     if (out/"ngram.json").exists(): return out
     held_out = list(islice(documents(data.corpus, "valid"), data.valid_documents))

@@ -22,7 +22,6 @@ from ..tokenization.tokenizer import Tokenizer
 from ..tools.config import TrainConfig
 from ..tools.files import atomic_write, read_json, write_json
 from ..tools.machine import return_freed_memory
-from ..training.checkpoint import Checkpoints
 from ..training.data import TokenDataset, write_tokens
 from ..training.engines import Objective, World, counted_targets, fill, join_world
 from ..training.engines import pick_device, plan_batch
@@ -177,11 +176,10 @@ def open_alignment(
     settings = read_json(run/"align.json")
     kind, valid = settings.pop("kind"), TokenDataset.open(data/"valid")
     model, tokenizer = load_model(train.init_from, str(pick_device(train.device)))
-    begun = Checkpoints(run/"checkpoints").latest()
     if kind == "rl":
         trainer = start_rl(model, tokenizer, _rl_config(settings, train.seed), train, valid)
         if trainer.world.writes: _note_rollouts(trainer, run)
-        if begun: resume_rl(trainer, run)
+        resume_rl(trainer, run)
         return trainer
     if kind == "sft":
         pairs = _demonstrations(settings, train.seed)
@@ -196,7 +194,7 @@ def open_alignment(
         objective = preference_objective(dpo.beta, dpo.sft_weight)
     trainer = Trainer(model.config, train, None, valid, batches, objective)
     fill(trainer.model, dict(model.named_parameters()))
-    if begun: trainer.resume(run)
+    trainer.resume(run)                         # Without a checkpoint, from the beginning
     return trainer
 
 def _note_rollouts(trainer:Trainer, run:Path): # When a batch is made: before any checkpoint has it

@@ -389,14 +389,15 @@ def go_on(run:Path, train:TrainConfig|None=None, given:tuple=()): # `UserError` 
         begun = Checkpoints(run/"checkpoints").latest()
         trainer = Trainer(model, replace(train, init_from=None) if begun else train,
                           *open_data(data))
-        trainer.resume(run)
+        with locked(run): trainer.resume(run)
     say(f"{run}: going on after step {trainer.step:,} of {train.steps:,}")
     train_to_the_end(trainer, run)
 
 @contextlib.contextmanager
-def locked(run:Path, world:Any): # `BlockingIOError` if another process trains this run
+def locked(run:Path): # `BlockingIOError` if another process trains this run
     "Keep other processes from training the same run."
-    with open(run/"config.json", "rb+") if world.writes else contextlib.nullcontext() as file:
+    first = os.environ.get("RANK", "0") == "0" # Of those that torchrun started
+    with open(run/"config.json", "rb+") if first else contextlib.nullcontext() as file:
         if file: lock_file(file)
         yield
 
@@ -521,7 +522,7 @@ def train_to_the_end(
     def sample(_): return story(speaker(trainer), tokenizer, trainer.step, begin, 120)
     again = f": lmcourse train --resume {shlex.quote(str(run))}"
     try:
-        with told_to_go_on(Interrupted, how=again), locked(run, trainer.world):
+        with told_to_go_on(Interrupted, how=again), locked(run):
             result = trainer.fit(run, report=_report, sample=sample)
     except RuntimeError as e:
         if not _LOST.search(f"{e} {e.__cause__}"): raise
@@ -1304,6 +1305,7 @@ def align(
 ):
     "Run to the end and print the results."
     from lmcourse.alignment.runs import align_to_the_end, new_alignment, open_alignment, task_of
+    from lmcourse.training.runs import read_run
     out, resume, given = command.out, command.resume, getattr(command, "given", ())
     if bool(out) == bool(resume): raise UserError(f"{kind} needs either OUT or --resume RUN")
     unused = ["windows", "stride", "tokens_per_step", *["batch_size"]*(kind == "rl")]
@@ -1311,7 +1313,8 @@ def align(
         refuse_beside_resume(kind, resume, given)
         with checking_input():
             begun_by(resume, kind)
-            trainer = open_alignment(resume)
+            read_run(resume)                    # Says what is missing
+            with locked(resume): trainer = open_alignment(resume)
         if trainer.world.writes:
             say(f"{resume}: going on after step {trainer.step:,} of {trainer.config.steps:,}")
     elif other := [name for name in given if name in unused]:
@@ -1324,8 +1327,7 @@ def align(
             trainer = new_alignment(out, kind, settings, command.train)
     run:Any = out or resume
     quoted = shlex.quote(str(run))
-    with told_to_go_on(Interrupted, how=f": lmcourse {kind} --resume {quoted}"), locked(
-        run, trainer.world):
+    with told_to_go_on(Interrupted, how=f": lmcourse {kind} --resume {quoted}"), locked(run):
         found = align_to_the_end(trainer, run, say)
     trainer.world.destroy()
     if not trainer.world.writes: return

@@ -47,7 +47,8 @@ def evaluate(
     batches = evaluation_batches(dataset, context_length, count, size)
     model.eval()
     try:
-        with torch.inference_mode(), autocast(device, dtype):
+        # Not `inference_mode`: FSDP keeps tensors of its first forward pass for training
+        with torch.no_grad(), autocast(device, dtype):
             for i,(*batch,owner) in enumerate(batches):
                 mine = i % world.size == world.rank
                 losses.append(_row_losses(model, *to_tensors(batch, device)) if mine
