@@ -1620,13 +1620,11 @@ def parse(
         defaults["train"] = TrainCommand(preset=name, model=ModelConfig.preset(name),
                                          train=training)
         defaults["account"] = AccountCommand(preset=name, model=ModelConfig.preset(name))
-    # After a mistake, tyro searches the source of each command that it knows for similar options:
-    # with all of them, that takes seconds. (If it knew a single one, it wouldn't expect its name.)
-    known = args[0], "completion", "exercises"
-    names = [n for n in COMMANDS if args[0] not in COMMANDS or n in known]
-    kinds = [Annotated[COMMANDS[n], tyro.conf.subcommand(n, **({"default": defaults[n]}
-                                                               if n in defaults else {}))]
-             for n in names]
+    # After a mistake, tyro searches all commands for seconds; knowing one, it'd expect no name
+    known = {args[0], "completion", "exercises"} if args[0] in COMMANDS else set(COMMANDS)
+    how = {n: {"default": d} for n,d in defaults.items()}
+    kinds = [Annotated[cls, tyro.conf.subcommand(n, **how.get(n, {}))]
+             for n,cls in COMMANDS.items() if n in known]
     with contextlib.redirect_stderr(io.StringIO()) as box, _RULES:
         try: command = tyro.cli(Union[tuple(kinds)], args=args, prog="lmcourse", description=ABOUT,
                              config=(tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes))
