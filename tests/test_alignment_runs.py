@@ -14,6 +14,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from lmcourse.ablations.case import open_case
 from lmcourse.alignment.briefs import Demonstrators
 from lmcourse.alignment import runs
 from lmcourse.alignment.preference import read_pairs
@@ -115,6 +116,7 @@ def test_a_run_that_was_killed_before_its_first_checkpoint_begins_anew(kind, lit
     run = tmp_path/"run"
     align_to_the_end(new_alignment(run, kind, settings_of(kind, tmp_path), little), run, tests=2)
     once = [line["step"] for line in read_metrics(run)]
+    with pytest.raises(ValueError, match="the doctor examines those of"): open_case(run)
     shutil.rmtree(run/"checkpoints")
     align_to_the_end(open_alignment(run), run, tests=2)
     assert [line["step"] for line in read_metrics(run)] == once

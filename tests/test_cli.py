@@ -415,6 +415,7 @@ def raises(error):
 
 def test_a_model_that_does_not_fit_is_never_made(work, monkeypatch):
     monkeypatch.setattr("lmcourse.training.trainer.Trainer", raises(AssertionError("made")))
+    monkeypatch.setattr(cli, "memory_bytes", lambda: 8*2**30)
     done = here("train", "data", "new", "--preset", "quickstart", "--batch-size", 100_000, "--micro-batch", 50_000, cwd=work)
     assert done.returncode == 2 and "of memory, and this machine has" in done.stderr
     with pytest.raises(AssertionError, match="made"): here("train", "data", "new", "--batch-size", 100_000, "--micro-batch", 1, cwd=work)

@@ -2,6 +2,7 @@
 import contextlib
 import gzip
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -391,3 +392,15 @@ def test_a_second_run_reads_its_files_and_finds_its_steps_again(tmp_path):
             kept, = kept_documents(tmp_path / f"out{k}")
             assert kept.text == left and kept.id == f"in.txt:0000000{1 - k}"
     finally: del STEPS["mine"]
+
+
+def test_a_file_of_the_recipe_that_was_edited_is_read_again(tmp_path):
+    "In the same process and the same folder."
+    texts, tests, out = ["one two three four five six seven eight nine ten", "red green blue white black brown pink gold grey teal"], tmp_path / "tests.jsonl", tmp_path / "out"
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "a.jsonl").write_text("".join(json.dumps(dict(id=str(i), text=t)) + "\n" for i, t in enumerate(texts)))
+    for test, kept in (texts, texts[::-1]):
+        tests.write_text(json.dumps(dict(text=test)) + "\n")
+        shutil.rmtree(out, ignore_errors=True)
+        curate(tmp_path / "in", out, Recipe.from_dict(dict(steps=[dict(step="decontaminate", tests=str(tests))])))
+        assert [d.text for d in kept_documents(out)] == [kept]

@@ -21,6 +21,7 @@ from processes import here, lmcourse
 
 torch = pytest.importorskip("torch")
 
+from lmcourse.ablations.case import open_case
 from lmcourse.architecture.transformer_torch import TransformerLM
 from lmcourse.tokenization.tokenizer import Tokenizer
 from lmcourse.tools.checks import check_close
@@ -864,6 +865,7 @@ def test_processes_train_the_model_that_one_trains(data, tmp_path, trained, case
     again = Trainer(model, config, *sets(data))
     again.resume(many)
     assert again.step == 12
+    assert open_case(many).weights.keys() == dict(again.model.named_parameters()).keys()         # The doctor reads them, too
     check_close([float(p.detach().double().sum()) for p in again.model.parameters()], digests[0], rtol=1e-9)
 
 

@@ -27,7 +27,7 @@ from ..architecture.transformer_np import init_params
 from ..architecture.transformer_torch import TransformerLM
 from ..tools.config import ModelConfig, TrainConfig
 from ..tools.files import read_json
-from ..training.checkpoint import Checkpoints
+from ..training.checkpoint import Checkpoints, read_record
 from ..training.data import Batches, TokenDataset, to_tensors
 from ..training.engines import BatchPlan, TorchEngine, plan_batch
 from ..training.optim_torch import learning_rate
@@ -69,6 +69,9 @@ def open_case(
 )->Case:
     "Read a run. Raises `FileNotFoundError` or `ValueError` if it is missing or damaged."
     model, train, data = read_run(run := Path(run))
+    if (run/"align.json").is_file(): raise ValueError(
+        f"{run}: a run of `lmcourse {read_json(run/'align.json')['kind']}`; the doctor examines "
+        f"those of `lmcourse train`")
     lines = read_metrics(run)
     for i,m in enumerate(lines, 1):
         if not _is_line(m): raise ValueError(
@@ -87,7 +90,9 @@ def open_case(
                 state.get("optimizer") or {}, dict(sorted(folders.items())))
 
 # %% ../../nbs/06_ablations/06c_case.ipynb #ca038302
-def _tensors(path:Path, name:str)->dict: # Tensors in one file of a checkpoint
+def _tensors(path:Path, name:str)->dict: # Tensors of the model or the optimizer
+    if not (path/f"{name}.safetensors").exists(): # Several processes have written it in parts
+        return {n: t.tensor() for n,t in read_record(path)[3](name).items()}
     try: return load_file(path/f"{name}.safetensors")
     except SafetensorError as e: why = str(e).splitlines()[0]
     raise ValueError(f"{path}: damaged ({why})")

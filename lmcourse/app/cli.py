@@ -1620,7 +1620,7 @@ def parse(
         defaults["train"] = TrainCommand(preset=name, model=ModelConfig.preset(name),
                                          train=training)
         defaults["account"] = AccountCommand(preset=name, model=ModelConfig.preset(name))
-    # After a mistake, tyro searches all commands for seconds; knowing one, it'd expect no name
+    # Three at most: tyro takes seconds to search all for similar options; one needs no name
     known = {args[0], "completion", "exercises"} if args[0] in COMMANDS else set(COMMANDS)
     how = {n: {"default": d} for n,d in defaults.items()}
     kinds = [Annotated[cls, tyro.conf.subcommand(n, **how.get(n, {}))]

@@ -424,8 +424,9 @@ def _save_array(path, array):
     with atomic_write(path) as part, open(part, "wb") as file: np.save(file, array)
 
 # %% ../../nbs/13_curation/13i_pipeline.ipynb #13i0024a
-@lru_cache(1) # Of one folder: for another, steps and their files may have changed
-def _rounds(key:str, work:str)->list: return Recipe.from_dict(json.loads(key)).rounds()
+@lru_cache(1) # Of one folder: for another, steps may have changed
+def _rounds(key:str, work:str)->list: # `key` also holds the digests of the recipe's files
+    return Recipe.from_dict(json.loads(key)[0]).rounds()
 
 def _job(number:int, path:str, label:str, work:str, key:str, k:int): # Run round k on a shard
     here = Path(work)/str(k)/f"{number:05}"
@@ -486,14 +487,15 @@ def curate(
     apply:Callable=map, # Executor of jobs: `map`, a pool's `map`, or `dask_map()`
 )->Funnel:
     """Write `documents/`, `dropped.jsonl`, `funnel.json` and `card.md` into `out`.
-    An unfinished run reads files anew whose size has changed. Raises `ValueError` for a folder of
+    An unfinished run reads a file again if its size has changed. Raises `ValueError` for a folder of
     another recipe, of other input files or inside of `source`, and for a damaged shard."""
-    paths, out, key = shard_files(source), Path(out), recipe.key()
+    paths, out = shard_files(source), Path(out)
     if out.resolve().is_relative_to(Path(source).resolve()): # Its files would count as input
         raise UserError(f"{out}: expected a folder outside of {source}")
     labels = [p.relative_to(source).as_posix() if Path(source).is_dir() else p.name for p in paths]
     job = dict(recipe=recipe.to_dict(), files=recipe.files(),
                inputs={str(p): p.stat().st_size for p in paths})
+    key = json.dumps([job["recipe"], job["files"]], sort_keys=True)
     _begin(out, job, recipe)
     if (out/"funnel.json").exists():
         remove(out/"work")                           # Left by a run that was killed at the very end
