@@ -35,6 +35,13 @@ def test_equals_torch(V, D, seed, b1, b2, decay, scale, double):
         theirs.step()
     check_close(params, {name: p.detach().numpy() for name, p in twin.items()}, rtol=1e-5, atol=2e-6 if not double else 1e-9)
 
+@pytest.mark.parametrize("shape", [(0,), (0, 3), (2, 0)])
+def test_an_array_without_elements_has_nothing_to_learn(shape):
+    params = dict(empty=np.zeros(shape, np.float32), full=np.ones(2, np.float32))
+    for g in [np.zeros(shape, np.float32)] + [RowGradient(np.arange(0), np.zeros((0, *shape[1:]), np.float32), shape)]*(len(shape) > 1):
+        AdamWNp(params).step(dict(empty=g, full=np.ones(2, np.float32)), .1)
+    assert params["full"].max() < 1
+
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 def test_a_first_gradient_that_comes_late_makes_a_first_step(dtype):
     params = dict(always=np.ones((2, 2), dtype), late=np.ones((2, 2), dtype))

@@ -13,6 +13,7 @@ from lmcourse.ablations.speedrun import CONTESTANTS, COOLDOWN, DATA, Contestant,
 from lmcourse.ablations.sweep import paired_difference, read_lines
 from lmcourse.tools.checks import expect_error
 from lmcourse.training.optim_torch import learning_rate
+from lmcourse.training.trainer import Diverged
 
 RESULTS = Path(__file__).parents[1]/"nbs/results/speedrun.jsonl"
 STEP = dict(course=.1, nanogpt=.4)      # Seconds, made up
@@ -108,6 +109,26 @@ def test_a_change_of_the_same_name_is_not_taken_for_another(tmp_path, turns, mon
     assert trial() == trial() and len(turns) == 2                           # Two slices of 50 steps
     for fields in (dict(num_layers=3), dict(lr=1e-3)):
         with pytest.raises(ValueError, match="of this name with another model, training or data"): trial(**fields)
+
+
+@pytest.mark.parametrize("where", ["in a step", "in the last step"])
+def test_a_variant_that_diverges_ends_its_own_run_alone(tmp_path, turns, monkeypatch, where):
+    said, advance, look = [], speedrun.Racer.advance, speedrun.Racer.look
+    def torn(racer, rates):
+        if "wild" in racer.name and where == "in a step": raise Diverged(f"{racer.name}: gradient nan")
+        advance(racer, rates)
+    monkeypatch.setattr(speedrun.Racer, "advance", torn)
+    monkeypatch.setattr(speedrun.Racer, "look", lambda racer, n: SimpleNamespace(excess=float("nan"), loss=float("nan"), error=0.) if "wild" in racer.name else look(racer, n))
+    for name in ("base", "wild", "later"):
+        monkeypatch.setitem(STEP, f"trial: {name}", .1)
+        monkeypatch.setitem(WORK, f"trial: {name}", 100.)
+    parts = dict(trial=("course", {name: {} for name in ("base", "wild", "later")}, 40))
+    lines = equal_time("trial", [0], tmp_path/"lines.jsonl", tmp_path, say=said.append, parts=parts, costs=dict(base=1., wild=1., later=1.))
+    assert [l["contestant"] for l in lines.values()] == ["trial: base", "trial: later"] and "seed 0 diverged: trial: wild" in said[1]
+    monkeypatch.setitem(STEP, "wild", .1)
+    lines = race([0], tmp_path/"race.jsonl", tmp_path, 5., .15, ("wild", "course"), BOTH | dict(wild=BOTH["nanogpt"]), say=said.append)
+    assert {l["contestant"] for l in lines.values()} == {"course"} and any("left the race: wild" in s for s in said)
+    with pytest.raises(Diverged): equal_time("trial", [0], tmp_path/"none.jsonl", tmp_path, say=said.append, parts=dict(trial=("course", dict(wild={}), 40)), costs=dict(wild=1.))
 
 
 def test_the_table_says_when_or_how_far(tmp_path, turns):

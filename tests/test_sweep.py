@@ -194,6 +194,14 @@ def test_two_texts_of_like_names_are_two_corpora(tmp_path):
     made = [prepare_corpus(RunData(corpus=f"text:{text}", vocab_size=300, max_mb=.01, valid_documents=5), tmp_path/"work") for text in texts]
     assert made[0] != made[1]
 
+def test_another_text_under_the_same_name_is_another_run_of_another_corpus(tmp_path):
+    text, made = tmp_path/"book.txt", []
+    data = RunData(corpus=f"text:{text}", vocab_size=300, max_mb=.01, valid_documents=5)
+    for word in ("cat", "dog", "cat"):
+        text.write_text("<|endoftext|>".join(f"the {word} {i} ran" for i in range(99)))
+        made.append((Run(ModelConfig(), TrainConfig(), data).key, prepare_corpus(data, tmp_path/"work")))
+    assert made[0] == made[2] and made[0][0] != made[1][0] and made[0][1] != made[1][1]
+
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="kills a forked process")
 @pytest.mark.parametrize("name", ["tokenizer", "train.json", "valid.json"])
 def test_a_corpus_whose_process_was_killed_is_prepared_by_the_next_call(tmp_path, name):

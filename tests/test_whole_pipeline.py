@@ -213,6 +213,17 @@ def test_preferences_change_the_model_if_there_are_any(copy, monkeypatch):
     assert [c["step"] for c in json.loads((copy/"dpo"/"result.json").read_text())["curve"]] == [1, 2, 3]
 
 
+def test_a_pipeline_that_was_stopped_within_a_stage_goes_on_in_another_place(toy, tmp_path, monkeypatch):
+    def killed(*args): raise KeyboardInterrupt
+    shutil.copytree(toy, tmp_path/"old")
+    shutil.rmtree(tmp_path/"old"/"sft")
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(whole, "align_to_the_end", killed)
+        worked(tmp_path/"old")
+    (tmp_path/"old").rename(tmp_path/"new")
+    assert "sft" in worked(tmp_path/"new") and digests(tmp_path/"new", ["sft"]) == digests(toy, ["sft"])
+
+
 GPU = dict(task="easy-problems", device="cpu", pages=150, stories=8, vocab_size=1000, d_model=64, num_layers=1, context_length=128, base_steps=2, step_tokens=512, micro_batch=2, sft_steps=2,
            dpo_steps=1, rl_steps=2, rl_prompts=2, tests=4)                      # Everything else is that of the GPU
 

@@ -288,6 +288,8 @@ def rung_line(
 )->dict: # A line for `add_line`
     "Describe what a run took and where it ended."
     result = racer.look(racer.contestant.train.eval_documents)
+    if not math.isfinite(result.excess):                # the last update has ruined the weights
+        raise Diverged(f"{racer.name}: the validation loss is {result.loss:g}")
     spoken = lambda c: {k: v for k,v in c.to_dict().items() if v != type(c)().to_dict()[k]}
     return dict(key=key, format=FORMAT, status="done", part="race", contestant=racer.name,
                 seed=racer.seed, steps=racer.step,
@@ -338,7 +340,11 @@ def race(
             running[racer] = climb(racer, mark, 60*minutes, done, add)
         while running:
             racer = min(running, key=lambda r: r.spent)
-            if next(running[racer], "ended") == "ended": del running[racer]
+            try:
+                if next(running[racer], "ended") == "ended": del running[racer]
+            except Diverged as e:
+                del running[racer]
+                say(f"seed {seed} diverged and left the race: {e}")
     return read_lines(results)
 
 # %% ../../nbs/06_ablations/06e_speedrun.ipynb #07a3a31c
@@ -524,8 +530,12 @@ def equal_time(
                if l["contestant"] == f"{part}: {name}" and l["seed"] == seed]
         for line in old: _check_own(line, made[name], data)
         if old: continue
-        line = fixed_run(new(name, seed), round(steps/costs[name])) | dict(part=part,
-                                                                          cost=costs[name])
+        try: line = fixed_run(new(name, seed), round(steps/costs[name]))
+        except Diverged as e:
+            if name == next(iter(made)): raise          # nothing can be compared without it
+            say(f"seed {seed} diverged: {e}")
+            continue
+        line |= dict(part=part, cost=costs[name])
         add_line(results, line)
         say(f"{name}, seed {seed}: {line['excess']:.3f} above the floor after {line['steps']:,} "
             f"steps, {line['seconds']:.0f} s")

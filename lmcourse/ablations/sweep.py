@@ -21,7 +21,7 @@ from typing import Any
 from urllib.parse import quote
 from .. import __version__
 from ..tools.config import Config, ModelConfig, TrainConfig, refuse_unwritable, unknown
-from ..tools.documents import documents
+from ..tools.documents import corpus_digest, documents
 from ..tools.files import json_digest, lock_file, read_json, write_json
 from ..tools.machine import cores, machine_name
 from ..tools.show import COLORS, Table, figure
@@ -67,7 +67,8 @@ class Run:
     def key(self)->str: # Twelve hexadecimal digits, the same for equal runs
         train = {k: v for k,v in _spoken(self.train).items() if k not in _ASIDE}
         record = dict(model=_spoken(self.model), train=train, data=dataclasses.asdict(self.data))
-        return json_digest(record, 12)
+        text = corpus_digest(self.data.corpus)      # The name of a file doesn't say what is in it
+        return json_digest(record | (dict(text=text) if text else {}), 12)
 
 # %% ../../nbs/06_ablations/06a_sweep.ipynb #d2547500
 def _spoken(config)->dict: # The fields that are not at their defaults
@@ -191,6 +192,7 @@ def prepare_corpus(
 )->Path: # Folder with `train`, `valid` and `tokenizer`
     "Prepare the tokens of a corpus, once."
     corpus = quote(data.corpus, "")             # Two texts must not share a folder
+    if text := corpus_digest(data.corpus): corpus += f"-{text}"
     out = Path(folder)/f"{corpus}-{data.vocab_size}-{data.max_mb:g}-{data.valid_documents}"
     if (out/"ngram.json").exists(): return out
     held_out = list(islice(documents(data.corpus, "valid"), data.valid_documents))
@@ -387,7 +389,7 @@ def _ended(job:Run, code:int, run:Path)->dict: # The result of a run whose proce
     except FileNotFoundError: outcome = dict(status="crashed", fault=f"its process ended with code "
                                                                      f"{code}", result=None)
     if outcome["status"] == "crashed": (run/"outcome.json").unlink(missing_ok=True)
-    return dict(format=FORMAT, key=job.key, seed=job.train.seed, model=_spoken(job.model),
+    return dict(format=FORMAT, key=run.name, seed=job.train.seed, model=_spoken(job.model),
                 train=_spoken(job.train), data=dataclasses.asdict(job.data)) | outcome
 
 # commit of the library's source, if it is a clone; with a plus if there are changes

@@ -38,7 +38,7 @@ from ..tools.show import COLORS, Table, figure, si
 from ..training.data import TokenDataset, write_dataset
 from ..training.evaluation import evaluate
 from ..training.models import load_model, save_model
-from ..training.runs import read_metrics, write_run
+from ..training.runs import read_metrics, read_run, write_run
 from ..training.trainer import Trainer
 
 # %% ../../nbs/14_alignment/14n_pipeline.ipynb #14n2web
@@ -174,13 +174,14 @@ def align_model(
     c:PipelineConfig, folder:Path, inputs:dict, say:Callable,
 ):
     "Run `lmcourse sft`, `dpo` or `rl` on an earlier stage's model."
-    run, every = folder/"run", max(1, steps//5)
-    if not (run/"config.json").is_file():
+    run, every, start = folder/"run", max(1, steps//5), str(inputs[before]/"model")
+    # After the pipeline's folder has been moved, a run begun in the old place starts anew
+    if not (run/"config.json").is_file() or read_run(run)[1].init_from != start:
         remove(run)
         config = TrainConfig(steps=steps, schedule="constant", warmup_steps=5, weight_decay=0.,
                              eval_every=every, checkpoint_every=every, eval_documents=32,
                              log_every=5, seed=c.seed, device=c.device,
-                             init_from=str(inputs[before]/"model"), **train)
+                             init_from=start, **train)
         try: trainer = new_alignment(run, kind, settings, config)
         except ValueError as e: # The settings are valid, so it must be that no pair was found
             if kind != "dpo": raise

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['END_OF_TEXT', 'SPLITS', 'HUB', 'HELD_OUT', 'text_documents', 'held_out', 'text_column', 'hub_documents',
-           'python_documents', 'curated_documents', 'documents']
+           'python_documents', 'curated_documents', 'documents', 'corpus_digest']
 
 # %% ../../nbs/00_tools/00g_documents.ipynb #bb0ad824
 import ast, codecs, functools, hashlib, json, os, sysconfig, tempfile, warnings
@@ -13,6 +13,7 @@ from itertools import chain
 from pathlib import Path
 from collections.abc import Iterator
 from .config import unknown
+from .files import file_digest, json_digest
 from .stories import STORY_CORPORA, Stories
 
 # %% ../../nbs/00_tools/00g_documents.ipynb #bcf80339
@@ -288,3 +289,18 @@ def _at_least(source:Iterator[str], size:int|None
         if size is None: continue
         size -= len(document.encode())
         if size <= 0: return
+
+# %% ../../nbs/00_tools/00g_documents.ipynb #124bce15
+def corpus_digest(
+    name:str, # Name of a corpus, as for `documents`
+)->str|None: # 12 hexadecimal digits; `None` if the name alone says which texts they are
+    "Compute a digest of a `text:` or `curated:` corpus, whose files may change under their name."
+    kind, _, rest = name.partition(":")
+    path = Path(os.path.expanduser(rest))
+    files = [path] if kind == "text" else sorted((path/"documents").glob("*.jsonl"))
+    if kind not in ("text", "curated") or not all(f.is_file() for f in files): return None
+    return json_digest([_digest(f, f.stat().st_size, f.stat().st_mtime_ns) for f in files], 12)
+
+# A file of the same size and time is not read again
+@functools.lru_cache
+def _digest(path:Path, size:int, time:int)->str: return file_digest(path)

@@ -96,9 +96,10 @@ class AdamWNp:
             p[...], m[...], v[...] = adamw_step_np(p, g, m, v, t, lr, self.betas, self.eps, decay)
             return
         # treat a gradient without rows as one long row
-        slots, values, width = None, g, p.size
+        slots, values, width = None, g, max(1, p.size)
         if isinstance(g, RowGradient):
-            slots, values, width = np.full(len(p), -1), g.values, p.size//len(p)
+            slots, values = np.full(len(p), -1), g.values
+            width = max(1, math.prod(p.shape[1:]))
             slots[g.rows] = np.arange(len(g.rows))
         numbers = 1 - lr*decay, lr/(1 - b1**t), (1 - b2**t)**-.5, self.eps, scale
         rows = lambda a: a.reshape(-1, width)
