@@ -421,7 +421,7 @@ def token_order(a, b, prefixes, offsets, token_text):
     if a == b: return 0
     if prefixes[a] != prefixes[b]: return 1 if prefixes[a] > prefixes[b] else -1
     n, m = offsets[a+1] - offsets[a], offsets[b+1] - offsets[b]
-    for k in range(8, min(n, m)):
+    for k in range(8, n if n < m else m):
         x, y = token_text[offsets[a]+k], token_text[offsets[b]+k]
         if x != y: return 1 if x > y else -1
     return n - m
@@ -470,8 +470,9 @@ def refill(heap, pairs, prefixes, offsets, token_text):
     """Fill an empty heap with the pairs that have at least a quarter of the highest count.
     Returns the heap's size and that minimum count, the floor."""
     most, h = ONE, ZERO
-    for p in range(len(pairs)): most = max(most, pairs[p,1])
-    floor = max(most >> U(2), ONE)
+    for p in range(len(pairs)):
+        if pairs[p,1] > most: most = pairs[p,1]
+    floor = most >> U(2) if most > U(3) else ONE
     for p in range(len(pairs)): h = offer(heap, h, p, floor, pairs, prefixes, offsets, token_text)
     return h, floor
 
@@ -537,7 +538,7 @@ def write_token(new, a, b, lengths, prefixes, offsets, token_text):
     at, n, size = offsets[new], lengths[a], lengths[a] + lengths[b]
     for k in range(size):
         token_text[at+k] = token_text[offsets[a]+k] if k < n else token_text[offsets[b]+k-n]
-    for k in range(min(8, size)): prefixes[new] |= U(token_text[at+k]) << U(56 - 8*k)
+    for k in range(size if size < 8 else 8): prefixes[new] |= U(token_text[at+k]) << U(56 - 8*k)
     offsets[new+1], lengths[new] = at + size, size
 
 # %% ../../nbs/01_tokenization/01d_fast_bpe.ipynb #ee53fcd0
@@ -561,7 +562,8 @@ def learn_kernel(merges, symbols_, words_, counts_, lengths_, pairs_, places_, h
             continue
         p, new = np.int64(heap[0] & PAIR), 256 + m
         a, b = np.int64(pairs[p,0] >> U(32)) - 1, np.int64(pairs[p,0] & LOW)
-        if 3*(used + 2*min(np.int64(pairs[p,3]), new)) > 2*len(pairs): short = PAIRS
+        n = np.int64(pairs[p,3])
+        if 3*(used + 2*(n if n < new else new)) > 2*len(pairs): short = PAIRS
         elif offsets[new] + lengths[a] + lengths[b] > len(token_text): short = TEXT
         if short: break
         h -= 1

@@ -8,13 +8,13 @@ __all__ = ['kernel', 'quick', 'inner', 'called', 'strict', 'fused', 'give_way', 
            'add_one', 'peek']
 
 # %% ../../nbs/00_tools/00m_compiled.ipynb #c0212c16
-import os
+import gc, os
 from collections.abc import Callable
 from functools import partial
 from hashlib import sha256
 from llvmlite import ir
 from numba import njit, typeof, types
-from numba.core import config as numba_config
+from numba.core import config as numba_config, event
 from numba.core.caching import IndexDataCacheFile
 from numba.core.codegen import get_host_cpu_features
 from numba.extending import intrinsic
@@ -38,6 +38,18 @@ class _NamedFiles(IndexDataCacheFile): # Saves machine code in files named after
         name = self._data_name(int(sha256(repr(key).encode()).hexdigest()[:12], 16))
         self._save_data(name, data)                    # first, so that the index is never wrong
         self._save_index(self._load_index() | {key: name})
+
+# %% ../../nbs/00_tools/00m_compiled.ipynb #2a693f8b
+class _WithoutCollector(event.Listener): # Numba compiles in one thread at a time
+    depth = 0
+    def on_start(self, _):
+        if not self.depth: self.was_on = gc.isenabled(); gc.disable()
+        self.depth += 1
+    def on_end(self, _):
+        self.depth -= 1
+        if not self.depth and self.was_on: gc.enable()
+
+event.register("numba:compile", _WithoutCollector())
 
 # %% ../../nbs/00_tools/00m_compiled.ipynb #d20fc74e
 kernel = partial(compile_once, nogil=True, no_cfunc_wrapper=True)
