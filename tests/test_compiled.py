@@ -2,6 +2,7 @@
 import pytest
 
 pytest.importorskip("numba")
+from lmcourse.tools import compiled
 from lmcourse.tools.compiled import compile_once
 
 SOURCE = "def twice(x): return 2*x\n"
@@ -35,3 +36,9 @@ def test_two_processes_that_compile_at_once_keep_what_both_made(tmp_path):
     ours._save_data = meanwhile
     assert first(21) == 42
     assert process()(2.5) == 5.0 and process()(21) == 42
+
+
+@pytest.mark.parametrize("chosen", ["", "+avx2,+fma"])
+def test_the_features_are_those_that_numba_compiles_for(monkeypatch, chosen):
+    monkeypatch.setattr(compiled.numba_config, "CPU_FEATURES", chosen)
+    assert compiled.host_features() == chosen

@@ -64,7 +64,8 @@ fused = partial(compile_once, nogil=True, error_model="numpy",
 # %% ../../nbs/00_tools/00m_compiled.ipynb #69ae6222
 def host_features()->str: # As LLVM names them: `+avx2,-avx512f,...`
     "List the vector instructions that Numba may use."
-    return numba_config.CPU_FEATURES or get_host_cpu_features()
+    chosen = numba_config.CPU_FEATURES                  # An empty text: none
+    return get_host_cpu_features() if chosen is None else chosen
 
 # %% ../../nbs/00_tools/00m_compiled.ipynb #8240003d
 def _uncounted(context, builder, signature, args): # The array, or the bytes, without their owner
