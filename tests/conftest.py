@@ -20,8 +20,8 @@ else:
     settings.register_profile("random", **no_clock)
     settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
 
-LONG = ("test_cli", "test_whole_pipeline", "test_sharding", "test_doctor", "test_trainer", "test_mesh", "test_kernel_names", "test_moe_command", "test_sweep", "test_grade", "test_kernel",
-        "test_site_check", "test_fast_bpe", "test_checkpoint", "test_serve", "test_pretrained")
+LONG = ("test_grade", "test_trainer", "test_cli", "test_doctor", "test_mesh", "test_graph_model", "test_sweep", "test_decode", "test_fast_bpe", "test_help", "test_case",
+        "test_sharding", "test_alignment_runs", "test_parallel_np", "test_kernel", "test_kv_cache", "test_engine", "test_whole_pipeline", "test_distillation", "test_kernel_names")
 
 
 def pytest_collection_modifyitems(items):
