@@ -422,6 +422,12 @@ def test_a_model_that_does_not_fit_is_never_made(work, monkeypatch):
     assert not (work/"new").exists()
 
 
+def test_a_run_that_does_not_fit_on_this_machine_is_not_resumed(whole, monkeypatch):
+    monkeypatch.setattr(cli, "memory_bytes", lambda: 2**20)
+    done = here("train", "--resume", whole, cwd=whole.parent)
+    assert done.returncode == 2 and "this machine has 1.05 MB; even one window does not fit" in done.stderr, done.stderr
+
+
 @pytest.mark.parametrize("words, place", [
     ("plot whole --out new.png", "training.plots.plot_runs"), ("scale damaged.jsonl --out new.png", "scaling.fit_runs.read_scaling_runs"),
     ("eval --tasks recall --stories 2 --out new.md", "training.models.load_model"), ("bench training --out new.json", "app.bench_training._training_lines"),

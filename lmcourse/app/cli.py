@@ -385,6 +385,7 @@ def go_on(run:Path, train:TrainConfig|None=None, given:tuple=()): # `UserError` 
         begun_by(run, "train")
         model, own, data = read_run(run)
         train = replace(own, **{k: getattr(train, k) for k in SHARED_OUT if k in given})
+        refuse_too_large(model, train)
         # with a checkpoint, the weights from which the run started aren't needed
         begun = Checkpoints(run/"checkpoints").latest()
         trainer = Trainer(model, replace(train, init_from=None) if begun else train,
