@@ -211,6 +211,12 @@ def test_a_predicted_number_may_bear_the_name_of_its_task(here):
     assert "expected a dict" in check("answer = 3\n", exercise="01.sizes").stdout
 
 
+def test_a_helper_with_the_short_name_of_the_task_is_not_the_answer(here):
+    answer = "from torch.nn.functional import scaled_dot_product_attention as known\ndef scaled_dot_product_attention(Q, K, V, mask=None): return known(Q, K, V, mask)\n"
+    assert "right" in check(f"{answer}class Attention: pass\nattention = Attention()\n", exercise="03.attention").stdout
+    assert "right" in check(answer.replace("def scaled_dot_product_attention", "def attention"), exercise="03.attention").stdout
+
+
 def test_a_neighbouring_file_can_be_imported(here):
     (here/"parts").mkdir()
     (here/"parts/helper.py").write_text(SPLIT.replace("def split", "def other") + "def fails(a, b): return a[99]\n")

@@ -533,8 +533,7 @@ def equal_time(
         try: line = fixed_run(new(name, seed), round(steps/costs[name]))
         except Diverged as e:
             if name == next(iter(made)): raise          # nothing can be compared without it
-            say(f"seed {seed} diverged: {e}")
-            continue
+            say(f"seed {seed} diverged: {e}"); continue
         line |= dict(part=part, cost=costs[name])
         add_line(results, line)
         say(f"{name}, seed {seed}: {line['excess']:.3f} above the floor after {line['steps']:,} "

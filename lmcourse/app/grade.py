@@ -167,7 +167,9 @@ def _fits(value, kind:str)->bool:
 
 def _pick(task:Exercise, found:dict, alone:bool
 )->str: # The name of the answer in a file; `alone` if the file holds no other answers
-    names = [task.name, task.defines] if alone or task.defines != "answer" else [task.name]
+    # The text's name comes first: the short one may be that of a helper
+    names = ([task.defines, task.name] if task.defines != "answer" else
+             [task.name, "answer"] if alone else [task.name])
     named = [k for k in found if any(_same_name(k, n) for n in names)]
     fitting = [k for k in named if not _blank(found[k])
                and (_fits(found[k], task.kind) or _same_name(k, task.defines))]
