@@ -68,6 +68,15 @@ def einsum(f): return lambda spec, a, b: f(letters(spec, a, b), *spec.replace("-
 def product(size, names): return math.prod(size[c] for c in names)
 
 
+def einsum_if(odd):
+    "Right, but for which sizes it refuses."
+    def f(spec, a, b):
+        first, second, out = spec.replace("->", ",").split(",")
+        if odd(dict(zip(first, a)), dict(zip(second, b)), out): raise ValueError(spec)
+        return 2*math.prod((dict(zip(first, a)) | dict(zip(second, b))).values())
+    return f
+
+
 def einsum_by_counter(spec, a, b):
     letters(spec, a, b)
     with FlopCounterMode(display=False) as counter: torch.einsum(spec, torch.ones(a), torch.ones(b))
@@ -234,6 +243,8 @@ WRONG_ANSWERS = dict(
         (einsum(lambda size, a, b, out: 2*math.prod(n for c, n in size.items() if not (c in a and c in b and c in out))), "the batch is missing"),
         (lambda spec, a, b: 2*math.prod((dict(zip(spec.split("->")[0].replace(",", ""), a + b))).values()), "expected a ValueError, since k is 5 and 6, got 252"),
         (lambda spec, a, b: 2*a[0]*a[-1]*b[-1], "'btd,df->btf', (2, 3, 5), (5, 7): expected 420, got 140"),
+        (einsum_if(lambda x, y, out: any(c in x and c not in out and x[c] != n for c, n in y.items())), "since b is 2 and 4"),
+        (einsum_if(lambda x, y, out: [*x] == ["m", "k"] and x["k"] != y["k"]), "for 'km,kn->mn', (5, 3), (6, 7): expected a ValueError"),
         (lambda spec, a, b: f"{spec}", "expected a number, got 'mk,kn->mn'"), (lambda spec, a, b: math.nan, "got nan: not a number"),
         (lambda spec, *shapes: einsum(lambda size, *n: 2*math.prod(size.values()))(spec, shapes[0]), "your code raised TypeError"), (fails, "your code raised RuntimeError")],
     model_size=[

@@ -255,6 +255,14 @@ def attend(scale=lambda q, k: q.shape[-1]**-.5, masked=lambda s, m: s.masked_fil
     return f
 
 
+def masked_late(Q, K, V, mask=None):
+    "The largest score is that of all keys, also of those that the query doesn't see."
+    scores = Q@K.mT/math.sqrt(Q.shape[-1])
+    e = (scores - scores.amax(-1, keepdim=True)).exp()
+    if mask is not None: e = e*mask
+    return e/e.sum(-1, keepdim=True)@V
+
+
 def by_einsum(Q, K, V, mask=None):
     scores = torch.einsum("...tk,...sk->...ts", Q, K)/math.sqrt(Q.shape[-1])
     if mask is not None: scores = torch.where(mask, scores, -1e9)
@@ -560,7 +568,7 @@ WRONG_ANSWERS = dict(
         (attend(soft=lambda s: s.softmax(0)), "the softmax is over queries"), (attend(soft=naive), "(scores in the hundreds): element"),
         (attend(soft=naive), "NaN comes from inf - inf"),
         (lambda Q, K, V, mask: attend()(Q, K, V, None if mask is None else mask.tril()), "mask bool (2, 1, 3, 5)"),
-        (attend(masked=lambda s, m: s.masked_fill_(~m, -1.)), "elements differ"), (turned_keys, "your code raised RuntimeError"),
+        (attend(masked=lambda s, m: s.masked_fill_(~m, -1.)), "elements differ"), (attend(masked=lambda s, m: s.masked_fill(~m, -100.)), "(scores in the thousands)"), (masked_late, "(scores in the thousands)"), (turned_keys, "your code raised RuntimeError"),
         (lambda Q, K, V, mask: attend()(Q, K, V.detach(), mask), "no gradient reaches input 2"),
         (lambda Q, K, V, mask: attend()(Q, K, V, mask)[..., :Q.shape[-1]], "shape (3, 4), expected (3, 7)"),
         (lambda Q, K, V: attend()(Q, K, V), "raised TypeError")],

@@ -165,6 +165,14 @@ class KeepsAll(Rotated):
     def rewind(self, length): self.at = length
 
 
+class RefusesLate(Rotated):
+    def rewind(self, length):
+        there = self.at
+        self.k, self.v, self.at = self.k[:, :length], self.v[:, :length], min(length, 1)
+        if length > there: raise ValueError
+        self.at = length
+
+
 class ForgetsToCount(Rotated):
     def rewind(self, length):
         if length > self.k.shape[1]: raise ValueError
@@ -569,7 +577,7 @@ WRONG_ANSWERS = dict(
         (cache(read=lambda self, k: turn(k, 0, self.theta)), "keys were rotated again when they were read"), (cache(value=lambda self, v, T: turn(v, self.at, self.theta)), "values must not be rotated"),
         (cache(masked=False), "a query sees the later ones"), (cache(shared=staticmethod(neighbours)), "query head h reads head h modulo G"), (KeepsAll, "tokens after the length kept are still seen"),
         (ForgetsToCount, "the next position was not reset"), (Longer, "rewind(4) with 3 tokens: expected a ValueError"), (OneMore, "after feed 5, feed 1, back to 3, feed 1: "),
-        (cache(error=KeyError), "expected a ValueError, your code raised KeyError"), (OneForAll, "after feed 4: "), (cache(rewind=None), "Flawed has no rewind"), (lambda theta: None, "NoneType has no feed"), (fails, "raised RuntimeError")],
+        (cache(error=KeyError), "expected a ValueError, your code raised KeyError"), (OneForAll, "after feed 4: "), (RefusesLate, "with 3 tokens: a ValueError, which must change nothing"), (cache(rewind=None), "Flawed has no rewind"), (lambda theta: None, "NoneType has no feed"), (fails, "raised RuntimeError")],
     block_tables=[
         (blocks(append=never_shared), "append b2: block 3 is shared with a, whose text would be written over"), (blocks(copied=lambda self, b: None), "the tokens before would be lost"),
         (blocks(free=free_for_all), "still uses it"), (blocks(free=free_nothing), "are used by nobody, but your code raised IndexError"), (blocks(free=free_without_last), "used by nobody"),
@@ -689,3 +697,8 @@ def test_no_mistake_that_a_grader_knows_gives_the_right_result():
     codes, steps = rows_of_the_course(w)
     for words, (c, s) in ex._row_mistakes(w).items(): assert "even neighbour" in words or c.tolist() != codes.tolist() or s.tolist() != steps.tolist()
     for flaw in ex._PACK_FLAWS.values(): assert ex._packed_with(w, 3, flaw=flaw)[0].tolist() != packed_by_the_course(w, 3)[0].tolist() or flaw == "rows"
+
+
+@pytest.mark.parametrize("answer", [as_int32, in_float64])
+def test_a_wrong_type_is_not_explained_by_another_mistake(answer):
+    assert str(GRADERS.refused("quantize_rows", answer)).endswith(("expected int8", "expected float32"))

@@ -410,6 +410,14 @@ def changed(before=lambda m: m.eval(), after=lambda m: m.train(), grad=False, ra
 def no_look(model, tokens, T, rng): return 1.2
 
 
+def by_name(model, *args):
+    "Calls the model by its argument's name."
+    class Named(type(model)):
+        def __call__(self, ids): return super().__call__(ids=ids)
+    model.__class__ = Named
+    return loop()(model, *args)
+
+
 class Loop:
     "Another style: torch's scheduler and clipping, batches made before, and validation in pieces"
     def __call__(self, model, train_tokens, valid_tokens, steps, batch_size, context_length, eval_every, seed):
@@ -592,7 +600,7 @@ RIGHT_ANSWERS = dict(
     passes=[passes(), passes(order=by_torchs_generator), passes(order=by_named_generator), lambda *a: tuple(passes()(*a))],
     checkpointing=[(save_all, load_all), (checkpoint.save_checkpoint, checkpoint.load_checkpoint), [by_hand, load_by_hand]],
     accumulation=[accumulation(), by_autograd, accumulation(give=torch.tensor)],
-    training=[loop(), Loop(), loop(make=lambda m: optim_torch.AdamW(m.parameters(), lr=.05))],
+    training=[loop(), by_name, Loop(), loop(make=lambda m: optim_torch.AdamW(m.parameters(), lr=.05))],
     orthogonalize=[optim_torch.orthogonalize, muon(), muon(turn=False), jordan, by_singular_values],
     worker_bytes=[BYTES, {k: float(v) for k, v in reversed(BYTES.items())}])
 

@@ -201,13 +201,15 @@ def check_einsum_flops(
                  "sizes are multiplied, not added": 2*(B*m*k + B*k*n),
                  "that is the size of the operands and of the result": B*(m*k + k*n + m*n)}
         _grade(where, run_answer(einsum_flops, spec, a, b, shown=where), right, wrong)
-    spec, a, b = "mk,kn->mn", (3, 5), (6, 7)
-    where = f"for {spec!r}, {a}, {b}: "
-    try: got = run_answer(einsum_flops, spec, a, b, shown=where)
-    except AssertionError as e:
-        if isinstance(e.__cause__, ValueError): return
-        raise
-    raise AssertionError(f"{where}expected a ValueError, since k is 5 and 6, got {short(got)}")
+    for spec,a,b,odd in (("mk,kn->mn", (3, 5), (6, 7), "k is 5 and 6"),
+                         ("km,kn->mn", (5, 3), (6, 7), "k is 5 and 6"),
+                         ("bmk,bkn->bmn", (2, 3, 5), (4, 5, 7), "b is 2 and 4")):
+        where = f"for {spec!r}, {a}, {b}: "
+        try: got = run_answer(einsum_flops, spec, a, b, shown=where)
+        except AssertionError as e:
+            if isinstance(e.__cause__, ValueError): continue
+            raise
+        raise AssertionError(f"{where}expected a ValueError, since {odd}, got {short(got)}")
 
 # %% ../../nbs/02_accounting/02z_accounting.ipynb #b54c5470
 def _size_slips(c:ModelConfig)->dict: # Name of a mistake to the number it gives

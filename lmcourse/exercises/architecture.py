@@ -486,7 +486,8 @@ def check_attention(
     for q_shape,k_shape,mask in cases:
         q, k, v = _randn(*q_shape), _randn(*k_shape, seed=1), _randn(*k_shape[:-1], 7, seed=2)
         mistakes = _attention_mistakes(q.shape[-1], k.shape[-2], mask is not None)
-        for times,note in ((1, ""), (60, " (scores in the hundreds)")):
+        for times,note in ((1, ""), (60, " (scores in the hundreds)"),
+                           (3000, " (scores in the thousands)")):
             _grade("", scaled_dot_product_attention, attention_torch.scaled_dot_product_attention,
                    mistakes, note, Q=q*times, K=k, V=v, mask=mask)
 

@@ -296,12 +296,16 @@ def check_rotated_cache(
                              for words,flaw in _FEED_FLAWS.items()})
             length = _play(cache, script, moves, right, wrong,
                            f"for {H} query heads and {G} key/value heads: after ")
+    where = f"rewind({length + 1}) with {length} tokens: "
     try: cache.rewind(length + 1)
-    except ValueError: return
+    except ValueError: pass
     except Exception as e:
-        raise AssertionError(f"rewind({length + 1}) with {length} tokens: expected a ValueError, "
-                             f"your code raised {short(e)}") from e
-    raise AssertionError(f"rewind({length + 1}) with {length} tokens: expected a ValueError")
+        raise AssertionError(f"{where}expected a ValueError, your code raised {short(e)}") from e
+    else: raise AssertionError(f"{where}expected a ValueError")
+    more = tuple(rng.standard_normal((h, 1, K)) for h in (H, G, G))
+    right = _feed_all([*moves, more], theta)[-1]
+    where = f"feed 1 after {where}a ValueError, which must change nothing: "
+    _array_or_words(where, run_answer(cache.feed, *more, shown=where), right, {}, 1e-4, 1e-5)
 
 # %% ../../nbs/07_inference/07z_inference.ipynb #09a7631d
 def _play(cache, script:list, moves:list, right:list, wrong:dict, title:str)->int:
@@ -760,6 +764,7 @@ def _check_pair(where:str, got, right:tuple, names:tuple, mistakes:dict, rtol:fl
                        for a,b in zip(got, pair))
         try: check_close(got[n], right[n], rtol, 0, names[n])
         except AssertionError as e:
+            if same(right): raise AssertionError(f"{where}{e}") from None # Only the type is wrong
             words = next((f": {words}" for words,pair in mistakes.items() if same(pair)), "")
             words = words or next((f": {words}" for words,pair in mistakes.items() if n
                                    and pair[1].shape == got[1].shape

@@ -888,7 +888,7 @@ class _Run: # A model that the reader's loop trains, with a record of its calls
             self.model, self.events, self.empty = ToyLM(), [], []
             self.windows = {tokens[0][i:i + 16].astype(np.int64).tobytes()
                             for i in range(len(tokens[0]) - 16)}
-            watch = self.model.register_forward_pre_hook(self.saw)
+            watch = self.model.register_forward_pre_hook(self.saw, with_kwargs=True)
             hook = self.model.head.weight.register_hook(self.got)
             self.where = f"for {steps} steps, eval_every = {every}, seed = {seed}: "
             self.history = _do(self.where, train, self.model, *(t.copy() for t in tokens), steps,
@@ -898,9 +898,9 @@ class _Run: # A model that the reader's loop trains, with a record of its calls
                         and e != "backward"]
         self.weights = _flat(self.model.parameters())
 
-    def saw(self, model, args):
-        self.events.append((model.training, torch.is_grad_enabled(),
-                            args[0].detach().cpu().numpy()))
+    def saw(self, model, args, named):
+        ids = args[0] if args else next(iter(named.values()))
+        self.events.append((model.training, torch.is_grad_enabled(), ids.detach().cpu().numpy()))
 
     def got(self, grad):
         old = self.model.head.weight.grad
