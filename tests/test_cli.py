@@ -1,6 +1,7 @@
 "The command as a user runs it: tiny runs, mistakes, interruptions, in processes of their own where that matters."
 import gc
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -553,6 +554,18 @@ def test_a_bug_ends_the_command_with_a_traceback(runs):
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 1 and "Traceback (most recent call last)" in done.stderr and ", in planted" in done.stderr
     assert done.stderr.endswith("ValueError: invalid literal for int() with base 10: 'no number'\n")
+
+
+@pytest.mark.parametrize("encoding", ["cp1252", "ascii"])
+def test_an_output_of_few_characters_is_no_mistake(tmp_path, encoding):
+    "Windows encodes an output that goes into a file as cp1252, which has no lines for tables."
+    done = subprocess.run([sys.executable, "-m", "lmcourse", "account"], cwd=tmp_path, capture_output=True, env=os.environ | dict(PYTHONIOENCODING=encoding))
+    assert done.returncode == 0 and b"?" in done.stdout and not done.stderr
+
+
+def test_a_closed_output_is_no_mistake(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "stdout", None)
+    cli.main(["exercises", "01"])
 
 
 def test_one_process_at_a_time_trains_a_run(runs, capsys, monkeypatch):

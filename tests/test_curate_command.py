@@ -8,6 +8,7 @@ import subprocess
 import sys
 from functools import partial
 from itertools import islice
+from pathlib import Path
 
 import pytest
 from processes import here
@@ -143,6 +144,33 @@ def test_a_mended_file_is_read_again_and_the_others_are_not(crawl, done, tmp_pat
     assert survivors(tmp_path / "out") == survivors(crawl / "out") and read_funnel(tmp_path / "out").rows() == read_funnel(crawl / "out").rows()
     more.write_text(right + right)
     assert (finished := run()).returncode == 2 and "begun with other input files" in finished.stderr
+
+
+def test_a_run_that_was_stopped_goes_on_in_another_place_and_from_another_folder(tmp_path):
+    (old := tmp_path / "old" / "in").mkdir(parents=True)
+    for i in range(3): (old / f"{i}.jsonl").write_text(json.dumps(dict(text=f"text {i}")) + "\n")
+    recipe, seen = Recipe.from_dict(dict(steps=[dict(step="exact")])), []
+    def stopping(f, items):
+        f(items[0])
+        raise KeyboardInterrupt
+    with pytest.raises(KeyboardInterrupt): curate(old, tmp_path / "old" / "out", recipe, stopping)
+    (tmp_path / "old").rename(tmp_path / "new")
+    def watched(f, items):
+        seen.extend(items)
+        return map(f, items)
+    with contextlib.chdir(tmp_path / "new"): assert curate("in", "out", recipe, watched).stages[-1].kept[0] == 3
+    assert all(Path(path).is_absolute() for _, path, _ in seen), "a worker may have been started elsewhere"
+
+
+def test_one_process_at_a_time_and_what_a_killed_one_left_of_the_mark(tmp_path):
+    (tmp_path / "in.jsonl").write_text(json.dumps(dict(text="a")) + "\n")
+    call = partial(curate, tmp_path / "in.jsonl", out := tmp_path / "out", Recipe.from_dict(dict(steps=[dict(step="exact")])))
+    out.mkdir()
+    (out / "job.json.tmp").write_text("{")
+    def second(f, items):
+        with pytest.raises(BlockingIOError, match="another process is writing these files"): call()
+        return map(f, items)
+    assert call(apply=second).stages[-1].kept[0] == 1
 
 
 @pytest.mark.parametrize("name", ["write_text", "write_json", "remove"])

@@ -217,6 +217,27 @@ def test_a_helper_with_the_short_name_of_the_task_is_not_the_answer(here):
     assert "right" in check(answer.replace("def scaled_dot_product_attention", "def attention"), exercise="03.attention").stdout
 
 
+def test_a_call_of_the_grader_without_its_tag_stops_no_other_answer(here):
+    "Not every program keeps tags, and a student may write the call once more."
+    assert check(notebook("sizes = dict()", " check_sizes(sizes)\n", SPLIT), name="mine.ipynb").returncode == 0
+
+
+@pytest.mark.parametrize("cell", [dict(source=None), dict(source=[None]), dict(metadata=dict(tags=3))])
+def test_a_damaged_cell_makes_no_notebook(here, cell):
+    def pieces(**fields):
+        whole = json.loads(notebook(SPLIT))
+        whole["cells"][0] |= fields
+        Path("odd.ipynb").write_text(json.dumps(whole))
+        return grade._pieces(Path("odd.ipynb"))
+    with pytest.raises(ValueError, match="not a notebook"): pieces(**cell)
+    assert pieces(metadata=dict(tags=None))
+
+
+def test_half_of_a_surrogate_pair_is_a_reason_like_any_other(here):
+    got = check("raise ValueError('\\ud800 x')\n")
+    assert got.returncode == 1 and "\\ud800 x" in got.stdout
+
+
 def test_a_neighbouring_file_can_be_imported(here):
     (here/"parts").mkdir()
     (here/"parts/helper.py").write_text(SPLIT.replace("def split", "def other") + "def fails(a, b): return a[99]\n")

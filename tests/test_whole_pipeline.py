@@ -25,6 +25,7 @@ from lmcourse.alignment.stages import PipelineConfig, Stage, run_stages
 from lmcourse.alignment.tasks import NAMES as NAMES_OF_PEOPLE
 from lmcourse.app import cli
 from lmcourse.generation.generate import read_chat_template
+from lmcourse.tools.config import UserError
 from lmcourse.tools.documents import END_OF_TEXT, documents
 from lmcourse.training.data import TokenDataset
 from lmcourse.training.models import load_model
@@ -213,6 +214,25 @@ def test_preferences_change_the_model_if_there_are_any(copy, monkeypatch):
     assert [c["step"] for c in json.loads((copy/"dpo"/"result.json").read_text())["curve"]] == [1, 2, 3]
 
 
+def test_the_command_in_the_report_works_where_it_says(toy):
+    text = (toy/"report"/"report.md").read_text()
+    assert "In the folder that contains toy:" in text and "lmcourse chat toy/rl/model\n" in text
+
+
+def test_what_a_killed_process_left_of_the_mark_is_no_other_folder(tmp_path):
+    (tmp_path/"new").mkdir()
+    (tmp_path/"new"/"pipeline.json.tmp").write_text("{")
+    assert worked(tmp_path/"new", until="web") == ["web"]
+
+
+def test_a_stage_that_cannot_go_on_says_how_to_begin_anew(toy, tmp_path):
+    shutil.copytree(toy, new := tmp_path/"new")
+    (new/"base"/"done.json").unlink()
+    (new/"base"/"begun.json").write_text(json.dumps(dict(order=json.loads((toy/"base"/"done.json").read_text())["order"])))
+    next((new/"base"/"run"/"checkpoints").glob("*/model.safetensors")).unlink()
+    with pytest.raises(UserError, match=f"to begin this stage anew, remove {new/'base'}"): worked(new)
+
+
 def test_a_pipeline_that_was_stopped_within_a_stage_goes_on_in_another_place(toy, tmp_path, monkeypatch):
     def killed(*args): raise KeyboardInterrupt
     shutil.copytree(toy, tmp_path/"old")
@@ -263,6 +283,14 @@ def test_the_path_of_the_gpu_takes_real_text_and_word_problems(book, tmp_path, m
     before = digests(out)
     cli.main(gpu_words(out, book))
     assert capsys.readouterr().out.count(": done (") == 10 and digests(out) == before
+
+
+def test_another_text_under_the_same_name_is_another_web(tmp_path):
+    (book := tmp_path/"book.txt").write_text("One text.")
+    web = lambda data: gpu_plan.text_sources(gpu_plan.GpuConfig(data=data))[0].settings
+    before = web(f"text:{book}")
+    book.write_text("Two texts.")
+    assert web(f"text:{book}") != before and "text" not in web("tinystories")
 
 
 def test_every_option_of_the_gpu_is_a_setting_of_a_stage():

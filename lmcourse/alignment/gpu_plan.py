@@ -22,7 +22,7 @@ from .stages import PipelineConfig, run_stages
 from .tasks import verifiable_task
 from ..curation.pipeline import Recipe, curate, kept_documents, workers
 from ..tools.config import ModelConfig, TrainConfig, UserError
-from ..tools.documents import documents
+from ..tools.documents import corpus_digest, documents
 from ..tools.files import atomic_write, write_json
 from ..tools.machine import cores
 from ..tools.show import Table, duration, si
@@ -153,8 +153,10 @@ def clean_text(c:GpuConfig, folder:Path, inputs:dict, say:Callable):
 
 # %% ../../nbs/14_alignment/14o_gpu_plan.ipynb #14o1stages
 def text_sources(c:GpuConfig)->list: # The first two stages, in place of `planted_sources`
+    text = corpus_digest(c.data)    # Another text under the same name is another web
     return [config_stage(c, "web", read_text, (), "a corpus by name", None,
-                         ("pages", "valid.jsonl"), "data", "pages", "stories"),
+                         ("pages", "valid.jsonl"), "data", "pages", "stories",
+                         **(dict(text=text) if text else {})),
             config_stage(c, "clean", clean_text, ("web",), "the funnel", None, (
                 "curated/documents", "valid.jsonl", "result.json"), recipe=REAL_RECIPE["steps"])]
 

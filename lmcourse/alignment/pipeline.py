@@ -324,7 +324,7 @@ def report_blocks(r:dict, out:str)->list: # Pairs of a block's kind and content
         f"    {'right' if ok else 'wrong'}  {p}{a}" for p,a,ok in m["samples"])
         for name,m in models.items())
     task = verifiable_task(_asked(r))
-    example = shlex.quote(task.samples[0])
+    example, model = shlex.quote(task.samples[0]), shlex.quote(f"{out}/rl/model")
     return [
         ("h1", "Report card of a pipeline"),
         ("p", f"lmcourse {r['lmcourse']} on {r['machine']}, seed {r['config']['seed']}"),
@@ -343,8 +343,8 @@ def report_blocks(r:dict, out:str)->list: # Pairs of a block's kind and content
         ("table", success_table(r)), ("pre", answers),
         ("h2", "What it knows"), ("table", task_table(r)),
         ("h2", "What it took"), ("table", cost_table(r)),
-        ("h2", "Talk to it"), ("pre", f"lmcourse chat {out}/rl/model\n"
-                                      f"lmcourse generate {out}/rl/model --prompt {example}")]
+        ("h2", "Talk to it"), ("p", f"In the folder that contains {out}:"),
+        ("pre", f"lmcourse chat {model}\nlmcourse generate {model} --prompt {example}")]
 
 # %% ../../nbs/14_alignment/14n_pipeline.ipynb #14n7forms
 def as_markdown(blocks:list)->str:

@@ -112,7 +112,10 @@ def _run_stage(stage:Stage, out:Path, records:dict, say:Callable, which:str)->di
     about = "" if stage.seconds is None else f", about {duration(stage.seconds)}"
     say(f"{head}{about}{says.get(state, '')}")
     start, cpu = time.perf_counter(), cpu_seconds()
-    stage.work(folder, inputs, lambda line: say(f"    {line}"))
+    try: stage.work(folder, inputs, lambda line: say(f"    {line}"))
+    except (ValueError, FileNotFoundError) as e:
+        if state != "begun": raise
+        raise UserError(f"{e}; to begin this stage anew, remove {folder}") from e
     gc.collect() # A trainer has reference cycles: free its memory now, before the next stage
     return_freed_memory()
     files = file_digests(folder, stage.outputs)
@@ -142,7 +145,8 @@ def pipeline_folder(
         found = read_json(mark).get("kind")
         if found != kind: raise UserError(f"{out}: a folder of the {found}, this is the {kind}; "
                                           f"name another folder")
-    elif out.exists() and any(out.iterdir()):
+    # A process that was killed at once may have left the temporary file
+    elif out.exists() and any(p.name != "pipeline.json.tmp" for p in out.iterdir()):
         raise UserError(f"{out}: not empty, and no folder of a pipeline; name another folder")
     out.mkdir(parents=True, exist_ok=True)
     if not mark.is_file(): write_text(mark, json.dumps(dict(kind=kind)) + "\n")

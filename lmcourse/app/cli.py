@@ -1657,10 +1657,12 @@ def main(
 ):
     "Run the command `lmcourse`."
     keep_freed_memory()
+    for stream in (sys.stdout, sys.stderr):     # They may have no `─`, or be closed
+        with contextlib.suppress(AttributeError, ValueError): stream.reconfigure(errors="replace")
     # Only the first process of torchrun prints
-    others = os.environ.get("RANK", "0") != "0"
+    silent = sys.stdout is None or os.environ.get("RANK", "0") != "0"
     try:
-        with kill_as_ctrl_c(), contextlib.redirect_stdout(io.StringIO() if others else sys.stdout):
+        with kill_as_ctrl_c(), contextlib.redirect_stdout(io.StringIO() if silent else sys.stdout):
             try:
                 with checking_input(): command = parse(sys.argv[1:] if args is None else args)
                 command.run()

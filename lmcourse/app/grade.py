@@ -102,17 +102,19 @@ def _without_magics(source:str)->str: # With the same number of lines
 def _pieces(path:Path)->list: # (name in tracebacks, source)
     if path.suffix != ".ipynb":
         with tokenize.open(path) as f: return [(str(path), f.read())]
-    try: cells = [c for c in read_json(path)["cells"] if c["cell_type"] == "code"]
-    except (ValueError, KeyError,
-            TypeError): raise ValueError(f"{path.name}: not a notebook") from None
-    # A cell that writes the modules of the course isn't part of an answer. The word is in two
-    # parts, because nbdev's tests leave out every cell that contains it
-    exports = "nbdev_export" + "("
-    def wanted(c):
-        return ("raises-exception" not in (c.get("metadata") or {}).get("tags", ())
-                and exports not in "".join(c["source"]))
-    return [(f"{path}, code cell {i}", _without_magics("".join(c["source"])))
-            for i,c in enumerate(cells, 1) if wanted(c)]
+    # A cell that writes the modules of the course, or that only calls a grader, isn't part of an
+    # answer. The word is in two parts, because nbdev's tests leave out every cell that contains it
+    other = "nbdev_export" + r"\(|\A\s*check_\w+\([\w, ]*\)\s*\Z"
+    def wanted(c, source):
+        tags = (c.get("metadata") or {}).get("tags") or ()
+        return "raises-exception" not in tags and not re.search(other, source)
+    try:
+        cells = [(c, "".join(c["source"])) for c in read_json(path)["cells"]
+                 if c["cell_type"] == "code"]
+        return [(f"{path}, code cell {i}", _without_magics(source))
+                for i,(c, source) in enumerate(cells, 1) if wanted(c, source)]
+    except (ValueError, KeyError, TypeError, AttributeError) as e:
+        raise ValueError(f"{path.name}: not a notebook ({e})") from None
 
 # %% ../../nbs/90_app/90e_grade.ipynb #5d41377f
 def _run_file(path:Path)->dict: # Names that the file defines
@@ -215,6 +217,7 @@ def _said(e:BaseException)->str: # Name and message, on one line
     if isinstance(e, SystemExit): return f"sys.exit({e.code!r})"
     words = " ".join("".join(traceback.format_exception_only(
         type(e), SyntaxError(e.msg) if isinstance(e, SyntaxError) else e)).split())
+    words = words.encode(errors="backslashreplace").decode()    # Half of a surrogate pair
     return words if len(words) <= 400 else f"{words[:300]} … {words[-80:]}"
 
 # %% ../../nbs/90_app/90e_grade.ipynb #02a2ee10

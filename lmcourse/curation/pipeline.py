@@ -32,7 +32,7 @@ from .quality import word_ngrams
 from .web import Document, gzip_stretches, language_sentences, unpacked_blocks
 from ..tools.config import UserError, read_record, unknown
 from ..tools.documents import END_OF_TEXT
-from ..tools.files import atomic_write, read_json, remove, write_json, write_text
+from ..tools.files import atomic_write, lock_file, read_json, remove, write_json, write_text
 from ..tools.show import COLORS, Table, figure
 from ..tools.stories import Stories
 
@@ -494,19 +494,22 @@ def curate(
         raise UserError(f"{out}: expected a folder outside of {source}")
     labels = [p.relative_to(source).as_posix() if Path(source).is_dir() else p.name for p in paths]
     job = dict(recipe=recipe.to_dict(), files=recipe.files(),
-               inputs={str(p): p.stat().st_size for p in paths})
+               inputs={l: p.stat().st_size for l,p in zip(labels, paths)})
     key = json.dumps([job["recipe"], job["files"]], sort_keys=True)
     _begin(out, job, recipe)
     if (out/"funnel.json").exists():
         remove(out/"work")                           # Left by a run that was killed at the very end
         return read_funnel(out)
-    work, rounds = out/"work", recipe.rounds()
-    for k,(_,whole) in enumerate(rounds):
-        (work/str(k)).mkdir(parents=True, exist_ok=True)
-        todo = partial(_numbered, work=str(work), key=key, k=k)
-        for _ in apply(todo, list(zip(range(len(paths)), map(str, paths), labels))): pass
-        if whole: _decide(work, key, k, len(paths))
-    return _finish(out, work, len(rounds), len(paths), recipe)
+    # Dask's workers may have been started in another folder
+    work, rounds, places = out.absolute()/"work", recipe.rounds(), [str(p.absolute()) for p in paths]
+    with open(out/"job.json", "rb+") as file:
+        lock_file(file)
+        for k,(_,whole) in enumerate(rounds):
+            (work/str(k)).mkdir(parents=True, exist_ok=True)
+            todo = partial(_numbered, work=str(work), key=key, k=k)
+            for _ in apply(todo, list(zip(range(len(paths)), places, labels))): pass
+            if whole: _decide(work, key, k, len(paths))
+        return _finish(out, work, len(rounds), len(paths), recipe)
 
 def read_funnel(
     out:str|Path, # Output folder of `curate`
@@ -523,7 +526,8 @@ def _numbered(item:tuple, work:str, key:str, k:int):
 
 def _begin(out:Path, job:dict, recipe:Recipe):
     if not (path := out/"job.json").exists():
-        if out.exists() and any(out.iterdir()):
+        # A process that was killed at once may have left the temporary file
+        if out.exists() and any(p.name != "job.json.tmp" for p in out.iterdir()):
             raise UserError(f"{out}: not empty, and not a folder of `lmcourse curate`")
         out.mkdir(parents=True, exist_ok=True)
         return write_json(path, job)
