@@ -298,8 +298,21 @@ TASKS = {"optimum": (OPTIMUM, optimum, optimum_one_by_one), "k3": (K3, k3, lambd
          "grpo_microbatch_train_step": (STEP, step, step_row_by_row), "gae": (GAE, gae, gae_backwards), "compute_per_instance_dpo_loss": (DPO, dpo, dpo_of_whole_texts), "best_of_n": (BEST, best, best_by_levels),
          "response_mask": (MASK, mask_of, mask_by_slices), "masked_normalize": (NORM, norm, norm_in_loops), "compute_entropy": (ENTROPY, entropy, entropy_by_difference),
          "preference_loss": (PREFERRED, preferred, preferred_by_logaddexp), "penalized_rewards": (PENALIZED, penalized, penalized_by_where)}
+CLIP += [(lambda *a: (clip(*a)[0], None), "None), expected a loss and a dict")]
+ENTROPY += [(lambda z: -((p := z.softmax(-1))*p.log()).sum(-1), "0*log(0) is nan"),
+            (lambda z: (e := (z - z.max()).exp()).sum(-1).log() - (e*(z - z.max())).sum(-1)/e.sum(-1), "not one for all")]
+MASK += [(lambda *a: mask_of(*a).numpy(), "gives ndarray bool")]
+OPTIMUM += [(lambda *a: optimum(*a).numpy(), "for (float64 (2,), float64 (2,), 1.0): expected Tensor float64 (2,), got ndarray float64 (2,)")]
+
+
+def step_that_returns_the_whole_loss(x, mask, steps, *rest):
+    loss, info = step(x, mask, steps, *rest)
+    return loss*steps, info
+
+
+STEP += [(step_that_returns_the_whole_loss, "the loss that was divided")]
 graders = Graders(ex, [(task, *pair) for task, (wrong, right, _) in TASKS.items() for pair in wrong + spoiled(right)],
-                  [(task, f) for task, (_, *right) in TASKS.items() for f in right])
+                  [(task, f) for task, (_, *right) in TASKS.items() for f in right] + [("compute_grpo_clip_loss", lambda *a: [*clip(*a)])])
 test_wrong_answers, test_right_answers, test_each_grader, test_same_words = graders.tests(least_wrong=10)
 
 

@@ -1,6 +1,7 @@
 "Graders of chapter 13's exercises: what each refuses, in which words, and that other right answers pass."
 import math
 import re
+import string
 from collections import Counter
 from functools import partial
 from pathlib import Path
@@ -85,10 +86,10 @@ def ips_by_numbers(text):
 
 # 4. Gopher
 
-def gopher(t, words=(50, 100_000), mean=(3, 10), dots=.3, letters=.8, split=str.split):
+def gopher(t, words=(50, 100_000), mean=(3, 10), dots=.3, letters=.8, split=str.split, mark=lambda l: l.rstrip().endswith("..."), letter=lambda x: re.search("[^\\W\\d_]", x)):
     w, lines = split(t), t.split("\n")
     if not words[0] <= len(w) <= words[1]: return False
-    return mean[0] <= sum(map(len, w))/max(1, len(w)) <= mean[1] and sum(l.rstrip().endswith("...") for l in lines)/len(lines) <= dots and sum(bool(re.search("[^\\W\\d_]", x)) for x in w)/max(1, len(w)) >= letters
+    return mean[0] <= sum(map(len, w))/max(1, len(w)) <= mean[1] and sum(map(mark, lines))/len(lines) <= dots and sum(bool(letter(x)) for x in w)/max(1, len(w)) >= letters
 
 
 def gopher_in_numpy(t):
@@ -110,7 +111,10 @@ def gopher_by_reasons(t):
 
 GOPHER = [(partial(gopher, words=(0, 10**5)), "few words"), (partial(gopher, words=(50, 10**9)), "many words"), (partial(gopher, mean=(0, 10)), "short words"), (partial(gopher, mean=(3, 99)), "long words"),
           (partial(gopher, dots=1), "break off"), (partial(gopher, letters=0), "without letters"), (lambda t: not gopher(t), "what to drop"), (lambda t: True, "expected"), (lambda t: int(gopher(t)), "expected"),
-          (partial(gopher, mean=(2.01, 10)), "short words"), (partial(gopher, mean=(3, 10.99)), "long words"), (partial(gopher, dots=.39), "break off"), (partial(gopher, split=partial(re.findall, r"\w+")), "expected")]
+          (partial(gopher, mean=(2.01, 10)), "short words"), (partial(gopher, mean=(3, 10.99)), "long words"), (partial(gopher, dots=.39), "break off"), (partial(gopher, split=partial(re.findall, r"\w+")), "expected"),
+          (partial(gopher, mark=lambda l: "..." in l), "only where it ends"), (partial(gopher, mark=lambda l: l.endswith(".")), "no ellipsis"), (partial(gopher, letter=lambda x: not x.isdigit()), "expected"),
+          (partial(gopher, letter=lambda x: x[0].isalpha()), "anywhere"), (partial(gopher, letter=lambda x: re.search("[A-Za-z]", x)), "é is a letter"),
+          (lambda t: gopher(t) and t.count("...")/(t.count("\n") + 1) <= .3, "expected True, got False")]
 
 
 # 5. Lines
@@ -131,7 +135,7 @@ def lines_of(keep, bare=lambda l: l.rstrip("\n")):
 
 lines_once = lines_of(lambda n, seen: n == 1)
 LINES = [(lines_of(lambda n, seen: not seen), "first copy too"), (lines_of(lambda n, seen: n > 1), "to drop"), (lines_of(lambda n, seen: True), "nothing was dropped"), (lines_of(lambda n, seen: n <= 2), "occur twice"),
-         (lines_of(lambda n, seen: n == 1, str.strip), "indented")]
+         (lines_of(lambda n, seen: n == 1, str.strip), "indented"), (lines_of(lambda n, seen: n == 1, str.rstrip), "blanks at the end")]
 
 
 # 6. Similarity
@@ -203,7 +207,7 @@ LETTERS = [(RIGHT_LETTERS | change, words) for change, words in [
 def near(paths, hashes, bands, ngrams, threshold, out, normal=exact.normalize, last=False, ratio=lambda x, y: len(x & y)/len(x | y)):
     "Compares all pairs"
     texts = {Path(p).name: Path(p).read_text(encoding="utf-8") for p in paths}
-    sets = {n: minhash.shingles(t, ngrams) if normal is exact.normalize else {tuple(normal(t).split()[i:i + ngrams]) for i in range(max(1, len(normal(t).split()) - ngrams + 1))} for n, t in texts.items()}
+    sets = {n: minhash.shingles(t, ngrams) if normal is exact.normalize else {tuple(normal(t).split()[i:i + ngrams]) for i in range(max(1, len(normal(t).split()) - ngrams + 1))} - {()} for n, t in texts.items()}
     first = {n: n for n in texts}
     for _ in texts:
         for a in texts:
@@ -223,7 +227,11 @@ def near_in_turn(paths, hashes, bands, ngrams, threshold, out, kept_only=True):
         if not copy or not kept_only: earlier.append(s)
 
 
-NEAR = [(near_in_turn, "chain"), (partial(near_in_turn, kept_only=False), "chain"), (partial(near, last=True), "first by name"), (partial(near, normal=lambda t: t), "normalize"), (partial(near, ratio=lambda x, y: len(x & y)/min(len(x), len(y))), "containment")]
+NEAR = [(near_in_turn, "chain"), (partial(near_in_turn, kept_only=False), "chain"), (partial(near, last=True), "first by name"), (partial(near, normal=lambda t: t), "normalize"), (partial(near, ratio=lambda x, y: len(x & y)/min(len(x), len(y))), "containment"),
+        (lambda *a: near(*a[:4], .75, a[5]), "threshold is an argument"), (lambda *a: near(*a[:3], 5, *a[4:]), "ngrams is an argument"), (partial(near, ratio=lambda x, y: len(x & y)/len(x | y) - 1e-9), "at the threshold"),
+        (partial(near, normal=lambda t: "".join(c for c in t.lower() if c not in string.punctuation)), "accents make no"),
+        (partial(near, normal=lambda t: exact.normalize(re.sub(r"[^\w\s]", " ", t))), "expected the names ['a.txt', 'c.txt'], got ['a.txt', 'b.txt', 'c.txt']: punctuation is removed"),
+        (partial(near, normal=lambda t: " ".join(exact.normalize(t))), "not of letters")]
 
 
 # 11. Containment

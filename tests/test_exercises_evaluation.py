@@ -261,7 +261,8 @@ def overlap_in_strings(t, s, n):
     return sum(f" {r} " in there for r in runs)/len(runs)
 
 
-OVERLAP = [(lambda t, s, n: len({t[i:i+n] for i in range(len(t)-n+1)} & {s[i:i+n] for i in range(len(s)-n+1)})/len({t[i:i+n] for i in range(len(t)-n+1)}), "not of letters"),
+OVERLAP = [(lambda t, s, n: len(set(grams(t, n)[:-1]) & set(grams(s, n)[:-1]))/len(set(grams(t, n)[:-1])), "the last run is missing"),
+           (lambda t, s, n: len({t[i:i+n] for i in range(len(t)-n+1)} & {s[i:i+n] for i in range(len(s)-n+1)})/len({t[i:i+n] for i in range(len(t)-n+1)}), "not of letters"),
            (lambda t, s, n: np.mean([g in grams(s, n) for g in grams(t, n)]).item(), "counts once"), (lambda t, s, n: len(set(grams(t, n)) & set(grams(s, n)))/len(set(grams(s, n))), "not of the training text's"),
            (lambda t, s, n: len(set(grams(t, n)) & set(grams(s, n)))/len(set(grams(t, n)) | set(grams(s, n))), "not of all"), (lambda t, s, n: overlap(t, s, 1), "not single words"),
            (lambda t, s, n: len(set(grams(t, n)) & set(grams(s, n))), "not a number"), (lambda t, s, n: 1 - overlap(t, s, n), "that is new"), (lambda t, s, n: float(t in s), "expected"),
@@ -304,7 +305,8 @@ def split_by_popping(e, c, d):
 
 
 SPLIT = [(lambda e, c, d: (e(c), e(d)), "together"), (lambda e, c, d: (e(c + d)[:len(e(c + d)) - len(e(d))], e(c + d)[len(e(c + d)) - len(e(d)):]), "not by the continuation's"), (lambda e, c, d: (e(c + d)[:len(c)], e(c + d)[len(c):]), "not characters"),
-         (lambda e, c, d: split(e, c, d)[::-1], "comes first"), (lambda e, c, d: split(e, c, d.strip()), "part of it"), (lambda e, c, d: split(e, c, " " + d), "no space"), (lambda e, c, d: e(c + d), "two lists"), (lambda e, c, d: (c, d), "expected")]
+         (lambda e, c, d: split(e, c, d)[::-1], "comes first"), (lambda e, c, d: split(e, c, d.strip()), "part of it"), (lambda e, c, d: split(e, c, " " + d), "no space"), (lambda e, c, d: e(c + d), "two lists"), (lambda e, c, d: (c, d), "expected"),
+         (lambda e, c, d: split(e, c.rstrip(), c[len(c.rstrip()):] + d), "last blank")]
 
 
 TASKS = {"bits_per_byte": (BITS, bits, bits_by_log2), "windows": (WINDOWS, windows, windows_by_recursion), "ceiling": (CEILING, ceiling, ceiling_in_numpy), "score": (SCORE, score, score_in_fractions),
@@ -313,7 +315,10 @@ TASKS = {"bits_per_byte": (BITS, bits, bits_by_log2), "windows": (WINDOWS, windo
          "elo": (ELO, elo, elo_by_strength), "soften": (SOFTEN, soften, soften_in_numpy), "brier": (BRIER, brier, brier_in_squares), "overlap": (OVERLAP, overlap, overlap_in_strings),
          "order_p": (ORDER, order_p, order_by_sorting), "match": (MATCH, match, match_in_numpy), "split_tokens": (SPLIT, split, split_by_popping)}
 graders = Graders(ex, [(task, *pair) for task, (wrong, right, _) in TASKS.items() for pair in wrong + spoiled(right)],
-                  [(task, f) for task, (_, *right) in TASKS.items() for f in right] + [("pick", pick_in_numpy)])
+                  [(task, f) for task, (_, *right) in TASKS.items() for f in right] + [("pick", pick_in_numpy)]
+                  # Types and roundings that make no difference
+                  + [("wilson", lambda *a: np.array(wilson(*a))), ("elo", lambda *a: np.array(elo(*a))), ("soften", lambda *a: np.array(soften(*a), np.float32)),
+                     ("paired_error", lambda a, b: math.sqrt(max(0, np.var(a, ddof=1) + np.var(b, ddof=1) - 2*np.cov(a, b)[0, 1])/len(a)))])
 test_wrong_answers, test_right_answers, test_each_grader, test_same_words = graders.tests(least_wrong=10)
 
 

@@ -196,10 +196,17 @@ def token_by_token(logits, chosen, losses):
 
 
 ANY = [(fails, "your code raised"), (None, "expected a function"), (lambda *a: None, "for "), (lambda *a: "text", "for ")]
+def row_by_row(q, t, c, r, u):
+    scores, query, long = np.zeros_like(c[:, 0]), np.squeeze(q@u), np.shape(q)[0] + t.size
+    for s in range(np.size(scores)): scores[s] = np.append(query, t)@np.append(c[s], r[s])
+    return np.divide(scores, long**.5, out=scores)
+
+
 TASKS = {
     "expert_parameters": ([(parameters(router=0), "the router is missing"), (parameters(three=2), "three matrices"), (parameters(wide=1), "4 F wide"),
                            (parameters(shared_=0), "shared experts are missing"), (parameters(dense_=0), "the dense layers have no experts"), (parameters(order=-1), "the wrong way round"),
-                           (parameters(shared_=2), "for D = "), (parameters(router=2), "for D = "), (lambda *a: parameters()(*a)[0], "for D = ")], [parameters(), by_counting]),
+                           (parameters(shared_=2), "for D = "), (parameters(router=2), "for D = "), (lambda *a: parameters()(*a)[0], "for D = "),
+                           (lambda *a: [1, (2, 3)], "for D = ")], [parameters(), by_counting]),
     "route": ([(routed(norm=False), "do not sum to 1"), (routed(order=lambda z: z.shape[1] - 1 - np.argsort(-z[:, ::-1], -1, kind="stable")), "the lowest expert comes first"),
                (routed(order=lambda z: np.argsort(z, -1, kind="stable")), "for logits"), (routed(after=lambda c, w: (c[:, ::-1], w[:, ::-1])), "the best must come first"),
                (routed(after=lambda c, w: (w, c)), "the wrong way round"), (routed(after=lambda c, w: c), "expected experts and weights"), (routed(soft=exponentials), "for logits"),
@@ -208,7 +215,7 @@ TASKS = {
     "dispatch": ([(dispatched(weigh=np.ones_like), "the weights are left out"), (dispatched(weigh=np.ones_like, mean=True), "the mean is taken"),
                   (dispatched(choose=lambda c: c[:, :1]), "only the first choice"), (dispatched(act=lambda h: h), "the ReLU is missing"), (dispatched(add=1), "the block's work"),
                   (dispatched(weigh=lambda w: w[:, ::-1]), "in the order of `chosen`"), (dispatched(act=np.tanh), "for N = "), (dispatched(choose=lambda c: c + 1), "for N = "),
-                  (dispatched(act=abs), "for N = ")], [dispatched(), dense_mask]),
+                  (dispatched(act=abs), "for N = "), (dispatched(weigh=lambda w: w/w.sum(-1, keepdims=True)), "not divided by their sum")], [dispatched(), dense_mask]),
     "dropped": ([(drops(room=lambda N, k, E, f: math.floor(f*N*k/E)), "rounded up"), (drops(room=lambda N, k, E, f: math.ceil(f*N/E)), "k visits"),
                  (drops(room=lambda N, k, E, f: math.ceil(N*k/E)), "the factor is left out"), (drops(of=lambda o, load, c: int(c.size - o.sum())), "visits that are served"),
                  (drops(of=lambda o, load, c: int(o.max())), "of one expert"), (drops(of=lambda o, load, c: o.sum()/c.size), "a share, not a number"),
@@ -241,6 +248,8 @@ TASKS = {
 }
 WRONG = [(task, answer, words) for task, (wrong, _) in TASKS.items() for answer, words in [*wrong, *ANY]]
 RIGHT = [(task, answer) for task, (_, right) in TASKS.items() for answer in right]
+# Types and NumPy functions that make no difference
+RIGHT += [("expert_parameters", lambda *a: np.array(parameters()(*a))), ("route", routed(after=lambda c, w: (c.astype(np.int32), w))), ("latent_scores", row_by_row)]
 
 graders = Graders(ex, WRONG, RIGHT)
 test_wrong_answers, test_right_answers, test_each_grader, test_same_words = graders.tests(least_wrong=10)

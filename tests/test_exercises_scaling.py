@@ -174,9 +174,14 @@ def three_by_normal_equations(N, D, l, a, b):
     return list(np.linalg.solve(X.T@X, X.T@np.array(l)))
 
 
+def three_by_relative_errors(N, D, l, a, b):
+    columns = np.stack([np.ones(len(N)), np.array(N)**-a, np.array(D)**-b], 1)
+    return tuple(np.linalg.lstsq(columns/np.array(l)[:, None], np.ones(len(N)), rcond=None)[0])
+
+
 THREE = [(lambda *v: (0., *three(*v, floor=False)), "column of ones"), (lambda N, D, l, a, b: three(N, D, l, -a, -b), "are negative"), (lambda N, D, l, a, b: three(N, D, l, b, a), "alpha belongs"),
          (lambda *v: (*three(*v)[1:], three(*v)[0]), "order is E, A, B"), (lambda *v: (three(*v)[0], three(*v)[2], three(*v)[1]), "A belongs"), (lambda N, D, l, a, b: three(N, D, np.log(l), a, b), "not of logarithms"),
-         (lambda *v: three(*v)[:2], "expected"), (lambda *v: dict(zip("EAB", three(*v))), "expected")]
+         (lambda *v: three(*v)[:2], "expected"), (lambda N, D, l, a, b: three(N[:3], D[:3], l[:3], a, b), "all runs count"), (three_by_relative_errors, "expected"), (lambda *v: dict(zip("EAB", three(*v))), "expected")]
 
 
 # 11. Bootstrap error
@@ -246,7 +251,8 @@ TASKS = {"power_exponent": (EXPONENT, exponent, exponent_by_tens), "extrapolate"
          "vertex": (VERTEX, parabola, vertex_by_solving), "huber_sum": (HUBER, huber, huber_by_pull), "three_constants": (THREE, three, three_by_normal_equations),
          "slope_error": (ERROR, error, error_by_hand), "predict_best": (PREDICT, predict, partial(predict, sizes=10, reach=6), until_refused)}
 graders = Graders(ex, [(task, *pair) for task, (wrong, right, *_) in TASKS.items() for pair in wrong + spoiled(right)],
-                  [(task, f) for task, (_, *right) in TASKS.items() for f in right])
+                  [(task, f) for task, (_, *right) in TASKS.items() for f in right]
+                  + [(task, partial(lambda f, *a: np.array(f(*a)), f)) for task, f in (("best_split", split), ("growth", growth), ("three_constants", three))])
 test_wrong_answers, test_right_answers, test_each_grader, test_same_words = graders.tests(least_wrong=10)
 
 

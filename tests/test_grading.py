@@ -13,7 +13,7 @@ from graders import Graders, fails, score_lines
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmcourse.tools.grading import check_numbers, run_answer, short, short_args
+from lmcourse.tools.grading import check_cases, check_numbers, run_answer, short, short_args
 
 VALUES = st.recursive(st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.binary() | st.sampled_from([np.arange(3.), torch.arange(20)]),
                       lambda v: st.lists(v) | st.tuples(v) | st.dictionaries(st.text(), v), max_leaves=8)
@@ -139,13 +139,22 @@ def test_right_numbers(n): check_numbers(dict(s=.5, n=n), RIGHT, {})
 
 
 def test_allowance():
-    check_numbers(dict(n=32_100, s=.501), RIGHT, {}, rtol=.01)
-    check_numbers(dict(n=32_000.4, s=.9), RIGHT, {}, atol=.5)
+    check_numbers(dict(n=32_000, s=.501), RIGHT, {}, rtol=.01)
+    check_numbers(dict(n=32_000., s=.9), RIGHT, {}, atol=.5)
+    for n, words in ((32_000.4, "n: 32,000.4 is not a whole number"), (32_001, "n: 32,001 is too large")):
+        with pytest.raises(AssertionError, match=words): check_numbers(dict(n=n, s=.5), RIGHT, {}, rtol=.01)
     for s, words in ((2.0001, "upside down"), (2.0009, "the other"), (1.9, "is too large")):
         with pytest.raises(AssertionError, match=words): check_numbers(dict(n=32_000, s=s), RIGHT, WHY, rtol=.01)
 
 
 # The helper of the tests
+
+@pytest.mark.parametrize("answer, ending", [
+    (lambda v: sum(v)/(len(v) - 1), "expected 1.0, got 2.0: divide by n"), (max, "expected 1.0, got 2"), (lambda v: sum(v) if sum(v) > 5 else np.mean(v), "expected 3.0, got 9: that is the sum")])
+def test_a_mistake_is_named_where_it_fits_half_of_the_cases(answer, ending):
+    cases, mistakes = [([0, 2],), ([1, 2, 6],), ([3, 3],), ([4, 4],)], {"that is the sum": sum, "divide by n": lambda v: sum(v)/(len(v) - 1)}
+    with pytest.raises(AssertionError, match=f"^for .*: {ending}$"): check_cases(answer, lambda v: sum(v)/len(v), cases, mistakes)
+
 
 def one_grader(check): return SimpleNamespace(__name__="m", __all__=["check_a", "other"], check_a=check)
 

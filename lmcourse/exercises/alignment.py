@@ -23,7 +23,7 @@ from ..alignment.ppo import gae as gae_of
 from ..alignment.reward import preference_loss as preference_of
 from ..alignment.sft import compute_entropy as entropy_of, masked_normalize as normalize_of
 from ..alignment.toy import best_of_n as best_of, kl_estimators
-from ..tools.grading import run_answer, short, short_args
+from ..tools.grading import run_answer, short
 
 # %% ../../nbs/14_alignment/14z_alignment.ipynb #50635cd6
 def _same(got, right)->bool: # Same type, shape and value, floats approximately
@@ -48,10 +48,17 @@ def _told(right, got)->str: # Describes the first difference
         at = ((~torch.isclose(a, b, 1e-6, 1e-9, equal_nan=True)).nonzero()[0].tolist()
               if got.dtype != torch.bool else [0]*right.ndim)
         return f"expected {a[tuple(at)].item():.6g} at {at}, got {b[tuple(at)].item():.6g}"
-    return f"expected {short(right)}, got {short(got)}"
+    kinds = isinstance(right, Tensor) and not isinstance(got, Tensor)
+    a, b = (f"{type(v).__name__} {short(v)}" if kinds else short(v) for v in (right, got))
+    return f"expected {a}, got {b}"
 
 # %% ../../nbs/14_alignment/14z_alignment.ipynb #50635ca1
 class _Form(Exception): pass # The result doesn't have the form that is asked for
+
+def _parts(found, kinds:str="a loss", n:int=2): # The parts of a result; the last must be a dict
+    if isinstance(found, (tuple, list)) and len(found) == n and isinstance(found[-1], dict):
+        return found
+    raise _Form(f"gives {short(found)}, expected {kinds} and a dict")
 
 def _grade(f, right:Callable, cases:list, mistakes:dict, call:Callable=lambda f, *case: f(*case)):
     # `mistakes` maps descriptions to wrong functions
@@ -69,7 +76,8 @@ def _grade(f, right:Callable, cases:list, mistakes:dict, call:Callable=lambda f,
             raise
         if _same(got, expected): continue
         words = next((f": {w}" for w,wrong in mistakes.items() if shows(wrong, case, got)), "")
-        raise AssertionError(f"for {short(short_args(case), 160)}: {_told(expected, got)}{words}")
+        shown = ", ".join(short(v, 40) for v in case)
+        raise AssertionError(f"for ({shown}): {_told(expected, got)}{words}")
 
 def _numbers(seed:int, *shape:int)->Tensor: # Standard normal, float64
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
@@ -172,9 +180,7 @@ def check_compute_group_normalized_rewards(
     def mean(x): return x.mean(1, keepdim=True)
     def std(x, unbiased=True): return x.std(1, keepdim=True, unbiased=unbiased)
     def known(f, *case):
-        found = f(*case)
-        if not isinstance(found, tuple) or len(found) != 3 or not isinstance(found[2], dict):
-            raise _Form(f"gives {short(found)}, expected advantages, rewards and a dict")
+        found = _parts(f(*case), "advantages, rewards", 3)
         return dict(advantages=found[0], rewards=found[1])
     _grade(compute_group_normalized_rewards, normalized_of, cases, {
         "the sample's standard deviation divides by G - 1":
@@ -206,10 +212,7 @@ def check_compute_grpo_clip_loss(
         return f
     def first(f, a, x, *rest):
         x = x.detach().clone().requires_grad_()
-        found = f(a, x, *rest)
-        if not isinstance(found, tuple) or len(found) != 2:
-            raise _Form(f"gives {short(found)}, expected a loss and a dict")
-        return _with_gradient(found[0], x)
+        return _with_gradient(_parts(f(a, x, *rest))[0], x)
     _grade(compute_grpo_clip_loss, clip_of, cases, {
         "the ratio is of probabilities, not of their logarithms": clip(lambda n, o: n/o),
         "the ratio needs an exponential": clip(lambda n, o: n - o),
@@ -243,9 +246,10 @@ def check_masked_mean(
         "mask before you sum": along(lambda x, m, d: x.sum(d)/m.sum(d))})
 
 # %% ../../nbs/14_alignment/14z_alignment.ipynb #bb7360c1
-def _step(average:Callable, divide:bool=True, backward:bool=True, raw:bool=False, low=1., high=1.
-)->Callable:
-    # A grader's variant; `low` and `high` multiply the bounds of the clip
+def _step(average:Callable, divide:bool=True, backward:bool=True, raw:bool=False, whole:bool=False,
+          low=1., high=1.)->Callable:
+    # A grader's variant; `whole` returns the loss before the division, `low` and `high` multiply
+    # the bounds of the clip
     def f(x, mask, steps, loss_type, raw_rewards, advantages, old, cliprange):
         a = raw_rewards if raw or loss_type == "no_baseline" else advantages
         if loss_type == "grpo_clip":
@@ -254,15 +258,13 @@ def _step(average:Callable, divide:bool=True, backward:bool=True, raw:bool=False
         else: loss = -a*x
         total = average(loss, mask)/(steps if divide else 1)
         if backward: total.backward()
-        return total, {}
+        return total*steps if whole else total, {}
     return f
 
 def _gradient(f, x, *rest)->dict: # The loss and the gradient that a step leaves
     x = x.detach().clone().requires_grad_()
-    found = f(x, *rest)
-    if not isinstance(found, tuple) or len(found) != 2:
-        raise _Form(f"gives {short(found)}, expected a loss and a dict")
-    loss = found[0].detach() if isinstance(found[0], Tensor) else found[0]
+    loss = _parts(f(x, *rest))[0]
+    if isinstance(loss, Tensor): loss = loss.detach()
     return dict(loss=loss, gradient=torch.zeros_like(x) if x.grad is None else x.grad)
 
 # %% ../../nbs/14_alignment/14z_alignment.ipynb #1a859353
@@ -281,6 +283,7 @@ def check_grpo_microbatch_train_step(
     def right(l, m): return mean_of(l, m, 1).mean()
     _grade(grpo_microbatch_train_step, step_of, cases, {
         "divide by gradient_accumulation_steps": _step(right, divide=False),
+        "return the loss that was divided": _step(right, whole=True),
         "the backward pass is missing": _step(right, backward=False),
         "average over each response first, then over responses":
             _step(lambda l, m: (l*m).sum()/m.sum()),
@@ -414,7 +417,7 @@ def check_response_mask(
     def numbers(f, *case):
         found = f(*case)
         if not isinstance(found, Tensor) or found.dtype != torch.bool:
-            raise _Form(f"gives {short(found)}, expected a tensor of bool")
+            raise _Form(f"gives {type(found).__name__} {short(found)}, expected a tensor of bool")
         return found.int()
     cases = [([3], [5], 6), ([1, 4, 2], [6, 7, 3], 7), ([2, 2], [8, 4], 7)]
     _grade(response_mask, mask(), cases, {
@@ -459,6 +462,9 @@ def check_compute_entropy(
              (torch.tensor([[2000., 1999., 0.], [-3000., -3000., -3001.]], dtype=torch.float64),)]
     def log_p(z): return z.log_softmax(-1)
     def entropy_from(p): return -(p*p.log()).sum(-1)
+    def one_maximum(z):
+        z = z - z.max()
+        return z.exp().sum(-1).log() - (z.exp()*z).sum(-1)/z.exp().sum(-1)
     _grade(compute_entropy, entropy_of, cases, {
         "entropy is positive: a minus is missing": lambda z: -entropy_of(z),
         "nats, not bits": lambda z: entropy_of(z)/math.log(2),
@@ -466,7 +472,9 @@ def check_compute_entropy(
         "weight by the probabilities": lambda z: -log_p(z).mean(-1),
         "sum over the vocabulary": lambda z: -(log_p(z).exp()*log_p(z)),
         "that is the perplexity": lambda z: entropy_of(z).exp(),
-        "the exponential of a large logit overflows":
+        "0*log(0) is nan: use log_softmax": lambda z: entropy_from(z.softmax(-1)),
+        "subtract each row's own maximum, not one for all": one_maximum,
+        "the exponential of a large logit overflows, and that of a small one vanishes":
             lambda z: entropy_from(z.exp()/z.exp().sum(-1, keepdim=True)),
         "logits aren't log-probabilities": lambda z: -(log_p(z).exp()*z).sum(-1),
         "an entropy for each position, not their mean": lambda z: entropy_of(z).mean()})

@@ -12,37 +12,9 @@ import math, re, tempfile
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-import numpy as np
 from ..curation.exact import normalize
 from ..curation.minhash import candidate_probability
-from ..tools.grading import check_numbers, run_answer, short, short_args
-
-# %% ../../nbs/13_curation/13z_data.ipynb #13z00007
-def _same(got, right)->bool: # Whether type and value agree; floats only nearly
-    if isinstance(got, np.generic): got = got.item()
-    if isinstance(right, dict):
-        return (isinstance(got, dict) and got.keys() == right.keys()
-                and all(_same(got[k], v) for k,v in right.items()))
-    if isinstance(right, (list, tuple)):
-        return (isinstance(got, (list, tuple)) and len(got) == len(right)
-                and all(map(_same, got, right)))
-    if isinstance(right, (str, bool)): return type(got) is type(right) and got == right
-    if isinstance(got, bool) or not isinstance(got, (int, float)): return False
-    return math.isclose(got, right, rel_tol=1e-6, abs_tol=1e-12)
-
-def _grade(f:Callable, right:Callable, cases:list, mistakes:dict, run:Callable=run_answer):
-    # Raises an `AssertionError` for a wrong function
-    def shows(wrong, case): # Does the answer do there what this mistake does?
-        try: return _same(run(f, *case), run(wrong, *case))
-        except (ArithmeticError, ValueError, AssertionError, LookupError): return False
-    for case in cases:
-        expected, got = run(right, *case), run(f, *case)
-        if _same(got, expected): continue
-        known = [w for w,wrong in mistakes.items() if shows(wrong, case)]
-        words = next((w for w in known if all(shows(mistakes[w], c) for c in cases)),
-                     next(iter(known), ""))
-        raise AssertionError(f"for {short_args(case)}: expected {short(expected, 90)}, "
-                             f"got {short(got, 90)}{': ' + words if words else ''}")
+from ..tools.grading import check_cases, check_numbers, run_answer, short
 
 # %% ../../nbs/13_curation/13z_data.ipynb #13z00009
 def check_mask_emails(
@@ -55,7 +27,7 @@ def check_mask_emails(
     cases = [("Write to mia@forest.example today.",),
              ("a.b+c@mail.x-y.example, or A_B@C.EXAMPLE!",), ("We met @noon, at 3@4, and a @ b.",),
              ("(x@y.example)(z@y.example)",), ("No address.",), ("Ask mia@forest.example.",)]
-    _grade(mask_emails, by(good), cases, {
+    check_cases(mask_emails, by(good), cases, {
         "the full stop after an address is not part of it": by(r"\S+@\S+"),
         "names may have dots, + and -": by(r"\w+@[\w-]+(?:\.[\w-]+)+"),
         "an address has a dot after the @": by(r"[\w.+-]+@[\w.-]*\w"),
@@ -76,7 +48,7 @@ def check_mask_phone_numbers(
     cases = [("Call 2025550123 or 202-555-0123.",), ("At (202)-555-0123, (202) 555 0123.",),
              ("In 20255501234567 days, for 12,345 crowns.",), ("Nobody: 555-0123.",),
              ("On 2024-01-31 at 18:30",), ("Room 202/555x0123",)]
-    _grade(mask_phone_numbers, by(good), cases, {
+    check_cases(mask_phone_numbers, by(good), cases, {
         "a longer number is no phone number": by(r"\(?\d{3}\)?[ -]?\d{3}[ -]?\d{4}"),
         "brackets belong to the number": by(r"(?<!\d)\d{3}\)?[ -]?\d{3}[ -]?\d{4}(?!\d)"),
         "there may be no signs between the digits":
@@ -100,7 +72,7 @@ def check_mask_ips(
     good = rf"(?<![\d.]){byte}(?:\.{byte}){{3}}(?!\.?\d)"
     cases = [("From 192.0.2.7 to 203.0.113.255.",), ("Version 2.4.1 is out.",),
              ("At 300.1.2.9, or 1.2.3.256?",), ("0.0.0.0, 10.20.30.40!",), ("a1234.5.6.7",)]
-    _grade(mask_ips, by(good), cases, {
+    check_cases(mask_ips, by(good), cases, {
         "numbers go up to 255": by(r"(?<![\d.])\d{1,3}(?:\.\d{1,3}){3}(?![\d])"),
         "four numbers, not three": by(rf"(?<![\d.]){byte}(?:\.{byte}){{2,3}}(?!\.?\d)"),
         "255 is allowed": by(good.replace("[0-5]", "[0-4]")),
@@ -116,24 +88,26 @@ def check_gopher_quality_filter(
 ):
     "`AssertionError` unless each rule holds at its limits."
     def keep(t, low=50, high=100_000, short=3., long=10., dots=.3, letters=.8, strict=False,
-             characters=False):
+             characters=False, mark=lambda l: l.rstrip().endswith("..."),
+             spelt=lambda x: any(map(str.isalpha, x))):
         w, lines = t.split(), t.split("\n")
         n = len(t) if characters else len(w)
-        mean, ends = (sum(map(len, w))/max(1, len(w)),
-                      sum(l.rstrip().endswith("...") for l in lines)/len(lines))
-        share = sum(any(map(str.isalpha, x)) for x in w)/max(1, len(w))
+        mean, ends = sum(map(len, w))/max(1, len(w)), sum(map(mark, lines))/len(lines)
+        share = sum(map(spelt, w))/max(1, len(w))
         if strict: return low < n < high and short < mean < long and ends < dots and share > letters
         return low <= n <= high and short <= mean <= long and ends <= dots and share >= letters
-    def lines(n, dotted):
-        return "\n".join(["here are eight words that end in something"]*(n - dotted)
+    def lines(n, dotted, line="here are eight words that end in something"):
+        return "\n".join([line]*(n - dotted)
                          + ["here are eight words that end in nothing ..."]*dotted)
     cases = [("word "*50,), ("word "*49,), ("word "*100_000,), ("word "*100_001,), ("and "*60,),
              ("an "*60,), ("abcdefghij "*60,), ("abcdefghijk "*60,), (lines(10, 3),),
              (lines(10, 4),),
              ("word "*80 + "1234 "*20,), ("word "*79 + "1234 "*21,), ("word1 "*60,), ("",),
              ("wonderful "*45,), ("and "*98 + "an "*2,), ("abcdefghij "*99 + "abcdefghijk ",),
-             (lines(100, 31),), ("word "*49 + "-- ",)]
-    _grade(gopher_quality_filter, keep, cases, {
+             (lines(100, 31),), ("word "*49 + "-- ",), ("44th "*60,), ("éàéà "*60,),
+             ("word "*70 + "---- "*30,), (lines(10, 0, "eight words ... and then three more words"),),
+             (lines(10, 0, "here are eight words that end in something."),)]
+    check_cases(gopher_quality_filter, keep, cases, {
         "texts at a limit stay": lambda t: keep(t, strict=True),
         "count words, not characters": lambda t: keep(t, characters=True),
         "texts of too few words stay": lambda t: keep(t, low=0),
@@ -142,6 +116,10 @@ def check_gopher_quality_filter(
         "texts of long words stay": lambda t: keep(t, long=99),
         "texts whose lines break off stay": lambda t: keep(t, dots=1),
         "texts of words without letters stay": lambda t: keep(t, letters=0),
+        "a line breaks off only where it ends in ...": lambda t: keep(t, mark=lambda l: "..." in l),
+        "a full stop is no ellipsis": lambda t: keep(t, mark=lambda l: l.endswith(".")),
+        "a letter anywhere in a word will do": lambda t: keep(t, spelt=lambda x: x[0].isalpha()),
+        "é is a letter, too": lambda t: keep(t, spelt=lambda x: bool(re.search("[A-Za-z]", x))),
         "this is what to drop": lambda t: not keep(t)})
 
 # %% ../../nbs/13_curation/13z_data.ipynb #13z00021
@@ -176,13 +154,15 @@ def check_exact_line_deduplication(
     "`AssertionError` unless lines are counted over all files, and repeated ones go everywhere."
     cases = [({"a": "Menu\nOne.\n", "b": "Menu\nTwo.\n"},), ({"a": "x\ny\nx\n", "b": "z\n"},),
              ({"a": "end\n", "b": "start\nend"},), ({"a": "", "b": "A\na\n"},),
-             ({"a": "q\nq\n", "b": "q\nr\n"},), ({"a": "x\n", "b": "  x\n"},)]
+             ({"a": "q\nq\n", "b": "q\nr\n"},), ({"a": "x\n", "b": "  x\n"},),
+             ({"a": "x\n", "b": "x \n"},)]
     once = lambda n, seen: n == 1
-    _grade(exact_line_deduplication, _line_rule(once), cases, {
+    check_cases(exact_line_deduplication, _line_rule(once), cases, {
         "a repeated line goes everywhere, its first copy too": _line_rule(lambda n, seen: not seen),
         "count over all files, not in each": _line_rule(once, whole=False),
         "the last line of a file may lack its end": _line_rule(once, str),
         "an indented line is another line": _line_rule(once, str.strip),
+        "blanks at the end belong to the line": _line_rule(once, str.rstrip),
         "lines that occur twice go too": _line_rule(lambda n, seen: n <= 2),
         "those are the lines to drop": _line_rule(lambda n, seen: n > 1),
         "nothing was dropped": _line_rule(lambda n, seen: True),
@@ -207,7 +187,7 @@ def check_similarity(
     cases = [("Mia lost her red kite", "mia lost her red balloon", 2), ("a b a b a b", "a b", 2),
              ("one two", "one two", 5), ("", "", 2), ("x y z", "", 1),
              ("go on and on and on", "go on and off", 1)]
-    _grade(similarity, both(), cases, {
+    check_cases(similarity, both(), cases, {
         "sets hold each run once": bag,
         "that is the containment": both(lambda p, q: max(1, len(p))),
         "the union is in the denominator, not the sum": both(lambda p, q: len(p) + len(q)),
@@ -224,7 +204,7 @@ def check_meeting_probability(
 ):
     "`AssertionError` unless it is 1 - (1 - s**r)**b."
     cases = [(.8, 20, 6), (.5, 3, 2), (.3, 1, 4), (.9, 5, 1), (1., 4, 4), (0., 9, 3)]
-    _grade(meeting_probability, lambda s, b, r: 1 - (1 - s**r)**b, cases, {
+    check_cases(meeting_probability, lambda s, b, r: 1 - (1 - s**r)**b, cases, {
         "b and r are swapped": lambda s, b, r: 1 - (1 - s**b)**r,
         "that is the probability of missing each other": lambda s, b, r: (1 - s**r)**b,
         "that is one band": lambda s, b, r: s**r,
@@ -247,7 +227,7 @@ def check_choose(
     right = lambda s, b, r, p: candidate_probability(s, b, r) >= p
     cases = [(128, .8, .95), (128, .8, .99), (100, .7, .9), (16, .9, .5), (9000, .8, .99),
              (12, .5, .6)]
-    _grade(choose, first(down, right), cases, {
+    check_cases(choose, first(down, right), cases, {
         "bands come first": first(down, right, swap=True),
         "take the most rows, not the fewest": first(up, right),
         "those shapes find too little":
@@ -300,11 +280,8 @@ def _near(normal:Callable=normalize, similar:Callable|None=None, keep:Callable=m
             if keep(group[name]) == name: (Path(out)/name).write_text(text, encoding="utf-8")
     return f
 
-# %% ../../nbs/13_curation/13z_data.ipynb #13z00038
-def check_minhash_deduplication(
-    minhash_deduplication:Callable, # Function with the six arguments above
-):
-    "`AssertionError` unless the first by name of each cluster stays, and nothing else goes."
+# %% ../../nbs/13_curation/13z_data.ipynb #0b97af87
+def _near_cases()->list: # Files and options
     base = " ".join(f"w{i}" for i in range(60))
     def swap(text, *at): return " ".join("new" if i in at else w for i,w in enumerate(text.split()))
     far = {"c.txt": base, "a.txt": swap(base, 30), "b.txt": swap(base, 30, 45),
@@ -314,23 +291,40 @@ def check_minhash_deduplication(
     part = {"a.txt": base, "b.txt": base + " " + " ".join(f"v{i}" for i in range(60))}
     chain = {"a.txt": base, "b.txt": swap(base, 30, 45), "c.txt": swap(base, 30)}
     few = {"b.txt": "one two", "a.txt": "one two", "c.txt": "one three"}
-    cases = [(far, 100, 20, 5, .8), (look, 100, 25, 3, .9), (part, 100, 50, 5, .7),
-             (few, 100, 100, 5, .5), (chain, 100, 20, 5, .8)]
-    def run(f, files, *options): return _files_through(f, files, *options)
-    _grade(minhash_deduplication, _near(), cases, {
+    half, order = ({"a.txt": "red fig plum", "b.txt": "red fig pear"},
+                   {"a.txt": "one two three", "b.txt": "three two one"})
+    return [(far, 100, 20, 5, .8), (look, 100, 25, 3, .95), (part, 100, 50, 5, .7),
+            (few, 100, 100, 5, .5), (chain, 100, 20, 5, .8), (far, 100, 20, 5, .9),
+            (half, 100, 100, 1, .5), (order, 20, 20, 1, .9),
+            ({"a.txt": "abc", "b.txt": "cab"}, 20, 20, 1, .9),
+            ({"a.txt": "its nine oclock", "b.txt": "It's nine o'clock", "c.txt": "well done sir",
+              "d.txt": "Well done, sir!"}, 20, 20, 1, .9)]
+
+# %% ../../nbs/13_curation/13z_data.ipynb #13z00038
+def check_minhash_deduplication(
+    minhash_deduplication:Callable, # Function with the six arguments above
+):
+    "`AssertionError` unless the first by name of each cluster stays, and nothing else goes."
+    check_cases(minhash_deduplication, _near(), _near_cases(), {
         "of a cluster the first by name stays": _near(keep=max),
         "normalize before you compare": _near(normal=lambda t: t),
         "lower case alone is not enough": _near(normal=str.lower),
+        "punctuation is removed, not replaced by a blank":
+            _near(normal=lambda t: normalize(re.sub(r"[^\w\s]", " ", t))),
+        "accents make no difference": _near(normal=lambda t: re.sub(r"[^\w\s]", "", t.lower())),
         "similarity is Jaccard, not containment":
             _near(similar=lambda x, y: len(x & y)/min(len(x), len(y))),
+        "a pair at the threshold reaches it": _near(least=lambda j, t: j > t),
+        "ngrams is an argument": lambda p, h, b, n, t, out: _near()(p, h, b, 5, t, out),
+        "jaccard_threshold is an argument": _near(least=lambda j, t: j >= .8),
+        "runs of words, not of letters": _near(normal=lambda t: " ".join(normalize(t))),
         "only equal files were found": _near(least=lambda j, t: j == 1),
         "a cluster may be a chain": _near(chain=False),
         "all files stay": _near(least=lambda j, t: False),
         "a copy goes, not the whole cluster": _near(keep=lambda g: min(g) if len(g) == 1 else None),
         "files that are not similar were dropped too": _near(least=lambda j, t: j > 0),
         "files without a duplicate were dropped":
-            _near(keep=lambda g: min(g) if len(g) > 1 else None)},
-           run)
+            _near(keep=lambda g: min(g) if len(g) > 1 else None)}, _files_through)
 
 # %% ../../nbs/13_curation/13z_data.ipynb #13z00041
 def check_containment(
@@ -353,7 +347,7 @@ def check_containment(
              ("go go go on", "go go on", 2), ("x y", "a b c", 2),
              ("the old bridge", "the old", 4), ("red kite", "A Red Kite flew", 2),
              ("go go go up", "go go on", 2), ("a red", "a reddish kite", 2)]
-    _grade(containment, share, cases, {
+    check_cases(containment, share, cases, {
         "that is the Jaccard similarity": lambda t, d, n: share(t, d, n, lambda x, y: len(x | y)),
         "divide by the test's runs, not the document's":
             lambda t, d, n: share(t, d, n, lambda x, y: len(y)),
@@ -383,7 +377,7 @@ def check_next_source(
              ({"x": 100, "y": 40, "z": 1}, {"x": .8, "y": .18, "z": .02}),
              ({"p": 10, "q": 10}, {"p": .5, "q": .5}),
              ({"a": 30, "b": 10, "c": 0}, {"a": .7, "b": .3, "c": 0.})]
-    _grade(next_source, most(lambda t, s, n, all_: s[n]*all_ - t[n]), cases, {
+    check_cases(next_source, most(lambda t, s, n, all_: s[n]*all_ - t[n]), cases, {
         "that one is furthest ahead": most(lambda t, s, n, all_: t[n] - s[n]*all_),
         "the largest share is not always next": most(lambda t, s, n, all_: s[n]),
         "shares count, not equal parts": most(lambda t, s, n, all_: -t[n]),

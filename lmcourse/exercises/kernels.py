@@ -10,42 +10,11 @@ __all__ = ['check_count_sectors', 'check_rounds', 'check_blocks_per_sm', 'check_
 # %% ../../nbs/09_kernels/09z_kernels.ipynb #207f82e6
 import random
 from collections.abc import Callable
-from numbers import Integral, Real
 from ..kernels.flash import flash_cost
 from ..kernels.grouped import expert_tiles as tiles_of_experts
 from ..kernels.matmul import tile_order as order_of_tiles, tiled_matmul_cost
 from ..kernels.simt import bank_rounds as rounds_of_banks, chips, occupancy, sectors
-from ..tools.grading import run_answer, short, short_args
-
-# %% ../../nbs/09_kernels/09z_kernels.ipynb #6ec4c1b9
-def _same(got, right)->bool: # True for the same type and value; floats may differ by rounding
-    if isinstance(right, bool): return isinstance(got, bool) and got == right
-    if isinstance(right, Integral):
-        return isinstance(got, Integral) and not isinstance(got, bool) and got == right
-    if isinstance(right, Real):
-        return (isinstance(got, Real) and not isinstance(got, bool)
-                and (got == right or abs(got - right) <= 1e-9*max(1., float(abs(right)))))
-    if isinstance(right, (list, tuple)):
-        return type(got) is type(right) and len(got) == len(right) and all(map(_same, got, right))
-    return type(got) is type(right) and got == right
-
-def _agreement(answer:Callable, mistake:Callable, cases:list)->int:
-    # Number of cases in which both give the same result
-    def same(args):
-        try: return _same(run_answer(answer, *args), mistake(*args))
-        except Exception: return False
-    return sum(map(same, cases))
-
-def _grade(answer:Callable, right:Callable, cases:list, mistakes:dict):
-    # `mistakes` maps an explanation to a function with that mistake
-    for args in cases:
-        got, expected = run_answer(answer, *args), right(*args)
-        if _same(got, expected): continue
-        known = {words: _agreement(answer, f, cases) for words,f in mistakes.items()
-                 if _same(got, f(*args))}
-        words = f": {max(known, key=known.__getitem__)}" if known else ""
-        raise AssertionError(f"for {short_args(args)}: expected {short(expected)}, got "
-                             f"{short(got)}{words}")
+from ..tools.grading import check_cases
 
 # %% ../../nbs/09_kernels/09z_kernels.ipynb #be2837e5
 def check_count_sectors(
@@ -59,7 +28,7 @@ def check_count_sectors(
     for _ in range(30):
         size = rng.choice((1, 2, 4, 8))
         cases.append(([rng.randrange(0, 400) for _ in range(rng.randint(1, 32))], size))
-    _grade(count_sectors, sectors, cases, {
+    check_cases(count_sectors, sectors, cases, {
         "a sector counts once, however many threads want it":
             lambda a, s: sum((x + s - 1)//32 - x//32 + 1 for x in a),
         "the last byte of a number may lie in the next sector":
@@ -81,7 +50,7 @@ def check_rounds(
         found:dict = {}
         for w in set(words) if distinct else words: found[key(w)] = found.get(key(w), 0) + 1
         return max(found.values(), default=0)
-    _grade(rounds, rounds_of_banks, cases, {
+    check_cases(rounds, rounds_of_banks, cases, {
         "threads that want the same word are served together":
             lambda w: most(w, lambda x: x % 32, False),
         "words of different banks don't queue": lambda w: len(set(w)),
@@ -103,11 +72,12 @@ def check_blocks_per_sm(
     rng = random.Random(0)
     cases = [(256, 32, 0), (256, 64, 0), (256, 33, 0), (32, 16, 0), (128, 32, 48*1024),
              (1024, 128, 0), (100, 40, 0), (128, 32, 32*1024), (64, 37, 1000), (288, 176, 0),
-             (128, 32, 54_954)]
+             (128, 32, 54_954), (32, 16, 4104), (32, 16, 4128), (32, 16, 4232), (32, 16, 4872)]
     cases += [(rng.randint(1, 1024), rng.randint(16, 255), rng.randrange(0, 160_000))
               for _ in range(60)]
-    _grade(blocks_per_sm, right, cases, {
+    check_cases(blocks_per_sm, right, cases, {
         "each block needs 1 KiB of shared memory for the system": lambda *a: blocks(*a, system=0),
+        "a KiB has 1,024 bytes": lambda *a: blocks(*a, system=1000),
         "a block gets shared memory in multiples of 128 bytes": lambda *a: blocks(*a, unit=1),
         "an SM keeps 32 blocks at most": lambda *a: blocks(*a, most=10**6),
         "a warp gets registers in multiples of 256": lambda *a: blocks(*a, grain=1),
@@ -130,7 +100,7 @@ def check_idle_share(
              (1, 1, 16, 16, 4), (100, 70, 32, 32, 7)]
     cases += [(rng.randint(1, 5000), rng.randint(1, 5000), rng.choice((32, 64, 128)),
                rng.choice((32, 64, 256)), rng.choice((8, 108, 132))) for _ in range(30)]
-    _grade(idle_share, share, cases, {
+    check_cases(idle_share, share, cases, {
         "that is the useful share": lambda *a: 1 - share(*a),
         "the last wave takes as long as a full one": lambda *a: share(*a, wave=False),
         "tiles that stick out are computed whole": lambda *a: share(*a, cut=False),
@@ -148,7 +118,7 @@ def check_product_bytes(
     cases += [(*(rng.randint(1, 600) for _ in range(3)), rng.choice((16, 32, 64)),
                rng.choice((16, 128, 256)), rng.choice((2, 4))) for _ in range(30)]
     def up(a, b): return -(-a//b)
-    _grade(product_bytes, right, cases, {
+    check_cases(product_bytes, right, cases, {
         "the result is stored too": lambda m, n, k, bm, bn, s: s*(m*k*up(n, bn) + k*n*up(m, bm)),
         "these are numbers, not bytes": lambda m, n, k, bm, bn, s: m*k*up(n, bn) + k*n*up(m, bm)
         + m*n,
@@ -165,7 +135,7 @@ def check_tile_order(
 ):
     "`AssertionError` unless it is the order of the kernel."
     cases = [(1, 1, 1), (3, 4, 1), (4, 4, 2), (5, 3, 2), (9, 9, 3), (2, 7, 8), (7, 5, 3)]
-    _grade(tile_order, order_of_tiles, cases, {
+    check_cases(tile_order, order_of_tiles, cases, {
         "that is row after row": lambda r, c, g: [(i, j) for i in range(r) for j in range(c)],
         "that is column after column": lambda r, c, g: [(i, j) for j in range(c) for i in range(r)],
         "go down a column of the group first":
@@ -196,7 +166,7 @@ def check_update(
     for _ in range(20):
         cases.append((rng.uniform(-5, 5), rng.uniform(1, 9),
                       [rng.uniform(-9, 9) for _ in range(rng.randint(1, 6))]))
-    _grade(update, right, cases, {
+    check_cases(update, right, cases, {
         "convert the old sum when the maximum rises":
             lambda m, s, z: (max(m, *z), s + total(max(m, *z), s, z)),
         "the maximum may rise": lambda m, s, z: (m, s + total(m, s, z)),
@@ -221,7 +191,7 @@ def check_best_tile(
              (10**7, 16, 2, 1), (65_536, 64, 2, 4), (1024, 16, 2, 1), (512, 16, 2, 1)]
     cases += [(rng.choice((16, 48, 100, 164, 227))*1024, rng.choice((16, 32, 64, 128)),
                rng.choice((1, 2, 4)), rng.randint(1, 5)) for _ in range(30)]
-    _grade(best_tile, tile, cases, {
+    check_cases(best_tile, tile, cases, {
         "there are two strips, one of each matrix": lambda *a: tile(*a, strips=1),
         "what fits exactly fits": lambda *a: tile(*a, strict=True),
         "256 is the most": lambda *a: tile(*a, most=1024),
@@ -246,7 +216,7 @@ def check_races(
     for _ in range(30):
         cases.append(([(rng.randrange(4), rng.choice((L, S)), rng.randrange(8))
                        for _ in range(rng.randint(1, 12))],))
-    _grade(races, right, cases, {
+    check_cases(races, right, cases, {
         "a store and another program's load are a race too":
             lambda a: sorted({x for p, k, x in a if k == S
                               and any(q != p and y == x and j == S for q, j, y in a)}),
@@ -279,7 +249,7 @@ def check_flash_loads(
              (100, 64, 16, 32, 2)]
     cases += [(rng.randint(1, 300), rng.choice((16, 64, 128)), rng.choice((16, 32, 64)),
                rng.choice((16, 32, 64)), rng.choice((2, 4))) for _ in range(30)]
-    _grade(flash_loads, right, cases, {
+    check_cases(flash_loads, right, cases, {
         "queries are loaded too": lambda *a: count(*a, q=0),
         "keys and values are both loaded": lambda *a: count(*a, kv=1),
         "blocks that begin after the queries end are not loaded":
@@ -308,7 +278,7 @@ def check_expert_tiles(
     for _ in range(20):
         cases.append(([rng.choice((0, 1, 7, 16, 40)) for _ in range(rng.randint(1, 6))],
                       rng.choice((4, 16, 32))))
-    _grade(expert_tiles, right, cases, {
+    check_cases(expert_tiles, right, cases, {
         "a tile ends where its expert's tokens end": lambda c, r: right(c, r, cut=False),
         "an expert without tokens has no tile": lambda c, r: right(c, r, skip=False),
         "rows are counted among all tokens": lambda c, r: right(c, r, local=True),
@@ -336,7 +306,7 @@ def check_join(
     for _ in range(20):
         cases.append(([(rng.uniform(-3, 3), rng.uniform(1, 9), rng.uniform(-9, 9))
                        for _ in range(rng.randint(2, 5))],))
-    _grade(join, right, cases, {
+    check_cases(join, right, cases, {
         "convert totals and mixtures to one maximum":
             lambda p: right(p, of_sum=False, of_mixture=False),
         "convert the totals too": lambda p: right(p, of_sum=False),

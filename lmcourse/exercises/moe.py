@@ -62,8 +62,8 @@ def check_expert_parameters(
                     "total and active are the wrong way round": _layer_sums(*case)[::-1]}
         where = f"for {', '.join(f'{n} = {v}' for n,v in zip(names, case))}: "
         got = run_answer(expert_parameters, *case, shown=where)
-        _judge(where, got if not isinstance(got, list) else tuple(got), _layer_sums(*case),
-               mistakes)
+        if isinstance(got, np.ndarray): got = got.tolist()
+        _judge(where, tuple(got) if isinstance(got, list) else got, _layer_sums(*case), mistakes)
 
 # %% ../../nbs/08_moe/08z_moe.ipynb #f174f94d
 def _route(logits, k:int, normalize=True, over="all")->tuple:
@@ -102,6 +102,8 @@ def check_route(
         got = run_answer(route, logits, k, shown=where)
         if not isinstance(got, (tuple, list)) or len(got) != 2:
             raise AssertionError(f"{where}expected experts and weights, got {short(got)}")
+        if getattr(getattr(got[0], "dtype", None), "kind", "") in ("i", "u"):
+            got = got[0].astype(int), got[1]                # Any type of whole numbers will do
         _judge(where, tuple(got), (chosen, weights), mistakes)
 
 # %% ../../nbs/08_moe/08z_moe.ipynb #4ee6ec38
@@ -113,6 +115,8 @@ def check_dispatch(
     for N,D,F,E,k in ((1, 2, 3, 2, 1), (4, 3, 2, 3, 2), (9, 4, 5, 6, 3), (5, 3, 3, 8, 8)):
         x, w1, w2 = rng.normal(size=(N, D)), rng.normal(size=(E, F, D)), rng.normal(size=(E, D, F))
         chosen, weights = _route(rng.normal(size=(N, E)), k)
+        if k > 1: weights = weights*rng.uniform(.5, 1.5, weights.shape)
+        shares = weights/weights.sum(-1, keepdims=True)
         params = dict(w1=w1, w2=w2)
         right = experts_forward(x, params, chosen, weights, "relu")[0]
         ones, flat = np.ones_like(weights), np.full_like(weights, 1/k)
@@ -120,6 +124,8 @@ def check_dispatch(
         mistakes = {"the weights are left out": experts_forward(x, params, chosen, ones, "relu")[0],
                     "the mean is taken, whatever the weights":
                         experts_forward(x, params, chosen, flat, "relu")[0],
+                    "weights are used as they are, not divided by their sum":
+                        experts_forward(x, params, chosen, shares, "relu")[0],
                     "only the first choice is computed":
                         experts_forward(x, params, chosen[:, :1], weights[:, :1], "relu")[0],
                     "the ReLU is missing": linear,
@@ -269,7 +275,7 @@ class _Tallied(np.ndarray): # An array whose products are counted
     def __array_finalize__(self, other): self.tally = getattr(other, "tally", [])
     def __array_ufunc__(self, ufunc, method, *inputs, **kwargs):
         plain = _plain(inputs)
-        made = getattr(ufunc, method)(*plain, **{k: v for k,v in kwargs.items() if k != "out"})
+        made = getattr(ufunc, method)(*plain, **{k: _plain(v) for k,v in kwargs.items()})
         if ufunc is np.matmul: self.tally.append(np.asarray(plain[0]).size*np.size(made)
                                                  // max(1,
                                                         np.prod(np.shape(plain[0])[:-1],
@@ -280,10 +286,14 @@ class _Tallied(np.ndarray): # An array whose products are counted
     def __array_function__(self, function, types, args, kwargs):
         if function is np.dot: return args[0]@args[1]
         if function in _WITHOUT_PRODUCTS:
-            return _tallied(function(*_plain(args), **kwargs), self.tally)
+            made = function(*_plain(args), **{k: _plain(v) for k,v in kwargs.items()})
+            return _tallied(made, self.tally) if isinstance(made, np.ndarray) else made
         raise AssertionError(f"np.{function.__name__} can't be counted: use @, *, / and +")
 
-_WITHOUT_PRODUCTS = np.concatenate, np.stack, np.hstack, np.vstack, np.sum, np.transpose
+_WITHOUT_PRODUCTS = (np.append, np.atleast_2d, np.column_stack, np.concatenate, np.copy,
+                     np.empty_like, np.expand_dims, np.full_like, np.hstack, np.ndim, np.ones_like,
+                     np.ravel, np.reshape, np.shape, np.size, np.squeeze, np.stack, np.sum,
+                     np.transpose, np.vstack, np.zeros_like)
 
 def _plain(x): # Arrays without their tally, also in lists
     if isinstance(x, (list, tuple)): return type(x)(map(_plain, x))

@@ -13,59 +13,33 @@ from collections.abc import Callable
 import numpy as np
 from ..parallelism.schedules import bubble_formula
 from ..parallelism.topology import GPU_HOURS_PER_FAILURE, young_interval
-from ..tools.grading import run_answer, short, short_args
-
-# %% ../../nbs/10_parallelism/10z_parallelism.ipynb #e732a69c
-def _same(got, right)->bool:
-    if isinstance(right, np.ndarray):
-        return (isinstance(got, np.ndarray) and got.shape == right.shape
-                and got.dtype.kind in "fiu"
-                and np.allclose(got, right, 1e-9, 1e-12, equal_nan=True))
-    if isinstance(right, (list, tuple)):
-        return (isinstance(got, (list, tuple)) and len(got) == len(right)
-                and all(map(_same, got, right)))
-    if isinstance(got, (bool, np.bool_)) or not isinstance(got, (int, float, np.number)):
-        return False
-    return (math.isclose(got, right, rel_tol=1e-9, abs_tol=1e-12)
-            or math.isnan(got) and math.isnan(right))
-
-def _shown(value)->str:
-    small = isinstance(value, np.ndarray) and value.size < 13
-    return short(np.round(value, 6).tolist() if small and value.dtype.kind in "fiu" else value)
-
-def _grade(f:Callable, right:Callable, cases:list, mistakes:dict): # Raises with the mistake's name
-    for case in cases:
-        expected, got = right(*case), run_answer(f, *case)
-        if _same(got, expected): continue
-        words = next((f": {w}" for w, wrong in mistakes.items() if _same(got, wrong(*case))), "")
-        raise AssertionError(f"for {short_args(case)}: expected {_shown(expected)}, "
-                             f"got {_shown(got)}{words}")
+from ..tools.grading import check_cases
 
 # %% ../../nbs/10_parallelism/10z_parallelism.ipynb #0212d80c
 def check_ring_bytes(
     ring_bytes:Callable, # `ring_bytes(num_bytes, size)` gives a whole number
 ):
     "`AssertionError` unless the bytes are right for a reduce-scatter and an all-gather."
-    _grade(ring_bytes, lambda b, n: 2*(n - 1)*b//n,
-           [(96, 4), (96, 1), (96, 2), (1000, 5), (7*2**30, 7), (2**40, 1024)],
-           {"that is the reduce-scatter alone": lambda b, n: (n - 1)*b//n,
-            "a rank needn't send the piece that is its own": lambda b, n: 2*b,
-            "each step sends a piece, not the vector": lambda b, n: 2*(n - 1)*b,
-            "that is what all ranks send together": lambda b, n: 2*(n - 1)*b,
-            "a ring of N ranks has N - 1 steps each way": lambda b, n: 2*b//n*n,
-            "that is what one rank would send to all others": lambda b, n: (n - 1)*b})
+    check_cases(ring_bytes, lambda b, n: 2*(n - 1)*b//n,
+        [(96, 4), (96, 1), (96, 2), (1000, 5), (7*2**30, 7), (2**40, 1024)],
+        {"that is the reduce-scatter alone": lambda b, n: (n - 1)*b//n,
+         "a rank needn't send the piece that is its own": lambda b, n: 2*b,
+         "each step sends a piece, not the vector": lambda b, n: 2*(n - 1)*b,
+         "that is what all ranks send together": lambda b, n: 2*(n - 1)*b,
+         "a ring of N ranks has N - 1 steps each way": lambda b, n: 2*b//n*n,
+         "that is what one rank would send to all others": lambda b, n: (n - 1)*b})
 
 # %% ../../nbs/10_parallelism/10z_parallelism.ipynb #4abf04b7
 def check_tree_rounds(
     tree_rounds:Callable, # `tree_rounds(size)` gives a whole number
 ):
     "`AssertionError` unless the rounds are enough, and no fewer would do."
-    _grade(tree_rounds, lambda n: (n - 1).bit_length(),
-           [(8,), (1,), (2,), (3,), (5,), (9,), (1000,), (1024,), (1025,), (131_072,)],
-           {"that is rounded down": lambda n: n.bit_length() - 1,
-            "that is the number of steps of a ring": lambda n: n - 1,
-            "that is for a reduction and a broadcast together": lambda n: 2*(n - 1).bit_length(),
-            "one rank knows at the start": lambda n: n.bit_length()})
+    check_cases(tree_rounds, lambda n: (n - 1).bit_length(),
+        [(8,), (1,), (2,), (3,), (5,), (9,), (1000,), (1024,), (1025,), (131_072,)],
+        {"that is rounded down": lambda n: n.bit_length() - 1,
+         "that is the number of steps of a ring": lambda n: n - 1,
+         "that is for a reduction and a broadcast together": lambda n: 2*(n - 1).bit_length(),
+         "one rank knows at the start": lambda n: n.bit_length()})
 
 # %% ../../nbs/10_parallelism/10z_parallelism.ipynb #d22424e7
 def check_whole_loss(
@@ -73,16 +47,16 @@ def check_whole_loss(
 ):
     "`AssertionError` unless each token counts the same, on whichever rank it is."
     nan = math.nan
-    _grade(whole_loss, lambda a, c: sum(x*k for x, k in zip(a, c) if k)/sum(c),
-           [([2., 4.], [1, 3]), ([2., 4.], [5, 5]), ([3.], [7]), ([1., nan, 2.], [4, 0, 1]),
-            ([5., 1., 1.], [1, 10, 100])],
-           {"0*nan is nan": lambda a, c: sum(x*k for x, k in zip(a, c))/sum(c),
-            "that is the mean of the means": lambda a, c: sum(a)/len(a),
-            "that is the sum over all tokens": lambda a, c: sum(x*k for x, k in zip(a, c) if k),
-            "divided by the ranks, not by the tokens":
-                lambda a, c: sum(x*k for x, k in zip(a, c) if k)/len(a),
-            "a rank without tokens doesn't count as a rank with loss 0":
-                lambda a, c: sum(x for x, k in zip(a, c) if k)/len(a)})
+    check_cases(whole_loss, lambda a, c: sum(x*k for x, k in zip(a, c) if k)/sum(c),
+        [([2., 4.], [1, 3]), ([2., 4.], [5, 5]), ([3.], [7]), ([1., nan, 2.], [4, 0, 1]),
+         ([5., 1., 1.], [1, 10, 100])],
+        {"0*nan is nan": lambda a, c: sum(x*k for x, k in zip(a, c))/sum(c),
+         "that is the mean of the means": lambda a, c: sum(a)/len(a),
+         "that is the sum over all tokens": lambda a, c: sum(x*k for x, k in zip(a, c) if k),
+         "divided by the ranks, not by the tokens":
+             lambda a, c: sum(x*k for x, k in zip(a, c) if k)/len(a),
+         "a rank without tokens doesn't count as a rank with loss 0":
+             lambda a, c: sum(x for x, k in zip(a, c) if k)/len(a)})
 
 # %% ../../nbs/10_parallelism/10z_parallelism.ipynb #2abdfb8c
 def check_buckets(
@@ -101,16 +75,16 @@ def check_buckets(
             out[-1].append(s)
             if sum(out[-1]) >= limit: out.append([])
         return [b for b in out if b]
-    _grade(buckets, right,
-           [([2, 2, 2, 2], 6), ([1, 2, 3, 4], 5), ([9, 1], 5), ([1, 9, 1], 5), ([], 5),
-            ([5], 5), ([1]*10, 4), ([2, 7, 2, 2, 2], 6)],
-           {"a bucket is closed before it is too full, not after": late,
-            "each travels alone": lambda sizes, limit: [[s] for s in sizes],
-            "that is one bucket": lambda sizes, limit: [list(sizes)] if sizes else [],
-            "they become ready in the order of `sizes`":
-                lambda sizes, limit: right(sorted(sizes), limit),
-            "a bucket may be exactly full": lambda sizes, limit: right(sizes, limit, -1),
-            "the last gradient is ready last": lambda sizes, limit: right(sizes[::-1], limit)})
+    check_cases(buckets, right,
+        [([2, 2, 2, 2], 6), ([1, 2, 3, 4], 5), ([9, 1], 5), ([1, 9, 1], 5), ([], 5),
+         ([5], 5), ([1]*10, 4), ([2, 7, 2, 2, 2], 6)],
+        {"a bucket is closed before it is too full, not after": late,
+         "each travels alone": lambda sizes, limit: [[s] for s in sizes],
+         "that is one bucket": lambda sizes, limit: [list(sizes)] if sizes else [],
+         "they become ready in the order of `sizes`":
+             lambda sizes, limit: right(sorted(sizes), limit),
+         "a bucket may be exactly full": lambda sizes, limit: right(sizes, limit, -1),
+         "the last gradient is ready last": lambda sizes, limit: right(sizes[::-1], limit)})
 
 # %% ../../nbs/10_parallelism/10z_parallelism.ipynb #af551380
 def check_zero_bytes(
@@ -121,15 +95,15 @@ def check_zero_bytes(
         whole = 2*(stage < 3) + grad*(stage < 2) + state*(stage < 1)
         return P*whole + P*(2 + grad + state - whole)//n
     cases = [(1200, 4, s) for s in range(4)] + [(10**9, 8, s) for s in range(4)] + [(60, 1, 2)]
-    _grade(zero_bytes, right, cases,
-           {"stage 0 splits nothing": lambda P, n, s: right(P, n, s + 1),
-            "stage 1 splits the moments first": lambda P, n, s: right(P, n, s - 1) if s else 0,
-            "the master copy is missing": lambda P, n, s: right(P, n, s, 8),
-            "gradients are bfloat16 here": lambda P, n, s: right(P, n, s, 12, 4),
-            "that is what all ranks hold": lambda P, n, s: n*right(P, n, s),
-            "the rank's own part of each split array is missing":
-                lambda P, n, s: P*(2*(s < 3) + 2*(s < 2) + 12*(s < 1)),
-            "everything was split": lambda P, n, s: 16*P//n})
+    check_cases(zero_bytes, right, cases,
+        {"stage 0 splits nothing": lambda P, n, s: right(P, n, s + 1),
+         "stage 1 splits the moments first": lambda P, n, s: right(P, n, s - 1) if s else 0,
+         "the master copy is missing": lambda P, n, s: right(P, n, s, 8),
+         "gradients are bfloat16 here": lambda P, n, s: right(P, n, s, 12, 4),
+         "that is what all ranks hold": lambda P, n, s: n*right(P, n, s),
+         "the rank's own part of each split array is missing":
+             lambda P, n, s: P*(2*(s < 3) + 2*(s < 2) + 12*(s < 1)),
+         "everything was split": lambda P, n, s: 16*P//n})
 
 # %% ../../nbs/10_parallelism/10z_parallelism.ipynb #129d4d2c
 def check_sliced_loss(
@@ -153,40 +127,40 @@ def check_sliced_loss(
     sizes = ((2, 2), (3, 1, 4), (5,), (1, 1, 1, 1), (4, 7))
     cases = [([rng.standard_normal(k)*s for k in ks], int(rng.integers(sum(ks))))
              for ks in sizes for s in (1., 300.)]
-    _grade(sliced_loss, right, cases + [([np.array([1000., 0.]), np.array([999.])], 2)],
-           {"exp overflows: subtract the maximum of all first": naive,
-            "the sum goes over all slices": own,
-            "sums of exponentials add up, not their logarithms": apart,
-            "the sign is wrong": lambda s, t: -right(s, t),
-            "that is the probability": lambda s, t: math.exp(-right(s, t)),
-            "the target's logit is missing": lambda s, t: right(s, t) + np.concatenate(s)[t]})
+    check_cases(sliced_loss, right, cases + [([np.array([1000., 0.]), np.array([999.])], 2)],
+        {"exp overflows: subtract the maximum of all first": naive,
+         "the sum goes over all slices": own,
+         "sums of exponentials add up, not their logarithms": apart,
+         "the sign is wrong": lambda s, t: -right(s, t),
+         "that is the probability": lambda s, t: math.exp(-right(s, t)),
+         "the target's logit is missing": lambda s, t: right(s, t) + np.concatenate(s)[t]})
 
 # %% ../../nbs/10_parallelism/10z_parallelism.ipynb #222fc86e
 def check_bubble(
     bubble:Callable, # `bubble(p, m, v)` gives a number
 ):
     "`AssertionError` unless it is the bubble of an interleaved schedule."
-    _grade(bubble, lambda p, m, v: bubble_formula("interleaved", p, m, v),
-           [(4, 8, 1), (4, 8, 2), (1, 5, 1), (8, 8, 1), (16, 16, 8), (2, 64, 4)],
-           {"the last rank does not wait for itself: p - 1": lambda p, m, v: p/m/v,
-            "chunks make it smaller": lambda p, m, v: (p - 1)/m*v,
-            "that is without chunks": lambda p, m, v: (p - 1)/m,
-            "that is idle time over all time": lambda p, m, v: (p - 1)/(m*v + p - 1),
-            "that is work over idle time": lambda p, m, v: m*v/max(1, p - 1),
-            "that is the time of a step over the work": lambda p, m, v: 1 + (p - 1)/(m*v)})
+    check_cases(bubble, lambda p, m, v: bubble_formula("interleaved", p, m, v),
+        [(4, 8, 1), (4, 8, 2), (1, 5, 1), (8, 8, 1), (16, 16, 8), (2, 64, 4)],
+        {"the last rank does not wait for itself: p - 1": lambda p, m, v: p/m/v,
+         "chunks make it smaller": lambda p, m, v: (p - 1)/m*v,
+         "that is without chunks": lambda p, m, v: (p - 1)/m,
+         "that is idle time over all time": lambda p, m, v: (p - 1)/(m*v + p - 1),
+         "that is work over idle time": lambda p, m, v: m*v/max(1, p - 1),
+         "that is the time of a step over the work": lambda p, m, v: 1 + (p - 1)/(m*v)})
 
 # %% ../../nbs/10_parallelism/10z_parallelism.ipynb #8f0eebd8
 def check_in_flight(
     in_flight:Callable, # `in_flight(p, m, rank)` gives a whole number
 ):
     "`AssertionError` unless it is what 1F1B holds."
-    _grade(in_flight, lambda p, m, r: min(p - r, m),
-           [(4, 8, r) for r in range(4)] + [(4, 2, 0), (4, 2, 3), (8, 3, 4), (8, 3, 6), (1, 9, 0)],
-           {"that is GPipe": lambda p, m, r: m, "there are only m": lambda p, m, r: p - r,
-            "that is the first rank": lambda p, m, r: min(p, m),
-            "ranks count from 0": lambda p, m, r: min(p - r - 1, m),
-            "the first rank holds most": lambda p, m, r: min(r + 1, m),
-            "interleaving is not asked for": lambda p, m, r: min(2*(p - r) - 1, m)})
+    check_cases(in_flight, lambda p, m, r: min(p - r, m),
+        [(4, 8, r) for r in range(4)] + [(4, 2, 0), (4, 2, 3), (8, 3, 4), (8, 3, 6), (1, 9, 0)],
+        {"that is GPipe": lambda p, m, r: m, "there are only m": lambda p, m, r: p - r,
+         "that is the first rank": lambda p, m, r: min(p, m),
+         "ranks count from 0": lambda p, m, r: min(p - r - 1, m),
+         "the first rank holds most": lambda p, m, r: min(r + 1, m),
+         "interleaving is not asked for": lambda p, m, r: min(2*(p - r) - 1, m)})
 
 # %% ../../nbs/10_parallelism/10z_parallelism.ipynb #9e83c557
 def check_zigzag(
@@ -196,13 +170,13 @@ def check_zigzag(
     def two(t, n, i, j):
         c = t//(2*n)
         return [*range(i*c, i*c + c), *range(j*c, j*c + c)]
-    _grade(zigzag, lambda t, n, r: two(t, n, r, 2*n - 1 - r),
-           [(8, 2, 0), (8, 2, 1), (6, 1, 0), (24, 3, 1), (24, 3, 2), (32, 4, 3)],
-           {"that is contiguous": lambda t, n, r: list(range(r*t//n, (r + 1)*t//n)),
-            "the second piece is the mirror image": lambda t, n, r: two(t, n, r, r + n),
-            "that is every N-th token": lambda t, n, r: list(range(r, t, n)),
-            "positions are in order": lambda t, n, r: two(t, n, 2*n - 1 - r, r),
-            "the front piece only": lambda t, n, r: two(t, n, r, 2*n - 1 - r)[:t//(2*n)]})
+    check_cases(zigzag, lambda t, n, r: two(t, n, r, 2*n - 1 - r),
+        [(8, 2, 0), (8, 2, 1), (6, 1, 0), (24, 3, 1), (24, 3, 2), (32, 4, 3)],
+        {"that is contiguous": lambda t, n, r: list(range(r*t//n, (r + 1)*t//n)),
+         "the second piece is the mirror image": lambda t, n, r: two(t, n, r, r + n),
+         "that is every N-th token": lambda t, n, r: list(range(r, t, n)),
+         "positions are in order": lambda t, n, r: two(t, n, 2*n - 1 - r, r),
+         "the front piece only": lambda t, n, r: two(t, n, r, 2*n - 1 - r)[:t//(2*n)]})
 
 # %% ../../nbs/10_parallelism/10z_parallelism.ipynb #1f1dc1aa
 def check_merge(
@@ -220,14 +194,14 @@ def check_merge(
     rng = np.random.default_rng(0)
     logs = ((.5, 0.), (1., -2.), (1000., 999.), (-math.inf, 3.), (2., -math.inf), (-800., -801.))
     cases = [(rng.standard_normal(3), la, rng.standard_normal(3), lb) for la, lb in logs]
-    _grade(merge, right, cases,
-           {"the two sets don't count the same": lambda a, la, b, lb: (a + b)/2,
-            "exp overflows: subtract the larger logarithm first": naive,
-            "the weights are exchanged": lambda a, la, b, lb: right(a, lb, b, la),
-            "that is the first alone": lambda a, la, b, lb: a,
-            "that is the second alone": lambda a, la, b, lb: b,
-            "logarithms aren't weights": lambda a, la, b, lb: (la*a + lb*b)/((la + lb) or 1)
-                if math.isfinite(la + lb) else a*math.nan})
+    check_cases(merge, right, cases,
+        {"the two sets don't count the same": lambda a, la, b, lb: (a + b)/2,
+         "exp overflows: subtract the larger logarithm first": naive,
+         "the weights are exchanged": lambda a, la, b, lb: right(a, lb, b, la),
+         "that is the first alone": lambda a, la, b, lb: a,
+         "that is the second alone": lambda a, la, b, lb: b,
+         "logarithms aren't weights": lambda a, la, b, lb: (la*a + lb*b)/((la + lb) or 1)
+             if math.isfinite(la + lb) else a*math.nan})
 
 # %% ../../nbs/10_parallelism/10z_parallelism.ipynb #0d97f6f8
 def check_busiest(
@@ -245,15 +219,15 @@ def check_busiest(
     cases = [(np.array([[0, 1], [0, 3]]), 4, 2)]
     cases += [(rng.integers(E, size=(t, k))//skew, E, n) for t, k, E, n, skew in (
         (9, 2, 8, 4, 1), (9, 2, 8, 4, 3), (5, 1, 6, 6, 1), (7, 3, 4, 1, 1), (40, 4, 64, 8, 2))]
-    _grade(busiest, right, cases,
-           {"that counts experts, not ranks":
-                lambda c, E, n: float(np.bincount(c.ravel(), minlength=E).max()*E/c.size),
-            "a pair is a row, also if two go to the same rank": once,
-            "that is the number of rows": lambda c, E, n: float(rows(c, E, n).max()),
-            "experts are in order: 0 and 1 are neighbours": strided,
-            "ranks without rows count in the mean too":
-                lambda c, E, n: float(rows(c, E, n).max()/rows(c, E, n)[rows(c, E, n) > 0].mean()),
-            "that is the share of all rows": lambda c, E, n: float(rows(c, E, n).max()/c.size)})
+    check_cases(busiest, right, cases,
+        {"that counts experts, not ranks":
+             lambda c, E, n: float(np.bincount(c.ravel(), minlength=E).max()*E/c.size),
+         "a pair is a row, also if two go to the same rank": once,
+         "that is the number of rows": lambda c, E, n: float(rows(c, E, n).max()),
+         "experts are in order: 0 and 1 are neighbours": strided,
+         "ranks without rows count in the mean too":
+             lambda c, E, n: float(rows(c, E, n).max()/rows(c, E, n)[rows(c, E, n) > 0].mean()),
+         "that is the share of all rows": lambda c, E, n: float(rows(c, E, n).max()/c.size)})
 
 # %% ../../nbs/10_parallelism/10z_parallelism.ipynb #ae4014fb
 def check_save_every(
@@ -261,29 +235,30 @@ def check_save_every(
 ):
     "`AssertionError` unless it is Young's interval."
     def right(s, n, h): return young_interval(3600*h/n, s)
-    _grade(save_every, right, [(60, 16_384, GPU_HOURS_PER_FAILURE), (60., 1, 100.), (5., 8, 1e4),
-                               (1., 131_072, 5e4), (600., 2, 9.)],
-           {"hours are not seconds": lambda s, n, h: math.sqrt(2*s*h/n),
-            "that is for one GPU": lambda s, n, h: math.sqrt(2*s*3600*h),
-            "the 2 is missing": lambda s, n, h: math.sqrt(s*3600*h/n),
-            "more GPUs fail more often": lambda s, n, h: math.sqrt(2*s*3600*h*n),
-            "the root is missing": lambda s, n, h: 2*s*3600*h/n,
-            "that is the time between failures": lambda s, n, h: 3600*h/n})
+    check_cases(save_every, right,
+        [(60, 16_384, GPU_HOURS_PER_FAILURE), (60., 1, 100.), (5., 8, 1e4),
+         (1., 131_072, 5e4), (600., 2, 9.)],
+        {"hours are not seconds": lambda s, n, h: math.sqrt(2*s*h/n),
+         "that is for one GPU": lambda s, n, h: math.sqrt(2*s*3600*h),
+         "the 2 is missing": lambda s, n, h: math.sqrt(s*3600*h/n),
+         "more GPUs fail more often": lambda s, n, h: math.sqrt(2*s*3600*h*n),
+         "the root is missing": lambda s, n, h: 2*s*3600*h/n,
+         "that is the time between failures": lambda s, n, h: 3600*h/n})
 
 # %% ../../nbs/10_parallelism/10z_parallelism.ipynb #22e959e5
 def check_model_share(
     model_share:Callable, # `model_share(hfu, forward, head)` gives a number
 ):
     "`AssertionError` unless recomputed work is left out."
-    _grade(model_share, lambda h, f, o: h*3*f/(4*f - o),
-           [(.52, 100., 0.), (.52, 100., 4.), (.44, 1e12, 1e11), (1., 2., 1.), (.3, 7e9, 7e8)],
-           {"nothing was taken away": lambda h, f, o: h,
-            "the head isn't run twice": lambda h, f, o: h*3/4,
-            "that goes the other way": lambda h, f, o: h*(4*f - o)/(3*f),
-            "a backward pass costs twice a forward pass": lambda h, f, o: h*2*f/(3*f - o),
-            "only the blocks run twice, but the head runs once":
-                lambda h, f, o: h*3*(f - o)/(4*f - o),
-            "the head was added": lambda h, f, o: h*3*f/(4*f + o)})
+    check_cases(model_share, lambda h, f, o: h*3*f/(4*f - o),
+        [(.52, 100., 0.), (.52, 100., 4.), (.44, 1e12, 1e11), (1., 2., 1.), (.3, 7e9, 7e8)],
+        {"nothing was taken away": lambda h, f, o: h,
+         "the head isn't run twice": lambda h, f, o: h*3/4,
+         "that goes the other way": lambda h, f, o: h*(4*f - o)/(3*f),
+         "a backward pass costs twice a forward pass": lambda h, f, o: h*2*f/(3*f - o),
+         "only the blocks run twice, but the head runs once":
+             lambda h, f, o: h*3*(f - o)/(4*f - o),
+         "the head was added": lambda h, f, o: h*3*f/(4*f + o)})
 
 # %% ../../nbs/10_parallelism/10z_parallelism.ipynb #10z1nois
 def check_noise(
@@ -297,15 +272,15 @@ def check_noise(
     rng = np.random.default_rng(0)
     cases = [(np.array([[3., 1.], [1., 3.]]),)]
     cases += [(rng.standard_normal((n, k)) + 2,) for n, k in ((4, 3), (16, 1), (50, 7), (9, 20))]
-    _grade(noise, right, cases,
-           {"the mean of n gradients is too long: subtract its noise":
-                lambda g: right(g, taken=0.),
-            "the variance of a sample divides by n - 1": lambda g: right(g, 0),
-            "that is for batches of n examples": lambda g: right(g)/len(g),
-            "that is signal over noise": lambda g: 1/right(g),
-            "that is the trace alone": lambda g: parts(g)[0],
-            "noise was added to the squared length, not subtracted": lambda g: right(g, taken=-1.),
-            "don't take a root: the lengths are squared": lambda g: math.sqrt(right(g))})
+    check_cases(noise, right, cases,
+        {"the mean of n gradients is too long: subtract its noise":
+             lambda g: right(g, taken=0.),
+         "the variance of a sample divides by n - 1": lambda g: right(g, 0),
+         "that is for batches of n examples": lambda g: right(g)/len(g),
+         "that is signal over noise": lambda g: 1/right(g),
+         "that is the trace alone": lambda g: parts(g)[0],
+         "noise was added to the squared length, not subtracted": lambda g: right(g, taken=-1.),
+         "don't take a root: the lengths are squared": lambda g: math.sqrt(right(g))})
 
 # %% ../../nbs/10_parallelism/10z_parallelism.ipynb #10z1oute
 def check_meeting(
@@ -323,18 +298,20 @@ def check_meeting(
     cases += [(rng.standard_normal(k), list(rng.standard_normal((n, k))), rng.standard_normal(k),
                .7, .9)
               for n, k in ((1, 3), (2, 5), (4, 2))]
-    _grade(meeting, right, cases,
-           {"the gradient is the start minus the mean, not the reverse":
-                lambda *x: right(*x, sign=-1),
-            "use the mean of the replicas, not their sum": lambda *x: right(*x, mean=np.sum),
-            "that is heavy-ball momentum: Nesterov looks ahead":
-                lambda *x: right(*x, nesterov=False),
-            "Nesterov uses the new velocity": lambda *x: right(*x, old=True),
-            "that is the mean, without the outer optimizer":
-                lambda s, ends, v, lr, mu: (np.mean(ends, 0), mu*v + s - np.mean(ends, 0)),
-            "the outer rate is missing": lambda s, e, v, lr, mu: right(s, e, v, 1., mu),
-            "the velocity was not updated": lambda s, e, v, lr, mu: (right(s, e, v, lr, mu)[0], v),
-            "only the first replica counts": lambda s, e, v, lr, mu: right(s, e[:1], v, lr, mu)})
+    check_cases(meeting, right, cases,
+        {"the gradient is the start minus the mean, not the reverse":
+             lambda *x: right(*x, sign=-1),
+         "use the mean of the replicas, not their sum": lambda *x: right(*x, mean=np.sum),
+         "the mean over the replicas, not over all numbers":
+             lambda *x: right(*x, mean=lambda ends, axis: np.mean(ends)),
+         "that is heavy-ball momentum: Nesterov looks ahead":
+             lambda *x: right(*x, nesterov=False),
+         "Nesterov uses the new velocity": lambda *x: right(*x, old=True),
+         "that is the mean, without the outer optimizer":
+             lambda s, ends, v, lr, mu: (np.mean(ends, 0), mu*v + s - np.mean(ends, 0)),
+         "the outer rate is missing": lambda s, e, v, lr, mu: right(s, e, v, 1., mu),
+         "the velocity was not updated": lambda s, e, v, lr, mu: (right(s, e, v, lr, mu)[0], v),
+         "only the first replica counts": lambda s, e, v, lr, mu: right(s, e[:1], v, lr, mu)})
 
 # %% ../../nbs/10_parallelism/10z_parallelism.ipynb #10z1paus
 def check_pause(
@@ -346,15 +323,17 @@ def check_pause(
         return -(-steps//max(1, meetings))
     cases = [(1000, 2, 100, 4000*10), (1000, 2, 100, 4000*100), (1000, 2, 100, 4000*30),
              (1000, 2, 100, 4000),
-             (900, 3, 1000, 4800*7 + 100), (4096, 4, 77, 24576*13), (1000, 2, 7, 10**9),
+             (900, 3, 1000, 4800*7 + 4000), (4096, 4, 77, 24576*13), (1000, 2, 7, 10**9),
              (10**9, 8, 10**5, 7*10**12)]
-    _grade(pause, right, cases,
-           {"rounded down, there is one meeting too many":
-                lambda P, n, s, b: max(1, s//max(1, b*n//(8*(n - 1)*P))),
-            "that is how many meetings there are": lambda P, n, s, b: b*n//(8*(n - 1)*P),
-            "a rank sends 2(N - 1)/N of the vector":
-                lambda P, n, s, b: -(-s//max(1, b//(4*P*(2*n - 2)))),
-            "that is the reduce-scatter alone": lambda P, n, s, b: right(P, n, s, b, times=1),
-            "a float32 has four bytes": lambda P, n, s, b: right(P, n, s, b, 1),
-            "that is for bfloat16": lambda P, n, s, b: right(P, n, s, b, 2),
-            "a rank sends less than two vectors": lambda P, n, s, b: -(-s//max(1, b//(8*P)))})
+    check_cases(pause, right, cases,
+        {"there are only whole meetings":
+             lambda P, n, s, b: math.ceil(s*8*P*(n - 1)/(n*b)),
+         "rounded down, there is one meeting too many":
+             lambda P, n, s, b: max(1, s//max(1, b*n//(8*(n - 1)*P))),
+         "that is how many meetings there are": lambda P, n, s, b: b*n//(8*(n - 1)*P),
+         "a rank sends 2(N - 1)/N of the vector":
+             lambda P, n, s, b: -(-s//max(1, b//(4*P*(2*n - 2)))),
+         "that is the reduce-scatter alone": lambda P, n, s, b: right(P, n, s, b, times=1),
+         "a float32 has four bytes": lambda P, n, s, b: right(P, n, s, b, 1),
+         "that is for bfloat16": lambda P, n, s, b: right(P, n, s, b, 2),
+         "a rank sends less than two vectors": lambda P, n, s, b: -(-s//max(1, b//(8*P)))})
