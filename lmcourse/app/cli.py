@@ -1657,7 +1657,8 @@ def main(
 ):
     "Run the command `lmcourse`."
     keep_freed_memory()
-    for stream in (sys.stdout, sys.stderr):     # They may have no `─`, or be closed
+    streams:list[Any] = [sys.stdout, sys.stderr] # They may lack the lines of tables, or be closed
+    for stream in streams:
         with contextlib.suppress(AttributeError, ValueError): stream.reconfigure(errors="replace")
     # Only the first process of torchrun prints
     silent = sys.stdout is None or os.environ.get("RANK", "0") != "0"

@@ -501,7 +501,8 @@ def curate(
         remove(out/"work")                           # Left by a run that was killed at the very end
         return read_funnel(out)
     # Dask's workers may have been started in another folder
-    work, rounds, places = out.absolute()/"work", recipe.rounds(), [str(p.absolute()) for p in paths]
+    places = [str(p.absolute()) for p in paths]
+    work, rounds = out.absolute()/"work", recipe.rounds()
     with open(out/"job.json", "rb+") as file:
         lock_file(file)
         for k,(_,whole) in enumerate(rounds):

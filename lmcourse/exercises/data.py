@@ -105,7 +105,8 @@ def check_gopher_quality_filter(
              ("word "*80 + "1234 "*20,), ("word "*79 + "1234 "*21,), ("word1 "*60,), ("",),
              ("wonderful "*45,), ("and "*98 + "an "*2,), ("abcdefghij "*99 + "abcdefghijk ",),
              (lines(100, 31),), ("word "*49 + "-- ",), ("44th "*60,), ("éàéà "*60,),
-             ("word "*70 + "---- "*30,), (lines(10, 0, "eight words ... and then three more words"),),
+             ("word "*70 + "---- "*30,),
+             (lines(10, 0, "eight words ... and then three more words"),),
              (lines(10, 0, "here are eight words that end in something."),)]
     check_cases(gopher_quality_filter, keep, cases, {
         "texts at a limit stay": lambda t: keep(t, strict=True),
