@@ -281,12 +281,12 @@ class Heads(nn.Module):
     def __init__(self, d_model, num_heads, max_seq_len=None, theta=None, device=None, dtype=None, wrong=""):
         super().__init__()
         self.H, self.theta, self.wrong = num_heads, theta, wrong
-        for name in ("q_proj", "k_proj", "v_proj", "output_proj"): setattr(self, name, linear()(d_model, d_model))
+        for name in ("q_proj", "k_proj", "v_proj", "output_proj"): setattr(self, name, linear()(d_model, d_model, device, dtype))
 
     def split(self, a):
         B, T, D = a.shape
         if self.wrong in ("view", "split"): return a.view(B, self.H, T, D//self.H)
-        if self.wrong == "every": return a.view(B, T, D//self.H, self.H).permute(0, 3, 1, 2)
+        if self.wrong in ("every", "split by every"): return a.view(B, T, D//self.H, self.H).permute(0, 3, 1, 2)
         return a.view(B, T, self.H, D//self.H).permute(0, 2, 1, 3)
 
     def merge(self, a, shape):
@@ -311,6 +311,10 @@ class Heads(nn.Module):
 
 
 def heads(wrong): return as_class(f"Heads_{wrong}", partial(Heads, wrong=wrong))
+
+
+class OnTheCPU(Heads):
+    def __init__(self, d_model, num_heads, max_seq_len=None, theta=None, device=None, dtype=None): super().__init__(d_model, num_heads, max_seq_len, theta, None, dtype)
 
 
 class OneByOne(Heads):
@@ -345,8 +349,9 @@ def block(how, parts=None):
     class Block(nn.Module):
         def __init__(self, d_model, num_heads, d_ff, max_seq_len, theta, **place):
             super().__init__()
-            self.ln1, self.attn = Norm(d_model), Heads(d_model, num_heads, max_seq_len, theta)
-            self.ln2, self.ffn = (self.ln1 if parts == "one norm" else Norm(d_model)), swiglu(silu_times)(d_model, d_ff)
+            if parts == "no place": place = {}
+            self.ln1, self.attn = Norm(d_model, **place), Heads(d_model, num_heads, max_seq_len, theta, **place)
+            self.ln2, self.ffn = (self.ln1 if parts == "one norm" else Norm(d_model, **place)), swiglu(silu_times)(d_model, d_ff, **place)
 
         def forward(self, x): return how(self, x)
     return Block
@@ -392,9 +397,9 @@ def lm(how, the_block=block(pre), layers=lambda make, n: nn.ModuleList(make() fo
     class Model(nn.Module):
         def __init__(self, vocab_size, context_length, d_model, num_layers, num_heads, d_ff, rope_theta, **place):
             super().__init__()
-            self.token_embeddings = embedding()(vocab_size, d_model)
-            self.layers = layers(lambda: the_block(d_model, num_heads, d_ff, context_length, rope_theta), num_layers)
-            self.ln_final, self.lm_head = Norm(d_model), linear()(d_model, vocab_size)
+            self.token_embeddings = embedding()(vocab_size, d_model, **place)
+            self.layers = layers(lambda: the_block(d_model, num_heads, d_ff, context_length, rope_theta, **place), num_layers)
+            self.ln_final, self.lm_head = Norm(d_model, **place), linear()(d_model, vocab_size, **place)
             if tied: self.lm_head.weight = self.token_embeddings.weight
 
         def forward(self, ids): return how(self, ids)
@@ -568,7 +573,7 @@ WRONG_ANSWERS = dict(
         (attend(soft=lambda s: s.softmax(0)), "the softmax is over queries"), (attend(soft=naive), "(scores in the hundreds): element"),
         (attend(soft=naive), "NaN comes from inf - inf"),
         (lambda Q, K, V, mask: attend()(Q, K, V, None if mask is None else mask.tril()), "mask bool (2, 1, 3, 5)"),
-        (attend(masked=lambda s, m: s.masked_fill_(~m, -1.)), "elements differ"), (attend(masked=lambda s, m: s.masked_fill(~m, -100.)), "(scores in the thousands)"), (masked_late, "(scores in the thousands)"), (turned_keys, "your code raised RuntimeError"),
+        (attend(masked=lambda s, m: s.masked_fill_(~m, -1.)), "elements differ"), (attend(masked=lambda s, m: s.masked_fill(~m, -100.)), "(scores in the thousands)"), (masked_late, "(scores in the thousands)"), (attend(masked=lambda s, m: s.masked_fill(m, -1e9)), "the mask is the other way round"), (turned_keys, "your code raised RuntimeError"),
         (lambda Q, K, V, mask: attend()(Q, K, V.detach(), mask), "no gradient reaches input 2"),
         (lambda Q, K, V, mask: attend()(Q, K, V, mask)[..., :Q.shape[-1]], "shape (3, 4), expected (3, 7)"),
         (lambda Q, K, V: attend()(Q, K, V), "raised TypeError")],
@@ -584,7 +589,9 @@ WRONG_ANSWERS = dict(
         (Unnamed, "there is no parameter output_proj.weight (12, 12), but o_proj.weight (12, 12)"),
         (OneTensor, "q_proj.weight and k_proj.weight are one tensor, expected two"),
         (nn.MultiheadAttention, "nn.MultiheadAttention is torch's own"),
-        (lambda d_model, num_heads: Heads(d_model, num_heads), "your code raised TypeError")],
+        (lambda d_model, num_heads: Heads(d_model, num_heads), "your code raised TypeError"),
+        (OnTheCPU, "device='meta'): q_proj.weight is on cpu"), (lambda d_model, num_heads, max_seq_len=None, theta=None: Heads(d_model, num_heads, max_seq_len, theta), "unexpected keyword argument 'dtype'"),
+        (heads("split by every"), "head h has every H-th coordinate where heads are split")],
     block=[
         (block(post), "that is post-norm, norm(x + f(x))"), (block(after), "the norms are after attn and ffn"),
         (block(lambda b, x: x + b.attn(b.ln1(x)) + b.ffn(b.ln2(x))), "attn and ffn read the same x"),
@@ -594,7 +601,8 @@ WRONG_ANSWERS = dict(
         (block(lambda b, x: (z := x + b.attn(b.ln1(x))) + b.ffn(z)), "ffn reads without a norm"),
         (block(on_norms), "the norm's output is added to, expected x itself"), (block(ffn_first), "ffn comes before attn"),
         (block(lambda b, x: pre(b, pre(b, x))), "elements differ"), (block(pre_in_place), "changed its argument in place"),
-        (block(pre, "one norm"), "ln1.weight and ln2.weight are one tensor, expected two"), (block(unmasked), "elements differ")],
+        (block(pre, "one norm"), "ln1.weight and ln2.weight are one tensor, expected two"), (block(unmasked), "elements differ"),
+        (block(pre, "no place"), "dtype=torch.float64): ln1.weight is torch.float32")],
     lm=[
         (lm(lambda m, ids: m.lm_head(stream(m, ids))), "ln_final is not used"),
         (lm(lambda m, ids: logits(m, ids).softmax(-1)), "these are probabilities, expected logits"),
@@ -612,7 +620,8 @@ WRONG_ANSWERS = dict(
          "expected no parameter layers.3.ln1.weight (12,)"),
         (lm(logits, tied=True), "token_embeddings.weight and lm_head.weight are one tensor, expected two"),
         (lm(lambda m, ids: logits(m, ids)[:, -1]), "shape (2, 20), expected (2, 8, 20)"),
-        (lm(lambda m, ids: logits(m, ids).flip(1)), "that is the future"), (lm(fails), "your code raised RuntimeError")],
+        (lm(lambda m, ids: logits(m, ids).flip(1)), "that is the future"), (lm(fails), "your code raised RuntimeError"),
+        (lm(logits, block(pre, "no place")), "dtype=torch.float64): layers.0.ln1.weight is torch.float32")],
     parameters=[
         (PARAMETERS | dict(attention=3*512**2), "attention: 786,432 forgets output_proj"),
         (PARAMETERS | dict(attention=4*512*32), "attention: 65,536 is that of one head of 16"),
@@ -639,7 +648,7 @@ WRONG_ANSWERS = dict(
         (lambda z, t: -at(z.softmax(-1), t).mean().log(), "the logarithm of the mean"),
         (exps_of_largest, "exp overflows: subtract the largest logit"),
         (lambda z, t: -(at(z.softmax(-1), t) + 1e-9).log().mean(), "(logits from -400 to 0): actual"),
-        (lambda z, t: each(z, (t + 1) % 7).mean(), "expected"), (lambda z, t: each(z, t).mean().item(), "expected a tensor, got float 2.9"),
+        (lambda z, t: each(z, (t + 1) % 7).mean(), "expected"), (lambda z, t: each(z, t).mean().item(), "expected a tensor, got float 2.9"), (lambda z, t: each(z, t).mean().item(), ": a number has no gradient"),
         (lambda z, t: each(z, t).mean().detach(), "no gradient reaches anything"), (lambda z, t: F.cross_entropy(z, t), "raised"),
         (fails, "raised RuntimeError")],
     first_loss=[

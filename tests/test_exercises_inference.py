@@ -411,6 +411,14 @@ def step(ratio=lambda x, p, q: min(1, p[x]/q[x]), other=lambda x, p, q: rest(p, 
     return f
 
 
+class Coin:
+    "Keeps x by a coin of its own, instead of `draw`: here at every other call."
+    heads = False
+    def __call__(self, x, p, q, draw):
+        self.heads = not self.heads
+        return x if p[x] >= q[x] or self.heads else draw(rest(p, q))
+
+
 def without(x, p, q): w = np.where(np.arange(len(p)) == x, 0, p); return w/w.sum() if w.sum() else p
 def nothing_left(p):
     with np.errstate(all="ignore"): return rest(p, p)
@@ -605,7 +613,7 @@ WRONG_ANSWERS = dict(
         (step(other=lambda x, p, q: np.clip(p - q, 0, None)), "which sum to 0.5: divide by the sum"), (step(other=lambda x, p, q: p - q), "take"),
         (step(other=lambda x, p, q: normal(abs(p - q))), "drawn from |p - q|"), (step(other=lambda x, p, q: normal(np.clip(q - p, 0, None))), "the positive part of q - p"),
         (step(ratio=lambda x, p, q: p[x]), "x is kept with probability p(x)"), (step(ratio=lambda x, p, q: min(1, q[x]/p[x]) if p[x] else 1), "the ratio is upside down"),
-        (step(ratio=lambda x, p, q: float(p[x] >= q[x])), "x is kept only if p(x) ≥ q(x)"), (step(other=without), "the replacement is drawn from p without x"),
+        (step(ratio=lambda x, p, q: float(p[x] >= q[x])), "x is kept only if p(x) ≥ q(x)"), (step(other=without), "the replacement is drawn from p without x"), (Coin(), "draw was not called, although x"),
         (lambda x, p, q, draw: draw(p), "but x is kept in 17.5% of all cases, and 50.0% are possible"), (lambda x, p, q, draw: draw(nothing_left(p)), "NaN comes from 0/0"),
         (lambda x, p, q, draw: 4, "expected a token, got 4"), (lambda x, p, q, draw: None, "expected a token, got None"), (lambda x, p, q, draw: draw("p"), "draw takes probabilities, got 'p'"), (fails, "raised RuntimeError")],
     tokens_a_pass=[
@@ -644,8 +652,8 @@ RIGHT_ANSWERS = dict(
     rotated_cache=[Rotated, OfTheText, WithTheLayerOfTheCourse],
     block_tables=[Tables, WithSets, OnThePool],
     empty_places=[EMPTY, EMPTY | dict(more=1.97, blocks=18.)],
-    finish_steps=[finish, finish_with_a_heap, finish_in_the_engine, lambda *args: tuple(map(np.int64, finish(*args)))],
-    accept=[step(), with_verify, only_if_needed, numpy_ints],
+    finish_steps=[finish, finish_with_a_heap, finish_in_the_engine, lambda *args: np.array(finish(*args)), lambda *args: tuple(map(np.int64, finish(*args)))],
+    accept=[step(), with_verify, only_if_needed, numpy_ints, lambda *args: torch.tensor(step()(*args))],
     tokens_a_pass=[closed, expected_tokens, by_enumeration],
     quantize_rows=[rows(), row_by_row, rows_of_the_course, rows_with_torch],
     pack_int4=[packed(), packed_by_the_course, packed_in_loops],

@@ -167,6 +167,11 @@ def batch(starts=lambda n, B, T: np.random.randint(0, n - T, B), rows=lambda d, 
     return get_batch
 
 
+def drawn_on_device(dataset, B, T, device):
+    starts = torch.randint(len(dataset) - T, (B,), device=device)
+    return batch(starts=lambda n, B, T: starts.tolist())(dataset, B, T, device)
+
+
 def seeded_starts(n, B, T): return np.random.default_rng(0).integers(0, n - T, B)
 
 
@@ -339,6 +344,16 @@ def accumulation(weight=lambda x, y, inputs, targets, sizes: 1/(targets != -100)
     return accumulate_gradients
 
 
+def without_empty_parts(model, inputs, targets, sizes):
+    total = 0.
+    for x, y in zip(inputs.split(sizes), targets.split(sizes)):
+        if (count := (y != -100).sum()) == 0: continue
+        loss = F.cross_entropy(model(x).flatten(0, 1), y.flatten())*count/(targets != -100).sum()
+        loss.backward()
+        total += loss.item()
+    return total
+
+
 def at_once(model, inputs, targets, sizes):
     loss = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
     loss.backward()
@@ -383,17 +398,29 @@ def look(model, tokens, T, rng):
     return loss
 
 
-def loop(make=lambda model: torch.optim.AdamW(model.parameters(), lr=.02), look=look, shift=1, zero=True, own_seed=True, note=lambda k, l: (k, l), first=1, tokens=None, steps=lambda n: n):
+def loop(make=lambda model: torch.optim.AdamW(model.parameters(), lr=.02), look=look, shift=1, zero=True, own_seed=True, note=lambda k, l: (k, l), first=1, tokens=None, steps=lambda n: n, rng_of=np.random.default_rng, end=lambda h: h):
     def train(model, train_tokens, valid_tokens, steps_, B, T, every, seed):
-        rng, optimizer, history = np.random.default_rng(seed if own_seed else 0), make(model), []
+        rng, optimizer, history = rng_of(seed if own_seed else 0), make(model), []
         source = valid_tokens if tokens == "valid" else train_tokens
         for k in range(first, steps(steps_) + first):
             if zero: optimizer.zero_grad()
             loss_on(model, *windows(source, rng.integers(len(source) - T - shift + 1, size=B), T, shift)).backward()
             optimizer.step()
             if k % every == 0: history.append(note(k, look(model, valid_tokens, T, rng)))
-        return history
+        return end(history)
     return train
+
+
+class OfNumPy:
+    "Draws from NumPy's generator, but its seed is torch's."
+    def __init__(self, seed): torch.manual_seed(seed)
+    def integers(self, n, size): return np.random.randint(n, size=size)
+
+
+class AlwaysZero(OfNumPy):
+    def __init__(self, seed):
+        super().__init__(seed)
+        self.integers = np.random.default_rng(0).integers
 
 
 def changed(before=lambda m: m.eval(), after=lambda m: m.train(), grad=False, random_windows=False, share=1, short=0):
@@ -512,7 +539,7 @@ WRONG_ANSWERS = dict(
     two_decays=[
         (DECAYS | dict(sgd=10), "is λθ: it is multiplied by the rate"), (DECAYS | dict(sgd=.01), "plain descent doesn't divide"),
         (DECAYS | dict(adam=.1), "is that of plain descent"), (DECAYS | dict(adam=.002), "multiplies by λ: it divides out"), (DECAYS | dict(adamw=.01), "is Adam's with L2"),
-        (DECAYS | dict(steps=346), "is one too few"), (DECAYS | dict(steps=250), "not of what is left"), (DECAYS | dict(cosine=.135), "is that of a constant rate"),
+        (DECAYS | dict(steps=346), "is one too few"), (DECAYS | dict(steps=math.log(.5)/math.log(.998)), "is not a whole number"), (DECAYS | dict(steps=250), "not of what is left"), (DECAYS | dict(cosine=.135), "is that of a constant rate"),
         (DECAYS | dict(cosine=.5), "is the share of the rates' sum"), (DECAYS | dict(cosine=math.nan), "is not a number"), ({}, "sgd is missing")],
     schedule=[
         (schedule(up=lambda it, warm: (it + 1)/warm), "the warm-up is one iteration early"), (schedule(up=lambda it, warm: it/max(warm - 1, 1)), "reaches the highest rate one iteration early"),
@@ -522,7 +549,7 @@ WRONG_ANSWERS = dict(
         (schedule(curve=lambda x: (1 + math.cos(2*math.pi*x))/2), "its angle ends at π, not 2π"), (schedule(x=lambda it, w, e: min(1, (it - w)/(e - w - 1))), "the cosine ends one iteration early"),
         (schedule(x=lambda it, w, e: (it - w)/(e - w + 1), after=False), "the cosine ends one iteration late"), (lambda it, top, low, w, e: low + (top - low)*it/w if it < w else one_expression(it, top, low, w, e), "the warm-up starts at the lowest rate"),
         (lambda it, top, low, w, e: one_expression(it, top, low, w, e) if it*top/w >= 0 else 0, "raised ZeroDivisionError"),
-        (lambda it, *rest: torch.tensor(1.), "expected a float"), (lambda it, *rest: None, "expected a float, got None"), (fails, "raised RuntimeError")],
+        (lambda it, *rest: torch.ones(1), "expected a float"), (lambda it, *rest: None, "expected a float, got None"), (fails, "raised RuntimeError")],
     clipping=[
         (clip(factor=lambda n, M: M/(n + 1e-6)), "gradients that are short enough are scaled up"), (clip(factor=lambda n, M: min(1., M/n)), "10⁻⁶ is not added to the length"),
         (clip(norm=lambda gs: sum(g.square().sum() for g in gs)), "the root is missing"), (clip(norm=lambda gs: sum(g.norm() for g in gs)), "the length is a sum of lengths"),
@@ -543,17 +570,17 @@ WRONG_ANSWERS = dict(
         (batch(kind=np.int32), "inputs are int32, expected int64"), (batch(move=False), "lie on 'cpu'"), (batch(rows=lambda d, s, T: d.astype(np.int64)[s[:, None] + np.arange(T + 1)]), "all tokens were copied"),
         (batch(rows=lambda d, s, T: np.array(d.tolist())[s[:, None] + np.arange(T + 1)]), "all tokens were copied"), (whole_in_torch, "all tokens were copied"),
         (lambda d, B, T, device: batch()(d, B, T - 1, device), "have the shape (16, 5), expected (16, 6)"),
-        (lambda d, B, T, device: batch()(d, B, T, device)[0], "expected (inputs, targets)"), (lambda d, B, T, device: (d[:T], d[1:T + 1]), "expected inputs as a tensor, got ndarray"), (fails, "raised RuntimeError")],
+        (lambda d, B, T, device: batch()(d, B, T, device)[0], "expected (inputs, targets)"), (lambda d, B, T, device: (d[:T], d[1:T + 1]), "expected inputs as a tensor, got ndarray"), (drawn_on_device, "draw the starts on the CPU"), (fails, "raised RuntimeError")],
     passes=[
         (drawn, "is each drawn anew?"), (passes(order=lambda n, s, k: np.arange(n)), "pass 0 is not shuffled"), (passes(order=lambda n, s, k: np.random.default_rng(s).permutation(n)), "pass 1 has the order of pass 0"),
         (passes(order=lambda n, s, k: np.random.default_rng(s + k).permutation(n)), "pass 0 of seed 1 has the order of pass 1 of seed 0"), (passes(order=without_seed), "seed 1 gives the order of seed 0"),
         (passes(order=by_shared), "sets or uses a random generator that all share"), (passes(order=lambda n, s, k: np.random.permutation(n)), "occurs more than once"),
-        (dropped, "the last 5 of a pass must not be left out"), (cut, "expected 7 numbers, got 5"),
+        (dropped, "the last 5 of a pass must not be left out"), (cut, "expected 7 numbers, got 5"), (lambda step, n, B, seed: passes()(step, n, B, seed)[:2*n], "a batch may contain several whole passes"),
         (lambda step, n, B, seed: np.arange(step*B, step*B + B), "are not all from 0 to 39"), (lambda step, n, B, seed: None, "expected 8 numbers, got None"),
         (lambda step, n, B, seed: np.ones(B)/2, "whole numbers"), (Counting(), "asked for again: another batch"),
         (lambda step, n, B, seed: passes()(step, n, B, seed) if step else passes()(0, n, B, seed)[::-1], "gives another order than 8"), (fails, "raised RuntimeError")],
     checkpointing=[
-        ((save_all, without_optimizer), "the optimizer has no state"), ((save_all, without_number), "expected the iteration 5, got None"), ((save_all, one_less), "expected the iteration 5, got 4"),
+        ((save_all, without_optimizer), "the optimizer has no state"), ((save_all, without_number), "expected the iteration 5, got None"), ((save_all, one_less), "expected the iteration 5, got 4"), ((save_all, lambda *args: torch.tensor(load_all(*args))), "expected the iteration 5, got a tensor with 5"),
         ((save_all, parameters_only), "a buffer is no parameter"), ((save_all, means_only), "is in the groups of the optimizer's state_dict"), ((save_all, new_parameters), "other parameters than the optimizer now"),
         ((save_and_close, load_all), "closed a file that it did not open"), ((save_open_only, load_all), "raised TypeError"), ((save_in_half, load_all), "changed the run it saves"),
         ((keep, lambda src, m, o: 5), "there is nothing at this path afterwards"), ((save_all, lambda src, m, o: torch.load(src)[2]), "the optimizer has no state"),
@@ -573,7 +600,8 @@ WRONG_ANSWERS = dict(
         (loop(look=changed(random_windows=True)), "but the model at the end has"), (loop(look=lambda m, t, T, rng: [rng.random(), look(m, t, T, rng)][1]), "others than with eval_every = 50"), (loop(look=changed(share=2)), "but the model at the end has"), (loop(look=changed(short=1)), "one window is missing, into 4001 tokens fit 250"),
         (loop(look=lambda *a: look(*a)/math.log(2)), "that is in bits"), (loop(look=no_look), "valid_tokens are not looked at"), (loop(make=lambda m: torch.optim.AdamW(m.parameters(), lr=1e-4)), "the weights hardly moved"),
         (loop(make=lambda m: torch.optim.SGD(m.parameters(), lr=.03)), "try another rate"), (loop(make=lambda m: torch.optim.SGD(m.parameters(), lr=1e4)), "the rate is far too high"),
-        (loop(own_seed=False), "are those of seed = 0"), (loop(tokens="valid"), "no window of train_tokens"), (loop(note=lambda k, l: l), "expected a list of (step, loss)"),
+        (loop(own_seed=False), "are those of seed = 0"), (loop(rng_of=AlwaysZero), "the windows are those of seed = 0"), (loop(rng_of=OfNumPy), "a second run saw other windows"), (loop(rng_of=lambda seed: np.random.default_rng()), "a second run saw other windows"),
+        (loop(end=lambda h: [(k, h[-1][1]) for k, _ in h]), "the loss after step 50 is "), (loop(end=lambda h: [*((k, math.nan) for k, _ in h[:-1]), h[-1]]), "the loss after step 50 is nan, but the model had"), (loop(tokens="valid"), "no window of train_tokens"), (loop(note=lambda k, l: l), "expected a list of (step, loss)"),
         (loop(first=0), "the history has the steps [0, 50, 100, 150], expected [50, 100, 150, 200]"), (loop(steps=lambda n: n//2), "backward was called 100 times"), (lambda *a: [], "backward was called 0 times"), (fails, "raised RuntimeError")],
     orthogonalize=[
         (muon(start=lambda x: x), "the numbers grow beyond all bounds"), (muon(start=lambda x: x/torch.linalg.svdvals(x)[0]), "by its largest singular value"),
@@ -594,12 +622,12 @@ RIGHT_ANSWERS = dict(
     adamw=[adamw(by_formula()), adamw(algorithm_1), optim_torch.AdamW, adamw(by_formula(shrink=lambda p, lr, d: p.sub_(lr*d*p)))],
     first_steps=[STEPS, dict(first=1., tenth=1., turned=-1/19, plain=math.sqrt(10), half=math.sqrt(1000), spike=10.9/math.sqrt(10.999))],
     two_decays=[DECAYS, dict(sgd=.1, adam=.01, adamw=.1, steps=347., cosine=math.prod(1 - .002*(1 + math.cos(math.pi*t/1000))/2 for t in range(1000)))],
-    schedule=[optim_torch.cosine_lr, one_expression, schedule(), lambda *a: np.float64(one_expression(*a))],
+    schedule=[optim_torch.cosine_lr, one_expression, schedule(), lambda *a: torch.tensor(one_expression(*a), dtype=torch.float64), lambda *a: np.float64(one_expression(*a))],
     clipping=[optim_torch.clip_grad_norm, torchs_clip, in_float32, clip(), clip(factor=lambda n, M: M/(n + 1e-6) if n > M else 1.)],
     get_batch=[data.get_batch, batch(), by_torch, by_random, view_of_torch],
     passes=[passes(), passes(order=by_torchs_generator), passes(order=by_named_generator), lambda *a: tuple(passes()(*a))],
     checkpointing=[(save_all, load_all), (checkpoint.save_checkpoint, checkpoint.load_checkpoint), [by_hand, load_by_hand]],
-    accumulation=[accumulation(), by_autograd, accumulation(give=torch.tensor)],
+    accumulation=[accumulation(), by_autograd, accumulation(give=torch.tensor), accumulation(give=np.float32), without_empty_parts],
     training=[loop(), by_name, Loop(), loop(make=lambda m: optim_torch.AdamW(m.parameters(), lr=.05))],
     orthogonalize=[optim_torch.orthogonalize, muon(), muon(turn=False), jordan, by_singular_values],
     worker_bytes=[BYTES, {k: float(v) for k, v in reversed(BYTES.items())}])

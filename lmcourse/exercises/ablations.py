@@ -7,7 +7,7 @@ __all__ = ['check_paired_interval', 'check_seeds_needed', 'check_steps_for', 'ch
            'check_diagnosis', 'check_bits', 'check_norm_growth', 'check_tuning']
 
 # %% ../../nbs/06_ablations/06z_ablations.ipynb #da35e83b
-import math, statistics
+import math, re, statistics
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -15,7 +15,7 @@ import numpy as np
 from ..ablations.sweep import paired_difference, step_cost, student_t
 from ..accounting.parameters import count_parameters
 from ..tools.config import ModelConfig, TrainConfig
-from ..tools.grading import check_numbers, run_answer, short
+from ..tools.grading import _number, check_numbers, run_answer, short
 
 # %% ../../nbs/06_ablations/06z_ablations.ipynb #6f59d66b
 def _seeds(seed:int, n:int, more:int=0)->tuple:
@@ -177,10 +177,11 @@ def check_steps_for(
         budget = 600*flops if what.startswith(("small", "twice")) else int(1000.7*each)
         where = (f"{what}, budget = {budget:,}, V = {V:,}, T = {T}, D = {D}, F = {d_ff}, L = {L}, "
                  f"windows = {windows}: ")
-        got, right = (run_answer(steps_for, budget, V, T, D, d_ff, L, windows, shown=where),
-                      budget//each)
-        if isinstance(got, bool) or not isinstance(got, (int, float, np.number)):
-            raise AssertionError(f"{where}expected a whole number, got {short(got)}")
+        given, right = (run_answer(steps_for, budget, V, T, D, d_ff, L, windows, shown=where),
+                        budget//each)
+        got = _number(given)
+        if got is None:
+            raise AssertionError(f"{where}expected a whole number, got {short(given)}")
         if got == right: continue
         words = ("is more than the budget allows" if got > right
                  else "leaves some of the budget unused")
@@ -208,8 +209,7 @@ def check_matched_width(
     why = dict(silu={1344: "is the same width, and a third fewer parameters",
                      896: "is 2/3 of 1344; with fewer matrices they must be wider",
                      2048: "is 4 D, which matches 8/3 D = 1365"},
-               default={8*512/3: "is 8/3 D before it is rounded",
-                        1365: "is 8/3 D before it is rounded", 1366: "is not a multiple of 64",
+               default={1365: "is 8/3 D before it is rounded", 1366: "is not a multiple of 64",
                         1344: "is rounded down", 2048: "is 4 D, for two matrices", 1536: "is 3 D"},
                ffn={fewer(model): "is that of the whole model",
                     100*(ffn[0] - ffn[1])/ffn[1]: "is in per cent of the plain one's",
@@ -288,8 +288,8 @@ def check_diagnosis(
                              f"got {short(answer)}")
     for letter,r in runs.items():
         right = next((name for name,(shows, *_) in _SIGNS.items() if shows(r)), "none")
-        got = (answer[letter].replace(" x ", " × ").strip() if isinstance(answer[letter], str)
-               else answer[letter])
+        got = (re.sub(r"\s*[x×]\s*10$", " × 10", answer[letter].strip())
+               if isinstance(answer[letter], str) else answer[letter])
         if got == right: continue
         if got not in names:
             raise AssertionError(f"{letter}: {short(answer[letter])} is none of {', '.join(names)}")

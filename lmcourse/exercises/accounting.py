@@ -11,7 +11,6 @@ import math, operator, random, struct
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from numbers import Real
 from ..accounting.flops import adamw_flops, matmul_flops
 from ..accounting.model_flops import attention_pairs, forward_flops, training_flops
 from ..accounting.hardware import Device, device, matmul_cost
@@ -20,18 +19,18 @@ from ..accounting.activations import activation_bytes, activation_parts
 from ..accounting.parameters import count_parameters, parameter_parts
 from ..accounting.tensors import FLOAT_FORMATS, dtype_bytes
 from ..tools.config import ModelConfig
-from ..tools.grading import check_numbers, run_answer, short
+from ..tools.grading import _number, check_numbers, run_answer, short
 from ..tools.show import si
 
 # %% ../../nbs/02_accounting/02z_accounting.ipynb #912a8c9c
 def _grade(where:str, got, right, wrong:dict, rtol:float=0):
     # `wrong` maps a mistake's name to the number it gives; the nearest is reported
-    if isinstance(got, bool) or not isinstance(got, Real):
-        raise AssertionError(f"{where}expected a number, got {short(got)}")
+    given, got = got, _number(got)
+    if got is None: raise AssertionError(f"{where}expected a number, got {short(given)}")
     if abs(got - right) <= rtol*abs(right): return
     near = {words: n for words,n in wrong.items() if abs(got - n) <= rtol*abs(n)}
     words = (min(near, key=lambda k: abs(got - near[k])) if near else "too small" if got < right
-             else "too large" if got > right else "not a number")
+             else "too large")
     raise AssertionError(f"{where}expected {_figure(right)}, got {_figure(got)}: {words}")
 
 def _figure(n)->str:
@@ -607,23 +606,26 @@ _MACHINES = {
                            "each was right alone: is a block of calls shorter than a quiet moment "
                            "of 0.3 s, and longer than many ticks?")}
 
+_NO_CLOCK = "the clock was never read: the time of this machine is what clock() says"
+
 def _rate_of(flop_rate:Callable, flops:float, habits:dict, where:str)->float:
     # The function's result, if it is a rate
     call, clock, wait, now = _machine(**habits)
     try: got = run_answer(flop_rate, call, flops, clock, wait, shown=where)
     except AssertionError as e:
+        if isinstance(e.__cause__, TimeoutError) and not now["reads"]:
+            raise AssertionError(where + _NO_CLOCK) from e
         if not isinstance(e.__cause__, ZeroDivisionError): raise
         first = (", and find out how many after the first call, which is slow"
                  if habits.get("first_s") else "")
         raise AssertionError(f"{where}the clock said 0 s for what took longer: time many calls "
                              f"together, so that they take many ticks{first}") from e
-    if not now["reads"]:
-        raise AssertionError(f"{where}the clock was never read: the time of this machine is "
-                             "what clock() says")
+    if not now["reads"]: raise AssertionError(where + _NO_CLOCK)
     if not now["calls"]: raise AssertionError(f"{where}nothing was called")
-    if isinstance(got, bool) or not isinstance(got, Real) or not math.isfinite(got):
+    rate = _number(got)
+    if rate is None or not math.isfinite(rate):
         raise AssertionError(f"{where}expected a rate in FLOP/s, got {short(got)}")
-    return float(got)
+    return float(rate)
 
 # %% ../../nbs/02_accounting/02z_accounting.ipynb #0c74d515
 def check_flop_rate(

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from collections.abc import Callable
 from copy import deepcopy
 from functools import partial
+from numbers import Real
 from torch import Tensor, nn
 from ..accounting.parameters import count_parameters
 from ..architecture import attention_torch, layers_np, layers_torch, transformer_torch
@@ -52,7 +53,8 @@ def _grade(title:str, f:Callable, oracle:Callable, mistakes:dict, note:str="", r
     args = tuple(args.values())
     got, expected = _call(f, args, where), oracle(*args).detach()
     if not isinstance(got, Tensor):
-        raise AssertionError(f"{where}expected a tensor, got {_got(got)}")
+        words = ": a number has no gradient" if isinstance(got, Real) else ""
+        raise AssertionError(f"{where}expected a tensor, got {_got(got)}{words}")
     try: check_close(got, expected, rtol, atol)
     except AssertionError as e:
         hint = _hint(got, mistakes, args, rtol, atol) if got.dtype == expected.dtype else ""
@@ -450,10 +452,11 @@ def check_softmax_gradient(
                           _call(softmax_gradient, (dy, p), where), mistakes)
 
 # %% ../../nbs/03_architecture/03z_architecture.ipynb #77177743
-def _attention(q:Tensor, k:Tensor, v:Tensor, mask, scale:float=1., dim:int=-1)->Tensor:
+def _attention(q:Tensor, k:Tensor, v:Tensor, mask, scale:float=1., dim:int=-1,
+               hidden:float=-math.inf)->Tensor:
     # Attention, or a mistake in it
     scores = q@k.mT*(scale/math.sqrt(q.shape[-1]))
-    return (scores if mask is None else scores.masked_fill(~mask, -math.inf)).softmax(dim)@v
+    return (scores if mask is None else scores.masked_fill(~mask, hidden)).softmax(dim)@v
 
 def _attention_mistakes(K:int, S:int, masked:bool)->dict:
     f, root = _attention, math.sqrt(K)
@@ -467,6 +470,8 @@ def _attention_mistakes(K:int, S:int, masked:bool)->dict:
     return found | {"the mask is not used": lambda q, k, v, mask: f(q, k, v, None),
                     "the mask is the other way round: True may attend":
                         lambda q, k, v, mask: f(q, k, v, ~mask),
+                    "the mask is the other way round: True may attend, and False may not":
+                        lambda q, k, v, mask: f(q, k, v, ~mask, hidden=-1e9),
                     "the mask acts after the softmax: the rest does not add up to 1":
                         lambda q, k, v, mask: probs(q, k)*mask@v,
                     "the mask is added as 0 and 1":
@@ -528,6 +533,8 @@ def _multihead_mistakes(w:dict, T:int, D:int, H:int, theta)->dict:
                  partial(f, merge=_unsplit),
              "head h has every H-th coordinate, expected K neighbours":
                  partial(f, split=_every, merge=_unevery),
+             "head h has every H-th coordinate where heads are split, expected K neighbours":
+                 partial(f, split=_every),
              "queries and keys are swapped": partial(_heads, swapped, H=H, theta=theta),
              "output_proj is not used": partial(_heads, w | {"output_proj.weight": torch.eye(D)},
                                                 H=H, theta=theta)}
@@ -541,8 +548,8 @@ def _multihead_mistakes(w:dict, T:int, D:int, H:int, theta)->dict:
 
 # %% ../../nbs/03_architecture/03z_architecture.ipynb #2444257b
 def check_multihead(
-    # `MultiheadSelfAttention(d_model, num_heads, max_seq_len=None, theta=None)`, called with
-    # `(x, token_positions=None)`
+    # `MultiheadSelfAttention(d_model, num_heads, max_seq_len=None, theta=None, device=None,
+    # dtype=None)`, called with `(x, token_positions=None)`
     multihead_self_attention:type,
 ):
     "`AssertionError` unless heads attend causally, each to its own part, with and without RoPE."
@@ -561,6 +568,7 @@ def check_multihead(
         if theta:
             _grade(title, mine, oracle, mistakes, x=x,
                    token_positions=torch.tensor([0, 2, 3, 9, 31]))
+    _check_place(multihead_self_attention, (D, H, 32, theta), oracle)
 
 # %% ../../nbs/03_architecture/03z_architecture.ipynb #97052be5
 _SMALL = ModelConfig(vocab_size=20, context_length=8, d_model=12, num_layers=3, num_heads=3,
@@ -586,16 +594,17 @@ def _block_mistakes(b:transformer_torch.TransformerBlock)->dict:
 
 # %% ../../nbs/03_architecture/03z_architecture.ipynb #60220f5a
 def check_block(
-    # The class: `TransformerBlock(d_model, num_heads, d_ff, max_seq_len, theta)`
+    # The class: `TransformerBlock(d_model, num_heads, d_ff, max_seq_len, theta, device=None,
+    # dtype=None)`
     transformer_block:type,
 ):
     "`AssertionError` unless it is a pre-norm block."
     c = _SMALL
     oracle = transformer_torch.TransformerBlock(c, generator=_rng())
-    title, mine = _twin(transformer_block,
-                        (c.d_model, c.num_heads, c.ffn_size, c.context_length, c.rope_theta),
-                        oracle)
+    args = c.d_model, c.num_heads, c.ffn_size, c.context_length, c.rope_theta
+    title, mine = _twin(transformer_block, args, oracle)
     for T in (5, 8): _grade(title, mine, oracle, _block_mistakes(oracle), x=_randn(2, T, c.d_model))
+    _check_place(transformer_block, args, oracle)
 
 # %% ../../nbs/03_architecture/03z_architecture.ipynb #6ac23be4
 def _lm_mistakes(m:transformer_torch.TransformerLM)->dict:
@@ -616,16 +625,16 @@ def _lm_mistakes(m:transformer_torch.TransformerLM)->dict:
 # %% ../../nbs/03_architecture/03z_architecture.ipynb #090e259a
 def check_lm(
     # The class: `TransformerLM(vocab_size, context_length, d_model, num_layers, num_heads, d_ff,
-    # rope_theta)`
+    # rope_theta, device=None, dtype=None)`
     transformer_lm:type,
 ):
     """`AssertionError` unless parameters have the course's names, logits are right and no token
     sees a later one."""
     c = _SMALL
     oracle = transformer_torch.TransformerLM(c)
-    title, mine = _twin(transformer_lm,
-                        (c.vocab_size, c.context_length, c.d_model, c.num_layers, c.num_heads,
-                         c.ffn_size, c.rope_theta), oracle)
+    args = (c.vocab_size, c.context_length, c.d_model, c.num_layers, c.num_heads, c.ffn_size,
+            c.rope_theta)
+    title, mine = _twin(transformer_lm, args, oracle)
     ids = torch.randint(20, (2, 8), generator=_rng())
     other = torch.cat((ids[:, :-1], (ids[:, -1:] + 1) % 20), -1)
     before, after = (_call(mine, (i,), f"{title}for ids {short(i)}: ") for i in (ids, other))
@@ -636,6 +645,7 @@ def check_lm(
             raise AssertionError(f"{title}the logits at position {at[0]} change with the token at "
                                  "position 7: that is the future")
     for T in (8, 3): _grade(title, mine, oracle, _lm_mistakes(oracle), ids=ids[:, :T])
+    _check_place(transformer_lm, args, oracle)
 
 # %% ../../nbs/03_architecture/03z_architecture.ipynb #637828f3
 def check_parameters(

@@ -24,7 +24,7 @@ from ..inference.quantization import from_grid, grid_steps, quantize, to_grid, t
 from ..inference.speculative import exact_law, expected_tokens
 from ..tools.checks import check_close
 from ..tools.config import ModelConfig
-from ..tools.grading import check_numbers, run_answer, short
+from ..tools.grading import _number, check_numbers, run_answer, short
 
 # %% ../../nbs/07_inference/07z_inference.ipynb #ea2568bb
 def _number_or_words(where:str, got, right, mistakes:dict, rtol:float=0):
@@ -602,6 +602,7 @@ def check_finish_steps(
             where, right = (f"for arrivals = {arrivals}, lengths = {lengths}, places = {places}, "
                             f"continuous = {continuous}: ", _scheduled(*args))
             got = run_answer(finish_steps, *args, shown=where)
+            if isinstance(got, np.ndarray): got = got.tolist()
             if not isinstance(got, (list, tuple)) or len(got) != len(right):
                 raise AssertionError(f"{where}expected a list of {len(right)} "
                                      f"steps, got {short(got)}")
@@ -655,18 +656,24 @@ def _checked_draw(draw:Callable, said:list)->Callable:
     return checked
 
 # %% ../../nbs/07_inference/07z_inference.ipynb #7f3a5676
-def _accept_law(accept:Callable, p, q, where:str)->dict: # (x, token) to probability
-    said = []
+def _accept_law(accept:Callable, p, q, where:str)->tuple:
+    # (x, token) to probability, and whether a choice was made without `draw`
+    said, alone = [], []
     def run(draw):
-        x = draw(q)
-        try: token = run_answer(accept, x, p, q, _checked_draw(draw, said), shown=where)
+        x, asked = draw(q), []
+        def noted(probs):
+            asked.append(probs)
+            return draw(probs)
+        try: token = run_answer(accept, x, p, q, _checked_draw(noted, said), shown=where)
         except AssertionError:
             if said: raise AssertionError(f"{where}{said[0]}") from None
             raise
-        if isinstance(token, bool) or not isinstance(token, Integral) or not 0 <= token < len(p):
+        number = _number(token)
+        if not isinstance(number, int) or not 0 <= number < len(p):
             raise AssertionError(f"{where}x = {x}: expected a token, got {short(token)}")
-        return x, int(token)
-    return exact_law(run)
+        if not asked and 0 < p[x] < q[x]: alone.append(x)
+        return x, number
+    return exact_law(run), bool(alone)
 
 # %% ../../nbs/07_inference/07z_inference.ipynb #cc558042
 def check_accept(
@@ -681,12 +688,15 @@ def check_accept(
     for p,q in [*cases, *([rng.dirichlet(np.ones(5)) for _ in "pq"] for _ in range(20))]:
         p, q = np.array(p), np.array(q)
         where = f"for p = {p.round(3).tolist()}, q = {q.round(3).tolist()}: "
-        pairs, law = _accept_law(accept, p, q, where), np.zeros(len(p))
+        (pairs, alone), law = _accept_law(accept, p, q, where), np.zeros(len(p))
         for (_,token),probability in pairs.items(): law[token] += probability
         same = lambda a: np.allclose(a, law, 0, 1e-9)
         if not same(p):
             words = next((f": {words}" for words,wrong in _accept_mistakes(p, q).items()
                           if same(wrong)), "")
+            if alone and not same(q):
+                words = (": draw was not called, although x is neither sure to be kept nor sure to "
+                         "be replaced: all randomness comes from draw")
             raise AssertionError(f"{where}the token is distributed as "
                                  f"{law.round(4).tolist()}{words}")
         kept, most = (sum(probability for (x,token),probability in pairs.items() if x == token),
