@@ -159,6 +159,9 @@ def test_a_run_that_was_stopped_goes_on_in_another_place_and_from_another_folder
         seen.extend(items)
         return map(f, items)
     with contextlib.chdir(tmp_path / "new"): assert curate("in", "out", recipe, watched).stages[-1].kept[0] == 3
+    job = json.loads((mark := tmp_path / "new" / "out" / "job.json").read_text())
+    mark.write_text(json.dumps(job | dict(inputs={f"/whole/path/{l}": n for l, n in job["inputs"].items()})))
+    assert curate(tmp_path / "new" / "in", tmp_path / "new" / "out", recipe).stages[-1].kept[0] == 3
     assert all(Path(path).is_absolute() for _, path, _ in seen), "a worker may have been started elsewhere"
 
 

@@ -541,6 +541,8 @@ def _begin(out:Path, job:dict, recipe:Recipe):
         raise UserError(f"{out}: begun with other content of {', '.join(job['files'])}; name "
                         f"another folder")
     was, now, work = before.get("inputs", {}), job["inputs"], out/"work"
+    if len(was) == len(now) and all(p.endswith(l) for p,l in zip(was, now)):
+        was = dict(zip(now, was.values()))              # The first versions noted whole paths
     if was == now: return
     if list(was) != list(now) or (out/"funnel.json").exists():
         raise UserError(f"{out}: begun with other input files; name another folder")
