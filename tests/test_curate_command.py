@@ -171,9 +171,13 @@ def test_one_process_at_a_time_and_what_a_killed_one_left_of_the_mark(tmp_path):
     out.mkdir()
     (out / "job.json.tmp").write_text("{")
     def second(f, items):
-        with pytest.raises(BlockingIOError, match="another process is writing these files"): call()
+        made = (out / "job.json").read_bytes()
+        for text in (["a"], ["a", "b"]):                    # Nor is a file read again that was mended meanwhile
+            (tmp_path / "in.jsonl").write_text("".join(json.dumps(dict(text=t)) + "\n" for t in text))
+            with pytest.raises(BlockingIOError, match="another process is writing these files"): call()
+        assert (out / "job.json").read_bytes() == made
         return map(f, items)
-    assert call(apply=second).stages[-1].kept[0] == 1
+    assert call(apply=second).stages[-1].kept[0] == 2
 
 
 @pytest.mark.parametrize("name", ["write_text", "write_json", "remove"])

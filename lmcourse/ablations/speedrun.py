@@ -323,7 +323,7 @@ def race(
     contestants:dict|None=None,        # Contestants by name; default: `CONTESTANTS`
     data:RunData=DATA,                 # Source of the tokens
     clock:Callable=time.process_time,  # Seconds of this process
-    say:Callable=print,                # Called with a sentence about each new line
+    say:Callable=print,                # Called with a sentence about each new run
 )->dict: # Key to line
     "Run the race seed by seed; within a seed, the contestant with the fewest seconds goes next."
     check_race(seeds, minutes, mark, results, work, names, contestants)
@@ -507,7 +507,7 @@ def equal_time(
     work:str|Path,                    # Folder for the tokens
     data:RunData=DATA,                # Source of the tokens
     clock:Callable=time.process_time, # Seconds of this process
-    say:Callable=print,               # Called with a sentence about each new line
+    say:Callable=print,               # Called with a sentence about each new run
     parts:dict|None=None,             # Like `PARTS`, the default
     contestants:dict|None=None,       # Contestants by name; default: `CONTESTANTS`
     costs:dict|None=None, # Seconds of a step in units of the first's; default: measured

@@ -547,10 +547,12 @@ def _begin(out:Path, job:dict, recipe:Recipe):
     if list(was) != list(now) or (out/"funnel.json").exists():
         raise UserError(f"{out}: begun with other input files; name another folder")
     # Files were mended: read them again, and repeat what compares all files
-    for i,name in enumerate(now):
-        if was[name] != now[name]: remove(work/"0"/f"{i:05}.json")
-    for old in (*work.glob("[1-9]*"), *work.glob("0/*.keep.npy")): remove(old)
-    write_json(path, job)
+    with open(path, "rb+") as file:
+        lock_file(file)
+        for i,name in enumerate(now):
+            if was[name] != now[name]: remove(work/"0"/f"{i:05}.json")
+        for old in (*work.glob("[1-9]*"), *work.glob("0/*.keep.npy")): remove(old)
+        write_json(path, job)
 
 # %% ../../nbs/13_curation/13i_pipeline.ipynb #aed47d71
 def _finish(out:Path, work:Path, rounds:int, shards:int, recipe:Recipe)->Funnel:

@@ -15,7 +15,7 @@ import numpy as np
 from ..ablations.sweep import paired_difference, step_cost, student_t
 from ..accounting.parameters import count_parameters
 from ..tools.config import ModelConfig, TrainConfig
-from ..tools.grading import _number, check_numbers, run_answer, short
+from ..tools.grading import as_number, check_numbers, run_answer, short
 
 # %% ../../nbs/06_ablations/06z_ablations.ipynb #6f59d66b
 def _seeds(seed:int, n:int, more:int=0)->tuple:
@@ -179,7 +179,7 @@ def check_steps_for(
                  f"windows = {windows}: ")
         given, right = (run_answer(steps_for, budget, V, T, D, d_ff, L, windows, shown=where),
                         budget//each)
-        got = _number(given)
+        got = as_number(given)
         if got is None:
             raise AssertionError(f"{where}expected a whole number, got {short(given)}")
         if got == right: continue

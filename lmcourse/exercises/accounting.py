@@ -19,13 +19,13 @@ from ..accounting.activations import activation_bytes, activation_parts
 from ..accounting.parameters import count_parameters, parameter_parts
 from ..accounting.tensors import FLOAT_FORMATS, dtype_bytes
 from ..tools.config import ModelConfig
-from ..tools.grading import _number, check_numbers, run_answer, short
+from ..tools.grading import as_number, check_numbers, run_answer, short
 from ..tools.show import si
 
 # %% ../../nbs/02_accounting/02z_accounting.ipynb #912a8c9c
 def _grade(where:str, got, right, wrong:dict, rtol:float=0):
     # `wrong` maps a mistake's name to the number it gives; the nearest is reported
-    given, got = got, _number(got)
+    given, got = got, as_number(got)
     if got is None: raise AssertionError(f"{where}expected a number, got {short(given)}")
     if abs(got - right) <= rtol*abs(right): return
     near = {words: n for words,n in wrong.items() if abs(got - n) <= rtol*abs(n)}
@@ -622,7 +622,7 @@ def _rate_of(flop_rate:Callable, flops:float, habits:dict, where:str)->float:
                              f"together, so that they take many ticks{first}") from e
     if not now["reads"]: raise AssertionError(where + _NO_CLOCK)
     if not now["calls"]: raise AssertionError(f"{where}nothing was called")
-    rate = _number(got)
+    rate = as_number(got)
     if rate is None or not math.isfinite(rate):
         raise AssertionError(f"{where}expected a rate in FLOP/s, got {short(got)}")
     return float(rate)

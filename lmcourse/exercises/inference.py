@@ -24,7 +24,7 @@ from ..inference.quantization import from_grid, grid_steps, quantize, to_grid, t
 from ..inference.speculative import exact_law, expected_tokens
 from ..tools.checks import check_close
 from ..tools.config import ModelConfig
-from ..tools.grading import _number, check_numbers, run_answer, short
+from ..tools.grading import as_number, check_numbers, run_answer, short
 
 # %% ../../nbs/07_inference/07z_inference.ipynb #ea2568bb
 def _number_or_words(where:str, got, right, mistakes:dict, rtol:float=0):
@@ -668,7 +668,7 @@ def _accept_law(accept:Callable, p, q, where:str)->tuple:
         except AssertionError:
             if said: raise AssertionError(f"{where}{said[0]}") from None
             raise
-        number = _number(token)
+        number = as_number(token)
         if not isinstance(number, int) or not 0 <= number < len(p):
             raise AssertionError(f"{where}x = {x}: expected a token, got {short(token)}")
         if not asked and 0 < p[x] < q[x]: alone.append(x)

@@ -17,7 +17,7 @@ from ..tokenization.bpe import best_pair, count_pairs, count_words, train_bpe_he
 from ..tokenization.bpe import merge_pair, pretokenize, special_pattern, split_bytes
 from ..tokenization.encoding import encode_word, make_vocab, merges_wanted
 from ..tokenization.unicode import utf8
-from ..tools.grading import _number, check_numbers, run_answer, short, short_args
+from ..tools.grading import as_number, check_numbers, run_answer, short, short_args
 from ..tools.stories import Stories
 
 # %% ../../nbs/01_tokenization/01z_tokenization.ipynb #1c8598ea
@@ -311,7 +311,7 @@ def check_grows(
     and the measured number is right."""
     if not isinstance(answer, (tuple, list)) or len(answer) != 2 or not isinstance(answer[0], str):
         raise AssertionError(f"expected (text, bytes per token), got {short(answer)}")
-    text, ratio, ranks = answer[0], _number(answer[1]), story_ranks()
+    text, ratio, ranks = answer[0], as_number(answer[1]), story_ranks()
     if not text.isascii():
         raise AssertionError(f"{short(next(c for c in text if not c.isascii()))} is not ASCII")
     if len(text) < 200:

@@ -25,7 +25,7 @@ from ..accounting.parameters import count_parameters
 from ..architecture.transformer_torch import TransformerLM
 from ..tools.checks import check_close
 from ..tools.config import ModelConfig
-from ..tools.grading import _number, check_numbers, run_answer, short
+from ..tools.grading import as_number, check_numbers, run_answer, short
 from ..training import optim_torch
 from ..training.parallel_np import naive_bytes, ring_bytes
 
@@ -387,7 +387,7 @@ def _rates(f:Callable, top, low, warm, end)->list:
         where = (f"for it = {it}, rates {top} and {low}, warmup_iters = {warm}, "
                  f"cosine_cycle_iters = {end}: ")
         got = run_answer(f, it, top, low, warm, end, shown=where)
-        rate = _number(got)
+        rate = as_number(got)
         if rate is None: raise AssertionError(f"{where}expected a float, got {short(got)}")
         found.append((where, float(rate)))
     return found
@@ -845,7 +845,7 @@ def _check_parts(f:Callable, x:Tensor, y:Tensor, sizes:list):
     if isinstance(loss, Tensor) and loss.requires_grad:
         raise AssertionError(f"{where}the loss still holds its graph, and with it the memory: give "
                              "a float, by .item()")
-    number = _number(loss)
+    number = as_number(loss)
     if number is None and "nan" in short(loss):
         raise AssertionError(f"{where}the loss is NaN: a part has no targets, and a mean over none "
                              "is NaN. Sum, and divide by all")
