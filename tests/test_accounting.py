@@ -27,6 +27,7 @@ from lmcourse.architecture.layers_torch import cross_entropy, linear_cross_entro
 from lmcourse.architecture.onednn import onednn_products
 from lmcourse.architecture.transformer_np import init_params
 from lmcourse.architecture.transformer_torch import TransformerLM
+from lmcourse.inference.kv_cache import KVCache
 from lmcourse.tools.config import ModelConfig, TrainConfig
 from lmcourse.training import optim_torch
 from lmcourse.training.engines import TorchEngine
@@ -164,29 +165,20 @@ def test_models_of_transformers_have_the_formulas_counts(kind, preset):
     assert count_parameters(model) == count_parameters(ModelConfig.preset(preset))
 
 
-class Remember:
-    "A cache as attention asks for one"
-    def __init__(self): self.k = self.v = None
-
-    def update(self, k, v):
-        self.k, self.v = (new if old is None else torch.cat((old, new), -2) for old, new in ((self.k, k), (self.v, v)))
-        return self.k, self.v
-
-
 @torch.no_grad()
 def test_generation_with_a_cache():
+    "A window's cache forgets keys, and nothing is computed with them"
     for c, B, *_ in CASES[:50]:
         if c.context_length < 5: continue
         for dtype in (torch.float32, torch.bfloat16):
-            model, caches, ids = TransformerLM(c, dtype=dtype), [Remember() for _ in range(c.num_layers)], torch.zeros(B, 5, dtype=torch.int64)
+            model, cache, ids = TransformerLM(c, dtype=dtype), KVCache(c, B, 5, dtype), torch.zeros(B, 5, dtype=torch.int64)
             past = 0
             for T in (2, 1, 2):
-                with sdpa_kernel(SDPBackend.MATH), flop_counter() as counter: model(ids[:, past:past + T], torch.arange(past, past + T), caches)
+                with sdpa_kernel(SDPBackend.MATH), flop_counter() as counter: model(ids[:, past:past + T], torch.arange(past, past + T), cache)
                 assert counter.get_total_flops() == sum(forward_flops(c, B, T, past=past).values())
                 past += T
-            held = sum(t.nbytes for cache in caches for t in (cache.k, cache.v))
-            assert held == kv_cache_bytes(replace(c, window=None), B, 5, str(dtype)[6:])
-            if c.window: assert kv_cache_bytes(c, B, 5, str(dtype)[6:]) == held*min(5, c.window)//5
+            entry = 2*c.kv_heads*c.head_size*c.num_layers*B*dtype.itemsize
+            assert kv_cache_bytes(c, B, 5, str(dtype)[6:]) == entry*min(5, c.window or 5)
 
 
 def test_pairs_are_the_entries_of_the_mask():

@@ -324,4 +324,6 @@ def test_the_products_of_the_device_are_there_to_be_measured(device):
     "An older card is fast in float16 alone"
     calls = hardware._products(device, 1e-3)
     for call in calls.values(): call()
-    assert {dtype for dtype, *_ in calls} == {"float32", "bfloat16"} | ({"float16"} if device == "cuda" else set())
+    tf32 = device == "cuda" and torch.cuda.get_device_capability() >= (8, 0)
+    assert {dtype for dtype, *_ in calls} == {"float32", "bfloat16"} | ({"float16"} if device == "cuda" else set()) | ({"tfloat32"} if tf32 else set())
+    assert torch.get_float32_matmul_precision() == "highest"

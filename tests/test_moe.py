@@ -1,5 +1,6 @@
 "Layers of experts: every dispatch, every kind of router and every number format; training, saving and decoding with experts; what is refused."
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -8,11 +9,13 @@ torch = pytest.importorskip("torch")
 
 from hypothesis import given, settings, strategies as st
 
-from test_accounting import PLAIN, live_bytes, run as run_counted
+from test_accounting import PLAIN, live_bytes, moments_of, run as run_counted
+from lmcourse.accounting.account import account, on_device
 from lmcourse.accounting.flops import flop_counter
 from lmcourse.accounting.model_flops import training_flops
 from lmcourse.accounting.activations import activation_bytes
-from lmcourse.accounting.memory import peak_phase, training_bytes
+from lmcourse.accounting.hardware import device
+from lmcourse.accounting.memory import decode_bytes, peak_phase, training_bytes
 from lmcourse.accounting.parameters import count_parameters, parameter_parts
 from lmcourse.architecture.transformer_torch import TransformerLM
 from lmcourse.moe.balance import expert_loads, watch_routes
@@ -20,7 +23,8 @@ from lmcourse.moe.experts_np import capacity, moe_backward, moe_forward, within_
 from lmcourse.moe.experts_torch import DISPATCHES, MoE, choose_experts, drop_late
 from lmcourse.moe.router_np import best_experts
 from lmcourse.tools.checks import check_close
-from lmcourse.tools.config import ModelConfig
+from lmcourse.tools.config import ModelConfig, TrainConfig
+from lmcourse.training.engines import TorchEngine
 
 SMALL = ModelConfig(vocab_size=50, context_length=24, d_model=32, num_layers=2, num_heads=4, num_kv_heads=2, num_experts=8, moe_d_ff=16)
 IDS = torch.randint(50, (2, 16), generator=torch.Generator().manual_seed(0))
@@ -188,7 +192,8 @@ def test_the_balance_loss_of_a_sigmoid_router_is_of_its_scores():
 TOTALS = {"mixtral-8x7b": (46_702_792_704, 12_879_925_248), "qwen3-30b-a3b": (30_532_122_624, 3_353_032_704), "olmoe-1b-7b": (6_919_161_856, 1_282_017_280),
           "deepseek-v3": (671_026_404_352 + 58*256, 37_552_282_624 + 58*256)}           # And the bias of each router
 VARIANTS = {"plain": {}, "shared": dict(num_shared_experts=2, first_dense_layers=1), "sigmoid": dict(router_score="sigmoid", router_bias_rate=.01, norm_topk_prob=False),
-            "losses": dict(router_aux_loss=.01, router_z_loss=.01), "gelu": dict(ffn="gelu"), "latent": LATENT, "latent and shared": LATENT | dict(q_lora_rank=20, num_shared_experts=1),
+            "losses": dict(router_aux_loss=.01, router_z_loss=.01), "gelu": dict(ffn="gelu"), "reglu": dict(ffn="reglu"), "relu": dict(ffn="relu"), "latent": LATENT,
+            "latent and shared": LATENT | dict(q_lora_rank=20, num_shared_experts=1), "latent, values as long as keys": LATENT | dict(q_lora_rank=20, v_head_dim=12),
             "whole norm": dict(qk_norm=True, qk_norm_whole=True)}
 
 
@@ -212,23 +217,60 @@ def test_formulas_equal_the_counts(name):
             assert counter.get_total_flops() == sum(training_flops(c, batch, 16, recompute=recompute, fused=True).values())
 
 
-def attention_of(c): return "explicit" if c.kv_lora_rank else "fused"          # No fused kernel on a CPU takes values shorter than keys
+def attentions(c):
+    "No fused kernel on a CPU takes values shorter than keys"
+    return ("explicit",) if c.kv_lora_rank and c.v_head_dim < c.qk_nope_head_dim + c.qk_rope_head_dim else ("fused",)*(not c.kv_lora_rank) or ("fused", "explicit")
 
 
 @pytest.mark.parametrize("name", VARIANTS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_bytes_that_wait_for_the_backward_pass(name, dtype):
     c = replace(SMALL, **VARIANTS[name])
-    _, kept, _ = run_counted(c, 2, 16, dict(dtype=dtype, attention=attention_of(c), recompute=False, logits=False))
-    assert kept == pytest.approx(activation_bytes(c, 2, 16, dtype=dtype), rel=.04)
+    for batch in (1, 2):
+        for attention in attentions(c):
+            how = dict(dtype=dtype, attention=attention, recompute=False, logits=False)
+            assert run_counted(c, batch, 16, how)[1] == activation_bytes(c, batch, 16, **how)
 
 
 @pytest.mark.parametrize("name", VARIANTS)
 @pytest.mark.parametrize("changes", [{}, dict(dtype="bfloat16"), dict(recompute=True)], ids=str)
 def test_the_peak_of_a_step_with_experts_is_estimated_well(name, changes):
-    c, how = (c := replace(SMALL, **VARIANTS[name])), PLAIN | changes | dict(attention=attention_of(c))
+    c = replace(SMALL, **VARIANTS[name])
+    how = PLAIN | changes | dict(attention=attentions(c)[0])
     need, peak = sum(training_bytes(c, 8, 24, **how).values()), max(live_bytes(c, 8, 24, how))
     assert .95*peak <= need <= 1.15*peak, (need/peak, peak_phase(c, 8, 24, **how))
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_what_optimizers_hold_for_experts(name):
+    c = replace(SMALL, **VARIANTS[name])
+    for optimizer in ("adamw", "muon"):
+        engine = TorchEngine(c, TrainConfig(optimizer=optimizer, device="cpu"))
+        for p in engine.model.parameters(): p.grad = torch.zeros_like(p)
+        engine.optimizer.step()
+        assert sum(t.nbytes for t in moments_of(engine.optimizer)) == training_bytes(c, 1, optimizer=optimizer)["optimizer"]
+
+
+def test_experts_of_other_libraries():
+    "Names and numbers as in transformers; a dict of arrays does not say how many experts a token uses"
+    class Layer(torch.nn.Module):
+        def __init__(self, **config):
+            super().__init__()
+            stacked = lambda *shape: torch.nn.Parameter(torch.zeros(shape))
+            self.experts = torch.nn.ParameterDict(dict(gate_up_proj=stacked(4, 3, 16), down_proj=stacked(4, 8, 3), down_proj_bias=stacked(4, 3)))
+            self.gate, self.config = torch.nn.Linear(3, 4, bias=False), SimpleNamespace(**config)
+    for name in ("num_experts", "num_local_experts", "n_routed_experts"):
+        found = count_parameters(Layer(**{name: 4}, num_experts_per_tok=1))
+        assert (found.unique, found.active, found.matmul) == (12 + 4*75, 12 + 75, 12 + 72)
+    with pytest.raises(ValueError, match="a Layer with experts, but without a config that says how many"): count_parameters(Layer())
+    with pytest.raises(ValueError, match="a dict with experts"): count_parameters(dict(TransformerLM(SMALL).named_parameters()))
+
+
+def test_a_step_of_many_sequences_reads_more_experts():
+    c = ModelConfig.preset("deepseek-v3")
+    one, many = (account(c, n, 128, dtype="bfloat16") for n in (1, 64))
+    read = [on_device(a, "h100")["token_seconds"]*device("h100").bytes_per_s - a["memory"]["cache"] for a in (one, many)]
+    assert read == pytest.approx([2*one["parameters"]["matmul"], decode_bytes(c, 64)]) and read[1] > 15*read[0]
 
 
 # Growing, drafting, deciding who can

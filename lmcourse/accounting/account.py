@@ -12,12 +12,12 @@ from ..tools.show import Table, duration, si
 from .activations import activation_parts
 from .flops import adamw_flops
 from .hardware import Device, device_of, positive
-from .memory import kv_cache_bytes, largest_batch, peak_phase
+from .memory import decode_bytes, kv_cache_bytes, largest_batch, peak_phase
 from .memory import training_bytes
 from .model_flops import forward_flops, training_flops
 from .parameters import count_parameters, parameter_parts
-from .run_cost import training_time
-from .tensors import dtype_bytes, whole_number
+from .run_cost import product_format, training_time
+from .tensors import whole_number
 
 # %% ../../nbs/02_accounting/02k_account.ipynb #856c92c6
 def account(
@@ -68,16 +68,17 @@ def on_device(
     config, B, T = ModelConfig.from_dict(a["model"]), a["batch_size"], a["tokens"]//a["batch_size"]
     how = {k: a[k] for k in ("dtype", "attention", "recompute", "logits")} | dict(device=d.kind)
     useful = a["flops"]["step"]["forward"] + a["flops"]["step"]["backward"]
-    read = a["parameters"]["matmul"]*dtype_bytes(a["dtype"]) + a["memory"]["cache"]
-    step_seconds, run = training_time(useful, d, a["dtype"], mfu), None
+    read = decode_bytes(config, B, a["dtype"]) + a["memory"]["cache"]
+    products, run = product_format(a["dtype"], d), None
+    step_seconds = training_time(useful, d, products, mfu)
     if tokens is not None:
         positive("tokens of the run", tokens)
         if usd_per_hour is not None: positive("usd_per_hour", usd_per_hour)
         seconds = tokens/a["tokens"]*step_seconds
         run = dict(tokens=tokens, seconds=seconds, usd_per_hour=usd_per_hour,
                    usd=None if usd_per_hour is None else seconds/3600*usd_per_hour)
-    return dict(device=d.name, source=d.source, dtype=a["dtype"], mfu=mfu,
-                peak_flop_per_s=d.peak(a["dtype"]), bytes_per_s=d.bytes_per_s,
+    return dict(device=d.name, source=d.source, dtype=products, mfu=mfu,
+                peak_flop_per_s=d.peak(products), bytes_per_s=d.bytes_per_s,
                 memory_bytes=d.memory_bytes,
                 fits=sum(training_bytes(config, B, T, **how).values()) <= d.memory_bytes,
                 largest_batch=largest_batch(config, d.memory_bytes, T, **how),
@@ -98,7 +99,8 @@ def account_tables(
                     + [dict(part=f"all, {name}", parameters=p[key])
                        for name,key in _SENSES.items()], {"share": "%"}),
               Table(share(memory, "bytes")
-                    + [dict(part=f"training step, at its peak: {m['peak']}", bytes=m["training"]),
+                    + [dict(part=f"training step, at its peak{_about(counted)}: {m['peak']}",
+                            bytes=m["training"]),
                        dict(part=f"KV cache, full, in {counted['dtype']}", bytes=m["cache"])],
                     {"share": "%"}),
               Table([dict(r, part=f"kept: {r['part']}") for r in share(m["parts"], "bytes")]
@@ -111,25 +113,29 @@ def account_tables(
                     dict(part="AdamW", FLOPs=f["adamw"]),
                     dict(part="6 N D, for comparison", FLOPs=6*p["active"]*counted["tokens"])],
                     {"share": "%"})]
-    return tables + ([] if placed is None else [_placed_table(placed)])
+    return tables + ([] if placed is None else [_placed_table(placed, counted["dtype"])])
 
 # %% ../../nbs/02_accounting/02k_account.ipynb #40d7b496
 _SENSES = {"each tensor once": "unique", "by all names": "stored",
            "without input tables": "non_embedding", "multiplied with each token": "matmul",
            "active, with the experts of one token": "active"}
 
+def _about(counted:dict)->str: # Working space of these is only estimated
+    c = counted["model"]
+    return " (estimated)" if c["num_experts"] or c["kv_lora_rank"] else ""
+
 def _per_token(counted:dict)->int: # FLOPs, rounded
     step = counted["flops"]["step"]
     return round((step["forward"] + step["backward"])/counted["tokens"])
 
-def _placed_table(d:dict)->Table:
+def _placed_table(d:dict, dtype:str)->Table:
     rows = {"device": d["device"], "source": d["source"],
             "peak": f"{si(d['peak_flop_per_s'], 'FLOP/s')} in {d['dtype']}, dense",
             "memory": f"{si(d['memory_bytes'], 'B')}: the step "
                       f"{'fits' if d['fits'] else 'does not fit'}",
             "largest batch": f"{d['largest_batch']:,}",
             "a step": f"{duration(d['step_seconds'])} at {100*d['mfu']:g} % of the peak",
-            "generating a token of each sequence, with a full cache":
+            f"generating a token of each sequence, full cache, weights in {dtype}":
                 f"{duration(d['token_seconds'])} at least"}
     if run := d["run"]:
         rows[f"a run of {si(run['tokens'])} tokens"] = f"{duration(run['seconds'])} on one device"

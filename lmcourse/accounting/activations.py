@@ -145,14 +145,18 @@ def _network(c:ModelConfig, r:RowBytes)->list: # The feed-forward network
     return [*operations, narrow._replace(forward=narrow.kept + others + out)]
 
 # %% ../../nbs/02_accounting/02g_activations.ipynb #bfb543a4
-def _experts(c:ModelConfig, r:RowBytes)->list: # A layer of experts; its workspace is an estimate
+# A layer of experts; its working space is an estimate. What it keeps is that of grouped products,
+# which torch takes if the rows of all matrices begin at multiples of 16 bytes
+def _experts(c:ModelConfig, r:RowBytes)->list:
     k, E, x, size = c.num_experts_per_tok, c.expert_count, r.stream, 2 if r.low else 4
     visits, numbers = r.n*k, E*expert_numbers(c) # `visits`: rows that experts read
     rows, wide = size*visits*c.d_model, size*visits*c.expert_size
     tables = 4*r.n*E*(1 + bool(c.router_aux_loss) + bool(c.router_z_loss))
     ties = r.n*(4*c.norm_topk_prob + 4*bool(c.router_z_loss)) + 4*E*(1 + bool(c.router_aux_loss))
     choice = visits*(8 + 4*c.norm_topk_prob + 4 + 8 + 8) + tables + ties
-    inner = wide*(4 if c.gated else 2) + 3*rows # Gathered, computed, in the order of the tokens
+    inner = wide*((4 if c.gated else 2) - c.ffn_kind.saves_output)
+    inner += 3*rows # Gathered, computed, in the order of the tokens
+    inner += 4*E*(c.ffn_kind.matrices - 1) # Where each expert's rows end, in a grouped product
     keeps = {"inputs of feed-forward": x, "router": choice, "inside experts": inner}
     if r.low: keeps["weights in bfloat16"] = 2*numbers
     going = 2*rows + 3*wide + 2*x + (2 if r.low else 0)*numbers + 4*numbers
@@ -168,7 +172,7 @@ def _experts(c:ModelConfig, r:RowBytes)->list: # A layer of experts; its workspa
 
 # %% ../../nbs/02_accounting/02g_activations.ipynb #222d0a5b
 def _attention(c:ModelConfig, r:RowBytes, B:int, T:int, size:int, explicit:bool)->list:
-    if c.kv_lora_rank: return _latent(c, r, B, T, size)
+    if c.kv_lora_rank: return _latent(c, r, B, T, size, explicit)
     x, q, k, H, K, part = r.stream, r.query, r.key, c.num_heads, c.head_size, "inputs of attention"
     operations = [_reader(c, r, "queries", H*K, part, 0, q, "first"),
                   _reader(c, r, "keys", c.kv_heads*K, part, q, k),
@@ -183,26 +187,35 @@ def _attention(c:ModelConfig, r:RowBytes, B:int, T:int, size:int, explicit:bool)
             operations.append(OperationMemory(name, keeps, backward, 4*K))
     operations += _explicit(c, r, B, T, size) if explicit else _fused(c, r, T, size)
     # The product reads another layout than the one that the kernel writes, and so keeps a copy
-    turned = c.qk_norm and not c.qk_norm_whole and H > 1 and T > 1
+    turned = c.qk_norm and not c.qk_norm_whole and H > 1 and T > 1 and K > 1
     keeps = {"attention output": q} if explicit else {"attention output, copied": q*turned}
     return [*operations, _product(c, r, "output", H*K, c.d_model, keeps, x + r.comes + q, x + q)]
 
 # %% ../../nbs/02_accounting/02g_activations.ipynb #6f8b8fc2
-def _latent(c:ModelConfig, r:RowBytes, B:int, T:int, size:int)->list:
-    # Latent attention, written out in float32: its values are shorter than its keys, which no fused
-    # kernel accepts on a CPU. Its working space is an estimate
+def _latent(c:ModelConfig, r:RowBytes, B:int, T:int, size:int, explicit:bool)->list:
+    # Latent attention. Its working space is an estimate
     H, n, rank, rope = c.num_heads, r.n, c.kv_lora_rank or 0, c.qk_rope_head_dim
-    low_q, numbers, scores = c.q_lora_rank or 0, attention_numbers(c), 4*B*H*T*T
-    q, v = n*H*(c.qk_nope_head_dim + rope), n*H*c.v_head_dim
+    nope, low_q, numbers = c.qk_nope_head_dim, c.q_lora_rank or 0, attention_numbers(c)
+    q, v, up = (n*H*width for width in (nope + rope, c.v_head_dim, nope + c.v_head_dim))
+    # On a CPU the fused kernel takes no values of another length than the keys; on a GPU it does,
+    # by torch's source. `up`: numbers that give keys and values, of which values are a view
+    fused = not explicit and (r.device == "cuda" or c.v_head_dim == nope + rope)
     norms = 4*n*(2*rank + rope*(not r.low) + 1) + 4*n*(2*low_q + 1)*bool(low_q)
-    inputs = r.read*(1 + r.low) + size*n*(rank + low_q)*r.low
-    keeps = {"inputs of attention": inputs, "q/k norms": norms, "probabilities": scores,
-             "queries, keys, values": 4*(2*q + v), "attention output": size*v}
+    keeps = {"inputs of attention": r.read*(1 + r.low) + size*n*(rank + low_q),
+             "q/k norms": norms, "attention output": size*v}
+    if fused:
+        scores, arrays = 0, size*(2*q + up)
+        keeps |= {"log of denominators": 4*n*H, "attention output, copied": size*v}
+    else: # Written out, in float32; of one sequence in float32, the values need no copy
+        scores, arrays = 4*B*H*T*T, 4*(2*q + (up if B == 1 and not r.low else v))
+        keeps["probabilities"] = scores
+    keeps["queries, keys, values"] = arrays
     if r.low: keeps["weights in bfloat16"] = 2*numbers
     kept, x = sum(keeps.values()), r.stream
-    backward = kept + 2*scores + 4*(2*q + v) + 2*x + (2 + 2*r.low)*numbers
+    backward = kept + 2*scores + arrays + size*v*fused + 2*x + (2 + 2*r.low)*numbers
+    forward = kept + scores + (size if fused else 4)*q + x
     return [OperationMemory("latent attention", keeps, backward, 4*(numbers + rank + low_q),
-                            kept + scores + 4*q + x, 2*numbers*r.low)]
+                            forward, 2*numbers*r.low)]
 
 # %% ../../nbs/02_accounting/02g_activations.ipynb #b64590b3
 def _fused(c:ModelConfig, r:RowBytes, T:int, size:int)->list:

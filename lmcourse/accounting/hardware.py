@@ -138,18 +138,26 @@ def _products(kind:str, longest:float
     # older GPUs are fast in float16 only
     other = ("float32", "NumPy") if kind == "cpu" else ("float16", "torch")
     libraries = [("float32", "torch"), ("bfloat16", "torch"), other]
+    if kind == "cuda" and torch.cuda.get_device_capability() >= (8, 0):
+        libraries.append(("tfloat32", "torch"))
     for dtype,library in libraries:
-        n, took = 256, 0.
+        n, took, stored = 256, 0., getattr(torch, dtype.removeprefix("t"))
         while 8*took < longest and n <= (2048 if kind == "cpu" else 8192):
-            a, b, out = (torch.randn(n, n, generator=rng, device=kind).to(getattr(torch, dtype))
+            a, b, out = (torch.randn(n, n, generator=rng, device=kind).to(stored)
                          for _ in range(3))
-            multiply = torch.mm
+            multiply = _tf32_product if dtype == "tfloat32" else torch.mm
             if library == "NumPy":
                 a, b, out, multiply = a.numpy(), b.numpy(), out.numpy(), np.matmul
             calls[dtype, library, n] = partial(multiply, a, b, out=out)
             took = best_seconds({0: calls[dtype, library, n]}, 1e-9, kind)[0]
             n *= 2
     return calls
+
+def _tf32_product(a, b, out): # The setting is read when the product is started
+    import torch
+    torch.set_float32_matmul_precision("high")
+    try: return torch.mm(a, b, out=out)
+    finally: torch.set_float32_matmul_precision("highest")
 
 # %% ../../nbs/02_accounting/02c_hardware.ipynb #04ce92dc
 def _streams(kind:str)->dict: # Name -> (bytes, call)

@@ -36,6 +36,7 @@ def forward_flops(
     causal:bool=False,    # True: count only the pairs of queries and keys that are used
 )->dict: # `projections`, `scores`, `values`, `ffn`, `head`, in FLOPs; `router`, `experts`
     """Count the FLOPs of the matrix products from ids to logits.
+    With a `capacity_factor` this is the most: experts may drop visits.
     Raises `ValueError` for invalid sizes."""
     most = checked_length(config, batch_size)
     c, past = config, whole_number("past", past, 0)
@@ -45,8 +46,9 @@ def forward_flops(
     T = checked_length(c, batch_size, most - past if context_length is None else context_length)
     checked_length(c, batch_size, past + T)
     batch_size = int(batch_size)
+    cached = past if c.window is None else min(past, c.window - 1) # What the cache still has
     n, pairs = batch_size*T, batch_size*c.num_heads*(attention_pairs(T, past, c.window) if causal
-                                                     else T*(past + T))
+                                                     else T*(cached + T))
     score, value, moe = c.head_size, c.head_size, expert_layers(c)
     if c.kv_lora_rank: # with a cache the latent vectors are compared as they are
         score = (c.kv_lora_rank if past else c.qk_nope_head_dim) + c.qk_rope_head_dim
@@ -82,7 +84,9 @@ def training_flops(
     if shared := config.num_shared_experts:
         of_visit = parts.get("experts", 0)//(config.num_experts_per_tok + shared)
         last += shared*of_visit//config.ffn_kind.matrices*forgotten
-    fused = fused and not config.kv_lora_rank # Latent attention is written out
+    # On a CPU, latent attention is written out if its values and keys differ in length
+    keys = config.qk_nope_head_dim + config.qk_rope_head_dim
+    fused = fused and not (config.kv_lora_rank and config.v_head_dim != keys)
     return (dict(forward=total, backward=2*total)
             | ({"recomputed blocks": total - parts["head"] - last} if recompute else {})
             | ({"recomputed scores": parts["scores"]} if fused else {}))

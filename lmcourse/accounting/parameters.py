@@ -67,8 +67,8 @@ def attention_numbers(c:ModelConfig)->int: # Number of entries of an attention l
 # names of input tables in this course, in GPT-2 and in Llama; `embed_out` is GPT-NeoX's head
 _LOOKED_UP = re.compile(r"(^|\.)(?!embed_out\.)(\w*embed\w*|wte|wpe)\.")
 
-# matrices of experts, stacked
-_STACKED = re.compile(r"(^|\.)experts\.w[123]$")
+# tensors of experts: stacked, in this course and in transformers, or one module per expert
+_EXPERTS = re.compile(r"(^|\.)experts\.(\d+\.|(w[123]|(gate_up|gate|up|down)_proj(_bias)?)$)")
 
 def _named(model)->list: # Pairs (name, tensor); a tensor with two names appears twice
     if isinstance(model, dict): return list(model.items())
@@ -90,26 +90,38 @@ def _tables(model)->set: # Names of input tables
 
 def _size(tensor)->int: return math.prod(tensor.shape)
 
+def _unused_share(model)->float: # Share of the experts that a token does not use
+    c:Any = getattr(model, "config", None)
+    # The names of Qwen, of Mixtral and of DeepSeek
+    names = ("num_experts", "num_local_experts", "n_routed_experts")
+    E = next((n for name in names if (n := getattr(c, name, None))), None)
+    if not E:
+        raise ValueError(f"a {type(model).__name__} with experts, but without a config that says "
+                         f"how many: count the whole model, or its ModelConfig")
+    return 1 - c.num_experts_per_tok/E
+
 # %% ../../nbs/02_accounting/02f_parameters.ipynb #105e6f0b
 def count_parameters(
     # A `ModelConfig`, for the formula; or a torch module or a dict from name to array, for the
     # count (list a tied head under its own name, too)
     model:Any,
 )->ParameterCount:
-    "Count the parameters of a model. Raises `TypeError` for anything else."
+    """Count the parameters of a model.
+    Raises `TypeError` for anything else, and `ValueError` for experts without a config."""
     if isinstance(model, ModelConfig): return _by_formula(model)
     named = _named(model)
     once = {id(t): _size(t) for _,t in named}
     looked_up = _tables(model)
     tables = {id(t) for name,t in named if name in looked_up}
-    multiplied = {id(t) for name,t in named if len(t.shape) > 1 and name not in looked_up}
-    # in each stack of experts, those that a token does not use
-    c:Any = getattr(model, "config", None)
-    share = 1 - c.num_experts_per_tok/c.num_experts if getattr(c, "num_experts", None) else 0
-    idle = round(share*sum(_size(t) for name,t in named if _STACKED.search(name)))
+    multiplied = {id(t) for name,t in named if len(t.shape) > 1
+                  and name not in looked_up and not name.endswith("bias")}
+    experts = {id(t) for name,t in named if _EXPERTS.search(name)}
+    unused = _unused_share(model) if experts else 0
+    idle = lambda ids: round(unused*sum(once[i] for i in ids & experts))
     return ParameterCount(sum(_size(t) for _,t in named), sum(once.values()),
                           sum(n for i,n in once.items() if i not in tables),
-                          sum(once[i] for i in multiplied) - idle, sum(once.values()) - idle)
+                          sum(once[i] for i in multiplied) - idle(multiplied),
+                          sum(once.values()) - idle(once.keys()))
 
 def _by_formula(c:ModelConfig)->ParameterCount:
     parts, table = parameter_parts(c), c.vocab_size*c.d_model
@@ -140,7 +152,7 @@ def parameter_table(
             row["parameters"] += _size(p)
         seen.add(id(p))
     return Table([*rows.values(), dict(parameter="all", shape="", tensors=len(seen),
-                                       parameters=count_parameters(model).unique)])
+                                       parameters=sum(r["parameters"] for r in rows.values()))])
 
 # %% ../../nbs/02_accounting/02f_parameters.ipynb #aac40acf
 def parameter_tree(

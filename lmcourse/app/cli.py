@@ -459,9 +459,9 @@ def cost_lines(trainer:Any)->list: # Predicted cost of the run: counted, then fr
             + (f", of which weights, gradients and moments are shared out among "
                f"{trainer.world.processes} processes" if c.shard or c.on_mesh else "")
             + (f", but there are only {si(device.memory_bytes, 'B')}" if not p.fits else ""),
-            f"a large product in {c.dtype} reaches {si(device.peak(c.dtype), 'FLOP/s')} here; at "
+            f"a large product in {p.dtype} reaches {si(device.peak(p.dtype), 'FLOP/s')} here; at "
             f"half of that a step would take {1e3*p.step_seconds:.0f} ms",
-            f"measured: {measured}; {100*mfu(p.step_flops, seconds, device, c.dtype):.0f} % of "
+            f"measured: {measured}; {100*mfu(p.step_flops, seconds, device, p.dtype):.0f} % of "
             f"that rate"]
 
 # %% ../../nbs/90_app/90g_cli.ipynb #f223cd71
@@ -1032,9 +1032,9 @@ class AccountCommand:
                   "FLOPs of a training step", "on the device")
         for title,table in zip(titles, account_tables(counted, placed)):
             say(f"{title}:", str(table), "")
-        peaks = where.peak_flop_per_s if where else {}
-        if self.dtype == "float32" and "bfloat16" in peaks:
-            say(f"in float32; products in bfloat16 are {peaks['bfloat16']/peaks['float32']:.3g} "
+        if where and placed and self.dtype == "float32" and "bfloat16" in where.peak_flop_per_s:
+            faster = where.peak("bfloat16")/placed["peak_flop_per_s"]
+            say(f"in {placed['dtype']}; products in bfloat16 are {faster:.3g} "
                 f"times as fast there: --dtype bfloat16")
 
 # %% ../../nbs/90_app/90g_cli.ipynb #8bac0083

@@ -143,7 +143,9 @@ def run_bare(work:str, steps:int)->dict: # As in `run_loop`; empty if there is n
 def run_product(kind:str, dtype:str)->dict: # Device `cpu` or `cuda`, and the number format
     "Measure the fastest large product in FLOP/s."
     from lmcourse.accounting.hardware import measure_device
-    with best_products(): return dict(rate=measure_device(0.3, kind).peak(dtype))
+    from lmcourse.accounting.run_cost import product_format
+    with best_products(): here = measure_device(0.3, kind)
+    return dict(rate=here.peak(product_format(dtype, here)))
 
 # %% ../../nbs/90_app/90d_throughput.ipynb #18984303
 def _peak(kind:str)->int|None: # Peak bytes on the GPU, or of this process

@@ -10,7 +10,7 @@ __all__ = ['check_expert_parameters', 'check_route', 'check_dispatch', 'check_dr
 import math
 import numpy as np
 from collections.abc import Callable
-from ..moe.account import experts_read
+from ..accounting.memory import experts_read
 from ..moe.experts_np import capacity, experts_forward, within_capacity
 from ..moe.router_np import balance_loss, best_experts, count_load, update_bias
 from ..tools.checks import check_close
