@@ -275,6 +275,23 @@ def test_a_step_sends_what_the_formula_says(change):
             assert {axis: counted[f"{axis} sent"] for axis in formula} == formula and sum(formula.values()) > 0
 
 
+def test_with_context_as_the_only_axis_pages_and_weights_are_told_apart():
+    "Then the processes that share weights are the very group of the ring."
+    config, model = TrainConfig(device="cpu", batch_size=2, **CP), replace(TOY, num_layers=1)
+    counted = dry_run(model, config, 2)
+    formula = step_bytes(model, config, 2)
+    assert {axis: counted[f"{axis} sent"] for axis in formula} == formula and formula["cp"] and formula["dp_shard"]
+
+
+def test_of_a_tied_table_a_process_sends_its_rows_and_the_formula_the_most():
+    "51 rows shared out as 26 and 25; its two ends send their own share of the gradient."
+    config, model = TrainConfig(device="cpu", batch_size=8, micro_batch=2, **PP), replace(TOY, num_layers=2, tie_embeddings=True, vocab_size=51)
+    for rank in range(4):
+        counted = dry_run(model, config, 4, rank)
+        formula = step_bytes(model, config, 4, counted["stage"])
+        assert formula["pp"] - counted["pp sent"] == rank % 2*4*TOY.d_model and counted["dp_shard sent"] == formula["dp_shard"]
+
+
 LLAMA = ModelConfig(vocab_size=128_256, context_length=8192, d_model=16_384, num_layers=126, num_heads=128, num_kv_heads=8, d_ff=53_248, rope_theta=5e5)
 
 

@@ -57,6 +57,14 @@ def test_no_fitted_number_can_be_left_out(name):
     for factor in (2/3, 4/3): assert total(replace(FITTED, **{name: factor*getattr(FITTED, name)})) > total(FITTED)
 
 
+def test_a_block_keeps_the_inputs_of_its_products():
+    "Heads may be wider than the model: queries and the output of attention have `num_heads*head_dim` numbers."
+    m = ModelConfig.preset("qwen3-0.6b")
+    numbers = 2*m.d_model + 2*m.num_heads*m.head_size + 2*m.kv_heads*m.head_size + 2*m.d_ff
+    kept = plan_memory(Plan(m, "h100", 8, dp=8))["activations"]
+    assert m.num_heads*m.head_size == 2*m.d_model and kept == 2*numbers*m.num_layers*m.context_length
+
+
 def test_conventions_are_made_equal():
     "One step, said in five ways."
     from lmcourse.parallelism.planner import _published_mfu, _sizes
@@ -102,6 +110,7 @@ def test_the_best_plan_is_metas():
 
 def test_tables_say_what_loses():
     head, memory, legs, others = plan_tables(best_plans(LLAMA, 1024))
+    assert any(str(row["value"]).endswith(" for 16.8 M tokens") for row in head.rows)
     assert sum(row["share"] for row in legs.rows) == pytest.approx(100)
     assert memory.rows[-1]["GB"] <= 72 and others.rows
     for row in others.rows: assert float(row["MFU"][:-1])/100 <= plan_mfu(best_plans(LLAMA, 1024)[0]) + 1e-3
@@ -123,9 +132,18 @@ def test_tensor_parallel_ranks_wait_for_all_reduces_of_two_byte_numbers():
         assert plan_seconds(p)["tensor"] == pytest.approx(16*SMALL.num_layers*sums*each)
 
 
+def test_recomputation_gathers_keys_and_values_again():
+    "Once forward, once more for the backward pass, and their gradients once."
+    p = Plan(replace(SMALL, context_length=32_768), "h100", 16, tp=2, cp=4)
+    saved, again = (plan_seconds(replace(p, recompute=how)) for how in ("none", "full"))
+    assert again["context"] == pytest.approx(3/2*saved["context"]) and again["tensor"] == pytest.approx(3/2*saved["tensor"])
+
+
 @pytest.mark.parametrize("wrong, words", [
     (dict(batch=17, dp=1, pp=16, chunks=2), "17 microbatches for 16 stages of 2 chunks, expected a multiple of 16"),
     (dict(tp=0), "tp"), (dict(batch=100), "expected a multiple of 128"), (dict(sharding="zero9"), "sharding"),
+    (dict(model=replace(LLAMA, window=4096)), "window = 4096, expected a dense model with plain attention"),
+    (dict(model=ModelConfig.preset("mixtral-8x7b")), 'num_experts = 8, expected a dense model .*"DeepSeek-V3, by hand"'),
     (dict(recompute="half"), "recompute"), (dict(gpu="tpu"), "GPU"), (dict(pp=64, chunks=8), "a layer in each")])
 def test_plans_that_make_no_sense(wrong, words):
     with pytest.raises(ValueError, match=words): Plan(**dict(model=LLAMA, gpu="h100", batch=128, dp=128) | wrong)

@@ -640,6 +640,7 @@ class Traffic(TorchDispatchMode):
         "Record one call; its group and its tensor are among the arguments."
         groups = [g for a in args if (g := _group_name(a)) in self.axes]
         axis = self.axes[groups[-1]] if groups else "all"
+        if axis == "dp_shard" and kind == "send": axis = "cp"   # Both may be one group
         given = args[1] if "_base_" in name else args[0]
         size = sum(t.nbytes for t in (given if isinstance(given, list) else [given]))
         self.calls.append((axis, kind, self.SENT[kind](self.sizes.get(axis, 1), size)))
@@ -705,7 +706,7 @@ def step_bytes(
     number:int=0,       # Number of the stage; each process has only one
     itemsize:int=4,     # Bytes of a number
 )->dict: # Bytes by axis
-    "Compute the bytes that a process sends in a step, if every collective uses a ring."
+    "Compute the most bytes that a process sends in a step, if every collective uses a ring."
     if config.recompute or config.dtype == "bfloat16" or stages_each(config) > 1: raise ValueError(
         "step_bytes counts neither recompute, nor dtype = bfloat16, nor Interleaved1F1B")
     sizes, stage = mesh_sizes(config, processes), Stage(model, number,

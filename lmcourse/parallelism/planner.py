@@ -16,7 +16,7 @@ from ..accounting.model_flops import forward_flops
 from ..accounting.parameters import count_parameters
 from ..accounting.tensors import whole_number
 from .schedules import bubble_formula
-from ..tools.config import ModelConfig, refuse_fields, unknown
+from ..tools.config import ModelConfig, unknown
 from ..tools.files import data_rows
 from ..tools.show import Table, duration, si
 
@@ -63,7 +63,10 @@ def _check_plan(p:Plan):
     if p.batch % (p.dp*p.micro_batch):
         raise ValueError(f"Plan: a batch of {p.batch} for {p.dp} copies with microbatches of "
                          f"{p.micro_batch}, expected a multiple of {p.dp*p.micro_batch}")
-    refuse_fields(p.model, "A plan", "all_to_all_bytes", ("num_experts", "kv_lora_rank"))
+    for name in ("num_experts", "kv_lora_rank", "window"):
+        if value := getattr(p.model, name): raise ValueError(
+            f"Plan: {name} = {value}, expected a dense model with plain attention; for experts see "
+            f'"DeepSeek-V3, by hand" in chapter 10')
     if p.pp*p.chunks > p.model.num_layers + 2:
         raise ValueError(f"Plan: {p.pp} stages of {p.chunks} chunks for {p.model.num_layers} "
                          f"layers, expected at least a layer in each")
@@ -93,14 +96,15 @@ def _sizes(model:ModelConfig)->tuple: # Parameters, and forward FLOPs per token:
     return count_parameters(model).unique, *(f/model.context_length for f in flops)
 
 def plan_memory(p:Plan)->dict: # `weights`, `gradients`, `optimizer`, `activations`, `logits`
-    "Estimate the bytes on the first rank, where the most microbatches are in flight."
+    "Estimate the bytes of a rank, with the first stage's activations and the last stage's logits."
     m, held = p.model, _sizes(p.model)[0]/(p.tp*p.pp)
     ranks = p.dp*p.cp
     gradients = 4 if p.flash else 2
     all_of, part = (1, 1/ranks) if p.sharding == "zero1" else (1, 1)
     if p.sharding == "zero3": all_of = part = 1/ranks
-    row = m.d_model if p.recompute == "full" else (4*m.d_model + 2*m.kv_heads*m.head_size
-                                                   + m.ffn_size*(m.ffn_kind.matrices - 1))
+    row = m.d_model if p.recompute == "full" else (
+        2*m.d_model + 2*(m.num_heads + m.kv_heads)*m.head_size
+        + m.ffn_size*(m.ffn_kind.matrices - 1))
     in_flight = p.pp + (p.pp - 1)/p.chunks*(p.chunks > 1)
     return dict(weights=2*held*all_of, gradients=gradients*held*all_of, optimizer=12*held*part,
                 activations=2*row*p.tokens/p.tp*m.num_layers/p.pp*min(p.microbatches, in_flight),
@@ -137,7 +141,7 @@ def plan_seconds(p:Plan, fitted:Fitted=FITTED)->dict: # Seconds of each part of 
                memory=moved*tokens*layers/t/d.bytes_per_s,
                # Each all-reduce sends 2(t - 1)/t of a vector, 2 bytes a number
                tensor=2*(passes - 1)*2*(t - 1)/t*tokens*m.d_model*2*layers/in_node,
-               context=2*values*layers/one_nic)
+               context=(passes - 1)*values*layers/one_nic)
     micro = sum(one.values())                                   # Per microbatch and rank
     legs = {k: size*s for k,s in one.items()}
     legs["bubble"] = size*micro*bubble_formula("interleaved", p.pp, size, p.chunks)
@@ -265,7 +269,7 @@ def plan_tables(ranked:list)->list: # Tables: the best plan, its memory, its tim
         "microbatches": f"{best.microbatches:,}, sequences in each: {best.micro_batch}",
         "chunks of layers on a rank": best.chunks,
         "sharding, recomputation": f"{best.sharding}, {best.recompute}",
-        "a step": f"{duration(step)} for {si(best.batch*best.model.context_length, 'tokens')}",
+        "a step": f"{duration(step)} for {si(best.batch*best.model.context_length)} tokens",
         "predicted MFU": f"{plan_mfu(best):.1%} (median error on unseen runs: 6 %)"}.items()])
     rest:list = [next((p for p in ranked if p.tp == tp), None) for tp in (1, 2, 4, 8)]
     rest += [next((p for p in ranked if p.pp == 1), None),
