@@ -2,23 +2,28 @@
 import contextlib
 import gzip
 import json
+import re
 import shutil
 import signal
 import subprocess
 import sys
+from concurrent.futures import CancelledError
 from functools import partial
+from importlib.machinery import ModuleSpec
 from itertools import islice
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 from processes import here
 
 from lmcourse.curation import pipeline
 from lmcourse.curation.pipeline import (
-    STEPS, Funnel, Recipe, Stage, Whole, curate, dask_map, digest, each, kept_documents, read_funnel, read_shard, register_step, survivors)
+    STEPS, Funnel, Recipe, Stage, Whole, curate, dask_map, digest, each, kept_documents, read_funnel, read_shard, register_step, shard_files, survivors)
 from lmcourse.curation.web import Document, planted_web, write_warc
 from lmcourse.curation.web import test_set as leaked
 from lmcourse.tokenization.tokenizer import Tokenizer
+from lmcourse.tools.config import UserError
 from lmcourse.tools.documents import documents
 from lmcourse.tools.stories import Stories
 from lmcourse.training.data import TokenDataset
@@ -108,6 +113,26 @@ def test_two_processes_and_a_single_file_give_the_same(crawl, done):
     pytest.importorskip("dask")
     with contextlib.chdir(crawl): curate("in", "dask", Recipe.load("recipe.toml"), dask_map())
     assert survivors(crawl / "dask") == survivors(crawl / "out")
+
+
+@pytest.mark.parametrize("lost, error, words", [
+    ("wait_for_workers", TimeoutError("Only 0/1 workers arrived after 30s"), "Only 0/1 workers arrived after 30s"), ("run", ModuleNotFoundError("No module named 'lmcourse'"), "on a worker: No module"),
+    ("gather", CancelledError("_numbered-3 cancelled for reason: scheduler-connection-lost.\nClient lost it"), "connection-lost; go on with the same command"), ("gather", None, "died; go on with the same command")])
+def test_a_dask_cluster_that_is_lost_or_of_no_use_is_one_line(monkeypatch, lost, error, words):
+    "With a cluster of no machines."
+    class Killed(Exception): pass
+    def fails(*args): raise error or Killed("Workers died. See the manual.")
+    client = type("Client", (), dict.fromkeys(("__init__", "wait_for_workers", "run", "gather"), lambda *args: None) | dict(map=lambda *args, **kw: []) | {lost: fails})
+    for name, fields in dict(distributed=dict(Client=client, KilledWorker=Killed, __spec__=ModuleSpec("distributed", None)), comm=dict(CommClosedError=ConnectionError)).items():
+        module = ModuleType(name)
+        vars(module).update(fields)
+        monkeypatch.setitem(sys.modules, name if name == "distributed" else f"distributed.{name}", module)
+    with pytest.raises(UserError, match=re.escape("dask 'tcp://here:1': ") + ".*" + re.escape(words)): dask_map("tcp://here:1")(print, [])
+
+
+def test_hidden_files_are_no_shards(tmp_path):
+    for name in ("a.jsonl", "._a.jsonl"): (tmp_path/name).write_text("")
+    assert shard_files(tmp_path) == [tmp_path/"a.jsonl"]
 
 
 @pytest.mark.parametrize("jobs", [0, 1, 4, 6, 11])

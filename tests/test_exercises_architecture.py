@@ -474,7 +474,7 @@ WRONG_ANSWERS = dict(
         (embedding(use=lambda ids, w: w.data[ids]), "no gradient reaches anything"),
         (embedding(use=one_row), "shape (6, 5), expected (2, 3, 5)"),
         (embedding(turned=True, use=lambda ids, w: w.T[ids]), "weight has the shape (5, 7), expected (7, 5)"),
-        (embedding(use=lambda ids, w: w[ids - 1]), "for ids [3, 0, 6]: element"),
+        (embedding(use=lambda ids, w: w[ids - 1]), "for ids int64 [3, 0, 6]: element"),
         (embedding(use=lambda ids, w: w[ids]*5**.5), "elements differ"),
         (embedding(use=lambda ids, w: ids@w), "your code raised RuntimeError"),
         (embedding(name="table"), "there is no parameter weight (7, 5), but table (7, 5)")],

@@ -277,7 +277,7 @@ WRONG = [
     ("draw", lambda p, u: int(p.argmax()), "expected 3, got 1: that is the likeliest, whatever u is"), ("draw", lambda p, u: int((p.cumsum(-1) <= u).sum()), "expected 3, got 5: in float32 this u is 1: compare in float64"),
     ("draw", lambda p, u: int((p.double().cumsum(-1) <= u).sum()), "u = 0.9995: expected 2, got 3: the sum is a little below 1"),
     ("draw", lambda p, u: min(int((p.double().cumsum(-1) <= u).sum()), len(p) - 1), "for probs = [0.333, 0.333, 0.333, 0], u = 0.9995: expected 2, got 3"), ("draw", largest_first, "the pieces lie in the order of the ids"),
-    ("draw", lambda p, u: search(p, 1 - u if u else u), "u = 0.25: expected 1, got 3"), ("draw", lambda p, u: search(p, u) + 1, "expected 1, got 2"), ("draw", lambda p, u: p, "expected an id, got float32 (5,)"),
+    ("draw", lambda p, u: search(p, u*p.double().sum()), "u = 0.3335: expected 1, got 0: the first piece ends at 0.333, or stretched"), ("draw", lambda p, u: search(p, 1 - u if u else u), "u = 0.25: expected 1, got 3"), ("draw", lambda p, u: search(p, u) + 1, "expected 1, got 2"), ("draw", lambda p, u: p, "expected an id, got float32 (5,)"),
     ("draw", lambda p, u: search(p, round(u, 1) if u < .9 else u), "expected"), ("draw", lambda p, u: float(search(p, u)), "expected an id, got 1.0"), ("draw", fails, "raised RuntimeError"),
     ("draw", lambda p, u: search(p, u + .004) if len(p) == 4 and p[0] < .2 and u < .9 else search(p, u), "for 1,000 even u"),
 

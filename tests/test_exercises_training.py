@@ -580,7 +580,7 @@ WRONG_ANSWERS = dict(
         (lambda step, n, B, seed: np.ones(B)/2, "whole numbers"), (Counting(), "asked for again: another batch"),
         (lambda step, n, B, seed: passes()(step, n, B, seed) if step else passes()(0, n, B, seed)[::-1], "gives another order than 8"), (fails, "raised RuntimeError")],
     checkpointing=[
-        ((save_all, without_optimizer), "the optimizer has no state"), ((save_all, without_number), "expected the iteration 5, got None"), ((save_all, one_less), "expected the iteration 5, got 4"), ((save_all, lambda *args: torch.tensor(load_all(*args))), "expected the iteration 5, got a tensor with 5"),
+        ((save_all, without_optimizer), "the optimizer has no state"), ((save_all, without_number), "expected the iteration 5, got None"), ((save_all, one_less), "expected the iteration 5, got 4"), ((save_all, lambda *args: torch.tensor(load_all(*args))), "expected the iteration 5, got a tensor with int64 5"),
         ((save_all, parameters_only), "a buffer is no parameter"), ((save_all, means_only), "is in the groups of the optimizer's state_dict"), ((save_all, new_parameters), "other parameters than the optimizer now"),
         ((save_and_close, load_all), "closed a file that it did not open"), ((save_open_only, load_all), "raised TypeError"), ((save_in_half, load_all), "changed the run it saves"),
         ((keep, lambda src, m, o: 5), "there is nothing at this path afterwards"), ((save_all, lambda src, m, o: torch.load(src)[2]), "the optimizer has no state"),

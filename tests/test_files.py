@@ -84,7 +84,8 @@ def test_json_comes_back_byte_by_byte(tmp_path):
 
 @pytest.mark.parametrize("content, words", [
     (b'{\n"a": 1,\n"b" 2\n}', r"a.json: not JSON \(.*line 3"), (b"", r"a.json: not JSON \(.*line 1"), (b"[1]", "a.json: a list, expected an object"),
-    (b'{"a": {"b": 0, "b": 1}}', "a.json: 'b' appears twice"), (b'{"\xff', r"a.json: not UTF-8 \(byte 2\)")])
+    (b'{"a": {"b": 0, "b": 1}}', "a.json: 'b' appears twice"), (b'{"\xff', r"a.json: not UTF-8 \(byte 2\)"),
+    (b"["*100_000, r"a.json: not JSON \(nested too deeply\)")])
 def test_damaged_json_is_told_by_name_and_line(tmp_path, content, words):
     (tmp_path/"a.json").write_bytes(content)
     with pytest.raises(ValueError, match=words): read_json(tmp_path/"a.json")

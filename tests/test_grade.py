@@ -10,6 +10,7 @@ import processes
 import pytest
 
 from lmcourse.app import grade
+from lmcourse.tools.config import UserError
 
 ROOT = Path(__file__).parent.parent
 SPLIT = """import re
@@ -303,6 +304,9 @@ def test_a_notebook(here):
     got = check(notebook("x = 1\n", "def split(:\n"), name="mine.ipynb")
     assert got.returncode == 1 and "mine.ipynb, code cell 2, line 1\n        def split(:\n" in got.stdout
     assert check(notebook(), name="mine.ipynb").returncode == 2
+    assert check(notebook("import asyncio\ndisplay(1, clear=True)\nawait asyncio.sleep(0)\n", SPLIT), name="mine.ipynb").returncode == 0
+    got = check(notebook("get_ipython()\n", SPLIT), name="mine.ipynb")
+    assert got.returncode == 1 and "'get_ipython' is not defined (it exists only in Jupyter)" in got.stdout
 
 
 # Chapters and folders
@@ -361,6 +365,19 @@ def test_progress(here):
     listed = ask("exercises", "01")
     assert listed.returncode == 0 and listed.stdout.splitlines()[-1].startswith("2 of 9 done") and "01.split" in listed.stdout
     assert ask("exercises").stdout.splitlines()[-1].startswith("2 of ")
+
+
+def test_progress_behind_a_symbolic_link(here):
+    Path("progress.json").symlink_to("real.json")
+    check(SPLIT)
+    assert Path("progress.json").is_symlink() and grade.read_progress(Path("real.json"))
+
+
+def test_a_current_folder_that_has_been_removed_is_told_before_any_work(here, monkeypatch):
+    (here/"gone").mkdir()
+    monkeypatch.chdir("gone")
+    (here/"gone").rmdir()
+    with pytest.raises(UserError, match="the current folder has been removed"): grade.find_answers("01.split", here/"mine.py", progress=Path("progress.json"))
 
 
 def test_no_progress_and_another_file(here):

@@ -42,7 +42,7 @@ def test_anything_is_one_short_line(value, most):
 @pytest.mark.parametrize("value, text", [
     (np.zeros((2, 3), np.float32), "float32 (2, 3)"), (torch.zeros(0, 2), "float32 (0, 2)"), (np.array(2.5), "float64 2.5"),
     (torch.zeros(2, 3, device="meta"), "float32 (2, 3)"), (torch.zeros(3, dtype=torch.int64, device="meta"), "int64 (3,)"),
-    (np.array([1, 2]), "[1, 2]"), (torch.tensor(4), "4"), (torch.arange(9), "int64 (9,)"), (np.array([True]), "bool (1,)"),
+    (np.array([1, 2]), "int64 [1, 2]"), (torch.tensor(4), "int64 4"), (torch.arange(9), "int64 (9,)"), (np.array([True]), "bool (1,)"),
     (np.float32(2), "np.float32(2.0)"), (np.ndarray, "<class 'numpy.ndarray'>"), (torch.Tensor, "<class 'torch.Tensor'>"),
     ((np.ones(9),), "(float64 (9,),)"), ([], "[]"), ({}, "{}"), ((), "()"), (Lines(), "Lines( a=1, )"), (NoRepr(), "a NoRepr"), ([NoRepr()], "a list"),
     (Counter("aab"), "Counter({'a': 2, 'b': 1})"), (ValueError("a\nb"), r"ValueError('a\nb')")])
@@ -125,7 +125,7 @@ RIGHT, WHY = dict(n=32_000, s=.5), dict(n={31_999: "is one too few"}, s={2: "is 
     (dict(n=float("inf"), s=.5), "n: inf is not a whole number"), (dict(n=32_000, s=float("nan")), "s: nan is not a number"),
     (dict(n=32_000, s=float("-inf")), "s: -inf is too small"), (dict(n=True, s=.5), "n: True is not a number"), (dict(n="32000", s=.5), "n: '32000' is not a number"),
     (dict(n=None, s=.5), "n: None is not a number"), (dict(n=np.bool_(1), s=.5), "is not a number"), (dict(n=1j, s=.5), "n: 1j is not a number"),
-    (dict(n=[32_000], s=.5), "n: [32000] is not a number"), (dict(n=np.arange(2), s=.5), "n: [0, 1] is not a number"),
+    (dict(n=[32_000], s=.5), "n: [32000] is not a number"), (dict(n=np.arange(2), s=.5), "n: int64 [0, 1] is not a number"),
     (dict(n=32_000, s=Fraction(1, 3)), "s: 0.333"), (dict(n=32_000, s=2), "s: 2 is upside down"),
     (dict(n=32_000), "expected a dict with the keys n, s, got {'n': 32000}: s is missing"), (dict(n=32_000, s=.5, t=0), "'t' is not asked for"),
     ({}, "n is missing"), ([1, 2], "expected a dict with the keys n, s, got [1, 2]"), (None, "got None")])

@@ -122,6 +122,25 @@ def test_a_torn_file_is_noticed_and_made_again(copy, name, ran):
 def test_a_lost_file_of_the_report_is_made_again(copy):
     (copy/"report"/"loss.png").unlink()
     assert worked(copy) == ["report"] and (copy/"report"/"loss.png").exists()
+    (copy/"report"/"done.json").unlink()
+    (copy/"report"/"done.json").mkdir()
+    assert worked(copy) == ["report"]
+
+
+def test_a_file_from_elsewhere_is_no_page_of_the_web(copy):
+    shutil.rmtree(copy/"clean")
+    for name in ("notes.txt", "._0.warc.gz"): (copy/"web"/"pages"/name).write_text("Two words.")
+    with pytest.raises(UserError, match="notes.txt: not written by the stage web; move it away"): worked(copy)
+    (copy/"web"/"pages"/"notes.txt").unlink()
+    assert worked(copy) == ["clean"]
+
+
+def test_an_interrupted_stage_that_has_lost_its_vocabulary_writes_it_anew(copy):
+    before, stage = digests(copy), copy/"tokens"
+    order = json.loads((stage/"done.json").read_text())["order"]
+    (stage/"begun.json").write_text(json.dumps(dict(order=order)))
+    for name in ("done.json", "data/tokenizer/vocab.json"): (stage/name).unlink()
+    assert worked(copy) == ["tokens"] and digests(copy) == before
 
 
 DYING = """

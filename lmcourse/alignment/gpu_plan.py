@@ -17,10 +17,10 @@ from ..accounting.memory import kv_cache_bytes, training_bytes
 from ..accounting.model_flops import forward_flops, training_flops
 from ..accounting.parameters import count_parameters
 from ..accounting.run_cost import training_time
-from .pipeline import config_stage, pipeline_stages
+from .pipeline import config_stage, pipeline_stages, written_pages
 from .stages import PipelineConfig, run_stages
 from .tasks import verifiable_task
-from ..curation.pipeline import Recipe, curate, kept_documents, workers
+from ..curation.pipeline import Recipe, curate, kept_documents, shard_files, workers
 from ..tools.config import ModelConfig, TrainConfig, UserError
 from ..tools.documents import corpus_digest, documents
 from ..tools.files import atomic_write, write_json
@@ -68,7 +68,8 @@ class GpuRecipe:
 @dataclass(frozen=True)
 class GpuConfig(GpuRecipe, PipelineConfig):
     "The size of the pipeline on a GPU. Raises `ValueError` for invalid values."
-    # Text by name: tinystories, hf:HuggingFaceFW/fineweb-edu:sample-10BT, text:FILE, ...
+    # Text by name: tinystories, hf:HuggingFaceFW/fineweb-edu:sample-10BT, text:FILE, ...; a file
+    # has to stay in its place until the end
     data:str = "tinystories"
     task:str = "problems"     # The task: problems, easy-problems or briefs
     device:str = "cuda"       # Device: cuda, or cpu for a toy
@@ -139,10 +140,9 @@ REAL_RECIPE = dict(steps=[dict(step="length", min_words=30), *(dict(step=s) for 
 
 def clean_text(c:GpuConfig, folder:Path, inputs:dict, say:Callable):
     "Filter the documents, on all cores if there are several files."
-    files = len([*(inputs["web"]/"pages").glob("*.jsonl")])
-    with workers(min(cores(), files)) as apply:
-        funnel = curate(inputs["web"]/"pages", folder/"curated", Recipe.from_dict(REAL_RECIPE),
-                        apply)
+    pages = written_pages(inputs["web"])
+    with workers(min(cores(), len(shard_files(pages)))) as apply:
+        funnel = curate(pages, folder/"curated", Recipe.from_dict(REAL_RECIPE), apply)
     read, kept = funnel.stages[0].documents, funnel.stages[-1].kept[0]
     if not kept: raise UserError(f"{c.data}: the funnel leaves none of {read:,} documents")
     shutil.copy(inputs["web"]/"valid.jsonl", folder/"valid.jsonl")

@@ -49,7 +49,7 @@ def stage_state(
             if not (folder/name).is_file(): return "damaged", None, f"{name} is missing"
             if file_digest(folder/name) != digest:
                 return "damaged", None, f"{name} is not what was written"
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, IsADirectoryError):
         return "damaged", None, f"{note} can't be read"
     return "done", record, ""
 

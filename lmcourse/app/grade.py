@@ -122,10 +122,15 @@ def _run_file(path:Path)->dict: # Names that the file defines
     module = sys.modules[name] = types.ModuleType(name)
     module.__file__ = str(path)
     sys.path.insert(0, str(path.parent))
+    flags = 0
+    if path.suffix == ".ipynb": # What Jupyter adds to Python
+        vars(module)["display"] = lambda *values, **_: print(*values)
+        flags = ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
     for title,source in _pieces(path):
         # So that tracebacks can show its lines
         linecache.cache[title] = len(source), None, source.splitlines(True), title
-        exec(compile(source, title, "exec", dont_inherit=True), vars(module))
+        waits = eval(compile(source, title, "exec", flags, dont_inherit=True), vars(module))
+        if waits is not None: import_module("asyncio").run(waits)
     return {k: v for k,v in vars(module).items() if not k.startswith("_")
             and not isinstance(v, types.ModuleType)}
 
@@ -218,6 +223,7 @@ def _said(e:BaseException)->str: # Name and message, on one line
     words = " ".join("".join(traceback.format_exception_only(
         type(e), SyntaxError(e.msg) if isinstance(e, SyntaxError) else e)).split())
     words = words.encode(errors="backslashreplace").decode()    # Half of a surrogate pair
+    if getattr(e, "name", "") == "get_ipython": words += " (it exists only in Jupyter)"
     return words if len(words) <= 400 else f"{words[:300]} … {words[-80:]}"
 
 # %% ../../nbs/90_app/90e_grade.ipynb #02a2ee10
@@ -450,7 +456,8 @@ def note_verdict(
                                   right=before.get("right", False) or verdict.state == "right",
                                   date=first,
                                   file=file, last=verdict.words or "right")
-    write_json(path, dict(format=1, tasks=dict(sorted(tasks.items()))), 1, alone=False,
+    # A symbolic link stays one
+    write_json(path.resolve(), dict(format=1, tasks=dict(sorted(tasks.items()))), 1, alone=False,
                ensure_ascii=False)
 
 # %% ../../nbs/90_app/90e_grade.ipynb #9a366db6
@@ -538,6 +545,8 @@ def check_exercise(
 # %% ../../nbs/90_app/90e_grade.ipynb #f594b3bd
 def _writable(path:Path):
     read_progress(path)
+    try: path.absolute()
+    except FileNotFoundError: raise UserError("the current folder has been removed") from None
     if not path.parent.is_dir(): raise FileNotFoundError(f"{path.parent}: no such folder")
     if not os.access(path.parent, os.W_OK):
         raise PermissionError(f"{path}: this folder can't be written; name another file with "

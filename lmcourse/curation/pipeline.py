@@ -8,12 +8,14 @@ __all__ = ['STEPS', 'ENDINGS', 'register_step', 'each', 'Whole', 'Stage', 'run_s
            'workers']
 
 # %% ../../nbs/13_curation/13i_pipeline.ipynb #13i00004
-import json, os
+import json, logging, os
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import CancelledError
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache, lru_cache, partial
 from hashlib import blake2b
+from importlib import import_module
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -338,10 +340,13 @@ ENDINGS = (".warc", ".wet", ".jsonl", ".txt") # Each also with `.gz`
 def shard_files(
     path:str|Path, # A shard, or a folder of shards
 )->list: # Sorted paths
-    "List the shards at `path`. `FileNotFoundError`, or `ValueError` if there are none."
+    """List the shards at `path`, without hidden files.
+    `FileNotFoundError`, or `ValueError` if there are none."""
     path = Path(path)
     if not path.exists(): raise FileNotFoundError(f"{path}: no such file or folder")
-    found = sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
+    # macOS writes a file `._x` for each file x that it copies to another system's disk
+    inside = sorted(p for p in path.rglob("[!.]*") if p.is_file())
+    found = inside if path.is_dir() else [path]
     found = [p for p in found if p.name.removesuffix(".gz").endswith(ENDINGS)]
     if not found:
         raise ValueError(f"{path}: expected files that end in {', '.join(ENDINGS)}, or with .gz")
@@ -579,7 +584,7 @@ def kept_documents(
     out:str|Path, # Output folder of `curate`
 )->Iterator[Document]:
     "Iterate over the documents that were kept."
-    for path in sorted((Path(out)/"documents").glob("*.jsonl")):
+    for path in sorted((Path(out)/"documents").glob("[!.]*.jsonl")):
         with open(path, encoding="utf-8") as file:
             for line in file: yield Document(**json.loads(line))
 
@@ -629,11 +634,26 @@ def dask_map(
         import dask
         return lambda f, items: dask.compute(*[dask.delayed(f)(x) for x in items],
                                              scheduler="synchronous")
-    from distributed import Client
-    try: client = Client(client) if isinstance(client, str) else client
-    except (OSError, ValueError) as e: raise UserError(f"dask {client!r}: {e}") from None
-    return lambda f, items: client.gather(client.map(f, items, pure=False, retries=3))
+    from distributed import Client, KilledWorker
+    from distributed.comm import CommClosedError
+    address = client
+    try:
+        if isinstance(client, str):
+            logging.getLogger("distributed.client").setLevel("CRITICAL") # One line says it all
+            client = Client(client)
+        client.wait_for_workers(1, "30s")
+        client.run(import_module, "lmcourse") # Jobs would wait for ever where it is missing
+    except ImportError as e: raise UserError(f"dask {address!r}: on a worker: {e}") from None
+    except (OSError, ValueError) as e: raise UserError(f"dask {address!r}: {e}") from None
+    def run(f, items):
+        futures = client.map(f, items, pure=False, retries=3)
+        try: return client.gather(futures)
+        except (CancelledError, CommClosedError, KilledWorker) as e:
+            why = " ".join(str(e).split()).partition(". ")[0].rstrip(".")
+            raise UserError(f"dask {address!r}: {why}; go on with the same command") from None
+    return run
 
+# %% ../../nbs/13_curation/13i_pipeline.ipynb #bdd7d172
 @contextmanager
 def workers(
     count:int=1,        # Local processes

@@ -192,7 +192,10 @@ _DRAWS = [([0., .5, 0., .5, 0.], 0., f"token 0 has the probability 0; {_EDGE}"),
           ([.333, .333, .333], .9995,
            "the sum is a little below 1, and the last piece goes on to 1"),
           ([.333, .333, .333, 0.], .9995,
-           "the sum is a little below 1, and the last piece goes on to 1"), ([1.], _TOP, "")]
+           "the sum is a little below 1, and the last piece goes on to 1"),
+          ([.333, .333, .333], .3335,
+           "the first piece ends at 0.333, or stretched to fill the line, at 0.33333"),
+          ([1.], _TOP, "")]
 
 def _id(value)->int|None: # A whole number, also in a tensor
     try:

@@ -100,6 +100,7 @@ def read_json(
     except UnicodeDecodeError as e:
         raise ValueError(f"{path}: not UTF-8 (byte {e.start})") from None
     except json.JSONDecodeError as e: raise ValueError(f"{path}: not JSON ({e})") from None
+    except RecursionError: raise ValueError(f"{path}: not JSON (nested too deeply)") from None
     except ValueError as e: raise ValueError(f"{path}: {e}") from None
     if isinstance(values, kind): return values
     wanted = "an object" if kind is dict else "a list"

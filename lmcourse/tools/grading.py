@@ -24,8 +24,8 @@ def _text(value)->str: # `repr`, except for arrays, also inside lists, tuples an
         kind, shape = str(value.dtype).removeprefix("torch."), tuple(value.shape)
         # A tensor on the device `meta` has no numbers
         known = not getattr(value, "is_meta", False)
-        if known and "int" in kind and math.prod(shape) < 9: return str(value.tolist())
-        return f"{kind} {value.tolist() if known and not shape else shape}"
+        small = not shape or "int" in kind and math.prod(shape) < 9
+        return f"{kind} {value.tolist() if known and small else shape}"
     if type(value) is dict and value:
         return f"{{{', '.join(f'{_text(k)}: {_text(v)}' for k,v in value.items())}}}"
     if type(value) is list and value: return f"[{', '.join(map(_text, value))}]"
