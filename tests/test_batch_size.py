@@ -74,7 +74,7 @@ def test_gradients_of_windows_add_up_to_that_of_their_batch():
 def test_critical_batch():
     B = np.array([1., 2, 8, 32])
     check_close(list(fit_critical_batch(B, 70*(1 + 5/B))), [70., 5.], 1e-9)
-    for bad in (([1], [1]), ([4, 4], [10, 10]), ([1, 2, 4], [10, 20, 40]), ([1, 2], [1]), ([1, 0], [1, 1]), ([1, 2], [0, 1])):
+    for bad in (([1], [1]), ([4, 4], [10, 10]), ([1, 2, 4], [10, 20, 40]), ([1, 2], [1]), ([1, 0], [1, 1]), ([1, 2], [0, 1]), ([1, 2], [9, np.nan])):
         with pytest.raises(ValueError, match="fit_critical_batch"): fit_critical_batch(*bad)
 
 

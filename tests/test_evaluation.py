@@ -52,6 +52,8 @@ def test_the_oracle_has_an_error_in_bins_that_shrinks_and_none_that_is_exact():
     exact = rng.dirichlet(np.ones(4), 400)
     assert exact_error(exact, exact) == 0 < exact_error(exact**2/(exact**2).sum(1, keepdims=True), exact)
     assert exact_error([[.9, .1]], [[.3, .7]]) == pytest.approx(.6)     # Of the answer that the model picks
+    with pytest.raises(ValueError, match="item 0: 2 and 3 choices"): exact_error([[.9, .1]], [[.3, .7, 0]])
+    with pytest.raises(ValueError, match="item 1: log-probabilities"): fit_temperature([[0., 1.], [np.nan, 1.]], [0, 0])
     small, large = (calibrated_error(np.tile(exact.max(1), k), rng, draws=60)[0] for k in (1, 16))
     assert small/large == pytest.approx(4, rel=.25)
 

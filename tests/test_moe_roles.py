@@ -10,7 +10,7 @@ torch = pytest.importorskip("torch")
 
 from lmcourse.architecture.transformer_torch import TransformerLM
 from lmcourse.moe.balance import watch_routes
-from lmcourse.moe.lab import HashRouter, NoisyRouter, with_routers
+from lmcourse.moe.lab import HashRouter, NoisyRouter, information, with_routers
 from lmcourse.moe.roles import STUDY, role_information, role_sample, story_pieces
 from lmcourse.tools.checks import check_close
 from lmcourse.tools.config import ModelConfig
@@ -57,6 +57,11 @@ def test_a_sample_has_a_role_for_each_token():
         letters = [(c, role) for words, role in pieces for c in words][:49]
         assert [0, *(ord(c) for c, _ in letters)] == row and ["none", *(r for _, r in letters)] == [names[k] for k in own]
     with pytest.raises(ValueError, match="expected 5000 or more"): role_sample(Letters(), 5000, 1)
+
+
+def test_a_dropped_visit_is_no_expert():
+    experts, tokens = np.array([0, 1, -1, 1, 2, -1]), np.array([0, 1, 2, 1, 3, 2])
+    assert information(experts, tokens) == information(experts % 4, tokens) == information(tokens, experts) > information(abs(experts), tokens)
 
 
 def test_information_of_a_router_that_knows_nothing_is_that_of_chance():

@@ -129,8 +129,9 @@ def test_muon_is_refused():
 def test_fits():
     assert width_slope([1, 2, 4], [3, 12, 48]) == pytest.approx(2)
     assert best_rate([1., 2., 4., 8.], [np.log(r/3)**2 for r in (1, 2, 4, 8)]) == pytest.approx(3)
-    for losses in ([1, 2, 3], [3, 2, 1]):
-        with pytest.raises(ValueError, match="try more rates"): best_rate([1., 2., 4.], losses)
+    for losses in ([1, 2, 3], [3, 2, 1], [3, 2, 1, np.nan]):
+        with pytest.raises(ValueError, match="try more rates|no loss at 8.0, beside the lowest at 4.0"): best_rate([1., 2., 4., 8.][:len(losses)], losses)
+    assert best_rate([1., 2., 4., 8.], [2, 1, 2, np.nan]) == pytest.approx(2)       # A run that diverged, further away
 
 
 def test_tail_rates():

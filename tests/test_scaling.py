@@ -113,6 +113,8 @@ def test_both_fits_agree_with_noise_and_wild_points():
 
 def test_huber():
     assert huber(np.array([.5, -.5, 3., -3.]), 1.).tolist() == [.125, .125, 2.5, 2.5]
+    for delta in (0, -1., np.nan):
+        with pytest.raises(ValueError, match="delta = .*, expected more than 0"): huber(np.ones(2), delta)
 
 
 def test_published_fit_and_standard_errors():
@@ -140,7 +142,8 @@ def test_intervals_cover_a_planted_law():
 
 @pytest.mark.parametrize("change, words", [
     (lambda N, D, L: (N[:5], D[:5], L[:5]), "5 of them"), (lambda N, D, L: (N, D, -L), "loss holds -"), (lambda N, D, L: (N, D*math.nan, L), "tokens holds nan"), (lambda N, D, L: (N, D, L[1:]), "one length"),
-    (lambda N, D, L: (N*0 + 1, D, L), "1 different parameters"), (lambda N, D, L: (N, np.where(D > 1e10, 2., 1.), L), "2 different tokens")])
+    (lambda N, D, L: (N*0 + 1, D, L), "1 different parameters"), (lambda N, D, L: (N, np.where(D > 1e10, 2., 1.), L), "2 different tokens"),
+    (lambda N, D, L: (N, 20*N, PLANTED.loss(N, 20*N)), "tokens grow in step with parameters")])
 @pytest.mark.parametrize("fit", [fit_loss_law, fit_loss_law_grid])
 def test_runs_that_no_law_can_be_fitted_to(fit, change, words):
     with pytest.raises(ValueError, match=words): fit(*change(*grid(), PLANTED.loss(*grid())))
@@ -177,6 +180,11 @@ def test_lowest_runs_and_vertices():
     best = np.array([PLANTED.optimum(c)[0] for c in budgets])
     assert set(low) <= set(N) and np.all(abs(vertex/best - 1) < .02) and np.all(abs(low/best - 1) > abs(vertex/best - 1)) and least[1] < least[0]
     with pytest.raises(ValueError, match="1e\\+18 FLOPs: parabola: 2 different"): isoflop_optima(C[7:], N[7:], loss[7:])
+    loss[4] = np.nan
+    for method in ("parabola", "lowest"):
+        with pytest.raises(ValueError, match="1 runs without a finite loss"): isoflop_optima(C, N, loss, method)
+    for x, y in (([0, 1, 2], [1, 0, 1]), ([1, 2, 3], [1, np.inf, 2])):
+        with pytest.raises(ValueError, match="expected numbers, sizes above 0"): fit_parabola(x, y)
 
 
 def test_envelope():
@@ -303,6 +311,10 @@ def test_what_the_runs_cannot_tell_is_said():
     assert any("vary parameters" in w for w in fit_scaling(narrow, 100).warnings(1e16))
     few = read_scaling_like(LossLaw(1.8, 400, 8, .34, .3), .01)
     assert any("resampled runs determine no law" in w for w in fit_scaling(few, 100).warnings(1e16))
+    rng, N = np.random.default_rng(3), np.geomspace(1e7, 1e10, 30)
+    D = 20*N*np.exp(.1*rng.standard_normal(30))                     # Nearly 20 tokens per parameter
+    near = fit_scaling(ScalingRuns(N, D, PLANTED.loss(N, D)*np.exp(.001*rng.standard_normal(30))), 100)
+    assert any("tokens almost follow parameters" in w for w in near.warnings(1e20))
 
 
 def read_scaling_like(law, noise, reach=100):

@@ -11,6 +11,7 @@ from lmcourse.scaling.loss_law import LossLaw
 from lmcourse.parallelism.batch_size import small_model
 from lmcourse.scaling.study import best_size, other_seeds, predict_excess, predict_loss, read_study, size_law, three_counts
 from lmcourse.scaling.zipf import best_excess, floor_profile, local_exponents
+from lmcourse.tools.checks import check_close
 from lmcourse.tools.stories import Stories, short_stories
 
 RESULTS = Path(__file__).parent.parent/"nbs/results/scaling.jsonl"
@@ -97,6 +98,18 @@ def test_profile_of_the_floor_is_lowest_where_it_was_planted():
     assert floors[misfit.argmin()] == pytest.approx(.5) and misfit.min() < misfit[0]/5
     more = [dict(r, loss=r["loss"] + .1) for r in runs]
     assert floors[floor_profile(more, floors).argmin()] == pytest.approx(.6)
+
+
+def test_profile_where_only_one_term_can_be_told():
+    "Tokens in proportion to parameters, then a loss that rises with them: brute force over the terms."
+    from scipy.optimize import nnls
+    for tokens, loss in ((20, lambda N: 2 + 50*N**-.5), (20, lambda N: 2 + N/1e6), (None, lambda N: 2 + 50*N**-.5)):
+        N = np.array([1e4, 1e5, 1e6, 1e7])
+        runs = [dict(multiplying=n, tokens=tokens*n if tokens else 1e6/n, loss=loss(n)) for n in N]
+        L, D, floors = np.array([r["loss"] for r in runs]), np.array([r["tokens"] for r in runs]), (1.5, 2., 2.5)
+        powers = np.linspace(.05, 3, 90)
+        slow = [min(nnls(np.stack([(N/N.mean())**-a/L, (D/D.mean())**-b/L], 1), (L - E)/L)[1] for a in powers for b in powers)/2 for E in floors]
+        check_close(floor_profile(runs, floors), np.array(slow), 1e-6, 2e-8)
 
 
 def test_local_exponents_are_slopes_of_the_best_means():

@@ -73,6 +73,8 @@ def exact_error(
     lists of unequal length."""
     if len(probs) != len(exact) or not len(probs):
         raise ValueError(f"{len(probs)} and {len(exact)} items, expected equal numbers")
+    for k,(q,p) in enumerate(zip(probs, exact)):
+        if len(q) != len(p): raise ValueError(f"item {k}: {len(q)} and {len(p)} choices")
     picks = [int(np.argmax(q)) for q in probs]
     return float(np.mean([abs(q[k] - p[k]) for q,p,k in zip(probs, exact, picks)]))
 
@@ -88,6 +90,7 @@ def fit_temperature(
                          f"numbers")
     for k,(x,a) in enumerate(zip(log_probs, answers)):
         if not 0 <= a < len(x): raise ValueError(f"item {k}: answer {a} of {len(x)} choices")
+        if np.isnan(x).any(): raise ValueError(f"item {k}: log-probabilities {x}, expected numbers")
     def loss(log_T):
         T = np.exp(log_T)
         return -np.mean([np.log(choice_probs(x, T)[a] + 1e-300) for x,a in zip(log_probs, answers)])

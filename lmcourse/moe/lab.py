@@ -104,6 +104,8 @@ def information(
     c = np.zeros(len(a), int) if given is None else given
     if not len(a) == len(b) == len(c): raise ValueError(
         f"information: {len(a)}, {len(b)} and {len(c)} values, expected equal numbers")
+    # A dropped visit, -1, is a value of its own
+    a, b, c = (np.unique(v, return_inverse=True)[1] for v in (a, b, c))
     counts = np.zeros((c.max() + 1, a.max() + 1, b.max() + 1))
     np.add.at(counts, (c, a, b), 1)
     p = counts/counts.sum()

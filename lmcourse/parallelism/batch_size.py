@@ -170,7 +170,8 @@ def fit_critical_batch(
 )->tuple: # Minimum steps, and the critical batch size in the unit of `batches`
     "Fit `S = S_min*(1 + B_crit/B)` by least squares of relative errors. McCandlish et al. 2018."
     B, S = np.asarray(batches, float), np.asarray(steps, float)
-    if len(set(B)) < 2 or len(B) != len(S) or (B <= 0).any() or (S <= 0).any():
+    known = np.isfinite([B.sum(), S.sum()]).all() and (B > 0).all() and (S > 0).all()
+    if len(set(B)) < 2 or len(B) != len(S) or not known:
         raise ValueError(f"fit_critical_batch: {len(B)} batch sizes and {len(S)} counts of steps, "
                          f"expected two or more of each, above 0, for different batch sizes")
     a, c = np.linalg.lstsq(np.stack([1/S, 1/(B*S)], 1), np.ones(len(B)), rcond=None)[0]

@@ -43,6 +43,8 @@ def fit_parabola(
     x, loss = np.asarray(x, float), np.asarray(loss, float)
     if (n := len(np.unique(x))) < 3:
         raise ValueError(f"parabola: {n} different sizes, expected at least 3")
+    if not (np.isfinite(loss).all() and (x > 0).all()):
+        raise ValueError(f"parabola: sizes {x} and losses {loss}, expected numbers, sizes above 0")
     u = np.log(x)
     curve, slope, level = np.polyfit(u - u.mean(), loss, 2)
     if curve <= 0: raise ValueError("parabola: opens downwards, expected a valley")
@@ -60,6 +62,8 @@ def isoflop_optima(
     flops, x, loss = (np.asarray(v, float) for v in (flops, x, loss))
     if method not in ("parabola", "lowest"):
         raise ValueError(f"method = {method!r}, expected parabola or lowest")
+    if not np.isfinite(loss).all():
+        raise ValueError(f"isoflops: {(~np.isfinite(loss)).sum()} runs without a finite loss")
     budgets, found = np.unique(flops), []
     for c in budgets:
         at = flops == c

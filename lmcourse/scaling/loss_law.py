@@ -69,6 +69,7 @@ class LossLaw:
 # %% ../../nbs/11_scaling/11b_loss_law.ipynb #f51dadc7
 def huber(error:Any, delta:float=1e-3): # Loss of each error
     "Huber loss: half the square up to `delta`, linear beyond. Huber 1964."
+    if not delta > 0: raise ValueError(f"huber: delta = {delta}, expected more than 0")
     far = np.abs(error)
     return np.where(far <= delta, error*error/2, delta*(far - delta/2))
 

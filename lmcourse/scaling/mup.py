@@ -67,8 +67,13 @@ def best_rate(
     losses:Sequence[float]|np.ndarray, # Loss at each rate; the lowest must not be at an end
 )->float: # The lowest point of a parabola through the lowest loss and its two neighbours
     "Find the best learning rate. Raises `ValueError` if the lowest loss is at an end of the rates."
+    losses = np.nan_to_num(np.asarray(losses, float), nan=np.inf) # Diverged
     k = int(np.argmin(losses))
     if not 0 < k < len(losses) - 1:
         raise ValueError(f"best_rate: the lowest loss is at the end, {rates[k]}: try more rates")
+    for n in (k - 1, k + 1):
+        if losses[n] == np.inf:
+            raise ValueError(f"best_rate: no loss at {rates[n]}, beside the lowest at {rates[k]}: "
+                             f"try a rate between them")
     a, b, _ = np.polyfit(np.log(rates[k-1:k+2]), losses[k-1:k+2], 2)
     return float(np.exp(-b/(2*a)))

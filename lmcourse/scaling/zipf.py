@@ -44,7 +44,11 @@ def floor_profile(
     for E in floors:
         y = (L - E)/L
         ay, by, det = (a@y)[:, None], b@y, aa*bb - ab*ab
-        A, B = (bb*ay - ab*by)/det, (aa*by - ab*ay)/det
-        left = np.where((A >= 0) & (B >= 0), y@y - A*ay - B*by, np.inf)
+        # Both terms; or one alone, where the other would be negative or nearly the same
+        apart = np.maximum(det, 1e-12*aa*bb)
+        A, B = (bb*ay - ab*by)/apart, (aa*by - ab*ay)/apart
+        both = (det > 1e-9*aa*bb) & (A >= 0) & (B >= 0)
+        gain = np.maximum(np.maximum(ay, 0)**2/aa, np.maximum(by, 0)**2/bb)
+        left = y@y - np.where(both, A*ay + B*by, gain)
         found.append(max(0., float(left.min())/len(L))**.5)
     return np.array(found)
