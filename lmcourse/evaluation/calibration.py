@@ -15,9 +15,12 @@ def choice_probs(
     log_probs:list,       # Log-probability of each choice of one item, nats
     temperature:float=1., # Above 1 flattens, below 1 sharpens
 )->np.ndarray: # Probabilities, which sum to 1
-    "Apply softmax to the choices. Raises `ValueError` for a temperature of 0 or less."
+    """Apply softmax to the choices. Raises `ValueError` for a temperature of 0 or less, or if no
+    choice has a finite log-probability."""
     if not temperature > 0: raise ValueError(f"temperature = {temperature}, expected more than 0")
     scaled = np.asarray(log_probs, float)/temperature
+    if not np.isfinite(scaled.max(initial=-np.inf)):
+        raise ValueError(f"log-probabilities {log_probs}, expected a finite largest")
     p = np.exp(scaled - scaled.max())
     return p/p.sum()
 

@@ -38,6 +38,7 @@ def log_prob_in_order(
     "Compute the model's log-probability of documents in this order. Raises `ValueError` for none."
     check_tokenizer(model, tokenizer)
     if not documents: raise ValueError("documents are empty, expected one or more")
+    if isinstance(documents, str): raise ValueError("documents is one text, expected a list")
     end = tokenizer.end_of_text
     ids = [i for d in documents for i in (*tokenizer.encode(d, special=False), end)]
     return -float(token_nats(model, [end, *ids]).sum())

@@ -50,8 +50,8 @@ class HarnessAnswers:
     def loglikelihood_rolling(self, requests:list, disable_tqdm:bool=False)->list: # In nats
         "Score a text after end-of-text; the end-of-text that follows it doesn't count."
         end, encode = self.tokenizer.end_of_text, self.tokenizer.encode
-        return [-float(token_nats(self.model, [end, *encode(r.args[0], special=False)]).sum())
-                for r in requests]
+        return [-float(token_nats(self.model, [end, *encode(text, special=False)]).sum())
+                if text else 0. for text in (r.args[0] for r in requests)]
 
     def generate_until(self, requests:list, disable_tqdm:bool=False)->list: # Texts
         "Generate greedily up to a stop string. Raises `ValueError` if a task wants samples."
@@ -83,6 +83,7 @@ def save_texts(
 )->Path: # Path of the YAML file
     "Save a task: bits per byte of whole texts. Raises `FileExistsError` if it exists."
     if not documents: raise ValueError(f"task {name}: no documents")
+    if isinstance(documents, str): raise ValueError("documents is one text, expected a list")
     return write_task(folder, name, (dict(text=d) for d in documents), TEXTS_YAML)
 
 TEXTS_YAML = """task: {name}

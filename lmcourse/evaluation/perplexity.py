@@ -24,7 +24,7 @@ class Perplexity(NamedTuple):
     @property
     def loss(self)->float: return self.nats/self.tokens # Nats per token
     @property
-    def perplexity(self)->float: return math.exp(self.loss)
+    def perplexity(self)->float: return math.exp(self.loss) if self.loss < 700 else math.inf
     @property
     def bits_per_byte(self)->float: return self.nats/math.log(2)/self.bytes
 
@@ -76,6 +76,7 @@ def perplexity(
 )->Perplexity:
     "Measure perplexity over documents. `ValueError` for none, or for a tokenizer that doesn't fit."
     check_tokenizer(model, tokenizer)
+    if isinstance(documents, str): raise ValueError("documents is one text, expected a list")
     documents = list(documents)                            # Read twice, which an iterator can't be
     if not any(documents): raise ValueError("documents are empty, expected one or more with text")
     end, nats = tokenizer.end_of_text, []

@@ -52,6 +52,7 @@ def refuse_overlap(
     stories:Iterable=(), # Whole texts to check, too
 )->int: # Number of training texts that were searched
     "Raise `ValueError` if an item's context and answer occur in the training text."
+    if isinstance(training, str): raise ValueError("training is one text, expected a list")
     texts = [(t.name, i.id, i.context + i.choices[i.answer]) for t in tasks for i in t.items]
     texts += [("stories", k, text) for k,text in enumerate(stories)]
     searched = 0
@@ -232,6 +233,7 @@ def named_tasks(
     "Check all input of a card before the model runs. Raises `ValueError` or `OSError`."
     if norm not in NORMS: raise unknown("norm", norm, NORMS)
     if not names: raise ValueError(f"no tasks, expected some of {', '.join(TASKS)}")
+    if isinstance(names, str): raise ValueError(f"tasks = {names!r}, expected a list of names")
     if len({*names}) < len(names):
         raise ValueError(f"tasks = {', '.join(names)}: one of them appears twice")
     check_stories(stories, seed)

@@ -66,7 +66,7 @@ def sample_size(
 )->int: # Number of questions for each model
     "Compute how many questions a comparison needs. Raises `ValueError` for invalid numbers."
     if not difference > 0: raise ValueError(f"difference = {difference}, expected more than 0")
-    if not variance > 0: raise ValueError(f"variance = {variance}, expected more than 0")
+    if not 0 < variance < math.inf: raise ValueError(f"variance = {variance}, expected more than 0")
     if not -1 <= correlation < 1:
         raise ValueError(f"correlation = {correlation}, expected -1 to below 1")
     if not 0 < power < 1 or not 0 < level < 1:

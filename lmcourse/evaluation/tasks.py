@@ -243,7 +243,9 @@ def _choice_nats(model, tokenizer, context:str, choice:str, temperature:float=1.
     targets = torch.tensor(row[-n:], device=device)
     losses = torch.nn.functional.cross_entropy(logits.float()/temperature, targets,
                                                reduction="none")
-    return -float(losses.double().sum()), n, split
+    nats = -float(losses.double().sum())
+    if math.isnan(nats): raise ValueError(f"the model's log-probability of {choice!r} is nan")
+    return nats, n, split
 
 # %% ../../nbs/12_evaluation/12c_tasks.ipynb #d3d47c5a
 def score_task(
@@ -388,7 +390,10 @@ def write_task(
     form:str,            # Template of the YAML; fields in braces: `name`, `data` and others
     **more:Any,          # Values of the other fields
 )->Path: # Path of the YAML file
-    "Write the two files of a task. Raises `FileExistsError` if either exists."
+    """Write the two files of a task. Raises `FileExistsError` if either exists, `ValueError` for a
+    name that can't be a file's."""
+    if not re.fullmatch(r"[\w.-]+", name):
+        raise ValueError(f"task {name!r}: expected letters, digits, _, . and - in its name")
     data, about = Path(folder)/f"{name}.jsonl", Path(folder)/f"{name}.yaml"
     for path in (data, about):
         if path.exists(): raise FileExistsError(f"{path} exists")
@@ -457,14 +462,14 @@ def load_task(
     "Read a task. `ValueError` names the file and the line that can't be read."
     path = Path(path)
     if not path.is_file(): raise FileNotFoundError(f"{path}: no such task")
-    pairs = (line.strip().partition(": ") for line in path.read_text(encoding="utf-8").splitlines())
+    pairs = (line.strip().partition(": ") for line in _text(path).splitlines())
     about = {key: value for key,_,value in pairs if value}
     if missing := [k for k in ("task", "data_files", "version", "seed") if k not in about]:
         raise ValueError(f"{path}: no {missing[0]}, expected a file of save_task")
     writing = about.get("output_type") == "generate_until"
     items, data = [], path.parent/about["data_files"]
     make:type = Prompt if writing else Item
-    lines = data.read_text(encoding="utf-8").removesuffix("\n").split("\n") # may hold U+2028
+    lines = _text(data).removesuffix("\n").split("\n") # may hold U+2028
     for n,line in enumerate(lines, 1):
         try: raw = json.loads(line)
         except ValueError as e: raise ValueError(f"{data}, line {n}: {e}") from None
@@ -473,6 +478,11 @@ def load_task(
             items.append(make(**given))
         except (TypeError, AttributeError, ValueError) as e:
             raise ValueError(f"{data}, line {n}: {e}") from None
-    seed = None if about["seed"] == "null" else int(about["seed"])
+    try: version, seed = (None if about[k] == "null" else int(about[k]) for k in ("version", "seed"))
+    except ValueError as e: raise ValueError(f"{path}: {e}") from None
     kind = WritingTask if writing else Task
-    return kind(about["task"], tuple(items), int(about["version"]), seed)
+    return kind(about["task"], tuple(items), version, seed)
+
+def _text(path:Path)->str:
+    try: return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError: raise ValueError(f"{path}: not UTF-8 text") from None

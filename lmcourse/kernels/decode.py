@@ -102,11 +102,14 @@ def ahead(device:torch.device)->dict: # Launch options
     return dict(AHEAD=True, launch_pdl=True)
 
 # %% ../../nbs/09_kernels/09k_decode.ipynb #e9b57b39
-def _check_project(x, linear, out, second, activation): # A kernel would read past the ends
+def _check_project(x, norm, linear, out, second, activation): # A kernel would read past the ends
     for name,a,size in (("x", x, linear.in_features), ("out", out, linear.out_features)):
         if a.shape != (size,) or a.dtype != torch.float32 or not a.is_contiguous():
             raise ValueError(f"project: {name} is {a.dtype} {tuple(a.shape)}, expected {size} "
                              f"float32 in a row")
+    gain = getattr(norm, "weight", x) # None for a LayerNorm without weights
+    if gain is None or gain.shape != x.shape:
+        raise ValueError(f"project: {norm} does not fit x {tuple(x.shape)}")
     if second.weight.shape != linear.weight.shape:
         raise ValueError(f"project: matrices {tuple(linear.weight.shape)} and "
                          f"{tuple(second.weight.shape)}, expected one shape")
@@ -130,7 +133,7 @@ def project(
     """Compute `activation(linear(norm(x)))*gate(norm(x))` for one token.
     Raises `ValueError` for sizes that don't fit and an activation that it doesn't know."""
     (R, D), second = linear.weight.shape, linear if gate is None else gate
-    _check_project(x, linear, out, second, activation)
+    _check_project(x, norm, linear, out, second, activation)
     rows, width, warps = tile_of(D)
     gain, shift, how = norm_arrays(norm, x)
     bias = [x if m.bias is None else m.bias for m in (linear, second)]

@@ -200,6 +200,7 @@ class FlashFunction(torch.autograd.Function):
         return out
 
     @staticmethod
+    @torch.autograd.function.once_differentiable
     def backward(ctx:Any, dout:torch.Tensor):
         (q, k, v, out, logsums), how, dout = ctx.saved_tensors, ctx.how, dout.contiguous()
         (B, H, T, K), (G, S), (bq, bk, D) = q.shape, k.shape[1:3], how[8:11]

@@ -106,6 +106,7 @@ class GroupedFunction(torch.autograd.Function):
         return _launch(x, weight, offsets, tile)
 
     @staticmethod
+    @torch.autograd.function.once_differentiable
     def backward(ctx:Any, dy:torch.Tensor):
         (x, weight), (offsets, tile) = ctx.saved_tensors, ctx.how
         own = [(dy[a:b], x[a:b]) for a,b in zip(offsets, offsets[1:])]

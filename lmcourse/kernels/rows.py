@@ -96,6 +96,7 @@ class RMSNormFunction(torch.autograd.Function):
         return out
 
     @staticmethod
+    @torch.autograd.function.once_differentiable
     def backward(ctx:Any, dy:torch.Tensor):
         x, gain, inverse = ctx.saved_tensors
         N, P, dx = x.shape[-1], ctx.programs, torch.empty_like(x)
@@ -160,6 +161,7 @@ class SwiGLUFunction(torch.autograd.Function):
         return out
 
     @staticmethod
+    @torch.autograd.function.once_differentiable
     def backward(ctx:Any, dy:torch.Tensor):
         (a, b), block = ctx.saved_tensors, ctx.block
         da, db, N = torch.empty_like(a), torch.empty_like(b), a.numel()
@@ -231,6 +233,7 @@ class CrossEntropyFunction(torch.autograd.Function):
         return losses
 
     @staticmethod
+    @torch.autograd.function.once_differentiable
     def backward(ctx:Any, dlosses:torch.Tensor):
         (logits, targets, logsums), (ignore, block) = ctx.saved_tensors, ctx.how
         (R, V), grads = logits.shape, torch.empty_like(logits)

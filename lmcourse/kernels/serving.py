@@ -71,6 +71,12 @@ def paged_attention_triton(
     if H % G or len(tokens) != R or len(done) < R*H or keys.shape != values.shape:
         raise ValueError(f"{R} rows of {H} heads, {G} key heads, {len(tokens)} rows in the table "
                          f"and {len(done)} counters don't fit, or keys and values differ")
+    if keys.shape[-1] != K:
+        raise ValueError(f"queries of {K} numbers, keys of {keys.shape[-1]}, expected equal ones")
+    if not tokens.is_cuda and R:                         # A GPU would have to wait for these two
+        last, block, room = tokens[:, 1].max(), tokens[:, 2:].max(), size*(tokens.shape[1] - 2)
+        if last >= room: raise ValueError(f"position {last} of {room} in the table")
+        if block >= len(keys): raise ValueError(f"block {block} of {len(keys)}")
     for name,a in dict(keys=keys, values=values, tokens=tokens).items():
         if not a.is_contiguous(): raise ValueError(f"{name} has gaps, expected none")
     if q.stride()[1:] != (K, 1): q = q.contiguous()

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 import numpy as np
 from ..accounting.hardware import tile_waves
+from ..tools.config import unknown
 from ..tools.ledger import find
 
 # %% ../../nbs/09_kernels/09a_simt.ipynb #9651aa4c
@@ -129,6 +130,7 @@ def occupancy(
     chip:str="a100", # A key of `chips()`
 )->Occupancy: # `ValueError` if not even one block fits
     "Compute how many blocks fit on an SM, by the rules of CUDA's `cuda_occupancy.h`."
+    if chip not in chips(): raise unknown("chip", chip, chips())
     c = chips()[chip]
     for what,value,most in (("threads", threads, 1024), ("registers", registers, 255)):
         if not (isinstance(value, numbers.Integral) and 1 <= value <= most):

@@ -25,7 +25,7 @@ from .grouped import fused_adamw_, fused_adamw_cost, grouped_matmul
 from .matmul import matmul
 from .rows import cross_entropy, cross_entropy_backward_cost, cross_entropy_cost
 from .rows import rmsnorm, rmsnorm_backward_cost, softmax, softmax_cost, swiglu
-from .traffic import Cost, no_kernels
+from .traffic import FLOATS, Cost, no_kernels
 from ..moe.experts_torch import pile_dispatch
 from ..tools.checks import check_close
 from ..tools.config import ModelConfig
@@ -88,12 +88,14 @@ def triton_parts(
     return replace(KERNEL_PARTS, attention=parts.attention, linear=parts.linear)
 
 # %% ../../nbs/09_kernels/09i_use.ipynb #765af68f
+def _no_attention(c:ModelConfig)->str|None: # Why not, or None
+    if c.kv_lora_rank: return f"with kv_lora_rank = {c.kv_lora_rank}, expected none"
+    wide = c.head_size > 256
+    return f"with heads of {c.head_size} numbers, expected at most 256" if wide else None
+
 def _unable(what:str, c:ModelConfig, device:torch.device)->str|None: # Why not, or None
     if why := no_kernels(device): return why
-    if what == "attention":
-        if c.kv_lora_rank: return f"with kv_lora_rank = {c.kv_lora_rank}, expected none"
-        wide = c.head_size > 256
-        return f"with heads of {c.head_size} numbers, expected at most 256" if wide else None
+    if what == "attention": return _no_attention(c)
     taken = dict(norm="rmsnorm", ffn="swiglu", z_loss=0.)
     odd = [name for name,value in taken.items() if getattr(c, name) != value]
     return f"with {odd[0]} = {getattr(c, odd[0])}, expected {taken[odd[0]]}" if odd else None
@@ -102,7 +104,11 @@ def _unable(what:str, c:ModelConfig, device:torch.device)->str|None: # Why not, 
 def use_kernels(
     model:TransformerLM, # The model, changed in place
 )->TransformerLM: # The same model
-    "Replace a model's norms, attention, SwiGLU networks and loss by our kernels."
+    """Replace a model's norms, attention, SwiGLU networks and loss by our kernels. Raises
+    `ValueError` if the kernels can't compute the model."""
+    if why := _no_attention(model.config): raise ValueError(f"use_kernels {why}")
+    if (dtype := model.token_embeddings.weight.dtype) not in FLOATS:
+        raise ValueError(f"use_kernels does not compute {dtype}")
     for parent in list(model.modules()):
         for name,child in list(parent.named_children()):
             new:Any = None

@@ -21,5 +21,7 @@ def all_to_all_bytes(
 )->float: # Expected bytes under uniform routing; a visit to a local expert sends nothing
     "Count the bytes that expert parallelism sends between GPUs. Lepikhin et al. 2020."
     c, G = config, whole_number("gpus", gpus)
+    if (c.num_experts or 0) % G: raise ValueError(f"{c.num_experts} experts on {G} GPUs, expected "
+                                                  f"an equal number on each")
     visits = whole_number("tokens", tokens)*c.num_experts_per_tok*(G - 1)/G
     return 2*(1 + training)*expert_layers(c)*visits*c.d_model*dtype_bytes(dtype)

@@ -28,7 +28,7 @@ def experts_forward(
         own = {f"{name}.weight": w[e] for name,w in params.items()}
         outputs[slots], cache = ffn_forward(x[slots//k], own, kind)
         piles.append((slots, cache))
-    y = (outputs.reshape(*chosen.shape, -1)*weights[..., None]).sum(1)
+    y = (outputs.reshape(*chosen.shape, x.shape[-1])*weights[..., None]).sum(1)
     return y, (x, params, weights, outputs, piles)
 
 # %% ../../nbs/08_moe/08b_experts_np.ipynb #7d329cc9
@@ -40,12 +40,12 @@ def experts_backward(
     x, params, weights, outputs, piles = cache
     k = weights.shape[-1]
     doutputs = (dy[:, None]*weights[..., None]).reshape(outputs.shape)
-    dweights = (outputs.reshape(*weights.shape, -1)*dy[:, None]).sum(-1)
+    dweights = (outputs.reshape(*weights.shape, x.shape[-1])*dy[:, None]).sum(-1)
     dslots, grads = np.zeros_like(outputs), {n: np.zeros_like(w) for n,w in params.items()}
     for e,(slots, of_pile) in enumerate(piles):
         dslots[slots], own = ffn_backward(doutputs[slots], of_pile)
         for name in grads: grads[name][e] = own[f"{name}.weight"]
-    return dslots.reshape(len(x), k, -1).sum(1), grads, dweights
+    return dslots.reshape(len(x), k, x.shape[-1]).sum(1), grads, dweights
 
 # %% ../../nbs/08_moe/08b_experts_np.ipynb #d8a15f98
 def moe_forward(

@@ -134,7 +134,7 @@ def _sort(chosen:torch.Tensor, E:int)->tuple: # Served slots sorted by expert; t
 
 def _put_back(out:torch.Tensor, slots:torch.Tensor, weights:torch.Tensor)->torch.Tensor:
     found = out.new_zeros(weights.numel(), out.shape[-1]).index_copy(0, slots, out)
-    return (found.view(*weights.shape, -1)*weights[..., None]).sum(-2)
+    return (found.view(*weights.shape, out.shape[-1])*weights[..., None]).sum(-2)
 
 def _product_dtype(x:torch.Tensor)->torch.dtype: # The type in which products are computed
     kind = x.device.type

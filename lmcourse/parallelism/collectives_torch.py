@@ -296,7 +296,7 @@ def fit_link(
 )->Link: # Latency and bandwidth of a wire
     "Fit a link by relative least squares. Raises `ValueError` for fewer than two lengths or ranks."
     b, t = np.asarray(num_bytes, float), np.asarray(seconds, float)
-    if size < 2 or len(set(b)) < 2 or len(b) != len(t) or not (t > 0).all():
+    if size < 2 or len(set(b)) < 2 or len(b) != len(t) or not ((b >= 0) & (t > 0)).all():
         raise ValueError(f"fit_link: {len(b)} lengths, {len(t)} times, {size} ranks, expected two "
                          f"or more of each, different lengths, and times above 0")
     table = np.stack([2*(size - 1)/t, 2*(size - 1)/size*b/t], 1)

@@ -36,6 +36,11 @@ from ..training.engines import next_token_loss, place_in, plan_batch
 from ..training.sharding import draw_parts, local
 
 # %% ../../nbs/10_parallelism/10k_mesh.ipynb #c10k0008
+def _sizes(config:TrainConfig, processes:int)->dict: # As from `mesh_sizes`
+    if not config.on_mesh: raise ValueError("no degree of parallelism, expected one or more, for "
+                                            "example tensor_parallel_degree = 2")
+    return mesh_sizes(config, processes)
+
 @contextmanager
 def pretended_mesh(
     config:TrainConfig, # Settings, including the degrees of parallelism
@@ -44,7 +49,7 @@ def pretended_mesh(
 )->Iterator[World]:
     "Make a mesh of which only one process exists. Everything that it sends is dropped."
     from torch.testing._internal.distributed.fake_pg import FakeStore
-    sizes = mesh_sizes(config, processes)
+    sizes = _sizes(config, processes)
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=processes)
     try:
         mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
@@ -709,8 +714,8 @@ def step_bytes(
     "Compute the most bytes that a process sends in a step, if every collective uses a ring."
     if config.recompute or config.dtype == "bfloat16" or stages_each(config) > 1: raise ValueError(
         "step_bytes counts neither recompute, nor dtype = bfloat16, nor Interleaved1F1B")
-    sizes, stage = mesh_sizes(config, processes), Stage(model, number,
-                                                        config.pipeline_parallel_degree)
+    sizes = _sizes(config, processes)
+    stage = Stage(model, number, config.pipeline_parallel_degree)
     p, copies, tp, cp = (sizes.get(a, 1) for a in ("pp", "dp_replicate", "tp", "cp"))
     n = sizes["dp_shard"]                                       # Parts of the batch
     plan = plan_batch(config, model.context_length, copies*n)

@@ -21,9 +21,9 @@ def stage_layers(
     stages:int,     # S
 )->list: # A range of layers for each stage
     "Divide the layers among the stages. Raises `ValueError` if a stage would have none."
-    if num_layers < stages:
-        raise ValueError(f"{num_layers} layers for {stages} stages, expected a layer for each: at "
-                         f"most {num_layers} stages would do")
+    if not 1 <= stages <= num_layers:
+        raise ValueError(f"{num_layers} layers for {stages} stages, expected a layer for each: 1 "
+                         f"to {num_layers} stages would do")
     return [range(num_layers)[piece] for piece in chunk_slices(num_layers, stages)]
 
 # %% ../../nbs/10_parallelism/10h_pipeline.ipynb #5b62e527

@@ -99,6 +99,10 @@ class Scaling:
         if self.failed > .05*(draws := self.failed + len(self.samples)):
             out.append(f"{self.failed} of {draws} resampled runs determine no law: the loss may "
                        f"not depend on both parameters and tokens")
+        r = np.corrcoef(np.log(self.runs.parameters), np.log(self.runs.tokens))[0, 1]
+        if r > .97:
+            out.append(f"tokens almost follow parameters (correlation {r:.3f}), so their effects "
+                       f"can hardly be told apart: train one size on several numbers of tokens, too")
         low, high = self.interval(lambda l: l.exponent)
         if high - low > .3:
             out.append(f"the exponent of the best size is only known to lie between {low:.2f} and "

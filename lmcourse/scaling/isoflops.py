@@ -62,6 +62,9 @@ def isoflop_optima(
     flops, x, loss = (np.asarray(v, float) for v in (flops, x, loss))
     if method not in ("parabola", "lowest"):
         raise ValueError(f"method = {method!r}, expected parabola or lowest")
+    if not flops.shape == x.shape == loss.shape or not len(loss):
+        raise ValueError(f"isoflops: shapes {flops.shape}, {x.shape} and {loss.shape}, expected "
+                         f"three rows of one length")
     if not np.isfinite(loss).all():
         raise ValueError(f"isoflops: {(~np.isfinite(loss)).sum()} runs without a finite loss")
     budgets, found = np.unique(flops), []

@@ -126,6 +126,9 @@ def _runs(parameters, tokens, loss)->tuple: # Checked arrays
     for name, v in zip(("parameters", "tokens"), found):
         if (n := len(np.unique(v))) < 3:
             raise ValueError(f"runs: {n} different {name}, expected at least 3")
+    if np.corrcoef(np.log(found[0]), np.log(found[1]))[0, 1] > .9999:
+        raise ValueError("runs: tokens grow in step with parameters, so their effects can't be "
+                         "told apart; train one size on several numbers of tokens, too")
     return tuple(found)
 
 # %% ../../nbs/11_scaling/11b_loss_law.ipynb #03b151df
@@ -193,6 +196,7 @@ def chinchilla_points(
     "Return the points of Hoffmann et al. 2022, figure 4, from Epoch AI (Besiroglu et al. 2024)."
     rows = data_rows("chinchilla_points.csv")
     N, C, loss = (np.array([float(r[k]) for r in rows]) for k in ("parameters", "flops", "loss"))
+    if not 0 <= drop < len(loss): raise ValueError(f"drop = {drop}, expected 0 to {len(loss) - 1}")
     keep = np.sort(np.argsort(loss)[:len(loss) - drop])
     return N[keep], (C/(6*N))[keep], loss[keep]
 

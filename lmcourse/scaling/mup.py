@@ -24,8 +24,10 @@ def watched_outputs(
     parts = {"attention": last.attn, "feed-forward": last.ffn, "logits": model.lm_head}
     hooks = [m.register_forward_hook(lambda m, i, out, name=name: seen.update({name: out.clone()}))
              for name,m in parts.items()]
-    with torch.no_grad(): model(ids)
-    for h in hooks: h.remove()
+    try:
+        with torch.no_grad(): model(ids)
+    finally:
+        for h in hooks: h.remove()
     return seen
 
 # %% ../../nbs/11_scaling/11d_mup.ipynb #cc716318

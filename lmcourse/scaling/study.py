@@ -52,6 +52,8 @@ def best_size(
     "Fit a parabola in log N to the lowest loss and up to two neighbours on each side."
     sizes = sorted({r[count] for r in runs})
     losses = [np.mean([r["loss"] for r in runs if r[count] == n]) for n in sizes]
+    if not np.isfinite(losses).all():
+        raise ValueError(f"best_size: losses {losses}, some runs are without a finite loss")
     k = int(np.argmin(losses))
     if not 0 < k < len(sizes) - 1:
         raise ValueError("best_size: the lowest loss is at the smallest or largest size, "
@@ -117,4 +119,6 @@ def predict_excess(
     "Extrapolate from a known floor: a power law through the two largest budgets' best excess."
     largest = sorted({r["budget"] for r in runs})[-2:]
     best = [min(r["loss"] for r in runs if r["budget"] == C) for C in largest]
+    if best[1] >= best[0]:
+        raise ValueError(f"predict_excess: the best loss rises from {best[0]} to {best[1]}")
     return float(fit_power_law(largest, best, floor)(budget))
