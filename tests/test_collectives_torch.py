@@ -139,6 +139,6 @@ def test_fit_of_a_link():
         link = ct.fit_link(b, 2*(size - 1)*4e-5 + 2*(size - 1)/size*b/3e9, size)
         check_close([link.latency_s, link.bytes_per_s], [4e-5, 3e9], 1e-9)
     assert ct.fit_link([1, 2], [2., 1.], 2).bytes_per_s == math.inf            # Longer vectors were no slower
-    for bad in (([1], [1.], 2), ([5, 5], [1., 1.], 2), ([1, 2], [1.], 2), ([1, 2], [0., 1.], 2), ([1, 2], [1., 2.], 1)):
+    for bad in (([1], [1.], 2), ([5, 5], [1., 1.], 2), ([1, 2], [1.], 2), ([1, 2], [0., 1.], 2), ([1, 2], [1., 2.], 1), ([1, math.nan], [1., 2.], 2)):
         with pytest.raises(ValueError, match="fit_link"): ct.fit_link(*bad)
     with pytest.raises(ValueError, match="0 ranks, expected 1 or more"): ct.ProcessPool(0)

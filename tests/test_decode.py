@@ -116,6 +116,7 @@ def test_a_gated_network_with_biases_is_added():
     (dict(x=torch.zeros(31)), "x is torch.float32 (31,), expected 32 float32 in a row"), (dict(x=torch.zeros(32, dtype=torch.float64)), "x is torch.float64"),
     (dict(x=torch.zeros(64)[::2]), "in a row"), (dict(out=torch.zeros(9)), "out is torch.float32 (9,), expected 8"), (dict(gate=Linear(32, 9)), "matrices (8, 32) and (9, 32)"),
     (dict(gate=Linear(32, 8, bias=True)), "expected both or none"), (dict(activation="swish"), "unknown activation of project 'swish'"),
+    (dict(norm=RMSNorm(16, 1e-5)), "RMSNorm() does not fit x (32,)"), (dict(norm=torch.nn.LayerNorm(32, elementwise_affine=False)), "does not fit x (32,)"),
     (dict(linear=torch.nn.utils.skip_init(torch.nn.Linear, 32, 8, bias=False)), "has gaps")], ids=str)
 def test_what_a_product_cannot_take(change, words):
     if words == "has gaps": change["linear"].weight = torch.nn.Parameter(torch.randn(32, 8).T)

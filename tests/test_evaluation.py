@@ -2,6 +2,7 @@
 import json
 import math
 import re
+from dataclasses import replace
 from itertools import islice, permutations
 from pathlib import Path
 
@@ -10,13 +11,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-pytest.importorskip("torch")
+torch = pytest.importorskip("torch")
 
 from lmcourse.evaluation.calibration import binned_error, calibrated_error, choice_probs, exact_error, fit_temperature, reliability
 from lmcourse.evaluation.contamination import contamination_p, log_prob_in_order, ngram_overlap, permutation_p, rename_people, ngram_set
 from lmcourse.evaluation.emergence import doublings, exact_match, match_from_hits
 from lmcourse.evaluation.harness import HarnessAnswers, continuation_log_prob, harness_model, run_harness, save_texts
-from lmcourse.evaluation.perplexity import perplexity, token_nats
+from lmcourse.evaluation.perplexity import Perplexity, perplexity, token_nats
+from lmcourse.evaluation.report import refuse_overlap
+from lmcourse.evaluation.statistics import sample_size
 from lmcourse.evaluation.tasks import KINDS, grammar_task, load_task, save_task, score_task, writing_task, written_words
 from lmcourse.tokenization.tokenizer import Tokenizer
 from lmcourse.tools.stories import Stories, short_stories
@@ -53,6 +56,10 @@ def test_the_oracle_has_an_error_in_bins_that_shrinks_and_none_that_is_exact():
     assert exact_error(exact, exact) == 0 < exact_error(exact**2/(exact**2).sum(1, keepdims=True), exact)
     assert exact_error([[.9, .1]], [[.3, .7]]) == pytest.approx(.6)     # Of the answer that the model picks
     with pytest.raises(ValueError, match="item 0: 2 and 3 choices"): exact_error([[.9, .1]], [[.3, .7, 0]])
+    for choices in ([-math.inf]*3, [0., math.nan], []):
+        with pytest.raises(ValueError, match="log-probabilities .*, expected a finite largest"): choice_probs(choices)
+    with pytest.raises(ValueError, match="variance = inf"): sample_size(.1, math.inf)
+    assert Perplexity(1e6, 1, 1).perplexity == math.inf
     with pytest.raises(ValueError, match="item 1: log-probabilities"): fit_temperature([[0., 1.], [np.nan, 1.]], [0, 0])
     small, large = (calibrated_error(np.tile(exact.max(1), k), rng, draws=60)[0] for k in (1, 16))
     assert small/large == pytest.approx(4, rel=.25)
@@ -177,6 +184,28 @@ def test_kinds_of_questions_are_those_of_the_command():
     assert EvalCommand.tasks == ",".join(TASKS) and {*KINDS} < {*TASKS}
 
 
+def test_a_model_of_nan_has_no_score():
+    model, tokenizer = load_model()
+    with torch.no_grad(): model.lm_head.weight.fill_(math.nan)
+    with pytest.raises(ValueError, match="log-probability of .* is nan"): score_task(model, tokenizer, grammar_task("recall", 2))
+
+
+def test_one_text_is_no_list_of_texts(tmp_path):
+    model, tokenizer = load_model()
+    for call in (perplexity, log_prob_in_order, lambda m, t, text: save_texts(tmp_path, "texts", text), lambda m, t, text: refuse_overlap([], text)):
+        with pytest.raises(ValueError, match="one text, expected a list"): call(model, tokenizer, "Mia lived in a den.")
+
+
+def test_a_file_that_is_no_task_is_named(tmp_path):
+    task = grammar_task("recall", 2, seed=4719)
+    for name in ("", " a", "x/y", "a\n"):
+        with pytest.raises(ValueError, match="task .*expected letters"): save_task(tmp_path, replace(task, name=name))
+    about = save_task(tmp_path, task)
+    for path, text in ((about, about.read_bytes().replace(b"version: 1", b"version: one")), (tmp_path/"recall.jsonl", b"\xff"), (about, b"\xff")):
+        path.write_bytes(text)
+        with pytest.raises(ValueError, match=re.escape(str(path))): load_task(about)
+
+
 # The harness
 
 @pytest.fixture
@@ -231,6 +260,7 @@ def test_answers_to_requests_are_those_of_the_scorer(asked):
     assert not continuation_log_prob(model, tokenizer, "Once there was a bold bear", " named mustard")[1]  # The first token alone is its choice
     texts = ["Mia lived in a den.", "Once there was a bold bear named Mia."]
     rolled = [-token_nats(model, [tokenizer.end_of_text, *tokenizer.encode(t)]).sum() for t in texts]
+    assert answers.loglikelihood_rolling([Request("")]) == [0]
     assert answers.loglikelihood_rolling([Request(t) for t in texts]) == pytest.approx(rolled) and rolled[0] != pytest.approx(rolled[1])
     text, = answers.generate_until([Request("Once there was a", dict(until=[" named"], max_gen_toks=8))])
     assert " named" not in text and continuation_log_prob(model, tokenizer, "Once there was a", text)[1]

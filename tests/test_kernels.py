@@ -116,6 +116,13 @@ def test_a_model_on_kernels_has_the_same_loss_and_gradients(device, fields):
     assert TransformerLM(config).parts == Parts()
 
 
+@pytest.mark.parametrize("changes, dtype, words", [(dict(kv_lora_rank=6, num_kv_heads=None, head_dim=None), torch.float32, "use_kernels with kv_lora_rank = 6"), ({}, torch.float64, "float64")])
+def test_a_model_for_which_there_are_no_kernels_stays_as_it_is(changes, dtype, words):
+    model = TransformerLM(ModelConfig(vocab_size=50, context_length=16, d_model=32, num_layers=1, num_heads=4, **changes)).to(dtype)
+    with expect_error(ValueError, words): use_kernels(model)
+    model(torch.zeros(1, 4, dtype=torch.long))
+
+
 def test_who_is_compared_agrees(device):
     with torch.no_grad():
         for task, calls in kernel_tasks(SMALL, device, torch.float32).items(): check_agreement(task, calls)
@@ -205,6 +212,15 @@ def test_bad_input_is_named(device):
     with expect_error(TypeError, "integer"): mm.matmul(x, x.T, group=1.5)
     with expect_error(TypeError, "integer"): rows.rmsnorm(x, x[0], programs=2.5)
     with expect_error(ValueError, "offsets = [0.0, 2.7"): grouped.grouped_matmul(x, torch.ones(2, 3, 8, device=device), torch.tensor([0, 2.7, 4.]))
+
+
+@pytest.mark.parametrize("call", [
+    lambda x: rows.rmsnorm(x, x[0]), lambda x: rows.swiglu(x, x), lambda x: rows.cross_entropy(x, torch.arange(4, device=x.device)),
+    lambda x: flash.flash_attention(x[None, None], x[None, None], x[None, None]), lambda x: grouped.grouped_matmul(x, x[None], torch.tensor([0, 4]))])
+def test_second_derivatives_are_refused(device, call):
+    x = drawn(4, 8, device=device).requires_grad_()
+    dx, = torch.autograd.grad(call(x).square().sum(), x, create_graph=True)
+    with expect_error(RuntimeError, "differentiate twice"): (dx.square().sum() + call(x).sum()).backward()
 
 
 def test_counting_leaves_nothing_behind():

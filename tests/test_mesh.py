@@ -321,7 +321,7 @@ def test_4096_processes_are_rehearsed_by_one():
     (2, CP | dict(model=dict(num_experts=4)), "A mesh does not compute num_experts = 4: shard = True does"),
     (3, CP, "a mesh of pp 1 x dp_replicate 1 x cp 2 x tp 1 x dp_shard is for a multiple of 2 processes, but there are 3: 2 or 4 would do"),
     (2, dict(sequence_parallel=True, data_parallel_shard_degree=2), "sequence_parallel = True with tensor_parallel_degree = 1"),
-    (5, dict(pipeline_parallel_degree=5), "4 layers for 5 stages, expected a layer for each: at most 4 stages would do"),
+    (5, dict(pipeline_parallel_degree=5), "4 layers for 5 stages, expected a layer for each: 1 to 4 stages would do"),
     (4, dict(pipeline_parallel_degree=4, micro_batch=8), "2 micro-batches for 4 pipeline stages, expected at least 4: a smaller micro_batch"),
     (2, PP | dict(model=dict(num_experts=4)), "A mesh does not compute num_experts = 4: shard = True does"),
     (2, PP | dict(model=dict(mup_base_width=8)), "A mesh does not compute mup_base_width = 8"),
@@ -333,6 +333,11 @@ def test_what_can_not_be_cut_is_refused_with_what_would_do(processes, change, wo
     with pytest.raises(ValueError, match=re.escape(words)):
         config = TrainConfig(device="cpu", batch_size=16, **dict(micro_batch=1) | {k: v for k, v in change.items() if k != "model"})
         with pretended_mesh(config, processes) as world: check_mesh(model, config, world)
+
+
+@pytest.mark.parametrize("call", [dry_run, step_bytes])
+def test_a_rehearsal_needs_a_degree_of_parallelism(call):
+    with pytest.raises(ValueError, match="no degree of parallelism"): call(TOY, TrainConfig(device="cpu"), 2)
 
 
 def test_an_older_torch_refuses_a_pipeline(monkeypatch):

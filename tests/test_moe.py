@@ -18,6 +18,7 @@ from lmcourse.accounting.hardware import device
 from lmcourse.accounting.memory import decode_bytes, peak_phase, training_bytes
 from lmcourse.accounting.parameters import count_parameters, parameter_parts
 from lmcourse.architecture.transformer_torch import TransformerLM
+from lmcourse.moe.account import all_to_all_bytes
 from lmcourse.moe.balance import expert_loads, watch_routes
 from lmcourse.moe.experts_np import capacity, moe_backward, moe_forward, within_capacity
 from lmcourse.moe.experts_torch import DISPATCHES, MoE, choose_experts, drop_late
@@ -31,7 +32,7 @@ IDS = torch.randint(50, (2, 16), generator=torch.Generator().manual_seed(0))
 
 
 @settings(deadline=None, max_examples=40)
-@given(st.integers(1, 6), st.integers(1, 6), st.integers(1, 9), st.booleans(), st.sampled_from(["softmax", "sigmoid"]), st.sampled_from([None, .5, 1., 2.]), st.integers(0, 2),
+@given(st.integers(1, 6), st.integers(1, 6), st.integers(0, 9), st.booleans(), st.sampled_from(["softmax", "sigmoid"]), st.sampled_from([None, .5, 1., 2.]), st.integers(0, 2),
        st.integers(0, 99))
 def test_every_dispatch_is_the_numpy_layer(E, k, N, norm, score, factor, shared, seed):
     k = min(k, E)
@@ -264,6 +265,11 @@ def test_experts_of_other_libraries():
         assert (found.unique, found.active, found.matmul) == (12 + 4*75, 12 + 75, 12 + 72)
     with pytest.raises(ValueError, match="a Layer with experts, but without a config that says how many"): count_parameters(Layer())
     with pytest.raises(ValueError, match="a dict with experts"): count_parameters(dict(TransformerLM(SMALL).named_parameters()))
+
+
+def test_experts_that_gpus_cannot_share_equally():
+    for gpus in (3, 16):
+        with pytest.raises(ValueError, match=f"8 experts on {gpus} GPUs"): all_to_all_bytes(SMALL, 100, gpus)
 
 
 def test_a_step_of_many_sequences_reads_more_experts():

@@ -134,6 +134,14 @@ def test_fits():
     assert best_rate([1., 2., 4., 8.], [2, 1, 2, np.nan]) == pytest.approx(2)       # A run that diverged, further away
 
 
+def test_a_failed_forward_leaves_no_hook():
+    def hooks(): return sum(len(m._forward_hooks) for m in model.modules())
+    model = TransformerLM(WIDE)
+    before = hooks()
+    with pytest.raises(ValueError, match="1000 tokens"): mup.watched_outputs(model, torch.zeros(1, 1000, dtype=torch.long))
+    assert hooks() == before
+
+
 def test_tail_rates():
     rates = tail_rates(100, .5, 10, .2)
     assert len(rates) == 100 and rates[0] == .05 and rates[9:81] == [.5]*72 and rates[99] == pytest.approx(.025)

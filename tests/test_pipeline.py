@@ -26,7 +26,8 @@ def test_zero_bubble_keeps_its_two_promises(p, m):
 
 def test_layers_are_dealt_out_in_order():
     assert [list(l) for l in stage_layers(5, 3)] == [[0, 1], [2, 3], [4]]
-    with pytest.raises(ValueError, match="2 layers for 3 stages"): stage_layers(2, 3)
+    for stages in (-1, 0, 3):
+        with pytest.raises(ValueError, match=f"2 layers for {stages} stages"): stage_layers(2, stages)
 
 
 @pytest.mark.parametrize("arguments, words", [(("interleaved", 4, 6, 2), "6 microbatches for 4 ranks: interleaving needs a multiple, 4 or 8"), (("1f1b", 0, 4), "0 ranks"), (("gpipe", 4, 0), "0 microbatches"), (("1f1b", 4, 8, 0), "0 chunks")])

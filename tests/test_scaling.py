@@ -119,6 +119,8 @@ def test_huber():
 
 def test_published_fit_and_standard_errors():
     N, D, loss = chinchilla_points()
+    for drop in (-3, 245):
+        with pytest.raises(ValueError, match="drop = .*, expected 0 to 244"): chinchilla_points(drop)
     law = fit_loss_law(N, D, loss)
     theirs = values("epoch-2024.point-fit")
     for name, rel in (("E", 1e-3), ("A", 1e-3), ("B", 2e-3), ("alpha", 1e-3), ("beta", 1e-3)): assert getattr(law, name) == pytest.approx(theirs[name.lower()], rel=rel)
@@ -180,6 +182,8 @@ def test_lowest_runs_and_vertices():
     best = np.array([PLANTED.optimum(c)[0] for c in budgets])
     assert set(low) <= set(N) and np.all(abs(vertex/best - 1) < .02) and np.all(abs(low/best - 1) > abs(vertex/best - 1)) and least[1] < least[0]
     with pytest.raises(ValueError, match="1e\\+18 FLOPs: parabola: 2 different"): isoflop_optima(C[7:], N[7:], loss[7:])
+    for x in (N[:7], N[:0]):
+        with pytest.raises(ValueError, match="isoflops: shapes"): isoflop_optima(C[:len(x)], x, loss if len(x) else loss[:0])
     loss[4] = np.nan
     for method in ("parabola", "lowest"):
         with pytest.raises(ValueError, match="1 runs without a finite loss"): isoflop_optima(C, N, loss, method)

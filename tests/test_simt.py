@@ -29,6 +29,10 @@ def test_what_is_on_a_multiprocessor_fits(threads, registers, shared, chip):
     assert 0 < o.share <= 1 and o.blocks*warps <= c.warps and o.blocks*warps*32*registers <= c.registers and o.blocks*(shared + 1024) <= c.shared_bytes
 
 
+def test_an_unknown_chip_is_named():
+    with pytest.raises(ValueError, match="unknown chip 'v100'"): occupancy(128, 32, chip="v100")
+
+
 def test_a_wider_load_never_hurts():
     assert [widest_load(n) for n in (1, 2, 3, 4, 6, 8, 24)] == [2, 4, 2, 8, 4, 16, 16]
     assert predicted_share(4096) > predicted_share(4096 - 4) > predicted_share(4096 - 2) > predicted_share(4096 - 1)

@@ -56,7 +56,7 @@ def test_seeds_are_averaged():
     runs = [dict(multiplying=n, loss=abs(np.log(n/8))**2 + e) for n in (2, 4, 8, 16, 32) for e in (-.1, .1)]
     size, loss = best_size(runs)
     assert size == pytest.approx(8) and loss == pytest.approx(0, abs=1e-9)
-    for losses, words in (([1, 2, 3], "try more sizes"), ([3, 2, 1], "try more sizes"), ([2.6, 2.15, 2.26, 2.08, 2.16], "opens downwards")):
+    for losses, words in (([1, 2, 3], "try more sizes"), ([3, 2, 1], "try more sizes"), ([2.6, 2.15, 2.26, 2.08, 2.16], "opens downwards"), ([3, 2, np.nan], "without a finite loss")):
         with pytest.raises(ValueError, match=words): best_size([dict(multiplying=2**n, loss=v) for n, v in enumerate(losses)])
 
 
@@ -64,6 +64,10 @@ def test_excess_over_a_known_floor():
     runs = [dict(budget=C, loss=.5 + C**-.5) for C in (10., 100., 1000.)]
     assert predict_excess(runs, 1e4, .5) == pytest.approx(.51)
     with pytest.raises(ValueError, match="floor = 2"): predict_excess(runs, 1e4, 2.)
+
+
+def test_a_loss_that_rises_is_not_extrapolated():
+    with pytest.raises(ValueError, match="the best loss rises from 2.0 to 2.5"): predict_excess([dict(budget=1e9, loss=2.), dict(budget=1e10, loss=2.5)], 1e11, 1.)
 
 
 def test_the_prediction_was_written_before_the_run():

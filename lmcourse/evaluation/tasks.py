@@ -478,7 +478,9 @@ def load_task(
             items.append(make(**given))
         except (TypeError, AttributeError, ValueError) as e:
             raise ValueError(f"{data}, line {n}: {e}") from None
-    try: version, seed = (None if about[k] == "null" else int(about[k]) for k in ("version", "seed"))
+    try:
+        version = int(about["version"])
+        seed = None if about["seed"] == "null" else int(about["seed"])
     except ValueError as e: raise ValueError(f"{path}: {e}") from None
     kind = WritingTask if writing else Task
     return kind(about["task"], tuple(items), version, seed)

@@ -119,6 +119,6 @@ def predict_excess(
     "Extrapolate from a known floor: a power law through the two largest budgets' best excess."
     largest = sorted({r["budget"] for r in runs})[-2:]
     best = [min(r["loss"] for r in runs if r["budget"] == C) for C in largest]
-    if best[1] >= best[0]:
+    if best != sorted(best, reverse=True):
         raise ValueError(f"predict_excess: the best loss rises from {best[0]} to {best[1]}")
     return float(fit_power_law(largest, best, floor)(budget))
