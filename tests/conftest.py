@@ -7,6 +7,9 @@ import sys
 from functools import cache
 from types import SimpleNamespace
 
+# Half a million objects live as long as the tests: to search them for garbage at Python's pace takes a tenth of the time.
+gc.set_threshold(20_000, 20, 20)
+
 # jsonschema's test of addresses, which nothing here asks for: it builds a parser for each rule of a grammar, for 5 seconds in every process.
 sys.modules.setdefault("rfc3987_syntax", None)
 
@@ -46,8 +49,9 @@ def pytest_collection_finish():
     "A process that has loaded all tests doesn't do again and again what takes as long as the tests themselves."
     if trainer := sys.modules.get("lmcourse.training.trainer"): # Each run looks for garbage first, in a million objects that aren't its own
         trainer.gc = SimpleNamespace(collect=lambda: 0, freeze=gc.freeze, unfreeze=gc.unfreeze)
-    if interpreter := sys.modules.get("triton.runtime.interpreter"): # Each call of a kernel lists all that its language has
-        interpreter.inspect = SimpleNamespace(**vars(inspect) | dict(getmembers=cache(inspect.getmembers)))
+    # Each call of a kernel lists all functions of triton's language; each command parses a module for every class that has options
+    for name, asks in (("triton.runtime.interpreter", "getmembers"), ("tyro._docstrings", "getsource")):
+        if module := sys.modules.get(name): module.inspect = SimpleNamespace(**vars(inspect) | {asks: cache(getattr(inspect, asks))})
 
 
 def pytest_terminal_summary(terminalreporter):
