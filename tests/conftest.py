@@ -1,6 +1,17 @@
 "The same random cases in every run of `make test`, however long they take; new ones with HYPOTHESIS_PROFILE=random, as in `make test-all`."
+import gc
+import inspect
 import os
 import signal
+import sys
+from functools import cache
+from types import SimpleNamespace
+
+# Half a million objects live as long as the tests: to search them for garbage at Python's pace takes a tenth of the time.
+gc.set_threshold(20_000, 20, 20)
+
+# jsonschema's test of addresses, which nothing here asks for: it builds a parser for each rule of a grammar, for 5 seconds in every process.
+sys.modules.setdefault("rfc3987_syntax", None)
 
 # One thread a process, as for the processes that tests start: a run is the same to the bit only with as many threads.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -32,6 +43,15 @@ def pytest_collection_modifyitems(items):
     import torch
     if torch.cuda.is_available(): return
     for item in marked: item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
+
+
+def pytest_collection_finish():
+    "A process that has loaded all tests doesn't do again and again what takes as long as the tests themselves."
+    if trainer := sys.modules.get("lmcourse.training.trainer"): # Each run looks for garbage first, in a million objects that aren't its own
+        trainer.gc = SimpleNamespace(collect=lambda: 0, freeze=gc.freeze, unfreeze=gc.unfreeze)
+    # Each call of a kernel lists all functions of triton's language; each command parses a module for every class that has options
+    for name, asks in (("triton.runtime.interpreter", "getmembers"), ("tyro._docstrings", "getsource")):
+        if module := sys.modules.get(name): module.inspect = SimpleNamespace(**vars(inspect) | {asks: cache(getattr(inspect, asks))})
 
 
 def pytest_terminal_summary(terminalreporter):

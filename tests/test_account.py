@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from processes import here
 
 from lmcourse.accounting.account import account, account_tables, on_device
 from lmcourse.accounting.model_flops import training_flops
@@ -17,8 +18,7 @@ from lmcourse.tools.config import ModelConfig
 from lmcourse.tools.show import si
 
 
-def lmcourse(*words):
-    return subprocess.run([sys.executable, "-m", "lmcourse", "account", *map(str, words)], capture_output=True, text=True, timeout=120)
+def lmcourse(*words): return here("account", *words, cwd=".")
 
 
 @pytest.mark.parametrize("preset", ModelConfig.presets())

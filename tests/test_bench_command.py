@@ -223,7 +223,7 @@ def test_the_quarter_is_the_beginning(web, tmp_path):
 ])
 def test_a_mistake_is_one_line_and_leaves_nothing(tmp_path, words, answer):
     (tmp_path/"letter.txt").write_text("a")
-    done = lmcourse(*words.split(), cwd=tmp_path)
+    done = processes.here(*words.split(), cwd=tmp_path)
     assert done.returncode == 2 and not done.stdout and done.stderr.startswith("lmcourse: ") and done.stderr.count("\n") == 1 and answer in done.stderr, done.stderr
     assert [p.name for p in tmp_path.iterdir()] == ["letter.txt"]
 

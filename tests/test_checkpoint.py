@@ -4,8 +4,6 @@ import io
 import json
 import os
 import shutil
-import subprocess
-import sys
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
+from processes import script
 
 torch = pytest.importorskip("torch")
 import safetensors.torch
@@ -649,13 +648,6 @@ def test_an_optimizer_that_has_not_moved_and_others_that_do_not_fit(tmp_path):
 
 # Other processes
 
-def run(script, *words, timeout=300):
-    done = subprocess.run([sys.executable, "-c", f"import sys; sys.path[:0] = {sys.path!r}\n{script}", *map(str, words)], capture_output=True, text=True,
-                          timeout=timeout, env=os.environ | dict(OMP_NUM_THREADS="1"))
-    assert done.returncode == 0, done.stderr[-2000:]
-    return done.stdout
-
-
 WITHOUT_TORCH = """
 sys.modules["torch"] = None
 import numpy as np
@@ -671,7 +663,7 @@ assert load_checkpoint(sys.argv[1], params, o) == 1 and (params["a"] == expected
 """
 
 
-def test_numpy_needs_no_torch(tmp_path): run(WITHOUT_TORCH, tmp_path / "a")
+def test_numpy_needs_no_torch(tmp_path): script(WITHOUT_TORCH, tmp_path / "a", anew=True)
 
 
 WORLDS = """
@@ -733,7 +725,7 @@ print(list(unique_tensors(three[0])))
 
 @pytest.mark.skipif(not hasattr(os, "fork") or not torch.distributed.is_available(), reason="needs fork and torch.distributed")
 def test_what_two_processes_wrote_one_and_three_read(tmp_path):
-    said = [line for line in run(WORLDS, tmp_path).splitlines() if not line.startswith("[Gloo]")]       # torch 2.9's gloo tells of its peers
+    said = [line for line in script(WORLDS, tmp_path).splitlines() if not line.startswith("[Gloo]")]       # torch 2.9's gloo tells of its peers
     assert said == ["['0.weight', '0.bias', '2.weight', '2.bias']"]
 
 
@@ -792,7 +784,7 @@ print(*(all_calls(f"{sys.argv[1]}/{i}", *how) for i,how in enumerate(((1, 2, 1),
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-def test_killed_at_every_call(tmp_path): assert min(map(int, run(KILLED, tmp_path).split())) > 10
+def test_killed_at_every_call(tmp_path): assert min(map(int, script(KILLED, tmp_path).split())) > 10
 
 
 KILLS = """
@@ -851,6 +843,6 @@ print(json.dumps(dict(kills=done, inside=inside, runs=finished, seconds=time.mon
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.mark.parametrize("kills", [3, pytest.param(50, marks=pytest.mark.slow)])
 def test_a_run_that_is_killed_again_and_again_ends_the_same(tmp_path_factory, kills):
-    result = json.loads(run(KILLS, tmp_path_factory.mktemp("kills"), kills, kills, timeout=570)) # On a disk, where a save takes longer
+    result = json.loads(script(KILLS, tmp_path_factory.mktemp("kills"), kills, kills, seconds=570)) # On a disk, where a save takes longer
     print(result)
     assert result["kills"] == kills and (kills < 50 or result["inside"] >= 5)

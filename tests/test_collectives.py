@@ -1,12 +1,11 @@
 "The network of the pages and real processes run the same collectives and get the same bits; traffic is what the formulas say."
 import os
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from processes import script
 
 from lmcourse.parallelism import collectives as co
 from lmcourse.parallelism.ranks import Link, Network
@@ -153,6 +152,4 @@ for size in (2, 3, 4): world(size)
 
 @pytest.mark.skipif(not hasattr(os, "fork") or not torch.distributed.is_available(), reason="needs fork and torch.distributed")
 def test_real_processes_get_the_bits_of_the_page(tmp_path):
-    done = subprocess.run([sys.executable, "-c", f"import sys; sys.path[:0] = {sys.path!r}\n{REAL}", str(tmp_path)],
-                          capture_output=True, text=True, timeout=120, env=os.environ | {"OMP_NUM_THREADS": "1"})
-    assert done.returncode == 0, done.stderr[-4000:]
+    script(REAL, tmp_path, seconds=120)

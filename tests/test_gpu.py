@@ -3,13 +3,11 @@
 The card's own: pinned batches in test_data, random numbers in test_checkpoint, answers of the engine in test_engine.
 """
 import math
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from functools import partial
 
 import pytest
+from processes import script
 
 torch = pytest.importorskip("torch")
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -247,9 +245,7 @@ dist.destroy_process_group()
 
 @on_both
 def test_a_sharded_model_alone_is_the_whole_one(device, tmp_path):
-    done = subprocess.run([sys.executable, "-c", f"import sys; sys.path[:0] = {sys.path!r}\n{SHARDED}", device, str(tmp_path)], capture_output=True,
-                          text=True, timeout=300, env=os.environ | {"OMP_NUM_THREADS": "1"})
-    assert done.returncode == 0, done.stderr[-4000:]
+    script(SHARDED, device, tmp_path)
 
 
 # Writing

@@ -4,6 +4,7 @@ import json
 import signal
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import processes
@@ -24,6 +25,14 @@ LOOP = "def split(text, special_tokens):\n    while True: pass\n"
 
 
 def ask(*words): return processes.here(*words, cwd=".")
+
+
+every_task = cache(grade.exercise_tasks)
+
+
+@pytest.fixture(autouse=True)
+def tasks_are_read_once(monkeypatch): # Each command parses all modules of exercises, which takes longer than the check
+    monkeypatch.setattr(grade, "exercise_tasks", lambda: [*every_task()])
 
 
 @pytest.fixture

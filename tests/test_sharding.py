@@ -1,10 +1,10 @@
 "A sharded model is the same model: its bits at the start, its losses, its checkpoints; and it may be larger than what a process can hold."
 import json
 import os
-import subprocess
 import sys
 import threading
 
+import processes
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -66,10 +66,8 @@ def told(name): return json.loads((folder/f"{name}.json").read_text())
 
 
 def script(tmp_path, text, seconds=120, **environment):
-    done = subprocess.run([sys.executable, "-c", f"import sys; sys.path[:0] = {sys.path!r}\n{BEGIN}{text}", str(tmp_path)],
-                          capture_output=True, text=True, timeout=seconds, env=os.environ | {"OMP_NUM_THREADS": "1"} | environment)
-    assert done.returncode == 0, done.stderr[-6000:]
-    return done.stdout.splitlines()[-1].split() if done.stdout else []   # Gloo may speak before
+    out = processes.script(BEGIN + text, tmp_path, seconds=seconds, **environment)
+    return out.splitlines()[-1].split() if out else []          # Gloo may speak before
 
 
 # How a model is made

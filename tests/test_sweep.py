@@ -27,8 +27,8 @@ def experiment(tokens=30*1024, seeds=(0,), **variants): return Experiment("small
 @pytest.mark.skipif(not processes.TOLD, reason="looks for processes in /proc")
 def test_killed_sweep_goes_on_from_a_checkpoint(tmp_path):
     "SIGKILL leaves no process behind, and the next call ends with the numbers of a sweep that was not killed"
-    script, job = tmp_path/"sweep.py", experiment(120*1024).runs()["base", 0]
-    script.write_text(RUN.replace("SLOW", repr(SLOW)).replace("TOKENS", str(120*1024)).replace("OUT", str(tmp_path)))
+    script, job = tmp_path/"sweep.py", experiment(60*1024).runs()["base", 0]
+    script.write_text(RUN.replace("SLOW", repr(SLOW)).replace("TOKENS", str(60*1024)).replace("OUT", str(tmp_path)))
     process = subprocess.Popen([sys.executable, script], env=os.environ | dict(PYTHONPATH=os.pathsep.join(sys.path)))
     run = tmp_path/"work"/"runs"/job.key
     try: processes.wait_for(lambda: list(run.glob("checkpoints/step_0*")))
@@ -37,8 +37,8 @@ def test_killed_sweep_goes_on_from_a_checkpoint(tmp_path):
         process.kill(); process.wait()
     assert children and processes.gone(*children)
     assert not (tmp_path/"runs.jsonl").exists() and run.exists()
-    here = run_experiment(experiment(120*1024), tmp_path/"runs.jsonl", tmp_path/"work", 2)
-    other = run_experiment(experiment(120*1024), tmp_path/"other.jsonl", tmp_path/"other", 2)
+    here = run_experiment(experiment(60*1024), tmp_path/"runs.jsonl", tmp_path/"work", 2)
+    other = run_experiment(experiment(60*1024), tmp_path/"other.jsonl", tmp_path/"other", 2)
     assert here[job.key]["result"] == other[job.key]["result"] and here[job.key]["curve"] == other[job.key]["curve"]
     assert not run.exists()
 
