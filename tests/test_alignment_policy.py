@@ -152,12 +152,28 @@ def test_value_head_learns_and_its_loss_is_held():
     assert not far.grad.any()
 
 
+def test_a_fraction_in_a_mask_counts_as_a_whole_token():
+    mask, one = torch.tensor([[.5, 1.]]), torch.ones(1, 2)
+    assert masked_mean(one, mask).item() == masked_mean(one, mask, 1).item() == 1 and value_loss(one, one, 0*one, mask).item() == .5
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("old, a", [(-90., 0.), (-90., 1.), (-math.inf, 1.)])
+def test_ratios_too_large_for_their_type_are_clipped(dtype, old, a):
+    now = torch.zeros(1, 2, dtype=dtype, requires_grad=True)
+    loss = grpo_loss(torch.tensor([[a]], dtype=dtype), now, torch.tensor([[old, 0.]], dtype=dtype), torch.ones(1, 2))
+    loss.backward()
+    assert loss.item() == pytest.approx(-1.1*a, abs=1e-3) and now.grad.tolist() == [[0, -a/2]]
+
+
 L, M = torch.zeros(4, 3), torch.ones(4, 3)
 BAD = [(lambda: rloo_advantages(torch.ones(4), 1), "a group of one"), (lambda: group_advantages(torch.ones(5), 2), "a multiple of 2"), (lambda: group_advantages(torch.tensor([1., float("nan")]), 2), "a reward is nan"),
        (lambda: mixed_groups(torch.ones(0), 2), "(0,) rewards"), (lambda: compute_naive_policy_gradient_loss(torch.ones(4), L), "advantages (4,)"), (lambda: clipped_loss(M, L, L[:2]), "(2, 3)"), (lambda: clipped_loss(M, L, L, -.1), "clip by -0.1"),
        (lambda: compute_policy_gradient_loss(L, "grpo-clip"), "'grpo-clip'"), (lambda: compute_policy_gradient_loss(L, "reinforce_with_baseline", raw_rewards=M), "needs advantages"), (lambda: grpo_loss(M, L, L, 0*M), "a response has no tokens"),
        (lambda: grpo_loss(M, L, L, M, average="constant", max_length=0), "max_length = 0"), (lambda: grpo_loss(M, L, L, M, average="constant", max_length=-5), "max_length = -5"), (lambda: grpo_microbatch_train_step(L, M, 0, "no_baseline", M), "steps = 0"), (lambda: gae(L, L, M, 1.1), "gamma = 1.1"),
-       (lambda: token_rewards(L[:, 0], L, L, 0*M.bool(), 1.), "no tokens"), (lambda: value_loss(L, L, L, 0*M), "no token")]
+       (lambda: token_rewards(L[:, 0], L, L, 0*M.bool(), 1.), "no tokens"), (lambda: value_loss(L, L, L, 0*M), "no token"),
+       (lambda: value_loss(L, L, L, M, -.2), "clip = -0.2"), (lambda: value_loss(L, L, L, M, math.nan), "clip = nan"), (lambda: token_rewards(torch.ones(8), L, L, M, 1.), "rewards (8,)"),
+       (lambda: token_rewards(L[:, 0], L, L[:1], M, 1.), "reference (1, 3)"), (lambda: token_rewards(L[:, :1], L, L, M, 1.), "rewards (4, 1)")]
 
 
 @pytest.mark.parametrize("f, words", BAD, ids=[w for _, w in BAD])

@@ -7,7 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from lmcourse.alignment.preference import compute_per_instance_dpo_loss, dpo_loss, ipo_loss, kto_loss, response_log_prob, simpo_loss
+from lmcourse.alignment.preference import (DpoConfig, PreferenceBatches, compute_per_instance_dpo_loss, dpo_loss, ipo_loss, kto_loss, preference_objective, read_pairs,
+                                           response_log_prob, simpo_loss)
 from lmcourse.alignment.toy import parrot
 from lmcourse.architecture.transformer_torch import ModelConfig, TransformerLM
 from lmcourse.tokenization.tokenizer import Tokenizer
@@ -80,8 +81,16 @@ def test_per_instance_loss(world):
     small = TransformerLM(ModelConfig(vocab_size=9, context_length=24, d_model=16, d_ff=32, num_layers=1, num_heads=2))
     for f, words in ((lambda: compute_per_instance_dpo_loss(lm, small, tokenizer, .5, *pair), "expected one tokenizer"), (lambda: response_log_prob(lm, tokenizer, "", "a"), "no tokens"),
                      (lambda: response_log_prob(lm, tokenizer, "Ella", " zebra"*9), "the model takes 24"), (lambda: compute_per_instance_dpo_loss(lm, ref, tokenizer, -1., *pair), "beta = -1.0"),
-                     (lambda: ipo_loss(torch.ones(2), torch.ones(3), torch.ones(2), torch.ones(2), 1.), "(2,), (3,), (2,), (2,)")):
+                     (lambda: ipo_loss(torch.ones(2), torch.ones(3), torch.ones(2), torch.ones(2), 1.), "(2,), (3,), (2,), (2,)"),
+                     (lambda: dpo_loss(*values, math.inf), "beta = inf"), (lambda: kto_loss(torch.ones(2), torch.ones(2), torch.ones(2), torch.ones(2, 1), 1.), "kl (2, 1)"),
+                     (lambda: preference_objective(-1.), "beta = -1.0"), (lambda: PreferenceBatches([dict(prompt="a", chosen="b", rejected="c")], tokenizer, 0, ref), "a batch of 0 from 1 pairs"),
+                     *((lambda k=k, v=v: DpoConfig(**{k: v}), f"{k} = {v}") for k, v in (("beta", math.inf), ("sft_weight", math.inf), ("group_size", 2.5), ("prompts", 0)))):
         with pytest.raises(ValueError, match=re.escape(words)): f()
+
+
+def test_pairs_nested_too_deeply(tmp_path):
+    (tmp_path/"pairs.jsonl").write_text("["*100_000)
+    with pytest.raises(ValueError, match="line 1 is not JSON"): read_pairs(tmp_path/"pairs.jsonl")
 
 
 # TRL

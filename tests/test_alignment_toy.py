@@ -84,6 +84,19 @@ def test_best_of_n_without_ties_keeps_to_the_formula_in_the_limit():
         assert bound - 1e-3 < exact <= bound
 
 
+def test_estimators_keep_their_digits_where_the_policies_are_close():
+    x = torch.randn(10_000, generator=torch.Generator().manual_seed(0))*1e-4
+    k3 = kl_estimators(torch.zeros_like(x), x)["k3"]
+    assert (k3 >= 0).all() and k3.mean().item() == pytest.approx((x.double().expm1() - x.double()).mean().item(), rel=1e-2)
+
+
+def test_a_policy_may_be_certain():
+    toy = parrot()
+    for one, reward, log_ref in zip(torch.eye(121, dtype=torch.float64), toy.rewards, toy.log_probs(toy.ref).sum(1)):
+        assert torch.equal(toy.probs(toy.table(one)), one)
+        assert toy.objective(toy.table(one)).item() == pytest.approx((reward + toy.beta*log_ref).item())
+
+
 @pytest.mark.parametrize("f, words", [(lambda t: parrot(beta=-1.), "beta = -1.0"), (lambda t: parrot(beta=float("nan")), "beta = nan"), (lambda t: best_of_n(t.rewards, t.rewards, 0), "n = 0"),
                                       (lambda t: total_variation(t.rewards, t.rewards[:3]), "(121,) and (3,)"), (lambda t: descend(t, lambda x: x.sum(1), 0), "steps = 0"),
                                       (lambda t: kl_estimators(t.rewards, t.rewards[:3]), "(121,) of the policy, (3,) of the reference")])

@@ -84,6 +84,7 @@ def test_rope_is_a_complex_multiplication(lead, T, pairs, theta, seed):
     angle = torch.outer(torch.arange(T).double(), theta**(-torch.arange(pairs).double()/pairs))
     z = torch.view_as_complex(x.unflatten(-1, (-1, 2)))*torch.polar(torch.ones_like(angle), angle)
     cos, sin = rope_tables(T, 2*pairs, theta, torch.float64)
+    with pytest.raises(ValueError, match="theta = 0, expected more than 0"): rope_tables(T, 2*pairs, 0)
     check_close(apply_rope(x, cos, sin), torch.view_as_real(z).flatten(-2))
     check_same(lambda x: apply_rope(x, cos, sin), RoPE(T + 2, 2*pairs, theta, dtype=torch.float64), x)
     check_close(apply_rope(x, cos, sin).norm(dim=-1), x.norm(dim=-1))

@@ -6,6 +6,7 @@ import pytest
 
 from lmcourse.alignment.briefs import (ENDINGS, OPENINGS, SLOTS, Demonstrators, brief_prompts, brief_stories, form_reward, imitation_ceiling, mention_reward,
                                        parse_reward, prompt_words, split_brief, template_shares, template_distance)
+from lmcourse.alignment.tasks import answer_reward
 from lmcourse.evaluation.statistics import wilson
 
 
@@ -60,6 +61,11 @@ def test_shares_of_templates_sum_to_one_and_know_the_other():
         assert abs(sum(shares.values()) - 1) < 1e-12 and shares["other"] == 0
         assert template_shares(["nothing"], patterns)["other"] == 1
     assert template_distance(dict(a=1.), {}) == .5
+
+
+def test_an_answer_of_too_many_digits_is_wrong():
+    question = "Ella has 12 apples. Ella loses 5 of them. How many apples does Ella have now?"
+    assert [answer_reward(question, f"The answer is {n}.") for n in ("7", "9"*5000)] == [1, 0]
 
 
 @pytest.mark.parametrize("call, words", [

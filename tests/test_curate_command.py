@@ -222,7 +222,7 @@ def test_stopped_at_the_end_it_goes_on(name, tmp_path, monkeypatch):
 @pytest.mark.parametrize("words, recipe, said", [
     ("in new", '[[steps]]\nstep = "gohper"\n', "unknown step 'gohper'"), ("in new", '[[steps]]\nstep = "minhash"\nbands = 40\n', "bands x rows = 40 x 6 = 240"),
     ("in out", '[[steps]]\nstep = "exact"\n', "out: made with another recipe"), ("more.jsonl out", None, "begun with other input files"), ("no.warc new", None, "no.warc: b'<html', expected"),
-    ("in new", "steps = 3\n", "a list called steps"), ("in new", "[[steps\n", "not TOML"), ("nowhere new", None, "nowhere: no such file"), ("empty new", None, "expected files that end in"),
+    ("in new", "steps = 3\n", "a list called steps"), ("in new", "[[steps\n", "not TOML"), ("in new", b"steps = '\xff'", "not UTF-8 (byte 9)"), ("nowhere new", None, "nowhere: no such file"), ("empty new", None, "expected files that end in"),
     ("in mine", None, "not empty, and not a folder of"), ("in in", None, "expected a folder outside of in"), ("in in/new/out", None, "expected a folder outside of in"), ("in new --workers 0", None, "workers = 0"), ("in new --workers 2 --dask here", None, "can't go together"),
     ("in out", STEPS_TOML.replace("tests.txt", "tests2.txt"), "out: made with another recipe"), ("bad.jsonl new", None, "bad.jsonl: line 2"), ("latin.txt new", None, "latin.txt: document 2, expected UTF-8"),
     ("in new", '[[steps]]\nstep = "quality"\nmost = 2\n', "quality: most = 2, expected 0 to 1"), ("in new", '[[steps]]\nstep = "nsfw"\nleast = 0.5\n', "step 'nsfw':"),
@@ -243,7 +243,7 @@ def test_mistakes_are_one_line(crawl, done, words, recipe, said):
     (crawl / "tests2.txt").write_text("one two three")
     (crawl / "mine").mkdir(exist_ok=True)
     (crawl / "mine" / "notes").write_text("")
-    if recipe: (crawl / "other.toml").write_text(recipe)
+    if recipe: (crawl / "other.toml").write_bytes(recipe if isinstance(recipe, bytes) else recipe.encode())
     out = here("curate", *words.split(), "--recipe", "other.toml" if recipe else "recipe.toml", cwd=crawl)
     assert out.returncode == 2 and said in out.stderr and out.stderr.count("\n") == 1, (out.returncode, out.stderr, out.stdout)
     subprocess.run(["rm", "-rf", crawl / "new"])

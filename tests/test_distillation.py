@@ -146,3 +146,8 @@ def test_a_stopped_run_goes_on_alike(tmp_path):
         weights.append([p.detach().clone() for p in trainer.model.parameters()])
     assert all(torch.equal(a, b) for a, b in zip(*weights))
     assert not any(torch.equal(a, b) for a, b in zip(weights[0][:1], MODEL.parameters()))
+
+
+@pytest.mark.parametrize("stories, length, words", [([SOME[0], "Not a story."], 64, "story 1 isn't one of the grammar"), ([], 64, "0 stories"), (SOME, 0, "context_length = 0")])
+def test_rejected(stories, length, words):
+    with pytest.raises(ValueError, match=words): distillation_batch(stories, ORACLE, TOKENIZER, length)

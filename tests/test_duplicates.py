@@ -65,6 +65,11 @@ def test_files(tmp_path):
         out = tmp_path / f"out{order}"
         minhash_deduplication(sorted(tmp_path.glob("*.txt"))[::order], 100, 20, 5, .8, out)
         assert {p.name: p.read_text(encoding="utf-8") for p in out.iterdir()} == {"a.txt": two, "b.txt": one, "d.txt": ""}
+    minhash_deduplication(sorted(tmp_path.glob("*.txt")), 100, 20, 5, 1., out)                      # Then c is no duplicate
+    assert len([*out.iterdir()]) == 4
+    minhash_deduplication(sorted(tmp_path.glob("*.txt")), 100, 20, 5, .8, out)
+    assert {p.name for p in out.iterdir()} == {"a.txt", "b.txt", "d.txt"}
+    with pytest.raises(ValueError, match="the folder of the input files, expected another"): minhash_deduplication([tmp_path/"b.txt"], 100, 20, 5, .8, tmp_path/"out1"/"..")
 
 
 def test_lines_are_counted_over_all_files_and_kept_as_they_are(tmp_path):

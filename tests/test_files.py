@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from lmcourse.tools import files
-from lmcourse.tools.files import atomic_write, lock_file, read_json, write_json, write_text
+from lmcourse.tools.files import atomic_write, lock_file, read_json, remove, write_json, write_text
 
 NOT_ROOT = pytest.mark.skipif(os.name != "posix" or os.geteuid() == 0, reason="root may read and write everywhere")
 
@@ -70,6 +70,14 @@ def test_all_is_synced_before_it_gets_its_name(tmp_path, monkeypatch):
     events.clear()
     write_text(tmp_path/"b", "text")
     assert events == ["replace"]
+
+
+def test_of_a_link_to_a_folder_only_the_link_is_removed(tmp_path):
+    (tmp_path/"far").mkdir()
+    (tmp_path/"far"/"kept").write_text("")
+    (tmp_path/"link").symlink_to("far")
+    remove(tmp_path/"link")
+    assert [p.name for p in sorted(tmp_path.rglob("*"))] == ["far", "kept"]
 
 
 def test_json_comes_back_byte_by_byte(tmp_path):

@@ -71,7 +71,7 @@ def test_letters(text, letter): assert parse_mmlu_response(EXAMPLE, text) == let
 def test_numbers(text, number): assert parse_gsm8k_response(text) == number
 
 
-@pytest.mark.parametrize("text, words", [("{", "line 1 is not JSON"), ('{"prompt": "a", "response": "b"}\n{"prompt": "\xe9", "response": "b"}', "line 2 is not JSON"), ('{"prompt": "a"}', "line 1 has no text 'response'"), ('{"prompt": "a", "response": "b"}\n[]', "line 2 has no text 'prompt'"), ('{"prompt": 1, "response": "b"}', "no text 'prompt'")])
+@pytest.mark.parametrize("text, words", [("{", "line 1 is not JSON"), ("["*100_000, "line 1 is not JSON"), ('{"prompt": "a", "response": "b"}\n{"prompt": "\xe9", "response": "b"}', "line 2 is not JSON"), ('{"prompt": "a"}', "line 1 has no text 'response'"), ('{"prompt": "a", "response": "b"}\n[]', "line 2 has no text 'prompt'"), ('{"prompt": 1, "response": "b"}', "no text 'prompt'")])
 def test_what_is_no_conversation(tmp_path, text, words):
     (tmp_path/"data.jsonl").write_text(text, encoding="latin-1")
     with pytest.raises(ValueError, match=re.escape(words)): read_conversations(tmp_path/"data.jsonl")
@@ -89,5 +89,7 @@ def test_too_little_for_a_piece(tmp_path):
     assert len(PackedSftDataset(Bytes(), path, 2, False)) == 1
     for length, words in ((3, "3 tokens, expected more than seq_length = 3"), (0, "seq_length = 0")):
         with pytest.raises(ValueError, match=words): PackedSftDataset(Bytes(), path, length, False)
+    for template in ("{prompt}", "{prompt}{instruction}{response}", "{} {}", '{"q": {prompt}{response}}'):
+        with pytest.raises(ValueError, match="expected prompt and response"): PackedSftDataset(Bytes(), path, 2, False, template)
     with pytest.raises(ValueError, match="0 tokens"): PackedSftDataset(Bytes(), write(tmp_path/"none.jsonl", []), 2, False)
     with pytest.raises(FileNotFoundError, match="no such file"): PackedSftDataset(Bytes(), tmp_path/"nowhere", 2, False)

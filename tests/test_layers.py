@@ -52,6 +52,7 @@ def test_functions_are_torchs(shape, seed):
     x = 3*randn(*shape, seed=seed)
     for ours, theirs in ((relu, F.relu), (silu, F.silu), (gelu, partial(F.gelu, approximate="tanh")), (partial(gelu, approximate="none"), F.gelu)):
         check_same(ours, theirs, x)
+        assert ours(torch.tensor([math.nan])).isnan()
     for dim in range(-len(shape), len(shape)): check_same(partial(softmax, dim=dim), partial(F.softmax, dim=dim), x)
 
 

@@ -62,4 +62,14 @@ def test_lengths_outside_the_row_are_rejected(lengths):
 def test_pairs_that_make_no_sense_are_rejected():
     for a, b in ((torch.zeros(2), torch.zeros(3)), (torch.zeros(0), torch.zeros(0))):
         with pytest.raises(ValueError, match="expected equal numbers, at least one"): preference_loss(a, b)
-    with pytest.raises(ValueError, match="0 pairs"): fit_rewards(torch.eye(2), *torch.zeros(2, 0).long())
+    some, few = torch.tensor([0, 1]), torch.tensor([1])
+    for call, words in ((lambda: fit_rewards(torch.eye(2), *torch.zeros(2, 0).long()), "0 winners and 0 losers"), (lambda: fit_rewards(torch.eye(2), some, few), "2 winners and 1 losers"),
+                        (lambda: fit_rewards(torch.eye(2), few, few - 1, 0.), "ridge = 0.0"), (lambda: RewardModel(TransformerLM(CONFIG))(torch.ones(3, 8).long(), few), "1 lengths for 3 rows")):
+        with pytest.raises(ValueError, match=words): call()
+
+
+def test_rewards_may_be_short_numbers_with_a_gradient():
+    rewards, even = torch.tensor([1., 0., 2.]), torch.ones(3)
+    short = rewards.bfloat16().requires_grad_(), even.bfloat16().requires_grad_()
+    a, b = (draw_pairs(*given, 20, np.random.default_rng(0)) for given in ((rewards, even), short))
+    assert all(map(torch.equal, a, b))

@@ -104,8 +104,8 @@ def test_weights_of_imitation_have_the_mean_one_or_are_nothing():
 
 
 @pytest.mark.parametrize("kwargs, words", [
-    (dict(algorithm="ppo"), "algorithm = 'ppo'"), (dict(reward="x"), "reward = 'x'"), (dict(group_size=1), "group_size = 1, expected 2"), (dict(kl=-.1), "kl = -0.1"),
-    (dict(kl=float("nan")), "kl = nan"), (dict(prompts=0), "prompts = 0"), (dict(max_tokens=0), "max_tokens"), (dict(staleness=-1), "staleness"), (dict(clip=-1.), "clip")])
+    (dict(algorithm="ppo"), "algorithm = 'ppo'"), (dict(reward="x"), "reward = 'x'"), (dict(group_size=1), "group_size = 1, expected an integer, 2 or more"), (dict(kl=-.1), "kl = -0.1"),
+    (dict(kl=float("nan")), "kl = nan"), (dict(kl=float("inf")), "kl = inf"), (dict(prompts=2.5), "prompts = 2.5"), (dict(prompts=0), "prompts = 0"), (dict(max_tokens=0), "max_tokens"), (dict(staleness=-1), "staleness"), (dict(clip=-1.), "clip")])
 def test_rejected(kwargs, words):
     with pytest.raises(ValueError, match=words): RlConfig(**kwargs)
 

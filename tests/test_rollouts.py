@@ -102,6 +102,7 @@ def test_tensors_by_hand():
 def test_rejected():
     model = TransformerLM(CONFIG, 0)
     sampler = Sampler(model, TOKENIZER, 8, 4)
+    with pytest.raises(ValueError, match="max_tokens = 0"): Sampler(model, TOKENIZER, 0)
     with pytest.raises(ValueError, match="at least one prompt"): sampler([])
     with pytest.raises(ValueError, match="group_size = 0"): sampler(["a"], 0)
     with pytest.raises(ValueError, match="context_length is 64"): sampler(["a", "a b c d "*40])

@@ -1,4 +1,6 @@
 "Supervised fine-tuning: masks, constants, micro-batches, packing."
+import math
+from dataclasses import replace
 from itertools import islice
 
 import pytest
@@ -52,7 +54,6 @@ def test_log_probs_are_measured_with_the_products_of_training(monkeypatch):
 @pytest.mark.parametrize("kwargs", [dict(num_kv_heads=2), dict(position="learned"), dict(qk_norm=True, tie_embeddings=True), dict(position="none")], ids=str)
 @pytest.mark.parametrize("length", [24, 40, 64])
 def test_packed_rows_equal_separate_ones(kwargs, length):
-    from dataclasses import replace
     model, rows = TransformerLM(replace(CONFIG, **kwargs), 1, dtype=torch.float64), some_rows(9, length)
     apart, packed = padded_rows(rows, 0), pack_rows(rows, length, 0)
     alone = get_response_log_probs(model, apart["input_ids"], apart["labels"])["log_probs"]
@@ -89,6 +90,7 @@ def test_entropy_and_normalize():
     barred = torch.tensor([0., 0., -torch.inf], requires_grad=True)         # An impossible token
     assert compute_entropy(barred).item() == pytest.approx(torch.tensor(2.).log().item())
     assert torch.autograd.grad(compute_entropy(barred), barred)[0].abs().max() < 1e-6
+    assert compute_entropy(torch.zeros(50257, dtype=torch.bfloat16)).item() == pytest.approx(math.log(50257), rel=1e-5)
     x, mask = torch.tensor([[1., float("inf")], [2., 3.]]), torch.tensor([[1, 0], [1, 1]])
     assert masked_normalize(x, mask, 3.) == 2 and masked_normalize(x, mask, 1., 0).tolist() == [3, 3]
 
@@ -110,7 +112,11 @@ def test_batches_learn_the_response_and_its_end_and_are_the_same_for_a_step():
 @pytest.mark.parametrize("call, words", [
     (lambda: tokenize_prompt_and_output([], [], Letters()), "0 prompts"), (lambda: tokenize_prompt_and_output(["a"], [""], Letters()), "no tokens"),
     (lambda: masked_normalize(torch.ones(1), torch.ones(1), 0), "normalize_constant"), (lambda: pack_rows([([1]*8, 1)], 6, 0), "needs a row of 7, not of 6"),
-    (lambda: SftBatches([("a", "b")], Letters(), 2), "expected a batch of 2")])
+    (lambda: masked_normalize(torch.ones(3, 1), torch.ones(3), 1.), r"tensor \(3, 1\), mask \(3,\)"), (lambda: sft_microbatch_train_step(torch.ones(2, 3), torch.ones(1, 3), 1), r"mask \(1, 3\)"),
+    (lambda: pack_rows([([1, 2], 1), ([], 0)], 8, 0), "a conversation of 0 tokens"), (lambda: padded_rows([([], 0), ([1, 2], 1)], 0), "a conversation of 0 tokens"),
+    (lambda: pack_rows([([1, 2], 3)], 8, 0), "2 tokens with a prompt of 3"), (lambda: padded_rows([], 0), "no conversations"),
+    (lambda: block_attention(TransformerLM(replace(CONFIG, window=4)), torch.zeros(1, 3)).__enter__(), "window = 4"), (lambda: SftBatches([("a", "b")], Letters(), 0), "a batch of 0"),
+    (lambda: SftBatches([("a", "b")], Letters(), 2), "a batch of 2 from 1 demo")])
 def test_rejected(call, words):
     with pytest.raises(ValueError, match=words): call()
 
@@ -125,3 +131,8 @@ def test_log_probs_are_measured_on_the_device_of_the_model(monkeypatch):
     ids = torch.zeros(5, 7, dtype=torch.int64)
     found = measure_log_probs(torch.nn.Linear(1, 1, device="meta"), ids, ids, rows=2)
     assert asked == [("meta", "meta", 2), ("meta", "meta", 2), ("meta", "meta", 1)] and found["log_probs"].shape == (5, 7) and found["log_probs"].device.type == "cpu"
+
+
+def test_segments_may_be_on_another_device():
+    "The meta device stands in for a GPU."
+    with block_attention(TransformerLM(CONFIG), torch.zeros(1, 3, device="meta")): pass

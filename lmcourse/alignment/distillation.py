@@ -30,9 +30,14 @@ def distillation_batch(
     context_length:int,  # Longest window, in tokens
     soft:bool=True,      # Whether to ask the teacher, or to take the word that follows
 )->tuple: # inputs `(B, T)`, tokens `(B, T, K)` and their probabilities `(B, T, K)`
-    "Make a batch: a window for each story, and for each of its places what may come there."
+    """Make a batch: a window for each story, and for each of its places what may come there.
+    Raises `ValueError` for no stories, no context or a story that the grammar can't write."""
+    if not stories or context_length < 1: raise ValueError(
+        f"{len(stories)} stories, context_length = {context_length}: expected at least 1 of each")
     ids = [[*tokenizer.encode(s, special=False), oracle.end][:context_length] for s in stories]
     rows = [list(oracle.next_probs(row)) if soft else [{i: 1.} for i in row] for row in ids]
+    for k,(row,q) in enumerate(zip(ids, rows)):
+        if len(q) < len(row): raise ValueError(f"story {k} isn't one of the grammar")
     shape = len(rows), max(map(len, rows)), max(len(q) for row in rows for q in row)
     inputs, tokens = np.full(shape[:2], oracle.end), np.zeros(shape, np.int64)
     probs = np.zeros(shape, np.float32)         # Padding has no probability

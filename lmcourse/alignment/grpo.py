@@ -93,7 +93,8 @@ def masked_mean(
     "Average the elements under the mask. `ValueError` for unequal shapes. CS336's signature."
     if tensor.shape != mask.shape:
         raise ValueError(f"masked_mean: tensor {tuple(tensor.shape)}, mask {tuple(mask.shape)}")
-    kept = torch.where(mask.bool(), tensor, 0.) # A product with 0 would keep NaN and infinity
+    mask = mask.bool()
+    kept = torch.where(mask, tensor, 0.) # A product with 0 would keep NaN and infinity
     return kept.sum()/mask.sum() if dim is None else kept.sum(dim)/mask.sum(dim)
 
 def grpo_microbatch_train_step(

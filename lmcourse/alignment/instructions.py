@@ -6,7 +6,7 @@
 __all__ = ['TEMPLATE', 'PackedSftDataset', 'read_conversations', 'iterate_batches', 'parse_mmlu_response', 'parse_gsm8k_response']
 
 # %% ../../nbs/14_alignment/14p_instructions.ipynb #14p0imp
-import json, random, re
+import json, random, re, string
 from collections.abc import Iterator
 from pathlib import Path
 import torch
@@ -27,6 +27,9 @@ class PackedSftDataset(Dataset):
         seed:int=0,            # Seed of the order
     ):
         if seq_length < 1: raise ValueError(f"seq_length = {seq_length}, expected 1 or more")
+        fields = {f for _,f,*_ in string.Formatter().parse(template) if f is not None}
+        if fields != {"prompt", "response"}: raise ValueError(
+            f"template with the fields {sorted(fields)}, expected prompt and response")
         texts = [template.format(**pair) for pair in read_conversations(dataset_path)]
         if shuffle: random.Random(seed).shuffle(texts)
         end = [tokenizer.end_of_text]
@@ -50,7 +53,8 @@ def read_conversations(
     with open(path, "rb") as file: # Text that isn't UTF-8 is rejected with its line
         for n,line in enumerate(file, 1):
             try: pair = json.loads(line)
-            except ValueError: raise ValueError(f"{path}: line {n} is not JSON in UTF-8") from None
+            except (ValueError, RecursionError): # The second is for JSON that is nested too deeply
+                raise ValueError(f"{path}: line {n} is not JSON in UTF-8") from None
             for key in ("prompt", "response"):
                 if not isinstance(pair, dict) or not isinstance(pair.get(key), str):
                     raise ValueError(f"{path}: line {n} has no text {key!r}")

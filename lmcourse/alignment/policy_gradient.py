@@ -6,6 +6,7 @@
 __all__ = ['compute_naive_policy_gradient_loss', 'rloo_advantages', 'in_groups', 'clipped_loss']
 
 # %% ../../nbs/14_alignment/14e_policy_gradient.ipynb #85f784f5
+import math
 import torch
 from torch import Tensor
 
@@ -69,6 +70,8 @@ def clipped_loss(
     high = low if high is None else high
     if not 0 <= low <= 1 or high < 0:
         raise ValueError(f"clip by {low} and {high}, expected 0 to 1 below and 0 or more above")
-    ratio = (log_probs - old_log_probs.detach()).exp()
+    moved = log_probs - old_log_probs.detach()
+    # An infinite ratio would make the gradient of a clipped token NaN
+    ratio = moved.clamp(max=math.log(torch.finfo(moved.dtype).max) - 1).exp()
     free, held = ratio*advantages, ratio.clamp(1 - low, 1 + high)*advantages
     return -torch.min(free, held), held < free

@@ -57,13 +57,15 @@ def value_loss(
     clip:float=.2,     # How far a value may move per batch, in units of reward
 )->Tensor: # Half the mean squared error
     """Take the larger of the plain and the clipped error.
-    Raises `ValueError` for unequal shapes or an empty mask."""
+    Raises `ValueError` for unequal shapes, an empty mask or a negative clip."""
     if not values.shape == old_values.shape == returns.shape == mask.shape:
         raise ValueError(f"values {tuple(values.shape)}, old values {tuple(old_values.shape)}, "
                          f"returns {tuple(returns.shape)}, mask {tuple(mask.shape)}")
     if not mask.any(): raise ValueError("value_loss: the mask leaves no token")
+    if not clip >= 0: raise ValueError(f"{clip = }, expected 0 or more")
+    mask = mask.bool()
     # A product with 0 would keep NaN and infinity
-    values, old_values, returns = (torch.where(mask.bool(), x, 0.)
+    values, old_values, returns = (torch.where(mask, x, 0.)
                                    for x in (values, old_values, returns))
     held = old_values + (values - old_values).clamp(-clip, clip)
     error = torch.max((values - returns)**2, (held - returns)**2)
@@ -77,7 +79,12 @@ def token_rewards(
     mask:Tensor,          # True for the response's tokens `(B, T)`
     beta:float,           # Penalty per nat of KL
 )->Tensor: # `(B, T)`: -beta*log ratio at each token, and the reward at the last
-    "Charge each token for its KL, and reward the last. `ValueError` for an empty response."
+    """Charge each token for its KL, and reward the last.
+    Raises `ValueError` for bad shapes or an empty response."""
+    if (not log_probs.shape == ref_log_probs.shape == mask.shape
+            or rewards.shape != mask.shape[:1]): raise ValueError(
+        f"rewards {tuple(rewards.shape)}, log-probs {tuple(log_probs.shape)}, "
+        f"reference {tuple(ref_log_probs.shape)}, mask {tuple(mask.shape)}")
     if not mask.any(1).all(): raise ValueError("token_rewards: a response has no tokens")
     last = mask.shape[1] - 1 - mask.flip(1).to(torch.int8).argmax(1)
     paid = torch.where(mask.bool(), -beta*(log_probs - ref_log_probs).detach(), 0.)

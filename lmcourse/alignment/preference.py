@@ -9,6 +9,7 @@ __all__ = ['dpo_loss', 'ipo_loss', 'kto_loss', 'simpo_loss', 'response_log_prob'
 
 # %% ../../nbs/14_alignment/14h_preference.ipynb #85a5d6f0
 import json
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,8 +26,7 @@ from ..training.engines import Objective
 def dpo_loss(
     chosen:Tensor,       # Log-probabilities of the chosen responses `(B,)`
     rejected:Tensor,     # Log-probabilities of the rejected responses `(B,)`
-    ref_chosen:Tensor,   # The same under the reference `(B,)`
-    ref_rejected:Tensor, # `(B,)`
+    ref_chosen:Tensor, ref_rejected:Tensor, # The same under the reference `(B,)`
     beta:float,          # What a nat of KL costs
 )->Tensor: # `(B,)`
     "Compute -log sigmoid(beta*margin). Raises `ValueError` for bad input. Rafailov 2023, eq. 7."
@@ -48,8 +48,9 @@ def kto_loss(
 )->Tensor: # `(B,)`: no pairs are needed
     "Compute 1 - sigmoid(±beta*(log ratio - KL)), minus for bad ones. Ethayarajh 2024, eq. 8."
     _same_shapes(beta, log_probs, ref_log_probs, good)
+    if kl.ndim: raise ValueError(f"kto_loss: kl {tuple(kl.shape)}, expected a number")
     gain = log_probs - ref_log_probs - kl.detach().clamp(min=0)
-    return 1 - torch.sigmoid(beta*torch.where(good, gain, -gain))
+    return 1 - torch.sigmoid(beta*torch.where(good.bool(), gain, -gain))
 
 def simpo_loss(
     chosen:Tensor, rejected:Tensor, # As for `dpo_loss`
@@ -64,7 +65,7 @@ def simpo_loss(
 
 # %% ../../nbs/14_alignment/14h_preference.ipynb #ba4b0080
 def _same_shapes(beta:float, *tensors:Tensor):
-    if not beta > 0: raise ValueError(f"beta = {beta}, expected a positive number")
+    if not 0 < beta < math.inf: raise ValueError(f"beta = {beta}, expected a positive number")
     if len({t.shape for t in tensors}) > 1:
         shapes = ", ".join(str(tuple(t.shape)) for t in tensors)
         raise ValueError(f"preference loss: shapes {shapes}, expected equal ones")
@@ -134,7 +135,8 @@ def read_pairs(
     with open(path, "rb") as file: # Text that isn't UTF-8 is rejected with its line
         for n,line in enumerate(file, 1):
             try: pairs.append(json.loads(line))
-            except ValueError: raise ValueError(f"{path}: line {n} is not JSON in UTF-8") from None
+            except (ValueError, RecursionError): # The second is for JSON that is nested too deeply
+                raise ValueError(f"{path}: line {n} is not JSON in UTF-8") from None
     if not pairs: raise ValueError(f"{path}: no pairs, expected at least one")
     return check_pairs(pairs, f"{path}: line ")
 
@@ -181,8 +183,8 @@ class PreferenceBatches:
         reference:Any,  # A `TransformerLM`
     ):
         self.rows = pair_rows(pairs, tokenizer, reference.config.context_length)
-        if len(pairs) < batch_size:
-            raise ValueError(f"{len(pairs)} pairs, expected a batch of {batch_size}")
+        if not 0 < batch_size <= len(pairs): raise ValueError(
+            f"a batch of {batch_size} from {len(pairs)} pairs, expected 1 to {len(pairs)}")
         self.end, self.batch_size = tokenizer.end_of_text, batch_size
         some = [range(i, min(i + 64, len(pairs))) for i in range(0, len(pairs), 64)]
         self.reference = torch.cat([pair_log_probs(reference, *self.tensors(part),
@@ -221,7 +223,9 @@ def preference_objective(
     beta:float,          # What a nat of KL costs
     sft_weight:float=0., # Weight of the chosen responses' loss per token
 )->Objective: # For the trainer, with `PreferenceBatches`
-    "Combine DPO's loss with the plain loss of the chosen responses, which keeps them likely."
+    """Combine DPO's loss with the plain loss of the chosen responses, which keeps them likely.
+    Raises `ValueError` unless beta is positive."""
+    _same_shapes(beta)
     def loss(model, input_ids, labels, mask, reference):
         now = pair_log_probs(model, input_ids, labels, mask)
         dpo = dpo_loss(now[:, 0], now[:, 1], reference[:, 0], reference[:, 1], beta)
@@ -241,9 +245,11 @@ class DpoConfig:
     task:str = "briefs"    # Task of the prompts and the judge, a name of `VERIFIABLE_TASKS`
 
     def __post_init__(self):
-        if not self.beta > 0:
+        if not 0 < self.beta < math.inf:
             raise ValueError(f"DpoConfig: beta = {self.beta}, expected a positive number")
         verifiable_task(self.task)
-        for name,least in (("sft_weight", 0), ("prompts", 1), ("group_size", 2)):
-            if not getattr(self, name) >= least: raise ValueError(
-                f"DpoConfig: {name} = {getattr(self, name)}, expected {least} or more")
+        if not 0 <= self.sft_weight < math.inf:
+            raise ValueError(f"DpoConfig: sft_weight = {self.sft_weight}, expected 0 or more")
+        for name,value,least in (("prompts", self.prompts, 1), ("group_size", self.group_size, 2)):
+            if not isinstance(value, int) or value < least: raise ValueError(
+                f"DpoConfig: {name} = {value}, expected an integer, {least} or more")

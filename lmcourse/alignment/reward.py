@@ -30,8 +30,9 @@ def draw_pairs(
     rng:Any,        # A NumPy generator
 )->tuple: # Indices of winners and losers `(n,)` each
     "Simulate comparisons by a Bradley–Terry judge."
-    share = probs.double()/probs.double().sum()
-    a, b = rng.choice(len(probs), (2, n), p=share.numpy())
+    # NumPy takes no 16-bit types, no gradients and no GPU
+    rewards, probs = (x.detach().double().cpu() for x in (rewards, probs))
+    a, b = rng.choice(len(probs), (2, n), p=(probs/probs.sum()).numpy())
     first = rng.random(n) < torch.sigmoid(rewards[a] - rewards[b]).numpy()
     won, lost = (a*first + b*~first), (b*first + a*~first)
     return torch.from_numpy(won), torch.from_numpy(lost)
@@ -42,8 +43,11 @@ def fit_rewards(
     ridge:float=1e-3, # The penalty is ridge/2 times the sum of squared weights, in nats
     steps:int=60,    # Largest number of steps of Newton's method
 )->Tensor: # Scores of all responses `(R,)`, with mean 0
-    "Fit the scores that best explain the comparisons. Raises `ValueError` for no pairs."
-    if not len(won): raise ValueError("0 pairs, expected at least one")
+    """Fit the scores that best explain the comparisons.
+    Raises `ValueError` for no pairs, or a ridge of 0: it keeps the scores finite."""
+    if not 0 < len(won) == len(lost): raise ValueError(
+        f"{len(won)} winners and {len(lost)} losers, expected equal numbers, at least one")
+    if not ridge > 0: raise ValueError(f"{ridge = }, expected more than 0")
     x = (features[won] - features[lost]).double()
     w = torch.zeros(x.shape[1], dtype=torch.float64)
     for _ in range(steps):
@@ -74,6 +78,8 @@ class RewardModel(nn.Module):
         lengths:Tensor, # Tokens of each row that count `(B,)`
     )->Tensor: # Scores `(B,)`
         "Score each row at its last token. Raises `ValueError` for a length outside the row."
+        if lengths.shape != ids.shape[:1]:
+            raise ValueError(f"{len(lengths)} lengths for {len(ids)} rows, expected one for each")
         if not (0 < lengths.min() and lengths.max() <= ids.shape[1]):
             raise ValueError(f"lengths {lengths.min()} to {lengths.max()}, expected 1 to "
                              f"{ids.shape[1]}")

@@ -8,6 +8,7 @@ __all__ = ['ALGORITHMS', 'REWARDS', 'RlConfig', 'imitation_weights', 'RolloutBat
 
 # %% ../../nbs/14_alignment/14j_rl.ipynb #14j0imp
 import copy
+import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -53,11 +54,13 @@ class RlConfig:
         if self.algorithm == "expert" and self.kl: raise ValueError(
             f"RlConfig: kl = {self.kl} with algorithm = 'expert', expected 0: it imitates right "
             f"responses and has no penalty")
-        for name,least in (("kl", 0), ("prompts", 1), ("group_size", 2), ("max_tokens", 1),
-                           ("staleness", 0), ("seed", 0)):
-            if not getattr(self, name) >= least:
-                raise ValueError(f"RlConfig: {name} = {getattr(self, name)}, expected {least} or "
-                                 f"more")
+        if not 0 <= self.kl < math.inf:
+            raise ValueError(f"RlConfig: kl = {self.kl}, expected 0 or more")
+        for name,least in (("prompts", 1), ("group_size", 2), ("max_tokens", 1), ("staleness", 0),
+                           ("seed", 0)):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < least: raise ValueError(
+                f"RlConfig: {name} = {value}, expected an integer, {least} or more")
         if not 0 <= self.clip <= 1:
             raise ValueError(f"RlConfig: clip = {self.clip}, expected 0 to 1")
 

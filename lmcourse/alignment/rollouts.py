@@ -40,6 +40,7 @@ class Sampler:
         running:int=64,      # Maximum number of responses computed together
         prompt_tokens:int=32, # Tokens of a prompt to reserve memory for
     ):
+        if max_tokens < 1: raise ValueError(f"max_tokens = {max_tokens}, expected 1 or more")
         self.tokenizer, self.max_tokens = tokenizer, max_tokens
         self.device = next(model.parameters()).device
         blocks = running*-(-min(model.config.context_length, prompt_tokens + max_tokens)//16)

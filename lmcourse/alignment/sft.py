@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
-from ..architecture.layers_torch import token_losses
+from ..architecture.layers_torch import at_least_float32, token_losses
 from ..training.engines import tf32_products
 
 # %% ../../nbs/14_alignment/14c_sft.ipynb #14c1tok
@@ -37,7 +37,8 @@ def padded_rows(
     rows:list,      # Pairs: the ids of a prompt and its response, and the prompt's length
     padding_id:int, # Token that fills up short rows
 )->dict: # `input_ids`, `labels`, `response_mask`, each `(B, T)`
-    "Pad rows of tokens, and return their inputs, labels and mask."
+    "Pad rows of tokens, and return their inputs, labels and mask. `ValueError` for bad rows."
+    _check_rows(rows)
     T = max(len(ids) for ids,_ in rows)
     whole = torch.full((len(rows), T), padding_id)
     mask = torch.zeros(len(rows), T - 1, dtype=torch.bool)
@@ -46,12 +47,19 @@ def padded_rows(
         mask[i, max(start - 1, 0):len(ids) - 1] = True # The first token isn't predicted
     return dict(input_ids=whole[:, :-1], labels=whole[:, 1:], response_mask=mask)
 
+# %% ../../nbs/14_alignment/14c_sft.ipynb #c99a9bc4
+def _check_rows(rows:list): # As for `padded_rows`
+    if not rows: raise ValueError("no conversations, expected at least one")
+    for ids,start in rows:
+        if not ids or not 0 <= start <= len(ids): raise ValueError(
+            f"a conversation of {len(ids)} tokens with a prompt of {start}")
+
 # %% ../../nbs/14_alignment/14c_sft.ipynb #14c2lp
 def compute_entropy(
     logits:torch.Tensor, # `(..., V)`
 )->torch.Tensor: # Nats `(...)`
     "Compute the entropy of each next-token distribution, without overflow."
-    log_p = logits.log_softmax(-1)
+    log_p = at_least_float32(logits).log_softmax(-1)
     return -(log_p.exp()*log_p.masked_fill(log_p.isneginf(), 0.)).sum(-1) # 0 times infinity is NaN
 
 def get_response_log_probs(
@@ -88,8 +96,11 @@ def masked_normalize(
     normalize_constant:float,  # Divides the sum
     dim:int|None=None,         # Axis to sum over; None sums over all
 )->torch.Tensor:
-    "Sum where the mask is true, and divide by a constant. `ValueError` for a constant of 0."
+    """Sum where the mask is true, and divide by a constant.
+    Raises `ValueError` for unequal shapes, or a constant of 0."""
     if not normalize_constant: raise ValueError("normalize_constant = 0, expected another number")
+    if tensor.shape != mask.shape: raise ValueError(
+        f"masked_normalize: tensor {tuple(tensor.shape)}, mask {tuple(mask.shape)}")
     kept = torch.where(mask.bool(), tensor, torch.zeros_like(tensor))
     return (kept.sum() if dim is None else kept.sum(dim))/normalize_constant
 
@@ -115,7 +126,8 @@ def pack_rows(
     padding_id:int, # Token that fills up the end of a row
 )->dict: # `input_ids`, `labels`, `response_mask`, `positions` and `segments`, each `(B, length)`
     """Pack conversations, each into the first row that has room; padding has the segment -1.
-    Raises `ValueError` for a conversation that is too long."""
+    Raises `ValueError` for bad rows, or a conversation that is too long."""
+    _check_rows(rows)
     packed:list = []
     for ids,start in rows:
         if len(ids) - 1 > length: raise ValueError(
@@ -140,11 +152,12 @@ def block_attention(
     model:Any,             # A `TransformerLM`
     segments:torch.Tensor, # Which conversation a token belongs to `(B, T)`
 )->Iterator:
-    "Let each token attend only to its own segment while the `with` block runs."
-    T = segments.shape[1]
-    seen = (segments[:, :, None] == segments[:, None]) & torch.ones(T, T, dtype=torch.bool).tril()
+    """Let each token attend only to its own segment while the `with` block runs.
+    Raises `ValueError` for a model with a window."""
+    if model.config.window is not None:
+        raise ValueError(f"window = {model.config.window}, expected none with packing")
+    seen = (segments[:, :, None] == segments[:, None]).tril()
     def attend(q, k, v, window):
-        if window is not None: raise ValueError(f"window = {window}, expected none with packing")
         k, v = (a.repeat_interleave(q.shape[1]//a.shape[1], 1) for a in (k, v))
         return F.scaled_dot_product_attention(q, k, v, seen[:, None].to(q.device))
     before = [layer.attn.attention for layer in model.layers]
@@ -163,8 +176,8 @@ class SftBatches:
         tokenizer:Any,  # As for `tokenize_prompt_and_output`
         batch_size:int, # Rows per step
     ):
-        if len(pairs) < batch_size:
-            raise ValueError(f"{len(pairs)} demonstrations, expected a batch of {batch_size}")
+        if not 0 < batch_size <= len(pairs): raise ValueError(
+            f"a batch of {batch_size} from {len(pairs)} demonstrations, expected 1 to {len(pairs)}")
         self.pairs, self.tokenizer, self.batch_size = pairs, tokenizer, batch_size
 
     def __getitem__(self, step:int)->tuple: # `(B, T)` each

@@ -105,7 +105,9 @@ def _run_stage(stage:Stage, out:Path, records:dict, say:Callable, which:str)->di
     if record:
         say(f"{head}: done ({duration(record['cpu_s'])} of CPU time)")
         return record
-    if state != "begun": remove(folder)
+    if state != "begun":
+        remove(folder)
+        if folder.exists(): raise UserError(f"{folder} can't be removed")
     folder.mkdir(exist_ok=True)
     write_text(folder/"begun.json", json.dumps(dict(order=order), indent=2) + "\n")
     says = dict(begun=", going on", changed=f", anew: {why}", damaged=f", anew: {why}")

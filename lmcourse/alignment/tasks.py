@@ -84,7 +84,7 @@ def answer_reward(
     found = re.search(_ANSWER, response)
     return float(found is not None and int(found[1]) == solve_problem(question))
 
-_ANSWER = r"The answer is (-?\d+)\.\s*$" # How a solution ends
+_ANSWER = r"The answer is (-?\d{1,9})\.\s*$" # How a solution ends; Python limits `int(text)`
 
 def answer_form(
     response:str, # As in `answer_reward`

@@ -27,14 +27,15 @@ class Toy:
     beta:float      # Penalty per nat of KL, in units of reward
 
     def log_probs(self, table:Tensor)->Tensor: # Log-probs of tokens `(R, T)`, 0 after the end
-        return table.log_softmax(-1)[self.states, self.tokens]*self.mask
+        log_probs = table.log_softmax(-1)[self.states, self.tokens]
+        return torch.where(self.mask, log_probs, 0.) # A product with 0 would make -infinity NaN
 
     def probs(self, table:Tensor)->Tensor: # Probabilities of the responses `(R,)`
         return self.log_probs(table).sum(1).exp()
 
     def objective(self, table:Tensor)->Tensor: # Expected reward minus beta times KL
         p, ref = self.probs(table), self.log_probs(self.ref).sum(1)
-        return (p*(self.rewards - self.beta*(p.log() - ref))).sum()
+        return (p*self.rewards - self.beta*(torch.xlogy(p, p) - p*ref)).sum() # 0 log 0 is 0
 
     def optimum(self, rewards:Tensor|None=None)->Tensor: # Probabilities of the best policy `(R,)`
         r = self.rewards if rewards is None else rewards
@@ -42,9 +43,10 @@ class Toy:
 
     def table(self, probs:Tensor)->Tensor: # Logits `(S, V)` of the policy with `probs` `(R,)`
         at = self.states*self.ref.shape[1] + self.tokens
-        mass = torch.zeros(self.ref.numel(), dtype=probs.dtype)
-        return mass.index_add(0, at[self.mask], probs[:, None].expand_as(at)[self.mask]
-                              ).view_as(self.ref).log()
+        mass = torch.zeros(self.ref.numel(), dtype=probs.dtype).index_add(
+            0, at[self.mask], probs[:, None].expand_as(at)[self.mask]).view_as(self.ref)
+        reached = mass.sum(1, keepdim=True) > 0 # What a policy does elsewhere doesn't matter
+        return torch.where(reached, mass.log(), self.ref)
 
 # %% ../../nbs/14_alignment/14b_toy.ipynb #dda99dcd
 def parrot(
@@ -119,7 +121,7 @@ def kl_estimators(
         raise ValueError(f"log-probabilities {tuple(log_probs.shape)} of the policy, "
                          f"{tuple(ref_log_probs.shape)} of the reference")
     x = ref_log_probs - log_probs
-    return dict(k1=-x, k2=x*x/2, k3=x.exp() - 1 - x)
+    return dict(k1=-x, k2=x*x/2, k3=x.expm1() - x) # Near 0, exp(x) - 1 would lose its digits
 
 # %% ../../nbs/14_alignment/14b_toy.ipynb #313efa14
 def soft_rule(

@@ -87,6 +87,7 @@ def rope_tables(
 )->tuple: # Cosines and sines `(T, K/2)`, on the CPU
     """Compute cosine and sine of the angle of each position and pair.
     Source: Su et al. 2021, section 3.2.2."""
+    if not theta > 0: raise ValueError(f"RoPE: {theta = }, expected more than 0")
     if head_dim % 2: raise ValueError(f"RoPE turns pairs, but head_dim = {head_dim} is odd")
     wide = partial(torch.arange, dtype=torch.float64, device="cpu")
     angles_TK = torch.outer(wide(context_length), theta**(-wide(0, head_dim, 2)/head_dim))

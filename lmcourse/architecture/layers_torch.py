@@ -196,7 +196,7 @@ class LayerNorm(nn.Module):
 # %% ../../nbs/03_architecture/03b_layers_torch.ipynb #8bbca62e
 def relu(x:torch.Tensor)->torch.Tensor: # The positive part
     "Return `x` where it is above 0, and 0 elsewhere."
-    return torch.where(x > 0, x, 0)
+    return torch.where(x <= 0, 0, x) # NaN stays NaN
 
 def relu2(x:torch.Tensor)->torch.Tensor: # The positive part, squared
     "Return `x*x` where `x` is above 0, and 0 elsewhere."

@@ -47,7 +47,8 @@ def exact_duplicates(
 # %% ../../nbs/13_curation/13f_exact.ipynb #13f00018
 def exact_line_deduplication(
     input_files:list,           # Paths of text files in UTF-8
-    output_directory:str|os.PathLike, # Folder for files of the same names; created if missing
+    # Folder for files of the same names, created if missing; their own is written in place
+    output_directory:str|os.PathLike,
 ):
     """Write each file with only the lines that occur once across all files.
     Raises `ValueError` if two files have the same name. CS336 assignment 4."""
@@ -76,7 +77,7 @@ class BloomFilter:
     ):
         "Choose the size and number of hashes. Raises `ValueError` for impossible sizes."
         if items < 1: raise ValueError(f"items = {items}, expected 1 or more")
-        if not 2**-16 <= rate < 1: raise ValueError(f"rate = {rate}, expected 2**-16 to below 1")
+        if not 2**-16 <= rate <= .5: raise ValueError(f"rate = {rate}, expected 2**-16 to 0.5")
         self.size = math.ceil(-items*math.log(rate)/math.log(2)**2)           # Bits
         if self.size >= 2**32: raise ValueError(f"{self.size} bits, expected fewer than 2**32")
         self.hashes = min(16, max(1, round(self.size/items*math.log(2)))) # BLAKE2b gives 64 bytes

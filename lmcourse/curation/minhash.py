@@ -362,16 +362,20 @@ def minhash_deduplication(
     output_directory:str|os.PathLike, # Folder for copies of the kept files
 ):
     """Copy the files that aren't near duplicates, and of each cluster of duplicates the first by
-    name. Raises `ValueError` for inconsistent sizes or equal names. CS336 assignment 4."""
+    name. Raises `ValueError` for inconsistent sizes, equal names, or the files' own folder.
+    CS336 assignment 4."""
     if num_bands < 1 or num_hashes % num_bands:
         raise ValueError(f"num_hashes = {num_hashes} is not a multiple of num_bands = {num_bands}")
     config = MinHash(ngrams, num_hashes, num_bands, num_hashes//num_bands, jaccard_threshold)
     paths = sorted((Path(p) for p in input_files), key=lambda p: p.name)
     if len({p.name for p in paths}) < len(paths):
         raise ValueError(f"{len(paths)} files, but only {len({p.name for p in paths})} names")
-    texts = [p.read_text(encoding="utf-8") for p in paths]
     out = Path(output_directory)
+    if out.resolve() in {p.resolve().parent for p in paths}:
+        raise ValueError(f"{out}: the folder of the input files, expected another")
+    texts = [p.read_text(encoding="utf-8") for p in paths]
     out.mkdir(parents=True, exist_ok=True)
     for i,(path,first) in enumerate(zip(paths, near_duplicates(texts, config))):
         if first == i:
             with atomic_write(out/path.name) as part: part.write_bytes(path.read_bytes())
+        else: (out/path.name).unlink(missing_ok=True) # An earlier call may have kept it

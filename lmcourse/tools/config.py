@@ -79,6 +79,8 @@ def _suffix(path, kind:str="config file")->str:
 def read_record(path:str|Path, kind:str="config file")->dict: # Content of a JSON or TOML file
     if _suffix(path, kind) == ".json": return read_json(path)
     try: return tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except UnicodeDecodeError as e:
+        raise ValueError(f"{path}: not UTF-8 (byte {e.start})") from None
     except tomllib.TOMLDecodeError as e: raise ValueError(f"{path}: not TOML ({e})") from None
 
 # %% ../../nbs/00_tools/00d_config.ipynb #47bb69f3

@@ -47,8 +47,8 @@ def atomic_write(
 def remove(
     path:Path, # A file, a folder with everything in it, or nothing
 ):
-    "Remove a file or folder if it exists."
-    if path.is_dir(): shutil.rmtree(path, ignore_errors=True)
+    "Remove a file or folder if it exists. Of a link to a folder, only the link goes."
+    if path.is_dir() and not path.is_symlink(): shutil.rmtree(path, ignore_errors=True)
     else: path.unlink(missing_ok=True)
 
 # %% ../../nbs/00_tools/00b_files.ipynb #9b4f9165
