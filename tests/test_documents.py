@@ -112,6 +112,7 @@ def test_an_ngram_knows_what_always_follows():
 
 def test_bad_ids_are_refused():
     with pytest.raises(ValueError, match="ids from -1 to 1, expected 0 to 3"): ngram_losses(np.array([1, -1]), np.array([0]), 4, 0)
+    with pytest.raises(ValueError, match="order = 0, expected 1 or more"): ngram_losses(np.array([1, 2]), np.array([0]), 4, 0, 0)
 
 
 # Repositories of the hub: a server on this machine stands for it

@@ -72,6 +72,20 @@ def test_all_is_synced_before_it_gets_its_name(tmp_path, monkeypatch):
     assert events == ["replace"]
 
 
+@pytest.mark.skipif(os.name != "posix", reason="links and modes")
+def test_a_link_stays_a_link_and_a_file_keeps_its_mode(tmp_path):
+    file, folder = tmp_path/"far/file", tmp_path/"far/folder"
+    folder.mkdir(parents=True)
+    for name in ("file", "folder"): (tmp_path/name).symlink_to(f"far/{name}")
+    write_text(tmp_path/"file", "old")                                  # The link leads nowhere yet
+    file.chmod(0o640)
+    write_text(tmp_path/"file", "new", durable=True)
+    with atomic_write(tmp_path/"folder") as part: (part/"a").mkdir(parents=True)
+    assert (tmp_path/"file").is_symlink() and (tmp_path/"folder").is_symlink()
+    assert file.read_text() == "new" and file.stat().st_mode & 0o777 == 0o640 and (folder/"a").is_dir()
+    assert sorted(tree(tmp_path)) == ["far", "far/file", "far/folder", "far/folder/a", "file", "folder"]
+
+
 def test_of_a_link_to_a_folder_only_the_link_is_removed(tmp_path):
     (tmp_path/"far").mkdir()
     (tmp_path/"far"/"kept").write_text("")

@@ -454,6 +454,7 @@ def test_measure_stories():
     got, told = measure_stories(noise, BYTES, 3, max_tokens=9), [measure_story(noise, BYTES, seed, max_tokens=9) for seed in range(3)]
     assert got["settings"] == dict(max_tokens=9) and got["slips"] == {} and got["form"] == [False]*3 and got["source"] == [None]*3
     assert got["tokens"] == [t["tokens"] for t in told] and got["model"] == [round(t["model"], 3) for t in told]
+    with pytest.raises(ValueError, match="count = 0, expected 1 or more"): measure_stories(noise, BYTES, 0)
 
 
 # Conversations

@@ -321,7 +321,7 @@ def test_config_round_trip(config):
     ("qwen3", dict(attention_bias=True), "attention_bias = True, expected False"), ("qwen3", dict(use_sliding_window=True), "use_sliding_window = True, expected False"),
     ("qwen3", dict(layer_types=["full_attention", "sliding_attention"]), "layer_types has sliding_attention"),
     ("llama", dict(rope_scaling=dict(rope_type="llama3", factor=8.)), "RoPE of type 'llama3', expected 'default'"),
-    ("llama", dict(rope_scaling=dict(type="linear", factor=2.)), "RoPE of type 'linear', expected 'default'"),
+    ("llama", dict(rope_scaling=dict(type="linear", factor=2.)), "RoPE of type 'linear', expected 'default'"), ("llama", dict(rope_scaling="linear"), "rope_scaling = 'linear', expected an object"),
     ("qwen3", dict(rope_parameters=dict(rope_type="yarn", rope_theta=1e4)), "RoPE of type 'yarn', expected 'default'"),
     ("qwen3", dict(rope_parameters=dict(full_attention=dict(rope_theta=1e4))), "RoPE with full_attention"),
     ("llama", dict(partial_rotary_factor=.5), "partial_rotary_factor = 0.5, expected 1"),

@@ -1,6 +1,7 @@
 "Properties of the sampling functions over random logits, ties and masked tokens; the NumPy twins; beam search by enumeration."
 import itertools
 import math
+import re
 
 import numpy as np
 import pytest
@@ -193,6 +194,13 @@ def test_a_penalty_never_makes_a_repetition_likelier():
     logits = torch.tensor([3.0, 0.0, -2.0, -torch.inf])
     for i in range(3): assert repetition_penalty(logits, 1.3, [i])[i] <= logits.softmax(-1)[i] + 1e-7
     assert repetition_penalty(logits, 1.3, [3])[3] == 0
+
+
+@pytest.mark.parametrize("seen", [[1, 2], [[1, 2]], [[[1]], [[2]]]])
+def test_seen_without_a_row_for_each_row_of_logits(seen):
+    for rule, logits, ids in ((next_token_probs, torch.zeros(2, 4), torch.tensor(seen)), (next_token_probs_np, np.zeros((2, 4)), np.array(seen))):
+        with pytest.raises(ValueError, match=re.escape(f"seen has shape {np.shape(seen)}, logits (2, 4)")): rule(logits, repetition_penalty=1.5, seen=ids)
+        check_close(rule(logits, repetition_penalty=1.5), rule(logits))         # None are seen
 
 
 @pytest.mark.parametrize("seen", [[4], [-1], [0, 9]])

@@ -183,6 +183,7 @@ def test_words_of_the_grammar_are_plain_and_no_rule_is_unused():
     ("just words", "can't read"),
     ("a = x, 0* y", "a weight of 0 in 'a'"),
     ("a:\n    {b}\n    0* {c}\nb = x\nc = y", "a weight of 0 in 'a'"),
+    ("a:\n    {b}\n    w\nb:\n    {c} x\nc:\n    {a} y", "a → b → c → a|b → c → a → b|c → a → b → c"),
 ])
 def test_a_broken_grammar_is_refused(grammar, words):
     with pytest.raises(ValueError, match=words): read_grammar(grammar)

@@ -433,7 +433,7 @@ def test_too_few_pairs_are_said():
 @pytest.mark.parametrize("size, special, error, words", [
     (256, [END], ValueError, "vocab_size = 256, expected at least 257"), (-1, [], ValueError, "expected at least 256"), (300., [], TypeError, "expected an int"),
     ("300", [], TypeError, "expected an int"), (300, [""], ValueError, "a special token is empty"), (300, [END]*2, ValueError, "given twice"),
-    (300, ["a"], ValueError, "single byte"), (300, END, TypeError, "expected a list of strings"), (300, ["\ud800"], ValueError, "surrogate")])
+    (300, ["a"], ValueError, "single byte"), (300, [END, "é"], ValueError, "'é' reads like another token"), (300, END, TypeError, "expected a list of strings"), (300, ["\ud800"], ValueError, "surrogate")])
 def test_bad_settings_are_refused_before_anything_is_read(size, special, error, words):
     def texts():
         raise AssertionError("read")

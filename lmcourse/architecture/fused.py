@@ -104,7 +104,13 @@ def _check_shapes(name:str, x:tuple, expected:tuple): # The kernels don't check 
     if x != expected:
         raise ValueError(f"{name} has shape {tuple(x)}, expected {tuple(expected)}")
 
+def _check_types(name:str, *tensors:Tensor): # The kernels are compiled for any type of numbers
+    for t in tensors:
+        if t.numel() and not fits(t):
+            raise TypeError(f"{name}: {t.dtype} on {t.device}, expected float32 on a CPU")
+
 def _rms_norm(x:Tensor, weight:Tensor, eps:float)->tuple[Tensor, Tensor]:
+    _check_types("rms_norm", x, weight)
     _check_shapes("rms_norm: weight", weight.shape, x.shape[-1:])
     y, inv = _like(x), x.new_empty(x.shape[:-1])
     z, w, out, r = _rows(x), _array(weight), _rows(y), inv.numpy().ravel()
@@ -236,6 +242,7 @@ def swiglu_all_backward(dy, a, b, da, db):
 
 # %% ../../nbs/03_architecture/03k_fused.ipynb #a7fd26b9
 def _swiglu(a:Tensor, b:Tensor)->Tensor:
+    _check_types("swiglu", a, b)
     _check_shapes("swiglu: b", b.shape, a.shape)
     y = _like(a)
     arrays = [_array(t).ravel() for t in (a, b, y)]
@@ -308,6 +315,7 @@ def turn_rows_backward(dy, x, weight, table, eps, dx, dweight):
 # %% ../../nbs/03_architecture/03k_fused.ipynb #cfcc955c
 def _turn_heads(x:Tensor, weight:Tensor, table:Tensor, eps:float)->Tensor:
     B, T, H, K = x.shape
+    _check_types("turn_heads", x, weight, table)
     _check_shapes("turn_heads: weight", weight.shape, (K,))
     _check_shapes("turn_heads: table", table.shape, (T, K//2, 2))
     y = x.new_empty(B, H, T, K)

@@ -259,15 +259,18 @@ def config_from_hf(
     except ValueError as e: raise ValueError(f"{where}: {e}") from None
 
 # %% ../../nbs/03_architecture/03g_pretrained.ipynb #92f9e095
+_ROPE_KEYS = "rope_parameters", "rope_scaling"
+
 def _rope_tables_of(settings:dict)->list: # Both places where a file may describe its RoPE
-    return [r for r in (settings.get("rope_parameters"), settings.get("rope_scaling")) if r]
+    return [r for key in _ROPE_KEYS if isinstance(r := settings.get(key), dict)]
 
 def _rope_theta(settings:dict)->float:
     return next((r["rope_theta"] for r in (*_rope_tables_of(settings), settings)
                  if "rope_theta" in r), 10_000.0)
 
 def _rope_trouble(settings:dict)->list:
-    wrong = []
+    wrong = [f"{key} = {r!r}, expected an object" for key in _ROPE_KEYS
+             if (r := settings.get(key)) and not isinstance(r, dict)]
     for rope in _rope_tables_of(settings):
         kind = rope.get("rope_type", rope.get("type", "default"))
         if kind != "default": wrong.append(f"RoPE of type {kind!r}, expected 'default'")

@@ -19,6 +19,7 @@ def contamination(
 )->tuple: # For each document, the largest share of a test that it contains, and that test's index
     """Measure how much of a test each document contains. Raises `ValueError` for a test without
     words, and for ngram below 1."""
+    shingle_hashes([], ngram) # Checks `ngram`
     shares, which = np.zeros(len(documents)), np.zeros(len(documents), np.int64)
     lengths = np.diff(shingle_hashes(tests, 1)[1])
     if len(tests) and lengths.min() < 1:

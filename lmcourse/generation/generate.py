@@ -584,7 +584,8 @@ def measure_stories(
     # `settings`; a list for each value of `measure_story`, nats rounded to 0.001; `slips`: name of
     # a list to the number of stories with form that forget a word of it
 )->dict:
-    "Measure many stories."
+    "Measure many stories. Raises `ValueError` for a count below 1."
+    if count < 1: raise ValueError(f"{count = }, expected 1 or more")
     told = [measure_story(model, tokenizer, seed, **settings) for seed in range(count)]
     slips = Counter(name for t in told if t["form"] for name in story_slips(t["text"]))
     columns = {k: [round(t[k], 3) if isinstance(t[k], float) else t[k] for t in told]

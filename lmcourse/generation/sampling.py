@@ -131,15 +131,18 @@ def _penalized(logits:torch.Tensor, value:float, seen)->torch.Tensor: # Logits
     _check("repetition_penalty", value)
     seen = torch.as_tensor(seen if torch.is_tensor(seen) else list(seen), dtype=torch.int64,
                            device=logits.device)
-    _check_seen(seen, logits.shape[-1])
+    _check_seen(seen, logits.shape)
     came = torch.zeros_like(logits, dtype=torch.bool).scatter(-1, seen, True)
     smaller = torch.where(logits > 0, logits/value, logits*value)
     return torch.where(came, smaller, logits)
 
-def _check_seen(seen, vocab_size:int): # An array or a tensor of ids
-    if (wrong := seen[(seen < 0) | (seen >= vocab_size)]).shape[0]:
+def _check_seen(seen, shape:tuple): # An array or a tensor of ids, and the shape of the logits
+    if 0 not in seen.shape and seen.shape[:-1] != shape[:-1]:
+        raise ValueError(f"seen has shape {tuple(seen.shape)}, logits {tuple(shape)}, expected "
+                         f"ids for each row of logits")
+    if (wrong := seen[(seen < 0) | (seen >= shape[-1])]).shape[0]:
         raise ValueError(f"seen: id {wrong[0]} is not in the vocabulary, expected 0 to "
-                         f"{vocab_size - 1}")
+                         f"{shape[-1] - 1}")
 
 # %% ../../nbs/05_generation/05a_sampling.ipynb #3f25f65f
 _RULES:dict = dict(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
@@ -220,9 +223,9 @@ def chi_squared(
 # %% ../../nbs/05_generation/05a_sampling.ipynb #d3689e79
 def _penalized_np(logits:np.ndarray, value:float, seen)->np.ndarray: # Logits
     seen = np.asarray(seen if isinstance(seen, np.ndarray) else list(seen), np.int64)
-    _check_seen(seen, logits.shape[-1])
+    _check_seen(seen, logits.shape)
     came = np.zeros(logits.shape, bool)
-    np.put_along_axis(came, seen, True, -1)
+    if seen.size: np.put_along_axis(came, seen, True, -1)
     return np.where(came, np.where(logits > 0, logits/value, logits*value), logits)
 
 # %% ../../nbs/05_generation/05a_sampling.ipynb #249f441f

@@ -76,6 +76,9 @@ def train_bpe(
     If the text has too few pairs, it warns and learns as many merges as there are."""
     special_tokens = special_list(special_tokens)
     wanted = merges_wanted(vocab_size, special_tokens)
+    for token in {*special_tokens} & {*byte_alphabet().values()}:
+        raise ValueError(f"special token {token!r} reads like another token in GPT-2's alphabet "
+                         f"and couldn't be saved")
     if isinstance(input_path, (str, os.PathLike)) and not Path(input_path).is_file():
         raise FileNotFoundError(f"{str(input_path)[:80]!r} is not a file; a text itself is given "
                                 f"as [text]")

@@ -510,6 +510,7 @@ def _check_train(c:TrainConfig):
         "TrainConfig: shard = True with degrees of parallelism, expected only one of the "
         "two: data_parallel_shard_degree = -1 shards weights, too")
     if c.min_lr > c.lr: raise ValueError(f"TrainConfig: min_lr = {c.min_lr} is above lr = {c.lr}")
+    if c.seed >= 2**63: raise ValueError(f"TrainConfig: seed = {c.seed}, expected less than 2**63")
 
 # %% ../../nbs/00_tools/00d_config.ipynb #f14bf9e0
 _GPT2 = dict(small=(768, 12, 12), medium=(1024, 24, 16), large=(1280, 36, 20), xl=(1600, 48, 25))

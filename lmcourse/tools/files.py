@@ -9,7 +9,7 @@ __all__ = ['sync', 'atomic_write', 'remove', 'lock_file', 'write_text', 'write_j
 # %% ../../nbs/00_tools/00b_files.ipynb #85f25b75
 import csv, hashlib, json, os, shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.resources import files
 from pathlib import Path
 from typing import IO, Any
@@ -31,8 +31,9 @@ def atomic_write(
     durable:bool=False, # Whether to wait until the content is on the disk
     alone:bool=True,    # Whether only this process writes `path`; if not, the last to finish wins
 )->Iterator[Path]: # Path that the block writes to
-    "Put a file or folder in place once it is complete. After an error nothing has changed."
-    path = Path(path)
+    """Put a file or folder in place once it is complete. After an error nothing has changed.
+    A link still leads to it, and a file keeps its mode."""
+    path = Path(path).resolve() if Path(path).is_symlink() else Path(path)
     part = path.with_name(path.name + (".tmp" if alone else f".{os.getpid()}.tmp"))
     remove(part)                                            # left by a process that was killed
     try:
@@ -40,6 +41,8 @@ def atomic_write(
         if durable:
             for p in (*part.rglob("*"), part): sync(p)
         if part.is_dir() and path.is_dir(): path.rmdir()    # Windows can't replace a folder
+        with suppress(OSError):                             # Not every disk has modes
+            if os.name != "nt" and part.is_file(): shutil.copymode(path, part)
         os.replace(part, path)
     finally: remove(part)
     if durable: sync(path.parent)

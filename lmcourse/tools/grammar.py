@@ -12,6 +12,7 @@ from bisect import bisect
 from collections import defaultdict
 from collections.abc import Iterator
 from functools import cache
+from graphlib import CycleError, TopologicalSorter
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -79,7 +80,8 @@ def _template(text:str, remembered:set)->tuple:
 def read_grammar(
     text:str, # Rules in the format that the head of `lmcourse/data/stories.txt` describes
 )->dict: # Rules by name
-    "Read a grammar. Raises `ValueError` for a rule that is invalid, repeated or missing."
+    """Read a grammar.
+    Raises `ValueError` for a rule that is invalid, repeated, missing or leads back to itself."""
     text = re.sub(r"^#.*\n", "", text, flags=re.M)
     remembered, rules = set(re.findall(r"\{(?:[aA] )?(\w+)=", text)), {}
     for name,attributes,kind,body in map(_rule_parts, re.split(r"\n(?=\S)", text.strip())):
@@ -107,16 +109,22 @@ def read_grammar(
 def _check_references(rules:dict):
     slots = [(r.name, p) for r in rules.values() for o in r.options for p in o
              if isinstance(p, Slot)]
+    uses:dict = defaultdict(set)
     for name,slot in slots:
         if slot.kind != "draw": continue
         targets = ([n for n in rules if n.startswith(slot.name + ":")] if slot.key else [slot.name]
                    if slot.name in rules else [])
         if not targets:
             raise ValueError(f"grammar: {name!r} uses {slot.name!r}, which does not exist")
+        uses[name].update(targets)
         if ((slot.article or slot.capital) and not slot.remember
             and not all(rules[t].entries for t in targets)):
             raise ValueError(f"grammar: {name!r} wants an article or a capital of {slot.name!r}, "
                              f"which isn't a list")
+    try: TopologicalSorter(uses).prepare()
+    except CycleError as e:
+        raise ValueError(f"grammar: {' → '.join(e.args[1][::-1])}, expected no rule that leads "
+                         f"back to itself") from None
 
 # %% ../../nbs/00_tools/00ea_grammar.ipynb #815269f0
 @cache

@@ -44,7 +44,8 @@ def ngram_losses(
     order:int=5,       # Largest n
 )->np.ndarray: # Nats (order, M): row n-1 is the n-gram's -log p of each validation token
     """Compute the losses of interpolated Kneser–Ney models of order 1 to `order`.
-    Raises `ValueError` for ids outside the vocabulary."""
+    Raises `ValueError` for ids outside the vocabulary, and for an order below 1."""
+    if order < 1: raise ValueError(f"ngram: {order = }, expected 1 or more")
     ids = np.concatenate([train, valid]).astype(np.int64)
     if not len(train) or not len(valid):
         raise ValueError(f"ngram: {len(train)} training and {len(valid)} validation tokens; both "
