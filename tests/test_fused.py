@@ -161,8 +161,8 @@ def test_both_ways_of_a_block(shape, ways):
     used = [ways != "past", ways != "norm"]
     def ours(x): return sum(y*y*u for y, u in zip(norm.branch(x), used) if u)
     def readable(x): return sum(y*y*u for y, u in zip((rmsnorm(x, norm.weight, 1e-5), x), used) if u)
-    check_same(ours, readable, torch.randn(shape))
-    x, found = torch.randn(shape, requires_grad=True), []
+    check_same(ours, readable, drawn(*shape))
+    x, found = drawn(*shape).requires_grad_(), []
     for f in (ours, readable):
         norm.zero_grad()
         f(x).sum().backward()
