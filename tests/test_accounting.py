@@ -24,7 +24,7 @@ from lmcourse.accounting.parameters import count_parameters, parameter_table, pa
 from lmcourse.architecture.attention_torch import causal_mask
 from lmcourse.architecture import layers_torch
 from lmcourse.architecture.layers_torch import cross_entropy, linear_cross_entropy
-from lmcourse.architecture.onednn import onednn_products
+from lmcourse.architecture.onednn import onednn_products, vectors_idle
 from lmcourse.architecture.transformer_np import init_params
 from lmcourse.architecture.transformer_torch import TransformerLM
 from lmcourse.inference.kv_cache import KVCache
@@ -333,10 +333,14 @@ def test_a_need_is_the_measured_peak(histories):
 
 
 def test_the_fused_kernels_save_no_more():
-    "A rotation saves nothing of its input, and a norm no scale: so the need of the readable layers serves, but for half a per cent."
+    """A rotation saves nothing of its input, and a norm no scale: so the need of the readable layers serves, but for half a per cent.
+    oneDNN copies a factor that lies transposed, and a weight's gradient before it is added; of the head's, 1024 rows at a time."""
     cases = [case for case in STEPS[:FEW] if case[3]["dtype"] == "float32"]
-    over = [(case, max(live_bytes(*case, kernels="fused"))/sum(training_bytes(*case[:3], **case[3]).values())) for case in cases]
-    assert len(cases) > 10 and not [(case, share) for case, share in over if share > 1.005]
+    def copies(c, tokens):
+        rows = min(c.vocab_size, 1024)
+        return 4*(2*c.d_model*max(rows, c.ffn_size, c.num_heads*c.head_size) + tokens*max(rows, c.d_model)) if vectors_idle() else 0
+    over = [(case, max(live_bytes(*case, kernels="fused")) - copies(case[0], min(case[1]*case[2], 2**21//case[0].vocab_size)) - 1.005*sum(training_bytes(*case[:3], **case[3]).values())) for case in cases]
+    assert len(cases) > 10 and not [(case, n) for case, n in over if n > 0]
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])

@@ -13,7 +13,8 @@ from lmcourse.architecture.attention_torch import RoPE, prepare_heads
 from lmcourse.architecture import fused
 from lmcourse.architecture.fused import FusedFeedForward, FusedRMSNorm, exp2_below, fused_heads, fused_loss, head_loss, largest, rms_norm, swiglu, turn_heads
 from lmcourse.architecture.fused_attention import FUSED_PARTS
-from lmcourse.architecture.layers_torch import RMSNorm, check_same, linear_cross_entropy, rmsnorm, silu
+from lmcourse.architecture.layers_torch import Linear, RMSNorm, check_same, linear_cross_entropy, rmsnorm, silu
+from lmcourse.architecture.onednn import OneDNNLinear, vectors_idle
 from lmcourse.architecture.transformer_torch import Parts, TransformerLM, named_parts
 from lmcourse.tools.checks import check_close, expect_error
 from lmcourse.tools.config import ModelConfig, TrainConfig
@@ -117,7 +118,8 @@ def test_recomputed_and_in_parts():
 
 def test_what_auto_chooses():
     def parts(**how): return TorchEngine(SMALL, TrainConfig(device="cpu", **how)).model.parts
-    assert parts() == (FUSED_PARTS if compiles() else Parts()) and TrainConfig().kernels == "auto"
+    linear = OneDNNLinear if vectors_idle() else Linear
+    assert parts() == (replace(FUSED_PARTS, linear=linear) if compiles() else Parts()) and TrainConfig().kernels == "auto"
     assert parts(dtype="bfloat16") == parts(kernels="torch") == parts(compile=True) == Parts()
     assert TransformerLM(SMALL).parts == Parts()
     with expect_error(ValueError, "kernels = fused on cuda, expected cpu; kernels = torch would do"): named_parts(SMALL, "torch", "fused", "cuda")

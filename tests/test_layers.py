@@ -7,6 +7,7 @@ import pytest
 torch = pytest.importorskip("torch")
 import torch.nn.functional as F
 from hypothesis import given, settings, strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lmcourse.architecture import layers_torch
 from lmcourse.architecture.layers_torch import (Embedding, FeedForward, LayerNorm, Linear, RMSNorm, check_same, cross_entropy, gelu, layernorm,
@@ -364,19 +365,51 @@ def test_a_layer_that_calls_onednn_is_a_linear_layer(shape, bias):
 @onednn
 @pytest.mark.parametrize("idle", [False, True])
 def test_training_asks_for_onednn_where_vectors_would_be_idle(idle, monkeypatch):
-    "All products of a step but the head's gradient; in the layer, for this model alone"
-    from lmcourse.architecture import fused_attention
+    "All products of a step; in the layer, for this model alone"
+    from lmcourse.architecture import fused, fused_attention
     from lmcourse.tools.config import ModelConfig, TrainConfig
     from lmcourse.tools.machine import compiles
     from lmcourse.training.engines import TorchEngine
     if not compiles(): pytest.skip("nothing is compiled here")
-    for module in (onednn_module, fused_attention): monkeypatch.setattr(module, "vectors_idle", lambda: idle)
+    for module in (onednn_module, fused, fused_attention): monkeypatch.setattr(module, "vectors_idle", lambda: idle)
     c, ids = ModelConfig(vocab_size=50, context_length=16, d_model=32, num_layers=2, num_heads=4), torch.randint(50, (2, 17))
     engine = TorchEngine(c, TrainConfig(device="cpu"))
     with torch.profiler.profile() as record: engine.forward_backward((ids[:, :-1], ids[:, 1:]))
     products = sum("_linear_pointwise" in e.name for e in record.events())
-    assert products == (2*7*3 + 2)*idle and {type(m) for m in engine.model.modules() if isinstance(m, torch.nn.Linear)} <= (
+    assert products == (2*7*3 + 3)*idle and {type(m) for m in engine.model.modules() if isinstance(m, torch.nn.Linear)} <= (
         {onednn_module.OneDNNLinear} if idle else {torch.nn.Linear})
+
+
+@onednn
+def test_onednn_gets_no_second_factor_with_gaps():
+    "It would multiply by its reference loop, a thousand times as slow"
+    class Seen(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func is torch.ops.mkldnn._linear_pointwise.default: weights.append(args[1])
+            return func(*args, **kwargs or {})
+    weights: list = []
+    layouts = (lambda m, n: torch.randn(m, n), lambda m, n: torch.randn(n, m).T, lambda m, n: torch.randn(m, 2*n)[:, :n], lambda m, n: torch.randn(n, 2*m)[:, :m].T,
+               lambda m, n: torch.randn(2*m, n)[::2], lambda m, n: torch.randn(1, n).expand(m, n))
+    for left in layouts:
+        for right in layouts:
+            for m, k, n in ((3, 70, 5), (70, 40, 3)):
+                a, b = left(m, k), right(k, n)
+                with Seen(): got = onednn_module._mm(a, b)
+                check_close(got, a@b, rtol=1e-5, atol=1e-4)
+    assert len(weights) == 2*len(layouts)**2 and all(w.is_contiguous() or w.T.is_contiguous() for w in weights)
+
+
+@onednn
+@pytest.mark.parametrize("idle", [False, True])
+def test_a_product_is_added_some_rows_at_a_time(idle, monkeypatch):
+    monkeypatch.setattr(onednn_module, "vectors_idle", lambda: idle)
+    for rows, k, n in ((5, 3, 2), (1024, 4, 3), (2500, 4, 3)):
+        before, a, b = torch.randn(rows, n), torch.randn(k, rows).T, torch.randn(k, n)
+        total, room = before.clone(), torch.empty(rows, n)
+        onednn_module.add_product(total, a, b)
+        check_close(total, before + a@b, rtol=1e-5, atol=1e-5)
+        check_close(got := onednn_module.product(a, b, room), a@b, rtol=1e-5, atol=1e-5)
+        assert (got is room) != idle
 
 
 @onednn

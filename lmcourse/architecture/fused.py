@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from ..tools.compiled import fused, strict
 from ..tools.config import ModelConfig
-from .onednn import fits, product_into
+from .onednn import add_product, fits, product, vectors_idle
 from .layers_torch import FeedForward, Linear, RMSNorm
 from .layers_torch import check_index, linear_cross_entropy
 from .attention_torch import RoPE, prepare_heads
@@ -411,15 +411,17 @@ def _head_loss(x:Tensor, weight:Tensor, targets:Tensor, ignore_index:int, z_loss
     check_index(targets[counts], len(weight), "target", "a vocabulary")
     n, tokens = int(counts.sum()), max(256, 2**21//len(weight))
     used, count, loss = targets.where(counts, -1).numpy(), np.float32(max(n, 1)), 0.
-    x, weight, dx, dweight = x.detach(), weight.detach(), _like(x), torch.empty_like(weight)
-    room = x.new_empty(min(tokens, N), len(weight))
+    x, weight = x.detach(), weight.detach()
+    dx, dweight = x.new_zeros(N, D), weight.new_zeros(weight.shape)
+    room = x.new_empty(0 if vectors_idle() else min(tokens, N), len(weight))
     for i in range(0, N, tokens):
         rows = x[i:i + tokens]
-        z, y = product_into(rows, weight.T, room[:len(rows)]), used[i:i + tokens]
+        z, y = product(rows, weight.T, room[:len(rows)]), used[i:i + tokens]
         loss += sum(share(partial(_loss_part, z.numpy(), y, np.float32(z_loss), count), len(z),
                           z.numel()))
-        product_into(z, weight, dx[i:i + tokens])
-        torch.addmm(dweight, z.T, rows, beta=min(i, 1), out=dweight)
+        add_product(dx[i:i + tokens], z, weight)
+        add_product(dweight, z.T, rows)
+        del z   # before the next one is made
     return x.new_tensor(loss/n if n else math.nan), dx, dweight
 
 def _head_loss_backward(dloss:Tensor, dx:Tensor, dweight:Tensor)->tuple[Tensor, Tensor]:
