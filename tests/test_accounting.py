@@ -24,7 +24,7 @@ from lmcourse.accounting.parameters import count_parameters, parameter_table, pa
 from lmcourse.architecture.attention_torch import causal_mask
 from lmcourse.architecture import layers_torch
 from lmcourse.architecture.layers_torch import cross_entropy, linear_cross_entropy
-from lmcourse.architecture.onednn import onednn_products, vectors_idle
+from lmcourse.architecture.onednn import OneDNNLinear, onednn_products, vectors_idle
 from lmcourse.architecture.transformer_np import init_params
 from lmcourse.architecture.transformer_torch import TransformerLM
 from lmcourse.inference.kv_cache import KVCache
@@ -476,6 +476,15 @@ def test_an_attention_that_cannot_be_counted_is_refused():
     with pytest.raises(NotImplementedError, match="aten.dot can't be counted"), flop_counter(): torch.ones(3)@torch.ones(3)
     with flop_counter() as counter, onednn_products(True if torch.backends.mkldnn.is_available() else None): torch.ones(3, 4)@torch.ones(4, 5)
     assert counter.get_total_flops() == 120
+
+
+def test_products_of_onednn_count_as_torchs():
+    if not hasattr(torch.ops.mkldnn, "_linear_pointwise"): pytest.skip("this torch has no oneDNN")
+    counts = []
+    for layer in (torch.nn.Linear(5, 3, bias=False), OneDNNLinear(5, 3)):
+        with flop_counter() as counter: layer(torch.randn(2, 4, 5, requires_grad=True)).sum().backward()
+        counts.append(counter.get_total_flops())
+    assert counts == [3*2*8*5*3]*2
 
 
 @pytest.mark.parametrize("f", [torch.linalg.inv, torch.linalg.qr, torch.linalg.lu_factor, torch.linalg.ldl_factor, torch.linalg.det, torch.linalg.slogdet,

@@ -1,4 +1,5 @@
 "`lmcourse bench`: that what it compares can be compared, and what it leaves behind."
+import gc
 import json
 import os
 import signal
@@ -127,6 +128,23 @@ def test_fresh_means_a_new_encoder_each_time(web, monkeypatch):
     assert len(built) == 1
     for _ in range(3): encode("text to array, fresh cache")
     assert len(built) == 4
+    bench._encoder.cache_clear()
+
+
+def test_the_collector_rests_while_an_encoder_is_timed(web, monkeypatch):
+    corpus, folder = web
+    seen = []
+    calls = dict(lmcourse=lambda t, x, n: seen.append(gc.isenabled()) or t.encode(x))
+    monkeypatch.setitem(bench.TASKS, "looks", bench.Task("text", calls))
+    bench.run_encoding("looks", "lmcourse", 1, corpus.path, 20_000, str(folder))
+    assert seen == [False] and gc.isenabled()
+    gc.disable()
+    try:
+        with bench.resting_collector(): pass
+        assert not gc.isenabled()                             # Who had switched it off finds it so
+    finally: gc.enable()
+    with pytest.raises(KeyError), bench.resting_collector(): raise KeyError
+    assert gc.isenabled()
     bench._encoder.cache_clear()
 
 

@@ -120,7 +120,8 @@ def test_what_auto_chooses():
     def parts(**how): return TorchEngine(SMALL, TrainConfig(device="cpu", **how)).model.parts
     linear = OneDNNLinear if vectors_idle() else Linear
     assert parts() == (replace(FUSED_PARTS, linear=linear) if compiles() else Parts()) and TrainConfig().kernels == "auto"
-    assert parts(dtype="bfloat16") == parts(kernels="torch") == parts(compile=True) == Parts()
+    assert parts(dtype="bfloat16") == parts(kernels="torch") == parts(kernels="torch", compile=True) == Parts()
+    assert parts(compile=True) == Parts(linear=linear)
     assert TransformerLM(SMALL).parts == Parts()
     with expect_error(ValueError, "kernels = fused on cuda, expected cpu; kernels = torch would do"): named_parts(SMALL, "torch", "fused", "cuda")
     NumpyEngine(SMALL, TrainConfig(engine="numpy"))

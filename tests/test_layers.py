@@ -343,7 +343,7 @@ def test_products_by_onednn():
 @pytest.mark.parametrize("shape", [(5,), (3, 5), (2, 4, 5), (0, 5)])
 @pytest.mark.parametrize("bias", [False, True])
 def test_a_layer_that_calls_onednn_is_a_linear_layer(shape, bias):
-    "To the bit that of a block, and within rounding torch's own; other types, autocast and the compiler get torch's own"
+    "To the bit that of a block, and within rounding torch's own; other types and autocast get torch's own"
     layer = onednn_module.OneDNNLinear(5, 3, bias, generator=torch.Generator().manual_seed(0))
     if bias: torch.nn.init.normal_(layer.bias)
     plain = torch.nn.Linear(5, 3, bias)
@@ -360,6 +360,18 @@ def test_a_layer_that_calls_onednn_is_a_linear_layer(shape, bias):
     layer.float()
     with torch.autocast("cpu", torch.bfloat16): assert layer(x).dtype == torch.bfloat16
     with torch.no_grad(): check_close(layer(x), ours[0], 0, 0)
+
+
+@onednn
+@pytest.mark.parametrize("bias", [False, True])
+def test_the_compiler_calls_onednn_too(bias):
+    "As an operator, without a break in the graph; the values and gradients are those of the layer, to the bit"
+    layer = onednn_module.OneDNNLinear(70, 40, bias, generator=torch.Generator().manual_seed(0))
+    x = torch.randn(3, 5, 70)
+    def grads(f): return (y := f(z := x.clone().requires_grad_())).detach(), *torch.autograd.grad(y.square().sum(), [z, *layer.parameters()])
+    with torch.profiler.profile() as record: found = grads(torch.compile(layer, backend="aot_eager", fullgraph=True))
+    assert sum("_linear_pointwise" in e.name for e in record.events()) == 3
+    check_close(found, grads(layer), 0 if not bias else 1e-6, 0 if not bias else 1e-5)
 
 
 @onednn

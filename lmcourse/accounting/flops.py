@@ -6,7 +6,7 @@
 __all__ = ['Counted', 'count_operations', 'matmul_flops', 'flop_counter', 'adamw_flops']
 
 # %% ../../nbs/02_accounting/02b_flops.ipynb #379695c8
-import operator, re
+import math, operator, re
 from collections import Counter
 from contextlib import contextmanager
 from collections.abc import Callable
@@ -63,7 +63,7 @@ _MULTIPLIES = re.compile(
     r"[._](linear(?!1d)|conv|einsum|lstm|gru)(?!alg)")
 
 # Operation to its formula, whose first arguments are the shapes of the tensors
-def _cpu_attention()->dict:
+def _cpu_products()->dict:
     import torch
     forward = lambda q, k, v, *rest, out_shape=None, **more: 4*q[0]*q[1]*q[2]*k[2]*q[3]
     # the scores again, and four gradients
@@ -73,6 +73,9 @@ def _cpu_attention()->dict:
                      (torch.ops.lmcourse, "attend")): # The second is chapter 03's, if imported
         if hasattr(ops, name):
             found |= {getattr(ops, name): forward, getattr(ops, name + "_backward"): backward}
+    if hasattr(torch.ops.mkldnn, "_linear_pointwise"): # On some processors 03j's layers call it
+        found[torch.ops.mkldnn._linear_pointwise] = lambda x, w, *rest, out_shape=None, **more: (
+            2*math.prod(x)*w[0])
     if hasattr(torch.ops.aten, "_grouped_mm"): # Each row meets one matrix
         found[torch.ops.aten._grouped_mm] = lambda a, b, *rest, out_shape=None, **more: (
             2*a[-2]*a[-1]*b[-1])
@@ -81,11 +84,11 @@ def _cpu_attention()->dict:
 # %% ../../nbs/02_accounting/02b_flops.ipynb #3a8ffc99
 @contextmanager
 def flop_counter(): # Yields torch's counter: call its `get_total_flops()` after the block
-    """Torch's `FlopCounterMode`, with fused attention on a CPU added.
+    """Torch's `FlopCounterMode`, with fused attention and oneDNN's products on a CPU added.
     Raises `NotImplementedError` for a product that it can't count."""
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils.flop_counter import FlopCounterMode
-    counter = FlopCounterMode(display=False, custom_mapping=_cpu_attention())
+    counter = FlopCounterMode(display=False, custom_mapping=_cpu_products())
     # Outside the counter, so it sees only what the counter lets through
     class Refuse(TorchDispatchMode):
         def __torch_dispatch__(self, operation, types, args=(), kwargs=None):

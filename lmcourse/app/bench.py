@@ -5,16 +5,16 @@
 # %% auto #0
 __all__ = ['KINDS', 'SIZES', 'MEGABYTES', 'VOCAB_SIZES', 'LEARNERS', 'PEERS', 'ENCODERS', 'TO_ARRAY', 'TO_LIST', 'ONE_BY_ONE',
            'BATCH', 'OURS', 'TASKS', 'ACTIONS', 'installed_files', 'web_text', 'Corpus', 'corpus_documents',
-           'write_corpus', 'timed', 'interleaved', 'spread', 'ratios', 'Learner', 'file_documents', 'present',
-           'missing_line', 'cut_lines', 'Sample', 'Task', 'flat_ids', 'require_equal_ids', 'perform', 'serve', 'Worker',
-           'warm_up_text', 'warm_learner', 'run_training', 'run_encoding', 'run_counting', 'run_first_use',
-           'run_import', 'measure_training', 'sample_bytes', 'encoding_jobs', 'measure_encoding', 'compare_ids',
-           'save_tokenizer', 'measure_counting', 'quarter', 'measure_memory', 'measure_first_use', 'faster',
-           'training_table', 'speeds', 'encoding_table', 'threads_table', 'memory_table', 'corpora_table',
+           'write_corpus', 'timed', 'resting_collector', 'interleaved', 'spread', 'ratios', 'Learner', 'file_documents',
+           'present', 'missing_line', 'cut_lines', 'Sample', 'Task', 'flat_ids', 'require_equal_ids', 'perform',
+           'serve', 'Worker', 'warm_up_text', 'warm_learner', 'run_training', 'run_encoding', 'run_counting',
+           'run_first_use', 'run_import', 'measure_training', 'sample_bytes', 'encoding_jobs', 'measure_encoding',
+           'compare_ids', 'save_tokenizer', 'measure_counting', 'quarter', 'measure_memory', 'measure_first_use',
+           'faster', 'training_table', 'speeds', 'encoding_table', 'threads_table', 'memory_table', 'corpora_table',
            'first_use_table', 'machine', 'machine_line', 'check_bench', 'check_new_file', 'bench_tokenizer']
 
 # %% ../../nbs/90_app/90a_bench.ipynb #9f76e18a
-import contextlib, importlib.metadata, importlib.util, itertools, json, math, os, platform, random
+import contextlib, gc, importlib.metadata, importlib.util, itertools, json, math, os, platform, random
 import statistics
 import subprocess, sys, sysconfig, tempfile, time, warnings
 from dataclasses import asdict, dataclass, replace
@@ -140,6 +140,16 @@ def timed(
     wall, cpu = time.perf_counter(), time.process_time()
     result = call()
     return dict(wall_s=time.perf_counter() - wall, cpu_s=time.process_time() - cpu), result
+
+# %% ../../nbs/90_app/90a_bench.ipynb #a027ddbe
+@contextlib.contextmanager
+def resting_collector():
+    "Let Python's garbage collector rest in a block."
+    was_on = gc.isenabled()
+    gc.disable()
+    try: yield
+    finally:
+        if was_on: gc.enable()
 
 # %% ../../nbs/90_app/90a_bench.ipynb #b03c16f0
 def interleaved(
@@ -450,7 +460,8 @@ def run_encoding(task:str, name:str, threads:int, path:str, max_bytes:int|None, 
     t = ENCODERS[name](folder) if TASKS[task].fresh else _encoder(name, folder)
     # Makes the tables, and no word enters them: this one is too long
     if TASKS[task].fresh: t.encode_array("x"*5000)
-    measured, result = timed(lambda: TASKS[task].calls[name](t, x, threads))
+    with resting_collector():
+        measured, result = timed(lambda: TASKS[task].calls[name](t, x, threads))
     if ids: np.save(ids, flat_ids(result))
     return measured | dict(sample=len(_sample(path, max_bytes).utf8))
 
@@ -754,10 +765,10 @@ def machine(
 def machine_line(
     m:dict, # From `machine`
 )->str:
-    "Describe the machine in one line."
+    "Describe the machine in one line, with the date."
     versions = ", ".join(f"{name} {version}" for name,version in m["versions"].items())
     return (f"{m['processor']}, {m['cores']} cores, load {m['load']} at the beginning, "
-            f"{m['system']}; {versions}")
+            f"{m['system']}; {versions}; {time.strftime('%Y-%m-%d')}")
 
 # %% ../../nbs/90_app/90a_bench.ipynb #66f77a3d
 def check_bench(corpora:Sequence[str], max_mb:float|None, threads:Any, rounds:int,
@@ -799,7 +810,7 @@ def bench_tokenizer(
 
 def _tokenizer_lines(corpora, max_mb, threads, rounds, file):
     here, numbers, measured = machine(), sorted({1, threads}), []
-    yield f"{machine_line(here)}; {time.strftime('%Y-%m-%d')}"
+    yield machine_line(here)
     yield from filter(None, [missing_line(PEERS)])
     with tempfile.TemporaryDirectory() as folder:
         (warm_up := Path(folder)/"warm-up.txt").write_text(warm_up_text(), encoding="utf-8")

@@ -290,7 +290,7 @@ def bench_generation(
 def _generation_lines(rounds, threads, models, file, names):
     threads, here, measured = (threads or threads_here(),
                                machine(("numba", "numpy", "torch", "transformers")), {})
-    yield f"{machine_line(here)}; {time.strftime('%Y-%m-%d')}"
+    yield machine_line(here)
     absent = {name: missing for name in names
               if (missing := [p for p in WRITERS[name].needs if not present([p])])}
     yield from (f"not measured: {name} (pip install 'lmcourse[interop]')" for name in absent)

@@ -20,7 +20,7 @@ from .bench_training import SETTING, Setting, burst, best_products, start_numpy
 from .bench_training import start_torch
 from ..tools.config import ModelConfig, TrainConfig
 from ..tools.files import write_json
-from ..tools.machine import keep_freed_memory, peak_bytes
+from ..tools.machine import compiles, keep_freed_memory, peak_bytes
 from ..tools.show import Table
 
 # %% ../../nbs/90_app/90d_throughput.ipynb #a75ac982
@@ -123,8 +123,9 @@ def _bare(work:str): # A step without the loop; None if there is no such variant
     odd = (w.train.micro_batch or w.train.recompute or w.model.tie_embeddings
            or w.train.device != "cpu" or w.train.tokens_per_step)
     if odd: return None
-    return (start_numpy(setting) if w.train.engine == "numpy"
-            else start_torch(setting, w.train.dtype, w.train.compile))
+    if w.train.engine == "numpy": return start_numpy(setting)
+    fused = w.train.dtype == "float32" and not w.train.compile and compiles()  # as the loop chooses
+    return start_torch(setting, w.train.dtype, w.train.compile, "fused" if fused else "torch")
 
 # %% ../../nbs/90_app/90d_throughput.ipynb #ff939e88
 def run_loop(work:str, steps:int)->dict: # A variant from `Work.to_json`

@@ -7,7 +7,7 @@ __all__ = ['vectors_idle', 'onednn_products', 'fits', 'OneDNNLinear', 'product',
 
 # %% ../../nbs/03_architecture/03j_onednn.ipynb #369072ac
 import contextlib, warnings
-from functools import cache
+from functools import cache, partial
 import torch
 from torch.autograd.function import once_differentiable
 from .layers_torch import Linear
@@ -89,16 +89,34 @@ class _LinearProduct(torch.autograd.Function): # `x @ weight.T` of two matrices
         (x, weight), wants = ctx.saved_tensors, ctx.needs_input_grad
         return _mm(dy, weight) if wants[0] else None, _mm(dy.T, x) if wants[1] else None
 
-def _torch_decides(*tensors)->bool: # True within autocast and the compiler, too
-    return (not fits(*tensors) or torch.is_autocast_enabled("cpu")
-            or torch.compiler.is_compiling() or torch.jit.is_tracing())
+def _torch_decides(*tensors)->bool: # True within autocast, too
+    return not fits(*tensors) or torch.is_autocast_enabled("cpu") or torch.jit.is_tracing()
+
+# %% ../../nbs/03_architecture/03j_onednn.ipynb #94f36a71
+_operator = partial(torch.library.custom_op, mutates_args=())
+
+@_operator("lmcourse::linear")
+def _linear(x:torch.Tensor, weight:torch.Tensor)->torch.Tensor: return _mm(x, weight.T)
+
+@_operator("lmcourse::linear_backward")
+def _linear_backward(dy:torch.Tensor, x:torch.Tensor, weight:torch.Tensor
+                     )->tuple[torch.Tensor, torch.Tensor]:
+    return _mm(dy, weight), _mm(dy.T, x)
+
+_linear.register_fake(lambda x, weight: x.new_empty(len(x), len(weight)))
+_linear_backward.register_fake(lambda dy, x, weight: (x.new_empty(x.shape),
+                                                      weight.new_empty(weight.shape)))
+_linear.register_autograd(
+    lambda ctx, dy: _linear_backward(dy, *ctx.saved_tensors),
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs))
 
 # %% ../../nbs/03_architecture/03j_onednn.ipynb #070e00f6
 class OneDNNLinear(Linear):
     "A linear layer whose float32 products on a CPU are oneDNN's."
     def forward(self, x:torch.Tensor)->torch.Tensor: # `(..., in)` to `(..., out)`
         if _torch_decides(x, self.weight): return super().forward(x)
-        y = _LinearProduct.apply(x.reshape(-1, x.shape[-1]), self.weight)
+        multiply = _linear if torch.compiler.is_compiling() else _LinearProduct.apply
+        y = multiply(x.reshape(-1, x.shape[-1]), self.weight)
         y = y.reshape(*x.shape[:-1], len(self.weight))
         return y if self.bias is None else y + self.bias
 

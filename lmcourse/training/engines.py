@@ -12,7 +12,7 @@ import math, os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -26,6 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ..architecture.fast_np import fast_loss_and_grads
 from ..architecture.layers_np import RowGradient
 from ..architecture.layers_torch import auxiliary_scale
+from ..architecture.onednn import OneDNNLinear, vectors_idle
 from ..architecture.transformer_np import init_params, learning_rate_scales
 from ..architecture.transformer_torch import TransformerLM, named_parts
 from ..tools.config import ModelConfig, TrainConfig
@@ -399,6 +400,8 @@ def _make_model(model_config:ModelConfig, config:TrainConfig, world:World, devic
                 dtype:str)->TransformerLM:
     kernels = _kernels(config, device, dtype)
     parts = named_parts(model_config, config.attention, kernels, device)
+    if kernels == "torch" and _alone(config, device, dtype) and vectors_idle():
+        parts = replace(parts, linear=OneDNNLinear)
     if config.compile and device.type == "cpu" and "triton" in (config.attention, config.kernels):
         raise ValueError("compile = True with Triton kernels on a CPU, where they are "
                          "interpreted: compile = False would do")
@@ -439,10 +442,14 @@ def _whole_copy(model, device:torch.device)->TransformerLM:
     return copy
 
 # %% ../../nbs/04_training/04f_engines.ipynb #3222ba2f
+def _alone(config:TrainConfig, device:torch.device, dtype:str)->bool: # May we choose kernels?
+    return (config.kernels == "auto" and device.type == "cpu" and dtype == "float32"
+            and not (config.shard or config.on_mesh))
+
 def _kernels(config:TrainConfig, device:torch.device, dtype:str)->str: # Meaning of `auto`
     if config.kernels != "auto": return config.kernels
-    other = config.compile or config.shard or config.on_mesh or not compiles()
-    return "fused" if device.type == "cpu" and dtype == "float32" and not other else "torch"
+    fits = _alone(config, device, dtype) and compiles() and not config.compile
+    return "fused" if fits else "torch"
 
 def _make_optimizer(engine)->Any: # It takes one pass over memory if the kernels are fused
     optimizer:Any = OPTIMIZERS[engine.config.optimizer](engine.model, engine.config)
