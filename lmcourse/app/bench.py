@@ -14,8 +14,8 @@ __all__ = ['KINDS', 'SIZES', 'MEGABYTES', 'VOCAB_SIZES', 'LEARNERS', 'PEERS', 'E
            'first_use_table', 'machine', 'machine_line', 'check_bench', 'check_new_file', 'bench_tokenizer']
 
 # %% ../../nbs/90_app/90a_bench.ipynb #9f76e18a
-import contextlib, gc, importlib.metadata, importlib.util, itertools, json, math, os, platform, random
-import statistics
+import contextlib, gc, importlib.metadata, importlib.util, itertools, json, math, os, platform
+import random, statistics
 import subprocess, sys, sysconfig, tempfile, time, warnings
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, lru_cache, partial
