@@ -125,11 +125,23 @@ def test_imports_name_what_they_import_from_notebooks_that_sort_before(name):
 
 # What a notebook looks like
 
+BUILT_IN = {"reshape"}                                      # Names in headings that are others' than the library's
+
 @notebooks
 def test_captions_and_texts_of_pictures_can_be_read(name):
     "They are YAML: a text in double quotes has none inside."
     for src in CODE[name]:
-        for text in re.findall(r"^#\| *fig-(?:alt|cap): *(.*)$", src, flags=re.M): assert isinstance(yaml.safe_load(text), str), text
+        for text in re.findall(r"^#\| *fig-(?:alt|cap): *(.*)$", src, flags=re.M):
+            assert isinstance(read := yaml.safe_load(text), str), text
+            assert "](" not in read, f"the site writes a link in a caption as it stands: {read}"
+
+
+@notebooks
+def test_no_link_is_put_around_code_that_becomes_a_link(name):
+    "nbdev links every name of the library that stands in backticks; a link around it is then none, and its address is printed."
+    text = "\n".join("".join(c["source"]) for c in CELLS[name] if c["cell_type"] == "markdown")
+    for words, code, target in re.findall(r"\[([^\]\[]*`([^`\s]+)`[^\]\[]*)\]\(([^)]*)\)", text):
+        assert target.startswith("http") or not code.isidentifier() or code in BUILT_IN, f"[{words}]({target})"
 
 
 @notebooks
