@@ -371,7 +371,7 @@ def test_the_compiler_calls_onednn_too(bias):
     def grads(f): return (y := f(z := x.clone().requires_grad_())).detach(), *torch.autograd.grad(y.square().sum(), [z, *layer.parameters()])
     with torch.profiler.profile() as record: found = grads(torch.compile(layer, backend="aot_eager", fullgraph=True))
     assert sum("_linear_pointwise" in e.name for e in record.events()) == 3
-    check_close(found, grads(layer), 0 if not bias else 1e-6, 0 if not bias else 1e-5)
+    check_close(found, grads(layer), 0, 0)
 
 
 @onednn

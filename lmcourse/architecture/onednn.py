@@ -132,4 +132,4 @@ def add_product(total:torch.Tensor, a:torch.Tensor, b:torch.Tensor # Three matri
     else:
         for rows,some in zip(total.split(_ROWS), a.split(_ROWS)): rows += _mm(some, b)
 
-_ROWS = 1024 # Enough for the product's full speed; more would only need more memory
+_ROWS = 1024 # Rows at a time, so that what is added needs little memory
