@@ -1,6 +1,7 @@
 "The layers that treat each token by itself: over shapes, types and devices, in values and gradients."
 import math
 from functools import partial
+from typing import Any
 
 import pytest
 
@@ -369,9 +370,32 @@ def test_the_compiler_calls_onednn_too(bias):
     layer = onednn_module.OneDNNLinear(70, 40, bias, generator=torch.Generator().manual_seed(0))
     x = torch.randn(3, 5, 70)
     def grads(f): return (y := f(z := x.clone().requires_grad_())).detach(), *torch.autograd.grad(y.square().sum(), [z, *layer.parameters()])
-    with torch.profiler.profile() as record: found = grads(torch.compile(layer, backend="aot_eager", fullgraph=True))
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    grads(compiled)                                                             # Tracing calls it with shapes alone
+    with torch.profiler.profile() as record: found = grads(compiled)
     assert sum("_linear_pointwise" in e.name for e in record.events()) == 3
     check_close(found, grads(layer), 0, 0)
+
+
+@onednn
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_gradient_that_nobody_asks_for_needs_no_product(compiled):
+    "Frozen weights, or an input that needs no gradient; nor is the other factor kept"
+    layer, x = onednn_module.OneDNNLinear(70, 40), torch.randn(6, 70)
+    run: Any = torch.compile(layer, backend="aot_eager", fullgraph=True) if compiled else layer
+    for frozen in (False, True):
+        layer.weight.requires_grad_(not frozen)
+        z, kept = x.clone().requires_grad_(frozen), []
+        run(z).sum().backward()                                                 # The compiler traces it
+        z.grad = layer.weight.grad = None
+        with torch.profiler.profile() as record, torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+            (y := run(z)).backward(torch.ones_like(y))
+        assert sum("_linear_pointwise" in e.name for e in record.events()) == 2
+        if not compiled: assert {tuple(t.shape) for t in kept} == {(40, 70) if frozen else (6, 70)}
+        found, expected, given = (z.grad, torch.ones(6, 40)@layer.weight.detach(), layer.weight.grad) if frozen else (
+            layer.weight.grad, torch.ones(40, 6)@x, z.grad)
+        assert given is None and found is not None
+        check_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
 @onednn

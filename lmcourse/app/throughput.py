@@ -20,7 +20,7 @@ from .bench_training import SETTING, Setting, burst, best_products, start_numpy
 from .bench_training import start_torch
 from ..tools.config import ModelConfig, TrainConfig
 from ..tools.files import write_json
-from ..tools.machine import compiles, keep_freed_memory, peak_bytes
+from ..tools.machine import keep_freed_memory, peak_bytes
 from ..tools.show import Table
 
 # %% ../../nbs/90_app/90d_throughput.ipynb #a75ac982
@@ -124,8 +124,10 @@ def _bare(work:str): # A step without the loop; None if there is no such variant
            or w.train.device != "cpu" or w.train.tokens_per_step)
     if odd: return None
     if w.train.engine == "numpy": return start_numpy(setting)
-    fused = w.train.dtype == "float32" and not w.train.compile and compiles()  # as the loop chooses
-    return start_torch(setting, w.train.dtype, w.train.compile, "fused" if fused else "torch")
+    import torch
+    from lmcourse.training.engines import kernels_for
+    kernels = kernels_for(w.train, torch.device("cpu"), w.train.dtype)
+    return start_torch(setting, w.train.dtype, w.train.compile, kernels)
 
 # %% ../../nbs/90_app/90d_throughput.ipynb #ff939e88
 def run_loop(work:str, steps:int)->dict: # A variant from `Work.to_json`

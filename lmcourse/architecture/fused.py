@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['SHARED', 'rms_norm', 'swiglu', 'turn_heads', 'head_loss', 'one_over_root', 'norm_rows', 'norm_rows_backward',
-           'torch_threads', 'share', 'operator', 'FusedRMSNorm', 'fused_norm', 'exp2_below', 'swiglu_all',
-           'swiglu_all_backward', 'FusedFeedForward', 'fused_ffn', 'turn_rows', 'turn_rows_backward', 'fused_heads',
-           'largest', 'loss_rows', 'fused_loss']
+           'torch_threads', 'share', 'FusedRMSNorm', 'fused_norm', 'exp2_below', 'swiglu_all', 'swiglu_all_backward',
+           'FusedFeedForward', 'fused_ffn', 'turn_rows', 'turn_rows_backward', 'fused_heads', 'largest', 'loss_rows',
+           'fused_loss']
 
 # %% ../../nbs/03_architecture/03k_fused.ipynb #6fed5d93
 import ctypes, math
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from ..tools.compiled import fused, strict
 from ..tools.config import ModelConfig
-from .onednn import add_product, fits, product, vectors_idle
+from .onednn import add_product, fits, operator, product, vectors_idle
 from .layers_torch import FeedForward, Linear, RMSNorm
 from .layers_torch import check_index, linear_cross_entropy
 from .attention_torch import RoPE, prepare_heads
@@ -131,41 +131,6 @@ def _norm_gradients(dy:Tensor, past:Tensor|None, x:Tensor, weight:Tensor, inv:Te
 
 def _rms_norm_backward(dy:Tensor, x:Tensor, weight:Tensor, inv:Tensor)->tuple[Tensor, Tensor]:
     return _norm_gradients(dy, None, x, weight, inv)
-
-# %% ../../nbs/03_architecture/03k_fused.ipynb #723a6a4c
-def operator(
-    name:str,          # Name of the operator in `torch.ops.lmcourse`
-    forward:Callable,  # Takes tensors and numbers, returns one or several tensors
-    backward:Callable, # Takes the first output's gradient and the saved tensors, returns gradients
-    save:Callable,     # Takes inputs and output, returns the tuple of tensors to save
-    shapes:Callable, shapes_backward:Callable, # Make empty tensors with the shapes of the outputs
-)->Callable: # Takes the same as `forward`
-    "Make an operator of torch from a kernel and its gradient, for autograd and the compiler."
-    define:Any = partial(torch.library.custom_op, mutates_args=())
-    whole = define(f"lmcourse::{name}", forward)
-    back = define(f"lmcourse::{name}_backward", backward)
-    whole.register_fake(shapes)
-    back.register_fake(shapes_backward)
-    def setup(ctx, inputs, output):
-        ctx.save_for_backward(*save(inputs, output))
-        ctx.missing, ctx.alone = (None,)*len(inputs), torch.is_tensor(output)
-    def gradients(ctx, dy, run):
-        found = run(dy, *ctx.saved_tensors)
-        return *found, *ctx.missing[len(found):]
-    whole.register_autograd(lambda ctx, dy, *_: gradients(ctx, dy, back), setup_context=setup)
-
-    class Direct(torch.autograd.Function): # The same, without torch's dispatcher
-        @staticmethod
-        def forward(ctx, *inputs):
-            output = forward(*inputs)
-            ctx.set_materialize_grads(False)
-            setup(ctx, inputs, output)
-            return output
-
-        @staticmethod
-        @torch.autograd.function.once_differentiable
-        def backward(ctx, dy, *_): return gradients(ctx, dy, backward)
-    return lambda *inputs: (whole if torch.compiler.is_compiling() else Direct.apply)(*inputs)
 
 # %% ../../nbs/03_architecture/03k_fused.ipynb #2f2ba55b
 rms_norm = operator(

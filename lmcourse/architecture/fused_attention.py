@@ -20,12 +20,12 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 from ..tools.compiled import borrow, fused, host_features, inner
 from ..tools.config import ModelConfig
 from ..tools.machine import compiles
-from .onednn import OneDNNLinear, fits, vectors_idle
+from .onednn import OneDNNLinear, fits, operator, vectors_idle
 from .layers_torch import Linear
 from .attention_torch import causal_attention
 from .transformer_torch import Parts
 from .fused import exp2_below, fused_ffn, fused_heads, fused_loss, fused_norm
-from .fused import largest, operator, share
+from .fused import largest, share
 
 # %% ../../nbs/03_architecture/03l_fused_attention.ipynb #53fb7545
 _ZERO, _LOG2E, _LEAST = map(np.float32, (0, math.log2(math.e), -1e30))
