@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import processes
@@ -45,6 +46,83 @@ def reference():
 def test_everybody_does_the_same_step(reference, name):
     if name == "transformers": pytest.importorskip("transformers")
     bench.require_same_steps(dict(torch=reference) | {name: two_steps(name)})
+
+
+# A model with the names of nanoGPT's, whose own file is another project's
+
+STAND_IN = """
+import math, torch
+from dataclasses import dataclass
+from torch import nn
+from torch.nn import functional as F
+
+@dataclass
+class GPTConfig:
+    block_size: int; vocab_size: int; n_layer: int; n_head: int; n_embd: int; dropout: float; bias: bool
+
+class Attention(nn.Module):
+    def __init__(self, c):
+        super().__init__()
+        self.heads, self.c_attn, self.c_proj = c.n_head, nn.Linear(c.n_embd, 3*c.n_embd, c.bias), nn.Linear(c.n_embd, c.n_embd, c.bias)
+    def forward(self, x):
+        q, k, v = (y.unflatten(-1, (self.heads, -1)).transpose(1, 2) for y in self.c_attn(x).chunk(3, -1))
+        return self.c_proj(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+
+class Block(nn.Module):
+    def __init__(self, c):
+        super().__init__()
+        self.ln_1, self.ln_2 = (nn.LayerNorm(c.n_embd, bias=c.bias) for _ in "12")
+        self.attn, self.mlp = Attention(c), nn.ModuleDict(dict(c_fc=nn.Linear(c.n_embd, 4*c.n_embd, c.bias), c_proj=nn.Linear(4*c.n_embd, c.n_embd, c.bias)))
+    def forward(self, x):
+        x = x + self.attn(self.ln_1(x))
+        return x + self.mlp.c_proj(F.gelu(self.mlp.c_fc(self.ln_2(x))))
+
+class GPT(nn.Module):
+    def __init__(self, c):
+        super().__init__()
+        print("number of parameters")                                           # On the pipe of answers, this would be an answer
+        self.transformer = nn.ModuleDict(dict(wte=nn.Embedding(c.vocab_size, c.n_embd), wpe=nn.Embedding(c.block_size, c.n_embd),
+                                              h=nn.ModuleList([Block(c) for _ in range(c.n_layer)]), ln_f=nn.LayerNorm(c.n_embd, bias=c.bias)))
+        self.lm_head = nn.Linear(c.n_embd, c.vocab_size, bias=False)
+        self.lm_head.weight = self.transformer.wte.weight
+    def forward(self, ids, targets):
+        x = self.transformer.wte(ids) + self.transformer.wpe(torch.arange(ids.shape[1]))
+        for block in self.transformer.h: x = block(x)
+        logits = self.lm_head(self.transformer.ln_f(x))
+        return logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+"""
+
+
+def test_nanogpt_has_a_comparison_of_its_own(tmp_path, monkeypatch):
+    "With a model of its shape, whose losses and gradient norms agree; and what its tables say is read"
+    pytest.importorskip("torch")
+    from lmcourse.app.benchmarks import training_rows
+    monkeypatch.delenv("NANOGPT", raising=False)
+    names, setting = ("torch", bench.NANOGPT), replace(TINY, steps=1, products=1)
+    lines = list(bench.bench_training(1, 1, file=tmp_path/"without.json", setting=setting, names=names))
+    assert "not measured: nanoGPT, compiled (NANOGPT in the environment doesn't name the folder of its model.py)" in lines
+    monkeypatch.setenv("NANOGPT", str(tmp_path))
+    with expect_error(ValueError, f"NANOGPT = {tmp_path}: no model.py there, expected a copy of nanoGPT"): bench.bench_training(1, 1)
+    (tmp_path/"model.py").write_text(STAND_IN, encoding="utf-8")
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")                              # The compiler takes long, and isn't what is tested here
+    lines = list(bench.bench_training(2, 1, file=tmp_path/"with.json", setting=setting, names=names))
+    saved = json.loads((tmp_path/"with.json").read_text(encoding="utf-8"))
+    assert not saved["left_out"] and [m["name"] for m in saved["measured"] if m["task"] == "step"] == ["torch"]
+    assert {m["name"] for m in saved["nanogpt"] if m["task"] == "step"} == {*names, "torch, own kernels"}
+    text = "\n".join(str(line) + "\n"*isinstance(line, bench.Table) for line in lines)
+    (row, other) = training_rows(text)
+    assert row["what"] == "a training step on 1 thread: torch, against nanoGPT, compiled" and row["least"] == 1.1 and other["least"] is None
+    table = [line for line in lines if isinstance(line, bench.Table)][-1]
+    assert [float(r["times as fast"].split()[0].replace(",", "")) for r in table.rows] == [row["ratio"], other["ratio"]]
+
+
+def test_other_weights_of_nanogpt_are_noticed(tmp_path, monkeypatch):
+    pytest.importorskip("torch")
+    (tmp_path/"model.py").write_text(STAND_IN.replace("F.gelu(", "F.relu("), encoding="utf-8")
+    monkeypatch.setenv("NANOGPT", str(tmp_path))
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
+    with expect_error(ValueError, "by nanoGPT, compiled"):
+        list(bench.bench_training(1, 1, setting=replace(TINY, steps=1, products=1), names=("torch", bench.NANOGPT)))
 
 
 @pytest.mark.parametrize("change, message", [

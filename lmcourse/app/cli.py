@@ -1409,8 +1409,8 @@ class BenchTokenizerCommand:
 # %% ../../nbs/90_app/90g_cli.ipynb #8ebae005
 @dataclass
 class BenchTrainingCommand:
-    """A training step of each engine, compared with transformers and the fastest matrix product of
-    this machine."""
+    """A training step of each engine, compared with transformers, nanoGPT and the fastest matrix
+    product."""
     rounds: int = 5                            # Number of rounds; each contender has a turn in each
     threads: int|None = None                    # Threads of each; by default one per core
     # Also a step of the NumPy engine with 151,669 tokens, which needs 3 GB and one more for each
