@@ -1,4 +1,5 @@
 "The parts of the site's builder, on small pieces of text; the site itself is built and looked at by `tools/check.py`."
+import base64
 import json
 import re
 import shutil
@@ -14,7 +15,7 @@ sys.path.insert(0, str(ROOT / "tools"))
 pytest.importorskip("nbconvert")
 from docs import quarto
 from docs.extras import llms, markdown, read_redirects, search_index, write_404, write_redirects
-from docs.notebook import code_cell, enrich, facts, labels, load, md, options, plain, spoken
+from docs.notebook import code_cell, enrich, facts, labels, load, md, options, plain, spoken, whole_summary
 from run_nbs import note_time
 from docs.page import dead_links, finish, fold_proof, html, links, sections
 from bs4 import BeautifulSoup
@@ -22,7 +23,7 @@ from nbdev.doclinks import _nbpath2html
 
 from lmcourse.tools.pages import heading_anchor, page_files, reading_time
 
-new_code, new_md, PIXEL = nbformat.v4.new_code_cell, nbformat.v4.new_markdown_cell, "iVBORw0KGgo="
+new_code, new_md, PIXEL = nbformat.v4.new_code_cell, nbformat.v4.new_markdown_cell, "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJ"
 
 
 def png(): return nbformat.v4.new_output("display_data", data={"image/png": PIXEL, "text/plain": "<Figure>"})
@@ -96,6 +97,14 @@ def test_code_of_a_signature_has_no_links(tmp_path):
     enrich(path, None)
     said = nbformat.v4.reads(path.read_text()).cells[0].outputs[0].data["text/markdown"]
     assert "# As for `perplexity`\n" in said and f"As {link} says." in said
+
+
+def test_a_summary_of_two_lines_is_in_italics_to_its_end():
+    one = "```python\ndef f()\n```\n\n*Add up.*\n"
+    assert whole_summary(one) == one and whole_summary("*A* word\nmore\n") == "*A* word\nmore\n"
+    assert whole_summary("*Return what is left after*\nall that. Raises `E`\nif not.\n\nMore.") == "*Return what is left after all that.* Raises `E` if not.\n\nMore."
+    assert whole_summary("*Return what is left*\nand all.") == "*Return what is left and all.*\n"
+    assert whole_summary("*Whole sentence.*\nAnother one.") == "*Whole sentence.*\nAnother one."
 
 
 def test_enriched_notebook_has_facts_once_and_every_plot_a_text(tmp_path):
@@ -187,6 +196,14 @@ def test_page_gets_ids_links_levels_and_sections(tmp_path):
 def test_picture_becomes_a_file_with_a_text(tmp_path):
     body, _, _ = finish(f'<div class="cell"><div data-alt="Plot: loss"><img src="data:image/png;base64,{PIXEL}"></div></div>', "a.html", "https://x", tmp_path)
     assert (tmp_path / "a_files/figure-0.png").read_bytes()[:4] == b"\x89PNG" and 'alt="Plot: loss"' in body and "base64" not in body
+
+
+def test_a_page_keeps_a_place_for_its_pictures(tmp_path):
+    "In their proportions, so that the text does not jump when they load"
+    svg = base64.b64encode(b'<svg width="460pt" viewBox="0 0 460.8 230.4">').decode()
+    body, _, _ = finish(f'<img src="data:image/png;base64,{PIXEL}"><img src="data:image/svg+xml;base64,{svg}" width="640"><img src="data:image/svg+xml;base64,PHN2Zy8+">',
+                        "a.html", "https://x", tmp_path)
+    assert [(i.get("width"), i.get("height")) for i in BeautifulSoup(body, "html.parser").find_all("img")] == [("1", "1"), ("640", "320"), (None, None)]
 
 
 def test_the_checks_under_proof_are_folded_up_to_the_box():

@@ -8,7 +8,7 @@ __all__ = ['plot_runs', 'live_plot']
 # %% ../../nbs/04_training/04l_plots.ipynb #81042ecb
 from collections.abc import Callable
 from pathlib import Path
-from ..tools.show import figure
+from ..tools.show import COLORS, GREY, figure
 from .engines import plan_batch
 from .runs import read_metrics, read_run
 
@@ -22,13 +22,13 @@ def plot_runs(
     for i,(name,run) in enumerate(runs.items()):
         metrics, per_step = read_metrics(run), _tokens_per_step(run)
         train, valid = ([m for m in metrics if key in m] for key in ("loss", "valid_loss"))
-        ax.plot([m["tokens"] for m in train], [m["loss"] for m in train], color=f"C{2*i}",
+        ax.plot([m["tokens"] for m in train], [m["loss"] for m in train], color=COLORS[i % len(COLORS)],
                 alpha=.35, linewidth=1)
         ax.plot([m["step"]*per_step for m in valid], [m["valid_loss"] for m in valid], "o-",
-                color=f"C{2*i}", markersize=3, label=f"{name}, validation")
+                color=COLORS[i % len(COLORS)], markersize=3, label=f"{name}, validation")
         if floor and valid and "floor" in valid[-1]: floors.add(round(valid[-1]["floor"], 6))
-    for i,nats in enumerate(sorted(floors)): # runs on the same corpus share a floor
-        ax.axhline(nats, color=f"C{2*i+1}", linestyle="--", label="floor of the source")
+    for nats in sorted(floors): # Runs on the same corpus share a floor
+        ax.axhline(nats, color=GREY, linestyle="--", label="floor of the source")
     ax.set(xlabel="training tokens", ylabel="loss (nats per token)", ylim=(0, None))
     ax.legend()
     return ax

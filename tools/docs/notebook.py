@@ -6,8 +6,6 @@ import nbformat, yaml
 from lmcourse.tools.pages import reading_time
 
 
-
-
 def md(text):
     "Quarto's markdown that nbconvert does not know, as HTML: callouts, footnotes, heading ids and attributes of links."
     def callout(m):
@@ -21,6 +19,14 @@ def md(text):
     text = re.sub(r"\[\^(\w+)\]", r'<sup><a href="#fn\1">\1</a></sup>', text)
     text = re.sub(r"^(#+ .*?) *\{#([\w-]+)\}$", r'\1 <span data-id="\2"></span>', text, flags=re.M)
     return re.sub(r"(\]\([^)]*\))\{[^}\n]*\}", r"\1", text)
+
+
+def whole_summary(text):
+    "The documentation of a name with its whole first sentence in italics: nbdev stops at the end of the first line."
+    def joined(m):
+        first, dot, rest = f"{m[1]} {' '.join(m[2].split())}".partition(". ")
+        return f"*{first}{dot.strip()}* {rest}".rstrip() + "\n"
+    return re.sub(r"^\*([^*\n]*[^*\n.])\*\n((?:[^\n*]+(?:\n|\Z))+)", joined, text, flags=re.M)
 
 
 def options(cell):
@@ -59,7 +65,7 @@ def load(path):
     for c in nb.cells:
         if c.cell_type == "markdown": c.source = md(c.source)
         for out in c.get("outputs", []):
-            if "text/markdown" in out.get("data", {}): out.data["text/markdown"] = md(out.data["text/markdown"])
+            if "text/markdown" in out.get("data", {}): out.data["text/markdown"] = md(whole_summary(out.data["text/markdown"]))
     nb.metadata["language_info"] = {"name": "python"}
     return nb, front, text
 

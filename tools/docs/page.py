@@ -1,5 +1,5 @@
 "A page's HTML after nbconvert: heading ids, links, plots as files, sections for the search; and the check of all links."
-import base64, os, re, shutil, subprocess, tempfile
+import base64, os, re, shutil, struct, subprocess, tempfile
 from functools import cache
 from pathlib import Path
 
@@ -58,10 +58,20 @@ def finish(html, page, base, out):
         kind = "png" if "png" in img["src"][:15] else "svg"
         name = out / page.replace(".html", f"_files/figure-{i}.{kind}")
         name.parent.mkdir(parents=True, exist_ok=True)
-        name.write_bytes(base64.b64decode(img["src"].partition(",")[2]))
+        name.write_bytes(data := base64.b64decode(img["src"].partition(",")[2]))
         img["src"], img["loading"] = f"{name.parent.name}/{name.name}", "lazy"
+        if shape := picture_shape(data, kind):                # The page keeps the place free until the picture is there
+            width = int(img.get("width", round(shape[0])))
+            img["width"], img["height"] = width, round(width*shape[1]/shape[0])
         img["alt"] = around["data-alt"] if (around := img.find_parent(attrs={"data-alt": True})) else img.get("alt", "")
     return str(soup), toc, found
+
+
+def picture_shape(data, kind):
+    "Width and height of a PNG or an SVG, or nothing."
+    if kind == "png": return struct.unpack(">II", data[16:24])
+    found = re.search(rb'viewBox="\S+ \S+ ([\d.]+) ([\d.]+)"', data)
+    return found and tuple(map(float, found.groups()))
 
 
 def fold_proof(soup):
