@@ -15,7 +15,7 @@ sys.path.insert(0, str(ROOT / "tools"))
 pytest.importorskip("nbconvert")
 from docs import quarto
 from docs.extras import llms, markdown, read_redirects, search_index, write_404, write_redirects
-from docs.notebook import code_cell, enrich, facts, labels, load, md, options, plain, spoken, whole_summary
+from docs.notebook import caption, code_cell, documented, enrich, facts, labels, load, md, options, plain, spoken, whole_summary
 from run_nbs import note_time
 from docs.page import dead_links, finish, fold_proof, html, links, sections
 from bs4 import BeautifulSoup
@@ -131,9 +131,24 @@ def test_no_signature_stands_above_the_source_that_says_the_same(tmp_path):
     path = notebook(tmp_path, doc("f"), doc("g"), source, doc("h"), new_md("Text."))
     for _ in range(2): enrich(path, None)
     f, g, _, h, _ = nbformat.read(path, 4).cells
-    for name, c in (("f", f), ("g", g)):
-        assert c.outputs[0].data["text/markdown"] == f'---\n\n[source](https://x){{target="_blank"}}\n\n### {name}\n'
+    for rule, name, c in (("---\n\n", "f", f), ("", "g", g)):
+        assert c.outputs[0].data["text/markdown"] == f'{rule}[source](https://x){{target="_blank"}}\n\n### {name}\n'
     assert "Says what" in h.outputs[0].data["text/markdown"]
+
+
+def test_all_names_of_a_cell_stand_before_it_in_its_order(tmp_path):
+    "nbdev has the last one before it, and the others behind it, backwards"
+    source = new_code("#| code-fold: show\nclass a: pass\n\ndef b(x): return x\ndef c(x): return x")
+    other = new_code("#| code-fold: show\ndef d(x): return x")
+    path = notebook(tmp_path, doc("c"), source, doc("b"), doc("a"), doc("d"), other)
+    for _ in range(2): enrich(path, None)
+    cells = nbformat.read(path, 4).cells
+    assert [documented(c) for c in cells] == ["a", "b", "c", None, "d", None]
+    assert [c.outputs[0].data["text/markdown"].startswith("---") for c in cells if c.outputs] == [True, False, False, True]
+
+
+def test_a_caption_knows_code_and_emphasis():
+    assert caption("*banana* and `a < b*c*d`: 2 * 3 * 4 < 5 & more") == "<em>banana</em> and <code>a &lt; b*c*d</code>: 2 * 3 * 4 &lt; 5 &amp; more"
 
 
 def test_a_kernel_and_a_function_without_docstring_say_nothing_of_pythons_call(tmp_path):

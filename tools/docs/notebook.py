@@ -1,5 +1,5 @@
 "Notebooks as nbdev has processed them, made ready for a page: markdown that only Quarto knows, options of cells, facts, plain text."
-import ast, json, math, re
+import ast, html, json, math, re
 
 import nbformat, yaml
 
@@ -39,6 +39,12 @@ def options(cell):
     return opts
 
 
+def caption(text):
+    "A caption as HTML: code between backticks and emphasis between stars are all the markdown that it knows."
+    text = re.sub(r"`([^`]+)`", r"<code>\1</code>", html.escape(text, quote=False))
+    return re.sub(r"(?<![\w*])\*(\S(?:[^*]*\S)?)\*(?![\w*])", r"<em>\1</em>", text)
+
+
 def code_cell(c):
     "Apply a code cell's options; whether anything of it is shown."
     o = options(c)
@@ -49,7 +55,7 @@ def code_cell(c):
             out.update(output_type="display_data", data={"text/markdown": out.pop("text")}, metadata={})
     if o.get("echo") is False or not c.source: c.metadata["transient"] = {"remove_source": True}
     if o.get("code-fold"): c.metadata["fold"] = [o["code-fold"] == "show", o.get("code-summary", "Code")]
-    c.metadata["caption"] = o.get("fig-cap", "")
+    c.metadata["caption"] = caption(o.get("fig-cap", ""))
     c.metadata["alt"] = o.get("fig-alt") or o.get("fig-cap", "")
     return o.get("include") is not False and (c.source or c.outputs)
 
@@ -127,6 +133,26 @@ def facts(nbs, page, times, git, branch):
 DOC = re.compile(r"(.*?^### +(\S+)[^\n]*\n)(.*)", re.S | re.M)       # nbdev's text on a name: its heading, its signature and docstring
 
 
+def documented(cell):
+    "The name on which a cell has nbdev's text, or none."
+    said = [o.data["text/markdown"] for o in cell.get("outputs", []) if "text/markdown" in o.get("data", {})]
+    return m[2] if len(said) == 1 and (m := DOC.match(said[0])) else None
+
+
+def in_order(cells):
+    "nbdev puts the last name of a cell before its source and the others after it, backwards. Here all stand before it, as they are defined."
+    for i, c in enumerate(cells):
+        if c.cell_type != "code" or not re.search(r"^#\| code-fold", c.source, flags=re.M): continue
+        defined = {name: k for k, name in enumerate(re.findall(r"^(?:def|class) +(\w+)", c.source, flags=re.M))}
+        first, last = i, i + 1
+        while first and documented(cells[first - 1]) in defined: first -= 1
+        while last < len(cells) and documented(cells[last]) in defined: last += 1
+        docs = sorted(cells[first:i] + cells[i + 1:last], key=lambda d: defined[documented(d)])
+        for d in docs[1:]:
+            for o in d.outputs: o.data["text/markdown"] = o.data["text/markdown"].removeprefix("---\n\n")       # One rule for all
+        cells[first:last] = docs + [c]
+
+
 def without_echo(cells):
     "Where the source of a name follows it says all that nbdev's signature says: of that, the heading stays."
     for i, c in enumerate(cells):
@@ -185,6 +211,7 @@ def enrich(path, line):
     nb.cells = [c for c in nb.cells if c.get("id") != "facts"]
     head = next((i for i, c in enumerate(nb.cells) if c.cell_type == "raw"), -1) + 1
     if line: nb.cells.insert(head, nbformat.v4.new_markdown_cell(line, id="facts"))
+    in_order(nb.cells)
     without_echo(nb.cells)
     without_stand_in(nb.cells)
     for c in nb.cells:                  # nbdev opens the source of all that is exported; that of long or inner parts stays folded
