@@ -29,14 +29,14 @@ def dpo_loss(
     ref_chosen:Tensor, ref_rejected:Tensor, # The same under the reference `(B,)`
     beta:float,          # What a nat of KL costs
 )->Tensor: # `(B,)`
-    "Compute -log sigmoid(beta*margin). Raises `ValueError` for bad input. Rafailov 2023, eq. 7."
+    "Compute `-log sigmoid(beta*margin)`. Raises `ValueError` for bad input. Rafailov 2023, eq. 7."
     return -F.logsigmoid(beta*_margin(chosen, rejected, ref_chosen, ref_rejected, beta))
 
 def ipo_loss(
     chosen:Tensor, rejected:Tensor, ref_chosen:Tensor, ref_rejected:Tensor, # As for `dpo_loss`
     beta:float,          # What a nat of KL costs; the paper's tau
 )->Tensor: # `(B,)`
-    "Compute (margin - 1/(2*beta))**2. Raises `ValueError` as `dpo_loss` does. Azar 2023, eq. 17."
+    "Compute `(margin - 1/(2*beta))**2`. Raises `ValueError` as `dpo_loss` does. Azar 2023, eq. 17."
     return (_margin(chosen, rejected, ref_chosen, ref_rejected, beta) - 1/(2*beta))**2
 
 def kto_loss(
@@ -46,7 +46,7 @@ def kto_loss(
     kl:Tensor,            # An estimate of KL(policy || reference), a number
     beta:float,           # What a nat of KL costs
 )->Tensor: # `(B,)`: no pairs are needed
-    "Compute 1 - sigmoid(±beta*(log ratio - KL)), minus for bad ones. Ethayarajh 2024, eq. 8."
+    "Compute `1 - sigmoid(±beta*(log ratio - KL))`, minus for bad ones. Ethayarajh 2024, eq. 8."
     _same_shapes(beta, log_probs, ref_log_probs, good)
     if kl.ndim: raise ValueError(f"kto_loss: kl {tuple(kl.shape)}, expected a number")
     gain = log_probs - ref_log_probs - kl.detach().clamp(min=0)
@@ -59,7 +59,7 @@ def simpo_loss(
     beta:float,              # Steepness
     gamma:float=0.,          # Margin that the loss asks for
 )->Tensor: # `(B,)`: no reference is needed
-    "Compute -log sigmoid(beta*difference of means - gamma). Meng 2024, eq. 6."
+    "Compute `-log sigmoid(beta*difference of means - gamma)`. Meng 2024, eq. 6."
     _same_shapes(beta, chosen, rejected, chosen_lengths, rejected_lengths)
     return -F.logsigmoid(beta*(chosen/chosen_lengths - rejected/rejected_lengths) - gamma)
 

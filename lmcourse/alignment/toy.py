@@ -129,7 +129,7 @@ def soft_rule(
     q:Tensor,     # Values of the choices `(..., V)`
     beta:float,   # Penalty per nat of KL
 )->Tensor: # Probabilities `(..., V)`
-    "Maximize the mean value minus beta*KL(policy || reference)."
+    "Maximize the mean value minus `beta*KL(policy || reference)`."
     return (ref + q/beta).softmax(-1)
 
 def reverse_rule(

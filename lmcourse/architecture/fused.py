@@ -181,7 +181,7 @@ _C0, _C1, _C2, _C3, _C4, _C5, _C6, _C7 = (np.float32(math.log(2)**k/math.factori
 
 @strict
 def exp2_below(x:float):
-    "Compute 2**x for a float32 of at most 0; numbers below -126 count as -126."
+    "Compute `2**x` for a float32 of at most 0; numbers below -126 count as -126."
     x = _LOWEST if x < _LOWEST else x
     n = np.int32(x - _HALF)                             # Rounded towards 0, so to the nearest
     f = x - np.float32(n)                               # From -1/2 to 1/2

@@ -203,7 +203,7 @@ def check_similarity(
 def check_meeting_probability(
     meeting_probability:Callable, # `meeting_probability(s, b, r)` gives a number
 ):
-    "`AssertionError` unless it is 1 - (1 - s**r)**b."
+    "`AssertionError` unless it is `1 - (1 - s**r)**b`."
     cases = [(.8, 20, 6), (.5, 3, 2), (.3, 1, 4), (.9, 5, 1), (1., 4, 4), (0., 9, 3)]
     check_cases(meeting_probability, lambda s, b, r: 1 - (1 - s**r)**b, cases, {
         "b and r are swapped": lambda s, b, r: 1 - (1 - s**b)**r,

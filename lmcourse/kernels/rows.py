@@ -121,7 +121,7 @@ def rmsnorm(
 # %% ../../nbs/09_kernels/09e_rows.ipynb #63249d52
 @jit
 def swiglu_kernel(a, b, out, N, BLOCK: tl.constexpr):
-    "Compute a block of silu(a)*b."
+    "Compute a block of `silu(a)*b`."
     at = tl.program_id(0).to(tl.int64)*BLOCK + tl.arange(0, BLOCK)
     inside = at < N
     x = tl.load(a + at, mask=inside, other=0.).to(tl.float32)
@@ -150,7 +150,7 @@ def swiglu_backward_cost(numbers:int, size:int=4)->Cost:
 
 # %% ../../nbs/09_kernels/09e_rows.ipynb #c772dd01
 class SwiGLUFunction(torch.autograd.Function):
-    "silu(a)*b, with kernels for forward and backward."
+    "`silu(a)*b`, with kernels for forward and backward."
     @staticmethod
     def forward(ctx:Any, a:torch.Tensor, b:torch.Tensor, block:Any):
         a, b = a.contiguous(), b.contiguous()
@@ -173,7 +173,7 @@ def swiglu(
     b:torch.Tensor, # The factor, same shape and type
     block:int=1024, # Numbers per program, a power of two
 )->torch.Tensor: # Same shape as a
-    "Compute silu(a)*b, SwiGLU without its matrices, with gradients."
+    "Compute `silu(a)*b`, SwiGLU without its matrices, with gradients."
     check_alike("swiglu", a=a, b=b)
     power_of_two("swiglu: block", block)
     return SwiGLUFunction.apply(a, b, block)

@@ -81,7 +81,7 @@ def balance_loss(
 def router_z_loss(
     logits:np.ndarray, # The router's logits `(N, E)`
 )->tuple: # The loss, and its gradient with respect to the logits `(N, E)`
-    "Compute the mean of log(Z)**2. Zoph et al. 2022, equation 5."
+    "Compute the mean of `log(Z)**2`. Zoph et al. 2022, equation 5."
     top = logits.max(-1, keepdims=True)
     log_z = np.log(np.exp(logits - top).sum(-1, keepdims=True)) + top      # (N, 1)
     return (log_z**2).mean(), 2/len(logits)*log_z*np.exp(logits - log_z)

@@ -74,7 +74,7 @@ def overlap(
 
 # %% ../../nbs/10_parallelism/10d_data_parallel.ipynb #ebb0ee0c
 class BucketedGradients:
-    """All-reduces gradients, a bucket at a time, during *one* backward pass. Zero the gradients
+    """All-reduces gradients, a bucket at a time, during one backward pass. Zero the gradients
     before it: what they already hold would be added up over the ranks again."""
     def __init__(self,
         parameters:Sequence,  # The model's parameters that get a gradient
