@@ -15,7 +15,7 @@ sys.path.insert(0, str(ROOT / "tools"))
 pytest.importorskip("nbconvert")
 from docs import quarto
 from docs.extras import llms, markdown, read_redirects, search_index, write_404, write_redirects
-from docs.notebook import caption, code_cell, documented, enrich, facts, labels, load, md, options, plain, spoken, whole_summary
+from docs.notebook import caption, code_cell, documented, enrich, facts, labels, load, md, options, plain, plain_signature, spoken, whole_summary
 from run_nbs import note_time
 from docs.page import dead_links, finish, fold_proof, html, links, sections
 from bs4 import BeautifulSoup
@@ -147,6 +147,13 @@ def test_all_names_of_a_cell_stand_before_it_in_its_order(tmp_path):
     assert [c.outputs[0].data["text/markdown"].startswith("---") for c in cells if c.outputs] == [True, False, False, True]
 
 
+def test_a_signature_shows_names_and_no_addresses():
+    said = "### f\n\n```python\ndef f(\n    parts:Parts=Parts(norm=<function make.norm at 0x7fbf1ff97a60>, of=<class 'a.b.Linear'>), # Of what\n):\n```\n"
+    assert plain_signature(said) == "### f\n\n```python\ndef f(\n    parts:Parts=Parts(norm=norm, of=Linear), # Of what\n):\n```\n"
+    assert plain_signature("### Way\n\n```python\ndef Way(\n    *args, **kwargs\n):\n```\n\n*A way.*") == "### Way\n\n*A way.*"
+    assert plain_signature(kept := "### g\n\n```python\ndef g(\n    f, *args, **kwargs\n):\n```\n") == kept
+
+
 def test_a_caption_knows_code_and_emphasis():
     assert caption("*banana* and `a < b*c*d`: 2 * 3 * 4 < 5 & more") == "<em>banana</em> and <code>a &lt; b*c*d</code>: 2 * 3 * 4 &lt; 5 &amp; more"
 
@@ -219,6 +226,13 @@ def test_a_page_keeps_a_place_for_its_pictures(tmp_path):
     body, _, _ = finish(f'<img src="data:image/png;base64,{PIXEL}"><img src="data:image/svg+xml;base64,{svg}" width="640"><img src="data:image/svg+xml;base64,PHN2Zy8+">',
                         "a.html", "https://x", tmp_path)
     assert [(i.get("width"), i.get("height")) for i in BeautifulSoup(body, "html.parser").find_all("img")] == [("1", "1"), ("640", "320"), (None, None)]
+
+
+def test_a_wide_picture_scrolls_on_a_phone(tmp_path):
+    for width, wide in ((1300, False), (1301, True)):
+        data = base64.b64encode(b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR" + width.to_bytes(4, "big") + (100).to_bytes(4, "big")).decode()
+        body, _, _ = finish(f'<img src="data:image/png;base64,{data}">', "a.html", "https://x", tmp_path)
+        assert ('class="wide"' in body) == wide and f'width="{width}"' in body
 
 
 def test_the_checks_under_proof_are_folded_up_to_the_box():

@@ -28,7 +28,7 @@ class Study:
     small:dict               # Variants of the preset `small`; the first one is the base
     full:dict                # Variants of `ts-36m`, the published set-up
     measure:str = "loss"     # What is compared
-    # Number of seeds of each variant, fixed before the runs of the log: five where the effect is small
+    # Seeds of each variant, fixed before the runs of the log: five where the effect is small
     seeds:int = 3
     equal_flops:bool = False # Runs have the same FLOPs, instead of the same tokens
     # Pairs of a variant of `full` and the end of its key in the ledger, after `cs336-report.`; the

@@ -15,7 +15,7 @@ def compute_naive_policy_gradient_loss(
     raw_rewards_or_advantages:Tensor, # One number per response `(B, 1)`, or per token
     policy_log_probs:Tensor,          # Log-probability of each token `(B, T)`
 )->Tensor: # Loss of each token `(B, T)`
-    "Compute `-advantage*log_prob`. Raises `ValueError` for bad shapes or numbers that aren't finite."
+    "Compute `-advantage*log_prob`. Raises `ValueError` for bad shapes, infinity or NaN."
     _check_advantages(raw_rewards_or_advantages, policy_log_probs)
     return -raw_rewards_or_advantages*policy_log_probs
 

@@ -492,7 +492,7 @@ def curate(
     apply:Callable=map, # Executor of jobs: `map`, a pool's `map`, or `dask_map()`
 )->Funnel:
     """Write `documents/`, `dropped.jsonl`, `funnel.json` and `card.md` into `out`.
-    An unfinished run reads a file again if its size has changed. Raises `ValueError` for a folder of
+    An unfinished run reads a file anew if its size has changed. Raises `ValueError` for a folder of
     another recipe, of other input files or inside of `source`, and for a damaged shard."""
     paths, out = shard_files(source), Path(out)
     if out.resolve().is_relative_to(Path(source).resolve()): # Its files would count as input

@@ -300,7 +300,7 @@ def check_grpo_microbatch_train_step(
 def check_gae(
     gae:Callable, # `gae(rewards, values, gamma, lam)` gives `(T,)`
 ):
-    "`AssertionError` unless advantages add up temporal differences, with `gamma*lam` for each step."
+    "`AssertionError` unless advantages add up temporal differences, times `gamma*lam` a step."
     def of(r, v, g, l, end=0., decay=lambda g, l: g*l, later=lambda g: g, more=lambda a, v: a):
         out, ahead, after = [], torch.zeros(()).double(), torch.as_tensor(end).double()
         for t in reversed(range(len(r))):

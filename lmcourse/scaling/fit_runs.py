@@ -102,7 +102,7 @@ class Scaling:
         r = np.corrcoef(np.log(self.runs.parameters), np.log(self.runs.tokens))[0, 1]
         if r > .97:
             out.append(f"tokens almost follow parameters (correlation {r:.3f}), so their effects "
-                       f"can hardly be told apart: train one size on several numbers of tokens, too")
+                       f"can hardly be told apart: train one size on several numbers of tokens too")
         low, high = self.interval(lambda l: l.exponent)
         if high - low > .3:
             out.append(f"the exponent of the best size is only known to lie between {low:.2f} and "

@@ -20,12 +20,12 @@ def plot_runs(
     "Plot training and validation loss against tokens, with the floor. Returns the `Axes`."
     ax, floors = figure(width=7, height=3.6)[1], set()
     for i,(name,run) in enumerate(runs.items()):
-        metrics, per_step = read_metrics(run), _tokens_per_step(run)
+        metrics, per_step, color = read_metrics(run), _tokens_per_step(run), COLORS[i % len(COLORS)]
         train, valid = ([m for m in metrics if key in m] for key in ("loss", "valid_loss"))
-        ax.plot([m["tokens"] for m in train], [m["loss"] for m in train], color=COLORS[i % len(COLORS)],
-                alpha=.35, linewidth=1)
+        ax.plot([m["tokens"] for m in train], [m["loss"] for m in train], color=color, alpha=.35,
+                linewidth=1)
         ax.plot([m["step"]*per_step for m in valid], [m["valid_loss"] for m in valid], "o-",
-                color=COLORS[i % len(COLORS)], markersize=3, label=f"{name}, validation")
+                color=color, markersize=3, label=f"{name}, validation")
         if floor and valid and "floor" in valid[-1]: floors.add(round(valid[-1]["floor"], 6))
     for nats in sorted(floors): # Runs on the same corpus share a floor
         ax.axhline(nats, color=GREY, linestyle="--", label="floor of the source")

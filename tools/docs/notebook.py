@@ -191,10 +191,17 @@ def unlink_code(cells):
                 data["text/markdown"] = fence.sub(lambda m: link.sub(r"\1", m[0]), data["text/markdown"])
 
 
+def plain_signature(text):
+    "A signature with functions and classes by their names, not their addresses; none where nbdev could not find the arguments."
+    text = re.sub(r"<function (?:\w+\.)*(\w+) at 0x[0-9a-f]+>|<class '(?:\w+\.)*(\w+)'>", lambda m: m[1] or m[2], text)
+    return re.sub(r"```python\n(?:def|class) [\w.]+\(\n    \*args, \*\*kwargs,?\n\):\n```\n+", "", text)
+
+
 def without_stand_in(cells):
     "Where a function has no docstring, nbdev shows that of Python's own call."
     for c in cells:
         for o in c.get("outputs", []):
+            if DOC.match(said := o.get("data", {}).get("text/markdown", "")): o.data["text/markdown"] = plain_signature(said)
             if (said := o.get("data", {}).get("text/markdown", "")).endswith(of_call := "*Call self as a function.*"):
                 o.data["text/markdown"] = said.removesuffix(of_call).rstrip() + "\n"
 

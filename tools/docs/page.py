@@ -13,6 +13,7 @@ from nbdev.doclinks import _nbpath2html
 from lmcourse.tools.pages import heading_anchor
 
 HERE, KATEX = Path(__file__).parent, "0.19.1"
+WIDE = 1300 # Pixels of a picture from which its words are too small on a phone, unless it scrolls
 # Formulas get delimiters that no prose has: with bare dollars, two amounts of money would make a formula.
 IPythonRenderer.inline_math = lambda self, body: rf"<span>\({self.escape_html(body)}\)</span>"
 IPythonRenderer.block_math = lambda self, body: rf"<span>\[{self.escape_html(body)}\]</span>"
@@ -63,6 +64,7 @@ def finish(html, page, base, out):
         if shape := picture_shape(data, kind):                # The page keeps the place free until the picture is there
             width = int(img.get("width", round(shape[0])))
             img["width"], img["height"] = width, round(width*shape[1]/shape[0])
+            if kind == "png" and width > WIDE: img["class"] = "wide"
         img["alt"] = around["data-alt"] if (around := img.find_parent(attrs={"data-alt": True})) else img.get("alt", "")
     return str(soup), toc, found
 
