@@ -29,6 +29,12 @@ def test_any_table_renders_whole_in_all_three_forms(rows):
     assert all(len(line) <= 100 for line in repr(table).split("\n") if line.isascii())
 
 
+def test_a_heading_is_written_in_words():
+    "A name of Python's with spaces, anything else as it is"
+    table = Table([{"loss_after_step": 1, "_a": 2, "top_k 6": 3, "`log_prob`": 4, "x_1": 5}], units=dict(loss_after_step="nats"))
+    assert table.headings == ["loss after step (nats)", "_a", "top_k 6", "`log_prob`", "x 1"] and "loss_after_step" in table.columns
+
+
 def test_code_in_a_cell_is_code():
     assert "><code>f(&lt;a&gt;)</code> of `x</td>" in Table([{"a": "`f(<a>)` of `x"}])._repr_html_()
 

@@ -83,6 +83,9 @@ def _column(values:list)->list: # The text of each cell
     return [text(v) for v in values]
 
 # %% ../../nbs/00_tools/00c_show.ipynb #782dd983
+def _words(heading)->str: # Of a name such as `loss_after_step`, the words
+    return re.sub(r"(?<=[a-z0-9])_(?=[a-z0-9])", " ", s) if (s := str(heading)).isidentifier() else s
+
 class Table:
     "A table that renders itself as HTML, as markdown and as text."
     def __init__(self,
@@ -99,7 +102,7 @@ class Table:
         values = [[_plain(r.get(c)) for r in self.rows] for c in self.columns]
         self.right = [any(map(_number, v)) and all(x is None or _number(x) for x in v)
                       for v in values]
-        self.headings = [f"{c} ({self.units[c]})" if c in self.units else str(c)
+        self.headings = [f"{_words(c)} ({self.units[c]})" if c in self.units else _words(c)
                          for c in self.columns]
         self.cells = [list(r) for r in zip(*map(_column, values))]
 
