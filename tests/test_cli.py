@@ -431,7 +431,7 @@ def test_a_run_that_does_not_fit_on_this_machine_is_not_resumed(whole, monkeypat
 
 @pytest.mark.parametrize("words, place", [
     ("plot whole --out new.png", "training.plots.plot_runs"), ("scale damaged.jsonl --out new.png", "scaling.fit_runs.read_scaling_runs"),
-    ("eval --tasks recall --stories 2 --out new.md", "training.models.load_model"), ("bench training --out new.json", "app.bench_training._training_lines"),
+    ("eval --tasks recall --stories 2 --out new.md", "training.models.load_model"), ("bench training --out new.json", "app.bench_training._all_lines"),
     ("bench kernels --out new.json", "kernels.use._bench_lines"), ("train data new", "training.trainer.Trainer")])
 def test_a_result_that_can_not_be_saved_is_told_before_any_work(broken, monkeypatch, words, place):
     "On a read-only disk, say, where the rights of the folder look well."

@@ -346,7 +346,8 @@ def roofline(
                     fontsize=8, va="bottom" if above else "top")
     ax.set(xscale="log", yscale="log", xlabel="arithmetic intensity (FLOPs per byte)",
            ylabel="rate (FLOP/s)")
-    ax.set_title(f"{device.name}: {si(device.peak(dtype), 'FLOP/s')} in {dtype}, "
+    name = "this machine" if device.name == "this" else device.name
+    ax.set_title(f"{name}: {si(device.peak(dtype), 'FLOP/s')} in {dtype}, "
                  f"{si(device.bytes_per_s, 'B/s')}")
     return ax
 

@@ -93,10 +93,10 @@ def card_table(
     for name,usd in usd_per_hour.items():
         card, fit = device_of(name), fit_to_card(preset, name)
         row = {"card": card.name, "GB": round(card.memory_bytes/1e9)}
-        if fit is None: rows.append(row | {"windows at a time": 0}); continue
+        if fit is None: rows.append(row | {"windows": 0}); continue
         p = price(fit.model, fit.train, card, SHARE, usd)
         rows.append(row | {"products in": p.dtype, "step needs": si(p.memory_bytes, "B"),
-                           "windows at a time": fit.train.micro_batch or fit.train.batch_size,
+                           "windows": fit.train.micro_batch or fit.train.batch_size,
                            "tokens/s": round(fit.tokens_per_s, -3), "the run": duration(p.seconds),
                            "cost": f"${p.usd:.2f}"})
     return Table(rows)

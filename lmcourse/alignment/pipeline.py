@@ -34,7 +34,7 @@ from ..tools.config import TrainConfig, UserError
 from ..tools.documents import documents
 from ..tools.files import atomic_write, read_json, remove, write_json, write_text
 from ..tools.machine import machine_name, return_freed_memory
-from ..tools.show import COLORS, Table, figure, si
+from ..tools.show import COLORS, GREY, Table, figure, si
 from ..training.data import TokenDataset, write_dataset
 from ..training.evaluation import evaluate
 from ..training.models import load_model, save_model
@@ -137,7 +137,7 @@ def keep_model(
     tokenizer:Tokenizer,
     asked:bool,      # Whether the model was taught a task, so that `chat` sends it prompts
 ):
-    "Save the model in `folder/model` for the next stages, `generate`, `serve` and `chat`."
+    "Save the model in `folder/model` for the next stages, and for the commands of the course."
     remove(folder/"model")
     train = replace(trainer.config, init_from=None)
     save_model(folder/"model", trainer.model, tokenizer, train, dict(stage=folder.name))
@@ -279,6 +279,7 @@ def loss_plot(r:dict): # Axes
     if base["floor"]: ax.axhline(base["floor"], color=COLORS[1], ls="--",
                                  label="floor of the source")
     ax.set(xlabel="training tokens", ylabel="loss (nats per token)", ylim=(0, None))
+    ax.xaxis.set_major_formatter("{x:,.0f}")
     ax.legend()
     return ax
 
@@ -286,10 +287,10 @@ def success_plot(r:dict): # Axes
     ax = figure(width=7, height=2.6)[1]
     for x,(name,m) in enumerate(r["models"].items()):
         ax.bar(x, m["success"], .6, color=COLORS[x])
-        ax.plot([x, x], [m["low"], m["high"]], color="0.2")
+        ax.plot([x, x], [m["low"], m["high"]], color=GREY, lw=2)
         ax.text(x, min(m["high"], 1) + .03, f"{m['success']:.0%}", ha="center")
-    ax.axhline(r["ceiling"], color="0.5", ls="--", lw=1)
-    ax.text(-.45, r["ceiling"] + .02, "the demonstrators", fontsize=8, color="0.4")
+    ax.axhline(r["ceiling"], color=GREY, ls="--", lw=1)
+    ax.text(-.45, r["ceiling"] + .02, "the demonstrators", fontsize=8, color=GREY)
     ax.set(xticks=range(len(MODELS)), ylim=(0, 1.15), ylabel=f"{_asked(r)} that come out right")
     ax.set_xticklabels(MODELS.values())
     return ax

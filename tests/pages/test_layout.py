@@ -240,6 +240,19 @@ def test_a_silent_check_is_seen():
     assert not checks_silently("from a import check_close\ndef f(x): assert x")
 
 
+def loses_its_prints(src):
+    "A semicolon at the end of a cell hides its picture's name, and in execnb what the cell prints too."
+    printing = (isinstance(n, ast.Call) and getattr(n.func, "id", "") == "print" for n in ast.walk(ast.parse(src)))
+    return src.rstrip().endswith(";") and any(printing)
+
+
+def test_what_a_cell_prints_is_shown():
+    assert loses_its_prints("print(1)\nax.plot([1]);\n") and not loses_its_prints("print(1)\nax.plot([1])") and not loses_its_prints("ax.plot([1]);")
+    lost = [f"{name}: {''.join(c['source'])[-60:]!r}" for name in CELLS for c in CELLS[name]
+            if c["cell_type"] == "code" and "print(" in (src := "".join(c["source"])) and src.rstrip().endswith(";") and loses_its_prints(src)]
+    assert not lost, lost
+
+
 def one_whole(src):
     "A class stands whole in one cell, with all its methods; a loop that is compiled can't be split without cost."
     body, lines = ast.parse(src).body, len(src.strip().splitlines())
