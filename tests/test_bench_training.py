@@ -111,7 +111,7 @@ def test_nanogpt_has_a_comparison_of_its_own(tmp_path, monkeypatch):
     assert {m["name"] for m in saved["nanogpt"] if m["task"] == "step"} == {*names, "torch, own kernels"}
     text = "\n".join(str(line) + "\n"*isinstance(line, bench.Table) for line in lines)
     (row, other) = training_rows(text)
-    assert row["what"] == "a training step on 1 thread: torch, against nanoGPT, compiled" and row["least"] == 1.1 and other["least"] is None
+    assert row["what"] == "a training step of GPT-2's shape on 1 thread: torch, against nanoGPT, compiled" and row["least"] == 1.1 and other["least"] is None
     table = [line for line in lines if isinstance(line, bench.Table)][-1]
     assert [float(r["times as fast"].split()[0].replace(",", "")) for r in table.rows] == [row["ratio"], other["ratio"]]
 

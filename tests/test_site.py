@@ -154,6 +154,17 @@ def test_a_signature_shows_names_and_no_addresses():
     assert plain_signature(kept := "### g\n\n```python\ndef g(\n    f, *args, **kwargs\n):\n```\n") == kept
 
 
+def test_all_of_them_reach_the_page(tmp_path):
+    "Signatures are mended in the notebook, for either builder; summaries and captions where ours reads it"
+    c = doc("h")
+    c.outputs[0].data["text/markdown"] = "---\n\n### h\n\n```python\ndef h(\n    f=<function a.b at 0x7f>\n):\n```\n\n*Says what*\nit does."
+    path = notebook(tmp_path, new_md("# T"), c, new_code("#| fig-cap: Of *x*\nplot()", outputs=[png()]))
+    enrich(path, None)
+    assert "f=b\n" in nbformat.read(path, 4).cells[1].outputs[0].data["text/markdown"]
+    _, said, plot = load(path)[0].cells
+    assert "*Says what it does.*" in said.outputs[0].data["text/markdown"] and plot.metadata["caption"] == "Of <em>x</em>"
+
+
 def test_a_caption_knows_code_and_emphasis():
     assert caption("*banana* and `a < b*c*d`: 2 * 3 * 4 < 5 & more") == "<em>banana</em> and <code>a &lt; b*c*d</code>: 2 * 3 * 4 &lt; 5 &amp; more"
 

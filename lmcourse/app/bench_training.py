@@ -569,8 +569,8 @@ def _all_lines(rounds, threads, large_vocabulary, file, setting, names):
         reasons[NANOGPT] = "NANOGPT in the environment doesn't name the folder of its model.py"
         yield f"not measured: {NANOGPT} ({reasons[NANOGPT]})"
     if large_vocabulary:
-        numpys = [m["name"] for m in measured if m["name"] in ("NumPy", "NumPy, AVX-512")]
-        yield from _large_lines(large, threads, list(dict.fromkeys(numpys)))
+        numpys = [n for n in of_task(measured, "step") if n in ("NumPy", "NumPy, AVX-512")]
+        yield from _large_lines(large, threads, numpys)
     found = dict(machine=here, threads=threads, setting=asdict(setting), left_out=reasons,
                  measured=measured + large, nanogpt=nanogpt)
     if file: write_json(file, found, indent=1)

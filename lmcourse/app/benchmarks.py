@@ -102,10 +102,12 @@ def training_rows(
     """Read the ratios of training steps. A step should be 1.15 times as fast as transformers', and
     1.1 times as fast as nanoGPT's."""
     rows, least = [], {"transformers": 1.15, "nanoGPT, compiled": 1.1}
-    for threads,run in re.findall(r"\na step .*; (\d+) threads?((?:\n(?!a step ).*)*)", text):
+    run_of = r"\na step (of GPT-2's shape)?.*; (\d+) threads?((?:\n(?!a step ).*)*)"
+    for shape,threads,run in re.findall(run_of, text):
         table = run.partition("\nratios\n")[2].partition("\n\n")[0].splitlines()[2:]
         for ours,theirs,ratio in map(_cells, table):
-            rows.append(_row(f"a training step on {threads} thread{'s'*(threads != '1')}: "
+            rows.append(_row(f"a training step {shape + ' '*bool(shape)}on {threads} "
+                             f"thread{'s'*(threads != '1')}: "
                              f"{ours}, against {theirs}", _number(ratio),
                              least.get(theirs) if ours == "torch" else None))
     return [row | _header(text) for row in rows]

@@ -82,7 +82,8 @@ def kernels_for(
     device:torch.device, # The device that trains the model
     dtype:str,           # Format of the products, not `auto`
 )->str: # `torch`, `fused` or `triton`
-    "Return the kernels of a run: `auto` means fused ones for float32 on a CPU, if Numba compiles."
+    """Return the kernels of a run. `auto` means fused ones for float32 on a CPU, where Numba
+    compiles, the step isn't compiled and the model isn't divided; otherwise torch's."""
     if config.kernels != "auto": return config.kernels
     fits = _free_to_choose(config, device, dtype) and compiles() and not config.compile
     return "fused" if fits else "torch"
