@@ -167,6 +167,14 @@ def test_a_page_ends_with_its_takeaway_and_what_to_read_next(name):
 
 
 @notebooks
+def test_the_takeaway_follows_the_proof(name):
+    "The folded checks never separate a reader from the next page, which is always the last thing to see."
+    starts = [next((i for i, c in enumerate(CELLS[name]) if c["cell_type"] == "markdown" and mark in "".join(c["source"])), None)
+              for mark in ("## Proof\n", "> **Takeaway")]
+    assert None in starts or starts[0] < starts[1]
+
+
+@notebooks
 def test_cells_are_short_and_have_stable_ids(name):
     ids = [c["id"] for c in CELLS[name]]
     assert len(ids) == len(set(ids))
