@@ -349,7 +349,7 @@ def test_the_need_on_a_gpu(monkeypatch, B, optimizer_decides, optimizer):
     "There the loss takes more tokens at a time and AdamW no room: done so on the processor, it is counted so"
     c, how = ModelConfig(vocab_size=4096, context_length=16, d_model=32, num_layers=1, num_heads=2, norm="layernorm"), PLAIN | dict(optimizer=optimizer)
     on_cpu = sum(training_bytes(c, B, **how).values())
-    monkeypatch.setattr(optim_torch, "on_one_card", lambda params: True)
+    monkeypatch.setattr(optim_torch, "on_one_device", lambda params: True)
     monkeypatch.setattr(TransformerLM, "loss", lambda self, ids, targets: linear_cross_entropy(self.hidden_states(ids), self.lm_head.weight, targets,
                                                                                               tokens=layers_torch._tokens_at_a_time("cuda", targets.numel(), c.vocab_size)))
     assert not too_low_or_high([(c, B, 16, how | dict(device="cuda"))], [max(live_bytes(c, B, 16, how))])

@@ -6,7 +6,7 @@ from itertools import product
 import pytest
 import torch
 
-from lmcourse.alignment.toy import backward_induction, best_of_n, descend, expected_gradient, kl_estimators, parrot, reverse_rule, soft_rule, total_variation
+from lmcourse.alignment.toy import backward_induction, best_of_n, descend, expected_gradient, kl_estimators, kl_optimum, parrot, reverse_kl_optimum, total_variation
 
 WORLDS = [(0, .25), (1, .05), (2, 2.)]
 
@@ -38,7 +38,7 @@ def test_each_loss_has_no_gradient_at_its_own_target(seed, beta):
             k = kl_estimators(x, ref)[name].sum(1) if tokens else kl_estimators(x.sum(1), ref.sum(1))[name]
             return -toy.rewards*x.sum(1) + beta*k
         return f
-    targets = {("k2", False): toy.optimum(), ("k2", True): backward_induction(toy, soft_rule), ("k3", True): backward_induction(toy, reverse_rule), ("k3", False): reverse_rule(ref.sum(1), toy.rewards, beta)}
+    targets = {("k2", False): toy.optimum(), ("k2", True): backward_induction(toy, kl_optimum), ("k3", True): backward_induction(toy, reverse_kl_optimum), ("k3", False): reverse_kl_optimum(ref.sum(1), toy.rewards, beta)}
     for (name, tokens), target in targets.items():
         for other_name, other_tokens in targets:
             size = expected_gradient(toy, toy.table(target), loss(other_name, other_tokens)).abs().max()

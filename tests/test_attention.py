@@ -96,8 +96,8 @@ def test_rope_as_a_gpu_compiles_it_is_the_same(lead, T, pairs, dtype, seed):
     dtype = getattr(torch, dtype)
     x, table = randn(*lead, T, 2*pairs, seed=seed).to(dtype), RoPE(T, 2*pairs, dtype=dtype).at(T)
     near = dict(rtol=1e-9 if dtype == torch.float64 else 1e-5, atol=1e-9 if dtype == torch.float64 else 1e-5)
-    check_close(attention_torch._turn_swapped(x, table).double(), attention_torch._turn(x, table).double(), **near if dtype != torch.bfloat16 else dict(rtol=1e-2))
-    if dtype == torch.float64: check_same(lambda x: attention_torch._turn(x, table), lambda x: attention_torch._turn_swapped(x, table), x)
+    check_close(attention_torch._rotate_swapped(x, table).double(), attention_torch._rotate(x, table).double(), **near if dtype != torch.bfloat16 else dict(rtol=1e-2))
+    if dtype == torch.float64: check_same(lambda x: attention_torch._rotate(x, table), lambda x: attention_torch._rotate_swapped(x, table), x)
 
 
 @few

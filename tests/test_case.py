@@ -87,7 +87,7 @@ OTHERS = { # What the doctor should say, to a change of the evaluation that is m
     "attention scale 1/sqrt(D)": lambda: attention(scale=32**-.5),
     "position ids reset every 32 tokens": faults.FIRST["positions reset"].changes,
     "position ids all 0": lambda: [(RoPE, "at", first_places)],
-    "RoPE pairs in the other layout": lambda: [(attention_torch, "_turn", lambda x, table: apply_rope_half(x, *table.unbind(-1)))],
+    "RoPE pairs in the other layout": lambda: [(attention_torch, "_rotate", lambda x, table: apply_rope_half(x, *table.unbind(-1)))],
     "labels shifted by 0": faults.FIRST["shifted labels"].changes,
     "labels shifted by 2": faults.FAULTS["targets two ahead"].changes,
     "no final norm": lambda: [(TransformerLM, "forward", without_norm)],

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lmcourse.parallelism.collectives import check_sent
-from lmcourse.parallelism.context_parallel import block_attention, contiguous, merge_pages, ring_attention, ring_attention_backward, ring_attention_bytes, zigzag
+from lmcourse.parallelism.context_parallel import block_attention, contiguous, merge_attention, ring_attention, ring_attention_backward, ring_attention_bytes, zigzag
 from lmcourse.parallelism.ranks import Network
 
 
@@ -35,8 +35,8 @@ def test_pages_can_be_merged_in_any_order_and_empty_ones_change_nothing():
     whole = block_attention(q, k, v, np.ones((6, 6), bool))
     for order in ((0, 1, 2), (2, 0, 1)):
         found = empty
-        for i in order: found = merge_pages(found, pages[i])
-        for a, b in zip(merge_pages(found, empty), whole): np.testing.assert_allclose(a, b, rtol=1e-13, atol=1e-14)
+        for i in order: found = merge_attention(found, pages[i])
+        for a, b in zip(merge_attention(found, empty), whole): np.testing.assert_allclose(a, b, rtol=1e-13, atol=1e-14)
 
 
 @pytest.mark.parametrize("dtype, limit", [(np.float32, 2e-6), (np.float16, 1e-2)])

@@ -12,7 +12,7 @@ from lmcourse.generation.sampling import next_token_probs
 from lmcourse.inference.draft_engine import DraftEngine
 from lmcourse.inference.engine import Engine, Request, replay
 from lmcourse.inference.kv_cache import CachedDecoder
-from lmcourse.inference.speculative import DraftModel, NgramDraft, PromptLookup, exact_law
+from lmcourse.inference.speculative import DraftModel, NgramDraft, PromptLookup, exact_distribution
 from lmcourse.tools.checks import check_close, expect_error
 
 
@@ -59,7 +59,7 @@ def test_the_distribution_is_the_model_s(settings):
         engine = DraftEngine(model, block_size=2, make_draft=partial(DraftModel, other, CachedDecoder), lookahead=1)
         engine.draw = lambda s, probs: draw(probs)
         return tuple(engine.run([Request((1,), 3, **settings)])[0].tokens[:2])
-    law = exact_law(run)
+    law = exact_distribution(run)
     def probs(ids): return next_token_probs(model(torch.tensor([ids]))[0, -1].detach().float(), **settings).double()
     for a, b in product(range(3), repeat=2):
         check_close(law.get((a, b), 0.), (probs([1])[a]*probs([1, a])[b]).item(), 1e-5, 1e-6)

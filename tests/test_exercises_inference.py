@@ -15,7 +15,7 @@ from lmcourse.exercises import inference as ex
 from lmcourse.inference.engine import BlockPool, Engine, Request
 from lmcourse.inference.kv_cache import CacheLayer, KVCache
 from lmcourse.inference.quantization import QuantizedWeight, grid_steps, pack_pairs, quantize, to_grid, two_of_four
-from lmcourse.inference.speculative import exact_law, expected_tokens, residual, verify
+from lmcourse.inference.speculative import exact_distribution, expected_tokens, residual, verify
 from lmcourse.tools.config import ModelConfig
 
 F32 = np.float32
@@ -452,7 +452,7 @@ def by_enumeration(a, n):
         count = 0
         while count < n and draw([a, 1 - a]) == 0: count += 1
         return count + 1
-    return sum(k*probability for k, probability in exact_law(run).items())
+    return sum(k*probability for k, probability in exact_distribution(run).items())
 
 
 # 11 and 12. Few bits

@@ -153,30 +153,30 @@ def by_hand(bias, chosen, rate):
 
 # 9. Scores
 
-def scores(q, q_turned, cards, turned, up, root=lambda K, Q, R: (K + Q)**.5, parts=(1, 1)):
-    K, Q, R = len(q), len(q_turned), cards.shape[1]
-    return (parts[0]*(cards@(q@up)) + parts[1]*(turned@q_turned))/root(K, Q, R)
+def scores(q, q_rope, latents, k_rope, up, root=lambda K, Q, R: (K + Q)**.5, parts=(1, 1)):
+    K, Q, R = len(q), len(q_rope), latents.shape[1]
+    return (parts[0]*(latents@(q@up)) + parts[1]*(k_rope@q_rope))/root(K, Q, R)
 
 
 def scored(**how): return lambda *a: scores(*a, **how)
 
 
-def unpacked(q, q_turned, cards, turned, up): return (cards@up.T@q + turned@q_turned)/(len(q) + len(q_turned))**.5
+def unpacked(q, q_rope, latents, k_rope, up): return (latents@up.T@q + k_rope@q_rope)/(len(q) + len(q_rope))**.5
 
 
-def by_method(q, q_turned, cards, turned, up): return (cards.dot(up.T).dot(q) + turned.dot(q_turned))/(len(q) + len(q_turned))**.5
+def by_method(q, q_rope, latents, k_rope, up): return (latents.dot(up.T).dot(q) + k_rope.dot(q_rope))/(len(q) + len(q_rope))**.5
 
 
-def by_numpy(q, q_turned, cards, turned, up): return (np.dot(cards, np.dot(q, up)) + np.sum(turned*q_turned, -1))/np.sqrt(len(q) + len(q_turned))
+def by_numpy(q, q_rope, latents, k_rope, up): return (np.dot(latents, np.dot(q, up)) + np.sum(k_rope*q_rope, -1))/np.sqrt(len(q) + len(q_rope))
 
 
-def side_by_side(q, q_turned, cards, turned, up): return np.hstack([cards, turned])@np.concatenate([q@up, q_turned])/(len(q) + len(q_turned))**.5
+def side_by_side(q, q_rope, latents, k_rope, up): return np.hstack([latents, k_rope])@np.concatenate([q@up, q_rope])/(len(q) + len(q_rope))**.5
 
 
-def unpacked_side_by_side(q, q_turned, cards, turned, up): return np.hstack([np.dot(cards, up.T), turned])@np.concatenate([q, q_turned])/(len(q) + len(q_turned))**.5
+def unpacked_side_by_side(q, q_rope, latents, k_rope, up): return np.hstack([np.dot(latents, up.T), k_rope])@np.concatenate([q, q_rope])/(len(q) + len(q_rope))**.5
 
 
-def transposed(q, q_turned, cards, turned, up): return (up.T@q@cards.T + q_turned@turned.T)*(len(q) + len(q_turned))**-.5
+def transposed(q, q_rope, latents, k_rope, up): return (up.T@q@latents.T + q_rope@k_rope.T)*(len(q) + len(q_rope))**-.5
 
 
 # 10. REINFORCE
@@ -236,7 +236,7 @@ TASKS = {
                   (lambda E, k, n: E*(1 - (1 - 1/E)**n), "not 1"), (lambda E, k, n: k*(1 - (1 - k/E)**n), "for E"), (lambda E, k, n: round(E*(1 - (1 - k/E)**n)), "for E"),
                   (lambda E, k, n: E, "for E")], [lambda E, k, n: E*(1 - (1 - k/E)**n), lambda E, k, n: np.float64(E - E*math.exp(n*math.log1p(-k/E))) if k < E else E]),
     "latent_scores": ([(scored(root=lambda K, Q, R: 1), "the root of K + Q is missing"), (scored(root=lambda K, Q, R: K**.5), "both parts count"),
-                       (scored(root=lambda K, Q, R: (R + Q)**.5), "the root stays"), (scored(parts=(1, 0)), "the turned part is missing"), (scored(parts=(0, 1)), "the content is missing"),
+                       (scored(root=lambda K, Q, R: (R + Q)**.5), "the root stays"), (scored(parts=(1, 0)), "the rotated part is missing"), (scored(parts=(0, 1)), "the content is missing"),
                        (scored(root=lambda K, Q, R: K + Q), "divide by the root"), (unpacked, "the keys were unpacked"),
                        (by_method, "the keys were unpacked"), (unpacked_side_by_side, "the keys were unpacked"), (scored(parts=(1, -1)), "for S"),
                        (lambda q, t, c, r, u: np.einsum("sr,kr,k->s", c, u, q), "can't be counted")], [scored(), transposed, by_numpy, side_by_side]),

@@ -11,7 +11,7 @@ torch = pytest.importorskip("torch")
 
 from lmcourse.architecture.attention_torch import RoPE, prepare_heads
 from lmcourse.architecture import fused
-from lmcourse.architecture.fused import FusedFeedForward, FusedRMSNorm, exp2_below, fused_heads, fused_loss, head_loss, largest, rms_norm, swiglu, turn_heads
+from lmcourse.architecture.fused import FusedFeedForward, FusedRMSNorm, exp2_below, fused_heads, fused_loss, head_loss, largest, rms_norm, swiglu, rotate_heads
 from lmcourse.architecture.fused_attention import FUSED_PARTS
 from lmcourse.architecture.layers_torch import Linear, RMSNorm, check_same, linear_cross_entropy, rmsnorm, silu
 from lmcourse.architecture.onednn import OneDNNLinear, vectors_idle
@@ -67,8 +67,8 @@ def test_heads(norm):
 def test_what_the_kernels_would_read_beyond_is_refused():
     x, table, h, head, targets = drawn(1, 3, 2, 8), RoPE(4, 8).at(3), drawn(6, 16), drawn(40, 16), torch.arange(6)
     for error, words, f, inputs in (
-            (ValueError, "weight has shape (2,), expected (8,)", turn_heads, (x, torch.ones(2), table, 1e-5)),
-            (ValueError, "table has shape (2, 4, 2), expected (3, 4, 2)", turn_heads, (x, torch.ones(8), table[:2], 1e-5)),
+            (ValueError, "weight has shape (2,), expected (8,)", rotate_heads, (x, torch.ones(2), table, 1e-5)),
+            (ValueError, "table has shape (2, 4, 2), expected (3, 4, 2)", rotate_heads, (x, torch.ones(8), table[:2], 1e-5)),
             (ValueError, "targets has shape (3,), expected (6,)", head_loss, (h, head, targets[:3], -100, 0.)),
             (ValueError, "weight has shape (40, 8), expected (40, 16)", head_loss, (h, head[:, :8], targets, -100, 0.)),
             (TypeError, "head_loss: torch.float64", head_loss, (h.double(), head.double(), targets, -100, 0.))):
@@ -152,7 +152,7 @@ def test_the_compiler_sees_operators():
     check_close([p.grad for p in model.parameters()], expected, 1e-5, 1e-6)
     ops = torch.ops.lmcourse
     ask = lambda *shape: drawn(*shape).requires_grad_()
-    for op, inputs in ((ops.rms_norm, (ask(3, 8), ask(8), 1e-5)), (ops.swiglu, (ask(3, 8), ask(3, 8))), (ops.turn_heads, (ask(2, 5, 3, 8), ask(8), drawn(5, 4, 2), 1e-5)),
+    for op, inputs in ((ops.rms_norm, (ask(3, 8), ask(8), 1e-5)), (ops.swiglu, (ask(3, 8), ask(3, 8))), (ops.rotate_heads, (ask(2, 5, 3, 8), ask(8), drawn(5, 4, 2), 1e-5)),
                        (ops.head_loss, (ask(7, 8), ask(9, 8), torch.arange(7), -100, 0.))):
         torch.library.opcheck(op.default, inputs)
 

@@ -24,7 +24,7 @@ from lmcourse.inference.speculative import DraftModel, speculate
 from lmcourse.tools.checks import check_close
 from lmcourse.tools.config import ModelConfig, TrainConfig
 from lmcourse.training.engines import TorchEngine, precision_for, tf32_products
-from lmcourse.training.optim_torch import AdamW, Muon, muon_groups, on_one_card
+from lmcourse.training.optim_torch import AdamW, Muon, muon_groups, on_one_device
 
 on_both = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
 MODEL = ModelConfig(vocab_size=97, context_length=64, d_model=64, num_layers=2, num_heads=4, num_kv_heads=2)
@@ -105,7 +105,7 @@ def test_the_optimizer_moves_as_on_the_processor(device, optimizer):
             g = torch.Generator().manual_seed(step)
             for p in model.parameters(): p.grad = torch.randn(p.shape, generator=g).to(where)
             rule.step()
-        assert on_one_card(list(model.parameters())) == (where == "cuda")
+        assert on_one_device(list(model.parameters())) == (where == "cuda")
         return [p.detach().cpu() for p in model.parameters()]
     check_close(moved(device), moved("cpu"), rtol=1e-3, atol=2e-4)
 
@@ -220,7 +220,7 @@ from torch.distributed.device_mesh import init_device_mesh
 kind, folder = sys.argv[1], Path(sys.argv[2])
 os.environ["GLOO_SOCKET_IFNAME"] = "lo"
 if kind == "cuda": torch.cuda.set_device(0)
-else: optim_torch.on_one_card = lambda params: True     # The card's step, on the processor
+else: optim_torch.on_one_device = lambda params: True     # The card's step, on the processor
 dist.init_process_group("nccl" if kind == "cuda" else "gloo", init_method=f"file://{folder/'store'}", rank=0, world_size=1)
 world = World(0, 1, init_device_mesh(kind, (1,), mesh_dim_names=("data",)))
 model = ModelConfig(vocab_size=97, context_length=64, d_model=64, num_layers=2, num_heads=4, num_kv_heads=2)

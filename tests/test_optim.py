@@ -13,7 +13,7 @@ from lmcourse.tools.checks import check_close
 from lmcourse.training.checkpoint import load_checkpoint, save_checkpoint
 from lmcourse.training import optim_torch
 from lmcourse.training.optim_torch import (NEWTON_SCHULZ, SGD, AdamW, EarlyStop, Muon, Plateau, adamw_algorithm_1, adamw_step, clip_grad_norm,
-                                           cosine_lr, learning_rate, muon_groups, on_one_card, orthogonalize, parameter_groups)
+                                           cosine_lr, learning_rate, muon_groups, on_one_device, orthogonalize, parameter_groups)
 
 SHAPES = [(3, 4), (4,), (2, 3, 2), ()]
 
@@ -49,8 +49,8 @@ def test_the_step_of_a_gpu_is_the_same_in_one_pass(monkeypatch, dtype, rtol):
     kw = dict(lr=.1, betas=(.8, .9), eps=1e-3, weight_decay=.3)
     expected, calls, real = run(AdamW(many, **kw), many, 7), [], optim_torch.fused_step_
     monkeypatch.setattr(optim_torch, "fused_step_", lambda params, *rest, **how: (calls.append(len(params)), real(params, *rest, **how)))
-    assert not on_one_card(one) and not on_one_card([])
-    monkeypatch.setattr(optim_torch, "on_one_card", lambda params: True)
+    assert not on_one_device(one) and not on_one_device([])
+    monkeypatch.setattr(optim_torch, "on_one_device", lambda params: True)
     check_close(run(AdamW(one, **kw), one, 7), expected, rtol=rtol, atol=rtol/10)
     assert len(calls) == 7 and all(a is not b for a, b in zip(one, many))
 

@@ -15,7 +15,7 @@ from lmcourse.generation.generate import RecomputingDecoder, generate
 from lmcourse.generation.sampling import chi_squared, next_token_probs
 from lmcourse.inference import speculative
 from lmcourse.inference.kv_cache import CachedDecoder, FastDecoder
-from lmcourse.inference.speculative import (DraftModel, NgramDraft, PromptLookup, acceptance_rate, exact_law, expected_speedup,
+from lmcourse.inference.speculative import (DraftModel, NgramDraft, PromptLookup, acceptance_rate, exact_distribution, expected_speedup,
                                             expected_tokens, find_repeat, residual, speculate, verify)
 from lmcourse.tools.config import ModelConfig
 
@@ -41,7 +41,7 @@ def drafts():
                 counted=NgramDraft([0, 1, 1, 2, 0, 2, 1, 0], 3, order=2), lookup=PromptLookup(3, shortest=1))
 
 
-def true_law(model, size, prompt, length, context=99, stop=(), **kw):
+def true_distribution(model, size, prompt, length, context=99, stop=(), **kw):
     "Each text that `generate` can give, with its probability"
     law = Counter()
     for text in itertools.product(range(size), repeat=length):
@@ -57,7 +57,7 @@ def true_law(model, size, prompt, length, context=99, stop=(), **kw):
 def law_error(model, draft, prompt=(0,), length=3, context=99, stop=(), lookahead=2, decoder=None, **kw):
     "How far the probability of a text is off at most; infinite if one comes that can't, or none where one can"
     run = lambda draw: tuple(speculate(model, draft, prompt, length, lookahead, draw=draw, context_length=context, stop=stop, decoder=decoder, **kw))
-    law, truth = exact_law(run), true_law(model, 3, prompt, length, context, stop, **kw)
+    law, truth = exact_distribution(run), true_distribution(model, 3, prompt, length, context, stop, **kw)
     return max(abs(law[t] - truth[t]) for t in truth) if law.keys() == truth.keys() else math.inf
 
 
@@ -107,7 +107,7 @@ def test_one_round_of_one_proposal_is_the_model(p, data):
         accepted, token = verify([x], q[None], torch.stack([p, p]), draw)
         return (x, token) if accepted else (token,)
     first, alpha = Counter(), 0
-    for tokens, weight in exact_law(run).items():
+    for tokens, weight in exact_distribution(run).items():
         first[tokens[0]] += weight
         if len(tokens) == 2: alpha += weight
     for i, w in enumerate(p.tolist()): assert abs(first[i] - w) < 1e-12
@@ -119,7 +119,7 @@ def test_one_round_of_one_proposal_is_the_model(p, data):
 
 def test_float32_rows_that_do_not_quite_sum_to_one():
     p, q = torch.tensor([[0.1]*10]*2), torch.tensor([[0.1]*10])*(1 - 1e-6)
-    assert exact_law(lambda draw: verify([3], q, p, draw)[0]).keys() == {1}
+    assert exact_distribution(lambda draw: verify([3], q, p, draw)[0]).keys() == {1}
 
 
 # The same checks must fail for rules that are wrong
@@ -178,7 +178,7 @@ def tiny():
 
 
 def p_value(model, draft, length=4, times=700, **kw):
-    truth, generator = true_law(model, 4, [0], length, **kw), torch.Generator().manual_seed(0)
+    truth, generator = true_distribution(model, 4, [0], length, **kw), torch.Generator().manual_seed(0)
     counts = Counter(tuple(speculate(model, draft, [0], length, 3, generator=generator, **kw)) for _ in range(times))
     if counts.keys() - truth.keys(): return 0.
     often = [t for t in truth if times*truth[t] >= 5]
@@ -338,7 +338,7 @@ def test_ngrams_fit_the_largest_vocabulary_said_to_fit():
 def test_expected_tokens_is_the_mean_over_all_outcomes(alpha, lookahead):
     p, q = torch.tensor([alpha, 1 - alpha, 0]).double(), torch.tensor([alpha, 0, 1 - alpha]).double()
     run = lambda draw: verify([draw(q) for _ in range(lookahead)], q.expand(lookahead, 3), p.expand(lookahead + 1, 3), draw)[0]
-    mean = sum((n + 1)*w for n, w in exact_law(run).items())
+    mean = sum((n + 1)*w for n, w in exact_distribution(run).items())
     assert abs(mean - expected_tokens(alpha, lookahead)) < 1e-12
     assert abs(mean - (1 - alpha**(lookahead + 1))/(1 - alpha)) < 1e-12
     assert abs(expected_speedup(alpha, lookahead, 0.1, 1.5) - mean/(0.1*lookahead + 1.5)) < 1e-12
@@ -353,9 +353,9 @@ def test_acceptance_rate():
 
 
 def test_exact_law():
-    assert exact_law(lambda draw: "sure") == {"sure": 1}
-    law = exact_law(lambda draw: tuple(draw([0.5, 0, 0.5]) for _ in range(draw([0.25, 0.75]) + 1)))
-    assert exact_law(lambda draw: draw([0.7, 0.3])) == {0: 0.7, 1: 0.3}          # not through float32
+    assert exact_distribution(lambda draw: "sure") == {"sure": 1}
+    law = exact_distribution(lambda draw: tuple(draw([0.5, 0, 0.5]) for _ in range(draw([0.25, 0.75]) + 1)))
+    assert exact_distribution(lambda draw: draw([0.7, 0.3])) == {0: 0.7, 1: 0.3}          # not through float32
     assert law == {(0,): 0.125, (2,): 0.125, (0, 0): 0.1875, (0, 2): 0.1875, (2, 0): 0.1875, (2, 2): 0.1875}
 
 

@@ -486,7 +486,7 @@ def test_nothing_moves_when_the_loss_is_no_number(data):
 def ahead(request, monkeypatch):
     "Settings of a run, and a function that says whether steps are queued from here on"
     def queue(wanted): monkeypatch.setattr(TorchEngine, "runs_ahead", wanted)
-    monkeypatch.setattr("lmcourse.training.optim_torch.on_one_card", lambda params: True)
+    monkeypatch.setattr("lmcourse.training.optim_torch.on_one_device", lambda params: True)
     return replace(SHORT, device=request.param), queue
 
 

@@ -196,7 +196,7 @@ def faulty_model(
     for layer in twin.layers:
         layer.add, layer.attn.attention = (partial(_add, layer, forward),
                                            partial(_attention, forward))
-        if forward.half and layer.attn.rope is not None: layer.attn.rope.turn = _turn_halves
+        if forward.half and layer.attn.rope is not None: layer.attn.rope.rotate = _rotate_halves
     if not forward.final_norm: twin.ln_final = torch.nn.Identity()
     if head is not None: twin.lm_head.weight = torch.nn.Parameter(head)
     return twin
@@ -220,7 +220,7 @@ def _attention(forward:Forward, q:torch.Tensor, k:torch.Tensor, v:torch.Tensor,
     H, T, K = out.shape[-3:]
     return out if forward.merged else out.reshape(*out.shape[:-3], T, H, K).transpose(-2, -3)
 
-def _turn_halves(x:torch.Tensor, table:torch.Tensor)->torch.Tensor:
+def _rotate_halves(x:torch.Tensor, table:torch.Tensor)->torch.Tensor:
     return apply_rope_half(x, *table.unbind(-1))
 
 # %% ../../nbs/06_ablations/06c_case.ipynb #b4d3fc2a

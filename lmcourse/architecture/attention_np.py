@@ -35,7 +35,7 @@ def rope_tables_np(
     return xp.cos(angles_TK).astype(dtype), xp.sin(angles_TK).astype(dtype)
 
 # %% ../../nbs/03_architecture/03c_attention_np.ipynb #c00a18cb
-def _turn(x, cos, sin, first:slice, second:slice
+def _rotate(x, cos, sin, first:slice, second:slice
 ): # Rotates the pairs made of the coordinates `first` and `second`
     T, K = x.shape[-2:]
     if K != 2*cos.shape[-1]:
@@ -60,7 +60,7 @@ def rope_forward(
     sin:np.ndarray, # Sines, in the same shape
 )->tuple: # The rotated `x`, of the same shape, type and memory order, and the cache
     "Rotate the pairs `(2i, 2i+1)`. Raises `ValueError` if x is longer than the tables."
-    return _turn(x, cos, sin, slice(0, None, 2), slice(1, None, 2)), (cos, sin)
+    return _rotate(x, cos, sin, slice(0, None, 2), slice(1, None, 2)), (cos, sin)
 
 def rope_backward(
     dy:np.ndarray, # Gradient of the output
@@ -78,7 +78,7 @@ def rope_half_forward(
 )->tuple: # The rotated `x`, of the same shape, type and memory order, and the cache
     "Rotate the pairs `(i, i + K/2)`. Raises `ValueError` if x is longer than the tables."
     half = x.shape[-1]//2
-    return _turn(x, cos, sin, slice(0, half), slice(half, None)), (cos, sin)
+    return _rotate(x, cos, sin, slice(0, half), slice(half, None)), (cos, sin)
 
 def rope_half_backward(
     dy:np.ndarray, # Gradient of the output

@@ -169,15 +169,15 @@ class RoPE(FixedTable):
             raise ValueError(f"positions {tuple(positions.shape)} don't fit {T} tokens")
         return self.rows(positions)
 
-    def turn(self, x:torch.Tensor,
+    def rotate(self, x:torch.Tensor,
              table:torch.Tensor)->torch.Tensor: # `(..., T, K)` with a table of `at`
-        return _turn(x, table)
+        return _rotate(x, table)
     def forward(self,
         x:torch.Tensor, # Queries or keys `(..., T, K)`
         # Their positions, in any shape that broadcasts to `(..., T)`; default: 0 to T - 1
         positions:torch.Tensor|None=None,
     )->torch.Tensor: # Same shape and type as `x`
-        return self.turn(x, self.at(x.shape[-2], positions))
+        return self.rotate(x, self.at(x.shape[-2], positions))
 
 # %% ../../nbs/03_architecture/03d_attention_torch.ipynb #99d6ef17
 def _pairs_lie_together(x:torch.Tensor)->bool: # True if torch can read `x` as complex numbers
@@ -185,14 +185,14 @@ def _pairs_lie_together(x:torch.Tensor)->bool: # True if torch can read `x` as c
     return (last == 1 and not x.storage_offset() % 2 and all(s % 2 == 0 for s in outer)
             and x.device.type in ("cpu", "cuda"))
 
-def _turn_swapped(x:torch.Tensor, table:torch.Tensor
+def _rotate_swapped(x:torch.Tensor, table:torch.Tensor
 )->torch.Tensor: # The same numbers, in a form that compiles to faster code on a GPU
     pairs, (cos, sin) = at_least_float32(x).unflatten(-1, (-1, 2)), table.unbind(-1)
     swapped = pairs.flip(-1)*torch.stack((-sin, sin), -1)
     return (pairs*cos[..., None] + swapped).flatten(-2).to(x.dtype)
 
-def _turn(x:torch.Tensor, table:torch.Tensor)->torch.Tensor: # `table` is `(..., T, K/2, 2)`
-    if torch.compiler.is_compiling() and x.is_cuda: return _turn_swapped(x, table)
+def _rotate(x:torch.Tensor, table:torch.Tensor)->torch.Tensor: # `table` is `(..., T, K/2, 2)`
+    if torch.compiler.is_compiling() and x.is_cuda: return _rotate_swapped(x, table)
     wide = at_least_float32(x)
     if torch.compiler.is_compiling() or not _pairs_lie_together(wide):
         return apply_rope(x, *table.unbind(-1))
@@ -245,7 +245,7 @@ def prepare_heads(
     "Normalize and rotate queries and keys, if the model has norms and RoPE."
     if q_norm is not None: q, k = norm_heads(q_norm, q), norm_heads(k_norm, k)
     if rope is None or table is None: return q, k
-    return rope.turn(q, table.unsqueeze(-4)), rope.turn(k, table.unsqueeze(-4))
+    return rope.rotate(q, table.unsqueeze(-4)), rope.rotate(k, table.unsqueeze(-4))
 
 # %% ../../nbs/03_architecture/03d_attention_torch.ipynb #0ee90fce
 class CausalSelfAttention(HeadProjections):

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['FAST', 'norm_rows', 'norm_rows_backward', 'fast_add_norm_forward', 'fast_add_norm_backward', 'fast_norm_forward',
            'fast_norm_backward', 'exponents', 'gate', 'gate_backward', 'fast_ffn_forward', 'fast_ffn_backward',
-           'turn_pairs', 'shift_scores', 'divide_rows', 'less_log_sum', 'scores_backward', 'fast_attention_forward',
+           'rotate_pairs', 'shift_scores', 'divide_rows', 'less_log_sum', 'scores_backward', 'fast_attention_forward',
            'fast_attention_backward', 'fast_multihead_forward', 'fast_multihead_backward', 'subtract_max',
            'entropy_rows', 'fast_head_loss', 'pool', 'blas_threads', 'fast_loss_and_grads']
 
@@ -210,7 +210,7 @@ def fast_ffn_backward(
 
 # %% ../../nbs/03_architecture/03h_fast_np.ipynb #b1ec39a7
 @fused
-def turn_pairs(x, cos, sin, sign):
+def rotate_pairs(x, cos, sin, sign):
     """Apply RoPE in place: rotate the pairs `(2i, 2i+1)` of `x` `(B, T, H, K)` forwards, or
     backwards with a sign of -1."""
     B, T, H, K = x.shape
@@ -370,7 +370,7 @@ def fast_multihead_forward(
         heads[n], norms[n] = fast_norm_forward(heads[n], dict(weight=params[f"{n}_norm.weight"]),
                                                replace(c, norm="rmsnorm"))
     if tables:
-        for n in "qk": turn_pairs(heads[n], *tables, _ONE)
+        for n in "qk": rotate_pairs(heads[n], *tables, _ONE)
     out, attended = fast_attention_forward(heads["q"], heads["k"], heads["v"], c.window)
     y, last = named_linear(out.reshape(*shape[:-1], -1), params, "output_proj")
     return y, ({n: m for n,(_,m) in made.items()}, norms, tables, attended, last)
@@ -385,7 +385,7 @@ def fast_multihead_backward(
     made, norms, tables, attended, last = cache
     dout, grads = named_linear_backward(dy, last, "output_proj")
     heads = dict(zip("qkv", fast_attention_backward(dout.reshape(attended[0].shape), attended)))
-    for n in "qk" if tables else "": turn_pairs(heads[n], *tables, -_ONE)
+    for n in "qk" if tables else "": rotate_pairs(heads[n], *tables, -_ONE)
     dx = None
     for n,d in heads.items():
         if n in norms:

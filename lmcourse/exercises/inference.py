@@ -21,7 +21,7 @@ from ..architecture.attention_np import (attention_forward, causal_attention_for
                                                 causal_mask_np, rope_forward, rope_tables_np)
 from ..inference.engine import BlockPool, Request, Scheduler, Sequence
 from ..inference.quantization import from_grid, grid_steps, quantize, to_grid, two_of_four
-from ..inference.speculative import exact_law, expected_tokens
+from ..inference.speculative import exact_distribution, expected_tokens
 from ..tools.checks import check_close
 from ..tools.config import ModelConfig
 from ..tools.grading import as_number, check_numbers, run_answer, short
@@ -673,7 +673,7 @@ def _accept_law(accept:Callable, p, q, where:str)->tuple:
             raise AssertionError(f"{where}x = {x}: expected a token, got {short(token)}")
         if not asked and 0 < p[x] < q[x]: alone.append(x)
         return x, number
-    return exact_law(run), bool(alone)
+    return exact_distribution(run), bool(alone)
 
 # %% ../../nbs/07_inference/07z_inference.ipynb #cc558042
 def check_accept(

@@ -306,20 +306,20 @@ def _tallied(array, tally:list)->np.ndarray:
 
 # %% ../../nbs/08_moe/08z_moe.ipynb #d89ad8f5
 def check_latent_scores(
-    latent_scores:Callable, # `(q, q_turned, cards, turned, up)` to `(S,)`
+    latent_scores:Callable, # `(q, q_rope, latents, k_rope, up)` to `(S,)`
 ):
     "`AssertionError` unless the scores are right and no key was unpacked."
     rng = np.random.default_rng(0)
     for S,K,Q,R in ((1, 2, 2, 3), (50, 6, 4, 8), (200, 16, 2, 4)):
         arrays = [rng.normal(size=s) for s in ((K,), (Q,), (S, R), (S, Q), (K, R))]
-        q, q_turned, cards, turned, up = arrays
-        content, place = cards@up.T@q, turned@q_turned
+        q, q_rope, latents, k_rope, up = arrays
+        content, place = latents@up.T@q, k_rope@q_rope
         right = (content + place)/(K + Q)**.5
         mistakes = {"the root of K + Q is missing": content + place,
                     "both parts count: K + Q": (content + place)/K**.5,
                     "the query is now R + Q long, but the root stays":
                         (content + place)/(R + Q)**.5,
-                    "the turned part is missing": content/(K + Q)**.5,
+                    "the rotated part is missing": content/(K + Q)**.5,
                     "the content is missing": place/(K + Q)**.5,
                     "each part was divided by its own root": content/K**.5 + place/Q**.5,
                     "divide by the root": (content + place)/(K + Q)}

@@ -33,51 +33,51 @@ class LatentAttention(nn.Module):
         place = dict[str, Any](device=device, dtype=dtype)
         make = partial(linear, generator=generator, **place)
         self.heads, self.sizes = c.num_heads, (c.qk_nope_head_dim, c.qk_rope_head_dim, c.v_head_dim)
-        self.attention, (plain, turned, value) = attention, self.sizes
+        self.attention, (plain, rotated, value) = attention, self.sizes
         width, self.q_down_proj, self.q_norm = c.d_model, None, None
         if c.q_lora_rank:
             width, self.q_down_proj = c.q_lora_rank, make(c.d_model, c.q_lora_rank)
             self.q_norm = RMSNorm(c.q_lora_rank, 1e-6, **place)      # DeepSeek's eps, not norm_eps
-        self.q_up_proj = make(width, c.num_heads*(plain + turned))
-        self.kv_down_proj = make(c.d_model, R + turned)
+        self.q_up_proj = make(width, c.num_heads*(plain + rotated))
+        self.kv_down_proj = make(c.d_model, R + rotated)
         self.kv_norm = RMSNorm(R, 1e-6, **place)
         self.kv_up_proj = make(R, c.num_heads*(plain + value))
         self.output_proj = make(c.num_heads*value, c.d_model)
-        self.rope = rope or RoPE(c.context_length, turned, c.rope_theta, device, dtype)
+        self.rope = rope or RoPE(c.context_length, rotated, c.rope_theta, device, dtype)
 
     def forward(self,
         x:torch.Tensor, # `(..., T, D)`
         positions:torch.Tensor|None=None, cache:Any=None, table:torch.Tensor|None=None,
     )->torch.Tensor: # `(..., T, D)`, as in `CausalSelfAttention`
-        plain, turned, _ = self.sizes
+        plain, rotated, _ = self.sizes
         if table is None: table = self.rope.at(x.shape[-2], positions)
         low = x
         if self.q_down_proj is not None and self.q_norm is not None:
             low = self.q_norm(self.q_down_proj(x))
         q = self.q_up_proj(low).unflatten(-1, (self.heads, -1)).transpose(-2, -3)
-        q, q_turned = q.split((plain, turned), -1)                        # (..., H, T, K)
-        card, k_turned = self.kv_down_proj(x).split((self.kv_norm.weight.numel(), turned), -1)
-        card, k_turned = self.kv_norm(card).unsqueeze(-3), k_turned.unsqueeze(-3) # (..., 1, T, R)
+        q, q_rope = q.split((plain, rotated), -1)                         # (..., H, T, K)
+        latent, k_rope = self.kv_down_proj(x).split((self.kv_norm.weight.numel(), rotated), -1)
+        latent, k_rope = self.kv_norm(latent).unsqueeze(-3), k_rope.unsqueeze(-3) # (..., 1, T, R)
         angles = table.unsqueeze(-4)
-        q_turned, k_turned = self.rope.turn(q_turned, angles), self.rope.turn(k_turned, angles)
-        if cache is not None: card, k_turned = cache.update(card, k_turned)
-        attend = self.absorbed if card.shape[-2] > x.shape[-2] else self.unpacked
-        return self.output_proj(attend(q, q_turned, card, k_turned).transpose(-2, -3).flatten(-2))
+        q_rope, k_rope = self.rope.rotate(q_rope, angles), self.rope.rotate(k_rope, angles)
+        if cache is not None: latent, k_rope = cache.update(latent, k_rope)
+        attend = self.absorbed if latent.shape[-2] > x.shape[-2] else self.unpacked
+        return self.output_proj(attend(q, q_rope, latent, k_rope).transpose(-2, -3).flatten(-2))
 
-    def unpacked(self, q:torch.Tensor, q_turned:torch.Tensor, card:torch.Tensor,
-                 k_turned:torch.Tensor)->torch.Tensor: # `(..., H, T, V)`
+    def unpacked(self, q:torch.Tensor, q_rope:torch.Tensor, latent:torch.Tensor,
+                 k_rope:torch.Tensor)->torch.Tensor: # `(..., H, T, V)`
         "Project the latent vectors of all tokens to the keys and values of all heads."
-        kv = self.kv_up_proj(card[..., 0, :, :]).unflatten(-1, (self.heads, -1)).transpose(-2, -3)
+        kv = self.kv_up_proj(latent[..., 0, :, :]).unflatten(-1, (self.heads, -1)).transpose(-2, -3)
         k, v = kv.split((self.sizes[0], self.sizes[2]), -1)
-        k = torch.cat((k, k_turned.expand(*k.shape[:-1], -1)), -1)
-        return self.attention(torch.cat((q, q_turned), -1), k, v, None)
+        k = torch.cat((k, k_rope.expand(*k.shape[:-1], -1)), -1)
+        return self.attention(torch.cat((q, q_rope), -1), k, v, None)
 
-    def absorbed(self, q:torch.Tensor, q_turned:torch.Tensor, card:torch.Tensor,
-                 k_turned:torch.Tensor)->torch.Tensor: # `(..., H, T, V)`, equal to `unpacked`
+    def absorbed(self, q:torch.Tensor, q_rope:torch.Tensor, latent:torch.Tensor,
+                 k_rope:torch.Tensor)->torch.Tensor: # `(..., H, T, V)`, equal to `unpacked`
         "Project the queries into the latent space: all heads read the latent vectors directly."
         up = self.kv_up_proj.weight.unflatten(0, (self.heads, -1))        # (H, plain + value, R)
         to_keys, to_values = up.split((self.sizes[0], self.sizes[2]), 1)
-        q = torch.cat((q@to_keys.to(q.dtype), q_turned), -1)              # (..., H, T, R + turned)
+        q = torch.cat((q@to_keys.to(q.dtype), q_rope), -1)              # (..., H, T, R + rotated)
         scale = (q.shape[-1]/sum(self.sizes[:2]))**.5 # The kernel divides by the longer one's root
-        found = self.attention(q*scale, torch.cat((card, k_turned), -1), card, None)
+        found = self.attention(q*scale, torch.cat((latent, k_rope), -1), latent, None)
         return found@to_values.to(found.dtype).mT

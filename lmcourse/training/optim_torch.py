@@ -103,7 +103,7 @@ def fused_step_(params:list, states:list, lr:float, betas:tuple, eps:float, weig
                         beta1=betas[0], beta2=betas[1], eps=eps, weight_decay=weight_decay,
                         amsgrad=False, maximize=False, found_inf=found_inf)
 
-def on_one_card(params:list)->bool: # Whether all lie on one GPU, where `fused_step_` is faster
+def on_one_device(params:list)->bool: # Whether all lie on one GPU, where `fused_step_` is faster
     kinds = {(p.device, p.dtype) for p in params}
     return len(kinds) == 1 and params[0].device.type == "cuda"
 
@@ -153,7 +153,7 @@ class AdamW(Optimizer):
 
     def _move(self, params:list, group:dict): # The parameters of a group that have a gradient
         queued = {} if self.found_inf is None else dict(found_inf=self.found_inf)
-        fused = queued or self.one_pass or on_one_card(params)
+        fused = queued or self.one_pass or on_one_device(params)
         step_:Any = fused_step_ if fused else _step_all_
         step_(params, [self._advance(p) for p in params],
               *(group[k] for k in ("lr", "betas", "eps", "weight_decay")), **queued)
