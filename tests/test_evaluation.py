@@ -19,7 +19,7 @@ from lmcourse.evaluation.emergence import doublings, exact_match, match_from_hit
 from lmcourse.evaluation.harness import HarnessAnswers, continuation_log_prob, harness_model, run_harness, save_texts
 from lmcourse.evaluation.perplexity import Perplexity, perplexity, token_nats
 from lmcourse.evaluation.report import refuse_overlap
-from lmcourse.evaluation.statistics import sample_size
+from lmcourse.evaluation.statistics import sample_size, standard_error
 from lmcourse.evaluation.tasks import KINDS, grammar_task, load_task, save_task, score_task, writing_task, written_words
 from lmcourse.tokenization.tokenizer import Tokenizer
 from lmcourse.tools.stories import Stories, short_stories
@@ -48,6 +48,16 @@ def test_a_temperature_keeps_the_order_and_one_is_the_plain_softmax(log_probs, T
     p, q = choice_probs(log_probs), choice_probs(log_probs, T)
     assert p.sum() == pytest.approx(1) == q.sum() and p == pytest.approx(np.exp(log_probs)/np.exp(log_probs).sum())
     assert (np.diff(q[np.argsort(log_probs)]) >= 0).all() and q.argmax() == pytest.approx(p.argmax()) or max(q) - q[p.argmax()] < 1e-12
+
+
+@pytest.mark.parametrize("bins, kind", [(2.5, TypeError), (0, ValueError), (True, TypeError)])
+def test_bins_are_counted_in_whole_numbers(bins, kind):
+    with pytest.raises(kind, match=f"bins = {bins}"): reliability([.2, .7], [0, 1], bins)
+
+
+def test_a_score_that_is_no_number_has_no_error():
+    for bad in (math.nan, math.inf):
+        with pytest.raises(ValueError, match=f"score 1 is {bad}, expected numbers"): standard_error([0, bad, 1])
 
 
 def test_the_oracle_has_an_error_in_bins_that_shrinks_and_none_that_is_exact():

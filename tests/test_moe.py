@@ -22,7 +22,7 @@ from lmcourse.moe.account import all_to_all_bytes
 from lmcourse.moe.balance import expert_loads, watch_routes
 from lmcourse.moe.experts_np import capacity, moe_backward, moe_forward, within_capacity
 from lmcourse.moe.experts_torch import DISPATCHES, MoE, choose_experts, drop_late
-from lmcourse.moe.router_np import best_experts
+from lmcourse.moe.router_np import best_experts, router_forward
 from lmcourse.tools.checks import check_close
 from lmcourse.tools.config import ModelConfig, TrainConfig
 from lmcourse.training.engines import TorchEngine
@@ -70,6 +70,15 @@ BAD = {"num_experts_per_tok = 9, but num_experts = 8": dict(num_experts_per_tok=
        "num_experts = 0, expected more than 0": dict(num_experts=0), "the router could not learn": dict(num_experts_per_tok=1), "bias = True": dict(bias=True),
        "3 router_groups": dict(router_groups=3), "can't give 2 of 8": dict(router_groups=4, router_group_limit=5), "groups of 2 experts or more": dict(router_groups=8, router_group_limit=8),
        "expected one of softmax, sigmoid": dict(router_score="relu"), "router_aux_loss = -1.0, expected 0 or more": dict(router_aux_loss=-1.)}
+
+
+def test_sigmoid_scores_that_underflow_give_weights_of_zero():
+    "Without DeepSeek-V3's 1e-20 the weights would be 0/0."
+    logits = torch.full((1, 3), -200.)
+    config = ModelConfig(num_experts=3, num_experts_per_tok=2, router_score="sigmoid", norm_topk_prob=True)
+    assert choose_experts(logits, config)[1].tolist() == [[0, 0]]
+    with np.errstate(over="ignore"): chosen, weights, _ = router_forward(np.ones((1, 1), "f4"), np.full((3, 1), -200, "f4"), 2, "sigmoid")
+    assert chosen.tolist() == [[0, 1]] and weights.tolist() == [[0, 0]]
 
 
 @pytest.mark.parametrize("words", BAD)

@@ -8,6 +8,7 @@ __all__ = ['choice_probs', 'reliability', 'binned_error', 'calibrated_error', 'e
 # %% ../../nbs/12_evaluation/12e_calibration.ipynb #12e03
 import numpy as np
 from scipy.optimize import minimize_scalar
+from ..accounting.tensors import whole_number
 from .statistics import wilson
 
 # %% ../../nbs/12_evaluation/12e_calibration.ipynb #12e06
@@ -37,7 +38,7 @@ def reliability(
     if not (0 <= c.min() and c.max() <= 1):
         raise ValueError(f"confidences from {c.min()} to {c.max()}, expected 0 to 1")
     if not np.isin(y, (0, 1)).all(): raise ValueError(f"right = {right}, expected 0 or 1 for each")
-    if bins < 1: raise ValueError(f"bins = {bins}, expected 1 or more")
+    bins = whole_number("bins", bins)
     where, rows = np.minimum((c*bins).astype(int), bins - 1), []
     for b in np.unique(where):
         n, hits = int((where == b).sum()), int(y[where == b].sum())

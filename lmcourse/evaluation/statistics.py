@@ -36,6 +36,9 @@ def standard_error(
     x = np.asarray(scores, float)
     names = list(range(len(x))) if clusters is None else list(clusters)
     if len(names) != len(x): raise ValueError(f"{len(x)} scores, but {len(names)} clusters")
+    if not np.isfinite(x).all():
+        raise ValueError(f"score {np.flatnonzero(~np.isfinite(x))[0]} is "
+                         f"{x[~np.isfinite(x)][0]}, expected numbers")
     _, index = np.unique(names, return_inverse=True)
     if len(x) < 2 or (groups := index.max() + 1) < 2:
         raise ValueError(f"{len(x)} scores of {len(set(names))} clusters, expected at least two "

@@ -35,7 +35,7 @@ def choose_experts(
         judged = parts.masked_fill(outside[..., None], -torch.inf).flatten(-2)
     chosen = _first(judged, c.num_experts_per_tok)
     weights = scores.gather(-1, chosen)
-    if c.norm_topk_prob: weights = weights/weights.sum(-1, keepdim=True)
+    if c.norm_topk_prob: weights = weights/(weights.sum(-1, keepdim=True) + 1e-20)
     return chosen, weights*c.routed_scaling
 
 def _first(scores:torch.Tensor, k:int)->torch.Tensor: # Indices of the k best, ties by number

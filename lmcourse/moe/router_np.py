@@ -38,7 +38,8 @@ def router_forward(
     else: scores = _sigmoid(logits)
     chosen = best_experts(scores if bias is None else scores + bias, k)   # (N, k)
     kept = np.take_along_axis(scores, chosen, -1)                  # (N, k)
-    total = kept.sum(-1, keepdims=True) if normalize else np.ones_like(kept[:, :1])
+    # As in DeepSeek-V3's code: sigmoid scores can all underflow to 0
+    total = kept.sum(-1, keepdims=True) + 1e-20 if normalize else np.ones_like(kept[:, :1])
     weights = scale*kept/total
     return chosen, weights, (x, weight, scores, chosen, weights, total, score, normalize, scale)
 
