@@ -6,8 +6,8 @@
 __all__ = ['CLOSING_BIASES', 'Stage', 'placement', 'apply_tensor_parallel', 'apply_data_parallel', 'data_mesh', 'shares_mesh',
            'own_places', 'pass_on', 'RingAttention', 'apply_context_parallel', 'own_tokens', 'count_targets',
            'MeshModel', 'MeshEngine', 'finish_gradients', 'clip_mesh_gradients', 'copies_of', 'gather_model',
-           'find_nonfinite_parts', 'pretended_mesh', 'Traffic', 'Rehearsal', 'dry_run', 'step_bytes', 'check_mesh',
-           'stages_each']
+           'find_nonfinite_parts', 'check_mesh', 'stages_each', 'pretended_mesh', 'Traffic', 'Rehearsal', 'dry_run',
+           'step_bytes']
 
 # %% ../../nbs/10_parallelism/10k_mesh.ipynb #c10k0004
 import math
@@ -517,6 +517,72 @@ def find_nonfinite_parts(
     faults = sorted(filter(None, everywhere), key=lambda text: "gradient" in text)
     return f"{faults[0]}: not finite" if faults else None
 
+# %% ../../nbs/10_parallelism/10k_mesh.ipynb #c10k0034
+def check_mesh(
+    model:ModelConfig,  # Config of the model to be cut
+    config:TrainConfig, # Settings, with the degrees of parallelism
+    world:World,        # The processes
+    loss:Callable=next_token_loss, # The loss of the run
+):
+    "Raise `ValueError`, with a suggestion, if a model or a run can't be cut as asked."
+    c, tp, p = config, config.tensor_parallel_degree, config.pipeline_parallel_degree
+    refuse_fields(model, "A mesh", "shard = True", (*NEW_PARTS, "mup_base_width"))
+    odd = dict(optimizer=("muon", "adamw"), dtype=("float16", "bfloat16 or float32"),
+               compile=(True, "False"), attention=("triton", "torch"),
+               kernels=("triton", "torch"))
+    if c.kernels == "fused": odd["kernels"] = ("fused", "torch")
+    for name,(bad, instead) in odd.items():
+        if getattr(c, name) == bad:
+            raise ValueError(f"{name} = {bad} on a mesh: {name} = {instead} would do")
+    if loss is not next_token_loss:
+        raise ValueError("a mesh has only the next-token loss: for others use shard = True")
+    if tp > 1: _check_slices(model, tp, c.sequence_parallel)
+    elif c.sequence_parallel:
+        raise ValueError("sequence_parallel = True with tensor_parallel_degree = 1: a degree of 2 "
+                         "or more would do")
+    unit = 2*c.context_parallel_degree*(tp if c.sequence_parallel else 1)
+    if c.context_parallel_degree > 1 and model.context_length % unit: raise ValueError(
+        f"context_length = {model.context_length} in {unit} pieces: "
+        f"{max(model.context_length//unit, 1)*unit} or "
+        f"{(model.context_length//unit + 1)*unit} would do")
+    if p == 1: return
+    # The schedules of older torch take no `return_outputs`
+    if not hasattr(debug, "_clear_sharding_prop_cache"):
+        raise ValueError(f"{p} pipeline stages with torch {torch.__version__}: pipelines are "
+                         f"tested only with torch 2.13")
+    stage_layers(model.num_layers, p*stages_each(c))
+    parts = plan_batch(c, model.context_length, world.size).grad_accum_steps
+    if parts < p or c.pipeline_parallel_schedule == "Interleaved1F1B" and parts % p:
+        raise ValueError(f"{parts} micro-batches for {p} pipeline stages, expected "
+                         f"{'a multiple of' if parts > p else 'at least'} {p}: a smaller "
+                         f"micro_batch, or more windows in a step")
+
+# %% ../../nbs/10_parallelism/10k_mesh.ipynb #c10k0054
+def stages_each(
+    config:TrainConfig, # Settings, with the schedule
+)->int: # Number of stages
+    "Return the number of stages per process: two if the schedule is interleaved, else one."
+    interleaved = config.pipeline_parallel_schedule == "Interleaved1F1B"
+    return 2 if interleaved and config.pipeline_parallel_degree > 1 else 1
+
+# %% ../../nbs/10_parallelism/10k_mesh.ipynb #c10k0055
+def _check_slices(c:ModelConfig, tp:int, sequence_parallel:bool):
+    heads = c.num_heads, c.kv_heads
+    if any(n % tp for n in heads):
+        fits = [n for n in range(1, c.num_heads + 1) if not any(h % n for h in heads)]
+        raise ValueError(f"{heads[0]} query and {heads[1]} key/value heads over {tp} processes: a "
+                         f"tensor_parallel_degree of {', '.join(map(str, fits))} would do")
+    sizes = dict(vocab_size=c.vocab_size, d_ff=c.ffn_size)
+    if sequence_parallel: sizes["context_length"] = c.context_length
+    for name,n in sizes.items():
+        if n % tp: raise ValueError(
+            f"{name} = {n} over {tp} processes: {max(n//tp, 1)*tp} or {(n//tp + 1)*tp} would do")
+    if c.position == "sinusoidal": raise ValueError(
+        "position = sinusoidal with tensor_parallel_degree above 1: rope, learned or none would do")
+    if c.z_loss: raise ValueError(
+        f"z_loss = {c.z_loss} with tensor_parallel_degree above 1: 0 would do, as torch's "
+        f"loss over a cut vocabulary has none")
+
 # %% ../../nbs/10_parallelism/10k_mesh.ipynb #c10k0008
 def _sizes(config:TrainConfig, processes:int)->dict: # As from `mesh_sizes`
     if not config.on_mesh: raise ValueError("no degree of parallelism, expected one or more, for "
@@ -677,69 +743,3 @@ def step_bytes(
         pp=(p > 1)*ends, dp_replicate=ring(copies, all_of), dp_shard=(n - 1)*(gathers + all_of),
         tp=m*(calls*ring(tp, tokens*model.d_model) + stage.last*3*ring(tp, tokens))
            + ring(tp, norms*itemsize))
-
-# %% ../../nbs/10_parallelism/10k_mesh.ipynb #c10k0034
-def check_mesh(
-    model:ModelConfig,  # Config of the model to be cut
-    config:TrainConfig, # Settings, with the degrees of parallelism
-    world:World,        # The processes
-    loss:Callable=next_token_loss, # The loss of the run
-):
-    "Raise `ValueError`, with a suggestion, if a model or a run can't be cut as asked."
-    c, tp, p = config, config.tensor_parallel_degree, config.pipeline_parallel_degree
-    refuse_fields(model, "A mesh", "shard = True", (*NEW_PARTS, "mup_base_width"))
-    odd = dict(optimizer=("muon", "adamw"), dtype=("float16", "bfloat16 or float32"),
-               compile=(True, "False"), attention=("triton", "torch"),
-               kernels=("triton", "torch"))
-    if c.kernels == "fused": odd["kernels"] = ("fused", "torch")
-    for name,(bad, instead) in odd.items():
-        if getattr(c, name) == bad:
-            raise ValueError(f"{name} = {bad} on a mesh: {name} = {instead} would do")
-    if loss is not next_token_loss:
-        raise ValueError("a mesh has only the next-token loss: for others use shard = True")
-    if tp > 1: _check_slices(model, tp, c.sequence_parallel)
-    elif c.sequence_parallel:
-        raise ValueError("sequence_parallel = True with tensor_parallel_degree = 1: a degree of 2 "
-                         "or more would do")
-    unit = 2*c.context_parallel_degree*(tp if c.sequence_parallel else 1)
-    if c.context_parallel_degree > 1 and model.context_length % unit: raise ValueError(
-        f"context_length = {model.context_length} in {unit} pieces: "
-        f"{max(model.context_length//unit, 1)*unit} or "
-        f"{(model.context_length//unit + 1)*unit} would do")
-    if p == 1: return
-    # The schedules of older torch take no `return_outputs`
-    if not hasattr(debug, "_clear_sharding_prop_cache"):
-        raise ValueError(f"{p} pipeline stages with torch {torch.__version__}: pipelines are "
-                         f"tested only with torch 2.13")
-    stage_layers(model.num_layers, p*stages_each(c))
-    parts = plan_batch(c, model.context_length, world.size).grad_accum_steps
-    if parts < p or c.pipeline_parallel_schedule == "Interleaved1F1B" and parts % p:
-        raise ValueError(f"{parts} micro-batches for {p} pipeline stages, expected "
-                         f"{'a multiple of' if parts > p else 'at least'} {p}: a smaller "
-                         f"micro_batch, or more windows in a step")
-
-# %% ../../nbs/10_parallelism/10k_mesh.ipynb #c10k0054
-def stages_each(
-    config:TrainConfig, # Settings, with the schedule
-)->int: # Number of stages
-    "Return the number of stages per process: two if the schedule is interleaved, else one."
-    interleaved = config.pipeline_parallel_schedule == "Interleaved1F1B"
-    return 2 if interleaved and config.pipeline_parallel_degree > 1 else 1
-
-# %% ../../nbs/10_parallelism/10k_mesh.ipynb #c10k0055
-def _check_slices(c:ModelConfig, tp:int, sequence_parallel:bool):
-    heads = c.num_heads, c.kv_heads
-    if any(n % tp for n in heads):
-        fits = [n for n in range(1, c.num_heads + 1) if not any(h % n for h in heads)]
-        raise ValueError(f"{heads[0]} query and {heads[1]} key/value heads over {tp} processes: a "
-                         f"tensor_parallel_degree of {', '.join(map(str, fits))} would do")
-    sizes = dict(vocab_size=c.vocab_size, d_ff=c.ffn_size)
-    if sequence_parallel: sizes["context_length"] = c.context_length
-    for name,n in sizes.items():
-        if n % tp: raise ValueError(
-            f"{name} = {n} over {tp} processes: {max(n//tp, 1)*tp} or {(n//tp + 1)*tp} would do")
-    if c.position == "sinusoidal": raise ValueError(
-        "position = sinusoidal with tensor_parallel_degree above 1: rope, learned or none would do")
-    if c.z_loss: raise ValueError(
-        f"z_loss = {c.z_loss} with tensor_parallel_degree above 1: 0 would do, as torch's "
-        f"loss over a cut vocabulary has none")
