@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['SHARDS', 'TESTS', 'MODELS', 'STAGES', 'make_web', 'cleaning_recipe', 'written_pages', 'clean_web', 'make_tokenizer',
-           'make_tokens', 'keep_model', 'pretrain', 'loss_curve', 'align_model', 'examine', 'gather', 'funnel_plot',
-           'loss_plot', 'success_plot', 'success_table', 'task_table', 'cost_table', 'report_blocks', 'as_markdown',
-           'as_html', 'write_report', 'config_stage', 'planted_sources', 'pipeline_stages', 'run_pipeline']
+           'make_tokens', 'keep_model', 'pretrain', 'loss_curve', 'align_model', 'examine', 'config_stage',
+           'planted_sources', 'pipeline_stages', 'run_pipeline', 'gather', 'funnel_plot', 'loss_plot', 'success_plot',
+           'success_table', 'task_table', 'cost_table', 'report_blocks', 'as_markdown', 'as_html', 'write_report']
 
 # %% ../../nbs/14_alignment/14n_pipeline.ipynb #14nimp
 import base64, gc, html, json, math, re, shlex, shutil
@@ -247,6 +247,70 @@ def _fits(task:str, stories:int, model, tokenizer)->bool: # Whether the task fit
     except ValueError: return False
     return True
 
+# %% ../../nbs/14_alignment/14n_pipeline.ipynb #14n6src
+def config_stage(
+    c:PipelineConfig, name:str,
+    work:Callable,                    # Called as `work(c, folder, inputs, say)`
+    needs:tuple, about:str, seconds:float|None, outputs:tuple, # As in `Stage`
+    *fields:str, **more:object,       # Fields of the config, and other settings
+)->Stage:
+    "Make a stage that depends on some fields of the config."
+    return Stage(name, partial(work, c), needs, {f: getattr(c, f) for f in fields} | more, outputs,
+                 about, seconds)
+
+def planted_sources(c:PipelineConfig)->list: # The first two stages
+    return [config_stage(c, "web", make_web, (), "a planted web", c.pages/3000,
+                         ("pages", "truth.jsonl"), "pages", "seed"),
+            config_stage(c, "clean", clean_web, ("web",), "the funnel", c.pages/350,
+                         ("curated/documents", "result.json"), recipe=_without_tests(c.pages))]
+
+# %% ../../nbs/14_alignment/14n_pipeline.ipynb #14n6stages
+def pipeline_stages(
+    c:PipelineConfig,
+    sources:Callable=planted_sources, # From the config to the stages `web` and `clean`
+)->list: # Every `Stage`
+    "Return all stages in order."
+    size, stage = c.d_model/128*c.num_layers/3, partial(config_stage, c)
+    def aligned(kind, before, about, seconds):
+        (settings, train), steps = c.teachers()[kind], getattr(c, f"{kind}_steps")
+        work = lambda c, *args: align_model(kind, before, steps, settings, train, c, *args)
+        return stage(kind, work, (before,), about, seconds*steps*size, ("model", "result.json"),
+                     f"{kind}_steps", "seed", tests=TESTS, **settings, **train)
+    return [
+        *sources(c),
+        stage("tokenizer", make_tokenizer, ("clean",), "learn a vocabulary", 6, ("tokenizer",
+              "result.json"), "vocab_size"),
+        stage("tokens", make_tokens, ("clean", "tokenizer"), "text to tokens", 10,
+              ("data/train.bin", "data/train.idx", "data/train.json", "data/valid.bin",
+               "data/valid.idx", "data/valid.json", "data/tokenizer", "result.json")),
+        stage("base", pretrain, ("tokens",), "pretraining", c.base_steps*.07*size,
+              ("model", "result.json"), "base_steps", "d_model", "num_layers", "seed",
+              *c.base_fields),
+        aligned("sft", "base", "learn from demonstrations", .15),
+        aligned("dpo", "sft", "learn from preferences", .5),
+        aligned("rl", "dpo", "learn from a judge", 1.),
+        stage("exam", examine, ("tokens", *MODELS), "the examination", 40*size,
+              tuple(f"{m}.json" for m in MODELS), "tests", "stories"),
+        stage("report", write_report, ("web", "clean", "tokenizer", "tokens", *MODELS, "exam"),
+              "a card with pictures", 5, ("report.md", "report.html", "result.json", "funnel.png",
+              "loss.png", "success.png"), version=__version__)]
+
+# %% ../../nbs/14_alignment/14n_pipeline.ipynb #14n6tests
+def _without_tests(pages:int)->list: # The recipe's steps, with a count for the test texts
+    steps = cleaning_recipe(pages)["steps"]
+    return steps[:-1] + [dict(step="decontaminate", tests=len(steps[-1]["tests"]))]
+
+# %% ../../nbs/14_alignment/14n_pipeline.ipynb #14n8run
+def run_pipeline(
+    out:str|Path,                           # A new folder, or one begun by the same command
+    config:PipelineConfig=PipelineConfig(), # Sizes; a changed config reruns the stages it affects
+    say:Callable=print,                     # Called with a line of text
+    until:str|None=None,                    # The last stage to run; None for all
+    sources:Callable=planted_sources,       # As in `pipeline_stages`
+)->dict: # Maps names to records, as in `run_stages`
+    "Run the pipeline from a web to a report. Raises `UserError` for an unrelated folder."
+    return run_stages(pipeline_stages(config, sources), out, "pipeline", say, until)
+
 # %% ../../nbs/14_alignment/14n_pipeline.ipynb #14n7gather
 STAGES = "web clean tokenizer tokens base sft dpo rl exam report".split()
 
@@ -401,67 +465,3 @@ def write_report(c:PipelineConfig, folder:Path, inputs:dict, say:Callable):
     write_text(folder/"report.html", as_html(blocks, folder))
     write_json(folder/"result.json", r)
     say(f"in {folder}: report.html, report.md")
-
-# %% ../../nbs/14_alignment/14n_pipeline.ipynb #14n6src
-def config_stage(
-    c:PipelineConfig, name:str,
-    work:Callable,                    # Called as `work(c, folder, inputs, say)`
-    needs:tuple, about:str, seconds:float|None, outputs:tuple, # As in `Stage`
-    *fields:str, **more:object,       # Fields of the config, and other settings
-)->Stage:
-    "Make a stage that depends on some fields of the config."
-    return Stage(name, partial(work, c), needs, {f: getattr(c, f) for f in fields} | more, outputs,
-                 about, seconds)
-
-def planted_sources(c:PipelineConfig)->list: # The first two stages
-    return [config_stage(c, "web", make_web, (), "a planted web", c.pages/3000,
-                         ("pages", "truth.jsonl"), "pages", "seed"),
-            config_stage(c, "clean", clean_web, ("web",), "the funnel", c.pages/350,
-                         ("curated/documents", "result.json"), recipe=_without_tests(c.pages))]
-
-# %% ../../nbs/14_alignment/14n_pipeline.ipynb #14n6stages
-def pipeline_stages(
-    c:PipelineConfig,
-    sources:Callable=planted_sources, # From the config to the stages `web` and `clean`
-)->list: # Every `Stage`
-    "Return all stages in order."
-    size, stage = c.d_model/128*c.num_layers/3, partial(config_stage, c)
-    def aligned(kind, before, about, seconds):
-        (settings, train), steps = c.teachers()[kind], getattr(c, f"{kind}_steps")
-        work = lambda c, *args: align_model(kind, before, steps, settings, train, c, *args)
-        return stage(kind, work, (before,), about, seconds*steps*size, ("model", "result.json"),
-                     f"{kind}_steps", "seed", tests=TESTS, **settings, **train)
-    return [
-        *sources(c),
-        stage("tokenizer", make_tokenizer, ("clean",), "learn a vocabulary", 6, ("tokenizer",
-              "result.json"), "vocab_size"),
-        stage("tokens", make_tokens, ("clean", "tokenizer"), "text to tokens", 10,
-              ("data/train.bin", "data/train.idx", "data/train.json", "data/valid.bin",
-               "data/valid.idx", "data/valid.json", "data/tokenizer", "result.json")),
-        stage("base", pretrain, ("tokens",), "pretraining", c.base_steps*.07*size,
-              ("model", "result.json"), "base_steps", "d_model", "num_layers", "seed",
-              *c.base_fields),
-        aligned("sft", "base", "learn from demonstrations", .15),
-        aligned("dpo", "sft", "learn from preferences", .5),
-        aligned("rl", "dpo", "learn from a judge", 1.),
-        stage("exam", examine, ("tokens", *MODELS), "the examination", 40*size,
-              tuple(f"{m}.json" for m in MODELS), "tests", "stories"),
-        stage("report", write_report, ("web", "clean", "tokenizer", "tokens", *MODELS, "exam"),
-              "a card with pictures", 5, ("report.md", "report.html", "result.json", "funnel.png",
-              "loss.png", "success.png"), version=__version__)]
-
-# %% ../../nbs/14_alignment/14n_pipeline.ipynb #14n6tests
-def _without_tests(pages:int)->list: # The recipe's steps, with a count for the test texts
-    steps = cleaning_recipe(pages)["steps"]
-    return steps[:-1] + [dict(step="decontaminate", tests=len(steps[-1]["tests"]))]
-
-# %% ../../nbs/14_alignment/14n_pipeline.ipynb #14n8run
-def run_pipeline(
-    out:str|Path,                           # A new folder, or one begun by the same command
-    config:PipelineConfig=PipelineConfig(), # Sizes; a changed config reruns the stages it affects
-    say:Callable=print,                     # Called with a line of text
-    until:str|None=None,                    # The last stage to run; None for all
-    sources:Callable=planted_sources,       # As in `pipeline_stages`
-)->dict: # Maps names to records, as in `run_stages`
-    "Run the pipeline from a web to a report. Raises `UserError` for an unrelated folder."
-    return run_stages(pipeline_stages(config, sources), out, "pipeline", say, until)
