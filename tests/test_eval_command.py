@@ -34,9 +34,12 @@ def work(tmp_path_factory):
 
 
 def rows(card):
-    "Of a card in Markdown: task and unit to the row as a dict."
-    table = [[w.strip() for w in line.strip("|").split("|")] for line in card.splitlines() if line.startswith("|")]
-    return {(r[0], r[1]): dict(zip(table[0], r)) for r in table[2:]}
+    "Of a card in Markdown: task and unit to the row as a dict, from both of its tables."
+    found = {}
+    for table in re.findall(r"(?:^\|.*\n)+", card, flags=re.M):
+        head, _, *lines = [[w.strip() for w in line.strip("|").split("|")] for line in table.splitlines()]
+        for r in lines: found.setdefault((r[0], r[1]), {}).update(zip(head, r))
+    return found
 
 
 def test_a_card_of_the_courses_model_is_what_the_library_says(tmp_path):

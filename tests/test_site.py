@@ -93,7 +93,7 @@ def test_code_of_a_signature_has_no_links(tmp_path):
     text = f"### f\n\n```python\ndef f(\n    model, # As for {link}\n)\n```\n\nAs {link} says.\n"
     out = nbformat.v4.new_output("display_data", data={"text/markdown": text})
     path = tmp_path/"a.ipynb"
-    path.write_text(nbformat.v4.writes(nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell("1", outputs=[out])])))
+    path.write_text(nbformat.v4.writes(nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell("from a import perplexity", outputs=[out])])))
     enrich(path, None)
     said = nbformat.v4.reads(path.read_text()).cells[0].outputs[0].data["text/markdown"]
     assert "# As for `perplexity`\n" in said and f"As {link} says." in said
@@ -192,10 +192,24 @@ def test_source_that_its_cell_folds_is_folded_with_either_builder(tmp_path):
 
 
 def test_the_name_of_a_parameter_leads_to_no_other_page(tmp_path):
-    text = "As [`draw`](https://me.io/c/cli.html#draw) says, [`used`](https://me.io/a.html#used) and [`f`](https://me.io/b.html#f)."
+    text = f"As [`draw`](https://me.io/c/cli.html#draw) says, [`used`](https://me.io/a.html#used) and [`f`](https://me.io/{tmp_path.name}/memory.html#f)."
     path = notebook(tmp_path, new_md(text), new_code("from a import used\ndef f(x, *, draw, used=used): return x"))
     enrich(path, None)
     assert nbformat.read(path, 4).cells[0].source == text.replace("[`draw`](https://me.io/c/cli.html#draw)", "`draw`")
+
+
+@pytest.mark.parametrize("name, to, kept", [
+    ("sample", "05_generation/sampling", True), ("pool", "11_scaling/study", True),                     # Imported, under its name or another
+    ("train_bpe", "01_tokenization/bpe", True), ("Engine", "07_inference/engine", True), ("mix()", "13_curation/mixing", True),       # No plain words
+    ("form", "00_tools/grammar", False), ("generate", "05_generation/generate", False),                 # A column, a command
+    ("pack", "03_architecture/fused_attention", False), ("Linear", "03_architecture/layers_torch", False), ("count()", "00_tools/x", False)])
+def test_a_name_leads_to_another_page_only_if_it_is_that_of_the_other_page(tmp_path, name, to, kept):
+    code = "from lmcourse.generation.sampling import sample\nfrom lmcourse.scaling.study import collect as pool\nfrom torch.nn import Linear\nform = 1"
+    path = notebook(tmp_path, new_md(text := f"As [`{name}`](https://me.io/c/{to}.html#{name.removesuffix('()')}) says."), new_code("def pack(): return generate.count"),
+                    new_code("def count(): pass"))
+    source = notebook(tmp_path, new_code(code), *nbformat.read(path, 4).cells, name="source.ipynb")      # A hidden cell is not in the processed notebook
+    for _ in range(2): enrich(path, None, source)
+    assert nbformat.read(path, 4).cells[0].source == (text if kept else f"As `{name}` says.")
 
 
 def test_a_text_of_a_picture_has_no_bare_percent_sign():

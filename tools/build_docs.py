@@ -57,7 +57,9 @@ def process(cfg, force):
     times = json.loads(times.read_text(encoding="utf-8")) if times.exists() else {}
     found = [f.relative_to(proc).as_posix() for f in sorted(proc.rglob("*.ipynb")) if (cfg.nbs_path / f.relative_to(proc)).exists()]
     for f in set(proc.rglob("*.ipynb")) - {proc / n for n in found}: f.unlink()          # Of notebooks that were moved
-    for n in found: enrich(proc / n, facts(cfg.nbs_path, n, times, cfg.git_url, cfg.branch) if n != FIRST else None)
+    for n in found:
+        line = facts(cfg.nbs_path, n, times, cfg.git_url, cfg.branch) if n != FIRST else None
+        enrich(proc / n, line, cfg.nbs_path / n)
     return proc, found
 
 

@@ -173,7 +173,7 @@ def check_stories(
 
 # %% ../../nbs/12_evaluation/12i_report.ipynb #00b15b0a
 class ReportCard:
-    "A report as a table, as Markdown or as a page of HTML."
+    "A report as two tables, of results and of settings, as Markdown or as a page of HTML."
     def __init__(self,
         rows:list,      # Dicts from `task_rows` and `stories_rows`
         model:str,      # Name of the model
@@ -183,21 +183,27 @@ class ReportCard:
         self.rows, self.title = rows, f"Report card of {model}"
         self.about = (f"tokenizer {tokenizer[:12]}, lmcourse {__version__}, intervals of 95 %; "
                       f"overlap with the training text: {overlap}")
-        self.table = Table([dict(r) | {k: None if r[k] is None else round(r[k], 4) for k in
-                                       ("value", "low", "high", "chance", "ceiling", "score")}
-                            for r in rows])
+        whose, results = ("task", "unit"), ("value", "low", "high", "chance", "ceiling", "score")
+        self.results = Table([{k: r[k] for k in whose} | {k: None if r[k] is None
+                              else round(r[k], 4) for k in results} for r in rows])
+        self.settings = Table([{k: r[k] for k in (*whose, *r) if k not in results} for r in rows])
 
-    def __repr__(self): return f"{self.title} ({self.about})\n\n{self.table}"
+    def __repr__(self):
+        return (f"{self.title} ({self.about})\n\n{self.results}\n\n{_SETTINGS}:\n\n"
+                f"{self.settings}")
+    def _tables(self)->str:
+        return (f"{self.results._repr_html_()}\n<p>{_SETTINGS}:</p>\n"
+                f"{self.settings._repr_html_()}")
     def _repr_html_(self):
-        return (f"<p>{html.escape(self.title)} ({html.escape(self.about)})</p>"
-                f"{self.table._repr_html_()}")
+        return f"<p>{html.escape(self.title)} ({html.escape(self.about)})</p>{self._tables()}"
     def markdown(self)->str:
-        return f"# {self.title}\n\n{self.about}\n\n{self.table._repr_markdown_()}\n"
+        return (f"# {self.title}\n\n{self.about}\n\n{self.results._repr_markdown_()}\n\n"
+                f"{_SETTINGS}:\n\n{self.settings._repr_markdown_()}\n")
     def html(self)->str: # A whole page
         title = html.escape(self.title)
         return (f'<!doctype html>\n<html lang="en"><meta charset="utf-8"><title>{title}</title>\n'
                 f"<h1>{title}</h1>\n<p>{html.escape(self.about)}</p>\n"
-                f"{self.table._repr_html_()}\n</html>\n")
+                f"{self._tables()}\n</html>\n")
 
     def save(self,
         path:str|Path, # New file, `.md` or `.html`
@@ -206,6 +212,8 @@ class ReportCard:
         refuse_report(path := Path(path))
         text = self.html() if path.suffix == ".html" else self.markdown()
         with atomic_write(path) as part: part.write_text(text, encoding="utf-8")
+
+_SETTINGS = "How each row was measured"
 
 def refuse_report(
     path:Path, # As in `ReportCard.save`; checked before any work

@@ -139,6 +139,43 @@ def _no(kind:str, name:str, known)->ValueError: # Suggests the nearest names, or
     return unknown(kind, name, difflib.get_close_matches(name, list(known), 1)
                    or {k.split(".")[0] for k in known})
 
+# %% ../../nbs/00_tools/00e_ledger.ipynb #a84648df
+import html, os, textwrap
+
+# %% ../../nbs/00_tools/00e_ledger.ipynb #454f23b7
+class _Noted(Table): # Texts too long for a column stand below the table as notes, each once
+    def __init__(self, rows:list, long:dict, # From headings of these texts to what begins the note
+                 units:dict|None=None, cut:str=""): # Left out at the beginning of each key
+        texts = [[begin + r[k] for k,begin in long.items() if r.get(k)] for r in rows]
+        known = list(dict.fromkeys(t for row in texts for t in row))
+        short = [{k: v for k,v in r.items() if k not in long}
+                 | dict(key=r["key"].removeprefix(cut),
+                        notes=", ".join(str(known.index(t) + 1) for t in row))
+                 for r,row in zip(rows, texts)]
+        super().__init__(short, units)
+        self.rows, self.notes = list(rows), [_after(known[:k], t) for k,t in enumerate(known)]
+
+    def _numbered(self)->list:
+        return [textwrap.fill(f"{k}. {t}", 100, subsequent_indent="   ")
+                for k,t in enumerate(self.notes, 1)]
+    def __str__(self): return "\n".join([super().__str__(), "", *self._numbered()])
+    def __repr__(self): return "\n".join([super().__repr__(), "", *self._numbered()])
+    def _repr_html_(self):
+        items = "\n".join(f"<li>{html.escape(t)}</li>" for t in self.notes)
+        items = re.sub("`([^`\n]+)`", r"<code>\1</code>", items)
+        return f"{super()._repr_html_()}\n<ol>\n{items}\n</ol>"
+    def _repr_markdown_(self):
+        def escaped(m): return m[0] if m[0][0] == "`" else "\\" + m[0] # Code stays as it is
+        items = [f"{k}. " + re.sub(r"`[^`]*`|[\\*_$|<\[]", escaped, t)
+                 for k,t in enumerate(self.notes, 1)]
+        return "\n".join([super()._repr_markdown_(), "", *items])
+
+def _after(above:list, note:str
+)->str: # `As in 1, d_ff 2048` if `note` only adds to one above
+    begun = [t for t in above if note.startswith(f"{t},")]
+    longest = max(begun, key=len, default=None)
+    return note if longest is None else f"As in {above.index(longest) + 1}{note[len(longest):]}"
+
 # %% ../../nbs/00_tools/00e_ledger.ipynb #8f593d26
 def compare(
     prefix:str,     # First parts of the keys, as for `find`
@@ -163,8 +200,8 @@ def compare(
     units = {r["unit"] for r in rows}
     left_out = ["correct"]*all(e.correct is None for e in entries) + ["unit"]*(len(units) == 1)
     rows = [{k: v for k,v in r.items() if k not in left_out} for r in rows]
-    return Table(rows, units={"published": units.pop()} if len(units) == 1 and "" not in units
-                 else None)
+    return _Noted(rows, {"remark": ""}, {"published": units.pop()}
+                  if len(units) == 1 and "" not in units else None)
 
 # %% ../../nbs/00_tools/00e_ledger.ipynb #a9ec5a47
 def _rounded(value, published:float
@@ -177,21 +214,23 @@ def ledger_table(
     *prefixes:str,           # First parts of the keys, as for `find`; all entries if there is none
     path:str|Path|None=None, # A file; by default the one that comes with the course
 )->Table: # One row per entry, in the order of `prefixes`; empty columns are left out
-    "Show published numbers with set-up and remark, and our latest measurement with its set-up."
+    """Show published numbers and our latest measurements. Set-ups and remarks are notes below the
+    table."""
     entries = {e.key: e for prefix in prefixes or ("",) for e in find(prefix, path)}
-    rows, above = [], ""
+    rows = []
     for e in entries.values():
         mine = e.ours[-1] if e.ours else None
-        rows.append(dict(key=e.key, quantity=e.quantity, published=_with_unit(e.value, e.unit),
-                         correct=_with_unit(e.correct, e.unit, e.value),
-                         ours=_with_unit(mine and mine.value, e.unit, e.value),
-                         runs=len(mine.runs) or None if mine else None,
-                         setup=_after(above, e.setup), our_setup=mine and mine.setup,
-                         remark=e.remark))
-        above = e.setup
+        rows.append({"key": e.key, "quantity": e.quantity, "published": _with_unit(e.value, e.unit),
+                     "correct": _with_unit(e.correct, e.unit, e.value),
+                     "ours": _with_unit(mine and mine.value, e.unit, e.value),
+                     "runs": len(mine.runs) or None if mine else None, "set-up": e.setup,
+                     "our set-up": mine and mine.setup, "remark": e.remark})
     empty = [k for k in ("correct", "runs") if all(r[k] is None for r in rows)]
-    return Table([{k.replace("our_setup", "our set-up").replace("setup", "set-up"): v
-                   for k,v in r.items() if k not in empty} for r in rows])
+    rows = [{k: v for k,v in r.items() if k not in empty} for r in rows]
+    # What all keys begin with is said once, in the heading
+    cut = os.path.commonprefix([k.rsplit(".", 1)[0] + "." for k in entries]).rpartition(".")[0]
+    titles = {"set-up": "Published: ", "our set-up": "Ours: ", "remark": ""}
+    return _Noted(rows, titles, *((dict(key=f"{cut}.…"), f"{cut}.") if cut else ()))
 
 # %% ../../nbs/00_tools/00e_ledger.ipynb #c638fe9b
 def _with_unit(value, unit:str, published:float|None=None
@@ -201,12 +240,6 @@ def _with_unit(value, unit:str, published:float|None=None
     if published is not None: value = _rounded(float(value), published)
     large = isinstance(value, int) or value == int(value) and 1000 <= abs(value) < 1e15
     return (f"{int(value):,}" if large else repr(value)) + f" {unit}"*bool(unit)
-
-def _after(above:str, setup:str
-)->str: # `as above, d_ff 2048` if `setup` only adds to the set-up in the row above
-    added = setup.removeprefix(above)
-    return ("as above" + added if above and setup.startswith(above)
-            and (not added or added[0] == ",") else setup)
 
 # %% ../../nbs/00_tools/00e_ledger.ipynb #6a9c7162
 def record(

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from lmcourse.app.benchmarks import machine_table, page_rows, read_rows
+from lmcourse.app.benchmarks import claims_table, comparison_table, page_rows, read_rows
 from lmcourse.tools.files import read_json
 from lmcourse.tools.pages import page_files
 
@@ -32,8 +32,19 @@ def test_the_file_has_what_the_pages_have_measured():
 
 def test_the_page_shows_the_file():
     shown, rows = outputs("90h_benchmarks", "text/markdown"), read_rows(FILE)
-    for machine in {row["machine"] for row in rows}:
-        assert machine_table(rows, machine, NBS/"90_app") in shown, f"{machine}: {AGAIN}"
+    for page in {row["page"] for row in rows if row["ratio"] is not None}:
+        assert comparison_table(rows, page, NBS/"90_app") in shown, f"{page}: {AGAIN}"
+    assert claims_table(rows, NBS/"90_app") in shown, AGAIN
+
+
+def test_a_table_has_a_column_for_each_machine_and_says_what_did_not_hold():
+    of = dict(page="90a_bench", least=1, date=None)
+    rows = [of | dict(machine="A", what="x, against y", ratio=2., held=True), of | dict(machine="B", what="x, against y", ratio=.5, held=False, date="2026-11-25"),
+            of | dict(machine="B", what="z", ratio=None, least=None, held=False), of | dict(machine="B", what="a_b", ratio=None, least=None, held=True)]
+    title, _, head, _, line = comparison_table(rows, "90a_bench", NBS).splitlines()
+    assert title == "[Benchmark: tokenizers](90_app/90a_bench.ipynb)" and line == "| x, against y | 1 | 2 | 0.5, did not hold |"
+    assert head.endswith("| A<br>no date | B<br>2026\N{NON-BREAKING HYPHEN}11\N{NON-BREAKING HYPHEN}25 |")
+    assert claims_table(rows, NBS).splitlines()[2:] == [f"| B | 2 | 1 | “z” ({title}) |"]
 
 
 @pytest.mark.parametrize("where", ["README.md", "index.ipynb"])

@@ -2,6 +2,7 @@
 import ast, html, json, math, re
 
 import nbformat, yaml
+from nbdev.doclinks import _nbpath2html
 
 from lmcourse.tools.pages import reading_time
 
@@ -182,6 +183,36 @@ def unlink_parameters(cells):
             if "text/markdown" in o.get("data", {}): o.data["text/markdown"] = plain(o.data["text/markdown"])
 
 
+def origins(cells):
+    "Where the code of a page has its names from: the modules that they are imported from, and `None` for what the page defines itself."
+    found = {}
+    for c in cells:
+        if c["cell_type"] != "code": continue
+        try: tree = ast.parse(re.sub(r"^( *)[%!].*$", r"\1pass", "".join(c["source"]), flags=re.M))
+        except SyntaxError: continue
+        named = [(n.name, None) for n in tree.body if isinstance(n, (ast.FunctionDef, ast.ClassDef))]
+        for n in ast.walk(tree):
+            if isinstance(n, ast.ImportFrom): named += [(a.asname or a.name, n.module) for a in n.names]
+        for name, module in named: found.setdefault(name, set()).add(module)
+    return found
+
+
+def unlink_homonyms(cells, own, known):
+    """nbdev links each backticked word that is a public name of any page. A link stays if it leads to a name of the page `own` itself, or of a
+    page from which the code imports it. It goes if the code has that name from elsewhere, or if a plain lower-case word, without parentheses,
+    is no name in the code at all: `form` may then be the column of a table, and `generate` a command."""
+    def leads(module, page): return module == "lmcourse" or module and page.endswith("/" + module.removeprefix("lmcourse.").replace(".", "/"))
+    def plain(m):
+        page, modules = re.sub(r"/\d+_", "/", m[3]), known.get(m[2])
+        if m[3].endswith("/" + own) or any(leads(module, page) for module in modules or ()): return m[0]
+        return m[1] if modules or re.fullmatch("`[a-z]+`", m[1]) else m[0]
+    link = re.compile(r"\[(`(\w+)(?:\(\))?`)\]\((https?://[^)#]*)\.html#[^)]*\)")
+    for c in cells:
+        if c.cell_type == "markdown": c.source = link.sub(plain, c.source)
+        for o in c.get("outputs", []):
+            if "text/markdown" in o.get("data", {}): o.data["text/markdown"] = link.sub(plain, o.data["text/markdown"])
+
+
 def unlink_code(cells):
     "nbdev makes links in the comments of a signature too, where they would be shown as they are written."
     fence, link = re.compile(r"^```.*?^```", re.S | re.M), re.compile(r"\[(`[^`\]]+`)\]\(https?://[^)]*\)")
@@ -211,9 +242,9 @@ def spoken(text):
     return re.sub(r"(?<=\d) ?%", " percent", text).replace("%", "percent").replace("`", "")
 
 
-def enrich(path, line):
+def enrich(path, line, source=None):
     """Make the processed notebook at `path` ready for either builder: the line of facts, no signature above the source that says the
-    same, and for each plot a text for those who can't see it."""
+    same, and for each plot a text for those who can't see it. The notebook at `source`, by default the same, has hidden imports too."""
     nb = nbformat.v4.reads(path.read_text(encoding="utf-8"))
     nb.cells = [c for c in nb.cells if c.get("id") != "facts"]
     head = next((i for i, c in enumerate(nb.cells) if c.cell_type == "raw"), -1) + 1
@@ -224,6 +255,8 @@ def enrich(path, line):
     for c in nb.cells:                  # nbdev opens the source of all that is exported; that of long or inner parts stays folded
         if c.metadata.get("code-fold"): c.source = re.sub(r"^#\| code-fold: show$", "#| code-fold: true", c.source, flags=re.M)
     unlink_parameters(nb.cells)
+    page = f"{path.parent.name}/{_nbpath2html(path).stem}"
+    unlink_homonyms(nb.cells, page, origins(json.loads((source or path).read_text(encoding="utf-8"))["cells"]))
     unlink_code(nb.cells)
     front = nb.cells[head - 1].source if head else ""
     heading = (re.findall(r"^title: *(.*?) *$", front, flags=re.M) or [""])[0].strip("\"'")        # Until the first one on the page
