@@ -29,6 +29,10 @@ def test_any_table_renders_whole_in_all_three_forms(rows):
     assert all(len(line) <= 100 for line in repr(table).split("\n") if line.isascii())
 
 
+def test_code_in_a_cell_stays_code_in_markdown():
+    assert Table([{"a": "`x|y_z` and a|b_c ` <t>"}])._repr_markdown_().split("\n")[2] == r"| `x\|y_z` and a\|b\_c \` \<t> |"
+
+
 def test_a_heading_is_written_in_words():
     "A name of Python's with spaces, anything else as it is"
     table = Table([{"loss_after_step": 1, "_a": 2, "top_k 6": 3, "`log_prob`": 4, "x_1": 5}], units=dict(loss_after_step="nats"))

@@ -130,8 +130,10 @@ def _html(table:Table)->str:
             f'tabular-nums">\n<thead>{head}</thead>\n<tbody>\n{body}\n</tbody>\n</table>')
 
 def _markdown(table:Table)->str: # Escapes characters with a special meaning in markdown
+    def escaped(m): # Only the bar that would end a cell, inside code
+        return m[0].replace("|", r"\|") if m[0][0] == "`" != m[0] else "\\" + m[0]
     def row(cells):
-        return "| " + " | ".join(re.sub(r"([\\`*_$|<\[])", r"\\\1", c).replace("\n", " ")
+        return "| " + " | ".join(re.sub(r"`[^`\n]+`|[\\`*_$|<\[]", escaped, c).replace("\n", " ")
                                  for c in cells) + " |"
     sides = "|" + "|".join("--:" if r else ":--" for r in table.right) + "|"
     return "\n".join([row(table.headings), sides, *map(row, table.cells)])
