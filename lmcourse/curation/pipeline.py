@@ -31,7 +31,8 @@ from .mixing import contamination
 from .quality import KneserNey, bag_log_probs, classify_nsfw, classify_quality
 from .quality import classify_toxic_speech, dsir_log_weights, gumbel_top_k
 from .quality import word_ngrams
-from .web import Document, gzip_stretches, language_sentences, unpacked_blocks
+from .warc import gzip_stretches, unpacked_blocks
+from .web import Document, language_sentences
 from ..tools.config import UserError, read_record, unknown
 from ..tools.documents import END_OF_TEXT
 from ..tools.files import atomic_write, lock_file, read_json, remove, write_json, write_text
