@@ -20,7 +20,8 @@ from processes import here
 from lmcourse.curation import pipeline
 from lmcourse.curation.pipeline import (
     STEPS, Funnel, Recipe, Stage, Whole, curate, dask_map, digest, each, kept_documents, read_funnel, read_shard, register_step, shard_files, survivors)
-from lmcourse.curation.web import Document, planted_web, write_warc
+from lmcourse.curation.warc import write_warc
+from lmcourse.curation.web import Document, planted_web
 from lmcourse.curation.web import test_set as leaked
 from lmcourse.tokenization.tokenizer import Tokenizer
 from lmcourse.tools.config import UserError

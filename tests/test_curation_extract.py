@@ -7,7 +7,8 @@ from collections import Counter
 import pytest
 
 from lmcourse.curation.extract import decode_html, extract_text, extract_text_from_html_bytes, http_response, read_documents
-from lmcourse.curation.web import planted_web, write_warc
+from lmcourse.curation.warc import write_warc
+from lmcourse.curation.web import planted_web
 from lmcourse.tools.checks import expect_error
 from lmcourse.tools.stories import Stories
 

@@ -7,8 +7,9 @@ from collections import Counter
 
 import pytest
 
-from lmcourse.curation.web import (KINDS, LAYOUTS, WarcRecord, class_sentences, edit_words, fill, language_sentences, planted_web, read_truth, read_warc, test_set as stories_of_the_test_set,
-                                   write_truth, write_warc)
+from lmcourse.curation.warc import WarcRecord, read_warc, write_warc
+from lmcourse.curation.web import (KINDS, LAYOUTS, class_sentences, edit_words, fill, language_sentences, planted_web, read_truth, test_set as stories_of_the_test_set,
+                                   write_truth)
 from lmcourse.tools.checks import expect_error
 
 

@@ -11,7 +11,8 @@ from itertools import islice
 from pathlib import Path
 
 from lmcourse.curation.pipeline import Recipe, curate, kept_documents, read_shard, workers
-from lmcourse.curation.web import planted_web, write_warc
+from lmcourse.curation.warc import write_warc
+from lmcourse.curation.web import planted_web
 from lmcourse.tools.config import ModelConfig, TrainConfig
 from lmcourse.tools.machine import machine_name
 from lmcourse.tools.stories import Stories

@@ -26,7 +26,8 @@ from .tasks import verifiable_task
 from ..curation.pipeline import Funnel, Recipe, Stage as Step, curate, each, kept_documents
 from ..curation.pipeline import register_step, shard_files
 from ..curation.quality import classify_nsfw, classify_quality, classify_toxic_speech
-from ..curation.web import planted_web, read_truth, test_set, write_truth, write_warc
+from ..curation.warc import write_warc
+from ..curation.web import planted_web, read_truth, test_set, write_truth
 from ..evaluation.report import TASKS, named_tasks, report_card
 from ..evaluation.statistics import wilson
 from ..tokenization.tokenizer import Tokenizer

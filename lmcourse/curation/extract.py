@@ -11,7 +11,8 @@ from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import NamedTuple
-from .web import Document, WarcRecord, read_warc
+from .warc import WarcRecord, read_warc
+from .web import Document
 
 # %% ../../nbs/13_curation/13b_extract.ipynb #3f1e35dd
 class Response(NamedTuple):

@@ -31,7 +31,8 @@ from .mixing import contamination
 from .quality import KneserNey, bag_log_probs, classify_nsfw, classify_quality
 from .quality import classify_toxic_speech, dsir_log_weights, gumbel_top_k
 from .quality import word_ngrams
-from .web import Document, gzip_stretches, language_sentences, unpacked_blocks
+from .warc import gzip_stretches, unpacked_blocks
+from .web import Document, language_sentences
 from ..tools.config import UserError, read_record, unknown
 from ..tools.documents import END_OF_TEXT
 from ..tools.files import atomic_write, lock_file, read_json, remove, write_json, write_text
@@ -275,6 +276,7 @@ class Funnel:
         for y,s in enumerate(self.stages):
             left = s.kept[0]
             ax.barh(y, left, color=COLORS[0])
+            ax.text(left/2, y, f"{left:,}", ha="center", va="center", fontsize=8, color="white")
             for k,(reason,(n,_)) in enumerate(sorted(s.dropped.items(), key=lambda v: -v[1][0])):
                 ax.barh(y, n, left=left, color=COLORS[1 + k % (len(COLORS) - 1)])
                 left += n
@@ -282,6 +284,7 @@ class Funnel:
             ax.text(left, y, f"  {told}", va="center", fontsize=8, color=COLORS[1])
         ax.set_yticks(range(len(self.stages)), [s.step for s in self.stages])
         ax.invert_yaxis()
+        ax.grid(False)
         ax.set(xlabel="documents", xlim=(0, 1.3*max(1, self.stages[0].documents)))
         return ax
 
