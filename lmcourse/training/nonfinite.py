@@ -13,11 +13,15 @@ import torch
 from ..architecture.transformer_torch import TransformerLM
 from .devices import _local
 
+# %% ../../nbs/04_training/04eb_nonfinite.ipynb #2e2f1b8a
+def _own_loss(model:TransformerLM, *batch:torch.Tensor)->torch.Tensor:
+    return model.loss(*batch)                   # the instance's: sharding puts hooks around it
+
 # %% ../../nbs/04_training/04eb_nonfinite.ipynb #5214617f
 def find_nonfinite(
     model:TransformerLM,  # Model whose loss or gradient is not finite
     batch:tuple,          # The batch's tensors
-    loss:Callable=TransformerLM.loss, # Takes the model and the batch, as in `Objective`
+    loss:Callable=_own_loss, # Loss function, as in `Objective`; default: the model's own
 )->str|None: # A description in words; `None` if everything is finite
     "Find the first weight, module output or gradient that is infinite or NaN."
     for name,p in model.named_parameters():
@@ -48,7 +52,7 @@ def _watched(model:torch.nn.Module
 def find_nonfinite_sharded(
     model:TransformerLM, # Sharded model, after a step that changed no weight
     batches:list,        # The micro-batches of this process
-    loss:Callable=TransformerLM.loss, # Takes the model and the batch, as in `Objective`
+    loss:Callable=_own_loss, # Loss function, as in `Objective`; default: the model's own
 )->str|None: # A description in words; `None` if everything is finite
     """Search this process's parts and batches for the first value that is not finite.
     All processes must call it with the same number of batches."""
