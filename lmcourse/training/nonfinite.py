@@ -14,8 +14,8 @@ from ..architecture.transformer_torch import TransformerLM
 from .devices import _local
 
 # %% ../../nbs/04_training/04eb_nonfinite.ipynb #2e2f1b8a
-def _own_loss(model:TransformerLM, *batch:torch.Tensor)->torch.Tensor:
-    return model.loss(*batch)                   # the instance's: sharding puts hooks around it
+def _own_loss(model:TransformerLM, inputs:torch.Tensor, targets:torch.Tensor)->torch.Tensor:
+    return model.loss(inputs, targets)          # the instance's: sharding puts hooks around it
 
 # %% ../../nbs/04_training/04eb_nonfinite.ipynb #5214617f
 def find_nonfinite(
