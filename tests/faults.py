@@ -496,7 +496,7 @@ def _():
     def groups(model, weight_decay):
         params = [p for g in right(model, 0.) for p in g["params"]]
         return [dict(params=params, weight_decay=100*weight_decay)]
-    return [(engines, "parameter_groups", groups)]
+    return [(optim_torch, "parameter_groups", groups)]
 
 
 @fault("L2 instead of decay", r"decay|\bL2\b",
