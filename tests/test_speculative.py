@@ -14,7 +14,8 @@ from lmcourse.architecture.transformer_torch import TransformerLM
 from lmcourse.generation.generate import RecomputingDecoder, generate
 from lmcourse.generation.sampling import chi_squared, next_token_probs
 from lmcourse.inference import speculative
-from lmcourse.inference.kv_cache import CachedDecoder, FastDecoder
+from lmcourse.inference.fast_decoder import FastDecoder
+from lmcourse.inference.kv_cache import CachedDecoder
 from lmcourse.inference.speculative import (DraftModel, NgramDraft, PromptLookup, acceptance_rate, exact_law, expected_speedup,
                                             expected_tokens, find_repeat, residual, speculate, verify)
 from lmcourse.tools.config import ModelConfig
