@@ -190,7 +190,7 @@ def test_quantized_weights_write_what_they_stand_for(capsys, kind, bits):
     torch = pytest.importorskip("torch")
     from lmcourse.generation.generate import complete, prompt_ids
     from lmcourse.inference.engine import Engine, PackedLinear, Request
-    from lmcourse.inference.kv_cache import FastDecoder
+    from lmcourse.inference.fast_decoder import FastDecoder
     from lmcourse.inference.quantization import QuantizedLinear, quantize_fitting
     from lmcourse.training.models import load_model
     model, tokenizer = load_model()
@@ -494,7 +494,7 @@ WORK = {
     "train data newer-run --steps 2 " + " ".join(TINY): "lmcourse.app.cli.cost_lines",
     "train --resume cut-here": "lmcourse.training.trainer.Trainer.train_step",
     "quickstart --minutes 0.01 --out new-quick": "lmcourse.training.trainer.measure_step",
-    "generate whole": "lmcourse.inference.kv_cache.NumpyDecoder.compute",
+    "generate whole": "lmcourse.inference.fast_decoder.NumpyDecoder.compute",
     "plot whole --out new.png": "lmcourse.training.plots.plot_runs",
     "doctor whole": "lmcourse.ablations.doctor.check_forward",
     "account": "lmcourse.accounting.account.training_flops",
@@ -864,7 +864,8 @@ def test_the_trainer_that_is_measured_is_gone_before_the_next_one_is_made(work, 
 def test_each_device_has_its_decoder():
     import torch
     from lmcourse.architecture.transformer_torch import Parts
-    from lmcourse.inference.kv_cache import CachedDecoder, FastDecoder, GraphDecoder
+    from lmcourse.inference.fast_decoder import FastDecoder
+    from lmcourse.inference.kv_cache import CachedDecoder, GraphDecoder
     from lmcourse.tools.config import ModelConfig
     class On:
         config, parts = ModelConfig(norm_position="post"), Parts()      # which the kernels of chapter 09 don't compute

@@ -17,8 +17,9 @@ from lmcourse.architecture.pretrained import params_of
 from lmcourse.architecture.transformer_np import transformer_forward
 from lmcourse.architecture.transformer_torch import TransformerLM
 from lmcourse.generation.generate import RecomputingDecoder, generate
-from lmcourse.inference import kv_cache
-from lmcourse.inference.kv_cache import CachedDecoder, FastDecoder, GraphDecoder, KVCache, NumpyDecoder, Plain, dot_rows, join_turn, open_turn
+from lmcourse.inference import fast_decoder
+from lmcourse.inference.fast_decoder import FastDecoder, NumpyDecoder, Plain, dot_rows, join_turn, open_turn
+from lmcourse.inference.kv_cache import CachedDecoder, GraphDecoder, KVCache
 from lmcourse.tools.checks import check_close
 from lmcourse.tools.config import FFN_KINDS, ModelConfig
 
@@ -276,7 +277,7 @@ def test_a_thread_that_never_comes_is_not_missed(monkeypatch):
     model = build({})
     class Nobody:
         def submit(self, *args): pass
-    monkeypatch.setattr(kv_cache, "pool", lambda n: Nobody())
+    monkeypatch.setattr(fast_decoder, "pool", lambda n: Nobody())
     decoder, ids = FastDecoder(model, threads=2), tokens(model, 30)
     check_close(torch.stack([decoder.feed([i]) for i in ids]), RecomputingDecoder(model).feed(ids, all=True), RTOL, ATOL)
 
@@ -285,7 +286,7 @@ def test_a_thread_that_comes_too_late_touches_nothing(monkeypatch):
     model, calls = build({}), []
     class Later:
         def submit(self, f, *args): calls.append(args)
-    monkeypatch.setattr(kv_cache, "pool", lambda n: Later())
+    monkeypatch.setattr(fast_decoder, "pool", lambda n: Later())
     decoder, ids = FastDecoder(model, threads=2), tokens(model, 3)
     decoder.feed(ids[:1])
     x = calls[0][4][0]
@@ -306,8 +307,8 @@ def test_a_turn_that_was_broken_off_does_no_harm(monkeypatch):
     with monkeypatch.context() as m:
         class Started:
             def submit(self, f, *args): threading.Thread(target=join_turn, args=args).start()
-        m.setattr(kv_cache, "pool", lambda n: Started())
-        m.setattr(kv_cache, "join_turn", interrupted)
+        m.setattr(fast_decoder, "pool", lambda n: Started())
+        m.setattr(fast_decoder, "join_turn", interrupted)
         with pytest.raises(KeyboardInterrupt): decoder.feed(ids[9:12])
     assert decoder.length == 9
     check_close(decoder.feed(ids[9:]), RecomputingDecoder(model).feed(ids), RTOL, ATOL)

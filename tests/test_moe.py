@@ -333,7 +333,7 @@ def test_who_does_not_know_experts_says_so_by_name():
     from lmcourse.architecture.pretrained import params_of
     from lmcourse.architecture.transformer_np import init_params
     from lmcourse.inference.engine import Engine
-    from lmcourse.inference.kv_cache import FastDecoder, NumpyDecoder
+    from lmcourse.inference.fast_decoder import FastDecoder, NumpyDecoder
     from lmcourse.inference.quantization import Int8Cache, quantize_model
     experts, latent = TransformerLM(SMALL), TransformerLM(replace(SMALL, num_experts=None, **LATENT))
     for who, words in ((lambda: FastDecoder(experts), "FastDecoder does not compute num_experts = 8: CachedDecoder does"), (lambda: init_params(SMALL), "the NumPy engine does not compute"),

@@ -9,7 +9,8 @@ torch = pytest.importorskip("torch")
 from lmcourse.architecture.pretrained import config_from_hf, config_to_hf, params_of, to_hf
 from lmcourse.architecture.transformer_np import init_params, learning_rate_scales, loss_and_grads, transformer_forward
 from lmcourse.architecture.transformer_torch import TransformerLM
-from lmcourse.inference.kv_cache import CachedDecoder, FastDecoder
+from lmcourse.inference.fast_decoder import FastDecoder
+from lmcourse.inference.kv_cache import CachedDecoder
 from lmcourse.parallelism.batch_size import new_run, run_steps, small_model, tail_rates
 from lmcourse.scaling import mup
 from lmcourse.scaling.mup import best_rate, width_slope

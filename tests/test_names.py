@@ -25,7 +25,7 @@ def test_the_package_alone_imports_no_torch():
     ("training.engines", "TorchEngine.forward_backward"), ("training.engines", "TorchEngine.optimizer_step"), ("training.engines", "find_nonfinite"),
     ("training.engines", "BatchPlan.grad_accum_steps"), ("training.engines", "World.shard_batch"), ("training.engines", "World.all_reduce_sum"),
     ("training.engines", "World.destroy"), ("training.sharding", "apply_fsdp"), ("architecture.transformer_torch", "TransformerLM.hidden_states"),
-    ("inference.engine", "top_logprobs"), ("inference.kv_cache", "add_and_norm"), ("inference.kv_cache", "activate"), ("tokenization.bpe", "train_bpe_naive")])
+    ("inference.engine", "top_logprobs"), ("inference.fast_decoder", "add_and_norm"), ("inference.fast_decoder", "activate"), ("tokenization.bpe", "train_bpe_naive")])
 def test_names_are_those_that_a_practitioner_would_type(module, name):
     pytest.importorskip("torch")
     assert callable(attrgetter(name)(importlib.import_module(f"lmcourse.{module}"))) or name == "BatchPlan.grad_accum_steps"

@@ -27,7 +27,8 @@ from lmcourse.architecture.transformer_np import loss_and_grads
 from lmcourse.architecture.transformer_torch import FFN_MODULES, Parts, TransformerLM
 from lmcourse.generation.generate import generate
 from lmcourse.inference.engine import Engine, Request, replay
-from lmcourse.inference.kv_cache import CachedDecoder, FastDecoder, NumpyDecoder
+from lmcourse.inference.fast_decoder import FastDecoder, NumpyDecoder
+from lmcourse.inference.kv_cache import CachedDecoder
 from lmcourse.inference.quantization import quantize, quantize_model
 from lmcourse.tools.checks import check_close, expect_error
 from lmcourse.tools.config import FFN_KINDS, FFNKind, ModelConfig, register_ffn

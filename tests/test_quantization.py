@@ -13,7 +13,8 @@ from hypothesis import given, settings, strategies as st
 from lmcourse.architecture.pretrained import params_of
 from lmcourse.architecture.transformer_torch import TransformerLM
 from lmcourse.inference.engine import Engine, Request
-from lmcourse.inference.kv_cache import CachedDecoder, FastDecoder
+from lmcourse.inference.fast_decoder import FastDecoder
+from lmcourse.inference.kv_cache import CachedDecoder
 from lmcourse.inference.quantization import (EMBEDDINGS, Int8Cache, QuantizedLinear, QuantizedModel, QuantizedWeight, best_steps, from_grid, grid_steps,
     load_quantized, magnitude_masks, pack_fours, pack_pairs, quantize, quantize_linears, quantize_model, save_quantized, to_grid, two_of_four, unpack_fours,
     unpack_pairs)

@@ -14,7 +14,8 @@ from lmcourse.architecture.transformer_torch import TransformerLM
 from lmcourse.generation.generate import RecomputingDecoder, generate
 from lmcourse.generation.sampling import chi_squared, next_token_probs
 from lmcourse.inference import speculative
-from lmcourse.inference.kv_cache import CachedDecoder, FastDecoder
+from lmcourse.inference.fast_decoder import FastDecoder
+from lmcourse.inference.kv_cache import CachedDecoder
 from lmcourse.inference.speculative import (DraftModel, NgramDraft, PromptLookup, acceptance_rate, exact_distribution, expected_speedup,
                                             expected_tokens, find_repeat, residual, speculate, verify)
 from lmcourse.tools.config import ModelConfig
@@ -352,7 +353,7 @@ def test_acceptance_rate():
     assert abs(acceptance_rate(rounds) - 0.6) < 0.02
 
 
-def test_exact_law():
+def test_exact_distribution():
     assert exact_distribution(lambda draw: "sure") == {"sure": 1}
     law = exact_distribution(lambda draw: tuple(draw([0.5, 0, 0.5]) for _ in range(draw([0.25, 0.75]) + 1)))
     assert exact_distribution(lambda draw: draw([0.7, 0.3])) == {0: 0.7, 1: 0.3}          # not through float32

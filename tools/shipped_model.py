@@ -14,7 +14,7 @@ from pathlib import Path
 from lmcourse.app.cli import open_data
 from lmcourse.architecture.transformer_torch import TransformerLM
 from lmcourse.generation.generate import measure_stories
-from lmcourse.inference.kv_cache import FastDecoder
+from lmcourse.inference.fast_decoder import FastDecoder
 from lmcourse.inference.quantization import quantize_model, save_quantized
 from lmcourse.tokenization.tokenizer import Tokenizer
 from lmcourse.tools.config import ModelConfig

@@ -81,18 +81,18 @@ def start_decoder(
 # %% ../../nbs/90_app/90b_bench_generation.ipynb #b539c098
 def make_fast(model:Any):
     "Make the fastest decoder for one text."
-    from lmcourse.inference.kv_cache import FastDecoder
+    from lmcourse.inference.fast_decoder import FastDecoder
     return FastDecoder(model)
 
 def make_int8(model:Any):
     "Make the fastest decoder with int8 weights."
-    from lmcourse.inference.kv_cache import FastDecoder
+    from lmcourse.inference.fast_decoder import FastDecoder
     from lmcourse.inference.quantization import quantize
     return FastDecoder(model, pack=quantize)
 
 def make_int4(model:Any):
     "Make the fastest decoder with int4 weights."
-    from lmcourse.inference.kv_cache import FastDecoder
+    from lmcourse.inference.fast_decoder import FastDecoder
     from lmcourse.inference.quantization import quantize
     return FastDecoder(model, pack=partial(quantize, bits=4))
 
@@ -100,7 +100,7 @@ def make_int4(model:Any):
 def make_numpy(model:Any):
     "Make the decoder of the NumPy engine."
     from lmcourse.architecture.pretrained import params_of
-    from lmcourse.inference.kv_cache import NumpyDecoder
+    from lmcourse.inference.fast_decoder import NumpyDecoder
     return NumpyDecoder(params_of(model), model.config)
 
 def make_cached(model:Any):

@@ -634,7 +634,8 @@ def checked_device(name:str, quantize:str)->str: # The device's kind
 
 def decoder_for(model:Any, bits:int|None=None): # The fastest decoder for `generate`
     from lmcourse.architecture.transformer_torch import Parts
-    from lmcourse.inference.kv_cache import CachedDecoder, FastDecoder
+    from lmcourse.inference.fast_decoder import FastDecoder
+    from lmcourse.inference.kv_cache import CachedDecoder
     from lmcourse.inference.quantization import quantize_fitting
     from lmcourse.kernels.decode import gpu_decoder
     odd = any(getattr(model.config, name) for name in NEW_PARTS)

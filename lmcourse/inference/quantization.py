@@ -23,7 +23,7 @@ from ..tools.compiled import fused, prefetch
 from ..architecture.pretrained import load_weights, params_of
 from ..architecture.transformer_torch import TransformerLM
 from ..generation.generate import context_of
-from .kv_cache import dot_rows
+from .fast_decoder import dot_rows
 from ..tools.config import ModelConfig, unknown, refuse_fields
 from ..tools.files import atomic_write
 from ..training.checkpoint import write_safetensors
