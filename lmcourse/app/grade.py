@@ -412,7 +412,8 @@ def _named(task:Exercise, file:Path)->bool: # Also 01.split, 01_split or my_spli
                    flags=re.IGNORECASE)
     return any(_same_name(stem, n) for stem in (file.stem, short) for n in _names(task))
 
-def _holds_folders(path:Path)->bool: return path.is_dir() and any(p.is_dir() for p in path.iterdir())
+def _holds_folders(path:Path)->bool:
+    return path.is_dir() and any(p.is_dir() for p in path.iterdir())
 
 def _in_folder(path:Path)->list: # Files that may hold answers
     return [f for f in sorted(path.iterdir()) if f.suffix in (".py", ".ipynb")]
