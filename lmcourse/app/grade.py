@@ -511,8 +511,8 @@ def chapter_table(
 )->Table: # A row per exercise
     "Show what each exercise of a chapter asks for."
     return Table([dict(exercise=t.id, state=state_of(t, progress),
-                       define=t.form.removeprefix("The class: ").replace("`", "")
-                       if t.defines in t.form else f"{t.defines}: {t.form}",
+                       define=(t.form.removeprefix("The class: ") if t.defines in t.form
+                               else f"{t.defines}: {t.form}").replace("`", ""),
                        right_if=t.right_if.replace("`", "")) for t in tasks])
 
 # %% ../../nbs/90_app/90e_grade.ipynb #67d6fa0a
