@@ -277,6 +277,8 @@ def broken(work, whole):
 @pytest.mark.parametrize("words, answer", [
     ("quickstart --data text:nowhere.txt", "nowhere.txt: no such file"),
     ("quickstart --data text:empty.txt", "empty.txt: the file is empty"),
+    ("quickstart --data empty.txt", "unknown corpus 'empty.txt': to read this file, say 'text:empty.txt'"),
+    ("tokenizer text:data new", "data is a folder, expected a file; join those in it: cat data/* > all.txt"),
     ("quickstart --data text:binary.txt", "binary.txt: a binary file (a zero byte at 0)"),
     ("quickstart --data text:short.txt", "one window needs 256: take a longer text"),
     ("quickstart --data text:letter.txt", "nothing is left for training"),

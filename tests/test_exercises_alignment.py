@@ -178,7 +178,7 @@ def gae_backwards(r, v, g, l):
     return torch.stack(out)
 
 
-GAE = [(lambda r, v, g, l: gae(torch.cat([r[:-1], r[-1:] + g*v[-1:]]), v, g, l), "after the end"), (lambda r, v, g, l: gae(r, v, g, 1.), "lam is missing"), (lambda r, v, g, l: gae(r, v, g, l) + v, "returns"), (lambda r, v, g, l: gae(r, v, g, 0.), "later differences"),
+GAE = [(lambda r, v, g, l: torch.cat([gae(r[:-1] + g*torch.cat([v[1:-1]*0, v[-1:]])[:len(r) - 1], v[:-1], g, l), torch.zeros(1)]) if len(r) > 1 else r*0, "the last token is missing, after which the value is 0"), (lambda r, v, g, l: gae(torch.cat([r[:-1], r[-1:] + g*v[-1:]]), v, g, l), "after the end"), (lambda r, v, g, l: gae(r, v, g, 1.), "lam is missing"), (lambda r, v, g, l: gae(r, v, g, l) + v, "returns"), (lambda r, v, g, l: gae(r, v, g, 0.), "later differences"),
        (lambda r, v, g, l: gae(r, 0*v, g, l), "values are missing"), (lambda r, v, g, l: gae(r, v, g, l).flip(0), "reversed"), (lambda r, v, g, l: -gae(r, v, g, l), "expected")]
 
 
@@ -302,7 +302,7 @@ CLIP += [(lambda *a: (clip(*a)[0], None), "None), expected a loss and a dict")]
 ENTROPY += [(lambda z: -((p := z.softmax(-1))*p.log()).sum(-1), "0*log(0) is nan"),
             (lambda z: (e := (z - z.max()).exp()).sum(-1).log() - (e*(z - z.max())).sum(-1)/e.sum(-1), "not one for all")]
 MASK += [(lambda *a: mask_of(*a).numpy(), "gives ndarray bool")]
-OPTIMUM += [(lambda *a: optimum(*a).numpy(), "for (float64 (2,), float64 (2,), 1.0): expected Tensor float64 (2,), got ndarray float64 (2,)")]
+OPTIMUM += [(lambda *a: optimum(*a).numpy(), "1.0): expected Tensor float64 (2,), got ndarray float64 (2,)")]
 
 
 def step_that_returns_the_whole_loss(x, mask, steps, *rest):

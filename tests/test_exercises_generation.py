@@ -252,7 +252,7 @@ WRONG = [
     ("next_probs", nucleus(kept=lambda q, s, p: s < p), "missing"), ("next_probs", nucleus(kept=lambda q, s, p: s - q <= p), "one token too many"),
     ("next_probs", nucleus(kept=lambda q, s, p: q >= p), "each probability is compared with top_p"), ("next_probs", nucleus(kept=lambda q, s, p: q > -1), "top_p is not used"),
     ("next_probs", nucleus(soften=lambda z, t: soft(z*t)), "the logits are multiplied by the temperature"), ("next_probs", nucleus(soften=lambda z, t: soft(z)), "the temperature is not used"),
-    ("next_probs", nucleus(soften=lambda z, t: (z/t).exp()/(z/t).exp().sum()), "subtract the largest logit first"), ("next_probs", nucleus(scale=False), "is not scaled to sum to 1"),
+    ("next_probs", nucleus(soften=lambda z, t: (z/t).exp()/(z/t).exp().sum()), "subtract the largest logit first"), ("next_probs", lambda z, t, p: (z/t).exp()/(z/t).exp().sum(), "got [nan, nan, 0]: exp overflows or underflows: subtract the largest logit first"), ("next_probs", nucleus(scale=False), "is not scaled to sum to 1"),
     ("next_probs", nucleus(back=False), "are in falling order"), ("next_probs", nucleus(greedy=None), "at temperature 0 all goes to the largest logit"),
     ("next_probs", nucleus(greedy=greedy_all), "of equal ones to the lowest id"), ("next_probs", cut_first, "the cut comes before the temperature"),
     ("next_probs", lambda *a: nucleus()(*a).softmax(-1), "a softmax of probabilities"), ("next_probs", divides_in_place, "changed its"),
@@ -274,6 +274,7 @@ WRONG = [
     ("min_p", lambda z, p: (q := z.exp()/z.exp().sum()*(z.exp() >= p*z.exp().max()))/q.sum(), "exp overflows"), ("min_p", fails, "raised RuntimeError"),
 
     ("draw", partial(search, right=False), "for probs = [0, 0.5, 0, 0.5, 0], u = 0.0: expected 1, got 0: token 0 has the probability 0"), ("draw", lambda p, u: int((p.cumsum(-1) < u).sum()), "token 0 has the probability 0"),
+    ("draw", lambda p, u: int(torch.multinomial(p, 1)), "u decides, not a new random number"),
     ("draw", lambda p, u: int(p.argmax()), "expected 3, got 1: that is the likeliest, whatever u is"), ("draw", lambda p, u: int((p.cumsum(-1) <= u).sum()), "expected 3, got 5: in float32 this u is 1: compare in float64"),
     ("draw", lambda p, u: int((p.double().cumsum(-1) <= u).sum()), "u = 0.9995: expected 2, got 3: the sum is a little below 1"),
     ("draw", lambda p, u: min(int((p.double().cumsum(-1) <= u).sum()), len(p) - 1), "for probs = [0.333, 0.333, 0.333, 0], u = 0.9995: expected 2, got 3"), ("draw", largest_first, "the pieces lie in the order of the ids"),
@@ -299,7 +300,7 @@ WRONG = [
 
     ("penalise", penalty(lambda z, t: z/t), "negative logits are divided too, which makes the token likelier"), ("penalise", penalty(lambda z, t: z - t), "theta is subtracted"),
     ("penalise", penalty(lambda z, t: torch.where(z > 0, z/t, z)), "negative logits are left as they are"), ("penalise", penalty(which=lambda z, seen: torch.ones(len(z), dtype=torch.bool)), "all tokens are penalised"),
-    ("penalise", penalty(which=lambda z, seen: ~torch.isin(torch.arange(len(z)), torch.tensor(seen))), "the tokens that did not come are penalised"), ("penalise", twice, "a token that came twice is penalised twice"),
+    ("penalise", penalty(which=lambda z, seen: ~torch.isin(torch.arange(len(z)), torch.tensor(seen))), "the tokens that did not come are penalised"), ("penalise", twice, "theta = 2.0: expected [1, -2, 0.5], got [1, -8, 0.5]: a token that came twice is penalised twice"),
     ("penalise", lambda z, seen, t: penalty()(z, seen, t).softmax(-1), "these are probabilities"), ("penalise", in_place, "changed its"), ("penalise", lambda z, seen, t: z, "nothing is penalised"),
     ("penalise", penalty(lambda z, t: torch.where(z > 0, z*t, z/t)), "positive logits are multiplied"), ("penalise", lambda z, seen, t: penalty()(z, seen, t).tolist(), "expected a tensor, got ["),
     ("penalise", lambda z, seen, t: penalty()(z, seen or fails(), t), "raised RuntimeError"), ("penalise", 3, "expected a function, got 3"), ("penalise", fails, "raised RuntimeError"),
@@ -309,7 +310,7 @@ WRONG = [
     ("beam", BEAM | dict(likeliest=.252), "the beam has dropped a better beginning"), ("beam", BEAM | dict(likeliest=.9), "is too large"), ("beam", None, "expected a dict"),
 
     ("until_stop", lambda ps, s: (q for p in ps for q in [p.split(s)[0]] if q), "the stop string lies over two pieces"), ("until_stop", matcher, "after a false start the stop string can begin inside what was held back"),
-    ("until_stop", hold_always, "is sure, but only"), ("until_stop", whole_text, "is sure, but only"), ("until_stop", no_end, "the text is over: what was held back is shown"),
+    ("until_stop", hold_always, "is sure, but only"), ("until_stop", whole_text, "is sure, but only '' was shown: yield as soon as you can, not at the end"), ("until_stop", no_end, "the text is over: what was held back is shown"),
     ("until_stop", shows_stop, "the stop string itself is not shown"), ("until_stop", part_shown, "a part of the stop string was shown"), ("until_stop", reads_on, "more pieces were asked for after the stop string was complete"),
     ("until_stop", empty_ones, "an empty piece was yielded"), ("until_stop", as_bytes, "expected pieces of text, got b'The end'"), ("until_stop", lambda ps, s: ps, "the stop string lies over two pieces"),
     ("until_stop", lambda ps, s: None, "raised TypeError"), ("until_stop", "x", "expected a function, got 'x'"), ("until_stop", fails, "raised RuntimeError"),
@@ -321,6 +322,7 @@ WRONG = [
     ("text_log_prob", lambda z, ids: at(z[:-1].clamp(-60, 60), ids[1:]).sum(), "use log_softmax"), ("text_log_prob", lambda z, ids: (z.softmax(-1)[:-1].log()[torch.arange(len(ids) - 1), torch.tensor(ids[1:])]).sum(), "exp overflows, or log 0: use log_softmax"),
     ("text_log_prob", lambda z, ids: math.log(p) if (p := at(z[:-1], ids[1:]).exp().prod().item()) else chain(z, ids) if len(ids) < 9 else -math.inf, "the product of the probabilities is 0"),
     ("text_log_prob", lambda z, ids: z[torch.arange(len(ids) - 1), torch.tensor(ids[1:])].sum(), "these are logits"), ("text_log_prob", lambda z, ids: at(z[:-1], ids[1:]), "expected a number, got float32 (4,)"),
+    ("text_log_prob", lambda z, ids: torch.nn.functional.cross_entropy(z[:-1], torch.tensor(ids[1:])), "that is the mean loss, expected the sum of log-probabilities, below 0"),
     ("text_log_prob", fails, "raised RuntimeError"),
 ]
 

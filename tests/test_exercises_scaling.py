@@ -80,7 +80,8 @@ def split_by_search(A, B, a, b, C):
 
 SPLIT = [(partial(split, six=1), "not ND"), (lambda A, B, a, b, C: split(A, B, a, b, C, power=a/(a + b)), "exponent of N"), (lambda A, B, a, b, C: split(A, B, a, b, C, factor=b*B/(a*A)), "in the numerator"),
          (lambda A, B, a, b, C: split(A, B, a, b, C, factor=A/B), "derivative brings"), (lambda *v: split(*v)[::-1], "(N, D)"), (lambda A, B, a, b, C: ((C/120)**.5, 20*(C/120)**.5), "one law"),
-         (lambda *v: (split(*v)[0], v[4]/split(*v)[0]), "6ND must equal")]
+         (lambda *v: (split(*v)[0], v[4]/split(*v)[0]), "6ND must equal"),
+         (lambda A, B, a, b, C: split(A, B, a, b, C, factor=1.), "factor that depends on A, B, alpha and beta is missing")]
 
 
 # 5. A larger budget

@@ -271,7 +271,9 @@ def test_files_in_the_current_folder_do_not_stand_for_those_of_python(here):
     ("99.split mine.py", "unknown chapter '99'"), ("1 none.py", "none.py: no such file"), ("01.split none.py", "none.py: no such file"),
     ("01.split text.txt", "text.txt: expected a file that ends in .py or .ipynb"), ("01.split bad.ipynb", "bad.ipynb: not a notebook"),
     ("01.split empty", "empty: no file is named after 01.split; names are split (with .py or .ipynb)"),
-    ("01 .", "lmcourse: .: no file is named after any task of chapter 01"),
+    ("03 .", "lmcourse: .: no file is named after any task of chapter 03"), ("03 .", "(with .py or .ipynb); look into its folders one by one"),
+    ("mine.py 01.split", "mine.py is a file: name the exercise first, as in `lmcourse check 01.sizes mine.py`"),
+    ("01 answer.py", "answer.py: `answer` may be to any task: name the task, as in 01.sizes, or the answer after its task, as in sizes = …"),
     ("01.split other.py", "other.py: defines no split, which 01.split asks for (case and underscores do not matter); it defines other, value"),
     ("01 other.py", "other.py: defines no answer to any task of chapter 01; names are sizes, same_look"), ("01.split blank.py", "it defines nothing"),
     ("01.encode ours.py", "encode comes from lmcourse.tokenization.encoding; 01.encode asks for your own"),
@@ -280,7 +282,7 @@ def test_files_in_the_current_folder_do_not_stand_for_those_of_python(here):
     ("01.split mine.py --progress list.json", "list.json: no progress file"), ("01.split mine.py --progress later.json", "format 9, but this version reads 1"),
     ("01.split mine.py --progress half.json", "half.json: no progress file"), ("01.split mine.py --progress binary.json", "binary.json: no progress file"), ("01.split", "FILE")])
 def test_what_can_not_be_checked_is_one_line(here, words, answer):
-    for name, text in {"mine.py": SPLIT, "text.txt": SPLIT, "bad.ipynb": "{}", "other.py": "import re\ndef other(): pass\nvalue, _own = 1, 2\n", "blank.py": "",
+    for name, text in {"mine.py": SPLIT, "text.txt": SPLIT, "bad.ipynb": "{}", "other.py": "import re\ndef other(): pass\nvalue, _own = 1, 2\n", "blank.py": "", "answer.py": SIZES,
                        "ours.py": "from lmcourse.tokenization.encoding import encode_word as encode\n", "damaged.json": '{"format": 1, "ta', "list.json": "[1]",
                        "later.json": '{"format": 9}', "half.json": '{"format": 1, "tasks": {"01.split": {"tries": "a"}}}'}.items(): Path(name).write_text(text)
     Path("binary.json").write_bytes(b"\xff\xfe")
@@ -336,15 +338,34 @@ def test_a_folder_with_a_file_for_each(here):
     got = ask("check", "01", "mine")
     assert (got.returncode, got.stdout.splitlines()[:2]) == (0, ["01.sizes: right", "01.split: right"])
     assert "01.encode: encode.py: defines no encode" in got.stdout and "2 right, 0 not yet, 7 without an answer" in got.stdout
+    assert "not graded, no answer to a task of this chapter: notes.py\n" in got.stdout
     assert ask("check", "01.split", "mine").stdout == "01.split: right\n"
+
+
+def test_files_of_a_folder_may_have_other_names(here):
+    Path("mine").mkdir()
+    both = SIZES.replace("answer", "sizes") + SPLIT
+    for names in (("01.sizes.py", "01_split.py"), ("my_sizes.py", "1-split.py"), ("tokenization_sizes.py", "My_Split.py")):
+        for name, source in zip(names, (SIZES, SPLIT)): Path("mine", name).write_text(source)
+        assert ask("check", "01", "mine").stdout.splitlines() == ["01.sizes: right", "01.split: right", "chapter 01: 2 right, 0 not yet, 7 without an answer"]
+        for name in names: Path("mine", name).unlink()
+    Path("mine", "week1.py").write_text(both)                           # One file for several
+    assert ask("check", "01", "mine").stdout.startswith("01.sizes: right\n01.split: right\nchapter 01: 2 right")
+    Path("mine", "split.py").write_text("def split(text, special_tokens): return 1\n")   # Its name counts more
+    assert "01.sizes: right\n01.split: not yet" in ask("check", "01", "mine").stdout
+    Path("mine", "week1.py").write_text(both.replace("sizes", "answer"))   # Of two answers that are called so, which?
+    assert "without an answer" in (told := ask("check", "01", "mine").stdout) and "01.sizes" not in told
 
 
 def test_an_empty_place_is_no_answer_and_no_try(here):
     empty = "sizes = {'utf-8': None, 'utf-16': None}\nsame_look = None\ndef split(text, special_tokens):\n    # gives a list\n    ...\n"
     got = check("from collections import Counter\n" + empty + "def step(words, numbers): return 1\n", exercise="01")
-    for name in ("sizes", "same_look", "split"): assert f"01.{name}: mine.py: {name} is still empty: no answer to 01.{name} yet\n" in got.stdout
+    assert "\nstill empty: sizes, same_look, split\n" in got.stdout and "01.split" not in got.stdout
     assert "chapter 01: 0 right, 1 not yet, 8 without an answer" in got.stdout
     assert set(json.loads(Path("progress.json").read_text())["tasks"]) == {"01.step"}
+    got = check(empty, exercise="01")
+    assert (got.returncode, got.stderr) == (2, "lmcourse: mine.py: no answer to any task of chapter 01 yet\n")
+    assert check(empty).stderr == "lmcourse: mine.py: split is still empty: no answer to 01.split yet\n"
     got = check("from collections import Counter\ndef other(): return 1\n")
     assert got.stderr.endswith("it defines other\n")                    # And not what it imports
 

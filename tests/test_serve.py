@@ -428,10 +428,11 @@ def test_each_field_is_declared_with_its_type_and_its_words(kind):
 
 def test_statuses(service):
     for more, status in ((dict(body=b"{"), 400), (dict(body=b"[]"), 400), (dict(body=b"\xff"), 400), (dict(body=b"x"*20_001), 413), (dict(body=b"x"*20_001, chunks=7), 413), (dict(kind=b"text/plain"), 415),
-                         (dict(method="GET"), 405), (dict(path="/v1/embeddings"), 404), (dict(path="/"), 404), (dict(body=BODY | dict(model="gpt")), 404)):
+                         (dict(method="GET"), 405), (dict(path="/v1/embeddings"), 404), (dict(path="/chats"), 404), (dict(body=BODY | dict(model="gpt")), 404)):
         got, answer = call(service, **dict(body=BODY) | more)
         assert got == status and set(answer["error"]) == {"message", "type", "param", "code"}, more
     assert call(service, BODY | dict(prompt="a"*200))[1]["error"]["code"] == "context_length_exceeded"
+    assert asyncio.run(ask(make_app(service), b"", path="/", method="GET"))[0] == 307     # To the page of the chat
 
 
 def test_defaults_may_be_null_or_said(service):

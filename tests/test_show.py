@@ -152,3 +152,10 @@ def test_import_is_light():
     code = "import sys, lmcourse.tools.show; print([m for m in ('matplotlib', 'tqdm', 'torch', 'pandas') if m in sys.modules])"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=Path(__file__).parent.parent)
     assert out.stdout.strip() == "[]"
+
+
+def test_words_of_the_first_column_are_broken_last():
+    name, words = "compute_naive_policy_gradient_loss", "it is minus the advantage times the log-probability, for each token"
+    table = Table([dict(exercise=f"14.{name}", state="open", define=f"{name}: (rewards, log_probs) gives a tensor", right_if=words)])
+    lines = str(table).splitlines()
+    assert max(map(len, lines)) <= 100 and any(f"14.{name}" in line for line in lines) and "advantage" in str(table)

@@ -46,8 +46,8 @@ def squeezed(source): return re.sub(r"\s", "", source)
 
 
 def lines_of(source):
-    "Lines of an answer that could be nothing else: long enough, no import, no call of a grader"
-    return [l for l in source.splitlines() if len(squeezed(l)) > 24 and not re.match(r"\s*(#|from |import |check_|class |def |with expect_error)", l)]
+    "Lines of an answer that could be nothing else: long enough, no import, no signature, no call of a grader"
+    return [l for l in source.splitlines() if len(squeezed(l)) > 24 and not re.match(r"\s*(#|from |import |check_|class |def |with expect_error|[\w, ]+\):$)", l)] # Nor the end of a signature
 
 
 def leaks(name, cells):
@@ -62,8 +62,9 @@ def test_no_answer_is_left(edition, name):
     assert sum(len(lines_of(a)) for a in answers(name)) > 10 and not leaks(name, cells)
     for c in cells:
         assert "code-summary: Answer" not in text(c) and "expect_error" not in text(c) and not re.match(r"#\| *(export|hide|default_exp)", text(c))
-        assert not re.search(r"answers? (are|is) folded|answer to unfold", text(c))
+        assert not re.search(r"answers? (are|is) folded|answer to unfold|folded answer|of your own, next to this page|^## Proof", text(c), re.M)
         assert c["cell_type"] == "code" or not re.search(r"<summary>(?!Hint)", text(c))
+    assert "into its empty cell" in text(cells[1])
 
 
 def test_an_answer_that_is_left_is_found():
@@ -165,11 +166,18 @@ def test_untouched_answers_are_no_answers_and_touched_ones_are(edition, tmp_path
     else: assert empty == [t.id for t in tasks]
 
 
+@exercises
+def test_every_empty_function_names_its_arguments(edition, name):
+    assert not [line for c in read(edition[0] / "nbs" / PAGES[name]) if c["cell_type"] == "code" for line in text(c).splitlines() if "(*args)" in line]
+
+
 @pytest.mark.parametrize("task, arg, kind, comment, expected", [
     ("text\n\n    def f(x): ...    # (B, T)\n", "f", "Callable", "", ("f", "def f(x): ...    # (B, T)")),
     ("    class RoPE(nn.Module):\n        def forward(self, x): ...\n", "ro_pe", "type", "", ("RoPE", "class RoPE(nn.Module):\n    def forward(self, x): ...")),
     ("    split('a') == ['a']\n", "split", "Callable", "`split(text)` gives a list", ("split", "def split(text):\n    # gives a list\n    ...")),
     ("    def f(): ...\n    def g(): ...\n\n    pair = f, g\n", "pair", "tuple", "`f()` and `g()`", ("pair", "def f(): ...\ndef g(): ...\n\npair = f, g")),
+    ("**Implement** `loss(x, y_2)`: a number.\n\n    loss(1, 2) == 3\n", "loss", "Callable", "CS336's arguments; gives a number",
+     ("loss", "def loss(x, y_2):\n    # CS336's arguments; gives a number\n    ...")),
     ("", "answer", "dict", "'a' and 'b', in nats", ("losses", "# 'a' and 'b', in nats\nlosses = {'a': None, 'b': None}"))])
 def test_stubs(task, arg, kind, comment, expected):
     assert student.stub(task, "check_losses", arg, kind, comment) == expected

@@ -13,7 +13,9 @@ EXPORTED = re.compile(r"#\|\s*(?:exports?i?|default_exp)\b")
 ANSWER = re.compile(r"^#\| *code-summary: *Answer", re.M)
 DETAILS = re.compile(r"<details><summary>(?!Hint).*?</details>\n*", re.S)                # What explains an answer
 HINT = re.compile(r"<details><summary>Hint.*?</details>", re.S)
-UNTRUE = {r" and an answer to unfold": "", r"hints and answers are folded": "hints are folded", r", where the answers are folded": ""} # Without answers
+UNTRUE = {r" and an answer to unfold": "", r", and (with )?a folded answer": "", r"hints and answers are folded": "hints are folded", r", where the answers are folded": "",
+          r"Work in (a notebook or file of your own|your own notebook or file)\b[^.]*\.":
+          "Write each answer into its empty cell and run the cell below it, or work in a file of your own. Hints are folded."} # Without answers
 
 README = """# The student edition of {title}
 
@@ -59,8 +61,8 @@ def described(source):
     for f in statements(source, ast.FunctionDef):
         if not f.name.startswith("check_"): continue
         arg = f.args.args[0]
-        comment = re.search(rf"^\s+{arg.arg}\b[^#\n]*# *(.*)$", source, re.M)
-        yield f.name, arg.arg, ast.unparse(arg.annotation) if arg.annotation else "", comment[1] if comment else ""
+        comment = " ".join(filter(None, (line.partition("#")[2].strip() for line in source.splitlines()[f.lineno:arg.lineno])))  # Also in the lines above it
+        yield f.name, arg.arg, ast.unparse(arg.annotation) if arg.annotation else "", comment
 
 
 def written(task, arg):
@@ -86,7 +88,8 @@ def stub(task, grader, arg, kind, comment):
     name, source = written(task, arg)
     if source: return name, source
     call = re.search(rf"`({arg}\([^`]*\))`", comment) or re.search(r"`(\w+\([^`]*\))`", comment)
-    head, said = call[1] if call else f"{arg}(*args)", re.sub(r"^`[^`]*`:? *", "", comment)
+    signature = re.search(rf"`({arg}\([\w, ]+\))`", task)
+    head, said = (call or signature)[1] if call or signature else f"{arg}(*args)", re.sub(r"^`[^`]*`:? *", "", comment)
     if kind == "type": return arg, f"class {arg}:\n    # {comment}\n    ..."
     return head.partition("(")[0], f"def {head}:\n    # {said}\n    ...".replace("    # \n", "")
 
@@ -120,7 +123,10 @@ def without_answers(nb):
         if c["cell_type"] == "markdown":
             for pattern, instead in UNTRUE.items(): source = re.sub(pattern, instead, source)
             for part in re.split(r"^(?=## )", DETAILS.sub("", source), flags=re.M):
-                if part.startswith("## "):
+                if part.startswith("## Proof"):     # Of the graders
+                    close()
+                    task, given, plain, part = "", False, True, part[max(part.find("> **Takeaway"), 0):] if "> **Takeaway" in part else ""
+                elif part.startswith("## "):
                     close()
                     task, given, plain = part if TASK.match(part) else "", True, True
                 elif not plain: part = "\n\n".join(HINT.findall(part) if "> **Takeaway" not in part else [part[part.index("> **Takeaway"):]])

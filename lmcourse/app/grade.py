@@ -189,12 +189,14 @@ def _pick(task:Exercise, found:dict, alone:bool
         raise NotDefined(f"{fitting[0]} comes from {found[fitting[0]].__module__}; {task.id} asks "
                          f"for your own")
     for k in named:
-        if _blank(found[k]): raise NotDefined(f"{k} is still empty: no answer to {task.id} yet")
+        if _blank(found[k]): raise NotDefined(f"{k}{_EMPTY}no answer to {task.id} yet")
     there = ", ".join([k for k in found if not _imported(found[k])][:20]) or "nothing"
     raise NotDefined(f"defines no {task.defines}, which {task.id} asks for (case and underscores "
                      f"do not matter); it defines {there}")
 
 class NotDefined(ValueError): pass
+
+_EMPTY = " is still empty: "
 
 # %% ../../nbs/90_app/90e_grade.ipynb #2af62aef
 def _theirs(file:str, folder:Path)->bool: # Whether a file belongs to the answer, not to a library
@@ -399,30 +401,51 @@ def _bound(path:Path
     except (SyntaxError, ValueError): return None
     return None if "*" in names else names
 
+def _names(task:Exercise)->list: # Names that say whose answer it is
+    return [n for n in (task.name, task.defines) if n != "answer"]
+
+def _answers(task:Exercise, names:set|None)->bool: # Whether names that a file binds include one
+    return any(_same_name(n, m) for n in names or () for m in _names(task))
+
+def _named(task:Exercise, file:Path)->bool: # Also 01.split, 01_split or my_split
+    short = re.sub(rf"^(my|0?{int(task.chapter)}|{task.topic})[._ -]+", "", file.stem,
+                   flags=re.IGNORECASE)
+    return any(_same_name(stem, n) for stem in (file.stem, short) for n in _names(task))
+
+def _holds_folders(path:Path)->bool:
+    return path.is_dir() and any(p.is_dir() for p in path.iterdir())
+
+def _in_folder(path:Path)->list: # Files that may hold answers
+    return [f for f in sorted(path.iterdir()) if f.suffix in (".py", ".ipynb")]
+
 # %% ../../nbs/90_app/90e_grade.ipynb #675b8d4e
 def answer_files(
     tasks:list, # Exercises of a chapter, or one
-    path:Path,  # A file, or a folder with a file for each answer: NAME.py or NAME.ipynb
+    path:Path,  # A file, or a folder with files
 )->dict: # Exercise to file
     "Find out which file answers which task. Raises `ValueError` or `OSError` if there is none."
-    if not path.is_dir():
-        path = usable_file(path)
-        names = None if len(tasks) == 1 else _bound(path)
-        found = {t: path for t in tasks if names is None
-                 or any(_same_name(n, m) for n in names for m in (t.name, t.defines)
-                        if m != "answer")}
+    if path.is_dir():
+        there = _in_folder(path)
+        found = {t: f for t in tasks for f in reversed(there) if _named(t, f)}
+        others = {f: _bound(f) for f in there if f not in found.values()}
+        found |= {t: f for t in tasks if t not in found
+                  for f in reversed(others) if _answers(t, others[f])}
+        found = {t: found[t] for t in tasks if t in found}
     else:
-        there = [f for f in sorted(path.iterdir()) if f.suffix in (".py", ".ipynb")]
-        named = lambda t, f: any(_same_name(f.stem, n) for n in (t.name, t.defines)
-                                 if n != "answer")
-        found = {t: f for t in tasks for f in reversed(there) if named(t, f)}
+        file, names = usable_file(path), None
+        if len(tasks) > 1: names = _bound(file)
+        found = {t: file for t in tasks if names is None or _answers(t, names)}
+        if not found and names and "answer" in names:
+            raise ValueError(f"{path}: `answer` may be to any task: name the task, as in "
+                             f"{tasks[0].id}, or the answer after its task, as in "
+                             f"{tasks[0].name} = …")
+    if found: return found
     some = ", ".join(t.name for t in tasks[:5]) + ", …"*(len(tasks) > 5)
-    if not found:
-        what = tasks[0].id if len(tasks) == 1 else f"any task of chapter {tasks[0].chapter}"
-        why = "no file is named after" if path.is_dir() else "defines no answer to"
-        raise ValueError(f"{path}: {why} {what}; names are {some}"
-                         + " (with .py or .ipynb)"*path.is_dir())
-    return found
+    what = tasks[0].id if len(tasks) == 1 else f"any task of chapter {tasks[0].chapter}"
+    why = "no file is named after" if path.is_dir() else "defines no answer to"
+    raise ValueError(f"{path}: {why} {what}; names are {some}"
+                     + " (with .py or .ipynb)"*path.is_dir()
+                     + "; look into its folders one by one"*_holds_folders(path))
 
 # %% ../../nbs/90_app/90e_grade.ipynb #b3a4a72d
 def read_progress(
@@ -488,8 +511,8 @@ def chapter_table(
 )->Table: # A row per exercise
     "Show what each exercise of a chapter asks for."
     return Table([dict(exercise=t.id, state=state_of(t, progress),
-                       define=t.form.removeprefix("The class: ").replace("`", "")
-                       if t.defines in t.form else f"{t.defines}: {t.form}",
+                       define=(t.form.removeprefix("The class: ") if t.defines in t.form
+                               else f"{t.defines}: {t.form}").replace("`", ""),
                        right_if=t.right_if.replace("`", "")) for t in tasks])
 
 # %% ../../nbs/90_app/90e_grade.ipynb #67d6fa0a
@@ -500,6 +523,9 @@ def find_answers(exercise:str, path:Path, seconds:float=60., progress:Path|None=
     if not 0 < seconds <= 86_400:
         raise ValueError(f"seconds = {seconds}, expected more than 0 and at most 86400")
     if progress is not None: _writable(progress)
+    if exercise.endswith((".py", ".ipynb")):
+        raise ValueError(f"{exercise} is a file: name the exercise first, as in "
+                         f"`lmcourse check 01.sizes {exercise}`")
     tasks = find_tasks(exercise, exercise_tasks())
     return tasks, answer_files(tasks, path)
 
@@ -513,8 +539,9 @@ def check_exercise(
 )->bool: # Whether all answers found are right
     """Check an answer, or all answers of a chapter.
     Raises `ValueError` or `OSError`, as `find_answers` does, before any file runs."""
-    (tasks, answers), right, wrong, other = (find_answers(exercise, path, seconds, progress), 0, 0,
-                                             "")
+    tasks, answers = find_answers(exercise, path, seconds, progress)
+    right, wrong, other = 0, 0, ""
+    empty = [] # Tasks whose place is not filled in
     broken:dict = {} # File that doesn't run to its end: its verdict, and the answers after it
     for task,file in answers.items():
         if file in broken:
@@ -523,11 +550,13 @@ def check_exercise(
             wrong += 1
             if progress is not None: note_verdict(progress, replace(first, task=task), file.name)
             continue
-        verdict = check_file(task, file, seconds, alone=len(tasks) == 1 or path.is_dir())
+        verdict = check_file(task, file, seconds, alone=len(tasks) == 1 or path.is_dir()
+                             and [*answers.values()].count(file) == 1)
         if verdict.words.startswith("your file "): broken[file] = verdict, []
         if verdict.state == "unusable":
             other = f"{file.name}: {verdict.words}"
-            if len(answers) > 1: say(f"{task.id}: {other}")
+            if _EMPTY in verdict.words: empty.append(task)
+            elif len(answers) > 1: say(f"{task.id}: {other}")
             continue
         say(str(verdict))
         if progress is not None: note_verdict(progress, verdict, file.name)
@@ -536,7 +565,13 @@ def check_exercise(
         if not more: continue
         name = " to ".join(dict.fromkeys((more[0].id, more[-1].id)))
         say(f"{name}: not yet: {file.name} has to run to its end first")
-    if not right + wrong: raise UserError(other)
+    if not right + wrong:
+        raise UserError(other if len(empty) < 2 else
+                        f"{path}: no answer to any task of chapter {tasks[0].chapter} yet")
+    if empty: say(f"still empty: {', '.join(t.name for t in empty)}")
+    if path.is_dir() and len(tasks) > 1:
+        unused = [f.name for f in _in_folder(path) if f not in answers.values()]
+        if unused: say(f"not graded, no answer to a task of this chapter: {', '.join(unused)}")
     if len(tasks) > 1:
         say(f"chapter {tasks[0].chapter}: {right} right, {wrong} not yet, "
             f"{len(tasks) - right - wrong} without an answer")

@@ -801,13 +801,15 @@ def add_monitoring(
 def add_chat(
     app:Any, # A FastAPI application
 ):
-    "Add `GET /chat`, a page that talks to `/v1/chat/completions`."
-    from starlette.responses import HTMLResponse
+    "Add `GET /chat`, a page that talks to `/v1/chat/completions`; `GET /` leads to it."
+    from starlette.responses import HTMLResponse, RedirectResponse
     page = data_text("chat.html")
     allowed = ("default-src 'none'; connect-src 'self'; img-src data:; style-src 'unsafe-inline'; "
                "script-src 'unsafe-inline'; base-uri 'none'; form-action 'none'")
     async def chat(http): return HTMLResponse(page, headers={"Content-Security-Policy": allowed})
+    async def start(http): return RedirectResponse("/chat")
     app.add_route("/chat", chat, methods=["GET"])
+    app.add_route("/", start, methods=["GET"])
 
 # %% ../../nbs/90_app/90f_serve.ipynb #32916656
 def answer_errors(

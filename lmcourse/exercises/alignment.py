@@ -53,6 +53,12 @@ def _told(right, got)->str: # Describes the first difference
     return f"expected {a}, got {b}"
 
 # %% ../../nbs/14_alignment/14z_alignment.ipynb #50635ca1
+def _given(value)->str: # An argument; a few numbers in full
+    few = isinstance(value, Tensor) and value.ndim == 1 and len(value) <= 6
+    if few and value.is_floating_point():
+        return f"[{', '.join(f'{v:.6g}' for v in value.tolist())}]"
+    return short(value, 40)
+
 class _Form(Exception): pass # The result doesn't have the form that is asked for
 
 def _parts(found, kinds:str="a loss", n:int=2): # The parts of a result; the last must be a dict
@@ -76,7 +82,7 @@ def _grade(f, right:Callable, cases:list, mistakes:dict, call:Callable=lambda f,
             raise
         if _same(got, expected): continue
         words = next((f": {w}" for w,wrong in mistakes.items() if shows(wrong, case, got)), "")
-        shown = ", ".join(short(v, 40) for v in case)
+        shown = ", ".join(map(_given, case))
         raise AssertionError(f"for ({shown}): {_told(expected, got)}{words}")
 
 def _numbers(seed:int, *shape:int)->Tensor: # Standard normal, float64
@@ -314,6 +320,8 @@ def check_gae(
                     l) in enumerate(((3, 1., .95), (5, .9, .5), (1, 1., 1.), (4, .9, 0.),
                                      (6, .8, 1.)))]
     _grade(gae, right, cases, {
+        "the last token is missing, after which the value is 0": lambda r, v, g, l: torch.cat(
+            [of(r[:-1], v[:-1], g, l, end=v[-1]), torch.zeros(1)]),
         "after the end the value is 0": lambda r, v, g, l: of(r, v, g, l, end=v[-1]),
         "lam is missing": lambda r, v, g, l: of(r, v, g, l, decay=lambda g, l: g),
         "gamma belongs before the next value, too":

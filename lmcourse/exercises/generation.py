@@ -26,20 +26,23 @@ def _alike(a, b:Tensor)->bool:
     return (isinstance(a, Tensor) and a.shape == b.shape
             and torch.allclose(a.double(), b.double(), 1e-4, 1e-6, equal_nan=True))
 
-def _grade_rows(f:Callable, oracle:Callable, names:tuple, cases:list, mistakes:dict):
-    # `cases`: arguments and a reason. `mistakes`: message to a wrong function
+def _grade_rows(f:Callable, oracle:Callable, names:tuple, cases:list, mistakes:dict,
+                seen:Callable=lambda x: x):
+    # `cases`: arguments and a reason. `mistakes`: message to a wrong function. What `seen` makes
+    # of two results is compared; the message shows the results themselves
     for *args,why in cases:
         given = (f"{n} = {_row(a) if isinstance(a, Tensor) else short(a)}"
                  for n,a in zip(names, args))
         where = f"for {', '.join(given)}: "
         got, expected = run_answer(f, *args, shown=where), oracle(*args)
-        if _alike(got, expected): continue
+        if _alike(seen(got), seen(expected)): continue
         if not isinstance(got, Tensor):
             raise AssertionError(f"{where}expected a tensor, got {short(got)}")
         if got.shape != expected.shape:
             raise AssertionError(f"{where}expected the shape {tuple(expected.shape)}, got "
                                  f"{tuple(got.shape)}")
-        why = next((words for words,wrong in mistakes.items() if _alike(got, wrong(*args))), why)
+        why = next((words for words,wrong in mistakes.items()
+                    if _alike(seen(got), seen(wrong(*args)))), why)
         raise AssertionError(f"{where}expected {_row(expected)}, got "
                              f"{_row(got)}{why and ': '}{why}")
 
@@ -58,10 +61,12 @@ def _cut(rule:Callable, scaled:bool=True, back:bool=True)->Callable:
     return f
 
 # %% ../../nbs/05_generation/05z_generation.ipynb #7b9b779f
+_LARGE = "exp overflows or underflows: subtract the largest logit first"
+
 def _next_cases()->list: # (logits, temperature, top_p, why)
     four, flat = torch.tensor([5., 1., 3., 1.]).log(), torch.zeros(4)
     cases = [(four, 1, 1, ""), (four, .5, 1, ""), (four, 2, 1, ""),
-             (torch.tensor([1000., 999., 0.]), 1, 1, ""), (four - 1000, 1, 1, ""),
+             (torch.tensor([1000., 999., 0.]), 1, 1, _LARGE), (four - 1000, 1, 1, _LARGE),
              (torch.tensor([1., 5., 5.]), 0, 1,
               "at temperature 0 all goes to the largest logit, of equal ones to the lowest id"),
              (four, 1, .7, ""), (four, 1, .85, "of equally likely tokens the lower id goes first"),
@@ -78,7 +83,7 @@ def _next_cases()->list: # (logits, temperature, top_p, why)
 def _next_mistakes()->dict:
     right, after = (_cut(lambda q, s, p: s - q < p),
                     lambda f: lambda z, t, p: f((z/t).softmax(-1), p))
-    mistakes = {"exp overflows or underflows: subtract the largest logit first":
+    mistakes = {_LARGE:
                     lambda z, t, p: right((z/t).exp()/(z/t).exp().sum(), p),
             "the logits are multiplied by the temperature, expected divided":
                     lambda z, t, p: right((z*t).softmax(-1), p),
@@ -218,6 +223,8 @@ def check_draw(
         if got == expected: continue
         if all(drawn(torch.tensor(n), u)[1] == n.index(max(n)) for n,u,_ in _DRAWS):
             why = "that is the likeliest, whatever u is"
+        if any(drawn(torch.tensor(numbers), u)[1] != got for _ in range(20)):
+            why = "the next call with this u gives another id: u decides, not a new random number"
         raise AssertionError(f"{where}expected {expected}, got {got}{why and ': '}{why}")
     probs, counts = torch.tensor([.1, .2, .3, .4], dtype=torch.float64), [0]*4
     for i in range(1000):
@@ -348,12 +355,13 @@ def check_sampler_numbers(
     check_numbers(answer, *_sampler_numbers(), rtol=.01)
 
 # %% ../../nbs/05_generation/05z_generation.ipynb #e21768d2
+def _penalised(z:Tensor, seen:list, t:float)->Tensor:
+    came = torch.isin(torch.arange(len(z)), torch.tensor(seen, dtype=torch.int64))
+    return torch.where(came, torch.where(z > 0, z/t, z*t), z)
+
 def _penalty_mistakes()->dict:
     def came(z, seen):
-        return torch.zeros_like(z, dtype=torch.bool).index_fill(0,
-                                                                torch.tensor(seen,
-                                                                             dtype=torch.int64),
-                                                                True)
+        return torch.isin(torch.arange(len(z)), torch.tensor(seen, dtype=torch.int64))
     def each(z, seen, t):
         for i in seen: z = torch.where(torch.arange(len(z)) == i, torch.where(z > 0, z/t, z*t), z)
         return z
@@ -373,7 +381,6 @@ def _penalty_mistakes()->dict:
             "these are probabilities, expected logits":
                 lambda *args: some(right)(*args).softmax(-1)}
 
-def _penalised(z:Tensor, seen:list, t:float)->Tensor: return sampling.repetition_penalty(z, t, seen)
 
 # %% ../../nbs/05_generation/05z_generation.ipynb #968567c6
 def check_penalise(
@@ -386,12 +393,10 @@ def check_penalise(
              (z, [0, 1], 1., "theta = 1 changes nothing"),
              (z, [0, 1], .5, "theta below 1 makes what came likelier"), (zero, [0, 2, 3], 1.5, "")]
     cases += [(2*_randn(8, seed=seed), [seed % 8, 3, seed % 5], 1.3, "") for seed in range(10)]
-    def soft(f):
-        return (lambda *args: x.softmax(-1) if isinstance(x := f(*args), Tensor)
-                and x.is_floating_point() and x.ndim == 1 else x)
-    if not callable(penalise): raise AssertionError(f"expected a function, got {short(penalise)}")
-    _grade_rows(soft(penalise), _penalised, ("logits", "seen", "theta"), cases,
-                {words: soft(f) for words,f in _penalty_mistakes().items()})
+    def soft(x):
+        return (x.softmax(-1) if isinstance(x, Tensor) and x.is_floating_point() and x.ndim == 1
+                else x)
+    _grade_rows(penalise, _penalised, ("logits", "seen", "theta"), cases, _penalty_mistakes(), soft)
 
 # %% ../../nbs/05_generation/05z_generation.ipynb #3b82b2ea
 # Probability of an a after each beginning
@@ -499,8 +504,9 @@ def check_until_stop(
             raise AssertionError(f"{where}expected {right!r}, got {text!r}{why and ': '}{why}")
         for got,early,piece in zip(at[1:], right_at[1:], pieces):
             if got != early:
-                raise AssertionError(f"{where}after {piece!r} {early!r} is sure, but only "
-                                     f"{got!r} was shown")
+                none = ": yield as soon as you can, not at the end" if not any(at) else ""
+                raise AssertionError(f"{where}after the piece {piece!r}, {early!r} is sure, but "
+                                     f"only {got!r} was shown{none}")
         if len(at) > len(right_at):
             raise AssertionError(f"{where}{len(at) - len(right_at)} more pieces were asked for "
                                  "after the stop string was complete")
@@ -516,6 +522,8 @@ def _log_prob_mistakes()->dict:
             "row t is compared with token t, and the last is left out":
                 lambda z, ids: at(z[:-1], ids[:-1]).sum(),
             "that is the mean, expected the sum": lambda z, ids: right(z, ids).mean(),
+            "that is the mean loss, expected the sum of log-probabilities, below 0":
+                lambda z, ids: -right(z, ids).mean(),
             "that is in bits, expected nats": lambda z, ids: right(z, ids).sum()/math.log(2),
             "the sign is that of a loss": lambda z, ids: -right(z, ids).sum(),
             "these are logits, expected log-probabilities":

@@ -103,6 +103,8 @@ def check_best_split(
             lambda A, B, a, b, C: with_size((a*A/(b*B))**(1/(a + b))*(C/6)**(a/(a + b)), C),
         "in the factor, alpha and A belong in the numerator":
             lambda A, B, a, b, C: with_size((b*B/(a*A))**(1/(a + b))*(C/6)**(b/(a + b)), C),
+        "the factor that depends on A, B, alpha and beta is missing":
+            lambda A, B, a, b, C: with_size((C/6)**(b/(a + b)), C),
         "the derivative brings alpha and beta into the factor":
             lambda A, B, a, b, C: with_size((A/B)**(1/(a + b))*(C/6)**(b/(a + b)), C),
         "the pair is (N, D)": lambda *v: with_size(size(*v), v[4])[::-1],

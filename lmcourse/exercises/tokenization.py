@@ -26,9 +26,10 @@ def _same(args:tuple, got, expected:list, why:str):
     if repr(got) == repr(expected): return
     odd = ([part for part in got if type(part) is not type(expected[0])] if expected
            and isinstance(got, list) else [])
-    if not isinstance(got, list): why = f"that is a {type(got).__name__}, not a list"
+    if not isinstance(got, list): why = f"that has the type {type(got).__name__}, not list"
     elif odd:
-        why = f"{short(odd[0])} is a {type(odd[0]).__name__}, not a {type(expected[0]).__name__}"
+        why = (f"{short(odd[0])} has the type {type(odd[0]).__name__}, not "
+               f"{type(expected[0]).__name__}")
     raise AssertionError(f"for {short_args(args)}: expected {short(expected)}, got "
                          f"{short(got)}{why and ': '}{why}")
 

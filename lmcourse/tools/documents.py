@@ -91,10 +91,13 @@ def text_documents(
     split:str="train",       # `train`: the first nine tenths, `valid`: the rest
     max_bytes:int|None=None, # Stop at this size; a document that is too long is cut at a line
 )->Iterator[str]: # The documents of that part
-    """Read a text file lazily, only as far as the caller asks. Raises `FileNotFoundError`, or
-    `ValueError` for a file that is empty or isn't text: at once if its beginning shows it,
-    otherwise when reading reaches the bad place."""
-    if not (path := Path(path)).is_file(): raise FileNotFoundError(f"{path}: no such file")
+    """Read a text file lazily, only as far as the caller asks. Raises `FileNotFoundError`,
+    `IsADirectoryError`, or `ValueError` for a file that is empty or isn't text: at once if its
+    beginning shows it, otherwise when reading reaches the bad place."""
+    if (path := Path(path)).is_dir():
+        raise IsADirectoryError(f"{path} is a folder, expected a file; join those in it: "
+                                f"cat {path}/* > all.txt")
+    if not path.is_file(): raise FileNotFoundError(f"{path}: no such file")
     size = path.stat().st_size
     if all(not text.strip() for text in _blocks(path, 0, size)):
         raise ValueError(f"{path}: the file is empty")
@@ -268,6 +271,8 @@ def documents(
         raise ValueError(f"max_bytes = {max_bytes}, expected more than 0")
     kind, _, rest = name.partition(":")
     if kind not in (*STORY_CORPORA, "python", *_TAKES, *HUB):
+        if Path(name).is_file():
+            raise ValueError(f"unknown corpus {name!r}: to read this file, say 'text:{name}'")
         raise unknown("corpus", name, [*STORY_CORPORA, "python", "text:PATH", "curated:FOLDER",
                                        *HUB, "hf:REPO"])
     if split not in SPLITS: raise unknown("split", split, SPLITS)

@@ -167,7 +167,8 @@ def _text(table:Table, width:int
              for l,r,w,c in zip(longest, table.right, widths, zip(*table.cells))]
     while (sum(widths) + 2*len(widths) - 2 > width
            and (loose := [i for i,w in enumerate(widths) if w > least[i]])):
-        widths[max(loose, key=lambda i: widths[i])] -= 1
+        # Words are broken only when nothing else is left, those of the first column last
+        widths[max(loose, key=lambda i: (widths[i] > max(longest[i]), i > 0, widths[i]))] -= 1
     rows = [table.headings, ["─"*w for w in widths], *table.cells]
     return "\n".join(_lines(r, widths, table.right) for r in rows)
 
