@@ -78,7 +78,7 @@ def _by_chunks(q:Tensor, k:Tensor, v:Tensor, beta, log_decay, state, chunk:int)-
 
 # %% ../../nbs/03_architecture/03m_linear_attention.ipynb #7d5e290e
 class GatedDeltaNet(nn.Module):
-    "A layer with a state in place of attention. Yang et al. 2024, without the output gate."
+    "A layer with a state in place of attention. After Yang et al. 2024, without SiLU and output gate."
     rope = None # Asked for by the model; there are no positions
     def __init__(self,
         config:ModelConfig, # Sizes: `d_model`, `num_heads` and `head_size`
@@ -94,7 +94,7 @@ class GatedDeltaNet(nn.Module):
         self.heads, self.delta, self.decay = c.num_heads, delta, decay
         self.qkv_proj, self.output_proj = make(c.d_model, 3*inner), make(inner, c.d_model)
         self.gate_proj = make(c.d_model, 2*c.num_heads)
-        rates = torch.linspace(math.log(1/4), math.log(1/256), c.num_heads)
+        rates = torch.linspace(math.log(1/32), math.log(1/2048), c.num_heads)
         self.log_rate = nn.Parameter(rates.to(**place))
         mix = torch.zeros(3*inner, WIDTH)
         mix[:, -1] = 1                                     # At first each token is left as it is
@@ -111,7 +111,7 @@ class GatedDeltaNet(nn.Module):
         before = cache.get("inputs", z.new_zeros(len(z), WIDTH - 1, z.shape[-1]))
         z = torch.cat((before, z), 1)
         cache["inputs"] = z[:, -(WIDTH - 1):]
-        mixed = F.silu(F.conv1d(z.mT, self.conv[:, None], groups=z.shape[-1])).mT
+        mixed = F.conv1d(z.mT, self.conv[:, None], groups=z.shape[-1]).mT
         q, k, v = (a.unflatten(-1, (self.heads, -1)).transpose(1, 2) for a in mixed.chunk(3, -1))
         fade, beta = self.gate_proj(x).mT.chunk(2, 1)                         # (B, H, T) each
         out, cache["state"] = linear_attention(
