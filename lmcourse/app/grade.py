@@ -561,13 +561,21 @@ def check_exercise(
         say(str(verdict))
         if progress is not None: note_verdict(progress, verdict, file.name)
         right, wrong = right + (verdict.state == "right"), wrong + (verdict.state == "wrong")
+    _say_not_run(broken, say)
+    if not right + wrong:
+        raise UserError(other if len(empty) < 2 else
+                        f"{path}: no answer to any task of chapter {tasks[0].chapter} yet")
+    _say_rest(tasks, path, answers, empty, right, wrong, say)
+    return not wrong
+
+# %% ../../nbs/90_app/90e_grade.ipynb #e82bec53
+def _say_not_run(broken:dict, say:Callable): # As in `check_exercise`
     for file,(_, more) in broken.items():
         if not more: continue
         name = " to ".join(dict.fromkeys((more[0].id, more[-1].id)))
         say(f"{name}: not yet: {file.name} has to run to its end first")
-    if not right + wrong:
-        raise UserError(other if len(empty) < 2 else
-                        f"{path}: no answer to any task of chapter {tasks[0].chapter} yet")
+
+def _say_rest(tasks:list, path:Path, answers:dict, empty:list, right:int, wrong:int, say:Callable):
     if empty: say(f"still empty: {', '.join(t.name for t in empty)}")
     if path.is_dir() and len(tasks) > 1:
         unused = [f.name for f in _in_folder(path) if f not in answers.values()]
@@ -575,7 +583,6 @@ def check_exercise(
     if len(tasks) > 1:
         say(f"chapter {tasks[0].chapter}: {right} right, {wrong} not yet, "
             f"{len(tasks) - right - wrong} without an answer")
-    return not wrong
 
 # %% ../../nbs/90_app/90e_grade.ipynb #f594b3bd
 def _writable(path:Path):

@@ -37,7 +37,8 @@ from .optim_np import AdamWNp, clip_scale, grad_norm_np
 from .optim_torch import OPTIMIZERS, AdamW, clip_grad_norm
 
 # %% ../../nbs/04_training/04f_engines.ipynb #a5373ae4
-_all_ = ['World', 'autocast', 'find_nonfinite', 'find_nonfinite_sharded', 'join_world', 'mesh_sizes',
+_all_ = ['World', 'autocast', 'find_nonfinite', 'find_nonfinite_sharded', 'join_world',
+         'mesh_sizes',
          'pick_device', 'place_in', 'precision_for', 'tf32_products']   # made on other pages
 
 # %% ../../nbs/04_training/04f_engines.ipynb #0a472dc9
