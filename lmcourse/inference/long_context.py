@@ -72,12 +72,12 @@ class StretchedRoPE(RoPE):
         angles_TK = torch.outer(positions, self.frequencies)
         return self.scale*torch.stack((angles_TK.cos(), angles_TK.sin()), -1)
 
-# %% ../../nbs/07_inference/07g_long_context.ipynb #feda0ebb
+# %% ../../nbs/07_inference/07g_long_context.ipynb #176887e4
 def attention_scale(
     method:str,   # One of `METHODS`
     factor:float, # How many times longer the context becomes
 )->float: # Factor of queries and keys
-    "Return YaRN's scale of queries and keys, and 1 for other methods. Peng et al. 2023, section 3.4."
+    "Return YaRN's scale of queries and keys, and 1 for others. Peng et al. 2023, section 3.4."
     return 0.1*math.log(factor) + 1 if method == "yarn" else 1.0
 
 def extend_context(
