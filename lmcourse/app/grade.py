@@ -540,8 +540,7 @@ def check_exercise(
     """Check an answer, or all answers of a chapter.
     Raises `ValueError` or `OSError`, as `find_answers` does, before any file runs."""
     tasks, answers = find_answers(exercise, path, seconds, progress)
-    right, wrong, other = 0, 0, ""
-    empty = [] # Tasks whose place is not filled in
+    right, wrong, other, empty = 0, 0, "", [] # `empty`: tasks whose place is not filled in
     broken:dict = {} # File that doesn't run to its end: its verdict, and the answers after it
     for task,file in answers.items():
         if file in broken:
@@ -561,30 +560,30 @@ def check_exercise(
         say(str(verdict))
         if progress is not None: note_verdict(progress, verdict, file.name)
         right, wrong = right + (verdict.state == "right"), wrong + (verdict.state == "wrong")
-    _say_not_run(broken, say)
+    for line in _not_run(broken): say(line)
     if not right + wrong:
         raise UserError(other if len(empty) < 2 else
                         f"{path}: no answer to any task of chapter {tasks[0].chapter} yet")
-    _say_rest(tasks, path, answers, empty, right, wrong, say)
-    return not wrong
-
-# %% ../../nbs/90_app/90e_grade.ipynb #e82bec53
-def _say_not_run(broken:dict, say:Callable): # As in `check_exercise`
-    for file,(_, more) in broken.items():
-        if not more: continue
-        name = " to ".join(dict.fromkeys((more[0].id, more[-1].id)))
-        say(f"{name}: not yet: {file.name} has to run to its end first")
-
-def _say_rest(tasks:list, path:Path, answers:dict, empty:list, right:int, wrong:int, say:Callable):
-    if empty: say(f"still empty: {', '.join(t.name for t in empty)}")
-    if path.is_dir() and len(tasks) > 1:
-        unused = [f.name for f in _in_folder(path) if f not in answers.values()]
-        if unused: say(f"not graded, no answer to a task of this chapter: {', '.join(unused)}")
     if len(tasks) > 1:
+        for line in _left_out(path, answers, empty): say(line)
         say(f"chapter {tasks[0].chapter}: {right} right, {wrong} not yet, "
             f"{len(tasks) - right - wrong} without an answer")
+    return not wrong
 
 # %% ../../nbs/90_app/90e_grade.ipynb #f594b3bd
+def _not_run(broken:dict)->list: # Lines on answers in files that failed before
+    names = {file: " to ".join(dict.fromkeys((more[0].id, more[-1].id)))
+             for file,(_, more) in broken.items() if more}
+    return [f"{name}: not yet: {file.name} has to run to its end first"
+            for file,name in names.items()]
+
+def _left_out(path:Path, answers:dict, empty:list)->list: # Lines on what has no verdict
+    there = _in_folder(path) if path.is_dir() else []
+    unused = [f.name for f in there if f not in answers.values()]
+    lines = {"still empty": [t.name for t in empty],
+             "not graded, no answer to a task of this chapter": unused}
+    return [f"{words}: {', '.join(names)}" for words,names in lines.items() if names]
+
 def _writable(path:Path):
     read_progress(path)
     try: path.absolute()

@@ -43,7 +43,7 @@ def evaluate(
     # rows per batch: their logits take at most 128 MB, unless a single row takes more
     size = max(1, min(16, 2**25//(context_length*dataset.info["vocab_size"])))
     # for each row: its nats and the index of its document
-    losses, owners = [], []
+    losses, owners, batches_done = [], [], 0
     batches = evaluation_batches(dataset, context_length, count, size)
     model.eval()
     try:
@@ -51,15 +51,18 @@ def evaluate(
         with torch.no_grad(), autocast(device, dtype):
             for i,(*batch,owner) in enumerate(batches):
                 mine = i % world.size == world.rank
-                losses.append(_row_losses(model, *to_tensors(batch, device)) if mine
-                              else np.zeros(len(owner)))
-                owners.append(owner)
-            if 0 < len(owners) % world.size <= world.rank:
+                # Plain numbers: small arrays that stay would split the memory which the next
+                # batch's logits need, and the process could grow by a batch at a time
+                losses += (_row_losses(model, *to_tensors(batch, device)).tolist() if mine
+                           else [0.]*len(owner))
+                owners += owner.tolist()
+                batches_done = i + 1
+            if 0 < batches_done % world.size <= world.rank:
                 _row_losses(model, *to_tensors(batch, device))
     finally: model.train(training)
-    summed, = world.all_reduce_sum(np.concatenate(losses))
+    summed, = world.all_reduce_sum(np.array(losses))
     nats = np.zeros(count)
-    np.add.at(nats, np.concatenate(owners), summed)
+    np.add.at(nats, np.array(owners), summed)
     return summarize(nats, (dataset.ends - dataset.starts)[:count], dataset, count)
 
 # %% ../../nbs/04_training/04g_evaluation.ipynb #b6d89e98
