@@ -199,7 +199,7 @@ class Batches:
             raise ValueError(f"windows at the starts of documents reach {reach:.1%} of the "
                              f"{dataset.num_tokens:,} tokens: "
                              f"the documents are longer than the context of {context_length:,}; "
-                             f"use windows = random")
+                             f"use windows = random (in the command: --windows random)")
         self[0]
 
     def __getitem__(self, step:int)->tuple: # Inputs and targets, int64 arrays (B, T)
