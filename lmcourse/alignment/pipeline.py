@@ -374,15 +374,18 @@ def success_table(r:dict)->Table:
              "95 %": f"{m['low']:.2f} to {m['high']:.2f}", "form": m["form"],
              "KL": m.get("kl"), **variety(m), "entropy": m["entropy"]}
             for name,m in r["models"].items()]
+    return _rounded(rows, units)
+
+def _rounded(rows:list, units:dict|None=None)->Table: # Three decimals; words and `None` as they are
     return Table([{k: round(v, 3) if isinstance(v, float) else v for k,v in row.items()}
                   for row in rows], units)
 
 def task_table(r:dict)->Table:
     "Table of the first and last model's scores on chapter 12's tasks, with chance and ceiling."
     rows = zip(r["models"]["base"]["card"], r["models"]["rl"]["card"])
-    return Table([dict(task=a["task"], unit=a["unit"], chance=round(a["chance"], 3),
-                       pretrained=round(a["value"], 3), last=round(b["value"], 3),
-                       ceiling=round(a["ceiling"], 3)) for a,b in rows])
+    return _rounded([dict(task=a["task"], unit=a["unit"], chance=a["chance"],
+                          pretrained=a["value"], last=b["value"], ceiling=a["ceiling"])
+                     for a,b in rows])
 
 def cost_table(r:dict)->Table:
     "Table of CPU time and memory of each stage and in total."
