@@ -28,7 +28,7 @@ from lmcourse.architecture.transformer_torch import TransformerBlock, Transforme
 from lmcourse.tokenization.tokenizer import Tokenizer
 from lmcourse.tools.documents import documents
 from lmcourse.tools.stories import Stories
-from lmcourse.training import engines, optim_torch
+from lmcourse.training import optim_torch
 from lmcourse.training import evaluation as evaluating_loop
 from lmcourse.training import trainer as training_loop
 from lmcourse.training.data import (Batches, TokenDataset, count_ngrams, evaluation_batches,

@@ -6,7 +6,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from lmcourse.alignment.lora import LoRALinear, add_lora, load_lora, merge_lora, save_lora
-from lmcourse.architecture.transformer_torch import Parts, TransformerLM, named_parts
+from lmcourse.architecture.transformer_torch import TransformerLM, named_parts
 from lmcourse.tools.checks import check_close
 from lmcourse.tools.config import ModelConfig
 from lmcourse.training.optim_torch import AdamW, parameter_groups
