@@ -110,7 +110,8 @@ def load_lora(
     return _with_adapters(model, made)
 
 # %% ../../nbs/14_alignment/14ca_lora.ipynb #8ce5c81a
-def _made(linear:nn.Linear, a:Tensor, b:Tensor, scale:float)->LoRALinear:
+def _made(linear:nn.Module, a:Tensor, b:Tensor, scale:float)->LoRALinear:
+    if not isinstance(linear, nn.Linear): raise ValueError(f"a {type(linear).__name__}")
     layer = LoRALinear(linear, len(a), scale*len(a))
     for p,saved in ((layer.lora_A, a), (layer.lora_B, b)):
         if p.shape != saved.shape: raise ValueError(f"{tuple(saved.shape)} for {tuple(p.shape)}")

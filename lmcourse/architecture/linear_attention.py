@@ -9,7 +9,6 @@ __all__ = ['WIDTH', 'linear_attention_recurrent', 'linear_attention', 'GatedDelt
 import math
 import torch
 import torch.nn.functional as F
-from functools import partial
 from typing import Any
 from torch import Tensor, nn
 from .layers_torch import Linear, RMSNorm, at_least_float32
@@ -54,7 +53,8 @@ def linear_attention(
     Yang et al. 2024b, section 3.2."""
     if chunk < 1: raise ValueError(f"chunk = {chunk}, expected 1 or more")
     with torch.autocast(v.device.type, enabled=False):
-        return _by_chunks(*map(at_least_float32, (q, k, v)), beta, log_decay, state, chunk)
+        q, k, v = map(at_least_float32, (q, k, v))
+        return _by_chunks(q, k, v, beta, log_decay, state, chunk)
 
 # %% ../../nbs/03_architecture/03m_linear_attention.ipynb #ba651116
 def _by_chunks(q:Tensor, k:Tensor, v:Tensor, beta, log_decay, state, chunk:int)->tuple:
@@ -90,7 +90,8 @@ class GatedDeltaNet(nn.Module):
     ):
         super().__init__()
         c, place = config, dict[str, Any](device=device, dtype=dtype)
-        make, inner = partial(Linear, generator=generator, **place), c.num_heads*c.head_size
+        inner = c.num_heads*c.head_size
+        def make(d_in, d_out): return Linear(d_in, d_out, generator=generator, **place)
         self.heads, self.delta, self.decay = c.num_heads, delta, decay
         self.qkv_proj, self.output_proj = make(c.d_model, 3*inner), make(inner, c.d_model)
         self.gate_proj = make(c.d_model, 2*c.num_heads)
