@@ -137,7 +137,7 @@ def experiment_of(
     return Experiment(preset, variants, tuple(range(study.seeds) if seeds is None else seeds),
                       data=data, **budget)
 
-# %% ../../nbs/06_ablations/06b_studies.ipynb #7ba9e2d5
+# %% ../../nbs/06_ablations/06b_studies.ipynb #51ac448f
 class Effect(NamedTuple):
     "How much a variant differs from another, over the seeds that are finished for both."
     mean:float|None # Mean difference; `None` if no seed is finished for both
@@ -171,11 +171,13 @@ class StudyResults:
 
     def worse(self, name:str, *variants:str)->bool:
         "Whether each variant is shown to be worse than the first."
-        return all(e.shown and e.mean > 0 for e in (self.effect(name, v) for v in variants))
+        return all(e.shown and (e.mean or 0) > 0
+                   for e in (self.effect(name, v) for v in variants))
 
     def better(self, name:str, *variants:str)->bool:
         "Whether each variant is shown to be better than the first."
-        return all(e.shown and e.mean < 0 for e in (self.effect(name, v) for v in variants))
+        return all(e.shown and (e.mean or 0) < 0
+                   for e in (self.effect(name, v) for v in variants))
 
     def unclear(self, name:str, *variants:str)->bool:
         "Whether no variant is shown to differ from the first."
@@ -191,25 +193,29 @@ class StudyResults:
 
     def pairs(self, name:str)->Table:
         "Show the planned pairs of variants."
-        return Table([dict(comparison=f"{a} – {b}", difference=round(e.mean, 3),
-                           interval=f"± {e.half:.3f}", p=f"{e.p:.2g}")
-                      for a,b in STUDIES[name].pairs for e in [self.effect(name, a, b)]])
+        found = {pair: self.effect(name, *pair) for pair in STUDIES[name].pairs}
+        return Table([dict(comparison=f"{a} – {b}", difference=round(mean, 3),
+                           interval=f"± {half:.3f}", p=f"{p:.2g}")
+                      for (a, b),(mean, half, p) in found.items()
+                      if mean is not None and half is not None and p is not None])
 
-# %% ../../nbs/06_ablations/06b_studies.ipynb #66887e9b
+# %% ../../nbs/06_ablations/06b_studies.ipynb #9a3b07ba
 def plot_effects(
     effects:Mapping[str, Effect], # Words for what was changed, to its effect
     noise:float=0., # Half of the width of a grey band, say the difference that a seed makes
     ax:Any=None,    # Axes to draw on; default: a new figure
 ):
     """Plot effects with their intervals, the largest on top: orange if shown to be worse, green if
-    shown to be better, else grey. Returns the axes."""
-    if ax is None: _, ax = figure(height=1 + .25*len(effects))
+    shown to be better, else grey. Leaves out those without a difference. Returns the axes."""
+    known = sorted(((e.mean, e.half, e.shown, name) for name,e in effects.items()
+                    if e.mean is not None), reverse=True)
+    if ax is None: _, ax = figure(height=1 + .25*len(known))
     ax.axvspan(-noise, noise, color=GREY, alpha=.2, linewidth=0)
     ax.axvline(0, color=GREY, linewidth=1)
-    for name,e in sorted(effects.items(), key=lambda item: -item[1].mean):
-        color = GREY if not e.shown else COLORS[1] if e.mean > 0 else COLORS[2]
-        ax.errorbar(e.mean, name, xerr=e.half, fmt="o", capsize=3, color=color)
-    ax.set(xlabel="difference (nats per token)", ylim=(len(effects) - .4, -.6))
+    for mean,half,shown,name in known:
+        color = GREY if not shown else COLORS[1] if mean > 0 else COLORS[2]
+        ax.errorbar(mean, name, xerr=half, fmt="o", capsize=3, color=color)
+    ax.set(xlabel="difference (nats per token)", ylim=(len(known) - .4, -.6))
     return ax
 
 # %% ../../nbs/06_ablations/06b_studies.ipynb #a5d862c8
