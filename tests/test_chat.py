@@ -140,6 +140,7 @@ def test_what_goes_wrong_is_said_and_the_next_message_works(browser, served):
     page = browser.new_page()
     page.goto(f"{served[1]}/chat")
     page.locator("#name", has_text="tiny").wait_for()
+    cold(page)                                      # A draw could end the reply before its first letter
     page.fill("#text", "the cat sat "*200)
     page.click("#send")
     page.wait_for_selector(".error")
@@ -149,6 +150,13 @@ def test_what_goes_wrong_is_said_and_the_next_message_works(browser, served):
     ended(page)
     assert said(page, "user")[1] == "<b>the</b> cat" and len(said(page, "assistant")) == 1, "text stays text"
     page.close()
+
+
+def test_a_reply_without_text_is_said_and_not_remembered(page):
+    page.route("**/v1/chat/completions", lambda route: route.fulfill(content_type="text/event-stream", body="data: [DONE]\n\n"))
+    page.locator("#examples button").first.click()
+    ended(page)
+    assert "before it wrote anything" in said(page, "error")[0] and not said(page, "assistant") and page.evaluate("said.length") == 0
 
 
 def test_it_can_be_read_and_tapped_by_day_by_night_and_on_a_phone(page):
