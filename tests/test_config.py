@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from lmcourse.ablations.sweep import RunData
 from lmcourse.tools.config import Config, ModelConfig, TrainConfig, UserError, describe, refuse_unwritable
 
+YARN = dict(rope_type="yarn", factor=4., original_max_position_embeddings=64)
 DEVICES = ["auto", "cpu", "cuda", "cuda:1", "mps"]
 
 
@@ -18,6 +19,7 @@ def values(hint):
     if typing.get_origin(hint) is typing.Literal: return st.sampled_from(typing.get_args(hint))
     if hint is bool: return st.booleans()
     if hint is float: return st.floats(1e-6, 0.5)
+    if hint == dict|None: return st.builds(lambda factor: dict(rope_type="linear", factor=factor), st.floats(1, 9))
     if hint is str: return st.sampled_from(DEVICES)         # The one text among the fields
     return st.integers(1, 1000)
 
@@ -33,6 +35,14 @@ def test_any_field_survives_a_file(tmp_path_factory, cls, suffix, data):
     path = tmp_path_factory.mktemp("c")/f"config.{suffix}"
     config.save(path)
     assert cls.load(path) == config
+
+
+@pytest.mark.parametrize("suffix", ["json", "toml"])
+def test_a_scaling_survives_a_file_and_old_files_have_none(tmp_path, suffix):
+    config = ModelConfig(rope_scaling=YARN | dict(beta_fast=16))
+    config.save(tmp_path/f"c.{suffix}")
+    assert ModelConfig.load(tmp_path/f"c.{suffix}") == config
+    assert ModelConfig.from_dict({k: v for k, v in ModelConfig().to_dict().items() if k != "rope_scaling"}) == ModelConfig()
 
 
 @pytest.mark.parametrize("cls", [ModelConfig, TrainConfig])
@@ -85,6 +95,20 @@ def test_a_training_preset_has_a_model():
     (dict(bias=1), "bias = 1, expected bool"),
     (dict(num_layers=True), "num_layers = True, expected int"),
     (dict(position="sinusoidal", d_model=5, num_heads=1), "even d_model"),
+    (dict(rope_scaling="yarn"), "rope_scaling = 'yarn', expected dict or none"),
+    (dict(rope_scaling={}), "rope_scaling has rope_type = None, expected one of linear, llama3, yarn"),
+    (dict(rope_scaling=dict(rope_type="dynamic", factor=2.)), "rope_type = 'dynamic', expected one of linear, llama3, yarn"),
+    (dict(rope_scaling=dict(rope_type="linear")), "of type linear has no factor, expected factor"),
+    (dict(rope_scaling=YARN, position="learned"), "rope_scaling with position = 'learned', expected none"),
+    (dict(rope_scaling=YARN | dict(mscale=1.)), "of type yarn has mscale, expected only factor, original_max_position_embeddings, beta_slow, beta_fast, attention_factor"),
+    (dict(rope_scaling=YARN | dict(factor=.5)), "has factor = 0.5, expected a finite number of 1 or more"),
+    (dict(rope_scaling=YARN | dict(factor=math.nan)), "has factor = nan, expected a finite number"),
+    (dict(rope_scaling=YARN | dict(factor=True)), "has factor = True, expected a finite number"),
+    (dict(rope_scaling=YARN | dict(attention_factor=0)), "has attention_factor = 0, expected a finite number above 0"),
+    (dict(rope_scaling=YARN | dict(beta_fast=1)), "slows down from 1 to 1.0 turns, expected fewer at the end"),
+    (dict(rope_scaling=YARN | dict(original_max_position_embeddings=6)), "has original_max_position_embeddings = 6, expected 7 or more, for 1.0 turns"),
+    (dict(rope_scaling=YARN, rope_theta=1.), "with rope_theta = 1.0, expected rope_theta above 1"),
+    (dict(rope_scaling=dict(rope_type="llama3", factor=8., original_max_position_embeddings=64, low_freq_factor=1.)), "of type llama3 has no high_freq_factor"),
 ])
 def test_what_does_not_fit_is_refused(changes, words):
     with pytest.raises(ValueError, match=words): ModelConfig(**changes)

@@ -25,7 +25,7 @@ from lmcourse.tools.config import ModelConfig
 SMALL = ModelConfig(vocab_size=97, context_length=64, d_model=32, num_layers=2, num_heads=4, d_ff=64)
 VARIANTS = [dict(), dict(num_kv_heads=1), dict(num_kv_heads=2, head_dim=6), dict(window=5), dict(position="learned"), dict(position="sinusoidal"),
             dict(position="none"), dict(norm="layernorm", bias=True, ffn="gelu"), dict(norm="none", ffn="relu"), dict(norm_position="post"),
-            dict(norm_position="sublayer"), dict(qk_norm=True, rope_theta=1e6), dict(tie_embeddings=True, scale_embeddings=True), dict(ffn="geglu"),
+            dict(norm_position="sublayer"), dict(qk_norm=True, rope_theta=1e6), dict(rope_scaling=dict(rope_type="yarn", factor=4., original_max_position_embeddings=8, attention_factor=1.5)), dict(tie_embeddings=True, scale_embeddings=True), dict(ffn="geglu"),
             dict(ffn="reglu", bias=True), dict(ffn="silu", window=1), dict(bias=True, norm="layernorm", position="learned", tie_embeddings=True)]
 SETTINGS = [dict(temperature=0.), dict(), dict(temperature=.7, top_p=.9), dict(top_k=5), dict(min_p=.1), dict(repetition_penalty=1.3, temperature=.8)]
 packed = pytest.mark.skipif(not hasattr(torch.ops.mkldnn, "_reorder_linear_weight"), reason="no packed weights in this torch")

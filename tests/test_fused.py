@@ -93,6 +93,7 @@ def test_loss(z_loss, n, vocabulary):
 
 
 @pytest.mark.parametrize("fields", [dict(), dict(qk_norm=True, tie_embeddings=True, z_loss=.01), dict(qk_norm=True, qk_norm_whole=True), dict(norm="layernorm", ffn="gelu"),
+                                    dict(qk_norm=True, rope_scaling=dict(rope_type="yarn", factor=4., original_max_position_embeddings=8, attention_factor=1.5)),
                                     dict(position="none"), dict(window=5, bias=True, norm_position="post"), dict(num_experts=4, moe_d_ff=20)], ids=str)
 def test_a_step_is_the_readable_model_s(fields):
     config, found = replace(SMALL, **fields), []

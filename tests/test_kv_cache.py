@@ -31,7 +31,7 @@ POSITIONS = tuple(dict(position=p) for p in ("rope", "learned", "sinusoidal", "n
 OTHERS = ([dict(norm=n, norm_position=p, bias=b) for n in ("rmsnorm", "layernorm", "none") for p in ("pre", "post", "sublayer") for b in (False, True)]
           + [dict(ffn=f, bias=b) for f in FFN_KINDS for b in (False, True)]
           + [dict(qk_norm=True, tie_embeddings=t, scale_embeddings=s) for t in (False, True) for s in (False, True)]
-          + [dict(norm_eps=0.5), dict(rope_theta=77.0), dict(num_layers=1), dict(vocab_size=46, d_ff=37, d_model=20, position="learned")])
+          + [dict(norm_eps=0.5), dict(rope_theta=77.0), dict(rope_scaling=dict(rope_type="yarn", factor=4., original_max_position_embeddings=8, attention_factor=1.5)), dict(qk_norm=True, rope_scaling=dict(rope_type="llama3", factor=8., low_freq_factor=1., high_freq_factor=4., original_max_position_embeddings=8)), dict(num_layers=1), dict(vocab_size=46, d_ff=37, d_model=20, position="learned")])
 GRID = [h | w | p for h, w, p in itertools.product(HEADS, WINDOWS, POSITIONS)] + [o | HEADS[i % 3] | WINDOWS[i % 4] for i, o in enumerate(OTHERS)]
 
 

@@ -5,7 +5,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 from lmcourse.architecture.transformer_torch import TransformerLM
-from lmcourse.inference.long_context import METHODS, StretchedRoPE, attention_scale, extend_context, stretched_frequencies
+from lmcourse.architecture.attention_torch import RoPE
+from lmcourse.inference.long_context import METHODS, attention_scale, extend_context, stretched_frequencies
 from lmcourse.tools.config import ModelConfig
 
 def tiny(**more): return TransformerLM(ModelConfig(vocab_size=16, context_length=32, d_model=32, num_layers=2, num_heads=2, **more))
@@ -30,8 +31,8 @@ def test_every_hand_slows_down_by_1_to_the_factor(method):
     assert slower[-1].item() == pytest.approx(8) and slower[0].item() == pytest.approx(8 if method == "linear" else 1)
 
 def test_the_scale_multiplies_scores_by_its_square():
-    x, f = torch.randn(9, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0)), stretched_frequencies("yarn", 16, 4, 64)
-    plain, scaled = (StretchedRoPE(9, f, s, dtype=torch.float64)(x) for s in (1., 1.25))
+    x, yarn = torch.randn(9, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0)), dict(rope_type="yarn", factor=4., original_max_position_embeddings=64)
+    plain, scaled = (RoPE(9, 16, dtype=torch.float64, scaling=yarn | dict(attention_factor=s))(x) for s in (1., 1.25))
     torch.testing.assert_close(scaled@scaled.mT, 1.25**2*(plain@plain.mT))
 
 def test_a_stretched_model_has_the_same_weights_and_survives_a_move():
@@ -43,7 +44,21 @@ def test_a_stretched_model_has_the_same_weights_and_survives_a_move():
     torch.testing.assert_close(deepcopy(longer).double()(ids).float(), longer(ids), rtol=1e-4, atol=1e-4)
     with pytest.raises(ValueError, match="128"): longer(torch.zeros(1, 129, dtype=torch.int64))
 
-@pytest.mark.parametrize("bad", [dict(method="pi"), dict(factor=.5), dict(factor=math.nan), dict(factor=math.inf), dict(head_dim=7), dict(head_dim=2),
+@pytest.mark.parametrize("method", METHODS)
+def test_a_stretched_model_is_saved_and_exported_as_such(method, tmp_path):
+    pytest.importorskip("transformers")
+    from lmcourse.architecture.pretrained import from_hf, save_hf, to_hf
+    longer, ids = extend_context(tiny(), method, 4), torch.arange(128)[None] % 16
+    again = TransformerLM(ModelConfig.from_dict(longer.config.to_dict()))
+    again.load_state_dict(longer.state_dict())
+    with torch.no_grad():
+        assert torch.equal(again(ids), longer(ids))
+        for other in (to_hf(longer), from_hf(save_hf(longer, tmp_path/"folder"))):
+            y = other(ids)
+            torch.testing.assert_close(getattr(y, "logits", y), longer(ids), rtol=1e-5, atol=1e-5)
+    if method != "none": assert (again(ids) - TransformerLM(ModelConfig(**tiny().config.to_dict() | dict(context_length=128)))(ids)).abs().max() > 1e-3
+
+@pytest.mark.parametrize("bad", [dict(method="pi"), dict(factor=.5), dict(factor=math.nan), dict(factor=math.inf), dict(head_dim=7), dict(method="ntk", head_dim=2),
                                  dict(trained=6), dict(theta=1.), dict(fast=1.), dict(slow=0.)])
 def test_bad_input_is_rejected(bad):
     with pytest.raises(ValueError): stretched_frequencies(**dict(method="yarn", head_dim=16, factor=2, trained=64) | bad)
@@ -51,8 +66,8 @@ def test_bad_input_is_rejected(bad):
 def test_models_that_cannot_be_stretched():
     for position in ("none", "learned"):
         with pytest.raises(ValueError, match="has no RoPE"): extend_context(tiny(position=position), "yarn", 2)
-    m = extend_context(tiny(), "ntk", 2)
+    m = extend_context(tiny(), "yarn", 2)
     with pytest.raises(ValueError, match="already"): extend_context(m, "ntk", 2)
     m = tiny()
     with pytest.raises(ValueError): extend_context(m, "yarn", .5)
-    assert m.config.context_length == 32 and not isinstance(m.layers[0].attn.rope, StretchedRoPE) # Unchanged after an error
+    assert m.config == tiny().config and len(m.layers[0].attn.rope.table) == 32 # Unchanged after an error

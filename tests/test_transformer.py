@@ -22,6 +22,7 @@ from lmcourse.training.checkpoint import load_checkpoint, save_checkpoint
 base = ModelConfig(vocab_size=20, context_length=12, d_model=16, num_layers=2, num_heads=4)
 CHANGES = dict(vocab_size=[7], context_length=[20], d_model=[24], num_layers=[1, 3], num_heads=[2], num_kv_heads=[1, 2], head_dim=[2, 8], d_ff=[8, 40],
                norm=["layernorm", "none"], norm_position=["post", "sublayer"], norm_eps=[.1], position=["learned", "sinusoidal", "none"], rope_theta=[10.],
+               rope_scaling=[dict(rope_type="linear", factor=2.), dict(rope_type="yarn", factor=4., original_max_position_embeddings=8, attention_factor=1.5)],
                ffn=[kind for kind in FFN_KINDS if kind != base.ffn], window=[1, 3], qk_norm=[True], bias=[True], tie_embeddings=[True],
                scale_embeddings=[True], z_loss=[.1], embedding_std=[.02], scaled_init=[True], copy_init=[True])
 ONE = [{k: v} for k, vs in CHANGES.items() for v in vs]

@@ -29,7 +29,7 @@ from lmcourse.architecture.transformer_torch import TransformerLM
 SMALL = ModelConfig(vocab_size=23, context_length=8, d_model=16, num_layers=2, num_heads=4, d_ff=12)
 CHANGES = [dict(), dict(num_layers=1), dict(num_kv_heads=2), dict(num_kv_heads=1), dict(head_dim=6), dict(norm="layernorm"),
            dict(norm="layernorm", bias=True), dict(norm="none", num_layers=1), dict(norm_position="post"), dict(norm_position="sublayer"),
-           dict(norm_eps=.1), dict(position="learned"), dict(position="sinusoidal"), dict(position="none"), dict(rope_theta=50.), dict(window=3),
+           dict(norm_eps=.1), dict(position="learned"), dict(position="sinusoidal"), dict(position="none"), dict(rope_theta=50.), dict(rope_theta=9., head_dim=8, rope_scaling=dict(rope_type="yarn", factor=4., original_max_position_embeddings=8, attention_factor=1.5)), dict(window=3),
            dict(window=1), dict(qk_norm=True), dict(bias=True), dict(tie_embeddings=True), dict(tie_embeddings=True, scale_embeddings=True),
            dict(scale_embeddings=True), dict(z_loss=.02), *(dict(ffn=kind) for kind in FFN_KINDS)]
 name_of = lambda change: ",".join(f"{k}={v}" for k, v in change.items()) or "default"

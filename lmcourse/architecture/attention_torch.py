@@ -15,6 +15,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 from ..tools.config import ModelConfig
+from .attention_np import rope_factor, rope_frequencies
 from .layers_torch import Linear, RMSNorm, at_least_float32, check_index
 from .layers_torch import softmax
 
@@ -84,14 +85,17 @@ def rope_tables(
     head_dim:int,                    # Size of a head, K, an even number
     theta:float=10_000.0,            # Base of the wavelengths, in tokens
     dtype:torch.dtype=torch.float32, # Type of the tables
+    scaling:dict|None=None,          # `rope_scaling` of the config
 )->tuple: # Cosines and sines `(T, K/2)`, on the CPU
     """Compute cosine and sine of the angle of each position and pair.
     Source: Su et al. 2021, section 3.2.2."""
     if not theta > 0: raise ValueError(f"RoPE: {theta = }, expected more than 0")
     if head_dim % 2: raise ValueError(f"RoPE turns pairs, but head_dim = {head_dim} is odd")
     wide = partial(torch.arange, dtype=torch.float64, device="cpu")
-    angles_TK = torch.outer(wide(context_length), theta**(-wide(0, head_dim, 2)/head_dim))
-    return angles_TK.cos().to(dtype), angles_TK.sin().to(dtype)
+    speeds = theta**(-wide(0, head_dim, 2)/head_dim)
+    if scaling: speeds = torch.from_numpy(rope_frequencies(head_dim, theta, scaling))
+    angles_TK, scale = torch.outer(wide(context_length), speeds), rope_factor(scaling)
+    return (scale*angles_TK.cos()).to(dtype), (scale*angles_TK.sin()).to(dtype)
 
 # %% ../../nbs/03_architecture/03d_attention_torch.ipynb #4f8ecd63
 def apply_rope(
@@ -150,14 +154,15 @@ class RoPE(FixedTable):
         theta:float=10_000.0, # Base of the wavelengths, in tokens
         # Device and type of the model; float64 gets tables in float64, other types in float32
         device:str|torch.device|None=None, dtype:torch.dtype|None=None,
+        scaling:dict|None=None, # `rope_scaling` of the config
     ):
         super().__init__()
-        self.sizes = context_length, head_dim, theta
+        self.sizes, self.scaling = (context_length, head_dim, theta), scaling
         self.place(device, dtype)
 
     def values(self)->torch.Tensor: # `(T, K/2, 2)`: cosine and sine
         "Compute the tables, side by side."
-        return torch.stack(rope_tables(*self.sizes, torch.float64), -1)
+        return torch.stack(rope_tables(*self.sizes, torch.float64, self.scaling), -1)
 
     def at(self, T:int, positions:torch.Tensor|None=None)->torch.Tensor: # `(..., T, K/2, 2)`
         """Look up cosines and sines for T tokens.
@@ -262,8 +267,8 @@ class CausalSelfAttention(HeadProjections):
     ):
         super().__init__(config, device=device, dtype=dtype, **more)
         c, self.window, self.attention, self.heads = config, config.window, attention, heads
-        self.rope = ((rope or RoPE(c.context_length, c.head_size, c.rope_theta, device, dtype))
-                     if c.position == "rope" else None)
+        self.rope = ((rope or RoPE(c.context_length, c.head_size, c.rope_theta, device, dtype,
+                                   c.rope_scaling)) if c.position == "rope" else None)
 
     def forward(self,
         x:torch.Tensor,                   # Rows of tokens `(..., T, D)`

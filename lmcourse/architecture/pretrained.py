@@ -18,19 +18,21 @@ from pathlib import Path
 from typing import Any
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from ..tools.config import NEW_PARTS, ModelConfig, unknown
+from ..tools.config import NEW_PARTS, ROPE_SCALINGS, ModelConfig, unknown
 from ..tools.files import atomic_write, read_json, write_json
 from .transformer_torch import TransformerLM
 
 # %% ../../nbs/03_architecture/03g_pretrained.ipynb #35cd240b
 _PLAIN = dict(norm_position="pre", window=None, num_experts=None, kv_lora_rank=None)
-_LLAMA = _PLAIN | dict(norm="rmsnorm", position="rope", ffn="swiglu")
+_LLAMA:dict = _PLAIN | dict(norm="rmsnorm", position="rope", ffn="swiglu")
 # Transformers' name of each family to the fields of `ModelConfig` that it fixes
 FAMILIES:dict = {
     "llama": _LLAMA | dict(qk_norm=False),
     "qwen3": _LLAMA | dict(qk_norm=True, bias=False),
     "gpt2": _PLAIN | dict(norm="layernorm", position="learned", ffn="gelu", qk_norm=False,
-                          bias=True)}
+                          bias=True),
+    "mistral": {k: v for k,v in _LLAMA.items() if k != "window"} | dict(qk_norm=False, bias=False),
+    "olmo2": _LLAMA | dict(norm_position="sublayer", qk_norm=True, qk_norm_whole=True, bias=False)}
 
 # %% ../../nbs/03_architecture/03g_pretrained.ipynb #143a3f2a
 def family_of(
@@ -61,7 +63,7 @@ def _limits(c:ModelConfig, family:str)->list: # Problems with other fields than 
     if family == "gpt2" and c.kv_heads != c.num_heads:
         wrong.append(f"num_kv_heads = {c.kv_heads}, expected {c.num_heads}, one for each query "
                      f"head")
-    if family == "gpt2" and c.head_size*c.num_heads != c.d_model:
+    if "head_dim" not in _KEYS[family] and c.head_size*c.num_heads != c.d_model:
         wrong.append(f"head_dim = {c.head_size}, expected d_model/num_heads = "
                      f"{c.d_model/c.num_heads:g}")
     if family == "llama" and c.d_model % c.num_heads:
@@ -98,7 +100,11 @@ _GPT2_NAMES = [
     ("transformer.h.*.mlp.c_proj", "layers.*.ffn.w2", "transpose"),
     ("transformer.ln_f", "ln_final", "same"),
     ("lm_head", "lm_head", "same")]
-NAMES = dict(llama=_LLAMA_NAMES, qwen3=_LLAMA_NAMES, gpt2=_GPT2_NAMES)
+_OLMO2 = {"layers.*.ln1": "post_attention_layernorm", "layers.*.ln2": "post_feedforward_layernorm"}
+NAMES:dict = dict(
+    llama=_LLAMA_NAMES, qwen3=_LLAMA_NAMES, gpt2=_GPT2_NAMES, mistral=_LLAMA_NAMES,
+    olmo2=[(f"model.layers.*.{_OLMO2[ours]}" if ours in _OLMO2 else theirs, ours, change)
+           for theirs,ours,change in _LLAMA_NAMES])
 
 # %% ../../nbs/03_architecture/03g_pretrained.ipynb #7195df06
 @dataclass(frozen=True)
@@ -179,7 +185,10 @@ _LLAMA_SIZES = _SIZES | dict(
 _GPT2_SIZES = _SIZES | dict(context_length="n_positions", d_model="n_embd", num_layers="n_layer",
                             num_heads="n_head", d_ff="n_inner",
                             norm_eps="layer_norm_epsilon")
-_KEYS = dict(llama=_LLAMA_SIZES | dict(bias="attention_bias"), qwen3=_LLAMA_SIZES, gpt2=_GPT2_SIZES)
+_KEYS:dict = dict(
+    llama=_LLAMA_SIZES | dict(bias="attention_bias"), qwen3=_LLAMA_SIZES, gpt2=_GPT2_SIZES,
+    mistral=_LLAMA_SIZES | dict(window="sliding_window"),
+    olmo2={k: v for k,v in _LLAMA_SIZES.items() if k != "head_dim"})
 
 # Values that our model supports: the first is written, all are accepted
 _MUST:dict = dict(
@@ -188,13 +197,18 @@ _MUST:dict = dict(
                use_sliding_window=(False,)),
     gpt2=dict(activation_function=("gelu_new", "gelu_pytorch_tanh"), scale_attn_weights=(True,),
               scale_attn_by_inverse_layer_idx=(False,),
-              add_cross_attention=(False,)))
+              add_cross_attention=(False,)),
+    mistral=dict(hidden_act=("silu", "swish")),
+    olmo2=dict(hidden_act=("silu", "swish"), attention_bias=(False, None)))
 
 _LEFT_OUT:dict = dict(   # Defaults of transformers for keys that a file leaves out
     llama=dict(num_key_value_heads=None, head_dim=None, rms_norm_eps=1e-6,
                tie_word_embeddings=False, attention_bias=False),
     qwen3=dict(num_key_value_heads=32, head_dim=128, rms_norm_eps=1e-6, tie_word_embeddings=False),
-    gpt2=dict(n_inner=None, layer_norm_epsilon=1e-5, tie_word_embeddings=True))
+    gpt2=dict(n_inner=None, layer_norm_epsilon=1e-5, tie_word_embeddings=True),
+    mistral=dict(num_key_value_heads=8, head_dim=None, rms_norm_eps=1e-6,
+                 tie_word_embeddings=False, sliding_window=4096),
+    olmo2=dict(num_key_value_heads=None, rms_norm_eps=1e-5, tie_word_embeddings=False))
 
 # %% ../../nbs/03_architecture/03g_pretrained.ipynb #8d541f0f
 def config_to_hf(
@@ -211,12 +225,14 @@ def config_to_hf(
     out |= ({key: values[field] for field,key in _KEYS[family].items()}
             | {key: first for key,(first, *_) in _MUST[family].items()})
     if family == "gpt2": return out | dict(embd_pdrop=0.0, attn_pdrop=0.0, resid_pdrop=0.0)
-    rope = dict(rope_theta=config.rope_theta,
-                rope_parameters=dict(rope_type="default", rope_theta=config.rope_theta))
+    theta, scaling = dict(rope_theta=config.rope_theta), values["rope_scaling"]
+    rope = theta | dict(rope_parameters=dict(rope_type="default") | theta | (scaling or {}))
+    if scaling: rope["rope_scaling"] = scaling
     return out | rope | (dict(mlp_bias=config.bias) if family == "llama" else {})
 
 # %% ../../nbs/03_architecture/03g_pretrained.ipynb #793513c5
-_CLASSES = dict(llama="LlamaForCausalLM", qwen3="Qwen3ForCausalLM", gpt2="GPT2LMHeadModel")
+_CLASSES = dict(llama="LlamaForCausalLM", qwen3="Qwen3ForCausalLM", gpt2="GPT2LMHeadModel",
+                mistral="MistralForCausalLM", olmo2="Olmo2ForCausalLM")
 
 # %% ../../nbs/03_architecture/03g_pretrained.ipynb #55f6b36b
 def register_family(
@@ -252,14 +268,15 @@ def config_from_hf(
     wrong += [f"{key} = {settings[key]!r}, expected {known[0]!r}"
               for key,known in _MUST[family].items() if settings.get(key, known[0]) not in known]
     wrong += _rope_trouble(settings) + _other_trouble(settings, family)
-    if family != "gpt2": sizes["rope_theta"] = _rope_theta(settings)
+    if family != "gpt2":
+        sizes |= dict(rope_theta=_rope_theta(settings), rope_scaling=_rope_scaling(settings))
     if wrong:
         raise ValueError(f"{where}: a {family} that this model can't represent: {'; '.join(wrong)}")
     try: return ModelConfig(**FAMILIES[family], **sizes)
     except ValueError as e: raise ValueError(f"{where}: {e}") from None
 
 # %% ../../nbs/03_architecture/03g_pretrained.ipynb #92f9e095
-_ROPE_KEYS = "rope_parameters", "rope_scaling"
+_ROPE_KEYS = "rope_scaling", "rope_parameters" # The first one wins, as in transformers
 
 def _rope_tables_of(settings:dict)->list: # Both places where a file may describe its RoPE
     return [r for key in _ROPE_KEYS if isinstance(r := settings.get(key), dict)]
@@ -268,12 +285,26 @@ def _rope_theta(settings:dict)->float:
     return next((r["rope_theta"] for r in (*_rope_tables_of(settings), settings)
                  if "rope_theta" in r), 10_000.0)
 
+def _kind(rope:dict): return rope.get("rope_type", rope.get("type", "default"))
+
+def _rope_scaling(settings:dict)->dict|None: # A value for `ModelConfig`, which checks its numbers
+    rope = next((r for r in _rope_tables_of(settings) if _kind(r) != "default"), None)
+    if rope is None: return None
+    elsewhere = "type", "rope_theta", "partial_rotary_factor"
+    found = dict(rope_type=_kind(rope)) | {k: v for k,v in rope.items()
+                                           if k not in elsewhere and v is not None}
+    name = "original_max_position_embeddings" # In any of three places
+    if found["rope_type"] == "linear": return found
+    length = settings.get(name) or found.get(name) or settings.get("max_position_embeddings")
+    return found | {name: length}
+
 def _rope_trouble(settings:dict)->list:
     wrong = [f"{key} = {r!r}, expected an object" for key in _ROPE_KEYS
              if (r := settings.get(key)) and not isinstance(r, dict)]
     for rope in _rope_tables_of(settings):
-        kind = rope.get("rope_type", rope.get("type", "default"))
-        if kind != "default": wrong.append(f"RoPE of type {kind!r}, expected 'default'")
+        if (kind := _kind(rope)) not in ("default", *ROPE_SCALINGS):
+            wrong.append(f"RoPE of type {kind!r}, expected one of default, "
+                         f"{', '.join(ROPE_SCALINGS)}")
         wrong += [f"RoPE with {k} = {v}, expected one for all layers" for k,v in rope.items()
                   if isinstance(v, dict)]
     part = [r["partial_rotary_factor"] for r in (*_rope_tables_of(settings), settings)

@@ -335,7 +335,7 @@ def stream_backward(
 def _rope(x, c:ModelConfig)->tuple|None: # Tables in the stream's type, at least float32
     if c.position != "rope": return None
     tables = rope_tables_np(x.shape[-2], c.head_size, c.rope_theta,
-                            np.promote_types(x.dtype, np.float32))
+                            np.promote_types(x.dtype, np.float32), scaling=c.rope_scaling)
     return tuple(map(array_module(x).asarray, tables))
 
 # %% ../../nbs/03_architecture/03e_transformer_np.ipynb #828b7e58

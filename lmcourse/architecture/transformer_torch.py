@@ -207,9 +207,9 @@ class TransformerLM(InputEmbeddings):
         c, place, generator = (config, dict[str, Any](device=device, dtype=dtype),
                                torch.Generator().manual_seed(seed))
         super().__init__(c, generator=generator, **place)
-        self.config, self.parts, rope = (c, parts,
-                                         RoPE(c.context_length, c.rope_size, c.rope_theta, **place)
-                                         if c.position == "rope" else None)
+        self.config, self.parts = c, parts
+        rope = (RoPE(c.context_length, c.rope_size, c.rope_theta, **place, scaling=c.rope_scaling)
+                if c.position == "rope" else None)
         self.layers = nn.ModuleList(TransformerBlock(c.layer(i), rope, generator=generator,
                                                      parts=parts, **place)
                                     for i in range(c.num_layers))

@@ -422,8 +422,8 @@ _MORE, _MANY, _KEPT = 63, 256, 8 # spare slots; tokens at a time; tokens whose b
 
 def _positions(params:dict, c:ModelConfig, room:int)->tuple: # Tables for RoPE and for embeddings
     nothing = np.zeros((0, 0), np.float32)
-    tables = (rope_tables_np(room, c.head_size, c.rope_theta) if c.position == "rope"
-              else (nothing, nothing))
+    tables = (rope_tables_np(room, c.head_size, c.rope_theta, scaling=c.rope_scaling)
+              if c.position == "rope" else (nothing, nothing))
     if c.position == "sinusoidal": return tables, np.float32(sinusoidal_table(room, c.d_model))
     return tables, params.get("position_embeddings.weight")
 

@@ -43,7 +43,8 @@ class LatentAttention(nn.Module):
         self.kv_norm = RMSNorm(R, 1e-6, **place)
         self.kv_up_proj = make(R, c.num_heads*(plain + value))
         self.output_proj = make(c.num_heads*value, c.d_model)
-        self.rope = rope or RoPE(c.context_length, rotated, c.rope_theta, device, dtype)
+        self.rope = rope or RoPE(c.context_length, rotated, c.rope_theta, device, dtype,
+                                 c.rope_scaling)
 
     def forward(self,
         x:torch.Tensor, # `(..., T, D)`
