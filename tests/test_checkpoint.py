@@ -529,6 +529,15 @@ def test_a_second_save_of_a_step_replaces_the_first(tmp_path):
     assert read_state(path)["which"] == 2 and [p.name for p in tmp_path.iterdir()] == ["step_000005"]
 
 
+def test_a_link_to_a_checkpoint_still_leads_to_it(tmp_path):
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "last").symlink_to("disk")
+    for k in (1, 2):
+        save_checkpoint({"w": np.full(3, float(k))}, None, k, tmp_path / "last")
+        assert (tmp_path / "last").is_symlink() and load_checkpoint(tmp_path / "disk", {"w": np.zeros(3)}) == k
+    assert {p.name for p in tmp_path.iterdir()} == {"disk", "last"}
+
+
 def test_what_an_interrupted_save_left_is_in_nobodys_way(tmp_path):
     (tmp_path / "a.tmp").mkdir()
     for file in (tmp_path / "a.tmp/state.json", tmp_path / "b.safetensors.tmp"): file.write_text("half")

@@ -4,6 +4,7 @@ import math
 import shutil
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -228,6 +229,14 @@ def test_the_optimizers_count(copy):
     assert names(findings) == ["optimizer state lost"] and "step 47" in findings.causes[0].sentence
 
 
+def test_steps_that_float16_skips_are_not_lost(place, monkeypatch):
+    monkeypatch.setattr(torch.amp, "GradScaler", partial(torch.amp.GradScaler, growth_interval=2)) # A long run in short
+    run = trained(place, "overflows", train=replace(HALF, steps=40, dtype="float16"))
+    assert 2 < doctor._uncounted(open_case(run)) <= doctor._most_skipped(open_case(run)) and names(examine(run, {})) == []
+    change_record(run, lambda o: o["numbers"].update({"step.lm_head.weight": 5}))
+    assert "optimizer state lost" in names(examine(run, {}))
+
+
 def test_equal_documents_are_found_and_counted(place):
     case = open_case(trained(place, "healthy"))
     leaky = faults.TokenDataset.open(place/"data/leaky/train")
@@ -282,6 +291,15 @@ def test_a_sorted_corpus_in_order(place):
         dataset = type(whole)(np.concatenate(chosen), np.cumsum(lengths) - lengths, whole.info)
         assert list(doctor.check_order(replace(case, sets=(dataset, case.sets[1]))))[-1].name == "batches are not shuffled"
     assert "already are in random order" in list(doctor.check_order(case))[-1]
+
+
+def test_documents_of_equal_lengths_are_not_sorted(place):
+    case = open_case(trained(place, f"train-{dict(windows='sequential')}", train=replace(HALF, windows="sequential")))
+    rng, info = np.random.default_rng(0), case.sets[0].info
+    for lengths in (np.full(3000, 6), rng.integers(5, 9, 3000)):
+        tokens = rng.integers(1, 300, lengths.sum())
+        dataset = type(case.sets[0])(tokens, np.cumsum(lengths) - lengths, info)
+        assert [s for s in doctor.check_order(replace(case, sets=(dataset, case.sets[1]))) if isinstance(s, doctor.Finding)] == []
 
 
 def test_other_validation_documents(copy):

@@ -203,6 +203,7 @@ TOTALS = {"mixtral-8x7b": (46_702_792_704, 12_879_925_248), "qwen3-30b-a3b": (30
           "deepseek-v3": (671_026_404_352 + 58*256, 37_552_282_624 + 58*256)}           # And the bias of each router
 VARIANTS = {"plain": {}, "shared": dict(num_shared_experts=2, first_dense_layers=1), "sigmoid": dict(router_score="sigmoid", router_bias_rate=.01, norm_topk_prob=False),
             "losses": dict(router_aux_loss=.01, router_z_loss=.01), "gelu": dict(ffn="gelu"), "reglu": dict(ffn="reglu"), "relu": dict(ffn="relu"), "latent": LATENT,
+            "shared and losses": dict(num_shared_experts=2, router_aux_loss=.01), "shared and z-loss": dict(num_shared_experts=1, router_z_loss=.01),
             "latent and shared": LATENT | dict(q_lora_rank=20, num_shared_experts=1), "latent, values as long as keys": LATENT | dict(q_lora_rank=20, v_head_dim=12),
             "whole norm": dict(qk_norm=True, qk_norm_whole=True)}
 

@@ -257,6 +257,7 @@ REFUSED = [
     (gpt2, dict(num_kv_heads=2), "num_kv_heads = 2, expected 4"), (gpt2, dict(head_dim=4), "head_dim = 4, expected d_model/num_heads = 8"),
     (olmo2, dict(head_dim=4), "the nearest is olmo2: head_dim = 4, expected d_model/num_heads = 8"), (olmo2, dict(window=3), "olmo2: window = 3, expected None"),
     (mistral, dict(bias=True), "the nearest is mistral: bias = True, expected False"),
+    (qwen3, dict(num_experts=4, qk_norm_whole=True), "olmoe: head_dim = 12, expected d_model/num_heads = 8"),
     (llama, dict(d_model=30, head_dim=8), "d_model = 30, expected a multiple of num_heads = 4"),
     (gpt2, dict(scale_embeddings=True), "gpt2: scale_embeddings = True with a tied head, expected False"),
     (qwen3, dict(tie_embeddings=True, scale_embeddings=True), "qwen3: scale_embeddings = True with a tied head, expected False"),
@@ -289,6 +290,14 @@ def test_any_config_goes_out_with_its_logits_or_is_refused(data):
     there = to_hf(model)
     same_logits(there, model, config)
     same_logits(from_hf(there), model, config)
+
+
+def test_experts_of_whom_none_is_shared_come_back(tmp_path):
+    "Transformers' class then holds empty tensors."
+    config = replace(llama, num_kv_heads=None, kv_lora_rank=12, num_experts=4, router_score="sigmoid", router_bias_rate=.001)
+    model, there = ours(config), to_hf(ours(config))
+    there.save_pretrained(tmp_path)
+    for source in (there, tmp_path): same_logits(from_hf(source), model, config)
 
 
 def test_scaled_embeddings_go_into_the_numbers():

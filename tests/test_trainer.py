@@ -34,7 +34,7 @@ from lmcourse.training import engines, evaluation, trainer as trainer_module
 from lmcourse.training.evaluation import evaluate, summarize
 from lmcourse.training.models import load_model, save_model, training_of
 from lmcourse.training.plots import live_plot, plot_runs
-from lmcourse.training.runs import read_metrics, write_run
+from lmcourse.training.runs import read_metrics, read_run, write_run
 from lmcourse.training.signals import Interrupted
 from lmcourse.training.trainer import Diverged, Trainer, measure_step
 
@@ -356,6 +356,27 @@ def test_without_a_checkpoint_a_trainer_that_has_moved_cannot_go_back(data, tmp_
     t.train_step()
     with pytest.raises(ValueError, match="no checkpoint to go back to, .*: make a new Trainer"): t.resume(tmp_path)
 
+
+def test_a_run_in_a_linked_folder_finds_its_tokens(tmp_path, monkeypatch):
+    (home := tmp_path/"home").mkdir()
+    (run := tmp_path/"disk"/"much"/"deeper"/"run").mkdir(parents=True)
+    (home/"runs").symlink_to(run.parent)
+    (tmp_path/"tokens").mkdir()
+    (home/"tokens").symlink_to(tmp_path/"tokens")
+    monkeypatch.chdir(home)
+    for name in ("runs/run", home/"runs"/"run", run):
+        write_run(Path(name), MODEL, SHORT, Path("tokens"))
+        assert read_run(name)[2].samefile(home/"tokens") and read_run(run)[2].name == "tokens"
+    (home/"tokens").unlink()                                # the link is kept, not where it leads
+    shutil.move(tmp_path/"tokens", home/"tokens")
+    assert read_run(run)[2].samefile(home/"tokens")
+
+def test_a_run_on_another_drive_than_its_tokens_has_their_whole_path(tmp_path, monkeypatch):
+    def another_drive(*paths): raise ValueError("path is on mount 'D:', start on mount 'C:'")
+    with monkeypatch.context() as m:
+        m.setattr(os.path, "relpath", another_drive)
+        write_run(tmp_path, MODEL, SHORT, tmp_path/"tokens")
+    assert read_run(tmp_path)[2] == tmp_path/"tokens"
 
 def test_a_run_that_stops_early_writes_each_sample_once(data, tmp_path):
     changes = dict(early_stop_patience=1, early_stop_min_delta=10., schedule="constant", eval_every=2)

@@ -48,6 +48,7 @@ class Case:
     sets:tuple      # Training and validation documents
     record:dict = field(default_factory=dict)      # The optimizer's groups and settings
     checkpoints:dict = field(default_factory=dict) # Step to folder
+    state:dict = field(default_factory=dict)       # What else the run saved to continue
 
     @cached_property
     def logged(self)->list: return [m for m in self.lines if "loss" in m]
@@ -85,9 +86,9 @@ def open_case(
     folders = {int(p.name[5:]): p for p in path.parent.glob("step_*") if p.name[5:].isdigit()}
     state = read_json(path/"state.json")
     weights, moments = _tensors(path, "model"), _tensors(path, "optimizer")
-    step = int(path.name.split("_")[1])
+    step = int(path.name.removesuffix(".old")[5:])
     return Case(run, model, train, lines, step, weights, moments, data, sets,
-                state.get("optimizer") or {}, dict(sorted(folders.items())))
+                state.get("optimizer") or {}, dict(sorted(folders.items())), state.get("state", {}))
 
 # %% ../../nbs/06_ablations/06c_case.ipynb #ca038302
 def _tensors(path:Path, name:str)->dict: # Tensors of the model or the optimizer

@@ -451,14 +451,27 @@ def check_optimizer(case:Case)->Iterator:
                 name,
                 f"in the checkpoint of step {case.step:,} {weight} has {key} {own}, but the "
                 f"config says {right}; {len(odd)} weights differ like this", SHOWN)
-    numbers = case.record.get("numbers", {})
-    counts = [n for name,n in numbers.items() if name.startswith("step.")]
-    if counts: yield Looked("steps counted by the optimizer", min(counts), case.step)
-    if counts and (less := case.step - min(counts)) > 0:
+    less, free = _uncounted(case), _most_skipped(case)
+    if less is None: return
+    counted, least = case.step - less, case.step - free
+    yield Looked("steps counted by the optimizer", counted,
+                 f"{least:,} or more" if free else case.step)
+    if less > free:
         yield Finding(
             "optimizer state lost",
-            f"the run has made {case.step:,} steps, the optimizer has counted {min(counts):,}: "
+            f"the run has made {case.step:,} steps, the optimizer has counted {counted:,}: "
             f"it started again at step {less:,}", SHOWN)
+
+# %% ../../nbs/06_ablations/06d_doctor.ipynb #7ed02653
+def _uncounted(case:Case)->int|None: # Steps of the run that its optimizer has not counted
+    numbers = case.record.get("numbers", {})
+    counts = [n for name,n in numbers.items() if name.startswith("step.")]
+    return case.step - min(counts) if counts else None
+
+def _most_skipped(case:Case)->int: # Steps that a float16 run can have skipped, by its loss scale
+    if not (scaler := case.state.get("scaler")): return 0
+    doublings = case.step//scaler["growth_interval"]     # at most; each skipped step halves it
+    return max(0, 16 + doublings - round(math.log2(scaler["scale"])))  # It begins at 2**16
 
 # %% ../../nbs/06_ablations/06d_doctor.ipynb #c72b8ac9
 def _optimizer_numbers(case:Case, key:str)->list: # Triples: weight, its number, the right one
@@ -500,7 +513,8 @@ def check_reading(case:Case)->Iterator:
     ids = np.concatenate([source[s][0].ravel() for s in range(begin, case.step)])
     never = (seen == 0).all(1).numpy()[ids].mean()
     yield Looked("tokens of the latest batches whose embedding never got a gradient", never, 0)
-    if never > 0:
+    skipped = min(_uncounted(case) or 0, _most_skipped(case))     # Their tokens left no trace
+    if never > skipped/(case.step - begin):
         yield Finding(
             "tokens that were never read",
             f"of the tokens in the batches of steps {begin + 1:,} to {case.step:,}, {never:.1%} "
@@ -545,7 +559,8 @@ def check_order(case:Case)->Iterator:
     "If windows are read in order, check whether the documents are in random order."
     if case.train.windows != "sequential": return
     lengths = case.sets[0].ends - case.sets[0].starts
-    ranks = np.argsort(np.argsort(lengths, kind="stable"), kind="stable")
+    _, group, counts = np.unique(lengths, return_inverse=True, return_counts=True)
+    ranks = (np.cumsum(counts) - counts/2)[group]               # Equal lengths share their mean
     trend, kinds = correlation_with_place(ranks), drift(case.sets[0])
     most = TREND/math.sqrt(len(lengths))
     yield Looked("rank correlation of documents' length and place", trend, f"within ±{most:.2f}")
@@ -568,7 +583,8 @@ def check_order(case:Case)->Iterator:
 
 # %% ../../nbs/06_ablations/06d_doctor.ipynb #2eeb2f96
 def correlation_with_place(ranks:np.ndarray)->float: # Pearson's correlation with places
-    return float(np.corrcoef(ranks, np.arange(len(ranks)))[0, 1]) if len(ranks) > 2 else 0.
+    if len(ranks) < 3 or ranks.min() == ranks.max(): return 0.
+    return float(np.corrcoef(ranks, np.arange(len(ranks)))[0, 1])
 
 # %% ../../nbs/06_ablations/06d_doctor.ipynb #e2b5c546
 def drift(dataset:TokenDataset)->float: # Standard deviations above 20 random orders

@@ -79,9 +79,11 @@ def training_flops(
     parts = forward_flops(config, batch_size, context_length, causal=causal)
     total = sum(parts.values())
     forgotten = config.norm_position == "pre" or config.norm == "none" # Not run again
-    # The last product of a block: of the dense network, or of the shared experts
+    # The last product of a block: of the dense network, or of the shared experts, unless losses of
+    # the router come after it
     last = parts["ffn"]//config.ffn_kind.matrices*forgotten
-    if shared := config.num_shared_experts:
+    after = config.router_aux_loss or config.router_z_loss
+    if (shared := config.num_shared_experts) and not after:
         of_visit = parts.get("experts", 0)//(config.num_experts_per_tok + shared)
         last += shared*of_visit//config.ffn_kind.matrices*forgotten
     # On a CPU, latent attention is written out if its values and keys differ in length

@@ -63,7 +63,8 @@ def _limits(c:ModelConfig, family:str)->list: # Problems with other fields than 
     if family == "gpt2" and c.kv_heads != c.num_heads:
         wrong.append(f"num_kv_heads = {c.kv_heads}, expected {c.num_heads}, one for each query "
                      f"head")
-    if "head_dim" not in _KEYS[family] and c.head_size*c.num_heads != c.d_model:
+    fixed = "head_dim" not in _KEYS[family] and not c.kv_lora_rank
+    if fixed and c.head_size*c.num_heads != c.d_model:
         wrong.append(f"head_dim = {c.head_size}, expected d_model/num_heads = "
                      f"{c.d_model/c.num_heads:g}")
     if family == "llama" and c.d_model % c.num_heads:
@@ -555,7 +556,8 @@ def _chain(model:TransformerLM, family:str, found:dict)->dict: # Name there to l
     return bare if short else {link.theirs: link for link in bare.values()}
 
 def _check_found(model:TransformerLM, chain:dict, found:dict, tensors, where:str):
-    found = {name: kind for name,kind in found.items() if not _HARMLESS.search(name)}
+    found = {name: (shape, kind) for name,(shape, kind) in found.items()
+             if not _HARMLESS.search(name) and 0 not in shape} # No shared experts: empty tensors
     twice = model.config.tie_embeddings and found.pop("lm_head.weight", None)
     shapes = {name: pack(link, [_tensor(model, n) for n in link.ours],
                          model.config.head_size).shape for name,link in chain.items()}

@@ -368,6 +368,7 @@ def _save_file(path:Path, contents:tuple):
 
 # %% ../../nbs/04_training/04d_checkpoint.ipynb #7fea67a8
 def _save_folder(path:Path, contents:tuple):
+    if path.is_symlink(): path = path.resolve()             # The link stays
     if (path.exists() and not (path/"state.json").is_file()
         and (not path.is_dir() or any(path.iterdir()))):
         raise FileExistsError(f"{path}: it exists, and it is not a checkpoint")

@@ -27,7 +27,7 @@ def write_run(
     tokens = Path(data)/"train.json"
     # digest of the tokenizer that made the tokens
     digest = read_json(tokens).get("tokenizer") if tokens.is_file() else None
-    values = dict(model=model.to_dict(), train=train.to_dict(), data=os.path.relpath(data, run),
+    values = dict(model=model.to_dict(), train=train.to_dict(), data=_way(Path(run), Path(data)),
                   tokenizer=digest, lmcourse=__version__)
     write_json(run/"config.json", values)
 
@@ -42,6 +42,11 @@ def read_run(
         raise ValueError(f"{path}: {' and '.join(missing)} not found")
     return (ModelConfig.from_dict(values["model"]), TrainConfig.from_dict(values["train"]),
             Path(run)/values["data"])
+
+def _way(run:Path, to:Path)->str: # In a linked folder, `..` leads out of the link's target
+    try: return os.path.relpath(to.parent.resolve()/to.name, run.resolve())
+    except ValueError: return str(to.absolute())            # On Windows, another drive
+
 
 # %% ../../nbs/04_training/04h_runs.ipynb #f50d3a94
 def read_metrics(
