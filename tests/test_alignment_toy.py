@@ -3,6 +3,7 @@ import math
 import re
 from itertools import product
 
+import numpy as np
 import pytest
 import torch
 
@@ -102,3 +103,14 @@ def test_a_policy_may_be_certain():
                                       (lambda t: kl_estimators(t.rewards, t.rewards[:3]), "(121,) of the policy, (3,) of the reference")])
 def test_bad_input_is_rejected(f, words):
     with pytest.raises(ValueError, match=re.escape(words)): f(parrot())
+
+
+@pytest.mark.parametrize("q, best", [([0., .1, .5], [.25, .3125, .4375]), ([0., .1, 5.], [.025, .125/4.9, 1 - .025 - .125/4.9]), ([.2, .2, .1], [.5, .5, 0.])])
+def test_the_reverse_kl_lets_a_policy_say_what_the_reference_never_says(q, best):
+    "There it costs nothing, so the rest of the probability goes to the best choice."
+    ref, q = torch.tensor([.5, .5, 0.], dtype=torch.float64).log(), torch.tensor(q, dtype=torch.float64)
+    p = reverse_kl_optimum(ref, q, .25)
+    torch.testing.assert_close(p, torch.tensor(best, dtype=torch.float64))
+    def value(p): return (p @ q + .25*(ref.exp()[:2]*p[:2].log()).sum()).item()
+    others = torch.from_numpy(np.random.default_rng(0).dirichlet([1, 1, 1], 2000))
+    assert value(p) >= max(map(value, others)) - 1e-12

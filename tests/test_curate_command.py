@@ -465,3 +465,36 @@ def test_a_file_of_the_recipe_that_was_edited_is_read_again(tmp_path):
         shutil.rmtree(out, ignore_errors=True)
         curate(tmp_path / "in", out, Recipe.from_dict(dict(steps=[dict(step="decontaminate", tests=str(tests))])))
         assert [d.text for d in kept_documents(out)] == [kept]
+
+
+def test_a_step_that_was_registered_anew_is_used_in_the_same_folder(tmp_path):
+    (tmp_path / "in.jsonl").write_text('{"text": "one"}\n{"text": "two"}\n')
+    try:
+        for bad, kept in (("one", "two"), ("two", "one")):
+            register_step("mine")(lambda bad=bad: each(lambda d: (d, "bad" if d.text == bad else "")))
+            shutil.rmtree(tmp_path / "out", ignore_errors=True)
+            curate(tmp_path / "in.jsonl", tmp_path / "out", Recipe.from_dict(dict(steps=[dict(step="mine")])))
+            assert [d.text for d in kept_documents(tmp_path / "out")] == [kept]
+    finally: del STEPS["mine"]
+
+
+def test_workers_elsewhere_find_the_files_of_a_recipe(tmp_path):
+    (here := tmp_path / "here").mkdir()
+    (elsewhere := tmp_path / "elsewhere").mkdir()
+    (here / "in.jsonl").write_text('{"text": "one two three"}\n{"text": "four five six"}\n')
+    (here / "tests.txt").write_text("four five six")
+    def away(f, items):
+        pipeline._rounds.cache_clear()                          # A worker has its own
+        with contextlib.chdir(elsewhere): return [f(item) for item in items]
+    with contextlib.chdir(here):
+        curate("in.jsonl", "out", Recipe.from_dict(dict(steps=[dict(step="decontaminate", tests="tests.txt", ngram=3)])), away)
+        assert [d.text for d in kept_documents("out")] == ["one two three"]
+        assert json.loads(Path("out/job.json").read_text())["recipe"]["steps"][0]["tests"] == "tests.txt"
+
+
+def test_a_disk_without_links_and_an_id_that_is_no_text(tmp_path, monkeypatch):
+    (tmp_path / "in.jsonl").write_text('{"id": "\\ud800", "text": "one"}\n')
+    def refuse(old, new): raise PermissionError(1, "Operation not permitted", str(old))
+    monkeypatch.setattr(pipeline.os, "link", refuse)
+    curate(tmp_path / "in.jsonl", tmp_path / "out", Recipe.from_dict(dict(steps=[dict(step="exact")])))
+    assert [*kept_documents(tmp_path / "out")] == [Document("?", "", "one")]

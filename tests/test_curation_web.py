@@ -95,6 +95,13 @@ def test_forms_of_a_file(form, tmp_path):
     assert (a.kind, a.payload, a.url, a.id) == ("response", b"a\r\nb", "http://a", "") and (b.kind, b.payload, b.id) == ("conversion", b"", "1-2")
 
 
+@pytest.mark.parametrize("strict", [True, False])
+def test_zeros_behind_a_member_are_padding_however_many(strict, tmp_path):
+    member = gzip.compress(b"WARC/1.0\r\nWARC-Type: warcinfo\r\nContent-Length: 3\r\n\r\nabc\r\n\r\n")
+    (tmp_path/"f.gz").write_bytes(member + bytes(200_000) + member + bytes(200_000))
+    assert [r.payload for r in read_warc(tmp_path/"f.gz", strict=strict)] == [b"abc", b"abc"]
+
+
 def test_an_empty_file_has_no_records(tmp_path):
     (tmp_path/"f").write_bytes(b"")
     assert list(read_warc(tmp_path/"f")) == []

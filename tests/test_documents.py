@@ -256,3 +256,15 @@ def test_a_column_is_text_or_the_only_one(row):
     strings = {k for k, v in row.items() if isinstance(v, str)}
     try: assert text_column(row) in strings and (text_column(row) == "text" or len(strings) == 1)
     except ValueError: assert "text" not in strings and len(strings) != 1
+
+
+def test_a_curated_folder_is_split_at_marks_and_hidden_files_are_not_read(tmp_path):
+    (folder := tmp_path / "documents").mkdir()
+    (tmp_path / "funnel.json").write_text("{}")
+    (folder / "00000.jsonl").write_text(json.dumps(dict(text="A page about <|endoftext|>.")) + "\n" + json.dumps(dict(text="Another.")) + "\n")
+    (folder / "._00000.jsonl").write_bytes(b"\xff\0")
+    found = [d for split in ("train", "valid") for d in documents(f"curated:{tmp_path}", split)]
+    assert sorted(found) == [".", "A page about ", "Another."]
+    before = module.corpus_digest(f"curated:{tmp_path}")
+    (folder / "._00000.jsonl").unlink()
+    assert module.corpus_digest(f"curated:{tmp_path}") == before

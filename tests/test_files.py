@@ -147,3 +147,9 @@ def test_several_processes_may_write_one_file(tmp_path):
     done = [subprocess.Popen([sys.executable, "-c", write]) for _ in range(3)]
     assert [p.wait(60) for p in done] == [0, 0, 0]
     assert read_json(tmp_path/"a.json", list) == [299]*1000 and os.listdir(tmp_path) == ["a.json"]
+
+
+@pytest.mark.parametrize("number, named", [(errno.ENOSPC, True), (errno.EIO, False)])
+def test_a_full_disk_is_told_with_the_name_of_the_file(tmp_path, number, named):
+    with pytest.raises(OSError) as told, atomic_write(tmp_path/"a"): raise OSError(number, os.strerror(number)) # As `write` does
+    assert told.value.filename == (str(tmp_path/"a") if named else None) and not tree(tmp_path)

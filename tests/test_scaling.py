@@ -58,6 +58,14 @@ def test_what_has_no_power_law_is_refused(x, y, floor, words):
     with pytest.raises(ValueError, match=words): fit_power_law(x, y, floor)
 
 
+@pytest.mark.parametrize("exponent, floor", [(-76, 0.), (76, 0.), (-76, None)])
+def test_a_scale_that_no_float_can_hold_is_refused(exponent, floor):
+    x = np.linspace(1e20, 1.2e20, 6)
+    with pytest.raises(ValueError, match="exponent -?76.*divide x by 1.1e+20".replace("+", "[+]")): fit_power_law(x, (x/1e20)**exponent, floor)
+    law = fit_power_law(x/1e20, (x/1e20)**exponent)
+    assert abs(law.exponent - exponent) < 1e-9
+
+
 def test_bootstrap_resamples_pairs():
     rng = np.random.default_rng(0)
     x = np.arange(1., 11)

@@ -159,3 +159,9 @@ def test_words_of_the_first_column_are_broken_last():
     table = Table([dict(exercise=f"14.{name}", state="open", define=f"{name}: (rewards, log_probs) gives a tensor", right_if=words)])
     lines = str(table).splitlines()
     assert max(map(len, lines)) <= 100 and any(f"14.{name}" in line for line in lines) and "advantage" in str(table)
+
+
+def test_control_characters_are_written_and_not_obeyed():
+    table = Table([{"a\tb": "x\x1b[31m\r\ny\x07", "n": 1}])
+    assert repr(table).split("\n")[::2] == [r"a\tb               n", r"x\x1b[31m\r y\x07  1"]
+    for text in (str(table), table._repr_html_(), table._repr_markdown_()): assert not re.search("[\\x00-\\x09\\x0b-\\x1f\\x7f]", text)

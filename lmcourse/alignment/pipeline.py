@@ -356,11 +356,9 @@ def success_plot(r:dict): # Axes
         ax.text(x, min(m["high"], 1) + .03, f"{m['success']:.0%}", ha="center")
     ax.axhline(r["ceiling"], color=GREY, ls="--", lw=1)
     ax.text(-.45, r["ceiling"] + .02, "the demonstrators", fontsize=8, color=GREY)
-    ax.set(xticks=range(len(MODELS)), ylim=(0, 1.15), ylabel=f"{_asked(r)} that come out right")
+    ax.set(xticks=range(len(MODELS)), ylim=(0, 1.15), ylabel=f"{r['task']} that come out right")
     ax.set_xticklabels(MODELS.values())
     return ax
-
-def _asked(r:dict)->str: return r.get("task", "briefs") # Older results name no task
 
 # %% ../../nbs/14_alignment/14n_pipeline.ipynb #14n7tables
 def success_table(r:dict)->Table:
@@ -407,13 +405,13 @@ def report_blocks(r:dict, out:str)->list: # Pairs of a block's kind and content
     answers = "\n\n".join(f"{MODELS[name]}:\n" + "\n".join(
         f"    {'right' if ok else 'wrong'}  {p}{a}" for p,a,ok in m["samples"])
         for name,m in models.items())
-    task = verifiable_task(_asked(r))
+    task = verifiable_task(r["task"])
     example, model = shlex.quote(task.samples[0]), shlex.quote(f"{out}/rl/model")
     return [
         ("h1", "Report card of a pipeline"),
         ("p", f"lmcourse {r['lmcourse']} on {r['machine']}, seed {r['config']['seed']}"),
         ("h2", "From pages to documents"),
-        ("p", f"{documents:,} of {funnel[0].documents:,} pages of {r.get('data', 'stories')} "
+        ("p", f"{documents:,} of {funnel[0].documents:,} pages of {r['data']} "
               f"remain, with {words:,} words{exact}."),
         ("image", ("funnel.png", "Bars that get shorter with each step of cleaning")),
         ("h2", "To the floor" if base["floor"] else "Reading"),

@@ -143,7 +143,10 @@ def reverse_kl_optimum(
         middle = (low + high)/2
         above = (beta*p/(middle - q)).sum(-1, keepdim=True) > 1
         low, high = torch.where(above, middle, low), torch.where(above, high, middle)
-    return beta*p/(high - q)
+    found = torch.where(p > 0, beta*p/(high - q), 0.)
+    free = (p == 0) & (q == q.max(-1, keepdim=True).values) # No KL to pay: the best takes the rest
+    rest = (1 - found.sum(-1, keepdim=True)).clamp(min=0)
+    return found + rest*free/free.sum(-1, keepdim=True).clamp(min=1)
 
 # %% ../../nbs/14_alignment/14b_toy.ipynb #4e8d418f
 def backward_induction(

@@ -8,7 +8,7 @@ __all__ = ['STEPS', 'ENDINGS', 'register_step', 'each', 'Whole', 'Stage', 'run_s
            'workers']
 
 # %% ../../nbs/13_curation/13i_pipeline.ipynb #13i00004
-import json, logging, os
+import json, logging, os, shutil
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import CancelledError
 from contextlib import contextmanager
@@ -414,7 +414,8 @@ def _save(path, documents)->np.ndarray: # Atomically, as JSON lines; returns the
     with atomic_write(path) as part, open(part, "wb") as file:
         for d in documents:
             starts.append(at)
-            at += file.write(json.dumps(d._asdict(), ensure_ascii=False).encode() + b"\n")
+            line = json.dumps(d._asdict(), ensure_ascii=False) + "\n"
+            at += file.write(line.encode(errors="replace"))     # An id may hold a lone surrogate
     return np.array(starts, np.int64)
 
 def _load(path)->list:
@@ -432,19 +433,19 @@ def _save_array(path, array):
     with atomic_write(path) as part, open(part, "wb") as file: np.save(file, array)
 
 # %% ../../nbs/13_curation/13i_pipeline.ipynb #13i0024a
-@lru_cache(1) # Of one folder: for another, steps may have changed
-def _rounds(key:str, work:str)->list: # `key` also holds the digests of the recipe's files
+@lru_cache(1)
+def _rounds(key:str)->list: # `key` also holds the digests of the recipe's files
     return Recipe.from_dict(json.loads(key)[0]).rounds()
 
 def _job(number:int, path:str, label:str, work:str, key:str, k:int): # Run round k on a shard
     here = Path(work)/str(k)/f"{number:05}"
     if here.with_suffix(".json").exists(): return
-    steps, whole = _rounds(key, work)[k]
+    steps, whole = _rounds(key)[k]
     if k == 0:
         try: name, pairs = "read", [(d, d, why) for d,why in read_shard(path, label=label)]
         except ValueError as e: raise UserError(str(e)) from None
     else:
-        name, before = _rounds(key, work)[k-1][1]
+        name, before = _rounds(key)[k-1][1]
         last = Path(work)/str(k-1)/f"{number:05}"
         documents, keep = _load(last.with_suffix(".jsonl")), np.load(last.with_suffix(".keep.npy"))
         pairs = [(d, d, "" if stays else before.reason) for d,stays in zip(documents, keep)]
@@ -483,7 +484,7 @@ def _decide(work:Path, key:str, k:int, shards:int): # Select the documents that 
             found |= dict(zip(here.tolist(), some))
         return [found[w] for w in wanted.tolist()]
     keep = np.ones(len(order), bool)
-    keep[order] = _rounds(key, str(work))[k][1][1].decide(sketches, texts)
+    keep[order] = _rounds(key)[k][1][1].decide(sketches, texts)
     for f,low,high in zip(files, ends, ends[1:]):
         _save_array(f.with_suffix(".keep.npy"), keep[low:high])
 
@@ -503,14 +504,15 @@ def curate(
     labels = [p.relative_to(source).as_posix() if Path(source).is_dir() else p.name for p in paths]
     job = dict(recipe=recipe.to_dict(), files=recipe.files(),
                inputs={l: p.stat().st_size for l,p in zip(labels, paths)})
-    key = json.dumps([job["recipe"], job["files"]], sort_keys=True)
     _begin(out, job, recipe)
     if (out/"funnel.json").exists():
         remove(out/"work")                           # Left by a run that was killed at the very end
         return read_funnel(out)
     # Dask's workers may have been started in another folder
     places = [str(p.absolute()) for p in paths]
-    work, rounds = out.absolute()/"work", recipe.rounds()
+    key = json.dumps([_absolute(job["recipe"], job["files"]), job["files"]], sort_keys=True)
+    _rounds.cache_clear()                            # A step may have been registered anew
+    work, rounds = out.absolute()/"work", _rounds(key)
     with open(out/"job.json", "rb+") as file:
         lock_file(file)
         for k,(_,whole) in enumerate(rounds):
@@ -532,6 +534,11 @@ def read_funnel(
 def _numbered(item:tuple, work:str, key:str, k:int):
     number, path, label = item
     _job(number, path, label, work, key, k)
+
+def _absolute(recipe:dict, files:dict)->dict: # With whole paths of the files, which have an ending
+    whole = {v: str(Path(v).absolute()) for v in files if Path(v).suffix}
+    return dict(steps=[{k: whole.get(v, v) if isinstance(v, str) else v for k,v in s.items()}
+                       for s in recipe["steps"]])
 
 def _begin(out:Path, job:dict, recipe:Recipe):
     if not (path := out/"job.json").exists():
@@ -563,6 +570,10 @@ def _begin(out:Path, job:dict, recipe:Recipe):
         write_json(path, job)
 
 # %% ../../nbs/13_curation/13i_pipeline.ipynb #aed47d71
+def _link(old:Path, new:Path):
+    try: os.link(old, new)
+    except OSError: shutil.copyfile(old, new)        # Not every disk has links
+
 def _finish(out:Path, work:Path, rounds:int, shards:int, recipe:Recipe)->Funnel:
     funnels, dropped = [], []
     for i in range(shards):
@@ -573,8 +584,7 @@ def _finish(out:Path, work:Path, rounds:int, shards:int, recipe:Recipe)->Funnel:
     remove(out/"documents")                          # Left by a run that was killed below
     with atomic_write(out/"documents") as part:
         part.mkdir()
-        for i in range(shards):
-            os.link(work/str(rounds-1)/f"{i:05}.jsonl", part/f"{i:05}.jsonl")
+        for i in range(shards): _link(work/str(rounds-1)/f"{i:05}.jsonl", part/f"{i:05}.jsonl")
     write_text(out/"dropped.jsonl", "".join(json.dumps(dict(id=i, step=s, reason=r)) + "\n"
                                             for i,s,r in dropped))
     write_text(out/"card.md", data_card(funnel, recipe, survivors(out)))

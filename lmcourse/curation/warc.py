@@ -107,7 +107,8 @@ def unpacked_blocks(
         yield unpack.decompress(data, _BLOCK)
         data = unpack.unconsumed_tail or unpack.unused_data or read()
         if unpack.eof:
-            if not (data := data.lstrip(b"\0") or read()): return
+            while data and not (data := data.lstrip(b"\0")): data = read() # Padding
+            if not data: return
             unpack = zlib.decompressobj(31)
     raise EOFError("the file ends inside a gzip member")
 

@@ -34,9 +34,16 @@ def fit_power_law(
                          f"{y.min():.6g}")
     u, v = np.log(x), np.log(y - floor)
     slope = ((u - u.mean())@v)/((u - u.mean())@u)
-    return PowerLaw(float(np.exp(v.mean() - slope*u.mean())), float(slope), float(floor))
+    return _law(v.mean(), u.mean(), slope, floor)
 
 # %% ../../nbs/11_scaling/11a_power_laws.ipynb #88fbffa0
+def _law(height:float, log_x:float, slope:float, floor:float)->PowerLaw: # `height` at x, as a log
+    at_one = height - slope*log_x
+    if not (abs(slope*log_x) < 700 and at_one < 700): raise ValueError(
+        f"power law: exponent {slope:.3g} for x near {np.exp(log_x):.3g}, so the scale, its height "
+        f"at x = 1, is too large or small for a number; divide x by {np.exp(log_x):.3g}")
+    return PowerLaw(float(np.exp(at_one)), float(slope), float(floor))
+
 def _positive(x, y, least:int)->tuple: # Checked arrays
     x, y = np.asarray(x, float), np.asarray(y, float)
     if x.ndim != 1 or x.shape != y.shape:
@@ -61,7 +68,7 @@ def _fit_floor(x, y)->PowerLaw: # Best fit from several starting floors
         found = least_squares(miss, start, method="lm", xtol=1e-12, ftol=1e-12)
         if best is None or found.cost < best.cost: best = found
     low, scale, slope = best.x
-    return PowerLaw(float(np.exp(scale)*centre**-slope), float(slope), float(np.exp(low)))
+    return _law(scale, np.log(centre), slope, np.exp(low))
 
 # %% ../../nbs/11_scaling/11a_power_laws.ipynb #34d9f16b
 def bootstrap(

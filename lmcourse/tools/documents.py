@@ -241,13 +241,16 @@ def curated_documents(
     "Yield the documents that a pipeline has kept. Raises `ValueError` for an unfinished folder."
     if not (Path(folder)/"funnel.json").is_file():
         raise ValueError(f"{folder}: expected a folder that `lmcourse curate` has finished")
-    return _curated(sorted((Path(folder)/"documents").glob("*.jsonl")), split)
+    return _curated(_shards(folder), split)
+
+def _shards(folder:str|Path)->list: # Without the hidden files that macOS adds
+    return sorted((Path(folder)/"documents").glob("[!.]*.jsonl"))
 
 def _curated(paths:list, split:str)->Iterator[str]:
     def texts():
         for path in paths:
             with open(path, encoding="utf-8") as file:
-                for line in file: yield json.loads(line)["text"]
+                for line in file: yield from _cut(json.loads(line), "text", lambda d: True)
     is_valid = held_out
     if not any(map(held_out, texts())): is_valid = min(texts(), key=_number_of, default="").__eq__
     yield from (text for text in texts() if is_valid(text) == (split == "valid"))
@@ -302,7 +305,7 @@ def corpus_digest(
     "Compute a digest of a `text:` or `curated:` corpus, whose files may change under their name."
     kind, _, rest = name.partition(":")
     path = Path(os.path.expanduser(rest))
-    files = [path] if kind == "text" else sorted((path/"documents").glob("*.jsonl"))
+    files = [path] if kind == "text" else _shards(path)
     if kind not in ("text", "curated") or not all(f.is_file() for f in files): return None
     return json_digest([_digest(f, f.stat().st_size, f.stat().st_mtime_ns) for f in files], 12)
 

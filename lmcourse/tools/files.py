@@ -7,7 +7,7 @@ __all__ = ['sync', 'atomic_write', 'remove', 'lock_file', 'write_text', 'write_j
            'file_digest', 'file_digests', 'json_digest']
 
 # %% ../../nbs/00_tools/00b_files.ipynb #85f25b75
-import csv, hashlib, json, os, shutil
+import csv, errno, hashlib, json, os, shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from importlib.resources import files
@@ -25,6 +25,8 @@ def sync(
     finally: os.close(handle)
 
 # %% ../../nbs/00_tools/00b_files.ipynb #69af01b8
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) # No room on the disk, or none for this user
+
 @contextmanager
 def atomic_write(
     path:str|Path,      # A file, or a folder that is new or empty
@@ -44,6 +46,9 @@ def atomic_write(
         with suppress(OSError):                             # Not every disk has modes
             if os.name != "nt" and part.is_file(): shutil.copymode(path, part)
         os.replace(part, path)
+    except OSError as e:
+        if e.errno in _FULL and e.filename is None: e.filename = str(path) # `write` doesn't say it
+        raise
     finally: remove(part)
     if durable: sync(path.parent)
 

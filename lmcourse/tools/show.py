@@ -64,6 +64,9 @@ def _plain(v): # Converts NumPy and torch scalars to Python numbers
 
 def _number(v)->bool: return isinstance(v, (int, float)) and not isinstance(v, bool)
 
+# A terminal would obey control characters, so they are written as in Python's `repr`
+_CONTROLS = {i: repr(chr(i))[1:-1] for i in (*range(32), *range(127, 160)) if i != ord("\n")}
+
 def _column(values:list)->list: # The text of each cell
     # Floats of other sizes are written with a power of ten
     sizes = [abs(v) for v in values if isinstance(v, float) and 1e-5 <= abs(v) < 1e15]
@@ -77,7 +80,7 @@ def _column(values:list)->list: # The text of each cell
         if v is None: return "–"
         if isinstance(v, bool): return "yes" if v else "no"
         if isinstance(v, int): return f"{v:,}"
-        if not isinstance(v, float) or not math.isfinite(v): return str(v)
+        if not isinstance(v, float) or not math.isfinite(v): return str(v).translate(_CONTROLS)
         if shared is not None: return _fixed(v, shared)
         return _fixed(v, _decimals(v, 4) if (decimals := _typed(v)) is None else decimals)
     return [text(v) for v in values]
@@ -102,8 +105,9 @@ class Table:
         values = [[_plain(r.get(c)) for r in self.rows] for c in self.columns]
         self.right = [any(map(_number, v)) and all(x is None or _number(x) for x in v)
                       for v in values]
-        self.headings = [f"{_words(c)} ({self.units[c]})" if c in self.units else _words(c)
-                         for c in self.columns]
+        words = [_words(c).translate(_CONTROLS) for c in self.columns]
+        self.headings = [f"{w} ({self.units[c]})" if c in self.units else w
+                         for w,c in zip(words, self.columns)]
         self.cells = [list(r) for r in zip(*map(_column, values))]
 
     def __len__(self): return len(self.rows)
@@ -159,17 +163,18 @@ def _text(table:Table, width:int
     # Wraps headings and words, the widest column first, if the table is wider than `width`
 )->str:
     if not table.columns: return "(no rows)"
-    widths = [max(map(_width, c)) for c in zip(table.headings, *table.cells)]
+    cells = [[c.replace("\n", " ") for c in row] for row in table.cells]
+    widths = [max(map(_width, c)) for c in zip(table.headings, *cells)]
     # Words
     longest = [[max(map(_width, c.split()), default=0) for c in column]
-               for column in zip(table.headings, *table.cells)]
+               for column in zip(table.headings, *cells)]
     least = [max(l[0], *map(_width, c)) if r else min(w, max(16, l[0], min(24, max(l))))
-             for l,r,w,c in zip(longest, table.right, widths, zip(*table.cells))]
+             for l,r,w,c in zip(longest, table.right, widths, zip(*cells))]
     while (sum(widths) + 2*len(widths) - 2 > width
            and (loose := [i for i,w in enumerate(widths) if w > least[i]])):
         # Words are broken only when nothing else is left, those of the first column last
         widths[max(loose, key=lambda i: (widths[i] > max(longest[i]), i > 0, widths[i]))] -= 1
-    rows = [table.headings, ["─"*w for w in widths], *table.cells]
+    rows = [table.headings, ["─"*w for w in widths], *cells]
     return "\n".join(_lines(r, widths, table.right) for r in rows)
 
 # %% ../../nbs/00_tools/00c_show.ipynb #8587b176
