@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['SHARDS', 'TESTS', 'MODELS', 'STAGES', 'make_web', 'cleaning_recipe', 'written_pages', 'clean_web', 'make_tokenizer',
            'make_tokens', 'keep_model', 'pretrain', 'loss_curve', 'align_model', 'examine', 'config_stage',
-           'planted_sources', 'pipeline_stages', 'run_pipeline', 'gather', 'funnel_plot', 'loss_plot', 'success_plot',
-           'success_table', 'task_table', 'cost_table', 'report_blocks', 'as_markdown', 'as_html', 'write_report']
+           'planted_sources', 'pipeline_stages', 'run_pipeline', 'gather', 'report_blocks', 'as_markdown', 'as_html',
+           'write_report', 'funnel_plot', 'loss_plot', 'success_plot', 'success_table', 'task_table', 'cost_table']
 
 # %% ../../nbs/14_alignment/14n_pipeline.ipynb #14nimp
 import base64, gc, html, json, math, re, shlex, shutil
@@ -332,67 +332,6 @@ def gather(
                 stages=[dict(stage=n, cpu_s=d["cpu_s"], peak_bytes=d["peak_bytes"])
                         for n,d in done.items()])
 
-# %% ../../nbs/14_alignment/14n_pipeline.ipynb #14n7plots
-def funnel_plot(r:dict): # From `gather`; returns the axes
-    return Funnel([Step(**s) for s in r["clean"]["funnel"]]).plot()
-
-def loss_plot(r:dict): # Axes
-    base, ax = r["base"], figure(width=7, height=3)[1]
-    ax.plot(*zip(*base["training"]), color=COLORS[0], alpha=.35, lw=1, label="training")
-    ax.plot(*zip(*base["validation"]), "o-", color=COLORS[0], ms=3,
-            label="stories nobody trained on" if base["floor"] else "text nobody trained on")
-    if base["floor"]: ax.axhline(base["floor"], color=COLORS[1], ls="--",
-                                 label="floor of the source")
-    ax.set(xlabel="training tokens", ylabel="loss (nats per token)", ylim=(0, None))
-    ax.xaxis.set_major_formatter("{x:,.0f}")
-    ax.legend()
-    return ax
-
-def success_plot(r:dict): # Axes
-    ax = figure(width=7, height=2.6)[1]
-    for x,(name,m) in enumerate(r["models"].items()):
-        ax.bar(x, m["success"], .6, color=COLORS[x])
-        ax.plot([x, x], [m["low"], m["high"]], color=GREY, lw=2)
-        ax.text(x, min(m["high"], 1) + .03, f"{m['success']:.0%}", ha="center")
-    ax.axhline(r["ceiling"], color=GREY, ls="--", lw=1)
-    ax.text(-.45, r["ceiling"] + .02, "the demonstrators", fontsize=8, color=GREY)
-    ax.set(xticks=range(len(MODELS)), ylim=(0, 1.15), ylabel=f"{r['task']} that come out right")
-    ax.set_xticklabels(MODELS.values())
-    return ax
-
-# %% ../../nbs/14_alignment/14n_pipeline.ipynb #14n7tables
-def success_table(r:dict)->Table:
-    "Table of the success on unseen briefs after each stage, and of what it cost in variety."
-    target = lambda patterns: dict(zip(patterns, (.5, .3, .2))) # The demonstrators' shares
-    variety = lambda m: {k: template_distance(m[k], target(patterns)) for k,patterns in
-                         dict(openings=OPENINGS, endings=ENDINGS).items() if k in m}
-    units = dict(KL="nats to fine-tuned", **dict.fromkeys(variety(r["models"]["rl"]), "distance"),
-                 entropy="nats per token")
-    rows = [{"model": MODELS[name], "right": m["success"],
-             "95 %": f"{m['low']:.2f} to {m['high']:.2f}", "form": m["form"],
-             "KL": m.get("kl"), **variety(m), "entropy": m["entropy"]}
-            for name,m in r["models"].items()]
-    return _rounded(rows, units)
-
-def _rounded(rows:list, units:dict|None=None)->Table: # Three decimals; words and `None` as they are
-    return Table([{k: round(v, 3) if isinstance(v, float) else v for k,v in row.items()}
-                  for row in rows], units)
-
-def task_table(r:dict)->Table:
-    "Table of the first and last model's scores on chapter 12's tasks, with chance and ceiling."
-    rows = zip(r["models"]["base"]["card"], r["models"]["rl"]["card"])
-    return _rounded([dict(task=a["task"], unit=a["unit"], chance=a["chance"],
-                          pretrained=a["value"], last=b["value"], ceiling=a["ceiling"])
-                     for a,b in rows])
-
-def cost_table(r:dict)->Table:
-    "Table of CPU time and memory of each stage and in total."
-    rows = [dict(stage=s["stage"], CPU=s["cpu_s"], memory=(s["peak_bytes"] or 0)/1e6)
-            for s in r["stages"]]
-    total = dict(stage="all", CPU=sum(s["CPU"] for s in rows),
-                 memory=max(s["memory"] for s in rows))
-    return Table([*rows, total], dict(CPU="s", memory="MB at most so far"))
-
 # %% ../../nbs/14_alignment/14n_pipeline.ipynb #14n7report
 def report_blocks(r:dict, out:str)->list: # Pairs of a block's kind and content
     base, models, clean = r["base"], r["models"], r["clean"]
@@ -470,3 +409,64 @@ def write_report(c:PipelineConfig, folder:Path, inputs:dict, say:Callable):
     write_text(folder/"report.html", as_html(blocks, folder))
     write_json(folder/"result.json", r)
     say(f"in {folder}: report.html, report.md")
+
+# %% ../../nbs/14_alignment/14n_pipeline.ipynb #14n7plots
+def funnel_plot(r:dict): # From `gather`; returns the axes
+    return Funnel([Step(**s) for s in r["clean"]["funnel"]]).plot()
+
+def loss_plot(r:dict): # Axes
+    base, ax = r["base"], figure(width=7, height=3)[1]
+    ax.plot(*zip(*base["training"]), color=COLORS[0], alpha=.35, lw=1, label="training")
+    ax.plot(*zip(*base["validation"]), "o-", color=COLORS[0], ms=3,
+            label="stories nobody trained on" if base["floor"] else "text nobody trained on")
+    if base["floor"]: ax.axhline(base["floor"], color=COLORS[1], ls="--",
+                                 label="floor of the source")
+    ax.set(xlabel="training tokens", ylabel="loss (nats per token)", ylim=(0, None))
+    ax.xaxis.set_major_formatter("{x:,.0f}")
+    ax.legend()
+    return ax
+
+def success_plot(r:dict): # Axes
+    ax = figure(width=7, height=2.6)[1]
+    for x,(name,m) in enumerate(r["models"].items()):
+        ax.bar(x, m["success"], .6, color=COLORS[x])
+        ax.plot([x, x], [m["low"], m["high"]], color=GREY, lw=2)
+        ax.text(x, min(m["high"], 1) + .03, f"{m['success']:.0%}", ha="center")
+    ax.axhline(r["ceiling"], color=GREY, ls="--", lw=1)
+    ax.text(-.45, r["ceiling"] + .02, "the demonstrators", fontsize=8, color=GREY)
+    ax.set(xticks=range(len(MODELS)), ylim=(0, 1.15), ylabel=f"{r['task']} that come out right")
+    ax.set_xticklabels(MODELS.values())
+    return ax
+
+# %% ../../nbs/14_alignment/14n_pipeline.ipynb #14n7tables
+def success_table(r:dict)->Table:
+    "Table of the success on unseen briefs after each stage, and of what it cost in variety."
+    target = lambda patterns: dict(zip(patterns, (.5, .3, .2))) # The demonstrators' shares
+    variety = lambda m: {k: template_distance(m[k], target(patterns)) for k,patterns in
+                         dict(openings=OPENINGS, endings=ENDINGS).items() if k in m}
+    units = dict(KL="nats to fine-tuned", **dict.fromkeys(variety(r["models"]["rl"]), "distance"),
+                 entropy="nats per token")
+    rows = [{"model": MODELS[name], "right": m["success"],
+             "95 %": f"{m['low']:.2f} to {m['high']:.2f}", "form": m["form"],
+             "KL": m.get("kl"), **variety(m), "entropy": m["entropy"]}
+            for name,m in r["models"].items()]
+    return _rounded(rows, units)
+
+def _rounded(rows:list, units:dict|None=None)->Table: # Three decimals; words and `None` as they are
+    return Table([{k: round(v, 3) if isinstance(v, float) else v for k,v in row.items()}
+                  for row in rows], units)
+
+def task_table(r:dict)->Table:
+    "Table of the first and last model's scores on chapter 12's tasks, with chance and ceiling."
+    rows = zip(r["models"]["base"]["card"], r["models"]["rl"]["card"])
+    return _rounded([dict(task=a["task"], unit=a["unit"], chance=a["chance"],
+                          pretrained=a["value"], last=b["value"], ceiling=a["ceiling"])
+                     for a,b in rows])
+
+def cost_table(r:dict)->Table:
+    "Table of CPU time and memory of each stage and in total."
+    rows = [dict(stage=s["stage"], CPU=s["cpu_s"], memory=(s["peak_bytes"] or 0)/1e6)
+            for s in r["stages"]]
+    total = dict(stage="all", CPU=sum(s["CPU"] for s in rows),
+                 memory=max(s["memory"] for s in rows))
+    return Table([*rows, total], dict(CPU="s", memory="MB at most so far"))
