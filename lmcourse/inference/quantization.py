@@ -184,9 +184,10 @@ def _number(step): raise NotImplementedError # Only within compiled code
 @overload(_number)
 def _number_compiled(step): # A step as float32; a float16 step is passed as 16 bits
     if step == types.float32: return lambda step: step
-    # the exponent's bias is 15 in float16 and 127 in float32
-    return lambda step: np.uint32(np.uint32(step) << np.uint32(13)).view(np.float32)*np.float32(
-        2.**112)
+    # The exponent's bias is 15 in float16 and 127 in float32. The 112 are added to the bits: the
+    # compiler may reorder products, and a sum of codes times 2**112 would be infinite
+    return lambda step: (np.float32(step)*np.float32(2.**-24) if step < 1024 else   # Subnormal
+                         np.uint32((step << 13) + (112 << 23)).view(np.float32))
 
 # %% ../../nbs/07_inference/07d_quantization.ipynb #09267f71
 @fused
