@@ -56,3 +56,21 @@ def test_models_that_cannot_be_stretched():
     m = tiny()
     with pytest.raises(ValueError): extend_context(m, "yarn", .5)
     assert m.config.context_length == 32 and not isinstance(m.layers[0].attn.rope, StretchedRoPE) # Unchanged after an error
+
+
+def test_who_sees_only_config_and_weights_refuses_a_stretched_model(tmp_path):
+    "FastDecoder, quantize_model and others once computed with the speeds of training, without a word."
+    from lmcourse.architecture.pretrained import save_hf, to_hf, untie
+    from lmcourse.inference.fast_decoder import FastDecoder
+    from lmcourse.inference.kv_cache import CachedDecoder
+    from lmcourse.inference.quantization import quantize_linears, quantize_model
+    from lmcourse.moe.lab import upcycle
+    from lmcourse.training.models import save_model
+    m = extend_context(tiny(), "yarn", 2)
+    for who, call in dict(FastDecoder=FastDecoder, quantize_model=lambda m: quantize_model(m, group=None), untie=untie, to_hf=to_hf, save_hf=lambda m: save_hf(m, tmp_path/"hf"),
+                          upcycle=lambda m: upcycle(m, 2), save_model=lambda m: save_model(tmp_path/"m", m, None, None, {})).items():
+        with pytest.raises(ValueError, match=f"{who} takes RoPE's speeds from the config"): call(m)
+    assert not list(tmp_path.iterdir())
+    ids = torch.arange(60) % 16
+    for same in (m, quantize_linears(m)):
+        with torch.no_grad(): torch.testing.assert_close(CachedDecoder(same).feed(ids.tolist(), all=True), same(ids[None])[0], rtol=1e-4, atol=1e-4)

@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from ..tools.config import NEW_PARTS, ModelConfig, unknown
 from ..tools.files import atomic_write, read_json, write_json
-from .transformer_torch import TransformerLM
+from .transformer_torch import TransformerLM, _refuse_other_rope
 
 # %% ../../nbs/03_architecture/03g_pretrained.ipynb #35cd240b
 _PLAIN = dict(norm_position="pre", window=None, num_experts=None, kv_lora_rank=None)
@@ -312,6 +312,7 @@ def to_hf(
     """Make a model of transformers with the same logits.
     Raises `ValueError` if the model fits no family, and `ImportError` without transformers."""
     model = getattr(model, "_orig_mod", model)
+    _refuse_other_rope(model, "to_hf")
     settings = config_to_hf(model.config, _dtype_name(model))
     try: import transformers
     except ImportError: raise ImportError("to_hf needs transformers: pip install "
@@ -328,6 +329,7 @@ def untie(
 )->TransformerLM: # An untied copy with the same logits
     "Return a copy of a model with a head that is separate from the embedding."
     model = getattr(model, "_orig_mod", model)
+    _refuse_other_rope(model, "untie")
     weight = model.token_embeddings.weight
     other = TransformerLM(replace(model.config, tie_embeddings=False), device="meta",
                           dtype=weight.dtype).to_empty(device=weight.device)
@@ -343,6 +345,7 @@ def save_hf(
     """Write a folder that `AutoModelForCausalLM.from_pretrained` loads.
     Raises `ValueError` if the model belongs to no family."""
     model, folder = getattr(model, "_orig_mod", model), Path(folder).resolve()
+    _refuse_other_rope(model, "save_hf")
     settings = config_to_hf(model.config, _dtype_name(model))
     if folder.exists() and any(folder.iterdir()):
         raise FileExistsError(f"{folder}: not empty, expected a new folder")

@@ -277,8 +277,14 @@ def _check_input(ids:torch.Tensor, c:ModelConfig, positions, cache
                          "at 0")
 
 def _rope_table(model, T:int, positions)->torch.Tensor|None: # Looked up once for all layers
-    rope = model.layers[0].attn.rope if model.layers else None
-    return None if rope is None else rope.at(T, positions)
+    return None if (rope := _rope(model)) is None else rope.at(T, positions)
+
+def _rope(model): return model.layers[0].attn.rope if model.layers else None
+
+def _refuse_other_rope(model, who:str, instead:str="call it before `extend_context`"
+): # For functions that see only the config and the weights
+    if type(_rope(model)) not in (RoPE, type(None)): raise ValueError(
+        f"{who} takes RoPE's speeds from the config, but the model has others: {instead}")
 
 def _run(model, layer, x:torch.Tensor, positions, cache, table
 )->torch.Tensor: # Output of a block, which is run again in the backward pass if `recompute`

@@ -22,6 +22,7 @@ from ..tools.compiled import add_one, fused, give_way, peek, prefetch
 from ..architecture.attention_np import rope_tables_np
 from ..architecture.layers_np import ACTIVATIONS_NP
 from ..architecture.transformer_np import check_params, sinusoidal_table
+from ..architecture.transformer_torch import _refuse_other_rope
 from ..architecture.fast_np import pool
 from ..architecture.pretrained import params_of
 from ..accounting.hardware import threads_here
@@ -496,6 +497,7 @@ class FastDecoder(NumpyDecoder):
         pack:Callable|None=None,
         threads:int|None=None,    # Number of threads; default: OMP_NUM_THREADS or one per core
     ):
+        _refuse_other_rope(model, "FastDecoder", "CachedDecoder uses them")
         super().__init__(params_of(model), model.config, max_tokens, pack, threads)
 
     def feed(self, ids:Any, all:bool=False)->torch.Tensor: # As for `NumpyDecoder.feed`

@@ -84,7 +84,9 @@ def extend_context(
     model:Any,               # A `TransformerLM` with RoPE; it is changed
     method:str,              # One of `METHODS`
     factor:float,            # How many times longer the context becomes
-    scale:float|None=None,   # Factor of queries and keys; default: `attention_scale`
+    # Factor of queries and keys, in latent attention of their rotated parts; default:
+    # `attention_scale`
+    scale:float|None=None,
     **ramp:float,            # `fast` and `slow`, as for `stretched_frequencies`
 )->Any: # The same model
     """Give a trained model the frequencies of a longer context.

@@ -21,7 +21,7 @@ from operator import index
 from safetensors import SafetensorError, safe_open
 from ..tools.compiled import fused, prefetch, strict
 from ..architecture.pretrained import load_weights, params_of
-from ..architecture.transformer_torch import TransformerLM
+from ..architecture.transformer_torch import TransformerLM, _refuse_other_rope
 from ..generation.generate import context_of
 from .fast_decoder import dot_rows
 from ..tools.config import ModelConfig, unknown, refuse_fields
@@ -309,6 +309,7 @@ def quantize_model(
     """Quantize every matrix of a model, except those in `keep`.
     Raises `ValueError` with the name of a matrix that can't be quantized."""
     refuse_fields(model.config, "quantize_model", "quantize_linears")
+    _refuse_other_rope(model, "quantize_model")
     weights = params_of(model)
     for name in keep:
         if name not in weights and name not in EMBEDDINGS: raise unknown("weight", name, weights)

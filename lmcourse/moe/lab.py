@@ -13,7 +13,7 @@ from dataclasses import replace
 from torch import nn
 from ..tools.config import ModelConfig
 from ..architecture.layers_torch import Linear
-from ..architecture.transformer_torch import TransformerLM
+from ..architecture.transformer_torch import TransformerLM, _refuse_other_rope
 
 # %% ../../nbs/08_moe/08g_lab.ipynb #08ghash2
 class HashRouter(nn.Module):
@@ -81,6 +81,7 @@ def upcycle(
     "Copy each feed-forward network E times to make experts. Komatsuzaki et al. 2022, section 3."
     c, weight = model.config, model.token_embeddings.weight
     if c.num_experts: raise ValueError(f"upcycle: the model has {c.num_experts} experts already")
+    _refuse_other_rope(model, "upcycle")
     new = replace(c, num_experts=num_experts, num_experts_per_tok=k, moe_d_ff=c.ffn_size,
                   norm_topk_prob=True, routed_scaling=1., capacity_factor=None,
                   num_shared_experts=0, router_groups=1, router_group_limit=1,

@@ -14,6 +14,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from ..architecture.transformer_torch import TransformerLM, named_parts
+from ..architecture.transformer_torch import _refuse_other_rope
 from ..tokenization.tokenizer import Tokenizer
 from ..tools.config import ModelConfig, TrainConfig, unknown
 from ..tools.files import atomic_write, read_json, write_json
@@ -39,6 +40,7 @@ def save_model(
     """Save a small copy of a model: weights as float16 without the last bit, configs, tokenizer.
     The folder is written completely or not at all."""
     folder = Path(folder)
+    _refuse_other_rope(model, "save_model")
     if folder.exists(): raise FileExistsError(f"{folder} exists; name a folder that does not")
     weights = {name: _packed(p) for name,p in model.named_parameters()}
     about = dict(model=model.config.to_dict(), train=train.to_dict(), tokenizer=tokenizer.digest,
