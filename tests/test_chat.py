@@ -3,6 +3,7 @@ import re
 import sys
 import threading
 import urllib.request
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -110,9 +111,9 @@ def test_examples_are_a_click_and_the_conversation_is_sent_if_wanted(page):
     assert not said(page, "user") and page.evaluate("said.length") == 0
 
 
-def test_text_appears_while_it_is_written_and_can_be_stopped(page, served):
-    "The engine is held after some tokens: what is there is seen, and Escape ends the rest of it in the engine too."
-    worker = served[0].worker
+@contextmanager
+def held_engine(worker):
+    "An engine that waits after some tokens until another call comes from outside."
     engine, go, steps = worker.engine, threading.Event(), []
     step = type(engine).step
     def held():
@@ -120,7 +121,16 @@ def test_text_appears_while_it_is_written_and_can_be_stopped(page, served):
         steps.append(1)
         return step(engine)
     engine.step = held
-    try:
+    try: yield
+    finally:
+        go.set()
+        del engine.step
+
+
+def test_text_appears_while_it_is_written_and_can_be_stopped(page, served):
+    "The engine is held after some tokens: what is there is seen, and Escape ends the rest of it in the engine too."
+    worker = served[0].worker
+    with held_engine(worker):
         cold(page)                                  # A draw could end the reply before it is held
         page.fill("#text", "the cat")
         page.click("#send")
@@ -130,9 +140,20 @@ def test_text_appears_while_it_is_written_and_can_be_stopped(page, served):
         page.locator("#state", has_text="stopped").wait_for()
         wait_for(lambda: not worker.jobs and not worker.open)
         assert page.locator("#send").inner_text() == "Send" and len(said(page, "assistant")) == 1
-    finally:
-        go.set()
-        del engine.step
+
+
+def test_what_is_cleared_while_it_is_written_is_not_remembered(page, served):
+    "The part of the reply that was there once became the first message of the next conversation."
+    worker = served[0].worker
+    with held_engine(worker):
+        cold(page)
+        page.fill("#text", "the cat")
+        page.click("#send")
+        page.locator(".assistant p", has_text=re.compile(".{4}")).wait_for()
+        page.click("#clear")
+        page.locator("#send", has_text="Send").wait_for()
+        wait_for(lambda: not worker.jobs and not worker.open)
+    assert page.evaluate("said.length") == 0 and not said(page, "user") and not said(page, "assistant")
 
 
 def test_what_goes_wrong_is_said_and_the_next_message_works(browser, served):

@@ -71,3 +71,18 @@ def test_models_that_cannot_be_stretched():
     m = tiny()
     with pytest.raises(ValueError): extend_context(m, "yarn", .5)
     assert m.config == tiny().config and len(m.layers[0].attn.rope.table) == 32 # Unchanged after an error
+
+
+def test_who_sees_only_config_and_weights_computes_with_the_new_speeds(tmp_path):
+    "The config holds them: FastDecoder, quantize_model and others once computed with the speeds of training, without a word."
+    from lmcourse.architecture.pretrained import from_hf, save_hf, untie
+    from lmcourse.inference.fast_decoder import FastDecoder
+    from lmcourse.inference.kv_cache import CachedDecoder
+    from lmcourse.inference.quantization import quantize_linears
+    m = extend_context(tiny(), "yarn", 2)
+    save_hf(m, tmp_path/"hf")
+    ids = torch.arange(60) % 16
+    with torch.no_grad():
+        for same in (m, untie(m), from_hf(tmp_path/"hf")): torch.testing.assert_close(same(ids[None]), m(ids[None]), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(FastDecoder(m).feed(ids.tolist(), all=True), m(ids[None])[0], rtol=1e-4, atol=1e-4)
+        for same in (m, quantize_linears(m)): torch.testing.assert_close(CachedDecoder(same).feed(ids.tolist(), all=True), same(ids[None])[0], rtol=1e-4, atol=1e-4)

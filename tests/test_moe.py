@@ -330,6 +330,20 @@ def test_a_second_head_drafts_and_changes_no_token():
     assert list(speculate(model, HeadDraft(NextTokenHead(model)), [1, 2, 3], 12, temperature=0)) == text
 
 
+@pytest.mark.parametrize("change", ["quantized", "adapters"])
+def test_latent_attention_reads_a_cache_without_a_plain_matrix(change):
+    from lmcourse.alignment.lora import add_lora
+    from lmcourse.inference.kv_cache import CachedDecoder
+    from lmcourse.inference.quantization import quantize_linears
+    model = TransformerLM(replace(SMALL, num_experts=None, **LATENT | dict(kv_lora_rank=16, v_head_dim=8))).eval()
+    if change == "quantized": quantize_linears(model)
+    else:
+        for name, p in add_lora(model, 2).named_parameters():
+            if name.endswith("lora_B"): torch.nn.init.normal_(p, generator=torch.Generator().manual_seed(1))
+    decoder = CachedDecoder(model)
+    with torch.no_grad(): check_close(torch.cat([decoder.feed(part, all=True) for part in IDS[:1].tolist()[0:1] for part in (part[:5], part[5:6], part[6:])]), model(IDS[:1])[0], 1e-4, 1e-5)
+
+
 def test_who_does_not_know_experts_says_so_by_name():
     from lmcourse.architecture.pretrained import params_of
     from lmcourse.architecture.transformer_np import init_params

@@ -87,6 +87,19 @@ def test_the_product_is_that_of_the_matrix_written_out(seed, bits, out, groups, 
     if rows and not search: assert snr(w, full) > (35 if bits == 8 else 10)
 
 
+@pytest.mark.parametrize("bits", (8, 4))
+@pytest.mark.parametrize("dtype", (np.float16, np.float32))
+@pytest.mark.parametrize("size", (1e-4, 1.))
+def test_a_product_of_large_or_small_numbers_is_neither_infinite_nor_zero(bits, dtype, size):
+    "Kernels that may reorder products once multiplied a sum of 65,536 by 2**112. Steps of a weight of 1e-4 are subnormal in float16."
+    w, x = drawn(0, 5, 128), drawn(1, 2, 128)
+    q = quantize(w*np.float32(size), bits, 64, dtype)
+    full = q.dequantize().T.astype(float)
+    for factor in (1e-30, 1., 1e4, 1e9, 1e30):
+        big = x*np.float32(factor)
+        assert (abs(q(big) - big.astype(float)@full) <= 2e-6*(abs(big.astype(float))@abs(full))).all(), factor
+
+
 def snr(w, other): return 10*math.log10(np.square(w, dtype=float).sum()/np.square(w - other, dtype=float).sum())
 
 

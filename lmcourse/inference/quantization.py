@@ -19,7 +19,7 @@ from numba import types
 from numba.extending import overload
 from operator import index
 from safetensors import SafetensorError, safe_open
-from ..tools.compiled import fused, prefetch
+from ..tools.compiled import fused, prefetch, strict
 from ..architecture.pretrained import load_weights, params_of
 from ..architecture.transformer_torch import TransformerLM
 from ..generation.generate import context_of
@@ -184,9 +184,11 @@ def _number(step): raise NotImplementedError # Only within compiled code
 @overload(_number)
 def _number_compiled(step): # A step as float32; a float16 step is passed as 16 bits
     if step == types.float32: return lambda step: step
-    # the exponent's bias is 15 in float16 and 127 in float32
-    return lambda step: np.uint32(np.uint32(step) << np.uint32(13)).view(np.float32)*np.float32(
-        2.**112)
+    return lambda step: _widened(step)
+
+@strict # The kernels may reorder products, and a sum of codes times 2**112 would be infinite
+def _widened(step): # The exponent's bias is 15 in float16 and 127 in float32
+    return np.uint32(np.uint32(step) << np.uint32(13)).view(np.float32)*np.float32(2.**112)
 
 # %% ../../nbs/07_inference/07d_quantization.ipynb #09267f71
 @fused

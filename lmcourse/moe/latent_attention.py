@@ -50,19 +50,21 @@ class LatentAttention(nn.Module):
         x:torch.Tensor, # `(..., T, D)`
         positions:torch.Tensor|None=None, cache:Any=None, table:torch.Tensor|None=None,
     )->torch.Tensor: # `(..., T, D)`, as in `CausalSelfAttention`
-        plain, rotated, _ = self.sizes
+        unrotated, rotated, _ = self.sizes
         if table is None: table = self.rope.at(x.shape[-2], positions)
         low = x
         if self.q_down_proj is not None and self.q_norm is not None:
             low = self.q_norm(self.q_down_proj(x))
         q = self.q_up_proj(low).unflatten(-1, (self.heads, -1)).transpose(-2, -3)
-        q, q_rope = q.split((plain, rotated), -1)                         # (..., H, T, K)
+        q, q_rope = q.split((unrotated, rotated), -1)                         # (..., H, T, K)
         latent, k_rope = self.kv_down_proj(x).split((self.kv_norm.weight.numel(), rotated), -1)
         latent, k_rope = self.kv_norm(latent).unsqueeze(-3), k_rope.unsqueeze(-3) # (..., 1, T, R)
         angles = table.unsqueeze(-4)
         q_rope, k_rope = self.rope.rotate(q_rope, angles), self.rope.rotate(k_rope, angles)
         if cache is not None: latent, k_rope = cache.update(latent, k_rope)
-        attend = self.absorbed if latent.shape[-2] > x.shape[-2] else self.unpacked
+        # A quantized matrix, or one with an adapter, can't change sides
+        plain, more = isinstance(self.kv_up_proj, nn.Linear), latent.shape[-2] > x.shape[-2]
+        attend = self.absorbed if plain and more else self.unpacked
         return self.output_proj(attend(q, q_rope, latent, k_rope).transpose(-2, -3).flatten(-2))
 
     def unpacked(self, q:torch.Tensor, q_rope:torch.Tensor, latent:torch.Tensor,
