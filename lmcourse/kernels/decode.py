@@ -178,9 +178,9 @@ def heads_kernel(x, gain, shift, wq, wk, wv, bq, bk, bv, rope, position, q, keys
         cos, sin = tl.where(turned, cos, 1.), tl.where(turned, sin, 0.)
         y = tl.interleave(one*cos - two*sin, one*sin + two*cos)
     slot = (rows//K*S + place % S)*K + rows % K
-    tl.store(q + rows, y, mask=(first == 0) & (rows < H*K))
-    tl.store(keys + slot, y, mask=(first == H*K) & (rows < G*K))
-    tl.store(values + slot, y, mask=(first == (H + G)*K) & (rows < G*K))
+    if first == 0: tl.store(q + rows, y)
+    elif first == H*K: tl.store(keys + slot, y)
+    else: tl.store(values + slot, y)
 
 # %% ../../nbs/09_kernels/09k_decode.ipynb #0a0aa05a
 @jit
