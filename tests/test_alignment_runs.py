@@ -122,6 +122,19 @@ def test_a_run_that_was_killed_before_its_first_checkpoint_begins_anew(kind, lit
     assert [line["step"] for line in read_metrics(run)] == once
 
 
+def test_a_finished_run_is_told_and_not_measured_again(little, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    align_to_the_end(new_alignment(Path("run"), "sft", settings_of("sft", tmp_path), little), Path("run"), tests=2)
+    before = {p: p.read_bytes() for p in Path("run").rglob("*") if p.is_file()}
+    monkeypatch.setattr("lmcourse.alignment.runs.open_alignment", None)
+    cli.main(["sft", "--resume", "run"])
+    said = capsys.readouterr().out
+    assert "run is finished: success 0.000 after 3 steps\n" in said and "lmcourse sft NEW --init-from run" in said
+    assert {p: p.read_bytes() for p in Path("run").rglob("*") if p.is_file()} == before
+    Path("run/success.jsonl").unlink()                                      # Killed before its last measurement
+    with pytest.raises(TypeError): cli.main(["sft", "--resume", "run"])
+
+
 @pytest.mark.parametrize("kind", ["dpo", "rl"])
 def test_a_run_goes_on_from_another_working_directory(kind, little, tmp_path, monkeypatch):
     monkeypatch.chdir(Path(little.init_from).parent)

@@ -290,7 +290,7 @@ def test_a_trained_word_is_cut_as_training_left_it(counts, n):
 # Bad input
 
 @pytest.mark.parametrize("size, special, words", [
-    (256, [END], "vocab_size = 256, expected at least 257: 256 bytes and 1 special tokens"), (255, [], "expected at least 256"), (-1, [], "expected at least 256"),
+    (256, [END], "vocab_size = 256, expected at least 257: 256 bytes and 1 special token$"), (255, [], "expected at least 256"), (-1, [], "expected at least 256"),
     (300, [""], "a special token is empty"), (300, [END, END], "given twice"), (300, ["a"], "'a' is a single byte"), (300, ["\ud800"], "surrogate")])
 def test_sizes_and_special_tokens_that_make_no_sense(size, special, words):
     with pytest.raises(ValueError, match=words): merges_wanted(size, special)

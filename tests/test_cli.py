@@ -2,6 +2,7 @@
 import gc
 import json
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -221,7 +222,7 @@ def test_serve_reads_the_run_s_chat_template(whole, tmp_path):
     (tmp_path/"whole/chat_template.json").write_text('{"roles": {"user": {"prefix": "Q: "}}, "assistant_start": "A:"}')
     for folder, own in ((whole, False), (tmp_path/"whole", True), (None, False)):
         service = cli.ServeCommand(folder=folder).service()
-        assert service.chat_template.is_default != own
+        assert service.chat_template.is_default != own and service.name == ("whole" if folder else "lmcourse")
         service.worker.close()
 
 
@@ -247,6 +248,7 @@ def broken(work, whole):
         (work/name).mkdir()
         (work/name/"prepare.part").write_text(text)
     write_days(work/"days.txt")
+    assert here("prepare", "text:days.txt", "days-data", "--tokenizer", "tok", "--valid-documents", 3, cwd=work).returncode == 0
     (work/"answer.py").write_text("def split(text, special_tokens=()): return [text]\n")
     (work/"small.txt").write_text("".join(f"line {i} of a text that is too small for a window\n" for i in range(30)))
     for name in ("cut", "swapped", "other-tokenizer", "no-ngrams"): subprocess.run(["cp", "-r", "data", name], cwd=work, check=True)
@@ -261,7 +263,7 @@ def broken(work, whole):
     (work/"swapped/train.bin").write_bytes((work/"data/train.bin").read_bytes()[::-1])
     subprocess.run(["cp", "-r", "whole", "another"], cwd=work, check=True)
     config = json.loads((work/"another/config.json").read_text())
-    config["model"]["d_model"] = 64
+    config["model"]["d_model"], config["train"]["steps"] = 64, 80
     (work/"another/config.json").write_text(json.dumps(config))
     subprocess.run(["cp", "-r", "whole", "unknown"], cwd=work, check=True)
     subprocess.run(["cp", "-r", "another", "misfit"], cwd=work, check=True)
@@ -294,7 +296,15 @@ def broken(work, whole):
     ("prepare text:same.txt new --tokenizer tok", "nothing is left for training"),
     ("prepare stories begun --tokenizer tok --max-mb 2", "begun: begun with max_bytes = 1000000, here 2000000"),
     ("prepare stories foreign --tokenizer tok", "not written by `lmcourse prepare`"),
-    ("tokenizer stories new --vocab-size 100", "vocab_size = 100, expected at least 257"),
+    ("tokenizer stories new --vocab-size 100", "vocab_size = 100, expected at least 257: 256 bytes and 1 special token\n"),
+    ("tokenizer stories new --vocab-size 1000000000", "vocab_size = 1,000,000,000, expected at most 4,000,257: 4,000,000 bytes of text (max_mb = 4)"),
+    ("check", "check needs EXERCISE (say 03.rope; or a chapter, say 03, for all exercises that FILE answers) and FILE (a Python file or a notebook; or a folder with a file for each exercise): lmcourse check EXERCISE FILE\n"),
+    ("check 01", "check needs FILE (a"), ("prepare stories new", "prepare needs --tokenizer PATH (folder that `lmcourse tokenizer` wrote): lmcourse prepare CORPUS OUT --tokenizer PATH\n"),
+    ("scale", "scale needs RUNS (JSON lines"), ("completion", "completion needs SHELL (bash, zsh or fish): lmcourse completion SHELL\n"),
+    ("train data new --steps", "--steps needs a value\n"), ("train data new --steps 1e3", "--steps = 1e3, expected a whole number\n"), ("generate --temperature hot", "--temperature = hot, expected a number\n"),
+    ("generate whole another", "generate: unknown another; see lmcourse generate --help\n"),
+    ("quickstart stories", "quickstart: did you mean --data stories?"), ("quickstart days.txt", "quickstart: did you mean --data text:days.txt?"),
+    ("train days-data new --windows documents", "windows at the starts of documents reach 1.3% of"),
     ("tokenizer storys new", "did you mean 'stories'"),
     ("tokenizer stories tok", "tok exists"),
     ("prepare text:small.txt new --tokenizer nowhere", "nowhere: no tokenizer"),
@@ -425,9 +435,9 @@ def test_a_model_that_does_not_fit_is_never_made(work, monkeypatch):
     assert not (work/"new").exists()
 
 
-def test_a_run_that_does_not_fit_on_this_machine_is_not_resumed(whole, monkeypatch):
+def test_a_run_that_does_not_fit_on_this_machine_is_not_resumed(broken, monkeypatch):
     monkeypatch.setattr(cli, "memory_bytes", lambda: 2**20)
-    done = here("train", "--resume", whole, cwd=whole.parent)
+    done = here("train", "--resume", "another", cwd=broken)
     assert done.returncode == 2 and "this machine has 1.05 MB; even one window does not fit" in done.stderr, done.stderr
 
 
@@ -464,9 +474,9 @@ def test_ctrl_c_is_quiet_from_the_first_moment():
 
 
 @pytest.mark.parametrize("words, own, foreign", [
-    ("generate --promt x", "Perhaps you meant: --prompt STR", "--prompts"), ("chat --quantise int8", "--quantize {none,int8,int4}", "lmcourse"),
-    ("sft a --promt x", "Unrecognized options: --promt, x", "meant"), ("bench loop --round 3", "--rounds INT", "(default: 3)"),
-    ("train --num-layer 3 --promptt 4", "similar to --num-layer: --num-layers INT", "--prompt ")])
+    ("generate --promt x", "generate: unknown --promt x; did you mean --prompt STR, Beginning of each text", "--prompts"), ("chat --quantise int8", "--quantize {none,int8,int4}", "lmcourse"),
+    ("sft a --promt x", "sft: unknown --promt x; see lmcourse sft --help", "meant"), ("bench loop --round 3", "--rounds INT", "(default: 3)"),
+    ("train --num-layer 3 --promptt 4", "unknown --num-layer 3 --promptt 4; did you mean --num-layers INT", "--prompt ")])
 def test_a_mistyped_option_is_compared_with_those_of_its_command(words, own, foreign):
     said = here(*words.split(), cwd=".").stderr.removeprefix("lmcourse: ")
     assert own in said and foreign not in said
@@ -781,7 +791,7 @@ def test_quickstart_from_end_to_end(tmp_path):
     assert done.returncode == 0, done.stderr
     run = tmp_path/"runs/quickstart-1"
     assert {p.name for p in run.iterdir()} == {"config.json", "metrics.jsonl", "loss.png", "samples.txt", "checkpoints", "data"}
-    for words in ("1. Corpus", "2. Tokenizer", "3. Tokens on disk", "4. Model", "5. Cost", "6. Training", "floor", "n-grams", "everything is in"):
+    for words in ("1. Corpus", "2. Tokenizer", "3. Tokens on disk", "4. Model", "5. Cost", "6. Training", "floor", "n-grams", "everything is in", "more stories: lmcourse generate"):
         assert words in done.stdout
     assert {p.name for p in (tmp_path/"kept").iterdir()} >= {"config.json", "model.safetensors", "vocab.json", "merges.txt"}
     made = json.loads((tmp_path/"kept/config.json").read_text())["made"]
@@ -794,7 +804,74 @@ def test_quickstart_on_a_text(tmp_path):
     write_days(tmp_path/"days.txt")
     done = here("quickstart", "--data", "text:days.txt", "--minutes", 0.005, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert "no floor is known for this text" in done.stdout
+    assert "no floor is known for this text" in done.stdout and "more text: lmcourse generate runs/quickstart-1" in done.stdout
+    assert "windows: random, because those at the starts of documents would reach only" in done.stdout
+
+
+def test_a_text_of_one_document_is_trained_from_anywhere(broken, tmp_path):
+    "By default, and only where windows at the starts of documents would miss most of the text"
+    words = [w for w in TINY if w not in ("--windows", "random")]
+    for data, windows in (("days-data", "random"), ("data", "documents")):
+        done = here("train", data, tmp_path/data, *words, "--context-length", 256, "--steps", 2, cwd=broken)
+        assert done.returncode == 0, done.stderr
+        assert ("windows: random, because" in done.stdout) == (windows == "random") and json.loads((tmp_path/data/"config.json").read_text())["train"]["windows"] == windows
+
+
+def test_of_a_long_text_little_is_for_validation(broken):
+    "Documents may be as long as they like, so bytes are counted too; those of a corpus are as short as they are"
+    info = json.loads((broken/"days-data/valid.json").read_text())
+    assert info["documents"] == 1 and 2900 < info["bytes"] <= 3000
+    assert len(cli.validation_documents("stories", 400)) == 400
+
+
+def test_the_limit_of_a_text_for_validation_is_told(broken, capsys, monkeypatch):
+    monkeypatch.chdir(broken)
+    (whole,), said = cli.validation_documents("text:days.txt", 100), capsys.readouterr().out
+    (short,), told = cli.validation_documents("text:days.txt", 2), capsys.readouterr().out
+    assert not said and whole.startswith(short) and len(short) <= 2000 < len(whole) and "only the first 2,000 bytes" in told
+
+
+@pytest.mark.parametrize("data, minutes, most", [("stories", .5, 400), ("text:days.txt", .05, 10), ("text:days.txt", .5, 50), ("text:days.txt", 3, 100)])
+def test_a_quickstart_evaluates_as_much_as_its_minutes_allow(broken, monkeypatch, data, minutes, most):
+    def prepare(data, out, tokenizer, size, valid_documents): raise KeyError(valid_documents)
+    monkeypatch.chdir(broken)
+    monkeypatch.setattr(cli, "prepare", prepare)
+    monkeypatch.setattr(cli, "learn_tokenizer", lambda *_: Tokenizer.from_folder("tok"))
+    with pytest.raises(KeyError, match=f"^{most}$"): cli.get_ready(data, minutes, broken/"new")
+
+
+def test_no_share_is_more_than_all(work, monkeypatch):
+    "A busy machine measures a rate that its own step exceeds."
+    monkeypatch.setattr(cli, "device_here", lambda kind: Device("this", {"float32": 1e6}, 1e9, 10**9, "measured: a busy machine"))
+    config = TrainConfig(steps=2, batch_size=2)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("lmcourse.training.runs.write_run", lambda *_: None)
+        trainer = cli.new_trainer(work/"data", work, ModelConfig(context_length=16, d_model=32, num_layers=1, num_heads=2), config)
+    *_, last = cli.cost_lines(trainer)
+    assert last.endswith("; faster than that rate, because the machine was busy when it was measured") and "%" not in last
+    monkeypatch.setattr(cli, "device_here", lambda kind: Device("this", {"float32": 1e15}, 1e9, 10**9, "measured: a machine"))
+    assert cli.cost_lines(trainer)[-1].endswith("; 0 % of that rate")
+
+
+def test_a_finished_run_is_told_with_its_result_and_how_to_train_on(work, whole, monkeypatch):
+    before = contents(whole)
+    monkeypatch.setattr("lmcourse.training.trainer.Trainer.resume", lambda *_: pytest.fail("the run was read"))
+    done = here("train", "--resume", "whole", cwd=work)
+    assert done.returncode == 0 and contents(whole) == before
+    first, *_, last = done.stdout.splitlines()
+    assert first.startswith("whole is finished: validation loss ") and f"{metrics(whole)[-1]['valid_loss']:.4f}" in first
+    assert last == "train on from its weights: lmcourse train data NEW --context-length 64 --d-model 32 --num-layers 1 --init-from whole --steps 40"
+    more = last.partition("lmcourse ")[2].replace("NEW", "more").replace("--steps 40", "--steps 1").split()
+    done = here(*more, cwd=work)
+    assert done.returncode == 0, done.stderr
+    shutil.rmtree(work/"more")
+
+
+@pytest.mark.parametrize("name, changes", [("quickstart", dict(copy_init=True, qk_norm=False)), ("ts-17m", {}), ("gpt2-small", dict(num_layers=3, window=7)), ("qwen3-0.6b", dict(head_dim=None, num_kv_heads=None))])
+def test_a_model_is_made_again_by_its_options(name, changes):
+    model = ModelConfig.preset(name, **changes)
+    again = cli.parse(shlex.split("train data new" + cli.new_run_words(model))).model
+    assert replace(again, copy_init=False, vocab_size=9) == replace(model, copy_init=False, vocab_size=9)
 
 
 # A GPU that is not there

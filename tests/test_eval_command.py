@@ -10,6 +10,7 @@ torch = pytest.importorskip("torch")
 from processes import here
 from test_cli import TINY, write_days
 
+from lmcourse.app import cli
 from lmcourse.evaluation.report import report_card, training_texts
 from lmcourse.evaluation.tasks import Item, Task, grammar_task, save_task, writing_task, written_words
 from lmcourse.training.models import load_model
@@ -94,6 +95,19 @@ def test_a_run_answers_questions_in_files(work):
     days = found["days", "right"]
     assert days["n"] == "4" and days["ceiling"] == days["score"] == days["seed"] == "–" and float(days["chance"]) == .5
     assert json.loads((work/"data"/"tokenizer"/"tokenizer.json").read_text()) and ("recall", "right") in found
+
+
+def test_a_model_of_another_text_is_told_what_the_tasks_are_about(work):
+    done = here("eval", "run", cwd=work)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
+    for words in ("run learnt from text:days.txt, and the usual tasks are about the course's stories", "--tasks", "Its own text: validation loss ", "(perplexity "): assert words in done.stderr
+    shutil.copytree(work/"run", work/"stories")                # The same model, said to be one of stories
+    shutil.copytree(work/"data", work/"stories-data")
+    for path, change in ((work/"stories/config.json", dict(data="../stories-data")), (work/"stories-data/train.json", dict(source="stories"))):
+        path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    try: cli.refuse_other_text(work/"stories")
+    finally:
+        for name in ("stories", "stories-data"): shutil.rmtree(work/name)
 
 
 def test_a_folder_named_quickstart_is_a_run(work):

@@ -337,6 +337,11 @@ def test_ties_go_to_the_greatest_pair_of_byte_strings():
     assert train_bpe_fast(Words.of(last), 50) == train_bpe_heap(last, 50)
 
 
+def test_room_is_made_for_the_merges_that_a_text_can_have():
+    words = {b"abcd": 2, b"xyz": 1}
+    assert train_bpe_fast(Words.of(words), 10**15) == train_bpe_heap(words, 10**15) and len(train_bpe_heap(words, 10**15)) == 5
+
+
 def test_more_room_is_made():
     rng = random.Random(0)
     many = {rng.randbytes(12): rng.randrange(1, 9) for _ in range(15_000)}                      # more than 2**16 pairs

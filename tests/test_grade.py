@@ -59,6 +59,11 @@ def test_the_exercises_are_those_of_the_modules():
     for t in tasks: assert t.form and t.right_if and t.defines and "`AssertionError`" not in t.right_if, t
 
 
+def test_a_chapter_s_list_names_the_page_of_its_tasks():
+    for task in grade.exercise_tasks(): assert f"check_{task.name}" in (ROOT/"nbs"/task.page).read_text(encoding="utf-8")
+    assert "the page nbs/01_tokenization/01z_tokenization.ipynb explains the tasks" in ask("exercises", "01").stdout
+
+
 def test_torch_is_not_imported_for_the_list():
     code = "import sys; from lmcourse.app.cli import main; main(['exercises']); assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)

@@ -49,6 +49,7 @@ def test_every_command_explains_itself(words, monkeypatch):
     summary = rest.split("\n")[0]
     assert summary.endswith(".") and len(summary) <= 110 and summary[0].isupper(), summary
     assert not re.search(r"\bNone\b|default: \)|MISSING|<class|dataclass|PosixPath", page), page
+    assert "Raises" not in page and "Error`" not in page        # That is for readers of the code
     found = dict(arguments(page))
     assert "-h, --help" in found
     for name, text in found.items(): assert len(explained(text)) > 4, (name, text)

@@ -627,7 +627,7 @@ def test_a_signal_ends_a_run_after_a_whole_step_and_is_named(data, tmp_path, how
     (folder := tmp_path/"a").mkdir()
     write_run(folder, MODEL, SHORT, data)
     stop = lambda trainer, evaluation: trainer.step == 8 and os.kill(os.getpid(), how)
-    with pytest.raises(Interrupted, match=f"^stopped by {how.name} after step 8 of 12$"):
+    with pytest.raises(Interrupted, match=f"^stopped by {'Ctrl-C' if how == signal.SIGINT else 'kill'}, saved after step 8 of 12$"):
         Trainer(MODEL, SHORT, *sets(data)).fit(folder, report=stop, sample=sum_of_weights)
     assert [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)] == before
     assert Checkpoints(folder/"checkpoints").latest().name == "step_000008"

@@ -32,6 +32,7 @@ class Exercise:
     kind: str       # Its required type: type, Callable, dict or tuple
     form: str       # The required form, in the grader's words
     right_if: str   # Condition for a right answer
+    page: str       # Notebook with the task, in the folder nbs
 
     @property
     def id(self)->str: # Name of the exercise on the command line
@@ -40,7 +41,7 @@ class Exercise:
 # %% ../../nbs/90_app/90e_grade.ipynb #66a9034b
 def _same_name(a:str, b:str)->bool: return a.replace("_", "").lower() == b.replace("_", "").lower()
 
-def _task(chapter:str, topic:str, f:ast.FunctionDef, lines:list)->Exercise:
+def _task(chapter:str, topic:str, page:str, f:ast.FunctionDef, lines:list)->Exercise:
     arg, says = f.args.args[0], " ".join((ast.get_docstring(f) or "").split("\n\n")[0].split())
     # The comment follows the argument, or is in the lines above it
     form = " ".join(filter(None, (line.partition("#")[2].strip()
@@ -50,7 +51,8 @@ def _task(chapter:str, topic:str, f:ast.FunctionDef, lines:list)->Exercise:
     kind = ast.unparse(arg.annotation) if arg.annotation else ""
     right_if = re.sub("^(?:Raises? )?`AssertionError` (unless|if) ",
                       lambda m: "" if m[1] == "unless" else "not if ", says).rstrip(".")
-    return Exercise(chapter, topic, f.name.removeprefix("check_"), name, kind, form, right_if)
+    return Exercise(chapter, topic, f.name.removeprefix("check_"), name, kind, form, right_if,
+                    page)
 
 # %% ../../nbs/90_app/90e_grade.ipynb #bba25f9e
 def exercise_tasks()->list: # In the order of the chapters and of the page
@@ -59,11 +61,11 @@ def exercise_tasks()->list: # In the order of the chapters and of the page
     for file in files("lmcourse.exercises").iterdir():
         if not file.name.endswith(".py") or file.name.startswith("_"): continue
         text = file.read_text(encoding="utf-8")
-        chapter = re.search(r"File to edit: \S*?(\d\d)z_\w+\.ipynb", text)
-        if chapter is None: continue
+        page = re.search(r"File to edit: \S*?nbs/(\S*?(\d\d)z_\w+\.ipynb)", text)
+        if page is None: continue
         graders = [f for f in ast.parse(text).body if isinstance(f, ast.FunctionDef)
                    and f.name.startswith("check_") and len(f.args.args) == 1]
-        found += [_task(chapter[1], file.name.removesuffix(".py"), f, text.split("\n"))
+        found += [_task(page[2], file.name.removesuffix(".py"), page[1], f, text.split("\n"))
                   for f in graders]
     return sorted(found, key=lambda task: (task.chapter, task.topic))
 

@@ -273,5 +273,8 @@ def fill_card(model:Any, tokenizer:Tokenizer, names:tuple, made:dict, stories:in
     for t in names:
         rows += (task_rows(model, tokenizer, made[t], norm) if t in made
                  else stories_rows(model, tokenizer, stories, seed))
-    overlap = "not searched" if searched is None else f"none found in {searched:,} documents"
+    overlap = "not searched" if searched is None else _searched(searched)
     return ReportCard(rows, name, tokenizer.digest, overlap)
+
+def _searched(documents:int)->str:
+    return f"none found in {documents:,} document{'s'*(documents != 1)}"

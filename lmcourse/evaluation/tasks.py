@@ -269,8 +269,8 @@ def refuse_long_choices(
         longest = max(encode_pair(tokenizer, before, c)[1] for c in item.choices
                       for before in ("", item.context))
         if longest > most:
-            raise ValueError(f"item {item.id}: a choice of {longest} tokens, but the model's "
-                             f"context is {most}")
+            raise ValueError(f"task {task.name}, item {item.id}: a choice of {longest} tokens, but "
+                             f"the model's context is {most}; expected shorter choices")
 
 def _record(model, tokenizer, item:Item)->Record:
     given = [_choice_nats(model, tokenizer, item.context, c) for c in item.choices]

@@ -23,7 +23,7 @@ def merges_wanted(
     special = special_bytes(special_tokens)
     if vocab_size >= (least := 256 + len(special)): return vocab_size - least
     raise ValueError(f"vocab_size = {vocab_size}, expected at least {least}: 256 bytes and "
-                     f"{len(special)} special tokens")
+                     f"{len(special)} special token{'s'*(len(special) != 1)}")
 
 # %% ../../nbs/01_tokenization/01c_encoding.ipynb #c338fc99
 def special_bytes(

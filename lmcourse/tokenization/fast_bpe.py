@@ -604,6 +604,7 @@ def train_bpe_fast(
     if size >= 1 << 29 or total >= 1 << 37:
         raise OverflowError(f"{size:,} bytes of distinct words, {total:,} with their counts: "
                             f"expected less than 2**29 and 2**37")
+    n = min(n, size)                # each merge makes a word shorter
     symbols, words_at = np.empty((2, size + len(words.counts) + 1), np.int32)
     # each time a pair is joined, there is one symbol fewer, and up to two places are added
     places = np.empty((3*size + 1, 2), np.int32)

@@ -14,18 +14,20 @@ from contextlib import contextmanager
 class Interrupted(KeyboardInterrupt):
     "Raised when a signal has stopped a run, after a checkpoint was saved."
 
+_WORDS = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "kill"} # What the user did, not the system's name
+
 @contextmanager
-# Names of the signals that have arrived; a second one raises `KeyboardInterrupt`
+# What has arrived: `Ctrl-C` or `kill`; a second one raises `KeyboardInterrupt`
 def stop_signals()->Iterator[list]:
     "Record Ctrl-C and `kill` instead of ending the process."
     # `noted` may also get notes from other processes, which don't count as a first signal
     noted, received, before = [], [], {}
     def note(number, frame):
         if received: raise KeyboardInterrupt
-        for names in (noted, received): names.append(signal.Signals(number).name)
+        for names in (noted, received): names.append(_WORDS[number])
     try:
         try:
-            for s in (signal.SIGINT, signal.SIGTERM): before[s] = signal.signal(s, note)
+            for s in _WORDS: before[s] = signal.signal(s, note)
         except ValueError: pass              # not the main thread, which gets the signals
         yield noted
     finally:

@@ -260,7 +260,7 @@ class _Loop:
                 due = t.step in (t.best_step, c.steps) or t.step % c.checkpoint_every == 0
                 if due or self.signal or t.stop.reason: t.save(self.run)
                 if self.signal:
-                    raise Interrupted(f"stopped by {self.signal} after step {t.step:,} of "
+                    raise Interrupted(f"stopped by {self.signal}, saved after step {t.step:,} of "
                                       f"{c.steps:,}")
             self.write_evaluation(result := self.evaluate(None), final=True)
             if self.signal: raise Interrupted(f"stopped by {self.signal} in the last evaluation")
@@ -370,7 +370,8 @@ def _start_from(t:Trainer, folder:str
 ): # Raises `ValueError` if the model or its tokenizer is a different one
     other, tokenizer = load_model(folder)
     here, there = t.model_config.to_dict(), other.config.to_dict()
-    free = {"context_length"} if t.model_config.position != "learned" else set()
+    free = {"copy_init", "scaled_init"}         # Only the weights they began with
+    if t.model_config.position != "learned": free.add("context_length")
     for name in (n for n in here if here[n] != there[n] and n not in free):
         raise ValueError(f"init_from = {folder}: {name} is {there[name]!r} there, {here[name]!r} "
                          f"here")
