@@ -45,6 +45,13 @@ def test_a_scaling_survives_a_file_and_old_files_have_none(tmp_path, suffix):
     assert ModelConfig.from_dict({k: v for k, v in ModelConfig().to_dict().items() if k != "rope_scaling"}) == ModelConfig()
 
 
+def test_configs_are_frozen_and_hashed_by_value():
+    given = dict(YARN)
+    a, b = ModelConfig(rope_scaling=given), ModelConfig(rope_scaling=dict(reversed(YARN.items())))
+    given["factor"] = 9.
+    assert a == b and hash(a) == hash(b) and len({a, b, ModelConfig()}) == 2 and a.rope_scaling == YARN
+
+
 @pytest.mark.parametrize("cls", [ModelConfig, TrainConfig])
 def test_every_field_has_its_comment(cls):
     text = str(describe(cls()))

@@ -1,11 +1,13 @@
 "LoRA: no effect at first, frozen weights that stay, merged weights that give the same, files that fit or are refused."
+import json
 from copy import deepcopy
+from dataclasses import replace
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
-from lmcourse.alignment.lora import LoRALinear, add_lora, load_lora, merge_lora, save_lora
+from lmcourse.alignment.lora import LoRALinear, add_lora, load_lora, load_peft, merge_lora, save_lora, save_peft
 from lmcourse.architecture.transformer_torch import TransformerLM, named_parts
 from lmcourse.tools.checks import check_close
 from lmcourse.tools.config import ModelConfig
@@ -75,3 +77,102 @@ def test_what_does_not_fit_changes_nothing(tmp_path):
         with pytest.raises(ValueError, match=words): broken()
         assert not any(isinstance(m, LoRALinear) for m in wide.modules()) and all(p.requires_grad for p in wide.parameters())
     assert [p.name for p in tmp_path.iterdir()] == ["a"]
+
+
+# The PEFT library
+
+LLAMA = ModelConfig(vocab_size=40, context_length=16, d_model=16, num_layers=2, num_heads=2, head_dim=6, num_kv_heads=1, d_ff=24)
+PEFT = {"llama": dict(), "bias": dict(bias=True), "qwen3": dict(qk_norm=True, tie_embeddings=True), "mistral": dict(window=4),
+        "olmo2": dict(norm_position="sublayer", qk_norm=True, qk_norm_whole=True, head_dim=8)}
+peft_families = pytest.mark.parametrize("change", PEFT.values(), ids=PEFT)
+
+
+def with_adapters(config, **how): # B isn't 0
+    model = add_lora(TransformerLM(config, seed=1), **dict(rank=3, alpha=6., seed=2) | how)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if name.endswith("lora_B"): p.normal_(generator=torch.Generator().manual_seed(3))
+    return model
+
+
+def settings_of(folder): return json.loads((folder/"adapter_config.json").read_text())
+
+
+@peft_families
+def test_a_peft_folder_has_their_names_and_their_order_of_rows(change, tmp_path):
+    load_file = pytest.importorskip("safetensors.torch").load_file
+    model = with_adapters(replace(LLAMA, **change))
+    tensors = load_file(save_peft(tmp_path/"a", model, "somewhere/base")/"adapter_model.safetensors")
+    found = settings_of(tmp_path/"a")
+    assert sorted(p.name for p in (tmp_path/"a").iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
+    assert (found["peft_type"], found["task_type"], found["r"], found["lora_alpha"], found["bias"], found["base_model_name_or_path"]) == ("LORA", "CAUSAL_LM", 3, 6, "none", "somewhere/base")
+    names = {"attn.q_proj": "self_attn.q_proj", "attn.k_proj": "self_attn.k_proj", "attn.v_proj": "self_attn.v_proj", "attn.output_proj": "self_attn.o_proj",
+             "ffn.w1": "mlp.gate_proj", "ffn.w2": "mlp.down_proj", "ffn.w3": "mlp.up_proj"}
+    assert found["target_modules"] == sorted(n.rpartition(".")[2] for n in names.values())
+    K = model.config.head_size
+    for i in range(2):
+        for ours, theirs in names.items():
+            layer, at = model.get_submodule(f"layers.{i}.{ours}"), f"base_model.model.model.layers.{i}.{theirs}.lora_"
+            assert torch.equal(tensors.pop(at + "A.weight"), layer.lora_A)
+            order = [h*K + j for h in range(len(layer.lora_B)//K) for j in (*range(0, K, 2), *range(1, K, 2))] if ours[5:] in ("q_proj", "k_proj") else slice(None)
+            assert torch.equal(tensors.pop(at + "B.weight"), layer.lora_B[order])
+    assert not tensors
+    again = load_peft(tmp_path/"a", TransformerLM(replace(LLAMA, **change), seed=1))
+    assert torch.equal(again(IDS), model(IDS)) and {n for n, p in again.named_parameters() if p.requires_grad} == {n for n, p in model.named_parameters() if p.requires_grad}
+
+
+def test_a_few_matrices_are_named_in_full(tmp_path):
+    save_peft(tmp_path/"v", with_adapters(LLAMA, parts=("v_proj",)))
+    assert settings_of(tmp_path/"v")["target_modules"] == ["v_proj"]
+    save_peft(tmp_path/"one", with_adapters(LLAMA, parts=("layers.1.attn.v",)))
+    assert settings_of(tmp_path/"one")["target_modules"] == ["model.layers.1.self_attn.v_proj"]
+
+
+def test_peft_folders_that_do_not_fit(tmp_path):
+    model, base = with_adapters(LLAMA), TransformerLM(LLAMA)
+    mixed = with_adapters(LLAMA, parts=("q_proj",))
+    mixed.layers[1].attn.q_proj.scale = 5.
+    gpt2 = with_adapters(ModelConfig(vocab_size=40, context_length=16, d_model=16, num_layers=1, num_heads=2, norm="layernorm", position="learned", ffn="gelu", bias=True))
+    for bad, words in ((base, "without adapters"), (mixed, "several ranks or scales"), (gpt2, "layers.0.attn.q_proj: transformers stores it in another form")):
+        with pytest.raises(ValueError, match=words): save_peft(tmp_path/"no", bad)
+    folder = save_peft(tmp_path/"a", model)
+    with pytest.raises(FileExistsError, match="not empty"): save_peft(folder, model)
+    with pytest.raises(ValueError, match="merge them first"): load_peft(folder, model)
+    for change, words in (dict(use_dora=True), "use_dora = True, expected False"), (dict(alpha_pattern={"q_proj": 3}), "alpha_pattern = "), (dict(peft_type="IA3"), "peft_type = 'IA3', expected 'LORA'"):
+        (tmp_path/"b").mkdir(exist_ok=True)
+        (tmp_path/"b/adapter_config.json").write_text(json.dumps(settings_of(folder) | change))
+        (tmp_path/"b/adapter_model.safetensors").write_bytes((folder/"adapter_model.safetensors").read_bytes())
+        with pytest.raises(ValueError, match=words): load_peft(tmp_path/"b", base)
+    (tmp_path/"b/adapter_config.json").write_text(json.dumps(settings_of(folder)))
+    for other in (replace(LLAMA, num_layers=1), replace(LLAMA, d_ff=40), replace(LLAMA, num_heads=3, num_kv_heads=3, d_model=18)):
+        with pytest.raises(ValueError, match="no adapters for this model"): load_peft(tmp_path/"b", wrong := TransformerLM(other))
+        assert not any(isinstance(m, LoRALinear) for m in wrong.modules()) and all(p.requires_grad for p in wrong.parameters())
+    (tmp_path/"b/adapter_model.safetensors").unlink()
+    for place in (tmp_path/"b", tmp_path/"c"):
+        with pytest.raises(FileNotFoundError): load_peft(place, base)
+
+
+@peft_families
+def test_peft_computes_the_same_from_our_folder_and_we_from_theirs(change, tmp_path):
+    peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
+    from lmcourse.architecture.pretrained import from_hf, save_hf
+    config = replace(LLAMA, **change)
+    base, model = TransformerLM(config, seed=1), with_adapters(config)
+    save_hf(base, tmp_path/"base"), save_peft(tmp_path/"ours", model, str(tmp_path/"base"))
+    def there(): return transformers.AutoModelForCausalLM.from_pretrained(tmp_path/"base")
+    loaded = peft.PeftModel.from_pretrained(there(), tmp_path/"ours")
+    with torch.no_grad():
+        assert (loaded.get_base_model()(IDS).logits - base(IDS)).abs().max() > .1
+        check_close(loaded(IDS).logits, model(IDS), rtol=1e-4, atol=1e-4)
+        check_close(peft.AutoPeftModelForCausalLM.from_pretrained(tmp_path/"ours")(IDS).logits, model(IDS), rtol=1e-4, atol=1e-4)
+        check_close(loaded.merge_and_unload()(IDS).logits, merge_lora(deepcopy(model))(IDS), rtol=1e-4, atol=1e-4)
+    for targets in (["q_proj", "v_proj"], "all-linear"): # And back, trained there
+        made = peft.get_peft_model(there(), peft.LoraConfig(r=4, lora_alpha=9, target_modules=targets, init_lora_weights=False, task_type="CAUSAL_LM"))
+        optimizer = torch.optim.AdamW([p for p in made.parameters() if p.requires_grad], lr=.01)
+        made(input_ids=IDS, labels=IDS).loss.backward()
+        optimizer.step()
+        made.eval().save_pretrained(tmp_path/str(targets))
+        again = load_peft(tmp_path/str(targets), from_hf(tmp_path/"base"))
+        with torch.no_grad(): check_close(again(IDS), made(IDS).logits, rtol=1e-4, atol=1e-4)
+        again = load_peft(save_peft(tmp_path/f"{targets} again", again), from_hf(tmp_path/"base"))
+        with torch.no_grad(): check_close(again(IDS), made(IDS).logits, rtol=1e-4, atol=1e-4)

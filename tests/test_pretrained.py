@@ -256,8 +256,8 @@ REFUSED = [
     (gpt2, dict(bias=False), "bias = False, expected True"), (qwen3, dict(bias=True), "expected False"),
     (gpt2, dict(num_kv_heads=2), "num_kv_heads = 2, expected 4"), (gpt2, dict(head_dim=4), "head_dim = 4, expected d_model/num_heads = 8"),
     (olmo2, dict(head_dim=4), "the nearest is olmo2: head_dim = 4, expected d_model/num_heads = 8"), (olmo2, dict(window=3), "olmo2: window = 3, expected None"),
-    (mistral, dict(bias=True), "the nearest is mistral: bias = True, expected False"),
     (qwen3, dict(num_experts=4, qk_norm_whole=True), "olmoe: head_dim = 12, expected d_model/num_heads = 8"),
+    (mistral, dict(norm="layernorm"), "the nearest is mistral: norm = 'layernorm', expected 'rmsnorm'"),
     (llama, dict(d_model=30, head_dim=8), "d_model = 30, expected a multiple of num_heads = 4"),
     (gpt2, dict(scale_embeddings=True), "gpt2: scale_embeddings = True with a tied head, expected False"),
     (qwen3, dict(tie_embeddings=True, scale_embeddings=True), "qwen3: scale_embeddings = True with a tied head, expected False"),
@@ -333,7 +333,7 @@ def test_config_round_trip(config):
 
 
 @pytest.mark.parametrize("family, changes, words", [
-    ("llama", dict(model_type="gemma3_text"), "unknown model_type in config.json 'gemma3_text'"), ("llama", dict(model_type=None), "there are deepseek_v3, gpt2, llama, mistral, mixtral, olmo2, olmoe, qwen3, qwen3_moe"),
+    ("llama", dict(model_type="gemma3_text"), "config.json: model_type = 'gemma3_text', with norms before and after each part, and two kinds of layers, expected one of deepseek_v3, gpt2"), ("llama", dict(model_type=None), "model_type = None, expected one of deepseek_v3, gpt2, llama, mistral, mixtral, olmo2, olmoe, qwen3, qwen3_moe"),
     ("llama", dict(hidden_act="gelu"), "hidden_act = 'gelu', expected 'silu'"), ("qwen3", dict(hidden_act="relu"), "a qwen3 that this model can't represent: hidden_act = 'relu'"),
     ("llama", dict(mlp_bias=True), "attention_bias = False, mlp_bias = True, expected the same"), ("llama", dict(attention_bias=True), "attention_bias = True, mlp_bias = False"),
     ("qwen3", dict(attention_bias=True), "attention_bias = True, expected False"), ("qwen3", dict(use_sliding_window=True), "use_sliding_window = True, expected False"),

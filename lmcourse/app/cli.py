@@ -95,16 +95,18 @@ _RULES = tyro.constructors.ConstructorRegistry()
 def _or_none(info): # How tyro parses and shows options of types such as `int|None`
     kinds = [k for k in typing.get_args(info.type) if k is not type(None)]
     if (typing.get_origin(info.type) not in (Union, types.UnionType) or len(kinds) != 1
-        or kinds[0] not in (int, float, str, Path)):
+        or kinds[0] not in (int, float, str, Path, dict)):
         return None
-    kind = kinds[0]
+    kind, make = kinds[0], json.loads if kinds[0] is dict else kinds[0]
     # A positional "none" is meant literally
     by_place = any("positional" in str(m).lower() for m in info.markers)
-    def read(words): return None if words[0].lower() == "none" and not by_place else kind(words[0])
+    def read(words): return None if words[0].lower() == "none" and not by_place else make(words[0])
     return tyro.constructors.PrimitiveConstructorSpec(nargs=1,
-        metavar=f"{kind.__name__.upper()}|none", instance_from_str=read,
+        metavar="JSON|none" if kind is dict else f"{kind.__name__.upper()}|none",
+        instance_from_str=read,
         is_instance=lambda v: v is None or isinstance(v, (int, float) if kind is float else kind),
-        str_from_instance=lambda v: ["none" if v is None else str(v)])
+        str_from_instance=lambda v: ["none" if v is None else json.dumps(v) if kind is dict
+                                     else str(v)])
 
 # %% ../../nbs/90_app/90g_cli.ipynb #ab4cc573
 @dataclass

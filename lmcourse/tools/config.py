@@ -122,6 +122,7 @@ class Config(_Files):
                                  f"{_wanted(hint)}")
             if type(value) is int and float in (hint, *typing.get_args(hint)):
                 object.__setattr__(self, name, float(value)) # so that equal records are saved alike
+            if isinstance(value, dict): object.__setattr__(self, name, dict(value)) # A copy
         self.validate()
 
     def to_dict(self)->dict: # Field names and values, in order
@@ -283,6 +284,9 @@ class ModelConfig(_Sizes):
     def layer(self, i:int)->"ModelConfig": # Config of layer i, counted from 0
         """Return the config of a layer: dense if it comes before the first layer with experts."""
         return replace(self, num_experts=None) if i < self.first_dense_layers else self
+    def __hash__(self): # A dict has no hash of its own
+        return hash(tuple(tuple(sorted(v.items())) if isinstance(v, dict) else v
+                          for v in vars(self).values()))
     def validate(self): _check_model(self)
     @staticmethod
     def presets()->dict: return _MODELS
