@@ -61,8 +61,7 @@ def _limits(c:ModelConfig, family:str)->list: # Problems with other fields than 
     if family == "gpt2" and c.kv_heads != c.num_heads:
         wrong.append(f"num_kv_heads = {c.kv_heads}, expected {c.num_heads}, one for each query "
                      f"head")
-    fixed = "head_dim" not in _KEYS[family] and not c.kv_lora_rank
-    if fixed and c.head_size*c.num_heads != c.d_model:
+    if family in ("gpt2", "olmoe") and c.head_size*c.num_heads != c.d_model:
         wrong.append(f"head_dim = {c.head_size}, expected d_model/num_heads = "
                      f"{c.d_model/c.num_heads:g}")
     if family == "llama" and c.d_model % c.num_heads:
