@@ -312,12 +312,16 @@ def test_the_commit_is_that_of_the_clone(tmp_path, monkeypatch):
     monkeypatch.setattr(sweep, "files", lambda name: tmp_path)
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
     assert sweep._commit() is None
-    (tmp_path/"a").write_text("a")
-    for words in (["init"], ["add", "a"], ["commit", "-m", "a"]): assert git(*words).returncode == 0
+    (tmp_path/"__init__.py").write_text("a")
+    for words in (["init"], ["add", "__init__.py"], ["commit", "-m", "a"]): assert git(*words).returncode == 0
     known = git("rev-parse", "--short=12", "HEAD").stdout.strip()
     assert len(known) == 12 and sweep._commit() == known
-    (tmp_path/"a").write_text("b")
+    (tmp_path/"__init__.py").write_text("b")
     assert sweep._commit() == known + "+"
+    (tmp_path/"venv").mkdir()                                # installed within another project
+    with monkeypatch.context() as m:
+        m.setattr(sweep, "files", lambda name: tmp_path/"venv")
+        assert sweep._commit() is None
     monkeypatch.setenv("PATH", str(tmp_path))                # a machine without git
     assert sweep._commit() is None
 

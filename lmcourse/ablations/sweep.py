@@ -399,6 +399,8 @@ def _commit()->str|None:
     try:
         found, state = (ask("rev-parse", "--short=12", "HEAD"),
                         ask("status", "--porcelain", "--untracked-files=no"))
+        # installed in the folder of another project, the library is not among its files
+        if not ask("ls-files", "__init__.py").stdout: return None
     except OSError: return None
     return found.stdout.strip() + "+"*bool(state.stdout.strip()) if found.returncode == 0 else None
 

@@ -90,7 +90,7 @@ class RunLog:
     def sample(self, step:int, text:str):
         "Save a text that the model wrote."
         if not self.writes: return
-        with open(self.run/"samples.txt", "a", encoding="utf-8") as f:
+        with open(self.run/"samples.txt", "a", encoding="utf-8", newline="\n") as f:
             f.write(f"--- step {step}\n{text}\n\n")
 
 # %% ../../nbs/04_training/04h_runs.ipynb #ce0a0e5c
@@ -135,8 +135,8 @@ def rewind_run(
     lines = [m for m in read_metrics(run) if m["step"] <= step and not m.get("final")]
     write_text(run/"metrics.jsonl", "".join(json.dumps(m) + "\n" for m in lines))
     if not (samples := run/"samples.txt").exists(): return
-    # text, step, text, step, text
-    parts = re.split(r"^(?=--- step (\d+)$)", samples.read_text(encoding="utf-8"), flags=re.M)
+    # text, step, text, step, text; `read_text` would change line ends that a model has written
+    parts = re.split(r"^(?=--- step (\d+)$)", samples.read_bytes().decode(), flags=re.M)
     kept = [text for at,text in zip(parts[1::2], parts[2::2]) if int(at) <= step
             and int(at) < steps]
     write_text(samples, "".join(kept))
