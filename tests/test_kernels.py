@@ -285,6 +285,22 @@ def test_all_kernels_compile_for_a_gpu_that_is_not_there(cc):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("cc,room,K,kind", [(80, 99, 64, "fp32"), (80, 99, 128, "bf16"), (80, 163, 256, "bf16"), (90, 227, 128, "fp32"), (90, 227, 256, "bf16")])
+def test_tiles_of_attention_fit_into_shared_memory(cc, room, K, kind):
+    "With tiles of 64 Triton refused to start heads of 256 numbers on an H100, and on a graphics card float32 and heads of 128 numbers."
+    side, array = flash.tile_side(K, 2 if kind == "bf16" else 4, 1024*room), f"*{kind}"
+    how = dict(WINDOW=0, CAUSAL=True, BQ=side, BK=side, BD=K, WIDE=False)
+    types = dict(dq=(array,)*4 + (F32, F32, array), dkv=(array,)*4 + (F32, F32, array, array))
+    for code in compile_kernels(Job(f"flash.flash_{name}_kernel", t + ("i32",)*4 + ("fp32", "i32"), how, dict(T=16, S=16, K=16), cc) for name, t in types.items()):
+        assert code.shared_bytes <= 1024*room, (side, code.shared_bytes)
+
+
+def test_wide_heads_get_smaller_tiles():
+    for room, size, sides in ((99, 2, [64, 32, 16]), (99, 4, [32, 16, 16]), (163, 2, [64, 64, 32]), (227, 2, [64, 64, 32]), (227, 4, [64, 32, 16])):
+        assert [flash.tile_side(K, size, 1024*room) for K in (64, 128, 256)] == sides
+
+
+@pytest.mark.slow
 def test_a_step_asks_for_its_weights_before_it_waits():
     "Most loads of a product stand before the wait in the code of an H100, no store does, and nothing is spilled"
     for code in compile_kernels(Job(*k, capability=90) for k in step_kernels(True)):

@@ -4,14 +4,15 @@
 
 # %% auto #0
 __all__ = ['flash_kernel', 'key_range', 'query_range', 'head_block', 'flash_cost', 'row_dot_kernel', 'flash_scores',
-           'flash_dq_kernel', 'flash_dkv_kernel', 'flash_backward_costs', 'FlashFunction', 'flash_attention']
+           'flash_dq_kernel', 'flash_dkv_kernel', 'flash_backward_costs', 'tile_side', 'FlashFunction',
+           'flash_attention']
 
 # %% ../../nbs/09_kernels/09f_flash.ipynb #8238c96f
 import torch
 from operator import index
 from typing import Any
 from .traffic import Cost, check_floats, interpreted, jit, next_power_of_two
-from .traffic import power_of_two, tl
+from .traffic import power_of_two, tl, triton
 
 # %% ../../nbs/09_kernels/09f_flash.ipynb #34e0831c
 @jit
@@ -184,6 +185,24 @@ def flash_backward_costs(T:int, S:int, K:int, heads:int=1, kv_heads:int|None=Non
                 dq=Cost(heads*dq, heads*size*T*K, heads*6*bq*bk*D*len(tiles_q)),
                 dkv=Cost(G*2*size*S*K + heads*dkv, G*2*size*S*K, heads*8*bq*bk*D*len(tiles_k)))
 
+# %% ../../nbs/09_kernels/09f_flash.ipynb #e402177e
+def tile_side(
+    K:int,    # Numbers of a head
+    size:int, # Bytes of a number
+    room:int, # Bytes of shared memory that a program may have
+)->int: # 64, 32 or 16
+    "Choose how many queries, and keys, a square tile has, so that all kernels fit."
+    need = lambda b: 8*b*head_block(K)*size + b*b*size + 1024
+    return next((b for b in (64, 32) if need(b) <= room), 16)
+
+def _square(q:torch.Tensor)->tuple: # The tile for these queries
+    if interpreted: return 32, 32
+    return (tile_side(q.shape[-1], q.element_size(), _room(q.device.index)),)*2
+
+@torch.compiler.assume_constant_result # `torch.compile` can't look inside
+def _room(gpu:int)->int:
+    return triton.runtime.driver.active.utils.get_device_properties(gpu)["max_shared_mem"]
+
 # %% ../../nbs/09_kernels/09f_flash.ipynb #eb7a0e68
 class FlashFunction(torch.autograd.Function):
     "Attention on heads `(B, H, T, K)`, with kernels for forward and backward."
@@ -217,10 +236,11 @@ def flash_attention(
     v:torch.Tensor,      # (..., G, S, K), like k
     window:int|None=None, # Number of most recent keys that a query sees; None for all
     causal:bool=True,    # True masks the future; the last query is at the last key
-    blocks:tuple=(32, 32) if interpreted else (64, 64), # Queries and keys of a tile
+    blocks:tuple|None=None, # Queries and keys of a tile; None for a square that fits the GPU
 )->torch.Tensor: # (..., H, T, K)
     "Compute attention without storing the scores, with gradients, like `causal_attention`."
     check_floats("flash_attention", q=q, k=k, v=v)
+    blocks = blocks or _square(q)
     for name,b in zip(("queries", "keys"), blocks):
         power_of_two(f"flash_attention: block of {name}", b, 16, 256)
     if not (q.ndim == k.ndim >= 3 and k.shape == v.shape and q.shape[:-3] == k.shape[:-3]
