@@ -75,3 +75,11 @@ def test_what_does_not_fit_changes_nothing(tmp_path):
         with pytest.raises(ValueError, match=words): broken()
         assert not any(isinstance(m, LoRALinear) for m in wide.modules()) and all(p.requires_grad for p in wide.parameters())
     assert [p.name for p in tmp_path.iterdir()] == ["a"]
+
+
+def test_adapters_of_16_bits_are_saved_too(tmp_path):
+    base = TransformerLM(CONFIG, seed=1).to(torch.bfloat16)
+    model = trained(add_lora(deepcopy(base), 2))
+    save_lora(tmp_path / "a", model)
+    again = load_lora(tmp_path / "a", deepcopy(base))
+    assert torch.equal(again(IDS), model(IDS)) and {p.dtype for p in again.parameters()} == {torch.bfloat16}
