@@ -117,7 +117,7 @@ def test_two_processes_and_a_single_file_give_the_same(crawl, done):
 
 
 @pytest.mark.parametrize("lost, error, words", [
-    ("wait_for_workers", TimeoutError("Only 0/1 workers arrived after 30s"), "Only 0/1 workers arrived after 30s"), ("run", ModuleNotFoundError("No module named 'lmcourse'"), "on a worker: No module"),
+    ("wait_for_workers", TimeoutError("Only 0/1 workers arrived after 30s"), "Only 0/1 workers arrived after 30s"), ("run", ModuleNotFoundError("No module named 'lmcourse'"), "on a worker: No module"), ("late", ModuleNotFoundError("No module named 'lmcourse'"), "on a worker: No module"),
     ("gather", CancelledError("_numbered-3 cancelled for reason: scheduler-connection-lost.\nClient lost it"), "connection-lost; go on with the same command"), ("gather", None, "died; go on with the same command")])
 def test_a_dask_cluster_that_is_lost_or_of_no_use_is_one_line(monkeypatch, lost, error, words):
     "With a cluster of no machines."
@@ -128,7 +128,10 @@ def test_a_dask_cluster_that_is_lost_or_of_no_use_is_one_line(monkeypatch, lost,
         module = ModuleType(name)
         vars(module).update(fields)
         monkeypatch.setitem(sys.modules, name if name == "distributed" else f"distributed.{name}", module)
-    with pytest.raises(UserError, match=re.escape("dask 'tcp://here:1': ") + ".*" + re.escape(words)): dask_map("tcp://here:1")(print, [])
+    with pytest.raises(UserError, match=re.escape("dask 'tcp://here:1': ") + ".*" + re.escape(words)):
+        apply = dask_map("tcp://here:1")
+        if lost == "late": client.run = fails                       # A worker that came between two rounds
+        apply(print, [])
 
 
 def test_hidden_files_are_no_shards(tmp_path):

@@ -176,3 +176,11 @@ def test_peft_computes_the_same_from_our_folder_and_we_from_theirs(change, tmp_p
         with torch.no_grad(): check_close(again(IDS), made(IDS).logits, rtol=1e-4, atol=1e-4)
         again = load_peft(save_peft(tmp_path/f"{targets} again", again), from_hf(tmp_path/"base"))
         with torch.no_grad(): check_close(again(IDS), made(IDS).logits, rtol=1e-4, atol=1e-4)
+
+
+def test_adapters_of_16_bits_are_saved_too(tmp_path):
+    base = TransformerLM(CONFIG, seed=1).to(torch.bfloat16)
+    model = trained(add_lora(deepcopy(base), 2))
+    save_lora(tmp_path / "a", model)
+    again = load_lora(tmp_path / "a", deepcopy(base))
+    assert torch.equal(again(IDS), model(IDS)) and {p.dtype for p in again.parameters()} == {torch.bfloat16}

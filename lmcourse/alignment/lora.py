@@ -16,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from ..accounting.tensors import whole_number
+from ..architecture.layers_torch import at_least_float32
 from ..architecture.pretrained import family_of, links, pack, unpack
 from ..architecture.transformer_torch import TransformerLM
 from ..tools.config import ModelConfig
@@ -88,7 +89,7 @@ def save_lora(
     "Save the adapters alone. Raises `ValueError` for a model without."
     found = dict(_adapters(model))
     if not found: raise ValueError(f"{path}: a model without adapters, expected one of `add_lora`")
-    tensors = {f"{name}.{part}": getattr(layer, part).detach().cpu().numpy()
+    tensors = {f"{name}.{part}": at_least_float32(getattr(layer, part)).detach().cpu().numpy()
                for name,layer in found.items() for part in ("lora_A", "lora_B")}
     scale = {name: layer.scale for name,layer in found.items()}
     with atomic_write(path, durable=True) as file:

@@ -655,15 +655,19 @@ def dask_map(
             logging.getLogger("distributed.client").setLevel("CRITICAL") # One line says it all
             client = Client(client)
         client.wait_for_workers(1, "30s")
-        client.run(import_module, "lmcourse") # Jobs would wait for ever where it is missing
-    except ImportError as e: raise UserError(f"dask {address!r}: on a worker: {e}") from None
     except (OSError, ValueError) as e: raise UserError(f"dask {address!r}: {e}") from None
+    def check(): # Jobs would wait for ever where the library is missing
+        try: client.run(import_module, "lmcourse")
+        except ImportError as e: raise UserError(f"dask {address!r}: on a worker: {e}") from None
+        except OSError as e: raise UserError(f"dask {address!r}: {e}") from None
     def run(f, items):
+        check()                                      # A worker may have come since the last round
         futures = client.map(f, items, pure=False, retries=3)
         try: return client.gather(futures)
         except (CancelledError, CommClosedError, KilledWorker) as e:
             why = " ".join(str(e).split()).partition(". ")[0].rstrip(".")
             raise UserError(f"dask {address!r}: {why}; go on with the same command") from None
+    check()
     return run
 
 # %% ../../nbs/13_curation/13i_pipeline.ipynb #bdd7d172
