@@ -307,10 +307,9 @@ def run_pipeline(
     config:PipelineConfig=PipelineConfig(), # Sizes; a changed config reruns the stages it affects
     say:Callable=print,                     # Called with a line of text
     until:str|None=None,                    # The last stage to run; None for all
-    sources:Callable=planted_sources,       # As in `pipeline_stages`
 )->dict: # Maps names to records, as in `run_stages`
     "Run the pipeline from a web to a report. Raises `UserError` for an unrelated folder."
-    return run_stages(pipeline_stages(config, sources), out, "pipeline", say, until)
+    return run_stages(pipeline_stages(config), out, "pipeline", say, until)
 
 # %% ../../nbs/14_alignment/14n_pipeline.ipynb #14n7gather
 STAGES = "web clean tokenizer tokens base sft dpo rl exam report".split()

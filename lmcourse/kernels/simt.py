@@ -162,11 +162,10 @@ def widest_load(
 # %% ../../nbs/09_kernels/09a_simt.ipynb #18f30d5f
 def predicted_share(
     n:int,          # Size of the three square fp16 matrices
-    tile:tuple=(256, 128), # Rows and columns of a tile of the result
-    chip:str="a100", # A key of `chips()`, for the number of SMs
 )->float: # Share of the rate that all SMs would reach if loads took no time
-    "Predict the speed of an n x n product if an SM alternates between loads and arithmetic."
-    rows, columns = tile
+    """Predict the speed of an n x n product on an A100, in tiles of 256 x 128, if an SM alternates
+    between loads and arithmetic."""
+    tile = rows, columns = 256, 128
     arithmetic = rows*columns/1024
     loads = 2*(rows + columns)/(32*(widest_load(n)//2))
-    return tile_waves(n, n, tile, chips()[chip].sms).useful*arithmetic/(arithmetic + loads)
+    return tile_waves(n, n, tile, chips()["a100"].sms).useful*arithmetic/(arithmetic + loads)

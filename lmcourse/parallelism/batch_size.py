@@ -70,12 +70,11 @@ def story_tokens(
     return TokenDataset(np.concatenate(ids).astype(np.uint16), np.append(0, ends[:-1]), info)
 
 def story_tokenizer(
-    vocab_size:int=512, # Vocabulary size, including the end-of-text token
     zipf:float=0.,      # Exponent of the word frequencies in the grammar, as in `Stories`
 )->Tokenizer:
-    "Train a byte-pair encoding on short stories."
+    "Train a byte-pair encoding of 512 tokens on short stories."
     special = ["<|endoftext|>"]
-    vocab, merges = train_bpe(list(islice(short_stories(99, zipf), 2000)), vocab_size, special)
+    vocab, merges = train_bpe(list(islice(short_stories(99, zipf), 2000)), 512, special)
     return Tokenizer(vocab, merges, special)
 
 # %% ../../nbs/10_parallelism/10l_batch_size.ipynb #749d462f
