@@ -27,7 +27,7 @@ from ..curation.pipeline import Funnel, Recipe, Stage as Step, curate, each, kep
 from ..curation.pipeline import register_step, shard_files
 from ..curation.quality import classify_nsfw, classify_quality, classify_toxic_speech
 from ..curation.warc import write_warc
-from ..curation.web import planted_web, read_truth, test_set, write_truth
+from ..curation.web import planted_web, read_truth, held_out_stories, write_truth
 from ..evaluation.report import TASKS, named_tasks, report_card
 from ..evaluation.statistics import wilson
 from ..tokenization.tokenizer import Tokenizer
@@ -76,7 +76,7 @@ def cleaning_recipe(
     steps = [dict(step="length", min_words=30), *(dict(step=s) for s in (
         "language", "gopher", "c4", "plain", "classify", "pii", "exact")),
         dict(step="minhash", threshold=.7)]
-    leaked = test_set(stories=math.ceil(.03*pages) + 1)
+    leaked = held_out_stories(stories=math.ceil(.03*pages) + 1)
     return dict(steps=[*steps, dict(step="decontaminate", tests=leaked)])
 
 # %% ../../nbs/14_alignment/14n_pipeline.ipynb #14n2clean
