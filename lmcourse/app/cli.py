@@ -731,11 +731,8 @@ class ServeCommand:
     host: str = "127.0.0.1"     # Address; the default can be reached only from this machine
     port: int = 8000            # Port to listen on
     name: str = "lmcourse"      # Name of the model for clients
-    max_open: int = 64          # Largest number of answers running or waiting
     max_running: int = 16       # Largest number of answers computed together
     max_tokens: int|None = None # Limit of an answer; by default what the context has room for
-    max_body: int = 1_000_000   # Largest number of bytes of a request
-    grace: float = 10.          # Seconds for requests in flight when the server is stopped
 
     device: str = "cpu"         # cpu, cuda, mps, or auto for the best available
     quantize: Literal["none", "int8", "int4"] = "none" # Quantize the weights; on the CPU
@@ -750,8 +747,6 @@ class ServeCommand:
             from lmcourse.app.serve import run_server
             if not 1 <= self.port <= 65_535:
                 raise ValueError(f"port = {self.port}, expected 1 to 65535")
-            if not 0 <= self.grace <= 3600:
-                raise ValueError(f"grace = {self.grace}, expected 0 to 3600")
             _check_address(self.host, self.port)
             service = self.service()
         host = f"[{self.host}]" if ":" in self.host else self.host      # IPv6
@@ -762,7 +757,7 @@ class ServeCommand:
         greet = ready or (lambda: say(f"serving {where}; talk to it on {address}/chat; stop with "
                                       "Ctrl-C"))
         with contextlib.suppress(KeyboardInterrupt):
-            run_server(service, self.host, self.port, self.grace, greet)
+            run_server(service, self.host, self.port, greet)
         say("stopped")
 
     def service(self):
@@ -778,8 +773,7 @@ class ServeCommand:
         device, bits = checked_device(self.device, self.quantize), BITS[self.quantize]
         template = read_chat_template(self.folder)
         model, tokenizer = load_model(self.folder, device)
-        names = "name", "max_open", "max_running", "max_tokens", "max_body"
-        limits = {k: getattr(self, k) for k in names}
+        limits = {k: getattr(self, k) for k in ("name", "max_running", "max_tokens")}
         engine:type = Engine
         how:dict = dict(paged=gpu_paged(model))
         if self.draft is not None:
