@@ -13,7 +13,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from collections.abc import Sequence
-from ..tokenization.tokenizer import Tokenizer, train_bpe
+from ..tokenization.tokenizer import Tokenizer
 from ..tools.config import ModelConfig, TrainConfig
 from ..tools.stories import short_stories
 from ..training.data import TokenDataset, story_windows, to_tensors
@@ -73,9 +73,7 @@ def story_tokenizer(
     zipf:float=0.,      # Exponent of the word frequencies in the grammar, as in `Stories`
 )->Tokenizer:
     "Train a byte-pair encoding of 512 tokens on short stories."
-    special = ["<|endoftext|>"]
-    vocab, merges = train_bpe(list(islice(short_stories(99, zipf), 2000)), 512, special)
-    return Tokenizer(vocab, merges, special)
+    return Tokenizer.train(list(islice(short_stories(99, zipf), 2000)), 512)
 
 # %% ../../nbs/10_parallelism/10l_batch_size.ipynb #749d462f
 def new_run(

@@ -447,9 +447,9 @@ def finish_gradients(
         for p,g in zip(parts, flat.split([p.numel() for p in parts])):
             p.grad = DTensor.from_local(g.view(p.shape), mesh, p.placements, run_check=False)
     ends = model.stages[0].first, model.stages[-1].last
-    if model.group and model.config.tie_embeddings and any(ends): _add_tied(model, *ends)
+    if model.group and model.config.tie_embeddings and any(ends): _add_tied(model, ends[0])
 
-def _add_tied(model:MeshModel, first:bool, last:bool): # Each end sends its part
+def _add_tied(model:MeshModel, first:bool): # Each end sends its part
     stage, group = model.stages[0 if first else -1], model.group
     grad = local(stage.token_embeddings.weight.grad)
     peer = dist.get_global_rank(group, group.size() - 1 if first else 0)
