@@ -20,6 +20,12 @@ import pytest
 def fails(*args, **kwargs): raise RuntimeError("two\nlines")
 
 
+def spoiled(right):
+    "What no task takes: (answer, words)."
+    return [(fails, "your code raised"), (lambda *a: None if right(*a) is not None else 0, "expected"), (lambda *a: str(right(*a)), "expected"),
+            (lambda *a: [right(*a)], "expected"), (7, "expected a function"), (lambda: 0, "your code raised")]
+
+
 def states():
     "Of the random generators that everybody shares: a grader must leave them as they are."
     torch = sys.modules.get("torch")

@@ -17,7 +17,7 @@ from lmcourse.parallelism.batch_size import (
     small_model,
     steps_to_loss,
     story_batch,
-    tail_rates,
+    wsd_rates,
 )
 from lmcourse.tools.checks import check_close
 from lmcourse.training.data import TokenDataset
@@ -92,11 +92,11 @@ def test_steps_read_their_rows_in_order():
 
 
 def test_rates_of_a_run():
-    rates = tail_rates(50, .3, 5, .4)
+    rates = wsd_rates(50, .3, 5, .4)
     assert rates[4:31] == [.3]*27 and all(a < b for a, b in pairwise(rates[:5])) and all(a > b for a, b in pairwise(rates[30:]))
-    assert tail_rates(1, 1., 0, 0.) == [1.]
+    assert wsd_rates(1, 1., 0, 0.) == [1.]
     for bad in ((0, 1.), (5, 1., -1), (5, 1., 1, 2.)):
-        with pytest.raises(ValueError, match="tail_rates"): tail_rates(*bad)
+        with pytest.raises(ValueError, match="wsd_rates"): wsd_rates(*bad)
     for width in (0, 12):
         with pytest.raises(ValueError, match=f"width = {width}, expected a multiple of 8"): small_model(width)
 

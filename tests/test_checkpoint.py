@@ -501,18 +501,18 @@ def test_keep_and_order(tmp_path):
 
 
 @settings(deadline=None, max_examples=15)
-@given(losses=st.lists(st.one_of(st.none(), st.sampled_from([1.5, 2., 2.5, float("nan"), float("inf"), -1.])), min_size=1, max_size=7), keep=st.integers(1, 3), best=st.integers(0, 2))
-def test_the_last_and_the_best_are_kept(tmp_path_factory, losses, keep, best):
+@given(losses=st.lists(st.one_of(st.none(), st.sampled_from([1.5, 2., 2.5, float("nan"), float("inf"), -1.])), min_size=1, max_size=7), keep=st.integers(1, 3))
+def test_the_last_and_the_best_are_kept(tmp_path_factory, losses, keep):
     folder, one = tmp_path_factory.mktemp("run"), made()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", lambda handle: None)                              # Nothing is cut off here
-        for step, loss in enumerate(losses): Checkpoints(folder, keep, best).save(*one, step, loss, state=dict(a=step))
+        for step, loss in enumerate(losses): Checkpoints(folder, keep).save(*one, step, loss, state=dict(a=step))
     ranked = sorted((loss, step) for step, loss in enumerate(losses) if loss is not None and loss == loss)
-    names = {step for _, step in ranked[:best]} | set(range(len(losses))[-keep:])
+    names = {step for _, step in ranked[:1]} | set(range(len(losses))[-keep:])
     assert sorted(int(p.name[5:]) for p in folder.iterdir()) == sorted(names)
     run = Checkpoints(folder)                                                        # From the files alone
     assert run.latest().name == f"step_{len(losses) - 1:06d}"
-    if best and ranked: assert run.best().name == f"step_{ranked[0][1]:06d}" and read_state(run.best()) == dict(a=ranked[0][1], valid_loss=ranked[0][0])
+    if ranked: assert run.best().name == f"step_{ranked[0][1]:06d}" and read_state(run.best()) == dict(a=ranked[0][1], valid_loss=ranked[0][0])
 
 
 def test_a_damaged_checkpoint_is_not_the_best(tmp_path):

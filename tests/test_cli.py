@@ -459,7 +459,7 @@ def test_who_begins_with_the_course_s_model_is_not_told_of_new_weights():
 
 def test_the_address_of_ipv6_has_brackets(monkeypatch, capsys):
     pytest.importorskip("uvicorn")
-    def served(service, host, port, grace, greet): greet(); service.worker.close()
+    def served(service, host, port, greet): greet(); service.worker.close()
     monkeypatch.setattr("lmcourse.app.serve.run_server", served)
     monkeypatch.setattr(cli, "_check_address", lambda host, port: None)
     cli.main(["serve", "--host", "::1"])

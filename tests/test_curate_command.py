@@ -19,10 +19,9 @@ from processes import here
 
 from lmcourse.curation import pipeline
 from lmcourse.curation.pipeline import (
-    STEPS, Funnel, Recipe, Stage, Whole, curate, dask_map, digest, each, kept_documents, read_funnel, read_shard, register_step, shard_files, survivors)
+    STEPS, Funnel, Recipe, Stage, Whole, curate, dask_map, digest, each, kept_documents, read_funnel, read_shard, register_step, shard_files, kept_digest)
 from lmcourse.curation.warc import write_warc
-from lmcourse.curation.web import Document, planted_web
-from lmcourse.curation.web import test_set as leaked
+from lmcourse.curation.web import Document, held_out_stories, planted_web
 from lmcourse.tokenization.tokenizer import Tokenizer
 from lmcourse.tools.config import UserError
 from lmcourse.tools.documents import documents
@@ -56,7 +55,7 @@ def crawl(tmp_path_factory):
     stories = list(islice(Stories(seed=97), 6))
     (folder / "in" / "more.jsonl").write_text("".join(json.dumps(dict(text=t)) + "\n" for t in [*stories, stories[2], "\0\0\0"]), encoding="utf-8")
     (folder / "in" / "text.txt.gz").write_bytes(gzip.compress("<|endoftext|>".join([stories[1], "Too short.", stories[5] + " The end."]).encode()))
-    (folder / "tests.txt").write_text("<|endoftext|>".join(leaked(stories=20)), encoding="utf-8")
+    (folder / "tests.txt").write_text("<|endoftext|>".join(held_out_stories(stories=20)), encoding="utf-8")
     (folder / "recipe.toml").write_text(STEPS_TOML)
     return folder
 
@@ -75,7 +74,7 @@ def test_documents_funnel_and_card(crawl, done):
     gone = [json.loads(line) for line in (out / "dropped.jsonl").read_text().splitlines()]
     assert funnel.stages[0].documents == 240 + 8 + 3 == len(kept) + len(gone)
     assert funnel.stages[-1].kept == (len(kept), sum(len(d.text.split()) for d in kept))
-    assert "near copy" in done and survivors(out) in (out / "card.md").read_text() and str(len(kept)) in done
+    assert "near copy" in done and kept_digest(out) in (out / "card.md").read_text() and str(len(kept)) in done
     ids = {g["id"] for g in gone} | {d.id for d in kept}
     assert {"more.jsonl:00000007", "text.txt.gz:00000001"} <= ids and len(ids) == 251
     reasons = {g["id"]: g["reason"] for g in gone}
@@ -110,10 +109,10 @@ def test_from_a_crawl_to_a_model(crawl, done, tmp_path):
 
 def test_two_processes_and_a_single_file_give_the_same(crawl, done):
     two = here("curate", "in", "two", "--recipe", "recipe.toml", "--workers", 2, cwd=crawl)
-    assert two.returncode == 0 and two.stdout.replace("two", "out") == done and survivors(crawl / "two") == survivors(crawl / "out")
+    assert two.returncode == 0 and two.stdout.replace("two", "out") == done and kept_digest(crawl / "two") == kept_digest(crawl / "out")
     pytest.importorskip("dask")
     with contextlib.chdir(crawl): curate("in", "dask", Recipe.load("recipe.toml"), dask_map())
-    assert survivors(crawl / "dask") == survivors(crawl / "out")
+    assert kept_digest(crawl / "dask") == kept_digest(crawl / "out")
 
 
 @pytest.mark.parametrize("lost, error, words", [
@@ -148,7 +147,7 @@ def test_killed_anywhere_it_goes_on(crawl, done, jobs, tmp_path):
     assert died.returncode == -signal.SIGKILL
     again = here("curate", "in", tmp_path / "out", "--recipe", "recipe.toml", cwd=crawl)
     assert again.returncode == 0, again.stderr
-    assert survivors(tmp_path / "out") == survivors(crawl / "out") and read_funnel(tmp_path / "out").rows() == read_funnel(crawl / "out").rows()
+    assert kept_digest(tmp_path / "out") == kept_digest(crawl / "out") and read_funnel(tmp_path / "out").rows() == read_funnel(crawl / "out").rows()
 
 
 def test_a_mended_file_is_read_again_and_the_others_are_not(crawl, done, tmp_path):
@@ -170,7 +169,7 @@ def test_a_mended_file_is_read_again_and_the_others_are_not(crawl, done, tmp_pat
     assert first.stat().st_mtime_ns == made and (tmp_path / "out" / "work" / "1" / "00000.json").exists()
     more.write_text(right)
     assert (good := run()).returncode == 0, good.stderr
-    assert survivors(tmp_path / "out") == survivors(crawl / "out") and read_funnel(tmp_path / "out").rows() == read_funnel(crawl / "out").rows()
+    assert kept_digest(tmp_path / "out") == kept_digest(crawl / "out") and read_funnel(tmp_path / "out").rows() == read_funnel(crawl / "out").rows()
     more.write_text(right + right)
     assert (finished := run()).returncode == 2 and "begun with other input files" in finished.stderr
 
@@ -288,7 +287,7 @@ def test_filters_of_the_quality_page_by_name_on_every_engine(crawl, tmp_path):
     (crawl / "quality.toml").write_text(QUALITY_TOML)
     out = here("curate", "in", tmp_path / "plain", "--recipe", "quality.toml", cwd=crawl)
     assert out.returncode == 0 and not out.stderr, out.stderr
-    funnel, kept = read_funnel(tmp_path / "plain"), survivors(tmp_path / "plain")
+    funnel, kept = read_funnel(tmp_path / "plain"), kept_digest(tmp_path / "plain")
     assert [set(s.dropped) for s in funnel.stages[1:]] == [{r} for r in ("low quality", "nsfw", "toxic", "surprising", "near copy", "not drawn")]
     assert funnel.stages[-1].kept[0] == round(.8*funnel.stages[-1].documents)
     truth = {p.id: p.kind for p in planted_web(240, seed=9)}
@@ -314,10 +313,10 @@ def test_filters_of_the_quality_page_by_name_on_every_engine(crawl, tmp_path):
         assert subprocess.run([sys.executable, "-c", code, tmp_path / "killed"]).returncode == -signal.SIGKILL
         assert {p.name for p in (tmp_path / "killed" / "work").iterdir()} == {"0", "1"}
         curate("in", tmp_path / "killed", recipe)
-        assert survivors(tmp_path / "killed") == kept
+        assert kept_digest(tmp_path / "killed") == kept
         pytest.importorskip("dask")
         curate("in", tmp_path / "dask", recipe, dask_map())
-        assert survivors(tmp_path / "dask") == kept and read_funnel(tmp_path / "dask").rows() == funnel.rows()
+        assert kept_digest(tmp_path / "dask") == kept and read_funnel(tmp_path / "dask").rows() == funnel.rows()
 
 
 def pages_of(web, path, bad):

@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 
 from lmcourse.curation.warc import WarcRecord, read_warc, write_warc
-from lmcourse.curation.web import (KINDS, LAYOUTS, class_sentences, edit_words, fill, language_sentences, planted_web, read_truth, test_set as stories_of_the_test_set,
+from lmcourse.curation.web import (KINDS, LAYOUTS, class_sentences, edit_words, fill, language_sentences, planted_web, read_truth, held_out_stories,
                                    write_truth)
 from lmcourse.tools.checks import expect_error
 
@@ -67,9 +67,9 @@ def test_choices():
     for kind in ("spam", "nsfw", "toxic"): assert len(class_sentences(kind)) == len(set(class_sentences(kind))) == 20
 
 
-def test_the_test_set_begins_with_what_has_leaked(web):
+def test_the_held_out_stories_begin_with_what_has_leaked(web):
     leaked = {p.text for p in web if p.kind == "test"}
-    assert leaked == set(stories_of_the_test_set(stories=len(leaked))) and leaked < set(stories_of_the_test_set())
+    assert leaked == set(held_out_stories(stories=len(leaked))) and leaked < set(held_out_stories())
 
 
 def test_archive_and_truth_round_trip(web, tmp_path):

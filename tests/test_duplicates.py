@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from lmcourse.curation.exact import BloomFilter, document_hash, drop_repeats, exact_duplicates, exact_line_deduplication, normalize
 from lmcourse.curation.minhash import (
-    MinHash, band_keys, candidate_probability, candidates, cluster, distinct, meetings, minhash, minhash_deduplication, minhash_naive, near_duplicates,
+    MinHash, band_keys, candidate_probability, candidates, cluster, distinct, candidate_groups, minhash, minhash_deduplication, minhash_naive, near_duplicates,
     near_duplicates_naive, shingle_hashes)
 from lmcourse.tools.stories import Stories
 
@@ -117,9 +117,9 @@ def test_groups_that_met_are_compared_one_after_another(most):
         texts.append(" ".join(copy))
     config = MinHash()
     keys = band_keys(minhash(texts, config), config)
-    groups = meetings(keys, most)
+    groups = candidate_groups(keys, most)
     assert sorted(i for g in groups for i in g.tolist()) == candidates(keys).tolist() and all((np.diff(g) > 0).all() for g in groups)
-    assert all(len(g) <= most or len(meetings(keys[g], 1)) == 1 for g in groups)        # More only in a single group
+    assert all(len(g) <= most or len(candidate_groups(keys[g], 1)) == 1 for g in groups)        # More only in a single group
     met = [{(band, k) for i in g.tolist() for band, k in enumerate(keys[i].tolist())} for g in groups]
     assert all(not a & b for n, a in enumerate(met) for b in met[:n]) and len(groups) > {1: 9, 7: 4, 10_000: 0}[most]
     first = np.arange(len(texts))
@@ -129,7 +129,7 @@ def test_groups_that_met_are_compared_one_after_another(most):
 
 def test_arrays_hold_at_most_what_was_asked_for():
     keys = np.repeat(np.arange(7, dtype=np.uint64), 6)[:, None]
-    assert [len(g) for g in meetings(keys, 10)] == [6]*7 and [len(g) for g in meetings(keys, 12)] == [12]*3 + [6]
+    assert [len(g) for g in candidate_groups(keys, 10)] == [6]*7 and [len(g) for g in candidate_groups(keys, 12)] == [12]*3 + [6]
 
 
-def test_no_meetings(): assert meetings(np.arange(6, dtype=np.uint64).reshape(3, 2)) == [] == meetings(np.zeros((0, 2), np.uint64))
+def test_no_meetings(): assert candidate_groups(np.arange(6, dtype=np.uint64).reshape(3, 2)) == [] == candidate_groups(np.zeros((0, 2), np.uint64))

@@ -3,15 +3,9 @@ import math
 
 import torch
 import torch.nn.functional as F
-from graders import Graders, fails
+from graders import Graders, spoiled
 
 from lmcourse.exercises import alignment as ex
-
-
-def spoiled(right):
-    "What no task takes: (answer, words)."
-    return [(fails, "your code raised"), (lambda *a: None if right(*a) is not None else 0, "expected"), (lambda *a: str(right(*a)), "expected"),
-            (lambda *a: [right(*a)], "expected"), (7, "expected a function"), (lambda: 0, "your code raised")]
 
 
 # 1. The best policy

@@ -5,18 +5,12 @@ from functools import partial
 from itertools import product
 
 import numpy as np
-from graders import Graders, fails
+from graders import Graders, spoiled
 
 from lmcourse.exercises import kernels as ex
 
 up = lambda a, b: -(-a//b)
 inf = math.inf
-
-
-def spoiled(right):
-    "What no task takes: (answer, words)."
-    return [(fails, "your code raised"), (lambda *a: None if right(*a) is not None else 0, "expected"), (lambda *a: str(right(*a)), "expected"),
-            (lambda *a: [right(*a)], "expected"), (7, "expected a function"), (lambda: 0, "your code raised")]
 
 
 # 1. Sectors

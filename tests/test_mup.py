@@ -11,7 +11,7 @@ from lmcourse.architecture.transformer_np import init_params, learning_rate_scal
 from lmcourse.architecture.transformer_torch import TransformerLM
 from lmcourse.inference.fast_decoder import FastDecoder
 from lmcourse.inference.kv_cache import CachedDecoder
-from lmcourse.parallelism.batch_size import new_run, run_steps, small_model, tail_rates
+from lmcourse.parallelism.batch_size import new_run, run_steps, small_model, wsd_rates
 from lmcourse.scaling import mup
 from lmcourse.scaling.mup import best_rate, width_slope
 from lmcourse.tools.checks import check_close
@@ -144,11 +144,11 @@ def test_a_failed_forward_leaves_no_hook():
 
 
 def test_tail_rates():
-    rates = tail_rates(100, .5, 10, .2)
+    rates = wsd_rates(100, .5, 10, .2)
     assert len(rates) == 100 and rates[0] == .05 and rates[9:81] == [.5]*72 and rates[99] == pytest.approx(.025)
-    assert tail_rates(3, 1., 0, 0.) == [1.]*3
+    assert wsd_rates(3, 1., 0, 0.) == [1.]*3
     for bad in (dict(steps=0), dict(warmup=-1), dict(cooldown=1.5)):
-        with pytest.raises(ValueError, match="tail_rates"): tail_rates(**dict(steps=5, lr=1.) | bad)
+        with pytest.raises(ValueError, match="wsd_rates"): wsd_rates(**dict(steps=5, lr=1.) | bad)
 
 
 def test_windows_come_in_order_and_start_with_a_story():

@@ -7,7 +7,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from lmcourse.parallelism.batch_size import new_run, run_steps, small_model, tail_rates
+from lmcourse.parallelism.batch_size import new_run, run_steps, small_model, wsd_rates
 from lmcourse.scaling.schedules import branch_steps
 from lmcourse.training.data import TokenDataset
 
@@ -22,7 +22,7 @@ def data():
 
 @pytest.mark.parametrize("engine", ["torch", "numpy"])
 def test_a_branch_is_the_shorter_run(engine):
-    long, short = tail_rates(20, .02, 3), tail_rates(10, .02, 3)
+    long, short = wsd_rates(20, .02, 3), wsd_rates(10, .02, 3)
     trunk, alone = new_run(MODEL, engine=engine), new_run(MODEL, engine=engine)
     run_steps(trunk, data(), long[:8], batch_size=2)
     if engine == "torch":

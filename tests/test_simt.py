@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from lmcourse.kernels import threads
-from lmcourse.kernels.simt import Traffic, bank_rounds, chips, load, occupancy, predicted_share, run_threads, sectors, store, widest_load
+from lmcourse.kernels.simt import WarpTraffic, bank_rounds, chips, load, occupancy, predicted_share, run_threads, sectors, store, widest_load
 
 words = st.lists(st.integers(0, 500), min_size=1, max_size=32)
 
@@ -43,7 +43,7 @@ def test_threads_meet_again_after_a_branch():
         if t % 2: yield load("x", t)
         yield store("x", t, t)
     x = np.zeros(32)
-    assert run_threads(kernel, 32, dict(x=x)) == Traffic(2, 8 + 8, 1) and (x == np.arange(32)).all()
+    assert run_threads(kernel, 32, dict(x=x)) == WarpTraffic(2, 8 + 8, 1) and (x == np.arange(32)).all()
 
 
 def test_a_bad_address_is_named_before_it_is_used():

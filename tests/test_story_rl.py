@@ -117,7 +117,7 @@ def test_wrong_choices_are_those_that_the_grammar_rules_out():
     seen = 0
     for story in write_stories(story_sampler(PRETRAINED, TOKENIZER, 4), 4, 1., 12):
         m = first_mistake(story, TOKENIZER)
-        wrong = wrong_choices(PRETRAINED, TOKENIZER, story, m, least=.003, most=4)
+        wrong = wrong_choices(PRETRAINED, TOKENIZER, story, m, most=4)
         probs = PRETRAINED(torch.tensor([story.ids[:-1]]))[0].softmax(-1).detach()
         stop = len(wrong) if m is None else m + 1
         assert (wrong[stop:] == -1).all()

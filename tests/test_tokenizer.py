@@ -418,8 +418,8 @@ def test_training_is_the_readable_one(tmp_path, threads):
     merges = train_bpe_heap(count_words(texts, special), 700)
     file = tmp_path/"texts.txt"
     file.write_text(END.join(texts), encoding="utf-8")
-    for source, order in ((file, False), (str(file), True), (texts, True), (iter(texts), False)):
-        assert train_bpe(source, 958, special, gpt2_order=order, threads=threads) == (make_vocab(merges, special, order), merges)
+    for source in (file, str(file), texts, iter(texts)):
+        assert train_bpe(source, 958, special, threads=threads) == (make_vocab(merges, special), merges)
 
 
 def test_too_few_pairs_are_said():

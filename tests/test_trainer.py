@@ -457,7 +457,7 @@ def test_a_picture_is_drawn_once_and_then_again(data, tmp_path, monkeypatch):
     before = plt.get_fignums()
     Trainer(MODEL, SHORT, *sets(data)).fit(folder, report=live_plot(folder))
     assert [kind for kind, _ in drawn] == ["new", "again"] and plt.get_fignums() == before
-    train, valid, *_ = plot_runs({"a": folder}, floor=False).lines
+    train, valid, *_ = plot_runs({"a": folder}).lines
     assert list(train.get_xdata()) == [32*6*step for step in range(1, 13)] and list(valid.get_xdata()) == [32*6*step for step in (4, 8, 12)]
 
 

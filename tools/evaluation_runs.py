@@ -14,7 +14,7 @@ from lmcourse.evaluation.contamination import rename_people
 from lmcourse.evaluation.oracle import oracle_nats
 from lmcourse.evaluation.perplexity import token_nats
 from lmcourse.evaluation.tasks import grammar_task, score_task
-from lmcourse.parallelism.batch_size import new_run, run_steps, small_model, story_tokenizer, story_tokens, tail_rates
+from lmcourse.parallelism.batch_size import new_run, run_steps, small_model, story_tokenizer, story_tokens, wsd_rates
 from lmcourse.tools.machine import machine_name
 from lmcourse.tools.stories import Stories, short_stories
 from lmcourse.training.models import load_model
@@ -116,7 +116,7 @@ def emergence():
         starts = [i for i in range(len(certain) - length + 1) if all(certain[i:i + length])]
         if starts: blocks.append(([end, *tokenizer.encode(story), end], starts[-1]))
     run, looks, done = new_run(small_model(32, 2), 0), sorted({round(2400**(k/28)) for k in range(29)} | {0}), 0
-    rates, rows = tail_rates(steps, .016), []
+    rates, rows = wsd_rates(steps, .016), []
     for step in looks:
         run_steps(run, data, rates[done:step], first=8*done)
         done, hits, nats, brier, loss = step, [], [], [], []

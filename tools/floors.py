@@ -1,8 +1,8 @@
-"""Run the library with the lowest versions that settings.ini names, in an environment of their own. Usage: tools/floors.py [--newest] [test ...]
+"""Run the library with the lowest versions that settings.ini names, in an environment of their own. Usage: tools/floors.py [test ...]
 
 The environment lies in `.floors`, of the lowest Python, and is made anew when a requirement changes: pip installs the package with its
 extras as a user would, each requirement at its floor. Every module is imported, then tests run: the files named, or those that
-between them use each requirement. `--newest` takes this Python and the newest versions instead, in `.newest`. Prints one line of JSON.
+between them use each requirement. Prints one line of JSON.
 """
 import argparse, json, os, shlex, shutil, subprocess, sys, time
 from configparser import ConfigParser
@@ -48,14 +48,13 @@ def make(folder, python, pins):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--newest", action="store_true", help="the newest versions, with this Python")
     parser.add_argument("tests", nargs="*", metavar="test", help="files of tests")
     words = parser.parse_args()
     requirements, first = read_requirements()
-    pins, start = lowest(requirements), time.time()             # Also where they aren't used: a floor that is missing is told
-    python = sys.executable if words.newest else shutil.which(f"python{first}")
+    pins, start = lowest(requirements), time.time()
+    python = shutil.which(f"python{first}")
     if not python: return print(f"skipped: no python{first} here, the lowest that settings.ini names")
-    inside = make(ROOT / (".newest" if words.newest else ".floors"), python, requirements if words.newest else pins)
+    inside = make(ROOT / ".floors", python, pins)
     env = os.environ | {"PYTHONPATH": str(ROOT), "MPLBACKEND": "agg"}
     def run(*command, **kw): return subprocess.run([inside, *command], cwd=ROOT, env=env, text=True, **kw)
     names = [p.partition("==")[0] for p in pins]

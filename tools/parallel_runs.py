@@ -18,7 +18,7 @@ from lmcourse.parallelism.batch_size import (
     steps_to_loss,
     story_tokenizer,
     story_tokens,
-    tail_rates,
+    wsd_rates,
 )
 from lmcourse.parallelism.low_communication import OuterOptimizer, local_steps, simulate_ranks
 from lmcourse.tools.machine import machine_name
@@ -117,7 +117,7 @@ def together(steps, batch, lr, seed, kind):
     if done(name, job): return
     stories()
     start, run = time.process_time(), new_run(MODEL, seed)
-    run_steps(run, stories()[0], tail_rates(steps, lr), first(seed), batch)
+    run_steps(run, stories()[0], wsd_rates(steps, lr), first(seed), batch)
     write(name, job | looked(run, start))
 
 
@@ -128,7 +128,7 @@ def apart(every, outer_lr, momentum, lr, seed, ranks=2):
     if done(name, job): return
     stories()
     start, runs = time.process_time(), [new_run(MODEL, seed) for _ in range(ranks)]
-    simulate_ranks([local_steps(run, stories()[0], tail_rates(STEPS, lr), every, OuterOptimizer(outer_lr, momentum), r,
+    simulate_ranks([local_steps(run, stories()[0], wsd_rates(STEPS, lr), every, OuterOptimizer(outer_lr, momentum), r,
                                 ranks, first(seed), BATCH//ranks) for r, run in enumerate(runs)])
     write(name, job | looked(runs[0], start))
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from lmcourse.accounting.model_flops import training_flops
-from lmcourse.parallelism.batch_size import new_run, run_steps, small_model, story_tokenizer, story_tokens, tail_rates
+from lmcourse.parallelism.batch_size import new_run, run_steps, small_model, story_tokenizer, story_tokens, wsd_rates
 from lmcourse.scaling.loss_law import fit_loss_law
 from lmcourse.scaling.study import predict_excess, predict_loss, read_study, size_law, three_counts
 from lmcourse.tools.machine import machine_name
@@ -84,11 +84,11 @@ def mup():
              (128, BASE): rates[3:], (256, None): [.001, *rates[:3]], (256, BASE): rates[3:6]} # At the base both are one
     for (width, base), some in tried.items():
         for lr in some:
-            train("mup.jsonl", small_model(width, 2, base), tail_rates(200, lr),
+            train("mup.jsonl", small_model(width, 2, base), wsd_rates(200, lr),
                   dict(kind="rate", width=width, base=base, lr=lr, seed=0, steps=200))
     for width, decay in ((32, .5), (128, .5), (128, 2.)):
         for lr in (.016, .032, .064):
-            train("mup.jsonl", small_model(width, 2, BASE), tail_rates(200, lr),
+            train("mup.jsonl", small_model(width, 2, BASE), wsd_rates(200, lr),
                   dict(kind="decay", width=width, base=BASE, lr=lr, decay=decay, seed=0, steps=200), decay=decay)
 
 
@@ -99,7 +99,7 @@ def schedules():
         if all(done(name, dict(kind="branch", steps=n, seed=seed)) for n in budgets): continue
         trunk, at = new_run(model, seed), 0
         for n in budgets:
-            rates, start = tail_rates(n, lr), time.process_time()
+            rates, start = wsd_rates(n, lr), time.process_time()
             leave = n - round(.2*n)
             run_steps(trunk, stories(name)[0], rates[at:leave], 20_000*seed + BATCH*at)
             branch, at = copy.deepcopy(trunk), leave
@@ -114,7 +114,7 @@ def schedules():
                 train(name, model, cosine, dict(kind="cosine", steps=n, seed=seed, lr=rate))
             better = better | {n: min((r for r in saved(name) if r["kind"] == "cosine" and r["steps"] == n),
                                       key=lambda r: r["excess"])["lr"]} if seed == 0 else better
-    train(name, model, tail_rates(300, lr), dict(kind="alone", steps=300, seed=0, lr=lr))
+    train(name, model, wsd_rates(300, lr), dict(kind="alone", steps=300, seed=0, lr=lr))
 
 
 def steps_for(model, budget): return max(20, round(budget/sum(training_flops(model, BATCH).values())))
@@ -126,7 +126,7 @@ def study_run(kind, budget, width, layers, lr, seed=0, name="scaling.jsonl"):
     steps = steps_for(model, budget)
     job = dict(kind="tune", budget=budget, width=width, layers=layers, lr=lr, seed=seed, steps=steps)
     if row := done(name, job): return row                                # It is a run of the grid, too
-    return train(name, model, tail_rates(steps, lr), job | dict(kind=kind))
+    return train(name, model, wsd_rates(steps, lr), job | dict(kind=kind))
 
 
 def tuned_rate(budget, name="scaling.jsonl"):

@@ -377,18 +377,17 @@ def rungs_of(
 def race_table(
     lines:dict,      # Key to line
     mark:float=.15,  # Excess to be reached, in nats per token
-    ours:str="course", # Contestant that the others are compared with
 )->Table:
     "Show when each contestant reached the mark, or how far it got in its longest run."
     rows:list = []
-    first:dict = {} # Machine to the times of `ours`, by seed
+    first:dict = {} # Machine to the times of `course`, by seed
     for (name, seed), rungs in rungs_of(lines).items():
         end = next((l for l in rungs if l["excess"] <= mark), rungs[-1])
         reached, seconds = end["excess"] <= mark, end["seconds"]
         times = first.setdefault(end.get("machine"), {})
-        if name == ours and reached: times[seed] = seconds
+        if name == "course" and reached: times[seed] = seconds
         base = times.get(seed) or (statistics.fmean(times.values()) if times else None)
-        ratio = None if base is None or name == ours else (
+        ratio = None if base is None or name == "course" else (
             f"{seconds/base:.1f}" if reached else f"> {seconds/base:.1f}")
         rows.append(dict(contestant=name, seed=seed, cpu=round(seconds), wall=round(
             end["wall_seconds"]), steps=end["steps"], tokens=end["tokens"],
@@ -476,17 +475,15 @@ PARTS:dict[str, tuple] = dict(
 
 # %% ../../nbs/06_ablations/06e_speedrun.ipynb #cf2740c2
 def step_seconds(
-    racers:dict,   # Contestants by name, each at step 0
-    rounds:int=3,  # Number of turns of each contestant
-    steps:int=4,   # Steps in a turn
-)->dict: # Name to the median over rounds; one more round at the start isn't counted
+    racers:dict, # Contestants by name, each at step 0
+)->dict: # Name to the median of three rounds of four steps; an earlier round isn't counted
     "Measure the seconds of one step by each racer's clock; the racers take turns."
     found:dict = {name: [] for name in racers}
-    for _ in range(rounds + 1):
+    for _ in range(4):
         for name,racer in racers.items():
             before = racer.seconds
-            racer.advance([1e-4]*steps)
-            found[name].append((racer.seconds - before)/steps)
+            racer.advance([1e-4]*4)
+            found[name].append((racer.seconds - before)/4)
     return {name: statistics.median(times[1:]) for name,times in found.items()}
 
 # %% ../../nbs/06_ablations/06e_speedrun.ipynb #e11e3570
@@ -505,19 +502,16 @@ def equal_time(
     seeds:Sequence[int],              # Seeds of each row
     results:str|Path,                 # File of lines; its runs are not repeated
     work:str|Path,                    # Folder for the tokens
-    data:RunData=DATA,                # Source of the tokens
-    clock:Callable=time.process_time, # Seconds of this process
     say:Callable=print,               # Called with a sentence about each new run
     parts:dict|None=None,             # Like `PARTS`, the default
-    contestants:dict|None=None,       # Contestants by name; default: `CONTESTANTS`
     costs:dict|None=None, # Seconds of a step in units of the first's; default: measured
 )->dict: # Key to line
     "Run all changes for equal time: as many steps as fit into the time of the first variant's."
     torch.set_num_threads(1)
     who, table, steps = (parts or PARTS)[part]
-    folder, base = prepare_corpus(data, Path(work)), (contestants or CONTESTANTS)[who]
+    folder, base = prepare_corpus(DATA, Path(work)), CONTESTANTS[who]
     made = {name: changed(base, fields) for name,fields in table.items()}
-    new = lambda name, seed=0: Racer(made[name], f"{part}: {name}", folder, seed, data, clock)
+    new = lambda name, seed=0: Racer(made[name], f"{part}: {name}", folder, seed)
     lines = read_lines(results)
     costs = {l["contestant"].removeprefix(f"{part}: "): l["cost"] for l in lines.values()
              if l["part"] == part} | (costs or {})
@@ -528,7 +522,7 @@ def equal_time(
     for seed,name in itertools.product(seeds, made):
         old = [l for l in read_lines(results).values()
                if l["contestant"] == f"{part}: {name}" and l["seed"] == seed]
-        for line in old: _check_own(line, made[name], data)
+        for line in old: _check_own(line, made[name], DATA)
         if old: continue
         try: line = fixed_run(new(name, seed), round(steps/costs[name]))
         except Diverged as e:

@@ -434,11 +434,11 @@ def paired_p(
 )->float|None: # Between 0 and 1; `None` for a single seed
     """Compute the two-sided p-value of the paired t-test: how likely a mean difference at least as
     large would be if there were none."""
-    from scipy.stats import t
+    from scipy.stats import ttest_rel
     mean, half = paired_difference(values, base)
     if half is None: return None
     if half == 0: return float(mean == 0)
-    return float(2*t.sf(abs(mean)/half*student_t(len(values) - 1), len(values) - 1))
+    return float(ttest_rel(values, base).pvalue)
 
 # %% ../../nbs/06_ablations/06a_sweep.ipynb #cf2b4a00
 def holm(

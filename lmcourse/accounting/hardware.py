@@ -307,11 +307,10 @@ def embedding_cost(tokens:int, width:int, dtype:str="bfloat16"
     return cost_of("embedding", 0, 2*tokens*width, dtype, 8*tokens)
 
 # %% ../../nbs/02_accounting/02c_hardware.ipynb #4b7a63b7
-def adamw_cost(parameters:int, dtype:str="float32"
-)->Operation: # For a number of parameters, and the type of weights, gradients and moments
-    "Compute the cost of a step of AdamW, in one pass."
+def adamw_cost(parameters:int)->Operation: # For a number of parameters
+    "Compute the cost of a step of AdamW in float32, in one pass."
     parameters, = whole_sizes("adamw", parameters=parameters)
-    return cost_of("adamw", adamw_flops(parameters), 7*parameters, dtype)
+    return cost_of("adamw", adamw_flops(parameters), 7*parameters, "float32")
 
 # %% ../../nbs/02_accounting/02c_hardware.ipynb #20c272ae
 def whole_sizes(name:str, **sizes:Any

@@ -52,7 +52,6 @@ class CardFit:
 def fit_to_card(
     preset:str,         # Name of a preset of model and training
     card:Device|str,    # The GPU, or its name
-    share:float=SHARE,  # Share of the GPU's peak that is reached
     vocab_size:int|None=None, # Vocabulary size; default: the preset's
 )->CardFit|None: # `None` if not even one window fits
     "Adapt a preset to the memory of a GPU."
@@ -63,7 +62,7 @@ def fit_to_card(
     micro = micro_batch_for(model, train, card.memory_bytes)
     if not micro: return None
     train = replace(train, micro_batch=None if micro == train.batch_size else micro)
-    p = price(model, train, card, share)
+    p = price(model, train, card, SHARE)
     return CardFit(preset, model, train, train.batch_size*model.context_length/p.step_seconds,
                    p.memory_bytes)
 

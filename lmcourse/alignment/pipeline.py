@@ -27,7 +27,7 @@ from ..curation.pipeline import Funnel, Recipe, Stage as Step, curate, each, kep
 from ..curation.pipeline import register_step, shard_files
 from ..curation.quality import classify_nsfw, classify_quality, classify_toxic_speech
 from ..curation.warc import write_warc
-from ..curation.web import planted_web, read_truth, test_set, write_truth
+from ..curation.web import planted_web, read_truth, held_out_stories, write_truth
 from ..evaluation.report import TASKS, named_tasks, report_card
 from ..evaluation.statistics import wilson
 from ..tokenization.tokenizer import Tokenizer
@@ -76,7 +76,7 @@ def cleaning_recipe(
     steps = [dict(step="length", min_words=30), *(dict(step=s) for s in (
         "language", "gopher", "c4", "plain", "classify", "pii", "exact")),
         dict(step="minhash", threshold=.7)]
-    leaked = test_set(stories=math.ceil(.03*pages) + 1)
+    leaked = held_out_stories(stories=math.ceil(.03*pages) + 1)
     return dict(steps=[*steps, dict(step="decontaminate", tests=leaked)])
 
 # %% ../../nbs/14_alignment/14n_pipeline.ipynb #14n2clean
@@ -307,10 +307,9 @@ def run_pipeline(
     config:PipelineConfig=PipelineConfig(), # Sizes; a changed config reruns the stages it affects
     say:Callable=print,                     # Called with a line of text
     until:str|None=None,                    # The last stage to run; None for all
-    sources:Callable=planted_sources,       # As in `pipeline_stages`
 )->dict: # Maps names to records, as in `run_stages`
     "Run the pipeline from a web to a report. Raises `UserError` for an unrelated folder."
-    return run_stages(pipeline_stages(config, sources), out, "pipeline", say, until)
+    return run_stages(pipeline_stages(config), out, "pipeline", say, until)
 
 # %% ../../nbs/14_alignment/14n_pipeline.ipynb #14n7gather
 STAGES = "web clean tokenizer tokens base sft dpo rl exam report".split()

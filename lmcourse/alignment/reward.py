@@ -41,7 +41,6 @@ def fit_rewards(
     features:Tensor, # Features `(R, F)`; the identity gives each response its own score
     won:Tensor, lost:Tensor, # Indices of responses `(n,)`
     ridge:float=1e-3, # The penalty is ridge/2 times the sum of squared weights, in nats
-    steps:int=60,    # Largest number of steps of Newton's method
 )->Tensor: # Scores of all responses `(R,)`, with mean 0
     """Fit the scores that best explain the comparisons.
     Raises `ValueError` for no pairs, or a ridge of 0: it keeps the scores finite."""
@@ -50,7 +49,7 @@ def fit_rewards(
     if not ridge > 0: raise ValueError(f"{ridge = }, expected more than 0")
     x = (features[won] - features[lost]).double()
     w = torch.zeros(x.shape[1], dtype=torch.float64)
-    for _ in range(steps):
+    for _ in range(60):                     # Steps of Newton's method
         p = torch.sigmoid(x @ w)
         gradient = x.T @ (p - 1)/len(x) + ridge*w
         curvature = (x*(p*(1 - p))[:, None]).T @ x/len(x) + ridge*torch.eye(len(w)).double()

@@ -77,7 +77,7 @@ class RlConfig:
 # %% ../../nbs/14_alignment/14j_rl.ipynb #14j2adv
 def imitation_weights(
     rewards:torch.Tensor, # `(B,)`
-    group_size:int,       # Responses per prompt
+    group_size:int,       # Has no effect; other algorithms compare the responses of a prompt
 )->torch.Tensor: # `(B,)`
     "Compute weights for expert iteration: 0 for wrong responses, with mean 1 if one is right."
     best = (rewards >= 1).float()

@@ -150,7 +150,6 @@ def wrong_choices(
     model:Any, tokenizer:Tokenizer, # The policy and its tokenizer
     rollout:Rollout,                # One of its stories
     mistake:int|None,               # Its `first_mistake`
-    least:float=.003,               # Tokens with a smaller probability are skipped
     most:int=8,                     # Largest number of tokens judged per place
 )->torch.Tensor: # Ids at the places of the labels `(T, most)`, padded with -1
     """List the likely wrong tokens of each place up to the first mistake, whether or not they were
@@ -163,7 +162,7 @@ def wrong_choices(
     for t in range(rollout.start - 1, stop):
         said, text = ids[t + 1], tokenizer.decode(ids[rollout.start:t + 1])
         for k,(p,token) in enumerate(zip(top.values[t].tolist(), top.indices[t].tolist())):
-            if p < least: break
+            if p < .003: break
             if token == said: lost = t == stop - 1 and mistake is not None
             elif token == tokenizer.end_of_text: lost = not grammar.log_probs(text)
             else: lost = grammar.prefix_log_prob(text + tokenizer.decode([token])) == -math.inf

@@ -113,7 +113,7 @@ def corpus_documents(
     name:str,      # `stories`, `web` or `text:PATH`
     max_bytes:int, # Approximate size
 )->list:
-    "Yield the documents of a corpus. Raises `ValueError` for an unknown name."
+    "List the documents of a corpus. Raises `ValueError` for an unknown name."
     if name.partition(":")[0] not in ("stories", "web", "text"):
         raise unknown("corpus", name, ["stories", "web", "text:PATH"])
     return web_text(max_bytes) if name == "web" else list(documents(name, "train", max_bytes))

@@ -244,7 +244,6 @@ def _matmul(config:ModelConfig)->int: # Weights that a token is multiplied by
 def writing_table(
     measured:dict,    # From `measure_writing`
     task:WritingTask, # The task that was run
-    peer:str="transformers", # Baseline of the last column, if measured
 )->Table:
     "Table of time to first token, tokens per second, and their ratios within each round."
     reading, rows = measured["reading"], []
@@ -255,9 +254,9 @@ def writing_table(
         row = {"decoder": name, "first token": spread([1e3*s for s in m["first_s"]]),
                "tokens": spread([1/s for s in each]),
                "of reading": spread([100*limit/s for limit,s in zip(limits, each)])}
-        if peer in measured:
-            row[f"× {peer}"] = spread([theirs/ours for ours,theirs
-                                       in zip(m["rest_s"], measured[peer]["rest_s"])])
+        if "transformers" in measured:
+            theirs = measured["transformers"]["rest_s"]
+            row["× transformers"] = spread([b/a for a,b in zip(m["rest_s"], theirs)])
         rows.append(row)
     return Table(rows, units={"first token": "ms", "tokens": "1/s", "of reading": "%"})
 

@@ -801,11 +801,8 @@ class ServeCommand:
     host: str = "127.0.0.1"     # Address; the default can be reached only from this machine
     port: int = 8000            # Port to listen on
     name: str|None = None       # Name of the model for clients; by default RUN's, or lmcourse
-    max_open: int = 64          # Largest number of answers running or waiting
     max_running: int = 16       # Largest number of answers computed together
     max_tokens: int|None = None # Limit of an answer; by default what the context has room for
-    max_body: int = 1_000_000   # Largest number of bytes of a request
-    grace: float = 10.          # Seconds for requests in flight when the server is stopped
 
     device: str = "cpu"         # cpu, cuda, mps, or auto for the best available
     quantize: Literal["none", "int8", "int4"] = "none" # Quantize the weights; on the CPU
@@ -820,8 +817,6 @@ class ServeCommand:
             from lmcourse.app.serve import run_server
             if not 1 <= self.port <= 65_535:
                 raise ValueError(f"port = {self.port}, expected 1 to 65535")
-            if not 0 <= self.grace <= 3600:
-                raise ValueError(f"grace = {self.grace}, expected 0 to 3600")
             _check_address(self.host, self.port)
             service = self.service()
         host = f"[{self.host}]" if ":" in self.host else self.host      # IPv6
@@ -832,7 +827,7 @@ class ServeCommand:
         greet = ready or (lambda: say(f"serving {where}; talk to it on {address}/chat; stop with "
                                       "Ctrl-C"))
         with contextlib.suppress(KeyboardInterrupt):
-            run_server(service, self.host, self.port, self.grace, greet)
+            run_server(service, self.host, self.port, greet)
         say("stopped")
 
     def service(self):
@@ -848,8 +843,6 @@ class ServeCommand:
         device, bits = checked_device(self.device, self.quantize), BITS[self.quantize]
         template = read_chat_template(self.folder)
         model, tokenizer = load_model(self.folder, device)
-        names = "max_open", "max_running", "max_tokens", "max_body"
-        limits:dict = {k: getattr(self, k) for k in names}
         own = self.folder.resolve().name if self.folder else "lmcourse"
         engine:type = Engine
         how:dict = dict(paged=gpu_paged(model))
@@ -862,7 +855,8 @@ class ServeCommand:
             made.run([Request((0,), 1)])
             return made
         return Service(model, tokenizer, chat_template=template, make_engine=warm,
-                       name=self.name or own, **limits)
+                       name=self.name or own, max_running=self.max_running,
+                       max_tokens=self.max_tokens)
 
 # %% ../../nbs/90_app/90g_cli.ipynb #ed1af3fa
 def _check_address(host:str, port:int): # `OSError` in words where a server could not listen

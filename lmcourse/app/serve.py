@@ -861,11 +861,10 @@ def run_server(
     service:Service,      # What is served; ended with the server
     host:str="127.0.0.1", # This and the rest as for `make_server`
     port:int=8000,
-    grace:float=10.,
     ready:Callable=lambda: None,
 ):
     "Serve until the process gets a signal. Call it from the main thread."
-    try: make_server(service, host, port, grace, ready).run()
+    try: make_server(service, host, port, ready=ready).run()
     finally: service.worker.close()
 
 # %% ../../nbs/90_app/90f_serve.ipynb #504d5c4f

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['shingles', 'jaccard', 'MinHash', 'shingle_hash', 'minhash_naive', 'shingle_hashes', 'minhash',
            'candidate_probability', 'choose_bands', 'near_duplicates_naive', 'band_keys', 'distinct', 'cluster',
-           'candidates', 'near_duplicates', 'meetings', 'minhash_deduplication']
+           'candidates', 'near_duplicates', 'candidate_groups', 'minhash_deduplication']
 
 # %% ../../nbs/13_curation/13g_minhash.ipynb #13g00004
 import os, string
@@ -335,7 +335,7 @@ def near_duplicates(
     return first
 
 # %% ../../nbs/13_curation/13g_minhash.ipynb #e800ed7a
-def meetings(
+def candidate_groups(
     keys:np.ndarray,  # uint64 `(documents, bands)`
     most:int=10_000,  # Documents per array, unless a single group has more
 )->list: # Arrays of sorted positions

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['STEPS', 'ENDINGS', 'register_step', 'each', 'Whole', 'Stage', 'run_step', 'Funnel', 'Recipe', 'shard_files',
-           'read_shard', 'curate', 'read_funnel', 'kept_documents', 'digest', 'survivors', 'data_card', 'dask_map',
+           'read_shard', 'curate', 'read_funnel', 'kept_documents', 'digest', 'kept_digest', 'data_card', 'dask_map',
            'workers']
 
 # %% ../../nbs/13_curation/13i_pipeline.ipynb #13i00004
@@ -25,7 +25,7 @@ from .extract import read_documents
 from .filters import c4_filter, gopher_failures, mask_emails, mask_ips
 from .filters import mask_phone_numbers
 from .language import identify_language
-from .minhash import MinHash, band_keys, cluster, distinct, meetings
+from .minhash import MinHash, band_keys, cluster, distinct, candidate_groups
 from .minhash import minhash, shingle_hashes
 from .mixing import contamination
 from .quality import KneserNey, bag_log_probs, classify_nsfw, classify_quality
@@ -180,7 +180,7 @@ def _minhash(**options)->Whole:
     def sketch(documents): return band_keys(minhash([d.text for d in documents], config), config)
     def decide(sketches, texts):
         keep = np.ones(len(sketches), bool)
-        for some in meetings(sketches):
+        for some in candidate_groups(sketches):
             sets = distinct(*shingle_hashes(texts(some), config.ngram))
             first = cluster(sketches[some], *sets, config.threshold)[0]
             keep[some] = first == np.arange(len(some))
@@ -587,7 +587,7 @@ def _finish(out:Path, work:Path, rounds:int, shards:int, recipe:Recipe)->Funnel:
         for i in range(shards): _link(work/str(rounds-1)/f"{i:05}.jsonl", part/f"{i:05}.jsonl")
     write_text(out/"dropped.jsonl", "".join(json.dumps(dict(id=i, step=s, reason=r)) + "\n"
                                             for i,s,r in dropped))
-    write_text(out/"card.md", data_card(funnel, recipe, survivors(out)))
+    write_text(out/"card.md", data_card(funnel, recipe, kept_digest(out)))
     write_json(out/"funnel.json", dict(stages=[vars(s) for s in funnel.stages]))
     remove(work)
     return funnel
@@ -609,7 +609,7 @@ def digest(
                     for d in documents)
     return blake2b(b"".join(hashes), digest_size=8).hexdigest()
 
-def survivors(out:str|Path)->str: # From a folder of `curate`
+def kept_digest(out:str|Path)->str: # From a folder of `curate`
     "Return the digest of the documents that were kept."
     return digest(kept_documents(out))
 

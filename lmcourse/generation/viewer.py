@@ -117,7 +117,8 @@ def _chance(nats:float)->str: # A surprise as odds
 # %% ../../nbs/05_generation/05c_viewer.ipynb #94b02456
 _COLORS = dict(model=COLORS[0], floor=COLORS[2])       # The same wherever they are shown
 
-def _strip_html(strip:SurprisalStrip, full:float=7.)->str: # `full` nats are a bar of full height
+def _strip_html(strip:SurprisalStrip)->str:
+    full = 7                                # Nats of a bar of full height
     spare = iter(COLORS[1:2] + COLORS[3:]*9)
     colors = {name: _COLORS.get(name) or next(spare) for name in strip.nats}
     parts, chosen = [], strip.most_surprising()
@@ -190,10 +191,10 @@ class AttentionViewer:
         row = self.weights[layer, head, word, :word + 1]
         return [(int(i), float(row[i])) for i in row.argsort(descending=True, stable=True)[:most]]
 
-    def longest_look(self, least:int=8)->tuple: # Layer, head, word, and the word that it looks at
-        "Find the largest weight on a word at least `least` tokens back that has letters."
+    def longest_look(self)->tuple: # Layer, head, word, and the word that it looks at
+        "Find the largest weight on a word at least 8 tokens back that has letters."
         words = torch.tensor([any(c.isalpha() for c in w) for w in self.words])
-        far = self.weights.tril(-least)*words*words[:, None]
+        far = self.weights.tril(-8)*words*words[:, None]
         if not far.any(): far = self.weights
         return tuple(int(i) for i in np.unravel_index(int(far.argmax()), far.shape))
 

@@ -25,7 +25,7 @@ from ..architecture.transformer_np import check_params, sinusoidal_table
 from ..architecture.fast_np import pool
 from ..architecture.pretrained import params_of
 from ..accounting.hardware import threads_here
-from ..generation.generate import Remembering
+from ..generation.generate import Decoder
 from .kv_cache import _still_there
 
 # %% ../../nbs/07_inference/07aa_fast_decoder.ipynb #8c220aa8
@@ -321,7 +321,7 @@ def join_turn(board, number, arrays, biases, buffers, gains, qk_gains, cache, co
     add_one(board, 16)
 
 # %% ../../nbs/07_inference/07aa_fast_decoder.ipynb #2e8908c2
-class NumpyDecoder(Remembering):
+class NumpyDecoder(Decoder):
     """The NumPy model with a cache: batch size 1, float32.
     Rejects a config with fields that it doesn't compute."""
     def __init__(self,

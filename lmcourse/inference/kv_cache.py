@@ -11,7 +11,7 @@ import torch
 from typing import Any
 from collections.abc import Callable
 from ..tools.config import ModelConfig, refuse_fields
-from ..generation.generate import Remembering, context_of
+from ..generation.generate import Decoder, context_of
 
 # %% ../../nbs/07_inference/07a_kv_cache.ipynb #77151a92
 class CacheLayer:
@@ -99,7 +99,7 @@ class KVCache:
         for layer in self.layers: layer.length, layer.reach = length, layer.reach if length else 0
 
 # %% ../../nbs/07_inference/07a_kv_cache.ipynb #a570dbb0
-class CachedDecoder(Remembering):
+class CachedDecoder(Decoder):
     "A decoder with a cache for any `TransformerLM` on any device."
     def __init__(self,
         model:Any,                # A `TransformerLM`

@@ -71,12 +71,11 @@ def best_steps(
     weight:np.ndarray,     # In groups `(..., n)`, float32
     bits:int,              # Bits of a code, 2 to 8
     dtype:type=np.float32, # Type of the steps: float32 or float16
-    tries:int=32,          # Number of steps to try, from the full one down to half of it
 )->np.ndarray: # `(...)`
-    "Search for the step of each group with the least squared error."
+    "Search 32 steps, from the full one to half of it, for the least squared error of each group."
     full = grid_steps(weight, bits)
     best, least = grid_steps(weight, bits, dtype), np.full(full.shape, np.inf, np.float32)
-    for factor in np.linspace(1, 0.5, tries, dtype=np.float32):
+    for factor in np.linspace(1, 0.5, 32, dtype=np.float32):
         steps = (full*factor).astype(dtype) if factor < 1 else best
         error = np.square(from_grid(to_grid(weight, steps, bits), steps) - weight).sum(-1)
         best, least = np.where(error < least, steps, best), np.minimum(error, least)

@@ -47,7 +47,6 @@ def router_forward(
 def router_backward(
     dweights:np.ndarray, # Gradient of the weights `(N, k)`
     cache:tuple,         # From `router_forward`
-    dlogits:np.ndarray|None=None, # Extra gradient of the logits, from a router loss `(N, E)`
 )->tuple: # Gradients of `x` `(N, D)` and of `weight` `(E, D)`
     "Compute the gradients of `router_forward`, with the chosen experts held fixed."
     x, weight, scores, chosen, weights, total, score, normalize, scale = cache
@@ -57,7 +56,6 @@ def router_backward(
     np.put_along_axis(dscores, chosen, dkept/total, -1)
     if score == "softmax": dz = scores*(dscores - (dscores*scores).sum(-1, keepdims=True))
     else: dz = dscores*scores*(1 - scores)
-    if dlogits is not None: dz = dz + dlogits
     return dz@weight, dz.T@x
 
 # %% ../../nbs/08_moe/08a_router_np.ipynb #ee26926d

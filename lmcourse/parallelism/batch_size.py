@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['gradient_noise', 'steps_to_loss', 'fit_critical_batch', 'small_model', 'story_tokens', 'story_tokenizer', 'new_run',
-           'story_batch', 'tail_rates', 'run_steps', 'batch_gradients']
+           'story_batch', 'wsd_rates', 'run_steps', 'batch_gradients']
 
 # %% ../../nbs/10_parallelism/10l_batch_size.ipynb #8017e6e2
 import math
@@ -13,7 +13,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from collections.abc import Sequence
-from ..tokenization.tokenizer import Tokenizer, train_bpe
+from ..tokenization.tokenizer import Tokenizer
 from ..tools.config import ModelConfig, TrainConfig
 from ..tools.stories import short_stories
 from ..training.data import TokenDataset, story_windows, to_tensors
@@ -101,13 +101,10 @@ def story_tokens(
     return TokenDataset(np.concatenate(ids).astype(np.uint16), np.append(0, ends[:-1]), info)
 
 def story_tokenizer(
-    vocab_size:int=512, # Vocabulary size, including the end-of-text token
     zipf:float=0.,      # Exponent of the word frequencies in the grammar, as in `Stories`
 )->Tokenizer:
-    "Train a byte-pair encoding on short stories."
-    special = ["<|endoftext|>"]
-    vocab, merges = train_bpe(list(islice(short_stories(99, zipf), 2000)), vocab_size, special)
-    return Tokenizer(vocab, merges, special)
+    "Train a byte-pair encoding of 512 tokens on short stories."
+    return Tokenizer.train(list(islice(short_stories(99, zipf), 2000)), 512)
 
 # %% ../../nbs/10_parallelism/10l_batch_size.ipynb #749d462f
 def new_run(
@@ -135,7 +132,7 @@ def story_batch(
     return to_tensors(story_windows(data, rows, context_length))
 
 # %% ../../nbs/10_parallelism/10l_batch_size.ipynb #70fdbb71
-def tail_rates(
+def wsd_rates(
     steps:int,        # Steps of the run
     lr:float,         # Peak learning rate
     warmup:int=10,    # Warm-up steps
@@ -143,7 +140,7 @@ def tail_rates(
 )->list: # The rate of each step: linear warm-up, constant, linear cooldown
     "Schedule a constant rate with warm-up and cooldown. Raises `ValueError` for invalid numbers."
     if steps < 1 or warmup < 0 or not 0 <= cooldown <= 1:
-        raise ValueError(f"tail_rates: {steps = }, {warmup = }, {cooldown = }")
+        raise ValueError(f"wsd_rates: {steps = }, {warmup = }, {cooldown = }")
     up = np.minimum(1, (np.arange(steps) + 1)/max(1, warmup))
     down = np.minimum(1, (steps - np.arange(steps))/max(1, round(cooldown*steps)))
     return (lr*np.minimum(up, down)).tolist()

@@ -69,7 +69,7 @@ def tree_bytes(
 
 # %% ../../nbs/10_parallelism/10b_collectives.ipynb #a709df6c
 def halving_reduce_scatter(x:np.ndarray, port:Port): # Each rank's vector; N a power of two
-    "Return piece r of the sum on rank r."
+    "Leave piece r of the sum on rank r, in place; the rest of `x` holds partial sums."
     pieces, first, last = chunk_slices(len(x), port.size), 0, port.size
     while last - first > 1:
         middle = (first + last)//2

@@ -164,12 +164,12 @@ def counted_scatter(hasty:bool, length:int)->tuple: # This rank's piece, calls, 
     return piece.numpy(), dict(count.calls), count.ring_bytes(dist.get_world_size())
 
 # %% ../../nbs/10_parallelism/10c_collectives_torch.ipynb #d22af106
-def time_all_reduce(lengths:list, repeats:int=15)->list: # Seconds, the fastest for each length
+def time_all_reduce(lengths:list)->list: # Seconds, the fastest of 15 for each length
     "Time all-reduces of float32 vectors."
     found = []
     for n in lengths:
         x, took = torch.ones(n), []
-        for _ in range(repeats):
+        for _ in range(15):
             dist.barrier()
             begin = time.perf_counter()
             dist.all_reduce(x)

@@ -9,7 +9,7 @@ __all__ = ['my_rows', 'add_over_ranks', 'loss_share', 'reduce_naive', 'reduce_fl
 # %% ../../nbs/10_parallelism/10d_data_parallel.ipynb #8b3e718b
 import numpy as np
 import torch
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from torch import nn
 from torch.nn import functional as F
 from ..architecture.transformer_torch import TransformerLM
@@ -119,16 +119,14 @@ def data_parallel_step(
     ids:torch.Tensor,      # The whole batch `(B, T)`
     targets:torch.Tensor,  # Target ids `(B, T)`
     port:Port,
-    reduce:Callable=reduce_flat, # Function that sums gradients over ranks
-    max_norm:float=1.,     # Gradients are scaled down to this norm
 )->float: # The loss of the whole batch, before the step
     "Take one step: forward, backward, all-reduce, clip, update."
     optimizer.zero_grad()
     share = loss_share(model, my_rows(ids, port), my_rows(targets, port), port)
     share.backward()
     parameters = [p for p in model.parameters() if p.requires_grad]
-    reduce(parameters, port)
-    nn.utils.clip_grad_norm_(parameters, max_norm)
+    reduce_flat(parameters, port)
+    nn.utils.clip_grad_norm_(parameters, 1.)
     optimizer.step()
     return add_over_ranks(share.item(), port)
 

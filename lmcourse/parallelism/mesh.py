@@ -6,7 +6,7 @@
 __all__ = ['CLOSING_BIASES', 'Stage', 'placement', 'apply_tensor_parallel', 'apply_data_parallel', 'data_mesh', 'shares_mesh',
            'own_places', 'pass_on', 'RingAttention', 'apply_context_parallel', 'own_tokens', 'count_targets',
            'MeshModel', 'MeshEngine', 'finish_gradients', 'clip_mesh_gradients', 'copies_of', 'gather_model',
-           'find_nonfinite_parts', 'check_mesh', 'stages_each', 'pretended_mesh', 'Traffic', 'Rehearsal', 'dry_run',
+           'find_nonfinite_parts', 'check_mesh', 'stages_each', 'pretended_mesh', 'SentBytes', 'Rehearsal', 'dry_run',
            'step_bytes']
 
 # %% ../../nbs/10_parallelism/10k_mesh.ipynb #c10k0004
@@ -447,9 +447,9 @@ def finish_gradients(
         for p,g in zip(parts, flat.split([p.numel() for p in parts])):
             p.grad = DTensor.from_local(g.view(p.shape), mesh, p.placements, run_check=False)
     ends = model.stages[0].first, model.stages[-1].last
-    if model.group and model.config.tie_embeddings and any(ends): _add_tied(model, *ends)
+    if model.group and model.config.tie_embeddings and any(ends): _add_tied(model, ends[0])
 
-def _add_tied(model:MeshModel, first:bool, last:bool): # Each end sends its part
+def _add_tied(model:MeshModel, first:bool): # Each end sends its part
     stage, group = model.stages[0 if first else -1], model.group
     grad = local(stage.token_embeddings.weight.grad)
     peer = dist.get_global_rank(group, group.size() - 1 if first else 0)
@@ -613,7 +613,7 @@ def _forget_groups(): # DTensor remembers groups that are gone
         propagator.propagate_op_sharding.cache.cache_clear()
 
 # %% ../../nbs/10_parallelism/10k_mesh.ipynb #c10k0037
-class Traffic(TorchDispatchMode):
+class SentBytes(TorchDispatchMode):
     "Counts the bytes that this process sends, as if each collective used a ring."
     SENT = dict(all_reduce=lambda n, b: 2*b*(n - 1)//n, all_gather=lambda n, b: b*(n - 1),
                 reduce_scatter=lambda n, b: b*(n - 1)//n, send=lambda n, b: b,
@@ -679,11 +679,11 @@ class Rehearsal(MeshEngine):
     def fill(self, stage:Stage):
         with self.fake: stage.to_empty(device=self.device)
 
-    def step(self)->Traffic: # The calls and the bytes sent
+    def step(self)->SentBytes: # The calls and the bytes sent
         "Run the forward and backward passes of one step."
         tokens = self.model.config.context_length
         plan = plan_batch(self.config, tokens, self.world.size)
-        with self.fake, Traffic(self.mesh) as traffic:
+        with self.fake, SentBytes(self.mesh) as traffic:
             ids = torch.zeros(plan.micro_batch, tokens, dtype=torch.int64)
             for i in range(plan.grad_accum_steps):
                 self.forward_backward((ids, ids), 1/plan.windows, i == plan.grad_accum_steps - 1)

@@ -80,13 +80,12 @@ def simulate_goodput(
     save_s:float=60.,       # Seconds per save, δ
     restart_s:float=600.,   # Seconds to restart after a failure, R
     *,
-    stretches:int=100,      # Saves per run
-    runs:int=200,           # Independent runs
+    runs:int=200,           # Independent runs, each with 100 saves
     rng:np.random.Generator,
 )->tuple: # Mean share of useful time, and its standard error
     "Simulate failures at random times. The share is useful time over mean total time."
     check_times(interval_s=interval_s, between_s=between_s, save_s=save_s, restart_s=restart_s)
-    stretches, runs = whole_number("stretches", stretches), whole_number("runs", runs, 2)
+    runs, stretches = whole_number("runs", runs, 2), 100
     clock = np.zeros(runs)
     todo = np.full(runs, interval_s + save_s)               # Seconds left in each run's attempt
     left = np.full(runs, stretches)

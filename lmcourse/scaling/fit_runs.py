@@ -112,14 +112,13 @@ class Scaling:
 def fit_scaling(
     runs:ScalingRuns,  # At least 6
     draws:int=200,     # Bootstrap samples
-    seed:int=0,        # Seed of the bootstrap samples
 )->Scaling:
     "Fit a loss law with intervals. Raises `ValueError` for too few runs, sizes or token counts."
     data = runs.parameters, runs.tokens, runs.loss
     if len(runs.loss) < 6:
         raise ValueError(f"{len(runs.loss)} runs for a law with 5 constants, expected at least 6")
     law = fit_loss_law(*data)
-    samples = bootstrap_law(*data, np.random.default_rng(seed), draws)
+    samples = bootstrap_law(*data, np.random.default_rng(0), draws)
     return Scaling(runs, law, samples, draws - len(samples))
 
 # %% ../../nbs/11_scaling/11g_fit_runs.ipynb #f1232ae5

@@ -222,7 +222,6 @@ def bootstrap_law(
 def law_interval(
     laws:list,           # Laws from `bootstrap_law`
     what:Callable,       # Function of a law that returns numbers
-    level:float=.95,     # Share of the samples inside
 )->tuple: # Lower and upper end
-    "Return the percentile interval of a quantity computed from each law."
-    return interval(np.array([what(law) for law in laws]), level)
+    "Return the 95 % interval of a quantity computed from each law."
+    return interval(np.array([what(law) for law in laws]))

@@ -787,11 +787,11 @@ BETWEEN = b"\xff"
 class TextPieces:
     """Joins texts into pieces.
     Safe to call from several threads."""
-    def __init__(self, texts:Iterable[str], size:int=1<<22): # Approximate bytes per piece
+    def __init__(self, texts:Iterable[str]):
         if isinstance(texts, (str, bytes)):
             raise TypeError(f"texts is one {type(texts).__name__}, expected an iterable of them: "
                             f"[text]")
-        self.texts, self.size, self.lock = enumerate(texts), size, threading.Lock()
+        self.texts, self.lock = enumerate(texts), threading.Lock()
     def close(self): pass
     def read(self, buffer:np.ndarray)->tuple: # As `FilePieces.read`
         parts, total = [], 0
@@ -801,7 +801,7 @@ class TextPieces:
                     raise TypeError(f"text {i} is a {type(text).__name__}, expected a str")
                 parts.append(utf8(text))
                 total += len(parts[-1]) + 1
-                if total > self.size: break
+                if total > 1<<22: break     # About 4 MiB per piece
         return _read_only(BETWEEN.join(parts) + BETWEEN*bool(parts)), buffer
 
 # %% ../../nbs/01_tokenization/01d_fast_bpe.ipynb #a918f61b

@@ -61,8 +61,6 @@ def train_bpe(
     input_path:str|os.PathLike|Iterable[str], # Path of a file in UTF-8, or an iterable of texts
     vocab_size:int, # Total number of ids: special tokens, 256 bytes and merges
     special_tokens:Iterable[str]|None=("<|endoftext|>",), # One id each, and no merge across them
-    # Whether ids follow GPT-2's order; by default special tokens come first, then bytes, merges
-    gpt2_order:bool=False,
     threads:int|None=None,                                # Number of threads; default: all cores
     # For bytes of a file that are not UTF-8: 'strict' (`ValueError`), 'replace' or 'ignore'
     errors:str="strict",
@@ -90,7 +88,7 @@ def train_bpe(
         warnings.warn(f"the text has pairs for only {len(merges):,} merges, not {wanted:,}, so "
                       f"the vocabulary has {vocab_size - wanted + len(merges):,} tokens, not "
                       f"{vocab_size:,}", stacklevel=2)
-    return make_vocab(merges, special_tokens, gpt2_order), merges
+    return make_vocab(merges, special_tokens), merges
 
 # %% ../../nbs/01_tokenization/01e_tokenizer.ipynb #458df307
 def _as_learnt(merges:list)->bool: # Whether no merge makes a token that an earlier merge uses

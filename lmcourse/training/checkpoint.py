@@ -565,13 +565,10 @@ class Checkpoints:
     "The checkpoints of a run: folders like step_000500 in one folder."
     def __init__(self,
         folder:str|Path, # Folder of the checkpoints, created with the first
-        keep:int=2,      # Number of latest checkpoints to keep
-        keep_best:int=1, # Number of best checkpoints to keep, by validation loss
+        keep:int=2,      # Number of latest checkpoints to keep, beside the best one
     ):
-        if keep < 1 or keep_best < 0:
-            raise ValueError(f"Checkpoints: {keep = }, {keep_best = }, "
-                             f"expected 1 or more and 0 or more")
-        self.folder, self.keep, self.keep_best = Path(folder), keep, keep_best
+        if keep < 1: raise ValueError(f"Checkpoints: {keep = }, expected 1 or more")
+        self.folder, self.keep = Path(folder), keep
 
     def latest(self)->Path|None: # None if there is no checkpoint
         "Return the checkpoint of the highest step. Remains of an interrupted save are ignored."
@@ -588,13 +585,13 @@ class Checkpoints:
         write:Callable=save_checkpoint,          # Function that writes the checkpoint
         **more:Any,                              # As for `save_checkpoint`
     )->Path: # The new checkpoint
-        "Save a checkpoint, then delete those that are neither among the latest nor the best."
+        "Save a checkpoint, then delete those that are neither among the latest nor the best one."
         self.clear_leftovers()
         path = self.folder/f"step_{iteration:06d}"
         state = (state or {}) | ({} if valid_loss is None else dict(valid_loss=float(valid_loss)))
         write(model, optimizer, iteration, path, state=state, **more)
         found = self._found()
-        kept = {path, *list(found.values())[-self.keep:], *self._ranked()[:self.keep_best]}
+        kept = {path, *list(found.values())[-self.keep:], *self._ranked()[:1]}
         for p in self._all():
             if p not in kept: _remove(p)
         return path

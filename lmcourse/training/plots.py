@@ -14,10 +14,9 @@ from .runs import read_metrics, read_run
 
 # %% ../../nbs/04_training/04l_plots.ipynb #11995c6a
 def plot_runs(
-    runs:dict,       # Name to the folder of a run
-    floor:bool=True, # Whether to draw the floor, if it is known
+    runs:dict, # Name to the folder of a run
 ):
-    "Plot training and validation loss against tokens, with the floor. Returns the `Axes`."
+    "Plot training and validation loss against tokens, with the floor if known. Returns the `Axes`."
     ax, floors = figure(width=7, height=3.6)[1], set()
     for i,(name,run) in enumerate(runs.items()):
         metrics, per_step, color = read_metrics(run), _tokens_per_step(run), COLORS[i % len(COLORS)]
@@ -26,7 +25,7 @@ def plot_runs(
                 linewidth=1)
         ax.plot([m["step"]*per_step for m in valid], [m["valid_loss"] for m in valid], "o-",
                 color=color, markersize=3, label=f"{name}, validation")
-        if floor and valid and "floor" in valid[-1]: floors.add(round(valid[-1]["floor"], 6))
+        if valid and "floor" in valid[-1]: floors.add(round(valid[-1]["floor"], 6))
     for nats in sorted(floors): # Runs on the same corpus share a floor
         ax.axhline(nats, color=GREY, linestyle="--", label="floor of the source")
     ax.set(xlabel="training tokens", ylabel="loss (nats per token)", ylim=(0, None))
