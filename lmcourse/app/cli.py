@@ -373,8 +373,9 @@ def new_trainer(
 def open_data(data:Path)->list: # Training and validation documents of a folder of `prepare`
     from lmcourse.training.data import TokenDataset
     if not (first := data/"train.json").exists():
+        own = f"; did you mean {data/'data'}?"*(data/"data/train.json").exists()
         raise FileNotFoundError(f"{first}: no such file; {data} is no folder that `lmcourse "
-                                f"prepare` has finished")
+                                f"prepare` has finished{own}")
     return [TokenDataset.open(data/name) for name in ("train", "valid")]
 
 def matching_tokenizer(data:Path, *sets:Any
@@ -905,7 +906,7 @@ class PlotCommand:
     def run(self):
         from lmcourse.training.runs import read_metrics, read_run
         with checking_input():
-            if not self.runs: raise ValueError("plot needs at least one run folder")
+            if not self.runs: raise ValueError("plot needs RUN, the folder of a run, or more")
             check_picture(self.out)
             for name in ("width", "height"):
                 if not 2 <= (n := getattr(self, name)) <= 1000:
@@ -1720,6 +1721,8 @@ def _refuse_near_misses(args:list): # With what was probably meant
         raise ValueError("name a command, say `lmcourse quickstart`; `lmcourse --help` lists them")
     if not args[0].startswith("-") and args[0] not in COMMANDS:
         raise unknown("command", args[0], COMMANDS)
+    if args[0][0] == "-" and args[0] not in ("-h", "--help") and "--tyro" not in args[0]:
+        raise ValueError(f"name a command before {args[0]}; `lmcourse --help` lists them")
     if args == ["bench"]: raise ValueError(f"bench needs a PART: {', '.join(BENCHES)}")
     if args[:1] == ["bench"] and args[1] not in [*BENCHES, "-h", "--help"]:
         raise unknown("part", args[1], BENCHES)
