@@ -355,6 +355,21 @@ def test_configs_of_theirs_that_are_refused(family, changes, words):
     with expect_error(ValueError, words): config_from_hf(PLAIN[family] | changes)
 
 
+@pytest.mark.parametrize("scaling", [dict(rope_type="linear", factor=3.), YARN, LLAMA3], ids=lambda s: s["rope_type"])
+def test_a_stretched_rope_is_written_for_old_and_new_readers(scaling):
+    config = sizes(replace(llama, rope_theta=77., rope_scaling=scaling))
+    file = config_to_hf(config)
+    assert file["rope_scaling"] == scaling and file["rope_theta"] == 77. and file["rope_parameters"] == dict(rope_theta=77.) | scaling
+    old, new = ({k: v for k, v in file.items() if k not in left} for left in (["rope_parameters"], ["rope_scaling", "rope_theta"]))
+    ancient = old | dict(rope_scaling={{"rope_type": "type"}.get(k, k): v for k, v in scaling.items()})
+    for part in (old, new, ancient):
+        assert config_from_hf(part) == config
+        assert transformers.AutoConfig.for_model(**json.loads(json.dumps(part))).rope_parameters.items() >= file["rope_parameters"].items()
+    transformers.AutoConfig.for_model(**file)
+    assert config.rope_scaling == scaling       # Reading there doesn't write here
+    assert "rope_scaling" not in config_to_hf(llama)
+
+
 def test_all_that_is_wrong_is_named_at_once():
     bad = {k: v for k, v in PLAIN["llama"].items() if k not in ("vocab_size", "hidden_size")} | dict(hidden_act="relu", mlp_bias=True)
     with expect_error(ValueError, "vocab_size is missing; hidden_size is missing; hidden_act = 'relu', expected 'silu'; attention_bias = False, mlp_bias = True"):
