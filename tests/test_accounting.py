@@ -332,6 +332,12 @@ def test_a_need_is_the_measured_peak(histories):
     assert not too_low_or_high(STEPS[:FEW], list(map(max, histories)))
 
 
+def test_matrices_with_a_rate_of_their_own_are_updated_alone():
+    case = ModelConfig(vocab_size=1000, context_length=16, d_model=96, num_layers=3, num_heads=2, mup_base_width=24), 1, 8, PLAIN
+    assert peak_phase(*case[:3], **PLAIN)["phase"] == "optimizer"
+    assert not too_low_or_high([case], [max(live_bytes(*case))])
+
+
 def test_the_fused_kernels_save_no_more():
     """A rotation saves nothing of its input, and a norm no scale: so the need of the readable layers serves, but for half a per cent.
     oneDNN copies a factor that lies transposed, and a weight's gradient before it is added; of the head's, 1024 rows at a time."""

@@ -284,6 +284,18 @@ def test_ctrl_c_can_be_gone_on_from(tmp_path):
     assert unfinished(tmp_path / "a") == dict(documents=1, bytes=3)
 
 
+@pytest.mark.parametrize("limit", [0, 100, 1000, 5000])
+def test_a_full_disk_leaves_nothing(tmp_path, limit):
+    "The system itself refuses the next byte: that of the starts first, which wait in a buffer."
+    resource = pytest.importorskip("resource")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limits[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"): write_tokens(tmp_path/"x", ["a"]*2000, Bytes(), "s", batch_bytes=100)
+    finally: resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.skipif(sys.platform == "win32", reason="no locks of this kind")
 def test_two_processes_do_not_write_the_same_files(tmp_path):
     with start_writing(tmp_path / "a", more="import time\nreal = texts\ndef texts():\n    yield from real()\n    time.sleep(60)") as process:

@@ -80,10 +80,13 @@ def _always(c:ModelConfig, tokens:int, optimizer:str, device:str
     # Biases of routers are moved without an optimizer
     learned = P - expert_layers(c)*c.expert_count*(c.router_bias_rate > 0)
     moments, room = 8*learned, 4*learned if device == "cpu" else 4
+    hidden = _hidden_matrices(c)
+    alone = 4*sum(n*rows*columns for n,rows,columns in hidden)
+    # Under muP they have a learning rate of their own, so the roots are not alive all at once
+    if c.mup_scale != 1 and device == "cpu": room = max(alone, room - alone)
     # Muon: one moment per matrix; working space for three arrays of its shape and two squares
     if optimizer == "muon":
-        hidden = _hidden_matrices(c)
-        moments -= (alone := 4*sum(n*rows*columns for n,rows,columns in hidden))
+        moments -= alone
         room = max(room - alone, *(4*(3*rows*columns + 2*min(rows, columns)**2)
                                    for n,rows,columns in hidden if n))
     table = 4*c.context_length*dict(rope=c.rope_size, sinusoidal=D).get(c.position, 0)

@@ -8,6 +8,7 @@ __all__ = ['document_batches', 'encode_documents', 'TokenWriter', 'unfinished', 
 # %% ../../nbs/01_tokenization/01g_token_files.ipynb #3f8cb7d5
 import hashlib, json, math, os
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 from collections.abc import Callable, Iterable, Iterator
@@ -142,7 +143,8 @@ class TokenWriter:
 
     def remove(self):
         "Close the files and remove those that are unfinished."
-        self.close()
+        for f in (*self.files, self.lock):
+            with suppress(OSError): f.close()           # A full disk refuses what is in the buffer
         names = ("json.tmp", "json.part.tmp", "json.part", "bin.part", "idx.part", "nats.part",
                  "lock.part")
         for name in names: Path(f"{self.prefix}.{name}").unlink(missing_ok=True)
