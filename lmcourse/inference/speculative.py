@@ -28,7 +28,7 @@ def residual(
 
 # %% ../../nbs/07_inference/07c_speculative.ipynb #1e9f9878
 def _distributions(probs:torch.Tensor
-)->torch.Tensor: # In float64, so that rows sum to 1 more precisely, and on the CPU, as a Mac's GPU has none
+)->torch.Tensor: # In float64, where rows sum to 1 more precisely, and on the CPU: MPS has none
     probs = probs.cpu().double()
     return probs/probs.sum(-1, keepdim=True)
 
