@@ -30,7 +30,7 @@ def continuation_log_prob(
     row = torch.tensor([tokenizer.end_of_text, *ids][-most - 1:],
                        device=next(model.parameters()).device)
     with torch.inference_mode(): logits = model(row[None, :-1])[0, -n:].float()
-    given = logits.log_softmax(-1).gather(1, row[-n:, None]).double().sum()
+    given = logits.log_softmax(-1).gather(1, row[-n:, None]).cpu().double().sum()
     return float(given), bool((logits.argmax(-1) == row[-n:]).all())
 
 # %% ../../nbs/12_evaluation/12j_harness.ipynb #12j11

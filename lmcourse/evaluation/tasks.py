@@ -243,7 +243,7 @@ def _choice_nats(model, tokenizer, context:str, choice:str, temperature:float=1.
     targets = torch.tensor(row[-n:], device=device)
     losses = torch.nn.functional.cross_entropy(logits.float()/temperature, targets,
                                                reduction="none")
-    nats = -float(losses.double().sum())
+    nats = -float(losses.cpu().double().sum())
     if math.isnan(nats): raise ValueError(f"the model's log-probability of {choice!r} is nan")
     return nats, n, split
 

@@ -147,7 +147,7 @@ def surprisal_strip(
 )->SurprisalStrip:
     "Show where a model is surprised. Raises `ValueError` for a text that is empty or too long."
     ids = _document_ids(model, tokenizer, document, end=True)
-    nats = dict(model=-log_probs(model, ids).double().cpu().numpy())
+    nats = dict(model=-log_probs(model, ids).cpu().double().numpy())
     for name,n in (beside or {}).items():
         nats[name] = np.asarray(n, float)
         if nats[name].shape == (len(ids) - 1,): continue

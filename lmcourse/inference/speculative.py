@@ -28,8 +28,8 @@ def residual(
 
 # %% ../../nbs/07_inference/07c_speculative.ipynb #1e9f9878
 def _distributions(probs:torch.Tensor
-)->torch.Tensor: # In float64, so that rows sum to 1 more precisely than in float32
-    probs = probs.double()
+)->torch.Tensor: # In float64, where rows sum to 1 more precisely, and on the CPU: MPS has none
+    probs = probs.cpu().double()
     return probs/probs.sum(-1, keepdim=True)
 
 # %% ../../nbs/07_inference/07c_speculative.ipynb #4d79026b

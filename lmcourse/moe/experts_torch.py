@@ -256,7 +256,7 @@ class MoE(nn.Module):
         "Update the bias by the visits of the whole step on all processes. Wang et al. 2024."
         load, self.load = self.load, None
         if self.expert_bias is None or load is None: return
-        load, = all_reduce_sum(load.double().cpu().numpy())
+        load, = all_reduce_sum(load.cpu().double().numpy())
         step = self.config.router_bias_rate*torch.as_tensor(load.mean() - load).sign()
         part = self.expert_bias
         if not hasattr(part, "to_local"): part.add_(step.to(part))
