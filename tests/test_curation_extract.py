@@ -113,6 +113,13 @@ def test_nothing_is_dropped_without_a_reason(tmp_path):
     assert [d.text for d, _ in found] == ["A text of a page."] + [""]*8 and [d.id for d, _ in found] == list("012345678")
 
 
+def test_what_a_name_server_said_is_no_damaged_page(tmp_path):
+    said = b"20260101000000\nexample.org. 300 IN A 192.0.2.1\n"
+    head = f"WARC/1.0\r\nWARC-Type: response\r\nWARC-Target-URI: dns:example.org\r\nContent-Type: text/dns\r\nContent-Length: {len(said)}\r\n\r\n"
+    (tmp_path/"w").write_bytes(head.encode() + said + b"\r\n\r\n")
+    assert [(d.url, why) for d, why in read_documents(tmp_path/"w")] == [("dns:example.org", "not HTML")]
+
+
 def test_texts_that_others_extracted(web, tmp_path):
     write_warc(tmp_path/"w.wet.gz", web[:30], wet=True)
     found = list(read_documents(tmp_path/"w.wet.gz"))

@@ -206,6 +206,8 @@ def read_documents(
         yield Document(record.id, record.url, text), why or ("" if text.strip() else "no text")
 
 def _page_text(record:WarcRecord, max_bytes:int)->tuple: # Text, and the reason if there is none
+    if not record.headers.get("content-type", "application/http").startswith("application/http"):
+        return "", "not HTML"                            # For example the answer of a name server
     try: answer = http_response(record.payload, max_bytes)
     except ValueError: return "", "damaged"
     content_type = answer.headers.get("content-type", "")

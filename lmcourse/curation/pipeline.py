@@ -522,14 +522,6 @@ def curate(
             if whole: _decide(work, key, k, len(paths))
         return _finish(out, work, len(rounds), len(paths), recipe)
 
-def read_funnel(
-    out:str|Path, # Output folder of `curate`
-)->Funnel:
-    "Read the counts of a finished run. Raises `ValueError` if it isn't finished."
-    if not (path := Path(out)/"funnel.json").exists():
-        raise ValueError(f"{out}: not finished; go on with the same command")
-    return Funnel([Stage(**s) for s in read_json(path)["stages"]])
-
 # %% ../../nbs/13_curation/13i_pipeline.ipynb #13i00026
 def _numbered(item:tuple, work:str, key:str, k:int):
     number, path, label = item
@@ -593,6 +585,14 @@ def _finish(out:Path, work:Path, rounds:int, shards:int, recipe:Recipe)->Funnel:
     return funnel
 
 # %% ../../nbs/13_curation/13i_pipeline.ipynb #13i00027
+def read_funnel(
+    out:str|Path, # Output folder of `curate`
+)->Funnel:
+    "Read the counts of a finished run. Raises `ValueError` if it isn't finished."
+    if not (path := Path(out)/"funnel.json").exists():
+        raise ValueError(f"{out}: not finished; go on with the same command")
+    return Funnel([Stage(**s) for s in read_json(path)["stages"]])
+
 def kept_documents(
     out:str|Path, # Output folder of `curate`
 )->Iterator[Document]:
