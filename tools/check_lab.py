@@ -64,7 +64,6 @@ def not_run(path):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("page", nargs="?", type=Path, default=next((ROOT / "nbs").rglob("01f_explorer.ipynb")), help="a notebook")
-    parser.add_argument("--screenshot", type=Path, help="a PNG of the page when all has run")
     args = parser.parse_args()
     try: from playwright.sync_api import sync_playwright
     except ImportError: return print("skipped: no playwright")
@@ -77,7 +76,6 @@ def main():
         try:
             page = playwright.chromium.launch(executable_path=browser, args=FLAGS).new_page(viewport=dict(width=1400, height=1000))
             faults = run_all(page, project / "nbs", page_)
-            if args.screenshot: page.screenshot(path=args.screenshot)
         finally: server.terminate(); server.wait()
     if faults: sys.exit(f"{args.page.name} in JupyterLab:\n  " + "\n  ".join(faults))
     print(f"{args.page.name} runs in JupyterLab")

@@ -5,23 +5,23 @@ A run that stands in the file already is not repeated, so a run that was stopped
 Usage: nice tools/curation_runs.py clean duplicated noisy raw cleaned
        nice tools/curation_runs.py memory
 """
-import argparse, datetime, json, resource, subprocess, sys, tempfile, time
+import argparse, json, resource, subprocess, sys, tempfile, time
 from functools import cache
 from itertools import islice
 from pathlib import Path
+
+from results import RESULTS, done, write
 
 from lmcourse.curation.pipeline import Recipe, curate, kept_documents, read_shard, workers
 from lmcourse.curation.warc import write_warc
 from lmcourse.curation.web import planted_web
 from lmcourse.tools.config import ModelConfig, TrainConfig
-from lmcourse.tools.machine import machine_name
 from lmcourse.tools.stories import Stories
 from lmcourse.tokenization.tokenizer import Tokenizer
 from lmcourse.training.data import TokenDataset, write_dataset
 from lmcourse.training.trainer import Trainer
 
-RESULTS = Path(__file__).parent.parent/"nbs/results/curation.jsonl"
-RECIPE = Path(__file__).parent.parent/"nbs/results/recipe.toml"
+RECIPE = RESULTS/"recipe.toml"
 PAGES, SEEDS = 1500, (0, 1, 2)
 MODEL = ModelConfig(vocab_size=1024, context_length=128, d_model=64, num_layers=2, num_heads=4, qk_norm=True, tie_embeddings=True)
 TRAIN = TrainConfig(steps=400, batch_size=8, lr=.006, min_lr=3e-4, warmup_steps=40, windows="random", eval_every=10_000, checkpoint_every=10_000,
@@ -64,7 +64,7 @@ def run(kind, seed):
                 loss=round(result.loss, 5), excess=round(result.excess, 5), error=round(result.error, 5), seconds=round(time.process_time() - start, 1))
 
 
-MEMORY, PAGES_OF_A_SHARD = RESULTS.with_name("curation_memory.jsonl"), 15_000
+PAGES_OF_A_SHARD = 15_000
 CRAWL = Recipe.from_dict(dict(steps=[dict(step=name) for name in ("gopher", "quality", "exact", "minhash")]))
 
 
@@ -93,15 +93,11 @@ def curated_alone(source, out):
 def memory():
     "One line for each size"
     for megabytes in (75, 2000, 300):
-        lines = [json.loads(line) for line in MEMORY.read_text().splitlines()] if MEMORY.exists() else []
-        if any(r.get("megabytes") == megabytes for r in lines): continue
-        if not lines:
-            about = dict(kind="about", machine=machine_name(), date=str(datetime.date.today()), command="tools/curation_runs.py memory", recipe=CRAWL.to_dict()["steps"])
-            MEMORY.write_text(json.dumps(about) + "\n")
+        if done("curation_memory.jsonl", dict(megabytes=megabytes)): continue
         with tempfile.TemporaryDirectory() as folder:
             row = dict(kind="memory", megabytes=megabytes) | crawl(Path(folder)/"in", megabytes)
-            done = subprocess.run([sys.executable, __file__, "--alone", Path(folder)/"in", Path(folder)/"out"], stdout=subprocess.PIPE, check=True)
-        with MEMORY.open("a") as file: file.write(json.dumps(row | json.loads(done.stdout)) + "\n")
+            alone = subprocess.run([sys.executable, __file__, "--alone", Path(folder)/"in", Path(folder)/"out"], stdout=subprocess.PIPE, check=True)
+        write("curation_memory.jsonl", row | json.loads(alone.stdout), "tools/curation_runs.py memory", lambda: dict(recipe=CRAWL.to_dict()["steps"]))
         print(megabytes, "MB", flush=True)
 
 
@@ -112,11 +108,7 @@ if __name__ == "__main__":
     if parser.parse_args().kinds == ["memory"]: sys.exit(memory())
     for seed in SEEDS:
         for kind in parser.parse_args().kinds:
-            lines = [json.loads(line) for line in RESULTS.read_text().splitlines()] if RESULTS.exists() else []
-            if any((r.get("kind"), r.get("seed")) == (kind, seed) for r in lines): continue
-            if not lines:
-                about = dict(kind="about", machine=machine_name(), date=str(datetime.date.today()), command="tools/curation_runs.py clean duplicated noisy raw cleaned")
-                RESULTS.write_text(json.dumps(about) + "\n")
+            if done("curation.jsonl", dict(kind=kind, seed=seed)): continue
             row = run(kind, seed)
-            with RESULTS.open("a") as file: file.write(json.dumps(row) + "\n")
+            write("curation.jsonl", row, "tools/curation_runs.py clean duplicated noisy raw cleaned")
             print(row, flush=True)

@@ -2,24 +2,22 @@
 
 Usage: nice tools/evaluation_runs.py contamination calibration emergence harness
 """
-import argparse, datetime, json, time
+import argparse, json, time
 from itertools import islice, permutations
-from pathlib import Path
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from results import RESULTS, made_by
 
 from lmcourse.evaluation.contamination import rename_people
 from lmcourse.evaluation.oracle import oracle_nats
 from lmcourse.evaluation.perplexity import token_nats
 from lmcourse.evaluation.tasks import grammar_task, score_task
 from lmcourse.parallelism.batch_size import new_run, run_steps, small_model, story_tokenizer, story_tokens, wsd_rates
-from lmcourse.tools.machine import machine_name
 from lmcourse.tools.stories import Stories, short_stories
 from lmcourse.training.models import load_model
 
-RESULTS = Path(__file__).parent.parent/"nbs/results"
 PRETRAINED = RESULTS/"pretrained"  # The course's model before it was distilled
 COPIES = (1, 3, 10, 30)
 STORY_SEED, FRESH_SEED, HELD_OUT_SEED, FILE_SEED = 1230, 1231, 1232, 1233
@@ -29,7 +27,7 @@ ITEMS = 4                                                       # Short stories 
 
 def save(name, about, rows):
     "All lines of a results file; the first says where and how"
-    about = dict(kind="about", machine=machine_name(), date=str(datetime.date.today()), command=f"tools/evaluation_runs.py {name}", **about)
+    about = dict(kind="about") | made_by(f"tools/evaluation_runs.py {name}", **about)
     (RESULTS/f"{name}.jsonl").write_text("".join(json.dumps(r) + "\n" for r in [about, *rows]))
 
 
@@ -147,7 +145,7 @@ def harness():
         names.append(save_task(folder, writing_task(12, seed=126_000)).stem)
         save_texts(folder, "texts", list(islice(Stories(126_000), 20)))
         found = run_harness(model, tokenizer, folder, names)
-    about = dict(machine=machine_name(), date=str(datetime.date.today()), command="tools/evaluation_runs.py harness", lm_eval=version("lm_eval"))
+    about = made_by("tools/evaluation_runs.py harness", lm_eval=version("lm_eval"))
     (RESULTS/"harness.json").write_text(json.dumps(about | dict(results=found), indent=1) + "\n")
 
 

@@ -3,38 +3,24 @@
 A run that is already in the file is not repeated, so a study that was stopped goes on where it was.
 Usage: nice tools/expert_runs.py WORK [VARIANT ...]
 """
-import argparse, datetime, json, time
+import argparse, time
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+from results import done, write
 
 from lmcourse.ablations.sweep import prepare_corpus
 from lmcourse.architecture.transformer_torch import TransformerLM
 from lmcourse.moe.balance import expert_loads
 from lmcourse.moe.roles import STUDY, role_information, role_sample
 from lmcourse.tokenization.tokenizer import Tokenizer
-from lmcourse.tools.machine import machine_name
 from lmcourse.training.data import TokenDataset
 from lmcourse.training.evaluation import evaluate
 from lmcourse.training.trainer import Trainer
 
-RESULTS = Path(__file__).parent.parent/"nbs/results/story_experts.jsonl"
+NAME = "story_experts.jsonl"
 EVERY, FEW = 100, 16                     # Steps between two looks, and documents of a look
-
-
-def saved():
-    "The lines of the file"
-    return [json.loads(line) for line in RESULTS.read_text().splitlines()] if RESULTS.exists() else []
-
-
-def write(row):
-    "One more line; the first says where and how"
-    if not RESULTS.exists():
-        about = dict(kind="about", machine=machine_name(), date=str(datetime.date.today()),
-                     command="tools/expert_runs.py WORK")
-        RESULTS.write_text(json.dumps(about) + "\n")
-    with RESULTS.open("a") as f: f.write(json.dumps(row) + "\n")
 
 
 def what_experts_know(model, sample):
@@ -48,7 +34,7 @@ def what_experts_know(model, sample):
 
 def run(variant, seed, work):
     "Train, evaluate, write"
-    if any(r.get("variant") == variant and r.get("seed") == seed for r in saved()): return
+    if done(NAME, dict(variant=variant, seed=seed)): return
     job = STUDY.runs()[variant, seed]
     folder = prepare_corpus(job.data, work)
     train, valid = (TokenDataset.open(folder/name, verify=False) for name in ("train", "valid"))
@@ -66,7 +52,8 @@ def run(variant, seed, work):
     row = dict(kind="run", variant=variant, seed=seed, steps=job.train.steps, loss=round(e.loss, 5),
                excess=round(e.excess, 5), error=round(e.error, 5), seconds=round(seconds, 1), curve=curve)
     fresh = what_experts_know(TransformerLM(job.model, seed=seed).eval(), sample)
-    write(row | what_experts_know(model.eval(), sample) | (dict(untrained=fresh["layers"]) if fresh else {}))
+    row |= what_experts_know(model.eval(), sample) | (dict(untrained=fresh["layers"]) if fresh else {})
+    write(NAME, row, "tools/expert_runs.py WORK")
 
 
 if __name__ == "__main__":

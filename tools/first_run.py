@@ -28,11 +28,11 @@ def sample(model, tokenizer, max_tokens):
     return next(t for t in stories if len(t.strip()) >= 40)
 
 
-def first_run(folder, steps, size):
+def first_run(folder, steps):
     "What the picture shows: losses, the floor, and samples at the steps of `SHOWN` and the end."
-    training = list(training_documents("stories", size))
+    training = list(training_documents("stories", SIZE))
     tokenizer = learn_tokenizer(islice(training, 4000), 2048)
-    prepare("stories", folder/"data", tokenizer, size, VALID)
+    prepare("stories", folder/"data", tokenizer, SIZE, VALID)
     train, valid = open_data(folder/"data")
     config, how = quickstart_configs(tokenizer.vocab_size)
     trainer = Trainer(config, replace(how, steps=steps), train, valid)
@@ -109,14 +109,13 @@ def main():
     p = argparse.ArgumentParser(description=__doc__,
                                 formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--steps", type=int, default=5000)
-    p.add_argument("--size", type=int, default=SIZE, help="bytes of stories to train on")
     p.add_argument("--draw", action="store_true", help="only draw the run that is there")
     args = p.parse_args()
     if args.steps < SHOWN[-1]: sys.exit(f"--steps {args.steps}: expected {SHOWN[-1]} or more")
     if not args.draw:
         torch.set_num_threads(1)
         with tempfile.TemporaryDirectory() as folder:
-            made = first_run(Path(folder), args.steps, args.size)
+            made = first_run(Path(folder), args.steps)
         made |= dict(processor=processor_name(), threads=1, date=str(date.today()))
         lines = json.dumps(made, ensure_ascii=False, separators=(",", ":")) + "\n"
         RESULT.write_text(lines, encoding="utf-8")

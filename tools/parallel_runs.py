@@ -3,11 +3,12 @@
 A run that stands in its file already is not repeated, so a run that was stopped goes on.
 Usage: nice tools/parallel_runs.py batches noise replicas
 """
-import argparse, datetime, json, time
+import argparse, time
 from functools import cache
-from pathlib import Path
 
 import numpy as np
+import results
+from results import done, saved
 
 from lmcourse.parallelism.batch_size import (
     batch_gradients,
@@ -21,10 +22,8 @@ from lmcourse.parallelism.batch_size import (
     wsd_rates,
 )
 from lmcourse.parallelism.low_communication import OuterOptimizer, local_steps, simulate_ranks
-from lmcourse.tools.machine import machine_name
 from lmcourse.training.evaluation import evaluate
 
-RESULTS = Path(__file__).parent.parent/"nbs/results"
 MODEL, SEEDS = small_model(32), 3
 TARGETS = (3., 2., 1.5)                                         # Nats per token
 RATES = {2: (.006, .011), 4: (.011, .023), 8: (.016, .032), 16: (.023, .045), 32: (.032, .064)}
@@ -38,26 +37,10 @@ def stories():
     return story_tokens(30_000, tokenizer), story_tokens(400, tokenizer, seed=1, exact=True)
 
 
-def saved(name):
-    "The lines of a results file"
-    path = RESULTS/name
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-
-
 def write(name, row):
-    "One more line; the first says where and how"
-    path = RESULTS/name
-    if not path.exists():
-        floor = evaluate(new_run(MODEL).whole_model(), stories()[1], 128).floor
-        about = dict(kind="about", machine=machine_name(), date=str(datetime.date.today()),
-                     command=f"tools/parallel_runs.py {' '.join(KINDS[name])}", floor=round(floor, 5))
-        path.write_text(json.dumps(about) + "\n")
-    with path.open("a") as f: f.write(json.dumps(row) + "\n")
-
-
-def done(name, job):
-    "The saved run of this job, or none"
-    return next((r for r in saved(name) if r.items() >= job.items()), None)
+    "One more line; the first has the floor of the loss"
+    floor = lambda: dict(floor=round(evaluate(new_run(MODEL).whole_model(), stories()[1], 128).floor, 5))
+    results.write(name, row, f"tools/parallel_runs.py {' '.join(KINDS[name])}", floor)
 
 
 def first(seed): return 8000*seed                               # Each seed begins with other stories

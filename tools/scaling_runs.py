@@ -3,21 +3,20 @@
 A run that stands in its file already is not repeated, so a run that was stopped goes on.
 Usage: nice tools/scaling_runs.py mup schedules study predict held_out seeds zipf
 """
-import argparse, copy, datetime, json, time
+import argparse, copy, time
 from functools import cache
-from pathlib import Path
 
 import numpy as np
+import results
+from results import RESULTS, done, saved
 
 from lmcourse.accounting.model_flops import training_flops
 from lmcourse.parallelism.batch_size import new_run, run_steps, small_model, story_tokenizer, story_tokens, wsd_rates
 from lmcourse.scaling.loss_law import fit_loss_law
 from lmcourse.scaling.study import predict_excess, predict_loss, read_study, size_law, three_counts
-from lmcourse.tools.machine import machine_name
 from lmcourse.training.evaluation import evaluate
 from lmcourse.training.optim_torch import cosine_lr
 
-RESULTS = Path(__file__).parent.parent/"nbs/results"
 BATCH, BASE = 8, 32
 GRID = {3e10: [(8, 1), (16, 1), (16, 2), (24, 2), (32, 2)],
         1e11: [(16, 1), (16, 2), (24, 2), (32, 2), (48, 2)],
@@ -37,25 +36,7 @@ def stories(name):
             story_tokens(400, tokenizer, seed=1, exact=True, zipf=zipf))
 
 
-def saved(name):
-    "The lines of a results file"
-    path = RESULTS/name
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-
-
-def write(name, row):
-    "One more line; the first says where and how"
-    path = RESULTS/name
-    if not path.exists():
-        about = dict(kind="about", machine=machine_name(), date=str(datetime.date.today()),
-                     command=f"tools/scaling_runs.py {' '.join(KINDS[name])}")
-        path.write_text(json.dumps(about) + "\n")
-    with path.open("a") as f: f.write(json.dumps(row) + "\n")
-
-
-def done(name, job):
-    "The saved run of this job, or none"
-    return next((r for r in saved(name) if r.items() >= job.items()), None)
+def write(name, row): results.write(name, row, f"tools/scaling_runs.py {' '.join(KINDS[name])}")
 
 
 def looked(name, engine, start):

@@ -266,9 +266,13 @@ def report_card(
     made, searched = named_tasks(model, tokenizer, tasks, stories, seed, norm, training)
     return fill_card(model, tokenizer, tasks, made, stories, seed, norm, name, searched)
 
-def fill_card(model:Any, tokenizer:Tokenizer, names:tuple, made:dict, stories:int, seed:int,
-    norm:str, name:str,
-              searched:int|None)->ReportCard: # From the results of `named_tasks`
+def fill_card(
+    model:Any, tokenizer:Tokenizer, names:tuple, # As in `report_card`, like the rest
+    made:dict, # The tasks, from `named_tasks`
+    stories:int, seed:int, norm:str, name:str,
+    searched:int|None, # Number of training texts, from `named_tasks`
+)->ReportCard:
+    "Run tasks that `named_tasks` has made, and write the card."
     rows = []
     for t in names:
         rows += (task_rows(model, tokenizer, made[t], norm) if t in made

@@ -4,10 +4,9 @@
 
 # %% auto #0
 __all__ = ['CLOSING_BIASES', 'Stage', 'placement', 'apply_tensor_parallel', 'apply_data_parallel', 'data_mesh', 'shares_mesh',
-           'own_places', 'pass_on', 'RingAttention', 'apply_context_parallel', 'own_tokens', 'count_targets',
-           'MeshModel', 'MeshEngine', 'finish_gradients', 'clip_mesh_gradients', 'copies_of', 'gather_model',
-           'find_nonfinite_parts', 'check_mesh', 'stages_each', 'pretended_mesh', 'SentBytes', 'Rehearsal', 'dry_run',
-           'step_bytes']
+           'own_places', 'pass_on', 'RingAttention', 'apply_context_parallel', 'own_tokens', 'MeshModel', 'MeshEngine',
+           'finish_gradients', 'clip_mesh_gradients', 'copies_of', 'gather_model', 'find_nonfinite_parts', 'check_mesh',
+           'stages_each', 'pretended_mesh', 'SentBytes', 'Rehearsal', 'dry_run', 'step_bytes']
 
 # %% ../../nbs/10_parallelism/10k_mesh.ipynb #c10k0004
 import math
@@ -27,11 +26,12 @@ from torch.distributed.tensor.parallel import loss_parallel
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
+from ..architecture.layers_torch import at_least_float32
 from ..architecture.transformer_torch import TransformerLM, scale_branches
 from .context_parallel import zigzag
 from .pipeline import stage_layers
 from ..tools.config import NEW_PARTS, ModelConfig, TrainConfig, refuse_fields
-from ..training.engines import TorchEngine, World, autocast, mesh_sizes
+from ..training.engines import TorchEngine, World, autocast, counted_targets, mesh_sizes
 from ..training.engines import next_token_loss, place_in, plan_batch
 from ..training.sharding import draw_parts, local
 
@@ -208,13 +208,13 @@ class RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx:Any, q:torch.Tensor, k:torch.Tensor, v:torch.Tensor, window:int|None, group:Any
     ):
-        n, r, q_ = group.size(), group.rank(), _wide(q)         # Sums over keys need 32 bits
+        n, r, q_ = group.size(), group.rank(), at_least_float32(q)  # For sums over keys
         places = [torch.from_numpy(p).to(q.device) for p in zigzag(n*q.shape[-2], n)]
         out, logs, page = torch.zeros_like(q_), q_.new_full(q.shape[:-1], -math.inf), (k, v)
         with torch.autocast(q.device.type, enabled=False):
             for step in range(n):
                 coming, waits = pass_on(page, group) if step < n - 1 else (page, [])
-                keys, values = (_each(q, _wide(x)) for x in page)
+                keys, values = (_each(q, x) for x in page)
                 scores = _ring_scores(q_, keys, places[r], places[(r - step) % n], window)
                 log = scores.logsumexp(-1)
                 total = torch.logaddexp(logs, log)              # Log-sums, these keys included
@@ -231,11 +231,12 @@ class RingAttention(torch.autograd.Function):
     def backward(ctx:Any, dout:torch.Tensor):
         (q, k, v, out, logs), (places, window, group) = ctx.saved_tensors, ctx.how
         n, r, page = group.size(), group.rank(), (k, v)
-        q_, dout, grads = _wide(q), _wide(dout), [torch.zeros_like(_wide(x)) for x in page]
+        q_, dout = at_least_float32(q), at_least_float32(dout)
+        grads = [torch.zeros_like(at_least_float32(x)) for x in page]
         dq, mean = torch.zeros_like(q_), (dout*out).sum(-1, keepdim=True)
         with torch.autocast(q.device.type, enabled=False):
             for step in range(n):
-                source, (keys, values) = places[(r - step) % n], (_each(q, _wide(x)) for x in page)
+                source, (keys, values) = places[(r - step) % n], (_each(q, x) for x in page)
                 probs = (_ring_scores(q_, keys, places[r], source, window) - logs[..., None]).exp()
                 scores = probs*(dout@values.mT - mean)*q.shape[-1]**-.5
                 dq = dq + scores@keys
@@ -247,10 +248,8 @@ class RingAttention(torch.autograd.Function):
                 page, grads = coming[:2] if more else page, list(coming[2*more:])
         return dq.to(q.dtype), *(g.to(x.dtype) for g,x in zip(grads, (k, v))), None, None
 
-def _wide(x:torch.Tensor)->torch.Tensor: # At least 32 bits
-    return x.to(torch.promote_types(x.dtype, torch.float32))
 def _each(q:torch.Tensor, x:torch.Tensor)->torch.Tensor: # Repeats heads that queries share
-    return x.repeat_interleave(q.shape[1]//x.shape[1], 1)
+    return at_least_float32(x).repeat_interleave(q.shape[1]//x.shape[1], 1)
 
 def _ring_scores(q, k, to:torch.Tensor, source:torch.Tensor, window:int|None)->torch.Tensor:
     may = to[:, None] >= source
@@ -278,8 +277,6 @@ def own_tokens(
     inputs, targets = (x[:, here] for x in batch)
     share *= group.size()*count(targets)/max(1, count(batch[1]))
     return (inputs, targets), share
-
-def count_targets(targets:torch.Tensor)->int: return int((targets != -100).sum())
 
 # %% ../../nbs/10_parallelism/10k_mesh.ipynb #c10k0026
 class MeshModel(nn.Module):
@@ -337,7 +334,7 @@ class MeshEngine(TorchEngine):
     "The backend for a mesh: a process's part of a `TransformerLM`, with its optimizer."
     kind_of_stage:Any = PipelineStage
     in_parts, runs_ahead = True, False
-    count = staticmethod(count_targets)
+    count = staticmethod(counted_targets)
     def __init__(self,
         model_config:ModelConfig, config:TrainConfig, # Settings, as for `TorchEngine`
         world:World=World(),      # The processes; the mesh has the axes of `mesh_sizes`
