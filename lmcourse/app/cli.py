@@ -1694,7 +1694,7 @@ def _missing(name:str, parts:list)->str: # Pairs of a name and its help, in word
     for f in fields(COMMANDS[name]):
         if f.default is not MISSING or f.default_factory is not MISSING: continue
         places = [m.metavar for m in getattr(f.type, "__metadata__", ()) if hasattr(m, "metavar")]
-        call += places or [f"--{f.name}", f.type.__name__.upper()]
+        call += places or [f"--{f.name}", typing.cast(type, f.type).__name__.upper()]
     return f"{name} needs {' and '.join(wanted)}: {' '.join(call)}"
 
 
