@@ -47,7 +47,7 @@ def rope_frequencies(
 def rope_factor(
     scaling:dict|None, # `rope_scaling` of the config
 )->float: # Factor of rotated queries and keys
-    "Return YaRN's factor of queries and keys, and 1 without YaRN. Peng et al. 2023, section 3.4."
+    "Return YaRN's factor of queries and keys, and 1 without YaRN. Peng et al. 2023, section 3."
     if scaling is None or scaling["rope_type"] != "yarn": return 1.
     return scaling.get("attention_factor", .1*math.log(scaling["factor"]) + 1)
 

@@ -53,7 +53,7 @@ def attention_scale(
     method:str,   # One of `METHODS`
     factor:float, # How many times longer the context becomes
 )->float: # Factor of queries and keys
-    "Return YaRN's scale of queries and keys, and 1 for others. Peng et al. 2023, section 3.4."
+    "Return YaRN's scale of queries and keys, and 1 for others. Peng et al. 2023, section 3."
     return rope_factor(dict(rope_type=method, factor=factor))
 
 def extend_context(
