@@ -370,6 +370,7 @@ def new_trainer(
     trainer.world.all_reduce_sum(0.)
     return trainer
 
+# %% ../../nbs/90_app/90g_cli.ipynb #fb95cf46
 def open_data(data:Path)->list: # Training and validation documents of a folder of `prepare`
     from lmcourse.training.data import TokenDataset
     if not (first := data/"train.json").exists():
@@ -387,6 +388,7 @@ def matching_tokenizer(data:Path, *sets:Any
                              f"{data/'tokenizer'}")
     return tokenizer
 
+# %% ../../nbs/90_app/90g_cli.ipynb #1ea5f00d
 def fitting_windows(
     tokens:Any,        # Training documents, a `TokenDataset`
     model:ModelConfig, # Config of the model
@@ -1431,6 +1433,7 @@ def align(
         f"{duration(trainer.elapsed)}; try it: lmcourse generate {quoted} --prompt "
         f"{shlex.quote(task.samples[0])}")
 
+# %% ../../nbs/90_app/90g_cli.ipynb #b4df32e2
 def _last_success(run:Path, step:int)->float|None: # None unless it was measured after that step
     path = run/"success.jsonl"
     rows = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
@@ -1677,6 +1680,7 @@ def one_line(
     more = f"did you mean {' or '.join(near)}?" if near else f"see lmcourse {name} --help"
     return f"{name}: {line}; {more}"
 
+# %% ../../nbs/90_app/90g_cli.ipynb #2dd682cb
 _TITLES = "Missing from |Perhaps you meant:|Arguments similar to "
 _IN_WORDS = {
     r"Error parsing __tyro\S+ ": "",
@@ -1693,11 +1697,10 @@ def _missing(name:str, parts:list)->str: # Pairs of a name and its help, in word
     call = ["lmcourse", name]
     for f in fields(COMMANDS[name]):
         if f.default is not MISSING or f.default_factory is not MISSING: continue
-        places = [m.metavar for m in getattr(f.type, "__metadata__", ()) if hasattr(m, "metavar")]
-        call += places or [f"--{f.name}", typing.cast(type, f.type).__name__.upper()]
+        kind:Any = f.type
+        places = [m.metavar for m in getattr(kind, "__metadata__", ()) if hasattr(m, "metavar")]
+        call += places or [f"--{f.name}", kind.__name__.upper()]
     return f"{name} needs {' and '.join(wanted)}: {' '.join(call)}"
-
-
 
 # %% ../../nbs/90_app/90g_cli.ipynb #6de90e34
 COMMANDS = dict(quickstart=QuickstartCommand, tokenizer=TokenizerCommand, prepare=PrepareCommand,

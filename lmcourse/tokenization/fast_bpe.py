@@ -594,8 +594,7 @@ def move_pairs(old, pairs_):
 def train_bpe_fast(
     words:Words, # As returned by `count_words_fast`
     n:int,       # Number of merges wanted
-    # Pairs of byte strings in the order in which they were learnt; fewer than `n` if no pair is
-    # left
+    # Pairs of byte strings in the order in which they were learnt; fewer than `n` if none is left
 )->list:
     """Learn the same merges as `train_bpe_heap`, in compiled code.
     Raises `OverflowError` above 137 GB of text, 2**29 bytes of distinct words or about 2**26

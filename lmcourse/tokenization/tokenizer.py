@@ -53,8 +53,8 @@ def _count_few(source, special_tokens:list, threads:int|None, errors:str)->tuple
     return None if texts is None else count_words(texts, special_tokens), source
 
 def _few_merges(counts:dict, wanted:int)->bool: # Whether the readable learner is done sooner
-    return (min(wanted, sum(map(len, counts))) <= 1000 and not _ready("learn_kernel") and len(counts) <= 10_000
-            and all(len(word) <= 100 for word in counts))
+    return (min(wanted, sum(map(len, counts))) <= 1000 and not _ready("learn_kernel")
+            and len(counts) <= 10_000 and all(len(word) <= 100 for word in counts))
 
 # %% ../../nbs/01_tokenization/01e_tokenizer.ipynb #5a41a63f
 def train_bpe(

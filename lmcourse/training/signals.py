@@ -14,7 +14,7 @@ from contextlib import contextmanager
 class Interrupted(KeyboardInterrupt):
     "Raised when a signal has stopped a run, after a checkpoint was saved."
 
-_WORDS = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "kill"} # What the user did, not the system's name
+_WORDS = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "kill"} # What the user did
 
 @contextmanager
 # What has arrived: `Ctrl-C` or `kill`; a second one raises `KeyboardInterrupt`
