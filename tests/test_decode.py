@@ -45,6 +45,7 @@ def step_by_step(decoder, prompt, more):
 @pytest.mark.parametrize("changes", [
     dict(), dict(num_kv_heads=None, bias=True), dict(num_kv_heads=1, window=5), dict(norm="layernorm", position="learned", ffn="gelu", bias=True, tie_embeddings=True),
     dict(norm="layernorm", ffn="geglu", position="sinusoidal", scale_embeddings=True), dict(norm="none", ffn="relu", position="none"), dict(ffn="geglu", head_dim=6),
+    dict(rope_scaling=dict(rope_type="yarn", factor=4., original_max_position_embeddings=8, attention_factor=1.5)),
     dict(ffn="silu", bias=True), dict(d_model=35, num_heads=5, num_kv_heads=1, position="learned", ffn="reglu", d_ff=70)], ids=str)
 def test_each_step_is_torchs(device, changes):
     "Also where the window's slots are used again"

@@ -43,7 +43,8 @@ def sequences(*lengths):
 @on_both
 @pytest.mark.parametrize("changes", [
     dict(num_heads=4, num_kv_heads=2), dict(num_kv_heads=1, bias=True), dict(window=3), dict(norm="layernorm", position="learned", ffn="gelu", bias=True, tie_embeddings=True),
-    dict(qk_norm=True, norm_position="post"), dict(head_dim=6, position="none", norm="none"), dict(num_layers=2, ffn="geglu", mup_base_width=16)], ids=str)
+    dict(qk_norm=True, norm_position="post"), dict(head_dim=6, position="none", norm="none"), dict(num_layers=2, ffn="geglu", mup_base_width=16),
+    dict(rope_scaling=dict(rope_type="yarn", factor=4., original_max_position_embeddings=8))], ids=str)
 def test_logits_are_the_engines(device, changes):
     "Of prompts, in one piece and in two, and of a token after them, in a table that needs more than one graph"
     model = model_of(changes, device)

@@ -11,7 +11,7 @@ from lmcourse.tools.config import ModelConfig
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-@pytest.mark.parametrize("change", [dict(), dict(window=3, norm="none"), dict(norm_position="post", ffn="relu2")])
+@pytest.mark.parametrize("change", [dict(), dict(window=3, norm="none"), dict(norm_position="post", ffn="relu2"), dict(rope_scaling=dict(rope_type="linear", factor=4.))])
 def test_four_ranks_are_one(change, sequence_parallel):
     config = ModelConfig(**dict(vocab_size=30, context_length=7, d_model=10, num_layers=2, num_heads=4, head_dim=2, d_ff=9) | change)
     model = TransformerLM(config, seed=1, dtype=torch.float64)
