@@ -17,6 +17,7 @@ from lmcourse.accounting.hardware import matmul_cost, mbu, measure_device, mfu, 
 from lmcourse.accounting.hardware import silu_cost, softmax_cost, threads_here, tile_waves
 from lmcourse.accounting.run_cost import attention_cost, decoding, price, training_time
 from lmcourse.accounting.memory import kv_cache_bytes, training_bytes
+from lmcourse.tools import machine
 from lmcourse.tools.machine import cores
 from lmcourse.tools.config import ModelConfig, TrainConfig
 from lmcourse.tools.ledger import find
@@ -376,3 +377,14 @@ def test_price_refuses():
 def test_the_environment_says_how_many_threads(monkeypatch, words, threads):
     monkeypatch.setenv("OMP_NUM_THREADS", words)
     assert threads_here() == (threads or cores())
+
+
+def test_files_in_a_containers_memory_give_way(tmp_path, monkeypatch):
+    monkeypatch.setattr(machine, "_CONTAINER", tmp_path)
+    free = machine.available_bytes()
+    if free is None: pytest.skip("needs /proc/meminfo")
+    for name, text in dict(max="4000000\n", current="3900000\n", stat="anon 900000\nfile 3000000\nactive_file 100000\ninactive_file 2900000\n").items():
+        (tmp_path/f"memory.{name}").write_text(text)
+    assert machine.available_bytes() == 3_000_000 and machine.memory_bytes() == 4_000_000
+    (tmp_path/"memory.max").write_text("max\n")
+    assert machine.available_bytes() > 4_000_000

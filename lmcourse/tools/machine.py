@@ -64,11 +64,16 @@ def available_bytes()->int|None: # None if the system doesn't report it
     try: free = 1024*int(re.findall(r"MemAvailable:\s+(\d+)", Path("/proc/meminfo").read_text())[0])
     except (OSError, IndexError): return None
     limit, used = _container_bytes("max"), _container_bytes("current")
-    return free if limit is None or used is None else min(free, limit - used)
+    if limit is None or used is None: return free
+    # Files that were read are in use as well, but give way
+    stat = (_CONTAINER/"memory.stat").read_text()
+    return min(free, limit - used + int(re.findall(r"^inactive_file (\d+)", stat, flags=re.M)[0]))
+
+_CONTAINER = Path("/sys/fs/cgroup")
 
 def _container_bytes(which:str
 )->int|None: # The container's limit (`max`) or use (`current`); None without one
-    try: return int(Path(f"/sys/fs/cgroup/memory.{which}").read_text())
+    try: return int((_CONTAINER/f"memory.{which}").read_text())
     except (OSError, ValueError): return None
 
 # %% ../../nbs/00_tools/00l_machine.ipynb #e9329065
