@@ -75,3 +75,11 @@ def test_what_does_not_fit_changes_nothing(tmp_path):
         with pytest.raises(ValueError, match=words): broken()
         assert not any(isinstance(m, LoRALinear) for m in wide.modules()) and all(p.requires_grad for p in wide.parameters())
     assert [p.name for p in tmp_path.iterdir()] == ["a"]
+
+
+def test_a_merged_mixture_of_experts_has_the_weights_to_train_that_it_had():
+    "The bias that balances experts never has a gradient."
+    model = TransformerLM(ModelConfig(vocab_size=16, context_length=8, d_model=16, num_layers=1, num_heads=2, num_experts=4, router_bias_rate=.01))
+    before = {name: p.requires_grad for name, p in model.named_parameters()}
+    merge_lora(add_lora(model, 2))
+    assert {name: p.requires_grad for name, p in model.named_parameters()} == before and not all(before.values())
