@@ -184,3 +184,11 @@ def test_adapters_of_16_bits_are_saved_too(tmp_path):
     save_lora(tmp_path / "a", model)
     again = load_lora(tmp_path / "a", deepcopy(base))
     assert torch.equal(again(IDS), model(IDS)) and {p.dtype for p in again.parameters()} == {torch.bfloat16}
+
+
+def test_a_merged_mixture_of_experts_has_the_weights_to_train_that_it_had():
+    "The bias that balances experts never has a gradient."
+    model = TransformerLM(ModelConfig(vocab_size=16, context_length=8, d_model=16, num_layers=1, num_heads=2, num_experts=4, router_bias_rate=.01))
+    before = {name: p.requires_grad for name, p in model.named_parameters()}
+    merge_lora(add_lora(model, 2))
+    assert {name: p.requires_grad for name, p in model.named_parameters()} == before and not all(before.values())

@@ -344,6 +344,18 @@ def test_latent_attention_reads_a_cache_without_a_plain_matrix(change):
     with torch.no_grad(): check_close(torch.cat([decoder.feed(part, all=True) for part in IDS[:1].tolist()[0:1] for part in (part[:5], part[5:6], part[6:])]), model(IDS[:1])[0], 1e-4, 1e-5)
 
 
+def test_a_noisy_router_is_quiet_while_a_model_writes_and_goes_on_training():
+    "A cache and the engine once wrote with the noise of training, as `generate` without a cache doesn't."
+    from lmcourse.generation.generate import generate
+    from lmcourse.inference.engine import Engine, Request
+    from lmcourse.inference.kv_cache import CachedDecoder
+    from lmcourse.moe.lab import NoisyRouter, with_routers
+    model = with_routers(TransformerLM(SMALL), NoisyRouter).train()
+    alone = list(generate(model, [1, 2], 16, temperature=0))
+    assert alone == list(generate(model, [1, 2], 16, temperature=0, decoder=CachedDecoder)) == Engine(model).run([Request((1, 2), 16, temperature=0)])[0].tokens
+    assert all(m.training for m in model.modules())
+
+
 def test_who_does_not_know_experts_says_so_by_name():
     from lmcourse.architecture.pretrained import params_of
     from lmcourse.architecture.transformer_np import init_params

@@ -79,7 +79,8 @@ def merge_lora(
     for name,layer in list(_adapters(model)):
         layer.base.weight += layer.scale*(layer.lora_B@layer.lora_A)
         model.set_submodule(name, layer.base)
-    return model.requires_grad_(True)
+    for name,p in model.named_parameters(): p.requires_grad_(not name.endswith("expert_bias"))
+    return model
 
 # %% ../../nbs/14_alignment/14ca_lora.ipynb #6008eba1
 def save_lora(

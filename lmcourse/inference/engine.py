@@ -157,7 +157,7 @@ def pack_linears(
 )->Any: # Another `TransformerLM`, which shares all tensors that are not packed
     "Pack the weights of a model. Layers of other kinds stay as they are."
     def plain(*parts): return all(isinstance(p, torch.nn.Linear) for p in parts)
-    twin = copy.deepcopy(model, {id(t): t for t in (*model.parameters(), *model.buffers())})
+    twin = copy.deepcopy(model, {id(t): t for t in (*model.parameters(), *model.buffers())}).eval()
     for layer in twin.layers:
         attn = layer.attn
         if plain(attn.q_proj, attn.k_proj, attn.v_proj): attn.project = _Heads(attn, linear)
@@ -460,7 +460,7 @@ class PagedModel:
     def use(self, model:Any): self.model = pack_linears(model) # Replaces the weights
 
     @torch.no_grad()
-    def forward(self, rows:Rows)->torch.Tensor: # Logits `(wanted, V)`, float32 at least
+    def forward(self, rows:Rows)->torch.Tensor: # Logits `(wanted, V)`, float32
         """Compute all rows, each as a sequence of one token.
         Afterwards their keys and values are in the cache."""
         def attention(q, keys, values, window):

@@ -11,7 +11,7 @@ import torch
 from typing import Any
 from collections.abc import Callable
 from ..tools.config import ModelConfig, refuse_fields
-from ..generation.generate import Decoder, context_of
+from ..generation.generate import Decoder, _evaluating, context_of
 
 # %% ../../nbs/07_inference/07a_kv_cache.ipynb #77151a92
 class CacheLayer:
@@ -110,13 +110,13 @@ class CachedDecoder(Decoder):
         self.model, self.cache = model, KVCache(model.config, 1, max_tokens, weight.dtype,
                                                 weight.device)
 
-    @torch.no_grad()
     def compute(self, ids:list, all:bool)->torch.Tensor: # `(len(ids), V)`, or `(1, V)`
-        n, device = self.length, self.cache.data.device
+        n, device, model = self.length, self.cache.data.device, self.model
         if any(layer.length != n for layer in self.cache.layers): self._set_back(n)
         positions = torch.arange(n, n + len(ids), device=device)
-        x = self.model.hidden_states(torch.tensor([ids], device=device), positions, self.cache)[0]
-        return self.model.lm_head(x if all else x[-1:]).float()
+        with _evaluating(model):
+            x = model.hidden_states(torch.tensor([ids], device=device), positions, self.cache)[0]
+            return model.lm_head(x if all else x[-1:]).float()
 
     def forget(self, length:int)->bool: # Keeps `length` tokens; returns whether that was possible
         if not self.cache.holds(length): return False
@@ -187,7 +187,7 @@ class GraphDecoder(CachedDecoder):
         refuse_fields(model.config, "GraphDecoder", names=("num_experts", "kv_lora_rank"))
         super().__init__(model, max_tokens)
         tensors = (*model.parameters(), *model.buffers())
-        self.twin = copy.deepcopy(model, {id(t): t for t in tensors}) # shares the weights
+        self.twin = copy.deepcopy(model, {id(t): t for t in tensors}).eval() # shares the weights
         for layer in self.twin.layers: layer.attn.attention = self._attend
         device = self.cache.data.device
         self.graph:Any = None                               # graph of the step, and its output
