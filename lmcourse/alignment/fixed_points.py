@@ -30,40 +30,51 @@ class Batch(NamedTuple):
     beta:float        # Penalty per nat of KL
     group_size:int    # Responses per group
 
-def penalized_rewards(b:Batch)->Tensor: # Rewards less the KL penalty `(B,)`
+def penalized_rewards(b:Batch)->Tensor: # `(B,)`
+    "Subtract the KL penalty from the rewards."
     return b.rewards - b.beta*(b.old - b.ref).sum(1)
 
 def rloo(b:Batch, rewards:Tensor)->Tensor: # Loss of each response, summed over tokens `(B,)`
+    "Compute the policy gradient's loss with leave-one-out advantages."
     return -rloo_advantages(rewards, b.group_size)*b.log_probs.sum(1)
 
-def rloo_kl_reward(b:Batch)->Tensor: return rloo(b, penalized_rewards(b)).mean()
+def rloo_kl_reward(b:Batch)->Tensor:
+    "RLOO with the KL penalty in the reward."
+    return rloo(b, penalized_rewards(b)).mean()
 
 def grpo_kl_reward(b:Batch)->Tensor:
+    "GRPO's advantages, with the KL penalty in the reward."
     return -(group_advantages(penalized_rewards(b), b.group_size)*b.log_probs.sum(1)).mean()
 
 def gspo_kl_reward(b:Batch)->Tensor:
+    "GSPO, one ratio per response, with the KL penalty in the reward."
     a = group_advantages(penalized_rewards(b), b.group_size)[:, None]
     return grpo_loss(a, b.log_probs, b.old, b.mask, level="sequence")
 
 def rloo_with_kl_loss(b:Batch, name:str="k2", by_token:bool=False)->Tensor:
+    "RLOO with an estimator of the KL, of the response or of each token, in the loss."
     x, ref = (b.log_probs, b.ref) if by_token else (b.log_probs.sum(1), b.ref.sum(1))
     k = kl_estimators(x, ref)[name]
     return (rloo(b, b.rewards) + b.beta*(k.sum(1) if by_token else k)).mean()
 
 def dr_grpo(b:Batch)->Tensor:
+    "Dr. GRPO: nothing is divided by the spread or by lengths; KL in the loss."
     a, longest = group_advantages(b.rewards, b.group_size, False)[:, None], b.mask.shape[1]
     return longest*grpo_loss(a, b.log_probs, b.old, b.mask, average="constant", max_length=longest,
                              ref_log_probs=b.ref, beta=b.beta)
 
 def grpo(b:Batch)->Tensor:
+    "GRPO as published: divided by the spread and by lengths; KL in the loss."
     a = group_advantages(b.rewards, b.group_size)[:, None]
     return grpo_loss(a, b.log_probs, b.old, b.mask, ref_log_probs=b.ref, beta=b.beta)
 
 def dapo(b:Batch)->Tensor:
+    "DAPO: a wider clip above 1, a mean over all tokens, and no KL."
     a = group_advantages(b.rewards, b.group_size)[:, None]
     return grpo_loss(a, b.log_probs, b.old, b.mask, high=.28, average="token")
 
-def ppo(b:Batch, lam:float=.95)->Tensor: # Includes the critic's loss
+def ppo(b:Batch, lam:float=.95)->Tensor:
+    "PPO with GAE and the KL penalty in the reward, plus the critic's loss."
     r = token_rewards(b.rewards, b.old, b.ref, b.mask, b.beta)
     advantages, returns = gae(r, b.values, b.mask, lam=lam)
     loss = clipped_loss(advantages, b.log_probs, b.old)[0]

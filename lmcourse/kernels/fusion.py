@@ -46,8 +46,8 @@ def count_eager(
     *args:Any,  # Tensors
 )->Work:
     "Count the operations of a call, and the bytes of the arrays that they take and return."
-    with torch.no_grad(), OperationCounter() as listener: f(*args)
-    return listener.work
+    with torch.no_grad(), OperationCounter() as counter: f(*args)
+    return counter.work
 
 # %% ../../nbs/09_kernels/09h_fusion.ipynb #7d557384
 def _array_bytes(t:torch.Tensor)->int: # An expanded array repeats the same numbers
