@@ -287,11 +287,25 @@ PENALIZED = [(lambda r, x, y, m, b: penalized(r, y, x, m, b), "price is subtract
              (lambda r, x, y, m, b: r - b*((x - y)*~m).sum(1), "only the tokens of the response"), (lambda r, x, y, m, b: r - b*((x - y)*m).sum(1).mean(), "not their mean"), (lambda r, x, y, m, b: r, "expected")]
 
 
+def majority(p, k): return sum(math.comb(k, c)*p**c*(1 - p)**(k - c) for c in range((k + 1)//2, k + 1))
+
+
+def majority_vote_by_vote(p, k):
+    chances = [1.]                                                  # Of each number of right votes
+    for _ in range(k): chances = [a*(1 - p) + b*p for a, b in zip([*chances, 0], [0, *chances])]
+    return sum(chances[k//2 + 1:])
+
+
+MAJORITY = [(lambda p, k: sum(math.comb(k, c)*p**c*(1 - p)**(k - c) for c in range(k//2, k + 1)), "is no majority"), (lambda p, k: sum(p**c*(1 - p)**(k - c) for c in range(k//2 + 1, k + 1)), "in any order"),
+            (lambda p, k: 1 - (1 - p)**k, "pass@k"), (lambda p, k: p**k, "needn't all"), (lambda p, k: math.comb(k, k//2 + 1)*p**(k//2 + 1)*(1 - p)**(k//2), "larger majority"),
+            (lambda p, k: 1 - majority(p, k), "wrong majority"), (lambda p, k: p, "single vote"), (lambda p, k: float(p > .5), "limit"), (lambda p, k: round(k*p) > k/2, "expected"), (lambda p, k: p > .5, "expected")]
+
+
 TASKS = {"optimum": (OPTIMUM, optimum, optimum_one_by_one), "k3": (K3, k3, lambda a, b: torch.expm1(b - a) + a - b), "compute_naive_policy_gradient_loss": (NAIVE, naive, lambda a, x: torch.einsum("bo,bt->bt", a, -x)),
          "rloo": (RLOO, rloo, rloo_in_loops), "compute_group_normalized_rewards": (NORMALIZED, normalized, normalized_in_loops), "compute_grpo_clip_loss": (CLIP, clip, clip_by_cases), "masked_mean": (MASKED, masked, masked_by_nan),
          "grpo_microbatch_train_step": (STEP, step, step_row_by_row), "gae": (GAE, gae, gae_backwards), "compute_per_instance_dpo_loss": (DPO, dpo, dpo_of_whole_texts), "best_of_n": (BEST, best, best_by_levels),
          "response_mask": (MASK, mask_of, mask_by_slices), "masked_normalize": (NORM, norm, norm_in_loops), "compute_entropy": (ENTROPY, entropy, entropy_by_difference),
-         "preference_loss": (PREFERRED, preferred, preferred_by_logaddexp), "penalized_rewards": (PENALIZED, penalized, penalized_by_where)}
+         "preference_loss": (PREFERRED, preferred, preferred_by_logaddexp), "penalized_rewards": (PENALIZED, penalized, penalized_by_where), "majority_right": (MAJORITY, majority, majority_vote_by_vote)}
 CLIP += [(lambda *a: (clip(*a)[0], None), "None), expected a loss and a dict")]
 ENTROPY += [(lambda z: -((p := z.softmax(-1))*p.log()).sum(-1), "0*log(0) is nan"),
             (lambda z: (e := (z - z.max()).exp()).sum(-1).log() - (e*(z - z.max())).sum(-1)/e.sum(-1), "not one for all")]

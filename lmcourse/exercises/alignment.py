@@ -7,7 +7,7 @@ __all__ = ['check_optimum', 'check_k3', 'check_compute_naive_policy_gradient_los
            'check_compute_group_normalized_rewards', 'check_compute_grpo_clip_loss', 'check_masked_mean',
            'check_grpo_microbatch_train_step', 'check_gae', 'check_compute_per_instance_dpo_loss', 'check_best_of_n',
            'check_response_mask', 'check_masked_normalize', 'check_compute_entropy', 'check_preference_loss',
-           'check_penalized_rewards']
+           'check_penalized_rewards', 'check_majority_right']
 
 # %% ../../nbs/14_alignment/14z_alignment.ipynb #d5f96d85
 import math
@@ -536,3 +536,24 @@ def check_penalized_rewards(
         "only the tokens of the response": pay(lambda x, m: (x*~m).sum(1)),
         "a price for each response, not their mean":
             lambda r, x, y, m, b: r - b*((x - y)*m).sum(1).mean()})
+
+# %% ../../nbs/14_alignment/14z_alignment.ipynb #22938e37
+def check_majority_right(
+    majority_right:Callable, # `majority_right(p, k)` gives a number
+):
+    "`AssertionError` unless it is the probability of more than k/2 right votes."
+    def some(p, k, counts, ways=math.comb): # The probability of these numbers of right votes
+        return sum(ways(k, c)*p**c*(1 - p)**(k - c) for c in counts)
+    _grade(majority_right, lambda p, k: some(p, k, range(k//2 + 1, k + 1)),
+           [(.6, 5), (.4, 3), (.9, 7), (.6, 1), (1., 3)], {
+        "half of the votes, rounded down, is no majority":
+            lambda p, k: some(p, k, range(k//2, k + 1)),
+        "the votes may come in any order": lambda p, k: some(p, k, range(k//2 + 1, k + 1),
+                                                             lambda *_: 1),
+        "that is pass@k: one right vote is not enough": lambda p, k: 1 - (1 - p)**k,
+        "they needn't all be right": lambda p, k: p**k,
+        "a larger majority counts, too": lambda p, k: some(p, k, [k//2 + 1]),
+        "that is the probability of a wrong majority":
+            lambda p, k: some(p, k, range(k//2 + 1)),
+        "that is the probability of a single vote": lambda p, k: p,
+        "that is the limit of many votes": lambda p, k: float(p > .5)})
