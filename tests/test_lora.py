@@ -192,3 +192,10 @@ def test_a_merged_mixture_of_experts_has_the_weights_to_train_that_it_had():
     before = {name: p.requires_grad for name, p in model.named_parameters()}
     merge_lora(add_lora(model, 2))
     assert {name: p.requires_grad for name, p in model.named_parameters()} == before and not all(before.values())
+
+
+def test_a_model_with_adapters_is_not_saved_as_one_without(tmp_path):
+    "Its folder could not be loaded: the config knows no adapters."
+    from lmcourse.training.models import save_model
+    with pytest.raises(ValueError, match=r"describe layers\.0\.attn\.q_proj\.lora_A; adapters can be merged"): save_model(tmp_path/"m", add_lora(TransformerLM(CONFIG)), None, None, {})
+    assert not list(tmp_path.iterdir())

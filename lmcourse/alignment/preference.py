@@ -207,7 +207,7 @@ class PreferenceBatches:
         ratios = now - self.reference[:len(which)]
         chosen, rejected = ratios.mean(0).tolist()
         return dict(chosen=chosen, rejected=rejected,
-                    ordered=(ratios[:, 0] > ratios[:, 1]).double().mean().item())
+                    ordered=(ratios[:, 0] > ratios[:, 1]).float().mean().item())
 
 # %% ../../nbs/14_alignment/14h_preference.ipynb #37861e76
 def pair_log_probs(

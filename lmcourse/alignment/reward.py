@@ -31,7 +31,7 @@ def draw_pairs(
 )->tuple: # Indices of winners and losers `(n,)` each
     "Simulate comparisons by a Bradley–Terry judge."
     # NumPy takes no 16-bit types, no gradients and no GPU
-    rewards, probs = (x.detach().double().cpu() for x in (rewards, probs))
+    rewards, probs = (x.detach().cpu().double() for x in (rewards, probs))
     a, b = rng.choice(len(probs), (2, n), p=(probs/probs.sum()).numpy())
     first = rng.random(n) < torch.sigmoid(rewards[a] - rewards[b]).numpy()
     won, lost = (a*first + b*~first), (b*first + a*~first)

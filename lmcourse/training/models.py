@@ -40,6 +40,10 @@ def save_model(
     The folder is written completely or not at all."""
     folder = Path(folder)
     if folder.exists(): raise FileExistsError(f"{folder} exists; name a folder that does not")
+    described = dict(TransformerLM(model.config, device="meta").named_parameters())
+    if odd := [name for name,_ in model.named_parameters() if name not in described]:
+        raise ValueError(f"save_model: the config doesn't describe {odd[0]}; adapters can be "
+                         f"merged into the weights (merge_lora)")
     weights = {name: _packed(p) for name,p in model.named_parameters()}
     about = dict(model=model.config.to_dict(), train=train.to_dict(), tokenizer=tokenizer.digest,
                  made=made)
