@@ -1404,13 +1404,7 @@ def align(
         with checking_input():
             begun_by(resume, kind)
             _, own, _ = read_run(resume)        # Says what is missing
-            success = _last_success(resume, own.steps) if finished(resume, own) else None
-            if success is not None:
-                on = f"lmcourse {kind} NEW --init-from {shlex.quote(str(resume))}"
-                name = read_json(resume/"align.json").get("task", _Aligning.task)
-                return say(f"{resume} is finished: success {success:.3f} after {own.steps:,} steps",
-                           f"train on from its weights: {on}"
-                           + f" --task {name}"*(name != _Aligning.task))
+            if told := _how_it_ended(kind, resume, own): return say(*told)
             with locked(resume): trainer = open_alignment(resume)
         if trainer.world.writes:
             say(f"{resume}: going on after step {trainer.step:,} of {trainer.config.steps:,}")
@@ -1434,11 +1428,15 @@ def align(
         f"{shlex.quote(task.samples[0])}")
 
 # %% ../../nbs/90_app/90g_cli.ipynb #b4df32e2
-def _last_success(run:Path, step:int)->float|None: # None unless it was measured after that step
-    path = run/"success.jsonl"
+def _how_it_ended(kind:str, run:Path, train:TrainConfig)->list: # Lines; empty if it can go on
+    path = run/"success.jsonl"                          # Its last line is measured at the very end
     rows = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
     last = json.loads(rows[-1]) if rows else {}
-    return last["success"] if last.get("step") == step else None
+    if not finished(run, train) or last.get("step") != train.steps: return []
+    task = read_json(run/"align.json").get("task", _Aligning.task)
+    return [f"{run} is finished: success {last['success']:.3f} after {train.steps:,} steps",
+            f"train on from its weights: lmcourse {kind} NEW --init-from {shlex.quote(str(run))}"
+            + f" --task {task}"*(task != _Aligning.task)]
 
 # %% ../../nbs/90_app/90g_cli.ipynb #90g0cur1
 @dataclass
