@@ -370,6 +370,19 @@ def test_a_stretched_rope_is_written_for_old_and_new_readers(scaling):
     assert "rope_scaling" not in config_to_hf(llama)
 
 
+@pytest.mark.parametrize("family, named, words", [
+    ("qwen2", "self_attn.q_proj.bias", "with biases of queries, keys and values alone"), ("phi3", "self_attn.qkv_proj.weight", "with one matrix for queries, keys and values"),
+    ("gemma2", "post_feedforward_layernorm.weight", "with norms before and after each part, and capped logits"),
+    ("gemma3_text", "post_feedforward_layernorm.weight", "with norms before and after each part, and two kinds of layers")])
+def test_popular_families_that_do_not_load_say_why(family, named, words):
+    small = dict(vocab_size=40, hidden_size=32, num_hidden_layers=7, num_attention_heads=4, num_key_value_heads=2, head_dim=8, intermediate_size=48, pad_token_id=0)
+    with torch.device("meta"): there = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(family, **small))
+    assert f"model.layers.1.{named}" in there.state_dict() and "model.layers.1.self_attn.o_proj.bias" not in there.state_dict()
+    if "capped" in words: assert there.config.attn_logit_softcapping and there.config.final_logit_softcapping
+    if "kinds of layers" in words: assert len({*there.config.layer_types}) == 2
+    with expect_error(ValueError, f"model_type = {family!r}, {words}"): from_hf(there)
+
+
 def test_all_that_is_wrong_is_named_at_once():
     bad = {k: v for k, v in PLAIN["llama"].items() if k not in ("vocab_size", "hidden_size")} | dict(hidden_act="relu", mlp_bias=True)
     with expect_error(ValueError, "vocab_size is missing; hidden_size is missing; hidden_act = 'relu', expected 'silu'; attention_bias = False, mlp_bias = True"):
