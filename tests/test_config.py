@@ -1,6 +1,7 @@
 "Configs: what is saved comes back, what makes no sense is refused."
 import json
 import math
+import os
 import typing
 from dataclasses import dataclass, fields, replace
 
@@ -166,6 +167,15 @@ def test_where_nothing_can_be_kept_is_said_before_work(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.TemporaryFile", none)
     for place in ("file", "new", "new/newer"):
         with pytest.raises(UserError, match=f"{place}: .* can't be written"): refuse_unwritable(place)
+
+
+@pytest.mark.skipif(not hasattr(os, "seteuid") or os.geteuid() != 0, reason="only root can become nobody")
+def test_a_folder_that_may_not_be_looked_into(tmp_path):
+    tmp_path.chmod(0o700)
+    os.seteuid(65534)
+    try:
+        with pytest.raises(UserError, match="can't be written"): refuse_unwritable(tmp_path/"new"/"newer")
+    finally: os.seteuid(0)
 
 
 def test_equal_numbers_are_saved_alike():

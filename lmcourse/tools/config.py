@@ -60,7 +60,8 @@ def refuse_unwritable(
 ):
     """Raise `UserError` if nothing can be written at `path`, before any work is done whose result
     couldn't be saved."""
-    above = next(p for p in (Path(path), *Path(path).absolute().parents) if p.exists())
+    # Before Python 3.14, `Path.exists` fails in a folder that may not be looked into
+    above = next(p for p in (Path(path), *Path(path).absolute().parents) if os.path.exists(p))
     if above != Path(path) and not above.is_dir():
         raise UserError(f"{path} can't be created: {above.name} is a file")
     if folder and not above.is_dir(): raise UserError(f"{path} is a file, expected a folder")

@@ -40,7 +40,7 @@ def evaluate(
     "Measure the loss of a model on whole documents, each token once."
     device, training = next(model.parameters()).device, model.training
     count = dataset.num_documents if documents is None else min(documents, dataset.num_documents)
-    # rows per batch: their logits take at most 128 MB, unless a single row takes more
+    # rows per batch: their logits take at most 128 MiB, unless a single row takes more
     size = max(1, min(16, 2**25//(context_length*dataset.info["vocab_size"])))
     # for each row: its nats and the index of its document
     losses, owners, batches_done = [], [], 0
