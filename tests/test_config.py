@@ -10,7 +10,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from lmcourse.ablations.sweep import RunData
-from lmcourse.tools.config import Config, ModelConfig, TrainConfig, UserError, describe, refuse_unwritable
+from lmcourse.tools.config import Config, ModelConfig, TrainConfig, UserError, describe, refuse_unwritable, unknown
 
 YARN = dict(rope_type="yarn", factor=4., original_max_position_embeddings=64)
 DEVICES = ["auto", "cpu", "cuda", "cuda:1", "mps"]
@@ -188,3 +188,9 @@ def test_windows_of_a_step_are_whole():
     for tokens in (100, 300):
         with pytest.raises(ValueError, match=f"tokens_per_step = {tokens}, expected a multiple of the context length, 256"):
             TrainConfig(tokens_per_step=tokens).windows_per_step(256)
+
+
+@pytest.mark.parametrize("name, known, answer", [
+    ("gpt2", ["gpt2-xl", "gpt2-medium", "gpt3"], "did you mean 'gpt2-xl' or 'gpt2-medium'?"), ("a10", ["a100", "a100-40gb"], "did you mean 'a100'?"),
+    ("gpt2-smal", ["gpt2-small", "gpt2-xl"], "did you mean 'gpt2-small'?"), ("x", ["gpt2"], "there are gpt2"), (3, ["3", "30"], "did you mean '3' or '30'?")])
+def test_who_names_a_family_is_told_its_members(name, known, answer): assert str(unknown("preset", name, known)) == f"unknown preset {name!r}: {answer}"

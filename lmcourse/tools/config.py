@@ -42,7 +42,9 @@ def unknown(
     "Make the error for a name that doesn't exist, with the nearest name that does."
     known = sorted(known)
     longer = [k for k in known if k.startswith(str(name))]
-    near = (difflib.get_close_matches(str(name), longer, 6, 0.6*(len(longer) > 6))
+    family = [k for k in longer if not f"{k}x"[len(str(name))].isalnum()]   # gpt2-xl for gpt2
+    near = (difflib.get_close_matches(str(name), family, 6, 0)
+            or difflib.get_close_matches(str(name), longer)
             or difflib.get_close_matches(str(name), known, 1))
     return ValueError(f"unknown {kind} {name!r}: "
                       + (f"did you mean {' or '.join(map(repr, near))}?" if near
