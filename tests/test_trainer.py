@@ -179,7 +179,8 @@ def test_a_run_begins_with_the_weights_that_it_is_told(data, tmp_path, engine):
     begun = Trainer(MODEL, replace(SHORT, engine=engine, init_from=str(tmp_path/"a")), *sets(data))
     assert begun.step == 0 and all(torch.equal(a, b) for a, b in zip(begun.model.parameters(), there.parameters()))
     assert begun.train_step() == pytest.approx(there.loss(*map(torch.from_numpy, begun.batches[0])).item(), rel=1e-4)
-    longer = Trainer(replace(MODEL, context_length=48, rope_scaling=dict(rope_type="linear", factor=2)), replace(SHORT, engine=engine, init_from=str(tmp_path/"a")), *sets(data))
+    stretched = replace(MODEL, context_length=48, rope_scaling=dict(rope_type="linear", factor=2))
+    longer = Trainer(stretched, replace(SHORT, engine=engine, init_from=str(tmp_path/"a")), *sets(data))
     assert torch.equal(longer.model.lm_head.weight, there.lm_head.weight)        # RoPE has no weights that depend on it
 
 
@@ -192,6 +193,8 @@ def test_other_weights_are_refused(data, tmp_path):
     for s in (train, valid): s.info["tokenizer"] = "f"*64
     with pytest.raises(ValueError, match="but the tokens were made by ffffffffffff"): Trainer(MODEL, other, train, valid)
     with pytest.raises(FileNotFoundError, match="no run folder"): Trainer(MODEL, replace(SHORT, init_from=str(tmp_path/"b")), *sets(data))
+    run(data, tmp_path/"stretched", model=replace(MODEL, rope_scaling=dict(rope_type="linear", factor=2)))
+    with pytest.raises(ValueError, match="rope_scaling is {.*} there, None here"): Trainer(MODEL, replace(SHORT, init_from=str(tmp_path/"stretched")), *sets(data))
 
 
 def test_measured_steps_leave_no_trace(data, tmp_path):

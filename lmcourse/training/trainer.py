@@ -371,7 +371,8 @@ def _start_from(t:Trainer, folder:str
     other, tokenizer = load_model(folder)
     here, there = t.model_config.to_dict(), other.config.to_dict()
     free = {"copy_init", "scaled_init"}         # Only the weights they began with
-    if t.model_config.position != "learned": free |= {"context_length", "rope_scaling"}
+    if t.model_config.position != "learned": free.add("context_length")
+    if not there["rope_scaling"]: free.add("rope_scaling")  # Begins here, is never lost
     for name in (n for n in here if here[n] != there[n] and n not in free):
         raise ValueError(f"init_from = {folder}: {name} is {there[name]!r} there, {here[name]!r} "
                          f"here")
