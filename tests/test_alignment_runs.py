@@ -7,7 +7,7 @@ import sys
 import time
 from dataclasses import replace
 from importlib.resources import files
-from itertools import islice
+from itertools import count, islice
 from pathlib import Path
 
 import pytest
@@ -28,6 +28,7 @@ from lmcourse.tokenization.tokenizer import Tokenizer
 from lmcourse.tools.config import ModelConfig, TrainConfig
 from lmcourse.training.data import TokenDataset
 from lmcourse.training.engines import World
+from lmcourse.training.evaluation import evaluate
 from lmcourse.training.models import load_model, save_model
 from lmcourse.training.runs import read_metrics
 
@@ -262,6 +263,30 @@ def test_own_pairs_are_judged_by_the_task(monkeypatch):
         def __call__(self, prompts, n, seed): return [Rollout(p, right[p] if i else " The answer is 0.", (), 0, (), 0, True) for p in prompts for i in range(n)]
     monkeypatch.setattr(runs, "Sampler", Writer)
     assert own_pairs(shipped, tokenizer, 3, 2, 0, task) == [dict(prompt=p, chosen=right[p], rejected=" The answer is 0.") for p in task.prompts(3, 1_000_000)]
+
+
+@pytest.mark.parametrize("kind", ["sft", "dpo", "rl"])
+def test_a_model_that_cannot_be_sampled_is_rejected_before_there_is_a_folder(kind, little, tmp_path):
+    write_pairs(tmp_path/"pairs.jsonl")
+    before, tokenizer = load_model(little.init_from)
+    save_model(tmp_path/"model", TransformerLM(replace(before.config, kv_lora_rank=8, bias=False)), tokenizer, TrainConfig(), {})
+    with pytest.raises(ValueError, match="Engine does not compute kv_lora_rank = 8"):
+        new_alignment(tmp_path/"run", kind, settings_of(kind, tmp_path), replace(little, init_from=str(tmp_path/"model")))
+    assert not (tmp_path/"run").exists()
+
+
+@pytest.mark.parametrize("kind", ["sft", "dpo", "rl"])
+def test_what_reads_a_run_takes_its_last_weights_whatever_their_loss(kind, little, tmp_path, monkeypatch):
+    "A policy that learns from a judge gets worse at predicting the texts of others."
+    losses = count(1.)
+    def worse(*args, **more): return replace(evaluate(*args, **more), loss=next(losses))
+    monkeypatch.setattr("lmcourse.training.trainer.evaluate", worse)
+    write_pairs(tmp_path/"pairs.jsonl")
+    trainer = new_alignment(tmp_path/"run", kind, settings_of(kind, tmp_path), replace(little, eval_every=1))
+    align_to_the_end(trainer, tmp_path/"run", tests=2)
+    assert trainer.best_step == 1 < trainer.step
+    for how in ({}, dict(checkpoint="best"), dict(checkpoint="latest")):
+        assert all(torch.equal(a, b) for a, b in zip(load_model(tmp_path/"run", **how)[0].parameters(), trainer.model.parameters()))
 
 
 def test_lines_replace_those_of_the_same_step_and_later_ones(tmp_path):

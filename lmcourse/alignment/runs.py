@@ -54,6 +54,7 @@ def new_alignment(
     task, device = task_of(settings), pick_device(train.device)
     run, (model, tokenizer) = Path(run), load_model(train.init_from, str(device))
     world = join_world(device, train)
+    Sampler(model, tokenizer, running=1) # Rejects a model whose responses can't be sampled
     _check_room("test prompts", task.prompts(96, 999), 1 + task.max_tokens, tokenizer, model)
     texts, train, pairs = _PREPARE[kind](settings, train, model, tokenizer, world)
     if world.writes:

@@ -57,7 +57,8 @@ def load_model(
     # A folder of `save_model` or of a run; default: the course's own model
     folder:str|Path|None=None,
     device:str="cpu",                           # As for `pick_device`
-    checkpoint:str="best", # For a run: `best` on the validation documents, or `latest`
+    # For a run: `best` on the validation documents, or `latest`; of sft, dpo and rl, always the latest
+    checkpoint:str="best",
     attention:str="torch", kernels:str="torch", # As for `named_parts`
 )->tuple[TransformerLM, Tokenizer]: # The model in float32, and its tokenizer
     """Load a trained model, ready to generate text.
@@ -112,7 +113,8 @@ def _read_run_model(run:Path, make:Callable, checkpoint:str
     config, _, data = read_run(run)
     kept = Checkpoints(run/"checkpoints")
     if (path := kept.latest()) is None: raise FileNotFoundError(f"{run}: no checkpoint yet")
-    if checkpoint == "best" and "best" in read_state(path): path = kept.best() or path
+    by_loss = not (run/"align.json").is_file() # A loss doesn't say what sft, dpo and rl have taught
+    if checkpoint == "best" and by_loss and "best" in read_state(path): path = kept.best() or path
     model = make(config)
     load_checkpoint(path, model)
     return model, Tokenizer.from_folder(data/"tokenizer")
