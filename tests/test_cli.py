@@ -350,6 +350,7 @@ def broken(work, whole):
     ("train --resume another", "d_model is 32 there, 64 here"),
     ("train --resume unknown", "unknown field of ModelConfig 'layers'"),
     ("train", "train needs DATA and OUT, or --resume RUN"),
+    ("train . new", "did you mean data?"), ("-v", "name a command before -v; `lmcourse --help` lists them"),
     ("generate data", "data: no run folder"),
     ("generate whole --number 0", "number = 0, expected 1 or more"),
     ("generate not-weights", "not-weights: no model that can be read"),

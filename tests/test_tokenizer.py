@@ -535,3 +535,9 @@ def test_gpt2_against_tiktoken():
     ranks = {token: i for i, token in t.vocab.items() if i != t.end_of_text}
     other = tiktoken.Encoding("gpt2", pat_str=PRETOKENIZE.pattern, mergeable_ranks=ranks, special_tokens={END: t.end_of_text})
     for text in hard_texts(2, 2000): assert other.encode(text, allowed_special="all") == t.encode(text), text
+
+
+def test_a_small_text_waits_for_no_compiler_however_many_merges_are_wanted(monkeypatch):
+    from lmcourse.tokenization import tokenizer
+    monkeypatch.setattr(tokenizer, "_ready", lambda *kernels: False)
+    assert tokenizer._few_merges({b"ab": 3, b"abc": 1}, 10**9) and not tokenizer._few_merges({b"ab"*9 + bytes([i, j]): 1 for i in range(20) for j in range(20)}, 10**9)
