@@ -114,6 +114,9 @@ def _prepare_dpo(settings:dict, train:TrainConfig, model, tokenizer, world:World
         prompts = task.prompts(dpo.prompts, 1_000_000*(train.seed + 1)) # As `own_pairs` takes them
         _check_room("prompts with their responses", prompts, 1 + task.max_tokens, tokenizer, model,
                     reference)
+        if not train.init_from: raise ValueError(
+            "dpo needs init_from or pairs: the course's model makes no pair, since it never "
+            "succeeds on this task; begin with a model that sft has trained")
     if not world.writes: return (), train, [] # One process writes pairs for all
     pairs = read_pairs(dpo.pairs) if dpo.pairs else own_pairs(
         model, tokenizer, dpo.prompts, dpo.group_size, train.seed, task)
