@@ -20,7 +20,7 @@ from .sft import SftBatches
 from .tasks import VERIFIABLE_TASKS, VerifiableTask, verifiable_task
 from ..tokenization.tokenizer import Tokenizer
 from ..tools.config import TrainConfig
-from ..tools.files import atomic_write, read_json, write_json
+from ..tools.files import atomic_write, read_json, write_json, write_text
 from ..tools.machine import return_freed_memory
 from ..training.data import TokenDataset, write_tokens
 from ..training.engines import Objective, World, counted_targets, fill, join_world
@@ -63,8 +63,7 @@ def new_alignment(
         write_tokens(run/"data"/"train", texts, tokenizer, task.name)
         clean = map("".join, islice(task.demonstrations(0., 555), 64))
         write_tokens(run/"data"/"valid", clean, tokenizer, task.name)
-        (run/"data"/"pairs.jsonl").write_text("".join(json.dumps(p) + "\n" for p in pairs),
-                                              encoding="utf-8")
+        write_text(run/"data"/"pairs.jsonl", "".join(json.dumps(p) + "\n" for p in pairs))
         settings, train = _from_anywhere(settings, train)
         write_json(run/"align.json", dict(kind=kind) | settings)
         write_run(run, model.config, train, run/"data")
