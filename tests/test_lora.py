@@ -190,7 +190,9 @@ def test_a_merged_mixture_of_experts_has_the_weights_to_train_that_it_had():
     "The bias that balances experts never has a gradient."
     model = TransformerLM(ModelConfig(vocab_size=16, context_length=8, d_model=16, num_layers=1, num_heads=2, num_experts=4, router_bias_rate=.01))
     before = {name: p.requires_grad for name, p in model.named_parameters()}
-    merge_lora(add_lora(model, 2))
+    adapted = {name.rpartition(".")[0] for name, p in add_lora(model, 2).named_parameters() if p.requires_grad}
+    assert adapted == {*(f"layers.0.attn.{kind}_proj" for kind in ("q", "k", "v", "output")), "layers.0.ffn.router"}, "the experts are one tensor"
+    merge_lora(model)
     assert {name: p.requires_grad for name, p in model.named_parameters()} == before and not all(before.values())
 
 
