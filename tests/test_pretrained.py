@@ -333,7 +333,7 @@ def test_config_round_trip(config):
 
 
 @pytest.mark.parametrize("family, changes, words", [
-    ("llama", dict(model_type="gemma3_text"), "config.json: model_type = 'gemma3_text', with norms before and after each part, and two kinds of layers, expected one of deepseek_v3, gpt2"), ("llama", dict(model_type=None), "model_type = None, expected one of deepseek_v3, gpt2, llama, mistral, mixtral, olmo2, olmoe, qwen3, qwen3_moe"),
+    ("llama", dict(model_type="gemma3_text"), "config.json: model_type = 'gemma3_text', with norms before and after each part, and two kinds of layers, expected one of deepseek_v3, gpt2"), ("llama", dict(model_type=None), "model_type = None, expected one of deepseek_v3, gpt2, llama, mistral, mixtral, olmo2, olmoe, qwen2, qwen3, qwen3_moe"),
     ("llama", dict(hidden_act="gelu"), "hidden_act = 'gelu', expected 'silu'"), ("qwen3", dict(hidden_act="relu"), "a qwen3 that this model can't represent: hidden_act = 'relu'"),
     ("llama", dict(mlp_bias=True), "attention_bias = False, mlp_bias = True, expected the same"), ("llama", dict(attention_bias=True), "attention_bias = True, mlp_bias = False"),
     ("qwen3", dict(attention_bias=True), "attention_bias = True, expected False"), ("qwen3", dict(use_sliding_window=True), "use_sliding_window = True, expected False"),
@@ -370,8 +370,31 @@ def test_a_stretched_rope_is_written_for_old_and_new_readers(scaling):
     assert "rope_scaling" not in config_to_hf(llama)
 
 
+@pytest.mark.parametrize("more", [{}, dict(tie_word_embeddings=True, num_key_value_heads=4), dict(rope_parameters=YARN | dict(rope_theta=500.))], ids=["plain", "tied", "yarn"])
+def test_qwen2_comes_in_with_its_few_biases_and_goes_out_as_a_llama(more, tmp_path):
+    there = shake(transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**dict(vocab_size=40, max_position_embeddings=24, hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
+                                                                                num_key_value_heads=2, intermediate_size=48) | more)))
+    there.save_pretrained(tmp_path/"a")
+    torch.use_deterministic_algorithms(True)                    # Memory that nobody fills is NaN
+    try:
+        for source in (there, tmp_path/"a"):
+            model = from_hf(source)
+            same_logits(there, model, model.config)
+    finally: torch.use_deterministic_algorithms(False)
+    absent = {name for name, p in model.named_parameters() if not p.any()}
+    assert absent == {f"layers.{i}.{part}.bias" for i in range(2) for part in ("attn.output_proj", "ffn.w1", "ffn.w2", "ffn.w3")}
+    assert type(to_hf(model)).__name__ == "LlamaForCausalLM"
+    same_logits(to_hf(model), there, model.config)
+    for key, value in dict(use_sliding_window=True, hidden_act="gelu").items():
+        with expect_error(ValueError, f"a qwen2 that this model can't represent: {key} = {value!r}"): config_from_hf(there.config.to_dict() | {key: value})
+    file = tmp_path/"a"/"model.safetensors"
+    tensors = load_file(file)
+    save_file({n: t for n, t in tensors.items() if n != "model.layers.1.self_attn.k_proj.bias"}, file)
+    with expect_error(ValueError, "missing: model.layers.1.self_attn.k_proj.bias"): from_hf(tmp_path/"a")
+
+
 @pytest.mark.parametrize("family, named, words", [
-    ("qwen2", "self_attn.q_proj.bias", "with biases of queries, keys and values alone"), ("phi3", "self_attn.qkv_proj.weight", "with one matrix for queries, keys and values"),
+    ("phi3", "self_attn.qkv_proj.weight", "with one matrix for queries, keys and values"),
     ("gemma2", "post_feedforward_layernorm.weight", "with norms before and after each part, and capped logits"),
     ("gemma3_text", "post_feedforward_layernorm.weight", "with norms before and after each part, and two kinds of layers")])
 def test_popular_families_that_do_not_load_say_why(family, named, words):
