@@ -87,24 +87,24 @@ def check_chain(
 # %% ../../nbs/14_alignment/14s_reasoning.ipynb #a87beef4
 def vote_shares(
     answers:Tensor,   # The votes for each question `(..., k)`
-    choices:int=CUPS, # Number of possible answers, A
-)->Tensor: # Probability that each answer wins `(..., A)`: 1, or a share where there is a tie
+    choices:int=CUPS, # Number of possible answers
+)->Tensor: # Probability that each answer wins `(..., choices)`: 1, or a share where there is a tie
     "Count votes. The answer with the most wins; ties are decided at random."
     counts = one_hot(answers, choices).sum(-2)
     won = (counts == counts.amax(-1, keepdim=True)).double()
     return won/won.sum(-1, keepdim=True)
 
 def majority_probs(
-    probs:Tensor, # Probability of each answer, for each question `(Q, A)`, float64
+    probs:Tensor, # Probability of each answer, for each question `(Q, choices)`, float64
     k:int,        # Number of votes
-)->Tensor: # Probability that each answer wins the vote `(Q, A)`
+)->Tensor: # Probability that each answer wins the vote `(Q, choices)`
     "Compute the exact distribution of a vote's winner. Raises `ValueError` for no votes."
     if k < 1: raise ValueError(f"k = {k}, expected at least one vote")
     A = probs.shape[-1]
     # Each way to spread k votes: A - 1 bars among k + A - 1 places
     bars = torch.tensor(list(itertools.combinations(range(k + A - 1), A - 1)), dtype=torch.double)
     first, last = bars.new_full((len(bars), 1), -1), bars.new_full((len(bars), 1), k + A - 1)
-    counts = torch.cat((first, bars, last), 1).diff(dim=1) - 1                         # (N, A)
+    counts = torch.cat((first, bars, last), 1).diff(dim=1) - 1   # (N, choices)
     ways = math.lgamma(k + 1) - torch.lgamma(counts + 1).sum(1)
     chance = (torch.xlogy(counts, probs[:, None]).sum(-1) + ways).exp()                # (Q, N)
     won = (counts == counts.amax(-1, keepdim=True)).double()
