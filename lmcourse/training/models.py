@@ -57,7 +57,7 @@ def load_model(
     # A folder of `save_model` or of a run; default: the course's own model
     folder:str|Path|None=None,
     device:str="cpu",                           # As for `pick_device`
-    # For a run: `best` on the validation documents, or `latest`; of sft, dpo and rl, always the latest
+    # For a run: `best` on the validation documents, or `latest`; of sft, dpo and rl, the latest
     checkpoint:str="best",
     attention:str="torch", kernels:str="torch", # As for `named_parts`
 )->tuple[TransformerLM, Tokenizer]: # The model in float32, and its tokenizer
