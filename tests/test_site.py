@@ -202,7 +202,7 @@ def test_the_name_of_a_parameter_leads_to_no_other_page(tmp_path):
     ("sample", "05_generation/sampling", True), ("pool", "11_scaling/study", True),                     # Imported, under its name or another
     ("train_bpe", "01_tokenization/bpe", True), ("Engine", "07_inference/engine", True), ("mix()", "13_curation/mixing", True),       # No plain words
     ("form", "00_tools/grammar", False), ("generate", "05_generation/generate", False),                 # A column, a command
-    ("pack", "03_architecture/fused_attention", False), ("Linear", "03_architecture/layers_torch", False), ("count()", "00_tools/x", False)])
+    ("pack", "03_architecture/fused_attention", False), ("Linear", "03_architecture/layers_torch", False), ("count()", "00_tools/x", False), ("_answers", "grade", False)])
 def test_a_name_leads_to_another_page_only_if_it_is_that_of_the_other_page(tmp_path, name, to, kept):
     code = "from lmcourse.generation.sampling import sample\nfrom lmcourse.scaling.study import collect as pool\nfrom torch.nn import Linear\nform = 1"
     path = notebook(tmp_path, new_md(text := f"As [`{name}`](https://me.io/c/{to}.html#{name.removesuffix('()')}) says."), new_code("def pack(): return generate.count"),

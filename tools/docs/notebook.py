@@ -200,9 +200,10 @@ def origins(cells):
 def unlink_homonyms(cells, own, known):
     """nbdev links each backticked word that is a public name of any page. A link stays if it leads to a name of the page `own` itself, or of a
     page from which the code imports it. It goes if the code has that name from elsewhere, or if a plain lower-case word, without parentheses,
-    is no name in the code at all: `form` may then be the column of a table, and `generate` a command."""
+    is no name in the code at all: `form` may then be the column of a table, and `generate` a command. A private name has no place to lead to."""
     def leads(module, page): return module == "lmcourse" or module and page.endswith("/" + module.removeprefix("lmcourse.").replace(".", "/"))
     def plain(m):
+        if m[2].startswith("_"): return m[1]
         page, modules = re.sub(r"/\d+_", "/", m[3]), known.get(m[2])
         if m[3].endswith("/" + own) or any(leads(module, page) for module in modules or ()): return m[0]
         return m[1] if modules or re.fullmatch("`[a-z]+`", m[1]) else m[0]
