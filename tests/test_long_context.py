@@ -70,6 +70,8 @@ def test_models_that_cannot_be_stretched():
     with pytest.raises(ValueError, match="already"): extend_context(m, "ntk", 2)
     m = tiny()
     with pytest.raises(ValueError): extend_context(m, "yarn", .5)
+    for method in ("none", "ntk", "linear", "llama3"):
+        with pytest.raises(ValueError, match=f"scale = 1.1 with method = '{method}', expected yarn"): extend_context(m, method, 2, scale=1.1)
     assert m.config == tiny().config and len(m.layers[0].attn.rope.table) == 32 # Unchanged after an error
 
 

@@ -71,6 +71,8 @@ def extend_context(
     if c.rope_scaling:
         raise ValueError(f"the model has been extended already, to {c.context_length} tokens")
     new = rope_settings(method, c.rope_size, factor, c.context_length, c.rope_theta, **ramp)
+    if scale is not None and method != "yarn":
+        raise ValueError(f"{scale = } with method = {method!r}, expected yarn, which alone has one")
     if scale is not None: new["rope_scaling"] = new["rope_scaling"] | dict(attention_factor=scale)
     c, like = replace(c, context_length=int(c.context_length*factor), **new), model.layers[0].attn
     rope = RoPE(c.context_length, c.rope_size, c.rope_theta, like.rope.table.device,
