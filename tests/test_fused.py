@@ -11,9 +11,9 @@ torch = pytest.importorskip("torch")
 
 from lmcourse.architecture.attention_torch import RoPE, prepare_heads
 from lmcourse.architecture import fused
-from lmcourse.architecture.fused import FusedFeedForward, FusedRMSNorm, exp2_below, fused_heads, fused_loss, head_loss, largest, rms_norm, swiglu, rotate_heads
+from lmcourse.architecture.fused import FusedFeedForward, FusedRMSNorm, exp2_below, fused_ffn, fused_gelu, fused_heads, fused_loss, head_loss, largest, rms_norm, swiglu, rotate_heads
 from lmcourse.architecture.fused_attention import FUSED_PARTS
-from lmcourse.architecture.layers_torch import Linear, RMSNorm, check_same, linear_cross_entropy, rmsnorm, silu
+from lmcourse.architecture.layers_torch import FeedForward, Linear, RMSNorm, check_same, gelu, linear_cross_entropy, rmsnorm, silu
 from lmcourse.architecture.onednn import OneDNNLinear, vectors_idle
 from lmcourse.architecture.transformer_torch import Parts, TransformerLM, named_parts
 from lmcourse.tools.checks import check_close, expect_error
@@ -45,6 +45,25 @@ def test_norm_and_gate(shape):
     check_same(lambda x, w: rms_norm(x, w, 1e-5)[0], lambda x, w: rmsnorm(x, w, 1e-5), x, w)
     check_same(lambda x, w: rms_norm(x.T, w, 1e-5)[0], lambda x, w: rmsnorm(x.T, w, 1e-5), drawn(shape[-1], 4), w)
     check_same(swiglu, lambda a, b: silu(a)*b, 9*x, drawn(*shape, seed=2))
+    check_same(fused_gelu, gelu, 3*x, atol=3e-6)
+    check_same(lambda x: fused_gelu(x.T), lambda x: gelu(x.T), drawn(5, 4))
+
+
+def test_gelu_far_from_zero():
+    x = torch.tensor([-1e10, -40., -9., -1e-30, -0., 0., 1e-30, 9., 40., 1e10], requires_grad=True)
+    y = fused_gelu(x)
+    y.sum().backward()
+    check_close(y.detach(), torch.tensor([0., 0, 0, -5e-31, 0, 0, 5e-31, 9, 40, 1e10]), 1e-6, 1e-27)
+    check_close(x.grad, torch.tensor([0., 0, 0, .5, .5, .5, .5, 1, 1, 1]), 1e-6, 1e-6)
+    assert fused_gelu(torch.tensor([np.nan, np.inf, 1.])).isnan().tolist() == [True, False, False]
+
+
+def test_networks_with_a_kernel():
+    made = {f: type(fused_ffn(replace(SMALL, ffn=f))) for f in ("swiglu", "gelu", "relu", "silu")}
+    assert made == dict(swiglu=FusedFeedForward, gelu=FusedFeedForward, relu=FeedForward, silu=FeedForward)
+    ffn = FusedFeedForward(32, 48, "gelu")
+    with torch.profiler.profile() as record: ffn(drawn(3, 32))
+    assert not any(e.name == "aten::gelu" for e in record.events())
 
 
 @pytest.mark.parametrize("norm", [False, True])
@@ -153,7 +172,7 @@ def test_the_compiler_sees_operators():
     check_close([p.grad for p in model.parameters()], expected, 1e-5, 1e-6)
     ops = torch.ops.lmcourse
     ask = lambda *shape: drawn(*shape).requires_grad_()
-    for op, inputs in ((ops.rms_norm, (ask(3, 8), ask(8), 1e-5)), (ops.swiglu, (ask(3, 8), ask(3, 8))), (ops.rotate_heads, (ask(2, 5, 3, 8), ask(8), drawn(5, 4, 2), 1e-5)),
+    for op, inputs in ((ops.rms_norm, (ask(3, 8), ask(8), 1e-5)), (ops.swiglu, (ask(3, 8), ask(3, 8))), (ops.fused_gelu, (ask(3, 8),)), (ops.rotate_heads, (ask(2, 5, 3, 8), ask(8), drawn(5, 4, 2), 1e-5)),
                        (ops.head_loss, (ask(7, 8), ask(9, 8), torch.arange(7), -100, 0.))):
         torch.library.opcheck(op.default, inputs)
 
@@ -202,12 +221,13 @@ def test_not_twice_differentiable():
     with expect_error(RuntimeError, "once_differentiable"): g.sum().backward()
 
 
-def test_one_thread_or_two(monkeypatch, threads):
+@pytest.mark.parametrize("ffn", ["swiglu", "gelu"])
+def test_one_thread_or_two(monkeypatch, threads, ffn):
     monkeypatch.setattr(fused, "SHARED", 1)
     ids, found = torch.randint(61, (2, 12), generator=torch.Generator().manual_seed(0)), []
     for n in (1, 2, 3):
         threads(n)
-        model = TransformerLM(replace(SMALL, qk_norm=True), parts=FUSED_PARTS)
+        model = TransformerLM(replace(SMALL, qk_norm=True, ffn=ffn), parts=FUSED_PARTS)
         loss = model.loss(ids[:, :-1], ids[:, 1:])
         found.append([loss.detach(), *torch.autograd.grad(loss, list(model.parameters()))])
     for other in found[1:]: check_close(other, found[0], 1e-5, 1e-7)
