@@ -15,9 +15,10 @@ from lmcourse.architecture import layers_torch
 from lmcourse.architecture.transformer_torch import TransformerLM
 from lmcourse.generation.generate import generate, log_probs
 from lmcourse.generation.sampling import next_token_probs, sample
+from lmcourse.inference import engine as engine_module
 from lmcourse.inference.draft_engine import DraftEngine
 from lmcourse.inference.engine import (BlockPool, Engine, PackedLinear, PagedModel, Request, Sequence, Waste, batched_attention, chunk_name,
-                                       draw_tokens, gathered_attention, paged_attention, plan_attention, replay, rows_of, sample_rows, timing)
+                                       default_blocks, draw_tokens, gathered_attention, paged_attention, plan_attention, replay, rows_of, sample_rows, timing)
 from lmcourse.inference.speculative import PromptLookup
 from lmcourse.tools.checks import check_close, expect_error
 from lmcourse.tools.config import ModelConfig
@@ -612,6 +613,17 @@ def test_what_just_fits_is_answered():
     assert Engine(model).run([Request((1,), 0)])[0].reason == "length"
     for wrong in (dict(max_running=0), dict(max_running=5, token_budget=4), dict(block_size=0)):
         with expect_error(ValueError, "expected 1 or more"): Engine(model, **wrong)
+
+
+def test_blocks_are_those_of_whole_contexts_but_fill_half_of_the_memory_at_most(monkeypatch):
+    "A context of 131,072 tokens, sixteen times, is more than a machine has"
+    model = small(torch.float32)
+    for size, running, blocks in ((16, 16, 64), (48, 2, 4), (64, 1, 1)): assert default_blocks(model, size, running) == blocks
+    block = PagedModel(model, 1, 16).cache.nbytes
+    for free, blocks in ((None, 64), (200*block, 64), (21*block, 10), (0, 1)):
+        monkeypatch.setattr(engine_module, "available_bytes", lambda: free)
+        assert default_blocks(model, 16, 16) == blocks == len(Engine(model).pool.users)
+    with expect_error(ValueError, "need room for 20, but the room in all blocks is 16"): Engine(model).add(Request((1, 2), 19))
 
 
 # New weights

@@ -7,7 +7,7 @@ __all__ = ['Request', 'Sequence', 'timing', 'joined_weights', 'PackedLinear', 'P
            'chunk_name', 'Rows', 'gathered_attention', 'AttentionPlan', 'plan_attention', 'batched_attention',
            'attend_blocks', 'paged_attention', 'PagedLayer', 'PagedModel', 'rows_of', 'sample_rows', 'draw_tokens',
            'BlockTables', 'Scheduler', 'top_logprobs', 'check_request', 'note_computed', 'accept', 'check_like',
-           'Engine', 'replay', 'Waste']
+           'default_blocks', 'Engine', 'replay', 'Waste']
 
 # %% ../../nbs/07_inference/07b_engine.ipynb #86e1d420
 import copy, hashlib, math, time
@@ -28,6 +28,7 @@ from ..generation.generate import checked_ids
 from ..generation.sampling import check_distribution, inverse_cdf, next_token_probs
 from ..generation.sampling import read_at_once
 from ..tools.config import ModelConfig, refuse_fields
+from ..tools.machine import available_bytes
 
 # %% ../../nbs/07_inference/07b_engine.ipynb #065aa8c8
 @dataclass(frozen=True)
@@ -765,12 +766,27 @@ def check_like(
         if new[name] != old[name]: raise ValueError(
             f"load: a model with {name} = {new[name]}, but the engine was made for {old[name]}")
 
+# %% ../../nbs/07_inference/07b_engine.ipynb #86395036
+def default_blocks(
+    model:Any,       # A `TransformerLM`
+    block_size:int,  # Tokens per block
+    max_running:int, # Largest number of sequences computed together
+)->int: # Number of blocks
+    """Count the blocks that `max_running` texts of the context's length need, at most as many as
+    fit into half of the free memory."""
+    c, weight = model.config, model.token_embeddings.weight
+    size = 2*c.num_layers*c.kv_heads*c.head_size*block_size*weight.dtype.itemsize # Bytes of a block
+    free = (torch.cuda.mem_get_info(weight.device)[0] if weight.device.type == "cuda"
+            else available_bytes())
+    wanted = max_running*-(-c.context_length//block_size)
+    return wanted if free is None else max(1, min(wanted, free//2//size))
+
 # %% ../../nbs/07_inference/07b_engine.ipynb #cb0584b8
 class Engine(Scheduler):
     "Answers requests, many at a time. Use it from one thread."
     def __init__(self,
         model:Any,                # A `TransformerLM`
-        num_blocks:int|None=None, # Default: room for `max_running` texts of the context's length
+        num_blocks:int|None=None, # Number of blocks; default: `default_blocks`
         block_size:int=16,        # Tokens per block
         max_running:int=16,       # Largest number of sequences computed together
         token_budget:int=256,     # Largest number of tokens computed in a step
@@ -780,7 +796,7 @@ class Engine(Scheduler):
     ):
         c = model.config
         refuse_fields(c, "Engine", names=("kv_lora_rank", "capacity_factor"))
-        if num_blocks is None: num_blocks = max_running*-(-c.context_length//max(1, block_size))
+        if num_blocks is None: num_blocks = default_blocks(model, max(1, block_size), max_running)
         limits = max_running, token_budget, continuous, share
         super().__init__(num_blocks, block_size, *limits, c.window)
         self.paged = paged(model, num_blocks, block_size)
