@@ -221,24 +221,26 @@ def int8_rows(codes, steps, x, out, start, stop):
 # %% ../../nbs/07_inference/07d_quantization.ipynb #afe50462
 @fused
 def dot_low(codes, x):
-    "Compute the dot product of the low halves of 64 bytes with 64 numbers."
+    "Compute the dot product of the codes in the low halves of 64 bytes with 64 numbers."
     total = _ZERO
-    for j in range(64): total += np.float32(codes[j] & np.uint8(15))*x[j]
+    for j in range(64):
+        total += np.float32(np.int8(np.int8(codes[j] & np.uint8(15)) - np.int8(8)))*x[j]
     return total
 
 @fused
 def dot_high(codes, x):
     "Compute the same for the high halves."
     total = _ZERO
-    for j in range(64): total += np.float32(codes[j] >> np.uint8(4))*x[j]
+    for j in range(64):
+        total += np.float32(np.int8(np.int8(codes[j] >> np.uint8(4)) - np.int8(8)))*x[j]
     return total
 
 @fused
-def pair_int4(codes, low_steps, high_steps, x, eights):
-    "Multiply two rows by `x`. `eights` is 8 times the sum of `x` in each group."
+def pair_int4(codes, low_steps, high_steps, x):
+    "Multiply two rows by `x`."
     one, two, ahead = _ZERO, _ZERO, _AHEAD
     for g in range(len(codes)):
-        low, high = -eights[g], -eights[g]
+        low, high = _ZERO, _ZERO
         for b in range(codes.shape[1]):
             prefetch(codes, ahead)
             ahead += 64
@@ -252,15 +254,12 @@ def pair_int4(codes, low_steps, high_steps, x, eights):
 @fused
 def int4_rows(codes, steps, x, out, start, stop):
     "Compute the same as `int8_rows`, two rows at a time; `start` is even."
-    eights = np.empty(codes.shape[1], np.float32)
     for t in range(len(x)):
         z = x[t].reshape(codes.shape[1:])
-        for g in range(len(z)): eights[g] = np.float32(8)*z[g].sum()
         for o in range(start, stop - 1, 2):
-            out[t, o], out[t, o + 1] = pair_int4(codes[o//2], steps[o], steps[o + 1], z, eights)
+            out[t, o], out[t, o + 1] = pair_int4(codes[o//2], steps[o], steps[o + 1], z)
         if (stop - start) % 2:
-            out[t, stop - 1] = pair_int4(codes[stop//2], steps[stop - 1], steps[stop - 1], z,
-                                         eights)[0]
+            out[t, stop - 1] = pair_int4(codes[stop//2], steps[stop - 1], steps[stop - 1], z)[0]
 
 # %% ../../nbs/07_inference/07d_quantization.ipynb #e851370c
 @overload(dot_rows)
