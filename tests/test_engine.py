@@ -11,7 +11,7 @@ torch = pytest.importorskip("torch")
 
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lmcourse.architecture import layers_torch
+from lmcourse.architecture import fused, layers_torch
 from lmcourse.architecture.transformer_torch import TransformerLM
 from lmcourse.generation.generate import generate, log_probs
 from lmcourse.generation.sampling import next_token_probs, sample
@@ -290,6 +290,26 @@ def test_both_attentions_agree_in_blocks_of_any_size(size, window):
     check_close(found[0], found[1], 1e-5, 1e-5)
     check_close(found[0], found[2], 1e-5, 1e-5)
     check_close(found[0].double(), torch.stack([model(torch.tensor(s.ids))[-1] for s in sequences]).detach(), 1e-5, 1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_threads_share_the_queries_and_no_bit_depends_on_their_number(dtype, monkeypatch):
+    monkeypatch.setattr(fused, "SHARED", 1)                     # Small jobs are shared, too
+    taken, compute = [], engine_module.attend_blocks
+    monkeypatch.setattr(engine_module, "attend_blocks", lambda *args: (taken.append(args[-2:]), compute(*args)))
+    sequences, free = [Sequence(Request(tuple(range(n)))) for n in (1, 9, 30, 64)], list(range(16))
+    for s in sequences: s.blocks = [free.pop() for _ in range(-(-len(s.ids)//8))]
+    rows, g = rows_of({s: s.missing for s in sequences}, 8), torch.Generator().manual_seed(0)
+    q, keys, values = (3*torch.randn(shape, generator=g, dtype=dtype) for shape in ((104, 4, 8), (16, 2, 8, 8), (16, 2, 8, 8)))
+    before, found = torch.get_num_threads(), []
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            found.append(paged_attention(q, keys, values, rows, 20))
+    finally: torch.set_num_threads(before)
+    if fused.torch_threads(): assert sorted(taken) == [(0, 34), (0, 52), (0, 104), (34, 69), (52, 104), (69, 104)]
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+    check_close(found[0], gathered_attention(q, keys, values, rows, 20), *((1e-5, 1e-5) if dtype == torch.float32 else (1e-12, 1e-12)))
 
 
 def test_what_a_request_does_not_say_is_as_in_generate():

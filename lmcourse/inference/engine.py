@@ -19,11 +19,14 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
+from numba import types
+from numba.extending import overload
 from operator import attrgetter, index
 from typing import Any
 from ..architecture.attention_torch import causal_attention
+from ..architecture.fused import exp2_below, share
 from ..architecture.layers_torch import FeedForward
-from ..tools.compiled import fused, prefetch
+from ..tools.compiled import borrow, fused, prefetch
 from ..generation.generate import checked_ids
 from ..generation.sampling import check_distribution, inverse_cdf, next_token_probs
 from ..generation.sampling import read_at_once
@@ -335,6 +338,8 @@ def batched_attention(
     return out
 
 # %% ../../nbs/07_inference/07b_engine.ipynb #0d3368c5
+_LOG2E = np.float32(math.log2(math.e))
+
 @fused
 def _dots(q, block, first, last, scale, scores):
     j, K = first, q.shape[0]
@@ -375,41 +380,51 @@ def _ask_for_next(cache, table, b, g, last): # Prefetches the keys of the next h
     else: return
     for i in range(start, start + piece, 64//cache.itemsize): prefetch(flat, i)
 
+def _exp(x): raise NotImplementedError # Only within compiled code
+
+@overload(_exp)
+def _exp_compiled(x): # Of a number of at most 0; in float32 without a call, for many at once
+    if x == types.float32: return lambda x: exp2_below(x*_LOG2E)
+    return lambda x: math.exp(x)
+
 @fused
 def _softmax(scores):
     top = scores[0]
     for s in range(scores.shape[0]): top = max(top, scores[s])
     total = top - top
     for s in range(scores.shape[0]):
-        scores[s] = math.exp(scores[s] - top)
+        scores[s] = _exp(scores[s] - top)
         total += scores[s]
     for s in range(scores.shape[0]): scores[s] /= total
 
 # %% ../../nbs/07_inference/07b_engine.ipynb #e647bb3d
 @fused
-def attend_blocks(q, keys, values, tables, owners, positions, window, scale, out):
-    """Compute attention into `out` `(N, H, K)`.
+def attend_blocks(q, keys, values, tables, owners, positions, window, scale, out, begin, end):
+    """Compute attention of queries `begin` to `end - 1` into `out` `(N, H, K)`.
     Each query reads the keys that it sees block by block, where they are."""
-    N, H, K = q.shape
-    G, size = keys.shape[1:3]
-    scores = np.empty((H, tables.shape[1]*size), q.dtype)
-    for n in range(N):
-        stop, table = positions[n] + 1, tables[owners[n]]
+    (G, size), each = keys.shape[1:3], q.shape[1]//keys.shape[1]
+    scores = np.empty((q.shape[1], tables.shape[1]*size), q.dtype)
+    for n in range(begin, end):
+        stop, table = positions[n] + 1, borrow(tables)[owners[n]]
         start = max(0, stop - window)
         last = (stop + size - 1)//size
         for b in range(start//size, last):
-            for h in range(H):
-                if h % (H//G) == 0: _ask_for_next(keys, table, b, h*G//H, last)
-                _dots(q[n, h], keys[table[b], h*G//H], max(start - b*size, 0),
-                      min(stop - b*size, size), scale, scores[h, b*size:])
-        for h in range(H):
-            _softmax(scores[h, start:stop])
-            for d in range(K): out[n, h, d] = 0
+            low, high = max(start - b*size, 0), min(stop - b*size, size)
+            for g in range(G):
+                _ask_for_next(borrow(keys), table, b, g, last)
+                for h in range(g*each, g*each + each):
+                    _dots(borrow(q)[n, h], borrow(keys)[table[b], g], low, high, scale,
+                          borrow(scores)[h, b*size:])
+        for h in range(q.shape[1]):
+            _softmax(borrow(scores)[h, start:stop])
+            out[n, h] = 0
         for b in range(start//size, last):
-            for h in range(H):
-                if h % (H//G) == 0: _ask_for_next(values, table, b, h*G//H, last)
-                _mix(scores[h, b*size:], values[table[b], h*G//H], max(start - b*size, 0),
-                     min(stop - b*size, size), out[n, h])
+            low, high = max(start - b*size, 0), min(stop - b*size, size)
+            for g in range(G):
+                _ask_for_next(borrow(values), table, b, g, last)
+                for h in range(g*each, g*each + each):
+                    _mix(borrow(scores)[h, b*size:], borrow(values)[table[b], g], low, high,
+                         borrow(out)[n, h])
 
 # %% ../../nbs/07_inference/07b_engine.ipynb #ab8b6aea
 def paged_attention(
@@ -425,8 +440,9 @@ def paged_attention(
     q, k, v, tables, owners, positions = (a.contiguous().numpy()
                                           for a in (q, keys, values, rows.tables, rows.owners,
                                                     rows.positions))
-    attend_blocks(q, k, v, tables, owners, positions, window or everything,
-                  k.dtype.type(q.shape[-1]**-.5), out.numpy())
+    attend = partial(attend_blocks, q, k, v, tables, owners, positions, window or everything,
+                     k.dtype.type(q.shape[-1]**-.5), out.numpy())
+    share(attend, len(q), q.size*min(int(positions.max()) + 1, window or everything))
     return out
 
 # %% ../../nbs/07_inference/07b_engine.ipynb #08e70764
