@@ -23,6 +23,7 @@ from ..architecture.attention_np import rope_tables_np
 from ..architecture.layers_np import ACTIVATIONS_NP
 from ..architecture.transformer_np import check_params, sinusoidal_table
 from ..architecture.fast_np import pool
+from ..architecture.fused import exp2_below
 from ..architecture.pretrained import params_of
 from ..accounting.hardware import threads_here
 from ..generation.generate import Decoder
@@ -59,7 +60,7 @@ def _pack_layers(stack:np.ndarray, pack
     return packed, arrays
 
 # %% ../../nbs/07_inference/07aa_fast_decoder.ipynb #15580fa1
-_ZERO, _ONE = np.float32(0), np.float32(1)
+_ZERO, _ONE, _LOG2E = np.float32(0), np.float32(1), np.float32(math.log2(math.e))
 _AHEAD = 256 # how many numbers ahead of each place to fetch: 1 KiB
 
 # %% ../../nbs/07_inference/07aa_fast_decoder.ipynb #c97579c2
@@ -179,7 +180,7 @@ def attend_head(head, layer, first, window, qkv, cache, scores, out):
     """Compute the attention of one query head over the keys that it sees in the ring buffer: up to
     the end of the buffer, then from its beginning."""
     G, S, K = cache.shape[2:]
-    g, z, scale = head*G//(out.shape[1]//K), scores[head], _ONE/np.sqrt(np.float32(K))
+    g, z, scale = head*G//(out.shape[1]//K), scores[head], _LOG2E/np.sqrt(np.float32(K))
     keys, values = cache[0, layer, g], cache[1, layer, g]
     for t in range(len(out)):
         n, q = min(window, first + t + 1), qkv[t, head*K:head*K + K].reshape(1, K)
@@ -189,7 +190,7 @@ def attend_head(head, layer, first, window, qkv, cache, scores, out):
         dot_far(keys[:n - a], q, z[a:n].reshape(1, n - a), np.int64(0), n - a)
         for s in range(n): top = max(top, z[s])
         for s in range(n):
-            z[s] = np.exp((z[s] - top)*scale)
+            z[s] = exp2_below((z[s] - top)*scale)
             total += z[s]
         for s in range(n): z[s] /= total
         y = out[t, head*K:head*K + K]
@@ -210,7 +211,8 @@ def activate(wide, hidden, kind, start, stop):
             v = wide[t, f]
             u = (v if kind == 1
                  else np.float32(2*math.sqrt(2/math.pi))*(v + np.float32(.044715)*v*v*v))
-            y = v/(_ONE + np.exp(-u)) if kind else max(v, _ZERO)
+            e = exp2_below(-abs(u)*_LOG2E)
+            y = v*(_ONE if u >= _ZERO else e)/(_ONE + e) if kind else max(v, _ZERO)
             hidden[t, f] = y*wide[t, F + f] if wide.shape[1] > F else y
 
 # %% ../../nbs/07_inference/07aa_fast_decoder.ipynb #c211b538
