@@ -156,9 +156,13 @@ def _next_record(source:_Bytes, max_bytes:int)->WarcRecord:
         raise ValueError(f"{first!r}, expected a record that begins with 'WARC/'")
     source.line()
     while line := source.line().decode("utf-8", errors="replace"):
+        if headers and line[0] in " \t":            # A value may go on in an indented line
+            headers[name] += f" {line.strip()}"
+            continue
         name, colon, value = line.partition(":")
         if not colon: raise ValueError(f"{line[:40]!r}, expected a header 'Name: value'")
-        headers[name.strip().lower()] = value.strip()
+        name = name.strip().lower()
+        headers[name] = value.strip()
     if not (length := headers.get("content-length", "")).isdecimal():
         raise ValueError(f"content-length = {length!r}, expected a number")
     payload = source.take(int(length), max_bytes)
