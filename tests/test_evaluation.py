@@ -250,6 +250,30 @@ def test_without_the_harness_one_line_says_what_to_install(monkeypatch):
     with pytest.raises(ModuleNotFoundError, match="pip install lm_eval"): harness_model(*load_model())
 
 
+def test_long_texts_are_cut_as_the_harness_cuts_them_for_its_own_models(asked):
+    "make_disjoint_window(w) for w in get_rolling_token_windows(tokens, prefix, 4, context_len=1) of lm_eval 0.4.13: the tokens that are shown, and the ones to score."
+    windows = {3: [([0], [1, 2, 3])], 8: [([0], [1, 2, 3, 4]), ([4], [5, 6, 7, 8])], 9: [([0], [1, 2, 3, 4]), ([4], [5, 6, 7, 8]), ([5, 6, 7, 8], [9])],
+               10: [([0], [1, 2, 3, 4]), ([4], [5, 6, 7, 8]), ([6, 7, 8], [9, 10])]}
+    class Model:
+        class config: context_length = 4
+    class Letters:
+        end_of_text = 0
+        def encode(self, text, special): return [ord(c) - 96 for c in text]
+    answers = HarnessAnswers.__new__(HarnessAnswers)
+    answers.model, answers.tokenizer = Model, Letters()
+    for n, wanted in windows.items():
+        found = answers._windows("abcdefghij"[:n])
+        assert [(ids[:-k], ids[-k:]) for ids, k in found] == wanted
+    model, tokenizer, *_ = asked
+    class Request: args = " ".join(islice(Stories(4716), 3)),
+    ids, T = [tokenizer.end_of_text, *tokenizer.encode(Request.args[0])], model.config.context_length
+    nats, n = 0, len(ids) - 1
+    assert n % T and n > 2*T
+    for k in range(0, n - n % T, T): nats += token_nats(model, ids[k:k + T + 1]).sum()
+    nats += token_nats(model, ids[-T - 1:])[-(n % T):].sum()
+    assert HarnessAnswers(model, tokenizer).loglikelihood_rolling([Request]) == [pytest.approx(-nats, rel=1e-6)]
+
+
 def test_saved_numbers_of_the_harness_are_those_of_the_page():
     found = json.loads((RESULTS/"harness.json").read_text())
     assert found["lm_eval"] == "0.4.13" and {k: sorted(row) for k, row in found["results"].items()} == {
