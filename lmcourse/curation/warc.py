@@ -151,12 +151,12 @@ class _Bytes: # Lines and counted bytes out of blocks
 
 # %% ../../nbs/13_curation/13aa_warc.ipynb #9bac9c93
 def _next_record(source:_Bytes, max_bytes:int)->WarcRecord:
-    first, headers = bytes(source.held[:5]), {}
+    first, headers, name = bytes(source.held[:5]), {}, ""
     if not b"WARC/".startswith(first):
         raise ValueError(f"{first!r}, expected a record that begins with 'WARC/'")
     source.line()
     while line := source.line().decode("utf-8", errors="replace"):
-        if headers and line[0] in " \t":            # A value may go on in an indented line
+        if name and line[0] in " \t":               # A value may go on in an indented line
             headers[name] += f" {line.strip()}"
             continue
         name, colon, value = line.partition(":")
