@@ -176,7 +176,7 @@ def extract_text(
             above.blocks += 1
     top = page.root
     while best := max(top.children, key=lambda node: node.words, default=None):
-        if 2*best.words <= top.words or best.blocks < 2: break
+        if 2*best.words <= page.root.words or best.blocks < 2: break
         top = best
     lines = [text for node,text in found if top in node.up()]
     ended = [re.search(r"[.!?…:;,][\"'”’»)\]]*$", line) for line in lines]
