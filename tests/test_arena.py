@@ -52,6 +52,20 @@ def test_what_sways_the_judge_is_found():
     assert abs(r.slope - .8) < 3*r.slope_error < .15 and abs(r.strengths).max() < 3.5*r.errors.max()
 
 
+def test_strengths_and_errors_of_another_library():
+    "A logistic regression of statsmodels 0.15 on the players' differences: GLM(y, X, Binomial()).fit(), turned to strengths that add up to zero."
+    games = [(0, 1, 1), (0, 1, 1), (1, 0, 1), (1, 2, 1), (1, 2, 0), (2, 1, .5), (0, 2, 1), (2, 0, 1), (2, 3, 1), (3, 0, 1), (3, 2, .5), (0, 3, 1)]
+    r = bradley_terry(games, 4)
+    check_close(r.strengths, np.array([0.21182447, -0.12464777, 0.21182447, -0.29900116]), 1e-7, 1e-7)
+    check_close(r.errors, np.array([0.58052731, 0.67259271, 0.58052731, 0.80178372]), 1e-6)
+
+
+def test_ties_make_the_errors_too_large():
+    "30 wins, 30 losses and 40 ties: statsmodels 0.15 has a standard error of 0.2 as well, and 0.15491933 from how the results scatter (cov_type='HC0')."
+    r = bradley_terry([(0, 1, 1)]*30 + [(0, 1, 0)]*30 + [(0, 1, .5)]*40, 2)
+    check_close(float(r.errors.sum())/.15491933, 1.291, 1e-3)
+
+
 def test_elo_gives_what_it_takes():
     games = play([0, 1, 2], 200, np.random.default_rng(0))
     points = elo_ratings(games, 3)

@@ -122,6 +122,12 @@ def test_what_is_longer_than_allowed_is_cut_in_bounded_memory(tmp_path):
     assert len(bomb.payload) == 1 << 20 and bomb.headers["warc-truncated"] == "length" and after.payload == b"after" and "warc-truncated" not in after.headers
 
 
+def test_a_header_may_go_on_in_an_indented_line(tmp_path):
+    "As in section 4 of the WARC standard, 1.0 and 1.1; warcio 1.8 joins such lines, too."
+    (tmp_path/"w").write_bytes(b"WARC/1.1\r\nWARC-Type: response\r\nX-Long: one\r\n\ttwo\r\n three: 4\r\nContent-Length: 3\r\n\r\nabc\r\n\r\n")
+    assert [(r.headers, r.payload) for r in read_warc(tmp_path/"w")] == [({"warc-type": "response", "x-long": "one two three: 4", "content-length": "3"}, b"abc")]
+
+
 @pytest.mark.parametrize("cut", [1, 5, 40, 100])
 def test_damage_is_found_after_what_was_whole(cut, web, tmp_path):
     starts = write_warc(tmp_path/"w", web[:5])

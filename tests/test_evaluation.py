@@ -19,7 +19,8 @@ from lmcourse.evaluation.emergence import doublings, exact_match, match_from_hit
 from lmcourse.evaluation.harness import HarnessAnswers, continuation_log_prob, harness_model, run_harness, save_texts
 from lmcourse.evaluation.perplexity import Perplexity, perplexity, token_nats
 from lmcourse.evaluation.report import refuse_overlap
-from lmcourse.evaluation.statistics import sample_size, standard_error
+from lmcourse.curation.quality import auc
+from lmcourse.evaluation.statistics import paired_difference, pass_at_k, sample_size, standard_error, wilson
 from lmcourse.evaluation.tasks import KINDS, grammar_task, load_task, save_task, score_task, writing_task, written_words
 from lmcourse.tokenization.tokenizer import Tokenizer
 from lmcourse.tools.stories import Stories, short_stories
@@ -58,6 +59,37 @@ def test_bins_are_counted_in_whole_numbers(bins, kind):
 def test_a_score_that_is_no_number_has_no_error():
     for bad in (math.nan, math.inf):
         with pytest.raises(ValueError, match=f"score 1 is {bad}, expected numbers"): standard_error([0, bad, 1])
+
+
+@pytest.mark.parametrize("hits,n,level,ends", [(0, 7, .95, (0, .354330435)), (7, 7, .95, (.645669565, 1)), (72, 100, .95, (.625119713, .798603148)),
+                                               (3, 11, .8, (.139037577, .465467097)), (999, 1000, .99, (.991539434, .999882584))])
+def test_intervals_for_shares_of_another_library(hits, n, level, ends):
+    "statsmodels 0.15: proportion_confint(hits, n, 1 - level, 'wilson'); scipy 1.17's binomtest(hits, n).proportion_ci(level, 'wilson') is the same."
+    assert wilson(hits, n, level) == pytest.approx(ends, abs=1e-8)
+
+
+def test_clusters_and_pairs_of_another_library():
+    "statsmodels 0.15: OLS(x, ones).fit(cov_type='cluster', cov_kwds=dict(groups=g)), its bse and conf_int(.1)."
+    x, y, g = [.1, .9, .4, 1, 0, .7, .3, .8, .6], [.2, .5, .4, .9, .3, .7, .1, .2, .6], [0, 0, 0, 1, 1, 2, 2, 2, 3]
+    assert standard_error(x, g) == pytest.approx(.03825169, abs=1e-8)
+    assert paired_difference(x, y, g, .9) == pytest.approx((.1, -.03676619, .23676619), abs=1e-8)
+
+
+@pytest.mark.parametrize("asked,n", [((.02, .21, .5, .8, .95), 4120.6518), ((.05, .25, 0, .9, .99), 2975.8774), ((.1, .16, .3, .95, .9), 242.4161)])
+def test_sample_sizes_of_another_library(asked, n):
+    "statsmodels 0.15: NormalIndPower(ddof=0).solve_power(d/sqrt(v(1 - rho)), alpha=1 - level, power=power), not rounded up."
+    assert sample_size(*asked) == math.ceil(n)
+
+
+def test_scores_of_other_libraries():
+    "scikit-learn 1.9: roc_auc_score; netcal 1.4: ECE(bins).measure; scipy 1.17: brentq on the slope of the loss; Chen et al. 2021, figure 3: 1 - prod(1 - k/arange(n - c + 1, n + 1))."
+    assert auc([.1, .4, .4, .8, .8, .3, .9, .4], [0, 0, 1, 1, 0, 1, 1, 0]) == .65625
+    confidence, right = [.05, .31, .47, .62, .62, .78, .81, .93, .99, .55], [0, 1, 0, 1, 0, 1, 1, 1, 1, 0]
+    assert [binned_error(confidence, right, bins) for bins in (5, 10)] == pytest.approx([.205, .249])
+    log_probs = [[0, -1, -3], [-.5, -.2, -2], [-2, 0, -1], [-1.5, -1, -.1], [0, -3, -2], [-.4, -.9, -1]]
+    assert fit_temperature(log_probs, [0, 0, 1, 1, 0, 2]) == pytest.approx(.85354461, rel=1e-5)
+    for n, c, k in ((200, 3, 100), (10, 1, 10), (20, 19, 2), (5, 0, 3)):
+        assert pass_at_k(n, c, k) == pytest.approx(1. if n - c < k else 1 - np.prod(1 - k/np.arange(n - c + 1, n + 1)), abs=1e-14)
 
 
 def test_the_oracle_has_an_error_in_bins_that_shrinks_and_none_that_is_exact():
@@ -248,6 +280,30 @@ def test_without_the_harness_one_line_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "lm_eval.api.model", None)
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     with pytest.raises(ModuleNotFoundError, match="pip install lm_eval"): harness_model(*load_model())
+
+
+def test_long_texts_are_cut_as_the_harness_cuts_them_for_its_own_models(asked):
+    "make_disjoint_window(w) for w in get_rolling_token_windows(tokens, prefix, 4, context_len=1) of lm_eval 0.4.13: the tokens that are shown, and the ones to score."
+    windows = {3: [([0], [1, 2, 3])], 8: [([0], [1, 2, 3, 4]), ([4], [5, 6, 7, 8])], 9: [([0], [1, 2, 3, 4]), ([4], [5, 6, 7, 8]), ([5, 6, 7, 8], [9])],
+               10: [([0], [1, 2, 3, 4]), ([4], [5, 6, 7, 8]), ([6, 7, 8], [9, 10])]}
+    class Model:
+        class config: context_length = 4
+    class Letters:
+        end_of_text = 0
+        def encode(self, text, special): return [ord(c) - 96 for c in text]
+    answers = HarnessAnswers.__new__(HarnessAnswers)
+    answers.model, answers.tokenizer = Model, Letters()
+    for n, wanted in windows.items():
+        found = answers._windows("abcdefghij"[:n])
+        assert [(ids[:-k], ids[-k:]) for ids, k in found] == wanted
+    model, tokenizer, *_ = asked
+    class Request: args = " ".join(islice(Stories(4716), 3)),
+    ids, T = [tokenizer.end_of_text, *tokenizer.encode(Request.args[0])], model.config.context_length
+    nats, n = 0, len(ids) - 1
+    assert n % T and n > 2*T
+    for k in range(0, n - n % T, T): nats += token_nats(model, ids[k:k + T + 1]).sum()
+    nats += token_nats(model, ids[-T - 1:])[-(n % T):].sum()
+    assert HarnessAnswers(model, tokenizer).loglikelihood_rolling([Request]) == [pytest.approx(-nats, rel=1e-6)]
 
 
 def test_saved_numbers_of_the_harness_are_those_of_the_page():

@@ -71,7 +71,8 @@ def decode_html(
     content_type:str="",  # The server's header, such as `text/html; charset=utf-8`
 )->str: # The page's source with all tags
     """Decode a page. Tries, in this order: UTF-16 or UTF-8 as the first bytes show it, ISO-2022-JP
-    by its escape sequences, UTF-8, the charset of the header or of a `meta` tag, Windows-1252."""
+    by its escape sequences, UTF-8, the charset of the header or of a `meta` tag, Windows-1252.
+    A few damaged letters become "\ufffd" and don't rule a charset out."""
     for mark,name in ((codecs.BOM_UTF8, "utf-8-sig"), (codecs.BOM_UTF16_LE, "utf-16"),
                       (codecs.BOM_UTF16_BE, "utf-16")):
         if body.startswith(mark): return body.decode(name, errors="replace")
@@ -82,16 +83,20 @@ def decode_html(
     except UnicodeDecodeError: pass
     said = [re.search(rb"charset\s*=\s*[\"']?([\w:-]+)", s)
             for s in (content_type.encode(), body[:1024])]
-    for name in [m[1].decode().lower() for m in said if m]:
-        if name.replace("-", "") in ("utf8", "utf16", "ascii", "usascii", "iso88591", "latin1"):
-            continue
-        try: return body.decode(_MEANT.get(name, name))
-        except (LookupError, UnicodeError): pass         # The codec `undefined` always fails
+    for name in ("utf-8", *(m[1].decode().lower() for m in said if m)):
+        if re.sub("[-_]", "", name) in ("utf16", "ascii", "usascii", "iso88591", "latin1"): continue
+        try: text = body.decode(_MEANT.get(name, name), errors="replace")
+        except (LookupError, UnicodeError): continue     # The codec `undefined` always fails
+        foreign = len(text) - len(text.encode("ascii", errors="ignore"))
+        if 5*text.count("\ufffd") <= foreign: return text # Most are right
     return body.decode("windows-1252", errors="replace")
 
-_MEANT = {"gb2312": "gbk", "shift_jis": "cp932", "shift-jis": "cp932", "sjis": "cp932",
-          "x-sjis": "cp932", "euc-kr": "cp949", "ks_c_5601-1987": "cp949", "iso-8859-9": "cp1254",
-          "tis-620": "cp874", "iso-8859-11": "cp874"} # What browsers read under these names
+_MEANT = {"gb2312": "gb18030", "gbk": "gb18030", "x-gbk": "gb18030", "big5": "big5hkscs",
+          "shift_jis": "cp932", "shift-jis": "cp932", "sjis": "cp932", "x-sjis": "cp932",
+          "windows-31j": "cp932", "x-euc-jp": "euc-jp", "euc-kr": "cp949", "windows-949": "cp949",
+          "ks_c_5601-1987": "cp949", "iso-8859-9": "cp1254", "tis-620": "cp874",
+          "iso-8859-11": "cp874", "windows-874": "cp874",
+          "iso-8859-8-i": "iso-8859-8"} # What browsers read under these names
 
 # %% ../../nbs/13_curation/13b_extract.ipynb #0c271227
 _HEADINGS = {"h1", "h2", "h3", "h4", "h5", "h6"}
@@ -171,7 +176,7 @@ def extract_text(
             above.blocks += 1
     top = page.root
     while best := max(top.children, key=lambda node: node.words, default=None):
-        if 2*best.words <= top.words or best.blocks < 2: break
+        if 2*best.words <= page.root.words or best.blocks < 2: break
         top = best
     lines = [text for node,text in found if top in node.up()]
     ended = [re.search(r"[.!?…:;,][\"'”’»)\]]*$", line) for line in lines]

@@ -151,14 +151,18 @@ class _Bytes: # Lines and counted bytes out of blocks
 
 # %% ../../nbs/13_curation/13aa_warc.ipynb #9bac9c93
 def _next_record(source:_Bytes, max_bytes:int)->WarcRecord:
-    first, headers = bytes(source.held[:5]), {}
+    first, headers, name = bytes(source.held[:5]), {}, ""
     if not b"WARC/".startswith(first):
         raise ValueError(f"{first!r}, expected a record that begins with 'WARC/'")
     source.line()
     while line := source.line().decode("utf-8", errors="replace"):
+        if name and line[0] in " \t":               # A value may go on in an indented line
+            headers[name] += f" {line.strip()}"
+            continue
         name, colon, value = line.partition(":")
         if not colon: raise ValueError(f"{line[:40]!r}, expected a header 'Name: value'")
-        headers[name.strip().lower()] = value.strip()
+        name = name.strip().lower()
+        headers[name] = value.strip()
     if not (length := headers.get("content-length", "")).isdecimal():
         raise ValueError(f"content-length = {length!r}, expected a number")
     payload = source.take(int(length), max_bytes)

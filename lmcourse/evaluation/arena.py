@@ -17,7 +17,7 @@ from scipy.special import expit
 class Ratings:
     "The strengths that `bradley_terry` estimates."
     strengths:np.ndarray # Log-odds of each player, `(players,)`; they add up to zero
-    errors:np.ndarray    # Their standard errors
+    errors:np.ndarray    # Their standard errors; too large if many games are ties
     slope:float          # Log-odds per unit of `extra`; 0 without it
     slope_error:float    # Its standard error
     log_likelihood:float # Log-likelihood of all games, nats

@@ -7,12 +7,13 @@ __all__ = ['TEXTS_YAML', 'continuation_log_prob', 'HarnessAnswers', 'harness_mod
 
 # %% ../../nbs/12_evaluation/12j_harness.ipynb #12j03
 import contextlib, io
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 import torch
 from .perplexity import token_nats
 from .tasks import encode_pair, write_task
-from ..generation.generate import check_tokenizer, complete
+from ..generation.generate import check_tokenizer, complete, context_of
 from ..tokenization.tokenizer import Tokenizer
 
 # %% ../../nbs/12_evaluation/12j_harness.ipynb #12j08
@@ -49,9 +50,15 @@ class HarnessAnswers:
 
     def loglikelihood_rolling(self, requests:list, disable_tqdm:bool=False)->list: # In nats
         "Score a text after end-of-text; the end-of-text that follows it doesn't count."
-        end, encode = self.tokenizer.end_of_text, self.tokenizer.encode
-        return [-float(token_nats(self.model, [end, *encode(text, special=False)]).sum())
-                if text else 0. for text in (r.args[0] for r in requests)]
+        return [-float(sum(token_nats(self.model, ids)[-scored:].sum()
+                           for ids,scored in self._windows(*r.args))) for r in requests]
+
+    def _windows(self, text:str)->Iterator: # Ids of each window, and how many of them it scores
+        ids = [self.tokenizer.end_of_text, *self.tokenizer.encode(text, special=False)]
+        n, most = len(ids) - 1, context_of(getattr(self.model, "config", None))
+        for first in range(0, n, most):
+            end = min(first + most, n)
+            yield ids[max(0, end - most):end + 1], end - first
 
     def generate_until(self, requests:list, disable_tqdm:bool=False)->list: # Texts
         "Generate greedily up to a stop string. Raises `ValueError` if a task wants samples."
