@@ -146,7 +146,8 @@ def _files_through(f:Callable, files:dict, *options)->dict: # {name: text} in, {
                    shown=f"for the files {short(files, 90)}: ")
         return {p.name: p.read_bytes().decode() for p in sorted((top/"out").iterdir())}
 
-def _line_rule(keep:Callable, name:Callable=lambda l: l.rstrip("\n"), whole:bool=True)->Callable:
+def _line_rule(keep:Callable, name:Callable=lambda l: l.rstrip("\n"), whole:bool=True,
+               write:Callable=Path.write_text)->Callable:
     # Lines by how often they occur
     def rule(paths, out):
         texts = {Path(p).name: Path(p).read_text().splitlines(keepends=True) for p in paths}
@@ -158,7 +159,7 @@ def _line_rule(keep:Callable, name:Callable=lambda l: l.rstrip("\n"), whole:bool
             for l in lines:
                 if keep(own[name(l)], name(l) in seen): kept.append(l)
                 seen.add(name(l))
-            (Path(out)/file).write_text("".join(kept))
+            write(Path(out)/file, "".join(kept))
     return rule
 
 # %% ../../nbs/13_curation/13z_data.ipynb #13z00022
@@ -178,12 +179,10 @@ def check_exact_line_deduplication(
         "an indented line is another line": _line_rule(once, str.strip),
         "blanks at the end belong to the line": _line_rule(once, str.rstrip),
         "capital letters count": _line_rule(once, lambda l: l.rstrip("\n").lower()),
-        "a line keeps its line break": lambda paths, out: [
-            p.write_text(p.read_text().removesuffix("\n"))
-            for _ in [_line_rule(once)(paths, out)] for p in Path(out).iterdir()],
-        "a file is written even if none of its lines are left": lambda paths, out: [
-            p.unlink() for _ in [_line_rule(once)(paths, out)] for p in Path(out).iterdir()
-            if not p.read_text()],
+        "a line keeps its line break":
+            _line_rule(once, write=lambda p, t: p.write_text(t.removesuffix("\n"))),
+        "a file is written even if none of its lines are left":
+            _line_rule(once, write=lambda p, t: t and p.write_text(t)),
         "lines that occur twice go too": _line_rule(lambda n, seen: n <= 2),
         "those are the lines to drop": _line_rule(lambda n, seen: n > 1),
         "nothing was dropped": _line_rule(lambda n, seen: True),
