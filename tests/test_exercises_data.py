@@ -164,7 +164,12 @@ def lines_without_empty_files(paths, out):
         if not p.read_text(): p.unlink()
 
 
-LINES += [(lines_joined, "keeps its line break"), (lines_without_empty_files, "none of its lines are left"), (lines_of(lambda n, seen: n == 1, lambda l: l.rstrip("\n").lower()), "capital letters count")]
+def lines_without_blank_ones(paths, out):
+    lines_once(paths, out)
+    for p in Path(out).iterdir(): p.write_text("".join(l for l in p.read_text().splitlines(keepends=True) if l.strip()))
+
+
+LINES += [(lines_without_blank_ones, "a blank line is a line"), (lines_joined, "keeps its line break"), (lines_without_empty_files, "none of its lines are left"), (lines_of(lambda n, seen: n == 1, lambda l: l.rstrip("\n").lower()), "capital letters count")]
 
 
 # 6. Similarity

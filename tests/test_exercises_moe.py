@@ -269,7 +269,7 @@ TASKS = {
                        (by_method, "the keys were unpacked"), (unpacked_side_by_side, "the keys were unpacked"), (scored(parts=(1, -1)), "for S"),
                        (lambda q, t, c, r, u: np.einsum("sr,kr,k->s", c, u, q), "can't be counted"),
                        (lambda q, t, c, r, u: (np.vecdot(np.matvec(u, c), q) + r@t)/(len(q) + len(t))**.5, "can't be counted")], [scored(), transposed, by_numpy, side_by_side]),
-    "reinforce": ([(rewarded(sign=-1), "that raises the loss"), (rewarded(base=lambda l: 0), "the baseline is missing"), (rewarded(base=np.mean), "a token's own loss"),
+    "reinforce": ([(lambda z, c, l: (rewarded()(z, c, l), l.mean()), "expected an array of shape (3, 4)"), (lambda z, c, l: rewarded()(z, c, l).tolist(), "expected an array of shape (3, 4)"), (rewarded(sign=-1), "that raises the loss"), (rewarded(base=lambda l: 0), "the baseline is missing"), (rewarded(base=np.mean), "a token's own loss"),
                    (rewarded(over=lambda l: 1), "mean over the tokens"), (rewarded(off=lambda p, one: 0), "p was not subtracted"), (rewarded(base=np.median), "the baseline is the median"),
                    (rewarded(off=lambda p, one: 0, weigh=lambda p, one: 1/p), "at the probabilities"), (rewarded(off=lambda p, one: p*one), "the other experts' logits"),
                    (rewarded(weigh=lambda p, one: (p*one).sum(-1, keepdims=True)), "is not a factor"), (rewarded(over=lambda l: len(l)*l.std()), "the spread of the losses"),

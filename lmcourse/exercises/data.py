@@ -170,7 +170,7 @@ def check_exact_line_deduplication(
     cases = [({"a": "Menu\nOne.\n", "b": "Menu\nTwo.\n"},), ({"a": "x\ny\nx\n", "b": "z\n"},),
              ({"a": "end\n", "b": "start\nend"},), ({"a": "", "b": "A\na\n"},),
              ({"a": "q\nq\n", "b": "q\nr\n"},), ({"a": "x\n", "b": "  x\n"},),
-             ({"a": "x\n", "b": "x \n"},)]
+             ({"a": "x\n", "b": "x \n"},), ({"a": "x\n\ny\n", "b": "z\n"},)]
     once = lambda n, seen: n == 1
     check_cases(exact_line_deduplication, _line_rule(once), cases, {
         "a repeated line goes everywhere, its first copy too": _line_rule(lambda n, seen: not seen),
@@ -179,6 +179,8 @@ def check_exact_line_deduplication(
         "an indented line is another line": _line_rule(once, str.strip),
         "blanks at the end belong to the line": _line_rule(once, str.rstrip),
         "capital letters count": _line_rule(once, lambda l: l.rstrip("\n").lower()),
+        "a blank line is a line, too":
+            _line_rule(once, write=lambda p, t: p.write_text(re.sub(r"(?m)^\s*\n", "", t))),
         "a line keeps its line break":
             _line_rule(once, write=lambda p, t: p.write_text(t.removesuffix("\n"))),
         "a file is written even if none of its lines are left":

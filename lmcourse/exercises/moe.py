@@ -379,6 +379,6 @@ def check_reinforce(
                     "the best expert is not the drawn one": above*(np.eye(E)[p.argmax(-1)] - p)/N}
         where = f"for N = {N}, E = {E}: "
         got = run_answer(reinforce, logits, chosen, losses, shown=where)
-        if np.shape(got) != (N, E): raise AssertionError(
+        if getattr(got, "shape", None) != (N, E): raise AssertionError(
             f"{where}expected an array of shape ({N}, {E}), got {short(got)}")
         _judge(where, got, right, mistakes)
