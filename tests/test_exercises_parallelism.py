@@ -24,6 +24,10 @@ def log_of_softmax(slices, target):
     with np.errstate(divide="ignore"): return -np.log(np.exp(z - z.max())[target]/np.exp(z - z.max()).sum())
 
 
+def by_the_first_maximum(slices, target):
+    with np.errstate(over="ignore"): return slices[0].max() + np.log(sum(np.exp(s - slices[0].max()).sum() for s in slices)) - np.concatenate(slices)[target]
+
+
 def filled(sizes, limit, over=0):
     out, room = [], -1
     for s in sizes:
@@ -90,7 +94,7 @@ WRONG = [
     ("sliced_loss", lambda s, t: -softmax_loss(s, t), "the sign"), ("sliced_loss", lambda s, t: math.exp(-softmax_loss(s, t)), "the probability"),
     ("sliced_loss", lambda s, t: softmax_loss(s, t) + np.concatenate(s)[t], "logit is missing"), ("sliced_loss", lambda s, t: softmax_loss(s[:1], min(t, len(s[0]) - 1)), "expected"),
     ("sliced_loss", lambda s, t: softmax_loss(s, t)/math.log(2), "expected"), ("sliced_loss", lambda s, t: 0., "got 0.0"), ("sliced_loss", lambda s, t: softmax_loss(s, 0), "expected"),
-    ("sliced_loss", log_of_softmax, "subtract logarithms"),
+    ("sliced_loss", log_of_softmax, "subtract logarithms"), ("sliced_loss", by_the_first_maximum, "the maximum of all"),
     ("bubble", lambda p, m, v: p/m/v, "does not wait for itself"), ("bubble", lambda p, m, v: (p - 1)/m*v, "make it smaller"), ("bubble", lambda p, m, v: (p - 1)/m, "without chunks"),
     ("bubble", lambda p, m, v: (p - 1)/(m*v + p - 1), "over all time"), ("bubble", lambda p, m, v: m*v/max(1, p - 1), "work over idle"), ("bubble", lambda p, m, v: 1 + (p - 1)/(m*v), "of a step over"),
     ("bubble", lambda p, m, v: 0, "got 0"), ("bubble", lambda p, m, v: (m - 1)/(p*v), "got 1.75"),

@@ -267,7 +267,7 @@ def check_soften(
     def right(x, T): return share([math.exp((v - max(x))/T) for v in x])
     def plain(x): return [math.exp(v) for v in x]
     cases:list = [([-1., -2.], 2.), ([-3., -1., -2.], .5), ([-4., -4.5, -9.], 3.),
-                  ([-2000., -2001.], 2.), ([-.2, -5.], 10.)]
+                  ([-2000., -2001.], 2.), ([-.2, -5.], 10.), ([-2., -3000., -1.], 1.)]
     check_cases(soften, right, cases, {
         "divide by the temperature, don't multiply": lambda x, T: right(x, 1/T),
         "the temperature was left out": lambda x, T: right(x, 1.),

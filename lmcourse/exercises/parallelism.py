@@ -132,6 +132,7 @@ def check_sliced_loss(
         with np.errstate(all="ignore"):
             return float(-np.log(np.exp(z - z.max())[target]/np.exp(z - z.max()).sum()))
     cases += [([np.array([1000., 0.]), np.array([999.])], t) for t in (2, 1)]
+    cases.append(([np.array([0., -1.]), np.array([1000.])], 2))
     check_cases(sliced_loss, right, cases,
         {"exp overflows: subtract the maximum of all first": naive,
          "the sum goes over all slices": own,
