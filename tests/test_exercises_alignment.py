@@ -104,7 +104,7 @@ def clip_by_cases(a, n, o, c):
 
 CLIP = [(lambda a, n, o, c: clip(a, (n/o).log(), 0*o, c), "not of their logarithms"), (lambda a, n, o, c: clip(a, o, n, c), "upside down"), (lambda a, n, o, c: (-torch.maximum((n - o).exp()*a, (n - o).exp().clamp(1 - c, 1 + c)*a), {}), "smaller gain"),
         (lambda a, n, o, c: (-clip(a, n, o, c)[0], {}), "needs a minus"), (lambda a, n, o, c: (-(n - o).exp()*a, {}), "clip is missing"), (lambda a, n, o, c: (-(n - o).exp().clamp(1 - c, 1 + c)*a, {}), "wrong way"),
-        (lambda *a: clip(*a)[0], "a loss and a dict"), (lambda *a: (clip(*a)[0].mean(), {}), "expected"), (lambda *a: (clip(*a)[0].detach(), {}), "no gradient"), (lambda a, n, o, c: (clip(a, n, o, c)[0].detach() + n - n.detach(), {}), "gradient")]
+        (lambda a, n, o, c: (-a*torch.minimum((n - o).exp(), (n - o).exp().clamp(1 - c, 1 + c)), {}), "multiply by the advantage before"), (lambda *a: clip(*a)[0], "a loss and a dict"), (lambda *a: (clip(*a)[0].mean(), {}), "expected"), (lambda *a: (clip(*a)[0].detach(), {}), "no gradient"), (lambda a, n, o, c: (clip(a, n, o, c)[0].detach() + n - n.detach(), {}), "gradient")]
 
 
 # 7. A masked mean
@@ -176,13 +176,22 @@ GAE = [(lambda r, v, g, l: torch.cat([gae(r[:-1] + g*torch.cat([v[1:-1]*0, v[-1:
        (lambda r, v, g, l: gae(r, 0*v, g, l), "values are missing"), (lambda r, v, g, l: gae(r, v, g, l).flip(0), "reversed"), (lambda r, v, g, l: -gae(r, v, g, l), "expected")]
 
 
+def gae_forwards(r, v, g, l):
+    out, ahead = [], 0.
+    for x in r + g*torch.cat([v[1:], v[:1]*0]) - v: out.append(ahead := x + g*l*ahead)
+    return torch.stack(out)
+
+
+GAE += [(gae_forwards, "not earlier ones")]
+
+
 # 10. DPO on a model
 
-def log_prob(lm, tokenizer, prompt, response, end=True, shift=1, mean=False):
+def log_prob(lm, tokenizer, prompt, response, end=True, shift=1, mean=False, skip=0):
     first = tokenizer.encode(prompt)
     ids = torch.tensor([first + tokenizer.encode(response) + ([tokenizer.end_of_text] if end else [])])
     table = lm(ids)[0].log_softmax(-1)
-    each = torch.stack([table[t - shift, ids[0, t]] for t in range(len(first), ids.shape[1])])
+    each = torch.stack([table[t - shift, ids[0, t]] for t in range(len(first) + skip, ids.shape[1])])
     return each.mean() if mean else each.sum()
 
 
@@ -200,7 +209,7 @@ def dpo_of_whole_texts(lm, ref, tokenizer, beta, prompt, good, bad):
     return torch.log1p(torch.exp(-margin))
 
 
-DPO = [(lambda *a: dpo(*a, end=False), "end token"), (lambda *a: dpo(*a, shift=0), "token after it"), (lambda lm, ref, *a: dpo(lm, lambda ids: torch.zeros(1, ids.shape[1], 6).double(), *a[:2], a[2], *a[3:]), "expected"), (lambda *a: dpo(*a[:5], a[6], a[5]), "swapped"),
+DPO = [(lambda *a: dpo(*a, skip=1), "first token of the response"), (lambda *a: dpo(*a, end=False), "end token"), (lambda *a: dpo(*a, shift=0), "token after it"), (lambda lm, ref, *a: dpo(lm, lambda ids: torch.zeros(1, ids.shape[1], 6).double(), *a[:2], a[2], *a[3:]), "expected"), (lambda *a: dpo(*a[:5], a[6], a[5]), "swapped"),
        (lambda *a: dpo(*a, mean=True), "don't average"), (lambda lm, ref, t, b, *a: dpo(lm, ref, t, 1., *a), "beta is missing"), (lambda *a: -dpo(*a), "needs a minus"), (lambda *a: 1 - (-dpo(*a)).exp(), "logarithm is missing"),
        (torch.no_grad()(dpo), "no gradient"), (lambda *a: dpo(*a).item(), "expected a tensor")]
 
@@ -220,7 +229,14 @@ def best_by_levels(p, r, n):
     return out
 
 
-BEST = [(lambda p, r, n: best(p, r, n)*torch.stack([p[r == x].sum() for x in r])/p, "share their level"), (lambda p, r, n: 1 - (1 - p)**n, "drawn at all"), (lambda p, r, n: p**n, "all n are this one"), (lambda p, r, n: best(p, -r, n), "worst of n"),
+def best_of_ranks(p, r, n):
+    out, order = torch.zeros_like(p), r.argsort()
+    most = p[order].cumsum(0)
+    out[order] = most**n - torch.cat([most[:1]*0, most[:-1]])**n
+    return out
+
+
+BEST = [(best_of_ranks, "have no order"), (lambda p, r, n: best(p, r, n)*torch.stack([p[r == x].sum() for x in r])/p, "share their level"), (lambda p, r, n: 1 - (1 - p)**n, "drawn at all"), (lambda p, r, n: p**n, "all n are this one"), (lambda p, r, n: best(p, -r, n), "worst of n"),
         (lambda p, r, n: p, "policy itself"), (lambda p, r, n: p*(r == r.max())/p[r == r.max()].sum(), "finite n"), (lambda p, r, n: best(p, r, n + 1), "expected")]
 
 
@@ -318,7 +334,13 @@ def step_that_returns_the_whole_loss(x, mask, steps, *rest):
     return loss*steps, info
 
 
-STEP += [(step_that_returns_the_whole_loss, "the loss that was divided")]
+def step_that_divides_late(x, mask, steps, *rest):
+    loss, info = step(x, mask, 1, *rest)
+    return loss/steps, info
+
+
+STEP += [(step_that_returns_the_whole_loss, "the loss that was divided"), (step_that_divides_late, "before the backward pass"),
+         (lambda x, m, n, kind, raw, a, *rest: step(x, m, n, kind, a, a, *rest), "takes the raw rewards")]
 graders = Graders(ex, [(task, *pair) for task, (wrong, right, _) in TASKS.items() for pair in wrong + spoiled(right)],
                   [(task, f) for task, (_, *right) in TASKS.items() for f in right] + [("compute_grpo_clip_loss", lambda *a: [*clip(*a)])])
 test_wrong_answers, test_right_answers, test_each_grader, test_same_words = graders.tests(least_wrong=10)

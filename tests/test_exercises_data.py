@@ -44,6 +44,9 @@ EMAILS = [(sub(r"\S+@\S+", EMAIL), "full stop"), (sub(r"\w+@[\w-]+(?:\.[\w-]+)+"
           (sub(r"[a-zA-Z0-9_.+-]+@[a-zA-Z0-9-]+\.[a-zA-Z0-9-.]+", EMAIL), "full stop")]
 
 
+EMAILS += [(sub(f"^{MAIL}$", EMAIL), "anywhere")]
+
+
 def emails_by_words(text):
     "Looks at each run of letters, digits and signs"
     count = 0
@@ -62,6 +65,9 @@ NUMBER = r"(?<!\d)(?:\(\d{3}\)|\d{3})[ -]?\d{3}[ -]?\d{4}(?!\d)"
 PHONES = [(sub(r"\(?\d{3}\)?[ -]?\d{3}[ -]?\d{4}", PHONE), "longer number"), (sub(NUMBER, PHONE, 1), "not only the first"), (lambda t: (re.sub(NUMBER, PHONE, t), 0), "count"),
           (sub(r"(?<!\d)(?:\(?\d{3}\)?[ -]?)?\d{3}[ -]?\d{4}(?!\d)", PHONE), "area code"), (sub(r"\d[\d -]*\d", PHONE), "not every number"), (sub(NUMBER, "PHONE"), "expected"),
           (sub(r"(?<!\d)\d{3}\)?[ -]?\d{3}[ -]?\d{4}(?!\d)", PHONE), "brackets"), (sub(r"(?<!\d)\(?\d{3}\)?\D?\d{3}\D?\d{4}(?!\d)", PHONE), "only blanks and hyphens")]
+PHONES += [(sub(f"^{NUMBER}$", PHONE), "anywhere")]
+
+
 def phones_in_two(text):
     text, a = re.subn(r"\(\d{3}\)[ -]?\d{3}[ -]?\d{4}(?!\d)", PHONE, text)
     text, b = re.subn(r"\b\d{3}([ -]?)\d{3}\1\d{4}\b", PHONE, text)
@@ -72,6 +78,9 @@ BYTE = r"(?:25[0-5]|2[0-4]\d|1?\d?\d)"
 ADDRESS = rf"(?<![\d.]){BYTE}(?:\.{BYTE}){{3}}(?!\.?\d)"
 IPS = [(sub(r"(?<![\d.])\d{1,3}(?:\.\d{1,3}){3}(?!\d)", IP), "up to 255"), (sub(rf"{BYTE}(?:\.{BYTE}){{3}}", IP), "before or after it"), (sub(ADDRESS, IP, 1), "not only the first"), (lambda t: (re.sub(ADDRESS, IP, t), 0), "count"),
        (sub(rf"(?<![\d.]){BYTE}(?:\.{BYTE}){{2,3}}(?!\.?\d)", IP), "not three"), (sub(ADDRESS, "IP"), "expected"), (lambda t: re.sub(ADDRESS, IP, t), "expected")]
+
+
+IPS += [(sub(f"^{ADDRESS}$", IP), "anywhere")]
 
 
 def ips_by_numbers(text):
@@ -117,6 +126,12 @@ GOPHER = [(partial(gopher, words=(0, 10**5)), "few words"), (partial(gopher, wor
           (lambda t: gopher(t) and t.count("...")/(t.count("\n") + 1) <= .3, "expected True, got False")]
 
 
+def gopher_with_blanks(t): return gopher(t) if not t else gopher(t, mean=(0, 99)) and 3 <= len(t)/len(t.split()) <= 10
+
+
+GOPHER += [(partial(gopher, split=lambda t: t.split(" ")), "not each blank"), (gopher_with_blanks, "blanks do not count"), (partial(gopher, letter=str.isalpha), "not only letters")]
+
+
 # 5. Lines
 
 def lines_of(keep, bare=lambda l: l.rstrip("\n")):
@@ -138,6 +153,25 @@ LINES = [(lines_of(lambda n, seen: not seen), "first copy too"), (lines_of(lambd
          (lines_of(lambda n, seen: n == 1, str.strip), "indented"), (lines_of(lambda n, seen: n == 1, str.rstrip), "blanks at the end")]
 
 
+def lines_joined(paths, out):
+    count = Counter(l for p in paths for l in Path(p).read_text().splitlines())
+    for p in map(Path, paths): (Path(out)/p.name).write_text("\n".join(l for l in p.read_text().splitlines() if count[l] == 1))
+
+
+def lines_without_empty_files(paths, out):
+    lines_once(paths, out)
+    for p in Path(out).iterdir():
+        if not p.read_text(): p.unlink()
+
+
+def lines_without_blank_ones(paths, out):
+    lines_once(paths, out)
+    for p in Path(out).iterdir(): p.write_text("".join(l for l in p.read_text().splitlines(keepends=True) if l.strip()))
+
+
+LINES += [(lines_without_blank_ones, "a blank line is a line"), (lines_joined, "keeps its line break"), (lines_without_empty_files, "none of its lines are left"), (lines_of(lambda n, seen: n == 1, lambda l: l.rstrip("\n").lower()), "capital letters count")]
+
+
 # 6. Similarity
 
 def runs(t, n):
@@ -154,7 +188,10 @@ def similarity_by_counting(a, b, n):
     return both/(len(x) + len(y) - both) if x or y else 0
 
 
-SIMILARITY = [(lambda a, b, n: len({*runs(a, n)} & {*runs(b, n)})/max(1, len({*runs(a, n)})), "containment"), (lambda a, b, n: 1 - similarity(a, b, n), "distance"), (lambda a, b, n: similarity(a, b, 1), "single words"),
+def without_last(t, n): return {*runs(t, n)[:-1]} if len(t.split()) >= n else {*runs(t, n)}
+
+
+SIMILARITY = [(lambda a, b, n: len(without_last(a, n) & without_last(b, n))/max(1, len(without_last(a, n) | without_last(b, n))), "last run is missing"), (lambda a, b, n: len({*runs(a, n)} & {*runs(b, n)})/max(1, len({*runs(a, n)})), "containment"), (lambda a, b, n: 1 - similarity(a, b, n), "distance"), (lambda a, b, n: similarity(a, b, 1), "single words"),
               (lambda a, b, n: 2*len({*runs(a, n)} & {*runs(b, n)})/max(1, len({*runs(a, n)}) + len({*runs(b, n)})), "Dice"), (lambda a, b, n: 1., "expected")]
 
 
@@ -188,7 +225,7 @@ def choose_by_max(h, s, p):
     return [h//r, r]
 
 
-CHOOSE = [(lambda h, s, p: choose(h, s, p)[::-1], "bands come first"), (lambda h, s, p: next((h//r, r) for r in range(1, h + 1) if curve(s, h//r, r) >= p), "not the fewest"), (lambda h, s, p: (20, 6), "expected"),
+CHOOSE = [(lambda h, s, p: next(((h//r, r) for r in range(h, 1, -1) if curve(s, h//r, r) >= p), None), "r may be 1"), (lambda h, s, p: choose(h, s, p)[::-1], "bands come first"), (lambda h, s, p: next((h//r, r) for r in range(1, h + 1) if curve(s, h//r, r) >= p), "not the fewest"), (lambda h, s, p: (20, 6), "expected"),
           (lambda h, s, p: next((h//r, r) for r in range(h, 0, -1) if h % r == 0 and curve(s, h//r, r) >= p), "need not divide"), (lambda h, s, p: choose(h, s, p)[1], "expected")]
 
 
@@ -232,6 +269,16 @@ NEAR = [(near_in_turn, "chain"), (partial(near_in_turn, kept_only=False), "chain
         (partial(near, normal=lambda t: "".join(c for c in t.lower() if c not in string.punctuation)), "accents make no"),
         (partial(near, normal=lambda t: exact.normalize(re.sub(r"[^\w\s]", " ", t))), "expected the names ['a.txt', 'c.txt'], got ['a.txt', 'b.txt', 'c.txt']: punctuation is removed"),
         (partial(near, normal=lambda t: " ".join(exact.normalize(t))), "not of letters")]
+
+
+def near_with_blanks(*a):
+    "A text without words has an empty run"
+    near(*a)
+    words = [n for n in sorted(Path(p).name for p in a[0]) if not exact.normalize(next(Path(p) for p in a[0] if Path(p).name == n).read_text()).split()]
+    for n in words[1:]: (Path(a[-1])/n).unlink()
+
+
+NEAR += [(near_with_blanks, "without words resemble nothing")]
 
 
 # 11. Containment

@@ -182,6 +182,13 @@ CALIBRATION = [(partial(calibration, weigh=False), "weights"), (partial(calibrat
                (partial(calibration, bin=lambda x, n: min(round(x*n), n - 1)), "don't round"), (partial(calibration, bin=lambda x, n: max(0, math.ceil(x*n) - 1)), "lower end")]
 
 
+def calibration_with_empty_bins(c, r, n):
+    return math.nan if len({min(int(x*n), n - 1) for x in c}) < n else calibration(c, r, n)
+
+
+CALIBRATION += [(calibration_with_empty_bins, "an empty bin has no mean")]
+
+
 # 11. Contamination
 
 def certificate(q, p): return min(1., math.exp(sum(p) - sum(q)))
@@ -191,7 +198,7 @@ def certificate_by_product(q, p): return min(1., math.prod(math.exp(b - a) for a
 
 
 CERTIFICATE = [(lambda q, p: math.exp(sum(p) - sum(q)), "at most 1"), (lambda q, p: min(1., math.exp(sum(q) - sum(p))), "other way"), (lambda q, p: min(1., *(math.exp(b - a) for a, b in zip(q, p))), "picked"),
-               (lambda q, p: min(1., math.exp((sum(p) - sum(q))/len(p))), "averaged"), (lambda q, p: min(0., sum(p) - sum(q)), "log of it"), (lambda q, p: 1 - certificate(q, p), "one minus"), (lambda q, p: 0., "expected")]
+               (lambda q, p: min(1., math.exp((sum(p) - sum(q))/len(p))), "averaged"), (lambda q, p: min(0., sum(p) - sum(q)), "log of it"), (lambda q, p: 1 - certificate(q, p), "one minus"), (lambda q, p: math.prod(min(1., math.exp(b - a)) for a, b in zip(q, p)), "not for each document"), (lambda q, p: 0., "expected")]
 
 
 # 12. Elo
@@ -224,7 +231,8 @@ def soften_in_numpy(x, T):
 
 SOFTEN = [(lambda x, T: soften(x, 1/T), "don't multiply"), (lambda x, T: soften(x, 1), "left out"), (lambda x, T: [math.exp(v/T) for v in x], "sum to 1"), (lambda x, T: [v/T for v in soften(x, 1)], "logarithms are"),
           (lambda x, T: [math.log(v) for v in soften(x, T)], "those are logarithms"), (lambda x, T: [v**(1/T) for v in soften(x, 1)], "sum of their own"), (lambda x, T: soften(x, T)[::-1], "expected"),
-          (lambda x, T: soften(x, T, False), "your code raised"), (lambda x, T: [v/sum(x) for v in x], "not probabilities")]
+          (lambda x, T: soften(x, T, False), "your code raised"), (lambda x, T: [v/sum(x) for v in x], "not probabilities"), (lambda x, T: soften([v - min(x) for v in x], T, False), "for ([-2.0, -3000.0, -1.0], 1.0): your code raised"),
+          (lambda x, T: (lambda w: [v/sum(w) if sum(w) else math.nan for v in w])([math.exp(v/T) for v in x]), "subtract the largest")]
 
 
 # 14. Brier
@@ -255,7 +263,10 @@ def overlap_in_strings(t, s, n):
     return sum(f" {r} " in there for r in runs)/len(runs)
 
 
-OVERLAP = [(lambda t, s, n: len(set(grams(t, n)[:-1]) & set(grams(s, n)[:-1]))/len(set(grams(t, n)[:-1])), "the last run is missing"),
+def starts(t, n): return {tuple(t.split()[i:i + n]) for i in range(len(t.split()))}
+
+
+OVERLAP = [(lambda t, s, n: len(starts(t, n) & starts(s, n))/len(starts(t, n)), "every run has n words"), (lambda t, s, n: len(set(grams(t, n)[:-1]) & set(grams(s, n)[:-1]))/len(set(grams(t, n)[:-1])), "the last run is missing"),
            (lambda t, s, n: len({t[i:i+n] for i in range(len(t)-n+1)} & {s[i:i+n] for i in range(len(s)-n+1)})/len({t[i:i+n] for i in range(len(t)-n+1)}), "not of letters"),
            (lambda t, s, n: np.mean([g in grams(s, n) for g in grams(t, n)]).item(), "counts once"), (lambda t, s, n: len(set(grams(t, n)) & set(grams(s, n)))/len(set(grams(s, n))), "not of the training text's"),
            (lambda t, s, n: len(set(grams(t, n)) & set(grams(s, n)))/len(set(grams(t, n)) | set(grams(s, n))), "not of all"), (lambda t, s, n: overlap(t, s, 1), "not single words"),

@@ -53,13 +53,16 @@ def blocks(t, r, s, grain=256, most=32, system=1024, use=min, warps=64, register
     return use((warps//n, most, registers//parts//each*parts//n, size//(max(1, up(s + system, near)*near))))
 
 
+def blocks_of_threads(t, r, s): return min(blocks(t, r, s, warps=10**6), 2048//t)
+
+
 def blocks_by_trying(t, r, s):
     n, warps, each = 0, up(t, 32), up(r*32, 256)*256
     while n < 32 and (n + 1)*warps <= min(64, 4*(16_384//each)) and (n + 1)*up(s + 1024, 128)*128 <= 164*1024: n += 1
     return n
 
 
-BLOCKS = [(partial(blocks, system=0), "1 KiB"), (partial(blocks, most=99), "32 blocks"), (partial(blocks, grain=1), "multiples of 256"), (partial(blocks, parts=1), "four partitions"),
+BLOCKS = [(blocks_of_threads, "whole warps"), (partial(blocks, system=0), "1 KiB"), (partial(blocks, most=99), "32 blocks"), (partial(blocks, grain=1), "multiples of 256"), (partial(blocks, parts=1), "four partitions"),
           (partial(blocks, near=1), "multiples of 128"), (partial(blocks, use=max), "scarcest"),
           (lambda *a: blocks(*a)*up(a[0], 32), "number of warps"), (lambda *a: blocks(*a)*up(a[0], 32)/64, "occupancy"), (partial(blocks, warps=48), "expected"),
           (partial(blocks, size=100*1024), "expected"), (partial(blocks, warp=lambda a, b: a//b), "expected"), (lambda *a: max(1, blocks(*a)), "expected 0, got 1"),
@@ -111,6 +114,7 @@ def order_by_sorting(r, c, g): return sorted(product(range(r), range(c)), key=la
 ORDER = [(lambda r, c, g: list(product(range(r), range(c))), "row after row"), (lambda r, c, g: [(i, j) for j in range(c) for i in range(r)], "column after column"),
          (lambda r, c, g: [(i, j) for f in range(0, r, g) for i in range(f, min(r, f + g)) for j in range(c)], "row after row"),
          (lambda r, c, g: [(i, j) for f in range(0, r, g) for j in range(c) for i in range(f, f + g)], "may be lower"),
+         (lambda r, c, g: [(p//(g*c)*g + p % g, p % (g*c)//g) for p in range(r*c)], "may have fewer rows"),
          (lambda r, c, g: [(i, j) for f in range(0, c, g) for i in range(r) for j in range(f, min(c, f + g))], "not columns"),
          (lambda r, c, g: [(j, i) for i, j in order(r, c, g)], "(row, column)"), (lambda r, c, g: order(r, c, g)[::-1], "expected"), (lambda r, c, g: set(order(r, c, g)), "expected"),
          (lambda r, c, g: order(r, c, g)[:-1], "expected")]

@@ -21,6 +21,17 @@ def parameters(router=1, three=3, wide=4, shared_=1, dense_=None, per=None, orde
     return f
 
 
+def active_router(part):
+    "The active parameters hold only this part of the router's rows"
+    def f(D, F, E, k, shared, layers, dense_layers):
+        total, active = parameters()(D, F, E, k, shared, layers, dense_layers)
+        return total, active - (layers - dense_layers)*D*(E - part(k))
+    return f
+
+
+def only_routed(*a): return parameters()(*a)[0], parameters(shared_=0)(*a)[1]
+
+
 def by_counting(D, F, E, k, shared, layers, dense_layers):
     total = active = 0
     for layer in range(layers):
@@ -60,6 +71,14 @@ def exponentials(z):
     with np.errstate(all="ignore"): return np.exp(z)/np.exp(z).sum(-1, keepdims=True)
 
 
+def after_choosing(soft):
+    "Takes the softmax of the chosen logits"
+    def f(logits, k):
+        chosen = np.argsort(-logits, -1, kind="stable")[:, :k]
+        return chosen, soft(np.take_along_axis(logits, chosen, -1))
+    return f
+
+
 # 3. Dispatch
 
 def dispatched(act=lambda h: np.maximum(h, 0), weigh=lambda w: w, choose=lambda c: c, add=0, mean=False):
@@ -69,6 +88,14 @@ def dispatched(act=lambda h: np.maximum(h, 0), weigh=lambda w: w, choose=lambda 
             for e, share in zip(row, w): y[n] = y[n] + share*(w2[e % len(w2)]@act(w1[e % len(w1)]@x[n]))
         return y/chosen.shape[1] if mean else y
     return f
+
+
+def overwritten(x, w1, w2, chosen, weights):
+    y = np.zeros_like(x)
+    for e in range(len(w1)):
+        rows, j = np.nonzero(chosen == e)
+        y[rows] = np.maximum(x[rows]@w1[e].T, 0)@w2[e].T*weights[rows, j, None]
+    return y
 
 
 def dense_mask(x, w1, w2, chosen, weights):
@@ -206,16 +233,17 @@ TASKS = {
     "expert_parameters": ([(parameters(router=0), "the router is missing"), (parameters(three=2), "three matrices"), (parameters(wide=1), "4 F wide"),
                            (parameters(shared_=0), "shared experts are missing"), (parameters(dense_=0), "the dense layers have no experts"), (parameters(order=-1), "the wrong way round"),
                            (parameters(shared_=2), "for D = "), (parameters(router=2), "for D = "), (lambda *a: parameters()(*a)[0], "for D = "),
-                           (lambda *a: [1, (2, 3)], "for D = ")], [parameters(), by_counting]),
+                           (lambda *a: [1, (2, 3)], "for D = "), (active_router(lambda k: 0), "uses the router, too"), (active_router(lambda k: k), "not k rows"),
+                           (only_routed, "uses the shared experts, too")], [parameters(), by_counting]),
     "route": ([(routed(norm=False), "do not sum to 1"), (routed(order=lambda z: z.shape[1] - 1 - np.argsort(-z[:, ::-1], -1, kind="stable")), "the lowest expert comes first"),
                (routed(order=lambda z: np.argsort(z, -1, kind="stable")), "for logits"), (routed(after=lambda c, w: (c[:, ::-1], w[:, ::-1])), "the best must come first"),
-               (routed(after=lambda c, w: (w, c)), "the wrong way round"), (routed(after=lambda c, w: c), "expected experts and weights"), (routed(soft=exponentials), "for logits"),
+               (routed(after=lambda c, w: (w, c)), "the wrong way round"), (routed(after=lambda c, w: c), "expected experts and weights"), (routed(soft=exponentials), "exp overflows"),
                (routed(soft=lambda z: 1/(1 + np.exp(-z.clip(-500, 500)))), "for logits"), (routed(after=lambda c, w: (c + 1, w)), "for logits"),
-               (routed(order=heaped), "for logits")], [routed(), by_torch]),
+               (routed(order=heaped), "for logits"), (after_choosing(exponentials), "exp overflows")], [routed(), by_torch]),
     "dispatch": ([(dispatched(weigh=np.ones_like), "the weights are left out"), (dispatched(weigh=np.ones_like, mean=True), "the mean is taken"),
                   (dispatched(choose=lambda c: c[:, :1]), "only the first choice"), (dispatched(act=lambda h: h), "the ReLU is missing"), (dispatched(add=1), "the block's work"),
                   (dispatched(weigh=lambda w: w[:, ::-1]), "in the order of `chosen`"), (dispatched(act=np.tanh), "for N = "), (dispatched(choose=lambda c: c + 1), "for N = "),
-                  (dispatched(act=abs), "for N = "), (dispatched(weigh=lambda w: w/w.sum(-1, keepdims=True)), "not divided by their sum")], [dispatched(), dense_mask]),
+                  (dispatched(act=abs), "for N = "), (dispatched(weigh=lambda w: w/w.sum(-1, keepdims=True)), "not divided by their sum"), (overwritten, "the last one replaces the others")], [dispatched(), dense_mask]),
     "dropped": ([(drops(room=lambda N, k, E, f: math.floor(f*N*k/E)), "rounded up"), (drops(room=lambda N, k, E, f: math.ceil(f*N/E)), "k visits"),
                  (drops(room=lambda N, k, E, f: math.ceil(N*k/E)), "the factor is left out"), (drops(of=lambda o, load, c: int(c.size - o.sum())), "visits that are served"),
                  (drops(of=lambda o, load, c: int(o.max())), "of one expert"), (drops(of=lambda o, load, c: o.sum()/c.size), "a share, not a number"),
@@ -229,7 +257,7 @@ TASKS = {
                           (gradient(scale=2), "for N"), (gradient(extra=1), "for N"), (lambda z, c: gradient()(z, c).T, "for N")], [gradient(), by_autograd]),
     "next_bias": ([(biased(sign=-1), "busy experts must fall"), (biased(step=lambda d: d), "not one in proportion"), (biased(keep=False), "added to the old bias"),
                    (biased(step=lambda d: np.where(d > 0, 1, -1)), "exactly an even share stays"), (biased(even=lambda load, c: len(c)), "not N"),
-                   (biased(even=lambda load, c: np.median(load)), "not the median"), (biased(size=2.), "for "), (in_place, "your code changed its"), (biased(size=0.), "for ")],
+                   (biased(even=lambda load, c: np.median(load)), "not the median"), (biased(even=lambda load, c: c.size//len(load)), "need not be a whole number"), (biased(size=2.), "for "), (in_place, "your code changed its"), (biased(size=0.), "for ")],
                   [biased(), by_hand]),
     "distinct": ([(lambda E, k, n: min(E, n*k), "several tokens"), (lambda E, k, n: n*k, "the visits"), (lambda E, k, n: E*(1 - k/E)**n, "nobody visits"),
                   (lambda E, k, n: 1 - (1 - k/E)**n, "for one expert"), (lambda E, k, n: E*(1 - (1 - 1/E)**(n*k)), "all different"),
@@ -239,8 +267,9 @@ TASKS = {
                        (scored(root=lambda K, Q, R: (R + Q)**.5), "the root stays"), (scored(parts=(1, 0)), "the rotated part is missing"), (scored(parts=(0, 1)), "the content is missing"),
                        (scored(root=lambda K, Q, R: K + Q), "divide by the root"), (unpacked, "the keys were unpacked"),
                        (by_method, "the keys were unpacked"), (unpacked_side_by_side, "the keys were unpacked"), (scored(parts=(1, -1)), "for S"),
-                       (lambda q, t, c, r, u: np.einsum("sr,kr,k->s", c, u, q), "can't be counted")], [scored(), transposed, by_numpy, side_by_side]),
-    "reinforce": ([(rewarded(sign=-1), "that raises the loss"), (rewarded(base=lambda l: 0), "the baseline is missing"), (rewarded(base=np.mean), "a token's own loss"),
+                       (lambda q, t, c, r, u: np.einsum("sr,kr,k->s", c, u, q), "can't be counted"),
+                       (lambda q, t, c, r, u: (np.vecdot(np.matvec(u, c), q) + r@t)/(len(q) + len(t))**.5, "can't be counted")], [scored(), transposed, by_numpy, side_by_side]),
+    "reinforce": ([(lambda z, c, l: (rewarded()(z, c, l), l.mean()), "expected an array of shape (3, 4)"), (lambda z, c, l: rewarded()(z, c, l).tolist(), "expected an array of shape (3, 4)"), (rewarded(sign=-1), "that raises the loss"), (rewarded(base=lambda l: 0), "the baseline is missing"), (rewarded(base=np.mean), "a token's own loss"),
                    (rewarded(over=lambda l: 1), "mean over the tokens"), (rewarded(off=lambda p, one: 0), "p was not subtracted"), (rewarded(base=np.median), "the baseline is the median"),
                    (rewarded(off=lambda p, one: 0, weigh=lambda p, one: 1/p), "at the probabilities"), (rewarded(off=lambda p, one: p*one), "the other experts' logits"),
                    (rewarded(weigh=lambda p, one: (p*one).sum(-1, keepdims=True)), "is not a factor"), (rewarded(over=lambda l: len(l)*l.std()), "the spread of the losses"),
@@ -249,7 +278,7 @@ TASKS = {
 WRONG = [(task, answer, words) for task, (wrong, _) in TASKS.items() for answer, words in [*wrong, *ANY]]
 RIGHT = [(task, answer) for task, (_, right) in TASKS.items() for answer in right]
 # Types and NumPy functions that make no difference
-RIGHT += [("expert_parameters", lambda *a: np.array(parameters()(*a))), ("route", routed(after=lambda c, w: (c.astype(np.int32), w))), ("latent_scores", row_by_row)]
+RIGHT += [("expert_parameters", lambda *a: np.array(parameters()(*a))), ("expert_parameters", lambda *a: tuple(map(float, parameters()(*a)))), ("route", after_choosing(softmax)), ("route", routed(after=lambda c, w: (c.astype(np.int32), w))), ("latent_scores", row_by_row)]
 
 graders = Graders(ex, WRONG, RIGHT)
 test_wrong_answers, test_right_answers, test_each_grader, test_same_words = graders.tests(least_wrong=10)

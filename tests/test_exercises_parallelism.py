@@ -19,6 +19,15 @@ def softmax_loss(slices, target):
     return -math.log(p[target]/p.sum()) if p[target] else (max(s.max() for s in slices) + math.log(p.sum()) - np.concatenate(slices)[target])
 
 
+def log_of_softmax(slices, target):
+    z = np.concatenate(slices)
+    with np.errstate(divide="ignore"): return -np.log(np.exp(z - z.max())[target]/np.exp(z - z.max()).sum())
+
+
+def by_the_first_maximum(slices, target):
+    with np.errstate(over="ignore"): return slices[0].max() + np.log(sum(np.exp(s - slices[0].max()).sum() for s in slices)) - np.concatenate(slices)[target]
+
+
 def filled(sizes, limit, over=0):
     out, room = [], -1
     for s in sizes:
@@ -85,6 +94,7 @@ WRONG = [
     ("sliced_loss", lambda s, t: -softmax_loss(s, t), "the sign"), ("sliced_loss", lambda s, t: math.exp(-softmax_loss(s, t)), "the probability"),
     ("sliced_loss", lambda s, t: softmax_loss(s, t) + np.concatenate(s)[t], "logit is missing"), ("sliced_loss", lambda s, t: softmax_loss(s[:1], min(t, len(s[0]) - 1)), "expected"),
     ("sliced_loss", lambda s, t: softmax_loss(s, t)/math.log(2), "expected"), ("sliced_loss", lambda s, t: 0., "got 0.0"), ("sliced_loss", lambda s, t: softmax_loss(s, 0), "expected"),
+    ("sliced_loss", log_of_softmax, "subtract logarithms"), ("sliced_loss", by_the_first_maximum, "the maximum of all"),
     ("bubble", lambda p, m, v: p/m/v, "does not wait for itself"), ("bubble", lambda p, m, v: (p - 1)/m*v, "make it smaller"), ("bubble", lambda p, m, v: (p - 1)/m, "without chunks"),
     ("bubble", lambda p, m, v: (p - 1)/(m*v + p - 1), "over all time"), ("bubble", lambda p, m, v: m*v/max(1, p - 1), "work over idle"), ("bubble", lambda p, m, v: 1 + (p - 1)/(m*v), "of a step over"),
     ("bubble", lambda p, m, v: 0, "got 0"), ("bubble", lambda p, m, v: (m - 1)/(p*v), "got 1.75"),
@@ -95,7 +105,7 @@ WRONG = [
     ("zigzag", lambda t, n, r: list(range(r, t, n)), "every N-th"), ("zigzag", lambda t, n, r: pair(t, n, 2*n - 1 - r, r), "in order"), ("zigzag", lambda t, n, r: pair(t, n, r, 2*n - 1 - r)[:-1], "expected"),
     ("zigzag", lambda t, n, r: list(range(r*t//2//n, (r + 1)*t//2//n)), "front piece"), ("zigzag", lambda t, n, r: [], "got []"), ("zigzag", lambda t, n, r: pair(t, n, 2*r, 2*r + 1), "expected"),
     ("merge", lambda a, la, b, lb: (a + b)/2, "don't count the same"), ("merge", lambda a, la, b, lb: merged(a, lb, b, la), "expected"), ("merge", lambda a, la, b, lb: a, "first alone"),
-    ("merge", lambda a, la, b, lb: b, "second alone"), ("merge", lambda a, la, b, lb: a + b, "expected"), ("merge", lambda a, la, b, lb: merged(a, la, b, lb)[None], "expected"),
+    ("merge", lambda a, la, b, lb: b, "second alone"), ("merge", lambda a, la, b, lb: merged(a, la, b, lb).tolist(), "], got list ["), ("merge", lambda a, la, b, lb: a + b, "expected"), ("merge", lambda a, la, b, lb: merged(a, la, b, lb)[None], "expected"),
     ("merge", lambda a, la, b, lb: merged(a, la, b, lb).sum(), "expected"), ("merge", lambda a, la, b, lb: a*0, "0.0]"),
     ("busiest", lambda c, E, n: float(np.bincount(c.ravel(), minlength=E).max()*E/c.size), "counts experts"), ("busiest", lambda c, E, n: load(c, E, n)*c.size/n, "number of rows"),
     ("busiest", lambda c, E, n: load(c, E, n)/n, "share of all rows"), ("busiest", lambda c, E, n: load(c % n*(E//n), E, n), "expected"), ("busiest", lambda c, E, n: 1., "got 1.0"),

@@ -224,6 +224,8 @@ def check_compute_grpo_clip_loss(
         "the ratio needs an exponential": clip(lambda n, o: n - o),
         "the ratio is upside down": clip(lambda n, o: (o - n).exp()),
         "take the smaller gain": clip(pick=torch.max),
+        "multiply by the advantage before you take the smaller one":
+            lambda a, n, o, c: (-a*(n - o).exp().clamp(max=1 + c), {}),
         "a loss is minimised, so it needs a minus": clip(sign=1),
         "the clip is missing": clip(pick=lambda free, held: free),
         "compare with the free ratio: a token that moved the wrong way isn't clipped":
@@ -287,9 +289,13 @@ def check_grpo_microbatch_train_step(
     cases = [(x, mask, n, kind, raw, a, old, .2)
              for n,kind in ((2, "reinforce_with_baseline"), (4, "no_baseline"), (3, "grpo_clip"))]
     def right(l, m): return mean_of(l, m, 1).mean()
+    def late(*a): # The gradient is that of the loss before the division
+        loss, info = _step(right, divide=False)(*a)
+        return loss/a[2], info
     _grade(grpo_microbatch_train_step, step_of, cases, {
         "divide by gradient_accumulation_steps": _step(right, divide=False),
         "return the loss that was divided": _step(right, whole=True),
+        "divide before the backward pass": late,
         "the backward pass is missing": _step(right, backward=False),
         "average over each response first, then over responses":
             _step(lambda l, m: (l*m).sum()/m.sum()),
@@ -298,6 +304,8 @@ def check_grpo_microbatch_train_step(
         "the mean over responses, not the sum": _step(lambda l, m: mean_of(l, m, 1).sum()),
         "the mean over tokens, not the sum": _step(lambda l, m: (l*m).sum(1).mean()),
         "raw rewards are for no_baseline alone": _step(right, raw=True),
+        "no_baseline takes the raw rewards":
+            lambda x, m, n, kind, raw, *rest: _step(right)(x, m, n, kind, rest[0], *rest),
         "the clip is missing": _step(right, low=99., high=99.),
         "clip below, too": _step(right, low=99.), "clip above, too": _step(right, high=99.)},
         _gradient)
@@ -330,6 +338,8 @@ def check_gae(
             lambda r, v, g, l: of(r, v, g, l, decay=lambda g, l: l),
         "these are the returns": lambda r, v, g, l: of(r, v, g, l, more=lambda a, v: a + v),
         "later differences are missing": lambda r, v, g, l: of(r, v, g, 0.),
+        "later differences count, not earlier ones": lambda r, v, g, l: of(
+            (r + g*torch.cat([v[1:], v[:1]*0]) - v).flip(0), 0*v, g, l).flip(0),
         "the values are missing": lambda r, v, g, l: of(r, 0*v, g, l),
         "the order is reversed": lambda r, v, g, l: right(r, v, g, l).flip(0)})
 
@@ -345,14 +355,14 @@ class _Letters: # a to e are ids 0 to 4, the end is 5
     def __repr__(self): return "tokenizer"
 
 def _dpo(end:bool=True, shift:int=1, ref:bool=True, swap:bool=False, mean:bool=False,
-         beta:bool=True, sign=-1, log:bool=True, probs:bool=True)->Callable:
+         beta:bool=True, sign=-1, log:bool=True, probs:bool=True, skip:int=0)->Callable:
     # A grader's variant
     def one(lm, tokenizer, prompt, response):
         first = tokenizer.encode(prompt)
         ids = torch.tensor([first + tokenizer.encode(response) + [tokenizer.end_of_text]*end])
         logits = lm(ids)[0]
         log_probs = logits.log_softmax(-1) if probs else logits
-        at = torch.arange(len(first), ids.shape[1])
+        at = torch.arange(len(first) + skip, ids.shape[1])
         found = log_probs[at - shift, ids[0, at]]
         return found.mean() if mean else found.sum()
     def f(lm, lm_ref, tokenizer, b, prompt, *pair):
@@ -379,6 +389,7 @@ def check_compute_per_instance_dpo_loss(
     _grade(compute_per_instance_dpo_loss, _dpo(), cases, {
         "the end token is part of the response": _dpo(end=False),
         "the logits at a position are for the token after it": _dpo(shift=0),
+        "the first token of the response counts, too": _dpo(skip=1),
         "the reference is missing": _dpo(ref=False),
         "chosen and rejected are swapped": _dpo(swap=True),
         "sum over tokens, don't average": _dpo(mean=True), "beta is missing": _dpo(beta=False),
@@ -394,11 +405,16 @@ def check_best_of_n(
     def level(p, r, n, less=lambda r: r[:, None] >= r, below=lambda r: r[:, None] > r):
         return (less(r)*p).sum(1)**n - (below(r)*p).sum(1)**n
     def tied(p, r): return ((r[:, None] == r)*p).sum(1)
+    def ranked(p, r, n):
+        order = r.argsort(stable=True)
+        most = p[order].cumsum(0)**n
+        return most.diff(prepend=most[:1]*0)[order.argsort()]
     cases = [(_numbers(k, len(r)).softmax(0), torch.tensor(r), n)
              for k,(r, n) in enumerate((([0., 1.], 2), ([.2, 1., .2, .5, 1.], 3), ([3., 1., 2.], 1),
                                         ([1., 1., 0., 2., 1.], 8)))]
     _grade(best_of_n, best_of, cases, {
         "equal rewards share their level": lambda p, r, n: level(p, r, n),
+        "equal rewards have no order: they share their level": ranked,
         "share a level as the policy does, not evenly":
             lambda p, r, n: level(p, r, n)/(r[:, None] == r).sum(1),
         "that is the chance to be drawn at all": lambda p, r, n: 1 - (1 - p)**n,

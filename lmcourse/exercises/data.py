@@ -35,6 +35,7 @@ def check_mask_emails(
         "capital letters occur too": by(r"[a-z0-9_.+-]+@[a-z0-9-]+(?:\.[a-z0-9-]+)+"),
         "a domain may have several dots": by(r"[\w.+-]+@[\w-]+\.\w+(?![\w.-])"),
         "count the addresses": lambda t: (re.sub(good, name, t), 0),
+        "an address may stand anywhere in the text": lambda t: (t, 0),
         "count the addresses, not the words": lambda t: (re.sub(good, name, t), len(t.split()))})
 
 # %% ../../nbs/13_curation/13z_data.ipynb #13z00012
@@ -59,6 +60,7 @@ def check_mask_phone_numbers(
         "only blanks and hyphens may separate the digits":
             by(r"(?<!\d)\(?\d{3}\)?\D?\d{3}\D?\d{4}(?!\d)"),
         "an area code is needed": by(r"(?<!\d)(?:\(?\d{3}\)?[ -]?)?\d{3}[ -]?\d{4}(?!\d)"),
+        "a number may stand anywhere in the text": lambda t: (t, 0),
         "count the numbers": lambda t: (re.sub(good, name, t), 0),
         "not every number is a phone number": by(r"\d[\d -]*\d")})
 
@@ -79,23 +81,28 @@ def check_mask_ips(
         "digits before or after it belong to the number": by(rf"{byte}(?:\.{byte}){{3}}"),
         "mask every address, not only the first": by(good, 1),
         "0 is allowed": by(good.replace(r"1?\d?\d", r"1\d\d|[1-9]\d?")),
+        "an address may stand anywhere in the text": lambda t: (t, 0),
         "a dot is only a dot": by(rf"(?<![\d.]){byte}(?:.{byte}){{3}}(?!\.?\d)"),
         "count the addresses": lambda t: (re.sub(good, name, t), 0)})
+
+# %% ../../nbs/13_curation/13z_data.ipynb #ca0db4fd
+def _keep(t, low=50, high=100_000, short=3., long=10., dots=.3, letters=.8, strict=False,
+         characters=False, blanks=False, cut=str.split,
+         mark=lambda l: l.rstrip().endswith("..."),
+         spelt=lambda x: any(map(str.isalpha, x))):
+    w, lines = cut(t), t.split("\n")
+    n = len(t) if characters else len(w)
+    mean = (len(t) if blanks else sum(map(len, w)))/max(1, len(w))
+    ends = sum(map(mark, lines))/len(lines)
+    share = sum(map(spelt, w))/max(1, len(w))
+    if strict: return low < n < high and short < mean < long and ends < dots and share > letters
+    return low <= n <= high and short <= mean <= long and ends <= dots and share >= letters
 
 # %% ../../nbs/13_curation/13z_data.ipynb #13z00018
 def check_gopher_quality_filter(
     gopher_quality_filter:Callable, # `gopher_quality_filter(text)` gives True or False
 ):
     "`AssertionError` unless each rule holds at its limits."
-    def keep(t, low=50, high=100_000, short=3., long=10., dots=.3, letters=.8, strict=False,
-             characters=False, mark=lambda l: l.rstrip().endswith("..."),
-             spelt=lambda x: any(map(str.isalpha, x))):
-        w, lines = t.split(), t.split("\n")
-        n = len(t) if characters else len(w)
-        mean, ends = sum(map(len, w))/max(1, len(w)), sum(map(mark, lines))/len(lines)
-        share = sum(map(spelt, w))/max(1, len(w))
-        if strict: return low < n < high and short < mean < long and ends < dots and share > letters
-        return low <= n <= high and short <= mean <= long and ends <= dots and share >= letters
     def lines(n, dotted, line="here are eight words that end in something"):
         return "\n".join([line]*(n - dotted)
                          + ["here are eight words that end in nothing ..."]*dotted)
@@ -108,20 +115,26 @@ def check_gopher_quality_filter(
              ("word "*70 + "---- "*30,),
              (lines(10, 0, "eight words ... and then three more words"),),
              (lines(10, 0, "here are eight words that end in something."),)]
-    check_cases(gopher_quality_filter, keep, cases, {
-        "texts at a limit stay": lambda t: keep(t, strict=True),
-        "count words, not characters": lambda t: keep(t, characters=True),
-        "texts of too few words stay": lambda t: keep(t, low=0),
-        "texts of too many words stay": lambda t: keep(t, high=10**9),
-        "texts of short words stay": lambda t: keep(t, short=0),
-        "texts of long words stay": lambda t: keep(t, long=99),
-        "texts whose lines break off stay": lambda t: keep(t, dots=1),
-        "texts of words without letters stay": lambda t: keep(t, letters=0),
-        "a line breaks off only where it ends in ...": lambda t: keep(t, mark=lambda l: "..." in l),
-        "a full stop is no ellipsis": lambda t: keep(t, mark=lambda l: l.endswith(".")),
-        "a letter anywhere in a word will do": lambda t: keep(t, spelt=lambda x: x[0].isalpha()),
-        "é is a letter, too": lambda t: keep(t, spelt=lambda x: bool(re.search("[A-Za-z]", x))),
-        "this is what to drop": lambda t: not keep(t)})
+    check_cases(gopher_quality_filter, _keep, cases, {
+        "texts at a limit stay": lambda t: _keep(t, strict=True),
+        "count words, not characters": lambda t: _keep(t, characters=True),
+        "texts of too few words stay": lambda t: _keep(t, low=0),
+        "texts of too many words stay": lambda t: _keep(t, high=10**9),
+        "texts of short words stay": lambda t: _keep(t, short=0),
+        "texts of long words stay": lambda t: _keep(t, long=99),
+        "texts whose lines break off stay": lambda t: _keep(t, dots=1),
+        "texts of words without letters stay": lambda t: _keep(t, letters=0),
+        "a line breaks off only where it ends in ...":
+            lambda t: _keep(t, mark=lambda l: "..." in l),
+        "a full stop is no ellipsis": lambda t: _keep(t, mark=lambda l: l.endswith(".")),
+        "white space separates words, not each blank: split() needs no argument":
+            lambda t: _keep(t, cut=lambda t: t.split(" ")),
+        "blanks do not count for the length of words": lambda t: _keep(t, blanks=True),
+        "a word needs one letter, not only letters": lambda t: _keep(t, spelt=str.isalpha),
+        "a letter anywhere in a word will do":
+            lambda t: _keep(t, spelt=lambda x: x[0].isalpha()),
+        "é is a letter, too": lambda t: _keep(t, spelt=lambda x: bool(re.search("[A-Za-z]", x))),
+        "this is what to drop": lambda t: not _keep(t)})
 
 # %% ../../nbs/13_curation/13z_data.ipynb #13z00021
 def _files_through(f:Callable, files:dict, *options)->dict: # {name: text} in, {name: text} out
@@ -133,7 +146,8 @@ def _files_through(f:Callable, files:dict, *options)->dict: # {name: text} in, {
                    shown=f"for the files {short(files, 90)}: ")
         return {p.name: p.read_bytes().decode() for p in sorted((top/"out").iterdir())}
 
-def _line_rule(keep:Callable, name:Callable=lambda l: l.rstrip("\n"), whole:bool=True)->Callable:
+def _line_rule(keep:Callable, name:Callable=lambda l: l.rstrip("\n"), whole:bool=True,
+               write:Callable=Path.write_text)->Callable:
     # Lines by how often they occur
     def rule(paths, out):
         texts = {Path(p).name: Path(p).read_text().splitlines(keepends=True) for p in paths}
@@ -145,7 +159,7 @@ def _line_rule(keep:Callable, name:Callable=lambda l: l.rstrip("\n"), whole:bool
             for l in lines:
                 if keep(own[name(l)], name(l) in seen): kept.append(l)
                 seen.add(name(l))
-            (Path(out)/file).write_text("".join(kept))
+            write(Path(out)/file, "".join(kept))
     return rule
 
 # %% ../../nbs/13_curation/13z_data.ipynb #13z00022
@@ -156,7 +170,7 @@ def check_exact_line_deduplication(
     cases = [({"a": "Menu\nOne.\n", "b": "Menu\nTwo.\n"},), ({"a": "x\ny\nx\n", "b": "z\n"},),
              ({"a": "end\n", "b": "start\nend"},), ({"a": "", "b": "A\na\n"},),
              ({"a": "q\nq\n", "b": "q\nr\n"},), ({"a": "x\n", "b": "  x\n"},),
-             ({"a": "x\n", "b": "x \n"},)]
+             ({"a": "x\n", "b": "x \n"},), ({"a": "x\n\ny\n", "b": "z\n"},)]
     once = lambda n, seen: n == 1
     check_cases(exact_line_deduplication, _line_rule(once), cases, {
         "a repeated line goes everywhere, its first copy too": _line_rule(lambda n, seen: not seen),
@@ -164,6 +178,13 @@ def check_exact_line_deduplication(
         "the last line of a file may lack its end": _line_rule(once, str),
         "an indented line is another line": _line_rule(once, str.strip),
         "blanks at the end belong to the line": _line_rule(once, str.rstrip),
+        "capital letters count": _line_rule(once, lambda l: l.rstrip("\n").lower()),
+        "a blank line is a line, too":
+            _line_rule(once, write=lambda p, t: p.write_text(re.sub(r"(?m)^\s*\n", "", t))),
+        "a line keeps its line break":
+            _line_rule(once, write=lambda p, t: p.write_text(t.removesuffix("\n"))),
+        "a file is written even if none of its lines are left":
+            _line_rule(once, write=lambda p, t: t and p.write_text(t)),
         "lines that occur twice go too": _line_rule(lambda n, seen: n <= 2),
         "those are the lines to drop": _line_rule(lambda n, seen: n > 1),
         "nothing was dropped": _line_rule(lambda n, seen: True),
@@ -174,10 +195,11 @@ def check_similarity(
     similarity:Callable, # `similarity(a, b, n)` gives a number
 ):
     "`AssertionError` unless it is the share of all shingles that both texts have."
-    def runs(t, n, lower=True, letters=False, short=True):
+    def runs(t, n, lower=True, letters=False, short=True, last=1):
         w = (t.lower() if lower else t)
         w = list(w) if letters else w.split()
-        return [tuple(w[i:i+n]) for i in range(max(1 if short else 0, len(w) - n + 1))] if w else []
+        return [tuple(w[i:i+n])
+                for i in range(max(1 if short else 0, len(w) - n + last))] if w else []
     def jaccard(x, y, under=lambda p, q: len(p | q)):
         return len({*x} & {*y})/under({*x}, {*y}) if x or y else 0.
     def both(under=lambda p, q: len(p | q), **k):
@@ -194,7 +216,7 @@ def check_similarity(
         "the union is in the denominator, not the sum": both(lambda p, q: len(p) + len(q)),
         "that is Dice's coefficient": both(lambda p, q: (len(p) + len(q))/2),
         "lower case": both(lower=False), "runs of words, not of letters": both(letters=True),
-        "a short text is one run": both(short=False),
+        "a short text is one run": both(short=False), "the last run is missing": both(last=0),
         "that is single words": lambda a, b, n: both()(a, b, 1),
         "that is the overlap with the shorter one": both(lambda p, q: max(1, min(len(p), len(q)))),
         "that is the distance": lambda a, b, n: 1 - both()(a, b, n)})
@@ -227,7 +249,7 @@ def check_choose(
     down, up = (lambda h: range(h, 0, -1)), (lambda h: range(1, h + 1))
     right = lambda s, b, r, p: candidate_probability(s, b, r) >= p
     cases = [(128, .8, .95), (128, .8, .99), (100, .7, .9), (16, .9, .5), (9000, .8, .99),
-             (12, .5, .6)]
+             (12, .5, .6), (4, .3, .7)]
     check_cases(choose, first(down, right), cases, {
         "bands come first": first(down, right, swap=True),
         "take the most rows, not the fewest": first(up, right),
@@ -235,6 +257,8 @@ def check_choose(
             first(down, lambda s, b, r, p: candidate_probability(s, b, r) < p),
         "b and r are swapped in the formula":
             first(down, lambda s, b, r, p: 1 - (1 - s**b)**r >= p),
+        "r may be 1": lambda h, s, p: next(((h//r, r) for r in range(h, 1, -1)
+                                            if right(s, h//r, r, p)), None),
         "only a band is that likely": first(down, lambda s, b, r, p: s**r >= p),
         "b times r may be less than the hashes: rows need not divide them":
             lambda h, s, p: next((h//r, r) for r in range(h, 0, -1) if h % r == 0
@@ -258,14 +282,14 @@ def check_letters(
 
 # %% ../../nbs/13_curation/13z_data.ipynb #13z00037
 def _near(normal:Callable=normalize, similar:Callable|None=None, keep:Callable=min, chain:bool=True,
-          least:Callable=lambda j, t: j >= t)->Callable:
+          least:Callable=lambda j, t: j >= t, blank:frozenset=frozenset())->Callable:
     def f(paths, num_hashes, num_bands, ngrams, threshold, out):
         texts = {Path(p).name: Path(p).read_text(encoding="utf-8") for p in paths}
         sets = {}
         for name,text in texts.items():
             w = normal(text).split()
             sets[name] = ({tuple(w[i:i+ngrams]) for i in range(max(1, len(w) - ngrams + 1))} if w
-                          else set())
+                          else blank)
         def like(a, b):
             x, y = sets[a], sets[b]
             return (bool(x and y)
@@ -321,6 +345,7 @@ def check_minhash_deduplication(
         "runs of words, not of letters": _near(normal=lambda t: " ".join(normalize(t))),
         "only equal files were found": _near(least=lambda j, t: j == 1),
         "a cluster may be a chain": _near(chain=False),
+        "texts without words resemble nothing": _near(blank=frozenset([()])),
         "all files stay": _near(least=lambda j, t: False),
         "a copy goes, not the whole cluster": _near(keep=lambda g: min(g) if len(g) == 1 else None),
         "files that are not similar were dropped too": _near(least=lambda j, t: j > 0),

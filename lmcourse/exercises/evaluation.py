@@ -213,6 +213,9 @@ def check_calibration_error(
         "int cuts, don't round": lambda *a: error(*a, bin=round),
         "a bin contains its lower end, not its upper one":
             lambda *a: error(*a, bin=lambda v: max(0, math.ceil(v) - 1)),
+        "an empty bin has no mean: leave it out":
+            lambda c, r, n: error(c, r, n) if len({min(int(x*n), n - 1) for x in c}) == n
+            else math.nan,
         "that is one bin": lambda c, r, n: error(c, r, 1),
         "that is without bins": lambda c, r, n: sum(abs(x - y) for x,y in zip(c, r))/len(c),
         "that is the Brier score": lambda c, r, n: sum((x - y)**2 for x,y in zip(c, r))/len(c)})
@@ -232,6 +235,8 @@ def check_contamination_p(
             lambda q, p: min(1., *(math.exp(b - a) for a,b in zip(q, p))),
         "ratios multiply, they are not averaged":
             lambda q, p: min(1., math.exp((sum(p) - sum(q))/len(p))),
+        "the bound stops at 1 for all together, not for each document":
+            lambda q, p: math.prod(min(1., math.exp(b - a)) for a,b in zip(q, p)),
         "that is the log of it": lambda q, p: min(0., sum(p) - sum(q)),
         "that is one minus the p-value": lambda q, p: 1 - right(q, p)})
 
@@ -262,10 +267,12 @@ def check_soften(
     def right(x, T): return share([math.exp((v - max(x))/T) for v in x])
     def plain(x): return [math.exp(v) for v in x]
     cases:list = [([-1., -2.], 2.), ([-3., -1., -2.], .5), ([-4., -4.5, -9.], 3.),
-                  ([-2000., -2001.], 2.), ([-.2, -5.], 10.)]
+                  ([-2000., -2001.], 2.), ([-.2, -5.], 10.), ([-2., -3000., -1.], 1.)]
     check_cases(soften, right, cases, {
         "divide by the temperature, don't multiply": lambda x, T: right(x, 1/T),
         "the temperature was left out": lambda x, T: right(x, 1.),
+        "all exponentials vanish: subtract the largest first":
+            lambda x, T: right(x, T) if max(x)/T > -700 else [math.nan]*len(x),
         "these don't sum to 1": lambda x, T: [math.exp(v/T) for v in x],
         "probabilities are not divided, logarithms are": lambda x, T: [v/T for v in right(x, 1.)],
         "those are logarithms": lambda x, T: [math.log(v) for v in right(x, T)],
@@ -320,6 +327,7 @@ def check_overlap(
             lambda t, s, n: sum(" ".join(r) in s for r in {*runs(t, n)})/len({*runs(t, n)}),
         "capital letters count": lambda t, s, n: right(t.lower(), s.lower(), n),
         "the last run is missing": lambda t, s, n: right(t, s, n, 0),
+        "every run has n words": lambda t, s, n: right(t, s, n, n),
         "a share, not a number of runs": lambda t, s, n: len({*runs(t, n)} & {*runs(s, n)}),
         "that is the share that is new": lambda t, s, n: 1 - right(t, s, n)})
 

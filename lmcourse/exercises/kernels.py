@@ -62,9 +62,10 @@ def check_blocks_per_sm(
     blocks_per_sm:Callable, # `blocks_per_sm(threads, registers, shared_bytes)` gives a whole number
 ):
     "`AssertionError` unless it is the vendor's count."
-    def blocks(t, r, s, grain=256, most=32, system=1024, use=min, parts=4, unit=128):
+    def blocks(t, r, s, grain=256, most=32, system=1024, use=min, parts=4, unit=128, whole=True):
         c, warps, each = chips()["a100"], -(-t//32), -(-r*32//grain)*grain
-        return use((c.warps//warps, most, c.registers//parts//each*parts//warps,
+        return use((c.warps//warps if whole else c.warps*32//t, most,
+                    c.registers//parts//each*parts//warps,
                     c.shared_bytes//max(1, -(-(s + system)//unit)*unit)))
     def right(t, r, s):
         try: return occupancy(t, r, s).blocks
@@ -72,13 +73,15 @@ def check_blocks_per_sm(
     rng = random.Random(0)
     cases = [(256, 32, 0), (256, 64, 0), (256, 33, 0), (32, 16, 0), (128, 32, 48*1024),
              (1024, 128, 0), (100, 40, 0), (128, 32, 32*1024), (64, 37, 1000), (288, 176, 0),
-             (128, 32, 54_954), (32, 16, 4104), (32, 16, 4128), (32, 16, 4232), (32, 16, 4872)]
+             (128, 32, 54_954), (32, 16, 4104), (32, 16, 4128), (32, 16, 4232), (32, 16, 4872),
+             (65, 16, 0), (200, 16, 0)]
     cases += [(rng.randint(1, 1024), rng.randint(16, 255), rng.randrange(0, 160_000))
               for _ in range(60)]
     check_cases(blocks_per_sm, right, cases, {
         "each block needs 1 KiB of shared memory for the system": lambda *a: blocks(*a, system=0),
         "a KiB has 1,024 bytes": lambda *a: blocks(*a, system=1000),
         "a block gets shared memory in multiples of 128 bytes": lambda *a: blocks(*a, unit=1),
+        "a block takes up whole warps": lambda *a: blocks(*a, whole=False),
         "an SM keeps 32 blocks at most": lambda *a: blocks(*a, most=10**6),
         "a warp gets registers in multiples of 256": lambda *a: blocks(*a, grain=1),
         "each of four partitions holds whole warps": lambda *a: blocks(*a, parts=1),
@@ -144,6 +147,8 @@ def check_tile_order(
         "the last group may be lower":
             lambda r, c, g: [(i, j) for f in range(0, r, g) for j in range(c)
                              for i in range(f, f + g)],
+        "the last group may have fewer rows":
+            lambda r, c, g: [(p//(g*c)*g + p % g, p % (g*c)//g) for p in range(r*c)],
         "group rows, not columns": lambda r, c, g: [(i, j) for f in range(0, c, g) for i in range(r)
                                                     for j in range(f, min(c, f + g))],
         "a pair is (row, column)": lambda r, c, g: [(j, i) for i, j in order_of_tiles(r, c, g)]})

@@ -28,6 +28,9 @@ def _judge(where:str, got, right, mistakes:dict): # `mistakes` maps words to wro
         why = f"expected {right:,.6g}, got {got:,.6g}"
     raise AssertionError(f"{where}{why}{words}")
 
+def _whole(got): # Floats that are whole numbers, as from `np.ceil`, are as good as integers
+    return int(got) if isinstance(got, (float, np.floating)) and float(got).is_integer() else got
+
 def _routed(rng, N:int, E:int, k:int)->tuple: # Logits, and k different experts per token
     logits = rng.normal(size=(N, E)) + 2*(np.arange(E) == 0)
     return logits, best_experts(logits, k)
@@ -53,17 +56,24 @@ def check_expert_parameters(
                       int(rng.integers(layers))))
     for case in cases:
         D, F, E, k, shared, layers, dense = case
+        total, active = _layer_sums(*case)
         mistakes = {"the router is missing": _layer_sums(*case, router=0),
                     "a gated network has three matrices": _layer_sums(*case, three=2),
                     "the dense layers are 4 F wide": _layer_sums(*case, wide=1),
                     "shared experts are missing": _layer_sums(D, F, E, k, 0, layers, dense),
+                    "a token uses the router, too": (total, _layer_sums(*case, router=0)[1]),
+                    "a token uses the router's whole matrix, not k rows":
+                        (total, active - (layers - dense)*D*(E - k)),
+                    "a token uses the shared experts, too":
+                        (total, _layer_sums(D, F, E, k, 0, layers, dense)[1]),
                     "the dense layers have no experts": _layer_sums(D, F, E, k, shared, layers, 0),
                     "that is for one layer": _layer_sums(D, F, E, k, shared, 1, 0),
-                    "total and active are the wrong way round": _layer_sums(*case)[::-1]}
+                    "total and active are the wrong way round": (active, total)}
         where = f"for {', '.join(f'{n} = {v}' for n,v in zip(names, case))}: "
         got = run_answer(expert_parameters, *case, shown=where)
         if isinstance(got, np.ndarray): got = got.tolist()
-        _judge(where, tuple(got) if isinstance(got, list) else got, _layer_sums(*case), mistakes)
+        if isinstance(got, (list, tuple)): got = tuple(map(_whole, got))
+        _judge(where, got, (total, active), mistakes)
 
 # %% ../../nbs/08_moe/08z_moe.ipynb #f174f94d
 def _route(logits, k:int, normalize=True, over="all")->tuple:
@@ -102,6 +112,9 @@ def check_route(
         got = run_answer(route, logits, k, shown=where)
         if not isinstance(got, (tuple, list)) or len(got) != 2:
             raise AssertionError(f"{where}expected experts and weights, got {short(got)}")
+        if getattr(getattr(got[1], "dtype", None), "kind", "") == "f" and np.isnan(got[1]).any():
+            raise AssertionError(f"{where}some weights are NaN: exp overflows, so subtract each "
+                                 f"row's largest logit first")
         if getattr(getattr(got[0], "dtype", None), "kind", "") in ("i", "u"):
             got = got[0].astype(int), got[1]                # Any type of whole numbers will do
         _judge(where, tuple(got), (chosen, weights), mistakes)
@@ -120,6 +133,7 @@ def check_dispatch(
         params = dict(w1=w1, w2=w2)
         right = experts_forward(x, params, chosen, weights, "relu")[0]
         ones, flat = np.ones_like(weights), np.full_like(weights, 1/k)
+        last = chosen.argmax(-1)[:, None]
         linear = np.einsum("edf,efc,nc,ne->nd", w2, w1, x, _spread(chosen, weights, E))
         mistakes = {"the weights are left out": experts_forward(x, params, chosen, ones, "relu")[0],
                     "the mean is taken, whatever the weights":
@@ -128,6 +142,9 @@ def check_dispatch(
                         experts_forward(x, params, chosen, shares, "relu")[0],
                     "only the first choice is computed":
                         experts_forward(x, params, chosen[:, :1], weights[:, :1], "relu")[0],
+                    "add up the experts' outputs: the last one replaces the others":
+                        experts_forward(x, params, np.take_along_axis(chosen, last, -1),
+                                        np.take_along_axis(weights, last, -1), "relu")[0],
                     "the ReLU is missing": linear,
                     "the token is added, which is the block's work": right + x,
                     "weights belong to the experts in the order of `chosen`":
@@ -168,9 +185,7 @@ def check_dropped(
                     "those are tokens, not visits": right//k}
         where = f"for {N} tokens, k = {k}, {E} experts, factor = {factor}: "
         got = run_answer(dropped, chosen, E, factor, shown=where)
-        if isinstance(got, (float, np.floating)) and float(got).is_integer():
-            got = int(got)                                  # A room from `np.ceil` makes a float
-        _judge(where, got, right, mistakes)
+        _judge(where, _whole(got), right, mistakes)
 
 # %% ../../nbs/08_moe/08z_moe.ipynb #51879bcb
 def check_balance(
@@ -244,6 +259,8 @@ def check_next_bias(
                     "the step is added to the old bias": away,
                     "an expert at exactly an even share stays":
                         bias + np.where(load >= load.mean(), -rate, rate),
+                    "an even share need not be a whole number":
+                        bias + rate*np.sign(chosen.size//E - load),
                     "even is the mean load, not N": bias + rate*np.sign(len(chosen) - load),
                     "even is the mean load, not the median":
                         bias + rate*np.sign(np.median(load) - load)}
@@ -274,6 +291,8 @@ class _Tallied(np.ndarray): # An array whose products are counted
     tally:list
     def __array_finalize__(self, other): self.tally = getattr(other, "tally", [])
     def __array_ufunc__(self, ufunc, method, *inputs, **kwargs):
+        if ufunc.signature and ufunc is not np.matmul: # Such as `np.vecdot`
+            raise AssertionError(f"np.{ufunc.__name__} can't be counted: use @, *, / and +")
         plain = _plain(inputs)
         made = getattr(ufunc, method)(*plain, **{k: _plain(v) for k,v in kwargs.items()})
         if ufunc is np.matmul: self.tally.append(np.asarray(plain[0]).size*np.size(made)
@@ -360,6 +379,6 @@ def check_reinforce(
                     "the best expert is not the drawn one": above*(np.eye(E)[p.argmax(-1)] - p)/N}
         where = f"for N = {N}, E = {E}: "
         got = run_answer(reinforce, logits, chosen, losses, shown=where)
-        if np.shape(got) != (N, E): raise AssertionError(
+        if getattr(got, "shape", None) != (N, E): raise AssertionError(
             f"{where}expected an array of shape ({N}, {E}), got {short(got)}")
         _judge(where, got, right, mistakes)

@@ -127,10 +127,17 @@ def check_sliced_loss(
     sizes = ((2, 2), (3, 1, 4), (5,), (1, 1, 1, 1), (4, 7))
     cases = [([rng.standard_normal(k)*s for k in ks], int(rng.integers(sum(ks))))
              for ks in sizes for s in (1., 300.)]
-    check_cases(sliced_loss, right, cases + [([np.array([1000., 0.]), np.array([999.])], 2)],
+    def of_a_share(slices, target): # The logarithm after the softmax
+        z = np.concatenate(slices)
+        with np.errstate(all="ignore"):
+            return float(-np.log(np.exp(z - z.max())[target]/np.exp(z - z.max()).sum()))
+    cases += [([np.array([1000., 0.]), np.array([999.])], t) for t in (2, 1)]
+    cases.append(([np.array([0., -1.]), np.array([1000.])], 2))
+    check_cases(sliced_loss, right, cases,
         {"exp overflows: subtract the maximum of all first": naive,
          "the sum goes over all slices": own,
          "sums of exponentials add up, not their logarithms": apart,
+         "the probability vanishes, and its logarithm is infinite: subtract logarithms": of_a_share,
          "the sign is wrong": lambda s, t: -right(s, t),
          "that is the probability": lambda s, t: math.exp(-right(s, t)),
          "the target's logit is missing": lambda s, t: right(s, t) + np.concatenate(s)[t]})

@@ -127,7 +127,8 @@ def _difference(right, got)->str: # What was expected, and what came
         else: right, got = ({k: d[k] for k in right if not same_value(got[k], right[k])}
                             for d in (right, got))
     a, b = (short(_digits(v), 90) for v in (right, got))
-    if a == b: a, b = (f"{type(v).__name__} {s}" for v,s in ((right, a), (got, b)))
+    listed = isinstance(right, np.ndarray) and isinstance(got, (list, tuple))
+    if a == b or listed: a, b = (f"{type(v).__name__} {s}" for v,s in ((right, a), (got, b)))
     return f"expected {names}{a}, got {b}"
 
 # %% ../../nbs/00_tools/00i_grading.ipynb #ff5e0667
