@@ -588,6 +588,7 @@ WRONG_ANSWERS = dict(
         (cache(error=KeyError), "expected a ValueError, your code raised KeyError"), (OneForAll, "after feed 4: "), (RefusesLate, "with 3 tokens: a ValueError, which must change nothing"), (cache(rewind=None), "Flawed has no rewind"), (lambda theta: None, "NoneType has no feed"), (Rotated(), "expected the class itself, got <"), (fails, "raised RuntimeError")],
     block_tables=[
         (blocks(append=never_shared), "append b2: block 3 is shared with a, whose text would be written over"), (blocks(copied=lambda self, b: None), "the tokens before would be lost"),
+        (blocks(copied=lambda self, b: [self.users.__setitem__(b, 2), b][1]), "fork a c, append b, append c: block 0 is shared with a, whose text would be written over"), # One count for all who share
         (blocks(free=free_for_all), "still uses it"), (blocks(free=free_nothing), "are used by nobody, but your code raised IndexError"), (blocks(free=free_without_last), "used by nobody"),
         (blocks(free=free_but_the_name), "is still in the tables"), (blocks(fork=one_list), "have one list for a table"), (blocks(fork=deep_fork), "blocks are shared"),
         (blocks(append=always_copies), "b2 alone uses block"), (blocks(is_new=lambda self, n: n % self.size == 1 or n == 0), "2 tokens take 1 blocks, but the table of a is [0, 1]"),

@@ -335,6 +335,8 @@ _DRILL = ["append a", "append a", "append a", "append b", "append a", "append a"
           "append b2", "append b2", "append b2", "append a", "free b",
           "fork a c", "fork a d", "append c", "free a", "append d", "append d", "free c", "free d",
           "free b2", "append e", "append e"]
+# Three share a block, and each writes into it
+_DRILL_OF_THREE = ["append a", "fork a b", "fork a c", "append b", "append c", "append a"]
 
 def _drill(rng, names:str, count:int)->list: # Random operations that make sense
     alive, moves = set(), []
@@ -429,8 +431,9 @@ def check_block_tables(
     """`AssertionError` unless each token has its own place, shared blocks are copied before
     they are written, and none is lost."""
     rng = random.Random(0)
-    for num_blocks,size,moves in [(8, 2, _DRILL)] + [(n, size, _drill(rng, "abcde", 150))
-                                                     for n in (4, 7) for size in (1, 2, 3)]:
+    drills = [(8, 2, _DRILL), (8, 2, _DRILL_OF_THREE)]
+    drills += [(n, size, _drill(rng, "abcde", 150)) for n in (4, 7) for size in (1, 2, 3)]
+    for num_blocks,size,moves in drills:
         tables, tokens = _built(block_tables, num_blocks, size), {}
         for i,m in enumerate(moves):
             where = (f"{num_blocks} blocks of {size} tokens: "
