@@ -191,6 +191,15 @@ def watch(warm=True, n=None, blocks=None, take=min, before=True, after=True, sec
     return flop_rate
 
 
+def one_call_of_the_block(call, flops, clock, wait): # Divides the FLOPs of one call by the seconds of all
+    many = round(.064*watch()(call, 1., clock, wait))
+    wait()
+    start = clock()
+    for _ in range(many): call()
+    wait()
+    return flops/(clock() - start)
+
+
 def slower_blocks(call, flops, clock, wait):
     "Another style: a fixed number of blocks, whose length comes from a first guess; the third of the sorted times"
     for _ in range(3): call()
@@ -331,6 +340,7 @@ WRONG_ANSWERS = dict(
         (watch(n=1), "on a machine where a call takes 37.0 µs, and the clock ticks every millisecond: the clock said 0 s for what took longer: time many calls together"), (watch(n=100), "so that they take many ticks"),
         (watch(before=False, after=False), "and the work goes on after the call: expected 268 GFLOP/s"), (watch(before=False, after=False), "wait before the clock is read, both times"),
         (watch(n=3000, blocks=12), "your code raised TimeoutError('the ten seconds are over')"), (watch(rate=lambda s, flops: s), "that is the time of a call, not FLOPs by time"), (watch(rate=lambda s, flops: 1/s), "that is calls per second"),
+        (one_call_of_the_block, "and nothing disturbs it: expected 134 GFLOP/s, got 4.19 GFLOP/s: are these the FLOPs of all calls"),
         (watch(rate=lambda s, flops: s/flops), "that is seconds by FLOPs"), (watch(rate=lambda s, flops: None), "expected a rate in FLOP/s, got None"), (watch(rate=lambda s, flops: math.inf), "got inf"),
         (own_clock, "the clock was never read"), (lambda call, flops, clock, wait: flops/(clock() + 1), "nothing was called"),
         (never_ends, "the clock was never read"), (fails, "your code raised RuntimeError")])

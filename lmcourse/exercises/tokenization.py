@@ -30,6 +30,8 @@ def _same(args:tuple, got, expected:list, why:str):
     elif odd:
         why = (f"{short(odd[0])} has the type {type(odd[0]).__name__}, not "
                f"{type(expected[0]).__name__}")
+    elif expected and type(expected[0]) is bytes and b"".join(got) != b"".join(expected):
+        why = "put together, these are not the bytes that were given"
     raise AssertionError(f"for {short_args(args)}: expected {short(expected)}, got "
                          f"{short(got)}{why and ': '}{why}")
 
