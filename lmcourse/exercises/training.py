@@ -1004,7 +1004,7 @@ def _check_learnt(run:_Run, losses:dict): # By targets no token on, one and two
     if last <= most: return
     why = ("try another rate" if last <= 3
            else "the weights hardly moved: does the optimizer hold them, and is the rate too low?")
-    if not last < 4: why = "the rate is far too high"
+    if not last < 4: why = "the rate is far too high, or the windows or their targets are wrong"
     raise AssertionError(f"{run.where}the validation loss is {last:.3f} at the end, expected at "
                          f"most {most:.3f}: {why}")
 
