@@ -89,6 +89,12 @@ def einsum_by_loops(spec, a, b):
     return n
 
 
+def einsum_by_assert(spec, a, b):
+    sizes = [*zip(spec.split("->")[0].replace(",", ""), a + b)]
+    assert all(dict(sizes)[c] == n for c, n in sizes)
+    return 2*math.prod(dict(sizes).values())
+
+
 # A model
 
 def size_of(table=lambda V, D, tied: V*D*(2 - tied), attention=lambda D, H, G: 2*D*D + 2*D*D*G//H, ffn=lambda D, F, gated: D*F*(2 + gated),
@@ -185,6 +191,15 @@ def watch(warm=True, n=None, blocks=None, take=min, before=True, after=True, sec
     return flop_rate
 
 
+def one_call_of_the_block(call, flops, clock, wait): # Divides the FLOPs of one call by the seconds of all
+    many = round(.064*watch()(call, 1., clock, wait))
+    wait()
+    start = clock()
+    for _ in range(many): call()
+    wait()
+    return flops/(clock() - start)
+
+
 def slower_blocks(call, flops, clock, wait):
     "Another style: a fixed number of blocks, whose length comes from a first guess; the third of the sorted times"
     for _ in range(3): call()
@@ -244,6 +259,7 @@ WRONG_ANSWERS = dict(
         (lambda spec, a, b: 2*math.prod((dict(zip(spec.split("->")[0].replace(",", ""), a + b))).values()), "expected a ValueError, since k is 5 and 6, got 252"),
         (lambda spec, a, b: 2*a[0]*a[-1]*b[-1], "'btd,df->btf', (2, 3, 5), (5, 7): expected 420, got 140"),
         (einsum_if(lambda x, y, out: any(c in x and c not in out and x[c] != n for c, n in y.items())), "since b is 2 and 4"),
+        (einsum_by_assert, "; expected a ValueError, since k is 5 and 6"),
         (einsum_if(lambda x, y, out: [*x] == ["m", "k"] and x["k"] != y["k"]), "for 'km,kn->mn', (5, 3), (6, 7): expected a ValueError"),
         (lambda spec, a, b: f"{spec}", "expected a number, got 'mk,kn->mn'"), (lambda spec, a, b: math.nan, "expected a number, got nan"),
         (lambda spec, *shapes: einsum(lambda size, *n: 2*math.prod(size.values()))(spec, shapes[0]), "your code raised TypeError"), (fails, "your code raised RuntimeError")],
@@ -284,7 +300,7 @@ WRONG_ANSWERS = dict(
         (kept(lambda D, H, T, F, **a: 10*D + 2*H*T + 4*F), "the scores are not kept in addition to the probabilities"), (kept(lambda D, H, T, F, **a: 10*D + 4*F), "nothing is counted for probabilities"),
         (kept(lambda D, H, T, F, **a: 9*D + H*T + 4*F), "a row of D in each block is missing"), (kept(lambda D, H, T, F, **a: 8*D + H*T + 4*F, lambda D, V, **a: 2*D + V), "its input and the normalized row"),
         (kept(lambda D, H, T, F, **a: 10*D + H*T + 2*F), "a gated network keeps four rows of F"), (kept(lambda D, H, T, F, **a: 10*D + H*T), "nothing is counted for inside feed-forward"),
-        (kept(lambda D, H, T, F, **a: 8*D + H*T + 4*F), "queries, keys and values are three rows"), (kept(lambda D, H, T, F, **a: 6*D + H*T + 4*F), "nothing is counted for norms"),
+        (kept(lambda D, H, T, F, **a: 8*D + H*T + 4*F), "are three rows, and each norm keeps its input and the normalized row"), (kept(lambda D, H, T, F, **a: 6*D + H*T + 4*F), "nothing is counted for norms"),
         (kept(outer=lambda D, V, **a: 3*D + 2*V), "the logits are not kept"), (kept(outer=lambda D, V, **a: 3*D), "nothing is counted for loss"), (kept(outer=lambda D, V, **a: D + V), "nothing is counted for last norm"),
         (memory(activations=lambda n, D, H, T, F, V, **a: 4*n*(10*D + H*T + 4*F + 3*D + V)), "that is one block, of L"), (kept(times=lambda n, **a: 8*n), "too large"),
         (lambda *a: sum(memory()(*a).values()), "expected a dict with the keys parameters, gradients, optimizer, activations"), (fails, "your code raised RuntimeError")],
@@ -324,6 +340,7 @@ WRONG_ANSWERS = dict(
         (watch(n=1), "on a machine where a call takes 37.0 µs, and the clock ticks every millisecond: the clock said 0 s for what took longer: time many calls together"), (watch(n=100), "so that they take many ticks"),
         (watch(before=False, after=False), "and the work goes on after the call: expected 268 GFLOP/s"), (watch(before=False, after=False), "wait before the clock is read, both times"),
         (watch(n=3000, blocks=12), "your code raised TimeoutError('the ten seconds are over')"), (watch(rate=lambda s, flops: s), "that is the time of a call, not FLOPs by time"), (watch(rate=lambda s, flops: 1/s), "that is calls per second"),
+        (one_call_of_the_block, "and nothing disturbs it: expected 134 GFLOP/s, got 4.19 GFLOP/s: are these the FLOPs of all calls"),
         (watch(rate=lambda s, flops: s/flops), "that is seconds by FLOPs"), (watch(rate=lambda s, flops: None), "expected a rate in FLOP/s, got None"), (watch(rate=lambda s, flops: math.inf), "got inf"),
         (own_clock, "the clock was never read"), (lambda call, flops, clock, wait: flops/(clock() + 1), "nothing was called"),
         (never_ends, "the clock was never read"), (fails, "your code raised RuntimeError")])

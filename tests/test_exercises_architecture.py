@@ -514,13 +514,14 @@ WRONG_ANSWERS = dict(
         (swiglu(lambda a, b: a*a.exp()/(1 + a.exp())*b), "(numbers in the hundreds): element"),
         (swiglu(lambda a, b: a/(1 + (-a).exp())*b), "the output is right, the gradient of input 0 is not: element (0, 0): actual nan"),
         (swiglu(lambda a, b: a.clamp(-80, 80).sigmoid()*a*b.clamp(-99, 99)), "(numbers in the hundreds)"),
-        (swiglu(lambda a, b: F.silu(a)*b, ("w1", "w3", "w2")), "w2.weight has the shape (10, 6), expected (6, 10)"),
+        (swiglu(lambda a, b: F.silu(a)*b, ("w1", "w3", "w2")), "w2.weight has the shape (10, 6), expected (6, 10): it is w3.weight that has this shape"),
         (swiglu(lambda a, b: F.silu(a)*b, ("up", "down", "gate")),
          "there is no parameter w1.weight (10, 6), w2.weight (6, 10), w3.weight (10, 6), but up.weight"),
         (swiglu(lambda a, b: F.silu(a)*b, use=partial(nn.Linear, bias=False)), "nn.Linear is torch's own")],
     rope=[
         (rope(lambda x, p, theta, K: halves(x, angles(p, theta, K))), "pairs are (i, i + K/2), expected (2i, 2i+1)"),
         (rope(lambda x, p, theta, K: pairs(x, -angles(p, theta, K))), "the other way round"),
+        (rope(lambda x, p, theta, K: pairs(x, angles(p, theta, K)).unflatten(-1, (-1, 2)).mT.flatten(-2)), "expected each pair side by side"),
         (rope(lambda x, p, theta, K: pairs(x, angles(torch.arange(x.shape[-2]), theta, K))), "[2, 3, 5, 7, 31]: element"),
         (rope(lambda x, p, theta, K: pairs(x, angles(torch.arange(x.shape[-2]), theta, K))), "token_positions are ignored"),
         (rope(lambda x, p, theta, K: pairs(x, angles(p + 1, theta, K))), "positions are one too large"),
@@ -601,6 +602,7 @@ WRONG_ANSWERS = dict(
         (block(lambda b, x: (z := x + b.attn(b.ln1(x))) + b.ffn(z)), "ffn reads without a norm"),
         (block(on_norms), "the norm's output is added to, expected x itself"), (block(ffn_first), "ffn comes before attn"),
         (block(lambda b, x: pre(b, pre(b, x))), "elements differ"), (block(pre_in_place), "changed its argument in place"),
+        (block(lambda b, x: pre_in_place(b, x.clone())), "+= and methods with _ at the end overwrite what a gradient still needs"),
         (block(pre, "one norm"), "ln1.weight and ln2.weight are one tensor, expected two"), (block(unmasked), "elements differ"),
         (block(pre, "no place"), "dtype=torch.float64): ln1.weight is torch.float32")],
     lm=[

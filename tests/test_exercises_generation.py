@@ -110,6 +110,10 @@ def loop(window=lambda ids, c: ids[-c:], pick=lambda z: z[0, -1], most=lambda n:
     return f
 
 
+def prompt_again(model, ids, max_tokens, context_length, *rest):
+    return loop(window=lambda text, c: ids[-c:])(model, ids, max_tokens, context_length, *rest)
+
+
 def while_loop(model, ids, max_tokens, context_length, end_of_text, choose):
     text = torch.tensor(ids)[None]
     while text.shape[1] < len(ids) + max_tokens:
@@ -282,7 +286,7 @@ WRONG = [
     ("draw", lambda p, u: search(p, round(u, 1) if u < .9 else u), "expected"), ("draw", lambda p, u: float(search(p, u)), "expected an id, got 1.0"), ("draw", fails, "raised RuntimeError"),
     ("draw", lambda p, u: search(p, u + .004) if len(p) == 4 and p[0] < .2 and u < .9 else search(p, u), "for 1,000 even u"),
 
-    ("generate", loop(with_prompt=True), "got [1, 2, 3, 2, 3, 4, 5]: the prompt is not among the new ids"), ("generate", loop(keep_end=True), "the end of text is not among the new ids"),
+    ("generate", loop(with_prompt=True), "got [1, 2, 3, 2, 5, 4, 2]: the prompt is not among the new ids"), ("generate", prompt_again, "the model is shown the prompt each time, without the new ids"), ("generate", loop(keep_end=True), "the end of text is not among the new ids"),
     ("generate", loop(ends=lambda i, e, ids: False), "it goes on after the end of text"), ("generate", loop(ends=lambda i, e, ids: e in ids), "an end of text in the prompt ends nothing"),
     ("generate", loop(most=lambda n: n + 1), "that is more than max_tokens"), ("generate", loop(most=lambda n: n - 1), "it stops too early"), ("generate", loop(window=lambda ids, c: ids), "the model was shown 6 tokens, more than its context"),
     ("generate", loop(window=lambda ids, c: ids[:c]), "the model is shown the first tokens, expected the latest"), ("generate", loop(pick=lambda z: z[0, 0]), "whose logits were chosen from"),

@@ -585,13 +585,14 @@ WRONG_ANSWERS = dict(
         (cache(read=lambda self, k: turn(k, 0, self.theta)), "keys were rotated again when they were read"), (cache(value=lambda self, v, T: turn(v, self.at, self.theta)), "values must not be rotated"),
         (cache(masked=False), "a query sees the later ones"), (cache(shared=staticmethod(neighbours)), "query head h reads head h modulo G"), (KeepsAll, "tokens after the length kept are still seen"),
         (ForgetsToCount, "the next position was not reset"), (Longer, "rewind(4) with 3 tokens: expected a ValueError"), (OneMore, "after feed 5, feed 1, back to 3, feed 1: "),
-        (cache(error=KeyError), "expected a ValueError, your code raised KeyError"), (OneForAll, "after feed 4: "), (RefusesLate, "with 3 tokens: a ValueError, which must change nothing"), (cache(rewind=None), "Flawed has no rewind"), (lambda theta: None, "NoneType has no feed"), (fails, "raised RuntimeError")],
+        (cache(error=KeyError), "expected a ValueError, your code raised KeyError"), (OneForAll, "after feed 4: "), (RefusesLate, "with 3 tokens: a ValueError, which must change nothing"), (cache(rewind=None), "Flawed has no rewind"), (lambda theta: None, "NoneType has no feed"), (Rotated(), "expected the class itself, got <"), (fails, "raised RuntimeError")],
     block_tables=[
         (blocks(append=never_shared), "append b2: block 3 is shared with a, whose text would be written over"), (blocks(copied=lambda self, b: None), "the tokens before would be lost"),
+        (blocks(copied=lambda self, b: [self.users.__setitem__(b, 2), b][1]), "fork a c, append b, append c: block 0 is shared with a, whose text would be written over"), # One count for all who share
         (blocks(free=free_for_all), "still uses it"), (blocks(free=free_nothing), "are used by nobody, but your code raised IndexError"), (blocks(free=free_without_last), "used by nobody"),
         (blocks(free=free_but_the_name), "is still in the tables"), (blocks(fork=one_list), "have one list for a table"), (blocks(fork=deep_fork), "blocks are shared"),
         (blocks(append=always_copies), "b2 alone uses block"), (blocks(is_new=lambda self, n: n % self.size == 1 or n == 0), "2 tokens take 1 blocks, but the table of a is [0, 1]"),
-        (blocks(append=counts_before), "nothing should change when no block is free"), (blocks(append=from_one), "expected the place 0 for token 0, got 1"), (blocks(take=a_memory_error), "your code raised MemoryError"),
+        (blocks(append=counts_before), "nothing should change when no block is free"), (blocks(append=from_one), "expected the place 0 for token 0, got 1"), (blocks(take=a_memory_error), "no block is free: expected an IndexError, your code raised MemoryError"),
         (blocks(append=lambda self, name: Tables.append(self, name)[0]), "expected (block, place, copy), got 0"), (blocks(take=lambda self: 0), "block 0 was given out, but a still uses it"),
         (blocks(take=never_full), "no block is free: expected an IndexError, got ("), (FromOne, "block 8 is not one of 0 to 7"),
         (lambda n, size: object(), "expected an attribute tables, a dict"), (fails, "raised RuntimeError")],

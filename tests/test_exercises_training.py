@@ -63,6 +63,14 @@ def algorithm_1(p, g, s, t, lr, b1, b2, eps, decay, rate=lambda lr, lr_t: lr):
     p -= rate(lr, lr_t)*decay*p
 
 
+def with_float32_state(p, g, s, t, lr, b1, b2, eps, decay): # As torch keeps its own step counts
+    if not torch.is_tensor(s["t"]): s.update(t=torch.tensor(1.), m=s["m"].float(), v=s["v"].float())
+    s["m"].mul_(b1).add_(g, alpha=1 - b1)
+    s["v"].mul_(b2).addcmul_(g, g, value=1 - b2)
+    p.mul_(1 - lr*decay)
+    p -= lr*(s["m"]/(1 - b1**s["t"]))/((s["v"]/(1 - b2**s["t"])).sqrt() + eps)
+
+
 def with_l2(p, g, s, t, lr, b1, b2, eps, decay): by_formula()(p, g + decay*p, s, t, lr, b1, b2, eps, 0)
 
 
@@ -303,6 +311,12 @@ def save_and_close(model, optimizer, iteration, out):
 
 def save_open_only(model, optimizer, iteration, out):
     with open(out, "wb") as f: save_all(model, optimizer, iteration, f)
+
+
+def load_and_close(src, model, optimizer):
+    k = load_all(src, model, optimizer)
+    if hasattr(src, "close"): src.close()
+    return k
 
 
 def save_in_half(model, optimizer, iteration, out): save_all(model.half(), optimizer, iteration, out)
@@ -582,7 +596,7 @@ WRONG_ANSWERS = dict(
     checkpointing=[
         ((save_all, without_optimizer), "the optimizer has no state"), ((save_all, without_number), "expected the iteration 5, got None"), ((save_all, one_less), "expected the iteration 5, got 4"), ((save_all, lambda *args: torch.tensor(load_all(*args))), "expected the iteration 5, got a tensor with int64 5"),
         ((save_all, parameters_only), "a buffer is no parameter"), ((save_all, means_only), "is in the groups of the optimizer's state_dict"), ((save_all, new_parameters), "other parameters than the optimizer now"),
-        ((save_and_close, load_all), "closed a file that it did not open"), ((save_open_only, load_all), "raised TypeError"), ((save_in_half, load_all), "changed the run it saves"),
+        ((save_and_close, load_all), "closed a file that it did not open"), ((save_all, load_and_close), "load_checkpoint from a BytesIO, saved after step 5: your code closed a file that it did not open"), ((save_open_only, load_all), "raised TypeError"), ((save_in_half, load_all), "changed the run it saves"),
         ((keep, lambda src, m, o: 5), "there is nothing at this path afterwards"), ((save_all, lambda src, m, o: torch.load(src)[2]), "the optimizer has no state"),
         ((save_all, lambda src, m, o: [o.load_state_dict(torch.load(src)[1]), 5][1]), "not what it was when it was saved"),
         ((save_with(lambda m, o, k: (m.state_dict(), o.state_dict(), 5)), load_all), "expected the iteration 2, got 5"),
@@ -599,7 +613,7 @@ WRONG_ANSWERS = dict(
         (loop(look=changed(after=lambda m: None)), "a step was made without dropout"), (loop(look=changed(before=lambda m: None)), "an evaluation with dropout"), (loop(look=changed(grad=True)), "torch.no_grad()"),
         (loop(look=changed(random_windows=True)), "but the model at the end has"), (loop(look=lambda m, t, T, rng: [rng.random(), look(m, t, T, rng)][1]), "others than with eval_every = 50"), (loop(look=changed(share=2)), "but the model at the end has"), (loop(look=changed(short=1)), "one window is missing, into 4001 tokens fit 250"),
         (loop(look=lambda *a: look(*a)/math.log(2)), "that is in bits"), (loop(look=no_look), "valid_tokens are not looked at"), (loop(make=lambda m: torch.optim.AdamW(m.parameters(), lr=1e-4)), "the weights hardly moved"),
-        (loop(make=lambda m: torch.optim.SGD(m.parameters(), lr=.03)), "try another rate"), (loop(make=lambda m: torch.optim.SGD(m.parameters(), lr=1e4)), "the rate is far too high"),
+        (loop(make=lambda m: torch.optim.SGD(m.parameters(), lr=.03)), "try another rate"), (loop(make=lambda m: torch.optim.SGD(m.parameters(), lr=1e4)), "the rate is far too high, or the windows or their targets are wrong"),
         (loop(own_seed=False), "are those of seed = 0"), (loop(rng_of=AlwaysZero), "the windows are those of seed = 0"), (loop(rng_of=OfNumPy), "a second run saw other windows"), (loop(rng_of=lambda seed: np.random.default_rng()), "a second run saw other windows"),
         (loop(end=lambda h: [(k, h[-1][1]) for k, _ in h]), "the loss after step 50 is "), (loop(end=lambda h: [*((k, math.nan) for k, _ in h[:-1]), h[-1]]), "the loss after step 50 is nan, but the model had"), (loop(tokens="valid"), "no window of train_tokens"), (loop(note=lambda k, l: l), "expected a list of (step, loss)"),
         (loop(first=0), "the history has the steps [0, 50, 100, 150], expected [50, 100, 150, 200]"), (loop(steps=lambda n: n//2), "backward was called 100 times"), (lambda *a: [], "backward was called 0 times"), (fails, "raised RuntimeError")],
@@ -619,10 +633,10 @@ WRONG_ANSWERS = dict(
 
 RIGHT_ANSWERS = dict(
     toy_rates=[TOY, {k: np.float64(v) for k, v in reversed(TOY.items())}],
-    adamw=[adamw(by_formula()), adamw(algorithm_1), optim_torch.AdamW, adamw(by_formula(shrink=lambda p, lr, d: p.sub_(lr*d*p)))],
+    adamw=[adamw(by_formula()), adamw(algorithm_1), optim_torch.AdamW, adamw(with_float32_state), adamw(by_formula(shrink=lambda p, lr, d: p.sub_(lr*d*p)))],
     first_steps=[STEPS, dict(first=1., tenth=1., turned=-1/19, plain=math.sqrt(10), half=math.sqrt(1000), spike=10.9/math.sqrt(10.999))],
     two_decays=[DECAYS, dict(sgd=.1, adam=.01, adamw=.1, steps=347., cosine=math.prod(1 - .002*(1 + math.cos(math.pi*t/1000))/2 for t in range(1000)))],
-    schedule=[optim_torch.cosine_lr, one_expression, schedule(), lambda *a: torch.tensor(one_expression(*a), dtype=torch.float64), lambda *a: np.float64(one_expression(*a))],
+    schedule=[optim_torch.cosine_lr, one_expression, schedule(), lambda *a: torch.tensor(one_expression(*a), dtype=torch.float64), lambda *a: np.float64(one_expression(*a)), lambda *a: np.float32(one_expression(*a))],
     clipping=[optim_torch.clip_grad_norm, torchs_clip, in_float32, clip(), clip(factor=lambda n, M: M/(n + 1e-6) if n > M else 1.)],
     get_batch=[data.get_batch, batch(), by_torch, by_random, view_of_torch],
     passes=[passes(), passes(order=by_torchs_generator), passes(order=by_named_generator), lambda *a: tuple(passes()(*a))],

@@ -65,7 +65,8 @@ def check_paired_interval(
     cases = ([_seeds(seed, n) for seed,n in enumerate((3, 5, 10))] + [_seeds(9, 4, 3),
                                                                       _seeds(8, 3, 5),
                                                                       ({0: 1.31, 1: 1.42},
-                                                                       {0: 1.3, 1: 1.4})])
+                                                                       {0: 1.3, 1: 1.4}),
+                                                                      _seeds(7, 4)[::-1]])
     near = lambda x, y: abs(x - y) <= 2e-3*abs(y) + 1e-9
     for variant,base in cases:
         where = f"for variant = {short(variant)}, base = {short(base)}: "
@@ -79,7 +80,7 @@ def check_paired_interval(
         in_order, by_place = (paired_difference(*zip(*zip(variant.values(), base.values()))),
                               "pairs are of the same seed, not of the same place")
         if not near(mean, right):
-            known = {-right: "that is base less variant",
+            known = {-right: "the sign is wrong: variant less base, below 0 if that is better",
                      statistics.median(x - y for x,y in zip(a, b)): "that is the median",
                      in_order[0]: by_place,
                      statistics.fmean(variant.values()) - statistics.fmean(base.values()):
@@ -259,8 +260,8 @@ _SIGNS = { # Fault: whether the numbers show it, what it would show, and in whic
                 "one computed again", ("valid", "again", "bigrams")),
     "no final norm":
         (lambda r: _differs(r) and r["valid"] > r["bigrams"],
-         "a logged loss like that of a healthy run, and another one computed again",
-         ("valid", "again")),
+         "a logged loss above that of bigrams, and another one computed again",
+         ("valid", "again", "bigrams")),
     "learning rate × 10":
         (lambda r: r["update"] > .4, "first steps that replace a large part of each matrix",
          ("update",)),

@@ -207,7 +207,7 @@ def check_einsum_flops(
         try: got = run_answer(einsum_flops, spec, a, b, shown=where)
         except AssertionError as e:
             if isinstance(e.__cause__, ValueError): continue
-            raise
+            raise AssertionError(f"{e}; expected a ValueError, since {odd}") from e.__cause__
         raise AssertionError(f"{where}expected a ValueError, since {odd}, got {short(got)}")
 
 # %% ../../nbs/02_accounting/02z_accounting.ipynb #b54c5470
@@ -341,7 +341,8 @@ def _activation_slips(c:ModelConfig, B:int)->dict: # Name of a mistake to its by
              "each head has probabilities of its own": a - probs*(c.num_heads - 1)//c.num_heads,
              "the probabilities are kept whole, also where they are masked": a - probs//2,
              "the scores are not kept in addition to the probabilities": a + probs,
-             "queries, keys and values are three rows": a - 2*L*row,
+             "two rows of D in each block are missing: queries, keys and values are three rows, "
+             "and each norm keeps its input and the normalized row": a - 2*L*row,
              "the logits are not kept in addition to the log-probabilities": a + parts["loss"],
              "a gated network keeps four rows of F":
                  activation_bytes(replace(c, ffn="silu"), B, **_HELD)}
@@ -592,6 +593,9 @@ def _machine(call_s:float, first_s:float=0, tick_s:float=0, busy:bool=False,
 
 # %% ../../nbs/02_accounting/02z_accounting.ipynb #9fd61407
 _MACHINES = {
+    "nothing disturbs it":
+        (dict(call_s=2e-3), "are these the FLOPs of all calls between two readings of the clock, "
+                            "by the seconds between them?"),
     "the first call takes half a second longer":
         (dict(call_s=2e-3, first_s=.5),
          "the first call is no measurement: make it before the clock starts"),
@@ -631,8 +635,8 @@ def _rate_of(flop_rate:Callable, flops:float, habits:dict, where:str)->float:
 def check_flop_rate(
     flop_rate:Callable, # `flop_rate(call, flops, clock, wait)` gives FLOP/s
 ):
-    """Raise `AssertionError` unless the rate is right to ten per cent on five machines whose rate
-    is known."""
+    """Raise `AssertionError` unless the rate is right to ten per cent on machines whose rate is
+    known."""
     flops = matmul_flops(512, 512, 512)
     for name,(habits, words) in _MACHINES.items():
         call_s = habits["call_s"]

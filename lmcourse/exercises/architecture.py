@@ -74,8 +74,10 @@ def _gradients(f:Callable, args:tuple, where:str)->dict:
         dy = torch.arange(y.numel()).cos().view(y.shape).to(y)
         return dict(zip(to, torch.autograd.grad(y, list(to.values()), dy, allow_unused=True)))
     except RuntimeError as e:
+        words = (": += and methods with _ at the end overwrite what a gradient still needs"
+                 if "inplace" in str(e) else "")
         raise AssertionError(f"{where}the output is right, but asked for gradients your code "
-                             f"raised {short(e)}") from e
+                             f"raised {short(e)}{words}") from e
 
 _CUT = "is there .detach(), .data or no_grad?"
 
@@ -107,9 +109,13 @@ def _check_names(title:str, module:nn.Module, like:nn.Module): # Compares names 
                              + (f", but {_some(extra)}" if extra else _FOUND))
     if extra: raise AssertionError(f"{title}expected no parameter {_some(extra)}")
     for k,shape in expected.items():
-        turned = ": it is transposed" if shape == found[k][::-1] != found[k] else ""
         if found[k] != shape:
-            raise AssertionError(f"{title}{k} has the shape {found[k]}, expected {shape}{turned}")
+            words = ": it is transposed" if shape == found[k][::-1] else ""
+            # Others that aren't transposed tell two swapped names from a transposed layer
+            if words and any(found[o] == s != s[::-1] for o,s in expected.items()):
+                swapped = [o for o,s in expected.items() if (found[o], s) == (shape, found[k])]
+                words = f": it is {swapped[0]} that has this shape" if swapped else words
+            raise AssertionError(f"{title}{k} has the shape {found[k]}, expected {shape}{words}")
         if k not in learnt:
             raise AssertionError(f"{title}{k} isn't an nn.Parameter, so it would not be learnt")
     names = {}
@@ -360,6 +366,8 @@ def _turned(x:Tensor, positions, theta:float, sign:int=1, half:bool=False, shift
 def _rope_mistakes(theta:float)->dict:
     turn = partial(_turned, theta=theta)
     return {"pairs are (i, i + K/2), expected (2i, 2i+1)": partial(turn, half=True),
+            "all first coordinates come before the second ones, expected each pair side by side":
+                lambda x, p: turn(x, p).unflatten(-1, (-1, 2)).mT.flatten(-2),
             "the rotation is the other way round": partial(turn, sign=-1),
             "token_positions are ignored": lambda x, p: turn(x, range(x.shape[-2])),
             "positions are one too large": lambda x, p: turn(x, p + 1),

@@ -237,7 +237,7 @@ def check_draw(
 
 # %% ../../nbs/05_generation/05z_generation.ipynb #87432a09
 _V = 7 # Vocabulary of the grader's model
-_LOOPS = [([1, 2, 3], 4, 3), ([1, 2, 3], 4, 99), ([1, 2, 3, 4, 5, 6], 3, 4), ([0, 3], 5, 8),
+_LOOPS = [([1, 2, 3], 4, 99), ([1, 2, 3], 4, 3), ([1, 2, 3, 4, 5, 6], 3, 4), ([0, 3], 5, 8),
           ([1, 5], 6, 8), ([3, 3, 1], 6, 2), ([2], 0, 4),
           ([4], 9, 1), ([0], 3, 2), ([6, 2, 5], 1, 3)]
 
@@ -276,6 +276,8 @@ def _loop_hint(got:list, right:list, ids:list, watched:_Watched, context:int)->s
     if watched.chosen and set(watched.chosen) != {(_V,)}:
         return (f"choose was given {watched.chosen[0]}, expected the logits (V,) of "
                 "the last position")
+    if len(ids) < context and len(watched.shown) > 1 and all(s == ids for s in watched.shown):
+        return "the model is shown the prompt each time, without the new ids"
     if len(last) > 1 and last == (ids + got)[:len(last)] and len(ids + got) > context:
         return "the model is shown the first tokens, expected the latest"
     return "whose logits were chosen from, and which tokens was the model shown?"

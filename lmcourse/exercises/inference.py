@@ -227,6 +227,11 @@ def check_attend_new(
                         *(1e-3, 1e-5)*(dtype == np.float32))
 
 # %% ../../nbs/07_inference/07z_inference.ipynb #2bc0a0bc
+def _built(make, *args, shown=None): # An object of the reader's class
+    if not callable(make):
+        raise AssertionError(f"expected the class itself, got {short(make)}")
+    return run_answer(make, *args, shown=shown)
+
 def _turned(x, first:int, theta:float)->np.ndarray:
     # `x` `(heads, T, K)`, rotated for positions from `first` on
     cos, sin = rope_tables_np(first + x.shape[-2], x.shape[-1], theta, np.float64)
@@ -288,7 +293,7 @@ def check_rotated_cache(
     for H,G,K,theta in ((2, 2, 6, 10_000.), (6, 2, 4, 100.)):
         for script in _MOVES:
             sizes, cache = ([int(m.split()[-1]) for m in script],
-                            run_answer(rotated_cache, theta, shown=f"for theta = {theta:g}: "))
+                            _built(rotated_cache, theta, shown=f"for theta = {theta:g}: "))
             moves = [tuple(rng.standard_normal((h, n, K)) for h in (H, G, G))
                      if m.startswith("feed") else n for m,n in zip(script, sizes)]
             right, wrong = (_feed_all(moves, theta),
@@ -330,6 +335,8 @@ _DRILL = ["append a", "append a", "append a", "append b", "append a", "append a"
           "append b2", "append b2", "append b2", "append a", "free b",
           "fork a c", "fork a d", "append c", "free a", "append d", "append d", "free c", "free d",
           "free b2", "append e", "append e"]
+# Three share a block, and each writes into it
+_DRILL_OF_THREE = ["append a", "fork a b", "fork a c", "append b", "append c", "append a"]
 
 def _drill(rng, names:str, count:int)->list: # Random operations that make sense
     alive, moves = set(), []
@@ -382,8 +389,8 @@ def _check_append(where:str, name:str, n:int, size:int, before:dict, after:dict,
         raise AssertionError(f"{where}nothing is to be copied, got {short(copy)}")
 
 # %% ../../nbs/07_inference/07z_inference.ipynb #b6b897f2
-def _move(tables, kind:str, names:list, where:str):
-    # Calls a method; an `IndexError` of append is returned
+def _move(tables, kind:str, names:list, where:str, full:bool):
+    # Calls a method; an `IndexError` of append is returned. `full`: append should raise it
     if not callable(getattr(tables, kind, None)):
         raise AssertionError(f"expected a class with append, fork and free, but "
                              f"{type(tables).__name__} has no {kind}")
@@ -392,7 +399,8 @@ def _move(tables, kind:str, names:list, where:str):
         if kind == "append": return e
         raise AssertionError(f"{where}your code raised {short(e)}") from e
     except (Exception, SystemExit) as e:
-        raise AssertionError(f"{where}your code raised {short(e)}") from e
+        words = "no block is free: expected an IndexError, " if full else ""
+        raise AssertionError(f"{where}{words}your code raised {short(e)}") from e
 
 def _check_others(where:str, names:list, before:dict, after:dict):
     # The tables of all other sequences must not change
@@ -423,9 +431,10 @@ def check_block_tables(
     """`AssertionError` unless each token has its own place, shared blocks are copied before
     they are written, and none is lost."""
     rng = random.Random(0)
-    for num_blocks,size,moves in [(8, 2, _DRILL)] + [(n, size, _drill(rng, "abcde", 150))
-                                                     for n in (4, 7) for size in (1, 2, 3)]:
-        tables, tokens = run_answer(block_tables, num_blocks, size), {}
+    drills = [(8, 2, _DRILL), (8, 2, _DRILL_OF_THREE)]
+    drills += [(n, size, _drill(rng, "abcde", 150)) for n in (4, 7) for size in (1, 2, 3)]
+    for num_blocks,size,moves in drills:
+        tables, tokens = _built(block_tables, num_blocks, size), {}
         for i,m in enumerate(moves):
             where = (f"{num_blocks} blocks of {size} tokens: "
                      f"{'… '*(i > 5)}{', '.join(moves[max(0, i - 5):i + 1])}: ")
@@ -437,14 +446,15 @@ def _check_move(where:str, tables, tokens:dict, num_blocks:int, size:int, kind:s
     name, before, n = names[0], _tables(tables), tokens.get(names[0], 0)
     # Skip what follows a rejected append
     if kind != "append" and name not in tokens or kind == "fork" and names[1] in tokens: return
-    got, after = _move(tables, kind, names, where), _tables(tables)
+    needed = n % size == 0 or len(_users(before, before[name][-1])) > 1
+    used = len({b for blocks in before.values() for b in blocks})
+    full = kind == "append" and needed and used == num_blocks
+    got, after = _move(tables, kind, names, where, full), _tables(tables)
     _check_others(where, names[-1:], before, after)
     if kind == "append":
-        needed, used = (n % size == 0 or len(_users(before, before[name][-1])) > 1,
-                        len({b for blocks in before.values() for b in blocks}))
         if isinstance(got, IndexError):
             return _check_refused(where, num_blocks - used, num_blocks, before, after, needed, got)
-        if needed and used == num_blocks:
+        if full:
             raise AssertionError(f"{where}no block is free: expected an "
                                  f"IndexError, got {short(got)}")
         _check_append(where, name, n, size, before, after, got)
