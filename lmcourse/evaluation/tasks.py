@@ -298,9 +298,10 @@ def expected_accuracy(
     norm:str,     # One of `NORMS`
 )->float: # At most the ceiling
     "Average the exact probability of each picked choice. `ValueError` for items without `probs`."
-    if task.ceiling is None or len(records) != len(task.items):
-        raise ValueError(f"task {task.name}: expected exact probabilities and {len(task.items)} "
-                         f"records, got {len(records)}")
+    given = [r.item for r in records]
+    if task.ceiling is None or given != [i.id for i in task.items]:
+        raise ValueError(f"task {task.name}: expected exact probabilities and its {len(task.items)} "
+                         f"items' records, got {len(given)}, of items {given[:3]}")
     return float(np.mean([i.probs[r.picked(norm)] for i,r in zip(task.items, records)]))
 
 # %% ../../nbs/12_evaluation/12c_tasks.ipynb #12c5task
