@@ -119,6 +119,8 @@ def start_distillation(
     practice:str="",                # As for `prepare_job`
 )->Trainer: # Call `batches.close` after training
     "Make the course's trainer, with a teacher's probabilities as targets."
+    if train.tokens_per_step: raise ValueError(
+        f"tokens_per_step = {train.tokens_per_step}, expected none: its steps count stories")
     batches = DistillationBatches(tokenizer, train.batch_size, model.config.context_length,
                                   train.seed, soft, practice)
     objective = Objective(distillation_loss, counted_probs)

@@ -54,6 +54,7 @@ def add_lora(
 )->TransformerLM: # The same model
     """Freeze a model and give each chosen `Linear` of its layers an adapter, which is trained.
     Raises `ValueError` if no name fits, or if there are adapters already."""
+    if isinstance(parts, str): raise ValueError(f"parts = {parts!r}, expected a tuple of names")
     chosen = {name: m for name,m in model.named_modules() if isinstance(m, nn.Linear)
               and name.startswith("layers.") and any(part in name for part in parts)}
     if not chosen: raise ValueError(f"no matrix's name contains one of {', '.join(parts)}")

@@ -48,6 +48,8 @@ def new_alignment(
         raise ValueError(f"{kind} has no setting {min(other)!r}, but {', '.join(KINDS[kind])}")
     if train.shard or train.on_mesh:
         raise ValueError(f"{kind} with a model in parts, expected shard = False and no mesh")
+    if train.tokens_per_step: raise ValueError(
+        f"tokens_per_step = {train.tokens_per_step} for {kind}, expected none: its steps count texts")
     if kind == "sft" and (missing := {"slip", "demonstrations"} - settings.keys()):
         raise ValueError(f"sft needs the settings {', '.join(sorted(missing))}")
     if Path(run).exists(): raise ValueError(f"{run} exists, expected a new folder")
