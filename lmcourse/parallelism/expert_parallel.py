@@ -54,6 +54,10 @@ def experts_forward(
     port:Port,
 )->tuple: # Output `(t, D)`, and the cache for `experts_backward`
     "Forward pass of a mixture of ReLU networks spread over ranks."
+    own = len(range(num_experts)[chunk_slices(num_experts, port.size)[port.rank]])
+    if not len(w1) == len(w2) == own: raise ValueError(
+        f"rank {port.rank} has {len(w1)} and {len(w2)} matrices, expected {own} of each, its share "
+        f"of {num_experts} experts")
     routes = Routes(experts, num_experts, port)
     inbox = routes.there(x[routes.tokens])
     hidden, y = np.zeros((len(inbox), w1.shape[1]), x.dtype), np.zeros_like(inbox)
