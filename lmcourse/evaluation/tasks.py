@@ -297,7 +297,8 @@ def expected_accuracy(
     records:list, # A `Record` for each item
     norm:str,     # One of `NORMS`
 )->float: # At most the ceiling
-    "Average the exact probability of each picked choice. `ValueError` for items without `probs`."
+    """Average the exact probability of each picked choice. Raises `ValueError` for items without
+    `probs`, and for another task's records."""
     given = [r.item for r in records]
     if task.ceiling is None or given != [i.id for i in task.items]:
         raise ValueError(f"task {task.name}: expected exact probabilities and its {len(task.items)} "
