@@ -301,8 +301,9 @@ def expected_accuracy(
     `probs`, and for another task's records."""
     given = [r.item for r in records]
     if task.ceiling is None or given != [i.id for i in task.items]:
-        raise ValueError(f"task {task.name}: expected exact probabilities and its {len(task.items)} "
-                         f"items' records, got {len(given)}, of items {given[:3]}")
+        raise ValueError(f"task {task.name}: expected exact probabilities and its "
+                         f"{len(task.items)} items' records, got {len(given)}, of items "
+                         f"{given[:3]}")
     return float(np.mean([i.probs[r.picked(norm)] for i,r in zip(task.items, records)]))
 
 # %% ../../nbs/12_evaluation/12c_tasks.ipynb #12c5task

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, field
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 from .simt import Occupancy, occupancy
 from .traffic import MissingTriton
 
@@ -107,7 +108,7 @@ def _check(job:Job): # Runs before a process is started
     module, _, name = job.kernel.partition(".")
     if not find_spec(f"lmcourse.kernels.{module}"): raise ValueError(
         f"{job.kernel}: no module {module!r} in lmcourse.kernels, expected say rows.softmax_kernel")
-    kernel = getattr(import_module(f"lmcourse.kernels.{module}"), name, None)
+    kernel:Any = getattr(import_module(f"lmcourse.kernels.{module}"), name, None)
     if isinstance(kernel, MissingTriton): kernel[()] # Raises the error that Triton is missing
     if not hasattr(kernel, "arg_names"):
         raise ValueError(f"no kernel {name!r} in lmcourse.kernels.{module}")

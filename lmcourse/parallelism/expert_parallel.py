@@ -70,6 +70,7 @@ def experts_forward(
     np.add.at(out, routes.tokens, weights*results)
     return out, (routes, weights, results, inbox, hidden, w1, w2, gates.shape)
 
+# %% ../../nbs/10_parallelism/10j_expert_parallel.ipynb #8642281c
 def experts_backward(dout:np.ndarray, cache:tuple)->tuple: # Gradients dx, dgates, dw1 and dw2
     "Backward pass: send gradients to the experts and back along the same routes."
     routes, weights, results, inbox, hidden, w1, w2, shape = cache

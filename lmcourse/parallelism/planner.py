@@ -63,7 +63,8 @@ def _check_plan(p:Plan):
     if p.nic_bytes_per_s is not None: positive("Plan: nic_bytes_per_s", p.nic_bytes_per_s)
     heads = p.model.num_heads, p.model.kv_heads
     if any(n % p.tp for n in heads): raise ValueError(
-        f"Plan: tp = {p.tp} for {heads[0]} query and {heads[1]} key/value heads, expected a divisor")
+        f"Plan: tp = {p.tp} for {heads[0]} query and {heads[1]} key/value heads, expected a "
+        f"divisor of both")
     if p.batch % (p.dp*p.micro_batch):
         raise ValueError(f"Plan: a batch of {p.batch} for {p.dp} copies with microbatches of "
                          f"{p.micro_batch}, expected a multiple of {p.dp*p.micro_batch}")
