@@ -44,7 +44,7 @@ class Item:
             raise ValueError(f"item {self.id}: choices {self.choices}, expected two or more, "
                              f"all different")
         if type(self.answer) is not int or not 0 <= self.answer < len(self.choices):
-            raise ValueError(f"item {self.id}: answer = {self.answer}, expected 0 to "
+            raise ValueError(f"item {self.id}: answer = {self.answer!r}, expected 0 to "
                              f"{len(self.choices) - 1}")
         if self.probs and (len(self.probs) != len(self.choices)
                            or not abs(math.fsum(self.probs) - 1) <= 1e-9 # True for NaN
