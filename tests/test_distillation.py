@@ -130,6 +130,10 @@ def test_data_that_were_half_prepared_are_prepared_to_the_end(tmp_path, monkeypa
         with pytest.raises(InterruptedError, match="prepare"): distillation_runs.main(tmp_path)
 
 
+def test_a_number_of_tokens_per_step_is_rejected():
+    with pytest.raises(ValueError, match="tokens_per_step = 512, expected none"): start_distillation(MODEL, TOKENIZER, TrainConfig(tokens_per_step=512), None)
+
+
 def test_a_stopped_run_goes_on_alike(tmp_path):
     write_tokens(tmp_path/"valid", SOME, TOKENIZER, "stories")
     valid, weights = TokenDataset.open(tmp_path/"valid"), []

@@ -167,7 +167,7 @@ def test_what_attention_cannot_take():
     q, keys, table, done = torch.zeros(2, 2, 8), torch.zeros(3, 2, 4, 8), torch.zeros(2, 3, dtype=torch.int64), torch.zeros(4, dtype=torch.int32)
     for words, change in (("keys has gaps", dict(keys=torch.zeros(3, 2, 8, 4).mT)), ("tokens has gaps", dict(tokens=torch.zeros(2, 4, dtype=torch.int64)[:, :3])),
                           ("and 3 counters don't fit", dict(done=done[:3])), ("1 rows in the table", dict(tokens=table[:1])), ("3 key heads", dict.fromkeys(("keys", "values"), torch.zeros(3, 3, 4, 8))), ("keys and values differ", dict(keys=torch.zeros(4, 2, 4, 8))),
-                          ("queries of 5 numbers, keys of 8", dict(q=torch.zeros(2, 2, 5))), ("position 4 of 4", dict(tokens=table + torch.tensor([0, 4, 0]))), ("block 3 of 3", dict(tokens=table + 3))):
+                          ("queries of 5 numbers, keys of 8", dict(q=torch.zeros(2, 2, 5))), ("position 4 of 4", dict(tokens=table + torch.tensor([0, 4, 0]))), ("block 3 of 3", dict(tokens=table + 3)), ("window = 0, expected 1 or more", dict(window=0))):
         with expect_error(ValueError, words): paged_attention_triton(**dict(q=q, keys=keys, values=keys, tokens=table, done=done) | change)
 
 

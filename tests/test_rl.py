@@ -78,6 +78,12 @@ def test_micro_batches_give_the_step_of_the_batch(valid):
     assert torch.allclose(weights(once), weights(twice), atol=1e-5)
 
 
+def test_a_step_has_the_prompts_of_its_config_whatever_the_tokens_per_step(valid):
+    trainer = start_rl(small(1), TOKENIZER, FEW, replace(TRAIN, tokens_per_step=96*4), valid)
+    assert trainer.plan.windows == len(trainer.batches.make(trainer.model, 0)[0]) == 8
+    trainer.batches.close()
+
+
 def test_rewards_that_vary_are_learnt(valid):
     model = small(4)
     config = RlConfig(reward="letters", prompts=4, group_size=8, max_tokens=8)

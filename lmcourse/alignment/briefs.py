@@ -112,6 +112,7 @@ def imitation_ceiling(
     slip:float, # As in `Demonstrators`
 )->float: # Share of the responses that `parse_reward` accepts
     "Compute the demonstrators' success rate: the probability that every mention is right."
+    if not 0 <= slip <= 1: raise ValueError(f"slip = {slip}, expected 0 to 1")
     rules = _brief_grammar().rules
     def right(rule:Rule)->float: # Probability that every mention is right
         return sum(share*(1 - slip)**sum(map(_is_mention, option))
@@ -152,18 +153,17 @@ def prompt_words(
     return found.groupdict()
 
 # %% ../../nbs/14_alignment/14a_briefs.ipynb #14a5code
-OPENINGS = {"Once there was": r" Once there was ", "NAME was": r" \w+ was an? ",
-            "In the": r" In the "}
+OPENINGS = {"Once there was": r"^ Once there was ", "NAME was": r"^ \w+ was an? ",
+            "In the": r"^ In the "}
 ENDINGS = {"gone": r"\. One ", "love": r'\. "I love ', "At the": r"\. At the "}
 
 def template_shares(
     responses:Iterable[str], # At least one
-    patterns:dict,           # `OPENINGS` or `ENDINGS`
+    patterns:dict,           # Name to a regular expression: `OPENINGS` or `ENDINGS`
 )->dict: # Name to share, with `other` for no match; they sum to 1
     "Count how often each opening or ending occurs."
     def name(response):
-        look = re.match if patterns is OPENINGS else re.search
-        return next((n for n,p in patterns.items() if look(p, response)), "other")
+        return next((n for n,p in patterns.items() if re.search(p, response)), "other")
     counts = Counter(map(name, responses))
     if not counts: raise ValueError("no responses, so no shares")
     return {n: counts[n]/counts.total() for n in (*patterns, "other")}

@@ -31,7 +31,7 @@ def distillation_batch(
     soft:bool=True,      # Whether to ask the teacher, or to take the word that follows
 )->tuple: # inputs `(B, T)`, tokens `(B, T, K)` and their probabilities `(B, T, K)`
     """Make a batch: a window for each story, and for each of its places what may come there.
-    Raises `ValueError` for no stories, no context or a story that the grammar can't write."""
+    Raises `ValueError` for no stories, no context or, if soft, a story of another grammar."""
     if not stories or context_length < 1: raise ValueError(
         f"{len(stories)} stories, context_length = {context_length}: expected at least 1 of each")
     ids = [[*tokenizer.encode(s, special=False), oracle.end][:context_length] for s in stories]
@@ -119,6 +119,8 @@ def start_distillation(
     practice:str="",                # As for `prepare_job`
 )->Trainer: # Call `batches.close` after training
     "Make the course's trainer, with a teacher's probabilities as targets."
+    if train.tokens_per_step: raise ValueError(
+        f"tokens_per_step = {train.tokens_per_step}, expected none: its steps count stories")
     batches = DistillationBatches(tokenizer, train.batch_size, model.config.context_length,
                                   train.seed, soft, practice)
     objective = Objective(distillation_loss, counted_probs)

@@ -98,8 +98,9 @@ class GpuConfig(GpuRecipe, PipelineConfig):
         room = 1 + task.prompt_tokens + task.max_tokens # For a prompt and its response
         for name,least in dict(context_length=room, step_tokens=64, micro_batch=1, sft_steps=2,
                                rl_prompts=1).items():
-            if not getattr(self, name) >= least:
-                raise ValueError(f"{name} = {getattr(self, name)}, expected {least} or more")
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < least: raise ValueError(
+                f"{name} = {value!r}, expected {least} or more, a whole number")
         # Rejects sizes that don't divide each other
         self.model(self.vocab_size)
         plan_batch(self.pretraining(), self.context_length)

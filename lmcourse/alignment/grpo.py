@@ -135,7 +135,12 @@ def grpo_loss(
     ref_log_probs:Tensor|None=None,   # Log-probs of the reference `(B, T)`, for a KL loss
     beta:float=0.,                    # Weight of the KL loss
 )->Tensor: # Scalar
-    "Compute a loss of the GRPO family. `ValueError` for an empty response or unknown option."
+    """Compute a loss of the GRPO family.
+    Raises `ValueError` for unequal shapes, an empty response or an unknown option."""
+    if not log_probs.shape == old_log_probs.shape == mask.shape: # Others would be broadcast
+        raise ValueError(f"grpo_loss: log-probs {tuple(log_probs.shape)}, old ones "
+                         f"{tuple(old_log_probs.shape)}, mask {tuple(mask.shape)}, expected one "
+                         f"shape")
     if not (mask.sum(1) > 0).all(): raise ValueError("grpo_loss: a response has no tokens")
     if average == "constant" and not (max_length or 0) > 0:
         raise ValueError(f"average = 'constant' with max_length = {max_length}, expected above 0")
@@ -153,6 +158,7 @@ def grpo_loss(
         return torch.where(mask.bool(), loss, 0.).sum()/(len(loss)*(max_length or 1))
     raise ValueError(f"average = {average!r}, expected 'response', 'token' or 'constant'")
 
+# %% ../../nbs/14_alignment/14g_grpo.ipynb #2f8218c6
 def mixed_groups(
     rewards:Tensor, # `(B,)`
     group_size:int, # Responses per prompt

@@ -6,7 +6,7 @@
 __all__ = ['LoRALinear', 'add_lora', 'merge_lora', 'save_lora', 'load_lora', 'save_peft', 'load_peft']
 
 # %% ../../nbs/14_alignment/14ca_lora.ipynb #d66b1fd9
-import json
+import json, math
 import torch
 import torch.nn.functional as F
 from collections.abc import Iterator
@@ -33,6 +33,7 @@ class LoRALinear(nn.Module):
         generator:torch.Generator|None=None, # Random generator of `lora_A`
     ):
         super().__init__()
+        if not 0 < alpha < math.inf: raise ValueError(f"alpha = {alpha}, expected more than 0")
         d_out, d_in = linear.weight.shape
         if whole_number("rank", rank) > min(d_out, d_in):
             raise ValueError(f"rank = {rank}, expected at most {min(d_out, d_in)} for a matrix "
@@ -54,6 +55,7 @@ def add_lora(
 )->TransformerLM: # The same model
     """Freeze a model and give each chosen `Linear` of its layers an adapter, which is trained.
     Raises `ValueError` if no name fits, or if there are adapters already."""
+    if isinstance(parts, str): raise ValueError(f"parts = {parts!r}, expected a tuple of names")
     chosen = {name: m for name,m in model.named_modules() if isinstance(m, nn.Linear)
               and name.startswith("layers.") and any(part in name for part in parts)}
     if not chosen: raise ValueError(f"no matrix's name contains one of {', '.join(parts)}")

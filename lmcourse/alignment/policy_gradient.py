@@ -68,7 +68,7 @@ def clipped_loss(
         raise ValueError(f"old log-probabilities {tuple(old_log_probs.shape)}, "
                          f"expected {tuple(log_probs.shape)}")
     high = low if high is None else high
-    if not 0 <= low <= 1 or high < 0:
+    if not 0 <= low <= 1 or not high >= 0:
         raise ValueError(f"clip by {low} and {high}, expected 0 to 1 below and 0 or more above")
     moved = log_probs - old_log_probs.detach()
     # An infinite ratio would make the gradient of a clipped token NaN

@@ -224,8 +224,10 @@ def preference_objective(
     sft_weight:float=0., # Weight of the chosen responses' loss per token
 )->Objective: # For the trainer, with `PreferenceBatches`
     """Combine DPO's loss with the plain loss of the chosen responses, which keeps them likely.
-    Raises `ValueError` unless beta is positive."""
+    Raises `ValueError` unless beta is positive, and for a negative weight."""
     _same_shapes(beta)
+    if not 0 <= sft_weight < math.inf:
+        raise ValueError(f"sft_weight = {sft_weight}, expected 0 or more")
     def loss(model, input_ids, labels, mask, reference):
         now = pair_log_probs(model, input_ids, labels, mask)
         dpo = dpo_loss(now[:, 0], now[:, 1], reference[:, 0], reference[:, 1], beta)

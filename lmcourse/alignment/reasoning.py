@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn.functional import one_hot
 from ..architecture.transformer_torch import TransformerLM
 from ..inference.kv_cache import KVCache
+from ..tools.config import unknown
 
 # %% ../../nbs/14_alignment/14s_reasoning.ipynb #d8bac21c
 CUPS = 5
@@ -48,6 +49,8 @@ def game_rows(
     start:Tensor, swaps:Tensor,                # From `cup_games`
 )->tuple: # Inputs `(B, T)` and labels `(B, T)`; T is n + 1 for direct answers, 2n + 1 otherwise
     "Write games as tokens: a cup, the swaps and, unless the answer is direct, a line of notes."
+    kinds = "direct", "chain", "filler"
+    if kind not in kinds: raise unknown("kind of rows", kind, kinds)
     right, nothing = follow_ball(start, swaps), torch.full_like(swaps, IGNORED)
     question = torch.cat((start[:, None], swaps + CUPS), 1)
     if kind == "direct": return question, torch.cat((nothing[:, :1], right), 1)
@@ -64,7 +67,8 @@ def sample_chains(
     length:int|None=None,       # Number of notes; default: one for each swap
     generator:torch.Generator|None=None, # Random generator
 )->Tensor: # The cups that the model wrote `(B, length)`
-    "Let a model write its chains, all games at once."
+    "Let a model write its chains, all games at once. `ValueError` for a temperature below 0."
+    if not temperature >= 0: raise ValueError(f"temperature = {temperature}, expected 0 or more")
     cache = KVCache(model.config, len(swaps), 2*swaps.shape[1] + 1)
     new, chain = torch.cat((start[:, None], swaps + CUPS, start[:, None]), 1), []
     for _ in range(swaps.shape[1] if length is None else length):

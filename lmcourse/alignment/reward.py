@@ -29,7 +29,9 @@ def draw_pairs(
     n:int,          # Number of pairs
     rng:Any,        # A NumPy generator
 )->tuple: # Indices of winners and losers `(n,)` each
-    "Simulate comparisons by a Bradley–Terry judge."
+    "Simulate comparisons by a Bradley–Terry judge. Raises `ValueError` for unequal shapes."
+    if rewards.shape != probs.shape: raise ValueError(
+        f"{tuple(rewards.shape)} rewards and {tuple(probs.shape)} probabilities, expected one each")
     # NumPy takes no 16-bit types, no gradients and no GPU
     rewards, probs = (x.detach().cpu().double() for x in (rewards, probs))
     a, b = rng.choice(len(probs), (2, n), p=(probs/probs.sum()).numpy())

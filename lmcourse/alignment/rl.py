@@ -155,7 +155,7 @@ def start_rl(
     valid:TokenDataset,             # Texts for the trainer's own evaluation
 )->Trainer: # Its `batches.make.log` has a dict for each step
     "Make a trainer whose batches are rollouts and whose loss is the policy gradient."
-    train = replace(train, batch_size=config.prompts*config.group_size)
+    train = replace(train, batch_size=config.prompts*config.group_size, tokens_per_step=None)
     trainer = Trainer(model.config, train, None, valid, (), policy_objective(config))
     fill(trainer.model, dict(model.named_parameters()))
     make = RolloutBatches(trainer.model, tokenizer, config, model, trainer.world)

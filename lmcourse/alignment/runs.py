@@ -34,6 +34,7 @@ KINDS = dict(sft="task slip demonstrations".split(),
              dpo="task beta sft_weight prompts group_size pairs reference".split(),
              rl="task algorithm reward kl prompts group_size max_tokens clip staleness".split())
 
+# %% ../../nbs/14_alignment/14k_runs.ipynb #3ca7165a
 def new_alignment(
     run:str|Path,      # New folder
     kind:str,          # `sft`, `dpo` or `rl`
@@ -48,6 +49,9 @@ def new_alignment(
         raise ValueError(f"{kind} has no setting {min(other)!r}, but {', '.join(KINDS[kind])}")
     if train.shard or train.on_mesh:
         raise ValueError(f"{kind} with a model in parts, expected shard = False and no mesh")
+    if train.tokens_per_step: raise ValueError(
+        f"tokens_per_step = {train.tokens_per_step} for {kind}, expected none: its steps count "
+        f"texts")
     if kind == "sft" and (missing := {"slip", "demonstrations"} - settings.keys()):
         raise ValueError(f"sft needs the settings {', '.join(sorted(missing))}")
     if Path(run).exists(): raise ValueError(f"{run} exists, expected a new folder")

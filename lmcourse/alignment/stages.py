@@ -207,8 +207,9 @@ class PipelineConfig(PipelineRecipe):
         for name,least in dict(pages=100, vocab_size=1000, d_model=8, num_layers=1, base_steps=1,
                                sft_steps=1, dpo_steps=1, rl_steps=1, tests=3, stories=8,
                                seed=0).items():
-            if not getattr(self, name) >= least:
-                raise ValueError(f"{name} = {getattr(self, name)}, expected {least} or more")
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < least: raise ValueError(
+                f"{name} = {value!r}, expected {least} or more, a whole number")
         if self.d_model % 8:
             raise ValueError(f"d_model = {self.d_model}, expected a multiple of 8")
         if not 0 <= self.slip < 1: raise ValueError(f"slip = {self.slip}, expected 0 to below 1")

@@ -21,7 +21,7 @@ from .policy_gradient import rloo_advantages
 from .rollouts import AsyncBatches, Rollout, Sampler, rollout_tensors
 from .sft import measure_log_probs, padded_rows
 from ..inference.engine import Request
-from ..tools.config import TrainConfig
+from ..tools.config import TrainConfig, unknown
 from ..tools.stories import Stories
 from ..training.data import TokenDataset
 from ..training.engines import Objective, fill
@@ -136,6 +136,7 @@ def credit_weights(
     """Weight the tokens. `story`: each gets its story's advantage. `prefix`: up to the first
     mistake.
     `token`: the first mistake gets -1, and all others get 0. `choices`: all tokens get 0."""
+    if credit not in get_args(Credit): raise unknown("credit", credit, get_args(Credit))
     right = torch.tensor([float(r.finished and m is None) for r,m in zip(rollouts, mistakes)])
     weights = torch.zeros(len(rollouts), max(len(r.ids) for r in rollouts) - 1)
     for row,r,m,a in zip(weights, rollouts, mistakes, rloo_advantages(right, len(right))):
@@ -184,9 +185,12 @@ class StoryRlConfig:
             f"StoryRlConfig: credit = {self.credit!r}, expected one of {get_args(Credit)}")
         if self.stories == 1: raise ValueError(
             "StoryRlConfig: stories = 1 has nothing to compare with, expected 0 or at least 2")
-        for name in ("stories", "anchors", "anchor", "seed"):
-            if not getattr(self, name) >= 0: raise ValueError(
-                f"StoryRlConfig: {name} = {getattr(self, name)}, expected 0 or more")
+        for name in ("stories", "anchors", "seed"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 0: raise ValueError(
+                f"StoryRlConfig: {name} = {value!r}, expected an integer, 0 or more")
+        if not 0 <= self.anchor < math.inf:
+            raise ValueError(f"StoryRlConfig: anchor = {self.anchor}, expected 0 or more")
         if not self.stories + self.anchors: raise ValueError(
             "StoryRlConfig: stories = 0 and anchors = 0, expected at least one above 0")
 

@@ -7,7 +7,7 @@ __all__ = ['Toy', 'parrot', 'total_variation', 'expected_gradient', 'descend', '
            'reverse_kl_optimum', 'backward_induction', 'best_of_n']
 
 # %% ../../nbs/14_alignment/14b_toy.ipynb #72d93ebe
-import itertools
+import itertools, math
 from collections.abc import Callable
 from dataclasses import dataclass
 import numpy as np
@@ -54,7 +54,7 @@ def parrot(
     beta:float=.25,  # Penalty per nat of KL, in units of reward
 )->Toy: # With 121 responses and 40 states
     "Make the toy problem of the parrot. Raises `ValueError` unless beta is positive."
-    if not beta > 0: raise ValueError(f"beta = {beta}, expected a positive number")
+    _check_beta(beta)
     words, silence, longest = ("hello", "pretty", "bird"), 3, 4
     spoken = [s for k in range(longest + 1) for s in itertools.product(range(3), repeat=k)]
     state_of = {s: i for i,s in enumerate(s for s in spoken if len(s) < longest)}
@@ -72,6 +72,9 @@ def parrot(
     return Toy(tuple(texts), torch.tensor(tokens), torch.tensor(states), torch.tensor(mask),
                torch.tensor(rewards, dtype=torch.float64),
                torch.from_numpy(habits).log_softmax(-1), float(beta))
+
+def _check_beta(beta:float):
+    if not 0 < beta < math.inf: raise ValueError(f"beta = {beta}, expected a positive number")
 
 # %% ../../nbs/14_alignment/14b_toy.ipynb #1ba62a35
 def total_variation(
@@ -129,13 +132,15 @@ def kl_optimum(
     q:Tensor,     # Values of the choices `(..., V)`
     beta:float,   # Penalty per nat of KL
 )->Tensor: # Probabilities `(..., V)`
-    "Maximize the mean value minus `beta*KL(policy || reference)`."
+    "Maximize the mean value minus `beta*KL(policy || reference)`. `ValueError` unless beta > 0."
+    _check_beta(beta)
     return (ref + q/beta).softmax(-1)
 
 def reverse_kl_optimum(
     ref:Tensor, q:Tensor, beta:float, # As in `kl_optimum`
 )->Tensor: # Probabilities `(..., V)`
     "Like `kl_optimum`, with KL(reference || policy): `beta*ref/(lambda - q)`, by bisection."
+    _check_beta(beta)
     p = ref.exp()
     low = (q + beta*p).max(-1, keepdim=True).values     # No probability may exceed 1
     high = q.max(-1, keepdim=True).values + beta        # Here the sum is at most 1

@@ -157,8 +157,9 @@ def shingle_hashes(
     texts:list, # Documents
     ngram:int,  # Words per shingle
 )->tuple[np.ndarray, np.ndarray]: # uint64 `(shingles,)`; document starts `(documents + 1,)`
-    "Hash every shingle of every document, in order. Raises `ValueError` for ngram below 1."
+    "Hash every shingle of every document, in order. `ValueError` for ngram below 1, or one text."
     _check_ngram(ngram)                    # The kernel would write beyond its arrays
+    if isinstance(texts, str): raise ValueError("texts is one text, expected a list")
     raw = [t.encode() if t.isascii() else normalize(t).encode() for t in texts]
     starts = np.concatenate([[0], np.cumsum([len(r) for r in raw], dtype=np.int64)])
     data = np.frombuffer(b"".join(raw), np.uint8)
@@ -187,7 +188,9 @@ def candidate_probability(
     rows:int,       # Hashes per band, r
 ): # Probability, in the shape of `similarity`
     "Compute the chance that two documents share a band. Leskovec, Rajaraman & Ullman, 3.4.2."
-    return 1 - (1 - np.asarray(similarity, float)**rows)**bands
+    s = np.asarray(similarity, float)
+    if not ((0 <= s) & (s <= 1)).all(): raise ValueError(f"{similarity = }, expected 0 to 1")
+    return 1 - (1 - s**rows)**bands
 
 # %% ../../nbs/13_curation/13g_minhash.ipynb #13g00033
 def choose_bands(

@@ -80,7 +80,7 @@ def _check_mix(sizes:dict, shares:dict, tokens:int):
     if not math.isclose(sum(shares.values()), 1, rel_tol=1e-9) or min(shares.values()) < 0:
         raise ValueError(f"shares {', '.join(f'{v:g}' for v in shares.values())}, expected "
                          f"0 or more that add up to 1")
-    if tokens < 1: raise ValueError(f"tokens = {tokens}, expected 1 or more")
+    if not 1 <= tokens < math.inf: raise ValueError(f"tokens = {tokens}, expected 1 or more")
     for name,share in shares.items():
         if share and (not len(sizes[name]) or min(sizes[name]) < 1):
             raise ValueError(f"source {name!r}: expected documents of 1 token or more")

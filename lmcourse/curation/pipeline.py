@@ -115,8 +115,10 @@ def _texts(source:str|list|None)->list: # Texts of a file or of the recipe, else
     if isinstance(source, list):
         if odd := [t for t in source if not isinstance(t, str)]:
             raise ValueError(f"{odd[0]!r}, expected a list of texts")
-        return source
-    return [d.text for d,why in read_shard(source) if not why]
+        texts = source
+    else: texts = [d.text for d,why in read_shard(source) if not why]
+    if not texts: raise ValueError(f"{source}: no texts, expected one or more")
+    return texts
 
 @cache
 def _stories()->tuple: return tuple(islice(Stories(3_000_000), 1500))
@@ -326,7 +328,7 @@ class Recipe:
         for name,options in self.steps:
             if name not in STEPS: raise unknown("step", name, STEPS)
             try: made.append((name, STEPS[name](**options)))
-            except TypeError as e: raise ValueError(f"step {name!r}: {e}") from None
+            except TypeError as e: raise ValueError(f"step {name!r}: {e}, in {options}") from None
         return made
 
     def rounds(self)->list: # `(steps, whole step)`; the last round may have no whole step

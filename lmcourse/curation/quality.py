@@ -27,6 +27,7 @@ class KneserNey:
         order:int=5,    # Longest n-gram, in words
         least:int=2,    # Rarer words count as unknown
     ):
+        if isinstance(texts, str): raise ValueError("texts is one text, expected a list")
         if order < 1 or not any(t.split() for t in texts):
             raise ValueError(f"order = {order}, {len(texts)} texts, expected 1 or more with words")
         seen = Counter(w for t in texts for w in t.split())
@@ -148,6 +149,9 @@ def bag_log_probs(
     smoothing:float=1.,      # Added to each count
 )->np.ndarray: # Log-probability of each bucket `(buckets,)`
     "Estimate log-probabilities of hash buckets; without smoothing, an empty bucket gets -inf."
+    if isinstance(texts, str): raise ValueError("texts is one text, expected a list")
+    if not 0 <= smoothing < math.inf:
+        raise ValueError(f"smoothing = {smoothing}, expected 0 or more")
     counts = np.full(buckets, float(smoothing))
     for t in texts: counts += _bag(grams(t), buckets)
     if not counts.sum(): raise ValueError("texts without a gram, and no smoothing")

@@ -14,6 +14,7 @@ from functools import cache
 from html import escape
 from pathlib import Path
 from typing import Any, NamedTuple
+from ..tools.config import unknown
 from ..tools.files import atomic_write, data_text
 from ..tools.stories import Stories
 
@@ -79,7 +80,9 @@ def class_sentences(
     kind:str, # `spam`, `nsfw` or `toxic`
 )->list: # Templates for `fill`
     "Return the sentences of a planted class. The web uses every second one, as for languages."
-    return _sections("classes.txt")[kind]
+    classes = _sections("classes.txt")
+    if kind not in classes: raise unknown("class", kind, classes)
+    return classes[kind]
 
 # %% ../../nbs/13_curation/13a_web.ipynb #8f7cd542
 def edit_words(

@@ -58,8 +58,10 @@ def ngram_overlap(
     seen:set, # `ngram_set` of the training text
     n:int,    # Words per run, as in `seen`
 )->float: # Share of the document's runs that were seen, 0 to 1
-    "Measure n-gram overlap. Raises `ValueError` for a document of fewer than n words."
-    runs = ngram_set(text, n)
+    """Measure n-gram overlap. Raises `ValueError` for a document of fewer than n words, or runs of
+    another length in `seen`."""
+    runs, known = ngram_set(text, n), len(next(iter(seen), (None,)*n))
+    if known != n: raise ValueError(f"n = {n}, but the runs that were seen have {known} words")
     if not runs: raise ValueError(f"a document of {len(text.split())} words has no run of {n}")
     return len(runs & seen)/len(runs)
 

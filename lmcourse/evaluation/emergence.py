@@ -13,7 +13,7 @@ def exact_match(
     hits:np.ndarray, # Whether each token was right, 0 or 1 `(questions, tokens)`
     length:int,      # Tokens per answer
 )->float: # Share of questions whose first `length` tokens are all right
-    "Score answers all or nothing. Raises `ValueError` for a length out of range."
+    "Score answers all or nothing. `ValueError` for a length out of range, or hits besides 0 and 1."
     return float(_first(hits, length).all(1).mean())
 
 def match_from_hits(
@@ -28,6 +28,8 @@ def _first(hits, length:int)->np.ndarray:
     if hits.ndim != 2 or not len(hits) or not 1 <= length <= hits.shape[1]:
         raise ValueError(f"length = {length} of hits {hits.shape}, expected (questions, tokens) "
                          f"and a length between 1 and the number of tokens")
+    if (odd := hits[(hits != 0) & (hits != 1)]).size: # A probability isn't a hit
+        raise ValueError(f"hits hold {odd[0]}, expected 0 or 1 for each token")
     return hits[:, :length]
 
 # %% ../../nbs/12_evaluation/12g_emergence.ipynb #12g18
@@ -41,6 +43,7 @@ def doublings(
     if len(s) != len(v) or len(s) < 2 or s[0] <= 0 or (np.diff(s) <= 0).any():
         raise ValueError(f"{len(s)} steps and {len(v)} values, expected equal numbers of "
                          f"both, at least two, and rising steps above 0")
+    if not np.isfinite([*s, *v]).all(): raise ValueError(f"steps {s}, values {v}, expected numbers")
     if v[0] == v[-1]: raise ValueError(f"the metric begins and ends at {v[0]}")
     way = (v - v[0])/(v[-1] - v[0])
     def reached(share): # log2 of the step, interpolated linearly

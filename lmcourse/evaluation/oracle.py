@@ -46,7 +46,7 @@ def excess_by_certainty(
 )->list: # An `Excess` for each group
     "Split a loss by the oracle's certainty. Raises `ValueError` for unequal sizes or bad edges."
     if ours.shape != exact.shape: raise ValueError(f"ours {ours.shape}, exact {exact.shape}")
-    if list(edges) != sorted({*edges}, reverse=True) or edges[-1] != 0:
+    if not edges or list(edges) != sorted({*edges}, reverse=True) or edges[-1] != 0:
         raise ValueError(f"edges = {edges}, expected falling numbers that end in 0")
     p, left, kinds = np.exp(-exact), np.ones(len(exact), bool), []
     for edge in edges:

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 import numpy as np
 import torch
+from ..accounting.tensors import whole_number
 from ..generation.generate import check_tokenizer, context_of
 from ..tokenization.tokenizer import Tokenizer
 
@@ -24,7 +25,7 @@ class Perplexity(NamedTuple):
     @property
     def loss(self)->float: return self.nats/self.tokens # Nats per token
     @property
-    def perplexity(self)->float: return math.exp(self.loss) if self.loss < 700 else math.inf
+    def perplexity(self)->float: return math.inf if self.loss >= 700 else math.exp(self.loss)
     @property
     def bits_per_byte(self)->float: return self.nats/math.log(2)/self.bytes
 
@@ -35,11 +36,11 @@ def stride_windows(
     stride:int,         # Tokens by which a window moves, from 1 to T
 )->list: # Triples: where a window starts, its first scored token, where it ends
     "Cut a text into windows so that each token counts once. `ValueError` for sizes out of range."
-    if tokens < 1: raise ValueError(f"tokens = {tokens}, expected 1 or more")
-    if context_length < 1:
-        raise ValueError(f"context_length = {context_length}, expected 1 or more")
+    tokens, context_length = (whole_number(name, n) for name,n in
+                              (("tokens", tokens), ("context_length", context_length)))
     if not 1 <= stride <= context_length:
         raise ValueError(f"stride = {stride}, expected 1 to {context_length}, the context")
+    stride = whole_number("stride", stride)
     ends = [min(context_length, tokens)]
     while ends[-1] < tokens: ends.append(min(ends[-1] + stride, tokens))
     starts = [0, *(end + stride - context_length for end in ends)]

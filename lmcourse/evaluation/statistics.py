@@ -18,7 +18,8 @@ def wilson(
     level:float=.95, # Confidence level
 )->tuple: # Lower and upper end, between 0 and 1
     "Compute an interval for a share. Raises `ValueError` for impossible counts. Wilson 1927."
-    if not 0 <= hits <= n or n < 1: raise ValueError(f"hits = {hits} of n = {n} questions")
+    if not 0 <= hits <= n or n < 1 or hits % 1 or n % 1: # A share is no count
+        raise ValueError(f"hits = {hits} of n = {n} questions, expected whole numbers, 0 to n")
     if not 0 < level < 1: raise ValueError(f"level = {level}, expected between 0 and 1")
     p, z = hits/n, float(norm.ppf((1 + level)/2))
     s = z*z/n

@@ -44,7 +44,7 @@ class Item:
             raise ValueError(f"item {self.id}: choices {self.choices}, expected two or more, "
                              f"all different")
         if type(self.answer) is not int or not 0 <= self.answer < len(self.choices):
-            raise ValueError(f"item {self.id}: answer = {self.answer}, expected 0 to "
+            raise ValueError(f"item {self.id}: answer = {self.answer!r}, expected 0 to "
                              f"{len(self.choices) - 1}")
         if self.probs and (len(self.probs) != len(self.choices)
                            or not abs(math.fsum(self.probs) - 1) <= 1e-9 # True for NaN
@@ -297,10 +297,13 @@ def expected_accuracy(
     records:list, # A `Record` for each item
     norm:str,     # One of `NORMS`
 )->float: # At most the ceiling
-    "Average the exact probability of each picked choice. `ValueError` for items without `probs`."
-    if task.ceiling is None or len(records) != len(task.items):
-        raise ValueError(f"task {task.name}: expected exact probabilities and {len(task.items)} "
-                         f"records, got {len(records)}")
+    """Average the exact probability of each picked choice. Raises `ValueError` for items without
+    `probs`, and for another task's records."""
+    given = [r.item for r in records]
+    if task.ceiling is None or given != [i.id for i in task.items]:
+        raise ValueError(f"task {task.name}: expected exact probabilities and its "
+                         f"{len(task.items)} items' records, got {len(given)}, of items "
+                         f"{given[:3]}")
     return float(np.mean([i.probs[r.picked(norm)] for i,r in zip(task.items, records)]))
 
 # %% ../../nbs/12_evaluation/12c_tasks.ipynb #12c5task

@@ -252,7 +252,8 @@ def flash_attention(
     if H % G: raise ValueError(f"flash_attention: {H} query heads, expected a multiple of {G}")
     if S < (T if causal else min(T, 1)):
         raise ValueError(f"flash_attention: {T} queries, but only {S} keys")
-    if window is not None and (index(window) < 1 or not causal):
+    window = None if window is None else index(window)
+    if window is not None and (window < 1 or not causal):
         raise ValueError(f"flash_attention: window = {window}, expected 1 or more, with "
                          f"causal=True")
     if K > 256: raise ValueError(f"flash_attention: heads of {K} numbers, expected 256 or fewer")

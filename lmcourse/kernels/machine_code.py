@@ -11,8 +11,11 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 from .simt import Occupancy, occupancy
+from .traffic import MissingTriton
 
 # %% ../../nbs/09_kernels/09j_machine_code.ipynb #09j00007
 @dataclass(frozen=True)
@@ -103,9 +106,12 @@ def compile_kernels(
 
 def _check(job:Job): # Runs before a process is started
     module, _, name = job.kernel.partition(".")
-    kernel = getattr(import_module(f"lmcourse.kernels.{module}"), name, None)
-    if kernel is None: raise ValueError(f"no kernel {name!r} in lmcourse.kernels.{module}")
-    if not hasattr(kernel, "arg_names"): kernel[()] # Raises the error that Triton is missing
+    if not find_spec(f"lmcourse.kernels.{module}"): raise ValueError(
+        f"{job.kernel}: no module {module!r} in lmcourse.kernels, expected say rows.softmax_kernel")
+    kernel:Any = getattr(import_module(f"lmcourse.kernels.{module}"), name, None)
+    if isinstance(kernel, MissingTriton): kernel[()] # Raises the error that Triton is missing
+    if not hasattr(kernel, "arg_names"):
+        raise ValueError(f"no kernel {name!r} in lmcourse.kernels.{module}")
     names = kernel.arg_names
     if odd := {*job.constants, *job.divisible} - {*names}:
         raise ValueError(f"{job.kernel} has no argument {', '.join(sorted(odd))}, but "

@@ -64,7 +64,7 @@ def matmul(
         raise ValueError(f"matmul: a is {a.dtype} {tuple(a.shape)}, b is {b.dtype} "
                          f"{tuple(b.shape)}, expected (M, K) and (K, N) of one type")
     for name,size in zip(("BM", "BN", "BK"), tile): power_of_two(f"matmul: {name}", size, 16, 256)
-    if index(group) < 1: raise ValueError(f"matmul: group = {group}, expected 1 or more")
+    if (group := index(group)) < 1: raise ValueError(f"matmul: group = {group}, expected 1 or more")
     (M, K), N, (bm, bn, bk) = a.shape, b.shape[1], tile
     check_addresses("matmul", a=M*K, b=K*N, product=M*N)
     a, b, out = a.contiguous(), b.contiguous(), a.new_empty(M, N)

@@ -88,8 +88,9 @@ class RMSNormFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx:Any, x:torch.Tensor, gain:torch.Tensor, eps:float, programs:Any):
         x, gain, N = x.contiguous(), gain.contiguous(), x.shape[-1]
+        block = row_block("rmsnorm", N)
         R, out = x.numel()//N, torch.empty_like(x)
-        inverse, block = x.new_empty(R, dtype=torch.float32), row_block("rmsnorm", N)
+        inverse = x.new_empty(R, dtype=torch.float32)
         if R: rmsnorm_kernel[(R,)](x, gain, out, inverse, N, eps, BLOCK=block)
         ctx.save_for_backward(x, gain, inverse)
         ctx.programs = min(programs, R)

@@ -9,6 +9,7 @@ __all__ = ['SIZES', 'PARTS', 'SLOTS', 'BLOCK_N', 'BLOCK_K', 'TARGET_PROGRAMS', '
 
 # %% ../../nbs/09_kernels/09l_serving.ipynb #dfa13dfd
 from functools import partial
+from operator import index
 from typing import Any
 import torch
 from ..inference.engine import PagedModel, Rows, joined_weights, pack_linears
@@ -73,6 +74,8 @@ def paged_attention_triton(
                          f"and {len(done)} counters don't fit, or keys and values differ")
     if keys.shape[-1] != K:
         raise ValueError(f"queries of {K} numbers, keys of {keys.shape[-1]}, expected equal ones")
+    if window is not None and (window := index(window)) < 1:
+        raise ValueError(f"window = {window}, expected 1 or more")
     if not tokens.is_cuda and R:                         # A GPU would have to wait for these two
         last, block, room = tokens[:, 1].max(), tokens[:, 2:].max(), size*(tokens.shape[1] - 2)
         if last >= room: raise ValueError(f"position {last} of {room} in the table")

@@ -156,7 +156,8 @@ def widest_load(
     size:int=2,  # Bytes of a number
 )->int: # Bytes, at most 16
     "Return the widest load that stays aligned in every row of a matrix."
-    if not columns > 0: raise ValueError(f"widest_load: columns = {columns}, expected 1 or more")
+    for name,n in (("columns", columns), ("size", size)):
+        if not n > 0: raise ValueError(f"widest_load: {name} = {n}, expected 1 or more")
     return math.gcd(columns*size, 16)
 
 # %% ../../nbs/09_kernels/09a_simt.ipynb #18f30d5f

@@ -132,7 +132,7 @@ SMALL = dict(rows=4, width=32, words=40, tokens=20, heads=2, head_dim=16, produc
 
 def kernel_costs(sizes:dict, size:int=2)->dict: # Name to `Cost`; `size`: bytes per number
     "Count the fewest bytes that each task must move, and its FLOPs in matrix products."
-    R, N, V, T, H, K, n, P, E = sizes.values()
+    R, N, V, T, H, K, n, P, E = (sizes[k] for k in SIZES)
     product, scale, heads = matmul_cost(n, n, n, "float16"), size/4, size*H*T*K
     back = flash_backward_costs(T, T, K, H, blocks=(64, 64), size=size)
     norm = Cost(4*(R*N + N), 4*(R*N + R))   # In float32; the gain is read only once
@@ -160,7 +160,7 @@ def kernel_tasks(
     device:str="cuda", dtype:torch.dtype=torch.bfloat16, # Device and type of the arrays
 )->dict: # Task to {implementation: call without arguments}; the first is ours
     "Prepare calls to each kernel and to torch's function, on the same arrays."
-    R, N, V, T, H, K, n, P, E = sizes.values()
+    R, N, V, T, H, K, n, P, E = (sizes[k] for k in SIZES)
     g = torch.Generator(device).manual_seed(0)
     def draw(*shape): return torch.randn(*shape, generator=g, device=device).to(dtype)
     F, targets = nn.functional, torch.randint(V, (R,), generator=g, device=device)

@@ -45,11 +45,11 @@ def steps_to_loss(
 )->float: # Steps; NaN if the run never reaches `target`
     "Find the first step around which the mean loss is at most `target`."
     if not window >= 0: raise ValueError(f"{window = }, expected 0 or more")
-    sums = np.append(0., np.cumsum(losses))
+    losses = np.asarray(losses, float) # Means, not a running sum: one NaN would spoil what follows
     for k in range(1, len(losses) + 1):
         low, high = min(k - 1, math.floor(k/(1 + window))), math.ceil(k*(1 + window))
         if high > len(losses): break
-        if (sums[high] - sums[low])/(high - low) <= target: return float(k)
+        if losses[low:high].mean() <= target: return float(k)
     return math.nan
 
 # %% ../../nbs/10_parallelism/10l_batch_size.ipynb #12acb0e2

@@ -11,6 +11,7 @@ __all__ = ['ring_reduce_scatter', 'ring_all_gather', 'ring_all_reduce', 'tree_ch
 
 # %% ../../nbs/10_parallelism/10b_collectives.ipynb #727e10a6
 import numpy as np
+from operator import index
 from .ranks import Link, Network, Port
 from ..training.parallel_np import chunk_slices, naive_all_reduce
 from ..training.parallel_np import ring_all_gather as ring_all_gather_steps
@@ -39,7 +40,7 @@ def tree_children(
 )->list: # Ranks, as ints
     "Return the children of `rank` in a binomial tree rooted at rank 0, smallest subtree first."
     lowest = rank & -rank or size
-    steps = (1 << i for i in range(size.bit_length()))
+    steps = (1 << i for i in range(index(size).bit_length()))
     return [rank + step for step in steps if step < lowest and rank + step < size]
 
 # %% ../../nbs/10_parallelism/10b_collectives.ipynb #04c757fc
@@ -109,7 +110,7 @@ def halving_doubling_all_reduce(x:np.ndarray, port:Port): # Each rank's vector
 
 def halving_doubling_bytes(length:int, size:int, rank:int, itemsize:int=4)->int:
     "Count the bytes a rank sends in `halving_doubling_all_reduce`; arguments as in `tree_bytes`."
-    core = 1 << size.bit_length() - 1
+    core = 1 << index(size).bit_length() - 1
     if rank >= core: return itemsize*length
     pieces = chunk_slices(length, core)
     widths = [1 << i for i in range(core.bit_length() - 1)]
@@ -131,7 +132,8 @@ def all_reduce_seconds(
     link:Link,       # The link between any two ranks
 )->float: # Seconds
     "Compute the duration of an all-reduce by its formula."
-    if size < 1: raise ValueError(f"{size} ranks, expected 1 or more")
+    if (size := index(size)) < 1: raise ValueError(f"{size} ranks, expected 1 or more")
+    if not num_bytes >= 0: raise ValueError(f"{num_bytes} bytes, expected 0 or more")
     wire, share, rounds = num_bytes/link.bytes_per_s, (size - 1)/size, (size - 1).bit_length()
     if algorithm not in ("ring", "tree", "halving-doubling"):
         raise ValueError(f"{algorithm!r}, expected 'ring', 'tree' or 'halving-doubling'")
@@ -149,9 +151,7 @@ def hierarchical_all_reduce(
 ):
     "Sum the vectors on all ranks; each rank takes only a k-th of its vector out of the node."
     k = ranks_per_node
-    if k < 1 or port.size % k:
-        fits = [d for d in range(1, port.size + 1) if port.size % d == 0]
-        raise ValueError(f"{port.size} ranks don't fill nodes of {k}: {fits} would do")
+    _check_nodes(port.size, k)
     node, place = divmod(port.rank, k)
     inside = port.group(range(node*k, (node + 1)*k))
     across = port.group(range(place, port.size, k))
@@ -161,10 +161,16 @@ def hierarchical_all_reduce(
 
 def hierarchical_bytes(length:int, size:int, rank:int, ranks_per_node:int, itemsize:int=4)->tuple:
     "Count the bytes a rank sends in `hierarchical_all_reduce`: inside its node, and out of it."
+    _check_nodes(size, ranks_per_node)
     node, place = divmod(rank, ranks_per_node)
     piece = chunk_slices(length, ranks_per_node)[place]
     return (ring_bytes(length, ranks_per_node, place, itemsize),
             ring_bytes(piece.stop - piece.start, size//ranks_per_node, node, itemsize))
+
+def _check_nodes(size:int, ranks_per_node:int):
+    if ranks_per_node >= 1 and size % ranks_per_node == 0: return
+    fits = [d for d in range(1, size + 1) if size % d == 0]
+    raise ValueError(f"{size} ranks don't fill nodes of {ranks_per_node}: {fits} would do")
 
 # %% ../../nbs/10_parallelism/10b_collectives.ipynb #b4e02441
 def all_to_all(

@@ -54,6 +54,10 @@ def experts_forward(
     port:Port,
 )->tuple: # Output `(t, D)`, and the cache for `experts_backward`
     "Forward pass of a mixture of ReLU networks spread over ranks."
+    own = len(range(num_experts)[chunk_slices(num_experts, port.size)[port.rank]])
+    if not len(w1) == len(w2) == own: raise ValueError(
+        f"rank {port.rank} has {len(w1)} and {len(w2)} matrices, expected {own} of each, its share "
+        f"of {num_experts} experts")
     routes = Routes(experts, num_experts, port)
     inbox = routes.there(x[routes.tokens])
     hidden, y = np.zeros((len(inbox), w1.shape[1]), x.dtype), np.zeros_like(inbox)
@@ -66,6 +70,7 @@ def experts_forward(
     np.add.at(out, routes.tokens, weights*results)
     return out, (routes, weights, results, inbox, hidden, w1, w2, gates.shape)
 
+# %% ../../nbs/10_parallelism/10j_expert_parallel.ipynb #8642281c
 def experts_backward(dout:np.ndarray, cache:tuple)->tuple: # Gradients dx, dgates, dw1 and dw2
     "Backward pass: send gradients to the experts and back along the same routes."
     routes, weights, results, inbox, hidden, w1, w2, shape = cache

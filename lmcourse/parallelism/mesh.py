@@ -47,6 +47,7 @@ class Stage(TransformerLM):
         number:int,         # Number of this stage, from 0
         count:int,          # Number of all stages
     ):
+        if not 0 <= number < count: raise ValueError(f"stage {number} of {count}, from 0")
         super().__init__(config, device="meta")
         self.number, self.count, self.first, self.last = (number, count, number == 0,
                                                           number == count - 1)
@@ -594,6 +595,7 @@ def pretended_mesh(
 )->Iterator[World]:
     "Make a mesh of which only one process exists. Everything that it sends is dropped."
     from torch.testing._internal.distributed.fake_pg import FakeStore
+    if not 0 <= rank < processes: raise ValueError(f"rank {rank} of {processes} processes, from 0")
     sizes = _sizes(config, processes)
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=processes)
     try:

@@ -11,7 +11,7 @@ __all__ = ['GPU_WIRES', 'GPUS_PER_NODE', 'LARGE_MODELS', 'FITTED', 'MEMORY_SHARE
 import functools, math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from ..accounting.hardware import device
+from ..accounting.hardware import device, positive
 from ..accounting.model_flops import forward_flops
 from ..accounting.parameters import count_parameters
 from ..accounting.tensors import whole_number
@@ -60,6 +60,11 @@ def _check_plan(p:Plan):
     for name, words in (("sharding", ("none", "zero1", "zero3")),
                         ("recompute", ("none", "selective", "full"))):
         if getattr(p, name) not in words: raise unknown(f"Plan: {name}", getattr(p, name), words)
+    if p.nic_bytes_per_s is not None: positive("Plan: nic_bytes_per_s", p.nic_bytes_per_s)
+    heads = p.model.num_heads, p.model.kv_heads
+    if any(n % p.tp for n in heads): raise ValueError(
+        f"Plan: tp = {p.tp} for {heads[0]} query and {heads[1]} key/value heads, expected a "
+        f"divisor of both")
     if p.batch % (p.dp*p.micro_batch):
         raise ValueError(f"Plan: a batch of {p.batch} for {p.dp} copies with microbatches of "
                          f"{p.micro_batch}, expected a multiple of {p.dp*p.micro_batch}")

@@ -74,7 +74,10 @@ def bubble(done:list)->float: # Result of `simulate`
     return len(done)*max(end for jobs in done for *_,end in jobs)/work - 1
 
 def in_flight(schedule:list, until:str="B")->list: # Maximum for each rank
-    "Count the microbatches whose activations a rank holds, from their F to their B (or W)."
+    """Count the microbatches whose activations a rank holds, from their F to their B (or W).
+    Raises `ValueError` if a rank has no such job."""
+    if not all(any(j.kind == until for j in jobs) for jobs in schedule):
+        raise ValueError(f"{until = }, but a rank has no such job, so it would never free anything")
     held = [[(j.kind == "F") - (j.kind == until) for j in jobs] for jobs in schedule]
     return [max(sum(steps[:k + 1]) for k in range(len(steps))) for steps in held]
 

@@ -86,6 +86,9 @@ def simulate_goodput(
     "Simulate failures at random times. The share is useful time over mean total time."
     check_times(interval_s=interval_s, between_s=between_s, save_s=save_s, restart_s=restart_s)
     runs, stretches = whole_number("runs", runs, 2), 100
+    if (need := interval_s + save_s + restart_s) > 10*between_s: raise ValueError(
+        f"{need:,.0f} s without a failure, of which there is one every {between_s:,.0f} s, "
+        f"expected at most ten times as long: the simulation would hardly end")
     clock = np.zeros(runs)
     todo = np.full(runs, interval_s + save_s)               # Seconds left in each run's attempt
     left = np.full(runs, stretches)

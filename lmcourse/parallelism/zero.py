@@ -13,6 +13,7 @@ from torch import nn
 from torch.func import functional_call
 from torch.nn import functional as F
 from typing import Any
+from ..accounting.tensors import whole_number
 from ..architecture.transformer_torch import TransformerLM
 from .collectives import all_gather_bytes, reduce_scatter_bytes
 from .collectives import ring_all_gather, ring_reduce_scatter
@@ -31,6 +32,7 @@ def zero_bytes_per_parameter(
 )->float: # Bytes on a rank, without activations and gathered units
     "Compute the bytes of model state per parameter."
     if stage not in (0, 1, 2, 3): raise ValueError(f"{stage = }, expected 0, 1, 2 or 3")
+    size = whole_number("size", size)
     parts = zip((weight, gradient, optimizer), (stage >= 3, stage >= 2, stage >= 1))
     return sum(part/size if sharded else part for part,sharded in parts)
 
@@ -240,6 +242,7 @@ def zero_step_bytes(
     itemsize:int=8,
 )->int: # Bytes sent per step; the first unit of stage 3 is gathered once
     "Count the bytes of reduce-scatters, all-gathers and two numbers: squared norm and loss."
+    if stage not in (1, 2, 3): raise ValueError(f"{stage = }, expected 1, 2 or 3")
     gathers = [2 if stage == 3 and i else 1 for i in range(len(lengths))]
     return 2*ring_bytes(1, size, rank, 8) + sum(
         reduce_scatter_bytes(n, size, rank, itemsize) + g*all_gather_bytes(n, size, rank, itemsize)

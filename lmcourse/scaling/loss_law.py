@@ -54,7 +54,8 @@ class LossLaw:
 
     def inference_optimum(self, loss:float, served:float)->tuple: # Parameters and tokens
         "Find the cheapest model with this loss, FLOPs of `served` tokens included. Sardana 2024."
-        if not served >= 0: raise ValueError(f"served = {served}, expected 0 or more tokens")
+        if not 0 <= served < math.inf:
+            raise ValueError(f"served = {served}, expected a number of tokens, 0 or more")
         high = math.log(self.size_for_loss(loss))
         low = math.log(self.A/(loss - self.E))/self.alpha
         from scipy.optimize import minimize_scalar

@@ -12,6 +12,7 @@ from typing import Any
 from collections.abc import Sequence
 from ..parallelism.batch_size import new_run, run_steps, small_model, story_tokenizer
 from ..parallelism.batch_size import story_tokens
+from .power_laws import fit_power_law
 from ..training.data import TokenDataset
 
 # %% ../../nbs/11_scaling/11d_mup.ipynb #845299a9
@@ -60,16 +61,21 @@ def width_slope(
     widths:Sequence[int],    # Widths of the models
     changes:Sequence[float], # Change of an output at each width
 )->float: # The exponent p of `change = a * width**p`
-    "Fit a straight line to the logarithms."
-    return float(np.polyfit(np.log(widths), np.log(changes), 1)[0])
+    "Fit a straight line to the logarithms. Raises `ValueError` as `fit_power_law` does."
+    return fit_power_law(widths, changes).exponent
 
 # %% ../../nbs/11_scaling/11d_mup.ipynb #78b75717
 def best_rate(
-    rates:Sequence[float]|np.ndarray,  # Learning rates, rising
+    rates:Sequence[float]|np.ndarray,  # Different learning rates, above 0
     losses:Sequence[float]|np.ndarray, # Loss at each rate; the lowest must not be at an end
 )->float: # The lowest point of a parabola through the lowest loss and its two neighbours
     "Find the best learning rate. Raises `ValueError` if the lowest loss is at an end of the rates."
-    losses = np.nan_to_num(np.asarray(losses, float), nan=np.inf) # Diverged
+    rates, losses = np.asarray(rates, float), np.asarray(losses, float)
+    if rates.shape != losses.shape or len({*rates}) < 3 or not (rates > 0).all():
+        raise ValueError(f"best_rate: rates {rates} and {len(losses)} losses, expected equal "
+                         f"numbers, three rates or more, all above 0")
+    order = np.argsort(rates)
+    rates, losses = rates[order], np.where(np.isnan(losses), np.inf, losses)[order] # Diverged
     k = int(np.argmin(losses))
     if not 0 < k < len(losses) - 1:
         raise ValueError(f"best_rate: the lowest loss is at the end, {rates[k]}: try more rates")

@@ -115,7 +115,8 @@ def chunk_slices(
     length:int, # Length of a vector
     size:int,   # Number of pieces
 )->list: # One slice for each piece
-    "Split a vector into pieces whose lengths differ by at most one."
+    "Split a vector into pieces whose lengths differ by at most one. `ValueError` for no pieces."
+    if size < 1: raise ValueError(f"{size} pieces of a vector, expected 1 or more")
     least, more = divmod(length, size)
     starts = [r*least + min(r, more) for r in range(size + 1)]
     return [slice(a, b) for a,b in zip(starts, starts[1:])]
