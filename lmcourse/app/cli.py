@@ -832,8 +832,9 @@ class ServeCommand:
             where += ", chats as plain text (no chat_template.json)"
         greet = ready or (lambda: say(f"serving {where}; talk to it on {address}/chat; stop with "
                                       "Ctrl-C"))
+        part = lambda: say("finishing what is being answered; Ctrl-C again stops at once")
         with contextlib.suppress(KeyboardInterrupt):
-            run_server(service, self.host, self.port, greet)
+            run_server(service, self.host, self.port, greet, part)
         say("stopped")
 
     def service(self):
