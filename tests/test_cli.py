@@ -302,6 +302,11 @@ def broken(work, whole):
     ("check 01", "check needs FILE (a"), ("prepare stories new", "prepare needs --tokenizer PATH (folder that `lmcourse tokenizer` wrote): lmcourse prepare CORPUS OUT --tokenizer PATH\n"),
     ("scale", "scale needs RUNS (JSON lines"), ("completion", "completion needs SHELL (bash, zsh or fish): lmcourse completion SHELL\n"),
     ("train data new --steps", "--steps needs a value\n"), ("train data new --steps 1e3", "--steps = 1e3, expected a whole number\n"), ("generate --temperature hot", "--temperature = hot, expected a number\n"),
+    ("tokenizer --vocabsize 500 stories new", "unknown option '--vocabsize': did you mean '--vocab-size'?\n"), ("doctor --x", "doctor: unknown --x; see lmcourse doctor --help\n"),
+    ("prepare stories new --tokeniser tok", "unknown option '--tokeniser': did you mean '--tokenizer'?\n"), ("curate -x a", "unknown option '-x': there are --dask, --recipe, --workers\n"),
+    ("bench loop --nope", "bench loop: unknown --nope; see lmcourse bench loop --help\n"),
+    ("serve --host nowhere.invalid", "port 8000 of nowhere.invalid can't be used (no such name); name another with --host\n"),
+    ("serve --host=", "host is empty; 127.0.0.1 is this machine, 0.0.0.0 all networks\n"),
     ("generate whole another", "generate: unknown another; see lmcourse generate --help\n"),
     ("quickstart stories", "quickstart: did you mean --data stories?"), ("quickstart days.txt", "quickstart: did you mean --data text:days.txt?"),
     ("train days-data new --windows documents", "windows at the starts of documents reach 1.3% of"),
@@ -460,7 +465,7 @@ def test_who_begins_with_the_course_s_model_is_not_told_of_new_weights():
 
 def test_the_address_of_ipv6_has_brackets(monkeypatch, capsys):
     pytest.importorskip("uvicorn")
-    def served(service, host, port, greet): greet(); service.worker.close()
+    def served(service, host, port, greet, *more): greet(); service.worker.close()
     monkeypatch.setattr("lmcourse.app.serve.run_server", served)
     monkeypatch.setattr(cli, "_check_address", lambda host, port: None)
     cli.main(["serve", "--host", "::1"])

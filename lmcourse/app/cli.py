@@ -867,13 +867,17 @@ class ServeCommand:
 
 # %% ../../nbs/90_app/90g_cli.ipynb #ed1af3fa
 def _check_address(host:str, port:int): # `OSError` in words where a server could not listen
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    # To the system an empty name means the same as 0.0.0.0, but a forgotten one looks like this too
+    if not host: raise ValueError("host is empty; 127.0.0.1 is this machine, 0.0.0.0 all networks")
     try:
-        socket.create_server((host, port), family=socket.AF_INET6 if ":" in host
-                             else socket.AF_INET).close()
+        socket.getaddrinfo(host, port, family)
+        socket.create_server((host, port), family=family).close()
     except OSError as e:
-        why = os.strerror(e.errno) if e.errno and e.errno > 0 else e
+        why = "no such name" if isinstance(e, socket.gaierror) else os.strerror(e.errno or 0)
+        other = "--port" if e.errno in (errno.EADDRINUSE, errno.EACCES) else "--host"
         raise OSError(f"serve: port {port} of {host} can't be used ({why}); "
-                      "name another with --port") from None
+                      f"name another with {other}") from None
 
 # %% ../../nbs/90_app/90g_cli.ipynb #14n90cha
 @dataclass
@@ -1258,7 +1262,9 @@ class SpeedrunCommand:
         from lmcourse.ablations.speedrun import check_race, speedrun
         with checking_input():
             check_race(range(self.seeds), self.minutes, self.mark, self.out, self.work)
-        say(str(speedrun(self.part, self.seeds, self.out, self.work, self.minutes, self.mark, say)))
+        with told_to_go_on(KeyboardInterrupt):
+            table = speedrun(self.part, self.seeds, self.out, self.work, self.minutes, self.mark, say)
+        say(str(table))
 
 # %% ../../nbs/90_app/90g_cli.ipynb #b5242fdd
 @dataclass
@@ -1659,7 +1665,7 @@ def one_line(
     command:str="", # The command line; options of other commands are left out
 )->str:
     "Extract the message from tyro's box."
-    name = command.partition(" ")[0]
+    name = " ".join(command.split()[:2 if command.startswith("bench ") else 1])
     rows = re.sub(r"\x1b\[[\d;]*m", "", box).split("\n")[1:]          # Without the title
     rows = [row[2:].rstrip("│ ") for row in rows if row.strip("│╰─╯ -")]
     text, listed, title = [], [], ""
@@ -1741,6 +1747,17 @@ def _refuse_near_misses(args:list): # With what was probably meant
         if args[0] in commands and any(re.match(pattern, a) for a in args):
             raise ValueError(f"{args[0]}: did you mean {option}?")
 
+def _refuse_unknown_options(args:list): # Where tyro says only what is missing
+    own = fields(COMMANDS[args[0]])
+    if all(f.default is not MISSING or f.default_factory is not MISSING for f in own): return
+    options = [f"--{f.name.replace('_', '-')}" for f in own
+               if tyro.conf.Positional not in getattr(f.type, "__metadata__", ())]
+    for name in (a.partition("=")[0] for a in args[1:] if re.match("--?[a-zA-Z]", a)):
+        if name.replace("_", "-") in options: continue
+        if options: raise unknown("option", name, options)
+        raise ValueError(f"{args[0]}: unknown {name}; see lmcourse {args[0]} --help")
+
+
 # %% ../../nbs/90_app/90g_cli.ipynb #75c30046
 def parse(
     args:list, # Words of the command line
@@ -1780,6 +1797,7 @@ def parse(
         # Not a field, because it isn't an option
         vars(command)["given"] = tuple(m[1].replace("-", "_") for m in options if m)
     if command is not None: return command
+    if "Missing" in box.getvalue(): _refuse_unknown_options(args)
     raise ValueError(one_line(box.getvalue(), " ".join(args)))
 
 # %% ../../nbs/90_app/90g_cli.ipynb #9ee9108a
