@@ -241,6 +241,7 @@ def broken(work, whole):
     (work/"empty.txt").write_text("")
     (work/"binary.txt").write_bytes(bytes(range(256))*20)
     (work/"latin.txt").write_text("café\n"*100, encoding="latin-1")
+    (work/"utf16.txt").write_text("café\n"*100, encoding="utf-16"), (work/"blank.txt").write_text(" \n\n")
     (work/"short.txt").write_text("a few words\nand a few more\n")
     (work/"letter.txt").write_text("a")
     (work/"same.txt").write_text("a line\n"*2)
@@ -412,8 +413,9 @@ def broken(work, whole):
     ("check 01.split nowhere.py", "nowhere.py: no such file"),
     ("check 01.split small.txt", "expected a file that ends in .py or .ipynb"),
     ("exercises 01 --progress damaged.jsonl", "damaged.jsonl: no progress file"),
-    ("prepare text:latin.txt new --tokenizer tok", "latin.txt: not UTF-8 text (byte 0xe9 at 3)"),
-    ("tokenizer text:empty.txt new", "empty.txt: the file is empty"),
+    ("prepare text:latin.txt new --tokenizer tok", "latin.txt: not UTF-8 text (byte 0xe9 at 3), expected UTF-8: save it so in your editor, or for LATIN1 iconv -f LATIN1 -t UTF-8 latin.txt > new.txt\n"),
+    ("tokenizer text:empty.txt new", "empty.txt: the file is empty\n"), ("tokenizer text:blank.txt new", "blank.txt: the file has only blank lines\n"),
+    ("tokenizer text:utf16.txt new", "utf16.txt: UTF-16 text, expected UTF-8: save it so"),
     ("no-such-command", "unknown command 'no-such-command': there are ablate, account, bench, chat, check, completion, curate, doctor, "),
     ("trian", "did you mean 'train'?"),
     ("", "name a command, say `lmcourse quickstart`; `lmcourse --help` lists them"),
