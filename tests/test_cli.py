@@ -597,6 +597,35 @@ def test_one_process_at_a_time_trains_a_run(runs, capsys, monkeypatch):
     assert end.value.code == 2 and "another process is writing these files" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("words", ["train data whole --steps 2", "sft whole --steps 2", "quickstart --data text:days.txt --out whole --minutes 0.02", "tokenizer text:days.txt whole --vocab-size 300"])
+def test_who_comes_second_leaves_the_folder_of_the_first(broken, monkeypatch, capsys, words):
+    "Another process has made the folder after this one found it free."
+    content = lambda: {p: p.read_bytes() for p in (broken/"whole").rglob("*") if p.is_file()}
+    before = content()
+    monkeypatch.chdir(broken)
+    monkeypatch.setattr(cli, "refuse_existing", lambda folder: None)
+    with pytest.raises(SystemExit) as end: cli.main(words.split())
+    said = capsys.readouterr().err
+    assert end.value.code == 2 and "exists" in said and said.count("\n") == 1 and content() == before, said
+
+
+def test_a_failure_removes_its_own_folder_and_no_neighbour(tmp_path):
+    for neighbour in (False, True):
+        with pytest.raises(KeyboardInterrupt), cli.all_or_nothing(tmp_path/"runs/deep/one"):
+            (tmp_path/"runs/deep/one").mkdir(parents=True)
+            if neighbour: (tmp_path/"runs/two").mkdir()
+            raise KeyboardInterrupt
+        assert [str(p.relative_to(tmp_path)) for p in sorted(tmp_path.rglob("*"))] == ["runs", "runs/two"]*neighbour
+
+
+def test_ctrl_c_too_often_shows_no_traceback():
+    code = ("import atexit, os, signal, sys, lmcourse.app.cli as cli\nfrom lmcourse.__main__ import main\ndef stop(*_): os.kill(os.getpid(), signal.SIGINT)\n"
+            "atexit.register(stop)\ncli.main = {}\nsys.exit(main())")
+    for command, status in (("lambda: 2", 2), ("stop", 130)):
+        done = subprocess.run([sys.executable, "-c", code.format(command)], capture_output=True, text=True)
+        assert (done.returncode, done.stderr) == (status, ""), done.stderr
+
+
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), PermissionError(13, "Permission denied"), TimeoutError("the hub is slow"), ConnectionResetError("the hub is gone")], ids=repr)
 def test_trouble_outside_is_one_line_whenever_it_comes(runs, monkeypatch, capsys, error):
     monkeypatch.setattr("lmcourse.training.trainer.Trainer.train_step", raises(error))

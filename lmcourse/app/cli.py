@@ -129,7 +129,7 @@ class TokenizerCommand:
                 f"200,000")
             texts = source(self.data, "train", size)
         tokenizer = learn_tokenizer(texts, self.vocab_size)
-        tokenizer.save(self.out)
+        with checking_input(): tokenizer.save(self.out) # Another process may have been faster
         say(f"{tokenizer.vocab_size:,} tokens learnt in {duration(time.perf_counter()-start)}, in "
             f"{self.out}")
 
@@ -182,13 +182,16 @@ def in_bytes(max_mb:float)->int: # At least one byte
 @contextlib.contextmanager
 def all_or_nothing(folder:Path, but:tuple=()
     # If an error other than `but` ends the block early, the folder is removed, and with it any new
-    # folders above it
+    # folders above it that are empty then; not if another process was faster to make it
 ):
-    new = next((p for p in reversed(folder.parents) if not p.exists()), folder)
+    above = [p for p in folder.parents if not p.exists()]
     try: yield
     except but: raise
-    except BaseException:
-        shutil.rmtree(new, ignore_errors=True)
+    except BaseException as e:
+        if isinstance(e.__cause__ if isinstance(e, UserError) else e, FileExistsError): raise
+        shutil.rmtree(folder, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            for p in above: p.rmdir()
         raise
 
 # %% ../../nbs/90_app/90g_cli.ipynb #10810f08
@@ -364,7 +367,7 @@ def new_trainer(
     refuse_too_large(model, train)
     trainer = Trainer(model, train, *sets)
     if trainer.world.writes:
-        run.mkdir(parents=True, exist_ok=True)
+        run.mkdir(parents=True, exist_ok=data.parent == run)    # The quickstart's holds its data
         write_run(run, model, trainer.config, data)
     # The other processes of torchrun wait for the folder
     trainer.world.all_reduce_sum(0.)
@@ -953,7 +956,9 @@ class QuickstartCommand:
         began = time.perf_counter()
         say(f"lmcourse {__version__}: {self.data}, {self.minutes:g} min of training, into {out}",
             *card_lines(card := card_here(), self.minutes), "")
-        with all_or_nothing(out): trainer = get_ready(self.data, self.minutes, out, card)
+        with all_or_nothing(out):
+            with checking_input(): out.mkdir(parents=True) # No other process takes it from now on
+            trainer = get_ready(self.data, self.minutes, out, card)
         result = train_to_the_end(trainer, out)
         if self.keep:
             keep(trainer.model, out, self.keep, result,
@@ -1312,7 +1317,7 @@ class EvalCommand:
                          "the course's model" if shipped else str(folder), searched)
         say(str(card))
         for path in self.out:
-            card.save(path)
+            with checking_input(): card.save(path)
             say(f"in {path}")
 
 # %% ../../nbs/90_app/90g_cli.ipynb #ae6c4afa
