@@ -41,9 +41,8 @@ def new_alignment(
     settings:dict,
     train:TrainConfig, # Training config; without `init_from` the course's model is used
 )->Trainer: # At step 0
-    """Create a run's folder. Bad input raises `ValueError`, `FileNotFoundError` or
-    `FileExistsError` before anything is written. Processes of `torchrun` call it together; one
-    writes."""
+    """Create a run's folder. Bad input raises `ValueError` or `OSError` before anything is
+    written. Processes of `torchrun` call it together; one writes."""
     if kind not in KINDS: raise ValueError(f"kind = {kind!r}, expected {', '.join(KINDS)}")
     if other := settings.keys() - {*KINDS[kind]}:
         raise ValueError(f"{kind} has no setting {min(other)!r}, but {', '.join(KINDS[kind])}")

@@ -1762,6 +1762,9 @@ def _refuse_unknown_options(args:list): # Where tyro says only what is missing
         if options: raise unknown("option", name, options)
         raise ValueError(f"{args[0]}: unknown {name}; see lmcourse {args[0]} --help")
 
+def _mistake(box:str, args:list)->ValueError:
+    if "Missing" in box: _refuse_unknown_options(args)
+    return ValueError(one_line(box, " ".join(args)))
 
 # %% ../../nbs/90_app/90g_cli.ipynb #75c30046
 def parse(
@@ -1802,8 +1805,7 @@ def parse(
         # Not a field, because it isn't an option
         vars(command)["given"] = tuple(m[1].replace("-", "_") for m in options if m)
     if command is not None: return command
-    if "Missing" in box.getvalue(): _refuse_unknown_options(args)
-    raise ValueError(one_line(box.getvalue(), " ".join(args)))
+    raise _mistake(box.getvalue(), args)
 
 # %% ../../nbs/90_app/90g_cli.ipynb #9ee9108a
 def gpu_defaults(args:list)->dict: # Fields of `TrainConfig` for a GPU; empty without one
