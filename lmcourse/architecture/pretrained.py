@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from ..tools.config import NEW_PARTS, ROPE_SCALINGS, ModelConfig
 from ..tools.files import atomic_write, read_json, write_json
-from ..tokenization.vocabulary import Vocabulary
+from ..tokenization.vocabulary import VocabularyFiles
 from .transformer_torch import TransformerLM
 
 # %% ../../nbs/03_architecture/03g_pretrained.ipynb #35cd240b
@@ -387,7 +387,7 @@ def save_hf(
     model:TransformerLM,               # A model that belongs to a family
     folder:str|Path,                   # A new or empty folder, whose parent must exist
     max_shard_bytes:int=5_000_000_000, # Largest weight file, unless one tensor is larger
-    tokenizer:Vocabulary|None=None,    # The model's tokenizer, for `AutoTokenizer`
+    tokenizer:VocabularyFiles|None=None, # The model's tokenizer, for `AutoTokenizer`
 )->Path: # The folder
     """Write a folder that `AutoModelForCausalLM.from_pretrained` loads.
     Raises `ValueError` if the model belongs to no family."""
@@ -405,13 +405,13 @@ def save_hf(
     return folder
 
 # %% ../../nbs/03_architecture/03g_pretrained.ipynb #2be04e72
-def _ends(config:ModelConfig, tokenizer:Vocabulary)->dict: # Of texts, for `generate`
+def _ends(config:ModelConfig, tokenizer:VocabularyFiles)->dict: # Of texts, for `generate`
     if tokenizer.vocab_size > config.vocab_size:
         raise ValueError(f"a tokenizer of {tokenizer.vocab_size:,} ids, and a model of "
                          f"{config.vocab_size:,}")
     return dict.fromkeys(("bos_token_id", "eos_token_id"), tokenizer.end_of_text)
 
-def _write_tokenizer(folder:Path, tokenizer:Vocabulary, config:ModelConfig):
+def _write_tokenizer(folder:Path, tokenizer:VocabularyFiles, config:ModelConfig):
     tokenizer.save(folder)
     write_json(folder/"tokenizer_config.json", dict(
         tokenizer_class="PreTrainedTokenizerFast", model_max_length=config.context_length,
