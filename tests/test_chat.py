@@ -199,7 +199,7 @@ def test_it_can_be_read_and_tapped_by_day_by_night_and_on_a_phone(page):
 
 def test_the_command_says_where_the_page_is(monkeypatch, capsys):
     from lmcourse.app import serve
-    monkeypatch.setattr(serve, "run_server", lambda service, host, port, ready: (ready(), service.worker.close()))
+    monkeypatch.setattr(serve, "run_server", lambda service, host, port, ready, *more: (ready(), service.worker.close()))
     opened = []
     monkeypatch.setattr("webbrowser.open", opened.append)
     monkeypatch.setattr(cli, "_has_screen", lambda: True)

@@ -241,6 +241,7 @@ def broken(work, whole):
     (work/"empty.txt").write_text("")
     (work/"binary.txt").write_bytes(bytes(range(256))*20)
     (work/"latin.txt").write_text("café\n"*100, encoding="latin-1")
+    (work/"utf16.txt").write_text("café\n"*100, encoding="utf-16"), (work/"blank.txt").write_text(" \n\n")
     (work/"short.txt").write_text("a few words\nand a few more\n")
     (work/"letter.txt").write_text("a")
     (work/"same.txt").write_text("a line\n"*2)
@@ -302,6 +303,11 @@ def broken(work, whole):
     ("check 01", "check needs FILE (a"), ("prepare stories new", "prepare needs --tokenizer PATH (folder that `lmcourse tokenizer` wrote): lmcourse prepare CORPUS OUT --tokenizer PATH\n"),
     ("scale", "scale needs RUNS (JSON lines"), ("completion", "completion needs SHELL (bash, zsh or fish): lmcourse completion SHELL\n"),
     ("train data new --steps", "--steps needs a value\n"), ("train data new --steps 1e3", "--steps = 1e3, expected a whole number\n"), ("generate --temperature hot", "--temperature = hot, expected a number\n"),
+    ("tokenizer --vocabsize 500 stories new", "unknown option '--vocabsize': did you mean '--vocab-size'?\n"), ("doctor --x", "doctor: unknown --x; see lmcourse doctor --help\n"),
+    ("prepare stories new --tokeniser tok", "unknown option '--tokeniser': did you mean '--tokenizer'?\n"), ("curate -x a", "unknown option '-x': there are --dask, --recipe, --workers\n"),
+    ("bench loop --nope", "bench loop: unknown --nope; see lmcourse bench loop --help\n"),
+    ("serve --host nowhere.invalid", "port 8000 of nowhere.invalid can't be used (no such name); name another with --host\n"),
+    ("serve --host=", "host is empty; 127.0.0.1 is this machine, 0.0.0.0 all networks\n"),
     ("generate whole another", "generate: unknown another; see lmcourse generate --help\n"),
     ("quickstart stories", "quickstart: did you mean --data stories?"), ("quickstart days.txt", "quickstart: did you mean --data text:days.txt?"),
     ("train days-data new --windows documents", "windows at the starts of documents reach 1.3% of"),
@@ -407,8 +413,9 @@ def broken(work, whole):
     ("check 01.split nowhere.py", "nowhere.py: no such file"),
     ("check 01.split small.txt", "expected a file that ends in .py or .ipynb"),
     ("exercises 01 --progress damaged.jsonl", "damaged.jsonl: no progress file"),
-    ("prepare text:latin.txt new --tokenizer tok", "latin.txt: not UTF-8 text (byte 0xe9 at 3)"),
-    ("tokenizer text:empty.txt new", "empty.txt: the file is empty"),
+    ("prepare text:latin.txt new --tokenizer tok", "latin.txt: not UTF-8 text (byte 0xe9 at 3), expected UTF-8: save it so in your editor, or for LATIN1 iconv -f LATIN1 -t UTF-8 latin.txt > new.txt\n"),
+    ("tokenizer text:empty.txt new", "empty.txt: the file is empty\n"), ("tokenizer text:blank.txt new", "blank.txt: the file has only blank lines\n"),
+    ("tokenizer text:utf16.txt new", "utf16.txt: UTF-16 text, expected UTF-8: save it so"),
     ("no-such-command", "unknown command 'no-such-command': there are ablate, account, bench, chat, check, completion, curate, doctor, "),
     ("trian", "did you mean 'train'?"),
     ("", "name a command, say `lmcourse quickstart`; `lmcourse --help` lists them"),
@@ -460,7 +467,7 @@ def test_who_begins_with_the_course_s_model_is_not_told_of_new_weights():
 
 def test_the_address_of_ipv6_has_brackets(monkeypatch, capsys):
     pytest.importorskip("uvicorn")
-    def served(service, host, port, greet): greet(); service.worker.close()
+    def served(service, host, port, greet, *more): greet(); service.worker.close()
     monkeypatch.setattr("lmcourse.app.serve.run_server", served)
     monkeypatch.setattr(cli, "_check_address", lambda host, port: None)
     cli.main(["serve", "--host", "::1"])
@@ -588,6 +595,35 @@ def test_one_process_at_a_time_trains_a_run(runs, capsys, monkeypatch):
         lock_file(file)                                       # As another process would
         with pytest.raises(SystemExit) as end: cli.main(["train", "--resume", "cut-here"])
     assert end.value.code == 2 and "another process is writing these files" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", ["train data whole --steps 2", "sft whole --steps 2", "quickstart --data text:days.txt --out whole --minutes 0.02", "tokenizer text:days.txt whole --vocab-size 300"])
+def test_who_comes_second_leaves_the_folder_of_the_first(broken, monkeypatch, capsys, words):
+    "Another process has made the folder after this one found it free."
+    content = lambda: {p: p.read_bytes() for p in (broken/"whole").rglob("*") if p.is_file()}
+    before = content()
+    monkeypatch.chdir(broken)
+    monkeypatch.setattr(cli, "refuse_existing", lambda folder: None)
+    with pytest.raises(SystemExit) as end: cli.main(words.split())
+    said = capsys.readouterr().err
+    assert end.value.code == 2 and "exists" in said and said.count("\n") == 1 and content() == before, said
+
+
+def test_a_failure_removes_its_own_folder_and_no_neighbour(tmp_path):
+    for neighbour in (False, True):
+        with pytest.raises(KeyboardInterrupt), cli.all_or_nothing(tmp_path/"runs/deep/one"):
+            (tmp_path/"runs/deep/one").mkdir(parents=True)
+            if neighbour: (tmp_path/"runs/two").mkdir()
+            raise KeyboardInterrupt
+        assert [str(p.relative_to(tmp_path)) for p in sorted(tmp_path.rglob("*"))] == ["runs", "runs/two"]*neighbour
+
+
+def test_ctrl_c_too_often_shows_no_traceback():
+    code = ("import atexit, os, signal, sys, lmcourse.app.cli as cli\nfrom lmcourse.__main__ import main\ndef stop(*_): os.kill(os.getpid(), signal.SIGINT)\n"
+            "atexit.register(stop)\ncli.main = {}\nsys.exit(main())")
+    for command, status in (("lambda: 2", 2), ("stop", 130)):
+        done = subprocess.run([sys.executable, "-c", code.format(command)], capture_output=True, text=True)
+        assert (done.returncode, done.stderr) == (status, ""), done.stderr
 
 
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), PermissionError(13, "Permission denied"), TimeoutError("the hub is slow"), ConnectionResetError("the hub is gone")], ids=repr)

@@ -158,3 +158,14 @@ def test_a_task_of_the_training_stories_is_caught_for_the_courses_model(tmp_path
 
 def test_questions_of_other_seeds_differ():
     assert grammar_task("next", 4, 5) != grammar_task("next", 4, 6)
+
+
+def test_a_card_that_another_process_has_written_meanwhile_is_kept(tmp_path, monkeypatch, capsys):
+    from lmcourse.evaluation import report
+    fill, card = report.fill_card, tmp_path/"card.md"
+    def meanwhile(*args): card.write_text("theirs"); return fill(*args)
+    monkeypatch.setattr(report, "fill_card", meanwhile)
+    with pytest.raises(SystemExit) as end: cli.main(["eval", "--tasks", "recall", "--stories", "2", "--out", str(card)])
+    told = capsys.readouterr()
+    assert end.value.code == 2 and told.err == f"lmcourse: {card} exists; name a file that does not\n" and "recall" in told.out
+    assert card.read_text() == "theirs"

@@ -1,6 +1,7 @@
 "Weights to transformers and back: the same logits for each family, every misfit named, files whole or not there."
 import json
 import math
+import random
 import sys
 import typing
 from dataclasses import replace
@@ -22,6 +23,7 @@ from lmcourse.architecture.pretrained import (config_from_hf, config_to_hf, fami
 from lmcourse.architecture.transformer_np import init_params, transformer_forward
 from lmcourse.accounting.parameters import count_parameters
 from lmcourse.architecture.transformer_torch import TransformerLM
+from lmcourse.tokenization.tokenizer import Tokenizer
 from lmcourse.tools.checks import check_close, expect_error
 from lmcourse.tools.config import ModelConfig
 
@@ -167,6 +169,25 @@ def test_files_in_float64_are_what_the_papers_say(name, tmp_path):
     expected = llama_in_float64(w, json.loads((folder/"config.json").read_text()), ids[0].numpy())
     check_close(model(ids)[0], torch.from_numpy(expected), 1e-10, 1e-10)
     check_close(from_hf(folder, dtype=torch.float64)(ids)[0], torch.from_numpy(expected), 1e-10, 1e-10)
+
+
+@pytest.mark.parametrize("config", [llama, qwen3, gpt2, mistral, olmo2], ids=["llama", "qwen3", "gpt2", "mistral", "olmo2"])
+def test_a_tokenizer_in_the_folder_gives_the_same_ids_there(config, tmp_path):
+    tokenizer = Tokenizer.train(["the café, the cafe\u0301 and the cafés in 2024. " * 3], 270)
+    with expect_error(ValueError, "a tokenizer of 270 ids, and a model of 40"): save_hf(ours(config), tmp_path/"no", tokenizer=tokenizer)
+    assert not (tmp_path/"no").exists()
+    model = ours(replace(config, vocab_size=300))       # Padded, as vocabularies often are
+    folder = save_hf(model, tmp_path/"model", tokenizer=tokenizer)
+    there, net = transformers.AutoTokenizer.from_pretrained(folder), transformers.AutoModelForCausalLM.from_pretrained(folder)
+    rng = random.Random(0)
+    parts = ["the", " café", "cafe\u0301", "  ", "\r\n", "12345", "'LL", "<|endoftext|>", "<|", "\u3000", "\x85", "\x1c", "ﬀ", "١٢", "👩\u200d👧", "\0", "日本"]
+    for text in ["", *parts, *("".join(rng.choices(parts, k=20)) for _ in range(200))]:
+        ids = tokenizer.encode(text)
+        assert there(text)["input_ids"] == ids and there.decode(ids) == text, text
+    assert there.eos_token_id == there.bos_token_id == net.generation_config.eos_token_id == tokenizer.end_of_text
+    assert there.model_max_length == config.context_length
+    check_close(from_hf(folder).state_dict(), model.state_dict(), 0, 0)
+    assert Tokenizer.from_folder(folder).digest == tokenizer.digest
 
 
 @families

@@ -1,8 +1,11 @@
 "The server: OpenAI's answers and errors, and nothing that stays behind, whoever asks what and leaves when."
 import asyncio
 import gc
+import io
 import json
+import logging
 import random
+import signal
 import socket
 import subprocess
 import sys
@@ -654,8 +657,8 @@ def test_a_job_hears_nothing_after_its_end():
 
 class Running:
     "A server in a thread."
-    def __init__(self, service, grace=.5):
-        self.server = make_server(service, port=0, grace=grace)
+    def __init__(self, service, grace=.5, **more):
+        self.server = make_server(service, port=0, grace=grace, **more)
         self.thread = threading.Thread(target=self.server.run)
         self.thread.start()
         wait_for(lambda: self.server.started)
@@ -699,6 +702,34 @@ def test_stopped_with_requests_in_flight_they_finish_or_end_with_an_error(servic
         if finish: assert b"200 OK" in a and (b"finish_reason" in a)
         else: assert b"shutting down" in a and b'"error"' in a
     assert not service.worker.open
+
+
+def test_a_second_signal_does_not_wait_for_answers(service):
+    running, answers = Running(service, grace=120), []
+    hold(service, 5, asked(service))
+    threads = [threading.Thread(target=lambda s=s: answers.append(running.post(BODY | dict(max_tokens=50, stream=s)))) for s in (False, True)]
+    for t in threads: t.start()
+    wait_for(lambda: service.worker.open == 2)
+    for _ in range(2): running.server.handle_exit(signal.SIGINT, None)  # Twice at once, as some wrappers send it: one signal
+    wait_for(lambda: service.stopping)
+    assert not running.server.force_exit and service.worker.open == 2
+    running.server.handle_exit(signal.SIGINT, None)
+    for t in threads: t.join(120)
+    running.stop()
+    assert len(answers) == 2 and all(b"the server is shutting down" in a and b'"error"' in a for a in answers)
+    assert sum(b" 503 " in a for a in answers) == 1
+
+
+def test_a_client_that_never_ends_its_request_is_cut_off_in_silence(service):
+    logged, told = logging.StreamHandler(io.StringIO()), []
+    running = Running(service, grace=0, leaving=lambda: told.append(1))
+    logging.getLogger("uvicorn.error").addHandler(logged)
+    with socket.create_connection(("127.0.0.1", running.port), 120) as s:
+        s.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 50\r\n\r\n{")
+        wait_for(lambda: running.server.server_state.tasks)
+        running.stop()
+    logging.getLogger("uvicorn.error").removeHandler(logged)
+    assert told == [1] and not logged.stream.getvalue()
 
 
 def test_a_dropped_connection_frees_its_blocks(service):

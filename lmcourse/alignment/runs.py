@@ -42,8 +42,8 @@ def new_alignment(
     settings:dict,
     train:TrainConfig, # Training config; without `init_from` the course's model is used
 )->Trainer: # At step 0
-    """Create a run's folder. Bad input raises `ValueError` or `FileNotFoundError` before anything
-    is written. Processes of `torchrun` call it together; one writes."""
+    """Create a run's folder. Bad input raises `ValueError` or `OSError` before anything is
+    written. Processes of `torchrun` call it together; one writes."""
     if kind not in KINDS: raise ValueError(f"kind = {kind!r}, expected {', '.join(KINDS)}")
     if other := settings.keys() - {*KINDS[kind]}:
         raise ValueError(f"{kind} has no setting {min(other)!r}, but {', '.join(KINDS[kind])}")
@@ -54,7 +54,7 @@ def new_alignment(
         f"texts")
     if kind == "sft" and (missing := {"slip", "demonstrations"} - settings.keys()):
         raise ValueError(f"sft needs the settings {', '.join(sorted(missing))}")
-    if Path(run).exists(): raise ValueError(f"{run} exists, expected a new folder")
+    if Path(run).exists(): raise FileExistsError(f"{run} exists, expected a new folder")
     task, device = task_of(settings), pick_device(train.device)
     run, (model, tokenizer) = Path(run), load_model(train.init_from, str(device))
     world = join_world(device, train)

@@ -129,7 +129,7 @@ class TokenizerCommand:
                 f"200,000")
             texts = source(self.data, "train", size)
         tokenizer = learn_tokenizer(texts, self.vocab_size)
-        tokenizer.save(self.out)
+        with checking_input(): tokenizer.save(self.out) # Another process may have been faster
         say(f"{tokenizer.vocab_size:,} tokens learnt in {duration(time.perf_counter()-start)}, in "
             f"{self.out}")
 
@@ -182,13 +182,16 @@ def in_bytes(max_mb:float)->int: # At least one byte
 @contextlib.contextmanager
 def all_or_nothing(folder:Path, but:tuple=()
     # If an error other than `but` ends the block early, the folder is removed, and with it any new
-    # folders above it
+    # folders above it that are empty then; not if another process was faster to make it
 ):
-    new = next((p for p in reversed(folder.parents) if not p.exists()), folder)
+    above = [p for p in folder.parents if not p.exists()]
     try: yield
     except but: raise
-    except BaseException:
-        shutil.rmtree(new, ignore_errors=True)
+    except BaseException as e:
+        if isinstance(e.__cause__ if isinstance(e, UserError) else e, FileExistsError): raise
+        shutil.rmtree(folder, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            for p in above: p.rmdir()
         raise
 
 # %% ../../nbs/90_app/90g_cli.ipynb #10810f08
@@ -364,7 +367,7 @@ def new_trainer(
     refuse_too_large(model, train)
     trainer = Trainer(model, train, *sets)
     if trainer.world.writes:
-        run.mkdir(parents=True, exist_ok=True)
+        run.mkdir(parents=True, exist_ok=data.parent == run)    # The quickstart's holds its data
         write_run(run, model, trainer.config, data)
     # The other processes of torchrun wait for the folder
     trainer.world.all_reduce_sum(0.)
@@ -832,8 +835,9 @@ class ServeCommand:
             where += ", chats as plain text (no chat_template.json)"
         greet = ready or (lambda: say(f"serving {where}; talk to it on {address}/chat; stop with "
                                       "Ctrl-C"))
+        part = lambda: say("finishing what is being answered; Ctrl-C again stops at once")
         with contextlib.suppress(KeyboardInterrupt):
-            run_server(service, self.host, self.port, greet)
+            run_server(service, self.host, self.port, greet, part)
         say("stopped")
 
     def service(self):
@@ -866,13 +870,17 @@ class ServeCommand:
 
 # %% ../../nbs/90_app/90g_cli.ipynb #ed1af3fa
 def _check_address(host:str, port:int): # `OSError` in words where a server could not listen
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    # To the system an empty name means the same as 0.0.0.0, but a forgotten one looks like this too
+    if not host: raise ValueError("host is empty; 127.0.0.1 is this machine, 0.0.0.0 all networks")
     try:
-        socket.create_server((host, port), family=socket.AF_INET6 if ":" in host
-                             else socket.AF_INET).close()
+        socket.getaddrinfo(host, port, family)
+        socket.create_server((host, port), family=family).close()
     except OSError as e:
-        why = os.strerror(e.errno) if e.errno and e.errno > 0 else e
+        why = "no such name" if isinstance(e, socket.gaierror) else os.strerror(e.errno or 0)
+        other = "--port" if e.errno in (errno.EADDRINUSE, errno.EACCES) else "--host"
         raise OSError(f"serve: port {port} of {host} can't be used ({why}); "
-                      "name another with --port") from None
+                      f"name another with {other}") from None
 
 # %% ../../nbs/90_app/90g_cli.ipynb #14n90cha
 @dataclass
@@ -948,7 +956,9 @@ class QuickstartCommand:
         began = time.perf_counter()
         say(f"lmcourse {__version__}: {self.data}, {self.minutes:g} min of training, into {out}",
             *card_lines(card := card_here(), self.minutes), "")
-        with all_or_nothing(out): trainer = get_ready(self.data, self.minutes, out, card)
+        with all_or_nothing(out):
+            with checking_input(): out.mkdir(parents=True) # No other process takes it from now on
+            trainer = get_ready(self.data, self.minutes, out, card)
         result = train_to_the_end(trainer, out)
         if self.keep:
             keep(trainer.model, out, self.keep, result,
@@ -1257,7 +1267,9 @@ class SpeedrunCommand:
         from lmcourse.ablations.speedrun import check_race, speedrun
         with checking_input():
             check_race(range(self.seeds), self.minutes, self.mark, self.out, self.work)
-        say(str(speedrun(self.part, self.seeds, self.out, self.work, self.minutes, self.mark, say)))
+        with told_to_go_on(KeyboardInterrupt):
+            table = speedrun(self.part, self.seeds, self.out, self.work, self.minutes, self.mark, say)
+        say(str(table))
 
 # %% ../../nbs/90_app/90g_cli.ipynb #b5242fdd
 @dataclass
@@ -1305,7 +1317,7 @@ class EvalCommand:
                          "the course's model" if shipped else str(folder), searched)
         say(str(card))
         for path in self.out:
-            card.save(path)
+            with checking_input(): card.save(path)
             say(f"in {path}")
 
 # %% ../../nbs/90_app/90g_cli.ipynb #ae6c4afa
@@ -1658,7 +1670,7 @@ def one_line(
     command:str="", # The command line; options of other commands are left out
 )->str:
     "Extract the message from tyro's box."
-    name = command.partition(" ")[0]
+    name = " ".join(command.split()[:2 if command.startswith("bench ") else 1])
     rows = re.sub(r"\x1b\[[\d;]*m", "", box).split("\n")[1:]          # Without the title
     rows = [row[2:].rstrip("│ ") for row in rows if row.strip("│╰─╯ -")]
     text, listed, title = [], [], ""
@@ -1740,6 +1752,20 @@ def _refuse_near_misses(args:list): # With what was probably meant
         if args[0] in commands and any(re.match(pattern, a) for a in args):
             raise ValueError(f"{args[0]}: did you mean {option}?")
 
+def _refuse_unknown_options(args:list): # Where tyro says only what is missing
+    own = fields(COMMANDS[args[0]])
+    if all(f.default is not MISSING or f.default_factory is not MISSING for f in own): return
+    options = [f"--{f.name.replace('_', '-')}" for f in own
+               if tyro.conf.Positional not in getattr(f.type, "__metadata__", ())]
+    for name in (a.partition("=")[0] for a in args[1:] if re.match("--?[a-zA-Z]", a)):
+        if name.replace("_", "-") in options: continue
+        if options: raise unknown("option", name, options)
+        raise ValueError(f"{args[0]}: unknown {name}; see lmcourse {args[0]} --help")
+
+def _mistake(box:str, args:list)->ValueError:
+    if "Missing" in box: _refuse_unknown_options(args)
+    return ValueError(one_line(box, " ".join(args)))
+
 # %% ../../nbs/90_app/90g_cli.ipynb #75c30046
 def parse(
     args:list, # Words of the command line
@@ -1779,7 +1805,7 @@ def parse(
         # Not a field, because it isn't an option
         vars(command)["given"] = tuple(m[1].replace("-", "_") for m in options if m)
     if command is not None: return command
-    raise ValueError(one_line(box.getvalue(), " ".join(args)))
+    raise _mistake(box.getvalue(), args)
 
 # %% ../../nbs/90_app/90g_cli.ipynb #9ee9108a
 def gpu_defaults(args:list)->dict: # Fields of `TrainConfig` for a GPU; empty without one

@@ -836,22 +836,31 @@ def make_server(
     port:int=8000,         # Port; 0 for any free one
     grace:float=10.,       # Seconds for requests in flight when the server stops
     ready:Callable=lambda: None, # Called as soon as it answers
+    leaving:Callable=lambda: None, # Called if it stops with requests in flight
 ): # A `uvicorn.Server`; `run()` serves until `should_exit` is set or a signal arrives
-    "Make a server that shuts down cleanly."
+    "Make a server that shuts down cleanly. After a second signal it waits for no answer."
     import uvicorn
     class Server(uvicorn.Server):
         async def startup(self, sockets=None):
             await super().startup(sockets)
             if self.started: ready()
         async def shutdown(self, sockets=None):
-            service.stopping = True
-            service.worker.farewell = "the server is shutting down"
-            fail = partial(service.worker.fail_all, service.worker.farewell)
-            timer = asyncio.get_running_loop().call_later(grace, fail)
+            self.loop = asyncio.get_running_loop()
+            service.worker.farewell, service.stopping = "the server is shutting down", True
+            if self.server_state.tasks: leaving()
+            timer = self.loop.call_later(grace, self.hurry)
             try: await super().shutdown(sockets)
             finally:
                 timer.cancel()
                 await asyncio.to_thread(service.worker.close)
+        def handle_exit(self, sig, frame):
+            if not self.should_exit: super().handle_exit(sig, frame)
+            elif service.stopping: self.loop.call_soon_threadsafe(self.hurry)
+        def hurry(self): # Answers get a second for their errors
+            service.worker.fail_all(service.worker.farewell)
+            self.loop.call_later(1, self.hang_up)
+        def hang_up(self): # On clients that don't finish their requests or don't read
+            for connection in list(self.server_state.connections): connection.transport.abort()
     return Server(uvicorn.Config(
         make_app(service), host, port, log_level="warning", access_log=False, lifespan="off",
         timeout_graceful_shutdown=math.ceil(grace + 5)))
@@ -862,9 +871,10 @@ def run_server(
     host:str="127.0.0.1", # This and the rest as for `make_server`
     port:int=8000,
     ready:Callable=lambda: None,
+    leaving:Callable=lambda: None,
 ):
     "Serve until the process gets a signal. Call it from the main thread."
-    try: make_server(service, host, port, ready=ready).run()
+    try: make_server(service, host, port, ready=ready, leaving=leaving).run()
     finally: service.worker.close()
 
 # %% ../../nbs/90_app/90f_serve.ipynb #504d5c4f

@@ -20,6 +20,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from ..tools.config import NEW_PARTS, ROPE_SCALINGS, ModelConfig
 from ..tools.files import atomic_write, read_json, write_json
+from ..tokenization.vocabulary import VocabularyFiles
 from .transformer_torch import TransformerLM
 
 # %% ../../nbs/03_architecture/03g_pretrained.ipynb #35cd240b
@@ -386,19 +387,35 @@ def save_hf(
     model:TransformerLM,               # A model that belongs to a family
     folder:str|Path,                   # A new or empty folder, whose parent must exist
     max_shard_bytes:int=5_000_000_000, # Largest weight file, unless one tensor is larger
+    tokenizer:VocabularyFiles|None=None, # The model's tokenizer, for `AutoTokenizer`
 )->Path: # The folder
     """Write a folder that `AutoModelForCausalLM.from_pretrained` loads.
     Raises `ValueError` if the model belongs to no family."""
     model, folder = getattr(model, "_orig_mod", model), Path(folder).resolve()
     settings = config_to_hf(model.config, _dtype_name(model))
+    if tokenizer: settings |= _ends(model.config, tokenizer)
     if folder.exists() and any(folder.iterdir()):
         raise FileExistsError(f"{folder}: not empty, expected a new folder")
     shards = _shards(model, links(model, settings["model_type"]), max_shard_bytes)
     with atomic_write(folder) as part:
-        part.mkdir()
+        if tokenizer: _write_tokenizer(part, tokenizer, model.config)
+        else: part.mkdir()
         write_json(part/"config.json", settings)
         _write_shards(part, model, shards)
     return folder
+
+# %% ../../nbs/03_architecture/03g_pretrained.ipynb #2be04e72
+def _ends(config:ModelConfig, tokenizer:VocabularyFiles)->dict: # Of texts, for `generate`
+    if tokenizer.vocab_size > config.vocab_size:
+        raise ValueError(f"a tokenizer of {tokenizer.vocab_size:,} ids, and a model of "
+                         f"{config.vocab_size:,}")
+    return dict.fromkeys(("bos_token_id", "eos_token_id"), tokenizer.end_of_text)
+
+def _write_tokenizer(folder:Path, tokenizer:VocabularyFiles, config:ModelConfig):
+    tokenizer.save(folder)
+    write_json(folder/"tokenizer_config.json", dict(
+        tokenizer_class="PreTrainedTokenizerFast", model_max_length=config.context_length,
+        bos_token="<|endoftext|>", eos_token="<|endoftext|>", clean_up_tokenization_spaces=False))
 
 # %% ../../nbs/03_architecture/03g_pretrained.ipynb #b995364f
 def _link_bytes(model:TransformerLM, link:Link)->int:

@@ -7,7 +7,7 @@ __all__ = ['END_OF_TEXT', 'SPLITS', 'HUB', 'HELD_OUT', 'text_documents', 'held_o
            'python_documents', 'curated_documents', 'documents', 'corpus_digest']
 
 # %% ../../nbs/00_tools/00g_documents.ipynb #bb0ad824
-import ast, codecs, functools, hashlib, json, os, sysconfig, tempfile, warnings
+import ast, codecs, functools, hashlib, json, os, shlex, sysconfig, tempfile, warnings
 from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
@@ -29,14 +29,21 @@ def _blocks(path:Path, start:int, stop:int)->Iterator[str]: # The text of a file
     with path.open("rb", buffering=0) as file:
         file.seek(start)
         while data := file.read(min(_BLOCK, stop - at)):
+            if not at and data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+                raise ValueError(f"{path}: UTF-16 text, {_as_utf8(path, 'UTF-16')}")
             if (zero := data.find(0)) >= 0:
                 raise ValueError(f"{path}: a binary file (a zero byte at {at + zero})")
             at += len(data)
             try: text = decode(data, at == stop)
             except UnicodeDecodeError as e:
                 place, byte = at - len(e.object) + e.start, e.object[e.start]
-                raise ValueError(f"{path}: not UTF-8 text (byte {byte:#04x} at {place})") from None
+                raise ValueError(f"{path}: not UTF-8 text (byte {byte:#04x} at {place}), "
+                                 f"{_as_utf8(path, 'LATIN1')}") from None
             yield text
+
+def _as_utf8(path:Path, other:str)->str: # What to do with a text in another encoding
+    return (f"expected UTF-8: save it so in your editor, or for {other} "
+            f"iconv -f {other} -t UTF-8 {shlex.quote(str(path))} > new.txt")
 
 # %% ../../nbs/00_tools/00g_documents.ipynb #719c4969
 _MARK = END_OF_TEXT.encode()
@@ -100,7 +107,7 @@ def text_documents(
     if not path.is_file(): raise FileNotFoundError(f"{path}: no such file")
     size = path.stat().st_size
     if all(not text.strip() for text in _blocks(path, 0, size)):
-        raise ValueError(f"{path}: the file is empty")
+        raise ValueError(f"{path}: the file {'has only blank lines' if size else 'is empty'}")
     cut = _valid_start(path, size)
     return _in_documents(_blocks(path, *((0, cut) if split == "train" else (cut, size))), max_bytes)
 
