@@ -330,3 +330,7 @@ def test_on_a_gpu_shared_heads_never_fall_back_to_a_table_of_all_pairs(monkeypat
             q, kv = (torch.empty(2, heads, 16, 8, device=device, dtype=dtype) for heads in (6, 2))
             assert causal_attention(q, kv, kv, window).shape == q.shape
     assert asked == [(6, False) if repeated else (2, True), (2, True)]
+
+def test_every_key_needs_a_value(): # torch's kernel would leave out the last key
+    q, k = torch.randn(2, 4, 7, 8), torch.randn(2, 2, 7, 8)
+    with pytest.raises(ValueError, match=r"keys \(2, 2, 7, 8\) and values \(2, 2, 6, 8\)"): causal_attention(q, k, k[:, :, :6])

@@ -242,3 +242,6 @@ def test_ipywidgets_is_loaded_for_the_live_picture_only():
             "try: explore_live(t)\nexcept ImportError as e: print(json.dumps(str(e)))")
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.splitlines()
     assert json.loads(out[0]).startswith("1 character, 1 byte, 1 token") and "pip install ipywidgets" in json.loads(out[1])
+
+def test_one_text_is_not_a_list_of_its_characters():
+    with pytest.raises(TypeError, match="one str"): tokens_by_merges(Tokenizer.train(["the cat the cat"], 260), "the cat")

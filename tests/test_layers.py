@@ -480,3 +480,10 @@ def test_a_loss_is_finite_where_its_logits_are():
     x, head = torch.tensor([[1e13, -2e13], [3e13, 1e13]]), torch.tensor([[1e13, 0.], [0., 1e13], [1e12, 1e12]])
     loss = linear_cross_entropy(x, head, torch.tensor([1, 2]))
     assert loss == torch.nn.functional.cross_entropy(x@head.T, torch.tensor([1, 2])) and 2e26 < loss < 3e26
+
+def test_whole_numbers_are_no_logits(): # softmax of [1, 2] would be [0, 0], as whole numbers
+    for f in (softmax, lambda x: rmsnorm(x, torch.ones(2)), lambda x: token_losses(x, torch.tensor([1]))):
+        with expect_error(TypeError, "torch.int64"): f(torch.tensor([[1, 2]]))
+
+def test_token_losses_need_a_target_for_each_row(): # gather would take the first row's logits for both
+    with expect_error(ValueError, "targets (1,) don't fit logits (2, 5), expected (2,)"): token_losses(torch.randn(2, 5), torch.tensor([0]))

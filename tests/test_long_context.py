@@ -88,3 +88,11 @@ def test_who_sees_only_config_and_weights_computes_with_the_new_speeds(tmp_path)
         for same in (m, untie(m), from_hf(tmp_path/"hf")): torch.testing.assert_close(same(ids[None]), m(ids[None]), rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(FastDecoder(m).feed(ids.tolist(), all=True), m(ids[None])[0], rtol=1e-4, atol=1e-4)
         for same in (m, quantize_linears(m)): torch.testing.assert_close(CachedDecoder(same).feed(ids.tolist(), all=True), same(ids[None])[0], rtol=1e-4, atol=1e-4)
+
+def test_settings_of_another_method_are_refused():
+    for method in ("none", "linear", "ntk"):
+        for name in ("fast", "slow"):
+            with pytest.raises(ValueError, match=f"{name} = 2.0 with method = '{method}', expected yarn or llama3"):
+                extend_context(tiny(), method, 2, **{name: 2.})
+    with pytest.raises(ValueError): extend_context(tiny(), "yarn", 2, fast=0.) # And not its default
+    with pytest.raises(ValueError, match="yarm"): attention_scale("yarm", 4)

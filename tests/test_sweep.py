@@ -338,3 +338,7 @@ def test_what_stands_in_the_table_for_a_p_value(): assert [sweep._p_text(p) for 
 def test_the_defaults_of_the_data_are_those_of_the_saved_runs():
     "Another default would be another key: every saved run would be made again"
     assert RunData() == RunData("stories", 512, 8., 200)
+
+def test_holm_takes_probabilities_only(): # NaN would come out as 0, a finding
+    for value in (math.nan, -.1, 1.5):
+        with pytest.raises(ValueError, match=f"p\\['a'\\] = {value}, expected 0 to 1"): holm({"a": value, "b": .01})

@@ -445,7 +445,10 @@ def holm(
     p:dict, # Comparison to its p-value, for all comparisons that were made
 )->dict: # Comparison to its p-value corrected for their number
     """Apply Holm's correction to p-values.
-    The chance of any false finding among values below 0.05 is then at most 5 %."""
+    The chance of any false finding among values below 0.05 is then at most 5 %.
+    Raises `ValueError` for a number that is no probability."""
+    for name,value in p.items():
+        if not 0 <= value <= 1: raise ValueError(f"holm: p[{name!r}] = {value}, expected 0 to 1")
     found, least = {}, 0.
     for i,name in enumerate(sorted(p, key=p.get)): # type: ignore[arg-type]
         least = found[name] = min(1., max(least, (len(p) - i)*p[name]))

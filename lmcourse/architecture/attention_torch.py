@@ -68,7 +68,11 @@ def causal_attention(
     v:torch.Tensor, # Values `(..., G, S, K)`
     window:int|None=None, # Number of latest keys that a query sees, including its own; default: all
 )->torch.Tensor: # `(..., H, T, K)`
-    "Compute attention under `causal_mask` with torch's fused function."
+    """Compute attention under `causal_mask` with torch's fused function.
+    Raises `ValueError` if heads can't be shared out, or a key has no value."""
+    if k.shape[-2] != v.shape[-2]: # Torch's kernel would leave out the last keys without a word
+        raise ValueError(f"keys {tuple(k.shape)} and values {tuple(v.shape)}, expected as many of "
+                         f"each")
     T, S = q.shape[-2], k.shape[-2]
     narrow = window is not None and window < S
     mask = causal_mask(T, S, window, q.device) if narrow or 1 < T != S else None

@@ -127,9 +127,11 @@ def _can_look(x:torch.Tensor
 
 # %% ../../nbs/03_architecture/03b_layers_torch.ipynb #60bd6df9
 def at_least_float32(
-    x:torch.Tensor, # Floating-point numbers of any type
+    x:torch.Tensor, # Floating-point numbers of any type; raises `TypeError` for any others
 )->torch.Tensor: # 16-bit types as float32; other types unchanged
     "Convert 16-bit numbers to float32, so that sums and squares have room."
+    if not x.is_floating_point():
+        raise TypeError(f"a tensor of {x.dtype}, expected floating-point numbers")
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 # %% ../../nbs/03_architecture/03b_layers_torch.ipynb #239b76c3
@@ -264,12 +266,19 @@ def softmax(
     return (e/e.sum(dim, keepdim=True)).to(x.dtype)
 
 # %% ../../nbs/03_architecture/03b_layers_torch.ipynb #0fe77c98
+def _check_targets(logits:torch.Tensor, targets:torch.Tensor):
+    if targets.shape != logits.shape[:-1]:
+        raise ValueError(f"targets {tuple(targets.shape)} don't fit logits {tuple(logits.shape)}, "
+                         f"expected {tuple(logits.shape[:-1])}")
+
 def token_losses(
     logits:torch.Tensor,  # `(..., V)`
     targets:torch.Tensor, # The ids that came next `(...)`, all of them from 0 to V - 1
 )->torch.Tensor: # Loss of each target `(...)`, in nats
     """Compute the surprisal `-log p` of each target.
-    It is `log Z - logit`, with the largest logit subtracted from both."""
+    It is `log Z - logit`, with the largest logit subtracted from both. Raises `ValueError` if the
+    shapes don't fit."""
+    _check_targets(logits, targets)
     wide = at_least_float32(logits)
     below = wide - wide.detach().amax(-1, keepdim=True)
     return below.exp().sum(-1).log() - below.gather(-1, targets[..., None])[..., 0]
@@ -282,9 +291,7 @@ def cross_entropy(
     z_loss:float=0.0,       # Weight of the mean of `log(Z)**2`
 )->torch.Tensor: # Mean over the targets that count, in nats; NaN if none does
     "Compute the training loss. Raises `ValueError` if the shapes don't fit."
-    if targets.shape != logits.shape[:-1]:
-        raise ValueError(f"targets {tuple(targets.shape)} don't fit logits {tuple(logits.shape)}, "
-                         f"expected {tuple(logits.shape[:-1])}")
+    _check_targets(logits, targets)
     logits, targets = at_least_float32(logits).reshape(-1, logits.shape[-1]), targets.flatten()
     loss = F.cross_entropy(logits, targets, ignore_index=ignore_index)
     if not z_loss: return loss

@@ -25,23 +25,29 @@ def rope_settings(
     theta:float=10_000.0, # Base of the wavelengths in training
     # Hands with at least this many turns stay; default: 32 for `yarn`, 4 for `llama3`
     fast:float|None=None,
-    slow:float=1.0,       # Hands with at most this many turns are interpolated in full
+    # Hands with at most this many turns are interpolated in full; default: 1
+    slow:float|None=None,
 )->dict: # Values of `rope_theta` and `rope_scaling` for a config, which checks the numbers
     "Say how a method stretches RoPE. Sources: Chen et al. 2023; Peng et al. 2023, section 3."
     if method not in METHODS: raise ValueError(f"{method = }, expected one of {METHODS}")
     if not 1 <= factor < math.inf: raise ValueError(f"{factor = }, expected 1 or more")
+    for name,turns in dict(fast=fast, slow=slow).items():
+        if turns is not None and method not in ("yarn", "llama3"):
+            raise ValueError(f"{name} = {turns!r} with {method = }, expected yarn or llama3")
     if method == "ntk" and head_dim < 4: raise ValueError(f"{head_dim = }, expected 4 or more")
     if method == "ntk": theta *= factor**(head_dim/(head_dim - 2))
     scaling:dict = dict(rope_type=method, factor=factor)
     if method in ("yarn", "llama3"): scaling["original_max_position_embeddings"] = trained
-    if method == "yarn": scaling |= dict(beta_slow=slow, beta_fast=fast or 32.)
-    if method == "llama3": scaling |= dict(low_freq_factor=slow, high_freq_factor=fast or 4.)
+    slow = 1. if slow is None else slow
+    if method == "yarn": scaling |= dict(beta_slow=slow, beta_fast=32. if fast is None else fast)
+    if method == "llama3":
+        scaling |= dict(low_freq_factor=slow, high_freq_factor=4. if fast is None else fast)
     return dict(rope_theta=theta, rope_scaling=None if method in ("none", "ntk") else scaling)
 
 # %% ../../nbs/07_inference/07g_long_context.ipynb #84177122
 def stretched_frequencies(
     method:str, head_dim:int, factor:float, trained:int, # As for `rope_settings`
-    theta:float=10_000.0, fast:float|None=None, slow:float=1.0,
+    theta:float=10_000.0, fast:float|None=None, slow:float|None=None,
 )->torch.Tensor: # Radians per token `(K/2,)`, in float64
     "Compute the speed of each hand of RoPE for a longer context. `ValueError` for bad input."
     settings = rope_settings(method, head_dim, factor, trained, theta, fast, slow)
@@ -54,6 +60,7 @@ def attention_scale(
     factor:float, # How many times longer the context becomes
 )->float: # Factor of queries and keys
     "Return YaRN's scale of queries and keys, and 1 for others. Peng et al. 2023, section 3."
+    if method not in METHODS: raise ValueError(f"{method = }, expected one of {METHODS}")
     return rope_factor(dict(rope_type=method, factor=factor))
 
 def extend_context(
@@ -64,7 +71,7 @@ def extend_context(
     **ramp:float,            # `fast` and `slow`, as for `rope_settings`
 )->Any: # The same model
     """Give a trained model the frequencies of a longer context, and write them into its config.
-    Raises `ValueError` if the model has no RoPE, or has been extended before."""
+    Raises `ValueError` if the model has no RoPE, or a `rope_scaling` already."""
     c = model.config
     if c.position != "rope":
         raise ValueError(f"a model with position = {c.position!r} has no RoPE")

@@ -257,7 +257,9 @@ def tokens_by_merges(
     # `(merges + 1,)`: entry n is the number of tokens if only the first n merges are applied
 )->np.ndarray:
     """Return how many tokens the texts have under every smaller vocabulary.
-    Raises `ValueError` if two merges make the same token."""
+    Raises `ValueError` if two merges make the same token, and `TypeError` for a single string."""
+    if isinstance(texts, str):
+        raise TypeError("texts is one str, expected an iterable of them: [text]")
     if len({a + b for a,b in tokenizer.merges}) < len(tokenizer.merges):
         raise ValueError("two merges make the same token")
     ids = Counter()
