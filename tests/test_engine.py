@@ -627,6 +627,12 @@ def test_what_can_t_be_answered_is_refused_and_nothing_changes(changes, words):
     assert not engine.busy and len(engine.pool.free) == 10
 
 
+def test_a_yes_is_no_number_of_log_probs():
+    "It would fail in a step that other requests share"
+    for yes in (True, False):
+        with expect_error(TypeError, f"log_probs = {yes}, expected a number of tokens or None"): Engine(small()).add(Request((1,), log_probs=yes))
+
+
 def test_what_just_fits_is_answered():
     model = small()
     assert len(Engine(model, num_blocks=16, block_size=4).run([Request((1, 2, 3), 62)])[0].tokens) == 62

@@ -176,6 +176,7 @@ def test_chi_squared():
     # One degree of freedom: 60 of 100 is two standard deviations off, 2*(1 - Phi(2)) = erfc(sqrt 2)
     check_close(chi_squared(torch.tensor([60, 40]), torch.tensor([0.5, 0.5])), math.erfc(2**0.5), rtol=1e-9)
     with pytest.raises(ValueError, match="expected at least 5"): chi_squared(torch.tensor([4, 4]), torch.tensor([0.5, 0.5]))
+    with pytest.raises(ValueError, match="expected none below 0 and sums of 1"): chi_squared(torch.tensor([60, 40]), torch.tensor([0.5, 0.4]))
 
 
 @settings(deadline=None)

@@ -209,8 +209,10 @@ def chi_squared(
     # The p-value: how often correct draws are at least this far off; 0 for an impossible outcome
 )->float:
     """Test counts against probabilities with Pearson's chi-squared test.
-    Raises `ValueError` if an outcome is expected less than 5 times. Source: Pearson 1900."""
+    Raises `ValueError` if an outcome is expected less than 5 times, or the probabilities don't add
+    up to 1. Source: Pearson 1900."""
     counts, probs = counts.double(), probs.double()
+    check_distribution(probs)
     if counts[probs == 0].any(): return 0.
     counts, expected = counts[probs > 0], counts.sum()*probs[probs > 0]
     if expected.min() < 5:

@@ -725,6 +725,8 @@ def check_request(
     if index(r.max_tokens) < 0: raise ValueError(f"max_tokens = {r.max_tokens}, expected 0 or more")
     if not -2**63 <= index(r.seed) < 2**64:
         raise ValueError(f"seed = {r.seed}, expected -2^63 to 2^64 - 1")
+    if isinstance(r.log_probs, bool):
+        raise TypeError(f"log_probs = {r.log_probs}, expected a number of tokens or None")
     if r.log_probs is not None and not 0 <= index(r.log_probs) <= config.vocab_size:
         raise ValueError(f"log_probs = {r.log_probs}, expected 0 to {config.vocab_size}")
     needed = len(r.ids) + max(r.max_tokens - 1, 0)          # the last token drawn is not computed
