@@ -1268,7 +1268,8 @@ class SpeedrunCommand:
         with checking_input():
             check_race(range(self.seeds), self.minutes, self.mark, self.out, self.work)
         with told_to_go_on(KeyboardInterrupt):
-            table = speedrun(self.part, self.seeds, self.out, self.work, self.minutes, self.mark, say)
+            table = speedrun(self.part, self.seeds, self.out, self.work, self.minutes, self.mark,
+                             say)
         say(str(table))
 
 # %% ../../nbs/90_app/90g_cli.ipynb #b5242fdd
