@@ -12,7 +12,7 @@ from pathlib import Path
 import processes
 import pytest
 
-from lmcourse.app import bench_training as bench, cli
+from lmcourse.app import bench_training as bench, cli, commands
 from lmcourse.app.bench import present
 from lmcourse.tools.checks import expect_error
 from lmcourse.tools.config import ModelConfig
@@ -287,7 +287,7 @@ def test_a_mistake_is_one_line_and_leaves_nothing(tmp_path, words, answer):
     (tmp_path/"letter.txt").write_text("a")
     with contextlib.chdir(tmp_path), pytest.MonkeyPatch.context() as patch:
         said = []
-        patch.setattr(cli, "print", lambda *line, **more: said.append(" ".join(map(str, line))), raising=False)
+        for module in (cli, commands): patch.setattr(module, "print", lambda *line, **more: said.append(" ".join(map(str, line))), raising=False)
         with pytest.raises(SystemExit) as ended: cli.main(words.split())
     assert ended.value.code == 2 and len(said) == 1 and said[0].startswith("lmcourse: ") and "\n" not in said[0] and answer in said[0], said
     assert [p.name for p in tmp_path.iterdir()] == ["letter.txt"]

@@ -14,7 +14,7 @@ pytest.importorskip("fastapi")
 pytest.importorskip("uvicorn")
 sys.path.insert(0, str(Path(__file__).parent.parent / "tools"))
 
-from lmcourse.app import cli
+from lmcourse.app import cli, generation_commands
 from lmcourse.app.serve import Service, make_server
 from lmcourse.architecture.transformer_torch import TransformerLM
 from lmcourse.generation.generate import ChatTemplate, complete
@@ -202,7 +202,7 @@ def test_the_command_says_where_the_page_is(monkeypatch, capsys):
     monkeypatch.setattr(serve, "run_server", lambda service, host, port, ready, *more: (ready(), service.worker.close()))
     opened = []
     monkeypatch.setattr("webbrowser.open", opened.append)
-    monkeypatch.setattr(cli, "_has_screen", lambda: True)
+    monkeypatch.setattr(generation_commands, "_has_screen", lambda: True)
     for words, n in (["chat", "--port", "8765"], 1), (["chat", "--port", "8765", "--no-browser"], 1), (["serve", "--port", "8765"], 1):
         cli.main(words)
         assert "http://127.0.0.1:8765/chat" in capsys.readouterr().out and len(opened) == n

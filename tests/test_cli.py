@@ -17,7 +17,7 @@ import pytest
 from processes import here, lmcourse, wait_for
 
 from lmcourse.accounting.hardware import Device
-from lmcourse.app import cli
+from lmcourse.app import alignment_commands, cli, commands, data_commands, generation_commands, training_commands
 from lmcourse.tokenization.tokenizer import Tokenizer
 from lmcourse.tools.config import ModelConfig, TrainConfig
 from lmcourse.tools.files import lock_file
@@ -150,7 +150,7 @@ def test_a_server_has_a_draft_too(kind):
     from lmcourse.inference.engine import Request
     kept, answers, steps = files("lmcourse").joinpath("data/quickstart"), [], []
     for draft in (None, kept):
-        service = cli.ServeCommand(quantize=kind, draft=draft).service()
+        service = generation_commands.ServeCommand(quantize=kind, draft=draft).service()
         try: engine = service.worker.make_engine()
         finally: service.worker.close()
         assert isinstance(engine, DraftEngine) == (draft is not None)
@@ -166,7 +166,7 @@ def test_models_are_loaded_where_the_device_says(capsys, monkeypatch):
     monkeypatch.setattr("lmcourse.training.engines.pick_device", lambda name: torch.device(name))
     monkeypatch.setattr(models, "load_model", lambda folder=None, device="cpu", *more: (places.append(device), load(folder))[1])
     assert told(capsys, "--device", "cuda", "--draft", draft).startswith("Once") and places == ["cuda", "cuda"]
-    cli.ServeCommand(device="mps").service().worker.close()
+    generation_commands.ServeCommand(device="mps").service().worker.close()
     assert places[2:] == ["mps"]
 
 
@@ -178,7 +178,7 @@ def test_the_server_takes_the_model_that_fits_the_device(monkeypatch):
     class Graphs(PagedModel): pass
     for kind in (PagedModel, Graphs):
         for draft, engine in ((None, Engine), (files("lmcourse").joinpath("data/quickstart"), DraftEngine)):
-            service = cli.ServeCommand(draft=draft).service()
+            service = generation_commands.ServeCommand(draft=draft).service()
             assert type(service.worker.engine) is engine and type(service.worker.engine.paged) is kind
             assert service.worker.engine.steps == 1            # its kernels are compiled before the first client comes
             assert service.worker.make_engine().steps == 1     # and those of an engine that replaces it after an error
@@ -197,7 +197,7 @@ def test_quantized_weights_write_what_they_stand_for(capsys, kind, bits):
     model, tokenizer = load_model()
     pack = partial(quantize_fitting, bits=bits)
     want = complete(model, tokenizer, "Once", 16, temperature=0, decoder=partial(FastDecoder, pack=pack))
-    service = cli.ServeCommand(quantize=kind).service()
+    service = generation_commands.ServeCommand(quantize=kind).service()
     try:
         linears = [m for m in service.worker.engine.paged.model.modules() if isinstance(m, (torch.nn.Linear, PackedLinear, QuantizedLinear))]
         assert linears and all(isinstance(m, QuantizedLinear) and m.codes.bits == bits for m in linears)
@@ -210,18 +210,18 @@ def test_quantized_weights_write_what_they_stand_for(capsys, kind, bits):
 def test_quantized_weights_have_a_product_on_the_cpu_only(monkeypatch):
     torch = pytest.importorskip("torch")
     monkeypatch.setattr("lmcourse.training.engines.pick_device", lambda name: torch.device(name))
-    assert cli.checked_device("cuda", "none") == "cuda" and cli.checked_device("cpu", "int8") == "cpu"
-    with pytest.raises(ValueError, match="quantize = int8 with device = cuda, expected cpu"): cli.checked_device("cuda", "int8")
-    monkeypatch.setattr(cli, "compiles", lambda: False)
-    assert cli.checked_device("cpu", "none") == "cpu"
-    with pytest.raises(ValueError, match="quantize = int4 with NUMBA_DISABLE_JIT = 1"): cli.checked_device("cpu", "int4")
+    assert generation_commands.checked_device("cuda", "none") == "cuda" and generation_commands.checked_device("cpu", "int8") == "cpu"
+    with pytest.raises(ValueError, match="quantize = int8 with device = cuda, expected cpu"): generation_commands.checked_device("cuda", "int8")
+    monkeypatch.setattr(generation_commands, "compiles", lambda: False)
+    assert generation_commands.checked_device("cpu", "none") == "cpu"
+    with pytest.raises(ValueError, match="quantize = int4 with NUMBA_DISABLE_JIT = 1"): generation_commands.checked_device("cpu", "int4")
 
 
 def test_serve_reads_the_run_s_chat_template(whole, tmp_path):
     for name in ("data", "whole"): subprocess.run(["cp", "-r", whole.parent/name, tmp_path], check=True)
     (tmp_path/"whole/chat_template.json").write_text('{"roles": {"user": {"prefix": "Q: "}}, "assistant_start": "A:"}')
     for folder, own in ((whole, False), (tmp_path/"whole", True), (None, False)):
-        service = cli.ServeCommand(folder=folder).service()
+        service = generation_commands.ServeCommand(folder=folder).service()
         assert service.chat_template.is_default != own and service.name == ("whole" if folder else "lmcourse")
         service.worker.close()
 
@@ -436,7 +436,7 @@ def raises(error):
 
 def test_a_model_that_does_not_fit_is_never_made(work, monkeypatch):
     monkeypatch.setattr("lmcourse.training.trainer.Trainer", raises(AssertionError("made")))
-    monkeypatch.setattr(cli, "memory_bytes", lambda: 8*2**30)
+    monkeypatch.setattr(training_commands, "memory_bytes", lambda: 8*2**30)
     done = here("train", "data", "new", "--preset", "quickstart", "--batch-size", 100_000, "--micro-batch", 50_000, cwd=work)
     assert done.returncode == 2 and "of memory, and this machine has" in done.stderr
     with pytest.raises(AssertionError, match="made"): here("train", "data", "new", "--batch-size", 100_000, "--micro-batch", 1, cwd=work)
@@ -444,7 +444,7 @@ def test_a_model_that_does_not_fit_is_never_made(work, monkeypatch):
 
 
 def test_a_run_that_does_not_fit_on_this_machine_is_not_resumed(broken, monkeypatch):
-    monkeypatch.setattr(cli, "memory_bytes", lambda: 2**20)
+    monkeypatch.setattr(training_commands, "memory_bytes", lambda: 2**20)
     done = here("train", "--resume", "another", cwd=broken)
     assert done.returncode == 2 and "this machine has 1.05 MB; even one window does not fit" in done.stderr, done.stderr
 
@@ -469,7 +469,7 @@ def test_the_address_of_ipv6_has_brackets(monkeypatch, capsys):
     pytest.importorskip("uvicorn")
     def served(service, host, port, greet, *more): greet(); service.worker.close()
     monkeypatch.setattr("lmcourse.app.serve.run_server", served)
-    monkeypatch.setattr(cli, "_check_address", lambda host, port: None)
+    monkeypatch.setattr(generation_commands, "_check_address", lambda host, port: None)
     cli.main(["serve", "--host", "::1"])
     assert "http://[::1]:8000/v1" in capsys.readouterr().out
 
@@ -511,7 +511,7 @@ WORK = {
     "prepare stories new-data --tokenizer tok --max-mb 0.05 --valid-documents 2": "lmcourse.training.data.write_tokens",
     "prepare stories newer-data --tokenizer tok --max-mb 0.05 --valid-documents 2": "lmcourse.training.data.count_ngrams",
     "train data new-run --steps 2 " + " ".join(TINY): "lmcourse.training.trainer.Trainer.train_step",
-    "train data newer-run --steps 2 " + " ".join(TINY): "lmcourse.app.cli.cost_lines",
+    "train data newer-run --steps 2 " + " ".join(TINY): "lmcourse.app.training_commands.cost_lines",
     "train --resume cut-here": "lmcourse.training.trainer.Trainer.train_step",
     "quickstart --minutes 0.01 --out new-quick": "lmcourse.training.trainer.measure_step",
     "generate whole": "lmcourse.inference.fast_decoder.NumpyDecoder.compute",
@@ -542,7 +542,7 @@ def runs(broken, whole, monkeypatch):
         (broken/"cut-here/config.json").write_text(json.dumps(config))
     before = set(broken.iterdir())
     monkeypatch.chdir(broken)
-    monkeypatch.setattr(cli, "_check_address", lambda host, port: None)
+    monkeypatch.setattr(generation_commands, "_check_address", lambda host, port: None)
     yield broken
     for new in set(broken.iterdir()) - before: shutil.rmtree(new) if new.is_dir() else new.unlink()
 
@@ -603,7 +603,7 @@ def test_who_comes_second_leaves_the_folder_of_the_first(broken, monkeypatch, ca
     content = lambda: {p: p.read_bytes() for p in (broken/"whole").rglob("*") if p.is_file()}
     before = content()
     monkeypatch.chdir(broken)
-    monkeypatch.setattr(cli, "refuse_existing", lambda folder: None)
+    for module in (data_commands, training_commands, alignment_commands): monkeypatch.setattr(module, "refuse_existing", lambda folder: None)
     with pytest.raises(SystemExit) as end: cli.main(words.split())
     said = capsys.readouterr().err
     assert end.value.code == 2 and "exists" in said and said.count("\n") == 1 and content() == before, said
@@ -611,7 +611,7 @@ def test_who_comes_second_leaves_the_folder_of_the_first(broken, monkeypatch, ca
 
 def test_a_failure_removes_its_own_folder_and_no_neighbour(tmp_path):
     for neighbour in (False, True):
-        with pytest.raises(KeyboardInterrupt), cli.all_or_nothing(tmp_path/"runs/deep/one"):
+        with pytest.raises(KeyboardInterrupt), commands.all_or_nothing(tmp_path/"runs/deep/one"):
             (tmp_path/"runs/deep/one").mkdir(parents=True)
             if neighbour: (tmp_path/"runs/two").mkdir()
             raise KeyboardInterrupt
@@ -642,10 +642,10 @@ def test_what_the_command_tells_is_a_value_error_for_others():
     from lmcourse.tools.config import UserError
     assert issubclass(UserError, ValueError)
     for error in (OSError("no file"), ValueError("no number"), FileExistsError("there")):
-        with pytest.raises(UserError, match=str(error)) as found, cli.checking_input(): raise error
+        with pytest.raises(UserError, match=str(error)) as found, commands.checking_input(): raise error
         assert found.value.__cause__ is error
     for error in (KeyError("a bug"), KeyboardInterrupt(), ConnectionError("gone"), UserError("already")):
-        with pytest.raises(type(error)) as found, cli.checking_input(): raise error
+        with pytest.raises(type(error)) as found, commands.checking_input(): raise error
         assert found.value is error
 
 
@@ -733,12 +733,12 @@ def failing(error, after):
 def test_what_fails_leaves_nothing_and_what_is_cut_off_goes_on(work, tmp_path, monkeypatch, capsys, error, left):
     words = ["prepare", "hf:a/b", str(tmp_path/"new/out"), "--tokenizer", str(work/"tok"), "--max-mb", "100", "--valid-documents", "9"]
     monkeypatch.setattr("lmcourse.training.data.count_ngrams", lambda *args: None)          # they take the longest
-    monkeypatch.setattr(cli, "documents", failing(error, 200))
+    monkeypatch.setattr(commands, "documents", failing(error, 200))
     with pytest.raises(SystemExit): cli.main(words)
     err = capsys.readouterr().err
     assert (tmp_path/"new").exists() == left and err.endswith("; go on with the same command\n") == left and err.count("\n") == 1
     assert (str(error) or "interrupted") in err
-    monkeypatch.setattr(cli, "documents", failing(error, None))
+    monkeypatch.setattr(commands, "documents", failing(error, None))
     cli.main(words)
     assert ("going on after" in capsys.readouterr().out) == left
     words[2] = str(tmp_path/"uncut")
@@ -760,8 +760,8 @@ def test_prepare_holds_few_documents_and_leaves_out_those_for_validation(work, t
         return (f"{i} {text}" for i in range(5, 8)) if split == "valid" else (Document(f"{i} {text}") for i in range(700))
 
     monkeypatch.setattr("lmcourse.training.data.count_ngrams", lambda *args: None)
-    monkeypatch.setattr(cli, "documents", documents)
-    cli.prepare("hf:a/b", tmp_path/"out", tokenizer := Tokenizer.from_folder(work/"tok"), 10**9, 400, 1)
+    monkeypatch.setattr(commands, "documents", documents)
+    data_commands.prepare("hf:a/b", tmp_path/"out", tokenizer := Tokenizer.from_folder(work/"tok"), 10**9, 400, 1)
     train, valid = (TokenDataset.open(tmp_path/"out"/name) for name in ("train", "valid"))
     assert (train.num_documents, valid.num_documents) == (697, 3) and Document.most < 500
     assert [tokenizer.decode(train.document(i)[:20].tolist()).split()[0] for i in (4, 5)] == ["4", "8"]
@@ -774,7 +774,7 @@ def test_help_names_every_corpus():
 
 
 def test_a_model_begins_where_its_windows_did():
-    assert [cli.beginning(w) for w in ("documents", "within", "random", "sequential")] == ["", "", "\n", "\n"]
+    assert [generation_commands.beginning(w) for w in ("documents", "within", "random", "sequential")] == ["", "", "\n", "\n"]
 
 
 def test_the_doctor_looks_at_a_run(work, whole):
@@ -806,7 +806,7 @@ def test_smoke_falls_as_the_published_run_without_torch():
 
 
 def test_smoke_that_does_not_learn_is_told(monkeypatch, capsys):
-    monkeypatch.setattr(cli, "smoke", lambda seed: [5.5, 5.4])
+    monkeypatch.setattr(training_commands, "smoke", lambda seed: [5.5, 5.4])
     with pytest.raises(SystemExit) as end: cli.main(["smoke"])
     assert end.value.code == 2 and "fell from 5.5000 to 5.4000, which is less than the published fall" in capsys.readouterr().err
 
@@ -858,13 +858,13 @@ def test_of_a_long_text_little_is_for_validation(broken):
     "Documents may be as long as they like, so bytes are counted too; those of a corpus are as short as they are"
     info = json.loads((broken/"days-data/valid.json").read_text())
     assert info["documents"] == 1 and 2900 < info["bytes"] <= 3000
-    assert len(cli.validation_documents("stories", 400)) == 400
+    assert len(data_commands.validation_documents("stories", 400)) == 400
 
 
 def test_the_limit_of_a_text_for_validation_is_told(broken, capsys, monkeypatch):
     monkeypatch.chdir(broken)
-    (whole,), said = cli.validation_documents("text:days.txt", 100), capsys.readouterr().out
-    (short,), told = cli.validation_documents("text:days.txt", 2), capsys.readouterr().out
+    (whole,), said = data_commands.validation_documents("text:days.txt", 100), capsys.readouterr().out
+    (short,), told = data_commands.validation_documents("text:days.txt", 2), capsys.readouterr().out
     assert not said and whole.startswith(short) and len(short) <= 2000 < len(whole) and "only the first 2,000 bytes" in told
 
 
@@ -872,22 +872,22 @@ def test_the_limit_of_a_text_for_validation_is_told(broken, capsys, monkeypatch)
 def test_a_quickstart_evaluates_as_much_as_its_minutes_allow(broken, monkeypatch, data, minutes, most):
     def prepare(data, out, tokenizer, size, valid_documents): raise KeyError(valid_documents)
     monkeypatch.chdir(broken)
-    monkeypatch.setattr(cli, "prepare", prepare)
-    monkeypatch.setattr(cli, "learn_tokenizer", lambda *_: Tokenizer.from_folder("tok"))
-    with pytest.raises(KeyError, match=f"^{most}$"): cli.get_ready(data, minutes, broken/"new")
+    monkeypatch.setattr(training_commands, "prepare", prepare)
+    monkeypatch.setattr(training_commands, "learn_tokenizer", lambda *_: Tokenizer.from_folder("tok"))
+    with pytest.raises(KeyError, match=f"^{most}$"): training_commands.get_ready(data, minutes, broken/"new")
 
 
 def test_no_share_is_more_than_all(work, monkeypatch):
     "A busy machine measures a rate that its own step exceeds."
-    monkeypatch.setattr(cli, "device_here", lambda kind: Device("this", {"float32": 1e6}, 1e9, 10**9, "measured: a busy machine"))
+    monkeypatch.setattr(training_commands, "device_here", lambda kind: Device("this", {"float32": 1e6}, 1e9, 10**9, "measured: a busy machine"))
     config = TrainConfig(steps=2, batch_size=2)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("lmcourse.training.runs.write_run", lambda *_: None)
-        trainer = cli.new_trainer(work/"data", work, ModelConfig(context_length=16, d_model=32, num_layers=1, num_heads=2), config)
-    *_, last = cli.cost_lines(trainer)
+        trainer = training_commands.new_trainer(work/"data", work, ModelConfig(context_length=16, d_model=32, num_layers=1, num_heads=2), config)
+    *_, last = training_commands.cost_lines(trainer)
     assert last.endswith("; faster than that rate, because the machine was busy when it was measured") and "%" not in last
-    monkeypatch.setattr(cli, "device_here", lambda kind: Device("this", {"float32": 1e15}, 1e9, 10**9, "measured: a machine"))
-    assert cli.cost_lines(trainer)[-1].endswith("; 0 % of that rate")
+    monkeypatch.setattr(training_commands, "device_here", lambda kind: Device("this", {"float32": 1e15}, 1e9, 10**9, "measured: a machine"))
+    assert training_commands.cost_lines(trainer)[-1].endswith("; 0 % of that rate")
 
 
 def test_a_finished_run_is_told_with_its_result_and_how_to_train_on(work, whole, monkeypatch):
@@ -907,7 +907,7 @@ def test_a_finished_run_is_told_with_its_result_and_how_to_train_on(work, whole,
 @pytest.mark.parametrize("name, changes", [("quickstart", dict(copy_init=True, qk_norm=False)), ("ts-17m", {}), ("gpt2-small", dict(num_layers=3, window=7)), ("qwen3-0.6b", dict(head_dim=None, num_kv_heads=None))])
 def test_a_model_is_made_again_by_its_options(name, changes):
     model = ModelConfig.preset(name, **changes)
-    again = cli.parse(shlex.split("train data new" + cli.new_run_words(model))).model
+    again = cli.parse(shlex.split("train data new" + training_commands.new_run_words(model))).model
     assert replace(again, copy_init=False, vocab_size=9) == replace(model, copy_init=False, vocab_size=9)
 
 
@@ -937,13 +937,13 @@ def test_a_batch_is_cut_to_the_card(monkeypatch, gb, wanted, micro):
     import torch
     from lmcourse.training import engines
     model, train = ModelConfig.preset("leaderboard-42m"), TrainConfig.preset("leaderboard-42m", **wanted)
-    assert cli.cut_to_card(model, train) == train                      # On the processor
+    assert training_commands.cut_to_card(model, train) == train                      # On the processor
     monkeypatch.setattr(engines, "pick_device", lambda name: torch.device("cuda", 0))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=gb*10**9))
-    assert cli.cut_to_card(model, train) == replace(train, micro_batch=micro)
+    assert training_commands.cut_to_card(model, train) == replace(train, micro_batch=micro)
     if not wanted and gb == 8:                                         # Two cards share the batch, so that each half fits
         monkeypatch.setenv("WORLD_SIZE", "2")
-        assert cli.cut_to_card(model, train) == train
+        assert training_commands.cut_to_card(model, train) == train
 
 
 @pytest.mark.parametrize("minutes, preset", [(3, "ts-17m"), (10, "ts-36m")])
@@ -954,14 +954,14 @@ def test_a_gpu_gets_a_larger_model(work, monkeypatch, minutes, preset):
         def __init__(self, model, config, *data): pass
     monkeypatch.setattr(trainer, "Trainer", Trainer)
     monkeypatch.setattr(trainer, "measure_step", lambda trainer, steps: .5)
-    model, config = cli.plan(work/"data", minutes, CARD)
+    model, config = training_commands.plan(work/"data", minutes, CARD)
     assert model == ModelConfig.preset(preset, vocab_size=600)
     assert (config.device, config.dtype, config.compile, config.micro_batch, config.batch_size) == ("cuda", "auto", True, None, 128)
     tokens = json.loads((work/"data/train.json").read_text())["tokens"]
     assert config.steps == max(1, min(120*minutes, 12*tokens//(128*256)))
-    line, = cli.card_lines(CARD, minutes)
-    assert line.startswith(f"a card, 80.0 GB: {preset}, ") and f"about {minutes + 2} min" in line and not cli.card_lines(None, minutes)
-    model, config = cli.plan(work/"data", minutes)
+    line, = training_commands.card_lines(CARD, minutes)
+    assert line.startswith(f"a card, 80.0 GB: {preset}, ") and f"about {minutes + 2} min" in line and not training_commands.card_lines(None, minutes)
+    model, config = training_commands.plan(work/"data", minutes)
     assert model == ModelConfig.preset("quickstart", vocab_size=600, copy_init=True) and config.lr == 2*TrainConfig.preset("quickstart").lr
 
 
@@ -972,7 +972,7 @@ def test_the_trainer_that_is_measured_is_gone_before_the_next_one_is_made(work, 
     def look(t, steps): parts.extend(map(weakref.ref, (t, t.engine, t.model, t.engine.optimizer))); return measure(t, 5)
     monkeypatch.setattr(trainer, "measure_step", look)
     gc.disable()
-    try: cli.plan(work/"data", .1)
+    try: training_commands.plan(work/"data", .1)
     finally: gc.enable()
     assert len(parts) == 4 and not any(part() for part in parts)
 
@@ -988,7 +988,7 @@ def test_each_device_has_its_decoder():
         dtype = torch.float32
         def __init__(self, kind): self.device = torch.device(kind); self.token_embeddings = self; self.weight = self
         def parameters(self): return iter([self])
-    assert [cli.decoder_for(On(kind)) for kind in ("cpu", "cuda", "mps")] == [FastDecoder, GraphDecoder, CachedDecoder]
+    assert [generation_commands.decoder_for(On(kind)) for kind in ("cpu", "cuda", "mps")] == [FastDecoder, GraphDecoder, CachedDecoder]
     own = On("cpu")
     own.parts = Parts(attention=print)
-    assert cli.decoder_for(own) is CachedDecoder
+    assert generation_commands.decoder_for(own) is CachedDecoder

@@ -10,7 +10,7 @@ torch = pytest.importorskip("torch")
 from processes import here
 from test_cli import TINY, write_days
 
-from lmcourse.app import cli
+from lmcourse.app import analysis_commands, cli
 from lmcourse.evaluation.report import report_card, training_texts
 from lmcourse.evaluation.tasks import Item, Task, grammar_task, save_task, writing_task, written_words
 from lmcourse.training.models import load_model
@@ -105,7 +105,7 @@ def test_a_model_of_another_text_is_told_what_the_tasks_are_about(work):
     shutil.copytree(work/"data", work/"stories-data")
     for path, change in ((work/"stories/config.json", dict(data="../stories-data")), (work/"stories-data/train.json", dict(source="stories"))):
         path.write_text(json.dumps(json.loads(path.read_text()) | change))
-    try: cli.refuse_other_text(work/"stories")
+    try: analysis_commands.refuse_other_text(work/"stories")
     finally:
         for name in ("stories", "stories-data"): shutil.rmtree(work/name)
 

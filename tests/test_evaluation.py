@@ -221,7 +221,7 @@ def test_choices_of_the_next_word_are_whole_words():
 
 
 def test_kinds_of_questions_are_those_of_the_command():
-    from lmcourse.app.cli import EvalCommand
+    from lmcourse.app.analysis_commands import EvalCommand
     from lmcourse.evaluation.report import TASKS
     assert EvalCommand.tasks == ",".join(TASKS) and {*KINDS} < {*TASKS}
 

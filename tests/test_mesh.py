@@ -412,7 +412,7 @@ def test_the_command_refuses_a_mesh_that_does_not_fit_in_one_line(tmp_path):
 # A process that is lost, as the user sees it
 
 LOST = """
-from lmcourse.app import cli
+from lmcourse.app import cli, training_commands
 from lmcourse.training.trainer import Trainer
 torch.set_default_dtype(torch.float32)
 for words in ("tokenizer stories tok --vocab-size 300 --max-mb .05", "prepare stories data --tokenizer tok --max-mb .05 --valid-documents 2"): cli.main(words.split())
@@ -423,8 +423,8 @@ def loses(rank): # One is killed in its third step; the other says so, begins no
         if rank == 1 and began[-1:] == [2]: os.kill(os.getpid(), 9)
         return step(self, *args)
     Trainer.train_step = train_step
-    refuse = cli.refuse_existing                                            # These processes have met before, and one could find what the other has just made
-    cli.refuse_existing = lambda out: (refuse(out), torch.distributed.barrier())
+    refuse = training_commands.refuse_existing                              # These processes have met before, and one could find what the other has just made
+    training_commands.refuse_existing = lambda out: (refuse(out), torch.distributed.barrier())
     sys.stderr = open(folder/"said", "w", buffering=1) if rank == 0 else sys.stderr
     try: cli.main("train data run --steps 50 --context-length 16 --d-model 16 --num-layers 2 --num-heads 2 --d-ff 32 --batch-size 4 --micro-batch 1 --windows random --eval-documents 1 --checkpoint-every 1 --device cpu --timeout-seconds 60".split() + ["--pipeline-parallel-degree", "2"])
     except SystemExit as e:

@@ -14,7 +14,8 @@ import torch
 
 from lmcourse.alignment.distillation import start_distillation
 from lmcourse.alignment.stories import measure_stories, story_sampler, write_stories
-from lmcourse.app.cli import begun, open_data
+from lmcourse.app.commands import begun
+from lmcourse.app.training_commands import open_data
 from lmcourse.generation.generate import check_story, story_slips
 from lmcourse.tools.config import TrainConfig
 from lmcourse.tools.files import write_json

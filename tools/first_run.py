@@ -11,8 +11,9 @@ from pathlib import Path
 
 import torch
 
-from lmcourse.app.cli import learn_tokenizer, open_data, prepare, quickstart_configs, story
-from lmcourse.app.cli import training_documents
+from lmcourse.app.data_commands import learn_tokenizer, prepare, training_documents
+from lmcourse.app.generation_commands import story
+from lmcourse.app.training_commands import open_data, quickstart_configs
 from lmcourse.tools.machine import processor_name
 from lmcourse.training.evaluation import evaluate
 from lmcourse.training.trainer import Trainer

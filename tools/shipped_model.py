@@ -11,7 +11,7 @@ import argparse, json, shutil, subprocess, sys
 from datetime import date
 from pathlib import Path
 
-from lmcourse.app.cli import open_data
+from lmcourse.app.training_commands import open_data
 from lmcourse.architecture.transformer_torch import TransformerLM
 from lmcourse.generation.generate import measure_stories
 from lmcourse.inference.fast_decoder import FastDecoder
