@@ -203,6 +203,13 @@ def side_by_side(q, q_rope, latents, k_rope, up): return np.hstack([latents, k_r
 def unpacked_side_by_side(q, q_rope, latents, k_rope, up): return np.hstack([np.dot(latents, up.T), k_rope])@np.concatenate([q, q_rope])/(len(q) + len(q_rope))**.5
 
 
+def unpacked_copies(q, q_rope, latents, k_rope, up): # `np.array` of a tallied array is a plain one
+    return unpacked(*map(np.array, (q, q_rope, latents, k_rope, up)))
+
+
+def partly_copied(q, q_rope, latents, k_rope, up): return unpacked(np.array(q), q_rope, np.array(latents), k_rope, np.array(up))
+
+
 def transposed(q, q_rope, latents, k_rope, up): return (up.T@q@latents.T + q_rope@k_rope.T)*(len(q) + len(q_rope))**-.5
 
 
@@ -266,7 +273,8 @@ TASKS = {
     "latent_scores": ([(scored(root=lambda K, Q, R: 1), "the root of K + Q is missing"), (scored(root=lambda K, Q, R: K**.5), "both parts count"),
                        (scored(root=lambda K, Q, R: (R + Q)**.5), "the root stays"), (scored(parts=(1, 0)), "the rotated part is missing"), (scored(parts=(0, 1)), "the content is missing"),
                        (scored(root=lambda K, Q, R: K + Q), "divide by the root"), (unpacked, "the keys were unpacked"),
-                       (by_method, "the keys were unpacked"), (unpacked_side_by_side, "the keys were unpacked"), (scored(parts=(1, -1)), "for S"),
+                       (by_method, "the keys were unpacked"), (unpacked_side_by_side, "the keys were unpacked"),
+                       (unpacked_copies, "could be counted"), (partly_copied, "could be counted"), (scored(parts=(1, -1)), "for S"),
                        (lambda q, t, c, r, u: np.einsum("sr,kr,k->s", c, u, q), "can't be counted"),
                        (lambda q, t, c, r, u: (np.vecdot(np.matvec(u, c), q) + r@t)/(len(q) + len(t))**.5, "can't be counted")], [scored(), transposed, by_numpy, side_by_side]),
     "reinforce": ([(lambda z, c, l: (rewarded()(z, c, l), l.mean()), "expected an array of shape (3, 4)"), (lambda z, c, l: rewarded()(z, c, l).tolist(), "expected an array of shape (3, 4)"), (rewarded(sign=-1), "that raises the loss"), (rewarded(base=lambda l: 0), "the baseline is missing"), (rewarded(base=np.mean), "a token's own loss"),

@@ -43,6 +43,17 @@ def test_a_state_that_is_wiped_stays_finite():
     assert torch.autograd.grad(out.sum(), wiped)[0].isfinite().all()
 
 
+@pytest.mark.parametrize("reset", [-1e4, -1e6, -float("inf")])
+@pytest.mark.parametrize("delta", [False, True])
+def test_a_reset_leaves_the_decays_beside_it_exact(reset, delta):
+    "In a cumulative sum in float32, a very large logarithm would round the small ones away, and two infinite ones would give NaN."
+    q, k, v, beta, _ = (a.float() for a in drawn(1, 40))
+    log_decay = torch.full((2, 3, 40), -.01)
+    log_decay[..., [12, 25]] = reset
+    how = dict(beta=beta if delta else None, log_decay=log_decay)
+    check_close(linear_attention(q, k, v, **how), linear_attention_recurrent(q, k, v, **how), rtol=1e-4, atol=1e-4)
+
+
 def model(dtype=torch.float64, **how):
     found = TransformerLM(CONFIG, seed=0, dtype=dtype)
     for i, layer in enumerate(found.layers): layer.attn = GatedDeltaNet(CONFIG, **how, dtype=dtype, generator=torch.Generator().manual_seed(i))

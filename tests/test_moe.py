@@ -21,7 +21,7 @@ from lmcourse.architecture.transformer_torch import TransformerLM
 from lmcourse.moe.account import all_to_all_bytes
 from lmcourse.moe.balance import expert_loads, watch_routes
 from lmcourse.moe.experts_np import capacity, moe_backward, moe_forward, within_capacity
-from lmcourse.moe.experts_torch import DISPATCHES, MoE, choose_experts, drop_late
+from lmcourse.moe.experts_torch import DISPATCHES, MoE, balance_loss_of, choose_experts, drop_late
 from lmcourse.moe.router_np import best_experts, router_forward
 from lmcourse.tools.checks import check_close
 from lmcourse.tools.config import ModelConfig, TrainConfig
@@ -195,6 +195,19 @@ def test_the_balance_loss_of_a_sigmoid_router_is_of_its_scores():
     s, f = logits.sigmoid(), torch.bincount(layer.route(logits)[0].flatten(), minlength=8)/80
     expected, = torch.autograd.grad(.5*8*(f*(s/s.sum(-1, keepdim=True)).mean(0)).sum(), layer.router.weight)
     check_close(layer.router.weight.grad, expected, 1e-4, 1e-7)
+
+
+def test_the_balance_loss_of_sigmoids_that_underflow_has_a_gradient_of_zero():
+    logits = torch.full((3, 4), -200., requires_grad=True)
+    loss = balance_loss_of(logits, torch.tensor([1, 1, 1, 0]), "sigmoid")
+    assert loss.item() == 0 and torch.autograd.grad(loss, logits)[0].tolist() == [[0]*4]*3
+
+
+def test_no_tokens_are_routed_to_groups():
+    config = replace(SMALL, router_groups=4, router_group_limit=2)
+    params = {name: p.detach().numpy() for name, p in MoE(config).named_parameters()}
+    y, cache = moe_forward(np.zeros((0, 32), "f4"), params, config)
+    assert y.shape == moe_backward(y, cache)[0].shape == (0, 32)
 
 
 # Accounts

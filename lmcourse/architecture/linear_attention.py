@@ -60,6 +60,8 @@ def linear_attention(
 def _by_chunks(q:Tensor, k:Tensor, v:Tensor, beta, log_decay, state, chunk:int)->tuple:
     S, out = _first_state(q, k, v, state), []
     if log_decay is None: log_decay = v.new_zeros(v.shape[:-1])
+    # e**-50 is 0 next to 1, and in a sum larger numbers would round small ones away
+    log_decay = log_decay.clamp(min=-50)
     for start in range(0, q.shape[-2], chunk):
         part = slice(start, start + chunk)
         queries, keys, new = q[..., part, :], k[..., part, :], v[..., part, :]
@@ -78,7 +80,7 @@ def _by_chunks(q:Tensor, k:Tensor, v:Tensor, beta, log_decay, state, chunk:int)-
 
 # %% ../../nbs/03_architecture/03m_linear_attention.ipynb #7d5e290e
 class GatedDeltaNet(nn.Module):
-    "A layer with a state in place of attention. Yang et al. 2024, without SiLU and output gate."
+    "A layer with a state in place of attention. Yang et al. 2024, without SiLU, output gate and decay bias."
     rope = None # Asked for by the model; there are no positions
     def __init__(self,
         config:ModelConfig, # Sizes: `d_model`, `num_heads` and `head_size`

@@ -345,7 +345,11 @@ def check_latent_scores(
         where, tally = f"for S = {S}, K = {K}, Q = {Q}, R = {R}: ", []
         got = run_answer(latent_scores, *(_tallied(a, tally) for a in arrays), shown=where)
         _judge(where, np.asarray(got) if isinstance(got, np.ndarray) else got, right, mistakes)
-        most = K*R + S*R + S*Q + 2*S + K + R
+        turned, unpacked = K*R + S*R + S*Q, S*K*R + S*K + S*Q
+        if sum(tally) < min(turned, unpacked): raise AssertionError(
+            f"{where}only {sum(tally):,} multiplications could be counted: use @, np.dot or * on "
+            "the arrays that you are given, not on copies by np.array")
+        most = turned + 2*S + K + R
         if sum(tally) > most: raise AssertionError(
             f"{where}{sum(tally):,} multiplications, expected {most:,} at most: "
             "the keys were unpacked; turn the query instead")

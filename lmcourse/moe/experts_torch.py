@@ -269,5 +269,5 @@ def balance_loss_of(logits:torch.Tensor, load:torch.Tensor, score:str="softmax"
 )->torch.Tensor: # 1 if even
     share = load.to(logits.dtype)/load.sum().clamp(min=1)
     if score == "softmax": probs = logits.softmax(-1)
-    else: probs = (s := logits.sigmoid())/s.sum(-1, keepdim=True) # DeepSeek-V3, equation 19
+    else: probs = (s := logits.sigmoid())/(s.sum(-1, keepdim=True) + 1e-20) # DeepSeek-V3, eq. 19
     return len(load)*(share*probs.mean(0)).sum()

@@ -33,7 +33,8 @@ class HashRouter(nn.Module):
         return self.table[self.ids.flatten()]
 
 class NoisyRouter(Linear):
-    "A router whose scores are noisy while it trains. Shazeer et al. 2017, equations 3 to 5."
+    """A router whose scores are noisy while it trains. Shazeer et al. 2017, equations 3 to 5.
+    Not for `recompute`: a block that runs again would draw other noise."""
     def __init__(self, config:ModelConfig, seed:int=0):
         super().__init__(config.d_model, config.expert_count,
                          generator=torch.Generator().manual_seed(seed))

@@ -105,7 +105,7 @@ def mask_groups(
         raise ValueError(f"{scores.shape[-1]} experts can't form {groups} equal groups")
     if not 1 <= limit <= groups:
         raise ValueError(f"{limit = }, expected 1 to {groups}, the number of groups")
-    parts = scores.reshape(len(scores), groups, -1)                        # (N, groups, E/groups)
+    parts = scores.reshape(len(scores), groups, scores.shape[-1]//groups)  # (N, groups, E/groups)
     best = best_experts(np.sort(parts, -1)[..., -2:].sum(-1), limit)              # (N, limit)
     allowed = np.zeros(parts.shape[:2], bool)
     np.put_along_axis(allowed, best, True, -1)
