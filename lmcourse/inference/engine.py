@@ -714,6 +714,7 @@ def top_logprobs(
     best = log_probs.topk(min(most, len(logits)))
     return log_probs[id].item(), dict(zip(best.indices.tolist(), best.values.tolist()))
 
+# %% ../../nbs/07_inference/07b_engine.ipynb #2337cbfa
 def check_request(
     r:Request,          # The request to check
     config:ModelConfig, # Config of the model
@@ -755,6 +756,7 @@ def note_computed(
         if not s.missing: ready[s] = at; at += 1
     return ready
 
+# %% ../../nbs/07_inference/07b_engine.ipynb #5b6750c6
 def accept(
     s:Sequence,          # A sequence with no tokens left to compute
     token:int,           # The token drawn for it
