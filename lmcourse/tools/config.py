@@ -476,7 +476,7 @@ class _Descent(Config):
     eps:float = 1e-8                # AdamW: added to the root of the second mean
     # AdamW: each step takes this times the learning rate off the matrices
     weight_decay:float = 0.1
-    # With muon, Muon updates the matrices of the blocks and AdamW the rest
+    # With muon, Muon updates the matrices of the blocks, AdamW the rest and stacked experts
     optimizer:Literal["adamw", "muon"] = "adamw"
     muon_lr_scale:float = 1.0       # Muon: factor on the learning rate of its matrices
     grad_clip:float = 1.0           # Largest norm of all gradients together: 0 for no limit
