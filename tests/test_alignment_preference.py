@@ -1,4 +1,5 @@
 "Losses of preferences: formulas, fixed points on other worlds, a response's probability on a model, and TRL where it is installed."
+import json
 import math
 import re
 from collections import defaultdict
@@ -91,6 +92,17 @@ def test_per_instance_loss(world):
 def test_pairs_nested_too_deeply(tmp_path):
     (tmp_path/"pairs.jsonl").write_text("["*100_000)
     with pytest.raises(ValueError, match="line 1 is not JSON"): read_pairs(tmp_path/"pairs.jsonl")
+
+
+@pytest.mark.parametrize("end", ["\n\n", "\n \t\r\n\n", "", "\r\n\r\n"])
+def test_blank_lines_may_end_a_file_of_pairs_and_no_other_line_is_blank(tmp_path, end):
+    file, pair = tmp_path/"pairs.jsonl", dict(prompt="a", chosen="b", rejected="c")
+    def written(*lines): file.write_bytes(("\n".join(json.dumps(p) if p else "" for p in lines) + end).encode())
+    written(pair, pair)
+    assert read_pairs(file) == [pair]*2
+    for lines, words in (((pair, None, pair), "line 2 is not JSON"), ((pair, pair, pair | dict(chosen="c")), "line 3: chosen and rejected are equal"), ((), "no pairs")):
+        written(*lines)
+        with pytest.raises(ValueError, match=words): read_pairs(file)
 
 
 # TRL

@@ -84,6 +84,15 @@ def test_a_line_ends_only_where_json_lines_end(tmp_path, line_end):
     assert read_conversations(tmp_path/"data.jsonl") == pairs
 
 
+@pytest.mark.parametrize("end", ["\n\n", "\n \t\r\n\n", "", "\r\n\r\n"])
+def test_blank_lines_may_end_a_file_and_no_other_line_is_blank(tmp_path, end):
+    file, pair = tmp_path/"data.jsonl", json.dumps(dict(prompt="a", response="b"))
+    file.write_bytes(f"{pair}\n{pair}{end}".encode())
+    assert read_conversations(file) == [dict(prompt="a", response="b")]*2
+    file.write_bytes(f"{pair}\n\n{pair}{end}".encode())
+    with pytest.raises(ValueError, match="line 2 is not JSON"): read_conversations(file)
+
+
 def test_too_little_for_a_piece(tmp_path):
     path = write(tmp_path/"data.jsonl", [("a", "b")])
     assert len(PackedSftDataset(Bytes(), path, 2, False)) == 1

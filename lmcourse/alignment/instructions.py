@@ -50,15 +50,15 @@ def read_conversations(
     "Read conversations. `ValueError` names an incomplete line, `FileNotFoundError` a missing file."
     if not Path(path).is_file(): raise FileNotFoundError(f"{path}: no such file")
     found = []
-    with open(path, "rb") as file: # Text that isn't UTF-8 is rejected with its line
-        for n,line in enumerate(file, 1):
-            try: pair = json.loads(line)
-            except (ValueError, RecursionError): # The second is for JSON that is nested too deeply
-                raise ValueError(f"{path}: line {n} is not JSON in UTF-8") from None
-            for key in ("prompt", "response"):
-                if not isinstance(pair, dict) or not isinstance(pair.get(key), str):
-                    raise ValueError(f"{path}: line {n} has no text {key!r}")
-            found.append({k: pair[k] for k in ("prompt", "response")})
+    # Bytes, since text that isn't UTF-8 is rejected with its line. Blank lines may end the file
+    for n,line in enumerate(Path(path).read_bytes().rstrip().splitlines(), 1):
+        try: pair = json.loads(line)
+        except (ValueError, RecursionError): # The second is for JSON that is nested too deeply
+            raise ValueError(f"{path}: line {n} is not JSON in UTF-8") from None
+        for key in ("prompt", "response"):
+            if not isinstance(pair, dict) or not isinstance(pair.get(key), str):
+                raise ValueError(f"{path}: line {n} has no text {key!r}")
+        found.append({k: pair[k] for k in ("prompt", "response")})
     return found
 
 def iterate_batches(

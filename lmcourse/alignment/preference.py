@@ -132,11 +132,11 @@ def read_pairs(
     "Read pairs from a file. Raises `FileNotFoundError`, or `ValueError` with the line's number."
     if not Path(path).is_file(): raise FileNotFoundError(f"{path}: no such file")
     pairs = []
-    with open(path, "rb") as file: # Text that isn't UTF-8 is rejected with its line
-        for n,line in enumerate(file, 1):
-            try: pairs.append(json.loads(line))
-            except (ValueError, RecursionError): # The second is for JSON that is nested too deeply
-                raise ValueError(f"{path}: line {n} is not JSON in UTF-8") from None
+    # Bytes, since text that isn't UTF-8 is rejected with its line. Blank lines may end the file
+    for n,line in enumerate(Path(path).read_bytes().rstrip().splitlines(), 1):
+        try: pairs.append(json.loads(line))
+        except (ValueError, RecursionError): # The second is for JSON that is nested too deeply
+            raise ValueError(f"{path}: line {n} is not JSON in UTF-8") from None
     if not pairs: raise ValueError(f"{path}: no pairs, expected at least one")
     return check_pairs(pairs, f"{path}: line ")
 
