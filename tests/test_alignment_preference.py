@@ -68,6 +68,18 @@ def test_probabilities_of_all_responses_of_a_model_add_up(world):
     assert response_log_prob(lm, tokenizer, "Ella", " has").item() == pytest.approx(by_hand, abs=1e-4)
 
 
+def test_a_probability_from_16_bit_logits_is_added_up_in_32(world):
+    class Sure(torch.nn.Linear): # Every token gets the same probabilities, in bfloat16
+        config = SimpleNamespace(context_length=24)
+        def forward(self, ids): return self.weight[0].expand(1, ids.shape[1], -1)
+    tokenizer = world[2]
+    lm = Sure(tokenizer.vocab_size, 1, dtype=torch.bfloat16)
+    with torch.no_grad(): lm.weight.copy_(torch.linspace(-3, 3, tokenizer.vocab_size))
+    answer = [*tokenizer.encode(" a red cap."), tokenizer.end_of_text]
+    exact = lm.weight[0].double().log_softmax(-1)[answer].sum().item()
+    assert response_log_prob(lm, tokenizer, "Ella has", " a red cap.").item() == pytest.approx(exact, abs=1e-4)
+
+
 def test_per_instance_loss(world):
     lm, ref, tokenizer = world
     pair = ("Ella has", " a red cap.", " a kite.")

@@ -90,10 +90,9 @@ def response_log_prob(
     if len(ids) - 1 > lm.config.context_length:
         raise ValueError(f"prompt and response have {len(ids) - 1} tokens to read, "
                          f"the model takes {lm.config.context_length}")
-    device = next(lm.parameters()).device
-    log_probs = lm(torch.tensor([ids[:-1]], device=device))[0].log_softmax(-1)
-    targets = torch.tensor(ids[1:], device=device)
-    return log_probs.gather(1, targets[:, None])[len(first) - 1:].sum()
+    row = torch.tensor([ids], device=next(lm.parameters()).device)
+    found = get_response_log_probs(lm, row[:, :-1], row[:, 1:])
+    return found["log_probs"][0, len(first) - 1:].sum()
 
 def compute_per_instance_dpo_loss(
     lm:Any, lm_ref:Any, # Model in training and reference, as for `response_log_prob`
