@@ -99,8 +99,8 @@ def parse_mmlu_response(
 # %% ../../nbs/14_alignment/14p_instructions.ipynb #14p4gsm
 def parse_gsm8k_response(
     model_output:str,
-)->str|None: # Digits, perhaps with sign and fraction; None without a number
-    "Find the last number of a reply, without thousands separators."
-    found = re.findall(r"(?<![\w.])-?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|(?<![\w.])-?\.\d+",
-                       model_output.replace("−", "-"))
-    return found[-1].replace(",", "") if found else None
+)->str|None: # Digits, perhaps with sign and decimals; None without a number
+    "Find the last number of a reply, without thousands separators and dollar signs."
+    number = r"(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)"
+    found = re.findall(rf"(?<![\w.])-?\$?{number}", model_output.replace("−", "-"))
+    return re.sub("[,$]", "", found[-1]) if found else None
