@@ -61,7 +61,8 @@ EXAMPLE = dict(options=["Paris", "a national holiday", "42", "all of them"])
     ("A good question.", None), ("A national day? No: the answer is D", "D"), ("The answer is A. No, the answer is C.", "C"), ("It must be Paris!", "A"), ("Parisian", None), ("Paris, or all of them", None), ("", None), ("Clearly 42.", "C"), ("142", None),
     ("The answer is Alabama", None), ("The answer is B's", None), ("Because", None),
     ("The answer is B and not 42.", "B"), ("The answer is B and it is not Paris.", "B"), ("The answer is A or B.", None), ("The answer is (A) or (B).", None), ("The answer is **C** and **D**", None),
-    ("The answer is A, B or C.", None), ("The answer is A & B", None), ("The answer is (B)/(C).", None), ("The answer is A, or B.", None), ("The answer is B, not A.", "B"), ("The answer is B, since it has to.", "B")])
+    ("The answer is A, B or C.", None), ("The answer is A & B", None), ("The answer is (B)/(C).", None), ("The answer is A, or B.", None), ("The answer is B, not A.", "B"), ("The answer is B, since it has to.", "B"),
+    ("(A) or (B)", None), ("A), B)", None), ("**A** and **B**", None), ("A.", "A"), ("(A), since B is wrong", "A")])
 def test_letters(text, letter): assert parse_mmlu_response(EXAMPLE, text) == letter
 
 

@@ -86,10 +86,10 @@ def parse_mmlu_response(
     letters = "ABCD"[:len(mmlu_example["options"])]
     letter = rf"[(\"'*]*[{letters}](?![\w'])" # By itself, perhaps after a bracket
     # A second letter makes it unclear, whatever is said about it
-    said = re.findall(rf"\b[Aa]nswer(?:\s+is\s*:?|\s*:)\s*({letter})"
-                      rf"(?![)\"'*]*\s*(?:[,/&]|,?\s*\b(?:or|and)\b)\s*{letter})", model_output)
+    alone = rf"(?![)\"'*]*\s*(?:[,/&]|,?\s*\b(?:or|and)\b)\s*{letter})"
+    said = re.findall(rf"\b[Aa]nswer(?:\s+is\s*:?|\s*:)\s*({letter}){alone}", model_output)
     if said: return said[-1][-1]
-    label = re.match(rf"\W*([{letters}])(?:\W*$|[).:])", model_output)
+    label = re.match(rf"\W*([{letters}])(?:\W*$|[).:]{alone})", model_output)
     if label: return label[1]
     low = model_output.lower()
     named = [x for x,option in zip(letters, mmlu_example["options"])
