@@ -44,7 +44,7 @@ def word_problems(
     "Generate word problems. Numbers are from 1 to 999, and divisions leave no remainder."
     steps = whole_number("steps", steps)
     rng, few = random.Random(f"problems {seed}"), 4 if easy else None
-    def one():
+    def problem():
         (a, b), t = rng.sample(NAMES[:few], 2), rng.choice(THINGS[:few])
         n = rng.randint(2, 9 if easy else 60)
         told, worked = [f"{a} has {n} {t}."], []
@@ -57,7 +57,7 @@ def word_problems(
             n = after
         return WordProblem(" ".join([*told, f"How many {t} does {a} have now?"]),
                            " ".join([*worked, f"The answer is {n}."]), n)
-    return (one() for _ in count())
+    return (problem() for _ in count())
 
 # %% ../../nbs/14_alignment/14aa_tasks.ipynb #14aajudge
 _EVENTS = [(re.compile(re.sub(r"\{[abt]\}", r"\\w+", what).replace("{k}", r"(\d+)")), change)
@@ -141,12 +141,12 @@ def problem_demonstrations(
     "Work out word problems, some of them wrongly. `ValueError` for a slip outside 0 to 1."
     if not 0 <= slip < 1: raise ValueError(f"slip = {slip}, expected 0 to below 1")
     rng = random.Random(f"slips {seed}")
-    def told(problem):
+    def demonstration(problem):
         question, solution, answer = problem
         wrong = answer + rng.choice((-1, 1)) if rng.random() < slip else answer
         return question, " " + solution.replace(f"= {answer}. The answer is {answer}.",
                                                 f"= {wrong}. The answer is {wrong}.")
-    return map(told, word_problems(seed, steps, easy))
+    return map(demonstration, word_problems(seed, steps, easy))
 
 # %% ../../nbs/14_alignment/14aa_tasks.ipynb #14aalist
 def _brief_measures(rollouts:list)->dict: # Share of mentions, and of openings and endings
