@@ -181,6 +181,18 @@ def test_bad_input_is_rejected(f, words):
     with pytest.raises(ValueError, match=re.escape(words)): f()
 
 
+@pytest.mark.parametrize("size", range(2, 12))
+def test_equal_rewards_give_no_advantage_at_all(size):
+    rewards = torch.tensor([.1, 1/3, 1e6 + .1]).repeat_interleave(size) # The mean of seven times 0.1 is rounded; Adam would make a whole step of the rest
+    for f in (rloo_advantages, group_advantages): assert not f(rewards, size).any()
+
+
+def test_a_reference_without_weight_changes_nothing():
+    now, old = torch.tensor([[-200., -1.]], requires_grad=True), torch.tensor([[-200.1, -1.1]]) # Where k3 overflows, 0 times infinity would be NaN
+    with_ref, without = (grpo_loss(torch.ones(1, 1), now, old, torch.ones(1, 2), ref_log_probs=ref) for ref in (torch.tensor([[-1., -1.]]), None))
+    assert with_ref == without and torch.equal(*(torch.autograd.grad(x, now)[0] for x in (with_ref, without)))
+
+
 # TRL
 
 def trl_loss(now, old, ref, mask, a, loss_type, level, beta, max_length=9):

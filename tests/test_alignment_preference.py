@@ -1,4 +1,5 @@
 "Losses of preferences: formulas, fixed points on other worlds, a response's probability on a model, and TRL where it is installed."
+import json
 import math
 import re
 from collections import defaultdict
@@ -67,6 +68,18 @@ def test_probabilities_of_all_responses_of_a_model_add_up(world):
     assert response_log_prob(lm, tokenizer, "Ella", " has").item() == pytest.approx(by_hand, abs=1e-4)
 
 
+def test_a_probability_from_16_bit_logits_is_added_up_in_32(world):
+    class Sure(torch.nn.Linear): # Every token gets the same probabilities, in bfloat16
+        config = SimpleNamespace(context_length=24)
+        def forward(self, ids): return self.weight[0].expand(1, ids.shape[1], -1)
+    tokenizer = world[2]
+    lm = Sure(tokenizer.vocab_size, 1, dtype=torch.bfloat16)
+    with torch.no_grad(): lm.weight.copy_(torch.linspace(-3, 3, tokenizer.vocab_size))
+    answer = [*tokenizer.encode(" a red cap."), tokenizer.end_of_text]
+    exact = lm.weight[0].double().log_softmax(-1)[answer].sum().item()
+    assert response_log_prob(lm, tokenizer, "Ella has", " a red cap.").item() == pytest.approx(exact, abs=1e-4)
+
+
 def test_per_instance_loss(world):
     lm, ref, tokenizer = world
     pair = ("Ella has", " a red cap.", " a kite.")
@@ -91,6 +104,17 @@ def test_per_instance_loss(world):
 def test_pairs_nested_too_deeply(tmp_path):
     (tmp_path/"pairs.jsonl").write_text("["*100_000)
     with pytest.raises(ValueError, match="line 1 is not JSON"): read_pairs(tmp_path/"pairs.jsonl")
+
+
+@pytest.mark.parametrize("end", ["\n\n", "\n \t\r\n\n", "", "\r\n\r\n"])
+def test_blank_lines_may_end_a_file_of_pairs_and_no_other_line_is_blank(tmp_path, end):
+    file, pair = tmp_path/"pairs.jsonl", dict(prompt="a", chosen="b", rejected="c")
+    def written(*lines): file.write_bytes(("\n".join(json.dumps(p) if p else "" for p in lines) + end).encode())
+    written(pair, pair)
+    assert read_pairs(file) == [pair]*2
+    for lines, words in (((pair, None, pair), "line 2 is not JSON"), ((pair, pair, pair | dict(chosen="c")), "line 3: chosen and rejected are equal"), ((), "no pairs")):
+        written(*lines)
+        with pytest.raises(ValueError, match=words): read_pairs(file)
 
 
 # TRL

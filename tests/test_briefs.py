@@ -6,7 +6,7 @@ import pytest
 
 from lmcourse.alignment.briefs import (ENDINGS, OPENINGS, SLOTS, Demonstrators, brief_prompts, brief_stories, form_reward, imitation_ceiling, mention_reward,
                                        parse_reward, prompt_words, split_brief, template_shares, template_distance)
-from lmcourse.alignment.tasks import answer_reward
+from lmcourse.alignment.tasks import answer_reward, problem_demonstrations, problem_prompts, word_problems
 from lmcourse.evaluation.statistics import wilson
 
 
@@ -70,6 +70,12 @@ def test_an_answer_of_too_many_digits_is_wrong():
 
 @pytest.mark.parametrize("call, words", [
     (lambda: Demonstrators(-.1), "slip = -0.1"), (lambda: Demonstrators(1.), "slip = 1.0"), (lambda: split_brief("x"), "no colon"),
-    (lambda: prompt_words("Ella the mule:"), "isn't a prompt"), (lambda: template_shares([], ENDINGS), "no responses")])
+    (lambda: prompt_words("Ella the mule:"), "isn't a prompt"), (lambda: template_shares([], ENDINGS), "no responses"), (lambda: brief_prompts(0), "n = 0"), (lambda: brief_prompts(-2), "n = -2"),
+    (lambda: problem_prompts(0), "n = 0"), (lambda: word_problems(0, 0), "steps = 0"), (lambda: problem_demonstrations(1.), "slip = 1.0"), (lambda: problem_demonstrations(0., steps=0), "steps = 0")]) # Streams too raise before their first element
 def test_rejected(call, words):
     with pytest.raises(ValueError, match=words): call()
+
+
+@pytest.mark.parametrize("call", [lambda: brief_prompts(2.5), lambda: problem_prompts(2.5), lambda: word_problems(0, 1.5), lambda: brief_prompts(True)])
+def test_numbers_that_are_not_whole(call):
+    with pytest.raises(TypeError, match="expected a whole number"): call()

@@ -94,6 +94,15 @@ def test_the_loss_weighs_places():
         check_close(distillation_loss(MODEL, *batch).double(), (each*weights).sum()/weights.sum(), 1e-5)
 
 
+def test_the_loss_of_16_bit_logits_is_computed_in_32():
+    tokens, probs = torch.arange(0, 1000, 50).view(1, 20, 1), torch.ones(1, 20, 1)
+    logits = torch.randn(1, 20, 2048, generator=torch.Generator().manual_seed(0))/2
+    logits = logits.scatter(-1, tokens, 12.).bfloat16().requires_grad_() # A student that is sure
+    exact = logits.detach().double().requires_grad_()
+    for x in (logits, exact): distillation_loss(lambda _, x=x: x, tokens[..., 0], tokens, probs).backward()
+    assert (logits.grad.double() - exact.grad).norm() < .01*exact.grad.norm()
+
+
 def test_practice_chooses_stories_and_marks_the_word_after_a_match():
     pattern = r"From that(?= \w+ on,)"
     batches = prepare_job(2, TOKENIZER, 4, 256, 5, True, pattern)

@@ -61,13 +61,15 @@ EXAMPLE = dict(options=["Paris", "a national holiday", "42", "all of them"])
     ("A good question.", None), ("A national day? No: the answer is D", "D"), ("The answer is A. No, the answer is C.", "C"), ("It must be Paris!", "A"), ("Parisian", None), ("Paris, or all of them", None), ("", None), ("Clearly 42.", "C"), ("142", None),
     ("The answer is Alabama", None), ("The answer is B's", None), ("Because", None),
     ("The answer is B and not 42.", "B"), ("The answer is B and it is not Paris.", "B"), ("The answer is A or B.", None), ("The answer is (A) or (B).", None), ("The answer is **C** and **D**", None),
-    ("The answer is A, B or C.", None), ("The answer is A & B", None), ("The answer is (B)/(C).", None), ("The answer is A, or B.", None), ("The answer is B, not A.", "B"), ("The answer is B, since it has to.", "B")])
+    ("The answer is A, B or C.", None), ("The answer is A & B", None), ("The answer is (B)/(C).", None), ("The answer is A, or B.", None), ("The answer is B, not A.", "B"), ("The answer is B, since it has to.", "B"),
+    ("(A) or (B)", None), ("A), B)", None), ("**A** and **B**", None), ("A.", "A"), ("(A), since B is wrong", "A")])
 def test_letters(text, letter): assert parse_mmlu_response(EXAMPLE, text) == letter
 
 
 @pytest.mark.parametrize("text, number", [
     ("She sold 15 clips.", "15"), ("Natalia sold 48/2 = 24 clips, 48+24 = 72.", "72"), ("1,234,567", "1234567"), ("$3.50!", "3.50"), ("-7", "-7"), ("−7 degrees", "-7"), ("x-7", "7"), ("no number", None), ("", None), ("12, 13", "13"),
-    ("1,2", "2"), ("10,00", "00"), (".5", ".5"), ("5.", "5"), ("5 .", "5"), ("He has 1,000.", "1000"), ("2024-11-05", "05")])
+    ("1,2", "2"), ("10,00", "00"), (".5", ".5"), ("5.", "5"), ("5 .", "5"), ("He has 1,000.", "1000"), ("2024-11-05", "05"),
+    ("a loss of -$1,234.50", "-1234.50"), ("−$5", "-5"), ("3-$5", "5"), ("US$7", "7"), ("(12,3456)", "3456"), ("1,234,5678", "5678"), ("1,234,567.", "1234567"), ("-.5", "-.5"), ("$.50", ".50")])
 def test_numbers(text, number): assert parse_gsm8k_response(text) == number
 
 
@@ -82,6 +84,15 @@ def test_a_line_ends_only_where_json_lines_end(tmp_path, line_end):
     pairs = [dict(prompt="a\u2028b\u2029", response="c\x85d"), dict(prompt="e", response="f")]
     (tmp_path/"data.jsonl").write_bytes(line_end.join(json.dumps(p, ensure_ascii=False) for p in pairs).encode("utf-8-sig") + line_end.encode())
     assert read_conversations(tmp_path/"data.jsonl") == pairs
+
+
+@pytest.mark.parametrize("end", ["\n\n", "\n \t\r\n\n", "", "\r\n\r\n"])
+def test_blank_lines_may_end_a_file_and_no_other_line_is_blank(tmp_path, end):
+    file, pair = tmp_path/"data.jsonl", json.dumps(dict(prompt="a", response="b"))
+    file.write_bytes(f"{pair}\n{pair}{end}".encode())
+    assert read_conversations(file) == [dict(prompt="a", response="b")]*2
+    file.write_bytes(f"{pair}\n\n{pair}{end}".encode())
+    with pytest.raises(ValueError, match="line 2 is not JSON"): read_conversations(file)
 
 
 def test_too_little_for_a_piece(tmp_path):

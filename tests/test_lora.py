@@ -138,7 +138,8 @@ def test_peft_folders_that_do_not_fit(tmp_path):
     folder = save_peft(tmp_path/"a", model)
     with pytest.raises(FileExistsError, match="not empty"): save_peft(folder, model)
     with pytest.raises(ValueError, match="merge them first"): load_peft(folder, model)
-    for change, words in (dict(use_dora=True), "use_dora = True, expected False"), (dict(alpha_pattern={"q_proj": 3}), "alpha_pattern = "), (dict(peft_type="IA3"), "peft_type = 'IA3', expected 'LORA'"):
+    for change, words in (dict(use_dora=True), "use_dora = True, expected False"), (dict(alpha_pattern={"q_proj": 3}), "alpha_pattern = "), (dict(peft_type="IA3"), "peft_type = 'IA3', expected 'LORA'"), \
+            (dict(alora_invocation_tokens=[3, 4]), "alora_invocation_tokens = "), *((dict(init_lora_weights=init), f"init_lora_weights = {init!r} changed the base") for init in ("pissa", "pissa_niter_4", "OLoRA", "corda", "loftq", "lora_ga")):
         (tmp_path/"b").mkdir(exist_ok=True)
         (tmp_path/"b/adapter_config.json").write_text(json.dumps(settings_of(folder) | change))
         (tmp_path/"b/adapter_model.safetensors").write_bytes((folder/"adapter_model.safetensors").read_bytes())
@@ -166,6 +167,12 @@ def test_peft_computes_the_same_from_our_folder_and_we_from_theirs(change, tmp_p
         check_close(loaded(IDS).logits, model(IDS), rtol=1e-4, atol=1e-4)
         check_close(peft.AutoPeftModelForCausalLM.from_pretrained(tmp_path/"ours")(IDS).logits, model(IDS), rtol=1e-4, atol=1e-4)
         check_close(loaded.merge_and_unload()(IDS).logits, merge_lora(deepcopy(model))(IDS), rtol=1e-4, atol=1e-4)
+    for k, init in enumerate(("gaussian", "orthogonal", "pissa", "olora")): # PEFT gives the last two another base, each time it loads them
+        made = peft.get_peft_model(there(), peft.LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=init, task_type="CAUSAL_LM"))
+        made.save_pretrained(tmp_path/init)
+        if k < 2: load_peft(tmp_path/init, from_hf(tmp_path/"base"))
+        else:
+            with pytest.raises(ValueError, match="changed the base"): load_peft(tmp_path/init, from_hf(tmp_path/"base"))
     for targets in (["q_proj", "v_proj"], "all-linear"): # And back, trained there
         made = peft.get_peft_model(there(), peft.LoraConfig(r=4, lora_alpha=9, target_modules=targets, init_lora_weights=False, task_type="CAUSAL_LM"))
         optimizer = torch.optim.AdamW([p for p in made.parameters() if p.requires_grad], lr=.01)

@@ -167,6 +167,16 @@ def test_the_loss_is_the_sum_over_all_tokens(credit):
     assert torch.allclose(credit_loss(model, *longer), plain, rtol=1e-5)
 
 
+def test_the_loss_of_16_bit_logits_is_computed_in_32():
+    labels, weights = torch.arange(0, 1000, 50)[None], torch.ones(1, 20)
+    wrong = labels[..., None] + torch.arange(1, 4)
+    logits = torch.randn(1, 20, 2048, generator=torch.Generator().manual_seed(0))/2
+    logits = logits.scatter(-1, labels[..., None], 12.).bfloat16().requires_grad_()
+    exact = logits.detach().double().requires_grad_()
+    for x in (logits, exact): credit_loss(lambda ids, x=x: x, labels, labels, weights, wrong).backward()
+    assert (logits.grad.double() - exact.grad).norm() < .01*exact.grad.norm()
+
+
 def test_blame_makes_the_wrong_token_rarer():
     model = TransformerLM(CONFIG, 3)
     batch = ids, labels, weights, _ = StoryBatches(model, TOKENIZER, replace(FEW, anchors=0))(model, 0)

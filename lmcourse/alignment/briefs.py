@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from functools import cache
 from itertools import islice
+from ..accounting.tensors import whole_number
 from ..tools.files import data_text
 from ..tools.grammar import Rule, Slot, Value
 from ..tools.stories import Stories
@@ -54,10 +55,10 @@ def brief_prompts(
     n:int,      # Number of prompts
     seed:int=0, # Seed of the choices
 )->list: # Texts that end with a colon, all different
-    "Draw prompts for training or, with a different seed, for testing."
-    found:dict = {}
+    "Draw prompts for training or, with a different seed, for testing. `ValueError` for n below 1."
+    n, found = whole_number("n", n), {}
     for text in brief_stories(seed):
-        if len(found) >= n: break
+        if len(found) == n: break
         found[split_brief(text)[0]] = None
     return list(found)
 

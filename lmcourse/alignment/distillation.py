@@ -14,6 +14,7 @@ from multiprocessing import get_context
 from typing import Any
 import numpy as np
 import torch
+from ..architecture.layers_torch import at_least_float32
 from ..evaluation.oracle import TokenOracle
 from ..tokenization.tokenizer import Tokenizer
 from ..tools.config import TrainConfig
@@ -50,7 +51,7 @@ def distillation_batch(
 def distillation_loss(model:Any, inputs:torch.Tensor, tokens:torch.Tensor, probs:torch.Tensor
 )->torch.Tensor: # Mean over places that aren't padding
     "Compute the cross-entropy between the teacher's distribution and the model's."
-    logits, counted = model(inputs), probs.sum(-1)
+    logits, counted = at_least_float32(model(inputs)), probs.sum(-1)
     taught = (probs*logits.gather(-1, tokens)).sum(-1)
     return (logits.logsumexp(-1)*counted - taught).sum()/counted.sum()
 

@@ -151,7 +151,8 @@ def grpo_loss(
         moved = masked_mean(moved, mask, 1)[:, None].expand_as(moved)
     elif level != "token": raise ValueError(f"level = {level!r}, expected 'token' or 'sequence'")
     loss, _ = clipped_loss(advantages, moved, torch.zeros_like(moved), low, high)
-    if ref_log_probs is not None: loss = loss + beta*kl_estimators(log_probs, ref_log_probs)["k3"]
+    if beta and ref_log_probs is not None:
+        loss = loss + beta*kl_estimators(log_probs, ref_log_probs)["k3"]
     if average == "response": return masked_mean(loss, mask, 1).mean()
     if average == "token": return masked_mean(loss, mask)
     if average == "constant":

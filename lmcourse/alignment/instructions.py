@@ -50,15 +50,15 @@ def read_conversations(
     "Read conversations. `ValueError` names an incomplete line, `FileNotFoundError` a missing file."
     if not Path(path).is_file(): raise FileNotFoundError(f"{path}: no such file")
     found = []
-    with open(path, "rb") as file: # Text that isn't UTF-8 is rejected with its line
-        for n,line in enumerate(file, 1):
-            try: pair = json.loads(line)
-            except (ValueError, RecursionError): # The second is for JSON that is nested too deeply
-                raise ValueError(f"{path}: line {n} is not JSON in UTF-8") from None
-            for key in ("prompt", "response"):
-                if not isinstance(pair, dict) or not isinstance(pair.get(key), str):
-                    raise ValueError(f"{path}: line {n} has no text {key!r}")
-            found.append({k: pair[k] for k in ("prompt", "response")})
+    # Bytes, since text that isn't UTF-8 is rejected with its line. Blank lines may end the file
+    for n,line in enumerate(Path(path).read_bytes().rstrip().splitlines(), 1):
+        try: pair = json.loads(line)
+        except (ValueError, RecursionError): # The second is for JSON that is nested too deeply
+            raise ValueError(f"{path}: line {n} is not JSON in UTF-8") from None
+        for key in ("prompt", "response"):
+            if not isinstance(pair, dict) or not isinstance(pair.get(key), str):
+                raise ValueError(f"{path}: line {n} has no text {key!r}")
+        found.append({k: pair[k] for k in ("prompt", "response")})
     return found
 
 def iterate_batches(
@@ -86,10 +86,10 @@ def parse_mmlu_response(
     letters = "ABCD"[:len(mmlu_example["options"])]
     letter = rf"[(\"'*]*[{letters}](?![\w'])" # By itself, perhaps after a bracket
     # A second letter makes it unclear, whatever is said about it
-    said = re.findall(rf"\b[Aa]nswer(?:\s+is\s*:?|\s*:)\s*({letter})"
-                      rf"(?![)\"'*]*\s*(?:[,/&]|,?\s*\b(?:or|and)\b)\s*{letter})", model_output)
+    alone = rf"(?![)\"'*]*\s*(?:[,/&]|,?\s*\b(?:or|and)\b)\s*{letter})"
+    said = re.findall(rf"\b[Aa]nswer(?:\s+is\s*:?|\s*:)\s*({letter}){alone}", model_output)
     if said: return said[-1][-1]
-    label = re.match(rf"\W*([{letters}])(?:\W*$|[).:])", model_output)
+    label = re.match(rf"\W*([{letters}])(?:\W*$|[).:]{alone})", model_output)
     if label: return label[1]
     low = model_output.lower()
     named = [x for x,option in zip(letters, mmlu_example["options"])
@@ -99,8 +99,8 @@ def parse_mmlu_response(
 # %% ../../nbs/14_alignment/14p_instructions.ipynb #14p4gsm
 def parse_gsm8k_response(
     model_output:str,
-)->str|None: # Digits, perhaps with sign and fraction; None without a number
-    "Find the last number of a reply, without thousands separators."
-    found = re.findall(r"(?<![\w.])-?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|(?<![\w.])-?\.\d+",
-                       model_output.replace("−", "-"))
-    return found[-1].replace(",", "") if found else None
+)->str|None: # Digits, perhaps with sign and decimals; None without a number
+    "Find the last number of a reply, without thousands separators and dollar signs."
+    number = r"(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)"
+    found = re.findall(rf"(?<![\w.])-?\$?{number}", model_output.replace("−", "-"))
+    return re.sub("[,$]", "", found[-1]) if found else None

@@ -178,7 +178,9 @@ def save_peft(
 # %% ../../nbs/14_alignment/14ca_lora.ipynb #b7587fb1
 # Settings that change the formula, with the only value that our layer computes
 _PLAIN:dict = dict(peft_type="LORA", bias="none", use_dora=False, use_rslora=False, lora_bias=False,
-                   alpha_pattern={}, modules_to_save=None, layer_replication=None)
+                   alpha_pattern={}, modules_to_save=None, layer_replication=None,
+                   alora_invocation_tokens=None)
+_CHANGES_BASE = "pissa", "olora", "corda", "loftq", "lora_ga" # First values that move the base too
 
 @torch.no_grad()
 def load_peft(
@@ -194,6 +196,9 @@ def load_peft(
     if wrong := [f"{k} = {settings[k]!r}, expected {v!r}" for k,v in _PLAIN.items()
                  if settings.get(k) not in (v, None)]:
         raise ValueError(f"{folder}: not plain LoRA: {'; '.join(wrong)}")
+    if str(init := settings.get("init_lora_weights")).lower().startswith(_CHANGES_BASE):
+        raise ValueError(f"{folder}: init_lora_weights = {init!r} changed the base model's weights,"
+                         f" expected an adapter for the unchanged ones")
     try:
         with safe_open(file, framework="pt") as f:
             tensors = {name: f.get_tensor(name) for name in f.keys()}

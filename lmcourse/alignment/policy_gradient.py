@@ -35,6 +35,7 @@ def rloo_advantages(
 )->Tensor: # `(B,)`: each reward minus the mean of the group's other rewards
     "Compute leave-one-out advantages. Raises `ValueError` for a group of one. Ahmadian 2024."
     groups = in_groups(rewards, group_size)
+    groups = groups - groups[:, :1] # Equal rewards become exactly 0; their mean could be rounded
     return (group_size/(group_size - 1)*(groups - groups.mean(1, keepdim=True))).flatten()
 
 def in_groups(

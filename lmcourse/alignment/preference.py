@@ -90,10 +90,9 @@ def response_log_prob(
     if len(ids) - 1 > lm.config.context_length:
         raise ValueError(f"prompt and response have {len(ids) - 1} tokens to read, "
                          f"the model takes {lm.config.context_length}")
-    device = next(lm.parameters()).device
-    log_probs = lm(torch.tensor([ids[:-1]], device=device))[0].log_softmax(-1)
-    targets = torch.tensor(ids[1:], device=device)
-    return log_probs.gather(1, targets[:, None])[len(first) - 1:].sum()
+    row = torch.tensor([ids], device=next(lm.parameters()).device)
+    found = get_response_log_probs(lm, row[:, :-1], row[:, 1:])
+    return found["log_probs"][0, len(first) - 1:].sum()
 
 def compute_per_instance_dpo_loss(
     lm:Any, lm_ref:Any, # Model in training and reference, as for `response_log_prob`
@@ -132,11 +131,11 @@ def read_pairs(
     "Read pairs from a file. Raises `FileNotFoundError`, or `ValueError` with the line's number."
     if not Path(path).is_file(): raise FileNotFoundError(f"{path}: no such file")
     pairs = []
-    with open(path, "rb") as file: # Text that isn't UTF-8 is rejected with its line
-        for n,line in enumerate(file, 1):
-            try: pairs.append(json.loads(line))
-            except (ValueError, RecursionError): # The second is for JSON that is nested too deeply
-                raise ValueError(f"{path}: line {n} is not JSON in UTF-8") from None
+    # Bytes, since text that isn't UTF-8 is rejected with its line. Blank lines may end the file
+    for n,line in enumerate(Path(path).read_bytes().rstrip().splitlines(), 1):
+        try: pairs.append(json.loads(line))
+        except (ValueError, RecursionError): # The second is for JSON that is nested too deeply
+            raise ValueError(f"{path}: line {n} is not JSON in UTF-8") from None
     if not pairs: raise ValueError(f"{path}: no pairs, expected at least one")
     return check_pairs(pairs, f"{path}: line ")
 

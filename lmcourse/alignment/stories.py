@@ -20,6 +20,7 @@ import torch
 from .policy_gradient import rloo_advantages
 from .rollouts import AsyncBatches, Rollout, Sampler, rollout_tensors
 from .sft import measure_log_probs, padded_rows
+from ..architecture.layers_torch import at_least_float32
 from ..inference.engine import Request
 from ..tools.config import TrainConfig, unknown
 from ..tools.stories import Stories
@@ -253,7 +254,7 @@ def credit_loss(model:Any, input_ids:torch.Tensor, labels:torch.Tensor, weights:
     """Compute the mean over rows of this sum: minus each token's weight times its log-probability,
     plus the probability of each wrong choice."""
     T = max(1, int(used_columns(weights, wrong).max())) # The rest is padding
-    log_p = model(input_ids[:, :T]).log_softmax(-1)
+    log_p = at_least_float32(model(input_ids[:, :T])).log_softmax(-1)
     said = log_p.gather(-1, labels[:, :T, None])[..., 0]
     wrong = wrong[:, :T]
     might = torch.where(wrong >= 0, log_p.gather(-1, wrong.clamp(min=0)).exp(), 0.)

@@ -11,7 +11,9 @@ import random, re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from itertools import count
 from typing import NamedTuple
+from ..accounting.tensors import whole_number
 from .briefs import ENDINGS, OPENINGS, Demonstrators, brief_prompts, form_reward
 from .briefs import imitation_ceiling, mention_reward, parse_reward
 from .briefs import template_shares
@@ -40,9 +42,9 @@ def word_problems(
     easy:bool=False, # Only sums and differences of small numbers, with fewer words
 )->Iterator[WordProblem]: # An endless stream
     "Generate word problems. Numbers are from 1 to 999, and divisions leave no remainder."
-    if steps < 1: raise ValueError(f"steps = {steps}, expected 1 or more")
+    steps = whole_number("steps", steps)
     rng, few = random.Random(f"problems {seed}"), 4 if easy else None
-    while True:
+    def problem():
         (a, b), t = rng.sample(NAMES[:few], 2), rng.choice(THINGS[:few])
         n = rng.randint(2, 9 if easy else 60)
         told, worked = [f"{a} has {n} {t}."], []
@@ -53,8 +55,9 @@ def word_problems(
             told.append(what.format(a=a, b=b, k=k, t=t))
             worked.append(f"{n} {sign} {k} = {after}.")
             n = after
-        yield WordProblem(" ".join([*told, f"How many {t} does {a} have now?"]),
-                          " ".join([*worked, f"The answer is {n}."]), n)
+        return WordProblem(" ".join([*told, f"How many {t} does {a} have now?"]),
+                           " ".join([*worked, f"The answer is {n}."]), n)
+    return (problem() for _ in count())
 
 # %% ../../nbs/14_alignment/14aa_tasks.ipynb #14aajudge
 _EVENTS = [(re.compile(re.sub(r"\{[abt]\}", r"\\w+", what).replace("{k}", r"(\d+)")), change)
@@ -120,11 +123,11 @@ def problem_prompts(
     steps:int=2, easy:bool=False,  # As in `word_problems`
 )->list: # Questions
     """Draw questions. A different seed draws different ones, but easy ones may occur twice.
-    Raises `ValueError` if there are fewer than `n`."""
-    found:dict = {}
+    Raises `ValueError` if there are fewer than `n`, or n is below 1."""
+    n, found = whole_number("n", n), {}
     repeats = 0 # In a row
     for problem in word_problems(seed, steps, easy):
-        if len(found) >= n: break
+        if len(found) == n: break
         repeats = repeats + 1 if problem.question in found else 0
         if repeats == 100_000: raise ValueError(
             f"n = {n:,} questions, but there are only {len(found):,} different ones")
@@ -138,10 +141,12 @@ def problem_demonstrations(
     "Work out word problems, some of them wrongly. `ValueError` for a slip outside 0 to 1."
     if not 0 <= slip < 1: raise ValueError(f"slip = {slip}, expected 0 to below 1")
     rng = random.Random(f"slips {seed}")
-    for question,solution,answer in word_problems(seed, steps, easy):
+    def demonstration(problem):
+        question, solution, answer = problem
         wrong = answer + rng.choice((-1, 1)) if rng.random() < slip else answer
-        yield question, " " + solution.replace(f"= {answer}. The answer is {answer}.",
-                                               f"= {wrong}. The answer is {wrong}.")
+        return question, " " + solution.replace(f"= {answer}. The answer is {answer}.",
+                                                f"= {wrong}. The answer is {wrong}.")
+    return map(demonstration, word_problems(seed, steps, easy))
 
 # %% ../../nbs/14_alignment/14aa_tasks.ipynb #14aalist
 def _brief_measures(rollouts:list)->dict: # Share of mentions, and of openings and endings
