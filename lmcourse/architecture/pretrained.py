@@ -238,8 +238,8 @@ def config_to_hf(
     theta, scaling = dict(rope_theta=config.rope_theta), values["rope_scaling"]
     rope = theta | dict(rope_parameters=dict(rope_type="default") | theta | (scaling or {}))
     if scaling: rope["rope_scaling"] = scaling
-    own = dict(llama=dict(mlp_bias=config.bias),
-               deepseek_v3=dict(num_key_value_heads=config.num_heads)) # each head has its keys
+    own:dict = dict(llama=dict(mlp_bias=config.bias),
+                    deepseek_v3=dict(num_key_value_heads=config.num_heads)) # each head has its keys
     return out | rope | own.get(family, {})
 
 # %% ../../nbs/03_architecture/03g_pretrained.ipynb #793513c5
