@@ -321,6 +321,16 @@ def test_experts_of_whom_none_is_shared_come_back(tmp_path):
     for source in (there, tmp_path): same_logits(from_hf(source), model, config)
 
 
+def test_latent_attention_has_a_key_for_every_head_there_too():
+    "transformers' own default is 128 heads, and its plain attention counts on it"
+    config = replace(llama, num_kv_heads=None, num_experts=4, num_shared_experts=1, router_score="sigmoid", router_bias_rate=.001, kv_lora_rank=8, q_lora_rank=12,
+                     qk_nope_head_dim=4, qk_rope_head_dim=4, v_head_dim=6, router_aux_loss=0.)
+    model = ours(config)
+    there = to_hf(model)
+    there.set_attn_implementation("eager")
+    same_logits(there, model, config)
+
+
 def test_scaled_embeddings_go_into_the_numbers():
     for config in (replace(llama, scale_embeddings=True), replace(gpt2, tie_embeddings=False, scale_embeddings=True)):
         model = ours(config)

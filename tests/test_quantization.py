@@ -13,7 +13,7 @@ from hypothesis import given, settings, strategies as st
 from lmcourse.architecture.pretrained import params_of
 from lmcourse.architecture.transformer_torch import TransformerLM
 from lmcourse.inference.engine import Engine, Request
-from lmcourse.inference.fast_decoder import FastDecoder
+from lmcourse.inference.fast_decoder import FastDecoder, Plain
 from lmcourse.inference.kv_cache import CachedDecoder
 from lmcourse.inference.quantization import (EMBEDDINGS, Int8Cache, QuantizedLinear, QuantizedModel, QuantizedWeight, best_steps, from_grid, grid_steps,
     load_quantized, magnitude_masks, pack_fours, pack_pairs, quantize, quantize_linears, quantize_model, save_quantized, to_grid, two_of_four, unpack_fours,
@@ -127,6 +127,19 @@ def test_the_fast_decoder_with_few_bits_is_that_of_the_rounded_model(changes, bi
     check_close(a.feed(ids[3:5]), b.feed(ids[3:5]), rtol=1e-3, atol=1e-3)
     matrices = [w for n,w in params_of(model).items() if w.ndim == 2 and n not in EMBEDDINGS]
     assert a.num_bytes <= sum(quantize(w, bits).num_bytes for w in matrices) + 3*64*bits//8
+
+
+@pytest.mark.parametrize("ffn", ("swiglu", "gelu"))
+def test_four_bits_where_they_fit_in_a_network_of_odd_width(ffn):
+    """The second half of the gated product then begins in the middle of a byte"""
+    config = ModelConfig.from_dict(SMALL.to_dict() | dict(d_ff=67, ffn=ffn))
+    def fits(w): return w.shape[1] % 64 == 0
+    model, rounded = TransformerLM(config, seed=2), TransformerLM(config, seed=2)
+    with torch.no_grad():
+        for n, w in rounded.named_parameters():
+            if w.ndim == 2 and n not in EMBEDDINGS and fits(w): w.copy_(torch.from_numpy(quantize(w.numpy(), 4).dequantize()))
+    decoder = FastDecoder(model, pack=lambda w: quantize(w, 4) if fits(w) else Plain(w))
+    check_close(decoder.feed(range(9), all=True), CachedDecoder(rounded).feed(range(9), all=True), rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("changes", VARIANTS)

@@ -246,6 +246,15 @@ def test_rounding_in_the_middle_decides_nothing():
             assert (p[1] == 1 or "min_p" in cut) and torch.equal(p, torch.tensor(next_token_probs_np(np.array(close, np.float32), t, **cut))), (close, t, cut)
 
 
+def test_a_large_vocabulary_is_cut_where_its_exact_sums_say():
+    """Added up one after another in float32, 150,000 probabilities stop short of 0.9999, and the cut would keep all of them"""
+    many = np.random.default_rng(0).normal(scale=3, size=150_000).astype(np.float32)
+    for logits, p in ((np.zeros(50_000, np.float32), .9), (many, .99), (many, .9999)):
+        exact = np.sort(torch.tensor(logits).double().softmax(-1).numpy())[::-1].cumsum()
+        kept = (next_token_probs_np(logits, top_p=p) > 0).sum()
+        assert abs(kept/(np.searchsorted(exact, p) + 1) - 1) < .01, (p, kept)
+
+
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
 def test_numpy_dtypes_and_rows(dtype):
     logits = np.random.default_rng(0).normal(size=(2, 3, 7)).astype(dtype)

@@ -238,7 +238,9 @@ def config_to_hf(
     theta, scaling = dict(rope_theta=config.rope_theta), values["rope_scaling"]
     rope = theta | dict(rope_parameters=dict(rope_type="default") | theta | (scaling or {}))
     if scaling: rope["rope_scaling"] = scaling
-    return out | rope | (dict(mlp_bias=config.bias) if family == "llama" else {})
+    own:dict = dict(llama=dict(mlp_bias=config.bias),
+                    deepseek_v3=dict(num_key_value_heads=config.num_heads)) # each head has its keys
+    return out | rope | own.get(family, {})
 
 # %% ../../nbs/03_architecture/03g_pretrained.ipynb #793513c5
 _CLASSES = dict(llama="LlamaForCausalLM", qwen3="Qwen3ForCausalLM", gpt2="GPT2LMHeadModel",

@@ -379,8 +379,8 @@ def word_probs(
     task:WritingTask,
     temperature:float=1.,  # Above 0
 )->list: # A probability for each prompt
-    """Compute the probability that a sample is right, over all tokens of the word. Raises
-    `ValueError` unless the temperature is above 0."""
+    """Compute the probability that a sample begins with the tokens of the right word. A longer word
+    that begins so counts, too. Raises `ValueError` unless the temperature is above 0."""
     if not temperature > 0: raise ValueError(f"temperature = {temperature}, expected more than 0")
     return [math.exp(_choice_nats(model, tokenizer, i.context, " " + i.right, temperature)[0])
             for i in task.items]

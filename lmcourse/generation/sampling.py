@@ -271,7 +271,7 @@ def _cut_np(probs:np.ndarray, top_k:int|None, top_p:float|None, min_p:float|None
 )->np.ndarray: # Probabilities; those given must be in falling order
     if top_k is not None: probs = _scaled_np(probs, np.arange(probs.shape[-1]) < top_k)
     if top_p is not None and top_p < 1:
-        before = probs.cumsum(-1) - probs
+        before = probs.cumsum(-1, dtype=np.float64) - probs # float32 drifts for a large V
         probs = _scaled_np(probs, (before == 0) | (before < top_p))
     return probs if min_p is None else _scaled_np(probs, probs >= min_p*probs[..., :1])
 

@@ -397,7 +397,9 @@ def _weights(params:dict, c:ModelConfig, pack)->tuple: # Packed, arrays for kern
     stacks = [_stacked(params, c, [f"{n}.weight" for n in names]) for names in _groups(c)]
     stacks.append(np.array(head[None], np.float32)*np.float32(c.mup_scale))
     packed, arrays = zip(*(_pack_layers(stack, pack) for stack in stacks))
-    whole = None not in arrays and (pack is Plain or c.head_size % 4 == 0) and _kinds(c)[2] >= 0
+    # whether each head, and the second half of a gated product, begins at a multiple of 4
+    in_fours = c.head_size % 4 == 0 and (c.ffn_size % 4 == 0 or not c.gated)
+    whole = None not in arrays and (pack is Plain or in_fours) and _kinds(c)[2] >= 0
     none = np.zeros((max(1, c.num_layers), 0), np.float32)
     bias = lambda names: _stacked(params, c, [f"{n}.bias" for n in names]) if c.bias else none
     return packed, arrays if whole else None, (*map(bias, _groups(c)), none)
