@@ -499,6 +499,16 @@ def test_solvers_and_distances_are_refused(f):
     with pytest.raises(NotImplementedError, match="can't be counted"), flop_counter(): f(torch.eye(3))
 
 
+def scaled(): # A product in 8 bits
+    a, scale = torch.ones(16, 32).to(torch.float8_e4m3fn), (torch.ones(()), torch.nn.functional.ScalingType.TensorWise)
+    return torch.nn.functional.scaled_mm(a, a.T, *scale, *scale, output_dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("name, f", [("_scaled_mm_v2", scaled), ("_addmm_activation", lambda: torch._addmm_activation(torch.ones(2), torch.ones(3, 4), torch.ones(4, 2)))])
+def test_a_product_whose_name_goes_on_is_refused(name, f):
+    with pytest.raises(NotImplementedError, match=f"{name} can't be counted"), flop_counter(): f()
+
+
 def test_what_only_sounds_like_a_product_counts_as_zero():
     normed = torch.nn.utils.parametrizations.weight_norm(torch.nn.Linear(4, 5))
     with flop_counter() as counter:

@@ -11,6 +11,15 @@ from lmcourse.parallelism import collectives as co
 from lmcourse.parallelism.ranks import Link, Network
 
 torch = pytest.importorskip("torch")
+from lmcourse.parallelism.context_parallel import ring_attention_bytes
+from lmcourse.parallelism.data_parallel import data_parallel_bytes
+from lmcourse.parallelism.expert_parallel import expert_bytes
+from lmcourse.parallelism.low_communication import low_communication_bytes
+from lmcourse.parallelism.pipeline import pipeline_bytes
+from lmcourse.parallelism.tensor_parallel import slice_config, slice_of, tensor_parallel_bytes
+from lmcourse.parallelism.zero import zero_step_bytes
+from lmcourse.tools.config import ModelConfig
+from lmcourse.training.parallel_np import naive_bytes, ring_bytes
 
 WAYS = {co.ring_all_reduce: co.ring_bytes, co.tree_all_reduce: co.tree_bytes, co.halving_doubling_all_reduce: co.halving_doubling_bytes}
 
@@ -28,6 +37,20 @@ def test_all_reduce_adds_and_sends_what_its_formula_says(way, size, length, rand
     found = net.run(reduced, way, vectors)
     assert all((x == found[0]).all() for x in found) and np.allclose(found[0], vectors.sum(0), rtol=1e-12, atol=1e-13)
     co.check_sent(net, [WAYS[way](length, size, r, 8) for r in range(size)])
+
+
+PAIRS, PLACES = np.ones((4, 8), int), [[0, 1], [2, 3], [4, 5], [6, 7]]
+BYTES = [*(lambda r, f=f: f(40, 4, r) for f in (ring_bytes, naive_bytes, co.tree_bytes, co.halving_doubling_bytes, co.reduce_scatter_bytes, co.all_gather_bytes)),
+         lambda r: co.hierarchical_bytes(40, 4, r, 2), lambda r: ring_attention_bytes(PLACES, r, 8), lambda r: expert_bytes(PAIRS, 4, r), lambda r: pipeline_bytes(8, 4, 8, 4, r),
+         lambda r: zero_step_bytes(3, [40, 40], 4, r), lambda r: data_parallel_bytes([torch.ones(40)], 4, r), lambda r: low_communication_bytes(40, 4, 2, 4, r),
+         lambda r: tensor_parallel_bytes(ModelConfig.preset("small"), 3, 7, 4, r), lambda r: slice_config(ModelConfig.preset("small"), 4, r),
+         lambda r: slice_of("w1.weight", torch.ones(40, 2), 4, r)]
+
+@pytest.mark.parametrize("f", BYTES)
+def test_there_is_no_rank_before_the_first_or_after_the_last(f):
+    f(0), f(3)
+    for rank in (-1, 4):
+        with pytest.raises(IndexError, match=f"rank {rank} of 4, expected 0 to 3"): f(rank)
 
 
 def test_pieces_of_reduce_scatter_and_all_gather_by_their_formulas():

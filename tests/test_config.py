@@ -106,6 +106,7 @@ def test_a_training_preset_has_a_model():
     (dict(rope_scaling="yarn"), "rope_scaling = 'yarn', expected dict or none"),
     (dict(rope_scaling={}), "rope_scaling has rope_type = None, expected one of linear, llama3, yarn"),
     (dict(rope_scaling=dict(rope_type="dynamic", factor=2.)), "rope_type = 'dynamic', expected one of linear, llama3, yarn"),
+    (dict(num_experts_per_tok=0), "num_experts_per_tok = 0, expected more than 0"),
     (dict(rope_scaling=dict(rope_type="linear")), "of type linear has no factor, expected factor"),
     (dict(rope_scaling=YARN, position="learned"), "rope_scaling with position = 'learned', expected none"),
     (dict(rope_scaling=YARN | dict(mscale=1.)), "of type yarn has mscale, expected only factor, original_max_position_embeddings, beta_slow, beta_fast, attention_factor"),

@@ -407,6 +407,13 @@ def test_batches_depend_on_seed_and_step_alone(windows):
         batches[-1]
 
 
+@pytest.mark.parametrize("floor", [math.nan, math.inf, -1.])
+def test_a_floor_that_no_probability_has_is_refused(tmp_path, floor):
+    with pytest.raises(ValueError, match=f"nats of document 1 = {floor}, expected -log p"):
+        write_tokens(tmp_path / "a", ["a", "bb", "c"], Bytes(), "here", nats=lambda text: floor if text == "bb" else 1., batch_bytes=1)
+    assert not list(tmp_path.iterdir())
+
+
 def test_floor(tmp_path):
     write_tokens(tmp_path / "a", ["a", "bb", "ccc"], Bytes(), "here", nats=len)
     dataset = TokenDataset.open(tmp_path / "a")

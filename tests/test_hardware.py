@@ -371,6 +371,8 @@ def test_price_refuses():
     with pytest.raises(ValueError, match="mfu = 2"): price(config, TrainConfig(), "a100", mfu=2)
     with pytest.raises(ValueError, match="m2 has no peak rate for bfloat16"): price(config, TrainConfig(dtype="bfloat16"), "m2")
     with pytest.raises(ValueError, match="unknown device"): price(config, TrainConfig(), "a1000")
+    for micro in (3, 16):                               # Neither can be trained
+        with pytest.raises(ValueError, match=f"micro_batch = {micro} does not divide a step of 8 windows"): price(config, TrainConfig(micro_batch=micro), "a100")
 
 
 @pytest.mark.parametrize("words, threads", [("3", 3), ("2,1", 2), ("", None), ("0", None), ("many", None)])

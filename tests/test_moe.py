@@ -218,7 +218,7 @@ VARIANTS = {"plain": {}, "shared": dict(num_shared_experts=2, first_dense_layers
             "losses": dict(router_aux_loss=.01, router_z_loss=.01), "gelu": dict(ffn="gelu"), "reglu": dict(ffn="reglu"), "relu": dict(ffn="relu"), "latent": LATENT,
             "shared and losses": dict(num_shared_experts=2, router_aux_loss=.01), "shared and z-loss": dict(num_shared_experts=1, router_z_loss=.01),
             "latent and shared": LATENT | dict(q_lora_rank=20, num_shared_experts=1), "latent, values as long as keys": LATENT | dict(q_lora_rank=20, v_head_dim=12),
-            "whole norm": dict(qk_norm=True, qk_norm_whole=True)}
+            "whole norm": dict(qk_norm=True, qk_norm_whole=True), "sigmoid and losses": dict(router_score="sigmoid", router_aux_loss=.01)}
 
 
 @pytest.mark.parametrize("preset", TOTALS)
@@ -254,6 +254,14 @@ def test_bytes_that_wait_for_the_backward_pass(name, dtype):
         for attention in attentions(c):
             how = dict(dtype=dtype, attention=attention, recompute=False, logits=False)
             assert run_counted(c, batch, 16, how)[1] == activation_bytes(c, batch, 16, **how)
+
+
+@pytest.mark.parametrize("heads, T", [(1, 16), (4, 1)])
+@pytest.mark.parametrize("attention", ["fused", "explicit"])
+def test_one_head_or_one_token_is_not_copied_to_be_turned(heads, T, attention):
+    c = replace(SMALL, num_experts=None, num_heads=heads, **LATENT | dict(v_head_dim=12))
+    how = dict(dtype="float32", attention=attention, recompute=False, logits=False)
+    assert run_counted(c, 2, T, how)[1] == activation_bytes(c, 2, T, **how)
 
 
 @pytest.mark.parametrize("name", VARIANTS)

@@ -152,7 +152,9 @@ def _experts(c:ModelConfig, r:RowBytes)->list:
     visits, numbers = r.n*k, E*expert_numbers(c) # `visits`: rows that experts read
     rows, wide = size*visits*c.d_model, size*visits*c.expert_size
     tables = 4*r.n*E*(1 + bool(c.router_aux_loss) + bool(c.router_z_loss))
-    ties = r.n*(4*c.norm_topk_prob + 4*bool(c.router_z_loss)) + 4*E*(1 + bool(c.router_aux_loss))
+    # Sums of rows: of the chosen weights, of the z-loss, and of scores that don't add up to 1
+    sums = c.norm_topk_prob, c.router_z_loss > 0, c.router_aux_loss and c.router_score == "sigmoid"
+    ties = 4*r.n*sum(map(bool, sums)) + 4*E*(1 + bool(c.router_aux_loss))
     choice = visits*(8 + 4*c.norm_topk_prob + 4 + 8 + 8) + tables + ties
     inner = wide*((4 if c.gated else 2) - c.ffn_kind.saves_output)
     inner += 3*rows # Gathered, computed, in the order of the tokens
@@ -200,14 +202,16 @@ def _latent(c:ModelConfig, r:RowBytes, B:int, T:int, size:int, explicit:bool)->l
     # On a CPU the fused kernel takes no values of another length than the keys; on a GPU it does,
     # by torch's source. `up`: numbers that give keys and values, of which values are a view
     fused = not explicit and (r.device == "cuda" or c.v_head_dim == nope + rope)
+    turned = H > 1 and T > 1 # Only then do heads lie in another order than tokens
     norms = 4*n*(2*rank + rope*(not r.low) + 1) + 4*n*(2*low_q + 1)*bool(low_q)
     keeps = {"inputs of attention": r.read*(1 + r.low) + size*n*(rank + low_q),
              "q/k norms": norms, "attention output": size*v}
     if fused:
         scores, arrays = 0, size*(2*q + up)
-        keeps |= {"log of denominators": 4*n*H, "attention output, copied": size*v}
+        keeps |= {"log of denominators": 4*n*H, "attention output, copied": size*v*turned}
     else: # Written out, in float32; of one sequence in float32, the values need no copy
-        scores, arrays = 4*B*H*T*T, 4*(2*q + (up if B == 1 and not r.low else v))
+        copied = r.low or B > 1 and turned
+        scores, arrays = 4*B*H*T*T, 4*(2*q + (v if copied else up))
         keeps["probabilities"] = scores
     keeps["queries, keys, values"] = arrays
     if r.low: keeps["weights in bfloat16"] = 2*numbers

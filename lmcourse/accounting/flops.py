@@ -59,8 +59,8 @@ def matmul_flops(m:int, k:int, n:int
 _MULTIPLIES = re.compile(
     r"attention|transformer|trilinear(?!3d)|rnn|([cp]|euclidean_)dist|cholesky|solve|svd|eig(?!ht)|"
     r"linalg_(p?inv|lu|ldl|qr|lstsq|det|slogdet)|matrix_exp|geqrf|ormqr|householder|"
-    r"embedding_bag_per|pack_mm|[._]\w*(mm|mv|matmul|dot|addr)_?$|"
-    r"[._](linear(?!1d)|conv|einsum|lstm|gru)(?!alg)")
+    r"embedding_bag_per|[._]\w*(mm|mv|matmul|dot|addr)(_|$)|"
+    r"[._]q?(linear(?!1d)|conv|einsum|lstm|gru)(?!alg)")
 
 # Operation to its formula, whose first arguments are the shapes of the tensors
 def _cpu_products()->dict:

@@ -137,10 +137,13 @@ def price(
                     device=device.kind)
     micro, largest = (t.micro_batch or windows,
                       largest_batch(model_config, device.memory_bytes, **how))
+    if windows % micro:
+        raise ValueError(f"price: micro_batch = {micro} does not divide a step of {windows} "
+                         f"windows")
     # the batch has to be divided
     if largest < windows:
         largest = largest_batch(model_config, device.memory_bytes, grad_accum_steps=2, **how)
-    memory = sum(training_bytes(model_config, micro, grad_accum_steps=-(-windows//micro),
+    memory = sum(training_bytes(model_config, micro, grad_accum_steps=windows//micro,
                                 **how).values())
     seconds = t.steps*step_seconds
     return Price(device.name, products, mfu, t.steps*windows*model_config.context_length, step,

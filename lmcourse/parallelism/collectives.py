@@ -13,7 +13,7 @@ __all__ = ['ring_reduce_scatter', 'ring_all_gather', 'ring_all_reduce', 'tree_ch
 import numpy as np
 from operator import index
 from .ranks import Link, Network, Port
-from ..training.parallel_np import chunk_slices, naive_all_reduce
+from ..training.parallel_np import checked_rank, chunk_slices, naive_all_reduce
 from ..training.parallel_np import ring_all_gather as ring_all_gather_steps
 from ..training.parallel_np import ring_bytes
 from ..training.parallel_np import ring_reduce_scatter as ring_reduce_scatter_steps
@@ -66,7 +66,7 @@ def tree_bytes(
     itemsize:int=4, # Bytes per number
 )->int:
     "Count the bytes a rank sends in `tree_all_reduce`: once up, once down to each child."
-    return itemsize*length*(bool(rank) + len(tree_children(rank, size)))
+    return itemsize*length*(bool(checked_rank(rank, size)) + len(tree_children(rank, size)))
 
 # %% ../../nbs/10_parallelism/10b_collectives.ipynb #a709df6c
 def halving_reduce_scatter(x:np.ndarray, port:Port): # Each rank's vector; N a power of two
@@ -111,7 +111,7 @@ def halving_doubling_all_reduce(x:np.ndarray, port:Port): # Each rank's vector
 def halving_doubling_bytes(length:int, size:int, rank:int, itemsize:int=4)->int:
     "Count the bytes a rank sends in `halving_doubling_all_reduce`; arguments as in `tree_bytes`."
     core = 1 << index(size).bit_length() - 1
-    if rank >= core: return itemsize*length
+    if checked_rank(rank, size) >= core: return itemsize*length
     pieces = chunk_slices(length, core)
     widths = [1 << i for i in range(core.bit_length() - 1)]
     gathered = sum(pieces[a + w - 1].stop - pieces[a].start
@@ -162,7 +162,7 @@ def hierarchical_all_reduce(
 def hierarchical_bytes(length:int, size:int, rank:int, ranks_per_node:int, itemsize:int=4)->tuple:
     "Count the bytes a rank sends in `hierarchical_all_reduce`: inside its node, and out of it."
     _check_nodes(size, ranks_per_node)
-    node, place = divmod(rank, ranks_per_node)
+    node, place = divmod(checked_rank(rank, size), ranks_per_node)
     piece = chunk_slices(length, ranks_per_node)[place]
     return (ring_bytes(length, ranks_per_node, place, itemsize),
             ring_bytes(piece.stop - piece.start, size//ranks_per_node, node, itemsize))
@@ -215,9 +215,9 @@ def check_sent(
 
 def reduce_scatter_bytes(length:int, size:int, rank:int, itemsize:int=4)->int:
     "Count the bytes a rank sends in `ring_reduce_scatter`: all pieces but its own."
-    piece = chunk_slices(length, size)[rank]
+    piece = chunk_slices(length, size)[checked_rank(rank, size)]
     return itemsize*(length - piece.stop + piece.start)
 
 def all_gather_bytes(length:int, size:int, rank:int, itemsize:int=4)->int:
     "Count the bytes a rank sends in `ring_all_gather`: all pieces but its right neighbour's."
-    return reduce_scatter_bytes(length, size, (rank + 1) % size, itemsize)
+    return reduce_scatter_bytes(length, size, (checked_rank(rank, size) + 1) % size, itemsize)

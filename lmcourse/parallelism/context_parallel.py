@@ -9,7 +9,7 @@ __all__ = ['block_attention', 'merge_attention', 'contiguous', 'zigzag', 'ring_a
 # %% ../../nbs/10_parallelism/10i_context_parallel.ipynb #390d3920
 import numpy as np
 from .ranks import Port
-from ..training.parallel_np import chunk_slices
+from ..training.parallel_np import checked_rank, chunk_slices
 
 # %% ../../nbs/10_parallelism/10i_context_parallel.ipynb #1cf0fd5a
 def block_attention(
@@ -105,6 +105,6 @@ def ring_attention_bytes(
     """Count the bytes that a rank sends: pages move n - 1 times, their gradients n times, with as
     many bytes per number."""
     n, tokens = len(places), sum(map(len, places))
+    pages = 2*row_bytes*(tokens - len(places[(checked_rank(rank, n) + 1) % n]))
     if n == 1: return 0, 0
-    pages = 2*row_bytes*(tokens - len(places[(rank + 1) % n]))
     return pages, pages + 2*row_bytes*tokens

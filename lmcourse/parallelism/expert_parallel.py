@@ -9,7 +9,7 @@ __all__ = ['Routes', 'experts_forward', 'experts_backward', 'expert_bytes', 'cou
 import numpy as np
 from .collectives import all_to_all
 from .ranks import Port
-from ..training.parallel_np import chunk_slices
+from ..training.parallel_np import checked_rank, chunk_slices
 
 # %% ../../nbs/10_parallelism/10j_expert_parallel.ipynb #649a710c
 class Routes:
@@ -98,7 +98,7 @@ def expert_bytes(
 )->int: # Bytes sent by the rank; each count takes eight
     "Count bytes: rows to the experts, results back to the tokens, and the counts."
     size, num_experts = pairs.shape
-    own = chunk_slices(num_experts, size)[rank]
+    own = chunk_slices(num_experts, size)[checked_rank(rank, size)]
     others = [r for r in range(size) if r != rank]
     out, back = pairs[rank].sum() - pairs[rank, own].sum(), pairs[others][:, own].sum()
     counts = 8*(num_experts - (own.stop - own.start))*(size > 1)

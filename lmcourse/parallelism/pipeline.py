@@ -13,7 +13,7 @@ from .collectives import ring_all_reduce
 from .ranks import Port
 from .schedules import Job
 from ..tools.config import refuse_fields
-from ..training.parallel_np import chunk_slices, ring_bytes
+from ..training.parallel_np import checked_rank, chunk_slices, ring_bytes
 
 # %% ../../nbs/10_parallelism/10h_pipeline.ipynb #6d60d89f
 def stage_layers(
@@ -36,7 +36,7 @@ def pipeline_bytes(
     itemsize:int=8,
 )->int: # Bytes sent by a rank per step
     "Count the bytes of activations to the next stage and gradients to the previous one."
-    own, last = range(rank, stages, size), (stages - 1) % size
+    own, last = range(checked_rank(rank, size), stages, size), (stages - 1) % size
     borders = sum((s < stages - 1) + (s > 0) for s in own) if size > 1 else 0
     table = ring_bytes(tied, 2, int(rank > 0), itemsize) if last and rank in (0, last) else 0
     return borders*num_tokens*d_model*itemsize + table

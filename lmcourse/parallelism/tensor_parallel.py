@@ -16,7 +16,7 @@ from .collectives import all_gather_bytes, ring_all_gather, ring_all_reduce
 from .collectives import ring_reduce_scatter
 from .ranks import Port
 from ..tools.config import ModelConfig, refuse_fields
-from ..training.parallel_np import chunk_slices, ring_bytes
+from ..training.parallel_np import checked_rank, chunk_slices, ring_bytes
 
 # %% ../../nbs/10_parallelism/10f_tensor_parallel.ipynb #538faabe
 class CopyToRanks(torch.autograd.Function):
@@ -93,6 +93,7 @@ def slice_config(
     if c.bias or c.qk_norm or c.position not in ("rope", "none"):
         raise ValueError(f"tensor parallelism here is for models without biases and qk_norm, with "
                          f"RoPE or no positions: {c.bias = }, {c.qk_norm = }, {c.position = }")
+    checked_rank(rank, size)
     F, V = (len(range(n)[chunk_slices(n, size)[rank]]) for n in (c.ffn_size, c.vocab_size))
     return replace(c, num_heads=both[0]//size, num_kv_heads=both[1]//size, head_dim=c.head_size,
                    d_ff=F, vocab_size=V)
@@ -105,7 +106,7 @@ def slice_of(
     "Slice a parameter by outputs or inputs; norms stay whole."
     if "ln" in name: return w
     axis = 1 if name.endswith(("output_proj.weight", "w2.weight")) else 0
-    piece = chunk_slices(w.shape[axis], size)[rank]
+    piece = chunk_slices(w.shape[axis], size)[checked_rank(rank, size)]
     return w[:, piece] if axis else w[piece]
 
 # %% ../../nbs/10_parallelism/10f_tensor_parallel.ipynb #ec59fcf7

@@ -228,7 +228,7 @@ def write_tokens(
             for batch,ids,starts in _encoded(writer, iter(texts), tokenizer, threads or cores(),
                                              batch_bytes, bar):
                 writer.append(batch, (ids, writer.tokens + starts)
-                              + ((list(map(nats, batch)),) if nats else ()))
+                              + ((_floors(nats, batch, writer.documents),) if nats else ()))
                 bar.update(writer.bytes - bar.n)
         writer.finish(info := head | _totals(writer, prefix, about))
         return info
@@ -249,6 +249,13 @@ def _encoded(writer:TokenWriter, texts:Iterator[str], tokenizer, threads:int, ba
             number += len(batch)
     return _made_ahead(lambda b: (b[1], *encode_documents(b[1], tokenizer, b[0], threads)),
                        batches())
+
+def _floors(nats:Callable, texts:list, number:int)->list: # -log p of each; `number` of the first
+    found = list(map(nats, texts))
+    for i,floor in enumerate(found, number):
+        if not 0 <= floor < math.inf:
+            raise ValueError(f"nats of document {i} = {floor}, expected -log p, 0 or more")
+    return found
 
 def _totals(writer:TokenWriter, prefix, about:dict)->dict: # The totals of what the files contain
     if not writer.documents: raise UserError(f"{prefix}: no documents to write")

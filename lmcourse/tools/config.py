@@ -304,7 +304,7 @@ def _require(c:Config, names:str, zero:bool=False): # Numbers above 0, or with `
 
 def _check_model(c:ModelConfig):
     _require(c, """vocab_size context_length d_model num_layers num_heads num_kv_heads head_dim d_ff
-                   window norm_eps rope_theta embedding_std mup_base_width""")
+                   window norm_eps rope_theta embedding_std mup_base_width num_experts_per_tok""")
     _require(c, "z_loss", zero=True)
     if c.head_dim is None and c.d_model % c.num_heads:
         raise ValueError(f"ModelConfig: d_model = {c.d_model} is not a multiple of num_heads = "
@@ -369,8 +369,7 @@ def _check_scaling(c:ModelConfig):
 # %% ../../nbs/00_tools/00d_config.ipynb #5a440efc
 def _check_experts(c:ModelConfig):
     E, k, groups = c.expert_count, c.num_experts_per_tok, c.router_groups
-    _require(c, """num_experts num_experts_per_tok moe_d_ff capacity_factor routed_scaling
-                   router_groups""")
+    _require(c, "num_experts moe_d_ff capacity_factor routed_scaling router_groups")
     _require(c, """num_shared_experts first_dense_layers router_aux_loss router_z_loss
                    router_bias_rate""", zero=True)
     if k > E: raise ValueError(f"ModelConfig: num_experts_per_tok = {k}, but num_experts = {E}")

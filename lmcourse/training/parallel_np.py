@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['split_batch', 'QueuePort', 'queue_ports', 'lockstep', 'reduce_to_root', 'broadcast', 'naive_all_reduce',
-           'chunk_slices', 'ring_reduce_scatter', 'ring_all_gather', 'ring_all_reduce', 'ring_bytes', 'naive_bytes',
-           'parameter_views', 'pack_grads', 'SharedPort', 'Replica', 'DataParallelNp']
+           'chunk_slices', 'ring_reduce_scatter', 'ring_all_gather', 'ring_all_reduce', 'checked_rank', 'ring_bytes',
+           'naive_bytes', 'parameter_views', 'pack_grads', 'SharedPort', 'Replica', 'DataParallelNp']
 
 # %% ../../nbs/04_training/04m_parallel_np.ipynb #8173d838
 import hashlib, math, os, shutil, signal, struct, weakref
@@ -147,6 +147,14 @@ def ring_all_reduce(x:np.ndarray, port:Any): # This worker's vector, and its por
     yield from ring_all_gather(x, port)
 
 # %% ../../nbs/04_training/04m_parallel_np.ipynb #4bd1269d
+def checked_rank(
+    rank:int, # Number of a worker
+    size:int, # Number of workers
+)->int: # The rank
+    "Raise `IndexError` unless there is such a worker: Python would take -1 for the last one."
+    if 0 <= rank < size: return rank
+    raise IndexError(f"rank {rank} of {size}, expected 0 to {size - 1}")
+
 def ring_bytes(
     length:int,   # Length of the vector
     size:int,     # Number of workers
@@ -156,12 +164,12 @@ def ring_bytes(
     """Count the bytes that a worker sends in the ring: two vectors, less one piece of its own and
     one of its right neighbour's."""
     lengths = [piece.stop - piece.start for piece in chunk_slices(length, size)]
-    return itemsize*(2*length - lengths[rank] - lengths[(rank + 1) % size])
+    return itemsize*(2*length - lengths[checked_rank(rank, size)] - lengths[(rank + 1) % size])
 
 def naive_bytes(length:int, size:int, rank:int, itemsize:int=4
 )->int: # Bytes that worker `rank` sends in `naive_all_reduce`
     "Count the bytes that a worker sends the naive way; worker 0 sends a vector to each other."
-    return itemsize*length*(1 if rank else size - 1)
+    return itemsize*length*(1 if checked_rank(rank, size) else size - 1)
 
 # %% ../../nbs/04_training/04m_parallel_np.ipynb #eb0fdf74
 def parameter_views(
