@@ -242,9 +242,9 @@ def gelu_all_backward(dy, x, dx):
     for i in range(x.size):
         square = x[i]*x[i]
         e = exp2_below(-abs(_STEEP*x[i]*(_ONE + _BEND*square))*_LOG2E)
-        share = _ONE/(_ONE + e)
+        s = _ONE/(_ONE + e)
         bent = x[i]*_STEEP*(_ONE + _THREE*_BEND*square)
-        dx[i] = dy[i]*share*((_ONE if x[i] >= _ZERO else e) + bent*e*share)
+        dx[i] = dy[i]*s*((_ONE if x[i] >= _ZERO else e) + bent*e*s)
 
 # %% ../../nbs/03_architecture/03k_fused.ipynb #351cb2e3
 def _gelu(x:Tensor)->Tensor:
@@ -398,8 +398,8 @@ def loss_rows(z, bits, targets, z_loss, count):
             total += e
         log_z = np.log(total) + top
         loss += log_z - at + z_loss*log_z*log_z
-        share = (_ONE + _TWO*z_loss*log_z)/(total*count)
-        for c in range(row.size): row[c] *= share
+        factor = (_ONE + _TWO*z_loss*log_z)/(total*count)
+        for c in range(row.size): row[c] *= factor
         row[y] -= _ONE/count
     return loss
 
