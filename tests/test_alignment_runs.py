@@ -207,6 +207,13 @@ def test_what_processes_cannot_share_is_rejected_before_there_is_a_folder(kind, 
     assert not (tmp_path/"run").exists()
 
 
+def test_the_folder_is_made_after_all_processes_have_looked_for_it(little, tmp_path, monkeypatch):
+    waits, reduce = [], World.all_reduce_sum
+    monkeypatch.setattr(World, "all_reduce_sum", lambda *args: waits.append((tmp_path/"run").exists()) or reduce(*args))
+    new_alignment(tmp_path/"run", "sft", settings_of("sft", tmp_path), little)
+    assert waits[:2] == [False, True]                                       # A slow process would find the folder that another one has just made
+
+
 def test_own_pairs_are_a_right_and_a_wrong_response_of_the_model(tmp_path):
     shipped, tokenizer = load_model()
     with pytest.raises(ValueError, match="4 responses to 2 prompts, and to no prompt a right and a wrong one"): own_pairs(shipped, tokenizer, 2, 2)

@@ -61,6 +61,7 @@ def new_alignment(
     Sampler(model, tokenizer, running=1) # Rejects a model whose responses can't be sampled
     _check_room("test prompts", task.prompts(96, 999), 1 + task.max_tokens, tokenizer, model)
     texts, train, pairs = _PREPARE[kind](settings, train, model, tokenizer, world)
+    world.all_reduce_sum(0.) # Only now have all processes seen that there's no such folder
     if world.writes:
         run.mkdir(parents=True)
         tokenizer.save(run/"data"/"tokenizer")
