@@ -142,6 +142,21 @@ def test_four_bits_where_they_fit_in_a_network_of_odd_width(ffn):
     check_close(decoder.feed(range(9), all=True), CachedDecoder(rounded).feed(range(9), all=True), rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.parametrize("other", (partial(quantize, steps=np.float32), partial(quantize, bits=4), Plain))
+def test_one_matrix_of_another_kind_in_one_layer(other):
+    """Steps too large for float16 in one layer, for example"""
+    model, rounded = TransformerLM(SMALL, seed=2), TransformerLM(SMALL, seed=2)
+    large = model.layers[1].ffn.w2.weight
+    large.data *= 10
+    def pack(w): return (other if abs(w).max() > 1 and w.shape == large.shape else quantize)(w)
+    with torch.no_grad():
+        for n, w in rounded.named_parameters():
+            if w.ndim != 2 or n in EMBEDDINGS: continue
+            q = pack(params_of(model)[n])
+            w.copy_(torch.from_numpy(q.arrays[0] if isinstance(q, Plain) else q.dequantize()))
+    check_close(FastDecoder(model, pack=pack).feed(range(9), all=True), CachedDecoder(rounded).feed(range(9), all=True), rtol=1e-3, atol=1e-3)
+
+
 @pytest.mark.parametrize("changes", VARIANTS)
 def test_a_model_and_its_file(changes, tmp_path):
     model = TransformerLM(ModelConfig.from_dict(SMALL.to_dict() | changes))

@@ -51,10 +51,11 @@ def _stacked(params:dict, c:ModelConfig, names:list
                      for i in range(c.num_layers)]).astype(np.float32, copy=False)
 
 def _pack_layers(stack:np.ndarray, pack
-    # one object per layer; if the objects have arrays, each is a view into one for all layers
+    # one object per layer; if all have arrays of one kind, each is a view into one for all layers
 )->tuple:
     packed = [pack(weight) for weight in stack]
-    if not all(hasattr(w, "arrays") for w in packed): return packed, None
+    kinds = {tuple((a.dtype, a.shape) for a in getattr(w, "arrays", ())) for w in packed}
+    if len(kinds) > 1 or () in kinds: return packed, None
     arrays = tuple(np.stack(parts) for parts in zip(*(w.arrays for w in packed)))
     for i,w in enumerate(packed): w.arrays = tuple(a[i] for a in arrays)
     return packed, arrays
