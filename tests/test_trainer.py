@@ -717,6 +717,15 @@ def test_a_model_that_can_not_be_kept_leaves_nothing(data, tmp_path, monkeypatch
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("value", [1e6, math.nan])
+def test_a_model_whose_weights_float16_can_not_hold_is_not_kept(data, tmp_path, value):
+    model = TransformerLM(MODEL)
+    with torch.no_grad(): model.ln_final.weight[3] = value
+    with pytest.raises(ValueError, match="ln_final.weight has a value that float16 can't hold"):
+        save_model(tmp_path/"kept", model, Tokenizer.from_folder(data/"tokenizer"), SHORT, {})
+    assert not list(tmp_path.iterdir())
+
+
 def test_the_plateau_lowers_the_rate_and_stops(data, tmp_path):
     trainer, found = run(data, tmp_path/"a", steps=100, warmup_steps=0, schedule="constant", plateau_patience=1, plateau_factor=.1, early_stop_patience=3,
                          early_stop_min_delta=10.)
