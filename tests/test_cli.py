@@ -1,4 +1,5 @@
 "The command as a user runs it: tiny runs, mistakes, interruptions, in processes of their own where that matters."
+import errno
 import gc
 import json
 import os
@@ -835,6 +836,35 @@ def test_quickstart_from_end_to_end(tmp_path):
     assert made["command"] == "lmcourse quickstart --data stories --minutes 0.005"
     story = here("generate", "kept", "--prompt", "Once", "--max-tokens", 5, cwd=tmp_path)
     assert story.returncode == 0 and story.stdout.startswith("Once")
+
+
+def test_two_quickstarts_at_once_take_two_folders(work, monkeypatch):
+    "Another process takes a name while this one looks at the machine."
+    monkeypatch.chdir(work)
+    def others(): os.makedirs("runs/quickstart-1")
+    def ready(data, minutes, out, card):
+        assert out.is_dir()
+        raise KeyError(out.name)
+    monkeypatch.setattr(training_commands, "card_here", others)
+    monkeypatch.setattr(training_commands, "get_ready", ready)
+    with pytest.raises(KeyError, match="quickstart-2"): cli.main(["quickstart"])
+    assert [p.name for p in (work/"runs").iterdir()] == ["quickstart-1"]
+    shutil.rmtree("runs")
+
+
+@pytest.mark.skipif(sys.platform in ("darwin", "win32"), reason="names there are Unicode")
+def test_a_run_whose_name_is_not_utf_8_is_drawn(whole, work):
+    shutil.copytree(whole, work/os.fsdecode(b"caf\xe9"))
+    done = here("plot", os.fsdecode(b"caf\xe9"), "--out", "name.png", cwd=work)
+    assert done.returncode == 0 and (work/"name.png").exists(), done.stderr
+
+
+def test_a_file_that_is_too_large_for_the_disk_is_one_line(work, monkeypatch, capsys):
+    "FAT32 takes 4 GiB, and `ulimit -f` says less."
+    def full(*_): raise OSError(errno.EFBIG, "File too large", "step_1")
+    monkeypatch.setattr(cli.PlotCommand, "run", full)
+    with pytest.raises(SystemExit): cli.main(["plot", str(work)])
+    assert capsys.readouterr().err == "lmcourse: step_1: file too large\n"
 
 
 def test_quickstart_on_a_text(tmp_path):

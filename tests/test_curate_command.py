@@ -401,6 +401,13 @@ def test_records_longer_than_memory_and_null_bytes_are_counted(tmp_path):
     assert {why for _, why in read_shard(tmp_path / "c.warc.gz", 1500)} >= {"", "truncated"} and len(list(read_shard(tmp_path / "c.warc.gz", 1500))) == len(web)
 
 
+def test_a_step_may_be_a_partial_function():
+    try:
+        for _ in range(2): register_step("mine")(partial(STEPS["length"], min_words=3))      # A cell that is run twice
+        with pytest.raises(ValueError, match="'mine' is there already"): register_step("mine")(partial(STEPS["gopher"]))
+    finally: STEPS.pop("mine", None)
+
+
 def test_steps_of_ones_own(tmp_path):
     @register_step("shout")
     def shout(mark="!"): return each(lambda d: (d._replace(text=d.text.upper() + f" {mark} {mark}"), "quiet" if "hush" in d.text else ""))

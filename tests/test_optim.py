@@ -283,6 +283,13 @@ def test_sgd_counts_a_parameters_own_steps_and_takes_groups():
 numbers = dict(t=st.integers(1, 2000), lr=st.floats(1e-5, 0.5), b1=st.sampled_from([0.0, 0.9]), b2=st.sampled_from([0.0, 0.95, 0.999]),
                eps=st.sampled_from([1e-8, 1e-3, 1.0]), decay=st.sampled_from([0.0, 0.1, 1.0]), seed=st.integers(0, 99))
 
+def test_there_is_no_step_before_the_first():
+    for step in (lambda: cosine_lr(-1, 1., 0., 3, 10), *(lambda shape=shape: learning_rate(-1, 1., 0., 3, 10, shape=shape) for shape in ("cosine", "constant"))):
+        with pytest.raises(ValueError, match="step = -1, expected 0 or more"): step()
+    for t in (0, -1):
+        with pytest.raises(ValueError, match=f"adamw_step: t = {t}, expected 1 or more"): adamw_step(*torch.ones(4, 2), t=t)
+
+
 @settings(max_examples=60, deadline=None)
 @given(**numbers)
 def test_the_two_forms_differ_in_eps_and_in_a_share_of_the_step(t, lr, b1, b2, eps, decay, seed):

@@ -35,6 +35,10 @@ def test_equals_torch(V, D, seed, b1, b2, decay, scale, double):
         theirs.step()
     check_close(params, {name: p.detach().numpy() for name, p in twin.items()}, rtol=1e-5, atol=2e-6 if not double else 1e-9)
 
+def test_there_is_no_step_before_the_first():
+    for t in (0, -1):
+        with pytest.raises(ValueError, match=f"adamw_step_np: t = {t}, expected 1 or more"): adamw_step_np(*np.ones((4, 2)), t, .1)
+
 @pytest.mark.parametrize("shape", [(0,), (0, 3), (2, 0)])
 def test_an_array_without_elements_has_nothing_to_learn(shape):
     params = dict(empty=np.zeros(shape, np.float32), full=np.ones(2, np.float32))

@@ -11,6 +11,7 @@ from lmcourse.ablations.sweep import RunData, Experiment, Run, add_line, compare
 from lmcourse.ablations.sweep import run_experiment, student_t
 from lmcourse.tools.checks import expect_error
 from lmcourse.tools.config import ModelConfig, TrainConfig
+from lmcourse.tools.files import read_json
 from lmcourse.tools.ledger import published
 from lmcourse.training import data
 
@@ -193,6 +194,13 @@ def test_two_texts_of_like_names_are_two_corpora(tmp_path):
     for text,word in zip(texts, ("cat", "dog")): text.write_text("<|endoftext|>".join(f"the {word} {i} ran" for i in range(99)))
     made = [prepare_corpus(RunData(corpus=f"text:{text}", vocab_size=300, max_mb=.01, valid_documents=5), tmp_path/"work") for text in texts]
     assert made[0] != made[1]
+
+def test_of_a_long_text_little_is_for_validation(tmp_path):
+    (tmp_path/"book.txt").write_text("".join(f"line {i} of a book\n" for i in range(9999)))
+    data = RunData(corpus=f"text:{tmp_path/'book.txt'}", vocab_size=300, max_mb=.01, valid_documents=5)
+    info = read_json(prepare_corpus(data, tmp_path/"work")/"valid.json")
+    assert info["documents"] == 1 and 4900 < info["bytes"] <= 5000
+
 
 def test_another_text_under_the_same_name_is_another_run_of_another_corpus(tmp_path):
     text, made = tmp_path/"book.txt", []

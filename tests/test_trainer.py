@@ -360,6 +360,31 @@ def test_without_a_checkpoint_a_trainer_that_has_moved_cannot_go_back(data, tmp_
     with pytest.raises(ValueError, match="no checkpoint to go back to, .*: make a new Trainer"): t.resume(tmp_path)
 
 
+def test_a_new_trainer_does_not_write_into_the_run_of_another(data, tmp_path):
+    "Its lines would mix with those that are there, and `resume` would load the other run's checkpoint."
+    _, before = run(data, tmp_path/"run")
+    with pytest.raises(ValueError, match=r"run: it has step 12, and this trainer is at step 0; call resume\(\) first, or take a new folder"):
+        Trainer(MODEL, SHORT, *sets(data)).fit(tmp_path/"run")
+    assert lines(tmp_path/"run") == before
+    (tmp_path/"run/metrics.jsonl").unlink()
+    with pytest.raises(ValueError, match="it has step 12"): Trainer(MODEL, SHORT, *sets(data)).fit(tmp_path/"run")
+
+
+def test_a_run_needs_its_folder_before_the_first_step(data, tmp_path):
+    for begin in ("fit", "resume"):
+        trainer = Trainer(MODEL, SHORT, *sets(data))
+        with pytest.raises(FileNotFoundError, match="nowhere: no such folder"): getattr(trainer, begin)(tmp_path/"nowhere")
+        assert not trainer.step and not (tmp_path/"nowhere").exists()
+
+
+@pytest.mark.parametrize("name, content, words", [
+    ("config.json", '{"model": 5, "train": {}, "data": "d"}', "model is a int, expected an object"), ("config.json", '{"model": {}, "train": null, "data": "d"}', "train is a NoneType, expected an object"),
+    ("config.json", '{"model": {}, "train": {}, "data": 5}', "data is a int, expected a path"), ("metrics.jsonl", b"\xff\n", "not UTF-8"), ("metrics.jsonl", '{"loss": 1}\n', "line 1 has no step")])
+def test_files_of_a_run_that_something_else_wrote(tmp_path, name, content, words):
+    (tmp_path/name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(ValueError, match=f"{name}: {words}"): (read_run if name == "config.json" else read_metrics)(tmp_path)
+
+
 def test_a_run_in_a_linked_folder_finds_its_tokens(tmp_path, monkeypatch):
     (home := tmp_path/"home").mkdir()
     (run := tmp_path/"disk"/"much"/"deeper"/"run").mkdir(parents=True)
@@ -689,6 +714,15 @@ def test_a_model_that_can_not_be_kept_leaves_nothing(data, tmp_path, monkeypatch
     def full(*args, **more): raise OSError(28, "No space left on device")
     monkeypatch.setattr("lmcourse.training.models.write_safetensors", full)
     with pytest.raises(OSError, match="No space"): save_model(tmp_path/"kept", TransformerLM(MODEL), Tokenizer.from_folder(data/"tokenizer"), SHORT, {})
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("value", [1e6, math.nan])
+def test_a_model_whose_weights_float16_can_not_hold_is_not_kept(data, tmp_path, value):
+    model = TransformerLM(MODEL)
+    with torch.no_grad(): model.ln_final.weight[3] = value
+    with pytest.raises(ValueError, match="ln_final.weight has a value that float16 can't hold"):
+        save_model(tmp_path/"kept", model, Tokenizer.from_folder(data/"tokenizer"), SHORT, {})
     assert not list(tmp_path.iterdir())
 
 

@@ -195,7 +195,9 @@ def prepare_corpus(
     if text := corpus_digest(data.corpus): corpus += f"-{text}"
     out = Path(folder)/f"{corpus}-{data.vocab_size}-{data.max_mb:g}-{data.valid_documents}"
     if (out/"ngram.json").exists(): return out
-    held_out = list(islice(documents(data.corpus, "valid"), data.valid_documents))
+    # a text may be one long document, so of it as many bytes as that many stories have
+    most = 1000*data.valid_documents if data.corpus.startswith("text:") else None
+    held_out = list(islice(documents(data.corpus, "valid", most), data.valid_documents))
     known, size = set(held_out), int(1e6*data.max_mb)
     if not (out/"tokenizer").exists():
         Tokenizer.train(documents(data.corpus, "train", min(size, 10**8)),

@@ -339,7 +339,7 @@ def gpu_defaults(args:list)->dict: # Fields of `TrainConfig` for a GPU; empty wi
 # %% ../../nbs/90_app/90g_cli.ipynb #80cf9209
 # Errors of disks, rights and paths
 _TROUBLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM,
-            errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG)
+            errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.EFBIG)
 
 def main(
     args:list|None=None, # Words of the command line; None for this process's

@@ -6,8 +6,8 @@
 __all__ = ['SHARED_OUT', 'TrainCommand', 'new_trainer', 'open_data', 'matching_tokenizer', 'fitting_windows', 'ngram_line',
            'go_on', 'locked', 'finished', 'new_run_words', 'refuse_beside_resume', 'begun_by', 'model_table',
            'cost_lines', 'refuse_too_large', 'speed_lines', 'device_here', 'train_to_the_end', 'result_line',
-           'loss_plot', 'draw', 'check_picture', 'PlotCommand', 'QuickstartCommand', 'get_ready', 'quickstart_configs',
-           'plan', 'keep', 'smoke', 'SmokeCommand']
+           'loss_plot', 'draw', 'check_picture', 'PlotCommand', 'QuickstartCommand', 'free_folder', 'get_ready',
+           'quickstart_configs', 'plan', 'keep', 'smoke', 'SmokeCommand']
 
 # %% ../../nbs/90_app/90fd_training_commands.ipynb #b3236c19
 import contextlib, math, os, re, shlex, sys, time
@@ -397,7 +397,9 @@ def draw(runs:list, path:Path): # Run folders into a picture that can be read on
     import matplotlib
     matplotlib.use("Agg")
     from lmcourse.training.plots import plot_runs
-    picture = plot_runs({str(run): run for run in runs}).figure
+    # matplotlib can't draw a name that is no Unicode
+    names = {os.fsencode(run).decode(errors="backslashreplace"): run for run in runs}
+    picture = plot_runs(names).figure
     with checking_input(): picture.savefig(path, dpi=150, facecolor="white")
 
 def check_picture(path:Path): # Raises an error before any work if the picture can't be saved there
@@ -443,8 +445,7 @@ class QuickstartCommand:
     keep: Path|None = None     # Also save the model, in float16, in this new folder
 
     def run(self):
-        out = self.out or next(p for i in range(1, 10**6)
-                               if not (p := Path(f"runs/quickstart-{i}")).exists())
+        out = self.out or free_folder()
         with checking_input():
             if not 0 < self.minutes <= 1e6:
                 raise ValueError(f"minutes = {self.minutes:g}, expected more than 0 and at most "
@@ -454,9 +455,10 @@ class QuickstartCommand:
                 raise ValueError(f"keep = {self.keep} would hold the run {out}; name another "
                                  f"folder")
             documents(self.data)            # raises if the corpus isn't there
-        began = time.perf_counter()
+        began, lines = time.perf_counter(), card_lines(card := card_here(), self.minutes)
+        out = self.out or free_folder() # Another process may have taken the first one since then
         say(f"lmcourse {__version__}: {self.data}, {self.minutes:g} min of training, into {out}",
-            *card_lines(card := card_here(), self.minutes), "")
+            *lines, "")
         with all_or_nothing(out):
             with checking_input(): out.mkdir(parents=True) # No other process takes it from now on
             trainer = get_ready(self.data, self.minutes, out, card)
@@ -469,6 +471,9 @@ class QuickstartCommand:
             f"of memory at most")
 
 # %% ../../nbs/90_app/90fd_training_commands.ipynb #8020ead1
+def free_folder()->Path:
+    return next(p for i in range(1, 10**6) if not (p := Path(f"runs/quickstart-{i}")).exists())
+
 def get_ready(data:str, minutes:float, out:Path, card:Any=None
 ): # A trainer at step 0; `card` is the GPU, if there is one
     "Prepare everything from a corpus's name to a trainer at step 0."

@@ -47,8 +47,9 @@ def register_step(
 )->Callable: # A decorator
     """Register a step's factory under a name. Raises `ValueError` if a different function has the
     name already; a cell may be run again."""
+    def called(maker): return getattr(maker, "func", maker).__name__ # A partial has none of its own
     def keep(maker:Callable)->Callable:
-        if STEPS.get(name, maker).__name__ != maker.__name__:
+        if called(STEPS.get(name, maker)) != called(maker):
             raise ValueError(f"the step {name!r} is there already")
         STEPS[name] = maker
         return maker

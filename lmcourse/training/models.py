@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from ..architecture.transformer_torch import TransformerLM, named_parts
 from ..tokenization.tokenizer import Tokenizer
-from ..tools.config import ModelConfig, TrainConfig, unknown
+from ..tools.config import ModelConfig, TrainConfig, UserError, unknown
 from ..tools.files import atomic_write, read_json, write_json
 from .checkpoint import Checkpoints, load_checkpoint, read_state, write_safetensors
 from .engines import pick_device
@@ -45,6 +45,8 @@ def save_model(
         raise ValueError(f"save_model: the config doesn't describe {odd[0]}; adapters can be "
                          f"merged into the weights (merge_lora)")
     weights = {name: _packed(p) for name,p in model.named_parameters()}
+    if odd := [name for name,w in weights.items() if not w.isfinite().all()]:
+        raise UserError(f"save_model: {odd[0]} has a value that float16 can't hold")
     about = dict(model=model.config.to_dict(), train=train.to_dict(), tokenizer=tokenizer.digest,
                  made=made)
     with atomic_write(folder, durable=True) as part:

@@ -24,6 +24,7 @@ def adamw_step_np(
     weight_decay:float=.01, # `lr` times this fraction of `p` is subtracted
 )->tuple: # The new `p`, `m` and `v`
     "Take one step of AdamW, following the formula."
+    if t < 1: raise ValueError(f"adamw_step_np: {t = }, expected 1 or more")
     xp, (b1, b2) = array_module(p), betas
     m, v = b1*m + (1 - b1)*g, b2*v + (1 - b2)*g*g
     return p - lr*weight_decay*p - lr*(m/(1 - b1**t))/(xp.sqrt(v/(1 - b2**t)) + eps), m, v

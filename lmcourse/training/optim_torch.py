@@ -53,6 +53,7 @@ def adamw_step(
     lr:float=1e-3, betas:tuple=(0.9, 0.999), eps:float=1e-8, weight_decay:float=0.01,
 )->tuple: # New `theta`, `m` and `v`
     "Take one step of AdamW on one parameter, following the formula. Nothing is changed in place."
+    if t < 1: raise ValueError(f"adamw_step: {t = }, expected 1 or more")
     beta1, beta2 = betas
     m = beta1*m + (1 - beta1)*grad
     v = beta2*v + (1 - beta2)*grad**2
@@ -223,6 +224,7 @@ def cosine_lr(
 )->float: # The learning rate of that step
     """Compute the learning rate of a cosine schedule: linear warm-up, half a cosine, then constant.
     Raises `ValueError` if the warm-up is longer than the schedule."""
+    if step < 0: raise ValueError(f"cosine_lr: {step = }, expected 0 or more")
     if not 0 <= warmup_steps <= steps:
         raise ValueError(f"cosine_lr: warmup_steps = {warmup_steps}, expected 0 to steps = {steps}")
     if step < warmup_steps: return lr*step/warmup_steps
@@ -246,7 +248,8 @@ def learning_rate(
     Raises `ValueError` if warm-up and cool-down are longer than the run."""
     if shape not in ("cosine", "constant"):
         raise ValueError(f"learning_rate: {shape = }, expected 'cosine' or 'constant'")
-    if not scale >= 0: raise ValueError(f"learning_rate: {scale = }, expected 0 or more")
+    for name,value in dict(step=step, scale=scale).items():
+        if not value >= 0: raise ValueError(f"learning_rate: {name} = {value}, expected 0 or more")
     if not (cooldown_steps >= 0 and 0 <= warmup_steps <= steps - cooldown_steps): raise ValueError(
         f"learning_rate: {warmup_steps = } and {cooldown_steps = }, expected 0 or more and "
         f"together at most {steps = }")

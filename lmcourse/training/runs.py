@@ -40,6 +40,10 @@ def read_run(
     values = read_json(path)
     if missing := [k for k in ("model", "train", "data") if k not in values]:
         raise ValueError(f"{path}: {' and '.join(missing)} not found")
+    for name,kind,words in (("model", dict, "an object"), ("train", dict, "an object"),
+                            ("data", str, "a path")):
+        if not isinstance(found := values[name], kind):
+            raise ValueError(f"{path}: {name} is a {type(found).__name__}, expected {words}")
     return (ModelConfig.from_dict(values["model"]), TrainConfig.from_dict(values["train"]),
             Path(run)/values["data"])
 
@@ -54,13 +58,16 @@ def read_metrics(
 )->list: # One dict per line, in order; an incomplete last line is left out
     "Read the lines of `metrics.jsonl`."
     path = Path(run)/"metrics.jsonl"
-    lines = path.read_text(encoding="utf-8").split("\n")[:-1] if path.exists() else []
+    try: lines = path.read_text(encoding="utf-8").split("\n")[:-1] if path.exists() else []
+    except UnicodeDecodeError as e: raise ValueError(f"{path}: not UTF-8 (byte {e.start})") from None
     found = []
     for i,line in enumerate(lines, 1):
         try: found.append(json.loads(line))
         except json.JSONDecodeError: raise ValueError(f"{path}: line {i} is not JSON") from None
         if not isinstance(found[-1], dict):
             raise ValueError(f"{path}: line {i} is {found[-1]!r:.60}, expected an object")
+        if not isinstance(found[-1].get("step"), int):
+            raise ValueError(f"{path}: line {i} has no step")
     return found
 
 # %% ../../nbs/04_training/04h_runs.ipynb #b9cc39bb

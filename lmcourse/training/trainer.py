@@ -23,7 +23,7 @@ from .engines import join_world, pick_device, plan_batch, precision_for, unchang
 from .evaluation import Evaluation, evaluate
 from .models import load_model
 from .optim_torch import EarlyStop, Plateau, learning_rate
-from .runs import RunLog, check_tracker, rewind_run
+from .runs import RunLog, check_tracker, read_metrics, rewind_run
 from .signals import Interrupted, stop_signals
 
 # %% ../../nbs/04_training/04k_trainer.ipynb #e2127c32
@@ -116,7 +116,9 @@ class Trainer:
         sample:Callable|None=None,
     )->Evaluation: # The final evaluation, on all validation documents
         """Train to the end, or until there is a reason to stop early.
-        After a signal it saves a checkpoint and raises `Interrupted`."""
+        After a signal it saves a checkpoint and raises `Interrupted`. Raises `ValueError` if the
+        run is further than this trainer."""
+        if self.world.writes: _require_own(self, Path(run))
         return _Loop(self, Path(run), report, sample).train()
 
     def save(self, run:str|Path): _save(self, Path(run))
@@ -339,6 +341,17 @@ def _headline(trainer:Trainer)->str: # Text after the progress bar
             + (f" = floor + {last.excess:.3f}" if last and last.excess else ""))
 
 # %% ../../nbs/04_training/04k_trainer.ipynb #d9b9ec07
+def _require_folder(run:Path):
+    if not run.is_dir(): raise FileNotFoundError(f"{run}: no such folder")
+
+def _require_own(t:Trainer, run:Path): # Otherwise two runs would mix in one folder
+    _require_folder(run)
+    path = Checkpoints(run/"checkpoints").latest()
+    saved = int(path.name.removesuffix(".old")[5:]) if path else 0
+    done = max([saved, *(m["step"] for m in read_metrics(run))])
+    if done > t.step: raise ValueError(f"{run}: it has step {done:,}, and this trainer is at step "
+                                       f"{t.step:,}; call resume() first, or take a new folder")
+
 def _save(t:Trainer, run:Path): # Saves a checkpoint, written by one process for all
     if t.queued: raise ValueError(f"save after step {t.step:,}, but step {t.step + 1:,} has begun: "
                                   "train_step() ends it")
@@ -350,6 +363,7 @@ def _save(t:Trainer, run:Path): # Saves a checkpoint, written by one process for
     t.engine.save(kept, t.step, loss, state, t.model_config.to_dict())
 
 def _resume(t:Trainer, run:Path): # From the last checkpoint, or from the start if there is none
+    _require_folder(run)
     kept = Checkpoints(run/"checkpoints")
     if t.world.writes: kept.clear_leftovers()
     path = kept.latest()
