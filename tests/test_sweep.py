@@ -13,6 +13,7 @@ from lmcourse.tools.checks import expect_error
 from lmcourse.tools.config import ModelConfig, TrainConfig
 from lmcourse.tools.ledger import published
 from lmcourse.training import data
+from lmcourse.training.runs import read_metrics
 
 ROOT = Path(__file__).parents[1]
 TINY = RunData(max_mb=.1, valid_documents=4)
@@ -148,6 +149,12 @@ def test_the_saved_runs_are_those_of_the_studies():
         assert line["steps"] == run.train.steps and line["tokens"] == line["steps"]*run.train.batch_size*run.model.context_length
     for name in STUDIES: assert {run.key for run in experiment_of(name).runs().values()} <= set(lines), name
     assert sum(line["seconds"] for line in lines.values())/2 < 4*3600
+
+def test_a_file_that_is_not_utf_8_is_named(tmp_path):
+    (tmp_path/"metrics.jsonl").write_bytes(b'{"step": 1}\n\xff\n')
+    for read in (lambda: read_lines(tmp_path/"metrics.jsonl"), lambda: read_metrics(tmp_path)):
+        with pytest.raises(ValueError, match=r"metrics.jsonl: not UTF-8 \(byte 12\)"): read()
+
 
 def test_torn_and_damaged_lines(tmp_path):
     path, run = tmp_path/"runs.jsonl", dict(key="a", format=1, status="done", model={}, train={}, data={})

@@ -152,7 +152,9 @@ def read_lines(
     """Read all runs of a file.
     Raises `ValueError` with the place of a line that is damaged or of another version."""
     path, found = Path(path), {}
-    text = path.read_text(encoding="utf-8") if path.exists() else ""
+    try: text = path.read_text(encoding="utf-8") if path.exists() else ""
+    except UnicodeDecodeError as e:
+        raise ValueError(f"{path}: not UTF-8 (byte {e.start})") from None
     for number,line in enumerate(text.split("\n")[:-1], 1):
         try: run = json.loads(line)
         except ValueError: raise ValueError(f"{path}, line {number}: not JSON; remove the line, "

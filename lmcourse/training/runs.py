@@ -54,7 +54,9 @@ def read_metrics(
 )->list: # One dict per line, in order; an incomplete last line is left out
     "Read the lines of `metrics.jsonl`."
     path = Path(run)/"metrics.jsonl"
-    lines = path.read_text(encoding="utf-8").split("\n")[:-1] if path.exists() else []
+    try: lines = path.read_text(encoding="utf-8").split("\n")[:-1] if path.exists() else []
+    except UnicodeDecodeError as e:
+        raise ValueError(f"{path}: not UTF-8 (byte {e.start})") from None
     found = []
     for i,line in enumerate(lines, 1):
         try: found.append(json.loads(line))
