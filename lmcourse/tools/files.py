@@ -47,7 +47,8 @@ def atomic_write(
             if os.name != "nt" and part.is_file(): shutil.copymode(path, part)
         os.replace(part, path)
     except OSError as e:
-        if e.errno in _FULL and e.filename is None: e.filename = str(path) # `write` doesn't say it
+        if e.errno in _FULL and e.filename is None or str(e.filename) == str(part):
+            e.filename, e.filename2 = str(path), None       # The name that the caller knows
         raise
     finally: remove(part)
     if durable: sync(path.parent)
