@@ -461,6 +461,17 @@ def test_a_result_that_can_not_be_saved_is_told_before_any_work(broken, monkeypa
     assert done.returncode == 2 and not done.stdout and "can't be written" in done.stderr and done.stderr.count("\n") == 1
 
 
+def test_a_folder_that_is_gone_is_named(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(os, "getcwd", raises(FileNotFoundError(2, "No such file or directory")))
+    with pytest.raises(SystemExit) as end: cli.main(["plot", "run"])
+    assert end.value.code == 2 and capsys.readouterr().err == "lmcourse: the current folder has been removed\n"
+
+
+def test_an_error_of_the_system_has_no_number():
+    assert cli.plain_words(OSError(28, "No space left on device")) == "no space left on device"
+    assert cli.plain_words(OSError(21, "Is a directory", "x")) == "x: is a directory" and cli.plain_words(OSError("x: no such file")) == "x: no such file"
+
+
 def test_who_begins_with_the_course_s_model_is_not_told_of_new_weights():
     assert "--init-from" in (said := here("sft", "--help", cwd=".").stdout) and "new weights" not in " ".join(said.split())
 

@@ -95,11 +95,14 @@ def test_a_new_field_changes_no_key():
 @pytest.mark.parametrize("change, message", [(dict(tokens=1023), "a budget of 1,023 tokens is smaller than one step, which takes 1,024"),
     (dict(tokens=None, flops=1e6), "FLOPs is smaller than one step"), (dict(tokens=None, flops=math.inf), "flops = inf, expected a finite number"),
     (dict(tokens=None, flops=math.nan), "flops = nan, expected a finite number"), (dict(tokens=None), "expected one of them"), (dict(flops=1e15), "expected one of them"),
-    (dict(variants={}), "no variants"), (dict(seeds=()), "no seeds"), (dict(seeds=(-1,)), "seed = -1"), (dict(base="smal"), "did you mean 'small'"),
+    (dict(variants={}), "no variants"), (dict(seeds=()), "no seeds"), (dict(seeds=(0, 0)), "each one once"), (dict(variants=dict(a=dict(seed=5))), "unknown field to vary 'seed'"), (dict(seeds=(-1,)), "seed = -1"), (dict(base="smal"), "did you mean 'small'"),
     (dict(variants=dict(a=dict(learning_rate=1))), "unknown field to vary 'learning_rate'"), (dict(variants=dict(a=dict(norm="batch"))), "norm = 'batch'"),
     (dict(variants=dict(a=dict(vocab_size=12))), "vocab_size = 12")])
 def test_refused_before_any_run(change, message):
     with expect_error(ValueError, message): replace(experiment(), **change)
+
+def test_seeds_may_come_from_a_generator():
+    assert [*replace(experiment(), seeds=(s for s in (3, 4))).runs()] == [*replace(experiment(), seeds=(3, 4)).runs()]
 
 @pytest.mark.parametrize("name", STUDIES)
 @pytest.mark.parametrize("scale", SCALES)

@@ -50,9 +50,9 @@ from ..alignment.stages import PipelineConfig
 # %% ../../nbs/90_app/90g_cli.ipynb #f4767196
 def plain_words(error:Exception)->str: # "x: is a directory" for "[Errno 21] Is a directory: 'x'"
     "Say what went wrong without the system's number of the error."
-    if not isinstance(error, OSError) or not error.strerror or error.filename is None:
-        return str(error)
-    return f"{error.filename}: {error.strerror[0].lower()}{error.strerror[1:]}"
+    if not isinstance(error, OSError) or not error.strerror: return str(error)
+    words = error.strerror[0].lower() + error.strerror[1:]
+    return words if error.filename is None else f"{error.filename}: {words}"
 
 @contextlib.contextmanager
 def checking_input(): # Wraps only code that reads the user's input
@@ -1835,7 +1835,9 @@ def main(
     try:
         with kill_as_ctrl_c(), contextlib.redirect_stdout(io.StringIO() if silent else sys.stdout):
             try:
-                with checking_input(): command = parse(sys.argv[1:] if args is None else args)
+                with checking_input():
+                    _refuse_nowhere()
+                    command = parse(sys.argv[1:] if args is None else args)
                 command.run()
             finally: sys.stdout.flush()
         return
@@ -1857,6 +1859,10 @@ def main(
     sys.exit(status)
 
 # %% ../../nbs/90_app/90g_cli.ipynb #57e0c690
+def _refuse_nowhere():
+    try: os.getcwd()
+    except FileNotFoundError: raise UserError("the current folder has been removed") from None
+
 def _nobody_reads()->bool: # Whether the output was closed; if so, the rest is discarded
     try: (poll := select.poll()).register(sys.stdout.fileno(), 0)
     except (AttributeError,
