@@ -306,7 +306,7 @@ def broken(work, whole):
     ("tokenizer --vocabsize 500 stories new", "unknown option '--vocabsize': did you mean '--vocab-size'?\n"), ("doctor --x", "doctor: unknown --x; see lmcourse doctor --help\n"),
     ("prepare stories new --tokeniser tok", "unknown option '--tokeniser': did you mean '--tokenizer'?\n"), ("curate -x a", "unknown option '-x': there are --dask, --recipe, --workers\n"),
     ("bench loop --nope", "bench loop: unknown --nope; see lmcourse bench loop --help\n"),
-    ("serve --host nowhere.invalid", "port 8000 of nowhere.invalid can't be used (no such name); name another with --host\n"),
+    ("serve --host nowhere.invalid", "lmcourse: port 8000 of nowhere.invalid can't be used (no such name); name another with --host\n"),
     ("serve --host=", "host is empty; 127.0.0.1 is this machine, 0.0.0.0 all networks\n"),
     ("generate whole another", "generate: unknown another; see lmcourse generate --help\n"),
     ("quickstart stories", "quickstart: did you mean --data stories?"), ("quickstart days.txt", "quickstart: did you mean --data text:days.txt?"),
