@@ -170,7 +170,7 @@ def as_number(
     if _is_array(value) and tuple(value.shape) == (): value = value.item()
     if isinstance(value, bool) or not isinstance(value, Real) or value != value: return None
     try: number = float(value)
-    except OverflowError: return math.inf if value > 0 else -math.inf # Beyond the largest float
+    except OverflowError: return -math.inf if value < 0 else math.inf # Beyond any float
     return int(value) if isinstance(value, Integral) else number
 
 def _check_keys(answer, right:dict):
