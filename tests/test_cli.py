@@ -461,6 +461,14 @@ def test_a_result_that_can_not_be_saved_is_told_before_any_work(broken, monkeypa
     assert done.returncode == 2 and not done.stdout and "can't be written" in done.stderr and done.stderr.count("\n") == 1
 
 
+def test_a_command_to_copy_is_quoted(tmp_path):
+    (tmp_path/"my book.jsonl").write_text('{"text": "one two"}\n')
+    (tmp_path/"r.toml").write_text('[[steps]]\nstep = "exact"\n')
+    assert "did you mean --data text:'my book.jsonl'?" in here("quickstart", "my book.jsonl", cwd=tmp_path).stderr
+    said = here("curate", "my book.jsonl", "my out", "--recipe", "r.toml", cwd=tmp_path).stdout
+    assert "lmcourse prepare 'curated:my out' DATA --tokenizer FOLDER\n" in said
+
+
 def test_a_folder_that_is_gone_is_named(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(os, "getcwd", raises(FileNotFoundError(2, "No such file or directory")))
     with pytest.raises(SystemExit) as end: cli.main(["plot", "run"])

@@ -1477,7 +1477,8 @@ class CurateCommand:
         with told_to_go_on(KeyboardInterrupt), workers(self.workers, self.dask) as apply:
             funnel = curate(self.source, self.out, recipe, apply)
         say(str(Table(funnel.rows())), "", f"in {self.out}: documents, dropped.jsonl, funnel.json, "
-            f"card.md; tokens of it: lmcourse prepare curated:{self.out} DATA --tokenizer FOLDER")
+            f"card.md; tokens of it: lmcourse prepare {shlex.quote(f'curated:{self.out}')} DATA "
+            "--tokenizer FOLDER")
 
 # %% ../../nbs/90_app/90g_cli.ipynb #14n90pip
 @dataclass
@@ -1747,7 +1748,7 @@ def _refuse_near_misses(args:list): # With what was probably meant
         raise ValueError(f"account: did you mean --preset {args[1]}?")
     if args[0] == "quickstart" and args[1:] and not args[1].startswith("-"):
         kind = "--data text:"*Path(args[1]).is_file() or "--data "
-        raise ValueError(f"quickstart: did you mean {kind}{args[1]}?")
+        raise ValueError(f"quickstart: did you mean {kind}{shlex.quote(args[1])}?")
     for commands,pattern,option in ((("account",), "--batch[-_]size", "--batch"),
                                     (("train", "sft", "dpo", "rl"), "--learning[-_]rate", "--lr")):
         if args[0] in commands and any(re.match(pattern, a) for a in args):
