@@ -66,6 +66,11 @@ def test_ties_make_the_errors_too_large():
     check_close(float(r.errors.sum())/.15491933, 1.291, 1e-3)
 
 
+def test_elo_needs_a_finite_stake():
+    for k in (0, -1, math.nan, math.inf):
+        with pytest.raises(ValueError, match=f"k = {k}"): elo_ratings([(0, 1, 1)], 2, k)
+
+
 def test_elo_gives_what_it_takes():
     games = play([0, 1, 2], 200, np.random.default_rng(0))
     points = elo_ratings(games, 3)

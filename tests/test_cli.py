@@ -307,7 +307,7 @@ def broken(work, whole):
     ("tokenizer --vocabsize 500 stories new", "unknown option '--vocabsize': did you mean '--vocab-size'?\n"), ("doctor --x", "doctor: unknown --x; see lmcourse doctor --help\n"),
     ("prepare stories new --tokeniser tok", "unknown option '--tokeniser': did you mean '--tokenizer'?\n"), ("curate -x a", "unknown option '-x': there are --dask, --recipe, --workers\n"),
     ("bench loop --nope", "bench loop: unknown --nope; see lmcourse bench loop --help\n"),
-    ("serve --host nowhere.invalid", "port 8000 of nowhere.invalid can't be used (no such name); name another with --host\n"),
+    ("serve --host nowhere.invalid", "lmcourse: port 8000 of nowhere.invalid can't be used (no such name); name another with --host\n"),
     ("serve --host=", "host is empty; 127.0.0.1 is this machine, 0.0.0.0 all networks\n"),
     ("generate whole another", "generate: unknown another; see lmcourse generate --help\n"),
     ("quickstart stories", "quickstart: did you mean --data stories?"), ("quickstart days.txt", "quickstart: did you mean --data text:days.txt?"),
@@ -460,6 +460,25 @@ def test_a_result_that_can_not_be_saved_is_told_before_any_work(broken, monkeypa
     monkeypatch.setattr(f"lmcourse.{place}", raises(AssertionError("begun")))
     done = here(*words.split(), cwd=broken)
     assert done.returncode == 2 and not done.stdout and "can't be written" in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_a_command_to_copy_is_quoted(tmp_path):
+    (tmp_path/"my book.jsonl").write_text('{"text": "one two"}\n')
+    (tmp_path/"r.toml").write_text('[[steps]]\nstep = "exact"\n')
+    assert "did you mean --data text:'my book.jsonl'?" in here("quickstart", "my book.jsonl", cwd=tmp_path).stderr
+    said = here("curate", "my book.jsonl", "my out", "--recipe", "r.toml", cwd=tmp_path).stdout
+    assert "lmcourse prepare 'curated:my out' DATA --tokenizer FOLDER\n" in said
+
+
+def test_a_folder_that_is_gone_is_named(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(os, "getcwd", raises(FileNotFoundError(2, "No such file or directory")))
+    with pytest.raises(SystemExit) as end: cli.main(["plot", "run"])
+    assert end.value.code == 2 and capsys.readouterr().err == "lmcourse: the current folder has been removed\n"
+
+
+def test_an_error_of_the_system_has_no_number():
+    assert commands.plain_words(OSError(28, "No space left on device")) == "no space left on device"
+    assert commands.plain_words(OSError(21, "Is a directory", "x")) == "x: is a directory" and commands.plain_words(OSError("x: no such file")) == "x: no such file"
 
 
 def test_who_begins_with_the_course_s_model_is_not_told_of_new_weights():

@@ -170,6 +170,12 @@ def test_where_nothing_can_be_kept_is_said_before_work(tmp_path, monkeypatch):
         with pytest.raises(UserError, match=f"{place}: .* can't be written"): refuse_unwritable(place)
 
 
+def test_a_name_that_is_not_utf_8_is_rejected_before_work():
+    "Weights couldn't be read from there."
+    with pytest.raises(UserError, match="expected a name in UTF-8"): refuse_unwritable("caf\udce9/run")
+    refuse_unwritable("café/run")
+
+
 @pytest.mark.skipif(not hasattr(os, "seteuid") or os.geteuid() != 0, reason="only root can become nobody")
 def test_a_folder_that_may_not_be_looked_into(tmp_path):
     tmp_path.chmod(0o700)

@@ -425,6 +425,15 @@ def test_funnels_add_up():
     assert both.stages[0] == Stage("a", 7, 57, dict(x=[1, 9], z=[1, 3]), 1) and both.stages[-1].kept == (1, 4)
 
 
+def test_the_words_beside_a_bar_name_its_parts_from_left_to_right():
+    pytest.importorskip("matplotlib").use("Agg")
+    axes = Funnel([Stage("a", 50, 500, {"few": [2, 20], "many": [30, 300], "$x$": [10, 9]})]).plot()
+    assert [t.get_text() for t in axes.texts] == ["8 kept, 30 many, 10 $x$, 2 few"] and not axes.texts[0].get_parse_math()
+    assert [(b.get_x(), b.get_width()) for b in axes.patches] == [(0, 8), (8, 30), (38, 10), (48, 2)]
+    assert all(a.get_facecolor() != b.get_facecolor() for a, b in zip(axes.patches, axes.patches[1:]))
+    assert len({b.get_facecolor()[:3] for b in axes.patches}) == 2 # Kept and dropped
+
+
 def test_a_digest_forgets_the_order():
     docs = [Document("a", "", "x"), Document("b", "", "y")]
     assert digest(docs) == digest(docs[::-1]) != digest([docs[0], docs[1]._replace(text="x")])

@@ -17,6 +17,7 @@ from lmcourse.evaluation.calibration import binned_error, calibrated_error, choi
 from lmcourse.evaluation.contamination import contamination_p, log_prob_in_order, ngram_overlap, permutation_p, rename_people, ngram_set
 from lmcourse.evaluation.emergence import doublings, exact_match, match_from_hits
 from lmcourse.evaluation.harness import HarnessAnswers, continuation_log_prob, harness_model, run_harness, save_texts
+from lmcourse.evaluation.oracle import ceiling, excess_by_certainty
 from lmcourse.evaluation.perplexity import Perplexity, perplexity, token_nats
 from lmcourse.evaluation.report import refuse_overlap
 from lmcourse.curation.quality import auc
@@ -226,6 +227,22 @@ def test_kinds_of_questions_are_those_of_the_command():
     assert EvalCommand.tasks == ",".join(TASKS) and {*KINDS} < {*TASKS}
 
 
+@pytest.mark.parametrize("call, words", [
+    (lambda: choice_probs([[-1., -2.], [-2., -1.]]), r"\(2, 2\), expected one item's"),
+    (lambda: exact_error([[-1., -2.]], [[.5, .5]]), "item 0: .*expected 0 to 1"), (lambda: exact_error([[1., 0.]], [[math.nan, .5]]), "expected 0 to 1"),
+    (lambda: fit_temperature([[0., 1.]]*2, [True, False]), "item 0: answer True, expected the index"),
+    (lambda: sample_size(.1, .25, power=.02), "power = 0.02, expected more than 0.025"), (lambda: sample_size(math.inf, .25), "difference = inf"),
+    (lambda: excess_by_certainty(np.zeros(0), np.zeros(0)), "one or more"), (lambda: excess_by_certainty(np.ones(2), np.array([1., math.inf])), "finite"),
+    (lambda: ceiling(iter([])), "no questions")])
+def test_what_only_looks_like_an_argument_is_rejected(call, words):
+    with pytest.raises(ValueError, match=words): call()
+
+
+def test_a_number_is_the_same_whatever_holds_it():
+    assert wilson(np.int8(100), np.int8(120)) == wilson(100, 120)
+    assert ceiling(p for p in [[.5, .5], [1., 0.]]) == ceiling(np.array([[.5, .5], [1., 0.]])) == .75
+
+
 def test_a_model_of_nan_has_no_score():
     model, tokenizer = load_model()
     with torch.no_grad(): model.lm_head.weight.fill_(math.nan)
@@ -246,6 +263,28 @@ def test_a_file_that_is_no_task_is_named(tmp_path):
     for path, text in ((about, about.read_bytes().replace(b"version: 1", b"version: one")), (tmp_path/"recall.jsonl", b"\xff"), (about, b"\xff")):
         path.write_bytes(text)
         with pytest.raises(ValueError, match=re.escape(str(path))): load_task(about)
+
+
+@pytest.mark.parametrize("name", ["1.0", "true", "null", "1e3", "0x10", "2026-01-02", "-1", "Ä", "recall"])
+def test_a_name_is_a_text_to_every_reader_of_yaml(tmp_path, name):
+    yaml, task = pytest.importorskip("yaml"), replace(grammar_task("recall", 2, seed=4719), name=name)
+    about = save_task(tmp_path, task)
+    read = yaml.safe_load(about.read_text(encoding="utf-8"))
+    assert (read["task"], read["dataset_kwargs"]["data_files"]) == (name, f"{name}.jsonl") and load_task(about) == task
+    for quote in ("'", ""): # As other people write them
+        about.write_text(about.read_text(encoding="utf-8").replace('"', quote).replace(f"{name}.jsonl{quote}", f"{name}.jsonl{quote}  # here"), encoding="utf-8")
+        assert load_task(about) == task
+
+
+def test_a_task_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
+    def full(path, data):
+        if ".yaml" in path.name: raise OSError(28, "No space left on device")
+        return write(path, data)
+    write, task = Path.write_bytes, grammar_task("recall", 2, seed=4719)
+    with monkeypatch.context() as m, pytest.raises(OSError, match="recall.yaml"):
+        m.setattr(Path, "write_bytes", full)
+        save_task(tmp_path, task)
+    assert not list(tmp_path.iterdir()) and load_task(save_task(tmp_path, task)) == task
 
 
 # The harness

@@ -153,3 +153,12 @@ def test_several_processes_may_write_one_file(tmp_path):
 def test_a_full_disk_is_told_with_the_name_of_the_file(tmp_path, number, named):
     with pytest.raises(OSError) as told, atomic_write(tmp_path/"a"): raise OSError(number, os.strerror(number)) # As `write` does
     assert told.value.filename == (str(tmp_path/"a") if named else None) and not tree(tmp_path)
+
+
+def test_an_error_names_the_file_that_was_asked_for(tmp_path):
+    "And not the temporary one beside it"
+    (tmp_path/"folder").mkdir()
+    (tmp_path/"folder/x").touch()
+    for path in (tmp_path/"folder", tmp_path/"none/a"):
+        with pytest.raises(OSError) as told: write_text(path, "x")
+        assert told.value.filename == str(path) and ".tmp" not in str(told.value)

@@ -1,5 +1,6 @@
 "What all graders share: values in few words, calls on copies, predicted numbers; and the helper of their tests."
 import copy
+import math
 import subprocess
 import sys
 from collections import Counter
@@ -13,7 +14,7 @@ from graders import Graders, fails, score_lines
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmcourse.tools.grading import check_cases, check_numbers, run_answer, short, short_args
+from lmcourse.tools.grading import check_cases, check_numbers, run_answer, same_value, short, short_args
 
 VALUES = st.recursive(st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.binary() | st.sampled_from([np.arange(3.), torch.arange(20)]),
                       lambda v: st.lists(v) | st.tuples(v) | st.dictionaries(st.text(), v), max_leaves=8)
@@ -145,6 +146,18 @@ def test_allowance():
         with pytest.raises(AssertionError, match=words): check_numbers(dict(n=n, s=.5), RIGHT, {}, rtol=.01)
     for s, words in ((2.0001, "upside down"), (2.0009, "the other"), (1.9, "is too large")):
         with pytest.raises(AssertionError, match=words): check_numbers(dict(n=32_000, s=s), RIGHT, WHY, rtol=.01)
+
+
+@pytest.mark.parametrize("got, right, same", [
+    ([10**6 + 1], [10**6], False), ([10**6], [10**6], True), ([1e6 + .4], [10**6], False), ([1e6], [10**6], True), ([1.0000001], [1.], True), ([1.00001], [1.], False),
+    ([True, False], [True, False], True), ([True, True], [True, False], False), ([1], [True], False), ([math.nan], [math.nan], True)])
+def test_whole_numbers_and_truths_in_arrays_are_compared_exactly(got, right, same): assert same_value(np.array(got), np.array(right)) is same
+
+
+def test_a_number_beyond_every_float_is_wrong_and_nothing_more():
+    assert not same_value(10**400, 1.5) and not same_value(1.5, 10**400) and same_value(10**400, 10**400)
+    with pytest.raises(AssertionError, match="s: inf is too large"): check_numbers(dict(n=32_000, s=10**400), RIGHT, WHY, rtol=.1)
+    with pytest.raises(AssertionError, match="n: inf is not a whole"): check_numbers(dict(n=10**5000, s=.5), RIGHT, WHY)
 
 
 # The helper of the tests

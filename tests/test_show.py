@@ -90,6 +90,10 @@ def test_bad_tables():
     with pytest.raises(ValueError, match="speed"): Table([dict(a=1)], units=dict(speed="m/s"))
 
 
+def test_rows_may_come_from_a_generator():
+    assert str(Table(dict(a=i) for i in range(3))) == str(Table([dict(a=i) for i in range(3)]))
+
+
 def test_figure_changes_no_setting_and_is_grey_all_over():
     matplotlib = pytest.importorskip("matplotlib")
     matplotlib.use("Agg")

@@ -118,8 +118,14 @@ def test_zipf_weighs_by_rank_and_changes_nothing_else():
         mean = sum(nats)/len(nats)
         error = math.sqrt(sum((n - mean)**2 for n in nats))/len(nats)
         assert abs(mean - exact.document) < 4*error and exact.document < grammar(0.).entropy().document
-    with pytest.raises(ValueError, match="zipf = -0.5, expected 0 or more"): Stories(zipf=-.5)
+    with pytest.raises(ValueError, match="zipf = -0.5, expected 0 to 8"): Stories(zipf=-.5)
     with pytest.raises(ValueError, match="zipf = nan"): zipf_rules(plain.rules, math.nan)
+    with pytest.raises(ValueError, match="zipf = inf, expected 0 to 8"): Stories(zipf=math.inf) # It would look for a second name for ever
+
+
+def test_one_text_is_no_list_of_choices():
+    with pytest.raises(ValueError, match="choices = 'In', expected a list"): Stories().next_probs("", "In")
+    assert Stories().next_probs("", ["In"])["In"] > 0
 
 
 def test_both_kinds_of_stories_are_corpora():

@@ -14,6 +14,7 @@ from lmcourse.tools.config import ModelConfig, TrainConfig
 from lmcourse.tools.files import read_json
 from lmcourse.tools.ledger import published
 from lmcourse.training import data
+from lmcourse.training.runs import read_metrics
 
 ROOT = Path(__file__).parents[1]
 TINY = RunData(max_mb=.1, valid_documents=4)
@@ -95,11 +96,14 @@ def test_a_new_field_changes_no_key():
 @pytest.mark.parametrize("change, message", [(dict(tokens=1023), "a budget of 1,023 tokens is smaller than one step, which takes 1,024"),
     (dict(tokens=None, flops=1e6), "FLOPs is smaller than one step"), (dict(tokens=None, flops=math.inf), "flops = inf, expected a finite number"),
     (dict(tokens=None, flops=math.nan), "flops = nan, expected a finite number"), (dict(tokens=None), "expected one of them"), (dict(flops=1e15), "expected one of them"),
-    (dict(variants={}), "no variants"), (dict(seeds=()), "no seeds"), (dict(seeds=(-1,)), "seed = -1"), (dict(base="smal"), "did you mean 'small'"),
+    (dict(variants={}), "no variants"), (dict(seeds=()), "no seeds"), (dict(seeds=(0, 0)), "each one once"), (dict(variants=dict(a=dict(seed=5))), "unknown field to vary 'seed'"), (dict(seeds=(-1,)), "seed = -1"), (dict(base="smal"), "did you mean 'small'"),
     (dict(variants=dict(a=dict(learning_rate=1))), "unknown field to vary 'learning_rate'"), (dict(variants=dict(a=dict(norm="batch"))), "norm = 'batch'"),
     (dict(variants=dict(a=dict(vocab_size=12))), "vocab_size = 12")])
 def test_refused_before_any_run(change, message):
     with expect_error(ValueError, message): replace(experiment(), **change)
+
+def test_seeds_may_come_from_a_generator():
+    assert [*replace(experiment(), seeds=(s for s in (3, 4))).runs()] == [*replace(experiment(), seeds=(3, 4)).runs()]
 
 @pytest.mark.parametrize("name", STUDIES)
 @pytest.mark.parametrize("scale", SCALES)
@@ -149,6 +153,12 @@ def test_the_saved_runs_are_those_of_the_studies():
         assert line["steps"] == run.train.steps and line["tokens"] == line["steps"]*run.train.batch_size*run.model.context_length
     for name in STUDIES: assert {run.key for run in experiment_of(name).runs().values()} <= set(lines), name
     assert sum(line["seconds"] for line in lines.values())/2 < 4*3600
+
+def test_a_file_that_is_not_utf_8_is_named(tmp_path):
+    (tmp_path/"metrics.jsonl").write_bytes(b'{"step": 1}\n\xff\n')
+    for read in (lambda: read_lines(tmp_path/"metrics.jsonl"), lambda: read_metrics(tmp_path)):
+        with pytest.raises(ValueError, match=r"metrics.jsonl: not UTF-8 \(byte 12\)"): read()
+
 
 def test_torn_and_damaged_lines(tmp_path):
     path, run = tmp_path/"runs.jsonl", dict(key="a", format=1, status="done", model={}, train={}, data={})

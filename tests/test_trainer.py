@@ -485,7 +485,10 @@ def test_a_picture_is_drawn_once_and_then_again(data, tmp_path, monkeypatch):
     before = plt.get_fignums()
     Trainer(MODEL, SHORT, *sets(data)).fit(folder, report=live_plot(folder))
     assert [kind for kind, _ in drawn] == ["new", "again"] and plt.get_fignums() == before
-    train, valid, *_ = plot_runs({"a": folder}).lines
+    names = ["_a", "$x$", "caf\udce9"] # As folders may be called; Matplotlib would leave the first one out
+    train, valid, *_ = (axes := plot_runs({name: folder for name in names})).lines
+    texts = axes.get_legend().get_texts()
+    assert [t.get_text() for t in texts[:3]] == [f"validation, {name}" for name in ("_a", "$x$", "caf?")] and not any(t.get_parse_math() for t in texts)
     assert list(train.get_xdata()) == [32*6*step for step in range(1, 13)] and list(valid.get_xdata()) == [32*6*step for step in (4, 8, 12)]
 
 

@@ -95,8 +95,11 @@ class Experiment:
         for name in ("tokens", "flops"):
             if (n := getattr(self, name)) is not None and not n < math.inf:
                 raise ValueError(f"Experiment: {name} = {n}, expected a finite number")
+        object.__setattr__(self, "seeds", tuple(self.seeds))        # They are read again and again
         if not self.variants or not self.seeds:
             raise ValueError("Experiment: no variants or no seeds")
+        if len({*self.seeds}) < len(self.seeds):
+            raise ValueError(f"Experiment: seeds = {self.seeds}, expected each one once")
         self.runs()
 
     def runs(self)->dict: # (variant, seed) to `Run`
@@ -113,7 +116,7 @@ class Experiment:
             parts.append(replace(start, **{k: v for k,v in changes.items() if k in own}))
             fields |= own
         for name in changes:
-            if name not in fields: raise unknown("field to vary", name, fields)
+            if name not in fields - {"seed"}: raise unknown("field to vary", name, fields - {"seed"})
         model, train, data = parts
         model = replace(model, vocab_size=data.vocab_size)
         if "steps" not in changes: train = replace(train, **_steps(self, model, train))
@@ -152,7 +155,9 @@ def read_lines(
     """Read all runs of a file.
     Raises `ValueError` with the place of a line that is damaged or of another version."""
     path, found = Path(path), {}
-    text = path.read_text(encoding="utf-8") if path.exists() else ""
+    try: text = path.read_text(encoding="utf-8") if path.exists() else ""
+    except UnicodeDecodeError as e:
+        raise ValueError(f"{path}: not UTF-8 (byte {e.start})") from None
     for number,line in enumerate(text.split("\n")[:-1], 1):
         try: run = json.loads(line)
         except ValueError: raise ValueError(f"{path}, line {number}: not JSON; remove the line, "

@@ -68,7 +68,7 @@ def training_time(
     flops = sum(flops.values()) if isinstance(flops, dict) else flops
     positive("training_time: flops", flops)
     if not 0 < mfu <= 1:
-        raise ValueError(f"training_time: mfu = {mfu}, expected a share above 0 and at most 1")
+        raise ValueError(f"mfu = {mfu}, expected a share above 0 and at most 1")
     return flops/(mfu*device_of(device).peak(dtype))
 
 def product_format(

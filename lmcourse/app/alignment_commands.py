@@ -162,7 +162,8 @@ class CurateCommand:
         with told_to_go_on(KeyboardInterrupt), workers(self.workers, self.dask) as apply:
             funnel = curate(self.source, self.out, recipe, apply)
         say(str(Table(funnel.rows())), "", f"in {self.out}: documents, dropped.jsonl, funnel.json, "
-            f"card.md; tokens of it: lmcourse prepare curated:{self.out} DATA --tokenizer FOLDER")
+            f"card.md; tokens of it: lmcourse prepare {shlex.quote(f'curated:{self.out}')} DATA "
+            "--tokenizer FOLDER")
 
 # %% ../../nbs/90_app/90ff_alignment_commands.ipynb #14n90pip
 @dataclass

@@ -45,7 +45,7 @@ class AccountCommand:
         from lmcourse.accounting.run_cost import training_time
         from lmcourse.accounting.tensors import whole_number
         with checking_input():
-            for name,value in (("batch_size", self.batch), ("context_length", self.context)):
+            for name,value in (("batch", self.batch), ("context", self.context)):
                 whole_number(name, 1 if value is None else value)
             where = device_of(self.device) if self.device else None
             if where: training_time(1, where, self.dtype, self.mfu)

@@ -8,7 +8,7 @@ __all__ = ['BENCHES', 'COMPLETIONS', 'COMMANDS', 'ABOUT', 'BenchTokenizerCommand
            'CompletionCommand', 'one_line', 'parse', 'main', 'kill_as_ctrl_c']
 
 # %% ../../nbs/90_app/90g_cli.ipynb #8f5e6e5d
-import contextlib, errno, io, os, re, select, signal, sys
+import contextlib, errno, io, os, re, select, shlex, signal, sys
 from dataclasses import MISSING, dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union
@@ -267,7 +267,7 @@ def _refuse_near_misses(args:list): # With what was probably meant
         raise ValueError(f"account: did you mean --preset {args[1]}?")
     if args[0] == "quickstart" and args[1:] and not args[1].startswith("-"):
         kind = "--data text:"*Path(args[1]).is_file() or "--data "
-        raise ValueError(f"quickstart: did you mean {kind}{args[1]}?")
+        raise ValueError(f"quickstart: did you mean {kind}{shlex.quote(args[1])}?")
     for commands,pattern,option in ((("account",), "--batch[-_]size", "--batch"),
                                     (("train", "sft", "dpo", "rl"), "--learning[-_]rate", "--lr")):
         if args[0] in commands and any(re.match(pattern, a) for a in args):
@@ -355,7 +355,9 @@ def main(
     try:
         with kill_as_ctrl_c(), contextlib.redirect_stdout(io.StringIO() if silent else sys.stdout):
             try:
-                with checking_input(): command = parse(sys.argv[1:] if args is None else args)
+                with checking_input():
+                    _refuse_nowhere()
+                    command = parse(sys.argv[1:] if args is None else args)
                 command.run()
             finally: sys.stdout.flush()
         return
@@ -367,9 +369,8 @@ def main(
         if not isinstance(e, (*CUT_OFF, BlockingIOError)) and e.errno not in _TROUBLE: raise
         status, line = 2, plain_words(e)
     except (MemoryError, RuntimeError) as e:
-        if (isinstance(e, RuntimeError)
-            and not re.search("can't allocate memory|out of memory", str(e))):
-            raise
+        known = re.search("can't allocate memory|out of memory", str(e))
+        if isinstance(e, RuntimeError) and not known: raise
         status, line = 2, "not enough memory" + (
             "; a smaller batch_size, context_length, num_layers or d_model needs less"
             if command and hasattr(command, "train") else "")
@@ -377,6 +378,10 @@ def main(
     sys.exit(status)
 
 # %% ../../nbs/90_app/90g_cli.ipynb #57e0c690
+def _refuse_nowhere():
+    try: os.getcwd()
+    except FileNotFoundError: raise UserError("the current folder has been removed") from None
+
 def _nobody_reads()->bool: # Whether the output was closed; if so, the rest is discarded
     try: (poll := select.poll()).register(sys.stdout.fileno(), 0)
     except (AttributeError,

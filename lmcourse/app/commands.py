@@ -57,9 +57,9 @@ CUT_OFF = (KeyboardInterrupt, ConnectionError, TimeoutError) # After these, work
 
 def plain_words(error:Exception)->str: # "x: is a directory" for "[Errno 21] Is a directory: 'x'"
     "Say what went wrong without the system's number of the error."
-    if not isinstance(error, OSError) or not error.strerror or error.filename is None:
-        return str(error)
-    return f"{error.filename}: {error.strerror[0].lower()}{error.strerror[1:]}"
+    if not isinstance(error, OSError) or not error.strerror: return str(error)
+    words = error.strerror[0].lower() + error.strerror[1:]
+    return words if error.filename is None else f"{error.filename}: {words}"
 
 @contextlib.contextmanager
 def checking_input(): # Wraps only code that reads the user's input

@@ -167,7 +167,7 @@ class ServeCommand:
         with checking_input():
             for name in ("fastapi", "pydantic", "uvicorn"):
                 if find_spec(name): continue
-                raise ValueError(f"serve: the package {name} is not installed, "
+                raise ValueError(f"the package {name} is not installed, "
                                  "pip install 'lmcourse[serve]'")
             from lmcourse.app.serve import run_server
             if not 1 <= self.port <= 65_535:
@@ -225,7 +225,7 @@ def _check_address(host:str, port:int): # `OSError` in words where a server coul
     except OSError as e:
         why = "no such name" if isinstance(e, socket.gaierror) else os.strerror(e.errno or 0)
         other = "--port" if e.errno in (errno.EADDRINUSE, errno.EACCES) else "--host"
-        raise OSError(f"serve: port {port} of {host} can't be used ({why}); "
+        raise OSError(f"port {port} of {host} can't be used ({why}); "
                       f"name another with {other}") from None
 
 # %% ../../nbs/90_app/90fc_generation_commands.ipynb #14n90cha

@@ -8,7 +8,7 @@ __all__ = ['STEPS', 'ENDINGS', 'register_step', 'each', 'Whole', 'Stage', 'run_s
            'workers']
 
 # %% ../../nbs/13_curation/13i_pipeline.ipynb #13i00004
-import json, logging, os, shutil
+import json, logging, os, shutil, textwrap
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import CancelledError
 from contextlib import contextmanager
@@ -274,21 +274,21 @@ class Funnel:
         documents, words = self.stages[-1].kept
         return [*rows, dict(step="kept", reason=None, documents=documents, words=words)]
 
-    def plot(self): # Axes
-        fig, ax = figure(width=7, height=.6 + .4*len(self.stages))
+    def plot(self): # Axes; the words next to a bar name its parts from left to right
+        fig, ax = figure(width=8, height=.6 + .4*len(self.stages))
         for y,s in enumerate(self.stages):
-            left = s.kept[0]
-            ax.barh(y, left, color=COLORS[0])
-            ax.text(left/2, y, f"{left:,}", ha="center", va="center", fontsize=8, color="white")
-            for k,(reason,(n,_)) in enumerate(sorted(s.dropped.items(), key=lambda v: -v[1][0])):
-                ax.barh(y, n, left=left, color=COLORS[1 + k % (len(COLORS) - 1)])
+            dropped = sorted(((n, why) for why,(n,_) in s.dropped.items()), key=lambda v: -v[0])
+            parts, left = [(s.kept[0], "kept"), *dropped], 0
+            for k,(n,_) in enumerate(parts): # Shades, as some readers can't tell colours apart
+                ax.barh(y, n, left=left, color=COLORS[k > 0], alpha=.45 if k and k % 2 == 0 else 1)
                 left += n
-            told = ", ".join(f"{n:,} {reason}" for reason,(n,_) in s.dropped.items())
-            ax.text(left, y, f"  {told}", va="center", fontsize=8, color=COLORS[1])
+            words = textwrap.fill(", ".join(f"{n:,} {what}" for n,what in parts), 48)
+            ax.text(1.02, y, words, transform=ax.get_yaxis_transform(), va="center", fontsize=8,
+                    parse_math=False)
         ax.set_yticks(range(len(self.stages)), [s.step for s in self.stages])
         ax.invert_yaxis()
         ax.grid(False)
-        ax.set(xlabel="documents", xlim=(0, 1.3*max(1, self.stages[0].documents)))
+        ax.set(xlabel="documents")
         return ax
 
 # %% ../../nbs/13_curation/13i_pipeline.ipynb #13i00018

@@ -111,7 +111,7 @@ def elo_ratings(
     k:float=32,  # Points at stake per game
 )->np.ndarray: # Points of each player `(players,)`; they start at 0 and add up to 0
     "Update Elo ratings game by game. Raises `ValueError` for impossible games, and for k <= 0."
-    if not k > 0: raise ValueError(f"k = {k}, expected more than 0")
+    if not 0 < k < math.inf: raise ValueError(f"k = {k}, expected more than 0")
     i, j, won, _ = _checked_games(games, players, None)
     points = np.zeros(players)
     for a,b,w in zip(i, j, won):

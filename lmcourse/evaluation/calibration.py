@@ -20,6 +20,7 @@ def choice_probs(
     choice has a finite log-probability."""
     if not temperature > 0: raise ValueError(f"temperature = {temperature}, expected more than 0")
     scaled = np.asarray(log_probs, float)/temperature
+    if scaled.ndim != 1: raise ValueError(f"log-probabilities {scaled.shape}, expected one item's")
     if not np.isfinite(scaled.max(initial=-np.inf)):
         raise ValueError(f"log-probabilities {log_probs}, expected a finite largest")
     p = np.exp(scaled - scaled.max())
@@ -79,6 +80,8 @@ def exact_error(
         raise ValueError(f"{len(probs)} and {len(exact)} items, expected equal numbers")
     for k,(q,p) in enumerate(zip(probs, exact)):
         if len(q) != len(p): raise ValueError(f"item {k}: {len(q)} and {len(p)} choices")
+        if not all(0 <= x <= 1 + 1e-9 for x in (*q, *p)):
+            raise ValueError(f"item {k}: probabilities {list(q)} and {list(p)}, expected 0 to 1")
     picks = [int(np.argmax(q)) for q in probs]
     return float(np.mean([abs(q[k] - p[k]) for q,p,k in zip(probs, exact, picks)]))
 
@@ -94,6 +97,8 @@ def fit_temperature(
                          f"numbers")
     for k,(x,a) in enumerate(zip(log_probs, answers)):
         if not 0 <= a < len(x): raise ValueError(f"item {k}: answer {a} of {len(x)} choices")
+        if isinstance(a, (bool, np.bool_)):
+            raise ValueError(f"item {k}: answer {a}, expected the index of a choice")
         if np.isnan(x).any(): raise ValueError(f"item {k}: log-probabilities {x}, expected numbers")
     def loss(log_T):
         T = np.exp(log_T)

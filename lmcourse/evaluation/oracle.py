@@ -46,6 +46,8 @@ def excess_by_certainty(
 )->list: # An `Excess` for each group
     "Split a loss by the oracle's certainty. Raises `ValueError` for unequal sizes or bad edges."
     if ours.shape != exact.shape: raise ValueError(f"ours {ours.shape}, exact {exact.shape}")
+    if not len(exact) or not np.isfinite(exact).all():
+        raise ValueError(f"exact {exact}, expected finite numbers, one or more")
     if not edges or list(edges) != sorted({*edges}, reverse=True) or edges[-1] != 0:
         raise ValueError(f"edges = {edges}, expected falling numbers that end in 0")
     p, left, kinds = np.exp(-exact), np.ones(len(exact), bool), []
@@ -114,6 +116,7 @@ def ceiling(
     probs:list, # For each question, the exact probabilities of the choices
 )->float: # Expected share of right answers, at most 1
     "Compute the best accuracy. Raises `ValueError` unless each question's probabilities sum to 1."
+    probs = list(probs)
     for k,row in enumerate(probs):
         if not len(row) or not abs(math.fsum(row) - 1) <= 1e-9 or min(row) < 0: # NaN, too
             raise ValueError(f"question {k}: probabilities {list(row)}, expected a sum of 1")

@@ -21,6 +21,7 @@ def wilson(
     if not 0 <= hits <= n or n < 1 or hits % 1 or n % 1: # A share is no count
         raise ValueError(f"hits = {hits} of n = {n} questions, expected whole numbers, 0 to n")
     if not 0 < level < 1: raise ValueError(f"level = {level}, expected between 0 and 1")
+    hits, n = int(hits), int(n)                         # NumPy's small integers would overflow
     p, z = hits/n, float(norm.ppf((1 + level)/2))
     s = z*z/n
     half = z*math.sqrt(p*(1 - p)/n + s/(4*n))
@@ -69,12 +70,14 @@ def sample_size(
     level:float=.95,   # Confidence level
 )->int: # Number of questions for each model
     "Compute how many questions a comparison needs. Raises `ValueError` for invalid numbers."
-    if not difference > 0: raise ValueError(f"difference = {difference}, expected more than 0")
+    if not 0 < difference < math.inf:
+        raise ValueError(f"difference = {difference}, expected more than 0")
     if not 0 < variance < math.inf: raise ValueError(f"variance = {variance}, expected more than 0")
     if not -1 <= correlation < 1:
         raise ValueError(f"correlation = {correlation}, expected -1 to below 1")
-    if not 0 < power < 1 or not 0 < level < 1:
-        raise ValueError(f"power = {power}, level = {level}, expected between 0 and 1")
+    if not 0 < level < 1: raise ValueError(f"level = {level}, expected between 0 and 1")
+    if not (1 - level)/2 < power < 1:                   # The least power, without any difference
+        raise ValueError(f"power = {power}, expected more than {(1 - level)/2:g}, less than 1")
     z = norm.ppf((1 + level)/2) + norm.ppf(power)
     return math.ceil(z*z*2*variance*(1 - correlation)/difference**2)
 

@@ -21,6 +21,7 @@ from typing import Any
 from ..generation.generate import check_tokenizer, complete
 from ..tools.config import unknown
 from ..tools.documents import SPLITS
+from ..tools.files import atomic_write
 from ..tools.stories import Stories
 from ..tokenization.tokenizer import Tokenizer
 
@@ -393,16 +394,18 @@ def write_task(
     form:str,            # Template of the YAML; fields in braces: `name`, `data` and others
     **more:Any,          # Values of the other fields
 )->Path: # Path of the YAML file
-    """Write the two files of a task. Raises `FileExistsError` if either exists, `ValueError` for a
-    name that can't be a file's."""
+    """Write the two files of a task, both or neither. Raises `FileExistsError` if either exists,
+    `ValueError` for a name that can't be a file's."""
     if not re.fullmatch(r"[\w.-]+", name):
         raise ValueError(f"task {name!r}: expected letters, digits, _, . and - in its name")
     data, about = Path(folder)/f"{name}.jsonl", Path(folder)/f"{name}.yaml"
     for path in (data, about):
         if path.exists(): raise FileExistsError(f"{path} exists")
     lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-    texts = [t.encode() for t in (lines, form.format(name=name, data=data.name, **more))]
-    for path,text in zip((data, about), texts): path.write_bytes(text)
+    quoted = {"name": f'"{name}"', "data": f'"{data.name}"'} # Else 1.0, true or null is no text
+    with atomic_write(data) as first, atomic_write(about) as second:
+        first.write_bytes(lines.encode())
+        second.write_bytes(form.format(**quoted, **more).encode())
     return about
 
 def save_task(
@@ -466,7 +469,7 @@ def load_task(
     path = Path(path)
     if not path.is_file(): raise FileNotFoundError(f"{path}: no such task")
     pairs = (line.strip().partition(": ") for line in _text(path).splitlines())
-    about = {key: value for key,_,value in pairs if value}
+    about = {key: value.partition(" #")[0].strip(" '\"") for key,_,value in pairs if value}
     if missing := [k for k in ("task", "data_files", "version", "seed") if k not in about]:
         raise ValueError(f"{path}: no {missing[0]}, expected a file of save_task")
     writing = about.get("output_type") == "generate_until"

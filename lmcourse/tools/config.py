@@ -63,6 +63,8 @@ def refuse_unwritable(
     """Raise `UserError` if nothing can be written at `path`, before any work is done whose result
     couldn't be saved."""
     # Before Python 3.14, `Path.exists` fails in a folder that may not be looked into
+    if (name := str(path)) != name.encode(errors="replace").decode(): # Weights couldn't be read
+        raise UserError(f"{path}: expected a name in UTF-8")
     above = next(p for p in (Path(path), *Path(path).absolute().parents) if os.path.exists(p))
     if above != Path(path) and not above.is_dir():
         raise UserError(f"{path} can't be created: {above.name} is a file")

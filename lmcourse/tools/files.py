@@ -47,8 +47,9 @@ def atomic_write(
             if os.name != "nt" and part.is_file(): shutil.copymode(path, part)
         os.replace(part, path)
     except OSError as e:
-        if e.errno in _FULL and e.filename is None: e.filename = str(path) # `write` doesn't say it
-        raise
+        unnamed = e.errno in _FULL and e.filename is None   # `write` doesn't say it
+        if not (unnamed or str(e.filename) == str(part)): raise
+        raise OSError(e.errno, e.strerror, str(path)) from e # The name that the caller knows
     finally: remove(part)
     if durable: sync(path.parent)
 

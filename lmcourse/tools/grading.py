@@ -94,8 +94,11 @@ def same_value(
     """Compare results: numbers nearly, whole numbers exactly, lists, tuples and arrays item by
     item."""
     if isinstance(right, np.ndarray):
-        return (isinstance(got, np.ndarray) and got.shape == right.shape
-                and got.dtype.kind in "fiu" and np.allclose(got, right, 1e-6, 1e-8, equal_nan=True))
+        if not isinstance(got, np.ndarray) or got.shape != right.shape: return False
+        kinds, whole = {got.dtype.kind, right.dtype.kind}, right.dtype.kind in "iu"
+        if kinds <= {"i", "u"} or kinds == {"b"}: return bool((got == right).all())
+        return kinds <= {"f", "i", "u"} and np.allclose(got, right, 1e-12 if whole else 1e-6, 1e-8,
+                                                        equal_nan=True)
     if _is_array(got) or isinstance(got, np.generic): got = got.tolist()
     if isinstance(right, np.generic): right = right.item()
     if isinstance(right, dict):
@@ -109,8 +112,9 @@ def same_value(
     if isinstance(got, bool) or not isinstance(got, Real): return False
     whole = isinstance(right, Integral)
     if whole and isinstance(got, Integral): return got == right
-    return (math.isclose(got, right, rel_tol=1e-12 if whole else 1e-6, abs_tol=1e-8)
-            or bool(got != got and right != right))
+    try: return (math.isclose(got, right, rel_tol=1e-12 if whole else 1e-6, abs_tol=1e-8)
+                 or bool(got != got and right != right))
+    except OverflowError: return False                  # An int beyond the largest float
 
 # %% ../../nbs/00_tools/00i_grading.ipynb #7996ec69
 def _digits(value): # NumPy's numbers as Python's, small arrays as lists
@@ -165,7 +169,9 @@ def as_number(
     "Return a number as Python's own."
     if _is_array(value) and tuple(value.shape) == (): value = value.item()
     if isinstance(value, bool) or not isinstance(value, Real) or value != value: return None
-    return int(value) if isinstance(value, Integral) else float(value)
+    try: number = float(value)
+    except OverflowError: return -math.inf if value < 0 else math.inf # Beyond any float
+    return int(value) if isinstance(value, Integral) else number
 
 def _check_keys(answer, right:dict):
     wanted = f"expected a dict with the keys {', '.join(right)}, got"

@@ -424,7 +424,8 @@ def zipf_rules(
     exponent:float=1., # How fast entries get rarer; 1 is Zipf's law, 0 changes nothing
 )->dict: # Rules by name
     "Weight unweighted lists by rank: entry r has a share in proportion to `r**-exponent`."
-    if not exponent >= 0: raise ValueError(f"zipf = {exponent}, expected 0 or more")
+    if not 0 <= exponent <= 8:              # Beyond, the second entry is hardly ever drawn
+        raise ValueError(f"zipf = {exponent}, expected 0 to 8")
     if exponent == 0: return rules
     def weighed(rule:Rule)->Rule:
         if rule.shares or len(rule.entries) < 2: return rule

@@ -253,6 +253,7 @@ def record(
 )->Entry: # The entry with the new measurement
     "Add one of our measurements to the ledger."
     ledger, value = read_ledger(path), value.item() if hasattr(value, "item") else value
+    if isinstance(runs, str): raise ValueError(f"runs = {runs!r}, expected a list of keys")
     if key not in ledger: raise _no("published number", key, ledger)
     raws = {k: asdict(e) | {"ours": [asdict(m) for m in e.ours]} for k,e in ledger.items()}
     others = [m for m in raws[key]["ours"] if (m["setup"], m["made"]) != (setup, made)]

@@ -106,7 +106,7 @@ def report_speed(
         raise TypeError(f"report_speed takes a dict of claims, got {claims!r}")
     print(f"Measured on {machine_name()}, {date.today()}:")
     for claim,held in claims.items():
-        if isinstance(held, tuple):
+        if isinstance(held, (tuple, list)):
             ratio, least = held
             claim = f"{claim}: {ratio:,.2f} times, expected at least {least:g}"
             held = ratio >= least

@@ -95,10 +95,10 @@ class Table:
         rows:list,       # One dict per row, from heading to value
         units:dict|None=None, # Heading to its unit, which is written after the heading
     ):
-        for r in rows:
+        self.rows, self.units = list(rows), dict(units or {})
+        for r in self.rows:
             if not isinstance(r, dict):
                 raise TypeError(f"Table: a row is a {type(r).__name__}, expected a dict")
-        self.rows, self.units = list(rows), dict(units or {})
         self.columns = list(dict.fromkeys(k for r in self.rows for k in r))
         odd = [u for u in self.units if u not in self.columns]
         if odd: raise ValueError(f"Table: a unit for {odd}, but the columns are {self.columns}")

@@ -64,6 +64,8 @@ class Stories:
     )->dict: # Choice to its probability, 0 for one that can't follow
         """Compute the exact probability that each choice comes right after `prefix`.
         Raises `ValueError` if no story begins that way."""
+        if isinstance(choices, str):
+            raise ValueError(f"choices = {choices!r}, expected a list of texts")
         if (begun := self.prefix_log_prob(prefix)) == -math.inf:
             raise ValueError(f"no story of this grammar begins with {prefix[-60:]!r}")
         def log_prob(choice):

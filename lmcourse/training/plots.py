@@ -24,15 +24,17 @@ def plot_runs(
         ax.plot([m["tokens"] for m in train], [m["loss"] for m in train], color=color, alpha=.35,
                 linewidth=1)
         ax.plot([m["step"]*per_step for m in valid], [m["valid_loss"] for m in valid], "o-",
-                color=color, markersize=3, label=f"{name}, validation")
+                color=color, markersize=3, label=f"validation, {_printable(name)}")
         if valid and "floor" in valid[-1]: floors.add(round(valid[-1]["floor"], 6))
     for nats in sorted(floors): # Runs on the same corpus share a floor
         ax.axhline(nats, color=GREY, linestyle="--", label="floor of the source")
     ax.set(xlabel="training tokens", ylabel="loss (nats per token)", ylim=(0, None))
-    ax.legend()
+    for text in ax.legend().get_texts(): text.set_parse_math(False) # A name may contain $
     return ax
 
 # %% ../../nbs/04_training/04l_plots.ipynb #2f659915
+def _printable(name:str)->str: return name.encode(errors="replace").decode() # Not UTF-8: with ?
+
 def _tokens_per_step(run)->int:
     model, train, _ = read_run(run)
     return plan_batch(train, model.context_length).tokens
