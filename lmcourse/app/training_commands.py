@@ -397,9 +397,7 @@ def draw(runs:list, path:Path): # Run folders into a picture that can be read on
     import matplotlib
     matplotlib.use("Agg")
     from lmcourse.training.plots import plot_runs
-    # matplotlib can't draw a name that is no Unicode
-    names = {os.fsencode(run).decode(errors="backslashreplace"): run for run in runs}
-    picture = plot_runs(names).figure
+    picture = plot_runs({str(run): run for run in runs}).figure
     with checking_input(): picture.savefig(path, dpi=150, facecolor="white")
 
 def check_picture(path:Path): # Raises an error before any work if the picture can't be saved there
