@@ -379,7 +379,7 @@ def test_a_run_needs_its_folder_before_the_first_step(data, tmp_path):
 
 @pytest.mark.parametrize("name, content, words", [
     ("config.json", '{"model": 5, "train": {}, "data": "d"}', "model is a int, expected an object"), ("config.json", '{"model": {}, "train": null, "data": "d"}', "train is a NoneType, expected an object"),
-    ("config.json", '{"model": {}, "train": {}, "data": 5}', "data is a int, expected a path"), ("metrics.jsonl", b"\xff\n", "not UTF-8"), ("metrics.jsonl", '{"loss": 1}\n', "line 1 has no step")])
+    ("config.json", '{"model": {}, "train": {}, "data": 5}', "data is a int, expected a path"), ("metrics.jsonl", b"\xff\n", "not UTF-8"), ("metrics.jsonl", '{"loss": 1}\n', "line 1 is {'loss': 1}, expected an object with a step")])
 def test_files_of_a_run_that_something_else_wrote(tmp_path, name, content, words):
     (tmp_path/name).write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(ValueError, match=f"{name}: {words}"): (read_run if name == "config.json" else read_metrics)(tmp_path)

@@ -64,10 +64,9 @@ def read_metrics(
     for i,line in enumerate(lines, 1):
         try: found.append(json.loads(line))
         except json.JSONDecodeError: raise ValueError(f"{path}: line {i} is not JSON") from None
-        if not isinstance(found[-1], dict):
-            raise ValueError(f"{path}: line {i} is {found[-1]!r:.60}, expected an object")
-        if not isinstance(found[-1].get("step"), int):
-            raise ValueError(f"{path}: line {i} has no step")
+        if not isinstance(found[-1], dict) or not isinstance(found[-1].get("step"), int):
+            raise ValueError(f"{path}: line {i} is {found[-1]!r:.60}, expected an object with a "
+                             "step")
     return found
 
 # %% ../../nbs/04_training/04h_runs.ipynb #b9cc39bb
