@@ -75,7 +75,7 @@ def open_case(
         f"those of `lmcourse train`")
     lines = read_metrics(run)
     for i,m in enumerate(lines, 1):
-        if not _is_line(m): raise ValueError(
+        if not any(is_number(m.get(k)) for k in ("loss", "valid_loss")): raise ValueError(
             f"{run/'metrics.jsonl'}: line {i} is {m!r:.60}, expected a step with a loss or a "
             f"valid_loss")
     if not any("loss" in m for m in lines): raise ValueError(
@@ -97,10 +97,6 @@ def _tensors(path:Path, name:str)->dict: # Tensors of the model or the optimizer
     try: return load_file(path/f"{name}.safetensors")
     except SafetensorError as e: why = str(e).splitlines()[0]
     raise ValueError(f"{path}: damaged ({why})")
-
-def _is_line(m)->bool: # Whether this can be a line of a log
-    return (isinstance(m, dict) and isinstance(m.get("step"), int)
-            and any(is_number(m.get(k)) for k in ("loss", "valid_loss")))
 
 # %% ../../nbs/06_ablations/06c_case.ipynb #1b366fd2
 def is_number(v:Any)->bool: # `True` and `False` don't count as numbers
