@@ -115,8 +115,9 @@ class Experiment:
             own = {f.name for f in dataclasses.fields(kind)}
             parts.append(replace(start, **{k: v for k,v in changes.items() if k in own}))
             fields |= own
+        fields.discard("seed") # The experiment's own
         for name in changes:
-            if name not in fields - {"seed"}: raise unknown("field to vary", name, fields - {"seed"})
+            if name not in fields: raise unknown("field to vary", name, fields)
         model, train, data = parts
         model = replace(model, vocab_size=data.vocab_size)
         if "steps" not in changes: train = replace(train, **_steps(self, model, train))

@@ -138,8 +138,7 @@ def price(
     micro, largest = (t.micro_batch or windows,
                       largest_batch(model_config, device.memory_bytes, **how))
     if windows % micro:
-        raise ValueError(f"price: micro_batch = {micro} does not divide a step of {windows} "
-                         f"windows")
+        raise ValueError(f"micro_batch = {micro} does not divide a step of {windows} windows")
     # the batch has to be divided
     if largest < windows:
         largest = largest_batch(model_config, device.memory_bytes, grad_accum_steps=2, **how)

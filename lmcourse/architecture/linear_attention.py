@@ -80,7 +80,7 @@ def _by_chunks(q:Tensor, k:Tensor, v:Tensor, beta, log_decay, state, chunk:int)-
 
 # %% ../../nbs/03_architecture/03m_linear_attention.ipynb #7d5e290e
 class GatedDeltaNet(nn.Module):
-    "A layer with a state in place of attention. Yang et al. 2024, without SiLU, output gate and decay bias."
+    "A layer with a state for attention. Yang et al. 2024, without SiLU, output gate, decay bias."
     rope = None # Asked for by the model; there are no positions
     def __init__(self,
         config:ModelConfig, # Sizes: `d_model`, `num_heads` and `head_size`

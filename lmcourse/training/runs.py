@@ -59,7 +59,8 @@ def read_metrics(
     "Read the lines of `metrics.jsonl`."
     path = Path(run)/"metrics.jsonl"
     try: lines = path.read_text(encoding="utf-8").split("\n")[:-1] if path.exists() else []
-    except UnicodeDecodeError as e: raise ValueError(f"{path}: not UTF-8 (byte {e.start})") from None
+    except UnicodeDecodeError as e:
+        raise ValueError(f"{path}: not UTF-8 (byte {e.start})") from None
     found = []
     for i,line in enumerate(lines, 1):
         try: found.append(json.loads(line))
