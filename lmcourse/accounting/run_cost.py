@@ -139,8 +139,7 @@ def price(
                       largest_batch(model_config, device.memory_bytes, **how))
     if windows % micro:
         raise ValueError(f"micro_batch = {micro} does not divide a step of {windows} windows")
-    # the batch has to be divided
-    if largest < windows:
+    if largest < windows: # The batch has to be divided
         largest = largest_batch(model_config, device.memory_bytes, grad_accum_steps=2, **how)
     memory = sum(training_bytes(model_config, micro, grad_accum_steps=windows//micro,
                                 **how).values())
