@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from torch.utils.data import Dataset
 from typing import Any
+from ..tools.files import read_json_lines
 
 # %% ../../nbs/14_alignment/14p_instructions.ipynb #14p1data
 TEMPLATE = "{prompt}{response}" # Your template may add headings; the assignment has its own
@@ -48,13 +49,8 @@ def read_conversations(
     path:str|Path, # Lines of JSON
 )->list: # Dicts with `prompt` and `response`
     "Read conversations. `ValueError` names an incomplete line, `FileNotFoundError` a missing file."
-    if not Path(path).is_file(): raise FileNotFoundError(f"{path}: no such file")
     found = []
-    # Bytes, since text that isn't UTF-8 is rejected with its line. Blank lines may end the file
-    for n,line in enumerate(Path(path).read_bytes().rstrip().splitlines(), 1):
-        try: pair = json.loads(line)
-        except (ValueError, RecursionError): # The second is for JSON that is nested too deeply
-            raise ValueError(f"{path}: line {n} is not JSON in UTF-8") from None
+    for n,pair in enumerate(read_json_lines(path), 1):
         for key in ("prompt", "response"):
             if not isinstance(pair, dict) or not isinstance(pair.get(key), str):
                 raise ValueError(f"{path}: line {n} has no text {key!r}")

@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from typing import Any
+from ..tools.files import read_json_lines
 from .briefs import parse_reward
 from .sft import get_response_log_probs, measure_log_probs, padded_rows
 from .tasks import verifiable_task
@@ -129,13 +130,7 @@ def read_pairs(
     path:str|Path, # Lines of JSON with `prompt`, `chosen` and `rejected`
 )->list: # Dicts
     "Read pairs from a file. Raises `FileNotFoundError`, or `ValueError` with the line's number."
-    if not Path(path).is_file(): raise FileNotFoundError(f"{path}: no such file")
-    pairs = []
-    # Bytes, since text that isn't UTF-8 is rejected with its line. Blank lines may end the file
-    for n,line in enumerate(Path(path).read_bytes().rstrip().splitlines(), 1):
-        try: pairs.append(json.loads(line))
-        except (ValueError, RecursionError): # The second is for JSON that is nested too deeply
-            raise ValueError(f"{path}: line {n} is not JSON in UTF-8") from None
+    pairs = read_json_lines(path)
     if not pairs: raise ValueError(f"{path}: no pairs, expected at least one")
     return check_pairs(pairs, f"{path}: line ")
 
