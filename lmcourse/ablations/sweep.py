@@ -21,7 +21,7 @@ from typing import Any
 from urllib.parse import quote
 from .. import __version__
 from ..tools.config import Config, ModelConfig, TrainConfig, refuse_unwritable, unknown
-from ..tools.documents import corpus_digest, documents
+from ..tools.documents import corpus_digest, documents, validation_bytes
 from ..tools.files import json_digest, lock_file, read_json, write_json
 from ..tools.machine import cores, machine_name
 from ..tools.show import COLORS, Table, figure
@@ -201,8 +201,7 @@ def prepare_corpus(
     if text := corpus_digest(data.corpus): corpus += f"-{text}"
     out = Path(folder)/f"{corpus}-{data.vocab_size}-{data.max_mb:g}-{data.valid_documents}"
     if (out/"ngram.json").exists(): return out
-    # a text may be one long document, so of it as many bytes as that many stories have
-    most = 1000*data.valid_documents if data.corpus.startswith("text:") else None
+    most = validation_bytes(data.corpus, data.valid_documents)
     held_out = list(islice(documents(data.corpus, "valid", most), data.valid_documents))
     known, size = set(held_out), int(1e6*data.max_mb)
     if not (out/"tokenizer").exists():

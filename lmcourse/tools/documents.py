@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['END_OF_TEXT', 'SPLITS', 'HUB', 'HELD_OUT', 'text_documents', 'held_out', 'text_column', 'hub_documents',
-           'python_documents', 'curated_documents', 'documents', 'corpus_digest']
+           'python_documents', 'curated_documents', 'documents', 'validation_bytes', 'corpus_digest']
 
 # %% ../../nbs/00_tools/00g_documents.ipynb #bb0ad824
 import ast, codecs, functools, hashlib, json, os, shlex, sysconfig, tempfile, warnings
@@ -304,6 +304,15 @@ def _at_least(source:Iterator[str], size:int|None
         if size is None: continue
         size -= len(document.encode())
         if size <= 0: return
+
+# %% ../../nbs/00_tools/00g_documents.ipynb #c60a956e
+def validation_bytes(
+    name:str,      # Name of a corpus, as for `documents`
+    documents:int, # Number of validation documents
+)->int|None: # `None` if there is no limit
+    """Limit the text for validation. A text file may be one long document, so of it 1,000 bytes,
+    about a story, count for each document: a run evaluates all of them again and again."""
+    return 1000*documents if name.startswith("text:") else None
 
 # %% ../../nbs/00_tools/00g_documents.ipynb #124bce15
 def corpus_digest(
