@@ -1,4 +1,6 @@
 "The simulators of chapter 09: sectors, banks and occupancy agree with counting by hand, threads meet again after a branch."
+import os, subprocess, sys
+
 import numpy as np
 import pytest
 from hypothesis import given, strategies as st
@@ -56,3 +58,11 @@ def test_sums_of_any_length(n):
     total = np.zeros(1)
     threads.sum_kernel[max(1, -(-n//threads.THREADS)), threads.THREADS](np.arange(1., n + 1), total)
     assert total[0] == n*(n + 1)/2
+
+
+def test_kernels_run_where_numba_has_a_gpu_but_no_toolkit_and_after_another_import_of_numba_s_cuda():
+    "torch's wheels bring no toolkit: with a GPU each kernel of the page failed; after another import of numba.cuda the simulator was not used."
+    code = ("import torch; torch.cuda.is_available = lambda: True\nfrom numba import cuda\nimport numpy as np\nfrom lmcourse.kernels.threads import add_kernel\n"
+            "add_kernel[3, 4](np.ones(10), np.ones(10), out := np.zeros(10))\nassert (out == 2).all()")
+    environment = {name: value for name, value in os.environ.items() if name != "NUMBA_ENABLE_CUDASIM"}
+    subprocess.run([sys.executable, "-c", code], check=True, env=environment)
