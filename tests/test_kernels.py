@@ -223,6 +223,11 @@ def test_second_derivatives_are_refused(device, call):
     with expect_error(RuntimeError, "differentiate twice"): (dx.square().sum() + call(x).sum()).backward()
 
 
+def test_a_negative_size_has_no_cost():
+    for cost in (lambda: rows.softmax_cost(-1, 5), lambda: flash.flash_cost(8, 8, -2), lambda: grouped.fused_adamw_cost(-3), lambda: mm.tiled_matmul_cost(4, 4, -4)):
+        with expect_error(ValueError, "a size is negative"): cost()
+
+
 def test_counting_leaves_nothing_behind():
     if not interpreted: pytest.skip("counting needs the interpreter")
     from triton.runtime.interpreter import InterpreterBuilder
