@@ -66,3 +66,11 @@ def test_kernels_run_where_numba_has_a_gpu_but_no_toolkit_and_after_another_impo
             "add_kernel[3, 4](np.ones(10), np.ones(10), out := np.zeros(10))\nassert (out == 2).all()")
     environment = {name: value for name, value in os.environ.items() if name != "NUMBA_ENABLE_CUDASIM"}
     subprocess.run([sys.executable, "-c", code], check=True, env=environment)
+
+
+def test_threads_of_a_warp_may_ask_for_numbers_of_different_sizes():
+    "All were counted with the size of the first: 16 numbers of 8 bytes are 4 sectors, and 16 of one byte are part of one."
+    def kernel(t): yield load("wide" if t < 16 else "small", t)
+    arrays = dict(wide=np.zeros(32), small=np.zeros(32, np.int8))
+    assert run_threads(kernel, 32, arrays) == WarpTraffic(1, 5, 0)
+    assert run_threads(lambda t: kernel(31 - t), 32, arrays) == WarpTraffic(1, 5, 0)
