@@ -748,7 +748,7 @@ class _StageBytes: # The most bytes that a process of one stage sends in a step,
         return (self.micro_batches*(calls*activations + loss)
                 + _all_reduce(self.tp, self.summed_numbers()*self.itemsize))
 
-    def summed_numbers(self)->int: # A slice sees all tokens, unless they are cut, but never all heads
+    def summed_numbers(self)->int: # A slice sees all tokens, unless cut, but never all heads
         whole = [(name, w) for name,w in self.stage.named_parameters()
                  if placement(name)[0].is_replicate() and not name.endswith(CLOSING_BIASES)]
         return sum(w.numel() for name,w in whole if self.config.sequence_parallel

@@ -163,7 +163,7 @@ def _work(p:Plan)->float: # FLOPs per token, with what is computed again
     if p.flash: return work + done/2                            # Fused kernels: scores once more
     return work + done*(p.recompute == "selective")
 
-def _network(p:Plan, fitted:Fitted)->tuple: # Bytes/s of a rank, and of a node's ranks with its weights
+def _network(p:Plan, fitted:Fitted)->tuple: # Bytes/s of a rank; of a node's ranks with its weights
     in_node, out = GPU_WIRES[p.gpu]
     if p.gpus <= GPUS_PER_NODE: return in_node*fitted.network_share, in_node*fitted.network_share
     nic = (p.nic_bytes_per_s or out)*fitted.network_share
