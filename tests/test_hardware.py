@@ -294,6 +294,11 @@ def test_waves_against_a_walk_over_the_tiles():
         assert (got.tiles, got.waves) == (len(tiles), len(waves)) and got.useful == pytest.approx(useful) and 0 < got.useful <= 1
 
 
+def test_tiles_are_counted_exactly_beyond_what_a_float_can():
+    assert tile_waves(2**53 + 1, 1, (1, 1), 1).tiles == tile_waves(2**53 + 1, 1, (1, 1), 1).waves == 2**53 + 1
+
+
+
 # Decoding
 
 @pytest.mark.parametrize("b, d, h, g", [(1, 64, 4, 4), (3, 64, 4, 2), (2, 128, 8, 1), (5, 96, 6, 3), (64, 32, 2, 1)])

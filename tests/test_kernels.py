@@ -223,6 +223,11 @@ def test_second_derivatives_are_refused(device, call):
     with expect_error(RuntimeError, "differentiate twice"): (dx.square().sum() + call(x).sum()).backward()
 
 
+def test_a_negative_size_has_no_cost():
+    for cost in (lambda: rows.softmax_cost(-1, 5), lambda: flash.flash_cost(8, 8, -2), lambda: grouped.fused_adamw_cost(-3), lambda: mm.tiled_matmul_cost(4, 4, -4)):
+        with expect_error(ValueError, "a size is negative"): cost()
+
+
 def test_counting_leaves_nothing_behind():
     if not interpreted: pytest.skip("counting needs the interpreter")
     from triton.runtime.interpreter import InterpreterBuilder
@@ -269,6 +274,9 @@ def step_kernels(AHEAD):
             ("decode.heads_kernel", (F32,)*10 + (I64,) + (F32,)*3 + ("i32",)*5 + ("fp32",), STEP | dict(ROPE=True, AHEAD=AHEAD)),
             ("decode.attend_kernel", (F32,)*3 + (I64,) + (F32,)*3 + (I32, F32) + ("i32",)*4 + ("fp32",), dict(SPLITS=16, SLOTS=32, WIDE=64, AHEAD=AHEAD))]
 KERNELS += step_kernels(False)
+KERNELS += [("serving.paged_kernel", (F16,)*3 + (I64, F32, F32, F32, I32, F16) + ("i32",)*6 + ("fp32",), dict(SIZE=16, PARTS=4, SLOTS=64, WIDE=64)),
+            ("serving.write_kernel", (F16, F16, I64, F16, F16) + ("i32",)*5, dict(SIZE=16, WIDE=64)),
+            ("serving.split_k_kernel", (F16, F16, F16, F32, I32, F16) + ("i32",)*3, dict(BIAS=True, ROWS=16, BLOCK_N=64, BLOCK_K=64, PRECISION="ieee", WIDE=False))]
 for window in (0, 100):
     for name, arrays in (("flash_kernel", (F16,)*4 + (F32,)), ("flash_dq_kernel", (F16,)*4 + (F32, F32, F16)), ("flash_dkv_kernel", (F16,)*4 + (F32, F32, F16, F16))):
         KERNELS.append((f"flash.{name}", arrays + ("i32",)*4 + ("fp32", "i32"), HEAD | dict(WINDOW=window)))
@@ -280,7 +288,7 @@ def test_all_kernels_compile_for_a_gpu_that_is_not_there(cc):
     "Products use tensor cores, and at least one program fits."
     for code in compile_kernels(Job(*k, capability=cc) for k in KERNELS):
         name = code.job.kernel
-        products = any(w in name for w in (".matmul_k", ".flash_", "grouped_k"))
+        products = any(w in name for w in (".matmul_k", ".flash_", "grouped_k", "split_k"))
         assert bool(code.count("w?g?mma")) == products and code.occupancy.blocks, name
 
 

@@ -450,3 +450,15 @@ def test_a_failed_step_leaves_no_micro_batch_waiting():
         engine.waiting.append("of a step that failed")
         engine.forget_gradients()
         assert not engine.waiting
+
+
+def test_positions_are_on_the_device_of_the_ids():
+    "A stage that shares its texts asked a GPU's position embeddings for positions on the CPU."
+    from types import SimpleNamespace
+
+    from lmcourse.parallelism.mesh import Stage
+    stage, seen = Stage(replace(TOY, position="learned"), 0, 1), []
+    stage.context = SimpleNamespace(size=lambda: 2, rank=lambda: 1)
+    stage.position_embeddings.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0].device.type))
+    stage(torch.zeros(2, 8, dtype=torch.int64, device="meta"))  # As far from the CPU as a GPU
+    assert seen == ["meta"]

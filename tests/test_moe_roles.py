@@ -124,6 +124,16 @@ def test_noise_is_for_training_alone_and_its_size_is_learnt():
     assert router.spread.grad.abs().max() > 0
 
 
+@pytest.mark.parametrize("kind", [HashRouter, NoisyRouter])
+def test_a_block_that_runs_again_would_meet_other_noise_or_ids(kind):
+    "The gradients were wrong without an error: noise was drawn again, and a hash took the ids of the latest pass."
+    model = with_routers(TransformerLM(CONFIG), kind).train()
+    model.recompute = True
+    for m in (model, copy.deepcopy(model)):
+        with pytest.raises(ValueError, match="recompute = True .* expected False"): m.loss(IDS[:, :-1], IDS[:, 1:])
+    with torch.no_grad(): model(IDS)                           # Nothing runs again
+
+
 def test_the_study_is_of_equal_arithmetic():
     from lmcourse.accounting.parameters import count_parameters
     runs = STUDY.runs()

@@ -1,4 +1,6 @@
 "The simulators of chapter 09: sectors, banks and occupancy agree with counting by hand, threads meet again after a branch."
+import os, subprocess, sys
+
 import numpy as np
 import pytest
 from hypothesis import given, strategies as st
@@ -56,3 +58,19 @@ def test_sums_of_any_length(n):
     total = np.zeros(1)
     threads.sum_kernel[max(1, -(-n//threads.THREADS)), threads.THREADS](np.arange(1., n + 1), total)
     assert total[0] == n*(n + 1)/2
+
+
+def test_kernels_run_where_numba_has_a_gpu_but_no_toolkit_and_after_another_import_of_numba_s_cuda():
+    "torch's wheels bring no toolkit: with a GPU each kernel of the page failed; after another import of numba.cuda the simulator was not used."
+    code = ("from numba import cuda\nimport numpy as np\nfrom lmcourse.kernels.threads import add_kernel\n"
+            "add_kernel[3, 4](np.ones(10), np.ones(10), out := np.zeros(10))\nassert (out == 2).all()")
+    environment = {name: value for name, value in os.environ.items() if name != "NUMBA_ENABLE_CUDASIM"}
+    subprocess.run([sys.executable, "-c", code], check=True, env=environment)
+
+
+def test_threads_of_a_warp_may_ask_for_numbers_of_different_sizes():
+    "All were counted with the size of the first: 16 numbers of 8 bytes are 4 sectors, and 16 of one byte are part of one."
+    def kernel(t): yield load("wide" if t < 16 else "small", t)
+    arrays = dict(wide=np.zeros(32), small=np.zeros(32, np.int8))
+    assert run_threads(kernel, 32, arrays) == WarpTraffic(1, 5, 0)
+    assert run_threads(lambda t: kernel(31 - t), 32, arrays) == WarpTraffic(1, 5, 0)

@@ -367,6 +367,6 @@ def tile_waves(
     "Count tiles and waves of an m x n product, one tile per multiprocessor at a time."
     m, n, rows, columns, processors = whole_sizes("tile_waves", m=m, n=n, tile_rows=tile[0],
                                                   tile_columns=tile[1], processors=processors)
-    tiles = math.ceil(m/rows)*math.ceil(n/columns)
-    waves = math.ceil(tiles/processors)
+    tiles = -(-m//rows)*-(-n//columns)
+    waves = -(-tiles//processors)
     return Waves(tiles, waves, m*n/(waves*processors*rows*columns))

@@ -74,6 +74,26 @@ class WarpTraffic:
     def per_request(self)->float: return self.sectors/max(1, self.requests)
 
 # %% ../../nbs/09_kernels/09a_simt.ipynb #68d82f68
+class _Thread: # A running kernel, which waits for the answer to its request
+    def __init__(self, number:int, kernel:Callable):
+        self.number, self.steps = number, kernel(number)
+        self.request:Any = next(self.steps, None)               # None at the end of the kernel
+
+    @property
+    def line(self)->int: return self.steps.gi_frame.f_lineno
+
+    def answer(self, arrays:dict): # Loads or stores what the thread asks for, and lets it go on
+        r, found = self.request, None
+        a = arrays[r.array]
+        if not 0 <= r.index < a.size:
+            raise IndexError(f"thread {self.number}: {r.array}[{r.index}], expected 0 to "
+                             f"{a.size - 1}")
+        if r.value is None: found = a[r.index].item()
+        else: a[r.index] = r.value
+        try: self.request = self.steps.send(found)
+        except StopIteration: self.request = None
+
+# %% ../../nbs/09_kernels/09a_simt.ipynb #0946d027
 def run_threads(
     kernel:Callable[..., Iterator[Request]], # Generator of a thread's requests, given its number
     threads:int, # Number of threads
@@ -81,30 +101,21 @@ def run_threads(
 )->WarpTraffic:
     "Run all threads, one warp at a time and in lock step."
     if not threads > 0: raise ValueError(f"run_threads: threads = {threads}, expected 1 or more")
-    ends = np.cumsum([0, *(-(-a.nbytes//256)*256 for a in arrays.values())])
-    start, traffic = dict(zip(arrays, map(int, ends))), WarpTraffic()
+    traffic = WarpTraffic()
     for lowest in range(0, threads, WARP):
-        warp = range(lowest, min(lowest + WARP, threads))
-        running:dict[int, Any] = {t: (g, next(g, None)) for t in warp for g in [kernel(t)]}
-        running = {t: pair for t,pair in running.items() if pair[1] is not None}
-        while running:
-            first = min(g.gi_frame.f_lineno for g,_ in running.values()) # The line furthest behind
-            group = {t: pair for t,pair in running.items() if pair[0].gi_frame.f_lineno == first}
+        warp = [_Thread(t, kernel) for t in range(lowest, min(lowest + WARP, threads))]
+        while running := [t for t in warp if t.request is not None]:
+            behind = min(t.line for t in running)
+            group = [t for t in running if t.line == behind]
             traffic.requests += 1
             traffic.divergent += len(group) < len(running)
-            size = arrays[next(iter(group.values()))[1].array].itemsize
-            traffic.sectors += sectors((start[r.array] + r.index*size
-                                        for _,r in group.values()), size)
-            for t,(g, r) in group.items():
-                a, answer = arrays[r.array], None
-                if not 0 <= r.index < a.size:
-                    raise IndexError(f"thread {t}: {r.array}[{r.index}], expected 0 to "
-                                     f"{a.size - 1}")
-                if r.value is None: answer = a[r.index].item()
-                else: a[r.index] = r.value
-                try: running[t] = g, g.send(answer)
-                except StopIteration: del running[t]
+            traffic.sectors += _sectors_of([t.request for t in group], arrays)
+            for t in group: t.answer(arrays)
     return traffic
+
+def _sectors_of(requests:list, arrays:dict)->int: # Arrays begin at whole sectors
+    return sum(sectors((r.index*a.itemsize for r in requests if r.array == name), a.itemsize)
+               for name,a in arrays.items())
 
 # %% ../../nbs/09_kernels/09a_simt.ipynb #0b34be87
 def bank_rounds(

@@ -8,17 +8,17 @@ __all__ = ['cuda', 'TILE', 'THREADS', 'load_cuda', 'add_kernel', 'matmul_kernel'
 # %% ../../nbs/09_kernels/09b_threads.ipynb #154e9d2d
 import sys
 import numba, numpy as np
+from importlib import import_module
 from typing import Any
 
 # %% ../../nbs/09_kernels/09b_threads.ipynb #af2017af
 def load_cuda()->Any: # The module `numba.cuda`
-    "Load Numba's CUDA, with its simulator if there is no GPU."
-    import torch
-    if not torch.cuda.is_available() and not numba.config.ENABLE_CUDASIM:
-        numba.config.ENABLE_CUDASIM = 1
-        for name in [m for m in sys.modules if m.startswith("numba.cuda")]: del sys.modules[name]
-    from numba import cuda
-    return cuda
+    "Load Numba's CUDA, with its simulator if Numba finds no GPU or no CUDA toolkit."
+    cuda = import_module("numba.cuda")
+    if numba.config.ENABLE_CUDASIM or cuda.is_available(): return cuda
+    numba.config.ENABLE_CUDASIM = 1
+    for name in [m for m in sys.modules if m.startswith("numba.cuda")]: del sys.modules[name]
+    return import_module("numba.cuda")
 
 cuda = load_cuda()
 

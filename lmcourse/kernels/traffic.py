@@ -71,6 +71,10 @@ class Cost:
     stores:int   # Bytes written
     flops:int=0  # FLOPs of matrix products; other operations are not counted
 
+    def __post_init__(self):
+        if min(self.loads, self.stores, self.flops) < 0:
+            raise ValueError(f"{self}, expected 0 or more of each: a size is negative")
+
     @property
     def bytes(self)->int: return self.loads + self.stores
     def __add__(self, other:"Cost")->"Cost":
@@ -109,38 +113,30 @@ class Traffic:
         return moved*SECTOR
 
 # %% ../../nbs/09_kernels/09c_traffic.ipynb #444f739f
-class Watch:
+class _Watch:
     "Records every access of interpreted kernels to the arrays that it knows."
-    def __init__(self, arrays:dict):
-        self.traffic, self.places = Traffic(), {}
+    def __init__(self, arrays:dict, builder:Any):
+        self.traffic, self.places, self.builder = Traffic(), {}, builder
         for name,x in arrays.items():
             storage = x.untyped_storage()
-            owner = np.full(storage.nbytes(), -1)       # The program that stored each byte
+            owner = np.full(storage.nbytes(), -1) # The program that stored a number to each place
             self.places[name] = (storage.data_ptr(), storage.nbytes(), owner)
 
-    def launch(self): # Launches run one after the other, so no race is between two of them
+    def launch(self, *args:Any, **how:Any): # Between two launches there is no race
         for _,_,owner in self.places.values(): owner[:] = -1
 
-    def find(self, at:np.ndarray, size:int, program:int)->tuple: # Name, owner of each byte, offsets
-        for name,(start, length, owner) in self.places.items():
-            if start <= at.min() and at.max() + size <= start + length:
-                return name, owner, at - start
-        near = [n for n,(s, length, _) in self.places.items()
-                if ((at >= s) & (at < s + length)).any()]
-        raise IndexError(f"program {program}: an address outside of "
-                         f"{near[0] if near else 'all named arrays'}, so a mask is missing or "
-                         f"wrong")
+    def dot(self, a:Any, b:Any, *args:Any, **how:Any):
+        self.traffic.flops += 2*a.data.size*b.data.shape[-1]
 
-    def see(self, kind:str, pointers:Any, mask:Any, size:int, program:int):
-        every, inside = np.ravel(pointers).astype(np.int64), np.ravel(mask)
-        at = every[inside]
+    def load(self, pointers:Any, mask:Any, *args:Any, **how:Any): self.see("load", pointers, mask)
+    def store(self, pointers:Any, value:Any, mask:Any, *args:Any, **how:Any):
+        self.see("store", pointers, mask)
+
+    def see(self, kind:str, pointers:Any, mask:Any):
+        every, inside = np.ravel(pointers.data).astype(np.int64), np.ravel(mask.data)
+        at, size = every[inside], pointers.dtype.element_ty.primitive_bitwidth//8
         if not at.size: return
-        name, owner, where = self.find(at, size, program)
-        others = owner[where][(owner[where] >= 0) & (owner[where] != program)]
-        if others.size:
-            raise RuntimeError(f"race: program {program} {kind}s a number of {name} that program "
-                               f"{others[0]} stores, and either may come first")
-        if kind == "store": owner[where] = program
+        name = self.check(kind, at, size)
         t = self.traffic
         bytes_of = t.stored if kind == "store" else t.loaded
         bytes_of[name] = bytes_of.get(name, 0) + size*at.size
@@ -150,7 +146,37 @@ class Watch:
             t.requests += warp.size > 0
             t.sectors += sectors(warp.tolist(), size)
 
+    def check(self, kind:str, at:np.ndarray, size:int)->str: # Name of the array
+        program = int(np.ravel_multi_index(self.builder.grid_idx, self.builder.grid_dim))
+        name, owner, where = self.find(at, size, program)
+        others = owner[where][(owner[where] >= 0) & (owner[where] != program)]
+        if others.size:
+            raise RuntimeError(f"race: program {program} {kind}s a number of {name} that program "
+                               f"{others[0]} stores, and either may come first")
+        if kind == "store": owner[where] = program
+        return name
+
+    def find(self, at:np.ndarray, size:int, program:int)->tuple: # Name, owners, places
+        for name,(start, length, owner) in self.places.items():
+            if start <= at.min() and at.max() + size <= start + length:
+                return name, owner, at - start
+        near = [n for n,(s, length, _) in self.places.items()
+                if ((at >= s) & (at < s + length)).any()]
+        raise IndexError(f"program {program}: an address outside of "
+                         f"{near[0] if near else 'all named arrays'}, so a mask is missing or "
+                         f"wrong")
+
 # %% ../../nbs/09_kernels/09c_traffic.ipynb #a3bf6353
+@contextlib.contextmanager
+def _reporting(owner:type, name:str, report:Callable): # Calls `report` before each call of a method
+    method = getattr(owner, name)
+    def reporting(self, *args, **kwargs):
+        report(*args, **kwargs)
+        return method(self, *args, **kwargs)
+    setattr(owner, name, reporting)
+    try: yield
+    finally: setattr(owner, name, method)
+
 @contextlib.contextmanager
 def counting(
     **arrays:torch.Tensor, # All arrays that kernels may touch, by name
@@ -161,33 +187,16 @@ def counting(
     if triton is None or not interpreted:
         raise RuntimeError("counting needs Triton's interpreter: set TRITON_INTERPRET=1 before the "
                            "start")
-    from triton.runtime.interpreter import GridExecutor, InterpreterBuilder as Builder
-    from triton.runtime.interpreter import interpreter_builder as now
-    methods = [(Builder, f"create_{name}") for name in ("masked_load", "masked_store", "dot")]
-    methods.append((GridExecutor, "__call__"))
-    watch, saved = Watch(arrays), [getattr(*method) for method in methods]
-    def program(): return int(np.ravel_multi_index(now.grid_idx, now.grid_dim))
-    def size_of(pointers): return pointers.dtype.element_ty.primitive_bitwidth//8
-    def load(self, ptrs, mask, *args, **kwargs):
-        watch.see("load", ptrs.data, mask.data, size_of(ptrs), program())
-        return saved[0](self, ptrs, mask, *args, **kwargs)
-    def store(self, ptrs, value, mask, *args, **kwargs):
-        watch.see("store", ptrs.data, mask.data, size_of(ptrs), program())
-        return saved[1](self, ptrs, value, mask, *args, **kwargs)
-    def dot(self, a, b, *args, **kwargs):
-        watch.traffic.flops += 2*a.data.size*b.data.shape[-1]
-        return saved[2](self, a, b, *args, **kwargs)
-    def launch(self, *args, **kwargs):
-        watch.launch()
-        return saved[3](self, *args, **kwargs)
+    from triton.runtime.interpreter import GridExecutor, InterpreterBuilder, interpreter_builder
+    watch = _Watch(arrays, interpreter_builder)
     try:
-        for method,new in zip(methods, (load, store, dot, launch)): setattr(*method, new)
-        yield watch.traffic
+        with (_reporting(InterpreterBuilder, "create_masked_load", watch.load),
+              _reporting(InterpreterBuilder, "create_masked_store", watch.store),
+              _reporting(InterpreterBuilder, "create_dot", watch.dot),
+              _reporting(GridExecutor, "__call__", watch.launch)): yield watch.traffic
     except Exception as e:
         if type(e).__name__ == "InterpreterError" and e.__cause__: raise e.__cause__ from None
         raise
-    finally:
-        for method,old in zip(methods, saved): setattr(*method, old)
 
 # %% ../../nbs/09_kernels/09c_traffic.ipynb #917f27d1
 @jit

@@ -9,8 +9,9 @@ __all__ = ['experts_forward', 'experts_backward', 'moe_forward', 'moe_backward',
 import math
 import numpy as np
 from typing import Any
-from ..architecture.layers_np import _sigmoid, ffn_backward, ffn_forward
-from .router_np import best_experts, mask_groups, router_backward, router_forward
+from ..architecture.layers_np import ffn_backward, ffn_forward
+from .router_np import _router_scores, best_experts, mask_groups
+from .router_np import router_backward, router_forward
 
 # %% ../../nbs/08_moe/08b_experts_np.ipynb #fbfdcb82
 def experts_forward(
@@ -57,7 +58,7 @@ def moe_forward(
     c, rows = config, x.reshape(-1, x.shape[-1])
     bias = params.get("expert_bias")
     if c.router_groups > 1:
-        scores = _scores(rows@params["router.weight"].T, c.router_score)
+        scores = _router_scores(rows@params["router.weight"].T, c.router_score)
         allowed = mask_groups(scores + (0 if bias is None else bias), c.router_groups,
                               c.router_group_limit)
         bias = np.where(np.isinf(allowed), -np.inf, 0 if bias is None else bias)
@@ -90,11 +91,6 @@ def moe_backward(
 def _part(params:dict, prefix:str)->dict: # Parameters whose names begin with `prefix`, without it
     return {n.removeprefix(prefix): w for n,w in params.items() if n.startswith(prefix)}
 
-def _scores(z, score:str):
-    if score == "sigmoid": return _sigmoid(z)
-    e = np.exp(z - z.max(-1, keepdims=True))
-    return e/e.sum(-1, keepdims=True)
-
 # %% ../../nbs/08_moe/08b_experts_np.ipynb #1a90fcda
 def capacity(
     num_tokens:int,    # Tokens in the batch, N
@@ -115,8 +111,8 @@ def within_capacity(
     "Fill the experts with all first choices, then second ones, each in token order."
     queue = chosen.T.ravel() # All first choices, then all second
     order = np.argsort(queue, kind="stable")
-    starts = np.cumsum(np.bincount(queue, minlength=num_experts)) - np.bincount(
-        queue, minlength=num_experts)
+    counts = np.bincount(queue, minlength=num_experts)
+    starts = counts.cumsum() - counts
     place = np.empty(queue.size, int)
     place[order] = np.arange(queue.size) - starts[queue[order]]    # Earlier slots of the expert
     return (place < room).reshape(chosen.T.shape).T

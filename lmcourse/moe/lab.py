@@ -33,8 +33,7 @@ class HashRouter(nn.Module):
         return self.table[self.ids.flatten()]
 
 class NoisyRouter(Linear):
-    """A router whose scores are noisy while it trains. Shazeer et al. 2017, equations 3 to 5.
-    Not for `recompute`: a block that runs again would draw other noise."""
+    "A router whose scores are noisy while it trains. Shazeer et al. 2017, equations 3 to 5."
     def __init__(self, config:ModelConfig, seed:int=0):
         super().__init__(config.d_model, config.expert_count,
                          generator=torch.Generator().manual_seed(seed))
@@ -48,17 +47,21 @@ class NoisyRouter(Linear):
         return logits + noise*F.softplus(F.linear(x, self.spread))
 
 # %% ../../nbs/08_moe/08g_lab.ipynb #08ghash3
-class _NoteIds: # Gives hash routers their ids; an object, so that a model's deep copy copies it
-    def __init__(self, layers:list): self.layers = layers
+class _BeforePass: # A hook; an object, so that a model's deep copy copies it
+    def __init__(self, model:TransformerLM, hashed:list): self.model, self.hashed = model, hashed
     def __call__(self, module, inputs):
-        for layer in self.layers: layer.router.ids = inputs[0]
+        if self.model.recompute and torch.is_grad_enabled(): raise ValueError(
+            "recompute = True with routers from with_routers, expected False: a block that runs "
+            "again would get other noise, or the ids of a later pass")
+        for layer in self.hashed: layer.router.ids = inputs[0]
 
 def with_routers(
     model:TransformerLM, # A mixture of experts; its routers are replaced
     kind:type,           # `HashRouter` or `NoisyRouter`
     seed:int=0,          # Seed of the tables or of the noise
 )->TransformerLM: # The same model
-    "Replace the routers of a model. A noisy router starts from the old router's weights."
+    """Replace the routers of a model. A noisy router starts from the old router's weights.
+    The model then rejects `recompute = True` with a `ValueError`."""
     layers = [layer.ffn for layer in model.layers if hasattr(layer.ffn, "router")]
     if not layers: raise ValueError("with_routers: the model has no experts")
     if kind is NoisyRouter and isinstance(layers[0].router, HashRouter):
@@ -68,7 +71,8 @@ def with_routers(
         if hasattr(router, "weight"):
             router.load_state_dict(layer.router.state_dict(), strict=False)
         layer.router = router
-    if kind is HashRouter: model.token_embeddings.register_forward_pre_hook(_NoteIds(layers))
+    hashed = layers if kind is HashRouter else []
+    model.token_embeddings.register_forward_pre_hook(_BeforePass(model, hashed))
     return model
 
 # %% ../../nbs/08_moe/08g_lab.ipynb #7fda25c8

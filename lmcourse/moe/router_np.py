@@ -31,17 +31,18 @@ def router_forward(
     bias:np.ndarray|None=None, # Balancing bias `(E,)`, used to choose experts, not to weight them
 )->tuple: # Chosen experts `(N, k)`, their weights `(N, k)`, and the cache for `router_backward`
     "Choose and weight the experts. Shazeer et al. 2017; DeepSeek-V3, equations 12 to 16."
-    if score not in ("softmax", "sigmoid"):
-        raise ValueError(f"score = {score!r}, expected softmax or sigmoid")
-    logits = x@weight.T                                            # (N, E)
-    if score == "softmax": scores = softmax_forward(logits)[0]
-    else: scores = _sigmoid(logits)
+    scores = _router_scores(x@weight.T, score)                     # (N, E)
     chosen = best_experts(scores if bias is None else scores + bias, k)   # (N, k)
     kept = np.take_along_axis(scores, chosen, -1)                  # (N, k)
     # As in DeepSeek-V3's code: sigmoid scores can all underflow to 0
     total = kept.sum(-1, keepdims=True) + 1e-20 if normalize else np.ones_like(kept[:, :1])
     weights = scale*kept/total
     return chosen, weights, (x, weight, scores, chosen, weights, total, score, normalize, scale)
+
+def _router_scores(logits:np.ndarray, score:str)->np.ndarray: # `(N, E)` both
+    if score == "softmax": return softmax_forward(logits)[0]
+    if score == "sigmoid": return _sigmoid(logits)
+    raise ValueError(f"score = {score!r}, expected softmax or sigmoid")
 
 # %% ../../nbs/08_moe/08a_router_np.ipynb #435c8e56
 def router_backward(

@@ -22,23 +22,24 @@ class Routes:
         if experts.size and not 0 <= experts.min() <= experts.max() < num_experts:
             raise ValueError(f"experts {experts.min()} to {experts.max()}, expected 0 to "
                              f"{num_experts - 1}")
-        self.port, self.choices = port, experts.shape[1]
+        self.port = port
         self.order = np.argsort(experts, axis=None, kind="stable")
         self.tokens = self.order//experts.shape[1]              # The token of each pair
         counts = np.bincount(experts.ravel(), minlength=num_experts)
-        self.out = [counts[piece] for piece in chunk_slices(num_experts, port.size)]
-        self.coming = all_to_all(self.out, port)                # Counts [source][my expert]
-        self.which = np.concatenate([np.repeat(np.arange(len(c)), c) for c in self.coming])
+        self.sent = [counts[piece] for piece in chunk_slices(num_experts, port.size)]
+        self.received = all_to_all(self.sent, port)             # Counts [source][own expert]
+        # The own expert, from 0, of each row that arrives
+        self.expert = np.concatenate([np.repeat(np.arange(len(c)), c) for c in self.received])
 
-    def there(self, rows:np.ndarray)->np.ndarray: # Returns the rows that arrive
+    def dispatch(self, rows:np.ndarray)->np.ndarray: # Returns the rows that arrive
         "Send rows to the ranks of their experts."
-        return self.walk(rows, self.out)
+        return self.exchange(rows, self.sent)
 
-    def back(self, rows:np.ndarray)->np.ndarray: # The reverse of `there`
+    def combine(self, rows:np.ndarray)->np.ndarray: # The reverse of `dispatch`
         "Send rows back to the ranks of their tokens."
-        return self.walk(rows, self.coming)
+        return self.exchange(rows, self.received)
 
-    def walk(self, rows:np.ndarray, counts:list)->np.ndarray: # Concatenated rows from all ranks
+    def exchange(self, rows:np.ndarray, counts:list)->np.ndarray: # Concatenated rows from all ranks
         "Split the rows by rank and exchange them."
         ends = np.cumsum([c.sum() for c in counts])[:-1]
         return np.concatenate(all_to_all(np.split(rows, ends), self.port))
@@ -59,13 +60,13 @@ def experts_forward(
         f"rank {port.rank} has {len(w1)} and {len(w2)} matrices, expected {own} of each, its share "
         f"of {num_experts} experts")
     routes = Routes(experts, num_experts, port)
-    inbox = routes.there(x[routes.tokens])
+    inbox = routes.dispatch(x[routes.tokens])
     hidden, y = np.zeros((len(inbox), w1.shape[1]), x.dtype), np.zeros_like(inbox)
     for e in range(len(w1)):
-        mine = routes.which == e
+        mine = routes.expert == e
         hidden[mine] = np.maximum(inbox[mine] @ w1[e].T, 0)
         y[mine] = hidden[mine] @ w2[e].T
-    results, out = routes.back(y), np.zeros_like(x)
+    results, out = routes.combine(y), np.zeros_like(x)
     weights = gates.ravel()[routes.order][:, None]
     np.add.at(out, routes.tokens, weights*results)
     return out, (routes, weights, results, inbox, hidden, w1, w2, gates.shape)
@@ -77,15 +78,15 @@ def experts_backward(dout:np.ndarray, cache:tuple)->tuple: # Gradients dx, dgate
     drows = dout[routes.tokens]
     dgates = np.empty(len(drows), dout.dtype)
     dgates[routes.order] = (drows*results).sum(-1)
-    dy = routes.there(weights*drows)
+    dy = routes.dispatch(weights*drows)
     dw1, dw2, dinbox = np.zeros_like(w1), np.zeros_like(w2), np.zeros_like(inbox)
     for e in range(len(w1)):
-        mine = routes.which == e
+        mine = routes.expert == e
         dhidden = (dy[mine] @ w2[e])*(hidden[mine] > 0)
         dw2[e], dw1[e] = dy[mine].T @ hidden[mine], dhidden.T @ inbox[mine]
         dinbox[mine] = dhidden @ w1[e]
     dx = np.zeros_like(dout)
-    np.add.at(dx, routes.tokens, routes.back(dinbox))
+    np.add.at(dx, routes.tokens, routes.combine(dinbox))
     return dx, dgates.reshape(shape), dw1, dw2
 
 # %% ../../nbs/10_parallelism/10j_expert_parallel.ipynb #8befb5cf

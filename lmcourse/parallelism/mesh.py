@@ -9,7 +9,7 @@ __all__ = ['CLOSING_BIASES', 'Stage', 'placement', 'apply_tensor_parallel', 'app
            'stages_each', 'pretended_mesh', 'SentBytes', 'Rehearsal', 'dry_run', 'step_bytes']
 
 # %% ../../nbs/10_parallelism/10k_mesh.ipynb #c10k0004
-import math
+import functools, math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
@@ -63,10 +63,9 @@ class Stage(TransformerLM):
         x:torch.Tensor, # Ids `(B, T)`, or the output of the stage before `(B, T, D)`
         targets:torch.Tensor|None=None, # `(B, T)`, if the last stage is to return the loss
     )->torch.Tensor: # The residual stream; from the last stage the logits `(B, T, V)`, or the loss
-        if self.first: x = self.embed(x, self.places(x.shape[1]))
+        if self.first: x = self.embed(x, self.places(x))
         elif self.mesh: x = DTensor.from_local(x, self.mesh, self.stream, run_check=False)
-        table = None
-        if self.rope is not None: table = self.rope.at(x.shape[1], self.places(x.shape[1]))
+        table = None if self.rope is None else self.rope.at(x.shape[1], self.places(x))
         for layer in self.layers.values():
             if self.recompute and torch.is_grad_enabled():
                 x = checkpoint(layer, x, None, None, table, use_reentrant=False,
@@ -75,9 +74,9 @@ class Stage(TransformerLM):
         y = self.head(self.ln_final(x), targets) if self.last else local(x)
         return y.clone() if self.mesh else y                    # FSDP rejects views
 
-    def places(self, tokens:int)->torch.Tensor|None: # `(tokens,)`; None means 0, 1, 2 and so on
+    def places(self, x:torch.Tensor)->torch.Tensor|None: # `(T,)`; None means 0, 1, 2 and so on
         "Return the positions of this process's tokens, if they are only a part of the text."
-        return own_places(tokens, self.context) if self.context else None
+        return own_places(x.shape[1], self.context).to(x.device) if self.context else None
 
     def head(self, x:torch.Tensor, targets:torch.Tensor|None)->torch.Tensor:
         "Compute the loss, or the logits on all processes that share the head."
@@ -204,6 +203,7 @@ def pass_on(arrays:tuple, group:Any)->tuple: # What arrives from the left, and r
     return got, dist.batch_isend_irecv(calls + [dist.P2POp(dist.irecv, x, left, group)
                                                 for x in got])
 
+# %% ../../nbs/10_parallelism/10k_mesh.ipynb #d4587f71
 class RingAttention(torch.autograd.Function):
     "Causal attention of this process's queries to all tokens. Source: Liu et al. 2023."
     @staticmethod
@@ -306,8 +306,8 @@ class MeshModel(nn.Module):
         if one.context: unit *= 2*one.context.size()
         ids = F.pad(ids, (0, -tokens % unit))                   # Padding changes no earlier token
         if not one.context: return self.through(ids)[:, :tokens]
-        here, n = one.places(ids.shape[1]//one.context.size()), one.context.size()
-        mine = self.through(ids[:, here]).contiguous()
+        n = one.context.size()
+        mine = self.through(ids[:, own_places(ids.shape[1]//n, one.context)]).contiguous()
         parts = [torch.empty_like(mine) for _ in range(n)]
         dist.all_gather(parts, mine, group=one.context)
         order = torch.cat([torch.from_numpy(p) for p in zigzag(ids.shape[1], n)]).argsort()
@@ -344,7 +344,8 @@ class MeshEngine(TorchEngine):
     ):
         check_mesh(model_config, config, world, loss)
         self.mesh:Any = world.mesh
-        self.waiting, self.schedules = list[Any](), dict[Any, Any]()
+        self.waiting = list[Any]()
+        self.schedule_for = functools.cache(functools.partial(_make_schedule, self))
         super().__init__(model_config, config, world, device, loss)
 
     def make_model(self, config:ModelConfig)->MeshModel:
@@ -369,44 +370,34 @@ class MeshEngine(TorchEngine):
         "Add a micro-batch's gradient; in a pipeline, add all gradients at the last micro-batch."
         if self.context: batch, share = own_tokens(batch, share, self.context, self.count)
         if not share: batch = batch[0], torch.zeros_like(batch[1]) # The mean over no targets is NaN
-        self.waiting.append((*batch, share))
+        if self.pipeline: self.waiting.append((*batch, share))
         if self.pipeline and not last: return torch.zeros(())
         with loss_parallel() if self.model.stages[0].mesh else nullcontext():
             if self.pipeline: loss = self.run_pipeline()
             else: loss = super().forward_backward(batch, share, last)
-        self.waiting = []
         if last: finish_gradients(self.model)
         return loss
 
     def run_pipeline(self)->torch.Tensor: # The sum of losses times shares, on all stages
         "Send the waiting micro-batches through the stages."
         inputs, targets, shares = zip(*self.waiting)
-        key, ends, losses = (len(inputs), *inputs[0].shape), self.model.stages, []
-        if key not in self.schedules: self.schedules[key] = self.make_schedule(*key)
-        self.shares = iter(shares)                              # In the order of the losses
-        given = dict(targets=torch.cat(targets), target=torch.cat(targets), losses=losses)
+        self.waiting, self.shares = [], iter(shares)            # `share_of` takes them in turn
+        first, last, losses = self.model.stages[0], self.model.stages[-1], []
+        ids, judged = [], {}
+        if first.first: ids = [torch.cat(inputs)]
+        if last.last: # `targets` for the stage, `target` for the schedule, which fills `losses`
+            judged = dict(targets=torch.cat(targets), target=torch.cat(targets), losses=losses)
         with autocast(self.device, self.dtype):
-            self.schedules[key].step(*([torch.cat(inputs)] if ends[0].first else []),
-                                     **(given if ends[-1].last else {}), return_outputs=False)
-        total = torch.zeros((), dtype=ends[0].dtype, device=self.device)
+            schedule = self.schedule_for(len(inputs), *inputs[0].shape)
+            schedule.step(*ids, **judged, return_outputs=False)
+        total = torch.zeros((), dtype=first.dtype, device=self.device)
         if losses: total += torch.stack(losses).sum().detach()/self.world.size
         dist.all_reduce(total, group=self.pipeline)
         return total
 
-    def make_schedule(self, micro_batches:int, rows:int, tokens:int)->Any:
-        "Make the schedule that the config names. Shapes are given, so no process asks for them."
-        def stage(s): # Maps ids or the stream to the stream or the loss
-            stream = s.stream_like(rows, tokens, "meta").requires_grad_()
-            ids = torch.empty(rows, tokens, dtype=torch.int64, device="meta")
-            loss = torch.empty((), dtype=s.dtype, device="meta", requires_grad=True)
-            return self.kind_of_stage(s, s.number, s.count, self.device, group=self.pipeline,
-                                      input_args=ids if s.first else stream,
-                                      output_args=loss if s.last else stream)
-        kind = get_schedule_class(self.config.pipeline_parallel_schedule)
-        stages = [stage(s) for s in self.model.stages]
-        share = lambda loss, _: loss*(next(self.shares)*self.world.size)
-        return kind(stages if issubclass(kind, PipelineScheduleMulti) else stages[0],
-                    micro_batches, loss_fn=share, scale_grads=False)
+    def share_of(self, loss:torch.Tensor, target:torch.Tensor)->torch.Tensor:
+        "Weight the loss of the next micro-batch. FSDP averages over processes, so we multiply."
+        return loss*(next(self.shares)*self.world.size)
 
     def sync_gradients(self, last:bool):
         "FSDP adds up gradients after the last micro-batch."
@@ -419,6 +410,23 @@ class MeshEngine(TorchEngine):
     def whole_model(self)->TransformerLM: return gather_model(self.model, self.device)
     def find_nonfinite(self, micro_batches:list, loss:Callable)->str|None:
         return find_nonfinite_parts(self.model)
+
+# %% ../../nbs/10_parallelism/10k_mesh.ipynb #ad5f5a7b
+def _make_schedule(
+    engine:MeshEngine, # An engine with a pipeline
+    micro_batches:int, rows:int, tokens:int, # Number of micro-batches, and the shape of one
+)->Any: # A schedule of `torch.distributed.pipelining`
+    def stage(s): # Maps ids or the stream to the stream or the loss
+        stream = s.stream_like(rows, tokens, "meta").requires_grad_()
+        ids = torch.empty(rows, tokens, dtype=torch.int64, device="meta")
+        loss = torch.empty((), dtype=s.dtype, device="meta", requires_grad=True)
+        return engine.kind_of_stage(s, s.number, s.count, engine.device, group=engine.pipeline,
+                                    input_args=ids if s.first else stream,
+                                    output_args=loss if s.last else stream)
+    kind = get_schedule_class(engine.config.pipeline_parallel_schedule)
+    stages = [stage(s) for s in engine.model.stages]
+    return kind(stages if issubclass(kind, PipelineScheduleMulti) else stages[0], micro_batches,
+                loss_fn=engine.share_of, scale_grads=False)
 
 # %% ../../nbs/10_parallelism/10k_mesh.ipynb #ed6823d0
 def cut_stage(stage:Stage, engine:Any): # Cuts matrices, then tokens, then the rest
@@ -523,27 +531,33 @@ def check_mesh(
     loss:Callable=next_token_loss, # The loss of the run
 ):
     "Raise `ValueError`, with a suggestion, if a model or a run can't be cut as asked."
-    c, tp, p = config, config.tensor_parallel_degree, config.pipeline_parallel_degree
     refuse_fields(model, "A mesh", "shard = True", (*NEW_PARTS, "mup_base_width"))
-    odd = dict(optimizer=("muon", "adamw"), dtype=("float16", "bfloat16 or float32"),
-               compile=(True, "False"), attention=("triton", "torch"),
-               kernels=("triton", "torch"))
-    if c.kernels == "fused": odd["kernels"] = ("fused", "torch")
-    for name,(bad, instead) in odd.items():
-        if getattr(c, name) == bad:
-            raise ValueError(f"{name} = {bad} on a mesh: {name} = {instead} would do")
+    _check_settings(config)
     if loss is not next_token_loss:
         raise ValueError("a mesh has only the next-token loss: for others use shard = True")
-    if tp > 1: _check_slices(model, tp, c.sequence_parallel)
-    elif c.sequence_parallel:
-        raise ValueError("sequence_parallel = True with tensor_parallel_degree = 1: a degree of 2 "
-                         "or more would do")
-    unit = 2*c.context_parallel_degree*(tp if c.sequence_parallel else 1)
-    if c.context_parallel_degree > 1 and model.context_length % unit: raise ValueError(
+    _check_slices(model, config)
+    _check_texts(model, config)
+    _check_stages(model, config, world)
+
+# %% ../../nbs/10_parallelism/10k_mesh.ipynb #8b9b95b2
+def _check_settings(c:TrainConfig):
+    for name,odd,instead in (("optimizer", ("muon",), "adamw"), ("compile", (True,), "False"),
+                             ("dtype", ("float16",), "bfloat16 or float32"),
+                             ("attention", ("triton",), "torch"),
+                             ("kernels", ("triton", "fused"), "torch")):
+        if (value := getattr(c, name)) in odd:
+            raise ValueError(f"{name} = {value} on a mesh: {name} = {instead} would do")
+
+def _check_texts(model:ModelConfig, c:TrainConfig): # Two pieces on each process of a ring
+    if c.context_parallel_degree == 1: return
+    unit = 2*c.context_parallel_degree*(c.tensor_parallel_degree if c.sequence_parallel else 1)
+    if model.context_length % unit: raise ValueError(
         f"context_length = {model.context_length} in {unit} pieces: "
         f"{max(model.context_length//unit, 1)*unit} or "
         f"{(model.context_length//unit + 1)*unit} would do")
-    if p == 1: return
+
+def _check_stages(model:ModelConfig, c:TrainConfig, world:World):
+    if (p := c.pipeline_parallel_degree) == 1: return
     # The schedules of older torch take no `return_outputs`
     if not hasattr(debug, "_clear_sharding_prop_cache"):
         raise ValueError(f"{p} pipeline stages with torch {torch.__version__}: pipelines are "
@@ -564,7 +578,12 @@ def stages_each(
     return 2 if interleaved and config.pipeline_parallel_degree > 1 else 1
 
 # %% ../../nbs/10_parallelism/10k_mesh.ipynb #c10k0055
-def _check_slices(c:ModelConfig, tp:int, sequence_parallel:bool):
+def _check_slices(c:ModelConfig, config:TrainConfig):
+    tp, sequence_parallel = config.tensor_parallel_degree, config.sequence_parallel
+    if tp == 1 and sequence_parallel:
+        raise ValueError("sequence_parallel = True with tensor_parallel_degree = 1: a degree of 2 "
+                         "or more would do")
+    if tp == 1: return
     heads = c.num_heads, c.kv_heads
     if any(n % tp for n in heads):
         fits = [n for n in range(1, c.num_heads + 1) if not any(h % n for h in heads)]
@@ -688,6 +707,7 @@ class Rehearsal(MeshEngine):
                 self.forward_backward((ids, ids), 1/plan.windows, i == plan.grad_accum_steps - 1)
         return traffic
 
+# %% ../../nbs/10_parallelism/10k_mesh.ipynb #a651f958
 def dry_run(
     model:ModelConfig,  # Config of a model of any size
     config:TrainConfig, # Settings, with the degrees of parallelism and the batch
@@ -703,6 +723,60 @@ def dry_run(
                     state_bytes=16*numbers, **{f"{a} sent": b for a,b in sent.items()})
 
 # %% ../../nbs/10_parallelism/10k_mesh.ipynb #c10k0042
+class _StageBytes: # The most bytes that a process of one stage sends in a step, along each axis
+    def __init__(self, stage:Stage, config:TrainConfig, sizes:dict, itemsize:int):
+        self.stage, self.config, self.model, self.itemsize = stage, config, stage.config, itemsize
+        self.pp, self.copies, self.tp, self.cp = (sizes.get(axis, 1) for axis in
+                                                  ("pp", "dp_replicate", "tp", "cp"))
+        parts, context = sizes["dp_shard"], self.model.context_length
+        plan = plan_batch(config, context, self.copies*parts)
+        self.micro_batches, self.shares = plan.grad_accum_steps, parts*self.cp
+        # Of one number for each of this process's tokens of a micro-batch
+        self.token_bytes = plan.micro_batch*context//self.cp*itemsize
+        # Of a process's share of each weight
+        self.weights = {name: self.share(name, w) for name,w in stage.named_parameters()}
+        self.all_weights = sum(self.weights.values())
+
+    def share(self, name:str, w:torch.Tensor)->int: # Rows rounded up
+        rows, columns = (self.tp if placement(name)[0].is_shard(axis) else 1 for axis in (0, 1))
+        return -(-w.shape[0]//(self.shares*rows))*(w.numel()//w.shape[0])//columns*self.itemsize
+
+    def along_tp(self)->int: # Activations in each micro-batch, some gradients once
+        s, activations = self.stage, _all_reduce(self.tp, self.token_bytes*self.model.d_model)
+        calls = 4*len(s.layers) + s.first + s.last
+        loss = 3*s.last*_all_reduce(self.tp, self.token_bytes)
+        return (self.micro_batches*(calls*activations + loss)
+                + _all_reduce(self.tp, self.summed_numbers()*self.itemsize))
+
+    def summed_numbers(self)->int: # A slice sees all tokens, unless cut, but never all heads
+        whole = [(name, w) for name,w in self.stage.named_parameters()
+                 if placement(name)[0].is_replicate() and not name.endswith(CLOSING_BIASES)]
+        return sum(w.numel() for name,w in whole if self.config.sequence_parallel
+                   or name.endswith(("q_norm.weight", "k_norm.weight")))
+
+    def along_dp_shard(self)->int: # Weights are gathered, and gradients scattered once
+        in_layers = sum(size for name,size in self.weights.items() if name.startswith("layers"))
+        gathered = (self.all_weights if self.pp > 1
+                    else self.micro_batches*(self.all_weights + in_layers))
+        return (self.shares - 1)*(gathered + self.all_weights)
+
+    def along_dp_replicate(self)->int: return _all_reduce(self.copies, self.all_weights)
+
+    def along_cp(self)->int: # Keys and values both ways, and their gradients
+        page = self.token_bytes*self.model.kv_heads*self.model.head_size//self.tp
+        return len(self.stage.layers)*self.micro_batches*page*(4*(self.cp - 1) + 2*self.cp)
+
+    def along_pp(self)->int: # Both ways across the borders; at the end the loss and a tied table
+        if self.pp == 1: return 0
+        s, slices = self.stage, self.tp if self.config.sequence_parallel else 1
+        stream = self.micro_batches*self.token_bytes*self.model.d_model//slices
+        tied = self.model.tie_embeddings and (s.first or s.last)
+        table = self.weights["token_embeddings.weight"] if tied else 0
+        return (2 - s.first - s.last)*stream + table + _all_reduce(self.pp, self.itemsize)
+
+def _all_reduce(n:int, num_bytes:int)->int: return 2*(n - 1)*num_bytes//n # By a ring of n
+
+# %% ../../nbs/10_parallelism/10k_mesh.ipynb #a3613b66
 def step_bytes(
     model:ModelConfig,  # Config of the whole model
     config:TrainConfig, # Settings, with the degrees of parallelism and the batch
@@ -714,31 +788,7 @@ def step_bytes(
     if config.recompute or config.dtype == "bfloat16" or stages_each(config) > 1: raise ValueError(
         "step_bytes counts neither recompute, nor dtype = bfloat16, nor Interleaved1F1B")
     sizes = _sizes(config, processes)
-    stage = Stage(model, number, config.pipeline_parallel_degree)
-    p, copies, tp, cp = (sizes.get(a, 1) for a in ("pp", "dp_replicate", "tp", "cp"))
-    n = sizes["dp_shard"]                                       # Parts of the batch
-    plan = plan_batch(config, model.context_length, copies*n)
-    m, tokens = plan.grad_accum_steps, plan.micro_batch*model.context_length//cp*itemsize
-    page, n = tokens*model.kv_heads*model.head_size//tp, n*cp   # From here on, n counts shares
-    ring = lambda n, size: 2*(n - 1)*size//n                    # An all-reduce
-    calls = 4*len(stage.layers) + stage.first + stage.last
-    # a rank sees all tokens, unless the sequence is cut, but never all heads
-    norms = sum(w.numel() for name,w in stage.named_parameters()
-                if placement(name)[0].is_replicate() and not name.endswith(CLOSING_BIASES)
-                and (config.sequence_parallel or name.endswith(("q_norm.weight", "k_norm.weight"))))
-    def share(name, w): # Bytes of a share of a weight, rows rounded up
-        rows, columns = (tp if placement(name)[0].is_shard(axis) else 1 for axis in (0, 1))
-        return -(-w.shape[0]//(n*rows))*(w.numel()//w.shape[0])//columns*itemsize
-    shares = {name: share(name, w) for name,w in stage.named_parameters()}
-    in_layers = sum(size for name,size in shares.items() if name.startswith("layers"))
-    all_of, once = sum(shares.values()), p > 1
-    gathers = all_of if once else m*(all_of + in_layers)
-    stream = m*tokens*model.d_model//(tp if config.sequence_parallel else 1)
-    tied = model.tie_embeddings and (stage.first or stage.last)
-    table = shares["token_embeddings.weight"] if tied else 0
-    ring_cp = dict(cp=len(stage.layers)*m*page*(4*(cp - 1) + 2*cp)) if cp > 1 else {}
-    ends = (2 - stage.first - stage.last)*stream + table + ring(p, itemsize)
-    return ring_cp | dict(
-        pp=(p > 1)*ends, dp_replicate=ring(copies, all_of), dp_shard=(n - 1)*(gathers + all_of),
-        tp=m*(calls*ring(tp, tokens*model.d_model) + stage.last*3*ring(tp, tokens))
-           + ring(tp, norms*itemsize))
+    sent = _StageBytes(Stage(model, number, config.pipeline_parallel_degree), config, sizes,
+                       itemsize)
+    axes = ("pp", "dp_replicate", "dp_shard", "tp", *(["cp"] if sent.cp > 1 else []))
+    return {axis: getattr(sent, f"along_{axis}")() for axis in axes}

@@ -46,12 +46,14 @@ class Mailroom:
     "A mailbox that delivers messages by job, while the network only keeps their order."
     def __init__(self, port:Port, schedule:list): # Schedule of all ranks
         self.port, self.early = port, {}
-        last, p = max(job.stage for jobs in schedule for job in jobs), port.size
-        def goes_to(job):                                       # Stage that receives a job's result
-            to = job.stage + {"F": 1, "B": -1}.get(job.kind, last + 1)
-            return to if 0 <= to <= last else None
-        self.coming = {s: [job for job in schedule[s] if (to := goes_to(job)) is not None
-                           and to % p == port.rank and s != port.rank] for s in range(p)}
+        last = max(job.stage for jobs in schedule for job in jobs)
+        # For each rank, the jobs whose results it sends here, in its order
+        self.coming = [[job for job in jobs if self.comes_here(job, last)] for jobs in schedule]
+
+    def comes_here(self, job:Job, last:int)->bool:
+        "Say whether another stage needs the job's result, and this rank has that stage."
+        to = dict(F=job.stage + 1, B=job.stage - 1).get(job.kind, -1) # Nobody waits for a W
+        return 0 <= to <= last and to % self.port.size == self.port.rank
 
     def send(self, job:Job, to_stage:int, x:torch.Tensor):
         "Send the result of a job to the rank of another stage."

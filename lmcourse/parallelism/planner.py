@@ -11,6 +11,7 @@ __all__ = ['GPU_WIRES', 'GPUS_PER_NODE', 'LARGE_MODELS', 'FITTED', 'MEMORY_SHARE
 import functools, math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 from ..accounting.hardware import device, positive
 from ..accounting.model_flops import forward_flops
 from ..accounting.parameters import count_parameters
@@ -94,15 +95,18 @@ LARGE_MODELS = {
 # %% ../../nbs/10_parallelism/10o_planner.ipynb #ea9754cf
 _gpu = functools.cache(device)
 
+class _Sizes(NamedTuple): # Parameters, and FLOPs of a forward pass per token
+    parameters:int; forward:float; scores:float; head:float
+
 @functools.cache
-def _sizes(model:ModelConfig)->tuple: # Parameters, and forward FLOPs per token: all, scores, head
+def _sizes(model:ModelConfig)->_Sizes:
     parts = forward_flops(model)
     flops = [sum(parts.values()), parts["scores"] + parts["values"], parts["head"]]
-    return count_parameters(model).unique, *(f/model.context_length for f in flops)
+    return _Sizes(count_parameters(model).unique, *(f/model.context_length for f in flops))
 
 def plan_memory(p:Plan)->dict: # `weights`, `gradients`, `optimizer`, `activations`, `logits`
     "Estimate the bytes of a rank, with the first stage's activations and the last stage's logits."
-    m, held = p.model, _sizes(p.model)[0]/(p.tp*p.pp)
+    m, held = p.model, _sizes(p.model).parameters/(p.tp*p.pp)
     ranks = p.dp*p.cp
     gradients = 4 if p.flash else 2
     all_of, part = (1, 1/ranks) if p.sharding == "zero1" else (1, 1)
@@ -126,39 +130,53 @@ class Fitted:
 FITTED = Fitted()
 
 # %% ../../nbs/10_parallelism/10o_planner.ipynb #2d5b2456
-def plan_seconds(p:Plan, fitted:Fitted=FITTED)->dict: # Seconds of each part of the step
+def plan_seconds(p:Plan, fitted:Fitted=FITTED)->dict: # Seconds of each leg of the step
     "Estimate the time of a step. Of all messages, only gradients can overlap with computation."
-    d, m, tokens, t = _gpu(p.gpu), p.model, p.tokens, p.tp
-    parameters, forward, scores, head = _sizes(m)
-    full, layers, size = p.recompute == "full", m.num_layers/p.pp, p.microbatches
-    in_node, out = GPU_WIRES[p.gpu]
-    one_nic = (p.nic_bytes_per_s or out)*fitted.network_share
-    network = one_nic*max(1, GPUS_PER_NODE/t)                   # Of all GPUs that share the work
-    if p.gpus <= GPUS_PER_NODE: one_nic = network = in_node*fitted.network_share
-    done = scores/2 if p.flash else scores                      # Fused kernels skip masked scores
-    work = 4*(forward - scores + done) - head if full else 3*(forward - scores + done)
-    work += done/2 if p.flash else done*(p.recompute == "selective") # Fused: scores once more
-    passes = 4 if full else 3
-    moved = fitted.bytes_per_channel*m.d_model*passes/3
-    if not p.flash: moved += 8*4*m.context_length*m.num_heads   # All scores go through memory
-    values = 2*m.context_length*p.micro_batch*m.kv_heads*m.head_size/t*2*(p.cp - 1)/p.cp
-    one = dict(products=work*tokens/(t*p.pp)/(d.peak("bfloat16")*fitted.peak_share),
-               memory=moved*tokens*layers/t/d.bytes_per_s,
-               # Each all-reduce sends 2(t - 1)/t of a vector, 2 bytes a number
-               tensor=2*(passes - 1)*2*(t - 1)/t*tokens*m.d_model*2*layers/in_node,
-               context=(passes - 1)*values*layers/one_nic)
-    micro = sum(one.values())                                   # Per microbatch and rank
-    legs = {k: size*s for k,s in one.items()}
-    legs["bubble"] = size*micro*bubble_formula("interleaved", p.pp, size, p.chunks)
-    ranks, held = p.dp*p.cp, parameters/(t*p.pp)
-    # Bytes sent for a weight: its gradient (4 bytes in newer runs, else 2), and the sum or the new
-    # weight (2 bytes) back; stage 3 gathers weights twice
-    each = 8 if p.flash and p.sharding != "zero1" else 6 if p.flash or p.sharding == "zero3" else 4
-    sent = held*(ranks - 1)/ranks*each/network
-    if p.sharding == "zero3": legs["gradients"] = size*max(0, sent - micro*p.overlap)
-    else: legs["gradients"] = max(0, sent - micro*p.overlap)
+    one = _microbatch_seconds(p, fitted)
+    busy, m = sum(one.values()), p.microbatches
+    legs = {leg: m*seconds for leg,seconds in one.items()}
+    legs["bubble"] = m*busy*bubble_formula("interleaved", p.pp, m, p.chunks)
+    exposed = max(0, _gradient_seconds(p, fitted) - busy*p.overlap)
+    legs["gradients"] = m*exposed if p.sharding == "zero3" else exposed # Stage 3: each microbatch
     return legs
 
+# %% ../../nbs/10_parallelism/10o_planner.ipynb #eadea0d3
+def _microbatch_seconds(p:Plan, fitted:Fitted)->dict: # Of legs 1 to 4 on a rank
+    m, gpu, t, layers = p.model, _gpu(p.gpu), p.tp, p.model.num_layers/p.pp
+    passes = 4 if p.recompute == "full" else 3
+    moved = fitted.bytes_per_channel*m.d_model*passes/3         # Bytes per token and layer
+    if not p.flash: moved += 8*4*m.context_length*m.num_heads   # All scores go through memory
+    # Bytes per layer: an all-reduce sends 2(t - 1)/t of a vector, 2 bytes a number
+    summed = 2*(passes - 1)*2*(t - 1)/t*p.tokens*m.d_model*2
+    values = 2*m.context_length*p.micro_batch*m.kv_heads*m.head_size/t*2*(p.cp - 1)/p.cp
+    in_node, (nic, _) = GPU_WIRES[p.gpu][0], _network(p, fitted)
+    peak = gpu.peak("bfloat16")*fitted.peak_share
+    return dict(products=_work(p)*p.tokens/(t*p.pp)/peak,
+                memory=moved*p.tokens*layers/t/gpu.bytes_per_s, tensor=summed*layers/in_node,
+                context=(passes - 1)*values*layers/nic)
+
+def _work(p:Plan)->float: # FLOPs per token, with what is computed again
+    _, forward, scores, head = _sizes(p.model)
+    done = scores/2 if p.flash else scores                      # Fused kernels skip masked scores
+    once = forward - scores + done
+    work = 4*once - head if p.recompute == "full" else 3*once
+    if p.flash: return work + done/2                            # Fused kernels: scores once more
+    return work + done*(p.recompute == "selective")
+
+def _network(p:Plan, fitted:Fitted)->tuple: # Bytes/s of a rank; of a node's ranks with its weights
+    in_node, out = GPU_WIRES[p.gpu]
+    if p.gpus <= GPUS_PER_NODE: return in_node*fitted.network_share, in_node*fitted.network_share
+    nic = (p.nic_bytes_per_s or out)*fitted.network_share
+    return nic, nic*max(1, GPUS_PER_NODE/p.tp)
+
+def _gradient_seconds(p:Plan, fitted:Fitted)->float: # If nothing overlaps
+    gradient = 4 if p.flash else 2                              # Bytes per weight, in newer runs 4
+    # Back comes the sum, or the new weight, which stage 3 gathers twice
+    back = dict(none=gradient, zero1=2, zero3=4)[p.sharding]
+    ranks, held = p.dp*p.cp, _sizes(p.model).parameters/(p.tp*p.pp)
+    return held*(ranks - 1)/ranks*(gradient + back)/_network(p, fitted)[1]
+
+# %% ../../nbs/10_parallelism/10o_planner.ipynb #2071bec5
 def plan_mfu(p:Plan, fitted:Fitted=FITTED, causal:bool=True)->float: # A share from 0 to 1
     "Estimate model FLOPs utilization; `causal` counts half of the attention, as fused kernels do."
     _, forward, scores, _ = _sizes(p.model)
