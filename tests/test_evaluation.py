@@ -21,7 +21,7 @@ from lmcourse.evaluation.oracle import ceiling, excess_by_certainty
 from lmcourse.evaluation.perplexity import Perplexity, perplexity, token_nats
 from lmcourse.evaluation.report import refuse_overlap
 from lmcourse.curation.quality import auc
-from lmcourse.evaluation.statistics import paired_difference, pass_at_k, sample_size, standard_error, wilson
+from lmcourse.evaluation.statistics import bootstrap_interval, paired_interval, pass_at_k, sample_size, standard_error, wilson
 from lmcourse.evaluation.tasks import KINDS, grammar_task, load_task, save_task, score_task, writing_task, written_words
 from lmcourse.tokenization.tokenizer import Tokenizer
 from lmcourse.tools.stories import Stories, short_stories
@@ -62,6 +62,13 @@ def test_a_score_that_is_no_number_has_no_error():
         with pytest.raises(ValueError, match=f"score 1 is {bad}, expected numbers"): standard_error([0, bad, 1])
 
 
+@pytest.mark.parametrize("clusters", [["a", "a", None, "b"], [0., 0., math.nan, 1.], ["a", "a", math.nan, math.nan]])
+def test_a_question_without_a_story_has_no_cluster(clusters):
+    "As a table read from a file gives it: NaN was one more story for the formula, and an empty one for the bootstrap."
+    for of in (standard_error, lambda x, c: paired_interval(x, [0]*4, c), lambda x, c: bootstrap_interval(np.mean, x, c)):
+        with pytest.raises(ValueError, match=f"score 2 has the cluster {clusters[2]}, expected the name of a story"): of([1, 0, 1, 0], clusters)
+
+
 @pytest.mark.parametrize("hits,n,level,ends", [(0, 7, .95, (0, .354330435)), (7, 7, .95, (.645669565, 1)), (72, 100, .95, (.625119713, .798603148)),
                                                (3, 11, .8, (.139037577, .465467097)), (999, 1000, .99, (.991539434, .999882584))])
 def test_intervals_for_shares_of_another_library(hits, n, level, ends):
@@ -73,7 +80,7 @@ def test_clusters_and_pairs_of_another_library():
     "statsmodels 0.15: OLS(x, ones).fit(cov_type='cluster', cov_kwds=dict(groups=g)), its bse and conf_int(.1)."
     x, y, g = [.1, .9, .4, 1, 0, .7, .3, .8, .6], [.2, .5, .4, .9, .3, .7, .1, .2, .6], [0, 0, 0, 1, 1, 2, 2, 2, 3]
     assert standard_error(x, g) == pytest.approx(.03825169, abs=1e-8)
-    assert paired_difference(x, y, g, .9) == pytest.approx((.1, -.03676619, .23676619), abs=1e-8)
+    assert paired_interval(x, y, g, .9) == pytest.approx((.1, -.03676619, .23676619), abs=1e-8)
 
 
 @pytest.mark.parametrize("asked,n", [((.02, .21, .5, .8, .95), 4120.6518), ((.05, .25, 0, .9, .99), 2975.8774), ((.1, .16, .3, .95, .9), 242.4161)])

@@ -17,7 +17,7 @@ from typing import Any
 from .. import __version__
 from .calibration import choice_probs, exact_error
 from .perplexity import perplexity
-from .statistics import bootstrap, standard_error, wilson
+from .statistics import bootstrap_interval, standard_error, wilson
 from .tasks import KINDS, NORMS, Task, WritingTask, grammar_task, load_task
 from .tasks import expected_accuracy, refuse_long_choices, scaled_score
 from .tasks import score_task
@@ -118,7 +118,7 @@ def _interval(hits:list, clusters:list)->tuple: # Wilson's interval, or clustere
     return max(0., value - half), min(1., value + half)
 
 def _resampled(values:list, clusters:list)->tuple: # Interval of a mean of numbers from 0 to 1
-    return bootstrap(np.mean, values, clusters) if len(set(clusters)) > 1 else (0., 1.)
+    return bootstrap_interval(np.mean, values, clusters) if len(set(clusters)) > 1 else (0., 1.)
 
 def _writing_rows(model, tokenizer, task:WritingTask, tries:int=5)->list: # Greedy, and pass@k
     clusters, ceiling = [i.cluster for i in task.items], task.ceiling
@@ -151,7 +151,7 @@ def stories_rows(
     bits, sizes = (np.array(x) for x in zip(*((p.nats/math.log(2), p.bytes) for p in each)))
     def ratio(k): return float(bits[k.astype(int)].sum()/sizes[k.astype(int)].sum())
     drawn = np.arange(stories)                              # long stories have more bits and bytes
-    value, (low, high) = ratio(drawn), bootstrap(ratio, drawn)
+    value, (low, high) = ratio(drawn), bootstrap_interval(ratio, drawn)
     ends = (math.log2(tokenizer.vocab_size)*tokens/size,
             -sum(map(Stories().log_prob, texts))/math.log(2)/size)
     def row(unit, norm, of):
