@@ -12,6 +12,24 @@ import numpy as np
 from scipy.sparse.csgraph import connected_components
 from scipy.special import expit
 
+# %% ../../nbs/12_evaluation/12h_arena.ipynb #0f7bc628
+def _design(i, j, extra, players:int)->np.ndarray: # The rows `(games, players + 1)`
+    rows, game = np.zeros((len(i), players + 1)), np.arange(len(i))
+    rows[game, i], rows[game, j], rows[:, -1] = 1, -1, extra
+    return rows
+
+# %% ../../nbs/12_evaluation/12h_arena.ipynb #413990e2
+def _newton(X, won, fixed, rounds:int)->tuple: # Coefficients of the best fit, and the curvature there
+    s = np.zeros(X.shape[1])
+    for _ in range(rounds):
+        p = expit(X@s)
+        curvature = (X.T*(p*(1 - p)))@X + fixed
+        try: step = np.linalg.solve(curvature, X.T@(won - p))
+        except np.linalg.LinAlgError: break             # No curvature is left: there is no maximum
+        s = s + step/max(1, abs(step).max())            # No huge step far from the maximum
+        if abs(step).max() < 1e-9: return s, curvature
+    raise ValueError("no largest likelihood: with extra, all results can be explained")
+
 # %% ../../nbs/12_evaluation/12h_arena.ipynb #12h2code
 @dataclass(frozen=True)
 class Ratings:
@@ -31,33 +49,22 @@ def bradley_terry(
     Bradley & Terry 1952; Ford 1957 on when a solution exists."""
     i, j, won, more = _checked_games(games, players, extra)
     _refuse_undecided(i, j, won, players)
-    X = np.zeros((len(won), players + 1))
-    X[np.arange(len(won)), i] += 1
-    X[np.arange(len(won)), j] -= 1
-    unit = more.std() or 1.                             # the units of `extra` must not matter
-    X[:, -1] = more/unit
+    unit = more.std() or 1.                             # The units of `extra` must not matter
+    X = _design(i, j, more/unit, players)
     if extra is not None and np.linalg.matrix_rank(X) < players:
         raise ValueError("extra is 0 or given by who plays: no game tells its effect from strength")
-    sum_is_zero = np.zeros((players + 1, players + 1))
-    sum_is_zero[:-1, :-1] = 1                           # Fixes the sum, which no game determines
-    if extra is None: sum_is_zero[-1, -1] = 1           # A column of zeros determines nothing
-    s = np.zeros(players + 1)
-    for _ in range(50*players if extra is None else 50): # Strengths add up along a chain
-        p = expit(X@s)
-        curvature = (X.T*(p*(1 - p)))@X + sum_is_zero
-        try: step = np.linalg.solve(curvature, X.T@(won - p))
-        except np.linalg.LinAlgError: continue          # No curvature is left: there is no maximum
-        s = s + step/max(1, abs(step).max())            # No huge step far from the maximum
-        if abs(step).max() < 1e-9: break
-    else: raise ValueError("no largest likelihood: with extra, all results can be explained")
-    spread = np.linalg.inv(curvature) - sum_is_zero/players**2
-    errors = np.sqrt(np.diag(spread).clip(0))
+    fixed = np.zeros((players + 1, players + 1))        # What the games don't determine:
+    fixed[:-1, :-1] = 1                                 # the sum of the strengths
+    if extra is None: fixed[-1, -1] = 1                 # and the coefficient of an empty column
+    rounds = 50 if extra is not None else 50*players    # Strengths add up along a chain
+    s, curvature = _newton(X, won, fixed, rounds)
+    errors = np.sqrt(np.diag(np.linalg.inv(curvature) - fixed/players**2).clip(0))
     z = X@s
     total = float((won*z - np.logaddexp(0, z)).sum())
     slope_error = 0. if extra is None else float(errors[-1]/unit)
     return Ratings(s[:-1], errors[:-1], float(s[-1]/unit), slope_error, total)
 
-# %% ../../nbs/12_evaluation/12h_arena.ipynb #12h2check
+# %% ../../nbs/12_evaluation/12h_arena.ipynb #8771d27e
 def _checked_games(games, players, extra)->tuple: # Arrays i, j, won, extra
     if players < 2 or not len(games):
         raise ValueError(f"{players} players and {len(games)} games, "
@@ -76,6 +83,7 @@ def _checked_games(games, players, extra)->tuple: # Arrays i, j, won, extra
     if not np.isfinite(more).all(): raise ValueError("extra has a number that is not finite")
     return i, j, won, more
 
+# %% ../../nbs/12_evaluation/12h_arena.ipynb #44953a5f
 def _refuse_undecided(i, j, won, players): # Ford: wins must link all players, both ways
     beats = np.zeros((players, players))
     np.add.at(beats, (i, j), won)
