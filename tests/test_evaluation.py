@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
 
-from lmcourse.evaluation.calibration import binned_error, calibrated_error, choice_probs, exact_error, fit_temperature, reliability
+from lmcourse.evaluation.calibration import calibrated_error, choice_probs, exact_error, expected_calibration_error, fit_temperature, reliability
 from lmcourse.evaluation.contamination import contamination_p, log_prob_in_order, ngram_overlap, permutation_p, rename_people, ngram_set
 from lmcourse.evaluation.emergence import doublings, exact_match, match_from_hits
 from lmcourse.evaluation.harness import HarnessAnswers, continuation_log_prob, harness_model, run_harness, save_texts
@@ -36,11 +36,11 @@ def saved(name): return [json.loads(line) for line in (RESULTS/f"{name}.jsonl").
 # Calibration
 
 @given(st.lists(st.tuples(st.floats(0, 1), st.booleans()), min_size=1, max_size=40), st.integers(1, 12))
-def test_binned_error_is_the_sum_over_bins(answers, bins):
+def test_expected_calibration_error_is_the_sum_over_bins(answers, bins):
     c, y = (np.array(x, float) for x in zip(*answers))
     where = np.minimum((c*bins).astype(int), bins - 1)
-    assert binned_error(c, y, bins) == pytest.approx(abs(np.bincount(where, c - y, bins)).sum()/len(c))
-    assert binned_error([1., .95], [0, 1]) == pytest.approx(.475)       # Certainty belongs to the last bin
+    assert expected_calibration_error(c, y, bins) == pytest.approx(abs(np.bincount(where, c - y, bins)).sum()/len(c))
+    assert expected_calibration_error([1., .95], [0, 1]) == pytest.approx(.475)       # Certainty belongs to the last bin
     rows = reliability(c, y, bins)
     assert sum(r["n"] for r in rows) == len(c) and all(r["low"] - 1e-12 <= r["right"] <= r["high"] + 1e-12 for r in rows)
 
@@ -93,7 +93,7 @@ def test_scores_of_other_libraries():
     "scikit-learn 1.9: roc_auc_score; netcal 1.4: ECE(bins).measure; scipy 1.17: brentq on the slope of the loss; Chen et al. 2021, figure 3: 1 - prod(1 - k/arange(n - c + 1, n + 1))."
     assert auc([.1, .4, .4, .8, .8, .3, .9, .4], [0, 0, 1, 1, 0, 1, 1, 0]) == .65625
     confidence, right = [.05, .31, .47, .62, .62, .78, .81, .93, .99, .55], [0, 1, 0, 1, 0, 1, 1, 1, 1, 0]
-    assert [binned_error(confidence, right, bins) for bins in (5, 10)] == pytest.approx([.205, .249])
+    assert [expected_calibration_error(confidence, right, bins) for bins in (5, 10)] == pytest.approx([.205, .249])
     log_probs = [[0, -1, -3], [-.5, -.2, -2], [-2, 0, -1], [-1.5, -1, -.1], [0, -3, -2], [-.4, -.9, -1]]
     assert fit_temperature(log_probs, [0, 0, 1, 1, 0, 2]) == pytest.approx(.85354461, rel=1e-5)
     for n, c, k in ((200, 3, 100), (10, 1, 10), (20, 19, 2), (5, 0, 3)):
