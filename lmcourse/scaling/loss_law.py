@@ -142,6 +142,7 @@ def _log_parts(t, x, y): # Shares of the three terms `(rows, n, 3)`, and the log
     total = shares.sum(-1)
     return shares/total[..., None], np.log(total) + top
 
+# %% ../../nbs/11_scaling/11b_loss_law.ipynb #7f23d3ba
 def _gauss_newton(N, D, loss, weights, start, delta, rounds=300, tolerance=1e-13):
     x, y, target = np.log(N), np.log(D), np.log(loss)
     t, damping = np.array(start, float), np.full(len(start), 1e-3)
@@ -149,20 +150,24 @@ def _gauss_newton(N, D, loss, weights, start, delta, rounds=300, tolerance=1e-13
     miss = value - target
     error = (weights*huber(miss, delta)).sum(1)
     for _ in range(rounds):
-        w = weights*np.minimum(1, delta/np.maximum(abs(miss), 1e-300))
+        # The tangent: how the predicted log L changes with each unknown, (rows, n, 5)
         slope = np.concatenate([shares, -shares[..., 1:2]*x[:, None],
-                                -shares[..., 2:]*y[:, None]], -1)       # (rows, n, 5)
+                                -shares[..., 2:]*y[:, None]], -1)
+        # Weights with which squares pull as hard as Huber's loss; then damped least squares
+        w = weights*np.minimum(1, delta/np.maximum(abs(miss), 1e-300))
         pull = slope*w[..., None]
         H, g = pull.transpose(0, 2, 1)@slope, (pull*miss[..., None]).sum(1)
         H[:, range(5), range(5)] *= 1 + damping[:, None]
         H[:, range(5), range(5)] += 1e-30
         tried = t - np.linalg.solve(H, g[..., None])[..., 0]
+        # Keep the step in the rows where it helped
         with np.errstate(all="ignore"):
             shares_then, value = _log_parts(tried, x, y)
             error_then = (weights*huber(value - target, delta)).sum(1)
         good = error_then < error
         gain = np.where(good, error - error_then, 0)
         t[good], shares[good], miss[good] = tried[good], shares_then[good], (value - target)[good]
+        # Done where a step gains nothing or can't be any shorter; less damping where it helped
         settled = np.where(good, gain <= tolerance*error, damping > 1e6)
         error = np.where(good, error_then, error)
         damping = np.where(good, np.maximum(damping/5, 1e-9), damping*4).clip(max=1e9)
