@@ -19,7 +19,7 @@ def _design(i, j, extra, players:int)->np.ndarray: # The rows `(games, players +
     return rows
 
 # %% ../../nbs/12_evaluation/12h_arena.ipynb #413990e2
-def _newton(X, won, fixed, rounds:int)->tuple: # Coefficients of the best fit, and the curvature there
+def _newton(X, won, fixed, rounds:int)->tuple: # Coefficients of the best fit, curvature there
     s = np.zeros(X.shape[1])
     for _ in range(rounds):
         p = expit(X@s)

@@ -50,8 +50,8 @@ def best_size(
     runs:list,               # Runs of one budget
     count:str="matmul", # Key of the parameter count
 )->tuple: # Parameters and loss of the lowest point
-    """Fit a parabola in log N to the lowest loss and up to two neighbours on each side. A lowest point
-    beyond them counts as the outermost of them."""
+    """Fit a parabola in log N to the lowest loss and up to two neighbours on each side.
+    A lowest point beyond them counts as the outermost of them."""
     sizes = sorted({r[count] for r in runs})
     losses = [np.mean([r["loss"] for r in runs if r[count] == n]) for n in sizes]
     if not np.isfinite(losses).all():
