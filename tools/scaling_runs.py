@@ -13,7 +13,7 @@ from results import RESULTS, done, saved
 from lmcourse.accounting.model_flops import training_flops
 from lmcourse.parallelism.batch_size import new_run, run_steps, small_model, story_tokenizer, story_tokens, wsd_rates
 from lmcourse.scaling.loss_law import fit_loss_law
-from lmcourse.scaling.study import predict_excess, predict_loss, read_study, size_law, parameter_counts
+from lmcourse.scaling.study import parameter_counts, predict_excess, predict_loss, read_study, size_law
 from lmcourse.training.evaluation import evaluate
 from lmcourse.training.optim_torch import cosine_lr
 

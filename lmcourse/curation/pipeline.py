@@ -457,6 +457,7 @@ def _key(recipe:Recipe, files:dict)->str: # What any process needs to make the s
 def _rounds(key:str)->list: # `key` also holds the digests of the recipe's files
     return Recipe.from_dict(json.loads(key)[0]).rounds()
 
+# %% ../../nbs/13_curation/13i_pipeline.ipynb #9be01051
 def _incoming(shard:tuple, work:str, rounds:list, k:int)->tuple: # For `run_step`: what round k gets
     number, path, label = shard
     if k == 0:
