@@ -4,7 +4,7 @@ import math
 import numpy as np
 import pytest
 
-from lmcourse.evaluation.arena import bradley_terry, elo_ratings, play
+from lmcourse.evaluation.arena import bradley_terry, elo_ratings, simulate_games
 from lmcourse.tools.checks import check_close, expect_error
 
 
@@ -24,7 +24,7 @@ def test_a_long_chain_of_nearly_sure_winners_has_an_answer():
 @pytest.mark.parametrize("seed", range(4))
 def test_neither_order_nor_names_nor_sides_matter(seed):
     rng = np.random.default_rng(seed)
-    games = play(rng.normal(0, .7, 5), 300, rng)
+    games = simulate_games(rng.normal(0, .7, 5), 300, rng)
     found, name = bradley_terry(games, 5), rng.permutation(5)
     turned = [(int(name[j]), int(name[i]), 1 - w) for i, j, w in games]
     again = bradley_terry([turned[t] for t in rng.permutation(300)], 5)
@@ -34,7 +34,7 @@ def test_neither_order_nor_names_nor_sides_matter(seed):
 
 
 def test_at_the_answer_expected_wins_are_the_wins():
-    games = play([0, 1, 2, .5], 500, np.random.default_rng(9))
+    games = simulate_games([0, 1, 2, .5], 500, np.random.default_rng(9))
     s = bradley_terry(games, 4).strengths
     for k in range(4):
         of = [(i, j, w) for i, j, w in games if k in (i, j)]
@@ -45,7 +45,7 @@ def test_at_the_answer_expected_wins_are_the_wins():
 
 def test_what_sways_the_judge_is_found():
     rng, games, longer = np.random.default_rng(3), [], []
-    for i, j, _ in play([0, 0, 0], 6000, rng):
+    for i, j, _ in simulate_games([0, 0, 0], 6000, rng):
         longer.append(rng.standard_normal())
         games.append((i, j, int(rng.random() < 1/(1 + math.exp(-.8*longer[-1])))))
     r = bradley_terry(games, 3, longer)
@@ -72,7 +72,7 @@ def test_elo_needs_a_finite_stake():
 
 
 def test_elo_gives_what_it_takes():
-    games = play([0, 1, 2], 200, np.random.default_rng(0))
+    games = simulate_games([0, 1, 2], 200, np.random.default_rng(0))
     points = elo_ratings(games, 3)
     assert abs(points.sum()) < 1e-9 and points[0] < points[2]
     check_close(elo_ratings([(0, 1, .5), (1, 0, .5)], 2), np.zeros(2), 0, 1e-12)

@@ -19,7 +19,7 @@ from processes import here
 
 from lmcourse.curation import pipeline
 from lmcourse.curation.pipeline import (
-    STEPS, Funnel, Recipe, Stage, Whole, curate, dask_map, digest, each, kept_documents, read_funnel, read_shard, register_step, shard_files, kept_digest)
+    STEPS, CorpusStep, Funnel, Recipe, Stage, curate, dask_map, digest, each, kept_documents, read_funnel, read_shard, register_step, shard_files, kept_digest)
 from lmcourse.curation.warc import write_warc
 from lmcourse.curation.web import Document, held_out_stories, planted_web
 from lmcourse.tokenization.tokenizer import Tokenizer
@@ -110,8 +110,8 @@ def test_from_a_crawl_to_a_model(crawl, done, tmp_path):
 def test_two_processes_and_a_single_file_give_the_same(crawl, done):
     two = here("curate", "in", "two", "--recipe", "recipe.toml", "--workers", 2, cwd=crawl)
     assert two.returncode == 0 and two.stdout.replace("two", "out") == done and kept_digest(crawl / "two") == kept_digest(crawl / "out")
-    pytest.importorskip("dask")
-    with contextlib.chdir(crawl): curate("in", "dask", Recipe.load("recipe.toml"), dask_map())
+    distributed = pytest.importorskip("distributed")
+    with contextlib.chdir(crawl), distributed.Client(processes=False, dashboard_address=None) as client: curate("in", "dask", Recipe.load("recipe.toml"), dask_map(client))
     assert kept_digest(crawl / "dask") == kept_digest(crawl / "out")
 
 
@@ -302,7 +302,7 @@ def test_filters_of_the_quality_page_by_name_on_every_engine(crawl, tmp_path):
         for name, step in recipe.make():                            # The same steps on a table of `datasets`
             table = datasets.Dataset.from_list([d._asdict() for d in documents])
             documents = [Document(*row) for row in zip(*(table[k] for k in Document._fields))]
-            if isinstance(step, Whole):
+            if isinstance(step, CorpusStep):
                 keep = step.decide(step.sketch(documents), lambda at: [table[int(i)]["text"] for i in at])
                 documents = [d for d, stays in zip(documents, keep) if stays]
             else: documents = [d for d, why in step(documents) if not why]
@@ -314,8 +314,8 @@ def test_filters_of_the_quality_page_by_name_on_every_engine(crawl, tmp_path):
         assert {p.name for p in (tmp_path / "killed" / "work").iterdir()} == {"0", "1"}
         curate("in", tmp_path / "killed", recipe)
         assert kept_digest(tmp_path / "killed") == kept
-        pytest.importorskip("dask")
-        curate("in", tmp_path / "dask", recipe, dask_map())
+        distributed = pytest.importorskip("distributed")
+        with distributed.Client(processes=False, dashboard_address=None) as client: curate("in", tmp_path / "dask", recipe, dask_map(client))
         assert kept_digest(tmp_path / "dask") == kept and read_funnel(tmp_path / "dask").rows() == funnel.rows()
 
 
@@ -445,7 +445,7 @@ def test_files_of_each_kind(tmp_path):
         (tmp_path / name).write_bytes(gzip.compress(data) if name.endswith("gz") else data)
         found = [(d.id, d.text, why) for d, why in read_shard(tmp_path / name)]
         assert found == ([("7", "one", "")] if "jsonl" in name else [(f"{name}:00000000", "é", ""), (f"{name}:00000001", "two", "")])
-    assert isinstance(STEPS["exact"](), Whole)
+    assert isinstance(STEPS["exact"](), CorpusStep)
     (tmp_path / "c.jsonl").write_text('{"text": "one", "id": null, "url": null}\n{"text": "two", "id": 0}\n')
     assert [d for d, _ in read_shard(tmp_path / "c.jsonl")] == [("c.jsonl:00000000", "", "one"), ("0", "", "two")]
 

@@ -9,8 +9,8 @@ torch = pytest.importorskip("torch")
 from lmcourse.architecture.transformer_torch import TransformerLM
 from lmcourse.scaling.loss_law import LossLaw
 from lmcourse.parallelism.batch_size import small_model
-from lmcourse.scaling.study import best_size, other_seeds, predict_excess, predict_loss, read_study, size_law, three_counts
-from lmcourse.scaling.zipf import best_excess, floor_profile, local_exponents
+from lmcourse.scaling.study import best_excess, best_size, local_exponents, other_seeds, parameter_counts, predict_excess, predict_loss, read_study, size_law
+from lmcourse.scaling.zipf import floor_profile
 from lmcourse.tools.checks import check_close
 from lmcourse.tools.stories import Stories, short_stories
 
@@ -19,10 +19,10 @@ RESULTS = Path(__file__).parent.parent/"nbs/results/scaling.jsonl"
 
 @pytest.mark.parametrize("width, layers", [(8, 1), (32, 2), (64, 3)])
 def test_counts_are_those_of_the_model(width, layers):
-    model, counts = TransformerLM(small_model(width, layers)), three_counts(width, layers)
+    model, counts = TransformerLM(small_model(width, layers)), parameter_counts(width, layers)
     sizes = {n: p.numel() for n, p in model.named_parameters() if p.ndim > 1}
     assert counts["all"] == sum(sizes.values())
-    assert counts["multiplying"] == counts["all"] - sizes["token_embeddings.weight"]
+    assert counts["matmul"] == counts["all"] - sizes["token_embeddings.weight"]
     assert counts["blocks"] == sum(s for n, s in sizes.items() if n.startswith("layers."))
 
 
@@ -38,7 +38,7 @@ def test_short_stories_are_the_beginnings_of_stories():
 
 
 def planted(law, budgets=(1e10, 1e11, 1e12), around=(.25, .5, 1, 2, 4)):
-    return [dict(budget=C, multiplying=n, tokens=C/6/n, loss=float(law.loss(n, C/6/n)))
+    return [dict(budget=C, matmul=n, tokens=C/6/n, loss=float(law.loss(n, C/6/n)))
             for C in budgets for n in law.optimum(C)[0]*np.array(around)]
 
 
@@ -53,11 +53,11 @@ def test_a_planted_law_is_found(law):
 
 
 def test_seeds_are_averaged():
-    runs = [dict(multiplying=n, loss=abs(np.log(n/8))**2 + e) for n in (2, 4, 8, 16, 32) for e in (-.1, .1)]
+    runs = [dict(matmul=n, loss=abs(np.log(n/8))**2 + e) for n in (2, 4, 8, 16, 32) for e in (-.1, .1)]
     size, loss = best_size(runs)
     assert size == pytest.approx(8) and loss == pytest.approx(0, abs=1e-9)
     for losses, words in (([1, 2, 3], "try more sizes"), ([3, 2, 1], "try more sizes"), ([2.6, 2.15, 2.26, 2.08, 2.16], "opens downwards"), ([3, 2, np.nan], "without a finite loss")):
-        with pytest.raises(ValueError, match=words): best_size([dict(multiplying=2**n, loss=v) for n, v in enumerate(losses)])
+        with pytest.raises(ValueError, match=words): best_size([dict(matmul=2**n, loss=v) for n, v in enumerate(losses)])
 
 
 def test_excess_over_a_known_floor():
@@ -79,7 +79,7 @@ def test_the_prediction_was_written_before_the_run():
     assert place["prediction"] < place["held_out"] and said["budget"] >= 3*max(r["budget"] for r in grid)
     assert (said["width"], said["layers"], said["steps"]) == (came["width"], came["layers"], came["steps"])
     first = [r for r in grid if r["seed"] == 0]
-    again = predict_loss(first, said["multiplying"], said["tokens"], np.random.default_rng(0), draws=20)
+    again = predict_loss(first, said["matmul"], said["tokens"], np.random.default_rng(0), draws=20)
     assert again["loss"] == pytest.approx(said["loss"], abs=2e-4) and len(first) == said["runs"]      # Other seeds came after it
     assert [i for i, line in enumerate(lines) if '"seed": 1' in line or '"seed": 2' in line] == [*range(place["held_out"] + 1, len(lines))]
     seeds = [sum((r["budget"], r["width"], r["layers"]) == (f["budget"], f["width"], f["layers"]) for r in grid) for f in first]
@@ -88,8 +88,8 @@ def test_the_prediction_was_written_before_the_run():
 
 
 def test_the_floor_is_found_by_every_count():
-    runs = [r | dict(all=2*r["multiplying"], blocks=r["multiplying"] - 1e3) for r in planted(LossLaw(.5, 30., 60., .5, .45))]
-    for count, scale in (("multiplying", 1), ("all", 2)):
+    runs = [r | dict(all=2*r["matmul"], blocks=r["matmul"] - 1e3) for r in planted(LossLaw(.5, 30., 60., .5, .45))]
+    for count, scale in (("matmul", 1), ("all", 2)):
         found = predict_loss(runs, scale*1e6, 1e8, np.random.default_rng(0), draws=20, count=count)
         assert found["E"] == pytest.approx(.5, abs=.01), count
     bent = predict_loss(runs, 1e6, 1e8, np.random.default_rng(0), draws=20, count="blocks")
@@ -109,7 +109,7 @@ def test_profile_where_only_one_term_can_be_told():
     from scipy.optimize import nnls
     for tokens, loss in ((20, lambda N: 2 + 50*N**-.5), (20, lambda N: 2 + N/1e6), (None, lambda N: 2 + 50*N**-.5)):
         N = np.array([1e4, 1e5, 1e6, 1e7])
-        runs = [dict(multiplying=n, tokens=tokens*n if tokens else 1e6/n, loss=loss(n)) for n in N]
+        runs = [dict(matmul=n, tokens=tokens*n if tokens else 1e6/n, loss=loss(n)) for n in N]
         L, D, floors = np.array([r["loss"] for r in runs]), np.array([r["tokens"] for r in runs]), (1.5, 2., 2.5)
         powers = np.linspace(.05, 3, 90)
         slow = [min(nnls(np.stack([(N/N.mean())**-a/L, (D/D.mean())**-b/L], 1), (L - E)/L)[1] for a in powers for b in powers)/2 for E in floors]
@@ -132,11 +132,11 @@ def test_the_saved_study_of_unequal_words_is_whole():
     assert all(n == (2 if C <= 1e11 else 1) for (C, *_), n in seeds.items())
     floor = grid[0]["loss"] - grid[0]["excess"]
     said, late = others["prediction"][0], others["late prediction"][0]
-    again = predict_loss(grid, three_counts(48, 2)["multiplying"], said["steps"]*1024, np.random.default_rng(0), draws=20)
+    again = predict_loss(grid, parameter_counts(48, 2)["matmul"], said["steps"]*1024, np.random.default_rng(0), draws=20)
     assert again["loss"] == pytest.approx(said["loss"], abs=1e-3) and len(grid) == said["runs"]
     assert predict_excess(grid, 3e12, floor) == pytest.approx(said["excess_law"], abs=1e-4)
     later = [r for r in grid if r["budget"] >= late["lowest"]]
-    assert predict_loss(later, three_counts(48, 2)["multiplying"], said["steps"]*1024, np.random.default_rng(0),
+    assert predict_loss(later, parameter_counts(48, 2)["matmul"], said["steps"]*1024, np.random.default_rng(0),
                         draws=20)["loss"] == pytest.approx(late["loss"], abs=1e-3)
 
 

@@ -24,7 +24,7 @@ from lmcourse.alignment.runs import own_pairs
 from lmcourse.alignment.sft import SftBatches, padded_rows
 from lmcourse.alignment.stories import (Credit, StoryRlConfig, credit_loss, credit_weights, first_mistake, measure_writer, start_story_rl, story_sampler,
                                          write_stories, wrong_choices)
-from lmcourse.evaluation.calibration import binned_error, reliability
+from lmcourse.evaluation.calibration import expected_calibration_error, reliability
 from lmcourse.tools.config import TrainConfig
 from lmcourse.tools.stories import Stories
 from lmcourse.training.data import TokenDataset, write_tokens
@@ -89,7 +89,7 @@ def summary(mentions):
     "Of a slot's mentions, as of `slot_confidence`."
     sure, right = [m["confidence"] for m in mentions], [m["right"] for m in mentions]
     bins = [[r["n"], round(r["confidence"], 4), round(r["right"], 4)] for r in reliability(sure, right)]
-    return dict(n=len(mentions), confidence=round(mean(sure), 4), right=round(mean(right), 4), nats=round(mean(m["nats"] for m in mentions), 4), error=round(binned_error(sure, right), 4), bins=bins)
+    return dict(n=len(mentions), confidence=round(mean(sure), 4), right=round(mean(right), 4), nats=round(mean(m["nats"] for m in mentions), 4), error=round(expected_calibration_error(sure, right), 4), bins=bins)
 
 
 def calibration(model):

@@ -13,7 +13,7 @@ from results import RESULTS, done, saved
 from lmcourse.accounting.model_flops import training_flops
 from lmcourse.parallelism.batch_size import new_run, run_steps, small_model, story_tokenizer, story_tokens, wsd_rates
 from lmcourse.scaling.loss_law import fit_loss_law
-from lmcourse.scaling.study import predict_excess, predict_loss, read_study, size_law, three_counts
+from lmcourse.scaling.study import parameter_counts, predict_excess, predict_loss, read_study, size_law
 from lmcourse.training.evaluation import evaluate
 from lmcourse.training.optim_torch import cosine_lr
 
@@ -131,7 +131,7 @@ def predict(name="scaling.jsonl"):
     if any(r["kind"] == "prediction" for r in saved(name)): return
     grid = read_study(RESULTS/name)[1]
     want = float(size_law(grid)(HELD_OUT))
-    sizes = {(w, l): three_counts(w, l)["multiplying"] for sizes in GRID.values() for w, l in sizes}
+    sizes = {(w, l): parameter_counts(w, l)["matmul"] for sizes in GRID.values() for w, l in sizes}
     width, layers = min(sizes, key=lambda s: abs(np.log(sizes[s]/want)))
     tokens = steps_for(small_model(width, layers, BASE), HELD_OUT)*BATCH*128
     entropy = looked_floor(name)
@@ -146,10 +146,10 @@ def predict_late(name, lowest=1e11):
     if any(r["kind"] == "late prediction" for r in saved(name)): return
     grid, others = read_study(RESULTS/name)[1:]
     said, entropy = others["prediction"][0], looked_floor(name)
-    N, D, L = (np.array([r[k] for r in grid], float) for k in ("multiplying", "tokens", "loss"))
+    N, D, L = (np.array([r[k] for r in grid], float) for k in ("matmul", "tokens", "loss"))
     later = [r for r in grid if r["budget"] >= lowest]
-    found = predict_loss(later, said["multiplying"], said["tokens"], np.random.default_rng(0))
-    known = entropy + float(fit_loss_law(N, D, L - entropy).loss(said["multiplying"], said["tokens"]))
+    found = predict_loss(later, said["matmul"], said["tokens"], np.random.default_rng(0))
+    known = entropy + float(fit_loss_law(N, D, L - entropy).loss(said["matmul"], said["tokens"]))
     write(name, dict(kind="late prediction", **{k: said[k] for k in ("budget", "width", "layers", "steps")},
                      lowest=lowest, runs=len(later), **{k: round(v, 5) for k, v in found.items()},
                      known_floor_law=round(known, 5)))

@@ -110,6 +110,7 @@ _ENDS = {"li": {"li"}, "td": {"td", "th"}, "th": {"td", "th"}, "tr": {"tr"}, "dt
          "dd": {"dt", "dd"}}         # Open tags that a new tag closes if they have no end tag
 _LEGAL = re.compile(r"\W*(copyright\b|all rights reserved|we use cookies)", re.I)
 
+# %% ../../nbs/13_curation/13b_extract.ipynb #d68a5284
 class _Node: # An element of the page
     def __init__(self, tag:str, parent=None, hidden:bool=False):
         self.tag, self.parent, self.children = tag, parent, []
@@ -125,6 +126,7 @@ class _Node: # An element of the page
             yield node
             node = node.parent
 
+# %% ../../nbs/13_curation/13b_extract.ipynb #34e610c6
 class _Blocks(HTMLParser): # Fills `blocks` with (element, text, share of link text)
     def __init__(self, source:str):
         super().__init__()
@@ -185,6 +187,7 @@ def extract_text(
         lines = [line for line,end in zip(lines, ended) if end]
     return "\n".join(lines)
 
+# %% ../../nbs/13_curation/13b_extract.ipynb #d52b81ec
 def extract_text_from_html_bytes(
     body:bytes,          # Body of a page
     content_type:str="", # The server's header

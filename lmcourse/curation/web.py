@@ -328,7 +328,58 @@ def _render(site:_Site, title:str, text:str, trap:str, others:list, rng:random.R
                 f"</head><body>{page}</body></html>")
     return page.encode(site.charset, errors="xmlcharrefreplace")
 
-# %% ../../nbs/13_curation/13a_web.ipynb #19e03140
+# %% ../../nbs/13_curation/13a_web.ipynb #6d28b7a0
+def _counts(pages:int, shares:dict)->dict: # Number of pages of each kind; they add up to `pages`
+    if pages < 1 or min(shares.values()) < 0 or not sum(shares.values()) > 0:
+        raise ValueError(f"pages = {pages}, shares = {shares}, expected a page and shares above 0")
+    exact = {k: pages*v/sum(shares.values()) for k,v in shares.items()}
+    counts = {k: int(v + 1e-9) for k,v in exact.items()}
+    left = sorted(exact, key=lambda k: counts[k] - exact[k])[:pages - sum(counts.values())]
+    return {k: n + (k in left) for k,n in counts.items()}
+
+# %% ../../nbs/13_curation/13a_web.ipynb #09f2790a
+class _Author: # Writes what a page's kind decides: its text, and the truth about the text
+    def __init__(self, seed:int):
+        self.rng, self.stories, self.tests = (random.Random(f"web {seed}"), Stories(_WEB + seed),
+                                              Stories(_TEST))
+        self.others = [next(self.stories) for _ in range(40)] # Not pages: teasers, loose words
+        self.words = [w for t in self.others for w in t.split(" ")]
+        self.originals:list = []                              # Pages to copy
+
+    def write(self, kind:str)->dict: # Fields of a `Page`
+        rng, what = self.rng, dict(kind=kind, language="en")
+        if kind in ("noise", "code", "binary"): what["language"] = ""
+        if kind == "test": return what | dict(text=next(self.tests))
+        if kind in ("story", "binary"): return what | dict(text=next(self.stories))
+        if kind == "pii":
+            text, planted = _with_pii(next(self.stories), rng)
+            return what | dict(text=text, pii=planted)
+        if kind in ("exact", "near"):
+            copied = rng.choice(self.originals)
+            what |= dict(text=copied.text, original=copied.id)
+            if kind == "exact": return what
+            edits = rng.randint(1, 10)
+            return what | dict(text=edit_words(copied.text, edits, self.words, rng), edits=edits)
+        if kind == "foreign":
+            language = rng.choice([k for k in language_sentences() if k != "en"])
+            return what | dict(language=language, text=_junk(language, self.words, rng))
+        return what | dict(text=_junk(kind, self.words, rng))
+
+# %% ../../nbs/13_curation/13a_web.ipynb #bea21224
+def _page(number:int, what:dict, site:_Site, others:list, rng:random.Random)->Page:
+    title = fill("(A|The) (little|long|quiet|new|old) (tale|story|evening) of "
+                 "(the sea|rain|a friend|courage|patience|two neighbours)", rng)
+    domain = re.sub(r"\W+", "-", site.name.lower())
+    what = what | dict(id=f"{number:05}", url=f"http://{domain}.example/pages/{number:05}.html",
+                       title=title, sent=rng.choice(_SENT))
+    if what["kind"] == "binary":
+        return Page(**what | dict(text="", layout="", charset="", declared="utf-8",
+                                  body=bytes(2000 + number)))
+    trap = rng.choice(list(TRAPS)) if rng.random() < .4 and "\n" not in what["text"] else ""
+    return Page(**what, layout=site.layout, charset=site.charset, declared=site.declared,
+                trap=trap, body=_render(site, title, what["text"], trap, others, rng))
+
+# %% ../../nbs/13_curation/13a_web.ipynb #9669e167
 def planted_web(
     pages:int=1000,       # Number of pages
     seed:int=0,           # Another seed gives another web
@@ -341,53 +392,14 @@ def planted_web(
     counts = _counts(pages, shares)
     if (counts.get("exact") or counts.get("near")) and not counts.get("story"):
         raise ValueError(f"{pages} pages with copies, but no story to copy")
-    rng, source, made = random.Random(f"web {seed}"), Stories(_WEB + seed), []
-    others = [next(source) for _ in range(40)]
-    words, leaked = [w for t in others for w in t.split(" ")], Stories(_TEST)
+    author, sites, numbers, made = _Author(seed), _sites(seed), list(range(pages)), []
+    author.rng.shuffle(numbers)
     kinds = [k for k in KINDS for _ in range(counts.get(k, 0))]
-    numbers, sites, originals = list(range(pages)), _sites(seed), []
-    rng.shuffle(numbers)
     for number,kind in zip(numbers, kinds):
-        what:dict = dict(kind=kind, language="" if kind in ("noise", "code", "binary") else "en")
-        if kind == "test": text = next(leaked)
-        elif kind in ("story", "pii", "binary"): text = next(source)
-        elif kind in ("exact", "near"):
-            copied = rng.choice(originals)
-            text, what["original"] = copied.text, copied.id
-            if kind == "near":
-                what["edits"] = rng.randint(1, 10)
-                text = edit_words(text, what["edits"], words, rng)
-        elif kind == "foreign":
-            what["language"] = rng.choice([k for k in language_sentences() if k != "en"])
-            text = _junk(what["language"], words, rng)
-        else: text = _junk(kind, words, rng)
-        if kind == "pii": text, what["pii"] = _with_pii(text, rng)
-        own = random.Random(f"page {seed} {number}")
-        made.append(_page(number, text, what, own.choice(sites), others, own))
-        if kind == "story": originals.append(made[-1])
+        rng = random.Random(f"page {seed} {number}")
+        made.append(_page(number, author.write(kind), rng.choice(sites), author.others, rng))
+        if kind == "story": author.originals.append(made[-1])
     return sorted(made, key=lambda page: page.id)
-
-# %% ../../nbs/13_curation/13a_web.ipynb #04c92bea
-def _counts(pages:int, shares:dict)->dict: # Number of pages of each kind; they add up to `pages`
-    if pages < 1 or min(shares.values()) < 0 or not sum(shares.values()) > 0:
-        raise ValueError(f"pages = {pages}, shares = {shares}, expected a page and shares above 0")
-    exact = {k: pages*v/sum(shares.values()) for k,v in shares.items()}
-    counts = {k: int(v + 1e-9) for k,v in exact.items()}
-    left = sorted(exact, key=lambda k: counts[k] - exact[k])[:pages - sum(counts.values())]
-    return {k: n + (k in left) for k,n in counts.items()}
-
-def _page(number:int, text:str, what:dict, site:_Site, others:list, rng:random.Random)->Page:
-    title = fill("(A|The) (little|long|quiet|new|old) (tale|story|evening) of "
-                 "(the sea|rain|a friend|courage|patience|two neighbours)", rng)
-    domain = re.sub(r"\W+", "-", site.name.lower())
-    what = what | dict(id=f"{number:05}", url=f"http://{domain}.example/pages/{number:05}.html",
-                       title=title, text=text, sent=rng.choice(_SENT))
-    if what["kind"] == "binary":
-        return Page(**what | dict(text="", layout="", charset="", declared="utf-8",
-                                  body=bytes(2000 + number)))
-    trap = rng.choice(list(TRAPS)) if rng.random() < .4 and "\n" not in text else ""
-    return Page(**what, layout=site.layout, charset=site.charset, declared=site.declared,
-                trap=trap, body=_render(site, title, text, trap, others, rng))
 
 # %% ../../nbs/13_curation/13a_web.ipynb #c31ca2ad
 def write_truth(

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 import torch
 from .perplexity import token_nats
-from .tasks import encode_pair, write_task
+from .tasks import continuation_logits, write_task
 from ..generation.generate import check_tokenizer, complete, context_of
 from ..tokenization.tokenizer import Tokenizer
 
@@ -25,14 +25,9 @@ def continuation_log_prob(
 )->tuple: # Log-probability in nats, and whether greedy decoding would write it
     "Answer a `loglikelihood` request. A context that is too long loses its beginning."
     if not continuation: raise ValueError("the continuation is empty")
-    ids, n, _ = encode_pair(tokenizer, context, continuation)
-    most = getattr(getattr(model, "config", None), "context_length", 10**9)
-    if n > most: raise ValueError(f"a continuation of {n} tokens, the model's context is {most}")
-    row = torch.tensor([tokenizer.end_of_text, *ids][-most - 1:],
-                       device=next(model.parameters()).device)
-    with torch.inference_mode(): logits = model(row[None, :-1])[0, -n:].float()
-    given = logits.log_softmax(-1).gather(1, row[-n:, None]).cpu().double().sum()
-    return float(given), bool((logits.argmax(-1) == row[-n:]).all())
+    logits, ids, _ = continuation_logits(model, tokenizer, context, continuation)
+    given = logits.log_softmax(-1).gather(1, ids[:, None]).cpu().double().sum()
+    return float(given), bool((logits.argmax(-1) == ids).all())
 
 # %% ../../nbs/12_evaluation/12j_harness.ipynb #12j11
 class HarnessAnswers:

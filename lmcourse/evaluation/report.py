@@ -13,11 +13,12 @@ from functools import lru_cache
 from itertools import islice
 from pathlib import Path
 import numpy as np
+from scipy.stats import t as student
 from typing import Any
 from .. import __version__
 from .calibration import choice_probs, exact_error
 from .perplexity import perplexity
-from .statistics import bootstrap, standard_error, wilson
+from .statistics import bootstrap_interval, standard_error, wilson
 from .tasks import KINDS, NORMS, Task, WritingTask, grammar_task, load_task
 from .tasks import expected_accuracy, refuse_long_choices, scaled_score
 from .tasks import score_task
@@ -78,6 +79,20 @@ def training_texts(
     return (tokenizer.decode(dataset.document(i)[:-1].tolist())
             for i in range(dataset.num_documents))
 
+# %% ../../nbs/12_evaluation/12i_report.ipynb #456eaf73
+def _interval(hits:list, clusters:list)->tuple: # Of a share
+    n, groups = len(hits), len(set(clusters))
+    if groups == n: return wilson(int(sum(hits)), n)
+    if groups > 1 and standard_error(hits, clusters) < 1e-9: # All stories are alike
+        return wilson(round(float(np.mean(hits))*groups), groups)
+    return _mean_interval(hits, clusters)
+
+def _mean_interval(values:list, clusters:list)->tuple: # Of a mean of numbers from 0 to 1
+    mean, groups = float(np.mean(values)), len(set(clusters))
+    if groups == 1: return 0., 1.
+    half = float(student.isf(.025, groups - 1))*standard_error(values, clusters)
+    return max(0., mean - half), min(1., mean + half)
+
 # %% ../../nbs/12_evaluation/12i_report.ipynb #d48fb259
 def task_rows(
     model:Any,      # As in `score_task`
@@ -103,23 +118,12 @@ def task_rows(
     def gaps(probs): return [exact_error([q], [p]) for q,p in zip(probs, exact)]
     each = gaps([choice_probs(r.log_probs) for r in records])
     value, chance = float(np.mean(each)), float(np.mean(gaps([p*0 + 1/len(p) for p in exact])))
-    low, high = _resampled(each, clusters)
+    low, high = _mean_interval(each, clusters)
     return [row, row | dict(unit="calibration", value=value, low=low, high=high, chance=chance,
                             ceiling=0., score=(chance - value)/chance if chance else None,
                             norm="raw")]
 
-# %% ../../nbs/12_evaluation/12i_report.ipynb #12i6writ
-def _interval(hits:list, clusters:list)->tuple: # Wilson's interval, or clustered if stories repeat
-    n, groups, value = len(hits), len(set(clusters)), float(np.mean(hits))
-    if groups == n: return wilson(int(sum(hits)), n)
-    if groups == 1: return 0., 1.
-    if value in (0, 1): return wilson(round(value*groups), groups)  # a story counts once
-    half = 1.96*standard_error(hits, clusters)
-    return max(0., value - half), min(1., value + half)
-
-def _resampled(values:list, clusters:list)->tuple: # Interval of a mean of numbers from 0 to 1
-    return bootstrap(np.mean, values, clusters) if len(set(clusters)) > 1 else (0., 1.)
-
+# %% ../../nbs/12_evaluation/12i_report.ipynb #f19a1860
 def _writing_rows(model, tokenizer, task:WritingTask, tries:int=5)->list: # Greedy, and pass@k
     clusters, ceiling = [i.cluster for i in task.items], task.ceiling
     hits = [float(w == i.right) for w,i in zip(written_words(model, tokenizer, task), task.items)]
@@ -133,7 +137,7 @@ def _writing_rows(model, tokenizer, task:WritingTask, tries:int=5)->list: # Gree
                     version=task.version)
     return [row("right", "greedy", float(np.mean(hits)), _interval(hits, clusters), task.chance),
             row(f"pass@{tries}", "T = 1", float(np.mean(found)),
-                _resampled(found, clusters), guessed)]
+                _mean_interval(found, clusters), guessed)]
 
 # %% ../../nbs/12_evaluation/12i_report.ipynb #09998729
 def stories_rows(
@@ -151,7 +155,7 @@ def stories_rows(
     bits, sizes = (np.array(x) for x in zip(*((p.nats/math.log(2), p.bytes) for p in each)))
     def ratio(k): return float(bits[k.astype(int)].sum()/sizes[k.astype(int)].sum())
     drawn = np.arange(stories)                              # long stories have more bits and bytes
-    value, (low, high) = ratio(drawn), bootstrap(ratio, drawn)
+    value, (low, high) = ratio(drawn), bootstrap_interval(ratio, drawn)
     ends = (math.log2(tokenizer.vocab_size)*tokens/size,
             -sum(map(Stories().log_prob, texts))/math.log(2)/size)
     def row(unit, norm, of):

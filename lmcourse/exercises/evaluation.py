@@ -22,13 +22,13 @@ def check_bits_per_byte(
     "Raise `AssertionError` unless nats become bits and text becomes bytes."
     def right(nats, text): return Perplexity(nats, 1, len(text.encode())).bits_per_byte
     check_cases(bits_per_byte, right,
-           [(8., "naïve café"), (20., "a fig"), (3.5, "µ"), (100., "plum "*9)], {
-"characters are not bytes": lambda n, t: n/math.log(2)/len(t),
-"these are nats": lambda n, t: n/len(t.encode()),
-"a nat is more than a bit": lambda n, t: n*math.log(2)/len(t.encode()),
-"these are bits, not bits per byte": lambda n, t: n/math.log(2),
-"that is per word": lambda n, t: n/math.log(2)/max(1, len(t.split())),
-"a byte counts once, not 8 times": lambda n, t: n/math.log(2)/len(t.encode())/8})
+                [(8., "naïve café"), (20., "a fig"), (3.5, "µ"), (100., "plum "*9)], {
+        "characters are not bytes": lambda n, t: n/math.log(2)/len(t),
+        "these are nats": lambda n, t: n/len(t.encode()),
+        "a nat is more than a bit": lambda n, t: n*math.log(2)/len(t.encode()),
+        "these are bits, not bits per byte": lambda n, t: n/math.log(2),
+        "that is per word": lambda n, t: n/math.log(2)/max(1, len(t.split())),
+        "a byte counts once, not 8 times": lambda n, t: n/math.log(2)/len(t.encode())/8})
 
 # %% ../../nbs/12_evaluation/12z_evaluation.ipynb #fef9f023
 def check_windows(
@@ -41,18 +41,19 @@ def check_windows(
                     for b,f,e in stride_windows(t, c, s)]
         return wrong
     check_cases(windows, stride_windows,
-           [(12, 6, 2), (12, 6, 6), (7, 3, 2), (4, 9, 3), (1, 1, 1), (50, 16, 5)], {
-"the context of a window was left out": other(lambda b, f, e, c, s: f),
-"each window reads from the start": other(lambda b, f, e, c, s: 0),
-"tokens count once, not in every window that shows them":
-    lambda t, c, s: [(b, b, e) for b,_,e in stride_windows(t, c, s)],
-"the last window must end with the text":
-    lambda t, c, s: [(b, f, f + (s if k else c))
-                     for k,(b,f,e) in enumerate(stride_windows(t, c, s))],
-"a window that is short at the end begins where a full one would":
-    lambda t, c, s: [(max(0, e - c), f, e) for _,f,e in stride_windows(t, c, s)],
-"the first window counts all its tokens":
-    lambda t, c, s: [(max(0, e - c), e - min(s, e), e) for e in range(min(s, t), t + 1, s)]})
+                [(12, 6, 2), (12, 6, 6), (7, 3, 2), (4, 9, 3), (1, 1, 1), (50, 16, 5)], {
+        "the context of a window was left out": other(lambda b, f, e, c, s: f),
+        "each window reads from the start": other(lambda b, f, e, c, s: 0),
+        "tokens count once, not in every window that shows them":
+            lambda t, c, s: [(b, b, e) for b,_,e in stride_windows(t, c, s)],
+        "the last window must end with the text":
+            lambda t, c, s: [(b, f, f + (s if k else c))
+                             for k,(b,f,e) in enumerate(stride_windows(t, c, s))],
+        "a window that is short at the end begins where a full one would":
+            lambda t, c, s: [(max(0, e - c), f, e) for _,f,e in stride_windows(t, c, s)],
+        "the first window counts all its tokens":
+            lambda t, c, s: [(max(0, e - c), e - min(s, e), e)
+                             for e in range(min(s, t), t + 1, s)]})
 
 # %% ../../nbs/12_evaluation/12z_evaluation.ipynb #75f2d981
 def check_ceiling(
@@ -76,14 +77,15 @@ def check_score(
 ):
     "Raise `AssertionError` unless chance is 0 and the ceiling is 1."
     check_cases(score, lambda a, c, t: (a - c)/(t - c),
-           [(.6, .25, .9), (.25, .25, .8), (.9, .5, .9), (.1, .25, .7), (.95, .25, .9)], {
-"chance was left out": lambda a, c, t: a/t,
-"the ceiling was left out": lambda a, c, t: (a - c)/(1 - c),
-"the range is from chance to the ceiling": lambda a, c, t: (a - c)/t,
-"the ends are swapped": lambda a, c, t: (t - a)/(t - c),
-"a score below chance is negative": lambda a, c, t: max(0., (a - c)/(t - c)),
-"a score above the ceiling, by luck, is more than 1": lambda a, c, t: min(1., (a - c)/(t - c)),
-"that is the accuracy itself": lambda a, c, t: a})
+                [(.6, .25, .9), (.25, .25, .8), (.9, .5, .9), (.1, .25, .7), (.95, .25, .9)], {
+        "chance was left out": lambda a, c, t: a/t,
+        "the ceiling was left out": lambda a, c, t: (a - c)/(1 - c),
+        "the range is from chance to the ceiling": lambda a, c, t: (a - c)/t,
+        "the ends are swapped": lambda a, c, t: (t - a)/(t - c),
+        "a score below chance is negative": lambda a, c, t: max(0., (a - c)/(t - c)),
+        "a score above the ceiling, by luck, is more than 1":
+            lambda a, c, t: min(1., (a - c)/(t - c)),
+        "that is the accuracy itself": lambda a, c, t: a})
 
 # %% ../../nbs/12_evaluation/12z_evaluation.ipynb #8610c286
 def check_pick(
@@ -182,13 +184,13 @@ def check_pass_at_k(
     "Raise `AssertionError` unless it counts draws without replacement."
     comb = math.comb
     check_cases(pass_at_k, lambda n, c, k: 1 - comb(n - c, k)/comb(n, k),
-           [(10, 1, 5), (10, 3, 2), (5, 4, 3), (8, 0, 4), (6, 6, 1), (200, 7, 100)], {
-"plugging in c/n is biased": lambda n, c, k: 1 - (1 - c/n)**k,
-"that is the probability that none is right": lambda n, c, k: comb(n - c, k)/comb(n, k),
-"one right answer is enough": lambda n, c, k: comb(c, k)/comb(n, k),
-"that is pass@1": lambda n, c, k: c/n,
-"the chances of the draws don't add up": lambda n, c, k: min(1, k*c/n),
-"that is n draws": lambda n, c, k: 1 - (1 - c/n)**n})
+                [(10, 1, 5), (10, 3, 2), (5, 4, 3), (8, 0, 4), (6, 6, 1), (200, 7, 100)], {
+        "plugging in c/n is biased": lambda n, c, k: 1 - (1 - c/n)**k,
+        "that is the probability that none is right": lambda n, c, k: comb(n - c, k)/comb(n, k),
+        "one right answer is enough": lambda n, c, k: comb(c, k)/comb(n, k),
+        "that is pass@1": lambda n, c, k: c/n,
+        "the chances of the draws don't add up": lambda n, c, k: min(1, k*c/n),
+        "that is n draws": lambda n, c, k: 1 - (1 - c/n)**n})
 
 # %% ../../nbs/12_evaluation/12z_evaluation.ipynb #e7f2f431
 def check_calibration_error(
@@ -249,14 +251,14 @@ def check_elo(
         expected = 1/(1 + base**(sign*(b - a)/scale))
         return (a + k*(won - expected), b + other*k*(won - expected))
     check_cases(elo, right,
-           [(1500., 1400., 1, 32), (1200., 1600., 1, 16), (1000., 1000., .5, 32),
-            (1300., 1250., 0, 24)], {
-"use A's surprise, not B's": lambda *a: right(*a, sign=-1),
-"the base is 10": lambda *a: right(*a, base=math.e),
-"the scale is 400": lambda *a: right(*a, scale=1000.),
-"what one wins the other loses": lambda *a: right(*a, other=1),
-"B's rating changes too": lambda *a: right(*a, other=0),
-"the expected result was left out": lambda a, b, w, k: (a + k*w, b - k*w)})
+                [(1500., 1400., 1, 32), (1200., 1600., 1, 16), (1000., 1000., .5, 32),
+                 (1300., 1250., 0, 24)], {
+        "use A's surprise, not B's": lambda *a: right(*a, sign=-1),
+        "the base is 10": lambda *a: right(*a, base=math.e),
+        "the scale is 400": lambda *a: right(*a, scale=1000.),
+        "what one wins the other loses": lambda *a: right(*a, other=1),
+        "B's rating changes too": lambda *a: right(*a, other=0),
+        "the expected result was left out": lambda a, b, w, k: (a + k*w, b - k*w)})
 
 # %% ../../nbs/12_evaluation/12z_evaluation.ipynb #12z13b
 def check_soften(
@@ -286,15 +288,17 @@ def check_brier(
     "Raise `AssertionError` unless all choices count."
     def right(p, a): return math.fsum((x - (k == a))**2 for k,x in enumerate(p))
     check_cases(brier, right,
-           [([.5, .3, .2], 1), ([.1, .9], 0), ([.25]*4, 2), ([1., 0.], 0), ([.7, .2, .1], 0)], {
-"all choices count, not only the right one": lambda p, a: (1 - p[a])**2,
-"the sum over choices, not their mean": lambda p, a: right(p, a)/len(p),
-"squares, not distances": lambda p, a: math.fsum(abs(x - (k == a)) for k,x in enumerate(p)),
-"take no root": lambda p, a: math.sqrt(right(p, a)),
-"a score of 0 is perfect": lambda p, a: 1 - right(p, a),
-"the truth is 1 for one choice and 0 for the others": lambda p, a: math.fsum((1 - x)**2 for x in p),
-"the right choice, not the likeliest": lambda p, a: right(p, p.index(max(p))),
-"that is the loss": lambda p, a: -math.log(p[a])})
+                [([.5, .3, .2], 1), ([.1, .9], 0), ([.25]*4, 2), ([1., 0.], 0),
+                 ([.7, .2, .1], 0)], {
+        "all choices count, not only the right one": lambda p, a: (1 - p[a])**2,
+        "the sum over choices, not their mean": lambda p, a: right(p, a)/len(p),
+        "squares, not distances": lambda p, a: math.fsum(abs(x - (k == a)) for k,x in enumerate(p)),
+        "take no root": lambda p, a: math.sqrt(right(p, a)),
+        "a score of 0 is perfect": lambda p, a: 1 - right(p, a),
+        "the truth is 1 for one choice and 0 for the others":
+            lambda p, a: math.fsum((1 - x)**2 for x in p),
+        "the right choice, not the likeliest": lambda p, a: right(p, p.index(max(p))),
+        "that is the loss": lambda p, a: -math.log(p[a])})
 
 # %% ../../nbs/12_evaluation/12z_evaluation.ipynb #12z15b
 def check_overlap(
@@ -338,15 +342,15 @@ def check_order_p(
     "Raise `AssertionError` unless the file's own order and ties count."
     def right(x): return sum(v >= x[0] for v in x)/len(x)
     check_cases(order_p, right,
-           [([-9., -10., -8., -12.],), ([-5., -5., -5., -6., -7., -8., -9.],),
-            ([-1., -2., -3., -4., -5.],), ([-7., -6., -5.],), ([-3., -3.],)], {
-"the file's own order counts too": lambda x: sum(v >= x[0] for v in x[1:])/(len(x) - 1),
-"the file's own order is one of them": lambda x: sum(v >= x[0] for v in x[1:])/len(x),
-"an equal probability is enough": lambda x: (1 + sum(v > x[0] for v in x))/len(x),
-"more probable, not less": lambda x: sum(v <= x[0] for v in x)/len(x),
-"a share, not a rank": lambda x: sum(v >= x[0] for v in x),
-"that is one minus the p-value": lambda x: 1 - right(x),
-"a p-value, not whether it is the best": lambda x: float(x[0] == max(x))})
+                [([-9., -10., -8., -12.],), ([-5., -5., -5., -6., -7., -8., -9.],),
+                 ([-1., -2., -3., -4., -5.],), ([-7., -6., -5.],), ([-3., -3.],)], {
+        "the file's own order counts too": lambda x: sum(v >= x[0] for v in x[1:])/(len(x) - 1),
+        "the file's own order is one of them": lambda x: sum(v >= x[0] for v in x[1:])/len(x),
+        "an equal probability is enough": lambda x: (1 + sum(v > x[0] for v in x))/len(x),
+        "more probable, not less": lambda x: sum(v <= x[0] for v in x)/len(x),
+        "a share, not a rank": lambda x: sum(v >= x[0] for v in x),
+        "that is one minus the p-value": lambda x: 1 - right(x),
+        "a p-value, not whether it is the best": lambda x: float(x[0] == max(x))})
 
 # %% ../../nbs/12_evaluation/12z_evaluation.ipynb #12z17b
 def check_match(

@@ -48,11 +48,11 @@ def fit_parabola(
     u = np.log(x)
     curve, slope, level = np.polyfit(u - u.mean(), loss, 2)
     if curve <= 0: raise ValueError("parabola: opens downwards, expected a valley")
-    vertex = -slope/(2*curve)
-    if not u.min() <= vertex + u.mean() <= u.max():
-        raise ValueError(f"parabola: lowest at {np.exp(vertex + u.mean()):.3g}, outside the runs "
-                         f"({x.min():.3g} to {x.max():.3g})")
-    return float(np.exp(vertex + u.mean())), float(level - slope**2/(4*curve))
+    vertex = u.mean() - slope/(2*curve)
+    if not u.min() <= vertex <= u.max():
+        raise ValueError(f"parabola: lowest {'below' if vertex < u.min() else 'above'} all sizes, "
+                         f"outside the runs ({x.min():.3g} to {x.max():.3g})")
+    return float(np.exp(vertex)), float(level - slope**2/(4*curve))
 
 def isoflop_optima(
     flops:np.ndarray, x:np.ndarray, loss:np.ndarray, # Runs `(n,)`; `x` is size or tokens

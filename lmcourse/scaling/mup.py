@@ -12,6 +12,7 @@ from typing import Any
 from collections.abc import Sequence
 from ..parallelism.batch_size import new_run, run_steps, small_model, story_tokenizer
 from ..parallelism.batch_size import story_tokens
+from .isoflops import fit_parabola
 from .power_laws import fit_power_law
 from ..training.data import TokenDataset
 
@@ -83,5 +84,4 @@ def best_rate(
         if losses[n] == np.inf:
             raise ValueError(f"best_rate: no loss at {rates[n]}, beside the lowest at {rates[k]}: "
                              f"try a rate between them")
-    a, b, _ = np.polyfit(np.log(rates[k-1:k+2]), losses[k-1:k+2], 2)
-    return float(np.exp(-b/(2*a)))
+    return fit_parabola(rates[k-1:k+2], losses[k-1:k+2])[0]
