@@ -56,6 +56,7 @@ def make_ffn(
     if name in FFN_MODULES: return _found(FFN_MODULES[name])(config, **how)
     return FeedForward(config.d_model, config.ffn_size, config.ffn, config.bias, **how)
 
+# %% ../../nbs/03_architecture/03f_transformer_torch.ipynb #f06559f4
 @dataclass(frozen=True)
 class Parts:
     "The components of a model; `replace(Parts(), attention=my_kernel)` replaces one."
@@ -67,6 +68,7 @@ class Parts:
     ffn:Callable = make_ffn       # like `make_ffn`
     loss:Callable = linear_cross_entropy  # like `linear_cross_entropy`
 
+# %% ../../nbs/03_architecture/03f_transformer_torch.ipynb #fba40296
 # name to a function that replaces parts; a string names a function of a later chapter
 PARTS:dict[str, Callable|str] = {"triton": "lmcourse.kernels.use:triton_parts",
                                  "fused": "lmcourse.architecture.fused_attention:fused_parts"}
