@@ -209,6 +209,15 @@ def test_measured_steps_leave_no_trace(data, tmp_path):
             check_close(weights(a), weights(b), 0, 0)
 
 
+def test_a_measurement_takes_no_batches_away_from_an_iterator(data):
+    "They would be missing from the run"
+    source = Trainer(MODEL, SHORT, *sets(data)).batches
+    waiting = iter([source[i] for i in range(30)])
+    t = Trainer(MODEL, SHORT, None, sets(data)[1], waiting)
+    with pytest.raises(TypeError, match="batches from an iterator, expected batches by step"): measure_step(t)
+    assert len(list(waiting)) == 30
+
+
 def test_an_error_leaves_a_trainer_and_a_mode_as_they_were(data, monkeypatch):
     t = Trainer(MODEL, SHORT, *sets(data))
     for _ in range(3): t.train_step()
