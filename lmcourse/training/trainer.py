@@ -231,7 +231,7 @@ def measure_step(
     trainer:Trainer, # A trainer with batches by step; it is restored afterwards
     steps:int=10,    # Number of timed steps, after a third as many for warm-up
 )->float: # Median time of a step, in seconds
-    "Measure how long one step takes on this machine. Raises `TypeError` for an iterator of batches."
+    "Measure how long a step takes on this machine. Raises `TypeError` for an iterator of batches."
     if not hasattr(trainer.batches, "__getitem__"):
         raise TypeError("measure_step: batches from an iterator, expected batches by step: those "
                         "that it tries would be missing from the run")
