@@ -500,6 +500,12 @@ def test_keep_and_order(tmp_path):
     assert sorted(p.name for p in (tmp_path / "long").iterdir()) == ["step_2000000", "step_3000000"]
 
 
+def test_a_file_is_no_folder_of_checkpoints(tmp_path):
+    "Said at once, not by the first save"
+    (tmp_path / "checkpoints").write_text("a file")
+    with pytest.raises(NotADirectoryError, match="checkpoints: a file, expected a folder of checkpoints"): Checkpoints(tmp_path / "checkpoints")
+
+
 @settings(deadline=None, max_examples=15)
 @given(losses=st.lists(st.one_of(st.none(), st.sampled_from([1.5, 2., 2.5, float("nan"), float("inf"), -1.])), min_size=1, max_size=7), keep=st.integers(1, 3))
 def test_the_last_and_the_best_are_kept(tmp_path_factory, losses, keep):

@@ -209,6 +209,15 @@ def test_measured_steps_leave_no_trace(data, tmp_path):
             check_close(weights(a), weights(b), 0, 0)
 
 
+def test_a_measurement_takes_no_batches_away_from_an_iterator(data):
+    "They would be missing from the run"
+    source = Trainer(MODEL, SHORT, *sets(data)).batches
+    waiting = iter([source[i] for i in range(30)])
+    t = Trainer(MODEL, SHORT, None, sets(data)[1], waiting)
+    with pytest.raises(TypeError, match="batches from an iterator, expected batches by step"): measure_step(t)
+    assert len(list(waiting)) == 30
+
+
 def test_an_error_leaves_a_trainer_and_a_mode_as_they_were(data, monkeypatch):
     t = Trainer(MODEL, SHORT, *sets(data))
     for _ in range(3): t.train_step()
@@ -358,6 +367,53 @@ def test_without_a_checkpoint_a_trainer_that_has_moved_cannot_go_back(data, tmp_
     t.resume(tmp_path)
     t.train_step()
     with pytest.raises(ValueError, match="no checkpoint to go back to, .*: make a new Trainer"): t.resume(tmp_path)
+
+
+@pytest.mark.parametrize("name, value", [("lr", 1e-2), ("seed", 1), ("batch_size", 8), ("windows", "sequential"), ("steps", 20)])
+def test_a_run_goes_on_with_its_own_settings(data, tmp_path, name, value):
+    "With others it would be neither the run that was begun nor the one that its config.json describes"
+    cut = cut_off(data, tmp_path/"cut", MODEL, SHORT)
+    other = replace(SHORT, **{name: value})
+    trainer = Trainer(MODEL, other, *sets(data))
+    with pytest.raises(ValueError, match=f"{name} is {getattr(SHORT, name)!r} in its config.json, {value!r} here.*write_run"): trainer.resume(cut)
+    assert trainer.step == 0 and max(m["step"] for m in read_metrics(cut)) == 7
+    write_run(cut, MODEL, other, data)                                      # Whoever means it says so
+    trainer.resume(cut)
+    assert trainer.step == 5
+
+
+def test_what_only_says_how_a_run_is_computed_may_change(data, tmp_path):
+    cut = cut_off(data, tmp_path/"cut", MODEL, SHORT)
+    for changes in (dict(micro_batch=2), dict(recompute=True, prefetch=0), dict(log_every=3, keep_checkpoints=1), dict(engine="numpy"), dict(dtype="auto")):
+        again = Trainer(MODEL, replace(SHORT, **changes), *sets(data))
+        again.resume(cut)
+        assert again.step == 5
+
+
+def test_all_that_decides_the_weights_is_compared():
+    from lmcourse.training.trainer import _DECIDES
+    how = """engine prefetch eval_every eval_documents checkpoint_every keep_checkpoints log_every log_to init_from device dtype compile attention kernels recompute
+             shard data_parallel_replicate_degree data_parallel_shard_degree tensor_parallel_degree sequence_parallel context_parallel_degree
+             pipeline_parallel_degree pipeline_parallel_schedule timeout_seconds micro_batch""".split()
+    assert _DECIDES | set(how) == SHORT.to_dict().keys() and not _DECIDES & set(how)
+
+
+def test_samples_that_are_no_text_are_named(data, tmp_path):
+    "Before anything of the run changes"
+    cut = cut_off(data, tmp_path/"cut", MODEL, SHORT)
+    (cut/"samples.txt").write_bytes(b"--- step 4\n\xff\n\n")
+    before = (cut/"metrics.jsonl").read_bytes()
+    with pytest.raises(ValueError, match=r"samples.txt: not UTF-8 \(byte 11\)"): Trainer(MODEL, SHORT, *sets(data)).resume(cut)
+    assert (cut/"metrics.jsonl").read_bytes() == before
+
+
+def test_a_file_in_place_of_the_checkpoints_stops_a_run_at_its_start(data, tmp_path):
+    write_run(tmp_path, MODEL, SHORT, data)
+    (tmp_path/"checkpoints").write_text("a file")
+    trainer = Trainer(MODEL, SHORT, *sets(data))
+    for start in (trainer.fit, trainer.resume, load_model):
+        with pytest.raises(NotADirectoryError, match="checkpoints: a file, expected a folder of checkpoints"): start(tmp_path)
+    assert trainer.step == 0 and not (tmp_path/"metrics.jsonl").exists()
 
 
 def test_a_new_trainer_does_not_write_into_the_run_of_another(data, tmp_path):
@@ -671,15 +727,25 @@ def test_a_signal_ends_a_run_after_a_whole_step_and_is_named(data, tmp_path, how
 
 def test_the_seconds_of_a_step_are_the_median_of_the_last_ones(data, monkeypatch):
     "Of ten after four that are not counted; as many as the config has, where it has fewer"
-    counts = []
+    counts, clock = [], [0.]
     def step(self):
         counts.append(len(counts))
-        self.elapsed += [100, 100, 100, 100, 9, 1, 8, 2, 7, 3, 6, 4, 5, 0][counts[-1]]
-    monkeypatch.setattr("time.perf_counter", lambda: 0.)                # The times are those of `step`
+        clock[0] += [100, 100, 100, 100, 9, 1, 8, 2, 7, 3, 6, 4, 5, 0][counts[-1]]
+    monkeypatch.setattr("time.perf_counter", lambda: clock[0])          # The times are those of `step`
     monkeypatch.setattr(Trainer, "train_step", step)
     assert measure_step(Trainer(MODEL, replace(SHORT, steps=50), *sets(data))) == 4.5 and len(counts) == 14
     counts.clear()
     assert measure_step(Trainer(MODEL, replace(SHORT, steps=6), *sets(data))) == 100 and len(counts) == 6
+
+
+def test_documents_without_a_byte_have_no_loss_per_byte(data, tmp_path):
+    "Said before the model runs"
+    write_tokens(tmp_path/"valid", ["", ""], Tokenizer.from_folder(data/"tokenizer"), "nothing")
+    valid = TokenDataset.open(tmp_path/"valid")
+    class Unused(torch.nn.Module):
+        w = torch.nn.Parameter(torch.zeros(1))
+        def forward(self, ids): raise AssertionError("ran")
+    with pytest.raises(ValueError, match="all 2 documents are empty"): evaluate(Unused(), valid, 8)
 
 
 def test_the_error_of_a_loss_by_hand():
@@ -727,6 +793,12 @@ def test_a_model_whose_weights_float16_can_not_hold_is_not_kept(data, tmp_path, 
     with pytest.raises(ValueError, match="ln_final.weight has a value that float16 can't hold"):
         save_model(tmp_path/"kept", model, Tokenizer.from_folder(data/"tokenizer"), SHORT, {})
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("values", [dict(model={}), dict(train=None), dict(train=3)])
+def test_a_config_without_a_training_is_named(tmp_path, values):
+    (tmp_path/"config.json").write_text(json.dumps(values))
+    with pytest.raises(ValueError, match="config.json: train is (None|3), expected an object"): training_of(tmp_path)
 
 
 def test_the_plateau_lowers_the_rate_and_stops(data, tmp_path):

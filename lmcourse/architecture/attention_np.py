@@ -63,8 +63,8 @@ def rope_tables_np(
     """Compute cosine and sine of the angle of each position and pair.
     Source: Su et al. 2021, section 3.2.2."""
     speeds_K = xp.asarray(rope_frequencies(head_dim, theta, scaling))
-    angles_TK, scale = (xp.outer(xp.arange(context_length, dtype=xp.float64), speeds_K),
-                        rope_factor(scaling))
+    angles_TK = xp.outer(xp.arange(context_length, dtype=xp.float64), speeds_K)
+    scale = rope_factor(scaling)
     return (scale*xp.cos(angles_TK)).astype(dtype), (scale*xp.sin(angles_TK)).astype(dtype)
 
 # %% ../../nbs/03_architecture/03c_attention_np.ipynb #c00a18cb
@@ -79,8 +79,8 @@ def _rotate(x, cos, sin, first:slice, second:slice
     if T > cos.shape[-2]:
         raise ValueError(f"x {x.shape} has {T} positions, but RoPE's tables end after "
                          f"{cos.shape[-2]}")
-    cos, sin, y, wide = (cos[..., :T, :], sin[..., :T, :], array_module(x, cos, sin).empty_like(x),
-                         at_least_float32_np(x))
+    cos, sin = cos[..., :T, :], sin[..., :T, :]
+    y, wide = array_module(x, cos, sin).empty_like(x), at_least_float32_np(x)
     a, b = wide[..., first], wide[..., second]
     y[..., first] = a*cos - b*sin
     y[..., second] = a*sin + b*cos
@@ -171,7 +171,8 @@ def attention_forward(
     """Return for each query the softmax-weighted mean of the values that it sees.
     Source: Vaswani et al. 2017, equation 1."""
     _check_attention(q, k, v, mask)
-    xp, (wide_q, wide_k, wide_v) = array_module(q, k, v, mask), map(at_least_float32_np, (q, k, v))
+    xp = array_module(q, k, v, mask)
+    wide_q, wide_k, wide_v = map(at_least_float32_np, (q, k, v))
     scores_TS = (wide_q*q.shape[-1]**-.5)@wide_k.swapaxes(-1, -2)
     if mask is not None: scores_TS = xp.where(mask, scores_TS, _lowest(scores_TS))
     probs_TS, softmax_cache = softmax_forward(scores_TS)
@@ -187,8 +188,8 @@ def attention_backward(
     "Compute the gradients, going back through the mean, the softmax and the scores."
     q, k, v, mask, probs_TS, softmax_cache = cache
     require_dy(dout, q.shape, q.dtype, "dout")
-    (wide_q, wide_k, wide_v, dout), scale = (map(at_least_float32_np, (q, k, v, dout)),
-                                             q.shape[-1]**-.5)
+    wide_q, wide_k, wide_v, dout = map(at_least_float32_np, (q, k, v, dout))
+    scale = q.shape[-1]**-.5
     if mask is not None: dout = dout*mask.any(-1, keepdims=True)
     dscores_TS = softmax_backward(dout@wide_v.swapaxes(-1, -2), softmax_cache)
     dq = _product(dscores_TS, wide_k*scale, wide_q)
@@ -337,11 +338,12 @@ def blockwise_attention_backward(
     Source: Dao et al. 2022, algorithm 4."""
     q, k, v, out, log_sum, window, plan = cache
     require_dy(dout, q.shape, q.dtype, "dout")
-    xp, scale, dout = (array_module(q), q.shape[-1]**-.5,
-                       at_least_float32_np(_group(dout, k.shape[-3])))
+    xp, scale = array_module(q), q.shape[-1]**-.5
+    dout = at_least_float32_np(_group(dout, k.shape[-3]))
     queries, keys, values = map(at_least_float32_np, _grouped(q, k, v))
     dq, dk, dv = map(xp.zeros_like, (queries, keys, values))
-    queries, mean = queries*scale, (dout*out).sum(-1, keepdims=True)            # `mean` is μ
+    queries = queries*scale
+    mean = (dout*out).sum(-1, keepdims=True)                # μ
     for rows, first, parts in plan:
         q_TK, dout_TK, log_sum_T1, mean_T1 = (z[..., rows, :]
                                               for z in (queries, dout, log_sum, mean))

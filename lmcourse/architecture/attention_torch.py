@@ -56,8 +56,8 @@ def causal_mask(
         raise ValueError(f"{T} queries at the end of {S} keys: there must be at least as many keys")
     if window is not None and window < 1:
         raise ValueError(f"window = {window}, expected 1 or more: a query sees itself")
-    query_T1, key_1S = (torch.arange(S - T, S, device=device)[:, None],
-                        torch.arange(S, device=device)[None])
+    query_T1 = torch.arange(S - T, S, device=device)[:, None]
+    key_1S = torch.arange(S, device=device)[None]
     mask_TS = key_1S <= query_T1
     return mask_TS if window is None else mask_TS & (key_1S > query_T1 - window)
 

@@ -5,9 +5,9 @@
 # %% auto #0
 __all__ = ['FAST', 'norm_rows', 'norm_rows_backward', 'fast_add_norm_forward', 'fast_add_norm_backward', 'fast_norm_forward',
            'fast_norm_backward', 'exponents', 'gate', 'gate_backward', 'fast_ffn_forward', 'fast_ffn_backward',
-           'rotate_pairs', 'shift_scores', 'divide_rows', 'less_log_sum', 'scores_backward', 'fast_attention_forward',
-           'fast_attention_backward', 'fast_multihead_forward', 'fast_multihead_backward', 'subtract_max',
-           'entropy_rows', 'fast_head_loss', 'pool', 'blas_threads', 'fast_loss_and_grads']
+           'rotate_pairs', 'shift_scores', 'divide_rows', 'subtract_log_sum', 'scores_backward',
+           'fast_attention_forward', 'fast_attention_backward', 'fast_multihead_forward', 'fast_multihead_backward',
+           'subtract_max', 'entropy_rows', 'fast_head_loss', 'pool', 'blas_threads', 'fast_loss_and_grads']
 
 # %% ../../nbs/03_architecture/03h_fast_np.ipynb #83f4c3f8
 import math, os
@@ -78,6 +78,8 @@ def _kernels_fit(x)->bool:
 
 def _rows(x): return x.reshape(-1, x.shape[-1])
 
+def _flat(x): return None if x is None else x.ravel()
+
 def _readable(result:tuple)->tuple: # Marks a cache of a readable function
     return *result[:-1], (None, result[-1])
 
@@ -94,7 +96,8 @@ def fast_add_norm_forward(
     require_norm(config.norm, x, **params)
     if branch is not None: require_shape("branch", branch, x.shape)
     s, h = x if branch is None else np.empty_like(x), np.empty_like(x)
-    centre, (shift, inv) = config.norm == "layernorm", np.empty((2, x.size//x.shape[-1]), x.dtype)
+    shift, inv = np.empty((2, x.size//x.shape[-1]), x.dtype)
+    centre = config.norm == "layernorm"
     norm_rows(_rows(x), None if branch is None else _rows(branch), params["weight"],
               params.get("bias"), np.float32(config.norm_eps), centre,
               _rows(s), _rows(h), shift, inv)
@@ -109,8 +112,8 @@ def fast_add_norm_backward(
     if cache[0] is None: return add_norm_backward(ds, dh, cache[1])
     s, shift, inv, params, centre = cache
     for d in (dh,) if ds is None else (dh, ds): require_dy(d, s.shape, s.dtype)
-    dx, dweight, dbias = (np.empty_like(s), np.zeros_like(params["weight"]),
-                          np.zeros_like(params["weight"]))
+    dx, dweight = np.empty_like(s), np.zeros_like(params["weight"])
+    dbias = np.zeros_like(dweight)
     norm_rows_backward(None if ds is None else _rows(ds), _rows(dh), _rows(s), shift, inv,
                        params["weight"], centre, _rows(dx), dweight, dbias)
     return dx, dict(weight=dweight) | (dict(bias=dbias) if "bias" in params else {})
@@ -180,12 +183,13 @@ def fast_ffn_forward(
         return _readable(ffn_forward(x, params, kind))
     a, first = named_linear(x, params, "w1")
     b, third = named_linear(x, params, "w3") if gated else (None, None)
-    e, y, gelu = np.empty_like(a) if _EXPONENTIAL[name] else None, np.empty_like(a), name == "gelu"
+    y, gelu = np.empty_like(a), name == "gelu"
+    e = np.empty_like(a) if _EXPONENTIAL[name] else None
     if e is not None:
-        exponents(a.ravel(), gelu, e.ravel())
+        exponents(_flat(a), gelu, _flat(e))
         # 1/(1 + infinity) is 0, as it should be
         with np.errstate(over="ignore"): np.exp(e, out=e)
-    gate(a.ravel(), None if b is None else b.ravel(), None if e is None else e.ravel(), y.ravel())
+    gate(_flat(a), _flat(b), _flat(e), _flat(y))
     out, second = named_linear(y, params, "w2")
     return out, (a, b, e, gelu, first, second, third)
 
@@ -200,8 +204,7 @@ def fast_ffn_backward(
     # Gradient of w2's input, overwritten below by the gradient of `a`
     da, grads = named_linear_backward(dy, second, "w2")
     db = None if b is None else np.empty_like(b)
-    flat = lambda z: None if z is None else z.ravel()
-    gate_backward(flat(da), flat(a), flat(b), flat(e), gelu, flat(da), flat(db))
+    gate_backward(_flat(da), _flat(a), _flat(b), _flat(e), gelu, _flat(da), _flat(db))
     dx, dfirst = named_linear_backward(da, first, "w1")
     if db is None: return dx, grads | dfirst
     dx3, dthird = named_linear_backward(db, third, "w3")
@@ -252,14 +255,14 @@ def divide_rows(z, top):
 
 # %% ../../nbs/03_architecture/03h_fast_np.ipynb #5c3dae9d
 @fused
-def less_log_sum(z, scale, first, low, window, log_sum):
+def subtract_log_sum(z, scale, first, low, window, log_sum):
     """Scale scores and subtract each row's logarithm of Z; -infinity for keys that are hidden.
     Rows and columns are positions as in `shift_scores`."""
     M, Q, S = z.shape
     for m in range(M):
         for r in range(Q):
-            start, stop, level = (max(0, first + r - window + 1 - low),
-                                  min(S, first + r + 1 - low), log_sum[m, first + r])
+            start, stop = max(0, first + r - window + 1 - low), min(S, first + r + 1 - low)
+            level = log_sum[m, first + r]
             for c in range(start): z[m, r, c] = -np.inf
             for c in range(start, stop): z[m, r, c] = z[m, r, c]*scale - level
             for c in range(stop, S): z[m, r, c] = -np.inf
@@ -278,7 +281,7 @@ def _heads(x, G:int): # `(B, T, H, K)` as `(B, G, R, T, K)`, nothing copied
     B, T, H, K = x.shape
     return x.reshape(B, T, G, H//G, K).transpose(0, 2, 3, 1, 4)
 
-def _piece(buffer, *shape): return buffer[:math.prod(shape)].reshape(shape)
+def _piece(room, *shape): return room[:math.prod(shape)].reshape(shape) # Memory for a piece
 
 def _check_pieces(q, k, v, window, block):
     if (k.shape != v.shape or q.shape[:2] + q.shape[3:] != k.shape[:2] + k.shape[3:]
@@ -298,14 +301,15 @@ def fast_attention_forward(
 )->tuple: # Output `(B, T, H, K)` and the cache for `fast_attention_backward`
     "Compute causal attention, some queries of a sequence at a time, with the keys that they see."
     _check_pieces(q, k, v, window, block)
-    (B, T, H, K), G, window = q.shape, k.shape[2], window or q.shape[1]
-    out, log_sum, buffer = (np.empty_like(q), np.empty((B, H, T), q.dtype),
-                            np.empty(H*block*T, q.dtype))
-    qs, ks, vs, outs = _heads(q, G), _heads(k, G), _heads(v, G), _heads(out, G)
+    (B, T, H, K), G = q.shape, k.shape[2]
+    window = window or T
+    out, log_sum = np.empty_like(q), np.empty((B, H, T), q.dtype)
+    room = np.empty(H*block*T, q.dtype)
+    qs, ks, vs, outs = (_heads(a, G) for a in (q, k, v, out))    # `(B, G, R, T, K)`
     for b in range(B):
         for i in range(0, T, block):
             j, low = min(i + block, T), max(0, i - window + 1)
-            z = _piece(buffer, G, H//G, j - i, j - low)
+            z = _piece(room, G, H//G, j - i, j - low)
             np.matmul(qs[b, :, :, i:j], ks[b, :, :, low:j].swapaxes(-1, -2), out=z)
             flat, top = z.reshape(H, j - i, j - low), log_sum[b, :, i:j]
             shift_scores(flat, np.float32(K**-.5), i, low, window, top)
@@ -324,19 +328,19 @@ def fast_attention_backward(
     q, k, v, out, log_sum, window, block = cache
     require_dy(dout, q.shape, q.dtype)
     (B, T, H, K), G = q.shape, k.shape[2]
-    dq, dk, dv, buffers = (np.zeros_like(q), np.empty_like(k), np.empty_like(v),
-                           np.empty((2, H*block*T), q.dtype))
+    dq, dk, dv = np.zeros_like(q), np.empty_like(k), np.empty_like(v)
+    rooms = np.empty((2, H*block*T), q.dtype)
     delta = np.ascontiguousarray(np.einsum("bthk,bthk->bht", dout, out))
     scale, views = np.float32(K**-.5), [_heads(a, G) for a in (q, k, v, dout, dq)]
     for b in range(B):
         qs, ks, vs, douts, dqs = (a[b] for a in views)           # `(G, R, T, K)`
         for i in range(0, T, block):
             j, end = min(i + block, T), min(T, i + block + window - 1)
-            p, dp = (_piece(buffer, G, H//G, end - i, j - i) for buffer in buffers)
+            p, dp = (_piece(room, G, H//G, end - i, j - i) for room in rooms)
             np.matmul(qs[:, :, i:end], ks[:, :, i:j].swapaxes(-1, -2), out=p)
             np.matmul(douts[:, :, i:end], vs[:, :, i:j].swapaxes(-1, -2), out=dp)
             flat, dflat = (z.reshape(H, end - i, j - i) for z in (p, dp))
-            less_log_sum(flat, scale, i, i, window, log_sum[b])
+            subtract_log_sum(flat, scale, i, i, window, log_sum[b])
             np.exp(p, out=p)
             scores_backward(flat, dflat, scale, i, delta[b])
             dv[b, i:j] = np.matmul(p.swapaxes(-1, -2), douts[:, :, i:end]).sum(1).swapaxes(0, 1)
@@ -363,8 +367,9 @@ def fast_multihead_forward(
     if c.position != "rope": tables = None
     else: _check_tables(tables, T, c.head_size)
     made = {n: named_linear(x, params, f"{n}_proj") for n in "qkv"}
-    heads, norms = {n: y.reshape(-1, T, y.shape[-1]//c.head_size, c.head_size)
-                    for n,(y,_) in made.items()}, {}
+    heads = {n: y.reshape(-1, T, y.shape[-1]//c.head_size, c.head_size)
+             for n,(y,_) in made.items()}
+    norms = {}
     # always RMSNorm, whatever norm the stream has
     for n in "qk" if c.qk_norm else "":
         heads[n], norms[n] = fast_norm_forward(heads[n], dict(weight=params[f"{n}_norm.weight"]),
@@ -443,22 +448,22 @@ def fast_head_loss(
     require_linear(h, weight, None)
     counts, targets = require_targets(np.broadcast_to(h[..., :1], (*h.shape[:-1], len(weight))),
                                      targets, ignore_index, z_loss)
-    count, used = (np.count_nonzero(counts) if count is None else count,
-                   np.where(counts, targets, -1))
-    rows, step = _rows(h), max(256, 2**21//len(weight))
-    dh, dweight, some, z = (np.empty_like(rows), None, np.empty_like(weight),
-                            np.empty((min(step, len(rows)), len(weight)), h.dtype))
-    loss, at = 0., np.empty((2, len(z)), h.dtype)
+    if count is None: count = np.count_nonzero(counts)
+    used, rows, step = np.where(counts, targets, -1), _rows(h), max(256, 2**21//len(weight))
+    room = np.empty((min(step, len(rows)), len(weight)), h.dtype)
+    dh, dweight, more = np.empty_like(rows), None, np.empty_like(weight)
+    loss, at = 0., np.empty((2, len(room)), h.dtype)
     for i in range(0, len(rows), step):
-        x, y = rows[i:i + step], slice(i, i + step)
-        logits = np.matmul(x, weight.T, out=z[:len(x)])
-        subtract_max(logits, targets[y], at)
+        part = slice(i, i + step)
+        x = rows[part]
+        logits = np.matmul(x, weight.T, out=room[:len(x)])
+        subtract_max(logits, targets[part], at)
         np.exp(logits, out=logits)
-        loss += entropy_rows(at[1], logits, used[y], at[0], -1, np.float32(z_loss),
+        loss += entropy_rows(at[1], logits, used[part], at[0], -1, np.float32(z_loss),
                              np.float32(count))
-        np.matmul(logits, weight, out=dh[y])
+        np.matmul(logits, weight, out=dh[part])     # the gradient of the logits is there by now
         if dweight is None: dweight = logits.T@x
-        else: dweight += np.matmul(logits.T, x, out=some)
+        else: dweight += np.matmul(logits.T, x, out=more)
     return np.float32(loss/count) if count else np.float32(np.nan), dh.reshape(h.shape), dweight
 
 # %% ../../nbs/03_architecture/03h_fast_np.ipynb #72f73006

@@ -409,26 +409,27 @@ def _loss_part(z, targets, z_loss, count, i, j): # The sum of the losses of rows
 
 def _head_loss(x:Tensor, weight:Tensor, targets:Tensor, ignore_index:int, z_loss:float
                )->tuple[Tensor, Tensor, Tensor]: # The mean, and the gradients of `x` and `weight`
-    (N, D), counts = x.shape, targets != ignore_index
+    N, D = x.shape
     if not fits(x, weight): # The bits of other numbers would be read as float32
         raise TypeError(f"head_loss: {x.dtype} {tuple(x.shape)} and {weight.dtype} "
                         f"{tuple(weight.shape)}, expected float32 numbers on a CPU")
     _check_shapes("head_loss: weight", weight.shape, (len(weight), D))
     _check_shapes("head_loss: targets", targets.shape, (N,))
+    counts = targets != ignore_index
     check_index(targets[counts], len(weight), "target", "a vocabulary")
-    n, tokens = int(counts.sum()), max(256, 2**21//len(weight))
-    used, count, loss = targets.where(counts, -1).numpy(), np.float32(max(n, 1)), 0.
-    x, weight = x.detach(), weight.detach()
+    used, n = targets.where(counts, -1).numpy(), int(counts.sum())
+    x, weight, loss = x.detach(), weight.detach(), 0.
     dx, dweight = x.new_zeros(N, D), weight.new_zeros(weight.shape)
+    tokens = max(256, 2**21//len(weight))
     room = x.new_empty(0 if vectors_idle() else min(tokens, N), len(weight))
     for i in range(0, N, tokens):
-        rows = x[i:i + tokens]
-        z, y = product(rows, weight.T, room[:len(rows)]), used[i:i + tokens]
-        loss += sum(share(partial(_loss_part, z.numpy(), y, np.float32(z_loss), count), len(z),
-                          z.numel()))
+        rows, y = x[i:i + tokens], used[i:i + tokens]
+        z = product(rows, weight.T, room[:len(rows)])
+        part = partial(_loss_part, z.numpy(), y, np.float32(z_loss), np.float32(max(n, 1)))
+        loss += sum(share(part, len(z), z.numel()))
         add_product(dx[i:i + tokens], z, weight)
         add_product(dweight, z.T, rows)
-        del z   # before the next one is made
+        del z, part     # before the next ones are made
     return x.new_tensor(loss/n if n else math.nan), dx, dweight
 
 def _head_loss_backward(dloss:Tensor, dx:Tensor, dweight:Tensor)->tuple[Tensor, Tensor]:

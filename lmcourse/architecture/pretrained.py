@@ -226,9 +226,9 @@ def config_to_hf(
     dtype:str="float32",  # Type of the weights
 )->dict: # Plain JSON values
     "Make transformers' `config.json`. Raises `ValueError` if the model belongs to no family."
-    family, sizes = family_of(config), dict(num_kv_heads=config.kv_heads,
-                                            head_dim=config.head_size, d_ff=config.ffn_size,
-                                            moe_d_ff=config.expert_size)
+    family = family_of(config)
+    sizes = dict(num_kv_heads=config.kv_heads, head_dim=config.head_size, d_ff=config.ffn_size,
+                 moe_d_ff=config.expert_size)
     values = config.to_dict() | sizes
     out = dict(architectures=[_CLASSES[family]], model_type=family, dtype=dtype, bos_token_id=None,
                eos_token_id=None)

@@ -56,6 +56,7 @@ def make_ffn(
     if name in FFN_MODULES: return _found(FFN_MODULES[name])(config, **how)
     return FeedForward(config.d_model, config.ffn_size, config.ffn, config.bias, **how)
 
+# %% ../../nbs/03_architecture/03f_transformer_torch.ipynb #f06559f4
 @dataclass(frozen=True)
 class Parts:
     "The components of a model; `replace(Parts(), attention=my_kernel)` replaces one."
@@ -67,6 +68,7 @@ class Parts:
     ffn:Callable = make_ffn       # like `make_ffn`
     loss:Callable = linear_cross_entropy  # like `linear_cross_entropy`
 
+# %% ../../nbs/03_architecture/03f_transformer_torch.ipynb #fba40296
 # name to a function that replaces parts; a string names a function of a later chapter
 PARTS:dict[str, Callable|str] = {"triton": "lmcourse.kernels.use:triton_parts",
                                  "fused": "lmcourse.architecture.fused_attention:fused_parts"}
@@ -100,14 +102,15 @@ class TransformerBlock(nn.Module):
         parts:Parts=Parts(),                 # The components to use
     ):
         super().__init__()
-        c, place, own = (config, dict[str, Any](device=device, dtype=dtype),
-                         dict[str, Any](linear=parts.linear, generator=generator))
+        c, place = config, dict[str, Any](device=device, dtype=dtype)
+        own = dict[str, Any](linear=parts.linear, generator=generator)
         self.norm_position = c.norm_position
         kind = (_found(ATTENTION_MODULES["latent"]) if c.kv_lora_rank
                 else partial(CausalSelfAttention, heads=parts.heads))
-        self.ln1, self.attn = (parts.norm(c, **place),
-                               kind(c, rope, attention=parts.attention, **own, **place))
-        self.ln2, self.ffn = parts.norm(c, **place), parts.ffn(c, **own, **place)
+        self.ln1 = parts.norm(c, **place)
+        self.attn = kind(c, rope, attention=parts.attention, **own, **place)
+        self.ln2 = parts.norm(c, **place)
+        self.ffn = parts.ffn(c, **own, **place)
         if c.copy_init: _start_copying(self, **place)
 
     def forward(self,
@@ -204,8 +207,8 @@ class TransformerLM(InputEmbeddings):
         device:str|torch.device|None=None, dtype:torch.dtype|None=None,
         parts:Parts=Parts(),                                            # The components to use
     ):
-        c, place, generator = (config, dict[str, Any](device=device, dtype=dtype),
-                               torch.Generator().manual_seed(seed))
+        c, place = config, dict[str, Any](device=device, dtype=dtype)
+        generator = torch.Generator().manual_seed(seed)
         super().__init__(c, generator=generator, **place)
         self.config, self.parts = c, parts
         rope = (RoPE(c.context_length, c.rope_size, c.rope_theta, **place, scaling=c.rope_scaling)

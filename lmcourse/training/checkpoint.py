@@ -56,35 +56,35 @@ def safetensors_chunks(
 # %% ../../nbs/04_training/04d_checkpoint.ipynb #a2c1de15
 @dataclass(frozen=True)
 class _Stored: # A tensor in a file
-    kind:str; shape:tuple; raw:np.ndarray
+    kind:str      # Its type, as the file names it
+    shape:tuple
+    read:Callable # Returns its bytes, `uint8`
+
     def array(self)->np.ndarray:
-        return np.array(self.raw).view(_TYPES[self.kind]).reshape(self.shape)
+        return np.array(self.read()).view(_TYPES[self.kind]).reshape(self.shape)
     def tensor(self):
         import torch
         t = torch.empty(self.shape, dtype=getattr(torch, _TYPES[self.kind]))
-        t.view(-1).view(torch.uint8).numpy()[:] = self.raw
+        t.view(-1).view(torch.uint8).numpy()[:] = self.read()
         return t
     def put(self, t): # Into a tensor or an array of the same type and shape
         if hasattr(t, "detach"): t.detach().copy_(self.tensor())
         elif hasattr(t, "set"): t.set(self.array())
         else: t[...] = self.array()
 
-class _InParts(_Stored): # A tensor whose blocks are in several files
-    parts:list
-    def __init__(self, parts:list): # Pairs: a block, and where it begins
-        shape = tuple(max(ends) for ends in zip(*([b + n for b,n in zip(begin, p.shape)]
-                                                  for p,begin in parts)))
-        for name,value in dict(kind=parts[0][0].kind, shape=shape, parts=parts).items():
-            object.__setattr__(self, name, value)
-
-    @property
-    def raw(self)->np.ndarray:
-        size = len(self.parts[0][0].raw)//math.prod(self.parts[0][0].shape)
-        whole = np.zeros((*self.shape, size), np.uint8)
-        for p,begin in self.parts:
-            place = tuple(slice(b, b + n) for b,n in zip(begin, p.shape))
-            whole[place] = p.raw.reshape(*p.shape, size)
+def _from_blocks(blocks:list # Pairs: a block of a tensor, and the index at which it begins
+)->_Stored: # The whole tensor, put together when it is read
+    first, _ = blocks[0]
+    ends = [[b + n for b,n in zip(begin, block.shape)] for block,begin in blocks]
+    shape = tuple(max(axis) for axis in zip(*ends))
+    def read()->np.ndarray:
+        itemsize = len(first.read())//math.prod(first.shape)
+        whole = np.zeros((*shape, itemsize), np.uint8)
+        for block,begin in blocks:
+            place = tuple(slice(b, b + n) for b,n in zip(begin, block.shape))
+            whole[place] = block.read().reshape(*block.shape, itemsize)
         return whole.reshape(-1)
+    return _Stored(first.kind, shape, read)
 
 # %% ../../nbs/04_training/04d_checkpoint.ipynb #7670156b
 def _parse(data:np.ndarray, where
@@ -94,16 +94,18 @@ def _parse(data:np.ndarray, where
         if not 2 <= size <= min(len(data) - 8, 10**8): raise ValueError
         header = json.loads(data[8:8 + size].tobytes())
         metadata = header.pop("__metadata__", {})
-        return {name: _stored(data[8 + size:], **entry) for name,entry in header.items()}, metadata
+        return {name: _tensor_in(data[8 + size:], **entry)
+                for name,entry in header.items()}, metadata
     except (ValueError, TypeError, KeyError, AttributeError,
             RecursionError): raise ValueError(f"{where}: not a whole safetensors file") from None
 
-def _stored(body:np.ndarray, dtype:str, shape:list, data_offsets:list)->_Stored:
-    (start, end), bits = (data_offsets, 8 if dtype == "BOOL"
-                          else int(re.findall(r"\d+", _KINDS[_TYPES[dtype]])[0]))
+def _tensor_in(body:np.ndarray, dtype:str, shape:list, data_offsets:list)->_Stored:
+    if dtype not in _TYPES: raise ValueError
+    bits = 8 if dtype == "BOOL" else int(re.findall(r"\d+", dtype)[0])
+    start, end = data_offsets
     if not 0 <= start <= end <= len(body) or (end - start)*8 != math.prod(shape)*bits:
         raise ValueError
-    return _Stored(dtype, tuple(shape), body[start:end])
+    return _Stored(dtype, tuple(shape), lambda: body[start:end])
 
 # %% ../../nbs/04_training/04d_checkpoint.ipynb #ee7d54c8
 def unique_tensors(
@@ -478,7 +480,7 @@ def stored_tensors(folder:Path, record:dict, kind:str, read:Callable=intact_byte
         for tensor,stored in tensors.items():
             offsets = begin.get(tensor, {}).get("saved_offsets", [0]*len(stored.shape))
             parts.setdefault(tensor, []).append((stored, offsets))
-    return {tensor: found[0][0] if len(found) == 1 else _InParts(found)
+    return {tensor: found[0][0] if len(found) == 1 else _from_blocks(found)
             for tensor,found in parts.items()}
 
 # %% ../../nbs/04_training/04d_checkpoint.ipynb #fb02c48c
@@ -569,10 +571,12 @@ class Checkpoints:
     ):
         if keep < 1: raise ValueError(f"Checkpoints: {keep = }, expected 1 or more")
         self.folder, self.keep = Path(folder), keep
+        if self.folder.is_file(): raise NotADirectoryError(f"{folder}: a file, expected a folder "
+                                                           "of checkpoints")
 
     def latest(self)->Path|None: # None if there is no checkpoint
         "Return the checkpoint of the highest step. Remains of an interrupted save are ignored."
-        return list(self._found().values())[-1] if self._found() else None
+        return next(reversed(self._found().values()), None)
 
     def best(self)->Path|None: # None if no checkpoint has a validation loss
         "Return the checkpoint with the lowest validation loss; of equals, the first."
@@ -590,8 +594,7 @@ class Checkpoints:
         path = self.folder/f"step_{iteration:06d}"
         state = (state or {}) | ({} if valid_loss is None else dict(valid_loss=float(valid_loss)))
         write(model, optimizer, iteration, path, state=state, **more)
-        found = self._found()
-        kept = {path, *list(found.values())[-self.keep:], *self._ranked()[:1]}
+        kept = {path, *list(self._found().values())[-self.keep:], *self._ranked()[:1]}
         for p in self._all():
             if p not in kept: _remove(p)
         return path
@@ -606,7 +609,7 @@ class Checkpoints:
         return [p for *_,p in sorted((int(m[1]), not m[2], p) for m,p in found if m)]
 
     def _found(self)->dict: # Step to path
-        return {int(p.name.removesuffix(".old")[5:]): p for p in self._all()}
+        return {step_of(p): p for p in self._all()}
 
     def _ranked(self)->list: # Paths of those with a validation loss, the best first
         pairs = ((_valid_loss(p), p) for p in self._found().values())
@@ -614,6 +617,9 @@ class Checkpoints:
         return sorted(losses, key=losses.__getitem__)
 
 # %% ../../nbs/04_training/04d_checkpoint.ipynb #90bf2524
+def step_of(path:Path)->int: # The number in the name of a checkpoint
+    return int(path.name.removesuffix(".old").removeprefix("step_"))
+
 def _valid_loss(path:Path)->float|None: # `None` if none was saved, or if it can't be read
     try: loss = read_state(path).get("valid_loss")
     except (ValueError, OSError): return None

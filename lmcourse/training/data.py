@@ -16,13 +16,13 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 import numpy as np
 from ..tokenization.token_files import TokenDataset, write_tokens
 from ..tokenization.token_files import TokenWriter as TokenWriter, unfinished as unfinished
 from ..tokenization.token_files import document_batches as document_batches
 from ..tokenization.token_files import encode_documents as encode_documents
-from ..tools.config import TrainConfig, unknown
+from ..tools.config import TrainConfig
 from ..tools.files import read_json, remove, write_json
 from ..tools.ngram import ngram_losses
 from ..tools.stories import STORY_CORPORA, Stories
@@ -192,7 +192,6 @@ class Batches:
         config:TrainConfig,   # Settings: `batch_size`, `windows`, `stride` and `seed` are used
         context_length:int,   # Tokens per window, T
     ):
-        if config.windows not in WINDOWS: raise unknown("windows", config.windows, WINDOWS)
         self.dataset, self.config, self.context_length = dataset, config, context_length
         if (config.windows == "documents"
             and (reach := reach_of_starts(dataset, context_length)) < 0.5):
@@ -205,8 +204,7 @@ class Batches:
     def __getitem__(self, step:int)->tuple: # Inputs and targets, int64 arrays (B, T)
         data, c, T = self.dataset, self.config, self.context_length
         if c.windows == "sequential":
-            return sequential_windows(data.tokens, step, c.batch_size, T,
-                                      getattr(c, "stride", None))
+            return sequential_windows(data.tokens, step, c.batch_size, T, c.stride)
         rng = np.random.default_rng([c.seed, step])
         if c.windows == "documents": return windows_at_starts(data, c.batch_size, T, rng)
         if c.windows == "within": return windows_within(data, c.batch_size, T, rng)
@@ -234,13 +232,18 @@ def document_windows(
     # Inputs and targets of a row, int64 (up to T,); a target that does not count is -100
 )->Iterator[tuple]:
     "Yield rows that read each document from its start and predict each of its tokens once."
-    for i,*span in _rows(dataset, context_length, documents): yield _read_row(dataset, i, *span)
+    for row in _rows(dataset, context_length, documents): yield _read_row(dataset, row)
 
 # %% ../../nbs/04_training/04a_data.ipynb #78c85174
-def _rows(dataset:TokenDataset, context_length:int, documents:int|None
-)->list: # Document, first input, first target, end
+class _Row(NamedTuple): # A row of an evaluation
+    document:int # Its number
+    begin:int    # First input, counted from the document's start
+    new:int      # First target that counts
+    end:int      # End of the row
+
+def _rows(dataset:TokenDataset, context_length:int, documents:int|None)->list:
     lengths = (dataset.ends - dataset.starts)[:_first(dataset, documents)]
-    return [(i, *span) for i,length in enumerate(lengths.tolist())
+    return [_Row(i, *span) for i,length in enumerate(lengths.tolist())
             for span in row_spans(length, context_length)]
 
 def _first(dataset:TokenDataset, documents:int|None)->int: # Number of documents to use
@@ -248,9 +251,11 @@ def _first(dataset:TokenDataset, documents:int|None)->int: # Number of documents
         raise ValueError(f"documents = {documents}, expected 1 or more")
     return dataset.num_documents if documents is None else min(documents, dataset.num_documents)
 
-def _read_row(dataset:TokenDataset, i:int, begin:int, new:int, end:int)->tuple:
-    ids = np.append(dataset.end_of_text, dataset.document(i)).astype(np.int64)
-    return ids[begin:end], np.where(np.arange(begin, end) < new, -100, ids[begin + 1:end + 1])
+def _read_row(dataset:TokenDataset, row:_Row)->tuple: # Inputs and targets
+    ids = np.append(dataset.end_of_text, dataset.document(row.document)).astype(np.int64)
+    targets = ids[row.begin + 1:row.end + 1]
+    return (ids[row.begin:row.end],
+            np.where(np.arange(row.begin, row.end) < row.new, -100, targets))
 
 # %% ../../nbs/04_training/04a_data.ipynb #cfeb3b45
 def evaluation_batches(
@@ -262,16 +267,16 @@ def evaluation_batches(
 )->Iterator[tuple]:
     """Yield the rows of `document_windows` in batches, shortest first.
     Targets that don't count are -100."""
-    rows = sorted(_rows(dataset, context_length, documents), key=lambda r: r[3] - r[1])
+    rows = sorted(_rows(dataset, context_length, documents), key=lambda row: row.end - row.begin)
     for k in range(0, len(rows), batch_size):
         part = rows[k:k + batch_size]
-        shape = (len(part), part[-1][3] - part[-1][1])
-        inputs, targets = (np.full(shape, dataset.end_of_text, np.int64),
-                           np.full(shape, -100, np.int64))
+        shape = len(part), part[-1].end - part[-1].begin    # the last one is the longest
+        inputs = np.full(shape, dataset.end_of_text, np.int64)
+        targets = np.full(shape, -100, np.int64)
         for j,row in enumerate(part):
-            one, other = _read_row(dataset, *row)
-            inputs[j, :len(one)], targets[j, :len(one)] = one, other
-        yield inputs, targets, np.array([i for i,*_ in part])
+            x, y = _read_row(dataset, row)
+            inputs[j, :len(x)], targets[j, :len(x)] = x, y
+        yield inputs, targets, np.array([row.document for row in part])
 
 # %% ../../nbs/04_training/04a_data.ipynb #a3381033
 def floor(

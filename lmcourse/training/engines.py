@@ -344,8 +344,8 @@ class NumpyEngine:
         loss:Callable=next_token_loss, # This loss only: its backward pass is written by hand
     ):
         _check_numpy(config, world, loss)
-        self.model_config, self.config, self.world, self.device = (model_config, config, world,
-                                                                   torch.device("cpu"))
+        self.model_config, self.config, self.world = model_config, config, world
+        self.device = torch.device("cpu")
         self.params = init_params(model_config, config.seed)
         self.optimizer = AdamWNp(self.params, betas=(config.beta1, config.beta2), eps=config.eps,
                                  weight_decay=config.weight_decay,
@@ -424,8 +424,8 @@ def unchanged(
     engine:TorchEngine|NumpyEngine, # The backend, which may take steps within the block
 )->Iterator[None]:
     "Restore the weights, the optimizer and float16's loss scale after the block, bit for bit."
-    weights, optimizer = ([_local(p).to("cpu", copy=True) for p in engine.model.parameters()],
-                          engine.optimizer)
+    weights = [_local(p).to("cpu", copy=True) for p in engine.model.parameters()]
+    optimizer = engine.optimizer
     if isinstance(optimizer, AdamWNp): kept:Any = deepcopy((optimizer.m, optimizer.v, optimizer.t))
     else:
         kept = {p: {k: _local(v).to("cpu", copy=True) for k,v in s.items()}

@@ -37,7 +37,10 @@ def evaluate(
     dtype:str="float32",     # Number format of the matrix products
     world:World=World(),     # The processes that share the documents; all must call it
 )->Evaluation:
-    "Measure the loss of a model on whole documents, each token once."
+    """Measure the loss of a model on whole documents, each token once.
+    Raises `ValueError` if the documents are empty."""
+    if not dataset.info["bytes"]:
+        raise ValueError(f"all {dataset.num_documents} documents are empty, expected text")
     device, training = next(model.parameters()).device, model.training
     count = dataset.num_documents if documents is None else min(documents, dataset.num_documents)
     # rows per batch: their logits take at most 128 MiB, unless a single row takes more

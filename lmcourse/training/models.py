@@ -85,8 +85,11 @@ def load_model(
 def training_of(
     folder:str|Path|None=None, # As for `load_model`
 )->TrainConfig:
-    "Return the settings with which a model was trained."
-    return TrainConfig.from_dict(read_json(_model_folder(folder)/"config.json")["train"])
+    "Return the settings with which a model was trained. Raises `ValueError` if there are none."
+    settings = read_json(path := _model_folder(folder)/"config.json").get("train")
+    if not isinstance(settings, dict):
+        raise ValueError(f"{path}: train is {settings!r:.40}, expected an object")
+    return TrainConfig.from_dict(settings)
 
 # %% ../../nbs/04_training/04j_models.ipynb #21d67420
 def _model_folder(folder)->Path:

@@ -35,8 +35,8 @@ def adamw_kernel(p, g, slots, m, v, b1, b2, keep, step, root, eps, scale):
     """Take one step in one pass over the rows of `p`.
     Row r has the gradient `g[slots[r]]`, or none if `slots[r]` is -1. If `slots` is None, it has
     the gradient `g[r]`. The betas are float64."""
-    d1, d2, o1, o2, zero = (np.float32(b1), np.float32(b2), np.float32(1 - b1), np.float32(1 - b2),
-                            np.float32(0))
+    d1, d2, zero = np.float32(b1), np.float32(b2), np.float32(0)
+    o1, o2 = np.float32(1 - b1), np.float32(1 - b2)
     for r in range(p.shape[0]):
         at = r if slots is None else slots[r]
         for d in range(p.shape[1]):

@@ -180,22 +180,25 @@ class AdamW(Optimizer):
         state["step"] += 1
         return state
 
-    def load_state_dict(self, state_dict:dict): # torch adds `differentiable` to the defaults
-        name = type(self).__name__
+    def load_state_dict(self, state_dict:dict):
+        "Load a state, also of torch's own `AdamW`. Raises `ValueError` for another optimizer's."
         for group in state_dict["param_groups"]:
-            gone = [k for k in self.defaults if k not in group and k != "differentiable"]
-            if group.get("orthogonal") and "orthogonal" not in self.defaults:
-                raise ValueError(f"{name}: a state with orthogonal: another optimizer's")
-            on = [k for k in ("amsgrad", "maximize") if group.get(k)]
-            if gone: raise ValueError(f"{name}: a state without {gone[0]}: another optimizer's")
-            if on:
-                raise ValueError(f"{name}: a state with {on[0]} = True, which is not computed here")
-            if group.get("decoupled_weight_decay") is False and group["weight_decay"]:
-                raise ValueError(f"{name}: a state of an optimizer whose weight decay is part of "
-                                 f"the gradient (Adam, not AdamW)")
+            _check_saved(group, self.defaults, type(self).__name__)
         Optimizer.load_state_dict(self, state_dict)
         for state in self.state.values():
             if "step" in state: state["step"] = int(state["step"])
+
+# %% ../../nbs/04_training/04c_optim_torch.ipynb #ff2ff0c1
+def _check_saved(group:dict, defaults:dict, name:str): # A group of a saved state
+    gone = [k for k in defaults if k not in group and k != "differentiable"] # which torch adds
+    on = [k for k in ("amsgrad", "maximize") if group.get(k)]
+    if group.get("orthogonal") and "orthogonal" not in defaults:
+        raise ValueError(f"{name}: a state with orthogonal: another optimizer's")
+    if gone: raise ValueError(f"{name}: a state without {gone[0]}: another optimizer's")
+    if on: raise ValueError(f"{name}: a state with {on[0]} = True, which is not computed here")
+    if group.get("decoupled_weight_decay") is False and group["weight_decay"]:
+        raise ValueError(f"{name}: a state of an optimizer whose weight decay is part of the "
+                         f"gradient (Adam, not AdamW)")
 
 # %% ../../nbs/04_training/04c_optim_torch.ipynb #96c8a0c1
 def parameter_groups(

@@ -51,10 +51,13 @@ def split_batch(
 # %% ../../nbs/04_training/04m_parallel_np.ipynb #50878dbc
 class QueuePort:
     "A worker's connection to a network of queues."
-    def __init__(self, rank:int, size:int, queues:dict
-    ): # Number of this worker, number of workers, and the queue from each worker to each other
-        self.rank, self.size, self.queues, self.sent_bytes, self.received_bytes = (rank, size,
-                                                                                   queues, 0, 0)
+    def __init__(self,
+        rank:int,    # Number of this worker
+        size:int,    # Number of workers
+        queues:dict, # The queue from each worker to each other: `queues[source, to]`
+    ):
+        self.rank, self.size, self.queues = rank, size, queues
+        self.sent_bytes = self.received_bytes = 0
 
     def send(self, to:int, x:np.ndarray):
         "Send a copy of `x` to worker `to`."
@@ -208,8 +211,9 @@ class SharedPort:
         right:Any,          # Sending end of a pipe to the right neighbour
         left:Any,           # Receiving end of a pipe from the left neighbour
     ):
-        self.rank, self.size, self.vectors, self.right, self.left, self.sent_bytes = (
-            rank, len(vectors), vectors, right, left, 0)
+        self.rank, self.size, self.vectors = rank, len(vectors), vectors
+        self.right, self.left = right, left
+        self.sent_bytes = 0
 
     def send(self, to:int, x:np.ndarray): # The right neighbour, and a part of this worker's vector
         """Let the right neighbour read `x`.
@@ -237,15 +241,15 @@ class Replica:
     def __init__(self,
         rank:int,           # Number of this worker
         memory:np.ndarray,  # Weights and gradients of all workers `(N, 2, P)`
-        config:ModelConfig, # Sizes and variant
-        settings:dict,      # `betas`, `eps`, `weight_decay` and `grad_clip`
         right:Any,          # Sending end of a pipe to the right neighbour
         left:Any,           # Receiving end of a pipe from the left neighbour
+        config:ModelConfig, # Sizes and variant
+        settings:dict,      # `betas`, `eps`, `weight_decay` and `grad_clip`
     ):
-        self.config, self.grad_clip, (weights, self.gradient) = (config, settings["grad_clip"],
-                                                                 memory[rank])
-        self.params, self.grads = (parameter_views(weights, config),
-                                   parameter_views(self.gradient, config))
+        weights, self.gradient = memory[rank]
+        self.params = parameter_views(weights, config)
+        self.grads = parameter_views(self.gradient, config)
+        self.config, self.grad_clip = config, settings["grad_clip"]
         self.optimizer = AdamWNp(self.params, settings["betas"], settings["eps"],
                                  settings["weight_decay"], learning_rate_scales(config))
         self.port = SharedPort(rank, memory[:, 1], right, left)
@@ -253,9 +257,9 @@ class Replica:
     def step(self, ids:np.ndarray, targets:np.ndarray, share:float, lr:float, ignore_index:int
     )->dict: # Loss, bytes and times of this worker
         "Take one training step with this worker's rows, or none if a gradient isn't finite."
-        times, loss, sent = [perf_counter()], 0., self.port.sent_bytes
+        loss, sent, times = 0., self.port.sent_bytes, [perf_counter()]
         if share:
-            loss, grads = fast_loss_and_grads(self.params, ids, targets, self.config, 1,
+            loss, grads = fast_loss_and_grads(self.params, ids, targets, self.config, threads=1,
                                               ignore_index=ignore_index)
             pack_grads(grads, share, self.grads)
         else:
@@ -268,9 +272,9 @@ class Replica:
         if math.isfinite(norm): # The norm of the sum, so all workers agree
             scale = clip_scale(norm, self.grad_clip) if self.grad_clip else 1.
             self.optimizer.step(self.grads, lr, scale)
-        seconds = np.diff([*times, perf_counter()]).tolist()
-        return (dict(loss=share*float(loss), sent_bytes=self.port.sent_bytes - sent)
-                | dict(zip(("gradient_s", "exchange_s", "update_s"), seconds)))
+        gradient_s, exchange_s, update_s = np.diff([*times, perf_counter()]).tolist()
+        return dict(loss=share*float(loss), sent_bytes=self.port.sent_bytes - sent,
+                    gradient_s=gradient_s, exchange_s=exchange_s, update_s=update_s)
 
     def digest(self)->str:
         "Return the sha256 of weights and moments; workers with equal bits have equal digests."
@@ -280,28 +284,34 @@ class Replica:
         return h.hexdigest()
 
 # %% ../../nbs/04_training/04m_parallel_np.ipynb #bcbb39c0
-def _serve(rank:int, memory:np.ndarray, config:ModelConfig, settings:dict, pipe, right, left):
-    replica = Replica(rank, memory, config, settings, right, left)
+def _serve(worker, pipe): # Answers requests: the name of a method, and its arguments
     pipe.send(("done", None))
     while True:
         name, *arguments = pipe.recv()
-        pipe.send(("done", getattr(replica, name)(*arguments)))
+        pipe.send(("done", getattr(worker, name)(*arguments)))
 
-def _work(rank:int, name:str, shape:tuple, dtype, config:ModelConfig, settings:dict, pipe, right,
-          left):
+def _work(make, arguments:tuple, rank:int, name:str, shape:tuple, dtype, right, left, pipe):
     signal.signal(signal.SIGINT, signal.SIG_IGN)                # Ctrl-C is for the parent
     shared = SharedMemory(name)
     # an OSError means that nobody is listening: the parent has closed the pipe or is gone
     with suppress(OSError):
         try:
-            with blas_threads(1):
-                _serve(rank, np.ndarray(shape, dtype, shared.buf), config, settings, pipe, right,
-                       left)
+            with blas_threads(1): # no name for the array: `close` below needs all of them gone
+                _serve(make(rank, np.ndarray(shape, dtype, shared.buf), right, left, *arguments),
+                       pipe)
         except ConnectionError: pipe.send(("lost", None))
         except Exception as e: pipe.send(("failed", " ".join(f"{type(e).__name__}: {e}".split())))
     shared.close()
 
 # %% ../../nbs/04_training/04m_parallel_np.ipynb #6ce0ef97
+def _shared(size:int
+)->SharedMemory: # Checks for room first: if memory runs out, the system kills the writing process
+    free = shutil.disk_usage("/dev/shm").free if os.path.isdir("/dev/shm") else size
+    if free < size:
+        raise OSError(f"{si(size, 'B')} of shared memory are needed, but /dev/shm has only "
+                      f"{si(free, 'B')} free")
+    return SharedMemory(create=True, size=size)
+
 def _stop(parent:int, memory, processes:list, pipes:list
 ): # Called once: by `close`, after an error, or when the object is deleted
     if os.getpid() != parent: return                            # a fork of the parent owns nothing
@@ -311,6 +321,73 @@ def _stop(parent:int, memory, processes:list, pipes:list
     with suppress(FileNotFoundError): memory.unlink()
     memory.close()
 
+# %% ../../nbs/04_training/04m_parallel_np.ipynb #81071501
+class _WorkerPool:
+    "Processes in a ring, each with an object that works on a row of an array in shared memory."
+    def __init__(self, shape:tuple, dtype): # Of the array; its first axis is the workers
+        self.workers, self._shape, self._dtype = shape[0], shape, dtype
+        self.processes:list = []
+        self._pipes:list = []
+        self._memory = _shared(math.prod(shape)*dtype.itemsize)
+        self.close = weakref.finalize(self, _stop, os.getpid(), self._memory, self.processes,
+                                      self._pipes)
+
+    def __enter__(self): return self
+    def __exit__(self, *_:Any): self.close()
+    def _array(self)->np.ndarray: return np.ndarray(self._shape, self._dtype, self._memory.buf)
+
+    def _start(self, make, *arguments): # Each worker calls `make(rank, array, right, left, ...)`
+        try:
+            self._spawn(make, arguments)
+            self._ask()                                         # wait until all workers are ready
+            self._memory.unlink()
+        except BaseException: self.close(); raise
+
+    def _spawn(self, make, arguments:tuple):
+        spawn = get_context("spawn")
+        ring = [spawn.Pipe(duplex=False) for _ in range(self.workers)] # pairs: (receive, send)
+        talk = [spawn.Pipe() for _ in range(self.workers)]             # pairs: (parent, worker)
+        self._pipes.extend(mine for mine,_ in talk)
+        lent = [theirs for _,theirs in talk] + [end for pair in ring for end in pair]
+        try:
+            for rank,(_, theirs) in enumerate(talk):
+                right, left = ring[rank][1], ring[rank - 1][0]
+                place = rank, self._memory.name, self._shape, self._dtype, right, left, theirs
+                process = spawn.Process(target=_work, args=(make, arguments, *place), daemon=True)
+                process.start()
+                self.processes.append(process)
+        finally:
+            for end in lent: end.close()
+
+    def _ask(self, *requests)->list: # One request per worker, or none just to wait for answers
+        if not self.close.alive:
+            raise RuntimeError(f"the workers have stopped: create a new {type(self).__name__}")
+        try:
+            for pipe,request in zip(self._pipes, requests):
+                with suppress(OSError): pipe.send(request)      # it died: `_answer` will report it
+            answers:dict = {}
+            while left := [pipe for pipe in self._pipes if pipe not in answers]:
+                for pipe in wait(left):
+                    answers[pipe] = _answer(pipe, self._pipes.index(pipe), self.processes)
+            return [answers[pipe] for pipe in self._pipes]
+        except BaseException: self.close(); raise
+
+# %% ../../nbs/04_training/04m_parallel_np.ipynb #c4d462f3
+def _answer(pipe, rank:int, processes:list): # Raises `RuntimeError` if the worker failed
+    try: kind, value = pipe.recv()
+    except (EOFError, OSError): kind, value = "failed", None
+    if kind == "failed":
+        how = f"failed with {value}" if value else _end(processes[rank])
+        raise RuntimeError(f"worker {rank} of {len(processes)} {how}; all have been stopped")
+    return value
+
+def _end(process)->str: # How the process ended, in words
+    process.join(10)
+    code = process.exitcode
+    return (f"was killed by {signal.Signals(-code).name}" if code and code < 0
+            else f"ended with exit code {code}")
+
+# %% ../../nbs/04_training/04m_parallel_np.ipynb #9b2dfbf6
 def _check_setup(params:dict, config:ModelConfig, workers:int, settings:dict):
     if workers < 1: raise ValueError(f"{workers = }, expected 1 or more")
     check_params(params, config)
@@ -322,17 +399,8 @@ def _check_setup(params:dict, config:ModelConfig, workers:int, settings:dict):
     # rejects bad settings
     AdamWNp({}, settings["betas"], settings["eps"], settings["weight_decay"])
 
-# %% ../../nbs/04_training/04m_parallel_np.ipynb #3223a63a
-def _shared(size:int
-)->SharedMemory: # Checks for room first: if memory runs out, the system kills the writing process
-    free = shutil.disk_usage("/dev/shm").free if os.path.isdir("/dev/shm") else size
-    if free < size:
-        raise OSError(f"{si(size, 'B')} of shared memory are needed, but /dev/shm has only "
-                      f"{si(free, 'B')} free")
-    return SharedMemory(create=True, size=size)
-
 # %% ../../nbs/04_training/04m_parallel_np.ipynb #2b3194d7
-class DataParallelNp:
+class DataParallelNp(_WorkerPool):
     """Trains the NumPy model in several processes. Close it, or use it in a `with` block.
     In a script, use it under `if __name__ == "__main__":`."""
     def __init__(self,
@@ -348,52 +416,10 @@ class DataParallelNp:
         settings = dict(betas=betas, eps=eps, weight_decay=weight_decay, grad_clip=grad_clip)
         _check_setup(params, config, workers, settings)
         first = np.concatenate([params[name].ravel() for name in parameter_shapes(config)])
-        self.config, self.workers, self.reports, self.processes, self._pipes = (config, workers,
-                                                                                [], [], [])
-        self._shape, self._dtype = (workers, 2, len(first)), first.dtype
-        self._memory = _shared(2*workers*first.nbytes)
-        self.close = weakref.finalize(self, _stop, os.getpid(), self._memory, self.processes,
-                                      self._pipes)
-        try:
-            self._array()[:, 0] = first
-            self._start(settings)
-            self._ask()                                         # wait until all workers are ready
-            self._memory.unlink()
-        except BaseException: self.close(); raise
-
-    def __enter__(self): return self
-    def __exit__(self, *_:Any): self.close()
-    def _array(self)->np.ndarray: return np.ndarray(self._shape, self._dtype, self._memory.buf)
-
-    def _start(self, settings:dict):
-        spawn = get_context("spawn")
-        ring, talk = ([spawn.Pipe(duplex=False) for _ in range(self.workers)],
-                      [spawn.Pipe() for _ in range(self.workers)])
-        self._pipes.extend(mine for mine,_ in talk)
-        try:
-            for r,(_, theirs) in enumerate(talk):
-                ends = theirs, ring[r][1], ring[r - 1][0]
-                arguments = (r, self._memory.name, self._shape, self._dtype, self.config, settings,
-                             *ends)
-                process = spawn.Process(target=_work, args=arguments, daemon=True)
-                process.start()
-                self.processes.append(process)
-        finally:
-            for end in (*(theirs for _,theirs in talk), *(end for pair in ring for end in pair)):
-                end.close()
-
-    def _ask(self, *requests)->list: # One request per worker, or none just to wait for answers
-        if not self.close.alive:
-            raise RuntimeError("the workers have stopped: create a new DataParallelNp")
-        try:
-            for pipe,request in zip(self._pipes, requests):
-                with suppress(OSError): pipe.send(request)      # it died: `_answer` will report it
-            answers:dict = {}
-            while left := [pipe for pipe in self._pipes if pipe not in answers]:
-                for pipe in wait(left):
-                    answers[pipe] = _answer(pipe, self._pipes.index(pipe), self.processes)
-            return [answers[pipe] for pipe in self._pipes]
-        except BaseException: self.close(); raise
+        super().__init__((workers, 2, len(first)), first.dtype)
+        self.config, self.reports = config, []                  # of the last step, one per worker
+        self._array()[:, 0] = first
+        self._start(Replica, config, settings)
 
     def step(self,
         ids:np.ndarray,     # `(B, T)`, at least one row for each worker
@@ -421,18 +447,3 @@ class DataParallelNp:
             raise RuntimeError("the workers have stopped, and their weights are gone")
         return {name: p.copy()
                 for name,p in parameter_views(self._array()[0, 0], self.config).items()}
-
-# %% ../../nbs/04_training/04m_parallel_np.ipynb #d0d60b42
-def _answer(pipe, rank:int, processes:list): # Raises `RuntimeError` if the worker failed
-    try: kind, value = pipe.recv()
-    except (EOFError, OSError): kind, value = "failed", None
-    if kind == "failed":
-        how = f"failed with {value}" if value else _end(processes[rank])
-        raise RuntimeError(f"worker {rank} of {len(processes)} {how}; all have been stopped")
-    return value
-
-def _end(process)->str: # How the process ended, in words
-    process.join(10)
-    code = process.exitcode
-    return (f"was killed by {signal.Signals(-code).name}" if code and code < 0
-            else f"ended with exit code {code}")

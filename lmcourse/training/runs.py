@@ -57,18 +57,20 @@ def read_metrics(
     run:str|Path, # The run's folder
 )->list: # One dict per line, in order; an incomplete last line is left out
     "Read the lines of `metrics.jsonl`."
-    path = Path(run)/"metrics.jsonl"
-    try: lines = path.read_text(encoding="utf-8").split("\n")[:-1] if path.exists() else []
-    except UnicodeDecodeError as e:
-        raise ValueError(f"{path}: not UTF-8 (byte {e.start})") from None
-    found = []
-    for i,line in enumerate(lines, 1):
+    path, found = Path(run)/"metrics.jsonl", []
+    for i,line in enumerate(_text(path).split("\n")[:-1], 1):
         try: found.append(json.loads(line))
         except json.JSONDecodeError: raise ValueError(f"{path}: line {i} is not JSON") from None
         if not isinstance(found[-1], dict) or not isinstance(found[-1].get("step"), int):
             raise ValueError(f"{path}: line {i} is {found[-1]!r:.60}, expected an object with a "
                              "step")
     return found
+
+# %% ../../nbs/04_training/04h_runs.ipynb #392dea76
+def _text(path:Path)->str: # With its own line ends; empty if there is no file
+    try: return path.read_bytes().decode() if path.exists() else ""
+    except UnicodeDecodeError as e:
+        raise ValueError(f"{path}: not UTF-8 (byte {e.start})") from None
 
 # %% ../../nbs/04_training/04h_runs.ipynb #b9cc39bb
 class RunLog:
@@ -140,10 +142,9 @@ def rewind_run(
 ):
     "Remove the metrics and samples that were written after `step`."
     lines = [m for m in read_metrics(run) if m["step"] <= step and not m.get("final")]
+    # nothing, then for each sample its step and its text
+    _, *parts = re.split(r"^(?=--- step (\d+)$)", _text(run/"samples.txt"), flags=re.M)
+    texts = [text for at,text in zip(parts[::2], parts[1::2]) if int(at) <= step
+             and int(at) < steps]
     write_text(run/"metrics.jsonl", "".join(json.dumps(m) + "\n" for m in lines))
-    if not (samples := run/"samples.txt").exists(): return
-    # text, step, text, step, text; `read_text` would change line ends that a model has written
-    parts = re.split(r"^(?=--- step (\d+)$)", samples.read_bytes().decode(), flags=re.M)
-    kept = [text for at,text in zip(parts[1::2], parts[2::2]) if int(at) <= step
-            and int(at) < steps]
-    write_text(samples, "".join(kept))
+    if (run/"samples.txt").exists(): write_text(run/"samples.txt", "".join(texts))

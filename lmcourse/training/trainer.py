@@ -9,14 +9,15 @@ __all__ = ['Diverged', 'Trainer', 'peak_memory', 'frozen_objects', 'measure_step
 import gc, math, statistics, time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 import torch
 from typing import Any, NamedTuple
-from ..tools.config import ModelConfig, TrainConfig, UserError
+from ..tools.config import ModelConfig, TrainConfig, UserError, _Descent
+from ..tools.files import read_json
 from ..tools.machine import peak_bytes
 from ..tools.show import progress
-from .checkpoint import Checkpoints, read_state
+from .checkpoint import Checkpoints, read_state, step_of
 from .data import Batches, BatchPrefetcher, TokenDataset, to_tensors
 from .engines import Objective, autocast, counted_targets, engine_for, fill
 from .engines import join_world, pick_device, plan_batch, precision_for, unchanged
@@ -43,20 +44,34 @@ class _BegunStep(NamedTuple):
 # %% ../../nbs/04_training/04k_trainer.ipynb #c8ff33e6
 class Trainer:
     "Trains a model: holds the model, its optimizer and its data at some step of a run."
+    step:int = 0                     # Steps done
+    elapsed:float = 0.               # Seconds spent on them
+    waited:float = 0.                # Seconds of those spent waiting for batches
+    lr:float = 0.                    # Learning rate of the last step
+    norm:float = 0.                  # Norm of its gradient before clipping
+    recent:list                      # Losses of the steps since the last line of the log
+    last:Evaluation|None = None      # Last evaluation on the first few documents
+    last_step:int = 0                # The step of that evaluation
+    best:float = math.inf            # Lowest validation loss
+    best_step:int = 0                # The step at which it was measured
+    queued:_BegunStep|None = None    # The next step, if a GPU has begun with it
+    noted:list                       # Signals that this process received
+    agreed:bool = False              # Whether all processes know of one
+    # Measured before the run: seconds per step, peak memory in bytes, and the peak before that
+    predicted:tuple|None = None
+
     def __init__(self,
         model_config:ModelConfig,      # Sizes and variant of the model to make
         config:TrainConfig,            # Settings of the run
         train:TokenDataset|None,       # Training data; `None` if `batches` are given
         valid:TokenDataset,            # Validation data, evaluated by whole documents
-        # Batches by step (`batches[step]`), or an iterator of batches: tuples of arrays or tensors
-        batches:Any=None,
+        batches:Any=None,              # Tuples of arrays: `batches[step]`, or an iterator
         objective:Objective|None=None, # What to minimize; by default the next-token loss
     ):
         _check_vocabulary(model_config, train, valid)
         check_tracker(config.log_to)
         self.model_config, self.config, self.train, self.valid = model_config, config, train, valid
-        self.device = pick_device(config.device if config.engine == "torch"
-                                  or config.device != "auto" else "cpu")
+        self.device = _device(config)
         if config.dtype == "auto":
             self.config = config = replace(config, dtype=precision_for(self.device))
         self.world = join_world(self.device, config)
@@ -71,19 +86,7 @@ class Trainer:
         self.plateau = _plateau(config)
         self.stop = EarlyStop(config.early_stop_patience or None, config.early_stop_min_delta,
                               config.target_loss)
-        # steps done, seconds spent on them, and seconds of those spent waiting for batches
-        self.step, self.elapsed, self.waited = 0, 0., 0.
-        self.queued:_BegunStep|None = None # the next step, if a GPU has begun with it
-        # losses since the last line of the log; learning rate and gradient norm of the last step
-        self.recent, self.lr, self.norm = [], 0., 0.
-        self.best, self.best_step = math.inf, 0            # lowest validation loss, and its step
-        # last evaluation on the first few documents
-        self.last:Evaluation|None = None
-        self.looked = 0                                    # the step of that evaluation
-        # signals that this process received; whether all processes know of one
-        self.noted, self.agreed = [], False
-        # measured before the run: seconds per step, peak memory in bytes, and the peak before that
-        self.predicted = None
+        self.recent, self.noted = [], []
 
     def train_step(self,
         # Whole batch, on the device; by default this step's batch. Not used if the step is queued
@@ -94,7 +97,8 @@ class Trainer:
         """Take one step of the optimizer.
         Raises `Diverged`, without changing any weight, if loss or gradient is not finite. After
         any other error, `resume` brings the trainer back to a state that is known."""
-        start, now = time.perf_counter(), self.queued or _begin_step(self, self.step, batch)
+        start = time.perf_counter()
+        now = self.queued or _begin_step(self, self.step, batch)
         self.queued = (None if following is None or not self.engine.runs_ahead
                        else _begin_step(self, self.step + 1, following, now.norm))
         _finish_step(self, now)
@@ -105,8 +109,8 @@ class Trainer:
         "Return a step's learning rate; a short run shortens warm-up and cool-down."
         c = self.config
         cooldown = min(c.cooldown_steps, c.steps)
-        warmup, scale = (min(c.warmup_steps, c.steps - cooldown),
-                         self.plateau.scale if self.plateau else 1.)
+        warmup = min(c.warmup_steps, c.steps - cooldown)
+        scale = self.plateau.scale if self.plateau else 1.
         return learning_rate(step, c.lr, c.min_lr, warmup, c.steps, cooldown, scale, c.schedule)
 
     def fit(self,
@@ -121,8 +125,12 @@ class Trainer:
         if self.world.writes: _require_own(self, Path(run))
         return _Loop(self, Path(run), report, sample).train()
 
-    def save(self, run:str|Path): _save(self, Path(run))
-    def resume(self, run:str|Path): _resume(self, Path(run))
+    def save(self, run:str|Path):
+        "Save a checkpoint into the folder of a run."
+        _save(self, Path(run))
+    def resume(self, run:str|Path):
+        "Go on from a run's last checkpoint. Raises `ValueError` if the run has other settings."
+        _resume(self, Path(run))
 
 # %% ../../nbs/04_training/04k_trainer.ipynb #2dca1ee8
 def _begin_step(t:Trainer,
@@ -168,6 +176,9 @@ def _check_vocabulary(model_config:ModelConfig, *datasets):
         if data.info["vocab_size"] > model_config.vocab_size: raise ValueError(
             f"vocab_size = {model_config.vocab_size} of the model, but the tokens were made with "
             f"{data.info['vocab_size']}")
+
+def _device(c:TrainConfig)->torch.device: # NumPy computes on the CPU
+    return pick_device("cpu" if c.engine == "numpy" and c.device == "auto" else c.device)
 
 def _batches(trainer:Trainer)->Batches: # Windows of the training tokens
     if trainer.train is None: raise ValueError("train = None, so batches have to be given")
@@ -220,22 +231,25 @@ def measure_step(
     trainer:Trainer, # A trainer with batches by step; it is restored afterwards
     steps:int=10,    # Number of timed steps, after a third as many for warm-up
 )->float: # Median time of a step, in seconds
-    "Measure how long one step takes on this machine."
-    before, times = dict(vars(trainer)), []
+    "Measure how long a step takes on this machine. Raises `TypeError` for an iterator of batches."
+    if not hasattr(trainer.batches, "__getitem__"):
+        raise TypeError("measure_step: batches from an iterator, expected batches by step: those "
+                        "that it tries would be missing from the run")
+    before, seconds = dict(vars(trainer)), []
     trainer.step, trainer.recent = 0, []
     try:
         with frozen_objects(), unchanged(trainer.engine):
             for _ in range(min(steps + steps//3 + 1, trainer.config.steps)):
-                start, began, more = trainer.elapsed, time.perf_counter(), {}
-                after = trainer.step + 1
+                start, more, after = time.perf_counter(), {}, trainer.step + 1
+                # the card computes the queued step while this batch is made, so that time counts
                 if trainer.engine.runs_ahead and after < trainer.config.steps:
                     more["following"] = to_tensors(_next(trainer.batches, after), trainer.device)
-                # the card computes the queued step while the batch is made, so that time counts
-                trainer.elapsed += time.perf_counter() - began
                 trainer.train_step(**more)
-                times.append(trainer.elapsed - start)
-    finally: vars(trainer).update(before)
-    return statistics.median(times[-steps:])
+                seconds.append(time.perf_counter() - start)
+    finally:
+        vars(trainer).clear()           # also of what a step has added
+        vars(trainer).update(before)
+    return statistics.median(seconds[-steps:])
 
 # %% ../../nbs/04_training/04k_trainer.ipynb #e6532d6a
 class _Loop:
@@ -251,13 +265,13 @@ class _Loop:
               progress(total=c.steps, desc="training") as bar):
             bar.initial = bar.n = t.step
             while t.step < c.steps and not t.stop.reason:
-                batch = None if t.queued else self.wait_for(batches)
-                more = [self.wait_for(batches)] if batches and self.may_queue else []
+                batch = None if t.queued else self.next_batch(batches)
+                more = [self.next_batch(batches)] if batches and self.may_queue else []
                 t.train_step(batch, *more)
                 bar.update()
                 if t.step % c.log_every == 0: self.write_losses()
                 if t.step % 10 == 0: bar.set_postfix_str(_headline(t))
-                if t.step == c.steps: self.compare(self.evaluate(c.eval_documents))
+                if t.step == c.steps: self.record(self.evaluate(c.eval_documents))
                 elif t.step % c.eval_every == 0: self.look()
                 due = t.step in (t.best_step, c.steps) or t.step % c.checkpoint_every == 0
                 if due or self.signal or t.stop.reason: t.save(self.run)
@@ -282,13 +296,14 @@ class _Loop:
         known = t.noted and not t.queued and (t.world.processes == 1 or t.agreed)
         return t.noted[0] if known else None
 
-    def wait_for(self, batches:Iterator|None
+    def next_batch(self, batches:Iterator|None
     )->tuple|None: # The next batch; the time spent waiting is added up
         if batches is None: return None
-        t, start = self.trainer, time.perf_counter()
+        start = time.perf_counter()
         batch = next(batches)
-        t.waited += time.perf_counter() - start
-        t.elapsed += time.perf_counter() - start
+        seconds = time.perf_counter() - start
+        self.trainer.waited += seconds
+        self.trainer.elapsed += seconds
         return batch
 
     def evaluate(self, documents:int|None)->Evaluation: # On the first `documents` documents
@@ -296,16 +311,16 @@ class _Loop:
         return evaluate(t.model, t.valid, t.model_config.context_length, documents, t.config.dtype,
                         world=t.world)
 
-    def compare(self, result:Evaluation): # With the best so far; the first process decides
+    def record(self, result:Evaluation): # As the last, and perhaps the best; the first process decides
         t = self.trainer
-        t.last, t.looked = result, t.step
+        t.last, t.last_step = result, t.step
         loss, = t.world.all_reduce_sum(0. if t.world.rank else result.loss)
         if loss < t.best: t.best, t.best_step = loss, t.step
 
     def look(self): # Evaluates on the first few documents and reports the result
         t, c = self.trainer, self.trainer.config
         result = self.evaluate(c.eval_documents)
-        self.compare(result)
+        self.record(result)
         self.write_evaluation(result)
         if t.plateau and t.step <= c.steps - c.cooldown_steps: t.plateau.see(result.loss)
         t.stop.see(result.loss)
@@ -319,8 +334,8 @@ class _Loop:
         t.recent = []
 
     def write_evaluation(self, result:Evaluation, **more):
-        values = {k: v for k,v in vars(result).items() if v is not None and k != "loss"}
         t = self.trainer
+        values = {k: v for k,v in vars(result).items() if v is not None and k != "loss"}
         self.log.write(t.step, valid_loss=result.loss, **values, elapsed_s=round(t.elapsed, 3),
                        **more)
 
@@ -340,22 +355,34 @@ def _headline(trainer:Trainer)->str: # Text after the progress bar
     return (f"{speed:,.0f} tokens/s" + (f", valid {last.loss:.3f}" if last else "")
             + (f" = floor + {last.excess:.3f}" if last and last.excess else ""))
 
-# %% ../../nbs/04_training/04k_trainer.ipynb #d9b9ec07
+# %% ../../nbs/04_training/04k_trainer.ipynb #e130aa68
 def _require_folder(run:Path):
     if not run.is_dir(): raise FileNotFoundError(f"{run}: no such folder")
 
 def _require_own(t:Trainer, run:Path): # Otherwise two runs would mix in one folder
     _require_folder(run)
     path = Checkpoints(run/"checkpoints").latest()
-    saved = int(path.name.removesuffix(".old")[5:]) if path else 0
-    done = max([saved, *(m["step"] for m in read_metrics(run))])
+    done = max([step_of(path) if path else 0, *(m["step"] for m in read_metrics(run))])
     if done > t.step: raise ValueError(f"{run}: it has step {done:,}, and this trainer is at step "
                                        f"{t.step:,}; call resume() first, or take a new folder")
 
+# What decides the weights; all other settings only say how and where a run is computed and logged
+_DECIDES = {f.name for f in fields(_Descent)} - {"micro_batch"} | {"windows", "stride", "seed"}
+
+def _require_settings(t:Trainer, run:Path): # Otherwise the run would become another one midway
+    path = run/"config.json"
+    there = read_json(path).get("train", {}) if path.is_file() else {}
+    for name,here in t.config.to_dict().items():
+        if name in _DECIDES and there.get(name, here) != here:
+            raise ValueError(f"{run}: {name} is {there[name]!r} in its config.json, {here!r} here; "
+                             "resume with the run's own settings (read_run), or record the new "
+                             "ones first (write_run)")
+
+# %% ../../nbs/04_training/04k_trainer.ipynb #d9b9ec07
 def _save(t:Trainer, run:Path): # Saves a checkpoint, written by one process for all
     if t.queued: raise ValueError(f"save after step {t.step:,}, but step {t.step + 1:,} has begun: "
                                   "train_step() ends it")
-    loss = t.last.loss if t.last and t.looked == t.step else None
+    loss = t.last.loss if t.last and t.last_step == t.step else None
     state = dict(elapsed=t.elapsed, waited=t.waited, recent=t.recent,
                  best=[t.best, t.best_step] if t.best_step else None,
                  stop=t.stop.state(), plateau=t.plateau.state() if t.plateau else None)
@@ -364,6 +391,7 @@ def _save(t:Trainer, run:Path): # Saves a checkpoint, written by one process for
 
 def _resume(t:Trainer, run:Path): # From the last checkpoint, or from the start if there is none
     _require_folder(run)
+    _require_settings(t, run)
     kept = Checkpoints(run/"checkpoints")
     if t.world.writes: kept.clear_leftovers()
     path = kept.latest()
