@@ -145,7 +145,8 @@ def quantize(
     bits:int=8,                           # Bits of a code, 4 to 8; more than 4 take a byte
     # Number of neighbours in a row that share a step, a divisor of `in`; default: the whole row
     group:int|None=64,
-    steps:type=np.float16, # Type of the stored steps: float16 or float32
+    # Type of the stored steps: float16, whose smallest step is 6e-8, or float32
+    steps:type=np.float16,
     # Whether to search for the best step instead of using the one that fits the largest weight
     search:bool=False,
 )->QuantizedWeight:
