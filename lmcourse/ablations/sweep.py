@@ -65,13 +65,13 @@ class Run:
 
     @property
     def key(self)->str: # Twelve hexadecimal digits, the same for equal runs
-        train = {k: v for k,v in _spoken(self.train).items() if k not in _ASIDE}
-        record = dict(model=_spoken(self.model), train=train, data=dataclasses.asdict(self.data))
+        train = {k: v for k,v in _changed_fields(self.train).items() if k not in _ASIDE}
+        record = dict(model=_changed_fields(self.model), train=train, data=dataclasses.asdict(self.data))
         text = corpus_digest(self.data.corpus)      # The name of a file doesn't say what is in it
         return json_digest(record | (dict(text=text) if text else {}), 12)
 
 # %% ../../nbs/06_ablations/06a_sweep.ipynb #d2547500
-def _spoken(config)->dict: # The fields that are not at their defaults
+def _changed_fields(config)->dict: # The fields that are not at their defaults
     defaults = type(config)().to_dict()
     return {k: v for k,v in config.to_dict().items() if v != defaults[k]}
 
@@ -396,8 +396,8 @@ def _ended(job:Run, code:int, run:Path)->dict: # The result of a run whose proce
     except FileNotFoundError: outcome = dict(status="crashed", fault=f"its process ended with code "
                                                                      f"{code}", result=None)
     if outcome["status"] == "crashed": (run/"outcome.json").unlink(missing_ok=True)
-    return dict(format=FORMAT, key=run.name, seed=job.train.seed, model=_spoken(job.model),
-                train=_spoken(job.train), data=dataclasses.asdict(job.data)) | outcome
+    return dict(format=FORMAT, key=run.name, seed=job.train.seed, model=_changed_fields(job.model),
+                train=_changed_fields(job.train), data=dataclasses.asdict(job.data)) | outcome
 
 # commit of the library's source, if it is a clone; with a plus if there are changes
 def _commit()->str|None:
