@@ -219,9 +219,9 @@ class Racer:
         self.engine = contestant.engine(job)
         self.batches = Batches(train, job.train, job.model.context_length)
         self.clock = clock
-        self.step, self.seconds, self.wall = 0, 0., 0.  # of this run, by its clock and by the wall's
-        self.curve:list = []                            # seconds and excess during the run
-        self.spent = 0.                                 # seconds of all its runs
+        self.step, self.seconds, self.wall = 0, 0., 0. # of this run, by its clock and the wall's
+        self.curve:list = []                           # seconds and excess during the run
+        self.spent = 0.                                # seconds of all its runs
 
     def advance(self, rates:list): # Learning rates of the next steps
         "Take steps, and add their seconds. Raises `Diverged` if a gradient is not finite."
