@@ -71,7 +71,8 @@ def _order(logits:torch.Tensor)->torch.Tensor: # Ids by falling logit; equal one
     return logits.argsort(dim=-1, descending=True, stable=True)
 
 def _cumulative(probs:torch.Tensor)->torch.Tensor: # Sums in float64, scaled to end at exactly 1
-    sums = probs.to("cpu" if probs.is_mps else probs.device).double().cumsum(-1) # MPS has no float64
+    place = "cpu" if probs.device.type == "mps" else probs.device   # MPS has no float64
+    sums = probs.to(place).double().cumsum(-1)
     return sums/sums[..., -1:]
 
 # %% ../../nbs/05_generation/05a_sampling.ipynb #4c9d98a2

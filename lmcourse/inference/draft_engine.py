@@ -69,7 +69,7 @@ class DraftEngine(Engine):
             work[s], guesses[s] = 1 + len(proposal), (proposal, q.cpu())
         return guesses
 
-    def compute(self, work:dict, guesses:dict)->dict: # Sequence to the logits that it wants `(n, V)`
+    def compute(self, work:dict, guesses:dict)->dict: # Sequence to the logits it wants `(n, V)`
         "Run the model once over new tokens and guesses."
         for s,(proposal,_) in guesses.items(): s.ids += proposal
         try:
