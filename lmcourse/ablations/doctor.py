@@ -295,17 +295,17 @@ def check_updates(case:Case)->Iterator:
             "learning rate too large",
             f"with {high:g} a step of {case.train.optimizer} first moves the entries of a matrix "
             f"by {share:.0%} of their size, so nothing learnt lasts longer than a few "
-            f"steps{_poor(case)}",
+            f"steps{_how_far(case)}",
             LIKELY)
     elif share > UNWARMED and rise < min(FEW, case.train.steps//10):
         yield Finding(
             "no warm-up",
             f"the learning rate is at its highest after {rise} steps, and each of the first "
-            f"steps moves the entries of a matrix by {share:.1%} of their size{_poor(case)}",
+            f"steps moves the entries of a matrix by {share:.1%} of their size{_how_far(case)}",
             LIKELY)
 
 # %% ../../nbs/06_ablations/06d_doctor.ipynb #f3daa601
-def _poor(case:Case)->str: # How far training got, compared with n-grams
+def _how_far(case:Case)->str: # How far training got, compared with n-grams
     best, losses = min((m["loss"] for m in case.logged), default=math.nan), ngrams(case)
     if len(losses) < 2: return ""
     if best > losses[1]:
@@ -685,16 +685,17 @@ def look_inside(
 ASLEEP, DEAD_EXPERTS = 0.01, 0.125 # Visits over an even share; share of a layer's experts
 OVERLOADED = 0.5 # Fraction of the way from an even share of the tokens to all of them
 
+def _listed(values)->str: return ", ".join(f"{v:.3g}" for v in values)
+
 def _share_of_tokens(chosen:torch.Tensor, E:int)->torch.Tensor: # For each expert `(E,)`
     return torch.bincount(chosen.flatten() + 1, minlength=E + 1)[1:]/len(chosen)
 
 def _check_visits(visits:dict, k:int)->Iterator: # Layer to the share of tokens of each expert
-    words = lambda values: ", ".join(f"{v:.3g}" for v in values)
     loads = {i: share/(k/len(share)) for i,share in visits.items()} # Relative to an even share
     yield Looked("visits of the busiest expert of each layer, relative to an even share",
-                 words(load.max().item() for load in loads.values()), "near 1")
+                 _listed(load.max().item() for load in loads.values()), "near 1")
     yield Looked("visits of the idlest expert of each layer, relative to an even share",
-                 words(load.min().item() for load in loads.values()), f"above {ASLEEP}")
+                 _listed(load.min().item() for load in loads.values()), f"above {ASLEEP}")
     for i,share in visits.items():
         dead, E = int((loads[i] < ASLEEP).sum()), len(share)
         if dead > DEAD_EXPERTS*E:
@@ -709,15 +710,14 @@ def _check_visits(visits:dict, k:int)->Iterator: # Layer to the share of tokens 
 def check_inside(case:Case)->Iterator:
     "Check activation scale by layer, dead units, and loss by position."
     seen = look_inside(case)
-    words = lambda values: ", ".join(f"{v:.3g}" for v in values)
     yield Looked(
-        "size of the stream after each block (root mean square)", words(seen["stream"].values()))
+        "size of the stream after each block (root mean square)", _listed(seen["stream"].values()))
     if seen["dead"]: yield Looked(
-        "dead units of each feed-forward network", words(seen["dead"].values()), f"below {DEAD}")
+        "dead units of each feed-forward network", _listed(seen["dead"].values()), f"below {DEAD}")
     if seen["visits"]: yield from _check_visits(seen["visits"], case.model.num_experts_per_tok)
     yield Looked(
         f"loss from position {', '.join(map(str, seen['positions']))} on",
-        words(seen["positions"].values()), "falls after the first few")
+        _listed(seen["positions"].values()), "falls after the first few")
     for i,share in seen["dead"].items():
         if share > DEAD:
             yield Finding(
