@@ -533,11 +533,9 @@ def _change_row(name:str, runs:dict, base:dict)->dict: # Seed to line, of a vari
                       interval="–" if half is None else f"± {half:.3f}")
 
 # %% ../../nbs/06_ablations/06e_speedrun.ipynb #cbb5c158
-def _size(L, D, B, lr, **more)->dict: # Fields of a model and its training
-    return dict(num_layers=L, d_model=D, batch_size=B, lr=lr) | more
-
 PARTS["grid"] = Part("nanogpt", {
-    f"{L} x {D}, batch {B}, rate {lr:g}": _size(L, D, B, lr, warmup_steps=50)
+    f"{L} x {D}, batch {B}, rate {lr:g}":
+        dict(num_layers=L, d_model=D, batch_size=B, lr=lr, warmup_steps=50)
     for L,D,B,lr in ((4, 128, 8, 3e-3), (4, 128, 4, 3e-3), (3, 128, 4, 3e-3),
                      (4, 128, 4, 1.5e-3), (4, 128, 4, 6e-3), (4, 128, 2, 1.5e-3),
                      (4, 192, 4, 1.5e-3), (6, 128, 4, 1.5e-3), (3, 128, 4, 6e-3),
