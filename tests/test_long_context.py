@@ -9,7 +9,8 @@ from lmcourse.architecture.attention_torch import RoPE
 from lmcourse.inference.long_context import METHODS, attention_scale, extend_context, stretched_frequencies
 from lmcourse.tools.config import ModelConfig
 
-def tiny(**more): return TransformerLM(ModelConfig(vocab_size=16, context_length=32, d_model=32, num_layers=2, num_heads=2, **more))
+def tiny(context_length=32, **more):
+    return TransformerLM(ModelConfig(vocab_size=16, context_length=context_length, d_model=32, num_layers=2, num_heads=2, **more))
 
 @pytest.mark.parametrize("K,factor,trained,theta", [(16, 2, 64, 1e4), (64, 3, 2048, 1e4), (128, 8, 8192, 5e5), (128, 4, 32_768, 1e6), (8, 4, 7, 1e4)])
 @pytest.mark.parametrize("method", METHODS[1:])
@@ -62,6 +63,11 @@ def test_a_stretched_model_is_saved_and_exported_as_such(method, tmp_path):
                                  dict(trained=6), dict(theta=1.), dict(fast=1.), dict(slow=0.)])
 def test_bad_input_is_rejected(bad):
     with pytest.raises(ValueError): stretched_frequencies(**dict(method="yarn", head_dim=16, factor=2, trained=64) | bad)
+
+def test_the_new_context_is_the_product_and_no_token_less():
+    m = extend_context(tiny(context_length=100), "yarn", 1.15)    # 100*1.15 is 114.99999999999999 in float64
+    assert m.config.context_length == 115 == m(torch.arange(115)[None] % 16).shape[1]
+
 
 def test_models_that_cannot_be_stretched():
     for position in ("none", "learned"):

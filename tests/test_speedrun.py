@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("torch")
 from lmcourse.ablations import speedrun
-from lmcourse.ablations.speedrun import CONTESTANTS, COOLDOWN, DATA, Contestant, Racer, changed, changes_table, equal_time, race, race_table, rungs_of
+from lmcourse.ablations.speedrun import CONTESTANTS, COOLDOWN, DATA, PARTS, Contestant, Part, Racer, changed, changes_table, equal_time, race, race_table, rungs_of
 from lmcourse.ablations.sweep import paired_difference, read_lines
 from lmcourse.tools.checks import expect_error
 from lmcourse.training.optim_torch import learning_rate
@@ -41,6 +41,7 @@ def turns(monkeypatch):
     monkeypatch.setattr(speedrun, "Racer", Stub)
     monkeypatch.setattr(speedrun, "unchanged", lambda engine: nullcontext())
     monkeypatch.setattr(speedrun, "prepare_corpus", lambda data, work: work)
+    monkeypatch.setattr(speedrun, "step_seconds", lambda racers: dict.fromkeys(racers, 1.))
     return taken
 
 
@@ -105,7 +106,8 @@ def test_a_change_of_the_same_name_is_not_taken_for_another(tmp_path, turns, mon
     monkeypatch.setitem(STEP, "trial: base", .1)
     monkeypatch.setitem(WORK, "trial: base", 100.)
     def trial(**fields):
-        return equal_time("trial", [0], tmp_path/"lines.jsonl", tmp_path, say=lambda s: None, parts=dict(trial=("course", dict(base=fields), 100)), costs=dict(base=1.))
+        monkeypatch.setitem(PARTS, "trial", Part("course", dict(base=fields), 100))
+        return equal_time("trial", [0], tmp_path/"lines.jsonl", tmp_path, say=lambda s: None)
     assert trial() == trial() and len(turns) == 2                           # Two slices of 50 steps
     for fields in (dict(num_layers=3), dict(lr=1e-3)):
         with pytest.raises(ValueError, match="of this name with another model, training or data"): trial(**fields)
@@ -122,13 +124,31 @@ def test_a_variant_that_diverges_ends_its_own_run_alone(tmp_path, turns, monkeyp
     for name in ("base", "wild", "later"):
         monkeypatch.setitem(STEP, f"trial: {name}", .1)
         monkeypatch.setitem(WORK, f"trial: {name}", 100.)
-    parts = dict(trial=("course", {name: {} for name in ("base", "wild", "later")}, 40))
-    lines = equal_time("trial", [0], tmp_path/"lines.jsonl", tmp_path, say=said.append, parts=parts, costs=dict(base=1., wild=1., later=1.))
+    monkeypatch.setitem(PARTS, "trial", Part("course", {name: {} for name in ("base", "wild", "later")}, 40))
+    lines = equal_time("trial", [0], tmp_path/"lines.jsonl", tmp_path, say=said.append)
     assert [l["contestant"] for l in lines.values()] == ["trial: base", "trial: later"] and "seed 0 diverged: trial: wild" in said[1]
     monkeypatch.setitem(STEP, "wild", .1)
     lines = race([0], tmp_path/"race.jsonl", tmp_path, 5., .15, ("wild", "course"), BOTH | dict(wild=BOTH["nanogpt"]), say=said.append)
     assert {l["contestant"] for l in lines.values()} == {"course"} and any("left the race: wild" in s for s in said)
-    with pytest.raises(Diverged): equal_time("trial", [0], tmp_path/"none.jsonl", tmp_path, say=said.append, parts=dict(trial=("course", dict(wild={}), 40)), costs=dict(wild=1.))
+    monkeypatch.setitem(PARTS, "trial", Part("course", dict(wild={}), 40))
+    with pytest.raises(Diverged): equal_time("trial", [0], tmp_path/"none.jsonl", tmp_path, say=said.append)
+
+
+def test_a_variant_that_costs_more_gets_fewer_steps_and_is_measured_once(tmp_path, turns, monkeypatch):
+    measured = []
+    def costs(racers):
+        measured.append(list(racers))
+        return {name: 1.25 if name == "dear" else 1. for name in racers}
+    monkeypatch.setattr(speedrun, "step_seconds", costs)
+    monkeypatch.setitem(PARTS, "trial", Part("course", dict(base={}, dear=dict(num_layers=3)), 100))
+    for name in ("base", "dear"):
+        monkeypatch.setitem(STEP, f"trial: {name}", .1)
+        monkeypatch.setitem(WORK, f"trial: {name}", 100.)
+    for seeds in ([0], [0, 1]):
+        lines = equal_time("trial", seeds, tmp_path/"lines.jsonl", tmp_path, say=lambda s: None)
+        assert {(l["contestant"], l["seed"], l["steps"], l["cost"]) for l in lines.values()} == {
+            (f"trial: {name}", seed, steps, cost) for name, steps, cost in (("base", 100, 1.), ("dear", 80, 1.25)) for seed in seeds}
+    assert measured == [["base"], ["base", "dear"]]
 
 
 def test_the_table_says_when_or_how_far(tmp_path, turns):
@@ -222,10 +242,11 @@ def test_every_change_and_every_size_makes_a_contestant():
     with expect_error(ValueError, "unknown field to change 'layers'"): changed(CONTESTANTS["course"], dict(layers=3))
 
 
-def test_differences_are_paired_by_seed():
+def test_differences_are_paired_by_seed(monkeypatch):
+    monkeypatch.setitem(PARTS, "changes", Part("course", dict(a={}, b={}, c={}), 10))
     excess = {"a": {0: 1.0, 1: 1.2, 2: 1.1}, "b": {0: 1.1, 2: 1.3}}
     lines = {f"{n}{s}": dict(part="changes", contestant=f"changes: {n}", seed=s, excess=e, cost=1., steps=10) for n, runs in excess.items() for s, e in runs.items()}
-    base, other = changes_table(lines, table=dict(a=None, b=None, c=None)).rows
+    base, other = changes_table(lines).rows
     mean, half = paired_difference([1.1, 1.3], [1.0, 1.1])
     assert base["difference"] == "–" and (other["difference"], other["interval"], other["runs"]) == (f"{mean:+.3f}", f"± {half:.3f}", 2)
 

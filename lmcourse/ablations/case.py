@@ -191,8 +191,8 @@ def faulty_model(
     twin = copy.deepcopy(model, {id(t): t for t in (*model.parameters(), *model.buffers())})
     twin.scale = model.scale*forward.embedding
     for layer in twin.layers:
-        layer.add, layer.attn.attention = (partial(_add, layer, forward),
-                                           partial(_attention, forward))
+        layer.add = partial(_add, layer, forward)
+        layer.attn.attention = partial(_attention, forward)
         if forward.half and layer.attn.rope is not None: layer.attn.rope.rotate = _rotate_halves
     if not forward.final_norm: twin.ln_final = torch.nn.Identity()
     if head is not None: twin.lm_head.weight = torch.nn.Parameter(head)

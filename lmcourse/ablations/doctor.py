@@ -21,6 +21,7 @@ from functools import partial
 from importlib.resources import files
 from itertools import takewhile
 from pathlib import Path
+from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -294,17 +295,17 @@ def check_updates(case:Case)->Iterator:
             "learning rate too large",
             f"with {high:g} a step of {case.train.optimizer} first moves the entries of a matrix "
             f"by {share:.0%} of their size, so nothing learnt lasts longer than a few "
-            f"steps{_poor(case)}",
+            f"steps{_how_far(case)}",
             LIKELY)
     elif share > UNWARMED and rise < min(FEW, case.train.steps//10):
         yield Finding(
             "no warm-up",
             f"the learning rate is at its highest after {rise} steps, and each of the first "
-            f"steps moves the entries of a matrix by {share:.1%} of their size{_poor(case)}",
+            f"steps moves the entries of a matrix by {share:.1%} of their size{_how_far(case)}",
             LIKELY)
 
 # %% ../../nbs/06_ablations/06d_doctor.ipynb #f3daa601
-def _poor(case:Case)->str: # How far training got, compared with n-grams
+def _how_far(case:Case)->str: # How far training got, compared with n-grams
     best, losses = min((m["loss"] for m in case.logged), default=math.nan), ngrams(case)
     if len(losses) < 2: return ""
     if best > losses[1]:
@@ -640,56 +641,61 @@ def check_tie(case:Case)->Iterator:
 DEAD = 0.5 # Largest healthy share of a layer's units that never fire
 
 # %% ../../nbs/06_ablations/06d_doctor.ipynb #db00fdf4
+def _watch(i:int, layer:Any, seen:dict)->list: # Hooks that note what passes block i
+    def note(what, value): seen[what].setdefault(i, []).append(value)
+    def stream(module, inputs, out): note("stream", out.square().mean().item())
+    def peaks(module, inputs): note("peaks", inputs[0].abs().flatten(0, -2).amax(0)) # by unit
+    def visits(module, inputs):
+        chosen = module.route(module.logits(inputs[0].flatten(0, -2)))[0]
+        note("visits", _share_of_tokens(chosen, module.config.expert_count))
+    last = getattr(layer.ffn, "w2", None)       # experts have none
+    return [layer.register_forward_hook(stream),
+            layer.ffn.register_forward_pre_hook(visits) if last is None
+            else last.register_forward_pre_hook(peaks)]
+
+def _by_position(losses:list, T:int)->dict: # Position 0, 1, 4, 16 ... to the mean loss from there
+    edges = [0, *(4**k for k in range(12) if 4**k < T), T]
+    parts = {a: [l[:, a:b] for l in losses] for a,b in zip(edges, edges[1:])}
+    return {a: mean_loss(p) for a,p in parts.items() if any(np.isfinite(l).any() for l in p)}
+
+# %% ../../nbs/06_ablations/06d_doctor.ipynb #8e17a7d8
 @torch.no_grad()
 def look_inside(
     case:Case,
     documents:int=30, # Number of validation documents
 )->dict: # By block `stream` (rms), `dead` (share of units) or `visits`; `positions` (losses)
     "Measure activations by block, and the loss by first position."
-    model, T = case.reference, case.model.context_length
-    stream, most, routes, hooks = {}, {}, {}, []
-    for i,layer in enumerate(model.layers):
-        def size(module, inputs, out, i=i):
-            stream.setdefault(i, []).append(out.square().mean().item())
-        def peak(module, inputs, i=i):
-            most.setdefault(i, []).append(inputs[0].abs().flatten(0, -2).amax(0))
-        def visits(module, inputs, i=i):
-            chosen = module.route(module.logits(inputs[0].flatten(0, -2)))[0]
-            routes.setdefault(i, []).append(_share_of_tokens(chosen, module.config.expert_count))
-        last = getattr(layer.ffn, "w2", None)
-        hooks += [layer.register_forward_hook(size), layer.ffn.register_forward_pre_hook(visits)
-                  if last is None else last.register_forward_pre_hook(peak)]
-    rows = list(evaluation_batches(case.sets[1], T, documents))
-    losses = []
+    model, T, losses = case.reference, case.model.context_length, []
+    seen:dict = dict(stream={}, peaks={}, visits={}) # Each: block to a list, an entry per batch
+    hooks = [h for i,layer in enumerate(model.layers) for h in _watch(i, layer, seen)]
     try:
-        for x,y in (to_tensors(r[:2]) for r in rows):
+        for batch in evaluation_batches(case.sets[1], T, documents):
+            x, y = to_tensors(batch[:2])
             nats = F.cross_entropy(model(x).mT, y, reduction="none", ignore_index=-100)
             losses.append(nats.masked_fill(y == -100, math.nan).numpy())
     finally:
         for h in hooks: h.remove()
-    peaks = {i: torch.stack(m).amax(0) for i,m in most.items()}
-    dead = {i: (p <= 1e-3*p.median()).float().mean().item() for i,p in peaks.items()}
-    edges = [0, *(4**k for k in range(12) if 4**k < T), T]
-    parts = {a: [l[:, a:b] for l in losses] for a,b in zip(edges, edges[1:])}
-    at = {a: mean_loss(p) for a,p in parts.items() if any(np.isfinite(l).any() for l in p)}
-    sizes = {i: math.sqrt(np.mean(s)) for i,s in stream.items()}
-    shares = {i: torch.stack(s).mean(0) for i,s in routes.items()}
-    return dict(stream=sizes, dead=dead, visits=shares, positions=at)
+    peaks = {i: torch.stack(p).amax(0) for i,p in seen["peaks"].items()} # Of each unit
+    return dict(stream={i: math.sqrt(np.mean(s)) for i,s in seen["stream"].items()},
+                dead={i: (p <= 1e-3*p.median()).float().mean().item() for i,p in peaks.items()},
+                visits={i: torch.stack(s).mean(0) for i,s in seen["visits"].items()},
+                positions=_by_position(losses, T))
 
 # %% ../../nbs/06_ablations/06d_doctor.ipynb #abe096a6
 ASLEEP, DEAD_EXPERTS = 0.01, 0.125 # Visits over an even share; share of a layer's experts
 OVERLOADED = 0.5 # Fraction of the way from an even share of the tokens to all of them
 
+def _listed(values)->str: return ", ".join(f"{v:.3g}" for v in values)
+
 def _share_of_tokens(chosen:torch.Tensor, E:int)->torch.Tensor: # For each expert `(E,)`
     return torch.bincount(chosen.flatten() + 1, minlength=E + 1)[1:]/len(chosen)
 
 def _check_visits(visits:dict, k:int)->Iterator: # Layer to the share of tokens of each expert
-    words = lambda values: ", ".join(f"{v:.3g}" for v in values)
     loads = {i: share/(k/len(share)) for i,share in visits.items()} # Relative to an even share
     yield Looked("visits of the busiest expert of each layer, relative to an even share",
-                 words(load.max().item() for load in loads.values()), "near 1")
+                 _listed(load.max().item() for load in loads.values()), "near 1")
     yield Looked("visits of the idlest expert of each layer, relative to an even share",
-                 words(load.min().item() for load in loads.values()), f"above {ASLEEP}")
+                 _listed(load.min().item() for load in loads.values()), f"above {ASLEEP}")
     for i,share in visits.items():
         dead, E = int((loads[i] < ASLEEP).sum()), len(share)
         if dead > DEAD_EXPERTS*E:
@@ -704,15 +710,14 @@ def _check_visits(visits:dict, k:int)->Iterator: # Layer to the share of tokens 
 def check_inside(case:Case)->Iterator:
     "Check activation scale by layer, dead units, and loss by position."
     seen = look_inside(case)
-    words = lambda values: ", ".join(f"{v:.3g}" for v in values)
     yield Looked(
-        "size of the stream after each block (root mean square)", words(seen["stream"].values()))
+        "size of the stream after each block (root mean square)", _listed(seen["stream"].values()))
     if seen["dead"]: yield Looked(
-        "dead units of each feed-forward network", words(seen["dead"].values()), f"below {DEAD}")
+        "dead units of each feed-forward network", _listed(seen["dead"].values()), f"below {DEAD}")
     if seen["visits"]: yield from _check_visits(seen["visits"], case.model.num_experts_per_tok)
     yield Looked(
         f"loss from position {', '.join(map(str, seen['positions']))} on",
-        words(seen["positions"].values()), "falls after the first few")
+        _listed(seen["positions"].values()), "falls after the first few")
     for i,share in seen["dead"].items():
         if share > DEAD:
             yield Finding(

@@ -65,13 +65,14 @@ class Run:
 
     @property
     def key(self)->str: # Twelve hexadecimal digits, the same for equal runs
-        train = {k: v for k,v in _spoken(self.train).items() if k not in _ASIDE}
-        record = dict(model=_spoken(self.model), train=train, data=dataclasses.asdict(self.data))
+        train = {k: v for k,v in _changed_fields(self.train).items() if k not in _ASIDE}
+        record = dict(model=_changed_fields(self.model), train=train,
+                      data=dataclasses.asdict(self.data))
         text = corpus_digest(self.data.corpus)      # The name of a file doesn't say what is in it
         return json_digest(record | (dict(text=text) if text else {}), 12)
 
 # %% ../../nbs/06_ablations/06a_sweep.ipynb #d2547500
-def _spoken(config)->dict: # The fields that are not at their defaults
+def _changed_fields(config)->dict: # The fields that are not at their defaults
     defaults = type(config)().to_dict()
     return {k: v for k,v in config.to_dict().items() if v != defaults[k]}
 
@@ -340,14 +341,14 @@ def _run_all(missing:dict, places:dict, results, work:Path, processes:int, devic
                 key = waiting.pop(0)
                 running[key] = _start(missing[key], places[key], work/"runs"/key, device, threads)
             for key in [k for k,p in running.items() if not p.is_alive()]:
-                line, count = (_ended(missing[key], running.pop(key).exitcode, work/"runs"/key)
-                               | about, count + 1)
+                code, count = running.pop(key).exitcode, count + 1
+                line = _ended(missing[key], code, work/"runs"/key) | about
                 add_line(results, line)
                 # a crashed run continues from its checkpoint
                 if line["status"] != "crashed": shutil.rmtree(work/"runs"/key)
-                report(f"{count} of {len(missing)}: {key} {line['status']}"
-                       + (f", loss {line['result']['loss']:.4f}" if line["result"]
-                          else f": {line['fault']}"))
+                end = (f", loss {line['result']['loss']:.4f}" if line["result"]
+                       else f": {line['fault']}")
+                report(f"{count} of {len(missing)}: {key} {line['status']}{end}")
             time.sleep(.05)
     finally:
         for process in running.values(): process.terminate()
@@ -393,19 +394,19 @@ def _work(records:list, data:Path, run:Path, device:str, threads:int): # In that
 # %% ../../nbs/06_ablations/06a_sweep.ipynb #cc833cee
 def _ended(job:Run, code:int, run:Path)->dict: # The result of a run whose process has ended
     try: outcome = read_json(run/"outcome.json")
-    except FileNotFoundError: outcome = dict(status="crashed", fault=f"its process ended with code "
-                                                                     f"{code}", result=None)
+    except FileNotFoundError:
+        outcome = dict(status="crashed", fault=f"its process ended with code {code}", result=None)
     if outcome["status"] == "crashed": (run/"outcome.json").unlink(missing_ok=True)
-    return dict(format=FORMAT, key=run.name, seed=job.train.seed, model=_spoken(job.model),
-                train=_spoken(job.train), data=dataclasses.asdict(job.data)) | outcome
+    return dict(format=FORMAT, key=run.name, seed=job.train.seed, model=_changed_fields(job.model),
+                train=_changed_fields(job.train), data=dataclasses.asdict(job.data)) | outcome
 
 # commit of the library's source, if it is a clone; with a plus if there are changes
 def _commit()->str|None:
     ask = lambda *words: subprocess.run(["git", "-C", str(files("lmcourse")), *words],
                                         capture_output=True, text=True)
     try:
-        found, state = (ask("rev-parse", "--short=12", "HEAD"),
-                        ask("status", "--porcelain", "--untracked-files=no"))
+        found = ask("rev-parse", "--short=12", "HEAD")
+        state = ask("status", "--porcelain", "--untracked-files=no")
         # installed in the folder of another project, the library is not among its files
         if not ask("ls-files", "__init__.py").stdout: return None
     except OSError: return None
@@ -548,8 +549,8 @@ def plot_curves(
     found, known = outcomes(experiment, lines), {}
     for i,name in enumerate(variants or found):
         for j,(seed,line) in enumerate(found[name].items()):
-            step, loss = (line.get("curve")
-                          or {}).get("step", []), (line.get("curve") or {}).get("loss", [])
+            curve = line.get("curve") or {}
+            step, loss = curve.get("step", []), curve.get("loss", [])
             ax.plot(step, loss, color=COLORS[i % len(COLORS)], linewidth=1, alpha=.8,
                     label=None if j else name)
             if line["status"] != "done" and step:

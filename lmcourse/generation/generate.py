@@ -86,7 +86,8 @@ class Decoder:
         config:Any,               # Config of the model; `None` for a model without config
         max_tokens:int|None=None, # Largest number of tokens; default: the model's context
     ):
-        self.config, self.room, self.ids = config, context_of(config, max_tokens, "max_tokens"), []
+        self.config, self.ids = config, []
+        self.room = context_of(config, max_tokens, "max_tokens")
 
     @property
     def length(self)->int: return len(self.ids) # Number of tokens so far
@@ -168,11 +169,11 @@ def begin(
 )->tuple:
     "Prepare a generation loop. Raises `ValueError` for an argument out of range."
     c = _config(model)
-    ids, context, stop = (checked_ids(ids, c), context_of(c, context_length),
-                          {*checked_ids(stop, c, "stop", 0)})
+    ids, context = checked_ids(ids, c), context_of(c, context_length)
+    stop = set(checked_ids(stop, c, "stop", 0))
     if index(max_tokens) < 0: raise ValueError(f"max_tokens = {max_tokens}, expected 0 or more")
-    decoder, needed = (decoder or RecomputingDecoder)(model), min(context,
-                                                                  len(ids) + max_tokens - 1)
+    decoder = (decoder or RecomputingDecoder)(model)
+    needed = min(context, len(ids) + max_tokens - 1)        # the last token drawn is not fed
     if decoder.room < needed:
         raise ValueError(f"the decoder has room for {decoder.room} tokens, but {needed} must be "
                          f"held")
@@ -242,8 +243,8 @@ def generate_batch(
 )->list: # The new ids of each prompt, the same that `generate` draws for it alone
     "Generate for several prompts at once. Raises `ValueError` for an argument out of range."
     c = _config(model)
-    rows, context, stop = ([checked_ids(p, c) for p in prompts], context_of(c, context_length),
-                           {*checked_ids(stop, c, "stop", 0)})
+    rows, context = [checked_ids(p, c) for p in prompts], context_of(c, context_length)
+    stop = set(checked_ids(stop, c, "stop", 0))
     if index(max_tokens) < 0: raise ValueError(f"max_tokens = {max_tokens}, expected 0 or more")
     starts, live = [len(r) for r in rows], list(range(len(rows)))
     draws = [_draw(settings, torch.Generator().manual_seed(seed + k)) for k in live]

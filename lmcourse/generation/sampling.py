@@ -70,6 +70,11 @@ def _keep(logits:torch.Tensor, kept:torch.Tensor
 def _order(logits:torch.Tensor)->torch.Tensor: # Ids by falling logit; equal ones by rising id
     return logits.argsort(dim=-1, descending=True, stable=True)
 
+def _cumulative(probs:torch.Tensor)->torch.Tensor: # Sums in float64, scaled to end at exactly 1
+    place = "cpu" if probs.device.type == "mps" else probs.device   # MPS has no float64
+    sums = probs.to(place).double().cumsum(-1)
+    return sums/sums[..., -1:]
+
 # %% ../../nbs/05_generation/05a_sampling.ipynb #4c9d98a2
 def top_k(
     logits:torch.Tensor, # Logits `(..., V)`
@@ -79,9 +84,8 @@ def top_k(
     Raises `ValueError` if `k` is below 1. Source: Fan et al. 2018."""
     logits = _shifted(logits)
     _check("top_k", k)
-    order = _order(logits)
-    return _keep(logits,
-                 torch.zeros_like(logits, dtype=torch.bool).scatter(-1, order[..., :k], True))
+    kept = torch.zeros_like(logits, dtype=torch.bool)
+    return _keep(logits, kept.scatter(-1, _order(logits)[..., :k], True))
 
 # %% ../../nbs/05_generation/05a_sampling.ipynb #bf2aea82
 def top_p(
@@ -96,11 +100,10 @@ def top_p(
     # rounding in the sum below must not drop the last tokens
     if p == 1: return logits.softmax(-1)
     order = _order(logits)
-    probs = logits.softmax(-1).gather(-1, order)
-    before = probs.cumsum(-1) - probs
-    return _keep(logits,
-                 torch.zeros_like(logits, dtype=torch.bool).scatter(-1, order,
-                                                                    (before == 0) | (before < p)))
+    sums = _cumulative(logits.softmax(-1).gather(-1, order))
+    before = torch.nn.functional.pad(sums[..., :-1], (1, 0))
+    kept = torch.zeros_like(logits, dtype=torch.bool)
+    return _keep(logits, kept.scatter(-1, order, (before < p).to(logits.device)))
 
 # %% ../../nbs/05_generation/05a_sampling.ipynb #7633f9cb
 def min_p(
@@ -176,10 +179,8 @@ def inverse_cdf(
     u:torch.Tensor,     # Numbers from 0 to below 1, float64 `(..., 1)`
 )->torch.Tensor: # Token ids `(...)`, int64, on the device of `probs`
     "Find the token at which the cumulative probability passes `u`."
-    place = "cpu" if probs.device.type == "mps" else probs.device   # MPS has no float64
-    sums = probs.to(place).double().cumsum(-1)
-    u = u.to(place, non_blocking=sums.is_cuda)
-    ids = torch.searchsorted(sums/sums[..., -1:], u, right=True)
+    sums = _cumulative(probs)
+    ids = torch.searchsorted(sums, u.to(sums.device, non_blocking=sums.is_cuda), right=True)
     return ids.squeeze(-1).to(probs.device)
 
 def sample(
@@ -271,8 +272,8 @@ def _cut_np(probs:np.ndarray, top_k:int|None, top_p:float|None, min_p:float|None
 )->np.ndarray: # Probabilities; those given must be in falling order
     if top_k is not None: probs = _scaled_np(probs, np.arange(probs.shape[-1]) < top_k)
     if top_p is not None and top_p < 1:
-        before = probs.cumsum(-1, dtype=np.float64) - probs # float32 drifts for a large V
-        probs = _scaled_np(probs, (before == 0) | (before < top_p))
+        sums = probs.cumsum(-1, dtype=np.float64)           # float32 drifts for a large V
+        probs = _scaled_np(probs, (sums - probs)/sums[..., -1:] < top_p)
     return probs if min_p is None else _scaled_np(probs, probs >= min_p*probs[..., :1])
 
 def _scaled_np(probs:np.ndarray, kept:np.ndarray)->np.ndarray:

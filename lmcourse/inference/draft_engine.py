@@ -13,8 +13,24 @@ from operator import index
 from typing import Any
 import torch
 from ..generation.sampling import next_token_probs, sample
-from .engine import Engine, Sequence, accept, draw_tokens, note_computed, rows_of
+from .engine import Engine, Rows, Sequence, accept, draw_tokens, note_computed
+from .engine import rows_of
 from .speculative import verify
+
+# %% ../../nbs/07_inference/07e_draft_engine.ipynb #5525f40e
+def _rule(s:Sequence)->Callable: # From logits to the probabilities from which a request draws
+    known = s.request.settings
+    return partial(next_token_probs, **{k: known[k] for k in known if k != "repetition_penalty"})
+
+def _with_guesses(rows:Rows, work:dict, guesses:dict
+)->tuple: # Rows that also want the logits of guesses, and the number that each sequence wants
+    asked, wanted, begin = set(rows.wanted.tolist()), [], 0
+    for s,n in work.items():
+        span = range(begin, begin + n)
+        wanted.append([r for r in span if s in guesses or r in asked])
+        begin += n
+    flat = torch.tensor([r for some in wanted for r in some], dtype=torch.int64)
+    return replace(rows, wanted=flat), [len(some) for some in wanted]
 
 # %% ../../nbs/07_inference/07e_draft_engine.ipynb #5ae758cf
 class DraftEngine(Engine):
@@ -53,6 +69,17 @@ class DraftEngine(Engine):
             work[s], guesses[s] = 1 + len(proposal), (proposal, q.cpu())
         return guesses
 
+    def compute(self, work:dict, guesses:dict)->dict: # Sequence to the logits it wants `(n, V)`
+        "Run the model once over new tokens and guesses."
+        for s,(proposal,_) in guesses.items(): s.ids += proposal
+        try:
+            rows, counts = _with_guesses(rows_of(work, self.pool.block_size), work, guesses)
+            logits = self.paged.forward(rows)
+        finally:                                # even after an error, guesses are no answer
+            for s,(proposal,_) in guesses.items(): del s.ids[-len(proposal):]
+        self.steps, self.computed = self.steps + 1, self.computed + sum(work.values())
+        return dict(zip(work, logits.split(counts)))
+
     def keep(self, s:Sequence, proposal:list, q:torch.Tensor, logits:torch.Tensor
     )->str|None: # Why the answer ends, if it does
         "Keep what the rule accepts of a proposal, and one more token."
@@ -68,20 +95,14 @@ class DraftEngine(Engine):
         "Propose, compute once, and keep what the model accepts."
         if not (work := self.schedule()): return []
         guesses = self.propose(work)
-        for s,(proposal,_) in guesses.items(): s.ids += proposal
-        try:
-            rows, spans = _with_guesses(rows_of(work, self.pool.block_size), work, guesses)
-            logits = self.paged.forward(rows)
-        finally:                                # even after an error, guesses are no answer
-            for s,(proposal,_) in guesses.items(): del s.ids[-len(proposal):]
-        self.steps, self.computed = self.steps + 1, self.computed + sum(work.values())
+        logits = self.compute(work, guesses)
         plain = {s: n for s,n in work.items() if s not in guesses}
-        others = torch.cat([logits[spans[s]] for s in plain]) if plain else logits[:0]
+        others = torch.cat([logits[s] for s in plain]) if plain else torch.empty(0)
         ready = note_computed(plain, others)
         try:
             drawn = draw_tokens(others[list(ready.values())], list(ready)) if ready else []
             ends = {s: accept(s, token, others[row]) for (s,row),token in zip(ready.items(), drawn)}
-            ends |= {s: self.keep(s, proposal, q, logits[spans[s]])
+            ends |= {s: self.keep(s, proposal, q, logits[s])
                      for s,(proposal,q) in guesses.items()}
         except BaseException:
             for s in (*ready, *guesses): self.end(s, "error")
@@ -97,18 +118,3 @@ class DraftEngine(Engine):
     def end(self, s:Sequence, reason:str="abort"): # Frees its blocks and its draft
         super().end(s, reason)
         self.drafts.pop(s, None)
-
-# %% ../../nbs/07_inference/07e_draft_engine.ipynb #5525f40e
-def _rule(s:Sequence)->Callable: # From logits to the probabilities from which a request draws
-    known = s.request.settings
-    return partial(next_token_probs, **{k: known[k] for k in known if k != "repetition_penalty"})
-
-def _with_guesses(rows, work:dict, guesses:dict
-)->tuple: # Rows that also want the logits of guesses; and the place of each sequence in the logits
-    asked, wanted, begin, spans = set(rows.wanted.tolist()), [], 0, {}
-    for s,n in work.items():
-        mine = [r for r in range(begin, begin + n) if s in guesses or r in asked]
-        spans[s] = slice(len(wanted), len(wanted) + len(mine))
-        wanted, begin = wanted + mine, begin + n
-    wanted = torch.tensor(wanted, dtype=torch.int64)
-    return replace(rows, wanted=wanted), spans

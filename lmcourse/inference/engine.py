@@ -34,6 +34,8 @@ from ..tools.config import ModelConfig, refuse_fields
 from ..tools.machine import available_bytes
 
 # %% ../../nbs/07_inference/07b_engine.ipynb #065aa8c8
+_SETTINGS = "temperature", "top_k", "top_p", "min_p", "repetition_penalty"
+
 @dataclass(frozen=True)
 class Request:
     "A prompt with the settings for its continuation."
@@ -53,8 +55,7 @@ class Request:
     @property
     def settings(self)->dict: # Arguments of `next_token_probs`
         "Return the settings for drawing a token."
-        return {name: getattr(self, name)
-                for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")}
+        return {name: getattr(self, name) for name in _SETTINGS}
     @property
     def scores_prompt(self)->bool: return self.echo and self.log_probs is not None
 
@@ -133,8 +134,8 @@ class PackedLinear(torch.nn.Module):
         self.packed = None
         if (self.weight.dtype == torch.float32 and self.weight.device.type == "cpu"
             and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")):
-            self.packed, self.weight = (
-                torch.ops.mkldnn._reorder_linear_weight(self.weight.contiguous(), 16), None)
+            self.packed = torch.ops.mkldnn._reorder_linear_weight(self.weight.contiguous(), 16)
+            self.weight = None
 
     def forward(self, x:torch.Tensor)->torch.Tensor: # `(N, ..., in)` to `(N, ..., out)`
         if self.packed is None: return F.linear(x, self.weight, self.bias)
@@ -174,13 +175,13 @@ def pack_linears(
 # %% ../../nbs/07_inference/07b_engine.ipynb #aacbe25d
 class _Heads: # Replaces `CausalSelfAttention.project` by a single product
     def __init__(self, attn, linear):
-        self.product, self.head_dim = (linear(attn.q_proj, attn.k_proj, attn.v_proj),
-                                       attn.head_dim)
-        self.heads = [len(p.weight)//attn.head_dim for p in (attn.q_proj, attn.k_proj, attn.v_proj)]
+        parts = attn.q_proj, attn.k_proj, attn.v_proj
+        self.product, self.head_dim = linear(*parts), attn.head_dim
+        self.heads = [len(p.weight)//attn.head_dim for p in parts]
 
     def __call__(self, x):
-        return [part.transpose(-2, -3) for part
-                in self.product(x).unflatten(-1, (-1, self.head_dim)).split(self.heads, -2)]
+        heads = self.product(x).unflatten(-1, (-1, self.head_dim))          # (..., heads of all, K)
+        return [part.transpose(-2, -3) for part in heads.split(self.heads, -2)]
 
 # %% ../../nbs/07_inference/07b_engine.ipynb #b2a60bf1
 class BlockPool:
@@ -306,7 +307,7 @@ def _plan(rows:Rows, group:list, size:int, heads:int, window:int)->AttentionPlan
     width = max(b - a for a,b in zip(first, last)) + 1
     place = tensor(first)[:, None] + torch.arange(width, device=device) # index in its table
     tables = rows.tables[tensor(group)[:, None], place.clamp(max=rows.tables.shape[1] - 1)]
-    new = [[min(t, c - 1) for t in range(T)] for c in counts]
+    new = [[min(t, c - 1) for t in range(T)] for c in counts]  # shorter rows repeat their last
     query = tensor([[n + t for t in ts] for n,ts in zip(before, new)])[..., None] # (B, T, 1)
     key = (place[..., None]*size + torch.arange(size, device=device)).flatten(1)
     key = key[:, None]                                      # Position (B, 1, S)
@@ -539,26 +540,20 @@ def _rows_at(x:torch.Tensor, rows:list
 )->torch.Tensor: # No copy if all rows are asked for: a copy of indices to a GPU has to wait for it
     return x if rows == [*range(len(x))] else x[rows]
 
-_settings_of = attrgetter("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+_settings_of = attrgetter(*_SETTINGS)
 
-def _sampled_ids(logits:torch.Tensor, sequences:list
+def _drawn_alike(logits:torch.Tensor, sequences:list
 )->list: # An id for each row; all sequences have the settings of the first
-    "Draw from the distribution that the settings ask for."
     r = sequences[0].request
-    penalized = r.repetition_penalty is not None             # only the penalty reads the answer
-    seen = torch.tensor([sequences[0].tokens]*penalized, dtype=torch.int64)
+    penalized = r.repetition_penalty is not None
+    if r.temperature == 0 and not penalized:
+        largest, ids = torch.stack([x.float() for x in logits.max(-1)]).tolist() # read back at once
+        if all(map(math.isfinite, largest)): return [int(i) for i in ids]
+    seen = torch.tensor([sequences[0].tokens]*penalized, dtype=torch.int64) # only the penalty's
     probs = next_token_probs(logits, **r.settings, seen=seen)
     ids = sample_rows(probs, [s.generator for s in sequences])
     if not read_at_once(probs): check_distribution(probs)
     return ids.tolist()
-
-def _greedy_ids(logits:torch.Tensor, sequences:list
-)->list: # Empty where the settings don't ask for it, or a logit is not finite
-    "Return the id of each row's largest logit, which needs no distribution."
-    r = sequences[0].request
-    if r.temperature or r.repetition_penalty is not None: return []
-    largest, ids = torch.stack([x.float() for x in logits.max(-1)]).tolist() # read back at once
-    return [int(i) for i in ids] if all(map(math.isfinite, largest)) else []
 
 # %% ../../nbs/07_inference/07b_engine.ipynb #546c2445
 def draw_tokens(
@@ -566,13 +561,14 @@ def draw_tokens(
     sequences:list,      # The sequence of each row
 )->list: # The id drawn for each sequence
     "Draw the next token of each sequence."
-    groups, drawn = {}, {}
+    groups:dict = {} # Settings to rows; a row with a penalty, which reads its answer, is alone
     for row,s in enumerate(sequences):
-        penalised = s.request.repetition_penalty is not None
-        groups.setdefault((_settings_of(s.request), row if penalised else None), []).append(row)
+        alone = None if s.request.repetition_penalty is None else row
+        groups.setdefault((_settings_of(s.request), alone), []).append(row)
+    drawn:dict = {}
     for rows in groups.values():
-        some, part = [sequences[n] for n in rows], _rows_at(logits, rows)
-        drawn |= dict(zip(rows, _greedy_ids(part, some) or _sampled_ids(part, some)))
+        ids = _drawn_alike(_rows_at(logits, rows), [sequences[row] for row in rows])
+        drawn |= dict(zip(rows, ids))
     return [drawn[row] for row in range(len(sequences))]
 
 # %% ../../nbs/07_inference/07b_engine.ipynb #9b1813c2
@@ -892,12 +888,14 @@ def replay(
     look:Callable|None=None, # Called with the engine after each step
 )->list: # Their sequences, finished, in the order of the requests
     "Answer requests that arrive while others are running."
-    todo, sequences, now = (
-        deque(sorted(enumerate(zip(steps, requests, strict=True)), key=lambda x: x[1][0])), {}, 0)
+    arrivals = list(zip(steps, requests, strict=True))
+    todo = deque(sorted(range(len(arrivals)), key=lambda k: arrivals[k][0]))
+    sequences:dict = {}
+    now = 0
     while todo or engine.busy:
-        while todo and todo[0][1][0] <= now:
-            k, (_, r) = todo.popleft()
-            sequences[k] = engine.add(r)
+        while todo and arrivals[todo[0]][0] <= now:
+            k = todo.popleft()
+            sequences[k] = engine.add(arrivals[k][1])
         engine.step()
         if look: look(engine)
         now += 1

@@ -107,8 +107,8 @@ class CachedDecoder(Decoder):
     ):
         super().__init__(model.config, max_tokens)
         weight = model.token_embeddings.weight
-        self.model, self.cache = model, KVCache(model.config, 1, max_tokens, weight.dtype,
-                                                weight.device)
+        self.model = model
+        self.cache = KVCache(model.config, 1, max_tokens, weight.dtype, weight.device)
 
     def compute(self, ids:list, all:bool)->torch.Tensor: # `(len(ids), V)`, or `(1, V)`
         n, device, model = self.length, self.cache.data.device, self.model

@@ -81,9 +81,10 @@ def extend_context(
     if scale is not None and method != "yarn":
         raise ValueError(f"{scale = } with method = {method!r}, expected yarn, which alone has one")
     if scale is not None: new["rope_scaling"] = new["rope_scaling"] | dict(attention_factor=scale)
-    c, like = replace(c, context_length=int(c.context_length*factor), **new), model.layers[0].attn
-    rope = RoPE(c.context_length, c.rope_size, c.rope_theta, like.rope.table.device,
-                like.rope.table.dtype, c.rope_scaling)
+    c = replace(c, context_length=round(c.context_length*factor), **new)
+    table = model.layers[0].attn.rope.table
+    rope = RoPE(c.context_length, c.rope_size, c.rope_theta, table.device, table.dtype,
+                c.rope_scaling)
     for layer in model.layers: layer.attn.rope = rope
     model.config = c
     return model

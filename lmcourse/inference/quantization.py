@@ -108,17 +108,17 @@ class QuantizedWeight:
     ):
         self.bits, self.shape = 8 if codes.dtype == np.int8 else 4, (len(steps), codes.shape[1])
         self.group = self.shape[1]//steps.shape[1]
-        if self.group % 64: self.kept = codes, steps
-        else:
+        if self.group % 64: self.plain = codes, steps
+        else: # for the kernels; a decoder exchanges them for views into one array for all layers
             self.arrays = (codes.reshape(-1, steps.shape[1], self.group//64, 64),
-                           steps.view(f"u{steps.itemsize}") if steps.itemsize == 2 else steps)
+                           steps.view(np.uint16) if steps.itemsize == 2 else steps)
 
     @property
     def codes(self)->np.ndarray:
-        return (self.kept if self.group % 64 else self.arrays)[0].reshape(-1, self.shape[1])
+        return (self.plain if self.group % 64 else self.arrays)[0].reshape(-1, self.shape[1])
     @property
     def steps(self)->np.ndarray: # `(out, groups)`
-        steps = (self.kept if self.group % 64 else self.arrays)[1]
+        steps = (self.plain if self.group % 64 else self.arrays)[1]
         return steps.view(np.float16) if steps.itemsize == 2 else steps
     @property
     def num_bytes(self)->int: return self.codes.nbytes + self.steps.nbytes
@@ -145,7 +145,8 @@ def quantize(
     bits:int=8,                           # Bits of a code, 4 to 8; more than 4 take a byte
     # Number of neighbours in a row that share a step, a divisor of `in`; default: the whole row
     group:int|None=64,
-    steps:type=np.float16, # Type of the stored steps: float16 or float32
+    # Type of the stored steps: float16, whose smallest step is 6e-8, or float32
+    steps:type=np.float16,
     # Whether to search for the best step instead of using the one that fits the largest weight
     search:bool=False,
 )->QuantizedWeight:
@@ -493,11 +494,11 @@ def load_quantized(
     if not Path(path).is_file(): raise FileNotFoundError(f"{path}: no file")
     try:
         with safe_open(path, framework="numpy") as file:
-            tensors, config = ({name: file.get_tensor(name) for name in file.keys()},
-                               json.loads(file.metadata()["config"]))
+            tensors = {name: file.get_tensor(name) for name in file.keys()}
+            config = json.loads(file.metadata()["config"])
         return QuantizedModel(ModelConfig.from_dict(config), _joined(tensors))
-    except (SafetensorError, KeyError, TypeError,
-            ValueError) as e: raise ValueError(f"{path}: no quantized model ({e})") from None
+    except (SafetensorError, KeyError, TypeError, ValueError) as e:
+        raise ValueError(f"{path}: no quantized model ({e})") from None
 
 # %% ../../nbs/07_inference/07d_quantization.ipynb #886cb7c2
 def _joined(tensors:dict)->dict: # Joins codes and steps

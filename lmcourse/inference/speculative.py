@@ -237,12 +237,11 @@ def speculate(
     to_probs(torch.zeros(1))                        # Raises now, not at the first token
     ids, context, stop, decoder = begin(model, ids, max_tokens, stop, context_length, decoder)
     _check_draft(draft, lookahead, model, decoder)
-    generator, rounds = (generator or torch.Generator().manual_seed(seed),
-                         [] if rounds is None else rounds)
+    generator = generator or torch.Generator().manual_seed(seed)
     draw = draw or (lambda probs: sample(probs, generator).item())
-    return itertools.takewhile(lambda i: i not in stop,
-                               _rounds(decoder, draft, ids, max_tokens, lookahead, context,
-                                       to_probs, draw, rounds))
+    new = _rounds(decoder, draft, ids, max_tokens, lookahead, context, to_probs, draw,
+                  [] if rounds is None else rounds)
+    return itertools.takewhile(lambda i: i not in stop, new)
 
 # %% ../../nbs/07_inference/07c_speculative.ipynb #52508c9e
 def exact_distribution(
