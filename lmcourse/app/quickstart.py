@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['LOOKS', 'EPOCHS', 'fitting_steps', 'tokens_read', 'quickstart_configs', 'plan_run', 'card_here', 'card_lines',
-           'get_ready', 'QuickstartCommand', 'free_folder', 'keep']
+           'get_ready', 'QuickstartCommand', 'free_folder', 'save_for_inference']
 
 # %% ../../nbs/90_app/90fg_quickstart.ipynb #6b6e5cba
 import math, time
@@ -157,7 +157,7 @@ class QuickstartCommand:
             trainer = get_ready(self.data, self.minutes, out, card)
         result = train_to_the_end(trainer, out)
         if self.keep:
-            keep(trainer.model, out, self.keep, result,
+            save_for_inference(trainer.model, out, self.keep, result,
                  f"lmcourse quickstart --data {self.data} --minutes {self.minutes:g}")
         from lmcourse.training.trainer import peak_memory
         say(f"{duration(time.perf_counter()-began)} in all, {si(peak_memory() or math.nan, 'B')} "
@@ -167,7 +167,7 @@ class QuickstartCommand:
 def free_folder()->Path: # The first that nobody has taken
     return next(p for i in range(1, 10**6) if not (p := Path(f"runs/quickstart-{i}")).exists())
 
-def keep(
+def save_for_inference(
     model:Any,   # The trained model
     run:Path,    # Folder of its run
     folder:Path, # New folder

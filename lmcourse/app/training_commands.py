@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['SHARED_OUT', 'TrainCommand', 'new_trainer', 'open_data', 'matching_tokenizer', 'fitting_windows', 'ngram_line',
-           'go_on', 'locked', 'finished', 'new_run_words', 'refuse_beside_resume', 'begun_by', 'model_table',
+           'resume_run', 'locked', 'finished', 'new_run_words', 'refuse_beside_resume', 'check_kind', 'model_table',
            'cost_lines', 'refuse_too_large', 'speed_lines', 'device_here', 'train_to_the_end', 'result_line',
-           'loss_plot', 'draw', 'check_picture', 'PlotCommand', 'smoke', 'SmokeCommand']
+           'loss_plot', 'draw_losses', 'check_picture', 'PlotCommand', 'smoke', 'SmokeCommand']
 
 # %% ../../nbs/90_app/90fd_training_commands.ipynb #b3236c19
 import contextlib, math, os, re, shlex, sys
@@ -24,7 +24,7 @@ from ..tools.stories import STORY_CORPORA
 from ..tokenization.tokenizer import Tokenizer
 from ..training.signals import Interrupted
 from .commands import all_or_nothing, checking_input, one_of, refuse_existing
-from .commands import say, told_to_go_on, word, wrapped
+from .commands import say, with_resume_hint, word, wrapped
 from .generation_commands import beginning, story
 
 # %% ../../nbs/90_app/90fd_training_commands.ipynb #04c6fd85
@@ -49,7 +49,7 @@ class TrainCommand:
         if self.resume:
             given = getattr(self, "given", ())
             refuse_beside_resume("train", self.resume, given, SHARED_OUT)
-            return go_on(self.resume, self.train, given)
+            return resume_run(self.resume, self.train, given)
         if not self.data or not self.out:
             raise UserError("train needs DATA and OUT, or --resume RUN")
         # Every process of torchrun checks this before the first one makes the folder, because all
@@ -145,7 +145,7 @@ def cut_to_card(model:ModelConfig, train:TrainConfig
     return replace(train, micro_batch=micro) if 0 < micro < share.micro_batch else train
 
 # %% ../../nbs/90_app/90fd_training_commands.ipynb #4158035c
-def go_on(run:Path, train:TrainConfig|None=None, given:tuple=()): # `UserError` if it is no run
+def resume_run(run:Path, train:TrainConfig|None=None, given:tuple=()): # `UserError` if it is no run
     """Train an interrupted run to its end; of a finished one, only say how it ended.
     Fields of `train` that are `given`, and that only say how the work is divided or computed,
     replace the run's own."""
@@ -153,7 +153,7 @@ def go_on(run:Path, train:TrainConfig|None=None, given:tuple=()): # `UserError` 
     from lmcourse.training.runs import read_run
     from lmcourse.training.trainer import Trainer
     with checking_input():
-        begun_by(run, "train")
+        check_kind(run, "train")
         model, own, data = read_run(run)
         if result := finished(run, own):
             how = new_run_words(model)
@@ -219,7 +219,7 @@ def refuse_beside_resume(command:str, run:Path, given:tuple, but:tuple=()):
         raise UserError(f"{command} --resume {run} takes no --{option}: a run keeps its own. Begin "
                         f"another with --init-from {run}")
 
-def begun_by(run:Path, command:str): # Raises `ValueError` for a run that another command has begun
+def check_kind(run:Path, command:str): # Raises `ValueError` for a run that another command has begun
     "Check the kind of a run before it is resumed."
     if not (run/"config.json").is_file(): return            # `read_run` says so
     path = run/"align.json"
@@ -323,24 +323,24 @@ def train_to_the_end(
         data = read_run(run)[2]
         tokenizer, begin, grams = (matching_tokenizer(data, trainer.train, trainer.valid),
                                    beginning(trainer.config.windows), ngram_line(data))
-    def sample(_): return story(speaker(trainer), tokenizer, trainer.step, begin, 120)
+    def sample(_): return story(sampling_model(trainer), tokenizer, trainer.step, begin, 120)
     again = f": lmcourse train --resume {shlex.quote(str(run))}"
     try:
-        with told_to_go_on(Interrupted, how=again), locked(run):
+        with with_resume_hint(Interrupted, how=again), locked(run):
             result = trainer.fit(run, report=_report, sample=sample)
     except RuntimeError as e:
         if not _LOST.search(f"{e} {e.__cause__}"): raise
         raise UserError(f"another process of this run has died, or does not answer; go on "
                         f"with{again}") from None
     # All processes must take part for a sharded model
-    model = speaker(trainer)
+    model = sampling_model(trainer)
     stories = [wrapped(story(model, tokenizer, seed, begin).strip()) for seed in range(3)]
     trainer.world.destroy()
     if not trainer.world.writes: return result
     say("", *speed_lines(trainer),
         *([f"ended early: {trainer.stop.reason}"] if trainer.stop.reason else []), "",
         result_line(result), grams, "", loss_plot(run), "")
-    draw([run], run/"loss.png")
+    draw_losses([run], run/"loss.png")
     for text in stories: say(text, "")
     more = "stories" if trainer.valid.info["source"] in _TELLING else "text"
     say(f"everything is in {run}: loss.png, metrics.jsonl, samples.txt, checkpoints; more {more}: "
@@ -353,7 +353,7 @@ _TELLING = (*STORY_CORPORA, "tinystories") # Corpora of stories
 # Messages of gloo and NCCL about a process that is gone or too slow
 _LOST = re.compile("closed by peer|reset by peer|[Tt]imed out|[Tt]imeout|Broken pipe|aborted")
 
-def speaker(trainer:Any): # Model that writes stories; a whole copy of a small model on a mesh
+def sampling_model(trainer:Any): # Model that writes stories; a whole copy of a small model on a mesh
     model = trainer.model
     if not hasattr(model, "stages"): return model
     from lmcourse.architecture.transformer_torch import TransformerLM
@@ -387,7 +387,7 @@ def loss_plot(run:Path, **size:int
     return text_plot({k: xy for k,xy in series.items() if xy[0]}, xlabel="step",
                      ylabel="nats per token", **size)
 
-def draw(runs:list, path:Path): # Run folders into a picture that can be read on any background
+def draw_losses(runs:list, path:Path): # Run folders into a picture that can be read on any background
     import matplotlib
     matplotlib.use("Agg")
     from lmcourse.training.plots import plot_runs
@@ -423,7 +423,7 @@ class PlotCommand:
                 read_run(run)
                 if not read_metrics(run): raise ValueError(f"{run}: no losses yet, nothing to draw")
         if len(self.runs) == 1: say(loss_plot(self.runs[0], width=self.width, height=self.height))
-        draw(self.runs, self.out)
+        draw_losses(self.runs, self.out)
         say(f"in {self.out}")
 
 # %% ../../nbs/90_app/90fd_training_commands.ipynb #deb9167f
