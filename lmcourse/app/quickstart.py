@@ -117,7 +117,7 @@ def get_ready(data:str, minutes:float, out:Path, card:Any=None
         f"{duration(time.perf_counter()-start)}. It splits text like this:",
         "   " + "|".join(pieces), "")
     say("3. Tokens on disk:")
-    # Each evaluation reads the first 100 documents, or a whole text
+    # An evaluation on the way reads the first 100 documents at most, or a whole text
     held_out = 400 if not data.startswith("text:") else int(min(max(100*minutes, 10), 100))
     prepare(data, out/"data", tokenizer, size, held_out)
     say("   " + ngram_line(out/"data"), "")
