@@ -56,7 +56,7 @@ def quickstart_configs(vocab_size:int)->tuple: # `ModelConfig` and `TrainConfig`
 
 def plan_run(
     data:Path,     # Folder of `prepare`
-    minutes:float, # Minutes of training
+    minutes:float, # Minutes of training, evaluations included
     card:Any=None, # The GPU as a `Device`, if there is one
 )->tuple: # `ModelConfig` and `TrainConfig`
     """Choose the quickstart's model, or a larger one on a GPU, and as many steps as fit into the
@@ -132,7 +132,7 @@ def get_ready(data:str, minutes:float, out:Path, card:Any=None
 class QuickstartCommand:
     "Text to tokenizer to model to new text, in a few minutes on two cores or on a GPU."
     data: str = "stories"      # stories, or text:PATH for your own file
-    minutes: float = 3.        # Minutes of training
+    minutes: float = 3.        # Minutes of training, evaluations included
     # New folder for everything; by default the first free one of runs/quickstart-1, -2, …
     out: Path|None = None
     keep: Path|None = None     # Also save the model, in float16, in this new folder
