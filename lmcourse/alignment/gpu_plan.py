@@ -220,7 +220,8 @@ def plan_stages(
 )->list: # Dicts: stage, about, tokens, flops, memory_bytes, seconds (None on the CPU)
     "Estimate each stage's tokens, memory and time by the formulas of chapter 02."
     b = CostModel(c, gpu, share)
-    return [*_data_stages(b), *_training_stages(b), *_teaching_stages(b), _row("report", "the card")]
+    return [*_data_stages(b), *_training_stages(b), *_teaching_stages(b),
+            _row("report", "the card")]
 
 def _row(stage:str, about:str, **numbers)->dict:
     return dict.fromkeys(PLAN) | dict(stage=stage, about=about) | numbers

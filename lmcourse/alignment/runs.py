@@ -89,14 +89,15 @@ class SftRun(RunKind):
         stream = self.task.demonstrations(self.settings["slip"], number)
         return list(islice(stream, self.settings["demonstrations"]))
 
-    def prepare(self, model, tokenizer, train, world)->tuple:
+    def prepare(self, model:Any, tokenizer:Tokenizer, train:TrainConfig, world:World)->tuple:
         if (n := self.settings["demonstrations"]) < train.batch_size:
             raise ValueError(f"demonstrations = {n}, expected a batch of {train.batch_size}")
         texts = list(map("".join, self.pairs()))
         _check_room("demonstrations", texts, 1, tokenizer, model)
         return texts, []
 
-    def trainer(self, model, tokenizer, train, valid, data)->Trainer:
+    def trainer(self, model:Any, tokenizer:Tokenizer, train:TrainConfig, valid:TokenDataset,
+                data:Path)->Trainer:
         batches = SftBatches(self.pairs(), tokenizer, train.batch_size)
         return _trainer_from(model, train, valid, batches, Objective(weight=counted_targets))
 
@@ -131,7 +132,7 @@ class DpoRun(RunKind):
         super().__init__(settings, seed)
         self.config = DpoConfig(**settings)
 
-    def prepare(self, model, tokenizer, train, world)->tuple:
+    def prepare(self, model:Any, tokenizer:Tokenizer, train:TrainConfig, world:World)->tuple:
         c, task = self.config, self.task
         reference, other = load_model(c.reference) if c.reference else (model, tokenizer)
         if other.digest != tokenizer.digest: raise ValueError(
@@ -152,7 +153,8 @@ class DpoRun(RunKind):
             raise ValueError(f"{n} pairs, expected a batch of {train.batch_size}")
         return (p["prompt"] + p["chosen"] for p in pairs), pairs
 
-    def trainer(self, model, tokenizer, train, valid, data)->Trainer:
+    def trainer(self, model:Any, tokenizer:Tokenizer, train:TrainConfig, valid:TokenDataset,
+                data:Path)->Trainer:
         c, device = self.config, str(pick_device(train.device))
         reference = load_model(c.reference, device)[0] if c.reference else model
         batches = PreferenceBatches(read_pairs(data/"pairs.jsonl"), tokenizer, train.batch_size,
@@ -170,11 +172,11 @@ class RlRun(RunKind):
         # Responses as long as the task needs
         self.config = RlConfig(**dict(max_tokens=self.task.max_tokens) | settings, seed=seed)
 
-    def sized(self, train, world)->TrainConfig:
+    def sized(self, train:TrainConfig, world:World)->TrainConfig:
         self.config.prompts_of(world)           # Raises an error if they can't be shared
         return replace(train, batch_size=self.config.prompts*self.config.group_size)
 
-    def prepare(self, model, tokenizer, train, world)->tuple:
+    def prepare(self, model:Any, tokenizer:Tokenizer, train:TrainConfig, world:World)->tuple:
         c, first = self.config, 1_000_000*(self.seed + 1)
         prompts = [p for step in range(train.steps)
                    for p in self.task.prompts(c.prompts, first + step)]
@@ -182,10 +184,11 @@ class RlRun(RunKind):
                     tokenizer, model)
         return self.task.prompts(100, first), []
 
-    def trainer(self, model, tokenizer, train, valid, data)->Trainer:
+    def trainer(self, model:Any, tokenizer:Tokenizer, train:TrainConfig, valid:TokenDataset,
+                data:Path)->Trainer:
         return start_rl(model, tokenizer, self.config, train, valid)
 
-    def resume(self, trainer, run):
+    def resume(self, trainer:Trainer, run:Path):
         def tell(line:dict): # With `staleness` there are also batches after the last step
             if line["step"] < trainer.config.steps: note_steps(run/"rollouts.jsonl", [line])
         batches:Any = trainer.batches

@@ -219,7 +219,7 @@ def refuse_beside_resume(command:str, run:Path, given:tuple, but:tuple=()):
         raise UserError(f"{command} --resume {run} takes no --{option}: a run keeps its own. Begin "
                         f"another with --init-from {run}")
 
-def check_kind(run:Path, command:str): # Raises `ValueError` for a run that another command has begun
+def check_kind(run:Path, command:str): # Raises `ValueError` for a run of another command
     "Check the kind of a run before it is resumed."
     if not (run/"config.json").is_file(): return            # `read_run` says so
     path = run/"align.json"
@@ -353,7 +353,7 @@ _TELLING = (*STORY_CORPORA, "tinystories") # Corpora of stories
 # Messages of gloo and NCCL about a process that is gone or too slow
 _LOST = re.compile("closed by peer|reset by peer|[Tt]imed out|[Tt]imeout|Broken pipe|aborted")
 
-def sampling_model(trainer:Any): # Model that writes stories; a whole copy of a small model on a mesh
+def sampling_model(trainer:Any): # Writes stories; a whole copy of a small model on a mesh
     model = trainer.model
     if not hasattr(model, "stages"): return model
     from lmcourse.architecture.transformer_torch import TransformerLM
@@ -387,7 +387,7 @@ def loss_plot(run:Path, **size:int
     return text_plot({k: xy for k,xy in series.items() if xy[0]}, xlabel="step",
                      ylabel="nats per token", **size)
 
-def draw_losses(runs:list, path:Path): # Run folders into a picture that can be read on any background
+def draw_losses(runs:list, path:Path): # Run folders, drawn on white for any background
     import matplotlib
     matplotlib.use("Agg")
     from lmcourse.training.plots import plot_runs
