@@ -6,7 +6,9 @@ from lmcourse import __version__
 
 
 def main():
-    if sys.argv[1:] == ["--version"]: return print(f"lmcourse {__version__}")
+    if sys.argv[1:] == ["--version"]:
+        try: return print(f"lmcourse {__version__}", flush=True)
+        except OSError: pass                                # The command tries again, and says why it can't
     try: from lmcourse.app.cli import main as command
     except KeyboardInterrupt: return 130                    # Ctrl-C while modules are imported
     try: return command()

@@ -187,7 +187,7 @@ def test_a_line_of_pairs_ends_only_where_json_lines_end(tmp_path):
 @pytest.mark.parametrize("seed, measured", [(998, 999), (554, 555), (999_998, 999_999)])
 def test_no_seed_trains_on_the_prompts_of_a_measurement(seed, measured):
     task = verifiable_task("problems")
-    trained = {p for p, _ in runs._demonstrations(dict(task=task.name, slip=.2, demonstrations=200), seed)}
+    trained = {p for p, _ in runs.SftRun(dict(task=task.name, slip=.2, demonstrations=200), seed).pairs()}
     assert len(trained) > 190 and not trained & {*task.prompts(96, measured), *(p for p, _ in islice(task.demonstrations(0., measured), 64))}
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from lmcourse.alignment.briefs import (ENDINGS, OPENINGS, SLOTS, Demonstrators, brief_prompts, brief_stories, form_reward, imitation_ceiling, mention_reward,
                                        parse_reward, prompt_words, split_brief, template_shares, template_distance)
-from lmcourse.alignment.tasks import answer_reward, problem_demonstrations, problem_prompts, word_problems
+from lmcourse.alignment.tasks import answer_form, answer_reward, problem_demonstrations, problem_prompts, solve_problem, word_problems
 from lmcourse.evaluation.statistics import wilson
 
 
@@ -68,9 +68,16 @@ def test_an_answer_of_too_many_digits_is_wrong():
     assert [answer_reward(question, f"The answer is {n}.") for n in ("7", "9"*5000)] == [1, 0]
 
 
+def test_only_digits_of_the_problems_own_script_are_an_answer():
+    question = "Ella has 12 apples. Ella loses 5 of them. How many apples does Ella have now?"
+    for n in ("\u0667", "\uff17"):     # Seven in Arabic-Indic and in fullwidth digits, which `int` reads
+        assert answer_reward(question, f"The answer is {n}.") == answer_form(f"The answer is {n}.") == 0
+        with pytest.raises(ValueError, match="isn't a problem"): solve_problem(question.replace("12", n))
+
+
 @pytest.mark.parametrize("call, words", [
     (lambda: Demonstrators(-.1), "slip = -0.1"), (lambda: Demonstrators(1.), "slip = 1.0"), (lambda: split_brief("x"), "no colon"),
-    (lambda: prompt_words("Ella the mule:"), "isn't a prompt"), (lambda: template_shares([], ENDINGS), "no responses"), (lambda: brief_prompts(0), "n = 0"), (lambda: brief_prompts(-2), "n = -2"),
+    (lambda: prompt_words("Ella the mule:"), "isn't a prompt"), (lambda: template_shares([], ENDINGS), "no responses"), (lambda: brief_prompts(0), "n = 0"), (lambda: brief_prompts(-2), "n = -2"), (lambda: brief_prompts(3_801_601), "only 3,801,600"),
     (lambda: problem_prompts(0), "n = 0"), (lambda: word_problems(0, 0), "steps = 0"), (lambda: problem_demonstrations(1.), "slip = 1.0"), (lambda: problem_demonstrations(0., steps=0), "steps = 0")]) # Streams too raise before their first element
 def test_rejected(call, words):
     with pytest.raises(ValueError, match=words): call()

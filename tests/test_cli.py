@@ -18,7 +18,7 @@ import pytest
 from processes import here, lmcourse, wait_for
 
 from lmcourse.accounting.hardware import Device
-from lmcourse.app import alignment_commands, cli, commands, data_commands, generation_commands, training_commands
+from lmcourse.app import alignment_commands, cli, commands, data_commands, generation_commands, quickstart, training_commands
 from lmcourse.tokenization.tokenizer import Tokenizer
 from lmcourse.tools.config import ModelConfig, TrainConfig
 from lmcourse.tools.files import lock_file
@@ -865,8 +865,8 @@ def test_two_quickstarts_at_once_take_two_folders(work, monkeypatch):
     def ready(data, minutes, out, card):
         assert out.is_dir()
         raise KeyError(out.name)
-    monkeypatch.setattr(training_commands, "card_here", others)
-    monkeypatch.setattr(training_commands, "get_ready", ready)
+    monkeypatch.setattr(quickstart, "card_here", others)
+    monkeypatch.setattr(quickstart, "get_ready", ready)
     with pytest.raises(KeyError, match="quickstart-2"): cli.main(["quickstart"])
     assert [p.name for p in (work/"runs").iterdir()] == ["quickstart-1"]
     shutil.rmtree("runs")
@@ -922,9 +922,9 @@ def test_the_limit_of_a_text_for_validation_is_told(broken, capsys, monkeypatch)
 def test_a_quickstart_evaluates_as_much_as_its_minutes_allow(broken, monkeypatch, data, minutes, most):
     def prepare(data, out, tokenizer, size, valid_documents): raise KeyError(valid_documents)
     monkeypatch.chdir(broken)
-    monkeypatch.setattr(training_commands, "prepare", prepare)
-    monkeypatch.setattr(training_commands, "learn_tokenizer", lambda *_: Tokenizer.from_folder("tok"))
-    with pytest.raises(KeyError, match=f"^{most}$"): training_commands.get_ready(data, minutes, broken/"new")
+    monkeypatch.setattr(quickstart, "prepare", prepare)
+    monkeypatch.setattr(quickstart, "learn_tokenizer", lambda *_: Tokenizer.from_folder("tok"))
+    with pytest.raises(KeyError, match=f"^{most}$"): quickstart.get_ready(data, minutes, broken/"new")
 
 
 def test_no_share_is_more_than_all(work, monkeypatch):
@@ -1004,15 +1004,35 @@ def test_a_gpu_gets_a_larger_model(work, monkeypatch, minutes, preset):
         def __init__(self, model, config, *data): pass
     monkeypatch.setattr(trainer, "Trainer", Trainer)
     monkeypatch.setattr(trainer, "measure_step", lambda trainer, steps: .5)
-    model, config = training_commands.plan(work/"data", minutes, CARD)
+    model, config = quickstart.plan_run(work/"data", minutes, CARD)
     assert model == ModelConfig.preset(preset, vocab_size=600)
     assert (config.device, config.dtype, config.compile, config.micro_batch, config.batch_size) == ("cuda", "auto", True, None, 128)
     tokens = json.loads((work/"data/train.json").read_text())["tokens"]
     assert config.steps == max(1, min(120*minutes, 12*tokens//(128*256)))
-    line, = training_commands.card_lines(CARD, minutes)
-    assert line.startswith(f"a card, 80.0 GB: {preset}, ") and f"about {minutes + 2} min" in line and not training_commands.card_lines(None, minutes)
-    model, config = training_commands.plan(work/"data", minutes)
+    line, = quickstart.card_lines(CARD, minutes)
+    assert line.startswith(f"a card, 80.0 GB: {preset}, ") and f"about {minutes + 2} min" in line and not quickstart.card_lines(None, minutes)
+    model, config = quickstart.plan_run(work/"data", minutes)
     assert model == ModelConfig.preset("quickstart", vocab_size=600, copy_init=True) and config.lr == 2*TrainConfig.preset("quickstart").lr
+
+
+def test_the_minutes_are_shared_by_steps_and_evaluations(work, monkeypatch):
+    "A forward pass is a third of a step's work; nothing is trained or timed here"
+    from lmcourse.training import trainer
+    monkeypatch.setattr(trainer, "Trainer", lambda *_: None)
+    monkeypatch.setattr(trainer, "measure_step", lambda trainer, steps: .1)
+    valid = TokenDataset.open(work/"data/valid")
+    for minutes, looked_at in ((1, 40), (.25, 10)):
+        _, config = quickstart.plan_run(work/"data", minutes)
+        first = min(looked_at, valid.num_documents)
+        read = 8*int((valid.ends - valid.starts)[:first].sum()) + valid.num_tokens
+        spent = config.steps*.1 + read/3/512*.1
+        assert config.eval_documents == looked_at and 60*minutes - .1 < spent <= 60*minutes
+        assert config.steps//config.eval_every <= 8
+
+
+def test_half_of_the_minutes_are_steps_at_least_and_a_text_is_read_twelve_times_at_most():
+    assert quickstart.fitting_steps(.5, .1, 512, 10**8, 10**9) == 150 and quickstart.fitting_steps(60, .1, 512, 51_200, 0) == 1200
+    assert quickstart.fitting_steps(.001, 9., 512, 10**8, 0) == 1
 
 
 def test_the_trainer_that_is_measured_is_gone_before_the_next_one_is_made(work, monkeypatch):
@@ -1022,7 +1042,7 @@ def test_the_trainer_that_is_measured_is_gone_before_the_next_one_is_made(work, 
     def look(t, steps): parts.extend(map(weakref.ref, (t, t.engine, t.model, t.engine.optimizer))); return measure(t, 5)
     monkeypatch.setattr(trainer, "measure_step", look)
     gc.disable()
-    try: training_commands.plan(work/"data", .1)
+    try: quickstart.plan_run(work/"data", .1)
     finally: gc.enable()
     assert len(parts) == 4 and not any(part() for part in parts)
 

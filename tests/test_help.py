@@ -1,6 +1,7 @@
 "Help, version and shell completion: every command explains itself in the same way, and starts fast."
 import contextlib
 import io
+import os
 import re
 import shutil
 import subprocess
@@ -111,10 +112,18 @@ def test_help_does_not_import_torch():
 
 
 def test_who_stops_reading_makes_no_mistake():
-    for words in ("--help", "exercises", "train --help", "completion bash"):
+    for words in ("--version", "--help", "exercises", "train --help", "completion bash"):
         script = f"{sys.executable} -m lmcourse {words} | true; echo ${{PIPESTATUS[0]}}"
         done = subprocess.run(["bash", "-c", script], capture_output=True, text=True)
         assert done.stderr == "" and done.stdout.strip() in ("0", "141"), done
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs a device that is always full")
+def test_a_full_disk_is_told_in_one_line():
+    for words in ("--version", "--help"):
+        with open("/dev/full", "w") as full:
+            done = subprocess.run([sys.executable, "-m", "lmcourse", words], stdout=full, stderr=subprocess.PIPE, text=True)
+        assert (done.returncode, done.stderr) == (2, "lmcourse: no space left on device\n"), words
 
 
 # Shell completion

@@ -69,7 +69,8 @@ def test_a_batch_comes_from_weights_exactly_that_old_however_slow_a_side_is(k):
     def make(weights, step):
         if step % 3 == 1: gate.wait(.01)
         return step, weights.weight.item()
-    batches = AsyncBatches(make, model, k, step=4)
+    batches = AsyncBatches(make, model, k)
+    batches.go_to(4)
     for step in range(4, 14):
         assert next(batches) == (step, float(max(4, step - k) - 4))
         if step % 2: time.sleep(.005)

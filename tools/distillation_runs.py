@@ -14,7 +14,7 @@ import torch
 
 from lmcourse.alignment.distillation import start_distillation
 from lmcourse.alignment.stories import measure_stories, story_sampler, write_stories
-from lmcourse.app.commands import begun
+from lmcourse.app.commands import half_prepared
 from lmcourse.app.training_commands import open_data
 from lmcourse.generation.generate import check_story, story_slips
 from lmcourse.tools.config import TrainConfig
@@ -75,7 +75,7 @@ def main(folder):
     torch.set_num_threads(1)
     model, tokenizer = load_model(PRETRAINED)
     folder.mkdir(parents=True, exist_ok=True)
-    if not (folder/"data"/"train.json").exists() or begun(folder/"data"):
+    if not (folder/"data"/"train.json").exists() or half_prepared(folder/"data"):
         subprocess.run([sys.executable, "-m", "lmcourse", "prepare", "stories", "data", "--tokenizer", PRETRAINED, "--max-mb", "1"], cwd=folder, check=True)
     valid, rows = open_data(folder/"data")[1], []
     for name, (labels, steps, lr, seed, start, practice) in RUNS.items():

@@ -13,7 +13,8 @@ import torch
 
 from lmcourse.app.data_commands import learn_tokenizer, prepare, training_documents
 from lmcourse.app.generation_commands import story
-from lmcourse.app.training_commands import open_data, quickstart_configs
+from lmcourse.app.quickstart import quickstart_configs
+from lmcourse.app.training_commands import open_data
 from lmcourse.tools.machine import processor_name
 from lmcourse.training.evaluation import evaluate
 from lmcourse.training.trainer import Trainer

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['SHARD', 'REAL_RECIPE', 'CORPORA', 'PLAN', 'GpuRecipe', 'GpuConfig', 'read_text', 'clean_text', 'text_sources',
-           'run_gpu_pipeline', 'plan_stages', 'plan_lines']
+           'run_gpu_pipeline', 'CostModel', 'plan_stages', 'plan_lines']
 
 # %% ../../nbs/14_alignment/14o_gpu_plan.ipynb #14oimp
 import json, shutil
@@ -176,69 +176,111 @@ def run_gpu_pipeline(
     return run_stages(stages, out, "pipeline", say, until)
 
 # %% ../../nbs/14_alignment/14o_gpu_plan.ipynb #14o2corp
+class CostModel:
+    "The formulas of chapter 02 for the model of a config on one card."
+    def __init__(self,
+        c:GpuConfig, gpu:str="h100", share:float=.4, # The card, and the share of its peak
+    ):
+        if not 0 < share <= 1: raise ValueError(f"share = {share}, expected above 0 and at most 1")
+        self.c, self.card, self.share = c, device(gpu), share
+        self.model, self.task = c.model(c.vocab_size), verifiable_task(c.task)
+        self.parameters = count_parameters(self.model).unique
+        self.length = self.task.prompt_tokens + self.task.max_tokens # Of a prompt and its response
+
+    def train_flops(self, rows:int, length:int)->int:
+        return sum(training_flops(self.model, rows, length).values())
+
+    def read_flops(self, rows:int, length:int)->int: # A forward pass
+        return sum(forward_flops(self.model, rows, length).values())
+
+    def seconds(self, flops:float, dtype:str)->float:
+        return training_time(flops, self.card, dtype, self.share)
+
+    def writing_seconds(self, texts:int, at_once:int=512)->float: # Each token reads all weights
+        return texts/at_once*self.task.max_tokens*4*self.parameters/self.card.bytes_per_s
+
+    def step_bytes(self, rows:int, length:int, dtype:str, others:int=0
+    )->int: # Of a training step, and of `others` more models in float32
+        held = training_bytes(self.model, rows, length, dtype=dtype, device="cuda",
+                              grad_accum_steps=2)
+        return sum(held.values()) + others*4*self.parameters
+
+    def cache_bytes(self, texts:int)->int: # Of the sampler, in blocks of 16 tokens
+        return kv_cache_bytes(self.model, texts*-(-self.length//16), 16)
+
+
+# %% ../../nbs/14_alignment/14o_gpu_plan.ipynb #14o2plan
 # Maps names to a description and, if known, gigabytes
 CORPORA = {"tinystories": ("TinyStories", 2.23),
            "hf:HuggingFaceFW/fineweb-edu:sample-10BT": ("a sample of FineWeb-Edu", None)}
 PLAN = "stage about tokens flops memory_bytes seconds".split() # Columns; some may be empty
 
-# %% ../../nbs/14_alignment/14o_gpu_plan.ipynb #14o2plan
 def plan_stages(
     c:GpuConfig=GpuConfig(), gpu:str="h100", share:float=.4, # The card, and the share of its peak
 )->list: # Dicts: stage, about, tokens, flops, memory_bytes, seconds (None on the CPU)
     "Estimate each stage's tokens, memory and time by the formulas of chapter 02."
-    if not 0 < share <= 1: raise ValueError(f"share = {share}, expected above 0 and at most 1")
-    model, card, task = c.model(c.vocab_size), device(gpu), verifiable_task(c.task)
-    n, window, length = count_parameters(model).unique, c.context_length, _length(c)
-    tokens, (name, size) = c.base_steps*c.step_tokens, CORPORA.get(c.data, (c.data, None))
-    train, read = (lambda rows, length, f=f: sum(f(model, rows, length).values())
-                   for f in (training_flops, forward_flops))
-    stored = tokens if size is None else min(tokens, size*1e9/4.4) # At about 4.4 bytes per token
-    texts, examples = 4*c.micro_batch, 64*c.sft_steps # Texts computed at a time; examples in all
-    memory = lambda *how, others=0: _step_bytes(model, *how) + others*4*n
-    cache = lambda texts: kv_cache_bytes(model, texts*-(-length//16), 16) # Blocks of 16 tokens
-    def stage(name, about, tokens=None, flops=None, held=None, dtype="bfloat16", slowest=0.):
-        took = None if flops is None else max(training_time(flops, card, dtype, share), slowest)
-        return dict(zip(PLAN, (name, about, tokens, flops, held, took)))
+    b = CostModel(c, gpu, share)
+    return [*_data_stages(b), *_training_stages(b), *_teaching_stages(b),
+            _row("report", "the card")]
+
+def _row(stage:str, about:str, **numbers)->dict:
+    return dict.fromkeys(PLAN) | dict(stage=stage, about=about) | numbers
+
+def _data_stages(b:CostModel)->list: # On the CPU
+    c, (name, size) = b.c, CORPORA.get(b.c.data, (b.c.data, None))
+    read = c.base_steps*c.step_tokens
+    stored = read if size is None else min(read, size*1e9/4.4) # At about 4.4 bytes per token
+    return [_row("web", f"fetch {4.4*stored/1e9:.1f} GB: {name}", tokens=stored),
+            _row("clean", "the funnel: language, rules, duplicates", tokens=stored),
+            _row("tokenizer", f"{c.vocab_size:,} tokens from {c.tokenizer_documents:,} documents"),
+            _row("tokens", f"{2*stored/1e9:.1f} GB of ids, read {read/stored:.1f} times",
+                 tokens=stored)]
+
+def _training_stages(b:CostModel)->list: # Products in bfloat16
+    c, window, examples = b.c, b.c.context_length, 64*b.c.sft_steps
+    tokens = c.base_steps*c.step_tokens
+    base, sft = tokens//window*b.train_flops(1, window), b.train_flops(examples, b.length)
+    return [_row("base", f"{c.base_steps:,} steps of {c.step_tokens:,} tokens", tokens=tokens,
+                 flops=base, memory_bytes=b.step_bytes(c.micro_batch, window, "bfloat16"),
+                 seconds=b.seconds(base, "bfloat16")),
+            _row("sft", f"{examples//2:,} {c.task} with solutions, twice",
+                 tokens=examples*b.length, flops=sft,
+                 memory_bytes=b.step_bytes(4*c.micro_batch, b.length, "bfloat16"),
+                 seconds=b.seconds(sft, "bfloat16"))]
+
+
+# %% ../../nbs/14_alignment/14o_gpu_plan.ipynb #86675454
+def _teaching_stages(b:CostModel)->list: # Products in TF32, and texts that the model writes itself
+    c, length, texts = b.c, b.length, 4*b.c.micro_batch # Texts computed at a time
     pairs, rollouts, exams = c.rl_prompts*c.dpo_steps, 8*c.rl_prompts*c.rl_steps, 4*c.tests
-    writing = lambda texts, at_once=512: texts/at_once*task.max_tokens*4*n/card.bytes_per_s
-    practice = training_time(train(rollouts, length), card, "tfloat32", share) + writing(rollouts)
-    return [
-        stage("web", f"fetch {4.4*stored/1e9:.1f} GB: {name}", stored),
-        stage("clean", "the funnel: language, rules, duplicates", stored),
-        stage("tokenizer", f"{c.vocab_size:,} tokens from {c.tokenizer_documents:,} documents"),
-        stage("tokens", f"{2*stored/1e9:.1f} GB of ids, read {tokens/stored:.1f} times", stored),
-        stage("base", f"{c.base_steps:,} steps of {c.step_tokens:,} tokens", tokens,
-              tokens//window*train(1, window), memory(c.micro_batch, window, "bfloat16")),
-        stage("sft", f"{examples//2:,} {c.task} with solutions, twice", examples*length,
-              train(examples, length), memory(texts, length, "bfloat16")),
-        stage("dpo", f"{pairs:,} pairs out of {8*pairs:,} responses", 2*pairs*length,
-              read(8*pairs, length) + train(2*pairs, length) + read(2*pairs, length),
-              memory(2*texts, length, "float32", others=1), "tfloat32", writing(8*pairs)),
-        stage("rl", f"{c.rl_steps:,} steps of {c.rl_prompts} prompts with 8 responses",
-              rollouts*length, 2*read(rollouts, length) + train(rollouts, length),
-              cache(8*c.rl_prompts) + memory(texts, length, "float32", others=3),
-              "tfloat32", practice),
-        stage("exam", f"{c.tests:,} {task.fresh}, loss on held-out text", exams*length,
-              read(exams, length), 12*n + cache(96) + 10**9, "tfloat32", writing(exams, 96)),
-        stage("report", "the card")]
+    # Responses to choose from, both of a pair in training, and both by the reference
+    dpo = (b.read_flops(8*pairs, length) + b.train_flops(2*pairs, length)
+           + b.read_flops(2*pairs, length))
+    practice = b.train_flops(rollouts, length)
+    rl = 2*b.read_flops(rollouts, length) + practice # Written, and read by the reference
+    exam = b.read_flops(exams, length)
+    def slower(flops, *steps): return max(b.seconds(flops, "tfloat32"), sum(steps))
+    return [_row("dpo", f"{pairs:,} pairs out of {8*pairs:,} responses", tokens=2*pairs*length,
+                 flops=dpo, memory_bytes=b.step_bytes(2*texts, length, "float32", others=1),
+                 seconds=slower(dpo, b.writing_seconds(8*pairs))),
+            _row("rl", f"{c.rl_steps:,} steps of {c.rl_prompts} prompts with 8 responses",
+                 tokens=rollouts*length, flops=rl,
+                 memory_bytes=(b.cache_bytes(8*c.rl_prompts)
+                               + b.step_bytes(texts, length, "float32", others=3)),
+                 seconds=slower(rl, b.seconds(practice, "tfloat32"), b.writing_seconds(rollouts))),
+            _row("exam", f"{c.tests:,} {b.task.fresh}, loss on held-out text",
+                 tokens=exams*length, flops=exam,
+                 memory_bytes=12*b.parameters + b.cache_bytes(96) + 10**9,
+                 seconds=slower(exam, b.writing_seconds(exams, 96)))]
 
-# %% ../../nbs/14_alignment/14o_gpu_plan.ipynb #14o2held
-# Bytes held in a training step
-def _step_bytes(model:ModelConfig, rows:int, length:int, dtype:str)->int:
-    return sum(training_bytes(model, rows, length, dtype=dtype, device="cuda",
-                              grad_accum_steps=2).values())
-
-def _length(c:GpuConfig)->int: # Maximum number of tokens of a prompt and its response
-    task = verifiable_task(c.task)
-    return task.prompt_tokens + task.max_tokens
 
 # %% ../../nbs/14_alignment/14o_gpu_plan.ipynb #14o2lines
 def plan_lines(
     c:GpuConfig=GpuConfig(), gpu:str="h100", share:float=.4, # As in `plan_stages`
 )->list: # Lines of text, and a table
     "Describe the plan, and say that nothing was run."
-    rows, card, n = plan_stages(c, gpu, share), device(gpu), count_parameters(
-        c.model(c.vocab_size)).unique
+    rows, cost = plan_stages(c, gpu, share), CostModel(c, gpu, share)
+    card, n = cost.card, cost.parameters
     shown = lambda value, unit: "–" if value is None else si(value, unit)
     table = Table([dict(stage=r["stage"], what=r["about"], tokens=shown(r["tokens"], ""),
                         FLOPs=shown(r["flops"], ""), memory=shown(r["memory_bytes"], "B"),

@@ -97,12 +97,11 @@ class AsyncBatches:
         make:Callable,   # Function from a model and a step to the step's batch
         model:Any,       # The model in training; it may change between batches
         staleness:int=0, # Steps by which the weights lag; 0 prepares nothing ahead
-        step:int=0,      # First step
     ):
         if staleness < 0: raise ValueError(f"staleness = {staleness}, expected 0 or more")
         self.make, self.model, self.staleness = make, model, staleness
         self.jobs, self.pool = deque(), ThreadPoolExecutor(1)
-        self.go_to(step)
+        self.go_to(0)
 
     def __iter__(self)->Iterator: return self
     def __next__(self):

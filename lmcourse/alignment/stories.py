@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['STORY_OPENINGS', 'STORY_PLOTS', 'Credit', 'story_sampler', 'write_stories', 'story_grammar', 'first_mistake',
            'story_opening', 'story_plot', 'measure_writer', 'measure_stories', 'credit_weights', 'wrong_choices',
-           'StoryRlConfig', 'StoryBatches', 'used_columns', 'credit_loss', 'start_story_rl']
+           'StoryRlConfig', 'StoryRow', 'StoryBatches', 'used_columns', 'credit_loss', 'start_story_rl']
 
 # %% ../../nbs/14_alignment/14q_stories.ipynb #042d3940
 import math
@@ -15,7 +15,7 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import islice
-from typing import Any, get_args, Literal
+from typing import Any, get_args, Literal, NamedTuple
 import torch
 from .policy_gradient import rloo_advantages
 from .rollouts import AsyncBatches, Rollout, Sampler, rollout_tensors
@@ -196,6 +196,12 @@ class StoryRlConfig:
             "StoryRlConfig: stories = 0 and anchors = 0, expected at least one above 0")
 
 # %% ../../nbs/14_alignment/14q_stories.ipynb #39fb75ef
+class StoryRow(NamedTuple):
+    "A story of a batch, with T tokens to predict."
+    ids:list             # With the end token before and, if there is room, after it
+    weights:torch.Tensor # Weight of each token's log-probability `(T,)`
+    wrong:torch.Tensor   # Wrong choices `(T, K)`, or none `(0, 0)`
+
 class StoryBatches:
     "Makes the batch of a step: stories of the policy with their credit, and true stories."
     def __init__(self,
@@ -210,35 +216,41 @@ class StoryBatches:
     def __call__(self, model:Any, step:int
     )->tuple: # Inputs, labels and weights `(B, T)`, wrong choices `(B, T, K)`
         "Write stories with the current weights, and make a batch of them."
-        c, end = self.config, self.tokenizer.end_of_text
-        truth = islice(Stories(1_000_000*(c.seed + 1) + step), c.anchors)
-        rows = [[end, *self.tokenizer.encode(text), end][:self.longest] for text in truth]
-        worth = c.anchor*c.stories/max(1, c.anchors) if c.stories else 1.
-        weights = [torch.full((len(r) - 1,), worth) for r in rows]
-        wrong = [torch.empty(0, 0, dtype=torch.long) for _ in rows]
-        if c.stories: self.write(model, step, rows, weights, wrong)
-        made = padded_rows([(r, 1) for r in rows], end)
-        table, K = torch.zeros(made["labels"].shape), max(w.shape[1] for w in wrong)
-        choices = torch.full((*table.shape, K), -1)
-        for i,(w,x) in enumerate(zip(weights, wrong)):
-            table[i, :len(w)], choices[i, :len(x), :x.shape[1]] = w, x
-        order = used_columns(table, choices).argsort(stable=True) # Rows of similar length together
-        return tuple(t[order] for t in (made["input_ids"], made["labels"], table, choices))
+        rows = self.true_rows(step)
+        if self.config.stories: rows += self.written_rows(model, step)
+        made = padded_rows([(r.ids, 1) for r in rows], self.tokenizer.end_of_text)
+        weights = torch.zeros(made["labels"].shape)
+        wrong = torch.full((*weights.shape, max(r.wrong.shape[1] for r in rows)), -1)
+        for i,r in enumerate(rows):
+            weights[i, :len(r.weights)] = r.weights
+            wrong[i, :len(r.wrong), :r.wrong.shape[1]] = r.wrong
+        order = used_columns(weights, wrong).argsort(stable=True) # Similar lengths together
+        return tuple(t[order] for t in (made["input_ids"], made["labels"], weights, wrong))
 
-    def write(self, model:Any, step:int, rows:list, weights:list, wrong:list): # Adds to the lists
+    def true_rows(self, step:int)->list: # `StoryRow`s of the grammar's stories
+        c, end = self.config, self.tokenizer.end_of_text
+        weight = c.anchor*c.stories/max(1, c.anchors) if c.stories else 1.
+        ids = [[end, *self.tokenizer.encode(text), end][:self.longest]
+               for text in islice(Stories(1_000_000*(c.seed + 1) + step), c.anchors)]
+        return [StoryRow(r, torch.full((len(r) - 1,), weight), _NO_CHOICES) for r in ids]
+
+    def written_rows(self, model:Any, step:int)->list: # `StoryRow`s of the policy's stories
         c = self.config
         self.sampler.load(model)
         stories = write_stories(self.sampler, c.stories, 1., 10_000*(c.seed + 1) + step)
         mistakes = [first_mistake(r, self.tokenizer) for r in stories]
-        rows += [list(r.ids) for r in stories]
-        weights += [w[:len(r.ids) - 1] for w,r in zip(credit_weights(stories, mistakes, c.credit),
-                                                      stories)]
-        wrong += [wrong_choices(model, self.tokenizer, r, m) if c.credit == "choices"
-                  else torch.empty(0, 0, dtype=torch.long) for r,m in zip(stories, mistakes)]
         right = sum(r.finished and m is None for r,m in zip(stories, mistakes))
         self.log.append(dict(step=step, right=right/c.stories,
                              mistakes=[m for m in mistakes if m is not None],
                              tokens=sum(len(r.log_probs) for r in stories)/c.stories))
+        weights = credit_weights(stories, mistakes, c.credit)
+        wrong = [wrong_choices(model, self.tokenizer, r, m) if c.credit == "choices"
+                 else _NO_CHOICES for r,m in zip(stories, mistakes)]
+        return [StoryRow(list(r.ids), w[:len(r.ids) - 1], x)
+                for r,w,x in zip(stories, weights, wrong)]
+
+_NO_CHOICES = torch.empty(0, 0, dtype=torch.long)
+
 
 # %% ../../nbs/14_alignment/14q_stories.ipynb #771c8f95
 def used_columns(

@@ -60,7 +60,7 @@ def word_problems(
     return (problem() for _ in count())
 
 # %% ../../nbs/14_alignment/14aa_tasks.ipynb #14aajudge
-_EVENTS = [(re.compile(re.sub(r"\{[abt]\}", r"\\w+", what).replace("{k}", r"(\d+)")), change)
+_EVENTS = [(re.compile(re.sub(r"\{[abt]\}", r"\\w+", what).replace("{k}", "([0-9]+)")), change)
            for what,_,change in CHANGES]
 
 def solve_problem(
@@ -68,7 +68,7 @@ def solve_problem(
 )->int: # The answer
     "Work out a problem from its text. Raises `ValueError` for a text that isn't one."
     sentences = re.split(r"(?<=\.) ", question)
-    found = re.fullmatch(r"\w+ has (\d+) \w+\.", sentences[0])
+    found = re.fullmatch(r"\w+ has ([0-9]+) \w+\.", sentences[0])
     if not found or not re.fullmatch(r"How many \w+ does \w+ have now\?", sentences[-1]):
         raise ValueError(f"{question[:60]!r} isn't a problem like 'Ella has 12 apples. …'")
     n = int(found[1])
@@ -87,7 +87,8 @@ def answer_reward(
     found = re.search(_ANSWER, response)
     return float(found is not None and int(found[1]) == solve_problem(question))
 
-_ANSWER = r"The answer is (-?\d{1,9})\.\s*$" # How a solution ends; Python limits `int(text)`
+# How a solution ends; `\d` would take the digits of other scripts, and Python limits `int(text)`
+_ANSWER = r"The answer is (-?[0-9]{1,9})\.\s*$"
 
 def answer_form(
     response:str, # As in `answer_reward`

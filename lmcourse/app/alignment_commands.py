@@ -17,8 +17,8 @@ from ..tools.show import Table, duration
 from ..training.signals import Interrupted
 from ..alignment.stages import PipelineConfig
 from .commands import CUT_OFF, all_or_nothing, checking_input, refuse_existing, say
-from .commands import told_to_go_on, word
-from .training_commands import begun_by, finished, locked, refuse_beside_resume
+from .commands import with_resume_hint, word
+from .training_commands import check_kind, finished, locked, refuse_beside_resume
 
 # %% ../../nbs/90_app/90ff_alignment_commands.ipynb #14b90sft
 _AlignmentTask = Literal["briefs", "problems", "easy-problems"] # As in `VERIFIABLE_TASKS`
@@ -103,7 +103,7 @@ def align(
     if resume:
         refuse_beside_resume(kind, resume, given)
         with checking_input():
-            begun_by(resume, kind)
+            check_kind(resume, kind)
             _, own, _ = read_run(resume)        # Says what is missing
             if told := _how_it_ended(kind, resume, own): return say(*told)
             with locked(resume): trainer = open_alignment(resume)
@@ -119,7 +119,7 @@ def align(
             trainer = new_alignment(out, kind, settings, command.train)
     run:Any = out or resume
     quoted = shlex.quote(str(run))
-    with told_to_go_on(Interrupted, how=f": lmcourse {kind} --resume {quoted}"), locked(run):
+    with with_resume_hint(Interrupted, how=f": lmcourse {kind} --resume {quoted}"), locked(run):
         found = align_to_the_end(trainer, run, say)
     trainer.world.destroy()
     if not trainer.world.writes: return
@@ -159,7 +159,7 @@ class CurateCommand:
             recipe = Recipe.load(self.recipe)
             shard_files(self.source)
             refuse_unwritable(self.out, folder=True)
-        with told_to_go_on(KeyboardInterrupt), workers(self.workers, self.dask) as apply:
+        with with_resume_hint(KeyboardInterrupt), workers(self.workers, self.dask) as apply:
             funnel = curate(self.source, self.out, recipe, apply)
         say(str(Table(funnel.rows())), "", f"in {self.out}: documents, dropped.jsonl, funnel.json, "
             f"card.md; tokens of it: lmcourse prepare {shlex.quote(f'curated:{self.out}')} DATA "
@@ -183,7 +183,7 @@ class PipelineCommand:
         if self.dry_run: return self.plan()
         if self.scale == "gpu": from lmcourse.alignment.gpu_plan import run_gpu_pipeline as run
         else: from lmcourse.alignment.pipeline import run_pipeline as run
-        with told_to_go_on(Interrupted, *CUT_OFF), checking_input():
+        with with_resume_hint(Interrupted, *CUT_OFF), checking_input():
             config:Any = self.config # For this scale
             run(self.out, config, say, self.until)
 

@@ -14,7 +14,8 @@ from typing import Literal
 from ..tools.config import ModelConfig, UserError, unknown
 from ..tools.documents import documents
 from ..tools.files import read_json
-from .commands import checking_input, one_of, say, some, told_to_go_on, word, wrapped
+from .commands import checking_input, one_of, say, some, with_resume_hint, word
+from .commands import wrapped
 from .training_commands import check_picture, finished, result_line
 
 # %% ../../nbs/90_app/90fe_analysis_commands.ipynb #b9dae631
@@ -163,7 +164,7 @@ class AblateCommand:
             f"in {self.out}")
         command = " ".join([f"lmcourse ablate {self.study} --scale {self.scale} --device {device}",
                             *(f"--{k} {v}" for k,v in more.items() if v and k != "seeds")])
-        with told_to_go_on(KeyboardInterrupt):
+        with with_resume_hint(KeyboardInterrupt):
             lines = run_experiment(experiment, self.out, self.work, self.processes, device,
                                    command, say)
         say("", str(study_table(self.study, lines, self.scale, **more)))
@@ -185,7 +186,7 @@ class SpeedrunCommand:
         from lmcourse.ablations.speedrun import check_race, speedrun
         with checking_input():
             check_race(range(self.seeds), self.minutes, self.mark, self.out, self.work)
-        with told_to_go_on(KeyboardInterrupt):
+        with with_resume_hint(KeyboardInterrupt):
             table = speedrun(self.part, self.seeds, self.out, self.work, self.minutes, self.mark,
                              say)
         say(str(table))

@@ -358,8 +358,7 @@ def require_equal_ids(
     if not places.size and len(ours) == len(theirs): return
     at = int(places[0]) if places.size else shortest
     before = b"".join(map(token_bytes, ours[:at].tolist()))
-    here = [token_bytes(i) for ids in (ours, theirs) for i in ids[at:at+1].tolist() or [None]
-            if i is not None]
+    here = [token_bytes(i) for ids in (ours, theirs) for i in ids[at:at+1].tolist()]
     raise ValueError(f"{what}: id {at:,}, at byte {len(before):,} after {before[-20:]!r}, differs "
                      f"between lmcourse and {who}: {here}")
 

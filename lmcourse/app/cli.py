@@ -21,8 +21,8 @@ from .commands import CUT_OFF, RULES, checking_input, plain_words, say, some, wo
 from .commands import wrapped
 from .data_commands import PrepareCommand, TokenizerCommand
 from .generation_commands import ChatCommand, GenerateCommand, ServeCommand
-from .training_commands import PlotCommand, QuickstartCommand, SmokeCommand
-from .training_commands import TrainCommand
+from .training_commands import PlotCommand, SmokeCommand, TrainCommand
+from .quickstart import QuickstartCommand
 from .analysis_commands import AblateCommand, AccountCommand, DoctorCommand, EvalCommand
 from .analysis_commands import PlanCommand, ScaleCommand, SpeedrunCommand
 from .alignment_commands import AlignmentCommand, CurateCommand, DpoCommand

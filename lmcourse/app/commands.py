@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['RULES', 'CUT_OFF', 'word', 'one_of', 'some', 'plain_words', 'checking_input', 'source', 'say', 'wrapped', 'in_bytes',
-           'all_or_nothing', 'refuse_existing', 'begun', 'told_to_go_on']
+           'all_or_nothing', 'refuse_existing', 'half_prepared', 'with_resume_hint']
 
 # %% ../../nbs/90_app/90fa_commands.ipynb #a8342f0a
 import contextlib, json, shutil, textwrap, types, typing
@@ -116,14 +116,14 @@ def refuse_existing(folder:Path):
 
 
 # %% ../../nbs/90_app/90fa_commands.ipynb #5ad1836e
-def begun(out:Path)->bool: # Whether `prepare` hasn't finished this folder
+def half_prepared(out:Path)->bool: # Whether `prepare` hasn't finished this folder
     return (out/"prepare.part").exists()
 
 @contextlib.contextmanager
 # Errors of these `kinds` say how to resume; with `out`, only if `prepare` has begun that folder
-def told_to_go_on(*kinds:type[BaseException], how:str=" the same command", out:Path|None=None):
+def with_resume_hint(*kinds:type[BaseException], how:str=" the same command", out:Path|None=None):
     try: yield
     except kinds as e:
-        if out and not begun(out): raise
+        if out and not half_prepared(out): raise
         kind = next(k for k in kinds if isinstance(e, k))
         raise kind(f"{str(e) or 'interrupted'}; go on with{how}") from None

@@ -18,8 +18,8 @@ from ..tools.files import lock_file, read_json, remove
 from ..tools.show import duration
 from ..tokenization.encoding import merges_wanted
 from ..tokenization.tokenizer import Tokenizer
-from .commands import CUT_OFF, all_or_nothing, begun, checking_input, in_bytes
-from .commands import refuse_existing, say, source, told_to_go_on, word
+from .commands import CUT_OFF, all_or_nothing, checking_input, half_prepared
+from .commands import in_bytes, refuse_existing, say, source, with_resume_hint, word
 
 # %% ../../nbs/90_app/90fb_data_commands.ipynb #ab4cc573
 @dataclass
@@ -70,12 +70,12 @@ class PrepareCommand:
 
     def run(self):
         with checking_input():
-            if not begun(self.out): refuse_existing(self.out)
+            if not half_prepared(self.out): refuse_existing(self.out)
             for name in ("valid_documents", "threads"):
                 if (n := getattr(self, name)) is not None and n < 1:
                     raise ValueError(f"{name} = {n}, expected 1 or more")
             tokenizer, size = Tokenizer.from_folder(self.tokenizer), in_bytes(self.max_mb)
-        with told_to_go_on(*CUT_OFF, out=self.out):
+        with with_resume_hint(*CUT_OFF, out=self.out):
             prepare(self.data, self.out, tokenizer, size, self.valid_documents, self.threads)
         say(f"in {self.out}: train, valid and tokenizer")
 

@@ -5,10 +5,10 @@
 # %% auto #0
 __all__ = ['ONLY', 'UP_TO_A_MILLION', 'Stop', 'Job', 'JobInbox', 'engine_state', 'JobRunner', 'EngineThread', 'Metrics', 'metric',
            'Refused', 'StreamOptions', 'SamplingRequest', 'CompletionRequest', 'TextType', 'TextPart', 'Message',
-           'ChatRequest', 'read_body', 'refused_field', 'read_prompts', 'read_messages', 'Piece', 'Choice', 'joined',
-           'token_text', 'CompletionFormat', 'ChatFormat', 'Service', 'Flight', 'Reply', 'read_limited', 'until_gone',
-           'take_off', 'whole_answer', 'event_stream', 'make_app', 'add_monitoring', 'add_chat', 'answer_errors',
-           'make_server', 'run_server']
+           'ChatRequest', 'read_body', 'refused_field', 'read_prompts', 'read_messages', 'ShownToken', 'Piece',
+           'Choice', 'joined', 'token_text', 'CompletionFormat', 'ChatFormat', 'Service', 'Flight', 'Reply',
+           'read_limited', 'until_gone', 'take_off', 'whole_answer', 'event_stream', 'make_app', 'add_monitoring',
+           'add_chat', 'answer_errors', 'make_server', 'run_server']
 
 # %% ../../nbs/90_app/90f_serve.ipynb #cd08dcf0
 import asyncio, codecs, json, math, queue, threading, time, uuid
@@ -19,7 +19,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator
 from ..generation.generate import PLAIN_CHAT, ChatTemplate, check_tokenizer, prompt_ids
 from ..generation.generate import split_at_stop
@@ -146,7 +146,7 @@ class EngineThread(JobRunner):
     @property
     def busy(self)->bool: return self.engine is not None and self.engine.busy
 
-    def turn(self): # One round: calls from other threads, a step, reports
+    def run_once(self): # One round: calls from other threads, a step, reports
         wait = not self.busy and not self.closing
         while wait or not self.inbox.empty():
             self.inbox.get()()
@@ -159,12 +159,12 @@ class EngineThread(JobRunner):
         try:
             while not (self.closing and self.inbox.empty() and not self.jobs):
                 message = None
-                try: self.turn()
+                try: self.run_once()
                 except Exception as e: message = f"{type(e).__name__}: {e}" # `e` holds the engine
                 if message: self.drop(message, 500)
-        finally: self.bury()
+        finally: self.shut_down()
 
-    def bury(self): # The thread ends: waiting and later jobs get an error
+    def shut_down(self): # The thread ends: waiting and later jobs get an error
         with self.lock: self.alive = False
         self.drop(self.farewell, 503)
         while not self.inbox.empty():
@@ -420,22 +420,32 @@ def read_messages(
     return [(ids, len(ids))]
 
 # %% ../../nbs/90_app/90f_serve.ipynb #62bf16aa
+class ShownToken(NamedTuple):
+    "A token of an answer, as log-probabilities are reported."
+    offset:int          # Where its text begins in the answer, in characters
+    bytes:bytes
+    log_prob:float|None # None for the first token of a prompt
+    likely:dict|None    # Bytes of the likeliest tokens to their log-probabilities
+
 @dataclass
 class Piece:
     "A part of an answer, as it can be shown."
     index:int            # Index of the answer
     text:str
-    tokens:list          # For each token: offset of its text, bytes, log-probability, likely others
+    tokens:list          # The `ShownToken`s whose text begins here, if they are asked for
     reason:str|None=None # In the last piece: stop or length
 
+
+# %% ../../nbs/90_app/90f_serve.ipynb #24bb8336
 class Choice:
     "One answer as it grows."
     def __init__(self, tokenizer:Tokenizer, stops:list, index:int=0, log_probs:bool=False):
         self.tokenizer, self.stops, self.index, self.log_probs = tokenizer, stops, index, log_probs
         self.decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        self.held, self.done, self.length = "", 0, 0    # Text held back; characters shown; decoded
+        self.held = ""                          # Text that may be the beginning of a stop string
+        self.shown, self.decoded = 0, 0         # Characters shown, and shown or held
+        self.hidden:list = []                   # Tokens whose text is still held
         self.reason:str|None = None
-        self.entries:list = []                              # Tokens whose text is still hidden
 
     def prompt(self, ids:list, told:list)->Piece: # For `echo`
         "Return the piece with the prompt itself."
@@ -443,7 +453,7 @@ class Choice:
             self.decode(i, t)
         self.decoder.reset()
         text = self.tokenizer.decode(ids)
-        self.length = len(text)
+        self.decoded = len(text)
         return self.piece(text)
 
     def add(self, id:int, told:Any)->Piece|None: # A piece if there is something to show
@@ -460,22 +470,23 @@ class Choice:
 
     def decode(self, id:int, told:Any)->str: # The text that the token completes
         token = self.tokenizer.token_bytes
-        new, at = self.decoder.decode(token(id)), self.length
-        self.length += len(new)
+        new, at = self.decoder.decode(token(id)), self.decoded
+        self.decoded += len(new)
         if not self.log_probs: return new
         # Broken bytes before a whole token appear as a character of their own
         with suppress(UnicodeDecodeError): at += len(new) - len(token(id).decode())
-        log_prob, best = told or (None, None)
-        best = best and {token(i): p for i,p in best.items()}
-        self.entries.append((at, token(id), log_prob, best))
+        log_prob, likely = told or (None, None)
+        likely = likely and {token(i): p for i,p in likely.items()}
+        self.hidden.append(ShownToken(at, token(id), log_prob, likely))
         return new
 
     def piece(self, text:str)->Piece:
-        self.done += len(text)
-        last = self.done if self.reason else -1
-        now = [e for e in self.entries if e[0] < self.done or e[0] == last and not e[1]]
-        self.entries = self.entries[len(now):]
+        self.shown += len(text)
+        last = self.shown if self.reason else -1 # Tokens without text end an answer
+        now = [t for t in self.hidden if t.offset < self.shown or t.offset == last and not t.bytes]
+        self.hidden = self.hidden[len(now):]
         return Piece(self.index, text, now, self.reason)
+
 
 # %% ../../nbs/90_app/90f_serve.ipynb #b9ade847
 def joined(
@@ -501,12 +512,12 @@ class CompletionFormat:
         told = None
         if self.log_probs:
             # Up to `logprobs` + 1 entries, as the token itself is always one of them
-            best = [None if b is None else
-                    {token_text(k): v for k,v in b.items()} | {token_text(t): x}
-                    for _,t,x,b in p.tokens]
-            told = dict(text_offset=[at for at,*_ in p.tokens], top_logprobs=best,
-                        tokens=[token_text(t) for _,t,*_ in p.tokens],
-                        token_logprobs=[x for _,_,x,_ in p.tokens])
+            best = [None if t.likely is None else
+                    {token_text(k): v for k,v in t.likely.items()}
+                    | {token_text(t.bytes): t.log_prob} for t in p.tokens]
+            told = dict(text_offset=[t.offset for t in p.tokens], top_logprobs=best,
+                        tokens=[token_text(t.bytes) for t in p.tokens],
+                        token_logprobs=[t.log_prob for t in p.tokens])
         return dict(text=p.text, index=p.index, logprobs=told, finish_reason=p.reason)
 
 # %% ../../nbs/90_app/90f_serve.ipynb #36385a87
@@ -524,8 +535,9 @@ class ChatFormat:
         if not streamed: said["refusal"] = None
         one = lambda token, x: dict(token=token_text(token), logprob=x, bytes=list(token))
         if self.log_probs:
-            told = dict(content=[one(t, x) | dict(top_logprobs=[one(*b) for b in best.items()])
-                                 for _,t,x,best in p.tokens])
+            told = dict(content=[one(t.bytes, t.log_prob)
+                                 | dict(top_logprobs=[one(*b) for b in t.likely.items()])
+                                 for t in p.tokens])
         return {"index": p.index, "delta" if streamed else "message": said, "logprobs": told,
                 "finish_reason": p.reason}
 
@@ -540,7 +552,6 @@ class Service:
         max_open:int=64,                       # Largest number of answers running or waiting
         max_tokens:int|None=None,              # Limit of an answer; None for the context's
         max_running:int=16,                    # Largest number of answers computed together
-        num_blocks:int|None=None,              # As for `Engine`
         chat_template:ChatTemplate=PLAIN_CHAT, # How a conversation becomes a text
         make_engine:Callable=Engine,           # Such as a `DraftEngine` with a draft
     ):
@@ -552,7 +563,7 @@ class Service:
         self.model, self.tokenizer, self.name, self.max_body = model, tokenizer, name, max_body
         self.max_tokens, self.chat_template = max_tokens, chat_template
         self.created, self.stopping, self.metrics = int(time.time()), False, Metrics()
-        make = partial(make_engine, model, num_blocks, max_running=max_running)
+        make = partial(make_engine, model, max_running=max_running)
         self.worker = EngineThread(make, max_open)
         pool = self.worker.engine.pool
         self.room = len(pool.users)*pool.block_size         # Tokens that fit into all blocks

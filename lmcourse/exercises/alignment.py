@@ -323,10 +323,8 @@ def check_gae(
             out.append(ahead)
         return more(torch.stack(out[::-1]), v)
     def right(r, v, g, l): return gae_of(r[None], v[None], torch.ones(1, len(r)), g, l)[0][0]
-    cases = [(_numbers(k, n), _numbers(k + 9, n), g, l)
-             for k,(n, g,
-                    l) in enumerate(((3, 1., .95), (5, .9, .5), (1, 1., 1.), (4, .9, 0.),
-                                     (6, .8, 1.)))]
+    some = (3, 1., .95), (5, .9, .5), (1, 1., 1.), (4, .9, 0.), (6, .8, 1.)
+    cases = [(_numbers(k, n), _numbers(k + 9, n), g, l) for k,(n, g, l) in enumerate(some)]
     _grade(gae, right, cases, {
         "the last token is missing, after which the value is 0": lambda r, v, g, l: torch.cat(
             [of(r[:-1], v[:-1], g, l, end=v[-1]), torch.zeros(1)]),
@@ -378,10 +376,8 @@ def check_compute_per_instance_dpo_loss(
 ):
     """`AssertionError` unless loss and gradient are those of DPO, with sums over the response and
     its end."""
-    cases = [(_LM(k), _LM(k + 5), _Letters(), b, *texts)
-             for k,(b,
-                    *texts) in enumerate(((.5, "ab", "cde", "a"), (.1, "e", "b", "ddac"),
-                                          (2., "abcde", "ea", "bc")))]
+    some = (.5, "ab", "cde", "a"), (.1, "e", "b", "ddac"), (2., "abcde", "ea", "bc")
+    cases = [(_LM(k), _LM(k + 5), _Letters(), b, *texts) for k,(b, *texts) in enumerate(some)]
     def learnt(f, lm, *rest): # The case's own model stays as it is
         policy = copy(lm)
         policy.table = lm.table.clone().requires_grad_()
@@ -409,9 +405,8 @@ def check_best_of_n(
         order = r.argsort(stable=True)
         most = p[order].cumsum(0)**n
         return most.diff(prepend=most[:1]*0)[order.argsort()]
-    cases = [(_numbers(k, len(r)).softmax(0), torch.tensor(r), n)
-             for k,(r, n) in enumerate((([0., 1.], 2), ([.2, 1., .2, .5, 1.], 3), ([3., 1., 2.], 1),
-                                        ([1., 1., 0., 2., 1.], 8)))]
+    some = ([0., 1.], 2), ([.2, 1., .2, .5, 1.], 3), ([3., 1., 2.], 1), ([1., 1., 0., 2., 1.], 8)
+    cases = [(_numbers(k, len(r)).softmax(0), torch.tensor(r), n) for k,(r, n) in enumerate(some)]
     _grade(best_of_n, best_of, cases, {
         "equal rewards share their level": lambda p, r, n: level(p, r, n),
         "equal rewards have no order: they share their level": ranked,
