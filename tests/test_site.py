@@ -17,7 +17,7 @@ from docs import quarto
 from docs.extras import llms, markdown, read_redirects, search_index, write_404, write_redirects
 from docs.notebook import caption, code_cell, documented, enrich, facts, labels, load, md, options, plain, plain_signature, spoken, whole_summary
 from run_nbs import note_time
-from docs.page import dead_links, finish, fold_proof, html, links, sections
+from docs.page import dead_links, finish, fold_answers, fold_proof, html, links, sections
 from bs4 import BeautifulSoup
 from nbdev.doclinks import _nbpath2html
 
@@ -273,6 +273,19 @@ def test_the_checks_under_proof_are_folded_up_to_the_box():
     plain = BeautifulSoup('<div class="cell"><h2>Proof</h2></div><div class="cell"><blockquote>T</blockquote></div>', "html.parser")
     fold_proof(plain)
     assert not plain.find("details")
+
+
+def test_the_output_of_an_answer_is_folded_with_its_code(tmp_path):
+    shown = nbformat.v4.new_output("execute_result", data={"text/plain": "31742"})
+    cells = [new_code(f"#| code-fold: true\n#| code-summary: {s}\nx", outputs=[shown]) for s in ("Answer", "A wrong answer that the grader names")]
+    ours, _, _ = finish(html(load(notebook(tmp_path, *cells))[0]), "a.html", "https://me.io/c", tmp_path)
+    theirs = '<div class="cell"><details class="code-fold"><summary>Answer</summary><div>x</div></details><div class="cell-output">31742</div></div>'
+    theirs += theirs.replace("Answer", "A wrong answer")
+    soup = BeautifulSoup(theirs, "html.parser")
+    fold_answers(soup)
+    for page in (BeautifulSoup(ours, "html.parser"), soup):
+        answer, wrong = page.find_all("details")
+        assert "31742" in answer.get_text() and "31742" not in wrong.get_text() and page.get_text().count("31742") == 2
 
 
 def test_a_picture_that_says_what_it_shows_keeps_its_text(tmp_path):
