@@ -326,6 +326,7 @@ def broken(work, whole):
     ("train data new --vocab-size 5000", "leave the option out, the tokenizer decides"),
     ("train data new --batch-size 100000", "of memory, and this machine has"),
     ("train data new --learning-rate 1", "train: did you mean --lr?"),
+    ("train data new --max-steps 100", "train: did you mean --steps?"),
     ("plot number", "number/metrics.jsonl: line 2 is 7, expected an object"),
     ("train --resume number", "number/metrics.jsonl: line 2 is 7, expected an object"),
     ("tokenizer stories /proc/new", "/proc"),                        # Where even root can't make a folder
