@@ -63,6 +63,16 @@ def test_options_are_taken_off_the_cell():
     assert options(c) == {"echo": False, "fig-cap": "A: b"} and c.source == "x = 1\n#| not: one"
 
 
+def test_long_imports_are_folded_and_nothing_else_is(tmp_path):
+    def made(source):
+        enrich(path := notebook(tmp_path, new_code(source)), None)
+        return nbformat.v4.reads(path.read_text(encoding="utf-8")).cells[0].source
+    lines = ["import json, re", "from pathlib import Path", "import torch", "from lmcourse.tools.show import (COLORS,", "    figure)"]
+    folded = made(source := "\n".join(lines))
+    assert folded == f"#| code-fold: true\n#| code-summary: Imports\n{source}" == made(folded)
+    for other in (lines[0], "\n".join(lines[:2]), source + "\nx = 1", "#| echo: false\n" + source): assert made(other) == other
+
+
 def test_what_options_hide_is_hidden():
     printed = nbformat.v4.new_output("stream", name="stderr", text="warning")
     assert not code_cell(new_code("#| include: false\nx", outputs=[printed]))
@@ -291,6 +301,15 @@ def test_the_output_of_an_answer_is_folded_with_its_code(tmp_path):
 def test_a_picture_that_says_what_it_shows_keeps_its_text(tmp_path):
     said, _, _ = finish('<div><img alt="A wave; n 2" src="data:image/svg+xml;base64,PHN2Zy8+"></div>', "a.html", "https://me.io/c", tmp_path)
     assert 'alt="A wave; n 2"' in said
+
+
+def test_a_line_of_code_fits_wherever_the_contents_stand_beside_it():
+    css = (ROOT/"tools/docs/site.css").read_text(encoding="utf-8")
+    narrow = int(re.search(r"@media \(max-width: (\d+)px\) \{ \.layout \{ grid-template-columns: [^}]*\} \.toc \{ display: none", css)[1])
+    side, toc, gap, around, font = (float(re.search(p, css)[1]) for p in (
+        r"grid-template-columns: ([\d.]+)rem", r"56rem\) ([\d.]+)rem", r"gap: ([\d.]+)rem; justify", r"justify-content: center; padding: 0 ([\d.]+)rem", r"pre \{ font-size: ([\d.]+)rem"))
+    room = (narrow + 1)/16 - side - toc - 2*gap - 2*around - 2         # rem, without the box's own padding
+    assert room/(font*0.602) >= 100                                      # a character of DejaVu Sans Mono is 0.602 wide
 
 
 def test_sections_leave_code_and_tables_of_outputs_out():
