@@ -327,6 +327,7 @@ def broken(work, whole):
     ("train data new --batch-size 100000", "of memory, and this machine has"),
     ("train data new --learning-rate 1", "train: did you mean --lr?"),
     ("train data new --max-steps 100", "train: did you mean --steps?"),
+    ("curate small.txt new", "curate needs --recipe PATH (steps and their options, .toml or .json; an example: nbs/results/recipe.toml)"),
     ("plot number", "number/metrics.jsonl: line 2 is 7, expected an object"),
     ("train --resume number", "number/metrics.jsonl: line 2 is 7, expected an object"),
     ("tokenizer stories /proc/new", "/proc"),                        # Where even root can't make a folder
