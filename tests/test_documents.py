@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from little_hub import LittleHub, parquet
 from lmcourse.tools import documents as module
-from lmcourse.tools.documents import HUB, _blocks, _in_documents, documents, held_out, hub_documents, text_column, text_documents
+from lmcourse.tools.documents import HUB, _blocks, _in_documents, corpus_digest, documents, held_out, hub_documents, text_column, text_documents
 from lmcourse.tools.machine import peak_bytes
 from lmcourse.tools.ngram import ngram_losses
 
@@ -256,6 +256,9 @@ def test_a_file_of_json_lines_is_read_by_its_column_and_never_as_a_text(tmp_path
     (tmp_path / "other.jsonl").write_text('{"text": "of another file"}')
     train, valid = (list(documents(f"hf:{path}", s)) for s in ("train", "valid"))
     assert sorted(train + valid) == sorted(f"This is document {i}." for i in range(1000)) and valid
+    before = corpus_digest(f"hf:{path}")
+    path.write_text('{"text": "changed"}')
+    assert before and corpus_digest(f"hf:{path}") not in (None, before) and corpus_digest("hf:own/texts") is None
     with pytest.raises(ValueError, match=f"a file with columns, expected a text; say hf:{path}"): documents(f"text:{path}")
     with pytest.raises(ValueError, match=f"to read this file, say 'hf:{path}'"): documents(str(path))
 

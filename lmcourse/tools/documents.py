@@ -324,11 +324,12 @@ def validation_bytes(
 def corpus_digest(
     name:str, # Name of a corpus, as for `documents`
 )->str|None: # 12 hexadecimal digits; `None` if the name alone says which texts they are
-    "Compute a digest of a `text:` or `curated:` corpus, whose files may change under their name."
+    "Compute a digest of a corpus of local files, which may change under their name."
     kind, _, rest = name.partition(":")
     path = Path(os.path.expanduser(rest))
-    files = [path] if kind == "text" else _shards(path)
-    if kind not in ("text", "curated") or not all(f.is_file() for f in files): return None
+    if kind not in ("text", "curated", "hf") or kind == "hf" and not path.is_file(): return None
+    files = _shards(path) if kind == "curated" else [path]
+    if not all(f.is_file() for f in files): return None
     return json_digest([_digest(f, f.stat().st_size, f.stat().st_mtime_ns) for f in files], 12)
 
 # A file of the same size and time is not read again
