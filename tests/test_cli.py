@@ -790,6 +790,11 @@ def test_prepare_holds_few_documents_and_leaves_out_those_for_validation(work, t
     assert [tokenizer.decode(train.document(i)[:20].tolist()).split()[0] for i in (4, 5)] == ["4", "8"]
 
 
+def test_a_plan_says_which_model_it_is_for(capsys):
+    cli.main(["plan", "--model", "gpt2-xl", "--gpus", "1", "--batch-tokens", "8192"])
+    assert capsys.readouterr().out.startswith("gpt2-xl, sequences of 1,024 tokens\n")
+
+
 def test_help_names_every_corpus():
     for command in ("tokenizer", "prepare"):
         out = " ".join(here(command, "--help", cwd=".").stdout.replace("│", " ").split())
