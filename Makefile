@@ -14,12 +14,12 @@ help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' Makefile
 
 quickstart: $(READY) ## from text to a trained model and its stories, in about five minutes
-	$(BIN)/lmcourse quickstart $(ARGS)
 	@echo "to use the command lmcourse in this shell: source $(BIN)/activate"
+	$(BIN)/lmcourse quickstart $(ARGS)
 
 pipeline: $(READY) ## the whole course in one go: from web pages to a model that does what you ask
-	$(BIN)/lmcourse pipeline $(ARGS)
 	@echo "to use the command lmcourse in this shell: source $(BIN)/activate"
+	$(BIN)/lmcourse pipeline $(ARGS)
 
 test: $(READY) ## everything a change must pass
 	$(BIN)/python tools/check.py

@@ -326,6 +326,8 @@ def broken(work, whole):
     ("train data new --vocab-size 5000", "leave the option out, the tokenizer decides"),
     ("train data new --batch-size 100000", "of memory, and this machine has"),
     ("train data new --learning-rate 1", "train: did you mean --lr?"),
+    ("train data new --max-steps 100", "train: did you mean --steps?"),
+    ("curate small.txt new", "curate needs --recipe PATH (steps and their options, .toml or .json; an example: nbs/results/recipe.toml)"),
     ("plot number", "number/metrics.jsonl: line 2 is 7, expected an object"),
     ("train --resume number", "number/metrics.jsonl: line 2 is 7, expected an object"),
     ("tokenizer stories /proc/new", "/proc"),                        # Where even root can't make a folder
@@ -786,6 +788,11 @@ def test_prepare_holds_few_documents_and_leaves_out_those_for_validation(work, t
     train, valid = (TokenDataset.open(tmp_path/"out"/name) for name in ("train", "valid"))
     assert (train.num_documents, valid.num_documents) == (697, 3) and Document.most < 500
     assert [tokenizer.decode(train.document(i)[:20].tolist()).split()[0] for i in (4, 5)] == ["4", "8"]
+
+
+def test_a_plan_says_which_model_it_is_for(capsys):
+    cli.main(["plan", "--model", "gpt2-xl", "--gpus", "1", "--batch-tokens", "8192"])
+    assert capsys.readouterr().out.startswith("gpt2-xl, sequences of 1,024 tokens\n")
 
 
 def test_help_names_every_corpus():

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from little_hub import LittleHub, parquet
 from lmcourse.tools import documents as module
-from lmcourse.tools.documents import HUB, _blocks, _in_documents, documents, held_out, hub_documents, text_column, text_documents
+from lmcourse.tools.documents import HUB, _blocks, _in_documents, corpus_digest, documents, held_out, hub_documents, text_column, text_documents
 from lmcourse.tools.machine import peak_bytes
 from lmcourse.tools.ngram import ngram_losses
 
@@ -191,7 +191,7 @@ def test_documents_of_rows(answers):
 
 @pytest.mark.parametrize("name, error, words", [
     ("hf:own/closed", "PermissionError", "ask for access on https://huggingface.co/datasets/own/closed, then log in with `hf auth login`"),
-    ("hf:own/none", "FileNotFoundError", "expected a dataset repository OWNER/NAME of the hub that you may read, or a folder (Dataset 'own/none' doesn't exist"),
+    ("hf:own/none", "FileNotFoundError", "expected a dataset repository OWNER/NAME of the hub that you may read, a file or a folder (Dataset 'own/none' doesn't exist"),
     ("hf:stories", "FileNotFoundError", "expected a dataset repository OWNER/NAME"),
     ("hf:a/b/c", "FileNotFoundError", "expected a dataset repository OWNER/NAME"),
     ("hf:own/nothing", "FileNotFoundError", "No (supported) data files found in own/nothing"),
@@ -249,6 +249,18 @@ def test_a_folder_is_a_repository(tmp_path):
     train, valid = (list(hub_documents(f"hf:{tmp_path}", split)) for split in ("train", "valid"))
     assert sorted(train + valid) == sorted(STORIES) and valid == [s for s in STORIES if held_out(s)]
     assert list(documents(f"hf:{tmp_path}", max_bytes=30)) == [s for s in STORIES if not held_out(s)][:4]
+
+
+def test_a_file_of_json_lines_is_read_by_its_column_and_never_as_a_text(tmp_path):
+    (path := tmp_path / "own.jsonl").write_text("\n".join(json.dumps(dict(id=i, text=f"This is document {i}.")) for i in range(1000)))
+    (tmp_path / "other.jsonl").write_text('{"text": "of another file"}')
+    train, valid = (list(documents(f"hf:{path}", s)) for s in ("train", "valid"))
+    assert sorted(train + valid) == sorted(f"This is document {i}." for i in range(1000)) and valid
+    before = corpus_digest(f"hf:{path}")
+    path.write_text('{"text": "changed"}')
+    assert before and corpus_digest(f"hf:{path}") not in (None, before) and corpus_digest("hf:own/texts") is None
+    with pytest.raises(ValueError, match=f"a file with columns, expected a text; say hf:{path}"): documents(f"text:{path}")
+    with pytest.raises(ValueError, match=f"to read this file, say 'hf:{path}'"): documents(str(path))
 
 
 @given(st.dictionaries(st.text(max_size=5), st.one_of(st.text(), st.integers(), st.none()), max_size=5))

@@ -26,6 +26,7 @@ from lmcourse.architecture.transformer_torch import TransformerLM
 from lmcourse.tokenization.tokenizer import Tokenizer
 from lmcourse.tools.checks import check_close, expect_error
 from lmcourse.tools.config import ModelConfig
+from lmcourse.training.models import load_model
 
 transformers.utils.logging.disable_progress_bar()
 llama = ModelConfig(vocab_size=40, context_length=24, d_model=32, num_layers=2, num_heads=4, num_kv_heads=2, d_ff=48)
@@ -111,6 +112,12 @@ def test_ours_to_theirs(config, tmp_path):
     for back in (from_hf(there), from_hf(folder), from_hf(again)):
         assert back.config == sizes(config)
         check_close(back.state_dict(), model.state_dict(), 0, 0)
+
+
+@pytest.mark.parametrize("most", [20_000, 10**9])
+def test_a_folder_of_transformers_is_sent_to_from_hf(tmp_path, most):
+    folder = save_hf(TransformerLM(llama), tmp_path/"model", max_shard_bytes=most)
+    with pytest.raises(ValueError, match=r"a model of transformers; load it in Python: from_hf\('.*model'\)"): load_model(folder)
 
 
 @each

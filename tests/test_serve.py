@@ -435,6 +435,8 @@ def test_statuses(service):
         got, answer = call(service, **dict(body=BODY) | more)
         assert got == status and set(answer["error"]) == {"message", "type", "param", "code"}, more
     assert call(service, BODY | dict(prompt="a"*200))[1]["error"]["code"] == "context_length_exceeded"
+    told = call(service, body=BODY, kind=b"application/x-www-form-urlencoded")[1]["error"]["message"]          # What curl sends
+    assert told == "content-type = 'application/x-www-form-urlencoded', expected application/json (curl: -H 'Content-Type: application/json')"
     assert asyncio.run(ask(make_app(service), b"", path="/", method="GET"))[0] == 307     # To the page of the chat
 
 

@@ -17,7 +17,7 @@ from docs import quarto
 from docs.extras import llms, markdown, read_redirects, search_index, write_404, write_redirects
 from docs.notebook import caption, code_cell, documented, enrich, facts, labels, load, md, options, plain, plain_signature, spoken, whole_summary
 from run_nbs import note_time
-from docs.page import dead_links, finish, fold_proof, html, links, sections
+from docs.page import dead_links, finish, fold_answers, fold_proof, html, links, sections
 from bs4 import BeautifulSoup
 from nbdev.doclinks import _nbpath2html
 
@@ -61,6 +61,16 @@ def test_footnotes_ids_and_attributes():
 def test_options_are_taken_off_the_cell():
     c = new_code("#| echo: false\n#| fig-cap: \"A: b\"\nx = 1\n#| not: one")
     assert options(c) == {"echo": False, "fig-cap": "A: b"} and c.source == "x = 1\n#| not: one"
+
+
+def test_long_imports_are_folded_and_nothing_else_is(tmp_path):
+    def made(source):
+        enrich(path := notebook(tmp_path, new_code(source)), None)
+        return nbformat.v4.reads(path.read_text(encoding="utf-8")).cells[0].source
+    lines = ["import json, re", "from pathlib import Path", "import torch", "from lmcourse.tools.show import (COLORS,", "    figure)"]
+    folded = made(source := "\n".join(lines))
+    assert folded == f"#| code-fold: true\n#| code-summary: Imports\n{source}" == made(folded)
+    for other in (lines[0], "\n".join(lines[:2]), source + "\nx = 1", "#| echo: false\n" + source): assert made(other) == other
 
 
 def test_what_options_hide_is_hidden():
@@ -275,9 +285,31 @@ def test_the_checks_under_proof_are_folded_up_to_the_box():
     assert not plain.find("details")
 
 
+def test_the_output_of_an_answer_is_folded_with_its_code(tmp_path):
+    shown = nbformat.v4.new_output("execute_result", data={"text/plain": "31742"})
+    cells = [new_code(f"#| code-fold: true\n#| code-summary: {s}\nx", outputs=[shown]) for s in ("Answer", "A wrong answer that the grader names")]
+    ours, _, _ = finish(html(load(notebook(tmp_path, *cells))[0]), "a.html", "https://me.io/c", tmp_path)
+    theirs = '<div class="cell"><details class="code-fold"><summary>Answer</summary><div>x</div></details><div class="cell-output">31742</div></div>'
+    theirs += theirs.replace("Answer", "A wrong answer")
+    soup = BeautifulSoup(theirs, "html.parser")
+    fold_answers(soup)
+    for page in (BeautifulSoup(ours, "html.parser"), soup):
+        answer, wrong = page.find_all("details")
+        assert "31742" in answer.get_text() and "31742" not in wrong.get_text() and page.get_text().count("31742") == 2
+
+
 def test_a_picture_that_says_what_it_shows_keeps_its_text(tmp_path):
     said, _, _ = finish('<div><img alt="A wave; n 2" src="data:image/svg+xml;base64,PHN2Zy8+"></div>', "a.html", "https://me.io/c", tmp_path)
     assert 'alt="A wave; n 2"' in said
+
+
+def test_a_line_of_code_fits_wherever_the_contents_stand_beside_it():
+    css = (ROOT/"tools/docs/site.css").read_text(encoding="utf-8")
+    narrow = int(re.search(r"@media \(max-width: (\d+)px\) \{ \.layout \{ grid-template-columns: [^}]*\} \.toc \{ display: none", css)[1])
+    side, toc, gap, around, font = (float(re.search(p, css)[1]) for p in (
+        r"grid-template-columns: ([\d.]+)rem", r"56rem\) ([\d.]+)rem", r"gap: ([\d.]+)rem; justify", r"justify-content: center; padding: 0 ([\d.]+)rem", r"pre \{ font-size: ([\d.]+)rem"))
+    room = (narrow + 1)/16 - side - toc - 2*gap - 2*around - 2         # rem, without the box's own padding
+    assert room/(font*0.602) >= 100                                      # a character of DejaVu Sans Mono is 0.602 wide
 
 
 def test_sections_leave_code_and_tables_of_outputs_out():

@@ -145,7 +145,7 @@ class CurateCommand:
     "Clean a crawl by a recipe: documents, a funnel and a data card; continues where it stopped."
     source: word(Path, "IN")    # WARC, WET, JSON lines or text, also .gz, or a folder of them
     out: word(Path, "OUT")      # New folder, or one that the same command has begun
-    recipe: Path                # Steps and their options, .toml or .json
+    recipe: Path # Steps and their options, .toml or .json; an example: nbs/results/recipe.toml
     workers: int = 1            # Number of processes
     dask: str|None = None       # Address of a Dask scheduler that does the work instead
 

@@ -98,6 +98,7 @@ class PlanCommand:
             if self.context is not None:
                 model = replace(model, context_length=whole_number("context", self.context))
             ranked = best_plans(model, self.gpus, self.gpu, self.batch_tokens)
+        say(f"{self.model}, sequences of {model.context_length:,} tokens", "")
         for table in plan_tables(ranked): say(str(table), "")
 
 # %% ../../nbs/90_app/90fe_analysis_commands.ipynb #5ca1e002

@@ -268,8 +268,10 @@ def _refuse_near_misses(args:list): # With what was probably meant
     if args[0] == "quickstart" and args[1:] and not args[1].startswith("-"):
         kind = "--data text:"*Path(args[1]).is_file() or "--data "
         raise ValueError(f"quickstart: did you mean {kind}{shlex.quote(args[1])}?")
+    runs = ("train", "sft", "dpo", "rl")
     for commands,pattern,option in ((("account",), "--batch[-_]size", "--batch"),
-                                    (("train", "sft", "dpo", "rl"), "--learning[-_]rate", "--lr")):
+                                    (runs, "--learning[-_]rate", "--lr"),
+                                    (runs, "--max[-_](steps|iters)", "--steps")):
         if args[0] in commands and any(re.match(pattern, a) for a in args):
             raise ValueError(f"{args[0]}: did you mean {option}?")
 

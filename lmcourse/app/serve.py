@@ -714,8 +714,10 @@ async def until_gone(http:Any):
 async def take_off(service:Service, http:Any, kind:type[SamplingRequest])->Flight:
     "Read a request and hand it to the engine."
     try:
-        if not http.headers.get("content-type", "").lower().startswith("application/json"):
-            raise Refused("the content-type is not application/json", status=415)
+        kind_sent = http.headers.get("content-type", "")
+        if not kind_sent.lower().startswith("application/json"):
+            raise Refused(f"content-type = {kind_sent!r}, expected application/json (curl: "
+                          "-H 'Content-Type: application/json')", status=415)
         body = read_body(await read_limited(http, service.max_body), kind)
         return Flight(service, body, *await asyncio.to_thread(service.requests, body))
     except Refused as e:

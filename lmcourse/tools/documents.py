@@ -105,6 +105,8 @@ def text_documents(
         raise IsADirectoryError(f"{path} is a folder, expected a file; join those in it: "
                                 f"cat {path}/* > all.txt")
     if not path.is_file(): raise FileNotFoundError(f"{path}: no such file")
+    if path.suffix in (".jsonl", ".parquet"):
+        raise ValueError(f"{path}: a file with columns, expected a text; say hf:{path}")
     size = path.stat().st_size
     if all(not text.strip() for text in _blocks(path, 0, size)):
         raise ValueError(f"{path}: the file {'has only blank lines' if size else 'is empty'}")
@@ -159,7 +161,7 @@ def _explained(name:str, e:Exception)->Exception:
                                f"then log in with `hf auth login` ({what})")
     if isinstance(e, FileNotFoundError):
         return FileNotFoundError(f"{name}: expected a dataset repository OWNER/NAME of the hub "
-                                 f"that you may read, or a folder ({what})")
+                                 f"that you may read, a file or a folder ({what})")
     return ValueError(f"{name}: can't be read ({what})")
 
 # %% ../../nbs/00_tools/00g_documents.ipynb #51b2ac2b
@@ -170,20 +172,23 @@ def _reach(): # Fails at once, where `load_dataset` would try for half a minute
 
 def _open_repository(name:str): # Split to rows
     repo, _, config = name.removeprefix("hf:").partition(":")
-    repo, revision = HUB.get(name, (repo, None))
-    if not (local := Path(repo).is_dir()) and repo.count("/") != 1:
-        raise FileNotFoundError(f"{repo!r}: no such folder")
+    repo, revision = HUB.get(name, (os.path.expanduser(repo), None))
+    path, files = Path(repo), None
+    if path.is_file(): repo, files = str(path.parent), path.name
+    if not (local := path.exists()) and repo.count("/") != 1:
+        raise FileNotFoundError(f"{repo!r}: no such file or folder")
     if not local: _reach()
     from datasets import load_dataset
     # streaming saves nothing but lock files
     with tempfile.TemporaryDirectory() as nothing:
-        return load_dataset(repo, config or None, revision=None if local else revision,
-                            streaming=True, cache_dir=nothing)
+        return load_dataset(repo, config or None, data_files=files,
+                            revision=None if local else revision, streaming=True,
+                            cache_dir=nothing)
 
 # %% ../../nbs/00_tools/00g_documents.ipynb #93a64c80
 def hub_documents(
-    # `tinystories`, `openwebtext` or `hf:REPO[:CONFIG]`, where REPO is OWNER/NAME, or a folder with
-    # data files
+    # `tinystories`, `openwebtext` or `hf:REPO[:CONFIG]`, where REPO is OWNER/NAME, or a data file
+    # (JSON lines, Parquet), or a folder with such files
     name:str,
     split:str="train",  # `train` or `valid`
 )->Iterator[str]: # Documents, without `<|endoftext|>`
@@ -282,7 +287,8 @@ def documents(
     kind, _, rest = name.partition(":")
     if kind not in (*STORY_CORPORA, "python", *_TAKES, *HUB):
         if Path(name).is_file():
-            raise ValueError(f"unknown corpus {name!r}: to read this file, say 'text:{name}'")
+            kind = "hf" if Path(name).suffix in (".jsonl", ".parquet") else "text"
+            raise ValueError(f"unknown corpus {name!r}: to read this file, say '{kind}:{name}'")
         raise unknown("corpus", name, [*STORY_CORPORA, "python", "text:PATH", "curated:FOLDER",
                                        *HUB, "hf:REPO"])
     if split not in SPLITS: raise unknown("split", split, SPLITS)
@@ -318,11 +324,12 @@ def validation_bytes(
 def corpus_digest(
     name:str, # Name of a corpus, as for `documents`
 )->str|None: # 12 hexadecimal digits; `None` if the name alone says which texts they are
-    "Compute a digest of a `text:` or `curated:` corpus, whose files may change under their name."
+    "Compute a digest of a corpus of local files, which may change under their name."
     kind, _, rest = name.partition(":")
     path = Path(os.path.expanduser(rest))
-    files = [path] if kind == "text" else _shards(path)
-    if kind not in ("text", "curated") or not all(f.is_file() for f in files): return None
+    if kind not in ("text", "curated", "hf") or kind == "hf" and not path.is_file(): return None
+    files = _shards(path) if kind == "curated" else [path]
+    if not all(f.is_file() for f in files): return None
     return json_digest([_digest(f, f.stat().st_size, f.stat().st_mtime_ns) for f in files], 12)
 
 # A file of the same size and time is not read again

@@ -67,6 +67,9 @@ def load_model(
     Raises `FileNotFoundError` if there is none, and `ValueError` if it can't be read."""
     choices, folder = ("best", "latest"), _model_folder(folder)
     if checkpoint not in choices: raise unknown("checkpoint", checkpoint, choices)
+    if (path := folder/"config.json").is_file() and "model_type" in read_json(path):
+        raise ValueError(f"{folder}: a model of transformers; load it in Python: "
+                         f"from_hf({str(folder)!r})")
     make = partial(_empty_model, attention=attention, kernels=kernels, device=pick_device(device))
     of_run = partial(_read_run_model, checkpoint=checkpoint)
     read = _read_small if (folder/"model.safetensors").is_file() else of_run

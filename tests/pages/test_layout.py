@@ -425,6 +425,12 @@ def test_python_versions_agree():
     assert names in (ROOT / "Makefile").read_text(encoding="utf-8")
 
 
+def test_how_to_use_the_command_is_said_before_a_run_that_may_be_stopped():
+    text = (ROOT / "Makefile").read_text(encoding="utf-8")
+    for what in ("quickstart", "pipeline"):
+        assert re.search(rf"^{what}: .*\n\t@echo \"to use the command lmcourse [^\n]*activate\"\n\t\$\(BIN\)/lmcourse {what}", text, flags=re.M), what
+
+
 def test_every_requirement_of_the_package_has_a_floor():
     "`tools/floors.py` runs the tests with them; what tests alone need is held by constraints.txt."
     for key in ("requirements", "interop_requirements", "serve_requirements", "notebook_requirements"):

@@ -243,6 +243,13 @@ def spoken(text):
     return re.sub(r"(?<=\d) ?%", " percent", text).replace("%", "percent").replace("`", "")
 
 
+def only_imports(source):
+    "Whether a cell, without options, is more than two lines of imports: the reader wants to see what follows."
+    if source.startswith("#|") or source.count("\n") < 2: return False
+    try: return all(isinstance(n, (ast.Import, ast.ImportFrom)) for n in ast.parse(source).body)
+    except SyntaxError: return False
+
+
 def enrich(path, line, source=None):
     """Make the processed notebook at `path` ready for either builder: the line of facts, no signature above the source that says the
     same, and for each plot a text for those who can't see it. The notebook at `source`, by default the same, has hidden imports too."""
@@ -255,6 +262,7 @@ def enrich(path, line, source=None):
     without_stand_in(nb.cells)
     for c in nb.cells:                  # nbdev opens the source of all that is exported; that of long or inner parts stays folded
         if c.metadata.get("code-fold"): c.source = re.sub(r"^#\| code-fold: show$", "#| code-fold: true", c.source, flags=re.M)
+        if c.cell_type == "code" and only_imports(c.source): c.source = f"#| code-fold: true\n#| code-summary: Imports\n{c.source}"
     unlink_parameters(nb.cells)
     page = f"{path.parent.name}/{_nbpath2html(path).stem}"
     unlink_homonyms(nb.cells, page, origins(json.loads((source or path).read_text(encoding="utf-8"))["cells"]))

@@ -53,6 +53,7 @@ def finish(html, page, base, out):
         if h.name in ("h2", "h3"): toc.append((h["id"], text, h.name))
     found = sections(soup)
     fold_proof(soup)
+    fold_answers(soup)
     for h in soup.find_all(id=True, name=re.compile("^h[1-6]$")):
         h.append(soup.new_tag("a", attrs={"class": "anchor", "href": f"#{h['id']}", "aria-label": f"Link to {h.get_text().strip()}"}, string="#"))
     for i, img in enumerate(soup.find_all("img", src=re.compile("^data:image/(png|svg)"))):
@@ -90,6 +91,15 @@ def fold_proof(soup):
         fold, summary = soup.new_tag("details", attrs={"class": "proof"}), soup.new_tag("summary", string="Show the checks")
         cells[0].insert_before(fold)
         for part in (summary, *cells): fold.append(part)
+
+
+def fold_answers(soup):
+    "What an answer prints is what its task asks for: it is folded with the answer's code."
+    def holds(part): return part.find("summary", string="Answer")
+    for cell in soup.find_all(class_="cell"):
+        if not (summary := holds(cell)): continue
+        for part in cell.find_all(recursive=False):
+            if not holds(part): summary.parent.append(part)
 
 
 BLOCKS = {"p", "li", "td", "th", "tr", "div", "summary", "ul", "ol", "table", "details"}

@@ -3,7 +3,7 @@ import json, re
 
 from bs4 import BeautifulSoup
 
-from .page import dead_links, fold_proof, sections, vendor_katex
+from .page import dead_links, fold_answers, fold_proof, sections, vendor_katex
 
 VERSION = "1.7.34"              # The one that these steps were tried with
 
@@ -38,9 +38,10 @@ def finish_site(out, base, lists=()):
     katex = vendor_katex(out)
     for path in out.rglob("*.html"):
         text = local(path.read_text(encoding="utf-8"), path.relative_to(out).as_posix(), base, katex)
-        if 'id="proof"' in text:
+        if 'id="proof"' in text or "<summary>Answer</summary>" in text:
             soup = BeautifulSoup(text, "html.parser")
             fold_proof(soup)
+            fold_answers(soup)
             text = str(soup)
         path.write_text(text, encoding="utf-8")
     search_json(out, lists)
