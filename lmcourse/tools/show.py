@@ -118,27 +118,31 @@ class Table:
     def _repr_markdown_(self): return _markdown(self)
 
 # %% ../../nbs/00_tools/00c_show.ipynb #cb94ed7f
-def _code(cell): # Text between backticks becomes code
-    return re.sub("`([^`\n]+)`", r"<code>\1</code>", html.escape(cell))
+def code_html(text:str)->str: # The text as HTML; what is between backticks becomes code
+    return re.sub("`([^`\n]+)`", r"<code>\1</code>", html.escape(text))
 
 def _html(table:Table)->str:
     def row(tag, cells):
         wraps = ("" if " " in c or len(c) > 30 else "; white-space: nowrap" for c in cells)
         styled = ((c, "right" if r else "left", w) for c,r,w in zip(cells, table.right, wraps))
         return "<tr>" + "".join(f'<{tag} style="text-align: '
-                                f'{side}{wrap}">{_code(c)}</{tag}>'
+                                f'{side}{wrap}">{code_html(c)}</{tag}>'
                                 for c,side,wrap in styled) + "</tr>"
     body = "\n".join(row("td", c) for c in table.cells)
     head = row("th", table.headings)
     return (f'<table style="font-variant-numeric: '
             f'tabular-nums">\n<thead>{head}</thead>\n<tbody>\n{body}\n</tbody>\n</table>')
 
-def _markdown(table:Table)->str: # Escapes characters with a special meaning in markdown
-    def escaped(m): # Only the bar that would end a cell, inside code
-        return m[0].replace("|", r"\|") if m[0][0] == "`" != m[0] else "\\" + m[0]
+def escape_markdown(text:str, cell:bool=False)->str: # Code between backticks stays as it is
+    def escaped(found):
+        if len(found[0]) == 1: return "\\" + found[0]
+        return found[0].replace("|", r"\|") if cell else found[0] # A bar would end the cell
+    return re.sub(r"`[^`\n]+`|[\\`*_~^$&|<\[]", escaped, text)
+
+def _markdown(table:Table)->str:
     def row(cells):
-        return "| " + " | ".join(re.sub(r"`[^`\n]+`|[\\`*_$|<\[]", escaped, c).replace("\n", " ")
-                                 for c in cells) + " |"
+        texts = [escape_markdown(c, cell=True).replace("\n", " ") for c in cells]
+        return "| " + " | ".join(texts) + " |"
     sides = "|" + "|".join("--:" if r else ":--" for r in table.right) + "|"
     return "\n".join([row(table.headings), sides, *map(row, table.cells)])
 
