@@ -370,8 +370,8 @@ def tiny_lm(c:ModelConfig): # A module of torch's own parts that maps ids and ta
             self.ln1, self.ln2 = nn.RMSNorm(D), nn.RMSNorm(D)
             self.q, self.k, self.v = (make(D, heads*c.head_size)
                                       for heads in (c.num_heads, c.kv_heads, c.kv_heads))
-            self.o, self.w1, self.w2, self.w3 = (make(c.num_heads*c.head_size, D), make(D, F),
-                                                 make(F, D), make(D, F))
+            self.o = make(c.num_heads*c.head_size, D)
+            self.w1, self.w2, self.w3 = make(D, F), make(F, D), make(D, F)
 
         def forward(self, x):
             y = self.ln1(x)

@@ -276,8 +276,8 @@ class TokenDataset:
         info:dict,         # Record from `prefix`.json; needs at least `end_of_text`
     ):
         self.tokens, self.starts, self.info = tokens, starts, info
-        self.num_tokens, self.num_documents, self.end_of_text = (len(tokens), len(starts),
-                                                                 info["end_of_text"])
+        self.num_tokens, self.num_documents = len(tokens), len(starts)
+        self.end_of_text = info["end_of_text"]
         self.ends = np.append(starts[1:], len(tokens))
 
     @classmethod
@@ -303,9 +303,9 @@ def _open(bin_file:Path, idx_file:Path, json_file:Path
     info = read_json(json_file)
     wanted = dict(dtype=str, tokens=int, documents=int, end_of_text=int, vocab_size=int,
                   sha256=list)
-    if any(not isinstance(info.get(k), kind)
-           for k,kind in wanted.items()) or info["documents"] < 1 \
-            or len(info["sha256"]) != 2 or info["dtype"] != _dtype(info["vocab_size"]).name:
+    if (not all(isinstance(info.get(k), kind) for k,kind in wanted.items())
+        or info["documents"] < 1 or len(info["sha256"]) != 2
+        or info["dtype"] != _dtype(info["vocab_size"]).name):
         raise ValueError(f"{json_file}: not written by write_tokens, which notes "
                          f"{', '.join(wanted)}")
     dtypes = (_dtype(info["vocab_size"]), np.dtype("<i8"))

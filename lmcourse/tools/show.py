@@ -327,10 +327,10 @@ def _offered(draw:Callable, choices:dict
     offered:dict = {}
     for name,values in choices.items():
         if isinstance(values, str): offered[name] = values, values; continue
-        values, start = (list(values), known[name].default if name in known
-                         else inspect.Parameter.empty)
+        values, empty = list(values), inspect.Parameter.empty
+        start = known[name].default if name in known else empty
         if not values: raise ValueError(f"{name} has no values to choose from")
-        if start is inspect.Parameter.empty: start = values[0]
+        if start is empty: start = values[0]
         if start not in values:
             values = (sorted([*values, start]) if all(map(_number, [*values, start]))
                       else [start, *values])
@@ -356,8 +356,8 @@ def controls(
     try: import ipywidgets
     except ModuleNotFoundError: raise ModuleNotFoundError("controls need ipywidgets: pip install "
                                                           "ipywidgets") from None
-    parts, view = ({name: _control(name, *how) for name,how in _offered(draw, choices).items()},
-                   ipywidgets.HTML())
+    parts = {name: _control(name, *how) for name,how in _offered(draw, choices).items()}
+    view = ipywidgets.HTML()
     def show(change=None):
         try: view.value = _as_html(draw(**{name: part.value for name,part in parts.items()}))
         except ValueError as e: view.value = html.escape(str(e))
@@ -472,7 +472,7 @@ def sliders(
     if len(ways) > 60:
         raise ValueError(f"{len(ways)} pictures, expected at most 60: offer fewer values of "
                          f"{', '.join(offered)}")
-    told = ["; ".join([alt, *(f"{k} {v}" for k,v in way.items())]) for way in ways]
+    alts = ["; ".join([alt, *(f"{k} {v}" for k,v in way.items())]) for way in ways]
     return Sliders({k: values for k,(_,values) in offered.items()},
                    tuple(start for start,_ in offered.values()),
-                   [_as_svg(draw(**way), a) for way,a in zip(ways, told)])
+                   [_as_svg(draw(**way), a) for way,a in zip(ways, alts)])
