@@ -75,9 +75,12 @@ def lock_file(
 def folder_lock(
     folder:str|Path, # An existing folder
 )->Iterator[None]:
-    "Make other processes wait until this block is done before they begin theirs for `folder`."
+    """Make other processes wait until this block is done before they begin theirs for `folder`.
+    Does nothing on Windows."""
     try: import fcntl
-    except ImportError: yield; return   # Windows
+    except ImportError:
+        yield
+        return
     handle = os.open(folder, os.O_RDONLY)
     try:
         with suppress(OSError): fcntl.flock(handle, fcntl.LOCK_EX) # Not every disk has locks

@@ -67,15 +67,17 @@ def _number(v)->bool: return isinstance(v, (int, float)) and not isinstance(v, b
 # A terminal would obey control characters, so they are written as in Python's `repr`
 _CONTROLS = {i: repr(chr(i))[1:-1] for i in (*range(32), *range(127, 160)) if i != ord("\n")}
 
+def _shared_decimals(sizes:list)->int|None: # Of a column of floats; `None`: each has its own
+    if not sizes: return 0
+    if max(sizes)/min(sizes) > 100: return None
+    typed = [d for v in sizes if (d := _typed(v)) is not None]
+    if len(typed) == len(sizes): return max(typed)
+    return max(_decimals(min(sizes), 3), _decimals(max(sizes), 4))
+
 def _column(values:list)->list: # The text of each cell
     # Floats of other sizes are written with a power of ten
-    sizes = [abs(v) for v in values if isinstance(v, float) and 1e-5 <= abs(v) < 1e15]
-    typed = [_typed(v) for v in sizes]
-    spread = max(sizes)/min(sizes) if sizes else 1
-    exact = [d for d in typed if d is not None]
-    shared = (max(exact, default=0) if len(exact) == len(typed)
-              else max(_decimals(min(sizes), 3),
-                       _decimals(max(sizes), 4))) if spread <= 100 else None
+    shared = _shared_decimals([abs(v) for v in values
+                               if isinstance(v, float) and 1e-5 <= abs(v) < 1e15])
     def text(v):
         if v is None: return "–"
         if isinstance(v, bool): return "yes" if v else "no"
@@ -169,9 +171,10 @@ def _text(table:Table, width:int
     if not table.columns: return "(no rows)"
     cells = [[c.replace("\n", " ") for c in row] for row in table.cells]
     widths = [max(map(_width, c)) for c in zip(table.headings, *cells)]
-    # Words
+    # The longest word of each heading and cell
     longest = [[max(map(_width, c.split()), default=0) for c in column]
                for column in zip(table.headings, *cells)]
+    # A column of numbers keeps them whole; one of words keeps 16 characters, or words of up to 24
     least = [max(l[0], *map(_width, c)) if r else min(w, max(16, l[0], min(24, max(l))))
              for l,r,w,c in zip(longest, table.right, widths, zip(*cells))]
     while (sum(widths) + 2*len(widths) - 2 > width
