@@ -51,11 +51,11 @@ def _models(n:int, seed:int=0)->list:
     for i in range(n):
         G = rng.randrange(1, 4)
         H, K = G*rng.randrange(2, 4), 2*rng.randrange(4, 9)
-        found.append(ModelConfig(vocab_size=rng.randrange(300, 900),
-                                 context_length=rng.randrange(33, 90), d_model=H*K,
-                                 num_layers=rng.randrange(2, 6),
-                     num_heads=H, num_kv_heads=G, d_ff=8*rng.randrange(15, 50),
-                                 ffn=("swiglu", "silu")[i % 2], tie_embeddings=i//2 % 2 == 1))
+        found.append(ModelConfig(
+            vocab_size=rng.randrange(300, 900), context_length=rng.randrange(33, 90), d_model=H*K,
+            num_layers=rng.randrange(2, 6), num_heads=H, num_kv_heads=G,
+            d_ff=8*rng.randrange(15, 50), ffn=("swiglu", "silu")[i % 2],
+            tie_embeddings=i//2 % 2 == 1))
     return found
 
 def _said(**values)->str: return f"for {', '.join(f'{k} = {v}' for k,v in values.items())}: "

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Self
 from .bpe import PRETOKENIZE, special_list
 from .encoding import byte_alphabet, special_bytes
 from .unicode import utf8
-from ..tools.files import atomic_write, read_json
+from ..tools.files import atomic_write, read_json, read_utf8
 
 # %% ../../nbs/01_tokenization/01da_vocabulary.ipynb #0f33dc78
 _CHARACTERS = byte_alphabet()
@@ -34,11 +34,6 @@ def text_to_token(text:str
     return bytes(map(_BYTES.__getitem__, text)) if _BYTES.keys() >= set(text) else utf8(text)
 
 # %% ../../nbs/01_tokenization/01da_vocabulary.ipynb #15e6afdd
-def _read(path)->str:
-    try: return Path(path).read_text(encoding="utf-8")
-    except UnicodeDecodeError as e: raise ValueError(
-        f"{path}: not UTF-8 (byte {e.start})") from None
-
 def _by_id(named:Iterable, path)->dict: # (text of a token, id) pairs to a dict from id to text
     texts:dict = {}
     for text,i in named:
@@ -62,7 +57,7 @@ def read_merges(
     path:str|Path,
 )->list: # Pairs of byte strings
     "Read merges. Raises `ValueError` for a line that is not two tokens."
-    lines, merges = _read(path).split("\n"), []
+    lines, merges = read_utf8(path).split("\n"), []
     for number,line in enumerate(lines, 1):
         if not line or number == 1 and line.startswith("#version:"): continue
         parts = line.split(" ")
@@ -139,8 +134,9 @@ class Vocabulary:
     def token_bytes(self, id:int)->bytes: # Raises `ValueError` for an unknown id
         "Return the bytes of a token."
         try: return self.vocab[index(id)]
-        except KeyError: raise ValueError(f"id {id} is not in the vocabulary, expected 0 to "
-                                          f"{self.vocab_size - 1}") from None
+        except KeyError:
+            raise ValueError(f"id {id} is not in the vocabulary, expected 0 to "
+                             f"{self.vocab_size - 1}") from None
     def decode_bytes(self, ids:Iterable[int])->bytes: return b"".join(map(self.token_bytes, ids))
     def decode(self, ids:Iterable[int], errors:str="replace"
     )->str: # Invalid UTF-8 becomes U+FFFD, unless `errors` is 'ignore' or 'strict'

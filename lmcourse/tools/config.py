@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields, replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, Literal, Self
-from .files import read_json, write_json, write_text
+from .files import read_json, read_utf8, write_json, write_text
 from .show import Table
 
 # %% ../../nbs/00_tools/00d_config.ipynb #34f36d1a
@@ -83,9 +83,8 @@ def _suffix(path, kind:str="config file")->str:
 
 def read_record(path:str|Path, kind:str="config file")->dict: # Content of a JSON or TOML file
     if _suffix(path, kind) == ".json": return read_json(path)
-    try: return tomllib.loads(Path(path).read_text(encoding="utf-8"))
-    except UnicodeDecodeError as e:
-        raise ValueError(f"{path}: not UTF-8 (byte {e.start})") from None
+    text = read_utf8(path)
+    try: return tomllib.loads(text)
     except tomllib.TOMLDecodeError as e: raise ValueError(f"{path}: not TOML ({e})") from None
 
 # %% ../../nbs/00_tools/00d_config.ipynb #47bb69f3

@@ -357,8 +357,8 @@ def controls(
     Raises `ModuleNotFoundError` without ipywidgets. If `draw` raises a `ValueError`, its message is
     shown in place of the picture."""
     try: import ipywidgets
-    except ModuleNotFoundError: raise ModuleNotFoundError("controls need ipywidgets: pip install "
-                                                          "ipywidgets") from None
+    except ModuleNotFoundError:
+        raise ModuleNotFoundError("controls need ipywidgets: pip install ipywidgets") from None
     parts = {name: _control(name, *how) for name,how in _offered(draw, choices).items()}
     view = ipywidgets.HTML()
     def show(change=None):
