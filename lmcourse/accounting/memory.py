@@ -54,8 +54,8 @@ def _backward_phases(first, blocks:list, after:list, x:int, reruns)->Iterator[Ph
         if rerun: # All that the block keeps is in memory again
             kept += rerun.input - x
             for again in rerun.phases:
-                yield again._replace(name=f"block {i + 1}: {again.name}, again", gradients=gradients,
-                                     activations=kept + again.activations)
+                yield Phase(f"block {i + 1}: {again.name}, again", kept + again.activations,
+                            again.working, gradients)
             kept += of_block
         for op in reversed(block): yield back(op, f"block {i + 1}: {op.name}")
         if rerun: kept -= rerun.input

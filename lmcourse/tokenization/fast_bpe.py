@@ -589,7 +589,8 @@ def learn_kernel(merges, symbols_, words_, counts_, lengths_, pairs_, places_, h
         merges[m,0], merges[m,1] = a, b
         m += 1
         places_used, n = join_everywhere(np.int64(pairs[p,ENDS_OF_CHAIN] >> U(32)), a, b, new,
-                                         symbols, words, counts, lengths, pairs, places, places_used, new_pairs)
+                                         symbols, words, counts, lengths, pairs, places,
+                                         places_used, new_pairs)
         used += n
         pairs[p,COUNT] = U(0)
         for k in range(n):

@@ -90,7 +90,7 @@ def _read_note(prefix)->dict: # Empty if there is none
     return note if note.keys() >= {"job", *_first_note(0)} else {}
 
 # %% ../../nbs/01_tokenization/01g_token_files.ipynb #e14825ae
-def _note_of(prefix, job:dict, names:list)->dict: # The note if it belongs to this job, else the first
+def _note_of(prefix, job:dict, names:list)->dict: # The note of this job; otherwise the first
     note, first = _read_note(prefix), _first_note(len(names))
     if not note or note["job"] != job or len(note["sha256"]) != len(names): return first
     written = _read_or_empty(Path(f"{prefix}.json")).get("sha256")
@@ -218,7 +218,7 @@ def write_tokens(
     """Tokenize documents into the files `prefix`.bin, .idx and .json.
     Raises `ValueError` if there are no documents. A call that fails leaves no files; a call that
     was interrupted can be repeated and continues."""
-    if isinstance(texts, str): raise TypeError("texts: one string, expected documents, as in [text]")
+    if isinstance(texts, str): raise TypeError("texts: one string, expected documents: [text]")
     about = dict(dtype=_dtype(tokenizer.vocab_size).name, end_of_text=tokenizer.end_of_text,
                  vocab_size=tokenizer.vocab_size, tokenizer=tokenizer.digest)
     head = dict(meta or {}) | dict(source=source)
