@@ -110,8 +110,14 @@ def test_an_ngram_knows_what_always_follows():
     assert (losses[1:] < 0.02).all() and (losses[0] > 1).all()
 
 
+def test_a_corpus_shorter_than_the_ngram_has_a_loss():
+    "Each id was seen once, so the discount is 1, and all probability goes to the four ids alike"
+    assert np.allclose(ngram_losses(np.array([1, 0]), np.array([1]), 4, 0), np.log(4))
+
+
 def test_bad_ids_are_refused():
     with pytest.raises(ValueError, match="ids from -1 to 1, expected 0 to 3"): ngram_losses(np.array([1, -1]), np.array([0]), 4, 0)
+    with pytest.raises(TypeError, match="ids of float64, expected integers"): ngram_losses(np.array([1, 0]), np.array([1.7]), 4, 0)
     with pytest.raises(ValueError, match="order = 0, expected 1 or more"): ngram_losses(np.array([1, 2]), np.array([0]), 4, 0, 0)
 
 

@@ -4,6 +4,7 @@ import json
 import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 
@@ -429,3 +430,11 @@ def test_exercises_with_a_damaged_file_or_a_wrong_name(here):
         assert got.returncode == 2 and got.stdout == "" and "progress.json: no progress file" in got.stderr and Path("progress.json").read_text() == "{"
     Path("progress.json").unlink()
     assert "did you mean 'tokenization'" in ask("exercises", "tokenisation").stderr
+
+
+def test_answers_that_are_checked_at_once_are_all_saved(tmp_path):
+    tasks = every_task()[:12]
+    with ThreadPoolExecutor(len(tasks)) as pool:
+        list(pool.map(lambda task: grade.note_verdict(tmp_path/"progress.json", grade.Verdict(task, "right"), "mine.py"), tasks))
+    assert {*grade.read_progress(tmp_path/"progress.json")} == {task.id for task in tasks}
+    assert [p.name for p in tmp_path.iterdir()] == ["progress.json"]

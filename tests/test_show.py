@@ -11,7 +11,7 @@ import pytest
 from bs4 import BeautifulSoup
 from hypothesis import given, settings, strategies as st
 
-from lmcourse.tools.show import COLORS, GREY, Table, duration, figure, progress, si, text_plot
+from lmcourse.tools.show import COLORS, GREY, Table, duration, escape_markdown, figure, progress, si, text_plot
 
 CELL = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(st.characters(codec="utf-8", exclude_categories=("C",)), max_size=12))
 
@@ -31,6 +31,12 @@ def test_any_table_renders_whole_in_all_three_forms(rows):
 
 def test_code_in_a_cell_stays_code_in_markdown():
     assert Table([{"a": "`x|y_z` and a|b_c ` <t>"}])._repr_markdown_().split("\n")[2] == r"| `x\|y_z` and a\|b\_c \` \<t> |"
+
+
+def test_what_markdown_would_change_stays_as_it_is():
+    text = "x~1~, ~~y~~, 2^n^, R&amp;D"
+    assert Table([{"a": text}])._repr_markdown_().split("\n")[2] == r"| x\~1\~, \~\~y\~\~, 2\^n\^, R\&amp;D |"
+    assert escape_markdown(f"{text} `a|b~c`") == r"x\~1\~, \~\~y\~\~, 2\^n\^, R\&amp;D `a|b~c`"
 
 
 def test_a_heading_is_written_in_words():

@@ -313,8 +313,8 @@ def test_heads_can_start_as_copiers():
             assert name == same and torch.equal(p, q) != copier, name
             if copier: check_close(params[name], p.detach(), 0, 0, name)
     for changes, words in ((dict(num_kv_heads=2), "copy_init = True with 4 query heads and 2 key heads of size 4"), (dict(head_dim=6), "4 key heads of size 6"),
-                           (dict(num_experts=4), "copy_init = True with num_experts = 4, expected num_experts = none"),
-                           (dict(kv_lora_rank=8), "copy_init = True with kv_lora_rank = 8")):
+                           (dict(num_experts=4), "num_experts = 4 with copy_init = True, expected num_experts = none"),
+                           (dict(kv_lora_rank=8), "kv_lora_rank = 8 with copy_init = True")):
         with expect_error(ValueError, words): replace(base, copy_init=True, **changes)
     class Odd(torch.nn.Module):
         def __init__(self, config, **_): super().__init__()

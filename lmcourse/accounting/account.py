@@ -93,8 +93,8 @@ def account_tables(
     p, m, f = (counted[k] for k in ("parameters", "memory", "flops"))
     share = lambda parts, unit: [{"part": k, unit: n, "share": 100*n/max(1, sum(parts.values()))}
                                  for k,n in parts.items() if n]
-    forward, memory = f["forward"], {k: n for k,n in m.items()
-                                     if k not in ("training", "peak", "parts", "cache")}
+    forward, not_parts = f["forward"], ("training", "peak", "parts", "cache")
+    memory = {k: n for k,n in m.items() if k not in not_parts}
     tables = [Table(share(p["parts"], "parameters")
                     + [dict(part=f"all, {name}", parameters=p[key])
                        for name,key in _SENSES.items()], {"share": "%"}),
@@ -148,8 +148,8 @@ def account_lines(
     counted:dict, # Result of `account`
 )->list: # Four lines of text
     "Summarize an account: parameters, memory, FLOPs per token and the KV cache."
-    p, m, each = (counted["parameters"], counted["memory"],
-                  counted["tokens"]//counted["batch_size"])
+    p, m = counted["parameters"], counted["memory"]
+    each = counted["tokens"]//counted["batch_size"]
     active = f", {si(p['active'])} active" if p["active"] != p["unique"] else ""
     return [f"parameters: {si(p['unique'])}{active}",
             f"a training step: {si(m['training'], 'B')} at its peak; activations "

@@ -106,20 +106,24 @@ def _norm(c:ModelConfig, r:RowBytes, name:str, part:str, place:str, sums:int=0)-
     return OperationMemory(name, {part: keeps}, backward + weights, weights, forward)
 
 # %% ../../nbs/02_accounting/02g_activations.ipynb #f63ae757
-def _product(c:ModelConfig, r:RowBytes, name, into:int, width:int, keeps, moving, left):
-    # `moving`: gradients in, waiting and out; `left`: those in float32, without the weights'
+def _product(c:ModelConfig, r:RowBytes, name:str, into:int, width:int, keeps:dict, *, moving:int,
+             during_cast:int)->OperationMemory:
+    # `moving`: gradients that come in, wait and go out; `during_cast`: those that are alive while
+    # the weights' gradient is converted to float32
     numbers = (into + c.bias)*width
     if r.low: keeps = keeps | {"weights in bfloat16": 2*into*width}
     backward = sum(keeps.values()) + moving + (2 if r.low else 4)*numbers
-    if r.low: backward = max(backward, left + (2 + 4)*numbers) # Converted from bfloat16 to float32
+    if r.low: backward = max(backward, during_cast + (2 + 4)*numbers)
     return OperationMemory(name, keeps, backward, 4*numbers, copies=2*numbers*r.low)
 
-def _reader(c:ModelConfig, r:RowBytes, name, width:int, part, waits:int, comes:int, place:str=""):
-    # A product that reads the stream or its norm; all readers add to that gradient
+def _reader(c:ModelConfig, r:RowBytes, name:str, width:int, part:str, waits:int, comes:int,
+            first:bool=False, last:bool=False)->OperationMemory:
+    # A product that reads the stream or its norm. In float32 only the first one keeps what it
+    # reads; the gradients of all readers are added up, beginning with the last one's
     x, pre = r.stream, r.norm == "pre"
-    keeps, others = {part: r.read*(r.low or "first" in place)}, x*(pre and "last" not in place)
-    moving = x + waits + others + comes + r.read
-    return _product(c, r, name, c.d_model, width, keeps, moving, x + waits + x*pre)
+    others = x*(pre and not last)
+    return _product(c, r, name, c.d_model, width, {part: r.read*(r.low or first)},
+                    moving=x + waits + others + comes + r.read, during_cast=x + waits + x*pre)
 
 # %% ../../nbs/02_accounting/02g_activations.ipynb #6d2437b9
 def _network(c:ModelConfig, r:RowBytes)->list: # The feed-forward network
@@ -128,18 +132,18 @@ def _network(c:ModelConfig, r:RowBytes)->list: # The feed-forward network
     kind, gated = c.ffn_kind, c.gated
     others = r.low*(x if r.norm == "pre" else 2*x) # Rows in float32: norm's output, or stream
     forward, waits = (2*w + others)*(not gated), gated and r.norm == "pre"
-    place = "first" if gated else "first, last"
     backward = kind.backward*w + x + x*waits
-    operations = [_reader(c, r, "widening", c.ffn_size, part, 0, w, place),
+    operations = [_reader(c, r, "widening", c.ffn_size, part, 0, w, first=True, last=not gated),
                   OperationMemory("activation", {inner: w}, backward, forward=forward)]
     if gated:
         kept = w*(2 - kind.saves_output) # Both factors; two gradients go out, one comes in
         # Without a norm the gradient is added to a view, which makes a new array
         comes = w if r.low or r.norm != "none" else max(w, x)
-        operations += [_reader(c, r, "second widening", c.ffn_size, part, w, comes, "last"),
+        operations += [_reader(c, r, "second widening", c.ffn_size, part, w, comes, last=True),
                        OperationMemory("gate", {inner: kept}, kept + 3*w + x)]
     keeps = {inner: w*(gated or not kind.saves_output)}
-    narrow = _product(c, r, "narrowing", c.ffn_size, c.d_model, keeps, x + r.comes + w, x + w)
+    narrow = _product(c, r, "narrowing", c.ffn_size, c.d_model, keeps, moving=x + r.comes + w,
+                      during_cast=x + w)
     # The output and its sum with the stream; under autocast the norm's output is gone by then
     out = r.read + x*(r.norm != "sublayer") - x*(r.low and r.norm == "pre")
     return [*operations, narrow._replace(forward=narrow.kept + others + out)]
@@ -176,9 +180,9 @@ def _experts(c:ModelConfig, r:RowBytes)->list:
 def _attention(c:ModelConfig, r:RowBytes, B:int, T:int, size:int, explicit:bool)->list:
     if c.kv_lora_rank: return _latent(c, r, B, T, size, explicit)
     x, q, k, H, K, part = r.stream, r.query, r.key, c.num_heads, c.head_size, "inputs of attention"
-    operations = [_reader(c, r, "queries", H*K, part, 0, q, "first"),
+    operations = [_reader(c, r, "queries", H*K, part, 0, q, first=True),
                   _reader(c, r, "keys", c.kv_heads*K, part, q, k),
-                  _reader(c, r, "values", c.kv_heads*K, part, q + k, k, "last")]
+                  _reader(c, r, "values", c.kv_heads*K, part, q + k, k, last=True)]
     if c.qk_norm: # As RMSNorm above, in float32, on the rows of heads
         times, arrays = (2, 6) if r.device == "cpu" else (1, 3)
         for name,heads,waits in (("query norm", H, 2*k), ("key norm", c.kv_heads, q + k)):
@@ -191,7 +195,8 @@ def _attention(c:ModelConfig, r:RowBytes, B:int, T:int, size:int, explicit:bool)
     # The product reads another layout than the one that the kernel writes, and so keeps a copy
     turned = c.qk_norm and not c.qk_norm_whole and H > 1 and T > 1 and K > 1
     keeps = {"attention output": q} if explicit else {"attention output, copied": q*turned}
-    return [*operations, _product(c, r, "output", H*K, c.d_model, keeps, x + r.comes + q, x + q)]
+    return [*operations, _product(c, r, "output", H*K, c.d_model, keeps, moving=x + r.comes + q,
+                                  during_cast=x + q)]
 
 # %% ../../nbs/02_accounting/02g_activations.ipynb #6f8b8fc2
 def _latent(c:ModelConfig, r:RowBytes, B:int, T:int, size:int, explicit:bool)->list:
@@ -365,8 +370,8 @@ def tiny_lm(c:ModelConfig): # A module of torch's own parts that maps ids and ta
             self.ln1, self.ln2 = nn.RMSNorm(D), nn.RMSNorm(D)
             self.q, self.k, self.v = (make(D, heads*c.head_size)
                                       for heads in (c.num_heads, c.kv_heads, c.kv_heads))
-            self.o, self.w1, self.w2, self.w3 = (make(c.num_heads*c.head_size, D), make(D, F),
-                                                 make(F, D), make(D, F))
+            self.o = make(c.num_heads*c.head_size, D)
+            self.w1, self.w2, self.w3 = make(D, F), make(F, D), make(D, F)
 
         def forward(self, x):
             y = self.ln1(x)

@@ -9,55 +9,68 @@ __all__ = ['training_phases', 'peak_phase', 'training_bytes', 'largest_batch', '
 # %% ../../nbs/02_accounting/02h_memory.ipynb #364deb03
 import math, weakref
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 from .activations import RowBytes, checked_length, step_operations
 from .parameters import count_parameters, expert_layers, expert_numbers
 from .tensors import dtype_bytes, whole_number
 from ..tools.config import ModelConfig, unknown
 
 # %% ../../nbs/02_accounting/02h_memory.ipynb #99c2cb29
-def _forward_phases(first, blocks:list, after:list, x:int, reruns)->Iterator:
+class Phase(NamedTuple):
+    "What is alive in one phase of a step, in bytes, besides what is there all the time."
+    name:str        # For example `block 2: gate, backward`
+    activations:int # What the operations so far have kept
+    working:int     # What the current operation works with
+    gradients:int=0 # Gradients of weights so far
+
+def _forward_phases(first, blocks:list, after:list, x:int, reruns)->Iterator[Phase]:
     kept, copies = first.kept, 0 # `copies`: bfloat16 weights, under autocast only
-    for i,(block,rerun) in enumerate(zip(blocks, reruns)):
+    for i,(block,rerun) in enumerate(zip(blocks, reruns), 1):
         if rerun: kept += x # With recomputation a block keeps its input
         for op in block:
-            own = op.keeps.get("weights in bfloat16", 0)
-            copies += op.copies - own*(not rerun)
-            if not rerun: kept += op.kept
-            counted = own + rerun[0] - rerun[1].get(op.name, 0) if rerun else op.kept
+            own, copies = op.keeps.get("weights in bfloat16", 0), copies + op.copies
+            if rerun: counted = own + rerun.input - rerun.gate*(op.name == "narrowing")
+            else: # Some of the copies are among what the operation keeps
+                kept, copies, counted = kept + op.kept, copies - own, op.kept
             working = copies + op.forward - counted
-            if op.forward: yield f"block {i + 1}: {op.name}, forward", kept, working, 0
+            if op.forward: yield Phase(f"block {i}: {op.name}, forward", kept, working)
     for op in after:
         kept += op.kept
-        if op.forward: yield f"{op.name}, forward", kept, copies + op.forward - op.kept, 0
+        if op.forward: yield Phase(f"{op.name}, forward", kept, copies + op.forward - op.kept)
 
 # %% ../../nbs/02_accounting/02h_memory.ipynb #e19dde28
-def _backward_phases(first, blocks:list, after:list, x:int, reruns)->Iterator:
+def _backward_phases(first, blocks:list, after:list, x:int, reruns)->Iterator[Phase]:
     of_blocks, gradients = [sum(op.kept for op in block) for block in blocks], 0
     held = sum(x if rerun else n for rerun,n in zip(reruns, of_blocks))
     kept = first.kept + held + sum(op.kept for op in after)
-    def back(op, name):
+    def back(op, name)->Phase:
         nonlocal kept, gradients
-        phase = f"{name}, backward", kept, op.backward - op.kept, gradients
+        phase = Phase(f"{name}, backward", kept, op.backward - op.kept, gradients)
         kept, gradients = kept - op.kept, gradients + op.weights
         return phase
     for op in reversed(after): yield back(op, op.name)
     for i in reversed(range(len(blocks))):
         block, rerun, of_block = blocks[i], reruns[i], of_blocks[i]
         if rerun: # All that the block keeps is in memory again
-            also, _, phases = rerun
-            kept += also - x
-            for name,inside,working in phases:
-                yield f"block {i + 1}: {name}, again", kept + inside, working, gradients
+            kept += rerun.input - x
+            for again in rerun.phases:
+                yield Phase(f"block {i + 1}: {again.name}, again", kept + again.activations,
+                            again.working, gradients)
             kept += of_block
         for op in reversed(block): yield back(op, f"block {i + 1}: {op.name}")
-        if rerun: kept -= also
+        if rerun: kept -= rerun.input
     yield back(first, first.name)
 
 # %% ../../nbs/02_accounting/02h_memory.ipynb #80fbab5c
-def _rerun(c:ModelConfig, r:RowBytes, block:list)->tuple: # A block computed again
+class Rerun(NamedTuple):
+    "What a block needs that is computed again."
+    input:int   # Bytes of its input, where no operation keeps it
+    gate:int    # Bytes of the gate's result, which is still alive when the first run narrows it
+    phases:list # The phases of the second run, counted from where it begins
+
+def _rerun(c:ModelConfig, r:RowBytes, block:list)->Rerun:
     x, y, low, place = r.stream, r.read, r.low, r.norm
-    also = x*(low and place != "pre") # The block's input, where no operation keeps it
+    also = x*(low and place != "pre")
     comes = x + low*dict(post=0, sublayer=x).get(place, y) # Gradient of the output, in both formats
     biases = sum(op.copies - op.keeps.get("weights in bfloat16", 0) for op in block)
     phases, inside = [], 0
@@ -67,18 +80,23 @@ def _rerun(c:ModelConfig, r:RowBytes, block:list)->tuple: # A block computed aga
         if op is block[-1]: # The run ends when all is kept: before the last output
             output = x*(c.norm == "layernorm" and place != "pre") # Except for a fused norm
             working = x*low + output + y*(low and place == "sublayer")
-        if op.forward: phases.append((op.name, inside, comes + biases + working))
-    # In the first run the gate's result is still alive
-    return also, {"narrowing": r.wide*c.gated}, phases
+        if op.forward: phases.append(Phase(op.name, inside, comes + biases + working))
+    return Rerun(also, r.wide*c.gated, phases)
 
 # %% ../../nbs/02_accounting/02h_memory.ipynb #72b23b3f
-def _always(c:ModelConfig, tokens:int, optimizer:str, device:str
-)->tuple: # Alive all the time; the step's working space
+def _always(c:ModelConfig, tokens:int, moments:int)->dict: # Alive all the time
+    table = 4*c.context_length*dict(rope=c.rope_size, sinusoidal=c.d_model).get(c.position, 0)
+    single = 8*8 # Numbers: the loss, its gradient, how many targets count
+    return {"parameters": 4*count_parameters(c).unique, "optimizer": moments,
+            "batch and tables": 2*8*tokens + table + single}
+
+def _optimizer_bytes(c:ModelConfig, optimizer:str, device:str
+)->tuple: # Of the moments, and of the working space of their update
     if optimizer not in ("adamw", "muon"): raise unknown("optimizer", optimizer, ("adamw", "muon"))
-    P, D = count_parameters(c).unique, c.d_model
     # AdamW: two moments; its working space is the roots of all second moments, or on a GPU a count.
     # Biases of routers are moved without an optimizer
-    learned = P - expert_layers(c)*c.expert_count*(c.router_bias_rate > 0)
+    biases = expert_layers(c)*c.expert_count*(c.router_bias_rate > 0)
+    learned = count_parameters(c).unique - biases
     moments, room = 8*learned, 4*learned if device == "cpu" else 4
     hidden = _hidden_matrices(c)
     alone = 4*sum(n*rows*columns for n,rows,columns in hidden)
@@ -89,10 +107,7 @@ def _always(c:ModelConfig, tokens:int, optimizer:str, device:str
         moments -= alone
         room = max(room - alone, *(4*(3*rows*columns + 2*min(rows, columns)**2)
                                    for n,rows,columns in hidden if n))
-    table = 4*c.context_length*dict(rope=c.rope_size, sinusoidal=D).get(c.position, 0)
-    single = 8*8 # Numbers: the loss, its gradient, how many targets count
-    there = 2*8*tokens + table + single
-    return {"parameters": 4*P, "optimizer": moments, "batch and tables": there}, room
+    return moments, room
 
 def _hidden_matrices(c:ModelConfig)->list: # Number, rows, columns, by shape; in blocks, no experts
     D, H, K, L, moe = c.d_model, c.num_heads, c.head_size, c.num_layers, expert_layers(c)
@@ -124,19 +139,22 @@ def training_phases(
     c, k = config, whole_number("grad_accum_steps", grad_accum_steps)
     r, first, blocks, after = step_operations(c, batch_size, context_length, dtype, attention,
                                               logits, device)
-    always, room = _always(c, k*r.n, optimizer, device)
+    moments, room = _optimizer_bytes(c, optimizer, device)
+    always = _always(c, k*r.n, moments)
     every, tied = always["parameters"], 4*c.vocab_size*c.d_model*c.tie_embeddings
     reruns = [_rerun(c, r, block) if recompute else None for block in blocks]
     step = first, blocks, after, r.stream, reruns
     found = [*_forward_phases(*step), *_backward_phases(*step)]
     # Gradients of earlier batches; a tied head's gradient waits to be added to the table's
-    if k > 1:
-        found = [(*phase, every + min(gradients, tied)) for *phase,gradients in found]
-    found.append(("optimizer", 0, room, every))
-    parts = "activations", "working space", "gradients"
-    return [{"phase": name, **always, **dict(zip(parts, sizes))} for name,*sizes in found]
+    if k > 1: found = [p._replace(gradients=every + min(p.gradients, tied)) for p in found]
+    found.append(Phase("optimizer", 0, room, every))
+    return [{"phase": p.name, **always, "activations": p.activations, "working space": p.working,
+             "gradients": p.gradients} for p in found]
 
 # %% ../../nbs/02_accounting/02h_memory.ipynb #723468ca
+def _alive(phase:dict)->int: # Bytes of all parts together
+    return sum(n for part,n in phase.items() if part != "phase")
+
 def peak_phase(
     config:ModelConfig,           # Sizes and variant
     batch_size:int,               # Number of sequences computed at a time, B
@@ -144,8 +162,7 @@ def peak_phase(
     **how:Any,                    # Settings as for `training_phases`
 )->dict: # One of the dicts of `training_phases`
     "Return the phase in which the most memory is alive."
-    live = lambda phase: sum(n for part,n in phase.items() if part != "phase")
-    return max(training_phases(config, batch_size, context_length, **how), key=live)
+    return max(training_phases(config, batch_size, context_length, **how), key=_alive)
 
 def training_bytes(config:ModelConfig, batch_size:int, context_length:int|None=None, **how:Any
 )->dict:
@@ -165,9 +182,8 @@ def largest_batch(
     if not 0 < memory_bytes < math.inf:
         raise ValueError(f"memory_bytes = {memory_bytes}, expected more than 0")
     def fits(batch, without=""):
-        return all(sum(n for part,n in phase.items() if part != "phase") <= memory_bytes
-                   for phase in training_phases(config, batch, context_length, **how)
-                   if phase["phase"] != without)
+        phases = training_phases(config, batch, context_length, **how)
+        return all(_alive(phase) <= memory_bytes for phase in phases if phase["phase"] != without)
     low, high, loss = 0, 1, "loss, forward"
     while fits(high, loss): low, high = high, 2*high
     while high - low > 1:

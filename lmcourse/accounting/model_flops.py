@@ -47,8 +47,8 @@ def forward_flops(
     checked_length(c, batch_size, past + T)
     batch_size = int(batch_size)
     cached = past if c.window is None else min(past, c.window - 1) # What the cache still has
-    n, pairs = batch_size*T, batch_size*c.num_heads*(attention_pairs(T, past, c.window) if causal
-                                                     else T*(cached + T))
+    n, seen = batch_size*T, attention_pairs(T, past, c.window) if causal else T*(cached + T)
+    pairs = batch_size*c.num_heads*seen
     score, value, moe = c.head_size, c.head_size, expert_layers(c)
     if c.kv_lora_rank: # with a cache the latent vectors are compared as they are
         score = (c.kv_lora_rank if past else c.qk_nope_head_dim) + c.qk_rope_head_dim

@@ -135,8 +135,8 @@ def price(
     step_seconds = training_time(step, device, products, mfu)
     how:dict = dict(dtype=t.dtype, recompute=t.recompute, optimizer=t.optimizer,
                     device=device.kind)
-    micro, largest = (t.micro_batch or windows,
-                      largest_batch(model_config, device.memory_bytes, **how))
+    micro = t.micro_batch or windows
+    largest = largest_batch(model_config, device.memory_bytes, **how)
     if windows % micro:
         raise ValueError(f"micro_batch = {micro} does not divide a step of {windows} windows")
     if largest < windows: # The batch has to be divided

@@ -48,10 +48,10 @@ class FloatFormat:
         return -size if sign else size
 
 # %% ../../nbs/02_accounting/02a_tensors.ipynb #e060f851
-FLOAT_FORMATS = {f.name: f for f in (FloatFormat("float64", 11, 52), FloatFormat("float32", 8, 23),
-    FloatFormat("bfloat16", 8, 7),
-    FloatFormat("float16", 5, 10), FloatFormat("float8_e4m3fn", 4, 3, infinity=False),
-    FloatFormat("float8_e5m2", 5, 2))}
+FLOAT_FORMATS = {f.name: f for f in (
+    FloatFormat("float64", 11, 52), FloatFormat("float32", 8, 23),
+    FloatFormat("bfloat16", 8, 7), FloatFormat("float16", 5, 10),
+    FloatFormat("float8_e4m3fn", 4, 3, infinity=False), FloatFormat("float8_e5m2", 5, 2))}
 
 # %% ../../nbs/02_accounting/02a_tensors.ipynb #80944fbf
 def dtype_bytes(

@@ -18,7 +18,7 @@ from importlib.resources import files
 from pathlib import Path
 from collections.abc import Callable
 from ..tools.config import UserError, unknown
-from ..tools.files import read_json, write_json
+from ..tools.files import folder_lock, read_json, write_json
 from ..tools.show import Table
 
 # %% ../../nbs/90_app/90e_grade.ipynb #63173a11
@@ -474,16 +474,17 @@ def note_verdict(
     file:str,        # File of the answer
 ):
     "Save a verdict."
-    tasks = read_progress(path)
-    before = tasks.get(verdict.task.id, {})
-    first = before.get("date") if before.get("right") else date.today().isoformat()
-    tasks[verdict.task.id] = dict(tries=before.get("tries", 0) + 1,
-                                  right=before.get("right", False) or verdict.state == "right",
-                                  date=first,
-                                  file=file, last=verdict.words or "right")
-    # A symbolic link stays one
-    write_json(path.resolve(), dict(format=1, tasks=dict(sorted(tasks.items()))), 1, alone=False,
-               ensure_ascii=False)
+    path = path.resolve()           # A symbolic link stays one
+    with folder_lock(path.parent):  # Two answers may be checked at once
+        tasks = read_progress(path)
+        before = tasks.get(verdict.task.id, {})
+        first = before.get("date") if before.get("right") else date.today().isoformat()
+        tasks[verdict.task.id] = dict(tries=before.get("tries", 0) + 1,
+                                      right=before.get("right", False) or verdict.state == "right",
+                                      date=first,
+                                      file=file, last=verdict.words or "right")
+        write_json(path, dict(format=1, tasks=dict(sorted(tasks.items()))), 1, alone=False,
+                   ensure_ascii=False)
 
 # %% ../../nbs/90_app/90e_grade.ipynb #9a366db6
 def state_of(

@@ -51,11 +51,11 @@ def _models(n:int, seed:int=0)->list:
     for i in range(n):
         G = rng.randrange(1, 4)
         H, K = G*rng.randrange(2, 4), 2*rng.randrange(4, 9)
-        found.append(ModelConfig(vocab_size=rng.randrange(300, 900),
-                                 context_length=rng.randrange(33, 90), d_model=H*K,
-                                 num_layers=rng.randrange(2, 6),
-                     num_heads=H, num_kv_heads=G, d_ff=8*rng.randrange(15, 50),
-                                 ffn=("swiglu", "silu")[i % 2], tie_embeddings=i//2 % 2 == 1))
+        found.append(ModelConfig(
+            vocab_size=rng.randrange(300, 900), context_length=rng.randrange(33, 90), d_model=H*K,
+            num_layers=rng.randrange(2, 6), num_heads=H, num_kv_heads=G,
+            d_ff=8*rng.randrange(15, 50), ffn=("swiglu", "silu")[i % 2],
+            tie_embeddings=i//2 % 2 == 1))
     return found
 
 def _said(**values)->str: return f"for {', '.join(f'{k} = {v}' for k,v in values.items())}: "
@@ -88,15 +88,15 @@ def check_formats(
     bf16, fp16, steps = FLOAT_FORMATS["bfloat16"], FLOAT_FORMATS["float16"], 3000
     # The last pattern before infinity
     largest = fp16.decode((2**fp16.exponent_bits - 1)*2**fp16.mantissa_bits - 1)
-    a, b, wide = (_count_up("bfloat16", steps), _count_up("float16", steps),
-                  bf16.decode(_rounded(_pattern(steps))))
+    a, b = _count_up("bfloat16", steps), _count_up("float16", steps)
+    wide = bf16.decode(_rounded(_pattern(steps)))
     right = dict(next=bf16.decode((_pattern(256.) >> 16) + 1), largest=int(largest), bfloat16=a,
                  float16=b, wide=int(wide))
-    lost, nine = ("looks as if nothing were lost: what is the spacing near the sum?",
-                  "needs 8 bits behind the leading one, and there are 7")
-    early, late = ("is where the spacing is 1, and 1 more is still exact",
-                   "is too far: at half of it 1 is half the spacing, and the tie goes "
-                   "to the even number")
+    lost = "looks as if nothing were lost: what is the spacing near the sum?"
+    nine = "needs 8 bits behind the leading one, and there are 7"
+    early = "is where the spacing is 1, and 1 more is still exact"
+    late = ("is too far: at half of it 1 is half the spacing, and the tie goes to the even "
+            "number")
     why = dict(next={257: f"{nine}: the spacing is 2", 256.25: "is float16's",
                      256 + 2**-15: "is float32's", 260: "is the second above 256"},
                largest={65535: "is the largest of 16 bits as a whole number",
@@ -119,9 +119,8 @@ _EDGES = [0x40490fdb, 0x3f800001, 0x3f80c000, 0x3f808001, 0x3f808000, 0x3f818000
           0x7fc00000, 0x7f800001, 0x7f80ffff, 0x7fffffff, 0xffffffff, 0xff800001]
 
 def _slip(bits:int, got:int)->str: # Which mistake gives this pattern
-    size, low, cut, tie = (bits & 0x7fffffff, bits & 0xffff, bits >> 16,
-                           "in the middle the last bit that stays decides: take the even "
-                           "one, not always the ")
+    size, low, cut = bits & 0x7fffffff, bits & 0xffff, bits >> 16
+    tie = "in the middle the last bit that stays decides: take the even one, not always the "
     if size > 0x7f800000:
         how = (": its ones are in the lower half" if got & 0x7fff == 0x7f80
                else ": the carry ran through it" if got & 0x7fff < 0x7f80 else "")
@@ -144,8 +143,8 @@ def check_to_bfloat16(
     ties = [rng.randrange(2**16) << 16 | low for low in (0x7fff, 0x8000, 0x8000, 0x8001)
             for _ in range(40)]
     for bits in [*_EDGES, *ties, *(rng.randrange(2**32) for _ in range(500))]:
-        right, where = (_rounded(bits),
-                        f"for {bits:#010x} ({FLOAT_FORMATS['float32'].decode(bits)!r}): ")
+        right = _rounded(bits)
+        where = f"for {bits:#010x} ({FLOAT_FORMATS['float32'].decode(bits)!r}): "
         got = run_answer(to_bfloat16, bits, shown=where)
         try: got = None if isinstance(got, bool) else operator.index(got)
         except TypeError:
@@ -212,8 +211,8 @@ def check_einsum_flops(
 
 # %% ../../nbs/02_accounting/02z_accounting.ipynb #b54c5470
 def _size_slips(c:ModelConfig)->dict: # Name of a mistake to the number it gives
-    D, L, n, parts, table = (c.d_model, c.num_layers, count_parameters(c).unique,
-                             parameter_parts(c), c.vocab_size*c.d_model)
+    D, L, table = c.d_model, c.num_layers, c.vocab_size*c.d_model
+    n, parts = count_parameters(c).unique, parameter_parts(c)
     found = ({"tied: table and head are one matrix, which counts once": n + table}
              if c.tie_embeddings else {"not tied: table and head are two matrices": n - table})
     if c.gated: found["the gated network has three matrices, not two"] = n - L*D*c.ffn_size
@@ -276,8 +275,8 @@ def check_forward_parts(
     for c in [_ONE, *_models(16, seed=1)]:
         args = dict(V=c.vocab_size, D=c.d_model, L=c.num_layers, H=c.num_heads, G=c.kv_heads,
                     F=c.ffn_size, gated=c.gated, T=c.context_length)
-        got, right = (run_answer(forward_parts, *args.values(), shown=_said(**args)),
-                      forward_flops(c))
+        got = run_answer(forward_parts, *args.values(), shown=_said(**args))
+        right = forward_flops(c)
         _grade_parts(_said(**args), got, right,
                      {key: _part_slips(key, c, n) for key,n in right.items()})
 
@@ -310,8 +309,8 @@ def check_shares(
 ):
     """Raise `AssertionError` unless the shares, in per cent, and the growth are those of the two
     models, to a tenth."""
-    models, heads, both = (dict(small=_SMALL, large=_LARGE, long=_LONG), ("head",),
-                           ("scores", "values"))
+    models = dict(small=_SMALL, large=_LARGE, long=_LONG)
+    heads, both = ("head",), ("scores", "values")
     right = ({f"head_{k}": _share(c, *heads) for k,c in models.items() if c is not _LONG}
              | {f"attention_{k}": _share(c, *both) for k,c in models.items()})
     why = ({f"head_{k}": _share_slips(c, heads) for k,c in models.items()}
@@ -319,20 +318,18 @@ def check_shares(
     grows = lambda **how: (sum(forward_flops(_LONG, **how).values())
                            /sum(forward_flops(_LARGE, **how).values()))
     times = _LONG.context_length/_LARGE.context_length
-    right["growth"], why["growth"] = (grows(),
-                                      {times: "holds for all but attention, whose pairs "
-                                              "grow with the square",
-                                       times**2: "holds for scores and values alone",
-                                      grows(causal=True): "counts only the causal pairs"})
+    right["growth"] = grows()
+    why["growth"] = {times: "holds for all but attention, whose pairs grow with the square",
+                     times**2: "holds for scores and values alone",
+                     grows(causal=True): "counts only the causal pairs"}
     check_numbers(answer, right, why, atol=.1)
 
 # %% ../../nbs/02_accounting/02z_accounting.ipynb #44cdf9a5
 _HELD = dict(attention="explicit", logits=True) # Written out, and all logits at once
 
 def _activation_slips(c:ModelConfig, B:int)->dict: # Name of a mistake to its bytes
-    parts, a, L, row = (activation_parts(c, B, **_HELD), activation_bytes(c, B, **_HELD),
-                        c.num_layers, 4*B*c.context_length*c.d_model)
-    probs = parts["probabilities"]
+    parts, a = activation_parts(c, B, **_HELD), activation_bytes(c, B, **_HELD)
+    L, row, probs = c.num_layers, 4*B*c.context_length*c.d_model, parts["probabilities"]
     found = {"that is one sequence, of B": a//B, "those are numbers, a float32 has 4 bytes": a//4,
              "that is one block, of L": activation_bytes(replace(c, num_layers=1), B, **_HELD),
              "a row of D in each block is missing: what the three projections, the last projection "
@@ -366,9 +363,9 @@ def check_step_memory(
 ):
     """Raise `AssertionError` unless the four are what the chapter counts, to two in a thousand, for
     random sizes."""
-    rng, cases = (random.Random(2),
-                  [(3, ModelConfig(vocab_size=3000, context_length=300, d_model=192, num_layers=5,
-                                   num_heads=6, d_ff=512))])
+    rng = random.Random(2)
+    cases = [(3, ModelConfig(vocab_size=3000, context_length=300, d_model=192, num_layers=5,
+                             num_heads=6, d_ff=512))]
     for _ in range(12):
         H, F = rng.randrange(3, 7), 64*rng.randrange(10, 20)
         sizes = dict(vocab_size=rng.randrange(2000, 5000), context_length=rng.randrange(200, 700),
@@ -411,8 +408,8 @@ def check_fits(
 ):
     "Raise `AssertionError` unless these are the largest that fit."
     batch, why_batch = _batch_slips()
-    memory, four, two = (4*device("h200").memory_bytes/1e9, dtype_bytes("float32"),
-                         dtype_bytes("bfloat16"))
+    memory = 4*device("h200").memory_bytes/1e9
+    four, two = dtype_bytes("float32"), dtype_bytes("bfloat16")
     each, mixed = 4*four, 2*two + 3*four
     common = {memory/4/each: "is for one card, of four",
               memory*2**30/10**9/each: "takes GiB for GB", memory*1e9/each: "is not in billions"}
@@ -479,9 +476,9 @@ def check_run(
 
 # %% ../../nbs/02_accounting/02z_accounting.ipynb #cd6e8bdb
 def _products()->list: # (m, k, n, number type, device)
-    rng, found = (random.Random(3),
-                  [(8, 64, 4096, "bfloat16", "h100"), (4096, 4096, 4096, "bfloat16", "h100"),
-                   (256, 256, 256, "float32", "a100")])
+    rng = random.Random(3)
+    found = [(8, 64, 4096, "bfloat16", "h100"), (4096, 4096, 4096, "bfloat16", "h100"),
+             (256, 256, 256, "float32", "a100")]
     for _ in range(40):
         name = rng.choice(("a100", "h100", "h200", "l4"))
         found.append((*(2**rng.randrange(0, 13) + rng.randrange(8) for _ in range(3)),
@@ -532,13 +529,13 @@ def _arithmetic_from(shape:str, dtype:str, card:Device, factor:float=1)->int:
 
 def _crossover_slips(card:Device, right:dict, one)->dict:
     # For each key, a mistake's number to its name; `one`: the cost of one row
-    a, b, rows = (card.ridge("bfloat16"), card.ridge("float32"),
-                  partial(_arithmetic_from, "rows", "bfloat16", card))
+    a, b = card.ridge("bfloat16"), card.ridge("float32")
+    rows = partial(_arithmetic_from, "rows", "bfloat16", card)
     half = ("counts one FLOP for a multiplication with its addition, or takes the peak "
             "for sparse matrices")
-    number, last, ridge, result = ("counts numbers, not bytes: a bfloat16 has 2",
-                                   "is the last that waits for memory", "is the ridge itself",
-                                   "leaves out the result, which is written too")
+    number = "counts numbers, not bytes: a bfloat16 has 2"
+    last, ridge = "is the last that waits for memory", "is the ridge itself"
+    result = "leaves out the result, which is written too"
     return dict(square={right["square"] - 1: last, math.ceil(a): ridge, math.ceil(2*a): result,
                         math.ceil(6*a): half, math.ceil(1.5*a): number,
                         math.ceil(a/3): "has the 3 of three matrices on the wrong side"},
@@ -640,8 +637,8 @@ def check_flop_rate(
     flops = matmul_flops(512, 512, 512)
     for name,(habits, words) in _MACHINES.items():
         call_s = habits["call_s"]
-        where, right = (f"on a machine where a call takes {si(call_s, 's')}, and {name}: ",
-                        flops/call_s)
+        where = f"on a machine where a call takes {si(call_s, 's')}, and {name}: "
+        right = flops/call_s
         got = _rate_of(flop_rate, flops, habits, where)
         if abs(got/right - 1) <= .1: continue
         known = {"that is the time of a call, not FLOPs by time": call_s,

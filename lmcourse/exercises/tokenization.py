@@ -41,8 +41,8 @@ def check_sizes(
 ):
     "Raise `AssertionError` unless these are the sizes that Python gives the text."
     text = "Zo\u00eb: \u597d\U0001f642\U0001f642"
-    right, n = ({codec: len(text.encode(codec)) for codec in ("utf-8", "utf-16", "utf-32")},
-                len(text))
+    right = {codec: len(text.encode(codec)) for codec in ("utf-8", "utf-16", "utf-32")}
+    n = len(text)
     mark = "leaves out the byte order mark, which Python puts in front"
     pairs = "takes 🙂 for one unit of two bytes, but it is a pair of surrogates"
     characters = "is the number of characters, not of bytes"
@@ -165,11 +165,10 @@ def check_bound(
     cases += [("".join(rng.choices(["a", "b", "é", "好", " ", "\n", end], k=30)),
                rng.choice(([], [end], [end, "<|pad|>"]))) for _ in range(60)]
     for text,special in cases:
-        got, counts, base = (run_answer(bound, text, special), count_words([text], special),
-                             256 + len(special))
+        got, counts = run_answer(bound, text, special), count_words([text], special)
+        base, where = 256 + len(special), f"for {short_args((text, special))}:"
         most = base + sum(len(word) - 1 for word in counts)
-        least, where = (base + len(train_bpe_heap(counts, most)),
-                        f"for {short_args((text, special))}:")
+        least = base + len(train_bpe_heap(counts, most))
         if isinstance(got, bool) or not isinstance(got, Integral):
             raise AssertionError(f"{where} {short(got)} is not a whole number")
         if got < least: raise AssertionError(f"{where} {got} tokens, but training fills {least}")
@@ -324,8 +323,8 @@ def check_grows(
         raise AssertionError(f"{short(next(c for c in text if not c.isascii()))} is not ASCII")
     if len(text) < 200:
         raise AssertionError(f"the text has {len(text)} characters, expected at least 200")
-    parts, small = ([[len(encode_word(word.encode(), ranks)) for word in pretokenize(t)]
-                     for t in (text, text.lower())])
+    def sizes(t): return [len(encode_word(word.encode(), ranks)) for word in pretokenize(t)]
+    parts, small = sizes(text), sizes(text.lower())
     n, room = sum(parts), f"bytes of ids for {len(text):,} bytes of text"
     if 2*n <= len(text): raise AssertionError(f"it does not get larger: there are {2*n:,} {room}")
     if 2*sum(small) >= len(text):

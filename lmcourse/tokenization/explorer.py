@@ -174,9 +174,8 @@ def explore(
     "Show a text as its tokens, with their ids, bytes and merges."
     if isinstance(limit, bool) or not isinstance(limit, int) or limit < 1:
         raise ValueError(f"limit = {limit!r}, expected an int of at least 1")
-    made, views, special = (_made(tokenizer), {},
-                            {token.encode() for token in tokenizer.special_tokens})
-    ids = tokenizer.encode(text)
+    made, views, ids = _made(tokenizer), {}, tokenizer.encode(text)
+    special = {token.encode() for token in tokenizer.special_tokens}
     for i in set(ids):
         token = tokenizer.token_bytes(i)
         views[i] = TokenView(int(i), token, token in special,
@@ -225,8 +224,8 @@ def _explore_html(shown:Exploration)->str:
     for group in shown.groups():
         if drawn >= shown.limit: break
         group = group[:shown.limit - drawn]
-        data, inside = (b"".join(view.token for view in group),
-                        "".join(_token_html(view, drawn + i) for i,view in enumerate(group)))
+        data = b"".join(view.token for view in group)
+        inside = "".join(_token_html(view, drawn + i) for i,view in enumerate(group))
         if len(group) > 1:
             inside = f'<span class="lm-group"><bdi>{_marked(data)}</bdi>{inside}</span>'
         ends = data.endswith(b"\n")
@@ -266,8 +265,8 @@ def tokens_by_merges(
     for text in texts: ids.update(tokenizer.encode(text))
     special = sum(ids.pop(tokenizer.ids[token.encode()], 0) for token in tokenizer.special_tokens)
     counts = Counter({tokenizer.token_bytes(i): n for i,n in ids.items()})
-    start, uses = (special + sum(n*len(token) for token,n in counts.items()),
-                   np.zeros(len(tokenizer.merges) + 1, np.int64))
+    start = special + sum(n*len(token) for token,n in counts.items())
+    uses = np.zeros(len(tokenizer.merges) + 1, np.int64)
     for rank,(a,b) in reversed(list(enumerate(tokenizer.merges))):
         uses[rank+1] = n = counts[a + b]
         counts[a] += n; counts[b] += n

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from itertools import islice
 from pathlib import Path
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Self
 import numpy as np
 from .unicode import utf8
@@ -74,10 +74,40 @@ def _bad_document(ids:np.ndarray, number:int, tokenizer)->ValueError:
                           f"{tokenizer.vocab_size - 1}")
     return UserError(f"document {number} holds the end-of-text token: split it there first")
 
+# %% ../../nbs/01_tokenization/01g_token_files.ipynb #3a0709ab
+def _part(path)->Path: return Path(f"{path}.part")
+
+def _first_note(files:int)->dict: # What a note would say before the first batch
+    nothing = hashlib.sha256().hexdigest()
+    return dict(documents=0, bytes=0, texts=nothing, lengths=[0]*files, sha256=[nothing]*files)
+
+def _read_or_empty(file:Path)->dict:
+    try: return read_json(file)
+    except (FileNotFoundError, ValueError): return {}
+
+def _read_note(prefix)->dict: # Empty if there is none
+    note = _read_or_empty(_part(f"{prefix}.json"))
+    return note if note.keys() >= {"job", *_first_note(0)} else {}
+
+# %% ../../nbs/01_tokenization/01g_token_files.ipynb #e14825ae
+def _note_of(prefix, job:dict, names:list)->dict: # The note of this job; otherwise the first
+    note, first = _read_note(prefix), _first_note(len(names))
+    if not note or note["job"] != job or len(note["sha256"]) != len(names): return first
+    written = _read_or_empty(Path(f"{prefix}.json")).get("sha256")
+    if written == note["sha256"][:2]: return first                      # the job was finished
+    for name,digest in zip(names, note["sha256"]):
+        if not _part(name).exists() and name.exists() and file_digest(name) == digest:
+            os.replace(name, _part(name))                               # killed between the renames
+    return note
+
+def _truncate(file, length:int): # Cuts a file off at `length`; returns the SHA-256 of what is left
+    file.truncate(min(length, file.seek(0, os.SEEK_END)))
+    file.seek(0)
+    return hashlib.file_digest(file, "sha256")
+
 # %% ../../nbs/01_tokenization/01g_token_files.ipynb #1552f603
 class TokenWriter:
     "Writes token files step by step: `append` adds a batch, `finish` gives the files their names."
-    documents:int; bytes:int; sums:list; texts:Any; told:str|None; files:list # Set by `_check`
     def __init__(self,
         prefix:str|Path, # As for `write_tokens`
         job:dict,        # Settings that must be the same to continue; plain JSON values
@@ -90,43 +120,44 @@ class TokenWriter:
         self.names[0].parent.mkdir(parents=True, exist_ok=True)
         self.lock = open(_part(f"{prefix}.lock"), "w")
         lock_file(self.lock)
-        found = _recover(prefix, self.job, self.names)
+        note = _note_of(prefix, self.job, self.names)
         self.files = [open(f, "a+b") for f in self.parts]
-        if not self._check(found): self._check(dict(lengths=[0]*len(dtypes)))
+        if not self._continue(note): self._continue(_first_note(len(dtypes)))
 
-    def _check(self, note:dict)->bool: # Truncates the files; whether they are as noted
-        if not note: return False
-        self.sums = [_cut(file, length) for file,length in zip(self.files, note["lengths"])]
-        self.documents, self.bytes = note.get("documents", 0), note.get("bytes", 0)
-        self.texts, self.told = hashlib.sha256(), note.get("texts")
-        return "sha256" not in note or [s.hexdigest() for s in self.sums] == note["sha256"]
+    def _continue(self, note:dict)->bool: # Whether the files have the contents of the note
+        self.sums = [_truncate(file, length) for file,length in zip(self.files, note["lengths"])]
+        self.documents, self.bytes = note["documents"], note["bytes"]
+        # Of the documents: the hash of those read so far, and the digest of those in the note
+        self.texts_read, self.texts_noted = hashlib.sha256(), note["texts"]
+        return [s.hexdigest() for s in self.sums] == note["sha256"]
 
     def skip(self, texts:Iterator[str]): # All documents; consumes those already written
         """Skip the documents that are already in the files.
         Raises `ValueError` if they are different documents."""
         for text in islice(texts, self.documents): self._read(text)
-        if self.documents and self.texts.hexdigest() != self.told:
+        if self.texts_read.hexdigest() != self.texts_noted:
             raise UserError(f"{self.prefix}: the first {self.documents:,} documents are not those "
                             f"of the unfinished files, which are removed now: run it again")
 
     def append(self,
         texts:list,     # Documents
-        numbers:tuple,  # Arrays for .bin, .idx and perhaps .nats
+        numbers:Sequence, # Arrays for .bin, .idx and perhaps .nats
     ):
         "Add a batch to the files, and record it in the note."
-        for file,sum,values,dtype in zip(self.files, self.sums, numbers, self.dtypes):
+        for file,digest,values,dtype in zip(self.files, self.sums, numbers, self.dtypes):
             file.write(data := np.ascontiguousarray(values, dtype).tobytes())
             file.flush()
-            sum.update(data)
+            digest.update(data)
         for text in texts: self.bytes += self._read(text)
         self.documents += len(texts)
         write_json(self.note, dict(
-            job=self.job, documents=self.documents, bytes=self.bytes, texts=self.texts.hexdigest(),
-            lengths=[f.tell() for f in self.files], sha256=[s.hexdigest() for s in self.sums]))
+            job=self.job, documents=self.documents, bytes=self.bytes,
+            texts=self.texts_read.hexdigest(), lengths=[f.tell() for f in self.files],
+            sha256=[s.hexdigest() for s in self.sums]))
 
     def _read(self, text:str)->int: # Number of bytes; adds the text to the hash of all texts
         data = _utf8(text)
-        self.texts.update(len(data).to_bytes(8, "little") + data)
+        self.texts_read.update(len(data).to_bytes(8, "little") + data)
         return len(data)
 
     @property
@@ -151,34 +182,6 @@ class TokenWriter:
 
     def close(self):
         for f in (*self.files, self.lock): f.close()
-
-# %% ../../nbs/01_tokenization/01g_token_files.ipynb #3a0709ab
-def _part(path)->Path: return Path(f"{path}.part")
-
-def _read_or_empty(file:Path)->dict:
-    try: return read_json(file)
-    except (FileNotFoundError, ValueError): return {}
-
-def _read_note(prefix)->dict: # Empty if there is none
-    note, wanted = (_read_or_empty(_part(f"{prefix}.json")),
-                    "job documents bytes texts lengths sha256")
-    return note if note.keys() >= set(wanted.split()) else {}
-
-# %% ../../nbs/01_tokenization/01g_token_files.ipynb #e14825ae
-def _cut(file, length:int): # Truncates a file to `length`; returns the SHA-256 of what is left
-    file.truncate(min(length, file.seek(0, os.SEEK_END)))
-    file.seek(0)
-    return hashlib.file_digest(file, "sha256")
-
-def _recover(prefix, job:dict, names:list)->dict: # The note, if it belongs to this job
-    note = _read_note(prefix)
-    if not note or note["job"] != job or len(note["sha256"]) != len(names): return {}
-    written = _read_or_empty(Path(f"{prefix}.json")).get("sha256")
-    if written == note["sha256"][:2]: return {}                         # the job was finished
-    for name,digest in zip(names, note["sha256"]):
-        if not _part(name).exists() and name.exists() and file_digest(name) == digest:
-            os.replace(name, _part(name))                               # killed between the renames
-    return note
 
 # %% ../../nbs/01_tokenization/01g_token_files.ipynb #32ec62c6
 def unfinished(
@@ -207,8 +210,7 @@ def write_tokens(
     tokenizer:Any,
     source:str,                # Where the documents come from, saved in the record
     meta:dict|None=None,       # Further values for the record; plain JSON values
-    # Function that returns -log p of a document, its end included, if the source is known exactly
-    nats:Callable[[str], float]|None=None,
+    nats:Callable[[str], float]|None=None, # -log p of a document with its end, if it is known
     threads:int|None=None,     # Number of threads for `encode_batch`; default: all cores
     total_bytes:int|None=None, # Approximate size of the texts, for the progress bar
     batch_bytes:int=1 << 22,   # Bytes of text that are tokenized and recorded at a time
@@ -216,8 +218,7 @@ def write_tokens(
     """Tokenize documents into the files `prefix`.bin, .idx and .json.
     Raises `ValueError` if there are no documents. A call that fails leaves no files; a call that
     was interrupted can be repeated and continues."""
-    if isinstance(texts, str):
-        raise TypeError("texts: one string, expected documents, as in [text]")
+    if isinstance(texts, str): raise TypeError("texts: one string, expected documents: [text]")
     about = dict(dtype=_dtype(tokenizer.vocab_size).name, end_of_text=tokenizer.end_of_text,
                  vocab_size=tokenizer.vocab_size, tokenizer=tokenizer.digest)
     head = dict(meta or {}) | dict(source=source)
@@ -225,10 +226,13 @@ def write_tokens(
                          (_dtype(tokenizer.vocab_size), "<i8") + ("<f8",)*bool(nats))
     try:
         with progress(total=total_bytes, desc=Path(prefix).name, unit="B") as bar:
-            for batch,ids,starts in _encoded(writer, iter(texts), tokenizer, threads or cores(),
-                                             batch_bytes, bar):
-                writer.append(batch, (ids, writer.tokens + starts)
-                              + ((_floors(nats, batch, writer.documents),) if nats else ()))
+            writer.skip(rest := iter(texts))
+            bar.update(writer.bytes)
+            for batch,ids,starts in _encoded(rest, tokenizer, writer.documents,
+                                             threads or cores(), batch_bytes):
+                numbers = [ids, writer.tokens + starts]
+                if nats: numbers.append(_floors(nats, batch, writer.documents))
+                writer.append(batch, numbers)
                 bar.update(writer.bytes - bar.n)
         writer.finish(info := head | _totals(writer, prefix, about))
         return info
@@ -239,16 +243,14 @@ def write_tokens(
     finally: writer.close()
 
 # %% ../../nbs/01_tokenization/01g_token_files.ipynb #14f9c6ff
-def _encoded(writer:TokenWriter, texts:Iterator[str], tokenizer, threads:int, batch_bytes:int, bar
-)->Iterator[tuple]: # Texts, ids and starts, batch by batch
-    writer.skip(texts)
-    bar.update(writer.bytes)
-    def batches(number=writer.documents):
+def _encoded(texts:Iterator[str], tokenizer, number:int, threads:int, batch_bytes:int
+)->Iterator[tuple]: # Texts, ids and starts, batch by batch; `number`: of the first document
+    def numbered(number=number):
         for batch in document_batches(texts, batch_bytes):
             yield number, batch
             number += len(batch)
-    return _made_ahead(lambda b: (b[1], *encode_documents(b[1], tokenizer, b[0], threads)),
-                       batches())
+    def encode(job): return job[1], *encode_documents(job[1], tokenizer, job[0], threads)
+    return _made_ahead(encode, numbered())
 
 def _floors(nats:Callable, texts:list, number:int)->list: # -log p of each; `number` of the first
     found = list(map(nats, texts))
@@ -274,8 +276,8 @@ class TokenDataset:
         info:dict,         # Record from `prefix`.json; needs at least `end_of_text`
     ):
         self.tokens, self.starts, self.info = tokens, starts, info
-        self.num_tokens, self.num_documents, self.end_of_text = (len(tokens), len(starts),
-                                                                 info["end_of_text"])
+        self.num_tokens, self.num_documents = len(tokens), len(starts)
+        self.end_of_text = info["end_of_text"]
         self.ends = np.append(starts[1:], len(tokens))
 
     @classmethod
@@ -301,9 +303,9 @@ def _open(bin_file:Path, idx_file:Path, json_file:Path
     info = read_json(json_file)
     wanted = dict(dtype=str, tokens=int, documents=int, end_of_text=int, vocab_size=int,
                   sha256=list)
-    if any(not isinstance(info.get(k), kind)
-           for k,kind in wanted.items()) or info["documents"] < 1 \
-            or len(info["sha256"]) != 2 or info["dtype"] != _dtype(info["vocab_size"]).name:
+    if (not all(isinstance(info.get(k), kind) for k,kind in wanted.items())
+        or info["documents"] < 1 or len(info["sha256"]) != 2
+        or info["dtype"] != _dtype(info["vocab_size"]).name):
         raise ValueError(f"{json_file}: not written by write_tokens, which notes "
                          f"{', '.join(wanted)}")
     dtypes = (_dtype(info["vocab_size"]), np.dtype("<i8"))

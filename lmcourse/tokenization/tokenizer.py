@@ -124,10 +124,9 @@ class _WordIds(dict):
         tokens = [data] if self.whole_words and data in self.ids else self.join(data, self.ranks)
         for token in tokens:
             if token in self.ids: continue
-            lacking, byte = (sum(bytes([b]) not in self.ids for b in range(256)),
-                             f"{token[0]:#04x} ({token!r})")
-            raise ValueError(f"the byte {byte} of the text has no token in this vocabulary, which "
-                             f"lacks {lacking} of 256")
+            lacking = sum(bytes([b]) not in self.ids for b in range(256))
+            raise ValueError(f"the byte {token[0]:#04x} ({token!r}) of the text has no token in "
+                             f"this vocabulary, which lacks {lacking} of 256")
         found = [self.ids[token] for token in tokens]
         if len(word) > 64: return found
         if len(self) >= self.limit: self.clear()

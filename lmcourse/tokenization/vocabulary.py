@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Self
 from .bpe import PRETOKENIZE, special_list
 from .encoding import byte_alphabet, special_bytes
 from .unicode import utf8
-from ..tools.files import atomic_write, read_json
+from ..tools.files import atomic_write, read_json, read_utf8
 
 # %% ../../nbs/01_tokenization/01da_vocabulary.ipynb #0f33dc78
 _CHARACTERS = byte_alphabet()
@@ -34,11 +34,6 @@ def text_to_token(text:str
     return bytes(map(_BYTES.__getitem__, text)) if _BYTES.keys() >= set(text) else utf8(text)
 
 # %% ../../nbs/01_tokenization/01da_vocabulary.ipynb #15e6afdd
-def _read(path)->str:
-    try: return Path(path).read_text(encoding="utf-8")
-    except UnicodeDecodeError as e: raise ValueError(
-        f"{path}: not UTF-8 (byte {e.start})") from None
-
 def _by_id(named:Iterable, path)->dict: # (text of a token, id) pairs to a dict from id to text
     texts:dict = {}
     for text,i in named:
@@ -62,7 +57,7 @@ def read_merges(
     path:str|Path,
 )->list: # Pairs of byte strings
     "Read merges. Raises `ValueError` for a line that is not two tokens."
-    lines, merges = _read(path).split("\n"), []
+    lines, merges = read_utf8(path).split("\n"), []
     for number,line in enumerate(lines, 1):
         if not line or number == 1 and line.startswith("#version:"): continue
         parts = line.split(" ")
@@ -118,13 +113,14 @@ class Vocabulary:
         special_tokens:Iterable[str]|None=None,
         rules:Rules=Rules(), # How a text is split into words
     ):
-        self.vocab, self.merges, self.special_tokens, self.rules = (
-            dict(vocab), [tuple(m) for m in merges], special_list(special_tokens), rules)
+        self.vocab, self.merges = dict(vocab), [tuple(m) for m in merges]
+        self.special_tokens, self.rules = special_list(special_tokens), rules
         _check_tokens(self.vocab)
         self.ids = {token: i for i,token in self.vocab.items()} # Bytes to id
         for token in special_bytes(self.special_tokens):
             if token not in self.ids:
-                self.ids[token] = len(self.vocab); self.vocab[len(self.vocab)] = token
+                self.ids[token] = len(self.vocab)
+                self.vocab[len(self.vocab)] = token
         _check_merges(self.merges, self.ids.keys())
     @property
     def vocab_size(self)->int: return len(self.vocab) # Number of ids
@@ -138,8 +134,9 @@ class Vocabulary:
     def token_bytes(self, id:int)->bytes: # Raises `ValueError` for an unknown id
         "Return the bytes of a token."
         try: return self.vocab[index(id)]
-        except KeyError: raise ValueError(f"id {id} is not in the vocabulary, expected 0 to "
-                                          f"{self.vocab_size - 1}") from None
+        except KeyError:
+            raise ValueError(f"id {id} is not in the vocabulary, expected 0 to "
+                             f"{self.vocab_size - 1}") from None
     def decode_bytes(self, ids:Iterable[int])->bytes: return b"".join(map(self.token_bytes, ids))
     def decode(self, ids:Iterable[int], errors:str="replace"
     )->str: # Invalid UTF-8 becomes U+FFFD, unless `errors` is 'ignore' or 'strict'
@@ -152,8 +149,8 @@ class VocabularyFiles(Vocabulary):
     @cached_property
     def digest(self
     )->str: # SHA-256 of everything that ids depend on: pattern, tokens, merges, special tokens
-        tokens, merges = ([self.vocab[i].hex() for i in range(self.vocab_size)],
-                          [[a.hex(), b.hex()] for a,b in self.merges])
+        tokens = [self.vocab[i].hex() for i in range(self.vocab_size)]
+        merges = [[a.hex(), b.hex()] for a,b in self.merges]
         more = [] if self.rules[1:] == Rules()[1:] else [self.rules[1:]]
         return hashlib.sha256(json.dumps([self.rules.pattern, tokens, merges,
                                           sorted(self.special_tokens), *more]).encode()).hexdigest()
@@ -207,63 +204,71 @@ def _hugging_face(t:Vocabulary)->dict:
                 normalizer=dict(type="NFC") if t.rules.nfc else None,
                 pre_tokenizer=cut, post_processor=None, decoder=_LEVEL, model=model)
 
+# %% ../../nbs/01_tokenization/01da_vocabulary.ipynb #2bf35e1b
+class _Unsupported(Exception):
+    "What a `tokenizer.json` asks for and we don't do."
+
+def _need(fits:Any, what:str): # Raises `_Unsupported` unless `fits`
+    if not fits: raise _Unsupported(what)
+
+def _check_steps(whole:dict): # All but the pattern
+    model, normalizer = whole["model"], whole.get("normalizer")
+    _need(model.get("type", "BPE") == "BPE", f"a model of type {model.get('type')}")
+    for key in ("dropout", "byte_fallback", "fuse_unk", "continuing_subword_prefix",
+                "end_of_word_suffix"):
+        _need(not model.get(key), f"{key} = {model.get(key)}")
+    for token in whole["added_tokens"]:
+        content = token["content"]
+        _need(not (token.get("lstrip") or token.get("rstrip") or token.get("single_word")),
+              f"added token {content!r} with a condition")
+        # matched after NFC there, and before it here: a difference for letters with accents
+        _need(not (normalizer and token.get("normalized")) or content.isascii(),
+              f"the normalized added token {content!r}")
+    _need(normalizer in (None, dict(type="NFC")), f"the normalizer {normalizer}")
+
+def _pattern(step:dict)->str: # The pattern that cuts a text into pre-tokens
+    _need(step and step["type"] in ("ByteLevel", "Sequence"),
+          f"the pre-tokenizer {step and step['type']}")
+    steps = step["pretokenizers"] if step["type"] == "Sequence" else [step]
+    _need([s["type"] for s in steps] in (["ByteLevel"], ["Split", "ByteLevel"]),
+          f"the pre-tokenizers {[s['type'] for s in steps]}")
+    _need(not steps[-1].get("add_prefix_space"), "add_prefix_space")
+    _need(steps[-1].get("use_regex", True) == (len(steps) == 1), "a second pattern")
+    if len(steps) == 1: return PRETOKENIZE.pattern
+    _need(steps[0]["behavior"] == "Isolated" and not steps[0].get("invert"),
+          f"a split that is {steps[0]['behavior']}")
+    pattern = steps[0]["pattern"].get("Regex") or regex.escape(steps[0]["pattern"]["String"])
+    try: regex.compile(pattern, cache_pattern=False)
+    except regex.error as e: raise _Unsupported(f"the pattern {pattern!r} ({e})") from None
+    return pattern
+
 # %% ../../nbs/01_tokenization/01da_vocabulary.ipynb #edb8eb6a
 def parse_hugging_face(
     whole:dict,    # Content of a `tokenizer.json`
     path:str|Path, # Name of the file, for error messages
 )->tuple: # Vocabulary, merges, special tokens and `Rules`, the arguments of `Tokenizer`
     "Parse a byte-level BPE tokenizer of Hugging Face `tokenizers`."
-    def need(fits, what): # Raises `ValueError` unless `fits`
-        if not fits:
-            raise ValueError(f"{path}: {what}, which is not supported: expected byte-level BPE "
-                             f"like GPT-2's, Llama 3's or Qwen's")
     try:
-        model, added = whole["model"], whole["added_tokens"]
-        need(model.get("type", "BPE") == "BPE", f"a model of type {model.get('type')}")
-        for key in ("dropout", "byte_fallback", "fuse_unk", "continuing_subword_prefix",
-                    "end_of_word_suffix"):
-            need(not model.get(key), f"{key} = {model.get(key)}")
-        for token in added:
-            need(not (token.get("lstrip") or token.get("rstrip") or token.get("single_word")),
-                 f"added token {token['content']!r} with a condition")
-            # matched after NFC there, and before it here: a difference for letters with accents
-            need(not (whole.get("normalizer") and token.get("normalized"))
-                 or token["content"].isascii(), f"the normalized added token {token['content']!r}")
-        need(whole.get("normalizer") in (None, dict(type="NFC")),
-             f"the normalizer {whole.get('normalizer')}")
-        rules = Rules(_pattern(whole["pre_tokenizer"], need), bool(whole.get("normalizer")),
+        _check_steps(whole)
+        model = whole["model"]
+        rules = Rules(_pattern(whole["pre_tokenizer"]), bool(whole.get("normalizer")),
                       bool(model.get("ignore_merges")))
-        content = _by_id(((token["content"], token["id"]) for token in added), path)
+        added = _by_id(((token["content"], token["id"]) for token in whole["added_tokens"]), path)
         texts = _by_id(model["vocab"].items(), path)
         for i,text in texts.items():    # it may repeat an added token, in either way of writing
-            if i in content and content[i].encode() not in (text.encode(), text_to_token(text)):
-                raise ValueError(f"{path}: {text!r} and {content[i]!r} both have the id {i}")
-        vocab = ({i: text_to_token(text) for i,text in texts.items()}
-                 | {i: text.encode() for i,text in content.items()})
+            if i in added and added[i].encode() not in (text.encode(), text_to_token(text)):
+                raise ValueError(f"{path}: {text!r} and {added[i]!r} both have the id {i}")
+        vocab = {i: text_to_token(text) for i,text in texts.items()}
+        vocab |= {i: text.encode() for i,text in added.items()}
+        # Two tokens in a list, or in older files in a text with a space between
         merges = [tuple(map(text_to_token, m.split(" ") if isinstance(m, str) else m))
                   for m in model["merges"]]
-    except (KeyError, TypeError, AttributeError) as e: raise ValueError(f"{path}: not a whole "
-                                                                        f"tokenizer.json "
-                                                                        f"({type(e).__name__}: "
-                                                                        f"{e})") from None
-    return vocab, merges, list(content.values()), rules
-
-# %% ../../nbs/01_tokenization/01da_vocabulary.ipynb #2bf35e1b
-def _pattern(step:dict, need)->str: # The pattern that cuts a text into pre-tokens
-    need(step and step["type"] in ("ByteLevel", "Sequence"),
-         f"the pre-tokenizer {step and step['type']}")
-    steps = step["pretokenizers"] if step["type"] == "Sequence" else [step]
-    need([s["type"] for s in steps] in (["ByteLevel"], ["Split", "ByteLevel"]),
-         f"the pre-tokenizers {[s['type'] for s in steps]}")
-    need(not steps[-1].get("add_prefix_space"), "add_prefix_space")
-    need(steps[-1].get("use_regex", True) == (len(steps) == 1), "a second pattern")
-    if len(steps) == 1: return PRETOKENIZE.pattern
-    need(steps[0]["behavior"] == "Isolated" and not steps[0].get("invert"),
-         f"a split that is {steps[0]['behavior']}")
-    pattern = steps[0]["pattern"].get("Regex") or regex.escape(steps[0]["pattern"]["String"])
-    try: regex.compile(pattern, cache_pattern=False)
-    except regex.error as e: need(False, f"the pattern {pattern!r} ({e})")
-    return pattern
+    except _Unsupported as e:
+        raise ValueError(f"{path}: {e}, which is not supported: expected byte-level BPE like "
+                         f"GPT-2's, Llama 3's or Qwen's") from None
+    except (KeyError, TypeError, AttributeError) as e:
+        raise ValueError(f"{path}: not a whole tokenizer.json ({type(e).__name__}: {e})") from None
+    return vocab, merges, list(added.values()), rules
 
 # %% ../../nbs/01_tokenization/01da_vocabulary.ipynb #aded51b9
 def write_folder(
@@ -276,11 +281,9 @@ def write_folder(
         raise FileExistsError(f"{folder}: exists and is not an empty folder; a tokenizer is saved "
                               f"into a new one")
     whole = _hugging_face(tokenizer)
-    files = {"vocab.json": json.dumps({token_to_text(t): i
-                                       for i,t in sorted(tokenizer.vocab.items())},
-                                      ensure_ascii=False) + "\n",
-             "merges.txt": "".join(f"{line}\n"
-                                   for line in ["#version: 0.2"] + whole["model"]["merges"]),
+    ids = {token_to_text(token): i for i,token in sorted(tokenizer.vocab.items())}
+    files = {"vocab.json": json.dumps(ids, ensure_ascii=False) + "\n",
+             "merges.txt": "\n".join(["#version: 0.2", *whole["model"]["merges"], ""]),
              "tokenizer.json": json.dumps(whole, ensure_ascii=False, indent=1) + "\n"}
     with atomic_write(folder) as part:
         part.mkdir(parents=True)

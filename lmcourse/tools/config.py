@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields, replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, Literal, Self
-from .files import read_json, write_json, write_text
+from .files import read_json, read_utf8, write_json, write_text
 from .show import Table
 
 # %% ../../nbs/00_tools/00d_config.ipynb #34f36d1a
@@ -83,9 +83,8 @@ def _suffix(path, kind:str="config file")->str:
 
 def read_record(path:str|Path, kind:str="config file")->dict: # Content of a JSON or TOML file
     if _suffix(path, kind) == ".json": return read_json(path)
-    try: return tomllib.loads(Path(path).read_text(encoding="utf-8"))
-    except UnicodeDecodeError as e:
-        raise ValueError(f"{path}: not UTF-8 (byte {e.start})") from None
+    text = read_utf8(path)
+    try: return tomllib.loads(text)
     except tomllib.TOMLDecodeError as e: raise ValueError(f"{path}: not TOML ({e})") from None
 
 # %% ../../nbs/00_tools/00d_config.ipynb #47bb69f3
@@ -186,43 +185,9 @@ FFN_KINDS = {
     "relu2": FFNKind("relu2", backward=4)} # Both factors of the square get a gradient
 
 # %% ../../nbs/00_tools/00d_config.ipynb #169d05cc
-class _Sizes(Config):
-    "The sizes that follow from other fields where they are left open."
-    d_model:int; num_heads:int; num_kv_heads:int|None; head_dim:int|None; d_ff:int|None
-    ffn:str; tie_embeddings:bool; embedding_std:float|None
-    num_experts:int|None; num_experts_per_tok:int; moe_d_ff:int|None
-    kv_lora_rank:int|None; qk_rope_head_dim:int; mup_base_width:int|None
-    @property
-    def ffn_kind(self)->FFNKind: return FFN_KINDS[self.ffn]
-    @property
-    def gated(self)->bool: return self.ffn_kind.gated
-    @property
-    def ffn_size(self)->int:
-        return self.d_ff or (-(-self.d_model*8//(3*64))*64 if self.gated else 4*self.d_model)
-    @property
-    def kv_heads(self)->int: return self.num_kv_heads or self.num_heads
-    @property
-    def head_size(self)->int: return self.head_dim or self.d_model//self.num_heads
-    @property
-    def expert_count(self)->int: return self.num_experts or 0
-    @property
-    def expert_size(self)->int: # Width of an expert: k of them are as wide as the dense network
-        return self.moe_d_ff or max(1, self.ffn_size//self.num_experts_per_tok)
-    @property
-    def rope_size(self)->int: # Numbers of a head that RoPE rotates
-        return self.qk_rope_head_dim if self.kv_lora_rank else self.head_size
-    @property
-    def row_std(self)->float: # Initial standard deviation of embeddings
-        return self.embedding_std or (self.d_model**-.5 if self.tie_embeddings else 1.)
-    @property
-    def mup_scale(self)->float: # Factor for logits and hidden matrices' rate
-        return (self.mup_base_width or self.d_model)/self.d_model
-
-# %% ../../nbs/00_tools/00d_config.ipynb #5a782806
 @dataclass(frozen=True)
-class ModelConfig(_Sizes):
-    """The sizes and the variant of a transformer language model.
-    Raises `ValueError` where they don't fit each other."""
+class _DenseModel(Config):
+    "Sizes and parts of a transformer whose layers are all alike."
     vocab_size:int = 10_000         # Token ids, V
     context_length:int = 256        # Longest sequence in tokens, T
     d_model:int = 512               # Width of the residual stream, D
@@ -261,6 +226,25 @@ class ModelConfig(_Sizes):
     z_loss:float = 0.0
     # The RMSNorm of queries and keys runs over all heads at once (OLMoE)
     qk_norm_whole:bool = False
+    @property
+    def ffn_kind(self)->FFNKind: return FFN_KINDS[self.ffn]
+    @property
+    def gated(self)->bool: return self.ffn_kind.gated
+    @property
+    def ffn_size(self)->int:
+        return self.d_ff or (-(-self.d_model*8//(3*64))*64 if self.gated else 4*self.d_model)
+    @property
+    def kv_heads(self)->int: return self.num_kv_heads or self.num_heads
+    @property
+    def head_size(self)->int: return self.head_dim or self.d_model//self.num_heads
+    @property
+    def row_std(self)->float: # Initial standard deviation of embeddings
+        return self.embedding_std or (self.d_model**-.5 if self.tie_embeddings else 1.)
+
+# %% ../../nbs/00_tools/00d_config.ipynb #65e1ab3a
+@dataclass(frozen=True)
+class _ModelWithExperts(_DenseModel):
+    "The fields of layers with experts."
     # Experts per layer, E: none for one dense feed-forward network
     num_experts:int|None = None
     num_experts_per_tok:int = 2     # Experts that a token goes to, k
@@ -278,6 +262,21 @@ class ModelConfig(_Sizes):
     router_bias_rate:float = 0.0
     # Most tokens of an expert, in units of an even share: none for no limit
     capacity_factor:float|None = None
+    @property
+    def expert_count(self)->int: return self.num_experts or 0
+    @property
+    def expert_size(self)->int: # Width of an expert: k of them are as wide as the dense network
+        return self.moe_d_ff or max(1, self.ffn_size//self.num_experts_per_tok)
+
+    def layer(self, i:int)->Self: # Config of layer i, counted from 0
+        """Return the config of a layer: dense if it comes before the first layer with experts."""
+        return replace(self, num_experts=None) if i < self.first_dense_layers else self
+
+# %% ../../nbs/00_tools/00d_config.ipynb #5a782806
+@dataclass(frozen=True)
+class ModelConfig(_ModelWithExperts):
+    """The sizes and the variant of a transformer language model.
+    Raises `ValueError` where they don't fit each other."""
     # Latent attention: size of the vector for keys and values; none for ordinary attention
     kv_lora_rank:int|None = None
     q_lora_rank:int|None = None     # The same for queries: none for a full matrix
@@ -286,9 +285,12 @@ class ModelConfig(_Sizes):
     v_head_dim:int = 128            # Latent attention: size of a head's values
     # Width at which learning rates were tuned (muP): none for the standard parametrisation
     mup_base_width:int|None = None
-    def layer(self, i:int)->"ModelConfig": # Config of layer i, counted from 0
-        """Return the config of a layer: dense if it comes before the first layer with experts."""
-        return replace(self, num_experts=None) if i < self.first_dense_layers else self
+    @property
+    def rope_size(self)->int: # Numbers of a head that RoPE rotates
+        return self.qk_rope_head_dim if self.kv_lora_rank else self.head_size
+    @property
+    def mup_scale(self)->float: # Factor for logits and hidden matrices' rate
+        return (self.mup_base_width or self.d_model)/self.d_model
     def __hash__(self): # A dict has no hash of its own
         return hash(tuple(tuple(sorted(v.items())) if isinstance(v, dict) else v
                           for v in vars(self).values()))
@@ -384,29 +386,29 @@ def _check_experts(c:ModelConfig):
     if k == 1 and c.norm_topk_prob:
         raise ValueError("ModelConfig: num_experts_per_tok = 1 with norm_topk_prob = True: the "
                          "only weight would always be 1, and the router could not learn")
-    if c.bias: raise ValueError("ModelConfig: bias = True with num_experts, expected bias = False")
+    _require_defaults(c, "bias", "num_experts")
 
 # %% ../../nbs/00_tools/00d_config.ipynb #c11d0001
+def _require_defaults(c:ModelConfig, names:str, why:str):
+    for f in fields(c):
+        if f.name in names.split() and (value := getattr(c, f.name)) != f.default:
+            wanted = "none" if f.default is None else f.default
+            raise ValueError(f"ModelConfig: {f.name} = {value} with {why}, expected {f.name} = "
+                             f"{wanted}")
+
 def _check_mup(c:ModelConfig): # The rules assume an untied head, a dense network, usual attention
-    odd = [name for name in ("tie_embeddings", "num_experts", "kv_lora_rank") if getattr(c, name)]
-    if odd: raise ValueError(f"ModelConfig: {odd[0]} = {getattr(c, odd[0])} with mup_base_width = "
-                             f"{c.mup_base_width}, expected {odd[0]} = "
-                             f"{'False' if odd[0] == 'tie_embeddings' else 'none'}")
+    _require_defaults(c, "tie_embeddings num_experts kv_lora_rank",
+                      f"mup_base_width = {c.mup_base_width}")
 
 def _check_latent(c:ModelConfig):
     _require(c, "kv_lora_rank q_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim")
     if c.position != "rope" or c.qk_rope_head_dim % 2:
         raise ValueError(f"ModelConfig: kv_lora_rank needs position = 'rope' and an even "
                          f"qk_rope_head_dim, here {c.position!r} and {c.qk_rope_head_dim}")
-    odd = [name for name in ("window", "num_kv_heads", "head_dim") if getattr(c, name) is not None]
-    odd += [name for name in ("bias", "qk_norm") if getattr(c, name)]
-    if odd: raise ValueError(f"ModelConfig: {odd[0]} = {getattr(c, odd[0])} with kv_lora_rank, "
-                             f"expected {'none' if odd[0] not in ('bias', 'qk_norm') else 'False'}")
+    _require_defaults(c, "window num_kv_heads head_dim bias qk_norm", "kv_lora_rank")
 
 def _check_copy_init(c:ModelConfig): # Values and output must be square, feed-forward networks dense
-    odd = [name for name in ("num_experts", "kv_lora_rank") if getattr(c, name) is not None]
-    if odd: raise ValueError(f"ModelConfig: copy_init = True with {odd[0]} = "
-                             f"{getattr(c, odd[0])}, expected {odd[0]} = none")
+    _require_defaults(c, "num_experts kv_lora_rank", "copy_init = True")
     if c.kv_heads*c.head_size != c.d_model or c.num_heads != c.kv_heads:
         raise ValueError(f"ModelConfig: copy_init = True with {c.num_heads} query heads and "
                          f"{c.kv_heads} key heads of size {c.head_size}, expected equal "
@@ -452,7 +454,7 @@ def refuse_fields(
 
 # %% ../../nbs/00_tools/00d_config.ipynb #10581bc1
 @dataclass(frozen=True)
-class _Descent(Config):
+class _Optimization(Config):
     "What happens to the weights."
     steps:int = 1000                # Optimizer steps in all
     batch_size:int = 8              # Windows per step, each as long as the context, B
@@ -482,10 +484,18 @@ class _Descent(Config):
     muon_lr_scale:float = 1.0       # Muon: factor on the learning rate of its matrices
     grad_clip:float = 1.0           # Largest norm of all gradients together: 0 for no limit
 
-# %% ../../nbs/00_tools/00d_config.ipynb #181e8431
+    def windows_per_step(self, context_length:int)->int: # Tokens per window
+        "Count the windows of a step, all processes together."
+        if self.tokens_per_step is None: return self.batch_size
+        if self.tokens_per_step % context_length:
+            raise ValueError(f"tokens_per_step = {self.tokens_per_step}, expected a multiple of "
+                             f"the context length, {context_length}")
+        return self.tokens_per_step//context_length
+
+# %% ../../nbs/00_tools/00d_config.ipynb #f2701d10
 @dataclass(frozen=True)
-class TrainConfig(_Descent):
-    "How a model is trained. Raises `ValueError` for invalid values."
+class _Run(_Optimization):
+    "What surrounds the updates of the weights."
     engine:Literal["torch", "numpy"] = "torch"              # What computes the gradients
     # Where windows start: anywhere, one after another, anywhere in a document, or at its start
     windows:Literal["random", "sequential", "within", "documents"] = "random"
@@ -512,6 +522,11 @@ class TrainConfig(_Descent):
     kernels:Literal["auto", "torch", "fused", "triton"] = "auto"
     # Save only the inputs of blocks and run blocks again: less memory, up to a third more work
     recompute:bool = False
+
+# %% ../../nbs/00_tools/00d_config.ipynb #181e8431
+@dataclass(frozen=True)
+class TrainConfig(_Run):
+    "How a model is trained. Raises `ValueError` for invalid values."
     # Shard weights, gradients and moments over the processes, not only the batch (FSDP2)
     shard:bool = False
     # Processes that each hold all weights: 1 or more. Names as in torchtitan
@@ -527,13 +542,6 @@ class TrainConfig(_Descent):
     # Order of forward and backward passes in a pipeline
     pipeline_parallel_schedule:Literal["GPipe", "1F1B", "Interleaved1F1B"] = "1F1B"
     timeout_seconds:int = 600       # Time to wait for another process before giving up
-    def windows_per_step(self, context_length:int)->int: # Tokens per window
-        "Count the windows of a step, all processes together."
-        if self.tokens_per_step is None: return self.batch_size
-        if self.tokens_per_step % context_length:
-            raise ValueError(f"tokens_per_step = {self.tokens_per_step}, expected a multiple of "
-                             f"the context length, {context_length}")
-        return self.tokens_per_step//context_length
     @property
     def on_mesh(self)->bool: # Whether any degree of parallelism is set
         sizes = {self.data_parallel_replicate_degree, self.context_parallel_degree,

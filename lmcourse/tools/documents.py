@@ -224,8 +224,8 @@ def python_documents(
 @functools.cache
 def _python_texts()->tuple: # Each text once
     from pydoc_data.topics import topics
-    texts, root = (dict.fromkeys(topics[name] for name in sorted(topics)),
-                   Path(sysconfig.get_path("stdlib")))
+    texts = dict.fromkeys(topics[name] for name in sorted(topics))
+    root = Path(sysconfig.get_path("stdlib"))
     for path in sorted(root.rglob("*.py")):
         if not set(path.relative_to(root).parts) & _NOT_LIBRARY:
             texts |= dict.fromkeys(_docstrings(path))

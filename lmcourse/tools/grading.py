@@ -40,8 +40,7 @@ def short(
 )->str: # One line
     "Describe a value briefly: arrays and tensors by type and shape, long text shortened."
     try: text = re.sub(r"\s*\n\s*", " ", _text(value))
-    except Exception: text = (
-        f"a {type(value).__name__}")        # Its own `repr` fails, or it contains itself
+    except Exception: text = f"a {type(value).__name__}" # Its `repr` fails, or it contains itself
     return text if len(text) <= most else f"{text[:most*6//10]} … {text[-most*35//100:]}"
 
 def short_args(
@@ -79,8 +78,8 @@ def run_answer(
     # torch's random generators have a method of their own for copies
     given = deepcopy(args, {id(a): a.clone_state() for a in args if hasattr(a, "clone_state")})
     try: result = f(*given)
-    except (Exception, SystemExit) as e: raise AssertionError(f"{where}your code raised "
-                                                              f"{short(e, 160)}") from e
+    except (Exception, SystemExit) as e:
+        raise AssertionError(f"{where}your code raised {short(e, 160)}") from e
     if _unchanged(args, given): return result
     how = ("argument in place" if short_args(given) == short_args(args)
            else f"arguments to {short_args(given)}")

@@ -84,26 +84,32 @@ def read_grammar(
     Raises `ValueError` for a rule that is invalid, repeated, missing or leads back to itself."""
     text = re.sub(r"^#.*\n", "", text, flags=re.M)
     remembered, rules = set(re.findall(r"\{(?:[aA] )?(\w+)=", text)), {}
-    for name,attributes,kind,body in map(_rule_parts, re.split(r"\n(?=\S)", text.strip())):
-        if name in rules: raise ValueError(f"grammar: the rule {name!r} appears twice")
-        lines = [_weighed(l.strip()) for l in
-                 (re.split(r",\s+", body.strip()) if kind == "=" else body.split("\n"))
-                 if kind == "=" or l.strip()]
-        options = [(words,) if kind == "=" else _template(words, remembered) for _,words in lines]
-        weights = [w for w,_ in lines]
-        if min(weights, default=1) < 1:
-            raise ValueError(f"grammar: a weight of 0 in {name!r}: leave the entry out")
-        if len(set(options)) < len(options):
-            raise ValueError(f"grammar: an entry of {name!r} appears twice")
-        entries = tuple(o[0] for o in options if len(o) == 1 and isinstance(o[0], str))
-        if len(entries) < len(options): entries = ()              # a choice of templates
-        elif len(set(weights)) == 1: weights = []                 # a list, all equally likely
-        rules[name] = Rule(name, dict(pair.split("=") for pair in (attributes or "").split()),
-                           entries,
-                           () if entries else tuple(options),
-                           tuple(w/sum(weights) for w in weights))
+    for block in re.split(r"\n(?=\S)", text.strip()):
+        rule = _read_rule(block, remembered)
+        if rule.name in rules: raise ValueError(f"grammar: the rule {rule.name!r} appears twice")
+        rules[rule.name] = rule
     _check_references(rules)
     return rules
+
+# %% ../../nbs/00_tools/00ea_grammar.ipynb #5822fdda
+def _read_rule(block:str, remembered:set)->Rule:
+    name, attributes, kind, body = _rule_parts(block)
+    if kind == "=": # a list of words
+        lines = [_weighed(entry.strip()) for entry in re.split(r",\s+", body.strip())]
+        options:list = [(words,) for _,words in lines]
+    else:
+        lines = [_weighed(line.strip()) for line in body.split("\n") if line.strip()]
+        options = [_template(words, remembered) for _,words in lines]
+    weights = [w for w,_ in lines]
+    if min(weights, default=1) < 1:
+        raise ValueError(f"grammar: a weight of 0 in {name!r}: leave the entry out")
+    if len(set(options)) < len(options):
+        raise ValueError(f"grammar: an entry of {name!r} appears twice")
+    entries = tuple(o[0] for o in options if len(o) == 1 and isinstance(o[0], str))
+    if len(entries) < len(options): entries = ()              # a choice of templates
+    elif len(set(weights)) == 1: weights = []                 # a list, all equally likely
+    return Rule(name, dict(pair.split("=") for pair in (attributes or "").split()), entries,
+                () if entries else tuple(options), tuple(w/sum(weights) for w in weights))
 
 # %% ../../nbs/00_tools/00ea_grammar.ipynb #2ff6b2a7
 def _check_references(rules:dict):

@@ -6,7 +6,7 @@
 __all__ = ['Measured', 'Entry', 'read_ledger', 'published', 'find', 'compare', 'ledger_table', 'record', 'follows']
 
 # %% ../../nbs/00_tools/00e_ledger.ipynb #bd70f9ba
-import difflib, json, math, re, statistics
+import difflib, json, math, os, re, statistics, textwrap
 from dataclasses import asdict, dataclass, fields
 from decimal import Decimal
 from importlib import resources
@@ -15,7 +15,7 @@ from typing import Any
 from collections.abc import Iterable
 from .config import unknown
 from .files import read_json, write_text
-from .show import Table
+from .show import Table, code_html, escape_markdown
 
 # %% ../../nbs/00_tools/00e_ledger.ipynb #cbe3abd5
 @dataclass(frozen=True)
@@ -139,9 +139,6 @@ def _no(kind:str, name:str, known)->ValueError: # Suggests the nearest names, or
     return unknown(kind, name, difflib.get_close_matches(name, list(known), 1)
                    or {k.split(".")[0] for k in known})
 
-# %% ../../nbs/00_tools/00e_ledger.ipynb #a84648df
-import html, os, textwrap
-
 # %% ../../nbs/00_tools/00e_ledger.ipynb #454f23b7
 class _Noted(Table): # Texts too long for a column stand below the table as notes, each once
     def __init__(self, rows:list, long:dict, # From headings of these texts to what begins the note
@@ -161,13 +158,10 @@ class _Noted(Table): # Texts too long for a column stand below the table as note
     def __str__(self): return "\n".join([super().__str__(), "", *self._numbered()])
     def __repr__(self): return "\n".join([super().__repr__(), "", *self._numbered()])
     def _repr_html_(self):
-        items = "\n".join(f"<li>{html.escape(t)}</li>" for t in self.notes)
-        items = re.sub("`([^`\n]+)`", r"<code>\1</code>", items)
+        items = "\n".join(f"<li>{code_html(t)}</li>" for t in self.notes)
         return f"{super()._repr_html_()}\n<ol>\n{items}\n</ol>"
     def _repr_markdown_(self):
-        def escaped(m): return m[0] if m[0][0] == "`" else "\\" + m[0] # Code stays as it is
-        items = [f"{k}. " + re.sub(r"`[^`]*`|[\\*_$|<\[]", escaped, t)
-                 for k,t in enumerate(self.notes, 1)]
+        items = [f"{k}. {escape_markdown(t)}" for k,t in enumerate(self.notes, 1)]
         return "\n".join([super()._repr_markdown_(), "", *items])
 
 def _after(above:list, note:str

@@ -14,7 +14,7 @@ def _back(ids:np.ndarray, k:int, end_of_text:int
 )->np.ndarray: # (N,): the token k places earlier in the same document
     at = np.arange(len(ids))
     first = np.maximum.accumulate(np.where(np.r_[True, ids[:-1] == end_of_text], at, 0))
-    return np.where(at-k >= first, ids[at-k], end_of_text)
+    return np.where(at-k >= first, ids[np.maximum(at-k, 0)], end_of_text)
 
 # %% ../../nbs/00_tools/00h_ngram.ipynb #d3026656
 def _number(a:np.ndarray, b:np.ndarray)->np.ndarray: # Equal numbers for equal pairs
@@ -44,12 +44,15 @@ def ngram_losses(
     order:int=5,       # Largest n
 )->np.ndarray: # Nats (order, M): row n-1 is the n-gram's -log p of each validation token
     """Compute the losses of interpolated Kneser–Ney models of order 1 to `order`.
-    Raises `ValueError` for ids outside the vocabulary, and for an order below 1."""
+    Raises `ValueError` for ids outside the vocabulary and for an order below 1, and `TypeError`
+    for ids that are not integers."""
     if order < 1: raise ValueError(f"ngram: {order = }, expected 1 or more")
-    ids = np.concatenate([train, valid]).astype(np.int64)
     if not len(train) or not len(valid):
         raise ValueError(f"ngram: {len(train)} training and {len(valid)} validation tokens; both "
                          f"need one")
+    for dtype in (np.asarray(train).dtype, np.asarray(valid).dtype):
+        if dtype.kind not in "iu": raise TypeError(f"ngram: ids of {dtype}, expected integers")
+    ids = np.concatenate([train, valid]).astype(np.int64)
     if ids.min() < 0 or ids.max() >= vocab_size:
         raise ValueError(f"ngram: ids from {ids.min()} to {ids.max()}, expected 0 to "
                          f"{vocab_size-1}")
@@ -65,7 +68,7 @@ def ngram_losses(
             # where this history is the model's longest: true counts
             losses.append(-np.log(tick(_estimate(c, g, seen[n], lower))))
             if n+1 == order: break
-            longer, first = np.unique(grams[n+1][:len(train)], return_index=True)
+            first = np.unique(grams[n+1][:len(train)], return_index=True)[1]
             # where it backs up a longer one: continuation counts
             lower = _estimate(c, g, np.bincount(g[first], minlength=len(seen[n])), lower)
     return np.array(losses)

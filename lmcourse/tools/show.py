@@ -67,15 +67,17 @@ def _number(v)->bool: return isinstance(v, (int, float)) and not isinstance(v, b
 # A terminal would obey control characters, so they are written as in Python's `repr`
 _CONTROLS = {i: repr(chr(i))[1:-1] for i in (*range(32), *range(127, 160)) if i != ord("\n")}
 
+def _shared_decimals(sizes:list)->int|None: # Of a column of floats; `None`: each has its own
+    if not sizes: return 0
+    if max(sizes)/min(sizes) > 100: return None
+    typed = [d for v in sizes if (d := _typed(v)) is not None]
+    if len(typed) == len(sizes): return max(typed)
+    return max(_decimals(min(sizes), 3), _decimals(max(sizes), 4))
+
 def _column(values:list)->list: # The text of each cell
     # Floats of other sizes are written with a power of ten
-    sizes = [abs(v) for v in values if isinstance(v, float) and 1e-5 <= abs(v) < 1e15]
-    typed = [_typed(v) for v in sizes]
-    spread = max(sizes)/min(sizes) if sizes else 1
-    exact = [d for d in typed if d is not None]
-    shared = (max(exact, default=0) if len(exact) == len(typed)
-              else max(_decimals(min(sizes), 3),
-                       _decimals(max(sizes), 4))) if spread <= 100 else None
+    shared = _shared_decimals([abs(v) for v in values
+                               if isinstance(v, float) and 1e-5 <= abs(v) < 1e15])
     def text(v):
         if v is None: return "–"
         if isinstance(v, bool): return "yes" if v else "no"
@@ -118,27 +120,31 @@ class Table:
     def _repr_markdown_(self): return _markdown(self)
 
 # %% ../../nbs/00_tools/00c_show.ipynb #cb94ed7f
-def _code(cell): # Text between backticks becomes code
-    return re.sub("`([^`\n]+)`", r"<code>\1</code>", html.escape(cell))
+def code_html(text:str)->str: # The text as HTML; what is between backticks becomes code
+    return re.sub("`([^`\n]+)`", r"<code>\1</code>", html.escape(text))
 
 def _html(table:Table)->str:
     def row(tag, cells):
         wraps = ("" if " " in c or len(c) > 30 else "; white-space: nowrap" for c in cells)
         styled = ((c, "right" if r else "left", w) for c,r,w in zip(cells, table.right, wraps))
         return "<tr>" + "".join(f'<{tag} style="text-align: '
-                                f'{side}{wrap}">{_code(c)}</{tag}>'
+                                f'{side}{wrap}">{code_html(c)}</{tag}>'
                                 for c,side,wrap in styled) + "</tr>"
     body = "\n".join(row("td", c) for c in table.cells)
     head = row("th", table.headings)
     return (f'<table style="font-variant-numeric: '
             f'tabular-nums">\n<thead>{head}</thead>\n<tbody>\n{body}\n</tbody>\n</table>')
 
-def _markdown(table:Table)->str: # Escapes characters with a special meaning in markdown
-    def escaped(m): # Only the bar that would end a cell, inside code
-        return m[0].replace("|", r"\|") if m[0][0] == "`" != m[0] else "\\" + m[0]
+def escape_markdown(text:str, cell:bool=False)->str: # Code between backticks stays as it is
+    def escaped(found):
+        if len(found[0]) == 1: return "\\" + found[0]
+        return found[0].replace("|", r"\|") if cell else found[0] # A bar would end the cell
+    return re.sub(r"`[^`\n]+`|[\\`*_~^$&|<\[]", escaped, text)
+
+def _markdown(table:Table)->str:
     def row(cells):
-        return "| " + " | ".join(re.sub(r"`[^`\n]+`|[\\`*_$|<\[]", escaped, c).replace("\n", " ")
-                                 for c in cells) + " |"
+        texts = [escape_markdown(c, cell=True).replace("\n", " ") for c in cells]
+        return "| " + " | ".join(texts) + " |"
     sides = "|" + "|".join("--:" if r else ":--" for r in table.right) + "|"
     return "\n".join([row(table.headings), sides, *map(row, table.cells)])
 
@@ -165,9 +171,10 @@ def _text(table:Table, width:int
     if not table.columns: return "(no rows)"
     cells = [[c.replace("\n", " ") for c in row] for row in table.cells]
     widths = [max(map(_width, c)) for c in zip(table.headings, *cells)]
-    # Words
+    # The longest word of each heading and cell
     longest = [[max(map(_width, c.split()), default=0) for c in column]
                for column in zip(table.headings, *cells)]
+    # A column of numbers keeps them whole; one of words keeps 16 characters, or words of up to 24
     least = [max(l[0], *map(_width, c)) if r else min(w, max(16, l[0], min(24, max(l))))
              for l,r,w,c in zip(longest, table.right, widths, zip(*cells))]
     while (sum(widths) + 2*len(widths) - 2 > width
@@ -323,10 +330,10 @@ def _offered(draw:Callable, choices:dict
     offered:dict = {}
     for name,values in choices.items():
         if isinstance(values, str): offered[name] = values, values; continue
-        values, start = (list(values), known[name].default if name in known
-                         else inspect.Parameter.empty)
+        values, empty = list(values), inspect.Parameter.empty
+        start = known[name].default if name in known else empty
         if not values: raise ValueError(f"{name} has no values to choose from")
-        if start is inspect.Parameter.empty: start = values[0]
+        if start is empty: start = values[0]
         if start not in values:
             values = (sorted([*values, start]) if all(map(_number, [*values, start]))
                       else [start, *values])
@@ -350,10 +357,10 @@ def controls(
     Raises `ModuleNotFoundError` without ipywidgets. If `draw` raises a `ValueError`, its message is
     shown in place of the picture."""
     try: import ipywidgets
-    except ModuleNotFoundError: raise ModuleNotFoundError("controls need ipywidgets: pip install "
-                                                          "ipywidgets") from None
-    parts, view = ({name: _control(name, *how) for name,how in _offered(draw, choices).items()},
-                   ipywidgets.HTML())
+    except ModuleNotFoundError:
+        raise ModuleNotFoundError("controls need ipywidgets: pip install ipywidgets") from None
+    parts = {name: _control(name, *how) for name,how in _offered(draw, choices).items()}
+    view = ipywidgets.HTML()
     def show(change=None):
         try: view.value = _as_html(draw(**{name: part.value for name,part in parts.items()}))
         except ValueError as e: view.value = html.escape(str(e))
@@ -468,7 +475,7 @@ def sliders(
     if len(ways) > 60:
         raise ValueError(f"{len(ways)} pictures, expected at most 60: offer fewer values of "
                          f"{', '.join(offered)}")
-    told = ["; ".join([alt, *(f"{k} {v}" for k,v in way.items())]) for way in ways]
+    alts = ["; ".join([alt, *(f"{k} {v}" for k,v in way.items())]) for way in ways]
     return Sliders({k: values for k,(_,values) in offered.items()},
                    tuple(start for start,_ in offered.values()),
-                   [_as_svg(draw(**way), a) for way,a in zip(ways, told)])
+                   [_as_svg(draw(**way), a) for way,a in zip(ways, alts)])

@@ -389,7 +389,7 @@ def test_public_names_exist_and_are_few():
 
 
 @pytest.mark.parametrize("what, home", [
-    (r"json\.loads?\(.*(read_text|open)\(", "tools.files"),
+    (r"json\.loads?\(.*(read_text|read_utf8|open)\(|^def read_json\(", "tools.files"),
     (r"cpu_count|sched_getaffinity|cpuinfo|VmHWM|MemAvailable|SC_PHYS_PAGES", "tools.machine"),
     (r"\bnjit\(|@njit|@intrinsic\b|import.*\bir\b", "tools.compiled architecture.fused_attention"), # The tile is the page's subject
     (r"\[:, None\] *[-+].*np\.arange\(", "training.data"),
