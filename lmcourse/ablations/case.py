@@ -27,7 +27,7 @@ from ..architecture.transformer_np import init_params
 from ..architecture.transformer_torch import TransformerLM
 from ..tools.config import ModelConfig, TrainConfig
 from ..tools.files import read_json
-from ..training.checkpoint import Checkpoints, read_record
+from ..training.checkpoint import Checkpoints, read_record, step_of
 from ..training.data import Batches, TokenDataset, to_tensors
 from ..training.engines import BatchPlan, TorchEngine, plan_batch
 from ..training.optim_torch import learning_rate
@@ -83,10 +83,10 @@ def open_case(
     if (path := Checkpoints(run/"checkpoints").latest()) is None:
         raise FileNotFoundError(f"{run}: no checkpoint yet, nothing to compute again")
     sets = tuple(TokenDataset.open(data/name) for name in ("train", "valid"))
-    folders = {int(p.name[5:]): p for p in path.parent.glob("step_*") if p.name[5:].isdigit()}
+    folders = {step_of(p): p for p in path.parent.glob("step_*") if p.name[5:].isdigit()}
     state = read_json(path/"state.json")
     weights, moments = _tensors(path, "model"), _tensors(path, "optimizer")
-    step = int(path.name.removesuffix(".old")[5:])
+    step = step_of(path)
     return Case(run, model, train, lines, step, weights, moments, data, sets,
                 state.get("optimizer") or {}, dict(sorted(folders.items())), state.get("state", {}))
 

@@ -22,7 +22,7 @@ from urllib.parse import quote
 from .. import __version__
 from ..tools.config import Config, ModelConfig, TrainConfig, refuse_unwritable, unknown
 from ..tools.documents import corpus_digest, documents, validation_bytes
-from ..tools.files import json_digest, lock_file, read_json, write_json
+from ..tools.files import json_digest, lock_file, read_json, read_utf8, write_json
 from ..tools.machine import cores, machine_name
 from ..tools.show import COLORS, Table, figure
 from ..tokenization.tokenizer import Tokenizer
@@ -157,9 +157,7 @@ def read_lines(
     """Read all runs of a file.
     Raises `ValueError` with the place of a line that is damaged or of another version."""
     path, found = Path(path), {}
-    try: text = path.read_text(encoding="utf-8") if path.exists() else ""
-    except UnicodeDecodeError as e:
-        raise ValueError(f"{path}: not UTF-8 (byte {e.start})") from None
+    text = read_utf8(path) if path.exists() else ""
     for number,line in enumerate(text.split("\n")[:-1], 1):
         try: run = json.loads(line)
         except ValueError: raise ValueError(f"{path}, line {number}: not JSON; remove the line, "

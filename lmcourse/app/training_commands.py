@@ -187,13 +187,13 @@ SHARED_OUT = ("data_parallel_replicate_degree", "data_parallel_shard_degree",
 
 # %% ../../nbs/90_app/90fd_training_commands.ipynb #d1b38143
 def finished(run:Path, train:TrainConfig): # The final `Evaluation`; None for a run that can go on
-    from lmcourse.training.checkpoint import Checkpoints
+    from lmcourse.training.checkpoint import Checkpoints, step_of
     from lmcourse.training.evaluation import Evaluation
     from lmcourse.training.runs import read_metrics
     last, early = (read_metrics(run) or [{}])[-1], train.early_stop_patience or train.target_loss
     if not last.get("final") or last["step"] < train.steps and not early: return None
     newest = Checkpoints(run/"checkpoints").latest()  # A lost one is trained again
-    if newest is None or int(newest.name.removesuffix(".old")[5:]) < last["step"]: return None
+    if newest is None or step_of(newest) < last["step"]: return None
     names = "tokens", "bits_per_byte", "floor", "excess", "error"
     return Evaluation(last["valid_loss"], **{k: last[k] for k in names if k in last})
 

@@ -21,7 +21,7 @@ from typing import Any
 from ..generation.generate import check_tokenizer, complete, context_of
 from ..tools.config import unknown
 from ..tools.documents import SPLITS
-from ..tools.files import atomic_write
+from ..tools.files import atomic_write, read_utf8
 from ..tools.stories import Stories
 from ..tokenization.tokenizer import Tokenizer
 
@@ -479,14 +479,14 @@ def load_task(
     "Read a task. `ValueError` names the file and the line that can't be read."
     path = Path(path)
     if not path.is_file(): raise FileNotFoundError(f"{path}: no such task")
-    pairs = (line.strip().partition(": ") for line in _text(path).splitlines())
+    pairs = (line.strip().partition(": ") for line in read_utf8(path).splitlines())
     about = {key: value.partition(" #")[0].strip(" '\"") for key,_,value in pairs if value}
     if missing := [k for k in ("task", "data_files", "version", "seed") if k not in about]:
         raise ValueError(f"{path}: no {missing[0]}, expected a file of save_task")
     writing = about.get("output_type") == "generate_until"
     items, data = [], path.parent/about["data_files"]
     make:type = Prompt if writing else Item
-    lines = _text(data).removesuffix("\n").split("\n") # may hold U+2028
+    lines = read_utf8(data).removesuffix("\n").split("\n") # may hold U+2028
     for n,line in enumerate(lines, 1):
         try: raw = json.loads(line)
         except ValueError as e: raise ValueError(f"{data}, line {n}: {e}") from None
@@ -501,7 +501,3 @@ def load_task(
     except ValueError as e: raise ValueError(f"{path}: {e}") from None
     kind = WritingTask if writing else Task
     return kind(about["task"], tuple(items), version, seed)
-
-def _text(path:Path)->str:
-    try: return path.read_text(encoding="utf-8")
-    except UnicodeDecodeError: raise ValueError(f"{path}: not UTF-8 text") from None

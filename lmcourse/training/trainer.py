@@ -13,7 +13,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 import torch
 from typing import Any, NamedTuple
-from ..tools.config import ModelConfig, TrainConfig, UserError, _Descent
+from ..tools.config import ModelConfig, TrainConfig, UserError, _Optimization
 from ..tools.files import read_json
 from ..tools.machine import peak_bytes
 from ..tools.show import progress
@@ -367,7 +367,7 @@ def _require_own(t:Trainer, run:Path): # Otherwise two runs would mix in one fol
                                        f"{t.step:,}; call resume() first, or take a new folder")
 
 # What decides the weights; all other settings only say how and where a run is computed and logged
-_DECIDES = {f.name for f in fields(_Descent)} - {"micro_batch"} | {"windows", "stride", "seed"}
+_DECIDES = {f.name for f in fields(_Optimization)} - {"micro_batch"} | {"windows", "stride", "seed"}
 
 def _require_settings(t:Trainer, run:Path): # Otherwise the run would become another one midway
     path = run/"config.json"
