@@ -10,6 +10,7 @@ __all__ = ['NEWTON_SCHULZ', 'OPTIMIZERS', 'SGD', 'adamw_step', 'adamw_algorithm_
 # %% ../../nbs/04_training/04c_optim_torch.ipynb #142d160c
 import math
 from collections.abc import Callable, Iterable
+from inspect import unwrap
 from typing import Any
 import torch
 from torch.optim import Optimizer
@@ -137,7 +138,10 @@ class AdamW(Optimizer):
         if not all(0 <= b < 1 for b in numbers["betas"]):
             raise ValueError(f"{type(self).__name__}: betas = {numbers['betas']}, expected 0 <= "
                              f"beta < 1")
-        super().add_param_group(group)
+        unwrap(Optimizer.add_param_group)(self, group)
+
+    # torch's methods without their decorator, which imports its compiler: that takes seconds
+    zero_grad, state_dict = unwrap(Optimizer.zero_grad), unwrap(Optimizer.state_dict)
 
     @torch.no_grad()
     def step(self, closure:Callable|None=None):
@@ -193,7 +197,7 @@ class AdamW(Optimizer):
             if group.get("decoupled_weight_decay") is False and group["weight_decay"]:
                 raise ValueError(f"{name}: a state of an optimizer whose weight decay is part of "
                                  f"the gradient (Adam, not AdamW)")
-        Optimizer.load_state_dict(self, state_dict)
+        unwrap(Optimizer.load_state_dict)(self, state_dict)
         for state in self.state.values():
             if "step" in state: state["step"] = int(state["step"])
 
