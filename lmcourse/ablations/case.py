@@ -292,7 +292,8 @@ def losses_as(
     with torch.random.fork_rng(devices=[]):
         twin = faulty_model(case, forward)
         for inputs,targets,*_ in batches:
-            nats, counts = token_losses_as(case, forward, *to_tensors((inputs, targets)), twin)
+            x, y = to_tensors((inputs, targets))
+            nats, counts = token_losses_as(case, forward, x, y, twin)
             out.append(nats.masked_fill(~counts, math.nan).double().numpy())
     return out
 
