@@ -114,6 +114,8 @@ class AdamW(Optimizer):
     "AdamW in torch's form, with torch's defaults. Raises `ValueError` for numbers out of range."
     one_pass = False # Whether to use `fused_step_` on a CPU, too, where all numbers are of one type
     found_inf:torch.Tensor|None = None # For `fused_step_`, within `step_if_finite`
+    # torch's methods without their decorator, which imports its compiler: that takes seconds
+    zero_grad, state_dict = unwrap(Optimizer.zero_grad), unwrap(Optimizer.state_dict)
     def __init__(self,
         params:Iterable,             # Parameters, or dicts of `params` and their own settings
         lr:float=1e-3,               # Learning rate
@@ -139,9 +141,6 @@ class AdamW(Optimizer):
             raise ValueError(f"{type(self).__name__}: betas = {numbers['betas']}, expected 0 <= "
                              f"beta < 1")
         unwrap(Optimizer.add_param_group)(self, group)
-
-    # torch's methods without their decorator, which imports its compiler: that takes seconds
-    zero_grad, state_dict = unwrap(Optimizer.zero_grad), unwrap(Optimizer.state_dict)
 
     @torch.no_grad()
     def step(self, closure:Callable|None=None):
