@@ -7,8 +7,9 @@ import argparse, importlib.util, os, shutil, signal, subprocess, sys, tempfile, 
 from pathlib import Path
 
 ROOT, BIN = Path(__file__).resolve().parent.parent, Path(sys.executable).parent
-# One thread a process, if nothing else is said: nbdev_test runs a notebook on each core, pytest a file of tests.
-ENV = {"OMP_NUM_THREADS": "1"} | os.environ | {"PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}"}
+# One thread a process, if nothing else is said: nbdev_test runs a notebook on each core, pytest a file of tests. Where a page asks for more,
+# those that wait leave the cores to others instead of spinning.
+ENV = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"} | os.environ | {"PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}"}
 
 
 def run(*command, cwd=ROOT, seconds=5400):

@@ -173,21 +173,20 @@ def logits_as(
     case:Case,          # The run whose weights are used
     forward:Forward,    # The way to compute
     ids:torch.Tensor,   # Token ids `(B, T)`
-    model:TransformerLM|None=None, # A model with other weights to use instead
+    twin:TransformerLM|None=None, # `faulty_model` for this fault, if it has been built
 )->torch.Tensor: # Logits `(B, T, V)`
     "Compute the forward pass with a run's weights, with or without a fault."
     places = torch.arange(ids.shape[-1])
     if forward.restart: places = places % forward.restart
-    head = case.weights["lm_head.weight"] if forward.own_head else None
-    logits = faulty_model(model or case.reference, forward, head)(ids, places)
+    logits = (twin or faulty_model(case, forward))(ids, places)
     return logits.softmax(-1) if forward.softmax else logits
 
 def faulty_model(
-    model:TransformerLM, # The model, which is not changed
-    forward:Forward,     # The fault
-    head:torch.Tensor|None=None, # Matrix of another head `(V, D)`
+    case:Case, forward:Forward,    # The run and the fault
+    model:TransformerLM|None=None, # A model to use instead of the run's; it is not changed
 )->TransformerLM: # A model that shares the tensors
     "Build a fault into a copy of a model."
+    model = model or case.reference
     twin = copy.deepcopy(model, {id(t): t for t in (*model.parameters(), *model.buffers())})
     twin.scale = model.scale*forward.embedding
     for layer in twin.layers:
@@ -195,7 +194,8 @@ def faulty_model(
         layer.attn.attention = partial(_attention, forward)
         if forward.half and layer.attn.rope is not None: layer.attn.rope.rotate = _rotate_halves
     if not forward.final_norm: twin.ln_final = torch.nn.Identity()
-    if head is not None: twin.lm_head.weight = torch.nn.Parameter(head)
+    if forward.own_head:
+        twin.lm_head.weight = torch.nn.Parameter(case.weights["lm_head.weight"])
     return twin
 
 # %% ../../nbs/06_ablations/06c_case.ipynb #4abc530e
@@ -268,14 +268,14 @@ def token_losses_as(
     forward:Forward,    # The way to compute
     x:torch.Tensor,     # Inputs `(B, T)`
     y:torch.Tensor,     # Targets `(B, T)`; -100 for those that don't count
-    model:TransformerLM|None=None, # As for `logits_as`
+    twin:TransformerLM|None=None, # As for `logits_as`
 )->tuple: # Loss of each target `(B, T)`, 0 for those that don't count; and which ones count
     "Compute the cross-entropies with or without a fault."
     if forward.padding: y = torch.where(y == -100, case.sets[0].end_of_text, y)
     if forward.wrap: x, y = x % forward.wrap, torch.where(y == -100, y, y % forward.wrap)
     if forward.shift == 0: y = torch.where(y == -100, y, x)
     else: y = F.pad(y[:, forward.shift - 1:], (0, forward.shift - 1), value=-100)
-    logits = logits_as(case, forward, x, model).flatten(0, 1)
+    logits = logits_as(case, forward, x, twin).flatten(0, 1)
     nats = F.cross_entropy(logits, y.flatten(), reduction="none", ignore_index=-100,
                            label_smoothing=forward.smoothing)
     return nats.view(y.shape), y != -100
@@ -290,8 +290,10 @@ def losses_as(
     "Compute the loss of each target of many batches."
     out = []
     with torch.random.fork_rng(devices=[]):
+        twin = faulty_model(case, forward)
         for inputs,targets,*_ in batches:
-            nats, counts = token_losses_as(case, forward, *to_tensors((inputs, targets)))
+            x, y = to_tensors((inputs, targets))
+            nats, counts = token_losses_as(case, forward, x, y, twin)
             out.append(nats.masked_fill(~counts, math.nan).double().numpy())
     return out
 
@@ -404,7 +406,8 @@ def train_steps(
 def _add_gradients(case:Case, engine:TorchEngine, forward:Forward,
                    x:torch.Tensor, y:torch.Tensor)->float: # The loss
     if forward == Forward(): return float(engine.forward_backward((x, y)))
-    nats, counts = token_losses_as(case, forward, x, y, engine.model)
+    twin = faulty_model(case, forward, engine.model)
+    nats, counts = token_losses_as(case, forward, x, y, twin)
     loss = nats.sum()/counts.sum()
     loss.backward()
     return loss.item()

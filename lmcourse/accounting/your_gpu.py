@@ -76,11 +76,14 @@ def preset_for(
 )->CardFit: # The smallest of `LADDER` if the time is too short for any
     "Choose the largest preset that fits and reads five tokens per parameter in the given time."
     if not minutes > 0: raise ValueError(f"minutes = {minutes}, expected more than 0")
-    fits = [fit for name in LADDER if (fit := fit_to_card(name, card, vocab_size=vocab_size))]
-    if not fits: raise ValueError(f"{device_of(card).name}: not enough memory for {LADDER[0]}")
-    enough = [fit for fit in fits
-              if 60*minutes*fit.tokens_per_s >= 5*count_parameters(fit.model).unique]
-    return (enough or fits)[-1 if enough else 0]
+    card, smallest = device_of(card), None
+    for name in reversed(LADDER):
+        fit = fit_to_card(name, card, vocab_size)
+        if fit is None: continue
+        if 60*minutes*fit.tokens_per_s >= 5*count_parameters(fit.model).unique: return fit
+        smallest = fit
+    if smallest is None: raise ValueError(f"{card.name}: not enough memory for {LADDER[0]}")
+    return smallest
 
 # %% ../../nbs/02_accounting/02l_your_gpu.ipynb #e616e64f
 def card_table(

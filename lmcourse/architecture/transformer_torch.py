@@ -134,7 +134,8 @@ class TransformerBlock(nn.Module):
 def _start_copying(block, **place
 ): # Each head adds a part of what it looks at, unchanged; the feed-forward network adds nothing yet
     for matrix in (block.attn.v_proj, block.attn.output_proj):
-        matrix.weight = nn.Parameter(torch.eye(len(matrix.weight), **place))
+        # Made on `meta`, it would import torch's compiler, which takes seconds
+        matrix.weight = nn.Parameter(torch.eye(len(matrix.weight)).to(**place))
     last = getattr(block.ffn, "w2", None)
     if last is None: raise ValueError(f"copy_init = True with {type(block.ffn).__name__}, "
                                       "expected a feed-forward network whose last matrix is w2")

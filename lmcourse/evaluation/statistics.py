@@ -9,7 +9,7 @@ __all__ = ['wilson', 'standard_error', 'difference_interval', 'sample_size', 'bo
 import math
 from collections.abc import Callable
 import numpy as np
-from scipy.stats import norm
+from scipy.special import ndtri as normal_quantile
 
 # %% ../../nbs/12_evaluation/12d_statistics.ipynb #bcc8b399
 def wilson(
@@ -22,7 +22,7 @@ def wilson(
         raise ValueError(f"hits = {hits} of n = {n} questions, expected whole numbers, 0 to n")
     if not 0 < level < 1: raise ValueError(f"level = {level}, expected between 0 and 1")
     hits, n = int(hits), int(n)                         # NumPy's small integers would overflow
-    p, z = hits/n, float(norm.ppf((1 + level)/2))
+    p, z = hits/n, float(normal_quantile((1 + level)/2))
     s = z*z/n
     half = z*math.sqrt(p*(1 - p)/n + s/(4*n))
     low = max(0., (p + s/2 - half)/(1 + s)) if hits else 0.      # Exactly, whatever the rounding
@@ -66,7 +66,7 @@ def difference_interval(
     if len(a) != len(b): raise ValueError(f"{len(a)} and {len(b)} scores, expected equal numbers")
     d = np.asarray(a, float) - np.asarray(b, float)
     if not 0 < level < 1: raise ValueError(f"level = {level}, expected between 0 and 1")
-    half = float(norm.ppf((1 + level)/2))*standard_error(d, clusters)
+    half = float(normal_quantile((1 + level)/2))*standard_error(d, clusters)
     return float(d.mean()), float(d.mean() - half), float(d.mean() + half)
 
 # %% ../../nbs/12_evaluation/12d_statistics.ipynb #fd0fbadb
@@ -86,7 +86,7 @@ def sample_size(
     if not 0 < level < 1: raise ValueError(f"level = {level}, expected between 0 and 1")
     if not (1 - level)/2 < power < 1:                   # The least power, without any difference
         raise ValueError(f"power = {power}, expected more than {(1 - level)/2:g}, less than 1")
-    z = norm.ppf((1 + level)/2) + norm.ppf(power)
+    z = normal_quantile((1 + level)/2) + normal_quantile(power)
     return math.ceil(z*z*2*variance*(1 - correlation)/difference**2)
 
 # %% ../../nbs/12_evaluation/12d_statistics.ipynb #fbc20696

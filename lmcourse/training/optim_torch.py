@@ -10,6 +10,7 @@ __all__ = ['NEWTON_SCHULZ', 'OPTIMIZERS', 'SGD', 'adamw_step', 'adamw_algorithm_
 # %% ../../nbs/04_training/04c_optim_torch.ipynb #142d160c
 import math
 from collections.abc import Callable, Iterable
+from inspect import unwrap
 from typing import Any
 import torch
 from torch.optim import Optimizer
@@ -113,6 +114,8 @@ class AdamW(Optimizer):
     "AdamW in torch's form, with torch's defaults. Raises `ValueError` for numbers out of range."
     one_pass = False # Whether to use `fused_step_` on a CPU, too, where all numbers are of one type
     found_inf:torch.Tensor|None = None # For `fused_step_`, within `step_if_finite`
+    # torch's methods without their decorator, which imports its compiler: that takes seconds
+    zero_grad, state_dict = unwrap(Optimizer.zero_grad), unwrap(Optimizer.state_dict)
     def __init__(self,
         params:Iterable,             # Parameters, or dicts of `params` and their own settings
         lr:float=1e-3,               # Learning rate
@@ -137,7 +140,7 @@ class AdamW(Optimizer):
         if not all(0 <= b < 1 for b in numbers["betas"]):
             raise ValueError(f"{type(self).__name__}: betas = {numbers['betas']}, expected 0 <= "
                              f"beta < 1")
-        super().add_param_group(group)
+        unwrap(Optimizer.add_param_group)(self, group)
 
     @torch.no_grad()
     def step(self, closure:Callable|None=None):
@@ -184,7 +187,7 @@ class AdamW(Optimizer):
         "Load a state, also of torch's own `AdamW`. Raises `ValueError` for another optimizer's."
         for group in state_dict["param_groups"]:
             _check_saved(group, self.defaults, type(self).__name__)
-        Optimizer.load_state_dict(self, state_dict)
+        unwrap(Optimizer.load_state_dict)(self, state_dict)
         for state in self.state.values():
             if "step" in state: state["step"] = int(state["step"])
 

@@ -55,6 +55,11 @@ def packages(module, inside=True):
 
 # Notebooks and modules
 
+def test_no_two_files_of_tests_share_a_name(): # pytest imports them by it: `make bench` would stop before its first test
+    names = [path.stem for path in (ROOT / "tests").rglob("test_*.py")]
+    assert len({*names}) == len(names)
+
+
 def test_quarto_config_is_the_one_at_the_top():
     assert (ROOT / "nbs/_quarto.yml").is_symlink() and (ROOT / "nbs/_quarto.yml").resolve() == (ROOT / "_quarto.yml").resolve()
 
