@@ -13,9 +13,9 @@ from functools import lru_cache
 from itertools import islice
 from pathlib import Path
 import numpy as np
-from scipy.special import stdtrit
 from typing import Any
 from .. import __version__
+from ..ablations.sweep import student_t
 from .calibration import choice_probs, exact_error
 from .perplexity import perplexity
 from .statistics import bootstrap_interval, standard_error, wilson
@@ -90,7 +90,7 @@ def _interval(hits:list, clusters:list)->tuple: # Of a share
 def _mean_interval(values:list, clusters:list)->tuple: # Of a mean of numbers from 0 to 1
     mean, groups = float(np.mean(values)), len(set(clusters))
     if groups == 1: return 0., 1.
-    half = float(stdtrit(groups - 1, .975))*standard_error(values, clusters) # Student's t
+    half = student_t(groups - 1)*standard_error(values, clusters)
     return max(0., mean - half), min(1., mean + half)
 
 # %% ../../nbs/12_evaluation/12i_report.ipynb #d48fb259
