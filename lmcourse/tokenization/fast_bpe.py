@@ -15,8 +15,7 @@ __all__ = ['U', 'ONE', 'ZERO', 'OTHER', 'LETTER', 'NUMBER', 'SPACE', 'GOLD', 'MI
            'first_right', 'write_token', 'learn_kernel', 'move_pairs', 'byte_tokens', 'train_bpe_fast', 'next_special',
            'find_specials', 'Specials', 'last_cut', 'FilePieces', 'TextPieces', 'count_words_fast', 'find_pair',
            'fill_pairs', 'merge_word', 'push', 'pop', 'push_pair', 'merge_long', 'learn_word', 'encode_span',
-           'pack_tables', 'pack_job', 'encode_kernel', 'Workplace', 'PieceEncoder', 'text_pieces', 'in_turns',
-           'Gathered', 'Encoder']
+           'pack_tables', 'pack_job', 'encode_kernel', 'PieceEncoder', 'text_pieces', 'in_turns', 'Gathered', 'Encoder']
 
 # %% ../../nbs/01_tokenization/01d_fast_bpe.ipynb #280ad343
 import os, sys, threading
@@ -1064,16 +1063,6 @@ def encode_kernel(data, address, out_):
             k += 1
         i = at + offsets[p+1] - offsets[p]
 
-# %% ../../nbs/01_tokenization/01d_fast_bpe.ipynb #4a2b2bce
-class Workplace(NamedTuple):
-    "Memory for one call of the kernel at a time."
-    code:Callable     # `encode_kernel`, to be called directly
-    address:int       # Address of `memory`
-    ids:np.ndarray    # Room for the ids of a short text
-    view:memoryview   # The same room, from which a slice is taken fastest
-    memory:np.ndarray # What `pack_tables` and `pack_job` have written
-    arrays:tuple      # All arrays that `memory` refers to, so that they stay alive
-
 # %% ../../nbs/01_tokenization/01d_fast_bpe.ipynb #8682bbb9
 class PieceEncoder:
     """Encodes texts, or pieces of them, with the compiled kernel.
@@ -1105,7 +1094,12 @@ class PieceEncoder:
     def _job(self, start:int, stop:int, end:tuple, texts:int)->tuple: # Arguments of `pack_job`
         return (*self.specials[end].arrays, self.special_ids[end], np.array([start, stop]),
                 np.empty(texts, np.int64))
-    def workplace(self)->Workplace:
+    def workplace(self
+    # `encode_kernel`, to be called directly; the address of the memory that `pack_tables` and
+    # `pack_job` fill; room for the ids of a short text, and a view of it, from which a slice is
+    # taken fastest; the memory itself; all arrays that it refers to, so that they stay alive.
+    # Without names, because a plain tuple is taken apart faster
+    )->tuple:
         "Return memory that no other call uses until it is appended to `free`."
         try: return self.free.pop()
         except IndexError: pass
@@ -1120,7 +1114,7 @@ class PieceEncoder:
         pack_tables(memory, *tables)
         pack_job(memory, *job)
         code = direct(encode_kernel, b"", memory.ctypes.data, ids)
-        return Workplace(code, memory.ctypes.data, ids, ids.data, memory, (*tables, *job))
+        return code, memory.ctypes.data, ids, ids.data, memory, (*tables, *job)
     def run(self,
         data:bytes,                      # A text in UTF-8
         start:int=0, stop:int=1 << 62,   # Which part of it to encode
@@ -1130,7 +1124,8 @@ class PieceEncoder:
         Raises `ValueError` if a text of a batch contains the byte that should end it."""
         stop = min(stop, len(data))
         place, job = self.workplace(), self._job(start, stop, end, texts)
-        pack_job(memory := place.memory.copy(), *job)
+        *_, memory, _ = place
+        pack_job(memory := memory.copy(), *job)
         out = np.empty(stop - start, self.dtype)
         try: found = encode_kernel(data, memory.ctypes.data, out)
         finally: self.free.append(place)
