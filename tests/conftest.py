@@ -16,7 +16,7 @@ sys.modules.setdefault("rfc3987_syntax", None)
 # One thread a process, as for the processes that tests start: a run is the same to the bit only with as many threads.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# Where a test asks for more, threads that wait leave the cores to other tests instead of spinning: ten seconds instead of one for a tiny run.
+# Where a test asks for more, threads that wait leave the cores to other tests instead of spinning.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 # A processor without AVX-512 has none for oneDNN either. Where torch alone is told so, its attention in bfloat16 packs for instructions that

@@ -156,8 +156,8 @@ class AblateCommand:
         with checking_input():
             if self.processes is not None and self.processes < 1:
                 raise ValueError(f"processes = {self.processes}, expected 1 or more")
-            experiment, device = (experiment_of(self.study, self.scale, **more),
-                                  pick_device(self.device).type)
+            experiment = experiment_of(self.study, self.scale, **more)
+            device = pick_device(self.device).type
             jobs, missing = experiment.runs(), missing_runs(experiment, self.out)
             for name in {job.data.corpus for job in missing.values()}: documents(name)
         say(f"{self.study}, {self.scale}: {len(experiment.variants)} variants x "

@@ -321,8 +321,8 @@ def train_to_the_end(
     from lmcourse.training.runs import read_run
     with checking_input():
         data = read_run(run)[2]
-        tokenizer, begin, grams = (matching_tokenizer(data, trainer.train, trainer.valid),
-                                   beginning(trainer.config.windows), ngram_line(data))
+        tokenizer = matching_tokenizer(data, trainer.train, trainer.valid)
+        begin, grams = beginning(trainer.config.windows), ngram_line(data)
     def sample(_): return story(sampling_model(trainer), tokenizer, trainer.step, begin, 120)
     again = f": lmcourse train --resume {shlex.quote(str(run))}"
     try:

@@ -543,10 +543,10 @@ def curate(
     work, rounds = out.absolute()/"work", _rounds(key)
     with open(out/"job.json", "rb+") as file:
         lock_file(file)
-        for k,(_, _, corpus) in enumerate(rounds):
+        for k,one in enumerate(rounds):
             (work/str(k)).mkdir(parents=True, exist_ok=True)
             for _ in apply(partial(_job, work=str(work), key=key, k=k), shards): pass
-            if corpus: _decide(work, key, k, len(shards))
+            if one.corpus: _decide(work, key, k, len(shards))
         return _finish(out, work, len(rounds), len(shards), recipe)
 
 # %% ../../nbs/13_curation/13i_pipeline.ipynb #13i00026

@@ -340,8 +340,8 @@ def _counts(pages:int, shares:dict)->dict: # Number of pages of each kind; they 
 # %% ../../nbs/13_curation/13a_web.ipynb #09f2790a
 class _Author: # Writes what a page's kind decides: its text, and the truth about the text
     def __init__(self, seed:int):
-        self.rng, self.stories, self.tests = (random.Random(f"web {seed}"), Stories(_WEB + seed),
-                                              Stories(_TEST))
+        self.rng = random.Random(f"web {seed}")
+        self.stories, self.tests = Stories(_WEB + seed), Stories(_TEST)
         self.others = [next(self.stories) for _ in range(40)] # Not pages: teasers, loose words
         self.words = [w for t in self.others for w in t.split(" ")]
         self.originals:list = []                              # Pages to copy
