@@ -10,7 +10,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from lmcourse.architecture.attention_torch import RoPE, prepare_heads
-from lmcourse.architecture import fused
+from lmcourse.architecture import fused, onednn
 from lmcourse.architecture.fused import FusedFeedForward, FusedRMSNorm, exp2_below, fused_ffn, fused_gelu, fused_heads, fused_loss, head_loss, largest, rms_norm, swiglu, rotate_heads
 from lmcourse.architecture.fused_attention import FUSED_PARTS
 from lmcourse.architecture.layers_torch import FeedForward, Linear, RMSNorm, check_same, gelu, linear_cross_entropy, rmsnorm, silu
@@ -140,7 +140,9 @@ def test_what_auto_chooses():
     def parts(**how): return TorchEngine(SMALL, TrainConfig(device="cpu", **how)).model.parts
     linear = OneDNNLinear if vectors_idle() else Linear
     assert parts() == (replace(FUSED_PARTS, linear=linear) if compiles() else Parts()) and TrainConfig().kernels == "auto"
-    assert parts(dtype="bfloat16") == parts(kernels="torch") == parts(kernels="torch", compile=True) == Parts()
+    assert parts(kernels="torch") == parts(kernels="torch", compile=True) == parts(dtype="bfloat16", compile=True) == Parts()
+    assert parts(dtype="bfloat16") == (replace(FUSED_PARTS, linear=OneDNNLinear) if compiles() else Parts())
+    assert parts(dtype="float16") == parts(dtype="bfloat16", kernels="torch") == Parts()
     assert parts(compile=True) == Parts(linear=linear)
     assert TransformerLM(SMALL).parts == Parts()
     with expect_error(ValueError, "kernels = fused on cuda, expected cpu; kernels = torch would do"): named_parts(SMALL, "torch", "fused", "cuda")
@@ -148,11 +150,48 @@ def test_what_auto_chooses():
     with expect_error(ValueError, "engine = numpy with kernels = fused"): NumpyEngine(SMALL, TrainConfig(engine="numpy", kernels="fused"))
 
 
+def in_bf16(): return torch.autocast("cpu", torch.bfloat16)
+
+
+@pytest.mark.parametrize("z_loss", [0., .1])
+def test_the_products_of_the_loss_in_bfloat16(z_loss, monkeypatch):
+    "Factors are rounded, sums aren't; the loss itself is in float32, whichever library multiplies"
+    x, head, targets = drawn(50, 16), drawn(40, 16), torch.arange(50) % 40
+    targets[7] = -100
+    low_x, low_head = (t.bfloat16().float().requires_grad_() for t in (x, head))
+    expected = linear_cross_entropy(low_x, low_head, targets, z_loss=z_loss)
+    wanted = torch.autograd.grad(expected, (low_x, low_head))
+    for idle in (False, True):
+        for module in (onednn, fused): monkeypatch.setattr(module, "vectors_idle", lambda: idle)
+        leaves = x.clone().requires_grad_(), head.clone().requires_grad_()
+        with in_bf16(): loss = fused_loss(*leaves, targets, z_loss=z_loss)
+        found = torch.autograd.grad(loss, leaves)
+        assert loss.dtype == found[0].dtype == found[1].dtype == torch.float32
+        check_close(loss.detach(), expected.detach(), 5e-3)
+        for a, b in zip(found, wanted): assert (a - b).norm() < .01*b.norm()
+
+
+@pytest.mark.skipif(not compiles(), reason="nothing is compiled here")
+@pytest.mark.parametrize("recompute", [False, True])
+def test_a_step_in_bfloat16(recompute):
+    "All products are in bfloat16, also those of the backward pass; what they yield isn't"
+    ids = torch.randint(61, (4, 30), generator=torch.Generator().manual_seed(1))
+    found = {}
+    for dtype in ("float32", "bfloat16"):
+        engine = TorchEngine(SMALL, TrainConfig(device="cpu", dtype=dtype, recompute=recompute))
+        with torch.profiler.profile(record_shapes=True) as record: engine.forward_backward((ids[:, :-1], ids[:, 1:]))
+        kinds = [e.name for e in record.events() if "_linear_pointwise" in e.name]
+        found[dtype] = torch.cat([p.grad.flatten() for p in engine.model.parameters()])
+        assert dtype == "float32" or len(kinds) >= 3*sum(type(m) is OneDNNLinear for m in engine.model.modules()) > 30
+    a, b = found.values()
+    assert b.dtype == torch.float32 and 1e-4 < (a - b).norm()/a.norm() < .02 and torch.isfinite(b).all()
+
+
 def test_other_types_and_no_gradients_take_the_readable_way():
     x, norm, ffn = drawn(2, 5, 32), FusedRMSNorm(32), FusedFeedForward(32, 48)
     check_close(norm.double()(x.double()), RMSNorm(32, dtype=torch.float64)(x.double()), 0, 0)
     assert norm.float()(x[:0]).shape == (0, 5, 32)
-    with torch.autocast("cpu", torch.bfloat16): assert ffn(x).dtype == torch.bfloat16
+    with torch.autocast("cpu", torch.float16): assert ffn(x).dtype == torch.float16
     ids = torch.randint(61, (2, 12))
     model = TransformerLM(SMALL, parts=FUSED_PARTS)
     with torch.no_grad(): check_close(model.loss(ids[:, :-1], ids[:, 1:]), TransformerLM(SMALL).loss(ids[:, :-1], ids[:, 1:]), 1e-5)

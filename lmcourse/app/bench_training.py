@@ -97,10 +97,12 @@ def start_torch(
 )->Callable: # Takes one step
     "Prepare the torch engine."
     import torch
-    from lmcourse.architecture.transformer_torch import TransformerLM, named_parts
-    from lmcourse.training.engines import fill
+    from lmcourse.architecture.transformer_torch import TransformerLM
+    from lmcourse.tools.config import TrainConfig
+    from lmcourse.training.engines import fill, parts_for
     from lmcourse.training.optim_torch import AdamW, clip_grad_norm, parameter_groups
-    model = TransformerLM(setting.config, parts=named_parts(setting.config, kernels=kernels))
+    parts = parts_for(setting.config, TrainConfig(kernels=kernels), torch.device("cpu"), dtype)
+    model = TransformerLM(setting.config, parts=parts)
     fill(model, {name: torch.from_numpy(w) for name,w in first_weights(setting).items()})
     optimizer = AdamW(parameter_groups(model, OPTIMIZER["weight_decay"]), **OPTIMIZER)
     optimizer.one_pass = kernels == "fused"
@@ -241,7 +243,7 @@ CONTENDERS = {
     "torch, own products": Contender(start_torch, start_product_torch),
     "torch, compiled": Contender(partial(start_torch, compiled=True), around=best_products,
                                  compiler=True),
-    "torch, bf16": Contender(_start16, _product16, "bfloat16", best_products),
+    "torch, bf16": Contender(partial(_start16, kernels="fused"), _product16, "bfloat16"),
     "torch, bf16, compiled": Contender(partial(_start16, compiled=True), None, "bfloat16",
                                        best_products, compiler=True),
     "transformers": Contender(start_transformers),

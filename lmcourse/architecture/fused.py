@@ -19,7 +19,8 @@ import torch
 from torch import Tensor, nn
 from ..tools.compiled import fused, strict
 from ..tools.config import ModelConfig
-from .onednn import add_product, fits, operator, product, vectors_idle
+from .onednn import add_product, fits, operator, product, product_dtype
+from .onednn import vectors_idle
 from .layers_torch import FeedForward, Linear, RMSNorm
 from .layers_torch import check_index, linear_cross_entropy
 from .attention_torch import RoPE, prepare_heads
@@ -407,8 +408,8 @@ def loss_rows(z, bits, targets, z_loss, count):
 def _loss_part(z, targets, z_loss, count, i, j): # The sum of the losses of rows i to j - 1
     return loss_rows(z[i:j], z[i:j].view(np.int32), targets[i:j], z_loss, count)
 
-def _head_loss(x:Tensor, weight:Tensor, targets:Tensor, ignore_index:int, z_loss:float
-               )->tuple[Tensor, Tensor, Tensor]: # The mean, and the gradients of `x` and `weight`
+def _head_loss(x:Tensor, weight:Tensor, targets:Tensor, ignore_index:int, z_loss:float,
+               in_bf16:bool=False)->tuple[Tensor, Tensor, Tensor]: # The mean, and the gradients of `x` and `weight`
     N, D = x.shape
     if not fits(x, weight): # The bits of other numbers would be read as float32
         raise TypeError(f"head_loss: {x.dtype} {tuple(x.shape)} and {weight.dtype} "
@@ -418,19 +419,21 @@ def _head_loss(x:Tensor, weight:Tensor, targets:Tensor, ignore_index:int, z_loss
     counts = targets != ignore_index
     check_index(targets[counts], len(weight), "target", "a vocabulary")
     used, n = targets.where(counts, -1).numpy(), int(counts.sum())
-    x, weight, loss = x.detach(), weight.detach(), 0.
-    dx, dweight = x.new_zeros(N, D), weight.new_zeros(weight.shape)
+    dx, dweight, loss = x.new_zeros(N, D), weight.new_zeros(weight.shape), 0.
+    rounded = Tensor.bfloat16 if in_bf16 else Tensor.detach
+    x, weight = rounded(x.detach()), rounded(weight.detach())
     tokens = max(256, 2**21//len(weight))
-    room = x.new_empty(0 if vectors_idle() else min(tokens, N), len(weight))
+    room = dx.new_empty(0 if in_bf16 or vectors_idle() else min(tokens, N), len(weight))
     for i in range(0, N, tokens):
         rows, y = x[i:i + tokens], used[i:i + tokens]
         z = product(rows, weight.T, room[:len(rows)])
         part = partial(_loss_part, z.numpy(), y, np.float32(z_loss), np.float32(max(n, 1)))
         loss += sum(share(part, len(z), z.numel()))
+        z = rounded(z)
         add_product(dx[i:i + tokens], z, weight)
         add_product(dweight, z.T, rows)
         del z, part     # before the next ones are made
-    return x.new_tensor(loss/n if n else math.nan), dx, dweight
+    return dx.new_tensor(loss/n if n else math.nan), dx, dweight
 
 def _head_loss_backward(dloss:Tensor, dx:Tensor, dweight:Tensor)->tuple[Tensor, Tensor]:
     return dx*dloss, dweight*dloss
@@ -445,8 +448,9 @@ def fused_loss(
     x:Tensor, weight:Tensor, targets:Tensor, ignore_index:int=-100, z_loss:float=0.
 )->Tensor: # The loss, as from `linear_cross_entropy`
     "Compute the loss by our kernel where it fits, and by `linear_cross_entropy` otherwise."
+    dtype = product_dtype()
     if (not fits(x, weight) or targets.shape != x.shape[:-1] or not torch.is_grad_enabled()
-        or torch.is_autocast_enabled("cpu")):
+        or dtype not in (torch.float32, torch.bfloat16)):
         return linear_cross_entropy(x, weight, targets, ignore_index, z_loss)
     return head_loss(x.reshape(-1, x.shape[-1]), weight, targets.flatten(), ignore_index,
-                     z_loss)[0]
+                     z_loss, dtype == torch.bfloat16)[0]

@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['ENGINES', 'BatchPlan', 'plan_batch', 'noise_scale', 'next_token_loss', 'Objective', 'counted_targets', 'TorchEngine',
-           'kernels_for', 'fill', 'NumpyEngine', 'engine_for', 'unchanged', 'World', 'autocast', 'find_nonfinite',
-           'find_nonfinite_sharded', 'join_world', 'mesh_sizes', 'pick_device', 'place_in', 'precision_for',
-           'tf32_products']
+           'kernels_for', 'parts_for', 'fill', 'NumpyEngine', 'engine_for', 'unchanged', 'World', 'autocast',
+           'find_nonfinite', 'find_nonfinite_sharded', 'join_world', 'mesh_sizes', 'pick_device', 'place_in',
+           'precision_for', 'tf32_products']
 
 # %% ../../nbs/04_training/04f_engines.ipynb #120dd1ea
 import math
@@ -25,7 +25,7 @@ from ..architecture.layers_np import RowGradient
 from ..architecture.layers_torch import auxiliary_scale
 from ..architecture.onednn import OneDNNLinear, vectors_idle
 from ..architecture.transformer_np import init_params, learning_rate_scales
-from ..architecture.transformer_torch import TransformerLM, named_parts
+from ..architecture.transformer_torch import Parts, TransformerLM, named_parts
 from ..tools.config import ModelConfig, TrainConfig
 from ..tools.machine import compiles
 from .checkpoint import Checkpoints, load_checkpoint, read_state, save_checkpoint
@@ -252,7 +252,7 @@ def _load(engine, path:Path, config:dict)->int: # Number of steps done
 
 # %% ../../nbs/04_training/04f_engines.ipynb #f0a87bca
 def _free_to_choose(config:TrainConfig, device:torch.device, dtype:str)->bool:
-    return (config.kernels == "auto" and device.type == "cpu" and dtype == "float32"
+    return (config.kernels == "auto" and device.type == "cpu" and dtype != "float16"
             and not (config.shard or config.on_mesh))
 
 # %% ../../nbs/04_training/04f_engines.ipynb #d3e951a6
@@ -261,19 +261,31 @@ def kernels_for(
     device:torch.device, # The device that trains the model
     dtype:str,           # Format of the products, not `auto`
 )->str: # `torch`, `fused` or `triton`
-    """Return the kernels of a run. `auto` means fused ones for float32 on a CPU, where Numba
-    compiles, the step isn't compiled and the model isn't divided; otherwise torch's."""
+    """Return the kernels of a run. `auto` means fused ones on a CPU, where Numba compiles, the
+    step isn't compiled, the model isn't divided and nothing is in float16; otherwise torch's."""
     if config.kernels != "auto": return config.kernels
     fits = _free_to_choose(config, device, dtype) and compiles() and not config.compile
     return "fused" if fits else "torch"
 
+# %% ../../nbs/04_training/04f_engines.ipynb #ede72714
+def parts_for(
+    model_config:ModelConfig, # Config of the model
+    config:TrainConfig,       # Settings of the run
+    device:torch.device,      # The device that trains the model
+    dtype:str,                # Format of the products, not `auto`
+)->Parts:
+    "Choose the components of a run's model."
+    kernels = kernels_for(config, device, dtype)
+    parts = named_parts(model_config, config.attention, kernels, device)
+    free = dtype == "float32" and _free_to_choose(config, device, dtype)
+    if kernels == "fused" and dtype == "bfloat16" or free and vectors_idle():
+        parts = replace(parts, linear=OneDNNLinear)
+    return parts
+
 # %% ../../nbs/04_training/04f_engines.ipynb #3f1836f7
 def _make_model(model_config:ModelConfig, config:TrainConfig, world:World, device:torch.device,
                 dtype:str)->TransformerLM:
-    kernels = kernels_for(config, device, dtype)
-    parts = named_parts(model_config, config.attention, kernels, device)
-    if kernels == "torch" and _free_to_choose(config, device, dtype) and vectors_idle():
-        parts = replace(parts, linear=OneDNNLinear)
+    parts = parts_for(model_config, config, device, dtype)
     if config.compile and device.type == "cpu" and "triton" in (config.attention, config.kernels):
         raise ValueError("compile = True with Triton kernels on a CPU, where they are "
                          "interpreted: compile = False would do")
