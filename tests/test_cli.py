@@ -387,7 +387,7 @@ def broken(work, whole):
     ("ablate head --seeds -1", "seed = -1, expected 0 or more"),
     ("ablate head --processes 0", "processes = 0, expected 1 or more"),
     ("ablate head --device tpu", "device = 'tpu', expected auto, cpu, cuda or mps"),
-    ("speedrun rase", "('race', 'changes', 'grid', 'quickstart', 'longer', 'whole')"),
+    ("speedrun rase", "('race', 'changes', 'grid', 'quickstart', 'longer', 'whole', 'bfloat16')"),
     ("speedrun --seeds 0", "seeds = 0, expected 1 or more"),
     ("speedrun --minutes 0", "minutes = 0.0, expected a finite number above 0"),
     ("speedrun --mark nan", "mark = nan, expected a finite number above 0"),

@@ -582,6 +582,13 @@ PARTS["longer"] = Part("quickstart", _some("the quickstart's recipe", "GPT-2's f
 PARTS["whole"] = Part("quickstart", _some("the quickstart's recipe", "copiers at twice the rate"),
                       4400)
 
+# %% ../../nbs/06_ablations/06e_speedrun.ipynb #f5d4538e
+_COPIERS = PARTS["quickstart"].changes["copiers at twice the rate"]
+PARTS["bfloat16"] = Part("quickstart", {
+    "products in float32": _COPIERS,
+    "products in bfloat16": _COPIERS | dict(dtype="bfloat16"),
+}, 2200)
+
 # %% ../../nbs/06_ablations/06e_speedrun.ipynb #a056a929
 def speedrun(
     part:str,           # `race`, or a name in `PARTS`

@@ -175,8 +175,9 @@ class AblateCommand:
 class SpeedrunCommand:
     "Race the course's recipe against nanoGPT's on one core; runs that OUT has are not repeated."
     # race; changes of our recipe; grid of nanoGPT's sizes and rates; changes of the quickstart's
-    # recipe, longer runs of some, or whole runs
-    part: word(Literal["race", "changes", "grid", "quickstart", "longer", "whole"], "PART") = "race"
+    # recipe, longer runs of some, whole runs, or rounded products
+    part: word(Literal["race", "changes", "grid", "quickstart", "longer", "whole",
+                       "bfloat16"], "PART") = "race"
     seeds: int = 5              # Number of seeds for every run
     minutes: float = 60.        # Longest run of a contestant, in minutes of CPU time
     mark: float = 0.15          # Nats per token above the floor that end the race

@@ -6,7 +6,7 @@
 __all__ = ['SHARED', 'rms_norm', 'swiglu', 'fused_gelu', 'rotate_heads', 'head_loss', 'one_over_root', 'norm_rows',
            'norm_rows_backward', 'torch_threads', 'share', 'FusedRMSNorm', 'fused_norm', 'exp2_below', 'swiglu_all',
            'swiglu_all_backward', 'gelu_all', 'gelu_all_backward', 'FusedFeedForward', 'fused_ffn', 'rotate_rows',
-           'rotate_rows_backward', 'fused_heads', 'largest', 'loss_rows', 'fused_loss']
+           'rotate_rows_backward', 'fused_heads', 'MixedPrecisionLinear', 'largest', 'loss_rows', 'fused_loss']
 
 # %% ../../nbs/03_architecture/03k_fused.ipynb #6fed5d93
 import ctypes, math
@@ -19,8 +19,7 @@ import torch
 from torch import Tensor, nn
 from ..tools.compiled import fused, strict
 from ..tools.config import ModelConfig
-from .onednn import add_product, fits, operator, product, product_dtype
-from .onednn import vectors_idle
+from .onednn import add_product, fits, operator, product, vectors_idle
 from .layers_torch import FeedForward, Linear, RMSNorm
 from .layers_torch import check_index, linear_cross_entropy
 from .attention_torch import RoPE, prepare_heads
@@ -372,6 +371,37 @@ def fused_heads(
         return rotate_heads(x.transpose(1, 2), weight, table, eps)
     return turn(q, q_norm), turn(k, k_norm)
 
+# %% ../../nbs/03_architecture/03k_fused.ipynb #b2d44e62
+def _linear_bf16(x:Tensor, weight:Tensor
+)->tuple[Tensor, Tensor, Tensor]: # The product, and both factors in bfloat16
+    a, b = x.bfloat16(), weight.bfloat16()
+    return (a@b.T).float(), a, b
+
+def _linear_bf16_backward(dy:Tensor, a:Tensor|None, b:Tensor|None)->tuple[Tensor, Tensor]:
+    nothing, g = dy.new_empty(0), dy.bfloat16() # `nothing` where nobody asks for the gradient
+    return (nothing if b is None else (g@b).float(), nothing if a is None else (g.T@a).float())
+
+def _other_factors(inputs, output):
+    x, weight, _, a, b = *inputs, *output
+    return a if weight.requires_grad else None, b if x.requires_grad else None
+
+# With tensors that are only shapes, our functions compute shapes
+_multiply = operator("linear_bf16", _linear_bf16, _linear_bf16_backward, _other_factors,
+                     _linear_bf16, _linear_bf16_backward)
+
+def _in_bf16()->bool: # Whether autocast wants products on a CPU in bfloat16
+    return torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") == torch.bfloat16
+
+# %% ../../nbs/03_architecture/03k_fused.ipynb #bf6d4928
+class MixedPrecisionLinear(Linear):
+    "A linear layer that, under autocast to bfloat16 on a CPU, takes and returns float32."
+    def forward(self, x:Tensor)->Tensor: # `(..., in)` to `(..., out)`
+        if _in_bf16() and x.dtype == torch.bfloat16: x = x.float() # From torch's own attention
+        if not _in_bf16() or not fits(x, self.weight): return super().forward(x)
+        y = _multiply(x.reshape(-1, x.shape[-1]), self.weight)[0]
+        y = y.reshape(*x.shape[:-1], len(self.weight))
+        return y if self.bias is None else y + self.bias
+
 # %% ../../nbs/03_architecture/03k_fused.ipynb #afe34871
 @strict
 def largest(bits:np.ndarray):
@@ -408,6 +438,8 @@ def loss_rows(z, bits, targets, z_loss, count):
 def _loss_part(z, targets, z_loss, count, i, j): # The sum of the losses of rows i to j - 1
     return loss_rows(z[i:j], z[i:j].view(np.int32), targets[i:j], z_loss, count)
 
+def _add_bf16(total:Tensor, a:Tensor, b:Tensor): total += a@b # The sum is in float32
+
 def _head_loss(x:Tensor, weight:Tensor, targets:Tensor, ignore_index:int, z_loss:float,
                in_bf16:bool=False)->tuple[Tensor, Tensor, Tensor]: # The mean, and the gradients of `x` and `weight`
     N, D = x.shape
@@ -420,18 +452,18 @@ def _head_loss(x:Tensor, weight:Tensor, targets:Tensor, ignore_index:int, z_loss
     check_index(targets[counts], len(weight), "target", "a vocabulary")
     used, n = targets.where(counts, -1).numpy(), int(counts.sum())
     dx, dweight, loss = x.new_zeros(N, D), weight.new_zeros(weight.shape), 0.
-    rounded = Tensor.bfloat16 if in_bf16 else Tensor.detach
+    rounded, add = (Tensor.bfloat16, _add_bf16) if in_bf16 else (Tensor.detach, add_product)
     x, weight = rounded(x.detach()), rounded(weight.detach())
     tokens = max(256, 2**21//len(weight))
     room = dx.new_empty(0 if in_bf16 or vectors_idle() else min(tokens, N), len(weight))
     for i in range(0, N, tokens):
         rows, y = x[i:i + tokens], used[i:i + tokens]
-        z = product(rows, weight.T, room[:len(rows)])
+        z = (rows@weight.T).float() if in_bf16 else product(rows, weight.T, room[:len(rows)])
         part = partial(_loss_part, z.numpy(), y, np.float32(z_loss), np.float32(max(n, 1)))
         loss += sum(share(part, len(z), z.numel()))
         z = rounded(z)
-        add_product(dx[i:i + tokens], z, weight)
-        add_product(dweight, z.T, rows)
+        add(dx[i:i + tokens], z, weight)
+        add(dweight, z.T, rows)
         del z, part     # before the next ones are made
     return dx.new_tensor(loss/n if n else math.nan), dx, dweight
 
@@ -448,9 +480,9 @@ def fused_loss(
     x:Tensor, weight:Tensor, targets:Tensor, ignore_index:int=-100, z_loss:float=0.
 )->Tensor: # The loss, as from `linear_cross_entropy`
     "Compute the loss by our kernel where it fits, and by `linear_cross_entropy` otherwise."
-    dtype = product_dtype()
+    in_bf16 = _in_bf16()
     if (not fits(x, weight) or targets.shape != x.shape[:-1] or not torch.is_grad_enabled()
-        or dtype not in (torch.float32, torch.bfloat16)):
+        or torch.is_autocast_enabled("cpu") and not in_bf16):
         return linear_cross_entropy(x, weight, targets, ignore_index, z_loss)
     return head_loss(x.reshape(-1, x.shape[-1]), weight, targets.flatten(), ignore_index,
-                     z_loss, dtype == torch.bfloat16)[0]
+                     z_loss, in_bf16)[0]

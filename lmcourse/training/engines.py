@@ -22,6 +22,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 from ..architecture.fast_np import fast_loss_and_grads
 from ..architecture.layers_np import RowGradient
+from ..architecture.fused import MixedPrecisionLinear
 from ..architecture.layers_torch import auxiliary_scale
 from ..architecture.onednn import OneDNNLinear, vectors_idle
 from ..architecture.transformer_np import init_params, learning_rate_scales
@@ -277,10 +278,9 @@ def parts_for(
     "Choose the components of a run's model."
     kernels = kernels_for(config, device, dtype)
     parts = named_parts(model_config, config.attention, kernels, device)
-    free = dtype == "float32" and _free_to_choose(config, device, dtype)
-    if kernels == "fused" and dtype == "bfloat16" or free and vectors_idle():
-        parts = replace(parts, linear=OneDNNLinear)
-    return parts
+    if (kernels, dtype) == ("fused", "bfloat16"): return replace(parts, linear=MixedPrecisionLinear)
+    free = (kernels, dtype) == ("torch", "float32") and _free_to_choose(config, device, dtype)
+    return replace(parts, linear=OneDNNLinear) if free and vectors_idle() else parts
 
 # %% ../../nbs/04_training/04f_engines.ipynb #3f1836f7
 def _make_model(model_config:ModelConfig, config:TrainConfig, world:World, device:torch.device,
