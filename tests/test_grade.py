@@ -363,6 +363,34 @@ def test_files_of_a_folder_may_have_other_names(here):
     assert "without an answer" in (told := ask("check", "01", "mine").stdout) and "01.sizes" not in told
 
 
+def test_pages_of_the_course_are_no_answers(here):
+    "They lie beside the exercises of the student edition, and define what it asks for."
+    Path("mine").mkdir()
+    Path("mine/01c_encoding.ipynb").write_text(notebook(SPLIT))
+    got = ask("check", "01", "mine")
+    assert got.returncode == 2 and "mine: no file is named after any task of chapter 01" in got.stderr
+    Path("mine/00z_notes.py").write_text(SPLIT.replace("[p for p", "[None for p"))
+    Path("mine/01z_tokenization.ipynb").write_text(notebook(SPLIT))
+    assert ask("check", "01", "mine").stdout.splitlines() == [
+        "01.split: right", "not graded, no answer to a task of this chapter: 00z_notes.py", "chapter 01: 1 right, 0 not yet, 8 without an answer"]
+
+
+def test_a_file_that_cannot_be_parsed_is_named_in_a_folder_too(here):
+    Path("mine").mkdir()
+    Path("mine/week1.py").write_text("def split(text:\n")
+    Path("mine/sizes.py").write_text(SIZES)
+    got = ask("check", "01", "mine").stdout
+    assert got.startswith("01.sizes: right\n01.same_look: not yet: your file raised SyntaxError") and "week1.py, line 1" in got
+    assert ask("check", "01.split", "mine").stdout.startswith("01.split: not yet: your file raised SyntaxError")
+
+
+def test_a_file_that_never_ends_is_waited_for_once(here):
+    got = check(SIZES.replace("answer", "sizes") + SPLIT + "while True: pass\n", "--seconds", 6, exercise="01").stdout.splitlines()
+    assert got[:2] == ["01.sizes: not yet: your file isn't done after 6 seconds: is there an endless loop? (--seconds allows more time)",
+                       "    last seen in mine.py, line 7"]
+    assert got[2:] == ["01.split: not yet: mine.py has to run to its end first", "chapter 01: 0 right, 2 not yet, 7 without an answer"]
+
+
 def test_an_empty_place_is_no_answer_and_no_try(here):
     empty = "sizes = {'utf-8': None, 'utf-16': None}\nsame_look = None\ndef split(text, special_tokens):\n    # gives a list\n    ...\n"
     got = check("from collections import Counter\n" + empty + "def step(words, numbers): return 1\n", exercise="01")

@@ -8,17 +8,20 @@ __all__ = ['Exercise', 'exercise_tasks', 'find_tasks', 'answer_job', 'Verdict', 
            'check_exercise']
 
 # %% ../../nbs/90_app/90e_grade.ipynb #36e2b631
-import ast, builtins, faulthandler, json, linecache, os, re, secrets, signal, subprocess, sys
-import tempfile, threading, time, tokenize, traceback, types
+import ast, builtins, csv, faulthandler, io, json, linecache, os, re, secrets, shutil, signal
+import subprocess, sys, tempfile, threading, time, tokenize, traceback, types
 from codecs import getincrementaldecoder
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, replace
 from datetime import date
 from importlib import import_module
 from importlib.resources import files
 from pathlib import Path
 from collections.abc import Callable
-from ..tools.config import UserError, unknown
-from ..tools.files import folder_lock, read_json, write_json
+from ..tools.config import UserError, refuse_unwritable, unknown
+from ..tools.files import file_digest, folder_lock, json_digest, read_json, read_utf8
+from ..tools.files import write_json, write_text
+from ..tools.machine import cores
 from ..tools.show import Table
 
 # %% ../../nbs/90_app/90e_grade.ipynb #63173a11
@@ -273,13 +276,14 @@ def _kill(process): # Together with its children
     try: os.killpg(process.pid, signal.SIGKILL) if hasattr(os, "killpg") else process.kill()
     except (ProcessLookupError, PermissionError): pass
 
-def _last_seen(where:Path, folder:Path)->list: # First line of the fault in the answer
+def _last_seen(where:Path, folder:Path
+)->tuple: # (whether the file itself was running, not the grader; line of the answer that was)
     text = where.read_text(encoding="utf-8", errors="replace") if where.exists() else ""
-    for file,line,name in re.findall(r'File "(.*)", line (\d+) in (.*)', text):
-        if _theirs(file, folder):
-            return [f"last seen in {Path(file).name}, line {line}"
-                    + (f", in {name}" if name != "<module>" else "")]
-    return []
+    calls = re.findall(r'File "(.*)", line (\d+) in (.*)', text)
+    seen = [f"last seen in {Path(file).name}, line {line}"
+            + (f", in {name}" if name != "<module>" else "")
+            for file,line,name in calls if _theirs(file, folder)]
+    return _run_file.__name__ in [name for *_,name in calls], tuple(seen[:1])
 
 # %% ../../nbs/90_app/90e_grade.ipynb #3bb0a09e
 class _Echo:
@@ -318,11 +322,14 @@ class Verdict:
 _START = ("import sys; sys.path.append({!r}); from lmcourse.app.grade import answer_job; "
           "answer_job()")
 
+_RUNNING:set = set() # Processes of answers, which `grade_class` ends when it is interrupted
+
 def _wait(process, job:dict, seconds:float, echo:_Echo)->bool: # Whether the process ended by itself
     def pump():
         while data := os.read(process.stdout.fileno(), 2**16): echo.feed(data)
     thread = threading.Thread(target=pump, daemon=True)
     thread.start()
+    _RUNNING.add(process)
     try:
         process.stdin.write(json.dumps(job).encode())
         process.stdin.close()
@@ -332,6 +339,7 @@ def _wait(process, job:dict, seconds:float, echo:_Echo)->bool: # Whether the pro
     finally:
         _kill(process)
         process.wait()
+        _RUNNING.discard(process)
         # Takes longer only if a detached process still holds the output
         thread.join(2)
     return True
@@ -344,28 +352,30 @@ def check_file(
     # Whether the file holds only this answer; if not, `answer` isn't accepted as a name
     alone:bool=True,
     write:Callable|None=None, # Gets the file's output; None for standard error
+    folder:Path|None=None,    # Folder to run in; None for the current one
 )->Verdict: # The result, also if the file raises an error
     """Run a file and a task's grader in a separate process.
     Raises `ValueError` or `OSError` for an invalid file."""
     path, echo = usable_file(path), _Echo(write or _to_stderr)
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as reports:
         job:dict = dict(task=vars(task), file=str(path), alone=alone, seconds=seconds,
                    until=time.time() + seconds*.9 - .1, word=secrets.token_hex(),
-                   report=f"{folder}/report", where=f"{folder}/where")
+                   report=f"{reports}/report", where=f"{reports}/where")
         start = [sys.executable, "-u", "-P", "-c",
                  _START.format(str(Path(str(files("lmcourse"))).parent))]
+        one = {"OMP_NUM_THREADS": "1"} # Graders compute little, and many may run at once
         process = subprocess.Popen(start, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                                   stderr=subprocess.STDOUT, start_new_session=True,
-                                   env=os.environ | {"MPLBACKEND": "Agg"})
+                                   stderr=subprocess.STDOUT, start_new_session=True, cwd=folder,
+                                   env=one | os.environ | {"MPLBACKEND": "Agg"})
         ended = _wait(process, job, seconds, echo)
         echo.end()
         if not ended:
-            return Verdict(task, "wrong", _TOO_LONG.format(seconds),
-                           tuple(_last_seen(Path(job["where"]), path.parent)))
+            in_file, lines = _last_seen(Path(job["where"]), path.parent)
+            what = "your file isn't done" if in_file else "no result"
+            return Verdict(task, "wrong", what + _TOO_LONG.format(seconds), lines)
         return _verdict(task, job, process.returncode)
 
-_TOO_LONG = ("no result after {:g} seconds: is there an endless loop? (--seconds allows more "
-             "time)")
+_TOO_LONG = " after {:g} seconds: is there an endless loop? (--seconds allows more time)"
 
 # %% ../../nbs/90_app/90e_grade.ipynb #28fe1da1
 def _to_stderr(text:str): print(text, end="", file=sys.stderr, flush=True)
@@ -391,23 +401,25 @@ def usable_file(
 
 # %% ../../nbs/90_app/90e_grade.ipynb #b41c23ea
 def _bound(path:Path
-    # Names that the text of a file binds anywhere; `None` if that can't be told from the text
-)->set|None:
+)->set: # Names that the text of a file binds anywhere; "*" if it may bind others
     names = set()
-    try:
-        for title,source in _pieces(path):
-            for n in ast.walk(ast.parse(source)):
+    try: pieces = _pieces(path)
+    except (SyntaxError, ValueError): return {"*"} if path.suffix == ".py" else set()
+    for _,source in pieces:
+        try: tree = ast.parse(source)
+        except (SyntaxError, ValueError): names.add("*")
+        else:
+            for n in ast.walk(tree):
                 if isinstance(n, (ast.FunctionDef, ast.ClassDef)): names.add(n.name)
                 if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store): names.add(n.id)
                 if isinstance(n, ast.alias): names.add((n.asname or n.name).split(".")[0])
-    except (SyntaxError, ValueError): return None
-    return None if "*" in names else names
+    return names
 
 def _names(task:Exercise)->list: # Names that say whose answer it is
     return [n for n in (task.name, task.defines) if n != "answer"]
 
-def _answers(task:Exercise, names:set|None)->bool: # Whether names that a file binds include one
-    return any(_same_name(n, m) for n in names or () for m in _names(task))
+def _answers(task:Exercise, names:set)->bool: # Whether names that a file binds include one
+    return any(_same_name(n, m) for n in names for m in _names(task))
 
 def _named(task:Exercise, file:Path)->bool: # Also 01.split, 01_split or my_split
     short = re.sub(rf"^(my|0?{int(task.chapter)}|{task.topic})[._ -]+", "", file.stem,
@@ -417,8 +429,24 @@ def _named(task:Exercise, file:Path)->bool: # Also 01.split, 01_split or my_spli
 def _holds_folders(path:Path)->bool:
     return path.is_dir() and any(p.is_dir() for p in path.iterdir())
 
+def _may_answer(file:Path)->bool: # The course's pages, apart from exercises, hold no answers
+    page = file.suffix == ".ipynb" and re.fullmatch(r"\d\d[a-y][a-z]?_\w+", file.stem)
+    return file.suffix in (".py", ".ipynb") and not page
+
 def _in_folder(path:Path)->list: # Files that may hold answers
-    return [f for f in sorted(path.iterdir()) if f.suffix in (".py", ".ipynb")]
+    return [*filter(_may_answer, sorted(path.iterdir()))]
+
+# %% ../../nbs/90_app/90e_grade.ipynb #a8071337
+def _by_text(tasks:list, there:list)->dict: # Exercise to the file that answers it
+    page = Path(tasks[0].page).stem # The page of the exercises comes before its copies and others
+    there = sorted(there, key=lambda f: (f.stem != page, page not in f.stem))
+    found = {t: f for t in tasks for f in reversed(there) if _named(t, f)}
+    others = {f: _bound(f) for f in there if f not in found.values()}
+    # What can't be read from the text may be in a file with `import *` or a syntax error
+    for fits in (_answers, lambda t, names: "*" in names):
+        found |= {t: f for t in tasks if t not in found
+                  for f in reversed(others) if fits(t, others[f])}
+    return {t: found[t] for t in tasks if t in found}
 
 # %% ../../nbs/90_app/90e_grade.ipynb #675b8d4e
 def answer_files(
@@ -426,18 +454,12 @@ def answer_files(
     path:Path,  # A file, or a folder with files
 )->dict: # Exercise to file
     "Find out which file answers which task. Raises `ValueError` or `OSError` if there is none."
-    if path.is_dir():
-        there = _in_folder(path)
-        found = {t: f for t in tasks for f in reversed(there) if _named(t, f)}
-        others = {f: _bound(f) for f in there if f not in found.values()}
-        found |= {t: f for t in tasks if t not in found
-                  for f in reversed(others) if _answers(t, others[f])}
-        found = {t: found[t] for t in tasks if t in found}
+    if path.is_dir(): found = _by_text(tasks, _in_folder(path))
     else:
-        file, names = usable_file(path), None
+        file, names = usable_file(path), {"*"}
         if len(tasks) > 1: names = _bound(file)
-        found = {t: file for t in tasks if names is None or _answers(t, names)}
-        if not found and names and "answer" in names:
+        found = {t: file for t in tasks if "*" in names or _answers(t, names)}
+        if not found and "answer" in names:
             raise ValueError(f"{path}: `answer` may be to any task: name the task, as in "
                              f"{tasks[0].id}, or the answer after its task, as in "
                              f"{tasks[0].name} = …")
