@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['Exercise', 'exercise_tasks', 'find_tasks', 'answer_job', 'Verdict', 'check_file', 'usable_file', 'answer_files',
            'read_progress', 'note_verdict', 'state_of', 'chapter_lines', 'chapter_table', 'find_answers',
-           'check_exercise']
+           'check_exercise', 'grade_hand_in', 'find_hand_ins', 'grade_class']
 
 # %% ../../nbs/90_app/90e_grade.ipynb #36e2b631
 import ast, builtins, csv, faulthandler, io, json, linecache, os, re, secrets, shutil, signal
@@ -545,14 +545,17 @@ def find_answers(exercise:str, path:Path, seconds:float=60., progress:Path|None=
 )->tuple: # As for `check_exercise`
     """Find the requested exercises, and which file answers which.
     Raises `ValueError` or `OSError` if there is nothing to check, or no place to save progress."""
-    if not 0 < seconds <= 86_400:
-        raise ValueError(f"seconds = {seconds}, expected more than 0 and at most 86400")
+    _check_seconds(seconds)
     if progress is not None: _writable(progress)
     if exercise.endswith((".py", ".ipynb")):
         raise ValueError(f"{exercise} is a file: name the exercise first, as in "
                          f"`lmcourse check 01.sizes {exercise}`")
     tasks = find_tasks(exercise, exercise_tasks())
     return tasks, answer_files(tasks, path)
+
+def _check_seconds(seconds:float):
+    if not 0 < seconds <= 86_400:
+        raise ValueError(f"seconds = {seconds}, expected more than 0 and at most 86400")
 
 # %% ../../nbs/90_app/90e_grade.ipynb #35b9280a
 def check_exercise(
@@ -617,3 +620,137 @@ def _writable(path:Path):
     if not os.access(path.parent, os.W_OK):
         raise PermissionError(f"{path}: this folder can't be written; name another file with "
                               f"--progress")
+
+# %% ../../nbs/90_app/90e_grade.ipynb #8cce2608
+def _hand_ins(folder:Path)->tuple: # (one per student, names of what else is there)
+    there = [p for p in sorted(folder.iterdir()) if p.name[0] != "." and p.name not in _OTHERS]
+    fit = [p for p in there if p.is_dir() or p.suffix in (".py", ".ipynb")]
+    return fit, [p.name for p in there if p not in fit]
+
+def _contents(hand_in:Path)->dict: # Relative path to file
+    home = hand_in if hand_in.is_dir() else hand_in.parent
+    inside = sorted(hand_in.rglob("*")) if hand_in.is_dir() else [hand_in]
+    found = {p.relative_to(home): p for p in inside if p.is_file() and not p.is_symlink()}
+    return {name: p for name,p in found.items()
+            if not any(part[0] == "." or part in _OTHERS for part in name.parts)
+            and (p.suffix != ".ipynb" or _may_answer(p))}
+
+_OTHERS = "__pycache__", "__MACOSX", "site-packages", "lmcourse" # Folders of other programs
+
+def _cell(verdict:Verdict)->str: # For the table
+    if verdict.state == "right": return "right"
+    if _EMPTY in verdict.words: return "no answer"
+    words = " ".join(f"{verdict.words} ({verdict.lines[0].strip()})".split()
+                     if verdict.lines else verdict.words.split())
+    return f"{'not yet' if verdict.state == 'wrong' else 'no answer'}: {words}"
+
+# %% ../../nbs/90_app/90e_grade.ipynb #924093bd
+def grade_hand_in(
+    tasks:list,        # Exercises of a chapter, or one
+    hand_in:Path,      # A student's folder, Python file or notebook
+    seconds:float=60., # Time limit for each exercise
+)->tuple: # Exercise's name to `right`, `not yet: …` or `no answer`; names of files without answers
+    "Grade what one student handed in, in a copy that is removed afterwards."
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        copies = []
+        for name,file in _contents(hand_in).items():
+            copies.append(Path(folder).resolve()/"handin"/name)
+            copies[-1].parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(file, copies[-1])
+        files, why = [*filter(_may_answer, copies)], ""
+        try: found = (answer_files(tasks, files[0]) if len(files) == 1
+                      else _by_text(tasks, files))
+        except ValueError as e: found, why = {}, ": " + str(e).replace(str(files[0]), files[0].name)
+        cells, broken = {t.id: "no answer" + why for t in tasks}, {}
+        for task,file in found.items():
+            alone = len(tasks) == 1 or [*found.values()].count(file) == 1
+            verdict = broken.get(file) or check_file(task, file, seconds, alone,
+                                                     lambda text: None, file.parent)
+            if verdict.words.startswith("your file "): broken[file] = verdict
+            cells[task.id] = _cell(verdict)
+        # If there is no answer, it may be in a file of another kind
+        others = [f.name for f in (files if found else copies) if f not in found.values()]
+        page = Path(tasks[0].page).stem
+        return cells, [n for n in others if n[:3] == page[:3] or not re.match(r"\d\dz_", n)]
+
+# %% ../../nbs/90_app/90e_grade.ipynb #d87366c5
+def _read_table(table:Path, head:list)->dict: # Student to row
+    if not table.exists(): return {}
+    try: rows = csv.DictReader(io.StringIO(read_utf8(table).removeprefix("\ufeff"), newline=""))
+    except ValueError: rows = csv.DictReader([])
+    if rows.fieldnames == head: return {row["student"]: row for row in rows}
+    raise ValueError(f"{table}: no table of these exercises; move it away, or name another file")
+
+def _write_table(table:Path, head:list, rows:list):
+    text = io.StringIO()
+    writer = csv.DictWriter(text, head, lineterminator="\n", extrasaction="ignore")
+    writer.writeheader()
+    writer.writerows(rows)
+    # The mark tells spreadsheets that it is UTF-8
+    whole = "\ufeff" + text.getvalue()
+    write_text(table, whole.encode(errors="backslashreplace").decode())
+
+# %% ../../nbs/90_app/90e_grade.ipynb #c30e8be7
+def find_hand_ins(exercise:str, folder:Path, table:Path, seconds:float=60.
+)->tuple: # As for `grade_class`
+    """Find the exercises, the hand-ins, and the rows that the table already has.
+    Raises `ValueError` or `OSError` if there is nothing to grade, or no place for the table."""
+    _check_seconds(seconds)
+    tasks = find_tasks(exercise, exercise_tasks())
+    if not folder.is_dir(): raise NotADirectoryError(f"{folder}: no such folder")
+    hand_ins, others = _hand_ins(folder)
+    if not hand_ins: raise ValueError(f"{folder}: expected a folder, .py or .ipynb per student")
+    if not table.parent.is_dir(): raise FileNotFoundError(f"{table.parent}: no such folder")
+    refuse_unwritable(table)
+    head = ["student", "right", *(t.id for t in tasks), "files not graded", "version"]
+    return tasks, hand_ins, others, head, _read_table(table, head)
+
+# %% ../../nbs/90_app/90e_grade.ipynb #e9f45a66
+def _row(tasks:list, hand_in:Path, seconds:float, before:dict)->dict: # `before` if nothing changed
+    try:
+        version = "v" + json_digest({str(name): file_digest(p)
+                                     for name,p in _contents(hand_in).items()}, 8)
+        if before.get("version") == version: return before
+        cells, others = grade_hand_in(tasks, hand_in, seconds)
+    except Exception as e: # Graded again next time
+        cells, others, version = dict.fromkeys((t.id for t in tasks), f"no answer: {e!r}"), [], ""
+    right = [*cells.values()].count("right")
+    names = ", ".join(others[:5]) + ", …"*(len(others) > 5)
+    # A spreadsheet would take =… for a formula
+    return cells | {"student": hand_in.name, "right": right, "version": version,
+                    "files not graded": re.sub("^(?=[=+@-])", "'", names)}
+
+def _summary(row:dict, tasks:list)->str:
+    kinds = [row[t.id].partition(":")[0] for t in tasks]
+    return (f"{row['student']}: {kinds.count('right')} right, {kinds.count('not yet')} not yet, "
+            f"{kinds.count('no answer')} without an answer"
+            + (f"; not graded: {row['files not graded']}" if row["files not graded"] else ""))
+
+# %% ../../nbs/90_app/90e_grade.ipynb #62219e78
+def grade_class(
+    exercise:str,       # A chapter, such as 03, or an exercise, such as 03.rope
+    folder:Path,        # Holds a folder, Python file or notebook per student
+    table:Path,         # CSV file; if it exists, what it has isn't graded again
+    seconds:float=60.,  # Time limit for each exercise
+    say:Callable=print, # Called with each line
+):
+    """Grade all hand-ins of a class, several at once, and write a table.
+    Raises `ValueError` or `OSError`, as `find_hand_ins` does, before any file runs."""
+    tasks, hand_ins, others, head, rows = find_hand_ins(exercise, folder, table, seconds)
+    pool = ThreadPoolExecutor(cores())
+    jobs = [pool.submit(_row, tasks, h, seconds, rows.get(h.name, {})) for h in hand_ins]
+    try:
+        for job in as_completed(jobs):
+            row = job.result()
+            if row is rows.get(row["student"]): continue
+            rows[row["student"]] = row
+            _write_table(table, head, [rows[name] for name in sorted(rows)])
+            say(_summary(row, tasks))
+    finally: # If interrupted, end what is running
+        pool.shutdown(wait=False, cancel_futures=True)
+        while not all(job.done() for job in jobs):
+            for process in [*_RUNNING]: _kill(process)
+            time.sleep(.05)
+    for name in others:
+        if name != table.name: say(f"{name}: not graded, neither a folder nor .py or .ipynb")
+    say(f"{table}: {len(hand_ins)} hand-ins, {len(tasks)} exercises")
