@@ -475,7 +475,7 @@ HANDINS = {
     "student-1/sizes.py": SIZES, "student-1/week1.py": SPLIT,
     "student-2/homework.zip": "", "student-3/week1.py": SIZES.replace("answer", "sizes") + LOOP, "student-4/week1.py": SIZES.replace("answer", "sizes") + "def split(text:\n",
     "student-5.py": "open('mine.txt', 'w').write('')\nopen('../mine.txt', 'w').write('')\nimport os\ndef split(a, b): os._exit(0)\n",
-    "student-6/nbs/01_tokenization/01z_tokenization.ipynb": "", "student-6/nbs/01_tokenization/01c_encoding.ipynb": "", "student-6/nbs/02z_accounting.ipynb": "",
+    "student-6/nbs/01_tokenization/01z_tokenization.ipynb": "", "student-6/nbs/01_tokenization/01c_encoding.ipynb": "", "student-6/nbs/02z_accounting.ipynb": "", "student-6/nbs/meet.ipynb": "",
     "student-6/nbs/venv/site-packages/steps.py": "def step(words, numbers): return 1\n", "student-6/=cmd.py": "x = 1\n"}
 
 

@@ -430,8 +430,8 @@ def _holds_folders(path:Path)->bool:
     return path.is_dir() and any(p.is_dir() for p in path.iterdir())
 
 def _may_answer(file:Path)->bool: # The course's pages, apart from exercises, hold no answers
-    page = file.suffix == ".ipynb" and re.fullmatch(r"\d\d[a-y][a-z]?_\w+", file.stem)
-    return file.suffix in (".py", ".ipynb") and not page
+    page = re.fullmatch(r"(\d\d[a-y][a-z]?|99)_\w+|index|meet", file.stem)
+    return file.suffix == ".py" or file.suffix == ".ipynb" and not page
 
 def _in_folder(path:Path)->list: # Files that may hold answers
     return [*filter(_may_answer, sorted(path.iterdir()))]
@@ -674,6 +674,9 @@ def grade_hand_in(
         return cells, [n for n in others if n[:3] == page[:3] or not re.match(r"\d\dz_", n)]
 
 # %% ../../nbs/90_app/90e_grade.ipynb #d87366c5
+def _head(tasks:list)->list: # Of the table
+    return ["student", "right", *(t.id for t in tasks), "files not graded", "version"]
+
 def _read_table(table:Path, head:list)->dict: # Student to row
     if not table.exists(): return {}
     try: rows = csv.DictReader(io.StringIO(read_utf8(table).removeprefix("\ufeff"), newline=""))
@@ -698,12 +701,11 @@ def find_hand_ins(exercise:str, folder:Path, table:Path, seconds:float=60.
     _check_seconds(seconds)
     tasks = find_tasks(exercise, exercise_tasks())
     if not folder.is_dir(): raise NotADirectoryError(f"{folder}: no such folder")
-    hand_ins, others = _hand_ins(folder)
+    hand_ins, _ = _hand_ins(folder)
     if not hand_ins: raise ValueError(f"{folder}: expected a folder, .py or .ipynb per student")
     if not table.parent.is_dir(): raise FileNotFoundError(f"{table.parent}: no such folder")
     refuse_unwritable(table)
-    head = ["student", "right", *(t.id for t in tasks), "files not graded", "version"]
-    return tasks, hand_ins, others, head, _read_table(table, head)
+    return tasks, hand_ins, _read_table(table, _head(tasks))
 
 # %% ../../nbs/90_app/90e_grade.ipynb #e9f45a66
 def _row(tasks:list, hand_in:Path, seconds:float, before:dict)->dict: # `before` if nothing changed
@@ -736,7 +738,7 @@ def grade_class(
 ):
     """Grade all hand-ins of a class, several at once, and write a table.
     Raises `ValueError` or `OSError`, as `find_hand_ins` does, before any file runs."""
-    tasks, hand_ins, others, head, rows = find_hand_ins(exercise, folder, table, seconds)
+    tasks, hand_ins, rows = find_hand_ins(exercise, folder, table, seconds)
     pool = ThreadPoolExecutor(cores())
     jobs = [pool.submit(_row, tasks, h, seconds, rows.get(h.name, {})) for h in hand_ins]
     try:
@@ -744,13 +746,13 @@ def grade_class(
             row = job.result()
             if row is rows.get(row["student"]): continue
             rows[row["student"]] = row
-            _write_table(table, head, [rows[name] for name in sorted(rows)])
+            _write_table(table, _head(tasks), [rows[name] for name in sorted(rows)])
             say(_summary(row, tasks))
     finally: # If interrupted, end what is running
         pool.shutdown(wait=False, cancel_futures=True)
         while not all(job.done() for job in jobs):
             for process in [*_RUNNING]: _kill(process)
             time.sleep(.05)
-    for name in others:
+    for name in _hand_ins(folder)[1]:
         if name != table.name: say(f"{name}: not graded, neither a folder nor .py or .ipynb")
     say(f"{table}: {len(hand_ins)} hand-ins, {len(tasks)} exercises")
