@@ -586,7 +586,7 @@ def test_a_bug_shows_where_it_is(runs, monkeypatch, words, place, error):
 
 
 @pytest.mark.parametrize("words, module", [
-    ("check 01.split answer.py", "grade"), ("exercises", "grade"), ("exercises 03", "grade"), ("bench tokenizer", "bench"),
+    ("check 01.split answer.py", "grade"), ("grade 01 . new.csv", "grade"), ("exercises", "grade"), ("exercises 03", "grade"), ("bench tokenizer", "bench"),
     ("bench training", "bench_training"), ("bench loop", "throughput"), ("bench generation", "bench_generation")])
 def test_a_release_says_how_to_get_the_graders_and_benches(monkeypatch, tmp_path, words, module):
     monkeypatch.setitem(sys.modules, f"lmcourse.app.{module}", None)

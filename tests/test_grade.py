@@ -1,5 +1,6 @@
 "`lmcourse check` and `lmcourse exercises`: right and wrong answers, and files that hang, crash, shout or cheat."
 import ast
+import csv
 import json
 import signal
 import subprocess
@@ -363,6 +364,34 @@ def test_files_of_a_folder_may_have_other_names(here):
     assert "without an answer" in (told := ask("check", "01", "mine").stdout) and "01.sizes" not in told
 
 
+def test_pages_of_the_course_are_no_answers(here):
+    "They lie beside the exercises of the student edition, and define what it asks for."
+    Path("mine").mkdir()
+    Path("mine/01c_encoding.ipynb").write_text(notebook(SPLIT))
+    got = ask("check", "01", "mine")
+    assert got.returncode == 2 and "mine: no file is named after any task of chapter 01" in got.stderr
+    Path("mine/00z_notes.py").write_text(SPLIT.replace("[p for p", "[None for p"))
+    Path("mine/01z_tokenization.ipynb").write_text(notebook(SPLIT))
+    assert ask("check", "01", "mine").stdout.splitlines() == [
+        "01.split: right", "not graded, no answer to a task of this chapter: 00z_notes.py", "chapter 01: 1 right, 0 not yet, 8 without an answer"]
+
+
+def test_a_file_that_cannot_be_parsed_is_named_in_a_folder_too(here):
+    Path("mine").mkdir()
+    Path("mine/week1.py").write_text("def split(text:\n")
+    Path("mine/sizes.py").write_text(SIZES)
+    got = ask("check", "01", "mine").stdout
+    assert got.startswith("01.sizes: right\n01.same_look: not yet: your file raised SyntaxError") and "week1.py, line 1" in got
+    assert ask("check", "01.split", "mine").stdout.startswith("01.split: not yet: your file raised SyntaxError")
+
+
+def test_a_file_that_never_ends_is_waited_for_once(here):
+    got = check(SIZES.replace("answer", "sizes") + SPLIT + "while True: pass\n", "--seconds", 6, exercise="01").stdout.splitlines()
+    assert got[:2] == ["01.sizes: not yet: your file isn't done after 6 seconds: is there an endless loop? (--seconds allows more time)",
+                       "    last seen in mine.py, line 7"]
+    assert got[2:] == ["01.split: not yet: mine.py has to run to its end first", "chapter 01: 0 right, 2 not yet, 7 without an answer"]
+
+
 def test_an_empty_place_is_no_answer_and_no_try(here):
     empty = "sizes = {'utf-8': None, 'utf-16': None}\nsame_look = None\ndef split(text, special_tokens):\n    # gives a list\n    ...\n"
     got = check("from collections import Counter\n" + empty + "def step(words, numbers): return 1\n", exercise="01")
@@ -438,3 +467,112 @@ def test_answers_that_are_checked_at_once_are_all_saved(tmp_path):
         list(pool.map(lambda task: grade.note_verdict(tmp_path/"progress.json", grade.Verdict(task, "right"), "mine.py"), tasks))
     assert {*grade.read_progress(tmp_path/"progress.json")} == {task.id for task in tasks}
     assert [p.name for p in tmp_path.iterdir()] == ["progress.json"]
+
+
+# Classes
+
+HANDINS = {
+    "student-1/sizes.py": SIZES, "student-1/week1.py": SPLIT,
+    "student-2/homework.zip": "", "student-3/week1.py": SIZES.replace("answer", "sizes") + LOOP, "student-4/week1.py": SIZES.replace("answer", "sizes") + "def split(text:\n",
+    "student-5.py": "open('mine.txt', 'w').write('')\nopen('../mine.txt', 'w').write('')\nimport os\ndef split(a, b): os._exit(0)\n",
+    "student-6/nbs/01_tokenization/01z_tokenization.ipynb": "", "student-6/nbs/01_tokenization/01c_encoding.ipynb": "", "student-6/nbs/02z_accounting.ipynb": "", "student-6/nbs/meet.ipynb": "",
+    "student-6/nbs/venv/site-packages/steps.py": "def step(words, numbers): return 1\n", "student-6/=cmd.py": "x = 1\n"}
+
+
+def hand_in(folder, which=HANDINS):
+    for name, source in which.items():
+        (path := Path(folder, name)).parent.mkdir(parents=True, exist_ok=True)
+        if name.endswith("01z_tokenization.ipynb"): source = notebook(SIZES.replace("answer", "sizes"), SPLIT, "def step(words, numbers):\n    ...\n")
+        elif name.endswith(".ipynb"): source = notebook("def step(words, numbers): return 1\n")
+        path.write_text(source)
+
+
+def table(path="grades.csv"):
+    with open(path, encoding="utf-8-sig", newline="") as f: return {row["student"]: row for row in csv.DictReader(f)}
+
+
+def test_a_class(here): # It waits for a loop without end
+    hand_in("handins")
+    Path("handins/notes.txt").write_text("x")
+    Path("handins/student-1/link.py").symlink_to(here/"handins/student-3/week1.py")
+    before = {p: p.read_bytes() for p in here.rglob("*") if p.is_file()}
+    got = ask("grade", "01", "handins", "grades.csv", "--seconds", 6)
+    assert got.returncode == 0 and got.stderr == ""
+    assert {p: p.read_bytes() for p in here.rglob("*") if p.is_file() and p.name != "grades.csv"} == before
+    lines = got.stdout.splitlines()
+    assert sorted(lines[:6]) == ["student-1: 2 right, 0 not yet, 7 without an answer", "student-2: 0 right, 0 not yet, 9 without an answer; not graded: homework.zip",
+                                 "student-3: 1 right, 1 not yet, 7 without an answer", "student-4: 0 right, 9 not yet, 0 without an answer",
+                                 "student-5.py: 0 right, 1 not yet, 8 without an answer", "student-6: 2 right, 0 not yet, 7 without an answer; not graded: '=cmd.py"]
+    assert lines[6:] == ["notes.txt: not graded, neither a folder nor .py or .ipynb", "grades.csv: 6 hand-ins, 9 exercises"]
+    rows = table()
+    assert list(rows["student-1"]) == ["student", "right", *(t.id for t in every_task() if t.chapter == "01"), "files not graded", "version"]
+    assert {name: (row["right"], row["01.sizes"]) for name, row in rows.items() if row["01.sizes"] in ("right", "no answer")} == {
+        "student-1": ("2", "right"), "student-2": ("0", "no answer"), "student-3": ("1", "right"), "student-5.py": ("0", "no answer"), "student-6": ("2", "right")}
+    assert rows["student-3"]["01.split"].endswith("(last seen in week1.py, line 3, in split)")
+    assert rows["student-4"]["01.grows"].startswith("not yet: your file raised SyntaxError") and rows["student-4"]["01.grows"].endswith("(week1.py, line 2)")
+    assert rows["student-5.py"]["01.split"] == "not yet: your code ended the process with exit status 0, before the grader was done"
+    assert [rows["student-6"][n] for n in ("01.split", "01.step")] == ["right", "no answer"]
+
+
+def test_a_class_goes_on_where_it_stopped(here, monkeypatch):
+    hand_in("handins", {name: HANDINS[name] for name in ("student-1/sizes.py", "student-2/homework.zip", "student-4/week1.py")})
+    graded, said, real = [], [], grade.grade_hand_in
+    def noted(tasks, hand_in, seconds):
+        graded.append(hand_in.name)
+        return real(tasks, hand_in, seconds)
+    monkeypatch.setattr(grade, "grade_hand_in", noted)
+    def again():
+        graded.clear(), said.clear()
+        grade.grade_class("01.sizes", Path("handins"), Path("grades.csv"), say=said.append)
+        return sorted(graded)
+    assert again() == ["student-1", "student-2", "student-4"] and len(said) == 4
+    first = Path("grades.csv").read_bytes()
+    assert again() == [] and said == ["grades.csv: 3 hand-ins, 1 exercises"] and Path("grades.csv").read_bytes() == first
+    Path("handins/student-4/week1.py").write_text(SIZES)            # Handed in again, and a new one
+    hand_in("handins", {"student-9/sizes.py": SIZES.replace("17", "18")})
+    assert again() == ["student-4", "student-9"]
+    assert [row["01.sizes"][:7] for row in table().values()] == ["right", "no answ", "right", "not yet"] and [*table()] == sorted(table())
+    monkeypatch.setattr(grade, "_contents", lambda hand_in: {}[hand_in.name])  # Nothing that one hand-in brings stops the others
+    again()
+    assert table()["student-1"]["01.sizes"] == "no answer: KeyError('student-1')" and len(table()) == 4
+    monkeypatch.undo()
+    monkeypatch.chdir(here)
+    assert again() == [] and table()["student-1"]["01.sizes"] == "right"    # It is tried again
+
+
+@pytest.mark.skipif(not processes.TOLD, reason="looks into /proc")
+def test_ctrl_c_ends_a_class_and_keeps_what_is_done(here):
+    loop = f"import os\nopen({str(here/'pids')!r}, 'a').write(str(os.getpid()) + ' ')\nwhile True: pass\n"
+    hand_in("handins", {"student-1/split.py": SPLIT} | {f"student-{n}/split.py": loop for n in range(2, 6)})
+    process = subprocess.Popen([sys.executable, "-m", "lmcourse", "grade", "01.split", "handins", "grades.csv", "--seconds", "3000"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    processes.wait_for(lambda: Path("pids").exists() and Path("pids").read_text() and Path("grades.csv").exists())
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=300)
+    assert (process.returncode, err) == (130, "lmcourse: interrupted; go on with the same command\n")
+    assert processes.gone(*map(int, Path("pids").read_text().split())) and {name: row["01.split"] for name, row in table().items()} == {"student-1": "right"}
+
+
+@pytest.mark.parametrize("words, answer", [
+    ("01 none grades.csv", "none: no such folder"), ("01 empty grades.csv", "empty: expected a folder, .py or .ipynb per student"), ("01.splt handins grades.csv", "did you mean '01.split'?"),
+    ("01 handins other.csv", "other.csv: no table of these exercises; move it away"), ("01 handins binary.csv", "binary.csv: no table of these exercises"),
+    ("01 handins handins", "handins"), ("01 handins empty/none/g.csv", "none"), ("01 handins grades.csv --seconds 0", "seconds = 0.0"), ("01 handins", "TABLE")])
+def test_what_makes_no_class_is_one_line(here, words, answer):
+    hand_in("handins", {"student-1/split.py": "raise SystemExit\n"})
+    Path("empty").mkdir()
+    Path("other.csv").write_text("student,03.rope\nme,right\n")
+    Path("binary.csv").write_bytes(b"\xff\xfe")
+    got = ask("grade", *words.split())
+    assert got.returncode == 2 and got.stdout == "" and got.stderr.startswith("lmcourse: ") and got.stderr.count("\n") == 1 and answer in got.stderr, got.stderr
+    assert Path("other.csv").read_text() == "student,03.rope\nme,right\n" and not Path("grades.csv").exists()
+
+
+@pytest.mark.parametrize("files, words", [
+    ({"mine.ipynb": "{}"}, "mine.ipynb: not a notebook"), ({"a.py": SIZES}, "a.py: `answer` may be to any task"), ({"a.py": "x = 1\n"}, "a.py: defines no answer to any task"),
+    ({"a.py": "from lmcourse.tokenization.encoding import encode_word as encode\n"}, "encode comes from lmcourse.tokenization.encoding"),
+    ({"a.py": "from helper import *\n", "helper.py": SPLIT.replace("def split", "def other") + "Split = other\n"}, "defines no encode")])
+def test_why_a_hand_in_has_no_answer(here, files, words):
+    Path("mine").mkdir()
+    for name, source in files.items(): Path("mine", name).write_text(source)
+    cells, _ = grade.grade_hand_in(grade.find_tasks("01", every_task()), Path("mine"))
+    assert cells["01.encode"].startswith("no answer: ") and words in cells["01.encode"] and str(here) not in str(cells)
+    assert (cells["01.split"] == "right") == ("helper.py" in files)

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['BENCHES', 'COMPLETIONS', 'COMMANDS', 'ABOUT', 'BenchTokenizerCommand', 'BenchTrainingCommand', 'BenchLoopCommand',
-           'BenchGenerationCommand', 'BenchKernelsCommand', 'BenchCommand', 'CheckCommand', 'ExercisesCommand',
-           'CompletionCommand', 'one_line', 'parse', 'main', 'kill_as_ctrl_c']
+           'BenchGenerationCommand', 'BenchKernelsCommand', 'BenchCommand', 'CheckCommand', 'GradeCommand',
+           'ExercisesCommand', 'CompletionCommand', 'one_line', 'parse', 'main', 'kill_as_ctrl_c']
 
 # %% ../../nbs/90_app/90g_cli.ipynb #8f5e6e5d
 import contextlib, errno, io, os, re, select, shlex, signal, sys
@@ -18,7 +18,7 @@ from ..tools.config import ModelConfig, TrainConfig, UserError, unknown
 from ..tools.machine import gpu_name, keep_freed_memory
 from ..tools.show import Table
 from .commands import CUT_OFF, RULES, checking_input, plain_words, say, some, word
-from .commands import wrapped
+from .commands import with_resume_hint, wrapped
 from .data_commands import PrepareCommand, TokenizerCommand
 from .generation_commands import ChatCommand, GenerateCommand, ServeCommand
 from .training_commands import PlotCommand, SmokeCommand, TrainCommand
@@ -141,6 +141,26 @@ class CheckCommand:
         if not check_exercise(self.exercise, self.file, self.seconds, self.progress, say):
             sys.exit(1)
 
+# %% ../../nbs/90_app/90g_cli.ipynb #5b9f0722
+@dataclass
+class GradeCommand:
+    "Grade a class: run what each student handed in, and write a table with a row per student."
+    # Say 03; or one exercise, say 03.rope
+    exercise: word(str, "EXERCISE")
+    # Folder with a folder, Python file or notebook per student. They run with your rights, not
+    # in a sandbox
+    folder: word(Path, "FOLDER")
+    # CSV file. If it exists, only new and changed hand-ins are graded
+    table: word(Path, "TABLE")
+    seconds: float = 60.            # Time limit for each exercise
+
+    def run(self):
+        with checking_input():
+            from lmcourse.app.grade import find_hand_ins, grade_class
+            find_hand_ins(self.exercise, self.folder, self.table, self.seconds)
+        with with_resume_hint(KeyboardInterrupt):
+            grade_class(self.exercise, self.folder, self.table, self.seconds, say)
+
 # %% ../../nbs/90_app/90g_cli.ipynb #625f26a0
 @dataclass
 class ExercisesCommand:
@@ -243,8 +263,8 @@ COMMANDS = dict(quickstart=QuickstartCommand, tokenizer=TokenizerCommand, prepar
                 sft=SftCommand, dpo=DpoCommand, rl=RlCommand, pipeline=PipelineCommand,
                 curate=CurateCommand, account=AccountCommand, plan=PlanCommand,
                 scale=ScaleCommand, ablate=AblateCommand, speedrun=SpeedrunCommand,
-                check=CheckCommand, exercises=ExercisesCommand, bench=BenchCommand,
-                smoke=SmokeCommand, completion=CompletionCommand)
+                check=CheckCommand, exercises=ExercisesCommand, grade=GradeCommand,
+                bench=BenchCommand, smoke=SmokeCommand, completion=CompletionCommand)
 
 ABOUT = """Build a language model from scratch.
 

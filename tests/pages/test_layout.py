@@ -64,6 +64,11 @@ def test_quarto_config_is_the_one_at_the_top():
     assert (ROOT / "nbs/_quarto.yml").is_symlink() and (ROOT / "nbs/_quarto.yml").resolve() == (ROOT / "_quarto.yml").resolve()
 
 
+def test_the_licence_names_who_holds_the_rights():
+    named = re.findall(r"^ {3}Copyright (.+)$", (ROOT / "LICENSE").read_text(encoding="utf-8"), flags=re.M)
+    assert named == [f"2026 {SETTINGS['author']}"] and SETTINGS["copyright"].startswith("2026 ")
+
+
 def test_each_module_has_one_home_notebook_and_each_home_a_module():
     assert max(Counter(m for m, _ in HOMES).values(), default=1) == 1, HOMES
     assert sorted(MODULES) == sorted(m for m, _ in HOMES)
