@@ -441,7 +441,8 @@ def _loss_part(z, targets, z_loss, count, i, j): # The sum of the losses of rows
 def _add_bf16(total:Tensor, a:Tensor, b:Tensor): total += a@b # The sum is in float32
 
 def _head_loss(x:Tensor, weight:Tensor, targets:Tensor, ignore_index:int, z_loss:float,
-               in_bf16:bool=False)->tuple[Tensor, Tensor, Tensor]: # The mean, and the gradients of `x` and `weight`
+               in_bf16:bool=False
+)->tuple[Tensor, Tensor, Tensor]: # The mean, and the gradients of `x` and `weight`
     N, D = x.shape
     if not fits(x, weight): # The bits of other numbers would be read as float32
         raise TypeError(f"head_loss: {x.dtype} {tuple(x.shape)} and {weight.dtype} "
