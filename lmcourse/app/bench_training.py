@@ -93,7 +93,7 @@ def start_torch(
     setting:Setting,      # What is measured
     dtype:str="float32",  # Type of the products: `float32` or `bfloat16`
     compiled:bool=False,  # Whether to use `torch.compile`
-    kernels:str="torch",  # As in `TrainConfig`: `torch` or `fused`
+    kernels:Any="torch",  # As in `TrainConfig`: `torch` or `fused`
 )->Callable: # Takes one step
     "Prepare the torch engine."
     import torch

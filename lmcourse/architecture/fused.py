@@ -381,8 +381,9 @@ def _linear_bf16_backward(dy:Tensor, a:Tensor|None, b:Tensor|None)->tuple[Tensor
     nothing, g = dy.new_empty(0), dy.bfloat16() # `nothing` where nobody asks for the gradient
     return (nothing if b is None else (g@b).float(), nothing if a is None else (g.T@a).float())
 
-def _other_factors(inputs, output):
-    x, weight, _, a, b = *inputs, *output
+def _other_factors(inputs:tuple, output:tuple)->tuple:
+    x, weight = inputs
+    _, a, b = output
     return a if weight.requires_grad else None, b if x.requires_grad else None
 
 # With tensors that are only shapes, our functions compute shapes
