@@ -19,7 +19,8 @@ from ..accounting.hardware import Device
 from ..accounting.memory import kv_cache_bytes
 from ..architecture.attention_np import (attention_forward, causal_attention_forward,
                                                 causal_mask_np, rope_forward, rope_tables_np)
-from ..inference.engine import BlockPool, Request, Scheduler, Sequence
+from ..inference.engine import Request, Scheduler, Sequence
+from ..inference.paged_cache import BlockPool
 from ..inference.quantization import from_grid, grid_steps, quantize, to_grid, two_of_four
 from ..inference.speculative import exact_distribution, expected_tokens
 from ..tools.checks import check_close
