@@ -261,25 +261,32 @@ def plan_attention(
 
 # %% ../../nbs/07_inference/07ab_paged_cache.ipynb #516ade9f
 def _plan(rows:Rows, group:list, size:int, heads:int, window:int)->AttentionPlan:
-    device, begin = rows.ids.device, [0, *accumulate(rows.counts)]
+    device = rows.ids.device
     tensor = partial(torch.tensor, device=device, dtype=torch.int64)
-    before, counts = [rows.computed[i] for i in group], [rows.counts[i] for i in group]
+    before = [rows.computed[i] for i in group]
+    counts = [rows.counts[i] for i in group]
+    begin = [0, *accumulate(rows.counts)]       # first row of each sequence of the step
     T = max(counts)
-    first = [max(0, n - window + 1)//size for n in before] # block of the first key that is seen
+
+    # the queries; a sequence with fewer repeats its last one
+    queries = tensor([[begin[i] + min(t, c - 1) for t in range(T)] for i,c in zip(group, counts)])
+
+    # the blocks from the first key that is seen to the last; `place` is an index in a table
+    first = [max(0, n - window + 1)//size for n in before]
     last = [(n + c - 1)//size for n,c in zip(before, counts)]
     width = max(b - a for a,b in zip(first, last)) + 1
-    place = tensor(first)[:, None] + torch.arange(width, device=device) # index in its table
+    place = tensor(first)[:, None] + torch.arange(width, device=device)     # (B, width)
     tables = rows.tables[tensor(group)[:, None], place.clamp(max=rows.tables.shape[1] - 1)]
-    new = [[min(t, c - 1) for t in range(T)] for c in counts]  # shorter rows repeat their last
-    query = tensor([[n + t for t in ts] for n,ts in zip(before, new)])[..., None] # (B, T, 1)
-    key = (place[..., None]*size + torch.arange(size, device=device)).flatten(1)
-    key = key[:, None]                                      # Position (B, 1, S)
+
+    # a query sees the keys up to its own position that are in its window
+    key = (place[..., None]*size + torch.arange(size, device=device)).flatten(1)[:, None] # (B, 1, S)
+    query = rows.positions[queries][..., None]                                            # (B, T, 1)
     mask = (key <= query) & (key > query - window)
+
     return AttentionPlan(
-        tensor([[begin[i] + t for t in ts] for i,ts in zip(group, new)]), tables,
-        mask[:, None].repeat(1, 1, heads, 1),
-        tensor([begin[i] + t for i,c in zip(group, counts) for t in range(c)]),
-        tensor([k*T + t for k,c in enumerate(counts) for t in range(c)]))
+        queries, tables, mask[:, None].repeat(1, 1, heads, 1),
+        rows=tensor([begin[i] + t for i,c in zip(group, counts) for t in range(c)]),
+        places=tensor([k*T + t for k,c in enumerate(counts) for t in range(c)]))
 
 # %% ../../nbs/07_inference/07ab_paged_cache.ipynb #3a52a269
 def batched_attention(
