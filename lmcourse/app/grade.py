@@ -16,7 +16,7 @@ from datetime import date
 from importlib import import_module
 from importlib.resources import files
 from pathlib import Path
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from ..tools.config import UserError, unknown
 from ..tools.files import folder_lock, read_json, write_json
 from ..tools.show import Table
@@ -574,7 +574,7 @@ def check_exercise(
 def _outcome(verdict:Verdict)->str: # right, wrong, empty (the place of the answer) or unusable
     return "empty" if verdict.state == "unusable" and _EMPTY in verdict.words else verdict.state
 
-def _not_run(tasks:list, answers:dict, stopped:Iterable)->list: # A line for each file
+def _not_run(tasks:list, answers:dict, stopped:dict)->list: # A line for each file
     lines = []
     for file in stopped:
         ids = [t.id for t in tasks if answers[t] == file]
