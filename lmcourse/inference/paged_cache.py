@@ -279,8 +279,9 @@ def _plan(rows:Rows, group:list, size:int, heads:int, window:int)->AttentionPlan
     tables = rows.tables[tensor(group)[:, None], place.clamp(max=rows.tables.shape[1] - 1)]
 
     # a query sees the keys up to its own position that are in its window
-    key = (place[..., None]*size + torch.arange(size, device=device)).flatten(1)[:, None] # (B, 1, S)
-    query = rows.positions[queries][..., None]                                            # (B, T, 1)
+    key = (place[..., None]*size + torch.arange(size, device=device)).flatten(1)
+    key = key[:, None]                                                      # (B, 1, S)
+    query = rows.positions[queries][..., None]                              # (B, T, 1)
     mask = (key <= query) & (key > query - window)
 
     return AttentionPlan(

@@ -531,8 +531,8 @@ def optimizer_values(where:Any, rest:dict, tensors:Any, model:Any, optimizer:Any
         return _into_torch(state, groups, here["param_groups"], optimizer)
     return _into_np(where, saved["state"], groups, optimizer)
 
-def _require_same_groups(there:dict, here:dict, where:Any): # `here` is empty if nothing is there yet
-    if not here: return
+def _require_same_groups(there:dict, here:dict, where:Any):
+    if not here: return                         # A dict that has no state yet
     if there["kind"] and there["kind"] != here["kind"]:
         raise ValueError(f"{where}: the optimizer is {there['kind']} there, {here['kind']} here")
     saved, own = ([set(g["params"]) for g in groups]
