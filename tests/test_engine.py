@@ -16,9 +16,12 @@ from lmcourse.architecture.transformer_torch import TransformerLM
 from lmcourse.generation.generate import generate, log_probs
 from lmcourse.generation.sampling import next_token_probs, sample
 from lmcourse.inference import engine as engine_module
+from lmcourse.inference import paged_cache
 from lmcourse.inference.draft_engine import DraftEngine
-from lmcourse.inference.engine import (BlockPool, Engine, PackedLinear, PagedModel, Request, Sequence, Waste, batched_attention, chunk_name,
-                                       default_blocks, draw_tokens, gathered_attention, paged_attention, plan_attention, replay, rows_of, sample_rows, timing)
+from lmcourse.inference.engine import (Engine, PackedLinear, PagedModel, Request, Sequence, Waste, default_blocks, draw_tokens, replay, sample_rows,
+                                       timing)
+from lmcourse.inference.paged_cache import (BlockPool, batched_attention, chunk_name, gathered_attention, paged_attention, plan_attention,
+                                            rows_of)
 from lmcourse.inference.speculative import PromptLookup
 from lmcourse.tools.checks import check_close, expect_error
 from lmcourse.tools.config import ModelConfig
@@ -295,8 +298,8 @@ def test_both_attentions_agree_in_blocks_of_any_size(size, window):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_threads_share_the_queries_and_no_bit_depends_on_their_number(dtype, monkeypatch):
     monkeypatch.setattr(fused, "SHARED", 1)                     # Small jobs are shared, too
-    taken, compute = [], engine_module.attend_blocks
-    monkeypatch.setattr(engine_module, "attend_blocks", lambda *args: (taken.append(args[-2:]), compute(*args)))
+    taken, compute = [], paged_cache.attend_blocks
+    monkeypatch.setattr(paged_cache, "attend_blocks", lambda *args: (taken.append(args[-2:]), compute(*args)))
     sequences, free = [Sequence(Request(tuple(range(n)))) for n in (1, 9, 30, 64)], list(range(16))
     for s in sequences: s.blocks = [free.pop() for _ in range(-(-len(s.ids)//8))]
     rows, g = rows_of({s: s.missing for s in sequences}, 8), torch.Generator().manual_seed(0)

@@ -12,7 +12,8 @@ from graders import Graders, fails
 from lmcourse.architecture.attention_np import attention_forward, causal_attention_forward, causal_mask_np, rope_forward, rope_tables_np
 from lmcourse.architecture.transformer_torch import TransformerLM
 from lmcourse.exercises import inference as ex
-from lmcourse.inference.engine import BlockPool, Engine, Request
+from lmcourse.inference.engine import Engine, Request
+from lmcourse.inference.paged_cache import BlockPool
 from lmcourse.inference.kv_cache import CacheLayer, KVCache
 from lmcourse.inference.quantization import QuantizedWeight, grid_steps, pack_pairs, quantize, to_grid, two_of_four
 from lmcourse.inference.speculative import exact_distribution, expected_tokens, residual, verify

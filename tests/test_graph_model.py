@@ -9,7 +9,8 @@ pytest.importorskip("triton", reason="kernels need triton: pip install 'lmcourse
 from kernel_models import odd_model, on_both
 from lmcourse.architecture.transformer_torch import TransformerLM
 from lmcourse.inference.draft_engine import DraftEngine
-from lmcourse.inference.engine import Engine, PagedModel, Request, Sequence, gathered_attention, rows_of
+from lmcourse.inference.engine import Engine, PagedModel, Request, Sequence
+from lmcourse.inference.paged_cache import gathered_attention, rows_of
 from lmcourse.inference.kv_cache import CachedDecoder
 from lmcourse.inference.speculative import DraftModel
 from lmcourse.kernels import serving

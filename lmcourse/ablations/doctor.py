@@ -852,21 +852,28 @@ def examine(
 )->Findings:
     "Find what is wrong with a run. Raises `FileNotFoundError` or `ValueError` if it isn't one."
     case = run if isinstance(run, Case) else open_case(run)
-    known = envelopes() if known is None else known
-    read = [s for check in CHECKS for s in check(case)]
-    forward = list(check_forward(case, made := replays(case)))
-    explained = [s for s in forward if isinstance(s, tuple)]
-    likely = tuple((name, Step(forward=f)) for name,f in explained
+    if known is None: known = envelopes()
+    # What the files say; then the forward pass again; then its steps, with what explains the loss
+    of_files = [s for check in CHECKS for s in check(case)]
+    made = replays(case)
+    of_forward = list(check_forward(case, made))
+    likely = tuple((name, Step(forward=f)) for name,f in filter(_explains, of_forward)
                    if f.average == "tokens" and not f.dropout and not f.own_head)
-    steps = list(check_steps(case, made, not _shown([*read, *forward]), likely))
-    said = [*forward, *steps, *read, *check_envelope(case, known)]
-    if not (shown := _shown(said)) and not fitting(case, known): said += check_sensitivity(case)
-    found = sorted((s for s in said if isinstance(s, Finding)), key=lambda f: -f.weight)
-    causes = {}                                 # the first of a name has the highest weight
-    for f in found:
+    of_steps = list(check_steps(case, made, not _shown(of_files + of_forward), likely))
+    said = [*of_forward, *of_steps, *of_files, *check_envelope(case, known)]
+    shown = _shown(said)
+    if not shown and not fitting(case, known): said += check_sensitivity(case)
+    return Findings(case.run, _causes(said, shown),
+                    remarks=tuple(s for s in said if isinstance(s, str)),
+                    looked=tuple(s for s in said if isinstance(s, Looked)))
+
+def _causes(said:list, shown:bool)->tuple: # Findings, the heaviest first; one of each name
+    causes:dict = {}
+    for f in sorted((s for s in said if isinstance(s, Finding)), key=lambda f: -f.weight):
         if f.weight != UNEXPLAINED or not shown: causes.setdefault(f.name, f)
-    kinds = (tuple(s for s in said if isinstance(s, kind)) for kind in (str, Looked))
-    return Findings(case.run, tuple(causes.values()), *kinds)
+    return tuple(causes.values())
+
+def _explains(said:Any)->bool: return isinstance(said, tuple) # A fault's name and its `Forward`
 
 def _shown(said:list)->bool: return any(isinstance(s, Finding) and s.weight == SHOWN for s in said)
 

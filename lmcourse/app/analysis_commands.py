@@ -10,7 +10,7 @@ __all__ = ['AccountCommand', 'PlanCommand', 'ScaleCommand', 'AblateCommand', 'Sp
 import json, math
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 from ..tools.config import ModelConfig, UserError, unknown
 from ..tools.documents import documents
 from ..tools.files import read_json
@@ -40,33 +40,38 @@ class AccountCommand:
     # Sizes and variant of the model
     model: ModelConfig = field(default_factory=ModelConfig)
 
-    def run(self):
-        from lmcourse.accounting.account import account, account_lines, account_tables, on_device
+    def find_device(self)->Any: # A `Device`, or `None` if none was named
+        "Check the numbers and what belongs together. Raises `ValueError`."
         from lmcourse.accounting.hardware import device_of, positive
         from lmcourse.accounting.run_cost import training_time
         from lmcourse.accounting.tensors import whole_number
-        with checking_input():
-            for name,value in (("batch", self.batch), ("context", self.context)):
-                whole_number(name, 1 if value is None else value)
-            where = device_of(self.device) if self.device else None
-            if where: training_time(1, where, self.dtype, self.mfu)
-            elif self.train_tokens is not None or self.usd_per_hour is not None:
-                raise ValueError("account: --train-tokens and --usd-per-hour need a --device")
-            if self.usd_per_hour is not None and self.train_tokens is None:
-                raise ValueError("account: --usd-per-hour needs --train-tokens")
-            for name,amount in (("train_tokens", self.train_tokens),
-                                ("usd_per_hour", self.usd_per_hour)):
-                positive(name, 1 if amount is None else amount)
-        counted = account(self.model, self.batch, self.context, self.dtype, self.attention,
-                          self.recompute, self.logits, where.kind if where else "cpu")
-        placed = (on_device(counted, where, self.mfu, self.train_tokens, self.usd_per_hour)
-                  if where else None)
-        if self.json: return say(json.dumps(counted | ({"device": placed} if placed else {})))
+        whole_number("batch", self.batch)
+        if self.context is not None: whole_number("context", self.context)
+        where = device_of(self.device) if self.device else None
+        if where: training_time(1, where, self.dtype, self.mfu)
+        elif self.train_tokens is not None or self.usd_per_hour is not None:
+            raise ValueError("account: --train-tokens and --usd-per-hour need a --device")
+        if self.usd_per_hour is not None and self.train_tokens is None:
+            raise ValueError("account: --usd-per-hour needs --train-tokens")
+        if self.train_tokens is not None: positive("train_tokens", self.train_tokens)
+        if self.usd_per_hour is not None: positive("usd_per_hour", self.usd_per_hour)
+        return where
+
+    @property
+    def title(self)->str: # The preset, and the fields of the model that differ from it
         usual = ModelConfig.preset(self.preset).to_dict()
         changed = [f"{k} = {v}" for k,v in self.model.to_dict().items() if v != usual[k]]
-        name = " with ".join(filter(None, (self.preset, ", ".join(changed))))
-        say(wrapped(f"{name}: {self.batch} x {counted['tokens']//self.batch:,} tokens, products in "
-                    f"{self.dtype}, {self.attention} attention"),
+        return f"{self.preset} with {', '.join(changed)}" if changed else self.preset
+
+    def run(self):
+        from lmcourse.accounting.account import account, account_lines, account_tables, on_device
+        with checking_input(): where = self.find_device()
+        counted = account(self.model, self.batch, self.context, self.dtype, self.attention,
+                          self.recompute, self.logits, where.kind if where else "cpu")
+        placed = where and on_device(counted, where, self.mfu, self.train_tokens, self.usd_per_hour)
+        if self.json: return say(json.dumps(counted | ({"device": placed} if placed else {})))
+        say(wrapped(f"{self.title}: {self.batch} x {counted['tokens']//self.batch:,} tokens, "
+                    f"products in {self.dtype}, {self.attention} attention"),
             *("  " + line for line in account_lines(counted)), "")
         titles = ("parameters", "memory of a training step", "what the forward pass keeps",
                   "FLOPs of a training step", "on the device")

@@ -122,7 +122,9 @@ def start_peer(
     from lmcourse.architecture.pretrained import to_hf
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
-    model, prompt, clock = to_hf(writing_model(task)).eval(), torch.tensor([task.ids]), []
+    model = to_hf(writing_model(task)).eval()
+    prompt = torch.tensor([task.ids])
+    clock = []
     def look(ids, scores, **more):
         clock.append(time.perf_counter())
         return torch.zeros(len(ids), dtype=torch.bool)
@@ -287,8 +289,9 @@ def bench_generation(
     return _generation_lines(rounds, threads, models, file, names)
 
 def _generation_lines(rounds, threads, models, file, names):
-    threads, here, measured = (threads or threads_here(),
-                               machine(("numba", "numpy", "torch", "transformers")), {})
+    threads = threads or threads_here()
+    here = machine(("numba", "numpy", "torch", "transformers"))
+    measured = {}
     yield machine_line(here)
     absent = {name: missing for name in names
               if (missing := [p for p in WRITERS[name].needs if not present([p])])}

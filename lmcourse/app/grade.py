@@ -568,42 +568,45 @@ def check_exercise(
     """Check an answer, or all answers of a chapter.
     Raises `ValueError` or `OSError`, as `find_answers` does, before any file runs."""
     tasks, answers = find_answers(exercise, path, seconds, progress)
-    right, wrong, other, empty = 0, 0, "", [] # `empty`: tasks whose place is not filled in
-    broken:dict = {} # File that doesn't run to its end: its verdict, and the answers after it
+    # What may become of an answer. "not run": its file has failed at an earlier answer
+    found:dict = {outcome: [] for outcome in ("right", "wrong", "not run", "empty", "unusable")}
+    stopped:dict = {}                           # File that doesn't run to its end, to its verdict
     for task,file in answers.items():
-        if file in broken:
-            first, more = broken[file]
-            more.append(task)
-            wrong += 1
-            if progress is not None: note_verdict(progress, replace(first, task=task), file.name)
-            continue
-        verdict = check_file(task, file, seconds, alone=len(tasks) == 1 or path.is_dir()
-                             and [*answers.values()].count(file) == 1)
-        if verdict.words.startswith("your file "): broken[file] = verdict, []
-        if verdict.state == "unusable":
-            other = f"{file.name}: {verdict.words}"
-            if _EMPTY in verdict.words: empty.append(task)
-            elif len(answers) > 1: say(f"{task.id}: {other}")
-            continue
-        say(str(verdict))
-        if progress is not None: note_verdict(progress, verdict, file.name)
-        right, wrong = right + (verdict.state == "right"), wrong + (verdict.state == "wrong")
-    for line in _not_run(broken): say(line)
-    if not right + wrong:
-        raise UserError(other if len(empty) < 2 else
+        if file in stopped: outcome, verdict = "not run", replace(stopped[file], task=task)
+        else:
+            alone = len(tasks) == 1 or path.is_dir() and [*answers.values()].count(file) == 1
+            verdict = check_file(task, file, seconds, alone)
+            outcome = _outcome(verdict)
+            if verdict.words.startswith("your file "): stopped[file] = verdict
+        found[outcome].append(task)
+        if outcome in ("right", "wrong"): say(str(verdict))
+        if outcome == "unusable" and len(answers) > 1:
+            say(f"{task.id}: {file.name}: {verdict.words}")
+        if progress is not None and outcome in ("right", "wrong", "not run"):
+            note_verdict(progress, verdict, file.name)
+    for line in _not_run(found["not run"], answers, stopped): say(line)
+    right, wrong = len(found["right"]), len(found["wrong"] + found["not run"])
+    if not right + wrong:                       # The last answer's words say why
+        raise UserError(f"{file.name}: {verdict.words}" if len(found["empty"]) < 2 else
                         f"{path}: no answer to any task of chapter {tasks[0].chapter} yet")
     if len(tasks) > 1:
-        for line in _left_out(path, answers, empty): say(line)
+        for line in _left_out(path, answers, found["empty"]): say(line)
         say(f"chapter {tasks[0].chapter}: {right} right, {wrong} not yet, "
             f"{len(tasks) - right - wrong} without an answer")
     return not wrong
 
 # %% ../../nbs/90_app/90e_grade.ipynb #f594b3bd
-def _not_run(broken:dict)->list: # Lines on answers in files that failed before
-    names = {file: " to ".join(dict.fromkeys((more[0].id, more[-1].id)))
-             for file,(_, more) in broken.items() if more}
-    return [f"{name}: not yet: {file.name} has to run to its end first"
-            for file,name in names.items()]
+def _outcome(verdict:Verdict)->str: # right, wrong, empty (the place of the answer) or unusable
+    return "empty" if verdict.state == "unusable" and _EMPTY in verdict.words else verdict.state
+
+def _not_run(tasks:list, answers:dict, stopped:dict)->list: # A line for each file
+    lines = []
+    for file in stopped:
+        ids = [t.id for t in tasks if answers[t] == file]
+        if not ids: continue
+        names = ids[0] if len(ids) == 1 else f"{ids[0]} to {ids[-1]}"
+        lines.append(f"{names}: not yet: {file.name} has to run to its end first")
+    return lines
 
 def _left_out(path:Path, answers:dict, empty:list)->list: # Lines on what has no verdict
     there = _in_folder(path) if path.is_dir() else []

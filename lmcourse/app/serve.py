@@ -6,9 +6,9 @@
 __all__ = ['ONLY', 'UP_TO_A_MILLION', 'Stop', 'Job', 'JobInbox', 'engine_state', 'JobRunner', 'EngineThread', 'Metrics', 'metric',
            'Refused', 'StreamOptions', 'SamplingRequest', 'CompletionRequest', 'TextType', 'TextPart', 'Message',
            'ChatRequest', 'read_body', 'refused_field', 'read_prompts', 'read_messages', 'ShownToken', 'Piece',
-           'Choice', 'joined', 'token_text', 'CompletionFormat', 'ChatFormat', 'Service', 'Flight', 'Reply',
-           'read_limited', 'until_gone', 'take_off', 'whole_answer', 'event_stream', 'make_app', 'add_monitoring',
-           'add_chat', 'answer_errors', 'make_server', 'run_server']
+           'Choice', 'joined', 'token_text', 'CompletionFormat', 'ChatFormat', 'PreparedRequest', 'Service', 'Flight',
+           'Reply', 'read_limited', 'until_gone', 'take_off', 'whole_answer', 'event_stream', 'make_app',
+           'add_monitoring', 'add_chat', 'answer_errors', 'make_server', 'run_server']
 
 # %% ../../nbs/90_app/90f_serve.ipynb #cd08dcf0
 import asyncio, codecs, json, math, queue, threading, time, uuid
@@ -16,7 +16,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
@@ -542,6 +542,11 @@ class ChatFormat:
                 "finish_reason": p.reason}
 
 # %% ../../nbs/90_app/90f_serve.ipynb #8d8d42cb
+class PreparedRequest(NamedTuple):
+    "A request for the engine, and the part of its prompt that `echo` repeats."
+    request:Request
+    own_ids:list # Ids of the prompt without those that the server has added
+
 class Service:
     "Shared by all requests: a model, its tokenizer, the engine's thread, limits and counters."
     def __init__(self,
@@ -578,9 +583,8 @@ class Service:
         fits = min(self.model.config.context_length, self.room) - len(ids) + 1
         return max(1, min(self.max_tokens or fits, fits, fits if body.chat else 16))
 
-    def requests(self, body:Any
-    )->tuple: # Requests for the engine, and how many ids of each were added
-        "Make the jobs that a body asks for, with the answers to one prompt next to each other."
+    def requests(self, body:Any)->list: # A `PreparedRequest` for each answer
+        "Prepare the answers that a body asks for, those to one prompt next to each other."
         limit = self.max_tokens or self.model.config.context_length
         self.check_name(body.model)
         newer = body.chat and body.max_completion_tokens is not None
@@ -594,16 +598,19 @@ class Service:
             found = f"{len(prompts)} prompts and n = {body.n}"
             raise Refused(f"{found}, expected at most {most} answers", "n")
         seed = int.from_bytes(uuid.uuid4().bytes[:4]) if body.seed is None else body.seed
-        made = [Request(tuple(ids), self.length(body, ids), body.temperature, top_p=body.top_p,
-                        stop=(self.tokenizer.end_of_text,), seed=(seed + i) % 2**63,
-                        log_probs=body.log_probs, echo=body.echo)
-                for ids,_ in prompts for i in range(body.n)]
-        try: [check_request(r, self.model.config, self.room) for r in made[::body.n]]
-        except ValueError as e:
-            code = "context_length_exceeded" if "need room" in str(e) else None
-            words = str(e).replace("max_tokens", name)
-            raise Refused(words, "messages" if body.chat else "prompt", code=code) from None
-        return made, [added for _,added in prompts for _ in range(body.n)]
+        prepared = []
+        for ids,added in prompts:
+            request = Request(tuple(ids), self.length(body, ids), body.temperature,
+                              top_p=body.top_p, stop=(self.tokenizer.end_of_text,),
+                              log_probs=body.log_probs, echo=body.echo)
+            try: check_request(request, self.model.config, self.room)
+            except ValueError as e:
+                code = "context_length_exceeded" if "need room" in str(e) else None
+                words = str(e).replace("max_tokens", name)
+                raise Refused(words, "messages" if body.chat else "prompt", code=code) from None
+            prepared += [PreparedRequest(replace(request, seed=(seed + i) % 2**63), ids[added:])
+                         for i in range(body.n)]
+        return prepared
 
 # %% ../../nbs/90_app/90f_serve.ipynb #6f5cf810
 class Flight:
@@ -611,20 +618,19 @@ class Flight:
     def __init__(self,
         service:Service, # Service that answers it
         body:Any,        # A `CompletionRequest` or `ChatRequest`
-        requests:list,   # This and the next as from `Service.requests`
-        added:list,
+        prepared:list,   # As from `Service.requests`
     ):
         self.service, self.worker, self.body = service, service.worker, body
-        self.requests, self.added = requests, added
+        self.prepared = prepared
         self.events:asyncio.Queue = asyncio.Queue()     # Number of the answer, kind, content
         self.loop, self.ended = asyncio.get_running_loop(), "cancelled" # Until it has ended
-        self.jobs = [Job(r, partial(self.hear, i)) for i,r in enumerate(requests)]
-        self.waiting, self.open = {*range(len(requests))}, True         # Answers without a token
+        self.jobs = [Job(p.request, partial(self.hear, i)) for i,p in enumerate(prepared)]
+        self.waiting, self.open = {*range(len(prepared))}, True         # Answers without a token
         if service.stopping: raise Refused("the server is shutting down", status=503)
         if not self.worker.submit(self.jobs):
             message = f"{self.worker.most} answers are open, try again later"
             raise Refused(message, status=429, code="queue_full")
-        read = sum(len(r.ids) for r in requests[::body.n])
+        read = sum(len(p.request.ids) for p in prepared[::body.n])
         self.usage = dict(prompt_tokens=read, completion_tokens=0)
         service.metrics.count("read", read)
 
@@ -643,11 +649,11 @@ class Flight:
 
     async def pieces(self)->AsyncGenerator[Piece, None]: # Pieces of all answers, as they come
         stops = self.body.stop + list(self.service.chat_template.stop if self.body.chat else ())
-        choices = [Choice(self.service.tokenizer, stops, i, r.log_probs is not None)
-                   for i,r in enumerate(self.requests)]
+        choices = [Choice(self.service.tokenizer, stops, i, p.request.log_probs is not None)
+                   for i,p in enumerate(self.prepared)]
         try:
-            for c,r,added in zip(choices, self.requests, self.added):
-                if r.echo and not r.scores_prompt: yield c.prompt(list(r.ids[added:]), [])
+            for c,(request,own_ids) in zip(choices, self.prepared):
+                if request.echo and not request.scores_prompt: yield c.prompt(own_ids, [])
             while not all(c.reason for c in choices):
                 i, kind, *what = await self.events.get()
                 if choices[i].reason: continue
@@ -660,8 +666,7 @@ class Flight:
         finally: self.close()
 
     def piece(self, c:Choice, kind:str, what:list)->Piece|None: # What an event shows
-        if kind == "prompt":
-            piece = c.prompt(list(self.requests[c.index].ids[self.added[c.index]:]), what[0])
+        if kind == "prompt": piece = c.prompt(self.prepared[c.index].own_ids, what[0])
         else: piece = c.add(*what) if kind == "token" else c.finish(what[0])
         if c.reason: self.worker.cancel(self.jobs[c.index])
         return piece
@@ -719,7 +724,7 @@ async def take_off(service:Service, http:Any, kind:type[SamplingRequest])->Fligh
             raise Refused(f"content-type = {kind_sent!r}, expected application/json (curl: "
                           "-H 'Content-Type: application/json')", status=415)
         body = read_body(await read_limited(http, service.max_body), kind)
-        return Flight(service, body, *await asyncio.to_thread(service.requests, body))
+        return Flight(service, body, await asyncio.to_thread(service.requests, body))
     except Refused as e:
         service.metrics.count("rejected" if e.status < 500 else "failed")
         raise

@@ -174,8 +174,8 @@ def measure_throughput(
     jobs, reasons = {}, {}
     with contextlib.ExitStack() as stack:
         for name,factor in factors.items():
-            worker, changed = (stack.enter_context(_process(factor, threads)),
-                               work.changed(factor).to_json())
+            worker = stack.enter_context(_process(factor, threads))
+            changed = work.changed(factor).to_json()
             try:
                 first = [worker.ask(f"run_{what}", work=changed, steps=1)
                          for what in ("loop", "bare")]
@@ -194,8 +194,8 @@ def throughput_table(
     loops, rows = {name: m for (what, name),m in found.items() if what == "loop"}, []
     first = next(iter(loops.values()))
     for name,m in loops.items():
-        seconds, dtype = ([s/n for s,n in zip(m["wall_s"], m["count"])],
-                          work.changed(FACTORS[name]).train.dtype)
+        seconds = [s/n for s,n in zip(m["wall_s"], m["count"])]
+        dtype = work.changed(FACTORS[name]).train.dtype
         bare, middle = found.get(("bare", name)), statistics.median(seconds)
         others = [s/n for s,n in zip(first["wall_s"], first["count"])]
         share = lambda key: 100*sum(m[key])/sum(m["wall_s"])

@@ -11,6 +11,19 @@ import numpy as np
 from .minhash import distinct, shingle_hashes
 from ..tools.ledger import published
 
+# %% ../../nbs/13_curation/13h_mixing.ipynb #f082f30e
+class _ShingleIndex: # All shingles of some tests, sorted, and the test that each belongs to
+    def __init__(self, tests:list, which:np.ndarray, n:int): # Shingles have `n` words
+        hashes, starts = distinct(*shingle_hashes([tests[i] for i in which], n))
+        order = np.argsort(hashes, kind="stable")
+        self.hashes = hashes[order]
+        self.owner = np.repeat(which, np.diff(starts))[order]
+        self.counts = dict(zip(which, np.diff(starts)))     # Shingles of each test
+
+    def find(self, hashes:np.ndarray)->tuple: # First and behind the last of the equal ones
+        return (np.searchsorted(self.hashes, hashes),
+                np.searchsorted(self.hashes, hashes, side="right"))
+
 # %% ../../nbs/13_curation/13h_mixing.ipynb #13h00009
 def contamination(
     documents:list, # Training texts
@@ -20,22 +33,21 @@ def contamination(
     """Measure how much of a test each document contains. Raises `ValueError` for a test without
     words, and for ngram below 1."""
     shingle_hashes([], ngram) # Checks `ngram`
-    shares, which = np.zeros(len(documents)), np.zeros(len(documents), np.int64)
-    lengths = np.diff(shingle_hashes(tests, 1)[1])
+    shares = np.zeros(len(documents))
+    which = np.zeros(len(documents), np.int64)
+    lengths = np.diff(shingle_hashes(tests, 1)[1])          # Words of each test
     if len(tests) and lengths.min() < 1:
         raise ValueError(f"test {int(lengths.argmin())} has no words")
-    for n in np.unique(np.minimum(lengths, ngram)).tolist():
-        group = np.flatnonzero(np.minimum(lengths, ngram) == n)
-        values, starts = distinct(*shingle_hashes([tests[i] for i in group], n))
-        owner = np.repeat(group, np.diff(starts))
-        order = np.argsort(values, kind="stable")
-        values, owner, sizes = values[order], owner[order], dict(zip(group, np.diff(starts)))
+    sizes = np.minimum(lengths, ngram)                      # Words per shingle of each test
+    for n in np.unique(sizes).tolist():
+        index = _ShingleIndex(tests, np.flatnonzero(sizes == n), n)
         words, ends = distinct(*shingle_hashes(documents, n))
-        low, high = np.searchsorted(values, words), np.searchsorted(values, words, side="right")
-        for d in np.unique(np.searchsorted(ends, np.flatnonzero(low < high), side="right") - 1):
-            here = [owner[low[k]:high[k]] for k in range(ends[d], ends[d+1])]
+        low, high = index.find(words)
+        hits = np.flatnonzero(low < high)                   # Shingles that are in a test
+        for d in np.unique(np.searchsorted(ends, hits, side="right") - 1):
+            here = [index.owner[low[k]:high[k]] for k in range(ends[d], ends[d+1])]
             tests_met, counts = np.unique(np.concatenate(here), return_counts=True)
-            found = counts/[sizes[i] for i in tests_met]
+            found = counts/[index.counts[i] for i in tests_met]
             if found.max() > shares[d]:
                 shares[d], which[d] = found.max(), tests_met[found.argmax()]
     return shares, which

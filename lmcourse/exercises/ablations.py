@@ -34,10 +34,10 @@ def _seeds(seed:int, n:int, more:int=0)->tuple:
 
 def _interval_mistakes()->dict:
     # Message to a function that makes this mistake: values of both, seed by seed, to half a width
-    root, spread = (lambda a: math.sqrt(len(a)),
-                    lambda a, b: statistics.stdev(x - y for x,y in zip(a, b)))
-    t, apart = (lambda a: student_t(len(a) - 1),
-                lambda a, b: math.sqrt((statistics.variance(a) + statistics.variance(b))/len(a)))
+    root = lambda a: math.sqrt(len(a))
+    spread = lambda a, b: statistics.stdev(x - y for x,y in zip(a, b))
+    t = lambda a: student_t(len(a) - 1)
+    apart = lambda a, b: math.sqrt((statistics.variance(a) + statistics.variance(b))/len(a))
     return {"1.96 holds for many seeds; for few take Student's t":
                 lambda a, b: 1.96*spread(a, b)/root(a),
             "t has n - 1 degrees of freedom, not n":
@@ -77,8 +77,8 @@ def check_paired_interval(
         both = [s for s in variant if s in base]
         a, b = [variant[s] for s in both], [base[s] for s in both]
         right, width = paired_difference(a, b)
-        in_order, by_place = (paired_difference(*zip(*zip(variant.values(), base.values()))),
-                              "pairs are of the same seed, not of the same place")
+        in_order = paired_difference(*zip(*zip(variant.values(), base.values())))
+        by_place = "pairs are of the same seed, not of the same place"
         if not near(mean, right):
             known = {-right: "the sign is wrong: variant less base, below 0 if that is better",
                      statistics.median(x - y for x,y in zip(a, b)): "that is the median",
@@ -101,8 +101,8 @@ def _least(half:Callable, most:float)->int:
 # %% ../../nbs/06_ablations/06z_ablations.ipynb #d25cd37f
 @cache
 def _seed_numbers()->tuple: # The right numbers, and what is behind each usual wrong one
-    paired, apart = ((lambda n: student_t(n - 1)*.02/math.sqrt(n)),
-                     (lambda n: student_t(2*n - 2)*.04*math.sqrt(2/n)))
+    paired = lambda n: student_t(n - 1)*.02/math.sqrt(n)
+    apart = lambda n: student_t(2*n - 2)*.04*math.sqrt(2/n)
     right = dict(correlation=1 - .02**2/(2*.04**2), two=paired(2), seeds=_least(paired, .01),
                  half=_least(paired, .005), unpaired=_least(apart, .01))
     many = "takes 1.96 for t, which is too little for so few seeds"
@@ -178,8 +178,8 @@ def check_steps_for(
         budget = 600*flops if what.startswith(("small", "twice")) else int(1000.7*each)
         where = (f"{what}, budget = {budget:,}, V = {V:,}, T = {T}, D = {D}, F = {d_ff}, L = {L}, "
                  f"windows = {windows}: ")
-        given, right = (run_answer(steps_for, budget, V, T, D, d_ff, L, windows, shown=where),
-                        budget//each)
+        given = run_answer(steps_for, budget, V, T, D, d_ff, L, windows, shown=where)
+        right = budget//each
         got = as_number(given)
         if got is None:
             raise AssertionError(f"{where}expected a whole number, got {short(given)}")
@@ -202,8 +202,8 @@ def check_matched_width(
     "`AssertionError` unless the numbers are those of the course's models, to half a per cent."
     c = ModelConfig.preset("ts-36m")
     gated, plain = replace(c, d_ff=None), replace(c, ffn="silu", d_ff=4*c.d_model)
-    ffn, model = ([3*c.d_model*gated.ffn_size, 2*c.d_model*plain.ffn_size],
-                  [count_parameters(m).unique for m in (gated, plain)])
+    ffn = [3*c.d_model*gated.ffn_size, 2*c.d_model*plain.ffn_size]
+    model = [count_parameters(m).unique for m in (gated, plain)]
     fewer = lambda pair: 100*(pair[0] - pair[1])/pair[0]
     right = dict(silu=1344*3//2, default=gated.ffn_size, ffn=fewer(ffn), model=fewer(model),
                  unmatched=50.)
@@ -306,7 +306,8 @@ def check_bits(
 ):
     """`AssertionError` unless the numbers follow from nats per token, tokens and bytes, to half a
     per cent."""
-    n, m, size, a, b, floor = 250_000, 200_000, 1_000_000, 1.4, 1.7, 1.1
+    n, m, size = 250_000, 200_000, 1_000_000
+    a, b, floor = 1.4, 1.7, 1.1
     bits = lambda loss, tokens: loss*tokens/size/math.log(2)
     right = dict(excess=a - floor, perplexity=math.exp(a), a=bits(a, n), b=bits(b, m),
                  floor=floor*n/m, match=a*n/m)

@@ -85,7 +85,9 @@ def check_formats(
     answer:dict, # 'next', 'largest', 'bfloat16', 'float16' and 'wide', each with a number
 ):
     "Raise `AssertionError` unless these are the numbers of the formats."
-    bf16, fp16, steps = FLOAT_FORMATS["bfloat16"], FLOAT_FORMATS["float16"], 3000
+    bf16 = FLOAT_FORMATS["bfloat16"]
+    fp16 = FLOAT_FORMATS["float16"]
+    steps = 3000
     # The last pattern before infinity
     largest = fp16.decode((2**fp16.exponent_bits - 1)*2**fp16.mantissa_bits - 1)
     a, b = _count_up("bfloat16", steps), _count_up("float16", steps)
@@ -329,7 +331,9 @@ _HELD = dict(attention="explicit", logits=True) # Written out, and all logits at
 
 def _activation_slips(c:ModelConfig, B:int)->dict: # Name of a mistake to its bytes
     parts, a = activation_parts(c, B, **_HELD), activation_bytes(c, B, **_HELD)
-    L, row, probs = c.num_layers, 4*B*c.context_length*c.d_model, parts["probabilities"]
+    L = c.num_layers
+    row = 4*B*c.context_length*c.d_model
+    probs = parts["probabilities"]
     found = {"that is one sequence, of B": a//B, "those are numbers, a float32 has 4 bytes": a//4,
              "that is one block, of L": activation_bytes(replace(c, num_layers=1), B, **_HELD),
              "a row of D in each block is missing: what the three projections, the last projection "
@@ -443,7 +447,9 @@ def _days(flops:float, name:str, cards:int, mfu:float)->tuple:
 
 def _step_flop_slips(c:ModelConfig, batch:int)->dict: # A mistake's FLOPs to its name
     def step(c=c, **how): return sum(training_flops(c, batch, **how).values())
-    right, P, tokens = step(), count_parameters(c), batch*c.context_length
+    right = step()
+    P = count_parameters(c)
+    tokens = batch*c.context_length
     return {right/3: "is the forward pass alone",
             2*right/3: "is the backward pass alone, or two forward passes",
             right/2: "counts one FLOP for a multiplication with its addition",
@@ -459,7 +465,9 @@ def check_run(
     answer:dict, # 'adamw' and 'step', in FLOPs and PFLOPs, 'days' and 'rule', in days
 ):
     "Raise `AssertionError` unless the counts and times are right to one in a hundred."
-    batch, steps, n = 512, 100_000, adamw_flops(1)
+    batch = 512
+    steps = 100_000
+    n = adamw_flops(1)
     step = sum(training_flops(_RUN, batch).values())
     days, why_days = _days(steps*step, "h100", 8, .4)
     rule, why_rule = _days(6*30e9*600e9, "a100", 512, .45)
@@ -504,7 +512,9 @@ def check_matmul_time(
 ):
     "Raise `AssertionError` unless the time is that of the roofline model, and the limit is named."
     for m,k,n,dtype,name in _products():
-        card, size, cost = device(name), dtype_bytes(dtype), matmul_cost(m, k, n, dtype)
+        card = device(name)
+        size = dtype_bytes(dtype)
+        cost = matmul_cost(m, k, n, dtype)
         args = m, k, n, size, card.peak(dtype), card.bytes_per_s
         where = _said(m=m, k=k, n=n, size=size, peak=f"{args[4]:g}", bandwidth=f"{args[5]:g}")
         got = run_answer(matmul_time, *args, shown=where)

@@ -179,8 +179,8 @@ def check_compute_group_normalized_rewards(
     compute_group_normalized_rewards:Callable,
 ):
     "`AssertionError` unless rewards are compared within their group, and divided where asked."
-    texts, truths = (["aa", "a", "aaaa", "a", "aaa", "aaa", "", "aaaaaaa"],
-                     ["", "", "", "", "b", "b", "b", "b"])
+    texts = ["aa", "a", "aaaa", "a", "aaa", "aaa", "", "aaaaaaa"]
+    truths = ["", "", "", "", "b", "b", "b", "b"]
     cases = [(_length_reward, texts, truths, g, e, s)
              for g,e,s in ((4, 1e-6, True), (4, .5, True), (2, 1e-6, False), (8, .1, True))]
     def mean(x): return x.mean(1, keepdim=True)
@@ -284,8 +284,10 @@ def check_grpo_microbatch_train_step(
     tokens."""
     mask = torch.tensor([[1, 1, 1, 0], [1, 0, 0, 0], [1, 1, 1, 1]]).bool()
     # Of the tokens that count, some are clipped above, and some below
-    x, old, raw, a = (_numbers(24, 3, 4)*.3 - 2, _numbers(25, 3, 4)*.3 - 2, _numbers(26, 3, 1),
-                      _numbers(27, 3, 1))
+    x = _numbers(24, 3, 4)*.3 - 2
+    old = _numbers(25, 3, 4)*.3 - 2
+    raw = _numbers(26, 3, 1)
+    a = _numbers(27, 3, 1)
     cases = [(x, mask, n, kind, raw, a, old, .2)
              for n,kind in ((2, "reinforce_with_baseline"), (4, "no_baseline"), (3, "grpo_clip"))]
     def right(l, m): return mean_of(l, m, 1).mean()
@@ -316,7 +318,9 @@ def check_gae(
 ):
     "`AssertionError` unless advantages add up temporal differences, times `gamma*lam` a step."
     def of(r, v, g, l, end=0., decay=lambda g, l: g*l, later=lambda g: g, more=lambda a, v: a):
-        out, ahead, after = [], torch.zeros(()).double(), torch.as_tensor(end).double()
+        out = []
+        ahead = torch.zeros(()).double()
+        after = torch.as_tensor(end).double()
         for t in reversed(range(len(r))):
             ahead = r[t] + later(g)*after - v[t] + decay(g, l)*ahead
             after = v[t]
@@ -428,8 +432,9 @@ def check_response_mask(
     "`AssertionError` unless the labels of the response count, and no others."
     def mask(first=-1, end=-1, turned=False):
         def f(starts, lengths, T):
-            t, s, l = (torch.arange(T)[None], torch.tensor(starts)[:, None],
-                       torch.tensor(lengths)[:, None])
+            t = torch.arange(T)[None]
+            s = torch.tensor(starts)[:, None]
+            l = torch.tensor(lengths)[:, None]
             found = (t >= s + first) & (t < l + end)
             return ~found if turned else found
         return f

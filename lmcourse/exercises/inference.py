@@ -19,7 +19,8 @@ from ..accounting.hardware import Device
 from ..accounting.memory import kv_cache_bytes
 from ..architecture.attention_np import (attention_forward, causal_attention_forward,
                                                 causal_mask_np, rope_forward, rope_tables_np)
-from ..inference.engine import BlockPool, Request, Scheduler, Sequence
+from ..inference.engine import Request, Scheduler, Sequence
+from ..inference.paged_cache import BlockPool
 from ..inference.quantization import from_grid, grid_steps, quantize, to_grid, two_of_four
 from ..inference.speculative import exact_distribution, expected_tokens
 from ..tools.checks import check_close
@@ -82,9 +83,9 @@ def check_kv_bytes(
     kv_bytes:Callable, # `kv_bytes(config, batch_size, tokens, number_bytes)` gives a whole number
 ):
     "`AssertionError` unless the bytes are those of a cache, for any heads, window and head size."
-    rng, base, cases = (random.Random(0),
-                        dict(vocab_size=50, context_length=1000, d_model=96, num_layers=3,
-                             num_heads=8, d_ff=64), list(_KV_CASES))
+    rng = random.Random(0)
+    base = dict(vocab_size=50, context_length=1000, d_model=96, num_layers=3, num_heads=8, d_ff=64)
+    cases = list(_KV_CASES)
     for _ in range(60):
         sizes = dict(num_layers=rng.randint(1, 9), num_kv_heads=rng.choice((None, 1, 2, 4, 8)),
                      head_dim=rng.choice((None, 2, 8, 64)))
@@ -139,8 +140,8 @@ def check_decoding_intensity(
 def _step_seconds(B, weights, cache, flop_per_s, bytes_per_s, readings=1, caches=None, size=2,
                   flops=2, join=max):
     # Time of one step
-    read, compute = ((readings*size*weights + (B if caches is None else caches)*cache)/bytes_per_s,
-                     flops*B*weights/flop_per_s)
+    read = (readings*size*weights + (B if caches is None else caches)*cache)/bytes_per_s
+    compute = flops*B*weights/flop_per_s
     return join(read, compute)
 
 def _rate_mistakes(B:int, *sizes)->dict: # Words to the rate that the mistake gives
@@ -252,10 +253,13 @@ _FEED_FLAWS = {"the new tokens were put at positions 0, 1 …": "zero",
 # %% ../../nbs/07_inference/07z_inference.ipynb #fc441270
 def _feed(state:dict, q, k, v, theta:float, flaw:str)->np.ndarray:
     # The new outputs; `state` holds keys, values and the next position
-    T, at, turn = q.shape[1], state["next"], partial(_turned, theta=theta)
+    T = q.shape[1]
+    at = state["next"]
+    turn = partial(_turned, theta=theta)
     first = {"zero": 0, "after": at + T}.get(flaw, at)
-    new_k, new_v, old = (k if flaw == "raw" else turn(k, first), turn(v, first) if flaw == "values"
-                         else v, state["k"].shape[1])
+    new_k = k if flaw == "raw" else turn(k, first)
+    new_v = turn(v, first) if flaw == "values" else v
+    old = state["k"].shape[1]
     keys, values = np.concatenate((state["k"], new_k), 1), np.concatenate((state["v"], new_v), 1)
     state |= dict(k=turn(keys, 0) if flaw == "twice" else keys, v=values, next=at + T)
     q = turn(q, first + (flaw == "query"))
@@ -292,13 +296,12 @@ def check_rotated_cache(
     rng = np.random.default_rng(0)
     for H,G,K,theta in ((2, 2, 6, 10_000.), (6, 2, 4, 100.)):
         for script in _MOVES:
-            sizes, cache = ([int(m.split()[-1]) for m in script],
-                            _built(rotated_cache, theta, shown=f"for theta = {theta:g}: "))
+            sizes = [int(m.split()[-1]) for m in script]
+            cache = _built(rotated_cache, theta, shown=f"for theta = {theta:g}: ")
             moves = [tuple(rng.standard_normal((h, n, K)) for h in (H, G, G))
                      if m.startswith("feed") else n for m,n in zip(script, sizes)]
-            right, wrong = (_feed_all(moves, theta),
-                            {words: _feed_all(moves, theta, flaw)
-                             for words,flaw in _FEED_FLAWS.items()})
+            right = _feed_all(moves, theta)
+            wrong = {words: _feed_all(moves, theta, flaw) for words,flaw in _FEED_FLAWS.items()}
             length = _play(cache, script, moves, right, wrong,
                            f"for {H} query heads and {G} key/value heads: after ")
     where = f"rewind({length + 1}) with {length} tokens: "
@@ -371,8 +374,8 @@ def _check_append(where:str, name:str, n:int, size:int, before:dict, after:dict,
     if table[:-1] != old[:n//size]:
         raise AssertionError(f"{where}the full blocks of {name} were {old[:n//size]}, "
                              f"and are {table[:-1]}")
-    others, shared = (_users({k: v for k,v in before.items() if k != name}, block),
-                      place and [k for k in _users(before, old[-1]) if k != name])
+    others = _users({k: v for k,v in before.items() if k != name}, block)
+    shared = place and [k for k in _users(before, old[-1]) if k != name]
     if shared and block == old[-1]:
         raise AssertionError(f"{where}block {block} is shared with {', '.join(shared)}, whose text "
                              "would be written over: copy it first")
@@ -443,7 +446,9 @@ def check_block_tables(
 # %% ../../nbs/07_inference/07z_inference.ipynb #77c67b71
 def _check_move(where:str, tables, tokens:dict, num_blocks:int, size:int, kind:str, *names):
     # `tokens` maps each sequence to its number of tokens, and is updated
-    name, before, n = names[0], _tables(tables), tokens.get(names[0], 0)
+    name = names[0]
+    before = _tables(tables)
+    n = tokens.get(names[0], 0)
     # Skip what follows a rejected append
     if kind != "append" and name not in tokens or kind == "fork" and names[1] in tokens: return
     needed = n % size == 0 or len(_users(before, before[name][-1])) > 1
@@ -484,11 +489,15 @@ def _check_fork(where:str, name:str, new:str, tables:dict):
 # %% ../../nbs/07_inference/07z_inference.ipynb #32062825
 class _PooledTables: # The tables of task 6 with the pool of notebook 07b
     def __init__(self, num_blocks, block_size):
-        self.pool, self.tables, self.tokens, self.copies = (BlockPool(num_blocks, block_size), {},
-                                                            {}, 0)
+        self.pool = BlockPool(num_blocks, block_size)
+        self.tables = {}
+        self.tokens = {}
+        self.copies = 0
 
     def append(self, name):
-        n, table, copy = self.tokens.get(name, 0), self.tables.get(name, []), None
+        n = self.tokens.get(name, 0)
+        table = self.tables.get(name, [])
+        copy = None
         if n % self.pool.block_size == 0: table = table + [self.pool.take()]
         elif self.pool.users[table[-1]] > 1:
             copy, table = table[-1], table[:-1] + [self.pool.take()]
@@ -516,8 +525,9 @@ def check_empty_places(
     for k in (1, 2, 3): tables.fork(0, k)
     for _ in range(30):
         for k in range(4): tables.append(k)
-    empty, mean, owned = ((-lengths % size).mean().item(), lengths.mean().item(),
-                          len({b for blocks in tables.tables.values() for b in blocks}))
+    empty = (-lengths % size).mean().item()
+    mean = lengths.mean().item()
+    owned = len({b for blocks in tables.tables.values() for b in blocks})
     right = dict(paged=empty, longest=most - mean, more=most/(mean + empty), blocks=owned,
                  copies=tables.copies)
     own, full = "shares nothing", "counts 16 empty places for a block that is full, and not 0"
@@ -547,7 +557,9 @@ def check_empty_places(
 def _scheduled(arrivals, lengths, places, continuous)->list:
     # By the scheduler of notebook 07b, without a model
     scheduler = Scheduler(len(lengths), max(lengths) + 1, places, places, continuous, share=False)
-    sequences, ends, step = [Sequence(Request((0,), n)) for n in lengths], {}, 0
+    sequences = [Sequence(Request((0,), n)) for n in lengths]
+    ends = {}
+    step = 0
     while len(ends) < len(lengths):
         scheduler.waiting.extend(s for s,a in zip(sequences, arrivals) if a == step)
         for s,n in scheduler.schedule().items():
@@ -561,8 +573,13 @@ def _scheduled(arrivals, lengths, places, continuous)->list:
 def _scheduled_with(flaw:str, arrivals, lengths, places, continuous)->list:
     # The same with a mistake
     if flaw == "there": arrivals = [0]*len(arrivals)
-    left, waiting, running, ends, step, worked, last = (dict(enumerate(lengths)), [], [], {}, 0, 0,
-                                                        None)
+    left = dict(enumerate(lengths))
+    waiting = []
+    running = []
+    ends = {}
+    step = 0
+    worked = 0
+    last = None
     while len(ends) < len(lengths):
         waiting += [i for i,a in enumerate(arrivals) if a == step]
         if flaw == "shortest": waiting.sort(key=lambda i: (lengths[i], i))
@@ -573,7 +590,9 @@ def _scheduled_with(flaw:str, arrivals, lengths, places, continuous)->list:
         done = [i for i in running if left[i] == 1]
         for i in running: left[i] -= 1
         for i in done: ends[i] = worked if flaw == "idle" else step
-        worked, step, last = worked + bool(running), step + 1, len(done) if flaw == "late" else None
+        worked += bool(running)
+        step += 1
+        last = len(done) if flaw == "late" else None
         running = [i for i in running if i not in done]
     return [ends[i] for i in range(len(lengths))]
 
@@ -599,9 +618,9 @@ def check_finish_steps(
     finish_steps:Callable,
 ):
     "`AssertionError` unless each request ends in the step in which it ends in the engine."
-    rng, cases = (random.Random(0),
-                  [([0], [3], 2), ([0, 0, 0], [3, 1, 2], 2), ([0, 0, 0, 0], [4, 1, 3, 1], 2),
-                   ([0, 1, 5], [2, 2, 2], 2), ([2, 2, 9], [1, 3, 1], 1)])
+    rng = random.Random(0)
+    cases = [([0], [3], 2), ([0, 0, 0], [3, 1, 2], 2), ([0, 0, 0, 0], [4, 1, 3, 1], 2),
+             ([0, 1, 5], [2, 2, 2], 2), ([2, 2, 9], [1, 3, 1], 1)]
     for _ in range(60):
         n = rng.randint(1, 9)
         cases.append((sorted(rng.choices(range(rng.choice((1, 6, 20))), k=n)),
@@ -609,8 +628,9 @@ def check_finish_steps(
     for arrivals,lengths,places in cases:
         for continuous in (True, False):
             args = arrivals, lengths, places, continuous
-            where, right = (f"for arrivals = {arrivals}, lengths = {lengths}, places = {places}, "
-                            f"continuous = {continuous}: ", _scheduled(*args))
+            where = (f"for arrivals = {arrivals}, lengths = {lengths}, places = {places}, "
+                     f"continuous = {continuous}: ")
+            right = _scheduled(*args)
             got = run_answer(finish_steps, *args, shown=where)
             if isinstance(got, np.ndarray): got = got.tolist()
             if not isinstance(got, (list, tuple)) or len(got) != len(right):
@@ -709,8 +729,8 @@ def check_accept(
                          "be replaced: all randomness comes from draw")
             raise AssertionError(f"{where}the token is distributed as "
                                  f"{law.round(4).tolist()}{words}")
-        kept, most = (sum(probability for (x,token),probability in pairs.items() if x == token),
-                      np.minimum(p, q).sum())
+        kept = sum(probability for (x,token),probability in pairs.items() if x == token)
+        most = np.minimum(p, q).sum()
         if kept < most - 1e-9:
             raise AssertionError(f"{where}the token is distributed as p, but x is kept in "
                                  f"{kept:.1%} of all cases, and {most:.1%} are possible")
@@ -747,7 +767,9 @@ def _codes(scaled)->np.ndarray: return np.clip(scaled, -128, 127).astype(np.int8
 def _row_mistakes(w:np.ndarray)->dict: # Words to (codes, steps)
     top, s = abs(w).max(1), grid_steps(w, 8)
     over = lambda steps: w/np.where(steps > 0, steps, 1).reshape(-1, 1)
-    column, one, low = grid_steps(w.T, 8), np.full(len(w), abs(w).max()/np.float32(127)), w.min(1)
+    column = grid_steps(w.T, 8)
+    one = np.full(len(w), abs(w).max()/np.float32(127))
+    low = w.min(1)
     wide = (w.max(1) - low)/np.float32(255)
     rounding = {"cut off towards 0, expected the nearest": np.trunc,
                 "a half goes to the even neighbour":

@@ -194,16 +194,17 @@ def check_balance(
     "`AssertionError` unless the loss is taken per layer and is 1 for an even load."
     rng = np.random.default_rng(0)
     far = lambda a: np.where(np.isin(np.arange(4), a), 20., -20.)[None].repeat(6, 0)
-    pairs, planted = [], [([far([0, 1]), far([2, 3])],
-                           [np.tile([0, 1], (6, 1)), np.tile([2, 3], (6, 1))]),
-             ([np.zeros((4, 4))], [np.array([[0, 1], [2, 3]]*2)])]
+    pairs = []
+    planted = [([far([0, 1]), far([2, 3])],
+                [np.tile([0, 1], (6, 1)), np.tile([2, 3], (6, 1))]),
+               ([np.zeros((4, 4))], [np.array([[0, 1], [2, 3]]*2)])]
     for L,N,E,k in ((3, 5, 5, 2), (1, 5, 4, 1), (2, 7, 4, 2), (3, 9, 8, 3), (2, 6, 3, 2)):
         pairs.append(tuple(map(list, zip(*(_routed(rng, N, E, k) for _ in range(L))))))
     for logits,chosen in pairs + planted:
         L, E, k = len(logits), logits[0].shape[1], chosen[0].shape[1]
         each = [balance_loss(z, c)[0] for z,c in zip(logits, chosen)]
-        right, pooled = (np.mean(each),
-                         balance_loss(np.concatenate(logits), np.concatenate(chosen))[0])
+        right = np.mean(each)
+        pooled = balance_loss(np.concatenate(logits), np.concatenate(chosen))[0]
         f = [count_load(c, E)/c.size for c in chosen]
         mistakes = {"layers are pooled, so that one hides the other": pooled,
                     "layers are pooled, and f is not divided by k": k*pooled,

@@ -84,8 +84,8 @@ def _toy_run(lr:float, steps:int)->list: # Losses before and after each step
 
 # %% ../../nbs/04_training/04z_training.ipynb #d23e3316
 def _toy_slips()->dict: # What wrong numbers mean
-    weights, half = ("is the factor of the weights: the loss changes by its square",
-                     "takes θ/n for the gradient: it is 2θ/n")
+    weights = "is the factor of the weights: the loss changes by its square"
+    half = "takes θ/n for the gradient: it is 2θ/n"
     once = "reaches the minimum in one step: up to twice as far the loss doesn't grow"
     return dict(
         ten={.8: weights, .9: "is the factor of the weights, with θ/n for the gradient", .81: half},
@@ -124,8 +124,8 @@ def _adamw_rule(theta, g, m, v, t:int, lr:float, betas:tuple, eps:float, weight_
     b1, b2 = betas[::-1] if "swapped" in how else betas
     t += ("late" in how) - ("early" in how)
     if "l2" in how: g = g + weight_decay*theta
-    m, v = (b1*m + (1 if "whole" in how else 1 - b1)*g,
-            b2*v + (1 - b2)*(g.abs() if "not squared" in how else g*g))
+    m = b1*m + (1 if "whole" in how else 1 - b1)*g
+    v = b2*v + (1 - b2)*(g.abs() if "not squared" in how else g*g)
     c1, c2 = (torch.tensor(1 - b**t, dtype=torch.float64) for b in (b1, b2)) # Tensors divide by 0
     m_hat, v_hat = m if "m" in how else m/c1, v if "v" in how else v/c2
     if "inside" in how: below = (v_hat + eps).sqrt()
@@ -287,8 +287,8 @@ def _moved(grads:list, betas:tuple=(.9, .999), before:int=0, m:float=0., v:float
 
 # %% ../../nbs/04_training/04z_training.ipynb #f3179cca
 def _step_slips(plain:float, turned:float)->dict: # What wrong numbers mean
-    length, both = ("is the gradient's own length: it is divided by the root of "
-                    "the mean of squares", "is the step with both corrections")
+    length = "is the gradient's own length: it is divided by the root of the mean of squares"
+    both = "is the step with both corrections"
     return dict(
         first={1000: length, plain: "is the step without corrections"},
         tenth={10: "is the way of all ten steps, not that of one", 1000: length},
@@ -316,8 +316,9 @@ def check_first_steps(
     "`AssertionError` unless these are the lengths of AdamW's steps."
     # So many steps that the corrections are 1
     late = 10**6
-    plain, turned, spike = (_moved([1000.], before=late), _moved([5., -5.]),
-                            _moved([100.], before=late, m=1., v=1.))
+    plain = _moved([1000.], before=late)
+    turned = _moved([5., -5.])
+    spike = _moved([100.], before=late, m=1., v=1.)
     right = dict(first=_moved([1000.]), tenth=_moved([1000.]*10), turned=turned, plain=plain,
                  half=plain/(1 - .9), spike=spike)
     check_numbers(answer, right, _step_slips(plain, turned), rtol=.005)
@@ -341,7 +342,9 @@ def check_two_decays(
     answer:dict, # 'sgd', 'adam', 'adamw', 'steps' and 'cosine'
 ):
     "`AssertionError` unless these numbers say how a weight without a gradient shrinks."
-    w, lr, decay = torch.tensor(50., dtype=torch.float64), .01, .2
+    w = torch.tensor(50., dtype=torch.float64)
+    lr = .01
+    decay = .2
     zero = torch.zeros_like(w)
     def adam(g, decay):
         return 50 - optim_torch.adamw_step(w, g, zero, zero, 1, lr, eps=1e-30,
@@ -405,8 +408,8 @@ def check_schedule(
     for numbers in ((1., .1, 7, 21), (2e-3, 0., 4, 15), (1., .1, 0, 10), (.5, .5, 2, 6)):
         found = _rates(get_lr_cosine_schedule, *numbers)
         def row(f): return torch.tensor([f(it) for it in range(len(found))], dtype=torch.float64)
-        right, got = (row(lambda it: optim_torch.cosine_lr(it, *numbers)),
-                      row(lambda it: found[it][1]))
+        right = row(lambda it: optim_torch.cosine_lr(it, *numbers))
+        got = row(lambda it: found[it][1])
         for (where, rate),expected in zip(found, right.tolist()):
             # Rounding of float32
             if abs(rate - expected) <= 1e-6*numbers[0]: continue
@@ -765,9 +768,9 @@ def _check_resumed(save:Callable, load:Callable, folder:str):
     _train_on(*whole, 1, 2)
     early, then = _save_to(save, "str", folder, *whole, 2), _all_of(*whole)
     _train_on(*whole, 3, 5)
-    saved, sources = (_all_of(*whole),
-                      {kind: _save_to(save, kind, folder, *whole, 5)
-                       for kind in ("str", "Path", "BytesIO", "file")})
+    saved = _all_of(*whole)
+    sources = {kind: _save_to(save, kind, folder, *whole, 5)
+               for kind in ("str", "Path", "BytesIO", "file")}
     _train_on(*whole, 6, 8)
     for kind,source in sources.items():
         where, *run = _load_from(load, kind, source, 5)
@@ -796,7 +799,9 @@ class _Watched(nn.Module):
     # A small model that notes how many rows it sees, and when it gets a gradient
     def __init__(self):
         super().__init__()
-        self.table, self.head, self.events = nn.Embedding(11, 6), nn.Linear(6, 11), []
+        self.table = nn.Embedding(11, 6)
+        self.head = nn.Linear(6, 11)
+        self.events = []
         with torch.no_grad():
             for i,p in enumerate(self.parameters()): p.copy_(_randn(*p.shape, seed=i))
         self.head.bias.register_hook(lambda g: self.events.append("backward"))
@@ -883,7 +888,9 @@ def toy_tokens(
     """A row in which token `a` is followed by `5a + 1` (mod 32) with probability 0.8,
     otherwise by a random token."""
     rng = np.random.default_rng(seed)
-    keep, other, row = rng.random(count) < .8, rng.integers(32, size=count), [0]
+    keep = rng.random(count) < .8
+    other = rng.integers(32, size=count)
+    row = [0]
     for k in range(1, count): row.append((5*row[-1] + 1) % 32 if keep[k] else int(other[k]))
     return np.array(row, np.uint16)
 
@@ -896,8 +903,9 @@ class ToyLM(nn.Module):
     "Logits of the next token from this one: `(B, T)` to `(B, T, 32)`. With dropout."
     def __init__(self):
         super().__init__()
-        self.table, self.dropout, self.head = (nn.Embedding(32, 24), nn.Dropout(.1),
-                                               nn.Linear(24, 32))
+        self.table = nn.Embedding(32, 24)
+        self.dropout = nn.Dropout(.1)
+        self.head = nn.Linear(24, 32)
 
     def forward(self, ids:torch.Tensor): return self.head(self.dropout(self.table(ids)))
 
@@ -905,7 +913,10 @@ class ToyLM(nn.Module):
 class _Run: # A model that the reader's loop trains, with a record of its calls
     def __init__(self, train:Callable, steps:int, every:int, seed:int, tokens:tuple, dice:int=0):
         with _own_dice(dice):
-            self.model, self.events, self.empty, self.looked = ToyLM(), [], [], {}
+            self.model = ToyLM()
+            self.events = []
+            self.empty = []
+            self.looked = {}
             self.windows = {tokens[0][i:i + 16].astype(np.int64).tobytes()
                             for i in range(len(tokens[0]) - 16)}
             watch = self.model.register_forward_pre_hook(self.saw, with_kwargs=True)
@@ -932,8 +943,8 @@ class _Run: # A model that the reader's loop trains, with a record of its calls
 
 # %% ../../nbs/04_training/04z_training.ipynb #f953304b
 def _check_conduct(run:_Run, steps:int): # What happened in the loop
-    w, looks = run.where, [e for k,e in enumerate(run.events) if e != "backward"
-                           and k not in set(run.trained)]
+    w = run.where
+    looks = [e for k,e in enumerate(run.events) if e != "backward" and k not in set(run.trained)]
     if len(run.empty) < steps:
         raise AssertionError(f"{w}backward was called {len(run.empty)} times, expected once a step")
     if sum(run.empty) < 2:
@@ -966,7 +977,9 @@ def _toy_losses(model:nn.Module, tokens:np.ndarray)->dict:
     return {k: F.cross_entropy(logits[:len(ids) - k], ids[k:16*n + k]).item() for k in (0, 1, 2)}
 
 def _check_history(run:_Run, steps:int, every:int, tokens:np.ndarray):
-    h, w, right = run.history, run.where, _toy_losses(run.model, tokens)[1]
+    h = run.history
+    w = run.where
+    right = _toy_losses(run.model, tokens)[1]
     if not isinstance(h, (list, tuple)) or not all(isinstance(e, (list, tuple)) and len(e) == 2
                                                    for e in h):
         raise AssertionError(f"{w}expected a list of (step, loss), got {short(h)}")
@@ -1043,8 +1056,9 @@ def _iterated(x:Tensor, abc:tuple=optim_torch.NEWTON_SCHULZ, rounds:int=5)->Tens
     return x
 
 def _muon_mistakes(m:Tensor)->dict: # For each message, a wrong result
-    (a, b, c), x, svd = (optim_torch.NEWTON_SCHULZ, m/m.norm(),
-                         torch.linalg.svd(m, full_matrices=False))
+    a, b, c = optim_torch.NEWTON_SCHULZ
+    x = m/m.norm()
+    svd = torch.linalg.svd(m, full_matrices=False)
     rounds = {1: "one iteration", 4: "four iterations", 6: "six iterations"}
     return {f"that is {words}, expected five": partial(_iterated, x, rounds=n)
             for n,words in rounds.items()} | {
@@ -1103,8 +1117,9 @@ def _sizes()->dict:
 
 # %% ../../nbs/04_training/04z_training.ipynb #4f86a547
 def _byte_slips(P:int, blocks:int)->dict: # What wrong numbers mean
-    numbers, mean, both = ("is a count of numbers: each has 4 bytes",
-                           "is one mean: AdamW keeps two", "counts weights and gradients as well")
+    numbers = "is a count of numbers: each has 4 bytes"
+    mean = "is one mean: AdamW keeps two"
+    both = "counts weights and gradients as well"
     return dict(
         momentum={P: numbers, 8*P: "is AdamW's: momentum is one number a parameter",
                   0: "is that of plain descent"},

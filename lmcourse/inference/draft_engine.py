@@ -13,8 +13,8 @@ from operator import index
 from typing import Any
 import torch
 from ..generation.sampling import next_token_probs, sample
-from .engine import Engine, Rows, Sequence, accept, draw_tokens, note_computed
-from .engine import rows_of
+from .engine import Engine, Sequence, accept, draw_tokens, note_computed
+from .paged_cache import Rows, rows_of
 from .speculative import verify
 
 # %% ../../nbs/07_inference/07e_draft_engine.ipynb #5525f40e
@@ -109,7 +109,7 @@ class DraftEngine(Engine):
             raise
         for s in work:
             s.versions += [self.version]*(s.length - len(s.versions))
-            if self.share: self.tell_names(s)
+            self.tell_names(s)
             self.forget_unseen(s)
         for s,reason in ends.items():
             if reason: self.end(s, reason)

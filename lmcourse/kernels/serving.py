@@ -12,8 +12,9 @@ from functools import partial
 from operator import index
 from typing import Any
 import torch
-from ..inference.engine import PagedModel, Rows, joined_weights, pack_linears
+from ..inference.engine import PagedModel, joined_weights, pack_linears
 from ..inference.kv_cache import record_graph
+from ..inference.paged_cache import Rows
 from .decode import combine_splits, no_graph, online_softmax_step
 from .traffic import FLOATS, interpreted, jit, next_power_of_two, tl
 from ..tools.config import refuse_fields

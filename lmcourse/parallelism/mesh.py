@@ -49,8 +49,10 @@ class Stage(TransformerLM):
     ):
         if not 0 <= number < count: raise ValueError(f"stage {number} of {count}, from 0")
         super().__init__(config, device="meta")
-        self.number, self.count, self.first, self.last = (number, count, number == 0,
-                                                          number == count - 1)
+        self.number = number
+        self.count = count
+        self.first = number == 0
+        self.last = number == count - 1
         mine = stage_layers(config.num_layers, count)[number]
         self.layers = nn.ModuleDict({str(i): self.layers[i] for i in mine})
         self.rope = next(iter(self.layers.values())).attn.rope
@@ -197,7 +199,9 @@ def own_places(tokens:int, group:Any)->torch.Tensor: # Positions `(tokens,)` in 
 
 def pass_on(arrays:tuple, group:Any)->tuple: # What arrives from the left, and requests
     "Send arrays to the right neighbour in the ring."
-    n, r, got = group.size(), group.rank(), tuple(x.new_empty(x.shape) for x in arrays)
+    n = group.size()
+    r = group.rank()
+    got = tuple(x.new_empty(x.shape) for x in arrays)
     right, left = (dist.get_global_rank(group, (r + step) % n) for step in (1, -1))
     calls = [dist.P2POp(dist.isend, x.contiguous(), right, group) for x in arrays]
     return got, dist.batch_isend_irecv(calls + [dist.P2POp(dist.irecv, x, left, group)
@@ -209,9 +213,12 @@ class RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx:Any, q:torch.Tensor, k:torch.Tensor, v:torch.Tensor, window:int|None, group:Any
     ):
-        n, r, q_ = group.size(), group.rank(), at_least_float32(q)  # For sums over keys
+        n, r = group.size(), group.rank()
+        q_ = at_least_float32(q) # For sums over keys
         places = [torch.from_numpy(p).to(q.device) for p in zigzag(n*q.shape[-2], n)]
-        out, logs, page = torch.zeros_like(q_), q_.new_full(q.shape[:-1], -math.inf), (k, v)
+        out = torch.zeros_like(q_)
+        logs = q_.new_full(q.shape[:-1], -math.inf)
+        page = (k, v)
         with torch.autocast(q.device.type, enabled=False):
             for step in range(n):
                 coming, waits = pass_on(page, group) if step < n - 1 else (page, [])
@@ -317,7 +324,9 @@ class MeshModel(nn.Module):
         "Send ids through all stages, and the logits to all processes."
         one = self.stages[0]
         if self.group is None: return one(ids)
-        p, count, place = self.group.size(), one.count, dict(group=self.group)
+        p = self.group.size()
+        count = one.count
+        place = dict(group=self.group)
         logits = torch.empty(*ids.shape, self.config.vocab_size, dtype=one.dtype, device=ids.device)
         for stage in self.stages:
             x = ids
@@ -382,7 +391,9 @@ class MeshEngine(TorchEngine):
         "Send the waiting micro-batches through the stages."
         inputs, targets, shares = zip(*self.waiting)
         self.waiting, self.shares = [], iter(shares)            # `share_of` takes them in turn
-        first, last, losses = self.model.stages[0], self.model.stages[-1], []
+        first = self.model.stages[0]
+        last = self.model.stages[-1]
+        losses = []
         ids, judged = [], {}
         if first.first: ids = [torch.cat(inputs)]
         if last.last: # `targets` for the stage, `target` for the schedule, which fills `losses`
@@ -430,7 +441,9 @@ def _make_schedule(
 
 # %% ../../nbs/10_parallelism/10k_mesh.ipynb #ed6823d0
 def cut_stage(stage:Stage, engine:Any): # Cuts matrices, then tokens, then the rest
-    c, mesh, stage.recompute = engine.config, engine.mesh, engine.config.recompute
+    c = engine.config
+    mesh = engine.mesh
+    stage.recompute = engine.config.recompute
     if c.tensor_parallel_degree > 1: apply_tensor_parallel(stage, mesh["tp"], c.sequence_parallel)
     if engine.context: apply_context_parallel(stage, engine.context)
     if engine.world.size > 1 or engine.context: apply_data_parallel(stage, mesh, engine.dtype)
@@ -725,7 +738,10 @@ def dry_run(
 # %% ../../nbs/10_parallelism/10k_mesh.ipynb #c10k0042
 class _StageBytes: # The most bytes that a process of one stage sends in a step, along each axis
     def __init__(self, stage:Stage, config:TrainConfig, sizes:dict, itemsize:int):
-        self.stage, self.config, self.model, self.itemsize = stage, config, stage.config, itemsize
+        self.stage = stage
+        self.config = config
+        self.model = stage.config
+        self.itemsize = itemsize
         self.pp, self.copies, self.tp, self.cp = (sizes.get(axis, 1) for axis in
                                                   ("pp", "dp_replicate", "tp", "cp"))
         parts, context = sizes["dp_shard"], self.model.context_length

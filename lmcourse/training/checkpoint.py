@@ -517,50 +517,70 @@ def require_same_tensors(there:dict, here:dict, where:Any):
 
 # %% ../../nbs/04_training/04d_checkpoint.ipynb #15f65bfd
 def optimizer_values(where:Any, rest:dict, tensors:Any, model:Any, optimizer:Any
-): # A function that restores the optimizer's state
+)->Callable: # Restores the optimizer's state
     if rest is None: raise ValueError(f"{where}: saved without an optimizer")
-    saved, here = _join(tensors("optimizer"), rest), named_state(model, optimizer)
-    if rest["kind"] != here.get("kind", rest["kind"]) and rest["kind"]:
-        raise ValueError(f"{where}: the optimizer is {rest['kind']} there, {here['kind']} here")
-    if [set(g["params"]) for g in here.get("param_groups", rest["groups"])] != [
-        set(g["params"]) for g in rest["groups"]]:
-        raise ValueError(f"{where}: the saved groups hold different parameters")
-    groups = [{k: tuple(v) if isinstance(v, list) and k != "params" else v for k,v in g.items()}
-              for g in saved["param_groups"]]
-    if not isinstance(optimizer, dict) and not hasattr(optimizer, "param_groups"):
-        return _into_np(where, saved["state"], groups, optimizer)
-    state = {n: {k: v.tensor() if isinstance(v, _Stored) else v for k,v in s.items()}
-             for n,s in saved["state"].items()}
+    saved = _join(tensors("optimizer"), rest)
+    here = named_state(model, optimizer)
+    _require_same_groups(rest, here, where)
+    groups = [_with_tuples(g) for g in saved["param_groups"]]
     if isinstance(optimizer, dict):
+        state = _in_torch(saved["state"])
         return lambda: optimizer.update(kind=rest["kind"], state=state, param_groups=groups)
-    number = {name: i for i,name in enumerate(n for g in here["param_groups"] for n in g["params"])}
-    mine = [own | there | dict(params=[number[n] for n in own["params"]])
-            for own,there in zip(here["param_groups"], groups)]
-    return lambda: optimizer.load_state_dict(dict(state={number[n]: s for n,s in state.items()},
-                                                  param_groups=mine))
+    if hasattr(optimizer, "param_groups"):
+        state = _in_torch(saved["state"])
+        return _into_torch(state, groups, here["param_groups"], optimizer)
+    return _into_np(where, saved["state"], groups, optimizer)
+
+def _require_same_groups(there:dict, here:dict, where:Any):
+    if not here: return                         # A dict that has no state yet
+    if there["kind"] and there["kind"] != here["kind"]:
+        raise ValueError(f"{where}: the optimizer is {there['kind']} there, {here['kind']} here")
+    saved, own = ([set(g["params"]) for g in groups]
+                  for groups in (there["groups"], here["param_groups"]))
+    if saved != own: raise ValueError(f"{where}: the saved groups hold different parameters")
+
+def _with_tuples(group:dict)->dict: # JSON made lists of a group's tuples, such as `betas`
+    return {k: tuple(v) if isinstance(v, list) and k != "params" else v for k,v in group.items()}
+
+def _in_torch(state:dict)->dict:
+    return {n: {k: v.tensor() if isinstance(v, _Stored) else v for k,v in s.items()}
+            for n,s in state.items()}
 
 # %% ../../nbs/04_training/04d_checkpoint.ipynb #2891d131
-def _into_np(where, state:dict, groups:list, o
-): # The same for an `AdamWNp`
+def _into_torch(state:dict, groups:list, own:list, optimizer:Any
+)->Callable: # Torch numbers the parameters; `own` are the optimizer's groups with names
+    number = {name: i for i,name in enumerate(n for g in own for n in g["params"])}
+    numbered = {number[n]: s for n,s in state.items()}
+    mine = [here | there | dict(params=[number[n] for n in here["params"]])
+            for here,there in zip(own, groups)]
+    return lambda: optimizer.load_state_dict(dict(state=numbered, param_groups=mine))
+
+def _into_np(where, state:dict, groups:list, o)->Callable: # The same for an `AdamWNp`
     steps = {n: int(s["step"].array() if isinstance(s["step"], _Stored) else s["step"])
              for n,s in state.items()}
-    there = {f"{k}.{n}": s[k] for n,s in state.items() for k in ("exp_avg", "exp_avg_sq")}
-    here = {f"{k}.{n}": a for k,arrays in (("exp_avg", o.m), ("exp_avg_sq", o.v))
-            for n,a in arrays.items()}
+    moments = dict(exp_avg=o.m, exp_avg_sq=o.v)
+    there = {f"{kind}.{n}": s[kind] for n,s in state.items() for kind in moments}
+    here = {f"{kind}.{n}": a for kind,arrays in moments.items() for n,a in arrays.items()}
     # a parameter that never had a gradient has no state in torch
     require_same_tensors(there, {key: a for key,a in here.items() if key in there}, where)
-    decays = [(g["weight_decay"], o.params[g["params"][0]].ndim) for g in groups]
-    rules = {(g["betas"], g["eps"]) for g in groups}
-    scaled = any(g.get("lr_scale", 1) != o.lr_scales.get(n, 1) for g in groups for n in g["params"])
-    if len(rules) > 1 or scaled or any(d for d,ndim in decays if ndim < 2):
-        raise ValueError(f"{where}: the groups differ in ways that NumPy's AdamW doesn't support: "
-                         f"it has one setting for all, apart from decaying only matrices")
+    decay = _decay_of_matrices(where, groups, o)
     def put():
-        for key,a in here.items(): there[key].put(a) if key in there else a.fill(0)
+        for key,a in here.items():
+            if key in there: there[key].put(a)
+            else: a.fill(0)
         o.t = dict.fromkeys(o.params, 0) | steps
         o.betas, o.eps = groups[0]["betas"], groups[0]["eps"]
-        o.weight_decay = max((d for d,ndim in decays if ndim > 1), default=o.weight_decay)
+        o.weight_decay = decay
     return put
+
+def _decay_of_matrices(where, groups:list, o)->float: # `ValueError` if an `AdamWNp` can't be so
+    rules = {(g["betas"], g["eps"]) for g in groups}
+    scaled = any(g.get("lr_scale", 1) != o.lr_scales.get(n, 1) for g in groups for n in g["params"])
+    decays = [(g["weight_decay"], o.params[g["params"][0]].ndim) for g in groups]
+    if len(rules) > 1 or scaled or any(decay for decay,ndim in decays if ndim < 2):
+        raise ValueError(f"{where}: the groups differ in ways that NumPy's AdamW doesn't support: "
+                         f"it has one setting for all, apart from decaying only matrices")
+    return max((decay for decay,ndim in decays if ndim > 1), default=o.weight_decay)
 
 # %% ../../nbs/04_training/04d_checkpoint.ipynb #e6010543
 class Checkpoints:
