@@ -497,13 +497,13 @@ def equal_time(
             f"steps, {line['seconds']:.0f} s")
     return read_lines(results)
 
-def _costs(part:str, lines:dict, racer:Callable)->dict: # From lines of the part, or measured
-    costs = {l["contestant"].removeprefix(f"{part}: "): l["cost"]
-             for l in lines.values() if l["part"] == part}
-    first = next(iter(PARTS[part].changes))
-    for name in PARTS[part].changes:
+def _costs(part:str, lines:dict, racer:Callable)->dict: # In steps of the first variant
+    first, *others = PARTS[part].changes
+    costs = {first: 1.} | {l["contestant"].removeprefix(f"{part}: "): l["cost"]
+                           for l in lines.values() if l["part"] == part}
+    for name in others:
         if name in costs: continue
-        times = step_seconds({n: racer(n, 0) for n in dict.fromkeys((first, name))})
+        times = step_seconds({n: racer(n, 0) for n in (first, name)})
         costs[name] = round(times[name]/times[first], 3)
     return costs
 
