@@ -587,7 +587,7 @@ _COPIERS = PARTS["quickstart"].changes["copiers at twice the rate"]
 PARTS["bfloat16"] = Part("quickstart", {
     "products in float32": _COPIERS,
     "products in bfloat16": _COPIERS | dict(dtype="bfloat16"),
-}, 2200)
+}, 1600)
 
 # %% ../../nbs/06_ablations/06e_speedrun.ipynb #a056a929
 def speedrun(
