@@ -304,7 +304,7 @@ WRONG = [
     ("split", split_without_them, "expected ['a', 'X', 'b'], got ['a', 'b']: each special token is a part of its own"), ("split", split_with_empty, "an empty text has no parts"), ("split", lambda t, s: split_right(t, s) if s else [t], "also without special tokens"),
     ("split", split_stripped, "white space stays"), ("split", split_sorting, "changed its arguments"),
     ("split", split_without_list, "without special tokens the text is one part"), ("split", lambda t, s: iter(split_right(t, s)), "that has the type list_iterator, not list"),
-    ("split", lambda t, s: [p.encode() for p in split_right(t, s)], "got [b'a', b'X', b'b']: b'a' has the type bytes, not str"), ("split", lambda t, s: None, "got None: that has the type NoneType, not list"),
+    ("split", lambda t, s: [p.encode() for p in split_right(t, s)], "got [b'a', b'X', b'b']: b'a' has the type bytes, not str"), ("split", lambda t, s: None, "expected ['a', 'X', 'b'], got None: is a return or yield missing?"),
     ("split", lambda t: [t], "your code raised TypeError"), ("split", fails, "your code raised RuntimeError('two\\nlines')"),
     ("split", ["a"], "expected a function, got ['a']"),
 
@@ -334,11 +334,11 @@ WRONG = [
     ("step", step_gives(lambda pair, words: (pair, iter(words))), "expected a list of 2 words"), ("step", fails, "raised RuntimeError"),
 
     ("bound", bound(lambda t, s: [w for w, n in count_words([t], s).items() for _ in range(n)]), "267 tokens are too many: how often can its distinct words be joined?"),
-    ("bound", bound(distinct), "for ('привет', []): 261 tokens, but training fills 267"),
+    ("bound", bound(distinct), "for t = 'привет', s = []: 261 tokens, but training fills 267"),
     ("bound", bound(distinct_bytes, more=-1), "257 tokens, but training fills 258"),
     ("bound", bound(distinct_bytes, more=1), "259 tokens are too many"),
     ("bound", bound(distinct_bytes, specials=False), "tokens, but training fills"),
-    ("bound", bound(lambda t, s: distinct_bytes(t, [])), "('ab<|endoftext|>cd', ['<|endoftext|>'])"),
+    ("bound", bound(lambda t, s: distinct_bytes(t, [])), "t = 'ab<|endoftext|>cd', s = ['<|endoftext|>']"),
     ("bound", bound(distinct_bytes, size=lambda w: len(w) + 1), "tokens are too many"),
     ("bound", lambda t, s: 256 + len(s) + max(len(utf8(t)) - 1, 0), "tokens are too many"),
     ("bound", lambda t, s: 256 + len(s) + max((len(w) - 1 for w in distinct_bytes(t, s)), default=0), "tokens, but training fills"),
@@ -377,7 +377,7 @@ WRONG = [
     ("encode_chunks", stream(errors="ignore"), "expected a ValueError, got"),
     ("encode_chunks", lambda chunks, ranks: (t.decode("latin-1") for t in stream()(chunks, ranks)), "'Ã©' has the type str, not bytes"),
     ("encode_chunks", lambda chunks, ranks: encode_word(b"".join(chunks), ranks), "expected the same tokens as for the whole text"),
-    ("encode_chunks", lambda chunks, ranks: None, "raised TypeError"), ("encode_chunks", fails, "raised RuntimeError"), ("encode_chunks", None, "expected a function, got None"),
+    ("encode_chunks", lambda chunks, ranks: print(end=""), "got None: is a return or yield missing? Printing a value doesn't return it"), ("encode_chunks", lambda chunks, ranks: 7, "'int' object is not iterable"), ("encode_chunks", fails, "raised RuntimeError"), ("encode_chunks", None, "expected a function, got None"),
 
     ("grows", (STORY, 2.84), "it does not get larger"), ("grows", (STORY.title(), 2.2), "it does not get larger"),
     ("grows", ("zqxj vkwq "*30, 1.), "these aren't words that the tokenizer knows: in lower case, too"), ("grows", ("काला कुत्ता "*30, 1.), "'क' is not ASCII"),

@@ -1,4 +1,5 @@
 "Graders of chapter 04's exercises: what each refuses, in which words, and that other right answers pass."
+import io
 import math
 import random
 
@@ -530,6 +531,7 @@ WRONG_ANSWERS = dict(
         (TOY | dict(bowl=2), "the steepest direction decides"), (TOY | dict(bowl=.001), "reaches the minimum in one step"),
         (TOY | dict(bowl=.0021), "is too large"), (None, "expected a dict"), (dict(ten=.64), "hundred is missing")],
     adamw=[
+        (lambda p, **options: None, "expected a class, got the function <lambda>"),
         (adamw(by_formula(below=lambda v, eps: (v + eps).sqrt())), "ε is inside the root"),
         (adamw(by_formula(below=lambda v, eps: v.sqrt())), "ε is not used"), (adamw(by_formula(below=lambda v, eps: v + eps)), "the root is missing"),
         (adamw(by_formula(shrink=lambda p, lr, d: None)), "there is no weight decay"),
@@ -543,7 +545,7 @@ WRONG_ANSWERS = dict(
         (adamw(by_formula(), per_group=False), "the numbers of the group are not used"), (adamw(by_formula(), zeros=True), "a parameter without a gradient moves"), (adamw(spoils_gradient), "changed a gradient"),
         (adamw(lambda p, g, s, t, lr, *rest: p.sub_(lr*g)), "all weights after step 1: element"), (Forgetful, "keep m, v and t in self.state[p]".capitalize()),
         (NoOptimizer, "expected a torch.optim.Optimizer"), (torch.optim.AdamW, "torch.optim.AdamW is torch's own"),
-        (WithoutNoGrad, "a leaf Variable that requires grad"), (torch.optim.SGD([nn.Parameter(torch.ones(1))]), "expected the class SGD itself"), (fails, "raised RuntimeError"), (3, "expected a class, got 3")],
+        (WithoutNoGrad, "a leaf Variable that requires grad"), (torch.optim.SGD([nn.Parameter(torch.ones(1))]), "expected the class SGD itself"), (type("Answer", (), {"__init__": fails}), "raised RuntimeError"), (fails, "expected a class, got the function fails"), (3, "expected a class, got 3")],
     first_steps=[
         (STEPS | dict(first=1000), "is the gradient's own length"), (STEPS | dict(first=3.16), "is the step without corrections"), (STEPS | dict(tenth=10), "is the way of all ten steps"),
         (STEPS | dict(turned=.0526), "has the sign wrong"), (STEPS | dict(turned=0), "lets the two cancel"), (STEPS | dict(turned=-.01), "is not corrected"),
@@ -609,6 +611,7 @@ WRONG_ANSWERS = dict(
         (accumulation(weight=lambda x, y, i, t, s: (y != -100).sum()/(t != -100).sum(), how="mean"), "a part has no targets, and a mean over none is NaN"),
         (accumulation(give=lambda total: None), "expected the loss"), (accumulation(give=lambda total: total/2), "expected the loss"), (lambda m, x, y, s: 0., "there is no gradient afterwards"), (fails, "raised RuntimeError")],
     training=[
+        (loop(look=lambda *a: print(look(*a), end="", file=io.StringIO())), "the loss after step 50 should be a number, got None: is a return or yield missing?"), (loop(end=lambda h: [*((k, None) for k, _ in h[:-1]), h[-1]]), "the loss after step 50 should be a number, got None"),
         (loop(shift=0), "its own input: are the targets shifted?"), (loop(shift=2), "the token after the next"), (loop(zero=False), "gradients are never set back"),
         (loop(look=changed(after=lambda m: None)), "a step was made without dropout"), (loop(look=changed(before=lambda m: None)), "an evaluation with dropout"), (loop(look=changed(grad=True)), "torch.no_grad()"),
         (loop(look=changed(random_windows=True)), "but the model at the end has"), (loop(look=lambda m, t, T, rng: [rng.random(), look(m, t, T, rng)][1]), "others than with eval_every = 50"), (loop(look=changed(share=2)), "but the model at the end has"), (loop(look=changed(short=1)), "one window is missing, into 4001 tokens fit 250"),

@@ -1,6 +1,7 @@
 "What all graders share: values in few words, calls on copies, predicted numbers; and the helper of their tests."
 import copy
 import math
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -14,7 +15,7 @@ from graders import Graders, fails, score_lines
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmcourse.tools.grading import check_cases, check_numbers, run_answer, same_value, short, short_args
+from lmcourse.tools.grading import check_cases, check_numbers, require_class, require_function, run_answer, same_value, short, short_args
 
 VALUES = st.recursive(st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.binary() | st.sampled_from([np.arange(3.), torch.arange(20)]),
                       lambda v: st.lists(v) | st.tuples(v) | st.dictionaries(st.text(), v), max_leaves=8)
@@ -110,6 +111,30 @@ def test_what_is_said_of_the_call():
     for shown, words in ((("a",), "for ('a'): your code"), ("with x: ", "with x: your code"), ("", "your code")):
         with pytest.raises(AssertionError) as e: run_answer(fails, 1, shown=shown)
         assert str(e.value).startswith(words) and type(e.value.__cause__) is RuntimeError
+
+
+def test_a_message_names_arguments_as_the_function_does():
+    def swapped(size, num_bytes): return 0
+    for f, words in ((swapped, "for size = 96, num_bytes = 4: expected 144, got 0"), (lambda *a: 0, "for (96, 4): "), (lambda num_bytes, size=1, more=2: 0, "for num_bytes = 96, size = 4: "),
+                     (lambda size: size, "for (96, 4): your code raised TypeError("), (max, "for (96, 4): expected 144, got 96")):
+        with pytest.raises(AssertionError) as e: check_cases(f, lambda num_bytes, size: 2*(size - 1)*num_bytes//size, [(96, 4)], {})
+        assert str(e.value).startswith(words), str(e.value)
+
+
+@pytest.mark.parametrize("result, words", [
+    (None, "expected 2, got None: is a return or yield missing? Printing a value doesn't return it"), ((i for i in [2]), "expected 2, got a generator"), (object(), "expected 2, got <object object>")])
+def test_what_is_no_result_is_named(result, words):
+    "Without a place in memory, which would differ each time."
+    with pytest.raises(AssertionError) as e: check_cases(lambda x: result, lambda x: 2, [(1,)], {})
+    assert str(e.value) == f"for x = 1: {words}"
+
+
+@pytest.mark.parametrize("require, answer, words", [
+    (require_function, int, "expected a function, got the class int"), (require_function, 3, "expected a function, got 3"),
+    (require_class, fails, "expected a class, got the function fails"), (require_class, [1], "expected a class, got [1]")])
+def test_functions_and_classes_are_told_apart(require, answer, words):
+    with pytest.raises(AssertionError, match=f"^{re.escape(words)}$"): require(answer)
+    require_function(len), require_class(int)
 
 
 def test_ctrl_c_passes():
