@@ -334,11 +334,11 @@ WRONG = [
     ("step", step_gives(lambda pair, words: (pair, iter(words))), "expected a list of 2 words"), ("step", fails, "raised RuntimeError"),
 
     ("bound", bound(lambda t, s: [w for w, n in count_words([t], s).items() for _ in range(n)]), "267 tokens are too many: how often can its distinct words be joined?"),
-    ("bound", bound(distinct), "for t = 'привет', s = []: 261 tokens, but training fills 267"),
+    ("bound", bound(distinct), "for text = 'привет', special = []: 261 tokens, but training fills 267"),
     ("bound", bound(distinct_bytes, more=-1), "257 tokens, but training fills 258"),
     ("bound", bound(distinct_bytes, more=1), "259 tokens are too many"),
     ("bound", bound(distinct_bytes, specials=False), "tokens, but training fills"),
-    ("bound", bound(lambda t, s: distinct_bytes(t, [])), "t = 'ab<|endoftext|>cd', s = ['<|endoftext|>']"),
+    ("bound", bound(lambda t, s: distinct_bytes(t, [])), "text = 'ab<|endoftext|>cd', special = ['<|endoftext|>']"),
     ("bound", bound(distinct_bytes, size=lambda w: len(w) + 1), "tokens are too many"),
     ("bound", lambda t, s: 256 + len(s) + max(len(utf8(t)) - 1, 0), "tokens are too many"),
     ("bound", lambda t, s: 256 + len(s) + max((len(w) - 1 for w in distinct_bytes(t, s)), default=0), "tokens, but training fills"),

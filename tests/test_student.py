@@ -63,6 +63,11 @@ def test_jupyterlab_collapses_answers_and_nothing_else(name):
 
 
 @exercises
+def test_the_first_sentence_ends_without_the_answers(edition, name):
+    assert not re.search(r",[.,;]|answer", text(read(edition[0] / "nbs" / PAGES[name])[0]))
+
+
+@exercises
 def test_no_answer_is_left(edition, name):
     cells = read(edition[0] / "nbs" / PAGES[name])
     assert sum(len(lines_of(a)) for a in answers(name)) > 10 and not leaks(name, cells)
