@@ -344,8 +344,8 @@ WRONG = [
     ("bound", lambda t, s: 256 + len(s) + max((len(w) - 1 for w in distinct_bytes(t, s)), default=0), "tokens, but training fills"),
     ("bound", lambda t, s: 256 + len(s) + len(count_pairs(split_bytes(distinct_bytes(t, s)), [1]*99)), "tokens, but training fills"),
     ("bound", lambda t, s: sum(len(w) - 1 for w in distinct_bytes(t, s)), "2 tokens, but training fills 258"),
-    ("bound", lambda t, s: float(bound(distinct_bytes)(t, s)), "258.0 is not a whole number"), ("bound", lambda t, s: True, "True is not a whole number"),
-    ("bound", lambda t, s: None, "None is not a whole number"), ("bound", fails, "raised RuntimeError"), ("bound", 258, "expected a function, got 258"),
+    ("bound", lambda t, s: float(bound(distinct_bytes)(t, s)), "expected a whole number, got 258.0"), ("bound", lambda t, s: True, "expected a whole number, got True"),
+    ("bound", lambda t, s: None, "expected a whole number, got None: is a return or yield missing?"), ("bound", fails, "raised RuntimeError"), ("bound", 258, "expected a function, got 258"),
 
     ("ids", IDS | {"merges": 31_744}, "merges: 31,744 forgets that special tokens take ids too"),
     ("ids", IDS | {"merges": 31_998}, "forgets that the bytes take ids too"), ("ids", IDS | {"merges": 31_741}, "merges: 31,741 is too small"),

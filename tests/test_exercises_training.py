@@ -576,6 +576,7 @@ WRONG_ANSWERS = dict(
         (empty_gets_zero, "a parameter that had no gradient has one now"), (clip_weights, "your code changed the weights"), (lambda ps, M: None, "nothing was clipped"),
         (clip(factor=lambda n, M: M if n > M else 1.), "multiplied by M, but not divided"), (clip(factor=lambda n, M: 1/(n + 1e-6) if n > M else 1.), "not multiplied by M"), (fails, "raised RuntimeError")],
     get_batch=[
+        (type("Batches", (), {}), "expected a function, got the class Batches"),
         (batch(starts=lambda n, B, T: np.random.randint(0, n - T - 1, B)), "no window starts at 4"), (batch(starts=lambda n, B, T: np.random.randint(0, max(n - T - 1, 1), B)), "no window starts at 4, the last possible start"),
         (batch(starts=lambda n, B, T: np.random.randint(0, n - T + 1, B)), "raised ValueError"), (batch(starts=lambda n, B, T: np.random.randint(min(1, n - T - 1), n - T, B)), "no window starts at 0"),
         (batch(y=lambda r: r[:, :-1]), "they are the inputs themselves"), (batch(x=lambda r: r[:, 1:], y=lambda r: r[:, :-1]), "they are the tokens before"),

@@ -290,6 +290,7 @@ def check_generate(
 ):
     """Raise `AssertionError` unless the ids are those of the course's loop, with no more calls
     of the model."""
+    require_function(generate)
     for ids,most,context in _LOOPS:
         watched, right_model = _Watched(), _Watched()
         right = list(course_generate(right_model, ids, most, 0, stop=[0], context_length=context))

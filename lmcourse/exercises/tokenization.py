@@ -173,7 +173,7 @@ def check_bound(
         most = base + sum(len(word) - 1 for word in counts)
         least = base + len(train_bpe_heap(counts, most))
         if isinstance(got, bool) or not isinstance(got, Integral):
-            raise AssertionError(f"{where} {short(got)} is not a whole number")
+            raise AssertionError(f"{where} expected a whole number, got {short_result(got)}")
         if got < least: raise AssertionError(f"{where} {got} tokens, but training fills {least}")
         if got > most:
             raise AssertionError(f"{where} {got} tokens are too many: how often can its "

@@ -590,6 +590,7 @@ def check_get_batch(
 ):
     """`AssertionError` unless windows start anywhere, targets are one token on, and a mapped file
     is not read whole."""
+    require_function(get_batch)
     with _own_dice():
         _check_drawn(get_batch)
         for N,T in ((9, 4), (5, 4), (3, 1)): _check_starts(get_batch, N, T)

@@ -11,6 +11,7 @@ import math, re, warnings
 from inspect import signature
 from collections.abc import Callable
 from copy import deepcopy
+from functools import partial
 from numbers import Integral, Real
 from types import FunctionType, GeneratorType
 import numpy as np
@@ -57,9 +58,9 @@ def short_result(
 
 # %% ../../nbs/00_tools/00i_grading.ipynb #82251f36
 def short_args(
-    args:tuple,              # Arguments of a call
-    f:Any=None,              # The called function, whose names for the arguments are shown
-    describe:Callable=short, # Describes one argument
+    args:tuple, # Arguments of a call
+    f:Any=None, # The called function, whose names for the arguments are shown
+    describe:Callable=partial(short, most=60), # Describes one argument
 )->str: # One line: `n = 3, size = 2`, or `(3, 2)` if `f` doesn't take these arguments
     "Describe arguments briefly, one by one."
     try: named = signature(f).bind_partial(*args).arguments
@@ -189,7 +190,7 @@ def check_cases(
                      for w,f in mistakes.items() if same_value(got, attempt(f, case))}
         best = max(score, key=score.__getitem__, default="")
         words = f": {best}" if best and 2*score[best] >= len(cases) else ""
-        shown = short_args(_digits(case), answer, lambda v: short(v, 60))
+        shown = short_args(_digits(case), answer)
         raise AssertionError(f"for {shown}: {_difference(expected, got)}{words}")
 
 # %% ../../nbs/00_tools/00i_grading.ipynb #b62e3f77
