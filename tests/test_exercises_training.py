@@ -359,6 +359,15 @@ def accumulation(weight=lambda x, y, inputs, targets, sizes: 1/(targets != -100)
     return accumulate_gradients
 
 
+def changing(f, at):
+    "The same, but one of the arguments is another afterwards"
+    def changed(*args):
+        result = f(*args)
+        args[at][-1:] = type(args[at])([0]) if isinstance(args[at], list) else 0
+        return result
+    return changed
+
+
 def without_empty_parts(model, inputs, targets, sizes):
     total = 0.
     for x, y in zip(inputs.split(sizes), targets.split(sizes)):
@@ -605,6 +614,7 @@ WRONG_ANSWERS = dict(
         ((save_with(lambda m, o, k: (m.state_dict(), o.state_dict(), 5)), load_all), "expected the iteration 2, got 5"),
         (save_all, "expected two functions"), ((3, load_all), "expected a function, got 3"), ((fails, load_all), "raised RuntimeError")],
     accumulation=[
+        (changing(accumulation(), 2), "your code changed its argument in place"), (changing(accumulation(), 3), "your code changed its arguments to"),
         (accumulation(weight=lambda x, y, i, t, s: 1, how="mean"), "the parts' means are added up"), (accumulation(weight=lambda x, y, i, t, s: 1/len(s), how="mean"), "each part weighs the same"),
         (accumulation(weight=lambda x, y, i, t, s: len(x)/len(i), how="mean"), "parts weigh by their rows"), (accumulation(weight=lambda *a: 1, how="sum"), "that is the sum over all targets"),
         (accumulation(weight=lambda x, y, i, t, s: 1/t.numel(), how="sum"), "also by those that don't count"), (accumulation(weight=lambda x, y, i, t, s: 1/len(i), how="sum"), "the sum is divided by the rows"),
@@ -612,6 +622,7 @@ WRONG_ANSWERS = dict(
         (accumulation(weight=lambda x, y, i, t, s: (y != -100).sum()/(t != -100).sum(), how="mean"), "a part has no targets, and a mean over none is NaN"),
         (accumulation(give=lambda total: None), "expected the loss"), (accumulation(give=lambda total: total/2), "expected the loss"), (lambda m, x, y, s: 0., "there is no gradient afterwards"), (fails, "raised RuntimeError")],
     training=[
+        (changing(loop(), 1), "your code changed its argument in place"),
         (loop(look=lambda *a: print(look(*a), end="", file=io.StringIO())), "the loss after step 50 should be a number, got None: is a return or yield missing?"), (loop(end=lambda h: [*((k, None) for k, _ in h[:-1]), h[-1]]), "the loss after step 50 should be a number, got None"),
         (loop(shift=0), "its own input: are the targets shifted?"), (loop(shift=2), "the token after the next"), (loop(zero=False), "gradients are never set back"),
         (loop(look=changed(after=lambda m: None)), "a step was made without dropout"), (loop(look=changed(before=lambda m: None)), "an evaluation with dropout"), (loop(look=changed(grad=True)), "torch.no_grad()"),

@@ -837,7 +837,8 @@ def _accumulation_mistakes(x:Tensor, y:Tensor, sizes:list)->dict:
 def _check_parts(f:Callable, x:Tensor, y:Tensor, sizes:list):
     model, whole = _Watched(), _Watched()
     where = f"for 8 rows in parts of {sizes}{', some targets -100' if (y < 0).any() else ''}: "
-    loss = _do(where, f, model, x.clone(), y.clone(), list(sizes))
+    require_function(f)
+    loss = run_answer(lambda *rows: f(model, *rows), x, y, sizes, shown=where)
     (right := _part_loss(whole, x, y)).backward()
     if any(p.grad is None for p in model.parameters()):
         raise AssertionError(f"{where}there is no gradient afterwards: call backward for each part")
@@ -913,8 +914,10 @@ class _Run: # A model that the reader's loop trains, with a record of its calls
             watch = self.model.register_forward_pre_hook(self.saw, with_kwargs=True)
             hook = self.model.head.weight.register_hook(self.got)
             self.where = f"for {steps} steps, eval_every = {every}, seed = {seed}: "
-            self.history = _do(self.where, train, self.model, *(t.copy() for t in tokens), steps,
-                               16, 16, every, seed)
+            require_function(train)
+            self.history = run_answer(
+                lambda *both: train(self.model, *both, steps, 16, 16, every, seed), *tokens,
+                shown=self.where)
         for h in (watch, hook): h.remove()
         self.trained = [k for k,e in enumerate(self.events[:-1]) if self.events[k + 1] == "backward"
                         and e != "backward"]
