@@ -1,5 +1,6 @@
 "What all graders share: values in few words, calls on copies, predicted numbers; and the helper of their tests."
 import copy
+import importlib
 import math
 import re
 import subprocess
@@ -15,6 +16,7 @@ from graders import Graders, fails, score_lines
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lmcourse.app.grade import exercise_tasks
 from lmcourse.tools.grading import check_cases, check_numbers, require_class, require_function, run_answer, same_value, short, short_args
 
 VALUES = st.recursive(st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.binary() | st.sampled_from([np.arange(3.), torch.arange(20)]),
@@ -219,3 +221,20 @@ def test_the_helper_of_the_tests_can_fail():
     with pytest.raises(AssertionError): Graders(one_grader(draws), [], []).tests()[1]("a", 1, Quiet(), record)
     reports = [SimpleNamespace(user_properties=[note], passed=passed) for note, passed in zip(noted, (True, True, False, False, False, False))]
     assert list(score_lines(reports)) == ["m.check_a refuses 1 of 3 wrong answers, accepts 1 of 3 right ones"]
+
+
+# All graders
+
+TASKS = [t for t in exercise_tasks() if t.kind in ("Callable", "type")]
+ELSEWHERE = {"02.flop_rate", "04.clipping", "04.accumulation", "04.training", "11.predict_best", "13.exact_line_deduplication", "13.minhash_deduplication"}  # These do more than return
+
+
+@pytest.mark.parametrize("task", TASKS, ids=[t.id for t in TASKS])
+def test_every_grader_knows_a_function_from_a_class_and_a_result_from_nothing(task):
+    grade = getattr(importlib.import_module(f"lmcourse.exercises.{task.topic}"), f"check_{task.name}")
+    def nothing(*args, **named): pass
+    answers = [(nothing, "got the function nothing")]
+    if task.kind == "Callable": answers = [(type("Answer", (), {}), "got the class Answer"), (nothing, "" if task.id in ELSEWHERE else "got None: is a return or yield missing?")]
+    for answer, words in answers:
+        with pytest.raises(AssertionError, match=re.escape(words)) as e: grade(answer)
+        assert "\n" not in str(e.value)
