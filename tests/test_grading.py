@@ -236,5 +236,5 @@ def test_every_grader_knows_a_function_from_a_class_and_a_result_from_nothing(ta
     answers = [(nothing, "got the function nothing")]
     if task.kind == "Callable": answers = [(type("Answer", (), {}), "got the class Answer"), (nothing, "" if task.id in ELSEWHERE else "got None: is a return or yield missing?")]
     for answer, words in answers:
-        with pytest.raises(AssertionError, match=re.escape(words)) as e: grade(answer)
-        assert "\n" not in str(e.value)
+        with pytest.raises(AssertionError) as e: grade(answer)
+        assert words in str(e.value) and "\n" not in str(e.value)
