@@ -44,10 +44,11 @@ class Graders:
         with pytest.raises(AssertionError) as e: self.grade(task, answer)
         return e.value
 
-    def stops(self, task):
+    def stops(self, task, as_class=False):
         "What the reader's code raises is kept as the cause, and Ctrl-C passes through."
-        assert type(self.refused(task, fails).__cause__) is RuntimeError
         def stop(*args): raise KeyboardInterrupt
+        fault, stop = (type("Answer", (), {"__init__": f}) if as_class else f for f in (fails, stop))
+        assert type(self.refused(task, fault).__cause__) is RuntimeError
         with pytest.raises(KeyboardInterrupt): self.grade(task, stop)
 
     def tests(self, least_wrong=3, least_right=2):

@@ -322,10 +322,10 @@ TASKS = {"optimum": (OPTIMUM, optimum, optimum_one_by_one), "k3": (K3, k3, lambd
          "grpo_microbatch_train_step": (STEP, step, step_row_by_row), "gae": (GAE, gae, gae_backwards), "compute_per_instance_dpo_loss": (DPO, dpo, dpo_of_whole_texts), "best_of_n": (BEST, best, best_by_levels),
          "response_mask": (MASK, mask_of, mask_by_slices), "masked_normalize": (NORM, norm, norm_in_loops), "compute_entropy": (ENTROPY, entropy, entropy_by_difference),
          "preference_loss": (PREFERRED, preferred, preferred_by_logaddexp), "penalized_rewards": (PENALIZED, penalized, penalized_by_where), "majority_right": (MAJORITY, majority, majority_vote_by_vote)}
-CLIP += [(lambda *a: (clip(*a)[0], None), "None), expected a loss and a dict")]
+CLIP += [(lambda *a: (clip(*a)[0], None), "expected a loss and a dict, got (float64 (3, 4), None)")]
 ENTROPY += [(lambda z: -((p := z.softmax(-1))*p.log()).sum(-1), "0*log(0) is nan"),
             (lambda z: (e := (z - z.max()).exp()).sum(-1).log() - (e*(z - z.max())).sum(-1)/e.sum(-1), "not one for all")]
-MASK += [(lambda *a: mask_of(*a).numpy(), "gives ndarray bool")]
+MASK += [(lambda *a: mask_of(*a).numpy(), "expected a tensor of bool, got ndarray bool")]
 OPTIMUM += [(lambda *a: optimum(*a).numpy(), "1.0): expected Tensor float64 (2,), got ndarray float64 (2,)")]
 
 

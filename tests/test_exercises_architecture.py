@@ -464,7 +464,7 @@ WRONG_ANSWERS = dict(
         (TorchsOwn, "nn.Linear is torch's own: write it with nn.Parameter"), (layers_torch.Linear, "nn.Linear is torch's own"), (OnCpu, "OnCpu(6, 4, device='meta'): weight is on cpu"),
         (InFloat32, "dtype=torch.float64): weight is torch.float32"),
         (linear()(6, 4), "expected the class Matrix itself, got an object of it"), ("Linear", "expected a class, got 'Linear'"),
-        (lambda n, m: F.linear, "expected an nn.Module, got builtin_function_or_method <built-in function linear>"),
+        (lambda n, m: F.linear, "expected a class, got the function <lambda>"), (partial(lambda n, m: F.linear), "expected an nn.Module, got builtin_function_or_method <built-in function linear>"),
         (lambda n, m: linear()(n, m), "your code raised TypeError"), (Fails, "Fails(6, 4): your code raised RuntimeError")],
     embedding=[
         *((embedding(draw), words) for draw, words in DRAWS.values() if draw is not DRAWS["at_three"][0]),
@@ -507,6 +507,7 @@ WRONG_ANSWERS = dict(
         (lambda *a: tuple(map(torch.from_numpy, norm_by_library(*a))), "expected a NumPy array as dx, got Tensor float64 (5,)"),
         (fails, "your code raised RuntimeError")],
     swiglu=[
+        (lambda x, w1, w2, w3: (F.silu(x@w1.T)*(x@w3.T))@w2.T, "expected a class, got the function <lambda>"), (lambda d_model, d_ff: 0, "expected a class, got the function <lambda>"),
         (swiglu(lambda a, b: a*F.silu(b)), "SiLU is on w3, expected on w1"), (swiglu(lambda a, b: F.silu(a)*F.silu(b)), "SiLU is on both"),
         (swiglu(lambda a, b: F.silu(a*b)), "SiLU is taken of the product"), (swiglu(lambda a, b: F.silu(a)), "the gate w3 is missing"),
         (swiglu(lambda a, b: F.silu(a) + b), "w3 x is added, expected multiplied"), (swiglu(lambda a, b: a.sigmoid()*b), "that is GLU"),
@@ -590,7 +591,7 @@ WRONG_ANSWERS = dict(
         (Unnamed, "there is no parameter output_proj.weight (12, 12), but o_proj.weight (12, 12)"),
         (OneTensor, "q_proj.weight and k_proj.weight are one tensor, expected two"),
         (nn.MultiheadAttention, "nn.MultiheadAttention is torch's own"),
-        (lambda d_model, num_heads: Heads(d_model, num_heads), "your code raised TypeError"),
+        (partial(lambda d_model, num_heads: Heads(d_model, num_heads)), "your code raised TypeError"),
         (OnTheCPU, "device='meta'): q_proj.weight is on cpu"), (lambda d_model, num_heads, max_seq_len=None, theta=None: Heads(d_model, num_heads, max_seq_len, theta), "unexpected keyword argument 'dtype'"),
         (heads("split by every"), "head h has every H-th coordinate where heads are split")],
     block=[
@@ -606,6 +607,7 @@ WRONG_ANSWERS = dict(
         (block(pre, "one norm"), "ln1.weight and ln2.weight are one tensor, expected two"), (block(unmasked), "elements differ"),
         (block(pre, "no place"), "dtype=torch.float64): ln1.weight is torch.float32")],
     lm=[
+        (lm(lambda m, ids: logits(m, ids).detach().numpy()), "expected a tensor, got ndarray float32 (2, 8, 20)"), (lm(lambda m, ids: None), "expected a tensor, got None: is a return or yield missing?"),
         (lm(lambda m, ids: m.lm_head(stream(m, ids))), "ln_final is not used"),
         (lm(lambda m, ids: logits(m, ids).softmax(-1)), "these are probabilities, expected logits"),
         (lm(lambda m, ids: logits(m, ids).log_softmax(-1)), "these are log-probabilities"),

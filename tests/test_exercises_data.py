@@ -225,7 +225,8 @@ def choose_by_max(h, s, p):
     return [h//r, r]
 
 
-CHOOSE = [(lambda h, s, p: next(((h//r, r) for r in range(h, 1, -1) if curve(s, h//r, r) >= p), None), "r may be 1"), (lambda h, s, p: choose(h, s, p)[::-1], "bands come first"), (lambda h, s, p: next((h//r, r) for r in range(1, h + 1) if curve(s, h//r, r) >= p), "not the fewest"), (lambda h, s, p: (20, 6), "expected"),
+CHOOSE = [(lambda h, s, p: next((h//r, r) for r in range(h, 0, -1) if curve(s, h//r, r) > p), "for h = 4, s = 0.5, p = 0.4375: expected (2, 2), got (4, 1): a probability that is just reached is enough"),
+          (lambda h, s, p: next(((h//r, r) for r in range(h, 1, -1) if curve(s, h//r, r) >= p), None), "r may be 1"), (lambda h, s, p: choose(h, s, p)[::-1], "bands come first"), (lambda h, s, p: next((h//r, r) for r in range(1, h + 1) if curve(s, h//r, r) >= p), "not the fewest"), (lambda h, s, p: (20, 6), "expected"),
           (lambda h, s, p: next((h//r, r) for r in range(h, 0, -1) if h % r == 0 and curve(s, h//r, r) >= p), "need not divide"), (lambda h, s, p: choose(h, s, p)[1], "expected")]
 
 

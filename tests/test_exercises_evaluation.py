@@ -231,7 +231,7 @@ def soften_in_numpy(x, T):
 
 SOFTEN = [(lambda x, T: soften(x, 1/T), "don't multiply"), (lambda x, T: soften(x, 1), "left out"), (lambda x, T: [math.exp(v/T) for v in x], "sum to 1"), (lambda x, T: [v/T for v in soften(x, 1)], "logarithms are"),
           (lambda x, T: [math.log(v) for v in soften(x, T)], "those are logarithms"), (lambda x, T: [v**(1/T) for v in soften(x, 1)], "sum of their own"), (lambda x, T: soften(x, T)[::-1], "expected"),
-          (lambda x, T: soften(x, T, False), "your code raised"), (lambda x, T: [v/sum(x) for v in x], "not probabilities"), (lambda x, T: soften([v - min(x) for v in x], T, False), "for ([-2.0, -3000.0, -1.0], 1.0): your code raised"),
+          (lambda x, T: soften(x, T, False), "your code raised"), (lambda x, T: [v/sum(x) for v in x], "not probabilities"), (lambda x, T: soften([v - min(x) for v in x], T, False), "for x = [-2.0, -3000.0, -1.0], T = 1.0: your code raised"),
           (lambda x, T: (lambda w: [v/sum(w) if sum(w) else math.nan for v in w])([math.exp(v/T) for v in x]), "subtract the largest")]
 
 

@@ -317,7 +317,7 @@ WRONG = [
     ("until_stop", hold_always, "is sure, but only"), ("until_stop", whole_text, "is sure, but only '' was shown: yield as soon as you can, not at the end"), ("until_stop", no_end, "the text is over: what was held back is shown"),
     ("until_stop", shows_stop, "the stop string itself is not shown"), ("until_stop", part_shown, "a part of the stop string was shown"), ("until_stop", reads_on, "more pieces were asked for after the stop string was complete"),
     ("until_stop", empty_ones, "an empty piece was yielded"), ("until_stop", as_bytes, "expected pieces of text, got b'The end'"), ("until_stop", lambda ps, s: ps, "the stop string lies over two pieces"),
-    ("until_stop", lambda ps, s: None, "raised TypeError"), ("until_stop", "x", "expected a function, got 'x'"), ("until_stop", fails, "raised RuntimeError"),
+    ("until_stop", lambda ps, s: None, "expected pieces of text, got None: is a return or yield missing? Printing a value doesn't return it"), ("until_stop", type("Stop", (), {}), "expected a function, got the class Stop"), ("generate", type("Loop", (), {}), "expected a function, got the class Loop"), ("until_stop", "x", "expected a function, got 'x'"), ("until_stop", fails, "raised RuntimeError"),
 
     ("text_log_prob", lambda z, ids: at(z, ids).sum(), "row t is compared with token t, expected token t + 1"), ("text_log_prob", lambda z, ids: at(z[1:], ids[1:]).sum(), "and the first is left out"),
     ("text_log_prob", lambda z, ids: at(z[:-1], ids[:-1]).sum(), "and the last is left out"), ("text_log_prob", lambda z, ids: at(z[:-1], ids[1:]).mean(), "that is the mean"),

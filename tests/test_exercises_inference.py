@@ -550,6 +550,14 @@ def by_counting(w): # A weight stays if fewer than two of its four come before i
     return (larger + earlier < 2).reshape(w.shape)
 
 
+class FailsAtOnce:
+    def __init__(self, *args): fails()
+
+
+class WithoutTables:
+    def __init__(self, num_blocks, block_size): pass
+
+
 WRONG_ANSWERS = dict(
     kv_bytes=[
         (kv(two=1), "expected 11,520, got 5,760: these are the keys alone"), (kv(heads=lambda c: c.num_heads), "every query head was given its own keys"),
@@ -586,7 +594,7 @@ WRONG_ANSWERS = dict(
         (cache(read=lambda self, k: turn(k, 0, self.theta)), "keys were rotated again when they were read"), (cache(value=lambda self, v, T: turn(v, self.at, self.theta)), "values must not be rotated"),
         (cache(masked=False), "a query sees the later ones"), (cache(shared=staticmethod(neighbours)), "query head h reads head h modulo G"), (KeepsAll, "tokens after the length kept are still seen"),
         (ForgetsToCount, "the next position was not reset"), (Longer, "rewind(4) with 3 tokens: expected a ValueError"), (OneMore, "after feed 5, feed 1, back to 3, feed 1: "),
-        (cache(error=KeyError), "expected a ValueError, your code raised KeyError"), (OneForAll, "after feed 4: "), (RefusesLate, "with 3 tokens: a ValueError, which must change nothing"), (cache(rewind=None), "Flawed has no rewind"), (lambda theta: None, "NoneType has no feed"), (Rotated(), "expected the class itself, got <"), (fails, "raised RuntimeError")],
+        (cache(error=KeyError), "expected a ValueError, your code raised KeyError"), (OneForAll, "after feed 4: "), (RefusesLate, "with 3 tokens: a ValueError, which must change nothing"), (cache(rewind=None), "Flawed has no rewind"), (lambda theta: None, "expected a class, got the function <lambda>"), (Rotated(), "expected a class, got <"), (FailsAtOnce, "raised RuntimeError")],
     block_tables=[
         (blocks(append=never_shared), "append b2: block 3 is shared with a, whose text would be written over"), (blocks(copied=lambda self, b: None), "the tokens before would be lost"),
         (blocks(copied=lambda self, b: [self.users.__setitem__(b, 2), b][1]), "fork a c, append b, append c: block 0 is shared with a, whose text would be written over"), # One count for all who share
@@ -596,7 +604,7 @@ WRONG_ANSWERS = dict(
         (blocks(append=counts_before), "nothing should change when no block is free"), (blocks(append=from_one), "expected the place 0 for token 0, got 1"), (blocks(take=a_memory_error), "no block is free: expected an IndexError, your code raised MemoryError"),
         (blocks(append=lambda self, name: Tables.append(self, name)[0]), "expected (block, place, copy), got 0"), (blocks(take=lambda self: 0), "block 0 was given out, but a still uses it"),
         (blocks(take=never_full), "no block is free: expected an IndexError, got ("), (FromOne, "block 8 is not one of 0 to 7"),
-        (lambda n, size: object(), "expected an attribute tables, a dict"), (fails, "raised RuntimeError")],
+        (WithoutTables, "expected an attribute tables, a dict"), (FailsAtOnce, "for num_blocks = 8, block_size = 2: your code raised RuntimeError"), (fails, "expected a class, got the function fails")],
     empty_places=[
         (EMPTY | dict(paged=8), "paged: 8 is half a block"), (EMPTY | dict(paged=8.5), "counts 16 empty places for a block that is full"), (EMPTY | dict(longest=512), "is half the room"),
         (EMPTY | dict(longest=512.5), "is the mean length"), (EMPTY | dict(more=1024/512.5), "forgets that blocks have empty places too"), (EMPTY | dict(more=511.5/7.5), "compares what is empty"),
@@ -669,7 +677,7 @@ test_wrong_answers_are_refused_in_one_line_that_says_why, test_right_answers_pas
 
 
 @pytest.mark.parametrize("task", ["kv_bytes", "token_rate", "attend_new", "rotated_cache", "block_tables", "finish_steps", "accept", "tokens_a_pass", "quantize_rows", "pack_int4", "two_largest"])
-def test_what_the_students_code_raises_is_kept(task): GRADERS.stops(task)
+def test_what_the_students_code_raises_is_kept(task): GRADERS.stops(task, as_class=task in ("rotated_cache", "block_tables"))
 
 
 @pytest.mark.parametrize("task", GRADERS.tasks)

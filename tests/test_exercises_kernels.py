@@ -23,7 +23,7 @@ def sectors_by_bytes(a, s): return len({(x + b)//32 for x in a for b in range(s)
 
 SECTORS = [(partial(sectors, distinct=list), "counts once"), (lambda a, s: len({x//32 for x in a}), "last byte"), (lambda a, s: up(len(a)*s, 32), "bytes asked for"),
            (lambda a, s: (max(a) + s - 1)//32 - min(a)//32 + 1 if a else 0, "not all between"), (partial(sectors, last=lambda x, s: (x + s)//32), "expected"),
-           (lambda a, s: len({x//128 for x in a}), "expected"), (lambda a, s: sectors(a, 4), "expected"), (lambda a, s: sectors(a, s) or 1, "for ([], 4): expected 0, got 1"),
+           (lambda a, s: len({x//128 for x in a}), "expected"), (lambda a, s: sectors(a, 4), "expected"), (lambda a, s: sectors(a, s) or 1, "for a = [], s = 4: expected 0, got 1"),
            (lambda a, s: a.clear() or 0, "changed its")]
 
 
@@ -67,7 +67,7 @@ BLOCKS = [(blocks_of_threads, "whole warps"), (partial(blocks, system=0), "1 KiB
           (lambda *a: blocks(*a)*up(a[0], 32), "number of warps"), (lambda *a: blocks(*a)*up(a[0], 32)/64, "occupancy"), (partial(blocks, warps=48), "expected"),
           (partial(blocks, size=100*1024), "expected"), (partial(blocks, warp=lambda a, b: a//b), "expected"), (lambda *a: max(1, blocks(*a)), "expected 0, got 1"),
           (partial(blocks, system=1000), "1,024 bytes"), (partial(blocks, size=164_000), "expected 32, got 31"),
-          (partial(blocks, system=1000, size=164_000), "expected 32, got 31"), (lambda t, r, s: min(blocks(t, r, 0), 164*1024//(up(s, 128)*128 + 1000)), "for (32, 16, 4872): expected 27, got 28: a KiB has 1,024 bytes")]
+          (partial(blocks, system=1000, size=164_000), "expected 32, got 31"), (lambda t, r, s: min(blocks(t, r, 0), 164*1024//(up(s, 128)*128 + 1000)), "for t = 32, r = 16, s = 4872: expected 27, got 28: a KiB has 1,024 bytes")]
 
 
 # 4. Idle multiprocessors

@@ -100,7 +100,7 @@ WRONG = [
     ("bubble", lambda p, m, v: 0, "got 0"), ("bubble", lambda p, m, v: (m - 1)/(p*v), "got 1.75"),
     ("in_flight", lambda p, m, r: m, "that is GPipe"), ("in_flight", lambda p, m, r: p - r, "only m"), ("in_flight", lambda p, m, r: min(p, m), "the first rank"),
     ("in_flight", lambda p, m, r: min(p - r - 1, m), "count from 0"), ("in_flight", lambda p, m, r: min(r + 1, m), "holds most"), ("in_flight", lambda p, m, r: 1, "got 1"),
-    ("in_flight", lambda p, m, r: min(2*(p - r) - 1, m), "interleaving"), ("in_flight", lambda p, m, r: p, "for (4, 8, 1): expected 3, got 4"),
+    ("in_flight", lambda p, m, r: min(2*(p - r) - 1, m), "interleaving"), ("in_flight", lambda p, m, r: p, "for p = 4, m = 8, r = 1: expected 3, got 4"),
     ("zigzag", lambda t, n, r: list(range(r*t//n, (r + 1)*t//n)), "contiguous"), ("zigzag", lambda t, n, r: pair(t, n, r, r + n), "mirror image"),
     ("zigzag", lambda t, n, r: list(range(r, t, n)), "every N-th"), ("zigzag", lambda t, n, r: pair(t, n, 2*n - 1 - r, r), "in order"), ("zigzag", lambda t, n, r: pair(t, n, r, 2*n - 1 - r)[:-1], "expected"),
     ("zigzag", lambda t, n, r: list(range(r*t//2//n, (r + 1)*t//2//n)), "front piece"), ("zigzag", lambda t, n, r: [], "got []"), ("zigzag", lambda t, n, r: pair(t, n, 2*r, 2*r + 1), "expected"),

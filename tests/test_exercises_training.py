@@ -1,4 +1,5 @@
 "Graders of chapter 04's exercises: what each refuses, in which words, and that other right answers pass."
+import io
 import math
 import random
 
@@ -358,6 +359,15 @@ def accumulation(weight=lambda x, y, inputs, targets, sizes: 1/(targets != -100)
     return accumulate_gradients
 
 
+def changing(f, at):
+    "The same, but one of the arguments is another afterwards"
+    def changed(*args):
+        result = f(*args)
+        args[at][-1:] = type(args[at])([0]) if isinstance(args[at], list) else 0
+        return result
+    return changed
+
+
 def without_empty_parts(model, inputs, targets, sizes):
     total = 0.
     for x, y in zip(inputs.split(sizes), targets.split(sizes)):
@@ -530,6 +540,7 @@ WRONG_ANSWERS = dict(
         (TOY | dict(bowl=2), "the steepest direction decides"), (TOY | dict(bowl=.001), "reaches the minimum in one step"),
         (TOY | dict(bowl=.0021), "is too large"), (None, "expected a dict"), (dict(ten=.64), "hundred is missing")],
     adamw=[
+        (lambda p, **options: None, "expected a class, got the function <lambda>"),
         (adamw(by_formula(below=lambda v, eps: (v + eps).sqrt())), "ε is inside the root"),
         (adamw(by_formula(below=lambda v, eps: v.sqrt())), "ε is not used"), (adamw(by_formula(below=lambda v, eps: v + eps)), "the root is missing"),
         (adamw(by_formula(shrink=lambda p, lr, d: None)), "there is no weight decay"),
@@ -543,7 +554,7 @@ WRONG_ANSWERS = dict(
         (adamw(by_formula(), per_group=False), "the numbers of the group are not used"), (adamw(by_formula(), zeros=True), "a parameter without a gradient moves"), (adamw(spoils_gradient), "changed a gradient"),
         (adamw(lambda p, g, s, t, lr, *rest: p.sub_(lr*g)), "all weights after step 1: element"), (Forgetful, "keep m, v and t in self.state[p]".capitalize()),
         (NoOptimizer, "expected a torch.optim.Optimizer"), (torch.optim.AdamW, "torch.optim.AdamW is torch's own"),
-        (WithoutNoGrad, "a leaf Variable that requires grad"), (torch.optim.SGD([nn.Parameter(torch.ones(1))]), "expected the class SGD itself"), (fails, "raised RuntimeError"), (3, "expected a class, got 3")],
+        (WithoutNoGrad, "a leaf Variable that requires grad"), (torch.optim.SGD([nn.Parameter(torch.ones(1))]), "expected the class SGD itself"), (type("Answer", (), {"__init__": fails}), "raised RuntimeError"), (fails, "expected a class, got the function fails"), (3, "expected a class, got 3")],
     first_steps=[
         (STEPS | dict(first=1000), "is the gradient's own length"), (STEPS | dict(first=3.16), "is the step without corrections"), (STEPS | dict(tenth=10), "is the way of all ten steps"),
         (STEPS | dict(turned=.0526), "has the sign wrong"), (STEPS | dict(turned=0), "lets the two cancel"), (STEPS | dict(turned=-.01), "is not corrected"),
@@ -574,6 +585,7 @@ WRONG_ANSWERS = dict(
         (empty_gets_zero, "a parameter that had no gradient has one now"), (clip_weights, "your code changed the weights"), (lambda ps, M: None, "nothing was clipped"),
         (clip(factor=lambda n, M: M if n > M else 1.), "multiplied by M, but not divided"), (clip(factor=lambda n, M: 1/(n + 1e-6) if n > M else 1.), "not multiplied by M"), (fails, "raised RuntimeError")],
     get_batch=[
+        (type("Batches", (), {}), "expected a function, got the class Batches"),
         (batch(starts=lambda n, B, T: np.random.randint(0, n - T - 1, B)), "no window starts at 4"), (batch(starts=lambda n, B, T: np.random.randint(0, max(n - T - 1, 1), B)), "no window starts at 4, the last possible start"),
         (batch(starts=lambda n, B, T: np.random.randint(0, n - T + 1, B)), "raised ValueError"), (batch(starts=lambda n, B, T: np.random.randint(min(1, n - T - 1), n - T, B)), "no window starts at 0"),
         (batch(y=lambda r: r[:, :-1]), "they are the inputs themselves"), (batch(x=lambda r: r[:, 1:], y=lambda r: r[:, :-1]), "they are the tokens before"),
@@ -602,6 +614,7 @@ WRONG_ANSWERS = dict(
         ((save_with(lambda m, o, k: (m.state_dict(), o.state_dict(), 5)), load_all), "expected the iteration 2, got 5"),
         (save_all, "expected two functions"), ((3, load_all), "expected a function, got 3"), ((fails, load_all), "raised RuntimeError")],
     accumulation=[
+        (changing(accumulation(), 2), "your code changed its argument in place"), (changing(accumulation(), 3), "your code changed its arguments to"),
         (accumulation(weight=lambda x, y, i, t, s: 1, how="mean"), "the parts' means are added up"), (accumulation(weight=lambda x, y, i, t, s: 1/len(s), how="mean"), "each part weighs the same"),
         (accumulation(weight=lambda x, y, i, t, s: len(x)/len(i), how="mean"), "parts weigh by their rows"), (accumulation(weight=lambda *a: 1, how="sum"), "that is the sum over all targets"),
         (accumulation(weight=lambda x, y, i, t, s: 1/t.numel(), how="sum"), "also by those that don't count"), (accumulation(weight=lambda x, y, i, t, s: 1/len(i), how="sum"), "the sum is divided by the rows"),
@@ -609,6 +622,8 @@ WRONG_ANSWERS = dict(
         (accumulation(weight=lambda x, y, i, t, s: (y != -100).sum()/(t != -100).sum(), how="mean"), "a part has no targets, and a mean over none is NaN"),
         (accumulation(give=lambda total: None), "expected the loss"), (accumulation(give=lambda total: total/2), "expected the loss"), (lambda m, x, y, s: 0., "there is no gradient afterwards"), (fails, "raised RuntimeError")],
     training=[
+        (changing(loop(), 1), "your code changed its argument in place"),
+        (loop(look=lambda *a: print(look(*a), end="", file=io.StringIO())), "the loss after step 50 should be a number, got None: is a return or yield missing?"), (loop(end=lambda h: [*((k, None) for k, _ in h[:-1]), h[-1]]), "the loss after step 50 should be a number, got None"),
         (loop(shift=0), "its own input: are the targets shifted?"), (loop(shift=2), "the token after the next"), (loop(zero=False), "gradients are never set back"),
         (loop(look=changed(after=lambda m: None)), "a step was made without dropout"), (loop(look=changed(before=lambda m: None)), "an evaluation with dropout"), (loop(look=changed(grad=True)), "torch.no_grad()"),
         (loop(look=changed(random_windows=True)), "but the model at the end has"), (loop(look=lambda m, t, T, rng: [rng.random(), look(m, t, T, rng)][1]), "others than with eval_every = 50"), (loop(look=changed(share=2)), "but the model at the end has"), (loop(look=changed(short=1)), "one window is missing, into 4001 tokens fit 250"),

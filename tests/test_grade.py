@@ -102,7 +102,7 @@ class RoPE(torch.nn.Module):
 
 def test_a_wrong_answer_says_why_on_one_line(here):
     got = check(SPLIT.replace("if p]", "]"))
-    assert got.returncode == 1 and got.stdout.startswith("01.split: not yet: for ('', ['x']): expected [], got ['']") and got.stdout.count("\n") == 1
+    assert got.returncode == 1 and got.stdout.startswith("01.split: not yet: for text = '', special_tokens = ['x']: expected [], got ['']") and got.stdout.count("\n") == 1
     assert "   tried split\n" in ask("exercises").stdout
 
 

@@ -1,6 +1,8 @@
 "What all graders share: values in few words, calls on copies, predicted numbers; and the helper of their tests."
 import copy
+import importlib
 import math
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -14,7 +16,8 @@ from graders import Graders, fails, score_lines
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmcourse.tools.grading import check_cases, check_numbers, run_answer, same_value, short, short_args
+from lmcourse.app.grade import exercise_tasks
+from lmcourse.tools.grading import check_cases, check_numbers, require_class, require_function, run_answer, same_value, short, short_args
 
 VALUES = st.recursive(st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.binary() | st.sampled_from([np.arange(3.), torch.arange(20)]),
                       lambda v: st.lists(v) | st.tuples(v) | st.dictionaries(st.text(), v), max_leaves=8)
@@ -112,6 +115,30 @@ def test_what_is_said_of_the_call():
         assert str(e.value).startswith(words) and type(e.value.__cause__) is RuntimeError
 
 
+def test_a_message_names_arguments_as_the_function_does():
+    def swapped(size, num_bytes): return 0
+    for f, words in ((swapped, "for size = 96, num_bytes = 4: expected 144, got 0"), (lambda *a: 0, "for (96, 4): "), (lambda num_bytes, size=1, more=2: 0, "for num_bytes = 96, size = 4: "),
+                     (lambda size: size, "for (96, 4): your code raised TypeError("), (max, "for (96, 4): expected 144, got 96")):
+        with pytest.raises(AssertionError) as e: check_cases(f, lambda num_bytes, size: 2*(size - 1)*num_bytes//size, [(96, 4)], {})
+        assert str(e.value).startswith(words), str(e.value)
+
+
+@pytest.mark.parametrize("result, words", [
+    (None, "expected 2, got None: is a return or yield missing? Printing a value doesn't return it"), ((i for i in [2]), "expected 2, got a generator"), (object(), "expected 2, got <object object>")])
+def test_what_is_no_result_is_named(result, words):
+    "Without a place in memory, which would differ each time."
+    with pytest.raises(AssertionError) as e: check_cases(lambda x: result, lambda x: 2, [(1,)], {})
+    assert str(e.value) == f"for x = 1: {words}"
+
+
+@pytest.mark.parametrize("require, answer, words", [
+    (require_function, int, "expected a function, got the class int"), (require_function, 3, "expected a function, got 3"),
+    (require_class, fails, "expected a class, got the function fails"), (require_class, [1], "expected a class, got [1]")])
+def test_functions_and_classes_are_told_apart(require, answer, words):
+    with pytest.raises(AssertionError, match=f"^{re.escape(words)}$"): require(answer)
+    require_function(len), require_class(int)
+
+
 def test_ctrl_c_passes():
     def stop(): raise KeyboardInterrupt
     with pytest.raises(KeyboardInterrupt): run_answer(stop)
@@ -194,3 +221,20 @@ def test_the_helper_of_the_tests_can_fail():
     with pytest.raises(AssertionError): Graders(one_grader(draws), [], []).tests()[1]("a", 1, Quiet(), record)
     reports = [SimpleNamespace(user_properties=[note], passed=passed) for note, passed in zip(noted, (True, True, False, False, False, False))]
     assert list(score_lines(reports)) == ["m.check_a refuses 1 of 3 wrong answers, accepts 1 of 3 right ones"]
+
+
+# All graders
+
+TASKS = [t for t in exercise_tasks() if t.kind in ("Callable", "type")]
+ELSEWHERE = {"02.flop_rate", "04.clipping", "04.accumulation", "04.training", "11.predict_best", "13.exact_line_deduplication", "13.minhash_deduplication"}  # These do more than return
+
+
+@pytest.mark.parametrize("task", TASKS, ids=[t.id for t in TASKS])
+def test_every_grader_knows_a_function_from_a_class_and_a_result_from_nothing(task):
+    grade = getattr(importlib.import_module(f"lmcourse.exercises.{task.topic}"), f"check_{task.name}")
+    def nothing(*args, **named): pass
+    answers = [(nothing, "got the function nothing")]
+    if task.kind == "Callable": answers = [(type("Answer", (), {}), "got the class Answer"), (nothing, "" if task.id in ELSEWHERE else "got None: is a return or yield missing?")]
+    for answer, words in answers:
+        with pytest.raises(AssertionError) as e: grade(answer)
+        assert words in str(e.value) and "\n" not in str(e.value)

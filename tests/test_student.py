@@ -57,6 +57,17 @@ def leaks(name, cells):
 
 
 @exercises
+def test_jupyterlab_collapses_answers_and_nothing_else(name):
+    hidden = dict(outputs_hidden=True, source_hidden=True)
+    for c in whole(name): assert c["metadata"].get("jupyter") == (hidden if "code-summary: Answer" in text(c) else None), text(c)
+
+
+@exercises
+def test_the_first_sentence_ends_without_the_answers(edition, name):
+    assert not re.search(r",[.,;]|answer", text(read(edition[0] / "nbs" / PAGES[name])[0]))
+
+
+@exercises
 def test_no_answer_is_left(edition, name):
     cells = read(edition[0] / "nbs" / PAGES[name])
     assert sum(len(lines_of(a)) for a in answers(name)) > 10 and not leaks(name, cells)

@@ -13,7 +13,7 @@ EXPORTED = re.compile(r"#\|\s*(?:exports?i?|default_exp)\b")
 ANSWER = re.compile(r"^#\| *code-summary: *Answer", re.M)
 DETAILS = re.compile(r"<details><summary>(?!Hint).*?</details>\n*", re.S)                # What explains an answer
 HINT = re.compile(r"<details><summary>Hint.*?</details>", re.S)
-UNTRUE = {r" and an answer to unfold": "", r", and (with )?a folded answer": "", r"hints and answers are folded": "hints are folded", r", where the answers are folded": "",
+UNTRUE = {r",? and an answer to unfold": "", r", and (with )?a folded answer": "", r"hints and answers are folded": "hints are folded", r", where the answers are folded": "",
           r"Work in (a notebook or file of your own|your own notebook or file)\b[^.]*\.":
           "Write each answer into its empty cell and run the cell below it, or work in a file of your own. Hints are folded."} # Without answers
 

@@ -15,7 +15,7 @@ import numpy as np
 from ..ablations.sweep import paired_difference, step_cost, student_t
 from ..accounting.parameters import count_parameters
 from ..tools.config import ModelConfig, TrainConfig
-from ..tools.grading import as_number, check_numbers, run_answer, short
+from ..tools.grading import as_number, check_numbers, run_answer, short, short_result
 
 # %% ../../nbs/06_ablations/06z_ablations.ipynb #6f59d66b
 def _seeds(seed:int, n:int, more:int=0)->tuple:
@@ -73,7 +73,8 @@ def check_paired_interval(
         got = run_answer(paired_interval, variant, base, shown=where)
         try: mean, half = map(float, got)
         except (TypeError, ValueError):
-            raise AssertionError(f"{where}expected a pair (mean, half), got {short(got)}") from None
+            raise AssertionError(f"{where}expected a pair (mean, half), got "
+                                 f"{short_result(got)}") from None
         both = [s for s in variant if s in base]
         a, b = [variant[s] for s in both], [base[s] for s in both]
         right, width = paired_difference(a, b)
@@ -182,7 +183,7 @@ def check_steps_for(
         right = budget//each
         got = as_number(given)
         if got is None:
-            raise AssertionError(f"{where}expected a whole number, got {short(given)}")
+            raise AssertionError(f"{where}expected a whole number, got {short_result(given)}")
         if got == right: continue
         words = ("is more than the budget allows" if got > right
                  else "leaves some of the budget unused")

@@ -19,14 +19,14 @@ from ..accounting.activations import activation_bytes, activation_parts
 from ..accounting.parameters import count_parameters, parameter_parts
 from ..accounting.tensors import FLOAT_FORMATS, dtype_bytes
 from ..tools.config import ModelConfig
-from ..tools.grading import as_number, check_numbers, run_answer, short
+from ..tools.grading import as_number, check_numbers, run_answer, short, short_result
 from ..tools.show import si
 
 # %% ../../nbs/02_accounting/02z_accounting.ipynb #912a8c9c
 def _grade(where:str, got, right, wrong:dict, rtol:float=0):
     # `wrong` maps a mistake's name to the number it gives; the nearest is reported
     given, got = got, as_number(got)
-    if got is None: raise AssertionError(f"{where}expected a number, got {short(given)}")
+    if got is None: raise AssertionError(f"{where}expected a number, got {short_result(given)}")
     if abs(got - right) <= rtol*abs(right): return
     near = {words: n for words,n in wrong.items() if abs(got - n) <= rtol*abs(n)}
     words = (min(near, key=lambda k: abs(got - near[k])) if near else "too small" if got < right
@@ -41,7 +41,7 @@ def _grade_parts(where:str, got, right:dict, wrong:dict, rtol:float=0):
     # The same for a dict of numbers
     if not isinstance(got, dict) or set(got) != set(right):
         raise AssertionError(f"{where}expected a dict with the keys "
-                             f"{', '.join(right)}, got {short(got)}")
+                             f"{', '.join(right)}, got {short_result(got)}")
     for key,n in right.items(): _grade(f"{where}{key}: ", got[key], n, wrong[key], rtol)
 
 # %% ../../nbs/02_accounting/02z_accounting.ipynb #3c5a7e75
@@ -151,7 +151,7 @@ def check_to_bfloat16(
         try: got = None if isinstance(got, bool) else operator.index(got)
         except TypeError:
             raise AssertionError(f"{where}expected a whole number, the "
-                                 f"pattern, got {short(got)}") from None
+                                 f"pattern, got {short_result(got)}") from None
         if got is None or not 0 <= got < 2**16:
             raise AssertionError(f"{where}expected a pattern from 0 to 65535, got {got}")
         if got == right or math.isnan(decode(right)) and math.isnan(decode(got)): continue
@@ -519,7 +519,7 @@ def check_matmul_time(
         where = _said(m=m, k=k, n=n, size=size, peak=f"{args[4]:g}", bandwidth=f"{args[5]:g}")
         got = run_answer(matmul_time, *args, shown=where)
         if not isinstance(got, (tuple, list)) or len(got) != 2:
-            raise AssertionError(f"{where}expected (seconds, bound), got {short(got)}")
+            raise AssertionError(f"{where}expected (seconds, bound), got {short_result(got)}")
         _grade(where, got[0], cost.seconds(card, dtype), _time_slips(*args), rtol=1e-6)
         bound = "arithmetic" if cost.intensity >= card.ridge(dtype) else "memory"
         beside = f"{cost.intensity:.3g} FLOPs per byte, the ridge is at {card.ridge(dtype):.3g}"
@@ -635,7 +635,7 @@ def _rate_of(flop_rate:Callable, flops:float, habits:dict, where:str)->float:
     if not now["calls"]: raise AssertionError(f"{where}nothing was called")
     rate = as_number(got)
     if rate is None or not math.isfinite(rate):
-        raise AssertionError(f"{where}expected a rate in FLOP/s, got {short(got)}")
+        raise AssertionError(f"{where}expected a rate in FLOP/s, got {short_result(got)}")
     return float(rate)
 
 # %% ../../nbs/02_accounting/02z_accounting.ipynb #0c74d515

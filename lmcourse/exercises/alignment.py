@@ -23,7 +23,7 @@ from ..alignment.ppo import gae as gae_of
 from ..alignment.reward import preference_loss as preference_of
 from ..alignment.sft import compute_entropy as entropy_of, masked_normalize as normalize_of
 from ..alignment.toy import best_of_n as best_of, kl_estimators
-from ..tools.grading import run_answer, short
+from ..tools.grading import require_function, run_answer, short, short_args, short_result
 
 # %% ../../nbs/14_alignment/14z_alignment.ipynb #50635cd6
 def _same(got, right)->bool: # Same type, shape and value, floats approximately
@@ -49,7 +49,8 @@ def _told(right, got)->str: # Describes the first difference
               if got.dtype != torch.bool else [0]*right.ndim)
         return f"expected {a[tuple(at)].item():.6g} at {at}, got {b[tuple(at)].item():.6g}"
     kinds = isinstance(right, Tensor) and not isinstance(got, Tensor)
-    a, b = (f"{type(v).__name__} {short(v)}" if kinds else short(v) for v in (right, got))
+    a, b = (f"{type(v).__name__} {short(v)}" if kinds and v is not None else short_result(v)
+            for v in (right, got))
     return f"expected {a}, got {b}"
 
 # %% ../../nbs/14_alignment/14z_alignment.ipynb #50635ca1
@@ -64,34 +65,34 @@ class _Form(Exception): pass # The result doesn't have the form that is asked fo
 def _parts(found, kinds:str="a loss", n:int=2): # The parts of a result; the last must be a dict
     if isinstance(found, (tuple, list)) and len(found) == n and isinstance(found[-1], dict):
         return found
-    raise _Form(f"gives {short(found)}, expected {kinds} and a dict")
+    raise _Form(f"expected {kinds} and a dict, got {short_result(found)}")
 
 def _grade(f, right:Callable, cases:list, mistakes:dict, call:Callable=lambda f, *case: f(*case)):
     # `mistakes` maps descriptions to wrong functions
-    if not callable(f): run_answer(f)
+    require_function(f)
     def shows(wrong, case, got):
         try: return _same(got, call(wrong, *case))
         except (ArithmeticError, ValueError, RuntimeError, TypeError, IndexError, _Form):
             return False
     for case in cases:
         expected = call(right, *case)
-        try: got = run_answer(lambda *given: call(f, *given), *case)
+        where = f"for {short_args(case, f, _given)}: "
+        try: got = run_answer(lambda *given: call(f, *given), *case, shown=where)
         except AssertionError as e:
             if isinstance(e.__cause__, _Form):
-                raise AssertionError(f"your function {e.__cause__}") from None
+                raise AssertionError(f"{where}{e.__cause__}") from None
             raise
         if _same(got, expected): continue
         words = next((f": {w}" for w,wrong in mistakes.items() if shows(wrong, case, got)), "")
-        shown = ", ".join(map(_given, case))
-        raise AssertionError(f"for ({shown}): {_told(expected, got)}{words}")
+        raise AssertionError(f"{where}{_told(expected, got)}{words}")
 
 def _numbers(seed:int, *shape:int)->Tensor: # Standard normal, float64
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 def _with_gradient(loss, x:Tensor)->dict: # A loss, and the gradient of its sum for `x`
     if not isinstance(loss, Tensor):
-        raise _Form(f"gives {short(loss)} as its loss, expected a tensor")
-    if not loss.requires_grad: raise _Form("gives a loss that has no gradient for the policy")
+        raise _Form(f"expected a tensor as the loss, got {short_result(loss)}")
+    if not loss.requires_grad: raise _Form("the loss has no gradient for the policy")
     return dict(loss=loss.detach(), gradient=torch.autograd.grad(loss.sum(), x)[0])
 
 # %% ../../nbs/14_alignment/14z_alignment.ipynb #f7cc3fbe
@@ -441,7 +442,9 @@ def check_response_mask(
     def numbers(f, *case):
         found = f(*case)
         if not isinstance(found, Tensor) or found.dtype != torch.bool:
-            raise _Form(f"gives {type(found).__name__} {short(found)}, expected a tensor of bool")
+            raise _Form("expected a tensor of bool, got "
+                        + (f"{type(found).__name__} {short(found)}" if found is not None
+                           else short_result(None)))
         return found.int()
     cases = [([3], [5], 6), ([1, 4, 2], [6, 7, 3], 7), ([2, 2], [8, 4], 7)]
     _grade(response_mask, mask(), cases, {

@@ -21,12 +21,12 @@ from ..accounting.parameters import count_parameters
 from ..architecture import attention_torch, layers_np, layers_torch, transformer_torch
 from ..tools.checks import check_close, gradcheck
 from ..tools.config import ModelConfig
-from ..tools.grading import check_numbers, run_answer, short
+from ..tools.grading import check_numbers, require_class, run_answer, short, short_result
 
 # %% ../../nbs/03_architecture/03z_architecture.ipynb #0bbbf161
 def _got(value)->str:
     # A value of an unexpected type, for the message
-    return "None" if value is None else f"{type(value).__name__} {short(value)}"
+    return short_result(None) if value is None else f"{type(value).__name__} {short(value)}"
 
 def _call(f:Callable, args:tuple, where:str): # Result of `f` for copies of `args`
     with torch.no_grad(): return run_answer(f, *args, shown=where)
@@ -142,14 +142,17 @@ def _make(make:Callable, args:tuple, like:nn.Module, **place)->tuple:
     if isinstance(make, nn.Module):
         raise AssertionError(f"expected the class {type(make).__name__} itself, "
                              "got an object of it")
-    if not callable(make): raise AssertionError(f"expected a class, got {short(make)}")
+    if not callable(make): require_class(make)
     given = ', '.join([*map(repr, args), *(f'{k}={v!r}' for k,v in place.items())])
     title = f"{getattr(make, '__name__', 'your class')}({given}): "
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         try: module = make(*args, **place)
-        except Exception as e: raise AssertionError(f"{title}your code raised {short(e)}") from e
+        except Exception as e:
+            if not place: require_class(make)
+            raise AssertionError(f"{title}your code raised {short(e)}") from e
     if not isinstance(module, nn.Module):
+        require_class(make)
         raise AssertionError(f"{title}expected an nn.Module, got {_got(module)}")
     if "_modules" not in vars(module):
         raise AssertionError(f"{title}__init__ has to call super().__init__() first")
@@ -646,7 +649,7 @@ def check_lm(
     ids = torch.randint(20, (2, 8), generator=_rng())
     other = torch.cat((ids[:, :-1], (ids[:, -1:] + 1) % 20), -1)
     before, after = (_call(mine, (i,), f"{title}for ids {short(i)}: ") for i in (ids, other))
-    if getattr(before, "shape", ()) == getattr(after, "shape", ()) == (2, 8, 20):
+    if all(isinstance(z, Tensor) and z.shape == (2, 8, 20) for z in (before, after)):
         changed = (before - after).abs().amax((0, 2))[:-1] > 1e-5
         at = changed.nonzero().flatten().tolist()
         if at:

@@ -249,7 +249,7 @@ def check_choose(
     down, up = (lambda h: range(h, 0, -1)), (lambda h: range(1, h + 1))
     right = lambda s, b, r, p: candidate_probability(s, b, r) >= p
     cases = [(128, .8, .95), (128, .8, .99), (100, .7, .9), (16, .9, .5), (9000, .8, .99),
-             (12, .5, .6), (4, .3, .7)]
+             (12, .5, .6), (4, .3, .7), (4, .5, .4375)]
     check_cases(choose, first(down, right), cases, {
         "bands come first": first(down, right, swap=True),
         "take the most rows, not the fewest": first(up, right),
@@ -257,6 +257,8 @@ def check_choose(
             first(down, lambda s, b, r, p: candidate_probability(s, b, r) < p),
         "b and r are swapped in the formula":
             first(down, lambda s, b, r, p: 1 - (1 - s**b)**r >= p),
+        "a probability that is just reached is enough":
+            first(down, lambda s, b, r, p: candidate_probability(s, b, r) > p),
         "r may be 1": lambda h, s, p: next(((h//r, r) for r in range(h, 1, -1)
                                             if right(s, h//r, r, p)), None),
         "only a band is that likely": first(down, lambda s, b, r, p: s**r >= p),

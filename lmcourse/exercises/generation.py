@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from ..generation import sampling
 from ..generation.generate import generate as course_generate, log_probs, split_at_stop
-from ..tools.grading import check_numbers, run_answer, short
+from ..tools.grading import check_numbers, require_function, run_answer, short, short_result
 
 # %% ../../nbs/05_generation/05z_generation.ipynb #a437ebae
 def _row(x:Tensor)->str: # Shows up to eight numbers in full
@@ -37,7 +37,7 @@ def _grade_rows(f:Callable, oracle:Callable, names:tuple, cases:list, mistakes:d
         got, expected = run_answer(f, *args, shown=where), oracle(*args)
         if _alike(seen(got), seen(expected)): continue
         if not isinstance(got, Tensor):
-            raise AssertionError(f"{where}expected a tensor, got {short(got)}")
+            raise AssertionError(f"{where}expected a tensor, got {short_result(got)}")
         if got.shape != expected.shape:
             raise AssertionError(f"{where}expected the shape {tuple(expected.shape)}, got "
                                  f"{tuple(got.shape)}")
@@ -215,7 +215,7 @@ def check_draw(
     "Raise `AssertionError` unless each `u` gives the id in whose piece it lies."
     def drawn(probs, u):
         got, where = run_answer(draw, probs, u), f"for probs = {_row(probs)}, u = {u!r}: "
-        if _id(got) is None: raise AssertionError(f"{where}expected an id, got {short(got)}")
+        if _id(got) is None: raise AssertionError(f"{where}expected an id, got {short_result(got)}")
         return where, _id(got)
     for numbers,u,why in _DRAWS:
         where, got = drawn(probs := torch.tensor(numbers), u)
@@ -290,6 +290,7 @@ def check_generate(
 ):
     """Raise `AssertionError` unless the ids are those of the course's loop, with no more calls
     of the model."""
+    require_function(generate)
     for ids,most,context in _LOOPS:
         watched, right_model = _Watched(), _Watched()
         right = list(course_generate(right_model, ids, most, 0, stop=[0], context_length=context))
@@ -298,7 +299,7 @@ def check_generate(
         got = run_answer(lambda ids: generate(watched, ids, most, context, 0, watched.choose), ids,
                          shown=where)
         if not isinstance(got, list) or any(_id(i) is None for i in got):
-            raise AssertionError(f"{where}expected a list of ids, got {short(got)}")
+            raise AssertionError(f"{where}expected a list of ids, got {short_result(got)}")
         longest = max(map(len, watched.shown), default=0)
         if longest > context:
             raise AssertionError(f"{where}the model was shown {longest} tokens, "
@@ -462,7 +463,9 @@ def _shown_by(until_stop:Callable, pieces:list, stop:str)->tuple:
             at.append("".join(shown))
             yield piece
         at.append("".join(shown))
-    for piece in until_stop(source(), stop):
+    yielded = until_stop(source(), stop)
+    if yielded is None: return at, [None]
+    for piece in yielded:
         shown.append(piece)
         if type(piece) is not str: break
     return at, shown
@@ -492,14 +495,13 @@ def check_until_stop(
 ):
     """Raise `AssertionError` unless the text ends before the stop string, is shown as early as
     possible, and no piece is requested in vain."""
-    if not callable(until_stop):
-        raise AssertionError(f"expected a function, got {short(until_stop)}")
+    require_function(until_stop)
     for pieces,stop,why in _stop_cases():
         where = f"for the pieces {short(pieces)} and stop = {stop!r}: "
         at, shown = run_answer(lambda: _shown_by(until_stop, pieces, stop), shown=where)
         right_at, right_shown = _shown_by(_course_stop, pieces, stop)
         if shown and type(shown[-1]) is not str:
-            raise AssertionError(f"{where}expected pieces of text, got {short(shown[-1])}")
+            raise AssertionError(f"{where}expected pieces of text, got {short_result(shown[-1])}")
         text, right = "".join(shown), "".join(right_shown)
         if text != right:
             why = _stop_hint(text, right, "".join(pieces), stop, why)
@@ -550,7 +552,7 @@ def check_text_log_prob(
         got = run_answer(text_log_prob, z, ids, shown=where)
         number = got.item() if isinstance(got, Tensor) and got.numel() == 1 else got
         if isinstance(number, bool) or not isinstance(number, Real):
-            raise AssertionError(f"{where}expected a number, got {short(got)}")
+            raise AssertionError(f"{where}expected a number, got {short_result(got)}")
         number = float(number)
         expected = log_probs(lambda x: z[None, :x.shape[1]].double(), ids).sum().item()
         if abs(number - expected) <= 1e-3*abs(expected): continue

@@ -25,7 +25,8 @@ from ..inference.quantization import from_grid, grid_steps, quantize, to_grid, t
 from ..inference.speculative import exact_distribution, expected_tokens
 from ..tools.checks import check_close
 from ..tools.config import ModelConfig
-from ..tools.grading import as_number, check_numbers, run_answer, short
+from ..tools.grading import (as_number, check_numbers, require_class, run_answer, short,
+                                    short_result)
 
 # %% ../../nbs/07_inference/07z_inference.ipynb #ea2568bb
 def _number_or_words(where:str, got, right, mistakes:dict, rtol:float=0):
@@ -33,7 +34,7 @@ def _number_or_words(where:str, got, right, mistakes:dict, rtol:float=0):
     # A very large integer can't become a float
     whole = isinstance(got, Integral)
     if isinstance(got, bool) or not isinstance(got, Real) or whole and abs(got) > 2**999:
-        raise AssertionError(f"{where}expected a number, got {short(got)}")
+        raise AssertionError(f"{where}expected a number, got {short_result(got)}")
     near = lambda number: got == number or abs(got - number) <= rtol*abs(number)
     if near(right): return
     words = next((f": {words}" for words,number in mistakes.items() if near(number)), "")
@@ -46,7 +47,7 @@ def _array_or_words(where:str, got, right:np.ndarray, mistakes:dict, rtol:float=
                     atol:float=1e-9):
     # Checks an array; `mistakes` maps words to the array that a mistake gives
     if not isinstance(got, np.ndarray):
-        raise AssertionError(f"{where}expected a NumPy array, got {short(got)}")
+        raise AssertionError(f"{where}expected a NumPy array, got {short_result(got)}")
     try: check_close(got, right, rtol, atol)
     except AssertionError as e:
         same = lambda x: x.shape == got.shape and np.allclose(got, x, rtol, atol, equal_nan=True)
@@ -229,9 +230,8 @@ def check_attend_new(
 
 # %% ../../nbs/07_inference/07z_inference.ipynb #2bc0a0bc
 def _built(make, *args, shown=None): # An object of the reader's class
-    if not callable(make):
-        raise AssertionError(f"expected the class itself, got {short(make)}")
-    return run_answer(make, *args, shown=shown)
+    require_class(make)
+    return run_answer(lambda *given: make(*given), *args, shown=shown)
 
 def _turned(x, first:int, theta:float)->np.ndarray:
     # `x` `(heads, T, K)`, rotated for positions from `first` on
@@ -359,7 +359,7 @@ def _users(tables:dict, block:int)->list:
 def _check_append(where:str, name:str, n:int, size:int, before:dict, after:dict, got):
     # A sequence of `n` tokens got one more
     if not isinstance(got, tuple) or len(got) != 3:
-        raise AssertionError(f"{where}expected (block, place, copy), got {short(got)}")
+        raise AssertionError(f"{where}expected (block, place, copy), got {short_result(got)}")
     block, place, copy = got
     if place != n % size:
         raise AssertionError(f"{where}expected the place {n % size} for token {n}, "
@@ -437,7 +437,9 @@ def check_block_tables(
     drills = [(8, 2, _DRILL), (8, 2, _DRILL_OF_THREE)]
     drills += [(n, size, _drill(rng, "abcde", 150)) for n in (4, 7) for size in (1, 2, 3)]
     for num_blocks,size,moves in drills:
-        tables, tokens = _built(block_tables, num_blocks, size), {}
+        tables, tokens = _built(
+            block_tables, num_blocks, size,
+            shown=f"for num_blocks = {num_blocks}, block_size = {size}: "), {}
         for i,m in enumerate(moves):
             where = (f"{num_blocks} blocks of {size} tokens: "
                      f"{'… '*(i > 5)}{', '.join(moves[max(0, i - 5):i + 1])}: ")
@@ -635,7 +637,7 @@ def check_finish_steps(
             if isinstance(got, np.ndarray): got = got.tolist()
             if not isinstance(got, (list, tuple)) or len(got) != len(right):
                 raise AssertionError(f"{where}expected a list of {len(right)} "
-                                     f"steps, got {short(got)}")
+                                     f"steps, got {short_result(got)}")
             words = next((f": {words}" for words,steps in _finish_mistakes(*args).items()
                           if list(got) == steps), "")
             if list(got) != right:
@@ -700,7 +702,7 @@ def _accept_law(accept:Callable, p, q, where:str)->tuple:
             raise
         number = as_number(token)
         if not isinstance(number, int) or not 0 <= number < len(p):
-            raise AssertionError(f"{where}x = {x}: expected a token, got {short(token)}")
+            raise AssertionError(f"{where}x = {x}: expected a token, got {short_result(token)}")
         if not asked and 0 < p[x] < q[x]: alone.append(x)
         return x, number
     return exact_distribution(run), bool(alone)
@@ -795,7 +797,7 @@ def _row_mistakes(w:np.ndarray)->dict: # Words to (codes, steps)
 def _check_pair(where:str, got, right:tuple, names:tuple, mistakes:dict, rtol:float=1e-5):
     # Checks a pair of arrays; `mistakes` maps words to such a pair
     if not isinstance(got, tuple) or len(got) != 2:
-        raise AssertionError(f"{where}expected ({', '.join(names)}), got {short(got)}")
+        raise AssertionError(f"{where}expected ({', '.join(names)}), got {short_result(got)}")
     for a in got:
         if not isinstance(a, np.ndarray):
             raise AssertionError(f"{where}expected two NumPy arrays, got {short(got)}")

@@ -14,7 +14,7 @@ from ..accounting.memory import experts_read
 from ..moe.experts_np import capacity, experts_forward, within_capacity
 from ..moe.router_np import balance_loss, best_experts, count_load, update_bias
 from ..tools.checks import check_close
-from ..tools.grading import run_answer, short
+from ..tools.grading import run_answer, short, short_result
 
 # %% ../../nbs/08_moe/08z_moe.ipynb #4bfd9fad
 def _judge(where:str, got, right, mistakes:dict): # `mistakes` maps words to wrong results
@@ -22,6 +22,7 @@ def _judge(where:str, got, right, mistakes:dict): # `mistakes` maps words to wro
         try: check_close(got, value, 1e-6, 1e-9)
         except AssertionError as e: return str(e)
         except Exception: return f"expected {short(right)}, got {short(got)}"
+    if got is None: raise AssertionError(f"{where}expected {short(right)}, got {short_result(got)}")
     if (why := agrees(right)) is None: return
     words = next((f": {words}" for words,value in mistakes.items() if agrees(value) is None), "")
     if isinstance(right, (int, float)) and isinstance(got, (int, float)):
@@ -111,7 +112,7 @@ def check_route(
         if logits.size < 9: where = f"for logits {logits.tolist()} and k = {k}: "
         got = run_answer(route, logits, k, shown=where)
         if not isinstance(got, (tuple, list)) or len(got) != 2:
-            raise AssertionError(f"{where}expected experts and weights, got {short(got)}")
+            raise AssertionError(f"{where}expected experts and weights, got {short_result(got)}")
         if getattr(getattr(got[1], "dtype", None), "kind", "") == "f" and np.isnan(got[1]).any():
             raise AssertionError(f"{where}some weights are NaN: exp overflows, so subtract each "
                                  f"row's largest logit first")
@@ -385,5 +386,5 @@ def check_reinforce(
         where = f"for N = {N}, E = {E}: "
         got = run_answer(reinforce, logits, chosen, losses, shown=where)
         if getattr(got, "shape", None) != (N, E): raise AssertionError(
-            f"{where}expected an array of shape ({N}, {E}), got {short(got)}")
+            f"{where}expected an array of shape ({N}, {E}), got {short_result(got)}")
         _judge(where, got, right, mistakes)

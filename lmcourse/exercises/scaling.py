@@ -14,7 +14,7 @@ import numpy as np
 from ..scaling.loss_law import LossLaw, huber
 from ..scaling.isoflops import fit_parabola
 from ..scaling.power_laws import fit_power_law
-from ..tools.grading import check_cases, run_answer, short
+from ..tools.grading import check_cases, run_answer, short_result
 
 # %% ../../nbs/11_scaling/11z_scaling.ipynb #4ea222eb
 def _number(v)->bool:
@@ -322,7 +322,7 @@ def check_predict_best(
             raise AssertionError(f"{where}expected at least one run within the budget")
         if not (isinstance(got, (tuple, list)) and len(got) == 2 and all(map(_number, got))):
             raise AssertionError(f"{where}expected a pair of numbers, size and "
-                                 f"loss, got {short(got)}")
+                                 f"loss, got {short_result(got)}")
         size, loss = map(float, got)
         N, D = law.optimum(100*budget)
         best, ratio = float(law.loss(N, D)), size/N

@@ -25,13 +25,14 @@ from ..accounting.parameters import count_parameters
 from ..architecture.transformer_torch import TransformerLM
 from ..tools.checks import check_close
 from ..tools.config import ModelConfig
-from ..tools.grading import as_number, check_numbers, run_answer, short
+from ..tools.grading import (as_number, check_numbers, require_class, require_function,
+                                    run_answer, short, short_result)
 from ..training import optim_torch
 from ..training.parallel_np import naive_bytes, ring_bytes
 
 # %% ../../nbs/04_training/04z_training.ipynb #53684246
 def _do(where:str, f:Callable, *args): # Result of `f`, which may change its arguments
-    if not callable(f): raise AssertionError(f"expected a function, got {short(f)}")
+    require_function(f)
     return run_answer(lambda: f(*args), shown=where)
 
 @contextmanager
@@ -224,7 +225,7 @@ def _adamw_made(make:Callable, params:list)->Optimizer:
     if isinstance(make, Optimizer):
         raise AssertionError(f"expected the class {type(make).__name__} itself, "
                              "got an object of it")
-    if not callable(make): raise AssertionError(f"expected a class, got {short(make)}")
+    require_class(make)
     where = (f"{getattr(make, '__name__', 'your class')}(groups, "
              f"{', '.join(f'{k}={v}' for k,v in _ADAMW_RUN.items())}): ")
     optimizer = run_answer(lambda: make(_adamw_groups(params), **_ADAMW_RUN), shown=where)
@@ -394,7 +395,7 @@ def _rates(f:Callable, top, low, warm, end)->list:
                  f"cosine_cycle_iters = {end}: ")
         got = run_answer(f, it, top, low, warm, end, shown=where)
         rate = as_number(got)
-        if rate is None: raise AssertionError(f"{where}expected a float, got {short(got)}")
+        if rate is None: raise AssertionError(f"{where}expected a float, got {short_result(got)}")
         found.append((where, float(rate)))
     return found
 
@@ -486,7 +487,7 @@ def _batch(get_batch:Callable, dataset:np.ndarray, B:int, T:int, device:str="cpu
         raise AssertionError(f"{e} (tensors on 'meta' have no numbers: draw the starts on the CPU "
                              "and move the finished tensors)") from e.__cause__
     if not isinstance(got, (tuple, list)) or len(got) != 2:
-        raise AssertionError(f"{where}expected (inputs, targets), got {short(got)}")
+        raise AssertionError(f"{where}expected (inputs, targets), got {short_result(got)}")
     for name,t in zip(("inputs", "targets"), got):
         if not isinstance(t, Tensor):
             raise AssertionError(f"{where}expected {name} as a tensor, got "
@@ -592,6 +593,7 @@ def check_get_batch(
 ):
     """`AssertionError` unless windows start anywhere, targets are one token on, and a mapped file
     is not read whole."""
+    require_function(get_batch)
     with _own_dice():
         _check_drawn(get_batch)
         for N,T in ((9, 4), (5, 4), (3, 1)): _check_starts(get_batch, N, T)
@@ -605,7 +607,7 @@ def _row(f:Callable, steps, n:int, B:int, seed:int)->list: # Window numbers of t
         where = f"for step {step}, {n} windows, batch_size {B}, seed {seed}: "
         got = run_answer(f, step, n, B, seed, shown=where)
         if not isinstance(got, (list, tuple, np.ndarray, Tensor)):
-            raise AssertionError(f"{where}expected {B} numbers, got {short(got)}")
+            raise AssertionError(f"{where}expected {B} numbers, got {short_result(got)}")
         got = np.asarray(got)
         if got.dtype.kind not in "iu" or got.ndim != 1:
             raise AssertionError(f"{where}expected {B} whole numbers, got {short(got)}")
@@ -759,7 +761,7 @@ def _load_from(load:Callable, kind:str, source:Callable, k:int)->tuple: # Model 
         if kind == "file": src.close()
     kind = "a tensor with " if isinstance(got, Tensor) else ""
     if isinstance(got, bool) or not isinstance(got, int) or got != k:
-        raise AssertionError(f"{where}expected the iteration {k}, got {kind}{short(got)}")
+        raise AssertionError(f"{where}expected the iteration {k}, got {kind}{short_result(got)}")
     return where, model, optimizer
 
 # %% ../../nbs/04_training/04z_training.ipynb #7cde82de
@@ -840,7 +842,8 @@ def _accumulation_mistakes(x:Tensor, y:Tensor, sizes:list)->dict:
 def _check_parts(f:Callable, x:Tensor, y:Tensor, sizes:list):
     model, whole = _Watched(), _Watched()
     where = f"for 8 rows in parts of {sizes}{', some targets -100' if (y < 0).any() else ''}: "
-    loss = _do(where, f, model, x.clone(), y.clone(), list(sizes))
+    require_function(f)
+    loss = run_answer(lambda *rows: f(model, *rows), x, y, sizes, shown=where)
     (right := _part_loss(whole, x, y)).backward()
     if any(p.grad is None for p in model.parameters()):
         raise AssertionError(f"{where}there is no gradient afterwards: call backward for each part")
@@ -863,7 +866,7 @@ def _check_parts(f:Callable, x:Tensor, y:Tensor, sizes:list):
         raise AssertionError(f"{where}the loss is NaN: a part has no targets, and a mean over none "
                              "is NaN. Sum, and divide by all")
     if number is None or abs(number - right.item()) > 1e-5:
-        raise AssertionError(f"{where}expected the loss {right.item():.6f}, got {short(loss)}")
+        raise AssertionError(f"{where}expected the loss {right.item():.6f}, got {short_result(loss)}")
 
 # %% ../../nbs/04_training/04z_training.ipynb #bef5c4e3
 def check_accumulation(
@@ -922,8 +925,10 @@ class _Run: # A model that the reader's loop trains, with a record of its calls
             watch = self.model.register_forward_pre_hook(self.saw, with_kwargs=True)
             hook = self.model.head.weight.register_hook(self.got)
             self.where = f"for {steps} steps, eval_every = {every}, seed = {seed}: "
-            self.history = _do(self.where, train, self.model, *(t.copy() for t in tokens), steps,
-                               16, 16, every, seed)
+            require_function(train)
+            self.history = run_answer(
+                lambda *both: train(self.model, *both, steps, 16, 16, every, seed), *tokens,
+                shown=self.where)
         for h in (watch, hook): h.remove()
         self.trained = [k for k,e in enumerate(self.events[:-1]) if self.events[k + 1] == "backward"
                         and e != "backward"]
@@ -982,12 +987,16 @@ def _check_history(run:_Run, steps:int, every:int, tokens:np.ndarray):
     right = _toy_losses(run.model, tokens)[1]
     if not isinstance(h, (list, tuple)) or not all(isinstance(e, (list, tuple)) and len(e) == 2
                                                    for e in h):
-        raise AssertionError(f"{w}expected a list of (step, loss), got {short(h)}")
+        raise AssertionError(f"{w}expected a list of (step, loss), got {short_result(h)}")
     found, wanted = [k for k,_ in h], list(range(every, steps + 1, every))
     if found != wanted:
         raise AssertionError(f"{w}the history has the steps {short(found)}, "
                              f"expected {short(wanted)}")
-    last = float(h[-1][1])
+    for k,loss in h:
+        try: last = float(loss)
+        except (TypeError, ValueError):
+            raise AssertionError(f"{w}the loss after step {k} should be a number, got "
+                                 f"{short_result(loss)}") from None
     if abs(last - right) <= 1e-4: return
     words = ": that is in bits" if abs(last*math.log(2) - right) < 1e-4 else ""
     if abs(last - _toy_losses(run.model, tokens[:-16])[1]) < 1e-5:
@@ -1082,7 +1091,7 @@ def check_orthogonalize(
         where = f"for a matrix {short(m)} with the norm {m.norm():.3g}: "
         got, exact = run_answer(orthogonalize, m, shown=where), dtype == torch.float64
         if not isinstance(got, Tensor):
-            raise AssertionError(f"{where}expected a tensor, got {short(got)}")
+            raise AssertionError(f"{where}expected a tensor, got {short_result(got)}")
         if not got.isfinite().all(): raise AssertionError(
             f"{where}the numbers grow beyond all bounds: is the whole matrix divided by its "
             "Frobenius norm, and are a, b and c in the right places?")

@@ -260,6 +260,7 @@ def enrich(path, line, source=None):
     in_order(nb.cells)
     without_echo(nb.cells)
     without_stand_in(nb.cells)
+    for c in nb.cells: c.metadata.pop("jupyter", None)      # What JupyterLab collapses is folded here by `#| code-fold`
     for c in nb.cells:                  # nbdev opens the source of all that is exported; that of long or inner parts stays folded
         if c.metadata.get("code-fold"): c.source = re.sub(r"^#\| code-fold: show$", "#| code-fold: true", c.source, flags=re.M)
         if c.cell_type == "code" and only_imports(c.source): c.source = f"#| code-fold: true\n#| code-summary: Imports\n{c.source}"
