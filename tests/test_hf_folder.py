@@ -227,7 +227,7 @@ def test_templates_are_found_where_transformers_puts_them(place, tmp_path):
     assert text() == 'hi{"a": "<"}'
     (folder/"chat_template.jinja").write_text("{% for %}")
     with pytest.raises(ValueError, match=r"chat_template.jinja: not a chat template \(line 1"): read_chat_template(folder)
-    (folder/"chat_template.jinja").write_text("{{ messages.__class__.__mro__[1].__subclasses__() }}")
+    (folder/"chat_template.jinja").write_text("{% if tools is not none %}no{% endif %}{{ messages.__class__.__mro__[1].__subclasses__() }}")
     with pytest.raises(ValueError, match="unsafe"): text()
     (folder/"chat_template.jinja").unlink(); path.unlink()
     assert read_chat_template(folder) is PLAIN_CHAT
@@ -291,6 +291,10 @@ def test_what_cannot_be_opened_is_told_in_a_line(spoil, words, place, tmp_path, 
 
 def test_a_path_that_is_not_there(tmp_path, capsys):
     for command in ("generate", "eval", "serve"): assert refused(capsys, command, tmp_path/"nosuch") == f"lmcourse: {tmp_path/'nosuch'}: no such file or folder\n"
+
+
+def test_experts_are_not_quantized(place, capsys):
+    assert "num_experts = 4" in refused(capsys, "generate", place["qwen3_moe"], "--quantize", "int8")
 
 
 def test_training_commands_take_no_such_folder(place, tmp_path, capsys):

@@ -141,8 +141,7 @@ class GenerateCommand:
             other = is_hf_folder(self.folder)
             prompt = self.prompt or ("" if other else beginning(training_of(self.folder).windows))
             draft = None if self.draft is None else load_draft(self.draft, tokenizer, device)
-            ids = prompt_ids(tokenizer, prompt)
-        decoder = decoder_for(model, bits)
+            ids, decoder = prompt_ids(tokenizer, prompt), decoder_for(model, bits)
         names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
         settings = {k: getattr(self, k) for k in names}
         for seed in range(self.seed, self.seed + self.number):

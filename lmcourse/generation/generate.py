@@ -432,7 +432,8 @@ class JinjaChat:
     def render(self, messages:Iterable[tuple[str, str]])->str: # Pairs of role and content
         "Write a conversation as one text. Raises `ValueError` with the template's own message."
         listed = [dict(role=role, content=content) for role,content in messages]
-        try: return self.template.render(messages=listed, add_generation_prompt=True, **self.tokens)
+        more = dict(tools=None, documents=None, add_generation_prompt=True) # As transformers has it
+        try: return self.template.render(messages=listed, **more, **self.tokens)
         except Exception as e: # The template's code may fail in any way
             raise ValueError(f"{self.path.name}: {str(e) or type(e).__name__}") from None
 
