@@ -9,14 +9,13 @@ __all__ = ['PLAIN_CHAT', 'checked_ids', 'context_of', 'Decoder', 'RecomputingDec
            'log_probs', 'check_story', 'story_slips', 'measure_story', 'measure_stories']
 
 # %% ../../nbs/05_generation/05b_generate.ipynb #ef6d280b
-import codecs, json, math, re, sys
+import codecs, json, math, sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from functools import cache, partial
-from importlib.metadata import version
 from operator import index
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -451,15 +450,10 @@ class JinjaChat:
 
 
 # %% ../../nbs/05_generation/05b_generate.ipynb #64eceb44
-_JINJA = 3, 1, 6 # Earlier sandboxes can be left
-
 def _in_sandbox(text:str, path:Path): # A template, compiled
     import jinja2
     from jinja2.ext import Extension
     from jinja2.sandbox import ImmutableSandboxedEnvironment
-    if tuple(map(int, re.findall(r"\d+", version("jinja2"))[:3])) < _JINJA:
-        raise ValueError(f"jinja2 {version('jinja2')} can't be trusted with {path}: "
-                         f"pip install -U jinja2")
     class Generation(Extension): # Marks what training predicts, and changes nothing in the text
         tags = {"generation"}
         def parse(self, parser):

@@ -71,7 +71,8 @@ class PretrainedTokenizer(Tokenizer):
         super().__init__(vocab, merges, special_tokens, rules)
         self.marks = marks
     def __reduce__(self):
-        return PretrainedTokenizer, (self.vocab, self.merges, self.special_tokens, self.rules, self.marks)
+        args = self.vocab, self.merges, self.special_tokens, self.rules, self.marks
+        return PretrainedTokenizer, args
     @property
     def end_of_text(self)->int: return self.marks.end_ids[0]
     @property
@@ -205,8 +206,8 @@ def training_of(
 def _model_folder(folder)->Path:
     return Path(folder or str(files("lmcourse").joinpath("data/quickstart")))
 
-def _empty_model(config:ModelConfig, attention:str, kernels:str, device, make:Callable=TransformerLM
-)->TransformerLM:
+def _empty_model(config:ModelConfig, attention:str, kernels:str, device,
+                 make:Callable=TransformerLM)->TransformerLM:
     return make(config, parts=named_parts(config, attention, kernels, device))
 
 def _read_small(folder:Path, make:Callable)->tuple: # From a folder of `save_model`
