@@ -340,3 +340,14 @@ def test_weights_are_in_memory_once(tmp_path):
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert decoder.num_bytes <= held and peak < 1.3*held
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "qwen2"])
+def test_chat_says_what_becomes_of_a_conversation(kind, place, capsys, monkeypatch):
+    pytest.importorskip("uvicorn")
+    import lmcourse.app.serve as serve
+    from socket import socket
+    monkeypatch.setattr(serve, "run_server", lambda service, host, port, ready, *more: (ready(), service.worker.close()))
+    with socket() as s: s.bind(("127.0.0.1", 0)); port = s.getsockname()[1]
+    said = told(capsys, "chat", place[kind], "--no-browser", "--port", port)
+    assert ("no chat template: the model continues the conversation as plain text" in said) == (kind == "gpt2") and "talk to it on" in said
