@@ -312,8 +312,8 @@ def test_new_alignment_refuses_before_any_sampling(tmp_path, monkeypatch):
 @pytest.mark.parametrize("words, message", [
     ("rl a", "rl needs --init-from RUN: the course's model never succeeds"),
     ("dpo a", "dpo needs init_from or pairs: the course's model makes no pair"),
-    ("rl", "rl needs either OUT or --resume RUN"), ("sft a --resume b", "sft needs either"), ("sft --resume nowhere", "nowhere: no run folder"), ("rl a --group-size 1", "group_size = 1"),
-    ("rl a --kl -1", "kl = -1"), ("rl a --algorithm ppo", "ppo"), ("rl a --init-from nowhere", "nowhere: no run folder"), ("sft a --slip 1", "slip = 1"),
+    ("rl", "rl needs either OUT or --resume RUN"), ("sft a --resume b", "sft needs either"), ("sft --resume nowhere", "nowhere: no such file or folder"), ("rl a --group-size 1", "group_size = 1"),
+    ("rl a --kl -1", "kl = -1"), ("rl a --algorithm ppo", "ppo"), ("rl a --init-from nowhere", "nowhere: no such file or folder"), ("sft a --slip 1", "slip = 1"),
     ("dpo a --resume b", "dpo needs either"), ("dpo a --beta 0", "beta = 0"), ("dpo a --sft-weight -1", "sft_weight = -1"), ("dpo a --pairs nowhere", "nowhere: no such file"), ("dpo a --group-size 1", "group_size = 1"),
     ("dpo a --pairs equal.jsonl", "equal.jsonl: line 2: chosen and rejected are equal, ' b'"), ("dpo a --pairs part.jsonl", "part.jsonl: line 1 has no text 'rejected'"), ("dpo a --pairs empty.jsonl", "empty.jsonl: no pairs"),
     ("dpo a --pairs text.jsonl", "text.jsonl: line 1 is not JSON"), ("dpo a --pairs latin.jsonl", "latin.jsonl: line 2 is not JSON"), ("dpo a --pairs few.jsonl", "1 pairs, expected a batch of 16"), ("dpo a --pairs long.jsonl", "pair 1 has"), ("dpo a --pairs few.jsonl --reference other", "reference = other: its tokenizer is"),

@@ -117,7 +117,7 @@ def test_a_folder_named_quickstart_is_a_run(work):
     assert done.returncode == 0 and "Report card of quickstart" in done.stdout, done.stderr
 
 
-MISTAKES = [("eval none", "none: no run folder"), ("eval --tasks recal", "unknown task 'recal'"), ("eval --tasks ,", "no tasks"), ("eval --tasks next,next", "appears twice"),
+MISTAKES = [("eval none", "none: no such file or folder"), ("eval --tasks recal", "unknown task 'recal'"), ("eval --tasks ,", "no tasks"), ("eval --tasks next,next", "appears twice"),
             ("eval --seed 0", "train stories"), ("eval --seed 1 --tasks stories", "valid stories"), ("eval --stories 1", "stories = 1"), ("eval --norm char", "'char'"),
             ("eval --out card.txt", "ends in .md or .html"), ("eval --out no/card.md", "no such folder"), ("eval --out days.txt.md taken.md", "taken.md exists"),
             ("eval --out a.md ./a.md", "the same file"), ("eval --tasks none.yaml", "no such task"), ("eval --tasks broken.yaml", "no data_files"), ("eval run --tasks long.yaml", "a choice of"),

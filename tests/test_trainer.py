@@ -192,7 +192,7 @@ def test_other_weights_are_refused(data, tmp_path):
     train, valid = sets(data)
     for s in (train, valid): s.info["tokenizer"] = "f"*64
     with pytest.raises(ValueError, match="but the tokens were made by ffffffffffff"): Trainer(MODEL, other, train, valid)
-    with pytest.raises(FileNotFoundError, match="no run folder"): Trainer(MODEL, replace(SHORT, init_from=str(tmp_path/"b")), *sets(data))
+    with pytest.raises(FileNotFoundError, match="no such file or folder"): Trainer(MODEL, replace(SHORT, init_from=str(tmp_path/"b")), *sets(data))
     run(data, tmp_path/"stretched", model=replace(MODEL, rope_scaling=dict(rope_type="linear", factor=2)))
     with pytest.raises(ValueError, match="rope_scaling is {.*} there, None here"): Trainer(MODEL, replace(SHORT, init_from=str(tmp_path/"stretched")), *sets(data))
 

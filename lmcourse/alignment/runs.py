@@ -26,7 +26,7 @@ from ..tools.machine import return_freed_memory
 from ..training.data import TokenDataset, write_tokens
 from ..training.engines import Objective, World, counted_targets, fill, join_world
 from ..training.engines import pick_device, plan_batch
-from ..training.models import load_model
+from ..training.models import is_hf_folder, load_model
 from ..training.runs import read_run, write_run
 from ..training.trainer import Trainer
 
@@ -241,6 +241,10 @@ def _check_settings(kind:str, settings:dict, train:TrainConfig):
         raise ValueError(f"{kind} has no setting {min(other)!r}, but {', '.join(names)}")
     if train.shard or train.on_mesh:
         raise ValueError(f"{kind} with a model in parts, expected shard = False and no mesh")
+    for name,folder in dict(init_from=train.init_from, reference=settings.get("reference")).items():
+        if folder and is_hf_folder(folder):
+            raise ValueError(f"{name} = {folder}: a model of transformers, expected a run or a "
+                             f"saved model")
     if train.tokens_per_step: raise ValueError(
         f"tokens_per_step = {train.tokens_per_step} for {kind}, expected none: its steps count "
         f"texts")

@@ -86,15 +86,19 @@ def beginning(windows:str
 def draw_story(model:Any, draft:Any, ids:list, max_tokens:int, settings:dict)->Iterator[int]: # Ids
     from lmcourse.generation.generate import generate
     from lmcourse.inference.speculative import DraftModel, speculate
+    def short(model, decoder): # A cache as long as the text; a context can be a hundred times that
+        return partial(decoder, max_tokens=min(len(ids) + max_tokens, model.config.context_length))
+    settings = settings | dict(decoder=short(model, settings["decoder"]))
     if draft is None: return generate(model, ids, max_tokens, **settings)
     settings = {k: v for k,v in settings.items() if k != "repetition_penalty"}
-    return speculate(model, DraftModel(draft, decoder_for(draft)), ids, max_tokens, **settings)
+    guesses = DraftModel(draft, short(draft, decoder_for(draft)))
+    return speculate(model, guesses, ids, max_tokens, **settings)
 
 # %% ../../nbs/90_app/90fc_generation_commands.ipynb #3c18833c
 @dataclass
 class GenerateCommand:
     "Write text with a trained model; without RUN, stories with the one that comes with the course."
-    folder: word(Path|None, "RUN") = None # Folder of a run
+    folder: word(Path|None, "RUN") = None # Folder of a run, or of a model of Hugging Face
     prompt: str = ""            # Beginning of each text
     number: int = 1             # Number of texts
     max_tokens: int = 400       # Largest number of tokens of a text
@@ -117,7 +121,7 @@ class GenerateCommand:
 
     def run(self):
         from lmcourse.generation.generate import check_tokenizer, prompt_ids, stream_text
-        from lmcourse.training.models import load_model, training_of
+        from lmcourse.training.models import is_hf_folder, load_model, training_of
         with checking_input():
             if self.number < 1: raise ValueError(f"number = {self.number}, expected 1 or more")
             runs = [t for t in self.stop if os.path.isfile(os.path.join(t, "config.json"))]
@@ -134,15 +138,15 @@ class GenerateCommand:
             model, tokenizer = load_model(self.folder, device, "best", self.attention,
                                           self.kernels)
             check_tokenizer(model, tokenizer)
-            prompt = self.prompt or beginning(training_of(self.folder).windows)
+            other = is_hf_folder(self.folder)
+            prompt = self.prompt or ("" if other else beginning(training_of(self.folder).windows))
             draft = None if self.draft is None else load_draft(self.draft, tokenizer, device)
-            ids = prompt_ids(tokenizer, prompt)
-        decoder = decoder_for(model, bits)
+            ids, decoder = prompt_ids(tokenizer, prompt), decoder_for(model, bits)
         names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
         settings = {k: getattr(self, k) for k in names}
         for seed in range(self.seed, self.seed + self.number):
             with checking_input():
-                more = settings | dict(stop=[tokenizer.end_of_text], seed=seed, decoder=decoder)
+                more = settings | dict(stop=tokenizer.end_ids, seed=seed, decoder=decoder)
                 drawn = draw_story(model, draft, ids, self.max_tokens, more)
                 pieces = stream_text(tokenizer, drawn, self.stop)
             for piece in chain([self.prompt], pieces): print(piece, end="", flush=True)
@@ -152,7 +156,7 @@ class GenerateCommand:
 @dataclass
 class ServeCommand:
     "Answer requests over HTTP as OpenAI's API does; without RUN with the course's model."
-    folder: word(Path|None, "RUN") = None # Folder of a run
+    folder: word(Path|None, "RUN") = None # Folder of a run, or of a model of Hugging Face
     host: str = "127.0.0.1"     # Address; the default can be reached only from this machine
     port: int = 8000            # Port to listen on
     name: str|None = None       # Name of the model for clients; by default RUN's, or lmcourse
@@ -178,7 +182,8 @@ class ServeCommand:
         address = f"http://{host}:{self.port}"
         where = f"{service.name!r} on {address}/v1"
         if service.chat_template.is_default:
-            where += ", chats as plain text (no chat_template.json)"
+            where += ", chats as plain text (no chat template)"
+            if ready: say("no chat template: the model continues the conversation as plain text")
         greet = ready or (lambda: say(f"serving {where}; talk to it on {address}/chat; stop with "
                                       "Ctrl-C"))
         part = lambda: say("finishing what is being answered; Ctrl-C again stops at once")
@@ -232,7 +237,7 @@ def _check_address(host:str, port:int): # `OSError` in words where a server coul
 @dataclass
 class ChatCommand:
     "Talk to a model in the browser; without RUN to the course's model."
-    folder: word(Path|None, "RUN") = None # Folder of a run
+    folder: word(Path|None, "RUN") = None # Folder of a run, or of a model of Hugging Face
     port: int = 8000            # Port of the page on this machine
     browser: bool = True        # Whether to open the page
     device: str = "cpu"         # cpu, cuda, mps, or auto for the best available

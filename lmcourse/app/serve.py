@@ -21,8 +21,8 @@ from functools import partial
 from itertools import accumulate
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator
-from ..generation.generate import PLAIN_CHAT, ChatTemplate, check_tokenizer, prompt_ids
-from ..generation.generate import split_at_stop
+from ..generation.generate import PLAIN_CHAT, ChatTemplate, JinjaChat
+from ..generation.generate import check_tokenizer, prompt_ids, split_at_stop
 from ..inference.engine import Engine, Request, check_request
 from ..tokenization.tokenizer import Tokenizer
 from ..tools.files import data_text
@@ -401,7 +401,8 @@ def read_prompts(
     pairs, right = [], "expected a text or a list of at least one id"
     for p in prompt:
         if type(p) is str:
-            try: pairs.append((prompt_ids(tokenizer, p), 1))
+            added = len(tokenizer.start_ids) if p else 1
+            try: pairs.append((prompt_ids(tokenizer, p), added))
             except ValueError as e: raise Refused(f"prompt: {e}", "prompt") from None
         elif type(p) is list and p and all(type(i) is int for i in p): pairs.append((p, 0))
         else: raise Refused(f"prompt has {_short(p)} in it, {right}", "prompt")
@@ -409,9 +410,9 @@ def read_prompts(
 
 # %% ../../nbs/90_app/90f_serve.ipynb #02339852
 def read_messages(
-    messages:list,         # As in the body
-    template:ChatTemplate, # Chat template of the run
-    tokenizer:Tokenizer,   # As for `read_prompts`
+    messages:list, # As in the body
+    template:ChatTemplate|JinjaChat, # Chat template of the model
+    tokenizer:Tokenizer, # As for `read_prompts`
 )->list: # As from `read_prompts`, with one pair
     "Encode a conversation up to where the assistant's answer begins."
     role = lambda m: "system" if m.role == "developer" else m.role # The name that came later
@@ -557,7 +558,8 @@ class Service:
         max_open:int=64,                       # Largest number of answers running or waiting
         max_tokens:int|None=None,              # Limit of an answer; None for the context's
         max_running:int=16,                    # Largest number of answers computed together
-        chat_template:ChatTemplate=PLAIN_CHAT, # How a conversation becomes a text
+        # How a conversation becomes a text
+        chat_template:ChatTemplate|JinjaChat=PLAIN_CHAT,
         make_engine:Callable=Engine,           # Such as a `DraftEngine` with a draft
     ):
         check_tokenizer(model, tokenizer)
@@ -601,7 +603,7 @@ class Service:
         prepared = []
         for ids,added in prompts:
             request = Request(tuple(ids), self.length(body, ids), body.temperature,
-                              top_p=body.top_p, stop=(self.tokenizer.end_of_text,),
+                              top_p=body.top_p, stop=self.tokenizer.end_ids,
                               log_probs=body.log_probs, echo=body.echo)
             try: check_request(request, self.model.config, self.room)
             except ValueError as e:

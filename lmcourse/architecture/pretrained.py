@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from ..tools.config import NEW_PARTS, ROPE_SCALINGS, ModelConfig
 from ..tools.files import atomic_write, read_json, write_json
 from ..tokenization.vocabulary import VocabularyFiles
-from .transformer_torch import TransformerLM
+from .transformer_torch import Parts, TransformerLM
 
 # %% ../../nbs/03_architecture/03g_pretrained.ipynb #35cd240b
 _PLAIN = dict(norm_position="pre", window=None, num_experts=None, kv_lora_rank=None)
@@ -565,12 +565,13 @@ def from_hf(
     dtype:torch.dtype=torch.float32, # Type of our weights, whatever theirs is
     device:str|torch.device="cpu",   # Device of our weights
     revision:str|None=None,          # Commit, tag or branch on the hub; `None` for the newest
+    parts:Parts=Parts(),             # The components of our model
 )->TransformerLM: # A model with the same logits
     """Load a model of one of the `FAMILIES`.
     Raises `ValueError` or `OSError`, before memory is allocated, if the model can't be loaded."""
     settings, tensors, where = _open_source(source, revision)
     config, found = config_from_hf(settings, where), _headers(tensors)
-    model = TransformerLM(config, device="meta", dtype=dtype)
+    model = TransformerLM(config, device="meta", dtype=dtype, parts=parts)
     chain = _chain(model, settings["model_type"], found)
     _check_found(model, chain, found, tensors, where)
     model.to_empty(device=device)

@@ -80,9 +80,10 @@ def perplexity(
     if isinstance(documents, str): raise ValueError("documents is one text, expected a list")
     documents = list(documents)                            # Read twice, which an iterator can't be
     if not any(documents): raise ValueError("documents are empty, expected one or more with text")
-    end, nats = tokenizer.end_of_text, []
+    nats = []
     for text in documents:
-        ids = [end, *tokenizer.encode(text, special=False), end]
+        ids = [tokenizer.start_of_text, *tokenizer.encode(text, special=False),
+               tokenizer.end_of_text]
         nats.append(token_nats(model, ids, context_length, stride))
     return Perplexity(float(sum(n.sum() for n in nats)), sum(map(len, nats)),
                       sum(len(text.encode()) for text in documents))

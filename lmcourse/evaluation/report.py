@@ -29,6 +29,7 @@ from ..tools.files import atomic_write
 from ..tools.show import Table
 from ..tools.stories import Stories
 from ..training.data import TokenDataset
+from ..training.models import is_hf_folder
 from ..training.runs import read_run
 from ..tokenization.tokenizer import Tokenizer
 
@@ -74,7 +75,7 @@ def training_texts(
 )->Iterator[str]|None: # The training documents; None if they are not available
     "Find a model's training texts. `ValueError` or `FileNotFoundError` for unreadable files."
     if run is None: return documents("stories", "train", SHIPPED_BYTES)
-    if (Path(run)/"model.safetensors").is_file(): return None
+    if (Path(run)/"model.safetensors").is_file() or is_hf_folder(run): return None
     dataset = TokenDataset.open(read_run(run)[2]/"train", verify=False)
     return (tokenizer.decode(dataset.document(i)[:-1].tolist())
             for i in range(dataset.num_documents))

@@ -245,7 +245,7 @@ def continuation_logits(
     ids, n, split = encode_pair(tokenizer, context, continuation)
     most = context_of(getattr(model, "config", None))
     if n > most: raise ValueError(f"a continuation of {n} tokens, the model's context is {most}")
-    row = torch.tensor([tokenizer.end_of_text, *ids][-most - 1:],
+    row = torch.tensor([tokenizer.start_of_text, *ids][-most - 1:],
                        device=next(model.parameters()).device)
     with torch.inference_mode(): logits = model(row[None, :-1])[0, -n:].float()
     return logits, row[-n:], split

@@ -5,16 +5,17 @@
 # %% auto #0
 __all__ = ['PLAIN_CHAT', 'checked_ids', 'context_of', 'Decoder', 'RecomputingDecoder', 'next_logits', 'begin', 'generate',
            'generate_batch', 'ScoredToken', 'generate_scored', 'split_at_stop', 'stream_text', 'prompt_ids',
-           'check_tokenizer', 'complete_stream', 'complete', 'ChatTemplate', 'read_chat_template', 'log_probs',
-           'check_story', 'story_slips', 'measure_story', 'measure_stories']
+           'check_tokenizer', 'complete_stream', 'complete', 'ChatTemplate', 'JinjaChat', 'read_chat_template',
+           'log_probs', 'check_story', 'story_slips', 'measure_story', 'measure_stories']
 
 # %% ../../nbs/05_generation/05b_generate.ipynb #ef6d280b
-import codecs, math, sys
+import codecs, json, math, sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
+from datetime import datetime
+from functools import cache, partial
 from operator import index
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,10 +23,11 @@ import torch
 from ..architecture.layers_torch import token_losses
 from .sampling import next_token_probs, sample
 from ..tokenization.bpe import special_pattern
-from ..tools.files import read_json
+from ..tools.files import read_json, read_utf8
 from ..tools.grammar import Rule, Slot
 from ..tools.stories import Stories
 from ..tokenization.tokenizer import Tokenizer
+from ..training.models import is_hf_folder
 
 # %% ../../nbs/05_generation/05b_generate.ipynb #f49cc824
 @contextmanager
@@ -325,9 +327,10 @@ def _pieces(tokenizer, ids, stop_strings:list)->Iterator[str]:
 def prompt_ids(
     tokenizer:Tokenizer, # A `Tokenizer` with an end-of-text token
     prompt:str, # Beginning of the text, possibly empty; special tokens in it are plain text
-)->list: # Ids; the first is end-of-text
+)->list: # Ids, at least one; with the course's tokenizers the first is end-of-text
     "Encode the beginning of a text for generation."
-    return [tokenizer.end_of_text, *tokenizer.encode(prompt, special=False)]
+    ids = [*tokenizer.start_ids, *tokenizer.encode(prompt, special=False)]
+    return ids or [tokenizer.start_of_text]
 
 # %% ../../nbs/05_generation/05b_generate.ipynb #ddf86a80
 def check_tokenizer(
@@ -357,7 +360,7 @@ def complete_stream(
     Raises `ValueError` at once if the tokenizer is not the model's, or for an argument out of
     range."""
     check_tokenizer(model, tokenizer)
-    settings = dict(stop=[tokenizer.end_of_text]) | settings
+    settings = dict(stop=tokenizer.end_ids) | settings
     return stream_text(tokenizer, generate(model, prompt_ids(tokenizer, prompt), max_tokens,
                                            **settings), stop_strings)
 
@@ -397,7 +400,7 @@ class ChatTemplate:
     )->list: # Ids; the first is end-of-text
         "Encode a conversation up to the assistant's answer. Only the template may use special ids."
         split = special_pattern(tokenizer.special_tokens).split
-        ids, plain = [tokenizer.end_of_text], ""
+        ids, plain = prompt_ids(tokenizer, ""), ""
         for text,own in self.render(messages):
             for i,piece in enumerate(split(text) if own else [text]):
                 if i % 2:                                   # a special token
@@ -410,11 +413,80 @@ PLAIN_CHAT = ChatTemplate(
     dict(system=("", "\n\n"), user=("User: ", "\n"), assistant=("Assistant:", "\n")),
     "Assistant:", ("\nUser:",), is_default=True)
 
+# %% ../../nbs/05_generation/05b_generate.ipynb #de1d1bc5
+_BREAK = "\ufdd0" # Unicode reserves it: no text contains it
+
+class JinjaChat:
+    "The chat template of a published model, with the methods of `ChatTemplate`."
+    stop:tuple[str, ...] = () # Its answers end with a token of `end_ids`
+    is_default = False
+    def __init__(self,
+        text:str,     # The template
+        tokens:dict,  # Names that it may use, such as `bos_token`, to texts
+        path:Path,    # Its file, for error messages
+    ):
+        self.path, self.tokens = path, tokens
+        self.template = _in_sandbox(text, path)
+
+    def render(self, messages:Iterable[tuple[str, str]])->str: # Pairs of role and content
+        "Write a conversation as one text. Raises `ValueError` with the template's own message."
+        listed = [dict(role=role, content=content) for role,content in messages]
+        more = dict(tools=None, documents=None, add_generation_prompt=True) # As transformers has it
+        try: return self.template.render(messages=listed, **more, **self.tokens)
+        except Exception as e: # The template's code may fail in any way
+            raise ValueError(f"{self.path.name}: {str(e) or type(e).__name__}") from None
+
+    def encode(self, messages:Iterable[tuple[str, str]], tokenizer:Tokenizer)->list: # Ids
+        "Encode a conversation up to the assistant's answer. Only the template may use special ids."
+        def broken(text):
+            for token in tokenizer.special_tokens:
+                text = text.replace(token, token[0] + _BREAK + token[1:])
+            return text
+        text = self.render([(role, broken(content)) for role,content in messages])
+        pieces = special_pattern(tokenizer.special_tokens).split(text)
+        return [i for at,piece in enumerate(pieces) for i in
+                ([tokenizer.ids[piece.encode()]] if at % 2 else
+                 tokenizer.encode(piece.replace(_BREAK, ""), special=False))]
+
+
+# %% ../../nbs/05_generation/05b_generate.ipynb #64eceb44
+def _in_sandbox(text:str, path:Path): # A template, compiled
+    import jinja2
+    from jinja2.ext import Extension
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+    class Generation(Extension): # Marks what training predicts, and changes nothing in the text
+        tags = {"generation"}
+        def parse(self, parser):
+            next(parser.stream)
+            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+    def fail(message): raise jinja2.TemplateError(message)
+    made = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True,
+                                         extensions=[Generation, "jinja2.ext.loopcontrols"])
+    made.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
+    made.globals |= dict(raise_exception=fail,
+                         strftime_now=lambda form: datetime.now().strftime(form))
+    try: return made.from_string(text)
+    except jinja2.TemplateSyntaxError as e:
+        raise ValueError(f"{path}: not a chat template (line {e.lineno}: {e.message})") from None
+
+def _read_jinja(folder:Path)->ChatTemplate|JinjaChat:
+    path = folder/"tokenizer_config.json"
+    about = read_json(path) if path.is_file() else {}
+    tokens = {k: v["content"] if isinstance(v, dict) else v for k,v in about.items()
+              if k.endswith("_token") and isinstance(v, (str, dict))}
+    found = about.get("chat_template")
+    if isinstance(found, list): # Several, by name
+        found = {t.get("name"): t.get("template") for t in found}.get("default")
+    if (own := folder/"chat_template.jinja").is_file(): path, found = own, read_utf8(own)
+    return JinjaChat(found, tokens, path) if isinstance(found, str) else PLAIN_CHAT
+
+
 # %% ../../nbs/05_generation/05b_generate.ipynb #66485585
 def read_chat_template(
-    folder:str|Path, # Folder of a run, or `None`
-)->ChatTemplate: # `PLAIN_CHAT` if the folder has no template
+    folder:str|Path, # Folder of a run or of Hugging Face, or `None`
+)->ChatTemplate|JinjaChat: # `PLAIN_CHAT` if the folder has no template
     "Read `chat_template.json`. For an invalid file, a `ValueError` names the file and the field."
+    if folder is not None and is_hf_folder(folder): return _read_jinja(Path(folder))
     path = Path(folder or "")/"chat_template.json"
     if folder is None or not path.exists(): return PLAIN_CHAT
     def fail(name, value, right): raise ValueError(f"{path}: {name} = {value!r}, expected {right}")

@@ -24,7 +24,6 @@ from ..architecture.layers_np import ACTIVATIONS_NP
 from ..architecture.transformer_np import check_params, sinusoidal_table
 from ..architecture.fast_np import pool
 from ..architecture.fused import exp2_below
-from ..architecture.pretrained import params_of
 from ..accounting.hardware import threads_here
 from ..generation.generate import Decoder
 from .kv_cache import _still_there
@@ -54,6 +53,7 @@ def _pack_layers(stack:np.ndarray, pack
     # one object per layer; if all have arrays of one kind, each is a view into one for all layers
 )->tuple:
     packed = [pack(weight) for weight in stack]
+    if pack is Plain: return packed, (stack,)   # They are such views already
     kinds = {tuple((a.dtype, a.shape) for a in getattr(w, "arrays", ())) for w in packed}
     if len(kinds) > 1 or () in kinds: return packed, None
     arrays = tuple(np.stack(parts) for parts in zip(*(w.arrays for w in packed)))
@@ -395,9 +395,10 @@ class NumpyDecoder(Decoder):
 # %% ../../nbs/07_inference/07aa_fast_decoder.ipynb #9ca7fd8e
 def _weights(params:dict, c:ModelConfig, pack)->tuple: # Packed, arrays for kernels, and biases
     head = params["token_embeddings.weight" if c.tie_embeddings else "lm_head.weight"]
-    stacks = [_stacked(params, c, [f"{n}.weight" for n in names]) for names in _groups(c)]
-    stacks.append(np.array(head[None], np.float32)*np.float32(c.mup_scale))
-    packed, arrays = zip(*(_pack_layers(stack, pack) for stack in stacks))
+    def stacks(): # One group at a time: no two copies of all weights
+        for names in _groups(c): yield _stacked(params, c, [f"{n}.weight" for n in names])
+        yield np.multiply(head[None], c.mup_scale, dtype=np.float32)
+    packed, arrays = zip(*(_pack_layers(stack, pack) for stack in stacks()))
     # whether each head, and the second half of a gated product, begins at a multiple of 4
     in_fours = c.head_size % 4 == 0 and (c.ffn_size % 4 == 0 or not c.gated)
     whole = None not in arrays and (pack is Plain or in_fours) and _kinds(c)[2] >= 0
@@ -430,7 +431,8 @@ def _positions(params:dict, c:ModelConfig, room:int)->tuple: # Tables for RoPE a
     tables = (rope_tables_np(room, c.head_size, c.rope_theta, scaling=c.rope_scaling)
               if c.position == "rope" else (nothing, nothing))
     if c.position == "sinusoidal": return tables, np.float32(sinusoidal_table(room, c.d_model))
-    return tables, params.get("position_embeddings.weight")
+    if c.position != "learned": return tables, None
+    return tables, np.array(params["position_embeddings.weight"], np.float32)
 
 # %% ../../nbs/07_inference/07aa_fast_decoder.ipynb #e1f69b71
 def _buffers(decoder, T:int)->tuple: # x, h, branch, qkv, attended, wide, hidden, scores
@@ -501,7 +503,9 @@ class FastDecoder(NumpyDecoder):
         pack:Callable|None=None,
         threads:int|None=None,    # Number of threads; default: OMP_NUM_THREADS or one per core
     ):
-        super().__init__(params_of(model), model.config, max_tokens, pack, threads)
+        weights = getattr(model, "_orig_mod", model).named_parameters()
+        params = {name: p.detach().float().cpu().numpy() for name,p in weights} # Views if possible
+        super().__init__(params, model.config, max_tokens, pack, threads)
 
     def feed(self, ids:Any, all:bool=False)->torch.Tensor: # As for `NumpyDecoder.feed`
         """Continue the sequence.

@@ -131,6 +131,14 @@ class Vocabulary:
         raise ValueError(f"no special token <|endoftext|> in this tokenizer, which has "
                          f"{self.special_tokens}")
 
+    # A published model may have other ids here, and several that end a text
+    @property
+    def end_ids(self)->tuple: return (self.end_of_text,)        # Each of them ends a text
+    @property
+    def start_of_text(self)->int: return self.end_of_text       # The first id of a text
+    @property
+    def start_ids(self)->tuple: return (self.start_of_text,)    # Ids in front of a prompt
+
     def token_bytes(self, id:int)->bytes: # Raises `ValueError` for an unknown id
         "Return the bytes of a token."
         try: return self.vocab[index(id)]
@@ -226,15 +234,24 @@ def _check_steps(whole:dict): # All but the pattern
               f"the normalized added token {content!r}")
     _need(normalizer in (None, dict(type="NFC")), f"the normalizer {normalizer}")
 
+# GPT-2's pattern between digits that are cut out first, as in SmolLM: a space before a digit stands
+# alone, and white space that a digit ends is not split
+_SINGLE_DIGITS = (r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|"
+                  r"\s+(?![^\s\p{N}])|\s+")
+
 def _pattern(step:dict)->str: # The pattern that cuts a text into pre-tokens
     _need(step and step["type"] in ("ByteLevel", "Sequence"),
           f"the pre-tokenizer {step and step['type']}")
     steps = step["pretokenizers"] if step["type"] == "Sequence" else [step]
-    _need([s["type"] for s in steps] in (["ByteLevel"], ["Split", "ByteLevel"]),
-          f"the pre-tokenizers {[s['type'] for s in steps]}")
+    kinds = [s["type"] for s in steps]
+    _need(kinds in (["ByteLevel"], ["Split", "ByteLevel"], ["Digits", "ByteLevel"]),
+          f"the pre-tokenizers {kinds}")
     _need(not steps[-1].get("add_prefix_space"), "add_prefix_space")
-    _need(steps[-1].get("use_regex", True) == (len(steps) == 1), "a second pattern")
-    if len(steps) == 1: return PRETOKENIZE.pattern
+    _need(steps[-1].get("use_regex", True) == (kinds[0] != "Split"), "a second pattern")
+    if kinds[0] == "ByteLevel": return PRETOKENIZE.pattern
+    if kinds[0] == "Digits":
+        _need(steps[0].get("individual_digits"), "Digits that stay together")
+        return _SINGLE_DIGITS
     _need(steps[0]["behavior"] == "Isolated" and not steps[0].get("invert"),
           f"a split that is {steps[0]['behavior']}")
     pattern = steps[0]["pattern"].get("Regex") or regex.escape(steps[0]["pattern"]["String"])

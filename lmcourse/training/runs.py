@@ -36,6 +36,7 @@ def read_run(
 )->tuple: # `ModelConfig`, `TrainConfig` and the folder with the tokens
     "Read what `write_run` has written."
     path = Path(run)/"config.json"
+    if not Path(run).exists(): raise FileNotFoundError(f"{run}: no such file or folder")
     if not path.is_file(): raise FileNotFoundError(f"{run}: no run folder (it has no config.json)")
     values = read_json(path)
     if missing := [k for k in ("model", "train", "data") if k not in values]:
