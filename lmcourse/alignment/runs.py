@@ -75,6 +75,7 @@ def own_records(
             found.append(record)
     return found
 
+# %% ../../nbs/14_alignment/14k_runs.ipynb #6b6b2117
 def hold_out(
     records:list, # Dicts
     path:str,     # Their file, for the error
@@ -96,15 +97,16 @@ def _texts(records:list)->list: # What a record asks for: its prompt with its fi
 
 def _records(path:Path)->list: return [r for _,r in json_lines(path)] # Of a run's folder
 
+# %% ../../nbs/14_alignment/14k_runs.ipynb #f9304ad6
 @torch.no_grad()
 def held_out_loss(
     trainer:Trainer, # Its batches have `held_out`
 )->float:
     "Compute the training loss of records that aren't learnt."
-    o, batches, total, count = trainer.objective, trainer.batches, 0., 0
-    for batch in getattr(batches, "held_out", []):
-        n = o.weight(batch[-1])
-        total += n*float(o.loss(trainer.model, *to_tensors(batch, trainer.device)))
+    objective, total, count = trainer.objective, 0., 0
+    for batch in getattr(trainer.batches, "held_out", []):
+        n = objective.weight(batch[-1])
+        total += n*float(objective.loss(trainer.model, *to_tensors(batch, trainer.device)))
         count += n
     return total/count
 

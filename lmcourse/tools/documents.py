@@ -342,10 +342,6 @@ def _curated(paths:list)->Iterator[str]:
             for line in file: yield from _cut(json.loads(line), "text")
 
 # %% ../../nbs/00_tools/00g_documents.ipynb #290f2135
-_TAKES = dict(text="a path, as in text:book.txt", # What must follow the kind
-              curated="a folder that `lmcourse curate` has written",
-              hf="a repository, as in hf:roneneldan/TinyStories")
-
 def corpus_of(
     path:str|Path, # A file or a folder
 )->str: # Its name for `documents`
@@ -354,6 +350,11 @@ def corpus_of(
     files = Path(path).glob("*") if Path(path).is_dir() else [Path(path)]
     table = any(has_columns(f) or f.suffix in (".json", ".csv") for f in files)
     return f"{'curated' if curated else 'hf' if table else 'text'}:{path}"
+
+# %% ../../nbs/00_tools/00g_documents.ipynb #1e7d1c18
+_TAKES = dict(text="a path, as in text:book.txt", # What must follow the kind
+              curated="a folder that `lmcourse curate` has written",
+              hf="a repository, as in hf:roneneldan/TinyStories")
 
 def documents(
     # `stories`, `stories-zipf`, `python`, `text:PATH`, `curated:FOLDER`, `tinystories`,

@@ -154,7 +154,12 @@ def json_lines(
             raise ValueError(f"{path}: not a whole gzip file ({e})") from None
 
 def _json_object(line:bytes, where:str)->dict:
-    try: value = json.loads(line)                   # Bytes: they may not be UTF-8
+    try:
+        value = json.loads(line)                    # Bytes: they may not be UTF-8
+        if rb"\ud" in line.lower(): json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError as e: raise ValueError(
+        f"{where} has half a character ({e.object[e.start]!r}), as of an emoji that was cut: "
+        f"mend or remove it") from None
     except UnicodeDecodeError as e: raise ValueError(
         f"{where} is not JSON in UTF-8 (byte {e.object[e.start]:#04x} at column {e.start + 1}): "
         f"save the file as UTF-8") from None
