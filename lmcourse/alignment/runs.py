@@ -85,8 +85,8 @@ def hold_out(
     def key(record): return hashlib.sha256(json.dumps(record).encode()).digest()
     keys = sorted({*map(key, records)})
     if len(keys) < 2: raise ValueError(
-        f"{path}: {len(keys)} different record{'s'*(len(keys) != 1)}, expected at least two: one to "
-        f"learn, one to measure")
+        f"{path}: {len(keys)} different record{'s'*(len(keys) != 1)}, expected at least two: one "
+        f"to learn, one to measure")
     held = {*keys[:min(100, max(1, len(keys)//10))]}
     parts = [r for r in records if key(r) not in held], [r for r in records if key(r) in held]
     random.Random(seed).shuffle(parts[0])

@@ -37,8 +37,8 @@ class AlignmentCommand:
 
 @dataclass
 class SftCommand(AlignmentCommand):
-    """Teach a model a task by sloppy demonstrations, or --pairs of your own; without --init-from the
-    course's model."""
+    """Teach a model a task by sloppy demonstrations, or --pairs of your own; without --init-from
+    the course's model."""
     slip: float = 0.2           # Probability that a mention in a demonstration is wrong
     demonstrations: int = 4000  # Number of demonstrations, which are then repeated
     # File of JSON lines or Parquet with prompt and response, or with messages, instead of
@@ -61,8 +61,8 @@ class DpoCommand(AlignmentCommand):
     sft_weight: float = 0.3     # Weight of the plain loss of chosen responses
     prompts: int = 128          # Prompts for which responses are written, to make pairs
     group_size: int = 8         # Responses per prompt
-    # File of JSON lines or Parquet with prompt, chosen and rejected, instead of pairs that the model
-    # writes
+    # File of JSON lines or Parquet with prompt, chosen and rejected, instead of pairs that the
+    # model writes
     pairs: Path|None = None
     reference: Path|None = None # Model to stay near to, if not that of --init-from
     # How the model is trained

@@ -395,7 +395,8 @@ def _parts(blocks:Iterable, mark:bytes, most:int)->Iterator[tuple]: # Bytes betw
 def _parsed(part, lines:bool)->tuple: # A document and the reason if dropped
     if part is None: return Document("", "", ""), "too long"
     try:
-        row = json.loads(part) if lines else dict(text=part.decode("utf-8-sig").replace("\r\n", "\n"))
+        row = (json.loads(part) if lines else
+               dict(text=part.decode("utf-8-sig").replace("\r\n", "\n")))
     except ValueError: row = None
     return _document(row)
 
@@ -434,7 +435,8 @@ def _read_rows(path:Path, most:int, label:str)->Iterator[tuple]: # Of a Parquet 
         document, why = _document(row)
         if why == "format": raise ValueError(
             f"{path}: {where}, expected a column called text with strings: {str(row)[:40]}")
-        if len(document.text.encode()) > most: document, why = document._replace(text=""), "too long"
+        if len(document.text.encode()) > most:
+            document, why = document._replace(text=""), "too long"
         yield document._replace(id=document.id or f"{label}:{number:08}"), why
 
 # %% ../../nbs/13_curation/13i_pipeline.ipynb #13i0022b

@@ -239,7 +239,8 @@ def file_rows(
             rows = (row for batch in file.iter_batches(1000) for row in batch.to_pylist())
             yield from ((f"row {n}", row) for n,row in enumerate(rows, 1))
     except (pa.ArrowException, OSError) as e:
-        raise ValueError(f"{path}: can't be read as Parquet ({str(e).partition('. ')[0]})") from None
+        why = str(e).partition(". ")[0]
+        raise ValueError(f"{path}: can't be read as Parquet ({why})") from None
 
 # %% ../../nbs/00_tools/00g_documents.ipynb #93a64c80
 def hub_documents(
