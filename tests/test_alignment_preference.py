@@ -107,12 +107,14 @@ def test_pairs_nested_too_deeply(tmp_path):
 
 
 @pytest.mark.parametrize("end", ["\n\n", "\n \t\r\n\n", "", "\r\n\r\n"])
-def test_blank_lines_may_end_a_file_of_pairs_and_no_other_line_is_blank(tmp_path, end):
+def test_blank_lines_of_a_file_of_pairs_are_skipped_and_counted(tmp_path, end):
     file, pair = tmp_path/"pairs.jsonl", dict(prompt="a", chosen="b", rejected="c")
     def written(*lines): file.write_bytes(("\n".join(json.dumps(p) if p else "" for p in lines) + end).encode())
     written(pair, pair)
     assert read_pairs(file) == [pair]*2
-    for lines, words in (((pair, None, pair), "line 2 is not JSON"), ((pair, pair, pair | dict(chosen="c")), "line 3: chosen and rejected are equal"), ((), "no pairs")):
+    written(pair, None, pair)
+    assert read_pairs(file) == [pair]*2
+    for lines, words in (((pair, None, pair | dict(chosen="c")), "line 3: chosen and rejected are equal"), ((pair, pair, pair | dict(chosen="c")), "line 3: chosen and rejected are equal"), ((), "no pairs")):
         written(*lines)
         with pytest.raises(ValueError, match=words): read_pairs(file)
 

@@ -1,5 +1,6 @@
 "`lmcourse sft`, `dpo` and `rl`: a run that was killed ends with the same bits, two processes do what one does, and mistakes are one line before any work."
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -17,12 +18,14 @@ torch = pytest.importorskip("torch")
 from lmcourse.ablations.case import open_case
 from lmcourse.alignment.briefs import Demonstrators
 from lmcourse.alignment import runs
-from lmcourse.alignment.preference import read_pairs
+from lmcourse.alignment.preference import PreferenceBatches, read_pairs
 from lmcourse.alignment.rollouts import Rollout
-from lmcourse.alignment.runs import align_to_the_end, new_alignment, note_steps, open_alignment, own_pairs
+from lmcourse.alignment.runs import align_to_the_end, hold_out, new_alignment, note_steps, open_alignment, own_pairs
+from lmcourse.alignment.sft import SftBatches, read_conversations
 from lmcourse.alignment.tasks import verifiable_task
 from lmcourse.app import cli
 from lmcourse.architecture.transformer_torch import TransformerLM
+from lmcourse.generation.generate import PLAIN_CHAT, prompt_ids, read_chat_template
 from lmcourse.parallelism.collectives_torch import ProcessPool
 from lmcourse.tokenization.tokenizer import Tokenizer
 from lmcourse.tools.config import ModelConfig, TrainConfig
@@ -166,9 +169,10 @@ def test_the_prompts_of_all_steps_have_room(little, tmp_path):
     assert not (tmp_path/"run").exists()
 
 
-def test_dpo_measures_pairs_and_writes_them_down(little, tmp_path):
+def test_dpo_measures_pairs_and_writes_them_down(little, tmp_path, monkeypatch):
     pairs = write_pairs(tmp_path/"pairs.jsonl")
-    trainer = new_alignment(tmp_path/"dpo", "dpo", settings_of("dpo", tmp_path), little)
+    monkeypatch.setattr(runs, "own_pairs", lambda *args: pairs)
+    trainer = new_alignment(tmp_path/"dpo", "dpo", {}, little)
     assert read_pairs(tmp_path/"dpo"/"data"/"pairs.jsonl") == pairs
     begun = trainer.batches.measure(trainer.model)
     assert begun["chosen"] == pytest.approx(0, abs=1e-4) and begun["rejected"] == pytest.approx(0, abs=1e-4)
@@ -244,12 +248,13 @@ def test_two_processes_do_what_one_does(little, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["sft", "dpo", "rl"])
-def test_another_task_has_its_own_prompts_judge_and_measures(kind, little, tmp_path):
+def test_another_task_has_its_own_prompts_judge_and_measures(kind, little, tmp_path, monkeypatch):
     task = verifiable_task("easy-problems")
-    (tmp_path/"pairs.jsonl").write_text("".join(json.dumps(dict(prompt=p, chosen=r, rejected=" The answer is 0.")) + "\n" for p, r in islice(task.demonstrations(0., 1), 8)))
-    settings = settings_of(kind, tmp_path) | dict(task=task.name)
+    pairs = [dict(prompt=p, chosen=r, rejected=" The answer is 0.") for p, r in islice(task.demonstrations(0., 1), 8)]
+    settings = dict(task=task.name) | (settings_of(kind, tmp_path) if kind == "sft" else {})
     if kind == "rl": settings = dict(task=task.name, prompts=2, group_size=2)
     run = tmp_path/"run"
+    if kind == "dpo": monkeypatch.setattr(runs, "own_pairs", lambda *args: pairs)
     trainer = new_alignment(run, kind, settings, little)
     assert TokenDataset.open(run/"data"/"valid").info["source"] == task.name
     found = align_to_the_end(trainer, run, tests=3)
@@ -278,7 +283,7 @@ def test_a_model_that_cannot_be_sampled_is_rejected_before_there_is_a_folder(kin
     before, tokenizer = load_model(little.init_from)
     save_model(tmp_path/"model", TransformerLM(replace(before.config, kv_lora_rank=8, bias=False)), tokenizer, TrainConfig(), {})
     with pytest.raises(ValueError, match="Engine does not compute kv_lora_rank = 8"):
-        new_alignment(tmp_path/"run", kind, settings_of(kind, tmp_path), replace(little, init_from=str(tmp_path/"model")))
+        new_alignment(tmp_path/"run", kind, {} if kind == "dpo" else settings_of(kind, tmp_path), replace(little, init_from=str(tmp_path/"model")))
     assert not (tmp_path/"run").exists()
 
 
@@ -302,6 +307,112 @@ def test_lines_replace_those_of_the_same_step_and_later_ones(tmp_path):
     assert [json.loads(line) for line in (tmp_path/"a").read_text().splitlines()] == [dict(step=0), dict(step=1), dict(step=2, new=1), dict(step=3, new=1)]
 
 
+# Own data
+
+def write_own(path, n=40): # Capitals, for a model that knows none
+    rows = [dict(prompt=f"The {i}th city?", response=f" City {i}.", number=i) for i in range(n)]
+    path.write_text("".join(json.dumps(row) + "\n\n" for row in rows), encoding="utf-8-sig")
+    return rows
+
+
+def test_own_conversations_are_taught_as_generate_asks_and_measured_on_others(little, tmp_path, monkeypatch):
+    monkeypatch.setattr(runs, "measure_policy", None)                       # No judge knows them
+    rows, run = write_own(tmp_path/"own.jsonl"), tmp_path/"run"
+    trainer = new_alignment(run, "sft", dict(pairs=str(tmp_path/"own.jsonl")), replace(little, eval_every=2))
+    learnt, held = (read_conversations(run/"data"/f"{name}.jsonl") for name in ("pairs", "held_out"))
+    assert len(held) == 4 and len(learnt) == 36 and learnt != sorted(learnt, key=str)
+    assert sorted(r["prompt"] for r in learnt + held) == sorted(r["prompt"] for r in rows)
+    tokenizer = Tokenizer.from_folder(run/"data"/"tokenizer")
+    ids, targets = trainer.batches[0]
+    for row, target, pair in zip(ids.tolist(), targets.tolist(), learnt):
+        asked, answer = prompt_ids(tokenizer, pair["prompt"]), [*tokenizer.encode(pair["response"]), tokenizer.end_of_text]
+        n = len(asked) + len(answer) - 1
+        assert row[:n] == [*asked, *answer][:-1] and target[:n] == [-100]*(len(asked) - 1) + answer and {*target[n:]} <= {-100}
+    assert read_chat_template(run).encode([("user", pair["prompt"])], tokenizer) == asked # And as chat asks
+    found = align_to_the_end(trainer, run, (lines := []).append)
+    assert lines == [f"step 2 of 3: held-out loss {json.loads((run/'success.jsonl').read_text().splitlines()[0])['loss']:.3f}", f"step 3 of 3: held-out loss {found['loss']:.3f}"]
+    inputs, targets = SftBatches([tuple(pair.values()) for pair in held], tokenizer, 4)[0]
+    with torch.no_grad(): expected = torch.nn.functional.cross_entropy(trainer.model(inputs).flatten(0, 1), targets.flatten()).item()
+    assert found.keys() == {"loss"} and found["loss"] == pytest.approx(expected, rel=1e-5)
+    assert TokenDataset.open(run/"data"/"valid").num_documents == 4
+
+
+def test_own_conversations_go_on_with_the_same_bits(little, tmp_path):
+    write_own(tmp_path/"own.jsonl")
+    whole, cut = (new_alignment(tmp_path/name, "sft", dict(pairs=str(tmp_path/"own.jsonl")), little) for name in ("whole", "cut"))
+    for _ in range(3): whole.train_step()
+    cut.train_step()
+    cut.save(tmp_path/"cut")
+    (tmp_path/"own.jsonl").unlink()
+    again = open_alignment(tmp_path/"cut")
+    for _ in range(2): again.train_step()
+    assert again.step == 3 and all(torch.equal(a, b) for a, b in zip(whole.model.parameters(), again.model.parameters()))
+
+
+def test_own_pairs_are_measured_on_pairs_that_are_held_out(little, tmp_path):
+    write_pairs(tmp_path/"pairs.jsonl")
+    trainer = new_alignment(tmp_path/"run", "dpo", settings_of("dpo", tmp_path) | dict(sft_weight=0.), little)
+    learnt, held = (read_pairs(tmp_path/"run"/"data"/f"{name}.jsonl") for name in ("pairs", "held_out"))
+    assert len(held) == 2 and not any(pair in learnt for pair in held)
+    assert runs.held_out_loss(trainer) == pytest.approx(math.log(2), abs=1e-4)  # The policy is the reference
+    found = align_to_the_end(trainer, tmp_path/"run")
+    assert found.keys() == {"loss", "chosen", "rejected", "ordered"}
+    alone = PreferenceBatches(held, load_model()[1], 1, load_model(little.init_from)[0]).measure(trainer.model)
+    assert {k: found[k] for k in alone} == pytest.approx(alone)
+
+
+def test_a_copy_of_a_record_is_on_the_same_side_and_its_seed_only_orders(little):
+    records = [dict(prompt=str(i//2), response="a") for i in range(60)]
+    parts = [hold_out(records, "own.jsonl", seed) for seed in (0, 1)]
+    for learnt, held in parts: assert len(held) == 6 and not any(r in learnt for r in held) and len(learnt) == 54
+    assert parts[0][1] == parts[1][1] and parts[0][0] != parts[1][0] and sorted(map(str, parts[0][0])) == sorted(map(str, parts[1][0]))
+    assert len(hold_out([dict(prompt=str(i)) for i in range(3000)], "own.jsonl")[1]) == 100
+
+
+def test_a_run_on_chats_is_tried_by_chat_and_on_prompts_by_generate(little, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    write_own(Path("own file.jsonl"))
+    chats = [dict(messages=[dict(role="user", content=f"Hi {i}"), dict(role="assistant", content="Ho")]) for i in range(8)]
+    Path("chats.jsonl").write_text("".join(json.dumps(c) + "\n" for c in chats))
+    short = ["--batch-size", "4", "--steps", "2", "--init-from", little.init_from]
+    cli.main(["sft", "own run", "--pairs", "own file.jsonl", *short])
+    said = capsys.readouterr().out
+    assert said.startswith("own file.jsonl: 36 to learn, 4 held out; 2 steps of 4 read each 0.2 times\nstep 2 of 2: held-out loss ") and "; try it: lmcourse generate 'own run' --prompt 'The " in said
+    cli.main(["sft", "chats", "--pairs", "chats.jsonl", *short])
+    assert "; try it: lmcourse chat chats\n" in capsys.readouterr().out and read_chat_template("chats") is PLAIN_CHAT
+    cli.main(["sft", "--resume", "chats"])
+    said = capsys.readouterr().out
+    assert "chats is finished: held-out loss " in said and "lmcourse sft NEW --init-from chats --pairs FILE\n" in said
+
+
+def test_a_run_on_a_task_is_asked_as_it_was_taught(little, tmp_path):
+    for kind in ("sft", "rl"):
+        new_alignment(tmp_path/kind, kind, settings_of(kind, tmp_path), little)
+        assert read_chat_template(tmp_path/kind).encode([("user", "Ella the mule:")], tokenizer := load_model()[1]) == prompt_ids(tokenizer, "Ella the mule:")
+
+
+OWN_MISTAKES = {"no.jsonl": [], "one.jsonl": [dict(prompt="a", response="b")], "missing.jsonl": [dict(prompt="a", response="b"), dict(prompt="a", answer="b")], "empty.jsonl": [dict(prompt="a", response=" ")],
+                "number.jsonl": [dict(prompt="2+2", response=4)], "long.jsonl": [dict(prompt="a", response="b"), dict(prompt="Ella", response=" Ella"*200)], "few.jsonl": [dict(prompt=p, response="b") for p in "abc"]}
+
+
+@pytest.mark.parametrize("words, message", [
+    ("sft a --pairs nowhere.jsonl", "nowhere.jsonl: no such file"), ("sft a --pairs no.jsonl", "no.jsonl: 0 different records, expected at least two"), ("sft a --pairs one.jsonl", "one.jsonl: 1 different record, expected"),
+    ("sft a --pairs missing.jsonl", "missing.jsonl: line 2 has no text 'response', expected prompt and response, or messages: {'prompt': 'a', 'answer': 'b'}"), ("sft a --pairs empty.jsonl", "empty.jsonl: line 1 has an empty response"),
+    ("sft a --pairs number.jsonl", "number.jsonl: line 1 has no text 'response'"), ("sft a --pairs long.jsonl", "long.jsonl: line 2 has 203 tokens to read, the model takes 96: shorten it or leave it out"),
+    ("sft a --pairs few.jsonl", "few.jsonl: 2 records to learn, expected a batch of 32; a smaller batch_size would do"), ("sft a --pairs comma.jsonl", "comma.jsonl: line 1 is not JSON"), ("sft a --pairs latin.jsonl", "latin.jsonl: line 1 is not JSON in UTF-8"),
+    ("sft a --pairs few.jsonl --slip 0.1", "sft takes no --slip beside --pairs"), ("sft a --pairs few.jsonl --task problems", "sft takes no --task beside --pairs"), ("dpo a --pairs few.jsonl --group-size 4", "dpo takes no --group-size beside --pairs"),
+    ("dpo a --pairs few.jsonl", "few.jsonl: line 1 has no text 'chosen', expected prompt, chosen and rejected: {'prompt': 'a'")])
+def test_a_mistake_in_own_data_is_one_line_before_any_work(words, message, little, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for name, rows in OWN_MISTAKES.items(): Path(name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    Path("comma.jsonl").write_text('{"prompt": "a", "response": "b"},\n')
+    Path("latin.jsonl").write_bytes('{"prompt": "\xe9", "response": "b"}'.encode("latin-1"))
+    before = sorted(p.name for p in Path().iterdir())
+    with pytest.raises(SystemExit) as e: cli.main([*words.split(), "--init-from", little.init_from])
+    error = capsys.readouterr().err
+    assert e.value.code == 2 and error.startswith(f"lmcourse: {message}") and error.count("\n") == 1 and sorted(p.name for p in Path().iterdir()) == before
+
+
 def test_new_alignment_refuses_before_any_sampling(tmp_path, monkeypatch):
     monkeypatch.setattr(runs, "load_model", None)                               # Nothing is loaded
     for kind, settings, words in (("sft", {}, "sft needs the settings demonstrations, slip"),
@@ -315,8 +426,8 @@ def test_new_alignment_refuses_before_any_sampling(tmp_path, monkeypatch):
     ("rl", "rl needs either OUT or --resume RUN"), ("sft a --resume b", "sft needs either"), ("sft --resume nowhere", "nowhere: no such file or folder"), ("rl a --group-size 1", "group_size = 1"),
     ("rl a --kl -1", "kl = -1"), ("rl a --algorithm ppo", "ppo"), ("rl a --init-from nowhere", "nowhere: no such file or folder"), ("sft a --slip 1", "slip = 1"),
     ("dpo a --resume b", "dpo needs either"), ("dpo a --beta 0", "beta = 0"), ("dpo a --sft-weight -1", "sft_weight = -1"), ("dpo a --pairs nowhere", "nowhere: no such file"), ("dpo a --group-size 1", "group_size = 1"),
-    ("dpo a --pairs equal.jsonl", "equal.jsonl: line 2: chosen and rejected are equal, ' b'"), ("dpo a --pairs part.jsonl", "part.jsonl: line 1 has no text 'rejected'"), ("dpo a --pairs empty.jsonl", "empty.jsonl: no pairs"),
-    ("dpo a --pairs text.jsonl", "text.jsonl: line 1 is not JSON"), ("dpo a --pairs latin.jsonl", "latin.jsonl: line 2 is not JSON"), ("dpo a --pairs few.jsonl", "1 pairs, expected a batch of 16"), ("dpo a --pairs long.jsonl", "pair 1 has"), ("dpo a --pairs few.jsonl --reference other", "reference = other: its tokenizer is"),
+    ("dpo a --pairs equal.jsonl", "equal.jsonl: line 2: chosen and rejected are equal, ' b'"), ("dpo a --pairs part.jsonl", "part.jsonl: line 1 has no text 'rejected'"), ("dpo a --pairs empty.jsonl", "empty.jsonl: 0 different records"),
+    ("dpo a --pairs text.jsonl", "text.jsonl: line 1 is not JSON"), ("dpo a --pairs latin.jsonl", "latin.jsonl: line 2 is not JSON"), ("dpo a --pairs few.jsonl", "few.jsonl: 1 different record, expected at least two"), ("dpo a --pairs long.jsonl", "long.jsonl: line 1 has 1,001 tokens to read, the model takes 256"), ("dpo a --pairs few.jsonl --reference other", "reference = other: its tokenizer is"),
     ("dpo a --pairs few.jsonl --reference nowhere", "nowhere"), ("dpo a --pairs few.jsonl --shard", "model in parts"), ("rl a --init-from other", "the model takes 32"),
     ("sft a --init-from other", "the model takes 32"),
     ("sft a --task poems", "poems"), ("rl a --task problems --reward mentions", "reward = 'mentions' with task = 'problems'"),

@@ -288,7 +288,7 @@ def broken(work, whole):
     ("quickstart --data text:nowhere.txt", "nowhere.txt: no such file"),
     ("quickstart --data text:empty.txt", "empty.txt: the file is empty"),
     ("quickstart --data empty.txt", "unknown corpus 'empty.txt': to read this file, say 'text:empty.txt'"),
-    ("tokenizer text:data new", "data is a folder, expected a file; join those in it: cat data/* > all.txt"),
+    ("tokenizer text:data new", "data/train.bin: a binary file"),
     ("quickstart --data text:binary.txt", "binary.txt: a binary file (a zero byte at 0)"),
     ("quickstart --data text:short.txt", "one window needs 256: take a longer text"),
     ("quickstart --data text:letter.txt", "nothing is left for training"),
@@ -473,7 +473,7 @@ def test_a_result_that_can_not_be_saved_is_told_before_any_work(broken, monkeypa
 def test_a_command_to_copy_is_quoted(tmp_path):
     (tmp_path/"my book.jsonl").write_text('{"text": "one two"}\n')
     (tmp_path/"r.toml").write_text('[[steps]]\nstep = "exact"\n')
-    assert "did you mean --data text:'my book.jsonl'?" in here("quickstart", "my book.jsonl", cwd=tmp_path).stderr
+    assert "did you mean --data 'hf:my book.jsonl'?" in here("quickstart", "my book.jsonl", cwd=tmp_path).stderr
     said = here("curate", "my book.jsonl", "my out", "--recipe", "r.toml", cwd=tmp_path).stdout
     assert "lmcourse prepare 'curated:my out' DATA --tokenizer FOLDER\n" in said
 

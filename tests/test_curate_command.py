@@ -15,6 +15,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from little_hub import parquet
 from processes import here
 
 from lmcourse.curation import pipeline
@@ -131,6 +132,29 @@ def test_a_dask_cluster_that_is_lost_or_of_no_use_is_one_line(monkeypatch, lost,
         apply = dask_map("tcp://here:1")
         if lost == "late": client.run = fails                       # A worker that came between two rounds
         apply(print, [])
+
+
+def test_parquet_is_read_like_json_lines(tmp_path):
+    (source := tmp_path/"in").mkdir()
+    rows = dict(id=[7, None, 9, 10], url=["u", None, "v", "w"], text=["One text.", "Two texts.", None, "x"*99], vector=[[0.]]*4)
+    (source/"a.parquet").write_bytes(parquet(**rows))
+    assert [(*d, why) for d, why in read_shard(source/"a.parquet", max_bytes=50)] == [
+        ("7", "u", "One text.", ""), ("a.parquet:00000001", "", "Two texts.", ""), ("9", "v", "", "no text"), ("10", "w", "", "too long")]
+    (source/"b.jsonl").write_text('\ufeff{"text": "One text."}\r\n\r\n{"text": "Three."}\r\n', encoding="utf-8")
+    assert shard_files(tmp_path) == [source/"a.parquet", source/"b.jsonl"]
+    curate(source, tmp_path/"out", Recipe.from_dict(dict(steps=[dict(step="exact")])))
+    assert sorted(d.text for d in kept_documents(tmp_path/"out")) == ["One text.", "Three.", "Two texts.", "x"*99]
+
+
+def test_parquet_without_texts_is_named(tmp_path):
+    for content, words in ((parquet(body=["a"]), "a.parquet: row 1, expected a column called text with strings: {'body': 'a'}"), (b"PAR1", "a.parquet: can't be read as Parquet")):
+        (tmp_path/"a.parquet").write_bytes(content)
+        with pytest.raises(ValueError, match=re.escape(words)): list(read_shard(tmp_path/"a.parquet"))
+
+
+def test_a_blank_line_keeps_the_numbers_of_lines(tmp_path):
+    (tmp_path/"a.jsonl").write_text('{"text": "a"}\n\n{"text": "b"}\n{}\n')
+    with pytest.raises(ValueError, match="a.jsonl: line 4, expected an object with a text"): list(read_shard(tmp_path/"a.jsonl"))
 
 
 def test_hidden_files_are_no_shards(tmp_path):

@@ -1,4 +1,5 @@
 "Corpora by name, and the n-grams beside them."
+import gzip
 import json
 import os
 import re
@@ -267,6 +268,88 @@ def test_a_file_of_json_lines_is_read_by_its_column_and_never_as_a_text(tmp_path
     assert before and corpus_digest(f"hf:{path}") not in (None, before) and corpus_digest("hf:own/texts") is None
     with pytest.raises(ValueError, match=f"a file with columns, expected a text; say hf:{path}"): documents(f"text:{path}")
     with pytest.raises(ValueError, match=f"to read this file, say 'hf:{path}'"): documents(str(path))
+
+
+def write_lines(path, rows): path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
+@pytest.mark.parametrize("name", ["own file.jsonl", "own.jsonl.gz", "own.parquet", "own.csv", "folder"])
+def test_a_file_next_to_you_with_few_documents_has_both_parts(tmp_path, monkeypatch, name):
+    "By its bare name, as the command suggests it; the one document in 200 that is held out isn't among so few."
+    monkeypatch.chdir(tmp_path)
+    rows = [dict(id=i, text=f"Page {i}.") for i in range(30) if not held_out(f"Page {i}.")]
+    (tmp_path/"folder").mkdir()
+    write_lines(tmp_path/"own file.jsonl", rows)
+    (tmp_path/"own.jsonl.gz").write_bytes(gzip.compress((tmp_path/"own file.jsonl").read_bytes()))
+    for path in ("own.parquet", "folder/train.parquet"): (tmp_path/path).write_bytes(parquet(id=[r["id"] for r in rows], text=[r["text"] for r in rows]))
+    (tmp_path/"own.csv").write_text("id,text\n" + "".join(f"{r['id']},{r['text']}\n" for r in rows))
+    train, valid = (list(documents(f"hf:{name}", split)) for split in ("train", "valid"))
+    assert len(valid) == 1 and sorted(train + valid) == sorted(r["text"] for r in rows)
+
+
+@pytest.mark.parametrize("row, words", [(dict(txt="b"), "line 3 has no text 'text': {'txt': 'b'}"), (dict(text=3), "line 3 has no text 'text': {'text': 3}"), (None, "line 3 is not JSON (")])
+def test_a_bad_line_of_a_file_is_named_and_nothing_else_is_said(tmp_path, row, words, capfd):
+    path = tmp_path/"own.jsonl"
+    write_lines(path, [dict(text="a"), dict(text=None), row or {}, dict(text="c")])
+    if row is None: path.write_text(path.read_text().replace("{}", '{"text": "b",}'))
+    texts = documents(f"hf:{path}")
+    with pytest.raises(ValueError, match=re.escape(f"{path}: {words}")): list(texts)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_what_can_be_told_of_a_file_is_told_at_once(tmp_path):
+    for name, content, words in (("a.jsonl", b"", "no rows, expected at least one"), ("a.jsonl", b'{"a": {"text": "b"}}', "no column called text among a, and 0 with strings"),
+                                 ("a.parquet", b"PAR1" + b"x"*99, "can't be read as Parquet"), ("a.jsonl.gz", b"{}", "not a whole gzip file")):
+        (tmp_path/name).write_bytes(content)
+        with pytest.raises(ValueError, match=re.escape(f"{tmp_path/name}: {words}")): documents(f"hf:{tmp_path/name}")
+
+
+@pytest.mark.parametrize("name, content", [("train.jsonl", b'{"text": "a"}\n{"text": "b",}\n'), ("train.parquet", b"PAR1" + b"x"*99)])
+def test_datasets_logs_no_error_that_it_raises(tmp_path, name, content):
+    (tmp_path/name).write_bytes(content)
+    code = f"from lmcourse.tools.documents import documents\ntry: list(documents('hf:{tmp_path}'))\nexcept ValueError as e: print(e)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=os.environ | dict(PYTHONPATH=os.pathsep.join(sys.path)))
+    assert "can't be read (" in done.stdout and done.stdout.count("\n") == 1 and "Failed to" not in done.stderr, done.stderr
+
+
+# Folders of text files
+
+def test_each_file_of_a_folder_is_a_document_and_none_is_cut(tmp_path):
+    (tmp_path/"b").mkdir()
+    (tmp_path/".git").mkdir()
+    for name, text in {"c.txt": "\ufeffThree.", "a 1.txt": "One.", "b/x.md": "Two.", "empty.txt": "", ".hidden": "\0", ".git/config": "no text"}.items(): (tmp_path/name).write_text(text, encoding="utf-8")
+    for i in range(17): (tmp_path/f"z{i:02}.txt").write_text(f"Number {i}.")
+    train, valid = (list(documents(f"text:{tmp_path}", split)) for split in ("train", "valid"))
+    assert train + valid == ["One.", "Two.", "Three.", *(f"Number {i}." for i in range(17))] and 2 <= len(valid) <= 3
+    assert list(documents(f"text:{tmp_path}", max_bytes=8)) == ["One.", "Two."]
+    before = corpus_digest(f"text:{tmp_path}")
+    (tmp_path/"c.txt").write_text("Four.")
+    assert before and before != corpus_digest(f"text:{tmp_path}")
+
+
+@pytest.mark.parametrize("sizes", [[1000], [1000, 10], [10, 1000], [300, 300, 300], [1]*40, [5, 900, 5]])
+def test_a_tenth_of_a_folder_is_for_validation(tmp_path, sizes):
+    for i, size in enumerate(sizes): (tmp_path/f"{i:03}.txt").write_text("line\n"*size)
+    train, valid = (sum(map(len, documents(f"text:{tmp_path}", split))) for split in ("train", "valid"))
+    assert train + valid == 5*sum(sizes) and .1 <= valid/(train + valid) <= .21
+
+
+@pytest.mark.parametrize("name, content, words", [("a.png", b"PNG\0", "a.png: a binary file (a zero byte at 3)"), ("a.txt", b"\xff", "a.txt: not UTF-8 text"), ("a.jsonl", b"{}", "a.jsonl: a file with columns, expected a text; say hf:"),
+                                                 ("a.txt.gz", b"\x1f\x8b", "a.txt.gz: a compressed file, expected a text; unpack it: gunzip "), (None, None, ": the folder is empty"), ("a.txt", b"\n", ": the folder has only blank lines")])
+def test_a_folder_with_something_else_is_rejected_at_once(tmp_path, name, content, words):
+    (folder := tmp_path/"texts").mkdir()
+    if name: (folder/name).write_bytes(content)
+    if name and "blank" not in words: (folder/"b.txt").write_text("A text.")
+    with pytest.raises(ValueError, match=re.escape(words)): documents(f"text:{folder}")
+
+
+@pytest.mark.parametrize("name, kind", [("a.jsonl", "hf"), ("a.jsonl.gz", "hf"), ("a.parquet", "hf"), ("a.json", "hf"), ("a.csv", "hf"), ("a.txt", "text"), ("a", "text"), ("dir/a.txt", "text"), ("dir/a.parquet", "hf"), ("dir/funnel.json", "curated")])
+def test_a_path_without_a_kind_gets_the_right_one(tmp_path, monkeypatch, name, kind):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path/"dir").mkdir()
+    (tmp_path/name).write_text("a")
+    typed = name.split("/")[0]
+    with pytest.raises(ValueError, match=f"to read this {'folder' if '/' in name else 'file'}, say '{kind}:{typed}'$"): documents(typed)
 
 
 @given(st.dictionaries(st.text(max_size=5), st.one_of(st.text(), st.integers(), st.none()), max_size=5))

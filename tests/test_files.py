@@ -1,5 +1,6 @@
 "Files appear whole or not at all; JSON that is damaged is told by name and line."
 import errno
+import gzip
 import os
 import subprocess
 import sys
@@ -7,7 +8,7 @@ import sys
 import pytest
 
 from lmcourse.tools import files
-from lmcourse.tools.files import atomic_write, lock_file, read_json, remove, write_json, write_text
+from lmcourse.tools.files import atomic_write, json_lines, lock_file, read_json, remove, write_json, write_text
 
 NOT_ROOT = pytest.mark.skipif(os.name != "posix" or os.geteuid() == 0, reason="root may read and write everywhere")
 
@@ -162,3 +163,28 @@ def test_an_error_names_the_file_that_was_asked_for(tmp_path):
     for path in (tmp_path/"folder", tmp_path/"none/a"):
         with pytest.raises(OSError) as told: write_text(path, "x")
         assert told.value.filename == str(path) and ".tmp" not in str(told.value)
+
+
+@pytest.mark.parametrize("content, found", [
+    ('\ufeff{"a": 1}\r\n{"a": "é"}\r\n', [(1, dict(a=1)), (2, dict(a="é"))]), ('{"a": 1}\n\n \n{"a": 2}', [(1, dict(a=1)), (4, dict(a=2))]), ("", []), ("\n \n", []),
+    ('{"a": 1}\n{"a": 2},\n', r'line 2 is not JSON \(Extra data at column 9\): \'{"a": 2},\''), ('{"a": 1,}', "line 1 is not JSON"), ("[\n{}\n]", r"line 1 is not JSON .*'\[', expected an object on each line"),
+    ('[{"a": 1}]', r"line 1 is '\[{\"a\": 1}\]', expected an object on each line"), ('{}\n"a"', "line 2 is '\"a\"', expected an object"), ('{}\n{"a": "\xe9"}'.encode("latin-1"), r"line 2 is not JSON in UTF-8 \(byte 0xe9 at column 8\)"),
+    ('{"a": "\\ud83d\\ude00"}', [(1, dict(a="\U0001f600"))]), ('{"a": 1}\n{"a": ["x\\uD83D"]}', r"line 2 has half a character \('\\ud83d'\)"),
+    ('{"a": 1}\n'.encode("utf-16"), "line 1 is not JSON in UTF-8"), ('{"a": 1' + "0"*5000 + "}", "line 1 is not JSON that can be read")])
+def test_json_lines_are_read_or_the_line_is_named(tmp_path, content, found):
+    data = content if isinstance(content, bytes) else content.encode()
+    (tmp_path/"own file.jsonl").write_bytes(data)
+    (tmp_path/"own.jsonl.gz").write_bytes(gzip.compress(data))
+    for path in (tmp_path/"own file.jsonl", tmp_path/"own.jsonl.gz"):
+        if isinstance(found, list): assert list(json_lines(path)) == found
+        else:
+            with pytest.raises(ValueError, match=f"{path}: {found}") as e: list(json_lines(path))
+            assert "\n" not in str(e.value) and len(str(e.value)) < 200 + len(str(path))
+
+
+def test_a_damaged_gzip_file_of_json_lines_is_named(tmp_path):
+    whole = gzip.compress(b'{"a": 1}\n'*99)
+    for damaged in (whole[:-9], b'{"a": 1}\n', whole[:20] + bytes(9) + whole[29:]):
+        (tmp_path/"a.jsonl.gz").write_bytes(damaged)
+        with pytest.raises(ValueError, match="a.jsonl.gz: not a whole gzip file"): list(json_lines(tmp_path/"a.jsonl.gz"))
+    with pytest.raises(FileNotFoundError, match="none.jsonl: no such file"): list(json_lines("none.jsonl"))

@@ -73,7 +73,7 @@ def test_letters(text, letter): assert parse_mmlu_response(EXAMPLE, text) == let
 def test_numbers(text, number): assert parse_gsm8k_response(text) == number
 
 
-@pytest.mark.parametrize("text, words", [("{", "line 1 is not JSON"), ("["*100_000, "line 1 is not JSON"), ('{"prompt": "a", "response": "b"}\n{"prompt": "\xe9", "response": "b"}', "line 2 is not JSON"), ('{"prompt": "a"}', "line 1 has no text 'response'"), ('{"prompt": "a", "response": "b"}\n[]', "line 2 has no text 'prompt'"), ('{"prompt": 1, "response": "b"}', "no text 'prompt'")])
+@pytest.mark.parametrize("text, words", [("{", "line 1 is not JSON"), ("["*100_000, "line 1 is not JSON"), ('{"prompt": "a", "response": "b"}\n{"prompt": "\xe9", "response": "b"}', "line 2 is not JSON"), ('{"prompt": "a"}', "line 1 has no text 'response'"), ('{"prompt": "a", "response": "b"}\n[]', "line 2 is '[]', expected an object"), ('{"prompt": 1, "response": "b"}', "no text 'prompt'")])
 def test_what_is_no_conversation(tmp_path, text, words):
     (tmp_path/"data.jsonl").write_text(text, encoding="latin-1")
     with pytest.raises(ValueError, match=re.escape(words)): read_conversations(tmp_path/"data.jsonl")
@@ -87,12 +87,13 @@ def test_a_line_ends_only_where_json_lines_end(tmp_path, line_end):
 
 
 @pytest.mark.parametrize("end", ["\n\n", "\n \t\r\n\n", "", "\r\n\r\n"])
-def test_blank_lines_may_end_a_file_and_no_other_line_is_blank(tmp_path, end):
+def test_blank_lines_are_skipped_and_counted(tmp_path, end):
     file, pair = tmp_path/"data.jsonl", json.dumps(dict(prompt="a", response="b"))
-    file.write_bytes(f"{pair}\n{pair}{end}".encode())
-    assert read_conversations(file) == [dict(prompt="a", response="b")]*2
-    file.write_bytes(f"{pair}\n\n{pair}{end}".encode())
-    with pytest.raises(ValueError, match="line 2 is not JSON"): read_conversations(file)
+    for between in ("\n", "\n\n", "\r\n \r\n"):
+        file.write_bytes(f"{pair}{between}{pair}{end}".encode())
+        assert read_conversations(file) == [dict(prompt="a", response="b")]*2
+    file.write_bytes(f"{pair}\n\n{{}}{end}".encode())
+    with pytest.raises(ValueError, match="line 3 has no text 'prompt'"): read_conversations(file)
 
 
 def test_too_little_for_a_piece(tmp_path):

@@ -7,14 +7,17 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from little_hub import parquet
 from recorder import recorder
 
 from lmcourse.alignment import sft
 from lmcourse.alignment.briefs import Demonstrators
-from lmcourse.alignment.sft import (SftBatches, block_attention, compute_entropy, get_response_log_probs, masked_normalize, measure_log_probs, pack_rows, padded_rows,
+from lmcourse.alignment.sft import (SftBatches, block_attention, compute_entropy, conversations, read_conversations, get_response_log_probs, masked_normalize, measure_log_probs, pack_rows, padded_rows,
                                     sft_microbatch_train_step, tokenize_prompt_and_output)
 from lmcourse.architecture.transformer_torch import TransformerLM
+from lmcourse.generation.generate import PLAIN_CHAT
 from lmcourse.tools.config import ModelConfig
+from lmcourse.training.models import load_model
 
 CONFIG = ModelConfig(vocab_size=97, context_length=64, d_model=32, num_layers=2, num_heads=4, d_ff=64)
 
@@ -136,3 +139,41 @@ def test_log_probs_are_measured_on_the_device_of_the_model(monkeypatch):
 def test_segments_may_be_on_another_device():
     "The meta device stands in for a GPU."
     with block_attention(TransformerLM(CONFIG), torch.zeros(1, 3, device="meta")): pass
+
+
+# Own conversations
+
+def said(role, content): return dict(role=role, content=content)
+
+
+def test_each_answer_of_a_conversation_is_a_pair_and_its_prompt_is_what_chat_sends():
+    turns = [said("system", "Be brief."), said("user", "Hi."), said("assistant", "Ho."), said("user", "Why?"), said("assistant", " So.\n")]
+    first, second = conversations(dict(messages=turns, source="x"), "it")
+    assert first == dict(prompt="Be brief.\n\nUser: Hi.\nAssistant:", response="Ho.")
+    assert second == dict(prompt="Be brief.\n\nUser: Hi.\nAssistant:Ho.\nUser: Why?\nAssistant:", response=" So.\n")
+    sent = PLAIN_CHAT.encode([(m["role"], m["content"]) for m in turns[:4]], tokenizer := load_model()[1])
+    ids, targets = SftBatches([tuple(second.values())], tokenizer, 1)[0]
+    begins = int((targets[0] != -100).int().argmax()) + 1
+    assert ids[0, :begins].tolist() == sent and [*ids[0, begins:].tolist(), tokenizer.end_of_text] == [*tokenizer.encode(" So.\n"), tokenizer.end_of_text]
+
+
+@pytest.mark.parametrize("row, words", [
+    (dict(prompt="a"), "it has no text 'response', expected prompt and response, or messages: {'prompt': 'a'}"), (dict(instruction="a", output="b"), "it has no text 'prompt', expected prompt and response, or messages"),
+    (dict(prompt="a", response=4), "it has no text 'response'"), (dict(prompt=None, response="a"), "it has no text 'prompt'"), (dict(prompt="a", response=" \n"), "it has an empty response"),
+    (dict(prompt="a<|endoftext|>", response="b"), "it: prompt with <|endoftext|>, which is added at its end; leave it out"), (dict(prompt="a", response="b<|endoftext|>"), "it: response with <|endoftext|>"),
+    (dict(messages="a"), "it: messages, expected a list of objects with role and content: a"), (dict(messages=["a"]), "it: messages, expected a list"), (dict(messages=[]), "it: messages without an answer of the assistant"),
+    (dict(messages=[said("user", "a")]), "it: messages without an answer"), (dict(messages=[said("user", "a"), said("tool", "b"), said("assistant", "c")]), "it: messages with role = 'tool', expected one of system, user, assistant"),
+    (dict(messages=[said("user", "a"), said("assistant", None)]), "it has no text 'content', expected role and content"), (dict(messages=[said("user", [dict(type="text", text="a")]), said("assistant", "b")]), "it has no text 'content'"),
+    (dict(messages=[said("user", "a"), said("assistant", "")]), "it has an empty response"), (dict(messages=[said("user", "a<|endoftext|>"), said("assistant", "b")]), "it: content with <|endoftext|>")])
+def test_a_bad_record_is_told(row, words):
+    with pytest.raises(ValueError) as e: conversations(row, "it")
+    assert str(e.value).startswith(words) and "\n" not in str(e.value)
+
+
+def test_conversations_are_read_from_parquet_too(tmp_path):
+    (tmp_path/"own.parquet").write_bytes(parquet(prompt=["a", "b"], response=["c", "d"]))
+    assert read_conversations(tmp_path/"own.parquet") == [dict(prompt="a", response="c"), dict(prompt="b", response="d")]
+    (tmp_path/"chats.parquet").write_bytes(parquet(messages=[[said("user", "a"), said("assistant", "b")]]))
+    assert read_conversations(tmp_path/"chats.parquet") == [dict(prompt="User: a\nAssistant:", response="b")]
+    (tmp_path/"bad.parquet").write_bytes(parquet(prompt=["a", "b"], response=["c", None]))
+    with pytest.raises(ValueError, match="bad.parquet: row 2 has no text 'response'"): read_conversations(tmp_path/"bad.parquet")

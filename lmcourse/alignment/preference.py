@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['dpo_loss', 'ipo_loss', 'kto_loss', 'simpo_loss', 'response_log_prob', 'compute_per_instance_dpo_loss', 'judged_pairs',
-           'read_pairs', 'check_pairs', 'pair_rows', 'PreferenceBatches', 'pair_log_probs', 'preference_objective',
-           'DpoConfig']
+           'read_pairs', 'check_pair', 'check_pairs', 'pair_rows', 'PreferenceBatches', 'pair_log_probs',
+           'preference_objective', 'DpoConfig']
 
 # %% ../../nbs/14_alignment/14h_preference.ipynb #85a5d6f0
 import json
@@ -17,9 +17,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from typing import Any
-from ..tools.files import read_json_lines
+from ..tools.documents import file_rows
 from .briefs import parse_reward
-from .sft import get_response_log_probs, measure_log_probs, padded_rows
+from .sft import check_text, get_response_log_probs, measure_log_probs
+from .sft import padded_rows
 from .tasks import verifiable_task
 from ..training.engines import Objective
 
@@ -127,28 +128,31 @@ def judged_pairs(
 
 # %% ../../nbs/14_alignment/14h_preference.ipynb #9b1412ec
 def read_pairs(
-    path:str|Path, # Lines of JSON with `prompt`, `chosen` and `rejected`
+    path:str|Path, # JSON lines or Parquet with `prompt`, `chosen` and `rejected`
 )->list: # Dicts
     "Read pairs from a file. Raises `FileNotFoundError`, or `ValueError` with the line's number."
-    pairs = read_json_lines(path)
+    pairs = [check_pair(pair, f"{path}: {at}") for at,pair in file_rows(path)]
     if not pairs: raise ValueError(f"{path}: no pairs, expected at least one")
-    return check_pairs(pairs, f"{path}: line ")
+    return pairs
+
+def check_pair(
+    pair:dict, # With `prompt`, `chosen` and `rejected`
+    where:str, # Beginning of error messages
+)->dict: # These three
+    "Check a pair. Raises `ValueError` for a malformed one or equal responses."
+    names = "prompt", "chosen", "rejected"
+    for key in names: check_text(pair, key, where, "prompt, chosen and rejected")
+    if not pair["prompt"]: raise ValueError(f"{where} has an empty prompt")
+    if pair["chosen"] == pair["rejected"]: raise ValueError(
+        f"{where}: chosen and rejected are equal, {pair['chosen'][:30]!r}")
+    return {key: pair[key] for key in names}
 
 def check_pairs(
-    pairs:list,         # Dicts with `prompt`, `chosen` and `rejected`
-    where:str="pair ",  # Beginning of error messages; the pair's number follows
-)->list: # The pairs, unchanged
-    "Check pairs. Raises `ValueError` for no pairs, a malformed pair or equal responses."
+    pairs:list, # Dicts with `prompt`, `chosen` and `rejected`
+)->list: # Dicts
+    "Check pairs. Raises `ValueError` for no pairs, and as `check_pair` does."
     if not pairs: raise ValueError("no pairs, expected at least one")
-    for n,pair in enumerate(pairs, 1):
-        for key in ("prompt", "chosen", "rejected"):
-            if not isinstance(pair, dict) or not isinstance(pair.get(key), str):
-                raise ValueError(f"{where}{n} has no text {key!r}, expected prompt, chosen and "
-                                 f"rejected")
-        if not pair["prompt"]: raise ValueError(f"{where}{n} has an empty prompt")
-        if pair["chosen"] == pair["rejected"]: raise ValueError(
-            f"{where}{n}: chosen and rejected are equal, {pair['chosen'][:30]!r}")
-    return pairs
+    return [check_pair(pair, f"pair {n}") for n,pair in enumerate(pairs, 1)]
 
 # %% ../../nbs/14_alignment/14h_preference.ipynb #f165dfc5
 def pair_rows(
@@ -175,6 +179,7 @@ class PreferenceBatches:
         tokenizer:Any,  # The tokenizer of both models
         batch_size:int, # Pairs per step
         reference:Any,  # A `TransformerLM`
+        held_out:tuple|list=(), # Pairs to measure on, in `self.held_out`, a batch each
     ):
         self.rows = pair_rows(pairs, tokenizer, reference.config.context_length)
         if not 0 < batch_size <= len(pairs): raise ValueError(
@@ -183,6 +188,9 @@ class PreferenceBatches:
         some = [range(i, min(i + 64, len(pairs))) for i in range(0, len(pairs), 64)]
         self.reference = torch.cat([pair_log_probs(reference, *self.tensors(part),
                                                    log_probs=measure_log_probs) for part in some])
+        held = list(held_out)
+        self.measured = PreferenceBatches(held, tokenizer, 1, reference) if held else self
+        self.held_out = [self.measured[i] for i in range(len(held))]
 
     def tensors(self, which:Any)->tuple: # Ids, labels and mask `(B, 2, T)` of some pairs
         rows = padded_rows([row for i in which for row in self.rows[i]], self.end)
@@ -195,10 +203,11 @@ class PreferenceBatches:
         return (*self.tensors(which), self.reference[which])
 
     def measure(self, model:torch.nn.Module, most:int=64)->dict: # Means in nats, and a share
-        "Measure log ratios of `most` pairs, and how often the chosen response's is larger."
-        which = range(min(most, len(self.rows)))
-        now = pair_log_probs(model, *self.tensors(which), log_probs=measure_log_probs)
-        ratios = now - self.reference[:len(which)]
+        """Measure log ratios of `most` pairs, of those held out if there are any, and how often the
+        chosen response's is larger."""
+        which = range(min(most, len(self.measured.rows)))
+        now = pair_log_probs(model, *self.measured.tensors(which), log_probs=measure_log_probs)
+        ratios = now - self.measured.reference[:len(which)]
         chosen, rejected = ratios.mean(0).tolist()
         return dict(chosen=chosen, rejected=rejected,
                     ordered=(ratios[:, 0] > ratios[:, 1]).float().mean().item())
@@ -236,7 +245,7 @@ class DpoConfig:
     sft_weight:float = .3  # Weight of the chosen responses' loss, as in `preference_objective`
     prompts:int = 128      # Prompts for which the model writes responses to be paired
     group_size:int = 8     # Responses per prompt
-    pairs:str = ""         # File for `read_pairs`, instead of pairs that the model writes
+    pairs:str = ""         # File of own pairs, instead of a task's that the model writes
     reference:str = ""     # Folder of the reference; "" for the model that training begins with
     task:str = "briefs"    # Task of the prompts and the judge, a name of `VERIFIABLE_TASKS`
 

@@ -4,15 +4,19 @@
 
 # %% auto #0
 __all__ = ['END', 'tokenize_prompt_and_output', 'padded_rows', 'compute_entropy', 'get_response_log_probs', 'measure_log_probs',
-           'masked_normalize', 'sft_microbatch_train_step', 'pack_rows', 'block_attention', 'SftBatches']
+           'masked_normalize', 'sft_microbatch_train_step', 'pack_rows', 'block_attention', 'SftBatches',
+           'conversations', 'check_text', 'read_conversations']
 
 # %% ../../nbs/14_alignment/14c_sft.ipynb #14c0imp
 import torch
 import torch.nn.functional as F
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 from ..architecture.layers_torch import at_least_float32, token_losses
+from ..generation.generate import PLAIN_CHAT
+from ..tools.documents import file_rows
 from ..training.engines import tf32_products
 
 # %% ../../nbs/14_alignment/14c_sft.ipynb #14c1tok
@@ -175,14 +179,60 @@ class SftBatches:
         pairs:list,     # Prompts with their responses
         tokenizer:Any,  # As for `tokenize_prompt_and_output`
         batch_size:int, # Rows per step
+        held_out:tuple|list=(), # Pairs to measure on, in `self.held_out`, a batch each
     ):
         if not 0 < batch_size <= len(pairs): raise ValueError(
             f"a batch of {batch_size} from {len(pairs)} demonstrations, expected 1 to {len(pairs)}")
         self.pairs, self.tokenizer, self.batch_size = pairs, tokenizer, batch_size
+        self.held_out = [self.batch([pair]) for pair in held_out]
 
     def __getitem__(self, step:int)->tuple: # `(B, T)` each
         first = step*self.batch_size
-        some = [self.pairs[i % len(self.pairs)] for i in range(first, first + self.batch_size)]
+        return self.batch([self.pairs[i % len(self.pairs)]
+                           for i in range(first, first + self.batch_size)])
+
+    def batch(self, some:list)->tuple: # `(B, T)` each
         prompts, responses = [END + p for p,_ in some], [r + END for _,r in some]
         found = tokenize_prompt_and_output(prompts, responses, self.tokenizer)
         return found["input_ids"], found["labels"].masked_fill(~found["response_mask"], -100)
+
+# %% ../../nbs/14_alignment/14c_sft.ipynb #0ad7b999
+def conversations(
+    row:dict,  # With `prompt` and `response`, or with `messages`
+    where:str, # Beginning of error messages
+)->list: # Dicts with `prompt` and `response`, one for each answer
+    "Check a record, and split messages into prompts and answers. `ValueError` for a bad record."
+    found = _answers(row["messages"], where) if "messages" in row else [row]
+    for pair in found:
+        for key in ("prompt", "response"):
+            check_text(pair, key, where, "prompt and response, or messages")
+        if not pair["response"].strip(): raise ValueError(f"{where} has an empty response")
+    return [{k: pair[k] for k in ("prompt", "response")} for pair in found]
+
+def check_text(row:dict, key:str, where:str, wanted:str):
+    "Raise `ValueError` unless a record has a text without an end token under this key."
+    if not isinstance(row.get(key), str):
+        raise ValueError(f"{where} has no text {key!r}, expected {wanted}: {str(row)[:60]}")
+    if END in row[key]: raise ValueError(
+        f"{where}: {key} with {END}, which is added at its end; leave it out")
+
+def _answers(messages:Any, where:str)->list: # Dicts as from `conversations`
+    if not isinstance(messages, list) or not all(isinstance(m, dict) and "role" in m
+                                                 for m in messages): raise ValueError(
+        f"{where}: messages, expected a list of objects with role and content: "
+        f"{str(messages)[:60]}")
+    for m in messages: check_text(m, "content", where, "role and content")
+    turns = [(m["role"], m["content"]) for m in messages]
+    try: prompts = ["".join(text for text,_ in PLAIN_CHAT.render(turns[:i]))
+                    for i in range(len(turns))]
+    except ValueError as e: raise ValueError(f"{where}: messages with {e}") from None
+    found = [dict(prompt=prompt, response=text) for prompt,(role,text) in zip(prompts, turns)
+             if role == "assistant"]
+    if not found: raise ValueError(f"{where}: messages without an answer of the assistant")
+    return found
+
+def read_conversations(
+    path:str|Path, # JSON lines or Parquet, as for `conversations`
+)->list: # Dicts with `prompt` and `response`
+    "Read conversations. `ValueError` names a bad line, `FileNotFoundError` a missing file."
+    return [pair for at,row in file_rows(path) for pair in conversations(row, f"{path}: {at}")]

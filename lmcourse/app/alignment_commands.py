@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 from ..tools.config import TrainConfig, UserError, refuse_unwritable
-from ..tools.files import read_json
+from ..tools.files import json_lines, read_json
 from ..tools.show import Table, duration
 from ..training.signals import Interrupted
 from ..alignment.stages import PipelineConfig
@@ -37,25 +37,32 @@ class AlignmentCommand:
 
 @dataclass
 class SftCommand(AlignmentCommand):
-    "Teach a model a task by sloppy demonstrations; without --init-from the course's model."
+    """Teach a model a task by sloppy demonstrations, or --pairs of your own; without --init-from
+    the course's model."""
     slip: float = 0.2           # Probability that a mention in a demonstration is wrong
     demonstrations: int = 4000  # Number of demonstrations, which are then repeated
+    # File of JSON lines or Parquet with prompt and response, or with messages, instead of
+    # demonstrations
+    pairs: Path|None = None
     # How the model is trained
     train: TrainConfig = field(default_factory=partial(_few_steps, 50, batch_size=32, lr=2e-3,
                                                        min_lr=2e-3))
 
     def run(self):
-        settings = dict(task=self.task, slip=self.slip, demonstrations=self.demonstrations)
-        align("sft", self, settings)
+        own = dict(pairs=str(self.pairs))
+        task = dict(task=self.task, slip=self.slip, demonstrations=self.demonstrations)
+        align("sft", self, own if self.pairs else task)
 
 @dataclass
 class DpoCommand(AlignmentCommand):
-    "Teach a model a task by pairs of its own responses, from --init-from RUN."
+    """Teach a model a task by pairs of its own responses, from --init-from RUN, or by --pairs of
+    yours."""
     beta: float = 0.3           # What a nat of KL costs
     sft_weight: float = 0.3     # Weight of the plain loss of chosen responses
     prompts: int = 128          # Prompts for which responses are written, to make pairs
     group_size: int = 8         # Responses per prompt
-    # File of JSON lines with prompt, chosen and rejected, instead of pairs that the model writes
+    # File of JSON lines or Parquet with prompt, chosen and rejected, instead of pairs that the
+    # model writes
     pairs: Path|None = None
     reference: Path|None = None # Model to stay near to, if not that of --init-from
     # How the model is trained
@@ -95,7 +102,7 @@ def align(
     settings:dict, # As in `new_alignment`
 ):
     "Run to the end and print the results."
-    from lmcourse.alignment.runs import align_to_the_end, new_alignment, open_alignment, task_of
+    from lmcourse.alignment.runs import align_to_the_end, new_alignment, open_alignment
     from lmcourse.training.runs import read_run
     out, resume, given = command.out, command.resume, getattr(command, "given", ())
     if bool(out) == bool(resume): raise UserError(f"{kind} needs either OUT or --resume RUN")
@@ -113,37 +120,66 @@ def align(
         size = "--prompts and --group-size" if kind == "rl" else "--batch-size"
         raise UserError(f"{kind} takes no --{other[0].replace('_', '-')}: {size} sets how "
                         f"many responses a batch has")
+    elif settings.get("pairs") and (other := [name for name in given if name in _OF_TASKS]):
+        raise UserError(f"{kind} takes no --{other[0].replace('_', '-')} beside --pairs: all that "
+                        f"is learnt comes from the file")
     elif out:
         with checking_input(): refuse_existing(out)
         with all_or_nothing(out), checking_input():
             trainer = new_alignment(out, kind, settings, command.train)
     run:Any = out or resume
-    quoted = shlex.quote(str(run))
-    with with_resume_hint(Interrupted, how=f": lmcourse {kind} --resume {quoted}"), locked(run):
+    how = f": lmcourse {kind} --resume {shlex.quote(str(run))}"
+    if trainer.world.writes and out: say(*_own_data(out, trainer))
+    with with_resume_hint(Interrupted, how=how), locked(run):
         found = align_to_the_end(trainer, run, say)
     trainer.world.destroy()
-    if not trainer.world.writes: return
-    task = task_of(read_json(run/"align.json"))
-    say(f"success {found['success']:.3f} on {task.fresh}, in "
-        f"{duration(trainer.elapsed)}; try it: lmcourse generate {quoted} --prompt "
-        f"{shlex.quote(task.samples[0])}")
+    if trainer.world.writes: say(_last_line(run, found, trainer.elapsed))
 
 # %% ../../nbs/90_app/90ff_alignment_commands.ipynb #b4df32e2
+_OF_TASKS = "task", "slip", "demonstrations", "prompts", "group_size" # No options of own data
+
+def _own_data(run:Path, trainer:Any)->list: # A line, if the run learns from a file
+    path = read_json(run/"align.json").get("pairs")
+    if not path: return []
+    learnt, held = (len((run/"data"/f"{name}.jsonl").read_bytes().splitlines())
+                    for name in ("pairs", "held_out"))
+    c = trainer.config
+    return [f"{path}: {learnt:,} to learn, {held:,} held out; {c.steps:,} steps of {c.batch_size} "
+            f"read each {c.steps*c.batch_size/learnt:.1f} times"]
+
+def _result(found:dict)->str: # Own data has a loss
+    if "success" in found: return f"success {found['success']:.3f}"
+    return f"held-out loss {found['loss']:.3f}"
+
+def _last_line(run:Path, found:dict, seconds:float)->str: # With a prompt as the run has learnt them
+    from lmcourse.alignment.runs import task_of
+    settings, quoted = read_json(run/"align.json"), shlex.quote(str(run))
+    task, own, chat = task_of(settings), settings.get("pairs"), f"lmcourse chat {quoted}"
+    prompt = task.samples[0]
+    if own: prompt = min((row["prompt"] for _,row in json_lines(run/"data"/"held_out.jsonl")),
+                         key=len)
+    plain = (run/"chat_template.json").is_file()
+    how = f"lmcourse generate {quoted} --prompt {shlex.quote(prompt)}" if plain else chat
+    where = "" if own else f" on {task.fresh}"
+    return f"{_result(found)}{where}, in {duration(seconds)}; try it: {how}"
+
 def _how_it_ended(kind:str, run:Path, train:TrainConfig)->list: # Lines; empty if it can go on
     path = run/"success.jsonl"                          # Its last line is measured at the very end
     rows = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
     last = json.loads(rows[-1]) if rows else {}
     if not finished(run, train) or last.get("step") != train.steps: return []
-    task = read_json(run/"align.json").get("task", AlignmentCommand.task)
-    return [f"{run} is finished: success {last['success']:.3f} after {train.steps:,} steps",
+    settings = read_json(run/"align.json")
+    task, own = settings.get("task", AlignmentCommand.task), settings.get("pairs")
+    return [f"{run} is finished: {_result(last)} after {train.steps:,} steps",
             f"train on from its weights: lmcourse {kind} NEW --init-from {shlex.quote(str(run))}"
-            + f" --task {task}"*(task != AlignmentCommand.task)]
+            + (" --pairs FILE" if own else f" --task {task}"*(task != AlignmentCommand.task))]
 
 # %% ../../nbs/90_app/90ff_alignment_commands.ipynb #90g0cur1
 @dataclass
 class CurateCommand:
     "Clean a crawl by a recipe: documents, a funnel and a data card; continues where it stopped."
-    source: word(Path, "IN")    # WARC, WET, JSON lines or text, also .gz, or a folder of them
+    # WARC, WET, JSON lines or text, also .gz; Parquet; or a folder of them
+    source: word(Path, "IN")
     out: word(Path, "OUT")      # New folder, or one that the same command has begun
     recipe: Path # Steps and their options, .toml or .json; an example: nbs/results/recipe.toml
     workers: int = 1            # Number of processes

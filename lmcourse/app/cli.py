@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal, Union
 import tyro
 from .. import __version__
 from ..tools.config import ModelConfig, TrainConfig, UserError, unknown
+from ..tools.documents import corpus_of
 from ..tools.machine import gpu_name, keep_freed_memory
 from ..tools.show import Table
 from .commands import CUT_OFF, RULES, checking_input, plain_words, say, some, word
@@ -286,8 +287,8 @@ def _refuse_near_misses(args:list): # With what was probably meant
     if args[:1] == ["account"] and args[1:] and args[1] in ModelConfig.presets():
         raise ValueError(f"account: did you mean --preset {args[1]}?")
     if args[0] == "quickstart" and args[1:] and not args[1].startswith("-"):
-        kind = "--data text:"*Path(args[1]).is_file() or "--data "
-        raise ValueError(f"quickstart: did you mean {kind}{shlex.quote(args[1])}?")
+        data = corpus_of(args[1]) if Path(args[1]).exists() else args[1]
+        raise ValueError(f"quickstart: did you mean --data {shlex.quote(data)}?")
     runs = ("train", "sft", "dpo", "rl")
     for commands,pattern,option in ((("account",), "--batch[-_]size", "--batch"),
                                     (runs, "--learning[-_]rate", "--lr"),

@@ -34,7 +34,7 @@ from .quality import word_ngrams
 from .warc import gzip_stretches, unpacked_blocks
 from .web import Document, language_sentences
 from ..tools.config import UserError, read_record, unknown
-from ..tools.documents import END_OF_TEXT
+from ..tools.documents import END_OF_TEXT, file_rows
 from ..tools.files import atomic_write, lock_file, read_json, remove, write_json, write_text
 from ..tools.show import COLORS, Table, figure
 from ..tools.stories import Stories
@@ -350,7 +350,7 @@ class Recipe:
         return [*rounds, Round(steps)]
 
 # %% ../../nbs/13_curation/13i_pipeline.ipynb #13i00021
-ENDINGS = (".warc", ".wet", ".jsonl", ".txt") # Each also with `.gz`
+ENDINGS = (".warc", ".wet", ".jsonl", ".txt", ".parquet") # All but the last also with `.gz`
 
 def shard_files(
     path:str|Path, # A shard, or a folder of shards
@@ -378,6 +378,7 @@ def read_shard(
     path = Path(path)
     name = path.name.removesuffix(".gz")
     if name.endswith((".warc", ".wet")): return read_documents(path, max_bytes, strict=False)
+    if name.endswith(".parquet"): return _read_rows(path, max_bytes, label or path.name)
     return _read_parts(path, name.endswith(".jsonl"), max_bytes, label or path.name)
 
 # %% ../../nbs/13_curation/13i_pipeline.ipynb #947ac049
@@ -394,8 +395,12 @@ def _parts(blocks:Iterable, mark:bytes, most:int)->Iterator[tuple]: # Bytes betw
 def _parsed(part, lines:bool)->tuple: # A document and the reason if dropped
     if part is None: return Document("", "", ""), "too long"
     try:
-        row = json.loads(part) if lines else dict(text=part.decode().replace("\r\n", "\n"))
+        row = (json.loads(part) if lines else
+               dict(text=part.decode("utf-8-sig").replace("\r\n", "\n")))
     except ValueError: row = None
+    return _document(row)
+
+def _document(row)->tuple: # As `_parsed`
     if not isinstance(row, dict) or not isinstance(row.get("text"), str):
         return Document("", "", ""), "format"
     text = row["text"].encode(errors="replace").decode()        # A lone surrogate can't be written
@@ -411,7 +416,9 @@ def _read_parts(path:Path, lines:bool, most:int, label:str
             if not whole: yield Document(f"{label}@{start}-{end}", "", ""), "unreadable"
             file.seek(start if whole else end)
             for k,(part,last) in enumerate(_parts(unpacked_blocks(file, end), mark, most)):
-                if last and part is not None and not part.strip(): continue
+                if (last or lines) and part is not None and not part.strip():
+                    number += not last
+                    continue
                 number += 1
                 document, why = _parsed(part, lines)
                 if start > 0 and not k or last and end < size: # Next to a damaged part
@@ -421,6 +428,16 @@ def _read_parts(path:Path, lines:bool, most:int, label:str
                                      f" {'an object with a text' if lines else 'UTF-8'}: "
                                      f"{part[:40]!r}")
                 yield document._replace(id=document.id or f"{label}:{number-1:08}"), why
+
+def _read_rows(path:Path, most:int, label:str)->Iterator[tuple]: # Of a Parquet file
+    for number,(where,row) in enumerate(file_rows(path)):
+        if row.get("text", 0) is None: row["text"] = ""         # Dropped as `no text`
+        document, why = _document(row)
+        if why == "format": raise ValueError(
+            f"{path}: {where}, expected a column called text with strings: {str(row)[:40]}")
+        if len(document.text.encode()) > most:
+            document, why = document._replace(text=""), "too long"
+        yield document._replace(id=document.id or f"{label}:{number:08}"), why
 
 # %% ../../nbs/13_curation/13i_pipeline.ipynb #13i0022b
 def _save(path, documents)->np.ndarray: # Atomically, as JSON lines; returns the start of each

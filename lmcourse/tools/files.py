@@ -4,10 +4,10 @@
 
 # %% auto #0
 __all__ = ['sync', 'atomic_write', 'remove', 'lock_file', 'folder_lock', 'write_text', 'write_json', 'read_utf8', 'read_json',
-           'read_json_lines', 'data_text', 'data_rows', 'file_digest', 'file_digests', 'json_digest']
+           'json_lines', 'data_text', 'data_rows', 'file_digest', 'file_digests', 'json_digest']
 
 # %% ../../nbs/00_tools/00b_files.ipynb #85f25b75
-import csv, errno, hashlib, json, os, shutil
+import csv, errno, gzip, hashlib, json, os, shutil, zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from importlib.resources import files
@@ -140,18 +140,38 @@ def read_json(
     raise ValueError(f"{path}: a {type(values).__name__}, expected {wanted}")
 
 # %% ../../nbs/00_tools/00b_files.ipynb #eca6225b
-def read_json_lines(
-    path:str|Path, # A file with a JSON value on each line
-)->list: # The values
-    """Read a file of JSON lines, which blank lines may end.
-    Raises `FileNotFoundError`, or `ValueError` with the number of a line that is something else."""
-    if not Path(path).is_file(): raise FileNotFoundError(f"{path}: no such file")
-    found = []
-    for n,line in enumerate(Path(path).read_bytes().rstrip().splitlines(), 1):
-        try: found.append(json.loads(line))         # Bytes: they may not be UTF-8
-        except (ValueError, RecursionError):        # The second if it is nested too deeply
-            raise ValueError(f"{path}: line {n} is not JSON in UTF-8") from None
-    return found
+def json_lines(
+    path:str|Path, # A file with a JSON object on each line; one that ends in `.gz` is unpacked
+)->Iterator[tuple[int, dict]]: # The number of each line with its object; blank lines are skipped
+    """Read a file of JSON lines lazily. Raises `FileNotFoundError`, or `ValueError` with the number
+    and the text of a line that is something else."""
+    if not (path := Path(path)).is_file(): raise FileNotFoundError(f"{path}: no such file")
+    with (gzip.open if path.suffix == ".gz" else open)(path, "rb") as file:
+        try:
+            for n,line in enumerate(file, 1):
+                if line.strip(): yield n, _json_object(line, f"{path}: line {n}")
+        except (gzip.BadGzipFile, EOFError, zlib.error) as e:
+            raise ValueError(f"{path}: not a whole gzip file ({e})") from None
+
+def _json_object(line:bytes, where:str)->dict:
+    try:
+        value = json.loads(line)                    # Bytes: they may not be UTF-8
+        if rb"\ud" in line.lower(): json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError as e: raise ValueError(
+        f"{where} has half a character ({e.object[e.start]!r}), as of an emoji that was cut: "
+        f"mend or remove it") from None
+    except UnicodeDecodeError as e: raise ValueError(
+        f"{where} is not JSON in UTF-8 (byte {e.object[e.start]:#04x} at column {e.start + 1}): "
+        f"save the file as UTF-8") from None
+    except json.JSONDecodeError as e: raise ValueError(
+        f"{where} is not JSON ({e.msg} at column {e.colno}): "
+        f"{e.doc[max(0, e.pos - 30):e.pos + 10].strip()!r}, expected an object on each line"
+        ) from None
+    except (ValueError, RecursionError) as e:       # A number too long, or nested too deeply
+        raise ValueError(f"{where} is not JSON that can be read ({e})") from None
+    if isinstance(value, dict): return value
+    shown = line.decode(errors="replace").strip()[:40]
+    raise ValueError(f"{where} is {shown!r}, expected an object on each line")
 
 # %% ../../nbs/00_tools/00b_files.ipynb #9fff310b
 def data_text(
