@@ -360,7 +360,7 @@ def _start(job:Run, data:Path, run:Path, device:str, threads:int): # Starts the 
     records = ([record.to_dict() for record in (job.model, job.train)]
                + [dataclasses.asdict(job.data)])
     forks = "forkserver" in multiprocessing.get_all_start_methods()     # not on Windows
-    context = multiprocessing.get_context("forkserver" if forks else "spawn")
+    context:Any = multiprocessing.get_context("forkserver" if forks else "spawn")
     # runs are copies of a process that has loaded torch and the trainer, which takes seconds
     # (sympy: torch needs it to give a model memory)
     if forks: context.set_forkserver_preload(["lmcourse.training.trainer", "sympy"])
