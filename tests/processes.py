@@ -28,6 +28,9 @@ def children(pid):
     except OSError: return []
 
 
+def descendants(pid): return [p for child in children(pid) for p in (child, *descendants(child))]
+
+
 def alive(pid):
     try: return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError: return False

@@ -3,9 +3,18 @@
 `nbdev_docs` needs Quarto; this gives the same pages, addresses and anchors from the same notebooks where there is none.
 Usage: python tools/build_docs.py [--out _docs] [--force] [--readme] [--quarto]
 """
-import argparse, json, multiprocessing, re, shutil, subprocess, sys
+import argparse, gc, json, multiprocessing, re, shutil, subprocess, sys
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+
+from IPython.core import interactiveshell
+
+# What takes as long as the site itself, also in the processes of a pool, which read this file: searches for garbage, a fifth of nbdev's
+# processing; one more for the shell of each notebook when a process ends; a grammar of addresses for nbformat that nothing asks for
+gc.set_threshold(20_000, 20, 20)
+interactiveshell.atexit = SimpleNamespace(register=lambda f: None)
+sys.modules.setdefault("rfc3987_syntax", None)
 
 import yaml
 from fastcore.basics import num_cpus

@@ -1,9 +1,10 @@
 """Everything a change must pass, in an environment that is ready. Usage: tools/check.py [--slow] [--only STEP ...] [--without NAME ...]
 
 `--slow` adds the long tier: notebook cells and tests that are marked `slow`. `--only` takes some of the steps: packages, style,
-types, sync, pages, notebooks, tests, site, browser; in the long tier, lab and floors.
+types, sync, site, pages, notebooks, tests, browser; in the long tier, lab and floors.
 """
 import argparse, importlib.util, os, shutil, signal, subprocess, sys, tempfile, time
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 ROOT, BIN = Path(__file__).resolve().parent.parent, Path(sys.executable).parent
@@ -12,16 +13,42 @@ ROOT, BIN = Path(__file__).resolve().parent.parent, Path(sys.executable).parent
 ENV = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"} | os.environ | {"PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}"}
 
 
-def run(*command, cwd=ROOT, seconds=5400):
-    "Run `command` in a process group of its own, and end all of it after `seconds`: it hangs, since no machine is that slow."
-    process = subprocess.Popen(command, cwd=cwd, env=ENV, start_new_session=True)
+def start(*command, cwd=ROOT, **more):
+    "`command`, in a process group of its own."
+    return subprocess.Popen(command, cwd=cwd, env=ENV, start_new_session=True, **more)
+
+
+def end(process):
+    "End `process` and all that it has started."
+    if process.poll() is None: os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def finish(process, seconds=5400):
+    "Wait for `process`, and end it after `seconds`: it hangs, since no machine is that slow."
     try: code = process.wait(seconds)
     except BaseException as e:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-        if isinstance(e, subprocess.TimeoutExpired): sys.exit(f"{command[0]} took more than {seconds} s and was ended")
+        end(process)
+        if isinstance(e, subprocess.TimeoutExpired): sys.exit(f"{process.args[0]} took more than {seconds} s and was ended")
         raise
-    if code: sys.exit(f"failed ({code}): {' '.join(command)}")
+    if code: sys.exit(f"failed ({code}): {' '.join(process.args)}")
+
+
+def run(*command, cwd=ROOT): finish(start(*command, cwd=cwd))
+
+
+@contextmanager
+def meanwhile(*command):
+    "Run `command` beside what is in the block, which must not fail. What it has said comes afterwards."
+    with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as said:
+        process = start(*command, stdout=said, stderr=subprocess.STDOUT)
+        try:
+            yield
+            finish(process)
+        finally:
+            end(process)
+            said.seek(0)
+            print(said.read(), end="", flush=True)
 
 
 def files(top):
@@ -63,18 +90,23 @@ def tests(slow, *chosen):
     run(sys.executable, "-m", "pytest", "-q", *processes, *chosen, *(["-m", "not bench"] if slow else []))
 
 
+# Steps that are one command, and the one that each of them runs beside: both leave a core idle now and then
+TYPES, BROWSER = ("mypy",), (sys.executable, "tools/check_site.py")
+BESIDE = {"site": ("types", TYPES), "tests": ("browser", BROWSER)}
+
+
 def steps(slow, without=()):
     python = (sys.executable, "-m")
     return {
         "packages": lambda: run(*python, "pip", "check"),
         "style": lambda: run("ruff", "check"),
-        "types": lambda: run("mypy"),
+        "types": lambda: run(*TYPES),
         "sync": in_sync,
+        "site": lambda: run(sys.executable, "tools/build_docs.py", "--force"),
         "pages": lambda: tests(slow, "tests/pages"),    # Prose, links, layout: what a look at the files can tell
         "notebooks": lambda: notebooks(slow, without),
         "tests": lambda: tests(slow, "tests", "--ignore=tests/pages", *(f"--ignore=tests/{name}.py" for name in without)),
-        "site": lambda: run(sys.executable, "tools/build_docs.py", "--force"),
-        "browser": lambda: run(sys.executable, "tools/check_site.py"),
+        "browser": lambda: run(*BROWSER),
     } | ({
         "lab": lambda: run(sys.executable, "tools/check_lab.py"),
         "floors": lambda: run(sys.executable, "tools/floors.py"),
@@ -91,9 +123,12 @@ if __name__ == "__main__":
         if not [*(ROOT / "nbs").rglob(f"{name}.ipynb"), *(ROOT / "tests").glob(f"{name}.py")]: parser.error(f"--without: there is no notebook and no file of tests called {name}")
     ENV |= {"HYPOTHESIS_PROFILE": "random" if words.slow else "same"} # A change is not refused for what another one did
     if words.slow: ENV["LMCOURSE_SLOW"] = "1"
-    for name, step in steps(words.slow, words.without).items():
-        if words.only and name not in words.only: continue
-        print(f"== {name}", flush=True)
-        start = time.time()
-        step()
-        print(f"   {time.time() - start:.0f} s", flush=True)
+    chosen = {name: step for name, step in steps(words.slow, words.without).items() if not words.only or name in words.only}
+    pairs = {name: (other, command) for name, (other, command) in BESIDE.items() if {name, other} <= chosen.keys()}
+    for other, _ in pairs.values(): del chosen[other]
+    for name, step in chosen.items():
+        other, command = pairs.get(name, (None, None))
+        print(f"== {name}" + (f", and {other} beside it" if other else ""), flush=True)
+        began = time.time()
+        with meanwhile(*command) if command else nullcontext(): step()
+        print(f"   {time.time() - began:.0f} s", flush=True)

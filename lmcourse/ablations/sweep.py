@@ -359,15 +359,13 @@ def _start(job:Run, data:Path, run:Path, device:str, threads:int): # Starts the 
     from lmcourse.ablations.sweep import _work
     records = ([record.to_dict() for record in (job.model, job.train)]
                + [dataclasses.asdict(job.data)])
-    process = multiprocessing.get_context("spawn").Process(target=_work, args=(records, data, run,
-                                                                               device, threads))
-    before = os.environ.get("OMP_NUM_THREADS")
-    # NumPy's libraries read this when they are loaded
-    os.environ["OMP_NUM_THREADS"] = str(threads)
-    try: process.start()
-    finally:
-        if before is None: del os.environ["OMP_NUM_THREADS"]
-        else: os.environ["OMP_NUM_THREADS"] = before
+    forks = "forkserver" in multiprocessing.get_all_start_methods()     # not on Windows
+    context:Any = multiprocessing.get_context("forkserver" if forks else "spawn")
+    # runs are copies of a process that has loaded torch and the trainer, which takes seconds
+    # (sympy: torch needs it to give a model memory)
+    if forks: context.set_forkserver_preload(["lmcourse.training.trainer", "sympy"])
+    process = context.Process(target=_work, args=(records, data, run, device, threads))
+    process.start()
     return process
 
 # %% ../../nbs/06_ablations/06a_sweep.ipynb #1372e35f
@@ -378,9 +376,11 @@ def _die_with_parent():
 
 def _work(records:list, data:Path, run:Path, device:str, threads:int): # In that process
     import torch
+    from threadpoolctl import threadpool_limits
     from lmcourse.training.signals import Interrupted
     torch.set_num_threads(threads)
-    os.environ["TQDM_DISABLE"] = "1"
+    threadpool_limits(threads)                               # of NumPy's libraries
+    os.environ |= dict(OMP_NUM_THREADS=str(threads), TQDM_DISABLE="1")
     threading.Thread(target=_die_with_parent, daemon=True).start()
     job = Run(ModelConfig(**records[0]), TrainConfig(**records[1]), RunData(**records[2]))
     try: outcome = train_job(job, data, run, device)
