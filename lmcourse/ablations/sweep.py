@@ -8,7 +8,7 @@ __all__ = ['STATUS', 'FORMAT', 'LENGTHS', 'RunData', 'Run', 'Experiment', 'step_
            'paired_p', 'holm', 'outcomes', 'values_of', 'compare_pairs', 'compare_variants', 'plot_curves']
 
 # %% ../../nbs/06_ablations/06a_sweep.ipynb #733fb635
-import dataclasses, json, math, multiprocessing, os, shutil, statistics, subprocess
+import dataclasses, json, math, multiprocessing, os, shutil, statistics, subprocess, sys
 import threading, time
 from dataclasses import dataclass, replace
 from datetime import date
@@ -359,7 +359,7 @@ def _start(job:Run, data:Path, run:Path, device:str, threads:int): # Starts the 
     from lmcourse.ablations.sweep import _work
     records = ([record.to_dict() for record in (job.model, job.train)]
                + [dataclasses.asdict(job.data)])
-    forks = "forkserver" in multiprocessing.get_all_start_methods()     # not on Windows
+    forks = sys.platform == "linux"             # Copies aren't safe on macOS; Windows has none
     context:Any = multiprocessing.get_context("forkserver" if forks else "spawn")
     # runs are copies of a process that has loaded torch and the trainer, which takes seconds
     # (sympy: torch needs it to give a model memory)
