@@ -1,9 +1,11 @@
 "The engine: answers that don't depend on company, blocks that are never lost, and what is refused."
 import inspect
 import math
+import os
 import random
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import pytest
 
@@ -20,7 +22,7 @@ from lmcourse.inference import paged_cache
 from lmcourse.inference.draft_engine import DraftEngine
 from lmcourse.inference.engine import (Engine, PackedLinear, PagedModel, Request, Sequence, Waste, default_blocks, draw_tokens, replay, sample_rows,
                                        timing)
-from lmcourse.inference.paged_cache import (BlockPool, batched_attention, chunk_name, gathered_attention, paged_attention, plan_attention,
+from lmcourse.inference.paged_cache import (BlockPool, batched_attention, chunk_name, gathered_attention, new_blocks, paged_attention, plan_attention,
                                             rows_of)
 from lmcourse.inference.speculative import PromptLookup
 from lmcourse.tools.checks import check_close, expect_error
@@ -706,3 +708,17 @@ def test_load_is_rejected_while_busy_and_for_another_kind_of_model():
     assert engine.version == 0
     engine.load(model)
     assert engine.version == 1
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="the system doesn't tell")
+def test_a_cache_takes_memory_only_where_it_is_written():
+    def resident(): return int(Path("/proc/self/statm").read_text().split()[1])*os.sysconf("SC_PAGE_SIZE")
+    before, shape = resident(), (4, 2, 500, 4, 16, 400)
+    cache = new_blocks(shape, torch.zeros(1))
+    assert cache.shape == shape and cache.nbytes == 4*math.prod(shape) > 4e8 and resident() - before < 1e8
+    assert cache.data_ptr() % 64 == 0 and cache.is_contiguous() and not cache[1, 0, 7].any()
+    cache[1, 0, 7] = 1.
+    assert cache.sum() == cache[1, 0, 7].numel()
+    for like in (torch.zeros(1, dtype=torch.float64), torch.zeros(1, dtype=torch.bfloat16)):
+        other = new_blocks((2, 3), like)
+        assert other.dtype == like.dtype and not other.any()

@@ -21,8 +21,8 @@ from ..generation.generate import checked_ids
 from ..generation.sampling import check_distribution, inverse_cdf, next_token_probs
 from ..generation.sampling import read_at_once
 from .paged_cache import BlockPool, BlockTables, PagedLayer, PagedSequence, Rows
-from .paged_cache import batched_attention, paged_attention, plan_attention
-from .paged_cache import rows_of
+from .paged_cache import batched_attention, new_blocks, paged_attention
+from .paged_cache import plan_attention, rows_of
 from ..tools.config import ModelConfig, refuse_fields
 from ..tools.machine import available_bytes
 
@@ -183,7 +183,7 @@ class PagedModel:
         self.use(model)
         weight = model.token_embeddings.weight
         shape = c.num_layers, 2, num_blocks, c.kv_heads, block_size, c.head_size
-        self.cache = torch.zeros(shape, dtype=weight.dtype, device=weight.device)
+        self.cache = new_blocks(shape, weight)
         on_cpu = weight.device.type == "cpu" and weight.dtype.itemsize >= 4
         self.attend = paged_attention if on_cpu else batched_attention
 
