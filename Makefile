@@ -61,7 +61,8 @@ $(READY): settings.ini setup.py pyproject.toml constraints.txt
 	  done; \
 	  echo "lmcourse needs Python 3.11 or newer, but python3 is `python3 --version 2>&1`. Name one: make PYTHON=/path/to/python3.12" >&2; exit 1; }
 	@echo "installing into $(VENV) (a minute or two)"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_EXTRA) -c constraints.txt -e '.[dev]'
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile $(PIP_EXTRA) -c constraints.txt -e '.[dev]'
+	@$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true # On all cores, where pip would use one; a few files of packages are no Python 3
 	@touch $@
 
 .PHONY: help quickstart pipeline test test-all matrix docs docs-quarto lab student bench gpu clean
