@@ -435,12 +435,13 @@ def loss_rows(z, bits, targets, z_loss, count):
         row[y] -= _ONE/count
     return loss
 
-# %% ../../nbs/03_architecture/03k_fused.ipynb #06a74063
+# %% ../../nbs/03_architecture/03k_fused.ipynb #1cd1f32e
 def _loss_part(z, targets, z_loss, count, i, j): # The sum of the losses of rows i to j - 1
     return loss_rows(z[i:j], z[i:j].view(np.int32), targets[i:j], z_loss, count)
 
 def _add_bf16(total:Tensor, a:Tensor, b:Tensor): total += a@b # The sum is in float32
 
+# %% ../../nbs/03_architecture/03k_fused.ipynb #06a74063
 def _head_loss(x:Tensor, weight:Tensor, targets:Tensor, ignore_index:int, z_loss:float,
                in_bf16:bool=False
 )->tuple[Tensor, Tensor, Tensor]: # The mean, and the gradients of `x` and `weight`

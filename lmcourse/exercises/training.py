@@ -866,7 +866,8 @@ def _check_parts(f:Callable, x:Tensor, y:Tensor, sizes:list):
         raise AssertionError(f"{where}the loss is NaN: a part has no targets, and a mean over none "
                              "is NaN. Sum, and divide by all")
     if number is None or abs(number - right.item()) > 1e-5:
-        raise AssertionError(f"{where}expected the loss {right.item():.6f}, got {short_result(loss)}")
+        raise AssertionError(f"{where}expected the loss {right.item():.6f}, "
+                             f"got {short_result(loss)}")
 
 # %% ../../nbs/04_training/04z_training.ipynb #bef5c4e3
 def check_accumulation(
