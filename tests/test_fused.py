@@ -10,6 +10,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from lmcourse.accounting.activations import activation_bytes
+from lmcourse.accounting.run_cost import memory_format
 from lmcourse.architecture.attention_torch import RoPE, prepare_heads
 from lmcourse.architecture import fused
 from lmcourse.architecture.fused import FusedFeedForward, FusedRMSNorm, MixedPrecisionLinear, exp2_below, fused_ffn, fused_gelu, fused_heads, fused_loss, head_loss, largest, rms_norm, swiglu, rotate_heads
@@ -20,7 +22,7 @@ from lmcourse.architecture.transformer_torch import Parts, TransformerLM, named_
 from lmcourse.tools.checks import check_close, expect_error
 from lmcourse.tools.config import ModelConfig, TrainConfig
 from lmcourse.tools.machine import compiles
-from lmcourse.training.engines import NumpyEngine, TorchEngine
+from lmcourse.training.engines import NumpyEngine, TorchEngine, autocast
 from lmcourse.training.optim_torch import AdamW
 
 SMALL = ModelConfig(vocab_size=61, context_length=40, d_model=32, num_layers=2, num_heads=4, num_kv_heads=2, d_ff=48)
@@ -207,6 +209,21 @@ def test_a_step_in_bfloat16(recompute):
         assert dtype == "float32" or rounded >= 3*sum(type(m) is MixedPrecisionLinear for m in engine.model.modules()) > 30
     a, b = found.values()
     assert b.dtype == torch.float32 and 1e-4 < (a - b).norm()/a.norm() < .02 and torch.isfinite(b).all()
+
+
+@pytest.mark.skipif(not compiles(), reason="nothing is compiled here")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_step_keeps_no_more_than_is_counted(dtype):
+    "Before a run, `price` and the command say what it needs"
+    engine, kept = TorchEngine(SMALL, TrainConfig(device="cpu", dtype=dtype)), {}
+    weights, ids = {p.data_ptr() for p in engine.model.parameters()}, torch.randint(61, (4, 41))
+    def keep(t):
+        if t.data_ptr() not in weights: kept[t.untyped_storage().data_ptr()] = t
+        return t
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t), autocast(engine.device, dtype):
+        loss = engine.loss(ids[:, :-1], ids[:, 1:])
+    found = sum(t.untyped_storage().nbytes() for t in kept.values())
+    assert loss.requires_grad and .7*(counted := activation_bytes(SMALL, 4, 40, dtype=memory_format(dtype, "cpu"))) < found <= counted
 
 
 def test_other_types_and_no_gradients_take_the_readable_way():

@@ -271,12 +271,13 @@ def cost_lines(trainer:Any)->list: # Predicted cost of the run: counted, then fr
 def refuse_too_large(model:ModelConfig, train:TrainConfig): # Before anything is allocated
     "Raise `UserError` if a step on the CPU needs more memory than this machine has."
     from lmcourse.accounting.memory import largest_batch, training_bytes
+    from lmcourse.accounting.run_cost import memory_format
     from lmcourse.training.engines import pick_device, plan_batch
     if train.engine != "torch" or train.shard or train.on_mesh: return
     if pick_device(train.device).type != "cpu": return
     plan = plan_batch(train, model.context_length, int(os.environ.get("WORLD_SIZE", "1")))
-    how:dict = dict(dtype="float32" if train.dtype == "auto" else train.dtype,
-                    recompute=train.recompute, optimizer=train.optimizer)
+    dtype = "float32" if train.dtype == "auto" else memory_format(train.dtype, "cpu")
+    how:dict = dict(dtype=dtype, recompute=train.recompute, optimizer=train.optimizer)
     parts = plan.windows//plan.processes//plan.micro_batch
     need = sum(training_bytes(model, plan.micro_batch, grad_accum_steps=parts, **how).values())
     if need <= (there := memory_bytes()): return
