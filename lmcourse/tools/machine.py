@@ -22,11 +22,16 @@ def compiles()->bool: # Not with NUMBA_DISABLE_JIT=1, which runs kernels as plai
 
 # %% ../../nbs/00_tools/00l_machine.ipynb #122bbee6
 def processor_name()->str:
-    "Return the name of the processor, as far as the system reports it."
-    try: lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError: lines = []
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, "") or platform.processor() or platform.machine()
+    """Return the name of the processor, as far as the system reports it. In a virtual machine that
+    may be a make only; then family and model follow, because two of a make differ much."""
+    try: text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    except OSError: text = ""
+    found = dict(re.findall(r"^(model name|cpu family|model)\s*:[ ]*(.+)$", text, re.M))
+    name = found.get("model name", "").strip()
+    if not name: return platform.processor() or platform.machine()
+    numbers = [found.get(field) for field in ("cpu family", "model")]
+    if re.search(r"\d", name) or None in numbers: return name
+    return f"{name} (family {numbers[0]} model {numbers[1]})"
 
 def gpu_name()->str|None: # None without a GPU, or without its driver
     "Return the name of the first NVIDIA GPU."
