@@ -42,7 +42,7 @@ def reference():
     return two_steps("torch")
 
 
-@pytest.mark.parametrize("name", ["torch, own products", "torch, bf16", "transformers", "NumPy", "NumPy, readable"])
+@pytest.mark.parametrize("name", ["torch, own products", "torch, bf16 products", "transformers", "NumPy", "NumPy, readable"])
 def test_everybody_does_the_same_step(reference, name):
     if name == "transformers": pytest.importorskip("transformers")
     bench.require_same_steps(dict(torch=reference) | {name: two_steps(name)})
@@ -191,7 +191,7 @@ def test_every_process_has_the_same_number_of_threads(monkeypatch):
 def test_who_is_not_there_is_told(monkeypatch):
     monkeypatch.setattr(bench, "present", lambda names: [])
     found = bench.left_out(dict(bf16=False, idle=False), dict(blas="mkl", kernels=None))
-    assert set(found) == {"transformers", "torch, bf16", "torch, bf16, compiled", "NumPy, AVX-512"} and "lmcourse[interop]" in found["transformers"]
+    assert set(found) == {"transformers", "torch, bf16 products", "torch, bf16, compiled", "NumPy, AVX-512"} and "lmcourse[interop]" in found["transformers"]
 
 
 def test_one_difference_ends_the_bench_and_leaves_nothing(tmp_path, monkeypatch):
@@ -206,12 +206,12 @@ def test_one_difference_ends_the_bench_and_leaves_nothing(tmp_path, monkeypatch)
 
 def test_the_whole_bench(tmp_path):
     pytest.importorskip("torch")
-    names = ("torch", "torch, bf16", "transformers", "NumPy")
+    names = ("torch", "torch, bf16 products", "transformers", "NumPy")
     lines = list(bench.bench_training(2, 1, file=tmp_path/"results.json", setting=TINY, names=names))
     tables = [line for line in lines if isinstance(line, bench.Table)]
     saved = json.loads((tmp_path/"results.json").read_text())
     here = [name for name in names if name not in saved["left_out"]]
-    assert saved["left_out"].keys() <= {"transformers", "torch, bf16"} and ("transformers" in here) == bool(present(["transformers"]))
+    assert saved["left_out"].keys() <= {"transformers", "torch, bf16 products"} and ("transformers" in here) == bool(present(["transformers"]))
     assert all(f"not measured: {name} ({why})" in lines for name, why in saved["left_out"].items())
     steps = [m for m in saved["measured"] if m["task"] == "step"]
     assert [m["name"] for m in steps] == here == [row["step"] for row in tables[1].rows]
@@ -237,9 +237,9 @@ def test_ratios_and_shares_are_taken_within_a_round():
 
 
 def test_a_share_is_of_the_best_product_of_the_same_type():
-    measured = [measurement("step", "torch", [1.]), measurement("step", "torch, bf16", [.5], "bfloat16"), measurement("product", "torch", [.8]),
+    measured = [measurement("step", "torch", [1.]), measurement("step", "torch, bf16 products", [.5], "bfloat16"), measurement("product", "torch", [.8]),
                 measurement("product", "torch, own products", [.9]), measurement("product", "NumPy", [.5]),
-                measurement("product", "torch, bf16", [.1], "bfloat16")]
+                measurement("product", "torch, bf16 products", [.1], "bfloat16")]
     first, second = bench.steps_table(measured).rows
     assert first["of the peak"].startswith("50.0") and round(first["of torch's own"], 9) == 90 and second["of the peak"].startswith("20.0")
     assert "of torch's own" not in second

@@ -73,7 +73,7 @@ def test_the_same_option_has_the_same_words(monkeypatch):
     for words in PAGES:
         for name, text in arguments(help_of(words, monkeypatch)):
             if name.split()[0] in ("--threads", "--rounds", "--work", "RUN", "CORPUS", "--help"): said.setdefault(name, set()).add(explained(text))
-    assert said["RUN"] == {"Folder of a run", "Folders of runs", "Folder of a run, or of a model of Hugging Face"} and len(said["CORPUS"]) == 1 and len(said["--rounds INT"]) == 1
+    assert said["RUN"] == {"Folder of a run", "Folders of runs", "Folder of a run, or of a Hugging Face model"} and len(said["CORPUS"]) == 1 and len(said["--rounds INT"]) == 1
     assert said["--threads INT|none"] == {"Threads; by default one per core", "Threads of each; by default one per core"}
 
 

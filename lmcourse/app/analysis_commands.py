@@ -214,7 +214,7 @@ class DoctorCommand:
 @dataclass
 class EvalCommand:
     "Examine a run and write a report card; without RUN, or with quickstart, the course's model."
-    folder: word(Path|None, "RUN") = None # Folder of a run, or of a model of Hugging Face
+    folder: word(Path|None, "RUN") = None # Folder of a run, or of a Hugging Face model
     # Tasks, separated by commas: recall, next, pairs, hour, quote, write, stories, or YAML files
     tasks: str = "recall,next,pairs,hour,quote,write,stories"
     stories: int = 30           # Stories from which each task is made

@@ -243,7 +243,8 @@ CONTENDERS = {
     "torch, own products": Contender(start_torch, start_product_torch),
     "torch, compiled": Contender(partial(start_torch, compiled=True), around=best_products,
                                  compiler=True),
-    "torch, bf16": Contender(partial(_start16, kernels="fused"), _product16, "bfloat16"),
+    "torch, bf16 products": Contender(partial(_start16, kernels="fused"), _product16,
+                                      "bfloat16"),
     "torch, bf16, compiled": Contender(partial(_start16, compiled=True), None, "bfloat16",
                                        best_products, compiler=True),
     "transformers": Contender(start_transformers),
@@ -471,7 +472,7 @@ COMPARED = [("torch", "transformers"), ("torch, own products", "transformers"),
          ("torch", NANOGPT),
          ("torch", "torch, own kernels"), ("torch, own kernels", "torch, own products"),
          ("torch, compiled", "torch"),
-         ("torch, bf16", "torch"), ("torch, bf16, compiled", "torch, compiled"),
+         ("torch, bf16 products", "torch"), ("torch, bf16, compiled", "torch, compiled"),
          ("NumPy", "torch"), ("NumPy, AVX-512", "torch"),
          ("NumPy", "NumPy, readable")]
 

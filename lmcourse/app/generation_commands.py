@@ -98,7 +98,7 @@ def draw_story(model:Any, draft:Any, ids:list, max_tokens:int, settings:dict)->I
 @dataclass
 class GenerateCommand:
     "Write text with a trained model; without RUN, stories with the one that comes with the course."
-    folder: word(Path|None, "RUN") = None # Folder of a run, or of a model of Hugging Face
+    folder: word(Path|None, "RUN") = None # Folder of a run, or of a Hugging Face model
     prompt: str = ""            # Beginning of each text
     number: int = 1             # Number of texts
     max_tokens: int = 400       # Largest number of tokens of a text
@@ -156,7 +156,7 @@ class GenerateCommand:
 @dataclass
 class ServeCommand:
     "Answer requests over HTTP as OpenAI's API does; without RUN with the course's model."
-    folder: word(Path|None, "RUN") = None # Folder of a run, or of a model of Hugging Face
+    folder: word(Path|None, "RUN") = None # Folder of a run, or of a Hugging Face model
     host: str = "127.0.0.1"     # Address; the default can be reached only from this machine
     port: int = 8000            # Port to listen on
     name: str|None = None       # Name of the model for clients; by default RUN's, or lmcourse
@@ -237,7 +237,7 @@ def _check_address(host:str, port:int): # `OSError` in words where a server coul
 @dataclass
 class ChatCommand:
     "Talk to a model in the browser; without RUN to the course's model."
-    folder: word(Path|None, "RUN") = None # Folder of a run, or of a model of Hugging Face
+    folder: word(Path|None, "RUN") = None # Folder of a run, or of a Hugging Face model
     port: int = 8000            # Port of the page on this machine
     browser: bool = True        # Whether to open the page
     device: str = "cpu"         # cpu, cuda, mps, or auto for the best available

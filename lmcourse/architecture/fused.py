@@ -455,8 +455,8 @@ def _head_loss(x:Tensor, weight:Tensor, targets:Tensor, ignore_index:int, z_loss
     check_index(targets[counts], len(weight), "target", "a vocabulary")
     used, n = targets.where(counts, -1).numpy(), int(counts.sum())
     dx, dweight, loss = x.new_zeros(N, D), weight.new_zeros(weight.shape), 0.
-    rounded, add = (Tensor.bfloat16, _add_bf16) if in_bf16 else (Tensor.detach, add_product)
-    x, weight = rounded(x.detach()), rounded(weight.detach())
+    x, weight, add = x.detach(), weight.detach(), add_product
+    if in_bf16: x, weight, add = x.bfloat16(), weight.bfloat16(), _add_bf16
     tokens = max(256, 2**21//len(weight))
     room = dx.new_empty(0 if in_bf16 or vectors_idle() else min(tokens, N), len(weight))
     for i in range(0, N, tokens):
@@ -464,7 +464,7 @@ def _head_loss(x:Tensor, weight:Tensor, targets:Tensor, ignore_index:int, z_loss
         z = (rows@weight.T).float() if in_bf16 else product(rows, weight.T, room[:len(rows)])
         part = partial(_loss_part, z.numpy(), y, np.float32(z_loss), np.float32(max(n, 1)))
         loss += sum(share(part, len(z), z.numel()))
-        z = rounded(z)
+        if in_bf16: z = z.bfloat16()
         add(dx[i:i + tokens], z, weight)
         add(dweight, z.T, rows)
         del z, part     # before the next ones are made

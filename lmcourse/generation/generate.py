@@ -483,7 +483,7 @@ def _read_jinja(folder:Path)->ChatTemplate|JinjaChat:
 
 # %% ../../nbs/05_generation/05b_generate.ipynb #66485585
 def read_chat_template(
-    folder:str|Path, # Folder of a run or of Hugging Face, or `None`
+    folder:str|Path, # Folder of a run or of a Hugging Face model, or `None`
 )->ChatTemplate|JinjaChat: # `PLAIN_CHAT` if the folder has no template
     "Read `chat_template.json`. For an invalid file, a `ValueError` names the file and the field."
     if folder is not None and is_hf_folder(folder): return _read_jinja(Path(folder))

@@ -134,7 +134,7 @@ def _read_hf_tokenizer(folder:Path, settings:dict)->PretrainedTokenizer:
 def is_hf_folder(
     folder:str|Path|None, # As for `load_model`
 )->bool:
-    "Tell whether a folder has the `config.json` of a model of Hugging Face transformers."
+    "Tell whether a folder has the `config.json` of a Hugging Face model."
     path = _model_folder(folder)/"config.json"
     return path.is_file() and "model_type" in read_json(path)
 
@@ -165,7 +165,7 @@ def _without_padding(model:TransformerLM, size:int)->TransformerLM: # Keeps `siz
 
 # %% ../../nbs/04_training/04j_models.ipynb #e20b90c3
 def load_model(
-    # A folder of `save_model`, of a run or of Hugging Face; default: the course's own model
+    # A folder of `save_model`, of a run or of a Hugging Face model; default: the course's own model
     folder:str|Path|None=None,
     device:str="cpu",                           # As for `pick_device`
     # For a run: `best` on the validation documents, or `latest`; of sft, dpo and rl, the latest
