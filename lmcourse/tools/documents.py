@@ -401,8 +401,8 @@ def validation_bytes(
     name:str,      # Name of a corpus, as for `documents`
     documents:int, # Number of validation documents
 )->int|None: # `None` if there is no limit
-    """Limit the text for validation. A text file may be one long document, so of it 1,000 bytes,
-    about a story, count for each document: a run evaluates all of them again and again."""
+    """Limit the text for validation, which a run evaluates again and again. A text file may be
+    one long document, so it gets 1,000 bytes, about a story, for each document."""
     return 1000*documents if name.startswith("text:") else None
 
 # %% ../../nbs/00_tools/00g_documents.ipynb #124bce15

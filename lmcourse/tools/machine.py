@@ -22,8 +22,8 @@ def compiles()->bool: # Not with NUMBA_DISABLE_JIT=1, which runs kernels as plai
 
 # %% ../../nbs/00_tools/00l_machine.ipynb #122bbee6
 def processor_name()->str:
-    """Return the name of the processor, as far as the system reports it. In a virtual machine that
-    may be a make only; then family and model follow, because two of a make differ much."""
+    """Return the name of the processor, as far as the system reports it. A virtual machine
+    may report only a make; then family and model follow, which tell very different ones apart."""
     try: text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     except OSError: text = ""
     found = dict(re.findall(r"^(model name|cpu family|model)\s*:[ ]*(.+)$", text, re.M))
