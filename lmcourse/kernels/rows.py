@@ -258,7 +258,7 @@ def cross_entropy(
                          f"{tuple(logits.shape)}")
     V, t = logits.shape[-1], targets.reshape(-1).contiguous()
     counts = t != ignore_index
-    # to look at the targets of a GPU, the processor would have to wait for it
+    # Looking at targets on a GPU would make the processor wait for it
     if not t.is_cuda and (counts & ((t < 0) | (t >= V))).any():
         raise IndexError(f"cross_entropy: targets from {int(t.min())} to {int(t.max())}, expected "
                          f"0 to {V - 1}")
