@@ -659,9 +659,9 @@ def measure_stories(
 )->dict:
     "Measure many stories. Raises `ValueError` for a count below 1."
     if count < 1: raise ValueError(f"{count = }, expected 1 or more")
-    told = [measure_story(model, tokenizer, seed, **settings) for seed in range(count)]
-    slips = Counter(name for t in told if t["form"] for name in story_slips(t["text"]))
-    columns = {k: [round(t[k], 3) if isinstance(t[k], float) else t[k] for t in told]
-               for k in told[0] if k != "text"}
+    stories = [measure_story(model, tokenizer, seed, **settings) for seed in range(count)]
+    slips = Counter(name for t in stories if t["form"] for name in story_slips(t["text"]))
+    columns = {k: [round(t[k], 3) if isinstance(t[k], float) else t[k] for t in stories]
+               for k in stories[0] if k != "text"}
     return (dict(settings={k: v for k,v in settings.items() if k != "decoder"}) | columns
             | dict(slips=dict(slips.most_common())))

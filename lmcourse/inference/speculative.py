@@ -250,7 +250,7 @@ def exact_distribution(
 )->dict: # Result to probability
     """Compute the distribution of a random program's result. The program runs once for each
     possible sequence of answers of `draw`."""
-    law:dict = {}
+    chances:dict = {}
     scripts:list = [[]]
     while scripts:
         script, answers, weight = scripts.pop(), [], 1.
@@ -266,8 +266,8 @@ def exact_distribution(
             weight *= probs[answers[-1]]
             return answers[-1]
         result = run(draw)
-        law[result] = law.get(result, 0.) + weight
-    return law
+        chances[result] = chances.get(result, 0.) + weight
+    return chances
 
 # %% ../../nbs/07_inference/07c_speculative.ipynb #e8ac4112
 def acceptance_rate(
