@@ -14,7 +14,7 @@ from itertools import chain
 from pathlib import Path
 from collections.abc import Callable, Iterable, Iterator
 from .config import unknown
-from .files import file_digest, json_digest, json_lines
+from .files import file_digest, json_digest, json_lines, read_json, read_utf8
 from .stories import STORY_CORPORA, Stories
 
 # %% ../../nbs/00_tools/00g_documents.ipynb #bcf80339
@@ -188,6 +188,8 @@ def _one_line(name:str): # Explains errors of `datasets` and of its libraries in
 def _explained(name:str, e:Exception)->Exception:
     what = " ".join(line.strip() for line in str(e).split("\n")[:2])[:300] or type(e).__name__
     repo = HUB.get(name, (name.removeprefix("hf:").partition(":")[0],))[0]
+    path = Path(os.path.expanduser(repo))
+    if path.exists() and (fault := _fault(path)): return ValueError(fault)
     if isinstance(e, (ConnectionError, TimeoutError)) or type(e).__module__.startswith(_NETWORK):
         return ConnectionError(f"{name}: the Hugging Face hub can't be reached, or not any more "
                                f"({what}); stories and text:PATH need no network")
@@ -291,6 +293,34 @@ def _divided(texts:Callable, split:str)->Iterator[str]: # One in 200, and at lea
     is_valid = held_out
     if not any(map(held_out, texts())): is_valid = min(texts(), key=_number_of, default="").__eq__
     yield from (text for text in texts() if is_valid(text) == (split == "valid"))
+
+# %% ../../nbs/00_tools/00g_documents.ipynb #42cd66d8
+def _fault(path:Path)->str|None: # What is wrong in the first file that can't be read by itself
+    found = sorted(path.rglob("*")) if path.is_dir() else [path]
+    for file in (f for f in found if f.is_file()):
+        try:
+            if has_columns(file): rows = _column_texts(file)()
+            elif file.suffix == ".json": rows = _json_rows(file)
+            elif file.suffix == ".csv": rows = _csv_parts(file)
+            else: continue
+            for _ in rows: pass
+        except ValueError as e: return str(e)
+    return None
+
+def _json_rows(path:Path)->Iterable: # Of JSON lines, or of one list or object
+    text = read_utf8(path)
+    try: lines = isinstance(json.loads(text.partition("\n")[0]), dict)
+    except ValueError: lines = False
+    if lines: return json_lines(path)
+    return read_json(path, list if text.lstrip().startswith("[") else dict)
+
+def _csv_parts(path:Path)->Iterator: # As `datasets` reads it
+    import pandas as pd
+    read_utf8(path)
+    try: yield from pd.read_csv(path, chunksize=10_000)
+    except ValueError as e:
+        raise ValueError(f"{path}: can't be read as CSV ({str(e).strip()})") from None
+
 
 # %% ../../nbs/00_tools/00g_documents.ipynb #e17b2ce4
 def python_documents(
