@@ -313,6 +313,20 @@ def test_datasets_logs_no_error_that_it_raises(tmp_path, name, content):
     assert done.stdout.startswith(f"{tmp_path/name}: ") and done.stdout.count("\n") == 1 and "Failed to" not in done.stderr, done.stderr
 
 
+@pytest.mark.parametrize("content, texts", [('[{"text": "a"},\n {"text": "b"}]', ["a", "b"]), ('{"text": "a"}\n{"text": "b"}\n', ["a", "b"]), ('\ufeff["a", "b"]', ["a", "b"]), ('{\n "text": "a"\n}', ["a"])])
+def test_a_json_file_is_a_list_or_lines(tmp_path, content, texts):
+    (tmp_path/"own.json").write_text(content, encoding="utf-8")
+    assert sorted(t for split in ("train", "valid") for t in documents(f"hf:{tmp_path/'own.json'}", split)) == texts
+
+
+@pytest.mark.parametrize("content, words", [('[{"text": "a"}, {"text": 3}]', "item 2 has no text 'text': {'text': 3}"), ('[{"text": "a"}, {"txt": "b"}]', "item 2 has no text 'text'"), ('{"text": "a"}\n{"text": 3}\n', "line 2 has no text 'text'"),
+                                            ("[3]", "item 1 is '3', expected an object"), ("[]", "no rows, expected at least one"), ('[{"a": "b", "c": "d"}]', "no column called text among a, c, and 2 with strings")])
+def test_a_json_file_with_something_else(tmp_path, content, words):
+    "A number among the texts: datasets would put quotes around all of them"
+    (tmp_path/"own.json").write_text(content)
+    with pytest.raises(ValueError, match=re.escape(f"{tmp_path/'own.json'}: {words}")): list(documents(f"hf:{tmp_path/'own.json'}"))
+
+
 BROKEN = [("csv", "id,text\n1,a\n", b"id,text\n1,a\n2,b,c\n", ": can't be read as CSV (Error tokenizing data. C error: Expected 2 fields in line 3, saw 3)"),
           ("csv", "id,text\n1,a\n", b"id,text\n1,caf\xe9\n", ": not UTF-8 (byte 13)"),
           ("json", '[{"text": "a"}]', b'[{"text": "a"},\n {"text": "b"', ": not JSON (Expecting ',' delimiter: line 2 column 14 (char 29))"),
