@@ -8,10 +8,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from lmcourse.alignment.preference import (DpoConfig, PreferenceBatches, compute_per_instance_dpo_loss, dpo_loss, ipo_loss, kto_loss, preference_objective, read_pairs,
+from little_hub import parquet
+from lmcourse.alignment.preference import (DpoConfig, PreferenceBatches, check_pair, compute_per_instance_dpo_loss, dpo_loss, ipo_loss, kto_loss, preference_objective, read_pairs,
                                            response_log_prob, simpo_loss)
+from lmcourse.alignment.sft import conversations
 from lmcourse.alignment.toy import parrot
 from lmcourse.architecture.transformer_torch import ModelConfig, TransformerLM
+from lmcourse.generation.generate import PLAIN_CHAT
 from lmcourse.tokenization.tokenizer import Tokenizer
 
 
@@ -117,6 +120,44 @@ def test_blank_lines_of_a_file_of_pairs_are_skipped_and_counted(tmp_path, end):
     for lines, words in (((pair, None, pair | dict(chosen="c")), "line 3: chosen and rejected are equal"), ((pair, pair, pair | dict(chosen="c")), "line 3: chosen and rejected are equal"), ((), "no pairs")):
         written(*lines)
         with pytest.raises(ValueError, match=words): read_pairs(file)
+
+
+def said(role, content): return dict(role=role, content=content)
+
+
+TALK = [said("system", "Be brief."), said("user", "Hi."), said("assistant", "Ho."), said("user", "Why?")]
+YES, NO = said("assistant", " So.\n"), said("assistant", "")
+
+
+@pytest.mark.parametrize("row", [dict(prompt=TALK, chosen=[YES], rejected=[NO]), dict(chosen=[*TALK, YES], rejected=[*TALK, NO]), dict(prompt="Why?", chosen=[*TALK, YES], rejected=[*TALK, NO], score=3),
+                                 dict(chosen=[*TALK, dict(YES, name="a")], rejected=[*TALK, NO], messages=None)])
+def test_a_pair_of_chats_is_what_chat_sends_with_two_answers(row, tmp_path):
+    prompt = "".join(text for text, _ in PLAIN_CHAT.render([(m["role"], m["content"]) for m in TALK]))
+    pair = dict(prompt=prompt, chosen=" So.\n", rejected="")
+    assert check_pair(row, "it") == pair and conversations(dict(messages=[*TALK, YES]), "it")[-1] == dict(prompt=prompt, response=" So.\n")
+    (tmp_path/"own.jsonl").write_text(json.dumps(row))
+    (tmp_path/"own.parquet").write_bytes(parquet(**{k: [v] for k, v in row.items()}))
+    assert read_pairs(tmp_path/"own.jsonl") == read_pairs(tmp_path/"own.parquet") == [pair]
+
+
+def test_chats_may_differ_in_an_earlier_answer_only_if_they_end_with_it():
+    with pytest.raises(ValueError, match=re.escape("it: rejected has the roles ['assistant', 'user', 'assistant'] after the prompt, expected ['assistant']")):
+        check_pair(dict(chosen=TALK[:3], rejected=[*TALK[:2], NO, TALK[3], NO]), "it")
+    assert check_pair(dict(chosen=TALK[:3], rejected=[*TALK[:2], NO]), "it")["chosen"] == "Ho."
+
+
+@pytest.mark.parametrize("row, words", [
+    (dict(chosen=[*TALK, YES], rejected=[*TALK, YES]), "it: chosen and rejected are equal, ' So.\\n'"), (dict(prompt=TALK, chosen=[YES], rejected=[YES]), "it: chosen and rejected are equal"),
+    (dict(prompt="Why?", chosen=[YES], rejected=[NO]), "it has an empty prompt, expected messages in prompt, or with which both chosen and rejected begin"), (dict(prompt=[], chosen=[YES], rejected=[NO]), "it has an empty prompt"),
+    (dict(prompt=TALK, chosen=[*TALK, YES], rejected=[NO]), "it: chosen has the roles ['system', 'user', 'assistant', 'user', 'assistant'] after the prompt, expected ['assistant']"),
+    (dict(prompt=TALK, chosen=[YES], rejected=[]), "it: rejected has the roles [] after the prompt"), (dict(prompt=TALK[:3], chosen=[TALK[3]], rejected=[NO]), "it: chosen has the roles ['user'] after the prompt"),
+    (dict(prompt=TALK, chosen=[YES], rejected="No."), "it: rejected, expected a list of objects with role and content: No."), (dict(prompt=TALK, chosen=[YES]), "it: rejected, expected a list of objects with role and content: None"),
+    (dict(prompt=["Why?"], chosen=[YES], rejected=[NO]), "it: prompt, expected a list of objects with role and content: ['Why?']"), (dict(prompt=TALK, chosen="Yes.", rejected="No."), "it has no text 'prompt', expected prompt, chosen and rejected"),
+    (dict(prompt=TALK, chosen=[said("assistant", None)], rejected=[NO]), "it has no text 'content', expected role and content"), (dict(prompt=TALK, chosen=[said("assistant", "a<|endoftext|>")], rejected=[NO]), "it: content with <|endoftext|>"),
+    (dict(prompt=[said("tool", "a")], chosen=[YES], rejected=[NO]), "it: messages with role = 'tool', expected one of system, user, assistant"), (dict(chosen="a", rejected="b"), "it has no text 'prompt'")])
+def test_a_bad_pair_of_chats_is_told(row, words):
+    with pytest.raises(ValueError) as e: check_pair(row, "it")
+    assert str(e.value).startswith(words) and "\n" not in str(e.value)
 
 
 # TRL

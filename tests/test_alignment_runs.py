@@ -2,6 +2,7 @@
 import json
 import math
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -361,12 +362,45 @@ def test_own_pairs_are_measured_on_pairs_that_are_held_out(little, tmp_path):
     assert {k: found[k] for k in alone} == pytest.approx(alone)
 
 
-def test_a_copy_of_a_record_is_on_the_same_side_and_its_seed_only_orders(little):
-    records = [dict(prompt=str(i//2), response="a") for i in range(60)]
-    parts = [hold_out(records, "own.jsonl", seed) for seed in (0, 1)]
-    for learnt, held in parts: assert len(held) == 6 and not any(r in learnt for r in held) and len(learnt) == 54
+def grouped(records):
+    groups = {}
+    for r in records: groups.setdefault(r["prompt"], []).append(r)
+    return groups
+
+
+def test_records_of_one_prompt_are_on_the_same_side_and_a_seed_only_orders():
+    records = [dict(prompt=str(i//2), response=str(i)) for i in range(60)]
+    parts = [hold_out(grouped(records), "own.jsonl", seed) for seed in (0, 1)]
+    for learnt, held in parts: assert len(held) == 6 and len(learnt) == 54 and not {r["prompt"] for r in learnt} & {r["prompt"] for r in held}
     assert parts[0][1] == parts[1][1] and parts[0][0] != parts[1][0] and sorted(map(str, parts[0][0])) == sorted(map(str, parts[1][0]))
-    assert len(hold_out([dict(prompt=str(i)) for i in range(3000)], "own.jsonl")[1]) == 100
+    assert len(hold_out(grouped([dict(prompt=str(i)) for i in range(3000)]), "own.jsonl")[1]) == 100
+    few = [dict(prompt=str(i//3), response=str(i)) for i in range(12)]
+    assert len({r["prompt"] for r in hold_out(grouped(few), "own.jsonl")[1]}) == 1 and len(hold_out(grouped(few), "own.jsonl")[1]) == 3
+
+
+@pytest.mark.parametrize("prompts, n, held", [(1, 40, 4), (2, 400, 40)])
+def test_many_records_of_few_prompts_are_divided_themselves(prompts, n, held):
+    records = [dict(prompt=str(i % prompts), response=str(i//(2*prompts))) for i in range(n)] # Each twice
+    learnt, measured = hold_out(grouped(records), "own.jsonl")
+    assert len(measured) == held and len(learnt) == n - held and not any(r in learnt for r in measured)
+
+
+def asked(path): return {re.search(r"Where is \d+", r["prompt"])[0] for r in map(json.loads, path.read_text().splitlines())}
+
+
+def chat(*texts): return [dict(role=role, content=text) for role, text in zip(("system", "user", "assistant", "user", "assistant"), texts)]
+
+
+@pytest.mark.parametrize("kind, row, each", [
+    ("sft", lambda i: dict(prompt=f"Where is {i//3}?", response=f" {i}."), 1), ("sft", lambda i: dict(messages=chat(f"{i}.", f"Where is {i//3}?", "Here.", f"And {i}?", "There.")), 2),
+    ("dpo", lambda i: dict(prompt=f"Where is {i//3}?", chosen=f" {i}.", rejected=""), 1), ("dpo", lambda i: dict(prompt=chat("", f"Where is {i//3}?"), chosen=chat("", "", f"{i}")[2:], rejected=chat("", "", "No")[2:]), 1),
+    ("dpo", lambda i: dict(prompt=f"{i}", chosen=chat("", f"Where is {i//3}?", "Here.", f"And {i}?", "There."), rejected=chat("", f"Where is {i//3}?", "Here.", f"And {i}?", "No.")), 1)])
+def test_what_is_measured_is_asked_nowhere_else(kind, row, each, little, tmp_path):
+    (tmp_path/"own.jsonl").write_text("".join(json.dumps(row(i)) + "\n" for i in range(30)))
+    new_alignment(tmp_path/"run", kind, dict(pairs=str(tmp_path/"own.jsonl")), little)
+    learnt, held = (tmp_path/"run"/"data"/f"{name}.jsonl" for name in ("pairs", "held_out"))
+    assert len(asked(learnt)) == 9 and len(asked(held)) == 1 and not asked(learnt) & asked(held)
+    assert len(held.read_text().splitlines()) == 3*each and len(learnt.read_text().splitlines()) == 27*each
 
 
 def test_a_run_on_chats_is_tried_by_chat_and_on_prompts_by_generate(little, tmp_path, monkeypatch, capsys):

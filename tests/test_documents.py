@@ -299,7 +299,8 @@ def test_a_bad_line_of_a_file_is_named_and_nothing_else_is_said(tmp_path, row, w
 
 def test_what_can_be_told_of_a_file_is_told_at_once(tmp_path):
     for name, content, words in (("a.jsonl", b"", "no rows, expected at least one"), ("a.jsonl", b'{"a": {"text": "b"}}', "no column called text among a, and 0 with strings"),
-                                 ("a.parquet", b"PAR1" + b"x"*99, "can't be read as Parquet"), ("a.jsonl.gz", b"{}", "not a whole gzip file")):
+                                 ("a.parquet", b"PAR1" + b"x"*99, "can't be read as Parquet"), ("a.jsonl.gz", b"{}", "not a whole gzip file"),
+                                 ("a.json", b"", "not JSON (Expecting value"), ("a.csv", b"", "can't be read as CSV (No columns to parse from file)")):
         (tmp_path/name).write_bytes(content)
         with pytest.raises(ValueError, match=re.escape(f"{tmp_path/name}: {words}")): documents(f"hf:{tmp_path/name}")
 
@@ -309,7 +310,38 @@ def test_datasets_logs_no_error_that_it_raises(tmp_path, name, content):
     (tmp_path/name).write_bytes(content)
     code = f"from lmcourse.tools.documents import documents\ntry: list(documents('hf:{tmp_path}'))\nexcept ValueError as e: print(e)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=os.environ | dict(PYTHONPATH=os.pathsep.join(sys.path)))
-    assert "can't be read (" in done.stdout and done.stdout.count("\n") == 1 and "Failed to" not in done.stderr, done.stderr
+    assert done.stdout.startswith(f"{tmp_path/name}: ") and done.stdout.count("\n") == 1 and "Failed to" not in done.stderr, done.stderr
+
+
+@pytest.mark.parametrize("content, texts", [('[{"text": "a"},\n {"text": "b"}]', ["a", "b"]), ('{"text": "a"}\n{"text": "b"}\n', ["a", "b"]), ('\ufeff["a", "b"]', ["a", "b"]), ('{\n "text": "a"\n}', ["a"])])
+def test_a_json_file_is_a_list_or_lines(tmp_path, content, texts):
+    (tmp_path/"own.json").write_text(content, encoding="utf-8")
+    assert sorted(t for split in ("train", "valid") for t in documents(f"hf:{tmp_path/'own.json'}", split)) == texts
+
+
+@pytest.mark.parametrize("content, words", [('[{"text": "a"}, {"text": 3}]', "item 2 has no text 'text': {'text': 3}"), ('[{"text": "a"}, {"txt": "b"}]', "item 2 has no text 'text'"), ('{"text": "a"}\n{"text": 3}\n', "line 2 has no text 'text'"),
+                                            ("[3]", "item 1 is '3', expected an object"), ("[]", "no rows, expected at least one"), ('[{"a": "b", "c": "d"}]', "no column called text among a, c, and 2 with strings")])
+def test_a_json_file_with_something_else(tmp_path, content, words):
+    "A number among the texts: datasets would put quotes around all of them"
+    (tmp_path/"own.json").write_text(content)
+    with pytest.raises(ValueError, match=re.escape(f"{tmp_path/'own.json'}: {words}")): list(documents(f"hf:{tmp_path/'own.json'}"))
+
+
+BROKEN = [("csv", "id,text\n1,a\n", b"id,text\n1,a\n2,b,c\n", ": can't be read as CSV (Error tokenizing data. C error: Expected 2 fields in line 3, saw 3)"),
+          ("csv", "id,text\n1,a\n", b"id,text\n1,caf\xe9\n", ": not UTF-8 (byte 13)"),
+          ("json", '[{"text": "a"}]', b'[{"text": "a"},\n {"text": "b"', ": not JSON (Expecting ',' delimiter: line 2 column 14 (char 29))"),
+          ("json", '{"text": "a"}', b'{"text": "a"}\n{"text": "b",}\n', ": line 2 is not JSON ("), ("json", '[{"text": "a"}]', b'[{"text": "caf\xe9"}]', ": not UTF-8 (byte 14)"),
+          ("jsonl", '{"text": "a"}\n', b'{"text": "a"}\n{"text": "b",}\n', ": line 2 is not JSON ("), ("parquet", None, b"PAR1" + b"x"*99, ": can't be read as Parquet (")]
+
+
+@pytest.mark.parametrize("kind, good, content, words", BROKEN, ids=[f"{b[0]}-{i}" for i, b in enumerate(BROKEN)])
+def test_a_broken_file_is_named_with_its_line_by_itself_and_in_a_folder(tmp_path, kind, good, content, words):
+    (folder := tmp_path/"own").mkdir()
+    (folder/f"train-1.{kind}").write_bytes(good.encode() if good else parquet(text=["a"]))
+    (bad := folder/f"train-2.{kind}").write_bytes(content)
+    for name in (bad, folder):
+        with pytest.raises(ValueError) as e: list(documents(f"hf:{name}"))
+        assert str(e.value).startswith(f"{bad}{words}") and "\n" not in str(e.value), str(e.value)
 
 
 # Folders of text files

@@ -95,6 +95,12 @@ def test_of_a_link_to_a_folder_only_the_link_is_removed(tmp_path):
     assert [p.name for p in sorted(tmp_path.rglob("*"))] == ["far", "kept"]
 
 
+def test_a_mark_that_says_utf8_is_skipped(tmp_path):
+    "As editors on Windows may save it"
+    (tmp_path/"a.json").write_text("[2]", encoding="utf-8-sig")
+    assert read_json(tmp_path/"a.json", list) == [2]
+
+
 def test_json_comes_back_byte_by_byte(tmp_path):
     write_json(tmp_path/"a.json", values := dict(a=[1, 2.5, None], b="é\n"))
     assert (tmp_path/"a.json").read_bytes() == b'{\n  "a": [\n    1,\n    2.5,\n    null\n  ],\n  "b": "\\u00e9\\n"\n}\n'

@@ -297,6 +297,12 @@ def test_experts_are_not_quantized(place, capsys):
     assert "num_experts = 4" in refused(capsys, "generate", place["qwen3_moe"], "--quantize", "int8")
 
 
+@pytest.mark.parametrize("command", ["doctor", "plot", "train --resume", "sft --resume"])
+def test_what_reads_runs_says_what_such_a_folder_is(command, place, capsys):
+    assert refused(capsys, *command.split(), place["llama"]) == (f"lmcourse: {place['llama']}: a Hugging Face model, expected the folder of a run; "
+                                                                 "generate, chat, serve and eval take such a model\n")
+
+
 def test_training_commands_take_no_such_folder(place, tmp_path, capsys):
     assert "init_from = " in (said := refused(capsys, "sft", tmp_path/"new", "--init-from", place["llama"])) and "a model of transformers" in said
     assert not (tmp_path/"new").exists()
@@ -307,9 +313,29 @@ def test_an_exported_model_writes_what_it_wrote(tmp_path, capsys):
     model, tokenizer = load_model()
     folder = save_hf(untie(model), tmp_path/"exported", tokenizer=tokenizer)
     words = "--prompt", "Once there", "--max-tokens", 40, "--temperature", 0
-    ids = prompt_ids(tokenizer, "Once there")[1:]               # Nothing in the folder asks for a first token
+    ids = prompt_ids(tokenizer, "Once there")
     want = "Once there" + tokenizer.decode(generate(model, ids, 40, temperature=0, stop=[tokenizer.end_of_text])) + "\n\n"
     assert told(capsys, "generate", folder, *words) == told(capsys, "generate", folder, *words, "--draft", folder) == want
+
+
+def test_an_exported_text_begins_with_its_token_once(place, tmp_path):
+    "Ours, one that puts a token in front of a text, and one that doesn't: the same ids here, there and in the folder"
+    for name in ("ours", "llama", "qwen3"):
+        model, tokenizer = load_model(place.get(name))
+        if name == "ours": model = untie(model)
+        folder = save_hf(model, tmp_path/name, tokenizer=tokenizer)
+        there, again = theirs(folder)[1], load_model(folder)[1]
+        ids = prompt_ids(tokenizer, "Once")
+        assert there("Once")["input_ids"] == prompt_ids(again, "Once") == ids == [*tokenizer.start_ids, *tokenizer.encode("Once")]
+        assert (again.start_ids, again.start_of_text, again.end_ids) == (tokenizer.start_ids, tokenizer.start_of_text, tokenizer.end_ids)
+        assert len(tokenizer.start_ids) == (name != "qwen3") and len(there) == tokenizer.vocab_size
+        assert (there.bos_token_id, there.eos_token_id) == (tokenizer.start_of_text, tokenizer.end_of_text)
+        talk = [dict(role="user", content="Once")]
+        there.chat_template = "{{ bos_token }}{{ messages[0].content }}"
+        chat = there.apply_chat_template(talk, return_dict=False)
+        assert chat == [tokenizer.start_of_text, *tokenizer.encode("Once")]
+        (folder/"chat_template.jinja").write_text(there.chat_template)
+        assert read_chat_template(folder).encode([("user", "Once")], again) == chat
 
 
 def test_a_cache_is_as_long_as_the_text(tmp_path, monkeypatch, capsys):

@@ -189,7 +189,9 @@ def test_a_tokenizer_in_the_folder_gives_the_same_ids_there(config, tmp_path):
     parts = ["the", " café", "cafe\u0301", "  ", "\r\n", "12345", "'LL", "<|endoftext|>", "<|", "\u3000", "\x85", "\x1c", "ﬀ", "١٢", "👩\u200d👧", "\0", "日本"]
     for text in ["", *parts, *("".join(rng.choices(parts, k=20)) for _ in range(200))]:
         ids = tokenizer.encode(text)
-        assert there(text)["input_ids"] == ids and there.decode(ids) == text, text
+        assert there(text)["input_ids"] == [tokenizer.end_of_text, *ids] and there.decode(ids) == text, text
+        assert there(text, add_special_tokens=False)["input_ids"] == ids
+    assert there("the", "cafe")["input_ids"] == [i for t in ("the", "cafe") for i in (tokenizer.end_of_text, *tokenizer.encode(t))]
     assert there.eos_token_id == there.bos_token_id == net.generation_config.eos_token_id == tokenizer.end_of_text
     assert there.model_max_length == config.context_length
     check_close(from_hf(folder).state_dict(), model.state_dict(), 0, 0)

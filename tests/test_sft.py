@@ -1,4 +1,5 @@
 "Supervised fine-tuning: masks, constants, micro-batches, packing."
+import json
 import math
 from dataclasses import replace
 from itertools import islice
@@ -170,10 +171,12 @@ def test_a_bad_record_is_told(row, words):
     assert str(e.value).startswith(words) and "\n" not in str(e.value)
 
 
-def test_conversations_are_read_from_parquet_too(tmp_path):
+def test_conversations_are_read_from_parquet_and_a_json_list_too(tmp_path):
     (tmp_path/"own.parquet").write_bytes(parquet(prompt=["a", "b"], response=["c", "d"]))
     assert read_conversations(tmp_path/"own.parquet") == [dict(prompt="a", response="c"), dict(prompt="b", response="d")]
     (tmp_path/"chats.parquet").write_bytes(parquet(messages=[[said("user", "a"), said("assistant", "b")]]))
     assert read_conversations(tmp_path/"chats.parquet") == [dict(prompt="User: a\nAssistant:", response="b")]
+    (tmp_path/"own.json").write_text(json.dumps([dict(prompt="a", response="c"), dict(prompt="b", response="d")], indent=1))
+    assert read_conversations(tmp_path/"own.json") == read_conversations(tmp_path/"own.parquet")
     (tmp_path/"bad.parquet").write_bytes(parquet(prompt=["a", "b"], response=["c", None]))
     with pytest.raises(ValueError, match="bad.parquet: row 2 has no text 'response'"): read_conversations(tmp_path/"bad.parquet")

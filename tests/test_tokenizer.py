@@ -17,7 +17,7 @@ from hypothesis import given, settings, strategies as st
 
 from lmcourse.tokenization.bpe import PRETOKENIZE, count_words, train_bpe_heap
 from lmcourse.tokenization.encoding import byte_alphabet, make_vocab
-from lmcourse.tokenization import tokenizer as tokenizer_module
+from lmcourse.tokenization import tokenizer as tokenizer_module, vocabulary
 from lmcourse.tokenization.tokenizer import ReadableEncoder, Rules, Tokenizer, read_merges, read_vocab, text_to_token, token_to_text, train_bpe
 from lmcourse.tools.stories import Stories
 
@@ -480,6 +480,15 @@ def test_whole_words_come_before_merges():
     vocab = make_vocab([(b"a", b"b"), (b"c", b"d"), (b"b", b"c"), (b"ab", b"cd")])
     short = [(b"b", b"c"), (b"a", b"b"), (b"c", b"d"), (b"ab", b"cd")]
     assert len(Tokenizer(vocab, short).encode("abcd")) == 3 and Tokenizer(vocab, short, rules=Rules(whole_words=True)).encode("abcd") == [259]
+
+
+def test_a_token_of_a_tokenizer_json_is_converted_once(monkeypatch, tmp_path):
+    "Merges name each token again and again"
+    TOKENIZER.save(tmp_path/"t")
+    texts, convert = [], vocabulary.text_to_token
+    monkeypatch.setattr(vocabulary, "text_to_token", lambda text: texts.append(text) or convert(text))
+    again = Tokenizer.from_tokenizer_json(tmp_path/"t/tokenizer.json")
+    assert again.digest == TOKENIZER.digest and len(texts) == len({*texts}) == TOKENIZER.vocab_size
 
 
 @pytest.mark.parametrize("change, words", [

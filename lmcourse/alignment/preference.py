@@ -12,6 +12,7 @@ import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 import torch
 import torch.nn.functional as F
@@ -19,8 +20,8 @@ from torch import Tensor
 from typing import Any
 from ..tools.documents import file_rows
 from .briefs import parse_reward
-from .sft import check_text, get_response_log_probs, measure_log_probs
-from .sft import padded_rows
+from .sft import chat_prompt, check_text, check_turns
+from .sft import get_response_log_probs, measure_log_probs, padded_rows
 from .tasks import verifiable_task
 from ..training.engines import Objective
 
@@ -128,7 +129,7 @@ def judged_pairs(
 
 # %% ../../nbs/14_alignment/14h_preference.ipynb #9b1412ec
 def read_pairs(
-    path:str|Path, # JSON lines or Parquet with `prompt`, `chosen` and `rejected`
+    path:str|Path, # JSON lines or Parquet, as for `check_pair`
 )->list: # Dicts
     "Read pairs from a file. Raises `FileNotFoundError`, or `ValueError` with the line's number."
     pairs = [check_pair(pair, f"{path}: {at}") for at,pair in file_rows(path)]
@@ -136,16 +137,32 @@ def read_pairs(
     return pairs
 
 def check_pair(
-    pair:dict, # With `prompt`, `chosen` and `rejected`
+    pair:dict, # With `prompt`, `chosen` and `rejected`: texts or lists of messages
     where:str, # Beginning of error messages
-)->dict: # These three
+)->dict: # These three, as texts
     "Check a pair. Raises `ValueError` for a malformed one or equal responses."
     names = "prompt", "chosen", "rejected"
+    if any(isinstance(pair.get(key), list) for key in names[1:]): pair = _of_messages(pair, where)
     for key in names: check_text(pair, key, where, "prompt, chosen and rejected")
     if not pair["prompt"]: raise ValueError(f"{where} has an empty prompt")
     if pair["chosen"] == pair["rejected"]: raise ValueError(
         f"{where}: chosen and rejected are equal, {pair['chosen'][:30]!r}")
     return {key: pair[key] for key in names}
+
+def _of_messages(pair:dict, where:str)->dict: # Its texts
+    chosen, rejected = (check_turns(pair.get(key), where, key) for key in ("chosen", "rejected"))
+    if isinstance(pair.get("prompt"), list): turns = check_turns(pair["prompt"], where, "prompt")
+    else: # They begin alike; the last message of each is no prompt
+        both = takewhile(lambda two: two[0] == two[1], zip(chosen[:-1], rejected[:-1]))
+        turns = [turn for turn,_ in both]
+        chosen, rejected = chosen[len(turns):], rejected[len(turns):]
+    if not turns: raise ValueError(
+        f"{where} has an empty prompt, expected messages in prompt, or with which both chosen and "
+        f"rejected begin")
+    for key,answer in (("chosen", chosen), ("rejected", rejected)):
+        if (roles := [role for role,_ in answer]) != ["assistant"]: raise ValueError(
+            f"{where}: {key} has the roles {roles} after the prompt, expected ['assistant']")
+    return dict(prompt=chat_prompt(turns, where), chosen=chosen[0][1], rejected=rejected[0][1])
 
 def check_pairs(
     pairs:list, # Dicts with `prompt`, `chosen` and `rejected`

@@ -59,38 +59,52 @@ def _trainer_from(model, train:TrainConfig, valid, batches, objective)->Trainer:
 # %% ../../nbs/14_alignment/14k_runs.ipynb #7357f7db
 def own_records(
     path:str,       # JSON lines or Parquet
-    check:Callable, # From an object and its place to records, dicts of texts with a `prompt`
+    # From an object and its place to what it asks, and to records, dicts of texts with a `prompt`
+    check:Callable,
     tokenizer:Tokenizer,
     context_length:int,
-)->list: # Records
+)->dict: # What is asked, to its records
     "Read and check a file. `ValueError` names a line that is bad, or too long for the model."
     def size(text): return len(tokenizer.encode(text))
-    found = []
+    found:dict = {}
     for where,row in file_rows(path):
-        for record in check(row, f"{path}: {where}"):
+        question, records = check(row, f"{path}: {where}")
+        for record in records:
             response = max(size(v) for k,v in record.items() if k != "prompt")
             if (tokens := 1 + size(record["prompt"]) + response) > context_length: raise ValueError(
                 f"{path}: {where} has {tokens:,} tokens to read, the model takes "
                 f"{context_length:,}: shorten it or leave it out")
-            found.append(record)
+        found.setdefault(question, []).extend(records)
     return found
+
+def _question(asked:str|list)->str: # The prompt itself, or of messages the user's first
+    if isinstance(asked, str): return asked
+    return next((m["content"] for m in asked if m["role"] == "user"), asked[0]["content"])
 
 # %% ../../nbs/14_alignment/14k_runs.ipynb #6b6b2117
 def hold_out(
-    records:list, # Dicts
-    path:str,     # Their file, for the error
-    seed:int=0,   # Seed of the order of those that are learnt
+    groups:dict, # What is asked, to its records, as from `own_records`
+    path:str,    # Their file, for the error
+    seed:int=0,  # Seed of the order of those that are learnt
 )->tuple: # Records to learn, shuffled, and to measure: a tenth, at least one, at most 100
-    "Divide records by their hash. Raises `ValueError` for fewer than two different ones."
-    def key(record): return hashlib.sha256(json.dumps(record).encode()).digest()
-    keys = sorted({*map(key, records)})
-    if len(keys) < 2: raise ValueError(
-        f"{path}: {len(keys)} different record{'s'*(len(keys) != 1)}, expected at least two: one "
-        f"to learn, one to measure")
-    held = {*keys[:min(100, max(1, len(keys)//10))]}
-    parts = [r for r in records if key(r) not in held], [r for r in records if key(r) in held]
-    random.Random(seed).shuffle(parts[0])
-    return parts
+    """Divide records by the hash of what they ask; if all ask the same, or every question has more
+    than 100 records, by the hash of each. Raises `ValueError` for fewer than two different ones."""
+    records = [r for group in groups.values() for r in group]
+    if len(groups) < 2 or min(map(len, groups.values())) > 100:
+        groups = {}
+        for r in records: groups.setdefault(json.dumps(r), []).append(r)
+    if len(groups) < 2: raise ValueError(
+        f"{path}: {len(groups)} different record{'s'*(len(groups) != 1)}, expected at least two: "
+        f"one to learn, one to measure")
+    room, held = min(100, max(1, len(records)//10)), set()
+    for key in sorted(groups, key=lambda key: hashlib.sha256(key.encode()).digest()):
+        if len(groups[key]) <= room:
+            held.add(key)
+            room -= len(groups[key])
+    if not held: held.add(min(groups, key=lambda key: len(groups[key])))
+    learnt = [r for key in groups if key not in held for r in groups[key]]
+    random.Random(seed).shuffle(learnt)
+    return learnt, [r for key in groups if key in held for r in groups[key]]
 
 def _texts(records:list)->list: # What a record asks for: its prompt with its first response
     return ["".join(list(r.values())[:2]) for r in records]
@@ -132,8 +146,8 @@ class RunKind:
     def own_parts(self, check:Callable, tokenizer:Tokenizer, context_length:int, train:TrainConfig
     )->tuple: # As from `prepare`
         "Read own records and divide them. Raises `ValueError` as `own_records` and `hold_out` do."
-        records = own_records(self.own, check, tokenizer, context_length)
-        learnt, held = hold_out(records, self.own, self.seed)
+        groups = own_records(self.own, check, tokenizer, context_length)
+        learnt, held = hold_out(groups, self.own, self.seed)
         _check_batch(f"{self.own}: {len(learnt)} records to learn", len(learnt), train)
         return _texts(learnt), learnt, held
 
@@ -165,7 +179,10 @@ class SftRun(RunKind):
 
     def prepare(self, model:Any, tokenizer:Tokenizer, train:TrainConfig, world:World)->tuple:
         length = model.config.context_length
-        if self.own: return self.own_parts(conversations, tokenizer, length, train)
+        def check(row, where):
+            records = conversations(row, where)
+            return _question(row["messages" if "messages" in row else "prompt"]), records
+        if self.own: return self.own_parts(check, tokenizer, length, train)
         n = self.settings["demonstrations"]
         _check_batch(f"demonstrations = {n}", n, train)
         texts = list(map("".join, self.pairs()))
@@ -218,7 +235,10 @@ class DpoRun(RunKind):
             f"reference = {c.reference}: its tokenizer is {other.digest[:12]}…, the model's is "
             f"{tokenizer.digest[:12]}…, expected the same")
         length = min(m.config.context_length for m in (model, reference))
-        def check(row, where): return [check_pair(row, where)]
+        def check(row, where):
+            pair = check_pair(row, where)
+            whole = isinstance(row["chosen"], list) and not isinstance(row.get("prompt"), list)
+            return _question(row["chosen" if whole else "prompt"]), [pair]
         if c.pairs: return self.own_parts(check, tokenizer, length, train)
         prompts = task.prompts(c.prompts, 1_000_000*(self.seed + 1)) # As `own_pairs` takes them
         _check_room("prompts with their responses", prompts, 1 + task.max_tokens, tokenizer,

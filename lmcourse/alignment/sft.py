@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['END', 'tokenize_prompt_and_output', 'padded_rows', 'compute_entropy', 'get_response_log_probs', 'measure_log_probs',
            'masked_normalize', 'sft_microbatch_train_step', 'pack_rows', 'block_attention', 'SftBatches',
-           'conversations', 'check_text', 'read_conversations']
+           'conversations', 'check_text', 'check_turns', 'chat_prompt', 'read_conversations']
 
 # %% ../../nbs/14_alignment/14c_sft.ipynb #14c0imp
 import torch
@@ -216,16 +216,25 @@ def check_text(row:dict, key:str, where:str, wanted:str):
     if END in row[key]: raise ValueError(
         f"{where}: {key} with {END}, which is added at its end; leave it out")
 
-def _answers(messages:Any, where:str)->list: # Dicts as from `conversations`
+
+# %% ../../nbs/14_alignment/14c_sft.ipynb #0c36f71d
+def check_turns(messages:Any, where:str, name:str="messages")->list: # Pairs of role and content
+    "Check a list of messages; `name` is its field. `ValueError` for anything else."
     if not isinstance(messages, list) or not all(isinstance(m, dict) and "role" in m
                                                  for m in messages): raise ValueError(
-        f"{where}: messages, expected a list of objects with role and content: "
+        f"{where}: {name}, expected a list of objects with role and content: "
         f"{str(messages)[:60]}")
     for m in messages: check_text(m, "content", where, "role and content")
-    turns = [(m["role"], m["content"]) for m in messages]
-    try: prompts = ["".join(text for text,_ in PLAIN_CHAT.render(turns[:i]))
-                    for i in range(len(turns))]
+    return [(m["role"], m["content"]) for m in messages]
+
+def chat_prompt(turns:list, where:str)->str: # Of pairs of role and content
+    "Write a conversation up to the assistant's answer. `ValueError` for an unknown role."
+    try: return "".join(text for text,_ in PLAIN_CHAT.render(turns))
     except ValueError as e: raise ValueError(f"{where}: messages with {e}") from None
+
+def _answers(messages:Any, where:str)->list: # Dicts as from `conversations`
+    turns = check_turns(messages, where)
+    prompts = [chat_prompt(turns[:i], where) for i in range(len(turns))]
     found = [dict(prompt=prompt, response=text) for prompt,(role,text) in zip(prompts, turns)
              if role == "assistant"]
     if not found: raise ValueError(f"{where}: messages without an answer of the assistant")

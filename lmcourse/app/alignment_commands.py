@@ -41,7 +41,7 @@ class SftCommand(AlignmentCommand):
     the course's model."""
     slip: float = 0.2           # Probability that a mention in a demonstration is wrong
     demonstrations: int = 4000  # Number of demonstrations, which are then repeated
-    # File of JSON lines or Parquet with prompt and response, or with messages, instead of
+    # File of JSON lines, JSON or Parquet with prompt and response, or with messages, instead of
     # demonstrations
     pairs: Path|None = None
     # How the model is trained
@@ -61,8 +61,8 @@ class DpoCommand(AlignmentCommand):
     sft_weight: float = 0.3     # Weight of the plain loss of chosen responses
     prompts: int = 128          # Prompts for which responses are written, to make pairs
     group_size: int = 8         # Responses per prompt
-    # File of JSON lines or Parquet with prompt, chosen and rejected, instead of pairs that the
-    # model writes
+    # File of JSON lines, JSON or Parquet with prompt, chosen and rejected, as texts or messages,
+    # instead of pairs that the model writes
     pairs: Path|None = None
     reference: Path|None = None # Model to stay near to, if not that of --init-from
     # How the model is trained
@@ -110,8 +110,8 @@ def align(
     if resume:
         refuse_beside_resume(kind, resume, given)
         with checking_input():
-            check_kind(resume, kind)
             _, own, _ = read_run(resume)        # Says what is missing
+            check_kind(resume, kind)
             if told := _how_it_ended(kind, resume, own): return say(*told)
             with locked(resume): trainer = open_alignment(resume)
         if trainer.world.writes:

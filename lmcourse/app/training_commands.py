@@ -153,8 +153,8 @@ def resume_run(run:Path, train:TrainConfig|None=None, given:tuple=()): # `UserEr
     from lmcourse.training.runs import read_run
     from lmcourse.training.trainer import Trainer
     with checking_input():
-        check_kind(run, "train")
         model, own, data = read_run(run)
+        check_kind(run, "train")
         if result := finished(run, own):
             how = new_run_words(model)
             say(f"{run} is finished: {result_line(result)}", "train on from its weights: lmcourse "
@@ -221,7 +221,6 @@ def refuse_beside_resume(command:str, run:Path, given:tuple, but:tuple=()):
 
 def check_kind(run:Path, command:str): # Raises `ValueError` for a run of another command
     "Check the kind of a run before it is resumed."
-    if not (run/"config.json").is_file(): return            # `read_run` says so
     path = run/"align.json"
     if (kind := read_json(path)["kind"] if path.is_file() else "train") != command:
         raise ValueError(f"{run}: a run of `lmcourse {kind}`; go on with lmcourse {kind} --resume "

@@ -411,13 +411,29 @@ def _ends(config:ModelConfig, tokenizer:VocabularyFiles)->dict: # Of texts, for 
     if tokenizer.vocab_size > config.vocab_size:
         raise ValueError(f"a tokenizer of {tokenizer.vocab_size:,} ids, and a model of "
                          f"{config.vocab_size:,}")
-    return dict.fromkeys(("bos_token_id", "eos_token_id"), tokenizer.end_of_text)
+    ends = list(tokenizer.end_ids)
+    return dict(bos_token_id=tokenizer.start_of_text,
+                eos_token_id=ends if len(ends) > 1 else ends[0])
 
 def _write_tokenizer(folder:Path, tokenizer:VocabularyFiles, config:ModelConfig):
     tokenizer.save(folder)
+    whole = read_json(folder/"tokenizer.json") | dict(post_processor=_starting_with(tokenizer))
+    write_json(folder/"tokenizer.json", whole, indent=1, ensure_ascii=False)
+    bos, eos = (tokenizer.decode([i]) for i in (tokenizer.start_of_text, tokenizer.end_ids[0]))
     write_json(folder/"tokenizer_config.json", dict(
         tokenizer_class="PreTrainedTokenizerFast", model_max_length=config.context_length,
-        bos_token="<|endoftext|>", eos_token="<|endoftext|>", clean_up_tokenization_spaces=False))
+        bos_token=bos, eos_token=eos, clean_up_tokenization_spaces=False))
+
+def _starting_with(tokenizer:VocabularyFiles
+)->dict|None: # The post-processor that puts `start_ids` in front of a text, or of both of a pair
+    names = [tokenizer.decode([i]) for i in tokenizer.start_ids]
+    if not names: return None
+    def begun(text:str, k:int):
+        first = [dict(SpecialToken=dict(id=name, type_id=k)) for name in names]
+        return [*first, dict(Sequence=dict(id=text, type_id=k))]
+    return dict(type="TemplateProcessing", single=begun("A", 0), pair=begun("A", 0) + begun("B", 1),
+                special_tokens={name: dict(id=name, ids=[i], tokens=[name])
+                                for name,i in zip(names, tokenizer.start_ids)})
 
 # %% ../../nbs/03_architecture/03g_pretrained.ipynb #b995364f
 def _link_bytes(model:TransformerLM, link:Link)->int:

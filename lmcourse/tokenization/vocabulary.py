@@ -9,7 +9,7 @@ __all__ = ['token_to_text', 'text_to_token', 'read_vocab', 'read_merges', 'Rules
 # %% ../../nbs/01_tokenization/01da_vocabulary.ipynb #dd04090b
 import hashlib, json, regex
 from collections.abc import Iterable
-from functools import cached_property
+from functools import cache, cached_property
 from operator import index
 from pathlib import Path
 from typing import Any, NamedTuple, Self
@@ -31,7 +31,8 @@ def text_to_token(text:str
     # UTF-8
 )->bytes:
     "Read a token as written by `token_to_text`."
-    return bytes(map(_BYTES.__getitem__, text)) if _BYTES.keys() >= set(text) else utf8(text)
+    try: return bytes(map(_BYTES.__getitem__, text))
+    except KeyError: return utf8(text)
 
 # %% ../../nbs/01_tokenization/01da_vocabulary.ipynb #15e6afdd
 def _by_id(named:Iterable, path)->dict: # (text of a token, id) pairs to a dict from id to text
@@ -272,13 +273,14 @@ def parse_hugging_face(
                       bool(model.get("ignore_merges")))
         added = _by_id(((token["content"], token["id"]) for token in whole["added_tokens"]), path)
         texts = _by_id(model["vocab"].items(), path)
+        to_token = cache(text_to_token) # The merges repeat the tokens of the vocabulary
         for i,text in texts.items():    # it may repeat an added token, in either way of writing
-            if i in added and added[i].encode() not in (text.encode(), text_to_token(text)):
+            if i in added and added[i].encode() not in (text.encode(), to_token(text)):
                 raise ValueError(f"{path}: {text!r} and {added[i]!r} both have the id {i}")
-        vocab = {i: text_to_token(text) for i,text in texts.items()}
+        vocab = {i: to_token(text) for i,text in texts.items()}
         vocab |= {i: text.encode() for i,text in added.items()}
         # Two tokens in a list, or in older files in a text with a space between
-        merges = [tuple(map(text_to_token, m.split(" ") if isinstance(m, str) else m))
+        merges = [tuple(map(to_token, m.split(" ") if isinstance(m, str) else m))
                   for m in model["merges"]]
     except _Unsupported as e:
         raise ValueError(f"{path}: {e}, which is not supported: expected byte-level BPE like "

@@ -9,12 +9,12 @@ __all__ = ['END_OF_TEXT', 'SPLITS', 'HUB', 'HELD_OUT', 'has_columns', 'text_file
 
 # %% ../../nbs/00_tools/00g_documents.ipynb #bb0ad824
 import ast, codecs, functools, hashlib, json, logging, os, shlex, sysconfig, tempfile, warnings
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import chain
 from pathlib import Path
 from collections.abc import Callable, Iterable, Iterator
 from .config import unknown
-from .files import file_digest, json_digest, json_lines
+from .files import file_digest, json_digest, json_lines, read_json, read_utf8
 from .stories import STORY_CORPORA, Stories
 
 # %% ../../nbs/00_tools/00g_documents.ipynb #bcf80339
@@ -188,6 +188,8 @@ def _one_line(name:str): # Explains errors of `datasets` and of its libraries in
 def _explained(name:str, e:Exception)->Exception:
     what = " ".join(line.strip() for line in str(e).split("\n")[:2])[:300] or type(e).__name__
     repo = HUB.get(name, (name.removeprefix("hf:").partition(":")[0],))[0]
+    path = Path(os.path.expanduser(repo))
+    if path.exists() and (fault := _fault(path)): return ValueError(fault)
     if isinstance(e, (ConnectionError, TimeoutError)) or type(e).__module__.startswith(_NETWORK):
         return ConnectionError(f"{name}: the Hugging Face hub can't be reached, or not any more "
                                f"({what}); stories and text:PATH need no network")
@@ -225,12 +227,14 @@ def _open_repository(name:str): # Split to rows
 
 # %% ../../nbs/00_tools/00g_documents.ipynb #c0785d9a
 def file_rows(
-    path:str|Path, # A file of JSON lines, perhaps with `.gz`, or a Parquet file
+    path:str|Path, # A file of JSON lines, perhaps with `.gz`, a `.json` or a Parquet file
 )->Iterator[tuple[str, dict]]: # The place of each row, say `line 3`; column to value
     """Read a file with columns lazily. Raises `FileNotFoundError`, or `ValueError` with the place
     of what can't be read."""
     if not str(path).endswith(".parquet"):
-        yield from ((f"line {n}", row) for n,row in json_lines(path))
+        found = _listed(path)
+        if found is None: found = ((f"line {n}", row) for n,row in json_lines(path))
+        yield from found
         return
     if not Path(path).is_file(): raise FileNotFoundError(f"{path}: no such file")
     import pyarrow as pa, pyarrow.parquet as pq
@@ -242,17 +246,33 @@ def file_rows(
         why = str(e).partition(". ")[0]
         raise ValueError(f"{path}: can't be read as Parquet ({why})") from None
 
+def _listed(path:str|Path
+)->Iterable|None: # Places and rows of a `.json` with one list or object; `None` for JSON lines
+    if not str(path).endswith(".json"): return None
+    text = read_utf8(path).removeprefix("\ufeff").lstrip()
+    if text.startswith("["):
+        rows = [dict(text=v) if isinstance(v, str) else v for v in read_json(path, list)]
+    else:
+        with suppress(ValueError):
+            if isinstance(json.loads(text.partition("\n")[0]), dict): return None
+        rows = [read_json(path)]
+    for k,row in enumerate(rows, 1):
+        if not isinstance(row, dict):
+            raise ValueError(f"{path}: item {k} is {str(row)[:40]!r}, expected an object")
+    return [(f"item {k}", row) for k,row in enumerate(rows, 1)]
+
+
 # %% ../../nbs/00_tools/00g_documents.ipynb #93a64c80
 def hub_documents(
     # `tinystories`, `openwebtext` or `hf:REPO[:CONFIG]`, where REPO is OWNER/NAME, or a data file
-    # (JSON lines, Parquet, CSV), or a folder with such files
+    # (JSON, JSON lines, Parquet, CSV), or a folder with such files
     name:str,
     split:str="train",  # `train` or `valid`
 )->Iterator[str]: # Documents, without `<|endoftext|>`
     """Yield the documents of a repository, fetched while they are read. Raises a one-line
     `ConnectionError`, `FileNotFoundError`, `PermissionError` or `ValueError`."""
     path = Path(os.path.expanduser(name.removeprefix("hf:")))
-    if has_columns(path) and path.is_file(): return _divided(_column_texts(path), split)
+    if _is_read_here(path) and path.is_file(): return _divided(_column_texts(path), split)
     with _one_line(name):
         parts = _open_repository(name)
         own = next((s for s in ("validation", "valid", "val", "dev") if s in parts), None)
@@ -275,6 +295,8 @@ def _texts(name:str, rows:Iterable[dict], column:str)->Iterator[str]:
 def _cut(row:dict, column:str)->list: # The documents of a row
     return [d for d in (row.get(column) or "").split(END_OF_TEXT) if d.strip()]
 
+def _is_read_here(path:Path)->bool: return has_columns(path) or path.suffix == ".json"
+
 def _column_texts(path:Path)->Callable: # A function that reads the documents of a file
     if (first := next((row for _,row in file_rows(path)), None)) is None:
         raise ValueError(f"{path}: no rows, expected at least one")
@@ -291,6 +313,26 @@ def _divided(texts:Callable, split:str)->Iterator[str]: # One in 200, and at lea
     is_valid = held_out
     if not any(map(held_out, texts())): is_valid = min(texts(), key=_number_of, default="").__eq__
     yield from (text for text in texts() if is_valid(text) == (split == "valid"))
+
+# %% ../../nbs/00_tools/00g_documents.ipynb #42cd66d8
+def _fault(path:Path)->str|None: # What is wrong in the first file that can't be read by itself
+    found = sorted(path.rglob("*")) if path.is_dir() else [path]
+    for file in (f for f in found if f.is_file()):
+        try:
+            if _is_read_here(file): rows = _column_texts(file)()
+            elif file.suffix == ".csv": rows = _csv_parts(file)
+            else: continue
+            for _ in rows: pass
+        except ValueError as e: return str(e)
+    return None
+
+def _csv_parts(path:Path)->Iterator: # As `datasets` reads it
+    import pandas as pd
+    read_utf8(path)
+    try: yield from pd.read_csv(path, chunksize=10_000)
+    except ValueError as e:
+        raise ValueError(f"{path}: can't be read as CSV ({str(e).strip()})") from None
+
 
 # %% ../../nbs/00_tools/00g_documents.ipynb #e17b2ce4
 def python_documents(

@@ -130,7 +130,7 @@ def read_json(
 )->Any: # The content
     """Read a JSON file.
     Raises `FileNotFoundError`, or `ValueError` with an invalid file's name and what is wrong."""
-    text = read_utf8(path)
+    text = read_utf8(path).removeprefix("\ufeff")   # A mark that some editors put there
     try: values = json.loads(text, object_pairs_hook=_once)
     except json.JSONDecodeError as e: raise ValueError(f"{path}: not JSON ({e})") from None
     except RecursionError: raise ValueError(f"{path}: not JSON (nested too deeply)") from None

@@ -39,6 +39,9 @@ def read_run(
     if not Path(run).exists(): raise FileNotFoundError(f"{run}: no such file or folder")
     if not path.is_file(): raise FileNotFoundError(f"{run}: no run folder (it has no config.json)")
     values = read_json(path)
+    if "model_type" in values: raise ValueError(
+        f"{run}: a Hugging Face model, expected the folder of a run; generate, chat, serve and "
+        f"eval take such a model")
     if missing := [k for k in ("model", "train", "data") if k not in values]:
         raise ValueError(f"{path}: {' and '.join(missing)} not found")
     for name,kind,words in (("model", dict, "an object"), ("train", dict, "an object"),
