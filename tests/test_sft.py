@@ -171,6 +171,12 @@ def test_a_bad_record_is_told(row, words):
     assert str(e.value).startswith(words) and "\n" not in str(e.value)
 
 
+def test_a_completion_is_a_response():
+    "TRL's name"
+    assert conversations(dict(prompt="a", completion="b"), "it") == [dict(prompt="a", response="b")]
+    with pytest.raises(ValueError, match="it has an empty response"): conversations(dict(prompt="a", completion=" "), "it")
+
+
 def test_conversations_are_read_from_parquet_and_a_json_list_too(tmp_path):
     (tmp_path/"own.parquet").write_bytes(parquet(prompt=["a", "b"], response=["c", "d"]))
     assert read_conversations(tmp_path/"own.parquet") == [dict(prompt="a", response="c"), dict(prompt="b", response="d")]

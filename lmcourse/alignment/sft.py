@@ -198,10 +198,11 @@ class SftBatches:
 
 # %% ../../nbs/14_alignment/14c_sft.ipynb #0ad7b999
 def conversations(
-    row:dict,  # With `prompt` and `response`, or with `messages`
+    row:dict,  # With `prompt` and `response` or `completion`, or with `messages`
     where:str, # Beginning of error messages
 )->list: # Dicts with `prompt` and `response`, one for each answer
     "Check a record, and split messages into prompts and answers. `ValueError` for a bad record."
+    if "completion" in row and "response" not in row: row = row | dict(response=row["completion"])
     found = _answers(row["messages"], where) if "messages" in row else [row]
     for pair in found:
         for key in ("prompt", "response"):
