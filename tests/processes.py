@@ -62,7 +62,9 @@ def here(*words, cwd):
 # A process that has loaded torch, with one thread, makes a copy of itself for each order, which then is that script's alone.
 COPIES = """
 import gc, json, os, signal, sys
-import torch, torch._dynamo, torch.distributed, lmcourse.training.trainer
+import torch, torch._dynamo, torch.distributed, torch.distributed.pipelining, lmcourse.training.trainer, lmcourse.parallelism.mesh
+from numba.core.registry import cpu_target
+for context in (cpu_target.typing_context, cpu_target.target_context): context.refresh() # As before a first kernel: most of a second
 gc.freeze() # Else each copy, when it ends, searches all this for garbage
 for line in iter(sys.stdin.readline, ""):
     code, folder, seconds, environment, *sys.argv[1:] = json.loads(line)

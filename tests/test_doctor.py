@@ -36,6 +36,19 @@ def place(tmp_path_factory):
     torch.set_num_threads(threads)
 
 
+@pytest.fixture(autouse=True)
+def each_probe_is_made_once(monkeypatch): # It begins anew, so that of a run only config and data decide what it finds; most runs here have the same
+    monkeypatch.setattr(doctor, "probe", lambda case, factor, steps: probed(case, factor, steps))
+
+
+probe, known = doctor.probe, {}
+
+def probed(case, factor, steps):
+    key = repr((case.model, case.train, case.data, factor, steps))
+    if key not in known: known[key] = probe(case, factor, steps)
+    return known[key]
+
+
 def trained(place, name, fault=None, model=TINY, train=SHORT):
     run, f = place/name, (faults.FAULTS | faults.FIRST).get(fault) or faults.Fault("", "", "", list)
     if not run.exists(): faults.train(fault, replace(model, **f.model), replace(train, **f.train), place/"data"/f.data, run)

@@ -162,7 +162,7 @@ def memory_by_library(V, D, L, H, F, T, B):
 def time_of(seconds=lambda work, moved: max(work, moved), flops=lambda m, k, n: 2*m*k*n, numbers=lambda m, k, n: m*k + k*n + m*n, bound=None):
     def matmul_time(m, k, n, size, peak, bandwidth):
         work, moved = flops(m, k, n)/peak, size*numbers(m, k, n)/bandwidth
-        return seconds(work, moved), (bound or (lambda work, moved: "arithmetic" if work > moved else "memory"))(work, moved)
+        return seconds(work, moved), (bound or (lambda work, moved: "arithmetic" if work >= moved else "memory"))(work, moved)
     return matmul_time
 
 
@@ -324,6 +324,7 @@ WRONG_ANSWERS = dict(
         (time_of(numbers=lambda m, k, n: m*n), "the operands are read too"), (lambda m, k, n, size, *a: time_of()(m, k, n, 1, *a), "each has size bytes"),
         (time_of(bound=lambda work, moved: "memory"), "the time is right, but the bound is arithmetic (1.37e+03 FLOPs per byte, the ridge is at 295), got 'memory'"),
         (time_of(bound=lambda work, moved: "memory" if work > moved else "arithmetic"), "for m = 8, k = 64, n = 4096, size = 2, peak = 9.895e+14, bandwidth = 3.35e+12: the time is right, but the bound is memory"),
+        (time_of(bound=lambda work, moved: "arithmetic" if work > moved else "memory"), "the bound is arithmetic (both take equally long), got 'memory'"),
         (time_of(bound=lambda work, moved: "compute"), "got 'compute'"), (lambda *a: time_of()(*a)[0], "expected (seconds, bound), got 1.7"),
         (lambda *a: time_of()(*a)[::-1], "expected a number, got 'memory'"), (time_of(lambda work, moved: 1e6*max(work, moved)), "too large"), (fails, "your code raised RuntimeError")],
     crossover=[

@@ -95,14 +95,14 @@ def ips_by_numbers(text):
 
 # 4. Gopher
 
-def gopher(t, words=(50, 100_000), mean=(3, 10), dots=.3, letters=.8, split=str.split, mark=lambda l: l.rstrip().endswith("..."), letter=lambda x: re.search("[^\\W\\d_]", x)):
-    w, lines = split(t), t.split("\n")
+def gopher(t, words=(50, 100_000), mean=(3, 10), dots=.3, letters=.8, split=str.split, mark=lambda l: l.rstrip().endswith("..."), letter=lambda x: re.search("[^\\W\\d_]", x), empty=False):
+    w, lines = split(t), [l for l in t.split("\n") if empty or l.strip()]
     if not words[0] <= len(w) <= words[1]: return False
-    return mean[0] <= sum(map(len, w))/max(1, len(w)) <= mean[1] and sum(map(mark, lines))/len(lines) <= dots and sum(bool(letter(x)) for x in w)/max(1, len(w)) >= letters
+    return mean[0] <= sum(map(len, w))/max(1, len(w)) <= mean[1] and sum(map(mark, lines)) <= dots*len(lines) and sum(bool(letter(x)) for x in w)/max(1, len(w)) >= letters
 
 
 def gopher_in_numpy(t):
-    w, lines = np.array(t.split()), np.array(t.split("\n"))
+    w, lines = np.array(t.split()), np.array([x for x in t.split("\n") if x.strip()])
     if not 50 <= len(w) <= 100_000: return False
     mean, dots, letters = np.strings.str_len(w).mean(), np.mean([x.rstrip().endswith("...") for x in lines]), np.mean([any(map(str.isalpha, x)) for x in w])
     return (mean >= 3) & (mean <= 10) & (dots <= .3) & (letters >= .8)
@@ -114,14 +114,16 @@ def gopher_by_reasons(t):
     if w:
         mean = len("".join(w))/len(w)
         reasons += ["short"]*(mean < 3) + ["long"]*(mean > 10) + ["digits"]*(sum(any(c.isalpha() for c in x) for x in w) < .8*len(w))
-    lines = t.splitlines() or [""]
+    lines = [*filter(str.strip, t.splitlines())]
     return not reasons + ["dots"]*(10*sum(l.strip().endswith("...") for l in lines) > 3*len(lines))
 
 
 GOPHER = [(partial(gopher, words=(0, 10**5)), "few words"), (partial(gopher, words=(50, 10**9)), "many words"), (partial(gopher, mean=(0, 10)), "short words"), (partial(gopher, mean=(3, 99)), "long words"),
           (partial(gopher, dots=1), "break off"), (partial(gopher, letters=0), "without letters"), (lambda t: not gopher(t), "what to drop"), (lambda t: True, "expected"), (lambda t: int(gopher(t)), "expected"),
           (partial(gopher, mean=(2.01, 10)), "short words"), (partial(gopher, mean=(3, 10.99)), "long words"), (partial(gopher, dots=.39), "break off"), (partial(gopher, split=partial(re.findall, r"\w+")), "expected"),
-          (partial(gopher, mark=lambda l: "..." in l), "only where it ends"), (partial(gopher, mark=lambda l: l.endswith(".")), "no ellipsis"), (partial(gopher, letter=lambda x: not x.isdigit()), "expected"),
+          (partial(gopher, mark=lambda l: "..." in l), "only where it ends"), (partial(gopher, mark=lambda l: l.endswith(".")), "no ellipsis"),
+          (partial(gopher, mark=lambda l: l.endswith("...")), "white space at the end of a line does not count"), (partial(gopher, empty=True), "empty lines are no lines here"),
+          (partial(gopher, letter=lambda x: not x.isdigit()), "expected"),
           (partial(gopher, letter=lambda x: x[0].isalpha()), "anywhere"), (partial(gopher, letter=lambda x: re.search("[A-Za-z]", x)), "é is a letter"),
           (lambda t: gopher(t) and t.count("...")/(t.count("\n") + 1) <= .3, "expected True, got False")]
 

@@ -74,13 +74,22 @@ def in_sync():
 TRITON = tuple(f"09{name}" for name in ("c_traffic", "d_matmul", "e_rows", "f_flash", "g_grouped", "i_use", "j_machine_code", "k_decode", "l_serving"))    # They run its kernels
 
 
+# nbdev_test's processes are copies of one that has loaded what most pages import, which isn't searched for garbage with each of them
+NBDEV_TEST = """import gc, sys
+if sys.platform == "linux": import lmcourse.training.trainer
+gc.freeze()
+gc.set_threshold(20_000, 20, 20)
+from nbdev.test import nbdev_test
+nbdev_test(timing=True, skip_file_re=sys.argv[1], flags=sys.argv[2])"""
+
+
 def notebooks(slow, without=()):
     "Run them. Each must be able to run after any other: none may leave a file behind."
     if not importlib.util.find_spec("triton"):
         print(f"no triton here, which has wheels for Linux alone: without {', '.join(TRITON)}", flush=True)
         without = (*without, *TRITON)
     before = files(ROOT).keys()
-    run("nbdev_test", "--timing", "--skip_file_re", "|".join(["^[_.]", *(f"^{name}.ipynb$" for name in without)]), *(["--flags", "slow"] if slow else []))
+    run(sys.executable, "-c", NBDEV_TEST, "|".join(["^[_.]", *(f"^{name}.ipynb$" for name in without)]), "slow" if slow else "")
     if left := sorted(map(str, files(ROOT).keys() - before)): sys.exit("left behind by a notebook: " + ", ".join(left))
 
 

@@ -234,9 +234,8 @@ def _said(e:BaseException)->str: # Name and message, on one line
     return words if len(words) <= 400 else f"{words[:300]} … {words[-80:]}"
 
 # %% ../../nbs/90_app/90e_grade.ipynb #02a2ee10
-def _grade(task:Exercise, path:Path, alone:bool)->tuple: # (state, message, lines of traceback)
-    # Saved before the file can change it
-    grader = getattr(import_module(f"lmcourse.exercises.{task.topic}"), f"check_{task.name}")
+def _grade(grader:Callable, task:Exercise, path:Path, alone:bool
+)->tuple: # (state, message, lines of traceback)
     folder = path.parent
     try: found = _run_file(path)
     except BaseException as e:
@@ -257,11 +256,14 @@ def _grade(task:Exercise, path:Path, alone:bool)->tuple: # (state, message, line
 def answer_job():
     "Run a file and its grader, and save the result; this runs in a separate process."
     job = json.loads(sys.stdin.buffer.read())
+    task = Exercise(**job["task"])
+    # Saved before the file can change it
+    grader = getattr(import_module(f"lmcourse.exercises.{task.topic}"), f"check_{task.name}")
     # End this process if its parent is gone
     if hasattr(signal, "alarm"): signal.alarm(int(job["seconds"]) + 30)
-    with open(job["where"], "w") as where:
-        faulthandler.dump_traceback_later(max(job["until"] - time.time(), .1), file=where)
-        state, words, lines = _grade(Exercise(**job["task"]), Path(job["file"]), job["alone"])
+    with open(job["where"], "w") as where: # Here the time limit begins
+        faulthandler.dump_traceback_later(max(job["seconds"]*.9 - .1, .1), file=where)
+        state, words, lines = _grade(grader, task, Path(job["file"]), job["alone"])
         faulthandler.cancel_dump_traceback_later()
     for stream in (sys.stdout, sys.stderr):
         try: stream.flush()
@@ -334,7 +336,10 @@ def _wait(process, job:dict, seconds:float, echo:_Echo)->bool: # Whether the pro
         process.stdin.write(json.dumps(job).encode())
         process.stdin.close()
     except BrokenPipeError: pass
-    try: process.wait(seconds)
+    try:
+        # What the grader imports may take seconds, which are not the answer's
+        while not Path(job["where"]).exists() and process.poll() is None: time.sleep(.01)
+        process.wait(seconds)
     except subprocess.TimeoutExpired: return False
     finally:
         _kill(process)
@@ -359,8 +364,8 @@ def check_file(
     path, echo = usable_file(path), _Echo(write or _to_stderr)
     with tempfile.TemporaryDirectory() as reports:
         job:dict = dict(task=vars(task), file=str(path), alone=alone, seconds=seconds,
-                   until=time.time() + seconds*.9 - .1, word=secrets.token_hex(),
-                   report=f"{reports}/report", where=f"{reports}/where")
+                        word=secrets.token_hex(), report=f"{reports}/report",
+                        where=f"{reports}/where")
         start = [sys.executable, "-u", "-P", "-c",
                  _START.format(str(Path(str(files("lmcourse"))).parent))]
         one = {"OMP_NUM_THREADS": "1"} # Graders compute little, and many may run at once

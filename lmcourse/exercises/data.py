@@ -87,13 +87,13 @@ def check_mask_ips(
 
 # %% ../../nbs/13_curation/13z_data.ipynb #ca0db4fd
 def _keep(t, low=50, high=100_000, short=3., long=10., dots=.3, letters=.8, strict=False,
-         characters=False, blanks=False, cut=str.split,
+         characters=False, blanks=False, empty=False, cut=str.split,
          mark=lambda l: l.rstrip().endswith("..."),
          spelt=lambda x: any(map(str.isalpha, x))):
-    w, lines = cut(t), t.split("\n")
+    w, lines = cut(t), [l for l in t.split("\n") if empty or l.strip()]
     n = len(t) if characters else len(w)
     mean = (len(t) if blanks else sum(map(len, w)))/max(1, len(w))
-    ends = sum(map(mark, lines))/len(lines)
+    ends = sum(map(mark, lines))/max(1, len(lines))
     share = sum(map(spelt, w))/max(1, len(w))
     if strict: return low < n < high and short < mean < long and ends < dots and share > letters
     return low <= n <= high and short <= mean <= long and ends <= dots and share >= letters
@@ -114,7 +114,8 @@ def check_gopher_quality_filter(
              (lines(100, 31),), ("word "*49 + "-- ",), ("44th "*60,), ("éàéà "*60,),
              ("word "*70 + "---- "*30,),
              (lines(10, 0, "eight words ... and then three more words"),),
-             (lines(10, 0, "here are eight words that end in something."),)]
+             (lines(10, 0, "here are eight words that end in something."),),
+             (lines(10, 4).replace("...", "...  "),), (lines(10, 4).replace("\n", "\n\n"),)]
     check_cases(gopher_quality_filter, _keep, cases, {
         "texts at a limit stay": lambda t: _keep(t, strict=True),
         "count words, not characters": lambda t: _keep(t, characters=True),
@@ -127,6 +128,9 @@ def check_gopher_quality_filter(
         "a line breaks off only where it ends in ...":
             lambda t: _keep(t, mark=lambda l: "..." in l),
         "a full stop is no ellipsis": lambda t: _keep(t, mark=lambda l: l.endswith(".")),
+        "white space at the end of a line does not count":
+            lambda t: _keep(t, mark=lambda l: l.endswith("...")),
+        "empty lines are no lines here": lambda t: _keep(t, empty=True),
         "white space separates words, not each blank: split() needs no argument":
             lambda t: _keep(t, cut=lambda t: t.split(" ")),
         "blanks do not count for the length of words": lambda t: _keep(t, blanks=True),
