@@ -300,7 +300,7 @@ def test_a_bad_line_of_a_file_is_named_and_nothing_else_is_said(tmp_path, row, w
 def test_what_can_be_told_of_a_file_is_told_at_once(tmp_path):
     for name, content, words in (("a.jsonl", b"", "no rows, expected at least one"), ("a.jsonl", b'{"a": {"text": "b"}}', "no column called text among a, and 0 with strings"),
                                  ("a.parquet", b"PAR1" + b"x"*99, "can't be read as Parquet"), ("a.jsonl.gz", b"{}", "not a whole gzip file"),
-                                 ("a.json", b"", "not JSON (Expecting value"), ("a.csv", b"", "can't be read as CSV (No columns to parse from file)")):
+                                 ("a.json", b"", "not JSON (Expecting value"), ("a.csv", b"", "no columns, expected a first line with their names")):
         (tmp_path/name).write_bytes(content)
         with pytest.raises(ValueError, match=re.escape(f"{tmp_path/name}: {words}")): documents(f"hf:{tmp_path/name}")
 
@@ -327,7 +327,8 @@ def test_a_json_file_with_something_else(tmp_path, content, words):
     with pytest.raises(ValueError, match=re.escape(f"{tmp_path/'own.json'}: {words}")): list(documents(f"hf:{tmp_path/'own.json'}"))
 
 
-BROKEN = [("csv", "id,text\n1,a\n", b"id,text\n1,a\n2,b,c\n", ": can't be read as CSV (Error tokenizing data. C error: Expected 2 fields in line 3, saw 3)"),
+BROKEN = [("csv", "id,text\n1,a\n", b"id,text\n1,a\n2,b,c\n", ": line 3 has 3 fields, expected 2"),
+          ("csv", "id,text\n1,a\n", b'id,text\n1,a\n2,"b\n', ": line 3 can't be read as CSV (unexpected end of data)"),
           ("csv", "id,text\n1,a\n", b"id,text\n1,caf\xe9\n", ": not UTF-8 (byte 13)"),
           ("json", '[{"text": "a"}]', b'[{"text": "a"},\n {"text": "b"', ": not JSON (Expecting ',' delimiter: line 2 column 14 (char 29))"),
           ("json", '{"text": "a"}', b'{"text": "a"}\n{"text": "b",}\n', ": line 2 is not JSON ("), ("json", '[{"text": "a"}]', b'[{"text": "caf\xe9"}]', ": not UTF-8 (byte 14)"),

@@ -589,6 +589,9 @@ PARTS["bfloat16"] = Part("quickstart", {
     "products in bfloat16": _COPIERS | dict(dtype="bfloat16"),
 }, 1600)
 
+# %% ../../nbs/06_ablations/06e_speedrun.ipynb #ef9908f0
+PARTS["whole_bfloat16"] = Part("quickstart", PARTS["bfloat16"].changes, 4400)
+
 # %% ../../nbs/06_ablations/06e_speedrun.ipynb #a056a929
 def speedrun(
     part:str,           # `race`, or a name in `PARTS`

@@ -149,6 +149,14 @@ def check_pair(
         f"{where}: chosen and rejected are equal, {pair['chosen'][:30]!r}")
     return {key: pair[key] for key in names}
 
+def check_pairs(
+    pairs:list, # Dicts with `prompt`, `chosen` and `rejected`
+)->list: # Dicts
+    "Check pairs. Raises `ValueError` for no pairs, and as `check_pair` does."
+    if not pairs: raise ValueError("no pairs, expected at least one")
+    return [check_pair(pair, f"pair {n}") for n,pair in enumerate(pairs, 1)]
+
+# %% ../../nbs/14_alignment/14h_preference.ipynb #332e07bc
 def _of_messages(pair:dict, where:str)->dict: # Its texts
     chosen, rejected = (check_turns(pair.get(key), where, key) for key in ("chosen", "rejected"))
     if isinstance(pair.get("prompt"), list): turns = check_turns(pair["prompt"], where, "prompt")
@@ -164,12 +172,6 @@ def _of_messages(pair:dict, where:str)->dict: # Its texts
             f"{where}: {key} has the roles {roles} after the prompt, expected ['assistant']")
     return dict(prompt=chat_prompt(turns, where), chosen=chosen[0][1], rejected=rejected[0][1])
 
-def check_pairs(
-    pairs:list, # Dicts with `prompt`, `chosen` and `rejected`
-)->list: # Dicts
-    "Check pairs. Raises `ValueError` for no pairs, and as `check_pair` does."
-    if not pairs: raise ValueError("no pairs, expected at least one")
-    return [check_pair(pair, f"pair {n}") for n,pair in enumerate(pairs, 1)]
 
 # %% ../../nbs/14_alignment/14h_preference.ipynb #f165dfc5
 def pair_rows(

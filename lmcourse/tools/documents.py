@@ -8,7 +8,8 @@ __all__ = ['END_OF_TEXT', 'SPLITS', 'HUB', 'HELD_OUT', 'has_columns', 'text_file
            'validation_bytes', 'corpus_digest']
 
 # %% ../../nbs/00_tools/00g_documents.ipynb #bb0ad824
-import ast, codecs, functools, hashlib, json, logging, os, shlex, sysconfig, tempfile, warnings
+import ast, codecs, csv, functools, hashlib, io, json, logging, os, shlex, sysconfig, tempfile
+import warnings
 from contextlib import contextmanager, suppress
 from itertools import chain
 from pathlib import Path
@@ -326,12 +327,18 @@ def _fault(path:Path)->str|None: # What is wrong in the first file that can't be
         except ValueError as e: return str(e)
     return None
 
-def _csv_parts(path:Path)->Iterator: # As `datasets` reads it
-    import pandas as pd
-    read_utf8(path)
-    try: yield from pd.read_csv(path, chunksize=10_000)
-    except ValueError as e:
-        raise ValueError(f"{path}: can't be read as CSV ({str(e).strip()})") from None
+def _csv_parts(path:Path)->Iterator: # Its rows; `datasets` rejects a row with too many fields, too
+    rows = csv.reader(io.StringIO(read_utf8(path), newline=""), strict=True)
+    try:
+        width = len(next(rows, []))
+        if not width: raise ValueError(
+            f"{path}: no columns, expected a first line with their names")
+        for row in rows:
+            if len(row) > width: raise ValueError(
+                f"{path}: line {rows.line_num} has {len(row)} fields, expected {width}")
+            yield row
+    except csv.Error as e:
+        raise ValueError(f"{path}: line {rows.line_num} can't be read as CSV ({e})") from None
 
 
 # %% ../../nbs/00_tools/00g_documents.ipynb #e17b2ce4
