@@ -585,3 +585,11 @@ def test_why_a_hand_in_has_no_answer(here, files, words):
     cells, _ = grade.grade_hand_in(grade.find_tasks("01", every_task()), Path("mine"))
     assert cells["01.encode"].startswith("no answer: ") and words in cells["01.encode"] and str(here) not in str(cells)
     assert (cells["01.split"] == "right") == ("helper.py" in files)
+
+
+def test_a_grader_that_is_never_imported_is_not_awaited_for_ever(tmp_path, monkeypatch):
+    "Its process doesn't say that the file has begun"
+    monkeypatch.setattr(grade, "_IMPORTS", .2)
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
+    assert not grade._wait(process, dict(where=str(tmp_path/"where")), .1, grade._Echo(print))
+    assert process.poll() is not None

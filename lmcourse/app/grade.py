@@ -325,6 +325,7 @@ _START = ("import sys; sys.path.append({!r}); from lmcourse.app.grade import ans
           "answer_job()")
 
 _RUNNING:set = set() # Processes of answers, which `grade_class` ends when it is interrupted
+_IMPORTS = 60        # Seconds in which a grader must be imported
 
 def _wait(process, job:dict, seconds:float, echo:_Echo)->bool: # Whether the process ended by itself
     def pump():
@@ -338,7 +339,10 @@ def _wait(process, job:dict, seconds:float, echo:_Echo)->bool: # Whether the pro
     except BrokenPipeError: pass
     try:
         # What the grader imports may take seconds, which are not the answer's
-        while not Path(job["where"]).exists() and process.poll() is None: time.sleep(.01)
+        stop = time.monotonic() + _IMPORTS
+        while not Path(job["where"]).exists() and time.monotonic() < stop:
+            if process.poll() is not None: break
+            time.sleep(.01)
         process.wait(seconds)
     except subprocess.TimeoutExpired: return False
     finally:
