@@ -1,7 +1,5 @@
 "The fused CPU kernels: equal to the readable layers in values and gradients, compiled or not, and out of the way where they don't fit."
 import copy
-import threading
-import time
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +11,7 @@ torch = pytest.importorskip("torch")
 from lmcourse.accounting.activations import activation_bytes
 from lmcourse.accounting.run_cost import memory_format
 from lmcourse.architecture.attention_torch import RoPE, prepare_heads
-from lmcourse.architecture import fused
+from lmcourse.architecture import fused, transpose
 from lmcourse.architecture.fused import FusedFeedForward, FusedRMSNorm, MixedPrecisionLinear, exp2_below, fused_ffn, fused_gelu, fused_heads, fused_loss, head_loss, largest, rms_norm, swiglu, rotate_heads
 from lmcourse.architecture.fused_attention import FUSED_PARTS
 from lmcourse.architecture.layers_torch import FeedForward, Linear, RMSNorm, check_same, gelu, linear_cross_entropy, rmsnorm, silu
@@ -302,7 +300,7 @@ def test_not_twice_differentiable():
 
 @pytest.mark.parametrize("ffn", ["swiglu", "gelu"])
 def test_one_thread_or_two(monkeypatch, threads, ffn):
-    monkeypatch.setattr(fused, "SHARED", 1)
+    monkeypatch.setattr(transpose, "SHARED", 1)
     ids, found = torch.randint(61, (2, 12), generator=torch.Generator().manual_seed(0)), []
     for n in (1, 2, 3):
         threads(n)
@@ -317,46 +315,6 @@ def threads():
     before = torch.get_num_threads()
     yield torch.set_num_threads
     torch.set_num_threads(before)
-
-
-def test_work_is_shared_out(threads):
-    threads(3)
-    names, result = [], []
-    def part(i, j):
-        names.append(threading.get_native_id())
-        time.sleep(.02)                                         # so that each thread gets a part
-        return i, j
-    for _ in range(3): result.append(fused.share(part, 10, fused.SHARED))
-    assert result == [[(0, 3), (3, 6), (6, 10)]]*3 and len(names) == 9
-    if fused.torch_threads(): assert len(set(names)) == 3 and threading.get_native_id() in names   # torch's own, the same each time
-    assert fused.share(part, 10, fused.SHARED - 1) == [(0, 10)] and fused.share(part, 2, fused.SHARED) == [(0, 1), (1, 2)]
-    assert fused.share(part, 1, fused.SHARED) == [(0, 1)]
-
-
-def test_an_error_on_another_thread_is_raised(threads):
-    threads(2)
-    def part(i, j):
-        time.sleep(.02)
-        if i: raise ValueError(f"part from {i}")
-    with expect_error(ValueError, "part from 5"): fused.share(part, 10, fused.SHARED)
-    def stopped(i, j): raise KeyboardInterrupt                  # As Ctrl-C in a notebook does, in the main thread
-    with pytest.raises(KeyboardInterrupt): fused.share(stopped, 10, fused.SHARED)
-    assert fused.share(lambda i, j: j, 10, fused.SHARED) == [5, 10]
-
-
-def test_without_openmp_one_thread_does_it(threads, monkeypatch):
-    threads(2)
-    monkeypatch.setattr(fused, "threadpool_info", lambda: [dict(user_api="blas", filepath="nowhere")])
-    assert fused.torch_threads.__wrapped__() is None
-    monkeypatch.setattr(fused, "torch_threads", lambda: None)
-    assert fused.share(lambda i, j: (i, j), 10, fused.SHARED) == [(0, 10)]
-
-
-def test_fewer_threads_than_parts_do_all_of_them(threads, monkeypatch):
-    "OpenMP may grant fewer threads than asked for."
-    threads(3)
-    monkeypatch.setattr(fused, "torch_threads", lambda: lambda f, data, n, flags: f(None))
-    assert fused.share(lambda i, j: (i, j), 10, fused.SHARED) == [(0, 3), (3, 6), (6, 10)]
 
 
 def test_a_copy_of_the_optimizer_takes_the_same_step():

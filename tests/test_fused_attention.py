@@ -4,7 +4,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from lmcourse.architecture import fused, fused_attention as page
+from lmcourse.architecture import fused_attention as page, transpose
 from lmcourse.architecture.attention_torch import causal_attention
 from lmcourse.architecture.fused_attention import BLOCK, COLUMNS, ROWS, attend_heads, fused_attention
 from lmcourse.architecture.layers_torch import check_same
@@ -39,12 +39,12 @@ def test_values_and_gradients(shape, window, counted):
 
 @pytest.mark.parametrize("threads", [1, 2, 3])
 def test_threads(threads, monkeypatch, counted):
-    monkeypatch.setattr(fused, "SHARED", 1)
+    monkeypatch.setattr(transpose, "SHARED", 1)
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try: check_same(fused_attention, causal_attention, *heads(2, 4, 2, 64, 32), rtol=1e-4, atol=2e-5)
     finally: torch.set_num_threads(before)
-    assert len(counted) == (threads if fused.torch_threads() else 1)
+    assert len(counted) == (threads if transpose.torch_threads() else 1)
 
 
 def test_large_scores_and_hidden_nan():

@@ -74,8 +74,8 @@ def _cpu_products()->dict:
         if hasattr(ops, name):
             found |= {getattr(ops, name): forward, getattr(ops, name + "_backward"): backward}
     if hasattr(torch.ops.mkldnn, "_linear_pointwise"): # On some processors 03j's layers call it
-        found[torch.ops.mkldnn._linear_pointwise] = lambda x, w, *rest, out_shape=None, **more: (
-            2*math.prod(x)*w[0])
+        found[torch.ops.mkldnn._linear_pointwise] = lambda x, *rest, out_shape=None, **more: (
+            2*math.prod(out_shape)*x[-1])
     if hasattr(torch.ops.aten, "_grouped_mm"): # Each row meets one matrix
         found[torch.ops.aten._grouped_mm] = lambda a, b, *rest, out_shape=None, **more: (
             2*a[-2]*a[-1]*b[-1])

@@ -17,7 +17,7 @@ from typing import Any
 from ..tools.config import ModelConfig
 from .attention_np import rope_factor, rope_frequencies
 from .layers_torch import Linear, RMSNorm, at_least_float32, check_index
-from .layers_torch import softmax
+from .layers_torch import linears, softmax
 
 # %% ../../nbs/03_architecture/03d_attention_torch.ipynb #8520b074
 def scaled_dot_product_attention(
@@ -234,8 +234,8 @@ class HeadProjections(nn.Module):
     def project(self, x:torch.Tensor
     )->tuple: # Queries `(..., H, T, K)`, keys and values `(..., G, T, K)`
         "Project tokens to the queries, keys and values of all heads."
-        return tuple(p(x).unflatten(-1, (-1, self.head_dim)).transpose(-2, -3)
-                     for p in (self.q_proj, self.k_proj, self.v_proj))
+        return tuple(y.unflatten(-1, (-1, self.head_dim)).transpose(-2, -3)
+                     for y in linears(x, self.q_proj, self.k_proj, self.v_proj))
 
 # %% ../../nbs/03_architecture/03d_attention_torch.ipynb #e341bb31
 def norm_heads(norm:RMSNorm, heads:torch.Tensor

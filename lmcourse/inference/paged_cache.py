@@ -20,7 +20,8 @@ from itertools import accumulate
 from numba import types
 from numba.extending import overload
 from ..architecture.attention_torch import causal_attention
-from ..architecture.fused import exp2_below, share
+from ..architecture.transpose import share
+from ..architecture.fused import exp2_below
 from ..tools.compiled import borrow, fused, prefetch
 
 # %% ../../nbs/07_inference/07ab_paged_cache.ipynb #b2a60bf1
