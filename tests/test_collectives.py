@@ -16,6 +16,7 @@ from lmcourse.parallelism.data_parallel import data_parallel_bytes
 from lmcourse.parallelism.expert_parallel import expert_bytes
 from lmcourse.parallelism.low_communication import low_communication_bytes
 from lmcourse.parallelism.pipeline import pipeline_bytes
+from lmcourse.parallelism.schedules import interleaved
 from lmcourse.parallelism.tensor_parallel import slice_config, slice_of, tensor_parallel_bytes
 from lmcourse.parallelism.zero import zero_step_bytes
 from lmcourse.tools.config import ModelConfig
@@ -41,7 +42,7 @@ def test_all_reduce_adds_and_sends_what_its_formula_says(way, size, length, rand
 
 PAIRS, PLACES = np.ones((4, 8), int), [[0, 1], [2, 3], [4, 5], [6, 7]]
 BYTES = [*(lambda r, f=f: f(40, 4, r) for f in (ring_bytes, naive_bytes, co.tree_bytes, co.halving_doubling_bytes, co.reduce_scatter_bytes, co.all_gather_bytes)),
-         lambda r: co.hierarchical_bytes(40, 4, r, 2), lambda r: ring_attention_bytes(PLACES, r, 8), lambda r: expert_bytes(PAIRS, 4, r), lambda r: pipeline_bytes(8, 4, 8, 4, r),
+         lambda r: co.hierarchical_bytes(40, 4, r, 2), lambda r: ring_attention_bytes(PLACES, r, 8), lambda r: expert_bytes(PAIRS, 4, r), lambda r: pipeline_bytes(8, 4, interleaved(4, 4, 2), r),
          lambda r: zero_step_bytes(3, [40, 40], 4, r), lambda r: data_parallel_bytes([torch.ones(40)], 4, r), lambda r: low_communication_bytes(40, 4, 2, 4, r),
          lambda r: tensor_parallel_bytes(ModelConfig.preset("small"), 3, 7, 4, r), lambda r: slice_config(ModelConfig.preset("small"), 4, r),
          lambda r: slice_of("w1.weight", torch.ones(40, 2), 4, r)]

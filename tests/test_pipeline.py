@@ -1,5 +1,6 @@
 "Any list of jobs that doesn't deadlock gives the gradients of one process, at the times of the simulator."
 import copy
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
@@ -10,7 +11,8 @@ torch = pytest.importorskip("torch")
 from lmcourse.architecture.transformer_torch import TransformerLM
 from lmcourse.parallelism.pipeline import Pipeline, stage_layers
 from lmcourse.parallelism.ranks import Network
-from lmcourse.parallelism.schedules import Job, bubble, bubble_formula, gpipe, in_flight, interleaved, one_forward_one_backward, simulate, zero_bubble
+from lmcourse.parallelism.schedules import (Job, bubble, bubble_formula, gpipe, in_flight, interleaved, one_forward_one_backward, simulate, stage_ranks, zero_bubble,
+                                            zero_bubble_v)
 from lmcourse.tools.config import ModelConfig
 
 
@@ -22,6 +24,38 @@ def test_zero_bubble_keeps_its_two_promises(p, m):
     if m >= p: assert bubble(simulate(plan, dict(F=1., B=1., W=1.))) == pytest.approx(bubble_formula("zero-bubble", p, m), abs=1e-12)
     else:
         with pytest.raises(ValueError, match=f"{m} microbatches for {p} ranks, expected at least {p}"): bubble_formula("zero-bubble", p, m)
+
+
+@given(st.integers(1, 9), st.integers(1, 24))
+def test_on_a_v_no_rank_pauses_and_all_hold_as_much_as_the_first_of_1f1b(p, m):
+    plan, even = zero_bubble_v(p, m), dict(F=.5, B=.5, W=.5)
+    assert sorted(job for jobs in plan for job in jobs) == sorted(Job(k, i, s) for k in "FBW" for i in range(m) for s in range(2*p))
+    assert stage_ranks(plan) == {s: min(s, 2*p - 1 - s) for s in range(2*p)} and max(in_flight(plan, "W")) <= 2*p
+    done = simulate(plan, even)
+    if m < 2*p - 1:
+        with pytest.raises(ValueError, match=f"{m} microbatches for {p} ranks, expected at least {2*p - 1} for zero-bubble-v"): bubble_formula("zero-bubble-v", p, m)
+        return
+    assert bubble(done) == pytest.approx(bubble_formula("zero-bubble-v", p, m), abs=1e-12) and in_flight(plan, "W") == [2*p]*p
+    assert all(a[2] == b[1] for jobs in done for a, b in zip(jobs, jobs[1:]))
+
+
+@pytest.mark.parametrize("p", [1, 2, 3, 4, 7])
+def test_the_v_is_the_one_of_torch(p):
+    "In the order of every action, also with fewer microbatches than a warm-up takes."
+    torch_schedules = pytest.importorskip("torch.distributed.pipelining.schedules")
+    ends = [SimpleNamespace(stage_index=s, num_stages=2*p, group_rank=0, group_size=p, is_first=not s, is_last=s > 0, has_backward=True, group=None, device="cpu",
+                            submod=torch.nn.Identity()) for s in (0, 2*p - 1)]
+    for m in (1, 2, p, 2*p - 1, 2*p, 17):
+        order = torch_schedules.ScheduleZBVZeroBubble(ends, m, loss_fn=torch.sum).pipeline_order
+        theirs = [[(a.computation_type.value, a.microbatch_index, a.stage_index) for a in order[rank] if a] for rank in range(p)]
+        assert [[("I" if kind == "B" else kind, i, s) for kind, i, s in jobs] for jobs in zero_bubble_v(p, m)] == theirs
+
+
+def test_sending_takes_time_only_between_ranks_and_a_stage_has_one_rank():
+    plan = [[Job("F", 0, 0), Job("F", 0, 3)], [Job("F", 0, 1), Job("F", 0, 2)]]
+    assert [end for jobs in simulate(plan, send_s=10.) for *_, end in jobs] == [1., 24., 12., 13.]
+    with pytest.raises(ValueError, match=r"stage 1 on ranks 0 and 1, expected one rank for each stage"):
+        simulate([[Job("F", 0, 0), Job("B", 0, 1), Job("B", 0, 0)], [Job("F", 0, 1)]])
 
 
 def test_layers_are_dealt_out_in_order():
@@ -39,7 +73,7 @@ def test_no_bubble_of_schedules_that_do_not_exist(arguments, words):
 @given(st.data())
 def test_any_valid_order_of_jobs_gives_the_same_gradients(data):
     p, m = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 4))
-    plan = data.draw(st.sampled_from([gpipe(p, m), one_forward_one_backward(p, m), zero_bubble(p, m), interleaved(p, p, 2)]))
+    plan = data.draw(st.sampled_from([gpipe(p, m), one_forward_one_backward(p, m), zero_bubble(p, m), zero_bubble_v(p, m), interleaved(p, p, 2)]))
     model = TransformerLM(ModelConfig(vocab_size=20, context_length=6, d_model=8, num_layers=6, num_heads=2, d_ff=9, tie_embeddings=data.draw(st.booleans())), dtype=torch.float64)
     batch = torch.randint(20, (5, 7), generator=torch.Generator().manual_seed(p*m))
     ids, targets = batch[:, :-1], batch[:, 1:].clone()

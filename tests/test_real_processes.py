@@ -16,7 +16,7 @@ from lmcourse.parallelism.data_parallel import BucketedGradients, loss_share, my
 from lmcourse.parallelism.expert_parallel import experts_backward, experts_forward
 from lmcourse.parallelism.pipeline import Pipeline
 from lmcourse.parallelism.ranks import Network
-from lmcourse.parallelism.schedules import gpipe, interleaved, one_forward_one_backward, zero_bubble
+from lmcourse.parallelism.schedules import gpipe, interleaved, one_forward_one_backward, zero_bubble, zero_bubble_v
 from lmcourse.parallelism.tensor_parallel import TensorParallelLM
 from lmcourse.parallelism.zero import FullySharded, ShardedDataParallel
 from lmcourse.tools.config import ModelConfig
@@ -63,7 +63,8 @@ def tensor_parallel(port, sequence):
 
 
 def pipeline(port, name):
-    plan = dict(gpipe=gpipe(RANKS, 4), one=one_forward_one_backward(RANKS, 4), interleaved=interleaved(RANKS, 3, 2), zero=zero_bubble(RANKS, 4))[name]
+    plan = dict(gpipe=gpipe(RANKS, 4), one=one_forward_one_backward(RANKS, 4), interleaved=interleaved(RANKS, 3, 2), zero=zero_bubble(RANKS, 4),
+                v=zero_bubble_v(RANKS, 4))[name]
     line = Pipeline(copy.deepcopy(model()), port, plan)
     return [np.array(line.step(*batch())), *grads_of(line.model)]
 
@@ -93,7 +94,7 @@ def without_sums(port, length):
 
 
 FORMS = [(data_parallel, h) for h in ("naive", "flat", 1, 3000, 10**7)] + [(zero, s) for s in (1, 2, 3)] + [(tensor_parallel, s) for s in (False, True)]
-FORMS += [(pipeline, n) for n in ("gpipe", "one", "interleaved", "zero")] + [(context_parallel, d) for d in ("contiguous", "zigzag")]
+FORMS += [(pipeline, n) for n in ("gpipe", "one", "interleaved", "zero", "v")] + [(context_parallel, d) for d in ("contiguous", "zigzag")]
 FORMS += [(expert_parallel, e) for e in (3, 4)] + [(without_sums, n) for n in (0, 2, 10)]
 
 

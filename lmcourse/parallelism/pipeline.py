@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from ..architecture.transformer_torch import TransformerLM
 from .collectives import ring_all_reduce
 from .ranks import Port
-from .schedules import Job
+from .schedules import Job, stage_ranks
 from ..tools.config import refuse_fields
 from ..training.parallel_np import checked_rank, chunk_slices, ring_bytes
 
@@ -30,15 +30,19 @@ def stage_layers(
 def pipeline_bytes(
     num_tokens:int,  # B·T
     d_model:int,     # D
-    stages:int,      # S
-    size:int, rank:int,
+    schedule:list,   # Schedule of all ranks
+    rank:int,
     tied:int=0,      # Number of elements of the tied table
     itemsize:int=8,
 )->int: # Bytes sent by a rank per step
     "Count the bytes of activations to the next stage and gradients to the previous one."
-    own, last = range(checked_rank(rank, size), stages, size), (stages - 1) % size
-    borders = sum((s < stages - 1) + (s > 0) for s in own) if size > 1 else 0
-    table = ring_bytes(tied, 2, int(rank > 0), itemsize) if last and rank in (0, last) else 0
+    checked_rank(rank, len(schedule))
+    homes = stage_ranks(schedule)
+    first, last = homes[0], homes[max(homes)]
+    pairs = [(homes[s], homes[s + 1]) for s in range(max(homes))]
+    borders = sum(rank in pair for pair in pairs if pair[0] != pair[1])
+    shares = first != last and rank in (first, last)    # The tied table
+    table = ring_bytes(tied, 2, int(rank == last), itemsize) if shares else 0
     return borders*num_tokens*d_model*itemsize + table
 
 # %% ../../nbs/10_parallelism/10h_pipeline.ipynb #5b62e527
@@ -46,24 +50,24 @@ class Mailroom:
     "A mailbox that delivers messages by job, while the network only keeps their order."
     def __init__(self, port:Port, schedule:list): # Schedule of all ranks
         self.port, self.early = port, {}
-        last = max(job.stage for jobs in schedule for job in jobs)
+        self.homes = stage_ranks(schedule)
         # For each rank, the jobs whose results it sends here, in its order
-        self.coming = [[job for job in jobs if self.comes_here(job, last)] for jobs in schedule]
+        self.coming = [[job for job in jobs if self.comes_here(job)] for jobs in schedule]
 
-    def comes_here(self, job:Job, last:int)->bool:
+    def comes_here(self, job:Job)->bool:
         "Say whether another stage needs the job's result, and this rank has that stage."
         to = dict(F=job.stage + 1, B=job.stage - 1).get(job.kind, -1) # Nobody waits for a W
-        return 0 <= to <= last and to % self.port.size == self.port.rank
+        return self.homes.get(to) == self.port.rank
 
     def send(self, job:Job, to_stage:int, x:torch.Tensor):
         "Send the result of a job to the rank of another stage."
-        to = to_stage % self.port.size
+        to = self.homes[to_stage]
         if to == self.port.rank: self.early[job] = x.detach()
         else: self.port.send(to, x.detach().numpy())
 
     def recv(self, job:Job)->torch.Tensor: # The result that `job` sent
         "Receive messages until the wanted one arrives; store the others."
-        source = job.stage % self.port.size
+        source = self.homes[job.stage]
         while job not in self.early:
             self.early[self.coming[source].pop(0)] = torch.from_numpy(self.port.recv(source))
         return self.early.pop(job)
@@ -150,7 +154,7 @@ class Pipeline:
 
     def tie(self, before:torch.Tensor|float):
         "Add up the step's gradients of a tied table, which the first and the last rank both hold."
-        ends = [0, self.last % self.port.size]
+        ends = [self.mail.homes[0], self.mail.homes[self.last]]
         if not self.model.config.tie_embeddings or ends[0] == ends[1]: return
         grad = self.model.token_embeddings.weight.grad
         if self.port.rank in ends and grad is not None:
