@@ -352,6 +352,62 @@ def test_long_texts_are_cut_as_the_harness_cuts_them_for_its_own_models(asked):
     assert HarnessAnswers(model, tokenizer).loglikelihood_rolling([Request]) == [pytest.approx(-nats, rel=1e-6)]
 
 
+def page_cell(page, name):
+    "What a cell that isn't exported defines."
+    cells = json.loads((RESULTS.parent/page).read_text(encoding="utf-8"))["cells"]
+    source, = ("".join(c["source"]) for c in cells if c["cell_type"] == "code" and "".join(c["source"]).startswith(name))
+    exec(source, found := {})
+    return found
+
+
+@pytest.fixture
+def public():
+    "The tasks of page 12j for readers with a network, made-up rows with the columns of their datasets, and solved examples."
+    yaml, cell = pytest.importorskip("yaml"), page_cell("12_evaluation/12j_harness.ipynb", "HELLASWAG")
+    scenes = [dict(ind=k, activity_label="Walking", ctx_a="", ctx_b="", ctx=f"Once there was a bold {who} named Mia. Mia lived", endings=["a fig.", "in a den.", "in", "with a fox."], label=str(k))
+              for k, who in enumerate(("bear", "fox", "hen", "rook"))]
+    exams = [dict(question=f"What does a {who} eat?", subject="astronomy", choices=["a fig", "the sun", "a den", "rain"], answer=k % 4) for k, who in enumerate(("bear", "fox", "hen", "rook", "llama", "mule", "goat"))]
+    return [(yaml.safe_load(cell[name]), rows) for name, rows in (("HELLASWAG", scenes), ("MMLU", exams))]
+
+
+def test_every_line_of_a_public_task_is_one_that_the_harness_knows(public, tmp_path):
+    from jinja2 import Environment, StrictUndefined
+    yaml = pytest.importorskip("yaml")
+    known = set("""task task_alias tag custom_dataset dataset_path dataset_name dataset_kwargs training_split validation_split test_split fewshot_split process_docs doc_to_text
+        doc_to_target doc_to_image doc_to_audio unsafe_code doc_to_choice process_results use_prompt description target_delimiter fewshot_delimiter fewshot_config num_fewshot metric_list
+        output_type generation_kwargs repeats filter_list should_decontaminate doc_to_decontamination_query gen_prefix metadata""".split())   # TaskConfig of lm_eval 0.4.13
+    ours = yaml.safe_load(save_task(tmp_path, grammar_task("recall", 2)).read_text())
+    assert {*ours} < known and [t["dataset_path"] for t, _ in public] == ["Rowan/hellaswag", "cais/mmlu"]
+    for task, rows in public:
+        assert {*task} <= known and {"task", "output_type", *(k for k in ours if k.startswith("doc_to"))} <= {*task} and task["output_type"] == ours["output_type"]
+        assert [m["metric"] for m in task["metric_list"]] == ["acc", "acc_norm"][:len(task["metric_list"])]
+        assert all({*m} == {"metric", "aggregation", "higher_is_better"} and (m["aggregation"], m["higher_is_better"]) == ("mean", True) for m in task["metric_list"])
+        fill = Environment(undefined=StrictUndefined, keep_trailing_newline=True).from_string         # A column that isn't there is an error
+        assert fill(task["doc_to_text"]).render(rows[0]) == ("Walking: Once there was a bold bear named Mia. Mia lived" if "hellaswag" in task["task"] else
+                                                             "What does a bear eat?\nA. a fig\nB. the sun\nC. a den\nD. rain\nAnswer:")
+
+
+def test_public_tasks_score_made_up_rows_as_their_lines_say(public, tmp_path):
+    pytest.importorskip("lm_eval")
+    yaml, (model, tokenizer) = pytest.importorskip("yaml"), load_model()
+    for task, rows in public:
+        few = task.get("num_fewshot", 0)
+        parts = {task.get("validation_split", "test"): rows[few:], **({task["fewshot_split"]: rows[:few]} if few else {})}
+        for part, some in parts.items(): (tmp_path/f"{task['task']}-{part}.jsonl").write_text("".join(json.dumps(r) + "\n" for r in some))
+        task.pop("dataset_name", None)
+        task |= dict(dataset_path="json", dataset_kwargs=dict(data_files={part: f"{task['task']}-{part}.jsonl" for part in parts}))
+        (tmp_path/f"{task['task']}.yaml").write_text(yaml.safe_dump(task))
+    (hella, scenes), (mmlu, exams) = public
+    (tmp_path/"plain.yaml").write_text(yaml.safe_dump(hella | dict(task="plain", doc_to_target="label")))   # As the page warns
+    found = run_harness(model, tokenizer, tmp_path, [hella["task"], mmlu["task"], "plain"])
+    def best(context, choices, size=lambda c: 1): return int(np.argmax([continuation_log_prob(model, tokenizer, context, " " + c)[0]/size(c) for c in choices]))
+    acc, norm = (np.mean([best(f"Walking: {r['ctx']}", r["endings"], size) == int(r["label"]) for r in scenes]) for size in (lambda c: 1, len))
+    def asked(r): return r["question"] + "\n" + "".join(f"{letter}. {c}\n" for letter, c in zip("ABCD", r["choices"])) + "Answer:"
+    solved = "".join(f"{asked(r)} {'ABCD'[r['answer']]}\n\n" for r in exams[:5])
+    letters = np.mean([best(solved + asked(r), "ABCD") == r["answer"] for r in exams[5:]])
+    assert found == {hella["task"]: dict(acc=acc, acc_norm=norm), mmlu["task"]: dict(acc=letters), "plain": dict(acc=0, acc_norm=0)} and acc + norm > 0
+
+
 def test_saved_numbers_of_the_harness_are_those_of_the_page():
     found = json.loads((RESULTS/"harness.json").read_text())
     assert found["lm_eval"] == "0.4.13" and {k: sorted(row) for k, row in found["results"].items()} == {
