@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
 
-from lmcourse.evaluation.calibration import calibrated_error, choice_probs, exact_error, expected_calibration_error, fit_temperature, reliability
+from lmcourse.evaluation.calibration import calibrated_error, choice_probs, exact_error, expected_calibration_error, fit_temperature, reliability, token_divergence
 from lmcourse.evaluation.contamination import contamination_p, log_prob_in_order, ngram_overlap, permutation_p, rename_people, ngram_set
 from lmcourse.evaluation.emergence import doublings, exact_match, match_from_hits
 from lmcourse.evaluation.harness import HarnessAnswers, continuation_log_prob, harness_model, run_harness, save_texts
@@ -55,6 +55,20 @@ def test_a_temperature_keeps_the_order_and_one_is_the_plain_softmax(log_probs, T
 @pytest.mark.parametrize("bins, kind", [(2.5, TypeError), (0, ValueError), (True, TypeError)])
 def test_bins_are_counted_in_whole_numbers(bins, kind):
     with pytest.raises(kind, match=f"bins = {bins}"): reliability([.2, .7], [0, 1], bins)
+
+
+@given(st.integers(2, 9), st.integers(1, 4), st.integers(0, 10**6))
+def test_divergence_from_the_truth_is_that_of_torch_and_none_of_the_truth_itself(n, T, seed):
+    rng = np.random.default_rng(seed)
+    p, q = rng.dirichlet([.3]*n, T), rng.dirichlet([1.]*n, T)
+    p[:, 0] = 0                                                  # What can't come costs nothing
+    p /= p.sum(-1, keepdims=True)
+    exact, log_q = [dict(enumerate(row)) for row in p], np.log(q)
+    wanted = torch.nn.functional.kl_div(torch.tensor(log_q), torch.tensor(p), reduction="none").sum(-1).numpy()
+    found = token_divergence(iter(exact), log_q)
+    assert found == pytest.approx(wanted, abs=1e-12) and found.min() > -1e-12
+    with np.errstate(divide="ignore"): assert token_divergence(exact, np.log(p)) == pytest.approx(np.zeros(T), abs=1e-12)
+    with pytest.raises(ValueError, match=f"{T} places of the oracle and {T - 1} of the model"): token_divergence(exact, log_q[1:])
 
 
 def test_a_score_that_is_no_number_has_no_error():
