@@ -217,6 +217,16 @@ def test_doublings_of_a_straight_line_and_of_a_jump():
     assert doublings(steps, np.arange(11) >= 5) == pytest.approx(.8)
 
 
+def test_models_that_were_asked_are_those_of_the_scaling_study():
+    about, *models = saved("emergence_sizes")
+    study = {(r["budget"], r["width"], r["layers"], r["lr"]): r["loss"] for r in saved("scaling") if r["kind"] in ("grid", "tune", "held_out") and r["seed"] == 0}
+    sizes = {key[:3] for key in study}                            # At two budgets other rates were tried with one of the sizes
+    assert len(models) == len(sizes) == 20 and {(r["budget"], r["width"], r["layers"]) for r in models} == sizes
+    for r in models:
+        assert r["valid"] == pytest.approx(study[r["budget"], r["width"], r["layers"], r["lr"]], abs=.003)
+        assert len(r["hits"]) == about["blocks"] and {len(h) for h in r["hits"]} == {about["length"]//4}
+
+
 # Questions that the pretrained model fails
 
 @pytest.mark.parametrize("kind", ["hour", "quote"])
