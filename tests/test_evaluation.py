@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
 
-from lmcourse.evaluation.calibration import calibrated_error, choice_probs, exact_error, expected_calibration_error, fit_temperature, reliability
+from lmcourse.evaluation.calibration import calibrated_error, choice_probs, exact_error, expected_calibration_error, fit_temperature, reliability, token_divergence
 from lmcourse.evaluation.contamination import contamination_p, log_prob_in_order, ngram_overlap, permutation_p, rename_people, ngram_set
 from lmcourse.evaluation.emergence import doublings, exact_match, match_from_hits
 from lmcourse.evaluation.harness import HarnessAnswers, continuation_log_prob, harness_model, run_harness, save_texts
@@ -55,6 +55,20 @@ def test_a_temperature_keeps_the_order_and_one_is_the_plain_softmax(log_probs, T
 @pytest.mark.parametrize("bins, kind", [(2.5, TypeError), (0, ValueError), (True, TypeError)])
 def test_bins_are_counted_in_whole_numbers(bins, kind):
     with pytest.raises(kind, match=f"bins = {bins}"): reliability([.2, .7], [0, 1], bins)
+
+
+@given(st.integers(2, 9), st.integers(1, 4), st.integers(0, 10**6))
+def test_divergence_from_the_truth_is_that_of_torch_and_none_of_the_truth_itself(n, T, seed):
+    rng = np.random.default_rng(seed)
+    p, q = rng.dirichlet([.3]*n, T), rng.dirichlet([1.]*n, T)
+    p[:, 0] = 0                                                  # What can't come costs nothing
+    p /= p.sum(-1, keepdims=True)
+    exact, log_q = [dict(enumerate(row)) for row in p], np.log(q)
+    wanted = torch.nn.functional.kl_div(torch.tensor(log_q), torch.tensor(p), reduction="none").sum(-1).numpy()
+    found = token_divergence(iter(exact), log_q)
+    assert found == pytest.approx(wanted, abs=1e-12) and found.min() > -1e-12
+    with np.errstate(divide="ignore"): assert token_divergence(exact, np.log(p)) == pytest.approx(np.zeros(T), abs=1e-12)
+    with pytest.raises(ValueError, match=f"{T} places of the oracle and {T - 1} of the model"): token_divergence(exact, log_q[1:])
 
 
 def test_a_score_that_is_no_number_has_no_error():
@@ -201,6 +215,16 @@ def test_doublings_of_a_straight_line_and_of_a_jump():
     steps = 2.**np.arange(11)
     assert doublings(steps, np.arange(11)) == pytest.approx(8) == doublings(3*steps, 5 - np.arange(11))
     assert doublings(steps, np.arange(11) >= 5) == pytest.approx(.8)
+
+
+def test_models_that_were_asked_are_those_of_the_scaling_study():
+    about, *models = saved("emergence_sizes")
+    study = {(r["budget"], r["width"], r["layers"], r["lr"]): r["loss"] for r in saved("scaling") if r["kind"] in ("grid", "tune", "held_out") and r["seed"] == 0}
+    sizes = {key[:3] for key in study}                            # At two budgets other rates were tried with one of the sizes
+    assert len(models) == len(sizes) == 20 and {(r["budget"], r["width"], r["layers"]) for r in models} == sizes
+    for r in models:
+        assert r["valid"] == pytest.approx(study[r["budget"], r["width"], r["layers"], r["lr"]], abs=.003)
+        assert len(r["hits"]) == about["blocks"] and {len(h) for h in r["hits"]} == {about["length"]//4}
 
 
 # Questions that the pretrained model fails
@@ -350,6 +374,62 @@ def test_long_texts_are_cut_as_the_harness_cuts_them_for_its_own_models(asked):
     for k in range(0, n - n % T, T): nats += token_nats(model, ids[k:k + T + 1]).sum()
     nats += token_nats(model, ids[-T - 1:])[-(n % T):].sum()
     assert HarnessAnswers(model, tokenizer).loglikelihood_rolling([Request]) == [pytest.approx(-nats, rel=1e-6)]
+
+
+def page_cell(page, name):
+    "What a cell that isn't exported defines."
+    cells = json.loads((RESULTS.parent/page).read_text(encoding="utf-8"))["cells"]
+    source, = ("".join(c["source"]) for c in cells if c["cell_type"] == "code" and "".join(c["source"]).startswith(name))
+    exec(source, found := {})
+    return found
+
+
+@pytest.fixture
+def public():
+    "The tasks of page 12j for readers with a network, made-up rows with the columns of their datasets, and solved examples."
+    yaml, cell = pytest.importorskip("yaml"), page_cell("12_evaluation/12j_harness.ipynb", "HELLASWAG")
+    scenes = [dict(ind=k, activity_label="Walking", ctx_a="", ctx_b="", ctx=f"Once there was a bold {who} named Mia. Mia lived", endings=["a fig.", "in a den.", "in", "with a fox."], label=str(k))
+              for k, who in enumerate(("bear", "fox", "hen", "rook"))]
+    exams = [dict(question=f"What does a {who} eat?", subject="astronomy", choices=["a fig", "the sun", "a den", "rain"], answer=k % 4) for k, who in enumerate(("bear", "fox", "hen", "rook", "llama", "mule", "goat"))]
+    return [(yaml.safe_load(cell[name]), rows) for name, rows in (("HELLASWAG", scenes), ("MMLU", exams))]
+
+
+def test_every_line_of_a_public_task_is_one_that_the_harness_knows(public, tmp_path):
+    from jinja2 import Environment, StrictUndefined
+    yaml = pytest.importorskip("yaml")
+    known = set("""task task_alias tag custom_dataset dataset_path dataset_name dataset_kwargs training_split validation_split test_split fewshot_split process_docs doc_to_text
+        doc_to_target doc_to_image doc_to_audio unsafe_code doc_to_choice process_results use_prompt description target_delimiter fewshot_delimiter fewshot_config num_fewshot metric_list
+        output_type generation_kwargs repeats filter_list should_decontaminate doc_to_decontamination_query gen_prefix metadata""".split())   # TaskConfig of lm_eval 0.4.13
+    ours = yaml.safe_load(save_task(tmp_path, grammar_task("recall", 2)).read_text())
+    assert {*ours} < known and [t["dataset_path"] for t, _ in public] == ["Rowan/hellaswag", "cais/mmlu"]
+    for task, rows in public:
+        assert {*task} <= known and {"task", "output_type", *(k for k in ours if k.startswith("doc_to"))} <= {*task} and task["output_type"] == ours["output_type"]
+        assert [m["metric"] for m in task["metric_list"]] == ["acc", "acc_norm"][:len(task["metric_list"])]
+        assert all({*m} == {"metric", "aggregation", "higher_is_better"} and (m["aggregation"], m["higher_is_better"]) == ("mean", True) for m in task["metric_list"])
+        fill = Environment(undefined=StrictUndefined, keep_trailing_newline=True).from_string         # A column that isn't there is an error
+        assert fill(task["doc_to_text"]).render(rows[0]) == ("Walking: Once there was a bold bear named Mia. Mia lived" if "hellaswag" in task["task"] else
+                                                             "What does a bear eat?\nA. a fig\nB. the sun\nC. a den\nD. rain\nAnswer:")
+
+
+def test_public_tasks_score_made_up_rows_as_their_lines_say(public, tmp_path):
+    pytest.importorskip("lm_eval")
+    yaml, (model, tokenizer) = pytest.importorskip("yaml"), load_model()
+    for task, rows in public:
+        few = task.get("num_fewshot", 0)
+        parts = {task.get("validation_split", "test"): rows[few:], **({task["fewshot_split"]: rows[:few]} if few else {})}
+        for part, some in parts.items(): (tmp_path/f"{task['task']}-{part}.jsonl").write_text("".join(json.dumps(r) + "\n" for r in some))
+        task.pop("dataset_name", None)
+        task |= dict(dataset_path="json", dataset_kwargs=dict(data_files={part: f"{task['task']}-{part}.jsonl" for part in parts}))
+        (tmp_path/f"{task['task']}.yaml").write_text(yaml.safe_dump(task))
+    (hella, scenes), (mmlu, exams) = public
+    (tmp_path/"plain.yaml").write_text(yaml.safe_dump(hella | dict(task="plain", doc_to_target="label")))   # As the page warns
+    found = run_harness(model, tokenizer, tmp_path, [hella["task"], mmlu["task"], "plain"])
+    def best(context, choices, size=lambda c: 1): return int(np.argmax([continuation_log_prob(model, tokenizer, context, " " + c)[0]/size(c) for c in choices]))
+    acc, norm = (np.mean([best(f"Walking: {r['ctx']}", r["endings"], size) == int(r["label"]) for r in scenes]) for size in (lambda c: 1, len))
+    def asked(r): return r["question"] + "\n" + "".join(f"{letter}. {c}\n" for letter, c in zip("ABCD", r["choices"])) + "Answer:"
+    solved = "".join(f"{asked(r)} {'ABCD'[r['answer']]}\n\n" for r in exams[:5])
+    letters = np.mean([best(solved + asked(r), "ABCD") == r["answer"] for r in exams[5:]])
+    assert found == {hella["task"]: dict(acc=acc, acc_norm=norm), mmlu["task"]: dict(acc=letters), "plain": dict(acc=0, acc_norm=0)} and acc + norm > 0
 
 
 def test_saved_numbers_of_the_harness_are_those_of_the_page():

@@ -1,6 +1,6 @@
-"""The saved runs of chapter 12: `nbs/results/contamination.jsonl`, `calibration.jsonl`, `emergence.jsonl` and `harness.json`.
+"""The saved runs of chapter 12: `nbs/results/contamination.jsonl`, `calibration.jsonl`, `emergence.jsonl`, `emergence_sizes.jsonl` and `harness.json`.
 
-Usage: nice tools/evaluation_runs.py contamination calibration emergence harness
+Usage: nice tools/evaluation_runs.py contamination calibration emergence emergence_sizes harness
 """
 import argparse, json, time
 from itertools import islice, permutations
@@ -16,6 +16,7 @@ from lmcourse.evaluation.perplexity import token_nats
 from lmcourse.evaluation.tasks import grammar_task, score_task
 from lmcourse.parallelism.batch_size import new_run, run_steps, small_model, story_tokenizer, story_tokens, wsd_rates
 from lmcourse.tools.stories import Stories, short_stories
+from lmcourse.training.evaluation import evaluate
 from lmcourse.training.models import load_model
 
 PRETRAINED = RESULTS/"pretrained"  # The course's model before it was distilled
@@ -105,32 +106,61 @@ def calibration():
         for k, i in enumerate(task.items)])
 
 
-def emergence():
-    "A small model from its first step on: which of the certain tokens it hits"
-    tokenizer, grammar, length, steps = story_tokenizer(), short_stories(), 16, 2400
-    data, blocks, end = story_tokens(8*steps + 300, tokenizer), [], tokenizer.end_of_text
-    for story in islice(short_stories(1234), 150):
+def emergence_questions(tokenizer, length, stories):
+    "Ids of stories, and where the last run of so many certain tokens begins"
+    blocks, grammar, end = [], short_stories(), tokenizer.end_of_text
+    for story in islice(short_stories(1234), stories):
         certain = (oracle_nats(grammar, tokenizer, story) < 1e-3).tolist()
         starts = [i for i in range(len(certain) - length + 1) if all(certain[i:i + length])]
         if starts: blocks.append(([end, *tokenizer.encode(story), end], starts[-1]))
+    return blocks
+
+
+def look(model, blocks, length):
+    "Mean loss of the stories; of the certain tokens: mean nats, Brier score and which ones are hit"
+    hits, nats, brier, loss = [], [], [], []
+    for ids, at in blocks:
+        with torch.inference_mode(): logits = model(torch.tensor([ids[:-1]]))[0].double()
+        p, targets = logits.softmax(-1), torch.tensor(ids[1:])
+        given = p[range(len(targets)), targets]
+        loss.append(float(-given.log().mean()))
+        here = slice(at, at + length)
+        hits.append("".join("01"[int(h)] for h in (p.argmax(-1) == targets)[here]))
+        nats.append(float(-given.log()[here].mean()))
+        brier.append(float((1 - 2*given + (p*p).sum(-1))[here].mean()))
+    return dict(loss=round(float(np.mean(loss)), 5), nats=round(float(np.mean(nats)), 5), brier=round(float(np.mean(brier)), 5),
+                hits=[f"{int(h, 2):0{length//4}x}" for h in hits])
+
+
+def emergence():
+    "A small model from its first step on: which of the certain tokens it hits"
+    tokenizer, length, steps = story_tokenizer(), 16, 2400
+    data, blocks = story_tokens(8*steps + 300, tokenizer), emergence_questions(tokenizer, length, 150)
     run, looks, done = new_run(small_model(32, 2), 0), sorted({round(2400**(k/28)) for k in range(29)} | {0}), 0
     rates, rows = wsd_rates(steps, .016), []
     for step in looks:
         run_steps(run, data, rates[done:step], first=8*done)
-        done, hits, nats, brier, loss = step, [], [], [], []
-        for ids, at in blocks:
-            with torch.inference_mode(): logits = run.model(torch.tensor([ids[:-1]]))[0].double()
-            p, targets = logits.softmax(-1), torch.tensor(ids[1:])
-            given = p[range(len(targets)), targets]
-            loss.append(float(-given.log().mean()))
-            here = slice(at, at + length)
-            hits.append("".join("01"[int(h)] for h in (p.argmax(-1) == targets)[here]))
-            nats.append(float(-given.log()[here].mean()))
-            brier.append(float((1 - 2*given + (p*p).sum(-1))[here].mean()))
-        rows.append(dict(kind="look", step=step, loss=round(float(np.mean(loss)), 5), nats=round(float(np.mean(nats)), 5), brier=round(float(np.mean(brier)), 5),
-                         hits=[f"{int(h, 2):0{length//4}x}" for h in hits]))
-        print(step, rows[-1]["loss"], rows[-1]["nats"], np.mean([h.count("1") for h in hits])/length, np.mean([h.count("0") == 0 for h in hits]), flush=True)
+        done = step
+        rows.append(dict(kind="look", step=step) | look(run.model, blocks, length))
+        print(step, rows[-1]["loss"], rows[-1]["nats"], flush=True)
     save("emergence", dict(blocks=len(blocks), length=length, steps=steps), rows)
+
+
+def emergence_sizes():
+    "The models of chapter 11's study, trained once more: which of the certain tokens each of them hits"
+    import scaling_runs as study
+    tokenizer, length, rows = story_tokenizer(), 16, []
+    blocks = emergence_questions(tokenizer, length, 600)
+    held_out, = (r for r in study.saved("scaling.jsonl") if r["kind"] == "held_out")
+    for budget, sizes in (study.GRID | {study.HELD_OUT: [(held_out["width"], held_out["layers"])]}).items():
+        for width, layers in sizes:
+            config, lr = small_model(width, layers, study.BASE), study.tuned_rate(budget)
+            run = new_run(config, 0)
+            run_steps(run, study.stories("scaling.jsonl")[0], wsd_rates(study.steps_for(config, budget), lr), 0, study.BATCH)
+            valid = evaluate(run.whole_model(), study.stories("scaling.jsonl")[1], 128)
+            rows.append(dict(kind="model", budget=budget, width=width, layers=layers, lr=lr, valid=round(valid.loss, 5)) | look(run.model, blocks, length))
+            print(budget, width, layers, rows[-1]["valid"], rows[-1]["nats"], np.mean([int(h, 16) == 2**length - 1 for h in rows[-1]["hits"]]), flush=True)
+    save("emergence_sizes", dict(blocks=len(blocks), length=length), rows)
 
 
 def harness():
@@ -149,7 +179,7 @@ def harness():
     (RESULTS/"harness.json").write_text(json.dumps(about | dict(results=found), indent=1) + "\n")
 
 
-RUNS = dict(harness=harness, contamination=contamination, calibration=calibration, emergence=emergence)
+RUNS = dict(harness=harness, contamination=contamination, calibration=calibration, emergence=emergence, emergence_sizes=emergence_sizes)
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
