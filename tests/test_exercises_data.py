@@ -309,7 +309,7 @@ RECALLS = [(recall_from_copies, "not from the copies"), (partial(edit_recall, me
            (partial(edit_recall, J=lambda m, x: (m - x)/(m + x)), "a negative similarity is 0"), (partial(edit_recall, J=lambda m, x: max(0, m - x)/m), "m + ne in all"), (partial(edit_recall, p=lambda s, b, r: curve(s, r, b)), "b and r are swapped"),
            (partial(edit_recall, p=lambda s, b, r: s**r), "only one band"), (partial(edit_recall, p=lambda s, b, r: s), "not the similarity"), (partial(edit_recall, meet=lambda a, b: (a == b).all(1).mean()), "one equal band is enough"),
            (partial(edit_recall, meet=lambda a, b: (a == b).mean()), "count copies, not bands"), (partial(edit_recall, meet=lambda a, b: (a == b).any(1).sum()), "not a number of copies"), (partial(edit_recall, meet=lambda a, b: 1 - (a == b).any(1).mean()), "missed"),
-           (partial(edit_recall, meet=lambda a, b: np.isin(b, a).any(1).mean()), "its own original"), (lambda *case: edit_recall(*case)[::-1], "prediction comes first"), (recall_by_clusters, "verification comes later"),
+           (partial(edit_recall, meet=lambda a, b: np.isin(b, a).any(1).mean()), "its own original"), (lambda *case: edit_recall(*case)[::-1], "prediction comes first"), (recall_by_clusters, "verification comes later"), (partial(edit_recall, size=lambda t, c: len(t.split())), "not words"), (partial(edit_recall, size=lambda t, c: max(1, len(t.split()) - c.ngram + 1)), "m counts different shingles"),
            (partial(edit_recall, keys=lambda t, c: minhash.minhash(t, c), meet=lambda a, b: (a == b).mean()), "expected"), (lambda *case: edit_recall(*case)[0], "expected"), (lambda a, b, e, c: edit_recall(b, b, e, c), "expected")]
 
 

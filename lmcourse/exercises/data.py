@@ -349,10 +349,11 @@ def check_letters(
 
 # %% ../../nbs/13_curation/13z_data.ipynb #f50f763e
 def _recall(originals, copies, edits, config, similar=lambda m, x: (m - x)/(m + x), lowest=0.,
-            shape=lambda b, r: (b, r), meet=lambda a, b: (a == b).any(1).mean())->tuple:
+            shape=lambda b, r: (b, r), meet=lambda a, b: (a == b).any(1).mean(),
+            size=lambda t, n: len(shingles(t, n)))->tuple:
     # Mean chance of meeting by the number of edits, and the share of copies that meet
     n, (bands, rows) = config.ngram, shape(config.bands, config.rows)
-    s = [max(lowest, similar(len(shingles(t, n)), n*edits)) for t in originals]
+    s = [max(lowest, similar(size(t, n), n*edits)) for t in originals]
     a, b = (band_keys(minhash(texts, config), config) for texts in (originals, copies))
     return sum(1 - (1 - x**rows)**bands for x in s)/len(s), float(meet(a, b))
 
@@ -397,6 +398,8 @@ def check_edit_recall(
         "a changed word spoils n shingles, not one": ngram(1),
         "config.ngram says how many words a shingle has": ngram(5),
         "a negative similarity is 0": by(lowest=-1.),
+        "m counts shingles, not words": by(size=lambda t, n: len(t.split())),
+        "m counts different shingles": by(size=lambda t, n: max(1, len(t.split()) - n + 1)),
         "both texts have shingles of their own: m + ne in all": by(similar=lambda m, x: (m - x)/m),
         "b and r are swapped in the prediction": by(shape=lambda b, r: (r, b)),
         "only one band is that likely": by(shape=lambda b, r: (1, r)),
