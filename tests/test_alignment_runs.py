@@ -392,7 +392,7 @@ def chat(*texts): return [dict(role=role, content=text) for role, text in zip(("
 
 
 @pytest.mark.parametrize("kind, row, each", [
-    ("sft", lambda i: dict(prompt=f"Where is {i//3}?", response=f" {i}."), 1), ("sft", lambda i: dict(messages=chat(f"{i}.", f"Where is {i//3}?", "Here.", f"And {i}?", "There.")), 2),
+    ("sft", lambda i: dict(prompt=f"Where is {i//3}?", response=f" {i}."), 1), ("sft", lambda i: dict(messages=chat(f"{i}.", f"Where is {i//3}?", "Here.", f"And {i}?", "There.")), 2), ("sft", lambda i: dict(prompt=chat("", f"Where is {i//3}?"), completion=chat("", "", f"{i}")[2:]), 1),
     ("dpo", lambda i: dict(prompt=f"Where is {i//3}?", chosen=f" {i}.", rejected=""), 1), ("dpo", lambda i: dict(prompt=chat("", f"Where is {i//3}?"), chosen=chat("", "", f"{i}")[2:], rejected=chat("", "", "No")[2:]), 1),
     ("dpo", lambda i: dict(prompt=f"{i}", chosen=chat("", f"Where is {i//3}?", "Here.", f"And {i}?", "There."), rejected=chat("", f"Where is {i//3}?", "Here.", f"And {i}?", "No.")), 1)])
 def test_what_is_measured_is_asked_nowhere_else(kind, row, each, little, tmp_path):
@@ -426,14 +426,14 @@ def test_a_run_on_a_task_is_asked_as_it_was_taught(little, tmp_path):
 
 
 OWN_MISTAKES = {"no.jsonl": [], "one.jsonl": [dict(prompt="a", response="b")], "missing.jsonl": [dict(prompt="a", response="b"), dict(prompt="a", answer="b")], "empty.jsonl": [dict(prompt="a", response=" ")],
-                "number.jsonl": [dict(prompt="2+2", response=4)], "long.jsonl": [dict(prompt="a", response="b"), dict(prompt="Ella", response=" Ella"*200)], "few.jsonl": [dict(prompt=p, response="b") for p in "abc"]}
+                "number.jsonl": [dict(prompt="2+2", response=4)], "long.jsonl": [dict(prompt="a", response="b"), dict(prompt="Ella", response=" Ella"*200)], "few.jsonl": [dict(prompt=p, response="b") for p in "abc"], "two.jsonl": [dict(prompt=p, response="b") for p in "ab"]}
 
 
 @pytest.mark.parametrize("words, message", [
     ("sft a --pairs nowhere.jsonl", "nowhere.jsonl: no such file"), ("sft a --pairs no.jsonl", "no.jsonl: 0 different records, expected at least two"), ("sft a --pairs one.jsonl", "one.jsonl: 1 different record, expected"),
     ("sft a --pairs missing.jsonl", "missing.jsonl: line 2 has no text 'response', expected prompt and response, or messages: {'prompt': 'a', 'answer': 'b'}"), ("sft a --pairs empty.jsonl", "empty.jsonl: line 1 has an empty response"),
     ("sft a --pairs number.jsonl", "number.jsonl: line 1 has no text 'response'"), ("sft a --pairs long.jsonl", "long.jsonl: line 2 has 203 tokens to read, the model takes 96: shorten it or leave it out"),
-    ("sft a --pairs few.jsonl", "few.jsonl: 2 records to learn, expected a batch of 32; a smaller batch_size would do"), ("sft a --pairs comma.jsonl", "comma.jsonl: line 1 is not JSON"), ("sft a --pairs latin.jsonl", "latin.jsonl: line 1 is not JSON in UTF-8"),
+    ("sft a --pairs few.jsonl", "few.jsonl: 2 records to learn, expected a batch of 32; a smaller batch_size would do"), ("sft a --pairs two.jsonl", "two.jsonl: 1 record to learn, expected a batch of 32"), ("sft a --pairs comma.jsonl", "comma.jsonl: line 1 is not JSON"), ("sft a --pairs latin.jsonl", "latin.jsonl: line 1 is not JSON in UTF-8"),
     ("sft a --pairs few.jsonl --slip 0.1", "sft takes no --slip beside --pairs"), ("sft a --pairs few.jsonl --task problems", "sft takes no --task beside --pairs"), ("dpo a --pairs few.jsonl --group-size 4", "dpo takes no --group-size beside --pairs"),
     ("dpo a --pairs few.jsonl", "few.jsonl: line 1 has no text 'chosen', expected prompt, chosen and rejected: {'prompt': 'a'")])
 def test_a_mistake_in_own_data_is_one_line_before_any_work(words, message, little, tmp_path, monkeypatch, capsys):

@@ -6,6 +6,7 @@ import re
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 
 from little_hub import LittleHub, parquet
 from lmcourse.tools import documents as module
-from lmcourse.tools.documents import HUB, _blocks, _in_documents, corpus_digest, documents, held_out, hub_documents, text_column, text_documents
+from lmcourse.tools.documents import HUB, _blocks, _in_documents, corpus_digest, documents, file_rows, held_out, hub_documents, text_column, text_documents
 from lmcourse.tools.machine import peak_bytes
 from lmcourse.tools.ngram import ngram_losses
 
@@ -327,9 +328,47 @@ def test_a_json_file_with_something_else(tmp_path, content, words):
     with pytest.raises(ValueError, match=re.escape(f"{tmp_path/'own.json'}: {words}")): list(documents(f"hf:{tmp_path/'own.json'}"))
 
 
+@pytest.mark.parametrize("kind, bad, words", [("json", '[{"text": "b c"}, {"text": 3}]', "item 2 has no text 'text': {'text': 3}"), ("json", '[{"text": "b c"}, {"text": 0}]', "item 2 has no text 'text': {'text': 0}"),
+                                              ("jsonl", '{"text": "b c"}\n{"text": true}\n', "line 2 has no text 'text': {'text': True}"), ("jsonl", '{"text": 3}\n', "no column called text among text, and 0 with strings")])
+@pytest.mark.parametrize("good", ["a", "z"])
+def test_a_number_among_the_texts_of_a_folder(tmp_path, kind, bad, words, good):
+    "datasets would put quotes around the other texts of that file"
+    (tmp_path/f"{good}.{kind}").write_text('{"text": "a b"}\n')
+    (file := tmp_path/f"m.{kind}").write_text(bad)
+    with pytest.raises(ValueError) as e: list(documents(f"hf:{tmp_path}"))
+    assert str(e.value) == f"{file}: {words}"
+
+
+def test_json_files_of_a_folder_have_the_splits_that_their_names_say(tmp_path):
+    files = {"data/train-1.jsonl": '{"text": "a", "id": 1}\n{"text": "b<|endoftext|>c", "id": "x"}\n{"id": 2}\n', "data/train-2.json": '[{"text": "d"}, {"text": null}]', "data/validation.jsonl": '{"text": "e"}\n', "README.md": "# Not a text"}
+    for name, text in files.items():
+        (tmp_path/name).parent.mkdir(exist_ok=True)
+        (tmp_path/name).write_text(text)
+    for name in (tmp_path, tmp_path/"data"): assert [list(documents(f"hf:{name}", split)) for split in ("train", "valid")] == [["a", "b", "c", "d"], ["e"]]
+
+
+def test_a_json_file_is_read_once_and_its_lines_as_they_are_asked_for(tmp_path, monkeypatch):
+    (one := tmp_path/"list.json").write_text('["a", "b"]')
+    (lines := tmp_path/"lines.json").write_bytes(b'{"text": "a"}\n{"text": "caf\xe9"}\n')
+    read, reads = Path.read_text, []
+    monkeypatch.setattr(Path, "read_text", lambda path, **k: reads.append(path.name) or read(path, **k))
+    assert [row for _, row in file_rows(one)] == [dict(text="a"), dict(text="b")] and reads == ["list.json"]
+    rows = file_rows(lines)
+    assert next(rows) == ("line 1", dict(text="a")) and reads == ["list.json"]
+    with pytest.raises(ValueError, match="lines.json: line 2 is not JSON in UTF-8"): next(rows)
+
+
+@pytest.mark.parametrize("name", ["dataset_infos.json", ".cache/state.json"])
+def test_what_describes_a_folder_is_not_blamed_for_its_data(tmp_path, name):
+    (tmp_path/name).parent.mkdir(exist_ok=True)
+    (tmp_path/name).write_text('{"default": {"splits": {}}}')
+    (bad := tmp_path/"train.jsonl").write_text('{"text": "a"}\n{"text": "b",}\n')
+    with pytest.raises(ValueError, match=re.escape(f"{bad}: line 2 is not JSON (")): list(documents(f"hf:{tmp_path}"))
+
+
 BROKEN = [("csv", "id,text\n1,a\n", b"id,text\n1,a\n2,b,c\n", ": line 3 has 3 fields, expected 2"),
           ("csv", "id,text\n1,a\n", b'id,text\n1,a\n2,"b\n', ": line 3 can't be read as CSV (unexpected end of data)"),
-          ("csv", "id,text\n1,a\n", b"id,text\n1,caf\xe9\n", ": not UTF-8 (byte 13)"),
+          ("csv", "id,text\n1,a\n", b"id,text\n1,caf\xe9\n", ": not UTF-8 (byte 13)"), ("csv", "id,text\n1,a\n", b"\nid,text\n1,b\n2,c,d\n", ": line 4 has 3 fields, expected 2"),
           ("json", '[{"text": "a"}]', b'[{"text": "a"},\n {"text": "b"', ": not JSON (Expecting ',' delimiter: line 2 column 14 (char 29))"),
           ("json", '{"text": "a"}', b'{"text": "a"}\n{"text": "b",}\n', ": line 2 is not JSON ("), ("json", '[{"text": "a"}]', b'[{"text": "caf\xe9"}]', ": not UTF-8 (byte 14)"),
           ("jsonl", '{"text": "a"}\n', b'{"text": "a"}\n{"text": "b",}\n', ": line 2 is not JSON ("), ("parquet", None, b"PAR1" + b"x"*99, ": can't be read as Parquet (")]

@@ -10,6 +10,7 @@ import numpy as np
 from graders import Graders, fails
 
 from lmcourse.curation import exact, filters, minhash
+from lmcourse.curation.web import planted_web
 from lmcourse.exercises import data as ex
 
 
@@ -134,7 +135,38 @@ def gopher_with_blanks(t): return gopher(t) if not t else gopher(t, mean=(0, 99)
 GOPHER += [(partial(gopher, split=lambda t: t.split(" ")), "not each blank"), (gopher_with_blanks, "blanks do not count"), (partial(gopher, letter=str.isalpha), "not only letters")]
 
 
-# 5. Lines
+# 5. Random words
+
+def share_of(words, text):
+    found = [w.strip(string.punctuation).lower() for w in text.split()]
+    return sum(w in words for w in found)/len(found)
+
+
+def noise_by_articles(t): return share_of({"a", "the"}, t) < .04
+
+
+def noise_by_repetition(t):
+    words = np.array(t.split())
+    return np.bool_(len(np.unique(words)) > .76*len(words))
+
+
+SEEN = {p.text for p in planted_web(100, 5) if p.kind == "noise"}
+
+
+def noise_by_heart(t): return t in SEEN
+
+
+def stop_words(t): return filters.gopher_measures(t)["stop_words"]
+
+
+NOISE = [(lambda t: not filters.gopher_quality_filter(t), "leaves no gap"), (lambda t: stop_words(t) < 2, "6 of 200 pages of random words stay and 0 of 800 stories go"), (lambda t: stop_words(t) < 3, "1 of 200 pages of random words stay and 1 of 800 stories go"),
+         (lambda t: stop_words(t) < 4, "leaves no gap"), (lambda t: bool(filters.c4_filter(t)[1]), "C4's rules look at the ends of lines"), (lambda t: not noise_by_articles(t), "True is for random words"), (lambda t: False, "never says True"),
+         (lambda t: True, "never says False"), (noise_by_heart, "never says True"), (lambda t: len(t.split()) < 150, "the length of a page says nothing"), (lambda t: len(t) < 800, "nothing about its words"),
+         (lambda t: sum(map(len, t.split()))/len(t.split()) > 4.7, "as long as a story's"), (lambda t: share_of(filters.STOP_WORDS, t) < .03, "the measure is right, but not the limit"), (lambda t: share_of(filters.STOP_WORDS, t) < .15, "the measure is right, but not the limit"),
+         (lambda t: share_of({"the", "a", "and", "to", "of", "was"}, t) < .2, "compute it on several webs"), (lambda t: t[-1] not in ".!?\"”", "stories go"), (lambda t: share_of(filters.STOP_WORDS, t), "expected True or False")]
+
+
+# 6. Lines
 
 def lines_of(keep, bare=lambda l: l.rstrip("\n")):
     def f(paths, out):
@@ -174,7 +206,7 @@ def lines_without_blank_ones(paths, out):
 LINES += [(lines_without_blank_ones, "a blank line is a line"), (lines_joined, "keeps its line break"), (lines_without_empty_files, "none of its lines are left"), (lines_of(lambda n, seen: n == 1, lambda l: l.rstrip("\n").lower()), "capital letters count")]
 
 
-# 6. Similarity
+# 7. Similarity
 
 def runs(t, n):
     w = t.lower().split()
@@ -197,7 +229,7 @@ SIMILARITY = [(lambda a, b, n: len(without_last(a, n) & without_last(b, n))/max(
               (lambda a, b, n: 2*len({*runs(a, n)} & {*runs(b, n)})/max(1, len({*runs(a, n)}) + len({*runs(b, n)})), "Dice"), (lambda a, b, n: 1., "expected")]
 
 
-# 7. The curve
+# 8. The curve
 
 def curve(s, b, r): return 1 - (1 - s**r)**b
 
@@ -211,7 +243,7 @@ def curve_by_bands(s, b, r):
 CURVE = [(lambda s, b, r: curve(s, r, b), "swapped"), (lambda s, b, r: 1 - curve(s, b, r), "missing each other"), (lambda s, b, r: s**r, "one band"), (lambda s, b, r: min(1, b*s**r), "add up"), (lambda s, b, r: s, "similarity")]
 
 
-# 8. Choosing
+# 9. Choosing
 
 def choose(h, s, p): return next((h//r, r) for r in range(h, 0, -1) if curve(s, h//r, r) >= p)
 
@@ -232,7 +264,7 @@ CHOOSE = [(lambda h, s, p: next((h//r, r) for r in range(h, 0, -1) if curve(s, h
           (lambda h, s, p: next((h//r, r) for r in range(h, 0, -1) if h % r == 0 and curve(s, h//r, r) >= p), "need not divide"), (lambda h, s, p: choose(h, s, p)[1], "expected")]
 
 
-# 9. Letters
+# 10. Letters
 
 RECALL = curve(.8, 450, 20)
 RIGHT_LETTERS = dict(bands=450, rows=20, recall=RECALL, swapped=0.)
@@ -242,7 +274,50 @@ LETTERS = [(RIGHT_LETTERS | change, words) for change, words in [
     ({}, "is missing"), (7, "expected a dict"), (RIGHT_LETTERS | dict(b=20), "not asked for")]
 
 
-# 10. Near duplicates
+# 11. Recall after edits
+
+def edit_recall(originals, copies, edits, config, size=lambda t, c: len(minhash.shingles(t, c.ngram)), J=lambda m, x: max(0, (m - x)/(m + x)), p=curve, keys=lambda t, c: minhash.band_keys(minhash.minhash(t, c), c), meet=lambda a, b: (a == b).any(1).mean(), spoils=lambda c: c.ngram, mean=False):
+    s = [J(size(t, config), edits*spoils(config)) for t in originals]
+    if mean: s = [np.mean(s)]
+    return np.mean([p(x, config.bands, config.rows) for x in s]), meet(keys(originals, config), keys(copies, config))
+
+
+def recall_in_loops(originals, copies, edits, config):
+    "Cuts signatures into bands"
+    hits, chance = 0, 0.
+    for a, b in zip(originals, copies):
+        x, y = minhash.minhash([a, b], config).tolist()
+        hits += any(x[i:i + config.rows] == y[i:i + config.rows] for i in range(0, config.bands*config.rows, config.rows))
+        m = len(minhash.shingles(a, config.ngram))
+        both = m - edits*config.ngram
+        chance += curve(both/(2*m - both), config.bands, config.rows) if both > 0 else 0
+    return [chance/len(originals), hits/len(originals)]
+
+
+def recall_from_copies(a, b, edits, c):
+    pairs = [minhash.jaccard(minhash.shingles(x, c.ngram), minhash.shingles(y, c.ngram)) for x, y in zip(a, b)]
+    return np.mean([curve(s, c.bands, c.rows) for s in pairs]), edit_recall(a, b, edits, c)[1]
+
+
+def recall_by_clusters(a, b, edits, c):
+    "Copies that the whole search would find: those that are verified, too"
+    found = [minhash.near_duplicates([x, y], c)[1] == 0 for x, y in zip(a, b)]
+    return edit_recall(a, b, edits, c)[0], np.mean(found)
+
+
+RECALLS = [(recall_from_copies, "not from the copies"), (partial(edit_recall, mean=True), "not the similarities"), (partial(edit_recall, spoils=lambda c: 1), "not one"), (partial(edit_recall, spoils=lambda c: 5), "config.ngram says"),
+           (partial(edit_recall, J=lambda m, x: (m - x)/(m + x)), "a negative similarity is 0"), (partial(edit_recall, J=lambda m, x: max(0, m - x)/m), "m + ne in all"), (partial(edit_recall, p=lambda s, b, r: curve(s, r, b)), "b and r are swapped"),
+           (partial(edit_recall, p=lambda s, b, r: s**r), "only one band"), (partial(edit_recall, p=lambda s, b, r: s), "not the similarity"), (partial(edit_recall, meet=lambda a, b: (a == b).all(1).mean()), "one equal band is enough"),
+           (partial(edit_recall, meet=lambda a, b: (a == b).mean()), "count copies, not bands"), (partial(edit_recall, meet=lambda a, b: (a == b).any(1).sum()), "not a number of copies"), (partial(edit_recall, meet=lambda a, b: 1 - (a == b).any(1).mean()), "missed"),
+           (partial(edit_recall, meet=lambda a, b: np.isin(b, a).any(1).mean()), "its own original"), (lambda *case: edit_recall(*case)[::-1], "prediction comes first"), (recall_by_clusters, "verification comes later"), (partial(edit_recall, size=lambda t, c: len(t.split())), "not words"), (partial(edit_recall, size=lambda t, c: max(1, len(t.split()) - c.ngram + 1)), "m counts different shingles"),
+           (partial(edit_recall, keys=lambda t, c: minhash.minhash(t, c), meet=lambda a, b: (a == b).mean()), "expected"), (lambda *case: edit_recall(*case)[0], "expected"), (lambda a, b, e, c: edit_recall(b, b, e, c), "expected")]
+
+
+def test_each_of_the_measured_shares_is_neither_none_nor_all():
+    for case in ex._recall_cases(): assert .02 < ex._recall(*case)[1] < .98
+
+
+# 12. Near duplicates
 
 def near(paths, hashes, bands, ngrams, threshold, out, normal=exact.normalize, last=False, ratio=lambda x, y: len(x & y)/len(x | y)):
     "Compares all pairs"
@@ -284,7 +359,7 @@ def near_with_blanks(*a):
 NEAR += [(near_with_blanks, "without words resemble nothing")]
 
 
-# 11. Containment
+# 13. Containment
 
 def containment(t, d, n):
     n = min(n, len(t.split()))
@@ -307,7 +382,7 @@ CONTAINMENT = [(lambda t, d, n: similarity(t, d, min(n, len(t.split()))), "expec
                (lambda t, d, n: sum(r in runs(d, min(n, len(t.split()))) for r in runs(t, n))/len(runs(t, n)), "counts once")]
 
 
-# 12. The next source
+# 14. The next source
 
 def turn(taken, shares): return max(shares, key=lambda n: shares[n]*sum(taken.values()) - taken[n])
 
@@ -323,7 +398,7 @@ TURN = [(lambda t, s: max(s, key=lambda n: t[n] - s[n]*sum(t.values())), "furthe
 
 TASKS = {"mask_emails": (EMAILS, filters.mask_emails, emails_by_words), "mask_phone_numbers": (PHONES, sub(NUMBER, PHONE), phones_in_two), "mask_ips": (IPS, sub(ADDRESS, IP), ips_by_numbers), "gopher_quality_filter": (GOPHER, gopher, gopher_by_reasons),
          "similarity": (SIMILARITY, similarity, similarity_by_counting), "meeting_probability": (CURVE, curve, curve_by_bands), "choose": (CHOOSE, choose, choose_by_max), "containment": (CONTAINMENT, containment, containment_in_strings),
-         "next_source": (TURN, turn, turn_by_sorting)}
+         "next_source": (TURN, turn, turn_by_sorting), "is_noise": (NOISE, noise_by_articles, noise_by_repetition), "edit_recall": (RECALLS, edit_recall, recall_in_loops)}
 FILES = {"exact_line_deduplication": (LINES, lines_once, exact.exact_line_deduplication), "minhash_deduplication": (NEAR, near, minhash.minhash_deduplication)}
 WRONG = [(task, *pair) for task, (wrong, right, _) in TASKS.items() for pair in wrong + spoiled(right)]
 WRONG += [(task, *pair) for task, (wrong, right, _) in FILES.items() for pair in wrong + spoiled_files(right)] + [("letters", *pair) for pair in LETTERS]

@@ -158,7 +158,16 @@ def test_each_answer_of_a_conversation_is_a_pair_and_its_prompt_is_what_chat_sen
     assert ids[0, :begins].tolist() == sent and [*ids[0, begins:].tolist(), tokenizer.end_of_text] == [*tokenizer.encode(" So.\n"), tokenizer.end_of_text]
 
 
+def test_prompt_and_completion_may_be_messages_and_only_the_completion_is_learnt():
+    before = [said("system", "Be brief."), said("user", "Hi."), said("assistant", "Ho."), said("user", "Why?")]
+    after = [said("assistant", "So."), said("user", "What?"), said("assistant", "That.")]
+    whole = conversations(dict(messages=before + after), "it")
+    for name in ("completion", "response"): assert conversations({"prompt": before, name: after}, "it") == whole[1:]
+
+
 @pytest.mark.parametrize("row, words", [
+    (dict(prompt=[said("user", "a")], completion="b"), "it has no text 'prompt'"), (dict(prompt="a", completion=[said("assistant", "b")]), "it has no text 'response'"), (dict(prompt=[], completion=[said("assistant", "b")]), "it has no text 'prompt'"),
+    (dict(prompt=[said("user", "a"), said("assistant", "b")], completion=[said("user", "c")]), "it: messages without an answer of the assistant"), (dict(prompt=["a"], completion=["b"]), "it: messages, expected a list of objects with role and content"),
     (dict(prompt="a"), "it has no text 'response', expected prompt and response, or messages: {'prompt': 'a'}"), (dict(instruction="a", output="b"), "it has no text 'prompt', expected prompt and response, or messages"),
     (dict(prompt="a", response=4), "it has no text 'response'"), (dict(prompt=None, response="a"), "it has no text 'prompt'"), (dict(prompt="a", response=" \n"), "it has an empty response"),
     (dict(prompt="a<|endoftext|>", response="b"), "it: prompt with <|endoftext|>, which is added at its end; leave it out"), (dict(prompt="a", response="b<|endoftext|>"), "it: response with <|endoftext|>"),

@@ -148,7 +148,8 @@ class RunKind:
         "Read own records and divide them. Raises `ValueError` as `own_records` and `hold_out` do."
         groups = own_records(self.own, check, tokenizer, context_length)
         learnt, held = hold_out(groups, self.own, self.seed)
-        _check_batch(f"{self.own}: {len(learnt)} records to learn", len(learnt), train)
+        count = f"{len(learnt)} record{'s'*(len(learnt) != 1)} to learn"
+        _check_batch(f"{self.own}: {count}", len(learnt), train)
         return _texts(learnt), learnt, held
 
     def trainer(self, model:Any, tokenizer:Tokenizer, train:TrainConfig, valid:TokenDataset,
@@ -249,7 +250,7 @@ class DpoRun(RunKind):
         if not world.writes: return [], [], [] # One process writes pairs for all
         pairs = own_pairs(model, tokenizer, c.prompts, c.group_size, self.seed, task)
         n = len(pair_rows(pairs, tokenizer, length))
-        _check_batch(f"{n} pairs", n, train)
+        _check_batch(f"{n} pair{'s'*(n != 1)}", n, train)
         return _texts(pairs), pairs, []
 
     def trainer(self, model:Any, tokenizer:Tokenizer, train:TrainConfig, valid:TokenDataset,

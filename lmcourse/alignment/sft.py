@@ -198,12 +198,17 @@ class SftBatches:
 
 # %% ../../nbs/14_alignment/14c_sft.ipynb #0ad7b999
 def conversations(
-    row:dict,  # With `prompt` and `response` or `completion`, or with `messages`
+    # With `prompt` and `response` or `completion`, both texts or both messages, or with `messages`
+    row:dict,
     where:str, # Beginning of error messages
 )->list: # Dicts with `prompt` and `response`, one for each answer
     "Check a record, and split messages into prompts and answers. `ValueError` for a bad record."
     if "completion" in row and "response" not in row: row = row | dict(response=row["completion"])
-    found = _answers(row["messages"], where) if "messages" in row else [row]
+    asked, answer = row.get("prompt"), row.get("response")
+    if "messages" in row: found = _answers(row["messages"], where)
+    elif asked and isinstance(asked, list) and isinstance(answer, list):
+        found = _answers(asked + answer, where, len(asked))
+    else: found = [row]
     for pair in found:
         for key in ("prompt", "response"):
             check_text(pair, key, where, "prompt and response, or messages")
@@ -233,11 +238,11 @@ def chat_prompt(turns:list, where:str)->str: # Of pairs of role and content
     try: return "".join(text for text,_ in PLAIN_CHAT.render(turns))
     except ValueError as e: raise ValueError(f"{where}: messages with {e}") from None
 
-def _answers(messages:Any, where:str)->list: # Dicts as from `conversations`
+def _answers(messages:Any, where:str, first:int=0)->list: # Of the messages from `first` on
     turns = check_turns(messages, where)
     prompts = [chat_prompt(turns[:i], where) for i in range(len(turns))]
-    found = [dict(prompt=prompt, response=text) for prompt,(role,text) in zip(prompts, turns)
-             if role == "assistant"]
+    found = [dict(prompt=prompt, response=text)
+             for prompt,(role,text) in [*zip(prompts, turns)][first:] if role == "assistant"]
     if not found: raise ValueError(f"{where}: messages without an answer of the assistant")
     return found
 

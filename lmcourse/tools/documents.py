@@ -217,11 +217,17 @@ def _open_repository(name:str): # Split to rows
     if not local: _reach()
     elif path.is_file(): repo, files = str(path.resolve().parent), path.name
     else: repo = str(path.resolve()) # `datasets` takes no `.`
-    from datasets import load_dataset
+    from datasets import load_dataset, load_dataset_builder
     # It would log the errors that it also raises
     logging.getLogger("datasets.packaged_modules").setLevel(logging.CRITICAL)
     # streaming saves nothing but lock files
     with tempfile.TemporaryDirectory() as nothing:
+        if path.is_dir():
+            found = load_dataset_builder(repo, config or None, cache_dir=nothing).config.data_files
+            parts = {str(split): [*map(Path, some)] for split,some in (found or {}).items()}
+            if all(f.is_file() and _is_read_here(f) and f.suffix != ".parquet"
+                   for f in chain(*parts.values())):
+                return {split: _Rows(some) for split,some in parts.items()}
         return load_dataset(repo, config or None, data_files=files,
                             revision=None if local else revision, streaming=True,
                             cache_dir=nothing)
@@ -249,18 +255,23 @@ def file_rows(
 
 def _listed(path:str|Path
 )->Iterable|None: # Places and rows of a `.json` with one list or object; `None` for JSON lines
-    if not str(path).endswith(".json"): return None
-    text = read_utf8(path).removeprefix("\ufeff").lstrip()
-    if text.startswith("["):
-        rows = [dict(text=v) if isinstance(v, str) else v for v in read_json(path, list)]
-    else:
-        with suppress(ValueError):
-            if isinstance(json.loads(text.partition("\n")[0]), dict): return None
-        rows = [read_json(path)]
+    if not str(path).endswith(".json") or not Path(path).is_file(): return None
+    with open(path, "rb") as file:
+        is_list = file.read(99).removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"[")
+        file.seek(0)
+        with suppress(ValueError): # Is there an object in the first line?
+            first = next(filter(bytes.strip, file), b"")
+            if not is_list and isinstance(json.loads(first), dict): return None
+    rows = read_json(path, list) if is_list else [read_json(path)]
+    rows = [dict(text=v) if isinstance(v, str) else v for v in rows]
     for k,row in enumerate(rows, 1):
         if not isinstance(row, dict):
             raise ValueError(f"{path}: item {k} is {str(row)[:40]!r}, expected an object")
     return [(f"item {k}", row) for k,row in enumerate(rows, 1)]
+
+class _Rows: # Of several files, as often as they are asked for
+    def __init__(self, files:list): self.files = files
+    def __iter__(self): return (row for file in self.files for _,row in file_rows(file))
 
 
 # %% ../../nbs/00_tools/00g_documents.ipynb #93a64c80
@@ -294,7 +305,8 @@ def _texts(name:str, rows:Iterable[dict], column:str)->Iterator[str]:
         for row in rows: yield from _cut(row, column)
 
 def _cut(row:dict, column:str)->list: # The documents of a row
-    return [d for d in (row.get(column) or "").split(END_OF_TEXT) if d.strip()]
+    text = row.get(column)
+    return [] if text is None else [d for d in text.split(END_OF_TEXT) if d.strip()]
 
 def _is_read_here(path:Path)->bool: return has_columns(path) or path.suffix == ".json"
 
@@ -318,7 +330,7 @@ def _divided(texts:Callable, split:str)->Iterator[str]: # One in 200, and at lea
 # %% ../../nbs/00_tools/00g_documents.ipynb #42cd66d8
 def _fault(path:Path)->str|None: # What is wrong in the first file that can't be read by itself
     found = sorted(path.rglob("*")) if path.is_dir() else [path]
-    for file in (f for f in found if f.is_file()):
+    for file in (f for f in found if f.is_file() and not _is_no_data(f.relative_to(path))):
         try:
             if _is_read_here(file): rows = _column_texts(file)()
             elif file.suffix == ".csv": rows = _csv_parts(file)
@@ -330,7 +342,7 @@ def _fault(path:Path)->str|None: # What is wrong in the first file that can't be
 def _csv_parts(path:Path)->Iterator: # Its rows; `datasets` rejects a row with too many fields, too
     rows = csv.reader(io.StringIO(read_utf8(path), newline=""), strict=True)
     try:
-        width = len(next(rows, []))
+        width = len(next(filter(None, rows), [])) # Empty lines before the names are skipped
         if not width: raise ValueError(
             f"{path}: no columns, expected a first line with their names")
         for row in rows:
@@ -339,6 +351,10 @@ def _csv_parts(path:Path)->Iterator: # Its rows; `datasets` rejects a row with t
             yield row
     except csv.Error as e:
         raise ValueError(f"{path}: line {rows.line_num} can't be read as CSV ({e})") from None
+
+def _is_no_data(path:Path)->bool: # Whether `datasets` skips such a file in a folder
+    return (path.name in {"config.json", "dataset_info.json", "dataset_infos.json"}
+            or any(part.startswith(".") for part in path.parts))
 
 
 # %% ../../nbs/00_tools/00g_documents.ipynb #e17b2ce4
