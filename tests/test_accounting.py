@@ -29,6 +29,7 @@ from lmcourse.architecture.transformer_np import init_params
 from lmcourse.architecture.transformer_torch import TransformerLM
 from lmcourse.inference.kv_cache import KVCache
 from lmcourse.tools.config import ModelConfig, TrainConfig
+from lmcourse.tools.machine import compiles
 from lmcourse.training import optim_torch
 from lmcourse.training.engines import TorchEngine
 from lmcourse.training.optim_np import AdamWNp
@@ -491,6 +492,18 @@ def test_products_of_onednn_count_as_torchs():
         with flop_counter() as counter: layer(torch.randn(2, 4, 5, requires_grad=True)).sum().backward()
         counts.append(counter.get_total_flops())
     assert counts == [3*2*8*5*3]*2
+
+
+@pytest.mark.parametrize("idle", [False, True])
+def test_a_step_with_the_fused_kernels_counts_the_same_by_either_library(idle, monkeypatch):
+    "Torch's own products are added to a matrix in place"
+    from lmcourse.architecture import fused, fused_attention, onednn
+    from lmcourse.architecture.transformer_torch import TransformerLM, named_parts
+    if not (compiles() and (onednn._can_replace_products() or not idle)): pytest.skip("nothing is compiled here, or this torch has no oneDNN")
+    for module in (onednn, fused, fused_attention): monkeypatch.setattr(module, "vectors_idle", lambda: idle)
+    c, ids = ModelConfig(vocab_size=31, context_length=32, d_model=32, num_layers=1, num_heads=1), torch.zeros(1, 32, dtype=torch.int64)
+    with flop_counter() as counter: TransformerLM(c, parts=named_parts(c, kernels="fused")).loss(ids, ids).backward()
+    assert counter.get_total_flops() == sum(training_flops(c, 1, fused=True).values())
 
 
 @pytest.mark.parametrize("f", [torch.linalg.inv, torch.linalg.qr, torch.linalg.lu_factor, torch.linalg.ldl_factor, torch.linalg.det, torch.linalg.slogdet,

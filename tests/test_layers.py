@@ -305,6 +305,10 @@ def test_where_torch_cannot_replace_a_product_nothing_is_replaced(monkeypatch):
 onednn = pytest.mark.skipif(not onednn_module._can_replace_products(), reason="this torch has no oneDNN, or replaces no operator")
 
 
+@pytest.fixture(autouse=True)
+def every_product_gains(monkeypatch): monkeypatch.setattr(onednn_module, "_halves", lambda: False)
+
+
 @onednn
 def test_products_by_onednn_refuse_what_torch_refuses():
     a, b = torch.ones(2, 3), torch.ones(3, 5)

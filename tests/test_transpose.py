@@ -53,6 +53,28 @@ def test_what_is_left_to_torch():
     assert transposed(torch.empty(3, 5, device="meta")).shape == (5, 3)
 
 
+@pytest.fixture(params=[False, True], autouse=True)
+def halves(request, monkeypatch):
+    "A processor on which every product gains, and one on which only large ones do"
+    monkeypatch.setattr(onednn, "_halves", lambda: request.param)
+    monkeypatch.setattr(onednn, "_SMALLEST", 2*24*40*20)
+    return request.param
+
+
+@needs_onednn
+def test_small_and_transposed_products_stay_with_torch_where_little_is_gained(halves):
+    small, large = drawn(8, 24), drawn(40, 24)
+    def called(layer, x):
+        with torch.profiler.profile() as record: layer(x.requires_grad_()).square().sum().backward()
+        return sum("_linear_pointwise" in e.name for e in record.events())
+    layer = OneDNNLinear(24, 40)
+    assert [called(layer, x) for x in (small, large)] == ([0, 2] if halves else [3, 3])
+    total, a, b = drawn(8, 3), drawn(5, 8).T, drawn(5, 3)
+    right = total + a@b
+    onednn.add_product(total, a, b)
+    check_close(total, right, 1e-5, 1e-5)
+
+
 @needs_onednn
 @pytest.mark.parametrize("sizes", [(64, 48, 80), (17, 5, 3), (1, 1, 1), (300, 16, 700), (16, 300, 2), (3, 700, 300)])
 def test_products_of_transposed_factors(sizes):

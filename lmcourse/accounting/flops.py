@@ -73,6 +73,9 @@ def _cpu_products()->dict:
                      (torch.ops.lmcourse, "attend")): # The second is chapter 03's, if imported
         if hasattr(ops, name):
             found |= {getattr(ops, name): forward, getattr(ops, name + "_backward"): backward}
+    # Where the fused kernels add a product to a matrix
+    found[torch.ops.aten.addmm_] = lambda total, a, b, *rest, out_shape=None, **more: (
+        2*a[0]*a[1]*b[1])
     if hasattr(torch.ops.mkldnn, "_linear_pointwise"): # On some processors 03j's layers call it
         found[torch.ops.mkldnn._linear_pointwise] = lambda x, *rest, out_shape=None, **more: (
             2*math.prod(out_shape)*x[-1])

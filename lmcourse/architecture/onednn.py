@@ -14,6 +14,7 @@ import torch
 from torch.autograd.function import once_differentiable
 from .layers_torch import Linear
 from .transpose import fits, transposed
+from ..tools.compiled import host_features
 from ..tools.machine import processor_name
 
 # %% ../../nbs/03_architecture/03j_onednn.ipynb #991176e6
@@ -28,6 +29,16 @@ def vectors_idle()->bool:
     wide = torch.backends.cpu.get_cpu_capability() == "AVX512"
     return known and wide and "AMD" in processor_name()
 
+# %% ../../nbs/03_architecture/03j_onednn.ipynb #0179967c
+@cache
+def _halves()->bool: # Zen 5 brought AVX-VNNI, so AMD's earlier processors with AVX-512 lack it
+    return "+avxvnni" not in host_features()
+
+_SMALLEST = 2**25 # Operations from which on oneDNN gains on Zen 4
+
+def _pays(a, b): # Whether oneDNN is faster
+    return not _halves() or a.is_contiguous() and 2*a.numel()*b.shape[1] >= _SMALLEST
+
 # %% ../../nbs/03_architecture/03j_onednn.ipynb #e9f5a383
 def _product(a, b): # oneDNN has no fast kernel for a second factor with gaps between its rows
     if not (b.is_contiguous() or b.T.is_contiguous()): b = b.contiguous()
@@ -41,7 +52,7 @@ def _torchs(a, b, **out): # Torch's own product, with torch's errors
     return torch.addmm(a.new_zeros(1), a, b, beta=0, **out)
 
 def _mm(a, b): # Replaces `aten::mm`
-    if not _ours(a, b): return _torchs(a, b)
+    if not _ours(a, b) or not _pays(a, b): return _torchs(a, b)
     if a.is_contiguous(): return _product(a, b)
     # oneDNN wants the rows of the first factor in memory: copy that, or turn the whole product
     if not a.T.is_contiguous() or a.numel() < b.numel() + len(a)*b.shape[1]:
@@ -153,12 +164,14 @@ class _Joint(torch.autograd.Function): # The products of rows `x` and several we
     @once_differentiable
     def backward(ctx, *dys):
         x, *weights = ctx.saved_tensors
-        dys = [dy.reshape(-1, dy.shape[-1]) for dy in dys]
+        dys, rows = [dy.reshape(-1, dy.shape[-1]) for dy in dys], x.reshape(-1, x.shape[-1])
         dx = _mm(dys[0], weights[0])
-        for dy,w in zip(dys[1:], weights[1:]):
-            dx = torch.ops.mkldnn._linear_pointwise.binary(dy, dx, w.T, None, "add")
-        columns = transposed(x.reshape(len(dx), -1))
-        return dx.reshape(x.shape), *(transposed(_mm(columns, dy)) for dy in dys)
+        for dy,w in zip(dys[1:], weights[1:]): dx = _plus_product(dx, dy, w)
+        return dx.reshape(x.shape), *(_mm(dy.T, rows) for dy in dys)
+
+def _plus_product(total, a, b): # Which may overwrite the total
+    if not _pays(a, b): return total.addmm_(a, b)
+    return torch.ops.mkldnn._linear_pointwise.binary(a, total, b.T, None, "add")
 
 def _plain(layer, x): # Whether its product may be one of `_Joint`'s, all of whose gradients are asked
     return (layer.bias is None and x.requires_grad and layer.weight.requires_grad
@@ -167,10 +180,12 @@ def _plain(layer, x): # Whether its product may be one of `_Joint`'s, all of who
 
 # %% ../../nbs/03_architecture/03j_onednn.ipynb #070e00f6
 class OneDNNLinear(Linear):
-    "A linear layer whose float32 products on a CPU are oneDNN's."
+    "A linear layer whose float32 products on a CPU are oneDNN's, where that is faster."
     def forward(self, x:torch.Tensor)->torch.Tensor: # `(..., in)` to `(..., out)`
-        if _torch_decides(x, self.weight): return super().forward(x)
-        y = _multiply(x.reshape(-1, x.shape[-1]), self.weight)
+        rows = x.reshape(-1, x.shape[-1])
+        if _torch_decides(x, self.weight) or not _pays(rows, self.weight.T):
+            return super().forward(x)
+        y = _multiply(rows, self.weight)
         y = y.reshape(*x.shape[:-1], len(self.weight))
         return y if self.bias is None else y + self.bias
 
@@ -190,7 +205,7 @@ def product(a:torch.Tensor, b:torch.Tensor, out:torch.Tensor # Three matrices
 def add_product(total:torch.Tensor, a:torch.Tensor, b:torch.Tensor # Three matrices
 ):
     "Add `a @ b` to `total`, by oneDNN some rows at a time if the vectors would be idle."
-    if not vectors_idle(): total.addmm_(a, b)
+    if not vectors_idle() or not _pays(a, b): total.addmm_(a, b)
     else:
         for rows,some in zip(total.split(_ROWS), a.split(_ROWS)): rows += _mm(some, b)
 
