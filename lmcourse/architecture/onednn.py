@@ -173,7 +173,7 @@ def _plus_product(total, a, b): # Which may overwrite the total
     if not _pays(a, b): return total.addmm_(a, b)
     return torch.ops.mkldnn._linear_pointwise.binary(a, total, b.T, None, "add")
 
-def _plain(layer, x): # Whether its product may be one of `_Joint`'s, all of whose gradients are asked
+def _plain(layer, x): # Whether its product may be one of `_Joint`'s, which computes all gradients
     return (layer.bias is None and x.requires_grad and layer.weight.requires_grad
             and torch.is_grad_enabled() and not _torch_decides(x, layer.weight)
             and not torch.compiler.is_compiling() and not watched(layer))

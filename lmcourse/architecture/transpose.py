@@ -75,7 +75,7 @@ def transpose_tile(typingctx, x, i, j, y, k, l):
 # %% ../../nbs/03_architecture/03ia_transpose.ipynb #c9389531
 @kernel
 def transpose_rows(x, y, start, stop):
-    "Transpose rows `start` to `stop - 1` of `x` `(R, C)` into `y` `(C, R)`."
+    "Transpose rows `start` to `stop - 1` of `x` `(N, D)` into `y` `(D, N)`."
     for i in range(start, stop, 16):
         for j in range(0, x.shape[1], 16):
             if i + 16 <= stop and j + 16 <= x.shape[1]: transpose_tile(x, i, j, y, j, i)
@@ -124,13 +124,13 @@ def fits(
     return all(t.dtype == torch.float32 and t.device.type == "cpu" and t.numel() for t in tensors)
 
 def transposed(
-    x:torch.Tensor, # A matrix `(R, C)`
-)->torch.Tensor: # `(C, R)`, with contiguous rows; shares memory with `x` if that has them already
+    x:torch.Tensor, # A matrix `(N, D)`
+)->torch.Tensor: # `(D, N)`, with contiguous rows; shares memory with `x` if that has them already
     "Return the transpose of a matrix as a contiguous matrix."
     if not fits(x) or x.stride(1) != 1 or not compiles(): return x.T.contiguous()
-    R, C = x.shape
-    y = x.new_empty(C, R)
+    N, D = x.shape
+    y = x.new_empty(D, N)
     source, result = x.detach().numpy(), y.numpy()
-    def part(i, j): transpose_rows(source, result, 16*i, min(16*j, R))
-    share(part, -(-R//16), x.numel())
+    def part(i, j): transpose_rows(source, result, 16*i, min(16*j, N))
+    share(part, -(-N//16), x.numel())
     return y

@@ -401,7 +401,7 @@ def test_public_names_exist_and_are_few():
 @pytest.mark.parametrize("what, home", [
     (r"json\.loads?\(.*(read_text|read_utf8|open)\(|^def read_json\(", "tools.files"),
     (r"cpu_count|sched_getaffinity|cpuinfo|VmHWM|MemAvailable|SC_PHYS_PAGES", "tools.machine"),
-    (r"\bnjit\(|@njit|@intrinsic\b|import.*\bir\b", "tools.compiled architecture.fused_attention"), # The tile is the page's subject
+    (r"\bnjit\(|@njit|@intrinsic\b|import.*\bir\b", "tools.compiled architecture.transpose architecture.fused_attention"), # The tiles are the pages' subject
     (r"\[:, None\] *[-+].*np\.arange\(", "training.data"),
     (r"^def ngram_losses|ngram_losses\(.*vocab_size", "tools.ngram training.data"),
     (r"os\.replace\(", "tools.files tokenization.token_files"),             # The second gives several files their names at once
