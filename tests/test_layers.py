@@ -306,7 +306,7 @@ onednn = pytest.mark.skipif(not onednn_module._can_replace_products(), reason="t
 
 
 @pytest.fixture(autouse=True)
-def every_product_gains(monkeypatch): monkeypatch.setattr(onednn_module, "_halves", lambda: False)
+def every_product_gains(monkeypatch): monkeypatch.setattr(onednn_module, "_HALVES", False)
 
 
 @onednn

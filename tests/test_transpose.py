@@ -56,19 +56,22 @@ def test_what_is_left_to_torch():
 @pytest.fixture(params=[False, True], autouse=True)
 def halves(request, monkeypatch):
     "A processor on which every product gains, and one on which only large ones do"
-    monkeypatch.setattr(onednn, "_halves", lambda: request.param)
+    monkeypatch.setattr(onednn, "_HALVES", request.param)
     monkeypatch.setattr(onednn, "_SMALLEST", 2*24*40*20)
     return request.param
 
 
 @needs_onednn
-def test_small_and_transposed_products_stay_with_torch_where_little_is_gained(halves):
+def test_small_and_transposed_products_stay_with_torch_where_little_is_gained(halves, monkeypatch):
     small, large = drawn(8, 24), drawn(40, 24)
     def called(layer, x):
         with torch.profiler.profile() as record: layer(x.requires_grad_()).square().sum().backward()
         return sum("_linear_pointwise" in e.name for e in record.events())
     layer = OneDNNLinear(24, 40)
     assert [called(layer, x) for x in (small, large)] == ([0, 2] if halves else [3, 3])
+    monkeypatch.undo()                                          # As on this machine
+    assert onednn._pays(large, large.T) in (True, False)
+    assert len(torch._dynamo.explain(layer)(large.detach().requires_grad_()).graphs) == 1, "the compiler looks into what is asked"
     total, a, b = drawn(8, 3), drawn(5, 8).T, drawn(5, 3)
     right = total + a@b
     onednn.add_product(total, a, b)

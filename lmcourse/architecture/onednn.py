@@ -30,14 +30,13 @@ def vectors_idle()->bool:
     return known and wide and "AMD" in processor_name()
 
 # %% ../../nbs/03_architecture/03j_onednn.ipynb #0179967c
-@cache
-def _halves()->bool: # Zen 5 brought AVX-VNNI, so AMD's earlier processors with AVX-512 lack it
-    return "+avxvnni" not in host_features()
-
+# Zen 5 brought AVX-VNNI, so AMD's earlier processors with AVX-512 lack it. (No function, because
+# torch's compiler would look into it)
+_HALVES = "+avxvnni" not in host_features()
 _SMALLEST = 2**25 # Operations from which on oneDNN gains on Zen 4
 
 def _pays(a, b): # Whether oneDNN is faster
-    return not _halves() or a.is_contiguous() and 2*a.numel()*b.shape[1] >= _SMALLEST
+    return not _HALVES or a.is_contiguous() and 2*a.numel()*b.shape[1] >= _SMALLEST
 
 # %% ../../nbs/03_architecture/03j_onednn.ipynb #e9f5a383
 def _product(a, b): # oneDNN has no fast kernel for a second factor with gaps between its rows
