@@ -172,7 +172,8 @@ def text_column(
 )->str: # Its name
     "Find the column with the documents. Raises `ValueError` if that is not clear."
     strings = [name for name,value in row.items() if isinstance(value, str)]
-    if "text" in strings: return "text"
+    if "text" in strings or row.get("text", "") is None: return "text" # A row may lack its text
+    if "text" in row: raise ValueError(f"text is {row['text']!r:.40}, expected a string")
     if len(strings) == 1: return strings[0]
     raise ValueError(f"no column called text among {', '.join(row)}, and {len(strings)} with "
                      f"strings")
