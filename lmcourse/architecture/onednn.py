@@ -68,7 +68,8 @@ def _mm_out(a, b, *, out):
 def onednn_products(
     use:bool|None=None, # Whether to replace products; default: if vectors would be idle
 ):
-    """Compute `mm` in float32 on the CPU by oneDNN inside the block, in all threads.
+    """Compute `mm` in float32 on the CPU by oneDNN, where it is faster,
+    inside the block and in all threads.
     Enter and leave while no other thread multiplies. Raises `RuntimeError` if torch can't do it."""
     if use and not _can_replace_products():
         raise RuntimeError(f"torch {torch.__version__} can't replace a product, expected a build "
@@ -132,7 +133,7 @@ def _other_factors(inputs, output): # What the gradient of each factor needs
     x, weight = inputs
     return x if weight.requires_grad else None, weight if x.requires_grad else None
 
-def _linear_backward_shapes(dy, x, weight):
+def _linear_backward_shapes(dy, x, weight): # Tensors that are only shapes can't be transposed
     nothing = dy.new_empty(0)
     return (nothing if weight is None else dy.new_empty(len(dy), weight.shape[1]),
             nothing if x is None else dy.new_empty(dy.shape[1], x.shape[1]))
@@ -198,12 +199,12 @@ class OneDNNLinear(Linear):
 # %% ../../nbs/03_architecture/03j_onednn.ipynb #def5b7bd
 def product(a:torch.Tensor, b:torch.Tensor, out:torch.Tensor # Three matrices
 )->torch.Tensor: # `out` if torch multiplied, and otherwise a matrix of its own
-    "Compute `a @ b` by oneDNN if the vectors would be idle, or else by torch."
+    "Compute `a @ b` by oneDNN if vectors would be idle and it is faster, or else by torch."
     return _mm(a, b) if vectors_idle() else torch.mm(a, b, out=out)
 
 def add_product(total:torch.Tensor, a:torch.Tensor, b:torch.Tensor # Three matrices
 ):
-    "Add `a @ b` to `total`, by oneDNN some rows at a time if the vectors would be idle."
+    "Add `a @ b` to `total`, by the same library; by oneDNN some rows at a time."
     if not vectors_idle() or not _pays(a, b): total.addmm_(a, b)
     else:
         for rows,some in zip(total.split(_ROWS), a.split(_ROWS)): rows += _mm(some, b)

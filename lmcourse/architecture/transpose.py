@@ -95,6 +95,7 @@ def torch_threads()->Any: # None if torch's threads can't be found
         if run: return run
     return None
 
+# %% ../../nbs/03_architecture/03ia_transpose.ipynb #85de4049
 SHARED = 2**18 # Numbers from which on several threads are faster
 
 def share(
